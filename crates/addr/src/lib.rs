@@ -1,0 +1,51 @@
+//! The vocabulary of dmalane: one type per address space and the plain data structures built on them.
+//!
+//! Nothing here touches memory. [`Span`] is a range that may reach the top of its space, [`SgTable`] describes
+//! a buffer as physically contiguous segments, [`RangeAllocator`] hands out IOVAs, card memory and device VAs, and
+//! [`Timeline`] is the fence that every layer signals and waits for.
+//!
+//! Mixing two address spaces does not compile:
+//!
+//! ```compile_fail,E0308
+//! use dmalane_addr::{Iova, PhysAddr};
+//! fn map(iova: Iova, to: PhysAddr) {}
+//! map(PhysAddr::new(0x1000), Iova::new(0x2000)); // swapped
+//! ```
+//!
+//! ```compile_fail,E0308
+//! use dmalane_addr::{CardAddr, DeviceVa};
+//! fn bind(va: DeviceVa, to: CardAddr) {}
+//! bind(CardAddr::new(0x1000), DeviceVa::new(0x2000)); // swapped
+//! ```
+//!
+//! ```compile_fail,E0308
+//! use dmalane_addr::{FileOffset, Iova};
+//! fn read(from: FileOffset, to: Iova) {}
+//! read(Iova::new(0), FileOffset::new(0)); // swapped
+//! ```
+//!
+//! and a number does not turn into an address by itself:
+//!
+//! ```compile_fail,E0277
+//! let a: dmalane_addr::Iova = 0x1000u64.into();
+//! ```
+#![no_std]
+#![forbid(unsafe_code)]
+
+extern crate alloc;
+
+mod access;
+mod address;
+mod page;
+mod range;
+mod sg;
+mod span;
+mod timeline;
+
+pub use access::Access;
+pub use address::{Address, CardAddr, DeviceVa, FileOffset, Iova, PhysAddr};
+pub use page::{PageSize, PageSizes};
+pub use range::{RangeAllocator, RangeError};
+pub use sg::{Segment, SegmentAt, SgTable};
+pub use span::Span;
+pub use timeline::{Fence, Timeline};

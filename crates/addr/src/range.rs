@@ -1,0 +1,324 @@
+//! An allocator of address ranges.
+
+use alloc::collections::{BTreeMap, BTreeSet};
+
+use thiserror::Error;
+
+use crate::{Address, PageSize, Span};
+
+/// Why a range could not be had or given back.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Error)]
+#[non_exhaustive]
+pub enum RangeError<A: Address> {
+    /// No free range is long enough at this alignment.
+    #[error("no free range of {len} bytes aligned to {align} ({free} bytes are free in all)")]
+    Exhausted {
+        /// Bytes asked for.
+        len: u64,
+        /// Alignment asked for.
+        align: PageSize,
+        /// Bytes free in all, in pieces.
+        free: u64,
+    },
+    /// A length of zero, or one that is not a whole number of pages of the allocator.
+    #[error("a range of {len} bytes is not a whole, non-zero number of {page} pages")]
+    BadLength {
+        /// Bytes asked for.
+        len: u64,
+        /// The allocator's page size.
+        page: PageSize,
+    },
+    /// Part of the span is taken, or lies outside the allocator.
+    #[error("{0} is not wholly free")]
+    NotFree(Span<A>),
+    /// Part of the span is free already, or lies outside the allocator.
+    #[error("{0} is not wholly allocated")]
+    NotAllocated(Span<A>),
+}
+
+/// Hands out ranges of an address space: IOVAs, card memory, device VAs.
+///
+/// Best fit by length, lowest address among equals; neighbours merge when they come back. Both steps are
+/// O(log n) in the number of free ranges.
+///
+/// ```
+/// use dmalane_addr::{Iova, PageSize, RangeAllocator, Span};
+/// let space = Span::new(Iova::new(0x1000), 0x10_0000).unwrap();
+/// let mut iovas = RangeAllocator::new(space, PageSize::SIZE_4K);
+/// let span = iovas.allocate(0x3000, PageSize::SIZE_4K)?;
+/// iovas.free(span)?;
+/// # Ok::<(), dmalane_addr::RangeError<Iova>>(())
+/// ```
+#[derive(Clone, Debug)]
+pub struct RangeAllocator<A: Address> {
+    space: Span<A>,
+    page: PageSize,
+    /// First address -> last address of each free range; no two touch.
+    free: BTreeMap<A, A>,
+    /// The same ranges as (length, first), for best fit.
+    by_len: BTreeSet<(u64, A)>,
+    free_bytes: u64,
+}
+
+impl<A: Address> RangeAllocator<A> {
+    /// An allocator over the whole pages of `space`, all free. A `space` without a whole page gives an allocator
+    /// that has nothing.
+    pub fn new(space: Span<A>, page: PageSize) -> Self {
+        let mut this = Self { space, page, free: BTreeMap::new(), by_len: BTreeSet::new(), free_bytes: 0 };
+        let whole = space.first().align_up(page).and_then(|first| {
+            // One past the last may be 2^64; work with the page that holds the last byte instead.
+            let tail = space.last().align_down(page);
+            let last = match space.last().bits() - tail.bits() == page.bytes() - 1 {
+                true => space.last(),
+                false => A::new(tail.bits().checked_sub(1)?),
+            };
+            Span::inclusive(first, last)
+        });
+        if let Some(span) = whole {
+            this.insert(span);
+        }
+        this
+    }
+
+    /// Takes `len` bytes aligned to `align` (and to the allocator's page).
+    ///
+    /// # Errors
+    /// [`RangeError::BadLength`] unless `len` is a non-zero number of pages; [`RangeError::Exhausted`].
+    pub fn allocate(&mut self, len: u64, align: PageSize) -> Result<Span<A>, RangeError<A>> {
+        if len == 0 || !len.is_multiple_of(self.page.bytes()) {
+            return Err(RangeError::BadLength { len, page: self.page });
+        }
+        let align = align.max(self.page);
+        let found = self.by_len.range((len, A::new(0))..).find_map(|&(_, first)| {
+            let span = Span::new(first.align_up(align)?, len)?;
+            (span.last() <= self.free[&first]).then_some((first, span))
+        });
+        let Some((hole, span)) = found else {
+            return Err(RangeError::Exhausted { len, align, free: self.free_bytes });
+        };
+        self.carve(hole, span);
+        Ok(span)
+    }
+
+    /// Takes exactly this span.
+    ///
+    /// # Errors
+    /// [`RangeError::BadLength`] unless both ends are page boundaries; [`RangeError::NotFree`].
+    pub fn reserve(&mut self, span: Span<A>) -> Result<(), RangeError<A>> {
+        self.check(span)?;
+        match self.free.range(..=span.first()).next_back() {
+            Some((&first, &last)) if span.last() <= last => {
+                self.carve(first, span);
+                Ok(())
+            }
+            _ => Err(RangeError::NotFree(span)),
+        }
+    }
+
+    /// Gives a span back; it may be part of what was allocated, or span several allocations.
+    ///
+    /// # Errors
+    /// [`RangeError::BadLength`] unless both ends are page boundaries; [`RangeError::NotAllocated`] when any of it
+    /// is free already or outside: a double free changes nothing.
+    pub fn free(&mut self, span: Span<A>) -> Result<(), RangeError<A>> {
+        self.check(span)?;
+        let below = self.free.range(..=span.last()).next_back().map(|(&f, &l)| (f, l));
+        if !self.space.covers(&span) || below.is_some_and(|(_, last)| last >= span.first()) {
+            return Err(RangeError::NotAllocated(span));
+        }
+        let (mut first, mut last) = (span.first(), span.last());
+        if let Some((f, l)) = below
+            && l.checked_add(1) == Some(first)
+        {
+            self.remove(f, l);
+            first = f;
+        }
+        if let Some(next) = last.checked_add(1)
+            && let Some(&l) = self.free.get(&next)
+        {
+            self.remove(next, l);
+            last = l;
+        }
+        // Cannot be the whole 64-bit space: `space` is a Span and so are its parts.
+        let merged = Span::inclusive(first, last).ok_or(RangeError::NotAllocated(span))?;
+        self.insert(merged);
+        Ok(())
+    }
+
+    /// Bytes free in all.
+    pub fn free_bytes(&self) -> u64 {
+        self.free_bytes
+    }
+
+    /// The longest free range, in bytes.
+    pub fn largest_free(&self) -> u64 {
+        self.by_len.last().map_or(0, |&(len, _)| len)
+    }
+
+    /// The free ranges, lowest first.
+    pub fn free_ranges(&self) -> impl Iterator<Item = Span<A>> {
+        self.free.iter().filter_map(|(&f, &l)| Span::inclusive(f, l))
+    }
+
+    fn check(&self, span: Span<A>) -> Result<(), RangeError<A>> {
+        if span.is_aligned(self.page) {
+            Ok(())
+        } else {
+            Err(RangeError::BadLength { len: span.len(), page: self.page })
+        }
+    }
+
+    /// Cuts `span` out of the free range that starts at `hole`.
+    fn carve(&mut self, hole: A, span: Span<A>) {
+        let last = self.free[&hole];
+        self.remove(hole, last);
+        if let Some(left) = span.first().bits().checked_sub(1).map(A::new)
+            && let Some(rest) = Span::inclusive(hole, left)
+        {
+            self.insert(rest);
+        }
+        if let Some(right) = span.last().checked_add(1)
+            && let Some(rest) = Span::inclusive(right, last)
+        {
+            self.insert(rest);
+        }
+    }
+
+    fn insert(&mut self, span: Span<A>) {
+        self.free.insert(span.first(), span.last());
+        self.by_len.insert((span.len(), span.first()));
+        self.free_bytes += span.len();
+    }
+
+    fn remove(&mut self, first: A, last: A) {
+        self.free.remove(&first);
+        let len = last.bits() - first.bits() + 1;
+        self.by_len.remove(&(len, first));
+        self.free_bytes -= len;
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::Iova;
+    use alloc::vec::Vec;
+    use proptest::prelude::*;
+
+    const P: u64 = 4096;
+    const PAGES: u64 = 64;
+
+    fn span(page: u64, n: u64) -> Span<Iova> {
+        Span::new(Iova::new(page * P), n * P).unwrap()
+    }
+
+    fn fresh() -> RangeAllocator<Iova> {
+        RangeAllocator::new(span(0, PAGES), PageSize::SIZE_4K)
+    }
+
+    #[test]
+    fn refuses_nonsense() {
+        let mut a = fresh();
+        assert!(matches!(a.allocate(0, PageSize::SIZE_4K), Err(RangeError::BadLength { .. })));
+        assert!(matches!(a.allocate(1, PageSize::SIZE_4K), Err(RangeError::BadLength { .. })));
+        assert!(matches!(a.allocate(1 << 40, PageSize::SIZE_4K), Err(RangeError::Exhausted { .. })));
+        assert!(matches!(a.free(span(0, 1)), Err(RangeError::NotAllocated(_))));
+        assert!(matches!(a.free(span(PAGES, 1)), Err(RangeError::NotAllocated(_))), "outside");
+        a.reserve(span(3, 2)).unwrap();
+        assert_eq!(a.reserve(span(2, 2)), Err(RangeError::NotFree(span(2, 2))));
+        assert_eq!(a.free(span(3, 3)), Err(RangeError::NotAllocated(span(3, 3))));
+        assert_eq!(a.free_bytes(), (PAGES - 2) * P);
+    }
+
+    #[test]
+    fn reaches_the_top_of_the_space() {
+        let top = Span::inclusive(Iova::new(0xffff_ffff_ffff_0000), Iova::new(u64::MAX)).unwrap();
+        let mut a = RangeAllocator::new(top, PageSize::SIZE_4K);
+        assert_eq!(a.allocate(0x1_0000, PageSize::SIZE_64K), Ok(top));
+        a.free(top).unwrap();
+        assert_eq!(a.largest_free(), 0x1_0000);
+        // a space that ends in the middle of a page
+        let odd = Span::new(Iova::new(1), 3 * P).unwrap();
+        assert_eq!(RangeAllocator::new(odd, PageSize::SIZE_4K).free_bytes(), 2 * P);
+        let none = Span::new(Iova::new(1), 17).unwrap();
+        assert_eq!(RangeAllocator::new(none, PageSize::SIZE_4K).free_bytes(), 0);
+    }
+
+    #[derive(Clone, Debug)]
+    enum Op {
+        Allocate(u64, u8),
+        Reserve(u64, u64),
+        Free(prop::sample::Index),
+        FreeAny(u64, u64),
+    }
+
+    fn op() -> impl Strategy<Value = Op> {
+        prop_oneof![
+            (1u64..9, 12u8..15).prop_map(|(n, a)| Op::Allocate(n, a)),
+            (0u64..PAGES, 1u64..5).prop_map(|(p, n)| Op::Reserve(p, n)),
+            any::<prop::sample::Index>().prop_map(Op::Free),
+            (0u64..PAGES, 1u64..9).prop_map(|(p, n)| Op::FreeAny(p, n)),
+        ]
+    }
+
+    proptest! {
+        /// The reference is one bit per page.
+        #[test]
+        fn agrees_with_a_bitmap(ops in prop::collection::vec(op(), 1..200)) {
+            let mut a = fresh();
+            let mut taken = [false; PAGES as usize];
+            let mut held: Vec<Span<Iova>> = Vec::new();
+            for op in ops {
+                match op {
+                    Op::Allocate(n, log2) => {
+                        let align = PageSize::from_log2(log2).unwrap();
+                        let step = (align.bytes() / P) as usize;
+                        let fits = (0..PAGES as usize).step_by(step).any(|p| {
+                            p + n as usize <= PAGES as usize && !taken[p..p + n as usize].contains(&true)
+                        });
+                        let got = a.allocate(n * P, align);
+                        prop_assert_eq!(got.is_ok(), fits);
+                        if let Ok(s) = got {
+                            prop_assert!(s.first().is_aligned(align) && s.len() == n * P);
+                            let p = (s.first().bits() / P) as usize;
+                            for t in &mut taken[p..p + n as usize] {
+                                prop_assert!(!*t);
+                                *t = true;
+                            }
+                            held.push(s);
+                        }
+                    }
+                    Op::Reserve(p, n) => {
+                        let end = (p + n).min(PAGES);
+                        let ok = p + n <= PAGES && !taken[p as usize..end as usize].contains(&true);
+                        prop_assert_eq!(a.reserve(span(p, n)).is_ok(), ok);
+                        if ok {
+                            taken[p as usize..end as usize].fill(true);
+                            held.push(span(p, n));
+                        }
+                    }
+                    Op::Free(_) if held.is_empty() => {}
+                    Op::Free(i) => {
+                        let s = held.swap_remove(i.index(held.len()));
+                        let p = (s.first().bits() / P) as usize;
+                        let n = (s.len() / P) as usize;
+                        let ok = !taken[p..p + n].contains(&false);
+                        prop_assert_eq!(a.free(s).is_ok(), ok);
+                        if ok { taken[p..p + n].fill(false); }
+                    }
+                    Op::FreeAny(p, n) => {
+                        let end = (p + n).min(PAGES);
+                        let ok = p + n <= PAGES && !taken[p as usize..end as usize].contains(&false);
+                        prop_assert_eq!(a.free(span(p, n)).is_ok(), ok);
+                        if ok { taken[p as usize..end as usize].fill(false); }
+                    }
+                }
+                let free = taken.iter().filter(|t| !**t).count() as u64 * P;
+                prop_assert_eq!(a.free_bytes(), free);
+                let ranges: Vec<_> = a.free_ranges().collect();
+                prop_assert!(ranges.windows(2).all(|w| w[0].last().bits() + 1 < w[1].first().bits()), "merged");
+                prop_assert_eq!(a.largest_free(), ranges.iter().map(|r| r.len()).max().unwrap_or(0));
+            }
+        }
+    }
+}

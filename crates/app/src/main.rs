@@ -1,0 +1,2 @@
+//! The dmalane command line.
+fn main() {}

@@ -1,0 +1,1 @@
+//! The software card: register map, device model, and its host driver as a Channel

@@ -1,0 +1,1 @@
+//! The pipeline from file to device: read, map, transfer and bind overlap, with a clock on each stage
