@@ -1,1 +1,53 @@
-//! IO page tables: shared walkers, one file per format, table memory behind a trait
+//! IO page tables: shared walkers, one file per format, table memory behind a trait.
+//!
+//! A [`Format`] says what the bits of an entry mean, [`Tables`] says where tables live, and [`PageTable`] walks: it
+//! maps a whole scatter list in one call, unmaps into a [`FlushList`], and strides over what is mapped by leaf.
+//! [`walk`] is the device's side of the same tables.
+//!
+//! ```
+//! use dmalane_addr::{Access, Iova, PageSize, PhysAddr, Segment, Span};
+//! use dmalane_iopt::{Arm64S1_4k, HeapTables, PageTable};
+//!
+//! let tables = HeapTables::new(PhysAddr::new(0x8000_0000));
+//! let mut table = PageTable::<Arm64S1_4k, Iova, PhysAddr, _>::new(tables)?;
+//! let at = Iova::new(0x20_0000);
+//! let list = [
+//!     Segment { addr: PhysAddr::new(0x4000_0000), len: 2 << 20 }, // becomes one 2 MiB leaf
+//!     Segment { addr: PhysAddr::new(0x7000), len: 4096 },
+//! ];
+//! assert_eq!(table.map_sg(at, list, Access::RW)?, (2 << 20) + 4096);
+//! assert_eq!(table.lookup(at).unwrap().size, PageSize::SIZE_2M);
+//!
+//! let flush = table.unmap(Span::new(at, (2 << 20) + 4096).unwrap())?;
+//! // ... the IOTLB forgets flush.span() here ...
+//! table.free_tables(flush);
+//! # Ok::<(), dmalane_iopt::Error>(())
+//! ```
+#![no_std]
+#![forbid(unsafe_code)]
+
+extern crate alloc;
+
+mod arm64_s1_4k;
+mod error;
+mod estimate;
+mod flush;
+mod format;
+mod map;
+mod runs;
+mod table;
+mod tables;
+mod unmap;
+mod walk;
+mod x86_64_4l;
+
+pub use arm64_s1_4k::Arm64S1_4k;
+pub use error::{Error, Place};
+pub use estimate::TableEstimate;
+pub use flush::FlushList;
+pub use format::{Entry, Format};
+pub use runs::{Run, Runs};
+pub use table::{Leaf, PageTable};
+pub use tables::{HeapTables, Tables};
+pub use walk::{FaultKind, WalkFault, Walked, walk};
+pub use x86_64_4l::X86_64_4Level;

@@ -1,0 +1,43 @@
+//! Buffers pinned and mapped once, for many transfers.
+
+use std::sync::Arc;
+
+use dmalane_addr::{Access, Iova, Span};
+use dmalane_mem::{Error, HostBus, Mapping, Part, SharedBuf};
+
+/// A buffer that a device can reach until the last clone is dropped. Owns a share of the memory.
+#[derive(Clone, Debug)]
+pub struct Registered(Arc<Mapping>);
+
+impl Registered {
+    /// Pins `buf` and maps it for the device on `bus`.
+    ///
+    /// # Errors
+    /// Those of [`HostBus::pin`] and [`HostBus::map`].
+    pub fn new(bus: &(impl HostBus + ?Sized), buf: &SharedBuf, access: Access) -> Result<Self, Error> {
+        Ok(Self::from_mapping(bus.map(bus.pin(&buf.share())?, access)?))
+    }
+
+    /// From a mapping made in two steps.
+    pub fn from_mapping(mapping: Mapping) -> Self {
+        Self(Arc::new(mapping))
+    }
+
+    /// The mapping.
+    pub fn mapping(&self) -> &Mapping {
+        &self.0
+    }
+
+    /// Where the device sees a part of the buffer; `None` when the part is empty or belongs to another buffer.
+    pub fn iova_of(&self, part: &Part) -> Option<Span<Iova>> {
+        self.0.iova_of(part)
+    }
+
+    /// Unmaps and unpins the buffer now.
+    ///
+    /// # Errors
+    /// Gives the registration back while it is busy: an operation in flight, or a clone, still holds it.
+    pub fn deregister(self) -> Result<(), Self> {
+        Arc::try_unwrap(self.0).map(drop).map_err(Self)
+    }
+}

@@ -1,0 +1,110 @@
+//! Arm VMSAv8-64 stage 1 tables with a 4 KiB granule.
+
+use dmalane_addr::{Access, PageSize, PageSizes};
+
+use crate::{Entry, Format};
+
+/// VMSAv8-64 stage 1, 4 KiB granule, 48-bit input and output: four levels from level 0, blocks of 1 GiB and 2 MiB.
+///
+/// Source: Arm Architecture Reference Manual for A-profile (DDI 0487), chapter D8 "The AArch64 Virtual Memory System
+/// Architecture", sections "Translation table descriptor formats", "Memory access control" and "Memory region
+/// attributes"; Arm SMMUv3 (IHI 0070), section "Context Descriptor".
+///
+/// | bits | field | written as |
+/// |---|---|---|
+/// | 1:0 | type | `0b11` table or page, `0b01` block |
+/// | 4:2 | AttrIndx | 0 |
+/// | 5 | NS | 0 |
+/// | 6 | AP\[1\] | 1: unprivileged access allowed (transactions of a device are unprivileged by default) |
+/// | 7 | AP\[2\] | 1 without [`Access::WRITE`] |
+/// | 9:8 | SH | `0b11` inner shareable |
+/// | 10 | AF | 1, so that the first access does not fault |
+/// | 11 | nG | 1: the TLB entry belongs to the ASID of the context |
+/// | 47:12 | address | low bits of a block are zero |
+/// | 53, 54 | PXN, UXN | 1 without [`Access::EXEC`] |
+///
+/// Table descriptors carry none of the hierarchical limits (bits 63:59), and these are not looked at either.
+///
+/// What to program beside it: `TTBR0` = the root; TCR (SMMU: the context descriptor) `TG0 = 0b00` (4 KiB), `T0SZ = 16`,
+/// `IPS = 0b101` (48 bits), `SH0 = 0b11`, `IRGN0 = ORGN0 = 0b01` (write-back tables), `EPD1 = 1`, `HPD0 = 1`, `HA = HD =
+/// 0`, `DS = 0`; `MAIR` attribute 0 = `0xff` (normal memory, write-back). Without `IDR3.BBML` of 1 or more the device
+/// must be quiet on a block while an unmap splits it.
+///
+/// Stage 1 has no write-only and no execute-only entry for this use: an access without [`Access::READ`] is not
+/// supported.
+#[derive(Clone, Copy, Debug)]
+#[allow(non_camel_case_types)] // "Arm64S14k" would read as stage 14
+pub struct Arm64S1_4k;
+
+const VALID: u64 = 1;
+/// With `VALID`: a table at levels 0 to 2, a page at level 3. Without it: a block.
+const TABLE_OR_PAGE: u64 = 1 << 1;
+const AP_UNPRIVILEGED: u64 = 1 << 6;
+const AP_READ_ONLY: u64 = 1 << 7;
+const SH_INNER: u64 = 0b11 << 8;
+const AF: u64 = 1 << 10;
+const NG: u64 = 1 << 11;
+const XN: u64 = 0b11 << 53;
+const ADDRESS: u64 = (1 << 48) - (1 << 12);
+const LAST: u32 = Arm64S1_4k::LEVELS - 1;
+
+impl Format for Arm64S1_4k {
+    const NAME: &'static str = "arm64-s1-4k";
+    const LEVELS: u32 = 4;
+    const INDEX_BITS: u32 = 9;
+    const GRANULE: PageSize = PageSize::SIZE_4K;
+    const INPUT_BITS: u32 = 48;
+    const OUTPUT_BITS: u32 = 48;
+    const PAGE_SIZES: PageSizes =
+        PageSizes::from_bits(0).with(PageSize::SIZE_4K).with(PageSize::SIZE_2M).with(PageSize::SIZE_1G);
+
+    fn supports(access: Access) -> bool {
+        access.contains(Access::READ)
+    }
+
+    #[inline]
+    fn encode_table(next: u64) -> u64 {
+        next & ADDRESS | VALID | TABLE_OR_PAGE
+    }
+
+    #[inline]
+    fn encode_leaf(level: u32, out: u64, access: Access) -> u64 {
+        let mut entry = out & ADDRESS | VALID | AP_UNPRIVILEGED | SH_INNER | AF | NG;
+        if level == LAST {
+            entry |= TABLE_OR_PAGE;
+        }
+        if !access.contains(Access::WRITE) {
+            entry |= AP_READ_ONLY;
+        }
+        if !access.contains(Access::EXEC) {
+            entry |= XN;
+        }
+        entry
+    }
+
+    #[inline]
+    fn decode(level: u32, entry: u64) -> Entry {
+        if entry & VALID == 0 {
+            return Entry::Invalid;
+        }
+        match (level, entry & TABLE_OR_PAGE != 0) {
+            (0..LAST, true) => return Entry::Table(entry & ADDRESS),
+            (1..LAST, false) | (LAST, true) => {}
+            // A block at level 0 and type 0b01 at level 3 are reserved.
+            _ => return Entry::Invalid,
+        }
+        // Both would fault: the access flag, and an entry that only privileged software may use.
+        if entry & AF == 0 || entry & AP_UNPRIVILEGED == 0 {
+            return Entry::Invalid;
+        }
+        let mut access = Access::READ;
+        if entry & AP_READ_ONLY == 0 {
+            access |= Access::WRITE;
+        }
+        if entry & XN == 0 {
+            access |= Access::EXEC;
+        }
+        let page = 1u64 << (12 + 9 * (LAST - level));
+        Entry::Leaf { out: entry & ADDRESS & !(page - 1), access }
+    }
+}

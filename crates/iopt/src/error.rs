@@ -1,0 +1,96 @@
+//! Why a page table refused.
+
+use core::fmt;
+
+use dmalane_addr::{Access, Address, PageSize};
+
+/// An address in a message, with the name of its space. One error type serves input and output addresses of every
+/// page table, so the kind of address is kept as data.
+#[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
+pub struct Place {
+    /// [`Address::SPACE`] of the address.
+    pub space: &'static str,
+    /// The address as a number.
+    pub bits: u64,
+}
+
+impl Place {
+    /// The place of an address.
+    pub fn of<A: Address>(addr: A) -> Self {
+        Self { space: A::SPACE, bits: addr.bits() }
+    }
+}
+
+impl fmt::Display for Place {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{} {:#x}", self.space, self.bits)
+    }
+}
+
+/// Why a page table refused. The table is as it was before the call.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum Error {
+    /// A length of zero.
+    #[error("an empty range at {at}")]
+    Empty {
+        /// Where the range was to start, input or output.
+        at: Place,
+    },
+    /// A start or a length that is not a multiple of the format's granule.
+    #[error("{at} for {len} bytes is not made of whole {granule} pages")]
+    Misaligned {
+        /// Where the range starts, input or output.
+        at: Place,
+        /// Bytes.
+        len: u64,
+        /// The format's smallest page.
+        granule: PageSize,
+    },
+    /// Input addresses beyond [`Format::INPUT_BITS`](crate::Format::INPUT_BITS).
+    #[error("{at} for {len} bytes does not fit {bits} bits of input address")]
+    InputRange {
+        /// Where the range starts.
+        at: Place,
+        /// Bytes.
+        len: u64,
+        /// Bits that the format translates.
+        bits: u32,
+    },
+    /// Output addresses beyond [`Format::OUTPUT_BITS`](crate::Format::OUTPUT_BITS).
+    #[error("{at} for {len} bytes does not fit {bits} bits of output address")]
+    OutputRange {
+        /// Where the range starts.
+        at: Place,
+        /// Bytes.
+        len: u64,
+        /// Bits that an entry holds.
+        bits: u32,
+    },
+    /// The format has no entry with exactly these rights.
+    #[error("{format} cannot express access {access}")]
+    Unsupported {
+        /// The rights asked for.
+        access: Access,
+        /// [`Format::NAME`](crate::Format::NAME).
+        format: &'static str,
+    },
+    /// Something is mapped there already.
+    #[error("{at} is already mapped")]
+    Overlap {
+        /// The lowest address of the request that is taken.
+        at: Place,
+    },
+    /// No memory for another table.
+    #[error("no memory for a page table below {at}")]
+    NoTables {
+        /// The input address that needed the table.
+        at: Place,
+    },
+    /// [`Tables::allocate`](crate::Tables::allocate) gave an address that no entry of the format can hold.
+    #[error("a page table at {at} is not aligned to its size or does not fit the format's entries")]
+    TableAddress {
+        /// The table's address.
+        at: Place,
+    },
+}

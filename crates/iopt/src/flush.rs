@@ -1,0 +1,43 @@
+//! What an unmap collects.
+
+use alloc::vec::Vec;
+
+use dmalane_addr::{Address, Span};
+
+/// What one unmap took away: the addresses that the device's translation caches must forget, and the tables that must
+/// live until they have.
+///
+/// Invalidate [`span`](Self::span), including cached walks (the leaf-only kind of invalidation is not enough when
+/// [`tables`](Self::tables) is not empty), wait for the device to say so, then hand the list to
+/// [`PageTable::free_tables`](crate::PageTable::free_tables). A list that is dropped leaks its tables: better than a
+/// device that walks memory which belongs to somebody else by now.
+#[must_use = "invalidate the device's translations of the span, then hand the list to free_tables"]
+#[derive(Debug)]
+pub struct FlushList<I: Address, A> {
+    pub(crate) span: Span<I>,
+    pub(crate) bytes: u64,
+    pub(crate) tables: Vec<A>,
+}
+
+impl<I: Address, A> FlushList<I, A> {
+    /// What to invalidate: the span asked for, widened to the whole of each large leaf that was split at its ends, since
+    /// a cache may hold that leaf as one entry.
+    pub fn span(&self) -> Span<I> {
+        self.span
+    }
+
+    /// Bytes that were mapped and are no more. Below the length of the span when it had holes.
+    pub fn bytes(&self) -> u64 {
+        self.bytes
+    }
+
+    /// The tables that are no longer part of the tree.
+    pub fn tables(&self) -> &[A] {
+        &self.tables
+    }
+
+    /// True when nothing was mapped there, so that there is nothing to invalidate.
+    pub fn is_empty(&self) -> bool {
+        self.bytes == 0 && self.tables.is_empty()
+    }
+}

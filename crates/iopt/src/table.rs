@@ -1,0 +1,180 @@
+//! A tree of tables, owned together with the memory it lives in.
+
+use core::marker::PhantomData;
+
+use dmalane_addr::{Access, Address, PageSize, Span};
+
+use crate::format::{MAX_LEVELS, entries, geometry_is_sound, index, input_len, page_size, shift};
+use crate::{Entry, Error, FlushList, Format, Place, Runs, Tables};
+
+/// A page table in format `F` that translates `I` to `O`, its tables in `T`.
+///
+/// The methods that walk are in `map.rs`, `unmap.rs` and `runs.rs`. All of them keep one invariant: every table except
+/// the root holds at least one valid entry. So an entry that points to a table always means that something is mapped
+/// below, and undoing a failed map comes down to removing what has become empty.
+///
+/// A table can be walked by a device at any time. An entry is written once its table is complete, and a table is linked
+/// after it was zeroed; ordering those writes for the device, and cleaning caches for one that does not snoop, is the
+/// business of [`Tables`].
+#[derive(Debug)]
+pub struct PageTable<F, I, O, T: Tables> {
+    pub(crate) tables: T,
+    pub(crate) root: T::Addr,
+    /// Live leaves by level.
+    pub(crate) leaves: [u64; MAX_LEVELS],
+    kinds: PhantomData<fn(I) -> (F, O)>,
+}
+
+/// A mapping found by [`PageTable::lookup`]: one leaf, whole.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct Leaf<I, O> {
+    /// Input address where the leaf starts.
+    pub at: I,
+    /// Output address where the leaf starts.
+    pub to: O,
+    /// Its page size.
+    pub size: PageSize,
+    /// What it permits.
+    pub access: Access,
+}
+
+impl<I: Address, O: Address> Leaf<I, O> {
+    /// Where `at` leads, or `None` when it lies outside the leaf.
+    pub fn translate(&self, at: I) -> Option<O> {
+        let offset = at.offset_from(self.at)?;
+        if offset >= self.size.bytes() { None } else { self.to.checked_add(offset) }
+    }
+}
+
+impl<F: Format, I: Address, O: Address, T: Tables> PageTable<F, I, O, T> {
+    /// An empty page table: one zero table as its root.
+    ///
+    /// # Errors
+    /// [`Error::NoTables`] or [`Error::TableAddress`] when the root cannot be had.
+    pub fn new(mut tables: T) -> Result<Self, Error> {
+        const { assert!(geometry_is_sound::<F>(), "the constants of this format contradict each other") }
+        let root = allocate::<F, T>(&mut tables, Place::of(I::new(0)))?;
+        Ok(Self { tables, root, leaves: [0; MAX_LEVELS], kinds: PhantomData })
+    }
+
+    /// The address of the root table, to be programmed into the device. It never changes.
+    pub fn root(&self) -> T::Addr {
+        self.root
+    }
+
+    /// The memory of the tables.
+    pub fn tables(&self) -> &T {
+        &self.tables
+    }
+
+    /// The memory of the tables, for example to reserve some. Freeing or overwriting tables of the tree breaks it.
+    pub fn tables_mut(&mut self) -> &mut T {
+        &mut self.tables
+    }
+
+    /// Frees every table, the root included, and gives the memory back. No device may use the tree any more.
+    pub fn into_tables(mut self) -> T {
+        self.free_tree(self.root, 0);
+        self.tables
+    }
+
+    /// Frees what an unmap detached.
+    ///
+    /// Call it only after the device has forgotten [`FlushList::span`]: until then its walker may still read these
+    /// tables. The list must come from this page table.
+    pub fn free_tables(&mut self, list: FlushList<I, T::Addr>) {
+        for table in list.tables {
+            self.tables.free(table);
+        }
+    }
+
+    /// The leaf that translates `at`, or `None` where nothing is mapped and beyond the input range.
+    pub fn lookup(&self, at: I) -> Option<Leaf<I, O>> {
+        let bits = at.bits();
+        if bits >= input_len::<F>() {
+            return None;
+        }
+        let mut table = self.root;
+        for level in 0..F::LEVELS {
+            match F::decode(level, self.tables.load(table, index::<F>(bits, level))) {
+                Entry::Invalid => return None,
+                Entry::Table(next) => table = T::Addr::new(next),
+                Entry::Leaf { out, access } => {
+                    let size = page_size::<F>(level);
+                    return Some(Leaf { at: at.align_down(size), to: O::new(out), size, access });
+                }
+            }
+        }
+        None
+    }
+
+    /// The leaves within `span` in ascending order, the first and last clipped to it. Each step goes from leaf to leaf
+    /// and skips what an absent table would translate, so a 32 GiB mapping by 1 GiB leaves takes 32 steps.
+    ///
+    /// Leaves that continue each other are not merged: one item is one entry of the table.
+    pub fn runs(&self, span: Span<I>) -> Runs<'_, F, I, O, T> {
+        Runs::new(self, span)
+    }
+
+    /// The number of live leaves of each page size, smallest size first. Kept up to date, so this costs nothing.
+    pub fn leaf_counts(&self) -> impl Iterator<Item = (PageSize, u64)> + use<F, I, O, T> {
+        let leaves = self.leaves;
+        (0..F::LEVELS)
+            .rev()
+            .map(move |level| (page_size::<F>(level), leaves[level as usize]))
+            .filter(|&(size, _)| F::PAGE_SIZES.contains(size))
+    }
+
+    /// Bytes mapped in all.
+    pub fn mapped_bytes(&self) -> u64 {
+        self.leaf_counts().map(|(size, n)| size.bytes() * n).sum()
+    }
+
+    /// The most tables that mapping the span can take, whatever the segments are. This covers the tables that unmapping
+    /// the span first may need for splitting leaves at its ends: such a table holds the first or the last byte of the
+    /// span, stays in use for what is left of the leaf, and is counted here already.
+    ///
+    /// A [`TableEstimate`](crate::TableEstimate), which sees the segments, comes out far lower when they are long.
+    pub fn max_tables_for(span: Span<I>) -> usize {
+        let table = |at: u64, level: u32| at >> shift::<F>(level - 1);
+        let of_level = |level| (table(span.last().bits(), level) - table(span.first().bits(), level)) as usize + 1;
+        (1..F::LEVELS).map(of_level).sum()
+    }
+
+    pub(crate) fn allocate(&mut self, at: u64) -> Result<T::Addr, Error> {
+        allocate::<F, T>(&mut self.tables, Place::of(I::new(at)))
+    }
+
+    /// The span as first and last number, if it is made of whole granules within the input range.
+    pub(crate) fn check_span(span: Span<I>) -> Result<(u64, u64), Error> {
+        let (at, len) = (Place::of(span.first()), span.len());
+        if !span.is_aligned(F::GRANULE) {
+            return Err(Error::Misaligned { at, len, granule: F::GRANULE });
+        }
+        if span.last().bits() >= input_len::<F>() {
+            return Err(Error::InputRange { at, len, bits: F::INPUT_BITS });
+        }
+        Ok((span.first().bits(), span.last().bits()))
+    }
+
+    fn free_tree(&mut self, table: T::Addr, level: u32) {
+        if level + 1 < F::LEVELS {
+            for i in 0..entries::<F>() {
+                if let Entry::Table(next) = F::decode(level, self.tables.load(table, i)) {
+                    self.free_tree(T::Addr::new(next), level + 1);
+                }
+            }
+        }
+        self.tables.free(table);
+    }
+}
+
+/// A table whose address fits into an entry. `at` is for the message.
+fn allocate<F: Format, T: Tables>(tables: &mut T, at: Place) -> Result<T::Addr, Error> {
+    let table = tables.allocate().ok_or(Error::NoTables { at })?;
+    if !table.is_aligned(F::GRANULE) || table.bits() >> F::OUTPUT_BITS != 0 {
+        tables.free(table);
+        return Err(Error::TableAddress { at: Place::of(table) });
+    }
+    Ok(table)
+}

@@ -1,0 +1,197 @@
+//! Unmapping: holes are fine, leaves that stick out are split.
+
+use alloc::vec::Vec;
+
+use dmalane_addr::{Address, Span};
+
+use crate::format::{entries, index, input_len, page_size, same_table, shift, top_leaf_level};
+use crate::{Entry, Error, FlushList, Format, PageTable, Tables};
+
+/// A boundary inside a leaf, and the tables that make it a boundary between leaves.
+#[derive(Clone, Copy)]
+pub(crate) struct Cut {
+    /// First address after the boundary.
+    at: u64,
+    /// Level of the leaf.
+    from: u32,
+    /// Level of the leaves it must become, the first whose page size divides `at`.
+    to: u32,
+}
+
+impl Cut {
+    /// The deepest cut that `at` can take: through a leaf of the largest size.
+    pub(crate) fn worst<F: Format>(at: u64) -> Option<Cut> {
+        let (from, to) = (top_leaf_level::<F>(), first_aligned_level::<F>(at));
+        (to > from).then_some(Cut { at, from, to })
+    }
+
+    /// The number of tables for two cuts; those that both lie in are made once.
+    pub(crate) fn tables<F: Format>(cuts: [Option<Cut>; 2]) -> usize {
+        let one = |cut: Option<Cut>| cut.map_or(0, |c| c.to - c.from);
+        let shared = match cuts {
+            [Some(a), Some(b)] => {
+                let levels = a.from.max(b.from) + 1..=a.to.min(b.to);
+                levels.filter(|&level| same_table::<F>(a.at, b.at, level)).count()
+            }
+            _ => 0,
+        };
+        (one(cuts[0]) + one(cuts[1])) as usize - shared
+    }
+}
+
+/// What a recursive clear has taken away so far.
+struct Cleared<A> {
+    bytes: u64,
+    tables: Vec<A>,
+}
+
+impl<F: Format, I: Address, O: Address, T: Tables> PageTable<F, I, O, T> {
+    /// Takes away everything mapped within the span.
+    ///
+    /// Holes are skipped; [`FlushList::bytes`] says how much was mapped. A larger leaf that reaches across an end of the
+    /// span is first split into a table of smaller ones. (The leaf is replaced by a table with one store. Where the
+    /// architecture wants break-before-make, the device must be quiet on that leaf.) Tables that become empty are
+    /// unlinked and handed out in the list; give it to [`free_tables`](Self::free_tables) after invalidation.
+    ///
+    /// # Errors
+    /// [`Error::Misaligned`], [`Error::InputRange`]; [`Error::NoTables`] and [`Error::TableAddress`] when a leaf had to
+    /// be split and there was no table for it (see [`TableEstimate`](crate::TableEstimate)). The table is
+    /// then as it was.
+    pub fn unmap(&mut self, span: Span<I>) -> Result<FlushList<I, T::Addr>, Error> {
+        let (first, last) = Self::check_span(span)?;
+        let cuts = [self.cut(first), self.cut(last + 1)];
+        let mut spare = Vec::new();
+        for _ in 0..Cut::tables::<F>(cuts) {
+            match self.allocate(first) {
+                Ok(table) => spare.push(table),
+                Err(e) => {
+                    spare.into_iter().for_each(|table| self.tables.free(table));
+                    return Err(e);
+                }
+            }
+        }
+        let mut flush_first = first;
+        let mut flush_last = last;
+        for cut in cuts.into_iter().flatten() {
+            let mask = page_size::<F>(cut.from).bytes() - 1;
+            flush_first = flush_first.min(cut.at & !mask);
+            flush_last = flush_last.max(cut.at | mask);
+            self.split(cut.at, &mut spare);
+        }
+        let (bytes, tables) = self.clear_span(first, last);
+        let span = Span::inclusive(I::new(flush_first), I::new(flush_last)).unwrap_or(span);
+        Ok(FlushList { span, bytes, tables })
+    }
+
+    /// What it takes to make a leaf end at `at`; `None` when none reaches across.
+    fn cut(&self, at: u64) -> Option<Cut> {
+        if at >= input_len::<F>() {
+            return None;
+        }
+        let mut table = self.root;
+        for level in 0..F::LEVELS {
+            if at & (page_size::<F>(level).bytes() - 1) == 0 {
+                return None; // a boundary of this level's entries already
+            }
+            match F::decode(level, self.tables.load(table, index::<F>(at, level))) {
+                Entry::Invalid => return None,
+                Entry::Table(next) => table = T::Addr::new(next),
+                Entry::Leaf { .. } => return Some(Cut { at, from: level, to: first_aligned_level::<F>(at) }),
+            }
+        }
+        None
+    }
+
+    /// Splits leaves on the path to `at` until one starts there, with tables from `spare`.
+    fn split(&mut self, at: u64, spare: &mut Vec<T::Addr>) {
+        let mut table = self.root;
+        let mut level = 0;
+        while at & (page_size::<F>(level).bytes() - 1) != 0 {
+            let i = index::<F>(at, level);
+            table = match F::decode(level, self.tables.load(table, i)) {
+                Entry::Invalid => return,
+                Entry::Table(next) => T::Addr::new(next),
+                Entry::Leaf { out, access } => {
+                    // The other cut may have split this leaf already; what was counted is never too little.
+                    let Some(next) = spare.pop() else { return };
+                    for k in 0..entries::<F>() {
+                        let part = out + ((k as u64) << shift::<F>(level + 1));
+                        self.tables.store(next, k, F::encode_leaf(level + 1, part, access));
+                    }
+                    self.tables.store(table, i, F::encode_table(next.bits()));
+                    self.leaves[level as usize] -= 1;
+                    self.leaves[level as usize + 1] += entries::<F>() as u64;
+                    next
+                }
+            };
+            level += 1;
+        }
+    }
+
+    /// Clears all leaves in the range, none of which reaches outside. Gives the bytes that were mapped and the tables
+    /// that became empty.
+    pub(crate) fn clear_span(&mut self, first: u64, last: u64) -> (u64, Vec<T::Addr>) {
+        let mut cleared = Cleared { bytes: 0, tables: Vec::new() };
+        self.clear(self.root, 0, first, last, &mut cleared);
+        (cleared.bytes, cleared.tables)
+    }
+
+    /// True when the table has become empty, so that the caller unlinks it.
+    fn clear(&mut self, table: T::Addr, level: u32, first: u64, last: u64, cleared: &mut Cleared<T::Addr>) -> bool {
+        let (i, j) = (index::<F>(first, level), index::<F>(last, level));
+        let page = page_size::<F>(level).bytes();
+        // A table that goes as a whole keeps its entries: nothing reads them once it is unlinked, but for a walker that
+        // must be told to forget it anyway. The root is never unlinked.
+        let mask = page * entries::<F>() as u64 - 1;
+        let whole = level > 0 && first & mask == 0 && last & mask == mask;
+        let mut changed = false;
+        let mut at = first;
+        for k in i..=j {
+            let entry_last = (at | (page - 1)).min(last);
+            let gone = match F::decode(level, self.tables.load(table, k)) {
+                Entry::Invalid => false,
+                Entry::Leaf { .. } => {
+                    cleared.bytes += page;
+                    self.leaves[level as usize] -= 1;
+                    true
+                }
+                Entry::Table(next) => {
+                    let next = T::Addr::new(next);
+                    let emptied = self.clear(next, level + 1, at, entry_last, cleared);
+                    if emptied {
+                        cleared.tables.push(next);
+                    }
+                    emptied
+                }
+            };
+            if gone && !whole {
+                self.tables.store(table, k, 0);
+                changed = true;
+            }
+            at = entry_last.wrapping_add(1);
+        }
+        whole || changed && level > 0 && self.is_empty_but(table, level, i, j)
+    }
+
+    /// True when no entry of the table is valid.
+    pub(crate) fn is_empty(&self, table: T::Addr, level: u32) -> bool {
+        (0..entries::<F>()).all(|i| self.is_invalid(table, level, i))
+    }
+
+    /// The same, given that entries `i` to `j` are not. The neighbours come first: when a table is taken down page by
+    /// page in either direction, one of them is still there.
+    fn is_empty_but(&self, table: T::Addr, level: u32, i: usize, j: usize) -> bool {
+        let end = entries::<F>();
+        (i == 0 || self.is_invalid(table, level, i - 1))
+            && (j + 1..end).chain(0..i).all(|k| self.is_invalid(table, level, k))
+    }
+
+    fn is_invalid(&self, table: T::Addr, level: u32, i: usize) -> bool {
+        F::decode(level, self.tables.load(table, i)) == Entry::Invalid
+    }
+}
+
+/// The topmost level whose page size divides `at`, a multiple of the granule.
+fn first_aligned_level<F: Format>(at: u64) -> u32 {
+    (0..F::LEVELS).find(|&level| at & (page_size::<F>(level).bytes() - 1) == 0).unwrap_or(F::LEVELS - 1)
+}

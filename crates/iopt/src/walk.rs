@@ -1,0 +1,78 @@
+//! The device's side: one address, translated as an MMU does it.
+
+use core::fmt;
+
+use dmalane_addr::{Access, PageSize};
+
+use crate::format::{index, page_size};
+use crate::{Entry, Format};
+
+/// What a walk found.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct Walked {
+    /// The output address of the very byte asked for.
+    pub to: u64,
+    /// The page size of the leaf.
+    pub size: PageSize,
+    /// What the leaf permits.
+    pub access: Access,
+}
+
+/// Why a walk stopped.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum FaultKind {
+    /// The entry is invalid, or reserved at its level.
+    NotPresent,
+    /// An entry that cannot be fetched: the memory refused its address.
+    BadTable,
+    /// The input address has more bits than the format translates.
+    OutOfRange,
+}
+
+impl fmt::Display for FaultKind {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Self::NotPresent => "no mapping",
+            Self::BadTable => "a table that cannot be read",
+            Self::OutOfRange => "an address beyond the format's range",
+        })
+    }
+}
+
+/// A translation fault.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, thiserror::Error)]
+#[error("translation fault at {at:#x}, level {level}: {kind}")]
+pub struct WalkFault {
+    /// The input address.
+    pub at: u64,
+    /// The level of the entry that stopped the walk, 0 being the root.
+    pub level: u32,
+    /// Why.
+    pub kind: FaultKind,
+}
+
+/// Translates input address `at` by the tables below the one at `root`.
+///
+/// `load` fetches the 64-bit entry at an address of table memory, or refuses with `None`. Nothing about the tables is
+/// trusted: any bit pattern gives a translation or a fault after at most [`Format::LEVELS`] loads.
+#[inline]
+pub fn walk<F: Format>(root: u64, at: u64, mut load: impl FnMut(u64) -> Option<u64>) -> Result<Walked, WalkFault> {
+    let fault = |level, kind| Err(WalkFault { at, level, kind });
+    if at >> F::INPUT_BITS != 0 {
+        return fault(0, FaultKind::OutOfRange);
+    }
+    let mut table = root;
+    for level in 0..F::LEVELS {
+        let entry = table.checked_add(index::<F>(at, level) as u64 * 8).and_then(&mut load);
+        let Some(entry) = entry else { return fault(level, FaultKind::BadTable) };
+        match F::decode(level, entry) {
+            Entry::Invalid => return fault(level, FaultKind::NotPresent),
+            Entry::Table(next) => table = next,
+            Entry::Leaf { out, access } => {
+                let size = page_size::<F>(level);
+                return Ok(Walked { to: out | at & (size.bytes() - 1), size, access });
+            }
+        }
+    }
+    fault(F::LEVELS - 1, FaultKind::NotPresent)
+}

@@ -1,0 +1,111 @@
+//! x86-64 tables with four levels.
+
+use dmalane_addr::{Access, PageSize, PageSizes};
+
+use crate::{Entry, Format};
+
+/// x86-64 4-level paging: 48-bit input, up to 52-bit output, leaves of 1 GiB, 2 MiB and 4 KiB.
+///
+/// Source: Intel 64 and IA-32 Architectures Software Developer's Manual, volume 3A, chapter 4 "Paging", section "4-Level
+/// Paging and 5-Level Paging" and its tables of entry formats; the same entries serve the first stage of VT-d (Intel
+/// VT-d specification, chapter "DMA Remapping", "First-Stage Translation") and AMD's IOMMU guest tables.
+///
+/// | bits | field | written as |
+/// |---|---|---|
+/// | 0 | P | 1 |
+/// | 1 | R/W | 1 with [`Access::WRITE`]; 1 in table entries |
+/// | 2 | U/S | 1: requests of a device are user requests by default |
+/// | 3, 4 | PWT, PCD | 0 |
+/// | 5 | A | 1, so that the walker need not write it |
+/// | 6 | D | 1 in a writable leaf, for the same reason |
+/// | 7 | PS | 1 in a 1 GiB or 2 MiB leaf (at 4 KiB and, as bit 12, above: PAT, 0) |
+/// | 8 | G | 0 |
+/// | 51:12 | address | low bits of a large leaf are zero |
+/// | 63 | XD | 1 in a leaf without [`Access::EXEC`] |
+///
+/// Limits that a table entry may put on everything below it (R/W, U/S, XD) are never written and not looked at.
+///
+/// Input addresses are device addresses, 48 bits zero-extended. A walker that demands *canonical* addresses, as a
+/// processor and the first stage of VT-d do, reaches only the half below 2^47 with them; do not hand out addresses above
+/// it there.
+///
+/// What to program beside it: `CR3`, or the first-stage pointer (FSPTPTR) of a VT-d PASID entry with 4-level paging
+/// (FSPM = 0), = the root; `IA32_EFER.NXE = 1` on a processor, else bit 63 is reserved; PAT entry 0 = write-back. An
+/// implementation has MAXPHYADDR bits of output, which may be below 52.
+///
+/// A present entry is readable: an access without [`Access::READ`] is not supported.
+#[derive(Clone, Copy, Debug)]
+#[allow(non_camel_case_types)] // two numbers side by side
+pub struct X86_64_4Level;
+
+const PRESENT: u64 = 1;
+const WRITE: u64 = 1 << 1;
+const USER: u64 = 1 << 2;
+const ACCESSED: u64 = 1 << 5;
+const DIRTY: u64 = 1 << 6;
+const LARGE: u64 = 1 << 7;
+const PAT_LARGE: u64 = 1 << 12;
+const XD: u64 = 1 << 63;
+const ADDRESS: u64 = (1 << 52) - (1 << 12);
+const LAST: u32 = X86_64_4Level::LEVELS - 1;
+
+impl Format for X86_64_4Level {
+    const NAME: &'static str = "x86-64-4level";
+    const LEVELS: u32 = 4;
+    const INDEX_BITS: u32 = 9;
+    const GRANULE: PageSize = PageSize::SIZE_4K;
+    const INPUT_BITS: u32 = 48;
+    const OUTPUT_BITS: u32 = 52;
+    const PAGE_SIZES: PageSizes =
+        PageSizes::from_bits(0).with(PageSize::SIZE_4K).with(PageSize::SIZE_2M).with(PageSize::SIZE_1G);
+
+    fn supports(access: Access) -> bool {
+        access.contains(Access::READ)
+    }
+
+    #[inline]
+    fn encode_table(next: u64) -> u64 {
+        next & ADDRESS | PRESENT | WRITE | USER | ACCESSED
+    }
+
+    #[inline]
+    fn encode_leaf(level: u32, out: u64, access: Access) -> u64 {
+        let mut entry = out & ADDRESS | PRESENT | USER | ACCESSED;
+        if level != LAST {
+            entry |= LARGE;
+        }
+        if access.contains(Access::WRITE) {
+            entry |= WRITE | DIRTY;
+        }
+        if !access.contains(Access::EXEC) {
+            entry |= XD;
+        }
+        entry
+    }
+
+    #[inline]
+    fn decode(level: u32, entry: u64) -> Entry {
+        if entry & PRESENT == 0 {
+            return Entry::Invalid;
+        }
+        let page = 1u64 << (12 + 9 * LAST.saturating_sub(level));
+        match (level, entry & LARGE != 0) {
+            (0..LAST, false) => return Entry::Table(entry & ADDRESS),
+            // PS in the top level is reserved; so are the address bits of a large leaf below its size, but for PAT.
+            (0, true) => return Entry::Invalid,
+            (1..LAST, true) if entry & ADDRESS & (page - 1) & !PAT_LARGE != 0 => return Entry::Invalid,
+            _ => {}
+        }
+        if entry & USER == 0 {
+            return Entry::Invalid; // would fault: only supervisors may use it
+        }
+        let mut access = Access::READ;
+        if entry & WRITE != 0 {
+            access |= Access::WRITE;
+        }
+        if entry & XD == 0 {
+            access |= Access::EXEC;
+        }
+        Entry::Leaf { out: entry & ADDRESS & !(page - 1), access }
+    }
+}

@@ -1,0 +1,318 @@
+//! Buffers: memory of the CPU alone, memory shared with devices, and owned pieces of the latter.
+
+use std::num::NonZeroUsize;
+use std::ops::{Deref, DerefMut};
+use std::os::fd::BorrowedFd;
+use std::sync::Arc;
+
+use crate::heap::{Account, PageKind, Rung};
+use crate::sys::{Exclusive, Pages, Region};
+use crate::{Error, View};
+
+/// Memory that only this process's CPU reaches: plain slices, no device address. Zeroed when new.
+pub struct CpuBuf {
+    memory: Exclusive,
+    rung: Rung,
+    account: Account,
+}
+
+impl CpuBuf {
+    pub(crate) fn new(memory: Exclusive, rung: Rung, account: Account) -> Self {
+        Self { memory, rung, account }
+    }
+
+    /// The kind of pages behind the buffer, and why no better kind.
+    pub fn rung(&self) -> &Rung {
+        &self.rung
+    }
+
+    /// Makes the memory reachable for devices. From now on there are views, and no references.
+    pub fn share(self) -> SharedBuf {
+        let memory = Memory { region: self.memory.into_region(), rung: self.rung, account: self.account };
+        SharedBuf { part: Part::whole(Arc::new(memory)) }
+    }
+}
+
+impl Deref for CpuBuf {
+    type Target = [u8];
+    fn deref(&self) -> &[u8] {
+        self.memory.bytes()
+    }
+}
+
+impl DerefMut for CpuBuf {
+    fn deref_mut(&mut self) -> &mut [u8] {
+        self.memory.bytes_mut()
+    }
+}
+
+impl std::fmt::Debug for CpuBuf {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "CpuBuf({} bytes, {})", self.memory.region().len(), self.rung.kind)
+    }
+}
+
+struct Memory {
+    region: Region,
+    rung: Rung,
+    account: Account,
+}
+
+/// A share of a buffer's memory: keeps it alive, gives no access to it. Mappings and registrations hold one.
+#[derive(Clone)]
+pub struct Share(Arc<Memory>);
+
+impl Share {
+    /// Bytes.
+    #[allow(clippy::len_without_is_empty)] // a buffer is never empty
+    pub fn len(&self) -> usize {
+        self.0.region.len()
+    }
+
+    /// True when both are shares of the same memory.
+    pub fn same_memory(&self, other: &Share) -> bool {
+        Arc::ptr_eq(&self.0, &other.0)
+    }
+
+    /// True when `part` is a part of this memory.
+    pub fn holds(&self, part: &Part) -> bool {
+        Arc::ptr_eq(&self.0, &part.memory)
+    }
+
+    pub(crate) fn view(&self) -> View<'_> {
+        self.0.region.view()
+    }
+}
+
+impl std::fmt::Debug for Share {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "Share({} bytes)", self.len())
+    }
+}
+
+/// A whole buffer that devices may reach. Whoever holds it holds the right to use all of it.
+#[derive(Debug)]
+pub struct SharedBuf {
+    part: Part,
+}
+
+impl SharedBuf {
+    /// Zeroed memory behind a sealed memfd whose pages are *not* present yet: for memories much larger than what is
+    /// used of them. `len` is rounded up to 4 KiB. Touching a page that the system has no memory for is fatal
+    /// (SIGBUS): call [`SharedBuf::populate`] first.
+    ///
+    /// # Errors
+    /// [`Error::BadLength`] for 0 bytes or when rounding up overflows; [`Error::Allocate`].
+    pub fn sparse(name: &str, len: usize) -> Result<Self, Error> {
+        let size = len.checked_next_multiple_of(4096).and_then(NonZeroUsize::new).ok_or(Error::BadLength(len))?;
+        let region = Region::memfd(name, size, Pages::Base).map_err(|source| Error::Allocate {
+            len,
+            kind: "sparse memfd memory",
+            source,
+        })?;
+        let rung = Rung { kind: PageKind::Base, passed_over: Vec::new() };
+        Ok(Self { part: Part::whole(Arc::new(Memory { region, rung, account: Account::none() })) })
+    }
+
+    /// Makes the pages of a range present, so that touching them cannot fail. The range is widened to whole 4 KiB
+    /// pages.
+    ///
+    /// # Errors
+    /// The kernel's error when there is no memory; `InvalidInput` when the range does not lie within the buffer.
+    pub fn populate(&self, offset: usize, len: usize) -> std::io::Result<()> {
+        self.part.memory.region.populate(offset, len)
+    }
+
+    /// Bytes.
+    #[allow(clippy::len_without_is_empty)] // a buffer is never empty
+    pub fn len(&self) -> usize {
+        self.part.len
+    }
+
+    /// A share of the memory, for pinning and mapping.
+    pub fn share(&self) -> Share {
+        self.part.share()
+    }
+
+    /// The kind of pages behind the buffer.
+    pub fn rung(&self) -> &Rung {
+        &self.part.memory.rung
+    }
+
+    /// All of it, as something that can be split and be part of an operation.
+    pub fn into_part(self) -> Part {
+        self.part
+    }
+
+    /// The bytes, for reading and writing.
+    pub fn view(&self) -> View<'_> {
+        self.part.view()
+    }
+
+    /// The memfd behind the buffer, sealed against shrinking, for another process or driver to map; `None` for
+    /// anonymous memory. Once asked for, the buffer can no longer become a [`CpuBuf`].
+    pub fn export(&self) -> Option<BorrowedFd<'_>> {
+        self.part.memory.region.export()
+    }
+
+    /// Takes the memory back from the devices.
+    ///
+    /// # Errors
+    /// Gives the buffer back while a mapping or registration still holds a share of it, and for good once it was
+    /// exported.
+    pub fn into_cpu(self) -> Result<CpuBuf, SharedBuf> {
+        if self.part.memory.region.is_exported() {
+            return Err(self);
+        }
+        let Memory { region, rung, account } =
+            Arc::try_unwrap(self.part.memory).map_err(|memory| SharedBuf { part: Part::whole(memory) })?;
+        match Exclusive::new(region) {
+            Ok(memory) => Ok(CpuBuf { memory, rung, account }),
+            Err(region) => Err(SharedBuf { part: Part::whole(Arc::new(Memory { region, rung, account })) }),
+        }
+    }
+}
+
+/// An owned piece of a [`SharedBuf`], disjoint from every other piece.
+///
+/// An operation in flight owns its part, so nobody else touches those bytes until it gives the part back.
+pub struct Part {
+    memory: Arc<Memory>,
+    offset: usize,
+    len: usize,
+}
+
+impl Part {
+    fn whole(memory: Arc<Memory>) -> Self {
+        let len = memory.region.len();
+        Self { memory, offset: 0, len }
+    }
+
+    /// Where the part starts in its buffer, in bytes.
+    pub fn offset(&self) -> usize {
+        self.offset
+    }
+
+    /// Bytes; may be 0.
+    pub fn len(&self) -> usize {
+        self.len
+    }
+
+    /// True for a part of no bytes.
+    pub fn is_empty(&self) -> bool {
+        self.len == 0
+    }
+
+    /// A share of the memory that the part is a part of.
+    pub fn share(&self) -> Share {
+        Share(self.memory.clone())
+    }
+
+    /// The bytes, for reading and writing.
+    pub fn view(&self) -> View<'_> {
+        self.memory.region.view().sub(self.offset, self.len).expect("a part lies within its buffer")
+    }
+
+    /// Copies bytes out, from `offset` within the part; `None`, and nothing copied, when they do not lie within.
+    #[must_use = "None says that nothing was read"]
+    pub fn read(&self, offset: usize, into: &mut [u8]) -> Option<()> {
+        self.view().sub(offset, into.len())?.read(into);
+        Some(())
+    }
+
+    /// Copies bytes in, at `offset` within the part; `None`, and nothing copied, when they do not fit.
+    #[must_use = "None says that nothing was written"]
+    pub fn write(&mut self, offset: usize, from: &[u8]) -> Option<()> {
+        self.view().sub(offset, from.len())?.write(from);
+        Some(())
+    }
+
+    /// Splits into the first `len` bytes and the rest.
+    ///
+    /// # Errors
+    /// Gives the part back when it has fewer than `len` bytes.
+    pub fn split_at(self, len: usize) -> Result<(Part, Part), Part> {
+        if len > self.len {
+            return Err(self);
+        }
+        let rest = Part { memory: self.memory.clone(), offset: self.offset + len, len: self.len - len };
+        Ok((Part { len, ..self }, rest))
+    }
+
+    /// Joins two neighbours of one buffer, this one first.
+    ///
+    /// # Errors
+    /// Gives both back when `next` does not start where this part ends.
+    pub fn join(self, next: Part) -> Result<Part, (Part, Part)> {
+        if !Arc::ptr_eq(&self.memory, &next.memory) || self.offset + self.len != next.offset {
+            return Err((self, next));
+        }
+        Ok(Part { len: self.len + next.len, ..self })
+    }
+
+    /// The whole buffer again.
+    ///
+    /// # Errors
+    /// Gives the part back while other parts are missing.
+    pub fn into_whole(self) -> Result<SharedBuf, Part> {
+        if self.offset == 0 && self.len == self.memory.region.len() { Ok(SharedBuf { part: self }) } else { Err(self) }
+    }
+}
+
+impl std::fmt::Debug for Part {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "Part({}..{})", self.offset, self.offset + self.len)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use crate::{AnonHeap, Error, Heap, MemfdHeap, SharedBuf};
+
+    #[test]
+    fn parts_rejoin_only_with_their_neighbour() {
+        let heap = AnonHeap::new();
+        let (a, b) = heap.allocate(8192).unwrap().share().into_part().split_at(4096).unwrap();
+        let (c, d) = heap.allocate(8192).unwrap().share().into_part().split_at(4096).unwrap();
+        let (a, d) = a.join(d).unwrap_err();
+        let (b, a) = b.join(a).unwrap_err();
+        let a = a.into_whole().unwrap_err();
+        let a = a.split_at(4097).unwrap_err();
+        assert!(a.join(b).unwrap().into_whole().is_ok());
+        assert!(c.join(d).unwrap().into_whole().is_ok());
+    }
+
+    #[test]
+    fn a_share_keeps_the_memory_from_the_cpu() {
+        let shared = AnonHeap::new().allocate(4096).unwrap().share();
+        let share = shared.share();
+        let shared = shared.into_cpu().unwrap_err();
+        drop(share);
+        let mut cpu = shared.into_cpu().unwrap();
+        cpu[0] = 1;
+    }
+
+    #[test]
+    fn an_exported_buffer_stays_shared() {
+        let shared = MemfdHeap::new().allocate(4096).unwrap().share();
+        assert!(shared.export().is_some());
+        assert!(shared.into_cpu().is_err());
+        assert!(AnonHeap::new().allocate(4096).unwrap().share().export().is_none());
+    }
+
+    #[test]
+    fn sparse_memory_is_larger_than_the_machine() {
+        let buf = SharedBuf::sparse("test", 64 << 40).unwrap();
+        let far = (63 << 40) + 5;
+        buf.populate(far, 10).unwrap();
+        buf.view().sub(far, 10).unwrap().write(b"far offset");
+        let mut got = [0; 10];
+        buf.view().sub(far, 10).unwrap().read(&mut got);
+        assert_eq!(&got, b"far offset");
+        for (offset, len) in [(64 << 40, 1), (usize::MAX, 2), (1, usize::MAX)] {
+            assert_eq!(buf.populate(offset, len).unwrap_err().kind(), std::io::ErrorKind::InvalidInput);
+        }
+        assert!(matches!(SharedBuf::sparse("test", 0), Err(Error::BadLength(0))));
+        assert!(matches!(SharedBuf::sparse("test", usize::MAX), Err(Error::BadLength(_))));
+    }
+}

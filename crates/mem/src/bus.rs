@@ -1,0 +1,151 @@
+//! The driver's side of a device.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use dmalane_addr::{Access, Iova, PhysAddr, SgTable, Span};
+
+use crate::{Error, Part, Share};
+
+/// A device as its driver sees it: memory can be mapped for it, and its registers be read and written.
+///
+/// Implemented by the software card's bus and by VFIO. All methods may be called from several threads.
+pub trait HostBus: Send + Sync {
+    /// Pins a buffer: its pages stay where they are until the result is dropped.
+    ///
+    /// # Errors
+    /// [`Error::OutOfFrames`] and the like when the host cannot hold that much.
+    fn pin(&self, share: &Share) -> Result<Pinned, Error>;
+
+    /// Maps a pinned buffer at IOVAs of the bus's choice, contiguous, until the result is dropped.
+    ///
+    /// # Errors
+    /// When no IOVAs or no page tables are left, or the buffer was pinned elsewhere.
+    fn map(&self, pinned: Pinned, access: Access) -> Result<Mapping, Error>;
+
+    /// Reads a 32-bit register.
+    ///
+    /// # Errors
+    /// [`Error::NoRegister`].
+    fn read32(&self, bar: u8, offset: u64) -> Result<u32, Error>;
+
+    /// Writes a 32-bit register. Everything that this thread wrote to mapped memory before is visible to the device
+    /// when it sees the write: this is how doorbells are rung.
+    ///
+    /// # Errors
+    /// [`Error::NoRegister`].
+    fn write32(&self, bar: u8, offset: u64, value: u32) -> Result<(), Error>;
+
+    /// Writes bytes into a memory BAR.
+    ///
+    /// # Errors
+    /// [`Error::NoRegister`] when they do not lie within it.
+    fn write_bytes(&self, bar: u8, offset: u64, bytes: &[u8]) -> Result<(), Error>;
+
+    /// Lets a device that has no threads of its own do some of its work, and says whether it did any. A device that
+    /// runs by itself does nothing here.
+    fn progress(&self) -> bool {
+        false
+    }
+
+    /// Waits for an interrupt, at most `timeout`, and says whether one came. May return early without.
+    fn wait(&self, timeout: Duration) -> bool;
+}
+
+/// How a [`Pinned`] or [`Mapping`] undoes itself; implemented by each bus.
+pub trait Undo: Send + Sync {
+    /// Removes a mapping. When this returns, the device can no longer reach it.
+    fn unmap(&self, span: Span<Iova>);
+
+    /// Releases pinned pages, which are no longer mapped.
+    fn unpin(&self, pages: &SgTable<PhysAddr>);
+}
+
+/// A buffer whose pages stay where they are. Holds a share of the memory; unpins on drop.
+pub struct Pinned {
+    share: Share,
+    pages: Option<SgTable<PhysAddr>>,
+    owner: Arc<dyn Undo>,
+}
+
+impl Pinned {
+    /// Made by a bus. `pages` is the scatter-gather table where the bus knows it; a kernel that pins and maps in one
+    /// step tells nobody.
+    pub fn new(share: Share, pages: Option<SgTable<PhysAddr>>, owner: Arc<dyn Undo>) -> Self {
+        Self { share, pages, owner }
+    }
+
+    /// A share of the memory.
+    pub fn share(&self) -> &Share {
+        &self.share
+    }
+
+    /// The physical pages, where the bus knows them.
+    pub fn pages(&self) -> Option<&SgTable<PhysAddr>> {
+        self.pages.as_ref()
+    }
+
+    /// True when `owner` made this.
+    pub fn is_from(&self, owner: &Arc<dyn Undo>) -> bool {
+        Arc::ptr_eq(&self.owner, owner)
+    }
+}
+
+impl Drop for Pinned {
+    fn drop(&mut self) {
+        if let Some(pages) = &self.pages {
+            self.owner.unpin(pages);
+        }
+    }
+}
+
+impl std::fmt::Debug for Pinned {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Pinned").field("share", &self.share).finish_non_exhaustive()
+    }
+}
+
+/// A buffer that the device can reach at contiguous IOVAs. Unmaps, then unpins, on drop.
+#[derive(Debug)]
+pub struct Mapping {
+    span: Span<Iova>,
+    access: Access,
+    /// Dropped after `Mapping::drop` has unmapped: the pages stay pinned until then.
+    pinned: Pinned,
+}
+
+impl Mapping {
+    /// Made by a bus, once `span` translates to the pinned pages. The span is as long as the buffer.
+    pub fn new(pinned: Pinned, span: Span<Iova>, access: Access) -> Self {
+        Self { span, access, pinned }
+    }
+
+    /// Where the device sees the buffer.
+    pub fn span(&self) -> Span<Iova> {
+        self.span
+    }
+
+    /// What the device may do.
+    pub fn access(&self) -> Access {
+        self.access
+    }
+
+    /// What is mapped.
+    pub fn pinned(&self) -> &Pinned {
+        &self.pinned
+    }
+
+    /// Where the device sees a part of the buffer; `None` when the part is empty or belongs to another buffer.
+    pub fn iova_of(&self, part: &Part) -> Option<Span<Iova>> {
+        if !self.pinned.share.holds(part) {
+            return None;
+        }
+        self.span.sub(part.offset() as u64, part.len() as u64)
+    }
+}
+
+impl Drop for Mapping {
+    fn drop(&mut self) {
+        self.pinned.owner.unmap(self.span);
+    }
+}

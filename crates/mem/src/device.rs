@@ -1,0 +1,79 @@
+//! The device's side of host memory.
+
+use dmalane_addr::{Access, Iova};
+use thiserror::Error;
+
+use crate::{CopyHint, View};
+
+/// Host memory as a device model sees it: by IOVA, and only where the IOMMU lets it.
+pub trait DeviceMem: Send {
+    /// Copies from host memory at `from` into `into` (all of it).
+    ///
+    /// # Errors
+    /// [`DmaFault`] names the first IOVA that could not be read; the bytes before it were copied, none from elsewhere.
+    fn read(&mut self, from: Iova, into: View<'_>, hint: CopyHint) -> Result<(), DmaFault>;
+
+    /// Copies `from` (all of it) into host memory at `into`.
+    ///
+    /// # Errors
+    /// [`DmaFault`] names the first IOVA that could not be written; the bytes before it were copied, none elsewhere.
+    fn write(&mut self, into: Iova, from: View<'_>, hint: CopyHint) -> Result<(), DmaFault>;
+
+    /// Copies a few bytes, such as a descriptor, from host memory.
+    ///
+    /// # Errors
+    /// As [`DeviceMem::read`].
+    fn read_bytes(&mut self, from: Iova, into: &mut [u8]) -> Result<(), DmaFault>;
+
+    /// Copies a few bytes, such as a completion, into host memory.
+    ///
+    /// # Errors
+    /// As [`DeviceMem::write`].
+    fn write_bytes(&mut self, into: Iova, from: &[u8]) -> Result<(), DmaFault>;
+
+    /// Writes one aligned 64-bit word into host memory in one piece, after everything written before: how a completion
+    /// becomes visible.
+    ///
+    /// # Errors
+    /// As [`DeviceMem::write`]; a word that is not aligned is [`FaultReason::Misaligned`].
+    fn write_word(&mut self, into: Iova, value: u64) -> Result<(), DmaFault>;
+}
+
+/// An access that the IOMMU refused.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Error)]
+#[error("device fault: {wanted} access to {at} {reason}")]
+pub struct DmaFault {
+    /// The first IOVA that was refused.
+    pub at: Iova,
+    /// What the device wanted to do.
+    pub wanted: Access,
+    /// Why not.
+    pub reason: FaultReason,
+    /// Bytes that were copied before.
+    pub done: u64,
+}
+
+/// Why an access was refused.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+#[non_exhaustive]
+pub enum FaultReason {
+    /// Nothing is mapped there.
+    NotMapped,
+    /// The mapping does not permit the access.
+    NotPermitted,
+    /// The access runs past the top of the IOVA space.
+    PastTheTop,
+    /// A word that is not a multiple of its size.
+    Misaligned,
+}
+
+impl std::fmt::Display for FaultReason {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str(match self {
+            Self::NotMapped => "is not mapped",
+            Self::NotPermitted => "is not permitted by the mapping",
+            Self::PastTheTop => "runs past the top of the IOVA space",
+            Self::Misaligned => "is not aligned",
+        })
+    }
+}

@@ -1,0 +1,58 @@
+//! What can go wrong with memory.
+
+use dmalane_addr::{Access, Iova, RangeError, Span};
+use thiserror::Error;
+
+/// An error of a heap, a bus or the software host.
+#[derive(Debug, Error)]
+#[non_exhaustive]
+pub enum Error {
+    /// The kernel refused memory.
+    #[error("cannot allocate {len} bytes of {kind}: {source}")]
+    Allocate {
+        /// Bytes asked for.
+        len: usize,
+        /// What was asked for ("anonymous memory").
+        kind: &'static str,
+        /// The kernel's answer.
+        source: std::io::Error,
+    },
+    /// A length of zero, or one that does not fit the address space once rounded up to whole pages.
+    #[error("cannot allocate a buffer of {0} bytes")]
+    BadLength(usize),
+    /// The synthetic physical memory of the software host is full.
+    #[error("the host has no {wanted} free frames of 4 KiB ({limit} at most)")]
+    OutOfFrames {
+        /// Frames asked for.
+        wanted: u64,
+        /// Frames that the host may have in all.
+        limit: u64,
+    },
+    /// No range of IOVAs is free.
+    #[error(transparent)]
+    Iova(#[from] RangeError<Iova>),
+    /// The IOMMU's page tables refused the mapping.
+    #[error("cannot map {span}: {source}")]
+    PageTable {
+        /// Where the buffer was to appear.
+        span: Span<Iova>,
+        /// What the page table said.
+        source: dmalane_iopt::Error,
+    },
+    /// The buffer was pinned by another host.
+    #[error("the buffer was pinned by another host")]
+    ForeignPin,
+    /// A mapping must permit something.
+    #[error("a mapping with access {0} permits nothing")]
+    NoAccess(Access),
+    /// A register that does not exist, or an access of the wrong size or alignment.
+    #[error("no {bytes}-byte register at offset {offset:#x} of BAR {bar}")]
+    NoRegister {
+        /// Which base address register.
+        bar: u8,
+        /// Offset in it, in bytes.
+        offset: u64,
+        /// Bytes accessed.
+        bytes: u64,
+    },
+}

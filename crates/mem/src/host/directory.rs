@@ -1,0 +1,106 @@
+//! The frame directory: which buffer's bytes a synthetic frame stands for.
+
+use dmalane_addr::{PhysAddr, SgTable};
+
+use super::frames::{FRAME, ZONE, frame_of};
+use crate::{Share, View};
+
+/// Which page of which buffer; `FREE` when of none.
+#[derive(Clone, Copy)]
+struct Owner {
+    slot: u32,
+    page: u32,
+}
+
+const FREE: Owner = Owner { slot: u32::MAX, page: 0 };
+
+#[derive(Default)]
+pub(super) struct Directory {
+    zones: Vec<Vec<Owner>>,
+    slots: Vec<Option<Share>>,
+    vacant: Vec<u32>,
+    frames: u64,
+}
+
+impl Directory {
+    /// Enters a buffer's frames. `None`, and nothing entered, when it has more pages or the directory more buffers
+    /// than 32 bits count.
+    pub(super) fn enter(&mut self, share: Share, frames: &SgTable<PhysAddr>) -> Option<()> {
+        u32::try_from(frames.len() / FRAME).ok()?;
+        let slot = match self.vacant.pop() {
+            Some(slot) => slot,
+            None => {
+                let slot = u32::try_from(self.slots.len()).ok().filter(|s| *s != FREE.slot)?;
+                self.slots.push(None);
+                slot
+            }
+        };
+        self.slots[slot as usize] = Some(share);
+        self.frames += frames.len() / FRAME;
+        let mut page = 0;
+        self.set(frames, || {
+            page += 1;
+            Owner { slot, page: page - 1 }
+        });
+        Some(())
+    }
+
+    /// Removes a buffer's frames again.
+    pub(super) fn remove(&mut self, frames: &SgTable<PhysAddr>) {
+        if let Some(first) = frames.segments().next()
+            && let Some(owner) = self.owner(first.addr)
+        {
+            self.slots[owner.slot as usize] = None;
+            self.vacant.push(owner.slot);
+        }
+        self.frames -= frames.len() / FRAME;
+        self.set(frames, || FREE);
+    }
+
+    /// Frames that stand for something.
+    pub(super) fn frames(&self) -> u64 {
+        self.frames
+    }
+
+    /// The bytes behind `addr`, up to `len` of them as far as they are contiguous in the buffer too. `None` for a frame
+    /// that stands for nothing.
+    pub(super) fn bytes(&self, addr: PhysAddr, len: u64) -> Option<View<'_>> {
+        let first = self.owner(addr)?;
+        let share = self.slots.get(first.slot as usize)?.as_ref()?;
+        let within = addr.bits() % FRAME;
+        let mut have = FRAME - within;
+        while have < len {
+            let next = PhysAddr::new(addr.bits().checked_add(have)?);
+            let page = first.page + (have + within).div_euclid(FRAME) as u32;
+            match self.owner(next) {
+                Some(o) if o.slot == first.slot && o.page == page => have += FRAME,
+                _ => break,
+            }
+        }
+        let offset = u64::from(first.page) * FRAME + within;
+        share.view().sub(usize::try_from(offset).ok()?, usize::try_from(have.min(len)).ok()?)
+    }
+
+    fn owner(&self, addr: PhysAddr) -> Option<Owner> {
+        let frame = frame_of(addr)?;
+        let owner = *self.zones.get((frame / ZONE) as usize)?.get((frame % ZONE) as usize)?;
+        (owner.slot != FREE.slot).then_some(owner)
+    }
+
+    fn set(&mut self, frames: &SgTable<PhysAddr>, mut owner: impl FnMut() -> Owner) {
+        for segment in frames.segments() {
+            let first = frame_of(segment.addr).expect("frames of this host");
+            for frame in first..first + (segment.len / FRAME) as u32 {
+                let zone = (frame / ZONE) as usize;
+                if zone >= self.zones.len() {
+                    self.zones.resize_with(zone + 1, Vec::new);
+                }
+                let zone = &mut self.zones[zone];
+                if zone.is_empty() {
+                    zone.resize(ZONE as usize, FREE);
+                }
+                zone[(frame % ZONE) as usize] = owner();
+            }
+        }
+    }
+}

@@ -1,0 +1,287 @@
+//! Synthetic physical frames: a buddy allocator whose free memory is fragmented on purpose.
+//!
+//! An unprivileged process cannot see frame numbers, so the software host makes up its own. Physical memory comes in zones
+//! of 64 MiB, added as they are needed. A new zone is first strewn with frames that "somebody else" holds; what
+//! is left between them are runs whose lengths depend on the fragmentation:
+//!
+//! * 0: no holes. Buffers come out in one piece.
+//! * 0.5: runs of 1 to 512 frames, uniform in their logarithm, as on a machine that has been up for a week.
+//! * 1: every other frame is taken. No two frames of a buffer are neighbours.
+//!
+//! In between, the range of logarithms moves from [9, 18] at nearly 0 over [0, 9] at 0.5 to [0, 0] at 1.
+//!
+//! Allocation takes power-of-two blocks; with fragmentation the order is drawn in proportion to the free frames of each
+//! order, so that a buffer looks like the memory it came from and does not skim off the longest runs.
+
+use std::collections::BTreeSet;
+
+use dmalane_addr::{PhysAddr, SgTable};
+
+pub(super) const FRAME: u64 = 4096;
+/// Frames per zone.
+pub(super) const ZONE: u32 = 1 << 14;
+/// The largest block is 2^9 frames = 2 MiB.
+const ORDERS: usize = 10;
+/// The first frame's number: above 4 GiB, so that a truncated address is a wrong one.
+const BASE: u64 = (4 << 30) / FRAME;
+
+/// A frame, numbered from the first synthetic one.
+type Frame = u32;
+
+pub(super) struct Frames {
+    /// Free blocks by order.
+    free: [BTreeSet<Frame>; ORDERS],
+    free_frames: u64,
+    total: u32,
+    limit: u32,
+    fragmentation: f64,
+    random: Random,
+}
+
+impl Frames {
+    /// At most `limit` frames, rounded down to whole zones.
+    pub(super) fn new(limit: u32, fragmentation: f64, seed: u64) -> Self {
+        Self {
+            free: Default::default(),
+            free_frames: 0,
+            total: 0,
+            limit: limit / ZONE * ZONE,
+            fragmentation: fragmentation.clamp(0.0, 1.0),
+            random: Random(seed),
+        }
+    }
+
+    pub(super) fn limit(&self) -> u64 {
+        u64::from(self.limit)
+    }
+
+    #[cfg(test)]
+    pub(super) fn free_frames(&self) -> u64 {
+        self.free_frames
+    }
+
+    /// Takes `count` frames, or none.
+    pub(super) fn allocate(&mut self, count: u64) -> Option<SgTable<PhysAddr>> {
+        while self.free_frames < count {
+            self.add_zone()?;
+        }
+        let mut table = SgTable::new();
+        let mut left = count;
+        while left > 0 {
+            let want = left.ilog2().min(ORDERS as u32 - 1) as usize;
+            let (start, order) = self.take(want);
+            table.push(address(start), FRAME << order)?;
+            left -= 1 << order;
+        }
+        Some(table)
+    }
+
+    /// Gives frames back. The table came from [`Frames::allocate`].
+    pub(super) fn release(&mut self, table: &SgTable<PhysAddr>) {
+        for segment in table.segments() {
+            let mut at = frame_of(segment.addr).expect("frames of this host");
+            let end = at + (segment.len / FRAME) as u32;
+            while at < end {
+                let order = block_order(at, end);
+                self.insert(at, order);
+                at += 1 << order;
+            }
+        }
+    }
+
+    /// A free block of at most `want` as its order. The caller knows that enough frames are free.
+    fn take(&mut self, want: usize) -> (Frame, usize) {
+        let order = self.draw_order(want);
+        let from = if self.fragmentation > 0.0 { self.random.below(u64::from(self.total)) as Frame } else { 0 };
+        let set = &self.free[order];
+        let start = *set.range(from..).next().or_else(|| set.first()).expect("draw_order found a block");
+        self.free[order].remove(&start);
+        self.free_frames -= 1 << order;
+        if order <= want {
+            return (start, order);
+        }
+        // Larger than wanted: keep the front, give the rest back.
+        let (keep, end) = (start + (1 << want), start + (1 << order));
+        let mut at = keep;
+        while at < end {
+            let rest = block_order(at, end);
+            self.free[rest].insert(at);
+            self.free_frames += 1 << rest;
+            at += 1 << rest;
+        }
+        (start, want)
+    }
+
+    fn draw_order(&mut self, want: usize) -> usize {
+        if self.fragmentation == 0.0 {
+            // The smallest block that is large enough, else the largest there is.
+            let fits = (want..ORDERS).find(|&o| !self.free[o].is_empty());
+            return fits.or_else(|| (0..want).rev().find(|&o| !self.free[o].is_empty())).expect("frames are free");
+        }
+        let mut draw = self.random.below(self.free_frames);
+        for (order, blocks) in self.free.iter().enumerate() {
+            let frames = (blocks.len() as u64) << order;
+            if draw < frames {
+                return order;
+            }
+            draw -= frames;
+        }
+        unreachable!("free_frames counts the frames of all orders")
+    }
+
+    /// Puts a block back, merged with its buddies.
+    fn insert(&mut self, mut start: Frame, mut order: usize) {
+        self.free_frames += 1 << order;
+        while order + 1 < ORDERS && self.free[order].remove(&(start ^ (1 << order))) {
+            start &= !(1 << order);
+            order += 1;
+        }
+        let new = self.free[order].insert(start);
+        debug_assert!(new, "frame {start:#x} freed twice");
+    }
+
+    fn add_zone(&mut self) -> Option<()> {
+        if self.total >= self.limit {
+            return None;
+        }
+        let (mut at, end) = (self.total, self.total + ZONE);
+        self.total = end;
+        while at < end {
+            let run = self.draw_run().min(end - at);
+            let stop = at + run;
+            while at < stop {
+                let order = block_order(at, stop);
+                self.insert(at, order);
+                at += 1 << order;
+            }
+            at += 1; // the frame that somebody else holds
+        }
+        Some(())
+    }
+
+    fn draw_run(&mut self) -> u32 {
+        let f = self.fragmentation;
+        if f == 0.0 {
+            return ZONE;
+        }
+        let low = 9.0 * (1.0 - 2.0 * f).max(0.0);
+        let width = 9.0 * (2.0 * (1.0 - f)).min(1.0);
+        let exponent = low + width * (self.random.below(1 << 32) as f64 / (1u64 << 32) as f64);
+        exponent.exp2() as u32
+    }
+}
+
+/// The largest block that may start at `at` and does not pass `end`.
+fn block_order(at: Frame, end: Frame) -> usize {
+    let by_alignment = if at == 0 { ORDERS as u32 - 1 } else { at.trailing_zeros() };
+    by_alignment.min((end - at).ilog2()).min(ORDERS as u32 - 1) as usize
+}
+
+fn address(frame: Frame) -> PhysAddr {
+    PhysAddr::new((BASE + u64::from(frame)) * FRAME)
+}
+
+/// The number of the frame that holds `addr`; `None` outside the synthetic memory.
+pub(super) fn frame_of(addr: PhysAddr) -> Option<Frame> {
+    let frame = (addr.bits() / FRAME).checked_sub(BASE)?;
+    Frame::try_from(frame).ok()
+}
+
+/// SplitMix64 (Steele, Lea, Flood: "Fast Splittable Pseudorandom Number Generators", 2014).
+struct Random(u64);
+
+impl Random {
+    fn next(&mut self) -> u64 {
+        self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
+        let mut z = self.0;
+        z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+        z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
+        z ^ (z >> 31)
+    }
+
+    /// A number below `n` (0 when `n` is 0).
+    fn below(&mut self, n: u64) -> u64 {
+        ((u128::from(self.next()) * u128::from(n)) >> 64) as u64
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    #[test]
+    fn fragmentation_sets_the_length_of_runs() {
+        let mean = |f: f64| {
+            let table = Frames::new(1 << 20, f, 1).allocate(4096).unwrap();
+            4096 / table.segment_count()
+        };
+        assert_eq!(mean(0.0), 4096, "one piece");
+        assert_eq!(mean(1.0), 1, "single frames");
+        let (quarter, half, most) = (mean(0.25), mean(0.5), mean(0.75));
+        assert!(quarter > half && half > most && most >= 1, "{quarter} {half} {most}");
+        assert!((4..200).contains(&half), "{half}");
+    }
+
+    #[test]
+    fn the_same_seed_gives_the_same_frames() {
+        let table = |seed| {
+            let t = Frames::new(1 << 20, 0.5, seed).allocate(1000).unwrap();
+            t.segments().collect::<Vec<_>>()
+        };
+        assert_eq!(table(7), table(7));
+        assert_ne!(table(7), table(8));
+    }
+
+    #[test]
+    fn a_refusal_takes_nothing() {
+        let mut frames = Frames::new(ZONE * 2, 0.5, 3);
+        assert!(frames.allocate(u64::from(ZONE) * 2 + 1).is_none());
+        let free = frames.free_frames();
+        let all = frames.allocate(free).unwrap();
+        assert!(frames.allocate(1).is_none());
+        frames.release(&all);
+        assert_eq!(frames.free_frames(), free);
+        assert!(Frames::new(ZONE - 1, 0.0, 3).allocate(1).is_none(), "less than a zone");
+    }
+
+    proptest! {
+        #![proptest_config(ProptestConfig::with_cases(48))]
+        #[test]
+        fn no_frame_is_handed_out_twice(
+            f in prop_oneof![Just(0.0), Just(0.5), Just(1.0), 0.0..1.0f64],
+            seed: u64,
+            sizes in prop::collection::vec((1u64..3000, any::<bool>()), 1..40),
+        ) {
+            let mut frames = Frames::new(ZONE * 64, f, seed);
+            let mut taken = std::collections::HashSet::new();
+            let mut held = Vec::new();
+            let pages = |t: &SgTable<PhysAddr>| {
+                t.segments()
+                    .flat_map(|s| (0..s.len / FRAME).map(move |i| s.addr.bits() / FRAME + i))
+                    .collect::<Vec<_>>()
+            };
+            for (n, give_back) in sizes {
+                let table = frames.allocate(n).unwrap();
+                prop_assert_eq!(table.len(), n * FRAME);
+                for p in pages(&table) {
+                    prop_assert!(taken.insert(p));
+                }
+                held.push(table);
+                if give_back {
+                    let table = held.swap_remove(held.len() / 2);
+                    for p in pages(&table) {
+                        taken.remove(&p);
+                    }
+                    frames.release(&table);
+                }
+            }
+            let before = frames.free_frames();
+            let out: u64 = held.iter().map(|t| t.len() / FRAME).sum();
+            for table in held.drain(..) {
+                frames.release(&table);
+            }
+            prop_assert_eq!(frames.free_frames(), before + out);
+        }
+    }
+}

@@ -1,0 +1,356 @@
+//! The software host: physical frames and an IOMMU, in process.
+//!
+//! A device model gets host memory only through [`DevicePort`]: IOVA, then the IOMMU's page tables (with a small IOTLB in
+//! front), then the frame directory, then bytes. What is not mapped cannot be reached; the refusal is recorded as a
+//! fault.
+//!
+//! Frames are synthetic (see `frames.rs`) and 4 KiB each whatever pages are really behind a buffer, so that the
+//! fragmentation asked for is the fragmentation had.
+//!
+//! One reader-writer lock orders devices against the driver: a device holds it for reading while it copies, unmapping
+//! takes it for writing. When [`Mapping`] has been dropped, no copy through it is under way and none can begin.
+
+mod directory;
+mod frames;
+mod iotlb;
+
+use std::collections::VecDeque;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock};
+
+use dmalane_addr::{Access, Address, Iova, PageSize, PhysAddr, RangeAllocator, SgTable, Span};
+use dmalane_iopt::{Arm64S1_4k, Format, HeapTables, PageTable};
+
+use self::directory::Directory;
+use self::frames::{FRAME, Frames};
+use self::iotlb::Iotlb;
+use crate::{CopyHint, DeviceMem, DmaFault, Error, FaultReason, Mapping, Pinned, Share, Undo, View};
+
+/// How the software host is made.
+#[derive(Clone, Copy, Debug)]
+pub struct HostConfig {
+    /// Physical memory in bytes, at most 16 TiB; rounded down to whole 64 MiB. Only what is pinned costs anything.
+    pub memory: u64,
+    /// 0 (every buffer in one piece) to 1 (every frame on its own).
+    pub fragmentation: f64,
+    /// Same seed, same frames.
+    pub seed: u64,
+}
+
+impl Default for HostConfig {
+    /// 64 GiB, fragmented like a machine that has been up for a week.
+    fn default() -> Self {
+        Self { memory: 64 << 30, fragmentation: 0.5, seed: 1 }
+    }
+}
+
+/// The kernel's table memory starts here, well away from the frames: a walker that confuses the two hits nothing.
+const TABLES_BASE: u64 = 1 << 46;
+/// IOVAs: 39 bits as on small VT-d units, without the first MiB and the x86 interrupt window.
+const IOVA_FIRST: u64 = 1 << 20;
+const IOVA_LAST: u64 = (1 << 39) - 1;
+const MSI_WINDOW: u64 = 0xfee0_0000;
+const MSI_LEN: u64 = 1 << 20;
+/// Faults kept; older ones are only counted.
+const FAULT_LOG: usize = 256;
+
+/// What the device side reads and the driver side changes.
+struct Translation<F: Format> {
+    table: PageTable<F, Iova, PhysAddr, HeapTables<PhysAddr>>,
+    directory: Directory,
+}
+
+struct Inner<F: Format> {
+    translation: RwLock<Translation<F>>,
+    frames: Mutex<Frames>,
+    iovas: Mutex<RangeAllocator<Iova>>,
+    /// Counts invalidations; an IOTLB filled under another value is stale.
+    epoch: AtomicU64,
+    faults: Mutex<FaultLog>,
+    iotlb_hits: AtomicU64,
+    iotlb_misses: AtomicU64,
+}
+
+#[derive(Default)]
+struct FaultLog {
+    recent: VecDeque<DmaFault>,
+    total: u64,
+}
+
+/// Counters of a [`SoftHost`].
+#[derive(Clone, PartialEq, Eq, Debug, Default)]
+pub struct HostStats {
+    /// Translations found in an IOTLB.
+    pub iotlb_hits: u64,
+    /// Translations that walked the page tables.
+    pub iotlb_misses: u64,
+    /// Accesses refused.
+    pub faults: u64,
+    /// Frames of 4 KiB pinned now.
+    pub pinned_frames: u64,
+    /// Live page-table leaves by size.
+    pub leaves: Vec<(PageSize, u64)>,
+    /// Tables in use, the root included.
+    pub tables: usize,
+}
+
+/// Synthetic physical memory behind an IOMMU of page-table format `F`. Clones are handles to the same host.
+///
+/// ```
+/// use dmalane_addr::{Access, Address};
+/// use dmalane_mem::{AnonHeap, CopyHint, DeviceMem, Heap, HostConfig, SoftHost};
+/// let host: SoftHost = SoftHost::new(HostConfig::default())?;
+/// let buf = AnonHeap::new().allocate(1 << 20)?.share();
+/// let mapping = host.map(host.pin(&buf.share())?, Access::READ)?;
+/// let mut device = host.port();
+/// let iova = mapping.span().first();
+/// let mut word = [0; 4];
+/// device.read_bytes(iova, &mut word).unwrap();
+/// device.write_bytes(iova, &word).unwrap_err(); // mapped for reading only
+/// drop(mapping);
+/// device.read_bytes(iova, &mut word).unwrap_err(); // no longer mapped
+/// assert_eq!(host.stats().faults, 2);
+/// # Ok::<(), dmalane_mem::Error>(())
+/// ```
+pub struct SoftHost<F: Format = Arm64S1_4k>(Arc<Inner<F>>);
+
+impl<F: Format> Clone for SoftHost<F> {
+    fn clone(&self) -> Self {
+        Self(self.0.clone())
+    }
+}
+
+impl<F: Format> SoftHost<F> {
+    /// A host with nothing pinned.
+    ///
+    /// # Errors
+    /// [`Error::PageTable`] when the root table cannot be made.
+    pub fn new(config: HostConfig) -> Result<Self, Error> {
+        let space = Span::inclusive(Iova::new(IOVA_FIRST), Iova::new(IOVA_LAST)).expect("a constant span");
+        let mut iovas = RangeAllocator::new(space, PageSize::SIZE_4K);
+        let msi = Span::new(Iova::new(MSI_WINDOW), MSI_LEN).expect("a constant span");
+        iovas.reserve(msi).expect("the window lies within the space");
+        let table = PageTable::new(HeapTables::new(PhysAddr::new(TABLES_BASE)))
+            .map_err(|source| Error::PageTable { span: space, source })?;
+        let limit = u32::try_from(config.memory.min(16 << 40) / FRAME).unwrap_or(u32::MAX);
+        Ok(Self(Arc::new(Inner {
+            translation: RwLock::new(Translation { table, directory: Directory::default() }),
+            frames: Mutex::new(Frames::new(limit, config.fragmentation, config.seed)),
+            iovas: Mutex::new(iovas),
+            epoch: AtomicU64::new(0),
+            faults: Mutex::default(),
+            iotlb_hits: AtomicU64::new(0),
+            iotlb_misses: AtomicU64::new(0),
+        })))
+    }
+
+    /// Gives every page of the buffer a frame.
+    ///
+    /// # Errors
+    /// [`Error::OutOfFrames`].
+    pub fn pin(&self, share: &Share) -> Result<Pinned, Error> {
+        // Buffers are whole 4 KiB pages (contract of `Heap::allocate`).
+        let wanted = share.len() as u64 / FRAME;
+        let mut frames = lock(&self.0.frames);
+        let out = Error::OutOfFrames { wanted, limit: frames.limit() };
+        let Some(pages) = frames.allocate(wanted) else { return Err(out) };
+        if self.0.write().directory.enter(share.clone(), &pages).is_none() {
+            frames.release(&pages);
+            return Err(out);
+        }
+        Ok(Pinned::new(share.clone(), Some(pages), self.owner()))
+    }
+
+    /// Maps a pinned buffer at contiguous IOVAs, aligned to 2 MiB where it is that long.
+    ///
+    /// # Errors
+    /// [`Error::ForeignPin`], [`Error::NoAccess`], [`Error::Iova`], [`Error::PageTable`]; nothing stays mapped.
+    pub fn map(&self, pinned: Pinned, access: Access) -> Result<Mapping, Error> {
+        let pages = pinned.pages().filter(|_| pinned.is_from(&self.owner())).ok_or(Error::ForeignPin)?;
+        if !access.intersects(Access::RW) {
+            return Err(Error::NoAccess(access));
+        }
+        let align = if pages.len() >= PageSize::SIZE_2M.bytes() { PageSize::SIZE_2M } else { PageSize::SIZE_4K };
+        let span = lock(&self.0.iovas).allocate(pages.len(), align)?;
+        let mapped = self.0.write().table.map_sg(span.first(), pages.segments(), access);
+        match mapped {
+            Ok(_) => Ok(Mapping::new(pinned, span, access)),
+            Err(source) => {
+                lock(&self.0.iovas).free(span)?;
+                Err(Error::PageTable { span, source })
+            }
+        }
+    }
+
+    /// A device's access to this host's memory, with an IOTLB of its own.
+    pub fn port(&self) -> DevicePort<F> {
+        DevicePort { host: self.0.clone(), tlb: Iotlb::new(), hits: 0, misses: 0 }
+    }
+
+    /// The accesses refused so far, oldest first: the last 256 of them.
+    pub fn recent_faults(&self) -> Vec<DmaFault> {
+        lock(&self.0.faults).recent.iter().copied().collect()
+    }
+
+    /// Counters. An IOTLB adds its own at the end of each access.
+    pub fn stats(&self) -> HostStats {
+        let translation = self.0.read();
+        HostStats {
+            iotlb_hits: self.0.iotlb_hits.load(Ordering::Relaxed),
+            iotlb_misses: self.0.iotlb_misses.load(Ordering::Relaxed),
+            faults: lock(&self.0.faults).total,
+            pinned_frames: translation.directory.frames(),
+            leaves: translation.table.leaf_counts().collect(),
+            tables: translation.table.tables().in_use(),
+        }
+    }
+
+    fn owner(&self) -> Arc<dyn Undo> {
+        self.0.clone()
+    }
+}
+
+impl<F: Format> Inner<F> {
+    fn read(&self) -> std::sync::RwLockReadGuard<'_, Translation<F>> {
+        self.translation.read().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn write(&self) -> std::sync::RwLockWriteGuard<'_, Translation<F>> {
+        self.translation.write().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn record(&self, fault: DmaFault) -> DmaFault {
+        let mut log = lock(&self.faults);
+        log.total += 1;
+        if log.recent.len() == FAULT_LOG {
+            log.recent.pop_front();
+        }
+        log.recent.push_back(fault);
+        fault
+    }
+}
+
+impl<F: Format> Undo for Inner<F> {
+    fn unmap(&self, span: Span<Iova>) {
+        let mut translation = self.write();
+        // A mapping's span starts and ends at its own leaves, so nothing is split and no table is needed.
+        let list = translation.table.unmap(span).expect("unmapping whole leaves needs no memory");
+        self.epoch.fetch_add(1, Ordering::Release);
+        translation.table.free_tables(list);
+        drop(translation);
+        lock(&self.iovas).free(span).expect("a mapping's IOVAs are allocated");
+    }
+
+    fn unpin(&self, pages: &SgTable<PhysAddr>) {
+        let mut frames = lock(&self.frames);
+        self.write().directory.remove(pages);
+        frames.release(pages);
+    }
+}
+
+/// A device's access to a [`SoftHost`]'s memory, through the IOMMU.
+pub struct DevicePort<F: Format = Arm64S1_4k> {
+    host: Arc<Inner<F>>,
+    tlb: Iotlb,
+    hits: u64,
+    misses: u64,
+}
+
+impl<F: Format> DevicePort<F> {
+    /// Walks `len` bytes from `at` and hands each contiguous piece to `piece` with its offset.
+    fn access(
+        &mut self,
+        at: Iova,
+        len: usize,
+        wanted: Access,
+        mut piece: impl FnMut(usize, View<'_>),
+    ) -> Result<(), DmaFault> {
+        let host = &self.host;
+        let translation = host.read();
+        self.tlb.check_epoch(host.epoch.load(Ordering::Acquire));
+        let mut done = 0usize;
+        let result = loop {
+            if done == len {
+                break Ok(());
+            }
+            let refuse = |reason| {
+                let at = Iova::new(at.bits().wrapping_add(done as u64));
+                DmaFault { at, wanted, reason, done: done as u64 }
+            };
+            let Some(here) = at.checked_add(done as u64) else { break Err(refuse(FaultReason::PastTheTop)) };
+            let leaf = match self.tlb.find(here) {
+                Some(leaf) => {
+                    self.hits += 1;
+                    leaf
+                }
+                None => {
+                    self.misses += 1;
+                    let Some(leaf) = translation.table.lookup(here) else {
+                        break Err(refuse(FaultReason::NotMapped));
+                    };
+                    self.tlb.insert(here, leaf);
+                    leaf
+                }
+            };
+            if !leaf.access.contains(wanted) {
+                break Err(refuse(FaultReason::NotPermitted));
+            }
+            let within = here.bits() - leaf.at.bits();
+            let left = (leaf.size.bytes() - within).min((len - done) as u64);
+            let bytes = leaf.to.checked_add(within).and_then(|pa| translation.directory.bytes(pa, left));
+            // A leaf without a frame behind it would be a bug of the host; to the device it is a fault.
+            let Some(bytes) = bytes else { break Err(refuse(FaultReason::NotMapped)) };
+            piece(done, bytes);
+            done += bytes.len();
+        };
+        drop(translation);
+        host.iotlb_hits.fetch_add(std::mem::take(&mut self.hits), Ordering::Relaxed);
+        host.iotlb_misses.fetch_add(std::mem::take(&mut self.misses), Ordering::Relaxed);
+        result.map_err(|fault| host.record(fault))
+    }
+}
+
+impl<F: Format> DeviceMem for DevicePort<F> {
+    fn read(&mut self, from: Iova, into: View<'_>, hint: CopyHint) -> Result<(), DmaFault> {
+        self.access(from, into.len(), Access::READ, |done, bytes| {
+            into.sub(done, bytes.len()).expect("a piece of `into`").copy_from(bytes, hint);
+        })
+    }
+
+    fn write(&mut self, into: Iova, from: View<'_>, hint: CopyHint) -> Result<(), DmaFault> {
+        self.access(into, from.len(), Access::WRITE, |done, bytes| {
+            bytes.copy_from(from.sub(done, bytes.len()).expect("a piece of `from`"), hint);
+        })
+    }
+
+    fn read_bytes(&mut self, from: Iova, into: &mut [u8]) -> Result<(), DmaFault> {
+        self.access(from, into.len(), Access::READ, |done, bytes| {
+            bytes.read(&mut into[done..done + bytes.len()]);
+        })
+    }
+
+    fn write_bytes(&mut self, into: Iova, from: &[u8]) -> Result<(), DmaFault> {
+        self.access(into, from.len(), Access::WRITE, |done, bytes| {
+            bytes.write(&from[done..done + bytes.len()]);
+        })
+    }
+
+    fn write_word(&mut self, into: Iova, value: u64) -> Result<(), DmaFault> {
+        if into.bits() % 8 != 0 {
+            let fault = DmaFault { at: into, wanted: Access::WRITE, reason: FaultReason::Misaligned, done: 0 };
+            return Err(self.host.record(fault));
+        }
+        // Aligned, so it lies in one page and in one piece.
+        self.access(into, 8, Access::WRITE, |_, bytes| {
+            bytes.store_u64(0, value).expect("an aligned word of 8 bytes");
+        })
+    }
+}
+
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    // The data behind these locks is consistent between statements; a panic elsewhere does not spoil it.
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+#[cfg(test)]
+mod tests;

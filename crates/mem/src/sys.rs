@@ -1,0 +1,203 @@
+//! Regions of memory mapped from the kernel.
+//!
+//! Invariant of [`Region`]: `ptr..ptr + len` is one mapping that this value made, nobody else unmaps, and that is readable
+//! and writable until the value is dropped. It is established by [`Region::anonymous`] and [`Region::memfd`], the only
+//! constructors.
+
+use std::io;
+use std::num::NonZeroUsize;
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::ptr::{self, NonNull};
+use std::sync::atomic::{AtomicBool, Ordering};
+
+use rustix::fs::{MemfdFlags, SealFlags};
+use rustix::mm::{self, Advice, MapFlags, ProtFlags};
+
+use crate::View;
+
+/// What backs a region.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(crate) enum Pages {
+    /// Reserved 2 MiB pages (hugetlbfs).
+    Hugetlb2M,
+    /// 4 KiB pages that the kernel is asked to merge.
+    Transparent,
+    /// 4 KiB pages.
+    Base,
+}
+
+pub(crate) const HUGE: usize = 2 << 20;
+
+/// A mapping of memory.
+pub(crate) struct Region {
+    ptr: NonNull<u8>,
+    len: usize,
+    fd: Option<OwnedFd>,
+    /// Set for good once `fd` was lent out: another process may have the memory mapped.
+    exported: AtomicBool,
+}
+
+// SAFETY: the region is plain memory owned by this value (see the invariant above), not tied to a thread; access goes
+// through `&mut self` (slices) or through `View`, whose accesses are made for sharing.
+unsafe impl Send for Region {}
+// SAFETY: `&Region` gives only `View`s, whose accesses are made for sharing between threads and devices; `bytes` demands
+// exclusiveness from its caller.
+unsafe impl Sync for Region {}
+
+impl Region {
+    /// Private anonymous memory. `len` is a multiple of the page size of `pages` (checked by the heap, and by the
+    /// kernel for hugetlb).
+    pub(crate) fn anonymous(len: NonZeroUsize, pages: Pages) -> io::Result<Self> {
+        let len = len.get();
+        let flags = match pages {
+            Pages::Hugetlb2M => MapFlags::PRIVATE | MapFlags::HUGETLB | MapFlags::HUGE_2MB,
+            Pages::Transparent | Pages::Base => MapFlags::PRIVATE,
+        };
+        // A transparent huge page needs 2 MiB alignment, which mmap does not promise: map more and cut the ends off.
+        let slack = if pages == Pages::Transparent { HUGE } else { 0 };
+        let total = len.checked_add(slack).ok_or(io::ErrorKind::OutOfMemory)?;
+        // SAFETY: no address is asked for, so no existing mapping is replaced.
+        let base = unsafe { mm::mmap_anonymous(ptr::null_mut(), total, ProtFlags::READ | ProtFlags::WRITE, flags) }?;
+        let base = base.cast::<u8>();
+        let head = if slack == 0 { 0 } else { base.addr().next_multiple_of(HUGE) - base.addr() };
+        let start = base.wrapping_add(head);
+        // Both cuts are whole 4 KiB pages: `head` because mmap returns page-aligned addresses, `len` by contract.
+        let tail = slack - head;
+        if head > 0 {
+            // SAFETY: `base..base + head` is the front of the mapping made above, and nothing refers to it.
+            unsafe { mm::munmap(base.cast(), head) }?;
+        }
+        if tail > 0 {
+            // SAFETY: `start + len..start + len + tail` is the end of the mapping made above (head + len + tail = total).
+            unsafe { mm::munmap(start.wrapping_add(len).cast(), tail) }?;
+        }
+        let region = Self {
+            ptr: NonNull::new(start).ok_or(io::ErrorKind::OutOfMemory)?,
+            len,
+            fd: None,
+            exported: AtomicBool::new(false),
+        };
+        if pages == Pages::Transparent {
+            region.advise(0, len, Advice::LinuxHugepage)?;
+        }
+        Ok(region)
+    }
+
+    /// A memfd of `len` bytes, sealed against shrinking and growing, mapped shared: so no access can run into a hole
+    /// that another process made (SIGBUS).
+    pub(crate) fn memfd(name: &str, len: NonZeroUsize, pages: Pages) -> io::Result<Self> {
+        let len = len.get();
+        let mut flags = MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING;
+        if pages == Pages::Hugetlb2M {
+            flags |= MemfdFlags::HUGETLB | MemfdFlags::HUGE_2MB;
+        }
+        let fd = rustix::fs::memfd_create(name, flags)?;
+        rustix::fs::ftruncate(&fd, len as u64)?;
+        rustix::fs::fcntl_add_seals(&fd, SealFlags::SHRINK | SealFlags::GROW)?;
+        // SAFETY: no address is asked for, so no existing mapping is replaced.
+        let base =
+            unsafe { mm::mmap(ptr::null_mut(), len, ProtFlags::READ | ProtFlags::WRITE, MapFlags::SHARED, &fd, 0) }?;
+        let region = Self {
+            ptr: NonNull::new(base.cast()).ok_or(io::ErrorKind::OutOfMemory)?,
+            len,
+            fd: Some(fd),
+            exported: AtomicBool::new(false),
+        };
+        if pages == Pages::Transparent {
+            // Kernels without huge pages for shared memory refuse; then these are 4 KiB pages.
+            let _ = region.advise(0, len, Advice::LinuxHugepage);
+        }
+        Ok(region)
+    }
+
+    /// Faults the pages of a range in, so that a later access cannot fail for want of memory.
+    pub(crate) fn populate(&self, offset: usize, len: usize) -> io::Result<()> {
+        let end = offset.checked_add(len).filter(|end| *end <= self.len).ok_or(io::ErrorKind::InvalidInput)?;
+        let start = offset & !0xfff;
+        match self.advise(start, end - start, Advice::LinuxPopulateWrite) {
+            // Kernels before 5.14 do not know the advice: touch each page instead.
+            Err(e) if e.kind() == io::ErrorKind::InvalidInput => {
+                let view = self.view();
+                for page in (start..end).step_by(4096) {
+                    view.touch(page);
+                }
+                Ok(())
+            }
+            other => other,
+        }
+    }
+
+    /// Advises the kernel about a range, which the caller has checked to lie within.
+    fn advise(&self, offset: usize, len: usize, advice: Advice) -> io::Result<()> {
+        debug_assert!(offset + len <= self.len);
+        // SAFETY: none of the advices used here discards contents or takes access away, so even a range outside this
+        // region could harm nobody.
+        Ok(unsafe { mm::madvise(self.ptr.as_ptr().wrapping_add(offset).cast(), len, advice) }?)
+    }
+
+    pub(crate) fn len(&self) -> usize {
+        self.len
+    }
+
+    /// The memfd behind the region. From then on the region counts as exported.
+    pub(crate) fn export(&self) -> Option<BorrowedFd<'_>> {
+        let fd = self.fd.as_ref()?;
+        self.exported.store(true, Ordering::Relaxed);
+        Some(fd.as_fd())
+    }
+
+    pub(crate) fn is_exported(&self) -> bool {
+        self.exported.load(Ordering::Relaxed)
+    }
+
+    /// The memory as something that others may change at any time.
+    pub(crate) fn view(&self) -> View<'_> {
+        // SAFETY: the range is mapped readable and writable for as long as `self` lives (invariant of `Region`), and the
+        // view borrows `self`.
+        unsafe { View::from_raw(self.ptr, self.len) }
+    }
+}
+
+impl Drop for Region {
+    fn drop(&mut self) {
+        // SAFETY: the range is this region's own mapping; every view borrows the region, so none is left.
+        let unmapped = unsafe { mm::munmap(self.ptr.as_ptr().cast(), self.len) };
+        debug_assert!(unmapped.is_ok(), "munmap of an own mapping: {unmapped:?}");
+    }
+}
+
+/// A region that nobody else can reach, and that therefore may be borrowed as a slice.
+///
+/// It is made from a new region and taken apart by value, so no view, no device and no other process knows it while it
+/// exists.
+pub(crate) struct Exclusive(Region);
+
+impl Exclusive {
+    /// Takes a region back from being shared. Having it by value shows that no view is left (views borrow it) and no
+    /// device (mappings hold a share of it).
+    ///
+    /// # Errors
+    /// Gives the region back when its file descriptor was lent out, since another process may have it mapped.
+    pub(crate) fn new(region: Region) -> Result<Self, Region> {
+        if region.exported.load(Ordering::Relaxed) { Err(region) } else { Ok(Self(region)) }
+    }
+
+    pub(crate) fn into_region(self) -> Region {
+        self.0
+    }
+
+    pub(crate) fn region(&self) -> &Region {
+        &self.0
+    }
+
+    pub(crate) fn bytes(&self) -> &[u8] {
+        // SAFETY: mapped and readable (invariant of `Region`), initialised (the kernel gives zeroed pages), and not
+        // written by anyone else while borrowed: `Exclusive` owns the region, and `Exclusive::new` refuses an exported one.
+        unsafe { std::slice::from_raw_parts(self.0.ptr.as_ptr(), self.0.len) }
+    }
+
+    pub(crate) fn bytes_mut(&mut self) -> &mut [u8] {
+        // SAFETY: as for `bytes`; `&mut self` makes this the only slice.
+        unsafe { std::slice::from_raw_parts_mut(self.0.ptr.as_ptr(), self.0.len) }
+    }
+}
