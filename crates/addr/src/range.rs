@@ -145,6 +145,11 @@ impl<A: Address> RangeAllocator<A> {
         Ok(())
     }
 
+    /// The whole space, free or not.
+    pub fn space(&self) -> Span<A> {
+        self.space
+    }
+
     /// Bytes free in all.
     pub fn free_bytes(&self) -> u64 {
         self.free_bytes

@@ -1,2 +1,21 @@
 //! The dmalane command line.
-fn main() {}
+#![forbid(unsafe_code)]
+
+mod cli;
+mod devices;
+mod doctor;
+mod failure;
+mod load;
+mod output;
+mod pci;
+mod probe;
+// The pipeline that drives it joins in load.rs.
+#[allow(dead_code)]
+mod progress;
+mod size;
+
+use std::process::ExitCode;
+
+fn main() -> ExitCode {
+    cli::run().unwrap_or_else(|failure| failure.report())
+}

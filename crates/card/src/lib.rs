@@ -1,1 +1,59 @@
-//! The software card: register map, device model, and its host driver as a Channel
+//! The software card, and the driver of every card with the same register map.
+//!
+//! Three parts, joined by `docs/formats/card.md` alone: the formats ([`regs`], [`Descriptor`], [`Completion`]); the
+//! device ([`SoftCard`], which reaches host memory only through [`dmalane_mem::DeviceMem`]); the driver ([`Card`] and
+//! [`CardChannel`], which reach the device only through [`dmalane_mem::HostBus`]). [`SoftBus`] puts a software card
+//! into a software host.
+//!
+//! ```
+//! use std::{sync::Arc, time::Duration};
+//! use dmalane_addr::Access;
+//! use dmalane_card::{Card, CardConfig, SoftBus};
+//! use dmalane_engine::{DeviceAddr, DeviceFar, Direction, Registered, Transfer, run};
+//! use dmalane_mem::{AnonHeap, Heap, HostConfig, SoftHost};
+//!
+//! let heap = AnonHeap::new();
+//! let host: SoftHost = SoftHost::new(HostConfig::default())?;
+//! let bus: Arc<SoftBus> = Arc::new(SoftBus::new(host, CardConfig::default())?);
+//! let card = Card::open(bus.clone(), &heap)?;
+//! let mut channel = card.channel(0)?;
+//!
+//! let mut buf = heap.allocate(4096)?;
+//! buf[..5].copy_from_slice(b"hello");
+//! let buf = buf.share();
+//! let via = Registered::new(&*bus, &buf, Access::RW)?;
+//! let at = card.layout().hbm.first();
+//! let far = DeviceFar { at: DeviceAddr::Card(at), via };
+//! run(&mut channel, Transfer { part: buf.into_part(), direction: Direction::FromHost, far }, Duration::from_secs(1))?;
+//!
+//! let mut there = [0; 5];
+//! bus.memory().read(at, &mut there)?;
+//! assert_eq!(&there, b"hello");
+//! # Ok::<(), Box<dyn std::error::Error>>(())
+//! ```
+#![forbid(unsafe_code)]
+
+#[cfg(target_endian = "big")]
+compile_error!("rings are little-endian, and their words are stored as the processor has them");
+
+mod bus;
+mod channel;
+mod descriptor;
+mod device;
+mod driver;
+mod error;
+pub mod fuzzing;
+mod memory;
+mod mmu;
+mod queue;
+pub mod regs;
+mod tables;
+
+pub use bus::SoftBus;
+pub use channel::CardChannel;
+pub use descriptor::{Completion, Descriptor, Halt, Malformed, Status};
+pub use device::{CardConfig, SoftCard};
+pub use driver::{Card, CardLayout};
+pub use error::Error;
+pub use memory::CardMemory;
+pub use tables::CardTables;

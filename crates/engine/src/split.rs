@@ -13,13 +13,20 @@ pub struct Split<C: Channel, P> {
     channels: Vec<C>,
     policy: P,
     parents: HashMap<u64, Parent<C::Far>>,
-    /// Per channel: its tickets, and the parent and piece that each stands for.
-    children: Vec<HashMap<Ticket, (u64, usize)>>,
+    /// Per channel: its tickets, and the piece that each stands for.
+    children: Vec<HashMap<Ticket, PieceOf>>,
     /// Per channel: pieces that it had no room for yet.
-    backlog: Vec<VecDeque<(u64, usize, Transfer<C::Far>)>>,
+    backlog: Vec<VecDeque<(PieceOf, Transfer<C::Far>)>>,
     next: u64,
     pieces: Vec<Piece>,
     scratch: Vec<Completion<C::Far>>,
+}
+
+/// A piece by its parent's number and its place there.
+#[derive(Clone, Copy)]
+struct PieceOf {
+    parent: u64,
+    index: usize,
 }
 
 struct Parent<F> {
@@ -58,19 +65,19 @@ impl<C: Channel, P: Policy<C::Far>> Split<C, P> {
     /// Gives the channels as much of the backlog as they take.
     fn feed(&mut self) {
         for (i, channel) in self.channels.iter_mut().enumerate() {
-            while let Some((parent, piece, transfer)) = self.backlog[i].pop_front() {
+            while let Some((piece, transfer)) = self.backlog[i].pop_front() {
                 match channel.submit(transfer) {
                     Ok(ticket) => {
-                        self.children[i].insert(ticket, (parent, piece));
+                        self.children[i].insert(ticket, piece);
                     }
                     Err(Refused { transfer, reason: Refusal::Full }) => {
-                        self.backlog[i].push_front((parent, piece, transfer));
+                        self.backlog[i].push_front((piece, transfer));
                         break;
                     }
                     // The whole transfer was accepted before, so this is reported as its failure.
                     Err(Refused { transfer, reason }) => {
                         let result = Err(OpError::Stopped(reason.to_string()));
-                        settle(&mut self.parents, parent, piece, transfer.part, result);
+                        settle(&mut self.parents, piece, transfer.part, result);
                     }
                 }
             }
@@ -82,8 +89,8 @@ impl<C: Channel, P: Policy<C::Far>> Split<C, P> {
         for (i, channel) in self.channels.iter_mut().enumerate() {
             channel.poll(&mut self.scratch);
             for c in self.scratch.drain(..) {
-                let (parent, piece) = self.children[i].remove(&c.ticket).expect("a ticket of this channel");
-                settle(&mut self.parents, parent, piece, c.transfer.part, c.result);
+                let piece = self.children[i].remove(&c.ticket).expect("a ticket of this channel");
+                settle(&mut self.parents, piece, c.transfer.part, c.result);
             }
         }
         self.feed();
@@ -99,15 +106,9 @@ impl<C: Channel, P: Policy<C::Far>> Split<C, P> {
     }
 }
 
-fn settle<F>(
-    parents: &mut HashMap<u64, Parent<F>>,
-    parent: u64,
-    piece: usize,
-    part: Part,
-    result: Result<(), OpError>,
-) {
-    let p = parents.get_mut(&parent).expect("a parent outlives its pieces");
-    p.parts[piece] = Some(part);
+fn settle<F>(parents: &mut HashMap<u64, Parent<F>>, piece: PieceOf, part: Part, result: Result<(), OpError>) {
+    let p = parents.get_mut(&piece.parent).expect("a parent outlives its pieces");
+    p.parts[piece.index] = Some(part);
     p.missing -= 1;
     if p.result.is_ok() {
         p.result = result;
@@ -154,17 +155,18 @@ impl<C: Channel, P: Policy<C::Far>> Channel for Split<C, P> {
             part = rest;
             let place = far.advance(at).expect("within the transfer, whose end was checked");
             at += piece.len;
+            let this = PieceOf { parent: id, index: i };
             let sub = Transfer { part: front, direction, far: place };
             if i > 0 || !self.backlog[piece.channel].is_empty() {
-                self.backlog[piece.channel].push_back((id, i, sub));
+                self.backlog[piece.channel].push_back((this, sub));
                 continue;
             }
             match self.channels[piece.channel].submit(sub) {
                 Ok(ticket) => {
-                    self.children[piece.channel].insert(ticket, (id, i));
+                    self.children[piece.channel].insert(ticket, this);
                 }
                 Err(Refused { transfer: sub, reason: Refusal::Full }) => {
-                    self.backlog[piece.channel].push_back((id, i, sub));
+                    self.backlog[piece.channel].push_back((this, sub));
                 }
                 Err(Refused { transfer: sub, reason }) => {
                     let part = sub.part.join(part).expect("neighbours");
@@ -196,8 +198,8 @@ impl<C: Channel, P: Policy<C::Far>> Channel for Split<C, P> {
                 let nap = left.min(Duration::from_micros(200));
                 self.channels[i].wait(&mut self.scratch, nap);
                 for c in self.scratch.drain(..) {
-                    let (parent, piece) = self.children[i].remove(&c.ticket).expect("a ticket of this channel");
-                    settle(&mut self.parents, parent, piece, c.transfer.part, c.result);
+                    let piece = self.children[i].remove(&c.ticket).expect("a ticket of this channel");
+                    settle(&mut self.parents, piece, c.transfer.part, c.result);
                 }
             }
         }

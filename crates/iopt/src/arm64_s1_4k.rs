@@ -108,3 +108,35 @@ impl Format for Arm64S1_4k {
         Entry::Leaf { out: entry & ADDRESS & !(page - 1), access }
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Put together by hand from the descriptor figures of DDI 0487, chapter D8.
+    #[test]
+    fn golden_entries() {
+        type F = Arm64S1_4k;
+        assert_eq!(F::encode_table(0x8000_1000), 0x0000_0000_8000_1003);
+        // page: 0x3 | AP[1] 0x40 | SH 0x300 | AF 0x400 | nG 0x800, then read-only 0x80, PXN and UXN 0x60 << 48
+        assert_eq!(F::encode_leaf(3, 0x1234_5000, Access::RW | Access::EXEC), 0x0000_0000_1234_5f43);
+        assert_eq!(F::encode_leaf(3, 0x1234_5000, Access::RW), 0x0060_0000_1234_5f43);
+        assert_eq!(F::encode_leaf(3, 0xffff_ffff_f000, Access::READ), 0x0060_ffff_ffff_ffc3);
+        // blocks: type 0b01
+        assert_eq!(F::encode_leaf(2, 0x4020_0000, Access::READ | Access::EXEC), 0x0000_0000_4020_0fc1);
+        assert_eq!(F::encode_leaf(1, 0x40_4000_0000, Access::RW), 0x0060_0040_4000_0f41);
+    }
+
+    #[test]
+    fn reserved_and_faulting_entries() {
+        type F = Arm64S1_4k;
+        let page = F::encode_leaf(3, 0x1000, Access::RW);
+        let block = F::encode_leaf(1, 0x4000_0000, Access::RW);
+        assert_eq!(F::decode(0, block), Entry::Invalid, "no block at level 0");
+        assert_eq!(F::decode(3, block), Entry::Invalid, "type 0b01 at level 3");
+        assert_eq!(F::decode(3, page & !1), Entry::Invalid);
+        assert_eq!(F::decode(3, page & !(1 << 10)), Entry::Invalid, "access flag");
+        assert_eq!(F::decode(3, page & !(1 << 6)), Entry::Invalid, "privileged only");
+        assert_eq!(F::decode(9, page), Entry::Invalid, "no such level");
+    }
+}

@@ -4,8 +4,8 @@ use core::marker::PhantomData;
 
 use dmalane_addr::{Address, Segment, Span};
 
-use crate::format::{MAX_LEVELS, entries, index, leaf_level, page_size, shift};
-use crate::map::{Extents, check_room, check_start};
+use crate::format::{MAX_LEVELS, entries, index, page_size, shift};
+use crate::map::{Source, check_room, check_start};
 use crate::unmap::Cut;
 use crate::{Error, Format};
 
@@ -62,25 +62,28 @@ impl<F: Format> TableEstimate<F> {
     ) -> Result<(), Error> {
         check_start::<F, I>(at)?;
         let mut at = at.bits();
-        let mut extents = Extents::<F, O, _>::new(segments.into_iter());
-        while let Some(mut extent) = extents.next()? {
-            check_room::<F, I>(at, extent.len)?;
-            while extent.len > 0 {
-                let level = leaf_level::<F>(at | extent.out, extent.len);
-                // As many leaves of this size as there are, up to the end of their table.
-                let page = page_size::<F>(level).bytes();
-                let room = page * (entries::<F>() - index::<F>(at, level)) as u64;
-                let bytes = extent.len.min(room) & !(page - 1);
-                for l in (1..=level).rev() {
-                    let table = Some(at >> shift::<F>(l - 1));
-                    if self.counted[l as usize] == table {
-                        break; // and so are the tables above it
-                    }
-                    self.counted[l as usize] = table;
-                    self.tables = self.tables.saturating_add(1);
+        let mut source = Source::<F, O, _>::new(segments.into_iter());
+        while source.next()? {
+            check_room::<F, I>(at, source.now.len)?;
+            let level = source.leaf_level(at)?;
+            for l in (1..=level).rev() {
+                let table = Some(at >> shift::<F>(l - 1));
+                if self.counted[l as usize] == table {
+                    break; // and so are the tables above it
                 }
-                at += bytes;
-                extent.skip(bytes);
+                self.counted[l as usize] = table;
+                self.tables = self.tables.saturating_add(1);
+            }
+            // Leaves of this size up to the end of their table; pages also from the segments that follow.
+            let page = page_size::<F>(level).bytes();
+            let mut room = page * (entries::<F>() - index::<F>(at, level)) as u64;
+            loop {
+                let bytes = source.now.len.min(room) & !(page - 1);
+                source.now.skip(bytes);
+                (at, room) = (at + bytes, room - bytes);
+                if room == 0 || level != F::LEVELS - 1 || !source.next()? {
+                    break;
+                }
             }
         }
         Ok(())

@@ -1,5 +1,7 @@
 //! What the bits of one page-table entry mean.
 
+use core::fmt::Debug;
+
 use dmalane_addr::{Access, PageSize, PageSizes};
 
 /// Most levels a format may have; bounds the walkers' stacks.
@@ -26,7 +28,7 @@ pub enum Entry {
 /// Levels are numbered from the root, which is level 0, as in the Arm manuals. Entries are 64-bit, the all-zero entry
 /// is [`Entry::Invalid`] at every level, and a table fills exactly one granule. The walkers check this geometry at
 /// compile time.
-pub trait Format: Copy + 'static {
+pub trait Format: Copy + Debug + 'static {
     /// The name of the format as it stands in messages.
     const NAME: &'static str;
     /// Levels of tables, at most 6.

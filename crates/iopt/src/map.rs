@@ -9,7 +9,7 @@ use core::marker::PhantomData;
 
 use dmalane_addr::{Access, Address, Segment, Span};
 
-use crate::format::{MAX_LEVELS, entries, index, input_len, leaf_level, page_size, same_table};
+use crate::format::{MAX_LEVELS, entries, index, input_len, leaf_level, page_size, same_table, shift};
 use crate::{Entry, Error, Format, PageTable, Place, Tables};
 
 /// The tables down to where the last leaf was written, so that the next table is found from the nearest common one.
@@ -56,7 +56,8 @@ impl<F: Format, I: Address, O: Address, T: Tables> PageTable<F, I, O, T> {
         check_start::<F, I>(at)?;
         let first = at.bits();
         let mut next = first;
-        match self.map_extents(&mut next, Extents::<F, O, _>::new(segments.into_iter()), access) {
+        let mut source = Source::<F, O, _>::new(segments.into_iter());
+        match self.map_source(&mut next, &mut source, access) {
             Ok(()) => Ok(next - first),
             Err(e) => {
                 self.undo(first, next);
@@ -65,83 +66,97 @@ impl<F: Format, I: Address, O: Address, T: Tables> PageTable<F, I, O, T> {
         }
     }
 
-    /// Maps extents at `next`, which moves along and always says how far the call has come.
-    fn map_extents(
+    /// Maps the source at `next`, which moves along and always says how far the call has come.
+    #[inline]
+    fn map_source(
         &mut self,
         next: &mut u64,
-        mut extents: Extents<F, O, impl Iterator<Item = Segment<O>>>,
+        source: &mut Source<F, O, impl Iterator<Item = Segment<O>>>,
         access: Access,
     ) -> Result<(), Error> {
         let mut cursor = Cursor { path: [self.root; MAX_LEVELS], level: 0, at: *next };
-        let mut extent = Extent { out: 0, len: 0 };
-        loop {
-            if extent.len == 0 {
-                let Some(another) = extents.next()? else { return Ok(()) };
-                extent = another;
-            }
-            check_room::<F, I>(*next, extent.len)?;
-            let level = leaf_level::<F>(*next | extent.out, extent.len);
-            let table = self.table_for(&mut cursor, *next, level)?;
-            // The last level is by far the most frequent; as a constant it leaves no per-level work in the loop.
-            let last = F::LEVELS - 1;
-            if level == last {
-                self.fill(table, last, next, &mut extent, &mut extents, access)?;
+        while source.next()? {
+            let at = *next;
+            check_room::<F, I>(at, source.now.len)?;
+            let level = source.leaf_level(at)?;
+            let table = self.table_for(&mut cursor, at, level)?;
+            let (done, stop) = if level == F::LEVELS - 1 {
+                self.fill_pages(table, at, source, access)
             } else {
-                self.fill(table, level, next, &mut extent, &mut extents, access)?;
+                self.fill_blocks(table, level, at, &mut source.now, access)
+            };
+            self.leaves[level as usize] += done as u64;
+            *next = at + ((done as u64) << shift::<F>(level));
+            match stop {
+                None => {}
+                Some(Stop::Taken) => return Err(self.overlap(*next, page_size::<F>(level).bytes())),
+                Some(Stop::BadSegment(segment)) => return Err(bad_segment::<F, O>(segment)),
             }
         }
+        Ok(())
     }
 
-    /// Fills one table from `next` on with leaves of its level, to its end or as long as they fit.
-    #[inline(always)]
-    fn fill(
+    /// Fills a table of the last level from `at` on, to its end or that of the source. This is the loop that counts.
+    /// Gives the number of pages written.
+    #[inline]
+    fn fill_pages(
         &mut self,
         table: T::Addr,
-        level: u32,
-        next: &mut u64,
-        extent: &mut Extent,
-        extents: &mut Extents<F, O, impl Iterator<Item = Segment<O>>>,
+        at: u64,
+        source: &mut Source<F, O, impl Iterator<Item = Segment<O>>>,
         access: Access,
-    ) -> Result<(), Error> {
-        let at = *next;
-        let page = page_size::<F>(level).bytes();
-        let range = index::<F>(at, level)..entries::<F>();
-        let mut error = None;
-        let mut taken = false;
-        let mut now = *extent;
-        let done = self.tables.update(table, range, |old| {
-            if now.len < page || now.out & (page - 1) != 0 {
-                if now.len > 0 {
-                    return None; // the rest wants smaller pages
-                }
-                match extents.next() {
-                    Ok(Some(another)) => now = another,
-                    Ok(None) => return None,
-                    Err(e) => {
-                        error = Some(e);
+    ) -> (usize, Option<Stop<O>>) {
+        let level = F::LEVELS - 1;
+        let page = F::GRANULE.bytes();
+        let mut stop = None;
+        let mut now = source.now;
+        let done = self.tables.update(table, index::<F>(at, level)..entries::<F>(), |old| {
+            if now.len == 0 {
+                // No look-ahead here: whether segments continue each other makes no difference within this table.
+                match source.take() {
+                    Some(Ok(another)) => now = another,
+                    Some(Err(segment)) => {
+                        stop = Some(Stop::BadSegment(segment));
                         return None;
                     }
-                }
-                if now.len < page || now.out & (page - 1) != 0 {
-                    return None;
+                    None => return None,
                 }
             }
-            if F::decode(level, old) != Entry::Invalid {
-                taken = true;
+            if old != 0 && F::decode(level, old) != Entry::Invalid {
+                stop = Some(Stop::Taken);
                 return None;
             }
             let entry = F::encode_leaf(level, now.out, access);
             now.skip(page);
             Some(entry)
         });
-        *extent = now;
-        *next = at + page * done as u64;
-        self.leaves[level as usize] += done as u64;
-        match error {
-            Some(e) => Err(e),
-            None if taken => Err(self.overlap(*next, page)),
-            None => Ok(()),
-        }
+        source.now = now;
+        (done, stop)
+    }
+
+    /// Fills a table above the last level with as many leaves of the extent as fit. Gives the number written.
+    fn fill_blocks(
+        &mut self,
+        table: T::Addr,
+        level: u32,
+        at: u64,
+        now: &mut Extent,
+        access: Access,
+    ) -> (usize, Option<Stop<O>>) {
+        let page = page_size::<F>(level).bytes();
+        let first = index::<F>(at, level);
+        let count = (now.len / page).min((entries::<F>() - first) as u64) as usize;
+        let mut stop = None;
+        let done = self.tables.update(table, first..first + count, |old| {
+            if F::decode(level, old) != Entry::Invalid {
+                stop = Some(Stop::Taken);
+                return None;
+            }
+            let entry = F::encode_leaf(level, now.out, access);
+            now.skip(page);
+            Some(entry)
+        });
+        (done, stop)
     }
 
     /// The table at `level` that translates `at`, made if need be.
@@ -205,7 +220,7 @@ impl<F: Format, I: Address, O: Address, T: Tables> PageTable<F, I, O, T> {
     }
 }
 
-/// Output that continues across segments: whole granules below 2^`OUTPUT_BITS`.
+/// Output that continues: whole granules below 2^`OUTPUT_BITS`.
 #[derive(Clone, Copy)]
 pub(crate) struct Extent {
     pub(crate) out: u64,
@@ -213,6 +228,8 @@ pub(crate) struct Extent {
 }
 
 impl Extent {
+    const EMPTY: Self = Self { out: 0, len: 0 };
+
     #[inline]
     pub(crate) fn skip(&mut self, bytes: u64) {
         self.out += bytes;
@@ -220,42 +237,72 @@ impl Extent {
     }
 }
 
-/// Checks segments and merges those that continue each other.
-pub(crate) struct Extents<F, O, S> {
+/// Why a table was not filled as far as it could be.
+enum Stop<O> {
+    /// An entry is in use.
+    Taken,
+    /// A segment that cannot be mapped.
+    BadSegment(Segment<O>),
+}
+
+/// The segments, checked one by one, and what has been taken from them but not used.
+pub(crate) struct Source<F, O, S> {
     segments: Fuse<S>,
-    /// Looked at, not given out yet. No bytes at the start and at the end.
+    /// The extent in work.
+    pub(crate) now: Extent,
+    /// A segment that was looked at and does not continue `now`.
     pending: Extent,
     kinds: PhantomData<(F, O)>,
 }
 
-impl<F: Format, O: Address, S: Iterator<Item = Segment<O>>> Extents<F, O, S> {
+impl<F: Format, O: Address, S: Iterator<Item = Segment<O>>> Source<F, O, S> {
+    #[inline]
     pub(crate) fn new(segments: S) -> Self {
-        Self { segments: segments.fuse(), pending: Extent { out: 0, len: 0 }, kinds: PhantomData }
+        Self { segments: segments.fuse(), now: Extent::EMPTY, pending: Extent::EMPTY, kinds: PhantomData }
     }
 
-    /// The next extent, at least one granule long; `None` at the end. Not to be asked again after an error.
+    /// Sees to it that there is something in `now`; false at the end.
     #[inline]
-    pub(crate) fn next(&mut self) -> Result<Option<Extent>, Error> {
-        let mut extent = self.pending;
-        for segment in &mut self.segments {
-            let (out, len) = (segment.addr.bits(), segment.len);
-            let limit = 1u64 << F::OUTPUT_BITS;
-            let good = (out | len) & (F::GRANULE.bytes() - 1) == 0 && len != 0 && out < limit && len <= limit - out;
-            if !good {
-                return Err(bad_segment::<F, O>(segment));
-            }
-            if out == extent.out + extent.len {
-                extent.len += len; // at most the limit: it ends where the segment ends
-            } else {
-                self.pending = Extent { out, len };
-                if extent.len > 0 {
-                    return Ok(Some(extent));
-                }
-                extent = self.pending;
+    pub(crate) fn next(&mut self) -> Result<bool, Error> {
+        if self.now.len == 0 {
+            match self.take() {
+                Some(Ok(extent)) => self.now = extent,
+                Some(Err(segment)) => return Err(bad_segment::<F, O>(segment)),
+                None => return Ok(false),
             }
         }
-        self.pending.len = 0;
-        Ok((extent.len > 0).then_some(extent))
+        Ok(true)
+    }
+
+    /// The level of the leaf that starts with `now` at `at`.
+    #[inline]
+    pub(crate) fn leaf_level(&mut self, at: u64) -> Result<u32, Error> {
+        let last = F::LEVELS - 1;
+        if (at | self.now.out) & (page_size::<F>(last - 1).bytes() - 1) != 0 {
+            return Ok(last); // decided without looking ahead
+        }
+        while self.pending.len == 0 {
+            match self.take() {
+                Some(Ok(extent)) if extent.out == self.now.out + self.now.len => self.now.len += extent.len,
+                Some(Ok(extent)) => self.pending = extent,
+                Some(Err(segment)) => return Err(bad_segment::<F, O>(segment)),
+                None => break,
+            }
+        }
+        Ok(leaf_level::<F>(at | self.now.out, self.now.len))
+    }
+
+    /// The next segment as it is.
+    #[inline]
+    pub(crate) fn take(&mut self) -> Option<Result<Extent, Segment<O>>> {
+        if self.pending.len != 0 {
+            return Some(Ok(core::mem::replace(&mut self.pending, Extent::EMPTY)));
+        }
+        let segment = self.segments.next()?;
+        let (out, len) = (segment.addr.bits(), segment.len);
+        let limit = 1u64 << F::OUTPUT_BITS;
+        let good = (out | len) & (F::GRANULE.bytes() - 1) == 0 && len != 0 && out < limit && len <= limit - out;
+        Some(if good { Ok(Extent { out, len }) } else { Err(segment) })
     }
 }
 
@@ -283,7 +330,8 @@ pub(crate) fn check_start<F: Format, I: Address>(at: I) -> Result<(), Error> {
 
 #[inline]
 pub(crate) fn check_room<F: Format, I: Address>(at: u64, len: u64) -> Result<(), Error> {
-    if len > input_len::<F>() - at {
+    // Tables divide the input range evenly, so it is enough to ask at the start of each fill.
+    if at >= input_len::<F>() {
         return Err(Error::InputRange { at: Place::of(I::new(at)), len, bits: F::INPUT_BITS });
     }
     Ok(())

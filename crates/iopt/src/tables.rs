@@ -1,6 +1,7 @@
 //! Where tables live.
 
 use alloc::vec::Vec;
+use core::fmt;
 use core::ops::Range;
 
 use dmalane_addr::Address;
@@ -52,7 +53,6 @@ const ENTRIES: usize = 512;
 
 /// Tables of 4 KiB on the heap, at made-up addresses: a base plus 4096 for each table. Every operation takes constant
 /// time (taking a new table: amortised, as pushing to a `Vec`). Memory of freed tables is kept for the next ones.
-#[derive(Debug)]
 pub struct HeapTables<A> {
     base: A,
     limit: usize,
@@ -96,6 +96,13 @@ impl<A: Address> HeapTables<A> {
         let first = self.base.checked_add((slot as u64).checked_mul(4096)?)?;
         first.checked_add(4095)?;
         Some(first)
+    }
+}
+
+impl<A: Address> fmt::Debug for HeapTables<A> {
+    /// Where and how many; not the entries.
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("HeapTables").field("base", &self.base).field("in_use", &self.in_use()).finish_non_exhaustive()
     }
 }
 

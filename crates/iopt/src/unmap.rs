@@ -144,7 +144,7 @@ impl<F: Format, I: Address, O: Address, T: Tables> PageTable<F, I, O, T> {
         // must be told to forget it anyway. The root is never unlinked.
         let mask = page * entries::<F>() as u64 - 1;
         let whole = level > 0 && first & mask == 0 && last & mask == mask;
-        let mut changed = false;
+        let (mut changed, mut kept) = (false, false);
         let mut at = first;
         for k in i..=j {
             let entry_last = (at | (page - 1)).min(last);
@@ -161,6 +161,7 @@ impl<F: Format, I: Address, O: Address, T: Tables> PageTable<F, I, O, T> {
                     if emptied {
                         cleared.tables.push(next);
                     }
+                    kept |= !emptied;
                     emptied
                 }
             };
@@ -170,7 +171,7 @@ impl<F: Format, I: Address, O: Address, T: Tables> PageTable<F, I, O, T> {
             }
             at = entry_last.wrapping_add(1);
         }
-        whole || changed && level > 0 && self.is_empty_but(table, level, i, j)
+        whole || changed && !kept && level > 0 && self.is_empty_but(table, level, i, j)
     }
 
     /// True when no entry of the table is valid.

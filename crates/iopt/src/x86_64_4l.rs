@@ -109,3 +109,35 @@ impl Format for X86_64_4Level {
         Entry::Leaf { out: entry & ADDRESS & !(page - 1), access }
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Put together by hand from the entry-format tables of the Intel SDM, volume 3A, chapter 4.
+    #[test]
+    fn golden_entries() {
+        type F = X86_64_4Level;
+        assert_eq!(F::encode_table(0x8000_1000), 0x0000_0000_8000_1027); // P, R/W, U/S, A
+        assert_eq!(F::encode_leaf(3, 0x1234_5000, Access::RW | Access::EXEC), 0x0000_0000_1234_5067); // and D
+        assert_eq!(F::encode_leaf(3, 0x1234_5000, Access::RW), 0x8000_0000_1234_5067);
+        assert_eq!(F::encode_leaf(3, 0xf_ffff_ffff_f000, Access::READ), 0x800f_ffff_ffff_f025);
+        assert_eq!(F::encode_leaf(2, 0x4020_0000, Access::READ | Access::EXEC), 0x0000_0000_4020_00a5); // and PS
+        assert_eq!(F::encode_leaf(1, 0x40_4000_0000, Access::RW), 0x8000_0040_4000_00e7);
+    }
+
+    #[test]
+    fn reserved_and_faulting_entries() {
+        type F = X86_64_4Level;
+        let page = F::encode_leaf(3, 0x1000, Access::RW);
+        let block = F::encode_leaf(2, 0x4020_0000, Access::RW);
+        assert_eq!(F::decode(0, block), Entry::Invalid, "PS in the top level");
+        assert_eq!(F::decode(1, block), Entry::Invalid, "2 MiB alignment in a 1 GiB leaf");
+        assert_eq!(F::decode(2, block | 1 << 13), Entry::Invalid, "reserved address bit");
+        let whole = Entry::Leaf { out: 0x4020_0000, access: Access::RW };
+        assert_eq!(F::decode(2, block | 1 << 12), whole, "PAT of a large leaf");
+        assert_eq!(F::decode(3, page | 1 << 7), Entry::Leaf { out: 0x1000, access: Access::RW }, "PAT of a page");
+        assert_eq!(F::decode(3, page & !1), Entry::Invalid);
+        assert_eq!(F::decode(3, page & !(1 << 2)), Entry::Invalid, "supervisor only");
+    }
+}

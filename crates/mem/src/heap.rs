@@ -53,7 +53,7 @@ pub struct Rung {
 /// What a heap has handed out.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
 pub struct HeapStats {
-    /// Bytes in live buffers, rounded up to their pages.
+    /// Bytes in live buffers.
     pub live: usize,
     /// The most that `live` has been.
     pub peak: usize,
@@ -63,8 +63,7 @@ pub struct HeapStats {
 
 /// A source of buffers.
 pub trait Heap: Send + Sync {
-    /// A zeroed buffer of `len` bytes, rounded up to whole pages of the kind that was used. All pages are present when
-    /// this returns.
+    /// A zeroed buffer of `len` bytes, rounded up to 4 KiB. All pages are present when this returns.
     ///
     /// # Errors
     /// [`Error::BadLength`] for 0 bytes or when rounding up overflows; [`Error::Allocate`] when the last rung of the
@@ -139,16 +138,15 @@ impl Ladder {
                 passed_over.push((rung, "smaller than half a huge page".to_owned()));
                 continue;
             }
-            // Transparent pages cost nothing beyond the length asked for; reserved ones come whole.
-            let size = match rung {
-                PageKind::Hugetlb2M => len.checked_next_multiple_of(HUGE).and_then(NonZeroUsize::new),
-                _ => Some(base),
+            // Nobody gets more memory than was asked for: limits of the caller must hold.
+            if rung == PageKind::Hugetlb2M && !base.get().is_multiple_of(HUGE) {
+                passed_over.push((rung, "not a whole number of 2 MiB pages".to_owned()));
+                continue;
             }
-            .ok_or(Error::BadLength(len))?;
-            match transparent_allowed(rung).and_then(|()| self.attempt(size, rung, &map)) {
+            match transparent_allowed(rung).and_then(|()| self.attempt(base, rung, &map)) {
                 Ok(memory) => return Ok(self.finish(memory, Rung { kind: rung, passed_over })),
                 Err(e) if rung == PageKind::Hugetlb2M => {
-                    let pages = size.get() / HUGE;
+                    let pages = base.get() / HUGE;
                     passed_over.push((
                         rung,
                         format!("{e}; reserve {pages} with: echo {pages} | sudo tee /proc/sys/vm/nr_hugepages"),
@@ -279,7 +277,7 @@ mod tests {
         assert_eq!(heap.stats(), HeapStats::default(), "a refused buffer is not counted");
         for len in [1, 4096, 4097, (1 << 20) - 1, 1 << 20, (2 << 20) + 1, 5 << 20] {
             let mut buf = heap.allocate(len).unwrap();
-            assert!(buf.len() >= len && buf.len().is_multiple_of(4096));
+            assert_eq!(buf.len(), len.next_multiple_of(4096));
             assert!(buf.iter().all(|b| *b == 0), "zeroed");
             buf.fill(0xa5);
             let size = buf.len();

@@ -1,1 +1,40 @@
-//! Files as a Channel over io_uring, with direct I/O where the file system allows it
+//! Files as a [`Channel`](dmalane_engine::Channel): read with several operations in flight, past the page cache where
+//! that is possible.
+//!
+//! A [`FileChannel`] reads through io_uring. What is aligned as the file system demands goes by direct I/O, the unaligned
+//! head and tail of an operation by ordinary reads. Where direct I/O or io_uring is refused (tmpfs; a container's seccomp
+//! profile) it falls back to ordinary reads or to `pread`, and [`FileChannel::how`] says so and why.
+//!
+//! ```
+//! use dmalane_addr::FileOffset;
+//! use dmalane_engine::{Direction, Transfer, run};
+//! use dmalane_mem::{AnonHeap, Heap};
+//! use dmalane_uring::{FileChannel, Options};
+//!
+//! # let dir = tempfile::tempdir()?;
+//! # let path = dir.path().join("greeting");
+//! std::fs::write(&path, b"hello, device")?;
+//! let mut file = FileChannel::open(&path, Options::default())?;
+//! let (part, _) = AnonHeap::new().allocate(4096)?.share().into_part().split_at(13).unwrap();
+//! let read = Transfer { part, direction: Direction::ToHost, far: FileOffset::new(0) };
+//! let read = run(&mut file, read, std::time::Duration::from_secs(10))?;
+//! let mut bytes = [0; 13];
+//! read.part.read(0, &mut bytes).unwrap();
+//! assert_eq!(&bytes, b"hello, device");
+//! println!("read by {}", file.how());
+//! # Ok::<(), Box<dyn std::error::Error>>(())
+//! ```
+#![deny(unsafe_code)] // allowed again in ring.rs, and nowhere else
+
+mod channel;
+mod cut;
+mod error;
+mod options;
+#[allow(unsafe_code)]
+mod ring;
+mod source;
+
+pub use channel::{FileChannel, Moved};
+pub use error::Error;
+pub use options::{How, Io, Mode, Options};
+pub use ring::quarantined_bytes;

@@ -1,1 +1,47 @@
-//! Device virtual memory: bind and unbind page ranges of buffer objects, committed whole or not at all
+//! Device virtual memory: bind and unbind page ranges of buffer objects, committed whole or not at all.
+//!
+//! A [`Vm`] is one device address space. A batch of [`Request`]s becomes a [`Plan`], which may fail; committing the plan
+//! may not. What the commit took away must be invalidated on the device before its tables are used again.
+//!
+//! ```
+//! use std::sync::Arc;
+//! use dmalane_addr::{Access, CardAddr, DeviceVa, PageSize, SgTable, Span};
+//! use dmalane_iopt::{HeapTables, X86_64_4Level};
+//! use dmalane_vm::{Bo, Request, Vm};
+//!
+//! let range = Span::new(DeviceVa::new(0x1000), (1 << 40) - 0x1000).unwrap();
+//! let mut vm = Vm::<X86_64_4Level, _>::new(range, HeapTables::new(CardAddr::new(0)))?;
+//!
+//! let mut sg = SgTable::new();
+//! sg.push(CardAddr::new(0x20_0000), 4 << 20).unwrap();
+//! let bo = Arc::new(Bo::new(1, sg));
+//! let va = DeviceVa::new(0x4000_0000);
+//! let bind = Request::Bind { va, bo, offset: 0, len: 4 << 20, access: Access::RW };
+//! let committed = vm.plan([bind])?.commit();
+//! vm.invalidated(committed); // nothing was bound there before, so there was nothing to invalidate
+//! assert_eq!(vm.lookup(va).unwrap().size, PageSize::SIZE_2M);
+//!
+//! let committed = vm.plan([Request::Unbind(Span::new(va, 4096).unwrap())])?.commit();
+//! for span in committed.spans() { /* the device's TLB forgets the span here */ }
+//! vm.invalidated(committed);
+//! assert_eq!(vm.lookup(va), None);
+//! # Ok::<(), dmalane_vm::Error>(())
+//! ```
+#![no_std]
+#![forbid(unsafe_code)]
+
+extern crate alloc;
+
+mod bindings;
+mod bo;
+mod error;
+mod plan;
+mod request;
+mod vm;
+
+pub use bindings::Binding;
+pub use bo::Bo;
+pub use error::Error;
+pub use plan::{Committed, Plan};
+pub use request::Request;
+pub use vm::Vm;

@@ -336,7 +336,7 @@ impl<F: Format> DeviceMem for DevicePort<F> {
     }
 
     fn write_word(&mut self, into: Iova, value: u64) -> Result<(), DmaFault> {
-        if into.bits() % 8 != 0 {
+        if !into.bits().is_multiple_of(8) {
             let fault = DmaFault { at: into, wanted: Access::WRITE, reason: FaultReason::Misaligned, done: 0 };
             return Err(self.host.record(fault));
         }

@@ -1,0 +1,326 @@
+//! The commands, their options and their help.
+
+use std::path::PathBuf;
+use std::process::ExitCode;
+
+use clap::error::ErrorKind;
+use clap::{Args, CommandFactory, Parser, Subcommand};
+use clap_complete::Shell;
+
+use crate::failure::Failure;
+use crate::load::{Device, Input, LoadArgs, MmChannel, Placement, ReadMode};
+use crate::probe::Probe;
+use crate::size::{self, Size};
+use crate::{devices, doctor, load, output};
+
+/// DDR of the software card unless told otherwise.
+pub const CARD_DDR: Size = Size::gib(64);
+/// HBM of the software card unless told otherwise.
+pub const CARD_HBM: Size = Size::gib(32);
+/// Bytes allocated together unless told otherwise.
+pub const GATHER: Size = Size::mib(16);
+
+const EXAMPLES: &str = "\
+Examples:
+  dmalane load --sample 1GiB --explain --verify   make a file and watch it travel
+  dmalane load model.safetensors                  load a real one
+  dmalane doctor                                  what does this machine lack?
+
+Sizes: MB and GB are powers of 10, MiB and GiB are powers of 2; without a unit, bytes.
+
+Exit status:
+  0  it worked
+  1  the job failed: a bad file, a mismatch, a machine that cannot do it
+  2  the command line was wrong";
+
+const LOAD_EXAMPLES: &str = "\
+Examples:
+  dmalane load --sample 1GiB --explain --verify
+  dmalane load model.safetensors --verify --json
+  dmalane load shard-*.safetensors --placement hbm-striped --explain
+  dmalane load weights.bin --buffered --gather 4MiB
+  dmalane load model.safetensors --save copy.safetensors
+
+Exit status: 0 loaded (and verified), 1 bad file or mismatch, 2 wrong command line.";
+
+const DOCTOR_EXAMPLES: &str = "\
+Examples:
+  dmalane doctor
+  dmalane doctor /mnt/models
+  dmalane doctor --json | jq '.checks[] | select(.status == \"lack\") | .mend'
+
+Exit status: 0 `dmalane load` can run here on the software card, whatever else is lacking; 1 it cannot.";
+
+const DEVICES_EXAMPLES: &str = "\
+Examples:
+  dmalane devices
+  dmalane devices --json | jq -r '.devices[].name'";
+
+const COMPLETIONS_EXAMPLES: &str = "\
+Examples:
+  dmalane completions bash > ~/.local/share/bash-completion/completions/dmalane
+  dmalane completions zsh > \"${fpath[1]}/_dmalane\"
+  dmalane completions fish > ~/.config/fish/completions/dmalane.fish";
+
+/// Moves bytes from files to devices along one path: allocate, read, map, transfer, bind.
+#[derive(Parser)]
+#[command(name = "dmalane", version, after_help = EXAMPLES, max_term_width = 100, disable_help_subcommand = true)]
+struct Cli {
+    #[command(subcommand)]
+    command: Command,
+}
+
+#[derive(Subcommand)]
+enum Command {
+    Load(Box<LoadOptions>),
+    Doctor(DoctorOptions),
+    Devices(DevicesOptions),
+    Completions(CompletionsOptions),
+}
+
+/// Load files into device memory.
+///
+/// Safetensors files are loaded tensor by tensor, each bound at a device address of its own; any other file is loaded as
+/// one run of bytes.
+#[derive(Args)]
+#[command(after_help = LOAD_EXAMPLES)]
+struct LoadOptions {
+    /// Files to load, several shards at once
+    #[arg(value_name = "FILE", required_unless_present = "sample", conflicts_with = "sample")]
+    files: Vec<PathBuf>,
+
+    /// Make a safetensors file of this size and load that
+    #[arg(long, value_name = "SIZE", value_parser = size::nonzero, allow_hyphen_values = true)]
+    sample: Option<Size>,
+
+    /// The device to load to
+    #[arg(short, long, value_enum, default_value_t = Device::Soft)]
+    device: Device,
+
+    /// Show where the time went: a table of the stages, each beside its measured ceiling
+    #[arg(long)]
+    explain: bool,
+
+    /// Read every tensor back through the device's MMU and compare it with the file
+    #[arg(long)]
+    verify: bool,
+
+    /// Read through the page cache (by default: direct I/O where the file system takes it)
+    #[arg(long, conflicts_with = "direct")]
+    buffered: bool,
+
+    /// Read with direct I/O or fail
+    #[arg(long)]
+    direct: bool,
+
+    /// Bytes allocated together before reading into them starts; host memory is about four times this
+    #[arg(long, value_name = "SIZE", default_value_t = GATHER, value_parser = size::nonzero, allow_hyphen_values = true)]
+    gather: Size,
+
+    /// The DMA channel that moves the bytes
+    #[arg(long, value_name = "CHANNEL", value_enum, default_value_t = MmChannel::Auto)]
+    mm_channel: MmChannel,
+
+    /// The device memory that gets them
+    #[arg(long, value_enum, default_value_t = Placement::Ddr)]
+    placement: Placement,
+
+    /// How scattered the host's physical memory is, from 0 to 1
+    #[arg(long, value_name = "F", default_value_t = 0.5, value_parser = fraction, allow_negative_numbers = true)]
+    fragmentation: f64,
+
+    /// Write what the device holds, read back through its MMU, as safetensors: to this file, or into this directory if
+    /// there are several
+    #[arg(long, value_name = "PATH")]
+    save: Option<PathBuf>,
+
+    /// DDR of the software card
+    #[arg(long, value_name = "SIZE", default_value_t = CARD_DDR, value_parser = size::nonzero, allow_hyphen_values = true)]
+    card_ddr: Size,
+
+    /// HBM of the software card
+    #[arg(long, value_name = "SIZE", default_value_t = CARD_HBM, value_parser = size::nonzero, allow_hyphen_values = true)]
+    card_hbm: Size,
+
+    /// Run the software card on threads of its own
+    #[arg(long)]
+    workers: bool,
+
+    /// Same number, same physical frames and same sample
+    #[arg(long, value_name = "N", default_value_t = 1)]
+    seed: u64,
+
+    /// Print the result as JSON
+    #[arg(long)]
+    json: bool,
+
+    /// No progress bar
+    #[arg(short, long)]
+    quiet: bool,
+}
+
+/// Say what this machine offers and lacks, and how to mend it.
+#[derive(Args)]
+#[command(after_help = DOCTOR_EXAMPLES)]
+struct DoctorOptions {
+    /// The directory or file whose file system is tried for direct I/O
+    #[arg(value_name = "PATH", default_value = ".")]
+    path: PathBuf,
+
+    /// Print the checks as JSON
+    #[arg(long)]
+    json: bool,
+}
+
+/// List the devices that can be loaded to.
+#[derive(Args)]
+#[command(after_help = DEVICES_EXAMPLES)]
+struct DevicesOptions {
+    /// Print the list as JSON
+    #[arg(long)]
+    json: bool,
+}
+
+/// Print a completion script for a shell.
+#[derive(Args)]
+#[command(after_help = COMPLETIONS_EXAMPLES)]
+struct CompletionsOptions {
+    /// The shell
+    #[arg(value_enum)]
+    shell: Shell,
+}
+
+impl From<LoadOptions> for LoadArgs {
+    fn from(options: LoadOptions) -> Self {
+        Self {
+            input: match options.sample {
+                Some(size) => Input::Sample(size.bytes()),
+                None => Input::Files(options.files),
+            },
+            device: options.device,
+            explain: options.explain,
+            verify: options.verify,
+            read: match (options.buffered, options.direct) {
+                (true, _) => ReadMode::Buffered,
+                (_, true) => ReadMode::Direct,
+                _ => ReadMode::Auto,
+            },
+            gather: options.gather.bytes(),
+            mm_channel: options.mm_channel,
+            placement: options.placement,
+            fragmentation: options.fragmentation,
+            save: options.save,
+            card_ddr: options.card_ddr.bytes(),
+            card_hbm: options.card_hbm.bytes(),
+            workers: options.workers,
+            seed: options.seed,
+            json: options.json,
+            quiet: options.quiet,
+        }
+    }
+}
+
+/// Runs the command that the process was started with.
+pub fn run() -> Result<ExitCode, Failure> {
+    let cli = match Cli::try_parse() {
+        Ok(cli) => cli,
+        Err(error) => return not_a_command(&error),
+    };
+    match cli.command {
+        Command::Load(options) => load::run((*options).into()),
+        Command::Doctor(options) => doctor::run(&Probe::machine(), &options.path, options.json),
+        Command::Devices(options) => devices::run(&Probe::machine(), options.json),
+        Command::Completions(options) => completions(options.shell),
+    }
+}
+
+/// Help and version were asked for; anything else is a mistake, told in our words.
+fn not_a_command(error: &clap::Error) -> Result<ExitCode, Failure> {
+    if matches!(error.kind(), ErrorKind::DisplayHelp | ErrorKind::DisplayVersion) {
+        output::written(error.print())?;
+        return Ok(ExitCode::SUCCESS);
+    }
+    let text = error.render().to_string();
+    let text = text.strip_prefix("error: ").map_or(text.clone(), |rest| format!("dmalane: {rest}"));
+    // Nobody is left to hear that stderr is closed.
+    let _ = std::io::Write::write_all(&mut std::io::stderr(), text.replace("\n  tip: ", "\nhint: ").as_bytes());
+    Ok(ExitCode::from(2))
+}
+
+fn completions(shell: Shell) -> Result<ExitCode, Failure> {
+    // Into memory first: the generator panics when a pipe breaks.
+    let mut script = Vec::new();
+    clap_complete::generate(shell, &mut Cli::command(), "dmalane", &mut script);
+    output::print(&String::from_utf8_lossy(&script))?;
+    Ok(ExitCode::SUCCESS)
+}
+
+fn fraction(text: &str) -> Result<f64, String> {
+    match text.parse() {
+        Ok(f) if (0.0..=1.0).contains(&f) => Ok(f),
+        _ => Err("not a number from 0 to 1".to_owned()),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn load(line: &[&str]) -> Result<LoadArgs, clap::Error> {
+        let words = ["dmalane", "load"].iter().chain(line);
+        match Cli::try_parse_from(words)?.command {
+            Command::Load(options) => Ok((*options).into()),
+            _ => unreachable!("the line starts with load"),
+        }
+    }
+
+    #[test]
+    fn the_definitions_hold_together() {
+        Cli::command().debug_assert();
+    }
+
+    #[test]
+    fn defaults() {
+        let args = load(&["a", "b"]).unwrap();
+        assert!(matches!(args.input, Input::Files(f) if f == ["a", "b"].map(PathBuf::from)));
+        assert_eq!((args.device, args.read), (Device::Soft, ReadMode::Auto));
+        assert_eq!((args.mm_channel, args.placement), (MmChannel::Auto, Placement::Ddr));
+        assert_eq!((args.gather, args.card_ddr, args.card_hbm), (16 << 20, 64 << 30, 32 << 30));
+        assert_eq!((args.fragmentation, args.seed, args.save), (0.5, 1, None));
+        assert!(!(args.explain || args.verify || args.workers || args.json || args.quiet));
+    }
+
+    #[test]
+    fn everything_said() {
+        let line = "--sample 1.5GiB -d soft --explain --verify --buffered --gather 2MiB --mm-channel 1 --placement hbm-striped \
+             --fragmentation 1 --save out --card-ddr 1GB --card-hbm 4096 --workers --seed 7 --json -q";
+        let args = load(&line.split_whitespace().collect::<Vec<_>>()).unwrap();
+        assert!(matches!(args.input, Input::Sample(n) if n == 3 << 29));
+        assert_eq!((args.read, args.mm_channel), (ReadMode::Buffered, MmChannel::One));
+        assert_eq!(args.placement, Placement::HbmStriped);
+        assert_eq!((args.gather, args.card_ddr, args.card_hbm), (2 << 20, 1_000_000_000, 4096));
+        assert_eq!((args.fragmentation, args.seed, args.save), (1.0, 7, Some("out".into())));
+        assert!(args.explain && args.verify && args.workers && args.json && args.quiet);
+        assert_eq!(load(&["a", "--direct"]).unwrap().read, ReadMode::Direct);
+    }
+
+    #[test]
+    fn what_does_not_go_together() {
+        for line in [
+            "",
+            "a --sample 1MB",
+            "a --direct --buffered",
+            "a --gather 0",
+            "a --fragmentation 1.1",
+            "a --fragmentation -0.5",
+            "a --fragmentation NaN",
+            "a --mm-channel 2",
+            "a --placement sram",
+            "a -d gpu0",
+            "a --seed -1",
+            "--sample 0",
+        ] {
+            assert!(load(&line.split_whitespace().collect::<Vec<_>>()).is_err(), "{line}");
+        }
+    }
+}

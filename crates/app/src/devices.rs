@@ -1,0 +1,128 @@
+//! `dmalane devices`: what can be loaded to.
+
+use std::process::ExitCode;
+
+use serde::Serialize;
+
+use crate::cli::{CARD_DDR, CARD_HBM};
+use crate::failure::Failure;
+use crate::probe::Probe;
+use crate::{output, pci, size};
+
+#[derive(Serialize)]
+struct Listing {
+    schema: u32,
+    command: &'static str,
+    devices: Vec<Device>,
+}
+
+#[derive(Serialize)]
+struct Device {
+    name: String,
+    supported: bool,
+    description: String,
+    #[serde(flatten)]
+    kind: Kind,
+}
+
+#[derive(Serialize)]
+#[serde(tag = "kind", rename_all = "snake_case")]
+enum Kind {
+    SoftCard { memories: Vec<Memory>, channels: u32 },
+    VfioPci { pci_id: String, iommu_group: Option<String> },
+}
+
+#[derive(Serialize)]
+struct Memory {
+    name: &'static str,
+    default_bytes: u64,
+}
+
+/// Lists the devices.
+pub fn run(probe: &Probe, json: bool) -> Result<ExitCode, Failure> {
+    let listing = Listing { schema: 1, command: "devices", devices: list(probe) };
+    if json {
+        output::print_json(&listing)?;
+    } else {
+        output::print(&text(&listing.devices))?;
+    }
+    Ok(ExitCode::SUCCESS)
+}
+
+fn list(probe: &Probe) -> Vec<Device> {
+    let soft = Device {
+        name: "soft".to_owned(),
+        supported: true,
+        description: "the software card: a device model inside this process, no hardware needed".to_owned(),
+        kind: Kind::SoftCard {
+            memories: vec![
+                Memory { name: "ddr", default_bytes: CARD_DDR.bytes() },
+                Memory { name: "hbm", default_bytes: CARD_HBM.bytes() },
+            ],
+            channels: 2,
+        },
+    };
+    let bound = pci::devices(probe).into_iter().filter(|d| d.driver.as_deref() == Some("vfio-pci"));
+    let hardware = bound.map(|d| Device {
+        name: d.bdf,
+        supported: false,
+        description: "a PCI device bound to vfio-pci; not supported yet".to_owned(),
+        kind: Kind::VfioPci { pci_id: d.id, iommu_group: d.iommu_group },
+    });
+    std::iter::once(soft).chain(hardware).collect()
+}
+
+fn text(devices: &[Device]) -> String {
+    let mut text = String::new();
+    for device in devices {
+        text += &format!("{}\n    {}\n", device.name, device.description);
+        text += &match &device.kind {
+            Kind::SoftCard { memories, channels } => {
+                let sizes: Vec<_> =
+                    memories.iter().map(|m| format!("{} {}", m.name, size::binary(m.default_bytes))).collect();
+                format!(
+                    "    memories {} (taken only as they fill; --card-ddr and --card-hbm change them), {channels} channels\n",
+                    sizes.join(", ")
+                )
+            }
+            Kind::VfioPci { pci_id, iommu_group } => {
+                format!("    id {pci_id}, IOMMU group {}\n", iommu_group.as_deref().unwrap_or("none"))
+            }
+        };
+    }
+    text
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::fs;
+    use std::os::unix::fs::symlink;
+
+    #[test]
+    fn the_software_card_is_always_there_and_vfio_devices_are_marked() {
+        let root = tempfile::tempdir().unwrap();
+        let probe = Probe::new(root.path());
+        assert_eq!(list(&probe).len(), 1);
+
+        for (bdf, driver, class) in
+            [("0000:01:00.0", "vfio-pci", "0x120000"), ("0000:02:00.0", "nvme", "0x010802"), ("0000:03:00.0", "vfio-pci", "?")]
+        {
+            let dir = root.path().join("sys/bus/pci/devices").join(bdf);
+            fs::create_dir_all(&dir).unwrap();
+            for (file, content) in [("vendor", "0x10ee\n"), ("device", "0x50b4\n"), ("class", class)] {
+                fs::write(dir.join(file), content).unwrap();
+            }
+            symlink(format!("../../../bus/pci/drivers/{driver}"), dir.join("driver")).unwrap();
+            symlink("../../../kernel/iommu_groups/15", dir.join("iommu_group")).unwrap();
+        }
+        let devices = list(&probe);
+        assert_eq!(devices.len(), 2, "not the one of another driver, not the one with a bad class");
+        let text = text(&devices);
+        assert!(text.contains("soft\n") && text.contains("ddr 64 GiB, hbm 32 GiB") && text.contains("2 channels"));
+        assert!(text.contains("0000:01:00.0\n    a PCI device bound to vfio-pci; not supported yet\n    id 10ee:50b4, IOMMU group 15\n"));
+        let json = serde_json::to_value(&devices[1]).unwrap();
+        assert_eq!(json["kind"], "vfio_pci");
+        assert_eq!((&json["supported"], &json["iommu_group"]), (&false.into(), &"15".into()));
+    }
+}

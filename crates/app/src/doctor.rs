@@ -1,0 +1,153 @@
+//! `dmalane doctor`: what this machine offers and lacks.
+
+mod hardware;
+mod host;
+mod io;
+mod pages;
+
+use std::path::Path;
+use std::process::ExitCode;
+
+use serde::Serialize;
+
+use crate::failure::Failure;
+use crate::output::{self, plain};
+use crate::probe::Probe;
+
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Serialize)]
+#[serde(rename_all = "snake_case")]
+enum Status {
+    Ok,
+    Lack,
+    Note,
+}
+
+/// One thing that was looked at.
+#[derive(Debug, Serialize)]
+struct Check {
+    name: &'static str,
+    status: Status,
+    /// Without it `dmalane load` does not run at all.
+    needed: bool,
+    found: String,
+    why: &'static str,
+    /// The command that mends a lack.
+    mend: Option<String>,
+}
+
+/// What is looked at, before it is known how it stands.
+struct Subject {
+    name: &'static str,
+    why: &'static str,
+    needed: bool,
+}
+
+impl Subject {
+    /// Something that makes a load faster, or that other devices need.
+    const fn useful(name: &'static str, why: &'static str) -> Self {
+        Self { name, why, needed: false }
+    }
+
+    /// Something without which no load runs.
+    const fn needed(name: &'static str, why: &'static str) -> Self {
+        Self { name, why, needed: true }
+    }
+
+    fn check(self, status: Status, found: &str, mend: Option<String>) -> Check {
+        Check { name: self.name, status, needed: self.needed, found: plain(found), why: self.why, mend }
+    }
+
+    fn ok(self, found: impl AsRef<str>) -> Check {
+        self.check(Status::Ok, found.as_ref(), None)
+    }
+
+    fn note(self, found: impl AsRef<str>) -> Check {
+        self.check(Status::Note, found.as_ref(), None)
+    }
+
+    fn lack(self, found: impl AsRef<str>, mend: impl Into<String>) -> Check {
+        self.check(Status::Lack, found.as_ref(), Some(plain(&mend.into())))
+    }
+}
+
+#[derive(Serialize)]
+struct Report {
+    schema: u32,
+    command: &'static str,
+    path: String,
+    can_load: bool,
+    checks: Vec<Check>,
+}
+
+/// Looks at the machine, and at the file system of `path`.
+pub fn run(probe: &Probe, path: &Path, json: bool) -> Result<ExitCode, Failure> {
+    let report = report(probe, path)?;
+    if json {
+        output::print_json(&report)?;
+    } else {
+        output::print(&text(&report))?;
+    }
+    Ok(if report.can_load { ExitCode::SUCCESS } else { ExitCode::FAILURE })
+}
+
+fn report(probe: &Probe, path: &Path) -> Result<Report, Failure> {
+    let checks = vec![
+        host::kernel(probe),
+        host::cores(probe),
+        host::memory(probe),
+        host::cgroup_memory(probe),
+        host::memfd(),
+        pages::reserved_2m(probe),
+        pages::reserved_1g(probe),
+        pages::transparent(probe),
+        pages::transparent_shared(probe),
+        io::io_uring(probe),
+        io::direct(path)?,
+        host::memlock(probe),
+        host::pagemap(probe),
+        hardware::dma_heaps(probe),
+        hardware::udmabuf(probe),
+        hardware::vfio(probe),
+        hardware::iommufd(probe),
+        hardware::iommu_groups(probe),
+        hardware::gpus(probe),
+    ];
+    Ok(Report {
+        schema: 1,
+        command: "doctor",
+        path: path.to_string_lossy().into_owned(),
+        can_load: !checks.iter().any(|c| c.needed && c.status == Status::Lack),
+        checks,
+    })
+}
+
+fn text(report: &Report) -> String {
+    let mut text = String::new();
+    let width = report.checks.iter().map(|c| c.name.len()).max().unwrap_or(0);
+    for check in &report.checks {
+        let status = match check.status {
+            Status::Ok => "ok",
+            Status::Lack => "LACK",
+            Status::Note => "note",
+        };
+        text += &format!("{status:<4}  {:width$}  {}\n", check.name, check.found);
+        // What is in order needs no reason.
+        if check.status != Status::Ok {
+            text += &format!("      {:width$}    why: {}\n", "", check.why);
+        }
+        if let Some(mend) = &check.mend {
+            text += &format!("      {:width$}   mend: {mend}\n", "");
+        }
+    }
+    let count = |status| report.checks.iter().filter(|c| c.status == status).count();
+    text += &format!("\n{} ok, {} lacking, {} to note. ", count(Status::Ok), count(Status::Lack), count(Status::Note));
+    text += if report.can_load {
+        "The software card runs here: dmalane load --sample 1GiB --explain --verify\n"
+    } else {
+        "`dmalane load` cannot run here before what is needed is mended.\n"
+    };
+    text
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,90 @@
+//! Checks of what other devices and other programs need.
+
+use super::{Check, Subject};
+use crate::pci;
+use crate::probe::{Node, Probe};
+
+/// How many names are listed before the rest is counted.
+const SHOWN: usize = 8;
+
+pub fn dma_heaps(probe: &Probe) -> Check {
+    let subject = Subject::useful("dma_heap", "buffers that other drivers import as dma-bufs; not used by a load to the software card");
+    let names = probe.names("/dev/dma_heap");
+    if names.is_empty() {
+        return subject.lack("no /dev/dma_heap", kernel_option("DMABUF_HEAPS"));
+    }
+    let closed = names.iter().find(|n| probe.node(format!("/dev/dma_heap/{n}")) == Node::Closed);
+    match closed {
+        Some(name) => subject.lack(format!("{}; {name} is closed to this user", list(&names)), open_up(&format!("/dev/dma_heap/{name}"))),
+        None => subject.ok(list(&names)),
+    }
+}
+
+pub fn udmabuf(probe: &Probe) -> Check {
+    let subject = Subject::useful("udmabuf", "turns our memfd buffers into dma-bufs for other drivers; not used by a load to the software card");
+    node(probe, subject, "/dev/udmabuf", kernel_option("CONFIG_UDMABUF"))
+}
+
+pub fn vfio(probe: &Probe) -> Check {
+    let subject = Subject::useful("vfio", "drives a PCI device from user space; not used by a load to the software card");
+    node(probe, subject, "/dev/vfio/vfio", "sudo modprobe vfio-pci".to_owned())
+}
+
+pub fn iommufd(probe: &Probe) -> Check {
+    let subject = Subject::useful("iommufd", "the newer way to map memory for a PCI device; not used by a load to the software card");
+    node(probe, subject, "/dev/iommu", "sudo modprobe iommufd".to_owned())
+}
+
+fn node(probe: &Probe, subject: Subject, path: &str, make: String) -> Check {
+    match probe.node(path) {
+        Node::Open => subject.ok(path),
+        Node::Closed => subject.lack(format!("{path} is closed to this user"), open_up(path)),
+        Node::Missing => subject.lack(format!("no {path}"), make),
+    }
+}
+
+pub fn iommu_groups(probe: &Probe) -> Check {
+    let subject = Subject::useful("iommu_groups", "without an IOMMU no PCI device can be given to a program safely");
+    match probe.names("/sys/kernel/iommu_groups").len() {
+        0 => subject.lack(
+            "none: no IOMMU, or it is switched off",
+            "sudo sed -i 's/^GRUB_CMDLINE_LINUX=\"/&intel_iommu=on /' /etc/default/grub && sudo update-grub && sudo reboot    \
+             # Intel; first switch VT-d or AMD-Vi on in the firmware",
+        ),
+        1 => subject.ok("1 group"),
+        groups => subject.ok(format!("{groups} groups")),
+    }
+}
+
+pub fn gpus(probe: &Probe) -> Check {
+    let subject = Subject::useful("gpus", "devices that a load could go to one day; the software card needs none");
+    let mut found: Vec<_> = pci::devices(probe)
+        .into_iter()
+        .filter(|d| d.computes())
+        .map(|d| format!("{} ({}, driver {})", d.bdf, d.id, d.driver.as_deref().unwrap_or("none")))
+        .collect();
+    let nodes = |dir: &str, prefix: &str| {
+        let names = probe.names(dir).into_iter().filter(|n| n.starts_with(prefix));
+        names.map(|n| format!("{dir}/{n}")).collect::<Vec<_>>()
+    };
+    found.extend(nodes("/dev", "nvidia"));
+    found.extend(nodes("/dev/dri", "renderD"));
+    if found.is_empty() { subject.note("none") } else { subject.ok(list(&found)) }
+}
+
+fn list(names: &[String]) -> String {
+    let shown = names[..names.len().min(SHOWN)].join(", ");
+    match names.len().saturating_sub(SHOWN) {
+        0 => shown,
+        more => format!("{shown} and {more} more"),
+    }
+}
+
+fn open_up(path: &str) -> String {
+    format!("sudo setfacl -m u:$USER:rw {path}")
+}
+
+/// Not a module: the kernel has it built in, or has it not.
+fn kernel_option(option: &str) -> String {
+    format!("grep {option} /boot/config-$(uname -r)    # boot a kernel that has it built in")
+}

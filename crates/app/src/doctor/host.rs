@@ -1,0 +1,181 @@
+//! Checks of the kernel, its memory and its limits.
+
+use std::fs::File;
+use std::os::unix::fs::FileExt;
+use std::path::Path;
+
+use rustix::fs::{MemfdFlags, SealFlags, fcntl_add_seals, ftruncate, memfd_create};
+
+use super::{Check, Subject};
+use crate::cli::GATHER;
+use crate::probe::{CAP_IPC_LOCK, Probe};
+use crate::size::binary;
+
+/// Host buffers of a load with the default `--gather`.
+pub const HOST_BUFFERS: u64 = 4 * GATHER.bytes();
+/// Host buffers, and as much again for a small file on the card.
+const LEAST_MEMORY: u64 = 2 * HOST_BUFFERS;
+/// statx tells the alignment that direct I/O needs.
+const DIO_ALIGN_SINCE: (u64, u64) = (6, 1);
+
+/// The version of the running kernel.
+pub fn version(probe: &Probe) -> Option<(u64, u64)> {
+    let release = probe.text("/proc/sys/kernel/osrelease")?;
+    let mut numbers = release.split(|c: char| !c.is_ascii_digit());
+    Some((numbers.next()?.parse().ok()?, numbers.next()?.parse().ok()?))
+}
+
+pub fn kernel(probe: &Probe) -> Check {
+    let subject = Subject::useful("kernel", "statx tells the alignment of direct I/O since Linux 6.1; before that it is guessed");
+    let release = probe.text("/proc/sys/kernel/osrelease").unwrap_or_else(|| "of unknown version".to_owned());
+    let page = rustix::param::page_size() as u64;
+    let found = format!("Linux {release}, {}, {} pages", std::env::consts::ARCH, binary(page));
+    match version(probe) {
+        Some(version) if version >= DIO_ALIGN_SINCE && page == 4096 => subject.ok(found),
+        _ => subject.note(found),
+    }
+}
+
+pub fn cores(probe: &Probe) -> Check {
+    let subject = Subject::useful("cores", "one is enough; --workers gives the software card others");
+    match probe.field("/proc/self/status", "Cpus_allowed_list").and_then(|list| count(&list)) {
+        Some(cores) => subject.ok(format!("{cores}")),
+        None => subject.note("unknown"),
+    }
+}
+
+/// How many numbers a list such as `0-3,8` has.
+fn count(list: &str) -> Option<u64> {
+    list.split(',').try_fold(0u64, |sum, range| {
+        let (first, last) = range.split_once('-').unwrap_or((range, range));
+        let (first, last): (u64, u64) = (first.trim().parse().ok()?, last.trim().parse().ok()?);
+        sum.checked_add(last.checked_sub(first)?)?.checked_add(1)
+    })
+}
+
+pub fn memory(probe: &Probe) -> Check {
+    let subject = Subject::needed("memory", "the software card keeps what is loaded in it, besides 4 x --gather of host buffers");
+    let kib = |key| {
+        let number: u64 = probe.field("/proc/meminfo", key)?.strip_suffix("kB")?.trim().parse().ok()?;
+        number.checked_mul(1024)
+    };
+    let (Some(total), Some(available)) = (kib("MemTotal"), kib("MemAvailable")) else {
+        return subject.note("unknown");
+    };
+    let found = format!("{} available of {}", binary(available), binary(total));
+    if available < LEAST_MEMORY {
+        let mend = "ps -eo pid,rss,comm --sort=-rss | head    # and end what is not needed";
+        return subject.lack(format!("{found}; {} are needed", binary(LEAST_MEMORY)), mend);
+    }
+    subject.ok(found)
+}
+
+pub fn cgroup_memory(probe: &Probe) -> Check {
+    let subject = Subject::needed("cgroup_memory", "a container is ended when it exceeds its limit, however much the machine has");
+    match cgroup_limit(probe) {
+        None => subject.ok("no limit"),
+        Some((limit, file)) if limit < LEAST_MEMORY => subject.lack(
+            format!("{}; {} are needed", binary(limit), binary(LEAST_MEMORY)),
+            format!("echo {LEAST_MEMORY} | sudo tee {file}"),
+        ),
+        Some((limit, _)) => subject.ok(binary(limit)),
+    }
+}
+
+/// The lowest memory limit of the groups that this process is in, and the file that sets it.
+fn cgroup_limit(probe: &Probe) -> Option<(u64, String)> {
+    let groups = probe.text("/proc/self/cgroup")?;
+    let limits = groups.lines().flat_map(|line| {
+        let mut parts = line.splitn(3, ':').skip(1);
+        let (controllers, group) = (parts.next().unwrap_or(""), parts.next().unwrap_or(""));
+        let (mount, file) = match controllers {
+            "" => ("/sys/fs/cgroup", "memory.max"),
+            c if c.split(',').any(|c| c == "memory") => ("/sys/fs/cgroup/memory", "memory.limit_in_bytes"),
+            _ => return Vec::new(),
+        };
+        // Each group is bound by those above it too. In a container the path may be one that only the host can see.
+        let group = group.trim_start_matches('/');
+        let files = Path::new(group).ancestors().map(|g| format!("{}/{file}", Path::new(mount).join(g).display()));
+        files.filter_map(|f| Some((probe.number(&f)?, f))).collect()
+    });
+    // Version 1 says "no limit" with the largest number of pages there is.
+    limits.filter(|(limit, _)| *limit < 1 << 60).min()
+}
+
+pub fn memfd() -> Check {
+    let subject = Subject::needed("memfd", "the memory of the software card is one");
+    let attempt = || {
+        let fd = memfd_create("dmalane-doctor", MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING)?;
+        ftruncate(&fd, 4096)?;
+        fcntl_add_seals(&fd, SealFlags::SHRINK)
+    };
+    match attempt() {
+        Ok(()) => subject.ok("created and sealed"),
+        Err(e) => subject.lack(
+            format!("refused: {e}"),
+            "docker run --security-opt seccomp=unconfined ...    # or allow memfd_create in the sandbox that is in use",
+        ),
+    }
+}
+
+pub fn memlock(probe: &Probe) -> Check {
+    let subject = Subject::useful("memlock", "registered io_uring buffers and buffers pinned for VFIO count against it");
+    let limits = probe.text("/proc/self/limits").unwrap_or_default();
+    let line = limits.lines().find_map(|l| l.strip_prefix("Max locked memory"));
+    let mut words = line.unwrap_or("").split_whitespace().map(|word| match word {
+        "unlimited" => Some(u64::MAX),
+        number => number.parse().ok(),
+    });
+    let (Some(Some(soft)), Some(Some(hard))) = (words.next(), words.next()) else {
+        return subject.note("unknown");
+    };
+    let show = |limit| if limit == u64::MAX { "unlimited".to_owned() } else { binary(limit) };
+    let found = format!("soft {}, hard {}", show(soft), show(hard));
+    if probe.capable(CAP_IPC_LOCK) {
+        subject.ok(format!("{found}, neither of which binds a process with CAP_IPC_LOCK"))
+    } else if soft >= HOST_BUFFERS {
+        subject.ok(found)
+    } else if hard == u64::MAX {
+        subject.lack(found, "ulimit -l unlimited")
+    } else if hard >= HOST_BUFFERS {
+        subject.lack(found, format!("ulimit -l {}", hard / 1024))
+    } else {
+        subject.lack(found, "sudo prlimit --pid $$ --memlock=unlimited")
+    }
+}
+
+pub fn pagemap(probe: &Probe) -> Check {
+    let subject = Subject::useful(
+        "pagemap",
+        "only root sees physical addresses; the software card has its own and needs none, tests compare with them",
+    );
+    let something = 0u64;
+    // Each page of the address space has 8 bytes there: bit 63 says that it is present, the low 55 bits where.
+    let offset = std::ptr::from_ref(&something).addr() as u64 / rustix::param::page_size() as u64 * 8;
+    let mut entry = [0; 8];
+    match File::open(probe.place("/proc/self/pagemap")).and_then(|f| f.read_exact_at(&mut entry, offset)) {
+        Ok(()) if u64::from_ne_bytes(entry) << 9 != 0 => subject.ok("shows physical frames"),
+        Ok(()) => subject.note("hides physical frames"),
+        Err(_) => subject.note("cannot be read"),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn lists_of_cores() {
+        for (list, cores) in [
+            ("0", Some(1)),
+            ("0-3,8", Some(5)),
+            ("", None),
+            ("3-1", None),
+            ("0-18446744073709551615", None),
+            ("0-18446744073709551614,1", None),
+            ("a-b", None),
+        ] {
+            assert_eq!(count(list), cores, "{list}");
+        }
+    }
+}

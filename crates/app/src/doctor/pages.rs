@@ -1,0 +1,74 @@
+//! Checks of huge pages.
+
+use super::host::HOST_BUFFERS;
+use super::{Check, Subject};
+use crate::probe::Probe;
+use crate::size::binary;
+
+const POOLS: &str = "/sys/kernel/mm/hugepages";
+const TRANSPARENT: &str = "/sys/kernel/mm/transparent_hugepage";
+
+/// One pool of reserved pages.
+struct Pool {
+    total: u64,
+    free: u64,
+    /// Free or to be had on demand, and not promised to anybody.
+    usable: u64,
+}
+
+fn pool(probe: &Probe, kib: u64) -> Option<Pool> {
+    let number = |name| probe.number(format!("{POOLS}/hugepages-{kib}kB/{name}"));
+    let (total, free) = (number("nr_hugepages")?, number("free_hugepages")?);
+    let on_demand = number("nr_overcommit_hugepages").unwrap_or(0).saturating_sub(number("surplus_hugepages").unwrap_or(0));
+    let promised = number("resv_hugepages").unwrap_or(0);
+    Some(Pool { total, free, usable: free.saturating_sub(promised).saturating_add(on_demand) })
+}
+
+pub fn reserved_2m(probe: &Probe) -> Check {
+    let subject =
+        Subject::useful("hugepages_2m", "the best buffers for direct I/O: few segments, few page-table leaves, zeroed fastest");
+    let Some(Pool { total, free, usable }) = pool(probe, 2048) else {
+        return subject.lack("the kernel has none", "grep -E 'HUGETLB|THP' /boot/config-$(uname -r)    # CONFIG_HUGETLBFS is off");
+    };
+    let need = HOST_BUFFERS >> 21;
+    let found = format!("{free} free of {total}");
+    if usable >= need {
+        return subject.ok(format!("{found} ({} usable)", binary(usable.saturating_mul(2 << 20))));
+    }
+    let wanted = total.saturating_add(need - usable);
+    subject.lack(
+        format!("{found}; a load with the default --gather takes {need}"),
+        format!("echo {wanted} | sudo tee {POOLS}/hugepages-2048kB/nr_hugepages"),
+    )
+}
+
+pub fn reserved_1g(probe: &Probe) -> Check {
+    let subject = Subject::useful("hugepages_1g", "one page-table leaf per GiB; nothing here uses them yet");
+    match pool(probe, 1 << 20) {
+        Some(Pool { total: 1.., free, usable }) if usable > 0 => subject.ok(format!("{free} free")),
+        Some(Pool { total, free, .. }) => subject.note(format!("{free} free of {total}")),
+        None => subject.note("the kernel has none"),
+    }
+}
+
+pub fn transparent(probe: &Probe) -> Check {
+    let subject = Subject::useful("thp", "transparent huge pages take over where no reserved ones are left");
+    setting(probe, subject, "enabled", "madvise", &["always", "madvise"])
+}
+
+pub fn transparent_shared(probe: &Probe) -> Check {
+    let subject = Subject::useful("shmem_thp", "the same for shared memory, which the software card's memory is");
+    setting(probe, subject, "shmem_enabled", "advise", &["always", "within_size", "advise", "force"])
+}
+
+fn setting(probe: &Probe, subject: Subject, file: &str, best: &str, good: &[&str]) -> Check {
+    match (probe.choice(format!("{TRANSPARENT}/{file}")), probe.text(format!("{TRANSPARENT}/{file}"))) {
+        (Some(choice), _) if good.contains(&choice.as_str()) => subject.ok(choice),
+        (Some(choice), _) if ["never", "deny"].contains(&choice.as_str()) => {
+            subject.lack(choice, format!("echo {best} | sudo tee {TRANSPARENT}/{file}"))
+        }
+        (_, Some(_)) => subject.note("a setting that this program does not know"),
+        (_, None) => subject
+            .lack("the kernel has none", "grep TRANSPARENT_HUGEPAGE /boot/config-$(uname -r)    # the option is off"),
+    }
+}

@@ -1,0 +1,101 @@
+//! What a command says when it gives up.
+
+use std::error::Error;
+use std::io::Write;
+use std::process::ExitCode;
+
+use crate::output::plain;
+
+/// A message, what caused it, and what may help. Any error turns into one with `?`.
+pub struct Failure {
+    message: String,
+    causes: Vec<String>,
+    hints: Vec<String>,
+}
+
+impl Failure {
+    /// A failure that nothing else caused.
+    pub fn new(message: impl Into<String>) -> Self {
+        Self { message: message.into(), causes: Vec::new(), hints: Vec::new() }
+    }
+
+    /// A failure with the error that caused it, and the errors that caused that one.
+    pub fn because(message: impl Into<String>, cause: &dyn Error) -> Self {
+        let mut failure = Self::new(message);
+        let mut next = Some(cause);
+        while let Some(error) = next {
+            let text = error.to_string();
+            // Many errors repeat their source in their own message.
+            if !failure.causes.last().unwrap_or(&failure.message).contains(&text) {
+                failure.causes.push(text);
+            }
+            next = error.source();
+        }
+        failure
+    }
+
+    /// Adds something that the user can do.
+    #[must_use]
+    pub fn hint(mut self, hint: impl Into<String>) -> Self {
+        self.hints.push(hint.into());
+        self
+    }
+
+    /// Tells the user on stderr; the job failed.
+    pub fn report(&self) -> ExitCode {
+        // Nobody is left to hear that stderr is closed.
+        let _ = std::io::stderr().lock().write_all(self.text().as_bytes());
+        ExitCode::FAILURE
+    }
+
+    fn text(&self) -> String {
+        let mut text = format!("dmalane: {}\n", plain(&self.message));
+        for (label, lines) in [("cause", &self.causes), ("hint", &self.hints)] {
+            for line in lines {
+                text.push_str(&format!("{label}: {}\n", plain(line)));
+            }
+        }
+        text
+    }
+}
+
+impl<E: Error> From<E> for Failure {
+    fn from(error: E) -> Self {
+        // `because` drops the first cause, which is the message again.
+        Self::because(error.to_string(), &error)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::{fmt, io};
+
+    #[derive(Debug)]
+    struct Outer(io::Error);
+
+    impl fmt::Display for Outer {
+        fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+            f.write_str("shard 3 is cut short")
+        }
+    }
+
+    impl Error for Outer {
+        fn source(&self) -> Option<&(dyn Error + 'static)> {
+            Some(&self.0)
+        }
+    }
+
+    #[test]
+    fn message_causes_and_hints_are_a_line_each() {
+        let inner = io::Error::other("end of file at 4096");
+        let failure = Failure::because("cannot load a.safetensors", &Outer(inner)).hint("fetch it again");
+        assert_eq!(
+            failure.text(),
+            "dmalane: cannot load a.safetensors\ncause: shard 3 is cut short\ncause: end of file at 4096\n\
+             hint: fetch it again\n"
+        );
+        let failure: Failure = Outer(io::Error::other("x\x1b[2Jy\nz")).into();
+        assert_eq!(failure.text(), "dmalane: shard 3 is cut short\ncause: x\u{fffd}[2Jy\u{fffd}z\n");
+    }
+}

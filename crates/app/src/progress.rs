@@ -1,0 +1,68 @@
+//! A bar on stderr that shows how far a load is.
+
+use std::io::IsTerminal;
+
+use indicatif::{ProgressBar, ProgressFinish, ProgressStyle};
+
+/// Bytes done of bytes known, with rate and time left. It disappears when finished or dropped, so that what is printed
+/// next starts on a clean line.
+pub struct Progress(ProgressBar);
+
+impl Progress {
+    /// A bar for `what`, shown if `wanted` and somebody is watching stderr.
+    pub fn new(what: &'static str, wanted: bool) -> Self {
+        if !wanted || !std::io::stderr().is_terminal() {
+            return Self(ProgressBar::hidden());
+        }
+        let style = ProgressStyle::with_template(
+            "{prefix} [{bar:30}] {decimal_bytes} of {decimal_total_bytes}  {decimal_bytes_per_sec}  {eta} left",
+        )
+        // The template is a constant; a plain bar is still a bar.
+        .unwrap_or_else(|_| ProgressStyle::default_bar());
+        Self(
+            ProgressBar::new(0)
+                .with_style(style.progress_chars("=> "))
+                .with_prefix(what)
+                .with_finish(ProgressFinish::AndClear),
+        )
+    }
+
+    /// How many bytes there are in all.
+    pub fn set_length(&self, bytes: u64) {
+        self.0.set_length(bytes);
+    }
+
+    /// That many more are done.
+    pub fn advance(&self, bytes: u64) {
+        self.0.inc(bytes);
+    }
+
+    /// Removes the bar.
+    pub fn finish(&self) {
+        self.0.finish_and_clear();
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn more_than_everything_is_no_panic() {
+        for wanted in [false, true] {
+            let bar = Progress::new("load", wanted);
+            bar.set_length(10);
+            bar.advance(7);
+            bar.advance(u64::MAX / 2);
+            bar.set_length(0);
+            bar.finish();
+            bar.advance(1);
+        }
+    }
+
+    #[test]
+    fn threads_may_share_it() {
+        fn shared<T: Send + Sync>() {}
+        shared::<Progress>();
+    }
+}

@@ -1,0 +1,285 @@
+//! Sizes and rates as people write them: GB is 10^9 bytes, GiB is 2^30.
+
+use std::fmt;
+use std::str::FromStr;
+use std::time::Duration;
+
+const DECIMAL: [&str; 7] = ["B", "kB", "MB", "GB", "TB", "PB", "EB"];
+const BINARY: [&str; 7] = ["B", "KiB", "MiB", "GiB", "TiB", "PiB", "EiB"];
+
+/// A number of bytes, read from `16MiB`, `90MB`, `1.5GiB` or `4096`.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct Size(u64);
+
+impl Size {
+    /// `n` GiB.
+    pub const fn gib(n: u32) -> Self {
+        Self((n as u64) << 30)
+    }
+
+    /// `n` MiB.
+    pub const fn mib(n: u32) -> Self {
+        Self((n as u64) << 20)
+    }
+
+    /// In bytes.
+    pub const fn bytes(self) -> u64 {
+        self.0
+    }
+}
+
+/// Why a text is not a size. The text itself is not repeated: clap quotes it.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub enum SizeError {
+    /// It does not begin with a plain number.
+    NotANumber,
+    /// Less than nothing.
+    Negative,
+    /// Nothing, where something is needed.
+    Zero,
+    /// An unknown unit.
+    Unit(String),
+    /// `M` and its like: 10^6 or 2^20?
+    Ambiguous(char),
+    /// A part of a byte.
+    Fraction,
+    /// More than 2^64 - 1 bytes.
+    TooLarge,
+}
+
+impl fmt::Display for SizeError {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::NotANumber => f.write_str("not a size; write for example 16MiB, 1.5GiB, 90MB or 4096"),
+            Self::Negative => f.write_str("a size cannot be negative"),
+            Self::Zero => f.write_str("the size must be at least 1 byte"),
+            Self::Unit(unit) => write!(
+                f,
+                "no such unit: {unit}; use kB, MB, GB, TB (powers of 10), KiB, MiB, GiB, TiB (powers of 2) or none for bytes"
+            ),
+            Self::Ambiguous(prefix) => {
+                let upper = prefix.to_ascii_uppercase();
+                write!(f, "{prefix} could mean {upper}B (a power of 10) or {upper}iB (a power of 2); say which")
+            }
+            Self::Fraction => f.write_str("a byte has no parts; give a unit such as MiB or a whole number"),
+            Self::TooLarge => f.write_str("too large: a size is at most 2^64 - 1 bytes"),
+        }
+    }
+}
+
+impl std::error::Error for SizeError {}
+
+impl FromStr for Size {
+    type Err = SizeError;
+
+    fn from_str(text: &str) -> Result<Self, SizeError> {
+        let text = text.trim();
+        if text.starts_with('-') && text[1..].starts_with(|c: char| c.is_ascii_digit()) {
+            return Err(SizeError::Negative);
+        }
+        let unit_at = text.find(|c: char| !c.is_ascii_digit() && c != '.').unwrap_or(text.len());
+        let (number, unit) = text.split_at(unit_at);
+        let (whole, parts) = match number.split_once('.') {
+            Some((whole, parts)) => (whole, Some(parts)),
+            None => (number, None),
+        };
+        if whole.is_empty() || parts.is_some_and(|p| p.is_empty() || p.contains('.')) {
+            return Err(SizeError::NotANumber);
+        }
+        let unit = unit_bytes(unit.trim_start())?;
+        // Only digits are left, so this can fail in one way.
+        let whole: u128 = whole.parse().map_err(|_| SizeError::TooLarge)?;
+        let mut bytes = whole.checked_mul(unit).ok_or(SizeError::TooLarge)?;
+        if let Some(parts) = parts {
+            if unit == 1 {
+                return Err(SizeError::Fraction);
+            }
+            // Digits beyond the 18th are worth less than a byte of the largest unit, and would overflow the product.
+            let parts = &parts[..parts.len().min(18)];
+            let numerator: u128 = parts.parse().map_err(|_| SizeError::NotANumber)?;
+            bytes += numerator * unit / 10u128.pow(parts.len() as u32);
+        }
+        u64::try_from(bytes).map(Self).map_err(|_| SizeError::TooLarge)
+    }
+}
+
+/// Reads a size that must not be 0.
+pub fn nonzero(text: &str) -> Result<Size, SizeError> {
+    match text.parse()? {
+        Size(0) => Err(SizeError::Zero),
+        size => Ok(size),
+    }
+}
+
+/// Upper case as printed, or all lower case: `Gb`, a gigabit, is neither.
+fn unit_bytes(unit: &str) -> Result<u128, SizeError> {
+    if unit.is_empty() {
+        return Ok(1);
+    }
+    for (base, names) in [(1000u128, DECIMAL), (1024, BINARY)] {
+        for (power, name) in names.iter().enumerate() {
+            if unit == *name || unit == name.to_ascii_lowercase() || unit == name.to_ascii_uppercase() && base == 1000 {
+                return Ok(base.pow(power as u32));
+            }
+        }
+    }
+    let mut letters = unit.chars();
+    match (letters.next(), letters.next()) {
+        (Some(prefix), None) if "kmgtpeKMGTPE".contains(prefix) => Err(SizeError::Ambiguous(prefix)),
+        _ => Err(SizeError::Unit(unit.to_owned())),
+    }
+}
+
+/// As it may be typed again, exact.
+impl fmt::Display for Size {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let power = if self.0 == 0 { 0 } else { (self.0.trailing_zeros() / 10).min(6) };
+        write!(f, "{}", self.0 >> (power * 10))?;
+        f.write_str(if power == 0 { "" } else { BINARY[power as usize] })
+    }
+}
+
+/// `bytes` to three digits in powers of 10: `90.9 MB`.
+pub fn decimal(bytes: u64) -> String {
+    human(bytes, 1000, DECIMAL)
+}
+
+/// `bytes` to three digits in powers of 2: `16 MiB`.
+pub fn binary(bytes: u64) -> String {
+    human(bytes, 1024, BINARY)
+}
+
+/// `bytes` in `time` as GB/s.
+#[allow(dead_code)] // for the pipeline that joins in load.rs
+pub fn rate(bytes: u64, time: Duration) -> String {
+    let seconds = time.as_secs_f64();
+    if seconds == 0.0 {
+        return "- GB/s".to_owned();
+    }
+    let rate = bytes as f64 / 1e9 / seconds;
+    format!("{rate:.*} GB/s", if rate < 0.1 { 4 } else { 2 })
+}
+
+fn human(bytes: u64, base: u64, units: [&str; 7]) -> String {
+    let (mut power, mut unit) = (0, 1u64);
+    // What would round up to a whole next unit is shown in it: 1 MiB, never 1024 KiB.
+    while power < 6 && bytes as f64 / unit as f64 >= base as f64 - 0.5 {
+        power += 1;
+        unit *= base;
+    }
+    let value = bytes as f64 / unit as f64;
+    let digits = match value {
+        _ if bytes.is_multiple_of(unit) => 0,
+        v if v < 9.995 => 2,
+        v if v < 99.95 => 1,
+        _ => 0,
+    };
+    format!("{value:.digits$} {}", units[power])
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn parse(text: &str) -> Result<u64, SizeError> {
+        text.parse().map(Size::bytes)
+    }
+
+    #[test]
+    fn powers_of_ten_are_not_powers_of_two() {
+        for (text, bytes) in [
+            ("0", 0),
+            ("4096", 4096),
+            ("4096B", 4096),
+            ("16MiB", 16 << 20),
+            (" 16 MiB ", 16 << 20),
+            ("16mib", 16 << 20),
+            ("1GiB", 1 << 30),
+            ("1GB", 1_000_000_000),
+            ("90MB", 90_000_000),
+            ("90mb", 90_000_000),
+            ("5kB", 5000),
+            ("5KB", 5000),
+            ("5KiB", 5120),
+            ("1.5GiB", 3 << 29),
+            ("90.9MB", 90_900_000),
+            ("0.1KiB", 102),
+            ("007MB", 7_000_000),
+            ("1.00000000000000000000000000000000000000000000000001GiB", 1 << 30),
+            ("15EiB", 15 << 60),
+            ("18446744073709551615", u64::MAX),
+        ] {
+            assert_eq!(parse(text), Ok(bytes), "{text}");
+        }
+    }
+
+    #[test]
+    fn nonsense_is_refused_with_its_own_reason() {
+        use SizeError::*;
+        for (text, error) in [
+            ("", NotANumber),
+            ("MiB", NotANumber),
+            ("abc", NotANumber),
+            (".5GiB", NotANumber),
+            ("5.GiB", NotANumber),
+            ("1.2.3MB", NotANumber),
+            ("+5", NotANumber),
+            ("--json", NotANumber),
+            ("\u{663}MB", NotANumber),
+            ("-5MiB", Negative),
+            ("-1", Negative),
+            ("4096.5", Fraction),
+            ("1.0B", Fraction),
+            ("1e9", Unit("e9".to_owned())),
+            ("0x1000", Unit("x1000".to_owned())),
+            ("1 000", Unit("000".to_owned())),
+            ("1,5GB", Unit(",5GB".to_owned())),
+            ("1Gb", Unit("Gb".to_owned())),
+            ("1Gib", Unit("Gib".to_owned())),
+            ("1XB", Unit("XB".to_owned())),
+            ("1\u{e9}", Unit("\u{e9}".to_owned())),
+            ("16M", Ambiguous('M')),
+            ("16g", Ambiguous('g')),
+            ("16EiB", TooLarge),
+            ("18446744073709551616", TooLarge),
+            ("99999999999999999999999999999999999999EiB", TooLarge),
+            ("999999999999999999999999999999999999999999999999", TooLarge),
+        ] {
+            assert_eq!(parse(text), Err(error), "{text}");
+        }
+        assert_eq!(nonzero("0MiB"), Err(Zero));
+        assert_eq!(nonzero("1"), Ok(Size(1)));
+    }
+
+    #[test]
+    fn what_is_printed_can_be_typed_again() {
+        for bytes in [0, 1, 1023, 1024, 1025, 3 << 29, 16 << 20, 64 << 30, 15 << 60, u64::MAX] {
+            let text = Size(bytes).to_string();
+            assert_eq!(parse(&text), Ok(bytes), "{text}");
+        }
+        assert_eq!(Size::mib(16).to_string(), "16MiB");
+        assert_eq!(Size::gib(64).to_string(), "64GiB");
+        assert_eq!(Size(4097).to_string(), "4097");
+    }
+
+    #[test]
+    fn three_digits_and_the_unit_that_was_meant() {
+        for (bytes, ten, two) in [
+            (0, "0 B", "0 B"),
+            (999, "999 B", "999 B"),
+            (1000, "1 kB", "1000 B"),
+            (1024, "1.02 kB", "1 KiB"),
+            (16 << 20, "16.8 MB", "16 MiB"),
+            (90_868_376, "90.9 MB", "86.7 MiB"),
+            (999_999, "1.00 MB", "977 KiB"),
+            ((1 << 20) - 1, "1.05 MB", "1.00 MiB"),
+            (9_999_999, "10.0 MB", "9.54 MiB"),
+            (u64::MAX, "18.4 EB", "16.0 EiB"),
+        ] {
+            assert_eq!((decimal(bytes).as_str(), binary(bytes).as_str()), (ten, two));
+        }
+        assert_eq!(rate(2_430_000_000, Duration::from_secs(1)), "2.43 GB/s");
+        assert_eq!(rate(1 << 20, Duration::from_secs(1)), "0.0010 GB/s");
+        assert_eq!(rate(1, Duration::ZERO), "- GB/s");
+    }
+}

@@ -1,0 +1,111 @@
+//! The software card on the bus of a software host.
+
+use std::sync::{Arc, Condvar, Mutex, PoisonError};
+use std::time::Duration;
+
+use dmalane_addr::{Access, CardAddr};
+use dmalane_iopt::{Arm64S1_4k, Format, X86_64_4Level};
+use dmalane_mem::host::DevicePort;
+use dmalane_mem::{self as mem, HostBus, Mapping, Pinned, Share, SoftHost};
+
+use crate::memory::CardMemory;
+use crate::regs::BAR_MEMORY;
+use crate::{CardConfig, Error, SoftCard};
+
+/// A [`SoftCard`] behind the IOMMU of a [`SoftHost`]. The IOMMU's tables have format `F`, those of the card's MMU
+/// format `M`.
+pub struct SoftBus<F: Format = Arm64S1_4k, M: Format = X86_64_4Level> {
+    card: SoftCard<DevicePort<F>, M>,
+    host: SoftHost<F>,
+    interrupts: Arc<Interrupts>,
+}
+
+impl<F: Format, M: Format> SoftBus<F, M> {
+    /// Puts a new card into `host`.
+    ///
+    /// # Errors
+    /// Those of [`SoftCard::new`].
+    pub fn new(host: SoftHost<F>, config: CardConfig) -> Result<Self, Error> {
+        let interrupts = Arc::<Interrupts>::default();
+        let raised = interrupts.clone();
+        let card = SoftCard::new(config, || host.port(), move || raised.raise())?;
+        Ok(Self { card, host, interrupts })
+    }
+
+    /// The host: its counters and faults.
+    pub fn host(&self) -> &SoftHost<F> {
+        &self.host
+    }
+
+    /// The card's memories, behind the back of its channels.
+    pub fn memory(&self) -> &CardMemory {
+        self.card.memory()
+    }
+}
+
+impl<F: Format, M: Format> HostBus for SoftBus<F, M> {
+    fn pin(&self, share: &Share) -> Result<Pinned, mem::Error> {
+        self.host.pin(share)
+    }
+
+    fn map(&self, pinned: Pinned, access: Access) -> Result<Mapping, mem::Error> {
+        self.host.map(pinned, access)
+    }
+
+    fn read32(&self, bar: u8, offset: u64) -> Result<u32, mem::Error> {
+        self.card.read32(bar, offset).ok_or(mem::Error::NoRegister { bar, offset, bytes: 4 })
+    }
+
+    fn write32(&self, bar: u8, offset: u64, value: u32) -> Result<(), mem::Error> {
+        self.card.write32(bar, offset, value).ok_or(mem::Error::NoRegister { bar, offset, bytes: 4 })
+    }
+
+    /// Writes card memory through BAR 2. Whole aligned 64-bit words are written each in one piece, in order.
+    fn write_bytes(&self, bar: u8, offset: u64, bytes: &[u8]) -> Result<(), mem::Error> {
+        let nowhere = mem::Error::NoRegister { bar, offset, bytes: bytes.len() as u64 };
+        if bar != BAR_MEMORY {
+            return Err(nowhere);
+        }
+        self.memory().write(CardAddr::new(offset), bytes).map_err(|e| match e {
+            Error::NoMemory { source, .. } => {
+                mem::Error::Allocate { len: bytes.len(), kind: "card memory", source }
+            }
+            _ => nowhere,
+        })
+    }
+
+    fn progress(&self) -> bool {
+        self.card.progress()
+    }
+
+    fn wait(&self, timeout: Duration) -> bool {
+        self.interrupts.wait(timeout)
+    }
+}
+
+impl<F: Format, M: Format> std::fmt::Debug for SoftBus<F, M> {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("SoftBus").field("card", &self.card).finish_non_exhaustive()
+    }
+}
+
+/// The card's one interrupt line: pending until somebody has waited for it.
+#[derive(Default)]
+struct Interrupts {
+    pending: Mutex<bool>,
+    raised: Condvar,
+}
+
+impl Interrupts {
+    fn raise(&self) {
+        *self.pending.lock().unwrap_or_else(PoisonError::into_inner) = true;
+        self.raised.notify_all();
+    }
+
+    fn wait(&self, timeout: Duration) -> bool {
+        let pending = self.pending.lock().unwrap_or_else(PoisonError::into_inner);
+        let (mut pending, _) =
+            self.raised.wait_timeout_while(pending, timeout, |p| !*p).unwrap_or_else(PoisonError::into_inner);
+        std::mem::take(&mut *pending)
+    }
+}

@@ -1,0 +1,217 @@
+//! The card's own memory: DDR and HBM, sparse.
+
+use std::sync::atomic::{AtomicU64, Ordering};
+
+use dmalane_addr::{Address, CardAddr, Span};
+use dmalane_mem::{SharedBuf, View};
+
+use crate::Error;
+
+/// Memory is made present in blocks of this many bytes.
+pub(crate) const BLOCK: u64 = 2 << 20;
+/// Where HBM starts: 256 GiB, as on the Alveo V80. DDR starts at 0.
+pub(crate) const HBM_BASE: u64 = 1 << 38;
+
+/// DDR and HBM of a card. What was never touched costs nothing and reads as zeros.
+pub struct CardMemory {
+    ddr: Bank,
+    hbm: Bank,
+}
+
+impl CardMemory {
+    /// `ddr` bytes at card address 0 and `hbm` bytes at card address 2^38.
+    ///
+    /// # Errors
+    /// [`Error::BadConfig`] unless `ddr` is a multiple of 2 MiB, `hbm` one of 4 MiB (so that its halves are whole
+    /// blocks), and each at least that and at most 256 GiB; [`Error::Bus`] when the machine refuses the address space.
+    pub fn new(ddr: u64, hbm: u64) -> Result<Self, Error> {
+        Ok(Self { ddr: Bank::new("ddr", 0, ddr, BLOCK)?, hbm: Bank::new("hbm", HBM_BASE, hbm, 2 * BLOCK)? })
+    }
+
+    /// The addresses of DDR.
+    pub fn ddr(&self) -> Span<CardAddr> {
+        self.ddr.span
+    }
+
+    /// The addresses of HBM. Its second half starts in the middle.
+    pub fn hbm(&self) -> Span<CardAddr> {
+        self.hbm.span
+    }
+
+    /// Bytes of DDR and of HBM that are present, in blocks of 2 MiB.
+    pub fn touched(&self) -> (u64, u64) {
+        (self.ddr.touched.load(Ordering::Relaxed), self.hbm.touched.load(Ordering::Relaxed))
+    }
+
+    /// Makes a range present, so that a later first touch costs nothing.
+    ///
+    /// # Errors
+    /// [`Error::Outside`] unless the range lies in one of the memories, [`Error::NoMemory`].
+    pub fn populate(&self, span: Span<CardAddr>) -> Result<(), Error> {
+        self.view(span.first(), span.len()).map(drop)
+    }
+
+    /// Copies out what the card has at `at`, behind the back of every channel.
+    ///
+    /// # Errors
+    /// As [`CardMemory::populate`].
+    pub fn read(&self, at: CardAddr, into: &mut [u8]) -> Result<(), Error> {
+        self.view(at, into.len() as u64)?.read(into);
+        Ok(())
+    }
+
+    /// Copies bytes in, behind the back of every channel. Whole aligned 64-bit words are written one by one, each in one
+    /// piece: a page-table entry is never seen half written.
+    ///
+    /// # Errors
+    /// As [`CardMemory::populate`].
+    pub fn write(&self, at: CardAddr, bytes: &[u8]) -> Result<(), Error> {
+        let view = self.view(at, bytes.len() as u64)?;
+        match bytes.as_chunks::<8>() {
+            (words, []) if at.bits() % 8 == 0 => {
+                for (i, word) in words.iter().enumerate() {
+                    view.store_u64(8 * i, u64::from_le_bytes(*word)).expect("an aligned word within the view");
+                }
+            }
+            _ => view.write(bytes),
+        }
+        Ok(())
+    }
+
+    /// The bytes of a range, present.
+    ///
+    /// # Errors
+    /// As [`CardMemory::populate`].
+    pub(crate) fn view(&self, at: CardAddr, len: u64) -> Result<View<'_>, Error> {
+        let bank = self.bank(at).ok_or(Error::Outside { at, len })?;
+        bank.view(at, len)
+    }
+
+    /// True when the whole range lies in one of the memories.
+    pub(crate) fn holds(&self, at: CardAddr, len: u64) -> bool {
+        let span = Span::new(at, len);
+        span.is_some_and(|span| self.bank(at).is_some_and(|bank| bank.span.covers(&span)))
+    }
+
+    /// The 64-bit word at `at`: a page-table entry. A block that is not present reads as zeros and stays absent. `None`
+    /// outside the memories and for an address that is not a multiple of 8.
+    pub(crate) fn load(&self, at: CardAddr) -> Option<u64> {
+        let bank = self.bank(at)?;
+        let offset = at.offset_from(bank.span.first())?;
+        if !bank.is_present(offset / BLOCK) {
+            return (offset % 8 == 0).then_some(0);
+        }
+        bank.buf.view().load_u64(usize::try_from(offset).ok()?)
+    }
+
+    fn bank(&self, at: CardAddr) -> Option<&Bank> {
+        [&self.ddr, &self.hbm].into_iter().find(|bank| bank.span.contains(at))
+    }
+}
+
+impl std::fmt::Debug for CardMemory {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("CardMemory").field("ddr", &self.ddr.span).field("hbm", &self.hbm.span).finish_non_exhaustive()
+    }
+}
+
+struct Bank {
+    span: Span<CardAddr>,
+    buf: SharedBuf,
+    /// One bit per block: it is present.
+    present: Box<[AtomicU64]>,
+    touched: AtomicU64,
+}
+
+impl Bank {
+    fn new(name: &'static str, base: u64, len: u64, multiple: u64) -> Result<Self, Error> {
+        let bad = |rule| Error::BadConfig { what: name, value: len, rule };
+        if !len.is_multiple_of(multiple) {
+            return Err(bad("must be a multiple of 2 MiB (DDR) or 4 MiB (HBM)"));
+        }
+        let span = Span::new(CardAddr::new(base), len)
+            .filter(|_| len <= HBM_BASE)
+            .ok_or(bad("must be neither zero nor above 256 GiB"))?;
+        let size = usize::try_from(len).map_err(|_| bad("exceeds the address space"))?;
+        let words = (len / BLOCK).div_ceil(64);
+        Ok(Self {
+            span,
+            buf: SharedBuf::sparse(&format!("dmalane-{name}"), size)?,
+            present: (0..words).map(|_| AtomicU64::new(0)).collect(),
+            touched: AtomicU64::new(0),
+        })
+    }
+
+    fn view(&self, at: CardAddr, len: u64) -> Result<View<'_>, Error> {
+        let outside = Error::Outside { at, len };
+        let Some(offset) = at.offset_from(self.span.first()) else { return Err(outside) };
+        let (Ok(start), Ok(size)) = (usize::try_from(offset), usize::try_from(len)) else { return Err(outside) };
+        let Some(view) = self.buf.view().sub(start, size) else { return Err(outside) };
+        if len > 0 {
+            for block in offset / BLOCK..=(offset + len - 1) / BLOCK {
+                self.make_present(block)?;
+            }
+        }
+        Ok(view)
+    }
+
+    fn is_present(&self, block: u64) -> bool {
+        // Pairs with the release in `make_present`: whoever sees the bit sees the page.
+        self.present[(block / 64) as usize].load(Ordering::Acquire) >> (block % 64) & 1 == 1
+    }
+
+    /// Asks the kernel for the pages now, where a refusal is an error, instead of touching them, where it is a SIGBUS.
+    fn make_present(&self, block: u64) -> Result<(), Error> {
+        if self.is_present(block) {
+            return Ok(());
+        }
+        // Two channels may come here at once; the second call finds the pages and changes nothing.
+        self.buf.populate((block * BLOCK) as usize, BLOCK as usize).map_err(|source| Error::NoMemory {
+            at: CardAddr::new(self.span.first().bits() + block * BLOCK),
+            source,
+        })?;
+        let bit = 1 << (block % 64);
+        if self.present[(block / 64) as usize].fetch_or(bit, Ordering::Release) & bit == 0 {
+            self.touched.fetch_add(BLOCK, Ordering::Relaxed);
+        }
+        Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn reads_zeros_and_costs_what_is_touched() {
+        let memory = CardMemory::new(64 << 30, 32 << 30).unwrap();
+        assert_eq!(memory.load(CardAddr::new(8)), Some(0));
+        assert_eq!(memory.touched(), (0, 0), "looking at an entry makes nothing present");
+        let at = CardAddr::new((40 << 30) + BLOCK - 4);
+        memory.write(at, b"straddle").unwrap();
+        let mut got = [1; 10];
+        memory.read(at, &mut got).unwrap();
+        assert_eq!(&got, b"straddle\0\0");
+        assert_eq!(memory.touched(), (2 * BLOCK, 0));
+        memory.write(CardAddr::new(HBM_BASE), &7u64.to_le_bytes()).unwrap();
+        assert_eq!(memory.load(CardAddr::new(HBM_BASE)), Some(7));
+        assert_eq!(memory.load(CardAddr::new(HBM_BASE + 4)), None, "not a multiple of 8");
+        assert_eq!(memory.touched(), (2 * BLOCK, BLOCK));
+    }
+
+    #[test]
+    fn ends_where_it_ends() {
+        let memory = CardMemory::new(BLOCK, 2 * BLOCK).unwrap();
+        for (at, len) in [(0, BLOCK + 1), (BLOCK, 1), (HBM_BASE - 1, 1), (HBM_BASE, 2 * BLOCK + 1), (u64::MAX, 1), (1, u64::MAX)] {
+            assert!(matches!(memory.view(CardAddr::new(at), len), Err(Error::Outside { .. })), "{at:#x} + {len:#x}");
+            assert!(!memory.holds(CardAddr::new(at), len));
+        }
+        assert_eq!(memory.load(CardAddr::new(BLOCK)), None);
+        assert!(memory.holds(CardAddr::new(HBM_BASE), 2 * BLOCK));
+        assert_eq!(memory.touched(), (0, 0));
+        for (ddr, hbm) in [(0, 4), (3, 4), (2, 2), (2, 0), (512 << 10, 4)] {
+            let made = CardMemory::new(ddr << 20, hbm << 20);
+            assert!(matches!(made, Err(Error::BadConfig { .. })), "{ddr} {hbm}");
+        }
+    }
+}

@@ -1,0 +1,416 @@
+//! Holds the shape of the house: which crate may use which, which files may say `unsafe`, how every file opens.
+//!
+//! Everything is read from the manifests and sources as they lie on disk. A rule that breaks is reported with every place
+//! that breaks it, not just the first.
+
+use std::collections::BTreeSet;
+use std::fs;
+use std::path::{Path, PathBuf};
+
+use toml::{Table, Value};
+
+/// One crate of the house.
+struct Crate {
+    /// The directory under `crates/`.
+    dir: &'static str,
+    /// The name in the manifest.
+    package: &'static str,
+    /// The directories of the crates that it may use, also in its tests.
+    uses: &'static [&'static str],
+    /// True for the crates that need no operating system.
+    no_std: bool,
+}
+
+/// The graph, drawn once. Edges point down only, and adapters (`uring`, `card`) do not know each other.
+#[rustfmt::skip] // a table reads better in columns
+const HOUSE: &[Crate] = &[
+    Crate { dir: "addr",    package: "dmalane-addr",   uses: &[],                                      no_std: true },
+    Crate { dir: "iopt",    package: "dmalane-iopt",   uses: &["addr"],                                no_std: true },
+    Crate { dir: "vm",      package: "dmalane-vm",     uses: &["addr", "iopt"],                        no_std: true },
+    Crate { dir: "mem",     package: "dmalane-mem",    uses: &["addr", "iopt"],                        no_std: false },
+    Crate { dir: "engine",  package: "dmalane-engine", uses: &["addr", "mem"],                         no_std: false },
+    Crate { dir: "uring",   package: "dmalane-uring",  uses: &["addr", "mem", "engine"],               no_std: false },
+    Crate { dir: "card",    package: "dmalane-card",   uses: &["addr", "iopt", "mem", "engine"],       no_std: false },
+    Crate { dir: "load",    package: "dmalane-load",   uses: &["addr", "iopt", "vm", "mem", "engine"], no_std: false },
+    Crate { dir: "dmalane", package: "dmalane",        no_std: false,
+            uses: &["addr", "iopt", "vm", "mem", "engine", "uring", "card", "load"] },
+    Crate { dir: "app",     package: "dmalane-cli",    uses: &["dmalane"],                             no_std: false },
+];
+
+/// The files that may say `unsafe`. A new one needs a reason in its first lines and a reader for all of it.
+const UNSAFE_FILES: &[&str] = &["crates/mem/src/sys.rs", "crates/mem/src/view.rs", "crates/uring/src/ring.rs"];
+
+/// Names that say nothing about what is inside.
+const EMPTY_NAMES: &[&str] = &["common", "util", "utils", "helpers", "misc", "shared"];
+
+#[test]
+fn every_crate_has_its_place() {
+    let mut wrong = Vec::new();
+    let found: BTreeSet<String> = directories(&root().join("crates")).into_iter().collect();
+    let drawn: BTreeSet<String> = HOUSE.iter().map(|c| c.dir.to_owned()).collect();
+    for dir in found.difference(&drawn) {
+        wrong.push(format!("crates/{dir} is not in HOUSE: say what it may use"));
+    }
+    for dir in drawn.difference(&found) {
+        wrong.push(format!("crates/{dir} is in HOUSE and not on disk"));
+    }
+    for dir in &found {
+        if EMPTY_NAMES.contains(&dir.as_str()) {
+            wrong.push(format!("crates/{dir}: a crate is named after what it holds"));
+        }
+    }
+    for c in HOUSE.iter().filter(|c| found.contains(c.dir)) {
+        let manifest = manifest(c);
+        let name = manifest.get("package").and_then(|p| p.get("name")).and_then(Value::as_str).unwrap_or_default();
+        if name != c.package {
+            wrong.push(format!("crates/{} is the package {name:?}, not {:?}", c.dir, c.package));
+        }
+        if manifest.get("lints").and_then(|l| l.get("workspace")).and_then(Value::as_bool) != Some(true) {
+            wrong.push(format!("crates/{}/Cargo.toml does not take the lints of the workspace", c.dir));
+        }
+    }
+    report(&wrong);
+}
+
+#[test]
+fn edges_point_down() {
+    let mut wrong = Vec::new();
+    for c in HOUSE {
+        for edge in edges(&manifest(c)) {
+            let Some(target) = HOUSE.iter().find(|t| t.package == edge.package) else {
+                if edge.package.starts_with("dmalane") {
+                    wrong.push(format!("crates/{}: [{}] names the unknown {}", c.dir, edge.section, edge.package));
+                }
+                continue; // not ours
+            };
+            // A crate may be its own dev-dependency, to test with a feature that is off by default.
+            let itself = target.dir == c.dir && edge.section.ends_with("dev-dependencies");
+            if !itself && !c.uses.contains(&target.dir) {
+                wrong.push(format!("crates/{}: [{}] may not use {}", c.dir, edge.section, edge.package));
+            }
+        }
+    }
+    report(&wrong);
+}
+
+#[test]
+fn the_graph_as_drawn_has_no_cycle() {
+    // Listed from the bottom up, every crate uses only what stands above it in the list.
+    for (i, c) in HOUSE.iter().enumerate() {
+        for used in c.uses {
+            assert!(HOUSE[..i].iter().any(|below| below.dir == *used), "{} -> {used} does not point down", c.dir);
+        }
+    }
+}
+
+#[test]
+fn product_crates_stay_clear_of_the_benches() {
+    // bench/ and fuzz/ are workspaces of their own, so that what they compare with stays out of the product.
+    let top: Table = read(&root().join("Cargo.toml")).parse().expect("Cargo.toml");
+    let list = |key: &str| -> Vec<String> {
+        let array = top["workspace"].get(key).and_then(Value::as_array);
+        array.into_iter().flatten().filter_map(Value::as_str).map(str::to_owned).collect()
+    };
+    assert_eq!(list("members"), ["crates/*"]);
+    for side in ["bench", "fuzz"] {
+        assert!(list("exclude").iter().any(|e| e == side), "{side} is not excluded from the workspace");
+        let manifest: Table = read(&root().join(side).join("Cargo.toml")).parse().expect(side);
+        assert!(manifest.contains_key("workspace"), "{side} is not a workspace of its own");
+    }
+}
+
+#[test]
+fn unsafe_stays_where_it_is_listed() {
+    let mut wrong = Vec::new();
+    for path in sources() {
+        let name = relative(&path);
+        let text = read(&path);
+        let code = code_only(&text);
+        if !UNSAFE_FILES.contains(&name.as_str()) {
+            for (i, line) in code.lines().enumerate() {
+                if words(line).any(|w| w == "unsafe") {
+                    wrong.push(format!("{name}:{}: says unsafe and is not in UNSAFE_FILES", i + 1));
+                }
+            }
+        } else {
+            wrong.extend(undocumented(&name, &text, &code));
+        }
+        wrong.extend(permissions(&name, &code));
+    }
+    report(&wrong);
+}
+
+#[test]
+fn crate_roots_refuse_unsafe() {
+    let mut wrong = Vec::new();
+    for c in HOUSE {
+        // A crate with files in the list allows `unsafe` in those modules only, which `forbid` would not let it do.
+        let listed = UNSAFE_FILES.iter().any(|f| f.starts_with(&format!("crates/{}/", c.dir)));
+        let level = if listed { "deny" } else { "forbid" };
+        for root_file in ["src/lib.rs", "src/main.rs"] {
+            let path = root().join("crates").join(c.dir).join(root_file);
+            let Ok(text) = fs::read_to_string(&path) else { continue };
+            let code: String = code_only(&text).split_whitespace().collect();
+            if !code.contains(&format!("#![{level}(unsafe_code)]")) {
+                wrong.push(format!("{}: no #![{level}(unsafe_code)]", relative(&path)));
+            }
+            if c.no_std && !code.contains("#![no_std]") {
+                wrong.push(format!("{}: no #![no_std]", relative(&path)));
+            }
+        }
+    }
+    report(&wrong);
+}
+
+#[test]
+fn every_file_opens_with_what_it_is() {
+    let mut wrong = Vec::new();
+    for path in sources() {
+        let text = read(&path);
+        let first = text.lines().next().unwrap_or_default();
+        if !first.starts_with("//! ") {
+            wrong.push(format!("{}:1: opens with {first:?}, not with a `//!` sentence", relative(&path)));
+        }
+    }
+    report(&wrong);
+}
+
+#[test]
+fn the_ten_longest_files() {
+    let mut lengths: Vec<(usize, String)> =
+        sources().iter().map(|path| (read(path).lines().count(), relative(path))).collect();
+    lengths.sort_by(|a, b| b.cmp(a));
+    // Fails on none: a number that everyone sees starts the conversation. scripts/check prints these lines.
+    println!("LONGEST {} files, {} lines", lengths.len(), lengths.iter().map(|(n, _)| n).sum::<usize>());
+    for (lines, name) in lengths.iter().take(10) {
+        println!("LONGEST {lines:5} {name}");
+    }
+    assert!(lengths.len() > HOUSE.len(), "the sources were not found below {}", root().display());
+}
+
+/// A dependency as a manifest has it.
+struct Edge {
+    /// `dependencies`, `dev-dependencies` or `build-dependencies`, with the target in front where there is one.
+    section: String,
+    package: String,
+}
+
+/// Every dependency of a manifest, those of its `[target]` tables too.
+fn edges(manifest: &Table) -> Vec<Edge> {
+    let mut tables: Vec<(String, &Table)> = vec![(String::new(), manifest)];
+    for (target, table) in manifest.get("target").and_then(Value::as_table).into_iter().flatten() {
+        tables.extend(table.as_table().map(|t| (format!("target.{target}."), t)));
+    }
+    let mut edges = Vec::new();
+    for (prefix, table) in tables {
+        for kind in ["dependencies", "dev-dependencies", "build-dependencies"] {
+            for (key, value) in table.get(kind).and_then(Value::as_table).into_iter().flatten() {
+                // A rename keeps the real name under `package`.
+                let package = value.get("package").and_then(Value::as_str).unwrap_or(key);
+                edges.push(Edge { section: format!("{prefix}{kind}"), package: package.to_owned() });
+            }
+        }
+    }
+    edges
+}
+
+/// What is `unsafe` in a listed file and does not say why it holds. Clippy looks at blocks and impls too; this also wants
+/// a `# Safety` section on every unsafe function, private ones included.
+fn undocumented(name: &str, text: &str, code: &str) -> Vec<String> {
+    let text: Vec<&str> = text.lines().collect();
+    let code: Vec<&str> = code.lines().collect();
+    let mut wrong = Vec::new();
+    for (i, line) in code.iter().enumerate() {
+        if !words(line).any(|w| w == "unsafe") {
+            continue;
+        }
+        let is_fn = line.contains("unsafe fn ") || line.contains("unsafe extern");
+        let wanted: &[&str] = if is_fn { &["# Safety", "SAFETY:"] } else { &["SAFETY:"] };
+        // Up through the comments, attributes and earlier lines of the same statement.
+        let above = (0..i).rev().take_while(|&j| {
+            let (code, text) = (code[j].trim(), text[j].trim());
+            !text.is_empty() && !code.ends_with([';', '{', '}'])
+        });
+        if !std::iter::once(i).chain(above).any(|j| wanted.iter().any(|w| text[j].contains(w))) {
+            wrong.push(format!("{name}:{}: unsafe without {}", i + 1, wanted.join(" or ")));
+        }
+    }
+    wrong
+}
+
+/// Every place that allows `unsafe_code` for something else than a module in the list.
+fn permissions(name: &str, code: &str) -> Vec<String> {
+    let lines: Vec<&str> = code.lines().collect();
+    let mut wrong = Vec::new();
+    for (i, line) in lines.iter().enumerate() {
+        let allows = (line.contains("allow(") || line.contains("expect(")) && words(line).any(|w| w == "unsafe_code");
+        if !allows {
+            continue;
+        }
+        let item = lines[i + 1..].iter().find(|l| !l.trim().is_empty()).map_or("", |l| l.trim());
+        let module = item.strip_prefix("pub ").unwrap_or(item).strip_prefix("mod ").and_then(|m| m.strip_suffix(';'));
+        let directory = Path::new(name).parent().unwrap_or(Path::new(""));
+        let listed = module.is_some_and(|m| {
+            let file = directory.join(format!("{m}.rs"));
+            UNSAFE_FILES.iter().any(|f| Path::new(f) == file)
+        });
+        if !listed {
+            wrong.push(format!("{name}:{}: allows unsafe_code for {item:?}", i + 1));
+        }
+    }
+    wrong
+}
+
+/// The text with comments, strings and character literals blanked out; lines stay where they are.
+fn code_only(text: &str) -> String {
+    let chars: Vec<char> = text.chars().collect();
+    let at = |i: usize| chars.get(i).copied().unwrap_or('\0');
+    let mut out = String::with_capacity(text.len());
+    let mut i = 0;
+    while i < chars.len() {
+        let end = if at(i) == '/' && at(i + 1) == '/' {
+            (i..chars.len()).find(|&j| at(j) == '\n').unwrap_or(chars.len())
+        } else if at(i) == '/' && at(i + 1) == '*' {
+            end_of_comment(&chars, i)
+        } else if at(i) == '"' {
+            end_of_quoted(&chars, i, '"')
+        } else if at(i) == 'r' && !after_word(&chars, i) && raw_hashes(&chars, i + 1).is_some() {
+            end_of_raw(&chars, i)
+        } else if at(i) == '\'' && (at(i + 1) == '\\' || at(i + 2) == '\'') {
+            end_of_quoted(&chars, i, '\'') // and not a lifetime, which has no closing quote
+        } else {
+            out.push(at(i));
+            i += 1;
+            continue;
+        };
+        out.extend(chars[i..end].iter().map(|&c| if c == '\n' { '\n' } else { ' ' }));
+        i = end;
+    }
+    out
+}
+
+/// Block comments nest.
+fn end_of_comment(chars: &[char], start: usize) -> usize {
+    let (mut i, mut depth) = (start, 0);
+    while i < chars.len() {
+        match (chars[i], chars.get(i + 1)) {
+            ('/', Some('*')) => (depth, i) = (depth + 1, i + 2),
+            ('*', Some('/')) => (depth, i) = (depth - 1, i + 2),
+            _ => i += 1,
+        }
+        if depth == 0 {
+            return i;
+        }
+    }
+    chars.len()
+}
+
+fn end_of_quoted(chars: &[char], start: usize, quote: char) -> usize {
+    let mut i = start + 1;
+    while i < chars.len() && chars[i] != quote {
+        i += if chars[i] == '\\' { 2 } else { 1 };
+    }
+    (i + 1).min(chars.len())
+}
+
+/// The number of hashes of the raw string whose `r` stands just before `i`, if it is one.
+fn raw_hashes(chars: &[char], i: usize) -> Option<usize> {
+    let hashes = chars[i.min(chars.len())..].iter().take_while(|&&c| c == '#').count();
+    (chars.get(i + hashes) == Some(&'"')).then_some(hashes)
+}
+
+fn end_of_raw(chars: &[char], start: usize) -> usize {
+    let hashes = raw_hashes(chars, start + 1).unwrap_or(0);
+    let closes =
+        |j: &usize| chars[*j] == '"' && chars[*j + 1..].iter().take(hashes).filter(|&&c| c == '#').count() == hashes;
+    (start + hashes + 2..chars.len()).find(closes).map_or(chars.len(), |j| j + 1 + hashes)
+}
+
+/// True when the character belongs to a word that began before it (`br"..."` and `cr"..."` excepted).
+fn after_word(chars: &[char], i: usize) -> bool {
+    let word = |j: usize| chars[j].is_alphanumeric() || chars[j] == '_';
+    match i {
+        0 => false,
+        1 => word(0) && !matches!(chars[0], 'b' | 'c'),
+        _ => word(i - 1) && (word(i - 2) || !matches!(chars[i - 1], 'b' | 'c')),
+    }
+}
+
+fn words(line: &str) -> impl Iterator<Item = &str> {
+    line.split(|c: char| !c.is_alphanumeric() && c != '_').filter(|w| !w.is_empty())
+}
+
+fn root() -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).ancestors().nth(2).expect("two levels up").to_owned()
+}
+
+fn manifest(c: &Crate) -> Table {
+    let path = root().join("crates").join(c.dir).join("Cargo.toml");
+    read(&path).parse().unwrap_or_else(|e| panic!("{}: {e}", relative(&path)))
+}
+
+fn directories(of: &Path) -> Vec<String> {
+    let entries = fs::read_dir(of).unwrap_or_else(|e| panic!("{}: {e}", of.display()));
+    let directories = entries.filter_map(Result::ok).filter(|e| e.path().is_dir());
+    directories.map(|e| e.file_name().to_string_lossy().into_owned()).collect()
+}
+
+/// Every Rust file of the repository: crates with their tests and examples, benches, fuzz targets, bindings.
+fn sources() -> Vec<PathBuf> {
+    let mut found = Vec::new();
+    let mut pending: Vec<PathBuf> =
+        ["crates", "bench", "fuzz", "tests", "bindings", "docs", "scripts"].iter().map(|d| root().join(d)).collect();
+    while let Some(directory) = pending.pop() {
+        for entry in fs::read_dir(directory).into_iter().flatten().filter_map(Result::ok) {
+            let (path, name) = (entry.path(), entry.file_name());
+            let name = name.to_string_lossy();
+            if path.is_dir() && name != "target" && !name.starts_with('.') {
+                pending.push(path);
+            } else if name.ends_with(".rs") {
+                found.push(path);
+            }
+        }
+    }
+    found.sort();
+    found
+}
+
+fn read(path: &Path) -> String {
+    fs::read_to_string(path).unwrap_or_else(|e| panic!("{}: {e}", path.display()))
+}
+
+fn relative(path: &Path) -> String {
+    path.strip_prefix(root()).unwrap_or(path).to_string_lossy().into_owned()
+}
+
+fn report(wrong: &[String]) {
+    assert!(wrong.is_empty(), "{} places break this rule:\n  {}", wrong.len(), wrong.join("\n  "));
+}
+
+#[test]
+fn the_reader_of_sources_sees_code_only() {
+    let text = r####"
+// unsafe 1
+/* unsafe /* unsafe */ unsafe */ let a = "unsafe \" unsafe"; let b = r#"unsafe " unsafe"#; let c = br"unsafe";
+let d = '"'; let e: &'static str = "unsafe"; let f = '\''; fn g<'a>(r: &'a u8) {}
+unsafe { h() } // unsafe_code
+"####;
+    let code = code_only(text);
+    assert_eq!(code.lines().count(), text.lines().count());
+    let said: Vec<usize> =
+        code.lines().enumerate().filter(|(_, l)| words(l).any(|w| w == "unsafe")).map(|(i, _)| i).collect();
+    assert_eq!(said, [4], "{code}");
+    assert!(code.contains("fn g<'a>(r: &'a u8) {}"), "{code}");
+}
+
+#[test]
+fn the_rules_for_unsafe_see_what_is_missing() {
+    let text = "// SAFETY: because\nunsafe { a() };\nunsafe { b() };\n/// # Safety\n/// x\nunsafe fn c() {}\n";
+    assert_eq!(undocumented("x.rs", text, &code_only(text)), ["x.rs:3: unsafe without SAFETY:"]);
+    let text = "#[allow(unsafe_code)]\nmod sys;\n#[allow(unsafe_code)]\nfn f() {}\n#[allow(unsafe_code)]\nmod buf;\n";
+    let wrong = permissions("crates/mem/src/lib.rs", text);
+    assert_eq!(wrong.len(), 2, "{wrong:?}");
+    let manifest: Table = "[target.'cfg(unix)'.dev-dependencies]\nx = { package = \"dmalane-card\" }".parse().unwrap();
+    assert_eq!(edges(&manifest)[0].package, "dmalane-card");
+    assert!(edges(&manifest)[0].section.ends_with(".dev-dependencies"));
+}

@@ -1,0 +1,616 @@
+//! One suite for every format: random calls against a slow, obvious model. A format joins with one line at the end.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::ops::Range;
+
+use dmalane_addr::{Access, Address, Iova, PageSize, PhysAddr, Segment, Span};
+use dmalane_iopt::{
+    Arm64S1_4k, Entry, Error, FaultKind, Format, HeapTables, PageTable, Place, TableEstimate, Tables, X86_64_4Level,
+    walk,
+};
+use proptest::prelude::*;
+use proptest::test_runner::TestCaseError;
+
+const PAGE: u64 = 4096;
+const MIB: u64 = 1 << 20;
+const GIB: u64 = 1 << 30;
+
+/// Heap tables whose allocation number `fail_at` (counted from 0) fails.
+struct Failing {
+    heap: HeapTables<PhysAddr>,
+    calls: usize,
+    fail_at: Option<usize>,
+}
+
+impl Failing {
+    fn new() -> Self {
+        Self { heap: HeapTables::new(PhysAddr::new(0x12_3456_7000)), calls: 0, fail_at: None }
+    }
+}
+
+impl Tables for Failing {
+    type Addr = PhysAddr;
+
+    fn allocate(&mut self) -> Option<PhysAddr> {
+        self.calls += 1;
+        if self.fail_at == Some(self.calls - 1) { None } else { self.heap.allocate() }
+    }
+    fn free(&mut self, table: PhysAddr) {
+        self.heap.free(table);
+    }
+    fn load(&self, table: PhysAddr, index: usize) -> u64 {
+        self.heap.load(table, index)
+    }
+    fn store(&mut self, table: PhysAddr, index: usize, entry: u64) {
+        self.heap.store(table, index, entry);
+    }
+    fn reserve(&mut self, tables: usize) -> bool {
+        self.heap.reserve(tables)
+    }
+    // No `update`: the heap's own is tested by every use of plain HeapTables, the default one here.
+}
+
+type Table<F, T> = PageTable<F, Iova, PhysAddr, T>;
+
+#[derive(Clone, Debug)]
+enum Op {
+    Map { at: u64, segments: Vec<(u64, u64)>, access: Access },
+    Unmap { at: u64, len: u64 },
+}
+
+#[derive(Clone, Copy, PartialEq, Debug)]
+struct ModelLeaf {
+    out: u64,
+    size: u64,
+    access: Access,
+}
+
+/// Leaves by address, nothing else.
+#[derive(Clone, Default)]
+struct Model(BTreeMap<u64, ModelLeaf>);
+
+impl Model {
+    fn holding(&self, at: u64) -> Option<(u64, ModelLeaf)> {
+        self.0.range(..=at).next_back().map(|(&a, &l)| (a, l)).filter(|(a, l)| at < a + l.size)
+    }
+
+    fn first_taken(&self, range: Range<u64>) -> Option<u64> {
+        if range.is_empty() {
+            return None; // a request that starts beyond the input range
+        }
+        let inside = self.0.range(range.clone()).next().map(|(&a, _)| a);
+        if self.holding(range.start).is_some() { Some(range.start) } else { inside }
+    }
+
+    /// Joins segments that continue each other, then takes the largest page that fits, over and over.
+    fn map<F: Format>(&mut self, mut at: u64, segments: &[(u64, u64)], access: Access) {
+        let mut joined: Vec<(u64, u64)> = Vec::new();
+        for &(out, len) in segments {
+            match joined.last_mut() {
+                Some(last) if last.0 + last.1 == out => last.1 += len,
+                _ => joined.push((out, len)),
+            }
+        }
+        for (mut out, mut len) in joined {
+            while len > 0 {
+                let fits = |s: &u64| at.is_multiple_of(*s) && out.is_multiple_of(*s) && len >= *s;
+                let size = F::PAGE_SIZES.iter().rev().map(|p| p.bytes()).find(fits).unwrap();
+                self.0.insert(at, ModelLeaf { out, size, access });
+                (at, out, len) = (at + size, out + size, len - size);
+            }
+        }
+    }
+
+    /// Splits what is in the way one size at a time. Gives bytes removed and the span to flush.
+    fn unmap<F: Format>(&mut self, at: u64, len: u64) -> (u64, Range<u64>) {
+        let sizes: Vec<u64> = F::PAGE_SIZES.iter().map(|p| p.bytes()).collect();
+        let mut flush = at..at + len;
+        for cut in [at, at + len] {
+            while let Some((first, leaf)) = self.holding(cut).filter(|(first, _)| *first != cut) {
+                flush = flush.start.min(first)..flush.end.max(first + leaf.size);
+                let size = sizes[sizes.iter().position(|&s| s == leaf.size).unwrap() - 1];
+                for part in (0..leaf.size).step_by(size as usize) {
+                    self.0.insert(first + part, ModelLeaf { out: leaf.out + part, size, access: leaf.access });
+                }
+            }
+        }
+        let gone: Vec<u64> = self.0.range(at..at + len).map(|(&a, _)| a).collect();
+        (gone.iter().map(|a| self.0.remove(a).unwrap().size).sum(), flush)
+    }
+
+    /// The tables that these leaves need, the root included.
+    fn tables<F: Format>(&self) -> usize {
+        let mut tables = BTreeSet::new();
+        for (at, leaf) in &self.0 {
+            let mut covers = F::GRANULE.bytes() << F::INDEX_BITS; // bytes that a table of the last level translates
+            while at >> F::INPUT_BITS == 0 && covers < 1 << F::INPUT_BITS {
+                if covers > leaf.size {
+                    tables.insert((covers, at / covers));
+                }
+                covers <<= F::INDEX_BITS;
+            }
+        }
+        tables.len() + 1
+    }
+
+    fn runs(&self, range: Range<u64>) -> Vec<(u64, u64, u64, u64, Access)> {
+        let from = self.holding(range.start).map_or(range.start, |(a, _)| a);
+        self.0
+            .range(from..range.end)
+            .map(|(&a, l)| {
+                let (start, end) = (a.max(range.start), (a + l.size).min(range.end));
+                (start, l.out + (start - a), end - start, l.size, l.access)
+            })
+            .collect()
+    }
+}
+
+fn span(at: u64, len: u64) -> Span<Iova> {
+    Span::new(Iova::new(at), len).unwrap()
+}
+
+fn whole<F: Format>() -> Span<Iova> {
+    span(0, 1 << F::INPUT_BITS)
+}
+
+fn list(segments: &[(u64, u64)]) -> impl Iterator<Item = Segment<PhysAddr>> + Clone {
+    segments.iter().map(|&(out, len)| Segment { addr: PhysAddr::new(out), len })
+}
+
+fn runs<F: Format, T: Tables>(table: &Table<F, T>, within: Span<Iova>) -> Vec<(u64, u64, u64, u64, Access)> {
+    table.runs(within).map(|r| (r.at.bits(), r.to.bits(), r.len, r.size.bytes(), r.access)).collect()
+}
+
+/// Everything that can be seen of the table agrees with the model.
+fn agree<F: Format>(table: &Table<F, Failing>, model: &Model) -> Result<(), TestCaseError> {
+    let all = whole::<F>();
+    prop_assert!(runs(table, all) == model.runs(0..1 << F::INPUT_BITS), "leaves differ");
+    for (size, count) in table.leaf_counts() {
+        let expected = model.0.values().filter(|l| l.size == size.bytes()).count();
+        prop_assert_eq!(count, expected as u64, "count of {} leaves", size);
+    }
+    prop_assert_eq!(table.mapped_bytes(), model.0.values().map(|l| l.size).sum::<u64>());
+    prop_assert_eq!(table.tables().heap.in_use(), model.tables::<F>(), "tables in use");
+    Ok(())
+}
+
+/// Lookup, the device's walk and the model say the same of one address.
+fn translate<F: Format>(table: &Table<F, Failing>, model: &Model, at: u64) -> Result<(), TestCaseError> {
+    let found = table.lookup(Iova::new(at));
+    let expected = model.holding(at);
+    prop_assert_eq!(
+        found.map(|l| (l.at.bits(), l.to.bits(), l.size.bytes(), l.access)),
+        expected.map(|(a, l)| (a, l.out, l.size, l.access))
+    );
+    let walked = walk::<F>(table.root().bits(), at, |entry| table.tables().heap.read(entry));
+    match (found, walked) {
+        (Some(leaf), Ok(w)) => {
+            prop_assert_eq!(leaf.translate(Iova::new(at)), Some(PhysAddr::new(w.to)));
+            prop_assert_eq!((leaf.size, leaf.access), (w.size, w.access));
+        }
+        (None, Err(fault)) => prop_assert_eq!(fault.kind, FaultKind::NotPresent),
+        (found, walked) => prop_assert!(false, "lookup {found:?}, walk {walked:?}"),
+    }
+    Ok(())
+}
+
+/// Runs one call with its allocations failing one after another until it gets through. After each failure nothing has
+/// changed. Gives the result and the number of tables it took.
+fn insist<F: Format, R>(
+    table: &mut Table<F, Failing>,
+    model: &Model,
+    mut call: impl FnMut(&mut Table<F, Failing>) -> Result<R, Error>,
+) -> Result<(Result<R, Error>, usize), TestCaseError> {
+    for n in 0.. {
+        let tables = table.tables_mut();
+        tables.calls = 0;
+        tables.fail_at = Some(n);
+        let result = call(table);
+        let calls = table.tables().calls;
+        if !matches!(result, Err(Error::NoTables { .. })) {
+            prop_assert!(calls <= n, "an allocation failed and the call went on");
+            return Ok((result, calls));
+        }
+        prop_assert_eq!(calls, n + 1);
+        agree(table, model)?;
+    }
+    unreachable!("some call succeeds")
+}
+
+fn apply<F: Format>(table: &mut Table<F, Failing>, model: &mut Model, op: &Op) -> Result<(), TestCaseError> {
+    match op {
+        Op::Map { at, segments, access } => {
+            let len: u64 = segments.iter().map(|s| s.1).sum();
+            let mut estimate = TableEstimate::<F>::new();
+            let estimated = estimate.map_sg(Iova::new(*at), list(segments));
+            let (result, tables) = insist(table, model, |t| t.map_sg(Iova::new(*at), list(segments), *access))?;
+            let limit = 1 << F::INPUT_BITS;
+            let taken = model.first_taken(*at..(at + len).min(limit));
+            match result {
+                Ok(bytes) => {
+                    prop_assert!(taken.is_none() && at + len <= limit);
+                    prop_assert_eq!(bytes, len);
+                    prop_assert!(estimated.is_ok() && tables <= estimate.tables());
+                    prop_assert!(estimate.tables() <= Table::<F, Failing>::max_tables_for(span(*at, len)));
+                    model.map::<F>(*at, segments, *access);
+                }
+                Err(Error::Overlap { at: place }) => {
+                    prop_assert_eq!(Some(place), taken.map(|t| Place::of(Iova::new(t))));
+                }
+                Err(Error::InputRange { .. }) => {
+                    prop_assert!(at + len > limit);
+                    prop_assert!(estimated.is_err());
+                }
+                Err(e) => prop_assert!(false, "{e}"),
+            }
+        }
+        Op::Unmap { at, len } => {
+            let before = runs(table, span(*at, *len));
+            let mut estimate = TableEstimate::<F>::new();
+            estimate.unmap(span(*at, *len));
+            let (result, tables) = insist(table, model, |t| t.unmap(span(*at, *len)))?;
+            if at + len > 1 << F::INPUT_BITS {
+                prop_assert!(matches!(result, Err(Error::InputRange { .. })), "{result:?}");
+                return Ok(());
+            }
+            let flush = result.unwrap();
+            let (bytes, flushed) = model.unmap::<F>(*at, *len);
+            prop_assert_eq!(flush.bytes(), bytes);
+            prop_assert_eq!(bytes, before.iter().map(|r| r.2).sum::<u64>());
+            prop_assert_eq!(flush.span(), span(flushed.start, flushed.end - flushed.start));
+            prop_assert_eq!(flush.is_empty(), bytes == 0);
+            prop_assert!(tables <= estimate.tables());
+            prop_assert!(estimate.tables() <= Table::<F, Failing>::max_tables_for(span(*at, *len)));
+            prop_assert_eq!(table.tables().heap.in_use(), model.tables::<F>() + flush.tables().len());
+            table.free_tables(flush);
+        }
+    }
+    agree(table, model)
+}
+
+/// Addresses where things meet: around the ends of the space and of tables of every level.
+fn input() -> impl Strategy<Value = u64> {
+    let base = prop_oneof![
+        3 => Just(0),
+        3 => Just(GIB - 4 * MIB),
+        2 => Just((512 * GIB) - 4 * MIB),
+        2 => Just((1 << 48) - 6 * MIB),
+    ];
+    (base, 0u64..4, edge()).prop_map(|(base, blocks, pages)| base + blocks * 2 * MIB + pages * PAGE)
+}
+
+/// Pages near the start or end of a table.
+fn edge() -> impl Strategy<Value = u64> {
+    prop_oneof![3 => Just(0), 2 => 0u64..5, 2 => 508u64..512]
+}
+
+fn length() -> impl Strategy<Value = u64> {
+    prop_oneof![4 => 1u64..6, 2 => 508u64..516, 2 => Just(512), 1 => Just(1024), 1 => 1020u64..1030]
+        .prop_map(|p| p * PAGE)
+}
+
+fn access() -> impl Strategy<Value = Access> {
+    prop_oneof![
+        Just(Access::READ),
+        Just(Access::RW),
+        Just(Access::RW | Access::EXEC),
+        Just(Access::READ | Access::EXEC)
+    ]
+}
+
+fn op() -> impl Strategy<Value = Op> {
+    let segment = (0u64..8, edge(), length()).prop_map(|(block, page, len)| (block * 2 * MIB + page * PAGE, len));
+    let page = (0u64..64).prop_map(|frame| (frame * PAGE, PAGE));
+    // Consecutive halves, so that merging decides about the leaf.
+    let halves = (0u64..8, 1u64..511).prop_map(|(block, cut)| {
+        let out = block * 2 * MIB;
+        vec![(out, cut * PAGE), (out + cut * PAGE, 2 * MIB - cut * PAGE)]
+    });
+    let segments = prop_oneof![
+        2 => prop::collection::vec(segment, 1..5),
+        2 => prop::collection::vec(page, 1..600),
+        1 => halves,
+    ];
+    prop_oneof![
+        4 => (input(), segments, access()).prop_map(|(at, segments, access)| Op::Map { at, segments, access }),
+        // Output congruent to input in 2 MiB: blocks wherever the length allows.
+        3 => (input(), 0u64..4, length(), access())
+            .prop_map(|(at, b, len, access)| Op::Map { at, segments: vec![(at % (2 * MIB) + b * 2 * MIB, len)], access }),
+        // A 1 GiB leaf with something on either side.
+        1 => (1u64..3, 0u64..3, 0u64..3, access()).prop_map(|(gib, below, above, access)| {
+            let (below, above) = (below * PAGE, above * 2 * MIB);
+            Op::Map { at: gib * GIB - below, segments: vec![(4 * GIB - below, GIB + below + above)], access }
+        }),
+        5 => (input(), length()).prop_map(|(at, len)| Op::Unmap { at, len }),
+        1 => (input(), 1u64..600).prop_map(|(at, blocks)| Op::Unmap { at, len: blocks * 2 * MIB }),
+    ]
+}
+
+fn random_calls<F: Format>(ops: &[Op], probes: &[u64]) -> Result<(), TestCaseError> {
+    let mut table = Table::<F, Failing>::new(Failing::new()).unwrap();
+    let mut model = Model::default();
+    for op in ops {
+        apply(&mut table, &mut model, op)?;
+        let at = match op {
+            Op::Map { at, .. } | Op::Unmap { at, .. } => *at,
+        };
+        for at in probes.iter().copied().chain([at, at.saturating_sub(1), at + PAGE]) {
+            if at >> F::INPUT_BITS == 0 {
+                translate(&table, &model, at)?;
+                let clipped = at..(at + 3 * MIB + 5).min(1 << F::INPUT_BITS);
+                prop_assert_eq!(runs(&table, span(clipped.start, clipped.end - clipped.start)), model.runs(clipped));
+            }
+        }
+    }
+    let flush = table.unmap(whole::<F>()).unwrap();
+    prop_assert_eq!(flush.bytes(), model.0.values().map(|l| l.size).sum::<u64>());
+    table.free_tables(flush);
+    agree(&table, &Model::default())?;
+    prop_assert_eq!(table.into_tables().heap.in_use(), 0);
+    Ok(())
+}
+
+/// The same calls on plain heap tables (with their own `update`) give the same table.
+fn heap_tables_agree<F: Format>(ops: &[Op]) -> Result<(), TestCaseError> {
+    let mut slow = Table::<F, Failing>::new(Failing::new()).unwrap();
+    let mut fast = Table::<F, _>::new(HeapTables::new(PhysAddr::new(0))).unwrap();
+    for op in ops {
+        match op {
+            Op::Map { at, segments, access } => {
+                let a = slow.map_sg(Iova::new(*at), list(segments), *access);
+                prop_assert_eq!(a, fast.map_sg(Iova::new(*at), list(segments), *access));
+            }
+            Op::Unmap { at, len } => match (slow.unmap(span(*at, *len)), fast.unmap(span(*at, *len))) {
+                (Ok(a), Ok(b)) => {
+                    prop_assert_eq!((a.bytes(), a.span()), (b.bytes(), b.span()));
+                    slow.free_tables(a);
+                    fast.free_tables(b);
+                }
+                (a, b) => prop_assert_eq!(a.err(), b.err()),
+            },
+        }
+        prop_assert_eq!(runs(&slow, whole::<F>()), runs(&fast, whole::<F>()));
+        prop_assert_eq!(slow.tables().heap.in_use(), fast.tables().in_use());
+    }
+    Ok(())
+}
+
+/// A bad call, its error, and an unchanged table.
+fn refusals<F: Format>() {
+    let mut table = Table::<F, _>::new(Failing::new()).unwrap();
+    let mut model = Model::default();
+    table.map(Iova::new(8 * MIB), PhysAddr::new(0), 2 * MIB, Access::RW).unwrap();
+    model.map::<F>(8 * MIB, &[(0, 2 * MIB)], Access::RW);
+    let top = 1u64 << F::INPUT_BITS;
+    let out_top = 1u64 << F::OUTPUT_BITS;
+    type Check = fn(&Error) -> bool;
+    let misaligned: Check = |e| matches!(e, Error::Misaligned { .. });
+    let input: Check = |e| matches!(e, Error::InputRange { .. });
+    let output: Check = |e| matches!(e, Error::OutputRange { .. });
+    let empty: Check = |e| matches!(e, Error::Empty { .. });
+    let overlap: Check = |e| matches!(e, Error::Overlap { at: Place { bits: 0x80_0000, .. } });
+    // Each list starts with a good segment, so that there is something to undo.
+    let cases: &[(u64, (u64, u64), Check)] = &[
+        (1, (0, PAGE), misaligned),
+        (PAGE - 1, (0, PAGE), misaligned),
+        (0, (1, PAGE), misaligned),
+        (0, (0, PAGE + 1), misaligned),
+        (0, (0, u64::MAX), misaligned),
+        (0, (0, 0), empty),
+        (top - PAGE, (0, PAGE), input),
+        (top, (0, PAGE), input),
+        (top + PAGE, (0, PAGE), input),
+        (!0xfff, (0, PAGE), input),
+        (0, (0x1000, (1 << F::OUTPUT_BITS) - 0x1000), if F::OUTPUT_BITS > F::INPUT_BITS { input } else { overlap }),
+        (0, (out_top - PAGE, 2 * PAGE), output),
+        (0, (out_top, PAGE), output),
+        (0, (!0xfff, PAGE), output),
+        (0, (PAGE, !0xfff), output),
+        (8 * MIB - PAGE, (0, PAGE), overlap),
+        (8 * MIB - 2 * PAGE, (7 * PAGE, 600 * PAGE), overlap),
+    ];
+    for &(at, bad, expected) in cases {
+        let list = [(16 * PAGE, PAGE), bad];
+        let e = table.map_sg(Iova::new(at), self::list(&list), Access::RW).unwrap_err();
+        assert!(expected(&e), "{at:#x} {bad:x?}: {e}");
+        agree(&table, &model).unwrap();
+    }
+    for access in [Access::empty(), Access::WRITE, Access::EXEC, Access::WRITE | Access::EXEC] {
+        let e = table.map(Iova::new(0), PhysAddr::new(0), PAGE, access).unwrap_err();
+        assert_eq!(e, Error::Unsupported { access, format: F::NAME });
+    }
+    for (at, len) in [(1, PAGE), (0, 1), (0, PAGE - 1)] {
+        assert!(misaligned(&table.unmap(span(at, len)).unwrap_err()));
+    }
+    for (at, len) in [(top, PAGE), (top - PAGE, 2 * PAGE), (0, top + PAGE), (!0xfff, PAGE)] {
+        assert!(input(&table.unmap(span(at, len)).unwrap_err()));
+    }
+    assert_eq!(table.map_sg(Iova::new(0), [], Access::RW), Ok(0));
+    assert_eq!(table.map_sg(Iova::new(top), [], Access::RW), Ok(0));
+    for at in [top, u64::MAX] {
+        assert_eq!(table.lookup(Iova::new(at)), None);
+        assert_eq!(table.runs(span(at, 1)).count(), 0);
+        let fault = walk::<F>(table.root().bits(), at, |_| panic!("nothing to fetch")).unwrap_err();
+        assert_eq!((fault.level, fault.kind), (0, FaultKind::OutOfRange));
+    }
+    assert_eq!(table.runs(Span::inclusive(Iova::new(1), Iova::new(u64::MAX)).unwrap()).count(), 1);
+    agree(&table, &model).unwrap();
+}
+
+/// The first and last page of the space, the last page of the output space.
+fn edges<F: Format>() {
+    let mut table = Table::<F, _>::new(Failing::new()).unwrap();
+    let (top, out_top) = (1u64 << F::INPUT_BITS, 1u64 << F::OUTPUT_BITS);
+    table.map(Iova::new(top - PAGE), PhysAddr::new(out_top - PAGE), PAGE, Access::READ).unwrap();
+    table.map(Iova::new(0), PhysAddr::new(0), PAGE, Access::READ).unwrap();
+    let last = table.lookup(Iova::new(top - 1)).unwrap();
+    assert_eq!(last.translate(Iova::new(top - 1)), Some(PhysAddr::new(out_top - 1)));
+    assert_eq!(last.translate(Iova::new(top)), None);
+    assert_eq!(last.translate(Iova::new(top - PAGE - 1)), None);
+    assert_eq!(table.runs(whole::<F>()).count(), 2);
+    let flush = table.unmap(whole::<F>()).unwrap();
+    assert_eq!((flush.bytes(), flush.tables().len()), (2 * PAGE, 6));
+    table.free_tables(flush);
+    agree(&table, &Model::default()).unwrap();
+    // As much as there is, in the largest pages.
+    let len = 1u64 << F::INPUT_BITS.min(F::OUTPUT_BITS);
+    table.map(Iova::new(0), PhysAddr::new(0), len, Access::RW).unwrap();
+    let largest = F::PAGE_SIZES.iter().next_back().unwrap();
+    assert_eq!(table.leaf_counts().last(), Some((largest, len / largest.bytes())));
+    assert_eq!(table.mapped_bytes(), len);
+}
+
+/// The issue that started it: a 32 GiB BAR is 32 steps.
+fn strides<F: Format>() {
+    let mut table = Table::<F, _>::new(Failing::new()).unwrap();
+    table.map(Iova::new(64 * GIB), PhysAddr::new(96 * GIB), 32 * GIB, Access::RW).unwrap();
+    assert_eq!(table.runs(whole::<F>()).count(), 32);
+    assert_eq!(table.tables().heap.in_use(), 2);
+}
+
+/// A table whose address no entry can hold is refused and given back.
+fn table_addresses<F: Format>() {
+    for base in [PhysAddr::new(0x1008), PhysAddr::new(1 << F::OUTPUT_BITS)] {
+        let e = Table::<F, _>::new(HeapTables::new(base)).unwrap_err();
+        assert_eq!(e, Error::TableAddress { at: Place::of(base) });
+    }
+    let base = PhysAddr::new((1 << F::OUTPUT_BITS) - 2 * PAGE);
+    let mut table = Table::<F, _>::new(HeapTables::new(base)).unwrap();
+    let e = table.map(Iova::new(0), PhysAddr::new(0), PAGE, Access::RW).unwrap_err();
+    assert!(matches!(e, Error::TableAddress { .. }));
+    assert_eq!(table.tables().in_use(), 1);
+    assert_eq!(table.runs(whole::<F>()).count(), 0);
+}
+
+/// What is encoded is decoded, at every level that has leaves.
+fn round_trip<F: Format>(out: u64, access: Access) -> Result<(), TestCaseError> {
+    for level in 0..F::LEVELS {
+        prop_assert_eq!(F::decode(level, 0), Entry::Invalid);
+        let size = PageSize::from_log2(F::GRANULE.log2() + ((F::LEVELS - 1 - level) * F::INDEX_BITS) as u8).unwrap();
+        let out = PhysAddr::new(out & ((1 << F::OUTPUT_BITS) - 1)).align_down(size).bits();
+        if F::PAGE_SIZES.contains(size) {
+            prop_assert_eq!(F::decode(level, F::encode_leaf(level, out, access)), Entry::Leaf { out, access });
+        }
+        if level + 1 < F::LEVELS {
+            let next = out & !(F::GRANULE.bytes() - 1);
+            prop_assert_eq!(F::decode(level, F::encode_table(next)), Entry::Table(next));
+        }
+    }
+    Ok(())
+}
+
+/// Any bits at all: the walk ends, and what it gives is in range.
+fn garbage<F: Format>(seed: u64, likely: u64, root: u64, at: u64) -> Result<(), TestCaseError> {
+    let mut loads = 0;
+    let walked = walk::<F>(root, at, |entry| {
+        loads += 1;
+        // splitmix64 of the address as memory; one fetch in 16 is refused.
+        let mut z = (entry ^ seed).wrapping_add(0x9e37_79b9_7f4a_7c15);
+        z = (z ^ z >> 30).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+        z = (z ^ z >> 27).wrapping_mul(0x94d0_49bb_1331_11eb);
+        z ^= z >> 31;
+        (z >> 60 != 0).then_some(z | likely)
+    });
+    prop_assert!(loads <= F::LEVELS);
+    for level in 0..F::LEVELS {
+        let last = level + 1 == F::LEVELS;
+        match F::decode(level, seed) {
+            Entry::Table(next) => prop_assert!(!last && next % F::GRANULE.bytes() == 0 && next >> F::OUTPUT_BITS == 0),
+            Entry::Leaf { out, .. } => prop_assert!(out % F::GRANULE.bytes() == 0 && out >> F::OUTPUT_BITS == 0),
+            Entry::Invalid => {}
+        }
+    }
+    if let Ok(w) = walked {
+        prop_assert!(F::PAGE_SIZES.contains(w.size));
+        prop_assert_eq!(w.to & (w.size.bytes() - 1), at & (w.size.bytes() - 1));
+        prop_assert_eq!(w.to >> F::OUTPUT_BITS, 0);
+    }
+    Ok(())
+}
+
+fn refused_fetch<F: Format>() {
+    let fault = walk::<F>(0, 0, |_| None).unwrap_err();
+    assert_eq!((fault.level, fault.kind), (0, FaultKind::BadTable));
+    // The entry's own address would wrap.
+    let at = (1u64 << F::INPUT_BITS) - 1;
+    let fault = walk::<F>(u64::MAX, at, |_| panic!("fetched")).unwrap_err();
+    assert_eq!(fault.kind, FaultKind::BadTable);
+}
+
+/// Failures are not written next to the sources: proptest prints the input, and a fixed one becomes a plain test.
+fn config(cases: u32) -> ProptestConfig {
+    ProptestConfig { cases, failure_persistence: None, ..ProptestConfig::default() }
+}
+
+macro_rules! conformance {
+    ($module:ident, $format:ty) => {
+        mod $module {
+            use super::*;
+            type F = $format;
+
+            proptest! {
+                #![proptest_config(config(64))]
+
+                #[test]
+                fn random_calls(
+                    ops in prop::collection::vec(op(), 1..16),
+                    probes in prop::collection::vec(input().prop_flat_map(|at| at..at + 2 * MIB), 3),
+                ) {
+                    super::random_calls::<F>(&ops, &probes)?;
+                }
+
+                #[test]
+                fn heap_tables_agree(ops in prop::collection::vec(op(), 1..16)) {
+                    super::heap_tables_agree::<F>(&ops)?;
+                }
+            }
+
+            proptest! {
+                #![proptest_config(config(2000))]
+
+                #[test]
+                fn round_trip(out: u64, access in access()) {
+                    super::round_trip::<F>(out, access)?;
+                }
+
+                #[test]
+                fn garbage(
+                    seed: u64,
+                    likely in prop_oneof![Just(0), Just(1), Just(3), Just(0x405), Just(0x447)],
+                    root: u64,
+                    at in prop_oneof![0u64..1 << 48, any::<u64>()],
+                ) {
+                    super::garbage::<F>(seed, likely, root, at)?;
+                }
+            }
+
+            #[test]
+            fn refusals() {
+                super::refusals::<F>();
+            }
+
+            #[test]
+            fn edges() {
+                super::edges::<F>();
+            }
+
+            #[test]
+            fn strides() {
+                super::strides::<F>();
+            }
+
+            #[test]
+            fn table_addresses() {
+                super::table_addresses::<F>();
+            }
+
+            #[test]
+            fn refused_fetch() {
+                super::refused_fetch::<F>();
+            }
+        }
+    };
+}
+
+conformance!(arm64_s1_4k, Arm64S1_4k);
+conformance!(x86_64_4level, X86_64_4Level);

@@ -1,0 +1,121 @@
+//! What the machine can do at best, measured in the same run as a load.
+
+use std::time::{Duration, Instant};
+
+use dmalane_addr::{Access, CardAddr, FileOffset};
+use dmalane_engine::{Channel, Completion, DeviceFar, Direction, Transfer};
+use dmalane_iopt::{Format, Tables};
+use dmalane_mem::{CopyHint, SharedBuf};
+
+use crate::clock::Clocks;
+use crate::device::STAGING;
+use crate::{Device, Error, Input};
+
+/// Rates in bytes per second.
+#[derive(Clone, Copy, PartialEq, Debug, Default)]
+pub struct Ceilings {
+    /// The same files read into the same staging buffers, and nothing else done.
+    pub read: f64,
+    /// One thread copying memory that is not in the cache, with stores that bypass it.
+    pub copy: f64,
+    /// First touch of sparse shared memory, as the software card's memory is.
+    pub first_touch: f64,
+}
+
+/// No more than this is read again to find the ceiling.
+const READ_AT_MOST: u64 = 4 << 30;
+const COPY_BYTES: u64 = 512 << 20;
+const TOUCH_BYTES: usize = 128 << 20;
+
+impl<C, F, T> Device<C, F, T>
+where
+    C: Channel<Far = DeviceFar>,
+    F: Format,
+    T: Tables<Addr = CardAddr>,
+{
+    /// Measures the ceilings, with as much of `inputs` as 4 GiB. Needs no more host memory than a load.
+    ///
+    /// # Errors
+    /// [`Error`] when memory cannot be had or the files cannot be read.
+    pub fn ceilings<S: Channel<Far = FileOffset>>(&mut self, inputs: &mut [Input<S>]) -> Result<Ceilings, Error> {
+        while self.staging.len() < STAGING {
+            let slot = self.slot(self.parts.gather, Access::READ, &mut Clocks::default())?;
+            self.staging.push(slot);
+        }
+        Ok(Ceilings { read: self.read_ceiling(inputs)?, copy: self.copy_ceiling(), first_touch: touch_ceiling()? })
+    }
+
+    /// Keeps all staging buffers being read into, and throws the bytes away.
+    fn read_ceiling<S: Channel<Far = FileOffset>>(&mut self, inputs: &mut [Input<S>]) -> Result<f64, Error> {
+        let start = Instant::now();
+        let mut total = 0;
+        for input in inputs.iter_mut() {
+            let lost = |reason: String| Error::Channel { path: input.path.clone(), end: "file", reason };
+            let len = input.file.metadata().map_err(|e| input.error("read its size", e))?.len();
+            let len = len.min(READ_AT_MOST - total);
+            let (mut at, mut done) = (0, Vec::new());
+            let mut tails: Vec<_> = self.staging.iter().map(|_| None).collect();
+            let mut tickets = Vec::new();
+            while at < len || !tickets.is_empty() {
+                for index in 0..self.staging.len() {
+                    if at >= len {
+                        break;
+                    }
+                    let Some(whole) = self.staging[index].part.take() else { continue };
+                    let n = (len - at).min(whole.len() as u64);
+                    let (part, tail) = whole.split_at(n as usize).map_err(|_| lost("bad length".into()))?;
+                    let transfer = Transfer { part, direction: Direction::ToHost, far: FileOffset::new(at) };
+                    tickets.push((input.channel.submit(transfer).map_err(|r| lost(r.reason.to_string()))?, index));
+                    tails[index] = Some(tail);
+                    at += n;
+                }
+                input.channel.wait(&mut done, Duration::from_millis(100));
+                for Completion { ticket, transfer, result } in done.drain(..) {
+                    let Some(i) = tickets.iter().position(|(t, _)| *t == ticket) else { continue };
+                    let (_, index) = tickets.swap_remove(i);
+                    let whole = tails[index].take().and_then(|tail| transfer.part.join(tail).ok());
+                    self.staging[index].part = whole;
+                    result.map_err(|source| Error::Read {
+                        path: input.path.clone(),
+                        at: transfer.far,
+                        tensor: None,
+                        source,
+                    })?;
+                }
+            }
+            total += len;
+        }
+        Ok(total as f64 / start.elapsed().as_secs_f64())
+    }
+
+    /// Copies one staging buffer's bytes to another's and on, so that neither is in the cache.
+    fn copy_ceiling(&self) -> f64 {
+        let views: Vec<_> = self.staging.iter().filter_map(|s| s.part.as_ref()).map(|p| p.view()).collect();
+        let (Some(&first), true) = (views.first(), views.len() > 1) else { return 0.0 };
+        let start = Instant::now();
+        let mut copied = 0;
+        'copy: loop {
+            for pair in views.windows(2) {
+                pair[1].copy_from(pair[0].sub(0, pair[1].len()).unwrap_or(pair[0]), CopyHint::Stream);
+                copied += first.len() as u64;
+                if copied >= COPY_BYTES {
+                    break 'copy;
+                }
+            }
+        }
+        copied as f64 / start.elapsed().as_secs_f64()
+    }
+}
+
+fn touch_ceiling() -> Result<f64, Error> {
+    let memory = SharedBuf::sparse("dmalane-touch", TOUCH_BYTES)?;
+    let start = Instant::now();
+    for at in (0..TOUCH_BYTES).step_by(2 << 20) {
+        memory.populate(at, 2 << 20).map_err(|source| dmalane_mem::Error::Allocate {
+            len: TOUCH_BYTES,
+            kind: "sparse memfd memory",
+            source,
+        })?;
+    }
+    Ok(TOUCH_BYTES as f64 / start.elapsed().as_secs_f64())
+}

@@ -1,0 +1,228 @@
+//! A device as the pipeline drives it, and what has been loaded onto it.
+
+use std::path::PathBuf;
+use std::sync::Arc;
+
+use dmalane_addr::{Access, Address, CardAddr, DeviceVa, PageSize, PhysAddr, RangeAllocator, SgTable, Span};
+use dmalane_engine::{Channel, DeviceFar, Registered};
+use dmalane_iopt::{Format, Tables};
+use dmalane_mem::{Heap, HostBus, Part};
+use dmalane_vm::{Bo, Request, Vm};
+
+use crate::clock::{Clocks, Stage};
+use crate::{CardMemory, Error, Layout, Model, Tensor};
+
+/// What a [`Device`] is made of.
+pub struct DeviceParts<C, F, T: Tables> {
+    /// The driver's side of the device: pins and maps staging buffers.
+    pub bus: Arc<dyn HostBus>,
+    /// Where staging buffers come from.
+    pub heap: Arc<dyn Heap>,
+    /// Moves bytes to and from the device.
+    pub channel: C,
+    /// The device's virtual address space.
+    pub vm: Vm<F, T>,
+    /// The device's free memory.
+    pub memory: CardMemory,
+    /// Makes the device forget translations; called after an unbind.
+    pub invalidate: Box<dyn FnMut() + Send>,
+    /// True when the channel works inside `poll`, so that only time spent there is its time.
+    pub inline: bool,
+    /// Bytes of a staging buffer (`--gather`); rounded up to 4 KiB.
+    pub gather: u64,
+}
+
+/// A device that files can be loaded onto.
+pub struct Device<C: Channel<Far = DeviceFar>, F: Format, T: Tables<Addr = CardAddr>> {
+    pub(crate) parts: DeviceParts<C, F, T>,
+    pub(crate) vas: RangeAllocator<DeviceVa>,
+    pub(crate) staging: Vec<Slot>,
+    pub(crate) readback: Option<Slot>,
+    next_bo: u64,
+}
+
+/// A staging buffer, registered once and used for every chunk.
+pub(crate) struct Slot {
+    /// The whole buffer, when no operation has any of it.
+    pub(crate) part: Option<Part>,
+    pub(crate) via: Registered,
+}
+
+/// Buffers that carry bytes to the device; with the one that carries them back, four in all.
+pub(crate) const STAGING: usize = 3;
+
+/// What a load put on the device.
+#[derive(Debug)]
+pub struct Loaded {
+    /// The files, in the order given.
+    pub files: Vec<LoadedFile>,
+}
+
+/// A file on the device.
+#[derive(Debug)]
+pub struct LoadedFile {
+    /// Where it came from.
+    pub path: PathBuf,
+    /// What is in it.
+    pub model: Model,
+    /// XXH3-64 of all bytes of the file in order, as `xxhsum -H3` prints it.
+    pub checksum: u64,
+    /// The buffer object that holds its tensors; `None` when they have no bytes.
+    pub bo: Option<Arc<Bo>>,
+    /// Where it lies in device virtual memory, gaps included.
+    pub range: Option<Span<DeviceVa>>,
+    pub(crate) layout: Layout,
+}
+
+/// A tensor on the device.
+#[derive(Clone, Copy, Debug)]
+pub struct LoadedTensor<'a> {
+    /// What it is.
+    pub tensor: &'a Tensor,
+    /// Where it is bound; `None` for a tensor of no bytes. As long as the tensor.
+    pub va: Option<Span<DeviceVa>>,
+}
+
+impl LoadedFile {
+    /// The tensors in the order of their bytes.
+    pub fn tensors(&self) -> impl ExactSizeIterator<Item = LoadedTensor<'_>> {
+        self.model.tensors.iter().zip(&self.layout.places).map(|(tensor, place)| {
+            let va = self.range.and_then(|r| Span::new(r.first().checked_add(place.va_offset)?, tensor.len));
+            LoadedTensor { tensor, va }
+        })
+    }
+
+    /// What is bound for the tensor at `index`: its pages.
+    pub(crate) fn bound(&self, index: usize) -> Option<Span<DeviceVa>> {
+        let place = &self.layout.places[index];
+        Span::new(self.range?.first().checked_add(place.va_offset)?, place.bound)
+    }
+}
+
+impl<C, F, T> Device<C, F, T>
+where
+    C: Channel<Far = DeviceFar>,
+    F: Format,
+    T: Tables<Addr = CardAddr>,
+{
+    /// A device with nothing loaded.
+    pub fn new(mut parts: DeviceParts<C, F, T>) -> Self {
+        let page = PageSize::SIZE_4K;
+        parts.gather = page.round_up(parts.gather.max(1)).unwrap_or(1 << 30).min(1 << 30);
+        let vas = RangeAllocator::new(parts.vm.range(), page);
+        Self { parts, vas, staging: Vec::new(), readback: None, next_bo: 1 }
+    }
+
+    /// The device's virtual address space.
+    pub fn vm(&self) -> &Vm<F, T> {
+        &self.parts.vm
+    }
+
+    /// The device's free memory.
+    pub fn memory(&self) -> &CardMemory {
+        &self.parts.memory
+    }
+
+    /// The heap of the staging buffers.
+    pub fn heap(&self) -> &dyn Heap {
+        &*self.parts.heap
+    }
+
+    /// The scatter-gather tables of the staging buffers, where the bus knows them.
+    pub fn staging_pages(&self) -> impl Iterator<Item = &SgTable<PhysAddr>> {
+        self.staging.iter().chain(&self.readback).filter_map(|s| s.via.mapping().pinned().pages())
+    }
+
+    /// A new staging buffer of at most `gather` bytes.
+    pub(crate) fn slot(&self, len: u64, access: Access, clocks: &mut Clocks) -> Result<Slot, Error> {
+        let len = usize::try_from(len.min(self.parts.gather)).map_err(|_| dmalane_mem::Error::BadLength(usize::MAX))?;
+        let buf = clocks.time(Stage::Allocate, || self.parts.heap.allocate(len))?.share();
+        let bytes = buf.len() as u64;
+        let pinned = clocks.time(Stage::Register, || self.parts.bus.pin(&buf.share()))?;
+        let mapping = clocks.time(Stage::Map, || self.parts.bus.map(pinned, access))?;
+        for stage in [Stage::Allocate, Stage::Register, Stage::Map] {
+            clocks.bytes(stage, bytes);
+        }
+        Ok(Slot { part: Some(buf.into_part()), via: Registered::from_mapping(mapping) })
+    }
+
+    /// Takes card memory and device virtual memory for a file.
+    pub(crate) fn place(
+        &mut self,
+        path: PathBuf,
+        model: Model,
+        placement: crate::Placement,
+    ) -> Result<LoadedFile, Error> {
+        let too_much = |path| Error::CardFull {
+            path,
+            needed: model.len,
+            placement,
+            align: PageSize::SIZE_16K,
+            largest: self.parts.memory.free_bytes(),
+        };
+        let Some(layout) = Layout::new(&model) else { return Err(too_much(path)) };
+        let mut file = LoadedFile { path, model, checksum: 0, bo: None, range: None, layout };
+        if file.layout.bo_len == 0 {
+            return Ok(file);
+        }
+        let sg = self.parts.memory.allocate(&file.path, file.layout.bo_len, placement)?;
+        let va_len = crate::layout::LARGE.round_up(file.layout.va_len);
+        let range = va_len.and_then(|len| self.vas.allocate(len, crate::layout::LARGE).ok());
+        let Some(range) = range else {
+            self.parts.memory.free(&sg)?;
+            return Err(Error::NoDeviceVa { path: file.path, needed: file.layout.va_len });
+        };
+        file.bo = Some(Arc::new(Bo::new(self.next_bo, sg)));
+        file.range = Some(range);
+        self.next_bo += 1;
+        Ok(file)
+    }
+
+    /// Makes a tensor visible at its device virtual address.
+    pub(crate) fn bind(&mut self, file: &LoadedFile, index: usize) -> Result<(), Error> {
+        let (Some(bo), Some(span)) = (&file.bo, file.bound(index)) else { return Ok(()) };
+        let request = Request::Bind {
+            va: span.first(),
+            bo: bo.clone(),
+            offset: file.layout.places[index].bo_offset,
+            len: span.len(),
+            access: Access::READ,
+        };
+        let plan = self.parts.vm.plan([request]).map_err(|source| Error::Bind {
+            path: file.path.clone(),
+            tensor: file.model.tensors[index].name.clone(),
+            source,
+        })?;
+        let committed = plan.commit();
+        if !committed.is_empty() {
+            (self.parts.invalidate)();
+        }
+        self.parts.vm.invalidated(committed);
+        Ok(())
+    }
+
+    /// Unbinds everything that a load bound and frees its memory.
+    ///
+    /// # Errors
+    /// [`Error::Bind`] when the tables for the unbind cannot be had; then nothing of that file is freed.
+    pub fn unload(&mut self, loaded: Loaded) -> Result<(), Error> {
+        loaded.files.into_iter().try_for_each(|file| self.unload_file(file))
+    }
+
+    pub(crate) fn unload_file(&mut self, file: LoadedFile) -> Result<(), Error> {
+        let (Some(bo), Some(range)) = (file.bo, file.range) else { return Ok(()) };
+        let plan = self.parts.vm.plan([Request::Unbind(range)]).map_err(|source| Error::Bind {
+            path: file.path.clone(),
+            tensor: String::new(),
+            source,
+        })?;
+        let committed = plan.commit();
+        (self.parts.invalidate)();
+        self.parts.vm.invalidated(committed);
+        self.parts.memory.free(bo.sg())?;
+        // The range came from this allocator and is freed once, with its file.
+        let freed = self.vas.free(range);
+        debug_assert!(freed.is_ok(), "{freed:?}");
+        Ok(())
+    }
+}

@@ -1,0 +1,315 @@
+//! What is in a file: the tensors of a safetensors file, or one blob.
+//!
+//! Format: <https://github.com/huggingface/safetensors#format>: 8 bytes little-endian header length, a JSON header of
+//! {name: {dtype, shape, data_offsets}}, then the data, which the tensors cover without holes or overlaps. The crate
+//! `safetensors` parses the header.
+
+use dmalane_addr::FileOffset;
+use safetensors::tensor::{Metadata, TensorInfo};
+use thiserror::Error;
+
+/// The longest header that is accepted, in bytes: the limit of the format's own library.
+pub const MAX_HEADER: u64 = 100_000_000;
+
+/// The length field in front of the header.
+const PREFIX: u64 = 8;
+
+/// One tensor of a file.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub struct Tensor {
+    /// Its name.
+    pub name: String,
+    /// The type of its elements as the header spells it ("F32"); empty for a blob.
+    pub dtype: String,
+    /// Its shape; empty for a scalar and for a blob.
+    pub shape: Vec<u64>,
+    /// Where its bytes start in the file.
+    pub at: FileOffset,
+    /// Bytes; may be 0.
+    pub len: u64,
+}
+
+/// The contents of a file.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub struct Model {
+    /// Bytes of the file.
+    pub len: u64,
+    /// Tensors in the order of their bytes.
+    pub tensors: Vec<Tensor>,
+    /// The header's free-form text pairs, sorted by key; `None` for a blob and where the header has none.
+    pub metadata: Option<Vec<(String, String)>>,
+    /// True for a safetensors file.
+    pub safetensors: bool,
+}
+
+/// Why a file was not understood.
+#[derive(Debug, Error)]
+#[non_exhaustive]
+pub enum FormatError {
+    /// A file of no bytes.
+    #[error("the file is empty")]
+    Empty,
+    /// Not even the length of the header.
+    #[error("the file has {len} bytes, a safetensors file starts with 8 bytes of header length")]
+    NoPrefix {
+        /// Bytes of the file.
+        len: u64,
+    },
+    /// The header would reach beyond the end of the file.
+    #[error("the header length at file offset 0x0 says {header} bytes, but only {left} follow in the file")]
+    HeaderBeyondEnd {
+        /// Bytes of the header as the file says.
+        header: u64,
+        /// Bytes after the length field.
+        left: u64,
+    },
+    /// The header is longer than the format allows.
+    #[error("the header length at file offset 0x0 says {header} bytes, more than the {MAX_HEADER} that are allowed")]
+    HeaderTooLong {
+        /// Bytes of the header as the file says.
+        header: u64,
+    },
+    /// The header is not text.
+    #[error("the header is not UTF-8 at {at}")]
+    NotUtf8 {
+        /// The first bad byte.
+        at: FileOffset,
+    },
+    /// The header does not parse, or describes an impossible layout.
+    #[error("bad header (file offset 0x8 on): {reason}")]
+    Header {
+        /// What the parser said.
+        reason: String,
+    },
+    /// One tensor of the header is wrong.
+    #[error("bad header: tensor {tensor:?}: {reason}")]
+    Tensor {
+        /// Which tensor.
+        tensor: String,
+        /// What is wrong.
+        reason: String,
+    },
+    /// A tensor reaches beyond the end of the file.
+    #[error("tensor {tensor:?} ends at {end}, but the file has only {len} bytes")]
+    TensorBeyondEnd {
+        /// Which tensor.
+        tensor: String,
+        /// Where it would end.
+        end: FileOffset,
+        /// Bytes of the file.
+        len: u64,
+    },
+    /// Bytes that no tensor covers.
+    #[error("{extra} bytes follow the last tensor, from {at} on")]
+    TrailingBytes {
+        /// Where they start.
+        at: FileOffset,
+        /// How many.
+        extra: u64,
+    },
+}
+
+impl Model {
+    /// A file without structure, as one tensor called `name`.
+    ///
+    /// # Errors
+    /// [`FormatError::Empty`].
+    pub fn blob(name: &str, len: u64) -> Result<Self, FormatError> {
+        if len == 0 {
+            return Err(FormatError::Empty);
+        }
+        let tensor =
+            Tensor { name: name.to_owned(), dtype: String::new(), shape: Vec::new(), at: FileOffset::new(0), len };
+        Ok(Self { len, tensors: vec![tensor], metadata: None, safetensors: false })
+    }
+
+    /// Bytes of the header, from the first 8 bytes of a file of `len` bytes; they start at offset 8.
+    ///
+    /// # Errors
+    /// [`FormatError`] when that many cannot be there.
+    pub fn header_len(prefix: [u8; 8], len: u64) -> Result<u64, FormatError> {
+        let left = len.checked_sub(PREFIX).ok_or(FormatError::NoPrefix { len })?;
+        let header = u64::from_le_bytes(prefix);
+        match header {
+            _ if header > left => Err(FormatError::HeaderBeyondEnd { header, left }),
+            _ if header > MAX_HEADER => Err(FormatError::HeaderTooLong { header }),
+            _ => Ok(header),
+        }
+    }
+
+    /// The tensors of a safetensors file of `len` bytes with this header.
+    ///
+    /// # Errors
+    /// [`FormatError`]; every tensor lies within the file, and together they cover all of it behind the header.
+    pub fn parse(header: &[u8], len: u64) -> Result<Self, FormatError> {
+        let data = (header.len() as u64).checked_add(PREFIX).filter(|d| *d <= len);
+        let data =
+            data.ok_or(FormatError::HeaderBeyondEnd { header: header.len() as u64, left: len.saturating_sub(PREFIX) })?;
+        let text = std::str::from_utf8(header)
+            .map_err(|e| FormatError::NotUtf8 { at: FileOffset::new(PREFIX + e.valid_up_to() as u64) })?;
+        let parsed: Metadata = serde_json::from_str(text).map_err(|e| explain(text, &e))?;
+        let mut tensors = Vec::new();
+        let mut covered = data;
+        for (name, info) in in_order(&parsed) {
+            let (start, end) = (info.data_offsets.0 as u64, info.data_offsets.1 as u64);
+            // Sizes are checked against the file, so `data + end` cannot overflow.
+            if end > len - data {
+                let end = FileOffset::new(data.saturating_add(end));
+                return Err(FormatError::TensorBeyondEnd { tensor: name, end, len });
+            }
+            // The parser has checked this too; what follows relies on it.
+            if data + start != covered || end < start {
+                return Err(FormatError::Tensor { tensor: name, reason: "its bytes overlap or leave a hole".into() });
+            }
+            covered = data + end;
+            tensors.push(Tensor {
+                name,
+                dtype: info.dtype.to_string(),
+                shape: info.shape.iter().map(|d| *d as u64).collect(),
+                at: FileOffset::new(data + start),
+                len: end - start,
+            });
+        }
+        if covered != len {
+            return Err(FormatError::TrailingBytes { at: FileOffset::new(covered), extra: len - covered });
+        }
+        let metadata = parsed.metadata().as_ref().map(|m| {
+            let mut pairs: Vec<_> = m.iter().map(|(k, v)| (k.clone(), v.clone())).collect();
+            pairs.sort();
+            pairs
+        });
+        Ok(Self { len, tensors, metadata, safetensors: true })
+    }
+
+    /// The tensor that holds the byte at `at`, else `None`.
+    pub fn tensor_at(&self, at: FileOffset) -> Option<&Tensor> {
+        // Zero-size tensors sort in front of or behind a neighbour that starts at the same place; step over them.
+        let end = self.tensors.partition_point(|t| t.at <= at);
+        self.tensors[..end].iter().rev().find(|t| t.len > 0).filter(|t| at.bits() - t.at.bits() < t.len)
+    }
+}
+
+fn in_order(metadata: &Metadata) -> Vec<(String, TensorInfo)> {
+    let mut tensors: Vec<_> = metadata.tensors().into_iter().map(|(name, info)| (name, info.clone())).collect();
+    // By position; names make the order of zero-size tensors the same in every run.
+    tensors.sort_by(|a, b| a.1.data_offsets.cmp(&b.1.data_offsets).then_with(|| a.0.cmp(&b.0)));
+    tensors
+}
+
+/// The parser does not always say which tensor it stumbled over: find the first that does not parse alone.
+fn explain(text: &str, error: &serde_json::Error) -> FormatError {
+    let header = || FormatError::Header { reason: error.to_string() };
+    let Ok(serde_json::Value::Object(entries)) = serde_json::from_str(text) else { return header() };
+    for (name, value) in entries {
+        if name == "__metadata__" {
+            continue;
+        }
+        let reason = match serde_json::from_value::<TensorInfo>(value) {
+            Err(e) => e.to_string(),
+            Ok(info) => match misfit(&info) {
+                Some(reason) => reason,
+                None => continue,
+            },
+        };
+        return FormatError::Tensor { tensor: name, reason };
+    }
+    header()
+}
+
+/// What is wrong with a tensor by itself: its shape and type do not give the bytes it claims.
+fn misfit(info: &TensorInfo) -> Option<String> {
+    let (start, end) = info.data_offsets;
+    let Some(claimed) = end.checked_sub(start) else {
+        return Some(format!("it ends at {end}, before it starts at {start} (data offsets)"));
+    };
+    let bits = info.shape.iter().try_fold(info.dtype.bitsize(), |n, d| n.checked_mul(*d));
+    match bits {
+        None => Some(format!("the size of shape {:?} overflows", info.shape)),
+        Some(bits) if !bits.is_multiple_of(8) || bits / 8 != claimed => Some(format!(
+            "{} of shape {:?} takes {} bits, but its data offsets {start}..{end} hold {claimed} bytes",
+            info.dtype, info.shape, bits
+        )),
+        Some(_) => None,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    fn parse(header: &str, data: u64) -> Result<Model, FormatError> {
+        Model::parse(header.as_bytes(), 8 + header.len() as u64 + data)
+    }
+
+    fn entry(name: &str, start: u64, end: u64) -> String {
+        format!(r#""{name}":{{"dtype":"U8","shape":[{}],"data_offsets":[{start},{end}]}}"#, end.saturating_sub(start))
+    }
+
+    #[test]
+    fn reads_tensors_in_the_order_of_their_bytes() {
+        let header = format!(
+            r#"{{"__metadata__":{{"k":"v"}},{},{},{}}}"#,
+            entry("b", 4, 10),
+            entry("none", 4, 4),
+            entry("a", 0, 4)
+        );
+        let model = parse(&header, 10).unwrap();
+        let names: Vec<_> = model.tensors.iter().map(|t| (t.name.as_str(), t.len)).collect();
+        assert_eq!(names, [("a", 4), ("none", 0), ("b", 6)]);
+        assert_eq!(model.metadata, Some(vec![("k".into(), "v".into())]));
+        let data = 8 + header.len() as u64;
+        let at = |o| model.tensor_at(FileOffset::new(data + o)).map(|t| t.name.as_str());
+        assert_eq!((at(0), at(3), at(4), at(9), at(10)), (Some("a"), Some("a"), Some("b"), Some("b"), None));
+        assert_eq!(model.tensor_at(FileOffset::new(7)), None);
+    }
+
+    #[test]
+    fn every_kind_of_bad_file_has_its_own_message() {
+        let message = |r: Result<Model, FormatError>| r.unwrap_err().to_string();
+        assert!(message(Model::blob("x", 0)).contains("empty"));
+        let len = |prefix: u64, len| Model::header_len(prefix.to_le_bytes(), len).unwrap_err().to_string();
+        assert!(len(0, 1).contains("has 1 bytes"));
+        assert!(len(100, 50).contains("says 100 bytes, but only 42 follow"));
+        assert!(len(1 << 63, 50).contains("9223372036854775808"));
+        assert!(len(MAX_HEADER + 1, u64::MAX).contains("more than the 100000000"));
+        assert!(message(parse("{", 0)).contains("bad header"));
+        assert!(message(parse("[1]", 0)).contains("bad header"));
+        assert!(message(Model::parse(b"{\"\xff\":1}", 100)).contains("not UTF-8 at file offset 0xa"));
+        let two = |a: &str, b: &str| format!("{{{a},{b}}}");
+        let overlap = message(parse(&two(&entry("a", 0, 8), &entry("b", 4, 12)), 12));
+        assert!(overlap.contains("`b`") || overlap.contains("\"b\""), "{overlap}");
+        let hole = message(parse(&two(&entry("a", 0, 8), &entry("b", 9, 12)), 12));
+        assert!(hole.contains("`b`"), "{hole}");
+        let beyond = message(parse(&two(&entry("a", 0, 8), &entry("b", 8, 12)), 10));
+        assert!(beyond.contains("tensor \"b\" ends at file offset"), "{beyond}");
+        let huge = format!(r#"{{"a":{{"dtype":"U8","shape":[{0}],"data_offsets":[0,{0}]}}}}"#, u64::MAX);
+        assert!(message(parse(&huge, 10)).contains("tensor \"a\""));
+        let dtype = r#"{"w":{"dtype":"Q7","shape":[1],"data_offsets":[0,1]}}"#;
+        let dtype = message(parse(dtype, 1));
+        assert!(dtype.contains("\"w\"") && dtype.contains("Q7"), "{dtype}");
+        let size = r#"{"w":{"dtype":"F32","shape":[3],"data_offsets":[0,8]}}"#;
+        assert!(message(parse(size, 8)).contains("takes 96 bits"));
+        let backwards = r#"{"w":{"dtype":"U8","shape":[0],"data_offsets":[8,0]}}"#;
+        assert!(message(parse(backwards, 8)).contains("before it starts"));
+        let overflow = r#"{"w":{"dtype":"F64","shape":[9223372036854775807,4],"data_offsets":[0,8]}}"#;
+        assert!(message(parse(overflow, 8)).contains("overflows"));
+        let trailing = message(parse(&format!("{{{}}}", entry("a", 0, 8)), 9));
+        assert!(trailing.contains("1 bytes follow the last tensor"), "{trailing}");
+        assert_eq!(parse("{}", 0).unwrap().tensors, []);
+    }
+
+    proptest! {
+        #[test]
+        fn tensors_always_tile_the_file(header in "\\PC*", len: u64) {
+            if let Ok(m) = Model::parse(header.as_bytes(), len) {
+                let mut at = 8 + header.len() as u64;
+                for t in &m.tensors {
+                    prop_assert_eq!(t.at.bits(), at);
+                    at += t.len;
+                }
+                prop_assert_eq!(at, len);
+            }
+        }
+    }
+}

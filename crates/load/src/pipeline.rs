@@ -1,0 +1,558 @@
+//! The pipeline: read, checksum, transfer and bind, chunk after chunk, all under way at once.
+//!
+//! A chunk is the next `gather` bytes of a file. It takes a staging buffer, is read into it, and is then cut: at tensor
+//! boundaries, and where the tensor's card memory has a discontinuity. Each piece is one transfer; bytes between tensors
+//! (the header) have no destination. When the last piece has arrived, the buffer is free for the next chunk. Staging
+//! buffers are made one by one while the first of them are already being read into.
+//!
+//! One thread does all this. Reads are the kernel's work, transfers the device's; with a device that works inline, they are
+//! done here between reads.
+
+use std::collections::{HashMap, VecDeque};
+use std::fs::File;
+use std::os::unix::fs::FileExt;
+use std::path::PathBuf;
+use std::time::{Duration, Instant};
+
+use dmalane_addr::{Access, Address, CardAddr, FileOffset, PageSize};
+use dmalane_engine::{
+    Channel, Completion, DeviceAddr, DeviceFar, Direction, OpError, Refusal, Refused, Ticket, Transfer, drain,
+};
+use dmalane_iopt::{Format, Tables};
+use dmalane_mem::{Part, footprint};
+use xxhash_rust::xxh3::Xxh3;
+
+use crate::clock::{Clocks, Stage};
+use crate::device::STAGING;
+use crate::{Device, Error, Loaded, LoadedFile, Model, Placement, Report, StageReport};
+
+/// A file to load.
+pub struct Input<S> {
+    /// What to call it, and how to tell a safetensors file: by its extension.
+    pub path: PathBuf,
+    /// For its header, its size, and comparisons.
+    pub file: File,
+    /// For its bytes.
+    pub channel: S,
+}
+
+impl<S> Input<S> {
+    /// The file's size now.
+    fn len(&self) -> Result<u64, Error> {
+        let meta = self.file.metadata();
+        meta.map(|m| m.len()).map_err(|source| self.error("read its size", source))
+    }
+
+    pub(crate) fn error(&self, what: &'static str, source: std::io::Error) -> Error {
+        Error::File { path: self.path.clone(), what, source }
+    }
+
+    /// What is in the file: tensors for `*.safetensors`, else one blob with the file's name.
+    ///
+    /// # Errors
+    /// [`Error::Format`], [`Error::File`].
+    pub fn model(&self) -> Result<Model, Error> {
+        let format = |source| Error::Format { path: self.path.clone(), source };
+        let len = self.len()?;
+        if self.path.extension().is_none_or(|e| !e.eq_ignore_ascii_case("safetensors")) {
+            let name = self.path.file_name().unwrap_or_default().to_string_lossy();
+            return Model::blob(&name, len).map_err(format);
+        }
+        if len == 0 {
+            return Err(format(crate::FormatError::Empty));
+        }
+        let mut prefix = [0; 8];
+        let have = prefix.len().min(usize::try_from(len).unwrap_or(usize::MAX));
+        self.file.read_exact_at(&mut prefix[..have], 0).map_err(|e| self.error("read its header", e))?;
+        let mut header = vec![0; Model::header_len(prefix, len).map_err(format)? as usize];
+        self.file.read_exact_at(&mut header, 8).map_err(|e| self.error("read its header", e))?;
+        Model::parse(&header, len).map_err(format)
+    }
+}
+
+/// The next bytes of a file, at most one staging buffer.
+#[derive(Clone, Copy)]
+struct Chunk {
+    file: usize,
+    at: u64,
+    len: u64,
+}
+
+/// What a staging buffer is doing.
+enum State {
+    Free,
+    /// The kernel fills the front; here is the rest.
+    Reading(Part),
+    /// Full, waiting for its turn.
+    Full(Part),
+    /// On its way: pieces that have come back, in their places, and how many have not.
+    Moving(Vec<Option<Part>>, usize),
+}
+
+/// A piece of a chunk on its way to the device.
+struct Piece {
+    slot: usize,
+    index: usize,
+    file: usize,
+    tensor: usize,
+}
+
+struct Job<'a, S, C: Channel<Far = DeviceFar>, F: Format, T: Tables<Addr = CardAddr>> {
+    device: &'a mut Device<C, F, T>,
+    inputs: &'a mut [Input<S>],
+    files: Vec<LoadedFile>,
+    clocks: Clocks,
+    chunks: VecDeque<Chunk>,
+    /// Bytes of a staging buffer that this load makes.
+    staging_len: u64,
+    /// Chunks being read or full, oldest first, with their buffers: they go on in this order.
+    order: VecDeque<(Chunk, usize)>,
+    states: Vec<State>,
+    reads: HashMap<(usize, Ticket), usize>,
+    backlog: VecDeque<(Piece, Transfer<DeviceFar>)>,
+    moving: HashMap<Ticket, Piece>,
+    /// Per file and tensor: bytes that have not arrived.
+    missing: Vec<Vec<u64>>,
+    hashes: Vec<Xxh3>,
+    transfers: u64,
+    resident_peak: u64,
+    sampled: u64,
+    progress: &'a mut dyn FnMut(u64),
+}
+
+const MIB: u64 = 1 << 20;
+/// How long to sleep at most before looking at everything again.
+const NAP: Duration = Duration::from_millis(50);
+/// How long to wait for what is in flight when giving up.
+const GIVE_UP: Duration = Duration::from_secs(30);
+/// The footprint is read once per this many bytes.
+const SAMPLE_EVERY: u64 = 16 << 20;
+
+fn resident() -> u64 {
+    footprint().map_or(0, |f| f.anonymous + f.hugetlb)
+}
+
+impl<C, F, T> Device<C, F, T>
+where
+    C: Channel<Far = DeviceFar>,
+    F: Format,
+    T: Tables<Addr = CardAddr>,
+{
+    /// Loads files: when this returns, every tensor is on the card and bound, for reading, at its own device virtual
+    /// address. `progress` is told how many more bytes have arrived.
+    ///
+    /// # Errors
+    /// [`Error`]. Whatever was in flight has been waited for, and nothing stays bound or allocated on the device.
+    pub fn load<S: Channel<Far = FileOffset>>(
+        &mut self,
+        inputs: &mut [Input<S>],
+        placement: Placement,
+        progress: &mut dyn FnMut(u64),
+    ) -> Result<(Loaded, Report), Error> {
+        let mut files: Vec<LoadedFile> = Vec::new();
+        for input in inputs.iter() {
+            let placed = input.model().and_then(|model| self.place(input.path.clone(), model, placement));
+            match placed {
+                Ok(file) => files.push(file),
+                Err(e) => {
+                    let undone = self.unload(Loaded { files });
+                    debug_assert!(undone.is_ok(), "{undone:?}");
+                    return Err(e);
+                }
+            }
+        }
+        let resident_before = resident();
+        let start = Instant::now();
+        let mut job = Job::new(self, inputs, files, progress);
+        let result = job.run();
+        if result.is_err() {
+            job.quiesce();
+        }
+        let wall = start.elapsed();
+        let Job { files, clocks, transfers, resident_peak, .. } = job;
+        let loaded = Loaded { files };
+        if let Err(e) = result {
+            // The reason for the failure matters more than a second one while cleaning up.
+            let _ = self.unload(loaded);
+            return Err(e);
+        }
+        let report = Report {
+            bytes: loaded.files.iter().map(|f| f.model.len).sum(),
+            wall,
+            stages: Stage::ALL
+                .iter()
+                .map(|&stage| {
+                    let (busy, bytes) = clocks.get(stage);
+                    StageReport { stage, busy, bytes }
+                })
+                .collect(),
+            segments: self.staging_pages().map(|p| p.segment_count() as u64).sum(),
+            staging: (self.staging.len(), self.staging.first().map_or(0, |s| s.via.mapping().span().len())),
+            device_leaves: self.vm().page_table().leaf_counts().collect(),
+            transfers,
+            heap_peak: self.heap().stats().peak as u64,
+            resident_before,
+            resident_peak: resident_peak.max(resident()),
+            ..Report::default()
+        };
+        Ok((loaded, report))
+    }
+}
+
+impl<'a, S, C, F, T> Job<'a, S, C, F, T>
+where
+    S: Channel<Far = FileOffset>,
+    C: Channel<Far = DeviceFar>,
+    F: Format,
+    T: Tables<Addr = CardAddr>,
+{
+    fn new(
+        device: &'a mut Device<C, F, T>,
+        inputs: &'a mut [Input<S>],
+        files: Vec<LoadedFile>,
+        progress: &'a mut dyn FnMut(u64),
+    ) -> Self {
+        let gather = device.parts.gather;
+        let chunks = files.iter().enumerate().flat_map(|(file, f)| {
+            let len = f.model.len;
+            (0..len.div_ceil(gather)).map(move |i| Chunk { file, at: i * gather, len: gather.min(len - i * gather) })
+        });
+        let chunks: VecDeque<_> = chunks.collect();
+        // Small files take small buffers, but whole huge pages where that is no more than was asked for.
+        let largest = chunks.iter().map(|c| c.len).max().unwrap_or(0);
+        let staging_len =
+            PageSize::SIZE_2M.round_up(largest).filter(|l| *l <= gather && largest > MIB).unwrap_or(largest);
+        // What is left of a load of smaller files is of no use.
+        device.staging.retain(|s| s.part.is_some() && s.via.mapping().span().len() >= largest);
+        Self {
+            chunks,
+            staging_len,
+            missing: files.iter().map(|f| f.model.tensors.iter().map(|t| t.len).collect()).collect(),
+            hashes: files.iter().map(|_| Xxh3::new()).collect(),
+            states: device.staging.iter().map(|_| State::Free).collect(),
+            device,
+            inputs,
+            files,
+            clocks: Clocks::default(),
+            order: VecDeque::new(),
+            reads: HashMap::new(),
+            backlog: VecDeque::new(),
+            moving: HashMap::new(),
+            transfers: 0,
+            resident_peak: 0,
+            sampled: 0,
+            progress,
+        }
+    }
+
+    fn run(&mut self) -> Result<(), Error> {
+        let mut done = Vec::new();
+        let mut read = Vec::new();
+        while !(self.chunks.is_empty() && self.order.is_empty() && self.states.iter().all(State::is_free)) {
+            self.start_reads()?;
+            let mut busy = self.reap_reads(&mut read, Duration::ZERO)?;
+            busy |= self.start_transfers()?;
+            busy |= self.reap_transfers(&mut done, Duration::ZERO)?;
+            if busy {
+                continue;
+            }
+            // Nothing to do here: sleep on whatever ends first. A device that works inline works in its wait.
+            if self.device.parts.channel.in_flight() > 0 {
+                self.reap_transfers(&mut done, NAP)?;
+            } else if !self.reads.is_empty() {
+                self.reap_reads(&mut read, NAP)?;
+            }
+        }
+        for (input, file) in self.inputs.iter().zip(&mut self.files) {
+            let (before, now) = (file.model.len, input.len()?);
+            if before != now {
+                return Err(Error::Changed { path: file.path.clone(), before, now });
+            }
+        }
+        for (file, hash) in self.files.iter_mut().zip(&self.hashes) {
+            file.checksum = hash.digest();
+        }
+        Ok(())
+    }
+
+    /// Gives every free buffer the next chunk, making a buffer first while there are fewer than there may be.
+    fn start_reads(&mut self) -> Result<(), Error> {
+        while let Some(&chunk) = self.chunks.front() {
+            let slot = match self.states.iter().position(State::is_free) {
+                Some(slot) => slot,
+                None if self.states.len() < STAGING => {
+                    let made = self.device.slot(self.staging_len, Access::READ, &mut self.clocks)?;
+                    self.device.staging.push(made);
+                    self.states.push(State::Free);
+                    self.states.len() - 1
+                }
+                None => return Ok(()),
+            };
+            let buffer = &mut self.device.staging[slot];
+            let Some(whole) = buffer.part.take() else {
+                return Err(self.broken(chunk.file, "device", "a staging buffer is missing".into()));
+            };
+            let (front, rest) = match whole.split_at(chunk.len as usize) {
+                Ok(parts) => parts,
+                Err(whole) => {
+                    buffer.part = Some(whole);
+                    return Err(self.broken(chunk.file, "file", "a chunk exceeds its staging buffer".into()));
+                }
+            };
+            let transfer = Transfer { part: front, direction: Direction::ToHost, far: FileOffset::new(chunk.at) };
+            match self.inputs[chunk.file].channel.submit(transfer) {
+                Ok(ticket) => {
+                    self.reads.insert((chunk.file, ticket), slot);
+                    self.states[slot] = State::Reading(rest);
+                    self.order.push_back((chunk, slot));
+                    self.chunks.pop_front();
+                    self.clocks.in_flight(Stage::Read, true);
+                }
+                Err(Refused { transfer, reason }) => {
+                    self.device.staging[slot].part = transfer.part.join(rest).ok();
+                    if reason == Refusal::Full {
+                        return Ok(());
+                    }
+                    return Err(self.broken(chunk.file, "file", reason.to_string()));
+                }
+            }
+        }
+        Ok(())
+    }
+
+    /// Takes back buffers that have been filled.
+    fn reap_reads(&mut self, read: &mut Vec<Completion<FileOffset>>, nap: Duration) -> Result<bool, Error> {
+        let mut any = false;
+        let mut nap = nap;
+        for file in 0..self.inputs.len() {
+            let channel = &mut self.inputs[file].channel;
+            if channel.in_flight() == 0 {
+                continue;
+            }
+            // Sleep on the first file that has reads in flight: chunks go on in order, so it is the one that matters.
+            match std::mem::take(&mut nap) {
+                Duration::ZERO => channel.poll(read),
+                nap => channel.wait(read, nap),
+            };
+            for Completion { ticket, transfer, result } in read.drain(..) {
+                any = true;
+                let Some(slot) = self.reads.remove(&(file, ticket)) else { continue };
+                let State::Reading(rest) = std::mem::replace(&mut self.states[slot], State::Free) else { continue };
+                let len = transfer.part.len() as u64;
+                let at = transfer.far;
+                let whole = transfer.part.join(rest).ok();
+                if let Err(source) = result {
+                    self.device.staging[slot].part = whole;
+                    return Err(self.read_error(file, at, source));
+                }
+                self.clocks.bytes(Stage::Read, len);
+                if let Some(whole) = whole {
+                    self.states[slot] = State::Full(whole);
+                }
+            }
+        }
+        self.clocks.in_flight(Stage::Read, !self.reads.is_empty());
+        Ok(any)
+    }
+
+    /// Cuts full chunks, in order, and gives their pieces to the device.
+    fn start_transfers(&mut self) -> Result<bool, Error> {
+        let mut any = false;
+        while let Some(&(chunk, slot)) = self.order.front() {
+            let State::Full(_) = self.states[slot] else { break };
+            let State::Full(whole) = std::mem::replace(&mut self.states[slot], State::Free) else { break };
+            self.order.pop_front();
+            any = true;
+            let hash = &mut self.hashes[chunk.file];
+            if let Some(bytes) = whole.view().sub(0, chunk.len as usize) {
+                self.clocks.time(Stage::Checksum, || bytes.for_each_block(|block| hash.update(block)));
+                self.clocks.bytes(Stage::Checksum, chunk.len);
+            }
+            self.cut(chunk, slot, whole)?;
+        }
+        while let Some((piece, transfer)) = self.backlog.pop_front() {
+            let channel = &mut self.device.parts.channel;
+            let submitted = match self.device.parts.inline {
+                true => self.clocks.time(Stage::Transfer, || channel.submit(transfer)),
+                false => channel.submit(transfer),
+            };
+            match submitted {
+                Ok(ticket) => {
+                    any = true;
+                    self.transfers += 1;
+                    self.moving.insert(ticket, piece);
+                }
+                Err(Refused { transfer, reason: Refusal::Full }) => {
+                    self.backlog.push_front((piece, transfer));
+                    break;
+                }
+                Err(Refused { transfer, reason }) => {
+                    let file = piece.file;
+                    self.put_back(&piece, transfer.part);
+                    return Err(self.broken(file, "device", reason.to_string()));
+                }
+            }
+        }
+        Ok(any)
+    }
+
+    /// Cuts a full buffer into pieces with one destination each.
+    fn cut(&mut self, chunk: Chunk, slot: usize, whole: Part) -> Result<(), Error> {
+        let file = &self.files[chunk.file];
+        let max = self.device.parts.channel.limits().max_len;
+        let end = chunk.at + chunk.len;
+        let mut pieces = Vec::new();
+        let mut rest = whole;
+        let mut at = chunk.at;
+        let mut outgoing = Vec::new();
+        let take = |len: u64, rest: Part| rest.split_at(len as usize);
+        let tensors = &file.model.tensors;
+        let first = tensors.partition_point(|t| t.at.bits() + t.len <= chunk.at);
+        'tensors: for index in first..tensors.len() {
+            let (tensor, place) = (&tensors[index], &file.layout.places[index]);
+            let start = tensor.at.bits().max(at);
+            let stop = (tensor.at.bits() + tensor.len).min(end);
+            if tensor.at.bits() >= end {
+                break;
+            }
+            let Some(bo) = file.bo.as_ref().filter(|_| start < stop) else { continue };
+            if start > at {
+                // Bytes that belong to no tensor: the header.
+                let Ok((gap, after)) = take(start - at, rest) else { unreachable!("a chunk lies in its buffer") };
+                pieces.push(Some(gap));
+                rest = after;
+            }
+            at = start;
+            let from = place.bo_offset + (start - tensor.at.bits());
+            let Some(runs) = bo.sg().runs(from..from + (stop - start)) else { break 'tensors };
+            for run in runs {
+                let (mut to, mut left) = (run.addr, run.len);
+                while left > 0 {
+                    let len = left.min(max);
+                    let Ok((part, after)) = take(len, rest) else { unreachable!("a chunk lies in its buffer") };
+                    rest = after;
+                    let far = DeviceFar { at: DeviceAddr::Card(to), via: self.device.staging[slot].via.clone() };
+                    let piece = Piece { slot, index: pieces.len(), file: chunk.file, tensor: index };
+                    outgoing.push((piece, Transfer { part, direction: Direction::FromHost, far }));
+                    pieces.push(None);
+                    at += len;
+                    left -= len;
+                    to = to.checked_add(len).unwrap_or(to);
+                }
+            }
+        }
+        let missing = outgoing.len();
+        pieces.push(Some(rest));
+        self.backlog.extend(outgoing);
+        self.states[slot] = State::Moving(pieces, missing);
+        if missing == 0 {
+            self.finish(slot);
+        }
+        // A chunk of header only has arrived as soon as it was read.
+        (self.progress)(chunk.len);
+        Ok(())
+    }
+
+    /// Takes back pieces that have arrived, and binds tensors that are complete.
+    fn reap_transfers(&mut self, done: &mut Vec<Completion<DeviceFar>>, nap: Duration) -> Result<bool, Error> {
+        let channel = &mut self.device.parts.channel;
+        if channel.in_flight() == 0 {
+            return Ok(false);
+        }
+        let inline = self.device.parts.inline;
+        let poll = || match nap {
+            Duration::ZERO => channel.poll(done),
+            nap => channel.wait(done, nap),
+        };
+        if inline {
+            self.clocks.time(Stage::Transfer, poll);
+        } else {
+            self.clocks.in_flight(Stage::Transfer, true);
+            let mut poll = poll;
+            poll();
+        }
+        let any = !done.is_empty();
+        for Completion { ticket, transfer, result } in done.drain(..) {
+            let Some(piece) = self.moving.remove(&ticket) else { continue };
+            let len = transfer.part.len() as u64;
+            self.put_back(&piece, transfer.part);
+            if let Err(source) = result {
+                return Err(self.transfer_error(&piece, source));
+            }
+            self.clocks.bytes(Stage::Transfer, len);
+            let missing = &mut self.missing[piece.file][piece.tensor];
+            *missing -= len;
+            if *missing == 0 {
+                let file = &self.files[piece.file];
+                let bound = file.layout.places[piece.tensor].bound;
+                let device = &mut *self.device;
+                self.clocks.time(Stage::Bind, || device.bind(file, piece.tensor))?;
+                self.clocks.bytes(Stage::Bind, bound);
+            }
+        }
+        if !inline {
+            self.clocks.in_flight(Stage::Transfer, !self.moving.is_empty());
+        }
+        Ok(any)
+    }
+
+    /// Puts a piece back into its place; with the last one the buffer is whole and free.
+    fn put_back(&mut self, piece: &Piece, part: Part) {
+        let State::Moving(pieces, missing) = &mut self.states[piece.slot] else { return };
+        pieces[piece.index] = Some(part);
+        *missing -= 1;
+        if *missing == 0 {
+            self.finish(piece.slot);
+        }
+    }
+
+    fn finish(&mut self, slot: usize) {
+        if let State::Moving(pieces, _) = std::mem::replace(&mut self.states[slot], State::Free) {
+            let whole = pieces.into_iter().flatten().reduce(|a, b| a.join(b).expect("pieces are in their order"));
+            self.device.staging[slot].part = whole;
+        }
+        let moved = self.clocks.get(Stage::Read).1;
+        if moved - self.sampled >= SAMPLE_EVERY {
+            self.sampled = moved;
+            self.resident_peak = self.resident_peak.max(resident());
+        }
+    }
+
+    /// Waits for everything in flight; buffers that do not come back are not used again.
+    fn quiesce(&mut self) {
+        self.backlog.clear();
+        for input in self.inputs.iter_mut() {
+            drain(&mut input.channel, GIVE_UP);
+        }
+        drain(&mut self.device.parts.channel, GIVE_UP);
+        // Buffers that were cut may be incomplete now. They are cheap to make again.
+        self.device.staging.clear();
+    }
+
+    fn read_error(&self, file: usize, at: FileOffset, source: OpError) -> Error {
+        // The channel knows best where it stopped.
+        let at = match &source {
+            OpError::EndOfFile { at, .. } | OpError::Io { at, .. } => *at,
+            _ => at,
+        };
+        let file = &self.files[file];
+        let tensor = file.model.tensor_at(at).map(|t| t.name.clone());
+        Error::Read { path: file.path.clone(), at, tensor, source }
+    }
+
+    fn transfer_error(&self, piece: &Piece, source: OpError) -> Error {
+        let file = &self.files[piece.file];
+        let tensor = &file.model.tensors[piece.tensor];
+        Error::Transfer { path: file.path.clone(), at: tensor.at, tensor: Some(tensor.name.clone()), source }
+    }
+
+    fn broken(&self, file: usize, end: &'static str, reason: String) -> Error {
+        Error::Channel { path: self.files[file].path.clone(), end, reason }
+    }
+}
+
+impl State {
+    fn is_free(&self) -> bool {
+        matches!(self, State::Free)
+    }
+}

@@ -1,0 +1,199 @@
+//! Reading back through the device's own MMU: to compare, and to save.
+
+use std::fs::File;
+use std::io::{self, BufWriter, Write};
+use std::os::unix::fs::FileExt;
+use std::path::Path;
+use std::time::{Duration, Instant};
+
+use dmalane_addr::{Access, Address, CardAddr, FileOffset, Span};
+use dmalane_engine::{Channel, DeviceAddr, DeviceFar, Direction, RunError, Transfer, run};
+use dmalane_iopt::{Format, Tables};
+use dmalane_mem::View;
+use safetensors::tensor::{Dtype, TensorInfo};
+
+use crate::clock::Clocks;
+use crate::{Device, Error, Input, Loaded, LoadedFile};
+
+/// How long one piece may take to come back.
+const TIMEOUT: Duration = Duration::from_secs(30);
+/// Bytes of the file that are compared at a time.
+const BLOCK: usize = 256 << 10;
+
+impl<C, F, T> Device<C, F, T>
+where
+    C: Channel<Far = DeviceFar>,
+    F: Format,
+    T: Tables<Addr = CardAddr>,
+{
+    /// Reads a tensor from the device by its device virtual address and hands its bytes to `sink`, piece by piece, with
+    /// their offset in the tensor.
+    ///
+    /// # Errors
+    /// [`Error::Transfer`] when the device cannot read it; what `sink` returns.
+    ///
+    /// # Panics
+    /// When the file has no tensor `index`.
+    pub fn read_back(
+        &mut self,
+        file: &LoadedFile,
+        index: usize,
+        sink: &mut dyn FnMut(u64, View<'_>) -> Result<(), Error>,
+    ) -> Result<(), Error> {
+        let loaded = file.tensors().nth(index).expect("a tensor of the file");
+        let Some(va) = loaded.va else { return Ok(()) };
+        if self.readback.is_none() {
+            self.readback = Some(self.slot(self.parts.gather, Access::RW, &mut Clocks::default())?);
+        }
+        let mut done = 0;
+        while done < va.len() {
+            let channel = &mut self.parts.channel;
+            let slot = self.readback.as_mut().expect("made above");
+            let broken = |reason: String| Error::Channel { path: file.path.clone(), end: "device", reason };
+            let Some(whole) = slot.part.take() else {
+                return Err(broken("the buffer for reading back was lost".into()));
+            };
+            let len = (va.len() - done).min(whole.len() as u64).min(channel.limits().max_len);
+            let Some(at) = va.first().checked_add(done) else {
+                return Err(broken("a tensor runs past the top of device virtual memory".into()));
+            };
+            let (part, rest) = whole.split_at(len as usize).map_err(|_| broken("a piece exceeds its buffer".into()))?;
+            let far = DeviceFar { at: DeviceAddr::Va(at), via: slot.via.clone() };
+            let back = match run(channel, Transfer { part, direction: Direction::ToHost, far }, TIMEOUT) {
+                Ok(back) => back,
+                Err(RunError::Failed(back, source)) => {
+                    slot.part = back.part.join(rest).ok();
+                    let tensor = Some(loaded.tensor.name.clone());
+                    let at = FileOffset::new(loaded.tensor.at.bits() + done);
+                    return Err(Error::Transfer { path: file.path.clone(), at, tensor, source });
+                }
+                Err(e) => return Err(broken(e.to_string())),
+            };
+            let result = sink(done, back.part.view());
+            slot.part = back.part.join(rest).ok();
+            result?;
+            done += len;
+        }
+        Ok(())
+    }
+
+    /// Reads every tensor back and compares it with its file. Returns how long that took. `progress` is told how many
+    /// more bytes were compared.
+    ///
+    /// The file is read by plain buffered reads, a way of its own.
+    ///
+    /// # Errors
+    /// [`Error::Mismatch`] names the first byte that differs; [`Error::File`]; [`Error::Transfer`].
+    pub fn verify<S>(
+        &mut self,
+        loaded: &Loaded,
+        inputs: &[Input<S>],
+        progress: &mut dyn FnMut(u64),
+    ) -> Result<Duration, Error> {
+        let start = Instant::now();
+        let mut block = vec![0; BLOCK];
+        for (file, input) in loaded.files.iter().zip(inputs) {
+            for (index, tensor) in file.model.tensors.iter().enumerate() {
+                self.read_back(file, index, &mut |offset, view| {
+                    let from = tensor.at.bits() + offset;
+                    let differs = compare(&input.file, from, view, &mut block)
+                        .map_err(|e| input.error("read it again to compare", e))?;
+                    if let Some(n) = differs {
+                        return Err(Error::Mismatch {
+                            path: file.path.clone(),
+                            tensor: tensor.name.clone(),
+                            offset: offset + n,
+                            at: FileOffset::new(from + n),
+                        });
+                    }
+                    progress(view.len() as u64);
+                    Ok(())
+                })?;
+            }
+        }
+        Ok(start.elapsed())
+    }
+
+    /// Writes what the device holds of a file, read back through its MMU: a safetensors file with the same tensors in the
+    /// same order for a safetensors file, else the bytes. The file appears whole or not at all.
+    ///
+    /// # Errors
+    /// [`Error::File`] names `to`; [`Error::Transfer`].
+    pub fn save(&mut self, file: &LoadedFile, to: &Path) -> Result<(), Error> {
+        let error = |what, source| Error::File { path: to.to_owned(), what, source };
+        let folder = to.parent().filter(|p| !p.as_os_str().is_empty()).unwrap_or(Path::new("."));
+        // What the process's umask leaves of rw-rw-rw-, as for any new file.
+        let permissions = std::os::unix::fs::PermissionsExt::from_mode(0o666);
+        let temporary = tempfile::Builder::new().permissions(permissions).tempfile_in(folder);
+        let mut out = BufWriter::with_capacity(1 << 20, temporary.map_err(|e| error("create it", e))?);
+        if file.model.safetensors {
+            let header = header(file).map_err(|e| error("describe its tensors", e))?;
+            let written = out.write_all(&(header.len() as u64).to_le_bytes()).and_then(|()| out.write_all(&header));
+            written.map_err(|e| error("write it", e))?;
+        }
+        for index in 0..file.model.tensors.len() {
+            self.read_back(file, index, &mut |_, view| {
+                let mut result = Ok(());
+                view.for_each_block(|block| {
+                    if result.is_ok() {
+                        result = out.write_all(block);
+                    }
+                });
+                result.map_err(|e| error("write it", e))
+            })?;
+        }
+        let temporary = out.into_inner().map_err(|e| error("write it", e.into_error()))?;
+        temporary.persist(to).map_err(|e| error("put it in place", e.error))?;
+        Ok(())
+    }
+
+    /// Where a tensor's device virtual range lies on the card, as runs; empty for a tensor of no bytes.
+    pub fn runs(&self, va: Span<dmalane_addr::DeviceVa>) -> impl Iterator<Item = Span<CardAddr>> {
+        self.vm().runs(va).filter_map(|run| Span::new(run.to, run.len))
+    }
+}
+
+/// The first byte of `view` that differs from the file at `from`.
+fn compare(file: &File, from: u64, view: View<'_>, block: &mut [u8]) -> io::Result<Option<u64>> {
+    let mut done = 0;
+    while done < view.len() {
+        let len = block.len().min(view.len() - done);
+        file.read_exact_at(&mut block[..len], from + done as u64)?;
+        let (mut at, mut differs) = (0, None);
+        if let Some(piece) = view.sub(done, len) {
+            piece.for_each_block(|bytes| {
+                let want = &block[at..at + bytes.len()];
+                if differs.is_none() && bytes != want {
+                    differs = bytes.iter().zip(want).position(|(a, b)| a != b).map(|n| (done + at + n) as u64);
+                }
+                at += bytes.len();
+            });
+        }
+        if differs.is_some() {
+            return Ok(differs);
+        }
+        done += len;
+    }
+    Ok(None)
+}
+
+/// The header of a safetensors file with the tensors of `file`, padded with spaces to 8 bytes as the format's own writer
+/// does.
+fn header(file: &LoadedFile) -> io::Result<Vec<u8>> {
+    let mut map = serde_json::Map::new();
+    if let Some(pairs) = &file.model.metadata {
+        let pairs = pairs.iter().map(|(k, v)| (k.clone(), v.clone().into())).collect();
+        map.insert("__metadata__".into(), serde_json::Value::Object(pairs));
+    }
+    let start = file.model.tensors.first().map_or(0, |t| t.at.bits());
+    for t in &file.model.tensors {
+        let dtype: Dtype = serde_json::from_value(t.dtype.clone().into())?;
+        let begin = (t.at.bits() - start) as usize;
+        let shape = t.shape.iter().map(|d| *d as usize).collect();
+        let info = TensorInfo { dtype, shape, data_offsets: (begin, begin + t.len as usize) };
+        map.insert(t.name.clone(), serde_json::to_value(info)?);
+    }
+    let mut header = serde_json::to_vec(&map)?;
+    header.resize(header.len().next_multiple_of(8), b' ');
+    Ok(header)
+}

@@ -1,0 +1,54 @@
+//! What a load did and how long each stage took.
+
+use std::time::Duration;
+
+use dmalane_addr::PageSize;
+
+use crate::{Ceilings, Stage};
+
+/// One stage of a load.
+#[derive(Clone, Copy, PartialEq, Debug)]
+pub struct StageReport {
+    /// Which stage.
+    pub stage: Stage,
+    /// Time in which the stage had work under way. Stages overlap, so these may add up to more than the wall time.
+    pub busy: Duration,
+    /// Bytes that went through.
+    pub bytes: u64,
+}
+
+/// What a load did.
+#[derive(Clone, Debug, Default)]
+pub struct Report {
+    /// Bytes of all files.
+    pub bytes: u64,
+    /// From the first allocation to the last bind.
+    pub wall: Duration,
+    /// From the beginning to the end of the verification; zero without.
+    pub verify_wall: Duration,
+    /// Stages in the order of the path.
+    pub stages: Vec<StageReport>,
+    /// Physically contiguous segments of the staging buffers.
+    pub segments: u64,
+    /// Staging buffers: how many, and bytes of each.
+    pub staging: (usize, u64),
+    /// Leaves of the device's page table by size, after the load.
+    pub device_leaves: Vec<(PageSize, u64)>,
+    /// Operations on the device's channel.
+    pub transfers: u64,
+    /// The most that the heap had handed out at once, in bytes.
+    pub heap_peak: u64,
+    /// The most that the process's anonymous memory and huge pages grew to, in bytes (RssAnon + HugetlbPages).
+    pub resident_peak: u64,
+    /// The same before the load began.
+    pub resident_before: u64,
+    /// What the machine can do at best, when it was measured.
+    pub ceilings: Option<Ceilings>,
+}
+
+impl Report {
+    /// The stage that was busy for longest.
+    pub fn slowest(&self) -> Option<&StageReport> {
+        self.stages.iter().max_by_key(|s| s.busy)
+    }
+}

@@ -1,0 +1,228 @@
+//! The two ways to have the kernel fill memory: a ring, and `pread`. The only file here that says `unsafe`.
+//!
+//! Invariant of [`Ring`]: from the moment that the kernel may know of a read until its completion was seen, the [`Read`]
+//! lies in `slots` under the number that the kernel will name, and with it the [`Part`] that keeps the memory mapped. Begins
+//! in [`Ring::push`]; ended only by [`Ring::reap`] (the completion was seen), [`Ring::take_back`] (the kernel never saw
+//! the read) or [`Ring::quarantine`] (the memory is never freed).
+
+use std::collections::VecDeque;
+use std::fs::File;
+use std::io;
+use std::os::fd::AsRawFd;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::{Duration, Instant};
+
+use dmalane_mem::{Part, View};
+use io_uring::types::{CancelBuilder, Fd, SubmitArgs, Timespec};
+use io_uring::{IoUring, opcode};
+use rustix::io::Errno;
+
+/// How long a ring that is dropped waits for the kernel before it gives its memory up for lost.
+const PATIENCE: Duration = Duration::from_secs(10);
+
+static QUARANTINED: AtomicU64 = AtomicU64::new(0);
+
+/// Bytes of memory that this process will never free, because the kernel did not finish reading into them within 10
+/// seconds of their channel being dropped: a sign of a hanging disk or network file system.
+pub fn quarantined_bytes() -> u64 {
+    QUARANTINED.load(Ordering::Relaxed)
+}
+
+/// One kernel read: `part` is to be filled from `at` on, and its first `done` bytes are.
+pub(crate) struct Read {
+    /// Which operation it is a piece of.
+    pub op: u64,
+    /// Which piece.
+    pub index: usize,
+    /// Whether `file` is the descriptor for direct I/O.
+    pub direct: bool,
+    pub file: Arc<File>,
+    pub part: Part,
+    pub at: u64,
+    pub done: usize,
+}
+
+impl Read {
+    /// The memory that is still to be filled.
+    pub fn rest(&self) -> View<'_> {
+        self.part.len().checked_sub(self.done).and_then(|n| self.part.view().sub(self.done, n)).expect("done <= len")
+    }
+
+    /// The file offset of the first byte that is still to be read.
+    pub fn next(&self) -> u64 {
+        self.at + self.done as u64
+    }
+}
+
+/// Reads with `pread`, once. The result is as in a completion: bytes, or a negative error number.
+pub(crate) fn pread(read: &mut Read) -> i32 {
+    let rest = read.rest();
+    let len = rest.len().min(i32::MAX as usize);
+    // SAFETY: `rest` is that many writable bytes, checked by `View::sub` in `Read::rest` and mapped for as long as
+    // `read.part`, which outlives this call; the kernel is done with them when it returns.
+    let n = unsafe { libc::pread64(read.file.as_raw_fd(), rest.as_ptr().cast(), len, read.next() as i64) };
+    match i32::try_from(n) {
+        Ok(n) if n >= 0 => n,
+        _ => -io::Error::last_os_error().raw_os_error().unwrap_or(libc::EIO),
+    }
+}
+
+/// An io_uring with the reads that it was given.
+pub(crate) struct Ring {
+    uring: IoUring,
+    slots: Vec<Option<Read>>,
+    free: Vec<usize>,
+    /// Slots that the kernel has not been told about yet, in the order of the submission queue.
+    pushed: VecDeque<usize>,
+    /// The kernel refused to be entered: it is not to be told about anything any more.
+    dead: bool,
+    #[cfg(test)]
+    pub fail_enter: bool,
+}
+
+impl Ring {
+    /// A ring for `depth` reads at once.
+    pub fn new(depth: usize) -> Result<Self, String> {
+        let uring = IoUring::new(depth as u32).map_err(|e| match e.raw_os_error() {
+            Some(libc::EPERM) => format!("io_uring refused: {e}; a seccomp profile or kernel.io_uring_disabled forbids it"),
+            Some(libc::ENOMEM) => format!("io_uring refused: {e}; see ulimit -l"),
+            _ => format!("io_uring refused: {e}"),
+        })?;
+        // Waiting with a timeout, and completions that are never lost.
+        if !uring.params().is_feature_ext_arg() || !uring.params().is_feature_nodrop() {
+            return Err("io_uring of a kernel before 5.11 cannot wait with a timeout".into());
+        }
+        Ok(Self {
+            uring,
+            slots: (0..depth).map(|_| None).collect(),
+            free: (0..depth).rev().collect(),
+            pushed: VecDeque::with_capacity(depth),
+            dead: false,
+            #[cfg(test)]
+            fail_enter: false,
+        })
+    }
+
+    /// Reads in the ring.
+    pub fn busy(&self) -> usize {
+        self.slots.len() - self.free.len()
+    }
+
+    /// True when no further read fits.
+    pub fn is_full(&self) -> bool {
+        self.free.is_empty()
+    }
+
+    /// True once the kernel has refused to be entered.
+    pub fn is_dead(&self) -> bool {
+        self.dead
+    }
+
+    /// Takes a read; gives it back when the ring is full. [`Ring::enter`] tells the kernel.
+    pub fn push(&mut self, read: Read) -> Result<(), Read> {
+        let Some(slot) = self.free.pop() else { return Err(read) };
+        let rest = read.rest();
+        let len = u32::try_from(rest.len()).unwrap_or(1 << 30);
+        let entry = opcode::Read::new(Fd(read.file.as_raw_fd()), rest.as_ptr(), len).offset(read.next()).build();
+        self.slots[slot] = Some(read);
+        self.pushed.push_back(slot);
+        // SAFETY: the entry names `len` writable bytes, checked by `View::sub` in `Read::rest`, and a descriptor; both
+        // belong to the read that was just put into its slot, where it stays until the kernel is done (invariant above).
+        let pushed = unsafe { self.uring.submission().push(&entry.user_data(slot as u64)) };
+        pushed.expect("the submission queue has an entry for every slot");
+        Ok(())
+    }
+
+    /// Tells the kernel about every read that was pushed, and then waits for a completion if told how long. May return
+    /// early.
+    ///
+    /// # Errors
+    /// When the kernel refuses to be entered. The ring is dead from then on: [`Ring::take_back`] what it was not told.
+    pub fn enter(&mut self, wait: Option<Duration>) -> io::Result<()> {
+        if self.dead {
+            // Reads that the kernel does know of still complete, without being asked.
+            std::thread::sleep(wait.unwrap_or_default().min(Duration::from_millis(1)));
+            return Ok(());
+        }
+        let entered = match wait {
+            #[cfg(test)]
+            _ if self.fail_enter => Err(io::Error::from_raw_os_error(libc::ENXIO)),
+            None if self.pushed.is_empty() && !self.uring.submission().cq_overflow() => return Ok(()),
+            None => self.uring.submit(),
+            Some(timeout) => {
+                // The kernel's clock would overflow; waiting may end early anyway.
+                let timeout = Timespec::from(timeout.min(Duration::from_secs(3600)));
+                self.uring.submitter().submit_with_args(1, &SubmitArgs::new().timespec(&timeout))
+            }
+        };
+        // What is left in the queue says how far the kernel came, whatever it returned.
+        let left = self.uring.submission().len();
+        self.pushed.drain(..self.pushed.len().saturating_sub(left));
+        match entered.map_err(|e| Errno::from_io_error(&e).ok_or(e)) {
+            Ok(_) | Err(Ok(Errno::INTR | Errno::TIME)) => Ok(()),
+            Err(Ok(Errno::AGAIN | Errno::BUSY)) => {
+                // The kernel is short of memory for requests: let it breathe.
+                std::thread::sleep(wait.unwrap_or_default().min(Duration::from_millis(1)));
+                Ok(())
+            }
+            Err(e) => {
+                self.dead = true;
+                Err(e.map_or_else(|e| e, io::Error::from))
+            }
+        }
+    }
+
+    /// The next read that completed, with its result: bytes, or a negative error number.
+    pub fn reap(&mut self) -> Option<(Read, i32)> {
+        loop {
+            let entry = self.uring.completion().next()?;
+            let slot = entry.user_data() as usize;
+            if let Some(read) = self.slots.get_mut(slot).and_then(Option::take) {
+                self.free.push(slot);
+                return Some((read, entry.result()));
+            }
+        }
+    }
+
+    /// A read that a dead ring was given and that the kernel was never told about. It lies in the submission queue still,
+    /// but nothing enters a dead ring again.
+    pub fn take_back(&mut self) -> Option<Read> {
+        if !self.dead {
+            return None;
+        }
+        let slot = self.pushed.pop_front()?;
+        self.free.push(slot);
+        self.slots[slot].take()
+    }
+
+    /// Asks the kernel to give up what it has not begun, and waits until it is done with all reads or time is up.
+    fn settle(&mut self, patience: Duration) {
+        let deadline = Instant::now() + patience;
+        let _ = self.enter(None);
+        if self.busy() > 0 {
+            // Unknown before Linux 6.0; then the reads run to their end.
+            let _ = self.uring.submitter().register_sync_cancel(Some(patience.into()), CancelBuilder::any().all());
+        }
+        while self.take_back().is_some() || self.reap().is_some() {}
+        while self.busy() > 0 && Instant::now() < deadline {
+            let _ = self.enter(Some(deadline.saturating_duration_since(Instant::now())));
+            while self.take_back().is_some() || self.reap().is_some() {}
+        }
+    }
+
+    /// Leaks the memory of reads that the kernel has not finished.
+    fn quarantine(&mut self) {
+        for Read { part, .. } in self.slots.iter_mut().filter_map(Option::take) {
+            QUARANTINED.fetch_add(part.len() as u64, Ordering::Relaxed);
+            std::mem::forget(part);
+        }
+    }
+}
+
+impl Drop for Ring {
+    fn drop(&mut self) {
+        self.settle(PATIENCE);
+        self.quarantine();
+    }
+}

@@ -1,0 +1,141 @@
+//! An open file: the descriptor that reads through the page cache, and the one that reads past it.
+
+use std::fs::File;
+use std::os::fd::{AsFd, AsRawFd};
+use std::os::unix::fs::FileTypeExt;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+use dmalane_addr::FileOffset;
+use rustix::fs::{Advice, AtFlags, Mode as Permissions, OFlags, StatxFlags};
+
+use crate::cut::Align;
+use crate::{Error, Mode};
+
+/// For file systems that do direct I/O and do not say how: a multiple of every block size that they use.
+const UNSAID: Align = Align { memory: 4096, offset: 4096 };
+
+pub(crate) struct Source {
+    pub path: PathBuf,
+    pub buffered: Arc<File>,
+    pub direct: Option<(Arc<File>, Align)>,
+}
+
+impl Source {
+    /// Opens a file by name. Never waits for the other end of a FIFO.
+    pub fn open(path: &Path) -> Result<File, Error> {
+        let flags = OFlags::RDONLY | OFlags::CLOEXEC | OFlags::NONBLOCK | OFlags::NOCTTY;
+        match rustix::fs::open(path, flags, Permissions::empty()) {
+            Ok(fd) => Ok(fd.into()),
+            Err(e) => Err(Error::Open { path: path.into(), source: e.into() }),
+        }
+    }
+
+    /// Prepares an open file, and says why not for direct I/O where that was to be had.
+    pub fn new(file: File, path: PathBuf, mode: Mode) -> Result<(Self, Option<String>), Error> {
+        let broken = |path: &Path, source| Error::Open { path: path.into(), source };
+        let kind = file.metadata().map_err(|e| broken(&path, e))?.file_type();
+        let other = match kind {
+            k if k.is_file() || k.is_block_device() => None,
+            k if k.is_dir() => Some("directory"),
+            k if k.is_fifo() => Some("FIFO"),
+            k if k.is_socket() => Some("socket"),
+            k if k.is_char_device() => Some("character device"),
+            _ => Some("special file"),
+        };
+        if let Some(kind) = other {
+            return Err(Error::NotAFile { path, kind });
+        }
+        // NONBLOCK would make io_uring give up where it should wait; DIRECT does not belong on the buffered descriptor.
+        let flags = rustix::fs::fcntl_getfl(&file).map_err(|e| broken(&path, e.into()))?;
+        rustix::fs::fcntl_setfl(&file, flags - OFlags::NONBLOCK - OFlags::DIRECT)
+            .map_err(|e| broken(&path, e.into()))?;
+        let mut source = Self { path, buffered: Arc::new(file), direct: None };
+        if mode == Mode::Buffered {
+            return Ok((source, None));
+        }
+        match reopen(&source.buffered) {
+            Ok((file, align)) => {
+                // Heads and tails alone are read through the cache: reading ahead of them would be wasted.
+                source.advise(Advice::Random);
+                source.direct = Some((Arc::new(file), align));
+                Ok((source, None))
+            }
+            Err(reason) if mode == Mode::Direct => Err(Error::NoDirect { path: source.path, reason }),
+            Err(reason) => Ok((source, Some(reason))),
+        }
+    }
+
+    /// Gives direct I/O up.
+    pub fn forget_direct(&mut self) {
+        self.direct = None;
+        self.advise(Advice::Normal);
+    }
+
+    /// Where the file ends at this moment, or `at` when that is earlier or cannot be told (block devices).
+    pub fn end_before(&self, at: u64) -> FileOffset {
+        let end = self.buffered.metadata().ok().filter(|m| m.is_file()).map_or(at, |m| m.len());
+        FileOffset::new(end.min(at))
+    }
+
+    fn advise(&self, advice: Advice) {
+        // Only advice: without it the reads are as right, if slower.
+        let _ = rustix::fs::fadvise(&self.buffered, 0, None, advice);
+    }
+}
+
+/// Opens the same file again for direct I/O. By its descriptor and not by its name, so that it is the same file.
+fn reopen(file: &File) -> Result<(File, Align), String> {
+    if let Some(name) = memory_file_system(file) {
+        // tmpfs accepts O_DIRECT since Linux 6.6 and then copies from the page cache all the same.
+        return Err(format!("{name} keeps its files in memory: there is no disk to read directly"));
+    }
+    let align = alignment(file)?;
+    let name = format!("/proc/self/fd/{}", file.as_raw_fd());
+    let flags = OFlags::RDONLY | OFlags::CLOEXEC | OFlags::DIRECT;
+    let fd = rustix::fs::open(name, flags, Permissions::empty())
+        .map_err(|e| format!("O_DIRECT refused at open: {}", std::io::Error::from(e)))?;
+    Ok((fd.into(), align))
+}
+
+fn memory_file_system(file: &File) -> Option<&'static str> {
+    match rustix::fs::fstatfs(file).ok()?.f_type as u32 {
+        0x0102_1994 => Some("tmpfs"),
+        0x8584_58f6 => Some("ramfs"),
+        0x9584_58f6 => Some("hugetlbfs"),
+        _ => None,
+    }
+}
+
+/// What statx says, or a safe guess where it says nothing.
+fn alignment(file: impl AsFd) -> Result<Align, String> {
+    let stat = match rustix::fs::statx(file, c"", AtFlags::EMPTY_PATH, StatxFlags::DIOALIGN) {
+        Ok(stat) if stat.stx_mask & StatxFlags::DIOALIGN.bits() != 0 => stat,
+        _ => return Ok(UNSAID),
+    };
+    check(stat.stx_dio_mem_align, stat.stx_dio_offset_align)
+}
+
+fn check(memory: u32, offset: u32) -> Result<Align, String> {
+    match (memory as usize, offset as usize) {
+        (0, _) | (_, 0) => Err("the file system does no direct I/O on this file (statx)".into()),
+        // 64 KiB is the smallest block, which must be a multiple of both.
+        (memory, offset) if memory.is_power_of_two() && offset.is_power_of_two() && memory.max(offset) <= 64 << 10 => {
+            Ok(Align { memory, offset })
+        }
+        (memory, offset) => Err(format!("direct I/O in units of {offset} bytes at addresses of {memory} is not done")),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn odd_alignments_are_refused_with_a_reason() {
+        assert_eq!(check(4, 512), Ok(Align { memory: 4, offset: 512 }));
+        for (memory, offset) in [(0, 0), (0, 512), (512, 0), (3, 512), (512, 768), (512, 1 << 20)] {
+            assert!(check(memory, offset).unwrap_err().contains("direct I/O"));
+        }
+    }
+}

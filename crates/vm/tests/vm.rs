@@ -1,0 +1,471 @@
+//! The VM against a page-by-page model, and the ways in which one binding can cut another.
+
+use std::collections::BTreeMap;
+use std::sync::Arc;
+
+use dmalane_addr::{Access, CardAddr, DeviceVa, PageSize, SgTable, Span};
+use dmalane_iopt::{Arm64S1_4k, Format, HeapTables, Tables, X86_64_4Level};
+use dmalane_vm::{Bo, Committed, Error, Request, Vm};
+use proptest::prelude::*;
+use proptest::test_runner::TestCaseError;
+
+const PAGE: u64 = 4096;
+const BLOCK: u64 = 2 << 20;
+
+/// Tables that hold the VM to its reservations: what was not reserved cannot be had, and a reservation of more than
+/// `allow` fails.
+#[derive(Debug)]
+struct Strict {
+    heap: HeapTables<CardAddr>,
+    reserved: usize,
+    allow: usize,
+}
+
+impl Strict {
+    fn new() -> Self {
+        Self { heap: HeapTables::new(CardAddr::new(1 << 40)), reserved: 1, allow: usize::MAX }
+    }
+}
+
+impl Tables for Strict {
+    type Addr = CardAddr;
+
+    fn allocate(&mut self) -> Option<CardAddr> {
+        self.reserved = self.reserved.checked_sub(1)?;
+        self.heap.allocate()
+    }
+    fn free(&mut self, table: CardAddr) {
+        self.heap.free(table);
+    }
+    fn load(&self, table: CardAddr, index: usize) -> u64 {
+        self.heap.load(table, index)
+    }
+    fn store(&mut self, table: CardAddr, index: usize, entry: u64) {
+        self.heap.store(table, index, entry);
+    }
+    fn reserve(&mut self, tables: usize) -> bool {
+        if tables > self.allow {
+            return false;
+        }
+        self.reserved = tables;
+        true
+    }
+}
+
+fn va(page: u64) -> DeviceVa {
+    DeviceVa::new(page * PAGE)
+}
+
+fn span(page: u64, pages: u64) -> Span<DeviceVa> {
+    Span::new(va(page), pages * PAGE).unwrap()
+}
+
+/// A buffer of these runs, in pages.
+fn bo(id: u64, runs: &[(u64, u64)]) -> Arc<Bo> {
+    let mut sg = SgTable::new();
+    for &(frame, pages) in runs {
+        sg.push(CardAddr::new(frame * PAGE), pages * PAGE).unwrap();
+    }
+    Arc::new(Bo::new(id, sg))
+}
+
+fn bind(page: u64, bo: &Arc<Bo>, offset: u64, pages: u64, access: Access) -> Request {
+    Request::Bind { va: va(page), bo: bo.clone(), offset: offset * PAGE, len: pages * PAGE, access }
+}
+
+/// First page, pages, buffer, page of the buffer, access.
+type Row = (u64, u64, u64, u64, Access);
+
+fn bindings<F: Format, T: Tables>(vm: &Vm<F, T>) -> Vec<Row> {
+    vm.bindings()
+        .map(|b| (b.span.first().bits() / PAGE, b.span.len() / PAGE, b.bo.id(), b.offset / PAGE, b.access))
+        .collect()
+}
+
+/// Everything that can be seen of a VM.
+fn snapshot<F: Format>(vm: &Vm<F, Strict>) -> impl PartialEq + use<F> {
+    let runs: Vec<_> = vm.runs(vm.range()).collect();
+    (bindings(vm), runs, vm.page_table().tables().heap.in_use())
+}
+
+fn run<F: Format, T: Tables>(vm: &mut Vm<F, T>, requests: impl IntoIterator<Item = Request>) -> Committed<T::Addr> {
+    vm.plan(requests).unwrap().commit()
+}
+
+/// Page of the VM -> buffer, page of the buffer, access.
+type Model = BTreeMap<u64, (u64, u64, Access)>;
+
+fn apply(model: &mut Model, request: &Request) {
+    match request {
+        Request::Bind { va, bo, offset, len, access } => {
+            for i in 0..len / PAGE {
+                model.insert(va.bits() / PAGE + i, (bo.id(), offset / PAGE + i, *access));
+            }
+        }
+        Request::Unbind(span) => {
+            model.retain(|page, _| !span.contains(va(*page)));
+        }
+        _ => unreachable!("no other requests"),
+    }
+}
+
+fn agree<F: Format>(vm: &Vm<F, Strict>, model: &Model, bos: &[Arc<Bo>]) -> Result<(), TestCaseError> {
+    let mut bound = Model::new();
+    for (first, pages, bo, offset, access) in bindings(vm) {
+        for i in 0..pages {
+            prop_assert_eq!(bound.insert(first + i, (bo, offset + i, access)), None, "bindings overlap");
+        }
+    }
+    prop_assert!(&bound == model, "bindings differ");
+    let mut mapped = BTreeMap::new();
+    for run in vm.runs(vm.range()) {
+        for i in 0..run.len / PAGE {
+            mapped.insert(run.at.bits() / PAGE + i, (run.to.bits() + i * PAGE, run.access));
+        }
+    }
+    let card = |bo: u64, page: u64| bos[bo as usize].sg().segment_at(page * PAGE).unwrap().addr.bits();
+    let expected: BTreeMap<_, _> =
+        model.iter().map(|(&va, &(bo, page, access))| (va, (card(bo, page), access))).collect();
+    prop_assert!(mapped == expected, "the page table differs");
+    Ok(())
+}
+
+const RANGE_PAGES: u64 = 4 * 512;
+const FIRST: u64 = 512; // the first block of the space is not part of the VM
+
+/// What a random request uses: contiguous and aligned, in single pages, blocks that are not in order.
+fn buffers() -> Vec<Arc<Bo>> {
+    let scattered: Vec<_> = (0..600).map(|i| (100_000 + 2 * (i * 7 % 600), 1)).collect();
+    vec![bo(0, &[(4 * 512, 4 * 512)]), bo(1, &scattered), bo(2, &[(40 * 512, 512), (3, 40), (20 * 512, 700)])]
+}
+
+#[derive(Clone, Debug)]
+enum Ask {
+    Bind {
+        page: u64,
+        bo: usize,
+        offset: u64,
+        pages: u64,
+        access: Access,
+    },
+    Unbind {
+        page: u64,
+        pages: u64,
+    },
+    /// A request that is wrong in itself.
+    Bad(u8),
+}
+
+fn near_block() -> impl Strategy<Value = u64> {
+    (0u64..4, prop_oneof![3 => Just(0), 2 => 0u64..4, 1 => 509u64..512, 1 => 0u64..512]).prop_map(|(b, p)| b * 512 + p)
+}
+
+fn pages() -> impl Strategy<Value = u64> {
+    prop_oneof![3 => 1u64..5, 2 => Just(512), 1 => 510u64..520, 1 => 1u64..1400]
+}
+
+fn ask(bad: u32) -> impl Strategy<Value = Ask> {
+    let access = prop_oneof![Just(Access::RW), Just(Access::READ), Just(Access::READ | Access::EXEC)];
+    prop_oneof![
+        6 => (near_block(), 0usize..3, near_block(), pages(), access)
+            .prop_map(|(page, bo, offset, pages, access)| Ask::Bind { page, bo, offset, pages, access }),
+        3 => (near_block(), pages()).prop_map(|(page, pages)| Ask::Unbind { page, pages }),
+        bad => (0u8..9).prop_map(Ask::Bad),
+    ]
+}
+
+fn request(ask: &Ask, bos: &[Arc<Bo>]) -> Request {
+    match *ask {
+        Ask::Bind { page, bo, offset, pages, access } => {
+            // Fit into the buffer and the VM; refusals have a test of their own.
+            let size = bos[bo].len() / PAGE;
+            let offset = offset % size;
+            let pages = pages.min(size - offset).min(RANGE_PAGES - page);
+            bind(FIRST + page, &bos[bo], offset, pages, access)
+        }
+        Ask::Unbind { page, pages } => Request::Unbind(span(FIRST + page, pages.min(RANGE_PAGES - page))),
+        Ask::Bad(n) => bad(n, bos).0,
+    }
+}
+
+type Expected = fn(&Error) -> bool;
+
+/// A bad request and the error it must give.
+fn bad(n: u8, bos: &[Arc<Bo>]) -> (Request, Expected) {
+    let mut odd = SgTable::new();
+    odd.push(CardAddr::new(0x1000), 100).unwrap();
+    odd.push(CardAddr::new(0x8000), 2 * PAGE - 100).unwrap();
+    let odd = Arc::new(Bo::new(9, odd));
+    let far = bo(8, &[((1 << 40) - 1, 2)]); // reaches 2^52
+    let (good, at) = (&bos[0], va(FIRST));
+    let bind_bytes =
+        |va: DeviceVa, bo: &Arc<Bo>, offset, len| Request::Bind { va, bo: bo.clone(), offset, len, access: Access::RW };
+    match n {
+        0 => (bind(FIRST, good, 0, 0, Access::RW), |e| matches!(e, Error::Empty { .. })),
+        1 => (bind_bytes(at, good, 0, PAGE + 1), |e| matches!(e, Error::Misaligned { .. })),
+        2 => (bind_bytes(at, good, 1, PAGE), |e| matches!(e, Error::MisalignedOffset { offset: 1, .. })),
+        3 => (bind_bytes(at, good, !0xfff, PAGE), |e| matches!(e, Error::BeyondBo { .. })),
+        4 => (bind(FIRST - 1, good, 0, 2, Access::RW), |e| matches!(e, Error::OutsideVm { .. })),
+        5 => {
+            (bind(FIRST, good, 0, 2, Access::WRITE), |e| matches!(e, Error::Unsupported { access: Access::WRITE, .. }))
+        }
+        6 => (bind(FIRST, &odd, 0, 2, Access::RW), |e| matches!(e, Error::Segment { bo: 9, .. })),
+        7 => (bind(FIRST, &far, 0, 2, Access::RW), |e| matches!(e, Error::Segment { bo: 8, .. })),
+        8 => (Request::Unbind(Span::new(at, 5).unwrap()), |e| matches!(e, Error::Misaligned { .. })),
+        9 => (bind_bytes(DeviceVa::new(!0xfff), good, 0, 2 * PAGE), |e| matches!(e, Error::Wraps { .. })),
+        10 => (bind_bytes(DeviceVa::new(!0xfff), good, 0, PAGE), |e| matches!(e, Error::OutsideVm { .. })),
+        11 => (bind_bytes(at, good, PAGE, good.len()), |e| matches!(e, Error::BeyondBo { .. })),
+        12 => (bind_bytes(at, good, 0, u64::MAX), |e| matches!(e, Error::Wraps { .. } | Error::BeyondBo { .. })),
+        13 => (Request::Unbind(span(FIRST, RANGE_PAGES + 1)), |e| matches!(e, Error::OutsideVm { .. })),
+        _ => (bind_bytes(DeviceVa::new(at.bits() + 8), good, 0, PAGE), |e| matches!(e, Error::Misaligned { .. })),
+    }
+}
+
+fn new_vm<F: Format>() -> Vm<F, Strict> {
+    Vm::new(span(FIRST, RANGE_PAGES), Strict::new()).unwrap()
+}
+
+fn random_batches<F: Format>(batches: &[Vec<Ask>]) -> Result<(), TestCaseError> {
+    let bos = buffers();
+    let mut vm = new_vm::<F>();
+    let mut model = Model::new();
+    for batch in batches {
+        let requests: Vec<Request> = batch.iter().map(|a| request(a, &bos)).collect();
+        let before = snapshot(&vm);
+        if batch.iter().any(|a| matches!(a, Ask::Bad(_))) {
+            prop_assert!(vm.plan(requests).is_err());
+            prop_assert!(snapshot(&vm) == before, "a refused batch left a trace");
+            continue;
+        }
+        // Every amount of memory that is not enough.
+        let mut refused = 0;
+        for allow in 0.. {
+            vm.tables_mut().allow = allow;
+            match vm.plan(requests.clone()) {
+                Ok(dropped) => {
+                    drop(dropped);
+                    break;
+                }
+                Err(Error::NoTables { tables, .. }) => prop_assert!(tables > allow),
+                Err(e) => prop_assert!(false, "{e}"),
+            }
+            refused += 1;
+            prop_assert!(refused < 1000);
+        }
+        prop_assert!(snapshot(&vm) == before, "a failed or dropped plan left a trace");
+
+        let old = model.clone();
+        requests.iter().for_each(|r| apply(&mut model, r));
+        let committed = run(&mut vm, requests);
+        for (page, was) in &old {
+            if model.get(page) != Some(was) {
+                prop_assert!(committed.spans().any(|s| s.contains(va(*page))), "page {page} not invalidated");
+            }
+        }
+        vm.invalidated(committed);
+        agree(&vm, &model, &bos)?;
+    }
+    vm.tables_mut().allow = usize::MAX;
+    let range = vm.range();
+    let committed = run(&mut vm, [Request::Unbind(range)]);
+    vm.invalidated(committed);
+    agree(&vm, &Model::new(), &bos)?;
+    prop_assert_eq!(vm.page_table().tables().heap.in_use(), 1, "only the root is left");
+    prop_assert!(bos.iter().all(|bo| Arc::strong_count(bo) == 1), "a binding outlived its unbind");
+    Ok(())
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig { cases: 96, failure_persistence: None, ..ProptestConfig::default() })]
+
+    #[test]
+    fn random_batches_x86(batches in prop::collection::vec(prop::collection::vec(ask(1), 0..6), 1..8)) {
+        random_batches::<X86_64_4Level>(&batches)?;
+    }
+
+    #[test]
+    fn random_batches_arm(batches in prop::collection::vec(prop::collection::vec(ask(0), 1..6), 1..8)) {
+        random_batches::<Arm64S1_4k>(&batches)?;
+    }
+}
+
+#[test]
+fn every_refusal_leaves_the_vm_as_it_was() {
+    let bos = buffers();
+    let mut vm = new_vm::<X86_64_4Level>();
+    let committed = run(&mut vm, [bind(FIRST, &bos[0], 0, 600, Access::RW)]);
+    vm.invalidated(committed);
+    let before = snapshot(&vm);
+    for n in 0..15 {
+        let (request, expected) = bad(n, &bos);
+        // After requests that would change much.
+        let batch = [Request::Unbind(vm.range()), bind(FIRST + 3, &bos[1], 0, 9, Access::READ), request];
+        let e = vm.plan(batch).unwrap_err();
+        assert!(expected(&e), "{n}: {e:?}");
+        assert!(snapshot(&vm) == before, "{n}");
+    }
+    // An output address beyond the format's, which is narrower here.
+    let mut arm = new_vm::<Arm64S1_4k>();
+    let e = arm.plan([bind(FIRST, &bo(5, &[((1 << 36) - 1, 2)]), 0, 2, Access::RW)]).unwrap_err();
+    assert!(matches!(e, Error::Segment { bo: 5, source: dmalane_iopt::Error::OutputRange { .. }, .. }), "{e:?}");
+}
+
+#[test]
+fn a_vm_that_cannot_be() {
+    let tables = || HeapTables::new(CardAddr::new(0));
+    let new = |first, len| Vm::<X86_64_4Level, _>::new(Span::new(DeviceVa::new(first), len).unwrap(), tables()).err();
+    assert!(matches!(new(0, 1), Some(Error::Misaligned { .. })));
+    assert!(matches!(new(0, (1 << 48) + PAGE), Some(Error::New { .. })));
+    assert!(matches!(new(!0xfff, PAGE), Some(Error::New { .. })));
+    assert_eq!(new(0, 1 << 48), None);
+    let none = HeapTables::with_limit(CardAddr::new(0), 0);
+    let e = Vm::<X86_64_4Level, _>::new(span(0, 1), none).unwrap_err();
+    assert!(matches!(e, Error::New { source: dmalane_iopt::Error::NoTables { .. }, .. }));
+}
+
+/// The cases that Linux lists for its GPU VA manager (kernel documentation, "DRM GPUVM", "Split and Merge"), without its
+/// merging. One binding of buffer 0 is at pages 4 to 7 from page 10 of the buffer; request pages; what must be there.
+#[test]
+fn split_cases() {
+    const OLD: Access = Access::RW;
+    const NEW: Access = Access::READ;
+    type Case = (&'static str, u64, u64, &'static [Row], &'static [Row]);
+    let cases: &[Case] = &[
+        ("the same pages", 4, 4, &[(4, 4, 1, 0, NEW)], &[]),
+        ("left part", 4, 2, &[(4, 2, 1, 0, NEW), (6, 2, 0, 12, OLD)], &[(6, 2, 0, 12, OLD)]),
+        ("right part", 6, 2, &[(4, 2, 0, 10, OLD), (6, 2, 1, 0, NEW)], &[(4, 2, 0, 10, OLD)]),
+        (
+            "middle",
+            5,
+            2,
+            &[(4, 1, 0, 10, OLD), (5, 2, 1, 0, NEW), (7, 1, 0, 13, OLD)],
+            &[(4, 1, 0, 10, OLD), (7, 1, 0, 13, OLD)],
+        ),
+        ("over the left end", 3, 3, &[(3, 3, 1, 0, NEW), (6, 2, 0, 12, OLD)], &[(6, 2, 0, 12, OLD)]),
+        ("over the right end", 6, 3, &[(4, 2, 0, 10, OLD), (6, 3, 1, 0, NEW)], &[(4, 2, 0, 10, OLD)]),
+        ("over both ends", 3, 6, &[(3, 6, 1, 0, NEW)], &[]),
+        ("from the left end on and over", 4, 5, &[(4, 5, 1, 0, NEW)], &[]),
+        ("over and up to the right end", 3, 5, &[(3, 5, 1, 0, NEW)], &[]),
+        ("just before", 2, 2, &[(2, 2, 1, 0, NEW), (4, 4, 0, 10, OLD)], &[(4, 4, 0, 10, OLD)]),
+        ("just after", 8, 2, &[(4, 4, 0, 10, OLD), (8, 2, 1, 0, NEW)], &[(4, 4, 0, 10, OLD)]),
+    ];
+    let bos = [bo(0, &[(100, 20)]), bo(1, &[(200, 20)])];
+    for &(name, page, pages, bound, unbound) in cases {
+        for (request, expected) in
+            [(bind(page, &bos[1], 0, pages, NEW), bound), (Request::Unbind(span(page, pages)), unbound)]
+        {
+            let mut vm = Vm::<X86_64_4Level, _>::new(span(0, 100), Strict::new()).unwrap();
+            let first = run(&mut vm, [bind(4, &bos[0], 10, 4, OLD)]);
+            assert!(first.is_empty());
+            vm.invalidated(first);
+            let committed = run(&mut vm, [request]);
+            assert_eq!(bindings(&vm), expected, "{name}");
+            let cut = 4.max(page)..8.min(page + pages);
+            assert_eq!(committed.unmapped_bytes(), cut.count() as u64 * PAGE, "{name}");
+            assert_eq!(committed.is_empty(), page + pages <= 4 || page >= 8, "{name}");
+            vm.invalidated(committed);
+            let mut model = Model::new();
+            for &(first, pages, bo, offset, access) in expected {
+                model.extend((0..pages).map(|i| (first + i, (bo, offset + i, access))));
+            }
+            agree(&vm, &model, &bos).unwrap();
+        }
+    }
+}
+
+#[test]
+fn one_bind_over_several() {
+    let bos = [bo(0, &[(100, 20)]), bo(1, &[(200, 20)])];
+    let mut vm = Vm::<X86_64_4Level, _>::new(span(0, 100), Strict::new()).unwrap();
+    let rw = Access::RW;
+    let requests = [
+        bind(0, &bos[0], 0, 4, rw),
+        bind(5, &bos[0], 5, 2, rw),
+        bind(8, &bos[0], 8, 4, rw),
+        bind(2, &bos[1], 0, 8, rw),
+    ];
+    let committed = run(&mut vm, requests);
+    assert_eq!(bindings(&vm), [(0, 2, 0, 0, rw), (2, 8, 1, 0, rw), (10, 2, 0, 10, rw)]);
+    assert_eq!(committed.unmapped_bytes(), 6 * PAGE);
+    vm.invalidated(committed);
+}
+
+#[test]
+fn large_leaves_where_both_sides_are_aligned() {
+    let big = bo(1, &[(1 << 18, 2 << 18)]); // 2 GiB at 1 GiB
+    let mut vm = Vm::<Arm64S1_4k, _>::new(Span::new(va(0), 8 << 30).unwrap(), Strict::new()).unwrap();
+    let committed = run(&mut vm, [bind(1 << 18, &big, 0, 2 << 18, Access::RW)]);
+    assert!(committed.is_empty());
+    vm.invalidated(committed);
+    let counts = |vm: &Vm<Arm64S1_4k, Strict>| vm.page_table().leaf_counts().map(|(_, n)| n).collect::<Vec<_>>();
+    assert_eq!(counts(&vm), [0, 0, 2]);
+
+    // One page out of the middle of a leaf: the flush covers the whole leaf, which a TLB may hold as one.
+    let hole = span((1 << 18) + 512 + 1, 1);
+    let committed = run(&mut vm, [Request::Unbind(hole)]);
+    assert_eq!(committed.spans().collect::<Vec<_>>(), [Span::new(DeviceVa::new(1 << 30), 1 << 30).unwrap()]);
+    assert_eq!(committed.unmapped_bytes(), PAGE);
+    vm.invalidated(committed);
+    assert_eq!(counts(&vm), [511, 511, 1]);
+    assert_eq!(vm.bindings().count(), 2);
+    assert_eq!(vm.lookup(hole.first()), None);
+    let left = vm.lookup(DeviceVa::new(1 << 30)).unwrap();
+    assert_eq!(
+        (left.size, left.translate(DeviceVa::new((1 << 30) + 7))),
+        (PageSize::SIZE_2M, Some(CardAddr::new((1 << 30) + 7)))
+    );
+
+    // Not aligned to each other: no large leaf.
+    let committed = run(&mut vm, [Request::Unbind(vm_range()), bind(512, &big, 1, 1024, Access::RW)]);
+    vm.invalidated(committed);
+    assert_eq!(counts(&vm), [1024, 0, 0]);
+}
+
+fn vm_range() -> Span<DeviceVa> {
+    Span::new(va(0), 8 << 30).unwrap()
+}
+
+#[test]
+fn later_requests_of_a_batch_see_earlier_ones() {
+    let bos = buffers();
+    let mut vm = new_vm::<X86_64_4Level>();
+    let rw = Access::RW;
+    let batch = [
+        bind(FIRST, &bos[0], 0, 512, rw),
+        Request::Unbind(span(FIRST + 10, 1)),
+        bind(FIRST + 11, &bos[1], 0, 1, rw),
+        Request::Unbind(span(FIRST, 1)),
+    ];
+    let committed = run(&mut vm, batch);
+    vm.invalidated(committed);
+    assert_eq!(bindings(&vm), [(513, 9, 0, 1, rw), (523, 1, 1, 0, rw), (524, 500, 0, 12, rw)]);
+}
+
+/// Consecutive small binds share their tables in the reservation as they do in the page table.
+#[test]
+fn a_long_batch_reserves_no_more_than_it_needs() {
+    let bos = buffers();
+    let mut vm = new_vm::<X86_64_4Level>();
+    vm.tables_mut().allow = 2 + 4;
+    let batch = (0..RANGE_PAGES).map(|i| bind(FIRST + i, &bos[1], i % 600, 1, Access::RW));
+    let committed = run(&mut vm, batch);
+    vm.invalidated(committed);
+    assert_eq!(vm.bindings().count() as u64, RANGE_PAGES);
+    // And 1 TiB of address space is unbound with what it takes to split two leaves.
+    let mut vm = Vm::<X86_64_4Level, _>::new(Span::new(va(0), 1 << 40).unwrap(), Strict::new()).unwrap();
+    let committed = run(&mut vm, [bind(0, &bos[0], 0, 2048, Access::RW)]);
+    vm.invalidated(committed);
+    vm.tables_mut().allow = 4;
+    let committed = run(&mut vm, [Request::Unbind(Span::new(va(1), (1 << 40) - BLOCK).unwrap())]);
+    vm.invalidated(committed);
+    assert_eq!(bindings(&vm), [(0, 1, 0, 0, Access::RW)]);
+}
+
+#[test]
+fn an_empty_batch_is_fine() {
+    let mut vm = new_vm::<X86_64_4Level>();
+    vm.tables_mut().allow = 0;
+    let committed = run(&mut vm, []);
+    assert!(committed.is_empty());
+    vm.invalidated(committed);
+}
