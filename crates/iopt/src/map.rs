@@ -12,13 +12,27 @@ use dmalane_addr::{Access, Address, Segment, Span};
 use crate::format::{MAX_LEVELS, entries, index, input_len, leaf_level, page_size, same_table, shift};
 use crate::{Entry, Error, Format, PageTable, Place, Tables};
 
-/// The tables down to where the last leaf was written, so that the next table is found from the nearest common one.
-struct Cursor<A> {
+/// The tables down to where the last leaf was written, so that the next table is found from the nearest common one. Kept
+/// from call to call, and forgotten whenever tables leave the tree.
+#[derive(Debug)]
+pub(crate) struct Cursor<A> {
     path: [A; MAX_LEVELS],
     /// The deepest level of `path` that is known.
     level: u32,
     /// The address that `path` leads to.
     at: u64,
+}
+
+impl<A: Copy> Cursor<A> {
+    /// Knows nothing but the root, which never changes.
+    pub(crate) fn new(root: A) -> Self {
+        Self { path: [root; MAX_LEVELS], level: 0, at: 0 }
+    }
+
+    /// Back to that.
+    pub(crate) fn forget(&mut self) {
+        self.level = 0;
+    }
 }
 
 impl<F: Format, I: Address, O: Address, T: Tables> PageTable<F, I, O, T> {
@@ -74,12 +88,11 @@ impl<F: Format, I: Address, O: Address, T: Tables> PageTable<F, I, O, T> {
         source: &mut Source<F, O, impl Iterator<Item = Segment<O>>>,
         access: Access,
     ) -> Result<(), Error> {
-        let mut cursor = Cursor { path: [self.root; MAX_LEVELS], level: 0, at: *next };
         while source.next()? {
             let at = *next;
             check_room::<F, I>(at, source.now.len)?;
             let level = source.leaf_level(at)?;
-            let table = self.table_for(&mut cursor, at, level)?;
+            let table = self.table_for(at, level)?;
             let (done, stop) = if level == F::LEVELS - 1 {
                 self.fill_pages(table, at, source, access)
             } else {
@@ -160,13 +173,22 @@ impl<F: Format, I: Address, O: Address, T: Tables> PageTable<F, I, O, T> {
     }
 
     /// The table at `level` that translates `at`, made if need be.
-    fn table_for(&mut self, cursor: &mut Cursor<T::Addr>, at: u64, level: u32) -> Result<T::Addr, Error> {
-        let mut l = cursor.level.min(level);
-        while !same_table::<F>(at, cursor.at, l) {
+    #[inline]
+    fn table_for(&mut self, at: u64, level: u32) -> Result<T::Addr, Error> {
+        if self.cursor.level != level || !same_table::<F>(at, self.cursor.at, level) {
+            self.move_cursor(at, level)?;
+        }
+        Ok(self.cursor.path[level as usize])
+    }
+
+    #[inline(never)] // once per table
+    fn move_cursor(&mut self, at: u64, level: u32) -> Result<(), Error> {
+        let mut l = self.cursor.level.min(level);
+        while !same_table::<F>(at, self.cursor.at, l) {
             l -= 1;
         }
         while l < level {
-            let (table, i) = (cursor.path[l as usize], index::<F>(at, l));
+            let (table, i) = (self.cursor.path[l as usize], index::<F>(at, l));
             let next = match F::decode(l, self.tables.load(table, i)) {
                 Entry::Table(next) => T::Addr::new(next),
                 Entry::Leaf { .. } => return Err(Error::Overlap { at: Place::of(I::new(at)) }),
@@ -177,10 +199,11 @@ impl<F: Format, I: Address, O: Address, T: Tables> PageTable<F, I, O, T> {
                 }
             };
             l += 1;
-            cursor.path[l as usize] = next;
+            self.cursor.path[l as usize] = next;
+            (self.cursor.level, self.cursor.at) = (l, at);
         }
-        (cursor.level, cursor.at) = (level, at);
-        Ok(cursor.path[level as usize])
+        (self.cursor.level, self.cursor.at) = (level, at);
+        Ok(())
     }
 
     /// The error for an entry at `at` that is in use.
@@ -194,6 +217,7 @@ impl<F: Format, I: Address, O: Address, T: Tables> PageTable<F, I, O, T> {
     /// Takes back `first..next`, and the tables made for `next` that hold nothing yet.
     #[cold]
     fn undo(&mut self, first: u64, next: u64) {
+        self.cursor.forget();
         self.prune(next.min(input_len::<F>() - 1));
         if next > first {
             // All of it was free before this call, so every table that becomes empty is one of ours.
@@ -330,8 +354,7 @@ pub(crate) fn check_start<F: Format, I: Address>(at: I) -> Result<(), Error> {
 
 #[inline]
 pub(crate) fn check_room<F: Format, I: Address>(at: u64, len: u64) -> Result<(), Error> {
-    // Tables divide the input range evenly, so it is enough to ask at the start of each fill.
-    if at >= input_len::<F>() {
+    if len > input_len::<F>() - at {
         return Err(Error::InputRange { at: Place::of(I::new(at)), len, bits: F::INPUT_BITS });
     }
     Ok(())

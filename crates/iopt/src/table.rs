@@ -5,6 +5,7 @@ use core::marker::PhantomData;
 use dmalane_addr::{Access, Address, PageSize, Span};
 
 use crate::format::{MAX_LEVELS, entries, geometry_is_sound, index, input_len, page_size, shift};
+use crate::map::Cursor;
 use crate::{Entry, Error, FlushList, Format, Place, Runs, Tables};
 
 /// A page table in format `F` that translates `I` to `O`, its tables in `T`.
@@ -22,6 +23,7 @@ pub struct PageTable<F, I, O, T: Tables> {
     pub(crate) root: T::Addr,
     /// Live leaves by level.
     pub(crate) leaves: [u64; MAX_LEVELS],
+    pub(crate) cursor: Cursor<T::Addr>,
     kinds: PhantomData<fn(I) -> (F, O)>,
 }
 
@@ -54,7 +56,7 @@ impl<F: Format, I: Address, O: Address, T: Tables> PageTable<F, I, O, T> {
     pub fn new(mut tables: T) -> Result<Self, Error> {
         const { assert!(geometry_is_sound::<F>(), "the constants of this format contradict each other") }
         let root = allocate::<F, T>(&mut tables, Place::of(I::new(0)))?;
-        Ok(Self { tables, root, leaves: [0; MAX_LEVELS], kinds: PhantomData })
+        Ok(Self { tables, root, cursor: Cursor::new(root), leaves: [0; MAX_LEVELS], kinds: PhantomData })
     }
 
     /// The address of the root table, to be programmed into the device. It never changes.

@@ -79,6 +79,9 @@ impl<F: Format, I: Address, O: Address, T: Tables> PageTable<F, I, O, T> {
             self.split(cut.at, &mut spare);
         }
         let (bytes, tables) = self.clear_span(first, last);
+        if !tables.is_empty() {
+            self.cursor.forget();
+        }
         let span = Span::inclusive(I::new(flush_first), I::new(flush_last)).unwrap_or(span);
         Ok(FlushList { span, bytes, tables })
     }

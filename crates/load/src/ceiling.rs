@@ -57,16 +57,17 @@ where
             let mut tails: Vec<_> = self.staging.iter().map(|_| None).collect();
             let mut tickets = Vec::new();
             while at < len || !tickets.is_empty() {
-                for index in 0..self.staging.len() {
+                for (index, (slot, tail)) in self.staging.iter_mut().zip(&mut tails).enumerate() {
                     if at >= len {
                         break;
                     }
-                    let Some(whole) = self.staging[index].part.take() else { continue };
+                    let Some(whole) = slot.part.take() else { continue };
                     let n = (len - at).min(whole.len() as u64);
-                    let (part, tail) = whole.split_at(n as usize).map_err(|_| lost("bad length".into()))?;
+                    let (part, rest) = whole.split_at(n as usize).map_err(|_| lost("bad length".into()))?;
                     let transfer = Transfer { part, direction: Direction::ToHost, far: FileOffset::new(at) };
-                    tickets.push((input.channel.submit(transfer).map_err(|r| lost(r.reason.to_string()))?, index));
-                    tails[index] = Some(tail);
+                    let ticket = input.channel.submit(transfer).map_err(|r| lost(r.reason.to_string()))?;
+                    tickets.push((ticket, index));
+                    *tail = Some(rest);
                     at += n;
                 }
                 input.channel.wait(&mut done, Duration::from_millis(100));

@@ -11,6 +11,7 @@
 
 mod ceiling;
 mod clock;
+mod cut;
 mod device;
 mod error;
 mod format;

@@ -14,7 +14,7 @@ use std::os::unix::fs::FileExt;
 use std::path::PathBuf;
 use std::time::{Duration, Instant};
 
-use dmalane_addr::{Access, Address, CardAddr, FileOffset, PageSize};
+use dmalane_addr::{Access, CardAddr, FileOffset, PageSize, SgTable};
 use dmalane_engine::{
     Channel, Completion, DeviceAddr, DeviceFar, Direction, OpError, Refusal, Refused, Ticket, Transfer, drain,
 };
@@ -23,6 +23,7 @@ use dmalane_mem::{Part, footprint};
 use xxhash_rust::xxh3::Xxh3;
 
 use crate::clock::{Clocks, Stage};
+use crate::cut::{Cut, cut};
 use crate::device::STAGING;
 use crate::{Device, Error, Loaded, LoadedFile, Model, Placement, Report, StageReport};
 
@@ -368,7 +369,7 @@ where
                 self.clocks.time(Stage::Checksum, || bytes.for_each_block(|block| hash.update(block)));
                 self.clocks.bytes(Stage::Checksum, chunk.len);
             }
-            self.cut(chunk, slot, whole)?;
+            self.send(chunk, slot, whole);
         }
         while let Some((piece, transfer)) = self.backlog.pop_front() {
             let channel = &mut self.device.parts.channel;
@@ -397,49 +398,26 @@ where
     }
 
     /// Cuts a full buffer into pieces with one destination each.
-    fn cut(&mut self, chunk: Chunk, slot: usize, whole: Part) -> Result<(), Error> {
+    fn send(&mut self, chunk: Chunk, slot: usize, whole: Part) {
         let file = &self.files[chunk.file];
         let max = self.device.parts.channel.limits().max_len;
-        let end = chunk.at + chunk.len;
-        let mut pieces = Vec::new();
+        let none = SgTable::new();
+        let sg = file.bo.as_ref().map_or(&none, |bo| bo.sg());
+        let cuts = cut(&file.model, &file.layout, sg, chunk.at, chunk.len, max);
+        let mut pieces = Vec::with_capacity(cuts.len() + 1);
+        let mut outgoing = Vec::with_capacity(cuts.len());
         let mut rest = whole;
-        let mut at = chunk.at;
-        let mut outgoing = Vec::new();
-        let take = |len: u64, rest: Part| rest.split_at(len as usize);
-        let tensors = &file.model.tensors;
-        let first = tensors.partition_point(|t| t.at.bits() + t.len <= chunk.at);
-        'tensors: for index in first..tensors.len() {
-            let (tensor, place) = (&tensors[index], &file.layout.places[index]);
-            let start = tensor.at.bits().max(at);
-            let stop = (tensor.at.bits() + tensor.len).min(end);
-            if tensor.at.bits() >= end {
-                break;
-            }
-            let Some(bo) = file.bo.as_ref().filter(|_| start < stop) else { continue };
-            if start > at {
-                // Bytes that belong to no tensor: the header.
-                let Ok((gap, after)) = take(start - at, rest) else { unreachable!("a chunk lies in its buffer") };
-                pieces.push(Some(gap));
-                rest = after;
-            }
-            at = start;
-            let from = place.bo_offset + (start - tensor.at.bits());
-            let Some(runs) = bo.sg().runs(from..from + (stop - start)) else { break 'tensors };
-            for run in runs {
-                let (mut to, mut left) = (run.addr, run.len);
-                while left > 0 {
-                    let len = left.min(max);
-                    let Ok((part, after)) = take(len, rest) else { unreachable!("a chunk lies in its buffer") };
-                    rest = after;
-                    let far = DeviceFar { at: DeviceAddr::Card(to), via: self.device.staging[slot].via.clone() };
-                    let piece = Piece { slot, index: pieces.len(), file: chunk.file, tensor: index };
-                    outgoing.push((piece, Transfer { part, direction: Direction::FromHost, far }));
-                    pieces.push(None);
-                    at += len;
-                    left -= len;
-                    to = to.checked_add(len).unwrap_or(to);
-                }
-            }
+        for Cut { len, to } in cuts {
+            let (part, after) = rest.split_at(len as usize).expect("a chunk lies in its buffer");
+            rest = after;
+            let Some((tensor, to)) = to else {
+                pieces.push(Some(part));
+                continue;
+            };
+            let far = DeviceFar { at: DeviceAddr::Card(to), via: self.device.staging[slot].via.clone() };
+            let piece = Piece { slot, index: pieces.len(), file: chunk.file, tensor };
+            outgoing.push((piece, Transfer { part, direction: Direction::FromHost, far }));
+            pieces.push(None);
         }
         let missing = outgoing.len();
         pieces.push(Some(rest));
@@ -448,9 +426,7 @@ where
         if missing == 0 {
             self.finish(slot);
         }
-        // A chunk of header only has arrived as soon as it was read.
         (self.progress)(chunk.len);
-        Ok(())
     }
 
     /// Takes back pieces that have arrived, and binds tensors that are complete.
