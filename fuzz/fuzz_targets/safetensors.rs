@@ -1,12 +1,59 @@
-//! Arbitrary bytes as a safetensors file: whatever the header says, the plan stays within the file.
+//! Arbitrary bytes as a safetensors file: what the loader makes of the header agrees with the format's own library, and
+//! what it plans for the card keeps tensors apart.
 #![no_main]
 
+use dmalane_addr::Address;
+use dmalane_load::{Layout, Model};
 use libfuzzer_sys::fuzz_target;
+use safetensors::SafeTensors;
 
-fuzz_target!(|bytes: &[u8]| {
-    let Ok((header, metadata)) = safetensors::SafeTensors::read_metadata(bytes) else { return };
-    let data = (bytes.len() - 8 - header) as u64;
-    for (_, tensor) in metadata.tensors() {
-        assert!(tensor.data_offsets.1 as u64 <= data);
+fuzz_target!(|file: &[u8]| {
+    let parsed = parse(file);
+    let reference = SafeTensors::read_metadata(file);
+    let (Some(model), Ok((header, metadata))) = (&parsed, &reference) else {
+        assert_eq!(parsed.is_some(), reference.is_ok(), "ours: {parsed:?}, the library: {reference:?}");
+        return;
+    };
+
+    // The same tensors, at the same bytes.
+    let data = 8 + *header as u64;
+    assert_eq!(model.tensors.len(), metadata.tensors().len());
+    let mut next = data;
+    for tensor in &model.tensors {
+        let info = metadata.info(&tensor.name).expect("a tensor that the library does not see");
+        assert_eq!(tensor.at.bits(), data + info.data_offsets.0 as u64);
+        assert_eq!(tensor.len, (info.data_offsets.1 - info.data_offsets.0) as u64);
+        assert_eq!(tensor.dtype, info.dtype.to_string());
+        assert!(tensor.shape.iter().eq(info.shape.iter().map(|d| *d as u64).collect::<Vec<_>>().iter()));
+        assert_eq!(tensor.at.bits(), next, "tensors tile the file");
+        next += tensor.len;
+        if let Some(last) = tensor.len.checked_sub(1) {
+            for offset in [0, last] {
+                let at = tensor.at.checked_add(offset).unwrap();
+                assert_eq!(model.tensor_at(at).map(|t| &t.name), Some(&tensor.name));
+            }
+        }
     }
+    assert_eq!(next, file.len() as u64);
+
+    // On the card they do not overlap, in device virtual memory neither.
+    let layout = Layout::new(model).expect("a file that is in memory fits 64 bits");
+    assert_eq!(layout.places.len(), model.tensors.len());
+    let (mut bo, mut va) = (0, 0);
+    for (place, tensor) in layout.places.iter().zip(&model.tensors) {
+        assert!(place.bound >= tensor.len && place.bo_offset >= bo && place.va_offset >= va);
+        bo = place.bo_offset + place.bound;
+        va = place.va_offset + place.bound;
+    }
+    assert!(layout.bo_len >= model.tensors.iter().map(|t| t.len).sum());
 });
+
+/// The file as the loader reads it: the length field first, then the header alone.
+fn parse(file: &[u8]) -> Option<Model> {
+    let len = file.len() as u64;
+    let mut prefix = [0; 8];
+    let known = file.len().min(8);
+    prefix[..known].copy_from_slice(&file[..known]);
+    let header = Model::header_len(prefix, len).ok()? as usize;
+    Model::parse(&file[8..8 + header], len).ok()
+}

@@ -49,7 +49,10 @@ fn ranges(input: &Input) {
     let page = PageSize::SIZE_4K;
     let bytes = page.bytes();
     let base = if input.at_the_top { (PAGES as u64 * bytes).wrapping_neg() } else { 0 };
-    let span = |first: usize, pages: usize| Span::new(Iova::new(base + first as u64 * bytes), pages as u64 * bytes);
+    let span = |first: usize, pages: usize| {
+        let first = base.checked_add(first as u64 * bytes)?;
+        Span::new(Iova::new(first), pages as u64 * bytes)
+    };
     let mut allocator = RangeAllocator::new(span(0, PAGES).unwrap(), page);
     let mut taken = [false; PAGES];
     // The pages of a span that lies within, else none.

@@ -4,7 +4,7 @@ use std::path::PathBuf;
 use std::process::ExitCode;
 
 use clap::error::ErrorKind;
-use clap::{Args, CommandFactory, Parser, Subcommand};
+use clap::{ArgGroup, Args, CommandFactory, Parser, Subcommand};
 use clap_complete::Shell;
 
 use crate::failure::Failure;
@@ -64,7 +64,7 @@ Examples:
 
 /// Moves bytes from files to devices along one path: allocate, read, map, transfer, bind.
 #[derive(Parser)]
-#[command(name = "dmalane", version, after_help = EXAMPLES, max_term_width = 100, disable_help_subcommand = true)]
+#[command(name = "dmalane", version, after_help = EXAMPLES, max_term_width = 100)]
 struct Cli {
     #[command(subcommand)]
     command: Command,
@@ -83,10 +83,14 @@ enum Command {
 /// Safetensors files are loaded tensor by tensor, each bound at a device address of its own; any other file is loaded as
 /// one run of bytes.
 #[derive(Args)]
-#[command(after_help = LOAD_EXAMPLES)]
+#[command(
+    after_help = LOAD_EXAMPLES,
+    group(ArgGroup::new("input").args(["files", "sample"]).required(true)),
+    override_usage = "dmalane load [OPTIONS] <FILE>...\n       dmalane load [OPTIONS] --sample <SIZE>"
+)]
 struct LoadOptions {
     /// Files to load, several shards at once
-    #[arg(value_name = "FILE", required_unless_present = "sample", conflicts_with = "sample")]
+    #[arg(value_name = "FILE")]
     files: Vec<PathBuf>,
 
     /// Make a safetensors file of this size and load that

@@ -105,9 +105,11 @@ mod tests {
         let probe = Probe::new(root.path());
         assert_eq!(list(&probe).len(), 1);
 
-        for (bdf, driver, class) in
-            [("0000:01:00.0", "vfio-pci", "0x120000"), ("0000:02:00.0", "nvme", "0x010802"), ("0000:03:00.0", "vfio-pci", "?")]
-        {
+        for (bdf, driver, class) in [
+            ("0000:01:00.0", "vfio-pci", "0x120000"),
+            ("0000:02:00.0", "nvme", "0x010802"),
+            ("0000:03:00.0", "vfio-pci", "?"),
+        ] {
             let dir = root.path().join("sys/bus/pci/devices").join(bdf);
             fs::create_dir_all(&dir).unwrap();
             for (file, content) in [("vendor", "0x10ee\n"), ("device", "0x50b4\n"), ("class", class)] {
@@ -120,7 +122,9 @@ mod tests {
         assert_eq!(devices.len(), 2, "not the one of another driver, not the one with a bad class");
         let text = text(&devices);
         assert!(text.contains("soft\n") && text.contains("ddr 64 GiB, hbm 32 GiB") && text.contains("2 channels"));
-        assert!(text.contains("0000:01:00.0\n    a PCI device bound to vfio-pci; not supported yet\n    id 10ee:50b4, IOMMU group 15\n"));
+        assert!(text.contains(
+            "0000:01:00.0\n    a PCI device bound to vfio-pci; not supported yet\n    id 10ee:50b4, IOMMU group 15\n"
+        ));
         let json = serde_json::to_value(&devices[1]).unwrap();
         assert_eq!(json["kind"], "vfio_pci");
         assert_eq!((&json["supported"], &json["iommu_group"]), (&false.into(), &"15".into()));

@@ -70,6 +70,16 @@ impl Subject {
     }
 }
 
+/// `word` as a shell reads it back.
+fn quote(word: &str) -> String {
+    let plain = |c: char| c.is_ascii_alphanumeric() || "/._-".contains(c);
+    if !word.is_empty() && word.chars().all(plain) {
+        word.to_owned()
+    } else {
+        format!("'{}'", word.replace('\'', r"'\''"))
+    }
+}
+
 #[derive(Serialize)]
 struct Report {
     schema: u32,
@@ -133,10 +143,10 @@ fn text(report: &Report) -> String {
         text += &format!("{status:<4}  {:width$}  {}\n", check.name, check.found);
         // What is in order needs no reason.
         if check.status != Status::Ok {
-            text += &format!("      {:width$}    why: {}\n", "", check.why);
+            text += &format!("      why:  {}\n", check.why);
         }
         if let Some(mend) = &check.mend {
-            text += &format!("      {:width$}   mend: {mend}\n", "");
+            text += &format!("      mend: {mend}\n");
         }
     }
     let count = |status| report.checks.iter().filter(|c| c.status == status).count();

@@ -4,6 +4,9 @@ use std::io::IsTerminal;
 
 use indicatif::{ProgressBar, ProgressFinish, ProgressStyle};
 
+const TEMPLATE: &str =
+    "{prefix} [{bar:30}] {decimal_bytes} of {decimal_total_bytes}  {decimal_bytes_per_sec}  {eta} left";
+
 /// Bytes done of bytes known, with rate and time left. It disappears when finished or dropped, so that what is printed
 /// next starts on a clean line.
 pub struct Progress(ProgressBar);
@@ -14,11 +17,8 @@ impl Progress {
         if !wanted || !std::io::stderr().is_terminal() {
             return Self(ProgressBar::hidden());
         }
-        let style = ProgressStyle::with_template(
-            "{prefix} [{bar:30}] {decimal_bytes} of {decimal_total_bytes}  {decimal_bytes_per_sec}  {eta} left",
-        )
-        // The template is a constant; a plain bar is still a bar.
-        .unwrap_or_else(|_| ProgressStyle::default_bar());
+        // A test reads the template; and a plain bar is still a bar.
+        let style = ProgressStyle::with_template(TEMPLATE).unwrap_or_else(|_| ProgressStyle::default_bar());
         Self(
             ProgressBar::new(0)
                 .with_style(style.progress_chars("=> "))
@@ -58,6 +58,11 @@ mod tests {
             bar.finish();
             bar.advance(1);
         }
+    }
+
+    #[test]
+    fn the_template_is_one() {
+        assert!(ProgressStyle::with_template(TEMPLATE).is_ok());
     }
 
     #[test]

@@ -192,9 +192,7 @@ impl<M: DeviceMem, F: Format> Core<M, F> {
             regs::RING_LOG2_MAX => regs::MAX_RING_LOG2,
             regs::LEN_MAX => regs::MAX_LEN,
             regs::MMU_FORMAT => regs::format_code(F::NAME),
-            regs::CONTROL => {
-                u32::from(mmu.is_on() || self.channels.iter().any(|c| c.regs.status.load(Ordering::SeqCst) != 0))
-            }
+            regs::CONTROL => u32::from(self.channels.iter().any(|c| c.regs.is_stopping())),
             regs::MMU_CONTROL => u32::from(mmu.is_on()),
             // Writing it has waited for accesses under way.
             regs::MMU_INVALIDATE => 0,
@@ -255,6 +253,11 @@ impl<M> Channel<M> {
 }
 
 impl Registers {
+    /// Told to stop, and not stopped yet.
+    fn is_stopping(&self) -> bool {
+        self.control.load(Ordering::SeqCst) == 0 && self.status.load(Ordering::SeqCst) != 0
+    }
+
     fn read(&self, register: u64) -> Option<u32> {
         let narrow = |r: &AtomicU32| Some(r.load(Ordering::SeqCst));
         match register {

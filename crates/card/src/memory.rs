@@ -68,7 +68,7 @@ impl CardMemory {
     pub fn write(&self, at: CardAddr, bytes: &[u8]) -> Result<(), Error> {
         let view = self.view(at, bytes.len() as u64)?;
         match bytes.as_chunks::<8>() {
-            (words, []) if at.bits() % 8 == 0 => {
+            (words, []) if at.bits().is_multiple_of(8) => {
                 for (i, word) in words.iter().enumerate() {
                     view.store_u64(8 * i, u64::from_le_bytes(*word)).expect("an aligned word within the view");
                 }
@@ -99,7 +99,7 @@ impl CardMemory {
         let bank = self.bank(at)?;
         let offset = at.offset_from(bank.span.first())?;
         if !bank.is_present(offset / BLOCK) {
-            return (offset % 8 == 0).then_some(0);
+            return offset.is_multiple_of(8).then_some(0);
         }
         bank.buf.view().load_u64(usize::try_from(offset).ok()?)
     }

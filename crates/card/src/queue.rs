@@ -128,7 +128,7 @@ impl<M: DeviceMem> Queue<M> {
         let log2 = regs.ring_log2.load(Ordering::Relaxed);
         let descriptors = Iova::new(regs.ring.load(Ordering::Relaxed));
         let completions = Iova::new(regs.completions.load(Ordering::Relaxed));
-        let fits = |at: Iova, entry: usize| at.bits() % 4096 == 0 && at.checked_add((entry as u64) << log2).is_some();
+        let fits = |at: Iova, entry: usize| at.bits().is_multiple_of(4096) && at.checked_add((entry as u64) << log2).is_some();
         regs.doorbell.store(0, Ordering::Relaxed);
         regs.head.store(0, Ordering::Relaxed);
         if !(1..=MAX_RING_LOG2).contains(&log2)

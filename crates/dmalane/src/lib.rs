@@ -1,1 +1,41 @@
-//! Moves bytes from files to devices along one path: allocate, read, map, transfer, bind
+//! Moves bytes from files to devices along one path: allocate, read, map, transfer, bind.
+//!
+//! This crate is the face of the workspace: it re-exports the layers, each usable alone, and holds the glue that has to
+//! know two of them at once. [`SoftDevice::open`] makes the software card behind a software IOMMU; [`open_file`] opens a
+//! file for it.
+//!
+//! ```
+//! use dmalane::load::Placement;
+//! use dmalane::{FileOptions, SoftConfig, SoftDevice, open_file};
+//!
+//! let folder = tempfile::tempdir()?;
+//! let path = folder.path().join("model.safetensors");
+//! dmalane::load::write_sample(&mut std::fs::File::create(&path)?, 1 << 20)?;
+//!
+//! let mut soft = SoftDevice::open(SoftConfig::default())?;
+//! let mut inputs = [open_file(&path, FileOptions::default())?];
+//! let (loaded, report) = soft.device.load(&mut inputs, Placement::Ddr, &mut |_bytes| {})?;
+//! soft.device.verify(&loaded, &inputs, &mut |_bytes| {})?;
+//! assert_eq!(report.bytes, 1 << 20);
+//! for t in loaded.files[0].tensors() {
+//!     println!("{} {:?}", t.tensor.name, t.va);
+//! }
+//! # Ok::<(), Box<dyn std::error::Error>>(())
+//! ```
+#![forbid(unsafe_code)]
+
+mod file;
+mod soft;
+
+pub use dmalane_addr as addr;
+pub use dmalane_card as card;
+pub use dmalane_engine as engine;
+pub use dmalane_iopt as iopt;
+pub use dmalane_load as load;
+pub use dmalane_mem as mem;
+pub use dmalane_uring as uring;
+pub use dmalane_vm as vm;
+
+pub use dmalane_uring::Options as FileOptions;
+pub use file::open_file;
+pub use soft::{MmChannel, SoftChannel, SoftConfig, SoftDevice, SoftError};

@@ -39,6 +39,7 @@ pub struct Arm64S1_4k;
 const VALID: u64 = 1;
 /// With `VALID`: a table at levels 0 to 2, a page at level 3. Without it: a block.
 const TABLE_OR_PAGE: u64 = 1 << 1;
+const TABLE: u64 = VALID | TABLE_OR_PAGE;
 const AP_UNPRIVILEGED: u64 = 1 << 6;
 const AP_READ_ONLY: u64 = 1 << 7;
 const SH_INNER: u64 = 0b11 << 8;
@@ -64,7 +65,7 @@ impl Format for Arm64S1_4k {
 
     #[inline]
     fn encode_table(next: u64) -> u64 {
-        next & ADDRESS | VALID | TABLE_OR_PAGE
+        next & ADDRESS | TABLE
     }
 
     #[inline]
@@ -84,18 +85,17 @@ impl Format for Arm64S1_4k {
 
     #[inline]
     fn decode(level: u32, entry: u64) -> Entry {
-        if entry & VALID == 0 {
-            return Entry::Invalid;
-        }
-        match (level, entry & TABLE_OR_PAGE != 0) {
-            (0..LAST, true) => return Entry::Table(entry & ADDRESS),
-            (1..LAST, false) | (LAST, true) => {}
-            // A block at level 0 and type 0b01 at level 3 are reserved.
-            _ => return Entry::Invalid,
-        }
-        // Both would fault: the access flag, and an entry that only privileged software may use.
-        if entry & AF == 0 || entry & AP_UNPRIVILEGED == 0 {
-            return Entry::Invalid;
+        // A leaf without the access flag, or for privileged software only, would fault.
+        const USABLE: u64 = VALID | AF | AP_UNPRIVILEGED;
+        if level < LAST {
+            match entry & (VALID | TABLE_OR_PAGE) {
+                TABLE => return Entry::Table(entry & ADDRESS),
+                // Level 0 has no blocks.
+                VALID if level > 0 && entry & USABLE == USABLE => {}
+                _ => return Entry::Invalid,
+            }
+        } else if level > LAST || entry & (USABLE | TABLE_OR_PAGE) != USABLE | TABLE_OR_PAGE {
+            return Entry::Invalid; // type 0b01 is reserved at the last level
         }
         let mut access = Access::READ;
         if entry & AP_READ_ONLY == 0 {

@@ -38,27 +38,27 @@ pub enum Error {
         at: Place,
     },
     /// A start or a length that is not a multiple of the format's granule.
-    #[error("{at} for {len} bytes is not made of whole {granule} pages")]
+    #[error("{at}, length {len:#x}: not a multiple of {granule}")]
     Misaligned {
         /// Where the range starts, input or output.
         at: Place,
-        /// Bytes.
+        /// Bytes; 0 when it is the start alone that is wrong.
         len: u64,
         /// The format's smallest page.
         granule: PageSize,
     },
     /// Input addresses beyond [`Format::INPUT_BITS`](crate::Format::INPUT_BITS).
-    #[error("{at} for {len} bytes does not fit {bits} bits of input address")]
+    #[error("{at}, length {len:#x}: beyond {bits} bits of input address")]
     InputRange {
-        /// Where the range starts.
+        /// Where the range starts, or where the call had come to.
         at: Place,
-        /// Bytes.
+        /// Bytes from there; 0 when it is the start alone that is wrong.
         len: u64,
         /// Bits that the format translates.
         bits: u32,
     },
     /// Output addresses beyond [`Format::OUTPUT_BITS`](crate::Format::OUTPUT_BITS).
-    #[error("{at} for {len} bytes does not fit {bits} bits of output address")]
+    #[error("{at}, length {len:#x}: beyond {bits} bits of output address")]
     OutputRange {
         /// Where the range starts.
         at: Place,

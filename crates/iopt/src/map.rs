@@ -4,7 +4,7 @@
 //! larger one can only start where the table does), so the loop that fills it pulls page after page out of the list,
 //! checks that the entry is free, and writes it.
 
-use core::iter::{Fuse, once};
+use core::iter::{Fuse, empty};
 use core::marker::PhantomData;
 
 use dmalane_addr::{Access, Address, Segment, Span};
@@ -41,7 +41,9 @@ impl<F: Format, I: Address, O: Address, T: Tables> PageTable<F, I, O, T> {
     /// # Errors
     /// As [`map_sg`](Self::map_sg); the table is then as it was.
     pub fn map(&mut self, at: I, to: O, len: u64, access: Access) -> Result<(), Error> {
-        self.map_sg(at, once(Segment { addr: to, len }), access).map(drop)
+        // Not by way of a list of one: this is the call that is made for every page of somebody else's loop.
+        let now = checked::<F, O>(Segment { addr: to, len }).map_err(bad_segment::<F, O>)?;
+        self.map_source(at, Source { now, ..Source::new(empty()) }, access).map(drop)
     }
 
     /// Maps a list of segments one after another from `at` on, and gives the number of bytes mapped. An empty list maps
@@ -64,14 +66,24 @@ impl<F: Format, I: Address, O: Address, T: Tables> PageTable<F, I, O, T> {
         segments: impl IntoIterator<Item = Segment<O>>,
         access: Access,
     ) -> Result<u64, Error> {
+        self.map_source(at, Source::new(segments.into_iter()), access)
+    }
+
+    /// Maps a source from `at` on, or nothing of it. Gives the number of bytes.
+    #[inline]
+    fn map_source(
+        &mut self,
+        at: I,
+        mut source: Source<F, O, impl Iterator<Item = Segment<O>>>,
+        access: Access,
+    ) -> Result<u64, Error> {
         if !F::supports(access) {
             return Err(Error::Unsupported { access, format: F::NAME });
         }
         check_start::<F, I>(at)?;
         let first = at.bits();
         let mut next = first;
-        let mut source = Source::<F, O, _>::new(segments.into_iter());
-        match self.map_source(&mut next, &mut source, access) {
+        match self.fill(&mut next, &mut source, access) {
             Ok(()) => Ok(next - first),
             Err(e) => {
                 self.undo(first, next);
@@ -80,9 +92,9 @@ impl<F: Format, I: Address, O: Address, T: Tables> PageTable<F, I, O, T> {
         }
     }
 
-    /// Maps the source at `next`, which moves along and always says how far the call has come.
+    /// Writes the leaves of a source at `next`, which moves along and always says how far the call has come.
     #[inline]
-    fn map_source(
+    fn fill(
         &mut self,
         next: &mut u64,
         source: &mut Source<F, O, impl Iterator<Item = Segment<O>>>,
@@ -200,7 +212,6 @@ impl<F: Format, I: Address, O: Address, T: Tables> PageTable<F, I, O, T> {
             };
             l += 1;
             self.cursor.path[l as usize] = next;
-            (self.cursor.level, self.cursor.at) = (l, at);
         }
         (self.cursor.level, self.cursor.at) = (level, at);
         Ok(())
@@ -322,12 +333,17 @@ impl<F: Format, O: Address, S: Iterator<Item = Segment<O>>> Source<F, O, S> {
         if self.pending.len != 0 {
             return Some(Ok(core::mem::replace(&mut self.pending, Extent::EMPTY)));
         }
-        let segment = self.segments.next()?;
-        let (out, len) = (segment.addr.bits(), segment.len);
-        let limit = 1u64 << F::OUTPUT_BITS;
-        let good = (out | len) & (F::GRANULE.bytes() - 1) == 0 && len != 0 && out < limit && len <= limit - out;
-        Some(if good { Ok(Extent { out, len }) } else { Err(segment) })
+        self.segments.next().map(checked::<F, O>)
     }
+}
+
+/// The extent of a segment that can be mapped, or the segment itself.
+#[inline]
+fn checked<F: Format, O: Address>(segment: Segment<O>) -> Result<Extent, Segment<O>> {
+    let (out, len) = (segment.addr.bits(), segment.len);
+    let limit = 1u64 << F::OUTPUT_BITS;
+    let good = (out | len) & (F::GRANULE.bytes() - 1) == 0 && len != 0 && out < limit && len <= limit - out;
+    if good { Ok(Extent { out, len }) } else { Err(segment) }
 }
 
 #[cold]

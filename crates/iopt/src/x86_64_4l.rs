@@ -85,19 +85,23 @@ impl Format for X86_64_4Level {
 
     #[inline]
     fn decode(level: u32, entry: u64) -> Entry {
-        if entry & PRESENT == 0 {
+        // A leaf for supervisors only would fault.
+        const USABLE: u64 = PRESENT | USER;
+        if level < LAST {
+            if entry & (PRESENT | LARGE) == PRESENT {
+                return Entry::Table(entry & ADDRESS);
+            }
+            // PS in the top level is reserved.
+            if level == 0 || entry & USABLE != USABLE {
+                return Entry::Invalid;
+            }
+        } else if level > LAST || entry & USABLE != USABLE {
             return Entry::Invalid;
         }
-        let page = 1u64 << (12 + 9 * LAST.saturating_sub(level));
-        match (level, entry & LARGE != 0) {
-            (0..LAST, false) => return Entry::Table(entry & ADDRESS),
-            // PS in the top level is reserved; so are the address bits of a large leaf below its size, but for PAT.
-            (0, true) => return Entry::Invalid,
-            (1..LAST, true) if entry & ADDRESS & (page - 1) & !PAT_LARGE != 0 => return Entry::Invalid,
-            _ => {}
-        }
-        if entry & USER == 0 {
-            return Entry::Invalid; // would fault: only supervisors may use it
+        let page = 1u64 << (12 + 9 * (LAST - level));
+        // So are the address bits of a large leaf below its size, but for PAT.
+        if entry & ADDRESS & (page - 1) & !PAT_LARGE != 0 {
+            return Entry::Invalid;
         }
         let mut access = Access::READ;
         if entry & WRITE != 0 {
@@ -132,6 +136,8 @@ mod tests {
         let page = F::encode_leaf(3, 0x1000, Access::RW);
         let block = F::encode_leaf(2, 0x4020_0000, Access::RW);
         assert_eq!(F::decode(0, block), Entry::Invalid, "PS in the top level");
+        assert_eq!(F::decode(0, PRESENT | USER | LARGE), Entry::Invalid, "PS in the top level");
+        assert_eq!(F::decode(9, page), Entry::Invalid, "no such level");
         assert_eq!(F::decode(1, block), Entry::Invalid, "2 MiB alignment in a 1 GiB leaf");
         assert_eq!(F::decode(2, block | 1 << 13), Entry::Invalid, "reserved address bit");
         let whole = Entry::Leaf { out: 0x4020_0000, access: Access::RW };

@@ -460,6 +460,24 @@ fn edges<F: Format>() {
     assert_eq!(table.mapped_bytes(), len);
 }
 
+/// The estimate of a series counts a table again once it may have been unlinked.
+fn estimates<F: Format>() {
+    let mut table = Table::<F, _>::new(Failing::new()).unwrap();
+    let mut estimate = TableEstimate::<F>::new();
+    let page = [Segment { addr: PhysAddr::new(PAGE), len: PAGE }];
+    let mut taken = 0;
+    for _ in 0..3 {
+        estimate.map_sg(Iova::new(GIB), page).unwrap();
+        estimate.unmap(span(GIB, GIB));
+        table.tables_mut().calls = 0;
+        table.map_sg(Iova::new(GIB), page, Access::RW).unwrap();
+        let flush = table.unmap(span(GIB, GIB)).unwrap();
+        table.free_tables(flush);
+        taken += table.tables().calls;
+    }
+    assert_eq!((taken, estimate.tables()), (9, 9));
+}
+
 /// The issue that started it: a 32 GiB BAR is 32 steps.
 fn strides<F: Format>() {
     let mut table = Table::<F, _>::new(Failing::new()).unwrap();
@@ -592,6 +610,11 @@ macro_rules! conformance {
             #[test]
             fn edges() {
                 super::edges::<F>();
+            }
+
+            #[test]
+            fn estimates() {
+                super::estimates::<F>();
             }
 
             #[test]

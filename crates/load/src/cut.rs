@@ -1,6 +1,6 @@
 //! Cutting a stretch of a file into pieces with one destination each.
 
-use dmalane_addr::{Address, CardAddr, SgTable};
+use dmalane_addr::{CardAddr, SgTable};
 
 use crate::{Layout, Model};
 

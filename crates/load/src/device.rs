@@ -24,8 +24,8 @@ pub struct DeviceParts<C, F, T: Tables> {
     pub vm: Vm<F, T>,
     /// The device's free memory.
     pub memory: CardMemory,
-    /// Makes the device forget translations; called after an unbind.
-    pub invalidate: Box<dyn FnMut() + Send>,
+    /// Makes the device forget translations; called after an unbind, before what was unbound is used again.
+    pub invalidate: Box<dyn FnMut() -> Result<(), Box<dyn std::error::Error + Send + Sync>> + Send>,
     /// True when the channel works inside `poll`, so that only time spent there is its time.
     pub inline: bool,
     /// Bytes of a staging buffer (`--gather`); rounded up to 4 KiB.
@@ -194,9 +194,8 @@ where
             source,
         })?;
         let committed = plan.commit();
-        if !committed.is_empty() {
-            (self.parts.invalidate)();
-        }
+        // Nothing was bound there before: ranges of files do not overlap.
+        debug_assert!(committed.is_empty());
         self.parts.vm.invalidated(committed);
         Ok(())
     }
@@ -204,7 +203,8 @@ where
     /// Unbinds everything that a load bound and frees its memory.
     ///
     /// # Errors
-    /// [`Error::Bind`] when the tables for the unbind cannot be had; then nothing of that file is freed.
+    /// [`Error::Bind`] when the tables for the unbind cannot be had, [`Error::Invalidate`] when the device may still
+    /// remember it; then nothing of that file is freed.
     pub fn unload(&mut self, loaded: Loaded) -> Result<(), Error> {
         loaded.files.into_iter().try_for_each(|file| self.unload_file(file))
     }
@@ -217,7 +217,7 @@ where
             source,
         })?;
         let committed = plan.commit();
-        (self.parts.invalidate)();
+        (self.parts.invalidate)().map_err(Error::Invalidate)?;
         self.parts.vm.invalidated(committed);
         self.parts.memory.free(bo.sg())?;
         // The range came from this allocator and is freed once, with its file.

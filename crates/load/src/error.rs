@@ -115,6 +115,9 @@ pub enum Error {
         /// What the VM said.
         source: dmalane_vm::Error,
     },
+    /// The device could not be made to forget translations. What was unbound is not used again.
+    #[error("cannot invalidate the device's translations: {0}")]
+    Invalidate(#[source] Box<dyn std::error::Error + Send + Sync>),
     /// Host memory or its mapping for the device failed.
     #[error(transparent)]
     Memory(#[from] dmalane_mem::Error),

@@ -341,3 +341,130 @@ impl std::fmt::Debug for FileChannel {
         write!(f, "FileChannel({}: {}, {} in flight)", self.source.path.display(), self.how, self.ops.len())
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use std::sync::Arc;
+
+    use dmalane_engine::{RunError, drain, run};
+    use dmalane_mem::{AnonHeap, Heap};
+
+    use super::*;
+    use crate::cut::Align;
+
+    const LONG: Duration = Duration::from_secs(30);
+    const LEN: usize = 300_000;
+
+    fn file() -> (tempfile::NamedTempFile, Vec<u8>) {
+        let data: Vec<u8> = (0..LEN as u32).map(|i| (i ^ i >> 8) as u8).collect();
+        let file = tempfile::NamedTempFile::new().unwrap();
+        std::fs::write(file.path(), &data).unwrap();
+        (file, data)
+    }
+
+    fn read_of(at: u64, len: usize) -> Transfer<FileOffset> {
+        let whole = AnonHeap::new().allocate(len).unwrap().share().into_part();
+        let (part, _) = whole.split_at(len).unwrap();
+        Transfer { part, direction: Direction::ToHost, far: FileOffset::new(at) }
+    }
+
+    fn bytes(part: &Part) -> Vec<u8> {
+        let mut bytes = vec![0; part.len()];
+        part.read(0, &mut bytes).unwrap();
+        bytes
+    }
+
+    /// A channel that believes in direct I/O at any address and offset, which the file system will refuse.
+    fn deceived(path: &Path, mode: Mode, io: Io) -> Option<FileChannel> {
+        let mut channel = FileChannel::open(path, Options { io, ..Options::default() }).unwrap();
+        let Some((_, align)) = &mut channel.source.direct else {
+            eprintln!("skipped: {}", channel.how());
+            return None;
+        };
+        *align = Align { memory: 1, offset: 1 };
+        channel.options.mode = mode;
+        Some(channel)
+    }
+
+    #[test]
+    fn direct_io_refused_at_a_read_is_given_up() {
+        let (file, data) = file();
+        for io in [Io::Auto, Io::Pread] {
+            let Some(mut channel) = deceived(file.path(), Mode::Auto, io) else { return };
+            assert!(channel.how().direct);
+            let read = run(&mut channel, read_of(1, LEN - 1), LONG).unwrap();
+            assert!(bytes(&read.part) == data[1..]);
+            assert!(!channel.how().direct && channel.alignment() == 1);
+            assert_eq!(channel.how().reasons.len(), 1, "said once: {}", channel.how());
+            assert!(channel.how().reasons[0].starts_with("O_DIRECT refused at file offset 0x1"), "{}", channel.how());
+            assert_eq!(channel.moved(), Moved { direct: 0, buffered: LEN as u64 - 1 });
+        }
+    }
+
+    #[test]
+    fn direct_io_refused_at_a_read_fails_where_it_was_demanded() {
+        let (file, _) = file();
+        let Some(mut channel) = deceived(file.path(), Mode::Direct, Io::Auto) else { return };
+        let failed = run(&mut channel, read_of(1, LEN - 1), LONG).unwrap_err();
+        let RunError::Failed(_, OpError::Io { at, errno }) = failed else { panic!("{failed}") };
+        assert_eq!((at.bits(), errno), (1, Errno::INVAL.raw_os_error()));
+    }
+
+    #[test]
+    fn a_ring_that_dies_is_replaced_by_pread() {
+        let (file, data) = file();
+        let options = Options { io: Io::Uring, depth: 4, block: 65536, ..Options::default() };
+        let mut channel = FileChannel::open(file.path(), options).unwrap();
+        let mut done = Vec::new();
+        for _ in 0..3 {
+            let _ticket = channel.submit(read_of(0, LEN)).unwrap();
+        }
+        channel.poll(&mut done);
+        channel.ring.as_mut().unwrap().fail_enter = true;
+        done.extend(drain(&mut channel, LONG));
+        assert_eq!(done.len(), 3);
+        for c in done {
+            assert_eq!(c.result, Ok(()));
+            assert!(bytes(&c.transfer.part) == data);
+        }
+        assert!(!channel.how().uring && channel.how().reasons[0].contains("io_uring failed"), "{}", channel.how());
+        let read = run(&mut channel, read_of(5, 100), LONG).unwrap();
+        assert!(bytes(&read.part) == data[5..105]);
+    }
+
+    #[test]
+    fn a_cancelled_read_is_issued_again() {
+        let (file, data) = file();
+        let mut channel = FileChannel::open(file.path(), Options { io: Io::Pread, ..Options::default() }).unwrap();
+        let mut done = Vec::new();
+        let _ticket = channel.submit(read_of(0, 1000)).unwrap();
+        for errno in [Errno::CANCELED, Errno::INTR, Errno::AGAIN] {
+            let read = channel.next_read().unwrap();
+            channel.settle(read, -errno.raw_os_error(), &mut done);
+            assert!(done.is_empty());
+        }
+        done.extend(drain(&mut channel, LONG));
+        assert!(bytes(&done[0].transfer.part) == data[..1000]);
+    }
+
+    #[test]
+    fn the_failure_that_lies_first_in_the_file_is_reported() {
+        let (file, _) = file();
+        let options = Options { io: Io::Pread, mode: Mode::Buffered, block: 65536, ..Options::default() };
+        let mut channel = FileChannel::open(file.path(), options).unwrap();
+        let _ticket = channel.submit(read_of(0, LEN)).unwrap();
+        let reads: Vec<_> = (0..3).map(|_| channel.next_read().unwrap()).collect();
+        assert!(channel.source.direct.is_none() && Arc::ptr_eq(&reads[0].file, &channel.source.buffered));
+        let mut done = Vec::new();
+        for (read, errno) in reads.into_iter().zip([None, Some(Errno::IO), Some(Errno::NXIO)]).rev() {
+            assert!(done.is_empty(), "waits for all pieces");
+            channel.settle(read, errno.map_or(65536, |e| -e.raw_os_error()), &mut done);
+        }
+        let [Completion { transfer, result: Err(OpError::Io { at, errno }), .. }] = &done[..] else {
+            panic!("{done:?}")
+        };
+        assert_eq!((at.bits(), *errno, transfer.part.len()), (65536, Errno::IO.raw_os_error(), LEN));
+        assert_eq!(channel.poll(&mut done), 0, "the rest is not read");
+        assert_eq!(channel.in_flight(), 0);
+    }
+}

@@ -85,7 +85,9 @@ impl Ring {
     /// A ring for `depth` reads at once.
     pub fn new(depth: usize) -> Result<Self, String> {
         let uring = IoUring::new(depth as u32).map_err(|e| match e.raw_os_error() {
-            Some(libc::EPERM) => format!("io_uring refused: {e}; a seccomp profile or kernel.io_uring_disabled forbids it"),
+            Some(libc::EPERM) => {
+                format!("io_uring refused: {e}; a seccomp profile or kernel.io_uring_disabled forbids it")
+            }
             Some(libc::ENOMEM) => format!("io_uring refused: {e}; see ulimit -l"),
             _ => format!("io_uring refused: {e}"),
         })?;
@@ -224,5 +226,80 @@ impl Drop for Ring {
     fn drop(&mut self) {
         self.settle(PATIENCE);
         self.quarantine();
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use dmalane_mem::{AnonHeap, Heap, HeapStats};
+
+    use super::*;
+
+    const LEN: usize = 8192;
+
+    /// A ring with one read of a pipe that nobody writes to, which does not end by itself.
+    fn stuck(heap: &AnonHeap) -> (Ring, File) {
+        let (from, to) = rustix::pipe::pipe().unwrap();
+        let part = heap.allocate(LEN).unwrap().share().into_part();
+        let mut ring = Ring::new(4).unwrap();
+        let read = Read { op: 0, index: 0, direct: false, file: Arc::new(from.into()), part, at: 0, done: 0 };
+        assert!(ring.push(read).is_ok());
+        ring.enter(None).unwrap();
+        ring.enter(Some(Duration::from_millis(5))).unwrap();
+        assert!(ring.reap().is_none());
+        (ring, to.into())
+    }
+
+    #[test]
+    fn a_dropped_ring_cancels_what_waits() {
+        let heap = AnonHeap::new();
+        let (ring, _open) = stuck(&heap);
+        let begin = Instant::now();
+        drop(ring);
+        assert!(begin.elapsed() < PATIENCE / 2, "took {:?}", begin.elapsed());
+        assert_eq!(heap.stats(), HeapStats { live: 0, peak: LEN, buffers: 1 });
+    }
+
+    #[test]
+    fn memory_that_the_kernel_keeps_is_not_freed() {
+        let heap = AnonHeap::new();
+        let (mut ring, open) = stuck(&heap);
+        let before = quarantined_bytes();
+        ring.quarantine();
+        assert_eq!((quarantined_bytes() - before, heap.stats().live), (LEN as u64, LEN));
+        std::io::Write::write_all(&mut &open, b"late").unwrap();
+        ring.enter(Some(Duration::from_secs(5))).unwrap();
+        assert!(ring.reap().is_none(), "nobody waits for it any more");
+        // The read did end, but the ring no longer knows of it, and would wait.
+        std::mem::forget(ring);
+    }
+
+    #[test]
+    fn a_dead_ring_gives_back_what_the_kernel_never_saw() {
+        let heap = AnonHeap::new();
+        let (mut ring, open) = stuck(&heap);
+        let file = Arc::new(open.try_clone().unwrap());
+        for index in 1..4 {
+            let part = heap.allocate(LEN).unwrap().share().into_part();
+            assert!(ring.push(Read { op: 0, index, direct: false, file: file.clone(), part, at: 0, done: 0 }).is_ok());
+        }
+        let part = heap.allocate(LEN).unwrap().share().into_part();
+        assert!(ring.push(Read { op: 0, index: 4, direct: false, file, part, at: 0, done: 0 }).is_err(), "full");
+        assert!(ring.take_back().is_none(), "not while it lives");
+        ring.fail_enter = true;
+        assert!(ring.enter(None).is_err());
+        let back: Vec<_> = std::iter::from_fn(|| ring.take_back()).map(|read| read.index).collect();
+        assert_eq!((back, ring.busy()), (vec![1, 2, 3], 1));
+        // The kernel still completes the one that it knows of.
+        std::io::Write::write_all(&mut &open, b"late").unwrap();
+        let deadline = Instant::now() + Duration::from_secs(5);
+        let (read, result) = loop {
+            ring.enter(Some(Duration::from_millis(1))).unwrap();
+            if let Some(ended) = ring.reap() {
+                break ended;
+            }
+            assert!(Instant::now() < deadline);
+        };
+        assert_eq!((read.index, result), (0, 4));
     }
 }

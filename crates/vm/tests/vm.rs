@@ -439,6 +439,17 @@ fn later_requests_of_a_batch_see_earlier_ones() {
     let committed = run(&mut vm, batch);
     vm.invalidated(committed);
     assert_eq!(bindings(&vm), [(513, 9, 0, 1, rw), (523, 1, 1, 0, rw), (524, 500, 0, 12, rw)]);
+
+    // The leaf that the last request splits was made by the first, above the second.
+    let mut vm = new_vm::<X86_64_4Level>();
+    let batch = [
+        bind(FIRST + 1024, &bos[0], 0, 512, rw),
+        bind(FIRST, &bos[0], 0, 512, rw),
+        Request::Unbind(span(FIRST + 1024 + 7, 1)),
+    ];
+    let committed = run(&mut vm, batch);
+    vm.invalidated(committed);
+    assert_eq!(vm.page_table().leaf_counts().map(|(_, n)| n).collect::<Vec<_>>(), [511, 1, 0]);
 }
 
 /// Consecutive small binds share their tables in the reservation as they do in the page table.
@@ -459,6 +470,19 @@ fn a_long_batch_reserves_no_more_than_it_needs() {
     let committed = run(&mut vm, [Request::Unbind(Span::new(va(1), (1 << 40) - BLOCK).unwrap())]);
     vm.invalidated(committed);
     assert_eq!(bindings(&vm), [(0, 1, 0, 0, Access::RW)]);
+}
+
+/// A table that one request empties must be reserved again for the next.
+#[test]
+fn a_batch_that_binds_unbinds_and_binds_again() {
+    const GIB: u64 = 1 << 18; // pages
+    let bos = buffers();
+    let mut vm = Vm::<X86_64_4Level, _>::new(span(0, 4 * GIB), Strict::new()).unwrap();
+    let again = || [bind(GIB, &bos[1], 0, 1, Access::RW), Request::Unbind(span(GIB, GIB))];
+    let committed = run(&mut vm, [again(), again(), again()].into_iter().flatten());
+    assert_eq!(committed.flushes().iter().map(|f| f.tables().len()).collect::<Vec<_>>(), [3, 3, 3]);
+    vm.invalidated(committed);
+    assert_eq!(vm.page_table().tables().heap.in_use(), 1);
 }
 
 #[test]

@@ -8,30 +8,43 @@ use crate::probe::{Node, Probe};
 const SHOWN: usize = 8;
 
 pub fn dma_heaps(probe: &Probe) -> Check {
-    let subject = Subject::useful("dma_heap", "buffers that other drivers import as dma-bufs; not used by a load to the software card");
+    let subject = Subject::useful(
+        "dma_heap",
+        "buffers that other drivers import as dma-bufs; not used by a load to the software card",
+    );
     let names = probe.names("/dev/dma_heap");
     if names.is_empty() {
         return subject.lack("no /dev/dma_heap", kernel_option("DMABUF_HEAPS"));
     }
     let closed = names.iter().find(|n| probe.node(format!("/dev/dma_heap/{n}")) == Node::Closed);
     match closed {
-        Some(name) => subject.lack(format!("{}; {name} is closed to this user", list(&names)), open_up(&format!("/dev/dma_heap/{name}"))),
+        Some(name) => subject.lack(
+            format!("{}; {name} is closed to this user", list(&names)),
+            open_up(&format!("/dev/dma_heap/{name}")),
+        ),
         None => subject.ok(list(&names)),
     }
 }
 
 pub fn udmabuf(probe: &Probe) -> Check {
-    let subject = Subject::useful("udmabuf", "turns our memfd buffers into dma-bufs for other drivers; not used by a load to the software card");
+    let subject = Subject::useful(
+        "udmabuf",
+        "turns our memfd buffers into dma-bufs for other drivers; not used by a load to the software card",
+    );
     node(probe, subject, "/dev/udmabuf", kernel_option("CONFIG_UDMABUF"))
 }
 
 pub fn vfio(probe: &Probe) -> Check {
-    let subject = Subject::useful("vfio", "drives a PCI device from user space; not used by a load to the software card");
+    let subject =
+        Subject::useful("vfio", "drives a PCI device from user space; not used by a load to the software card");
     node(probe, subject, "/dev/vfio/vfio", "sudo modprobe vfio-pci".to_owned())
 }
 
 pub fn iommufd(probe: &Probe) -> Check {
-    let subject = Subject::useful("iommufd", "the newer way to map memory for a PCI device; not used by a load to the software card");
+    let subject = Subject::useful(
+        "iommufd",
+        "the newer way to map memory for a PCI device; not used by a load to the software card",
+    );
     node(probe, subject, "/dev/iommu", "sudo modprobe iommufd".to_owned())
 }
 
@@ -46,13 +59,18 @@ fn node(probe: &Probe, subject: Subject, path: &str, make: String) -> Check {
 pub fn iommu_groups(probe: &Probe) -> Check {
     let subject = Subject::useful("iommu_groups", "without an IOMMU no PCI device can be given to a program safely");
     match probe.names("/sys/kernel/iommu_groups").len() {
-        0 => subject.lack(
-            "none: no IOMMU, or it is switched off",
-            "sudo sed -i 's/^GRUB_CMDLINE_LINUX=\"/&intel_iommu=on /' /etc/default/grub && sudo update-grub && sudo reboot    \
-             # Intel; first switch VT-d or AMD-Vi on in the firmware",
-        ),
+        0 => subject.lack("none: no IOMMU, or it is switched off", switch_iommu_on(probe)),
         1 => subject.ok("1 group"),
         groups => subject.ok(format!("{groups} groups")),
+    }
+}
+
+fn switch_iommu_on(probe: &Probe) -> &'static str {
+    if probe.field("/proc/cpuinfo", "vendor_id").as_deref() == Some("GenuineIntel") {
+        "sudo sed -i 's/^GRUB_CMDLINE_LINUX=\"/&intel_iommu=on /' /etc/default/grub && sudo update-grub && sudo reboot    \
+         # with VT-d on in the firmware"
+    } else {
+        "sudo dmesg | grep -iE 'iommu|smmu|amd-vi'    # and switch it on in the firmware"
     }
 }
 

@@ -6,7 +6,7 @@ use std::path::Path;
 
 use rustix::fs::{MemfdFlags, SealFlags, fcntl_add_seals, ftruncate, memfd_create};
 
-use super::{Check, Subject};
+use super::{Check, Subject, quote};
 use crate::cli::GATHER;
 use crate::probe::{CAP_IPC_LOCK, Probe};
 use crate::size::binary;
@@ -26,7 +26,8 @@ pub fn version(probe: &Probe) -> Option<(u64, u64)> {
 }
 
 pub fn kernel(probe: &Probe) -> Check {
-    let subject = Subject::useful("kernel", "statx tells the alignment of direct I/O since Linux 6.1; before that it is guessed");
+    let subject =
+        Subject::useful("kernel", "statx tells the alignment of direct I/O since Linux 6.1; before that it is guessed");
     let release = probe.text("/proc/sys/kernel/osrelease").unwrap_or_else(|| "of unknown version".to_owned());
     let page = rustix::param::page_size() as u64;
     let found = format!("Linux {release}, {}, {} pages", std::env::consts::ARCH, binary(page));
@@ -54,7 +55,8 @@ fn count(list: &str) -> Option<u64> {
 }
 
 pub fn memory(probe: &Probe) -> Check {
-    let subject = Subject::needed("memory", "the software card keeps what is loaded in it, besides 4 x --gather of host buffers");
+    let subject =
+        Subject::needed("memory", "the software card keeps what is loaded in it, besides 4 x --gather of host buffers");
     let kib = |key| {
         let number: u64 = probe.field("/proc/meminfo", key)?.strip_suffix("kB")?.trim().parse().ok()?;
         number.checked_mul(1024)
@@ -71,12 +73,15 @@ pub fn memory(probe: &Probe) -> Check {
 }
 
 pub fn cgroup_memory(probe: &Probe) -> Check {
-    let subject = Subject::needed("cgroup_memory", "a container is ended when it exceeds its limit, however much the machine has");
+    let subject = Subject::needed(
+        "cgroup_memory",
+        "a container is ended when it exceeds its limit, however much the machine has",
+    );
     match cgroup_limit(probe) {
         None => subject.ok("no limit"),
         Some((limit, file)) if limit < LEAST_MEMORY => subject.lack(
             format!("{}; {} are needed", binary(limit), binary(LEAST_MEMORY)),
-            format!("echo {LEAST_MEMORY} | sudo tee {file}"),
+            format!("echo {LEAST_MEMORY} | sudo tee {}", quote(&file)),
         ),
         Some((limit, _)) => subject.ok(binary(limit)),
     }
@@ -119,7 +124,8 @@ pub fn memfd() -> Check {
 }
 
 pub fn memlock(probe: &Probe) -> Check {
-    let subject = Subject::useful("memlock", "registered io_uring buffers and buffers pinned for VFIO count against it");
+    let subject =
+        Subject::useful("memlock", "registered io_uring buffers and buffers pinned for VFIO count against it");
     let limits = probe.text("/proc/self/limits").unwrap_or_default();
     let line = limits.lines().find_map(|l| l.strip_prefix("Max locked memory"));
     let mut words = line.unwrap_or("").split_whitespace().map(|word| match word {
@@ -145,16 +151,16 @@ pub fn memlock(probe: &Probe) -> Check {
 }
 
 pub fn pagemap(probe: &Probe) -> Check {
-    let subject = Subject::useful(
-        "pagemap",
-        "only root sees physical addresses; the software card has its own and needs none, tests compare with them",
-    );
+    let subject =
+        Subject::useful("pagemap", "only root sees physical addresses; the software card has its own and needs none");
     let something = 0u64;
     // Each page of the address space has 8 bytes there: bit 63 says that it is present, the low 55 bits where.
     let offset = std::ptr::from_ref(&something).addr() as u64 / rustix::param::page_size() as u64 * 8;
     let mut entry = [0; 8];
-    match File::open(probe.place("/proc/self/pagemap")).and_then(|f| f.read_exact_at(&mut entry, offset)) {
-        Ok(()) if u64::from_ne_bytes(entry) << 9 != 0 => subject.ok("shows physical frames"),
+    let read = File::open(probe.place("/proc/self/pagemap")).and_then(|f| f.read_exact_at(&mut entry, offset));
+    let entry = u64::from_ne_bytes(entry);
+    match read {
+        Ok(()) if entry >> 63 == 1 && entry << 9 != 0 => subject.ok("shows physical frames"),
         Ok(()) => subject.note("hides physical frames"),
         Err(_) => subject.note("cannot be read"),
     }

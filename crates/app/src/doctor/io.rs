@@ -8,12 +8,13 @@ use std::path::Path;
 
 use rustix::fs::{AtFlags, OFlags, StatxFlags, fstatfs, statx};
 
-use super::{Check, Subject, host};
+use super::{Check, Subject, host, quote};
 use crate::failure::Failure;
 use crate::probe::{CAP_SYS_ADMIN, Probe};
 
 pub fn io_uring(probe: &Probe) -> Check {
-    let subject = Subject::useful("io_uring", "several direct reads in flight at once; without it files are read with pread");
+    let subject =
+        Subject::useful("io_uring", "several direct reads in flight at once; without it files are read with pread");
     let sandbox = "docker run --security-opt seccomp=unconfined ...    # or allow io_uring_setup, _enter and _register";
     let allow = "sudo sysctl kernel.io_uring_disabled=0";
     let disabled = probe.number("/proc/sys/kernel/io_uring_disabled");
@@ -38,7 +39,8 @@ pub fn io_uring(probe: &Probe) -> Check {
 
 /// Tries direct I/O on the file system of `path`.
 pub fn direct(path: &Path) -> Result<Check, Failure> {
-    let subject = Subject::useful("direct_io", "reads past the page cache, straight into the buffers that a device maps");
+    let subject =
+        Subject::useful("direct_io", "reads past the page cache, straight into the buffers that a device maps");
     let at = path.display();
     let kind = fs::metadata(path).map_err(|e| Failure::because(format!("cannot look at {at}"), &e))?.file_type();
     if !(kind.is_dir() || kind.is_file() || kind.is_block_device()) {
@@ -49,10 +51,14 @@ pub fn direct(path: &Path) -> Result<Check, Failure> {
     let file = match opened {
         Ok(file) => file,
         Err(Trouble::Create(e)) => {
-            return Ok(subject.note(format!("not tried: cannot create a file in {at} ({e}); name a file in it instead")));
+            return Ok(
+                subject.note(format!("not tried: cannot create a file in {at} ({e}); name a file in it instead"))
+            );
         }
         Err(Trouble::Open(e)) if e.kind() == ErrorKind::PermissionDenied => {
-            return Ok(subject.lack(format!("not tried: {at}: {e}"), format!("sudo chmod a+r '{at}'")));
+            return Ok(
+                subject.lack(format!("not tried: {at}: {e}"), format!("sudo chmod a+r {}", quote(&at.to_string())))
+            );
         }
         Err(Trouble::Open(e)) => return Ok(refused(subject, &format!("{at} cannot be opened with O_DIRECT: {e}"))),
     };
@@ -65,13 +71,16 @@ pub fn direct(path: &Path) -> Result<Check, Failure> {
         return Ok(refused(subject, &format!("{at} ({system}) opens with O_DIRECT, but a read fails: {e}")));
     }
     Ok(match alignment {
-        Some((0, _) | (_, 0)) => {
-            refused(subject, &format!("{at} ({system}) takes O_DIRECT, but statx says that it reads through the page cache"))
-        }
+        Some((0, _) | (_, 0)) => refused(
+            subject,
+            &format!("{at} ({system}) takes O_DIRECT, but statx says that it reads through the page cache"),
+        ),
         Some((memory, offset)) => {
             subject.ok(format!("{at} ({system}): memory aligned to {memory}, offsets to {offset} bytes"))
         }
-        None => subject.note(format!("{at} ({system}) takes O_DIRECT, but does not tell its alignment (4096 is assumed)")),
+        None => {
+            subject.note(format!("{at} ({system}) takes O_DIRECT, but does not tell its alignment (4096 is assumed)"))
+        }
     })
 }
 

@@ -19,16 +19,22 @@ struct Pool {
 fn pool(probe: &Probe, kib: u64) -> Option<Pool> {
     let number = |name| probe.number(format!("{POOLS}/hugepages-{kib}kB/{name}"));
     let (total, free) = (number("nr_hugepages")?, number("free_hugepages")?);
-    let on_demand = number("nr_overcommit_hugepages").unwrap_or(0).saturating_sub(number("surplus_hugepages").unwrap_or(0));
+    let on_demand =
+        number("nr_overcommit_hugepages").unwrap_or(0).saturating_sub(number("surplus_hugepages").unwrap_or(0));
     let promised = number("resv_hugepages").unwrap_or(0);
     Some(Pool { total, free, usable: free.saturating_sub(promised).saturating_add(on_demand) })
 }
 
 pub fn reserved_2m(probe: &Probe) -> Check {
-    let subject =
-        Subject::useful("hugepages_2m", "the best buffers for direct I/O: few segments, few page-table leaves, zeroed fastest");
+    let subject = Subject::useful(
+        "hugepages_2m",
+        "the best buffers for direct I/O: few segments, few page-table leaves, zeroed fastest",
+    );
     let Some(Pool { total, free, usable }) = pool(probe, 2048) else {
-        return subject.lack("the kernel has none", "grep -E 'HUGETLB|THP' /boot/config-$(uname -r)    # CONFIG_HUGETLBFS is off");
+        return subject.lack(
+            "the kernel has none",
+            "grep -E 'HUGETLB|THP' /boot/config-$(uname -r)    # CONFIG_HUGETLBFS is off",
+        );
     };
     let need = HOST_BUFFERS >> 21;
     let found = format!("{free} free of {total}");

@@ -1,0 +1,238 @@
+//! Machines that are good, empty and hostile.
+
+use std::fs;
+use std::io;
+use std::os::unix::fs::symlink;
+
+use tempfile::TempDir;
+
+use super::*;
+
+/// A machine that has these files.
+fn machine(files: &[(&str, &[u8])]) -> (TempDir, Probe) {
+    let root = tempfile::tempdir().unwrap();
+    for (path, content) in files {
+        let path = root.path().join(path);
+        fs::create_dir_all(path.parent().unwrap()).unwrap();
+        fs::write(path, content).unwrap();
+    }
+    let probe = Probe::new(root.path());
+    (root, probe)
+}
+
+const POOL: &str = "sys/kernel/mm/hugepages/hugepages-2048kB";
+
+fn good() -> Vec<(&'static str, &'static [u8])> {
+    vec![
+        ("proc/sys/kernel/osrelease", b"6.12.3-amd64\n"),
+        ("proc/sys/kernel/io_uring_disabled", b"0\n"),
+        ("proc/self/status", b"Name:\tdmalane\nCapEff:\t0000000000000000\nSeccomp:\t0\nCpus_allowed_list:\t0-3,8\n"),
+        ("proc/self/limits", b"Limit  Soft Limit  Hard Limit  Units\nMax locked memory         unlimited            unlimited            bytes\n"),
+        ("proc/self/cgroup", b"0::/user/session\n"),
+        ("proc/meminfo", b"MemTotal:       16314408 kB\nMemFree: 1 kB\nMemAvailable:   12000000 kB\n"),
+        ("proc/cpuinfo", b"processor\t: 0\nvendor_id\t: GenuineIntel\n"),
+        ("sys/fs/cgroup/user/session/memory.max", b"max\n"),
+        ("sys/fs/cgroup/user/memory.max", b"4294967296\n"),
+        ("sys/kernel/mm/hugepages/hugepages-2048kB/nr_hugepages", b"64\n"),
+        ("sys/kernel/mm/hugepages/hugepages-2048kB/free_hugepages", b"60\n"),
+        ("sys/kernel/mm/hugepages/hugepages-2048kB/resv_hugepages", b"2\n"),
+        ("sys/kernel/mm/hugepages/hugepages-1048576kB/nr_hugepages", b"2\n"),
+        ("sys/kernel/mm/hugepages/hugepages-1048576kB/free_hugepages", b"1\n"),
+        ("sys/kernel/mm/transparent_hugepage/enabled", b"always [madvise] never\n"),
+        ("sys/kernel/mm/transparent_hugepage/shmem_enabled", b"always within_size [advise] never deny force\n"),
+        ("sys/kernel/iommu_groups/0/x", b""),
+        ("sys/kernel/iommu_groups/1/x", b""),
+        ("dev/dma_heap/system", b""),
+        ("dev/udmabuf", b""),
+        ("dev/vfio/vfio", b""),
+        ("dev/iommu", b""),
+        ("dev/nvidia0", b""),
+        ("dev/dri/renderD128", b""),
+        ("dev/dri/card0", b""),
+        ("sys/bus/pci/devices/0000:01:00.0/class", b"0x030200\n"),
+        ("sys/bus/pci/devices/0000:01:00.0/vendor", b"0x10de\n"),
+        ("sys/bus/pci/devices/0000:01:00.0/device", b"0x2204\n"),
+    ]
+}
+
+fn look(probe: &Probe) -> Report {
+    report(probe, &std::env::temp_dir()).unwrap_or_else(|_| panic!("the temporary directory is there"))
+}
+
+fn find<'a>(report: &'a Report, name: &str) -> &'a Check {
+    report.checks.iter().find(|c| c.name == name).unwrap()
+}
+
+/// What is true of every report.
+fn consistent(report: &Report) {
+    for check in &report.checks {
+        assert_eq!(check.mend.is_some(), check.status == Status::Lack, "{check:?}");
+        assert!(!check.found.is_empty() && !check.why.is_empty());
+        assert!(!check.found.contains(char::is_control));
+    }
+    let json = serde_json::to_value(report).unwrap();
+    assert_eq!((&json["schema"], &json["command"]), (&1.into(), &"doctor".into()));
+    assert!(!text(report).is_empty());
+}
+
+/// One check of a good machine on which these files are different.
+fn with(changes: &[(&str, &[u8])], name: &str) -> (Status, String, String) {
+    let mut files = good();
+    files.extend(changes.iter().copied().map(|(p, c)| (p.to_owned().leak() as &str, c.to_owned().leak() as &[u8])));
+    let (_root, probe) = machine(&files);
+    let report = look(&probe);
+    consistent(&report);
+    let check = find(&report, name);
+    (check.status, check.found.clone(), check.mend.clone().unwrap_or_default())
+}
+
+#[test]
+fn a_good_machine_lacks_nothing() {
+    let (root, probe) = machine(&good());
+    symlink("../../drivers/nvidia", root.path().join("sys/bus/pci/devices/0000:01:00.0/driver")).unwrap();
+    let report = look(&probe);
+    consistent(&report);
+    assert!(report.can_load);
+    // Direct I/O and the kernel's page size are this machine's own.
+    let lacks = report.checks.iter().filter(|c| c.status == Status::Lack && c.name != "direct_io");
+    assert_eq!(lacks.map(|c| c.name).collect::<Vec<_>>(), [""; 0]);
+    for (name, found) in [
+        ("cores", "5"),
+        ("memory", "11.4 GiB available of 15.6 GiB"),
+        ("cgroup_memory", "4 GiB"),
+        ("hugepages_2m", "60 free of 64 (116 MiB usable)"),
+        ("hugepages_1g", "1 free"),
+        ("thp", "madvise"),
+        ("shmem_thp", "advise"),
+        ("io_uring", "allowed"),
+        ("memlock", "soft unlimited, hard unlimited"),
+        ("dma_heap", "system"),
+        ("iommu_groups", "2 groups"),
+        ("gpus", "0000:01:00.0 (10de:2204, driver nvidia), /dev/nvidia0, /dev/dri/renderD128"),
+    ] {
+        assert_eq!(find(&report, name).found, found, "{name}");
+    }
+}
+
+#[test]
+fn an_empty_machine_still_gets_a_report() {
+    let (_root, probe) = machine(&[]);
+    let report = look(&probe);
+    consistent(&report);
+    assert!(report.can_load, "what is not known is not held against it");
+    assert_eq!(find(&report, "gpus").status, Status::Note);
+    assert_eq!(find(&report, "udmabuf").status, Status::Lack);
+}
+
+#[test]
+fn garbage_is_no_panic() {
+    let huge = "9".repeat(5000);
+    let contents: [&[u8]; 9] = [
+        b"",
+        b"\xff\xfe\x00\x80",
+        b"-1",
+        huge.as_bytes(),
+        b"18446744073709551615",
+        b"[[[]]]",
+        b"::::::\n:::\n0::/../../../etc\n1:memory:/\xff\n",
+        b"MemTotal: 18446744073709551615 kB\nMemAvailable: -5 kB\nCapEff: zz\nMax locked memory x y\nCpus_allowed_list: 0-18446744073709551615",
+        b"MemTotal: 18446744073709551 kB\nMemAvailable: 18446744073709551 kB\nMax locked memory 18446744073709551615 18446744073709551615\n\x1b[2J",
+    ];
+    for content in contents {
+        let files: Vec<_> = good().into_iter().map(|(path, _)| (path, content)).collect();
+        consistent(&look(&machine(&files).1));
+    }
+    // Directories where files should be, and names that no kernel gives.
+    let (root, probe) = machine(&[]);
+    for (path, _) in good() {
+        fs::create_dir_all(root.path().join(path)).unwrap();
+    }
+    let name: &std::ffi::OsStr = std::os::unix::ffi::OsStrExt::from_bytes(b"bad\xff\x1b[31m\nname");
+    fs::write(root.path().join("dev/dma_heap").join(name), "").unwrap();
+    consistent(&look(&probe));
+}
+
+#[test]
+fn each_lack_comes_with_its_command() {
+    let (status, found, mend) =
+        with(&[(&format!("{POOL}/nr_hugepages"), b"10"), (&format!("{POOL}/free_hugepages"), b"5")], "hugepages_2m");
+    assert_eq!((status, found.as_str()), (Status::Lack, "5 free of 10; a load with the default --gather takes 32"));
+    // 5 free of which 2 are promised: 29 more are wanted.
+    assert_eq!(mend, format!("echo 39 | sudo tee /{POOL}/nr_hugepages"));
+    let on_demand = with(
+        &[(&format!("{POOL}/free_hugepages"), b"0"), (&format!("{POOL}/nr_overcommit_hugepages"), b"512")],
+        "hugepages_2m",
+    );
+    assert_eq!(on_demand.0, Status::Ok);
+
+    let never = with(&[("sys/kernel/mm/transparent_hugepage/enabled", b"always madvise [never]")], "thp");
+    assert_eq!(never.2, "echo madvise | sudo tee /sys/kernel/mm/transparent_hugepage/enabled");
+
+    let limits = |line: &str| with(&[("proc/self/limits", line.as_bytes())], "memlock");
+    assert_eq!(limits("Max locked memory  65536  unlimited  bytes").2, "ulimit -l unlimited");
+    assert_eq!(limits("Max locked memory  65536  134217728  bytes").2, "ulimit -l 131072");
+    assert_eq!(limits("Max locked memory  65536  65536  bytes").2, "sudo prlimit --pid $$ --memlock=unlimited");
+    let root: (&str, &[u8]) = ("proc/self/status", b"CapEff:\t000001ffffffffff\nSeccomp:\t0");
+    assert_eq!(with(&[("proc/self/limits", b"Max locked memory  1  1  bytes"), root], "memlock").0, Status::Ok);
+
+    let switch = "proc/sys/kernel/io_uring_disabled";
+    assert_eq!(with(&[(switch, b"2"), root], "io_uring").2, "sudo sysctl kernel.io_uring_disabled=0");
+    assert_eq!(with(&[(switch, b"1")], "io_uring").0, Status::Lack);
+    assert_eq!(with(&[(switch, b"1"), root], "io_uring").0, Status::Ok);
+    assert_eq!(with(&[("proc/self/status", b"Seccomp:\t2")], "io_uring").0, Status::Note);
+}
+
+#[test]
+fn a_ring_that_was_tried_counts_for_more_than_what_proc_says() {
+    let (_root, mut probe) = machine(&good());
+    probe.ring = Some(|| Err(io::Error::from_raw_os_error(1)));
+    let check = |probe: &Probe| {
+        let report = look(probe);
+        consistent(&report);
+        find(&report, "io_uring").status
+    };
+    assert_eq!(check(&probe), Status::Lack);
+    probe.ring = Some(|| Ok(()));
+    assert_eq!(check(&probe), Status::Ok);
+}
+
+#[test]
+fn too_little_memory_is_a_failure() {
+    for changes in [
+        [("proc/meminfo", b"MemTotal: 100000 kB\nMemAvailable: 50000 kB".as_slice())],
+        [("sys/fs/cgroup/user/memory.max", b"67108864")],
+        [("proc/self/cgroup", b"4:memory:/a/b")],
+    ] {
+        let mut files = good();
+        files.push(("sys/fs/cgroup/memory/a/memory.limit_in_bytes", b"67108864"));
+        files.push(("sys/fs/cgroup/memory/memory.limit_in_bytes", b"9223372036854771712"));
+        files.extend(changes);
+        let report = look(&machine(&files).1);
+        consistent(&report);
+        assert!(!report.can_load);
+        assert!(text(&report).contains("cannot run here"));
+    }
+}
+
+#[test]
+fn direct_io_is_tried_on_directories_and_files_and_leaves_nothing_behind() {
+    let dir = tempfile::tempdir().unwrap();
+    let empty = dir.path().join("empty");
+    fs::write(&empty, "").unwrap();
+    for path in [dir.path(), &empty] {
+        let check = super::io::direct(path).unwrap_or_else(|_| panic!("{} is there", path.display()));
+        assert!(check.found.starts_with(&path.display().to_string()), "{}", check.found);
+    }
+    assert_eq!(fs::read_dir(dir.path()).unwrap().count(), 1);
+    assert!(super::io::direct(&dir.path().join("missing")).is_err());
+    assert!(super::io::direct(Path::new("/dev/null")).is_err(), "reading a character device may wait for ever");
+}
+
+#[test]
+fn words_survive_the_shell() {
+    for word in ["/a/b-c.d_e", "", "it's", "a b", "$HOME;`x`", "-n\u{e9}"] {
+        let echoed =
+            std::process::Command::new("sh").arg("-c").arg(format!("printf %s {}", quote(word))).output().unwrap();
+        assert_eq!(String::from_utf8(echoed.stdout).unwrap(), word);
+    }
+}

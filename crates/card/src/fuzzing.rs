@@ -1,0 +1,297 @@
+//! Entry points for fuzzers: a card whose driver is hostile, and a driver whose card is.
+//!
+//! Each takes any bytes, panics when a promise is broken, and ends soon. Not for other use.
+
+use std::sync::Arc;
+use std::sync::Mutex;
+use std::time::Duration;
+
+use dmalane_addr::{Access, Address, CardAddr, Iova};
+use dmalane_engine::{Channel, DeviceAddr, DeviceFar, Direction, Registered, Transfer};
+use dmalane_mem::host::DevicePort;
+use dmalane_mem::{
+    AnonHeap, DeviceMem, Error, Heap, HostBus, HostConfig, Mapping, Pinned, Share, SharedBuf, SoftHost,
+};
+
+use crate::memory::HBM_BASE;
+use crate::regs::{self, BAR_MEMORY, BAR_REGISTERS};
+use crate::{Card, CardConfig, SoftBus};
+
+/// Most operations of one run, and most steps of the card.
+const OPERATIONS: usize = 200;
+const STEPS: usize = 400;
+
+/// The input, taken from the front. Past its end everything reads as `None`.
+struct Input<'a>(&'a [u8]);
+
+impl Input<'_> {
+    fn u8(&mut self) -> Option<u8> {
+        let (first, rest) = self.0.split_first()?;
+        self.0 = rest;
+        Some(*first)
+    }
+
+    fn u16(&mut self) -> Option<u16> {
+        Some(u16::from_le_bytes([self.u8()?, self.u8()?]))
+    }
+
+    fn u32(&mut self) -> Option<u32> {
+        Some(u32::from(self.u16()?) | u32::from(self.u16()?) << 16)
+    }
+
+    fn bytes(&mut self, n: usize) -> &[u8] {
+        let (bytes, rest) = self.0.split_at(n.min(self.0.len()));
+        self.0 = rest;
+        bytes
+    }
+}
+
+fn host() -> SoftHost {
+    let config = HostConfig { memory: 64 << 20, fragmentation: 0.0, seed: 1 };
+    SoftHost::new(config).expect("a host")
+}
+
+fn patterned(heap: &AnonHeap, len: usize, byte: u8) -> SharedBuf {
+    let mut buf = heap.allocate(len).expect("a buffer");
+    buf.fill(byte);
+    buf.share()
+}
+
+fn is_all(buf: &SharedBuf, byte: u8) -> bool {
+    let mut same = true;
+    buf.view().for_each_block(|block| same &= block.iter().all(|b| *b == byte));
+    same
+}
+
+/// Interprets `bytes` as what a hostile driver does to registers, rings, page tables and card memory, and lets the card
+/// work in between.
+///
+/// # Panics
+/// When the card writes memory that is not mapped for writing, or panics itself.
+pub fn fuzz_ring(bytes: &[u8]) {
+    let input = &mut Input(bytes);
+    let heap = AnonHeap::new();
+    // In IOVA order: what the card may write, what it may only read, what it could reach once.
+    let open = patterned(&heap, 64 << 10, 0);
+    let (readable, hidden) = (patterned(&heap, 16 << 10, 0x5a), patterned(&heap, 16 << 10, 0xa5));
+    let config = CardConfig { ddr: 4 << 20, hbm: 4 << 20, channels: 2, workers: false };
+    let bus: SoftBus = SoftBus::new(host(), config).expect("a card");
+    let map = |buf: &SharedBuf, access| bus.map(bus.pin(&buf.share())?, access);
+    let mapped = map(&open, Access::RW).expect("a mapping");
+    let readonly = map(&readable, Access::READ).expect("a mapping");
+    let gone = map(&hidden, Access::RW).expect("a mapping").span().first();
+    let hosts = [mapped.span().first(), readonly.span().first(), gone, Iova::new(u64::MAX - 0xfff)].map(|a| a.bits());
+    let cards = [0, (4 << 20) - 0x8000, HBM_BASE, HBM_BASE + (4 << 20) - 0x8000, 0x4000_0000, u64::MAX - 0xfff];
+    let mut steps = 0;
+    for _ in 0..OPERATIONS {
+        if operation(input, &bus, &open, &hosts, &cards, &mut steps).is_none() {
+            break;
+        }
+    }
+    while steps < STEPS && bus.progress() {
+        steps += 1;
+    }
+    assert!(is_all(&readable, 0x5a), "the card wrote what it may only read");
+    assert!(is_all(&hidden, 0xa5), "the card wrote what is no longer mapped");
+}
+
+fn operation(
+    input: &mut Input<'_>,
+    bus: &SoftBus,
+    open: &SharedBuf,
+    hosts: &[u64],
+    cards: &[u64],
+    steps: &mut usize,
+) -> Option<()> {
+    let kind = input.u8()?;
+    let channel = u32::from(kind >> 7);
+    let set = |register, value| bus.write32(BAR_REGISTERS, regs::channel(channel, register), value);
+    match kind & 7 {
+        0 => {
+            let (offset, value) = (u64::from(input.u16()? & 0x13ff), input.u32()?);
+            let _ = bus.write32(BAR_REGISTERS, offset, value);
+            let _ = bus.read32(BAR_REGISTERS, offset);
+        }
+        1 => {
+            let at = usize::from(input.u16()?);
+            open.view().sub(at & 0x7fff, 64)?.write(input.bytes(32));
+        }
+        2 => {
+            // A descriptor that is nearly right.
+            let (slot, ends, flags, shift) = (input.u8()?, input.u8()?, input.u8()?, input.u16()?);
+            let host = hosts[usize::from(ends) % hosts.len()].wrapping_add(u64::from(shift));
+            let card = cards[usize::from(ends >> 4) % cards.len()].wrapping_add(u64::from(input.u16()?));
+            let head = 1 + u64::from(flags & 1) + (u64::from(flags & 2) << 7) + (u64::from(flags >> 6) << 16);
+            let len = u64::from(input.u16()?) << (flags >> 2 & 7);
+            for (i, word) in [head, host, card, len].into_iter().enumerate() {
+                open.view().store_u64(usize::from(slot) * 32 + 8 * i, word)?;
+            }
+        }
+        3 => set(regs::CH_DOORBELL, u32::from(input.u8()?)).ok()?,
+        4 => {
+            for _ in 0..input.u8()? % 16 {
+                *steps += 1;
+                if *steps >= STEPS || !bus.progress() {
+                    break;
+                }
+            }
+        }
+        5 => {
+            // Rings where they should be, or nearly so.
+            let (log2, which) = (input.u8()?, input.u8()?);
+            set(regs::CH_CONTROL, 0).ok()?;
+            bus.progress();
+            set(regs::CH_RING_LOG2, u32::from(log2 & 15)).ok()?;
+            set(regs::CH_RING, hosts[usize::from(which) % 3] as u32).ok()?;
+            set(regs::CH_COMPLETIONS, (hosts[usize::from(which >> 4) % 3] + 0x8000) as u32).ok()?;
+            set(regs::CH_CONTROL, 1).ok()?;
+            bus.progress();
+        }
+        6 => {
+            let at = cards[usize::from(input.u8()?) % cards.len()].wrapping_add(u64::from(input.u16()?));
+            let _ = bus.write_bytes(BAR_MEMORY, at, input.bytes(16));
+        }
+        _ => {
+            let root = u32::from(input.u16()?) << 8;
+            bus.write32(BAR_REGISTERS, regs::MMU_ROOT, root).ok()?;
+            bus.write32(BAR_REGISTERS, regs::MMU_CONTROL, 1).ok()?;
+        }
+    }
+    Some(())
+}
+
+/// Drives a card that answers registers, and fills the completion ring, with what `bytes` says.
+///
+/// # Panics
+/// When the driver panics, or when a buffer comes back twice or never.
+pub fn fuzz_driver(bytes: &[u8]) {
+    let host = host();
+    let script = Script { input: bytes.to_vec(), at: 0, completions: 0, doorbell: 0, fresh: false };
+    let bus = Arc::new(HostileBus { host: host.clone(), script: Mutex::new((script, host.port())) });
+    let heap = AnonHeap::new();
+    let Ok(card) = Card::open_with_rings(bus.clone(), &heap, 4) else { return };
+    let Ok(mut channel) = card.channel(0) else { return };
+    let buf = heap.allocate(64 << 10).expect("a buffer").share();
+    let via = Registered::new(&*bus, &buf, Access::RW).expect("a registration");
+    let mut rest = buf.into_part();
+    let (mut done, mut taken, mut ended) = (Vec::new(), 0, 0);
+    for i in 0..16 {
+        let (part, more) = rest.split_at(4096).expect("sixteen parts");
+        rest = more;
+        let far = DeviceFar { at: DeviceAddr::Card(CardAddr::new(0)), via: via.clone() };
+        let direction = if i & 1 == 0 { Direction::FromHost } else { Direction::ToHost };
+        taken += usize::from(channel.submit(Transfer { part, direction, far }).is_ok());
+        ended += channel.poll(&mut done);
+        ended += channel.wait(&mut done, Duration::from_micros(50));
+        assert_eq!(taken, ended + channel.in_flight(), "every buffer is in one place");
+        assert_eq!(done.len(), ended);
+    }
+    done.sort_by_key(|c| c.ticket.number());
+    assert!(done.windows(2).all(|w| w[0].ticket != w[1].ticket), "a buffer came back twice");
+    drop(channel);
+}
+
+/// A card that does as it is told by the input. When that has ended, it has stopped.
+struct HostileBus {
+    host: SoftHost,
+    script: Mutex<(Script, DevicePort)>,
+}
+
+struct Script {
+    input: Vec<u8>,
+    at: usize,
+    completions: u64,
+    doorbell: u32,
+    /// Just told to start.
+    fresh: bool,
+}
+
+impl Script {
+    fn next(&mut self) -> Option<u8> {
+        self.at += 1;
+        self.input.get(self.at - 1).copied()
+    }
+}
+
+impl HostBus for HostileBus {
+    fn pin(&self, share: &Share) -> Result<Pinned, Error> {
+        self.host.pin(share)
+    }
+
+    fn map(&self, pinned: Pinned, access: Access) -> Result<Mapping, Error> {
+        self.host.map(pinned, access)
+    }
+
+    fn read32(&self, bar: u8, offset: u64) -> Result<u32, Error> {
+        let script = &mut self.script.lock().expect("no panic so far").0;
+        let good = match offset {
+            regs::ID => regs::ID_VALUE,
+            regs::VERSION => regs::VERSION_VALUE,
+            regs::CHANNELS => 1,
+            regs::RING_LOG2_MAX => 4,
+            regs::LEN_MAX => regs::MAX_LEN,
+            regs::DDR_LEN => 1 << 20,
+            regs::HBM_BASE => 1 << 20,
+            regs::HBM_HALF => 3 << 19,
+            regs::HBM_LEN => 1 << 21,
+            _ if offset == regs::channel(0, regs::CH_STATUS) => match script.next() {
+                None => u32::from(std::mem::take(&mut script.fresh)),
+                Some(b) if b < 0xf0 => regs::STATUS_RUNNING,
+                Some(b) => u32::from(b & 3),
+            },
+            _ => 0,
+        };
+        // Up to the reset, now and then, a register lies.
+        if offset < regs::CONTROL && script.next().is_some_and(|b| b == 0xff) {
+            return Ok(u32::from(script.next().unwrap_or(0)) << 8);
+        }
+        if bar == BAR_REGISTERS { Ok(good) } else { Err(Error::NoRegister { bar, offset, bytes: 4 }) }
+    }
+
+    fn write32(&self, bar: u8, offset: u64, value: u32) -> Result<(), Error> {
+        let script = &mut self.script.lock().expect("no panic so far").0;
+        if offset == regs::channel(0, regs::CH_CONTROL) {
+            script.fresh = value == 1;
+        }
+        if offset == regs::channel(0, regs::CH_COMPLETIONS) {
+            script.completions = value.into();
+        }
+        if offset == regs::channel(0, regs::CH_DOORBELL) {
+            script.doorbell = value;
+            if script.next() == Some(0xfe) {
+                return Err(Error::NoRegister { bar, offset, bytes: 4 });
+            }
+        }
+        Ok(())
+    }
+
+    fn write_bytes(&self, _: u8, _: u64, _: &[u8]) -> Result<(), Error> {
+        Ok(())
+    }
+
+    /// Completes the newest operation properly, or writes nearly a completion somewhere in the ring.
+    fn progress(&self) -> bool {
+        let (script, port) = &mut *self.script.lock().expect("no panic so far");
+        let Some(b) = script.next() else { return false };
+        let number = script.doorbell.wrapping_sub(1);
+        let (mut slot, mut word) = (number % 4, crate::Completion {
+            cookie: number,
+            status: b & 15,
+            sequence: crate::Completion::sequence_of(number),
+        }
+        .word());
+        if b & 0xc0 == 0xc0 {
+            slot = u32::from(b >> 4 & 3);
+            word ^= 1 << (b & 63);
+        }
+        if b & 0x20 != 0 {
+            let at = script.completions + u64::from(slot) * 16;
+            let _ = port.write_word(Iova::new(at).checked_add(8).unwrap_or(Iova::new(0)), word);
+        }
+        b & 0x10 != 0
+    }
+
+    fn wait(&self, _: Duration) -> bool {
+        false
+    }
+}

@@ -1,0 +1,32 @@
+//! Loads a file (a sample when none is named) onto the software card and prints where each tensor went.
+
+use std::error::Error;
+
+use dmalane::load::Placement;
+use dmalane::{FileOptions, SoftConfig, SoftDevice, open_file};
+
+fn main() -> Result<(), Box<dyn Error>> {
+    let folder = tempfile::tempdir()?;
+    let path = match std::env::args_os().nth(1) {
+        Some(path) => path.into(),
+        None => {
+            let path = folder.path().join("sample.safetensors");
+            dmalane::load::write_sample(&mut std::fs::File::create(&path)?, 8 << 20)?;
+            path
+        }
+    };
+    let mut soft = SoftDevice::open(SoftConfig::default())?;
+    let mut inputs = [open_file(path, FileOptions::default())?];
+    let (loaded, report) = soft.device.load(&mut inputs, Placement::HbmStriped, &mut |_| {})?;
+    soft.device.verify(&loaded, &inputs, &mut |_| {})?;
+    for t in loaded.files.iter().flat_map(|f| f.tensors()) {
+        match t.va {
+            Some(va) => {
+                println!("{:<28} {:>5} {:?} at {:#x}", t.tensor.name, t.tensor.dtype, t.tensor.shape, va.first())
+            }
+            None => println!("{:<28} has no bytes", t.tensor.name),
+        }
+    }
+    println!("{} bytes in {:.1} ms, verified", report.bytes, report.wall.as_secs_f64() * 1e3);
+    Ok(())
+}

@@ -1,0 +1,147 @@
+//! The software card, ready to be loaded.
+
+use std::sync::Arc;
+
+use dmalane_addr::{CardAddr, DeviceVa, PageSize, Span};
+use dmalane_card::{Card, CardChannel, CardConfig, CardLayout, CardTables, SoftBus};
+use dmalane_engine::{AddressPolicy, Split};
+use dmalane_iopt::X86_64_4Level;
+use dmalane_load::{CardMemory, Device, DeviceParts};
+use dmalane_mem::{AnonHeap, Heap, HostConfig, SoftHost};
+use dmalane_vm::Vm;
+use thiserror::Error;
+
+/// The channel of the software card: its queues driven as one.
+pub type SoftChannel = Split<CardChannel<SoftBus>, AddressPolicy>;
+
+/// Which of the card's channels move the bytes.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
+pub enum MmChannel {
+    /// All of them, by where the bytes go.
+    #[default]
+    Auto,
+    /// This one alone.
+    Only(usize),
+}
+
+/// How the software card and its host are made.
+#[derive(Clone)]
+pub struct SoftConfig {
+    /// The card; sizes are rounded up to what it can have.
+    pub card: CardConfig,
+    /// The host that it is plugged into.
+    pub host: HostConfig,
+    /// Where staging buffers come from.
+    pub heap: Arc<dyn Heap>,
+    /// Bytes of a staging buffer (`--gather`).
+    pub gather: u64,
+    /// Which channels move the bytes.
+    pub mm_channel: MmChannel,
+}
+
+impl Default for SoftConfig {
+    /// Anonymous memory from the top of the ladder, 16 MiB per staging buffer, both channels.
+    fn default() -> Self {
+        Self {
+            card: CardConfig::default(),
+            host: HostConfig::default(),
+            heap: Arc::new(AnonHeap::new()),
+            gather: 16 << 20,
+            mm_channel: MmChannel::Auto,
+        }
+    }
+}
+
+/// Why the software card could not be made.
+#[derive(Debug, Error)]
+#[non_exhaustive]
+pub enum SoftError {
+    /// Host memory, or the software host.
+    #[error(transparent)]
+    Host(#[from] dmalane_mem::Error),
+    /// The card or its driver.
+    #[error(transparent)]
+    Card(#[from] dmalane_card::Error),
+    /// The card's memory has no room for page tables.
+    #[error("the card is too small: {0}")]
+    Memory(#[from] dmalane_load::Error),
+    /// The device's virtual address space.
+    #[error(transparent)]
+    Vm(#[from] dmalane_vm::Error),
+    /// A channel that the card does not have.
+    #[error("the card has no channel {wanted}, it has {has}")]
+    NoChannel {
+        /// Which was asked for.
+        wanted: usize,
+        /// How many there are.
+        has: usize,
+    },
+}
+
+/// The software card behind the IOMMU of a software host, ready to be loaded.
+pub struct SoftDevice {
+    /// What files are loaded onto.
+    pub device: Device<SoftChannel, X86_64_4Level, CardTables<SoftBus>>,
+    /// The bus between host and card: the host's counters and faults, and the card's memory behind its back.
+    pub bus: Arc<SoftBus>,
+}
+
+/// Where tensors are bound: 128 TiB from 4 GiB up, so that a truncated address is a wrong one.
+const VA_FIRST: u64 = 4 << 30;
+const VA_LAST: u64 = (1 << 47) - 1;
+/// The smallest share of a card that tables get.
+const TABLES_AT_LEAST: u64 = 128 << 10;
+
+impl SoftDevice {
+    /// Makes the host, plugs the card in, and opens it.
+    ///
+    /// # Errors
+    /// [`SoftError`].
+    pub fn open(config: SoftConfig) -> Result<Self, SoftError> {
+        let SoftConfig { mut card, host, heap, gather, mm_channel } = config;
+        let round = |bytes: u64, to: u64| bytes.div_ceil(to).saturating_mul(to);
+        card.ddr = round(card.ddr, 2 << 20);
+        card.hbm = round(card.hbm, 4 << 20);
+        let host: SoftHost = SoftHost::new(host)?;
+        let bus = Arc::new(SoftBus::new(host, card)?);
+        let driver = Card::open(bus.clone(), &*heap)?;
+        let channels = (0..driver.channels()).map(|i| driver.channel(i)).collect::<Result<Vec<_>, _>>()?;
+        let policy = match mm_channel {
+            MmChannel::Auto => AddressPolicy::new(driver.areas()),
+            MmChannel::Only(wanted) if wanted < channels.len() => AddressPolicy::only(wanted),
+            MmChannel::Only(wanted) => return Err(SoftError::NoChannel { wanted, has: channels.len() }),
+        };
+        let layout = driver.layout();
+        let mut memory = CardMemory::new(Some(layout.ddr), halves(layout));
+        // One table of 4 KiB maps 2 MiB of addresses, of which tensors with their gaps leave half unused at worst: one part in
+        // 256. Twice that, to be safe.
+        let tables = (memory.free_bytes() / 128).max(TABLES_AT_LEAST);
+        let tables = memory.reserve(PageSize::SIZE_4K.round_up(tables).unwrap_or(tables))?;
+        let range = Span::inclusive(DeviceVa::new(VA_FIRST), DeviceVa::new(VA_LAST)).expect("a constant span");
+        let vm = Vm::new(range, driver.tables(tables)?)?;
+        driver.set_mmu_root(root(&vm))?;
+        let inline = !card.workers;
+        let invalidate = Box::new(move || Ok(driver.invalidate_mmu()?));
+        let parts = DeviceParts {
+            bus: bus.clone(),
+            heap,
+            channel: Split::new(channels, policy),
+            vm,
+            memory,
+            invalidate,
+            inline,
+            gather,
+        };
+        Ok(Self { device: Device::new(parts), bus })
+    }
+}
+
+/// The two halves of HBM; `None` for a card whose boundary lies outside of it.
+fn halves(layout: CardLayout) -> Option<[Span<CardAddr>; 2]> {
+    let low = Span::inclusive(layout.hbm.first(), CardAddr::new(layout.hbm_half.bits().checked_sub(1)?))?;
+    Some([low, Span::inclusive(layout.hbm_half, layout.hbm.last())?])
+}
+
+fn root(vm: &Vm<X86_64_4Level, CardTables<SoftBus>>) -> CardAddr {
+    vm.page_table().root()
+}
