@@ -1,8 +1,6 @@
-//! Arbitrary descriptors and doorbells: the card refuses what is wrong and touches nothing but what is mapped.
+//! A hostile driver: whatever it puts in registers, rings and page tables, the card touches only what is mapped for it.
 #![no_main]
 
 use libfuzzer_sys::fuzz_target;
 
-fuzz_target!(|bytes: &[u8]| {
-    let _ = bytes;
-});
+fuzz_target!(|bytes: &[u8]| dmalane_card::fuzzing::fuzz_ring(bytes));

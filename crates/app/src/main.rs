@@ -9,8 +9,6 @@ mod load;
 mod output;
 mod pci;
 mod probe;
-// The pipeline that drives it joins in load.rs.
-#[allow(dead_code)]
 mod progress;
 mod size;
 

@@ -140,7 +140,6 @@ impl fmt::Display for Size {
 }
 
 /// `bytes` to three digits in powers of 10: `90.9 MB`.
-#[allow(dead_code)] // for the pipeline that joins in load.rs
 pub fn decimal(bytes: u64) -> String {
     human(bytes, 1000, DECIMAL)
 }
@@ -151,7 +150,6 @@ pub fn binary(bytes: u64) -> String {
 }
 
 /// `bytes` in `time` as GB/s.
-#[allow(dead_code)] // for the pipeline that joins in load.rs
 pub fn rate(bytes: u64, time: Duration) -> String {
     let seconds = time.as_secs_f64();
     if seconds == 0.0 {

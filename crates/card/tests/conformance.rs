@@ -10,7 +10,7 @@ use dmalane_iopt::{Arm64S1_4k, Format, PageTable, X86_64_4Level};
 use dmalane_mem::{AnonHeap, Heap, HostConfig, Part, SoftHost};
 
 const MIB: u64 = 1 << 20;
-const FAR_LEN: u64 = 2 * MIB;
+const FAR_LEN: u64 = MIB;
 /// Device virtual addresses under test; nothing is mapped above `FAR_LEN`.
 const VA: DeviceVa = DeviceVa::new(0x12_3456_0000);
 

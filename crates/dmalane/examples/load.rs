@@ -11,7 +11,7 @@ fn main() -> Result<(), Box<dyn Error>> {
         Some(path) => path.into(),
         None => {
             let path = folder.path().join("sample.safetensors");
-            dmalane::load::write_sample(&mut std::fs::File::create(&path)?, 8 << 20)?;
+            dmalane::load::write_sample(&mut std::fs::File::create(&path)?, 8 << 20, 1)?;
             path
         }
     };

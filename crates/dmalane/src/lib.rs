@@ -10,7 +10,7 @@
 //!
 //! let folder = tempfile::tempdir()?;
 //! let path = folder.path().join("model.safetensors");
-//! dmalane::load::write_sample(&mut std::fs::File::create(&path)?, 1 << 20)?;
+//! dmalane::load::write_sample(&mut std::fs::File::create(&path)?, 1 << 20, 1)?;
 //!
 //! let mut soft = SoftDevice::open(SoftConfig::default())?;
 //! let mut inputs = [open_file(&path, FileOptions::default())?];
@@ -37,5 +37,5 @@ pub use dmalane_uring as uring;
 pub use dmalane_vm as vm;
 
 pub use dmalane_uring::Options as FileOptions;
-pub use file::open_file;
+pub use file::{open_as, open_file};
 pub use soft::{MmChannel, SoftChannel, SoftConfig, SoftDevice, SoftError};

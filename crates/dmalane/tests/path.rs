@@ -18,7 +18,7 @@ const MIB: u64 = 1 << 20;
 
 fn sample(folder: &Path, name: &str, size: u64) -> PathBuf {
     let path = folder.join(name);
-    write_sample(&mut File::create(&path).unwrap(), size).unwrap();
+    write_sample(&mut File::create(&path).unwrap(), size, 1).unwrap();
     path
 }
 

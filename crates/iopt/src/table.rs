@@ -42,6 +42,7 @@ pub struct Leaf<I, O> {
 
 impl<I: Address, O: Address> Leaf<I, O> {
     /// Where `at` leads, or `None` when it lies outside the leaf.
+    #[inline]
     pub fn translate(&self, at: I) -> Option<O> {
         let offset = at.offset_from(self.at)?;
         if offset >= self.size.bytes() { None } else { self.to.checked_add(offset) }
@@ -91,6 +92,7 @@ impl<F: Format, I: Address, O: Address, T: Tables> PageTable<F, I, O, T> {
     }
 
     /// The leaf that translates `at`, or `None` where nothing is mapped and beyond the input range.
+    #[inline]
     pub fn lookup(&self, at: I) -> Option<Leaf<I, O>> {
         let bits = at.bits();
         if bits >= input_len::<F>() {

@@ -6,7 +6,7 @@ use std::sync::Arc;
 use dmalane_addr::{Access, Address, CardAddr, DeviceVa, PageSize, PhysAddr, RangeAllocator, SgTable, Span};
 use dmalane_engine::{Channel, DeviceFar, Registered};
 use dmalane_iopt::{Format, Tables};
-use dmalane_mem::{Heap, HostBus, Part};
+use dmalane_mem::{Heap, HostBus, Part, Rung};
 use dmalane_vm::{Bo, Request, Vm};
 
 use crate::clock::{Clocks, Stage};
@@ -46,6 +46,8 @@ pub(crate) struct Slot {
     /// The whole buffer, when no operation has any of it.
     pub(crate) part: Option<Part>,
     pub(crate) via: Registered,
+    /// The pages that the heap gave.
+    pub(crate) rung: Rung,
 }
 
 /// Buffers that carry bytes to the device; with the one that carries them back, four in all.
@@ -133,6 +135,11 @@ where
         self.staging.iter().chain(&self.readback).filter_map(|s| s.via.mapping().pinned().pages())
     }
 
+    /// The pages behind the staging buffers, and why no better ones; `None` before the first load.
+    pub fn staging_rung(&self) -> Option<&Rung> {
+        self.staging.first().map(|s| &s.rung)
+    }
+
     /// A new staging buffer of at most `gather` bytes.
     pub(crate) fn slot(&self, len: u64, access: Access, clocks: &mut Clocks) -> Result<Slot, Error> {
         let len = usize::try_from(len.min(self.parts.gather)).map_err(|_| dmalane_mem::Error::BadLength(usize::MAX))?;
@@ -143,7 +150,8 @@ where
         for stage in [Stage::Allocate, Stage::Register, Stage::Map] {
             clocks.bytes(stage, bytes);
         }
-        Ok(Slot { part: Some(buf.into_part()), via: Registered::from_mapping(mapping) })
+        let rung = buf.rung().clone();
+        Ok(Slot { part: Some(buf.into_part()), via: Registered::from_mapping(mapping), rung })
     }
 
     /// Takes card memory and device virtual memory for a file.

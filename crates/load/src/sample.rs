@@ -3,18 +3,18 @@
 use std::io::{self, Write};
 
 /// Writes a safetensors file of exactly `size` bytes: embeddings, layers of large and small tensors, an empty tensor, and
-/// bytes that do not repeat.
+/// bytes that do not repeat. The same seed gives the same bytes.
 ///
 /// # Errors
 /// `InvalidInput` when `size` is too small for the header (4 KiB is enough); what `out` returns.
-pub fn write_sample(out: &mut impl Write, size: u64) -> io::Result<()> {
+pub fn write_sample(out: &mut impl Write, size: u64, seed: u64) -> io::Result<()> {
     let (header, data) = sample_header(size).ok_or_else(|| {
         io::Error::new(io::ErrorKind::InvalidInput, format!("a sample of {size} bytes is too small: 4 KiB at least"))
     })?;
     out.write_all(&(header.len() as u64).to_le_bytes())?;
     out.write_all(header.as_bytes())?;
     let mut block = vec![0; 1 << 20];
-    let mut state = 0x5eed_u64;
+    let mut state = seed.wrapping_mul(0x9e37_79b9_7f4a_7c15) | 1;
     let mut left = data;
     while left > 0 {
         for word in block.chunks_exact_mut(8) {
@@ -74,14 +74,14 @@ mod tests {
     fn samples_are_valid_and_exactly_as_long_as_asked() {
         for size in [4096u64, 4097, 100_001, 1 << 20, (64 << 20) + 3, 200 << 20] {
             let mut bytes = Vec::new();
-            write_sample(&mut bytes, size).unwrap();
+            write_sample(&mut bytes, size, 1).unwrap();
             assert_eq!(bytes.len() as u64, size);
             let header = Model::header_len(bytes[..8].try_into().unwrap(), size).unwrap() as usize;
             let model = Model::parse(&bytes[8..8 + header], size).unwrap();
             assert!(model.tensors.len() >= 5 && model.tensors.iter().any(|t| t.len == 0));
         }
         for size in [0, 1, 100, 500] {
-            assert!(write_sample(&mut Vec::new(), size).is_err(), "{size}");
+            assert!(write_sample(&mut Vec::new(), size, 1).is_err(), "{size}");
         }
     }
 }

