@@ -67,9 +67,7 @@ impl<F: Format, M: Format> HostBus for SoftBus<F, M> {
             return Err(nowhere);
         }
         self.memory().write(CardAddr::new(offset), bytes).map_err(|e| match e {
-            Error::NoMemory { source, .. } => {
-                mem::Error::Allocate { len: bytes.len(), kind: "card memory", source }
-            }
+            Error::NoMemory { source, .. } => mem::Error::Allocate { len: bytes.len(), kind: "card memory", source },
             _ => nowhere,
         })
     }

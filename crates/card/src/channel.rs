@@ -63,7 +63,8 @@ impl<B: HostBus> CardChannel<B> {
     ) -> Result<Self, Error> {
         let in_flight = VecDeque::with_capacity(1 << rings.log2);
         let state = State::Running;
-        let this = Self { bus, shelf, rings: Some(rings), index, max_len, tail: 0, rung: 0, in_flight, quiet: 0, state };
+        let this =
+            Self { bus, shelf, rings: Some(rings), index, max_len, tail: 0, rung: 0, in_flight, quiet: 0, state };
         let device = this.device();
         // What an earlier user of the rings left there would look like completions.
         this.completions().fill(0);
@@ -375,4 +376,3 @@ impl<B: HostBus> std::fmt::Debug for CardChannel<B> {
             .finish_non_exhaustive()
     }
 }
-

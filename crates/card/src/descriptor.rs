@@ -251,7 +251,7 @@ mod tests {
         #[test]
         fn what_decodes_encodes_to_the_same(mut words: [u64; 4], likely: bool) {
             if likely {
-                words[0] = words[0] & 0xffff_ffff_0000_0100 | 1 + (words[0] & 1);
+                words[0] = (words[0] & 0xffff_ffff_0000_0100) | (1 + (words[0] & 1));
                 words[3] &= 0x1fff_ffff;
             }
             if let Ok(d) = Descriptor::decode(&bytes(words)) {

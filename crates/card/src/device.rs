@@ -74,11 +74,8 @@ impl<M: DeviceMem + 'static, F: Format> SoftCard<M, F> {
             let rule = "must be 1 to 16";
             return Err(Error::BadConfig { what: "channels", value: channels.into(), rule });
         }
-        let channel = |_| Channel {
-            regs: Registers::default(),
-            queue: Mutex::new(Queue::new(port())),
-            worker: OnceLock::new(),
-        };
+        let channel =
+            |_| Channel { regs: Registers::default(), queue: Mutex::new(Queue::new(port())), worker: OnceLock::new() };
         let core = Arc::new(Core {
             inside: Inside { memory: CardMemory::new(ddr, hbm)?, mmu: Mmu::new() },
             channels: (0..channels).map(channel).collect(),
@@ -157,8 +154,11 @@ impl<M: DeviceMem, F: Format> Core<M, F> {
         let channel = &self.channels[index];
         let mut idle = 0;
         while !self.quit.load(Ordering::SeqCst) {
-            if channel.queue.lock().unwrap_or_else(PoisonError::into_inner).step(&channel.regs, &self.inside, &self.interrupt)
-            {
+            if channel.queue.lock().unwrap_or_else(PoisonError::into_inner).step(
+                &channel.regs,
+                &self.inside,
+                &self.interrupt,
+            ) {
                 idle = 0;
             } else if idle < SPINS {
                 idle += 1;

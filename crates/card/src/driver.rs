@@ -112,7 +112,9 @@ impl<B: HostBus> Card<B> {
         let first = hbm_half.bits().checked_sub(1).and_then(|last| Span::inclusive(hbm.first(), CardAddr::new(last)));
         let halves = [first, Span::inclusive(hbm_half, hbm.last())];
         let area = |(i, span): (usize, Option<Span<CardAddr>>)| Some(Area { span: span?, route: Route::Channel(i) });
-        std::iter::once(Area { span: ddr, route: Route::Shared }).chain(halves.into_iter().enumerate().filter_map(area)).collect()
+        std::iter::once(Area { span: ddr, route: Route::Shared })
+            .chain(halves.into_iter().enumerate().filter_map(area))
+            .collect()
     }
 
     /// Starts a channel. It can be had again once it was dropped.
@@ -234,11 +236,7 @@ impl<B: HostBus> Device<'_, B> {
     }
 
     /// Waits, at most [`ANSWER`], for the card to do something that takes it a moment.
-    pub(crate) fn until(
-        &self,
-        what: &'static str,
-        mut done: impl FnMut() -> Result<bool, Error>,
-    ) -> Result<(), Error> {
+    pub(crate) fn until(&self, what: &'static str, mut done: impl FnMut() -> Result<bool, Error>) -> Result<(), Error> {
         let start = Instant::now();
         while !done()? {
             if start.elapsed() > ANSWER {

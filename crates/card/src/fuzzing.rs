@@ -2,20 +2,17 @@
 //!
 //! Each takes any bytes, panics when a promise is broken, and ends soon. Not for other use.
 
-use std::sync::Arc;
-use std::sync::Mutex;
+use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
-use dmalane_addr::{Access, Address, CardAddr, Iova};
+use dmalane_addr::{Access, CardAddr, Iova};
 use dmalane_engine::{Channel, DeviceAddr, DeviceFar, Direction, Registered, Transfer};
 use dmalane_mem::host::DevicePort;
-use dmalane_mem::{
-    AnonHeap, DeviceMem, Error, Heap, HostBus, HostConfig, Mapping, Pinned, Share, SharedBuf, SoftHost,
-};
+use dmalane_mem::{AnonHeap, DeviceMem, Error, Heap, HostBus, HostConfig, Mapping, Pinned, Share, SharedBuf, SoftHost};
 
 use crate::memory::HBM_BASE;
 use crate::regs::{self, BAR_MEMORY, BAR_REGISTERS};
-use crate::{Card, CardConfig, SoftBus};
+use crate::{Card, CardConfig, Completion, SoftBus};
 
 /// Most operations of one run, and most steps of the card.
 const OPERATIONS: usize = 200;
@@ -82,82 +79,104 @@ pub fn fuzz_ring(bytes: &[u8]) {
     let gone = map(&hidden, Access::RW).expect("a mapping").span().first();
     let hosts = [mapped.span().first(), readonly.span().first(), gone, Iova::new(u64::MAX - 0xfff)].map(|a| a.bits());
     let cards = [0, (4 << 20) - 0x8000, HBM_BASE, HBM_BASE + (4 << 20) - 0x8000, 0x4000_0000, u64::MAX - 0xfff];
-    let mut steps = 0;
+    let mut driver = Driver { bus, open, hosts, cards, written: [0; 2], steps: 0 };
     for _ in 0..OPERATIONS {
-        if operation(input, &bus, &open, &hosts, &cards, &mut steps).is_none() {
+        if driver.operation(input).is_none() {
             break;
         }
     }
-    while steps < STEPS && bus.progress() {
-        steps += 1;
-    }
+    driver.work(STEPS);
     assert!(is_all(&readable, 0x5a), "the card wrote what it may only read");
     assert!(is_all(&hidden, 0xa5), "the card wrote what is no longer mapped");
 }
 
-fn operation(
-    input: &mut Input<'_>,
-    bus: &SoftBus,
-    open: &SharedBuf,
-    hosts: &[u64],
-    cards: &[u64],
-    steps: &mut usize,
-) -> Option<()> {
-    let kind = input.u8()?;
-    let channel = u32::from(kind >> 7);
-    let set = |register, value| bus.write32(BAR_REGISTERS, regs::channel(channel, register), value);
-    match kind & 7 {
-        0 => {
-            let (offset, value) = (u64::from(input.u16()? & 0x13ff), input.u32()?);
-            let _ = bus.write32(BAR_REGISTERS, offset, value);
-            let _ = bus.read32(BAR_REGISTERS, offset);
-        }
-        1 => {
-            let at = usize::from(input.u16()?);
-            open.view().sub(at & 0x7fff, 64)?.write(input.bytes(32));
-        }
-        2 => {
-            // A descriptor that is nearly right.
-            let (slot, ends, flags, shift) = (input.u8()?, input.u8()?, input.u8()?, input.u16()?);
-            let host = hosts[usize::from(ends) % hosts.len()].wrapping_add(u64::from(shift));
-            let card = cards[usize::from(ends >> 4) % cards.len()].wrapping_add(u64::from(input.u16()?));
-            let head = 1 + u64::from(flags & 1) + (u64::from(flags & 2) << 7) + (u64::from(flags >> 6) << 16);
-            let len = u64::from(input.u16()?) << (flags >> 2 & 7);
-            for (i, word) in [head, host, card, len].into_iter().enumerate() {
-                open.view().store_u64(usize::from(slot) * 32 + 8 * i, word)?;
+/// A hostile driver, and what it plays with.
+struct Driver {
+    bus: SoftBus,
+    /// The rings, and data among them.
+    open: SharedBuf,
+    hosts: [u64; 4],
+    cards: [u64; 6],
+    /// Descriptors appended to each channel's ring.
+    written: [u32; 2],
+    steps: usize,
+}
+
+impl Driver {
+    fn work(&mut self, steps: usize) {
+        for _ in 0..steps {
+            self.steps += 1;
+            if self.steps >= STEPS || !self.bus.progress() {
+                break;
             }
-        }
-        3 => set(regs::CH_DOORBELL, u32::from(input.u8()?)).ok()?,
-        4 => {
-            for _ in 0..input.u8()? % 16 {
-                *steps += 1;
-                if *steps >= STEPS || !bus.progress() {
-                    break;
-                }
-            }
-        }
-        5 => {
-            // Rings where they should be, or nearly so.
-            let (log2, which) = (input.u8()?, input.u8()?);
-            set(regs::CH_CONTROL, 0).ok()?;
-            bus.progress();
-            set(regs::CH_RING_LOG2, u32::from(log2 & 15)).ok()?;
-            set(regs::CH_RING, hosts[usize::from(which) % 3] as u32).ok()?;
-            set(regs::CH_COMPLETIONS, (hosts[usize::from(which >> 4) % 3] + 0x8000) as u32).ok()?;
-            set(regs::CH_CONTROL, 1).ok()?;
-            bus.progress();
-        }
-        6 => {
-            let at = cards[usize::from(input.u8()?) % cards.len()].wrapping_add(u64::from(input.u16()?));
-            let _ = bus.write_bytes(BAR_MEMORY, at, input.bytes(16));
-        }
-        _ => {
-            let root = u32::from(input.u16()?) << 8;
-            bus.write32(BAR_REGISTERS, regs::MMU_ROOT, root).ok()?;
-            bus.write32(BAR_REGISTERS, regs::MMU_CONTROL, 1).ok()?;
         }
     }
-    Some(())
+
+    fn operation(&mut self, input: &mut Input<'_>) -> Option<()> {
+        let kind = input.u8()?;
+        let channel = kind >> 7;
+        let written = self.written[usize::from(channel)];
+        let bus = &self.bus;
+        let set = |register, value| bus.write32(BAR_REGISTERS, regs::channel(channel.into(), register), value).ok();
+        match kind & 7 {
+            0 => {
+                let (offset, value) = (u64::from(input.u16()? & 0x13ff), input.u32()?);
+                let _ = bus.write32(BAR_REGISTERS, offset, value);
+                let _ = bus.read32(BAR_REGISTERS, offset);
+            }
+            1 => {
+                let at = usize::from(input.u16()?);
+                self.open.view().sub(at & 0x7fff, 64)?.write(input.bytes(32));
+            }
+            2 => {
+                // A descriptor that is nearly right, after the one before.
+                let (ends, flags, shift) = (input.u8()?, input.u8()?, input.u16()?);
+                let host = self.hosts[usize::from(ends) % self.hosts.len()].wrapping_add(shift.into());
+                let card = self.cards[usize::from(ends >> 4) % self.cards.len()].wrapping_add(input.u16()?.into());
+                let head = 1 + u64::from(flags & 1) + (u64::from(flags & 2) << 7) + (u64::from(flags >> 6) << 16);
+                let len = u64::from(input.u16()? >> (flags >> 2 & 7)) << if flags & 0x20 != 0 { 12 } else { 0 };
+                for (i, word) in [head, host, card, len].into_iter().enumerate() {
+                    self.open.view().store_u64((written % 256) as usize * 32 + 8 * i, word)?;
+                }
+                self.written[usize::from(channel)] += 1;
+            }
+            3 => {
+                let b = input.u8()?;
+                set(regs::CH_DOORBELL, if b < 0xe0 { written } else { b.into() })?;
+            }
+            4 => {
+                let steps = input.u8()? % 16;
+                self.work(steps.into());
+            }
+            5 => {
+                // Rings where they should be, or nearly so.
+                let (log2, which) = (input.u8()?, input.u8()?);
+                set(regs::CH_CONTROL, 0)?;
+                bus.progress();
+                set(regs::CH_RING_LOG2, u32::from(log2 & 15))?;
+                set(regs::CH_RING, self.hosts[usize::from(which) % 3] as u32)?;
+                set(regs::CH_COMPLETIONS, (self.hosts[usize::from(which >> 4) % 3] + 0x8000) as u32)?;
+                set(regs::CH_CONTROL, 1)?;
+                bus.progress();
+                self.written[usize::from(channel)] = 0;
+            }
+            6 => {
+                // A page-table entry that is nearly right, or anything.
+                let (place, what) = (input.u8()?, input.u8()?);
+                let at = self.cards[usize::from(place) % self.cards.len()].wrapping_add(u64::from(place >> 5) * 8);
+                let flags = [0x27, 0x25, 0xa7, 0x67][usize::from(what & 3)];
+                let entry = (u64::from(what >> 3) << 12 | flags).to_le_bytes();
+                let any = input.bytes(8);
+                let _ = bus.write_bytes(BAR_MEMORY, at, if what & 4 == 0 { &entry } else { any });
+            }
+            _ => {
+                let root = u32::from(input.u16()? & 0x0f07) << 8;
+                bus.write32(BAR_REGISTERS, regs::MMU_ROOT, root).ok()?;
+                bus.write32(BAR_REGISTERS, regs::MMU_CONTROL, 1).ok()?;
+            }
+        }
+        Some(())
+    }
 }
 
 /// Drives a card that answers registers, and fills the completion ring, with what `bytes` says.
@@ -166,7 +185,7 @@ fn operation(
 /// When the driver panics, or when a buffer comes back twice or never.
 pub fn fuzz_driver(bytes: &[u8]) {
     let host = host();
-    let script = Script { input: bytes.to_vec(), at: 0, completions: 0, doorbell: 0, fresh: false };
+    let script = Script { input: bytes.to_vec(), at: 0, completions: 0, doorbell: 0, completed: 0, fresh: false };
     let bus = Arc::new(HostileBus { host: host.clone(), script: Mutex::new((script, host.port())) });
     let heap = AnonHeap::new();
     let Ok(card) = Card::open_with_rings(bus.clone(), &heap, 4) else { return };
@@ -202,6 +221,7 @@ struct Script {
     at: usize,
     completions: u64,
     doorbell: u32,
+    completed: u32,
     /// Just told to start.
     fresh: bool,
 }
@@ -269,25 +289,24 @@ impl HostBus for HostileBus {
         Ok(())
     }
 
-    /// Completes the newest operation properly, or writes nearly a completion somewhere in the ring.
+    /// Completes the oldest operation properly, or writes nearly a completion somewhere in the ring.
     fn progress(&self) -> bool {
         let (script, port) = &mut *self.script.lock().expect("no panic so far");
         let Some(b) = script.next() else { return false };
-        let number = script.doorbell.wrapping_sub(1);
-        let (mut slot, mut word) = (number % 4, crate::Completion {
-            cookie: number,
-            status: b & 15,
-            sequence: crate::Completion::sequence_of(number),
+        let number = script.completed;
+        let sequence = Completion::sequence_of(number);
+        let mut slot = number % 4;
+        let mut word = Completion { cookie: number, status: b & 15, sequence }.word();
+        if b >= 0xf8 {
+            slot = u32::from(b & 3);
+            word ^= 1 << script.next().unwrap_or(0).min(63);
+        } else if b & 0x20 != 0 || number == script.doorbell {
+            return b & 0x10 != 0;
+        } else {
+            script.completed += 1;
         }
-        .word());
-        if b & 0xc0 == 0xc0 {
-            slot = u32::from(b >> 4 & 3);
-            word ^= 1 << (b & 63);
-        }
-        if b & 0x20 != 0 {
-            let at = script.completions + u64::from(slot) * 16;
-            let _ = port.write_word(Iova::new(at).checked_add(8).unwrap_or(Iova::new(0)), word);
-        }
+        // A ring that is not mapped any more is the card's problem.
+        let _ = port.write_word(Iova::new(script.completions + u64::from(slot) * 16 + 8), word);
         b & 0x10 != 0
     }
 

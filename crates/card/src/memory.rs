@@ -202,7 +202,9 @@ mod tests {
     #[test]
     fn ends_where_it_ends() {
         let memory = CardMemory::new(BLOCK, 2 * BLOCK).unwrap();
-        for (at, len) in [(0, BLOCK + 1), (BLOCK, 1), (HBM_BASE - 1, 1), (HBM_BASE, 2 * BLOCK + 1), (u64::MAX, 1), (1, u64::MAX)] {
+        for (at, len) in
+            [(0, BLOCK + 1), (BLOCK, 1), (HBM_BASE - 1, 1), (HBM_BASE, 2 * BLOCK + 1), (u64::MAX, 1), (1, u64::MAX)]
+        {
             assert!(matches!(memory.view(CardAddr::new(at), len), Err(Error::Outside { .. })), "{at:#x} + {len:#x}");
             assert!(!memory.holds(CardAddr::new(at), len));
         }

@@ -115,7 +115,9 @@ impl<M: DeviceMem> Queue<M> {
                     regs.head.store(self.head, Ordering::Relaxed);
                     // The completions before the look at the register: see `CardChannel::wait`.
                     fence(Ordering::SeqCst);
-                    if regs.interrupt.load(Ordering::SeqCst) & 1 == 1 && regs.interrupt.swap(0, Ordering::SeqCst) & 1 == 1 {
+                    if regs.interrupt.load(Ordering::SeqCst) & 1 == 1
+                        && regs.interrupt.swap(0, Ordering::SeqCst) & 1 == 1
+                    {
                         interrupt();
                     }
                 }
@@ -128,7 +130,8 @@ impl<M: DeviceMem> Queue<M> {
         let log2 = regs.ring_log2.load(Ordering::Relaxed);
         let descriptors = Iova::new(regs.ring.load(Ordering::Relaxed));
         let completions = Iova::new(regs.completions.load(Ordering::Relaxed));
-        let fits = |at: Iova, entry: usize| at.bits().is_multiple_of(4096) && at.checked_add((entry as u64) << log2).is_some();
+        let fits =
+            |at: Iova, entry: usize| at.bits().is_multiple_of(4096) && at.checked_add((entry as u64) << log2).is_some();
         regs.doorbell.store(0, Ordering::Relaxed);
         regs.head.store(0, Ordering::Relaxed);
         if !(1..=MAX_RING_LOG2).contains(&log2)
@@ -195,11 +198,7 @@ impl<M: DeviceMem> Queue<M> {
     }
 
     /// The next descriptor, copied.
-    fn fetch(
-        &mut self,
-        rings: Rings,
-        regs: &Registers,
-    ) -> Result<Option<[u8; Descriptor::BYTES]>, (Halt, Iova)> {
+    fn fetch(&mut self, rings: Rings, regs: &Registers) -> Result<Option<[u8; Descriptor::BYTES]>, (Halt, Iova)> {
         if self.next == self.end {
             let waiting = regs.doorbell.load(Ordering::Acquire).wrapping_sub(self.head);
             let slot = self.head & (rings.size - 1);

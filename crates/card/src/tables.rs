@@ -138,7 +138,8 @@ impl<B: HostBus> Tables for CardTables<B> {
 
     /// Makes the memory for that many tables present on the card now.
     fn reserve(&mut self, tables: usize) -> bool {
-        if tables > self.limit - self.in_use() || self.free.try_reserve(tables.saturating_sub(self.free.len())).is_err() {
+        if tables > self.limit - self.in_use() || self.free.try_reserve(tables.saturating_sub(self.free.len())).is_err()
+        {
             return false;
         }
         while self.free.len() < tables {

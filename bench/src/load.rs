@@ -1,0 +1,258 @@
+//! A file to the software card: cold against the raw direct read, warm against a page-cache copy and a memory copy.
+//!
+//! All variants of a case take turns, round by round, and the card's memory has been touched before. Every load's checksum
+//! is compared, and the last one of each variant is read back and compared with the file.
+
+use std::error::Error;
+use std::fs::File;
+use std::os::unix::fs::FileExt;
+use std::path::PathBuf;
+use std::time::{Duration, Instant};
+
+use dmalane::addr::FileOffset;
+use dmalane::engine::{Channel, Direction, Transfer};
+use dmalane::load::{Placement, write_sample};
+use dmalane::mem::{AnonHeap, CopyHint, Heap, Part, SharedBuf};
+use dmalane::uring::{FileChannel, Mode};
+use dmalane::{FileOptions, SoftConfig, SoftDevice, open_file};
+
+use crate::report::Report;
+
+type Result<T> = std::result::Result<T, Box<dyn Error>>;
+
+#[derive(clap::Args)]
+pub struct Options {
+    /// Bytes of the file
+    #[arg(long, default_value_t = 1 << 30)]
+    size: u64,
+
+    /// Rounds of each case; the median counts
+    #[arg(long, default_value_t = 9)]
+    rounds: usize,
+
+    /// Bytes of a staging buffer
+    #[arg(long, default_value_t = 16 << 20)]
+    gather: u64,
+
+    /// Give the card a thread for each channel
+    #[arg(long)]
+    workers: bool,
+
+    /// Where the file is made; it must be on a disk
+    #[arg(long, default_value = ".")]
+    folder: PathBuf,
+}
+
+const BLOCK: usize = 1 << 20;
+/// Buffers of the raw read: as many and as large as those of a load, and one more.
+const RAW_BUFFERS: usize = 4;
+
+pub fn run(options: &Options) -> Result<Report> {
+    let mut report = Report::new("load");
+    let mut file = tempfile::Builder::new().suffix(".safetensors").tempfile_in(&options.folder)?;
+    write_sample(file.as_file_mut(), options.size, 1)?;
+    file.as_file().sync_all()?;
+    let mut bench = Bench::new(file.path().to_owned(), options)?;
+    cold(&mut bench, options, &mut report)?;
+    warm(&mut bench, options, &mut report)?;
+    Ok(report)
+}
+
+fn cold(bench: &mut Bench, options: &Options, report: &mut Report) -> Result<()> {
+    let mut samples: [Vec<f64>; 4] = Default::default();
+    for round in 0..options.rounds {
+        let last = round + 1 == options.rounds;
+        bench.forget()?;
+        samples[0].push(bench.raw_uring()?);
+        bench.forget()?;
+        samples[1].push(bench.raw_pread()?);
+        bench.forget()?;
+        samples[2].push(bench.whole_then_copy()?);
+        bench.forget()?;
+        samples[3].push(bench.ours(Mode::Direct, last)?);
+    }
+    let raw_uring = report.row("cold", "floor: raw direct read, io_uring", options.size, &samples[0]);
+    let raw_pread = report.row("cold", "floor: raw direct read, pread of 2 MiB", options.size, &samples[1]);
+    report.row("cold", "before: read it whole, then copy it", options.size, &samples[2]);
+    let ours = report.row("cold", "ours: load, direct", options.size, &samples[3]);
+    report.at_most("cold: load / the faster raw direct read", 1.25, ours / raw_uring.min(raw_pread));
+    Ok(())
+}
+
+fn warm(bench: &mut Bench, options: &Options, report: &mut Report) -> Result<()> {
+    bench.cache_copy()?;
+    let mut samples: [Vec<f64>; 4] = Default::default();
+    for round in 0..options.rounds {
+        let last = round + 1 == options.rounds;
+        samples[0].push(bench.cache_copy()?);
+        samples[1].push(bench.memory_copy(CopyHint::Keep));
+        samples[2].push(bench.memory_copy(CopyHint::Stream));
+        samples[3].push(bench.ours(Mode::Buffered, last)?);
+    }
+    let cache = report.row("warm", "floor: copy from the page cache", options.size, &samples[0]);
+    let keep = report.row("warm", "floor: memory copy, plain stores", options.size, &samples[1]);
+    let stream = report.row("warm", "floor: memory copy, streaming stores", options.size, &samples[2]);
+    let ours = report.row("warm", "ours: load, buffered", options.size, &samples[3]);
+    report.at_most("warm: load / (page-cache copy + the faster memory copy)", 1.6, ours / (cache + keep.min(stream)));
+    Ok(())
+}
+
+struct Bench {
+    path: PathBuf,
+    size: u64,
+    soft: SoftDevice,
+    checksum: Option<u64>,
+    parts: Vec<Part>,
+    whole: SharedBuf,
+    card: SharedBuf,
+}
+
+impl Bench {
+    fn new(path: PathBuf, options: &Options) -> Result<Self> {
+        let mut config = SoftConfig { gather: options.gather, ..SoftConfig::default() };
+        config.card.workers = options.workers;
+        let heap = AnonHeap::new();
+        let gather = usize::try_from(options.gather)?;
+        let parts = (0..RAW_BUFFERS).map(|_| Ok(heap.allocate(gather)?.share().into_part())).collect::<Result<_>>()?;
+        let size = usize::try_from(options.size)?;
+        let card = SharedBuf::sparse("bench", size)?;
+        card.populate(0, card.len())?;
+        let mut bench = Self {
+            path,
+            size: options.size,
+            soft: SoftDevice::open(config)?,
+            checksum: None,
+            parts,
+            whole: heap.allocate(size)?.share(),
+            card,
+        };
+        // Touches the card's memory and makes the staging buffers.
+        bench.ours(Mode::Auto, true)?;
+        Ok(bench)
+    }
+
+    /// Drops the file from the page cache.
+    fn forget(&self) -> Result<()> {
+        let file = File::open(&self.path)?;
+        Ok(rustix::fs::fadvise(&file, 0, None, rustix::fs::Advice::DontNeed)?)
+    }
+
+    fn channel(&self, mode: Mode) -> Result<FileChannel> {
+        Ok(FileChannel::open(&self.path, FileOptions { mode, ..FileOptions::default() })?)
+    }
+
+    /// The whole path, from opening the file to the last bind.
+    fn ours(&mut self, mode: Mode, verify: bool) -> Result<f64> {
+        let start = Instant::now();
+        let mut inputs = [open_file(&self.path, FileOptions { mode, ..FileOptions::default() })?];
+        let (loaded, _) = self.soft.device.load(&mut inputs, Placement::Ddr, &mut |_| {})?;
+        let seconds = start.elapsed().as_secs_f64();
+        let checksum = loaded.files[0].checksum;
+        if *self.checksum.get_or_insert(checksum) != checksum {
+            return Err(format!("checksum {checksum:x} differs from the first load's").into());
+        }
+        if verify {
+            self.soft.device.verify(&loaded, &inputs, &mut |_| {})?;
+        }
+        self.soft.device.unload(loaded)?;
+        Ok(seconds)
+    }
+
+    /// Direct reads by io_uring into the same few buffers, and nothing else.
+    fn raw_uring(&mut self) -> Result<f64> {
+        let start = Instant::now();
+        let mut channel = self.channel(Mode::Direct)?;
+        let (mut at, mut done, mut tails) = (0, Vec::new(), Vec::new());
+        while at < self.size || channel.in_flight() > 0 {
+            while at < self.size
+                && let Some(part) = self.parts.pop()
+            {
+                let len = (self.size - at).min(part.len() as u64);
+                let (part, tail) = part.split_at(len as usize).map_err(|_| "a short buffer")?;
+                let transfer = Transfer { part, direction: Direction::ToHost, far: FileOffset::new(at) };
+                tails.push((channel.submit(transfer)?, tail));
+                at += len;
+            }
+            channel.wait(&mut done, Duration::from_secs(1));
+            for c in done.drain(..) {
+                c.result?;
+                let i = tails.iter().position(|(t, _)| *t == c.ticket).ok_or("an unknown ticket")?;
+                let (_, tail) = tails.swap_remove(i);
+                self.parts.push(c.transfer.part.join(tail).map_err(|_| "parts of two buffers")?);
+            }
+        }
+        Ok(start.elapsed().as_secs_f64())
+    }
+
+    /// Direct reads one after the other, 2 MiB each.
+    fn raw_pread(&mut self) -> Result<f64> {
+        let start = Instant::now();
+        let options =
+            FileOptions { io: dmalane::uring::Io::Pread, block: 2 << 20, mode: Mode::Direct, ..FileOptions::default() };
+        let mut channel = FileChannel::open(&self.path, options)?;
+        let mut at = 0;
+        while at < self.size {
+            let part = self.parts.pop().ok_or("no buffer")?;
+            let len = (self.size - at).min(part.len() as u64);
+            let (part, tail) = part.split_at(len as usize).map_err(|_| "a short buffer")?;
+            let transfer = Transfer { part, direction: Direction::ToHost, far: FileOffset::new(at) };
+            let back = dmalane::engine::run(&mut channel, transfer, Duration::from_secs(60))?;
+            self.parts.push(back.part.join(tail).map_err(|_| "parts of two buffers")?);
+            at += len;
+        }
+        Ok(start.elapsed().as_secs_f64())
+    }
+
+    /// What a loader without a pipeline does: a buffer as large as the file, all reads, then all copies. The buffer is
+    /// there already, which flatters it.
+    fn whole_then_copy(&mut self) -> Result<f64> {
+        let start = Instant::now();
+        let mut channel = self.channel(Mode::Direct)?;
+        let heap = AnonHeap::new();
+        let old = std::mem::replace(&mut self.whole, heap.allocate(4096)?.share());
+        let (part, tail) = old.into_part().split_at(self.size as usize).map_err(|_| "a short buffer")?;
+        let transfer = Transfer { part, direction: Direction::ToHost, far: FileOffset::new(0) };
+        let back = dmalane::engine::run(&mut channel, transfer, Duration::from_secs(60))?;
+        let whole = back.part.join(tail).ok().and_then(|p| p.into_whole().ok()).ok_or("parts of two buffers")?;
+        self.whole = whole;
+        let bytes = self.whole.view().sub(0, self.size as usize).ok_or("a short buffer")?;
+        self.card.view().copy_from(bytes, CopyHint::Stream);
+        let seconds = start.elapsed().as_secs_f64();
+        // Any byte will do as a check that they arrived: compare a sample with the file.
+        let file = File::open(&self.path)?;
+        for at in (0..self.size).step_by((self.size as usize / 64).max(1)) {
+            let (mut want, mut got) = ([0], [0]);
+            file.read_exact_at(&mut want, at)?;
+            self.card.view().sub(at as usize, 1).ok_or("a short card")?.read(&mut got);
+            if want != got {
+                return Err(format!("wrong byte at {at}").into());
+            }
+        }
+        Ok(seconds)
+    }
+
+    /// Reads the whole file through the page cache into one small buffer after the other.
+    fn cache_copy(&mut self) -> Result<f64> {
+        let file = File::open(&self.path)?;
+        let mut buffer = AnonHeap::new().allocate(RAW_BUFFERS * 16 * BLOCK)?;
+        let start = Instant::now();
+        let mut at = 0;
+        while at < self.size {
+            let place = (at as usize) % buffer.len();
+            let len = (self.size - at).min(BLOCK as u64).min((buffer.len() - place) as u64) as usize;
+            file.read_exact_at(&mut buffer[place..place + len], at)?;
+            at += len as u64;
+        }
+        Ok(start.elapsed().as_secs_f64())
+    }
+
+    /// Copies as many bytes from a large buffer to another.
+    fn memory_copy(&mut self, hint: CopyHint) -> f64 {
+        let start = Instant::now();
+        let from = self.whole.view().sub(0, self.size as usize);
+        if let Some(from) = from {
+            self.card.view().copy_from(from, hint);
+        }
+        start.elapsed().as_secs_f64()
+    }
+}
