@@ -144,7 +144,7 @@ impl Bench {
     /// The whole path, from opening the file to the last bind.
     fn ours(&mut self, mode: Mode, verify: bool) -> Result<f64> {
         let start = Instant::now();
-        let mut inputs = [open_file(&self.path, FileOptions { mode, ..FileOptions::default() })?];
+        let mut inputs = [open_file(&self.path, FileOptions::for_mode(mode))?];
         let (loaded, _) = self.soft.device.load(&mut inputs, Placement::Ddr, &mut |_| {})?;
         let seconds = start.elapsed().as_secs_f64();
         let checksum = loaded.files[0].checksum;

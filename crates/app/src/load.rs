@@ -179,7 +179,7 @@ fn open(args: &LoadArgs, shown: bool) -> Result<Vec<dmalane::load::Input<FileCha
         ReadMode::Direct => Mode::Direct,
         ReadMode::Buffered => Mode::Buffered,
     };
-    let options = FileOptions { mode, ..FileOptions::default() };
+    let options = FileOptions::for_mode(mode);
     match &args.input {
         Input::Files(paths) => paths.iter().map(|path| open_file(path, options).map_err(|e| cannot_open(&e))).collect(),
         Input::Sample(size) => {

@@ -142,7 +142,7 @@ impl Driver {
             }
             3 => {
                 let b = input.u8()?;
-                set(regs::CH_DOORBELL, if b < 0xe0 { written } else { b.into() })?;
+                set(regs::CH_DOORBELL, if b < 0xfc { written } else { b.into() })?;
             }
             4 => {
                 let steps = input.u8()? % 16;

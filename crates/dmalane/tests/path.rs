@@ -91,7 +91,7 @@ fn every_setting_delivers_every_byte() {
                 })
                 .unwrap();
                 let before = resources(&soft);
-                let mut inputs = [open_file(&path, FileOptions { mode, ..FileOptions::default() }).unwrap()];
+                let mut inputs = [open_file(&path, FileOptions::for_mode(mode)).unwrap()];
                 let mut progress = 0;
                 let (loaded, report) = soft.device.load(&mut inputs, placement, &mut |n| progress += n).unwrap();
                 assert_eq!((report.bytes, progress), (original.len() as u64, original.len() as u64));

@@ -2,8 +2,8 @@
 
 use std::time::{Duration, Instant};
 
-use dmalane_addr::{Access, CardAddr, FileOffset};
-use dmalane_engine::{Channel, Completion, DeviceFar, Direction, Transfer};
+use dmalane_addr::{CardAddr, FileOffset};
+use dmalane_engine::{Channel, Completion, DeviceFar, Direction, Refusal, Refused, Transfer};
 use dmalane_iopt::{Format, Tables};
 use dmalane_mem::{CopyHint, SharedBuf};
 
@@ -38,9 +38,8 @@ where
     /// # Errors
     /// [`Error`] when memory cannot be had or the files cannot be read.
     pub fn ceilings<S: Channel<Far = FileOffset>>(&mut self, inputs: &mut [Input<S>]) -> Result<Ceilings, Error> {
-        while self.staging.len() < STAGING {
-            let slot = self.slot(self.parts.gather, Access::READ, &mut Clocks::default())?;
-            self.staging.push(slot);
+        while self.buffers < STAGING {
+            self.add_staging(self.parts.gather, &mut Clocks::default())?;
         }
         Ok(Ceilings { read: self.read_ceiling(inputs)?, copy: self.copy_ceiling(), first_touch: touch_ceiling()? })
     }
@@ -65,10 +64,20 @@ where
                     let n = (len - at).min(whole.len() as u64);
                     let (part, rest) = whole.split_at(n as usize).map_err(|_| lost("bad length".into()))?;
                     let transfer = Transfer { part, direction: Direction::ToHost, far: FileOffset::new(at) };
-                    let ticket = input.channel.submit(transfer).map_err(|r| lost(r.reason.to_string()))?;
-                    tickets.push((ticket, index));
-                    *tail = Some(rest);
-                    at += n;
+                    match input.channel.submit(transfer) {
+                        Ok(ticket) => {
+                            tickets.push((ticket, index));
+                            *tail = Some(rest);
+                            at += n;
+                        }
+                        Err(Refused { transfer, reason }) => {
+                            slot.part = transfer.part.join(rest).ok();
+                            match reason {
+                                Refusal::Full => break,
+                                reason => return Err(lost(reason.to_string())),
+                            }
+                        }
+                    }
                 }
                 input.channel.wait(&mut done, Duration::from_millis(100));
                 for Completion { ticket, transfer, result } in done.drain(..) {
@@ -89,19 +98,23 @@ where
         Ok(total as f64 / start.elapsed().as_secs_f64())
     }
 
-    /// Copies one staging buffer's bytes to another's and on, so that neither is in the cache.
+    /// Copies from slot to slot, each time half of all slots further on, so that what is read is not in the cache.
     fn copy_ceiling(&self) -> f64 {
         let views: Vec<_> = self.staging.iter().filter_map(|s| s.part.as_ref()).map(|p| p.view()).collect();
-        let (Some(&first), true) = (views.first(), views.len() > 1) else { return 0.0 };
+        if views.len() < 2 {
+            return 0.0;
+        }
         let start = Instant::now();
         let mut copied = 0;
-        'copy: loop {
-            for pair in views.windows(2) {
-                pair[1].copy_from(pair[0].sub(0, pair[1].len()).unwrap_or(pair[0]), CopyHint::Stream);
-                copied += first.len() as u64;
-                if copied >= COPY_BYTES {
-                    break 'copy;
-                }
+        for i in (0..views.len()).cycle() {
+            let (from, to) = (views[i], views[(i + views.len() / 2) % views.len()]);
+            let len = from.len().min(to.len());
+            if let (Some(from), Some(to)) = (from.sub(0, len), to.sub(0, len)) {
+                to.copy_from(from, CopyHint::Stream);
+            }
+            copied += len as u64;
+            if copied >= COPY_BYTES {
+                break;
             }
         }
         copied as f64 / start.elapsed().as_secs_f64()

@@ -36,15 +36,20 @@ pub struct DeviceParts<C, F, T: Tables> {
 pub struct Device<C: Channel<Far = DeviceFar>, F: Format, T: Tables<Addr = CardAddr>> {
     pub(crate) parts: DeviceParts<C, F, T>,
     pub(crate) vas: RangeAllocator<DeviceVa>,
+    /// The pieces of all staging buffers.
     pub(crate) staging: Vec<Slot>,
+    /// Staging buffers made.
+    pub(crate) buffers: usize,
     pub(crate) readback: Option<Slot>,
     next_bo: u64,
 }
 
-/// A staging buffer, registered once and used for every chunk.
+/// A piece of a staging buffer, which is registered once and used for chunk after chunk.
 pub(crate) struct Slot {
-    /// The whole buffer, when no operation has any of it.
+    /// The piece, when no operation has any of it.
     pub(crate) part: Option<Part>,
+    /// Bytes of it.
+    pub(crate) len: u64,
     pub(crate) via: Registered,
     /// The pages that the heap gave.
     pub(crate) rung: Rung,
@@ -52,6 +57,9 @@ pub(crate) struct Slot {
 
 /// Buffers that carry bytes to the device; with the one that carries them back, four in all.
 pub(crate) const STAGING: usize = 3;
+/// Bytes of a slot, at most: small enough that a chunk which was just copied out of the page cache is still in the
+/// processor's cache when it is hashed and transferred, large enough for the disk.
+const SLOT: u64 = 1 << 20;
 
 /// What a load put on the device.
 #[derive(Debug)]
@@ -112,7 +120,7 @@ where
         let page = PageSize::SIZE_4K;
         parts.gather = page.round_up(parts.gather.max(1)).unwrap_or(1 << 30).min(1 << 30);
         let vas = RangeAllocator::new(parts.vm.range(), page);
-        Self { parts, vas, staging: Vec::new(), readback: None, next_bo: 1 }
+        Self { parts, vas, staging: Vec::new(), buffers: 0, readback: None, next_bo: 1 }
     }
 
     /// The device's virtual address space.
@@ -132,7 +140,9 @@ where
 
     /// The scatter-gather tables of the staging buffers, where the bus knows them.
     pub fn staging_pages(&self) -> impl Iterator<Item = &SgTable<PhysAddr>> {
-        self.staging.iter().chain(&self.readback).filter_map(|s| s.via.mapping().pinned().pages())
+        // One table per buffer: that of its first slot.
+        let first = |s: &&Slot| s.part.as_ref().is_some_and(|p| p.offset() == 0);
+        self.staging.iter().filter(first).chain(&self.readback).filter_map(|s| s.via.mapping().pinned().pages())
     }
 
     /// The pages behind the staging buffers, and why no better ones; `None` before the first load.
@@ -140,18 +150,34 @@ where
         self.staging.first().map(|s| &s.rung)
     }
 
-    /// A new staging buffer of at most `gather` bytes.
-    pub(crate) fn slot(&self, len: u64, access: Access, clocks: &mut Clocks) -> Result<Slot, Error> {
+    /// A new buffer of at most `gather` bytes, pinned and mapped.
+    pub(crate) fn buffer(&self, len: u64, access: Access, clocks: &mut Clocks) -> Result<Slot, Error> {
         let len = usize::try_from(len.min(self.parts.gather)).map_err(|_| dmalane_mem::Error::BadLength(usize::MAX))?;
         let buf = clocks.time(Stage::Allocate, || self.parts.heap.allocate(len))?.share();
-        let bytes = buf.len() as u64;
+        let len = buf.len() as u64;
         let pinned = clocks.time(Stage::Register, || self.parts.bus.pin(&buf.share()))?;
         let mapping = clocks.time(Stage::Map, || self.parts.bus.map(pinned, access))?;
         for stage in [Stage::Allocate, Stage::Register, Stage::Map] {
-            clocks.bytes(stage, bytes);
+            clocks.bytes(stage, len);
         }
         let rung = buf.rung().clone();
-        Ok(Slot { part: Some(buf.into_part()), via: Registered::from_mapping(mapping), rung })
+        Ok(Slot { part: Some(buf.into_part()), len, via: Registered::from_mapping(mapping), rung })
+    }
+
+    /// Adds a staging buffer, cut into slots of about equal length.
+    pub(crate) fn add_staging(&mut self, len: u64, clocks: &mut Clocks) -> Result<(), Error> {
+        let Slot { mut part, len, via, rung } = self.buffer(len, Access::READ, clocks)?;
+        self.buffers += 1;
+        let count = len.div_ceil(SLOT);
+        // Whole pages, so that direct I/O finds every slot aligned.
+        let step = PageSize::SIZE_4K.round_up(len / count).unwrap_or(len);
+        while let Some(rest) = part.take() {
+            let n = step.min(rest.len() as u64);
+            let (front, rest) = rest.split_at(n as usize).expect("at most what is left");
+            self.staging.push(Slot { part: Some(front), len: n, via: via.clone(), rung: rung.clone() });
+            part = (!rest.is_empty()).then_some(rest);
+        }
+        Ok(())
     }
 
     /// Takes card memory and device virtual memory for a file.

@@ -1,30 +1,31 @@
 //! The pipeline: read, checksum, transfer and bind, chunk after chunk, all under way at once.
 //!
-//! A chunk is the next `gather` bytes of a file. It takes a staging buffer, is read into it, and is then cut: at tensor
-//! boundaries, and where the tensor's card memory has a discontinuity. Each piece is one transfer; bytes between tensors
-//! (the header) have no destination. When the last piece has arrived, the buffer is free for the next chunk. Staging
-//! buffers are made one by one while the first of them are already being read into.
+//! Staging buffers of `gather` bytes are made one by one while the first of them are already being read into. Each is cut
+//! into slots. A chunk is the next bytes of a file, as many as a slot holds. It is read into the slot and is then cut: at
+//! tensor boundaries, and where the tensor's card memory has a discontinuity. Each piece is one transfer; bytes between
+//! tensors (the header) have no destination. When the last piece has arrived, the slot is free for the next chunk.
 //!
 //! One thread does all this. Reads are the kernel's work, transfers the device's; with a device that works inline, they are
 //! done here between reads.
 
 use std::collections::{HashMap, VecDeque};
 use std::fs::File;
+use std::hash::Hasher;
 use std::os::unix::fs::FileExt;
 use std::path::PathBuf;
 use std::time::{Duration, Instant};
 
-use dmalane_addr::{Access, CardAddr, FileOffset, PageSize, SgTable};
+use dmalane_addr::{CardAddr, FileOffset, PageSize, SgTable};
 use dmalane_engine::{
     Channel, Completion, DeviceAddr, DeviceFar, Direction, OpError, Refusal, Refused, Ticket, Transfer, drain,
 };
 use dmalane_iopt::{Format, Tables};
 use dmalane_mem::{Part, footprint};
-use xxhash_rust::xxh3::Xxh3;
+use twox_hash::XxHash3_64;
 
 use crate::clock::{Clocks, Stage};
 use crate::cut::{Cut, cut};
-use crate::device::STAGING;
+use crate::device::{STAGING, Slot};
 use crate::{Device, Error, Loaded, LoadedFile, Model, Placement, Report, StageReport};
 
 /// A file to load.
@@ -71,7 +72,7 @@ impl<S> Input<S> {
     }
 }
 
-/// The next bytes of a file, at most one staging buffer.
+/// The next bytes of a file, at most one slot.
 #[derive(Clone, Copy)]
 struct Chunk {
     file: usize,
@@ -79,7 +80,7 @@ struct Chunk {
     len: u64,
 }
 
-/// What a staging buffer is doing.
+/// What a slot is doing.
 enum State {
     Free,
     /// The kernel fills the front; here is the rest.
@@ -103,10 +104,11 @@ struct Job<'a, S, C: Channel<Far = DeviceFar>, F: Format, T: Tables<Addr = CardA
     inputs: &'a mut [Input<S>],
     files: Vec<LoadedFile>,
     clocks: Clocks,
-    chunks: VecDeque<Chunk>,
+    /// The next byte to read: which file, and where.
+    next: (usize, u64),
     /// Bytes of a staging buffer that this load makes.
     staging_len: u64,
-    /// Chunks being read or full, oldest first, with their buffers: they go on in this order.
+    /// Chunks being read or full, oldest first, with their slots: they go on in this order.
     order: VecDeque<(Chunk, usize)>,
     states: Vec<State>,
     reads: HashMap<(usize, Ticket), usize>,
@@ -114,7 +116,7 @@ struct Job<'a, S, C: Channel<Far = DeviceFar>, F: Format, T: Tables<Addr = CardA
     moving: HashMap<Ticket, Piece>,
     /// Per file and tensor: bytes that have not arrived.
     missing: Vec<Vec<u64>>,
-    hashes: Vec<Xxh3>,
+    hashes: Vec<XxHash3_64>,
     transfers: u64,
     resident_peak: u64,
     sampled: u64,
@@ -188,7 +190,7 @@ where
                 })
                 .collect(),
             segments: self.staging_pages().map(|p| p.segment_count() as u64).sum(),
-            staging: (self.staging.len(), self.staging.first().map_or(0, |s| s.via.mapping().span().len())),
+            staging: (self.buffers, self.staging.first().map_or(0, |s| s.via.mapping().span().len())),
             device_leaves: self.vm().page_table().leaf_counts().collect(),
             transfers,
             heap_peak: self.heap().stats().peak as u64,
@@ -213,23 +215,21 @@ where
         files: Vec<LoadedFile>,
         progress: &'a mut dyn FnMut(u64),
     ) -> Self {
-        let gather = device.parts.gather;
-        let chunks = files.iter().enumerate().flat_map(|(file, f)| {
-            let len = f.model.len;
-            (0..len.div_ceil(gather)).map(move |i| Chunk { file, at: i * gather, len: gather.min(len - i * gather) })
-        });
-        let chunks: VecDeque<_> = chunks.collect();
         // Small files take small buffers, but whole huge pages where that is no more than was asked for.
-        let largest = chunks.iter().map(|c| c.len).max().unwrap_or(0);
-        let staging_len =
-            PageSize::SIZE_2M.round_up(largest).filter(|l| *l <= gather && largest > MIB).unwrap_or(largest);
-        // What is left of a load of smaller files is of no use.
-        device.staging.retain(|s| s.part.is_some() && s.via.mapping().span().len() >= largest);
+        let gather = device.parts.gather;
+        let largest = files.iter().map(|f| f.model.len).max().unwrap_or(0).min(gather);
+        let huge = PageSize::SIZE_2M.round_up(largest).filter(|len| *len <= gather && largest > MIB);
+        // What is left of a load of smaller files, or of a load that failed, is of no use.
+        let usable = |s: &Slot| s.part.is_some() && s.via.mapping().span().len() >= largest;
+        if !device.staging.iter().all(usable) {
+            device.staging.clear();
+            device.buffers = 0;
+        }
         Self {
-            chunks,
-            staging_len,
+            next: (0, 0),
+            staging_len: huge.unwrap_or(largest),
             missing: files.iter().map(|f| f.model.tensors.iter().map(|t| t.len).collect()).collect(),
-            hashes: files.iter().map(|_| Xxh3::new()).collect(),
+            hashes: files.iter().map(|_| XxHash3_64::with_seed(0)).collect(),
             states: device.staging.iter().map(|_| State::Free).collect(),
             device,
             inputs,
@@ -247,9 +247,10 @@ where
     }
 
     fn run(&mut self) -> Result<(), Error> {
+        self.advance(0);
         let mut done = Vec::new();
         let mut read = Vec::new();
-        while !(self.chunks.is_empty() && self.order.is_empty() && self.states.iter().all(State::is_free)) {
+        while self.next_chunk(1).is_some() || !self.states.iter().all(State::is_free) {
             self.start_reads()?;
             let mut busy = self.reap_reads(&mut read, Duration::ZERO)?;
             busy |= self.start_transfers()?;
@@ -271,42 +272,46 @@ where
             }
         }
         for (file, hash) in self.files.iter_mut().zip(&self.hashes) {
-            file.checksum = hash.digest();
+            file.checksum = hash.finish();
         }
         Ok(())
     }
 
-    /// Gives every free buffer the next chunk, making a buffer first while there are fewer than there may be.
+    /// The next chunk to read, of at most `len` bytes.
+    fn next_chunk(&self, len: u64) -> Option<Chunk> {
+        let (file, at) = self.next;
+        let left = self.files.get(file)?.model.len - at;
+        Some(Chunk { file, at, len: left.min(len) })
+    }
+
+    /// Gives every free slot the next chunk, making a buffer first while there are fewer than there may be.
     fn start_reads(&mut self) -> Result<(), Error> {
-        while let Some(&chunk) = self.chunks.front() {
+        while let Some(Chunk { file, .. }) = self.next_chunk(1) {
+            if self.inputs[file].channel.in_flight() >= self.inputs[file].channel.limits().capacity {
+                return Ok(());
+            }
             let slot = match self.states.iter().position(State::is_free) {
                 Some(slot) => slot,
-                None if self.states.len() < STAGING => {
-                    let made = self.device.slot(self.staging_len, Access::READ, &mut self.clocks)?;
-                    self.device.staging.push(made);
-                    self.states.push(State::Free);
-                    self.states.len() - 1
+                None if self.device.buffers < STAGING => {
+                    self.device.add_staging(self.staging_len, &mut self.clocks)?;
+                    self.states.resize_with(self.device.staging.len(), || State::Free);
+                    continue;
                 }
                 None => return Ok(()),
             };
             let buffer = &mut self.device.staging[slot];
-            let Some(whole) = buffer.part.take() else {
-                return Err(self.broken(chunk.file, "device", "a staging buffer is missing".into()));
+            let (len, part) = (buffer.len, buffer.part.take());
+            let (Some(chunk), Some(whole)) = (self.next_chunk(len), part) else {
+                return Err(self.broken(file, "device", "a staging buffer is missing".into()));
             };
-            let (front, rest) = match whole.split_at(chunk.len as usize) {
-                Ok(parts) => parts,
-                Err(whole) => {
-                    buffer.part = Some(whole);
-                    return Err(self.broken(chunk.file, "file", "a chunk exceeds its staging buffer".into()));
-                }
-            };
+            let (front, rest) = whole.split_at(chunk.len as usize).expect("a chunk is no longer than its slot");
             let transfer = Transfer { part: front, direction: Direction::ToHost, far: FileOffset::new(chunk.at) };
             match self.inputs[chunk.file].channel.submit(transfer) {
                 Ok(ticket) => {
                     self.reads.insert((chunk.file, ticket), slot);
                     self.states[slot] = State::Reading(rest);
                     self.order.push_back((chunk, slot));
-                    self.chunks.pop_front();
+                    self.advance(chunk.len);
                     self.clocks.in_flight(Stage::Read, true);
                 }
                 Err(Refused { transfer, reason }) => {
@@ -321,7 +326,16 @@ where
         Ok(())
     }
 
-    /// Takes back buffers that have been filled.
+    /// Moves on to the next byte to read, which may be that of the next file.
+    fn advance(&mut self, len: u64) {
+        let (file, at) = &mut self.next;
+        *at += len;
+        while self.files.get(*file).is_some_and(|f| f.model.len == *at) {
+            (*file, *at) = (*file + 1, 0);
+        }
+    }
+
+    /// Takes back slots that have been filled.
     fn reap_reads(&mut self, read: &mut Vec<Completion<FileOffset>>, nap: Duration) -> Result<bool, Error> {
         let mut any = false;
         let mut nap = nap;
@@ -366,7 +380,7 @@ where
             any = true;
             let hash = &mut self.hashes[chunk.file];
             if let Some(bytes) = whole.view().sub(0, chunk.len as usize) {
-                self.clocks.time(Stage::Checksum, || bytes.for_each_block(|block| hash.update(block)));
+                self.clocks.time(Stage::Checksum, || bytes.for_each_block(|block| hash.write(block)));
                 self.clocks.bytes(Stage::Checksum, chunk.len);
             }
             self.send(chunk, slot, whole);
@@ -397,7 +411,7 @@ where
         Ok(any)
     }
 
-    /// Cuts a full buffer into pieces with one destination each.
+    /// Cuts a full slot into pieces with one destination each.
     fn send(&mut self, chunk: Chunk, slot: usize, whole: Part) {
         let file = &self.files[chunk.file];
         let max = self.device.parts.channel.limits().max_len;
@@ -408,7 +422,7 @@ where
         let mut outgoing = Vec::with_capacity(cuts.len());
         let mut rest = whole;
         for Cut { len, to } in cuts {
-            let (part, after) = rest.split_at(len as usize).expect("a chunk lies in its buffer");
+            let (part, after) = rest.split_at(len as usize).expect("a chunk lies in its slot");
             rest = after;
             let Some((tensor, to)) = to else {
                 pieces.push(Some(part));
@@ -472,7 +486,7 @@ where
         Ok(any)
     }
 
-    /// Puts a piece back into its place; with the last one the buffer is whole and free.
+    /// Puts a piece back into its place; with the last one the slot is whole and free.
     fn put_back(&mut self, piece: &Piece, part: Part) {
         let State::Moving(pieces, missing) = &mut self.states[piece.slot] else { return };
         pieces[piece.index] = Some(part);
@@ -501,8 +515,9 @@ where
             drain(&mut input.channel, GIVE_UP);
         }
         drain(&mut self.device.parts.channel, GIVE_UP);
-        // Buffers that were cut may be incomplete now. They are cheap to make again.
+        // Slots that were cut may be incomplete now. They are cheap to make again.
         self.device.staging.clear();
+        self.device.buffers = 0;
     }
 
     fn read_error(&self, file: usize, at: FileOffset, source: OpError) -> Error {

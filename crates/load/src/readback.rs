@@ -43,7 +43,7 @@ where
         let loaded = file.tensors().nth(index).expect("a tensor of the file");
         let Some(va) = loaded.va else { return Ok(()) };
         if self.readback.is_none() {
-            self.readback = Some(self.slot(self.parts.gather, Access::RW, &mut Clocks::default())?);
+            self.readback = Some(self.buffer(self.parts.gather, Access::RW, &mut Clocks::default())?);
         }
         let mut done = 0;
         while done < va.len() {

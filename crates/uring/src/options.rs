@@ -48,6 +48,13 @@ impl Default for Options {
 }
 
 impl Options {
+    /// For a mode: with [`Mode::Buffered`] only two reads in flight, so that what the kernel has just copied out of the page
+    /// cache is used while it is in the processor's cache.
+    pub fn for_mode(mode: Mode) -> Self {
+        let depth = if mode == Mode::Buffered { 2 } else { Self::default().depth };
+        Self { mode, depth, ..Self::default() }
+    }
+
     pub(crate) fn normal(self) -> Self {
         let block = self.block.clamp(64 << 10, 1 << 30).next_power_of_two();
         Self { depth: self.depth.clamp(1, 4096), block, ..self }

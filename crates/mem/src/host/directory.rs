@@ -12,6 +12,27 @@ struct Owner {
     page: u32,
 }
 
+/// Contiguous bytes of one buffer.
+#[derive(Clone, Copy)]
+pub(super) struct Stretch {
+    slot: u32,
+    offset: u64,
+    len: u64,
+}
+
+impl Stretch {
+    /// Bytes.
+    pub(super) fn len(&self) -> u64 {
+        self.len
+    }
+
+    /// This stretch and `next` as one, when `next` continues it.
+    pub(super) fn join(self, next: Stretch) -> Option<Stretch> {
+        let continues = self.slot == next.slot && self.offset + self.len == next.offset;
+        continues.then_some(Stretch { len: self.len + next.len, ..self })
+    }
+}
+
 const FREE: Owner = Owner { slot: u32::MAX, page: 0 };
 
 #[derive(Default)]
@@ -62,23 +83,28 @@ impl Directory {
         self.frames
     }
 
-    /// The bytes behind `addr`, up to `len` of them as far as they are contiguous in the buffer too. `None` for a frame
-    /// that stands for nothing.
-    pub(super) fn bytes(&self, addr: PhysAddr, len: u64) -> Option<View<'_>> {
+    /// The buffer's bytes behind `addr`, up to `len` of them as far as they are contiguous in the buffer too. `None` for
+    /// a frame that stands for nothing.
+    pub(super) fn locate(&self, addr: PhysAddr, len: u64) -> Option<Stretch> {
         let first = self.owner(addr)?;
-        let share = self.slots.get(first.slot as usize)?.as_ref()?;
         let within = addr.bits() % FRAME;
         let mut have = FRAME - within;
         while have < len {
             let next = PhysAddr::new(addr.bits().checked_add(have)?);
-            let page = first.page + (have + within).div_euclid(FRAME) as u32;
+            // `have + within` is a whole number of frames; a page number plus a length that fits a buffer fits 64 bits.
+            let page = u64::from(first.page) + (have + within) / FRAME;
             match self.owner(next) {
-                Some(o) if o.slot == first.slot && o.page == page => have += FRAME,
+                Some(o) if o.slot == first.slot && u64::from(o.page) == page => have += FRAME,
                 _ => break,
             }
         }
-        let offset = u64::from(first.page) * FRAME + within;
-        share.view().sub(usize::try_from(offset).ok()?, usize::try_from(have.min(len)).ok()?)
+        Some(Stretch { slot: first.slot, offset: u64::from(first.page) * FRAME + within, len: have.min(len) })
+    }
+
+    /// The bytes of a stretch.
+    pub(super) fn view(&self, stretch: Stretch) -> Option<View<'_>> {
+        let share = self.slots.get(stretch.slot as usize)?.as_ref()?;
+        share.view().sub(usize::try_from(stretch.offset).ok()?, usize::try_from(stretch.len).ok()?)
     }
 
     fn owner(&self, addr: PhysAddr) -> Option<Owner> {

@@ -21,7 +21,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock};
 use dmalane_addr::{Access, Address, Iova, PageSize, PhysAddr, RangeAllocator, SgTable, Span};
 use dmalane_iopt::{Arm64S1_4k, Format, HeapTables, PageTable};
 
-use self::directory::Directory;
+use self::directory::{Directory, Stretch};
 use self::frames::{FRAME, Frames};
 use self::iotlb::Iotlb;
 use crate::{CopyHint, DeviceMem, DmaFault, Error, FaultReason, Mapping, Pinned, Share, Undo, View};
@@ -257,7 +257,10 @@ pub struct DevicePort<F: Format = Arm64S1_4k> {
 }
 
 impl<F: Format> DevicePort<F> {
-    /// Walks `len` bytes from `at` and hands each contiguous piece to `piece` with its offset.
+    /// Translates `len` bytes from `at` and hands each contiguous piece of a buffer to `piece` with its offset.
+    ///
+    /// Every page is translated and checked. What is contiguous in the buffer, as it is wherever IOVAs are, is copied in
+    /// one piece all the same: many small copies cost more than the translations.
     fn access(
         &mut self,
         at: Iova,
@@ -265,48 +268,77 @@ impl<F: Format> DevicePort<F> {
         wanted: Access,
         mut piece: impl FnMut(usize, View<'_>),
     ) -> Result<(), DmaFault> {
-        let host = &self.host;
+        let host = self.host.clone();
         let translation = host.read();
         self.tlb.check_epoch(host.epoch.load(Ordering::Acquire));
-        let mut done = 0usize;
+        let mut hand_over = |end: u64, stretch: Stretch| match translation.directory.view(stretch) {
+            Some(bytes) => piece((end - stretch.len()) as usize, bytes),
+            // `locate` found the stretch under the same lock.
+            None => unreachable!("a stretch lies in its buffer"),
+        };
+        let (mut done, len) = (0, len as u64);
+        let mut pending: Option<Stretch> = None;
         let result = loop {
             if done == len {
                 break Ok(());
             }
-            let refuse = |reason| {
-                let at = Iova::new(at.bits().wrapping_add(done as u64));
-                DmaFault { at, wanted, reason, done: done as u64 }
-            };
-            let Some(here) = at.checked_add(done as u64) else { break Err(refuse(FaultReason::PastTheTop)) };
-            let leaf = match self.tlb.find(here) {
-                Some(leaf) => {
-                    self.hits += 1;
-                    leaf
-                }
-                None => {
-                    self.misses += 1;
-                    let Some(leaf) = translation.table.lookup(here) else {
-                        break Err(refuse(FaultReason::NotMapped));
+            match self.locate(&translation, at, done, len, wanted) {
+                Ok(next) => {
+                    pending = match pending.map(|p| (p, p.join(next))) {
+                        None => Some(next),
+                        Some((_, Some(joined))) => Some(joined),
+                        Some((before, None)) => {
+                            hand_over(done, before);
+                            Some(next)
+                        }
                     };
-                    self.tlb.insert(here, leaf);
-                    leaf
+                    done += next.len();
                 }
-            };
-            if !leaf.access.contains(wanted) {
-                break Err(refuse(FaultReason::NotPermitted));
+                Err(reason) => {
+                    let at = Iova::new(at.bits().wrapping_add(done));
+                    break Err(DmaFault { at, wanted, reason, done });
+                }
             }
-            let within = here.bits() - leaf.at.bits();
-            let left = (leaf.size.bytes() - within).min((len - done) as u64);
-            let bytes = leaf.to.checked_add(within).and_then(|pa| translation.directory.bytes(pa, left));
-            // A leaf without a frame behind it would be a bug of the host; to the device it is a fault.
-            let Some(bytes) = bytes else { break Err(refuse(FaultReason::NotMapped)) };
-            piece(done, bytes);
-            done += bytes.len();
         };
+        if let Some(last) = pending {
+            hand_over(done, last);
+        }
         drop(translation);
         host.iotlb_hits.fetch_add(std::mem::take(&mut self.hits), Ordering::Relaxed);
         host.iotlb_misses.fetch_add(std::mem::take(&mut self.misses), Ordering::Relaxed);
         result.map_err(|fault| host.record(fault))
+    }
+
+    /// What lies `done` bytes behind `at`, as far as one leaf reaches.
+    fn locate(
+        &mut self,
+        translation: &Translation<F>,
+        at: Iova,
+        done: u64,
+        len: u64,
+        wanted: Access,
+    ) -> Result<Stretch, FaultReason> {
+        let here = at.checked_add(done).ok_or(FaultReason::PastTheTop)?;
+        let leaf = match self.tlb.find(here) {
+            Some(leaf) => {
+                self.hits += 1;
+                leaf
+            }
+            None => {
+                self.misses += 1;
+                let leaf = translation.table.lookup(here).ok_or(FaultReason::NotMapped)?;
+                self.tlb.insert(here, leaf);
+                leaf
+            }
+        };
+        if !leaf.access.contains(wanted) {
+            return Err(FaultReason::NotPermitted);
+        }
+        let within = here.bits() - leaf.at.bits();
+        let left = (leaf.size.bytes() - within).min(len - done);
+        // A leaf without a frame behind it would be a bug of the host; to the device it is a fault.
+        let to = leaf.to.checked_add(within).ok_or(FaultReason::NotMapped)?;
+        translation.directory.locate(to, left).ok_or(FaultReason::NotMapped)
     }
 }
 
