@@ -117,8 +117,8 @@ struct LoadOptions {
     #[arg(long)]
     direct: bool,
 
-    /// Bytes allocated together before reading into them starts; host memory is about four times this
-    #[arg(long, value_name = "SIZE", default_value_t = GATHER, value_parser = size::nonzero, allow_hyphen_values = true)]
+    /// Bytes allocated together before reading into them starts, from 4KiB to 1GiB; host memory is at most four times this
+    #[arg(long, value_name = "SIZE", default_value_t = GATHER, value_parser = gather, allow_hyphen_values = true)]
     gather: Size,
 
     /// The DMA channel that moves the bytes
@@ -257,6 +257,14 @@ fn completions(shell: Shell) -> Result<ExitCode, Failure> {
     clap_complete::generate(shell, &mut Cli::command(), "dmalane", &mut script);
     output::print(&String::from_utf8_lossy(&script))?;
     Ok(ExitCode::SUCCESS)
+}
+
+fn gather(text: &str) -> Result<Size, String> {
+    match size::nonzero(text) {
+        Ok(size) if (4 << 10..=1 << 30).contains(&size.bytes()) => Ok(size),
+        Ok(_) => Err("not from 4KiB to 1GiB".to_owned()),
+        Err(e) => Err(e.to_string()),
+    }
 }
 
 fn fraction(text: &str) -> Result<f64, String> {

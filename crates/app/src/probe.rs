@@ -4,6 +4,8 @@ use std::fs::{self, File};
 use std::io::{self, Read};
 use std::path::{Component, Path, PathBuf};
 
+use dmalane::FileOptions;
+use dmalane::uring::{FileChannel, Io, Mode};
 use rustix::fs::{Access, access};
 
 use crate::output::plain;
@@ -14,8 +16,14 @@ const LIMIT: u64 = 256 << 10;
 /// The files of a machine. Paths are given as on the machine, from `/`.
 pub struct Probe {
     root: PathBuf,
-    /// Sets up a small io_uring for real. `None` as long as nobody offers that: then `/proc` is believed.
+    /// Sets up a small io_uring for real; `None` for a machine that is only files: then `/proc` is believed.
     pub ring: Option<fn() -> io::Result<()>>,
+}
+
+/// Sets up a ring to read this program with.
+fn ring() -> io::Result<()> {
+    let options = FileOptions { io: Io::Uring, mode: Mode::Buffered, depth: 1, ..FileOptions::default() };
+    FileChannel::open("/proc/self/exe", options).map(drop).map_err(io::Error::other)
 }
 
 impl Probe {
@@ -24,9 +32,9 @@ impl Probe {
         Self { root: root.into(), ring: None }
     }
 
-    /// The files of this machine.
+    /// This machine: its files, and its kernel's io_uring.
     pub fn machine() -> Self {
-        Self::new("/")
+        Self { ring: Some(ring), ..Self::new("/") }
     }
 
     /// Where `path` really is: below the root, whatever it contains.

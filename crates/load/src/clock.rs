@@ -3,6 +3,8 @@
 use std::fmt;
 use std::time::{Duration, Instant};
 
+use crate::StageReport;
+
 /// A stage of the path.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
 pub enum Stage {
@@ -53,28 +55,35 @@ impl fmt::Display for Stage {
     }
 }
 
-/// Busy time and bytes of each stage.
+/// Time and bytes of each stage.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct Clocks([Clock; 8]);
 
 #[derive(Clone, Copy, Debug, Default)]
 struct Clock {
     busy: Duration,
+    held: Duration,
     bytes: u64,
     since: Option<Instant>,
 }
 
 impl Clocks {
-    /// Runs `f` on a stage's clock.
+    /// Runs `f`, during which the stage is busy and the pipeline does nothing else.
     pub(crate) fn time<T>(&mut self, stage: Stage, f: impl FnOnce() -> T) -> T {
         let start = Instant::now();
         let result = f();
-        self.add(stage, start.elapsed());
+        self.0[stage as usize].busy += start.elapsed();
+        self.0[stage as usize].held += start.elapsed();
         result
     }
 
-    pub(crate) fn add(&mut self, stage: Stage, busy: Duration) {
-        self.0[stage as usize].busy += busy;
+    /// Runs `f`, in which the pipeline waits for a stage or does its work, but which says nothing about how long the stage
+    /// was busy: [`Clocks::in_flight`] does.
+    pub(crate) fn hold<T>(&mut self, stage: Stage, f: impl FnOnce() -> T) -> T {
+        let start = Instant::now();
+        let result = f();
+        self.0[stage as usize].held += start.elapsed();
+        result
     }
 
     pub(crate) fn bytes(&mut self, stage: Stage, bytes: u64) {
@@ -94,9 +103,9 @@ impl Clocks {
         }
     }
 
-    pub(crate) fn get(&self, stage: Stage) -> (Duration, u64) {
+    pub(crate) fn get(&self, stage: Stage) -> StageReport {
         let clock = &self.0[stage as usize];
-        (clock.busy, clock.bytes)
+        StageReport { stage, busy: clock.busy, held: clock.held, bytes: clock.bytes }
     }
 }
 
@@ -112,7 +121,7 @@ mod tests {
             c.in_flight(Stage::Read, any);
             std::thread::sleep(Duration::from_millis(2));
         }
-        let (busy, _) = c.get(Stage::Read);
+        let busy = c.get(Stage::Read).busy;
         assert!(busy >= Duration::from_millis(6) && busy < start.elapsed(), "{busy:?}");
         assert_eq!(Stage::ALL.map(|s| s as usize), [0, 1, 2, 3, 4, 5, 6, 7]);
     }

@@ -47,12 +47,14 @@ impl CardMemory {
     }
 
     /// Takes one contiguous range for something other than a buffer object, such as page tables: from DDR, or from HBM
-    /// where there is no DDR.
+    /// where that has more room.
     ///
     /// # Errors
     /// [`Error::NoSuchMemory`] for a card without memory; [`Error::CardMemory`].
     pub fn reserve(&mut self, len: u64) -> Result<Span<CardAddr>, Error> {
-        let from = self.ddr.as_mut().or(self.hbm.as_mut().map(|[low, _]| low));
+        // The last of equals is taken by `max_by_key`: DDR.
+        let areas = self.hbm.iter_mut().flatten().chain(&mut self.ddr);
+        let from = areas.max_by_key(|area| area.largest_free());
         Ok(from.ok_or(Error::NoSuchMemory(Placement::Ddr))?.allocate(len, PageSize::SIZE_4K)?)
     }
 

@@ -26,7 +26,7 @@ use twox_hash::XxHash3_64;
 use crate::clock::{Clocks, Stage};
 use crate::cut::{Cut, cut};
 use crate::device::{STAGING, Slot};
-use crate::{Device, Error, Loaded, LoadedFile, Model, Placement, Report, StageReport};
+use crate::{Device, Error, Loaded, LoadedFile, Model, Placement, Report};
 
 /// A file to load.
 pub struct Input<S> {
@@ -182,13 +182,7 @@ where
         let report = Report {
             bytes: loaded.files.iter().map(|f| f.model.len).sum(),
             wall,
-            stages: Stage::ALL
-                .iter()
-                .map(|&stage| {
-                    let (busy, bytes) = clocks.get(stage);
-                    StageReport { stage, busy, bytes }
-                })
-                .collect(),
+            stages: Stage::ALL.iter().map(|&stage| clocks.get(stage)).collect(),
             segments: self.staging_pages().map(|p| p.segment_count() as u64).sum(),
             staging: (self.buffers, self.staging.first().map_or(0, |s| s.via.mapping().span().len())),
             device_leaves: self.vm().page_table().leaf_counts().collect(),
@@ -345,10 +339,11 @@ where
                 continue;
             }
             // Sleep on the first file that has reads in flight: chunks go on in order, so it is the one that matters.
-            match std::mem::take(&mut nap) {
+            let nap = std::mem::take(&mut nap);
+            self.clocks.hold(Stage::Read, || match nap {
                 Duration::ZERO => channel.poll(read),
                 nap => channel.wait(read, nap),
-            };
+            });
             for Completion { ticket, transfer, result } in read.drain(..) {
                 any = true;
                 let Some(slot) = self.reads.remove(&(file, ticket)) else { continue };
@@ -458,8 +453,7 @@ where
             self.clocks.time(Stage::Transfer, poll);
         } else {
             self.clocks.in_flight(Stage::Transfer, true);
-            let mut poll = poll;
-            poll();
+            self.clocks.hold(Stage::Transfer, poll);
         }
         let any = !done.is_empty();
         for Completion { ticket, transfer, result } in done.drain(..) {
@@ -501,7 +495,7 @@ where
             let whole = pieces.into_iter().flatten().reduce(|a, b| a.join(b).expect("pieces are in their order"));
             self.device.staging[slot].part = whole;
         }
-        let moved = self.clocks.get(Stage::Read).1;
+        let moved = self.clocks.get(Stage::Read).bytes;
         if moved - self.sampled >= SAMPLE_EVERY {
             self.sampled = moved;
             self.resident_peak = self.resident_peak.max(resident());

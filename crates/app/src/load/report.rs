@@ -33,6 +33,7 @@ struct Json {
 struct JsonStage {
     stage: String,
     busy_s: f64,
+    held_s: f64,
     share: f64,
     bytes: u64,
     bytes_per_s: Option<f64>,
@@ -120,7 +121,7 @@ fn stages(o: &Outcome) -> Vec<StageReport> {
     if o.verified {
         let bytes = o.loaded.files.iter().flat_map(|f| &f.model.tensors).map(|t| t.len).sum();
         for s in stages.iter_mut().filter(|s| s.stage == Stage::Verify) {
-            (s.busy, s.bytes) = (o.report.verify_wall, bytes);
+            (s.busy, s.held, s.bytes) = (o.report.verify_wall, o.report.verify_wall, bytes);
         }
     } else {
         stages.retain(|s| s.stage != Stage::Verify);
@@ -152,7 +153,8 @@ pub(super) fn json(o: &Outcome) -> impl Serialize + use<> {
             .map(|s| JsonStage {
                 stage: s.stage.to_string(),
                 busy_s: s.busy.as_secs_f64(),
-                share: if wall > 0.0 { s.busy.as_secs_f64() / wall } else { 0.0 },
+                held_s: s.held.as_secs_f64(),
+                share: if wall > 0.0 { s.held.as_secs_f64() / wall } else { 0.0 },
                 bytes: s.bytes,
                 bytes_per_s: per_second(s),
                 ceiling_bytes_per_s: ceilings.and_then(|c| ceiling(s.stage, &c)),
@@ -254,9 +256,9 @@ pub(super) fn text(o: &Outcome, explain: bool) -> String {
 
 fn explain_stages(o: &Outcome, out: &mut String) {
     let wall = o.report.wall.as_secs_f64();
-    let _ = writeln!(out, "\nstage       busy ms   of wall       bytes        rate    ceiling");
+    let _ = writeln!(out, "\nstage       busy ms   held ms   of wall       bytes        rate   ceiling");
     for s in stages(o) {
-        let share = if wall > 0.0 { s.busy.as_secs_f64() / wall * 100.0 } else { 0.0 };
+        let share = if wall > 0.0 { s.held.as_secs_f64() / wall * 100.0 } else { 0.0 };
         let at_best = o.report.ceilings.as_ref().and_then(|c| ceiling(s.stage, c));
         let of_ceiling = match (per_second(&s), at_best) {
             (Some(got), Some(best)) if best > 0.0 => {
@@ -267,15 +269,20 @@ fn explain_stages(o: &Outcome, out: &mut String) {
         let rate = if s.bytes > 0 { rate(s.bytes, s.busy) } else { "-".into() };
         let _ = writeln!(
             out,
-            "{:<10} {:>8.1} {:>7.1} % {:>11} {:>11}{of_ceiling}",
+            "{:<10} {:>8.1} {:>9.1} {:>7.1} % {:>11} {:>11}{of_ceiling}",
             s.stage.to_string(),
             s.busy.as_secs_f64() * 1e3,
+            s.held.as_secs_f64() * 1e3,
             share,
             decimal(s.bytes),
             rate,
         );
     }
-    let _ = writeln!(out, "Stages overlap. verify, where there is one, comes after the wall time.");
+    let _ = writeln!(
+        out,
+        "busy: the stage had work under way (stages overlap). held: the pipeline worked on it or waited for it, and did nothing \
+         else; the share of the wall time is of that. verify comes after the wall time."
+    );
     if let Some(s) = o.report.slowest() {
         let _ = writeln!(out, "The stage that cost most: {}.", s.stage);
     }
