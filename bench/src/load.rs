@@ -39,7 +39,7 @@ pub struct Options {
     workers: bool,
 
     /// Where the file is made; it must be on a disk
-    #[arg(long, default_value = ".")]
+    #[arg(long, default_value = concat!(env!("CARGO_MANIFEST_DIR"), "/target"))]
     folder: PathBuf,
 }
 
@@ -49,6 +49,7 @@ const RAW_BUFFERS: usize = 4;
 
 pub fn run(options: &Options) -> Result<Report> {
     let mut report = Report::new("load");
+    std::fs::create_dir_all(&options.folder)?;
     let mut file = tempfile::Builder::new().suffix(".safetensors").tempfile_in(&options.folder)?;
     write_sample(file.as_file_mut(), options.size, 1)?;
     file.as_file().sync_all()?;

@@ -1,5 +1,6 @@
-//! Arbitrary bytes as a safetensors file: what the loader makes of the header agrees with the format's own library, and
-//! what it plans for the card keeps tensors apart.
+//! Arbitrary bytes as a safetensors file: the loader reads what the format's own library reads.
+//!
+//! What it then plans for the card keeps tensors apart.
 #![no_main]
 
 use dmalane_addr::Address;

@@ -138,11 +138,11 @@ struct LoadOptions {
     #[arg(long, value_name = "PATH")]
     save: Option<PathBuf>,
 
-    /// DDR of the software card
+    /// DDR of the software card; rounded up to 2MiB
     #[arg(long, value_name = "SIZE", default_value_t = CARD_DDR, value_parser = size::nonzero, allow_hyphen_values = true)]
     card_ddr: Size,
 
-    /// HBM of the software card
+    /// HBM of the software card, in two halves; rounded up to 4MiB
     #[arg(long, value_name = "SIZE", default_value_t = CARD_HBM, value_parser = size::nonzero, allow_hyphen_values = true)]
     card_hbm: Size,
 

@@ -52,6 +52,10 @@ impl<F: Format, M: Format> HostBus for SoftBus<F, M> {
         self.host.map(pinned, access)
     }
 
+    fn owns(&self, mapping: &Mapping) -> bool {
+        self.host.owns(mapping)
+    }
+
     fn read32(&self, bar: u8, offset: u64) -> Result<u32, mem::Error> {
         self.card.read32(bar, offset).ok_or(mem::Error::NoRegister { bar, offset, bytes: 4 })
     }

@@ -134,6 +134,9 @@ impl<B: HostBus> CardChannel<B> {
         };
         end.ok_or(Refusal::PastTheTop)?;
         let span = far.via.iova_of(part).ok_or(Refusal::NotRegistered)?;
+        if !self.bus.owns(far.via.mapping()) {
+            return Err(Refusal::NotRegistered);
+        }
         if !far.via.mapping().access().contains(host_access(*direction)) {
             return Err(Refusal::NotPermitted);
         }

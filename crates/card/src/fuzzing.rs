@@ -242,6 +242,10 @@ impl HostBus for HostileBus {
         self.host.map(pinned, access)
     }
 
+    fn owns(&self, mapping: &Mapping) -> bool {
+        self.host.owns(mapping)
+    }
+
     fn read32(&self, bar: u8, offset: u64) -> Result<u32, Error> {
         let script = &mut self.script.lock().expect("no panic so far").0;
         let good = match offset {

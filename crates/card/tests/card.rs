@@ -96,6 +96,9 @@ fn refuses_what_the_registration_does_not_permit() {
     let mut transfer = refused.transfer;
     transfer.far.via = other;
     assert_eq!(channel.submit(transfer).unwrap_err().reason, Refusal::NotRegistered);
+    // Registered, but with the bus of another card: its IOVA would be somebody else's memory here.
+    let (buf, via) = buffer(&self::bus(false), 4096, Access::RW);
+    assert_eq!(channel.submit(to_card(buf, &via, at(0))).unwrap_err().reason, Refusal::NotRegistered);
     let (buf, via) = buffer(&bus, 4096, Access::RW);
     let refused = channel.submit(to_card(buf, &via, at(u64::MAX - 4094))).unwrap_err();
     assert_eq!(refused.reason, Refusal::PastTheTop);

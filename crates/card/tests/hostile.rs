@@ -80,6 +80,10 @@ impl HostBus for Liar {
         self.bus.map(pinned, access)
     }
 
+    fn owns(&self, mapping: &Mapping) -> bool {
+        self.bus.owns(mapping)
+    }
+
     fn read32(&self, bar: u8, offset: u64) -> Result<u32, mem::Error> {
         let truth = self.bus.read32(bar, offset)?;
         Ok(self.lies.lock().unwrap().get(&offset).copied().unwrap_or(truth))

@@ -145,8 +145,8 @@ pub enum Refusal {
     /// The far end would run past the top of its address space.
     #[error("the far end runs past the top of its address space")]
     PastTheTop,
-    /// The part belongs to other memory than the registration.
-    #[error("the part is not a part of the registered buffer")]
+    /// The part belongs to other memory than the registration, or the registration to another bus than the channel.
+    #[error("the part is not a part of a buffer registered on this bus")]
     NotRegistered,
     /// The registration does not let the device write (card to host) or read (host to card).
     #[error("the registration does not permit this direction")]

@@ -365,12 +365,14 @@ where
         Ok(any)
     }
 
-    /// Cuts full chunks, in order, and gives their pieces to the device.
+    /// Cuts the next full chunk, in order, and gives its pieces to the device. One at a time, so that what was hashed is
+    /// transferred while it is in the cache.
     fn start_transfers(&mut self) -> Result<bool, Error> {
         let mut any = false;
-        while let Some(&(chunk, slot)) = self.order.front() {
-            let State::Full(_) = self.states[slot] else { break };
-            let State::Full(whole) = std::mem::replace(&mut self.states[slot], State::Free) else { break };
+        if let Some(&(chunk, slot)) = self.order.front()
+            && self.backlog.is_empty()
+            && let Some(whole) = self.states[slot].take_full()
+        {
             self.order.pop_front();
             any = true;
             let hash = &mut self.hashes[chunk.file];
@@ -539,5 +541,15 @@ where
 impl State {
     fn is_free(&self) -> bool {
         matches!(self, State::Free)
+    }
+
+    fn take_full(&mut self) -> Option<Part> {
+        match std::mem::replace(self, State::Free) {
+            State::Full(part) => Some(part),
+            other => {
+                *self = other;
+                None
+            }
+        }
     }
 }

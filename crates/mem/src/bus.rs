@@ -23,6 +23,9 @@ pub trait HostBus: Send + Sync {
     /// When no IOVAs or no page tables are left, or the buffer was pinned elsewhere.
     fn map(&self, pinned: Pinned, access: Access) -> Result<Mapping, Error>;
 
+    /// True when this bus made the mapping: an IOVA of another bus means something else here.
+    fn owns(&self, mapping: &Mapping) -> bool;
+
     /// Reads a 32-bit register.
     ///
     /// # Errors
@@ -36,7 +39,7 @@ pub trait HostBus: Send + Sync {
     /// [`Error::NoRegister`].
     fn write32(&self, bar: u8, offset: u64, value: u32) -> Result<(), Error>;
 
-    /// Writes bytes into a memory BAR.
+    /// Writes bytes into a memory BAR. Aligned 64-bit words are written whole and in their order.
     ///
     /// # Errors
     /// [`Error::NoRegister`] when they do not lie within it.
@@ -86,8 +89,8 @@ impl Pinned {
     }
 
     /// True when `owner` made this.
-    pub fn is_from(&self, owner: &Arc<dyn Undo>) -> bool {
-        Arc::ptr_eq(&self.owner, owner)
+    pub fn is_from<T>(&self, owner: &Arc<T>) -> bool {
+        std::ptr::addr_eq(Arc::as_ptr(&self.owner), Arc::as_ptr(owner))
     }
 }
 

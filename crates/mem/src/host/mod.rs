@@ -67,8 +67,15 @@ struct Inner<F: Format> {
     /// Counts invalidations; an IOTLB filled under another value is stale.
     epoch: AtomicU64,
     faults: Mutex<FaultLog>,
-    iotlb_hits: AtomicU64,
-    iotlb_misses: AtomicU64,
+    /// Of every port that was ever made: a counter of one's own costs no locked instruction.
+    ports: Mutex<Vec<Arc<PortCounters>>>,
+}
+
+/// Written by one port, read by anyone.
+#[derive(Default)]
+struct PortCounters {
+    hits: AtomicU64,
+    misses: AtomicU64,
 }
 
 #[derive(Default)]
@@ -139,8 +146,7 @@ impl<F: Format> SoftHost<F> {
             iovas: Mutex::new(iovas),
             epoch: AtomicU64::new(0),
             faults: Mutex::default(),
-            iotlb_hits: AtomicU64::new(0),
-            iotlb_misses: AtomicU64::new(0),
+            ports: Mutex::default(),
         })))
     }
 
@@ -166,7 +172,7 @@ impl<F: Format> SoftHost<F> {
     /// # Errors
     /// [`Error::ForeignPin`], [`Error::NoAccess`], [`Error::Iova`], [`Error::PageTable`]; nothing stays mapped.
     pub fn map(&self, pinned: Pinned, access: Access) -> Result<Mapping, Error> {
-        let pages = pinned.pages().filter(|_| pinned.is_from(&self.owner())).ok_or(Error::ForeignPin)?;
+        let pages = pinned.pages().filter(|_| pinned.is_from(&self.0)).ok_or(Error::ForeignPin)?;
         if !access.intersects(Access::RW) {
             return Err(Error::NoAccess(access));
         }
@@ -182,9 +188,16 @@ impl<F: Format> SoftHost<F> {
         }
     }
 
+    /// True when this host made the mapping.
+    pub fn owns(&self, mapping: &Mapping) -> bool {
+        mapping.pinned().is_from(&self.0)
+    }
+
     /// A device's access to this host's memory, with an IOTLB of its own.
     pub fn port(&self) -> DevicePort<F> {
-        DevicePort { host: self.0.clone(), tlb: Iotlb::new(), hits: 0, misses: 0 }
+        let counters = Arc::<PortCounters>::default();
+        lock(&self.0.ports).push(counters.clone());
+        DevicePort { host: self.0.clone(), tlb: Iotlb::new(), counters, hits: 0, misses: 0 }
     }
 
     /// The accesses refused so far, oldest first: the last 256 of them.
@@ -192,12 +205,13 @@ impl<F: Format> SoftHost<F> {
         lock(&self.0.faults).recent.iter().copied().collect()
     }
 
-    /// Counters. An IOTLB adds its own at the end of each access.
+    /// Counters. A port's are brought up to date at the end of each access.
     pub fn stats(&self) -> HostStats {
         let translation = self.0.read();
+        let ports = lock(&self.0.ports);
         HostStats {
-            iotlb_hits: self.0.iotlb_hits.load(Ordering::Relaxed),
-            iotlb_misses: self.0.iotlb_misses.load(Ordering::Relaxed),
+            iotlb_hits: ports.iter().map(|p| p.hits.load(Ordering::Relaxed)).sum(),
+            iotlb_misses: ports.iter().map(|p| p.misses.load(Ordering::Relaxed)).sum(),
             faults: lock(&self.0.faults).total,
             pinned_frames: translation.directory.frames(),
             leaves: translation.table.leaf_counts().collect(),
@@ -252,6 +266,7 @@ impl<F: Format> Undo for Inner<F> {
 pub struct DevicePort<F: Format = Arm64S1_4k> {
     host: Arc<Inner<F>>,
     tlb: Iotlb,
+    counters: Arc<PortCounters>,
     hits: u64,
     misses: u64,
 }
@@ -304,8 +319,8 @@ impl<F: Format> DevicePort<F> {
             hand_over(done, last);
         }
         drop(translation);
-        host.iotlb_hits.fetch_add(std::mem::take(&mut self.hits), Ordering::Relaxed);
-        host.iotlb_misses.fetch_add(std::mem::take(&mut self.misses), Ordering::Relaxed);
+        self.counters.hits.store(self.hits, Ordering::Relaxed);
+        self.counters.misses.store(self.misses, Ordering::Relaxed);
         result.map_err(|fault| host.record(fault))
     }
 
