@@ -121,6 +121,10 @@ impl<F: Format, K: Kind<F>> Fixture for Under<F, K> {
         buf.into_part().split_at(len).unwrap().0
     }
 
+    fn forget(&mut self) {
+        self.0.registered.clear();
+    }
+
     fn peek(&mut self, offset: u64, len: usize) -> Vec<u8> {
         let mut bytes = vec![0; len];
         let memory = self.0.bus.memory();

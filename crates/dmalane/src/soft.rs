@@ -1,6 +1,7 @@
 //! The software card, ready to be loaded.
 
 use std::sync::Arc;
+use std::time::Duration;
 
 use dmalane_addr::{CardAddr, DeviceVa, PageSize, Span};
 use dmalane_card::{Card, CardChannel, CardConfig, CardLayout, CardTables, SoftBus};
@@ -13,6 +14,9 @@ use thiserror::Error;
 
 /// The channel of the software card: its queues driven as one.
 pub type SoftChannel = Split<CardChannel<SoftBus>, AddressPolicy>;
+
+/// What a [`SoftDevice`] is made of.
+pub type SoftParts = DeviceParts<SoftChannel, X86_64_4Level, CardTables<SoftBus>>;
 
 /// Which of the card's channels move the bytes.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
@@ -89,6 +93,8 @@ pub struct SoftDevice {
 /// Where tensors are bound: 128 TiB from 4 GiB up, so that a truncated address is a wrong one.
 const VA_FIRST: u64 = 4 << 30;
 const VA_LAST: u64 = (1 << 47) - 1;
+/// The card is a thread or this thread: it ends what it has begun long before.
+const PATIENCE: Duration = Duration::from_secs(30);
 /// The smallest share of a card that tables get.
 const TABLES_AT_LEAST: u64 = 128 << 10;
 
@@ -98,6 +104,15 @@ impl SoftDevice {
     /// # Errors
     /// [`SoftError`].
     pub fn open(config: SoftConfig) -> Result<Self, SoftError> {
+        let (parts, bus) = Self::parts(config)?;
+        Ok(Self { device: Device::new(parts), bus })
+    }
+
+    /// As [`SoftDevice::open`], but before the parts become a [`Device`]: to put something of one's own in place of one.
+    ///
+    /// # Errors
+    /// [`SoftError`].
+    pub fn parts(config: SoftConfig) -> Result<(SoftParts, Arc<SoftBus>), SoftError> {
         let SoftConfig { mut card, host, heap, gather, mm_channel } = config;
         let round = |bytes: u64, to: u64| bytes.div_ceil(to).saturating_mul(to);
         card.ddr = round(card.ddr, 2 << 20);
@@ -131,8 +146,9 @@ impl SoftDevice {
             invalidate,
             inline,
             gather,
+            patience: PATIENCE,
         };
-        Ok(Self { device: Device::new(parts), bus })
+        Ok((parts, bus))
     }
 }
 

@@ -7,12 +7,13 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use dmalane::addr::FileOffset;
-use dmalane::card::CardConfig;
-use dmalane::engine::{Channel, Completion, Limits, OpError, Refused, Ticket, Transfer};
-use dmalane::load::{Error, Input, Placement, write_sample};
+use dmalane::card::{CardConfig, CardTables, SoftBus};
+use dmalane::engine::{Channel, Completion, DeviceFar, Limits, OpError, Refusal, Refused, Ticket, Transfer};
+use dmalane::iopt::X86_64_4Level;
+use dmalane::load::{Device, DeviceParts, Error, Input, Placement, write_sample};
 use dmalane::mem::{AnonHeap, Heap, HostConfig, MemfdHeap, PageKind};
 use dmalane::uring::{FileChannel, Mode};
-use dmalane::{FileOptions, MmChannel, SoftConfig, SoftDevice, open_file};
+use dmalane::{FileOptions, MmChannel, SoftChannel, SoftConfig, SoftDevice, SoftParts, open_file};
 
 const MIB: u64 = 1 << 20;
 
@@ -345,6 +346,137 @@ fn a_disk_error_anywhere_names_the_place_and_leaks_nothing() {
     let mut inputs = [open(&path)];
     let (loaded, _) = soft.device.load(&mut inputs, Placement::Ddr, &mut |_| {}).unwrap();
     soft.device.verify(&loaded, &inputs, &mut |_| {}).unwrap();
+}
+
+/// The card's channel with a fault of its own: it keeps the first completions for itself, or refuses once.
+struct Faulty {
+    inner: SoftChannel,
+    keeps: usize,
+    kept: Vec<Completion<DeviceFar>>,
+    refuses: bool,
+}
+
+impl Channel for Faulty {
+    type Far = DeviceFar;
+
+    fn limits(&self) -> Limits {
+        self.inner.limits()
+    }
+
+    fn in_flight(&self) -> usize {
+        self.inner.in_flight() + self.kept.len()
+    }
+
+    fn submit(&mut self, transfer: Transfer<DeviceFar>) -> Result<Ticket, Refused<DeviceFar>> {
+        if std::mem::take(&mut self.refuses) {
+            return Err(Refused { transfer, reason: Refusal::Stopped("for once".into()) });
+        }
+        self.inner.submit(transfer)
+    }
+
+    fn poll(&mut self, done: &mut Vec<Completion<DeviceFar>>) -> usize {
+        let from = done.len();
+        self.inner.poll(done);
+        let keep = self.keeps.min(done.len() - from);
+        self.keeps -= keep;
+        self.kept.extend(done.drain(from..from + keep));
+        done.len() - from
+    }
+
+    fn wait(&mut self, done: &mut Vec<Completion<DeviceFar>>, timeout: Duration) -> usize {
+        let n = self.poll(done);
+        if n == 0 {
+            std::thread::sleep(timeout.min(Duration::from_millis(1)));
+        }
+        n
+    }
+}
+
+type FaultyDevice = Device<Faulty, X86_64_4Level, CardTables<SoftBus>>;
+
+fn faulty(keeps: usize, change: impl FnOnce(&mut SoftParts)) -> FaultyDevice {
+    let (mut parts, _bus) = SoftDevice::parts(config(MIB)).unwrap();
+    change(&mut parts);
+    let DeviceParts { bus, heap, channel, vm, memory, invalidate, inline, gather, .. } = parts;
+    let channel = Faulty { inner: channel, keeps, kept: Vec::new(), refuses: false };
+    let patience = Duration::from_millis(50);
+    Device::new(DeviceParts { bus, heap, channel, vm, memory, invalidate, inline, gather, patience })
+}
+
+#[test]
+fn memory_that_a_late_transfer_may_hit_is_not_used_again() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = sample(folder.path(), "model.safetensors", 5 * MIB);
+    let mut device = faulty(1, |_| {});
+    let free = device.memory().free_bytes();
+    // The device keeps one transfer, and the disk fails meanwhile.
+    let mut inputs = meddling(&path, |n| (n == 4).then_some(OpError::Io { at: FileOffset::new(0), errno: 5 }));
+    assert!(device.load(&mut inputs, Placement::Ddr, &mut |_| {}).is_err());
+    assert!(device.abandoned_bytes() > 4 * MIB);
+    assert!(device.memory().free_bytes() <= free - device.abandoned_bytes());
+}
+
+#[test]
+fn one_file_that_cannot_be_unloaded_keeps_no_other() {
+    let folder = tempfile::tempdir().unwrap();
+    let paths: Vec<_> = (0..3).map(|i| sample(folder.path(), &format!("{i}.safetensors"), MIB)).collect();
+    let mut calls = 0;
+    let mut device = faulty(0, |parts| {
+        let mut real = std::mem::replace(&mut parts.invalidate, Box::new(|| Ok(())));
+        parts.invalidate = Box::new(move || {
+            calls += 1;
+            if calls == 1 { Err("the card is gone".into()) } else { real() }
+        });
+    });
+    let free = device.memory().free_bytes();
+    let mut inputs: Vec<_> = paths.iter().map(|p| open(p)).collect();
+    let (loaded, _) = device.load(&mut inputs, Placement::Ddr, &mut |_| {}).unwrap();
+    let taken = free - device.memory().free_bytes();
+    let error = device.unload(loaded).unwrap_err().to_string();
+    assert!(error.contains("the card is gone"), "{error}");
+    assert_eq!(free - device.memory().free_bytes(), taken / 3);
+}
+
+#[test]
+fn reading_back_recovers_from_a_refusal_and_from_a_transfer_that_never_ends() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = sample(folder.path(), "model.safetensors", 2 * MIB);
+    let mut device = faulty(0, |_| {});
+    let mut inputs = [open(&path)];
+    let (loaded, _) = device.load(&mut inputs, Placement::Ddr, &mut |_| {}).unwrap();
+    device.channel_mut().refuses = true;
+    assert!(matches!(device.verify(&loaded, &inputs, &mut |_| {}), Err(Error::Channel { .. })));
+    device.verify(&loaded, &inputs, &mut |_| {}).unwrap();
+    device.channel_mut().keeps = 1;
+    assert!(matches!(device.verify(&loaded, &inputs, &mut |_| {}), Err(Error::Channel { .. })));
+    device.channel_mut().kept.clear();
+    device.verify(&loaded, &inputs, &mut |_| {}).unwrap();
+}
+
+#[test]
+fn what_was_not_loaded_here_is_refused() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = sample(folder.path(), "model.safetensors", MIB);
+    let (mut a, mut b) = (SoftDevice::open(config(MIB)).unwrap(), SoftDevice::open(config(MIB)).unwrap());
+    let mut inputs = [open(&path)];
+    let (loaded, _) = a.device.load(&mut inputs, Placement::Ddr, &mut |_| {}).unwrap();
+    let no_inputs: [Input<FileChannel>; 0] = [];
+    assert!(matches!(a.device.verify(&loaded, &no_inputs, &mut |_| {}), Err(Error::OtherInputs { .. })));
+    assert!(matches!(b.device.verify(&loaded, &inputs, &mut |_| {}), Err(Error::OtherDevice { .. })));
+    assert!(matches!(b.device.unload(loaded), Err(Error::OtherDevice { .. })));
+}
+
+#[test]
+fn a_hundred_thousand_tensors() {
+    let folder = tempfile::tempdir().unwrap();
+    let names: Vec<_> = (0..100_000).map(|i| format!("t{i}")).collect();
+    let tensors: Vec<_> = names.iter().enumerate().map(|(i, n)| (n.as_str(), vec![i as u8; i % 2])).collect();
+    let path = write(folder.path(), "many.safetensors", &file_of(&tensors));
+    let mut soft = SoftDevice::open(config(MIB)).unwrap();
+    let mut inputs = [open(&path)];
+    let (loaded, _) = soft.device.load(&mut inputs, Placement::Ddr, &mut |_| {}).unwrap();
+    soft.device.verify(&loaded, &inputs, &mut |_| {}).unwrap();
+    assert_eq!(loaded.files[0].tensors().filter(|t| t.va.is_some()).count(), 50_000);
 }
 
 #[test]

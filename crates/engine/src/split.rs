@@ -41,9 +41,10 @@ impl<C: Channel, P: Policy<C::Far>> Split<C, P> {
     /// Drives `channels` as one.
     ///
     /// # Panics
-    /// When there are no channels.
+    /// When there are no channels, or one of them has operations in flight.
     pub fn new(channels: Vec<C>, policy: P) -> Self {
         assert!(!channels.is_empty(), "a split needs a channel");
+        assert!(channels.iter().all(|c| c.in_flight() == 0), "a split needs its channels for itself");
         let n = channels.len();
         Self {
             channels,
@@ -174,6 +175,7 @@ impl<C: Channel, P: Policy<C::Far>> Channel for Split<C, P> {
                 }
             }
         }
+        assert!(part.is_empty(), "the pieces of a policy add up to the transfer");
         let missing = self.pieces.len();
         let parts = (0..missing).map(|_| None).collect();
         self.parents.insert(id, Parent { far, direction, parts, missing, result: Ok(()) });

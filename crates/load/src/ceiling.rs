@@ -3,7 +3,7 @@
 use std::time::{Duration, Instant};
 
 use dmalane_addr::{CardAddr, FileOffset};
-use dmalane_engine::{Channel, Completion, DeviceFar, Direction, Refusal, Refused, Transfer};
+use dmalane_engine::{Channel, Completion, DeviceFar, Direction, Refusal, Refused, Transfer, drain};
 use dmalane_iopt::{Format, Tables};
 use dmalane_mem::{CopyHint, SharedBuf};
 
@@ -33,7 +33,7 @@ where
     F: Format,
     T: Tables<Addr = CardAddr>,
 {
-    /// Measures the ceilings, with as much of `inputs` as 4 GiB. Needs no more host memory than a load.
+    /// Measures the ceilings, with as much of `inputs` as 4 GiB, with three staging buffers of `gather` bytes.
     ///
     /// # Errors
     /// [`Error`] when memory cannot be had or the files cannot be read.
@@ -41,7 +41,16 @@ where
         while self.buffers < STAGING {
             self.add_staging(self.parts.gather, &mut Clocks::default())?;
         }
-        Ok(Ceilings { read: self.read_ceiling(inputs)?, copy: self.copy_ceiling(), first_touch: touch_ceiling()? })
+        let patience = self.parts.patience;
+        let read = self.read_ceiling(inputs).inspect_err(|_| {
+            // Slots that were in flight have lost their tails: make new ones next time.
+            for input in inputs.iter_mut() {
+                drain(&mut input.channel, patience);
+            }
+            self.staging.clear();
+            self.buffers = 0;
+        })?;
+        Ok(Ceilings { read, copy: self.copy_ceiling(), first_touch: touch_ceiling()? })
     }
 
     /// Keeps all staging buffers being read into, and throws the bytes away.
@@ -50,8 +59,7 @@ where
         let mut total = 0;
         for input in inputs.iter_mut() {
             let lost = |reason: String| Error::Channel { path: input.path.clone(), end: "file", reason };
-            let len = input.file.metadata().map_err(|e| input.error("read its size", e))?.len();
-            let len = len.min(READ_AT_MOST - total);
+            let len = input.len()?.min(READ_AT_MOST - total);
             let (mut at, mut done) = (0, Vec::new());
             let mut tails: Vec<_> = self.staging.iter().map(|_| None).collect();
             let mut tickets = Vec::new();

@@ -33,7 +33,7 @@ pub(crate) fn cut(model: &Model, layout: &Layout, sg: &SgTable<CardAddr>, at: u6
             cuts.push(Cut { len: start - at, to: None });
         }
         let from = place.bo_offset + (start - tensor.at.bits());
-        for run in sg.runs(from..from + (stop - start)).into_iter().flatten() {
+        for run in sg.runs(from..from + (stop - start)).expect("the buffer object holds every tensor") {
             let mut done = 0;
             while done < run.len {
                 let len = (run.len - done).min(max);

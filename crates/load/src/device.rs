@@ -2,6 +2,8 @@
 
 use std::path::PathBuf;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::Duration;
 
 use dmalane_addr::{Access, Address, CardAddr, DeviceVa, PageSize, PhysAddr, RangeAllocator, SgTable, Span};
 use dmalane_engine::{Channel, DeviceFar, Registered};
@@ -28,8 +30,10 @@ pub struct DeviceParts<C, F, T: Tables> {
     pub invalidate: Box<dyn FnMut() -> Result<(), Box<dyn std::error::Error + Send + Sync>> + Send>,
     /// True when the channel works inside `poll`, so that only time spent there is its time.
     pub inline: bool,
-    /// Bytes of a staging buffer (`--gather`); rounded up to 4 KiB.
+    /// Bytes of a staging buffer (`--gather`); rounded up to 4 KiB, at most 1 GiB.
     pub gather: u64,
+    /// How long a load that has failed, or a piece that is read back, waits for what is in flight.
+    pub patience: Duration,
 }
 
 /// A device that files can be loaded onto.
@@ -41,8 +45,13 @@ pub struct Device<C: Channel<Far = DeviceFar>, F: Format, T: Tables<Addr = CardA
     /// Staging buffers made.
     pub(crate) buffers: usize,
     pub(crate) readback: Option<Slot>,
+    /// Tells this process's devices apart.
+    pub(crate) number: u64,
+    abandoned: u64,
     next_bo: u64,
 }
+
+static DEVICES: AtomicU64 = AtomicU64::new(0);
 
 /// A piece of a staging buffer, which is registered once and used for chunk after chunk.
 pub(crate) struct Slot {
@@ -82,6 +91,8 @@ pub struct LoadedFile {
     /// Where it lies in device virtual memory, gaps included.
     pub range: Option<Span<DeviceVa>>,
     pub(crate) layout: Layout,
+    /// The number of the device that it is on.
+    pub(crate) device: u64,
 }
 
 /// A tensor on the device.
@@ -96,10 +107,17 @@ pub struct LoadedTensor<'a> {
 impl LoadedFile {
     /// The tensors in the order of their bytes.
     pub fn tensors(&self) -> impl ExactSizeIterator<Item = LoadedTensor<'_>> {
-        self.model.tensors.iter().zip(&self.layout.places).map(|(tensor, place)| {
-            let va = self.range.and_then(|r| Span::new(r.first().checked_add(place.va_offset)?, tensor.len));
-            LoadedTensor { tensor, va }
-        })
+        (0..self.model.tensors.len()).map(|index| self.tensor(index))
+    }
+
+    /// The tensor at `index`.
+    ///
+    /// # Panics
+    /// When there are not that many.
+    pub fn tensor(&self, index: usize) -> LoadedTensor<'_> {
+        let (tensor, place) = (&self.model.tensors[index], &self.layout.places[index]);
+        let va = self.range.and_then(|r| Span::new(r.first().checked_add(place.va_offset)?, tensor.len));
+        LoadedTensor { tensor, va }
     }
 
     /// What is bound for the tensor at `index`: its pages.
@@ -120,7 +138,16 @@ where
         let page = PageSize::SIZE_4K;
         parts.gather = page.round_up(parts.gather.max(1)).unwrap_or(1 << 30).min(1 << 30);
         let vas = RangeAllocator::new(parts.vm.range(), page);
-        Self { parts, vas, staging: Vec::new(), buffers: 0, readback: None, next_bo: 1 }
+        Self {
+            parts,
+            vas,
+            staging: Vec::new(),
+            buffers: 0,
+            readback: None,
+            number: DEVICES.fetch_add(1, Ordering::Relaxed),
+            abandoned: 0,
+            next_bo: 1,
+        }
     }
 
     /// The device's virtual address space.
@@ -131,6 +158,11 @@ where
     /// The device's free memory.
     pub fn memory(&self) -> &CardMemory {
         &self.parts.memory
+    }
+
+    /// The device's channel. Operations of one's own must have ended before the next load.
+    pub fn channel_mut(&mut self) -> &mut C {
+        &mut self.parts.channel
     }
 
     /// The heap of the staging buffers.
@@ -195,7 +227,7 @@ where
             largest: self.parts.memory.free_bytes(),
         };
         let Some(layout) = Layout::new(&model) else { return Err(too_much(path)) };
-        let mut file = LoadedFile { path, model, checksum: 0, bo: None, range: None, layout };
+        let mut file = LoadedFile { path, model, checksum: 0, bo: None, range: None, layout, device: self.number };
         if file.layout.bo_len == 0 {
             return Ok(file);
         }
@@ -238,12 +270,32 @@ where
     ///
     /// # Errors
     /// [`Error::Bind`] when the tables for the unbind cannot be had, [`Error::Invalidate`] when the device may still
-    /// remember it; then nothing of that file is freed.
+    /// remember it: then nothing of that file is freed. [`Error::OtherDevice`] for files of another device. The other files
+    /// are unloaded all the same; the first error is returned.
     pub fn unload(&mut self, loaded: Loaded) -> Result<(), Error> {
-        loaded.files.into_iter().try_for_each(|file| self.unload_file(file))
+        let results: Vec<_> = loaded.files.into_iter().map(|file| self.unload_file(file)).collect();
+        results.into_iter().collect()
     }
 
-    pub(crate) fn unload_file(&mut self, file: LoadedFile) -> Result<(), Error> {
+    /// Gives up what a failed load has placed while transfers to it may still be under way: it stays allocated for good,
+    /// so that a late copy cannot land in something else.
+    pub(crate) fn abandon(&mut self, loaded: Loaded) {
+        self.abandoned += loaded.files.iter().filter_map(|f| f.bo.as_ref()).map(|bo| bo.len()).sum::<u64>();
+    }
+
+    /// Bytes of device memory that are never used again, because transfers to them did not end.
+    pub fn abandoned_bytes(&self) -> u64 {
+        self.abandoned
+    }
+
+    /// # Errors
+    /// [`Error::OtherDevice`] for a file that was loaded onto another device.
+    pub(crate) fn check(&self, file: &LoadedFile) -> Result<(), Error> {
+        if file.device == self.number { Ok(()) } else { Err(Error::OtherDevice { path: file.path.clone() }) }
+    }
+
+    fn unload_file(&mut self, file: LoadedFile) -> Result<(), Error> {
+        self.check(&file)?;
         let (Some(bo), Some(range)) = (file.bo, file.range) else { return Ok(()) };
         let plan = self.parts.vm.plan([Request::Unbind(range)]).map_err(|source| Error::Bind {
             path: file.path.clone(),

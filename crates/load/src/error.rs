@@ -118,6 +118,20 @@ pub enum Error {
     /// The device could not be made to forget translations. What was unbound is not used again.
     #[error("cannot invalidate the device's translations: {0}")]
     Invalidate(#[source] Box<dyn std::error::Error + Send + Sync>),
+    /// A file that was loaded onto another device.
+    #[error("{}: is not on this device", path.display())]
+    OtherDevice {
+        /// Which file.
+        path: PathBuf,
+    },
+    /// The inputs are not those that were loaded.
+    #[error("{} files were loaded, but these are others: {inputs:?}", loaded.len())]
+    OtherInputs {
+        /// The files on the device.
+        loaded: Vec<PathBuf>,
+        /// The files given to compare with.
+        inputs: Vec<PathBuf>,
+    },
     /// Host memory or its mapping for the device failed.
     #[error(transparent)]
     Memory(#[from] dmalane_mem::Error),

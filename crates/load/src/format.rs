@@ -4,8 +4,11 @@
 //! {name: {dtype, shape, data_offsets}}, then the data, which the tensors cover without holes or overlaps. The crate
 //! `safetensors` parses the header.
 
+use std::collections::{BTreeMap, HashMap};
+
 use dmalane_addr::FileOffset;
 use safetensors::tensor::{Metadata, TensorInfo};
+use serde_json::value::RawValue;
 use thiserror::Error;
 
 /// The longest header that is accepted, in bytes: the limit of the format's own library.
@@ -150,20 +153,21 @@ impl Model {
         let parsed: Metadata = serde_json::from_str(text).map_err(|e| explain(text, &e))?;
         let mut tensors = Vec::new();
         let mut covered = data;
-        for (name, info) in in_order(&parsed) {
+        let infos = parsed.tensors();
+        for (name, info) in in_order(&infos) {
             let (start, end) = (info.data_offsets.0 as u64, info.data_offsets.1 as u64);
-            // Sizes are checked against the file, so `data + end` cannot overflow.
             if end > len - data {
                 let end = FileOffset::new(data.saturating_add(end));
-                return Err(FormatError::TensorBeyondEnd { tensor: name, end, len });
+                return Err(FormatError::TensorBeyondEnd { tensor: short(name), end, len });
             }
-            // The parser has checked this too; what follows relies on it.
-            if data + start != covered || end < start {
-                return Err(FormatError::Tensor { tensor: name, reason: "its bytes overlap or leave a hole".into() });
+            // The parser has checked this too; what follows relies on it. Neither sum exceeds `len`.
+            if end < start || data + start != covered {
+                let reason = "its bytes overlap or leave a hole".into();
+                return Err(FormatError::Tensor { tensor: short(name), reason });
             }
             covered = data + end;
             tensors.push(Tensor {
-                name,
+                name: name.to_owned(),
                 dtype: info.dtype.to_string(),
                 shape: info.shape.iter().map(|d| *d as u64).collect(),
                 at: FileOffset::new(data + start),
@@ -189,29 +193,40 @@ impl Model {
     }
 }
 
-fn in_order(metadata: &Metadata) -> Vec<(String, TensorInfo)> {
-    let mut tensors: Vec<_> = metadata.tensors().into_iter().map(|(name, info)| (name, info.clone())).collect();
+fn in_order<'a>(infos: &'a HashMap<String, &'a TensorInfo>) -> Vec<(&'a str, &'a TensorInfo)> {
+    let mut tensors: Vec<_> = infos.iter().map(|(name, info)| (name.as_str(), *info)).collect();
     // By position; names make the order of zero-size tensors the same in every run.
-    tensors.sort_by(|a, b| a.1.data_offsets.cmp(&b.1.data_offsets).then_with(|| a.0.cmp(&b.0)));
+    tensors.sort_unstable_by(|a, b| a.1.data_offsets.cmp(&b.1.data_offsets).then_with(|| a.0.cmp(b.0)));
     tensors
 }
 
-/// The parser does not always say which tensor it stumbled over: find the first that does not parse alone.
+/// Characters of a name or a reason that go into a message: headers are hostile, and may be one name of 100 MB.
+const SHORT: usize = 200;
+
+fn short(text: &str) -> String {
+    match text.char_indices().nth(SHORT) {
+        Some((end, _)) => format!("{}...", &text[..end]),
+        None => text.to_owned(),
+    }
+}
+
+/// The parser does not always say which tensor it stumbled over: find the first that does not parse alone. Tensors are
+/// taken apart one at a time, so that this needs no more memory than the header.
 fn explain(text: &str, error: &serde_json::Error) -> FormatError {
-    let header = || FormatError::Header { reason: error.to_string() };
-    let Ok(serde_json::Value::Object(entries)) = serde_json::from_str(text) else { return header() };
+    let header = || FormatError::Header { reason: short(&error.to_string()) };
+    let Ok(entries) = serde_json::from_str::<BTreeMap<String, &RawValue>>(text) else { return header() };
     for (name, value) in entries {
         if name == "__metadata__" {
             continue;
         }
-        let reason = match serde_json::from_value::<TensorInfo>(value) {
+        let reason = match serde_json::from_str::<TensorInfo>(value.get()) {
             Err(e) => e.to_string(),
             Ok(info) => match misfit(&info) {
                 Some(reason) => reason,
                 None => continue,
             },
         };
-        return FormatError::Tensor { tensor: name, reason };
+        return FormatError::Tensor { tensor: short(&name), reason: short(&reason) };
     }
     header()
 }
@@ -224,13 +239,24 @@ fn misfit(info: &TensorInfo) -> Option<String> {
     };
     let bits = info.shape.iter().try_fold(info.dtype.bitsize(), |n, d| n.checked_mul(*d));
     match bits {
-        None => Some(format!("the size of shape {:?} overflows", info.shape)),
+        None => Some(format!("the size of shape {} overflows", shape(info))),
         Some(bits) if !bits.is_multiple_of(8) || bits / 8 != claimed => Some(format!(
-            "{} of shape {:?} takes {} bits, but its data offsets {start}..{end} hold {claimed} bytes",
-            info.dtype, info.shape, bits
+            "{} of shape {} takes {bits} bits, but its data offsets {start}..{end} hold {claimed} bytes",
+            info.dtype,
+            shape(info)
         )),
         Some(_) => None,
     }
+}
+
+fn shape(info: &TensorInfo) -> String {
+    let dims = &info.shape[..info.shape.len().min(8)];
+    let more = if dims.len() < info.shape.len() {
+        format!(" and {} more", info.shape.len() - dims.len())
+    } else {
+        String::new()
+    };
+    format!("{dims:?}{more}")
 }
 
 #[cfg(test)]
@@ -299,16 +325,55 @@ mod tests {
         assert_eq!(parse("{}", 0).unwrap().tensors, []);
     }
 
+    #[test]
+    fn messages_stay_short_however_long_the_header() {
+        let long = "x".repeat(1 << 20);
+        let shape = vec!["0"; 1 << 20].join(",");
+        for header in [
+            format!(r#"{{"{long}":{{"dtype":"U8","shape":[2],"data_offsets":[0,1]}}}}"#),
+            format!(r#"{{"a":{{"dtype":"{long}","shape":[1],"data_offsets":[0,1]}}}}"#),
+            format!(r#"{{"a":{{"dtype":"U8","shape":[{shape}],"data_offsets":[0,1]}}}}"#),
+            format!(r#"{{"{long}":{{"dtype":"U8","shape":[1],"data_offsets":[0,1]}}}}"#),
+        ] {
+            let message = parse(&header, 0).unwrap_err().to_string();
+            assert!(message.len() < 1000, "{} bytes", message.len());
+        }
+    }
+
     proptest! {
+        /// Valid headers tile the file, and a header with one number changed is refused or still does.
         #[test]
-        fn tensors_always_tile_the_file(header in "\\PC*", len: u64) {
-            if let Ok(m) = Model::parse(header.as_bytes(), len) {
-                let mut at = 8 + header.len() as u64;
-                for t in &m.tensors {
-                    prop_assert_eq!(t.at.bits(), at);
-                    at += t.len;
+        fn tensors_always_tile_the_file(
+            sizes in prop::collection::vec(0u64..50, 0..8),
+            change in any::<(prop::sample::Index, u64, bool)>(),
+            extra in -2i64..3,
+        ) {
+            let mut at = 0;
+            let mut numbers = Vec::new();
+            for len in &sizes {
+                numbers.extend([*len, at, at + len]);
+                at += len;
+            }
+            let text = |n: &[u64]| {
+                let entry = |(i, n): (usize, &[u64])| {
+                    format!(r#""t{i}":{{"dtype":"U8","shape":[{}],"data_offsets":[{},{}]}}"#, n[0], n[1], n[2])
+                };
+                format!("{{{}}}", n.chunks(3).enumerate().map(entry).collect::<Vec<_>>().join(","))
+            };
+            let good = parse(&text(&numbers), at).unwrap();
+            prop_assert_eq!(good.tensors.iter().map(|t| t.len).sum::<u64>(), at);
+            let (index, value, large) = change;
+            if !numbers.is_empty() {
+                let i = index.index(numbers.len());
+                numbers[i] = if large { value } else { value % 100 };
+            }
+            if let Ok(model) = parse(&text(&numbers), at.saturating_add_signed(extra)) {
+                let mut next = model.len - model.tensors.iter().map(|t| t.len).sum::<u64>();
+                for t in &model.tensors {
+                    prop_assert_eq!(t.at.bits(), next);
+                    next += t.len;
                 }
-                prop_assert_eq!(at, len);
+                prop_assert_eq!(next, model.len);
             }
         }
     }

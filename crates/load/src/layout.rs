@@ -4,9 +4,12 @@ use dmalane_addr::PageSize;
 
 use crate::Model;
 
-/// Tensors start at multiples of this, on the card and in device virtual memory: the page size of the GPUs with the
-/// largest pages (Apple AGX), so that a tensor can be bound alone on any of them.
+/// Tensors start at multiples of this in device virtual memory: the page size of the GPUs with the largest pages (Apple
+/// AGX).
 pub const ALIGN: PageSize = PageSize::SIZE_16K;
+
+/// Tensors start at multiples of this on the card: the page of its MMU. More would waste memory with small tensors.
+pub const PAGE: PageSize = PageSize::SIZE_4K;
 
 /// The page size that large tensors are laid out for.
 pub const LARGE: PageSize = PageSize::SIZE_2M;
@@ -14,12 +17,12 @@ pub const LARGE: PageSize = PageSize::SIZE_2M;
 /// Where one tensor goes.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct Place {
-    /// Bytes from the start of the buffer object, a multiple of 16 KiB.
+    /// Bytes from the start of the buffer object, a multiple of 4 KiB.
     pub bo_offset: u64,
     /// Bytes to bind: the tensor rounded up to 4 KiB pages; 0 for a tensor of no bytes.
     pub bound: u64,
-    /// Bytes from the start of the file's device virtual range, a multiple of 16 KiB. Equal to `bo_offset` modulo 2 MiB
-    /// for tensors of 2 MiB and more, so that the middle of the tensor takes 2 MiB leaves.
+    /// Bytes from the start of the file's device virtual range, a multiple of 16 KiB. Tensors of 2 MiB and
+    /// more lie as their `bo_offset` does modulo 2 MiB, so that their middle takes 2 MiB leaves.
     pub va_offset: u64,
 }
 
@@ -35,19 +38,21 @@ pub struct Layout {
 }
 
 impl Layout {
-    /// Lays out a file. Tensors keep their order; on the card they are packed at 16 KiB, in virtual memory at least 16 KiB
+    /// Lays out a file. Tensors keep their order; on the card they are packed at 4 KiB, in virtual memory at least 16 KiB
     /// of nothing follow each, so that an overrun faults.
     ///
     /// `None` when the sizes add up to more than 64 bits.
     pub fn new(model: &Model) -> Option<Self> {
         let mut layout = Self::default();
         for tensor in &model.tensors {
-            let bo_offset = ALIGN.round_up(layout.bo_len)?;
+            let large = tensor.len >= LARGE.bytes();
+            // A large tensor lies at a multiple of 16 KiB on the card too, because its address is equal modulo 2 MiB.
+            let bo_offset = if large { ALIGN } else { PAGE }.round_up(layout.bo_len)?;
             let mut va_offset = ALIGN.round_up(layout.va_len)?;
-            if tensor.len >= LARGE.bytes() {
+            if large {
                 va_offset = LARGE.round_up(va_offset)?.checked_add(bo_offset % LARGE.bytes())?;
             }
-            let bound = PageSize::SIZE_4K.round_up(tensor.len)?;
+            let bound = PAGE.round_up(tensor.len)?;
             layout.places.push(Place { bo_offset, bound, va_offset });
             if bound > 0 {
                 layout.bo_len = bo_offset.checked_add(bound)?;
@@ -89,7 +94,7 @@ mod tests {
             let layout = Layout::new(&model(&sizes)).unwrap();
             let (mut bo, mut va) = (0, 0);
             for (place, len) in layout.places.iter().zip(&sizes) {
-                prop_assert!(place.bo_offset.is_multiple_of(ALIGN.bytes()) && place.va_offset.is_multiple_of(ALIGN.bytes()));
+                prop_assert!(place.bo_offset.is_multiple_of(PAGE.bytes()) && place.va_offset.is_multiple_of(ALIGN.bytes()));
                 prop_assert!(place.bo_offset >= bo && place.va_offset >= va);
                 prop_assert!(place.bound >= *len && place.bound < len + 4096);
                 if *len >= LARGE.bytes() {

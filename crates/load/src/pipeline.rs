@@ -11,7 +11,8 @@
 use std::collections::{HashMap, VecDeque};
 use std::fs::File;
 use std::hash::Hasher;
-use std::os::unix::fs::FileExt;
+use std::io::{Seek, SeekFrom};
+use std::os::unix::fs::{FileExt, FileTypeExt};
 use std::path::PathBuf;
 use std::time::{Duration, Instant};
 
@@ -23,6 +24,8 @@ use dmalane_iopt::{Format, Tables};
 use dmalane_mem::{Part, footprint};
 use twox_hash::XxHash3_64;
 
+#[cfg(doc)]
+use crate::DeviceParts;
 use crate::clock::{Clocks, Stage};
 use crate::cut::{Cut, cut};
 use crate::device::{STAGING, Slot};
@@ -40,9 +43,13 @@ pub struct Input<S> {
 
 impl<S> Input<S> {
     /// The file's size now.
-    fn len(&self) -> Result<u64, Error> {
-        let meta = self.file.metadata();
-        meta.map(|m| m.len()).map_err(|source| self.error("read its size", source))
+    pub(crate) fn len(&self) -> Result<u64, Error> {
+        let size = self.file.metadata().and_then(|meta| match meta.file_type().is_block_device() {
+            // A block device has no length of its own; all reads here name their offset, so the position does not matter.
+            true => (&self.file).seek(SeekFrom::End(0)),
+            false => Ok(meta.len()),
+        });
+        size.map_err(|source| self.error("read its size", source))
     }
 
     pub(crate) fn error(&self, what: &'static str, source: std::io::Error) -> Error {
@@ -126,8 +133,6 @@ struct Job<'a, S, C: Channel<Far = DeviceFar>, F: Format, T: Tables<Addr = CardA
 const MIB: u64 = 1 << 20;
 /// How long to sleep at most before looking at everything again.
 const NAP: Duration = Duration::from_millis(50);
-/// How long to wait for what is in flight when giving up.
-const GIVE_UP: Duration = Duration::from_secs(30);
 /// The footprint is read once per this many bytes.
 const SAMPLE_EVERY: u64 = 16 << 20;
 
@@ -142,10 +147,12 @@ where
     T: Tables<Addr = CardAddr>,
 {
     /// Loads files: when this returns, every tensor is on the card and bound, for reading, at its own device virtual
-    /// address. `progress` is told how many more bytes have arrived.
+    /// address. `progress` is told how many more bytes are on their way to the device; it must not panic.
     ///
     /// # Errors
-    /// [`Error`]. Whatever was in flight has been waited for, and nothing stays bound or allocated on the device.
+    /// [`Error`]. Whatever was in flight has been waited for, and nothing stays bound or allocated on the device; only when
+    /// the device does not finish its transfers within [`DeviceParts::patience`], their destination is never used again
+    /// ([`Device::abandoned_bytes`]).
     pub fn load<S: Channel<Far = FileOffset>>(
         &mut self,
         inputs: &mut [Input<S>],
@@ -158,8 +165,8 @@ where
             match placed {
                 Ok(file) => files.push(file),
                 Err(e) => {
-                    let undone = self.unload(Loaded { files });
-                    debug_assert!(undone.is_ok(), "{undone:?}");
+                    // The reason for the failure matters more than a second one while cleaning up.
+                    let _ = self.unload(Loaded { files });
                     return Err(e);
                 }
             }
@@ -168,15 +175,16 @@ where
         let start = Instant::now();
         let mut job = Job::new(self, inputs, files, progress);
         let result = job.run();
-        if result.is_err() {
-            job.quiesce();
-        }
+        let quiet = result.is_ok() || job.quiesce();
         let wall = start.elapsed();
         let Job { files, clocks, transfers, resident_peak, .. } = job;
         let loaded = Loaded { files };
         if let Err(e) = result {
-            // The reason for the failure matters more than a second one while cleaning up.
-            let _ = self.unload(loaded);
+            match quiet {
+                // As above.
+                true => drop(self.unload(loaded)),
+                false => self.abandon(loaded),
+            }
             return Err(e);
         }
         let report = Report {
@@ -257,6 +265,12 @@ where
                 self.reap_transfers(&mut done, NAP)?;
             } else if !self.reads.is_empty() {
                 self.reap_reads(&mut read, NAP)?;
+            }
+        }
+        for (file, missing) in self.files.iter().zip(&self.missing) {
+            if let Some(tensor) = missing.iter().position(|bytes| *bytes > 0) {
+                let reason = format!("tensor {:?} did not arrive whole", file.model.tensors[tensor].name);
+                return Err(Error::Channel { path: file.path.clone(), end: "device", reason });
             }
         }
         for (input, file) in self.inputs.iter().zip(&mut self.files) {
@@ -504,16 +518,19 @@ where
         }
     }
 
-    /// Waits for everything in flight; buffers that do not come back are not used again.
-    fn quiesce(&mut self) {
+    /// Waits for everything in flight; buffers that do not come back are not used again. False when transfers to the
+    /// device are still under way.
+    fn quiesce(&mut self) -> bool {
         self.backlog.clear();
+        let patience = self.device.parts.patience;
         for input in self.inputs.iter_mut() {
-            drain(&mut input.channel, GIVE_UP);
+            drain(&mut input.channel, patience);
         }
-        drain(&mut self.device.parts.channel, GIVE_UP);
+        drain(&mut self.device.parts.channel, patience);
         // Slots that were cut may be incomplete now. They are cheap to make again.
         self.device.staging.clear();
         self.device.buffers = 0;
+        self.device.parts.channel.in_flight() == 0
     }
 
     fn read_error(&self, file: usize, at: FileOffset, source: OpError) -> Error {

@@ -15,8 +15,6 @@ use safetensors::tensor::{Dtype, TensorInfo};
 use crate::clock::Clocks;
 use crate::{Device, Error, Input, Loaded, LoadedFile};
 
-/// How long one piece may take to come back.
-const TIMEOUT: Duration = Duration::from_secs(30);
 /// Bytes of the file that are compared at a time.
 const BLOCK: usize = 256 << 10;
 
@@ -40,14 +38,15 @@ where
         index: usize,
         sink: &mut dyn FnMut(u64, View<'_>) -> Result<(), Error>,
     ) -> Result<(), Error> {
-        let loaded = file.tensors().nth(index).expect("a tensor of the file");
+        self.check(file)?;
+        let loaded = file.tensor(index);
         let Some(va) = loaded.va else { return Ok(()) };
-        if self.readback.is_none() {
+        if self.readback.as_ref().is_none_or(|slot| slot.part.is_none()) {
             self.readback = Some(self.buffer(self.parts.gather, Access::RW, &mut Clocks::default())?);
         }
         let mut done = 0;
         while done < va.len() {
-            let channel = &mut self.parts.channel;
+            let (channel, patience) = (&mut self.parts.channel, self.parts.patience);
             let slot = self.readback.as_mut().expect("made above");
             let broken = |reason: String| Error::Channel { path: file.path.clone(), end: "device", reason };
             let Some(whole) = slot.part.take() else {
@@ -59,7 +58,7 @@ where
             };
             let (part, rest) = whole.split_at(len as usize).map_err(|_| broken("a piece exceeds its buffer".into()))?;
             let far = DeviceFar { at: DeviceAddr::Va(at), via: slot.via.clone() };
-            let back = match run(channel, Transfer { part, direction: Direction::ToHost, far }, TIMEOUT) {
+            let back = match run(channel, Transfer { part, direction: Direction::ToHost, far }, patience) {
                 Ok(back) => back,
                 Err(RunError::Failed(back, source)) => {
                     slot.part = back.part.join(rest).ok();
@@ -67,7 +66,16 @@ where
                     let at = FileOffset::new(loaded.tensor.at.bits() + done);
                     return Err(Error::Transfer { path: file.path.clone(), at, tensor, source });
                 }
-                Err(e) => return Err(broken(e.to_string())),
+                Err(RunError::Refused(refused)) => {
+                    slot.part = refused.transfer.part.join(rest).ok();
+                    return Err(broken(refused.reason.to_string()));
+                }
+                // The operation keeps its part and its registration; the next call makes another buffer.
+                Err(e) => {
+                    let e = broken(e.to_string());
+                    self.readback = None;
+                    return Err(e);
+                }
             };
             let result = sink(done, back.part.view());
             slot.part = back.part.join(rest).ok();
@@ -83,7 +91,8 @@ where
     /// The file is read by plain buffered reads, a way of its own.
     ///
     /// # Errors
-    /// [`Error::Mismatch`] names the first byte that differs; [`Error::File`]; [`Error::Transfer`].
+    /// [`Error::Mismatch`] names the first byte that differs; [`Error::File`]; [`Error::Transfer`];
+    /// [`Error::OtherInputs`] unless `inputs` are the files of `loaded` in the same order.
     pub fn verify<S>(
         &mut self,
         loaded: &Loaded,
@@ -91,6 +100,12 @@ where
         progress: &mut dyn FnMut(u64),
     ) -> Result<Duration, Error> {
         let start = Instant::now();
+        if !loaded.files.iter().map(|f| &f.path).eq(inputs.iter().map(|i| &i.path)) {
+            return Err(Error::OtherInputs {
+                loaded: loaded.files.iter().map(|f| f.path.clone()).collect(),
+                inputs: inputs.iter().map(|i| i.path.clone()).collect(),
+            });
+        }
         let mut block = vec![0; BLOCK];
         for (file, input) in loaded.files.iter().zip(inputs) {
             for (index, tensor) in file.model.tensors.iter().enumerate() {

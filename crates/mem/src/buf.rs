@@ -48,7 +48,7 @@ impl DerefMut for CpuBuf {
 
 impl std::fmt::Debug for CpuBuf {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        write!(f, "CpuBuf({} bytes, {})", self.memory.region().len(), self.rung.kind)
+        write!(f, "CpuBuf({} bytes, {})", self.memory.len(), self.rung.kind)
     }
 }
 
@@ -77,6 +77,11 @@ impl Share {
     /// True when `part` is a part of this memory.
     pub fn holds(&self, part: &Part) -> bool {
         Arc::ptr_eq(&self.0, &part.memory)
+    }
+
+    /// True when nothing else holds the memory: no buffer or part of it, no mapping, no other share.
+    pub fn is_last(&self) -> bool {
+        Arc::strong_count(&self.0) == 1
     }
 
     pub(crate) fn view(&self) -> View<'_> {

@@ -9,7 +9,7 @@ use crate::{Error, Part, Share};
 
 /// A device as its driver sees it: memory can be mapped for it, and its registers be read and written.
 ///
-/// Implemented by the software card's bus and by VFIO. All methods may be called from several threads.
+/// Implemented by the software card's bus; made so that VFIO can implement it. All methods may be called from several threads.
 pub trait HostBus: Send + Sync {
     /// Pins a buffer: its pages stay where they are until the result is dropped.
     ///
@@ -72,7 +72,7 @@ pub struct Pinned {
 }
 
 impl Pinned {
-    /// Made by a bus. `pages` is the scatter-gather table where the bus knows it; a kernel that pins and maps in one
+    /// Made by the bus that has pinned `pages`, once, and by nobody else: dropping it unpins them. `pages` is the scatter-gather table where the bus knows it; a kernel that pins and maps in one
     /// step tells nobody.
     pub fn new(share: Share, pages: Option<SgTable<PhysAddr>>, owner: Arc<dyn Undo>) -> Self {
         Self { share, pages, owner }
@@ -118,7 +118,8 @@ pub struct Mapping {
 }
 
 impl Mapping {
-    /// Made by a bus, once `span` translates to the pinned pages. The span is as long as the buffer.
+    /// Made by the bus that has pinned the pages, once `span` translates to them, and by nobody else: dropping it unmaps
+    /// the span. The span is as long as the buffer.
     pub fn new(pinned: Pinned, span: Span<Iova>, access: Access) -> Self {
         Self { span, access, pinned }
     }

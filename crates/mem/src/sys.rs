@@ -40,8 +40,8 @@ pub(crate) struct Region {
 // SAFETY: the region is plain memory owned by this value (see the invariant above), not tied to a thread; access goes
 // through `&mut self` (slices) or through `View`, whose accesses are made for sharing.
 unsafe impl Send for Region {}
-// SAFETY: `&Region` gives only `View`s, whose accesses are made for sharing between threads and devices; `bytes` demands
-// exclusiveness from its caller.
+// SAFETY: `&Region` gives only `View`s, whose accesses are made for sharing between threads and devices; slices come from
+// `Exclusive` alone, which owns its region.
 unsafe impl Sync for Region {}
 
 impl Region {
@@ -83,8 +83,8 @@ impl Region {
         Ok(region)
     }
 
-    /// A memfd of `len` bytes, sealed against shrinking and growing, mapped shared: so no access can run into a hole
-    /// that another process made (SIGBUS).
+    /// A memfd of `len` bytes, sealed against shrinking and growing, mapped shared: so no other process can make an access
+    /// run past the end of the file (SIGBUS). Punching holes is not sealed; a hole in ordinary pages reads as zeroes.
     pub(crate) fn memfd(name: &str, len: NonZeroUsize, pages: Pages) -> io::Result<Self> {
         let len = len.get();
         let mut flags = MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING;
@@ -153,7 +153,7 @@ impl Region {
     /// The memory as something that others may change at any time.
     pub(crate) fn view(&self) -> View<'_> {
         // SAFETY: the range is mapped readable and writable for as long as `self` lives (invariant of `Region`), and the
-        // view borrows `self`.
+        // view borrows `self`. No reference into it is in use: only `Exclusive` makes slices, and it does not lend its region.
         unsafe { View::from_raw(self.ptr, self.len) }
     }
 }
@@ -186,8 +186,8 @@ impl Exclusive {
         self.0
     }
 
-    pub(crate) fn region(&self) -> &Region {
-        &self.0
+    pub(crate) fn len(&self) -> usize {
+        self.0.len
     }
 
     pub(crate) fn bytes(&self) -> &[u8] {

@@ -158,8 +158,9 @@ impl<'a> View<'a> {
         if !ptr.addr().is_multiple_of(4) {
             return None;
         }
-        // SAFETY: in bounds (`sub`), aligned (checked above), mapped (contract of `from_raw`), and shared words are only
-        // accessed atomically.
+        // SAFETY: in bounds (`sub`), aligned (checked above), and mapped for the view's life (contract of `from_raw`). What else
+        // touches the word meanwhile is another such atomic, or a bulk copy, which is outside of what Rust's rules speak of
+        // (see the top of this file for processors where it is not).
         Some(unsafe { AtomicU32::from_ptr(ptr.cast()) })
     }
 

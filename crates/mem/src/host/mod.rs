@@ -67,8 +67,10 @@ struct Inner<F: Format> {
     /// Counts invalidations; an IOTLB filled under another value is stale.
     epoch: AtomicU64,
     faults: Mutex<FaultLog>,
-    /// Of every port that was ever made: a counter of one's own costs no locked instruction.
+    /// Of every port there is: a counter of one's own costs no locked instruction.
     ports: Mutex<Vec<Arc<PortCounters>>>,
+    /// Hits and misses of ports that are gone.
+    retired: Mutex<(u64, u64)>,
 }
 
 /// Written by one port, read by anyone.
@@ -147,6 +149,7 @@ impl<F: Format> SoftHost<F> {
             epoch: AtomicU64::new(0),
             faults: Mutex::default(),
             ports: Mutex::default(),
+            retired: Mutex::default(),
         })))
     }
 
@@ -208,10 +211,10 @@ impl<F: Format> SoftHost<F> {
     /// Counters. A port's are brought up to date at the end of each access.
     pub fn stats(&self) -> HostStats {
         let translation = self.0.read();
-        let ports = lock(&self.0.ports);
+        let (ports, retired) = (lock(&self.0.ports), lock(&self.0.retired));
         HostStats {
-            iotlb_hits: ports.iter().map(|p| p.hits.load(Ordering::Relaxed)).sum(),
-            iotlb_misses: ports.iter().map(|p| p.misses.load(Ordering::Relaxed)).sum(),
+            iotlb_hits: retired.0 + ports.iter().map(|p| p.hits.load(Ordering::Relaxed)).sum::<u64>(),
+            iotlb_misses: retired.1 + ports.iter().map(|p| p.misses.load(Ordering::Relaxed)).sum::<u64>(),
             faults: lock(&self.0.faults).total,
             pinned_frames: translation.directory.frames(),
             leaves: translation.table.leaf_counts().collect(),
@@ -252,7 +255,8 @@ impl<F: Format> Undo for Inner<F> {
         self.epoch.fetch_add(1, Ordering::Release);
         translation.table.free_tables(list);
         drop(translation);
-        lock(&self.iovas).free(span).expect("a mapping's IOVAs are allocated");
+        let freed = lock(&self.iovas).free(span);
+        debug_assert!(freed.is_ok(), "a mapping that this host did not make: {freed:?}");
     }
 
     fn unpin(&self, pages: &SgTable<PhysAddr>) {
@@ -269,6 +273,16 @@ pub struct DevicePort<F: Format = Arm64S1_4k> {
     counters: Arc<PortCounters>,
     hits: u64,
     misses: u64,
+}
+
+impl<F: Format> Drop for DevicePort<F> {
+    fn drop(&mut self) {
+        // In the order that `stats` takes them.
+        let mut ports = lock(&self.host.ports);
+        let mut retired = lock(&self.host.retired);
+        ports.retain(|p| !Arc::ptr_eq(p, &self.counters));
+        *retired = (retired.0 + self.hits, retired.1 + self.misses);
+    }
 }
 
 impl<F: Format> DevicePort<F> {
