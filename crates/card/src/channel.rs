@@ -1,7 +1,7 @@
 //! A card's channel, driven.
 
 use std::collections::VecDeque;
-use std::sync::Arc;
+use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
 use dmalane_addr::{Access, Address, CardAddr, DeviceVa, Iova, Span};
@@ -21,6 +21,9 @@ const NAP: Duration = Duration::from_millis(1);
 const SPINS: u32 = 200;
 /// Reading a register of a real card takes a microsecond, so a quiet ring is asked about only so often.
 const LOOKS_PER_STATUS: u32 = 64;
+
+/// Rings and buffers of channels whose card did not stop: it may still touch them, so they stay as they are for good.
+static QUARANTINE: Mutex<Vec<(Rings, VecDeque<Transfer<DeviceFar>>)>> = Mutex::new(Vec::new());
 
 /// A DMA channel of a card: copies between registered host memory and the card's memory. At most 1 GiB per operation.
 ///
@@ -366,7 +369,8 @@ impl<B: HostBus> Drop for CardChannel<B> {
         } else {
             // The card may still read and write all of this, so it must stay as it is for ever.
             self.shelf.quarantine(self.in_flight.len());
-            std::mem::forget((rings, std::mem::take(&mut self.in_flight)));
+            let kept = (rings, std::mem::take(&mut self.in_flight));
+            QUARANTINE.lock().unwrap_or_else(PoisonError::into_inner).push(kept);
         }
     }
 }
