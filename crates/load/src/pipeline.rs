@@ -295,7 +295,9 @@ where
     /// Gives every free slot the next chunk, making a buffer first while there are fewer than there may be.
     fn start_reads(&mut self) -> Result<(), Error> {
         while let Some(Chunk { file, .. }) = self.next_chunk(1) {
-            if self.inputs[file].channel.in_flight() >= self.inputs[file].channel.limits().capacity {
+            // As many chunks may wait for their turn as are being read. Reading further ahead would only push them out of the
+            // processor's cache.
+            if self.order.len() >= 2 * self.inputs[file].channel.limits().capacity {
                 return Ok(());
             }
             let slot = match self.states.iter().position(State::is_free) {

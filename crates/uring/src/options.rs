@@ -50,10 +50,10 @@ impl Default for Options {
 }
 
 impl Options {
-    /// For a mode: with [`Mode::Buffered`] only two reads in flight, so that what the kernel has just copied out of the page
-    /// cache is used while it is in the processor's cache.
+    /// For a mode: with [`Mode::Buffered`] one read in flight, so that what the kernel has just copied out of the page cache is
+    /// used while it is in the processor's cache.
     pub fn for_mode(mode: Mode) -> Self {
-        let depth = if mode == Mode::Buffered { 2 } else { Self::default().depth };
+        let depth = if mode == Mode::Buffered { 1 } else { Self::default().depth };
         Self { mode, depth, ..Self::default() }
     }
 
