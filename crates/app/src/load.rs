@@ -98,7 +98,7 @@ pub enum MmChannel {
 pub enum Placement {
     /// DDR, which both channels reach.
     Ddr,
-    /// HBM, filled from its start.
+    /// HBM, each file in the half that has more room.
     Hbm,
     /// HBM, in turns in the half of either channel.
     HbmStriped,
