@@ -8,7 +8,6 @@ use dmalane_iopt::{Format, Tables};
 use dmalane_mem::{CopyHint, SharedBuf};
 
 use crate::clock::Clocks;
-use crate::device::STAGING;
 use crate::{Device, Error, Input};
 
 /// Rates in bytes per second.
@@ -24,8 +23,8 @@ pub struct Ceilings {
 
 /// No more than this is read again to find the ceiling.
 const READ_AT_MOST: u64 = 4 << 30;
-const COPY_BYTES: u64 = 512 << 20;
-const TOUCH_BYTES: usize = 128 << 20;
+const MEMORY_BYTES: usize = 256 << 20;
+const COPIES: usize = 4;
 
 impl<C, F, T> Device<C, F, T>
 where
@@ -33,12 +32,13 @@ where
     F: Format,
     T: Tables<Addr = CardAddr>,
 {
-    /// Measures the ceilings, with as much of `inputs` as 4 GiB, with three staging buffers of `gather` bytes.
+    /// Measures the ceilings, with as much of `inputs` as 4 GiB, in the staging buffers that there are.
     ///
     /// # Errors
     /// [`Error`] when memory cannot be had or the files cannot be read.
     pub fn ceilings<S: Channel<Far = FileOffset>>(&mut self, inputs: &mut [Input<S>]) -> Result<Ceilings, Error> {
-        while self.buffers < STAGING {
+        // With the buffers of the load before; without one, a buffer like those that it would make.
+        if self.buffers == 0 {
             self.add_staging(self.parts.gather, &mut Clocks::default())?;
         }
         let patience = self.parts.patience;
@@ -50,7 +50,8 @@ where
             self.staging.clear();
             self.buffers = 0;
         })?;
-        Ok(Ceilings { read, copy: self.copy_ceiling(), first_touch: touch_ceiling()? })
+        let (copy, first_touch) = memory_ceilings()?;
+        Ok(Ceilings { read, copy, first_touch })
     }
 
     /// Keeps all staging buffers being read into, and throws the bytes away.
@@ -105,39 +106,27 @@ where
         }
         Ok(total as f64 / start.elapsed().as_secs_f64())
     }
-
-    /// Copies from slot to slot, each time half of all slots further on, so that what is read is not in the cache.
-    fn copy_ceiling(&self) -> f64 {
-        let views: Vec<_> = self.staging.iter().filter_map(|s| s.part.as_ref()).map(|p| p.view()).collect();
-        if views.len() < 2 {
-            return 0.0;
-        }
-        let start = Instant::now();
-        let mut copied = 0;
-        for i in (0..views.len()).cycle() {
-            let (from, to) = (views[i], views[(i + views.len() / 2) % views.len()]);
-            let len = from.len().min(to.len());
-            if let (Some(from), Some(to)) = (from.sub(0, len), to.sub(0, len)) {
-                to.copy_from(from, CopyHint::Stream);
-            }
-            copied += len as u64;
-            if copied >= COPY_BYTES {
-                break;
-            }
-        }
-        copied as f64 / start.elapsed().as_secs_f64()
-    }
 }
 
-fn touch_ceiling() -> Result<f64, Error> {
-    let memory = SharedBuf::sparse("dmalane-touch", TOUCH_BYTES)?;
+/// First touch of sparse memory, and then copying one half of it to the other: more than any cache holds, and counted with
+/// shared memory as the software card's is.
+fn memory_ceilings() -> Result<(f64, f64), Error> {
+    let memory = SharedBuf::sparse("dmalane-ceiling", MEMORY_BYTES)?;
     let start = Instant::now();
-    for at in (0..TOUCH_BYTES).step_by(2 << 20) {
+    for at in (0..MEMORY_BYTES).step_by(2 << 20) {
         memory.populate(at, 2 << 20).map_err(|source| dmalane_mem::Error::Allocate {
-            len: TOUCH_BYTES,
+            len: MEMORY_BYTES,
             kind: "sparse memfd memory",
             source,
         })?;
     }
-    Ok(TOUCH_BYTES as f64 / start.elapsed().as_secs_f64())
+    let first_touch = MEMORY_BYTES as f64 / start.elapsed().as_secs_f64();
+    let view = memory.view();
+    let half = MEMORY_BYTES / 2;
+    let (Some(from), Some(to)) = (view.sub(0, half), view.sub(half, half)) else { return Ok((0.0, first_touch)) };
+    let start = Instant::now();
+    for _ in 0..COPIES {
+        to.copy_from(from, CopyHint::Stream);
+    }
+    Ok(((half * COPIES) as f64 / start.elapsed().as_secs_f64(), first_touch))
 }

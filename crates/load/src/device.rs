@@ -8,7 +8,7 @@ use std::time::Duration;
 use dmalane_addr::{Access, Address, CardAddr, DeviceVa, PageSize, PhysAddr, RangeAllocator, SgTable, Span};
 use dmalane_engine::{Channel, DeviceFar, Registered};
 use dmalane_iopt::{Format, Tables};
-use dmalane_mem::{Heap, HostBus, Part, Rung};
+use dmalane_mem::{Heap, HostBus, Part, Rung, footprint};
 use dmalane_vm::{Bo, Request, Vm};
 
 use crate::clock::{Clocks, Stage};
@@ -49,7 +49,13 @@ pub struct Device<C: Channel<Far = DeviceFar>, F: Format, T: Tables<Addr = CardA
     pub(crate) number: u64,
     abandoned: u64,
     next_bo: u64,
+    resident_peak: u64,
+    /// Bytes moved since the footprint was last read.
+    unsampled: u64,
 }
+
+/// The footprint is read once per this many bytes moved.
+const SAMPLE_EVERY: u64 = 16 << 20;
 
 static DEVICES: AtomicU64 = AtomicU64::new(0);
 
@@ -147,6 +153,8 @@ where
             number: DEVICES.fetch_add(1, Ordering::Relaxed),
             abandoned: 0,
             next_bo: 1,
+            resident_peak: 0,
+            unsampled: 0,
         }
     }
 
@@ -163,6 +171,27 @@ where
     /// The device's channel. Operations of one's own must have ended before the next load.
     pub fn channel_mut(&mut self) -> &mut C {
         &mut self.parts.channel
+    }
+
+    /// The most that the process's anonymous memory and huge pages (RssAnon + HugetlbPages) were seen to be during loads,
+    /// verifications and saves, in bytes.
+    pub fn resident_peak(&self) -> u64 {
+        self.resident_peak
+    }
+
+    /// Looks at the footprint now and then, as bytes move.
+    pub(crate) fn sample_resident(&mut self, moved: u64) {
+        self.unsampled += moved;
+        if self.unsampled >= SAMPLE_EVERY {
+            self.see_resident();
+        }
+    }
+
+    pub(crate) fn see_resident(&mut self) -> u64 {
+        self.unsampled = 0;
+        let now = footprint().map_or(0, |f| f.anonymous + f.hugetlb);
+        self.resident_peak = self.resident_peak.max(now);
+        now
     }
 
     /// The heap of the staging buffers.

@@ -4,6 +4,7 @@
 //! {name: {dtype, shape, data_offsets}}, then the data, which the tensors cover without holes or overlaps. The crate
 //! `safetensors` parses the header.
 
+use std::cmp::Ordering;
 use std::collections::{BTreeMap, HashMap};
 
 use dmalane_addr::FileOffset;
@@ -85,10 +86,12 @@ pub enum FormatError {
         reason: String,
     },
     /// One tensor of the header is wrong.
-    #[error("bad header: tensor {tensor:?}: {reason}")]
+    #[error("bad header: tensor {tensor:?} (described at {at}): {reason}")]
     Tensor {
         /// Which tensor.
         tensor: String,
+        /// Where its description starts in the file.
+        at: FileOffset,
         /// What is wrong.
         reason: String,
     },
@@ -163,7 +166,7 @@ impl Model {
             // The parser has checked this too; what follows relies on it. Neither sum exceeds `len`.
             if end < start || data + start != covered {
                 let reason = "its bytes overlap or leave a hole".into();
-                return Err(FormatError::Tensor { tensor: short(name), reason });
+                return Err(FormatError::Tensor { tensor: short(name), at: FileOffset::new(PREFIX), reason });
             }
             covered = data + end;
             tensors.push(Tensor {
@@ -210,12 +213,17 @@ fn short(text: &str) -> String {
     }
 }
 
-/// The parser does not always say which tensor it stumbled over: find the first that does not parse alone. Tensors are
-/// taken apart one at a time, so that this needs no more memory than the header.
+/// The parser does not always say which tensor it stumbled over, nor why: find the first that does not parse alone, else
+/// the first that does not begin where the one before it ends. Tensors are taken apart one at a time, so that this needs
+/// little more memory than the header.
 fn explain(text: &str, error: &serde_json::Error) -> FormatError {
     let header = || FormatError::Header { reason: short(&error.to_string()) };
     let Ok(entries) = serde_json::from_str::<BTreeMap<String, &RawValue>>(text) else { return header() };
-    for (name, value) in entries {
+    // The raw values are slices of `text`.
+    let place =
+        |value: &RawValue| FileOffset::new(PREFIX + (value.get().as_ptr().addr() - text.as_ptr().addr()) as u64);
+    let mut spans = Vec::new();
+    for (name, value) in &entries {
         if name == "__metadata__" {
             continue;
         }
@@ -223,10 +231,30 @@ fn explain(text: &str, error: &serde_json::Error) -> FormatError {
             Err(e) => e.to_string(),
             Ok(info) => match misfit(&info) {
                 Some(reason) => reason,
-                None => continue,
+                None => {
+                    spans.push((info.data_offsets, name, place(value)));
+                    continue;
+                }
             },
         };
-        return FormatError::Tensor { tensor: short(&name), reason: short(&reason) };
+        return FormatError::Tensor { tensor: short(name), at: place(value), reason: short(&reason) };
+    }
+    spans.sort_unstable();
+    let (mut end, mut before) = (0, None);
+    for ((start, stop), name, at) in spans {
+        let reason = match (start.cmp(&end), before) {
+            (Ordering::Less, Some(before)) => {
+                format!("it starts at data offset {start}, within tensor {:?}, which ends at {end}", short(before))
+            }
+            (Ordering::Greater, _) => {
+                format!("{} bytes in front of its data offset {start} belong to no tensor", start - end)
+            }
+            _ => {
+                (end, before) = (stop, Some(name.as_str()));
+                continue;
+            }
+        };
+        return FormatError::Tensor { tensor: short(name), at, reason };
     }
     header()
 }
@@ -240,11 +268,15 @@ fn misfit(info: &TensorInfo) -> Option<String> {
     let bits = info.shape.iter().try_fold(info.dtype.bitsize(), |n, d| n.checked_mul(*d));
     match bits {
         None => Some(format!("the size of shape {} overflows", shape(info))),
-        Some(bits) if !bits.is_multiple_of(8) || bits / 8 != claimed => Some(format!(
-            "{} of shape {} takes {bits} bits, but its data offsets {start}..{end} hold {claimed} bytes",
+        Some(bits) if bits.is_multiple_of(8) && bits / 8 != claimed => Some(format!(
+            "{} of shape {} takes {} bytes, but its data offsets {start}..{end} hold {claimed}",
             info.dtype,
-            shape(info)
+            shape(info),
+            bits / 8
         )),
+        Some(bits) if !bits.is_multiple_of(8) => {
+            Some(format!("{} of shape {} takes {bits} bits, which are no whole bytes", info.dtype, shape(info)))
+        }
         Some(_) => None,
     }
 }
@@ -304,9 +336,15 @@ mod tests {
         assert!(message(Model::parse(b"{\"\xff\":1}", 100)).contains("not UTF-8 at file offset 0xa"));
         let two = |a: &str, b: &str| format!("{{{a},{b}}}");
         let overlap = message(parse(&two(&entry("a", 0, 8), &entry("b", 4, 12)), 12));
-        assert!(overlap.contains("`b`") || overlap.contains("\"b\""), "{overlap}");
+        assert!(
+            overlap.contains("tensor \"b\"") && overlap.contains("within tensor \"a\", which ends at 8"),
+            "{overlap}"
+        );
+        // `{"a":{...},"b":` is what stands in front of the description of b.
+        let at = 8 + 1 + entry("a", 0, 8).len() + 1 + 4;
+        assert!(overlap.contains(&format!("file offset {at:#x}")), "{overlap}");
         let hole = message(parse(&two(&entry("a", 0, 8), &entry("b", 9, 12)), 12));
-        assert!(hole.contains("`b`"), "{hole}");
+        assert!(hole.contains("tensor \"b\"") && hole.contains("1 bytes in front"), "{hole}");
         let beyond = message(parse(&two(&entry("a", 0, 8), &entry("b", 8, 12)), 10));
         assert!(beyond.contains("tensor \"b\" ends at file offset"), "{beyond}");
         let huge = format!(r#"{{"a":{{"dtype":"U8","shape":[{0}],"data_offsets":[0,{0}]}}}}"#, u64::MAX);
@@ -315,7 +353,9 @@ mod tests {
         let dtype = message(parse(dtype, 1));
         assert!(dtype.contains("\"w\"") && dtype.contains("Q7"), "{dtype}");
         let size = r#"{"w":{"dtype":"F32","shape":[3],"data_offsets":[0,8]}}"#;
-        assert!(message(parse(size, 8)).contains("takes 96 bits"));
+        assert!(message(parse(size, 8)).contains("takes 12 bytes, but its data offsets 0..8 hold 8"));
+        let part = r#"{"w":{"dtype":"F4","shape":[3],"data_offsets":[0,2]}}"#;
+        assert!(message(parse(part, 2)).contains("no whole bytes"));
         let backwards = r#"{"w":{"dtype":"U8","shape":[0],"data_offsets":[8,0]}}"#;
         assert!(message(parse(backwards, 8)).contains("before it starts"));
         let overflow = r#"{"w":{"dtype":"F64","shape":[9223372036854775807,4],"data_offsets":[0,8]}}"#;

@@ -21,6 +21,7 @@ mod pipeline;
 mod readback;
 mod report;
 mod sample;
+mod save;
 
 pub use ceiling::Ceilings;
 pub use clock::Stage;
@@ -32,3 +33,4 @@ pub use memory::{CardMemory, Placement};
 pub use pipeline::Input;
 pub use report::{Report, StageReport};
 pub use sample::write_sample;
+pub use save::check_target;

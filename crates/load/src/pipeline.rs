@@ -21,7 +21,7 @@ use dmalane_engine::{
     Channel, Completion, DeviceAddr, DeviceFar, Direction, OpError, Refusal, Refused, Ticket, Transfer, drain,
 };
 use dmalane_iopt::{Format, Tables};
-use dmalane_mem::{Part, footprint};
+use dmalane_mem::Part;
 use twox_hash::XxHash3_64;
 
 #[cfg(doc)]
@@ -125,20 +125,12 @@ struct Job<'a, S, C: Channel<Far = DeviceFar>, F: Format, T: Tables<Addr = CardA
     missing: Vec<Vec<u64>>,
     hashes: Vec<XxHash3_64>,
     transfers: u64,
-    resident_peak: u64,
-    sampled: u64,
     progress: &'a mut dyn FnMut(u64),
 }
 
 const MIB: u64 = 1 << 20;
 /// How long to sleep at most before looking at everything again.
 const NAP: Duration = Duration::from_millis(50);
-/// The footprint is read once per this many bytes.
-const SAMPLE_EVERY: u64 = 16 << 20;
-
-fn resident() -> u64 {
-    footprint().map_or(0, |f| f.anonymous + f.hugetlb)
-}
 
 impl<C, F, T> Device<C, F, T>
 where
@@ -171,13 +163,13 @@ where
                 }
             }
         }
-        let resident_before = resident();
+        let resident_before = self.see_resident();
         let start = Instant::now();
         let mut job = Job::new(self, inputs, files, progress);
         let result = job.run();
         let quiet = result.is_ok() || job.quiesce();
         let wall = start.elapsed();
-        let Job { files, clocks, transfers, resident_peak, .. } = job;
+        let Job { files, clocks, transfers, .. } = job;
         let loaded = Loaded { files };
         if let Err(e) = result {
             match quiet {
@@ -187,6 +179,7 @@ where
             }
             return Err(e);
         }
+        self.see_resident();
         let report = Report {
             bytes: loaded.files.iter().map(|f| f.model.len).sum(),
             wall,
@@ -197,7 +190,7 @@ where
             transfers,
             heap_peak: self.heap().stats().peak as u64,
             resident_before,
-            resident_peak: resident_peak.max(resident()),
+            resident_peak: self.resident_peak(),
             ..Report::default()
         };
         Ok((loaded, report))
@@ -242,8 +235,6 @@ where
             backlog: VecDeque::new(),
             moving: HashMap::new(),
             transfers: 0,
-            resident_peak: 0,
-            sampled: 0,
             progress,
         }
     }
@@ -387,15 +378,20 @@ where
         let mut any = false;
         if let Some(&(chunk, slot)) = self.order.front()
             && self.backlog.is_empty()
-            && let Some(whole) = self.states[slot].take_full()
+            && let Some(mut whole) = self.states[slot].take_full()
         {
             self.order.pop_front();
             any = true;
             let hash = &mut self.hashes[chunk.file];
-            if let Some(bytes) = whole.view().sub(0, chunk.len as usize) {
-                self.clocks.time(Stage::Checksum, || bytes.for_each_block(|block| hash.write(block)));
-                self.clocks.bytes(Stage::Checksum, chunk.len);
-            }
+            let len = chunk.len as usize;
+            self.clocks.time(Stage::Checksum, || {
+                let hashed = whole.with_bytes(|bytes| hash.write(&bytes[..len]));
+                // The device may write the buffer: nothing here maps it so, but then a copy does.
+                if let (None, Some(view)) = (hashed, whole.view().sub(0, len)) {
+                    view.for_each_block(|block| hash.write(block));
+                }
+            });
+            self.clocks.bytes(Stage::Checksum, chunk.len);
             self.send(chunk, slot, whole);
         }
         while let Some((piece, transfer)) = self.backlog.pop_front() {
@@ -513,11 +509,8 @@ where
             let whole = pieces.into_iter().flatten().reduce(|a, b| a.join(b).expect("pieces are in their order"));
             self.device.staging[slot].part = whole;
         }
-        let moved = self.clocks.get(Stage::Read).bytes;
-        if moved - self.sampled >= SAMPLE_EVERY {
-            self.sampled = moved;
-            self.resident_peak = self.resident_peak.max(resident());
-        }
+        let len = self.device.staging[slot].len;
+        self.device.sample_resident(len);
     }
 
     /// Waits for everything in flight; buffers that do not come back are not used again. False when transfers to the

@@ -13,6 +13,7 @@ use dmalane_mem::View;
 use safetensors::tensor::{Dtype, TensorInfo};
 
 use crate::clock::Clocks;
+use crate::save::Saving;
 use crate::{Device, Error, Input, Loaded, LoadedFile};
 
 /// Bytes of the file that are compared at a time.
@@ -41,8 +42,10 @@ where
         self.check(file)?;
         let loaded = file.tensor(index);
         let Some(va) = loaded.va else { return Ok(()) };
-        if self.readback.as_ref().is_none_or(|slot| slot.part.is_none()) {
-            self.readback = Some(self.buffer(self.parts.gather, Access::RW, &mut Clocks::default())?);
+        let wanted = file.model.len.min(self.parts.gather);
+        if self.readback.as_ref().is_none_or(|slot| slot.part.is_none() || slot.len < wanted) {
+            self.readback = None;
+            self.readback = Some(self.buffer(wanted, Access::RW, &mut Clocks::default())?);
         }
         let mut done = 0;
         while done < va.len() {
@@ -79,6 +82,7 @@ where
             };
             let result = sink(done, back.part.view());
             slot.part = back.part.join(rest).ok();
+            self.sample_resident(len);
             result?;
             done += len;
         }
@@ -130,17 +134,15 @@ where
     }
 
     /// Writes what the device holds of a file, read back through its MMU: a safetensors file with the same tensors in the
-    /// same order for a safetensors file, else the bytes. The file appears whole or not at all.
+    /// same order for a safetensors file, else the bytes. The file appears whole or not at all; a file that is there already is
+    /// replaced and keeps its mode.
     ///
     /// # Errors
-    /// [`Error::File`] names `to`; [`Error::Transfer`].
+    /// [`Error::File`] names `to`, as of [`check_target`](crate::check_target); [`Error::Transfer`].
     pub fn save(&mut self, file: &LoadedFile, to: &Path) -> Result<(), Error> {
         let error = |what, source| Error::File { path: to.to_owned(), what, source };
-        let folder = to.parent().filter(|p| !p.as_os_str().is_empty()).unwrap_or(Path::new("."));
-        // What the process's umask leaves of rw-rw-rw-, as for any new file.
-        let permissions = std::os::unix::fs::PermissionsExt::from_mode(0o666);
-        let temporary = tempfile::Builder::new().permissions(permissions).tempfile_in(folder);
-        let mut out = BufWriter::with_capacity(1 << 20, temporary.map_err(|e| error("create it", e))?);
+        let mut saving = Saving::begin(to)?;
+        let mut out = BufWriter::with_capacity(1 << 20, saving.file());
         if file.model.safetensors {
             let header = header(file).map_err(|e| error("describe its tensors", e))?;
             let written = out.write_all(&(header.len() as u64).to_le_bytes()).and_then(|()| out.write_all(&header));
@@ -157,9 +159,9 @@ where
                 result.map_err(|e| error("write it", e))
             })?;
         }
-        let temporary = out.into_inner().map_err(|e| error("write it", e.into_error()))?;
-        temporary.persist(to).map_err(|e| error("put it in place", e.error))?;
-        Ok(())
+        out.flush().map_err(|e| error("write it", e))?;
+        drop(out);
+        saving.finish().map_err(|e| error("put it in place", e))
     }
 
     /// Where a tensor's device virtual range lies on the card, as runs; empty for a tensor of no bytes.

@@ -1,13 +1,13 @@
-//! Buffers: memory of the CPU alone, memory shared with devices, and owned pieces of the latter.
+//! Buffers: memory of the CPU alone, and memory shared with devices.
 
 use std::num::NonZeroUsize;
 use std::ops::{Deref, DerefMut};
 use std::os::fd::BorrowedFd;
-use std::sync::Arc;
+use std::sync::{Arc, PoisonError, RwLock};
 
 use crate::heap::{Account, PageKind, Rung};
 use crate::sys::{Exclusive, Pages, Region};
-use crate::{Error, View};
+use crate::{Error, Part, View};
 
 /// Memory that only this process's CPU reaches: plain slices, no device address. Zeroed when new.
 pub struct CpuBuf {
@@ -28,7 +28,8 @@ impl CpuBuf {
 
     /// Makes the memory reachable for devices. From now on there are views, and no references.
     pub fn share(self) -> SharedBuf {
-        let memory = Memory { region: self.memory.into_region(), rung: self.rung, account: self.account };
+        let (region, rung, account) = (self.memory.into_region(), self.rung, self.account);
+        let memory = Memory { region, rung, account, writers: RwLock::default() };
         SharedBuf { part: Part::whole(Arc::new(memory)) }
     }
 }
@@ -52,15 +53,26 @@ impl std::fmt::Debug for CpuBuf {
     }
 }
 
-struct Memory {
-    region: Region,
+/// The memory of a buffer that devices may reach.
+pub(crate) struct Memory {
+    pub(crate) region: Region,
     rung: Rung,
     account: Account,
+    /// How many mappings let a device write. Held for reading while the CPU looks at the memory through a slice.
+    writers: RwLock<usize>,
+}
+
+impl Memory {
+    /// Runs `f` while no mapping lets a device write; `None` when one does, or when another process may have the memory.
+    pub(crate) fn while_unwritten<T>(&self, f: impl FnOnce() -> T) -> Option<T> {
+        let writers = self.writers.read().unwrap_or_else(PoisonError::into_inner);
+        (*writers == 0 && !self.region.is_exported()).then(f)
+    }
 }
 
 /// A share of a buffer's memory: keeps it alive, gives no access to it. Mappings and registrations hold one.
 #[derive(Clone)]
-pub struct Share(Arc<Memory>);
+pub struct Share(pub(crate) Arc<Memory>);
 
 impl Share {
     /// Bytes.
@@ -76,12 +88,22 @@ impl Share {
 
     /// True when `part` is a part of this memory.
     pub fn holds(&self, part: &Part) -> bool {
-        Arc::ptr_eq(&self.0, &part.memory)
+        part.is_of(&self.0)
     }
 
     /// True when nothing else holds the memory: no buffer or part of it, no mapping, no other share.
     pub fn is_last(&self) -> bool {
         Arc::strong_count(&self.0) == 1
+    }
+
+    /// Counts one more mapping through which a device may write, from before it can until [`Share::retire_writer`].
+    pub(crate) fn admit_writer(&self) {
+        *self.0.writers.write().unwrap_or_else(PoisonError::into_inner) += 1;
+    }
+
+    /// Counts one less, once the device can no longer write.
+    pub(crate) fn retire_writer(&self) {
+        *self.0.writers.write().unwrap_or_else(PoisonError::into_inner) -= 1;
     }
 
     pub(crate) fn view(&self) -> View<'_> {
@@ -98,7 +120,7 @@ impl std::fmt::Debug for Share {
 /// A whole buffer that devices may reach. Whoever holds it holds the right to use all of it.
 #[derive(Debug)]
 pub struct SharedBuf {
-    part: Part,
+    pub(crate) part: Part,
 }
 
 impl SharedBuf {
@@ -116,7 +138,9 @@ impl SharedBuf {
             source,
         })?;
         let rung = Rung { kind: PageKind::Base, passed_over: Vec::new() };
-        Ok(Self { part: Part::whole(Arc::new(Memory { region, rung, account: Account::none() })) })
+        Ok(Self {
+            part: Part::whole(Arc::new(Memory { region, rung, account: Account::none(), writers: RwLock::default() })),
+        })
     }
 
     /// Makes the pages of a range present, so that touching them cannot fail. The range is widened to whole 4 KiB
@@ -125,13 +149,13 @@ impl SharedBuf {
     /// # Errors
     /// The kernel's error when there is no memory; `InvalidInput` when the range does not lie within the buffer.
     pub fn populate(&self, offset: usize, len: usize) -> std::io::Result<()> {
-        self.part.memory.region.populate(offset, len)
+        self.part.memory().region.populate(offset, len)
     }
 
     /// Bytes.
     #[allow(clippy::len_without_is_empty)] // a buffer is never empty
     pub fn len(&self) -> usize {
-        self.part.len
+        self.part.len()
     }
 
     /// A share of the memory, for pinning and mapping.
@@ -141,7 +165,7 @@ impl SharedBuf {
 
     /// The kind of pages behind the buffer.
     pub fn rung(&self) -> &Rung {
-        &self.part.memory.rung
+        &self.part.memory().rung
     }
 
     /// All of it, as something that can be split and be part of an operation.
@@ -157,7 +181,7 @@ impl SharedBuf {
     /// The memfd behind the buffer, sealed against shrinking, for another process or driver to map; `None` for
     /// anonymous memory. Once asked for, the buffer can no longer become a [`CpuBuf`].
     pub fn export(&self) -> Option<BorrowedFd<'_>> {
-        self.part.memory.region.export()
+        self.part.memory().region.export()
     }
 
     /// Takes the memory back from the devices.
@@ -166,107 +190,15 @@ impl SharedBuf {
     /// Gives the buffer back while a mapping or registration still holds a share of it, and for good once it was
     /// exported.
     pub fn into_cpu(self) -> Result<CpuBuf, SharedBuf> {
-        if self.part.memory.region.is_exported() {
+        if self.part.memory().region.is_exported() {
             return Err(self);
         }
-        let Memory { region, rung, account } =
-            Arc::try_unwrap(self.part.memory).map_err(|memory| SharedBuf { part: Part::whole(memory) })?;
+        let Memory { region, rung, account, writers } =
+            Arc::try_unwrap(self.part.into_memory()).map_err(|memory| SharedBuf { part: Part::whole(memory) })?;
         match Exclusive::new(region) {
             Ok(memory) => Ok(CpuBuf { memory, rung, account }),
-            Err(region) => Err(SharedBuf { part: Part::whole(Arc::new(Memory { region, rung, account })) }),
+            Err(region) => Err(SharedBuf { part: Part::whole(Arc::new(Memory { region, rung, account, writers })) }),
         }
-    }
-}
-
-/// An owned piece of a [`SharedBuf`], disjoint from every other piece.
-///
-/// An operation in flight owns its part, so nobody else touches those bytes until it gives the part back.
-pub struct Part {
-    memory: Arc<Memory>,
-    offset: usize,
-    len: usize,
-}
-
-impl Part {
-    fn whole(memory: Arc<Memory>) -> Self {
-        let len = memory.region.len();
-        Self { memory, offset: 0, len }
-    }
-
-    /// Where the part starts in its buffer, in bytes.
-    pub fn offset(&self) -> usize {
-        self.offset
-    }
-
-    /// Bytes; may be 0.
-    pub fn len(&self) -> usize {
-        self.len
-    }
-
-    /// True for a part of no bytes.
-    pub fn is_empty(&self) -> bool {
-        self.len == 0
-    }
-
-    /// A share of the memory that the part is a part of.
-    pub fn share(&self) -> Share {
-        Share(self.memory.clone())
-    }
-
-    /// The bytes, for reading and writing.
-    pub fn view(&self) -> View<'_> {
-        self.memory.region.view().sub(self.offset, self.len).expect("a part lies within its buffer")
-    }
-
-    /// Copies bytes out, from `offset` within the part; `None`, and nothing copied, when they do not lie within.
-    #[must_use = "None says that nothing was read"]
-    pub fn read(&self, offset: usize, into: &mut [u8]) -> Option<()> {
-        self.view().sub(offset, into.len())?.read(into);
-        Some(())
-    }
-
-    /// Copies bytes in, at `offset` within the part; `None`, and nothing copied, when they do not fit.
-    #[must_use = "None says that nothing was written"]
-    pub fn write(&mut self, offset: usize, from: &[u8]) -> Option<()> {
-        self.view().sub(offset, from.len())?.write(from);
-        Some(())
-    }
-
-    /// Splits into the first `len` bytes and the rest.
-    ///
-    /// # Errors
-    /// Gives the part back when it has fewer than `len` bytes.
-    pub fn split_at(self, len: usize) -> Result<(Part, Part), Part> {
-        if len > self.len {
-            return Err(self);
-        }
-        let rest = Part { memory: self.memory.clone(), offset: self.offset + len, len: self.len - len };
-        Ok((Part { len, ..self }, rest))
-    }
-
-    /// Joins two neighbours of one buffer, this one first.
-    ///
-    /// # Errors
-    /// Gives both back when `next` does not start where this part ends.
-    pub fn join(self, next: Part) -> Result<Part, (Part, Part)> {
-        if !Arc::ptr_eq(&self.memory, &next.memory) || self.offset + self.len != next.offset {
-            return Err((self, next));
-        }
-        Ok(Part { len: self.len + next.len, ..self })
-    }
-
-    /// The whole buffer again.
-    ///
-    /// # Errors
-    /// Gives the part back while other parts are missing.
-    pub fn into_whole(self) -> Result<SharedBuf, Part> {
-        if self.offset == 0 && self.len == self.memory.region.len() { Ok(SharedBuf { part: self }) } else { Err(self) }
-    }
-}
-
-impl std::fmt::Debug for Part {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        write!(f, "Part({}..{})", self.offset, self.offset + self.len)
     }
 }
 

@@ -69,13 +69,15 @@ pub struct Pinned {
     share: Share,
     pages: Option<SgTable<PhysAddr>>,
     owner: Arc<dyn Undo>,
+    /// A device may write: the share counts it.
+    writable: bool,
 }
 
 impl Pinned {
     /// Made by the bus that has pinned `pages`, once, and by nobody else: dropping it unpins them. `pages` is the scatter-gather table where the bus knows it; a kernel that pins and maps in one
     /// step tells nobody.
     pub fn new(share: Share, pages: Option<SgTable<PhysAddr>>, owner: Arc<dyn Undo>) -> Self {
-        Self { share, pages, owner }
+        Self { share, pages, owner, writable: false }
     }
 
     /// A share of the memory.
@@ -88,6 +90,15 @@ impl Pinned {
         self.pages.as_ref()
     }
 
+    /// Announces that a device is going to have this access. A bus calls it *before* the device has it; until this is dropped
+    /// nobody borrows the memory as a slice. Waits while somebody does.
+    pub fn admit(&mut self, access: Access) {
+        if access.contains(Access::WRITE) && !self.writable {
+            self.share.admit_writer();
+            self.writable = true;
+        }
+    }
+
     /// True when `owner` made this.
     pub fn is_from<T>(&self, owner: &Arc<T>) -> bool {
         std::ptr::addr_eq(Arc::as_ptr(&self.owner), Arc::as_ptr(owner))
@@ -98,6 +109,9 @@ impl Drop for Pinned {
     fn drop(&mut self) {
         if let Some(pages) = &self.pages {
             self.owner.unpin(pages);
+        }
+        if self.writable {
+            self.share.retire_writer();
         }
     }
 }
@@ -120,7 +134,8 @@ pub struct Mapping {
 impl Mapping {
     /// Made by the bus that has pinned the pages, once `span` translates to them, and by nobody else: dropping it unmaps
     /// the span. The span is as long as the buffer.
-    pub fn new(pinned: Pinned, span: Span<Iova>, access: Access) -> Self {
+    pub fn new(mut pinned: Pinned, span: Span<Iova>, access: Access) -> Self {
+        pinned.admit(access);
         Self { span, access, pinned }
     }
 

@@ -174,7 +174,8 @@ impl<F: Format> SoftHost<F> {
     ///
     /// # Errors
     /// [`Error::ForeignPin`], [`Error::NoAccess`], [`Error::Iova`], [`Error::PageTable`]; nothing stays mapped.
-    pub fn map(&self, pinned: Pinned, access: Access) -> Result<Mapping, Error> {
+    pub fn map(&self, mut pinned: Pinned, access: Access) -> Result<Mapping, Error> {
+        pinned.admit(access);
         let pages = pinned.pages().filter(|_| pinned.is_from(&self.0)).ok_or(Error::ForeignPin)?;
         if !access.intersects(Access::RW) {
             return Err(Error::NoAccess(access));
