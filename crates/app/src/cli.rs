@@ -3,6 +3,7 @@
 use std::path::PathBuf;
 use std::process::ExitCode;
 
+use clap::builder::{PathBufValueParser, TypedValueParser};
 use clap::error::ErrorKind;
 use clap::{ArgGroup, Args, CommandFactory, Parser, Subcommand};
 use clap_complete::Shell;
@@ -19,6 +20,10 @@ pub const CARD_DDR: Size = Size::gib(64);
 pub const CARD_HBM: Size = Size::gib(32);
 /// Bytes allocated together unless told otherwise.
 pub const GATHER: Size = Size::mib(16);
+/// The most that either memory of the software card can have.
+pub const CARD_MOST: Size = Size::gib(256);
+/// The smallest sample.
+const SAMPLE_LEAST: Size = Size::kib(4);
 
 const EXAMPLES: &str = "\
 Examples:
@@ -40,6 +45,11 @@ Examples:
   dmalane load shard-*.safetensors --placement hbm-striped --explain
   dmalane load weights.bin --buffered --gather 4MiB
   dmalane load model.safetensors --save copy.safetensors
+  dmalane load model.safetensors --list           a line per tensor, with its device addresses:
+    tensor           dtype  shape      bytes   device VA
+    encoder.0.bias   F32    [384]       1536   0x100000000-0x1000005ff
+
+Files named *.safetensors are parsed; any other file is loaded as one run of bytes.
 
 Exit status: 0 loaded (and verified), 1 bad file or mismatch, 2 wrong command line.";
 
@@ -80,8 +90,8 @@ enum Command {
 
 /// Load files into device memory.
 ///
-/// Safetensors files are loaded tensor by tensor, each bound at a device address of its own; any other file is loaded as
-/// one run of bytes.
+/// Files named *.safetensors are parsed and loaded tensor by tensor, each bound at a device address of its own; any other
+/// file, whatever is in it, is loaded as one run of bytes.
 #[derive(Args)]
 #[command(
     after_help = LOAD_EXAMPLES,
@@ -93,8 +103,8 @@ struct LoadOptions {
     #[arg(value_name = "FILE")]
     files: Vec<PathBuf>,
 
-    /// Make a safetensors file of this size and load that
-    #[arg(long, value_name = "SIZE", value_parser = size::nonzero, allow_hyphen_values = true)]
+    /// Make a safetensors file of this size, 4KiB or more, and load that
+    #[arg(long, value_name = "SIZE", value_parser = sample, allow_hyphen_values = true)]
     sample: Option<Size>,
 
     /// The device to load to
@@ -104,6 +114,10 @@ struct LoadOptions {
     /// Show where the time went: a table of the stages, each beside its measured ceiling
     #[arg(long)]
     explain: bool,
+
+    /// List the tensors: dtype, shape, bytes and device addresses (with --json they are always there)
+    #[arg(long)]
+    list: bool,
 
     /// Read every tensor back through the device's MMU and compare it with the file
     #[arg(long)]
@@ -133,17 +147,17 @@ struct LoadOptions {
     #[arg(long, value_name = "F", default_value_t = 0.5, value_parser = fraction, allow_negative_numbers = true)]
     fragmentation: f64,
 
-    /// Write what the device holds, read back through its MMU, as safetensors: to this file, or into this directory if
-    /// there are several
-    #[arg(long, value_name = "PATH")]
+    /// Write what the device holds, read back through its MMU: a safetensors file again, or the bytes for a raw file; to
+    /// this file, or into this directory if there are several
+    #[arg(long, value_name = "PATH", value_parser = PathBufValueParser::new().try_map(save))]
     save: Option<PathBuf>,
 
-    /// DDR of the software card; rounded up to 2MiB
-    #[arg(long, value_name = "SIZE", default_value_t = CARD_DDR, value_parser = size::nonzero, allow_hyphen_values = true)]
+    /// DDR of the software card, at most 256GiB; rounded up to 2MiB
+    #[arg(long, value_name = "SIZE", default_value_t = CARD_DDR, value_parser = card, allow_hyphen_values = true)]
     card_ddr: Size,
 
-    /// HBM of the software card, in two halves; rounded up to 4MiB
-    #[arg(long, value_name = "SIZE", default_value_t = CARD_HBM, value_parser = size::nonzero, allow_hyphen_values = true)]
+    /// HBM of the software card, in two halves, at most 256GiB; rounded up to 4MiB
+    #[arg(long, value_name = "SIZE", default_value_t = CARD_HBM, value_parser = card, allow_hyphen_values = true)]
     card_hbm: Size,
 
     /// Run the software card on threads of its own
@@ -203,6 +217,7 @@ impl From<LoadOptions> for LoadArgs {
             },
             device: options.device,
             explain: options.explain,
+            list: options.list,
             verify: options.verify,
             read: match (options.buffered, options.direct) {
                 (true, _) => ReadMode::Buffered,
@@ -260,11 +275,34 @@ fn completions(shell: Shell) -> Result<ExitCode, Failure> {
 }
 
 fn gather(text: &str) -> Result<Size, String> {
-    match size::nonzero(text) {
+    match text.parse::<Size>() {
         Ok(size) if (4 << 10..=1 << 30).contains(&size.bytes()) => Ok(size),
         Ok(_) => Err("not from 4KiB to 1GiB".to_owned()),
         Err(e) => Err(e.to_string()),
     }
+}
+
+fn sample(text: &str) -> Result<Size, String> {
+    match text.parse::<Size>() {
+        Ok(size) if size.bytes() >= SAMPLE_LEAST.bytes() => Ok(size),
+        Ok(_) => Err(format!("a sample needs at least {SAMPLE_LEAST}")),
+        Err(e) => Err(e.to_string()),
+    }
+}
+
+fn card(text: &str) -> Result<Size, String> {
+    match size::nonzero(text) {
+        Ok(size) if size.bytes() <= CARD_MOST.bytes() => Ok(size),
+        Ok(_) => Err(format!("a memory of the card has at most {CARD_MOST}")),
+        Err(e) => Err(e.to_string()),
+    }
+}
+
+fn save(path: PathBuf) -> Result<PathBuf, &'static str> {
+    if path.as_os_str() == "-" {
+        return Err("stdout is for the report\nhint: name a file, or ./- for a file of that name");
+    }
+    Ok(path)
 }
 
 fn fraction(text: &str) -> Result<f64, String> {
@@ -299,20 +337,20 @@ mod tests {
         assert_eq!((args.mm_channel, args.placement), (MmChannel::Auto, Placement::Ddr));
         assert_eq!((args.gather, args.card_ddr, args.card_hbm), (16 << 20, 64 << 30, 32 << 30));
         assert_eq!((args.fragmentation, args.seed, args.save), (0.5, 1, None));
-        assert!(!(args.explain || args.verify || args.workers || args.json || args.quiet));
+        assert!(!(args.explain || args.verify || args.workers || args.json || args.quiet || args.list));
     }
 
     #[test]
     fn everything_said() {
         let line = "--sample 1.5GiB -d soft --explain --verify --buffered --gather 2MiB --mm-channel 1 --placement hbm-striped \
-             --fragmentation 1 --save out --card-ddr 1GB --card-hbm 4096 --workers --seed 7 --json -q";
+             --fragmentation 1 --save out --card-ddr 1GB --card-hbm 4096 --workers --seed 7 --json -q --list";
         let args = load(&line.split_whitespace().collect::<Vec<_>>()).unwrap();
         assert!(matches!(args.input, Input::Sample(n) if n == 3 << 29));
         assert_eq!((args.read, args.mm_channel), (ReadMode::Buffered, MmChannel::One));
         assert_eq!(args.placement, Placement::HbmStriped);
         assert_eq!((args.gather, args.card_ddr, args.card_hbm), (2 << 20, 1_000_000_000, 4096));
         assert_eq!((args.fragmentation, args.seed, args.save), (1.0, 7, Some("out".into())));
-        assert!(args.explain && args.verify && args.workers && args.json && args.quiet);
+        assert!(args.explain && args.verify && args.workers && args.json && args.quiet && args.list);
         assert_eq!(load(&["a", "--direct"]).unwrap().read, ReadMode::Direct);
     }
 
@@ -331,6 +369,10 @@ mod tests {
             "a -d gpu0",
             "a --seed -1",
             "--sample 0",
+            "--sample 4095",
+            "a --save -",
+            "a --card-ddr 257GiB",
+            "a --card-hbm 274877906945",
         ] {
             assert!(load(&line.split_whitespace().collect::<Vec<_>>()).is_err(), "{line}");
         }

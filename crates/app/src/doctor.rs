@@ -29,9 +29,11 @@ struct Check {
     status: Status,
     /// Without it `dmalane load` does not run at all.
     needed: bool,
+    /// Only real devices want it; a load to the software card does not.
+    real_devices: bool,
     found: String,
     why: &'static str,
-    /// The command that mends a lack.
+    /// The command that mends it: with a lack always, with a note where real devices want it.
     mend: Option<String>,
 }
 
@@ -40,21 +42,28 @@ struct Subject {
     name: &'static str,
     why: &'static str,
     needed: bool,
+    real_devices: bool,
 }
 
 impl Subject {
-    /// Something that makes a load faster, or that other devices need.
+    /// Something that makes a load faster.
     const fn useful(name: &'static str, why: &'static str) -> Self {
-        Self { name, why, needed: false }
+        Self { name, why, needed: false, real_devices: false }
+    }
+
+    /// Something that only real devices want: missing, it is no lack.
+    const fn for_real_devices(name: &'static str, why: &'static str) -> Self {
+        Self { name, why, needed: false, real_devices: true }
     }
 
     /// Something without which no load runs.
     const fn needed(name: &'static str, why: &'static str) -> Self {
-        Self { name, why, needed: true }
+        Self { name, why, needed: true, real_devices: false }
     }
 
     fn check(self, status: Status, found: &str, mend: Option<String>) -> Check {
-        Check { name: self.name, status, needed: self.needed, found: plain(found), why: self.why, mend }
+        let Self { name, why, needed, real_devices } = self;
+        Check { name, status, needed, real_devices, found: plain(found), why, mend }
     }
 
     fn ok(self, found: impl AsRef<str>) -> Check {
@@ -66,7 +75,8 @@ impl Subject {
     }
 
     fn lack(self, found: impl AsRef<str>, mend: impl Into<String>) -> Check {
-        self.check(Status::Lack, found.as_ref(), Some(plain(&mend.into())))
+        let status = if self.real_devices { Status::Note } else { Status::Lack };
+        self.check(status, found.as_ref(), Some(plain(&mend.into())))
     }
 }
 
@@ -134,7 +144,12 @@ fn report(probe: &Probe, path: &Path) -> Result<Report, Failure> {
 fn text(report: &Report) -> String {
     let mut text = String::new();
     let width = report.checks.iter().map(|c| c.name.len()).max().unwrap_or(0);
-    for check in &report.checks {
+    let (ours, real): (Vec<_>, Vec<_>) = report.checks.iter().partition(|c| !c.real_devices);
+    let first_real = real.first().map(|c| c.name);
+    for check in ours.into_iter().chain(real) {
+        if first_real == Some(check.name) {
+            text += "\nfor real devices (not needed by the software card):\n";
+        }
         let status = match check.status {
             Status::Ok => "ok",
             Status::Lack => "LACK",

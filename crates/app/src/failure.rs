@@ -4,6 +4,8 @@ use std::error::Error;
 use std::io::Write;
 use std::process::ExitCode;
 
+use rustix::io::Errno;
+
 use crate::output::plain;
 
 /// A message, what caused it, and what may help. Any error turns into one with `?`.
@@ -20,7 +22,7 @@ impl Failure {
     }
 
     /// A failure with the error that caused it, and the errors that caused that one.
-    pub fn because(message: impl Into<String>, cause: &dyn Error) -> Self {
+    pub fn because(message: impl Into<String>, cause: &(dyn Error + 'static)) -> Self {
         let mut failure = Self::new(message);
         let mut next = Some(cause);
         while let Some(error) = next {
@@ -29,9 +31,25 @@ impl Failure {
             if !failure.causes.last().unwrap_or(&failure.message).contains(&text) {
                 failure.causes.push(text);
             }
+            if let Some(io) = error.downcast_ref::<std::io::Error>() {
+                failure.hints.extend(help(io).map(str::to_owned));
+            }
             next = error.source();
         }
         failure
+    }
+
+    /// Whether the kernel had no memory to give, somewhere below `error`.
+    pub fn is_out_of_memory(error: &(dyn Error + 'static)) -> bool {
+        let mut next = Some(error);
+        while let Some(error) = next {
+            let io = error.downcast_ref::<std::io::Error>();
+            if io.is_some_and(|e| e.kind() == std::io::ErrorKind::OutOfMemory) {
+                return true;
+            }
+            next = error.source();
+        }
+        false
     }
 
     /// Adds something that the user can do.
@@ -59,7 +77,17 @@ impl Failure {
     }
 }
 
-impl<E: Error> From<E> for Failure {
+/// What helps against some of the kernel's answers, whatever was asked.
+fn help(error: &std::io::Error) -> Option<&'static str> {
+    match Errno::from_io_error(error)? {
+        Errno::MFILE => {
+            Some("each process may have only so many files open: raise it with ulimit -n, or name fewer files")
+        }
+        _ => None,
+    }
+}
+
+impl<E: Error + 'static> From<E> for Failure {
     fn from(error: E) -> Self {
         // `because` drops the first cause, which is the message again.
         Self::because(error.to_string(), &error)
@@ -94,6 +122,10 @@ mod tests {
             failure.text(),
             "dmalane: cannot load a.safetensors\ncause: shard 3 is cut short\ncause: end of file at 4096\n\
              hint: fetch it again\n"
+        );
+        let failure = Failure::because("cannot open x", &io::Error::from_raw_os_error(Errno::MFILE.raw_os_error()));
+        assert!(
+            failure.text().contains("\nhint: each process may have only so many files open: raise it with ulimit -n")
         );
         let failure: Failure = Outer(io::Error::other("x\x1b[2Jy\nz")).into();
         assert_eq!(failure.text(), "dmalane: shard 3 is cut short\ncause: x\u{fffd}[2Jy\u{fffd}z\n");

@@ -8,15 +8,18 @@ use std::path::PathBuf;
 use std::process::ExitCode;
 
 use clap::ValueEnum;
+use dmalane::addr::PageSize;
 use dmalane::card::CardConfig;
-use dmalane::load::{self, Error, Loaded, Report};
+use dmalane::load::{self, Error, Layout, Loaded, Report};
 use dmalane::mem::HostConfig;
 use dmalane::uring::{FileChannel, Mode};
 use dmalane::{FileOptions, SoftConfig, SoftDevice, open_as, open_file};
 
+use crate::cli::CARD_MOST;
 use crate::failure::Failure;
 use crate::output;
 use crate::progress::Progress;
+use crate::size::{Size, binary};
 
 /// What to load, how, and what to say about it.
 pub struct LoadArgs {
@@ -26,6 +29,8 @@ pub struct LoadArgs {
     pub device: Device,
     /// Show the table of stages.
     pub explain: bool,
+    /// List the tensors.
+    pub list: bool,
     /// Read every tensor back and compare it with the file.
     pub verify: bool,
     /// Past the page cache, or through it.
@@ -111,14 +116,45 @@ pub(crate) struct Outcome {
     loaded: Loaded,
     report: Report,
     verified: bool,
+    /// At the end of the load, before reading back.
+    iommu: Iommu,
+    /// Bytes of card memory that the load touched first.
+    touched: u64,
     /// The heap's high-water mark, reading back included.
     heap_peak: u64,
+    /// That of the process, reading back included.
+    resident_peak: u64,
+}
+
+/// The IOMMU's counters at some moment.
+pub(crate) struct Iommu {
+    leaves: Vec<(PageSize, u64)>,
+    tables: usize,
+    hits: u64,
+    misses: u64,
+    faults: u64,
+}
+
+impl Iommu {
+    fn of(soft: &SoftDevice) -> Self {
+        let host = soft.bus.host().stats();
+        Self {
+            leaves: host.leaves,
+            tables: host.tables,
+            hits: host.iotlb_hits,
+            misses: host.iotlb_misses,
+            faults: host.faults,
+        }
+    }
 }
 
 /// Loads, and prints the result.
 pub fn run(args: LoadArgs) -> Result<ExitCode, Failure> {
     let shown = !args.quiet && !args.json;
     let targets = save_targets(&args)?;
+    for target in &targets {
+        load::check_target(target).map_err(|e| Failure::because("cannot save", &e))?;
+    }
     let mut inputs = open(&args, shown)?;
     let mut soft = match args.device {
         Device::Soft => open_soft(&args)?,
@@ -131,28 +167,38 @@ pub fn run(args: LoadArgs) -> Result<ExitCode, Failure> {
     let bytes = |inputs: &[dmalane::load::Input<FileChannel>]| {
         inputs.iter().filter_map(|i| i.file.metadata().ok()).fold(0u64, |sum, m| sum.saturating_add(m.len()))
     };
+    let touched = |soft: &SoftDevice| {
+        let (ddr, hbm) = soft.bus.memory().touched();
+        ddr + hbm
+    };
+    let before = touched(&soft);
     let bar = Progress::new("load", shown);
     bar.set_length(bytes(&inputs));
-    let (loaded, mut report) =
-        soft.device.load(&mut inputs, placement, &mut |n| bar.advance(n)).map_err(|e| failure(&e))?;
+    let result = soft.device.load(&mut inputs, placement, &mut |n| bar.advance(n));
+    let (loaded, mut report) = result.map_err(|e| load_failure(&e, &args, &inputs))?;
     bar.finish();
+    let (iommu, touched) = (Iommu::of(&soft), touched(&soft).saturating_sub(before));
     if args.verify {
         let bar = Progress::new("verify", shown);
         bar.set_length(report.bytes);
-        report.verify_wall = soft.device.verify(&loaded, &inputs, &mut |n| bar.advance(n)).map_err(|e| failure(&e))?;
+        let result = soft.device.verify(&loaded, &inputs, &mut |n| bar.advance(n));
+        report.verify_wall = result.map_err(|e| verify_failure(&e))?;
         bar.finish();
     }
-    for (file, to) in loaded.files.iter().zip(&targets) {
-        soft.device.save(file, to).map_err(|e| failure(&e))?;
+    for (saved, (file, to)) in loaded.files.iter().zip(&targets).enumerate() {
+        soft.device.save(file, to).map_err(|e| save_failure(&e, saved, targets.len()))?;
     }
-    let heap_peak = soft.device.heap().stats().peak as u64;
+    let (heap_peak, resident_peak) = (soft.device.heap().stats().peak as u64, soft.device.resident_peak());
     if args.explain {
-        report.ceilings = Some(soft.device.ceilings(&mut inputs).map_err(|e| failure(&e))?);
+        let ceilings = soft.device.ceilings(&mut inputs);
+        let trouble = |e| Failure::because("cannot measure the ceilings (the files are loaded)", &e);
+        report.ceilings = Some(ceilings.map_err(trouble)?);
     }
-    let outcome = Outcome { soft, inputs, loaded, report, verified: args.verify, heap_peak };
+    let verified = args.verify;
+    let outcome = Outcome { soft, inputs, loaded, report, verified, iommu, touched, heap_peak, resident_peak };
     match args.json {
         true => output::print_json(&report::json(&outcome))?,
-        false => output::print(&report::text(&outcome, args.explain))?,
+        false => output::print(&report::text(&outcome, args.explain, args.list))?,
     }
     Ok(ExitCode::SUCCESS)
 }
@@ -169,7 +215,18 @@ fn open_soft(args: &LoadArgs) -> Result<SoftDevice, Failure> {
         },
         ..SoftConfig::default()
     };
-    SoftDevice::open(config).map_err(|e| Failure::because("cannot make the software card", &e))
+    SoftDevice::open(config).map_err(|e| {
+        let failure = Failure::because("cannot make the software card", &e);
+        if !Failure::is_out_of_memory(&e) {
+            return failure;
+        }
+        failure.hint(format!(
+            "the card takes address space for all of its memory (ulimit -v): make it smaller with --card-ddr and \
+             --card-hbm, now {} and {}",
+            binary(args.card_ddr),
+            binary(args.card_hbm)
+        ))
+    })
 }
 
 /// Opens the files, or makes the sample.
@@ -181,12 +238,98 @@ fn open(args: &LoadArgs, shown: bool) -> Result<Vec<dmalane::load::Input<FileCha
     };
     let options = FileOptions::for_mode(mode);
     match &args.input {
-        Input::Files(paths) => paths.iter().map(|path| open_file(path, options).map_err(|e| cannot_open(&e))).collect(),
+        Input::Files(paths) => paths
+            .iter()
+            .map(|path| {
+                let input = open_file(path, options).map_err(cannot_open)?;
+                has_size(&input)?;
+                Ok(input)
+            })
+            .collect(),
         Input::Sample(size) => {
+            sample_fits(*size, args)?;
             let file = sample(*size, args.seed, shown)?;
-            Ok(vec![open_as(file, "sample.safetensors", options).map_err(|e| cannot_open(&e))?])
+            Ok(vec![open_as(file, SAMPLE, options).map_err(cannot_open)?])
         }
     }
+}
+
+/// What a sample is called.
+const SAMPLE: &str = "sample.safetensors";
+
+/// Files that the kernel makes up as they are read say that they have no bytes.
+fn has_size(input: &dmalane::load::Input<FileChannel>) -> Result<(), Failure> {
+    let made_up = rustix::fs::fstatfs(&input.file).is_ok_and(|s| MADE_UP.contains(&(s.f_type as u32)));
+    let empty = input.file.metadata().is_ok_and(|m| m.is_file() && m.len() == 0);
+    if !(made_up && empty) {
+        return Ok(());
+    }
+    let path = input.path.display();
+    Err(Failure::new(format!("{path} has no size: the kernel makes it up as it is read"))
+        .hint(format!("copy it first: cat {path} > copy")))
+}
+
+/// The file systems proc, sysfs, cgroup2, debugfs and tracefs.
+const MADE_UP: [u32; 5] = [0x9fa0, 0x6265_6572, 0x6367_7270, 0x6462_6720, 0x7472_6163];
+
+/// Looks, before anything is written, whether a sample has room on the card and in the temporary folder.
+fn sample_fits(size: u64, args: &LoadArgs) -> Result<(), Failure> {
+    let room = card_room(args);
+    if size > room {
+        let have = format!("the card has {} for it", binary(room));
+        let failure = Failure::new(format!("a sample of {} does not fit the card: {have}", binary(size)));
+        return Err(failure.hint(card_hint(args, &[size])));
+    }
+    let folder = std::env::temp_dir();
+    // Where it cannot be told, writing will tell.
+    let free = rustix::fs::statvfs(&folder).map_or(u64::MAX, |s| s.f_bavail.saturating_mul(s.f_frsize));
+    if size > free {
+        let message = format!("a sample of {} does not fit in {}", binary(size), folder.display());
+        return Err(
+            Failure::new(format!("{message}: {} are free", binary(free))).hint("another folder can be set with TMPDIR")
+        );
+    }
+    Ok(())
+}
+
+/// The most that one file can have on an empty card.
+fn card_room(args: &LoadArgs) -> u64 {
+    let ddr = args.card_ddr.next_multiple_of(2 << 20);
+    let half = args.card_hbm.next_multiple_of(4 << 20) / 2;
+    let tables = tables(ddr, 2 * half);
+    match args.placement {
+        // The tables are where there is most room.
+        Placement::Ddr if ddr >= half => ddr.saturating_sub(tables),
+        Placement::Ddr => ddr,
+        Placement::Hbm => half,
+        Placement::HbmStriped if ddr >= half => 2 * half,
+        Placement::HbmStriped => 2 * half.saturating_sub(tables),
+    }
+}
+
+/// What the device's page tables take of a card.
+fn tables(ddr: u64, hbm: u64) -> u64 {
+    ((ddr + hbm) / 128).max(128 << 10)
+}
+
+/// Which option gives the card room for `files` of so many bytes, and a size that is enough for all of them.
+fn card_hint(args: &LoadArgs, files: &[u64]) -> String {
+    const SLACK: u64 = 4 << 20;
+    let padded = || files.iter().map(|bytes| bytes.saturating_add(SLACK));
+    let total = padded().fold(0, u64::saturating_add);
+    let (option, needed, other) = match args.placement {
+        Placement::Ddr => ("--card-ddr", total, args.card_hbm),
+        // Each file goes to the half with more room, which then has at most half of the largest file more than half of all.
+        Placement::Hbm => ("--card-hbm", total.saturating_add(padded().max().unwrap_or(0)), args.card_ddr),
+        Placement::HbmStriped => ("--card-hbm", total, args.card_ddr),
+    };
+    // Tables for the larger card; in HBM both halves lose what one gives to them.
+    let tables = tables(needed.saturating_add(needed / 16).saturating_add(SLACK).min(1 << 40), other);
+    let enough = needed.saturating_add(tables.saturating_mul(2)).saturating_add(SLACK);
+    if enough > CARD_MOST.bytes() {
+        return format!("that is more than {option} can be ({CARD_MOST}): load less at a time");
+    }
+    format!("{option} {} is enough", Size::about(enough))
 }
 
 /// A sample in the temporary folder that has no name, so that nothing is left however this process ends. It is written out
@@ -232,7 +375,11 @@ impl Write for Counting<'_> {
 /// Where `--save` writes each file: the path itself for one file, files of the same names in that folder for several.
 fn save_targets(args: &LoadArgs) -> Result<Vec<PathBuf>, Failure> {
     let Some(save) = &args.save else { return Ok(Vec::new()) };
-    let Input::Files(files) = &args.input else { return Ok(vec![save.clone()]) };
+    let sample = [PathBuf::from(SAMPLE)];
+    let files = match &args.input {
+        Input::Files(files) => files.as_slice(),
+        Input::Sample(_) => &sample,
+    };
     if files.len() == 1 && !save.is_dir() {
         return Ok(vec![save.clone()]);
     }
@@ -252,22 +399,48 @@ fn save_targets(args: &LoadArgs) -> Result<Vec<PathBuf>, Failure> {
     Ok(targets)
 }
 
-fn cannot_open(error: &dmalane::uring::Error) -> Failure {
-    let failure = Failure::because("cannot open a file", error);
+/// The path stands in the first line, once.
+fn cannot_open(error: dmalane::uring::Error) -> Failure {
+    match &error {
+        dmalane::uring::Error::Open { path, source } => {
+            Failure::because(format!("cannot open {}", path.display()), source)
+        }
+        dmalane::uring::Error::NoDirect { .. } => {
+            Failure::from(error).hint("without --direct it is read through the page cache")
+        }
+        _ => error.into(),
+    }
+}
+
+fn load_failure(error: &Error, args: &LoadArgs, inputs: &[dmalane::load::Input<FileChannel>]) -> Failure {
+    let failure = Failure::because("the load failed, and nothing of it stays on the card", error);
     match error {
-        dmalane::uring::Error::NoDirect { .. } => failure.hint("without --direct it is read through the page cache"),
+        Error::CardFull { .. } => {
+            let layouts = inputs.iter().map(|i| Layout::new(&i.model().ok()?).map(|l| l.bo_len));
+            match layouts.collect::<Option<Vec<_>>>() {
+                Some(files) => failure.hint(card_hint(args, &files)),
+                None => failure,
+            }
+        }
+        e if Failure::is_out_of_memory(e) => {
+            failure.hint(
+            "the card's memory is this machine's: load less at a time; under ulimit -v a smaller --card-ddr or --card-hbm \
+             leaves more",
+        )
+        }
         _ => failure,
     }
 }
 
-fn failure(error: &Error) -> Failure {
-    let failure = Failure::because("the load failed, and nothing of it stays on the card", error);
+fn verify_failure(error: &Error) -> Failure {
+    let failure = Failure::because("the verification failed", error);
     match error {
-        Error::CardFull { placement, .. } => failure.hint(match placement {
-            load::Placement::Ddr => "give the card more with --card-ddr, or place it elsewhere with --placement",
-            _ => "give the card more with --card-hbm, or place it elsewhere with --placement",
-        }),
         Error::Mismatch { .. } => failure.hint("was the file changed meanwhile? If not, please report it"),
         _ => failure,
     }
+}
+
+fn save_failure(error: &Error, saved: usize, of: usize) -> Failure {
+    let before = if of > 1 { format!(", {saved} of {of} saved before") } else { String::new() };
+    Failure::because(format!("cannot save (the files are loaded{before})"), error)
 }

@@ -1,11 +1,15 @@
 //! A bar on stderr that shows how far a load is.
 
+use std::fmt::Write;
 use std::io::IsTerminal;
+use std::time::Duration;
 
-use indicatif::{ProgressBar, ProgressFinish, ProgressStyle};
+use indicatif::{HumanDuration, ProgressBar, ProgressFinish, ProgressState, ProgressStyle};
 
-const TEMPLATE: &str =
-    "{prefix} [{bar:30}] {decimal_bytes} of {decimal_total_bytes}  {decimal_bytes_per_sec}  {eta} left";
+/// As wide as the terminal, however wide that is.
+const TEMPLATE: &str = "{prefix} [{wide_bar}] {decimal_bytes}/{decimal_total_bytes} {decimal_bytes_per_sec}{left}";
+/// What is said earlier about the time left is a guess.
+const SETTLED: Duration = Duration::from_millis(500);
 
 /// Bytes done of bytes known, with rate and time left. It disappears when finished or dropped, so that what is printed
 /// next starts on a clean line.
@@ -21,7 +25,7 @@ impl Progress {
         let style = ProgressStyle::with_template(TEMPLATE).unwrap_or_else(|_| ProgressStyle::default_bar());
         Self(
             ProgressBar::new(0)
-                .with_style(style.progress_chars("=> "))
+                .with_style(style.progress_chars("=> ").with_key("left", left))
                 .with_prefix(what)
                 .with_finish(ProgressFinish::AndClear),
         )
@@ -40,6 +44,13 @@ impl Progress {
     /// Removes the bar.
     pub fn finish(&self) {
         self.0.finish_and_clear();
+    }
+}
+
+fn left(state: &ProgressState, out: &mut dyn Write) {
+    if state.elapsed() >= SETTLED {
+        // Of a bar, which tells nobody that it could not be drawn.
+        let _ = write!(out, " {:#} left", HumanDuration(state.eta()));
     }
 }
 

@@ -22,6 +22,17 @@ impl Size {
         Self((n as u64) << 20)
     }
 
+    /// `n` KiB.
+    pub const fn kib(n: u32) -> Self {
+        Self((n as u64) << 10)
+    }
+
+    /// At least `bytes`, in as few digits as one part in eight allows: whole MiB below 8 GiB, whole GiB above.
+    pub const fn about(bytes: u64) -> Self {
+        let unit = if bytes < 8 << 30 { 1 << 20 } else { 1 << 30 };
+        Self(bytes.div_ceil(unit).saturating_mul(unit))
+    }
+
     /// In bytes.
     pub const fn bytes(self) -> u64 {
         self.0
@@ -149,14 +160,28 @@ pub fn binary(bytes: u64) -> String {
     human(bytes, 1024, BINARY)
 }
 
-/// `bytes` in `time` as GB/s.
+/// `bytes` in `time` as GB/s or MB/s.
 pub fn rate(bytes: u64, time: Duration) -> String {
-    let seconds = time.as_secs_f64();
-    if seconds == 0.0 {
-        return "- GB/s".to_owned();
+    if time.is_zero() {
+        return "-".to_owned();
     }
-    let rate = bytes as f64 / 1e9 / seconds;
-    format!("{rate:.*} GB/s", if rate < 0.1 { 4 } else { 2 })
+    per_second(bytes as f64 / time.as_secs_f64())
+}
+
+/// Bytes per second as GB/s, below 0.01 GB/s as MB/s, and so on.
+pub fn per_second(rate: f64) -> String {
+    match rate {
+        r if r < 1e4 => format!("{:.2} kB/s", r / 1e3),
+        r if r < 1e7 => format!("{:.2} MB/s", r / 1e6),
+        r if r < 1e8 => format!("{:.3} GB/s", r / 1e9),
+        r => format!("{:.2} GB/s", r / 1e9),
+    }
+}
+
+/// `time` in seconds, below 10 ms in milliseconds.
+pub fn duration(time: Duration) -> String {
+    let seconds = time.as_secs_f64();
+    if seconds < 0.01 { format!("{:.2} ms", seconds * 1e3) } else { format!("{seconds:.3} s") }
 }
 
 fn human(bytes: u64, base: u64, units: [&str; 7]) -> String {
@@ -278,7 +303,13 @@ mod tests {
             assert_eq!((decimal(bytes).as_str(), binary(bytes).as_str()), (ten, two));
         }
         assert_eq!(rate(2_430_000_000, Duration::from_secs(1)), "2.43 GB/s");
-        assert_eq!(rate(1 << 20, Duration::from_secs(1)), "0.0010 GB/s");
-        assert_eq!(rate(1, Duration::ZERO), "- GB/s");
+        assert_eq!(rate(10_000_000, Duration::from_secs(1)), "0.010 GB/s");
+        assert_eq!(rate(1 << 20, Duration::from_secs(1)), "1.05 MB/s");
+        assert_eq!(rate(1, Duration::from_secs(1)), "0.00 kB/s");
+        assert_eq!(rate(1, Duration::ZERO), "-");
+        assert_eq!(duration(Duration::from_micros(9990)), "9.99 ms");
+        assert_eq!(duration(Duration::from_micros(10_400)), "0.010 s");
+        assert_eq!(Size::about((5 << 20) + 1).to_string(), "6MiB");
+        assert_eq!(Size::about((9 << 30) + 1).to_string(), "10GiB");
     }
 }

@@ -74,7 +74,7 @@ pub(crate) struct Slot {
 pub(crate) const STAGING: usize = 3;
 /// Bytes of a slot, at most: small enough that a chunk which was just copied out of the page cache is still in the
 /// processor's cache when it is hashed and transferred, large enough for the disk.
-const SLOT: u64 = 1 << 20;
+const SLOT: u64 = 2 << 20;
 
 /// What a load put on the device.
 #[derive(Debug)]

@@ -42,10 +42,10 @@ pub struct Options {
 }
 
 impl Default for Options {
-    /// Eight reads of 1 MiB in flight: enough for disks of 8 GB/s and 1 ms, and few enough that what has arrived is still in
+    /// Four reads of 2 MiB in flight: enough for disks of 8 GB/s and 1 ms, and few enough that what has arrived is still in
     /// the processor's cache when it is used.
     fn default() -> Self {
-        Self { mode: Mode::Auto, io: Io::Auto, depth: 8, block: 1 << 20 }
+        Self { mode: Mode::Auto, io: Io::Auto, depth: 4, block: 2 << 20 }
     }
 }
 

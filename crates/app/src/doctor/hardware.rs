@@ -8,10 +8,7 @@ use crate::probe::{Node, Probe};
 const SHOWN: usize = 8;
 
 pub fn dma_heaps(probe: &Probe) -> Check {
-    let subject = Subject::useful(
-        "dma_heap",
-        "buffers that other drivers import as dma-bufs; not used by a load to the software card",
-    );
+    let subject = Subject::for_real_devices("dma_heap", "buffers that other drivers import as dma-bufs");
     let names = probe.names("/dev/dma_heap");
     if names.is_empty() {
         return subject.lack("no /dev/dma_heap", kernel_option("DMABUF_HEAPS"));
@@ -27,24 +24,17 @@ pub fn dma_heaps(probe: &Probe) -> Check {
 }
 
 pub fn udmabuf(probe: &Probe) -> Check {
-    let subject = Subject::useful(
-        "udmabuf",
-        "turns our memfd buffers into dma-bufs for other drivers; not used by a load to the software card",
-    );
+    let subject = Subject::for_real_devices("udmabuf", "turns our memfd buffers into dma-bufs for other drivers");
     node(probe, subject, "/dev/udmabuf", kernel_option("CONFIG_UDMABUF"))
 }
 
 pub fn vfio(probe: &Probe) -> Check {
-    let subject =
-        Subject::useful("vfio", "drives a PCI device from user space; not used by a load to the software card");
+    let subject = Subject::for_real_devices("vfio", "drives a PCI device from user space");
     node(probe, subject, "/dev/vfio/vfio", "sudo modprobe vfio-pci".to_owned())
 }
 
 pub fn iommufd(probe: &Probe) -> Check {
-    let subject = Subject::useful(
-        "iommufd",
-        "the newer way to map memory for a PCI device; not used by a load to the software card",
-    );
+    let subject = Subject::for_real_devices("iommufd", "the newer way to map memory for a PCI device");
     node(probe, subject, "/dev/iommu", "sudo modprobe iommufd".to_owned())
 }
 
@@ -57,7 +47,8 @@ fn node(probe: &Probe, subject: Subject, path: &str, make: String) -> Check {
 }
 
 pub fn iommu_groups(probe: &Probe) -> Check {
-    let subject = Subject::useful("iommu_groups", "without an IOMMU no PCI device can be given to a program safely");
+    let subject =
+        Subject::for_real_devices("iommu_groups", "without an IOMMU no PCI device can be given to a program safely");
     match probe.names("/sys/kernel/iommu_groups").len() {
         0 => subject.lack("none: no IOMMU, or it is switched off", switch_iommu_on(probe)),
         1 => subject.ok("1 group"),
@@ -75,7 +66,7 @@ fn switch_iommu_on(probe: &Probe) -> &'static str {
 }
 
 pub fn gpus(probe: &Probe) -> Check {
-    let subject = Subject::useful("gpus", "devices that a load could go to one day; the software card needs none");
+    let subject = Subject::for_real_devices("gpus", "devices that a load could go to one day");
     let mut found: Vec<_> = pci::devices(probe)
         .into_iter()
         .filter(|d| d.computes())

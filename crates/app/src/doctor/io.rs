@@ -47,6 +47,9 @@ pub fn direct(path: &Path) -> Result<Check, Failure> {
         return Err(Failure::new(format!("{at} is neither a directory nor a file"))
             .hint("name the directory or the file that is to be loaded"));
     }
+    if let Some(name) = rustix::fs::statfs(path).ok().and_then(|s| in_memory(s.f_type as u32)) {
+        return Ok(subject.note(format!("{at}: {name} keeps its files in memory: read through the page cache")));
+    }
     let opened = if kind.is_dir() { open_scratch(path) } else { open_direct(path).map_err(Trouble::Open) };
     let file = match opened {
         Ok(file) => file,
@@ -76,7 +79,7 @@ pub fn direct(path: &Path) -> Result<Check, Failure> {
             &format!("{at} ({system}) takes O_DIRECT, but statx says that it reads through the page cache"),
         ),
         Some((memory, offset)) => {
-            subject.ok(format!("{at} ({system}): memory aligned to {memory}, offsets to {offset} bytes"))
+            subject.ok(format!("{at} ({system}): memory aligned to {memory} B, offsets to {offset} B"))
         }
         None => {
             subject.note(format!("{at} ({system}) takes O_DIRECT, but does not tell its alignment (4096 is assumed)"))
@@ -123,6 +126,16 @@ fn read_block(file: &File, alignment: u32) -> io::Result<()> {
     file.read_at(block, 0).map(drop)
 }
 
+/// The file systems of which a load knows that there is no disk to read directly. (An overlay says only that it is one.)
+fn in_memory(magic: u32) -> Option<&'static str> {
+    match magic {
+        0x0102_1994 => Some("tmpfs"),
+        0x8584_58f6 => Some("ramfs"),
+        0x9584_58f6 => Some("hugetlbfs"),
+        _ => None,
+    }
+}
+
 /// Its name, or its number where the name is not known here.
 fn file_system(file: &File) -> String {
     let Ok(stat) = fstatfs(file) else { return "unknown file system".to_owned() };
@@ -134,7 +147,6 @@ fn file_system(file: &File) -> String {
         0x9123_683e => "btrfs",
         0xf2f5_2010 => "f2fs",
         0x2fc1_2fc1 => "zfs",
-        0x0102_1994 => "tmpfs",
         0x794c_7630 => "overlay",
         0x6969 => "nfs",
         0x6573_5546 => "fuse",

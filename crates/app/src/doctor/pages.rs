@@ -63,7 +63,10 @@ pub fn transparent(probe: &Probe) -> Check {
 }
 
 pub fn transparent_shared(probe: &Probe) -> Check {
-    let subject = Subject::useful("shmem_thp", "the same for shared memory, which the software card's memory is");
+    let subject = Subject::useful(
+        "shmem_thp",
+        "transparent huge pages for shared memory, which is what the software card's memory is",
+    );
     setting(probe, subject, "shmem_enabled", "advise", &["always", "within_size", "advise", "force"])
 }
 

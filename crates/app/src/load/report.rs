@@ -1,14 +1,15 @@
 //! The outcome of a load, as text and as JSON.
 
 use std::fmt::Write;
+use std::time::Duration;
 
 use dmalane::addr::PageSize;
-use dmalane::load::{Ceilings, Stage, StageReport};
+use dmalane::load::{LoadedTensor, Stage, StageReport};
 use serde::Serialize;
 
 use super::Outcome;
 use crate::output::plain;
-use crate::size::{binary, decimal, rate};
+use crate::size::{binary, decimal, duration, per_second, rate};
 
 /// What `--json` prints; described in `docs/formats/json.md`.
 #[derive(Serialize)]
@@ -34,7 +35,7 @@ struct JsonStage {
     stage: String,
     busy_s: f64,
     held_s: f64,
-    share: f64,
+    share: Option<f64>,
     bytes: u64,
     bytes_per_s: Option<f64>,
     ceiling_bytes_per_s: Option<f64>,
@@ -81,6 +82,7 @@ struct JsonLeaves {
 struct JsonFile {
     path: String,
     bytes: u64,
+    format: &'static str,
     xxh3: String,
     direct: bool,
     io_uring: bool,
@@ -101,18 +103,30 @@ fn tensors(o: &Outcome) -> usize {
     o.loaded.files.iter().map(|f| f.model.tensors.len()).sum()
 }
 
-/// What a stage could do at best. Only stages that move bytes through memory or from the disk have a ceiling.
-fn ceiling(stage: Stage, ceilings: &Ceilings) -> Option<f64> {
-    match stage {
-        Stage::Read => Some(ceilings.read),
-        Stage::Transfer => Some(ceilings.copy),
-        _ => None,
-    }
+/// A rate over fewer bytes says how long it takes to begin.
+const LEAST: u64 = 1 << 20;
+
+/// What a stage could do at best. Only stages that move bytes through memory or from the disk have a ceiling. What is
+/// transferred is copied, and the card's memory is made present where the load is the first to touch it.
+fn ceiling(s: &StageReport, o: &Outcome) -> Option<f64> {
+    let c = o.report.ceilings.filter(|_| s.bytes >= LEAST)?;
+    let best = match s.stage {
+        Stage::Read => c.read,
+        Stage::Transfer => s.bytes as f64 / (s.bytes as f64 / c.copy + o.touched as f64 / c.first_touch),
+        _ => return None,
+    };
+    (best.is_finite() && best > 0.0).then_some(best)
 }
 
-fn per_second(s: &StageReport) -> Option<f64> {
-    let seconds = s.busy.as_secs_f64();
-    (seconds > 0.0 && s.bytes > 0).then(|| s.bytes as f64 / seconds)
+/// What a stage did, where it moved bytes.
+fn reached(s: &StageReport) -> Option<f64> {
+    let moves = !matches!(s.stage, Stage::Register | Stage::Map | Stage::Bind);
+    (moves && s.bytes >= LEAST && !s.busy.is_zero()).then(|| s.bytes as f64 / s.busy.as_secs_f64())
+}
+
+/// What of the wall time the pipeline spent on a stage; verification comes after it.
+fn share(s: &StageReport, wall: Duration) -> Option<f64> {
+    (s.stage != Stage::Verify && !wall.is_zero()).then(|| s.held.as_secs_f64() / wall.as_secs_f64())
 }
 
 /// Stages, with the verification as the last where there was one.
@@ -132,7 +146,6 @@ fn stages(o: &Outcome) -> Vec<StageReport> {
 /// The outcome as what `--json` prints.
 pub(super) fn json(o: &Outcome) -> impl Serialize + use<> {
     let wall = o.report.wall.as_secs_f64();
-    let host = o.soft.bus.host().stats();
     let leaves = |leaves: &[(PageSize, u64)]| {
         leaves.iter().map(|(page, count)| JsonLeaves { page_bytes: page.bytes(), count: *count }).collect()
     };
@@ -154,10 +167,10 @@ pub(super) fn json(o: &Outcome) -> impl Serialize + use<> {
                 stage: s.stage.to_string(),
                 busy_s: s.busy.as_secs_f64(),
                 held_s: s.held.as_secs_f64(),
-                share: if wall > 0.0 { s.held.as_secs_f64() / wall } else { 0.0 },
+                share: share(s, o.report.wall),
                 bytes: s.bytes,
-                bytes_per_s: per_second(s),
-                ceiling_bytes_per_s: ceilings.and_then(|c| ceiling(s.stage, &c)),
+                bytes_per_s: reached(s),
+                ceiling_bytes_per_s: ceiling(s, o),
             })
             .collect(),
         ceilings: ceilings.map(|c| JsonCeilings {
@@ -173,18 +186,18 @@ pub(super) fn json(o: &Outcome) -> impl Serialize + use<> {
                 .map_or(Vec::new(), |r| r.passed_over.iter().map(|(kind, why)| format!("{kind}: {why}")).collect()),
             heap_peak_bytes: o.heap_peak,
             resident_before_bytes: o.report.resident_before,
-            resident_peak_bytes: o.report.resident_peak,
+            resident_peak_bytes: o.resident_peak,
             segments: o.report.segments,
-            iommu_leaves: leaves(&host.leaves),
-            iommu_tables: host.tables,
-            iotlb_hits: host.iotlb_hits,
-            iotlb_misses: host.iotlb_misses,
-            faults: host.faults,
+            iommu_leaves: leaves(&o.iommu.leaves),
+            iommu_tables: o.iommu.tables,
+            iotlb_hits: o.iommu.hits,
+            iotlb_misses: o.iommu.misses,
+            faults: o.iommu.faults,
         },
         card: JsonCard {
             transfers: o.report.transfers,
             device_leaves: leaves(&o.report.device_leaves),
-            touched_bytes: touched(o),
+            touched_bytes: o.touched,
         },
         files: o
             .loaded
@@ -196,6 +209,7 @@ pub(super) fn json(o: &Outcome) -> impl Serialize + use<> {
                 JsonFile {
                     path: f.path.to_string_lossy().into_owned(),
                     bytes: f.model.len,
+                    format: if f.model.safetensors { "safetensors" } else { "raw" },
                     xxh3: format!("{:016x}", f.checksum),
                     direct: how.direct,
                     io_uring: how.uring,
@@ -216,29 +230,28 @@ pub(super) fn json(o: &Outcome) -> impl Serialize + use<> {
     }
 }
 
-fn touched(o: &Outcome) -> u64 {
-    let (ddr, hbm) = o.soft.bus.memory().touched();
-    ddr + hbm
-}
-
 /// The outcome for people.
-pub(super) fn text(o: &Outcome, explain: bool) -> String {
+pub(super) fn text(o: &Outcome, explain: bool, list: bool) -> String {
     let mut out = String::new();
     let r = &o.report;
     // Writing to a String cannot fail.
     let _ = writeln!(
         out,
-        "loaded {} in {} ({}, {}) in {:.3} s, {}",
+        "loaded {} in {} ({}, {}) in {}, {}",
         count(tensors(o), "tensor"),
         count(o.loaded.files.len(), "file"),
         decimal(r.bytes),
         binary(r.bytes),
-        r.wall.as_secs_f64(),
+        duration(r.wall),
         rate(r.bytes, r.wall),
     );
     for (file, input) in o.loaded.files.iter().zip(&o.inputs) {
         let path = plain(&file.path.to_string_lossy());
-        let _ = writeln!(out, "  {path}: XXH3 {:016x}, {}", file.checksum, input.channel.how());
+        let content = match file.model.safetensors {
+            true => format!("safetensors, {}", count(file.model.tensors.len(), "tensor")),
+            false => "raw, one run of bytes".to_owned(),
+        };
+        let _ = writeln!(out, "  {path}: {content}; XXH3 {:016x}; {}", file.checksum, input.channel.how());
     }
     if o.verified {
         let _ = writeln!(
@@ -247,6 +260,16 @@ pub(super) fn text(o: &Outcome, explain: bool) -> String {
             count(tensors(o), "tensor")
         );
     }
+    if list {
+        for file in &o.loaded.files {
+            if o.loaded.files.len() > 1 {
+                let _ = writeln!(out, "\n{}", plain(&file.path.to_string_lossy()));
+            } else {
+                out.push('\n');
+            }
+            out.push_str(&table(file.tensors()));
+        }
+    }
     if explain {
         explain_stages(o, &mut out);
         explain_memory(o, &mut out);
@@ -254,53 +277,90 @@ pub(super) fn text(o: &Outcome, explain: bool) -> String {
     out
 }
 
+/// The most columns that a name or a shape takes.
+const WIDEST: usize = 48;
+
+/// A line per tensor, in columns.
+fn table<'a>(tensors: impl Iterator<Item = LoadedTensor<'a>>) -> String {
+    let head = ["tensor", "dtype", "shape", "bytes", "device VA"].map(str::to_owned);
+    let rows = tensors.map(|LoadedTensor { tensor: t, va }| {
+        let dtype = if t.dtype.is_empty() { "-".to_owned() } else { plain(&t.dtype) };
+        let shape: Vec<_> = t.shape.iter().map(u64::to_string).collect();
+        let shape = if t.dtype.is_empty() { "-".to_owned() } else { format!("[{}]", shape.join(",")) };
+        let va = va.map_or("-".to_owned(), |va| format!("{:#x}-{:#x}", va.first().bits(), va.last().bits()));
+        [cut(&plain(&t.name)), dtype, cut(&shape), t.len.to_string(), va]
+    });
+    let rows: Vec<_> = std::iter::once(head).chain(rows).collect();
+    let width = |column: usize| rows.iter().map(|r| r[column].chars().count()).max().unwrap_or(0);
+    let [name, dtype, shape, bytes] = [0, 1, 2, 3].map(width);
+    let line =
+        |r: &[String; 5]| format!("{:name$}  {:dtype$}  {:shape$}  {:>bytes$}  {}\n", r[0], r[1], r[2], r[3], r[4]);
+    rows.iter().map(line).collect()
+}
+
+/// Both ends of a text that is too long: layers differ in front, their parts behind.
+fn cut(text: &str) -> String {
+    let all: Vec<char> = text.chars().collect();
+    if all.len() <= WIDEST {
+        return text.to_owned();
+    }
+    let end = (WIDEST - 3) / 2;
+    let ends = (&all[..WIDEST - 3 - end], &all[all.len() - end..]);
+    ends.0.iter().chain(&['.'; 3]).chain(ends.1).collect()
+}
+
 fn explain_stages(o: &Outcome, out: &mut String) {
-    let wall = o.report.wall.as_secs_f64();
+    let none = || "-".to_owned();
     let _ = writeln!(out, "\nstage       busy ms   held ms   of wall       bytes        rate   ceiling");
+    // So many digits that something is left of a short load.
+    let digits = if o.report.wall < Duration::from_millis(10) { 3 } else { 1 };
     for s in stages(o) {
-        let share = if wall > 0.0 { s.held.as_secs_f64() / wall * 100.0 } else { 0.0 };
-        let at_best = o.report.ceilings.as_ref().and_then(|c| ceiling(s.stage, c));
-        let of_ceiling = match (per_second(&s), at_best) {
-            (Some(got), Some(best)) if best > 0.0 => {
-                format!("  {:.2} GB/s ({:.0} %)", best / 1e9, got / best * 100.0)
-            }
-            _ => String::new(),
+        let of_ceiling = match (reached(&s), ceiling(&s, o)) {
+            (Some(got), Some(best)) => format!("{} ({:.0} %)", per_second(best), got / best * 100.0),
+            _ => none(),
         };
-        let rate = if s.bytes > 0 { rate(s.bytes, s.busy) } else { "-".into() };
         let _ = writeln!(
             out,
-            "{:<10} {:>8.1} {:>9.1} {:>7.1} % {:>11} {:>11}{of_ceiling}",
+            "{:<10} {:>8.digits$} {:>9.digits$} {:>9} {:>11} {:>11}  {of_ceiling}",
             s.stage.to_string(),
             s.busy.as_secs_f64() * 1e3,
             s.held.as_secs_f64() * 1e3,
-            share,
+            share(&s, o.report.wall).map_or_else(none, |share| format!("{:.1} %", share * 100.0)),
             decimal(s.bytes),
-            rate,
+            reached(&s).map_or_else(none, per_second),
         );
     }
     let _ = writeln!(
         out,
         "busy: the stage had work under way (stages overlap). held: the pipeline worked on it or waited for it, and did nothing \
-         else; the share of the wall time is of that. verify comes after the wall time."
+         else; the share of the wall time is of that. verify comes after the wall time. -: nothing moved, or less than 1 MiB."
     );
+    if let Some(c) = o.report.ceilings {
+        let _ = writeln!(
+            out,
+            "transfer at best copies its bytes ({}), after the first touch of {} of the card's memory ({}).",
+            per_second(c.copy),
+            decimal(o.touched),
+            per_second(c.first_touch)
+        );
+    }
     if let Some(s) = o.report.slowest() {
         let _ = writeln!(out, "The stage that cost most: {}.", s.stage);
     }
     if let Some(c) = o.report.ceilings {
         let _ = writeln!(
             out,
-            "Ceilings of this run: reading the same files into the same buffers {:.2} GB/s, copying memory {:.2} GB/s, first \
-             touch of the card's memory {:.2} GB/s.",
-            c.read / 1e9,
-            c.copy / 1e9,
-            c.first_touch / 1e9
+            "Ceilings of this run: reading the same files into the same buffers {}, copying memory {}, first touch of the \
+             card's memory {}.",
+            per_second(c.read),
+            per_second(c.copy),
+            per_second(c.first_touch)
         );
     }
 }
 
 fn explain_memory(o: &Outcome, out: &mut String) {
     let r = &o.report;
-    let host = o.soft.bus.host().stats();
     let _ = writeln!(out, "\nhost       {} of {}", count(r.staging.0, "staging buffer"), binary(r.staging.1));
     if let Some(rung) = o.soft.device.staging_rung() {
         let _ = writeln!(out, "           on {}", rung.kind);
@@ -310,26 +370,27 @@ fn explain_memory(o: &Outcome, out: &mut String) {
     }
     let _ = writeln!(
         out,
-        "           heap at most {}; RssAnon + HugetlbPages {} before, {} at most (the card's memory is apart)",
+        "           heap at most {}; RssAnon + HugetlbPages {} before, {} at most (before the \
+         ceilings were measured; the card's memory is apart)",
         binary(o.heap_peak),
         binary(r.resident_before),
-        binary(r.resident_peak)
+        binary(o.resident_peak)
     );
     let _ = writeln!(
         out,
         "IOMMU      {} in {}; {}; IOTLB {} hits, {} misses; {}",
         count(r.segments as usize, "segment"),
-        leaves(&host.leaves),
-        count(host.tables, "table"),
-        host.iotlb_hits,
-        host.iotlb_misses,
-        count(host.faults as usize, "fault"),
+        leaves(&o.iommu.leaves),
+        count(o.iommu.tables, "table"),
+        o.iommu.hits,
+        o.iommu.misses,
+        count(o.iommu.faults as usize, "fault"),
     );
     let _ = writeln!(
         out,
-        "card       {}; {} touched; bound by {}",
+        "card       {}; {} touched first; bound by {}",
         count(r.transfers as usize, "transfer"),
-        binary(touched(o)),
+        binary(o.touched),
         leaves(&r.device_leaves)
     );
 }
@@ -341,4 +402,33 @@ fn leaves(leaves: &[(PageSize, u64)]) -> String {
 
 fn count(n: usize, what: &str) -> String {
     if n == 1 { format!("1 {what}") } else { format!("{n} {what}s") }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use dmalane::addr::{DeviceVa, FileOffset, Span};
+    use dmalane::load::Tensor;
+
+    #[test]
+    fn the_table_is_aligned_whatever_the_names() {
+        let tensor = |name: &str, shape: &[u64], len| Tensor {
+            name: name.to_owned(),
+            dtype: "F32".to_owned(),
+            shape: shape.to_vec(),
+            at: FileOffset::new(0),
+            len,
+        };
+        let tensors = [tensor("a\x1b[2J", &[3, 4], 48), tensor(&"\u{e9}".repeat(99), &[9; 60], 0)];
+        let va = Span::new(DeviceVa::new(1 << 32), 48);
+        let rows = tensors.iter().zip([va, None]).map(|(tensor, va)| LoadedTensor { tensor, va });
+        let text = table(rows);
+        let lines: Vec<_> = text.lines().collect();
+        assert_eq!(lines.len(), 3);
+        assert!(lines[1].starts_with("a\u{fffd}[2J ") && lines[1].ends_with("  48  0x100000000-0x10000002f"), "{text}");
+        let column =
+            |line: &str| line.chars().collect::<String>().chars().count() - line.rsplit("  ").next().unwrap().len();
+        assert!(lines.iter().all(|l| column(l) == column(lines[0])), "{text}");
+        assert!(lines[2].contains("\u{e9}...\u{e9}") && lines[2].ends_with("  -"), "{text}");
+    }
 }
