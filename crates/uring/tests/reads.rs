@@ -255,7 +255,7 @@ fn a_channel_may_be_dropped_or_moved_while_it_reads() {
     for mode in [Mode::Auto, Mode::Buffered] {
         let heap = AnonHeap::new();
         for round in 0..20u64 {
-            let mut channel = FileChannel::open(file.path(), Options { mode, ..Options::default() }).unwrap();
+            let mut channel = FileChannel::open(file.path(), Options { mode, depth: 8, ..Options::default() }).unwrap();
             for i in 0..8 {
                 let part = heap.allocate(2 << 20).unwrap().share().into_part();
                 let _ticket = channel.submit(to_host(part, i * (2 << 20))).unwrap();
