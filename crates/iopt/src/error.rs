@@ -87,6 +87,14 @@ pub enum Error {
         /// The input address that needed the table.
         at: Place,
     },
+    /// The memory has no tables of the sizes that the format needs.
+    #[error("tables of {table} with a root of {root} cannot be had here")]
+    TableSize {
+        /// The size of a table.
+        table: PageSize,
+        /// The size of the root.
+        root: PageSize,
+    },
     /// [`Tables::allocate`](crate::Tables::allocate) gave an address that no entry of the format can hold.
     #[error("a page table at {at} is not aligned to its size or does not fit the format's entries")]
     TableAddress {

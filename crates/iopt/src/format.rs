@@ -1,11 +1,27 @@
 //! What the bits of one page-table entry mean.
 
+use alloc::vec::Vec;
 use core::fmt::Debug;
 
 use dmalane_addr::{Access, PageSize, PageSizes};
 
 /// Most levels a format may have; bounds the walkers' stacks.
 pub(crate) const MAX_LEVELS: usize = 6;
+
+/// A register, or a word of a structure in memory, and what to program into it.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct Register {
+    /// Its name in the specification that the format names.
+    pub name: &'static str,
+    /// Its value; bits that are not the page table's business are 0.
+    pub value: u64,
+}
+
+impl Register {
+    pub(crate) const fn new(name: &'static str, value: u64) -> Self {
+        Self { name, value }
+    }
+}
 
 /// What an entry says.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -25,17 +41,20 @@ pub enum Entry {
 
 /// A page-table format: the geometry of the tree and the bits of an entry. It knows nothing of walking.
 ///
-/// Levels are numbered from the root, which is level 0, as in the Arm manuals. Entries are 64-bit, the all-zero entry
-/// is [`Entry::Invalid`] at every level, and a table fills exactly one granule. The walkers check this geometry at
-/// compile time.
+/// Levels are numbered from the root, which is level 0 whatever the architecture calls it. The all-zero entry is
+/// [`Entry::Invalid`] at every level. A table has two to the power of [`INDEX_BITS`](Self::INDEX_BITS) entries; the root
+/// translates what is left of [`INPUT_BITS`](Self::INPUT_BITS) and may be smaller or larger. The walkers check this
+/// geometry at compile time.
 pub trait Format: Copy + Debug + 'static {
     /// The name of the format as it stands in messages.
     const NAME: &'static str;
     /// Levels of tables, at most 6.
     const LEVELS: u32;
-    /// Address bits that one level translates; a table has two to this power entries.
+    /// Address bits that a level below the root translates; its tables have two to this power entries.
     const INDEX_BITS: u32;
-    /// The smallest page, and the size and alignment of a table.
+    /// Bytes of an entry: 8, or 4.
+    const ENTRY_BYTES: u64 = 8;
+    /// The smallest page.
     const GRANULE: PageSize;
     /// Bits of an input address, at most 63. Addresses above are refused.
     const INPUT_BITS: u32;
@@ -45,11 +64,12 @@ pub trait Format: Copy + Debug + 'static {
     /// split into leaves one level down).
     const PAGE_SIZES: PageSizes;
 
-    /// True when a leaf can grant exactly this access (apart from rights that the format does not have at all).
+    /// True when a leaf can grant exactly this access.
     fn supports(access: Access) -> bool;
 
-    /// The entry that points to the table at `next`, a granule-aligned address below 2^`OUTPUT_BITS`.
-    fn encode_table(next: u64) -> u64;
+    /// The entry at `level` that points to the table at `next`, an address below 2^`OUTPUT_BITS` that is aligned to the
+    /// size of a table.
+    fn encode_table(level: u32, next: u64) -> u64;
 
     /// The entry that maps `out` at `level`. `out` is a multiple of the level's page size below 2^`OUTPUT_BITS`, the
     /// page size is one of `PAGE_SIZES`, and `access` is supported.
@@ -58,6 +78,10 @@ pub trait Format: Copy + Debug + 'static {
     /// What an entry found at `level` means; defined for every bit pattern. At the last level it never gives
     /// [`Entry::Table`].
     fn decode(level: u32, entry: u64) -> Entry;
+
+    /// What to program beside the tables so that a device walks them from `root`: as the documentation of the format
+    /// says.
+    fn registers(root: u64) -> Vec<Register>;
 }
 
 /// Position of the lowest input-address bit that `level` translates.
@@ -65,14 +89,14 @@ pub(crate) const fn shift<F: Format>(level: u32) -> u32 {
     F::GRANULE.log2() as u32 + (F::LEVELS - 1 - level) * F::INDEX_BITS
 }
 
-/// The entry of a table at `level` that translates `at`.
+/// The entry of a table at `level` that translates `at`, an address within the input range.
 pub(crate) const fn index<F: Format>(at: u64, level: u32) -> usize {
-    (at >> shift::<F>(level)) as usize & (entries::<F>() - 1)
+    (at >> shift::<F>(level)) as usize & (entries::<F>(level) - 1)
 }
 
-/// Entries in a table.
-pub(crate) const fn entries<F: Format>() -> usize {
-    1 << F::INDEX_BITS
+/// Entries in a table at `level`.
+pub(crate) const fn entries<F: Format>(level: u32) -> usize {
+    if level == 0 { 1 << (F::INPUT_BITS - shift::<F>(0)) } else { 1 << F::INDEX_BITS }
 }
 
 /// The page size of a leaf at `level`.
@@ -111,18 +135,16 @@ pub(crate) const fn same_table<F: Format>(a: u64, b: u64, level: u32) -> bool {
 
 /// Evaluated at compile time for every format in use: what the walkers assume about the constants.
 pub(crate) const fn geometry_is_sound<F: Format>() -> bool {
-    let granule = F::GRANULE.log2() as u32;
     let mut level = F::LEVELS;
     let mut sizes = 0u64;
-    // The page sizes are those of the last levels, without a gap, and level 0 has no leaf.
-    while level > 1 && sizes.count_ones() < F::PAGE_SIZES.bits().count_ones() {
+    // The page sizes are those of the last levels, without a gap.
+    while level > 0 && sizes.count_ones() < F::PAGE_SIZES.bits().count_ones() {
         level -= 1;
         sizes |= 1 << shift::<F>(level);
     }
     F::LEVELS >= 2
         && F::LEVELS as usize <= MAX_LEVELS
-        && F::INDEX_BITS + 3 == granule
-        && F::INPUT_BITS <= granule + F::LEVELS * F::INDEX_BITS
+        && (F::ENTRY_BYTES == 8 || F::ENTRY_BYTES == 4)
         && F::INPUT_BITS > shift::<F>(0)
         && F::INPUT_BITS < 64
         && F::OUTPUT_BITS < 64

@@ -28,26 +28,25 @@
 
 extern crate alloc;
 
-mod arm64_s1_4k;
 mod error;
 mod estimate;
 mod flush;
 mod format;
+mod formats;
 mod map;
 mod runs;
+mod slots;
 mod table;
 mod tables;
 mod unmap;
 mod walk;
-mod x86_64_4l;
 
-pub use arm64_s1_4k::Arm64S1_4k;
 pub use error::{Error, Place};
 pub use estimate::TableEstimate;
 pub use flush::FlushList;
-pub use format::{Entry, Format};
+pub use format::{Entry, Format, Register};
+pub use formats::*;
 pub use runs::{Run, Runs};
 pub use table::{Leaf, PageTable};
-pub use tables::{HeapTables, Tables};
+pub use tables::{HeapTables, TableShape, Tables};
 pub use walk::{FaultKind, WalkFault, Walked, walk};
-pub use x86_64_4l::X86_64_4Level;

@@ -10,7 +10,7 @@ use core::marker::PhantomData;
 use dmalane_addr::{Access, Address, Segment, Span};
 
 use crate::format::{MAX_LEVELS, entries, index, input_len, leaf_level, page_size, same_table, shift};
-use crate::{Entry, Error, Format, PageTable, Place, Tables};
+use crate::{Entry, Error, Format, PageTable, Place, Tables, slots};
 
 /// The tables down to where the last leaf was written, so that the next table is found from the nearest common one. Kept
 /// from call to call, and forgotten whenever tables leave the tree.
@@ -135,7 +135,7 @@ impl<F: Format, I: Address, O: Address, T: Tables> PageTable<F, I, O, T> {
         let page = F::GRANULE.bytes();
         let mut stop = None;
         let mut now = source.now;
-        let done = self.tables.update(table, index::<F>(at, level)..entries::<F>(), |old| {
+        let done = slots::update::<F, T>(&mut self.tables, table, index::<F>(at, level)..entries::<F>(level), |old| {
             if now.len == 0 {
                 // No look-ahead here: whether segments continue each other makes no difference within this table.
                 match source.take() {
@@ -170,9 +170,9 @@ impl<F: Format, I: Address, O: Address, T: Tables> PageTable<F, I, O, T> {
     ) -> (usize, Option<Stop<O>>) {
         let page = page_size::<F>(level).bytes();
         let first = index::<F>(at, level);
-        let count = (now.len / page).min((entries::<F>() - first) as u64) as usize;
+        let count = (now.len / page).min((entries::<F>(level) - first) as u64) as usize;
         let mut stop = None;
-        let done = self.tables.update(table, first..first + count, |old| {
+        let done = slots::update::<F, T>(&mut self.tables, table, first..first + count, |old| {
             if F::decode(level, old) != Entry::Invalid {
                 stop = Some(Stop::Taken);
                 return None;
@@ -201,12 +201,12 @@ impl<F: Format, I: Address, O: Address, T: Tables> PageTable<F, I, O, T> {
         }
         while l < level {
             let (table, i) = (self.cursor.path[l as usize], index::<F>(at, l));
-            let next = match F::decode(l, self.tables.load(table, i)) {
+            let next = match F::decode(l, self.load(table, i)) {
                 Entry::Table(next) => T::Addr::new(next),
                 Entry::Leaf { .. } => return Err(Error::Overlap { at: Place::of(I::new(at)) }),
                 Entry::Invalid => {
                     let next = self.allocate(at)?;
-                    self.tables.store(table, i, F::encode_table(next.bits()));
+                    self.store(table, i, F::encode_table(l, next.bits()));
                     next
                 }
             };
@@ -243,14 +243,14 @@ impl<F: Format, I: Address, O: Address, T: Tables> PageTable<F, I, O, T> {
     fn prune(&mut self, at: u64) {
         let mut path = [self.root; MAX_LEVELS];
         let mut level = 0;
-        while let Entry::Table(next) = F::decode(level, self.tables.load(path[level as usize], index::<F>(at, level))) {
+        while let Entry::Table(next) = F::decode(level, self.load(path[level as usize], index::<F>(at, level))) {
             level += 1;
             path[level as usize] = T::Addr::new(next);
         }
         while level > 0 && self.is_empty(path[level as usize], level) {
             self.tables.free(path[level as usize]);
             level -= 1;
-            self.tables.store(path[level as usize], index::<F>(at, level), 0);
+            self.store(path[level as usize], index::<F>(at, level), 0);
         }
     }
 }

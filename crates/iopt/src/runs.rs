@@ -60,7 +60,7 @@ impl<F: Format, I: Address, O: Address, T: Tables> Iterator for Runs<'_, F, I, O
     fn next(&mut self) -> Option<Run<I, O>> {
         while let Some((at, last)) = self.rest {
             let level = self.level;
-            let entry = self.table.tables.load(self.path[level as usize], index::<F>(at, level));
+            let entry = self.table.load(self.path[level as usize], index::<F>(at, level));
             match F::decode(level, entry) {
                 Entry::Invalid => self.skip_entry(at, last),
                 Entry::Table(next) => {

@@ -4,8 +4,8 @@ use alloc::vec::Vec;
 
 use dmalane_addr::{Address, Span};
 
-use crate::format::{entries, index, input_len, page_size, same_table, shift, top_leaf_level};
-use crate::{Entry, Error, FlushList, Format, PageTable, Tables};
+use crate::format::{entries, index, input_len, page_size, same_table, top_leaf_level};
+use crate::{Entry, Error, FlushList, Format, PageTable, Tables, slots};
 
 /// A boundary inside a leaf, and the tables that make it a boundary between leaves.
 #[derive(Clone, Copy)]
@@ -96,7 +96,7 @@ impl<F: Format, I: Address, O: Address, T: Tables> PageTable<F, I, O, T> {
             if at & (page_size::<F>(level).bytes() - 1) == 0 {
                 return None; // a boundary of this level's entries already
             }
-            match F::decode(level, self.tables.load(table, index::<F>(at, level))) {
+            match F::decode(level, self.load(table, index::<F>(at, level))) {
                 Entry::Invalid => return None,
                 Entry::Table(next) => table = T::Addr::new(next),
                 Entry::Leaf { .. } => return Some(Cut { at, from: level, to: first_aligned_level::<F>(at) }),
@@ -111,19 +111,21 @@ impl<F: Format, I: Address, O: Address, T: Tables> PageTable<F, I, O, T> {
         let mut level = 0;
         while at & (page_size::<F>(level).bytes() - 1) != 0 {
             let i = index::<F>(at, level);
-            table = match F::decode(level, self.tables.load(table, i)) {
+            table = match F::decode(level, self.load(table, i)) {
                 Entry::Invalid => return,
                 Entry::Table(next) => T::Addr::new(next),
                 Entry::Leaf { out, access } => {
                     // The other cut may have split this leaf already; what was counted is never too little.
                     let Some(next) = spare.pop() else { return };
-                    for k in 0..entries::<F>() {
-                        let part = out + ((k as u64) << shift::<F>(level + 1));
-                        self.tables.store(next, k, F::encode_leaf(level + 1, part, access));
-                    }
-                    self.tables.store(table, i, F::encode_table(next.bits()));
+                    let mut part = out;
+                    slots::update::<F, T>(&mut self.tables, next, 0..entries::<F>(level + 1), |_| {
+                        let entry = F::encode_leaf(level + 1, part, access);
+                        part += page_size::<F>(level + 1).bytes();
+                        Some(entry)
+                    });
+                    self.store(table, i, F::encode_table(level, next.bits()));
                     self.leaves[level as usize] -= 1;
-                    self.leaves[level as usize + 1] += entries::<F>() as u64;
+                    self.leaves[level as usize + 1] += entries::<F>(level + 1) as u64;
                     next
                 }
             };
@@ -145,13 +147,28 @@ impl<F: Format, I: Address, O: Address, T: Tables> PageTable<F, I, O, T> {
         let page = page_size::<F>(level).bytes();
         // A table that goes as a whole keeps its entries: nothing reads them once it is unlinked, but for a walker that
         // must be told to forget it anyway. The root is never unlinked.
-        let mask = page * entries::<F>() as u64 - 1;
+        let mask = page * entries::<F>(level) as u64 - 1;
         let whole = level > 0 && first & mask == 0 && last & mask == mask;
+        if level + 1 == F::LEVELS {
+            let valid = |entry: u64| entry != 0 && F::decode(F::LEVELS - 1, entry) != Entry::Invalid;
+            let mut pages = 0;
+            if whole {
+                pages = (i..=j).filter(|&k| valid(self.load(table, k))).count() as u64;
+            } else {
+                slots::update::<F, T>(&mut self.tables, table, i..j + 1, |old| {
+                    pages += u64::from(valid(old));
+                    Some(0)
+                });
+            }
+            cleared.bytes += page * pages;
+            self.leaves[level as usize] -= pages;
+            return whole || pages > 0 && level > 0 && self.is_empty_but(table, level, i, j);
+        }
         let (mut changed, mut kept) = (false, false);
         let mut at = first;
         for k in i..=j {
             let entry_last = (at | (page - 1)).min(last);
-            let gone = match F::decode(level, self.tables.load(table, k)) {
+            let gone = match F::decode(level, self.load(table, k)) {
                 Entry::Invalid => false,
                 Entry::Leaf { .. } => {
                     cleared.bytes += page;
@@ -169,7 +186,7 @@ impl<F: Format, I: Address, O: Address, T: Tables> PageTable<F, I, O, T> {
                 }
             };
             if gone && !whole {
-                self.tables.store(table, k, 0);
+                self.store(table, k, 0);
                 changed = true;
             }
             at = entry_last.wrapping_add(1);
@@ -179,19 +196,19 @@ impl<F: Format, I: Address, O: Address, T: Tables> PageTable<F, I, O, T> {
 
     /// True when no entry of the table is valid.
     pub(crate) fn is_empty(&self, table: T::Addr, level: u32) -> bool {
-        (0..entries::<F>()).all(|i| self.is_invalid(table, level, i))
+        (0..entries::<F>(level)).all(|i| self.is_invalid(table, level, i))
     }
 
     /// The same, given that entries `i` to `j` are not. The neighbours come first: when a table is taken down page by
     /// page in either direction, one of them is still there.
     fn is_empty_but(&self, table: T::Addr, level: u32, i: usize, j: usize) -> bool {
-        let end = entries::<F>();
+        let end = entries::<F>(level);
         (i == 0 || self.is_invalid(table, level, i - 1))
             && (j + 1..end).chain(0..i).all(|k| self.is_invalid(table, level, k))
     }
 
     fn is_invalid(&self, table: T::Addr, level: u32, i: usize) -> bool {
-        F::decode(level, self.tables.load(table, i)) == Entry::Invalid
+        F::decode(level, self.load(table, i)) == Entry::Invalid
     }
 }
 

@@ -1,0 +1,80 @@
+//! What the stages of VMSAv8-64 have in common: geometry, descriptor types and addresses.
+
+use dmalane_addr::{PageSize, PageSizes};
+
+pub(super) const VALID: u64 = 1;
+/// With `VALID`: a table above the last level, a page at it. Without it: a block.
+pub(super) const TABLE_OR_PAGE: u64 = 1 << 1;
+pub(super) const SH_INNER: u64 = 0b11 << 8;
+pub(super) const AF: u64 = 1 << 10;
+
+/// Address bits that a full table translates, for granules of 2^`granule` bytes.
+pub(super) const fn index_bits(granule: u32) -> u32 {
+    granule - 3
+}
+
+/// The fewest levels for `input` bits when the root may translate `extra` bits more than another table.
+pub(super) const fn levels(granule: u32, input: u32, extra: u32) -> u32 {
+    let mut levels = 2;
+    while granule + levels * index_bits(granule) + extra < input {
+        levels += 1;
+    }
+    levels
+}
+
+/// Logarithm of the page size at `level`.
+pub(super) const fn page_log2(granule: u32, levels: u32, level: u32) -> u32 {
+    granule + (levels - 1 - level) * index_bits(granule)
+}
+
+/// Pages, and the blocks that need no extension: 2 MiB and 1 GiB, 32 MiB, or 512 MiB.
+pub(super) const fn page_sizes(granule: u32) -> PageSizes {
+    match granule {
+        12 => PageSizes::from_bits(1 << 30 | 1 << 21 | 1 << 12),
+        14 => PageSizes::from_bits(1 << 25 | 1 << 14),
+        16 => PageSizes::from_bits(1 << 29 | 1 << 16),
+        _ => panic!("granules are of 4, 16 and 64 KiB"),
+    }
+}
+
+/// The granule as a page size.
+pub(super) const fn granule_size(granule: u32) -> PageSize {
+    PageSize::from_log2(granule as u8).expect("checked by page_sizes")
+}
+
+/// The address field of a descriptor, for 48-bit addresses.
+pub(super) const fn address(granule: u32) -> u64 {
+    (1 << 48) - (1 << granule)
+}
+
+/// The type of a descriptor.
+pub(super) enum Type {
+    Invalid,
+    Table,
+    Leaf,
+}
+
+/// Reads bits 1:0 at `level`. Blocks exist from `top` on.
+#[inline]
+pub(super) fn descriptor_type(levels: u32, top: u32, level: u32, entry: u64) -> Type {
+    match entry & (VALID | TABLE_OR_PAGE) {
+        0b11 if level + 1 < levels => Type::Table,
+        0b11 if level + 1 == levels => Type::Leaf,
+        VALID if level >= top && level + 1 < levels => Type::Leaf,
+        _ => Type::Invalid, // at the last level type 0b01 is reserved
+    }
+}
+
+/// The first level that has leaves.
+pub(super) const fn top(granule: u32, levels: u32) -> u32 {
+    levels - page_sizes(granule).bits().count_ones()
+}
+
+/// `TG0` of `TCR_EL1` and `VTCR_EL2`.
+pub(super) const fn tg0(granule: u32) -> u64 {
+    match granule {
+        12 => 0b00,
+        14 => 0b10,
+        _ => 0b01,
+    }
+}

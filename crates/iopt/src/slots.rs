@@ -1,0 +1,62 @@
+//! Entries of a format in the 64-bit words of table memory.
+//!
+//! Entries of 4 bytes lie two to a word, the one with the even index in the low half, as a little-endian device sees
+//! them. Storing one rewrites its word, and so its neighbour with what it was.
+
+use core::ops::Range;
+
+use crate::{Format, Tables};
+
+/// Which bits of which word an entry is, for formats with 4-byte entries.
+const fn half(index: usize) -> (usize, u32) {
+    (index / 2, index as u32 % 2 * 32)
+}
+
+#[inline]
+pub(crate) fn load<F: Format, T: Tables>(tables: &T, table: T::Addr, index: usize) -> u64 {
+    if F::ENTRY_BYTES == 8 {
+        return tables.load(table, index);
+    }
+    let (word, shift) = half(index);
+    tables.load(table, word) >> shift & u64::from(u32::MAX)
+}
+
+#[inline]
+pub(crate) fn store<F: Format, T: Tables>(tables: &mut T, table: T::Addr, index: usize, entry: u64) {
+    if F::ENTRY_BYTES == 8 {
+        return tables.store(table, index, entry);
+    }
+    let (word, shift) = half(index);
+    let others = tables.load(table, word) & !(u64::from(u32::MAX) << shift);
+    tables.store(table, word, others | entry << shift);
+}
+
+/// [`Tables::update`] for entries.
+#[inline]
+pub(crate) fn update<F: Format, T: Tables>(
+    tables: &mut T,
+    table: T::Addr,
+    range: Range<usize>,
+    mut each: impl FnMut(u64) -> Option<u64>,
+) -> usize {
+    if F::ENTRY_BYTES == 8 {
+        return tables.update(table, range, each);
+    }
+    let (start, len) = (range.start, range.len());
+    for index in range {
+        match each(load::<F, T>(tables, table, index)) {
+            Some(new) => store::<F, T>(tables, table, index, new),
+            None => return index - start,
+        }
+    }
+    len
+}
+
+/// The entry at byte address `at`, out of the word that `load` fetches.
+#[inline]
+pub(crate) fn fetch<F: Format>(at: u64, mut load: impl FnMut(u64) -> Option<u64>) -> Option<u64> {
+    if F::ENTRY_BYTES == 8 {
+        return load(at);
+    }
+    Some(load(at & !7)? >> (at % 8 * 8) & u64::from(u32::MAX))
+}
