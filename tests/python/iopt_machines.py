@@ -11,6 +11,8 @@ import numpy as np
 import unicorn
 from unicorn import Uc
 from unicorn import arm64_const as arm64
+from unicorn import arm_const as arm
+from unicorn import riscv_const as riscv
 from unicorn import x86_const as x86
 from unicorn.unicorn_py3.unicorn import uclib
 
@@ -113,6 +115,49 @@ def arm64_stage1(registers, base, image):
     return uc
 
 
+def arm64_stage2(registers, base, image):
+    uc, write = arm64_engine(base, image)
+    uc.reg_write(arm64.UC_ARM64_REG_PSTATE, 0)
+    for name, value in registers.items():
+        write(name, value)
+    write("HCR_EL2", 1 << 31 | 1)
+    # Stage 1 stays off; the write makes Unicorn look at all of the above.
+    write("SCTLR_EL1", uc.reg_read(arm64.UC_ARM64_REG_CP_REG, ARM64["SCTLR_EL1"]) & ~1)
+    return uc
+
+
+# coprocessor, 64 bits, secure, crn, crm, opc1, opc2
+ARM = {
+    "SCTLR": (15, 0, 0, 1, 0, 0, 0),
+    "TTBR0": (15, 0, 0, 2, 0, 0, 0),
+    "TTBCR": (15, 0, 0, 2, 0, 0, 2),
+    "DACR": (15, 0, 0, 3, 0, 0, 0),
+}
+
+
+def arm_short(registers, base, image):
+    uc = engine(unicorn.UC_ARCH_ARM, unicorn.UC_MODE_ARM, arm.UC_CPU_ARM_CORTEX_A15, base, image)
+    # User mode, as AArch64 above.
+    uc.reg_write(arm.UC_ARM_REG_CPSR, 0x10)
+    for name, value in registers.items():
+        uc.reg_write(arm.UC_ARM_REG_CP_REG, (*ARM[name], value))
+    control = uc.reg_read(arm.UC_ARM_REG_CP_REG, ARM["SCTLR"]) | registers.get("SCTLR", 0) | 1
+    uc.reg_write(arm.UC_ARM_REG_CP_REG, (*ARM["SCTLR"], control))
+    return uc
+
+
+def riscv64(registers, base, image):
+    uc = engine(unicorn.UC_ARCH_RISCV, unicorn.UC_MODE_RISCV64, None, base, image)
+    uc.reg_write(riscv.UC_RISCV_REG_SATP, registers["satp"])
+    uc.reg_write(riscv.UC_RISCV_REG_MSTATUS, 0)
+    uc.reg_write(riscv.UC_RISCV_REG_PRIV, 0)  # user mode; last, since satp cannot be written there
+    return uc
+
+
+def x86_64_la57(registers, base, image):
+    return x86_64(registers, base, image, la57=1)
+
+
 def x86_64(registers, base, image, la57=0):
     uc = engine(unicorn.UC_ARCH_X86, unicorn.UC_MODE_64, None, base, image)
     efer = 1 << 8 | 1 << 10 | registers["IA32_EFER.NXE"] << 11
@@ -123,9 +168,34 @@ def x86_64(registers, base, image, la57=0):
     return uc
 
 
+# What stage 1 and its like can express: nothing can be reached that cannot be read.
 READABLE = ("r", "rw", "rx", "rwx")
+EVERY = ("r", "w", "x", "rw", "rx", "wx", "rwx")
+STAGE2_DIFFERS = "Unicorn executes from what may be written and not read"
 
+
+def stage2(name, leaves, input_bits):
+    return Machine(name, arm64_stage2, leaves, input_bits, 44, EVERY, differs=STAGE2_DIFFERS)
+
+
+def sv(bits, *leaves):
+    # Write without read is reserved.
+    return Machine(f"riscv-sv{bits}", riscv64, leaves, bits, 56, ("r", "x", "rw", "rx", "rwx"), signed=True)
+
+
+# A format that the program does not have (yet) is skipped, and said to be.
 MACHINES = [
     Machine("arm64-s1-4k", arm64_stage1, (12, 21, 30), 48, 48, READABLE),
+    Machine("arm64-s1-16k", arm64_stage1, (14, 25), 48, 48, READABLE),
+    Machine("arm64-s1-64k", arm64_stage1, (16, 29), 48, 48, READABLE),
+    stage2("arm64-s2-4k", (12, 21, 30), 40),
+    stage2("arm64-s2-16k", (14, 25), 40),
+    stage2("arm64-s2-64k", (16, 29), 40),
+    # Supersections above 32 bits cannot be seen: the answer is cut to 32 bits.
+    Machine("armv7-short", arm_short, (12, 16, 20, 24), 32, 32, READABLE, table_bits=32, address_bits=32),
     Machine("x86-64-4level", x86_64, (12, 21, 30), 48, 40, READABLE, signed=True),
+    Machine("x86-64-5level", x86_64_la57, (12, 21, 30), 57, 40, READABLE, signed=True),
+    sv(39, 12, 21, 30),
+    sv(48, 12, 21, 30, 39),
+    sv(57, 12, 21, 30, 39, 48),
 ]

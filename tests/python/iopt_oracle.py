@@ -6,6 +6,7 @@ Run by itself (scripts/oracle does that) it takes as many addresses as it is tol
 import argparse
 import ctypes
 import json
+import re
 import sys
 import tempfile
 import time
@@ -130,6 +131,13 @@ def run(dmalane, *args):
     return json.loads(done.stdout)
 
 
+def formats(dmalane):
+    """The names of the formats that the program has."""
+    help_text = dmalane.run("iopt", "build", "--help").stdout
+    found = re.search(r"--format.*?\[possible values: ([^\]]*)\]", help_text, re.DOTALL)
+    return set(re.split(r",\s*", found[1].strip()))
+
+
 def shard(binary, format_name, count, seed):
     """One part of a long run, in a process of its own."""
     machine = next(m for m in MACHINES if m.format == format_name)
@@ -146,9 +154,13 @@ def main():
     parser.add_argument("--seed", type=int, default=int(time.time()))
     args = parser.parse_args()
     failed = False
+    known = formats(Dmalane(args.binary))
     with ProcessPoolExecutor(args.jobs) as pool:
         for machine in MACHINES:
             if args.format and machine.format not in args.format:
+                continue
+            if machine.format not in known:
+                print(f"{machine.format}: the program does not have it")
                 continue
             began = time.monotonic()
             parts = [args.count // args.jobs + (i < args.count % args.jobs) for i in range(args.jobs)]
