@@ -107,6 +107,11 @@ pub fn contiguous(len: u64, leaf: u64) -> Vec<Segment<PhysAddr>> {
     vec![Segment { addr: PhysAddr::new((4 << 30) + leaf), len }]
 }
 
+/// Pages that continue each other from a multiple of 2 MiB on, each a segment.
+pub fn joined(pages: u64) -> Vec<Segment<PhysAddr>> {
+    (0..pages).map(|k| Segment { addr: PhysAddr::new((4 << 30) + k * PAGE), len: PAGE }).collect()
+}
+
 /// Segments of these lengths in pages, none of which continues another, in no order.
 pub fn runs_of(lengths: &[u64]) -> Vec<Segment<PhysAddr>> {
     let mut next = (4u64 << 30) + PAGE;

@@ -3,6 +3,7 @@
 use dmalane::iopt::{Arm64S1_4k, X86_64_4Level};
 
 use crate::clock::{pin, time};
+use crate::instructions::{self, Operation};
 use crate::job::{Job, PAGE, Random, contiguous};
 use crate::layers;
 use crate::peers;
@@ -14,7 +15,13 @@ pub struct Options {
     /// Rounds of each case; the median counts
     #[arg(long, default_value_t = 51)]
     rounds: usize,
+
+    /// Also count instructions of the first case: run every variant once more under valgrind
+    #[arg(long)]
+    instructions: bool,
 }
+
+const DISCRETE: &str = "32M of discrete pages";
 
 /// Look-ups in one sample.
 const LOOKUPS: usize = 8192;
@@ -23,7 +30,7 @@ pub fn run(options: &Options) -> Result<Report, Box<dyn std::error::Error>> {
     let mut report = Report::new("lookup");
     pin();
     let jobs = [
-        Job::discrete("32M of discrete pages", 8192),
+        Job::discrete(DISCRETE, 8192),
         Job::new("1G by 4K pages", &contiguous(1 << 30, PAGE), 1, PAGE),
         Job::new("64G by 1G leaves", &contiguous(64 << 30, 1 << 30), 1, 1 << 30),
     ];
@@ -60,9 +67,13 @@ pub fn run(options: &Options) -> Result<Report, Box<dyn std::error::Error>> {
                 }
             }
         }
-        let details = Details { items: Some(LOOKUPS as u64), ..Details::default() };
         let (mut ours, mut peer) = (f64::NAN, f64::INFINITY);
         for (subject, samples) in subjects.iter().zip(&samples) {
+            let mut details = Details { items: Some(LOOKUPS as u64), ..Details::default() };
+            if options.instructions && job.name == DISCRETE {
+                let count = instructions::of("32M", subject.name(), Operation::Find)?;
+                details.instructions_per_item = Some(count as f64 / 8192.0);
+            }
             let median = report.detailed_row(&job.name, subject.name(), 8 * LOOKUPS as u64, samples, details);
             match subject.name() {
                 "ours" => ours = median,

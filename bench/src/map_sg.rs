@@ -5,8 +5,8 @@ use std::collections::HashMap;
 use dmalane::iopt::{Arm64S1_4k, X86_64_4Level};
 
 use crate::clock::{pin, time};
-use crate::instructions;
-use crate::job::{BLOCK, Job, PAGE, contiguous, discrete, mixed, runs_of};
+use crate::instructions::{self, Operation};
+use crate::job::{BLOCK, Job, PAGE, contiguous, discrete, joined, mixed, runs_of};
 use crate::layers::{self, Entry, Switches};
 use crate::peers;
 use crate::report::{Details, Report};
@@ -60,15 +60,19 @@ fn company(job: &Job) -> Vec<Box<dyn Subject>> {
 }
 
 /// Lengths in pages of the lists on which one call is compared with a call for each entry.
-const LENGTHS: [(&str, &[u64]); 7] = [
+const LENGTHS: [(&str, &[u64]); 8] = [
     ("lengths 1", &[1]),
     ("lengths 2", &[2]),
     ("lengths 3", &[3]),
     ("lengths 8", &[8]),
     ("lengths 1 and 64", &[1, 64]),
     ("lengths 100", &[100]),
+    ("lengths 1 and 512", &[1, 512]),
     ("lengths 513", &[513]),
 ];
+
+/// Pages that continue each other, each an entry: one call makes 2 MiB leaves of them.
+const JOINED: &str = "pages in a row";
 
 /// Every case, the jobs made but nothing mapped yet.
 pub fn cases(only: &dyn Fn(&str) -> bool) -> Vec<Case> {
@@ -85,14 +89,6 @@ pub fn cases(only: &dyn Fn(&str) -> bool) -> Vec<Case> {
             if name == SCATTER {
                 subjects.push(Box::new(VectorFloor::new(job)));
                 subjects.splice(..2, layers::stacks());
-                subjects.retain({
-                    let mut seen = Vec::new();
-                    move |s| {
-                        let new = !seen.contains(&s.name().to_owned());
-                        seen.push(s.name().to_owned());
-                        new
-                    }
-                });
             }
             subjects
         };
@@ -109,6 +105,7 @@ pub fn cases(only: &dyn Fn(&str) -> bool) -> Vec<Case> {
         let list: Vec<u64> = lengths.iter().copied().cycle().take(repeat).collect();
         add(Job::new(name, &runs_of(&list), 1, PAGE), &|_| ours(), 1, true);
     }
+    add(Job::new(JOINED, &joined(8192), 1, PAGE), &|_| ours(), 1, true);
     cases
 }
 
@@ -128,7 +125,7 @@ pub fn run(options: &Options) -> Result<Report, Box<dyn std::error::Error>> {
         for (s, (subject, [map, unmap])) in case.subjects.iter().zip(samples).enumerate() {
             let (name, variant) = (&case.job.name, subject.name());
             let counts = layers::counts(variant, &case.job);
-            let mut details = Details {
+            let details = Details {
                 items: Some(leaves),
                 tables: tables[s],
                 crossings: counts.map(|c| c.crossings),
@@ -137,17 +134,17 @@ pub fn run(options: &Options) -> Result<Report, Box<dyn std::error::Error>> {
                 invalidations: counts.map(|c| c.invalidations),
                 ..Details::default()
             };
-            if options.instructions && case.counted {
-                details.instructions_per_item = Some(instructions::of(name, variant)? as f64 / leaves as f64);
-            }
             let calls = case.job.calls.len() as f64;
-            for (operation, samples, details) in
-                [("map", map, details), ("unmap", unmap, Details { items: Some(leaves), ..Details::default() })]
-            {
-                // The time of one list, as in the seed's tables; `items` stay those of a sample's share.
+            let few = Details { items: Some(leaves), ..Details::default() };
+            for (operation, samples, details) in [(Operation::Map, map, details), (Operation::Unmap, unmap, few)] {
+                // Of one list, as in the seed's tables.
                 let each: Vec<f64> = samples.iter().map(|t| t / calls).collect();
-                let details = Details { items: Some(leaves / case.job.calls.len() as u64), ..details };
-                let row = format!("{name} {operation}");
+                let mut details = Details { items: Some(leaves / case.job.calls.len() as u64), ..details };
+                if options.instructions && case.counted {
+                    let count = instructions::of(name, variant, operation)?;
+                    details.instructions_per_item = Some(count as f64 / leaves as f64);
+                }
+                let (row, operation) = (format!("{name} {}", operation.name()), operation.name());
                 let median = report.detailed_row(&row, variant, bytes / case.job.calls.len() as u64, &each, details);
                 medians.insert((name.clone(), operation, variant.to_owned()), median);
             }
@@ -175,7 +172,7 @@ fn bars(report: &mut Report, medians: &Medians, memory: f64) {
     report.at_least("32M discrete: fastest peer / ours", 4.0, peer(SCATTER) / of(SCATTER, "ours"));
     report.at_most("32M discrete: ours / no-check floor", 3.0, of(SCATTER, "ours") / of(SCATTER, "floor"));
     report.at_least("mixed: before / ours, both in layers", 5.0, of("mixed", "before") / of("mixed", layered));
-    let lists = LENGTHS.iter().map(|(name, _)| *name).chain(["mixed"]);
+    let lists = LENGTHS.iter().map(|(name, _)| *name).chain(["mixed", "2M blocks, discrete", JOINED]);
     let worst = lists.map(|case| of(case, "ours") / of(case, "ours, per entry")).fold(0.0, f64::max);
     report.at_most("any lengths: ours, one call / a call for each entry, the worst", 1.0, worst);
     report.at_least("1G by 4K: best peer / ours", 2.0, peer("1G by 4K") / of("1G by 4K", "ours"));
