@@ -56,6 +56,11 @@ class Machine:
     # Where Unicorn is known to differ from the architecture.
     differs: str = ""
 
+    @property
+    def outputs(self):
+        """The first output address that a specification may have, and the end."""
+        return 0, 1 << self.output_bits
+
     def address(self, at):
         """What the MMU is asked for to reach these input addresses of the format."""
         if not self.signed:

@@ -1,23 +1,13 @@
-"""Compares what Unicorn's MMUs make of images built by `dmalane iopt build` with what the specifications say.
+"""Compares what Unicorn's MMUs make of images built by `dmalane iopt build` with what the specifications say."""
 
-Run by itself (scripts/oracle does that) it takes as many addresses as it is told to.
-"""
-
-import argparse
 import ctypes
 import json
 import re
-import sys
-import tempfile
-import time
 import zlib
 from collections import Counter
-from concurrent.futures import ProcessPoolExecutor
-from pathlib import Path
 
 import numpy as np
-from harness import Dmalane
-from iopt_machines import KINDS, MACHINES, translate
+from iopt_machines import KINDS, translate
 from iopt_spec import random_addresses, random_spec
 
 # Addresses that `iopt walk` is asked for too, of each image.
@@ -136,54 +126,3 @@ def formats(dmalane):
     help_text = dmalane.run("iopt", "build", "--help").stdout
     found = re.search(r"--format.*?\[possible values: ([^\]]*)\]", help_text, re.DOTALL)
     return set(re.split(r",\s*", found[1].strip()))
-
-
-def shard(binary, format_name, count, seed):
-    """One part of a long run, in a process of its own."""
-    machine = next(m for m in MACHINES if m.format == format_name)
-    with tempfile.TemporaryDirectory() as directory:
-        return compare(Dmalane(binary), machine, count, seed, Path(directory))
-
-
-def main():
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("binary", help="the program dmalane")
-    parser.add_argument("count", type=int, help="addresses for each format")
-    parser.add_argument("--format", action="append", help="only this one; may be repeated")
-    parser.add_argument("--jobs", type=int, default=2)
-    parser.add_argument("--seed", type=int, default=int(time.time()))
-    args = parser.parse_args()
-    failed = False
-    known = formats(Dmalane(args.binary))
-    with ProcessPoolExecutor(args.jobs) as pool:
-        for machine in MACHINES:
-            if args.format and machine.format not in args.format:
-                continue
-            if machine.format not in known:
-                print(f"{machine.format}: the program does not have it")
-                continue
-            began = time.monotonic()
-            parts = [args.count // args.jobs + (i < args.count % args.jobs) for i in range(args.jobs)]
-            jobs = [
-                pool.submit(shard, args.binary, machine.format, n, args.seed * args.jobs + i)
-                for i, n in enumerate(parts)
-            ]
-            try:
-                tally = sum((job.result() for job in jobs), Counter())
-            except Difference as e:
-                failed = True
-                print(f"{machine.format}: DIFFERENT: {e}", flush=True)
-                continue
-            took = time.monotonic() - began
-            print(
-                f"{machine.format}: {tally['addresses']} addresses in {tally['images']} images, "
-                f"{tally['translated']} translations and {tally['faulted']} faults "
-                f"({tally['by permission']} by permission) alike, {took:.0f} s"
-                + (f"; known to differ: {machine.differs}" if machine.differs else ""),
-                flush=True,
-            )
-    return 1 if failed else 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -54,7 +54,7 @@ class Spec:
 def random_spec(rng, machine, leaves=MOST_LEAVES):
     """Mappings of every size, scattered and in clusters, at odd places and at both ends of the space."""
     granule, sizes = machine.leaves[0], machine.leaves
-    space, out_space = 1 << machine.input_bits, 1 << machine.output_bits
+    space, (out_first, out_end) = 1 << machine.input_bits, machine.outputs
     taken, mappings = [], []
     # Where things gather: many tables are shared by neighbours, and the ends of the space are always among them.
     centres = [0, space - 1, space // 2] + [int(rng.integers(space)) for _ in range(4)]
@@ -80,15 +80,15 @@ def random_spec(rng, machine, leaves=MOST_LEAVES):
         if va < 0 or va + length > space or any(va < end and start < va + length for start, end in taken):
             continue
         # As far from alignment with the input as chance will have it; sometimes where the last one went on.
-        pa = int(rng.integers(out_space)) >> granule << granule
+        pa = int(rng.integers(out_first, out_end)) >> granule << granule
         if rng.random() < 0.7:
             page = 1 << int(rng.choice(sizes))
             pa = pa // page * page + va % page
         if mappings and rng.random() < 0.1:
             pa = mappings[-1][1] + mappings[-1][2]
         if rng.random() < 0.1:
-            pa = out_space - length
-        if pa < 0 or pa + length > out_space:
+            pa = out_end - length
+        if pa < out_first or pa + length > out_end:
             continue
         access = str(rng.choice(machine.accesses))
         cost = sum(Spec([(va, pa, length, access)]).leaves(sizes).values())
