@@ -64,6 +64,9 @@ pub trait Format: Copy + Debug + 'static {
     /// split into leaves one level down).
     const PAGE_SIZES: PageSizes;
 
+    /// The bit of a leaf that a device sets when it writes through it, or 0 when there is none that these tables use.
+    const DIRTY: u64 = 0;
+
     /// True when a leaf can grant exactly this access.
     fn supports(access: Access) -> bool;
 

@@ -28,6 +28,8 @@
 
 extern crate alloc;
 
+mod cut;
+mod dirty;
 mod error;
 mod estimate;
 mod flush;
@@ -38,6 +40,7 @@ mod runs;
 mod slots;
 mod table;
 mod tables;
+mod through;
 mod unmap;
 mod walk;
 

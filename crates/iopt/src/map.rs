@@ -7,7 +7,7 @@
 use core::iter::{Fuse, empty};
 use core::marker::PhantomData;
 
-use dmalane_addr::{Access, Address, Segment, Span};
+use dmalane_addr::{Access, Address, PageSize, Segment, Span};
 
 use crate::format::{MAX_LEVELS, entries, index, input_len, leaf_level, page_size, same_table, shift};
 use crate::{Entry, Error, Format, PageTable, Place, Tables, slots};
@@ -43,7 +43,29 @@ impl<F: Format, I: Address, O: Address, T: Tables> PageTable<F, I, O, T> {
     pub fn map(&mut self, at: I, to: O, len: u64, access: Access) -> Result<(), Error> {
         // Not by way of a list of one: this is the call that is made for every page of somebody else's loop.
         let now = checked::<F, O>(Segment { addr: to, len }).map_err(bad_segment::<F, O>)?;
-        self.map_source(at, Source { now, ..Source::new(empty()) }, access).map(drop)
+        self.map_source(at, Source { now, ..Source::new(empty()) }, access, |_| Ok(())).map(drop)
+    }
+
+    /// Maps `count` pages of `size` that follow each other in both spaces, each by a leaf of exactly that size: they can
+    /// be unmapped one by one and nothing is split.
+    ///
+    /// # Errors
+    /// [`Error::PageSize`] for a size that has no leaf; [`Error::Misaligned`] when an address is not a multiple of it;
+    /// otherwise as [`map_sg`](Self::map_sg). The table is then as it was.
+    pub fn map_pages(&mut self, at: I, to: O, size: PageSize, count: u64, access: Access) -> Result<(), Error> {
+        if !F::PAGE_SIZES.contains(size) {
+            return Err(Error::PageSize { size, format: F::NAME });
+        }
+        for (aligned, at) in [(at.is_aligned(size), Place::of(at)), (to.is_aligned(size), Place::of(to))] {
+            if !aligned {
+                return Err(Error::Misaligned { at, len: 0, granule: size });
+            }
+        }
+        // A length beyond 64 bits is beyond the input range too.
+        let len = count.checked_mul(size.bytes()).unwrap_or(!(size.bytes() - 1));
+        let now = checked::<F, O>(Segment { addr: to, len }).map_err(bad_segment::<F, O>)?;
+        let top = (0..F::LEVELS).find(|&level| page_size::<F>(level) == size).unwrap_or(F::LEVELS - 1);
+        self.map_source(at, Source { now, top, ..Source::new(empty()) }, access, |_| Ok(())).map(drop)
     }
 
     /// Maps a list of segments one after another from `at` on, and gives the number of bytes mapped. An empty list maps
@@ -66,16 +88,17 @@ impl<F: Format, I: Address, O: Address, T: Tables> PageTable<F, I, O, T> {
         segments: impl IntoIterator<Item = Segment<O>>,
         access: Access,
     ) -> Result<u64, Error> {
-        self.map_source(at, Source::new(segments.into_iter()), access)
+        self.map_source(at, Source::new(segments.into_iter()), access, |_| Ok(()))
     }
 
-    /// Maps a source from `at` on, or nothing of it. Gives the number of bytes.
+    /// Maps a source from `at` on, or nothing of it. Gives the number of bytes, on which `finish` has the last word.
     #[inline]
-    fn map_source(
+    pub(crate) fn map_source(
         &mut self,
         at: I,
         mut source: Source<F, O, impl Iterator<Item = Segment<O>>>,
         access: Access,
+        finish: impl FnOnce(u64) -> Result<(), Error>,
     ) -> Result<u64, Error> {
         if !F::supports(access) {
             return Err(Error::Unsupported { access, format: F::NAME });
@@ -83,7 +106,7 @@ impl<F: Format, I: Address, O: Address, T: Tables> PageTable<F, I, O, T> {
         check_start::<F, I>(at)?;
         let first = at.bits();
         let mut next = first;
-        match self.fill(&mut next, &mut source, access) {
+        match self.fill(&mut next, &mut source, access).and_then(|()| finish(next - first)) {
             Ok(()) => Ok(next - first),
             Err(e) => {
                 self.undo(first, next);
@@ -287,13 +310,15 @@ pub(crate) struct Source<F, O, S> {
     pub(crate) now: Extent,
     /// A segment that was looked at and does not continue `now`.
     pending: Extent,
+    /// The topmost level of a leaf.
+    top: u32,
     kinds: PhantomData<(F, O)>,
 }
 
 impl<F: Format, O: Address, S: Iterator<Item = Segment<O>>> Source<F, O, S> {
     #[inline]
     pub(crate) fn new(segments: S) -> Self {
-        Self { segments: segments.fuse(), now: Extent::EMPTY, pending: Extent::EMPTY, kinds: PhantomData }
+        Self { segments: segments.fuse(), now: Extent::EMPTY, pending: Extent::EMPTY, top: 0, kinds: PhantomData }
     }
 
     /// Sees to it that there is something in `now`; false at the end.
@@ -324,7 +349,7 @@ impl<F: Format, O: Address, S: Iterator<Item = Segment<O>>> Source<F, O, S> {
                 None => break,
             }
         }
-        Ok(leaf_level::<F>(at | self.now.out, self.now.len))
+        Ok(leaf_level::<F>(at | self.now.out, self.now.len).max(self.top))
     }
 
     /// The next segment as it is.

@@ -23,6 +23,29 @@ pub(crate) fn load<F: Format, T: Tables>(tables: &T, table: T::Addr, index: usiz
 
 #[inline]
 pub(crate) fn store<F: Format, T: Tables>(tables: &mut T, table: T::Addr, index: usize, entry: u64) {
+    write::<F, T>(tables, table, index, entry);
+    clean::<F, T>(tables, table, index..index + 1);
+}
+
+/// [`Tables::clean`] for entries.
+#[inline]
+pub(crate) fn clean<F: Format, T: Tables>(tables: &mut T, table: T::Addr, range: Range<usize>) {
+    let per_word = (8 / F::ENTRY_BYTES) as usize;
+    tables.clean(table, range.start / per_word..range.end.div_ceil(per_word));
+}
+
+/// [`Tables::clear_bits`] for entries.
+pub(crate) fn clear_bits<F: Format, T: Tables>(tables: &mut T, table: T::Addr, index: usize, bits: u64) -> u64 {
+    if F::ENTRY_BYTES == 8 {
+        return tables.clear_bits(table, index, bits);
+    }
+    let (word, shift) = half(index);
+    tables.clear_bits(table, word, bits << shift) >> shift & u64::from(u32::MAX)
+}
+
+/// Stores an entry that will be cleaned together with its neighbours.
+#[inline]
+pub(crate) fn write<F: Format, T: Tables>(tables: &mut T, table: T::Addr, index: usize, entry: u64) {
     if F::ENTRY_BYTES == 8 {
         return tables.store(table, index, entry);
     }
@@ -31,9 +54,24 @@ pub(crate) fn store<F: Format, T: Tables>(tables: &mut T, table: T::Addr, index:
     tables.store(table, word, others | entry << shift);
 }
 
-/// [`Tables::update`] for entries.
+/// [`Tables::update`] for entries, cleaned.
 #[inline]
 pub(crate) fn update<F: Format, T: Tables>(
+    tables: &mut T,
+    table: T::Addr,
+    range: Range<usize>,
+    each: impl FnMut(u64) -> Option<u64>,
+) -> usize {
+    let start = range.start;
+    let done = rewrite::<F, T>(tables, table, range, each);
+    if done > 0 {
+        clean::<F, T>(tables, table, start..start + done);
+    }
+    done
+}
+
+#[inline]
+fn rewrite<F: Format, T: Tables>(
     tables: &mut T,
     table: T::Addr,
     range: Range<usize>,
@@ -45,7 +83,7 @@ pub(crate) fn update<F: Format, T: Tables>(
     let (start, len) = (range.start, range.len());
     for index in range {
         match each(load::<F, T>(tables, table, index)) {
-            Some(new) => store::<F, T>(tables, table, index, new),
+            Some(new) => write::<F, T>(tables, table, index, new),
             None => return index - start,
         }
     }

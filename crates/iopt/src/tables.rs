@@ -75,6 +75,27 @@ pub trait Tables {
     /// Replaces the word at `index`, by one 64-bit write as far as a device can see.
     fn store(&mut self, table: Self::Addr, index: usize, entry: u64);
 
+    /// Clears `bits` of the word at `index`, and gives what it was.
+    ///
+    /// Override it by an atomic operation where a device writes to entries, or a bit that it sets in between is lost.
+    fn clear_bits(&mut self, table: Self::Addr, index: usize, bits: u64) -> u64 {
+        let word = self.load(table, index);
+        if word & bits != 0 {
+            self.store(table, index, word & !bits);
+        }
+        word
+    }
+
+    /// The words of `range` were stored, and a device must see them before anything that is stored after this call.
+    ///
+    /// For a device whose walker does not snoop the caches: clean each cache line of the range once, and wait. Called
+    /// once for each run of stores to one table, before the entry that links the table. (Zeroing is the business of
+    /// [`allocate`](Self::allocate).) Does nothing unless overridden.
+    #[inline]
+    fn clean(&mut self, table: Self::Addr, range: Range<usize>) {
+        let _ = (table, range);
+    }
+
     /// After `true` the next `tables` calls of [`allocate`](Self::allocate) succeed, with frees, loads, stores and
     /// smaller reservations in between. Reservations do not add up: a second call promises what it says and no more.
     /// `false` changes nothing that a caller can see.

@@ -39,6 +39,15 @@ impl Cut {
     }
 }
 
+/// The entry of a leaf that is being split.
+pub(crate) struct Split<A> {
+    pub(crate) table: A,
+    pub(crate) index: usize,
+    /// Where the leaf starts.
+    pub(crate) at: u64,
+    pub(crate) level: u32,
+}
+
 /// What a recursive clear has taken away so far.
 struct Cleared<A> {
     bytes: u64,
@@ -59,24 +68,15 @@ impl<F: Format, I: Address, O: Address, T: Tables> PageTable<F, I, O, T> {
     /// then as it was.
     pub fn unmap(&mut self, span: Span<I>) -> Result<FlushList<I, T::Addr>, Error> {
         let (first, last) = Self::check_span(span)?;
-        let cuts = [self.cut(first), self.cut(last + 1)];
-        let mut spare = Vec::new();
-        for _ in 0..Cut::tables::<F>(cuts) {
-            match self.allocate(first) {
-                Ok(table) => spare.push(table),
-                Err(e) => {
-                    spare.into_iter().for_each(|table| self.tables.free(table));
-                    return Err(e);
-                }
-            }
-        }
+        let cuts = [self.find_cut(first), self.find_cut(last + 1)];
+        let mut spare = self.spare_tables(Cut::tables::<F>(cuts), first)?;
         let mut flush_first = first;
         let mut flush_last = last;
         for cut in cuts.into_iter().flatten() {
             let mask = page_size::<F>(cut.from).bytes() - 1;
             flush_first = flush_first.min(cut.at & !mask);
             flush_last = flush_last.max(cut.at | mask);
-            self.split(cut.at, &mut spare);
+            self.split(cut.at, &mut spare, |_, _| ());
         }
         let (bytes, tables) = self.clear_span(first, last);
         if !tables.is_empty() {
@@ -86,8 +86,23 @@ impl<F: Format, I: Address, O: Address, T: Tables> PageTable<F, I, O, T> {
         Ok(FlushList { span, bytes, tables })
     }
 
+    /// Tables for cuts, or none of them.
+    pub(crate) fn spare_tables(&mut self, count: usize, at: u64) -> Result<Vec<T::Addr>, Error> {
+        let mut spare = Vec::new();
+        for _ in 0..count {
+            match self.allocate(at) {
+                Ok(table) => spare.push(table),
+                Err(e) => {
+                    spare.into_iter().for_each(|table| self.tables.free(table));
+                    return Err(e);
+                }
+            }
+        }
+        Ok(spare)
+    }
+
     /// What it takes to make a leaf end at `at`; `None` when none reaches across.
-    fn cut(&self, at: u64) -> Option<Cut> {
+    pub(crate) fn find_cut(&self, at: u64) -> Option<Cut> {
         if at >= input_len::<F>() {
             return None;
         }
@@ -105,8 +120,14 @@ impl<F: Format, I: Address, O: Address, T: Tables> PageTable<F, I, O, T> {
         None
     }
 
-    /// Splits leaves on the path to `at` until one starts there, with tables from `spare`.
-    fn split(&mut self, at: u64, spare: &mut Vec<T::Addr>) {
+    /// Splits leaves on the path to `at` until one starts there, with tables from `spare`. `ready` is called between
+    /// filling a table and linking it, with the table and the index of the leaf's entry.
+    pub(crate) fn split(
+        &mut self,
+        at: u64,
+        spare: &mut Vec<T::Addr>,
+        mut ready: impl FnMut(&mut Self, Split<T::Addr>),
+    ) {
         let mut table = self.root;
         let mut level = 0;
         while at & (page_size::<F>(level).bytes() - 1) != 0 {
@@ -123,6 +144,7 @@ impl<F: Format, I: Address, O: Address, T: Tables> PageTable<F, I, O, T> {
                         part += page_size::<F>(level + 1).bytes();
                         Some(entry)
                     });
+                    ready(self, Split { table, index: i, at: at & !(page_size::<F>(level).bytes() - 1), level });
                     self.store(table, i, F::encode_table(level, next.bits()));
                     self.leaves[level as usize] -= 1;
                     self.leaves[level as usize + 1] += entries::<F>(level + 1) as u64;
@@ -186,10 +208,13 @@ impl<F: Format, I: Address, O: Address, T: Tables> PageTable<F, I, O, T> {
                 }
             };
             if gone && !whole {
-                self.store(table, k, 0);
+                slots::write::<F, T>(&mut self.tables, table, k, 0);
                 changed = true;
             }
             at = entry_last.wrapping_add(1);
+        }
+        if changed {
+            slots::clean::<F, T>(&mut self.tables, table, i..j + 1);
         }
         whole || changed && !kept && level > 0 && self.is_empty_but(table, level, i, j)
     }

@@ -1,94 +1,19 @@
-//! One suite for every format: random calls against a slow, obvious model. A format joins with one line at the end.
+//! One suite for every format: random calls against a slow, obvious model. A format joins with one line in
+//! `formats/mod.rs`.
+
+#[macro_use]
+mod formats;
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::ops::Range;
 
 use dmalane_addr::{Access, Address, Iova, PageSize, PhysAddr, Segment, Span};
 use dmalane_iopt::{
-    AgxUat, AmdV1, AmdV1_4Level, Arm64S1, Arm64S1_4k, Arm64S1_16k, Arm64S1_64k, Arm64S2, Arm64S2_4k, Arm64S2_16k,
-    Arm64S2_64k, Armv7, Entry, Error, FaultKind, Format, HeapTables, PageTable, Place, RiscvSv39, RiscvSv48, RiscvSv57,
-    TableEstimate, TableShape, Tables, VtdSecond39, VtdSecond48, VtdSecond57, X86_64_4Level, X86_64_5Level, walk,
+    Armv7, Entry, Error, FaultKind, Format, HeapTables, PageTable, Place, TableEstimate, TableShape, Tables, walk,
 };
+use formats::{Failing, Sizes, shift, sizes};
 use proptest::prelude::*;
 use proptest::test_runner::TestCaseError;
-
-/// The sizes that a format's cases are built from, and where the spaces end.
-struct Sizes {
-    page: u64,
-    /// Pages of a table of the last level.
-    entries: u64,
-    /// What such a table translates. The size of a large leaf, in formats that have one there.
-    block: u64,
-    /// The largest leaf, or a block where that is larger.
-    large: u64,
-    /// Ends of the spaces.
-    top: u64,
-    out_top: u64,
-}
-
-const fn sizes<F: Format>() -> Sizes {
-    let page = F::GRANULE.bytes();
-    let block = page << F::INDEX_BITS;
-    let largest = 1 << (63 - F::PAGE_SIZES.bits().leading_zeros());
-    Sizes {
-        page,
-        entries: 1 << F::INDEX_BITS,
-        block,
-        large: if largest > block { largest } else { block },
-        top: 1 << F::INPUT_BITS,
-        out_top: 1 << F::OUTPUT_BITS,
-    }
-}
-
-/// The bits of the address that an entry of `level` translates lie above these many.
-fn shift<F: Format>(level: u32) -> u32 {
-    u32::from(F::GRANULE.log2()) + (F::LEVELS - 1 - level) * F::INDEX_BITS
-}
-
-/// Heap tables whose allocation number `fail_at` (counted from 0) fails.
-struct Failing {
-    heap: HeapTables<PhysAddr>,
-    calls: usize,
-    fail_at: Option<usize>,
-}
-
-impl Failing {
-    fn new() -> Self {
-        Self { heap: HeapTables::new(PhysAddr::new(0x1234_0000)), calls: 0, fail_at: None }
-    }
-}
-
-impl Tables for Failing {
-    type Addr = PhysAddr;
-
-    fn prepare(&mut self, shape: TableShape) -> bool {
-        self.heap.prepare(shape)
-    }
-    fn allocate_root(&mut self) -> Option<PhysAddr> {
-        self.heap.allocate_root()
-    }
-    fn free_root(&mut self, root: PhysAddr) {
-        self.heap.free_root(root);
-    }
-
-    fn allocate(&mut self) -> Option<PhysAddr> {
-        self.calls += 1;
-        if self.fail_at == Some(self.calls - 1) { None } else { self.heap.allocate() }
-    }
-    fn free(&mut self, table: PhysAddr) {
-        self.heap.free(table);
-    }
-    fn load(&self, table: PhysAddr, index: usize) -> u64 {
-        self.heap.load(table, index)
-    }
-    fn store(&mut self, table: PhysAddr, index: usize, entry: u64) {
-        self.heap.store(table, index, entry);
-    }
-    fn reserve(&mut self, tables: usize) -> bool {
-        self.heap.reserve(tables)
-    }
-    // No `update`: the heap's own is tested by every use of plain HeapTables, the default one here.
-}
 
 type Table<F, T> = PageTable<F, Iova, PhysAddr, T>;
 
@@ -723,24 +648,4 @@ macro_rules! conformance {
     };
 }
 
-conformance!(agx_uat, AgxUat);
-conformance!(amd_v1_3level, AmdV1<3>);
-conformance!(amd_v1_4level, AmdV1_4Level);
-conformance!(amd_v1_6level, AmdV1<6>);
-conformance!(arm64_s1_4k, Arm64S1_4k);
-conformance!(arm64_s1_4k_39, Arm64S1<12, 39>);
-conformance!(arm64_s1_16k, Arm64S1_16k);
-conformance!(arm64_s1_64k, Arm64S1_64k);
-conformance!(arm64_s2_4k, Arm64S2_4k);
-conformance!(arm64_s2_4k_40, Arm64S2<12, 40>);
-conformance!(arm64_s2_16k, Arm64S2_16k);
-conformance!(arm64_s2_64k, Arm64S2_64k);
-conformance!(armv7, Armv7);
-conformance!(riscv_sv39, RiscvSv39);
-conformance!(riscv_sv48, RiscvSv48);
-conformance!(riscv_sv57, RiscvSv57);
-conformance!(vtd_second_39, VtdSecond39);
-conformance!(vtd_second_48, VtdSecond48);
-conformance!(vtd_second_57, VtdSecond57);
-conformance!(x86_64_4level, X86_64_4Level);
-conformance!(x86_64_5level, X86_64_5Level);
+for_each_format!(conformance);

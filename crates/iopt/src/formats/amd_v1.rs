@@ -60,6 +60,7 @@ impl<const L: u32> Format for AmdV1<L> {
     const OUTPUT_BITS: u32 = 52;
     const PAGE_SIZES: PageSizes =
         PageSizes::from_bits(0).with(PageSize::SIZE_4K).with(PageSize::SIZE_2M).with(PageSize::SIZE_1G);
+    const DIRTY: u64 = 1 << 6;
 
     fn supports(access: Access) -> bool {
         !access.is_empty() && !access.contains(Access::EXEC)

@@ -73,6 +73,7 @@ impl<const L: u32> Format for RiscvSv<L> {
         4 => PageSizes::from_bits(1 << 12 | 1 << 21 | 1 << 30 | 1 << 39),
         _ => PageSizes::from_bits(1 << 12 | 1 << 21 | 1 << 30 | 1 << 39 | 1 << 48),
     };
+    const DIRTY: u64 = DIRTY;
 
     fn supports(access: Access) -> bool {
         !access.is_empty() && (access.contains(Access::READ) || !access.contains(Access::WRITE))
