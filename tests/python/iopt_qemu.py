@@ -12,6 +12,7 @@ import tempfile
 import zlib
 from collections import Counter
 from dataclasses import dataclass
+from typing import Callable
 
 import numpy as np
 from iopt_machines import Machine
@@ -96,6 +97,9 @@ class Qemu:
         self.write32(config + 4, 6)
         self.edu = bar
 
+    def forget(self):
+        """Empties the translation cache, where that is needed."""
+
     def dma(self, memory, to_memory, length=4):
         """Lets the device copy between its buffer and an address that its IOMMU translates."""
         source, to = (BUFFER, memory) if to_memory else (memory, BUFFER)
@@ -116,8 +120,11 @@ class Iommu(Machine):
 
     program: str = ""
     package: str = ""
+    # Where the page tables go, and what is left of the memory behind them.
     tables: int = 0
     ram: tuple = ()
+    # What the fault record of a refused access says, given whether the address is mapped, "read" or "write", and the address.
+    refusal: Callable = None
 
     @property
     def outputs(self):
@@ -182,10 +189,88 @@ def smmu(name, leaves):
     return Iommu(
         name, Smmu, leaves, 48, 44, ("r", "rw", "rx", "rwx"), address_bits=48, tables=TABLES,
         program="qemu-system-aarch64", package="qemu-system-arm", ram=(RAM + (256 << 20), RAM + RAM_BYTES),
+        refusal=lambda mapped, _, at: ("permission" if mapped else "translation", at),
     )  # fmt: skip
 
 
-IOMMUS = [smmu("arm64-s1-4k", (12, 21, 30)), smmu("arm64-s1-16k", (14, 25)), smmu("arm64-s1-64k", (16, 29))]
+# ---- VT-d ----------------------------------------------------------------------------------------------------------
+
+# Memory from 2 GiB on appears from 4 GiB on; that part is used.
+HIGH, HIGH_BYTES, LOW_BYTES = 4 << 30, 6 << 30, 2 << 30
+ROOTS, CONTEXTS, HIGH_TABLES = HIGH, HIGH + 0x1000, HIGH + (64 << 20)
+VTD, PCI_BAR = 0xFED9_0000, 0xE000_0000
+
+
+class Vtd(Qemu):
+    """The intel-iommu of the machine `q35`, with second-stage tables of so many levels."""
+
+    LEVELS = 4
+
+    def __init__(self, registers, base, image, directory):
+        machine = ["-machine", "q35,memory-backend=ram", "-bios", "{halt}"]
+        machine += ["-device", f"intel-iommu,aw-bits={12 + 9 * self.LEVELS}"]
+        machine += ["-device", f"edu,addr={EDU_SLOT:#x},dma_mask=0xffffffffffffffff"]
+        halt = b"\xf4" * 0xFFF0 + b"\xfa\xf4\xeb\xfd".ljust(16)  # reset: cli; hlt; jmp hlt
+        super().__init__("qemu-system-x86_64", machine, HIGH - LOW_BYTES, LOW_BYTES + HIGH_BYTES, halt, directory)
+        self.poke(base, image)
+        self.poke(ROOTS, struct.pack("<QQ", CONTEXTS | 1, 0))
+        # Present, requests translated by second-stage tables; address width, domain 1.
+        self.poke(CONTEXTS + 16 * (EDU_SLOT << 3), struct.pack("<QQ", base | 1, 1 << 8 | self.LEVELS - 2))
+        self.write64(VTD + 0x20, ROOTS)
+        self.write32(VTD + 0x18, 1 << 30)  # take the root table pointer
+        self.write32(VTD + 0x18, 1 << 31)  # translate
+        assert self.read32(VTD + 0x1C) >> 30 == 3
+        self.record = VTD + (self.read32(VTD + 8) >> 24 | (self.read32(VTD + 12) & 3) << 8) * 16
+        self.invalidate = VTD + (self.read32(VTD + 0x10) >> 8 & 0x3FF) * 16 + 8
+        self.plug_edu(EDU_SLOT << 11, PCI_BAR)
+
+    def forget(self):
+        # QEMU records no fault when a cached translation refuses.
+        self.write64(self.invalidate, 1 << 63 | 1 << 60)
+
+    def config32(self, at, value=None):
+        self.ask(f"outl 0xcf8 {0x8000_0000 | at:#x}")
+        return self.ask("inl 0xcfc" if value is None else f"outl 0xcfc {value:#x}")[0]
+
+    def plug_edu(self, config, bar):
+        assert int(self.config32(config), 16) == 0x11E8_1234, "the device edu is not there"
+        self.config32(config + 0x10, bar)
+        self.config32(config + 4, 6)
+        self.edu = bar
+
+    def fault(self):
+        """Read or write and the page, of the fault record; or None."""
+        high = self.read32(self.record + 12)
+        if not high >> 31:
+            return None
+        answers = self.ask(f"readq {self.record:#x}", f"writel {self.record + 12:#x} {1 << 31:#x}")
+        reason = high & 0xFF
+        kind = {5: "write", 6: "read"}.get(reason, reason)
+        assert (high >> 30 & 1) == (kind == "read")
+        return kind, int(answers[0], 16)
+
+
+class Vtd39(Vtd):
+    """The same with three levels."""
+
+    LEVELS = 3
+
+
+def vtd(name, start, bits):
+    return Iommu(
+        name, start, (12, 21, 30), bits, 39, ("r", "w", "rw"), address_bits=bits, tables=HIGH_TABLES,
+        program="qemu-system-x86_64", package="qemu-system-x86", ram=(HIGH + (256 << 20), HIGH + HIGH_BYTES),
+        refusal=lambda _, kind, at: (kind, at >> 12 << 12),
+    )  # fmt: skip
+
+
+IOMMUS = [
+    smmu("arm64-s1-4k", (12, 21, 30)),
+    smmu("arm64-s1-16k", (14, 25)),
+    smmu("arm64-s1-64k", (16, 29)),
+    vtd("vtd-s2-39", Vtd39, 39),
+    vtd("vtd-s2-48", Vtd, 48),
+]
 
 
 # ---- comparing -----------------------------------------------------------------------------------------------------
@@ -210,7 +295,7 @@ def compare_image(dmalane, iommu, rng, count, name, directory):
     mapped, to, which = spec.lookup(input_at)
     mapped &= taken
     # What the device has read it writes here, where it can be seen.
-    va, pa, _, _ = next(m for m in spec.mappings if "w" in m[3])
+    va, pa, _, _ = next(m for m in spec.mappings if {"r", "w"} <= set(m[3]))
     seen_va, seen_pa = int(iommu.address(np.array([va], np.uint64))[0]), pa
     tally = Counter({"images": 1, "addresses": count})
 
@@ -222,12 +307,12 @@ def compare_image(dmalane, iommu, rng, count, name, directory):
 
         def dma(*args):
             tally["DMAs"] += 1
+            qemu.forget()
             qemu.dma(*args)
             return qemu.fault()
 
         for i, (at, mapped, to, access) in enumerate(zip(at.tolist(), mapped, to.tolist(), spec.access[which])):
             read, written, other = (struct.pack("<I", 0x1000_0000 * k + i) for k in (1, 2, 3))
-            refused = ("permission" if mapped else "translation", at)
             if mapped:
                 qemu.poke(to, read)
             fault = dma(at, False)
@@ -236,6 +321,7 @@ def compare_image(dmalane, iommu, rng, count, name, directory):
                 check(dma(seen_va, True) is None, "the result cannot be written")
                 check(qemu.peek(seen_pa) == read, f"read at {at:#x}: not the bytes at {to:#x}")
             else:
+                refused = iommu.refusal(mapped, "read", at)
                 check(fault == refused, f"read at {at:#x}: {fault}, expected {refused}")
             qemu.poke(seen_pa, written)
             check(dma(seen_va, False) is None, "what is to be written cannot be read")
@@ -246,6 +332,7 @@ def compare_image(dmalane, iommu, rng, count, name, directory):
                 check(fault is None, f"write at {at:#x}: {fault}, expected -> {to:#x}")
                 check(qemu.peek(to) == written, f"write at {at:#x}: not to {to:#x}")
             else:
+                refused = iommu.refusal(mapped, "write", at)
                 check(fault == refused, f"write at {at:#x}: {fault}, expected {refused}")
                 check(not mapped or qemu.peek(to) == other, f"write at {at:#x}: refused, and yet done")
             tally["mapped"] += bool(mapped)
