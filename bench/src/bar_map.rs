@@ -1,6 +1,6 @@
 //! A 32 GiB BAR into an IO page table, page by page and by the leaves of the table that maps it for the processor.
 
-use dmalane::addr::{Access, Address, DeviceVa, Iova, PhysAddr, Segment, Span};
+use dmalane::addr::{Access, Address, DeviceVa, Iova, PhysAddr, Span};
 use dmalane::iopt::{Arm64S1_4k, HeapTables, PageTable, X86_64_4Level};
 
 use crate::clock::{pin, time};
@@ -42,26 +42,24 @@ fn source(leaf: u64) -> Result<Source, dmalane::iopt::Error> {
     Ok(table)
 }
 
-/// What the source translates, leaf by leaf, in one call. Gives the leaves visited.
-fn through(target: &mut Target, source: &Source) -> Result<u64, dmalane::iopt::Error> {
+/// What the source translates, by its leaves, in one call. Its steps are counted apart: see [`leaves`].
+fn through(target: &mut Target, source: &Source) -> Result<(), dmalane::iopt::Error> {
     let span = Span::new(CPU, BAR).expect("in range");
-    let mut steps = 0;
-    let list = source.runs(span).map(|run| {
-        steps += 1;
-        Segment { addr: run.to, len: run.len }
-    });
-    target.map_sg(Iova::new(BASE), list, Access::RW)?;
-    Ok(steps)
+    target.map_through(Iova::new(BASE), source, span, Access::RW).map(|bytes| assert_eq!(bytes, BAR))
+}
+
+/// The steps of `map_through`: it goes from run to run of the source.
+fn leaves(source: &Source) -> u64 {
+    source.runs(Span::new(CPU, BAR).expect("in range")).count() as u64
 }
 
 /// The seed's path before: a look-up for every page (`follow_pfnmap`), pages that continue each other joined, what came
-/// together mapped by one call. Gives the look-ups.
-fn page_by_page(target: &mut Target, source: &Source) -> Result<u64, dmalane::iopt::Error> {
-    let (mut steps, mut at, mut start, mut len) = (0, BASE, 0, 0);
+/// together mapped by one call. As many steps as pages.
+fn page_by_page(target: &mut Target, source: &Source) -> Result<(), dmalane::iopt::Error> {
+    let (mut at, mut start, mut len) = (BASE, 0, 0);
     for offset in (0..BAR).step_by(PAGE as usize) {
         let va = CPU.checked_add(offset).expect("in range");
         let to = source.lookup(va).and_then(|leaf| leaf.translate(va)).expect("the whole BAR is mapped").bits();
-        steps += 1;
         if len != 0 && to != start + len {
             target.map(Iova::new(at), PhysAddr::new(start), len, Access::RW)?;
             at += len;
@@ -72,8 +70,7 @@ fn page_by_page(target: &mut Target, source: &Source) -> Result<u64, dmalane::io
         }
         len += PAGE;
     }
-    target.map(Iova::new(at), PhysAddr::new(start), len, Access::RW)?;
-    Ok(steps)
+    target.map(Iova::new(at), PhysAddr::new(start), len, Access::RW)
 }
 
 fn check(target: &Target) -> Result<(), String> {
@@ -91,22 +88,21 @@ fn check(target: &Target) -> Result<(), String> {
 struct Rounds {
     map: Vec<f64>,
     unmap: Vec<f64>,
-    steps: u64,
     tables: usize,
 }
 
 fn rounds(
     count: usize,
     source: &Source,
-    map: fn(&mut Target, &Source) -> Result<u64, dmalane::iopt::Error>,
+    map: fn(&mut Target, &Source) -> Result<(), dmalane::iopt::Error>,
 ) -> Result<Rounds, Box<dyn std::error::Error>> {
     let mut target = Target::new(HeapTables::new(TABLES_AT))?;
-    let mut rounds = Rounds { map: Vec::new(), unmap: Vec::new(), steps: 0, tables: 0 };
+    let mut rounds = Rounds { map: Vec::new(), unmap: Vec::new(), tables: 0 };
     let span = Span::new(Iova::new(BASE), BAR).expect("in range");
     for round in 0..count {
-        let mut steps = Ok(0);
-        rounds.map.push(time(|| steps = map(&mut target, source)));
-        rounds.steps = steps?;
+        let mut mapped = Ok(());
+        rounds.map.push(time(|| mapped = map(&mut target, source)));
+        mapped?;
         rounds.tables = target.tables().in_use();
         if round == 0 || round + 1 == count {
             check(&target)?;
@@ -140,9 +136,11 @@ pub fn run(options: &Options) -> Result<Report, Box<dyn std::error::Error>> {
         let source = source(leaf)?;
         let ours = rounds(options.rounds, &source, through)?;
         let before = rounds(options.slow_rounds, &source, page_by_page)?;
-        for (variant, r) in [("before: a look-up for every page", &before), ("ours: leaf by leaf, one call", &ours)] {
+        let steps = [BAR / PAGE, leaves(&source)];
+        let variants = [("before: a look-up for every page", &before), ("ours: map_through", &ours)];
+        for ((variant, r), steps) in variants.into_iter().zip(steps) {
             let details =
-                Details { items: Some(r.steps), steps: Some(r.steps), tables: Some(r.tables), ..Details::default() };
+                Details { items: Some(steps), steps: Some(steps), tables: Some(r.tables), ..Details::default() };
             report.detailed_row(&format!("{name}, map"), variant, BAR, &r.map, details);
             let details = Details { items: Some(BAR / GIB), ..Details::default() };
             report.detailed_row(&format!("{name}, unmap"), variant, BAR, &r.unmap, details);
@@ -154,7 +152,7 @@ pub fn run(options: &Options) -> Result<Report, Box<dyn std::error::Error>> {
             let unit = "us, at most";
             report.at_most_in(&format!("{rounds} rounds in a row, map, the median"), 20.0, map * 1e6, unit);
             report.at_most_in(&format!("{rounds} rounds in a row, map, the slowest"), 20.0, worst * 1e6, unit);
-            let steps = before.steps as f64 / ours.steps as f64;
+            let steps = steps[0] as f64 / steps[1] as f64;
             report.at_least("steps page by page / steps by leaf, counted", 10_000.0, steps);
             report.at_least("time page by page / time by leaf", 10_000.0, median(&before.map) / map);
             report.at_most("unmap / map, medians", 1.0, unmap / map);
