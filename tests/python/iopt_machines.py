@@ -47,9 +47,11 @@ class Machine:
     signed: bool = False
     # Bits of an address as the MMU takes it.
     address_bits: int = 64
+    # What is asked for: reading, writing, fetching.
+    kinds: tuple = tuple(KINDS)
     # The letters that the MMU permits for an access.
     permits: Callable = lambda access: access
-    # Of the root table, and with it of the image.
+    # At least the size of the root table.
     root_align: int = 1 << 16
     # Below this the tables are.
     table_bits: int = 36
@@ -120,6 +122,16 @@ def arm64_stage1(registers, base, image):
     return uc
 
 
+def agx(registers, base, image):
+    """As stage 1 with 16 KiB granules and 39 bits, for privileged software: geometry and addresses are the same."""
+    uc, write = arm64_engine(base, image)
+    write("TTBR0_EL1", registers["TTBR"] & ~1)
+    write("TCR_EL1", 25 | 0b01 << 8 | 0b01 << 10 | 0b11 << 12 | 0b10 << 14 | 1 << 23 | 0b101 << 32 | 1 << 41)
+    write("MAIR_EL1", 0xFF_FFFF)
+    write("SCTLR_EL1", uc.reg_read(arm64.UC_ARM64_REG_CP_REG, ARM64["SCTLR_EL1"]) | 1)
+    return uc
+
+
 def arm64_stage2(registers, base, image):
     uc, write = arm64_engine(base, image)
     uc.reg_write(arm64.UC_ARM64_REG_PSTATE, 0)
@@ -146,7 +158,7 @@ def arm_short(registers, base, image):
     uc.reg_write(arm.UC_ARM_REG_CPSR, 0x10)
     for name, value in registers.items():
         uc.reg_write(arm.UC_ARM_REG_CP_REG, (*ARM[name], value))
-    control = uc.reg_read(arm.UC_ARM_REG_CP_REG, ARM["SCTLR"]) | registers.get("SCTLR", 0) | 1
+    control = uc.reg_read(arm.UC_ARM_REG_CP_REG, ARM["SCTLR"]) | 1
     uc.reg_write(arm.UC_ARM_REG_CP_REG, (*ARM["SCTLR"], control))
     return uc
 
@@ -159,16 +171,12 @@ def riscv64(registers, base, image):
     return uc
 
 
-def x86_64_la57(registers, base, image):
-    return x86_64(registers, base, image, la57=1)
-
-
-def x86_64(registers, base, image, la57=0):
+def x86_64(registers, base, image):
     uc = engine(unicorn.UC_ARCH_X86, unicorn.UC_MODE_64, None, base, image)
-    efer = 1 << 8 | 1 << 10 | registers["IA32_EFER.NXE"] << 11
-    uc.reg_write(x86.UC_X86_REG_MSR, (0xC000_0080, efer))
+    # 1 << 10: long mode is active, which follows from the rest.
+    uc.reg_write(x86.UC_X86_REG_MSR, (0xC000_0080, registers["IA32_EFER"] | 1 << 10))
     uc.reg_write(x86.UC_X86_REG_CR3, registers["CR3"])
-    uc.reg_write(x86.UC_X86_REG_CR4, 1 << 5 | la57 << 12)
+    uc.reg_write(x86.UC_X86_REG_CR4, registers["CR4"])
     uc.reg_write(x86.UC_X86_REG_CR0, 1 << 31 | 1 << 16 | 1)
     return uc
 
@@ -176,31 +184,35 @@ def x86_64(registers, base, image, la57=0):
 # What stage 1 and its like can express: nothing can be reached that cannot be read.
 READABLE = ("r", "rw", "rx", "rwx")
 EVERY = ("r", "w", "x", "rw", "rx", "wx", "rwx")
-STAGE2_DIFFERS = "Unicorn executes from what may be written and not read"
 
 
-def stage2(name, leaves, input_bits):
-    return Machine(name, arm64_stage2, leaves, input_bits, 44, EVERY, differs=STAGE2_DIFFERS)
+def stage2(name, leaves):
+    # 40 bits: the processor has 44 bits of physical address, and takes no more of intermediate address.
+    return Machine(name, arm64_stage2, leaves, 40, 44, (*READABLE, "w"), root_align=1 << 18)
 
 
 def sv(bits, *leaves):
     # Write without read is reserved.
-    return Machine(f"riscv-sv{bits}", riscv64, leaves, bits, 56, ("r", "x", "rw", "rx", "rwx"), signed=True)
+    return Machine(f"riscv-sv{bits}", riscv64, leaves, bits, 56, (*READABLE, "x"), signed=True)
 
 
-# A format that the program does not have (yet) is skipped, and said to be.
+# A format that the program does not have is skipped, and said to be.
 MACHINES = [
     Machine("arm64-s1-4k", arm64_stage1, (12, 21, 30), 48, 48, READABLE),
+    Machine("arm64-s1-4k-39", arm64_stage1, (12, 21, 30), 39, 48, READABLE),
     Machine("arm64-s1-16k", arm64_stage1, (14, 25), 48, 48, READABLE),
     Machine("arm64-s1-64k", arm64_stage1, (16, 29), 48, 48, READABLE),
-    stage2("arm64-s2-4k", (12, 21, 30), 40),
-    stage2("arm64-s2-16k", (14, 25), 40),
-    stage2("arm64-s2-64k", (16, 29), 40),
-    # Supersections above 32 bits cannot be seen: the answer is cut to 32 bits.
-    Machine("armv7-short", arm_short, (12, 16, 20, 24), 32, 32, READABLE, table_bits=32, address_bits=32),
+    stage2("arm64-s2-4k-40", (12, 21, 30)),
+    stage2("arm64-s2-16k-40", (14, 25)),
+    stage2("arm64-s2-64k-40", (16, 29)),
+    Machine("armv7-short", arm_short, (12, 20), 32, 32, READABLE, table_bits=32, address_bits=32),
     Machine("x86-64-4level", x86_64, (12, 21, 30), 48, 40, READABLE, signed=True),
-    Machine("x86-64-5level", x86_64_la57, (12, 21, 30), 57, 40, READABLE, signed=True),
+    Machine("x86-64-5level", x86_64, (12, 21, 30), 57, 40, READABLE, signed=True),
     sv(39, 12, 21, 30),
     sv(48, 12, 21, 30, 39),
     sv(57, 12, 21, 30, 39, 48),
-]
+    Machine(
+        "agx-uat", agx, (14,), 39, 48, ("r", "w", "rw"), kinds=("r",), permits=lambda _: "r",
+        differs="permissions follow rules of the GPU and are not compared",
+    ),
+]  # fmt: skip

@@ -51,7 +51,7 @@ def compare_image(dmalane, machine, rng, count, name, directory):
     reference, handle, addresses = ctypes.byref(out), uc._uch, at.tolist()
     answers, errors = np.empty(count, np.uint64), np.empty(count, np.int32)
     # The kinds in a random order: an earlier one may leave something in the TLB.
-    for letter in rng.permutation(list(KINDS)):
+    for letter in rng.permutation(machine.kinds):
         protection, refused = KINDS[letter]
         for i, address in enumerate(addresses):
             errors[i] = translate(handle, address, protection, reference)

@@ -214,8 +214,9 @@ class Vtd(Qemu):
         super().__init__("qemu-system-x86_64", machine, HIGH - LOW_BYTES, LOW_BYTES + HIGH_BYTES, halt, directory)
         self.poke(base, image)
         self.poke(ROOTS, struct.pack("<QQ", CONTEXTS | 1, 0))
-        # Present, requests translated by second-stage tables; address width, domain 1.
-        self.poke(CONTEXTS + 16 * (EDU_SLOT << 3), struct.pack("<QQ", base | 1, 1 << 8 | self.LEVELS - 2))
+        # Present, requests translated by second-stage tables; address width; domain 1 is our business.
+        low, high = (registers[f"context entry, bits {bits}"] for bits in ["63:0", "127:64"])
+        self.poke(CONTEXTS + 16 * (EDU_SLOT << 3), struct.pack("<QQ", low, 1 << 8 | high))
         self.write64(VTD + 0x20, ROOTS)
         self.write32(VTD + 0x18, 1 << 30)  # take the root table pointer
         self.write32(VTD + 0x18, 1 << 31)  # translate
@@ -268,8 +269,8 @@ IOMMUS = [
     smmu("arm64-s1-4k", (12, 21, 30)),
     smmu("arm64-s1-16k", (14, 25)),
     smmu("arm64-s1-64k", (16, 29)),
-    vtd("vtd-s2-39", Vtd39, 39),
-    vtd("vtd-s2-48", Vtd, 48),
+    vtd("vtd-second-39", Vtd39, 39),
+    vtd("vtd-second-48", Vtd, 48),
 ]
 
 

@@ -10,14 +10,19 @@ pytest.importorskip("unicorn", reason="the package unicorn could not be installe
 
 import iopt_oracle  # noqa: E402
 from iopt_machines import MACHINES  # noqa: E402
+from iopt_qemu import IOMMUS  # noqa: E402
 from iopt_spec import Spec, random_addresses, random_spec  # noqa: E402
 
 ADDRESSES = 12_000
 BY_FORMAT = pytest.mark.parametrize("machine", MACHINES, ids=lambda m: m.format)
 
 
-# Formats that no machine here can walk. They are checked against a second walker, in crates/iopt.
-WITHOUT_A_MACHINE = set()
+# Formats that no machine here can walk: they are checked against a second walker, in crates/iopt. Stage 2 for 48 bits
+# differs from that for 40 in the number of levels, VT-d for 57 bits from that for 48.
+WITHOUT_A_MACHINE = {
+    "arm64-s2-4k", "arm64-s2-16k", "arm64-s2-64k", "vtd-second-57",
+    "amd-v1-3level", "amd-v1-4level", "amd-v1-5level", "amd-v1-6level",
+}  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -32,7 +37,7 @@ def needs(formats, machine):
 
 
 def test_every_format_has_a_machine(formats):
-    assert formats - WITHOUT_A_MACHINE <= {m.format for m in MACHINES}
+    assert formats == WITHOUT_A_MACHINE | {m.format for m in [*MACHINES, *IOMMUS]}
 
 
 @BY_FORMAT
@@ -44,7 +49,8 @@ def test_an_mmu_agrees(dmalane, formats, tmp_path, machine):
     # Not all of one kind, or there would be little to compare.
     assert tally["translated"] > tally["addresses"] // 4
     assert tally["faulted"] - tally["by permission"] > tally["addresses"] // 4
-    assert tally["by permission"] > tally["addresses"] // 20
+    if len(machine.kinds) > 1:
+        assert tally["by permission"] > tally["addresses"] // 20
     print(dict(tally))
 
 
@@ -56,7 +62,8 @@ def test_a_difference_is_found(dmalane, formats, tmp_path, monkeypatch, machine)
     # Only the machine is to find it, not the checks that come before.
     for check in ["check_build", "check_dump", "check_walk"]:
         monkeypatch.setattr(iopt_oracle, check, lambda *_: None)
-    for falsify in [another_place, another_access, missing]:
+    falsifications = [another_place, missing] + ([another_access] if len(machine.kinds) > 1 else [])
+    for falsify in falsifications:
 
         def falsified(self, rng):
             spec = written(self, rng)

@@ -2,7 +2,6 @@
 
 mod formats;
 mod image;
-mod registers;
 mod report;
 mod spec;
 

@@ -7,7 +7,15 @@ use std::process::{Command, Output};
 use serde_json::{Value, json};
 use tempfile::TempDir;
 
+/// Two with the same page sizes and limits, for what is said of each.
 const FORMATS: [&str; 2] = ["arm64-s1-4k", "x86-64-4level"];
+
+/// All of them, as the help has them.
+fn formats() -> Vec<String> {
+    let help = Place::mappings(json!([])).text("build --help");
+    let values = help.split("[possible values: ").nth(1).unwrap().split(']').next().unwrap();
+    values.split(',').map(|name| name.trim().to_owned()).collect()
+}
 
 /// A directory with the specification `spec.json`.
 struct Place(TempDir);
@@ -114,7 +122,7 @@ fn the_texts() {
         built,
         "image      image.bin, 20 KiB at 0x9000\nformat     x86-64-4level\ntables     5\n\
          leaves     3 x 4 KiB, 2 x 2 MiB, 1 x 1 GiB\nroot       0x9000\n\
-         registers  CR3           0x9000\n           IA32_EFER.NXE 0x1\n"
+         registers  CR3        0x9000\n           CR4        0x20\n           IA32_EFER  0x900\n"
     );
     let image = "image.bin -f x86-64-4level --root 0x9000";
     assert_eq!(
@@ -138,6 +146,36 @@ fn nothing_mapped_is_an_image_too() {
     assert_eq!((&built["tables"], &built["mapped_bytes"]), (&1.into(), &0.into()));
     let dump = place.json("dump image.bin -f arm64-s1-4k --root 0x80000000");
     assert_eq!(dump["runs"], json!([]));
+}
+
+#[test]
+fn every_format_builds_walks_and_dumps() {
+    assert!(formats().len() > FORMATS.len());
+    for format in formats() {
+        let place = Place::mappings(json!([
+            {"va": "0x1ff0000", "pa": "0x7ff0000", "len": "0x30000", "access": "rw"},
+            {"va": 0, "pa": 0, "len": "0x10000", "access": "r"},
+        ]));
+        let built = place.json(&format!("build spec.json --format {format} -o image.bin"));
+        assert_eq!((&built["format"], &built["mapped_bytes"]), (&Value::from(&*format), &0x40000.into()));
+        assert!(!built["registers"].as_array().unwrap().is_empty(), "{format}");
+        assert_eq!(built["bytes"], fs::metadata(place.path("image.bin")).unwrap().len());
+        let image = format!("image.bin --format {format} --root 0x80000000");
+        let walk = place.json(&format!("walk {image} 0x201ffff 0x2020000"));
+        assert_eq!(walk["translations"][0]["pa"], "0x801ffff", "{format}");
+        assert_eq!(walk["translations"][1]["fault"]["kind"], "not_present", "{format}");
+        let dump = place.json(&format!("dump {image}"));
+        let runs: Vec<_> =
+            dump["runs"].as_array().unwrap().iter().map(|r| (&r["va"], &r["pa"], &r["access"])).collect();
+        let expected = [("0x0", "0x0", "r--"), ("0x1ff0000", "0x7ff0000", "rw-")];
+        let expected: Vec<_> = expected.map(|(va, pa, a)| [va, pa, a].map(Value::from)).into();
+        assert_eq!(runs, expected.iter().map(|[va, pa, a]| (va, pa, a)).collect::<Vec<_>>(), "{format}");
+        // Nothing but noise: an answer or an error.
+        let noise: Vec<u8> = (0..1u32 << 16).map(|i| (i.wrapping_mul(2_654_435_761) >> 13) as u8).collect();
+        fs::write(place.path("noise"), noise).unwrap();
+        place.text(&format!("walk noise --format {format} --root 0 0 0x1000000 0xffffffffffffffff"));
+        assert!(place.run(&format!("dump noise --format {format} --root 0")).status.code().is_some_and(|c| c < 2));
+    }
 }
 
 #[test]
@@ -310,7 +348,7 @@ fn every_field_and_format_is_documented() {
     for word in words {
         assert!(page("json.md").contains(&format!("`{word}`")), "{word} is not in json.md");
     }
-    for format in FORMATS {
+    for format in formats() {
         assert!(page("iopt-image.md").contains(&format!("`{format}`")), "{format} is not in iopt-image.md");
     }
 }

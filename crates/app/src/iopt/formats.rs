@@ -4,16 +4,40 @@ use std::fmt;
 use std::path::Path;
 
 use dmalane::addr::{Access, Iova, PageSize, PhysAddr};
-use dmalane::iopt::{self, Arm64S1_4k, Error, FaultKind, PageTable, WalkFault, Walked, X86_64_4Level};
+use dmalane::iopt::{self, *};
 
 use super::image::{Image, ImageTables};
-use super::registers::{self, Register};
 use super::spec::{Mapping, wrong};
 use crate::failure::Failure;
 use crate::size;
 
 /// Every format. A new one joins by a line.
-pub const FORMATS: &[Format] = &[Format::of::<Arm64S1_4k>(), Format::of::<X86_64_4Level>()];
+pub const FORMATS: &[Format] = &[
+    Format::of::<Arm64S1_4k>(),
+    Format::named::<Arm64S1<12, 39>>("arm64-s1-4k-39"),
+    Format::of::<Arm64S1_16k>(),
+    Format::of::<Arm64S1_64k>(),
+    Format::of::<Arm64S2_4k>(),
+    Format::of::<Arm64S2_16k>(),
+    Format::of::<Arm64S2_64k>(),
+    Format::named::<Arm64S2<12, 40>>("arm64-s2-4k-40"),
+    Format::named::<Arm64S2<14, 40>>("arm64-s2-16k-40"),
+    Format::named::<Arm64S2<16, 40>>("arm64-s2-64k-40"),
+    Format::of::<Armv7>(),
+    Format::of::<X86_64_4Level>(),
+    Format::of::<X86_64_5Level>(),
+    Format::of::<VtdSecond39>(),
+    Format::of::<VtdSecond48>(),
+    Format::of::<VtdSecond57>(),
+    Format::of::<AmdV1<3>>(),
+    Format::of::<AmdV1_4Level>(),
+    Format::of::<AmdV1<5>>(),
+    Format::of::<AmdV1<6>>(),
+    Format::of::<RiscvSv39>(),
+    Format::of::<RiscvSv48>(),
+    Format::of::<RiscvSv57>(),
+    Format::of::<AgxUat>(),
+];
 
 /// A format by name.
 #[derive(Clone, Copy)]
@@ -30,7 +54,12 @@ pub struct Format {
 
 impl Format {
     const fn of<F: iopt::Format>() -> Self {
-        Self { name: F::NAME, build: build::<F>, walk: walk::<F>, dump: dump::<F> }
+        Self::named::<F>(F::NAME)
+    }
+
+    /// For a format with another number of bits, which the crate does not name.
+    const fn named<F: iopt::Format>(name: &'static str) -> Self {
+        Self { name, build: build::<F>, walk: walk::<F>, dump: dump::<F> }
     }
 }
 
@@ -82,7 +111,7 @@ impl Refused {
 }
 
 fn build<F: iopt::Format>(mappings: &[Mapping], base: u64) -> Result<Built, Refused> {
-    let tables = ImageTables::new(base, F::GRANULE.bytes() as usize);
+    let tables = ImageTables::new(base);
     let mut table = PageTable::<F, Iova, PhysAddr, _>::new(tables).map_err(Refused::Base)?;
     for (i, m) in mappings.iter().enumerate() {
         for (field, value) in [("va", m.va), ("pa", m.pa), ("len", m.len)] {
@@ -98,7 +127,7 @@ fn build<F: iopt::Format>(mappings: &[Mapping], base: u64) -> Result<Built, Refu
         root,
         tables: table.tables().count(),
         leaves: table.leaf_counts().collect(),
-        registers: registers::of::<F>(root),
+        registers: F::registers(root),
         bytes: table.tables_mut().take(),
     })
 }

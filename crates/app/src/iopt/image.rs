@@ -2,10 +2,11 @@
 
 use std::fs::{self, File};
 use std::io::Read;
+use std::ops::Range;
 use std::path::Path;
 
 use dmalane::addr::PhysAddr;
-use dmalane::iopt::Tables;
+use dmalane::iopt::{TableShape, Tables};
 
 use crate::failure::Failure;
 use crate::size;
@@ -13,19 +14,20 @@ use crate::size;
 /// Tables one after the other from a base address on, in the order in which they were asked for. The first is the root.
 pub struct ImageTables {
     base: u64,
-    /// Bytes of a table, a power of two.
-    table: usize,
+    shape: TableShape,
     bytes: Vec<u8>,
-    freed: Vec<u64>,
+    freed: Vec<PhysAddr>,
+    /// Tables that were ever made.
+    made: u64,
 }
 
 impl ImageTables {
     /// Where `build` stops: 128 GiB by 4 KiB pages.
     pub const MOST_BYTES: u64 = 256 << 20;
 
-    /// No tables yet. `table` is the size of each.
-    pub fn new(base: u64, table: usize) -> Self {
-        Self { base, table, bytes: Vec::new(), freed: Vec::new() }
+    /// No tables yet.
+    pub fn new(base: u64) -> Self {
+        Self { base, shape: TableShape::ALL_4K, bytes: Vec::new(), freed: Vec::new(), made: 0 }
     }
 
     /// Takes the image out: entries in little-endian order. The tables are gone then.
@@ -35,50 +37,69 @@ impl ImageTables {
 
     /// Tables in use.
     pub fn count(&self) -> u64 {
-        (self.bytes.len() / self.table - self.freed.len()) as u64
+        self.made - self.freed.len() as u64
     }
 
-    fn place(&self, table: PhysAddr, index: usize) -> usize {
-        (table.bits() - self.base) as usize + index * 8
+    fn grow(&mut self, bytes: u64) -> Option<PhysAddr> {
+        let len = self.bytes.len() as u64;
+        let table = self.base.checked_add(len)?;
+        if len + bytes > Self::MOST_BYTES {
+            return None;
+        }
+        self.bytes.try_reserve(bytes as usize).ok()?;
+        self.bytes.resize((len + bytes) as usize, 0);
+        self.made += 1;
+        Some(PhysAddr::new(table))
+    }
+
+    /// Where a word of a table is.
+    fn word(&self, table: PhysAddr, index: usize) -> Range<usize> {
+        let at = (table.bits() - self.base) as usize + index * 8;
+        at..at + 8
     }
 }
 
 impl Tables for ImageTables {
     type Addr = PhysAddr;
 
+    fn prepare(&mut self, shape: TableShape) -> bool {
+        self.shape = shape;
+        true
+    }
+
+    fn allocate_root(&mut self) -> Option<PhysAddr> {
+        self.grow(self.shape.root.bytes())
+    }
+
+    fn free_root(&mut self, _: PhysAddr) {
+        // Only a page table that is given up does so, and its image is not used.
+    }
+
     fn allocate(&mut self) -> Option<PhysAddr> {
-        if let Some(table) = self.freed.pop() {
-            let at = self.place(PhysAddr::new(table), 0);
-            self.bytes[at..at + self.table].fill(0);
-            return Some(PhysAddr::new(table));
-        }
-        let len = self.bytes.len();
-        let table = self.base.checked_add(len as u64)?;
-        if (len + self.table) as u64 > Self::MOST_BYTES {
-            return None;
-        }
-        self.bytes.try_reserve(self.table).ok()?;
-        self.bytes.resize(len + self.table, 0);
-        Some(PhysAddr::new(table))
+        let Some(table) = self.freed.pop() else { return self.grow(self.shape.table.bytes()) };
+        let at = self.word(table, 0).start;
+        self.bytes[at..at + self.shape.table.bytes() as usize].fill(0);
+        Some(table)
     }
 
     fn free(&mut self, table: PhysAddr) {
-        self.freed.push(table.bits());
+        self.freed.push(table);
     }
 
     fn load(&self, table: PhysAddr, index: usize) -> u64 {
-        let at = self.place(table, index);
-        u64::from_le_bytes(self.bytes[at..at + 8].try_into().expect("8 bytes"))
+        u64::from_le_bytes(self.bytes[self.word(table, index)].try_into().expect("8 bytes"))
     }
 
     fn store(&mut self, table: PhysAddr, index: usize, entry: u64) {
-        let at = self.place(table, index);
-        self.bytes[at..at + 8].copy_from_slice(&entry.to_le_bytes());
+        let word = self.word(table, index);
+        self.bytes[word].copy_from_slice(&entry.to_le_bytes());
     }
 
     fn reserve(&mut self, tables: usize) -> bool {
-        let bytes = tables.saturating_sub(self.freed.len()).saturating_mul(self.table);
-        self.bytes.len() as u64 + bytes as u64 <= Self::MOST_BYTES && self.bytes.try_reserve(bytes).is_ok()
+        let fresh = tables.saturating_sub(self.freed.len()) as u64;
+        let bytes = fresh.saturating_mul(self.shape.table.bytes());
+        bytes.saturating_add(self.bytes.len() as u64) <= Self::MOST_BYTES
+            && self.bytes.try_reserve(bytes as usize).is_ok()
     }
 }
 
@@ -127,6 +148,7 @@ impl Image {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use dmalane::addr::PageSize;
 
     #[test]
     fn entries_at_the_edges() {
@@ -142,14 +164,15 @@ mod tests {
 
     #[test]
     fn tables_follow_each_other_and_come_back_zeroed() {
-        let mut tables = ImageTables::new(0x8000, 4096);
-        assert!(tables.reserve(2) && !tables.reserve(1 << 17));
-        let (a, b) = (tables.allocate().unwrap(), tables.allocate().unwrap());
-        assert_eq!((a.bits(), b.bits(), tables.count()), (0x8000, 0x9000, 2));
-        tables.store(b, 511, 7);
-        assert_eq!((tables.load(b, 511), tables.bytes[0x1ff8]), (7, 7));
-        tables.free(b);
-        assert_eq!((tables.count(), tables.allocate()), (1, Some(b)));
-        assert_eq!(tables.load(b, 511), 0);
+        let mut tables = ImageTables::new(0x8000);
+        assert!(tables.prepare(TableShape { root: PageSize::SIZE_16K, table: PageSize::SIZE_4K }));
+        let (root, a) = (tables.allocate_root().unwrap(), tables.allocate().unwrap());
+        assert_eq!((root.bits(), a.bits(), tables.count()), (0x8000, 0xc000, 2));
+        assert!(tables.reserve(2) && !tables.reserve(1 << 17) && !tables.reserve(usize::MAX));
+        tables.store(a, 511, 7);
+        assert_eq!((tables.load(a, 511), tables.bytes[0x4ff8]), (7, 7));
+        tables.free(a);
+        assert_eq!((tables.count(), tables.allocate()), (1, Some(a)));
+        assert_eq!(tables.load(a, 511), 0);
     }
 }

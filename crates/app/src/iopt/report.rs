@@ -9,12 +9,11 @@ use serde::{Serialize, Serializer};
 
 use super::Source;
 use super::formats::{self, Format, Run};
-use super::registers::Register;
 use crate::failure::Failure;
 use crate::{output, size};
 
 /// An address in JSON: a text, since not every reader keeps all digits of a number above 2^53.
-pub fn as_hex<S: Serializer>(address: &u64, s: S) -> Result<S::Ok, S::Error> {
+fn as_hex<S: Serializer>(address: &u64, s: S) -> Result<S::Ok, S::Error> {
     s.serialize_str(&format!("{address:#x}"))
 }
 
@@ -33,12 +32,19 @@ struct Report<'a, T> {
 }
 
 #[derive(Serialize)]
-struct BuiltResult<'a> {
+struct BuiltResult {
     bytes: u64,
     tables: u64,
     mapped_bytes: u64,
     leaves: Vec<Leaves>,
-    registers: &'a [Register],
+    registers: Vec<Value>,
+}
+
+#[derive(Serialize)]
+struct Value {
+    name: &'static str,
+    #[serde(serialize_with = "as_hex")]
+    value: u64,
 }
 
 #[derive(Serialize)]
@@ -69,7 +75,7 @@ pub fn built(
                 tables: built.tables,
                 mapped_bytes: mapped_bytes(&built.leaves),
                 leaves: leaves.collect(),
-                registers: &built.registers,
+                registers: built.registers.iter().map(|r| Value { name: r.name, value: r.value }).collect(),
             },
         })?;
     } else {
@@ -94,9 +100,10 @@ fn built_text(format: &Format, output: &Path, base: u64, built: &formats::Built)
         built.tables,
         built.root
     );
+    let width = built.registers.iter().map(|r| r.name.len()).max().unwrap_or(0);
     for (i, register) in built.registers.iter().enumerate() {
         let label = if i == 0 { "registers" } else { "" };
-        text += &format!("{label:<11}{:<13} {:#x}\n", register.name, register.value);
+        text += &format!("{label:<11}{:<width$}  {:#x}\n", register.name, register.value);
     }
     text
 }
