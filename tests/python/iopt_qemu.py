@@ -8,7 +8,6 @@ import mmap
 import os
 import struct
 import subprocess
-import tempfile
 import zlib
 from collections import Counter
 from dataclasses import dataclass
@@ -23,18 +22,18 @@ BUFFER = 0x40000  # of the device, within its BAR
 
 
 class Qemu:
-    """A machine that stands still, with its memory in a file that is mapped here too."""
+    """A machine that stands still, with its memory mapped here too."""
 
     def __init__(self, program, args, ram_base, ram_bytes, halt, directory):
         self.ram_base = ram_base
         (directory / "halt.bin").write_bytes(halt)
-        file = tempfile.NamedTemporaryFile(dir="/dev/shm" if os.path.isdir("/dev/shm") else directory)  # sparse
-        os.ftruncate(file.fileno(), ram_bytes)
-        self.ram = mmap.mmap(file.fileno(), ram_bytes)
+        memory = os.memfd_create("ram")  # sparse
+        os.ftruncate(memory, ram_bytes)
+        self.ram = mmap.mmap(memory, ram_bytes)
         command = [program, "-display", "none", "-nodefaults", "-serial", "none", "-monitor", "none"]
         command += ["-accel", "tcg", "-icount", "shift=0,sleep=off", "-qtest", "stdio", "-qtest-log", "none"]
         command += ["-m", f"{ram_bytes >> 20}M"]
-        command += ["-object", f"memory-backend-file,id=ram,size={ram_bytes},mem-path={file.name},share=on"]
+        command += ["-object", f"memory-backend-file,id=ram,size={ram_bytes},mem-path=/proc/{os.getpid()}/fd/{memory},share=on"]
         command += [a.format(halt=directory / "halt.bin") for a in args]
         with (directory / "qemu.log").open("w") as log:
             self.process = subprocess.Popen(
@@ -42,7 +41,7 @@ class Qemu:
             )
         self.log = directory / "qemu.log"
         self.ask("endianness")  # it is up
-        file.close()  # the name; both have the memory
+        os.close(memory)  # both have mapped it
 
     def close(self):
         self.process.kill()

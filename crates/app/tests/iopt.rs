@@ -231,6 +231,7 @@ fn a_bad_mapping_is_named() {
     for base in ["0x80000001", "0x1000000000000", "0xffffffffffffffff"] {
         let text = place.complains(&format!("{line} --base {base}"), 1);
         assert!(text.contains("there can be no tables at --base") && text.contains(base), "{text}");
+        assert!(text.contains("\nhint: the root is aligned to its size, here 4 KiB\n"), "{text}");
     }
     assert!(
         place

@@ -79,8 +79,8 @@ pub struct Built {
 
 /// Why no tables were built.
 pub enum Refused {
-    /// The root cannot be where it was to be.
-    Base(Error),
+    /// The root, of this size, cannot be where it was to be.
+    Base(Error, PageSize),
     /// A field of a mapping is not a multiple of the smallest page.
     Misaligned { mapping: usize, field: &'static str, value: u64, granule: PageSize },
     /// The tables refused a mapping.
@@ -91,7 +91,10 @@ impl Refused {
     /// What to tell the user.
     pub fn failure(&self, spec: &Path, mappings: &[Mapping]) -> Failure {
         match *self {
-            Self::Base(e) => Failure::because("there can be no tables at --base", &e),
+            Self::Base(e, root) => {
+                let aligned = format!("the root is aligned to its size, here {root}");
+                Failure::because("there can be no tables at --base", &e).hint(aligned)
+            }
             Self::Misaligned { mapping, field, value, granule } => {
                 wrong(spec, format!("mappings[{mapping}].{field}: {value:#x} is not a multiple of {granule}"))
             }
@@ -112,7 +115,8 @@ impl Refused {
 
 fn build<F: iopt::Format>(mappings: &[Mapping], base: u64) -> Result<Built, Refused> {
     let tables = ImageTables::new(base);
-    let mut table = PageTable::<F, Iova, PhysAddr, _>::new(tables).map_err(Refused::Base)?;
+    let mut table =
+        PageTable::<F, Iova, PhysAddr, _>::new(tables).map_err(|e| Refused::Base(e, TableShape::of::<F>().root))?;
     for (i, m) in mappings.iter().enumerate() {
         for (field, value) in [("va", m.va), ("pa", m.pa), ("len", m.len)] {
             if !value.is_multiple_of(F::GRANULE.bytes()) {

@@ -224,7 +224,8 @@ pub fn dumped(source: &Source, runs: &[Run], json: bool) -> Result<ExitCode, Fai
                 w = width + 2,
             );
         }
-        text += &format!("{} runs, {} mapped\n", runs.len(), size::binary(mapped_bytes));
+        let plural = if runs.len() == 1 { "" } else { "s" };
+        text += &format!("{} run{plural}, {} mapped\n", runs.len(), size::binary(mapped_bytes));
         output::print(&text)?;
     }
     Ok(ExitCode::SUCCESS)
