@@ -1,7 +1,6 @@
 //! Table memory that is a file: written in one go, read back without trust.
 
-use std::fs::{self, File};
-use std::io::Read;
+use std::fs;
 use std::ops::Range;
 use std::path::Path;
 
@@ -117,15 +116,15 @@ impl Image {
     pub fn read(path: &Path, base: u64) -> Result<Self, Failure> {
         let trouble = |e| Failure::because(format!("cannot read {}", path.display()), &e);
         // Asked by name, not by descriptor: to open a FIFO would wait for its writer.
-        if !fs::metadata(path).map_err(trouble)?.is_file() {
+        let metadata = fs::metadata(path).map_err(trouble)?;
+        if !metadata.is_file() {
             return Err(Failure::new(format!("{} is not a regular file", path.display())));
         }
-        let mut bytes = Vec::new();
-        File::open(path).and_then(|f| f.take(Self::MOST_BYTES + 1).read_to_end(&mut bytes)).map_err(trouble)?;
-        if bytes.len() as u64 > Self::MOST_BYTES {
+        if metadata.len() > Self::MOST_BYTES {
             return Err(Failure::new(format!("{} is larger than {}", path.display(), size::binary(Self::MOST_BYTES)))
                 .hint("cut out the piece of memory that holds the tables"));
         }
+        let bytes = fs::read(path).map_err(trouble)?;
         Ok(Self { base, bytes })
     }
 
