@@ -4,12 +4,13 @@
 //! device that uses the addresses in between sees a fault, never two translations at once.
 
 use alloc::vec::Vec;
+use core::ops::Range;
 
-use dmalane_addr::{Access, Address, Span};
+use dmalane_addr::{Access, Address, PageSize, Span};
 
-use crate::format::{entries, index, input_len, page_size, top_leaf_level};
+use crate::format::{Kind, entries, group_bits, index, page_size, top_leaf_level};
 use crate::unmap::Cut;
-use crate::{Entry, Error, Format, PageTable, Place, Tables};
+use crate::{Entry, Error, Format, PageTable, Tables, slots};
 
 /// Entries of one table, whole ones only.
 struct Whole {
@@ -33,8 +34,7 @@ impl<F: Format, I: Address, O: Address, T: Tables> PageTable<F, I, O, T> {
         let Some(cut) = self.find_cut(at.bits()) else { return Ok(()) };
         let mut spare = self.spare_tables(Cut::tables::<F>([Some(cut), None]), at.bits())?;
         self.split(at.bits(), &mut spare, |table, leaf| {
-            table.store(leaf.table, leaf.index, 0);
-            invalidate_entry::<F, I>(&mut invalidate, leaf.at, leaf.level);
+            table.break_entries(leaf.table, leaf.entries, leaf.at, leaf.size, &mut invalidate);
         });
         debug_assert!(spare.is_empty());
         Ok(())
@@ -70,23 +70,38 @@ impl<F: Format, I: Address, O: Address, T: Tables> PageTable<F, I, O, T> {
         freed: &mut Vec<T::Addr>,
         invalidate: &mut impl FnMut(Span<I>),
     ) {
-        let page = page_size::<F>(level).bytes();
-        if level + 1 == F::LEVELS {
+        if level + 1 == F::LEVELS && group_bits::<F>(level) == 0 {
             return;
         }
+        let size = page_size::<F>(level);
         for k in index::<F>(at, level)..entries::<F>(level) {
-            let (first, last) = (at & !(page - 1), at | (page - 1));
+            let first = at & !(size.bytes() - 1);
+            let last = first | (size.bytes() - 1);
             if let Entry::Table(next) = F::decode(level, self.load(table, k)) {
                 let next = T::Addr::new(next);
                 self.merge_below(next, level + 1, span, at, freed, invalidate);
                 let whole = first >= span.first && last <= span.last && level >= top_leaf_level::<F>();
-                if whole && let Some((out, access)) = self.as_one_leaf(next, level + 1) {
-                    self.store(table, k, 0);
-                    invalidate_entry::<F, I>(invalidate, first, level);
-                    self.store(table, k, F::encode_leaf(level, out, access));
-                    self.leaves[level as usize] += 1;
-                    self.leaves[level as usize + 1] -= entries::<F>(level + 1) as u64;
+                if whole && let Some((out, access)) = self.as_one_leaf(next, 0..entries::<F>(level + 1), level + 1) {
+                    self.break_entries(table, k..k + 1, first, size, invalidate);
+                    self.uncount_table(next, level + 1);
+                    self.write_leaves(table, k..k + 1, Kind::single(level), out, access);
                     freed.push(next);
+                }
+            }
+            let group = Kind { level, group: true };
+            if group_bits::<F>(level) > 0 && (k + 1) % group.entries::<F>() == 0 {
+                let size = group.size::<F>();
+                let start = last - (size.bytes() - 1);
+                let range = k + 1 - group.entries::<F>()..k + 1;
+                let formed = Kind::of::<F>(level, self.load(table, k)).group;
+                if start >= span.first
+                    && last <= span.last
+                    && !formed
+                    && let Some((out, access)) = self.as_one_leaf(table, range.clone(), level)
+                {
+                    self.break_entries(table, range.clone(), start, size, invalidate);
+                    self.leaves[Kind::single(level).slot()] -= range.len() as u64;
+                    self.write_leaves(table, range, group, out, access);
                 }
             }
             if last >= span.last {
@@ -96,24 +111,44 @@ impl<F: Format, I: Address, O: Address, T: Tables> PageTable<F, I, O, T> {
         }
     }
 
-    /// Output address and access of the leaf that could stand for a whole table.
-    fn as_one_leaf(&self, table: T::Addr, level: u32) -> Option<(u64, Access)> {
-        let Entry::Leaf { out: start, access: all } = F::decode(level, self.load(table, 0)) else { return None };
+    /// Output address and access of the leaf that could stand for these entries.
+    fn as_one_leaf(&self, table: T::Addr, range: Range<usize>, level: u32) -> Option<(u64, Access)> {
         let page = page_size::<F>(level).bytes();
-        let aligned = start & (page_size::<F>(level - 1).bytes() - 1) == 0;
-        let continues = |k: usize| {
-            let leaf = Entry::Leaf { out: start + k as u64 * page, access: all };
-            F::decode(level, self.load(table, k)) == leaf
-        };
-        (aligned && (1..entries::<F>(level)).all(continues)).then_some((start, all))
+        let (start, all) = self.own_leaf(table, range.start, level)?;
+        let aligned = start & (page * range.len() as u64 - 1) == 0;
+        let continues = |(k, i): (u64, usize)| self.own_leaf(table, i, level) == Some((start + k * page, all));
+        (aligned && (0..).zip(range).all(continues)).then_some((start, all))
     }
-}
 
-/// Has the entry of `level` that starts at `at` forgotten.
-fn invalidate_entry<F: Format, I: Address>(invalidate: &mut impl FnMut(Span<I>), at: u64, level: u32) {
-    let last = at | (page_size::<F>(level).bytes() - 1);
-    debug_assert!(last < input_len::<F>(), "{}", Place::of(I::new(at)));
-    if let Some(span) = Span::inclusive(I::new(at), I::new(last)) {
-        invalidate(span);
+    /// What one entry maps by itself, be it part of a group or not.
+    fn own_leaf(&self, table: T::Addr, i: usize, level: u32) -> Option<(u64, Access)> {
+        let entry = self.load(table, i);
+        let Entry::Leaf { out, access } = F::decode(level, entry) else { return None };
+        let within = i & (Kind::of::<F>(level, entry).entries::<F>() - 1);
+        Some((out + within as u64 * page_size::<F>(level).bytes(), access))
+    }
+
+    /// Takes the leaves of a full table off the count.
+    fn uncount_table(&mut self, table: T::Addr, level: u32) {
+        let group = Kind { level, group: true };
+        let entries = entries::<F>(level);
+        let members = (0..entries).filter(|&i| Kind::of::<F>(level, self.load(table, i)).group).count();
+        self.leaves[Kind::single(level).slot()] -= (entries - members) as u64;
+        self.leaves[group.slot()] -= (members / group.entries::<F>()) as u64;
+    }
+
+    /// Clears the entries of a leaf or table, and has the device forget what they were.
+    fn break_entries(
+        &mut self,
+        table: T::Addr,
+        range: Range<usize>,
+        at: u64,
+        size: PageSize,
+        invalidate: &mut impl FnMut(Span<I>),
+    ) {
+        slots::update::<F, T>(&mut self.tables, table, range, |_| Some(0));
+        if let Some(span) = Span::new(I::new(at), size.bytes()) {
+            invalidate(span);
+        }
     }
 }

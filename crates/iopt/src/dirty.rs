@@ -2,7 +2,7 @@
 
 use dmalane_addr::{Address, Span};
 
-use crate::format::{index, page_size};
+use crate::format::{Kind, index, page_size};
 use crate::{Entry, Error, Format, Leaf, PageTable, Tables, slots};
 
 impl<F: Format, I: Address, O: Address, T: Tables> PageTable<F, I, O, T> {
@@ -41,8 +41,14 @@ impl<F: Format, I: Address, O: Address, T: Tables> PageTable<F, I, O, T> {
                 Entry::Invalid => {}
                 Entry::Table(next) => count += self.dirty_below(T::Addr::new(next), level + 1, (at, entry_last), each),
                 Entry::Leaf { out, access } if entry & F::DIRTY != 0 => {
-                    slots::clear_bits::<F, T>(&mut self.tables, table, k, F::DIRTY);
-                    slots::clean::<F, T>(&mut self.tables, table, k..k + 1);
+                    // A mark on one entry of a group stands for all of it.
+                    let kind = Kind::of::<F>(level, entry);
+                    let start = k & !(kind.entries::<F>() - 1);
+                    for i in start..start + kind.entries::<F>() {
+                        slots::clear_bits::<F, T>(&mut self.tables, table, i, F::DIRTY);
+                    }
+                    slots::clean::<F, T>(&mut self.tables, table, start..start + kind.entries::<F>());
+                    let size = kind.size::<F>();
                     each(Leaf { at: I::new(at).align_down(size), to: O::new(out), size, access });
                     count += 1;
                 }

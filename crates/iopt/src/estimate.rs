@@ -65,7 +65,7 @@ impl<F: Format> TableEstimate<F> {
         let mut source = Source::<F, O, _>::new(segments.into_iter());
         while source.next()? {
             check_room::<F, I>(at, source.now.len)?;
-            let level = source.leaf_level(at)?;
+            let level = source.leaf_kind(at)?.level;
             for l in (1..=level).rev() {
                 let table = Some(at >> shift::<F>(l - 1));
                 if self.counted[l as usize] == table {

@@ -47,7 +47,7 @@ mod walk;
 pub use error::{Error, Place};
 pub use estimate::TableEstimate;
 pub use flush::FlushList;
-pub use format::{Entry, Format, Register};
+pub use format::{Entry, Format, MAX_LEVELS, Register};
 pub use formats::*;
 pub use runs::{Run, Runs};
 pub use table::{Leaf, PageTable};

@@ -1,7 +1,7 @@
 //! Mapping: a whole scatter list in one call.
 //!
 //! The walk from the root happens once per table, not once per page. Within one table all leaves have one size (a
-//! larger one can only start where the table does), so the loop that fills it pulls page after page out of the list,
+//! larger one can only start where the table does, but for a group), so the loop that fills it pulls page after page out of the list,
 //! checks that the entry is free, and writes it.
 
 use core::iter::{Fuse, empty};
@@ -9,7 +9,9 @@ use core::marker::PhantomData;
 
 use dmalane_addr::{Access, Address, PageSize, Segment, Span};
 
-use crate::format::{MAX_LEVELS, entries, index, input_len, leaf_level, page_size, same_table, shift};
+use crate::format::{
+    Kind, MAX_LEVELS, entries, group_bits, index, input_len, leaf_kind, page_size, same_table, second_size, shift,
+};
 use crate::{Entry, Error, Format, PageTable, Place, Tables, slots};
 
 /// The tables down to where the last leaf was written, so that the next table is found from the nearest common one. Kept
@@ -64,8 +66,7 @@ impl<F: Format, I: Address, O: Address, T: Tables> PageTable<F, I, O, T> {
         // A length beyond 64 bits is beyond the input range too.
         let len = count.checked_mul(size.bytes()).unwrap_or(!(size.bytes() - 1));
         let now = checked::<F, O>(Segment { addr: to, len }).map_err(bad_segment::<F, O>)?;
-        let top = (0..F::LEVELS).find(|&level| page_size::<F>(level) == size).unwrap_or(F::LEVELS - 1);
-        self.map_source(at, Source { now, top, ..Source::new(empty()) }, access, |_| Ok(())).map(drop)
+        self.map_source(at, Source { now, limit: size.bytes(), ..Source::new(empty()) }, access, |_| Ok(())).map(drop)
     }
 
     /// Maps a list of segments one after another from `at` on, and gives the number of bytes mapped. An empty list maps
@@ -126,14 +127,16 @@ impl<F: Format, I: Address, O: Address, T: Tables> PageTable<F, I, O, T> {
         while source.next()? {
             let at = *next;
             check_room::<F, I>(at, source.now.len)?;
-            let level = source.leaf_level(at)?;
+            let kind = source.leaf_kind(at)?;
+            let level = kind.level;
             let table = self.table_for(at, level)?;
-            let (done, stop) = if level == F::LEVELS - 1 {
+            let (done, stop) = if kind == Kind::single(F::LEVELS - 1) {
                 self.fill_pages(table, at, source, access)
             } else {
-                self.fill_blocks(table, level, at, &mut source.now, access)
+                self.fill_blocks(table, kind, at, &mut source.now, access)
             };
-            self.leaves[level as usize] += done as u64;
+            // A group of which only a part could be written counts as one until it is undone.
+            self.leaves[kind.slot()] += done.div_ceil(kind.entries::<F>()) as u64;
             *next = at + ((done as u64) << shift::<F>(level));
             match stop {
                 None => {}
@@ -158,6 +161,7 @@ impl<F: Format, I: Address, O: Address, T: Tables> PageTable<F, I, O, T> {
         let page = F::GRANULE.bytes();
         let mut stop = None;
         let mut now = source.now;
+        let mut here = at;
         let done = slots::update::<F, T>(&mut self.tables, table, index::<F>(at, level)..entries::<F>(level), |old| {
             if now.len == 0 {
                 // No look-ahead here: whether segments continue each other makes no difference within this table.
@@ -174,6 +178,13 @@ impl<F: Format, I: Address, O: Address, T: Tables> PageTable<F, I, O, T> {
                 stop = Some(Stop::Taken);
                 return None;
             }
+            if group_bits::<F>(level) > 0 {
+                // A group may start here: that is decided with a look ahead.
+                if here != at && (here | now.out) & (second_size::<F>() - 1) == 0 {
+                    return None;
+                }
+                here += page;
+            }
             let entry = F::encode_leaf(level, now.out, access);
             now.skip(page);
             Some(entry)
@@ -182,25 +193,33 @@ impl<F: Format, I: Address, O: Address, T: Tables> PageTable<F, I, O, T> {
         (done, stop)
     }
 
-    /// Fills a table above the last level with as many leaves of the extent as fit. Gives the number written.
+    /// Fills a table with as many leaves of this kind as fit and the extent has. Gives the number of entries written.
     fn fill_blocks(
         &mut self,
         table: T::Addr,
-        level: u32,
+        kind: Kind,
         at: u64,
         now: &mut Extent,
         access: Access,
     ) -> (usize, Option<Stop<O>>) {
+        let level = kind.level;
         let page = page_size::<F>(level).bytes();
         let first = index::<F>(at, level);
-        let count = (now.len / page).min((entries::<F>(level) - first) as u64) as usize;
+        let group = 1usize << group_bits::<F>(level);
+        let mut count = (now.len / page).min((entries::<F>(level) - first) as u64) as usize;
+        if kind.group {
+            count &= !(group - 1);
+        } else if group > 1 {
+            count = count.min(group - first % group); // where the next group may start, look again
+        }
         let mut stop = None;
         let done = slots::update::<F, T>(&mut self.tables, table, first..first + count, |old| {
             if F::decode(level, old) != Entry::Invalid {
                 stop = Some(Stop::Taken);
                 return None;
             }
-            let entry = F::encode_leaf(level, now.out, access);
+            let encode = if kind.group { F::encode_member } else { F::encode_leaf };
+            let entry = encode(level, now.out, access);
             now.skip(page);
             Some(entry)
         });
@@ -310,15 +329,21 @@ pub(crate) struct Source<F, O, S> {
     pub(crate) now: Extent,
     /// A segment that was looked at and does not continue `now`.
     pending: Extent,
-    /// The topmost level of a leaf.
-    top: u32,
+    /// The size of the largest leaf.
+    limit: u64,
     kinds: PhantomData<(F, O)>,
 }
 
 impl<F: Format, O: Address, S: Iterator<Item = Segment<O>>> Source<F, O, S> {
     #[inline]
     pub(crate) fn new(segments: S) -> Self {
-        Self { segments: segments.fuse(), now: Extent::EMPTY, pending: Extent::EMPTY, top: 0, kinds: PhantomData }
+        Self {
+            segments: segments.fuse(),
+            now: Extent::EMPTY,
+            pending: Extent::EMPTY,
+            limit: u64::MAX,
+            kinds: PhantomData,
+        }
     }
 
     /// Sees to it that there is something in `now`; false at the end.
@@ -334,12 +359,11 @@ impl<F: Format, O: Address, S: Iterator<Item = Segment<O>>> Source<F, O, S> {
         Ok(true)
     }
 
-    /// The level of the leaf that starts with `now` at `at`.
+    /// The leaf that starts with `now` at `at`.
     #[inline]
-    pub(crate) fn leaf_level(&mut self, at: u64) -> Result<u32, Error> {
-        let last = F::LEVELS - 1;
-        if (at | self.now.out) & (page_size::<F>(last - 1).bytes() - 1) != 0 {
-            return Ok(last); // decided without looking ahead
+    pub(crate) fn leaf_kind(&mut self, at: u64) -> Result<Kind, Error> {
+        if (at | self.now.out) & (second_size::<F>() - 1) != 0 {
+            return Ok(Kind::single(F::LEVELS - 1)); // decided without looking ahead
         }
         while self.pending.len == 0 {
             match self.take() {
@@ -349,7 +373,7 @@ impl<F: Format, O: Address, S: Iterator<Item = Segment<O>>> Source<F, O, S> {
                 None => break,
             }
         }
-        Ok(leaf_level::<F>(at | self.now.out, self.now.len).max(self.top))
+        Ok(leaf_kind::<F>(at | self.now.out, self.now.len, self.limit))
     }
 
     /// The next segment as it is.

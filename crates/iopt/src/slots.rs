@@ -27,6 +27,15 @@ pub(crate) fn store<F: Format, T: Tables>(tables: &mut T, table: T::Addr, index:
     clean::<F, T>(tables, table, index..index + 1);
 }
 
+/// [`Tables::is_zero`] for entries.
+#[inline]
+pub(crate) fn is_zero<F: Format, T: Tables>(tables: &T, table: T::Addr, mut range: Range<usize>) -> bool {
+    if F::ENTRY_BYTES == 8 {
+        return tables.is_zero(table, range);
+    }
+    range.all(|index| load::<F, T>(tables, table, index) == 0)
+}
+
 /// [`Tables::clean`] for entries.
 #[inline]
 pub(crate) fn clean<F: Format, T: Tables>(tables: &mut T, table: T::Addr, range: Range<usize>) {

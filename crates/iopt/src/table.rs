@@ -5,7 +5,7 @@ use core::marker::PhantomData;
 
 use dmalane_addr::{Access, Address, PageSize, Span};
 
-use crate::format::{MAX_LEVELS, entries, geometry_is_sound, index, input_len, page_size, shift};
+use crate::format::{Kind, entries, geometry_is_sound, group_bits, index, input_len, shift, top_leaf_level};
 use crate::map::Cursor;
 use crate::{Entry, Error, FlushList, Format, Place, Register, Runs, TableShape, Tables, slots};
 
@@ -22,8 +22,8 @@ use crate::{Entry, Error, FlushList, Format, Place, Register, Runs, TableShape, 
 pub struct PageTable<F, I, O, T: Tables> {
     pub(crate) tables: T,
     pub(crate) root: T::Addr,
-    /// Live leaves by level.
-    pub(crate) leaves: [u64; MAX_LEVELS],
+    /// Live leaves, by [`Kind::slot`].
+    pub(crate) leaves: [u64; Kind::COUNT],
     pub(crate) cursor: Cursor<T::Addr>,
     kinds: PhantomData<fn(I) -> (F, O)>,
 }
@@ -67,7 +67,7 @@ impl<F: Format, I: Address, O: Address, T: Tables> PageTable<F, I, O, T> {
             tables.free_root(root);
             return Err(Error::TableAddress { at: Place::of(root) });
         }
-        Ok(Self { tables, root, cursor: Cursor::new(root), leaves: [0; MAX_LEVELS], kinds: PhantomData })
+        Ok(Self { tables, root, cursor: Cursor::new(root), leaves: [0; Kind::COUNT], kinds: PhantomData })
     }
 
     /// The address of the root table, to be programmed into the device. It never changes.
@@ -111,11 +111,12 @@ impl<F: Format, I: Address, O: Address, T: Tables> PageTable<F, I, O, T> {
         }
         let mut table = self.root;
         for level in 0..F::LEVELS {
-            match F::decode(level, self.load(table, index::<F>(bits, level))) {
+            let entry = self.load(table, index::<F>(bits, level));
+            match F::decode(level, entry) {
                 Entry::Invalid => return None,
                 Entry::Table(next) => table = T::Addr::new(next),
                 Entry::Leaf { out, access } => {
-                    let size = page_size::<F>(level);
+                    let size = Kind::of::<F>(level, entry).size::<F>();
                     return Some(Leaf { at: at.align_down(size), to: O::new(out), size, access });
                 }
             }
@@ -134,10 +135,11 @@ impl<F: Format, I: Address, O: Address, T: Tables> PageTable<F, I, O, T> {
     /// The number of live leaves of each page size, smallest size first. Kept up to date, so this costs nothing.
     pub fn leaf_counts(&self) -> impl Iterator<Item = (PageSize, u64)> + use<F, I, O, T> {
         let leaves = self.leaves;
-        (0..F::LEVELS)
+        (top_leaf_level::<F>()..F::LEVELS)
             .rev()
-            .map(move |level| (page_size::<F>(level), leaves[level as usize]))
-            .filter(|&(size, _)| F::PAGE_SIZES.contains(size))
+            .flat_map(|level| [false, true].map(|group| Kind { level, group }))
+            .filter(|kind| !kind.group || group_bits::<F>(kind.level) > 0)
+            .map(move |kind| (kind.size::<F>(), leaves[kind.slot()]))
     }
 
     /// Bytes mapped in all.

@@ -75,6 +75,11 @@ pub trait Tables {
     /// Replaces the word at `index`, by one 64-bit write as far as a device can see.
     fn store(&mut self, table: Self::Addr, index: usize, entry: u64);
 
+    /// True when all words of `range` are 0. An implementation overrides it to find the table once for all of them.
+    fn is_zero(&self, table: Self::Addr, mut range: Range<usize>) -> bool {
+        range.all(|index| self.load(table, index) == 0)
+    }
+
     /// Clears `bits` of the word at `index`, and gives what it was.
     ///
     /// Override it by an atomic operation where a device writes to entries, or a bit that it sets in between is lost.
@@ -310,6 +315,14 @@ impl<A: Address> Tables for HeapTables<A> {
             }
         }
         len
+    }
+
+    /// # Panics
+    /// When the address is not that of a table.
+    #[inline]
+    fn is_zero(&self, table: A, range: Range<usize>) -> bool {
+        let first = self.first(table);
+        self.words[first + range.start..first + range.end].iter().fold(0, |all, word| all | word) == 0
     }
 
     fn reserve(&mut self, tables: usize) -> bool {

@@ -4,7 +4,7 @@ use core::fmt;
 
 use dmalane_addr::{Access, PageSize};
 
-use crate::format::{index, page_size};
+use crate::format::{Kind, index};
 use crate::{Entry, Format, slots};
 
 /// What a walk found.
@@ -72,7 +72,7 @@ pub fn walk<F: Format>(root: u64, at: u64, mut load: impl FnMut(u64) -> Option<u
             Entry::Invalid => return fault(level, FaultKind::NotPresent),
             Entry::Table(next) => table = next,
             Entry::Leaf { out, access } => {
-                let size = page_size::<F>(level);
+                let size = Kind::of::<F>(level, entry).size::<F>();
                 return Ok(Walked { to: out | at & (size.bytes() - 1), size, access });
             }
         }

@@ -77,7 +77,7 @@ fn levels(input: u32, shifts: &[u32], rows: impl Fn(u32) -> Vec<Row>) -> Vec<Lev
 }
 
 /// DDI 0487, D8: descriptor formats, stage 1 and stage 2.
-fn arm64(stage: u32, granule: u32, input: u32) -> Specification {
+fn arm64(stage: u32, granule: u32, input: u32, contiguous: bool) -> Specification {
     let (all, blocks): (&[u32], &[u32]) = match granule {
         12 => (&[39, 30, 21, 12], &[30, 21]),
         14 => (&[47, 36, 25, 14], &[25]),
@@ -96,17 +96,26 @@ fn arm64(stage: u32, granule: u32, input: u32) -> Specification {
         if !page {
             rows.push(table(&[(1, 0, 0b11)], always(), (47, granule, granule)));
         }
-        if page || blocks.contains(&low) {
+        // "The Contiguous bit": 16 neighbours, or 128 pages and 32 blocks, or 32. Without hint the bit means nothing.
+        let group = match granule {
+            12 => 4,
+            14 if page => 7,
+            _ => 5,
+        };
+        let hints: &[Option<u64>] = if contiguous { &[Some(0), Some(1)] } else { &[None] };
+        for hint in hints.iter().filter(|_| page || blocks.contains(&low)) {
+            let hinted: All = hint.iter().map(|&value| (52, 52, value)).collect();
+            let low = if *hint == Some(1) { low + group } else { low };
             let (af, address) = ((10, 10, 1), (47, low, low));
             rows.push(if stage == 1 {
                 // AP[2:1] = x1: EL0 too; AP[2] = 1: read-only. PXN, UXN.
                 let rights = [always(), when(&[(7, 7, 0)]), when(&[(54, 53, 0)])];
-                leaf(vec![(1, 0, kind), af, (6, 6, 1)], always(), address, low, rights)
+                leaf([vec![(1, 0, kind), af, (6, 6, 1)], hinted].concat(), always(), address, low, rights)
             } else {
                 // S2AP[0]: read, S2AP[1]: write. XN[1:0] = 00, and readable.
                 let some = vec![vec![(6, 6, 1)], vec![(7, 7, 1)]];
                 let rights = [when(&[(6, 6, 1)]), when(&[(7, 7, 1)]), when(&[(54, 53, 0), (6, 6, 1)])];
-                leaf(vec![(1, 0, kind), af], some, address, low, rights)
+                leaf([vec![(1, 0, kind), af], hinted].concat(), some, address, low, rights)
             });
         }
         rows
@@ -135,14 +144,20 @@ fn armv7() -> Specification {
         if low == 20 {
             let section = vec![(1, 1, 1), (18, 18, 0), (11, 10, 0b11)];
             let rights = [always(), when(&[(15, 15, 0)]), when(&[(4, 4, 0)])];
+            // Bit 18: supersection, with bits 39:36 of the address in 8:5 and 35:32 in 23:20.
+            let of_super = vec![(1, 1, 1), (18, 18, 1), (11, 10, 0b11), (23, 20, 0), (8, 5, 0)];
+            let same = [always(), when(&[(15, 15, 0)]), when(&[(4, 4, 0)])];
             return vec![
                 table(&[(1, 0, 0b01)], always(), (31, 10, 10)),
                 leaf(section, always(), (31, 20, 20), 20, rights),
+                leaf(of_super, always(), (31, 24, 24), 24, same),
             ];
         }
         let small = vec![(1, 1, 1), (5, 4, 0b11)];
         let rights = [always(), when(&[(9, 9, 0)]), when(&[(0, 0, 0)])];
-        vec![leaf(small, always(), (31, 12, 12), 12, rights)]
+        let large = vec![(1, 0, 0b01), (5, 4, 0b11)];
+        let rights_of_large = [always(), when(&[(9, 9, 0)]), when(&[(15, 15, 0)])];
+        vec![leaf(small, always(), (31, 12, 12), 12, rights), leaf(large, always(), (31, 16, 16), 16, rights_of_large)]
     };
     Specification { entry_bytes: 4, levels: levels(32, &[20, 12], rows) }
 }
@@ -204,7 +219,7 @@ fn amd(input: u32, shifts: &[u32]) -> Specification {
 
 /// RISC-V privileged architecture: figures of the page table entries, and the steps of "Virtual Address Translation
 /// Process".
-fn riscv(shifts: &[u32]) -> Specification {
+fn riscv(shifts: &[u32], napot: bool) -> Specification {
     let rows = |low: u32| {
         let (r, w, x) = (|v| (1, 1, v), |v| (2, 2, v), |v| (3, 3, v));
         let (valid, reserved) = ((0, 0, 1), (63, 54, 0));
@@ -216,6 +231,13 @@ fn riscv(shifts: &[u32]) -> Specification {
         let page = [vec![valid, reserved, (4, 4, 1), (6, 6, 1)], zero(low - 3, 10)].concat();
         let some = vec![vec![r(1)], vec![w(0), x(1)]];
         let rights = [when(&[r(1)]), when(&[w(1)]), when(&[x(1)])];
+        if napot && low == 12 {
+            // "Svnapot": N, and ppn[0][3:0] = 1000.
+            let page = vec![valid, (62, 54, 0), (63, 63, 1), (4, 4, 1), (6, 6, 1), (13, 10, 0b1000)];
+            let some = vec![vec![r(1)], vec![w(0), x(1)]];
+            let rights = [when(&[r(1)]), when(&[w(1)]), when(&[x(1)])];
+            rows.push(leaf(page, some, (53, 14, 16), 16, rights));
+        }
         rows.push(leaf(page, some, (53, low - 2, low), low, rights));
         rows
     };
@@ -231,16 +253,25 @@ fn specification<F: Format>() -> Specification {
         "amd-v1-3level" => amd(39, last(3)),
         "amd-v1-4level" => amd(48, last(4)),
         "amd-v1-6level" => amd(63, last(6)),
-        "arm64-s1-4k" => arm64(1, 12, F::INPUT_BITS),
-        "arm64-s1-16k" => arm64(1, 14, 48),
-        "arm64-s1-64k" => arm64(1, 16, 48),
-        "arm64-s2-4k" => arm64(2, 12, F::INPUT_BITS),
-        "arm64-s2-16k" => arm64(2, 14, 48),
-        "arm64-s2-64k" => arm64(2, 16, 48),
+        "arm64-s1-4k" => arm64(1, 12, F::INPUT_BITS, false),
+        "arm64-s1-4k-contiguous" => arm64(1, 12, F::INPUT_BITS, true),
+        "arm64-s1-16k" => arm64(1, 14, 48, false),
+        "arm64-s1-16k-contiguous" => arm64(1, 14, 48, true),
+        "arm64-s1-64k" => arm64(1, 16, 48, false),
+        "arm64-s1-64k-contiguous" => arm64(1, 16, 48, true),
+        "arm64-s2-4k" => arm64(2, 12, F::INPUT_BITS, false),
+        "arm64-s2-4k-contiguous" => arm64(2, 12, F::INPUT_BITS, true),
+        "arm64-s2-16k" => arm64(2, 14, 48, false),
+        "arm64-s2-16k-contiguous" => arm64(2, 14, 48, true),
+        "arm64-s2-64k" => arm64(2, 16, 48, false),
+        "arm64-s2-64k-contiguous" => arm64(2, 16, 48, true),
         "armv7-short" => armv7(),
-        "riscv-sv39" => riscv(last(3)),
-        "riscv-sv48" => riscv(last(4)),
-        "riscv-sv57" => riscv(last(5)),
+        "riscv-sv39" => riscv(last(3), false),
+        "riscv-sv39-napot" => riscv(last(3), true),
+        "riscv-sv48" => riscv(last(4), false),
+        "riscv-sv48-napot" => riscv(last(4), true),
+        "riscv-sv57" => riscv(last(5), false),
+        "riscv-sv57-napot" => riscv(last(5), true),
         "vtd-second-39" => vtd(last(3)),
         "vtd-second-48" => vtd(last(4)),
         "vtd-second-57" => vtd(last(5)),
@@ -349,6 +380,7 @@ fn entry<F: Format>() -> impl Strategy<Value = u64> {
         made.push(F::encode_table(level.min(F::LEVELS - 2), 0x1234_0000));
         for access in (0..8).map(Access::from_bits_truncate).filter(|a| F::supports(*a)) {
             made.push(F::encode_leaf(level, 0, access));
+            made.push(F::encode_member(level, 0, access));
             made.push(F::encode_leaf(
                 level,
                 0xffff_ffff_ffff_ffff << (63 - F::PAGE_SIZES.bits().leading_zeros()),

@@ -2,6 +2,8 @@
 
 use dmalane_addr::{PageSize, PageSizes};
 
+use crate::format::MAX_LEVELS;
+
 pub(super) const VALID: u64 = 1;
 /// With `VALID`: a table above the last level, a page at it. Without it: a block.
 pub(super) const TABLE_OR_PAGE: u64 = 1 << 1;
@@ -25,6 +27,42 @@ pub(super) const fn levels(granule: u32, input: u32, extra: u32) -> u32 {
 /// Logarithm of the page size at `level`.
 pub(super) const fn page_log2(granule: u32, levels: u32, level: u32) -> u32 {
     granule + (levels - 1 - level) * index_bits(granule)
+}
+
+/// The contiguous bit: this entry is one of a group.
+pub(super) const CONTIGUOUS: u64 = 1 << 52;
+
+/// Logarithms of the entries of a contiguous group, by level; only blocks and pages have one.
+pub(super) const fn group_bits(granule: u32, levels: u32, contiguous: bool) -> [u32; MAX_LEVELS] {
+    let mut bits = [0; MAX_LEVELS];
+    let mut level = top(granule, levels);
+    while contiguous && level < levels {
+        bits[level as usize] = match granule {
+            12 => 4,
+            14 if level + 1 == levels => 7,
+            _ => 5,
+        };
+        level += 1;
+    }
+    bits
+}
+
+/// Page sizes with those of the contiguous groups.
+pub(super) const fn page_and_group_sizes(granule: u32, levels: u32, contiguous: bool) -> PageSizes {
+    let bits = group_bits(granule, levels, contiguous);
+    let mut sizes = page_sizes(granule).bits();
+    let mut level = top(granule, levels);
+    while contiguous && level < levels {
+        sizes |= 1 << (page_log2(granule, levels, level) + bits[level as usize]);
+        level += 1;
+    }
+    PageSizes::from_bits(sizes)
+}
+
+/// Logarithm of the size of the leaf that an entry is part of.
+#[inline]
+pub(super) const fn leaf_log2(granule: u32, levels: u32, level: u32, member: bool) -> u32 {
+    page_log2(granule, levels, level) + if member { group_bits(granule, levels, true)[level as usize] } else { 0 }
 }
 
 /// Pages, and the blocks that need no extension: 2 MiB and 1 GiB, 32 MiB, or 512 MiB.

@@ -5,6 +5,7 @@ use alloc::{vec, vec::Vec};
 use dmalane_addr::{Access, PageSize, PageSizes};
 
 use super::arm64::*;
+use crate::format::MAX_LEVELS;
 use crate::{Entry, Format, Register};
 
 /// VMSAv8-64 stage 1 with granules of 2^`GRANULE` bytes (12, 14 or 16) and `INPUT` bits of input address; 48-bit output.
@@ -32,6 +33,12 @@ use crate::{Entry, Format, Register};
 /// | 47:12 | address | from bit 14 or 16 with larger granules; low bits of a block are zero |
 /// | 53, 54 | PXN, UXN | 1 without [`Access::EXEC`] |
 ///
+/// | 52 | Contiguous | 1 in the entries of a group, if `CONTIGUOUS` |
+///
+/// With `CONTIGUOUS`, 16 neighbours with 4 KiB granules (128 pages or 32 blocks with 16 KiB, 32 with 64 KiB) that map
+/// aligned, contiguous memory are written as a group, which a device may cache as one: the page sizes are then 4K 64K 2M
+/// 32M 1G 16G, or 16K 2M 32M 1G, or 64K 2M 512M 16G. Without it the bit is ignored, as hardware may do.
+///
 /// Table descriptors carry none of the hierarchical limits (bits 63:59), and these are not looked at either.
 ///
 /// What to program beside it: `TTBR0_EL1` = the root; `TCR_EL1` (SMMU: the context descriptor) `T0SZ = 64 - INPUT`, `TG0`
@@ -43,7 +50,7 @@ use crate::{Entry, Format, Register};
 /// Stage 1 has no write-only and no execute-only entry for this use: an access without [`Access::READ`] is not
 /// supported.
 #[derive(Clone, Copy, Debug)]
-pub struct Arm64S1<const GRANULE: u32, const INPUT: u32 = 48>;
+pub struct Arm64S1<const GRANULE: u32, const INPUT: u32 = 48, const CONTIGUOUS: bool = false>;
 
 /// Stage 1 with 4 KiB granules and 48 bits.
 #[allow(non_camel_case_types)] // "Arm64S14k" would read as stage 14
@@ -60,18 +67,22 @@ const AP_READ_ONLY: u64 = 1 << 7;
 const NG: u64 = 1 << 11;
 const XN: u64 = 0b11 << 53;
 
-impl<const G: u32, const I: u32> Format for Arm64S1<G, I> {
-    const NAME: &'static str = match G {
-        12 => "arm64-s1-4k",
-        14 => "arm64-s1-16k",
-        _ => "arm64-s1-64k",
+impl<const G: u32, const I: u32, const C: bool> Format for Arm64S1<G, I, C> {
+    const NAME: &'static str = match (G, C) {
+        (12, false) => "arm64-s1-4k",
+        (14, false) => "arm64-s1-16k",
+        (_, false) => "arm64-s1-64k",
+        (12, true) => "arm64-s1-4k-contiguous",
+        (14, true) => "arm64-s1-16k-contiguous",
+        (_, true) => "arm64-s1-64k-contiguous",
     };
     const LEVELS: u32 = levels(G, I, 0);
     const INDEX_BITS: u32 = index_bits(G);
     const GRANULE: PageSize = granule_size(G);
     const INPUT_BITS: u32 = I;
     const OUTPUT_BITS: u32 = 48;
-    const PAGE_SIZES: PageSizes = page_sizes(G);
+    const PAGE_SIZES: PageSizes = page_and_group_sizes(G, Self::LEVELS, C);
+    const GROUP_BITS: [u32; MAX_LEVELS] = group_bits(G, Self::LEVELS, C);
 
     fn supports(access: Access) -> bool {
         access.contains(Access::READ)
@@ -98,6 +109,16 @@ impl<const G: u32, const I: u32> Format for Arm64S1<G, I> {
     }
 
     #[inline]
+    fn encode_member(level: u32, out: u64, access: Access) -> u64 {
+        Self::encode_leaf(level, out, access) | CONTIGUOUS
+    }
+
+    #[inline]
+    fn is_member(_level: u32, entry: u64) -> bool {
+        C && entry & CONTIGUOUS != 0
+    }
+
+    #[inline]
     fn decode(level: u32, entry: u64) -> Entry {
         // A leaf without the access flag, or for privileged software only, would fault.
         const USABLE: u64 = AF | AP_UNPRIVILEGED;
@@ -113,7 +134,7 @@ impl<const G: u32, const I: u32> Format for Arm64S1<G, I> {
         if entry & XN == 0 {
             access |= Access::EXEC;
         }
-        let page = 1u64 << page_log2(G, Self::LEVELS, level);
+        let page = 1u64 << leaf_log2(G, Self::LEVELS, level, Self::is_member(level, entry));
         Entry::Leaf { out: entry & address(G) & !(page - 1), access }
     }
 
@@ -151,6 +172,11 @@ mod tests {
         // blocks: type 0b01
         assert_eq!(F::encode_leaf(2, 0x4020_0000, Access::READ | Access::EXEC), 0x0000_0000_4020_0fc1);
         assert_eq!(F::encode_leaf(1, 0x40_4000_0000, Access::RW), 0x0060_0040_4000_0f41);
+        // the contiguous bit is 0x10 << 48, and each entry has its own address
+        type C = Arm64S1<12, 48, true>;
+        assert_eq!(C::encode_member(3, 0x1234_5000, Access::RW), 0x0070_0000_1234_5f43);
+        assert_eq!(C::decode(3, 0x0070_0000_1234_5f43), Entry::Leaf { out: 0x1234_0000, access: Access::RW });
+        assert!(C::is_member(3, 0x0070_0000_1234_5f43) && !F::is_member(3, 0x0070_0000_1234_5f43));
         // 16 KiB: page at level 3, 32 MiB at level 2; 64 KiB has three levels, 512 MiB in the middle one
         assert_eq!(Arm64S1_16k::encode_table(0, 0x8000_4000), 0x0000_0000_8000_4003);
         assert_eq!(Arm64S1_16k::encode_leaf(3, 0x1234_4000, Access::RW), 0x0060_0000_1234_4f43);

@@ -5,6 +5,7 @@ use alloc::{vec, vec::Vec};
 use dmalane_addr::{Access, PageSize, PageSizes};
 
 use super::arm64::*;
+use crate::format::MAX_LEVELS;
 use crate::{Entry, Format, Register};
 
 /// VMSAv8-64 stage 2 with granules of 2^`GRANULE` bytes (12, 14 or 16) and `INPUT` bits of intermediate physical
@@ -27,6 +28,7 @@ use crate::{Entry, Format, Register};
 /// | 9:8 | SH | `0b11` inner shareable |
 /// | 10 | AF | 1 |
 /// | 47:12 | address | from bit 14 or 16 with larger granules |
+/// | 52 | Contiguous | 1 in the entries of a group, if `CONTIGUOUS` (see [`Arm64S1`](crate::Arm64S1)) |
 /// | 54:53 | XN | `0b10` without [`Access::EXEC`], `0b00` with it |
 ///
 /// What to program beside it: `VTTBR_EL2` = the root; `VTCR_EL2` (SMMU: the stream table entry) `T0SZ = 64 - INPUT`,
@@ -37,7 +39,7 @@ use crate::{Entry, Format, Register};
 /// Write-only entries exist. Fetching instructions takes the right to read: [`Access::EXEC`] without [`Access::READ`] is
 /// not supported.
 #[derive(Clone, Copy, Debug)]
-pub struct Arm64S2<const GRANULE: u32, const INPUT: u32 = 48>;
+pub struct Arm64S2<const GRANULE: u32, const INPUT: u32 = 48, const CONTIGUOUS: bool = false>;
 
 /// Stage 2 with 4 KiB granules and 48 bits: four levels.
 #[allow(non_camel_case_types)]
@@ -55,18 +57,22 @@ const WRITE: u64 = 1 << 7;
 const XN: u64 = 0b10 << 53;
 const XN_FIELD: u64 = 0b11 << 53;
 
-impl<const G: u32, const I: u32> Format for Arm64S2<G, I> {
-    const NAME: &'static str = match G {
-        12 => "arm64-s2-4k",
-        14 => "arm64-s2-16k",
-        _ => "arm64-s2-64k",
+impl<const G: u32, const I: u32, const C: bool> Format for Arm64S2<G, I, C> {
+    const NAME: &'static str = match (G, C) {
+        (12, false) => "arm64-s2-4k",
+        (14, false) => "arm64-s2-16k",
+        (_, false) => "arm64-s2-64k",
+        (12, true) => "arm64-s2-4k-contiguous",
+        (14, true) => "arm64-s2-16k-contiguous",
+        (_, true) => "arm64-s2-64k-contiguous",
     };
     const LEVELS: u32 = levels(G, I, 4);
     const INDEX_BITS: u32 = index_bits(G);
     const GRANULE: PageSize = granule_size(G);
     const INPUT_BITS: u32 = I;
     const OUTPUT_BITS: u32 = 48;
-    const PAGE_SIZES: PageSizes = page_sizes(G);
+    const PAGE_SIZES: PageSizes = page_and_group_sizes(G, Self::LEVELS, C);
+    const GROUP_BITS: [u32; MAX_LEVELS] = group_bits(G, Self::LEVELS, C);
 
     fn supports(access: Access) -> bool {
         access.contains(Access::READ) || access == Access::WRITE
@@ -96,6 +102,16 @@ impl<const G: u32, const I: u32> Format for Arm64S2<G, I> {
     }
 
     #[inline]
+    fn encode_member(level: u32, out: u64, access: Access) -> u64 {
+        Self::encode_leaf(level, out, access) | CONTIGUOUS
+    }
+
+    #[inline]
+    fn is_member(_level: u32, entry: u64) -> bool {
+        C && entry & CONTIGUOUS != 0
+    }
+
+    #[inline]
     fn decode(level: u32, entry: u64) -> Entry {
         match descriptor_type(Self::LEVELS, const { top(G, Self::LEVELS) }, level, entry) {
             Type::Table => return Entry::Table(entry & address(G)),
@@ -114,7 +130,7 @@ impl<const G: u32, const I: u32> Format for Arm64S2<G, I> {
         if entry & XN_FIELD == 0 && entry & READ != 0 {
             access |= Access::EXEC;
         }
-        let page = 1u64 << page_log2(G, Self::LEVELS, level);
+        let page = 1u64 << leaf_log2(G, Self::LEVELS, level, Self::is_member(level, entry));
         Entry::Leaf { out: entry & address(G) & !(page - 1), access }
     }
 

@@ -19,8 +19,13 @@ macro_rules! for_each_format {
         $suite!(arm64_s2_4k_40, dmalane_iopt::Arm64S2<12, 40>);
         $suite!(arm64_s2_16k, dmalane_iopt::Arm64S2_16k);
         $suite!(arm64_s2_64k, dmalane_iopt::Arm64S2_64k);
+        $suite!(arm64_s1_4k_contiguous, dmalane_iopt::Arm64S1<12, 48, true>);
+        $suite!(arm64_s1_16k_contiguous, dmalane_iopt::Arm64S1<14, 48, true>);
+        $suite!(arm64_s1_64k_contiguous, dmalane_iopt::Arm64S1<16, 48, true>);
+        $suite!(arm64_s2_4k_contiguous, dmalane_iopt::Arm64S2<12, 40, true>);
         $suite!(armv7, dmalane_iopt::Armv7);
         $suite!(riscv_sv39, dmalane_iopt::RiscvSv39);
+        $suite!(riscv_sv39_napot, dmalane_iopt::RiscvSv<3, true>);
         $suite!(riscv_sv48, dmalane_iopt::RiscvSv48);
         $suite!(riscv_sv57, dmalane_iopt::RiscvSv57);
         $suite!(vtd_second_39, dmalane_iopt::VtdSecond39);
@@ -57,6 +62,11 @@ pub const fn sizes<F: Format>() -> Sizes {
         top: 1 << F::INPUT_BITS,
         out_top: 1 << F::OUTPUT_BITS,
     }
+}
+
+/// The number of levels that have leaves.
+pub fn leaf_levels<F: Format>() -> u32 {
+    (0..F::LEVELS).filter(|&level| F::PAGE_SIZES.bits() >> shift::<F>(level) & 1 == 1).count() as u32
 }
 
 /// The bits of the address that an entry of `level` translates lie above these many.
