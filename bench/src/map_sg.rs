@@ -172,13 +172,17 @@ fn bars(report: &mut Report, medians: &Medians, memory: f64) {
     report.at_least("32M discrete: fastest peer / ours", 4.0, peer(SCATTER) / of(SCATTER, "ours"));
     report.at_most("32M discrete: ours / no-check floor", 3.0, of(SCATTER, "ours") / of(SCATTER, "floor"));
     report.at_least("mixed: before / ours, both in layers", 5.0, of("mixed", "before") / of("mixed", layered));
-    let lists = LENGTHS.iter().map(|(name, _)| *name).chain(["mixed", "2M blocks, discrete", JOINED]);
+    let sizes = SIZES.iter().map(|(name, _)| *name);
+    let lists = LENGTHS.iter().map(|(name, _)| *name).chain(sizes).chain(["mixed", "2M blocks, discrete", JOINED]);
     let worst = lists.map(|case| of(case, "ours") / of(case, "ours, per entry")).fold(0.0, f64::max);
     report.at_most("any lengths: ours, one call / a call for each entry, the worst", 1.0, worst);
     report.at_least("1G by 4K: best peer / ours", 2.0, peer("1G by 4K") / of("1G by 4K", "ours"));
     report.at_least("2M blocks: best peer / ours", 1.5, peer("2M blocks") / of("2M blocks", "ours"));
-    report.at_most("one page, next to the last: ours / fastest peer", 1.0, of("4K", "ours") / peer("4K"));
-    report.at_most("one page, anywhere: ours / fastest peer", 1.0, of("4K anywhere", "ours") / peer("4K anywhere"));
+    // One page is a call of `map`, here as with the peers.
+    for (name, case) in [("next to the last", "4K"), ("anywhere", "4K anywhere")] {
+        let name = format!("one page, {name}: ours / fastest peer");
+        report.at_most(&name, 1.0, of(case, "ours, per entry") / peer(case));
+    }
     report.at_most("32M discrete: tables / the least that will do", 1.01, memory);
 }
 

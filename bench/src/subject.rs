@@ -3,7 +3,7 @@
 use std::hint::black_box;
 use std::sync::atomic::{AtomicU64, Ordering};
 
-use dmalane::addr::{Access, Iova, PhysAddr, Segment, Span};
+use dmalane::addr::{Access, Iova, PhysAddr, Span};
 use dmalane::iopt::{Format, HeapTables, PageTable};
 
 use crate::job::{BASE, Call, Job, PAGE};
@@ -126,14 +126,12 @@ impl<F: Format> Subject for Ours<F> {
         let table = self.table_mut();
         for &call in &job.calls {
             let list = job.list(call);
-            match (shape, list) {
-                // A caller with one segment has no list.
-                (_, &[Segment { addr, len }]) => table.map(Iova::new(call.at), addr, len, Access::RW).expect("free"),
-                (Shape::List, list) => {
+            match shape {
+                Shape::List => {
                     let len = table.map_sg(Iova::new(call.at), list.iter().copied(), Access::RW).expect("free");
                     assert_eq!(len, call.len);
                 }
-                (Shape::Entry, list) => {
+                Shape::Entry => {
                     let mut at = call.at;
                     for s in list {
                         table.map(Iova::new(at), s.addr, s.len, Access::RW).expect("free");
