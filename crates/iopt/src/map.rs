@@ -105,6 +105,9 @@ impl<F: Format, I: Address, O: Address, T: Tables> PageTable<F, I, O, T> {
             return Err(Error::Unsupported { access, format: F::NAME });
         }
         check_start::<F, I>(at)?;
+        if T::SHARED {
+            self.cursor.forget(); // another handle may have unlinked what it knows
+        }
         let first = at.bits();
         let mut next = first;
         match self.fill(&mut next, &mut source, access).and_then(|()| finish(next - first)) {
@@ -124,9 +127,15 @@ impl<F: Format, I: Address, O: Address, T: Tables> PageTable<F, I, O, T> {
         source: &mut Source<F, O, impl Iterator<Item = Segment<O>>>,
         access: Access,
     ) -> Result<(), Error> {
+        // Where an empty table is in the way of a larger leaf: the size of leaf that goes below it, and how far.
+        let mut below = (u64::MAX, *next);
+        let limit = source.limit;
         while source.next()? {
             let at = *next;
             check_room::<F, I>(at, source.now.len)?;
+            if T::SHARED {
+                source.limit = if at < below.1 { limit.min(below.0) } else { limit };
+            }
             let kind = source.leaf_kind(at)?;
             let level = kind.level;
             let table = self.table_for(at, level)?;
@@ -140,6 +149,9 @@ impl<F: Format, I: Address, O: Address, T: Tables> PageTable<F, I, O, T> {
             *next = at + ((done as u64) << shift::<F>(level));
             match stop {
                 None => {}
+                Some(Stop::Taken) if T::SHARED && level + 1 < F::LEVELS && self.is_empty_table(*next, level) => {
+                    below = (page_size::<F>(level + 1).bytes(), (*next | (page_size::<F>(level).bytes() - 1)) + 1);
+                }
                 Some(Stop::Taken) => return Err(self.overlap(*next, page_size::<F>(level).bytes())),
                 Some(Stop::BadSegment(segment)) => return Err(bad_segment::<F, O>(segment)),
             }
@@ -248,8 +260,17 @@ impl<F: Format, I: Address, O: Address, T: Tables> PageTable<F, I, O, T> {
                 Entry::Leaf { .. } => return Err(Error::Overlap { at: Place::of(I::new(at)) }),
                 Entry::Invalid => {
                     let next = self.allocate(at)?;
-                    self.store(table, i, F::encode_table(l, next.bits()));
-                    next
+                    match slots::install::<F, T>(&mut self.tables, table, i, F::encode_table(l, next.bits())) {
+                        Ok(()) => next,
+                        Err(there) => {
+                            // Another handle was first. Its entry is a table: what we map is ours, so no leaf is there.
+                            self.tables.free(next);
+                            match F::decode(l, there) {
+                                Entry::Table(next) => T::Addr::new(next),
+                                _ => return Err(Error::Overlap { at: Place::of(I::new(at)) }),
+                            }
+                        }
+                    }
                 }
             };
             l += 1;
@@ -257,6 +278,13 @@ impl<F: Format, I: Address, O: Address, T: Tables> PageTable<F, I, O, T> {
         }
         (self.cursor.level, self.cursor.at) = (level, at);
         Ok(())
+    }
+
+    /// True when the entry at `level` for `at` is a table with nothing mapped below: shared tables are left behind empty.
+    #[cold]
+    fn is_empty_table(&self, at: u64, level: u32) -> bool {
+        let page = page_size::<F>(level);
+        Span::new(I::new(at).align_down(page), page.bytes()).is_some_and(|span| self.runs(span).next().is_none())
     }
 
     /// The error for an entry at `at` that is in use.
@@ -271,7 +299,9 @@ impl<F: Format, I: Address, O: Address, T: Tables> PageTable<F, I, O, T> {
     #[cold]
     fn undo(&mut self, first: u64, next: u64) {
         self.cursor.forget();
-        self.prune(next.min(input_len::<F>() - 1));
+        if !T::SHARED {
+            self.prune(next.min(input_len::<F>() - 1));
+        }
         if next > first {
             // All of it was free before this call, so every table that becomes empty is one of ours.
             let (_, tables) = self.clear_span(first, next - 1);

@@ -27,6 +27,23 @@ pub(crate) fn store<F: Format, T: Tables>(tables: &mut T, table: T::Addr, index:
     clean::<F, T>(tables, table, index..index + 1);
 }
 
+/// [`Tables::install`] for entries, cleaned.
+#[inline]
+pub(crate) fn install<F: Format, T: Tables>(
+    tables: &mut T,
+    table: T::Addr,
+    index: usize,
+    entry: u64,
+) -> Result<(), u64> {
+    if F::ENTRY_BYTES == 8 {
+        tables.install(table, index, entry)?;
+    } else {
+        write::<F, T>(tables, table, index, entry); // not shared: see PageTable::attach
+    }
+    clean::<F, T>(tables, table, index..index + 1);
+    Ok(())
+}
+
 /// [`Tables::is_zero`] for entries.
 #[inline]
 pub(crate) fn is_zero<F: Format, T: Tables>(tables: &T, table: T::Addr, mut range: Range<usize>) -> bool {

@@ -70,6 +70,20 @@ impl<F: Format, I: Address, O: Address, T: Tables> PageTable<F, I, O, T> {
         Ok(Self { tables, root, cursor: Cursor::new(root), leaves: [0; Kind::COUNT], kinds: PhantomData })
     }
 
+    /// Another handle on the tree at `root`, for another thread: `tables` are those of the first handle.
+    ///
+    /// Handles map, unmap and look up at the same time without a lock, as long as each call's range, and every large leaf
+    /// that it splits or merges, belongs to its caller alone, as a range of IOVAs from an allocator does. Tables that two of
+    /// them need are linked by whoever comes first. An unmap unlinks a table only when its span covers all that the table
+    /// translates; others are left behind empty and used again. Leaves are counted by the handle that made or unmade
+    /// them: the sum over all handles, wrapping, is that of the tree.
+    ///
+    /// Drop all handles but one before [`into_tables`](Self::into_tables). Formats with 4-byte entries cannot be shared.
+    pub fn attach(tables: T, root: T::Addr) -> Self {
+        const { assert!(T::SHARED && F::ENTRY_BYTES == 8, "these tables cannot be shared") }
+        Self { tables, root, cursor: Cursor::new(root), leaves: [0; Kind::COUNT], kinds: PhantomData }
+    }
+
     /// The address of the root table, to be programmed into the device. It never changes.
     pub fn root(&self) -> T::Addr {
         self.root
@@ -144,7 +158,7 @@ impl<F: Format, I: Address, O: Address, T: Tables> PageTable<F, I, O, T> {
 
     /// Bytes mapped in all.
     pub fn mapped_bytes(&self) -> u64 {
-        self.leaf_counts().map(|(size, n)| size.bytes() * n).sum()
+        self.leaf_counts().fold(0, |sum, (size, n)| size.bytes().wrapping_mul(n).wrapping_add(sum))
     }
 
     /// The most tables that mapping the span can take, whatever the segments are. This covers the tables that unmapping

@@ -45,6 +45,10 @@ pub trait Tables {
     /// The space that entries point into: what a device uses to fetch a table.
     type Addr: Address;
 
+    /// True when other handles change the same tables at the same time: see
+    /// [`PageTable::attach`](crate::PageTable::attach).
+    const SHARED: bool = false;
+
     /// Called by [`PageTable::new`](crate::PageTable::new) before anything else: the sizes of the tables to come. False
     /// refuses them.
     fn prepare(&mut self, shape: TableShape) -> bool {
@@ -78,6 +82,16 @@ pub trait Tables {
     /// True when all words of `range` are 0. An implementation overrides it to find the table once for all of them.
     fn is_zero(&self, table: Self::Addr, mut range: Range<usize>) -> bool {
         range.all(|index| self.load(table, index) == 0)
+    }
+
+    /// Links a table: replaces the word at `index`, which is 0, by `entry`. Where tables are shared, the word that another
+    /// handle has put there in the meantime is given as an error, and stays.
+    ///
+    /// # Errors
+    /// The word that was there.
+    fn install(&mut self, table: Self::Addr, index: usize, entry: u64) -> Result<(), u64> {
+        self.store(table, index, entry);
+        Ok(())
     }
 
     /// Clears `bits` of the word at `index`, and gives what it was.

@@ -241,7 +241,7 @@ impl<F: Format, I: Address, O: Address, T: Tables> PageTable<F, I, O, T> {
             }
             cleared.bytes += page * pages;
             self.uncount(level, pages, members);
-            return whole || pages > 0 && level > 0 && self.is_empty_but(table, level, i, j);
+            return whole || !T::SHARED && pages > 0 && level > 0 && self.is_empty_but(table, level, i, j);
         }
         let (mut changed, mut kept) = (false, false);
         let (mut leaves, mut members) = (0, 0);
@@ -277,15 +277,18 @@ impl<F: Format, I: Address, O: Address, T: Tables> PageTable<F, I, O, T> {
         if changed {
             slots::clean::<F, T>(&mut self.tables, table, i..j + 1);
         }
-        whole || changed && !kept && level > 0 && self.is_empty_but(table, level, i, j)
+        whole || !T::SHARED && changed && !kept && level > 0 && self.is_empty_but(table, level, i, j)
     }
 
     /// Takes leaves at `level` off the count: entries, of which so many are members of groups. (A group that could not
     /// be written as a whole counts as one.)
     fn uncount(&mut self, level: u32, entries: u64, members: u64) {
-        self.leaves[Kind::single(level).slot()] -= entries - members;
+        // Another handle may have counted them.
+        let single = &mut self.leaves[Kind::single(level).slot()];
+        *single = single.wrapping_sub(entries - members);
         if group_bits::<F>(level) > 0 {
-            self.leaves[Kind { level, group: true }.slot()] -= members.div_ceil(1 << group_bits::<F>(level));
+            let groups = &mut self.leaves[Kind { level, group: true }.slot()];
+            *groups = groups.wrapping_sub(members.div_ceil(1 << group_bits::<F>(level)));
         }
     }
 
