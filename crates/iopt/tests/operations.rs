@@ -278,6 +278,47 @@ fn cut_without_memory<F: Format>() {
     assert_eq!(table.tables().heap.in_use(), tables + needed);
 }
 
+type Call<'a, F> = &'a dyn Fn(&mut Table<F, Failing>) -> Result<(), Error>;
+
+/// Each allocation of a call fails in turn; after each failure the table is as it was and nothing is leaked.
+fn without_memory<F: Format>() {
+    let Sizes { page, entries, block, large, .. } = sizes::<F>();
+    let mut source = Table::<F, _>::new(HeapTables::new(PhysAddr::new(0))).unwrap();
+    let scattered = (0..entries + 2).map(|i| Segment { addr: PhysAddr::new((2 * i + 1) * page), len: page });
+    let at = Iova::new(large - 2 * page);
+    source.map_sg(at, scattered, Access::READ).unwrap();
+    let pages = |t: &mut Table<F, Failing>| t.map_pages(at, PhysAddr::new(0), F::GRANULE, entries + 2, Access::READ);
+    let through = |t: &mut Table<F, Failing>| {
+        let span = Span::new(at, (entries + 2) * page).unwrap();
+        t.map_through(at, &source, span, Access::READ).map(drop)
+    };
+    let list = |t: &mut Table<F, Failing>| {
+        let segments = [(page, 3 * page), (0, large), (4 * large, 2 * page)];
+        let segments = segments.map(|(to, len)| Segment { addr: PhysAddr::new(to), len });
+        t.map_sg(Iova::new(large - 3 * page), segments, Access::READ).map(drop)
+    };
+    let calls: [Call<F>; 3] = [&pages, &through, &list];
+    for call in calls {
+        let mut table = Table::<F, _>::new(Failing::new()).unwrap();
+        // Something is there before, in the tables that the call needs too and far away.
+        table.map(Iova::new(3 * large + block), PhysAddr::new(0), page, Access::READ).unwrap();
+        let (before, tables) = (leaves(&table), table.tables().heap.in_use());
+        for n in 0.. {
+            assert!(n < 64, "more tables than these calls can take");
+            table.tables_mut().calls = 0;
+            table.tables_mut().fail_at = Some(n);
+            match call(&mut table) {
+                Ok(()) => break,
+                Err(e) => assert!(matches!(e, Error::NoTables { .. }), "{e}"),
+            }
+            assert_eq!((leaves(&table), table.tables().heap.in_use()), (before.clone(), tables));
+        }
+        let flush = table.unmap(span(0, sizes::<F>().top)).unwrap();
+        table.free_tables(flush);
+        assert_eq!(table.into_tables().heap.in_use(), 0);
+    }
+}
+
 /// What a device that does not snoop sees after each call; one clean per cache line.
 fn clean<F: Format>() {
     let Sizes { page, entries, block, large, .. } = sizes::<F>();
@@ -368,6 +409,11 @@ macro_rules! operations {
             #[test]
             fn cut_without_memory() {
                 super::cut_without_memory::<F>();
+            }
+
+            #[test]
+            fn without_memory() {
+                super::without_memory::<F>();
             }
 
             #[test]
