@@ -25,6 +25,8 @@ struct Row {
     one_of: Any,
     /// The highest and lowest address bit of the entry, and where the lowest one goes in the address.
     address: (u32, u32, u32),
+    /// Another piece of it.
+    more: Option<(u32, u32, u32)>,
     /// For a leaf, the logarithm of its size and its rights: read, write, execute. `None` for a table.
     leaf: Option<(u32, [Any; 3])>,
 }
@@ -58,11 +60,11 @@ fn zero(high: u32, low: u32) -> All {
 }
 
 fn table(when: &[Field], one_of: Any, address: (u32, u32, u32)) -> Row {
-    Row { when: when.to_vec(), one_of, address, leaf: None }
+    Row { when: when.to_vec(), one_of, address, more: None, leaf: None }
 }
 
 fn leaf(when: All, one_of: Any, address: (u32, u32, u32), size: u32, rights: [Any; 3]) -> Row {
-    Row { when, one_of, address, leaf: Some((size, rights)) }
+    Row { when, one_of, address, more: None, leaf: Some((size, rights)) }
 }
 
 /// Levels from the root down: the lowest address bit that each translates, the input bits, and the rows of each.
@@ -86,7 +88,7 @@ fn arm64(stage: u32, granule: u32, input: u32, contiguous: bool) -> Specificatio
     // Stage 1: the first level that has input bits. Stage 2: up to 4 bits more go to a concatenated root.
     let first = match (stage, granule, input) {
         (1, 12, 39) | (2, 12, 40) | (2, 14, 48) => 1,
-        (_, _, 48) => 0,
+        (_, _, 48) | (1, 16, 52) => 0,
         _ => panic!("not in the table"),
     };
     let rows = move |low: u32| {
@@ -121,6 +123,14 @@ fn arm64(stage: u32, granule: u32, input: u32, contiguous: bool) -> Specificatio
         rows
     };
     Specification { entry_bytes: 8, levels: levels(input, &all[first..], rows) }
+}
+
+/// The same with FEAT_LPA: bits 15:12 of every descriptor are address bits 51:48.
+fn with_lpa(mut specification: Specification) -> Specification {
+    for row in specification.levels.iter_mut().flat_map(|level| &mut level.rows) {
+        row.more = Some((15, 12, 48));
+    }
+    specification
 }
 
 /// m1n1 `hw/uat.py`, and the rules for permissions from the Linux IOMMU list.
@@ -265,6 +275,8 @@ fn specification<F: Format>() -> Specification {
         "arm64-s2-16k-contiguous" => arm64(2, 14, 48, true),
         "arm64-s2-64k" => arm64(2, 16, 48, false),
         "arm64-s2-64k-contiguous" => arm64(2, 16, 48, true),
+        "arm64-s1-64k-52" => with_lpa(arm64(1, 16, 52, false)),
+        "arm64-s2-64k-52-contiguous" => with_lpa(arm64(2, 16, 48, true)),
         "armv7-short" => armv7(),
         "riscv-sv39" => riscv(last(3), false),
         "riscv-sv39-napot" => riscv(last(3), true),
@@ -298,7 +310,8 @@ impl Level {
     fn read(&self, entry: u64) -> Option<(&Row, u64)> {
         let row = self.rows.iter().find(|row| holds(entry, &row.when) && one_holds(entry, &row.one_of))?;
         let (high, low, to) = row.address;
-        Some((row, bits(entry, high, low) << to))
+        let more = row.more.map_or(0, |(high, low, to)| bits(entry, high, low) << to);
+        Some((row, bits(entry, high, low) << to | more))
     }
 }
 

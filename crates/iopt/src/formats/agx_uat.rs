@@ -57,12 +57,13 @@ impl Format for AgxUat {
 
     #[inline]
     fn encode_table(_level: u32, next: u64) -> u64 {
-        next & address(GRANULE) | VALID | TABLE_OR_PAGE
+        put_address(GRANULE, 48, next) | VALID | TABLE_OR_PAGE
     }
 
     #[inline]
     fn encode_leaf(_level: u32, out: u64, access: Access) -> u64 {
-        let mut entry = out & address(GRANULE) | VALID | TABLE_OR_PAGE | ATTR_SHARED | AP_GPU | AF | NG | GPU_ACCESS;
+        let mut entry =
+            put_address(GRANULE, 48, out) | VALID | TABLE_OR_PAGE | ATTR_SHARED | AP_GPU | AF | NG | GPU_ACCESS;
         if !access.contains(Access::READ) {
             entry |= PXN;
         } else if access.contains(Access::WRITE) {
@@ -78,7 +79,7 @@ impl Format for AgxUat {
             return Entry::Invalid;
         }
         if level + 1 < Self::LEVELS {
-            return Entry::Table(entry & address(GRANULE));
+            return Entry::Table(get_address(GRANULE, 48, entry));
         }
         if entry & (AF | GPU_ACCESS | AP) != AF | GPU_ACCESS | AP_GPU {
             return Entry::Invalid; // not for the GPU, or not for it alone
@@ -89,7 +90,7 @@ impl Format for AgxUat {
             (false, true) => Access::WRITE,
             (true, true) => return Entry::Invalid,
         };
-        Entry::Leaf { out: entry & address(GRANULE), access }
+        Entry::Leaf { out: get_address(GRANULE, 48, entry), access }
     }
 
     fn registers(root: u64) -> Vec<Register> {

@@ -80,9 +80,37 @@ pub(super) const fn granule_size(granule: u32) -> PageSize {
     PageSize::from_log2(granule as u8).expect("checked by page_sizes")
 }
 
-/// The address field of a descriptor, for 48-bit addresses.
-pub(super) const fn address(granule: u32) -> u64 {
+/// The field of a descriptor that holds address bits 47 down to the granule.
+const fn address_field(granule: u32) -> u64 {
     (1 << 48) - (1 << granule)
+}
+
+/// Descriptor bits for an address. With 52-bit output (FEAT_LPA, 64 KiB granules) address bits 51:48 are in bits 15:12.
+#[inline]
+pub(super) const fn put_address(granule: u32, output: u32, address: u64) -> u64 {
+    let low = address & address_field(granule);
+    if output == 52 { low | (address >> 48 & 0xf) << 12 } else { low }
+}
+
+/// The address in a descriptor.
+#[inline]
+pub(super) const fn get_address(granule: u32, output: u32, entry: u64) -> u64 {
+    let low = entry & address_field(granule);
+    if output == 52 { low | (entry >> 12 & 0xf) << 48 } else { low }
+}
+
+/// The root as `TTBR0_EL1` and `VTTBR_EL2` take it: address bits 51:48 go to bits 5:2.
+pub(super) const fn ttbr(root: u64) -> u64 {
+    root & ((1 << 48) - 1) | (root >> 48 & 0xf) << 2
+}
+
+/// `IPS` of `TCR_EL1` and `PS` of `VTCR_EL2`.
+pub(super) const fn output_size(granule: u32, output: u32) -> u64 {
+    match (granule, output) {
+        (_, 48) => 0b101,
+        (16, 52) => 0b110,
+        _ => panic!("output is of 48 bits, or of 52 with 64 KiB granules"),
+    }
 }
 
 /// The type of a descriptor.

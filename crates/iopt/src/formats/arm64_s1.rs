@@ -8,7 +8,8 @@ use super::arm64::*;
 use crate::format::MAX_LEVELS;
 use crate::{Entry, Format, Register};
 
-/// VMSAv8-64 stage 1 with granules of 2^`GRANULE` bytes (12, 14 or 16) and `INPUT` bits of input address; 48-bit output.
+/// VMSAv8-64 stage 1 with granules of 2^`GRANULE` bytes (12, 14 or 16) and `INPUT` bits of input address; 48-bit output, or 52 bits
+/// with 64 KiB granules (FEAT_LPA; its blocks of 4 TiB are not used).
 ///
 /// | granule | levels for 48 bits | page sizes |
 /// |---|---|---|
@@ -30,7 +31,7 @@ use crate::{Entry, Format, Register};
 /// | 9:8 | SH | `0b11` inner shareable |
 /// | 10 | AF | 1, so that the first access does not fault |
 /// | 11 | nG | 1: the TLB entry belongs to the ASID of the context |
-/// | 47:12 | address | from bit 14 or 16 with larger granules; low bits of a block are zero |
+/// | 47:12 | address | from bit 14 or 16 with larger granules; low bits of a block are zero; 15:12 are bits 51:48 if `OUTPUT` is 52 |
 /// | 53, 54 | PXN, UXN | 1 without [`Access::EXEC`] |
 ///
 /// | 52 | Contiguous | 1 in the entries of a group, if `CONTIGUOUS` |
@@ -42,7 +43,7 @@ use crate::{Entry, Format, Register};
 /// Table descriptors carry none of the hierarchical limits (bits 63:59), and these are not looked at either.
 ///
 /// What to program beside it: `TTBR0_EL1` = the root; `TCR_EL1` (SMMU: the context descriptor) `T0SZ = 64 - INPUT`, `TG0`
-/// = the granule, `IPS = 0b101` (48 bits), `SH0 = 0b11`, `IRGN0 = ORGN0 = 0b01` (write-back tables), `EPD1 = 1`, `HPD0 =
+/// = the granule, `IPS = 0b101` (48 bits; `0b110` for 52), `SH0 = 0b11`, `IRGN0 = ORGN0 = 0b01` (write-back tables), `EPD1 = 1`, `HPD0 =
 /// 1`, `HA = HD = 0`, `DS = 0`; `MAIR_EL1` attribute 0 = `0xff` (normal memory, write-back). The upper half (`TTBR1`)
 /// walks the same tables, with addresses counted from its own start. Without `IDR3.BBML` of 1 or more the device must
 /// be quiet on a block while an unmap splits it.
@@ -50,7 +51,7 @@ use crate::{Entry, Format, Register};
 /// Stage 1 has no write-only and no execute-only entry for this use: an access without [`Access::READ`] is not
 /// supported.
 #[derive(Clone, Copy, Debug)]
-pub struct Arm64S1<const GRANULE: u32, const INPUT: u32 = 48, const CONTIGUOUS: bool = false>;
+pub struct Arm64S1<const GRANULE: u32, const INPUT: u32 = 48, const CONTIGUOUS: bool = false, const OUTPUT: u32 = 48>;
 
 /// Stage 1 with 4 KiB granules and 48 bits.
 #[allow(non_camel_case_types)] // "Arm64S14k" would read as stage 14
@@ -67,20 +68,23 @@ const AP_READ_ONLY: u64 = 1 << 7;
 const NG: u64 = 1 << 11;
 const XN: u64 = 0b11 << 53;
 
-impl<const G: u32, const I: u32, const C: bool> Format for Arm64S1<G, I, C> {
-    const NAME: &'static str = match (G, C) {
-        (12, false) => "arm64-s1-4k",
-        (14, false) => "arm64-s1-16k",
-        (_, false) => "arm64-s1-64k",
-        (12, true) => "arm64-s1-4k-contiguous",
-        (14, true) => "arm64-s1-16k-contiguous",
-        (_, true) => "arm64-s1-64k-contiguous",
+impl<const G: u32, const I: u32, const C: bool, const O: u32> Format for Arm64S1<G, I, C, O> {
+    const NAME: &'static str = match (G, C, O) {
+        (12, false, 48) => "arm64-s1-4k",
+        (14, false, 48) => "arm64-s1-16k",
+        (16, false, 48) => "arm64-s1-64k",
+        (16, false, _) => "arm64-s1-64k-52",
+        (12, true, 48) => "arm64-s1-4k-contiguous",
+        (14, true, 48) => "arm64-s1-16k-contiguous",
+        (16, true, 48) => "arm64-s1-64k-contiguous",
+        (16, true, _) => "arm64-s1-64k-52-contiguous",
+        _ => panic!("output beyond 48 bits takes 64 KiB granules"),
     };
     const LEVELS: u32 = levels(G, I, 0);
     const INDEX_BITS: u32 = index_bits(G);
     const GRANULE: PageSize = granule_size(G);
     const INPUT_BITS: u32 = I;
-    const OUTPUT_BITS: u32 = 48;
+    const OUTPUT_BITS: u32 = O;
     const PAGE_SIZES: PageSizes = page_and_group_sizes(G, Self::LEVELS, C);
     const GROUP_BITS: [u32; MAX_LEVELS] = group_bits(G, Self::LEVELS, C);
 
@@ -90,12 +94,12 @@ impl<const G: u32, const I: u32, const C: bool> Format for Arm64S1<G, I, C> {
 
     #[inline]
     fn encode_table(_level: u32, next: u64) -> u64 {
-        next & address(G) | VALID | TABLE_OR_PAGE
+        put_address(G, O, next) | VALID | TABLE_OR_PAGE
     }
 
     #[inline]
     fn encode_leaf(level: u32, out: u64, access: Access) -> u64 {
-        let mut entry = out & address(G) | VALID | AP_UNPRIVILEGED | SH_INNER | AF | NG;
+        let mut entry = put_address(G, O, out) | VALID | AP_UNPRIVILEGED | SH_INNER | AF | NG;
         if level + 1 == Self::LEVELS {
             entry |= TABLE_OR_PAGE;
         }
@@ -123,7 +127,7 @@ impl<const G: u32, const I: u32, const C: bool> Format for Arm64S1<G, I, C> {
         // A leaf without the access flag, or for privileged software only, would fault.
         const USABLE: u64 = AF | AP_UNPRIVILEGED;
         match descriptor_type(Self::LEVELS, const { top(G, Self::LEVELS) }, level, entry) {
-            Type::Table => return Entry::Table(entry & address(G)),
+            Type::Table => return Entry::Table(get_address(G, O, entry)),
             Type::Leaf if entry & USABLE == USABLE => {}
             _ => return Entry::Invalid,
         }
@@ -135,7 +139,7 @@ impl<const G: u32, const I: u32, const C: bool> Format for Arm64S1<G, I, C> {
             access |= Access::EXEC;
         }
         let page = 1u64 << leaf_log2(G, Self::LEVELS, level, Self::is_member(level, entry));
-        Entry::Leaf { out: entry & address(G) & !(page - 1), access }
+        Entry::Leaf { out: get_address(G, O, entry) & !(page - 1), access }
     }
 
     fn registers(root: u64) -> Vec<Register> {
@@ -150,9 +154,9 @@ impl<const G: u32, const I: u32, const C: bool> Format for Arm64S1<G, I, C> {
             | tg0(G) << 14
             | 1 << 23                   // EPD1
             | tg1 << 30                 // TG1: not used, but 0 is reserved there
-            | 0b101 << 32               // IPS
+            | output_size(G, O) << 32               // IPS
             | 1 << 41; // HPD0
-        vec![Register::new("TTBR0_EL1", root), Register::new("TCR_EL1", tcr), Register::new("MAIR_EL1", 0xff)]
+        vec![Register::new("TTBR0_EL1", ttbr(root)), Register::new("TCR_EL1", tcr), Register::new("MAIR_EL1", 0xff)]
     }
 }
 
@@ -177,6 +181,13 @@ mod tests {
         assert_eq!(C::encode_member(3, 0x1234_5000, Access::RW), 0x0070_0000_1234_5f43);
         assert_eq!(C::decode(3, 0x0070_0000_1234_5f43), Entry::Leaf { out: 0x1234_0000, access: Access::RW });
         assert!(C::is_member(3, 0x0070_0000_1234_5f43) && !F::is_member(3, 0x0070_0000_1234_5f43));
+        // FEAT_LPA: address bits 51:48 in 15:12, of tables too; in TTBR0 in 5:2
+        type L = Arm64S1<16, 52, false, 52>;
+        assert_eq!(L::encode_leaf(2, 0xa_0000_1235_0000, Access::READ), 0x0060_0000_1235_afc3);
+        assert_eq!(L::encode_table(0, 0xf_0000_1235_0000), 0x0000_0000_1235_f003);
+        assert_eq!(L::decode(2, 0x0060_0000_1235_afc3), Entry::Leaf { out: 0xa_0000_1235_0000, access: Access::READ });
+        assert_eq!(L::registers(0xa_0000_1235_0000)[0].value, 0x1235_0028);
+        assert_eq!(L::registers(0)[1].value, 0x0000_0206_c080_750c);
         // 16 KiB: page at level 3, 32 MiB at level 2; 64 KiB has three levels, 512 MiB in the middle one
         assert_eq!(Arm64S1_16k::encode_table(0, 0x8000_4000), 0x0000_0000_8000_4003);
         assert_eq!(Arm64S1_16k::encode_leaf(3, 0x1234_4000, Access::RW), 0x0060_0000_1234_4f43);

@@ -9,7 +9,7 @@ use crate::format::MAX_LEVELS;
 use crate::{Entry, Format, Register};
 
 /// VMSAv8-64 stage 2 with granules of 2^`GRANULE` bytes (12, 14 or 16) and `INPUT` bits of intermediate physical
-/// address; 48-bit output.
+/// address; 48-bit output, or 52 bits with 64 KiB granules (FEAT_LPA; its blocks of 4 TiB are not used).
 ///
 /// The walk starts at the lowest level that up to 16 *concatenated* root tables can reach, which saves a level: with
 /// 4 KiB granules and 40 bits the root is two tables, 8 KiB. The root is aligned to its whole size. Page sizes are those
@@ -27,19 +27,19 @@ use crate::{Entry, Format, Register};
 /// | 7 | S2AP\[1\] | [`Access::WRITE`] |
 /// | 9:8 | SH | `0b11` inner shareable |
 /// | 10 | AF | 1 |
-/// | 47:12 | address | from bit 14 or 16 with larger granules |
+/// | 47:12 | address | from bit 14 or 16 with larger granules; 15:12 are bits 51:48 if `OUTPUT` is 52 |
 /// | 52 | Contiguous | 1 in the entries of a group, if `CONTIGUOUS` (see [`Arm64S1`](crate::Arm64S1)) |
 /// | 54:53 | XN | `0b10` without [`Access::EXEC`], `0b00` with it |
 ///
 /// What to program beside it: `VTTBR_EL2` = the root; `VTCR_EL2` (SMMU: the stream table entry) `T0SZ = 64 - INPUT`,
-/// `SL0` = the level to start at, `TG0` = the granule, `PS = 0b101` (48 bits), `SH0 = 0b11`, `IRGN0 = ORGN0 = 0b01`, `HA =
+/// `SL0` = the level to start at, `TG0` = the granule, `PS = 0b101` (48 bits; `0b110` for 52), `SH0 = 0b11`, `IRGN0 = ORGN0 = 0b01`, `HA =
 /// HD = 0`, bit 31 = 1; `HCR_EL2.VM = 1` with `FWB = 0`. An implementation may have fewer bits of physical address, and
 /// then takes an `INPUT` up to that many only.
 ///
 /// Write-only entries exist. Fetching instructions takes the right to read: [`Access::EXEC`] without [`Access::READ`] is
 /// not supported.
 #[derive(Clone, Copy, Debug)]
-pub struct Arm64S2<const GRANULE: u32, const INPUT: u32 = 48, const CONTIGUOUS: bool = false>;
+pub struct Arm64S2<const GRANULE: u32, const INPUT: u32 = 48, const CONTIGUOUS: bool = false, const OUTPUT: u32 = 48>;
 
 /// Stage 2 with 4 KiB granules and 48 bits: four levels.
 #[allow(non_camel_case_types)]
@@ -57,20 +57,23 @@ const WRITE: u64 = 1 << 7;
 const XN: u64 = 0b10 << 53;
 const XN_FIELD: u64 = 0b11 << 53;
 
-impl<const G: u32, const I: u32, const C: bool> Format for Arm64S2<G, I, C> {
-    const NAME: &'static str = match (G, C) {
-        (12, false) => "arm64-s2-4k",
-        (14, false) => "arm64-s2-16k",
-        (_, false) => "arm64-s2-64k",
-        (12, true) => "arm64-s2-4k-contiguous",
-        (14, true) => "arm64-s2-16k-contiguous",
-        (_, true) => "arm64-s2-64k-contiguous",
+impl<const G: u32, const I: u32, const C: bool, const O: u32> Format for Arm64S2<G, I, C, O> {
+    const NAME: &'static str = match (G, C, O) {
+        (12, false, 48) => "arm64-s2-4k",
+        (14, false, 48) => "arm64-s2-16k",
+        (16, false, 48) => "arm64-s2-64k",
+        (16, false, _) => "arm64-s2-64k-52",
+        (12, true, 48) => "arm64-s2-4k-contiguous",
+        (14, true, 48) => "arm64-s2-16k-contiguous",
+        (16, true, 48) => "arm64-s2-64k-contiguous",
+        (16, true, _) => "arm64-s2-64k-52-contiguous",
+        _ => panic!("output beyond 48 bits takes 64 KiB granules"),
     };
     const LEVELS: u32 = levels(G, I, 4);
     const INDEX_BITS: u32 = index_bits(G);
     const GRANULE: PageSize = granule_size(G);
     const INPUT_BITS: u32 = I;
-    const OUTPUT_BITS: u32 = 48;
+    const OUTPUT_BITS: u32 = O;
     const PAGE_SIZES: PageSizes = page_and_group_sizes(G, Self::LEVELS, C);
     const GROUP_BITS: [u32; MAX_LEVELS] = group_bits(G, Self::LEVELS, C);
 
@@ -80,12 +83,12 @@ impl<const G: u32, const I: u32, const C: bool> Format for Arm64S2<G, I, C> {
 
     #[inline]
     fn encode_table(_level: u32, next: u64) -> u64 {
-        next & address(G) | VALID | TABLE_OR_PAGE
+        put_address(G, O, next) | VALID | TABLE_OR_PAGE
     }
 
     #[inline]
     fn encode_leaf(level: u32, out: u64, access: Access) -> u64 {
-        let mut entry = out & address(G) | VALID | MEM_ATTR_WB | SH_INNER | AF;
+        let mut entry = put_address(G, O, out) | VALID | MEM_ATTR_WB | SH_INNER | AF;
         if level + 1 == Self::LEVELS {
             entry |= TABLE_OR_PAGE;
         }
@@ -114,7 +117,7 @@ impl<const G: u32, const I: u32, const C: bool> Format for Arm64S2<G, I, C> {
     #[inline]
     fn decode(level: u32, entry: u64) -> Entry {
         match descriptor_type(Self::LEVELS, const { top(G, Self::LEVELS) }, level, entry) {
-            Type::Table => return Entry::Table(entry & address(G)),
+            Type::Table => return Entry::Table(get_address(G, O, entry)),
             // A leaf that permits nothing, or has no access flag, would fault.
             Type::Leaf if entry & AF != 0 && entry & (READ | WRITE) != 0 => {}
             _ => return Entry::Invalid,
@@ -131,7 +134,7 @@ impl<const G: u32, const I: u32, const C: bool> Format for Arm64S2<G, I, C> {
             access |= Access::EXEC;
         }
         let page = 1u64 << leaf_log2(G, Self::LEVELS, level, Self::is_member(level, entry));
-        Entry::Leaf { out: entry & address(G) & !(page - 1), access }
+        Entry::Leaf { out: get_address(G, O, entry) & !(page - 1), access }
     }
 
     fn registers(root: u64) -> Vec<Register> {
@@ -142,9 +145,9 @@ impl<const G: u32, const I: u32, const C: bool> Format for Arm64S2<G, I, C> {
             | 0b01 << 8 | 0b01 << 10    // IRGN0, ORGN0
             | 0b11 << 12                // SH0
             | tg0(G) << 14
-            | 0b101 << 16               // PS
+            | output_size(G, O) << 16               // PS
             | 1 << 31; // RES1
-        vec![Register::new("VTTBR_EL2", root), Register::new("VTCR_EL2", vtcr)]
+        vec![Register::new("VTTBR_EL2", ttbr(root)), Register::new("VTCR_EL2", vtcr)]
     }
 }
 
