@@ -22,6 +22,7 @@ BY_FORMAT = pytest.mark.parametrize("machine", MACHINES, ids=lambda m: m.format)
 WITHOUT_A_MACHINE = {
     "arm64-s2-4k", "arm64-s2-16k", "arm64-s2-64k", "vtd-second-57",
     "amd-v1-3level", "amd-v1-4level", "amd-v1-5level", "amd-v1-6level",
+    "riscv-sv39-napot", "riscv-sv48-napot", "riscv-sv57-napot",
 }  # fmt: skip
 
 

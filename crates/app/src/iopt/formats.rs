@@ -17,12 +17,18 @@ pub const FORMATS: &[Format] = &[
     Format::named::<Arm64S1<12, 39>>("arm64-s1-4k-39"),
     Format::of::<Arm64S1_16k>(),
     Format::of::<Arm64S1_64k>(),
+    Format::of::<Arm64S1<12, 48, true>>(),
+    Format::of::<Arm64S1<14, 48, true>>(),
+    Format::of::<Arm64S1<16, 48, true>>(),
     Format::of::<Arm64S2_4k>(),
     Format::of::<Arm64S2_16k>(),
     Format::of::<Arm64S2_64k>(),
     Format::named::<Arm64S2<12, 40>>("arm64-s2-4k-40"),
     Format::named::<Arm64S2<14, 40>>("arm64-s2-16k-40"),
     Format::named::<Arm64S2<16, 40>>("arm64-s2-64k-40"),
+    Format::named::<Arm64S2<12, 40, true>>("arm64-s2-4k-40-contiguous"),
+    Format::named::<Arm64S2<14, 40, true>>("arm64-s2-16k-40-contiguous"),
+    Format::named::<Arm64S2<16, 40, true>>("arm64-s2-64k-40-contiguous"),
     Format::of::<Armv7>(),
     Format::of::<X86_64_4Level>(),
     Format::of::<X86_64_5Level>(),
@@ -36,6 +42,9 @@ pub const FORMATS: &[Format] = &[
     Format::of::<RiscvSv39>(),
     Format::of::<RiscvSv48>(),
     Format::of::<RiscvSv57>(),
+    Format::of::<RiscvSv<3, true>>(),
+    Format::of::<RiscvSv<4, true>>(),
+    Format::of::<RiscvSv<5, true>>(),
     Format::of::<AgxUat>(),
 ];
 
@@ -151,19 +160,16 @@ pub struct Run {
     pub page: PageSize,
     /// Leaves.
     pub count: u64,
+    /// Bytes. Less than the leaves have where a group of entries as one leaf is not whole.
+    pub len: u64,
     /// What they permit.
     pub access: Access,
 }
 
 impl Run {
-    /// Bytes.
-    pub fn len(&self) -> u64 {
-        self.page.bytes() * self.count
-    }
-
     /// True when `next` goes on where this one ends.
     fn continues(&self, next: &Self) -> bool {
-        let end = |start: u64| start.checked_add(self.len());
+        let end = |start: u64| start.checked_add(self.len);
         end(self.va) == Some(next.va)
             && end(self.pa) == Some(next.pa)
             && (self.page, self.access) == (next.page, next.access)
@@ -205,15 +211,19 @@ fn dump<F: iopt::Format>(image: &Image, root: u64) -> Result<Vec<Run>, Endless> 
     for _ in 0..most_entries(image) {
         let step = match walk::<F>(image, root, at) {
             Ok(leaf) => {
-                let run = Run { va: at, pa: leaf.to, page: leaf.size, count: 1, access: leaf.access };
+                let len = leaf.size.bytes() - (at & (leaf.size.bytes() - 1));
+                let run = Run { va: at, pa: leaf.to, len, page: leaf.size, count: 1, access: leaf.access };
                 match runs.last_mut() {
-                    Some(last) if last.continues(&run) => last.count += 1,
+                    Some(last) if last.continues(&run) => {
+                        last.count += 1;
+                        last.len += len;
+                    }
                     _ => runs.push(run),
                 }
                 if runs.len() > MOST_RUNS {
                     return Err(Endless::Runs);
                 }
-                leaf.size.bytes()
+                len
             }
             Err(WalkFault { kind: FaultKind::OutOfRange, .. }) => return Ok(runs),
             Err(fault) => entry_bytes::<F>(fault.level),

@@ -198,25 +198,25 @@ struct DumpedRun {
 /// What the tables map.
 pub fn dumped(source: &Source, runs: &[Run], json: bool) -> Result<ExitCode, Failure> {
     // A table that is reached by many ways is mapped as often: the sum may be more than 64 bits hold.
-    let mapped_bytes = runs.iter().fold(0u64, |sum, run| sum.saturating_add(run.len()));
+    let mapped_bytes = runs.iter().fold(0u64, |sum, run| sum.saturating_add(run.len));
     if json {
         let runs = runs.iter().map(|run| DumpedRun {
             va: run.va,
             pa: run.pa,
-            len: run.len(),
+            len: run.len,
             access: run.access.to_string(),
             page_bytes: run.page.bytes(),
             count: run.count,
         });
         output::print_json(&report("iopt dump", source, DumpedResult { mapped_bytes, runs: runs.collect() }))?;
     } else {
-        let width = runs.last().map_or(0, |run| format!("{:x}", run.va + (run.len() - 1)).len());
+        let width = runs.last().map_or(0, |run| format!("{:x}", run.va + (run.len - 1)).len());
         let mut text = String::new();
         for run in runs {
             text += &format!(
                 "{:#0w$x}..={:#0w$x} -> {:#x}  {}  {} x {}\n",
                 run.va,
-                run.va + (run.len() - 1),
+                run.va + (run.len - 1),
                 run.pa,
                 run.access,
                 run.count,
