@@ -1,8 +1,20 @@
 //! Benchmarks of dmalane: each checks its answer and prints ratios of one run.
-#![forbid(unsafe_code)]
+#![deny(unsafe_code)]
 
+mod bar_map;
+mod clock;
+mod instructions;
+mod iova;
+mod job;
+mod layers;
 mod load;
+mod lookup;
+mod map_sg;
+// Only what the peers' interfaces demand.
+#[allow(unsafe_code)]
+mod peers;
 mod report;
+mod subject;
 
 use std::process::ExitCode;
 
@@ -30,12 +42,31 @@ struct Cli {
 enum Bench {
     /// A file to the software card, cold and warm, against raw reads and copies
     Load(load::Options),
+    /// Scatter lists into page tables: the seed's two shapes, ours, the peers, the floor
+    MapSg(map_sg::Options),
+    /// Look-ups at random addresses
+    Lookup(lookup::Options),
+    /// A 32 GiB BAR, page by page and leaf by leaf
+    BarMap(bar_map::Options),
+    /// Free ranges of input addresses, beside mapping them
+    Iova(iova::Options),
+    /// One mapping of a case of map-sg by a variant, to be counted by callgrind
+    #[command(hide = true)]
+    One(instructions::Options),
 }
 
 fn main() -> ExitCode {
     let cli = Cli::parse();
     let result = match cli.bench {
         Bench::Load(options) => load::run(&options),
+        Bench::MapSg(options) => map_sg::run(&options),
+        Bench::Lookup(options) => lookup::run(&options),
+        Bench::BarMap(options) => bar_map::run(&options),
+        Bench::Iova(options) => iova::run(&options),
+        Bench::One(options) => match instructions::one(&options) {
+            Ok(()) => return ExitCode::SUCCESS,
+            Err(e) => Err(e),
+        },
     };
     let report = match result {
         Ok(report) => report,

@@ -12,6 +12,8 @@ pub struct Report {
     machine: Machine,
     rows: Vec<Row>,
     bars: Vec<Bar>,
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    notes: Vec<Note>,
 }
 
 /// Where it ran.
@@ -33,6 +35,37 @@ pub struct Row {
     max_s: f64,
     bytes_per_s: f64,
     samples: usize,
+    #[serde(flatten)]
+    details: Details,
+}
+
+/// What else is known about a row; what is not known is left out.
+#[derive(Clone, Copy, Default, Serialize)]
+pub struct Details {
+    /// Things done in one sample (leaves mapped, addresses looked up).
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub items: Option<u64>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub ns_per_item: Option<f64>,
+    /// Counted by callgrind, so free of noise.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub instructions_per_item: Option<f64>,
+    /// Calls from one layer into the next.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub crossings: Option<u64>,
+    /// Walks from the root.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub walks: Option<u64>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub power_pairs: Option<u64>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub invalidations: Option<u64>,
+    /// Tables in use.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub tables: Option<usize>,
+    /// Look-ups, leaves visited: whatever the bench counts as one step.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub steps: Option<u64>,
 }
 
 /// A promise, and what this run gave.
@@ -45,13 +78,33 @@ struct Bar {
     ok: bool,
 }
 
+/// A ratio worth knowing that nobody promised.
+#[derive(Serialize)]
+struct Note {
+    case: String,
+    name: String,
+    got: f64,
+}
+
 impl Report {
     pub fn new(bench: &'static str) -> Self {
-        Self { schema: 1, bench, machine: Machine::this(), rows: Vec::new(), bars: Vec::new() }
+        Self { schema: 1, bench, machine: Machine::this(), rows: Vec::new(), bars: Vec::new(), notes: Vec::new() }
     }
 
     /// Adds a row and gives its median, in seconds.
     pub fn row(&mut self, case: &str, variant: &str, bytes: u64, samples: &[f64]) -> f64 {
+        self.detailed_row(case, variant, bytes, samples, Details::default())
+    }
+
+    /// Adds a row of which more is known and gives its median, in seconds.
+    pub fn detailed_row(
+        &mut self,
+        case: &str,
+        variant: &str,
+        bytes: u64,
+        samples: &[f64],
+        mut details: Details,
+    ) -> f64 {
         let mut sorted = samples.to_vec();
         sorted.sort_by(f64::total_cmp);
         let median = sorted.get(sorted.len() / 2).copied().unwrap_or(f64::NAN);
@@ -63,6 +116,10 @@ impl Report {
             max_s: sorted.last().copied().unwrap_or(f64::NAN),
             bytes_per_s: bytes as f64 / median,
             samples: samples.len(),
+            details: {
+                details.ns_per_item = details.items.map(|items| median * 1e9 / items as f64);
+                details
+            },
         });
         median
     }
@@ -70,6 +127,21 @@ impl Report {
     /// A ratio that must not exceed `goal`.
     pub fn at_most(&mut self, name: &str, goal: f64, got: f64) {
         self.bars.push(Bar { name: name.to_owned(), goal, got, unit: "ratio, at most", ok: got <= goal });
+    }
+
+    /// A number that must be `goal` or more.
+    pub fn at_least(&mut self, name: &str, goal: f64, got: f64) {
+        self.bars.push(Bar { name: name.to_owned(), goal, got, unit: "ratio, at least", ok: got >= goal });
+    }
+
+    /// A number with a unit that must not exceed `goal`.
+    pub fn at_most_in(&mut self, name: &str, goal: f64, got: f64, unit: &'static str) {
+        self.bars.push(Bar { name: name.to_owned(), goal, got, unit, ok: got <= goal });
+    }
+
+    /// A ratio worth knowing.
+    pub fn note(&mut self, case: &str, name: &str, got: f64) {
+        self.notes.push(Note { case: case.to_owned(), name: name.to_owned(), got });
     }
 
     pub fn all_met(&self) -> bool {
@@ -90,6 +162,23 @@ impl Report {
             m.memory_bytes as f64 / (1u64 << 30) as f64,
             m.kernel
         );
+        match self.rows.iter().any(|r| r.details.items.is_some()) {
+            true => self.per_item(&mut out),
+            false => self.per_byte(&mut out),
+        }
+        out.push('\n');
+        for b in &self.bars {
+            let verdict = if b.ok { "met" } else { "MISSED" };
+            let _ = writeln!(out, "{verdict:<6} {}: {:.3} ({} {})", b.name, b.got, b.unit, b.goal);
+        }
+        for n in &self.notes {
+            let _ = writeln!(out, "note   {}: {}: {:.3}", n.case, n.name, n.got);
+        }
+        out
+    }
+
+    /// Rows of transfers.
+    fn per_byte(&self, out: &mut String) {
         // Writing to a String cannot fail.
         let _ = writeln!(
             out,
@@ -108,12 +197,45 @@ impl Report {
                 r.bytes_per_s / 1e9
             );
         }
-        out.push('\n');
-        for b in &self.bars {
-            let verdict = if b.ok { "met" } else { "MISSED" };
-            let _ = writeln!(out, "{verdict:<6} {}: {:.3} ({} {})", b.name, b.got, b.unit, b.goal);
+    }
+
+    /// Rows of many small things, with what was counted.
+    fn per_item(&self, out: &mut String) {
+        let _ = writeln!(
+            out,
+            "{:<26} {:<50} {:>11} {:>11} {:>9} {:>8}  counted",
+            "case", "variant", "median us", "min", "ns each", "instr"
+        );
+        for r in &self.rows {
+            let d = &r.details;
+            let number = |n: Option<f64>| n.map_or("-".to_owned(), |n| format!("{n:.2}"));
+            let mut counted = String::new();
+            let counts = [
+                ("crossings", d.crossings),
+                ("walks", d.walks),
+                ("power pairs", d.power_pairs),
+                ("invalidations", d.invalidations),
+                ("tables", d.tables.map(|n| n as u64)),
+                ("steps", d.steps),
+            ];
+            for (name, n) in counts {
+                if let Some(n) = n
+                    && n > 0
+                {
+                    let _ = write!(counted, " {n} {name}");
+                }
+            }
+            let line = format!(
+                "{:<26} {:<50} {:>11.3} {:>11.3} {:>9} {:>8} {counted}",
+                r.case,
+                r.variant,
+                r.median_s * 1e6,
+                r.min_s * 1e6,
+                number(d.ns_per_item),
+                number(d.instructions_per_item),
+            );
+            let _ = writeln!(out, "{}", line.trim_end());
         }
-        out
     }
 }
 

@@ -1,5 +1,7 @@
 //! The commands, their options and their help.
 
+mod iopt;
+
 use std::path::PathBuf;
 use std::process::ExitCode;
 
@@ -85,6 +87,7 @@ enum Command {
     Load(Box<LoadOptions>),
     Doctor(DoctorOptions),
     Devices(DevicesOptions),
+    Iopt(iopt::IoptOptions),
     Completions(CompletionsOptions),
 }
 
@@ -249,6 +252,7 @@ pub fn run() -> Result<ExitCode, Failure> {
         Command::Load(options) => load::run((*options).into()),
         Command::Doctor(options) => doctor::run(&Probe::machine(), &options.path, options.json),
         Command::Devices(options) => devices::run(&Probe::machine(), options.json),
+        Command::Iopt(options) => iopt::run(options),
         Command::Completions(options) => completions(options.shell),
     }
 }

@@ -5,6 +5,7 @@ mod cli;
 mod devices;
 mod doctor;
 mod failure;
+mod iopt;
 mod load;
 mod output;
 mod pci;

@@ -87,6 +87,44 @@ pub enum Error {
         /// The input address that needed the table.
         at: Place,
     },
+    /// A page size for which the format has no leaf.
+    #[error("{format} has no pages of {size}")]
+    PageSize {
+        /// The size asked for.
+        size: PageSize,
+        /// [`Format::NAME`](crate::Format::NAME).
+        format: &'static str,
+    },
+    /// A hole in the table that was to be mapped through.
+    #[error("{at} is not mapped")]
+    NotMapped {
+        /// The lowest address of the hole, in the space of that table.
+        at: Place,
+    },
+    /// The table that was to be mapped through permits less than what was asked for.
+    #[error("{at} permits {permitted}, not {access}")]
+    Denied {
+        /// The lowest such address, in the space of that table.
+        at: Place,
+        /// The rights asked for.
+        access: Access,
+        /// The rights there.
+        permitted: Access,
+    },
+    /// The format has no bit that says that a page was written.
+    #[error("{format} does not record writes")]
+    NoDirtyBit {
+        /// [`Format::NAME`](crate::Format::NAME).
+        format: &'static str,
+    },
+    /// The memory has no tables of the sizes that the format needs.
+    #[error("tables of {table} with a root of {root} cannot be had here")]
+    TableSize {
+        /// The size of a table.
+        table: PageSize,
+        /// The size of the root.
+        root: PageSize,
+    },
     /// [`Tables::allocate`](crate::Tables::allocate) gave an address that no entry of the format can hold.
     #[error("a page table at {at} is not aligned to its size or does not fit the format's entries")]
     TableAddress {

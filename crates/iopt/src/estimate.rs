@@ -65,7 +65,7 @@ impl<F: Format> TableEstimate<F> {
         let mut source = Source::<F, O, _>::new(segments.into_iter());
         while source.next()? {
             check_room::<F, I>(at, source.now.len)?;
-            let level = source.leaf_level(at)?;
+            let level = source.leaf_kind(at)?.level;
             for l in (1..=level).rev() {
                 let table = Some(at >> shift::<F>(l - 1));
                 if self.counted[l as usize] == table {
@@ -76,7 +76,7 @@ impl<F: Format> TableEstimate<F> {
             }
             // Leaves of this size up to the end of their table; pages also from the segments that follow.
             let page = page_size::<F>(level).bytes();
-            let mut room = page * (entries::<F>() - index::<F>(at, level)) as u64;
+            let mut room = page * (entries::<F>(level) - index::<F>(at, level)) as u64;
             loop {
                 let bytes = source.now.len.min(room) & !(page - 1);
                 source.now.skip(bytes);

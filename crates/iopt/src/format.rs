@@ -1,11 +1,27 @@
 //! What the bits of one page-table entry mean.
 
+use alloc::vec::Vec;
 use core::fmt::Debug;
 
 use dmalane_addr::{Access, PageSize, PageSizes};
 
 /// Most levels a format may have; bounds the walkers' stacks.
-pub(crate) const MAX_LEVELS: usize = 6;
+pub const MAX_LEVELS: usize = 6;
+
+/// A register, or a word of a structure in memory, and what to program into it.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct Register {
+    /// Its name in the specification that the format names.
+    pub name: &'static str,
+    /// Its value; bits that are not the page table's business are 0.
+    pub value: u64,
+}
+
+impl Register {
+    pub(crate) const fn new(name: &'static str, value: u64) -> Self {
+        Self { name, value }
+    }
+}
 
 /// What an entry says.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -25,39 +41,66 @@ pub enum Entry {
 
 /// A page-table format: the geometry of the tree and the bits of an entry. It knows nothing of walking.
 ///
-/// Levels are numbered from the root, which is level 0, as in the Arm manuals. Entries are 64-bit, the all-zero entry
-/// is [`Entry::Invalid`] at every level, and a table fills exactly one granule. The walkers check this geometry at
-/// compile time.
+/// Levels are numbered from the root, which is level 0 whatever the architecture calls it. The all-zero entry is
+/// [`Entry::Invalid`] at every level. A table has two to the power of [`INDEX_BITS`](Self::INDEX_BITS) entries; the root
+/// translates what is left of [`INPUT_BITS`](Self::INPUT_BITS) and may be smaller or larger. The walkers check this
+/// geometry at compile time.
 pub trait Format: Copy + Debug + 'static {
     /// The name of the format as it stands in messages.
     const NAME: &'static str;
     /// Levels of tables, at most 6.
     const LEVELS: u32;
-    /// Address bits that one level translates; a table has two to this power entries.
+    /// Address bits that a level below the root translates; its tables have two to this power entries.
     const INDEX_BITS: u32;
-    /// The smallest page, and the size and alignment of a table.
+    /// Bytes of an entry: 8, or 4.
+    const ENTRY_BYTES: u64 = 8;
+    /// The smallest page.
     const GRANULE: PageSize;
     /// Bits of an input address, at most 63. Addresses above are refused.
     const INPUT_BITS: u32;
     /// Bits of an output address, at most 63; tables live below this limit too.
     const OUTPUT_BITS: u32;
     /// The page sizes that have a leaf: the granule, then the sizes of the next levels up without a gap (a leaf is
-    /// split into leaves one level down).
+    /// split into leaves one level down), and those of groups.
     const PAGE_SIZES: PageSizes;
+    /// By level, the logarithm of the number of neighbouring entries that form a *group*, one leaf larger than the page
+    /// size of the level (a contiguous hint, an Arm large page, a NAPOT page); 0 where there is none.
+    const GROUP_BITS: [u32; MAX_LEVELS] = [0; MAX_LEVELS];
 
-    /// True when a leaf can grant exactly this access (apart from rights that the format does not have at all).
+    /// The bit of a leaf that a device sets when it writes through it, or 0 when there is none that these tables use.
+    const DIRTY: u64 = 0;
+
+    /// True when a leaf can grant exactly this access.
     fn supports(access: Access) -> bool;
 
-    /// The entry that points to the table at `next`, a granule-aligned address below 2^`OUTPUT_BITS`.
-    fn encode_table(next: u64) -> u64;
+    /// The entry at `level` that points to the table at `next`, an address below 2^`OUTPUT_BITS` that is aligned to the
+    /// size of a table.
+    fn encode_table(level: u32, next: u64) -> u64;
 
     /// The entry that maps `out` at `level`. `out` is a multiple of the level's page size below 2^`OUTPUT_BITS`, the
     /// page size is one of `PAGE_SIZES`, and `access` is supported.
     fn encode_leaf(level: u32, out: u64, access: Access) -> u64;
 
+    /// The entry of a group at `level` that maps `out`, the output address of this very entry. Called for levels that have
+    /// groups.
+    fn encode_member(level: u32, out: u64, access: Access) -> u64 {
+        Self::encode_leaf(level, out, access)
+    }
+
     /// What an entry found at `level` means; defined for every bit pattern. At the last level it never gives
-    /// [`Entry::Table`].
+    /// [`Entry::Table`]. For an entry of a group, `out` is where the group starts.
     fn decode(level: u32, entry: u64) -> Entry;
+
+    /// True when a leaf found at `level` is part of a group.
+    #[inline]
+    fn is_member(level: u32, entry: u64) -> bool {
+        let _ = (level, entry);
+        false
+    }
+
+    /// What to program beside the tables so that a device walks them from `root`: as the documentation of the format
+    /// says.
+    fn registers(root: u64) -> Vec<Register>;
 }
 
 /// Position of the lowest input-address bit that `level` translates.
@@ -65,14 +108,14 @@ pub(crate) const fn shift<F: Format>(level: u32) -> u32 {
     F::GRANULE.log2() as u32 + (F::LEVELS - 1 - level) * F::INDEX_BITS
 }
 
-/// The entry of a table at `level` that translates `at`.
+/// The entry of a table at `level` that translates `at`, an address within the input range.
 pub(crate) const fn index<F: Format>(at: u64, level: u32) -> usize {
-    (at >> shift::<F>(level)) as usize & (entries::<F>() - 1)
+    (at >> shift::<F>(level)) as usize & (entries::<F>(level) - 1)
 }
 
-/// Entries in a table.
-pub(crate) const fn entries<F: Format>() -> usize {
-    1 << F::INDEX_BITS
+/// Entries in a table at `level`.
+pub(crate) const fn entries<F: Format>(level: u32) -> usize {
+    if level == 0 { 1 << (F::INPUT_BITS - shift::<F>(0)) } else { 1 << F::INDEX_BITS }
 }
 
 /// The page size of a leaf at `level`.
@@ -80,23 +123,103 @@ pub(crate) const fn page_size<F: Format>(level: u32) -> PageSize {
     PageSize::from_log2(shift::<F>(level) as u8).expect("checked by geometry_is_sound")
 }
 
-/// The level of the largest leaf for this alignment (addresses joined by "or") and length, both whole granules.
-#[inline]
-pub(crate) fn leaf_level<F: Format>(alignment: u64, len: u64) -> u32 {
-    let mut level = F::LEVELS - 1;
-    while level > top_leaf_level::<F>() {
-        let size = page_size::<F>(level - 1).bytes();
-        if len < size || alignment & (size - 1) != 0 {
-            break;
-        }
-        level -= 1;
+/// A size of leaf: the level of its entries, and whether they are a group.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(crate) struct Kind {
+    pub(crate) level: u32,
+    pub(crate) group: bool,
+}
+
+impl Kind {
+    /// Number of kinds, for a table of them.
+    pub(crate) const COUNT: usize = 2 * MAX_LEVELS;
+
+    /// The kind of a leaf found at `level`.
+    #[inline]
+    pub(crate) fn of<F: Format>(level: u32, entry: u64) -> Self {
+        Self { level, group: has_groups::<F>() && F::is_member(level, entry) }
     }
-    level
+
+    pub(crate) const fn single(level: u32) -> Self {
+        Self { level, group: false }
+    }
+
+    /// The position in a table of kinds.
+    pub(crate) const fn slot(self) -> usize {
+        2 * self.level as usize + self.group as usize
+    }
+
+    /// Entries of one such leaf.
+    #[inline]
+    pub(crate) const fn entries<F: Format>(self) -> usize {
+        if self.group { 1 << group_bits::<F>(self.level) } else { 1 }
+    }
+
+    /// Its size.
+    #[inline]
+    pub(crate) const fn size<F: Format>(self) -> PageSize {
+        let log2 = shift::<F>(self.level) + if self.group { group_bits::<F>(self.level) } else { 0 };
+        PageSize::from_log2(log2 as u8).expect("checked by geometry_is_sound")
+    }
+}
+
+/// True when any level has groups.
+pub(crate) const fn has_groups<F: Format>() -> bool {
+    let mut level = 0;
+    while level < MAX_LEVELS {
+        if F::GROUP_BITS[level] > 0 {
+            return true;
+        }
+        level += 1;
+    }
+    false
+}
+
+#[inline]
+pub(crate) const fn group_bits<F: Format>(level: u32) -> u32 {
+    if has_groups::<F>() { F::GROUP_BITS[level as usize] } else { 0 }
+}
+
+/// The size of the smallest leaf but one, or of the table that holds the smallest.
+pub(crate) const fn second_size<F: Format>() -> u64 {
+    let last = F::LEVELS - 1;
+    if group_bits::<F>(last) > 0 {
+        Kind { level: last, group: true }.size::<F>().bytes()
+    } else {
+        1 << shift::<F>(last - 1)
+    }
+}
+
+/// The largest leaf for this alignment (addresses joined by "or"), length and limit, all whole granules.
+#[inline]
+pub(crate) fn leaf_kind<F: Format>(alignment: u64, len: u64, limit: u64) -> Kind {
+    let fits = |kind: Kind| {
+        let size = kind.size::<F>().bytes();
+        len >= size && limit >= size && alignment & (size - 1) == 0
+    };
+    let mut kind = Kind::single(F::LEVELS - 1);
+    loop {
+        let group = Kind { level: kind.level, group: true };
+        if group_bits::<F>(kind.level) > 0 {
+            if !fits(group) {
+                return kind;
+            }
+            kind = group;
+        }
+        if kind.level == top_leaf_level::<F>() || !fits(Kind::single(kind.level - 1)) {
+            return kind;
+        }
+        kind = Kind::single(kind.level - 1);
+    }
 }
 
 /// The level of the largest leaf.
 pub(crate) const fn top_leaf_level<F: Format>() -> u32 {
-    F::LEVELS - F::PAGE_SIZES.bits().count_ones()
+    let mut level = F::LEVELS - 1;
+    while level > 0 && F::PAGE_SIZES.bits() >> shift::<F>(level - 1) & 1 == 1 {
+        level -= 1;
+    }
+    level
 }
 
 /// Bytes of input address space.
@@ -111,21 +234,26 @@ pub(crate) const fn same_table<F: Format>(a: u64, b: u64, level: u32) -> bool {
 
 /// Evaluated at compile time for every format in use: what the walkers assume about the constants.
 pub(crate) const fn geometry_is_sound<F: Format>() -> bool {
-    let granule = F::GRANULE.log2() as u32;
+    // The page sizes are those of the last levels, without a gap, and of the groups there.
     let mut level = F::LEVELS;
     let mut sizes = 0u64;
-    // The page sizes are those of the last levels, without a gap, and level 0 has no leaf.
-    while level > 1 && sizes.count_ones() < F::PAGE_SIZES.bits().count_ones() {
+    let mut groups_fit = true;
+    while level > top_leaf_level::<F>() {
         level -= 1;
         sizes |= 1 << shift::<F>(level);
+        let bits = F::GROUP_BITS[level as usize];
+        if bits > 0 {
+            sizes |= 1 << (shift::<F>(level) + bits);
+            let entries = entries::<F>(level).trailing_zeros();
+            groups_fit = groups_fit && bits < F::INDEX_BITS && bits <= entries;
+        }
     }
     F::LEVELS >= 2
         && F::LEVELS as usize <= MAX_LEVELS
-        && F::INDEX_BITS + 3 == granule
-        && F::INPUT_BITS <= granule + F::LEVELS * F::INDEX_BITS
+        && (F::ENTRY_BYTES == 8 || F::ENTRY_BYTES == 4)
         && F::INPUT_BITS > shift::<F>(0)
         && F::INPUT_BITS < 64
         && F::OUTPUT_BITS < 64
-        && sizes != 0
+        && groups_fit
         && sizes == F::PAGE_SIZES.bits()
 }

@@ -4,6 +4,10 @@
 //! maps a whole scatter list in one call, unmaps into a [`FlushList`], and strides over what is mapped by leaf.
 //! [`walk`] is the device's side of the same tables.
 //!
+//! Beyond that: [`map_through`](PageTable::map_through) maps what another table translates, [`cut`](PageTable::cut) and
+//! [`merge`](PageTable::merge) change the size of leaves under a running device, [`take_dirty`](PageTable::take_dirty)
+//! says what it wrote. [`HeapTables`] is memory for one owner; with a [`Pool`], threads share a tree without a lock.
+//!
 //! ```
 //! use dmalane_addr::{Access, Iova, PageSize, PhysAddr, Segment, Span};
 //! use dmalane_iopt::{Arm64S1_4k, HeapTables, PageTable};
@@ -28,26 +32,32 @@
 
 extern crate alloc;
 
-mod arm64_s1_4k;
+mod cut;
+mod dirty;
 mod error;
 mod estimate;
 mod flush;
 mod format;
+mod formats;
 mod map;
+#[cfg(target_has_atomic = "64")]
+mod pool;
 mod runs;
+mod slots;
 mod table;
 mod tables;
+mod through;
 mod unmap;
 mod walk;
-mod x86_64_4l;
 
-pub use arm64_s1_4k::Arm64S1_4k;
 pub use error::{Error, Place};
 pub use estimate::TableEstimate;
 pub use flush::FlushList;
-pub use format::{Entry, Format};
+pub use format::{Entry, Format, MAX_LEVELS, Register};
+pub use formats::*;
+#[cfg(target_has_atomic = "64")]
+pub use pool::Pool;
 pub use runs::{Run, Runs};
 pub use table::{Leaf, PageTable};
-pub use tables::{HeapTables, Tables};
+pub use tables::{HeapTables, TableShape, Tables};
 pub use walk::{FaultKind, WalkFault, Walked, walk};
-pub use x86_64_4l::X86_64_4Level;

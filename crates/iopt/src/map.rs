@@ -1,16 +1,18 @@
 //! Mapping: a whole scatter list in one call.
 //!
 //! The walk from the root happens once per table, not once per page. Within one table all leaves have one size (a
-//! larger one can only start where the table does), so the loop that fills it pulls page after page out of the list,
+//! larger one can only start where the table does, but for a group), so the loop that fills it pulls page after page out of the list,
 //! checks that the entry is free, and writes it.
 
 use core::iter::{Fuse, empty};
 use core::marker::PhantomData;
 
-use dmalane_addr::{Access, Address, Segment, Span};
+use dmalane_addr::{Access, Address, PageSize, Segment, Span};
 
-use crate::format::{MAX_LEVELS, entries, index, input_len, leaf_level, page_size, same_table, shift};
-use crate::{Entry, Error, Format, PageTable, Place, Tables};
+use crate::format::{
+    Kind, MAX_LEVELS, entries, group_bits, index, input_len, leaf_kind, page_size, same_table, second_size, shift,
+};
+use crate::{Entry, Error, Format, PageTable, Place, Tables, slots};
 
 /// The tables down to where the last leaf was written, so that the next table is found from the nearest common one. Kept
 /// from call to call, and forgotten whenever tables leave the tree.
@@ -43,7 +45,28 @@ impl<F: Format, I: Address, O: Address, T: Tables> PageTable<F, I, O, T> {
     pub fn map(&mut self, at: I, to: O, len: u64, access: Access) -> Result<(), Error> {
         // Not by way of a list of one: this is the call that is made for every page of somebody else's loop.
         let now = checked::<F, O>(Segment { addr: to, len }).map_err(bad_segment::<F, O>)?;
-        self.map_source(at, Source { now, ..Source::new(empty()) }, access).map(drop)
+        self.map_source(at, Source { now, ..Source::new(empty()) }, access, |_| Ok(())).map(drop)
+    }
+
+    /// Maps `count` pages of `size` that follow each other in both spaces, each by a leaf of exactly that size: they can
+    /// be unmapped one by one and nothing is split.
+    ///
+    /// # Errors
+    /// [`Error::PageSize`] for a size that has no leaf; [`Error::Misaligned`] when an address is not a multiple of it;
+    /// otherwise as [`map_sg`](Self::map_sg). The table is then as it was.
+    pub fn map_pages(&mut self, at: I, to: O, size: PageSize, count: u64, access: Access) -> Result<(), Error> {
+        if !F::PAGE_SIZES.contains(size) {
+            return Err(Error::PageSize { size, format: F::NAME });
+        }
+        for (aligned, at) in [(at.is_aligned(size), Place::of(at)), (to.is_aligned(size), Place::of(to))] {
+            if !aligned {
+                return Err(Error::Misaligned { at, len: 0, granule: size });
+            }
+        }
+        // A length beyond 64 bits is beyond the input range too.
+        let len = count.checked_mul(size.bytes()).unwrap_or(!(size.bytes() - 1));
+        let now = checked::<F, O>(Segment { addr: to, len }).map_err(bad_segment::<F, O>)?;
+        self.map_source(at, Source { now, limit: size.bytes(), ..Source::new(empty()) }, access, |_| Ok(())).map(drop)
     }
 
     /// Maps a list of segments one after another from `at` on, and gives the number of bytes mapped. An empty list maps
@@ -66,24 +89,28 @@ impl<F: Format, I: Address, O: Address, T: Tables> PageTable<F, I, O, T> {
         segments: impl IntoIterator<Item = Segment<O>>,
         access: Access,
     ) -> Result<u64, Error> {
-        self.map_source(at, Source::new(segments.into_iter()), access)
+        self.map_source(at, Source::new(segments.into_iter()), access, |_| Ok(()))
     }
 
-    /// Maps a source from `at` on, or nothing of it. Gives the number of bytes.
+    /// Maps a source from `at` on, or nothing of it. Gives the number of bytes, on which `finish` has the last word.
     #[inline]
-    fn map_source(
+    pub(crate) fn map_source(
         &mut self,
         at: I,
         mut source: Source<F, O, impl Iterator<Item = Segment<O>>>,
         access: Access,
+        finish: impl FnOnce(u64) -> Result<(), Error>,
     ) -> Result<u64, Error> {
         if !F::supports(access) {
             return Err(Error::Unsupported { access, format: F::NAME });
         }
         check_start::<F, I>(at)?;
+        if T::SHARED {
+            self.cursor.forget(); // another handle may have unlinked what it knows
+        }
         let first = at.bits();
         let mut next = first;
-        match self.fill(&mut next, &mut source, access) {
+        match self.fill(&mut next, &mut source, access).and_then(|()| finish(next - first)) {
             Ok(()) => Ok(next - first),
             Err(e) => {
                 self.undo(first, next);
@@ -100,20 +127,31 @@ impl<F: Format, I: Address, O: Address, T: Tables> PageTable<F, I, O, T> {
         source: &mut Source<F, O, impl Iterator<Item = Segment<O>>>,
         access: Access,
     ) -> Result<(), Error> {
+        // Where an empty table is in the way of a larger leaf: the size of leaf that goes below it, and how far.
+        let mut below = (u64::MAX, *next);
+        let limit = source.limit;
         while source.next()? {
             let at = *next;
             check_room::<F, I>(at, source.now.len)?;
-            let level = source.leaf_level(at)?;
+            if T::SHARED {
+                source.limit = if at < below.1 { limit.min(below.0) } else { limit };
+            }
+            let kind = source.leaf_kind(at)?;
+            let level = kind.level;
             let table = self.table_for(at, level)?;
-            let (done, stop) = if level == F::LEVELS - 1 {
+            let (done, stop) = if kind == Kind::single(F::LEVELS - 1) {
                 self.fill_pages(table, at, source, access)
             } else {
-                self.fill_blocks(table, level, at, &mut source.now, access)
+                self.fill_blocks(table, kind, at, &mut source.now, access)
             };
-            self.leaves[level as usize] += done as u64;
+            // A group of which only a part could be written counts as one until it is undone.
+            self.leaves[kind.slot()] += done.div_ceil(kind.entries::<F>()) as u64;
             *next = at + ((done as u64) << shift::<F>(level));
             match stop {
                 None => {}
+                Some(Stop::Taken) if T::SHARED && level + 1 < F::LEVELS && self.is_empty_table(*next, level) => {
+                    below = (page_size::<F>(level + 1).bytes(), (*next | (page_size::<F>(level).bytes() - 1)) + 1);
+                }
                 Some(Stop::Taken) => return Err(self.overlap(*next, page_size::<F>(level).bytes())),
                 Some(Stop::BadSegment(segment)) => return Err(bad_segment::<F, O>(segment)),
             }
@@ -135,7 +173,8 @@ impl<F: Format, I: Address, O: Address, T: Tables> PageTable<F, I, O, T> {
         let page = F::GRANULE.bytes();
         let mut stop = None;
         let mut now = source.now;
-        let done = self.tables.update(table, index::<F>(at, level)..entries::<F>(), |old| {
+        let mut here = at;
+        let done = slots::update::<F, T>(&mut self.tables, table, index::<F>(at, level)..entries::<F>(level), |old| {
             if now.len == 0 {
                 // No look-ahead here: whether segments continue each other makes no difference within this table.
                 match source.take() {
@@ -151,6 +190,13 @@ impl<F: Format, I: Address, O: Address, T: Tables> PageTable<F, I, O, T> {
                 stop = Some(Stop::Taken);
                 return None;
             }
+            if group_bits::<F>(level) > 0 {
+                // A group may start here: that is decided with a look ahead.
+                if here != at && (here | now.out) & (second_size::<F>() - 1) == 0 {
+                    return None;
+                }
+                here += page;
+            }
             let entry = F::encode_leaf(level, now.out, access);
             now.skip(page);
             Some(entry)
@@ -159,25 +205,33 @@ impl<F: Format, I: Address, O: Address, T: Tables> PageTable<F, I, O, T> {
         (done, stop)
     }
 
-    /// Fills a table above the last level with as many leaves of the extent as fit. Gives the number written.
+    /// Fills a table with as many leaves of this kind as fit and the extent has. Gives the number of entries written.
     fn fill_blocks(
         &mut self,
         table: T::Addr,
-        level: u32,
+        kind: Kind,
         at: u64,
         now: &mut Extent,
         access: Access,
     ) -> (usize, Option<Stop<O>>) {
+        let level = kind.level;
         let page = page_size::<F>(level).bytes();
         let first = index::<F>(at, level);
-        let count = (now.len / page).min((entries::<F>() - first) as u64) as usize;
+        let group = 1usize << group_bits::<F>(level);
+        let mut count = (now.len / page).min((entries::<F>(level) - first) as u64) as usize;
+        if kind.group {
+            count &= !(group - 1);
+        } else if group > 1 {
+            count = count.min(group - first % group); // where the next group may start, look again
+        }
         let mut stop = None;
-        let done = self.tables.update(table, first..first + count, |old| {
+        let done = slots::update::<F, T>(&mut self.tables, table, first..first + count, |old| {
             if F::decode(level, old) != Entry::Invalid {
                 stop = Some(Stop::Taken);
                 return None;
             }
-            let entry = F::encode_leaf(level, now.out, access);
+            let encode = if kind.group { F::encode_member } else { F::encode_leaf };
+            let entry = encode(level, now.out, access);
             now.skip(page);
             Some(entry)
         });
@@ -201,13 +255,22 @@ impl<F: Format, I: Address, O: Address, T: Tables> PageTable<F, I, O, T> {
         }
         while l < level {
             let (table, i) = (self.cursor.path[l as usize], index::<F>(at, l));
-            let next = match F::decode(l, self.tables.load(table, i)) {
+            let next = match F::decode(l, self.load(table, i)) {
                 Entry::Table(next) => T::Addr::new(next),
                 Entry::Leaf { .. } => return Err(Error::Overlap { at: Place::of(I::new(at)) }),
                 Entry::Invalid => {
                     let next = self.allocate(at)?;
-                    self.tables.store(table, i, F::encode_table(next.bits()));
-                    next
+                    match slots::install::<F, T>(&mut self.tables, table, i, F::encode_table(l, next.bits())) {
+                        Ok(()) => next,
+                        Err(there) => {
+                            // Another handle was first. Its entry is a table: what we map is ours, so no leaf is there.
+                            self.tables.free(next);
+                            match F::decode(l, there) {
+                                Entry::Table(next) => T::Addr::new(next),
+                                _ => return Err(Error::Overlap { at: Place::of(I::new(at)) }),
+                            }
+                        }
+                    }
                 }
             };
             l += 1;
@@ -215,6 +278,13 @@ impl<F: Format, I: Address, O: Address, T: Tables> PageTable<F, I, O, T> {
         }
         (self.cursor.level, self.cursor.at) = (level, at);
         Ok(())
+    }
+
+    /// True when the entry at `level` for `at` is a table with nothing mapped below: shared tables are left behind empty.
+    #[cold]
+    fn is_empty_table(&self, at: u64, level: u32) -> bool {
+        let page = page_size::<F>(level);
+        Span::new(I::new(at).align_down(page), page.bytes()).is_some_and(|span| self.runs(span).next().is_none())
     }
 
     /// The error for an entry at `at` that is in use.
@@ -229,7 +299,9 @@ impl<F: Format, I: Address, O: Address, T: Tables> PageTable<F, I, O, T> {
     #[cold]
     fn undo(&mut self, first: u64, next: u64) {
         self.cursor.forget();
-        self.prune(next.min(input_len::<F>() - 1));
+        if !T::SHARED {
+            self.prune(next.min(input_len::<F>() - 1));
+        }
         if next > first {
             // All of it was free before this call, so every table that becomes empty is one of ours.
             let (_, tables) = self.clear_span(first, next - 1);
@@ -243,14 +315,14 @@ impl<F: Format, I: Address, O: Address, T: Tables> PageTable<F, I, O, T> {
     fn prune(&mut self, at: u64) {
         let mut path = [self.root; MAX_LEVELS];
         let mut level = 0;
-        while let Entry::Table(next) = F::decode(level, self.tables.load(path[level as usize], index::<F>(at, level))) {
+        while let Entry::Table(next) = F::decode(level, self.load(path[level as usize], index::<F>(at, level))) {
             level += 1;
             path[level as usize] = T::Addr::new(next);
         }
         while level > 0 && self.is_empty(path[level as usize], level) {
             self.tables.free(path[level as usize]);
             level -= 1;
-            self.tables.store(path[level as usize], index::<F>(at, level), 0);
+            self.store(path[level as usize], index::<F>(at, level), 0);
         }
     }
 }
@@ -287,13 +359,21 @@ pub(crate) struct Source<F, O, S> {
     pub(crate) now: Extent,
     /// A segment that was looked at and does not continue `now`.
     pending: Extent,
+    /// The size of the largest leaf.
+    limit: u64,
     kinds: PhantomData<(F, O)>,
 }
 
 impl<F: Format, O: Address, S: Iterator<Item = Segment<O>>> Source<F, O, S> {
     #[inline]
     pub(crate) fn new(segments: S) -> Self {
-        Self { segments: segments.fuse(), now: Extent::EMPTY, pending: Extent::EMPTY, kinds: PhantomData }
+        Self {
+            segments: segments.fuse(),
+            now: Extent::EMPTY,
+            pending: Extent::EMPTY,
+            limit: u64::MAX,
+            kinds: PhantomData,
+        }
     }
 
     /// Sees to it that there is something in `now`; false at the end.
@@ -309,12 +389,11 @@ impl<F: Format, O: Address, S: Iterator<Item = Segment<O>>> Source<F, O, S> {
         Ok(true)
     }
 
-    /// The level of the leaf that starts with `now` at `at`.
+    /// The leaf that starts with `now` at `at`.
     #[inline]
-    pub(crate) fn leaf_level(&mut self, at: u64) -> Result<u32, Error> {
-        let last = F::LEVELS - 1;
-        if (at | self.now.out) & (page_size::<F>(last - 1).bytes() - 1) != 0 {
-            return Ok(last); // decided without looking ahead
+    pub(crate) fn leaf_kind(&mut self, at: u64) -> Result<Kind, Error> {
+        if (at | self.now.out) & (second_size::<F>() - 1) != 0 {
+            return Ok(Kind::single(F::LEVELS - 1)); // decided without looking ahead
         }
         while self.pending.len == 0 {
             match self.take() {
@@ -324,7 +403,7 @@ impl<F: Format, O: Address, S: Iterator<Item = Segment<O>>> Source<F, O, S> {
                 None => break,
             }
         }
-        Ok(leaf_level::<F>(at | self.now.out, self.now.len))
+        Ok(leaf_kind::<F>(at | self.now.out, self.now.len, self.limit))
     }
 
     /// The next segment as it is.

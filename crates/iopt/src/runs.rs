@@ -2,7 +2,7 @@
 
 use dmalane_addr::{Access, Address, PageSize, Span};
 
-use crate::format::{MAX_LEVELS, index, input_len, page_size, same_table};
+use crate::format::{Kind, MAX_LEVELS, index, input_len, page_size, same_table};
 use crate::{Entry, Format, PageTable, Tables};
 
 /// One leaf, or the part of it within the span asked for.
@@ -39,9 +39,9 @@ impl<'a, F: Format, I: Address, O: Address, T: Tables> Runs<'a, F, I, O, T> {
         Self { table, path: [table.root; MAX_LEVELS], level: 0, rest }
     }
 
-    /// Goes on after the entry that translates `at` at the present level.
-    fn skip_entry(&mut self, at: u64, last: u64) {
-        let entry_last = at | (page_size::<F>(self.level).bytes() - 1);
+    /// Goes on after the entries that translate the page of this size around `at`, at the present level.
+    fn skip(&mut self, size: PageSize, at: u64, last: u64) {
+        let entry_last = at | (size.bytes() - 1);
         if entry_last >= last {
             self.rest = None;
             return;
@@ -60,16 +60,16 @@ impl<F: Format, I: Address, O: Address, T: Tables> Iterator for Runs<'_, F, I, O
     fn next(&mut self) -> Option<Run<I, O>> {
         while let Some((at, last)) = self.rest {
             let level = self.level;
-            let entry = self.table.tables.load(self.path[level as usize], index::<F>(at, level));
+            let entry = self.table.load(self.path[level as usize], index::<F>(at, level));
             match F::decode(level, entry) {
-                Entry::Invalid => self.skip_entry(at, last),
+                Entry::Invalid => self.skip(page_size::<F>(level), at, last),
                 Entry::Table(next) => {
                     self.level += 1;
                     self.path[self.level as usize] = T::Addr::new(next);
                 }
                 Entry::Leaf { out, access } => {
-                    self.skip_entry(at, last);
-                    let size = page_size::<F>(level);
+                    let size = Kind::of::<F>(level, entry).size::<F>();
+                    self.skip(size, at, last);
                     let mask = size.bytes() - 1;
                     let len = (at | mask).min(last) - at + 1;
                     return Some(Run { at: I::new(at), to: O::new(out | at & mask), len, access, size });

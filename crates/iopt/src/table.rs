@@ -1,12 +1,13 @@
 //! A tree of tables, owned together with the memory it lives in.
 
+use alloc::vec::Vec;
 use core::marker::PhantomData;
 
 use dmalane_addr::{Access, Address, PageSize, Span};
 
-use crate::format::{MAX_LEVELS, entries, geometry_is_sound, index, input_len, page_size, shift};
+use crate::format::{Kind, entries, geometry_is_sound, group_bits, index, input_len, shift, top_leaf_level};
 use crate::map::Cursor;
-use crate::{Entry, Error, FlushList, Format, Place, Runs, Tables};
+use crate::{Entry, Error, FlushList, Format, Place, Register, Runs, TableShape, Tables, slots};
 
 /// A page table in format `F` that translates `I` to `O`, its tables in `T`.
 ///
@@ -21,8 +22,8 @@ use crate::{Entry, Error, FlushList, Format, Place, Runs, Tables};
 pub struct PageTable<F, I, O, T: Tables> {
     pub(crate) tables: T,
     pub(crate) root: T::Addr,
-    /// Live leaves by level.
-    pub(crate) leaves: [u64; MAX_LEVELS],
+    /// Live leaves, by [`Kind::slot`].
+    pub(crate) leaves: [u64; Kind::COUNT],
     pub(crate) cursor: Cursor<T::Addr>,
     kinds: PhantomData<fn(I) -> (F, O)>,
 }
@@ -53,11 +54,34 @@ impl<F: Format, I: Address, O: Address, T: Tables> PageTable<F, I, O, T> {
     /// An empty page table: one zero table as its root.
     ///
     /// # Errors
-    /// [`Error::NoTables`] or [`Error::TableAddress`] when the root cannot be had.
+    /// [`Error::TableSize`] when the memory has no tables of the format's sizes; [`Error::NoTables`] or
+    /// [`Error::TableAddress`] when the root cannot be had.
     pub fn new(mut tables: T) -> Result<Self, Error> {
         const { assert!(geometry_is_sound::<F>(), "the constants of this format contradict each other") }
-        let root = allocate::<F, T>(&mut tables, Place::of(I::new(0)))?;
-        Ok(Self { tables, root, cursor: Cursor::new(root), leaves: [0; MAX_LEVELS], kinds: PhantomData })
+        let shape = TableShape::of::<F>();
+        if !tables.prepare(shape) {
+            return Err(Error::TableSize { table: shape.table, root: shape.root });
+        }
+        let root = tables.allocate_root().ok_or(Error::NoTables { at: Place::of(I::new(0)) })?;
+        if !fits::<F, T>(root, shape.root) {
+            tables.free_root(root);
+            return Err(Error::TableAddress { at: Place::of(root) });
+        }
+        Ok(Self { tables, root, cursor: Cursor::new(root), leaves: [0; Kind::COUNT], kinds: PhantomData })
+    }
+
+    /// Another handle on the tree at `root`, for another thread: `tables` are those of the first handle.
+    ///
+    /// Handles map, unmap and look up at the same time without a lock, as long as each call's range, and every large leaf
+    /// that it splits or merges, belongs to its caller alone, as a range of IOVAs from an allocator does. Tables that two of
+    /// them need are linked by whoever comes first. An unmap unlinks a table only when its span covers all that the table
+    /// translates; others are left behind empty and used again. Leaves are counted by the handle that made or unmade
+    /// them: the sum over all handles, wrapping, is that of the tree.
+    ///
+    /// Drop all handles but one before [`into_tables`](Self::into_tables). Formats with 4-byte entries cannot be shared.
+    pub fn attach(tables: T, root: T::Addr) -> Self {
+        const { assert!(T::SHARED && F::ENTRY_BYTES == 8, "these tables cannot be shared") }
+        Self { tables, root, cursor: Cursor::new(root), leaves: [0; Kind::COUNT], kinds: PhantomData }
     }
 
     /// The address of the root table, to be programmed into the device. It never changes.
@@ -77,7 +101,8 @@ impl<F: Format, I: Address, O: Address, T: Tables> PageTable<F, I, O, T> {
 
     /// Frees every table, the root included, and gives the memory back. No device may use the tree any more.
     pub fn into_tables(mut self) -> T {
-        self.free_tree(self.root, 0);
+        self.free_below(self.root, 0);
+        self.tables.free_root(self.root);
         self.tables
     }
 
@@ -100,11 +125,12 @@ impl<F: Format, I: Address, O: Address, T: Tables> PageTable<F, I, O, T> {
         }
         let mut table = self.root;
         for level in 0..F::LEVELS {
-            match F::decode(level, self.tables.load(table, index::<F>(bits, level))) {
+            let entry = self.load(table, index::<F>(bits, level));
+            match F::decode(level, entry) {
                 Entry::Invalid => return None,
                 Entry::Table(next) => table = T::Addr::new(next),
                 Entry::Leaf { out, access } => {
-                    let size = page_size::<F>(level);
+                    let size = Kind::of::<F>(level, entry).size::<F>();
                     return Some(Leaf { at: at.align_down(size), to: O::new(out), size, access });
                 }
             }
@@ -123,15 +149,16 @@ impl<F: Format, I: Address, O: Address, T: Tables> PageTable<F, I, O, T> {
     /// The number of live leaves of each page size, smallest size first. Kept up to date, so this costs nothing.
     pub fn leaf_counts(&self) -> impl Iterator<Item = (PageSize, u64)> + use<F, I, O, T> {
         let leaves = self.leaves;
-        (0..F::LEVELS)
+        (top_leaf_level::<F>()..F::LEVELS)
             .rev()
-            .map(move |level| (page_size::<F>(level), leaves[level as usize]))
-            .filter(|&(size, _)| F::PAGE_SIZES.contains(size))
+            .flat_map(|level| [false, true].map(|group| Kind { level, group }))
+            .filter(|kind| !kind.group || group_bits::<F>(kind.level) > 0)
+            .map(move |kind| (kind.size::<F>(), leaves[kind.slot()]))
     }
 
     /// Bytes mapped in all.
     pub fn mapped_bytes(&self) -> u64 {
-        self.leaf_counts().map(|(size, n)| size.bytes() * n).sum()
+        self.leaf_counts().fold(0, |sum, (size, n)| size.bytes().wrapping_mul(n).wrapping_add(sum))
     }
 
     /// The most tables that mapping the span can take, whatever the segments are. This covers the tables that unmapping
@@ -145,8 +172,29 @@ impl<F: Format, I: Address, O: Address, T: Tables> PageTable<F, I, O, T> {
         (1..F::LEVELS).map(of_level).sum()
     }
 
+    /// What to program into a device so that it walks this table ([`Format::registers`]).
+    pub fn registers(&self) -> Vec<Register> {
+        F::registers(self.root.bits())
+    }
+
+    /// A table whose address fits into an entry. `at` is for the message.
     pub(crate) fn allocate(&mut self, at: u64) -> Result<T::Addr, Error> {
-        allocate::<F, T>(&mut self.tables, Place::of(I::new(at)))
+        let table = self.tables.allocate().ok_or(Error::NoTables { at: Place::of(I::new(at)) })?;
+        if !fits::<F, T>(table, TableShape::of::<F>().table) {
+            self.tables.free(table);
+            return Err(Error::TableAddress { at: Place::of(table) });
+        }
+        Ok(table)
+    }
+
+    #[inline]
+    pub(crate) fn load(&self, table: T::Addr, index: usize) -> u64 {
+        slots::load::<F, T>(&self.tables, table, index)
+    }
+
+    #[inline]
+    pub(crate) fn store(&mut self, table: T::Addr, index: usize, entry: u64) {
+        slots::store::<F, T>(&mut self.tables, table, index, entry);
     }
 
     /// The span as first and last number, if it is made of whole granules within the input range.
@@ -161,24 +209,20 @@ impl<F: Format, I: Address, O: Address, T: Tables> PageTable<F, I, O, T> {
         Ok((span.first().bits(), span.last().bits()))
     }
 
-    fn free_tree(&mut self, table: T::Addr, level: u32) {
+    /// Frees all tables below one at `level`.
+    fn free_below(&mut self, table: T::Addr, level: u32) {
         if level + 1 < F::LEVELS {
-            for i in 0..entries::<F>() {
-                if let Entry::Table(next) = F::decode(level, self.tables.load(table, i)) {
-                    self.free_tree(T::Addr::new(next), level + 1);
+            for i in 0..entries::<F>(level) {
+                if let Entry::Table(next) = F::decode(level, self.load(table, i)) {
+                    self.free_below(T::Addr::new(next), level + 1);
+                    self.tables.free(T::Addr::new(next));
                 }
             }
         }
-        self.tables.free(table);
     }
 }
 
-/// A table whose address fits into an entry. `at` is for the message.
-fn allocate<F: Format, T: Tables>(tables: &mut T, at: Place) -> Result<T::Addr, Error> {
-    let table = tables.allocate().ok_or(Error::NoTables { at })?;
-    if !table.is_aligned(F::GRANULE) || table.bits() >> F::OUTPUT_BITS != 0 {
-        tables.free(table);
-        return Err(Error::TableAddress { at: Place::of(table) });
-    }
-    Ok(table)
+/// True for a table that an entry, or the register of the root, can hold.
+fn fits<F: Format, T: Tables>(table: T::Addr, size: PageSize) -> bool {
+    table.is_aligned(size) && table.bits() >> F::OUTPUT_BITS == 0
 }

@@ -4,36 +4,124 @@ use alloc::vec::Vec;
 use core::fmt;
 use core::ops::Range;
 
-use dmalane_addr::Address;
+use dmalane_addr::{Address, PageSize};
+
+use crate::Format;
+use crate::format::entries;
+
+/// The sizes of a format's tables. All but the root have one size.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct TableShape {
+    /// Bytes of the root, at least those of a table, and its alignment.
+    pub root: PageSize,
+    /// Bytes of every other table, and its alignment.
+    pub table: PageSize,
+}
+
+impl TableShape {
+    /// All tables of 4 KiB.
+    pub const ALL_4K: Self = Self { root: PageSize::SIZE_4K, table: PageSize::SIZE_4K };
+
+    /// The shape of a format.
+    pub const fn of<F: Format>() -> Self {
+        let entry = F::ENTRY_BYTES.trailing_zeros() as u8;
+        let table = entries::<F>(1).trailing_zeros() as u8 + entry;
+        let root = entries::<F>(0).trailing_zeros() as u8 + entry;
+        let root = if root > table { root } else { table };
+        match (PageSize::from_log2(root), PageSize::from_log2(table)) {
+            (Some(root), Some(table)) => Self { root, table },
+            _ => panic!("tables larger than the address space"),
+        }
+    }
+}
 
 /// Memory for tables, as the walkers use it.
 ///
-/// An address passed to `free`, `load` or `store` came from `allocate` of the same object and has not been freed since;
-/// an implementation may panic on any other. Indices are below the number of entries of a table.
+/// An address passed to `free`, `load` or `store` came from `allocate` or `allocate_root` of the same object and has not
+/// been freed since; an implementation may panic on any other. Indices lie within the table.
+///
+/// Memory that knows 4 KiB tables only serves most formats and leaves `prepare` and the functions of the root as they are.
 pub trait Tables {
     /// The space that entries point into: what a device uses to fetch a table.
     type Addr: Address;
 
-    /// One more table: all zero, granule sized and aligned, at an address that the format's entries can hold. `None`
-    /// when there is no memory for it.
+    /// True when other handles change the same tables at the same time: see
+    /// [`PageTable::attach`](crate::PageTable::attach).
+    const SHARED: bool = false;
+
+    /// Called by [`PageTable::new`](crate::PageTable::new) before anything else: the sizes of the tables to come. False
+    /// refuses them.
+    fn prepare(&mut self, shape: TableShape) -> bool {
+        shape == TableShape::ALL_4K
+    }
+
+    /// The root table: all zero, sized and aligned as `prepare` was told, at an address that the format's registers can
+    /// hold. `None` when there is no memory for it.
+    fn allocate_root(&mut self) -> Option<Self::Addr> {
+        self.allocate()
+    }
+
+    /// Takes the root back.
+    fn free_root(&mut self, root: Self::Addr) {
+        self.free(root);
+    }
+
+    /// One more table: all zero, sized and aligned as `prepare` was told, at an address that the format's entries can
+    /// hold. `None` when there is no memory for it.
     fn allocate(&mut self) -> Option<Self::Addr>;
 
     /// Takes a table back. Nothing points to it any more, and no device remembers it.
     fn free(&mut self, table: Self::Addr);
 
-    /// The entry at `index`.
+    /// The 64-bit word at `index`. (An entry of a format is a word, or half of one.)
     fn load(&self, table: Self::Addr, index: usize) -> u64;
 
-    /// Replaces the entry at `index`, by one 64-bit write as far as a device can see.
+    /// Replaces the word at `index`, by one 64-bit write as far as a device can see.
     fn store(&mut self, table: Self::Addr, index: usize, entry: u64);
+
+    /// True when all words of `range` are 0. An implementation overrides it to find the table once for all of them.
+    fn is_zero(&self, table: Self::Addr, mut range: Range<usize>) -> bool {
+        range.all(|index| self.load(table, index) == 0)
+    }
+
+    /// Links a table: replaces the word at `index`, which is 0, by `entry`. Where tables are shared, the word that another
+    /// handle has put there in the meantime is given as an error, and stays.
+    ///
+    /// # Errors
+    /// The word that was there.
+    fn install(&mut self, table: Self::Addr, index: usize, entry: u64) -> Result<(), u64> {
+        self.store(table, index, entry);
+        Ok(())
+    }
+
+    /// Clears `bits` of the word at `index`, and gives what it was.
+    ///
+    /// Override it by an atomic operation where a device writes to entries, or a bit that it sets in between is lost.
+    fn clear_bits(&mut self, table: Self::Addr, index: usize, bits: u64) -> u64 {
+        let word = self.load(table, index);
+        if word & bits != 0 {
+            self.store(table, index, word & !bits);
+        }
+        word
+    }
+
+    /// The words of `range` were stored, and a device must see them before anything that is stored after this call.
+    ///
+    /// For a device whose walker does not snoop the caches: clean each cache line of the range once, and wait. Called
+    /// once for each run of stores to one table, before the entry that links the table. (Zeroing is the business of
+    /// [`allocate`](Self::allocate).) Does nothing unless overridden.
+    #[inline]
+    fn clean(&mut self, table: Self::Addr, range: Range<usize>) {
+        let _ = (table, range);
+    }
 
     /// After `true` the next `tables` calls of [`allocate`](Self::allocate) succeed, with frees, loads, stores and
     /// smaller reservations in between. Reservations do not add up: a second call promises what it says and no more.
     /// `false` changes nothing that a caller can see.
     fn reserve(&mut self, tables: usize) -> bool;
 
-    /// Rewrites entries from the start of `range` on: `each` is given the entry there and gives the one to put in its
-    /// place, or `None` to stop. Gives the number of entries replaced.
+    /// Rewrites words from the start of `range` on: `each` is given the word there and gives the one to put in its
+    /// place, or `None` to stop. Gives the number of words replaced.
     ///
     /// The same as loads and stores. An implementation overrides it to find the table once for all of them.
     fn update(&mut self, table: Self::Addr, range: Range<usize>, mut each: impl FnMut(u64) -> Option<u64>) -> usize {
@@ -48,54 +136,89 @@ pub trait Tables {
     }
 }
 
-/// Entries in a table of [`HeapTables`].
-const ENTRIES: usize = 512;
-
-/// Tables of 4 KiB on the heap, at made-up addresses: a base plus 4096 for each table. Every operation takes constant
-/// time (taking a new table: amortised, as pushing to a `Vec`). Memory of freed tables is kept for the next ones.
+/// Tables on the heap, at made-up addresses from a base up. Every operation takes constant time (taking a new table:
+/// amortised, as pushing to a `Vec`). Memory of freed tables is kept for the next ones.
 pub struct HeapTables<A> {
     base: A,
     limit: usize,
-    slots: Vec<[u64; ENTRIES]>,
-    /// Freed slots.
+    shape: TableShape,
+    /// All tables, one after another.
+    words: Vec<u64>,
+    /// Freed tables, by position.
     free: Vec<u32>,
+    /// Positions beyond one for each table that is in use: those of a root that is larger than a table.
+    extra: usize,
 }
 
 impl<A: Address> HeapTables<A> {
-    /// Tables from `base` up, which should be a multiple of 4096 (a page table refuses its first table otherwise).
+    /// Tables from `base` up, which should be a multiple of the size of the root (a page table refuses its first table
+    /// otherwise).
     pub fn new(base: A) -> Self {
         Self::with_limit(base, u32::MAX as usize)
     }
 
     /// The same, with at most `limit` tables in use at a time. Limits from 2^32 up count as 2^32 - 1.
     pub fn with_limit(base: A, limit: usize) -> Self {
-        Self { base, limit: limit.min(u32::MAX as usize), slots: Vec::new(), free: Vec::new() }
+        let limit = limit.min(u32::MAX as usize);
+        Self { base, limit, shape: TableShape::ALL_4K, words: Vec::new(), free: Vec::new(), extra: 0 }
     }
 
     /// Tables in use.
     pub fn in_use(&self) -> usize {
-        self.slots.len() - self.free.len()
+        self.slots() - self.free.len() - self.extra
     }
 
-    /// The entry that starts at byte address `entry`, for [`walk`](crate::walk()); `None` when no table was ever there
-    /// or the address is not a multiple of 8.
+    /// The word that starts at byte address `at`, for [`walk`](crate::walk()); `None` when no table was ever there or the
+    /// address is not a multiple of 8.
     #[inline]
-    pub fn read(&self, entry: u64) -> Option<u64> {
-        let offset = entry.checked_sub(self.base.bits())?;
-        let table = self.slots.get(usize::try_from(offset / 4096).ok()?)?;
-        if offset % 8 != 0 { None } else { Some(table[offset as usize % 4096 / 8]) }
+    pub fn read(&self, at: u64) -> Option<u64> {
+        let offset = at.checked_sub(self.base.bits())?;
+        let word = self.words.get(usize::try_from(offset / 8).ok()?)?;
+        if offset % 8 != 0 { None } else { Some(*word) }
     }
 
+    /// The first word of a table.
     #[inline]
-    fn slot(&self, table: A) -> usize {
-        (table.bits().wrapping_sub(self.base.bits()) / 4096) as usize
+    fn first(&self, table: A) -> usize {
+        (table.bits().wrapping_sub(self.base.bits()) / 8) as usize
+    }
+
+    /// Words of a table.
+    fn table_words(&self) -> usize {
+        self.shape.table.bytes() as usize / 8
+    }
+
+    /// Tables that memory was taken for.
+    fn slots(&self) -> usize {
+        self.words.len() >> (self.shape.table.log2() - 3)
     }
 
     /// The address of a slot, or `None` where its table would wrap.
     fn addr(&self, slot: usize) -> Option<A> {
-        let first = self.base.checked_add((slot as u64).checked_mul(4096)?)?;
-        first.checked_add(4095)?;
+        let size = self.shape.table.bytes();
+        let first = self.base.checked_add((slot as u64).checked_mul(size)?)?;
+        first.checked_add(size - 1)?;
         Some(first)
+    }
+
+    /// Memory for one more slot.
+    fn push(&mut self) -> Option<A> {
+        let addr = self.addr(self.slots())?;
+        let words = self.table_words();
+        self.words.try_reserve(words).ok()?;
+        self.words.resize(self.words.len() + words, 0);
+        Some(addr)
+    }
+
+    fn slot(&self, table: A) -> u32 {
+        let first = self.first(table);
+        assert!(first < self.words.len(), "{table} is not a table of this heap");
+        (first >> (self.shape.table.log2() - 3)) as u32 // the limit keeps slots below 2^32
+    }
+
+    /// Slots of the root.
+    fn root_slots(&self) -> usize {
+        (self.shape.root.bytes() / self.shape.table.bytes()) as usize
     }
 }
 
@@ -109,50 +232,97 @@ impl<A: Address> fmt::Debug for HeapTables<A> {
 impl<A: Address> Tables for HeapTables<A> {
     type Addr = A;
 
+    /// Any sizes, as long as no table is in use.
+    fn prepare(&mut self, shape: TableShape) -> bool {
+        if shape != self.shape {
+            if self.in_use() > 0 || shape.table.bytes() < 8 || shape.root < shape.table {
+                return false;
+            }
+            self.words.clear();
+            self.free.clear();
+            self.shape = shape;
+        }
+        true
+    }
+
+    fn allocate_root(&mut self) -> Option<A> {
+        if self.root_slots() == 1 || self.in_use() >= self.limit {
+            return self.allocate();
+        }
+        if self.in_use() == 0 {
+            self.words.clear();
+            self.free.clear();
+        }
+        // Another root starts at its alignment; slots in front of it become free tables.
+        for _ in 1..self.root_slots() {
+            if self.words.is_empty() || self.addr(self.slots())?.is_aligned(self.shape.root) {
+                break;
+            }
+            let slot = self.slots() as u32;
+            self.push()?;
+            self.free.push(slot);
+        }
+        let root = self.push()?;
+        for made in 1..self.root_slots() {
+            if self.push().is_none() {
+                let slots = self.slots();
+                self.free.extend((slots - made..slots).map(|slot| slot as u32));
+                return None;
+            }
+        }
+        self.extra += self.root_slots() - 1;
+        Some(root)
+    }
+
+    /// # Panics
+    /// When the address is not that of a table.
+    fn free_root(&mut self, root: A) {
+        let first = self.slot(root);
+        self.free.extend(first..first + self.root_slots() as u32);
+        self.extra -= self.root_slots() - 1;
+    }
+
     fn allocate(&mut self) -> Option<A> {
         if self.in_use() >= self.limit {
             return None;
         }
         if let Some(slot) = self.free.pop() {
-            self.slots[slot as usize].fill(0);
-            return self.addr(slot as usize);
+            let (slot, words) = (slot as usize, self.table_words());
+            self.words[slot * words..][..words].fill(0);
+            return self.addr(slot);
         }
-        let addr = self.addr(self.slots.len())?;
-        self.slots.try_reserve(1).ok()?;
-        self.slots.push([0; ENTRIES]);
-        Some(addr)
+        self.push()
     }
 
     /// # Panics
     /// When the address is not that of a table.
     fn free(&mut self, table: A) {
         let slot = self.slot(table);
-        assert!(slot < self.slots.len(), "{table} is not a table of this heap");
-        self.free.push(slot as u32); // the limit keeps slots below 2^32
+        self.free.push(slot);
     }
 
     /// # Panics
-    /// When the address is not that of a table or the index is not below 512.
+    /// When the address is not that of a table.
     #[inline]
     fn load(&self, table: A, index: usize) -> u64 {
-        self.slots[self.slot(table)][index]
+        self.words[self.first(table) + index]
     }
 
     /// # Panics
-    /// When the address is not that of a table or the index is not below 512.
+    /// When the address is not that of a table.
     #[inline]
     fn store(&mut self, table: A, index: usize, entry: u64) {
-        let slot = self.slot(table);
-        self.slots[slot][index] = entry;
+        let first = self.first(table);
+        self.words[first + index] = entry;
     }
 
     /// # Panics
-    /// When the address is not that of a table or the range reaches beyond 512.
+    /// When the address is not that of a table.
     #[inline]
     fn update(&mut self, table: A, range: Range<usize>, mut each: impl FnMut(u64) -> Option<u64>) -> usize {
-        let slot = self.slot(table);
-        let (start, len) = (range.start, range.len());
-        for (done, entry) in self.slots[slot][start..start + len].iter_mut().enumerate() {
+        let first = self.first(table) + range.start;
+        let len = range.len();
+        for (done, entry) in self.words[first..first + len].iter_mut().enumerate() {
             match each(*entry) {
                 Some(new) => *entry = new,
                 None => return done,
@@ -161,14 +331,22 @@ impl<A: Address> Tables for HeapTables<A> {
         len
     }
 
+    /// # Panics
+    /// When the address is not that of a table.
+    #[inline]
+    fn is_zero(&self, table: A, range: Range<usize>) -> bool {
+        let first = self.first(table);
+        self.words[first + range.start..first + range.end].iter().fold(0, |all, word| all | word) == 0
+    }
+
     fn reserve(&mut self, tables: usize) -> bool {
         let fresh = tables.saturating_sub(self.free.len());
         if fresh == 0 {
             return tables <= self.limit - self.in_use();
         }
         tables <= self.limit - self.in_use()
-            && self.slots.len().checked_add(fresh - 1).is_some_and(|last| self.addr(last).is_some())
-            && self.slots.try_reserve(fresh).is_ok()
+            && self.slots().checked_add(fresh - 1).is_some_and(|last| self.addr(last).is_some())
+            && fresh.checked_mul(self.table_words()).is_some_and(|words| self.words.try_reserve(words).is_ok())
     }
 }
 
@@ -199,5 +377,27 @@ mod tests {
         assert_eq!(t.allocate(), None);
         assert!(!t.reserve(1) && t.reserve(0));
         assert!(!t.reserve(usize::MAX));
+    }
+
+    #[test]
+    fn other_sizes_and_a_larger_root() {
+        let k1 = PageSize::new(1024).unwrap();
+        let shape = TableShape { root: PageSize::SIZE_16K, table: k1 };
+        let mut t = HeapTables::with_limit(PhysAddr::new(0x8000), 3);
+        assert!(t.prepare(shape) && t.prepare(shape));
+        let root = t.allocate_root().unwrap();
+        let a = t.allocate().unwrap();
+        assert_eq!((root.bits(), a.bits(), t.in_use()), (0x8000, 0xc000, 2));
+        t.store(root, 2047, 9);
+        assert_eq!((t.read(0xbff8), t.load(a, 0)), (Some(9), 0));
+        assert!(!t.prepare(TableShape::ALL_4K), "in use");
+        // A second root starts at its alignment, and the tables in front of it can be had.
+        let second = t.allocate_root().unwrap();
+        assert_eq!((second.bits(), t.in_use(), t.allocate()), (0x1_0000, 3, None));
+        t.free_root(second);
+        assert!(t.reserve(1) && t.allocate().is_some());
+        t.free_root(root);
+        t.free(a);
+        assert_eq!(t.in_use(), 1);
     }
 }

@@ -1,17 +1,20 @@
 //! Unmapping: holes are fine, leaves that stick out are split.
 
 use alloc::vec::Vec;
+use core::ops::Range;
 
-use dmalane_addr::{Address, Span};
+use dmalane_addr::{Access, Address, PageSize, Span};
 
-use crate::format::{entries, index, input_len, page_size, same_table, shift, top_leaf_level};
-use crate::{Entry, Error, FlushList, Format, PageTable, Tables};
+use crate::format::{Kind, entries, group_bits, has_groups, index, input_len, page_size, same_table, top_leaf_level};
+use crate::{Entry, Error, FlushList, Format, PageTable, Tables, slots};
 
 /// A boundary inside a leaf, and the tables that make it a boundary between leaves.
 #[derive(Clone, Copy)]
 pub(crate) struct Cut {
     /// First address after the boundary.
     at: u64,
+    /// Size of the leaf.
+    size: u64,
     /// Level of the leaf.
     from: u32,
     /// Level of the leaves it must become, the first whose page size divides `at`.
@@ -22,7 +25,7 @@ impl Cut {
     /// The deepest cut that `at` can take: through a leaf of the largest size.
     pub(crate) fn worst<F: Format>(at: u64) -> Option<Cut> {
         let (from, to) = (top_leaf_level::<F>(), first_aligned_level::<F>(at));
-        (to > from).then_some(Cut { at, from, to })
+        (to > from).then_some(Cut { at, size: page_size::<F>(from).bytes(), from, to })
     }
 
     /// The number of tables for two cuts; those that both lie in are made once.
@@ -37,6 +40,16 @@ impl Cut {
         };
         (one(cuts[0]) + one(cuts[1])) as usize - shared
     }
+}
+
+/// A leaf that is being split.
+pub(crate) struct Split<A> {
+    pub(crate) table: A,
+    /// Its entry, or those of a group.
+    pub(crate) entries: Range<usize>,
+    /// Where the leaf starts.
+    pub(crate) at: u64,
+    pub(crate) size: PageSize,
 }
 
 /// What a recursive clear has taken away so far.
@@ -59,24 +72,15 @@ impl<F: Format, I: Address, O: Address, T: Tables> PageTable<F, I, O, T> {
     /// then as it was.
     pub fn unmap(&mut self, span: Span<I>) -> Result<FlushList<I, T::Addr>, Error> {
         let (first, last) = Self::check_span(span)?;
-        let cuts = [self.cut(first), self.cut(last + 1)];
-        let mut spare = Vec::new();
-        for _ in 0..Cut::tables::<F>(cuts) {
-            match self.allocate(first) {
-                Ok(table) => spare.push(table),
-                Err(e) => {
-                    spare.into_iter().for_each(|table| self.tables.free(table));
-                    return Err(e);
-                }
-            }
-        }
+        let cuts = [self.find_cut(first), self.find_cut(last + 1)];
+        let mut spare = self.spare_tables(Cut::tables::<F>(cuts), first)?;
         let mut flush_first = first;
         let mut flush_last = last;
         for cut in cuts.into_iter().flatten() {
-            let mask = page_size::<F>(cut.from).bytes() - 1;
+            let mask = cut.size - 1;
             flush_first = flush_first.min(cut.at & !mask);
             flush_last = flush_last.max(cut.at | mask);
-            self.split(cut.at, &mut spare);
+            self.split(cut.at, &mut spare, |_, _| ());
         }
         let (bytes, tables) = self.clear_span(first, last);
         if !tables.is_empty() {
@@ -86,49 +90,120 @@ impl<F: Format, I: Address, O: Address, T: Tables> PageTable<F, I, O, T> {
         Ok(FlushList { span, bytes, tables })
     }
 
+    /// Tables for cuts, or none of them.
+    pub(crate) fn spare_tables(&mut self, count: usize, at: u64) -> Result<Vec<T::Addr>, Error> {
+        let mut spare = Vec::new();
+        for _ in 0..count {
+            match self.allocate(at) {
+                Ok(table) => spare.push(table),
+                Err(e) => {
+                    spare.into_iter().for_each(|table| self.tables.free(table));
+                    return Err(e);
+                }
+            }
+        }
+        Ok(spare)
+    }
+
     /// What it takes to make a leaf end at `at`; `None` when none reaches across.
-    fn cut(&self, at: u64) -> Option<Cut> {
+    pub(crate) fn find_cut(&self, at: u64) -> Option<Cut> {
         if at >= input_len::<F>() {
             return None;
         }
         let mut table = self.root;
         for level in 0..F::LEVELS {
-            if at & (page_size::<F>(level).bytes() - 1) == 0 {
-                return None; // a boundary of this level's entries already
+            // A boundary of this level's entries already: but one may lie inside a group.
+            let boundary = at & (page_size::<F>(level).bytes() - 1) == 0;
+            if boundary && group_bits::<F>(level) == 0 {
+                return None;
             }
-            match F::decode(level, self.tables.load(table, index::<F>(at, level))) {
-                Entry::Invalid => return None,
-                Entry::Table(next) => table = T::Addr::new(next),
-                Entry::Leaf { .. } => return Some(Cut { at, from: level, to: first_aligned_level::<F>(at) }),
+            let entry = self.load(table, index::<F>(at, level));
+            match F::decode(level, entry) {
+                Entry::Table(next) if !boundary => table = T::Addr::new(next),
+                Entry::Leaf { .. } => {
+                    let size = Kind::of::<F>(level, entry).size::<F>().bytes();
+                    let inside = at & (size - 1) != 0;
+                    return inside.then(|| Cut { at, size, from: level, to: first_aligned_level::<F>(at) });
+                }
+                _ => return None,
             }
         }
         None
     }
 
-    /// Splits leaves on the path to `at` until one starts there, with tables from `spare`.
-    fn split(&mut self, at: u64, spare: &mut Vec<T::Addr>) {
+    /// Splits leaves on the path to `at` until one starts there, with tables from `spare`. `ready` is called between
+    /// filling a table and linking it, with the table and the index of the leaf's entry.
+    pub(crate) fn split(
+        &mut self,
+        at: u64,
+        spare: &mut Vec<T::Addr>,
+        mut ready: impl FnMut(&mut Self, Split<T::Addr>),
+    ) {
         let mut table = self.root;
-        let mut level = 0;
-        while at & (page_size::<F>(level).bytes() - 1) != 0 {
+        for level in 0..F::LEVELS {
             let i = index::<F>(at, level);
-            table = match F::decode(level, self.tables.load(table, i)) {
+            let entry = self.load(table, i);
+            if let Entry::Leaf { out, access } = F::decode(level, entry) {
+                let kind = Kind::of::<F>(level, entry);
+                if kind.group && at & (kind.size::<F>().bytes() - 1) != 0 {
+                    self.split_group(table, kind, at, (out, access), &mut ready);
+                }
+            }
+            if at & (page_size::<F>(level).bytes() - 1) == 0 {
+                return;
+            }
+            table = match F::decode(level, self.load(table, i)) {
                 Entry::Invalid => return,
                 Entry::Table(next) => T::Addr::new(next),
                 Entry::Leaf { out, access } => {
                     // The other cut may have split this leaf already; what was counted is never too little.
                     let Some(next) = spare.pop() else { return };
-                    for k in 0..entries::<F>() {
-                        let part = out + ((k as u64) << shift::<F>(level + 1));
-                        self.tables.store(next, k, F::encode_leaf(level + 1, part, access));
-                    }
-                    self.tables.store(table, i, F::encode_table(next.bits()));
-                    self.leaves[level as usize] -= 1;
-                    self.leaves[level as usize + 1] += entries::<F>() as u64;
+                    let parts = Kind { level: level + 1, group: group_bits::<F>(level + 1) > 0 };
+                    self.write_leaves(next, 0..entries::<F>(level + 1), parts, out, access);
+                    let size = page_size::<F>(level);
+                    ready(self, Split { table, entries: i..i + 1, at: at & !(size.bytes() - 1), size });
+                    self.store(table, i, F::encode_table(level, next.bits()));
+                    self.leaves[Kind::single(level).slot()] -= 1;
                     next
                 }
             };
-            level += 1;
         }
+    }
+
+    /// Makes single leaves of the group around `at`, which maps `to`.
+    fn split_group(
+        &mut self,
+        table: T::Addr,
+        kind: Kind,
+        at: u64,
+        to: (u64, Access),
+        ready: &mut impl FnMut(&mut Self, Split<T::Addr>),
+    ) {
+        let size = kind.size::<F>();
+        let start = at & !(size.bytes() - 1);
+        let first = index::<F>(start, kind.level);
+        let entries = first..first + kind.entries::<F>();
+        ready(self, Split { table, entries: entries.clone(), at: start, size });
+        self.leaves[kind.slot()] -= 1;
+        self.write_leaves(table, entries, Kind::single(kind.level), to.0, to.1);
+    }
+
+    /// Writes and counts leaves of one kind that map from `out` on.
+    pub(crate) fn write_leaves(
+        &mut self,
+        table: T::Addr,
+        range: Range<usize>,
+        kind: Kind,
+        mut out: u64,
+        access: Access,
+    ) {
+        self.leaves[kind.slot()] += (range.len() / kind.entries::<F>()) as u64;
+        let encode = if kind.group { F::encode_member } else { F::encode_leaf };
+        slots::update::<F, T>(&mut self.tables, table, range, |_| {
+            let entry = encode(kind.level, out, access);
+            out += page_size::<F>(kind.level).bytes();
+            Some(entry)
+        });
     }
 
     /// Clears all leaves in the range, none of which reaches outside. Gives the bytes that were mapped and the tables
@@ -145,17 +220,40 @@ impl<F: Format, I: Address, O: Address, T: Tables> PageTable<F, I, O, T> {
         let page = page_size::<F>(level).bytes();
         // A table that goes as a whole keeps its entries: nothing reads them once it is unlinked, but for a walker that
         // must be told to forget it anyway. The root is never unlinked.
-        let mask = page * entries::<F>() as u64 - 1;
+        let mask = page * entries::<F>(level) as u64 - 1;
         let whole = level > 0 && first & mask == 0 && last & mask == mask;
+        if level + 1 == F::LEVELS {
+            let valid = |entry: u64| entry != 0 && F::decode(F::LEVELS - 1, entry) != Entry::Invalid;
+            let member = |entry: u64| has_groups::<F>() && F::is_member(F::LEVELS - 1, entry);
+            let (mut pages, mut members) = (0, 0);
+            let mut count = |entry| {
+                let valid = valid(entry);
+                pages += u64::from(valid);
+                members += u64::from(valid && member(entry));
+            };
+            if whole {
+                (i..=j).for_each(|k| count(self.load(table, k)));
+            } else {
+                slots::update::<F, T>(&mut self.tables, table, i..j + 1, |old| {
+                    count(old);
+                    Some(0)
+                });
+            }
+            cleared.bytes += page * pages;
+            self.uncount(level, pages, members);
+            return whole || !T::SHARED && pages > 0 && level > 0 && self.is_empty_but(table, level, i, j);
+        }
         let (mut changed, mut kept) = (false, false);
+        let (mut leaves, mut members) = (0, 0);
         let mut at = first;
         for k in i..=j {
             let entry_last = (at | (page - 1)).min(last);
-            let gone = match F::decode(level, self.tables.load(table, k)) {
+            let entry = self.load(table, k);
+            let gone = match F::decode(level, entry) {
                 Entry::Invalid => false,
                 Entry::Leaf { .. } => {
-                    cleared.bytes += page;
-                    self.leaves[level as usize] -= 1;
+                    leaves += 1;
+                    members += u64::from(Kind::of::<F>(level, entry).group);
                     true
                 }
                 Entry::Table(next) => {
@@ -169,29 +267,49 @@ impl<F: Format, I: Address, O: Address, T: Tables> PageTable<F, I, O, T> {
                 }
             };
             if gone && !whole {
-                self.tables.store(table, k, 0);
+                slots::write::<F, T>(&mut self.tables, table, k, 0);
                 changed = true;
             }
             at = entry_last.wrapping_add(1);
         }
-        whole || changed && !kept && level > 0 && self.is_empty_but(table, level, i, j)
+        cleared.bytes += page * leaves;
+        self.uncount(level, leaves, members);
+        if changed {
+            slots::clean::<F, T>(&mut self.tables, table, i..j + 1);
+        }
+        whole || !T::SHARED && changed && !kept && level > 0 && self.is_empty_but(table, level, i, j)
+    }
+
+    /// Takes leaves at `level` off the count: entries, of which so many are members of groups. (A group that could not
+    /// be written as a whole counts as one.)
+    fn uncount(&mut self, level: u32, entries: u64, members: u64) {
+        // Another handle may have counted them.
+        let single = &mut self.leaves[Kind::single(level).slot()];
+        *single = single.wrapping_sub(entries - members);
+        if group_bits::<F>(level) > 0 {
+            let groups = &mut self.leaves[Kind { level, group: true }.slot()];
+            *groups = groups.wrapping_sub(members.div_ceil(1 << group_bits::<F>(level)));
+        }
     }
 
     /// True when no entry of the table is valid.
     pub(crate) fn is_empty(&self, table: T::Addr, level: u32) -> bool {
-        (0..entries::<F>()).all(|i| self.is_invalid(table, level, i))
+        (0..entries::<F>(level)).all(|i| self.is_invalid(table, level, i))
     }
 
     /// The same, given that entries `i` to `j` are not. The neighbours come first: when a table is taken down page by
     /// page in either direction, one of them is still there.
     fn is_empty_but(&self, table: T::Addr, level: u32, i: usize, j: usize) -> bool {
-        let end = entries::<F>();
+        let end = entries::<F>(level);
+        if slots::is_zero::<F, T>(&self.tables, table, 0..end) {
+            return true;
+        }
         (i == 0 || self.is_invalid(table, level, i - 1))
             && (j + 1..end).chain(0..i).all(|k| self.is_invalid(table, level, k))
     }
 
     fn is_invalid(&self, table: T::Addr, level: u32, i: usize) -> bool {
-        F::decode(level, self.tables.load(table, i)) == Entry::Invalid
+        F::decode(level, self.load(table, i)) == Entry::Invalid
     }
 }
 

@@ -4,8 +4,8 @@ use core::fmt;
 
 use dmalane_addr::{Access, PageSize};
 
-use crate::format::{index, page_size};
-use crate::{Entry, Format};
+use crate::format::{Kind, index};
+use crate::{Entry, Format, slots};
 
 /// What a walk found.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -53,7 +53,8 @@ pub struct WalkFault {
 
 /// Translates input address `at` by the tables below the one at `root`.
 ///
-/// `load` fetches the 64-bit entry at an address of table memory, or refuses with `None`. Nothing about the tables is
+/// `load` fetches the little-endian 64-bit word at an address of table memory, a multiple of 8, or refuses with `None`;
+/// a word of a format with 4-byte entries holds two of them. Nothing about the tables is
 /// trusted: any bit pattern gives a translation or a fault after at most [`Format::LEVELS`] loads.
 #[inline]
 pub fn walk<F: Format>(root: u64, at: u64, mut load: impl FnMut(u64) -> Option<u64>) -> Result<Walked, WalkFault> {
@@ -63,13 +64,15 @@ pub fn walk<F: Format>(root: u64, at: u64, mut load: impl FnMut(u64) -> Option<u
     }
     let mut table = root;
     for level in 0..F::LEVELS {
-        let entry = table.checked_add(index::<F>(at, level) as u64 * 8).and_then(&mut load);
-        let Some(entry) = entry else { return fault(level, FaultKind::BadTable) };
+        let address = table.checked_add(index::<F>(at, level) as u64 * F::ENTRY_BYTES);
+        let Some(entry) = address.and_then(|a| slots::fetch::<F>(a, &mut load)) else {
+            return fault(level, FaultKind::BadTable);
+        };
         match F::decode(level, entry) {
             Entry::Invalid => return fault(level, FaultKind::NotPresent),
             Entry::Table(next) => table = next,
             Entry::Leaf { out, access } => {
-                let size = page_size::<F>(level);
+                let size = Kind::of::<F>(level, entry).size::<F>();
                 return Ok(Walked { to: out | at & (size.bytes() - 1), size, access });
             }
         }

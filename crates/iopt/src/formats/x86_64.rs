@@ -1,10 +1,12 @@
-//! x86-64 tables with four levels.
+//! x86-64 tables.
+
+use alloc::{vec, vec::Vec};
 
 use dmalane_addr::{Access, PageSize, PageSizes};
 
-use crate::{Entry, Format};
+use crate::{Entry, Format, Register};
 
-/// x86-64 4-level paging: 48-bit input, up to 52-bit output, leaves of 1 GiB, 2 MiB and 4 KiB.
+/// x86-64 paging with 4 or 5 levels: 48 or 57-bit input, up to 52-bit output, leaves of 1 GiB, 2 MiB and 4 KiB.
 ///
 /// Source: Intel 64 and IA-32 Architectures Software Developer's Manual, volume 3A, chapter 4 "Paging", section "4-Level
 /// Paging and 5-Level Paging" and its tables of entry formats; the same entries serve the first stage of VT-d (Intel
@@ -25,18 +27,26 @@ use crate::{Entry, Format};
 ///
 /// Limits that a table entry may put on everything below it (R/W, U/S, XD) are never written and not looked at.
 ///
-/// Input addresses are device addresses, 48 bits zero-extended. A walker that demands *canonical* addresses, as a
-/// processor and the first stage of VT-d do, reaches only the half below 2^47 with them; do not hand out addresses above
-/// it there.
+/// Input addresses are device addresses, zero-extended. A walker that demands *canonical* addresses, as a processor and
+/// the first stage of VT-d do, reaches the lower half with them as they are, and the upper half after extending their
+/// sign.
 ///
-/// What to program beside it: `CR3`, or the first-stage pointer (FSPTPTR) of a VT-d PASID entry with 4-level paging
-/// (FSPM = 0), = the root; `IA32_EFER.NXE = 1` on a processor, else bit 63 is reserved; PAT entry 0 = write-back. An
+/// What to program beside it: `CR3`, or the first-stage pointer (FSPTPTR) of a VT-d PASID entry (FSPM = 0 for 4 levels,
+/// 1 for 5), = the root; on a processor `CR4.PAE = 1`, `CR4.LA57 = 1` for 5 levels, `IA32_EFER.LME = 1` and
+/// `IA32_EFER.NXE = 1`, else bit 63 is reserved, `CR0.PG = CR0.PE = 1`; PAT entry 0 = write-back, as after reset. An
 /// implementation has MAXPHYADDR bits of output, which may be below 52.
 ///
 /// A present entry is readable: an access without [`Access::READ`] is not supported.
 #[derive(Clone, Copy, Debug)]
 #[allow(non_camel_case_types)] // two numbers side by side
-pub struct X86_64_4Level;
+pub struct X86_64<const LEVELS: u32>;
+
+/// x86-64 4-level paging, 48 bits.
+#[allow(non_camel_case_types)]
+pub type X86_64_4Level = X86_64<4>;
+/// x86-64 5-level paging, 57 bits.
+#[allow(non_camel_case_types)]
+pub type X86_64_5Level = X86_64<5>;
 
 const PRESENT: u64 = 1;
 const WRITE: u64 = 1 << 1;
@@ -47,31 +57,35 @@ const LARGE: u64 = 1 << 7;
 const PAT_LARGE: u64 = 1 << 12;
 const XD: u64 = 1 << 63;
 const ADDRESS: u64 = (1 << 52) - (1 << 12);
-const LAST: u32 = X86_64_4Level::LEVELS - 1;
 
-impl Format for X86_64_4Level {
-    const NAME: &'static str = "x86-64-4level";
-    const LEVELS: u32 = 4;
+impl<const L: u32> Format for X86_64<L> {
+    const NAME: &'static str = match L {
+        4 => "x86-64-4level",
+        5 => "x86-64-5level",
+        _ => panic!("paging has 4 or 5 levels"),
+    };
+    const LEVELS: u32 = L;
     const INDEX_BITS: u32 = 9;
     const GRANULE: PageSize = PageSize::SIZE_4K;
-    const INPUT_BITS: u32 = 48;
+    const INPUT_BITS: u32 = 12 + 9 * L;
     const OUTPUT_BITS: u32 = 52;
     const PAGE_SIZES: PageSizes =
         PageSizes::from_bits(0).with(PageSize::SIZE_4K).with(PageSize::SIZE_2M).with(PageSize::SIZE_1G);
+    const DIRTY: u64 = DIRTY;
 
     fn supports(access: Access) -> bool {
         access.contains(Access::READ)
     }
 
     #[inline]
-    fn encode_table(next: u64) -> u64 {
+    fn encode_table(_level: u32, next: u64) -> u64 {
         next & ADDRESS | PRESENT | WRITE | USER | ACCESSED
     }
 
     #[inline]
     fn encode_leaf(level: u32, out: u64, access: Access) -> u64 {
         let mut entry = out & ADDRESS | PRESENT | USER | ACCESSED;
-        if level != LAST {
+        if level + 1 != L {
             entry |= LARGE;
         }
         if access.contains(Access::WRITE) {
@@ -87,18 +101,18 @@ impl Format for X86_64_4Level {
     fn decode(level: u32, entry: u64) -> Entry {
         // A leaf for supervisors only would fault.
         const USABLE: u64 = PRESENT | USER;
-        if level < LAST {
+        if level + 1 < L {
             if entry & (PRESENT | LARGE) == PRESENT {
                 return Entry::Table(entry & ADDRESS);
             }
-            // PS in the top level is reserved.
-            if level == 0 || entry & USABLE != USABLE {
+            // PS above the 1 GiB level is reserved.
+            if level + 3 < L || entry & USABLE != USABLE {
                 return Entry::Invalid;
             }
-        } else if level > LAST || entry & USABLE != USABLE {
+        } else if level >= L || entry & USABLE != USABLE {
             return Entry::Invalid;
         }
-        let page = 1u64 << (12 + 9 * (LAST - level));
+        let page = 1u64 << (12 + 9 * (L - 1 - level));
         // So are the address bits of a large leaf below its size, but for PAT.
         if entry & ADDRESS & (page - 1) & !PAT_LARGE != 0 {
             return Entry::Invalid;
@@ -112,6 +126,15 @@ impl Format for X86_64_4Level {
         }
         Entry::Leaf { out: entry & ADDRESS & !(page - 1), access }
     }
+
+    fn registers(root: u64) -> Vec<Register> {
+        let la57 = if L == 5 { 1 << 12 } else { 0 };
+        vec![
+            Register::new("CR3", root),
+            Register::new("CR4", 1 << 5 | la57),
+            Register::new("IA32_EFER", 1 << 8 | 1 << 11),
+        ]
+    }
 }
 
 #[cfg(test)]
@@ -122,7 +145,7 @@ mod tests {
     #[test]
     fn golden_entries() {
         type F = X86_64_4Level;
-        assert_eq!(F::encode_table(0x8000_1000), 0x0000_0000_8000_1027); // P, R/W, U/S, A
+        assert_eq!(F::encode_table(0, 0x8000_1000), 0x0000_0000_8000_1027); // P, R/W, U/S, A
         assert_eq!(F::encode_leaf(3, 0x1234_5000, Access::RW | Access::EXEC), 0x0000_0000_1234_5067); // and D
         assert_eq!(F::encode_leaf(3, 0x1234_5000, Access::RW), 0x8000_0000_1234_5067);
         assert_eq!(F::encode_leaf(3, 0xf_ffff_ffff_f000, Access::READ), 0x800f_ffff_ffff_f025);
@@ -137,6 +160,8 @@ mod tests {
         let block = F::encode_leaf(2, 0x4020_0000, Access::RW);
         assert_eq!(F::decode(0, block), Entry::Invalid, "PS in the top level");
         assert_eq!(F::decode(0, PRESENT | USER | LARGE), Entry::Invalid, "PS in the top level");
+        assert_eq!(X86_64_5Level::decode(1, PRESENT | USER | LARGE), Entry::Invalid, "PS in the second level of five");
+        assert_eq!(X86_64_5Level::decode(4, page), F::decode(3, page), "the same page a level further down");
         assert_eq!(F::decode(9, page), Entry::Invalid, "no such level");
         assert_eq!(F::decode(1, block), Entry::Invalid, "2 MiB alignment in a 1 GiB leaf");
         assert_eq!(F::decode(2, block | 1 << 13), Entry::Invalid, "reserved address bit");

@@ -1,0 +1,140 @@
+//! Input addresses: what finding a free range costs beside mapping it.
+//!
+//! The space is in use: a thousand live ranges of the seed's sizes with holes between them, from frees in no order. In
+//! each step a range is taken, mapped, unmapped and given back; the steps are timed apart.
+
+use dmalane::addr::{Access, Iova, PageSize, PhysAddr, RangeAllocator, Segment, Span};
+use dmalane::iopt::{Arm64S1_4k, HeapTables, PageTable};
+
+use crate::clock::{pin, time};
+use crate::job::{Job, PAGE, Random, discrete};
+use crate::layers;
+use crate::report::{Details, Report};
+use crate::subject::{TABLES_AT, check_mapped, timed_map};
+
+#[derive(clap::Args)]
+pub struct Options {
+    /// Rounds of each case; the median counts
+    #[arg(long, default_value_t = 51)]
+    rounds: usize,
+}
+
+const SIZES: [(&str, u64); 6] =
+    [("4K", 4 << 10), ("64K", 64 << 10), ("1M", 1 << 20), ("2M", 2 << 20), ("12M", 12 << 20), ("32M", 32 << 20)];
+const SPACE: u64 = 64 << 30;
+const START: u64 = 4 << 30;
+/// Ranges that stay in use.
+const LIVE: usize = 1000;
+/// Steps of one sample.
+const STEPS: usize = 64;
+
+type Table = PageTable<Arm64S1_4k, Iova, PhysAddr, HeapTables<PhysAddr>>;
+
+/// The alignment that lets a buffer of this length have the largest pages.
+fn align(len: u64) -> PageSize {
+    if len >= PageSize::SIZE_2M.bytes() { PageSize::SIZE_2M } else { PageSize::SIZE_4K }
+}
+
+/// A space with ranges in use and holes between them.
+fn used() -> Result<RangeAllocator<Iova>, Box<dyn std::error::Error>> {
+    let space = Span::new(Iova::new(START), SPACE).ok_or("a space")?;
+    let mut iovas = RangeAllocator::new(space, PageSize::SIZE_4K);
+    let (mut random, mut live) = (Random(9), Vec::new());
+    for step in 0..20 * LIVE {
+        if live.len() >= LIVE + LIVE / 2 || step % 3 == 2 {
+            let k = random.below(live.len() as u64) as usize;
+            iovas.free(live.swap_remove(k))?;
+        } else {
+            let (_, len) = SIZES[random.below(SIZES.len() as u64) as usize];
+            // One in four is of odd length, so that the holes are too.
+            let len = if random.below(4) == 0 { PAGE * (1 + random.below(len / PAGE)) } else { len };
+            live.push(iovas.allocate(len, align(len))?);
+        }
+    }
+    while live.len() > LIVE {
+        let k = random.below(live.len() as u64) as usize;
+        iovas.free(live.swap_remove(k))?;
+    }
+    Ok(iovas)
+}
+
+/// The floor of an allocator: a stack of ranges for one size.
+struct Stack {
+    free: Vec<Span<Iova>>,
+}
+
+pub fn run(options: &Options) -> Result<Report, Box<dyn std::error::Error>> {
+    let mut report = Report::new("iova");
+    pin();
+    for (name, len) in SIZES {
+        let mut iovas = used()?;
+        let holes = iovas.free_ranges().count();
+        let mut stack = Stack { free: Vec::new() };
+        for k in 0..STEPS as u64 {
+            stack.free.push(Span::new(Iova::new(START + k * len), len).ok_or("a span")?);
+        }
+        let mut table = Table::new(HeapTables::new(TABLES_AT))?;
+        let list = discrete((len / PAGE) as usize, PAGE);
+        let job = Job::new(name, &list, STEPS, PAGE);
+        let mut seed = [layers::before(), layers::before_static()];
+        for subject in &mut seed {
+            subject.map(&job);
+            check_mapped(subject.as_ref(), &job)?;
+        }
+        let mut samples: [Vec<f64>; 6] = Default::default();
+        for _ in 0..options.rounds {
+            let (mut taken, mut popped) = (Vec::with_capacity(STEPS), Vec::with_capacity(STEPS));
+            let take = time(|| taken.extend((0..STEPS).map(|_| iovas.allocate(len, align(len)))));
+            let taken: Vec<Span<Iova>> = taken.into_iter().collect::<Result<_, _>>()?;
+            let map = time(|| taken.iter().for_each(|&span| map(&mut table, span, &list)));
+            for &span in &taken {
+                check(&table, span, &list)?;
+            }
+            let unmap = time(|| taken.iter().for_each(|&span| unmap(&mut table, span)));
+            let give = time(|| taken.iter().rev().for_each(|&span| iovas.free(span).expect("taken before")));
+            let floor = time(|| {
+                popped.extend((0..STEPS).map(|_| stack.free.pop().expect("as many as steps")));
+                stack.free.extend(popped.drain(..).rev());
+            });
+            let [dynamic, fixed] = seed.each_mut().map(|subject| {
+                subject.reset();
+                time(|| timed_map(subject.as_mut(), &job))
+            });
+            for (samples, seconds) in samples.iter_mut().zip([take, give, map + unmap, floor, dynamic, fixed]) {
+                samples.push(seconds / STEPS as f64);
+            }
+        }
+        let details = Details { items: Some(1), ..Details::default() };
+        let with_holes = Details { steps: Some(holes as u64), ..details };
+        let take =
+            report.detailed_row(name, "ours: RangeAllocator, allocate (steps: holes)", len, &samples[0], with_holes);
+        let give = report.detailed_row(name, "ours: RangeAllocator, free", len, &samples[1], details);
+        let mapped = report.detailed_row(name, "ours: map_sg and unmap", len, &samples[2], details);
+        report.detailed_row(name, "floor: a stack of ranges of this size", len, &samples[3], details);
+        let dynamic = report.detailed_row(name, "before: map, three dynamic layers", len, &samples[4], details);
+        let fixed = report.detailed_row(name, "before: map, three static layers", len, &samples[5], details);
+        report.note(name, "allocate and free / map and unmap", (take + give) / mapped);
+        report.note(name, "allocate and free / what dynamic dispatch costs", (take + give) / (dynamic - fixed));
+    }
+    Ok(report)
+}
+
+fn map(table: &mut Table, span: Span<Iova>, list: &[Segment<PhysAddr>]) {
+    table.map_sg(span.first(), list.iter().copied(), Access::RW).expect("free");
+}
+
+fn unmap(table: &mut Table, span: Span<Iova>) {
+    let flush = table.unmap(span).expect("no cuts");
+    assert_eq!(flush.bytes(), span.len());
+    table.free_tables(flush);
+}
+
+fn check(table: &Table, span: Span<Iova>, list: &[Segment<PhysAddr>]) -> Result<(), String> {
+    for (at, s) in (span.first().bits()..).step_by(PAGE as usize).zip(list) {
+        let found = table.lookup(Iova::new(at)).map(|leaf| leaf.to);
+        if found != Some(s.addr) {
+            return Err(format!("{at:#x} leads to {found:x?}"));
+        }
+    }
+    Ok(())
+}

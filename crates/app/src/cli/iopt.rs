@@ -1,0 +1,173 @@
+//! The options of `dmalane iopt` and their help.
+
+use std::path::PathBuf;
+use std::process::ExitCode;
+
+use clap::builder::{PossibleValuesParser, TypedValueParser};
+use clap::{Args, Subcommand};
+
+use crate::failure::Failure;
+use crate::iopt::{self, Format, Source};
+
+/// Where `build` puts the tables unless told otherwise.
+const BASE: u64 = 0x8000_0000;
+
+const EXAMPLES: &str = "\
+Examples:
+  dmalane iopt build boot.json --format arm64-s1-4k -o boot.bin
+  dmalane iopt walk boot.bin --format arm64-s1-4k --root 0x80000000 0x40001234
+  dmalane iopt dump boot.bin --format arm64-s1-4k --root 0x80000000
+
+Exit status: 0 it worked, 1 bad specification or image, 2 wrong command line.";
+
+const BUILD_EXAMPLES: &str = "\
+Examples:
+  dmalane iopt build boot.json --format x86-64-4level -o boot.bin
+  dmalane iopt build boot.json --format arm64-s1-4k -o boot.bin --base 0x40080000 --json
+
+A specification, with numbers or \"0x\" texts (docs/formats/iopt-image.md):
+  {\"schema\": 1, \"mappings\": [
+    {\"va\": \"0x80000000\", \"pa\": \"0x80000000\", \"len\": \"0x40000000\", \"access\": \"rwx\"},
+    {\"va\": \"0x09000000\", \"pa\": \"0x09000000\", \"len\": 4096, \"access\": \"rw\"}]}
+
+Exit status: 0 the image is written, 1 bad specification, 2 wrong command line.";
+
+const WALK_EXAMPLES: &str = "\
+Examples:
+  dmalane iopt walk boot.bin --format arm64-s1-4k --root 0x80000000 0x40001234 0x9000000
+  dmalane iopt walk ram.bin --base 0 --format x86-64-4level --root 0x1a3000 0x401000 --json
+
+Exit status: 0 each address has its answer, be it a fault; 1 bad image; 2 wrong command line.";
+
+const DUMP_EXAMPLES: &str = "\
+Examples:
+  dmalane iopt dump boot.bin --format arm64-s1-4k --root 0x80000000
+  dmalane iopt dump ram.bin --base 0 --format x86-64-4level --root 0x1a3000 --json
+
+Exit status: 0 printed, 1 bad image, 2 wrong command line.";
+
+/// Build page tables as a memory image, and read such images.
+#[derive(Args)]
+#[command(after_help = EXAMPLES)]
+pub struct IoptOptions {
+    #[command(subcommand)]
+    command: IoptCommand,
+}
+
+#[derive(Subcommand)]
+enum IoptCommand {
+    Build(BuildOptions),
+    Walk(WalkOptions),
+    Dump(DumpOptions),
+}
+
+/// Write the page tables of a specification as a memory image.
+///
+/// Prints the root address and the register values to program. Where alignment allows, larger pages are used.
+#[derive(Args)]
+#[command(after_help = BUILD_EXAMPLES)]
+struct BuildOptions {
+    /// The mappings, as JSON
+    #[arg(value_name = "SPEC")]
+    spec: PathBuf,
+
+    /// The page-table format
+    #[arg(short, long, value_parser = formats())]
+    format: &'static Format,
+
+    /// The image to write; it replaces what is there
+    #[arg(short, long, value_name = "IMAGE")]
+    output: PathBuf,
+
+    /// The address at which the device will find the image
+    #[arg(long, value_name = "ADDR", value_parser = address, default_value_t = Address(BASE))]
+    base: Address,
+
+    /// Print the result as JSON
+    #[arg(long)]
+    json: bool,
+}
+
+/// Translate addresses by the tables in an image, as the device would.
+#[derive(Args)]
+#[command(after_help = WALK_EXAMPLES)]
+struct WalkOptions {
+    #[command(flatten)]
+    image: ImageOptions,
+
+    /// The addresses to translate
+    #[arg(value_name = "VA", value_parser = address, required = true)]
+    at: Vec<Address>,
+}
+
+/// Print what the tables in an image map, neighbours with the same page size and access as one run.
+#[derive(Args)]
+#[command(after_help = DUMP_EXAMPLES)]
+struct DumpOptions {
+    #[command(flatten)]
+    image: ImageOptions,
+}
+
+#[derive(Args)]
+struct ImageOptions {
+    /// The image: page tables, written by `dmalane iopt build` or a piece of memory from elsewhere
+    #[arg(value_name = "IMAGE")]
+    image: PathBuf,
+
+    /// The page-table format
+    #[arg(short, long, value_parser = formats())]
+    format: &'static Format,
+
+    /// The address of the root table
+    #[arg(long, value_name = "ADDR", value_parser = address)]
+    root: Address,
+
+    /// The address of the first byte of the image [default: that of the root]
+    #[arg(long, value_name = "ADDR", value_parser = address)]
+    base: Option<Address>,
+
+    /// Print the result as JSON
+    #[arg(long)]
+    json: bool,
+}
+
+impl ImageOptions {
+    fn source(self) -> (Source, bool) {
+        let base = self.base.unwrap_or(self.root).0;
+        (Source { path: self.image, format: self.format, root: self.root.0, base }, self.json)
+    }
+}
+
+/// Runs `dmalane iopt`.
+pub fn run(options: IoptOptions) -> Result<ExitCode, Failure> {
+    match options.command {
+        IoptCommand::Build(o) => iopt::build(&o.spec, o.format, &o.output, o.base.0, o.json),
+        IoptCommand::Walk(o) => {
+            let (source, json) = o.image.source();
+            iopt::walk(&source, o.at.iter().map(|at| at.0), json)
+        }
+        IoptCommand::Dump(o) => {
+            let (source, json) = o.image.source();
+            iopt::dump(&source, json)
+        }
+    }
+}
+
+fn formats() -> impl TypedValueParser<Value = &'static Format> {
+    PossibleValuesParser::new(iopt::FORMATS.iter().map(|f| f.name))
+        .map(|name| iopt::FORMATS.iter().find(|f| f.name == name).expect("clap lets only these names pass"))
+}
+
+/// An address on the command line. A type of its own, so that the default is printed in hexadecimal.
+#[derive(Clone, Copy)]
+struct Address(u64);
+
+impl std::fmt::Display for Address {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "{:#x}", self.0)
+    }
+}
+
+fn address(text: &str) -> Result<Address, String> {
+    iopt::number(text).map(Address)
+}

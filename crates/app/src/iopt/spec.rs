@@ -1,0 +1,173 @@
+//! The specification of an image: a list of mappings as JSON.
+
+use std::fs;
+use std::path::Path;
+
+use dmalane::addr::Access;
+use serde_json::{Map, Value};
+
+use crate::failure::Failure;
+
+/// One mapping of a specification.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct Mapping {
+    /// Input address.
+    pub va: u64,
+    /// Output address.
+    pub pa: u64,
+    /// Bytes; neither end wraps.
+    pub len: u64,
+    /// What the device may do.
+    pub access: Access,
+}
+
+/// Reads the specification in a file.
+pub fn read(path: &Path) -> Result<Vec<Mapping>, Failure> {
+    let text = fs::read(path).map_err(|e| Failure::because(format!("cannot read {}", path.display()), &e))?;
+    parse(&text).map_err(|what| wrong(path, what))
+}
+
+/// A specification that cannot be used, and why.
+pub fn wrong(path: &Path, what: String) -> Failure {
+    Failure::new(format!("{}: {what}", path.display()))
+}
+
+/// Reads a number that stands in a text: hexadecimal after `0x`, else decimal.
+pub fn number(text: &str) -> Result<u64, String> {
+    let (digits, radix) = match text.strip_prefix("0x").or_else(|| text.strip_prefix("0X")) {
+        Some(digits) => (digits, 16),
+        None => (text, 10),
+    };
+    // from_str_radix would take a sign.
+    if digits.is_empty() || !digits.chars().all(|c| c.is_digit(radix)) {
+        return Err("not a number; write for example 0x80000000 or 4096".to_owned());
+    }
+    u64::from_str_radix(digits, radix).map_err(|_| "more than 64 bits".to_owned())
+}
+
+fn parse(text: &[u8]) -> Result<Vec<Mapping>, String> {
+    let spec: Value = serde_json::from_slice(text).map_err(|e| format!("not JSON: {e}"))?;
+    let spec = object("the specification", &spec, &["schema", "mappings"])?;
+    match spec.get("schema") {
+        Some(schema) if *schema == 1 => {}
+        Some(schema) => return Err(format!("schema: {schema}, but only 1 is known")),
+        None => return Err("schema is missing; this is schema 1".to_owned()),
+    }
+    let mappings = spec.get("mappings").ok_or("mappings is missing")?;
+    let mappings = mappings.as_array().ok_or("mappings: not a list")?;
+    mappings.iter().enumerate().map(|(i, m)| mapping(&format!("mappings[{i}]"), m)).collect()
+}
+
+fn mapping(name: &str, value: &Value) -> Result<Mapping, String> {
+    let fields = object(name, value, &["va", "pa", "len", "access"])?;
+    let field = |key: &str| fields.get(key).ok_or_else(|| format!("{name}.{key} is missing"));
+    let number = |key: &str| {
+        let value = field(key)?;
+        let number = match value {
+            Value::String(text) => self::number(text),
+            value => value.as_u64().ok_or_else(|| "not a whole number from 0 to 2^64 - 1".to_owned()),
+        };
+        number.map_err(|why| format!("{name}.{key}: {value}: {why}"))
+    };
+    let (va, pa, len) = (number("va")?, number("pa")?, number("len")?);
+    if len == 0 {
+        return Err(format!("{name}.len: 0: a mapping has at least a page"));
+    }
+    for (key, start) in [("va", va), ("pa", pa)] {
+        if start.checked_add(len - 1).is_none() {
+            return Err(format!("{name}.len: {len:#x} bytes from {key} {start:#x} on reach beyond 64 bits"));
+        }
+    }
+    let text = field("access")?;
+    let access = text.as_str().and_then(access);
+    let access = access.ok_or_else(|| format!("{name}.access: {text}: not letters out of \"rwx\""))?;
+    Ok(Mapping { va, pa, len, access })
+}
+
+/// Letters out of `rwx`, each at most once and at least one; a `-` stands for one that is left out.
+fn access(text: &str) -> Option<Access> {
+    let mut access = Access::empty();
+    for c in text.chars() {
+        let bit = match c {
+            'r' => Access::READ,
+            'w' => Access::WRITE,
+            'x' => Access::EXEC,
+            '-' => continue,
+            _ => return None,
+        };
+        if access.contains(bit) {
+            return None;
+        }
+        access |= bit;
+    }
+    (!access.is_empty()).then_some(access)
+}
+
+/// The fields of an object that has none but these: a field misspelt must not go unseen.
+fn object<'a>(name: &str, value: &'a Value, known: &[&str]) -> Result<&'a Map<String, Value>, String> {
+    let fields = value.as_object().ok_or_else(|| format!("{name}: not an object"))?;
+    match fields.keys().find(|key| !known.contains(&key.as_str())) {
+        Some(key) => Err(format!("{name}: there is no field {key:?}, only {}", known.join(", "))),
+        None => Ok(fields),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn refusal(mapping: &str) -> String {
+        parse(format!(r#"{{"schema":1,"mappings":[{mapping}]}}"#).as_bytes()).unwrap_err()
+    }
+
+    #[test]
+    fn numbers_and_texts() {
+        let text = br#"{"schema":1,"mappings":[
+            {"va":4096,"pa":"0x8000","len":"8192","access":"rw"},
+            {"va":"0xFFFFFFFFFFFFF000","pa":18446744073709547520,"len":4096,"access":"--x"}]}"#;
+        let m = parse(text).unwrap();
+        assert_eq!(m[0], Mapping { va: 4096, pa: 0x8000, len: 8192, access: Access::RW });
+        assert_eq!((m[1].va, m[1].pa, m[1].access), (u64::MAX - 4095, u64::MAX - 4095, Access::EXEC));
+        assert_eq!(parse(br#"{"schema":1,"mappings":[]}"#), Ok(Vec::new()));
+    }
+
+    #[test]
+    fn what_is_wrong_is_named() {
+        let fields = |va, len, access| format!(r#"{{"va":{va},"pa":0,"len":{len},"access":{access}}}"#);
+        for (mapping, says) in [
+            ("3".to_owned(), "mappings[0]: not an object"),
+            (r#"{"va":0}"#.to_owned(), "mappings[0].pa is missing"),
+            (fields("-1", "1", "\"r\""), "mappings[0].va: -1: not a whole number"),
+            (fields("1.5", "1", "\"r\""), "mappings[0].va: 1.5: not a whole number"),
+            (fields("1e3", "1", "\"r\""), "mappings[0].va: 1000.0: not a whole number"),
+            (fields("\"0x\"", "1", "\"r\""), "mappings[0].va: \"0x\": not a number"),
+            (fields("\"+1\"", "1", "\"r\""), "mappings[0].va: \"+1\": not a number"),
+            (fields("\"0x1ffffffffffffffff\"", "1", "\"r\""), "more than 64 bits"),
+            (fields("null", "1", "\"r\""), "mappings[0].va: null: "),
+            (fields("0", "0", "\"r\""), "mappings[0].len: 0: "),
+            (
+                fields("4096", "18446744073709551615", "\"r\""),
+                "mappings[0].len: 0xffffffffffffffff bytes from va 0x1000",
+            ),
+            (fields("0", "1", "\"\""), "mappings[0].access: \"\": "),
+            (fields("0", "1", "\"rr\""), "mappings[0].access: \"rr\": "),
+            (fields("0", "1", "\"R\""), "mappings[0].access: \"R\": "),
+            (fields("0", "1", "7"), "mappings[0].access: 7: "),
+            (r#"{"va":0,"size":1}"#.to_owned(), "no field \"size\", only va, pa, len, access"),
+        ] {
+            let refusal = refusal(&mapping);
+            assert!(refusal.contains(says), "{mapping}: {refusal}");
+        }
+        for (spec, says) in [
+            ("", "not JSON: EOF"),
+            ("[]", "the specification: not an object"),
+            ("{}", "schema is missing"),
+            (r#"{"schema":2,"mappings":[]}"#, "schema: 2, but"),
+            (r#"{"schema":1}"#, "mappings is missing"),
+            (r#"{"schema":1,"mappings":{}}"#, "mappings: not a list"),
+        ] {
+            let refusal = parse(spec.as_bytes()).unwrap_err();
+            assert!(refusal.contains(says), "{spec}: {refusal}");
+        }
+    }
+}

@@ -1,0 +1,61 @@
+//! Which pages a device has written to.
+
+use dmalane_addr::{Address, Span};
+
+use crate::format::{Kind, index, page_size};
+use crate::{Entry, Error, Format, Leaf, PageTable, Tables, slots};
+
+impl<F: Format, I: Address, O: Address, T: Tables> PageTable<F, I, O, T> {
+    /// Calls `each` for every leaf in the span that a device has written to since the last call, and marks it as not
+    /// written. Gives the number of such leaves.
+    ///
+    /// A leaf that sticks out of the span is given whole, since its mark stands for all of it; [`cut`](Self::cut) makes
+    /// marks finer. Afterwards invalidate the device's translations of the span: until then it may write without setting
+    /// the mark again. A leaf may count as written from the start (x86-64 and RISC-V leaves are made so, which spares the
+    /// walker the write; for devices that never set the bit it must stay so).
+    ///
+    /// # Errors
+    /// [`Error::NoDirtyBit`], [`Error::Misaligned`], [`Error::InputRange`].
+    pub fn take_dirty(&mut self, span: Span<I>, mut each: impl FnMut(Leaf<I, O>)) -> Result<usize, Error> {
+        if F::DIRTY == 0 {
+            return Err(Error::NoDirtyBit { format: F::NAME });
+        }
+        let (first, last) = Self::check_span(span)?;
+        Ok(self.dirty_below(self.root, 0, (first, last), &mut each))
+    }
+
+    fn dirty_below(
+        &mut self,
+        table: T::Addr,
+        level: u32,
+        (first, last): (u64, u64),
+        each: &mut impl FnMut(Leaf<I, O>),
+    ) -> usize {
+        let size = page_size::<F>(level);
+        let mut count = 0;
+        let mut at = first;
+        for k in index::<F>(first, level)..=index::<F>(last, level) {
+            let entry_last = (at | (size.bytes() - 1)).min(last);
+            let entry = self.load(table, k);
+            match F::decode(level, entry) {
+                Entry::Invalid => {}
+                Entry::Table(next) => count += self.dirty_below(T::Addr::new(next), level + 1, (at, entry_last), each),
+                Entry::Leaf { out, access } if entry & F::DIRTY != 0 => {
+                    // A mark on one entry of a group stands for all of it.
+                    let kind = Kind::of::<F>(level, entry);
+                    let start = k & !(kind.entries::<F>() - 1);
+                    for i in start..start + kind.entries::<F>() {
+                        slots::clear_bits::<F, T>(&mut self.tables, table, i, F::DIRTY);
+                    }
+                    slots::clean::<F, T>(&mut self.tables, table, start..start + kind.entries::<F>());
+                    let size = kind.size::<F>();
+                    each(Leaf { at: I::new(at).align_down(size), to: O::new(out), size, access });
+                    count += 1;
+                }
+                Entry::Leaf { .. } => {}
+            }
+            at = entry_last.wrapping_add(1);
+        }
+        count
+    }
+}

@@ -1,0 +1,145 @@
+//! AMD IOMMU version 1 tables, for host translation.
+
+use alloc::{vec, vec::Vec};
+
+use dmalane_addr::{Access, PageSize, PageSizes};
+
+use crate::{Entry, Format, Register};
+
+/// AMD I/O page tables for host translations ("v1") with 3 to 6 levels: 39, 48, 57 or 63-bit input, 52-bit output, leaves
+/// of 1 GiB, 2 MiB and 4 KiB.
+///
+/// Source: AMD I/O Virtualization Technology (IOMMU) Specification (48882), section "I/O Page Tables for Host
+/// Translations" with its tables "Page Table Level Parameters", "I/O Page Translation Entry (PTE)", "I/O Page Directory
+/// Entry (PDE)", and section "Device Table Entry Format".
+///
+/// | bits | field | written as |
+/// |---|---|---|
+/// | 0 | PR | 1 |
+/// | 5, 6 | A, D | 0 |
+/// | 11:9 | Next Level | 0 in a leaf: it has the default page size of its level; else the level of the next table |
+/// | 51:12 | address | low bits of a large leaf are zero |
+/// | 59 | U | 0 |
+/// | 60 | FC | 1 in a leaf: accesses are coherent whatever the device says |
+/// | 61 | IR | [`Access::READ`]; 1 in table entries |
+/// | 62 | IW | [`Access::WRITE`]; 1 in table entries |
+///
+/// A table of the last level is level 1 in the specification. Two things that it allows are neither written nor
+/// understood, and count as invalid: entries that skip levels, and other page sizes (Next Level 7). The rights of all
+/// levels are combined by a walker; table entries here grant both, and are not looked at. Write-only leaves exist;
+/// [`Access::EXEC`] is not supported.
+///
+/// What to program beside it, in the device table entry: bits 63:0 = the root | V | TV, Mode (bits 11:9) = levels, IR and
+/// IW; the domain number in bits 79:64 to be added.
+#[derive(Clone, Copy, Debug)]
+pub struct AmdV1<const LEVELS: u32>;
+
+/// AMD v1 with 4 levels, 48 bits.
+#[allow(non_camel_case_types)]
+pub type AmdV1_4Level = AmdV1<4>;
+
+const PRESENT: u64 = 1;
+const NEXT_LEVEL: u64 = 0b111 << 9;
+const ADDRESS: u64 = (1 << 52) - (1 << 12);
+const FORCE_COHERENT: u64 = 1 << 60;
+const READ: u64 = 1 << 61;
+const WRITE: u64 = 1 << 62;
+
+impl<const L: u32> Format for AmdV1<L> {
+    const NAME: &'static str = match L {
+        3 => "amd-v1-3level",
+        4 => "amd-v1-4level",
+        5 => "amd-v1-5level",
+        6 => "amd-v1-6level",
+        _ => panic!("levels from 3 to 6"),
+    };
+    const LEVELS: u32 = L;
+    const INDEX_BITS: u32 = 9;
+    const GRANULE: PageSize = PageSize::SIZE_4K;
+    const INPUT_BITS: u32 = if L == 6 { 63 } else { 12 + 9 * L };
+    const OUTPUT_BITS: u32 = 52;
+    const PAGE_SIZES: PageSizes =
+        PageSizes::from_bits(0).with(PageSize::SIZE_4K).with(PageSize::SIZE_2M).with(PageSize::SIZE_1G);
+    const DIRTY: u64 = 1 << 6;
+
+    fn supports(access: Access) -> bool {
+        !access.is_empty() && !access.contains(Access::EXEC)
+    }
+
+    #[inline]
+    fn encode_table(level: u32, next: u64) -> u64 {
+        next & ADDRESS | PRESENT | u64::from(L - 1 - level) << 9 | READ | WRITE
+    }
+
+    #[inline]
+    fn encode_leaf(_level: u32, out: u64, access: Access) -> u64 {
+        let mut entry = out & ADDRESS | PRESENT | FORCE_COHERENT;
+        if access.contains(Access::READ) {
+            entry |= READ;
+        }
+        if access.contains(Access::WRITE) {
+            entry |= WRITE;
+        }
+        entry
+    }
+
+    #[inline]
+    fn decode(level: u32, entry: u64) -> Entry {
+        if entry & PRESENT == 0 || level >= L {
+            return Entry::Invalid;
+        }
+        let next = (entry & NEXT_LEVEL) >> 9;
+        if next != 0 {
+            let known = next == u64::from(L - 1 - level);
+            return if known { Entry::Table(entry & ADDRESS) } else { Entry::Invalid };
+        }
+        let page = 1u64 << (12 + 9 * (L - 1 - level));
+        // Leaves above 1 GiB exist in the architecture and are not among the page sizes here.
+        if level + 3 < L || entry & ADDRESS & (page - 1) != 0 || entry & (READ | WRITE) == 0 {
+            return Entry::Invalid;
+        }
+        let mut access = Access::empty();
+        if entry & READ != 0 {
+            access |= Access::READ;
+        }
+        if entry & WRITE != 0 {
+            access |= Access::WRITE;
+        }
+        Entry::Leaf { out: entry & ADDRESS, access }
+    }
+
+    fn registers(root: u64) -> Vec<Register> {
+        vec![Register::new("device table entry, bits 63:0", root | 0b11 | u64::from(L) << 9 | READ | WRITE)]
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Put together by hand from the PDE and PTE tables of the specification.
+    #[test]
+    fn golden_entries() {
+        type F = AmdV1_4Level;
+        // PR 1, Next Level 3 in the table of level 4, IR 0x2000.., IW 0x4000..
+        assert_eq!(F::encode_table(0, 0x8000_1000), 0x6000_0000_8000_1601);
+        assert_eq!(F::encode_table(2, 0x8000_1000), 0x6000_0000_8000_1201);
+        assert_eq!(AmdV1::<6>::encode_table(0, 0x8000_1000), 0x6000_0000_8000_1a01);
+        // PR, FC 0x1000..
+        assert_eq!(F::encode_leaf(3, 0x1234_5000, Access::RW), 0x7000_0000_1234_5001);
+        assert_eq!(F::encode_leaf(3, 0xf_ffff_ffff_f000, Access::READ), 0x300f_ffff_ffff_f001);
+        assert_eq!(F::encode_leaf(2, 0x4020_0000, Access::WRITE), 0x5000_0000_4020_0001);
+        assert_eq!(F::encode_leaf(1, 0x40_4000_0000, Access::RW), 0x7000_0040_4000_0001);
+    }
+
+    #[test]
+    fn reserved_and_absent_entries() {
+        type F = AmdV1_4Level;
+        assert_eq!(F::decode(0, PRESENT | READ | 2 << 9), Entry::Invalid, "skips a level");
+        assert_eq!(F::decode(3, PRESENT | READ | 1 << 9), Entry::Invalid, "a table below the last level");
+        assert_eq!(F::decode(2, PRESENT | READ | 7 << 9), Entry::Invalid, "other page sizes");
+        assert_eq!(F::decode(3, PRESENT | 0x1000), Entry::Invalid, "no access");
+        assert_eq!(F::decode(0, PRESENT | READ), Entry::Invalid, "512 GiB");
+        assert_eq!(F::registers(0x5000)[0].value, 0x6000_0000_0000_5803, "Mode 4");
+    }
+}

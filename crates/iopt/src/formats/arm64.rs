@@ -1,0 +1,146 @@
+//! What the stages of VMSAv8-64 have in common: geometry, descriptor types and addresses.
+
+use dmalane_addr::{PageSize, PageSizes};
+
+use crate::format::MAX_LEVELS;
+
+pub(super) const VALID: u64 = 1;
+/// With `VALID`: a table above the last level, a page at it. Without it: a block.
+pub(super) const TABLE_OR_PAGE: u64 = 1 << 1;
+pub(super) const SH_INNER: u64 = 0b11 << 8;
+pub(super) const AF: u64 = 1 << 10;
+
+/// Address bits that a full table translates, for granules of 2^`granule` bytes.
+pub(super) const fn index_bits(granule: u32) -> u32 {
+    granule - 3
+}
+
+/// The fewest levels for `input` bits when the root may translate `extra` bits more than another table.
+pub(super) const fn levels(granule: u32, input: u32, extra: u32) -> u32 {
+    let mut levels = 2;
+    while granule + levels * index_bits(granule) + extra < input {
+        levels += 1;
+    }
+    levels
+}
+
+/// Logarithm of the page size at `level`.
+pub(super) const fn page_log2(granule: u32, levels: u32, level: u32) -> u32 {
+    granule + (levels - 1 - level) * index_bits(granule)
+}
+
+/// The contiguous bit: this entry is one of a group.
+pub(super) const CONTIGUOUS: u64 = 1 << 52;
+
+/// Logarithms of the entries of a contiguous group, by level; only blocks and pages have one.
+pub(super) const fn group_bits(granule: u32, levels: u32, contiguous: bool) -> [u32; MAX_LEVELS] {
+    let mut bits = [0; MAX_LEVELS];
+    let mut level = top(granule, levels);
+    while contiguous && level < levels {
+        bits[level as usize] = match granule {
+            12 => 4,
+            14 if level + 1 == levels => 7,
+            _ => 5,
+        };
+        level += 1;
+    }
+    bits
+}
+
+/// Page sizes with those of the contiguous groups.
+pub(super) const fn page_and_group_sizes(granule: u32, levels: u32, contiguous: bool) -> PageSizes {
+    let bits = group_bits(granule, levels, contiguous);
+    let mut sizes = page_sizes(granule).bits();
+    let mut level = top(granule, levels);
+    while contiguous && level < levels {
+        sizes |= 1 << (page_log2(granule, levels, level) + bits[level as usize]);
+        level += 1;
+    }
+    PageSizes::from_bits(sizes)
+}
+
+/// Logarithm of the size of the leaf that an entry is part of.
+#[inline]
+pub(super) const fn leaf_log2(granule: u32, levels: u32, level: u32, member: bool) -> u32 {
+    page_log2(granule, levels, level) + if member { group_bits(granule, levels, true)[level as usize] } else { 0 }
+}
+
+/// Pages, and the blocks that need no extension: 2 MiB and 1 GiB, 32 MiB, or 512 MiB.
+pub(super) const fn page_sizes(granule: u32) -> PageSizes {
+    match granule {
+        12 => PageSizes::from_bits(1 << 30 | 1 << 21 | 1 << 12),
+        14 => PageSizes::from_bits(1 << 25 | 1 << 14),
+        16 => PageSizes::from_bits(1 << 29 | 1 << 16),
+        _ => panic!("granules are of 4, 16 and 64 KiB"),
+    }
+}
+
+/// The granule as a page size.
+pub(super) const fn granule_size(granule: u32) -> PageSize {
+    PageSize::from_log2(granule as u8).expect("checked by page_sizes")
+}
+
+/// The field of a descriptor that holds address bits 47 down to the granule.
+const fn address_field(granule: u32) -> u64 {
+    (1 << 48) - (1 << granule)
+}
+
+/// Descriptor bits for an address. With 52-bit output (FEAT_LPA, 64 KiB granules) address bits 51:48 are in bits 15:12.
+#[inline]
+pub(super) const fn put_address(granule: u32, output: u32, address: u64) -> u64 {
+    let low = address & address_field(granule);
+    if output == 52 { low | (address >> 48 & 0xf) << 12 } else { low }
+}
+
+/// The address in a descriptor.
+#[inline]
+pub(super) const fn get_address(granule: u32, output: u32, entry: u64) -> u64 {
+    let low = entry & address_field(granule);
+    if output == 52 { low | (entry >> 12 & 0xf) << 48 } else { low }
+}
+
+/// The root as `TTBR0_EL1` and `VTTBR_EL2` take it: address bits 51:48 go to bits 5:2.
+pub(super) const fn ttbr(root: u64) -> u64 {
+    root & ((1 << 48) - 1) | (root >> 48 & 0xf) << 2
+}
+
+/// `IPS` of `TCR_EL1` and `PS` of `VTCR_EL2`.
+pub(super) const fn output_size(granule: u32, output: u32) -> u64 {
+    match (granule, output) {
+        (_, 48) => 0b101,
+        (16, 52) => 0b110,
+        _ => panic!("output is of 48 bits, or of 52 with 64 KiB granules"),
+    }
+}
+
+/// The type of a descriptor.
+pub(super) enum Type {
+    Invalid,
+    Table,
+    Leaf,
+}
+
+/// Reads bits 1:0 at `level`. Blocks exist from `top` on.
+#[inline]
+pub(super) fn descriptor_type(levels: u32, top: u32, level: u32, entry: u64) -> Type {
+    match entry & (VALID | TABLE_OR_PAGE) {
+        0b11 if level + 1 < levels => Type::Table,
+        0b11 if level + 1 == levels => Type::Leaf,
+        VALID if level >= top && level + 1 < levels => Type::Leaf,
+        _ => Type::Invalid, // at the last level type 0b01 is reserved
+    }
+}
+
+/// The first level that has leaves.
+pub(super) const fn top(granule: u32, levels: u32) -> u32 {
+    levels - page_sizes(granule).bits().count_ones()
+}
+
+/// `TG0` of `TCR_EL1` and `VTCR_EL2`.
+pub(super) const fn tg0(granule: u32) -> u64 {
+    match granule {
+        12 => 0b00,
+        14 => 0b10,
+        _ => 0b01,
+    }
+}

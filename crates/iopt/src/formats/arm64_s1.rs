@@ -1,0 +1,232 @@
+//! Arm VMSAv8-64 stage 1 tables.
+
+use alloc::{vec, vec::Vec};
+
+use dmalane_addr::{Access, PageSize, PageSizes};
+
+use super::arm64::*;
+use crate::format::MAX_LEVELS;
+use crate::{Entry, Format, Register};
+
+/// VMSAv8-64 stage 1 with granules of 2^`GRANULE` bytes (12, 14 or 16) and `INPUT` bits of input address; 48-bit output, or 52 bits
+/// with 64 KiB granules (FEAT_LPA; its blocks of 4 TiB are not used).
+///
+/// | granule | levels for 48 bits | page sizes |
+/// |---|---|---|
+/// | 4 KiB | 4 | 4 KiB, 2 MiB, 1 GiB |
+/// | 16 KiB | 4 (a root of two entries) | 16 KiB, 32 MiB |
+/// | 64 KiB | 3 (a root of 64 entries) | 64 KiB, 512 MiB |
+///
+/// Source: Arm Architecture Reference Manual for A-profile (DDI 0487), chapter D8 "The AArch64 Virtual Memory System
+/// Architecture", sections "Translation table descriptor formats", "Memory access control" and "Memory region
+/// attributes"; Arm SMMUv3 (IHI 0070), section "Context Descriptor".
+///
+/// | bits | field | written as |
+/// |---|---|---|
+/// | 1:0 | type | `0b11` table or page, `0b01` block |
+/// | 4:2 | AttrIndx | 0 |
+/// | 5 | NS | 0 |
+/// | 6 | AP\[1\] | 1: unprivileged access allowed (transactions of a device are unprivileged by default) |
+/// | 7 | AP\[2\] | 1 without [`Access::WRITE`] |
+/// | 9:8 | SH | `0b11` inner shareable |
+/// | 10 | AF | 1, so that the first access does not fault |
+/// | 11 | nG | 1: the TLB entry belongs to the ASID of the context |
+/// | 47:12 | address | from bit 14 or 16 with larger granules; low bits of a block are zero; 15:12 are bits 51:48 if `OUTPUT` is 52 |
+/// | 53, 54 | PXN, UXN | 1 without [`Access::EXEC`] |
+///
+/// | 52 | Contiguous | 1 in the entries of a group, if `CONTIGUOUS` |
+///
+/// With `CONTIGUOUS`, 16 neighbours with 4 KiB granules (128 pages or 32 blocks with 16 KiB, 32 with 64 KiB) that map
+/// aligned, contiguous memory are written as a group, which a device may cache as one: the page sizes are then 4K 64K 2M
+/// 32M 1G 16G, or 16K 2M 32M 1G, or 64K 2M 512M 16G. Without it the bit is ignored, as hardware may do.
+///
+/// Table descriptors carry none of the hierarchical limits (bits 63:59), and these are not looked at either.
+///
+/// What to program beside it: `TTBR0_EL1` = the root; `TCR_EL1` (SMMU: the context descriptor) `T0SZ = 64 - INPUT`, `TG0`
+/// = the granule, `IPS = 0b101` (48 bits; `0b110` for 52), `SH0 = 0b11`, `IRGN0 = ORGN0 = 0b01` (write-back tables), `EPD1 = 1`, `HPD0 =
+/// 1`, `HA = HD = 0`, `DS = 0`; `MAIR_EL1` attribute 0 = `0xff` (normal memory, write-back). The upper half (`TTBR1`)
+/// walks the same tables, with addresses counted from its own start. Without `IDR3.BBML` of 1 or more the device must
+/// be quiet on a block while an unmap splits it.
+///
+/// Stage 1 has no write-only and no execute-only entry for this use: an access without [`Access::READ`] is not
+/// supported.
+#[derive(Clone, Copy, Debug)]
+pub struct Arm64S1<const GRANULE: u32, const INPUT: u32 = 48, const CONTIGUOUS: bool = false, const OUTPUT: u32 = 48>;
+
+/// Stage 1 with 4 KiB granules and 48 bits.
+#[allow(non_camel_case_types)] // "Arm64S14k" would read as stage 14
+pub type Arm64S1_4k = Arm64S1<12>;
+/// Stage 1 with 16 KiB granules and 48 bits.
+#[allow(non_camel_case_types)]
+pub type Arm64S1_16k = Arm64S1<14>;
+/// Stage 1 with 64 KiB granules and 48 bits.
+#[allow(non_camel_case_types)]
+pub type Arm64S1_64k = Arm64S1<16>;
+
+const AP_UNPRIVILEGED: u64 = 1 << 6;
+const AP_READ_ONLY: u64 = 1 << 7;
+const NG: u64 = 1 << 11;
+const XN: u64 = 0b11 << 53;
+
+impl<const G: u32, const I: u32, const C: bool, const O: u32> Format for Arm64S1<G, I, C, O> {
+    const NAME: &'static str = match (G, C, O) {
+        (12, false, 48) => "arm64-s1-4k",
+        (14, false, 48) => "arm64-s1-16k",
+        (16, false, 48) => "arm64-s1-64k",
+        (16, false, _) => "arm64-s1-64k-52",
+        (12, true, 48) => "arm64-s1-4k-contiguous",
+        (14, true, 48) => "arm64-s1-16k-contiguous",
+        (16, true, 48) => "arm64-s1-64k-contiguous",
+        (16, true, _) => "arm64-s1-64k-52-contiguous",
+        _ => panic!("output beyond 48 bits takes 64 KiB granules"),
+    };
+    const LEVELS: u32 = levels(G, I, 0);
+    const INDEX_BITS: u32 = index_bits(G);
+    const GRANULE: PageSize = granule_size(G);
+    const INPUT_BITS: u32 = I;
+    const OUTPUT_BITS: u32 = O;
+    const PAGE_SIZES: PageSizes = page_and_group_sizes(G, Self::LEVELS, C);
+    const GROUP_BITS: [u32; MAX_LEVELS] = group_bits(G, Self::LEVELS, C);
+
+    fn supports(access: Access) -> bool {
+        access.contains(Access::READ)
+    }
+
+    #[inline]
+    fn encode_table(_level: u32, next: u64) -> u64 {
+        put_address(G, O, next) | VALID | TABLE_OR_PAGE
+    }
+
+    #[inline]
+    fn encode_leaf(level: u32, out: u64, access: Access) -> u64 {
+        let mut entry = put_address(G, O, out) | VALID | AP_UNPRIVILEGED | SH_INNER | AF | NG;
+        if level + 1 == Self::LEVELS {
+            entry |= TABLE_OR_PAGE;
+        }
+        if !access.contains(Access::WRITE) {
+            entry |= AP_READ_ONLY;
+        }
+        if !access.contains(Access::EXEC) {
+            entry |= XN;
+        }
+        entry
+    }
+
+    #[inline]
+    fn encode_member(level: u32, out: u64, access: Access) -> u64 {
+        Self::encode_leaf(level, out, access) | CONTIGUOUS
+    }
+
+    #[inline]
+    fn is_member(_level: u32, entry: u64) -> bool {
+        C && entry & CONTIGUOUS != 0
+    }
+
+    #[inline]
+    fn decode(level: u32, entry: u64) -> Entry {
+        // A leaf without the access flag, or for privileged software only, would fault.
+        const USABLE: u64 = AF | AP_UNPRIVILEGED;
+        match descriptor_type(Self::LEVELS, const { top(G, Self::LEVELS) }, level, entry) {
+            Type::Table => return Entry::Table(get_address(G, O, entry)),
+            Type::Leaf if entry & USABLE == USABLE => {}
+            _ => return Entry::Invalid,
+        }
+        let mut access = Access::READ;
+        if entry & AP_READ_ONLY == 0 {
+            access |= Access::WRITE;
+        }
+        if entry & XN == 0 {
+            access |= Access::EXEC;
+        }
+        let page = 1u64 << leaf_log2(G, Self::LEVELS, level, Self::is_member(level, entry));
+        Entry::Leaf { out: get_address(G, O, entry) & !(page - 1), access }
+    }
+
+    fn registers(root: u64) -> Vec<Register> {
+        let tg1: u64 = match G {
+            12 => 0b10,
+            14 => 0b01,
+            _ => 0b11,
+        };
+        let tcr = u64::from(64 - I)     // T0SZ
+            | 0b01 << 8 | 0b01 << 10    // IRGN0, ORGN0
+            | 0b11 << 12                // SH0
+            | tg0(G) << 14
+            | 1 << 23                   // EPD1
+            | tg1 << 30                 // TG1: not used, but 0 is reserved there
+            | output_size(G, O) << 32               // IPS
+            | 1 << 41; // HPD0
+        vec![Register::new("TTBR0_EL1", ttbr(root)), Register::new("TCR_EL1", tcr), Register::new("MAIR_EL1", 0xff)]
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Put together by hand from the descriptor figures of DDI 0487, chapter D8.
+    #[test]
+    fn golden_entries() {
+        type F = Arm64S1_4k;
+        assert_eq!(F::encode_table(0, 0x8000_1000), 0x0000_0000_8000_1003);
+        // page: 0x3 | AP[1] 0x40 | SH 0x300 | AF 0x400 | nG 0x800, then read-only 0x80, PXN and UXN 0x60 << 48
+        assert_eq!(F::encode_leaf(3, 0x1234_5000, Access::RW | Access::EXEC), 0x0000_0000_1234_5f43);
+        assert_eq!(F::encode_leaf(3, 0x1234_5000, Access::RW), 0x0060_0000_1234_5f43);
+        assert_eq!(F::encode_leaf(3, 0xffff_ffff_f000, Access::READ), 0x0060_ffff_ffff_ffc3);
+        // blocks: type 0b01
+        assert_eq!(F::encode_leaf(2, 0x4020_0000, Access::READ | Access::EXEC), 0x0000_0000_4020_0fc1);
+        assert_eq!(F::encode_leaf(1, 0x40_4000_0000, Access::RW), 0x0060_0040_4000_0f41);
+        // the contiguous bit is 0x10 << 48, and each entry has its own address
+        type C = Arm64S1<12, 48, true>;
+        assert_eq!(C::encode_member(3, 0x1234_5000, Access::RW), 0x0070_0000_1234_5f43);
+        assert_eq!(C::decode(3, 0x0070_0000_1234_5f43), Entry::Leaf { out: 0x1234_0000, access: Access::RW });
+        assert!(C::is_member(3, 0x0070_0000_1234_5f43) && !F::is_member(3, 0x0070_0000_1234_5f43));
+        // FEAT_LPA: address bits 51:48 in 15:12, of tables too; in TTBR0 in 5:2
+        type L = Arm64S1<16, 52, false, 52>;
+        assert_eq!(L::encode_leaf(2, 0xa_0000_1235_0000, Access::READ), 0x0060_0000_1235_afc3);
+        assert_eq!(L::encode_table(0, 0xf_0000_1235_0000), 0x0000_0000_1235_f003);
+        assert_eq!(L::decode(2, 0x0060_0000_1235_afc3), Entry::Leaf { out: 0xa_0000_1235_0000, access: Access::READ });
+        assert_eq!(L::registers(0xa_0000_1235_0000)[0].value, 0x1235_0028);
+        assert_eq!(L::registers(0)[1].value, 0x0000_0206_c080_750c);
+        // 16 KiB: page at level 3, 32 MiB at level 2; 64 KiB has three levels, 512 MiB in the middle one
+        assert_eq!(Arm64S1_16k::encode_table(0, 0x8000_4000), 0x0000_0000_8000_4003);
+        assert_eq!(Arm64S1_16k::encode_leaf(3, 0x1234_4000, Access::RW), 0x0060_0000_1234_4f43);
+        assert_eq!(Arm64S1_16k::encode_leaf(2, 0x4200_0000, Access::RW), 0x0060_0000_4200_0f41);
+        assert_eq!(Arm64S1_64k::encode_leaf(2, 0x1235_0000, Access::READ), 0x0060_0000_1235_0fc3);
+        assert_eq!(Arm64S1_64k::encode_leaf(1, 0x6000_0000, Access::RW), 0x0060_0000_6000_0f41);
+    }
+
+    #[test]
+    fn reserved_and_faulting_entries() {
+        type F = Arm64S1_4k;
+        let page = F::encode_leaf(3, 0x1000, Access::RW);
+        let block = F::encode_leaf(1, 0x4000_0000, Access::RW);
+        assert_eq!(F::decode(0, block), Entry::Invalid, "no block at level 0");
+        assert_eq!(F::decode(3, block), Entry::Invalid, "type 0b01 at level 3");
+        assert_eq!(F::decode(3, page & !1), Entry::Invalid);
+        assert_eq!(F::decode(3, page & !(1 << 10)), Entry::Invalid, "access flag");
+        assert_eq!(F::decode(3, page & !(1 << 6)), Entry::Invalid, "privileged only");
+        assert_eq!(F::decode(9, page), Entry::Invalid, "no such level");
+        assert_eq!(Arm64S1_16k::decode(1, block), Entry::Invalid, "64 GiB blocks need FEAT_LPA2");
+        assert_eq!(Arm64S1_64k::decode(0, block), Entry::Invalid, "4 TiB blocks need FEAT_LPA");
+    }
+
+    /// Fields of `TCR_EL1`, DDI 0487 section D19 (the register's own page).
+    #[test]
+    fn registers() {
+        let value = |r: &[Register], name| r.iter().find(|r| r.name == name).map(|r| r.value);
+        let r = Arm64S1_4k::registers(0x4000_0000);
+        assert_eq!(value(&r, "TTBR0_EL1"), Some(0x4000_0000));
+        assert_eq!(value(&r, "TCR_EL1"), Some(0x0000_0205_8080_3510));
+        assert_eq!(value(&Arm64S1::<12, 39>::registers(0), "TCR_EL1"), Some(0x0000_0205_8080_3519));
+        assert_eq!(value(&Arm64S1_16k::registers(0), "TCR_EL1"), Some(0x0000_0205_4080_b510));
+        assert_eq!(value(&Arm64S1_64k::registers(0), "TCR_EL1"), Some(0x0000_0205_c080_7510));
+    }
+
+    #[test]
+    fn levels_by_input_bits() {
+        assert_eq!((Arm64S1::<12, 39>::LEVELS, Arm64S1_4k::LEVELS), (3, 4));
+        assert_eq!((Arm64S1::<14, 36>::LEVELS, Arm64S1::<14, 47>::LEVELS, Arm64S1_16k::LEVELS), (2, 3, 4));
+        assert_eq!((Arm64S1::<16, 42>::LEVELS, Arm64S1_64k::LEVELS), (2, 3));
+    }
+}

@@ -1,0 +1,207 @@
+//! Arm VMSAv8-64 stage 2 tables.
+
+use alloc::{vec, vec::Vec};
+
+use dmalane_addr::{Access, PageSize, PageSizes};
+
+use super::arm64::*;
+use crate::format::MAX_LEVELS;
+use crate::{Entry, Format, Register};
+
+/// VMSAv8-64 stage 2 with granules of 2^`GRANULE` bytes (12, 14 or 16) and `INPUT` bits of intermediate physical
+/// address; 48-bit output, or 52 bits with 64 KiB granules (FEAT_LPA; its blocks of 4 TiB are not used).
+///
+/// The walk starts at the lowest level that up to 16 *concatenated* root tables can reach, which saves a level: with
+/// 4 KiB granules and 40 bits the root is two tables, 8 KiB. The root is aligned to its whole size. Page sizes are those
+/// of [`Arm64S1`](crate::Arm64S1).
+///
+/// Source: Arm Architecture Reference Manual for A-profile (DDI 0487), chapter D8, sections "Translation table descriptor
+/// formats", "Stage 2 data access permissions", "Stage 2 instruction execution permissions", "Stage 2 memory attributes"
+/// and "Concatenated translation tables"; Arm SMMUv3 (IHI 0070), section "Stream Table Entry".
+///
+/// | bits | field | written as |
+/// |---|---|---|
+/// | 1:0 | type | `0b11` table or page, `0b01` block |
+/// | 5:2 | MemAttr | `0b1111`, normal memory, write-back |
+/// | 6 | S2AP\[0\] | [`Access::READ`] |
+/// | 7 | S2AP\[1\] | [`Access::WRITE`] |
+/// | 9:8 | SH | `0b11` inner shareable |
+/// | 10 | AF | 1 |
+/// | 47:12 | address | from bit 14 or 16 with larger granules; 15:12 are bits 51:48 if `OUTPUT` is 52 |
+/// | 52 | Contiguous | 1 in the entries of a group, if `CONTIGUOUS` (see [`Arm64S1`](crate::Arm64S1)) |
+/// | 54:53 | XN | `0b10` without [`Access::EXEC`], `0b00` with it |
+///
+/// What to program beside it: `VTTBR_EL2` = the root; `VTCR_EL2` (SMMU: the stream table entry) `T0SZ = 64 - INPUT`,
+/// `SL0` = the level to start at, `TG0` = the granule, `PS = 0b101` (48 bits; `0b110` for 52), `SH0 = 0b11`, `IRGN0 = ORGN0 = 0b01`, `HA =
+/// HD = 0`, bit 31 = 1; `HCR_EL2.VM = 1` with `FWB = 0`. An implementation may have fewer bits of physical address, and
+/// then takes an `INPUT` up to that many only.
+///
+/// Write-only entries exist. Fetching instructions takes the right to read: [`Access::EXEC`] without [`Access::READ`] is
+/// not supported.
+#[derive(Clone, Copy, Debug)]
+pub struct Arm64S2<const GRANULE: u32, const INPUT: u32 = 48, const CONTIGUOUS: bool = false, const OUTPUT: u32 = 48>;
+
+/// Stage 2 with 4 KiB granules and 48 bits: four levels.
+#[allow(non_camel_case_types)]
+pub type Arm64S2_4k = Arm64S2<12>;
+/// Stage 2 with 16 KiB granules and 48 bits: three levels, the root is two tables.
+#[allow(non_camel_case_types)]
+pub type Arm64S2_16k = Arm64S2<14>;
+/// Stage 2 with 64 KiB granules and 48 bits: three levels.
+#[allow(non_camel_case_types)]
+pub type Arm64S2_64k = Arm64S2<16>;
+
+const MEM_ATTR_WB: u64 = 0b1111 << 2;
+const READ: u64 = 1 << 6;
+const WRITE: u64 = 1 << 7;
+const XN: u64 = 0b10 << 53;
+const XN_FIELD: u64 = 0b11 << 53;
+
+impl<const G: u32, const I: u32, const C: bool, const O: u32> Format for Arm64S2<G, I, C, O> {
+    const NAME: &'static str = match (G, C, O) {
+        (12, false, 48) => "arm64-s2-4k",
+        (14, false, 48) => "arm64-s2-16k",
+        (16, false, 48) => "arm64-s2-64k",
+        (16, false, _) => "arm64-s2-64k-52",
+        (12, true, 48) => "arm64-s2-4k-contiguous",
+        (14, true, 48) => "arm64-s2-16k-contiguous",
+        (16, true, 48) => "arm64-s2-64k-contiguous",
+        (16, true, _) => "arm64-s2-64k-52-contiguous",
+        _ => panic!("output beyond 48 bits takes 64 KiB granules"),
+    };
+    const LEVELS: u32 = levels(G, I, 4);
+    const INDEX_BITS: u32 = index_bits(G);
+    const GRANULE: PageSize = granule_size(G);
+    const INPUT_BITS: u32 = I;
+    const OUTPUT_BITS: u32 = O;
+    const PAGE_SIZES: PageSizes = page_and_group_sizes(G, Self::LEVELS, C);
+    const GROUP_BITS: [u32; MAX_LEVELS] = group_bits(G, Self::LEVELS, C);
+
+    fn supports(access: Access) -> bool {
+        access.contains(Access::READ) || access == Access::WRITE
+    }
+
+    #[inline]
+    fn encode_table(_level: u32, next: u64) -> u64 {
+        put_address(G, O, next) | VALID | TABLE_OR_PAGE
+    }
+
+    #[inline]
+    fn encode_leaf(level: u32, out: u64, access: Access) -> u64 {
+        let mut entry = put_address(G, O, out) | VALID | MEM_ATTR_WB | SH_INNER | AF;
+        if level + 1 == Self::LEVELS {
+            entry |= TABLE_OR_PAGE;
+        }
+        if access.contains(Access::READ) {
+            entry |= READ;
+        }
+        if access.contains(Access::WRITE) {
+            entry |= WRITE;
+        }
+        if !access.contains(Access::EXEC) {
+            entry |= XN;
+        }
+        entry
+    }
+
+    #[inline]
+    fn encode_member(level: u32, out: u64, access: Access) -> u64 {
+        Self::encode_leaf(level, out, access) | CONTIGUOUS
+    }
+
+    #[inline]
+    fn is_member(_level: u32, entry: u64) -> bool {
+        C && entry & CONTIGUOUS != 0
+    }
+
+    #[inline]
+    fn decode(level: u32, entry: u64) -> Entry {
+        match descriptor_type(Self::LEVELS, const { top(G, Self::LEVELS) }, level, entry) {
+            Type::Table => return Entry::Table(get_address(G, O, entry)),
+            // A leaf that permits nothing, or has no access flag, would fault.
+            Type::Leaf if entry & AF != 0 && entry & (READ | WRITE) != 0 => {}
+            _ => return Entry::Invalid,
+        }
+        let mut access = Access::empty();
+        if entry & READ != 0 {
+            access |= Access::READ;
+        }
+        if entry & WRITE != 0 {
+            access |= Access::WRITE;
+        }
+        // The values other than 0 permit one exception level at most.
+        if entry & XN_FIELD == 0 && entry & READ != 0 {
+            access |= Access::EXEC;
+        }
+        let page = 1u64 << leaf_log2(G, Self::LEVELS, level, Self::is_member(level, entry));
+        Entry::Leaf { out: get_address(G, O, entry) & !(page - 1), access }
+    }
+
+    fn registers(root: u64) -> Vec<Register> {
+        // SL0 counts up from the level that two levels of 4 KiB granules, or one level of larger ones, start at.
+        let sl0 = u64::from(Self::LEVELS) - if G == 12 { 2 } else { 1 };
+        let vtcr = u64::from(64 - I)    // T0SZ
+            | sl0 << 6
+            | 0b01 << 8 | 0b01 << 10    // IRGN0, ORGN0
+            | 0b11 << 12                // SH0
+            | tg0(G) << 14
+            | output_size(G, O) << 16               // PS
+            | 1 << 31; // RES1
+        vec![Register::new("VTTBR_EL2", ttbr(root)), Register::new("VTCR_EL2", vtcr)]
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::TableShape;
+
+    /// Put together by hand from the descriptor figures of DDI 0487, chapter D8.
+    #[test]
+    fn golden_entries() {
+        type F = Arm64S2_4k;
+        assert_eq!(F::encode_table(1, 0x8000_1000), 0x0000_0000_8000_1003);
+        // page: 0x3 | MemAttr 0x3c | SH 0x300 | AF 0x400, then read 0x40, write 0x80, XN[1] 0x40 << 48
+        assert_eq!(F::encode_leaf(3, 0x1234_5000, Access::RW | Access::EXEC), 0x0000_0000_1234_57ff);
+        assert_eq!(F::encode_leaf(3, 0x1234_5000, Access::RW), 0x0040_0000_1234_57ff);
+        assert_eq!(F::encode_leaf(3, 0x1234_5000, Access::READ), 0x0040_0000_1234_577f);
+        assert_eq!(F::encode_leaf(3, 0x1234_5000, Access::WRITE), 0x0040_0000_1234_57bf);
+        assert_eq!(F::encode_leaf(2, 0x4020_0000, Access::RW), 0x0040_0000_4020_07fd);
+        assert_eq!(Arm64S2_16k::encode_leaf(1, 0x4200_0000, Access::RW), 0x0040_0000_4200_07fd);
+        assert_eq!(Arm64S2_64k::encode_leaf(2, 0x1235_0000, Access::RW), 0x0040_0000_1235_07ff);
+    }
+
+    #[test]
+    fn reserved_and_faulting_entries() {
+        type F = Arm64S2_4k;
+        let page = F::encode_leaf(3, 0x1000, Access::RW);
+        assert_eq!(F::decode(3, page & !(0b11 << 6)), Entry::Invalid, "no access");
+        assert_eq!(F::decode(3, page & !AF), Entry::Invalid, "access flag");
+        assert_eq!(F::decode(3, page & !0b10), Entry::Invalid, "type 0b01 at level 3");
+        let exec = F::encode_leaf(3, 0x1000, Access::READ | Access::EXEC);
+        let data = Entry::Leaf { out: 0x1000, access: Access::READ };
+        assert_eq!(F::decode(3, exec | 1 << 53), data, "executable for one exception level");
+        assert!(!F::supports(Access::empty()) && !F::supports(Access::WRITE | Access::EXEC));
+    }
+
+    /// "Concatenated translation tables": 40 bits with 4 KiB start at level 1 with two tables, 43 bits with 16.
+    #[test]
+    fn concatenated_roots() {
+        let root = |shape: TableShape| shape.root.bytes() / shape.table.bytes();
+        assert_eq!((Arm64S2::<12, 40>::LEVELS, root(TableShape::of::<Arm64S2<12, 40>>())), (3, 2));
+        assert_eq!((Arm64S2::<12, 43>::LEVELS, root(TableShape::of::<Arm64S2<12, 43>>())), (3, 16));
+        assert_eq!((Arm64S2::<12, 44>::LEVELS, root(TableShape::of::<Arm64S2<12, 44>>())), (4, 1));
+        assert_eq!((Arm64S2_16k::LEVELS, root(TableShape::of::<Arm64S2_16k>())), (3, 2));
+        assert_eq!((Arm64S2_64k::LEVELS, root(TableShape::of::<Arm64S2_64k>())), (3, 1));
+    }
+
+    /// Fields of `VTCR_EL2`, from the register's own page of DDI 0487.
+    #[test]
+    fn registers() {
+        let vtcr = |r: Vec<Register>| r[1].value;
+        assert_eq!(vtcr(Arm64S2_4k::registers(0)), 0x8005_3590); // SL0 2: level 0
+        assert_eq!(vtcr(Arm64S2::<12, 40>::registers(0)), 0x8005_3558); // SL0 1: level 1
+        assert_eq!(vtcr(Arm64S2_16k::registers(0)), 0x8005_b590); // SL0 2: level 1
+        assert_eq!(vtcr(Arm64S2_64k::registers(0)), 0x8005_7590); // SL0 2: level 1
+    }
+}

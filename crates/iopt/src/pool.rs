@@ -1,0 +1,222 @@
+//! Tables in memory that somebody else owns, shared by threads.
+
+use core::fmt;
+use core::ops::Range;
+use core::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
+
+use dmalane_addr::Address;
+
+use crate::{Format, TableShape, Tables};
+
+/// Tables in a slice of words: a guest's memory, a region set aside at boot, or a `Vec` of the worst case.
+///
+/// `&Pool` is the [`Tables`]. Copies of it serve threads at the same time ([`PageTable::attach`](crate::PageTable::attach)),
+/// without a lock: tables that were never used are counted off, freed ones are a stack linked through their first words.
+/// Entries are stored in the machine's byte order, which is the devices' on little-endian ones.
+///
+/// ```
+/// # use std::sync::atomic::AtomicU64;
+/// # use dmalane_addr::{Access, Address, Iova, PhysAddr};
+/// # use dmalane_iopt::{PageTable, Pool, X86_64_4Level};
+/// let memory: Vec<AtomicU64> = (0..64 * 512).map(|_| AtomicU64::new(0)).collect();
+/// let pool = Pool::new::<X86_64_4Level>(PhysAddr::new(0x10_0000), &memory);
+/// let root = PageTable::<X86_64_4Level, Iova, PhysAddr, _>::new(&pool)?.root();
+/// std::thread::scope(|threads| {
+///     for n in 0..4 {
+///         let pool = &pool;
+///         threads.spawn(move || {
+///             let mut table = PageTable::<X86_64_4Level, Iova, PhysAddr, _>::attach(pool, root);
+///             table.map(Iova::new(n << 30), PhysAddr::new(0), 4096, Access::RW).unwrap();
+///         });
+///     }
+/// });
+/// assert_eq!(pool.in_use(), 1 + 1 + 4 + 4); // one table of the second level serves all four
+/// # Ok::<(), dmalane_iopt::Error>(())
+/// ```
+pub struct Pool<'m, A> {
+    base: A,
+    shape: TableShape,
+    words: &'m [AtomicU64],
+    /// Slots that were ever taken.
+    fresh: AtomicUsize,
+    /// The stack of freed slots: in the low half the top one plus 1, in the high half a number that changes with every
+    /// change, so that a top that was taken and came back is not mistaken for one that stayed.
+    freed: AtomicU64,
+    in_use: AtomicUsize,
+}
+
+impl<'m, A: Address> Pool<'m, A> {
+    /// Tables for format `F` in `words`, which a device finds at `base`. What the words hold does not matter. Memory from
+    /// 2^32 - 1 tables up is not used.
+    pub fn new<F: Format>(base: A, words: &'m [AtomicU64]) -> Self {
+        let zero = AtomicUsize::new(0);
+        let shape = TableShape::of::<F>();
+        Self { base, shape, words, fresh: zero, freed: AtomicU64::new(0), in_use: AtomicUsize::new(0) }
+    }
+
+    /// Tables in use; a root counts as one for each table that would fit in it.
+    pub fn in_use(&self) -> usize {
+        self.in_use.load(Ordering::Relaxed)
+    }
+
+    /// Tables that fit in all.
+    pub fn limit(&self) -> usize {
+        (self.words.len() / self.table_words()).min(u32::MAX as usize - 1)
+    }
+
+    /// The word at byte address `at`, for [`walk`](crate::walk()); `None` outside of the pool or when the address is not a
+    /// multiple of 8.
+    pub fn read(&self, at: u64) -> Option<u64> {
+        let offset = at.checked_sub(self.base.bits())?;
+        let word = self.words.get(usize::try_from(offset / 8).ok()?)?;
+        if offset % 8 != 0 { None } else { Some(word.load(Ordering::Acquire)) }
+    }
+
+    fn table_words(&self) -> usize {
+        self.shape.table.bytes() as usize / 8
+    }
+
+    #[inline]
+    fn first(&self, table: A) -> usize {
+        (table.bits().wrapping_sub(self.base.bits()) / 8) as usize
+    }
+
+    /// The address of `count` slots that follow each other, all zero.
+    fn zeroed(&self, slot: usize, count: usize) -> Option<A> {
+        let bytes = self.shape.table.bytes();
+        let first = self.base.checked_add((slot as u64).checked_mul(bytes)?)?;
+        first.checked_add(count as u64 * bytes - 1)?;
+        for word in &self.words[slot * self.table_words()..][..count * self.table_words()] {
+            word.store(0, Ordering::Relaxed); // seen with the link to the table, which is a release
+        }
+        self.in_use.fetch_add(count, Ordering::Relaxed);
+        Some(first)
+    }
+
+    /// Takes slots that were never used.
+    fn take_fresh(&self, count: usize) -> Option<usize> {
+        let enough = |fresh: usize| fresh.checked_add(count).filter(|end| *end <= self.limit());
+        self.fresh.fetch_update(Ordering::Relaxed, Ordering::Relaxed, enough).ok()
+    }
+
+    fn push(&self, slot: usize) {
+        let link = &self.words[slot * self.table_words()];
+        let mut top = self.freed.load(Ordering::Relaxed);
+        loop {
+            link.store(top & u64::from(u32::MAX), Ordering::Relaxed);
+            let new = ((top >> 32).wrapping_add(1) << 32) | (slot as u64 + 1);
+            match self.freed.compare_exchange_weak(top, new, Ordering::Release, Ordering::Relaxed) {
+                Ok(_) => return,
+                Err(now) => top = now,
+            }
+        }
+    }
+
+    fn pop(&self) -> Option<usize> {
+        let mut top = self.freed.load(Ordering::Acquire);
+        loop {
+            let slot = (top & u64::from(u32::MAX)).checked_sub(1)? as usize;
+            // If somebody takes the slot now, this is not a link: but then the number has changed.
+            let link = self.words[slot * self.table_words()].load(Ordering::Relaxed) & u64::from(u32::MAX);
+            let new = ((top >> 32).wrapping_add(1) << 32) | link;
+            match self.freed.compare_exchange_weak(top, new, Ordering::Acquire, Ordering::Acquire) {
+                Ok(_) => return Some(slot),
+                Err(now) => top = now,
+            }
+        }
+    }
+
+    fn give_back(&self, table: A, count: usize) {
+        let slot = self.first(table) / self.table_words();
+        self.in_use.fetch_sub(count, Ordering::Relaxed);
+        (slot..slot + count).for_each(|slot| self.push(slot));
+    }
+
+    fn root_slots(&self) -> usize {
+        (self.shape.root.bytes() / self.shape.table.bytes()) as usize
+    }
+}
+
+impl<A: Address> fmt::Debug for Pool<'_, A> {
+    /// Where and how many; not the entries.
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Pool").field("base", &self.base).field("in_use", &self.in_use()).finish_non_exhaustive()
+    }
+}
+
+impl<A: Address> Tables for &Pool<'_, A> {
+    type Addr = A;
+    const SHARED: bool = true;
+
+    fn prepare(&mut self, shape: TableShape) -> bool {
+        shape == self.shape
+    }
+
+    /// A root that is larger than a table needs slots that were never used, and is best taken first.
+    fn allocate_root(&mut self) -> Option<A> {
+        let count = self.root_slots();
+        if count == 1 {
+            return self.allocate();
+        }
+        let slot = self.take_fresh(count)?;
+        self.zeroed(slot, count)
+    }
+
+    fn free_root(&mut self, root: A) {
+        self.give_back(root, self.root_slots());
+    }
+
+    fn allocate(&mut self) -> Option<A> {
+        let slot = self.pop().or_else(|| self.take_fresh(1))?;
+        self.zeroed(slot, 1)
+    }
+
+    /// # Panics
+    /// When the address is not that of a table.
+    fn free(&mut self, table: A) {
+        self.give_back(table, 1);
+    }
+
+    /// # Panics
+    /// When the address is not that of a table.
+    #[inline]
+    fn load(&self, table: A, index: usize) -> u64 {
+        self.words[self.first(table) + index].load(Ordering::Acquire)
+    }
+
+    /// # Panics
+    /// When the address is not that of a table.
+    #[inline]
+    fn store(&mut self, table: A, index: usize, entry: u64) {
+        self.words[self.first(table) + index].store(entry, Ordering::Release);
+    }
+
+    fn install(&mut self, table: A, index: usize, entry: u64) -> Result<(), u64> {
+        let word = &self.words[self.first(table) + index];
+        word.compare_exchange(0, entry, Ordering::AcqRel, Ordering::Acquire).map(drop)
+    }
+
+    fn clear_bits(&mut self, table: A, index: usize, bits: u64) -> u64 {
+        self.words[self.first(table) + index].fetch_and(!bits, Ordering::AcqRel)
+    }
+
+    /// # Panics
+    /// When the address is not that of a table.
+    #[inline]
+    fn update(&mut self, table: A, range: Range<usize>, mut each: impl FnMut(u64) -> Option<u64>) -> usize {
+        let first = self.first(table) + range.start;
+        let len = range.len();
+        for (done, word) in self.words[first..first + len].iter().enumerate() {
+            match each(word.load(Ordering::Acquire)) {
+                Some(new) => word.store(new, Ordering::Release),
+                None => return done,
+            }
+        }
+        len
+    }
+
+    /// Tables are there or not: this promises them as long as no other handle takes them.
+    fn reserve(&mut self, tables: usize) -> bool {
+        self.limit().checked_sub(self.in_use()).is_some_and(|left| tables <= left)
+    }
+}

@@ -1,0 +1,432 @@
+//! The operations beyond mapping and unmapping, for every format.
+
+#[macro_use]
+mod formats;
+
+use std::cell::{Cell, RefCell};
+use std::collections::BTreeMap;
+use std::ops::Range;
+use std::rc::Rc;
+
+use dmalane_addr::{Access, Iova, PageSize, PhysAddr, Segment, Span};
+use dmalane_iopt::{
+    Arm64S1_16k, Error, Format, HeapTables, PageTable, Place, TableShape, Tables, WalkFault, Walked, X86_64_4Level,
+    walk,
+};
+use formats::{Failing, Sizes, leaf_levels, sizes};
+
+type Table<F, T> = PageTable<F, Iova, PhysAddr, T>;
+
+/// Words of a cache line.
+const LINE: usize = 8;
+
+/// Table memory that a device reads without snooping: it sees a word once its cache line was cleaned.
+#[derive(Clone)]
+struct Stale(Rc<Inner>);
+
+struct Inner {
+    heap: RefCell<HeapTables<PhysAddr>>,
+    /// What the device sees, by byte address.
+    seen: RefCell<BTreeMap<u64, u64>>,
+    shape: Cell<TableShape>,
+    lines: Cell<usize>,
+}
+
+impl Stale {
+    fn new() -> Self {
+        Self(Rc::new(Inner {
+            heap: RefCell::new(HeapTables::new(PhysAddr::new(0x1234_0000))),
+            seen: RefCell::default(),
+            shape: Cell::new(TableShape::ALL_4K),
+            lines: Cell::new(0),
+        }))
+    }
+
+    fn zeroed(&self, table: Option<PhysAddr>, size: PageSize) -> Option<PhysAddr> {
+        let at = table?.bits();
+        let mut seen = self.0.seen.borrow_mut();
+        (at..at + size.bytes()).step_by(8).for_each(|word| _ = seen.insert(word, 0));
+        table
+    }
+
+    /// The device's walk.
+    fn walk<F: Format>(&self, root: PhysAddr, at: u64) -> Result<Walked, WalkFault> {
+        walk::<F>(root.bits(), at, |word| self.0.seen.borrow().get(&word).copied())
+    }
+
+    /// True when the device sees what was stored, everywhere.
+    fn is_clean(&self) -> bool {
+        let heap = self.0.heap.borrow();
+        self.0.seen.borrow().iter().all(|(&at, &word)| heap.read(at) == Some(word))
+    }
+}
+
+impl Tables for Stale {
+    type Addr = PhysAddr;
+
+    fn prepare(&mut self, shape: TableShape) -> bool {
+        self.0.shape.set(shape);
+        self.0.heap.borrow_mut().prepare(shape)
+    }
+    fn allocate_root(&mut self) -> Option<PhysAddr> {
+        let root = self.0.heap.borrow_mut().allocate_root();
+        self.zeroed(root, self.0.shape.get().root)
+    }
+    fn free_root(&mut self, root: PhysAddr) {
+        self.0.heap.borrow_mut().free_root(root);
+    }
+    fn allocate(&mut self) -> Option<PhysAddr> {
+        let table = self.0.heap.borrow_mut().allocate();
+        self.zeroed(table, self.0.shape.get().table)
+    }
+    fn free(&mut self, table: PhysAddr) {
+        self.0.heap.borrow_mut().free(table);
+    }
+    fn load(&self, table: PhysAddr, index: usize) -> u64 {
+        self.0.heap.borrow().load(table, index)
+    }
+    fn store(&mut self, table: PhysAddr, index: usize, entry: u64) {
+        self.0.heap.borrow_mut().store(table, index, entry);
+    }
+    fn reserve(&mut self, tables: usize) -> bool {
+        self.0.heap.borrow_mut().reserve(tables)
+    }
+    fn clean(&mut self, table: PhysAddr, range: Range<usize>) {
+        for line in range.start / LINE..range.end.div_ceil(LINE) {
+            self.0.lines.set(self.0.lines.get() + 1);
+            for word in line * LINE..(line + 1) * LINE {
+                let at = table.bits() + 8 * word as u64;
+                self.0.seen.borrow_mut().insert(at, self.0.heap.borrow().load(table, word));
+            }
+        }
+    }
+}
+
+fn span(at: u64, len: u64) -> Span<Iova> {
+    Span::new(Iova::new(at), len).unwrap()
+}
+
+/// All leaves: start, output, size.
+fn leaves<F: Format, T: Tables>(table: &Table<F, T>) -> Vec<(u64, u64, u64)> {
+    let runs = table.runs(span(0, sizes::<F>().top));
+    runs.map(|r| (r.at.bits(), r.to.bits(), r.size.bytes())).collect()
+}
+
+/// What is mapped, whatever the leaves.
+fn extents<F: Format, T: Tables>(table: &Table<F, T>) -> Vec<(u64, u64, u64)> {
+    let mut all: Vec<(u64, u64, u64)> = Vec::new();
+    for (at, to, len) in leaves(table) {
+        match all.last_mut() {
+            Some(last) if last.0 + last.2 == at && last.1 + last.2 == to => last.2 += len,
+            _ => all.push((at, to, len)),
+        }
+    }
+    all
+}
+
+/// Sizes of a table of the last level in bytes, as the number of cache lines.
+fn lines_of_a_table<F: Format>() -> usize {
+    (TableShape::of::<F>().table.bytes() / 64) as usize
+}
+
+fn map_pages<F: Format>() {
+    let Sizes { page, large, top, .. } = sizes::<F>();
+    let mut table = Table::<F, _>::new(Failing::new()).unwrap();
+    for (n, size) in F::PAGE_SIZES.iter().enumerate() {
+        // Aligned to more than the size in both spaces, and larger leaves are not used.
+        let at = Iova::new(n as u64 * 4 * large);
+        table.map_pages(at, PhysAddr::new(0), size, 3, Access::READ).unwrap();
+        assert_eq!(table.leaf_counts().find(|(s, _)| *s == size), Some((size, 3)));
+    }
+    let smallest = F::GRANULE;
+    let many = 2 * large / page;
+    if many < 1 << 20 {
+        let at = Iova::new(4 * large * F::PAGE_SIZES.bits().count_ones() as u64);
+        table.map_pages(at, PhysAddr::new(0), smallest, many, Access::READ).unwrap();
+        assert_eq!(table.leaf_counts().next(), Some((smallest, 3 + many)));
+    }
+    let before = leaves(&table);
+    let mut refused = |at: u64, to: u64, size: PageSize, count| {
+        table.map_pages(Iova::new(at), PhysAddr::new(to), size, count, Access::READ).unwrap_err()
+    };
+    let odd = PageSize::new(page * 2).unwrap();
+    assert!(matches!(refused(0, 0, odd, 1), Error::PageSize { .. }));
+    assert!(matches!(refused(1, 0, smallest, 1), Error::Misaligned { .. }));
+    assert!(matches!(refused(0, 1, smallest, 1), Error::Misaligned { .. }));
+    assert!(matches!(refused(0, 0, smallest, 0), Error::Empty { .. }));
+    assert!(matches!(refused(0, 0, smallest, u64::MAX), Error::OutputRange { .. }));
+    assert!(matches!(refused(top - page, 0, smallest, 2), Error::InputRange { .. }));
+    assert!(matches!(refused(0, 0, smallest, 1), Error::Overlap { .. }));
+    assert_eq!(leaves(&table), before);
+}
+
+/// From `G` to `F`: 64 KiB is a whole number of pages in every format.
+fn map_through<F: Format, G: Format>() {
+    const UNIT: u64 = 1 << 16;
+    let block = sizes::<F>().block.max(sizes::<G>().block);
+    let mut source = Table::<G, _>::new(HeapTables::new(PhysAddr::new(0))).unwrap();
+    let list = [
+        Segment { addr: PhysAddr::new(5 * UNIT), len: UNIT },
+        Segment { addr: PhysAddr::new(9 * UNIT), len: 3 * UNIT },
+        Segment { addr: PhysAddr::new(2 * block), len: block },
+    ];
+    let first = 2 * block - 4 * UNIT;
+    source.map_sg(Iova::new(first), list, Access::READ).unwrap();
+    source.map(Iova::new(3 * block + UNIT), PhysAddr::new(0), UNIT, Access::READ).unwrap();
+
+    let len = 4 * UNIT + block;
+    for start in [first, first + UNIT] {
+        let mut table = Table::<F, _>::new(Failing::new()).unwrap();
+        let cut = start - first;
+        let mapped = table.map_through(Iova::new(start), &source, span(start, len - cut), Access::READ);
+        assert_eq!(mapped, Ok(len - cut));
+        let expected: Vec<_> = extents(&source).into_iter().filter(|e| e.0 >= start && e.0 < 3 * block).collect();
+        assert_eq!(extents(&table), expected);
+        // The largest leaves that this format has, whatever the source has.
+        let largest = F::PAGE_SIZES.largest_fit(block, block).unwrap();
+        assert_eq!(table.lookup(Iova::new(2 * block)).unwrap().size, largest);
+    }
+
+    let mut table = Table::<F, _>::new(Failing::new()).unwrap();
+    let hole = |at| Error::NotMapped { at: Place::of(Iova::new(at)) };
+    let e = table.map_through(Iova::new(0), &source, span(first, len + UNIT), Access::READ).unwrap_err();
+    assert_eq!(e, hole(3 * block), "at the end");
+    let e = table.map_through(Iova::new(0), &source, span(first, len + 2 * UNIT), Access::READ).unwrap_err();
+    assert_eq!(e, hole(3 * block), "in the middle");
+    let e = table.map_through(Iova::new(0), &source, span(0, len), Access::READ).unwrap_err();
+    assert_eq!(e, hole(0), "at the start");
+    if F::supports(Access::RW) {
+        let e = table.map_through(Iova::new(0), &source, span(first, len), Access::RW).unwrap_err();
+        let at = Place::of(Iova::new(first));
+        assert_eq!(e, Error::Denied { at, access: Access::RW, permitted: Access::READ });
+    }
+    table.map(Iova::new(block), PhysAddr::new(0), UNIT, Access::READ).unwrap();
+    let e = table.map_through(Iova::new(block - 2 * UNIT), &source, span(first, len), Access::READ).unwrap_err();
+    assert_eq!(e, Error::Overlap { at: Place::of(Iova::new(block)) });
+    assert_eq!(extents(&table), [(block, 0, UNIT)]);
+}
+
+/// A large leaf is cut everywhere and merged again; the device sees the old leaf, a fault, or the new ones.
+fn cut_and_merge<F: Format>() {
+    let Sizes { page, block, large, top, .. } = sizes::<F>();
+    let memory = Stale::new();
+    let mut table = Table::<F, _>::new(memory.clone()).unwrap();
+    let root = table.root();
+    table.map(Iova::new(large), PhysAddr::new(2 * large), large + block, Access::READ).unwrap();
+    let (before, tables) = (leaves(&table), memory.0.heap.borrow().in_use());
+    for at in [large, large + page, large + block, large + large / 2, 2 * large, 2 * large - page, top] {
+        let largest = table.lookup(Iova::new(at)).map(|l| (l.at.bits(), l.size.bytes()));
+        let mut invalidated: Vec<Span<Iova>> = Vec::new();
+        let forget = |span: Span<Iova>| {
+            assert!(memory.is_clean());
+            for probe in [span.first().bits(), span.last().bits()] {
+                assert!(memory.walk::<F>(root, probe).is_err(), "clear while the device forgets");
+            }
+            invalidated.push(span);
+        };
+        table.cut(Iova::new(at), forget).unwrap();
+        assert_eq!(invalidated.is_empty(), largest.is_none_or(|(first, _)| first == at));
+        if let Some((first, size)) = largest.filter(|(first, _)| *first != at) {
+            assert_eq!(invalidated[0], span(first, size));
+            assert!(invalidated.windows(2).all(|w| w[0].covers(&w[1])));
+        }
+        assert!(table.lookup(Iova::new(at)).is_none_or(|l| l.at.bits() == at));
+        assert_eq!(extents(&table), [(large, 2 * large, large + block)]);
+        assert!(memory.is_clean());
+    }
+    // A page that differs, by where it leads or what it permits, stays as it is.
+    let flush = table.unmap(span(large + page, page)).unwrap();
+    table.free_tables(flush);
+    table.map(Iova::new(large + page), PhysAddr::new(3 * page), page, Access::READ).unwrap();
+    table.merge(span(large, large + block), |_| ()).unwrap();
+    assert_eq!(extents(&table).len(), 3);
+    let flush = table.unmap(span(large + page, page)).unwrap();
+    table.free_tables(flush);
+    table.map(Iova::new(large + page), PhysAddr::new(2 * large + page), page, Access::READ).unwrap();
+
+    // Only whole tables within the span are merged.
+    assert_eq!(table.merge(span(large, block - page), |_| ()), Ok(0));
+    let freed = table.merge(span(large, large + block), |span| {
+        assert!(memory.walk::<F>(root, span.first().bits()).is_err() && memory.is_clean());
+    });
+    assert_eq!(freed.unwrap() > 0, leaf_levels::<F>() > 1);
+    assert_eq!((leaves(&table), memory.0.heap.borrow().in_use()), (before, tables));
+    for (at, to) in [(large, 2 * large), (2 * large - 1, 3 * large - 1)] {
+        assert_eq!(memory.walk::<F>(root, at).map(|w| w.to), Ok(to));
+    }
+    assert_eq!(table.mapped_bytes(), large + block);
+    assert!(matches!(table.cut(Iova::new(1), |_| ()), Err(Error::Misaligned { .. })));
+    assert!(matches!(table.cut(Iova::new(top + page), |_| ()), Err(Error::InputRange { .. })));
+}
+
+/// Each allocation of a cut fails in turn.
+fn cut_without_memory<F: Format>() {
+    let Sizes { page, large, .. } = sizes::<F>();
+    let mut table = Table::<F, _>::new(Failing::new()).unwrap();
+    table.map(Iova::new(large), PhysAddr::new(0), large, Access::READ).unwrap();
+    let (before, tables) = (leaves(&table), table.tables().heap.in_use());
+    let needed = leaf_levels::<F>() as usize - 1;
+    for n in 0..needed {
+        table.tables_mut().calls = 0;
+        table.tables_mut().fail_at = Some(n);
+        let e = table.cut(Iova::new(large + page), |_| panic!("nothing has changed")).unwrap_err();
+        assert!(matches!(e, Error::NoTables { .. }));
+        assert_eq!((leaves(&table), table.tables().heap.in_use()), (before.clone(), tables));
+    }
+    table.tables_mut().fail_at = None;
+    table.cut(Iova::new(large + page), |_| ()).unwrap();
+    assert_eq!(table.tables().heap.in_use(), tables + needed);
+}
+
+type Call<'a, F> = &'a dyn Fn(&mut Table<F, Failing>) -> Result<(), Error>;
+
+/// Each allocation of a call fails in turn; after each failure the table is as it was and nothing is leaked.
+fn without_memory<F: Format>() {
+    let Sizes { page, entries, block, large, .. } = sizes::<F>();
+    let mut source = Table::<F, _>::new(HeapTables::new(PhysAddr::new(0))).unwrap();
+    let scattered = (0..entries + 2).map(|i| Segment { addr: PhysAddr::new((2 * i + 1) * page), len: page });
+    let at = Iova::new(large - 2 * page);
+    source.map_sg(at, scattered, Access::READ).unwrap();
+    let pages = |t: &mut Table<F, Failing>| t.map_pages(at, PhysAddr::new(0), F::GRANULE, entries + 2, Access::READ);
+    let through = |t: &mut Table<F, Failing>| {
+        let span = Span::new(at, (entries + 2) * page).unwrap();
+        t.map_through(at, &source, span, Access::READ).map(drop)
+    };
+    let list = |t: &mut Table<F, Failing>| {
+        let segments = [(page, 3 * page), (0, large), (4 * large, 2 * page)];
+        let segments = segments.map(|(to, len)| Segment { addr: PhysAddr::new(to), len });
+        t.map_sg(Iova::new(large - 3 * page), segments, Access::READ).map(drop)
+    };
+    let calls: [Call<F>; 3] = [&pages, &through, &list];
+    for call in calls {
+        let mut table = Table::<F, _>::new(Failing::new()).unwrap();
+        // Something is there before, in the tables that the call needs too and far away.
+        table.map(Iova::new(3 * large + block), PhysAddr::new(0), page, Access::READ).unwrap();
+        let (before, tables) = (leaves(&table), table.tables().heap.in_use());
+        for n in 0.. {
+            assert!(n < 64, "more tables than these calls can take");
+            table.tables_mut().calls = 0;
+            table.tables_mut().fail_at = Some(n);
+            match call(&mut table) {
+                Ok(()) => break,
+                Err(e) => assert!(matches!(e, Error::NoTables { .. }), "{e}"),
+            }
+            assert_eq!((leaves(&table), table.tables().heap.in_use()), (before.clone(), tables));
+        }
+        let flush = table.unmap(span(0, sizes::<F>().top)).unwrap();
+        table.free_tables(flush);
+        assert_eq!(table.into_tables().heap.in_use(), 0);
+    }
+}
+
+/// What a device that does not snoop sees after each call; one clean per cache line.
+fn clean<F: Format>() {
+    let Sizes { page, entries, block, large, .. } = sizes::<F>();
+    let memory = Stale::new();
+    let mut table = Table::<F, _>::new(memory.clone()).unwrap();
+    let root = table.root();
+    // A table full of pages that do not continue each other.
+    let list = (0..entries).map(|i| Segment { addr: PhysAddr::new((2 * i + 1) * page), len: page });
+    table.map_sg(Iova::new(large), list, Access::READ).unwrap();
+    assert!(memory.is_clean());
+    assert_eq!(memory.0.lines.get(), lines_of_a_table::<F>() + F::LEVELS as usize - 1, "and one for each link");
+    assert_eq!(memory.walk::<F>(root, large + 5 * page).map(|w| w.to), Ok(11 * page));
+
+    memory.0.lines.set(0);
+    let half = block / 2;
+    let flush = table.unmap(span(large, half)).unwrap();
+    assert_eq!(memory.0.lines.get(), lines_of_a_table::<F>() / 2);
+    table.free_tables(flush);
+    assert!(memory.is_clean() && memory.walk::<F>(root, large).is_err());
+    // The rest goes with its tables: the links alone are cleared.
+    memory.0.lines.set(0);
+    let flush = table.unmap(span(large, block)).unwrap();
+    assert!(memory.0.lines.get() <= lines_of_a_table::<F>() + F::LEVELS as usize);
+    table.free_tables(flush);
+    assert!(memory.walk::<F>(root, large + half).is_err());
+    // A failure is cleaned too.
+    table.map(Iova::new(large + block), PhysAddr::new(0), page, Access::READ).unwrap();
+    let e = table.map(Iova::new(large), PhysAddr::new(0), 2 * block, Access::READ).unwrap_err();
+    assert!(matches!(e, Error::Overlap { .. }) && memory.walk::<F>(root, large).is_err());
+    assert_eq!(memory.walk::<F>(root, large + block).map(|w| w.to), Ok(0));
+}
+
+/// Marks set as a device sets them are given once.
+fn take_dirty<F: Format>() {
+    let Sizes { page, block, large, top, .. } = sizes::<F>();
+    let mut table = Table::<F, _>::new(HeapTables::new(PhysAddr::new(0))).unwrap();
+    let all = span(0, top);
+    if F::DIRTY == 0 {
+        assert!(matches!(table.take_dirty(all, |_| ()), Err(Error::NoDirtyBit { .. })));
+        return;
+    }
+    table.map(Iova::new(2 * large - 3 * page), PhysAddr::new(large - 3 * page), large + 3 * page, Access::RW).unwrap();
+    let before = leaves(&table);
+    table.take_dirty(all, |_| ()).unwrap();
+    assert_eq!(table.take_dirty(all, |leaf| panic!("{leaf:?} twice")), Ok(0));
+    assert_eq!(leaves(&table), before, "what is mapped stays");
+    for at in [2 * large - 2 * page, 2 * large + block] {
+        let mut entry = 0;
+        let root = table.root().bits();
+        walk::<F>(root, at, |word| {
+            entry = word;
+            table.tables().read(word)
+        })
+        .unwrap();
+        let word = table.tables().read(entry).unwrap();
+        table.tables_mut().store(PhysAddr::new(entry), 0, word | F::DIRTY);
+        assert_eq!(table.take_dirty(span(0, 2 * large - 2 * page), |_| ()), Ok(0), "elsewhere");
+        let mut found = Vec::new();
+        assert_eq!(table.take_dirty(all, |leaf| found.push(leaf)), Ok(1));
+        assert_eq!(found, [table.lookup(Iova::new(at)).unwrap()]);
+        assert_eq!(table.take_dirty(all, |_| ()), Ok(0));
+    }
+    assert!(matches!(table.take_dirty(span(1, page), |_| ()), Err(Error::Misaligned { .. })));
+}
+
+macro_rules! operations {
+    ($module:ident, $format:ty) => {
+        mod $module {
+            type F = $format;
+
+            #[test]
+            fn map_pages() {
+                super::map_pages::<F>();
+            }
+
+            #[test]
+            fn map_through() {
+                super::map_through::<F, super::X86_64_4Level>();
+                super::map_through::<F, super::Arm64S1_16k>();
+                super::map_through::<F, F>();
+            }
+
+            #[test]
+            fn cut_and_merge() {
+                super::cut_and_merge::<F>();
+            }
+
+            #[test]
+            fn cut_without_memory() {
+                super::cut_without_memory::<F>();
+            }
+
+            #[test]
+            fn without_memory() {
+                super::without_memory::<F>();
+            }
+
+            #[test]
+            fn clean() {
+                super::clean::<F>();
+            }
+
+            #[test]
+            fn take_dirty() {
+                super::take_dirty::<F>();
+            }
+        }
+    };
+}
+
+for_each_format!(operations);

@@ -1,0 +1,166 @@
+//! Threads that share a page table without a lock.
+
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::thread;
+
+use dmalane_addr::{Access, Iova, PhysAddr, Segment, Span};
+use dmalane_iopt::{Arm64S1, Arm64S1_4k, Arm64S2_16k, Error, Format, PageTable, Pool, TableShape, X86_64_4Level, walk};
+
+type Table<'p, F> = PageTable<F, Iova, PhysAddr, &'p Pool<'p, PhysAddr>>;
+
+fn memory<F: Format>(tables: usize) -> Vec<AtomicU64> {
+    let words = TableShape::of::<F>().table.bytes() as usize / 8;
+    // Not zero: a pool must not rely on it.
+    (0..tables * words).map(|_| AtomicU64::new(u64::MAX)).collect()
+}
+
+/// A small generator, one for each thread.
+struct Random(u64);
+
+impl Random {
+    fn below(&mut self, n: u64) -> u64 {
+        self.0 = self.0.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1);
+        (self.0 >> 33) % n
+    }
+}
+
+/// Stripes of an eighth of a table, so that neighbours meet in the same tables, and of whole tables, which come and go.
+fn stripes<F: Format>(rounds: u64) {
+    let block = F::GRANULE.bytes() << F::INDEX_BITS;
+    stripes_of::<F>(block / 8, rounds);
+    stripes_of::<F>(block, rounds);
+}
+
+/// Each thread owns every fourth stripe of the space; it maps, unmaps and looks up there, and finds nothing but what it
+/// put there.
+fn stripes_of<F: Format>(stripe: u64, rounds: u64) {
+    const THREADS: u64 = 4;
+    let page = F::GRANULE.bytes();
+    let memory = memory::<F>(400);
+    let pool = Pool::new::<F>(PhysAddr::new(0x1_0000), &memory);
+    let first = Table::<F>::new(&pool).unwrap();
+    let root = first.root();
+    let mapped = AtomicU64::new(0);
+    thread::scope(|threads| {
+        for t in 0..THREADS {
+            let (pool, mapped) = (&pool, &mapped);
+            threads.spawn(move || {
+                let mut table = Table::<F>::attach(pool, root);
+                let mut random = Random(t);
+                let mut live = vec![None; 64];
+                for _ in 0..rounds {
+                    let n = random.below(live.len() as u64);
+                    let at = (n * THREADS + t) * stripe;
+                    let whole = Span::new(Iova::new(at), stripe).unwrap();
+                    let to = random.below(1 << 10) * page;
+                    match &mut live[n as usize] {
+                        slot @ None => {
+                            let halves = [to, to + 7 * stripe];
+                            let list = halves.map(|to| Segment { addr: PhysAddr::new(to), len: stripe / 2 });
+                            assert_eq!(table.map_sg(Iova::new(at), list, Access::READ), Ok(stripe));
+                            let again = table.map(Iova::new(at), PhysAddr::new(0), page, Access::READ);
+                            assert!(matches!(again, Err(Error::Overlap { .. })));
+                            *slot = Some(to);
+                        }
+                        Some(to) => {
+                            let last = Iova::new(at + stripe - 1);
+                            let expected = PhysAddr::new(*to + 7 * stripe + stripe / 2 - 1);
+                            let found = walk::<F>(root.bits(), last.bits(), |word| pool.read(word)).unwrap();
+                            assert_eq!(found.to, expected.bits());
+                            let flush = table.unmap(whole).unwrap();
+                            assert_eq!(flush.bytes(), stripe);
+                            table.free_tables(flush);
+                            live[n as usize] = None;
+                        }
+                    }
+                    assert_eq!(table.runs(whole).map(|r| r.len).sum::<u64>(), live[n as usize].map_or(0, |_| stripe));
+                }
+                mapped.fetch_add(table.mapped_bytes(), Ordering::Relaxed);
+            });
+        }
+    });
+    let mut first = first;
+    let all = Span::new(Iova::new(0), 1 << F::INPUT_BITS).unwrap();
+    let total: u64 = first.runs(all).map(|r| r.len).sum();
+    assert_eq!(mapped.load(Ordering::Relaxed), total);
+    let flush = first.unmap(all).unwrap();
+    assert_eq!(flush.bytes(), total);
+    first.free_tables(flush);
+    first.into_tables();
+    assert_eq!(pool.in_use(), 0);
+}
+
+/// All threads need the same tables at the same moment, over and over.
+#[test]
+fn one_table_for_all() {
+    type F = X86_64_4Level;
+    const THREADS: u64 = 4;
+    let memory = memory::<F>(64);
+    let pool = Pool::new::<F>(PhysAddr::new(0), &memory);
+    let mut first = Table::<F>::new(&pool).unwrap();
+    let root = first.root();
+    for round in 0..500u64 {
+        let at = |t: u64| ((round % 100) << 39) + t * 4096;
+        let start = std::sync::Barrier::new(THREADS as usize);
+        thread::scope(|threads| {
+            for t in 0..THREADS {
+                let (pool, start) = (&pool, &start);
+                threads.spawn(move || {
+                    let mut table = Table::<F>::attach(pool, root);
+                    start.wait();
+                    table.map(Iova::new(at(t)), PhysAddr::new(t * 4096), 4096, Access::RW).unwrap();
+                });
+            }
+        });
+        for t in 0..THREADS {
+            assert_eq!(first.lookup(Iova::new(at(t))).unwrap().to.bits(), t * 4096);
+        }
+        assert_eq!(pool.in_use(), 4, "the tables of those who came late were freed");
+        let flush = first.unmap(Span::new(Iova::new((round % 100) << 39), 1 << 39).unwrap()).unwrap();
+        assert_eq!(flush.tables().len(), 3);
+        first.free_tables(flush);
+        assert_eq!(pool.in_use(), 1);
+    }
+}
+
+#[test]
+fn stripes_x86_64() {
+    stripes::<X86_64_4Level>(2000);
+}
+
+#[test]
+fn stripes_arm64() {
+    stripes::<Arm64S1_4k>(2000);
+}
+
+#[test]
+fn stripes_with_groups() {
+    stripes::<Arm64S1<12, 48, true>>(1000);
+}
+
+#[test]
+fn stripes_with_a_large_root() {
+    stripes::<Arm64S2_16k>(200);
+}
+
+/// A table that was left behind empty is filled with smaller leaves when a larger one would fit there.
+#[test]
+fn an_empty_table_in_the_way() {
+    type F = X86_64_4Level;
+    let memory = memory::<F>(16);
+    let pool = Pool::new::<F>(PhysAddr::new(0), &memory);
+    let mut table = Table::<F>::new(&pool).unwrap();
+    let page = Span::new(Iova::new((4 << 20) + 4096), 4096).unwrap();
+    table.map(page.first(), PhysAddr::new(0), 4096, Access::RW).unwrap();
+    let flush = table.unmap(page).unwrap();
+    assert_eq!(flush.tables(), [], "it does not belong to the caller alone");
+    table.free_tables(flush);
+    assert_eq!(pool.in_use(), 4);
+    table.map(Iova::new(2 << 20), PhysAddr::new(0), 6 << 20, Access::RW).unwrap();
+    let counts: Vec<u64> = table.leaf_counts().map(|(_, n)| n).collect();
+    assert_eq!(counts, [512, 2, 0]);
+    // No table for the next call, and the table is as it was.
+    let e = table.map(Iova::new(1 << 45), PhysAddr::new(4096), 1 << 30, Access::RW).unwrap_err();
+    assert!(matches!(e, Error::NoTables { .. }));
+    assert_eq!(table.mapped_bytes(), 6 << 20);
+}

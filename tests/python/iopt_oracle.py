@@ -1,0 +1,128 @@
+"""Compares what Unicorn's MMUs make of images built by `dmalane iopt build` with what the specifications say."""
+
+import ctypes
+import json
+import re
+import zlib
+from collections import Counter
+
+import numpy as np
+from iopt_machines import KINDS, translate
+from iopt_spec import random_addresses, random_spec
+
+# Addresses that `iopt walk` is asked for too, of each image.
+WALKS = 200
+
+
+class Difference(AssertionError):
+    """The machine and the specification do not agree."""
+
+
+def compare(dmalane, machine, count, seed, directory, per_image=250_000):
+    """Compares `count` addresses, each read, written and fetched from. Gives what was counted."""
+    tally = Counter()
+    image = 0
+    while tally["addresses"] < count:
+        n = min(per_image, count - tally["addresses"])
+        rng = np.random.default_rng([seed, image, zlib.crc32(machine.format.encode())])
+        tally += compare_image(dmalane, machine, rng, n, f"{machine.format}, seed {seed}, image {image}", directory)
+        image += 1
+    return tally
+
+
+def compare_image(dmalane, machine, rng, count, name, directory):
+    spec = random_spec(rng, machine)
+    base = int(rng.integers(1, 1 << machine.table_bits)) // machine.root_align * machine.root_align
+    built, image = build(dmalane, machine, spec, rng, base, directory)
+    check_build(machine, spec, built, image, base, name)
+    check_dump(dmalane, machine, spec, built, name)
+
+    at = random_addresses(rng, spec, machine, count)
+    input_at, taken = machine.input(at)
+    mapped, to, which = spec.lookup(input_at)
+    mapped &= taken
+    check_walk(dmalane, machine, spec, built, input_at[:WALKS], name)
+
+    registers = {r["name"]: int(r["value"], 16) for r in built["registers"]}
+    uc = machine.start(registers, base, image)
+    tally = Counter({"images": 1, "addresses": count, "leaves": sum(leaf["count"] for leaf in built["leaves"])})
+    permits = np.array([[k in machine.permits(a) for k in KINDS] for a in spec.access])
+    out = ctypes.c_uint64()
+    reference, handle, addresses = ctypes.byref(out), uc._uch, at.tolist()
+    answers, errors = np.empty(count, np.uint64), np.empty(count, np.int32)
+    # The kinds in a random order: an earlier one may leave something in the TLB.
+    for letter in rng.permutation(machine.kinds):
+        protection, refused = KINDS[letter]
+        for i, address in enumerate(addresses):
+            errors[i] = translate(handle, address, protection, reference)
+            answers[i] = out.value
+        allowed = mapped & permits[which, list(KINDS).index(letter)]
+        wrong = np.where(allowed, (errors != 0) | (answers != to), errors != refused)
+        if wrong.any():
+            i = int(np.flatnonzero(wrong)[0])
+            says = f"-> {to[i]:#x}" if allowed[i] else f"error {refused}"
+            m = spec.mappings[which[i]]
+            raise Difference(
+                f"{name}: {letter} at {at[i]:#x}: error {errors[i]} -> {answers[i]:#x}, expected {says}; "
+                f"{int(wrong.sum())} differ; mapping before it: {m[0]:#x} -> {m[1]:#x} {m[2]:#x} {m[3]}"
+            )
+        tally["translated"] += int(allowed.sum())
+        tally["faulted"] += int(count - allowed.sum())
+        tally["by permission"] += int((mapped & ~allowed).sum())
+    return tally
+
+
+def build(dmalane, machine, spec, rng, base, directory):
+    spec_file, image_file = directory / "spec.json", directory / "image.bin"
+    spec_file.write_text(json.dumps(spec.json(rng)))
+    built = run(dmalane, "build", spec_file, "-o", image_file, "--format", machine.format, "--base", hex(base))
+    return built, image_file.read_bytes()
+
+
+def check_build(machine, spec, built, image, base, name):
+    """The summary is right, and the leaves are as large as they can be."""
+    assert built["bytes"] == len(image) and int(built["root"], 16) == base, name
+    assert built["mapped_bytes"] == sum(m[2] for m in spec.mappings), name
+    expected = {1 << size: n for size, n in spec.leaves(machine.leaves).items() if n}
+    found = {leaf["page_bytes"]: leaf["count"] for leaf in built["leaves"] if leaf["count"]}
+    if found != expected:
+        raise Difference(f"{name}: leaves are {found}, the specification gives {expected}")
+
+
+def check_walk(dmalane, machine, spec, built, at, name):
+    """`iopt walk` must agree as well, and so must the words of its JSON."""
+    image = (built["image"], "--format", machine.format, "--root", built["root"])
+    walked = run(dmalane, "walk", *image, *map(hex, at.tolist()))["translations"]
+    mapped, to, which = spec.lookup(at)
+    for t, mapped, to, which in zip(walked, mapped, to, which, strict=True):
+        expected = (hex(to), spec.access[which]) if mapped else (None, None)
+        if (t["pa"], t["access"] and t["access"].replace("-", "")) != expected:
+            raise Difference(f"{name}: iopt walk says {t}, expected {expected}")
+
+
+def check_dump(dmalane, machine, spec, built, name):
+    """Every run of `iopt dump` lies within a mapping, and together they are as long."""
+    runs = run(dmalane, "dump", built["image"], "--format", machine.format, "--root", built["root"])["runs"]
+    start = np.array([int(r["va"], 16) for r in runs], dtype=np.uint64)
+    length = np.array([r["len"] for r in runs], dtype=np.uint64)
+    first, last = spec.lookup(start), spec.lookup(start + length - np.uint64(1))
+    for i, r in enumerate(runs):
+        whole = first[0][i] and last[0][i] and int(r["pa"], 16) == first[1][i]
+        whole = whole and last[1][i] - first[1][i] == length[i] - np.uint64(1)
+        if not whole or any(spec.access[w[2][i]] != r["access"].replace("-", "") for w in (first, last)):
+            raise Difference(f"{name}: iopt dump says {r}")
+    assert (start[1:] >= start[:-1] + length[:-1]).all(), f"{name}: runs out of order"
+    assert sum(r["len"] for r in runs) == built["mapped_bytes"], name
+
+
+def run(dmalane, *args):
+    done = dmalane.run("iopt", *args, "--json")
+    assert done.returncode == 0, f"{args[0]}: exit status {done.returncode}\n{done.stderr}"
+    return json.loads(done.stdout)
+
+
+def formats(dmalane):
+    """The names of the formats that the program has."""
+    help_text = dmalane.run("iopt", "build", "--help").stdout
+    found = re.search(r"--format.*?\[possible values: ([^\]]*)\]", help_text, re.DOTALL)
+    return set(re.split(r",\s*", found[1].strip()))

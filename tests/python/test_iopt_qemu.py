@@ -1,0 +1,53 @@
+"""Page tables built by `dmalane iopt build` under QEMU's IOMMUs: a device does DMA through them.
+
+For longer runs: scripts/oracle.
+"""
+
+import shutil
+
+import pytest
+
+pytest.importorskip("unicorn", reason="the package unicorn could not be installed")
+
+import iopt_oracle  # noqa: E402
+import iopt_qemu  # noqa: E402
+from iopt_spec import Spec  # noqa: E402
+
+BY_FORMAT = pytest.mark.parametrize("iommu", iopt_qemu.IOMMUS, ids=lambda i: i.format)
+
+
+@pytest.fixture(autouse=True)
+def needs(dmalane, iommu):
+    if iommu.format not in iopt_oracle.formats(dmalane):
+        pytest.skip(f"the program does not have the format {iommu.format}")
+    if shutil.which(iommu.program) is None:
+        pytest.skip(f"no {iommu.program} (Debian: apt-get install {iommu.package})")
+
+
+@BY_FORMAT
+def test_an_iommu_agrees(dmalane, tmp_path, iommu):
+    tally = iopt_qemu.compare(dmalane, iommu, 3000, 1, tmp_path, per_image=1000)
+    assert tally["DMAs"] > 10_000 and tally["images"] == 3
+    assert 1000 < tally["mapped"] < 2500 and tally["read-only"] > 200
+    print(dict(tally))
+
+
+@BY_FORMAT
+@pytest.mark.parametrize("wrong", ["pa", "access", "missing"])
+def test_a_difference_is_found(dmalane, tmp_path, monkeypatch, iommu, wrong):
+    written = Spec.json
+
+    def falsified(self, rng):
+        spec = written(self, rng)
+        longest = max(spec["mappings"], key=lambda m: int(str(m["len"]), 0))
+        if wrong == "pa":
+            longest["pa"] = hex(int(str(longest["pa"]), 0) ^ 1 << iommu.leaves[0])
+        elif wrong == "access":
+            longest["access"] = "r" if "w" in longest["access"] else "rw"
+        else:
+            spec["mappings"].remove(longest)
+        return spec
+
+    monkeypatch.setattr(Spec, "json", falsified)
+    with pytest.raises(iopt_oracle.Difference, match="(read|write) at"):
+        iopt_qemu.compare(dmalane, iommu, 1000, 2, tmp_path)
