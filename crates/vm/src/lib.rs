@@ -25,23 +25,27 @@
 //! for span in committed.spans() { /* the device's TLB forgets the span here */ }
 //! vm.invalidated(committed);
 //! assert_eq!(vm.lookup(va), None);
-//! # Ok::<(), dmalane_vm::Error>(())
+//! # Ok::<(), Box<dyn std::error::Error>>(())
 //! ```
 #![no_std]
 #![forbid(unsafe_code)]
 
 extern crate alloc;
 
-mod bindings;
+mod binding;
 mod bo;
 mod error;
 mod plan;
+mod record;
+mod records;
 mod request;
+mod segments;
+mod slots;
 mod vm;
 
-pub use bindings::Binding;
+pub use binding::{Binding, Target};
 pub use bo::Bo;
 pub use error::Error;
-pub use plan::{Committed, Plan};
+pub use plan::{Committed, Plan, PlanError};
 pub use request::Request;
 pub use vm::Vm;
