@@ -1,8 +1,8 @@
 //! The vocabulary of dmalane: one type per address space and the plain data structures built on them.
 //!
 //! Nothing here touches memory. [`Span`] is a range that may reach the top of its space, [`SgTable`] describes
-//! a buffer as physically contiguous segments, [`RangeAllocator`] hands out IOVAs, card memory and device VAs, and
-//! [`Timeline`] is the fence that every layer signals and waits for.
+//! a buffer as physically contiguous segments, [`SgIndex`] finds any of its pages at once, [`RangeAllocator`] hands out
+//! IOVAs, card memory and device VAs, and [`Timeline`] is the fence that every layer signals and waits for.
 //!
 //! Mixing two address spaces does not compile:
 //!
@@ -46,6 +46,6 @@ pub use access::Access;
 pub use address::{Address, CardAddr, DeviceVa, FileOffset, Iova, PhysAddr};
 pub use page::{PageSize, PageSizes};
 pub use range::{RangeAllocator, RangeError};
-pub use sg::{Runs as SgRuns, Segment, SegmentAt, SgTable};
+pub use sg::{Segment, SegmentAt, SgError, SgIndex, SgKind, SgPages, SgRuns, SgTable};
 pub use span::Span;
 pub use timeline::{Fence, Timeline};

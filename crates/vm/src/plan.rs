@@ -149,7 +149,7 @@ impl<F: Format, T: Tables> Vm<F, T> {
             && !record.is_fixed()
             && let Some(bo) = &slot.bo
         {
-            let to = bo.sg().segment_at(record.page() << F::GRANULE.log2()).expect("checked by plan").addr;
+            let to = bo.sg().page_at(record.page() << F::GRANULE.log2(), F::GRANULE).expect("checked by plan");
             self.table.map(va, to, F::GRANULE.bytes(), access).expect(RESERVED);
         } else {
             let segments = segments::<F>(self.null, slot, record, first, last);

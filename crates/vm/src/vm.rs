@@ -211,7 +211,7 @@ impl<F: Format, T: Tables> Vm<F, T> {
         if bo.len() >> granule.log2() >= Record::MAX_PAGES {
             return Err(Error::BoTooLarge { bo: bo.id(), len: bo.len(), granule });
         }
-        if !bo.is_mappable(granule.bytes(), F::OUTPUT_BITS) {
+        if !bo.is_mappable(granule, F::OUTPUT_BITS) {
             // Perhaps this part of it is.
             let part = bo.sg().runs(offset..offset + used).into_iter().flatten();
             let checked = TableEstimate::<F>::new().map_sg(DeviceVa::new(0), part);

@@ -4,7 +4,7 @@ use std::alloc::{GlobalAlloc, Layout, System};
 use std::cell::Cell;
 use std::sync::Arc;
 
-use dmalane_addr::{Access, CardAddr, DeviceVa, SgTable, Span};
+use dmalane_addr::{Access, CardAddr, DeviceVa, SgIndex, SgTable, Span};
 use dmalane_iopt::{AgxUat, Arm64S1_4k, Format, HeapTables, X86_64_4Level};
 use dmalane_vm::{Bo, Error, Request, Vm};
 
@@ -92,7 +92,7 @@ fn run_out<F: Format>() -> u64 {
                 let frame = if id % 2 == 0 { (id + 1) * 2 * chunk + i } else { (100 + id) * chunk + i * 7 % chunk };
                 sg.push(CardAddr::new(frame * granule), granule).unwrap();
             }
-            Arc::new(Bo::new(id, sg))
+            Arc::new(Bo::new(id, SgIndex::from_table(&sg).unwrap()))
         })
         .collect();
     let va = |page: u64| DeviceVa::new((base + page) * granule);

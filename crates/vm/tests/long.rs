@@ -5,7 +5,7 @@
 
 use std::sync::Arc;
 
-use dmalane_addr::{Access, Address, CardAddr, DeviceVa, SgTable, Span};
+use dmalane_addr::{Access, Address, CardAddr, DeviceVa, SgIndex, SgTable, Span};
 use dmalane_iopt::{AgxUat, Arm64S1_4k, Format, HeapTables, Tables, X86_64_4Level};
 use dmalane_vm::{Bo, Error, Request, Target, Vm};
 
@@ -108,7 +108,7 @@ impl<F: Format> Run<F> {
                 sg.push(CardAddr::new(frame * granule), run * granule).unwrap();
                 frame += run + u64::from(id >= 4) * (1 + random.below(3));
             }
-            bos.push(Arc::new(Bo::new(id, sg)));
+            bos.push(Arc::new(Bo::new(id, SgIndex::from_table(&sg).unwrap())));
         }
         Self { vm, model: vec![None; pages as usize], bos, base, random, refused: 0 }
     }

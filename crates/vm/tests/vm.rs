@@ -3,7 +3,7 @@
 use std::collections::BTreeMap;
 use std::sync::Arc;
 
-use dmalane_addr::{Access, CardAddr, DeviceVa, PageSize, SgTable, Span};
+use dmalane_addr::{Access, CardAddr, DeviceVa, PageSize, Segment, Span};
 use dmalane_iopt::{Arm64S1_4k, Format, HeapTables, Tables, X86_64_4Level};
 use dmalane_vm::{Bo, Committed, Error, PlanError, Request, Target, Vm};
 use proptest::prelude::*;
@@ -62,11 +62,8 @@ fn span(page: u64, pages: u64) -> Span<DeviceVa> {
 
 /// A buffer of these runs, in pages.
 fn bo(id: u64, runs: &[(u64, u64)]) -> Arc<Bo> {
-    let mut sg = SgTable::new();
-    for &(frame, pages) in runs {
-        sg.push(CardAddr::new(frame * PAGE), pages * PAGE).unwrap();
-    }
-    Arc::new(Bo::new(id, sg))
+    let segment = |&(frame, pages): &(u64, u64)| Segment { addr: CardAddr::new(frame * PAGE), len: pages * PAGE };
+    Arc::new(Bo::of_segments(id, runs.iter().map(segment)).unwrap())
 }
 
 fn bind(page: u64, bo: &Arc<Bo>, offset: u64, pages: u64, access: Access) -> Request {
@@ -257,10 +254,8 @@ type Expected = fn(&Error) -> bool;
 
 /// A bad request and the error it must give.
 fn bad(n: u8, bos: &[Arc<Bo>]) -> (Request, Expected) {
-    let mut odd = SgTable::new();
-    odd.push(CardAddr::new(0x1000), 100).unwrap();
-    odd.push(CardAddr::new(0x8000), 2 * PAGE - 100).unwrap();
-    let odd = Arc::new(Bo::new(9, odd));
+    let odd = [(0x1000, 100), (0x8000, 2 * PAGE - 100)].map(|(at, len)| Segment { addr: CardAddr::new(at), len });
+    let odd = Arc::new(Bo::of_segments(9, odd).unwrap());
     let far = bo(8, &[((1 << 40) - 1, 2)]); // reaches 2^52
     let (good, at) = (&bos[0], va(FIRST));
     let bind_bytes =

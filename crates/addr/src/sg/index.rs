@@ -1,0 +1,391 @@
+//! The scatter-gather index: any byte of a buffer found in time that does not depend on how many segments there are.
+
+use core::fmt;
+use core::marker::PhantomData;
+use core::ops::Range;
+
+use thiserror::Error;
+
+use super::plain::{Flat, IN_PLACE, InPlace, List};
+use super::rank::Rank;
+use crate::{Address, PageSize, Segment, SegmentAt, SgTable};
+
+/// Why a list of segments could not be taken.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Error)]
+#[non_exhaustive]
+pub enum SgError<A: Address> {
+    /// A segment reaches beyond the end of its address space.
+    #[error("a segment of {len} bytes at {addr} reaches beyond the end of the address space")]
+    Wraps {
+        /// Where the segment starts.
+        addr: A,
+        /// Its bytes.
+        len: u64,
+    },
+    /// The buffer would be longer than 2^64 - 1 bytes.
+    #[error("the segments are longer than 2^64 - 1 bytes together")]
+    TooLong,
+    /// The host is out of memory.
+    #[error("no memory for a scatter-gather list of {segments} segments")]
+    NoMemory {
+        /// Segments there are, or there were until then.
+        segments: usize,
+    },
+}
+
+/// How an [`SgIndex`] holds its segments. It chooses by itself; this is for reports.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+#[non_exhaustive]
+pub enum SgKind {
+    /// Up to four segments, in the index itself.
+    InPlace,
+    /// A 4-byte frame for every granule: for buffers made of single pages.
+    Flat,
+    /// A bitmap of where segments begin (0.25 bytes a granule), and 4 bytes a segment.
+    Rank,
+    /// The same with 8 bytes a segment, for segments more than 2^32 granules apart.
+    WideRank,
+    /// 16 bytes a segment and a binary search: for granules below 4 KiB, of which the others would need too many.
+    List,
+}
+
+impl SgKind {
+    /// The name as it stands in reports.
+    pub const fn name(self) -> &'static str {
+        match self {
+            Self::InPlace => "in place",
+            Self::Flat => "flat",
+            Self::Rank => "rank",
+            Self::WideRank => "wide rank",
+            Self::List => "list",
+        }
+    }
+}
+
+impl fmt::Display for SgKind {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(self.name())
+    }
+}
+
+/// Single pages up to this mean length are held flat, in sixteenths: there the bitmap costs more than it saves.
+const FLAT_MEAN_16THS: u64 = 17;
+
+/// The longest segment, in granules, of a flat index, which finds the end of a segment page by page.
+const FLAT_LONGEST: u64 = 16;
+
+/// The smallest granule that gets a bitmap. From here on it is at most 1/16384 of the buffer.
+const RANK_GRANULE: u32 = 12;
+
+/// A buffer as a list of segments that does not change any more, with an index: finding a byte costs one or two loads, for
+/// the last page of a buffer in a million pieces as for the first.
+///
+/// Neighbours that continue each other are one segment, as in an [`SgTable`]. Use a table while segments are still coming
+/// or when all of them are walked once; make an index of it when pages are looked up.
+///
+/// ```
+/// use dmalane_addr::{PageSize, PhysAddr, Segment, SgIndex};
+/// let page = |n: u64| Segment { addr: PhysAddr::new(n * 0x4000), len: 0x4000 };
+/// let sg = SgIndex::try_new([7, 8, 3, 9].map(page)).unwrap();
+/// assert_eq!((sg.len(), sg.segment_count()), (0x10000, 3));
+/// let found = sg.segment_at(0x5000).unwrap();
+/// assert_eq!((found.addr, found.left), (PhysAddr::new(8 * 0x4000 + 0x1000), 0x3000));
+/// assert_eq!(sg.page_at(0xc000, PageSize::SIZE_16K), Some(PhysAddr::new(9 * 0x4000)));
+/// assert_eq!(sg.runs(0x4000..0xc000).unwrap().count(), 2);
+/// ```
+#[derive(Clone, Debug)]
+pub struct SgIndex<A> {
+    len: u64,
+    segments: usize,
+    granule: PageSize,
+    form: Form,
+    space: PhantomData<A>,
+}
+
+#[derive(Clone, Debug)]
+enum Form {
+    InPlace(InPlace),
+    Flat(Flat),
+    Rank(Rank<u32>),
+    WideRank(Rank<u64>),
+    List(List),
+}
+
+/// What the choice of a form goes by.
+pub(super) struct Survey {
+    pub(super) granule: PageSize,
+    /// Granules, the last one perhaps cut short.
+    pub(super) pages: u64,
+    /// The lowest address, and the highest of all bytes.
+    pub(super) base: u64,
+    pub(super) last: u64,
+    /// Bytes of the longest segment.
+    longest: u64,
+}
+
+impl Survey {
+    pub(super) fn of<A: Address>(table: &SgTable<A>) -> Self {
+        let (mut bits, mut start) = (0, 0);
+        let (mut base, mut last, mut longest) = (u64::MAX, 0, 0);
+        for s in table.segments() {
+            let addr = s.addr.bits();
+            bits |= start | addr;
+            (base, last, longest) = (base.min(addr), last.max(addr + (s.len - 1)), longest.max(s.len));
+            start += s.len;
+        }
+        // A page size is below 2^64.
+        let granule = PageSize::from_log2(bits.trailing_zeros().min(63) as u8).expect("below 64");
+        Self { granule, pages: table.len().div_ceil(granule.bytes()), base, last, longest }
+    }
+
+    fn kind(&self, segments: usize) -> SgKind {
+        let shift = u32::from(self.granule.log2());
+        if segments <= IN_PLACE {
+            SgKind::InPlace
+        } else if shift < RANK_GRANULE || self.pages > u64::from(u32::MAX) {
+            SgKind::List
+        } else if (self.last - self.base) >> shift > u64::from(u32::MAX) {
+            SgKind::WideRank
+        } else if 16 * self.pages <= FLAT_MEAN_16THS * segments as u64 && self.longest >> shift <= FLAT_LONGEST {
+            SgKind::Flat
+        } else {
+            SgKind::Rank
+        }
+    }
+}
+
+/// The segments as (start in the buffer, address).
+fn starts<A: Address>(table: &SgTable<A>) -> impl ExactSizeIterator<Item = (u64, u64)> {
+    let mut start = 0;
+    table.segments().map(move |s| {
+        let here = (start, s.addr.bits());
+        start += s.len;
+        here
+    })
+}
+
+impl<A: Address> SgIndex<A> {
+    /// The index of these segments in one pass over them; those of no bytes are left out. While it runs, it also needs 16
+    /// bytes for each segment.
+    ///
+    /// # Errors
+    /// Any of [`SgError`].
+    pub fn try_new(segments: impl IntoIterator<Item = Segment<A>>) -> Result<Self, SgError<A>> {
+        let mut table = SgTable::new();
+        for s in segments {
+            table.try_push(s.addr, s.len)?;
+        }
+        Self::from_table(&table)
+    }
+
+    /// The index of all segments of a table.
+    ///
+    /// # Errors
+    /// [`SgError::NoMemory`].
+    pub fn from_table(table: &SgTable<A>) -> Result<Self, SgError<A>> {
+        let survey = Survey::of(table);
+        Self::build(table, &survey, survey.kind(table.segment_count()))
+    }
+
+    /// The index in the given form, which must be able to hold it.
+    pub(super) fn build(table: &SgTable<A>, survey: &Survey, kind: SgKind) -> Result<Self, SgError<A>> {
+        let (len, base, shift) = (table.len(), survey.base, u32::from(survey.granule.log2()));
+        // The forms that count pages are chosen where these fit.
+        let pages = survey.pages as u32;
+        let form = match kind {
+            SgKind::InPlace => Some(Form::InPlace(InPlace::new(starts(table), len))),
+            SgKind::Flat => {
+                let granule = survey.granule.bytes();
+                let segments = table.segments().map(|s| (s.addr.bits(), s.len.div_ceil(granule) as u32));
+                Flat::new(segments, base, shift, pages).map(Form::Flat)
+            }
+            SgKind::Rank => Rank::new(starts(table), base, shift, pages).map(Form::Rank),
+            SgKind::WideRank => Rank::new(starts(table), base, shift, pages).map(Form::WideRank),
+            SgKind::List => List::new(starts(table), len).map(Form::List),
+        };
+        let segments = table.segment_count();
+        let form = form.ok_or(SgError::NoMemory { segments })?;
+        Ok(Self { len, segments, granule: survey.granule, form, space: PhantomData })
+    }
+
+    /// Bytes in all.
+    #[inline]
+    pub fn len(&self) -> u64 {
+        self.len
+    }
+
+    /// True when there are no bytes.
+    #[inline]
+    pub fn is_empty(&self) -> bool {
+        self.len == 0
+    }
+
+    /// The number of segments.
+    #[inline]
+    pub fn segment_count(&self) -> usize {
+        self.segments
+    }
+
+    /// The largest page size of which all segments start at a multiple, in the buffer as in memory. (The last segment may
+    /// end anywhere.) A page of this size or below, at a multiple of its size, never crosses from a segment into the next.
+    #[inline]
+    pub fn granule(&self) -> PageSize {
+        self.granule
+    }
+
+    /// Bytes of memory used, those of this object included.
+    pub fn bytes(&self) -> usize {
+        size_of::<Self>()
+            + match &self.form {
+                Form::InPlace(_) => 0,
+                Form::Flat(f) => f.heap_bytes(),
+                Form::Rank(f) => f.heap_bytes(),
+                Form::WideRank(f) => f.heap_bytes(),
+                Form::List(f) => f.heap_bytes(),
+            }
+    }
+
+    /// How the segments are held.
+    pub fn kind(&self) -> SgKind {
+        match self.form {
+            Form::InPlace(_) => SgKind::InPlace,
+            Form::Flat(_) => SgKind::Flat,
+            Form::Rank(_) => SgKind::Rank,
+            Form::WideRank(_) => SgKind::WideRank,
+            Form::List(_) => SgKind::List,
+        }
+    }
+
+    /// Where the byte at `offset` lives; `None` beyond the end.
+    #[inline]
+    pub fn segment_at(&self, offset: u64) -> Option<SegmentAt<A>> {
+        if offset >= self.len {
+            return None;
+        }
+        let shift = self.shift();
+        let (addr, end) = match &self.form {
+            Form::Flat(f) => f.segment(offset, shift).map(|(addr, page)| (addr, self.page_end(page)))?,
+            Form::Rank(f) => f.segment(offset, shift).map(|(addr, page)| (addr, self.page_end(page)))?,
+            Form::WideRank(f) => f.segment(offset, shift).map(|(addr, page)| (addr, self.page_end(page)))?,
+            Form::InPlace(f) => f.segment(offset),
+            Form::List(f) => f.segment(offset)?,
+        };
+        Some(SegmentAt { addr: A::new(addr), left: end - offset })
+    }
+
+    /// The address of the whole page at `offset`; `None` where it reaches beyond the end or is not contiguous.
+    ///
+    /// Faster than [`segment_at`](Self::segment_at) for a multiple of a page up to the [granule](Self::granule): where the
+    /// segment ends need not be found out.
+    #[inline]
+    pub fn page_at(&self, offset: u64, page: PageSize) -> Option<A> {
+        if self.len.checked_sub(offset)? < page.bytes() {
+            return None;
+        }
+        if page > self.granule || offset & (page.bytes() - 1) != 0 {
+            return self.page_across(offset, page);
+        }
+        let shift = self.shift();
+        let addr = match &self.form {
+            Form::Flat(f) => f.address(offset, shift)?,
+            Form::Rank(f) => f.address(offset, shift)?,
+            Form::WideRank(f) => f.address(offset, shift)?,
+            Form::InPlace(f) => f.segment(offset).0,
+            Form::List(f) => f.segment(offset)?.0,
+        };
+        Some(A::new(addr))
+    }
+
+    /// A page that may reach from one granule into the next.
+    #[cold]
+    fn page_across(&self, offset: u64, page: PageSize) -> Option<A> {
+        self.segment_at(offset).filter(|s| s.left >= page.bytes()).map(|s| s.addr)
+    }
+
+    /// The segments of a sub-range, the first and last cut to fit; `None` when the range is not within the buffer.
+    /// An empty range has no runs.
+    pub fn runs(&self, range: Range<u64>) -> Option<SgRuns<'_, A>> {
+        (range.start <= range.end && range.end <= self.len).then_some(SgRuns { index: self, range })
+    }
+
+    /// All segments in order.
+    pub fn segments(&self) -> SgRuns<'_, A> {
+        SgRuns { index: self, range: 0..self.len }
+    }
+
+    /// The address of each page of a sub-range; `None` when the range is not within the buffer, is no multiple of the page
+    /// size, or holds a page that is not contiguous. An empty range has no pages.
+    ///
+    /// Where the page is larger than the [granule](Self::granule), the runs of the range are looked through first.
+    pub fn pages(&self, range: Range<u64>, page: PageSize) -> Option<SgPages<'_, A>> {
+        let mask = page.bytes() - 1;
+        let mut runs = self.runs(range.clone())?;
+        let whole = (range.end - range.start) & mask == 0;
+        let within = page <= self.granule && range.start & mask == 0;
+        let all = whole && (within || runs.all(|run| run.len & mask == 0));
+        all.then_some(SgPages { runs: SgRuns { index: self, range }, run: None, page })
+    }
+
+    #[inline]
+    fn shift(&self) -> u32 {
+        u32::from(self.granule.log2())
+    }
+
+    /// The offset behind a page, cut to the end of the buffer. (The end of the last page may be 2^64.)
+    #[inline]
+    fn page_end(&self, page: u32) -> u64 {
+        ((u64::from(page) << self.shift()).wrapping_sub(1)).min(self.len - 1) + 1
+    }
+}
+
+/// Iterator over the segments of a sub-range, made by [`SgIndex::runs`].
+#[derive(Clone, Debug)]
+pub struct SgRuns<'a, A> {
+    index: &'a SgIndex<A>,
+    /// What is still to come.
+    range: Range<u64>,
+}
+
+impl<A: Address> Iterator for SgRuns<'_, A> {
+    type Item = Segment<A>;
+
+    #[inline]
+    fn next(&mut self) -> Option<Segment<A>> {
+        if self.range.is_empty() {
+            return None;
+        }
+        let at = self.index.segment_at(self.range.start)?;
+        let len = at.left.min(self.range.end - self.range.start);
+        self.range.start += len;
+        Some(Segment { addr: at.addr, len })
+    }
+}
+
+/// Iterator over the pages of a sub-range, made by [`SgIndex::pages`].
+#[derive(Clone, Debug)]
+pub struct SgPages<'a, A> {
+    runs: SgRuns<'a, A>,
+    /// What is left of the current run, if any.
+    run: Option<Segment<A>>,
+    page: PageSize,
+}
+
+impl<A: Address> Iterator for SgPages<'_, A> {
+    type Item = A;
+
+    #[inline]
+    fn next(&mut self) -> Option<A> {
+        let run = self.run.take().or_else(|| self.runs.next())?;
+        let left = run.len.saturating_sub(self.page.bytes());
+        // A page follows in the same run, so its address exists.
+        let rest = run.addr.checked_add(self.page.bytes()).filter(|_| left > 0);
+        self.run = rest.map(|addr| Segment { addr, len: left });
+        Some(run.addr)
+    }
+
+    fn size_hint(&self) -> (usize, Option<usize>) {
+        let bytes = (self.runs.range.end - self.runs.range.start) + self.run.map_or(0, |r| r.len);
+        let pages = usize::try_from(bytes / self.page.bytes()).ok();
+        (pages.unwrap_or(usize::MAX), pages)
+    }
+}

@@ -1,0 +1,121 @@
+//! The plain forms of an index: a handful of segments in place, a frame for every page, a list to search.
+
+use alloc::vec::Vec;
+
+/// Segments that an index holds without a heap.
+pub(super) const IN_PLACE: usize = 4;
+
+/// A handful of segments, found by comparing with all of them.
+#[derive(Clone, Debug)]
+pub(super) struct InPlace {
+    /// The offset behind each segment; the highest number where there is no segment.
+    ends: [u64; IN_PLACE],
+    /// Address less offset, modulo 2^64.
+    deltas: [u64; IN_PLACE],
+}
+
+impl InPlace {
+    /// The index of up to [`IN_PLACE`] segments, each as (start in the buffer, address), of `len` bytes in all.
+    pub(super) fn new(segments: impl Iterator<Item = (u64, u64)>, len: u64) -> Self {
+        let mut new = Self { ends: [u64::MAX; IN_PLACE], deltas: [0; IN_PLACE] };
+        for (i, (start, addr)) in segments.take(IN_PLACE).enumerate() {
+            if i > 0 {
+                new.ends[i - 1] = start;
+            }
+            new.ends[i] = len;
+            new.deltas[i] = addr.wrapping_sub(start);
+        }
+        new
+    }
+
+    /// The address of the byte at `offset`, which lies within the buffer, and the offset behind its segment.
+    #[inline]
+    pub(super) fn segment(&self, offset: u64) -> (u64, u64) {
+        let at: usize = self.ends[..IN_PLACE - 1].iter().map(|&end| usize::from(end <= offset)).sum();
+        (self.deltas[at].wrapping_add(offset), self.ends[at])
+    }
+}
+
+/// A frame for every page, for buffers made of single pages: one load.
+#[derive(Clone, Debug)]
+pub(super) struct Flat {
+    /// In pages, counted from `base`.
+    frames: Vec<u32>,
+    /// The lowest address.
+    base: u64,
+}
+
+impl Flat {
+    /// The index of segments, each as (address, pages), over `pages` pages; `None` without memory.
+    pub(super) fn new(segments: impl Iterator<Item = (u64, u32)>, base: u64, shift: u32, pages: u32) -> Option<Self> {
+        let mut frames = Vec::new();
+        frames.try_reserve_exact(pages as usize).ok()?;
+        for (addr, n) in segments {
+            let first = ((addr - base) >> shift) as u32;
+            frames.extend((0..n).map(|i| first + i));
+        }
+        Some(Self { frames, base })
+    }
+
+    /// The address of the byte at `offset`, which lies within the buffer.
+    #[inline]
+    pub(super) fn address(&self, offset: u64, shift: u32) -> Option<u64> {
+        let frame = *self.frames.get((offset >> shift) as usize)?;
+        Some(self.base.wrapping_add(u64::from(frame) << shift | offset & ((1 << shift) - 1)))
+    }
+
+    /// The address of the byte at `offset`, and the page behind its segment, which is looked for page by page: this form
+    /// is for short segments.
+    #[inline]
+    pub(super) fn segment(&self, offset: u64, shift: u32) -> Option<(u64, u32)> {
+        let addr = self.address(offset, shift)?;
+        let page = (offset >> shift) as usize;
+        let (mut end, mut frame) = (page + 1, *self.frames.get(page)?);
+        while let Some(&next) = self.frames.get(end)
+            && frame.checked_add(1) == Some(next)
+        {
+            (end, frame) = (end + 1, next);
+        }
+        Some((addr, end as u32))
+    }
+
+    pub(super) fn heap_bytes(&self) -> usize {
+        self.frames.capacity() * size_of::<u32>()
+    }
+}
+
+/// All segments in order, found by binary search: what fits no other form.
+#[derive(Clone, Debug)]
+pub(super) struct List {
+    /// The offset of each segment.
+    starts: Vec<u64>,
+    /// Address less offset, modulo 2^64.
+    deltas: Vec<u64>,
+    /// Bytes of the buffer.
+    len: u64,
+}
+
+impl List {
+    /// The index of segments, each as (start in the buffer, address), of `len` bytes in all; `None` without memory.
+    pub(super) fn new(segments: impl ExactSizeIterator<Item = (u64, u64)>, len: u64) -> Option<Self> {
+        let mut new = Self { starts: Vec::new(), deltas: Vec::new(), len };
+        new.starts.try_reserve_exact(segments.len()).ok()?;
+        new.deltas.try_reserve_exact(segments.len()).ok()?;
+        for (start, addr) in segments {
+            new.starts.push(start);
+            new.deltas.push(addr.wrapping_sub(start));
+        }
+        Some(new)
+    }
+
+    /// The address of the byte at `offset`, which lies within the buffer, and the offset behind its segment.
+    pub(super) fn segment(&self, offset: u64) -> Option<(u64, u64)> {
+        let behind = self.starts.partition_point(|&start| start <= offset);
+        let delta = self.deltas.get(behind.checked_sub(1)?)?;
+        Some((delta.wrapping_add(offset), self.starts.get(behind).copied().unwrap_or(self.len)))
+    }
+
+    pub(super) fn heap_bytes(&self) -> usize {
+        (self.starts.capacity() + self.deltas.capacity()) * size_of::<u64>()
+    }
+}
