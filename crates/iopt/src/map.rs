@@ -309,7 +309,7 @@ impl<F: Format, I: Address, O: Address, T: Tables> PageTable<F, I, O, T> {
         while *i < end {
             let mut room = CHUNK.min(end - *i);
             if group > 1 {
-                if *i % group == 0 {
+                if i.is_multiple_of(group) {
                     // A group may start here: look at the segment first.
                     match source.next_extent() {
                         Ok(true) if !may_start_group::<F>(*i, source.now.out) => {}
