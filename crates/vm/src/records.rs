@@ -283,7 +283,12 @@ impl<F: Format> Records<F> {
     pub(crate) fn put(&mut self, slots: &mut Slots, first: u64, last: u64, record: Option<Record>) -> u64 {
         let chunk = Self::chunk(first);
         let had = if chunk == self.cursor.chunk && chunk == Self::chunk(last) {
-            self.put_pages(self.cursor.path[Self::LAST as usize], slots, first, last, record)
+            let id = self.cursor.path[Self::LAST as usize];
+            if first == last {
+                self.put_page(id, slots, first, record)
+            } else {
+                self.put_pages(id, slots, first, last, record)
+            }
         } else {
             self.put_below(ROOT, 0, slots, first, last, record)
         };
@@ -291,6 +296,20 @@ impl<F: Format> Records<F> {
             slots.bound(record.slot(), last - first + 1, (chunk, Self::chunk(last) + 1));
         }
         had
+    }
+
+    /// The same for one page.
+    #[inline]
+    fn put_page(&mut self, id: u32, slots: &mut Slots, page: u64, record: Option<Record>) -> u64 {
+        let node = &mut self.nodes[id as usize];
+        let entry = &mut node.words[Self::index(page, Self::LAST)];
+        let old = core::mem::replace(entry, record.map_or(0, Record::word));
+        let had = Record::from_word(old);
+        node.used = node.used + usize::from(record.is_some()) - usize::from(had.is_some());
+        if let Some(old) = had {
+            slots.unbound(old.slot(), 1);
+        }
+        u64::from(had.is_some())
     }
 
     /// The same in one node of the last level.
@@ -377,7 +396,7 @@ impl<F: Format> Records<F> {
         slots: &mut Slots,
         slot: u32,
         (first, last): (u64, u64),
-        gone: &mut impl FnMut(&mut Slots, Gone),
+        gone: &mut impl FnMut(Gone),
     ) {
         self.take_slot_below(ROOT, 0, slots, slot, first, last, gone);
     }
@@ -391,7 +410,7 @@ impl<F: Format> Records<F> {
         slot: u32,
         first: u64,
         last: u64,
-        gone: &mut impl FnMut(&mut Slots, Gone),
+        gone: &mut impl FnMut(Gone),
     ) {
         let mut at = first;
         for i in Self::index(first, level)..=Self::index(last, level) {
@@ -405,7 +424,7 @@ impl<F: Format> Records<F> {
                     node.words[i] = 0;
                     node.used -= 1;
                     slots.unbound(slot, pages);
-                    gone(slots, Gone::Pages(entry_first, entry_last));
+                    gone(Gone::Pages(entry_first, entry_last));
                 }
             } else if word != 0 {
                 let child = Self::child(word);
@@ -415,7 +434,7 @@ impl<F: Format> Records<F> {
                     let node = &mut self.nodes[id as usize];
                     node.words[i] = 0;
                     node.used -= 1;
-                    gone(slots, Gone::Node(entry_first, entry_last));
+                    gone(Gone::Node(entry_first, entry_last));
                 }
             }
             at = end.wrapping_add(1);

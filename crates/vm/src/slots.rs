@@ -80,12 +80,6 @@ impl Slots {
         &self.slots[slot as usize]
     }
 
-    /// The buffer of a slot that has one.
-    #[inline]
-    pub(crate) fn bo(&self, slot: u32) -> Option<&Arc<Bo>> {
-        self.get(slot).bo.as_ref()
-    }
-
     /// The first slot of a buffer, or [`NONE`].
     #[inline]
     pub(crate) fn first_of(&mut self, bo: &Arc<Bo>) -> u32 {
@@ -198,6 +192,9 @@ impl Slots {
     #[inline]
     pub(crate) fn end_plan(&mut self) -> u32 {
         let mut chain = NONE;
+        if self.planned.is_empty() && self.idle.is_empty() {
+            return chain;
+        }
         while let Some(slot) = self.planned.pop() {
             self.slots[slot as usize].planned = 0;
             if self.get(slot).pages == 0 && slot != NULL {

@@ -135,9 +135,13 @@ impl<F: Format, T: Tables> Vm<F, T> {
         let mut index = 0;
         for (i, request) in requests.into_iter().enumerate() {
             index = i;
-            plan.vm.plan_request(request, &mut batch).map_err(|error| PlanError { index, error })?;
+            if let Err(error) = plan.vm.plan_request(request, &mut batch) {
+                return Err(PlanError { index, error });
+            }
         }
-        plan.vm.reserve(&batch).map_err(|error| PlanError { index, error })?;
+        if let Err(error) = plan.vm.reserve(&batch) {
+            return Err(PlanError { index, error });
+        }
         Ok(plan)
     }
 
@@ -179,8 +183,8 @@ impl<F: Format, T: Tables> Vm<F, T> {
             },
             Request::Prefetch(span) => {
                 self.check_span(span, batch)?;
-                self.scratch.prefetches.try_reserve(1).map_err(|_| self.no_memory())?;
-                self.scratch.prefetches.push(span);
+                self.scratch.lists.prefetches.try_reserve(1).map_err(|_| self.no_memory())?;
+                self.scratch.lists.prefetches.push(span);
                 Ok(())
             }
         }
@@ -201,24 +205,33 @@ impl<F: Format, T: Tables> Vm<F, T> {
     ) -> Result<(), Error> {
         let granule = F::GRANULE;
         let span = self.check_bind(va, len, access, batch)?;
+        let used = if repeat == 0 { len } else { repeat << granule.log2() };
+        let within = offset.checked_add(used).is_some_and(|end| end <= bo.len());
+        let aligned = offset & (granule.bytes() - 1) == 0;
+        if !(within && aligned && bo.is_mappable(granule, F::OUTPUT_BITS, Record::MAX_PAGES)) {
+            Self::check_bo(va, bo, offset, used)?;
+        }
+        let slot = self.slots.plan(bo, repeat.saturating_sub(1)).map_err(|Full| self.no_memory())?;
+        self.add_bind(span, Record::new(slot, offset >> granule.log2(), access, repeat > 0), batch)
+    }
+
+    /// Whether the `used` bytes at `offset` of a buffer can be bound, and why not.
+    #[cold]
+    fn check_bo(va: DeviceVa, bo: &Bo, offset: u64, used: u64) -> Result<(), Error> {
+        let granule = F::GRANULE;
         if offset & (granule.bytes() - 1) != 0 {
             return Err(Error::MisalignedOffset { va, bo: bo.id(), offset, granule });
         }
-        let used = if repeat == 0 { len } else { repeat << granule.log2() };
         if offset.checked_add(used).is_none_or(|end| end > bo.len()) {
             return Err(Error::BeyondBo { va, bo: bo.id(), offset, len: used, bo_len: bo.len() });
         }
         if bo.len() >> granule.log2() >= Record::MAX_PAGES {
             return Err(Error::BoTooLarge { bo: bo.id(), len: bo.len(), granule });
         }
-        if !bo.is_mappable(granule, F::OUTPUT_BITS) {
-            // Perhaps this part of it is.
-            let part = bo.sg().runs(offset..offset + used).into_iter().flatten();
-            let checked = TableEstimate::<F>::new().map_sg(DeviceVa::new(0), part);
-            checked.map_err(|source| Error::Segment { va, bo: bo.id(), source })?;
-        }
-        let slot = self.slots.plan(bo, repeat.saturating_sub(1)).map_err(|_| self.no_memory())?;
-        self.add_bind(span, Record::new(slot, offset >> granule.log2(), access, repeat > 0), batch)
+        // Not all of the buffer can be mapped. Perhaps this part of it can.
+        let part = bo.sg().runs(offset..offset + used).into_iter().flatten();
+        let checked = TableEstimate::<F>::new().map_sg(DeviceVa::new(0), part);
+        checked.map_err(|source| Error::Segment { va, bo: bo.id(), source })
     }
 
     #[inline]
@@ -226,24 +239,31 @@ impl<F: Format, T: Tables> Vm<F, T> {
         let (first, last) = pages_of::<F>(span);
         self.touch(first, last, true)?;
         if Records::<F>::covers_a_chunk(first, last) {
-            let mut estimate = TableEstimate::<F>::new();
-            let segments = segments::<F>(self.null, self.slots.get(record.slot()), record, first, last);
-            let checked = estimate.map_sg(span.first(), segments);
-            checked.map_err(|source| Error::Segment { va: span.first(), bo: self.id_of(record.slot()), source })?;
-            batch.tables = batch.tables.saturating_add(estimate.tables());
+            let tables = self.tables_for(first, last, record)?;
+            batch.tables = batch.tables.saturating_add(tables);
         }
         let (low, high) = batch.bound.unwrap_or((first, last));
         batch.bound = Some((low.min(first), high.max(last)));
         self.add_step(Step::Bind { first, last, record })
     }
 
+    /// The tables that binding whole chunks can take.
+    #[inline(never)]
+    fn tables_for(&self, first: u64, last: u64, record: Record) -> Result<usize, Error> {
+        let (va, slot) = (Self::va(first), self.slots.get(record.slot()));
+        let mut estimate = TableEstimate::<F>::new();
+        let checked = estimate.map_sg(va, segments::<F>(self.null, slot, record, first, last));
+        let id = || slot.bo.as_ref().map_or(0, |bo| bo.id());
+        checked.map_err(|source| Error::Segment { va, bo: id(), source })?;
+        Ok(estimate.tables())
+    }
+
     /// What can be said of a bind without its buffer.
     #[inline]
     fn check_bind(&self, va: DeviceVa, len: u64, access: Access, batch: &Batch) -> Result<Span<DeviceVa>, Error> {
-        if len == 0 {
-            return Err(Error::Empty { va });
-        }
-        let span = Span::new(va, len).ok_or(Error::Wraps { va, len })?;
+        let Some(span) = Span::new(va, len) else {
+            return Err(if len == 0 { Error::Empty { va } } else { Error::Wraps { va, len } });
+        };
         self.check_span(span, batch)?;
         if !F::supports(access) {
             return Err(Error::Unsupported { va, access, format: F::NAME });
@@ -253,6 +273,14 @@ impl<F: Format, T: Tables> Vm<F, T> {
 
     #[inline]
     fn check_span(&self, span: Span<DeviceVa>, batch: &Batch) -> Result<(), Error> {
+        if span.is_aligned(F::GRANULE) && self.range.covers(&span) && self.reserved.is_none() && !batch.reserved {
+            return Ok(());
+        }
+        self.check_place(span, batch)
+    }
+
+    #[cold]
+    fn check_place(&self, span: Span<DeviceVa>, batch: &Batch) -> Result<(), Error> {
         if !span.is_aligned(F::GRANULE) {
             return Err(Error::Misaligned { span, granule: F::GRANULE });
         }
@@ -272,16 +300,24 @@ impl<F: Format, T: Tables> Vm<F, T> {
     /// Makes the nodes that changing these pages takes.
     #[inline]
     fn touch(&mut self, first: u64, last: u64, make: bool) -> Result<(), Error> {
-        let ends = [Some(first), Some(last).filter(|&last| Records::<F>::chunk(first) != Records::<F>::chunk(last))];
-        for at in ends.into_iter().flatten() {
-            self.scratch.touched.try_reserve(1).map_err(|_| self.no_memory())?;
-            self.scratch.touched.push(Records::<F>::chunk(at));
-            self.records.touch(at, first, last, make).map_err(|Full| self.no_memory())?;
+        self.touch_end(first, first, last, make).map_err(|Full| self.no_memory())?;
+        if Records::<F>::chunk(first) != Records::<F>::chunk(last) {
+            self.touch_end(last, first, last, make).map_err(|Full| self.no_memory())?;
         }
         if Records::<F>::covers_a_chunk(first, last) {
             self.records.will_unlink();
         }
         Ok(())
+    }
+
+    #[inline]
+    fn touch_end(&mut self, at: u64, first: u64, last: u64, make: bool) -> Result<(), Full> {
+        let chunk = Records::<F>::chunk(at);
+        if self.scratch.touched.last() != Some(&chunk) {
+            self.scratch.touched.try_reserve(1)?;
+            self.scratch.touched.push(chunk);
+        }
+        self.records.touch(at, first, last, make)
     }
 
     #[inline]
@@ -298,9 +334,9 @@ impl<F: Format, T: Tables> Vm<F, T> {
         if tables > 0 && !self.table.tables_mut().reserve(tables) {
             return Err(Error::NoTables { tables, vm: self.range });
         }
-        let Scratch { steps, touched, spans, flushes, .. } = &mut self.scratch;
-        let lists = steps.len() + touched.len();
-        if spans.try_reserve(lists).is_err() || flushes.try_reserve(lists).is_err() {
+        let Scratch { steps, touched, lists } = &mut self.scratch;
+        let room = steps.len() + touched.len();
+        if lists.spans.try_reserve(room).is_err() || lists.flushes.try_reserve(room).is_err() {
             return Err(self.no_memory());
         }
         Ok(())
@@ -311,24 +347,24 @@ impl<F: Format, T: Tables> Vm<F, T> {
         Error::NoMemory { vm: self.range }
     }
 
-    fn id_of(&self, slot: u32) -> u64 {
-        self.slots.bo(slot).map_or(0, |bo| bo.id())
-    }
-
     /// Frees the tables that a commit has detached, and lets go of the buffers that lost their last binding. Call it once
     /// the device has invalidated every span of [`Committed::spans`] and no longer walks through what it had cached.
     #[inline]
     pub fn invalidated(&mut self, committed: Committed<T::Addr>) {
-        let (mut lists, released) = committed.into_parts();
+        let Committed { mut lists, released, .. } = committed;
+        if released != NONE {
+            self.slots.release(released);
+        }
+        if lists.is_empty() {
+            return;
+        }
         for flush in lists.flushes.drain(..) {
             self.table.free_tables(flush);
         }
-        self.slots.release(released);
         // The room is for the next plan.
         lists.spans.clear();
         lists.prefetches.clear();
-        (self.scratch.spans, self.scratch.prefetches) = (lists.spans, lists.prefetches);
-        self.scratch.flushes = lists.flushes;
+        self.scratch.lists = lists;
     }
 
     /// What the VM covers.
