@@ -476,20 +476,58 @@ impl<F: Format> Records<F> {
             } else if (join == Join::All || join == Join::Split && self.nodes[id as usize].split == self.plan)
                 && let Some(record) = self.uniform(id, level)
             {
-                let node = &mut self.nodes[id as usize];
-                node.words.fill(0);
-                node.used = 0;
+                self.empty(id);
                 record.word()
             } else {
                 break;
             };
-            self.give(id);
+            if new == 0 {
+                self.give(id);
+            }
             level -= 1;
             let node = &mut self.nodes[path[level as usize] as usize];
             node.words[Self::index(page, level)] = new;
             node.used -= usize::from(new == 0);
         }
         emptied
+    }
+
+    /// Makes one record of each node within pages `first..=last` that is all one, lower ones first, and gives first and last
+    /// page of each to `joined`. Not while there is a plan.
+    pub(crate) fn join(&mut self, first: u64, last: u64, joined: &mut impl FnMut(u64, u64)) {
+        self.join_below(ROOT, 0, first, last, joined);
+    }
+
+    fn join_below(&mut self, id: u32, level: u32, first: u64, last: u64, joined: &mut impl FnMut(u64, u64)) {
+        let mut at = first;
+        for i in Self::index(first, level)..=Self::index(last, level) {
+            let (entry_first, entry_last) = Self::entry(at, level);
+            let end = entry_last.min(last);
+            let word = self.nodes[id as usize].words[i];
+            if word != 0 && Record::from_word(word).is_none() {
+                let child = Self::child(word);
+                if level + 1 < Self::LAST {
+                    self.join_below(child, level + 1, at, end, joined);
+                }
+                if at == entry_first
+                    && end == entry_last
+                    && let Some(record) = self.uniform(child, level + 1)
+                {
+                    self.empty(child);
+                    self.nodes[id as usize].words[i] = record.word();
+                    joined(entry_first, entry_last);
+                }
+            }
+            at = end.wrapping_add(1);
+        }
+    }
+
+    /// Puts a full node among the spare ones.
+    fn empty(&mut self, id: u32) {
+        let node = &mut self.nodes[id as usize];
+        node.words.fill(0);
+        node.used = 0;
+        self.give(id);
     }
 
     /// The record that all entries of a node continue.

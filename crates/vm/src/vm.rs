@@ -367,6 +367,32 @@ impl<F: Format, T: Tables> Vm<F, T> {
         self.scratch.lists = lists;
     }
 
+    /// Makes larger leaves within the span where what is bound, by many requests perhaps, continues in the buffer object and
+    /// on the card, for whole tables at a time. Gives the number of tables that this freed. What is bound stays the same.
+    ///
+    /// `invalidate` is called once for each table that goes, while its addresses are not mapped, and returns when the device
+    /// has forgotten them: the break-before-make order of the Arm architecture, in which a device that uses them
+    /// meanwhile sees a fault.
+    ///
+    /// # Errors
+    /// [`Error::Misaligned`], [`Error::OutsideVm`].
+    pub fn merge(&mut self, span: Span<DeviceVa>, mut invalidate: impl FnMut(Span<DeviceVa>)) -> Result<usize, Error> {
+        if !span.is_aligned(F::GRANULE) {
+            return Err(Error::Misaligned { span, granule: F::GRANULE });
+        }
+        if !self.range.covers(&span) {
+            return Err(Error::OutsideVm { span, vm: self.range });
+        }
+        let (first, last) = pages_of::<F>(span);
+        let Self { records, table, .. } = self;
+        let mut freed = 0;
+        records.join(first, last, &mut |first, last| {
+            let merged = table.merge(Self::span(first, last), &mut invalidate);
+            freed += merged.expect("whole pages within the VM");
+        });
+        Ok(freed)
+    }
+
     /// What the VM covers.
     pub fn range(&self) -> Span<DeviceVa> {
         self.range
