@@ -94,27 +94,7 @@ impl<'a, F: Format, T: Tables> Plan<'a, F, T> {
     #[inline]
     pub fn commit(mut self) -> Committed<T::Addr> {
         self.committed = true;
-        let vm = &mut *self.vm;
-        let mut unmapped = 0;
-        for i in 0..vm.scratch.steps.len() {
-            unmapped += match vm.scratch.steps[i] {
-                Step::Bind { first, last, record } => vm.bind(first, last, record),
-                Step::Unbind { first, last } => vm.unbind(first, last),
-                Step::UnbindBo { slot } => vm.unbind_bo(slot),
-            };
-        }
-        // A node that was kept for a later request may stand for one leaf by now.
-        let join = if vm.records.unlinks() { Join::All } else { Join::No };
-        for i in 0..vm.scratch.touched.len() {
-            let chunk = vm.scratch.touched[i];
-            if vm.records.settle(chunk, join) {
-                vm.prune(Records::<F>::chunk_pages(chunk));
-            }
-        }
-        let released = vm.slots.end_plan();
-        let lists = &mut vm.scratch.lists;
-        let lists = if lists.is_empty() { Lists::new() } else { core::mem::replace(lists, Lists::new()) };
-        Committed { lists, unmapped: unmapped << F::GRANULE.log2(), released }
+        self.vm.commit()
     }
 }
 
@@ -128,6 +108,31 @@ impl<F: Format, T: Tables> Drop for Plan<'_, F, T> {
 }
 
 impl<F: Format, T: Tables> Vm<F, T> {
+    /// Carries out what was planned.
+    #[inline]
+    pub(crate) fn commit(&mut self) -> Committed<T::Addr> {
+        let mut unmapped = 0;
+        for i in 0..self.scratch.steps.len() {
+            unmapped += match self.scratch.steps[i] {
+                Step::Bind { first, last, record } => self.bind_pages(first, last, record),
+                Step::Unbind { first, last } => self.unbind_pages(first, last),
+                Step::UnbindBo { slot } => self.unbind_bo(slot),
+            };
+        }
+        // A node that was kept for a later request may stand for one leaf by now.
+        let join = if self.records.unlinks() { Join::All } else { Join::No };
+        for i in 0..self.scratch.touched.len() {
+            let chunk = self.scratch.touched[i];
+            if self.records.settle(chunk, join) {
+                self.prune(Records::<F>::chunk_pages(chunk));
+            }
+        }
+        let released = self.slots.end_plan();
+        let lists = &mut self.scratch.lists;
+        let lists = if lists.is_empty() { Lists::new() } else { core::mem::replace(lists, Lists::new()) };
+        Committed { first: None, lists, unmapped: unmapped << F::GRANULE.log2(), released }
+    }
+
     /// Undoes what planning did: nothing that can be seen.
     #[cold]
     pub(crate) fn forget_plan(&mut self) {
@@ -141,7 +146,7 @@ impl<F: Format, T: Tables> Vm<F, T> {
 
     /// Binds pages and gives the number of those that were unmapped for it.
     #[inline]
-    fn bind(&mut self, first: u64, last: u64, record: Record) -> u64 {
+    fn bind_pages(&mut self, first: u64, last: u64, record: Record) -> u64 {
         let had = self.records.put(&mut self.slots, first, last, Some(record));
         if had > 0 {
             self.clear(first, last, had);
@@ -167,7 +172,7 @@ impl<F: Format, T: Tables> Vm<F, T> {
     }
 
     #[inline]
-    fn unbind(&mut self, first: u64, last: u64) -> u64 {
+    fn unbind_pages(&mut self, first: u64, last: u64) -> u64 {
         let had = self.records.put(&mut self.slots, first, last, None);
         if had > 0 {
             self.clear(first, last, had);
@@ -229,6 +234,8 @@ impl<F: Format, T: Tables> Vm<F, T> {
 #[must_use = "invalidate the spans on the device, then hand this to Vm::invalidated"]
 #[derive(Debug)]
 pub struct Committed<A> {
+    /// In front of those of the lists.
+    first: Option<Span<DeviceVa>>,
     pub(crate) lists: Lists<A>,
     unmapped: u64,
     /// Chain of slots.
@@ -236,10 +243,22 @@ pub struct Committed<A> {
 }
 
 impl<A: Address> Committed<A> {
+    /// That of a bind where nothing was.
+    #[inline]
+    pub(crate) const fn nothing() -> Self {
+        Self { first: None, lists: Lists::new(), unmapped: 0, released: NONE }
+    }
+
+    /// That of an unmap that detached no table.
+    #[inline]
+    pub(crate) fn one(flush: FlushList<DeviceVa, A>) -> Self {
+        Self { first: Some(flush.span()), lists: Lists::new(), unmapped: flush.bytes(), released: NONE }
+    }
+
     /// What the device must invalidate, in the order of the requests; neighbours are joined, others may repeat and
     /// overlap. Empty when the batch only bound where nothing was.
-    pub fn spans(&self) -> impl ExactSizeIterator<Item = Span<DeviceVa>> {
-        self.lists.spans.iter().copied()
+    pub fn spans(&self) -> impl Iterator<Item = Span<DeviceVa>> {
+        self.first.into_iter().chain(self.lists.spans.iter().copied())
     }
 
     /// The spans of the batch's [`Prefetch`](crate::Request::Prefetch) requests.
@@ -259,7 +278,7 @@ impl<A: Address> Committed<A> {
 
     /// True when there is nothing to invalidate.
     pub fn is_empty(&self) -> bool {
-        self.lists.spans.is_empty()
+        self.first.is_none() && self.lists.spans.is_empty()
     }
 }
 

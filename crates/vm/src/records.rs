@@ -194,7 +194,7 @@ impl<F: Format> Records<F> {
 
     /// Makes the nodes that changing pages `first..=last` needs at the end `at`, one of the two. Where nothing is bound, and
     /// `make` is false, none is needed.
-    #[inline]
+    #[inline(always)]
     pub(crate) fn touch(&mut self, at: u64, first: u64, last: u64, make: bool) -> Result<(), Full> {
         let chunk = Self::chunk(at);
         let whole = Self::chunk_pages(chunk);
@@ -279,7 +279,7 @@ impl<F: Format> Records<F> {
 
     /// Binds pages `first..=last`, which have been touched, to what begins with `record`, or unbinds them. Gives the
     /// number of pages that were bound.
-    #[inline]
+    #[inline(always)]
     pub(crate) fn put(&mut self, slots: &mut Slots, first: u64, last: u64, record: Option<Record>) -> u64 {
         let chunk = Self::chunk(first);
         let had = if chunk == self.cursor.chunk && chunk == Self::chunk(last) {
@@ -298,8 +298,56 @@ impl<F: Format> Records<F> {
         had
     }
 
-    /// The same for one page.
-    #[inline]
+    /// The entry of a page whose chunk has a node, which the cursor finds from now on.
+    #[inline(always)]
+    fn seek(&mut self, page: u64) -> Option<(&mut Node, usize)> {
+        if Self::chunk(page) != self.cursor.chunk {
+            let mut path = [ROOT; MAX_LEVELS];
+            for level in 0..Self::LAST {
+                let word = self.nodes[path[level as usize] as usize].words[Self::index(page, level)];
+                if word == 0 || Record::from_word(word).is_some() {
+                    return None;
+                }
+                path[level as usize + 1] = Self::child(word);
+            }
+            self.cursor = Cursor { chunk: Self::chunk(page), path };
+        }
+        let node = &mut self.nodes[self.cursor.path[Self::LAST as usize] as usize];
+        Some((node, Self::index(page, Self::LAST)))
+    }
+
+    /// True when nothing is bound to a page whose chunk has a node: then [`put`](Self::put) needs no plan.
+    #[inline(always)]
+    pub(crate) fn is_vacant(&mut self, page: u64) -> bool {
+        self.seek(page).is_some_and(|(node, i)| node.words[i] == 0)
+    }
+
+    /// Binds a vacant page.
+    #[inline(always)]
+    pub(crate) fn put_vacant(&mut self, page: u64, record: Record) {
+        if let Some((node, i)) = self.seek(page) {
+            node.words[i] = record.word();
+            node.used += 1;
+        }
+    }
+
+    /// The record of a page whose chunk has a node with more in it: then unbinding it needs no plan.
+    #[inline(always)]
+    pub(crate) fn one_of_many(&mut self, page: u64) -> Option<Record> {
+        self.seek(page).filter(|(node, _)| node.used > 1).and_then(|(node, i)| Record::from_word(node.words[i]))
+    }
+
+    /// Unbinds such a page.
+    #[inline(always)]
+    pub(crate) fn take_one(&mut self, page: u64) {
+        if let Some((node, i)) = self.seek(page) {
+            node.words[i] = 0;
+            node.used -= 1;
+        }
+    }
+
+    /// The same as [`put`](Self::put) for one page.
+    #[inline(always)]
     fn put_page(&mut self, id: u32, slots: &mut Slots, page: u64, record: Option<Record>) -> u64 {
         let node = &mut self.nodes[id as usize];
         let entry = &mut node.words[Self::index(page, Self::LAST)];
@@ -313,7 +361,7 @@ impl<F: Format> Records<F> {
     }
 
     /// The same in one node of the last level.
-    #[inline]
+    #[inline(never)]
     fn put_pages(&mut self, id: u32, slots: &mut Slots, first: u64, last: u64, record: Option<Record>) -> u64 {
         let node = &mut self.nodes[id as usize];
         let words = &mut node.words[Self::index(first, Self::LAST)..=Self::index(last, Self::LAST)];
@@ -343,6 +391,7 @@ impl<F: Format> Records<F> {
         had
     }
 
+    #[inline(never)]
     fn put_below(
         &mut self,
         id: u32,
@@ -443,7 +492,7 @@ impl<F: Format> Records<F> {
 
     /// Ends a plan at a chunk that was touched: empty nodes are taken away, nodes that are all one record may become it.
     /// True when the node of the chunk, or one above it, was empty.
-    #[inline]
+    #[inline(always)]
     pub(crate) fn settle(&mut self, chunk: u64, join: Join) -> bool {
         if join == Join::No
             && chunk == self.cursor.chunk

@@ -1,5 +1,7 @@
 //! One device address space.
 
+use alloc::sync::Arc;
+
 use dmalane_addr::{Access, CardAddr, DeviceVa, Segment, Span};
 use dmalane_iopt::{Format, Leaf, PageTable, Place, Run, TableEstimate, Tables};
 
@@ -36,6 +38,12 @@ struct Batch {
     tables: usize,
     /// First and last page of all that the batch binds.
     bound: Option<(u64, u64)>,
+}
+
+impl Batch {
+    const fn new(reserved: bool) -> Self {
+        Self { reserved, tables: 0, bound: None }
+    }
 }
 
 impl<F: Format, T: Tables> Vm<F, T> {
@@ -111,6 +119,101 @@ impl<F: Format, T: Tables> Vm<F, T> {
         self.plan_batch(requests, false)
     }
 
+    /// Binds `len` bytes from `offset` of a buffer object at `va`, now: a batch of one [`Request::Bind`].
+    ///
+    /// # Errors
+    /// What [`plan`](Self::plan) would say of it. The VM is then as it was.
+    #[inline]
+    pub fn bind(
+        &mut self,
+        va: DeviceVa,
+        bo: &Arc<Bo>,
+        offset: u64,
+        len: u64,
+        access: Access,
+    ) -> Result<Committed<T::Addr>, Error> {
+        if len == F::GRANULE.bytes() && self.bind_page(va, bo, offset, access) {
+            return Ok(Committed::nothing());
+        }
+        self.begin();
+        let mut batch = Batch::new(false);
+        let planned = self.plan_bind(va, bo, offset, len, 0, access, &mut batch);
+        self.finish(planned, &batch)
+    }
+
+    /// Unbinds a span, now: a batch of one [`Request::Unbind`].
+    ///
+    /// # Errors
+    /// What [`plan`](Self::plan) would say of it. The VM is then as it was.
+    #[inline]
+    pub fn unbind(&mut self, span: Span<DeviceVa>) -> Result<Committed<T::Addr>, Error> {
+        if span.len() == F::GRANULE.bytes()
+            && let Some(committed) = self.unbind_page(span)
+        {
+            return Ok(committed);
+        }
+        self.begin();
+        let batch = Batch::new(false);
+        let planned = self.plan_unbind(span, &batch);
+        self.finish(planned, &batch)
+    }
+
+    /// Binds one page, if all is well and nothing is bound there, in a chunk that has its table, to a buffer that is bound
+    /// already: then nothing has to be planned. False when that is not so; nothing has changed then.
+    #[inline(always)]
+    fn bind_page(&mut self, va: DeviceVa, bo: &Arc<Bo>, offset: u64, access: Access) -> bool {
+        let granule = F::GRANULE;
+        let aligned = (va.bits() | offset) & (granule.bytes() - 1) == 0;
+        let allowed = self.range.contains(va) && self.reserved.is_none() && F::supports(access);
+        if !(aligned && allowed && bo.is_mappable(granule, F::OUTPUT_BITS, Record::MAX_PAGES)) {
+            return false;
+        }
+        let page = va.bits() >> granule.log2();
+        let Some(to) = bo.sg().page_at(offset, granule) else { return false };
+        if !self.records.is_vacant(page) {
+            return false;
+        }
+        let Some(slot) = self.slots.bound_page(bo, Records::<F>::chunk(page)) else { return false };
+        self.records.put_vacant(page, Record::new(slot, offset >> granule.log2(), access, false));
+        self.table.map(va, to, granule.bytes(), access).expect("where there is a node, there is a table");
+        true
+    }
+
+    /// Unbinds one page, if it is bound, and neither the last one of its chunk nor of its buffer.
+    #[inline(always)]
+    fn unbind_page(&mut self, span: Span<DeviceVa>) -> Option<Committed<T::Addr>> {
+        let page = span.first().bits() >> F::GRANULE.log2();
+        if !span.is_aligned(F::GRANULE) || !self.range.covers(&span) || self.reserved.is_some() {
+            return None;
+        }
+        let record = self.records.one_of_many(page)?;
+        if !self.slots.unbound_page(record.slot()) {
+            return None;
+        }
+        self.records.take_one(page);
+        let flush = self.table.clear(span).expect("what is bound page by page is mapped so: nothing is cut");
+        Some(Committed::one(flush))
+    }
+
+    /// Commits a batch of one, or takes back what was planned.
+    #[inline]
+    fn finish(&mut self, planned: Result<(), Error>, batch: &Batch) -> Result<Committed<T::Addr>, Error> {
+        match planned.and_then(|()| self.reserve(batch)) {
+            Ok(()) => Ok(self.commit()),
+            Err(e) => {
+                self.forget_plan();
+                Err(e)
+            }
+        }
+    }
+
+    #[inline]
+    fn begin(&mut self) {
+        self.scratch.steps.clear();
+        self.scratch.touched.clear();
+        self.records.begin();
+    }
+
     /// The same for the driver itself: all requests must lie within the reserved part
     /// ([`with_reserved`](Self::with_reserved)).
     ///
@@ -127,11 +230,9 @@ impl<F: Format, T: Tables> Vm<F, T> {
         requests: impl IntoIterator<Item = Request>,
         reserved: bool,
     ) -> Result<Plan<'_, F, T>, PlanError> {
-        self.scratch.steps.clear();
-        self.scratch.touched.clear();
-        self.records.begin();
+        self.begin();
         let plan = Plan::new(self); // takes back what follows, should it fail
-        let mut batch = Batch { reserved, tables: 0, bound: None };
+        let mut batch = Batch::new(reserved);
         let mut index = 0;
         for (i, request) in requests.into_iter().enumerate() {
             index = i;
@@ -166,14 +267,7 @@ impl<F: Format, T: Tables> Vm<F, T> {
                 self.slots.hold(NULL).map_err(|_| self.no_memory())?;
                 self.add_bind(span, Record::new(NULL, 0, Access::READ, true), batch)
             }
-            Request::Unbind(span) => {
-                self.check_span(span, batch)?;
-                let (first, last) = pages_of::<F>(span);
-                // What an earlier request binds as a whole must be cut by this one.
-                let cuts = batch.bound.is_some_and(|(low, high)| first <= high && low <= last);
-                self.touch(first, last, cuts)?;
-                self.add_step(Step::Unbind { first, last })
-            }
+            Request::Unbind(span) => self.plan_unbind(span, batch),
             Request::UnbindBo(bo) => match self.slots.first_of(&bo) {
                 NONE => Ok(()),
                 slot => {
@@ -196,7 +290,7 @@ impl<F: Format, T: Tables> Vm<F, T> {
     fn plan_bind(
         &mut self,
         va: DeviceVa,
-        bo: &alloc::sync::Arc<Bo>,
+        bo: &Arc<Bo>,
         offset: u64,
         len: u64,
         repeat: u64,
@@ -213,6 +307,16 @@ impl<F: Format, T: Tables> Vm<F, T> {
         }
         let slot = self.slots.plan(bo, repeat.saturating_sub(1)).map_err(|Full| self.no_memory())?;
         self.add_bind(span, Record::new(slot, offset >> granule.log2(), access, repeat > 0), batch)
+    }
+
+    #[inline]
+    fn plan_unbind(&mut self, span: Span<DeviceVa>, batch: &Batch) -> Result<(), Error> {
+        self.check_span(span, batch)?;
+        let (first, last) = pages_of::<F>(span);
+        // What an earlier request binds as a whole must be cut by this one.
+        let cuts = batch.bound.is_some_and(|(low, high)| first <= high && low <= last);
+        self.touch(first, last, cuts)?;
+        self.add_step(Step::Unbind { first, last })
     }
 
     /// Whether the `used` bytes at `offset` of a buffer can be bound, and why not.
@@ -234,7 +338,7 @@ impl<F: Format, T: Tables> Vm<F, T> {
         checked.map_err(|source| Error::Segment { va, bo: bo.id(), source })
     }
 
-    #[inline]
+    #[inline(always)]
     fn add_bind(&mut self, span: Span<DeviceVa>, record: Record, batch: &mut Batch) -> Result<(), Error> {
         let (first, last) = pages_of::<F>(span);
         self.touch(first, last, true)?;
@@ -259,7 +363,7 @@ impl<F: Format, T: Tables> Vm<F, T> {
     }
 
     /// What can be said of a bind without its buffer.
-    #[inline]
+    #[inline(always)]
     fn check_bind(&self, va: DeviceVa, len: u64, access: Access, batch: &Batch) -> Result<Span<DeviceVa>, Error> {
         let Some(span) = Span::new(va, len) else {
             return Err(if len == 0 { Error::Empty { va } } else { Error::Wraps { va, len } });
@@ -271,7 +375,7 @@ impl<F: Format, T: Tables> Vm<F, T> {
         Ok(span)
     }
 
-    #[inline]
+    #[inline(always)]
     fn check_span(&self, span: Span<DeviceVa>, batch: &Batch) -> Result<(), Error> {
         if span.is_aligned(F::GRANULE) && self.range.covers(&span) && self.reserved.is_none() && !batch.reserved {
             return Ok(());
@@ -298,7 +402,7 @@ impl<F: Format, T: Tables> Vm<F, T> {
     }
 
     /// Makes the nodes that changing these pages takes.
-    #[inline]
+    #[inline(always)]
     fn touch(&mut self, first: u64, last: u64, make: bool) -> Result<(), Error> {
         self.touch_end(first, first, last, make).map_err(|Full| self.no_memory())?;
         if Records::<F>::chunk(first) != Records::<F>::chunk(last) {
@@ -310,7 +414,7 @@ impl<F: Format, T: Tables> Vm<F, T> {
         Ok(())
     }
 
-    #[inline]
+    #[inline(always)]
     fn touch_end(&mut self, at: u64, first: u64, last: u64, make: bool) -> Result<(), Full> {
         let chunk = Records::<F>::chunk(at);
         if self.scratch.touched.last() != Some(&chunk) {
@@ -320,7 +424,7 @@ impl<F: Format, T: Tables> Vm<F, T> {
         self.records.touch(at, first, last, make)
     }
 
-    #[inline]
+    #[inline(always)]
     fn add_step(&mut self, step: Step) -> Result<(), Error> {
         self.scratch.steps.try_reserve(1).map_err(|_| self.no_memory())?;
         self.scratch.steps.push(step);
@@ -328,7 +432,7 @@ impl<F: Format, T: Tables> Vm<F, T> {
     }
 
     /// Reserves what the planned steps need.
-    #[inline]
+    #[inline(always)]
     fn reserve(&mut self, batch: &Batch) -> Result<(), Error> {
         let tables = batch.tables.saturating_add(self.records.missing_tables());
         if tables > 0 && !self.table.tables_mut().reserve(tables) {
@@ -452,7 +556,7 @@ impl<F: Format, T: Tables> Vm<F, T> {
     }
 
     /// Bytes of the buffer object that are bound, each counted as often as it is.
-    pub fn bound_bytes(&mut self, bo: &alloc::sync::Arc<Bo>) -> u64 {
+    pub fn bound_bytes(&mut self, bo: &Arc<Bo>) -> u64 {
         let mut slot = self.slots.first_of(bo);
         let mut pages = 0;
         while slot != NONE {
