@@ -48,4 +48,4 @@ pub use page::{PageSize, PageSizes};
 pub use range::{RangeAllocator, RangeError};
 pub use sg::{Segment, SegmentAt, SgTable};
 pub use span::Span;
-pub use timeline::{Fence, Timeline};
+pub use timeline::{Fence, Promise, Timeline};

@@ -32,16 +32,27 @@
 
 extern crate alloc;
 
+mod any;
+pub mod array;
 mod bindings;
 mod bo;
+mod errno;
 mod error;
+mod handles;
+mod mapped;
 mod plan;
+mod queue;
 mod request;
 mod vm;
 
+pub use any::AnyVm;
 pub use bindings::Binding;
 pub use bo::Bo;
+pub use errno::Errno;
 pub use error::Error;
+pub use handles::Handles;
+pub use mapped::Mapped;
 pub use plan::{Committed, Plan};
+pub use queue::{BindQueue, BindTicket, Ended, Full, QueueError, Submission};
 pub use request::Request;
 pub use vm::Vm;

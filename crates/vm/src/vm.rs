@@ -16,6 +16,7 @@ pub struct Vm<F, T: Tables> {
     range: Span<DeviceVa>,
     pub(crate) bindings: Bindings,
     pub(crate) table: PageTable<F, DeviceVa, CardAddr, T>,
+    failed: bool,
 }
 
 impl<F: Format, T: Tables> Vm<F, T> {
@@ -34,7 +35,7 @@ impl<F: Format, T: Tables> Vm<F, T> {
             return Err(Error::New { vm: range, source });
         }
         let table = PageTable::new(tables).map_err(|source| Error::New { vm: range, source })?;
-        Ok(Self { range, bindings: Bindings::default(), table })
+        Ok(Self { range, bindings: Bindings::default(), table, failed: false })
     }
 
     /// Checks a batch of requests and reserves the tables it may need in the worst case. Later requests of the batch see
@@ -49,6 +50,9 @@ impl<F: Format, T: Tables> Vm<F, T> {
         // The highest address that the batch binds so far: a bind above it does not replace one of the same batch.
         let mut bound: Option<DeviceVa> = None;
         for request in requests {
+            if self.failed && !matches!(request, Request::Unbind(_)) {
+                return Err(Error::Failed);
+            }
             let step = Step::check::<F>(request, self.range)?;
             let span = step.span();
             if bound >= Some(span.first()) || self.bindings.overlaps(span) {
@@ -75,6 +79,16 @@ impl<F: Format, T: Tables> Vm<F, T> {
         for flush in committed.flushes {
             self.table.free_tables(flush);
         }
+    }
+
+    /// Marks the VM as failed, for good: a batch that others rely on was not applied. From now on only unbinds are planned.
+    pub fn fail(&mut self) {
+        self.failed = true;
+    }
+
+    /// True once the VM has failed: see [`BindQueue`](crate::BindQueue).
+    pub fn has_failed(&self) -> bool {
+        self.failed
     }
 
     /// What the VM covers.
