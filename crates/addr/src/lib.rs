@@ -42,7 +42,7 @@ mod sg;
 mod span;
 mod timeline;
 
-pub use access::Access;
+pub use access::{Access, NotAccess};
 pub use address::{Address, CardAddr, DeviceVa, FileOffset, Iova, PhysAddr};
 pub use page::{PageSize, PageSizes};
 pub use range::{RangeAllocator, RangeError};

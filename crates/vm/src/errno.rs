@@ -14,6 +14,8 @@ pub enum Errno {
     TooBig = 7,
     /// No memory for it.
     NoMem = 12,
+    /// There is such an object already.
+    Exist = 17,
     /// An array that ends before its last operation does.
     Fault = 14,
     /// A request that is wrong in itself.
@@ -42,6 +44,7 @@ impl Errno {
             Self::TooBig => "E2BIG",
             Self::NoMem => "ENOMEM",
             Self::Fault => "EFAULT",
+            Self::Exist => "EEXIST",
             Self::Inval => "EINVAL",
             Self::Range => "ERANGE",
             Self::Overflow => "EOVERFLOW",
