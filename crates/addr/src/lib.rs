@@ -46,6 +46,6 @@ pub use access::{Access, NotAccess};
 pub use address::{Address, CardAddr, DeviceVa, FileOffset, Iova, PhysAddr};
 pub use page::{PageSize, PageSizes};
 pub use range::{RangeAllocator, RangeError};
-pub use sg::{Segment, SegmentAt, SgTable};
+pub use sg::{Runs as SgRuns, Segment, SegmentAt, SgTable};
 pub use span::Span;
 pub use timeline::{Fence, Promise, Timeline};

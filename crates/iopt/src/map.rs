@@ -12,6 +12,7 @@ use dmalane_addr::{Access, Address, PageSize, Segment, Span};
 use crate::format::{
     Kind, MAX_LEVELS, entries, group_bits, index, input_len, leaf_kind, page_size, same_table, second_size, shift,
 };
+use crate::unmap::Detach;
 use crate::{Entry, Error, Format, PageTable, Place, Tables, slots};
 
 /// The tables down to where the last leaf was written, so that the next table is found from the nearest common one. Kept
@@ -108,6 +109,7 @@ impl<F: Format, I: Address, O: Address, T: Tables> PageTable<F, I, O, T> {
         if T::SHARED {
             self.cursor.forget(); // another handle may have unlinked what it knows
         }
+        self.made.clear();
         let first = at.bits();
         let mut next = first;
         match self.fill(&mut next, &mut source, access).and_then(|()| finish(next - first)) {
@@ -127,15 +129,13 @@ impl<F: Format, I: Address, O: Address, T: Tables> PageTable<F, I, O, T> {
         source: &mut Source<F, O, impl Iterator<Item = Segment<O>>>,
         access: Access,
     ) -> Result<(), Error> {
-        // Where an empty table is in the way of a larger leaf: the size of leaf that goes below it, and how far.
+        // Where an empty table is in the way of a larger leaf: the largest that goes there, and how far.
         let mut below = (u64::MAX, *next);
         let limit = source.limit;
         while source.next()? {
             let at = *next;
             check_room::<F, I>(at, source.now.len)?;
-            if T::SHARED {
-                source.limit = if at < below.1 { limit.min(below.0) } else { limit };
-            }
+            source.limit = if at < below.1 { limit.min(below.0) } else { limit };
             let kind = source.leaf_kind(at)?;
             let level = kind.level;
             let table = self.table_for(at, level)?;
@@ -144,15 +144,19 @@ impl<F: Format, I: Address, O: Address, T: Tables> PageTable<F, I, O, T> {
             } else {
                 self.fill_blocks(table, kind, at, &mut source.now, access)
             };
-            // A group of which only a part could be written counts as one until it is undone.
-            self.leaves[kind.slot()] += done.div_ceil(kind.entries::<F>()) as u64;
+            self.leaves[kind.slot()] += (done / kind.entries::<F>()) as u64;
             *next = at + ((done as u64) << shift::<F>(level));
             match stop {
                 None => {}
-                Some(Stop::Taken) if T::SHARED && level + 1 < F::LEVELS && self.is_empty_table(*next, level) => {
-                    below = (page_size::<F>(level + 1).bytes(), (*next | (page_size::<F>(level).bytes() - 1)) + 1);
+                Some(Stop::Taken(taken)) => {
+                    let page = page_size::<F>(level).bytes();
+                    if let Some(taken) = self.first_mapped(taken, page) {
+                        return Err(Error::Overlap { at: Place::of(taken) });
+                    }
+                    // A group goes by single leaves, a single leaf by what the empty table holds.
+                    let within = kind.size::<F>().bytes() - 1;
+                    below = (if kind.group { page } else { page - 1 }, (*next | within) + 1);
                 }
-                Some(Stop::Taken) => return Err(self.overlap(*next, page_size::<F>(level).bytes())),
                 Some(Stop::BadSegment(segment)) => return Err(bad_segment::<F, O>(segment)),
             }
         }
@@ -187,7 +191,7 @@ impl<F: Format, I: Address, O: Address, T: Tables> PageTable<F, I, O, T> {
                 }
             }
             if old != 0 && F::decode(level, old) != Entry::Invalid {
-                stop = Some(Stop::Taken);
+                stop = Some(Stop::Taken(at));
                 return None;
             }
             if group_bits::<F>(level) > 0 {
@@ -202,6 +206,9 @@ impl<F: Format, I: Address, O: Address, T: Tables> PageTable<F, I, O, T> {
             Some(entry)
         });
         source.now = now;
+        if let Some(Stop::Taken(at)) = &mut stop {
+            *at += done as u64 * page;
+        }
         (done, stop)
     }
 
@@ -225,11 +232,15 @@ impl<F: Format, I: Address, O: Address, T: Tables> PageTable<F, I, O, T> {
             count = count.min(group - first % group); // where the next group may start, look again
         }
         let mut stop = None;
-        let done = slots::update::<F, T>(&mut self.tables, table, first..first + count, |old| {
-            if F::decode(level, old) != Entry::Invalid {
-                stop = Some(Stop::Taken);
-                return None;
+        let taken = |&i: &usize| F::decode(level, self.load(table, i)) != Entry::Invalid;
+        if let Some(taken) = (first..first + count).find(taken) {
+            stop = Some(Stop::Taken(at + (taken - first) as u64 * page));
+            count = taken - first;
+            if kind.group {
+                count &= !(group - 1); // all of a group or nothing of it
             }
+        }
+        let done = slots::update::<F, T>(&mut self.tables, table, first..first + count, |_| {
             let encode = if kind.group { F::encode_member } else { F::encode_leaf };
             let entry = encode(level, now.out, access);
             now.skip(page);
@@ -259,9 +270,15 @@ impl<F: Format, I: Address, O: Address, T: Tables> PageTable<F, I, O, T> {
                 Entry::Table(next) => T::Addr::new(next),
                 Entry::Leaf { .. } => return Err(Error::Overlap { at: Place::of(I::new(at)) }),
                 Entry::Invalid => {
+                    if self.made.try_reserve(1).is_err() {
+                        return Err(Error::NoTables { at: Place::of(I::new(at)) });
+                    }
                     let next = self.allocate(at)?;
                     match slots::install::<F, T>(&mut self.tables, table, i, F::encode_table(l, next.bits())) {
-                        Ok(()) => next,
+                        Ok(()) => {
+                            self.made.push(at & !(F::GRANULE.bytes() - 1) | u64::from(l + 1));
+                            next
+                        }
                         Err(there) => {
                             // Another handle was first. Its entry is a table: what we map is ours, so no leaf is there.
                             self.tables.free(next);
@@ -280,49 +297,38 @@ impl<F: Format, I: Address, O: Address, T: Tables> PageTable<F, I, O, T> {
         Ok(())
     }
 
-    /// True when the entry at `level` for `at` is a table with nothing mapped below: shared tables are left behind empty.
+    /// The lowest address of this page that is mapped. (The entry in use may be a table with only its last page mapped,
+    /// or an empty one.)
     #[cold]
-    fn is_empty_table(&self, at: u64, level: u32) -> bool {
-        let page = page_size::<F>(level);
-        Span::new(I::new(at).align_down(page), page.bytes()).is_some_and(|span| self.runs(span).next().is_none())
+    fn first_mapped(&self, at: u64, page: u64) -> Option<I> {
+        self.runs(Span::new(I::new(at), page)?).next().map(|run| run.at)
     }
 
-    /// The error for an entry at `at` that is in use.
-    #[cold]
-    fn overlap(&self, at: u64, page: u64) -> Error {
-        // The entry may be a table with only its last page mapped: name that page.
-        let taken = Span::new(I::new(at), page).and_then(|span| self.runs(span).next());
-        Error::Overlap { at: Place::of(taken.map_or(I::new(at), |run| run.at)) }
-    }
-
-    /// Takes back `first..next`, and the tables made for `next` that hold nothing yet.
+    /// Takes back `first..next`, all of it free before this call, and the tables that this call made.
     #[cold]
     fn undo(&mut self, first: u64, next: u64) {
         self.cursor.forget();
-        if !T::SHARED {
-            self.prune(next.min(input_len::<F>() - 1));
-        }
         if next > first {
-            // All of it was free before this call, so every table that becomes empty is one of ours.
-            let (_, tables) = self.clear_span(first, next - 1);
-            for table in tables {
-                self.tables.free(table);
+            self.clear_span(first, next - 1, Detach::Nothing);
+        }
+        while let Some(made) = self.made.pop() {
+            let (at, level) = (made & !(F::GRANULE.bytes() - 1), made as u32 & (F::GRANULE.bytes() - 1) as u32);
+            let size = page_size::<F>(level - 1).bytes();
+            let start = at & !(size - 1);
+            if T::SHARED && !(start >= first && start + size <= next) {
+                continue; // a neighbour may be using it
             }
-        }
-    }
-
-    /// Frees the empty tables on the path to `at`.
-    fn prune(&mut self, at: u64) {
-        let mut path = [self.root; MAX_LEVELS];
-        let mut level = 0;
-        while let Entry::Table(next) = F::decode(level, self.load(path[level as usize], index::<F>(at, level))) {
-            level += 1;
-            path[level as usize] = T::Addr::new(next);
-        }
-        while level > 0 && self.is_empty(path[level as usize], level) {
-            self.tables.free(path[level as usize]);
-            level -= 1;
-            self.store(path[level as usize], index::<F>(at, level), 0);
+            let mut above = self.root;
+            for l in 0..level {
+                let i = index::<F>(at, l);
+                let Entry::Table(next) = F::decode(l, self.load(above, i)) else { break };
+                let table = T::Addr::new(next);
+                if l + 1 == level && self.is_empty(table, level) {
+                    self.store(above, i, 0);
+                    self.tables.free(table);
+                }
+                above = table;
+            }
         }
     }
 }
@@ -346,8 +352,8 @@ impl Extent {
 
 /// Why a table was not filled as far as it could be.
 enum Stop<O> {
-    /// An entry is in use.
-    Taken,
+    /// The entry for this address is in use.
+    Taken(u64),
     /// A segment that cannot be mapped.
     BadSegment(Segment<O>),
 }

@@ -283,10 +283,10 @@ where
             len: span.len(),
             access: Access::READ,
         };
-        let plan = self.parts.vm.plan([request]).map_err(|source| Error::Bind {
+        let plan = self.parts.vm.plan([request]).map_err(|e| Error::Bind {
             path: file.path.clone(),
             tensor: file.model.tensors[index].name.clone(),
-            source,
+            source: e.error,
         })?;
         let committed = plan.commit();
         // Nothing was bound there before: ranges of files do not overlap.
@@ -326,10 +326,10 @@ where
     fn unload_file(&mut self, file: LoadedFile) -> Result<(), Error> {
         self.check(&file)?;
         let (Some(bo), Some(range)) = (file.bo, file.range) else { return Ok(()) };
-        let plan = self.parts.vm.plan([Request::Unbind(range)]).map_err(|source| Error::Bind {
+        let plan = self.parts.vm.plan([Request::Unbind(range)]).map_err(|e| Error::Bind {
             path: file.path.clone(),
             tensor: String::new(),
-            source,
+            source: e.error,
         })?;
         let committed = plan.commit();
         (self.parts.invalidate)().map_err(Error::Invalidate)?;

@@ -52,12 +52,18 @@ mod tests {
     #[test]
     fn numbers_and_texts() {
         let read = |text: &str| serde_json::from_str::<Number>(text).ok().map(|n| n.0);
-        for (text, value) in
-            [("0", 0), ("\"0x10\"", 16), ("\"16\"", 16), ("18446744073709551615", u64::MAX), ("\"0xFFFFffffFFFFffff\"", u64::MAX)]
-        {
+        for (text, value) in [
+            ("0", 0),
+            ("\"0x10\"", 16),
+            ("\"16\"", 16),
+            ("18446744073709551615", u64::MAX),
+            ("\"0xFFFFffffFFFFffff\"", u64::MAX),
+        ] {
             assert_eq!(read(text), Some(value), "{text}");
         }
-        for text in ["-1", "1.5", "1e3", "18446744073709551616", "\"\"", "\"0x\"", "\"+1\"", "\"1a\"", "\"-1\"", "null", "[]"] {
+        for text in
+            ["-1", "1.5", "1e3", "18446744073709551616", "\"\"", "\"0x\"", "\"+1\"", "\"1a\"", "\"-1\"", "null", "[]"]
+        {
             assert_eq!(read(text), None, "{text}");
         }
         assert_eq!(serde_json::to_string(&Number(u64::MAX)).unwrap(), "\"0xffffffffffffffff\"");

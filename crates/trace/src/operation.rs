@@ -43,8 +43,42 @@ pub enum Operation {
         /// What the device may do.
         access: Access,
     },
+    /// Binds some bytes of a buffer object again and again.
+    Repeat {
+        /// Where.
+        va: DeviceVa,
+        /// The buffer's id.
+        bo: u64,
+        /// The first byte of those that repeat.
+        offset: u64,
+        /// How many repeat.
+        page: u64,
+        /// Bytes.
+        len: u64,
+        /// What the device may do.
+        access: Access,
+    },
+    /// Makes a range read as zeroes.
+    Null {
+        /// Where.
+        va: DeviceVa,
+        /// Bytes.
+        len: u64,
+    },
     /// Removes what is bound in a range.
     Unbind {
+        /// Where.
+        va: DeviceVa,
+        /// Bytes.
+        len: u64,
+    },
+    /// Removes every binding of a buffer object.
+    UnbindBo {
+        /// The buffer's id.
+        bo: u64,
+    },
+    /// A hint that a range will be used.
+    Prefetch {
         /// Where.
         va: DeviceVa,
         /// Bytes.
@@ -60,7 +94,11 @@ enum Op {
     Bo,
     Destroy,
     Bind,
+    Repeat,
+    Null,
     Unbind,
+    UnbindBo,
+    Prefetch,
     Batch,
 }
 
@@ -77,6 +115,8 @@ struct Fields {
     bo: Option<Number>,
     #[serde(default, skip_serializing_if = "Option::is_none")]
     offset: Option<Number>,
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    page: Option<Number>,
     #[serde(default, skip_serializing_if = "Option::is_none")]
     len: Option<Number>,
     #[serde(default, skip_serializing_if = "Option::is_none")]
@@ -158,6 +198,7 @@ impl Fields {
             va: None,
             bo: None,
             offset: None,
+            page: None,
             len: None,
             access: None,
             segments: None,
@@ -173,6 +214,7 @@ impl Fields {
             ("va", self.va.is_some()),
             ("bo", self.bo.is_some()),
             ("offset", self.offset.is_some()),
+            ("page", self.page.is_some()),
             ("len", self.len.is_some()),
             ("access", self.access.is_some()),
             ("segments", self.segments.is_some()),
@@ -213,7 +255,18 @@ impl Fields {
                 len: need(self.len, "len")?,
                 access: self.access.ok_or(missing("access"))?.0,
             },
+            Op::Repeat => Operation::Repeat {
+                va: va()?,
+                bo: need(self.bo, "bo")?,
+                offset: self.offset.map_or(0, |n| n.0),
+                page: need(self.page, "page")?,
+                len: need(self.len, "len")?,
+                access: self.access.ok_or(missing("access"))?.0,
+            },
+            Op::Null => Operation::Null { va: va()?, len: need(self.len, "len")? },
             Op::Unbind => Operation::Unbind { va: va()?, len: need(self.len, "len")? },
+            Op::UnbindBo => Operation::UnbindBo { bo: need(self.bo, "bo")? },
+            Op::Prefetch => Operation::Prefetch { va: va()?, len: need(self.len, "len")? },
             Op::Batch => {
                 let ops = self.ops.ok_or(missing("ops"))?;
                 if ops.count > MAX_BATCH {
@@ -244,7 +297,16 @@ impl Fields {
                 fields.len = number(*len);
                 fields.access = Some(Letters(*access));
             }
-            Operation::Unbind { va, len } => {
+            Operation::Repeat { va, bo, offset, page, len, access } => {
+                fields.va = number(va.bits());
+                fields.bo = number(*bo);
+                fields.offset = number(*offset);
+                fields.page = number(*page);
+                fields.len = number(*len);
+                fields.access = Some(Letters(*access));
+            }
+            Operation::UnbindBo { bo } => fields.bo = number(*bo),
+            Operation::Null { va, len } | Operation::Unbind { va, len } | Operation::Prefetch { va, len } => {
                 fields.va = number(va.bits());
                 fields.len = number(*len);
             }
@@ -262,7 +324,11 @@ impl Op {
             Self::Bo => "bo",
             Self::Destroy => "destroy",
             Self::Bind => "bind",
+            Self::Repeat => "repeat",
+            Self::Null => "null",
             Self::Unbind => "unbind",
+            Self::UnbindBo => "unbind_bo",
+            Self::Prefetch => "prefetch",
             Self::Batch => "batch",
         }
     }
@@ -273,7 +339,9 @@ impl Op {
             Self::Bo => &["id", "segments", "more"],
             Self::Destroy => &["id"],
             Self::Bind => &["va", "bo", "offset", "len", "access"],
-            Self::Unbind => &["va", "len"],
+            Self::Repeat => &["va", "bo", "offset", "page", "len", "access"],
+            Self::Null | Self::Unbind | Self::Prefetch => &["va", "len"],
+            Self::UnbindBo => &["bo"],
             Self::Batch => &["ops"],
         }
     }
@@ -290,7 +358,11 @@ impl Operation {
             Self::Bo { .. } => Op::Bo,
             Self::Destroy { .. } => Op::Destroy,
             Self::Bind { .. } => Op::Bind,
+            Self::Repeat { .. } => Op::Repeat,
+            Self::Null { .. } => Op::Null,
             Self::Unbind { .. } => Op::Unbind,
+            Self::UnbindBo { .. } => Op::UnbindBo,
+            Self::Prefetch { .. } => Op::Prefetch,
             Self::Batch(_) => Op::Batch,
         }
     }

@@ -48,7 +48,14 @@ impl<W: Write> Recorder<W> {
                     let bo = self.bo(bo)?;
                     Operation::Bind { va: *va, bo, offset: *offset, len: *len, access: *access }
                 }
+                Request::Repeat { va, bo, offset, page, len, access } => {
+                    let bo = self.bo(bo)?;
+                    Operation::Repeat { va: *va, bo, offset: *offset, page: *page, len: *len, access: *access }
+                }
+                Request::Null { va, len } => Operation::Null { va: *va, len: *len },
                 Request::Unbind(span) => Operation::Unbind { va: span.first(), len: span.len() },
+                Request::UnbindBo(bo) => Operation::UnbindBo { bo: self.bo(bo)? },
+                Request::Prefetch(span) => Operation::Prefetch { va: span.first(), len: span.len() },
                 other => {
                     let what = format!("a trace cannot say {other:?}");
                     return Err(io::Error::new(io::ErrorKind::Unsupported, what));

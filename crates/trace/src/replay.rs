@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 use std::sync::Arc;
 
 use dmalane_addr::{Address, CardAddr, DeviceVa, Segment, SgTable, Span};
-use dmalane_vm::{AnyVm, Bo, Committed, Error, Request};
+use dmalane_vm::{AnyVm, Bo, Committed, Error, PlanError, Request};
 
 use crate::{Line, Operation, Refusal};
 
@@ -138,10 +138,14 @@ impl Replay {
             None => Err(Error::Wraps { va, len }),
         };
         Ok(match *operation {
-            Operation::Bind { va, bo, offset, len, access } => {
-                Request::Bind { va, bo: find(bo)?, offset, len, access }
+            Operation::Bind { va, bo, offset, len, access } => Request::Bind { va, bo: find(bo)?, offset, len, access },
+            Operation::Repeat { va, bo, offset, page, len, access } => {
+                Request::Repeat { va, bo: find(bo)?, offset, page, len, access }
             }
+            Operation::Null { va, len } => Request::Null { va, len },
             Operation::Unbind { va, len } => Request::Unbind(span(va, len)?),
+            Operation::UnbindBo { bo } => Request::UnbindBo(find(bo)?),
+            Operation::Prefetch { va, len } => Request::Prefetch(span(va, len)?),
             Operation::Bo { .. } | Operation::Destroy { .. } | Operation::Batch(_) => {
                 return Err(Refusal::NotInBatch { op: operation.name() });
             }
@@ -149,8 +153,11 @@ impl Replay {
     }
 
     fn commit(&mut self, requests: Vec<Request>, batch: bool) -> Result<Done, (Option<usize>, Refusal)> {
-        let _ = batch;
-        let committed = self.vm.apply(requests).map_err(|error| (None, error.into()))?;
+        let committed = self.vm.apply(requests).map_err(|PlanError { index, error }| {
+            // Memory is missing for the whole, not for the operation that was looked at last.
+            let of_all = matches!(error, Error::NoTables { .. } | Error::NoMemory { .. });
+            ((batch && !of_all).then_some(index), error.into())
+        })?;
         let done = Done { unmapped_bytes: Committed::unmapped_bytes(&committed) };
         // No device walks these tables.
         self.vm.invalidated(committed);
@@ -160,6 +167,9 @@ impl Replay {
 
 impl std::fmt::Debug for Replay {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.debug_struct("Replay").field("format", &self.vm.format()).field("bos", &self.bos.len()).finish_non_exhaustive()
+        f.debug_struct("Replay")
+            .field("format", &self.vm.format())
+            .field("bos", &self.bos.len())
+            .finish_non_exhaustive()
     }
 }

@@ -7,14 +7,16 @@ use std::sync::Arc;
 use dmalane_addr::{Access, CardAddr, DeviceVa, SgTable, Span};
 use dmalane_iopt::{AgxUat, HeapTables, X86_64_4Level};
 use dmalane_trace::{Header, Line, Lines, MAX_BATCH, MAX_BOS, MAX_LINE, Operation, Recorder, Refusal, Replay};
-use dmalane_vm::{AnyVm, Bo, Mapped, Request, Vm};
+use dmalane_vm::{AnyVm, Bo, Mapped, Request, Source, Vm};
 use proptest::prelude::*;
 
 const PAGE: u64 = 16 << 10;
 
 fn replay() -> Replay {
     let range = Span::new(DeviceVa::new(PAGE), (1 << 39) - PAGE);
-    let mut replay = Replay::new(Header { format: None, range }.vm::<AgxUat>().unwrap());
+    let reserved = Span::new(DeviceVa::new(1 << 30), 1 << 20);
+    let null_page = Some(dmalane_addr::Segment { addr: CardAddr::new(1 << 33), len: PAGE });
+    let mut replay = Replay::new(Header { range, reserved, null_page, ..Header::default() }.vm::<AgxUat>().unwrap());
     let bo = r#"{"op":"bo","id":1,"segments":[{"pa":"0x100000000","len":"0x40000"}]}"#;
     assert_eq!(step(&mut replay, bo), "ok");
     replay
@@ -42,6 +44,9 @@ fn hostile_lines_get_errors_by_name() {
     let seg = |pa: &str, len: &str| format!(r#"{{"op":"bo","id":2,"segments":[{{"pa":{pa},"len":{len}}}]}}"#);
     let at = |va: &str, offset: &str, len: &str| {
         format!(r#"{{"op":"bind","va":{va},"bo":1,"offset":{offset},"len":{len},"access":"r"}}"#)
+    };
+    let again = |offset: &str, page: &str, len: &str| {
+        format!(r#"{{"op":"repeat","va":"0x8000","bo":1,"offset":{offset},"page":{page},"len":{len},"access":"r"}}"#)
     };
     let table: Vec<(String, &str)> = vec![
         // not operations
@@ -88,6 +93,26 @@ fn hostile_lines_get_errors_by_name() {
         (at("32768", "0", "4096"), "misaligned"),
         (at("36864", "0", "16384"), "misaligned"),
         (at("32768", "0", "16384").replace("\"bo\":1", "\"bo\":7"), "no_bo"),
+        (at("\"0x40000000\"", "0", "16384"), "reserved"),
+        (at("\"0x3fffc000\"", "0", "\"0x8000\""), "reserved"),
+        (r#"{"op":"null","va":"0x8000","len":0}"#.into(), "empty"),
+        (r#"{"op":"null","va":"0x8000","len":"0xffffffffffffffff"}"#.into(), "wraps"),
+        (r#"{"op":"null","va":"0x8000","len":1}"#.into(), "misaligned"),
+        (r#"{"op":"null","va":"0x40000000","len":16384}"#.into(), "reserved"),
+        (r#"{"op":"null","va":"0x8000","len":16384,"access":"r"}"#.into(), "unexpected_field"),
+        (r#"{"op":"prefetch","va":"0x8000","len":1}"#.into(), "misaligned"),
+        (r#"{"op":"prefetch","va":0,"len":16384}"#.into(), "outside_vm"),
+        (r#"{"op":"unbind_bo","bo":2}"#.into(), "no_bo"),
+        (r#"{"op":"unbind_bo"}"#.into(), "missing_field"),
+        (again("0", "0", "16384"), "bad_repeat"),
+        (again("0", "4096", "16384"), "bad_repeat"),
+        (again("0", "\"0xc000\"", "\"0xc000\""), "bad_repeat"),
+        (again("0", "\"0x8000000000000000\"", "16384"), "bad_repeat"),
+        (again("0", "\"0x8000\"", "16384"), "bad_repeat"),
+        (again("\"0x40000\"", "16384", "16384"), "beyond_bo"),
+        (again("\"0xffffffffffffc000\"", "16384", "16384"), "beyond_bo"),
+        (again("1", "16384", "16384"), "misaligned_offset"),
+        (again("0", "16384", "0"), "empty"),
         (r#"{"op":"unbind","va":16384,"len":0}"#.into(), "empty"),
         (r#"{"op":"unbind","va":16384,"len":"0xffffffffffffffff"}"#.into(), "wraps"),
         (r#"{"op":"unbind","va":16384,"len":1}"#.into(), "misaligned"),
@@ -99,12 +124,14 @@ fn hostile_lines_get_errors_by_name() {
         assert_eq!(outcome.name(), *name, "{head}: {outcome:?}");
         assert!(outcome.result.unwrap_err().errno().number() > 0);
         // As one of a batch, with good ones around it, it takes them with it.
-        if !line.starts_with("{\"op\":\"b") || !line.contains("\"bind\"") || *name == "bad_line" {
+        if *name == "bad_line" || line.contains("\"batch\"") {
             continue;
         }
+        let name = if line.contains("\"segments\"") || line.contains("\"destroy\"") { &"not_in_batch" } else { name };
         let unbind = r#"{"op":"unbind","va":"0x8000","len":"0x4000"}"#;
         let batch = format!(r#"{{"op":"batch","ops":[{unbind},{bind},{line},{bind}]}}"#);
-        assert_eq!(step(&mut replay, &batch), *name, "{batch}");
+        let outcome = replay.step(Line::Bytes(batch.as_bytes())).unwrap();
+        assert_eq!((outcome.name(), outcome.index), (*name, Some(2)), "{batch}");
         assert_eq!(mapping(replay.vm()), before, "{batch}");
     }
     assert_eq!(step(&mut replay, "\u{fffd}"), "bad_line");
@@ -120,7 +147,8 @@ fn hostile_lines_get_errors_by_name() {
 fn buffer_objects_over_several_lines_and_after_their_end() {
     let mut replay = replay();
     let bind = |bo: u64| format!(r#"{{"op":"bind","va":"0x10000","bo":{bo},"len":"0xc000","access":"rw"}}"#);
-    let first = r#"{"op":"bo","id":2,"segments":[{"pa":"0x4000","len":16384},{"pa":"0x8000","len":16384}],"more":true}"#;
+    let first =
+        r#"{"op":"bo","id":2,"segments":[{"pa":"0x4000","len":16384},{"pa":"0x8000","len":16384}],"more":true}"#;
     assert_eq!(step(&mut replay, first), "ok");
     assert_eq!(step(&mut replay, &bind(2)), "no_bo", "not whole yet");
     let bad = r#"{"op":"bo","id":2,"segments":[{"pa":0,"len":16384},{"pa":0,"len":0}]}"#;
@@ -130,8 +158,9 @@ fn buffer_objects_over_several_lines_and_after_their_end() {
     assert_eq!(step(&mut replay, r#"{"op":"destroy","id":2}"#), "ok");
     assert_eq!(step(&mut replay, &bind(2)), "no_bo");
     let runs = mapping(replay.vm());
-    let seen: Vec<_> = runs.iter().map(|r| (r.span.first().bits(), r.span.len(), r.to.bits(), r.bo, r.offset)).collect();
-    assert_eq!(seen, [(0x10000, 0x8000, 0x4000, 2, 0), (0x18000, 0x4000, 0x40000, 2, 0x8000)]);
+    let from = |offset| Source::Bo { bo: 2, offset };
+    let seen: Vec<_> = runs.iter().map(|r| (r.span.first().bits(), r.span.len(), r.to.bits(), r.source)).collect();
+    assert_eq!(seen, [(0x10000, 0x8000, 0x4000, from(0)), (0x18000, 0x4000, 0x40000, from(0x8000))]);
     // The id is free again.
     assert_eq!(step(&mut replay, r#"{"op":"bo","id":2,"segments":[]}"#), "ok");
     assert_eq!(step(&mut replay, &bind(2)), "beyond_bo");
@@ -172,12 +201,19 @@ fn memory_has_a_most() {
     assert_eq!(replay.apply(&bo(0)).name(), "ok", "the rest of one that is there");
     assert_eq!(replay.apply(&Operation::Destroy { id: 0 }).name(), "ok");
     // A buffer whose pages all need leaves of their own: more tables than there may be, and an error before any is made.
-    let len = 1 << 46;
+    let len = 1 << 42;
     let segment = dmalane_addr::Segment { addr: CardAddr::new(4096), len };
     let huge = Operation::Bo { id: 0, segments: vec![segment], more: false };
     assert_eq!(replay.apply(&huge).name(), "ok");
     let bind = Operation::Bind { va: DeviceVa::new(0), bo: 0, offset: 0, len, access: Access::RW };
     assert_eq!(replay.apply(&bind).name(), "no_tables");
+    // One page over all of the VM: not gone through to the end.
+    for (page, len) in [(4096, 1 << 47), (2 << 20, 1 << 40), (4096, 1 << 39)] {
+        let (va, offset, access) = (DeviceVa::new(0), (2 << 20) - 4096, Access::RW);
+        let repeat = Operation::Repeat { va, bo: 0, offset, page, len, access };
+        assert_eq!(replay.apply(&repeat).name(), if page == 4096 { "no_tables" } else { "ok" });
+    }
+    assert_eq!(replay.apply(&Operation::UnbindBo { bo: 0 }).name(), "ok");
     assert_eq!((replay.vm().binding_count(), mapping(replay.vm())), (0, vec![]));
 }
 
@@ -215,22 +251,35 @@ proptest! {
     #[test]
     fn what_was_recorded_gives_the_same_vm(
         batches in prop::collection::vec(
-            prop::collection::vec((0usize..4, 1u64..6000, 0u64..64, 1u64..3000), 0..5), 0..12),
+            prop::collection::vec((0usize..10, 1u64..6000, 0u64..64, 1u64..3000), 0..5), 0..12),
     ) {
         let bos = buffers();
         let range = Span::new(DeviceVa::new(PAGE), (1 << 39) - PAGE).unwrap();
         let mut vm: TestVm = Vm::new(range, HeapTables::new(CardAddr::new(0))).unwrap();
-        let header = Header { format: Some("agx-uat".to_owned()), range: Some(range) };
+        let null_page = dmalane_addr::Segment { addr: CardAddr::new(1 << 33), len: PAGE };
+        vm.set_null_page(null_page.addr, null_page.len).unwrap();
+        let header = Header { format: Some("agx-uat".into()), range: Some(range), null_page: Some(null_page), reserved: None };
         let mut recorder = Recorder::new(Vec::new(), &header).unwrap();
         for batch in batches {
             let requests: Vec<Request> = batch.into_iter().map(|(which, page, offset, pages)| {
                 let va = DeviceVa::new(page * PAGE);
-                match bos.get(which) {
-                    None => Request::Unbind(Span::new(va, pages * PAGE).unwrap()),
-                    Some(bo) => {
-                        let len = (pages * PAGE).min(bo.len() - offset * PAGE);
-                        Request::Bind { va, bo: bo.clone(), offset: offset * PAGE, len, access: Access::RW }
+                let span = Span::new(va, pages * PAGE).unwrap();
+                match which {
+                    0..3 => {
+                        let len = (pages * PAGE).min(bos[which].len() - offset * PAGE);
+                        let access = if offset % 2 == 0 { Access::RW } else { Access::READ };
+                        Request::Bind { va, bo: bos[which].clone(), offset: offset * PAGE, len, access }
                     }
+                    3..6 => {
+                        let page = PAGE << (offset % 3);
+                        let (va, len) = (DeviceVa::new(va.bits() & !(page - 1) | page), pages * page);
+                        let bo = bos[which - 3].clone();
+                        Request::Repeat { va, bo, offset: offset % 32 * PAGE, page, len, access: Access::READ }
+                    }
+                    6 => Request::Null { va, len: span.len() },
+                    7 => Request::UnbindBo(bos[offset as usize % 3].clone()),
+                    8 => Request::Prefetch(span),
+                    _ => Request::Unbind(span),
                 }
             }).collect();
             let committed = vm.plan(requests.clone()).unwrap().commit();
@@ -247,7 +296,11 @@ proptest! {
         }
         let mut replayed = mapping(replay.vm());
         // Of two buffers with id 2 the later one has another id in the trace.
-        replayed.iter_mut().filter(|run| run.bo == u64::MAX).for_each(|run| run.bo = 2);
+        for run in &mut replayed {
+            if let Source::Bo { bo, .. } | Source::Repeat { bo, .. } = &mut run.source && *bo == u64::MAX {
+                *bo = 2;
+            }
+        }
         prop_assert_eq!(replayed, mapping(&vm));
     }
 }

@@ -6,7 +6,7 @@ use core::ops::ControlFlow;
 use dmalane_addr::{CardAddr, DeviceVa, PageSize, Span};
 use dmalane_iopt::{Format, Leaf, Tables};
 
-use crate::{Committed, Error, Mapped, Request, Vm, mapped};
+use crate::{Committed, Error, Mapped, PlanError, Request, Vm, mapped};
 
 /// A [`Vm`] of any format, for callers that choose the format at run time. Each function is that of the VM.
 pub trait AnyVm {
@@ -23,7 +23,7 @@ pub trait AnyVm {
     ///
     /// # Errors
     /// As of [`Vm::plan`]; the VM is as it was.
-    fn apply(&mut self, requests: Vec<Request>) -> Result<Committed<CardAddr>, Error>;
+    fn apply(&mut self, requests: Vec<Request>) -> Result<Committed<CardAddr>, PlanError>;
 
     /// [`Vm::invalidated`].
     fn invalidated(&mut self, committed: Committed<CardAddr>);
@@ -36,6 +36,12 @@ pub trait AnyVm {
 
     /// The number of bindings.
     fn binding_count(&self) -> usize;
+
+    /// [`Vm::set_null_page`].
+    ///
+    /// # Errors
+    /// As there.
+    fn set_null_page(&mut self, addr: CardAddr, len: u64) -> Result<(), Error>;
 }
 
 impl<F: Format, T: Tables<Addr = CardAddr>> AnyVm for Vm<F, T> {
@@ -51,7 +57,7 @@ impl<F: Format, T: Tables<Addr = CardAddr>> AnyVm for Vm<F, T> {
         self.range()
     }
 
-    fn apply(&mut self, requests: Vec<Request>) -> Result<Committed<CardAddr>, Error> {
+    fn apply(&mut self, requests: Vec<Request>) -> Result<Committed<CardAddr>, PlanError> {
         Ok(self.plan(requests)?.commit())
     }
 
@@ -68,6 +74,10 @@ impl<F: Format, T: Tables<Addr = CardAddr>> AnyVm for Vm<F, T> {
     }
 
     fn binding_count(&self) -> usize {
-        self.bindings().len()
+        self.bindings().count()
+    }
+
+    fn set_null_page(&mut self, addr: CardAddr, len: u64) -> Result<(), Error> {
+        self.set_null_page(addr, len)
     }
 }

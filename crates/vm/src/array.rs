@@ -12,7 +12,7 @@ use dmalane_iopt::{Format, Tables};
 use zerocopy::little_endian::{U32, U64};
 use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout, Unaligned};
 
-use crate::{Errno, Error, Handles, Plan, Request, Vm};
+use crate::{Errno, Error, Handles, Plan, PlanError, Request, Vm};
 
 /// One operation of an array, little-endian, without padding.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default, FromBytes, IntoBytes, KnownLayout, Immutable, Unaligned)]
@@ -127,6 +127,16 @@ impl Operation {
         Ok(match kind {
             Self::BIND => Request::Bind { va, bo: bo()?, offset, len: range, access },
             Self::UNBIND => Request::Unbind(span()?),
+            Self::UNBIND_BO => Request::UnbindBo(bo()?),
+            Self::NULL => Request::Null { va, len: range },
+            Self::PREFETCH => Request::Prefetch(span()?),
+            Self::REPEAT => {
+                let page = match (flags & Self::PAGE_MASK) >> Self::PAGE_SHIFT {
+                    0 => granule.bytes(),
+                    log2 => 1 << log2, // of at most 63
+                };
+                Request::Repeat { va, bo: bo()?, offset, page, len: range, access }
+            }
             _ => return Err(Reason::UnknownFlags { flags }),
         })
     }
@@ -229,6 +239,14 @@ pub struct ArrayError {
     pub reason: Reason,
 }
 
+impl From<PlanError> for ArrayError {
+    fn from(refused: PlanError) -> Self {
+        // Memory is missing for the whole, not for the operation that was looked at last.
+        let of_all = matches!(refused.error, Error::NoTables { .. } | Error::NoMemory { .. });
+        Self { index: (!of_all).then_some(refused.index), reason: refused.error.into() }
+    }
+}
+
 impl core::fmt::Display for ArrayError {
     fn fmt(&self, f: &mut core::fmt::Formatter<'_>) -> core::fmt::Result {
         match self.index {
@@ -266,10 +284,11 @@ pub fn decode(
     if stride < Operation::BYTES {
         return Err(whole(Reason::Stride { stride }));
     }
-    let bytes = count
-        .checked_mul(stride)
-        .and_then(|len| bytes.get(..len))
-        .ok_or(whole(Reason::Short { count, stride, bytes: bytes.len() }))?;
+    let bytes = count.checked_mul(stride).and_then(|len| bytes.get(..len)).ok_or(whole(Reason::Short {
+        count,
+        stride,
+        bytes: bytes.len(),
+    }))?;
     let mut requests = Vec::new();
     requests.try_reserve_exact(count).map_err(|_| whole(Reason::NoMemory { count }))?;
     for (index, bytes) in bytes.chunks_exact(stride).enumerate() {
@@ -296,6 +315,6 @@ impl<F: Format, T: Tables> Vm<F, T> {
         handles: &Handles,
     ) -> Result<Plan<'_, F, T>, ArrayError> {
         let requests = decode(bytes, stride, count, F::GRANULE, handles)?;
-        self.plan(requests).map_err(|error| ArrayError { index: None, reason: error.into() })
+        self.plan(requests).map_err(ArrayError::from)
     }
 }

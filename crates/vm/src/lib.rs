@@ -25,7 +25,7 @@
 //! for span in committed.spans() { /* the device's TLB forgets the span here */ }
 //! vm.invalidated(committed);
 //! assert_eq!(vm.lookup(va), None);
-//! # Ok::<(), dmalane_vm::Error>(())
+//! # Ok::<(), Box<dyn std::error::Error>>(())
 //! ```
 #![no_std]
 #![forbid(unsafe_code)]
@@ -34,7 +34,7 @@ extern crate alloc;
 
 mod any;
 pub mod array;
-mod bindings;
+mod binding;
 mod bo;
 mod errno;
 mod error;
@@ -42,17 +42,21 @@ mod handles;
 mod mapped;
 mod plan;
 mod queue;
+mod record;
+mod records;
 mod request;
+mod segments;
+mod slots;
 mod vm;
 
 pub use any::AnyVm;
-pub use bindings::Binding;
+pub use binding::{Binding, Target};
 pub use bo::Bo;
 pub use errno::Errno;
 pub use error::Error;
 pub use handles::Handles;
-pub use mapped::Mapped;
-pub use plan::{Committed, Plan};
+pub use mapped::{Mapped, Source};
+pub use plan::{Committed, Plan, PlanError};
 pub use queue::{BindQueue, BindTicket, Ended, Full, QueueError, Submission};
 pub use request::Request;
 pub use vm::Vm;

@@ -16,7 +16,7 @@ use alloc::vec::Vec;
 use dmalane_addr::{Address, CardAddr, Fence, Promise};
 use dmalane_iopt::{Format, Tables};
 
-use crate::{Committed, Error, Request, Vm};
+use crate::{Committed, PlanError, Request, Vm};
 
 /// A batch for a queue.
 #[derive(Debug, Default)]
@@ -57,7 +57,7 @@ pub struct Full {
 pub enum QueueError {
     /// The VM refused it.
     #[error("the VM refused a batch when its turn had come")]
-    Refused(#[source] Error),
+    Refused(#[source] PlanError),
     /// A fence that it waited for has failed.
     #[error("a fence that a batch waited for has failed")]
     Fence,
@@ -172,7 +172,8 @@ impl<A: Address> BindQueue<A> {
                 return;
             }
             let Some((ticket, submission)) = self.waiting.pop_front() else { return };
-            let result = if failed { Err(QueueError::VmFailed) } else { apply(vm, submission.requests, &submission.wait) };
+            let result =
+                if failed { Err(QueueError::VmFailed) } else { apply(vm, submission.requests, &submission.wait) };
             match result {
                 Ok(committed) => {
                     self.running = Some(Running { ticket, committed, signal: submission.signal });

@@ -1,11 +1,12 @@
 //! Arrays of operations as bytes: what is decoded, and what is wrong by name and number.
 
+use std::ops::ControlFlow;
 use std::sync::Arc;
 
 use dmalane_addr::{Access, CardAddr, DeviceVa, SgTable, Span};
 use dmalane_iopt::{AgxUat, HeapTables};
 use dmalane_vm::array::{ArrayError, Operation, Reason, decode};
-use dmalane_vm::{Bo, Errno, Error, Handles, Request, Vm};
+use dmalane_vm::{AnyVm, Bo, Errno, Error, Handles, Request, Source, Vm};
 use zerocopy::IntoBytes;
 
 const PAGE: u64 = 16 << 10;
@@ -25,7 +26,8 @@ fn operation(flags: u32, handle: u32, offset: u64, range: u64, addr: u64) -> Ope
 /// A VM, a buffer of 64 pages with its handle, and a handle that names nothing any more.
 fn setup() -> (Vm<AgxUat, HeapTables<CardAddr>>, Handles, u32, u32) {
     let range = Span::new(DeviceVa::new(16 * PAGE), 1 << 36).unwrap();
-    let vm = Vm::new(range, HeapTables::new(CardAddr::new(0))).unwrap();
+    let reserved = Span::new(DeviceVa::new(20 * PAGE), 4 * PAGE).unwrap();
+    let vm = Vm::with_reserved(range, reserved, HeapTables::new(CardAddr::new(0))).unwrap();
     let mut handles = Handles::new();
     let mut sg = SgTable::new();
     sg.push(CardAddr::new(1 << 32), 64 * PAGE).unwrap();
@@ -62,11 +64,52 @@ fn an_array_binds_and_unbinds() {
         vm.invalidated(committed);
         let bound: Vec<_> = vm
             .bindings()
-            .map(|b| (b.span.first().bits() / PAGE, b.span.len() / PAGE, b.offset / PAGE, b.access))
+            .map(|b| (b.span.first().bits() / PAGE, b.span.len() / PAGE, b.offset() / PAGE, b.access))
             .collect();
         let rest = (42, 54, 10, Access::RW);
         assert_eq!(bound, [(32, 8, 0, Access::RW), (41, 1, 63, Access::READ), rest]);
     }
+}
+
+#[test]
+fn every_kind() {
+    let (mut vm, handles, bo, _) = setup();
+    vm.set_null_page(CardAddr::new(1 << 30), PAGE).unwrap();
+    let ops = [
+        operation(Operation::BIND | RW, bo, 0, 4 * PAGE, 32 * PAGE),
+        operation(Operation::NULL, 0, 0, 2 * PAGE, 33 * PAGE),
+        operation(Operation::REPEAT | RW, bo, 9 * PAGE, 4 * PAGE, 40 * PAGE),
+        operation(Operation::REPEAT | Operation::READ | 15 << 16, bo, 10 * PAGE, 4 * PAGE, 48 * PAGE),
+        operation(Operation::PREFETCH, 0, 0, PAGE, 32 * PAGE),
+    ];
+    let bytes = ops.as_bytes();
+    let committed = vm.plan_array(bytes, STRIDE, ops.len(), &handles).unwrap().commit();
+    assert_eq!(committed.prefetches().map(|s| s.first().bits() / PAGE).collect::<Vec<_>>(), [32]);
+    vm.invalidated(committed);
+    let page = |vm: &Vm<AgxUat, HeapTables<CardAddr>>, page: u64| {
+        vm.lookup(DeviceVa::new(page * PAGE)).map(|leaf| (leaf.to.bits() / PAGE, leaf.access))
+    };
+    let (first, null) = ((1 << 32) / PAGE, (1 << 30) / PAGE);
+    let seen: Vec<_> = [32, 33, 34, 35, 40, 43, 48, 49, 50].map(|n| page(&vm, n).unwrap()).into();
+    let (rw, r) = (|n| (n, Access::RW), |n| (n, Access::READ));
+    let again = [rw(first + 9), rw(first + 9), r(first + 10), r(first + 11), r(first + 10)];
+    assert_eq!(seen[..4], [rw(first), r(null), r(null), rw(first + 3)]);
+    assert_eq!(seen[4..], again);
+    // What is bound, as runs.
+    let mut runs = Vec::new();
+    AnyVm::mapping(&vm, vm.range(), &mut |run| {
+        runs.push((run.span.first().bits() / PAGE, run.span.len() / PAGE, run.source));
+        ControlFlow::Continue(())
+    });
+    let from = |page: u64| Source::Bo { bo: 7, offset: page * PAGE };
+    let repeat = |page: u64, pages: u64| Source::Repeat { bo: 7, offset: page * PAGE, page: pages * PAGE };
+    let expected =
+        [(32, 1, from(0)), (33, 2, Source::Null), (35, 1, from(3)), (40, 4, repeat(9, 1)), (48, 4, repeat(10, 2))];
+    assert_eq!(runs, expected);
+    let unbind = operation(Operation::UNBIND_BO, bo, 0, 0, 0);
+    let committed = vm.plan_array(unbind.as_bytes(), STRIDE, 1, &handles).unwrap().commit();
+    vm.invalidated(committed);
+    assert_eq!(vm.bindings().map(|b| b.span.first().bits() / PAGE).collect::<Vec<_>>(), [33]);
 }
 
 #[test]
@@ -109,6 +152,19 @@ fn refusals_by_name_and_number() {
         ("beyond", operation(RW, bo, PAGE, 64 * PAGE, at), "beyond_bo", Errno::Range),
         ("offset 2^63", operation(RW, bo, 1 << 63, PAGE, at), "beyond_bo", Errno::Range),
         ("offset and length wrap", operation(RW, bo, !(PAGE - 1), PAGE, at), "beyond_bo", Errno::Range),
+        ("repeat beyond", operation(Operation::REPEAT | RW, bo, 64 * PAGE, PAGE, at), "beyond_bo", Errno::Range),
+        (
+            "repeat of half a page",
+            operation(Operation::REPEAT | RW | 13 << 16, bo, 0, PAGE, at),
+            "bad_repeat",
+            Errno::Inval,
+        ),
+        ("repeat of 2^63", operation(Operation::REPEAT | RW | 63 << 16, bo, 0, PAGE, at), "bad_repeat", Errno::Inval),
+        ("null outside", operation(Operation::NULL, 0, 0, PAGE, 0), "outside_vm", Errno::Range),
+        ("null without a null page", operation(Operation::NULL, 0, 0, PAGE, at), "no_null_page", Errno::NotSup),
+        ("prefetch outside", operation(Operation::PREFETCH, 0, 0, PAGE, 0), "outside_vm", Errno::Range),
+        ("in the reserved part", operation(RW, bo, 0, 2 * PAGE, 19 * PAGE), "reserved", Errno::Perm),
+        ("unbind in the reserved part", operation(Operation::UNBIND, 0, 0, PAGE, 20 * PAGE), "reserved", Errno::Perm),
         ("4 KiB", operation(RW, bo, 0, 4096, at), "misaligned", Errno::Inval),
         ("an odd address", operation(RW, bo, 0, PAGE, at + 4096), "misaligned", Errno::Inval),
         ("an odd offset", operation(RW, bo, 4096, PAGE, at), "misaligned_offset", Errno::Inval),
@@ -118,7 +174,7 @@ fn refusals_by_name_and_number() {
         let bytes = [good.as_bytes(), bad.as_bytes(), good.as_bytes()].concat();
         let error = vm.plan_array(&bytes, STRIDE, 3, &handles).map(drop).unwrap_err();
         assert_eq!((error.reason.name(), error.reason.errno()), (*name, *errno), "{what}: {error}");
-        assert_eq!(vm.bindings().len(), 0, "{what}");
+        assert_eq!((error.index, vm.bindings().count()), (Some(1), 0), "{what}");
         // The same array without it is fine.
         let _ = vm.plan_array(&bytes, STRIDE, 1, &handles).unwrap();
     }
@@ -129,13 +185,15 @@ fn the_array_itself() {
     let (mut vm, handles, bo, _) = setup();
     let op = operation(RW, bo, 0, PAGE, 32 * PAGE);
     let bytes = [op.as_bytes(), op.as_bytes()].concat();
-    let mut refused = |bytes: &[u8], stride, count| vm.plan_array(bytes, stride, count, &handles).map(drop).unwrap_err();
+    let mut refused =
+        |bytes: &[u8], stride, count| vm.plan_array(bytes, stride, count, &handles).map(drop).unwrap_err();
     for stride in [0, 1, STRIDE - 1] {
         let error = refused(&bytes, stride, 1);
         assert_eq!((error.index, &error.reason), (None, &Reason::Stride { stride }));
         assert_eq!(error.reason.errno().name(), "EINVAL");
     }
-    for (stride, count) in [(STRIDE, 3), (STRIDE + 1, 2), (usize::MAX, 1), (usize::MAX, usize::MAX), (STRIDE, 1 << 60)] {
+    for (stride, count) in [(STRIDE, 3), (STRIDE + 1, 2), (usize::MAX, 1), (usize::MAX, usize::MAX), (STRIDE, 1 << 60)]
+    {
         let error = refused(&bytes, stride, count);
         assert_eq!(error.reason, Reason::Short { count, stride, bytes: 64 });
         assert_eq!((error.reason.errno().number(), error.reason.errno().name()), (14, "EFAULT"));
@@ -170,7 +228,7 @@ fn a_million_operations_in_one_array() {
     bytes[(count - 1) * STRIDE + 4..][..4].copy_from_slice(&stale.to_le_bytes());
     let error = vm.plan_array(&bytes, STRIDE, count, &handles).map(drop).unwrap_err();
     assert_eq!((error.index, error.reason), (Some(count - 1), Reason::NoHandle { handle: stale }));
-    assert_eq!(vm.bindings().len(), 0);
+    assert_eq!(vm.bindings().count(), 0);
     let committed = vm.plan_array(&bytes, STRIDE, count - 1, &handles).unwrap().commit();
     assert!(committed.is_empty());
     assert_eq!(vm.lookup(DeviceVa::new((32 + 999_998) * PAGE)).unwrap().to.bits(), (1 << 32) + 999_998 % 64 * PAGE);

@@ -126,7 +126,7 @@ fn a_failure_marks_the_vm() {
     // Only synchronous unbinds from here on.
     assert!(vm.has_failed());
     let refused = vm.plan([unbind(3), good]).map(drop).unwrap_err();
-    assert_eq!(refused, Error::Failed);
+    assert_eq!((refused.index, refused.error), (1, Error::Failed));
     assert_eq!(bound(&vm), [3, 7]);
     let committed = vm.plan([Request::Unbind(vm.range())]).unwrap().commit();
     vm.invalidated(committed);
