@@ -16,6 +16,11 @@ impl Serialize for Number {
     }
 }
 
+/// Writes a number as one, for ids.
+pub(crate) fn decimal<S: Serializer>(number: &Option<Number>, s: S) -> Result<S::Ok, S::Error> {
+    number.map(|n| n.0).serialize(s)
+}
+
 impl<'de> Deserialize<'de> for Number {
     fn deserialize<D: Deserializer<'de>>(d: D) -> Result<Self, D::Error> {
         struct Read;

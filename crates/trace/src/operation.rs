@@ -6,7 +6,7 @@ use dmalane_addr::{Access, CardAddr, DeviceVa, Segment};
 use serde::de::{IgnoredAny, SeqAccess, Visitor};
 use serde::{Deserialize, Deserializer, Serialize, Serializer};
 
-use crate::number::Number;
+use crate::number::{Number, decimal};
 use crate::{Line, Refusal};
 
 /// Operations of a batch, at most.
@@ -107,11 +107,11 @@ enum Op {
 #[serde(deny_unknown_fields)]
 struct Fields {
     op: Op,
-    #[serde(default, skip_serializing_if = "Option::is_none")]
+    #[serde(default, skip_serializing_if = "Option::is_none", serialize_with = "decimal")]
     id: Option<Number>,
     #[serde(default, skip_serializing_if = "Option::is_none")]
     va: Option<Number>,
-    #[serde(default, skip_serializing_if = "Option::is_none")]
+    #[serde(default, skip_serializing_if = "Option::is_none", serialize_with = "decimal")]
     bo: Option<Number>,
     #[serde(default, skip_serializing_if = "Option::is_none")]
     offset: Option<Number>,
