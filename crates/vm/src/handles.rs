@@ -50,6 +50,11 @@ impl Handles {
     /// A handle for the buffer object. `None` when there are 2^20 at once (or so many were given that none is left), or
     /// no memory.
     pub fn insert(&mut self, bo: Arc<Bo>) -> Option<u32> {
+        self.insert_with(|_| bo)
+    }
+
+    /// As [`insert`](Self::insert), for a buffer object that is made knowing its handle.
+    pub fn insert_with(&mut self, make: impl FnOnce(u32) -> Arc<Bo>) -> Option<u32> {
         let slot = match self.free.pop() {
             Some(slot) => slot,
             None => {
@@ -63,8 +68,9 @@ impl Handles {
         };
         let entry = &mut self.slots[slot as usize];
         entry.uses += 1;
-        entry.bo = Some(bo);
-        Some(entry.uses << SLOT_BITS | slot)
+        let handle = entry.uses << SLOT_BITS | slot;
+        entry.bo = Some(make(handle));
+        Some(handle)
     }
 
     /// The buffer object of a handle.
