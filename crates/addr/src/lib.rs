@@ -42,10 +42,10 @@ mod sg;
 mod span;
 mod timeline;
 
-pub use access::Access;
+pub use access::{Access, NotAccess};
 pub use address::{Address, CardAddr, DeviceVa, FileOffset, Iova, PhysAddr};
 pub use page::{PageSize, PageSizes};
 pub use range::{RangeAllocator, RangeError};
 pub use sg::{Segment, SegmentAt, SgError, SgIndex, SgKind, SgPages, SgRuns, SgTable};
 pub use span::Span;
-pub use timeline::{Fence, Timeline};
+pub use timeline::{Fence, Promise, Timeline};

@@ -27,6 +27,8 @@ pub struct Vm<F, T: Tables> {
     pub(crate) records: Records<F>,
     pub(crate) slots: Slots,
     pub(crate) table: PageTable<F, DeviceVa, CardAddr, T>,
+    /// Set for good once a batch of a queue has failed.
+    failed: bool,
     pub(crate) scratch: Scratch<T::Addr>,
 }
 
@@ -88,6 +90,7 @@ impl<F: Format, T: Tables> Vm<F, T> {
             slots: Slots::new(),
             table: PageTable::new(tables).map_err(|source| Error::New { vm: range, source })?,
             scratch: Scratch::new(),
+            failed: false,
         })
     }
 
@@ -132,6 +135,9 @@ impl<F: Format, T: Tables> Vm<F, T> {
         len: u64,
         access: Access,
     ) -> Result<Committed<T::Addr>, Error> {
+        if self.failed {
+            return Err(Error::Failed);
+        }
         if len == F::GRANULE.bytes() && self.bind_page(va, bo, offset, access) {
             return Ok(Committed::nothing());
         }
@@ -236,6 +242,9 @@ impl<F: Format, T: Tables> Vm<F, T> {
         let mut index = 0;
         for (i, request) in requests.into_iter().enumerate() {
             index = i;
+            if plan.vm.failed && !matches!(request, Request::Unbind(_) | Request::UnbindBo(_)) {
+                return Err(PlanError { index, error: Error::Failed });
+            }
             if let Err(error) = plan.vm.plan_request(request, &mut batch) {
                 return Err(PlanError { index, error });
             }
@@ -343,6 +352,9 @@ impl<F: Format, T: Tables> Vm<F, T> {
         let (first, last) = pages_of::<F>(span);
         self.touch(first, last, true)?;
         if Records::<F>::covers_a_chunk(first, last) {
+            if record.is_fixed() {
+                self.refuse_endless(span, record)?;
+            }
             let tables = self.tables_for(first, last, record)?;
             batch.tables = batch.tables.saturating_add(tables);
         }
@@ -360,6 +372,21 @@ impl<F: Format, T: Tables> Vm<F, T> {
         let id = || slot.bo.as_ref().map_or(0, |bo| bo.id());
         checked.map_err(|source| Error::Segment { va, bo: id(), source })?;
         Ok(estimate.tables())
+    }
+
+    /// Refuses what repeats so often that there cannot be tables for it, before anything goes through all of it.
+    fn refuse_endless(&mut self, span: Span<DeviceVa>, record: Record) -> Result<(), Error> {
+        let slot = self.slots.get(record.slot());
+        let null = self.null.map_or(0, |null| null.len);
+        let again = slot.bo.as_ref().map_or(null, |_| (slot.repeat_mask + 1) << F::GRANULE.log2());
+        // No leaf is larger than what repeats, and a table has so many of them; the root is there.
+        let leaf = F::PAGE_SIZES.largest_fit(0, again).unwrap_or(F::GRANULE);
+        let least = (span.len() >> leaf.log2() >> F::INDEX_BITS).saturating_sub(1);
+        match usize::try_from(least) {
+            Ok(0) => Ok(()),
+            Ok(least) if self.table.tables_mut().reserve(least) => Ok(()),
+            least => Err(Error::NoTables { tables: least.unwrap_or(usize::MAX), vm: self.range }),
+        }
     }
 
     /// What can be said of a bind without its buffer.
@@ -497,6 +524,16 @@ impl<F: Format, T: Tables> Vm<F, T> {
         Ok(freed)
     }
 
+    /// Marks the VM as failed, for good: a batch that others rely on was not applied. From now on only unbinds are planned.
+    pub fn fail(&mut self) {
+        self.failed = true;
+    }
+
+    /// True once the VM has failed: see [`BindQueue`](crate::BindQueue).
+    pub fn has_failed(&self) -> bool {
+        self.failed
+    }
+
     /// What the VM covers.
     pub fn range(&self) -> Span<DeviceVa> {
         self.range
@@ -527,7 +564,8 @@ impl<F: Format, T: Tables> Vm<F, T> {
         self.bindings_from(at.first).next()
     }
 
-    fn bindings_from(&self, mut page: u64) -> impl Iterator<Item = Binding> {
+    /// Bindings from a page on; what of the first lies before the page may be missing.
+    pub(crate) fn bindings_from(&self, mut page: u64) -> impl Iterator<Item = Binding> {
         core::iter::from_fn(move || {
             let extent = self.records.next(page)?;
             let first = extent.first;
