@@ -32,6 +32,10 @@
 
 extern crate alloc;
 
+// By this name `pool.rs` finds its atomics, so that `tests/interleavings.rs` can give the same source others.
+#[cfg(target_has_atomic = "64")]
+use core::sync::atomic;
+
 mod cut;
 mod dirty;
 mod error;

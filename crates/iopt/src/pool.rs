@@ -2,10 +2,10 @@
 
 use core::fmt;
 use core::ops::Range;
-use core::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 
 use dmalane_addr::Address;
 
+use crate::atomic::{AtomicU64, AtomicUsize, Ordering};
 use crate::{Format, TableShape, Tables};
 
 /// Tables in a slice of words: a guest's memory, a region set aside at boot, or a `Vec` of the worst case.
