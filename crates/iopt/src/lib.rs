@@ -60,7 +60,7 @@ pub use flush::FlushList;
 pub use format::{Entry, Format, MAX_LEVELS, Register};
 pub use formats::*;
 #[cfg(target_has_atomic = "64")]
-pub use pool::Pool;
+pub use pool::{Pool, Stock};
 pub use runs::{Run, Runs};
 pub use table::{Leaf, PageTable};
 pub use tables::{HeapTables, TableShape, Tables};

@@ -11,6 +11,8 @@
 
 #![cfg(target_has_atomic = "64")]
 
+extern crate alloc; // as `pool.rs` has it
+
 use std::sync::Arc;
 use std::sync::atomic::AtomicUsize;
 
@@ -23,7 +25,7 @@ use loom::thread;
 #[path = "../src/pool.rs"]
 mod pool;
 
-use pool::Pool;
+use pool::{Pool, Stock};
 
 /// Tables of two entries, so that a thread has few steps: bit 0 valid, bit 1 in a leaf.
 #[derive(Clone, Copy, Debug)]
@@ -224,6 +226,35 @@ fn a_table_leaves_while_another_comes() {
         other.join().unwrap();
         assert_eq!([0, 1, 2, 3].map(|n| found(&table, n)), [None, Some(place(1)), Some(place(2)), None]);
         assert_eq!(pool.in_use(), 4);
+    });
+}
+
+/// The same with a stock for each: freed tables go from thread to thread by way of the pool.
+#[test]
+fn stocks_share_a_pool() {
+    type F = Tiny<2>;
+    explore("stocks_share_a_pool", Some(3), || {
+        let (pool, _) = pool::<F>(5);
+        let mut table = Table::<F, Stock<PhysAddr>>::new(pool.stock(0)).unwrap();
+        let root = table.root();
+        let pair = |n| Span::new(Iova::new(n * PAGE), 2 * PAGE).unwrap();
+        let other = thread::spawn(move || {
+            let mut table = Table::<F, Stock<PhysAddr>>::attach(pool.stock(1), root);
+            map(&mut table, 2);
+            unmap(&mut table, pair(2)); // the table stays in this stock
+            map(&mut table, 3);
+            assert_eq!(found(&table, 3), Some(place(3)));
+        });
+        assert!(table.tables_mut().reserve(2), "no other handle can take these");
+        map(&mut table, 0);
+        unmap(&mut table, pair(0));
+        assert_eq!(found(&table, 0), None);
+        other.join().unwrap();
+        assert_eq!([2, 3].map(|n| found(&table, n)), [None, Some(place(3))]);
+        let flush = table.unmap(pair(2)).unwrap();
+        table.free_tables(flush);
+        drop(table);
+        assert_eq!(pool.in_use(), 1, "the root: the stocks have given back what they held");
     });
 }
 
