@@ -1,12 +1,11 @@
 //! The scatter-gather index: any byte of a buffer found in time that does not depend on how many segments there are.
 
 use core::fmt;
-use core::marker::PhantomData;
 use core::ops::Range;
 
 use thiserror::Error;
 
-use super::plain::{Flat, IN_PLACE, InPlace, List};
+use super::plain::{Flat, IN_PLACE, InPlace};
 use super::rank::Rank;
 use crate::{Address, PageSize, Segment, SegmentAt, SgTable};
 
@@ -45,7 +44,8 @@ pub enum SgKind {
     Rank,
     /// The same with 8 bytes a segment, for segments more than 2^32 granules apart.
     WideRank,
-    /// 16 bytes a segment and a binary search: for granules below 4 KiB, of which the others would need too many.
+    /// 16 bytes a segment and a binary search, as an [`SgTable`] has it: for granules below 4 KiB, of which the others would
+    /// need too many.
     List,
 }
 
@@ -98,17 +98,16 @@ pub struct SgIndex<A> {
     len: u64,
     segments: usize,
     granule: PageSize,
-    form: Form,
-    space: PhantomData<A>,
+    form: Form<A>,
 }
 
 #[derive(Clone, Debug)]
-enum Form {
+enum Form<A> {
     InPlace(InPlace),
     Flat(Flat),
     Rank(Rank<u32>),
     WideRank(Rank<u64>),
-    List(List),
+    List(SgTable<A>),
 }
 
 /// What the choice of a form goes by.
@@ -180,7 +179,11 @@ impl<A: Address> SgIndex<A> {
         for s in segments {
             table.try_push(s.addr, s.len)?;
         }
-        Self::from_table(&table)
+        let survey = Survey::of(&table);
+        match survey.kind(table.segment_count()) {
+            SgKind::List => Ok(Self::list(table, &survey)),
+            kind => Self::build(&table, &survey, kind),
+        }
     }
 
     /// The index of all segments of a table.
@@ -194,23 +197,29 @@ impl<A: Address> SgIndex<A> {
 
     /// The index in the given form, which must be able to hold it.
     pub(super) fn build(table: &SgTable<A>, survey: &Survey, kind: SgKind) -> Result<Self, SgError<A>> {
-        let (len, shift) = (table.len(), u32::from(survey.granule.log2()));
+        let shift = u32::from(survey.granule.log2());
         let places = starts(table).map(|(start, s)| (start, s.addr.bits()));
         // Cut to 64 and 32 bits; the forms that use them are chosen where they fit, modulo 2^64.
         let (base, pages) = (survey.base as u64, survey.pages as u32);
         let form = match kind {
-            SgKind::InPlace => Some(Form::InPlace(InPlace::new(places, len))),
+            SgKind::InPlace => Some(Form::InPlace(InPlace::new(places, table.len()))),
             SgKind::Flat => {
                 let segments = starts(table).map(|(start, s)| (start, s.addr.bits(), s.len));
                 Flat::new(segments, base, shift, pages).map(Form::Flat)
             }
             SgKind::Rank => Rank::new(places, base, shift, pages).map(Form::Rank),
             SgKind::WideRank => Rank::new(places, base, shift, pages).map(Form::WideRank),
-            SgKind::List => List::new(places, len).map(Form::List),
+            SgKind::List => table.try_clone().map(Form::List),
         };
         let segments = table.segment_count();
         let form = form.ok_or(SgError::NoMemory { segments })?;
-        Ok(Self { len, segments, granule: survey.granule, form, space: PhantomData })
+        Ok(Self { len: table.len(), segments, granule: survey.granule, form })
+    }
+
+    /// The table itself as an index.
+    fn list(table: SgTable<A>, survey: &Survey) -> Self {
+        let (len, segments) = (table.len(), table.segment_count());
+        Self { len, segments, granule: survey.granule, form: Form::List(table) }
     }
 
     /// Bytes in all.
@@ -280,10 +289,10 @@ impl<A: Address> SgIndex<A> {
     #[inline(never)]
     fn segment_elsewhere(&self, offset: u64) -> Option<SegmentAt<A>> {
         let (addr, end) = match &self.form {
-            Form::Flat(_) | Form::Rank(_) => return None,
-            Form::WideRank(f) => f.segment(offset, self.shift()).map(|(addr, page)| (addr, self.page_end(page)))?,
             Form::InPlace(f) => f.segment(offset),
-            Form::List(f) => f.segment(offset)?,
+            Form::WideRank(f) => f.segment(offset, self.shift()).map(|(addr, page)| (addr, self.page_end(page)))?,
+            Form::List(table) => return table.segment_at(offset),
+            Form::Flat(_) | Form::Rank(_) => return None, // not here
         };
         Some(SegmentAt { addr: A::new(addr), left: end - offset })
     }

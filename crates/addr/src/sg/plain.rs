@@ -1,4 +1,4 @@
-//! The plain forms of an index: a handful of segments in place, a delta for every page, a list to search.
+//! The plain forms of an index: a handful of segments in place, or a delta for every page.
 
 use alloc::vec::Vec;
 
@@ -84,41 +84,5 @@ impl Flat {
 
     pub(super) fn heap_bytes(&self) -> usize {
         self.deltas.capacity() * size_of::<u32>()
-    }
-}
-
-/// All segments in order, found by binary search: what fits no other form.
-#[derive(Clone, Debug)]
-pub(super) struct List {
-    /// The offset of each segment.
-    starts: Vec<u64>,
-    /// Address less offset, modulo 2^64.
-    deltas: Vec<u64>,
-    /// Bytes of the buffer.
-    len: u64,
-}
-
-impl List {
-    /// The index of segments, each as (start in the buffer, address), of `len` bytes in all; `None` without memory.
-    pub(super) fn new(segments: impl ExactSizeIterator<Item = (u64, u64)>, len: u64) -> Option<Self> {
-        let mut new = Self { starts: Vec::new(), deltas: Vec::new(), len };
-        new.starts.try_reserve_exact(segments.len()).ok()?;
-        new.deltas.try_reserve_exact(segments.len()).ok()?;
-        for (start, addr) in segments {
-            new.starts.push(start);
-            new.deltas.push(addr.wrapping_sub(start));
-        }
-        Some(new)
-    }
-
-    /// The address of the byte at `offset`, which lies within the buffer, and the offset behind its segment.
-    pub(super) fn segment(&self, offset: u64) -> Option<(u64, u64)> {
-        let behind = self.starts.partition_point(|&start| start <= offset);
-        let delta = self.deltas.get(behind.checked_sub(1)?)?;
-        Some((delta.wrapping_add(offset), self.starts.get(behind).copied().unwrap_or(self.len)))
-    }
-
-    pub(super) fn heap_bytes(&self) -> usize {
-        (self.starts.capacity() + self.deltas.capacity()) * size_of::<u64>()
     }
 }
