@@ -80,6 +80,17 @@ pub(crate) fn write<F: Format, T: Tables>(tables: &mut T, table: T::Addr, index:
     tables.store(table, word, others | entry << shift);
 }
 
+/// [`Tables::put`] for entries that will be cleaned together with others.
+#[inline]
+pub(crate) fn put<F: Format, T: Tables>(tables: &mut T, table: T::Addr, index: usize, entries: &[u64]) {
+    if F::ENTRY_BYTES == 8 {
+        return tables.put(table, index, entries);
+    }
+    for (k, entry) in entries.iter().enumerate() {
+        write::<F, T>(tables, table, index + k, *entry);
+    }
+}
+
 /// [`Tables::update`] for entries, cleaned.
 #[inline]
 pub(crate) fn update<F: Format, T: Tables>(
@@ -96,8 +107,9 @@ pub(crate) fn update<F: Format, T: Tables>(
     done
 }
 
+/// [`Tables::update`] for entries that will be cleaned together with others.
 #[inline]
-fn rewrite<F: Format, T: Tables>(
+pub(crate) fn rewrite<F: Format, T: Tables>(
     tables: &mut T,
     table: T::Addr,
     range: Range<usize>,

@@ -79,6 +79,16 @@ pub trait Tables {
     /// Replaces the word at `index`, by one 64-bit write as far as a device can see.
     fn store(&mut self, table: Self::Addr, index: usize, entry: u64);
 
+    /// Replaces the words from `index` on.
+    ///
+    /// The same as stores. An implementation overrides it to find the table once for all of them.
+    #[inline]
+    fn put(&mut self, table: Self::Addr, index: usize, words: &[u64]) {
+        for (k, word) in words.iter().enumerate() {
+            self.store(table, index + k, *word);
+        }
+    }
+
     /// True when all words of `range` are 0. An implementation overrides it to find the table once for all of them.
     fn is_zero(&self, table: Self::Addr, mut range: Range<usize>) -> bool {
         range.all(|index| self.load(table, index) == 0)
@@ -329,6 +339,14 @@ impl<A: Address> Tables for HeapTables<A> {
             }
         }
         len
+    }
+
+    /// # Panics
+    /// When the address is not that of a table.
+    #[inline]
+    fn put(&mut self, table: A, index: usize, words: &[u64]) {
+        let first = self.first(table) + index;
+        self.words[first..first + words.len()].copy_from_slice(words);
     }
 
     /// # Panics
