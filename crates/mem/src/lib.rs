@@ -51,7 +51,10 @@ pub use bus::{HostBus, Mapping, Pinned, Undo};
 pub use device::{DeviceMem, DmaFault, FaultReason};
 pub use error::Error;
 pub use footprint::{Footprint, footprint};
-pub use heap::{AnonHeap, Heap, HeapStats, MemfdHeap, PageKind, Rung};
+pub use heap::{
+    Abilities, Absent, AnonHeap, DmaHeap, Heap, HeapStats, MemfdHeap, Needs, PageKind, Picked, Pool, PoolStats,
+    Reserved, Rung, export_dma_buf, pick,
+};
 pub use host::{HostConfig, SoftHost};
 pub use part::Part;
 pub use view::{CopyHint, View};
