@@ -41,6 +41,7 @@ mod heap;
 pub mod host;
 #[allow(unsafe_code)]
 mod part;
+mod room;
 #[allow(unsafe_code)]
 mod sys;
 #[allow(unsafe_code)]
@@ -57,4 +58,5 @@ pub use heap::{
 };
 pub use host::{HostConfig, SoftHost};
 pub use part::Part;
+pub use room::{Room, memlock_left, room};
 pub use view::{CopyHint, View};

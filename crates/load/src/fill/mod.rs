@@ -99,6 +99,16 @@ pub enum FillError {
         /// What the heap said.
         source: dmalane_mem::Error,
     },
+    /// There is less memory than the buffers need. Nothing was taken.
+    #[error("the buffers need {wanted} bytes, and {limited_by} has {left} left")]
+    NoRoom {
+        /// Bytes of the buffers.
+        wanted: u64,
+        /// Bytes that can be had.
+        left: u64,
+        /// What sets the limit.
+        limited_by: String,
+    },
     /// A read failed.
     #[error("source {source_index}: {error}")]
     Read {

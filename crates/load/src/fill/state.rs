@@ -8,7 +8,7 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::Instant;
 
 use dmalane_addr::FileOffset;
-use dmalane_mem::{Absent, Heap, Part, Reserved};
+use dmalane_mem::{Absent, Heap, PageKind, Part, Reserved};
 use twox_hash::XxHash3_64;
 
 use super::{BadJob, Event, Extent, FillError, FillOptions, FilledBuf, Job, Watch};
@@ -90,6 +90,7 @@ impl<'a, 'w> State<'a, 'w> {
             let len = usize::try_from(*len).map_err(|_| BadJob::TooLarge(*len))?.max(1);
             reserved.push(heap.reserve(len).map_err(|source| FillError::Memory { buffer, source })?);
         }
+        enough(&reserved)?;
         let pages = |bytes: u64| usize::try_from(bytes.clamp(1, 1 << 40)).unwrap_or(1 << 30).next_multiple_of(4096);
         let arrived = |len: &u64| Arrived {
             parts: BTreeMap::new(),
@@ -304,5 +305,24 @@ impl<'a, 'w> State<'a, 'w> {
             buffers.push(FilledBuf { buf, len: arrived.len, checksum });
         }
         Ok((buffers, progress.first_read, self.fresh.contains(&false)))
+    }
+}
+
+/// Less than this is not worth asking the kernel about.
+const WORTH_ASKING: usize = 32 << 20;
+
+/// Makes sure that there is memory for what was reserved: where the kernel overcommits, a reservation promises nothing, and a cgroup that
+/// runs full has somebody killed. Recycled memory is there, and so are huge pages once reserved.
+fn enough(reserved: &[Reserved]) -> Result<(), FillError> {
+    let promised = |r: &Reserved| matches!(r.rung().kind, PageKind::Hugetlb2M | PageKind::Hugetlb1G) || !r.is_fresh();
+    let wanted = reserved.iter().filter(|r| !promised(r)).fold(0usize, |sum, r| sum.saturating_add(r.len()));
+    if wanted < WORTH_ASKING {
+        return Ok(());
+    }
+    match dmalane_mem::room() {
+        Some(room) if room.bytes < wanted as u64 => {
+            Err(FillError::NoRoom { wanted: wanted as u64, left: room.bytes, limited_by: room.limited_by })
+        }
+        _ => Ok(()),
     }
 }
