@@ -35,6 +35,7 @@ mod error;
 mod options;
 #[allow(unsafe_code)]
 mod ring;
+mod short;
 mod source;
 mod stream;
 
@@ -43,4 +44,5 @@ pub use channel::{FileChannel, Moved};
 pub use error::Error;
 pub use options::{How, Io, Mode, Options};
 pub use ring::quarantined_bytes;
+pub use short::read_now;
 pub use stream::StreamChannel;

@@ -59,11 +59,16 @@ impl Read {
 
 /// Reads with `pread`, once. The result is as in a completion: bytes, or a negative error number.
 pub(crate) fn pread(read: &mut Read) -> i32 {
-    let rest = read.rest();
-    let len = rest.len().min(i32::MAX as usize);
-    // SAFETY: `rest` is that many writable bytes, checked by `View::sub` in `Read::rest` and mapped for as long as
-    // `read.part`, which outlives this call; the kernel is done with them when it returns.
-    let n = unsafe { libc::pread64(read.file.as_raw_fd(), rest.as_ptr().cast(), len, read.next() as i64) };
+    pread_into(&read.file, read.rest(), read.next())
+}
+
+/// Reads into a view with `pread`, once. The result is as in a completion.
+pub(crate) fn pread_into(file: &File, into: View<'_>, at: u64) -> i32 {
+    let len = into.len().min(i32::MAX as usize);
+    let Ok(at) = i64::try_from(at) else { return -libc::EINVAL };
+    // SAFETY: a view is that many writable bytes, mapped for as long as it lives, and made for being changed by others; the
+    // kernel is done with them when it returns.
+    let n = unsafe { libc::pread64(file.as_raw_fd(), into.as_ptr().cast(), len, at) };
     match i32::try_from(n) {
         Ok(n) if n >= 0 => n,
         _ => -io::Error::last_os_error().raw_os_error().unwrap_or(libc::EIO),

@@ -154,6 +154,11 @@ pub struct FilledBuf {
 }
 
 impl FilledBuf {
+    /// A buffer that was filled in another way; `None` when it is shorter than `len`.
+    pub fn new(buf: SharedBuf, len: usize, checksum: Option<u64>) -> Option<Self> {
+        (len <= buf.len()).then_some(Self { buf, len, checksum })
+    }
+
     /// Bytes that were asked for. The buffer may be a little longer; what follows is zero.
     pub fn len(&self) -> usize {
         self.len

@@ -105,7 +105,7 @@ impl<'a, 'w> State<'a, 'w> {
             plan,
             total: job.bytes(),
             fresh: reserved.iter().map(Reserved::is_fresh).collect(),
-            memory: Mutex::new(Memory { reserved, next: 0, extent: 0, first: true }),
+            memory: Mutex::new(Memory { reserved, next: 0, extent: 0, first: options.gather < job.bytes() }),
             progress: Mutex::new(Progress {
                 buffers: job.buffers.iter().map(arrived).collect(),
                 missing: job.extents.iter().map(|e| e.len).collect(),
