@@ -1,6 +1,7 @@
 //! The commands, their options and their help.
 
 mod iopt;
+mod read;
 
 use std::path::PathBuf;
 use std::process::ExitCode;
@@ -31,6 +32,7 @@ const EXAMPLES: &str = "\
 Examples:
   dmalane load --sample 1GiB --explain --verify   make a file and watch it travel
   dmalane load model.safetensors                  load a real one
+  dmalane read model.safetensors --explain        only into memory, and why so
   dmalane doctor                                  what does this machine lack?
 
 Sizes: MB and GB are powers of 10, MiB and GiB are powers of 2; without a unit, bytes.
@@ -85,6 +87,8 @@ struct Cli {
 #[derive(Subcommand)]
 enum Command {
     Load(Box<LoadOptions>),
+    Read(Box<read::ReadOptions>),
+    Inspect(read::InspectOptions),
     Doctor(DoctorOptions),
     Devices(DevicesOptions),
     Iopt(iopt::IoptOptions),
@@ -250,6 +254,8 @@ pub fn run() -> Result<ExitCode, Failure> {
     };
     match cli.command {
         Command::Load(options) => load::run((*options).into()),
+        Command::Read(options) => crate::read::run((*options).into()),
+        Command::Inspect(options) => crate::inspect::run(&options.into()),
         Command::Doctor(options) => doctor::run(&Probe::machine(), &options.path, options.json),
         Command::Devices(options) => devices::run(&Probe::machine(), options.json),
         Command::Iopt(options) => iopt::run(options),

@@ -61,8 +61,8 @@ impl Default for ReadOptions {
         Self {
             mode: Mode::Auto,
             scheme: Scheme::Overlap,
-            gather: 4 << 20,
-            depth: 8,
+            gather: 2 << 20,
+            depth: 16,
             block: 2 << 20,
             threads: None,
             checksum: false,

@@ -39,6 +39,7 @@ mod error;
 mod footprint;
 mod heap;
 pub mod host;
+mod pagemap;
 #[allow(unsafe_code)]
 mod part;
 mod room;
@@ -57,6 +58,7 @@ pub use heap::{
     Reserved, Rung, export_dma_buf, pick,
 };
 pub use host::{HostConfig, SoftHost};
+pub use pagemap::{PageEntry, Pagemap, physical_runs};
 pub use part::Part;
 pub use room::{Room, memlock_left, room};
 pub use view::{CopyHint, View};

@@ -43,9 +43,9 @@ pub struct FillOptions {
 }
 
 impl Default for FillOptions {
-    /// Gathers of 4 MiB, reads of 2 MiB, no checksum, no deadline, 30 seconds for reads in flight.
+    /// Gathers of 2 MiB, reads of 2 MiB, no checksum, no deadline, 30 seconds for reads in flight.
     fn default() -> Self {
-        Self { gather: 4 << 20, block: 2 << 20, checksum: false, deadline: None, patience: Duration::from_secs(30) }
+        Self { gather: 2 << 20, block: 2 << 20, checksum: false, deadline: None, patience: Duration::from_secs(30) }
     }
 }
 

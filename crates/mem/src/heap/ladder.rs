@@ -2,6 +2,7 @@
 
 use std::io;
 use std::num::NonZeroUsize;
+use std::path::Path;
 use std::sync::Arc;
 
 use super::{Abilities, Account, Counters, Heap, HeapStats, PageKind, Reserved, Rung};
@@ -33,19 +34,25 @@ impl From<PageKind> for Pages {
     }
 }
 
+const SWITCHES: &str = "/sys/kernel/mm/transparent_hugepage";
+const ANONYMOUS: &str = "enabled";
+const SHARED: &str = "shmem_enabled";
+
 /// What is between a rung and the memory.
 type Map<'a> = &'a dyn Fn(NonZeroUsize, Pages) -> io::Result<Region>;
 
 /// The rungs of the ladder from the best kind down to 4 KiB pages.
 struct Ladder {
     best: PageKind,
+    /// The kernel's switch for transparent huge pages in this kind of memory.
+    switch: &'static str,
     node: Option<u32>,
     counters: Arc<Counters>,
 }
 
 impl Ladder {
-    fn new(best: PageKind) -> Self {
-        Self { best, node: None, counters: Arc::default() }
+    fn new(best: PageKind, switch: &'static str) -> Self {
+        Self { best, switch, node: None, counters: Arc::default() }
     }
 
     /// Tries the rungs one by one. `populate`: what pages a rung cannot make present, it cannot give.
@@ -75,7 +82,7 @@ impl Ladder {
                     }
                 }
             }
-            match transparent_allowed(rung).and_then(|()| self.attempt(bytes, rung, populate, map)) {
+            match transparent_allowed(rung, self.switch).and_then(|()| self.attempt(bytes, rung, populate, map)) {
                 Ok(region) => return Ok((region, Rung { kind: rung, passed_over })),
                 Err(e) => passed_over.push((rung, refusal(rung, bytes.get(), &e))),
             }
@@ -129,14 +136,15 @@ fn refusal(rung: PageKind, bytes: usize, error: &io::Error) -> String {
     }
 }
 
-fn transparent_allowed(rung: PageKind) -> io::Result<()> {
-    const SWITCH: &str = "/sys/kernel/mm/transparent_hugepage/enabled";
+/// Whether transparent huge pages can be had at all: anonymous memory and shared memory have a switch each.
+fn transparent_allowed(rung: PageKind, switch: &str) -> io::Result<()> {
     if rung != PageKind::Transparent {
         return Ok(());
     }
-    match std::fs::read_to_string(SWITCH) {
-        Ok(text) if text.contains("[never]") => {
-            Err(io::Error::other(format!("switched off; echo madvise | sudo tee {SWITCH}")))
+    match std::fs::read_to_string(Path::new(SWITCHES).join(switch)) {
+        Ok(text) if text.contains("[never]") || text.contains("[deny]") => {
+            let word = if switch == ANONYMOUS { "madvise" } else { "advise" };
+            Err(io::Error::other(format!("switched off; echo {word} | sudo tee {SWITCHES}/{switch}")))
         }
         _ => Ok(()),
     }
@@ -153,7 +161,7 @@ impl AnonHeap {
 
     /// A heap whose ladder starts at `best`.
     pub fn starting_at(best: PageKind) -> Self {
-        Self(Ladder::new(best))
+        Self(Ladder::new(best, ANONYMOUS))
     }
 
     /// The heap, with all of its memory from one NUMA node; a node that there is not fails when memory is asked for.
@@ -203,7 +211,7 @@ impl MemfdHeap {
 
     /// A heap whose ladder starts at `best`.
     pub fn starting_at(best: PageKind) -> Self {
-        Self(Ladder::new(best))
+        Self(Ladder::new(best, SHARED))
     }
 
     /// The heap, with all of its memory from one NUMA node; a node that there is not fails when memory is asked for.

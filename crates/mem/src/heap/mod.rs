@@ -90,27 +90,33 @@ pub trait Heap: Send + Sync {
     fn name(&self) -> &'static str;
 }
 
-impl<H: Heap + ?Sized> Heap for Arc<H> {
-    fn allocate(&self, len: usize) -> Result<CpuBuf, Error> {
-        (**self).allocate(len)
-    }
+macro_rules! pointers {
+    ($($pointer:ty),*) => {$(
+        impl<H: Heap + ?Sized> Heap for $pointer {
+            fn allocate(&self, len: usize) -> Result<CpuBuf, Error> {
+                (**self).allocate(len)
+            }
 
-    fn reserve(&self, len: usize) -> Result<Reserved, Error> {
-        (**self).reserve(len)
-    }
+            fn reserve(&self, len: usize) -> Result<Reserved, Error> {
+                (**self).reserve(len)
+            }
 
-    fn abilities(&self) -> Abilities {
-        (**self).abilities()
-    }
+            fn abilities(&self) -> Abilities {
+                (**self).abilities()
+            }
 
-    fn stats(&self) -> HeapStats {
-        (**self).stats()
-    }
+            fn stats(&self) -> HeapStats {
+                (**self).stats()
+            }
 
-    fn name(&self) -> &'static str {
-        (**self).name()
-    }
+            fn name(&self) -> &'static str {
+                (**self).name()
+            }
+        }
+    )*};
 }
+
+pointers!(&H, Arc<H>);
 
 #[derive(Default)]
 pub(crate) struct Counters {
