@@ -119,10 +119,16 @@ impl<F: Format, I: Address, O: Address, T: Tables> PageTable<F, I, O, T> {
     ///
     /// Call it only after the device has forgotten [`FlushList::span`]: until then its walker may still read these
     /// tables. The list must come from this page table.
+    #[inline]
     pub fn free_tables(&mut self, list: FlushList<I, T::Addr>) {
-        for table in list.tables {
-            self.tables.free(table);
+        if !list.tables.is_empty() {
+            self.free_all(list.tables);
         }
+    }
+
+    #[inline(never)] // most lists have none
+    fn free_all(&mut self, tables: Vec<T::Addr>) {
+        tables.into_iter().for_each(|table| self.tables.free(table));
     }
 
     /// The leaf that translates `at`, or `None` where nothing is mapped and beyond the input range.
