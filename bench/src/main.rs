@@ -21,6 +21,7 @@ mod peers;
 mod report;
 mod sg_index;
 mod subject;
+mod threads;
 mod vm_bind;
 
 use std::process::ExitCode;
@@ -57,6 +58,8 @@ enum Bench {
     BarMap(bar_map::Options),
     /// Free ranges of input addresses, beside mapping them
     Iova(iova::Options),
+    /// Two threads on disjoint ranges of one tree, against one and against a mutex
+    Threads(threads::Options),
     /// Find a page of a scattered buffer: the seed's way, the usual structures, ours
     SgIndex(sg_index::Options),
     /// Bind and unbind single pages of a large buffer: the seed's program, by the driver before it, the seed, maps, ours
@@ -87,6 +90,7 @@ fn main() -> ExitCode {
         Bench::Lookup(options) => lookup::run(&options),
         Bench::BarMap(options) => bar_map::run(&options),
         Bench::Iova(options) => iova::run(&options),
+        Bench::Threads(options) => threads::run(&options),
         Bench::SgIndex(options) => sg_index::run(&options),
         Bench::VmBind(options) => vm_bind::run(&options),
         Bench::OneVmBind(options) => return done(vm_bind::one(&options)),

@@ -1,12 +1,13 @@
 //! Mapping: a whole scatter list in one call.
 //!
 //! The walk from the root happens once per table, not once per page. Within one table all leaves have one size (a
-//! larger one can only start where the table does, but for a group). Pages are gathered from the list into a buffer, many
-//! at a time; that all their entries are free is one question, and storing them one copy. Pages that continue each other
-//! are counted and stored without a look at each.
+//! larger one can only start where the table does, but for a group). So one loop fills a table: single pages are taken
+//! straight from the list, several to a turn; pages that continue each other are counted, and that all their entries are
+//! free is one question.
 
 use core::iter::empty;
 use core::marker::PhantomData;
+use core::mem::{replace, take};
 use core::ops::Range;
 
 use dmalane_addr::{Access, Address, PageSize, Segment, Span};
@@ -18,10 +19,10 @@ use crate::format::{
 use crate::unmap::Detach;
 use crate::{Entry, Error, Format, PageTable, Place, Tables, slots};
 
-/// Entries gathered from a list before they are stored.
-const CHUNK: usize = 64;
-/// Pages from which on a segment is not gathered but stored by itself.
-const LONG: u64 = 16;
+/// Single pages taken from a list in one turn of the loop.
+const STEP: usize = 8;
+/// Pages that continue each other from which on it pays to ask first whether all their entries are free.
+const LONG: usize = 8;
 
 /// The tables down to where the last leaf was written, so that the next table is found from the nearest common one. Kept
 /// from call to call, and forgotten whenever tables leave the tree.
@@ -250,8 +251,8 @@ impl<F: Format, I: Address, O: Address, T: Tables> PageTable<F, I, O, T> {
         Ok(())
     }
 
-    /// Fills a table of the last level from `at` on, to its end, that of the source, or where a group may start. This is
-    /// the loop that counts. Gives the number of pages written.
+    /// Fills a table of the last level from `at` on, to its end, that of the source, or where a group may start. Gives
+    /// the number of pages written.
     #[inline]
     fn fill_pages(
         &mut self,
@@ -261,75 +262,20 @@ impl<F: Format, I: Address, O: Address, T: Tables> PageTable<F, I, O, T> {
         access: Access,
     ) -> (usize, Option<Stop<O>>) {
         let kind = Kind::single(F::LEVELS - 1);
-        let (start, end) = (index::<F>(at, kind.level), entries::<F>(kind.level));
+        let start = index::<F>(at, kind.level);
         let template = encode_template::<F>(kind, access);
-        let mut i = start;
+        let mut next = start;
         let mut stop = None;
-        while i < end {
-            if source.now.len == 0 {
-                // No look-ahead here: whether segments continue each other makes no difference within this table.
-                if source.pending.len != 0 {
-                    source.now = core::mem::replace(&mut source.pending, Extent::EMPTY);
-                } else if !source.ended {
-                    stop = self.fill_gathered(table, &mut i, source, template);
-                }
-                if source.now.len == 0 || stop.is_some() || i == end {
-                    break;
-                }
-            }
-            if i > start && may_start_group::<F>(i, source.now.out) {
-                break; // that is decided with a look ahead
-            }
-            let count = run_of_pages::<F>(i, source.now).min(end - i);
-            if let Some(taken) = self.first_taken(table, kind.level, i..i + count) {
-                stop = Some(Stop::Taken(taken));
-                break;
-            }
-            self.write_run(table, kind, i..i + count, &mut source.now, template);
-            i += count;
+        let done = slots::edit::<F, T>(&mut self.tables, table, start..entries::<F>(kind.level), |entries| {
+            let count;
+            (count, stop) = source.fill(entries, next, next == start, template);
+            next += count;
+            count
+        });
+        if done > 0 {
+            slots::clean::<F, T>(&mut self.tables, table, start..start + done);
         }
-        if i > start {
-            slots::clean::<F, T>(&mut self.tables, table, start..i);
-        }
-        (i - start, stop)
-    }
-
-    /// Stores entries from the list in chunks, as long as its segments are short. `i` moves along.
-    #[inline]
-    fn fill_gathered(
-        &mut self,
-        table: T::Addr,
-        i: &mut usize,
-        source: &mut Source<F, O, impl Iterator<Item = Segment<O>>>,
-        template: u64,
-    ) -> Option<Stop<O>> {
-        let level = F::LEVELS - 1;
-        let (end, group) = (entries::<F>(level), 1usize << group_bits::<F>(level));
-        let mut buffer = [0; CHUNK];
-        while *i < end {
-            let mut room = CHUNK.min(end - *i);
-            if group > 1 {
-                if i.is_multiple_of(group) {
-                    // A group may start here: look at the segment first.
-                    match source.next_extent() {
-                        Ok(true) if !may_start_group::<F>(*i, source.now.out) => {}
-                        Ok(_) => return None,
-                        Err(segment) => return Some(Stop::BadSegment(segment)),
-                    }
-                }
-                room = room.min(group - *i % group);
-            }
-            let (count, bad) = source.gather(&mut buffer[..room], template);
-            if let Some(taken) = self.first_taken(table, level, *i..*i + count) {
-                return Some(Stop::Taken(taken));
-            }
-            slots::put::<F, T>(&mut self.tables, table, *i, &buffer[..count]);
-            *i += count;
-            if bad.is_some() || count < room {
-                return bad.map(Stop::BadSegment);
-            }
-        }
-        None
+        (done, stop)
     }
 
     /// Fills a table with as many leaves of this kind as fit and the extent has. Gives the number of entries written.
@@ -372,24 +318,19 @@ impl<F: Format, I: Address, O: Address, T: Tables> PageTable<F, I, O, T> {
         let page = page_size::<F>(kind.level).bytes();
         let mut out = now.out;
         now.skip(range.len() as u64 * page);
-        slots::rewrite::<F, T>(&mut self.tables, table, range, |_| {
-            let entry = template | encode_output::<F>(kind, out);
-            out += page;
-            Some(entry)
+        slots::edit::<F, T>(&mut self.tables, table, range, |entries| {
+            write_entries::<F>(entries, kind, out, template);
+            out += entries.len() as u64 * page;
+            entries.len()
         });
     }
 
     /// The first entry of the range that is in use.
     #[inline]
-    fn first_taken(&self, table: T::Addr, level: u32, range: Range<usize>) -> Option<usize> {
+    fn first_taken(&self, table: T::Addr, level: u32, mut range: Range<usize>) -> Option<usize> {
         if slots::is_zero::<F, T>(&self.tables, table, range.clone()) {
             return None;
         }
-        self.first_valid(table, level, range)
-    }
-
-    #[cold]
-    fn first_valid(&self, table: T::Addr, level: u32, mut range: Range<usize>) -> Option<usize> {
         range.find(|&i| F::decode(level, self.load(table, i)) != Entry::Invalid)
     }
 
@@ -523,9 +464,8 @@ const fn not_a_page<F: Format>() -> u64 {
 
 /// The segments, checked one by one, and what has been taken from them but not used.
 pub(crate) struct Source<F, O, S> {
-    segments: S,
-    /// The list has said that it is at its end.
-    ended: bool,
+    /// What is left of the list; `None` once it has said that it is at its end.
+    segments: Option<S>,
     /// The extent in work.
     pub(crate) now: Extent,
     /// A segment that was looked at and does not continue `now`.
@@ -538,7 +478,13 @@ pub(crate) struct Source<F, O, S> {
 impl<F: Format, O: Address, S: Iterator<Item = Segment<O>>> Source<F, O, S> {
     #[inline]
     pub(crate) fn new(segments: S) -> Self {
-        Self { segments, ended: false, now: Extent::EMPTY, pending: Extent::EMPTY, limit: u64::MAX, kinds: PhantomData }
+        Self {
+            segments: Some(segments),
+            now: Extent::EMPTY,
+            pending: Extent::EMPTY,
+            limit: u64::MAX,
+            kinds: PhantomData,
+        }
     }
 
     /// Sees to it that there is something in `now`; false at the end.
@@ -580,62 +526,158 @@ impl<F: Format, O: Address, S: Iterator<Item = Segment<O>>> Source<F, O, S> {
     #[inline]
     pub(crate) fn take(&mut self) -> Option<Result<Extent, Segment<O>>> {
         if self.pending.len != 0 {
-            return Some(Ok(core::mem::replace(&mut self.pending, Extent::EMPTY)));
+            return Some(Ok(replace(&mut self.pending, Extent::EMPTY)));
         }
-        if self.ended {
-            return None;
+        let next = self.segments.as_mut()?.next();
+        if next.is_none() {
+            self.segments = None;
         }
-        let next = self.segments.next();
-        self.ended = next.is_none();
         next.map(checked::<F, O>)
     }
 
-    /// Entries of single pages for what is left of `now`, then for segments that are not long, until the buffer is full.
-    /// Gives their number, and the segment that cannot be mapped, if there is one. A long segment is left in `now`.
+    /// Puts pages into entries of the last level, of which the first has index `first`, until they are full, the source is
+    /// at its end, or a group may start (other than with the first page, if that was `decided`). Gives the number of
+    /// entries written.
     #[inline]
-    fn gather(&mut self, buffer: &mut [u64], template: u64) -> (usize, Option<Segment<O>>) {
-        let kind = Kind::single(F::LEVELS - 1);
-        let page = F::GRANULE.bytes();
-        let mut count = 0;
-        loop {
-            for slot in buffer[count..].iter_mut() {
-                if self.now.len == 0 {
-                    break;
-                }
-                *slot = template | encode_output::<F>(kind, self.now.out);
-                self.now.skip(page);
-                count += 1;
-            }
-            // Single pages are most of most lists.
-            let mut odd = None;
-            for slot in buffer[count..].iter_mut() {
-                match self.segments.next() {
-                    Some(s) if s.len == page && s.addr.bits() & not_a_page::<F>() == 0 => {
-                        *slot = template | encode_output::<F>(kind, s.addr.bits());
-                        count += 1;
-                    }
-                    next => {
-                        odd = Some(next);
-                        break;
+    fn fill(&mut self, entries: &mut [u64], first: usize, decided: bool, template: u64) -> (usize, Option<Stop<O>>) {
+        let end = first + entries.len();
+        let mut rest = entries;
+        let stop = loop {
+            // No look-ahead here: whether segments continue each other makes no difference within this table.
+            if self.now.len == 0 {
+                if self.pending.len != 0 {
+                    self.now = replace(&mut self.pending, Extent::EMPTY);
+                } else {
+                    match self.fill_short(&mut rest, end, template).map(checked::<F, O>) {
+                        None => break None,
+                        Some(Ok(extent)) => self.now = extent,
+                        Some(Err(segment)) => break Some(Stop::BadSegment(segment)),
                     }
                 }
             }
-            match odd {
-                None => return (count, None), // full
-                Some(None) => {
-                    self.ended = true;
-                    return (count, None);
-                }
-                Some(Some(segment)) => match checked::<F, O>(segment) {
-                    Err(segment) => return (count, Some(segment)),
-                    Ok(extent) => self.now = extent,
-                },
+            let i = end - rest.len();
+            if may_start_group::<F>(i, self.now.out) && !(decided && i == first) {
+                break None; // that is decided with a look ahead
             }
-            if self.now.len >= LONG * page {
-                return (count, None);
+            let count = run_of_pages::<F>(i, self.now).min(rest.len());
+            if let Err(free) = write_pages::<F>(&mut rest[..count], self.now.out, template) {
+                break Some(Stop::Taken(i + free));
             }
-        }
+            self.now.skip((count as u64) << shift::<F>(F::LEVELS - 1));
+            rest = &mut rest[count..];
+            if rest.is_empty() {
+                break None;
+            }
+        };
+        (end - rest.len() - first, stop)
     }
+
+    /// Puts short segments into entries, of which the last has index `end - 1`, straight from the list: the loop that
+    /// counts. Gives a segment that is something else, or that was better looked at more closely; `None` when the entries
+    /// are full or the list is at its end.
+    #[inline(never)] // with all that surrounds it, the loop would not fit into the registers
+    fn fill_short(&mut self, rest: &mut &mut [u64], end: usize, template: u64) -> Option<Segment<O>> {
+        let page = Kind::single(F::LEVELS - 1);
+        let mut segments = self.segments.take()?;
+        let mut entries = take(rest);
+        let other = loop {
+            // Single pages are most of most lists: several to a turn.
+            let next = 'turns: loop {
+                let i = end - entries.len();
+                let Some(some) = entries.first_chunk_mut::<STEP>() else {
+                    break if i == end { None } else { segments.next() };
+                };
+                for k in 0..STEP {
+                    match segments.next() {
+                        Some(Segment { addr, len })
+                            if len == F::GRANULE.bytes()
+                                && addr.bits() & not_a_page::<F>() == 0
+                                && some[k] == 0
+                                && !may_start_group::<F>(i + k, addr.bits()) =>
+                        {
+                            some[k] = template | encode_output::<F>(page, addr.bits());
+                        }
+                        other => {
+                            entries = &mut entries[k..];
+                            break 'turns other;
+                        }
+                    }
+                }
+                entries = &mut entries[STEP..];
+            };
+            let Some(segment) = next else { break None };
+            let Ok(extent) = checked::<F, O>(segment) else { break Some(segment) };
+            let i = end - entries.len();
+            let count = (extent.len >> shift::<F>(page.level)) as usize;
+            let simple = count <= entries.len().min(LONG)
+                && !may_start_group::<F>(i, extent.out)
+                && run_of_pages::<F>(i, extent) == count;
+            if !simple || write_pages::<F>(&mut entries[..count], extent.out, template).is_err() {
+                break Some(segment);
+            }
+            entries = &mut entries[count..];
+        };
+        if other.is_some() || entries.is_empty() {
+            self.segments = Some(segments);
+        }
+        *rest = entries;
+        other
+    }
+}
+
+/// Puts pages that continue each other into entries if all of these are free; else gives the index of the first that is
+/// not, and writes nothing.
+#[inline]
+fn write_pages<F: Format>(entries: &mut [u64], out: u64, template: u64) -> Result<(), usize> {
+    let kind = Kind::single(F::LEVELS - 1);
+    if entries.len() > LONG {
+        return write_many::<F>(entries, kind, out, template);
+    }
+    if let Some(taken) = entries.iter().position(|&entry| entry != 0 && is_taken::<F>(entry, kind.level)) {
+        return Err(taken);
+    }
+    let mut out = out;
+    for entry in entries {
+        *entry = template | encode_output::<F>(kind, out);
+        out += F::GRANULE.bytes();
+    }
+    Ok(())
+}
+
+/// The same with one question for all of them, which pays from some length on.
+#[inline(never)]
+fn write_many<F: Format>(entries: &mut [u64], kind: Kind, out: u64, template: u64) -> Result<(), usize> {
+    if entries.iter().fold(0, |all, entry| all | entry) != 0
+        && let Some(taken) = entries.iter().position(|&entry| is_taken::<F>(entry, kind.level))
+    {
+        return Err(taken);
+    }
+    write_entries::<F>(entries, kind, out, template);
+    Ok(())
+}
+
+/// Writes entries of one kind that map from `out` on.
+#[inline]
+fn write_entries<F: Format>(entries: &mut [u64], kind: Kind, out: u64, template: u64) {
+    let page = page_size::<F>(kind.level).bytes();
+    let entry_at = |k: u64| template | encode_output::<F>(kind, out + k * page);
+    let last = (entries.len() as u64).saturating_sub(1);
+    let (first, step) = (entry_at(0), entry_at(1).wrapping_sub(entry_at(0)));
+    if entry_at(last) == first.wrapping_add(last.wrapping_mul(step)) {
+        // The address lies in the entry in one piece, or does not leave one: entries count up as it does.
+        let mut next = first;
+        for entry in entries {
+            *entry = next;
+            next = next.wrapping_add(step);
+        }
+    } else {
+        (0..).zip(entries).for_each(|(k, entry)| *entry = entry_at(k));
+    }
+}
+
+#[cold]
+fn is_taken<F: Format>(entry: u64, level: u32) -> bool {
+    F::decode(level, entry) != Entry::Invalid
 }
 
 /// The extent of a segment that can be mapped, or the segment itself.

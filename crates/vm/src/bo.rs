@@ -51,9 +51,10 @@ impl Bo {
         self.sg.len()
     }
 
-    /// True when all of it is made of whole pages of this size, at addresses of so many bits.
+    /// True when all of it is made of whole pages of this size, fewer than `pages`, at addresses of so many bits.
     #[inline]
-    pub(crate) fn is_mappable(&self, granule: PageSize, bits: u32) -> bool {
-        self.sg.granule() >= granule && self.len() & (granule.bytes() - 1) == 0 && self.top >> bits == 0
+    pub(crate) fn is_mappable(&self, granule: PageSize, bits: u32, pages: u64) -> bool {
+        let whole = self.sg.granule() >= granule && self.len() & (granule.bytes() - 1) == 0;
+        whole && self.top >> bits == 0 && self.len() >> granule.log2() < pages
     }
 }

@@ -41,6 +41,7 @@ struct Run<F: Format> {
     base: u64,
     random: Random,
     refused: u64,
+    merged: usize,
 }
 
 /// Tables that can refuse to be reserved.
@@ -110,7 +111,7 @@ impl<F: Format> Run<F> {
             }
             bos.push(Arc::new(Bo::new(id, SgIndex::from_table(&sg).unwrap())));
         }
-        Self { vm, model: vec![None; pages as usize], bos, base, random, refused: 0 }
+        Self { vm, model: vec![None; pages as usize], bos, base, random, refused: 0, merged: 0 }
     }
 
     fn va(&self, page: u64) -> DeviceVa {
@@ -218,7 +219,8 @@ impl<F: Format> Run<F> {
         let mut done = 0;
         while done < operations {
             let mut model = self.model.clone();
-            let batch: Vec<_> = (0..self.random.size(12)).map(|_| self.request(&mut model)).collect();
+            let requests = if self.random.below(3) == 0 { 1 } else { self.random.size(12) };
+            let batch: Vec<_> = (0..requests).map(|_| self.request(&mut model)).collect();
             done += batch.len() as u64;
             if self.random.below(8) == 0 {
                 self.vm.tables_mut().allow = self.random.below(4) as usize;
@@ -234,7 +236,14 @@ impl<F: Format> Run<F> {
                     self.check("a plan that failed or was dropped");
                 }
             }
-            let committed = self.vm.plan(batch).unwrap().commit();
+            let committed = match &batch[..] {
+                // These have a way of their own.
+                [Request::Bind { va, bo, offset, len, access }] => {
+                    self.vm.bind(*va, bo, *offset, *len, *access).unwrap()
+                }
+                [Request::Unbind(span)] => self.vm.unbind(*span).unwrap(),
+                _ => self.vm.plan(batch).unwrap().commit(),
+            };
             // Whatever changed, the device is told to forget.
             for (page, (old, new)) in self.model.iter().zip(&model).enumerate() {
                 if old.is_some() && old != new {
@@ -244,6 +253,12 @@ impl<F: Format> Run<F> {
             }
             self.vm.invalidated(committed);
             self.model = model;
+            if self.random.below(8) == 0 {
+                let first = self.random.below(self.model.len() as u64);
+                let len = self.random.size(self.model.len() as u64 - first);
+                let span = Span::new(self.va(first), len * F::GRANULE.bytes()).unwrap();
+                self.merged += self.vm.merge(span, |gone| assert!(span.covers(&gone))).unwrap();
+            }
             self.check("after a commit");
         }
         let range = self.vm.range();
@@ -258,7 +273,12 @@ fn run<F: Format>() {
     let operations = std::env::var("DMALANE_VM_OPERATIONS").map_or(3000, |n| n.parse().expect("a number"));
     let mut run = Run::<F>::new(0x9e37_79b9_7f4a_7c15);
     run.run(operations);
-    println!("{}: {operations} operations, {} plans refused for want of tables", F::NAME, run.refused);
+    println!(
+        "{}: {operations} operations, {} plans refused for want of tables, {} tables merged",
+        F::NAME,
+        run.refused,
+        run.merged
+    );
 }
 
 #[test]

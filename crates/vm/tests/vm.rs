@@ -436,6 +436,51 @@ fn split_cases() {
     }
 }
 
+/// The same requests where the new binding shows the same buffer and continues the old one: both are one. With other
+/// rights, or one page further in the buffer, they are not.
+#[test]
+fn contiguous_cases() {
+    const RW: Access = Access::RW;
+    let bo = bo(0, &[(100, 40)]);
+    for (page, pages) in
+        [(4, 4), (4, 2), (6, 2), (5, 2), (3, 3), (6, 3), (3, 6), (4, 5), (3, 5), (2, 2), (8, 2), (1, 2), (9, 2)]
+    {
+        for (shift, access) in [(0, RW), (1, RW), (0, Access::READ)] {
+            let mut vm = Vm::<X86_64_4Level, _>::new(span(0, 100), Strict::new()).unwrap();
+            let committed = run(&mut vm, [bind(4, &bo, 14, 4, RW)]);
+            vm.invalidated(committed);
+            let committed = run(&mut vm, [bind(page, &bo, 10 + page + shift, pages, access)]);
+            vm.invalidated(committed);
+            let end = page + pages;
+            let one: Vec<Row> = match (shift, access) {
+                // Apart from each other.
+                (0, RW) if end < 4 => vec![(page, pages, 0, 10 + page, RW), (4, 4, 0, 14, RW)],
+                (0, RW) if page > 8 => vec![(4, 4, 0, 14, RW), (page, pages, 0, 10 + page, RW)],
+                (0, RW) => vec![(4.min(page), 8.max(end) - 4.min(page), 0, 10 + 4.min(page), RW)],
+                _ => {
+                    let old = [(4, page.clamp(4, 8)), (end.clamp(4, 8), 8)];
+                    let mut rows: Vec<Row> = old.iter().map(|&(a, b)| (a, b - a, 0, 10 + a, RW)).collect();
+                    rows.push((page, pages, 0, 10 + page + shift, access));
+                    rows.retain(|row| row.1 > 0);
+                    rows.sort_by_key(|row| row.0);
+                    rows
+                }
+            };
+            assert_eq!(bindings(&vm), one, "{pages} pages at {page}, {shift} further, {access}");
+            let middle = page + pages / 2;
+            let at = vm.binding_at(va(middle)).unwrap();
+            assert!(vm.bindings().any(|b| b.span == at.span && b.offset() == at.offset()), "{middle}");
+            // Both halves of a request in the middle of one binding, and back.
+            let committed = run(&mut vm, [Request::Unbind(span(middle, 1))]);
+            vm.invalidated(committed);
+            let access = if shift == 0 { access } else { RW };
+            let committed = run(&mut vm, [bind(middle, &bo, 10 + middle + shift, 1, access)]);
+            vm.invalidated(committed);
+            assert_eq!(bindings(&vm), one);
+        }
+    }
+}
+
 #[test]
 fn one_bind_over_several() {
     let bos = [bo(0, &[(100, 20)]), bo(1, &[(200, 20)])];
@@ -486,6 +531,29 @@ fn large_leaves_where_both_sides_are_aligned() {
 
 fn vm_range() -> Span<DeviceVa> {
     Span::new(va(0), 8 << 30).unwrap()
+}
+
+#[test]
+fn pages_bound_one_by_one_become_a_large_leaf_again() {
+    let (big, other) = (bo(1, &[(4 * 512, 1024)]), bo(2, &[(6 * 512, 512)]));
+    let mut vm = new_vm::<X86_64_4Level>();
+    let committed = run(&mut vm, (0..1024).map(|i| bind(FIRST + i, &big, i, 1, Access::RW)));
+    vm.invalidated(committed);
+    // Continues on the card, but in another buffer.
+    let committed = run(&mut vm, (0..512).map(|i| bind(FIRST + 1024 + i, &other, i, 1, Access::RW)));
+    vm.invalidated(committed);
+    let counts = |vm: &Vm<X86_64_4Level, Strict>| vm.page_table().leaf_counts().map(|(_, n)| n).collect::<Vec<_>>();
+    assert_eq!(counts(&vm), [3 * 512, 0, 0]);
+    let before = bindings(&vm);
+    let mut gone = Vec::new();
+    assert_eq!(vm.merge(span(FIRST + 1, RANGE_PAGES - 1), |span| gone.push(span)).unwrap(), 2, "not the first table");
+    assert_eq!(gone, [span(FIRST + 512, 512), span(FIRST + 1024, 512)]);
+    assert_eq!(counts(&vm), [512, 2, 0]);
+    assert_eq!(bindings(&vm), before);
+    let committed = run(&mut vm, [Request::Unbind(span(FIRST + 600, 1)), Request::UnbindBo(other.clone())]);
+    vm.invalidated(committed);
+    assert_eq!(bindings(&vm), [(FIRST, 600, 1, 0, Access::RW), (FIRST + 601, 423, 1, 601, Access::RW)]);
+    assert!(matches!(vm.merge(span(0, 600), |_| ()), Err(Error::OutsideVm { .. })));
 }
 
 #[test]
