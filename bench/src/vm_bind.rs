@@ -6,7 +6,7 @@ use dmalane::addr::{CardAddr, Segment};
 
 use crate::binders::{ALL, BASE, BATCH, BEFORE, Binder, Job, LEAN, LIMIT, OURS, SEED, make};
 use crate::buffers::{Layout, PAGE, of_pages};
-use crate::clock::{pin, time};
+use crate::clock::{cpu_time, pin, time};
 use crate::instructions;
 use crate::memory;
 use crate::mt19937::{self, Mt19937};
@@ -174,16 +174,16 @@ fn case(
     for (name, samples) in ALL.into_iter().zip(&mut samples) {
         // The first bind pays for the array or the index.
         let mut binder = None;
-        let first = time(|| {
+        let first = cpu_time(|| {
             binder = buffer.make(name, n).ok();
             if let Some(binder) = &mut binder {
                 binder.bind(&jobs[..1]);
             }
         });
         let mut binder = binder.ok_or("a variant cannot be made")?;
-        let bind = time(|| binder.bind(&jobs[1..])) / (n - 1) as f64 * n as f64;
+        let bind = cpu_time(|| binder.bind(&jobs[1..])) / (n - 1) as f64 * n as f64;
         buffer.check_bound(binder.as_ref(), &jobs)?;
-        let unbind = time(|| binder.unbind(&jobs));
+        let unbind = cpu_time(|| binder.unbind(&jobs));
         check_unbound(binder.as_ref(), &jobs)?;
         if name == BEFORE {
             samples[0].push(bind);
@@ -197,8 +197,8 @@ fn case(
             let k = (round + turn) % binders.len();
             let binder = binders[k].as_mut();
             if binder.name() != BEFORE {
-                samples[k][0].push(time(|| binder.bind(&jobs)));
-                samples[k][1].push(time(|| binder.unbind(&jobs)));
+                samples[k][0].push(cpu_time(|| binder.bind(&jobs)));
+                samples[k][1].push(cpu_time(|| binder.unbind(&jobs)));
             }
         }
     }
