@@ -392,7 +392,7 @@ impl<F: Format, I: Address, O: Address, T: Tables> PageTable<F, I, O, T> {
     fn undo(&mut self, first: u64, next: u64) {
         self.cursor.forget();
         if next > first {
-            self.clear_span(first, next - 1, Detach::Nothing);
+            self.clear_span(first, next - 1, Detach::Nothing, &mut alloc::vec::Vec::new());
         }
         while let Some(made) = self.made.pop() {
             let (at, level) = (made & !(F::GRANULE.bytes() - 1), made as u32 & (F::GRANULE.bytes() - 1) as u32);
