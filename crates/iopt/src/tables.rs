@@ -385,7 +385,7 @@ impl<A: Address> Tables for HeapTables<A> {
         len
     }
 
-    /// All of the range in one piece, where it is.
+    /// All of the range in one piece, where it is: no device walks this memory, so nobody sees how it is written.
     ///
     /// # Panics
     /// When the address is not that of a table.

@@ -428,6 +428,76 @@ fn clear_and_prune<F: Format>() {
     assert!(table.prune(span(sizes::<F>().top, page)).is_empty(), "beyond the input range there is nothing");
 }
 
+/// Lists of pages, and of pages and short runs, from and to the edges of a table, with something in the way at every
+/// place, or a segment that cannot be mapped: the loop takes several to a turn, and must stop at the right one.
+fn stops_at_the_right_page<F: Format, T: Tables>(tables: impl Fn() -> T) {
+    let Sizes { page, entries, block, out_top, .. } = sizes::<F>();
+    let singles: Vec<u64> = vec![1; 20];
+    let runs: Vec<u64> = [1, 2, 1, 1, 3, 1, 1, 1, 1, 1, 1, 1, 1, 8, 1, 9, 2, 17].to_vec();
+    for (start, lengths) in [0, 1, entries - 20, entries - 11].into_iter().flat_map(|s| [(s, &singles), (s, &runs)]) {
+        let at = 2 * block + start * page;
+        // None continues another, all of them odd pages: no leaf is larger than a page.
+        let mut to = page;
+        let mut list: Vec<Segment<PhysAddr>> = Vec::new();
+        for &pages in lengths {
+            list.push(Segment { addr: PhysAddr::new(to), len: pages * page });
+            to += (pages + 2 - pages % 2) * page;
+        }
+        let len: u64 = list.iter().map(|s| s.len).sum();
+        let mut table = Table::<F, _>::new(tables()).unwrap();
+        // Something to either side, so that no table is new.
+        table.map(Iova::new(at - page), PhysAddr::new(0), page, Access::READ).unwrap();
+        table.map(Iova::new(at + len), PhysAddr::new(0), page, Access::READ).unwrap();
+        let near = |table: &Table<F, T>| -> Vec<_> {
+            table.runs(span(at - page, len + 2 * page)).map(|r| (r.at.bits(), r.to.bits(), r.len)).collect()
+        };
+        let before = near(&table);
+        for taken in (0..len).step_by(page as usize) {
+            table.map(Iova::new(at + taken), PhysAddr::new(0), page, Access::READ).unwrap();
+            let e = table.map_sg(Iova::new(at), list.iter().copied(), Access::READ).unwrap_err();
+            assert_eq!(e, Error::Overlap { at: Place::of(Iova::new(at + taken)) });
+            let flush = table.unmap(span(at + taken, page)).unwrap();
+            assert_eq!((flush.bytes(), flush.tables().len()), (page, 0));
+            assert_eq!(near(&table), before);
+        }
+        for bad in 0..list.len() {
+            let good = list[bad];
+            for (addr, len) in
+                [(good.addr.bits() + 1, good.len), (good.addr.bits(), good.len - 1), (out_top, page), (0, 0)]
+            {
+                list[bad] = Segment { addr: PhysAddr::new(addr), len };
+                let e = table.map_sg(Iova::new(at), list.iter().copied(), Access::READ).unwrap_err();
+                let place = Place::of(PhysAddr::new(addr));
+                match e {
+                    Error::Misaligned { at, .. } | Error::OutputRange { at, .. } | Error::Empty { at } => {
+                        assert_eq!(at, place);
+                    }
+                    e => panic!("{e}"),
+                }
+                assert_eq!(near(&table), before);
+            }
+            list[bad] = good;
+        }
+        assert_eq!(table.map_sg(Iova::new(at), list.iter().copied(), Access::READ), Ok(len));
+        let mut next = at;
+        for s in &list {
+            for offset in (0..s.len).step_by(page as usize) {
+                let found = table.lookup(Iova::new(next)).unwrap();
+                assert_eq!((found.to.bits(), found.size.bytes()), (s.addr.bits() + offset, page));
+                next += page;
+            }
+        }
+        // A list that ends here and there, into a table that is new.
+        for count in 1..list.len() {
+            let mut table = Table::<F, _>::new(tables()).unwrap();
+            let part: u64 = list[..count].iter().map(|s| s.len).sum();
+            assert_eq!(table.map_sg(Iova::new(at), list[..count].iter().copied(), Access::READ), Ok(part));
+            assert_eq!(table.mapped_bytes(), part);
+            assert_eq!(table.lookup(Iova::new(at + part)), None);
+        }
+    }
+}
+
 macro_rules! operations {
     ($module:ident, $format:ty) => {
         mod $module {
@@ -436,6 +506,12 @@ macro_rules! operations {
             #[test]
             fn map_pages() {
                 super::map_pages::<F>();
+            }
+
+            #[test]
+            fn stops_at_the_right_page() {
+                super::stops_at_the_right_page::<F, _>(super::Failing::new);
+                super::stops_at_the_right_page::<F, _>(|| super::HeapTables::new(super::PhysAddr::new(0x1234_0000)));
             }
 
             #[test]
