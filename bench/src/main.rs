@@ -2,6 +2,7 @@
 #![deny(unsafe_code)]
 
 mod bar_map;
+mod buffers;
 mod clock;
 mod instructions;
 mod iova;
@@ -10,10 +11,13 @@ mod layers;
 mod load;
 mod lookup;
 mod map_sg;
+mod memory;
+mod mt19937;
 // Only what the peers' interfaces demand.
 #[allow(unsafe_code)]
 mod peers;
 mod report;
+mod sg_index;
 mod subject;
 mod threads;
 
@@ -53,6 +57,11 @@ enum Bench {
     Iova(iova::Options),
     /// Two threads on disjoint ranges of one tree, against one and against a mutex
     Threads(threads::Options),
+    /// Find a page of a scattered buffer: the seed's way, the usual structures, ours
+    SgIndex(sg_index::Options),
+    /// One structure of sg-index, to be counted by callgrind
+    #[command(hide = true)]
+    OneSgIndex(sg_index::One),
     /// One mapping of a case of map-sg by a variant, to be counted by callgrind
     #[command(hide = true)]
     One(instructions::Options),
@@ -60,6 +69,13 @@ enum Bench {
 
 fn main() -> ExitCode {
     let cli = Cli::parse();
+    let done = |result: Result<(), Box<dyn std::error::Error>>| match result {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(e) => {
+            eprintln!("bench: {e}");
+            ExitCode::FAILURE
+        }
+    };
     let result = match cli.bench {
         Bench::Load(options) => load::run(&options),
         Bench::MapSg(options) => map_sg::run(&options),
@@ -67,10 +83,9 @@ fn main() -> ExitCode {
         Bench::BarMap(options) => bar_map::run(&options),
         Bench::Iova(options) => iova::run(&options),
         Bench::Threads(options) => threads::run(&options),
-        Bench::One(options) => match instructions::one(&options) {
-            Ok(()) => return ExitCode::SUCCESS,
-            Err(e) => Err(e),
-        },
+        Bench::SgIndex(options) => sg_index::run(&options),
+        Bench::OneSgIndex(options) => return done(sg_index::one(&options)),
+        Bench::One(options) => return done(instructions::one(&options)),
     };
     let report = match result {
         Ok(report) => report,

@@ -63,6 +63,9 @@ pub struct Details {
     /// Tables in use.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub tables: Option<usize>,
+    /// Memory taken, for each of the things that take it.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub bytes_per_item: Option<f64>,
     /// Look-ups, leaves visited: whatever the bench counts as one step.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub steps: Option<u64>,
@@ -224,6 +227,9 @@ impl Report {
                 {
                     let _ = write!(counted, " {n} {name}");
                 }
+            }
+            if let Some(bytes) = d.bytes_per_item {
+                let _ = write!(counted, " {bytes:.2} B");
             }
             let line = format!(
                 "{:<26} {:<50} {:>11.3} {:>11.3} {:>9} {:>8} {counted}",

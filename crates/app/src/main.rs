@@ -12,6 +12,7 @@ mod pci;
 mod probe;
 mod progress;
 mod size;
+mod vm;
 
 use std::process::ExitCode;
 

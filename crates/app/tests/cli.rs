@@ -4,7 +4,7 @@ use std::process::{Command, Output};
 
 use serde_json::Value;
 
-const COMMANDS: [&str; 5] = ["load", "doctor", "devices", "iopt", "completions"];
+const COMMANDS: [&str; 6] = ["load", "doctor", "devices", "iopt", "vm", "completions"];
 
 fn command(args: &[&str]) -> Command {
     let mut command = Command::new(env!("CARGO_BIN_EXE_dmalane"));

@@ -11,9 +11,9 @@ use crate::{Entry, Error, FlushList, Format, Place, Register, Runs, TableShape, 
 
 /// A page table in format `F` that translates `I` to `O`, its tables in `T`.
 ///
-/// The methods that walk are in `map.rs`, `unmap.rs` and `runs.rs`. All of them keep one invariant: every table except
-/// the root holds at least one valid entry. So an entry that points to a table always means that something is mapped
-/// below, and undoing a failed map comes down to removing what has become empty.
+/// The methods that walk are in `map.rs`, `unmap.rs` and `runs.rs`. A table can be linked and empty only where
+/// [`clear`](Self::clear) has left it, or an [`unmap`](Self::unmap) of tables that threads share: it takes smaller leaves
+/// then. A map that fails frees the tables that it made itself and no other.
 ///
 /// A table can be walked by a device at any time. An entry is written once its table is complete, and a table is linked
 /// after it was zeroed; ordering those writes for the device, and cleaning caches for one that does not snoop, is the
@@ -25,6 +25,8 @@ pub struct PageTable<F, I, O, T: Tables> {
     /// Live leaves, by [`Kind::slot`].
     pub(crate) leaves: [u64; Kind::COUNT],
     pub(crate) cursor: Cursor<T::Addr>,
+    /// The tables that the present map call has linked: an address that each translates, its level in the low bits.
+    pub(crate) made: Vec<u64>,
     kinds: PhantomData<fn(I) -> (F, O)>,
 }
 
@@ -67,7 +69,7 @@ impl<F: Format, I: Address, O: Address, T: Tables> PageTable<F, I, O, T> {
             tables.free_root(root);
             return Err(Error::TableAddress { at: Place::of(root) });
         }
-        Ok(Self { tables, root, cursor: Cursor::new(root), leaves: [0; Kind::COUNT], kinds: PhantomData })
+        Ok(Self::at_root(tables, root))
     }
 
     /// Another handle on the tree at `root`, for another thread: `tables` are those of the first handle.
@@ -81,7 +83,12 @@ impl<F: Format, I: Address, O: Address, T: Tables> PageTable<F, I, O, T> {
     /// Drop all handles but one before [`into_tables`](Self::into_tables). Formats with 4-byte entries cannot be shared.
     pub fn attach(tables: T, root: T::Addr) -> Self {
         const { assert!(T::SHARED && F::ENTRY_BYTES == 8, "these tables cannot be shared") }
-        Self { tables, root, cursor: Cursor::new(root), leaves: [0; Kind::COUNT], kinds: PhantomData }
+        Self::at_root(tables, root)
+    }
+
+    fn at_root(tables: T, root: T::Addr) -> Self {
+        let (cursor, made) = (Cursor::new(root), Vec::new());
+        Self { tables, root, leaves: [0; Kind::COUNT], cursor, made, kinds: PhantomData }
     }
 
     /// The address of the root table, to be programmed into the device. It never changes.

@@ -52,6 +52,18 @@ pub(crate) struct Split<A> {
     pub(crate) size: PageSize,
 }
 
+/// Which tables go with what was mapped in them.
+#[derive(Clone, Copy, PartialEq)]
+pub(crate) enum Detach {
+    /// Those that become empty. (Where tables are shared: those that the span covers, since a neighbour may be about to use
+    /// any other.)
+    Emptied,
+    /// Those that the span covers.
+    Covered,
+    /// None.
+    Nothing,
+}
+
 /// What a recursive clear has taken away so far.
 struct Cleared<A> {
     bytes: u64,
@@ -71,6 +83,61 @@ impl<F: Format, I: Address, O: Address, T: Tables> PageTable<F, I, O, T> {
     /// be split and there was no table for it (see [`TableEstimate`](crate::TableEstimate)). The table is
     /// then as it was.
     pub fn unmap(&mut self, span: Span<I>) -> Result<FlushList<I, T::Addr>, Error> {
+        self.unmap_and(span, Detach::Emptied)
+    }
+
+    /// The same, but a table that the span covers only in part stays linked even when it becomes empty: whoever maps there
+    /// again does not need another one. Tables that the span covers are detached as ever.
+    ///
+    /// An empty table stands in the way of a leaf as large as what it translates; smaller leaves are mapped in it.
+    /// [`prune`](Self::prune) takes such tables away.
+    ///
+    /// # Errors
+    /// As [`unmap`](Self::unmap).
+    pub fn clear(&mut self, span: Span<I>) -> Result<FlushList<I, T::Addr>, Error> {
+        self.unmap_and(span, Detach::Covered)
+    }
+
+    /// Detaches every table that translates some of the span and is empty, those above it that become empty included.
+    /// What is mapped stays the same, so [`FlushList::bytes`] is 0.
+    ///
+    /// Nothing is looked at twice: for one page this is a walk and a search of the last table for an entry that is in use.
+    /// Where tables are shared, only tables that the span covers are detached.
+    pub fn prune(&mut self, span: Span<I>) -> FlushList<I, T::Addr> {
+        let mut tables = Vec::new();
+        let (first, last) = (span.first().bits(), span.last().bits().min(input_len::<F>() - 1));
+        if first <= last {
+            self.prune_below(self.root, 0, first, last, &mut tables);
+        }
+        if !tables.is_empty() {
+            self.cursor.forget();
+        }
+        FlushList { span, bytes: 0, tables }
+    }
+
+    /// Unlinks empty tables below one at `level`.
+    fn prune_below(&mut self, table: T::Addr, level: u32, first: u64, last: u64, tables: &mut Vec<T::Addr>) {
+        if level + 1 == F::LEVELS {
+            return;
+        }
+        let page = page_size::<F>(level).bytes();
+        let mut at = first;
+        for k in index::<F>(first, level)..=index::<F>(last, level) {
+            let entry_last = (at | (page - 1)).min(last);
+            if let Entry::Table(next) = F::decode(level, self.load(table, k)) {
+                let next = T::Addr::new(next);
+                self.prune_below(next, level + 1, at, entry_last, tables);
+                let covered = at & (page - 1) == 0 && entry_last & (page - 1) == page - 1;
+                if (covered || !T::SHARED) && self.is_empty(next, level + 1) {
+                    self.store(table, k, 0);
+                    tables.push(next);
+                }
+            }
+            at = entry_last.wrapping_add(1);
+        }
+    }
+
+    fn unmap_and(&mut self, span: Span<I>, detach: Detach) -> Result<FlushList<I, T::Addr>, Error> {
         let (first, last) = Self::check_span(span)?;
         let cuts = [self.find_cut(first), self.find_cut(last + 1)];
         let mut spare = self.spare_tables(Cut::tables::<F>(cuts), first)?;
@@ -82,7 +149,7 @@ impl<F: Format, I: Address, O: Address, T: Tables> PageTable<F, I, O, T> {
             flush_last = flush_last.max(cut.at | mask);
             self.split(cut.at, &mut spare, |_, _| ());
         }
-        let (bytes, tables) = self.clear_span(first, last);
+        let (bytes, tables) = self.clear_span(first, last, detach);
         if !tables.is_empty() {
             self.cursor.forget();
         }
@@ -207,21 +274,30 @@ impl<F: Format, I: Address, O: Address, T: Tables> PageTable<F, I, O, T> {
     }
 
     /// Clears all leaves in the range, none of which reaches outside. Gives the bytes that were mapped and the tables
-    /// that became empty.
-    pub(crate) fn clear_span(&mut self, first: u64, last: u64) -> (u64, Vec<T::Addr>) {
+    /// that were detached.
+    pub(crate) fn clear_span(&mut self, first: u64, last: u64, detach: Detach) -> (u64, Vec<T::Addr>) {
         let mut cleared = Cleared { bytes: 0, tables: Vec::new() };
-        self.clear(self.root, 0, first, last, &mut cleared);
+        let detach = if T::SHARED && detach == Detach::Emptied { Detach::Covered } else { detach };
+        self.clear_below(self.root, 0, (first, last), detach, &mut cleared);
         (cleared.bytes, cleared.tables)
     }
 
-    /// True when the table has become empty, so that the caller unlinks it.
-    fn clear(&mut self, table: T::Addr, level: u32, first: u64, last: u64, cleared: &mut Cleared<T::Addr>) -> bool {
+    /// True when the table goes, so that the caller unlinks it.
+    fn clear_below(
+        &mut self,
+        table: T::Addr,
+        level: u32,
+        (first, last): (u64, u64),
+        detach: Detach,
+        cleared: &mut Cleared<T::Addr>,
+    ) -> bool {
         let (i, j) = (index::<F>(first, level), index::<F>(last, level));
         let page = page_size::<F>(level).bytes();
         // A table that goes as a whole keeps its entries: nothing reads them once it is unlinked, but for a walker that
         // must be told to forget it anyway. The root is never unlinked.
         let mask = page * entries::<F>(level) as u64 - 1;
-        let whole = level > 0 && first & mask == 0 && last & mask == mask;
+        let whole = detach != Detach::Nothing && level > 0 && first & mask == 0 && last & mask == mask;
+        let if_empty = detach == Detach::Emptied && level > 0;
         if level + 1 == F::LEVELS {
             let valid = |entry: u64| entry != 0 && F::decode(F::LEVELS - 1, entry) != Entry::Invalid;
             let member = |entry: u64| has_groups::<F>() && F::is_member(F::LEVELS - 1, entry);
@@ -241,7 +317,7 @@ impl<F: Format, I: Address, O: Address, T: Tables> PageTable<F, I, O, T> {
             }
             cleared.bytes += page * pages;
             self.uncount(level, pages, members);
-            return whole || !T::SHARED && pages > 0 && level > 0 && self.is_empty_but(table, level, i, j);
+            return whole || if_empty && pages > 0 && self.is_empty_but(table, level, i, j);
         }
         let (mut changed, mut kept) = (false, false);
         let (mut leaves, mut members) = (0, 0);
@@ -258,7 +334,7 @@ impl<F: Format, I: Address, O: Address, T: Tables> PageTable<F, I, O, T> {
                 }
                 Entry::Table(next) => {
                     let next = T::Addr::new(next);
-                    let emptied = self.clear(next, level + 1, at, entry_last, cleared);
+                    let emptied = self.clear_below(next, level + 1, (at, entry_last), detach, cleared);
                     if emptied {
                         cleared.tables.push(next);
                     }
@@ -277,24 +353,29 @@ impl<F: Format, I: Address, O: Address, T: Tables> PageTable<F, I, O, T> {
         if changed {
             slots::clean::<F, T>(&mut self.tables, table, i..j + 1);
         }
-        whole || !T::SHARED && changed && !kept && level > 0 && self.is_empty_but(table, level, i, j)
+        whole || if_empty && changed && !kept && self.is_empty_but(table, level, i, j)
     }
 
-    /// Takes leaves at `level` off the count: entries, of which so many are members of groups. (A group that could not
-    /// be written as a whole counts as one.)
+    /// Takes leaves at `level` off the count: entries, of which so many are members of groups.
     fn uncount(&mut self, level: u32, entries: u64, members: u64) {
         // Another handle may have counted them.
         let single = &mut self.leaves[Kind::single(level).slot()];
         *single = single.wrapping_sub(entries - members);
         if group_bits::<F>(level) > 0 {
             let groups = &mut self.leaves[Kind { level, group: true }.slot()];
-            *groups = groups.wrapping_sub(members.div_ceil(1 << group_bits::<F>(level)));
+            *groups = groups.wrapping_sub(members >> group_bits::<F>(level));
         }
     }
 
     /// True when no entry of the table is valid.
     pub(crate) fn is_empty(&self, table: T::Addr, level: u32) -> bool {
-        (0..entries::<F>(level)).all(|i| self.is_invalid(table, level, i))
+        const STEP: usize = 64;
+        let end = entries::<F>(level);
+        (0..end).step_by(STEP).all(|start| {
+            let mut range = start..(start + STEP).min(end);
+            slots::is_zero::<F, T>(&self.tables, table, range.clone())
+                || range.all(|i| self.is_invalid(table, level, i))
+        })
     }
 
     /// The same, given that entries `i` to `j` are not. The neighbours come first: when a table is taken down page by
