@@ -143,6 +143,17 @@ fn with_lpa2(mut specification: Specification) -> Specification {
     specification
 }
 
+/// The same with `HA = HD = 1`: a leaf with DBM may be written to, and the device says in it when it was.
+fn with_dbm(mut specification: Specification) -> Specification {
+    for row in specification.levels.iter_mut().flat_map(|level| &mut level.rows) {
+        if let Some((_, [_, write, _])) = &mut row.leaf {
+            write.push(vec![(51, 51, 1)]);
+            row.one_of.push(vec![(51, 51, 1)]);
+        }
+    }
+    specification
+}
+
 /// m1n1 `hw/uat.py`, and the rules for permissions from the Linux IOMMU list.
 fn agx() -> Specification {
     let rows = |low: u32| {
@@ -285,6 +296,9 @@ fn specification<F: Format>() -> Specification {
         "arm64-s2-16k-contiguous" => arm64(2, 14, 48, true),
         "arm64-s2-64k" => arm64(2, 16, 48, false),
         "arm64-s2-64k-contiguous" => arm64(2, 16, 48, true),
+        "arm64-s1-4k-dirty" => with_dbm(arm64(1, 12, 48, false)),
+        "arm64-s1-64k-52-contiguous-dirty" => with_dbm(with_lpa(arm64(1, 16, 48, true))),
+        "arm64-s2-4k-contiguous-dirty" => with_dbm(arm64(2, 12, 40, true)),
         "arm64-s1-4k-52" => with_lpa2(arm64(1, 12, 52, false)),
         "arm64-s1-16k-52-contiguous" => with_lpa2(arm64(1, 14, 52, true)),
         "arm64-s2-4k-52-contiguous" => with_lpa2(arm64(2, 12, 52, true)),

@@ -143,11 +143,30 @@ pub(super) const fn ds(granule: u32, output: u32) -> u64 {
     lpa2(granule, output) as u64
 }
 
-/// Which of the architecture's numbers of bits these are, as an index into a format's names. Evaluated at compile time.
+/// The dirty bit modifier, with `HD = 1`: a leaf that may not be written to may, and the device then says so in the entry.
+pub(super) const DBM: u64 = 1 << 51;
+
+/// The names of the formats of a stage, as [`variant`] counts them.
+macro_rules! names {
+    ($stage:literal) => {
+        names!(@ $stage, "", "-contiguous", "-52", "-52-contiguous", "-dirty", "-contiguous-dirty", "-52-dirty",
+            "-52-contiguous-dirty")
+    };
+    (@ $stage:literal, $($rest:literal),*) => {
+        [$([
+            concat!("arm64-", $stage, "-4k", $rest),
+            concat!("arm64-", $stage, "-16k", $rest),
+            concat!("arm64-", $stage, "-64k", $rest),
+        ]),*]
+    };
+}
+pub(super) use names;
+
+/// Where the name of a format is among [`names`]: one of eight rows, and the granule. Evaluated at compile time.
 ///
 /// # Panics
 /// When there is no such format.
-pub(super) const fn variant(granule: u32, input: u32, contiguous: bool, output: u32) -> usize {
+pub(super) const fn variant(granule: u32, input: u32, contiguous: bool, output: u32, dirty: bool) -> (usize, usize) {
     let of_granule = match granule {
         12 => 0,
         14 => 1,
@@ -157,7 +176,7 @@ pub(super) const fn variant(granule: u32, input: u32, contiguous: bool, output: 
     assert!(output == 48 || output == 52, "output is of 48 or 52 bits");
     assert!(input <= 48 || granule == 16 || output == 52, "input beyond 48 bits takes 52 bits of output (FEAT_LPA2)");
     assert!(input <= 52, "input is of 52 bits at most");
-    of_granule + 3 * contiguous as usize + if output == 52 { 6 } else { 0 }
+    (contiguous as usize + 2 * (output == 52) as usize + 4 * dirty as usize, of_granule)
 }
 
 /// The type of a descriptor.
