@@ -1,9 +1,12 @@
 //! Benchmarks of dmalane: each checks its answer and prints ratios of one run.
 #![deny(unsafe_code)]
 
+mod alloc_read;
 mod bar_map;
+mod binders;
 mod buffers;
 mod clock;
+mod gpuvm;
 mod instructions;
 mod iova;
 mod job;
@@ -20,6 +23,7 @@ mod report;
 mod sg_index;
 mod subject;
 mod threads;
+mod vm_bind;
 
 use std::process::ExitCode;
 
@@ -47,6 +51,8 @@ struct Cli {
 enum Bench {
     /// A file to the software card, cold and warm, against raw reads and copies
     Load(load::Options),
+    /// A file into a buffer, allocated and read at once: the seed's table, beside the ceiling
+    AllocRead(alloc_read::Options),
     /// Scatter lists into page tables: the seed's two shapes, ours, the peers, the floor
     MapSg(map_sg::Options),
     /// Look-ups at random addresses
@@ -59,6 +65,11 @@ enum Bench {
     Threads(threads::Options),
     /// Find a page of a scattered buffer: the seed's way, the usual structures, ours
     SgIndex(sg_index::Options),
+    /// Bind and unbind single pages of a large buffer: the seed's program, by the driver before it, the seed, maps, ours
+    VmBind(vm_bind::Options),
+    /// One variant of vm-bind, to be counted by callgrind or weighed
+    #[command(hide = true)]
+    OneVmBind(vm_bind::One),
     /// One structure of sg-index, to be counted by callgrind
     #[command(hide = true)]
     OneSgIndex(sg_index::One),
@@ -78,12 +89,15 @@ fn main() -> ExitCode {
     };
     let result = match cli.bench {
         Bench::Load(options) => load::run(&options),
+        Bench::AllocRead(options) => alloc_read::run(&options),
         Bench::MapSg(options) => map_sg::run(&options),
         Bench::Lookup(options) => lookup::run(&options),
         Bench::BarMap(options) => bar_map::run(&options),
         Bench::Iova(options) => iova::run(&options),
         Bench::Threads(options) => threads::run(&options),
         Bench::SgIndex(options) => sg_index::run(&options),
+        Bench::VmBind(options) => vm_bind::run(&options),
+        Bench::OneVmBind(options) => return done(vm_bind::one(&options)),
         Bench::OneSgIndex(options) => return done(sg_index::one(&options)),
         Bench::One(options) => return done(instructions::one(&options)),
     };
