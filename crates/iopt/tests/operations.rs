@@ -366,15 +366,7 @@ fn take_dirty<F: Format>() {
     assert_eq!(table.take_dirty(all, |leaf| panic!("{leaf:?} twice")), Ok(0));
     assert_eq!(leaves(&table), before, "what is mapped stays");
     for at in [2 * large - 2 * page, 2 * large + block] {
-        let mut entry = 0;
-        let root = table.root().bits();
-        walk::<F>(root, at, |word| {
-            entry = word;
-            table.tables().read(word)
-        })
-        .unwrap();
-        let word = table.tables().read(entry).unwrap();
-        table.tables_mut().store(PhysAddr::new(entry), 0, word | F::DIRTY);
+        write_through(&mut table, at);
         assert_eq!(table.take_dirty(span(0, 2 * large - 2 * page), |_| ()), Ok(0), "elsewhere");
         let mut found = Vec::new();
         assert_eq!(table.take_dirty(all, |leaf| found.push(leaf)), Ok(1));
@@ -382,6 +374,48 @@ fn take_dirty<F: Format>() {
         assert_eq!(table.take_dirty(all, |_| ()), Ok(0));
     }
     assert!(matches!(table.take_dirty(span(1, page), |_| ()), Err(Error::Misaligned { .. })));
+    dirty_parts(table);
+}
+
+/// As a device does it that writes to `at`.
+fn write_through<F: Format>(table: &mut Table<F, HeapTables<PhysAddr>>, at: u64) {
+    let mut entry = 0;
+    walk::<F>(table.root().bits(), at, |word| {
+        entry = word;
+        table.tables().read(word)
+    })
+    .unwrap();
+    let word = table.tables().read(entry).unwrap();
+    let marked = if F::DIRTY_IS_CLEAR { word & !F::DIRTY } else { word | F::DIRTY };
+    table.tables_mut().store(PhysAddr::new(entry), 0, marked);
+}
+
+/// The parts of a leaf count as written to when it did, by a cut and by an unmap of some of it; a merged leaf when one of its
+/// parts did.
+fn dirty_parts<F: Format>(mut table: Table<F, HeapTables<PhysAddr>>) {
+    let Sizes { page, large, top, .. } = sizes::<F>();
+    let all = span(0, top);
+    let dirty = |table: &mut Table<F, _>| {
+        let mut bytes = 0;
+        table.take_dirty(all, |leaf| bytes += leaf.size.bytes()).unwrap();
+        bytes
+    };
+    // (AGX, the only format without large leaves, has no mark.)
+    let leaf = table.lookup(Iova::new(2 * large)).unwrap();
+    assert_eq!(leaf.size.bytes(), large);
+    table.cut(Iova::new(2 * large + 5 * page), |_| ()).unwrap();
+    assert_eq!(dirty(&mut table), 0, "not written to, so neither were its parts");
+    table.merge(all, |_| ()).unwrap();
+    assert_eq!((table.lookup(leaf.at), dirty(&mut table)), (Some(leaf), 0));
+    write_through(&mut table, 2 * large);
+    table.cut(Iova::new(2 * large + 5 * page), |_| ()).unwrap();
+    assert_eq!(dirty(&mut table), large);
+    write_through(&mut table, 3 * large - page);
+    table.merge(all, |_| ()).unwrap();
+    assert_eq!((table.lookup(leaf.at), dirty(&mut table)), (Some(leaf), large));
+    write_through(&mut table, 2 * large);
+    let flush = table.unmap(span(2 * large + 5 * page, page)).unwrap();
+    assert_eq!((flush.bytes(), dirty(&mut table)), (page, large - page));
 }
 
 /// Two pages bound and unbound again: the table stays for the next, smaller leaves go into it, and pruning makes room for
