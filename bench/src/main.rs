@@ -1,6 +1,7 @@
 //! Benchmarks of dmalane: each checks its answer and prints ratios of one run.
 #![deny(unsafe_code)]
 
+mod alloc_read;
 mod bar_map;
 mod binders;
 mod buffers;
@@ -50,6 +51,8 @@ struct Cli {
 enum Bench {
     /// A file to the software card, cold and warm, against raw reads and copies
     Load(load::Options),
+    /// A file into a buffer, allocated and read at once: the seed's table, beside the ceiling
+    AllocRead(alloc_read::Options),
     /// Scatter lists into page tables: the seed's two shapes, ours, the peers, the floor
     MapSg(map_sg::Options),
     /// Look-ups at random addresses
@@ -86,6 +89,7 @@ fn main() -> ExitCode {
     };
     let result = match cli.bench {
         Bench::Load(options) => load::run(&options),
+        Bench::AllocRead(options) => alloc_read::run(&options),
         Bench::MapSg(options) => map_sg::run(&options),
         Bench::Lookup(options) => lookup::run(&options),
         Bench::BarMap(options) => bar_map::run(&options),

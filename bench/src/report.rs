@@ -210,21 +210,25 @@ impl Report {
 
     /// Rows of transfers.
     fn per_byte(&self, out: &mut String) {
+        // What takes microseconds has them.
+        let ms = |seconds: f64| {
+            if seconds < 0.01 { format!("{:.3}", seconds * 1e3) } else { format!("{:.1}", seconds * 1e3) }
+        };
         // Writing to a String cannot fail.
         let _ = writeln!(
             out,
-            "{:<8} {:<44} {:>10} {:>10} {:>10} {:>8}",
+            "{:<11} {:<54} {:>10} {:>10} {:>10} {:>8}",
             "case", "variant", "median ms", "min", "max", "GB/s"
         );
         for r in &self.rows {
             let _ = writeln!(
                 out,
-                "{:<8} {:<44} {:>10.1} {:>10.1} {:>10.1} {:>8.2}",
+                "{:<11} {:<54} {:>10} {:>10} {:>10} {:>8.2}",
                 r.case,
                 r.variant,
-                r.median_s * 1e3,
-                r.min_s * 1e3,
-                r.max_s * 1e3,
+                ms(r.median_s),
+                ms(r.min_s),
+                ms(r.max_s),
                 r.bytes_per_s / 1e9
             );
         }

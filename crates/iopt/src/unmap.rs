@@ -5,7 +5,9 @@ use core::ops::Range;
 
 use dmalane_addr::{Access, Address, PageSize, Span};
 
-use crate::format::{Kind, entries, group_bits, has_groups, index, input_len, page_size, same_table, top_leaf_level};
+use crate::format::{
+    Kind, entries, group_bits, has_groups, index, input_len, page_size, same_table, shift, top_leaf_level,
+};
 use crate::{Entry, Error, FlushList, Format, PageTable, Tables, slots};
 
 /// A boundary inside a leaf, and the tables that make it a boundary between leaves.
@@ -82,6 +84,7 @@ impl<F: Format, I: Address, O: Address, T: Tables> PageTable<F, I, O, T> {
     /// [`Error::Misaligned`], [`Error::InputRange`]; [`Error::NoTables`] and [`Error::TableAddress`] when a leaf had to
     /// be split and there was no table for it (see [`TableEstimate`](crate::TableEstimate)). The table is
     /// then as it was.
+    #[inline]
     pub fn unmap(&mut self, span: Span<I>) -> Result<FlushList<I, T::Addr>, Error> {
         self.unmap_and(span, Detach::Emptied)
     }
@@ -94,6 +97,7 @@ impl<F: Format, I: Address, O: Address, T: Tables> PageTable<F, I, O, T> {
     ///
     /// # Errors
     /// As [`unmap`](Self::unmap).
+    #[inline]
     pub fn clear(&mut self, span: Span<I>) -> Result<FlushList<I, T::Addr>, Error> {
         self.unmap_and(span, Detach::Covered)
     }
@@ -101,8 +105,8 @@ impl<F: Format, I: Address, O: Address, T: Tables> PageTable<F, I, O, T> {
     /// Detaches every table that translates some of the span and is empty, those above it that become empty included.
     /// What is mapped stays the same, so [`FlushList::bytes`] is 0.
     ///
-    /// Nothing is looked at twice: for one page this is a walk and a search of the last table for an entry that is in use.
-    /// Where tables are shared, only tables that the span covers are detached.
+    /// For one page this is a walk, and a search of the last table for an entry that is in use. Where tables are shared,
+    /// only tables that the span covers are detached.
     pub fn prune(&mut self, span: Span<I>) -> FlushList<I, T::Addr> {
         let mut tables = Vec::new();
         let (first, last) = (span.first().bits(), span.last().bits().min(input_len::<F>() - 1));
@@ -115,30 +119,115 @@ impl<F: Format, I: Address, O: Address, T: Tables> PageTable<F, I, O, T> {
         FlushList { span, bytes: 0, tables }
     }
 
-    /// Unlinks empty tables below one at `level`.
-    fn prune_below(&mut self, table: T::Addr, level: u32, first: u64, last: u64, tables: &mut Vec<T::Addr>) {
+    /// Unlinks empty tables below one at `level`. True when it saw an entry of it that stays in use.
+    fn prune_below(&mut self, table: T::Addr, level: u32, first: u64, last: u64, tables: &mut Vec<T::Addr>) -> bool {
         if level + 1 == F::LEVELS {
-            return;
+            return false;
         }
         let page = page_size::<F>(level).bytes();
         let mut at = first;
+        let mut used = false;
         for k in index::<F>(first, level)..=index::<F>(last, level) {
             let entry_last = (at | (page - 1)).min(last);
-            if let Entry::Table(next) = F::decode(level, self.load(table, k)) {
-                let next = T::Addr::new(next);
-                self.prune_below(next, level + 1, at, entry_last, tables);
-                let covered = at & (page - 1) == 0 && entry_last & (page - 1) == page - 1;
-                if (covered || !T::SHARED) && self.is_empty(next, level + 1) {
-                    self.store(table, k, 0);
-                    tables.push(next);
+            match F::decode(level, self.load(table, k)) {
+                Entry::Invalid => {}
+                Entry::Leaf { .. } => used = true,
+                Entry::Table(next) => {
+                    let next = T::Addr::new(next);
+                    let covered = at & (page - 1) == 0 && entry_last & (page - 1) == page - 1;
+                    let stays = self.prune_below(next, level + 1, at, entry_last, tables)
+                        || T::SHARED && !covered
+                        || !self.is_empty(next, level + 1);
+                    if !stays {
+                        self.store(table, k, 0);
+                        tables.push(next);
+                    }
+                    used |= stays;
                 }
             }
             at = entry_last.wrapping_add(1);
         }
+        used
     }
 
+    #[inline]
     fn unmap_and(&mut self, span: Span<I>, detach: Detach) -> Result<FlushList<I, T::Addr>, Error> {
+        let (first, last) = (span.first().bits(), span.last().bits());
+        let one = last - first == F::GRANULE.bytes() - 1;
+        if one && self.clear_page(first, detach) {
+            return Ok(FlushList { span, bytes: F::GRANULE.bytes(), tables: Vec::new() });
+        }
+        self.unmap_more(span, detach)
+    }
+
+    /// Clears one page if it is mapped and nothing else is to be done. Otherwise gives false, and nothing has changed.
+    #[inline]
+    fn clear_page(&mut self, at: u64, detach: Detach) -> bool {
+        let level = F::LEVELS - 1;
+        let (i, end) = (index::<F>(at, level), entries::<F>(level));
+        if at & !(input_len::<F>() - F::GRANULE.bytes()) != 0 {
+            return false;
+        }
+        let Some(table) = self.last_table(at) else { return false };
+        let entry = self.load(table, i);
+        if F::decode(level, entry) == Entry::Invalid || Kind::of::<F>(level, entry).group {
+            return false;
+        }
+        if detach == Detach::Emptied && !T::SHARED {
+            let beside = i + 1 < end && !self.is_invalid(table, level, i + 1);
+            if !beside && self.is_empty_but(table, level, i, i) {
+                return false;
+            }
+        }
+        self.store(table, i, 0);
+        let count = &mut self.leaves[Kind::single(level).slot()];
+        *count = count.wrapping_sub(1); // another handle may have counted it
+        true
+    }
+
+    #[inline(never)]
+    fn unmap_more(&mut self, span: Span<I>, detach: Detach) -> Result<FlushList<I, T::Addr>, Error> {
         let (first, last) = Self::check_span(span)?;
+        match self.clear_pages(first, last, detach) {
+            Some(bytes) => Ok(FlushList { span, bytes, tables: Vec::new() }),
+            None => self.unmap_all(span, detach),
+        }
+    }
+
+    /// Clears a part of one table of the last level, if that is all there is to do: nothing to split, no table to detach.
+    /// Gives the bytes that were mapped. Otherwise nothing has changed.
+    fn clear_pages(&mut self, first: u64, last: u64, detach: Detach) -> Option<u64> {
+        let level = F::LEVELS - 1;
+        let (i, j, end) = (index::<F>(first, level), index::<F>(last, level), entries::<F>(level));
+        if !same_table::<F>(first, last, level) || j - i == end - 1 {
+            return None;
+        }
+        let table = self.last_table(first)?;
+        let group = 1usize << group_bits::<F>(level);
+        let inside = |k: usize| !k.is_multiple_of(group) && F::is_member(level, self.load(table, k));
+        if group > 1 && (inside(i) || j + 1 < end && inside(j + 1)) {
+            return None; // perhaps a group to be split
+        }
+        if detach == Detach::Emptied && !T::SHARED && self.is_empty_but(table, level, i, j) {
+            return None;
+        }
+        let (mut pages, mut members) = (0, 0);
+        slots::edit::<F, T>(&mut self.tables, table, i..j + 1, |entries| {
+            for entry in entries.iter_mut() {
+                let valid = *entry != 0 && F::decode(F::LEVELS - 1, *entry) != Entry::Invalid;
+                pages += u64::from(valid);
+                members += u64::from(valid && has_groups::<F>() && F::is_member(F::LEVELS - 1, *entry));
+                *entry = 0;
+            }
+            entries.len()
+        });
+        slots::clean::<F, T>(&mut self.tables, table, i..j + 1);
+        self.uncount(level, pages, members);
+        Some(pages << shift::<F>(level))
+    }
+
+    fn unmap_all(&mut self, span: Span<I>, detach: Detach) -> Result<FlushList<I, T::Addr>, Error> {
+        let (first, last) = (span.first().bits(), span.last().bits());
         let cuts = [self.find_cut(first), self.find_cut(last + 1)];
         let mut spare = self.spare_tables(Cut::tables::<F>(cuts), first)?;
         let mut flush_first = first;
@@ -357,6 +446,7 @@ impl<F: Format, I: Address, O: Address, T: Tables> PageTable<F, I, O, T> {
     }
 
     /// Takes leaves at `level` off the count: entries, of which so many are members of groups.
+    #[inline]
     fn uncount(&mut self, level: u32, entries: u64, members: u64) {
         // Another handle may have counted them.
         let single = &mut self.leaves[Kind::single(level).slot()];
@@ -369,12 +459,17 @@ impl<F: Format, I: Address, O: Address, T: Tables> PageTable<F, I, O, T> {
 
     /// True when no entry of the table is valid.
     pub(crate) fn is_empty(&self, table: T::Addr, level: u32) -> bool {
-        const STEP: usize = 64;
-        let end = entries::<F>(level);
-        (0..end).step_by(STEP).all(|start| {
-            let mut range = start..(start + STEP).min(end);
-            slots::is_zero::<F, T>(&self.tables, table, range.clone())
-                || range.all(|i| self.is_invalid(table, level, i))
+        !self.any_valid(table, level, 0..entries::<F>(level))
+    }
+
+    /// True when an entry of the range is valid.
+    fn any_valid(&self, table: T::Addr, level: u32, range: Range<usize>) -> bool {
+        const STEP: usize = 16;
+        let end = range.end;
+        range.step_by(STEP).any(|start| {
+            let mut some = start..(start + STEP).min(end);
+            !slots::is_zero::<F, T>(&self.tables, table, some.clone())
+                && some.any(|i| !self.is_invalid(table, level, i))
         })
     }
 
@@ -382,13 +477,13 @@ impl<F: Format, I: Address, O: Address, T: Tables> PageTable<F, I, O, T> {
     /// page in either direction, one of them is still there.
     fn is_empty_but(&self, table: T::Addr, level: u32, i: usize, j: usize) -> bool {
         let end = entries::<F>(level);
-        if slots::is_zero::<F, T>(&self.tables, table, 0..end) {
-            return true;
-        }
         (i == 0 || self.is_invalid(table, level, i - 1))
-            && (j + 1..end).chain(0..i).all(|k| self.is_invalid(table, level, k))
+            && (j + 1 == end || self.is_invalid(table, level, j + 1))
+            && !self.any_valid(table, level, j + 1..end)
+            && !self.any_valid(table, level, 0..i)
     }
 
+    #[inline]
     fn is_invalid(&self, table: T::Addr, level: u32, i: usize) -> bool {
         F::decode(level, self.load(table, i)) == Entry::Invalid
     }
