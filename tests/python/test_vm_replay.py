@@ -66,7 +66,7 @@ BAD_LINES = {
     "zero-unbind": ({"op": "unbind", "va": "0x8000", "len": 0}, "empty"),
     "reserved": (bind(va="0x40000000"), "reserved"),
     "unbind-reserved": ({"op": "unbind", "va": "0x3fffc000", "len": 32768}, "reserved"),
-    "write-only": (bind(access="w"), "unsupported_access"),
+    "write-and-execute": (bind(access="rwx"), "unsupported_access"),
     "repeat-of-0": (repeat(page=0), "bad_repeat"),
     "repeat-of-3-pages": (repeat(page=49152), "bad_repeat"),
     "repeat-2-63": (repeat(page=1 << 63), "bad_repeat"),
