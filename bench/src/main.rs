@@ -1,7 +1,9 @@
 //! Benchmarks of dmalane: each checks its answer and prints ratios of one run.
 #![deny(unsafe_code)]
 
+mod alloc_read;
 mod bar_map;
+mod buffers;
 mod clock;
 mod instructions;
 mod iova;
@@ -10,11 +12,15 @@ mod layers;
 mod load;
 mod lookup;
 mod map_sg;
+mod memory;
+mod mt19937;
 // Only what the peers' interfaces demand.
 #[allow(unsafe_code)]
 mod peers;
 mod report;
+mod sg_index;
 mod subject;
+mod threads;
 
 use std::process::ExitCode;
 
@@ -42,6 +48,8 @@ struct Cli {
 enum Bench {
     /// A file to the software card, cold and warm, against raw reads and copies
     Load(load::Options),
+    /// A file into a buffer, allocated and read at once: the seed's table, beside the ceiling
+    AllocRead(alloc_read::Options),
     /// Scatter lists into page tables: the seed's two shapes, ours, the peers, the floor
     MapSg(map_sg::Options),
     /// Look-ups at random addresses
@@ -50,6 +58,13 @@ enum Bench {
     BarMap(bar_map::Options),
     /// Free ranges of input addresses, beside mapping them
     Iova(iova::Options),
+    /// Two threads on disjoint ranges of one tree, against one and against a mutex
+    Threads(threads::Options),
+    /// Find a page of a scattered buffer: the seed's way, the usual structures, ours
+    SgIndex(sg_index::Options),
+    /// One structure of sg-index, to be counted by callgrind
+    #[command(hide = true)]
+    OneSgIndex(sg_index::One),
     /// One mapping of a case of map-sg by a variant, to be counted by callgrind
     #[command(hide = true)]
     One(instructions::Options),
@@ -57,16 +72,24 @@ enum Bench {
 
 fn main() -> ExitCode {
     let cli = Cli::parse();
+    let done = |result: Result<(), Box<dyn std::error::Error>>| match result {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(e) => {
+            eprintln!("bench: {e}");
+            ExitCode::FAILURE
+        }
+    };
     let result = match cli.bench {
         Bench::Load(options) => load::run(&options),
+        Bench::AllocRead(options) => alloc_read::run(&options),
         Bench::MapSg(options) => map_sg::run(&options),
         Bench::Lookup(options) => lookup::run(&options),
         Bench::BarMap(options) => bar_map::run(&options),
         Bench::Iova(options) => iova::run(&options),
-        Bench::One(options) => match instructions::one(&options) {
-            Ok(()) => return ExitCode::SUCCESS,
-            Err(e) => Err(e),
-        },
+        Bench::Threads(options) => threads::run(&options),
+        Bench::SgIndex(options) => sg_index::run(&options),
+        Bench::OneSgIndex(options) => return done(sg_index::one(&options)),
+        Bench::One(options) => return done(instructions::one(&options)),
     };
     let report = match result {
         Ok(report) => report,

@@ -63,6 +63,9 @@ pub struct Details {
     /// Tables in use.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub tables: Option<usize>,
+    /// Memory taken, for each of the things that take it.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub bytes_per_item: Option<f64>,
     /// Look-ups, leaves visited: whatever the bench counts as one step.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub steps: Option<u64>,
@@ -179,21 +182,25 @@ impl Report {
 
     /// Rows of transfers.
     fn per_byte(&self, out: &mut String) {
+        // What takes microseconds has them.
+        let ms = |seconds: f64| {
+            if seconds < 0.01 { format!("{:.3}", seconds * 1e3) } else { format!("{:.1}", seconds * 1e3) }
+        };
         // Writing to a String cannot fail.
         let _ = writeln!(
             out,
-            "{:<8} {:<44} {:>10} {:>10} {:>10} {:>8}",
+            "{:<11} {:<54} {:>10} {:>10} {:>10} {:>8}",
             "case", "variant", "median ms", "min", "max", "GB/s"
         );
         for r in &self.rows {
             let _ = writeln!(
                 out,
-                "{:<8} {:<44} {:>10.1} {:>10.1} {:>10.1} {:>8.2}",
+                "{:<11} {:<54} {:>10} {:>10} {:>10} {:>8.2}",
                 r.case,
                 r.variant,
-                r.median_s * 1e3,
-                r.min_s * 1e3,
-                r.max_s * 1e3,
+                ms(r.median_s),
+                ms(r.min_s),
+                ms(r.max_s),
                 r.bytes_per_s / 1e9
             );
         }
@@ -224,6 +231,9 @@ impl Report {
                 {
                     let _ = write!(counted, " {n} {name}");
                 }
+            }
+            if let Some(bytes) = d.bytes_per_item {
+                let _ = write!(counted, " {bytes:.2} B");
             }
             let line = format!(
                 "{:<26} {:<50} {:>11.3} {:>11.3} {:>9} {:>8} {counted}",

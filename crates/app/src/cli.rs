@@ -1,6 +1,7 @@
 //! The commands, their options and their help.
 
 mod iopt;
+mod read;
 mod vm;
 
 use std::path::PathBuf;
@@ -32,6 +33,7 @@ const EXAMPLES: &str = "\
 Examples:
   dmalane load --sample 1GiB --explain --verify   make a file and watch it travel
   dmalane load model.safetensors                  load a real one
+  dmalane read model.safetensors --explain        only into memory, and why so
   dmalane doctor                                  what does this machine lack?
 
 Sizes: MB and GB are powers of 10, MiB and GiB are powers of 2; without a unit, bytes.
@@ -87,6 +89,8 @@ struct Cli {
 #[derive(Subcommand)]
 enum Command {
     Load(Box<LoadOptions>),
+    Read(Box<read::ReadOptions>),
+    Inspect(read::InspectOptions),
     Doctor(DoctorOptions),
     Devices(DevicesOptions),
     Iopt(iopt::IoptOptions),
@@ -258,6 +262,8 @@ pub fn run() -> Result<ExitCode, Failure> {
     };
     match cli.command {
         Command::Load(options) => load::run((*options).into()),
+        Command::Read(options) => crate::read::run((*options).into()),
+        Command::Inspect(options) => crate::inspect::run(&options.into()),
         Command::Doctor(options) => doctor::run(&Probe::machine(), &options.path, options.json),
         Command::Devices(options) => devices::run(&Probe::machine(), options.json),
         Command::Iopt(options) => iopt::run(options),

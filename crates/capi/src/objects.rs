@@ -7,7 +7,7 @@ use std::ops::ControlFlow;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-use dmalane_addr::{Access, Address, CardAddr, DeviceVa, Segment, SgTable, Span};
+use dmalane_addr::{Access, Address, CardAddr, DeviceVa, Segment, SgIndex, SgTable, Span};
 use dmalane_iopt::{AgxUat, Format, HeapTables, X86_64_4Level};
 use dmalane_vm::array::{ArrayError, decode};
 use dmalane_vm::{AnyVm, Bo, Errno, Handles, Mapped, Source, Vm};
@@ -194,7 +194,8 @@ pub(crate) fn create_bo(device: u64, segments: impl Iterator<Item = Segment<Card
         sg.push(s.addr, s.len).ok_or_else(|| bad(Errno::Overflow, "go beyond 64 bits"))?;
     }
     // Its id is its handle, so that messages and runs name it as C does.
-    let handle = lock(&device.bos).insert_with(|handle| Arc::new(Bo::new(handle.into(), sg)));
+    let index = SgIndex::from_table(&sg).map_err(|e| Refused::new(Errno::NoMem, e))?;
+    let handle = lock(&device.bos).insert_with(|handle| Arc::new(Bo::new(handle.into(), index)));
     handle.ok_or_else(|| Refused::new(Errno::NoMem, "no more buffer objects"))
 }
 

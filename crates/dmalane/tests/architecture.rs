@@ -47,6 +47,7 @@ const UNSAFE_FILES: &[&str] = &[
     "crates/mem/src/sys.rs",
     "crates/mem/src/view.rs",
     "crates/uring/src/ring.rs",
+    "crates/vm/tests/allocations.rs",
 ];
 
 /// Names that say nothing about what is inside.
@@ -154,7 +155,7 @@ fn crate_roots_refuse_unsafe() {
     let mut wrong = Vec::new();
     for c in HOUSE {
         // A crate with files in the list allows `unsafe` in those modules only, which `forbid` would not let it do.
-        let listed = UNSAFE_FILES.iter().any(|f| f.starts_with(&format!("crates/{}/", c.dir)));
+        let listed = UNSAFE_FILES.iter().any(|f| f.starts_with(&format!("crates/{}/src/", c.dir)));
         let level = if listed { "deny" } else { "forbid" };
         for root_file in ["src/lib.rs", "src/main.rs"] {
             let path = root().join("crates").join(c.dir).join(root_file);

@@ -5,7 +5,7 @@ use std::ops::ControlFlow;
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
-use dmalane::addr::{Access, Address, CardAddr, DeviceVa, SgTable, Span, Timeline};
+use dmalane::addr::{Access, Address, CardAddr, DeviceVa, SgIndex, SgTable, Span, Timeline};
 use dmalane::engine::{Channel, Completion, DeviceAddr, DeviceFar, Direction, Fenced, OpError, Registered, Transfer};
 use dmalane::iopt::X86_64_4Level;
 use dmalane::load::{Placement, write_sample};
@@ -46,7 +46,7 @@ fn a_transfer_gates_a_bind_and_a_bind_gates_a_transfer() {
     let area = parts.memory.reserve(4 * MIB).unwrap();
     let mut sg = SgTable::new();
     sg.push(area.first(), area.len()).unwrap();
-    let bo = Arc::new(Bo::new(1, sg));
+    let bo = Arc::new(Bo::new(1, SgIndex::from_table(&sg).unwrap()));
     let va = DeviceVa::new(parts.vm.range().first().bits() + 64 * MIB);
     let bind = |offset| Request::Bind { va, bo: bo.clone(), offset, len: MIB, access: Access::RW };
     let mut ended = Vec::new();

@@ -5,7 +5,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
-use dmalane_addr::{Access, Address, CardAddr, DeviceVa, PageSize, PhysAddr, RangeAllocator, SgTable, Span};
+use dmalane_addr::{Access, Address, CardAddr, DeviceVa, PageSize, PhysAddr, RangeAllocator, SgIndex, SgTable, Span};
 use dmalane_engine::{Channel, DeviceFar, Registered};
 use dmalane_iopt::{Format, Tables};
 use dmalane_mem::{Heap, HostBus, Part, Rung, footprint};
@@ -277,13 +277,20 @@ where
             return Ok(file);
         }
         let sg = self.parts.memory.allocate(&file.path, file.layout.bo_len, placement)?;
+        let index = match SgIndex::from_table(&sg) {
+            Ok(index) => index,
+            Err(source) => {
+                self.parts.memory.free(sg.segments())?;
+                return Err(Error::Index { path: file.path, source });
+            }
+        };
         let va_len = crate::layout::LARGE.round_up(file.layout.va_len);
         let range = va_len.and_then(|len| self.vas.allocate(len, crate::layout::LARGE).ok());
         let Some(range) = range else {
-            self.parts.memory.free(&sg)?;
+            self.parts.memory.free(sg.segments())?;
             return Err(Error::NoDeviceVa { path: file.path, needed: file.layout.va_len });
         };
-        file.bo = Some(Arc::new(Bo::new(self.next_bo, sg)));
+        file.bo = Some(Arc::new(Bo::new(self.next_bo, index)));
         file.range = Some(range);
         self.next_bo += 1;
         Ok(file)
@@ -353,7 +360,7 @@ where
         self.observed(Some(Request::Unbind(range)));
         (self.parts.invalidate)().map_err(Error::Invalidate)?;
         self.parts.vm.invalidated(committed);
-        self.parts.memory.free(bo.sg())?;
+        self.parts.memory.free(bo.sg().segments())?;
         // The range came from this allocator and is freed once, with its file.
         let freed = self.vas.free(range);
         debug_assert!(freed.is_ok(), "{freed:?}");

@@ -29,8 +29,7 @@ impl CpuBuf {
     /// Makes the memory reachable for devices. From now on there are views, and no references.
     pub fn share(self) -> SharedBuf {
         let (region, rung, account) = (self.memory.into_region(), self.rung, self.account);
-        let memory = Memory { region, rung, account, writers: RwLock::default() };
-        SharedBuf { part: Part::whole(Arc::new(memory)) }
+        SharedBuf { part: Part::whole(Arc::new(Memory::new(region, rung, account))) }
     }
 }
 
@@ -56,13 +55,17 @@ impl std::fmt::Debug for CpuBuf {
 /// The memory of a buffer that devices may reach.
 pub(crate) struct Memory {
     pub(crate) region: Region,
-    rung: Rung,
-    account: Account,
+    pub(crate) rung: Rung,
+    pub(crate) account: Account,
     /// How many mappings let a device write. Held for reading while the CPU looks at the memory through a slice.
     writers: RwLock<usize>,
 }
 
 impl Memory {
+    pub(crate) fn new(region: Region, rung: Rung, account: Account) -> Self {
+        Self { region, rung, account, writers: RwLock::default() }
+    }
+
     /// Runs `f` while no mapping lets a device write; `None` when one does, or when another process may have the memory.
     pub(crate) fn while_unwritten<T>(&self, f: impl FnOnce() -> T) -> Option<T> {
         let writers = self.writers.read().unwrap_or_else(PoisonError::into_inner);
@@ -138,9 +141,7 @@ impl SharedBuf {
             source,
         })?;
         let rung = Rung { kind: PageKind::Base, passed_over: Vec::new() };
-        Ok(Self {
-            part: Part::whole(Arc::new(Memory { region, rung, account: Account::none(), writers: RwLock::default() })),
-        })
+        Ok(Self { part: Part::whole(Arc::new(Memory::new(region, rung, Account::none()))) })
     }
 
     /// Makes the pages of a range present, so that touching them cannot fail. The range is widened to whole 4 KiB

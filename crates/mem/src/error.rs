@@ -20,6 +20,9 @@ pub enum Error {
     /// A length of zero, or one that does not fit the address space once rounded up to whole pages.
     #[error("cannot allocate a buffer of {0} bytes")]
     BadLength(usize),
+    /// No heap of this machine gives what is needed; each with what it lacks.
+    #[error("no heap gives what is needed: {}", list(.0))]
+    NoHeap(Vec<(&'static str, String)>),
     /// The synthetic physical memory of the software host is full.
     #[error("the host has no {wanted} free frames of 4 KiB ({limit} at most)")]
     OutOfFrames {
@@ -55,4 +58,8 @@ pub enum Error {
         /// Bytes accessed.
         bytes: u64,
     },
+}
+
+fn list(heaps: &[(&'static str, String)]) -> String {
+    heaps.iter().map(|(name, why)| format!("{name}: {why}")).collect::<Vec<_>>().join("; ")
 }

@@ -1,5 +1,6 @@
 //! Why a trace, or one line of it, was refused.
 
+use dmalane_addr::{CardAddr, SgError};
 use dmalane_vm::Errno;
 use thiserror::Error;
 
@@ -99,6 +100,14 @@ pub enum Refusal {
         /// Bytes.
         len: u64,
     },
+    /// No memory for the index of a buffer's segments.
+    #[error("buffer {bo}: {source}")]
+    NoMemory {
+        /// The buffer's id.
+        bo: u64,
+        /// How much it was to index.
+        source: SgError<CardAddr>,
+    },
     /// The VM refused.
     #[error(transparent)]
     Vm(#[from] dmalane_vm::Error),
@@ -128,6 +137,7 @@ impl Refusal {
             Self::TooManyBos => ("too_many_bos", Errno::NoMem),
             Self::TooManySegments => ("too_many_segments", Errno::NoMem),
             Self::BadSegment { .. } => ("bad_segment", Errno::Inval),
+            Self::NoMemory { .. } => ("no_memory", Errno::NoMem),
             Self::Vm(error) => (error.name(), error.errno()),
         }
     }

@@ -3,7 +3,7 @@
 use std::collections::BTreeMap;
 use std::sync::Arc;
 
-use dmalane_addr::{Address, CardAddr, DeviceVa, Segment, SgTable, Span};
+use dmalane_addr::{Address, CardAddr, DeviceVa, Segment, SgIndex, SgTable, Span};
 use dmalane_vm::{AnyVm, Bo, Committed, Error, PlanError, Request};
 
 use crate::{Line, Operation, Refusal};
@@ -125,7 +125,8 @@ impl Replay {
         if more {
             self.unfinished.insert(id, sg);
         } else {
-            self.bos.insert(id, Arc::new(Bo::new(id, sg)));
+            let index = SgIndex::from_table(&sg).map_err(|source| Refusal::NoMemory { bo: id, source })?;
+            self.bos.insert(id, Arc::new(Bo::new(id, index)));
         }
         Ok(Done::default())
     }

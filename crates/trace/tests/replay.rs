@@ -4,7 +4,7 @@ use std::io::{BufReader, Read};
 use std::ops::ControlFlow;
 use std::sync::Arc;
 
-use dmalane_addr::{Access, CardAddr, DeviceVa, SgTable, Span};
+use dmalane_addr::{Access, CardAddr, DeviceVa, SgIndex, SgTable, Span};
 use dmalane_iopt::{AgxUat, HeapTables, X86_64_4Level};
 use dmalane_trace::{Header, Line, Lines, MAX_BATCH, MAX_BOS, MAX_LINE, Operation, Recorder, Refusal, Replay};
 use dmalane_vm::{AnyVm, Bo, Mapped, Request, Source, Vm};
@@ -238,7 +238,7 @@ fn buffers() -> [Arc<Bo>; 3] {
         for page in pages {
             sg.push(CardAddr::new(page * PAGE), PAGE).unwrap();
         }
-        Arc::new(Bo::new(id, sg))
+        Arc::new(Bo::new(id, SgIndex::from_table(&sg).unwrap()))
     };
     let scattered: Vec<_> = (0..64).map(|i| 10_000 + i * 37 % 64 * 2).collect();
     // The last two have the same id.

@@ -82,7 +82,7 @@ impl FileChannel {
         let ring = match options.io {
             Io::Uring => match Ring::new(options.depth) {
                 Ok(ring) => Some(ring),
-                Err(reason) => return Err(Error::NoUring { path: source.path, reason }),
+                Err(reason) => return Err(Error::NoUring { path: source.path.clone(), reason }),
             },
             Io::Auto | Io::Pread => None,
         };

@@ -61,7 +61,7 @@ impl Source {
                 source.direct = Some((Arc::new(file), align));
                 Ok((source, None))
             }
-            Err(reason) if mode == Mode::Direct => Err(Error::NoDirect { path: source.path, reason }),
+            Err(reason) if mode == Mode::Direct => Err(Error::NoDirect { path: source.path.clone(), reason }),
             Err(reason) => Ok((source, Some(reason))),
         }
     }
@@ -81,6 +81,15 @@ impl Source {
     fn advise(&self, advice: Advice) {
         // Only advice: without it the reads are as right, if slower.
         let _ = rustix::fs::fadvise(&self.buffered, 0, None, advice);
+    }
+}
+
+impl Drop for Source {
+    fn drop(&mut self) {
+        // The advice belongs to the open file, which its owner may go on to read in another way.
+        if self.direct.is_some() {
+            self.advise(Advice::Normal);
+        }
     }
 }
 

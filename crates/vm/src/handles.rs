@@ -17,7 +17,7 @@ const LAST_USE: u32 = u32::MAX >> SLOT_BITS;
 ///
 /// ```
 /// use std::sync::Arc;
-/// use dmalane_addr::SgTable;
+/// use dmalane_addr::SgIndex, SgTable;
 /// use dmalane_vm::{Bo, Handles};
 ///
 /// let mut handles = Handles::new();
@@ -104,13 +104,13 @@ impl Handles {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use dmalane_addr::SgTable;
+    use dmalane_addr::{SgIndex, SgTable};
     use std::collections::BTreeSet;
 
     extern crate std;
 
     fn bo(id: u64) -> Arc<Bo> {
-        Arc::new(Bo::new(id, SgTable::new()))
+        Arc::new(Bo::new(id, SgIndex::from_table(&SgTable::new()).unwrap()))
     }
 
     #[test]

@@ -5,16 +5,14 @@
 //!
 //! ```
 //! use std::sync::Arc;
-//! use dmalane_addr::{Access, CardAddr, DeviceVa, PageSize, SgTable, Span};
+//! use dmalane_addr::{Access, CardAddr, DeviceVa, PageSize, Segment, Span};
 //! use dmalane_iopt::{HeapTables, X86_64_4Level};
 //! use dmalane_vm::{Bo, Request, Vm};
 //!
 //! let range = Span::new(DeviceVa::new(0x1000), (1 << 40) - 0x1000).unwrap();
 //! let mut vm = Vm::<X86_64_4Level, _>::new(range, HeapTables::new(CardAddr::new(0)))?;
 //!
-//! let mut sg = SgTable::new();
-//! sg.push(CardAddr::new(0x20_0000), 4 << 20).unwrap();
-//! let bo = Arc::new(Bo::new(1, sg));
+//! let bo = Arc::new(Bo::of_segments(1, [Segment { addr: CardAddr::new(0x20_0000), len: 4 << 20 }])?);
 //! let va = DeviceVa::new(0x4000_0000);
 //! let bind = Request::Bind { va, bo, offset: 0, len: 4 << 20, access: Access::RW };
 //! let committed = vm.plan([bind])?.commit();

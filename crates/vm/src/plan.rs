@@ -35,6 +35,12 @@ pub(crate) struct Scratch<A> {
     pub(crate) steps: Vec<Step>,
     /// Chunks whose nodes were touched.
     pub(crate) touched: Vec<u64>,
+    pub(crate) lists: Lists<A>,
+}
+
+/// What a commit gives to the caller.
+#[derive(Debug)]
+pub(crate) struct Lists<A> {
     pub(crate) spans: Vec<Span<DeviceVa>>,
     pub(crate) prefetches: Vec<Span<DeviceVa>>,
     pub(crate) flushes: Vec<FlushList<DeviceVa, A>>,
@@ -42,7 +48,7 @@ pub(crate) struct Scratch<A> {
 
 impl<A> Scratch<A> {
     pub(crate) const fn new() -> Self {
-        Self { steps: Vec::new(), touched: Vec::new(), spans: Vec::new(), prefetches: Vec::new(), flushes: Vec::new() }
+        Self { steps: Vec::new(), touched: Vec::new(), lists: Lists::new() }
     }
 }
 
@@ -88,31 +94,7 @@ impl<'a, F: Format, T: Tables> Plan<'a, F, T> {
     #[inline]
     pub fn commit(mut self) -> Committed<T::Addr> {
         self.committed = true;
-        let vm = &mut *self.vm;
-        let mut committed = Committed {
-            spans: core::mem::take(&mut vm.scratch.spans),
-            prefetches: core::mem::take(&mut vm.scratch.prefetches),
-            flushes: core::mem::take(&mut vm.scratch.flushes),
-            unmapped: 0,
-            released: NONE,
-        };
-        for i in 0..vm.scratch.steps.len() {
-            match vm.scratch.steps[i] {
-                Step::Bind { first, last, record } => vm.bind(first, last, record, &mut committed),
-                Step::Unbind { first, last } => vm.unbind(first, last, &mut committed),
-                Step::UnbindBo { slot } => vm.unbind_bo(slot, &mut committed),
-            }
-        }
-        // A node that was kept for a later request may stand for one leaf by now.
-        let join = if vm.records.unlinks() { Join::All } else { Join::No };
-        for i in 0..vm.scratch.touched.len() {
-            let chunk = vm.scratch.touched[i];
-            if vm.records.settle(chunk, join) {
-                vm.prune(Records::<F>::chunk_pages(chunk), &mut committed);
-            }
-        }
-        committed.released = vm.slots.end_plan();
-        committed
+        self.vm.commit()
     }
 }
 
@@ -126,6 +108,31 @@ impl<F: Format, T: Tables> Drop for Plan<'_, F, T> {
 }
 
 impl<F: Format, T: Tables> Vm<F, T> {
+    /// Carries out what was planned.
+    #[inline]
+    pub(crate) fn commit(&mut self) -> Committed<T::Addr> {
+        let mut unmapped = 0;
+        for i in 0..self.scratch.steps.len() {
+            unmapped += match self.scratch.steps[i] {
+                Step::Bind { first, last, record } => self.bind_pages(first, last, record),
+                Step::Unbind { first, last } => self.unbind_pages(first, last),
+                Step::UnbindBo { slot } => self.unbind_bo(slot),
+            };
+        }
+        // A node that was kept for a later request may stand for one leaf by now.
+        let join = if self.records.unlinks() { Join::All } else { Join::No };
+        for i in 0..self.scratch.touched.len() {
+            let chunk = self.scratch.touched[i];
+            if self.records.settle(chunk, join) {
+                self.prune(Records::<F>::chunk_pages(chunk));
+            }
+        }
+        let released = self.slots.end_plan();
+        let lists = &mut self.scratch.lists;
+        let lists = if lists.is_empty() { Lists::new() } else { core::mem::replace(lists, Lists::new()) };
+        Committed { first: None, lists, unmapped: unmapped << F::GRANULE.log2(), released }
+    }
+
     /// Undoes what planning did: nothing that can be seen.
     #[cold]
     pub(crate) fn forget_plan(&mut self) {
@@ -134,14 +141,15 @@ impl<F: Format, T: Tables> Vm<F, T> {
         }
         let chain = self.slots.end_plan();
         self.slots.release(chain);
-        self.scratch.prefetches.clear();
+        self.scratch.lists.prefetches.clear();
     }
 
+    /// Binds pages and gives the number of those that were unmapped for it.
     #[inline]
-    fn bind(&mut self, first: u64, last: u64, record: Record, committed: &mut Committed<T::Addr>) {
+    fn bind_pages(&mut self, first: u64, last: u64, record: Record) -> u64 {
         let had = self.records.put(&mut self.slots, first, last, Some(record));
         if had > 0 {
-            self.clear(first, last, had, committed);
+            self.clear(first, last, had);
         }
         let (va, access) = (Self::va(first), record.access());
         let slot = self.slots.get(record.slot());
@@ -149,53 +157,63 @@ impl<F: Format, T: Tables> Vm<F, T> {
             && !record.is_fixed()
             && let Some(bo) = &slot.bo
         {
-            let to = bo.sg().segment_at(record.page() << F::GRANULE.log2()).expect("checked by plan").addr;
+            let to = bo.sg().page_at(record.page() << F::GRANULE.log2(), F::GRANULE).expect("checked by plan");
             self.table.map(va, to, F::GRANULE.bytes(), access).expect(RESERVED);
         } else {
-            let segments = segments::<F>(self.null, slot, record, first, last);
-            self.table.map_sg(va, segments, access).expect(RESERVED);
+            self.map_pages(first, last, record);
         }
+        had
+    }
+
+    #[inline(never)]
+    fn map_pages(&mut self, first: u64, last: u64, record: Record) {
+        let segments = segments::<F>(self.null, self.slots.get(record.slot()), record, first, last);
+        self.table.map_sg(Self::va(first), segments, record.access()).expect(RESERVED);
     }
 
     #[inline]
-    fn unbind(&mut self, first: u64, last: u64, committed: &mut Committed<T::Addr>) {
+    fn unbind_pages(&mut self, first: u64, last: u64) -> u64 {
         let had = self.records.put(&mut self.slots, first, last, None);
         if had > 0 {
-            self.clear(first, last, had, committed);
+            self.clear(first, last, had);
         }
+        had
     }
 
-    fn unbind_bo(&mut self, mut slot: u32, committed: &mut Committed<T::Addr>) {
+    fn unbind_bo(&mut self, mut slot: u32) -> u64 {
+        let mut unmapped = 0;
         while slot != NONE {
             let mut n = 0;
             while let Some((from, to)) = self.slots.place(slot, n).filter(|_| self.slots.get(slot).pages() > 0) {
                 let pages = (Records::<F>::chunk_pages(from).0, Records::<F>::chunk_pages(to - 1).1);
-                let (table, granule) = (&mut self.table, F::GRANULE.log2());
-                self.records.take_slot(&mut self.slots, slot, pages, &mut |_, gone| match gone {
+                let Self { table, records, slots, scratch, .. } = self;
+                records.take_slot(slots, slot, pages, &mut |gone| match gone {
                     Gone::Pages(first, last) => {
-                        let span = span_of(first, last, granule);
-                        let flush = table.clear(span).expect("nothing is cut, so no table is needed");
-                        committed.add(span, flush);
+                        let flush = table.clear(Self::span(first, last)).expect("nothing is cut: no table is needed");
+                        scratch.lists.add(flush);
+                        unmapped += last - first + 1;
                     }
-                    Gone::Node(first, last) => committed.keep(table.prune(span_of(first, last, granule))),
+                    Gone::Node(first, last) => scratch.lists.keep(table.prune(Self::span(first, last))),
                 });
                 n += 1;
             }
             slot = self.slots.next_of(slot);
         }
+        unmapped
     }
 
     #[inline]
-    fn clear(&mut self, first: u64, last: u64, had: u64, committed: &mut Committed<T::Addr>) {
+    fn clear(&mut self, first: u64, last: u64, had: u64) {
         let span = Self::span(first, last);
         let flush = self.table.clear(span).expect(RESERVED);
         debug_assert_eq!(flush.bytes(), had << F::GRANULE.log2(), "records and page table differ in {span}");
-        committed.add(span, flush);
+        self.scratch.lists.add(flush);
     }
 
     #[cold]
-    fn prune(&mut self, (first, last): (u64, u64), committed: &mut Committed<T::Addr>) {
-        committed.keep(self.table.prune(Self::span(first, last)));
+    fn prune(&mut self, (first, last): (u64, u64)) {
+        let flush = self.table.prune(Self::span(first, last));
+        self.scratch.lists.keep(flush);
     }
 
     #[inline]
@@ -205,14 +223,9 @@ impl<F: Format, T: Tables> Vm<F, T> {
 
     #[inline]
     pub(crate) fn span(first: u64, last: u64) -> Span<DeviceVa> {
-        span_of(first, last, F::GRANULE.log2())
+        let end = last << F::GRANULE.log2() | (F::GRANULE.bytes() - 1);
+        Span::inclusive(Self::va(first), DeviceVa::new(end)).expect("first <= last")
     }
-}
-
-#[inline]
-fn span_of(first: u64, last: u64, granule: u8) -> Span<DeviceVa> {
-    let end = last << granule | ((1 << granule) - 1);
-    Span::inclusive(DeviceVa::new(first << granule), DeviceVa::new(end)).expect("first <= last")
 }
 
 /// What a commit took away. Invalidate its spans on the device, then hand it to [`Vm::invalidated`].
@@ -221,29 +234,41 @@ fn span_of(first: u64, last: u64, granule: u8) -> Span<DeviceVa> {
 #[must_use = "invalidate the spans on the device, then hand this to Vm::invalidated"]
 #[derive(Debug)]
 pub struct Committed<A> {
-    spans: Vec<Span<DeviceVa>>,
-    prefetches: Vec<Span<DeviceVa>>,
-    flushes: Vec<FlushList<DeviceVa, A>>,
+    /// In front of those of the lists.
+    first: Option<Span<DeviceVa>>,
+    pub(crate) lists: Lists<A>,
     unmapped: u64,
     /// Chain of slots.
-    released: u32,
+    pub(crate) released: u32,
 }
 
 impl<A: Address> Committed<A> {
+    /// That of a bind where nothing was.
+    #[inline]
+    pub(crate) const fn nothing() -> Self {
+        Self { first: None, lists: Lists::new(), unmapped: 0, released: NONE }
+    }
+
+    /// That of an unmap that detached no table.
+    #[inline]
+    pub(crate) fn one(flush: FlushList<DeviceVa, A>) -> Self {
+        Self { first: Some(flush.span()), lists: Lists::new(), unmapped: flush.bytes(), released: NONE }
+    }
+
     /// What the device must invalidate, in the order of the requests; neighbours are joined, others may repeat and
     /// overlap. Empty when the batch only bound where nothing was.
-    pub fn spans(&self) -> impl ExactSizeIterator<Item = Span<DeviceVa>> {
-        self.spans.iter().copied()
+    pub fn spans(&self) -> impl Iterator<Item = Span<DeviceVa>> {
+        self.first.into_iter().chain(self.lists.spans.iter().copied())
     }
 
     /// The spans of the batch's [`Prefetch`](crate::Request::Prefetch) requests.
     pub fn prefetches(&self) -> impl ExactSizeIterator<Item = Span<DeviceVa>> {
-        self.prefetches.iter().copied()
+        self.lists.prefetches.iter().copied()
     }
 
     /// The tables that are no longer part of the page table.
     pub fn tables(&self) -> impl Iterator<Item = A> {
-        self.flushes.iter().flat_map(|flush| flush.tables().iter().copied())
+        self.lists.flushes.iter().flat_map(|flush| flush.tables().iter().copied())
     }
 
     /// Bytes that were unmapped, including those that the same batch bound anew.
@@ -253,16 +278,27 @@ impl<A: Address> Committed<A> {
 
     /// True when there is nothing to invalidate.
     pub fn is_empty(&self) -> bool {
-        self.spans.is_empty()
+        self.first.is_none() && self.lists.spans.is_empty()
+    }
+}
+
+impl<A> Lists<A> {
+    pub(crate) const fn new() -> Self {
+        Self { spans: Vec::new(), prefetches: Vec::new(), flushes: Vec::new() }
     }
 
     #[inline]
-    fn add(&mut self, asked: Span<DeviceVa>, flush: FlushList<DeviceVa, A>) {
-        self.unmapped += flush.bytes();
-        let span = flush.span();
-        debug_assert!(span.covers(&asked));
-        self.add_span(span);
-        self.keep(flush);
+    pub(crate) fn is_empty(&self) -> bool {
+        self.spans.is_empty() && self.flushes.is_empty() && self.prefetches.is_empty()
+    }
+
+    /// Adds what an unmap gave.
+    #[inline]
+    fn add(&mut self, flush: FlushList<DeviceVa, A>) {
+        self.add_span(flush.span());
+        if !flush.tables().is_empty() {
+            self.flushes.push(flush);
+        }
     }
 
     /// Adds a span, joined to the last one where they touch, or where there is no room for another.
@@ -278,19 +314,11 @@ impl<A: Address> Committed<A> {
         }
     }
 
-    /// Keeps the tables of a flush list.
-    #[inline]
+    /// Adds what a prune gave, if anything.
     fn keep(&mut self, flush: FlushList<DeviceVa, A>) {
         if !flush.tables().is_empty() {
-            self.add_span(flush.span()); // the device may have cached the walk
-            self.flushes.push(flush);
+            self.add(flush); // the device may have cached the walk
         }
-    }
-
-    /// The parts: buffers for the next plan, the lists of tables, the chain of slots.
-    pub(crate) fn into_parts(self) -> (Scratch<A>, u32) {
-        let Self { spans, prefetches, flushes, released, .. } = self;
-        (Scratch { spans, prefetches, flushes, ..Scratch::new() }, released)
     }
 }
 

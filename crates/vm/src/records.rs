@@ -194,7 +194,7 @@ impl<F: Format> Records<F> {
 
     /// Makes the nodes that changing pages `first..=last` needs at the end `at`, one of the two. Where nothing is bound, and
     /// `make` is false, none is needed.
-    #[inline]
+    #[inline(always)]
     pub(crate) fn touch(&mut self, at: u64, first: u64, last: u64, make: bool) -> Result<(), Full> {
         let chunk = Self::chunk(at);
         let whole = Self::chunk_pages(chunk);
@@ -279,11 +279,16 @@ impl<F: Format> Records<F> {
 
     /// Binds pages `first..=last`, which have been touched, to what begins with `record`, or unbinds them. Gives the
     /// number of pages that were bound.
-    #[inline]
+    #[inline(always)]
     pub(crate) fn put(&mut self, slots: &mut Slots, first: u64, last: u64, record: Option<Record>) -> u64 {
         let chunk = Self::chunk(first);
         let had = if chunk == self.cursor.chunk && chunk == Self::chunk(last) {
-            self.put_pages(self.cursor.path[Self::LAST as usize], slots, first, last, record)
+            let id = self.cursor.path[Self::LAST as usize];
+            if first == last {
+                self.put_page(id, slots, first, record)
+            } else {
+                self.put_pages(id, slots, first, last, record)
+            }
         } else {
             self.put_below(ROOT, 0, slots, first, last, record)
         };
@@ -293,8 +298,70 @@ impl<F: Format> Records<F> {
         had
     }
 
+    /// The entry of a page whose chunk has a node, which the cursor finds from now on.
+    #[inline(always)]
+    fn seek(&mut self, page: u64) -> Option<(&mut Node, usize)> {
+        if Self::chunk(page) != self.cursor.chunk {
+            let mut path = [ROOT; MAX_LEVELS];
+            for level in 0..Self::LAST {
+                let word = self.nodes[path[level as usize] as usize].words[Self::index(page, level)];
+                if word == 0 || Record::from_word(word).is_some() {
+                    return None;
+                }
+                path[level as usize + 1] = Self::child(word);
+            }
+            self.cursor = Cursor { chunk: Self::chunk(page), path };
+        }
+        let node = &mut self.nodes[self.cursor.path[Self::LAST as usize] as usize];
+        Some((node, Self::index(page, Self::LAST)))
+    }
+
+    /// True when nothing is bound to a page whose chunk has a node: then [`put`](Self::put) needs no plan.
+    #[inline(always)]
+    pub(crate) fn is_vacant(&mut self, page: u64) -> bool {
+        self.seek(page).is_some_and(|(node, i)| node.words[i] == 0)
+    }
+
+    /// Binds a vacant page.
+    #[inline(always)]
+    pub(crate) fn put_vacant(&mut self, page: u64, record: Record) {
+        if let Some((node, i)) = self.seek(page) {
+            node.words[i] = record.word();
+            node.used += 1;
+        }
+    }
+
+    /// The record of a page whose chunk has a node with more in it: then unbinding it needs no plan.
+    #[inline(always)]
+    pub(crate) fn one_of_many(&mut self, page: u64) -> Option<Record> {
+        self.seek(page).filter(|(node, _)| node.used > 1).and_then(|(node, i)| Record::from_word(node.words[i]))
+    }
+
+    /// Unbinds such a page.
+    #[inline(always)]
+    pub(crate) fn take_one(&mut self, page: u64) {
+        if let Some((node, i)) = self.seek(page) {
+            node.words[i] = 0;
+            node.used -= 1;
+        }
+    }
+
+    /// The same as [`put`](Self::put) for one page.
+    #[inline(always)]
+    fn put_page(&mut self, id: u32, slots: &mut Slots, page: u64, record: Option<Record>) -> u64 {
+        let node = &mut self.nodes[id as usize];
+        let entry = &mut node.words[Self::index(page, Self::LAST)];
+        let old = core::mem::replace(entry, record.map_or(0, Record::word));
+        let had = Record::from_word(old);
+        node.used = node.used + usize::from(record.is_some()) - usize::from(had.is_some());
+        if let Some(old) = had {
+            slots.unbound(old.slot(), 1);
+        }
+        u64::from(had.is_some())
+    }
+
     /// The same in one node of the last level.
-    #[inline]
+    #[inline(never)]
     fn put_pages(&mut self, id: u32, slots: &mut Slots, first: u64, last: u64, record: Option<Record>) -> u64 {
         let node = &mut self.nodes[id as usize];
         let words = &mut node.words[Self::index(first, Self::LAST)..=Self::index(last, Self::LAST)];
@@ -324,6 +391,7 @@ impl<F: Format> Records<F> {
         had
     }
 
+    #[inline(never)]
     fn put_below(
         &mut self,
         id: u32,
@@ -377,7 +445,7 @@ impl<F: Format> Records<F> {
         slots: &mut Slots,
         slot: u32,
         (first, last): (u64, u64),
-        gone: &mut impl FnMut(&mut Slots, Gone),
+        gone: &mut impl FnMut(Gone),
     ) {
         self.take_slot_below(ROOT, 0, slots, slot, first, last, gone);
     }
@@ -391,7 +459,7 @@ impl<F: Format> Records<F> {
         slot: u32,
         first: u64,
         last: u64,
-        gone: &mut impl FnMut(&mut Slots, Gone),
+        gone: &mut impl FnMut(Gone),
     ) {
         let mut at = first;
         for i in Self::index(first, level)..=Self::index(last, level) {
@@ -405,7 +473,7 @@ impl<F: Format> Records<F> {
                     node.words[i] = 0;
                     node.used -= 1;
                     slots.unbound(slot, pages);
-                    gone(slots, Gone::Pages(entry_first, entry_last));
+                    gone(Gone::Pages(entry_first, entry_last));
                 }
             } else if word != 0 {
                 let child = Self::child(word);
@@ -415,7 +483,7 @@ impl<F: Format> Records<F> {
                     let node = &mut self.nodes[id as usize];
                     node.words[i] = 0;
                     node.used -= 1;
-                    gone(slots, Gone::Node(entry_first, entry_last));
+                    gone(Gone::Node(entry_first, entry_last));
                 }
             }
             at = end.wrapping_add(1);
@@ -424,7 +492,7 @@ impl<F: Format> Records<F> {
 
     /// Ends a plan at a chunk that was touched: empty nodes are taken away, nodes that are all one record may become it.
     /// True when the node of the chunk, or one above it, was empty.
-    #[inline]
+    #[inline(always)]
     pub(crate) fn settle(&mut self, chunk: u64, join: Join) -> bool {
         if join == Join::No
             && chunk == self.cursor.chunk
@@ -457,20 +525,58 @@ impl<F: Format> Records<F> {
             } else if (join == Join::All || join == Join::Split && self.nodes[id as usize].split == self.plan)
                 && let Some(record) = self.uniform(id, level)
             {
-                let node = &mut self.nodes[id as usize];
-                node.words.fill(0);
-                node.used = 0;
+                self.empty(id);
                 record.word()
             } else {
                 break;
             };
-            self.give(id);
+            if new == 0 {
+                self.give(id);
+            }
             level -= 1;
             let node = &mut self.nodes[path[level as usize] as usize];
             node.words[Self::index(page, level)] = new;
             node.used -= usize::from(new == 0);
         }
         emptied
+    }
+
+    /// Makes one record of each node within pages `first..=last` that is all one, lower ones first, and gives first and last
+    /// page of each to `joined`. Not while there is a plan.
+    pub(crate) fn join(&mut self, first: u64, last: u64, joined: &mut impl FnMut(u64, u64)) {
+        self.join_below(ROOT, 0, first, last, joined);
+    }
+
+    fn join_below(&mut self, id: u32, level: u32, first: u64, last: u64, joined: &mut impl FnMut(u64, u64)) {
+        let mut at = first;
+        for i in Self::index(first, level)..=Self::index(last, level) {
+            let (entry_first, entry_last) = Self::entry(at, level);
+            let end = entry_last.min(last);
+            let word = self.nodes[id as usize].words[i];
+            if word != 0 && Record::from_word(word).is_none() {
+                let child = Self::child(word);
+                if level + 1 < Self::LAST {
+                    self.join_below(child, level + 1, at, end, joined);
+                }
+                if at == entry_first
+                    && end == entry_last
+                    && let Some(record) = self.uniform(child, level + 1)
+                {
+                    self.empty(child);
+                    self.nodes[id as usize].words[i] = record.word();
+                    joined(entry_first, entry_last);
+                }
+            }
+            at = end.wrapping_add(1);
+        }
+    }
+
+    /// Puts a full node among the spare ones.
+    fn empty(&mut self, id: u32) {
+        let node = &mut self.nodes[id as usize];
+        node.words.fill(0);
+        node.used = 0;
+        self.give(id);
     }
 
     /// The record that all entries of a node continue.

@@ -1,6 +1,6 @@
 //! What a binding maps, as a list of segments.
 
-use dmalane_addr::{Address, CardAddr, Segment, SgRuns, SgTable};
+use dmalane_addr::{Address, CardAddr, Segment, SgIndex, SgRuns};
 use dmalane_iopt::Format;
 
 use crate::record::Record;
@@ -36,7 +36,7 @@ pub(crate) enum Segments<'a> {
     Once(Option<SgRuns<'a, CardAddr>>),
     Again {
         /// The buffer and the offset of the first byte that repeats; none for the null page.
-        of: Option<(&'a SgTable<CardAddr>, u64)>,
+        of: Option<(&'a SgIndex<CardAddr>, u64)>,
         /// Bytes that repeat.
         page: u64,
         /// Which of them comes next.

@@ -1,5 +1,7 @@
 //! One device address space.
 
+use alloc::sync::Arc;
+
 use dmalane_addr::{Access, CardAddr, DeviceVa, Segment, Span};
 use dmalane_iopt::{Format, Leaf, PageTable, Place, Run, TableEstimate, Tables};
 
@@ -38,6 +40,12 @@ struct Batch {
     tables: usize,
     /// First and last page of all that the batch binds.
     bound: Option<(u64, u64)>,
+}
+
+impl Batch {
+    const fn new(reserved: bool) -> Self {
+        Self { reserved, tables: 0, bound: None }
+    }
 }
 
 impl<F: Format, T: Tables> Vm<F, T> {
@@ -114,6 +122,104 @@ impl<F: Format, T: Tables> Vm<F, T> {
         self.plan_batch(requests, false)
     }
 
+    /// Binds `len` bytes from `offset` of a buffer object at `va`, now: a batch of one [`Request::Bind`].
+    ///
+    /// # Errors
+    /// What [`plan`](Self::plan) would say of it. The VM is then as it was.
+    #[inline]
+    pub fn bind(
+        &mut self,
+        va: DeviceVa,
+        bo: &Arc<Bo>,
+        offset: u64,
+        len: u64,
+        access: Access,
+    ) -> Result<Committed<T::Addr>, Error> {
+        if self.failed {
+            return Err(Error::Failed);
+        }
+        if len == F::GRANULE.bytes() && self.bind_page(va, bo, offset, access) {
+            return Ok(Committed::nothing());
+        }
+        self.begin();
+        let mut batch = Batch::new(false);
+        let planned = self.plan_bind(va, bo, offset, len, 0, access, &mut batch);
+        self.finish(planned, &batch)
+    }
+
+    /// Unbinds a span, now: a batch of one [`Request::Unbind`].
+    ///
+    /// # Errors
+    /// What [`plan`](Self::plan) would say of it. The VM is then as it was.
+    #[inline]
+    pub fn unbind(&mut self, span: Span<DeviceVa>) -> Result<Committed<T::Addr>, Error> {
+        if span.len() == F::GRANULE.bytes()
+            && let Some(committed) = self.unbind_page(span)
+        {
+            return Ok(committed);
+        }
+        self.begin();
+        let batch = Batch::new(false);
+        let planned = self.plan_unbind(span, &batch);
+        self.finish(planned, &batch)
+    }
+
+    /// Binds one page, if all is well and nothing is bound there, in a chunk that has its table, to a buffer that is bound
+    /// already: then nothing has to be planned. False when that is not so; nothing has changed then.
+    #[inline(always)]
+    fn bind_page(&mut self, va: DeviceVa, bo: &Arc<Bo>, offset: u64, access: Access) -> bool {
+        let granule = F::GRANULE;
+        let aligned = (va.bits() | offset) & (granule.bytes() - 1) == 0;
+        let allowed = self.range.contains(va) && self.reserved.is_none() && F::supports(access);
+        if !(aligned && allowed && bo.is_mappable(granule, F::OUTPUT_BITS, Record::MAX_PAGES)) {
+            return false;
+        }
+        let page = va.bits() >> granule.log2();
+        let Some(to) = bo.sg().page_at(offset, granule) else { return false };
+        if !self.records.is_vacant(page) {
+            return false;
+        }
+        let Some(slot) = self.slots.bound_page(bo, Records::<F>::chunk(page)) else { return false };
+        self.records.put_vacant(page, Record::new(slot, offset >> granule.log2(), access, false));
+        self.table.map(va, to, granule.bytes(), access).expect("where there is a node, there is a table");
+        true
+    }
+
+    /// Unbinds one page, if it is bound, and neither the last one of its chunk nor of its buffer.
+    #[inline(always)]
+    fn unbind_page(&mut self, span: Span<DeviceVa>) -> Option<Committed<T::Addr>> {
+        let page = span.first().bits() >> F::GRANULE.log2();
+        if !span.is_aligned(F::GRANULE) || !self.range.covers(&span) || self.reserved.is_some() {
+            return None;
+        }
+        let record = self.records.one_of_many(page)?;
+        if !self.slots.unbound_page(record.slot()) {
+            return None;
+        }
+        self.records.take_one(page);
+        let flush = self.table.clear(span).expect("what is bound page by page is mapped so: nothing is cut");
+        Some(Committed::one(flush))
+    }
+
+    /// Commits a batch of one, or takes back what was planned.
+    #[inline]
+    fn finish(&mut self, planned: Result<(), Error>, batch: &Batch) -> Result<Committed<T::Addr>, Error> {
+        match planned.and_then(|()| self.reserve(batch)) {
+            Ok(()) => Ok(self.commit()),
+            Err(e) => {
+                self.forget_plan();
+                Err(e)
+            }
+        }
+    }
+
+    #[inline]
+    fn begin(&mut self) {
+        self.scratch.steps.clear();
+        self.scratch.touched.clear();
+        self.records.begin();
+    }
+
     /// The same for the driver itself: all requests must lie within the reserved part
     /// ([`with_reserved`](Self::with_reserved)).
     ///
@@ -130,20 +236,22 @@ impl<F: Format, T: Tables> Vm<F, T> {
         requests: impl IntoIterator<Item = Request>,
         reserved: bool,
     ) -> Result<Plan<'_, F, T>, PlanError> {
-        self.scratch.steps.clear();
-        self.scratch.touched.clear();
-        self.records.begin();
+        self.begin();
         let plan = Plan::new(self); // takes back what follows, should it fail
-        let mut batch = Batch { reserved, tables: 0, bound: None };
+        let mut batch = Batch::new(reserved);
         let mut index = 0;
         for (i, request) in requests.into_iter().enumerate() {
             index = i;
             if plan.vm.failed && !matches!(request, Request::Unbind(_) | Request::UnbindBo(_)) {
                 return Err(PlanError { index, error: Error::Failed });
             }
-            plan.vm.plan_request(request, &mut batch).map_err(|error| PlanError { index, error })?;
+            if let Err(error) = plan.vm.plan_request(request, &mut batch) {
+                return Err(PlanError { index, error });
+            }
         }
-        plan.vm.reserve(&batch).map_err(|error| PlanError { index, error })?;
+        if let Err(error) = plan.vm.reserve(&batch) {
+            return Err(PlanError { index, error });
+        }
         Ok(plan)
     }
 
@@ -168,14 +276,7 @@ impl<F: Format, T: Tables> Vm<F, T> {
                 self.slots.hold(NULL).map_err(|_| self.no_memory())?;
                 self.add_bind(span, Record::new(NULL, 0, Access::READ, true), batch)
             }
-            Request::Unbind(span) => {
-                self.check_span(span, batch)?;
-                let (first, last) = pages_of::<F>(span);
-                // What an earlier request binds as a whole must be cut by this one.
-                let cuts = batch.bound.is_some_and(|(low, high)| first <= high && low <= last);
-                self.touch(first, last, cuts)?;
-                self.add_step(Step::Unbind { first, last })
-            }
+            Request::Unbind(span) => self.plan_unbind(span, batch),
             Request::UnbindBo(bo) => match self.slots.first_of(&bo) {
                 NONE => Ok(()),
                 slot => {
@@ -185,8 +286,8 @@ impl<F: Format, T: Tables> Vm<F, T> {
             },
             Request::Prefetch(span) => {
                 self.check_span(span, batch)?;
-                self.scratch.prefetches.try_reserve(1).map_err(|_| self.no_memory())?;
-                self.scratch.prefetches.push(span);
+                self.scratch.lists.prefetches.try_reserve(1).map_err(|_| self.no_memory())?;
+                self.scratch.lists.prefetches.push(span);
                 Ok(())
             }
         }
@@ -198,7 +299,7 @@ impl<F: Format, T: Tables> Vm<F, T> {
     fn plan_bind(
         &mut self,
         va: DeviceVa,
-        bo: &alloc::sync::Arc<Bo>,
+        bo: &Arc<Bo>,
         offset: u64,
         len: u64,
         repeat: u64,
@@ -207,27 +308,46 @@ impl<F: Format, T: Tables> Vm<F, T> {
     ) -> Result<(), Error> {
         let granule = F::GRANULE;
         let span = self.check_bind(va, len, access, batch)?;
+        let used = if repeat == 0 { len } else { repeat << granule.log2() };
+        let within = offset.checked_add(used).is_some_and(|end| end <= bo.len());
+        let aligned = offset & (granule.bytes() - 1) == 0;
+        if !(within && aligned && bo.is_mappable(granule, F::OUTPUT_BITS, Record::MAX_PAGES)) {
+            Self::check_bo(va, bo, offset, used)?;
+        }
+        let slot = self.slots.plan(bo, repeat.saturating_sub(1)).map_err(|Full| self.no_memory())?;
+        self.add_bind(span, Record::new(slot, offset >> granule.log2(), access, repeat > 0), batch)
+    }
+
+    #[inline]
+    fn plan_unbind(&mut self, span: Span<DeviceVa>, batch: &Batch) -> Result<(), Error> {
+        self.check_span(span, batch)?;
+        let (first, last) = pages_of::<F>(span);
+        // What an earlier request binds as a whole must be cut by this one.
+        let cuts = batch.bound.is_some_and(|(low, high)| first <= high && low <= last);
+        self.touch(first, last, cuts)?;
+        self.add_step(Step::Unbind { first, last })
+    }
+
+    /// Whether the `used` bytes at `offset` of a buffer can be bound, and why not.
+    #[cold]
+    fn check_bo(va: DeviceVa, bo: &Bo, offset: u64, used: u64) -> Result<(), Error> {
+        let granule = F::GRANULE;
         if offset & (granule.bytes() - 1) != 0 {
             return Err(Error::MisalignedOffset { va, bo: bo.id(), offset, granule });
         }
-        let used = if repeat == 0 { len } else { repeat << granule.log2() };
         if offset.checked_add(used).is_none_or(|end| end > bo.len()) {
             return Err(Error::BeyondBo { va, bo: bo.id(), offset, len: used, bo_len: bo.len() });
         }
         if bo.len() >> granule.log2() >= Record::MAX_PAGES {
             return Err(Error::BoTooLarge { bo: bo.id(), len: bo.len(), granule });
         }
-        if !bo.is_mappable(granule.bytes(), F::OUTPUT_BITS) {
-            // Perhaps this part of it is.
-            let part = bo.sg().runs(offset..offset + used).into_iter().flatten();
-            let checked = TableEstimate::<F>::new().map_sg(DeviceVa::new(0), part);
-            checked.map_err(|source| Error::Segment { va, bo: bo.id(), source })?;
-        }
-        let slot = self.slots.plan(bo, repeat.saturating_sub(1)).map_err(|_| self.no_memory())?;
-        self.add_bind(span, Record::new(slot, offset >> granule.log2(), access, repeat > 0), batch)
+        // Not all of the buffer can be mapped. Perhaps this part of it can.
+        let part = bo.sg().runs(offset..offset + used).into_iter().flatten();
+        let checked = TableEstimate::<F>::new().map_sg(DeviceVa::new(0), part);
+        checked.map_err(|source| Error::Segment { va, bo: bo.id(), source })
     }
 
-    #[inline]
+    #[inline(always)]
     fn add_bind(&mut self, span: Span<DeviceVa>, record: Record, batch: &mut Batch) -> Result<(), Error> {
         let (first, last) = pages_of::<F>(span);
         self.touch(first, last, true)?;
@@ -235,15 +355,23 @@ impl<F: Format, T: Tables> Vm<F, T> {
             if record.is_fixed() {
                 self.refuse_endless(span, record)?;
             }
-            let mut estimate = TableEstimate::<F>::new();
-            let segments = segments::<F>(self.null, self.slots.get(record.slot()), record, first, last);
-            let checked = estimate.map_sg(span.first(), segments);
-            checked.map_err(|source| Error::Segment { va: span.first(), bo: self.id_of(record.slot()), source })?;
-            batch.tables = batch.tables.saturating_add(estimate.tables());
+            let tables = self.tables_for(first, last, record)?;
+            batch.tables = batch.tables.saturating_add(tables);
         }
         let (low, high) = batch.bound.unwrap_or((first, last));
         batch.bound = Some((low.min(first), high.max(last)));
         self.add_step(Step::Bind { first, last, record })
+    }
+
+    /// The tables that binding whole chunks can take.
+    #[inline(never)]
+    fn tables_for(&self, first: u64, last: u64, record: Record) -> Result<usize, Error> {
+        let (va, slot) = (Self::va(first), self.slots.get(record.slot()));
+        let mut estimate = TableEstimate::<F>::new();
+        let checked = estimate.map_sg(va, segments::<F>(self.null, slot, record, first, last));
+        let id = || slot.bo.as_ref().map_or(0, |bo| bo.id());
+        checked.map_err(|source| Error::Segment { va, bo: id(), source })?;
+        Ok(estimate.tables())
     }
 
     /// Refuses what repeats so often that there cannot be tables for it, before anything goes through all of it.
@@ -262,12 +390,11 @@ impl<F: Format, T: Tables> Vm<F, T> {
     }
 
     /// What can be said of a bind without its buffer.
-    #[inline]
+    #[inline(always)]
     fn check_bind(&self, va: DeviceVa, len: u64, access: Access, batch: &Batch) -> Result<Span<DeviceVa>, Error> {
-        if len == 0 {
-            return Err(Error::Empty { va });
-        }
-        let span = Span::new(va, len).ok_or(Error::Wraps { va, len })?;
+        let Some(span) = Span::new(va, len) else {
+            return Err(if len == 0 { Error::Empty { va } } else { Error::Wraps { va, len } });
+        };
         self.check_span(span, batch)?;
         if !F::supports(access) {
             return Err(Error::Unsupported { va, access, format: F::NAME });
@@ -275,8 +402,16 @@ impl<F: Format, T: Tables> Vm<F, T> {
         Ok(span)
     }
 
-    #[inline]
+    #[inline(always)]
     fn check_span(&self, span: Span<DeviceVa>, batch: &Batch) -> Result<(), Error> {
+        if span.is_aligned(F::GRANULE) && self.range.covers(&span) && self.reserved.is_none() && !batch.reserved {
+            return Ok(());
+        }
+        self.check_place(span, batch)
+    }
+
+    #[cold]
+    fn check_place(&self, span: Span<DeviceVa>, batch: &Batch) -> Result<(), Error> {
         if !span.is_aligned(F::GRANULE) {
             return Err(Error::Misaligned { span, granule: F::GRANULE });
         }
@@ -294,13 +429,11 @@ impl<F: Format, T: Tables> Vm<F, T> {
     }
 
     /// Makes the nodes that changing these pages takes.
-    #[inline]
+    #[inline(always)]
     fn touch(&mut self, first: u64, last: u64, make: bool) -> Result<(), Error> {
-        let ends = [Some(first), Some(last).filter(|&last| Records::<F>::chunk(first) != Records::<F>::chunk(last))];
-        for at in ends.into_iter().flatten() {
-            self.scratch.touched.try_reserve(1).map_err(|_| self.no_memory())?;
-            self.scratch.touched.push(Records::<F>::chunk(at));
-            self.records.touch(at, first, last, make).map_err(|Full| self.no_memory())?;
+        self.touch_end(first, first, last, make).map_err(|Full| self.no_memory())?;
+        if Records::<F>::chunk(first) != Records::<F>::chunk(last) {
+            self.touch_end(last, first, last, make).map_err(|Full| self.no_memory())?;
         }
         if Records::<F>::covers_a_chunk(first, last) {
             self.records.will_unlink();
@@ -308,7 +441,17 @@ impl<F: Format, T: Tables> Vm<F, T> {
         Ok(())
     }
 
-    #[inline]
+    #[inline(always)]
+    fn touch_end(&mut self, at: u64, first: u64, last: u64, make: bool) -> Result<(), Full> {
+        let chunk = Records::<F>::chunk(at);
+        if self.scratch.touched.last() != Some(&chunk) {
+            self.scratch.touched.try_reserve(1)?;
+            self.scratch.touched.push(chunk);
+        }
+        self.records.touch(at, first, last, make)
+    }
+
+    #[inline(always)]
     fn add_step(&mut self, step: Step) -> Result<(), Error> {
         self.scratch.steps.try_reserve(1).map_err(|_| self.no_memory())?;
         self.scratch.steps.push(step);
@@ -316,15 +459,15 @@ impl<F: Format, T: Tables> Vm<F, T> {
     }
 
     /// Reserves what the planned steps need.
-    #[inline]
+    #[inline(always)]
     fn reserve(&mut self, batch: &Batch) -> Result<(), Error> {
         let tables = batch.tables.saturating_add(self.records.missing_tables());
         if tables > 0 && !self.table.tables_mut().reserve(tables) {
             return Err(Error::NoTables { tables, vm: self.range });
         }
-        let Scratch { steps, touched, spans, flushes, .. } = &mut self.scratch;
-        let lists = steps.len() + touched.len();
-        if spans.try_reserve(lists).is_err() || flushes.try_reserve(lists).is_err() {
+        let Scratch { steps, touched, lists } = &mut self.scratch;
+        let room = steps.len() + touched.len();
+        if lists.spans.try_reserve(room).is_err() || lists.flushes.try_reserve(room).is_err() {
             return Err(self.no_memory());
         }
         Ok(())
@@ -335,24 +478,50 @@ impl<F: Format, T: Tables> Vm<F, T> {
         Error::NoMemory { vm: self.range }
     }
 
-    fn id_of(&self, slot: u32) -> u64 {
-        self.slots.bo(slot).map_or(0, |bo| bo.id())
-    }
-
     /// Frees the tables that a commit has detached, and lets go of the buffers that lost their last binding. Call it once
     /// the device has invalidated every span of [`Committed::spans`] and no longer walks through what it had cached.
     #[inline]
     pub fn invalidated(&mut self, committed: Committed<T::Addr>) {
-        let (mut lists, released) = committed.into_parts();
+        let Committed { mut lists, released, .. } = committed;
+        if released != NONE {
+            self.slots.release(released);
+        }
+        if lists.is_empty() {
+            return;
+        }
         for flush in lists.flushes.drain(..) {
             self.table.free_tables(flush);
         }
-        self.slots.release(released);
         // The room is for the next plan.
         lists.spans.clear();
         lists.prefetches.clear();
-        (self.scratch.spans, self.scratch.prefetches) = (lists.spans, lists.prefetches);
-        self.scratch.flushes = lists.flushes;
+        self.scratch.lists = lists;
+    }
+
+    /// Makes larger leaves within the span where what is bound, by many requests perhaps, continues in the buffer object and
+    /// on the card, for whole tables at a time. Gives the number of tables that this freed. What is bound stays the same.
+    ///
+    /// `invalidate` is called once for each table that goes, while its addresses are not mapped, and returns when the device
+    /// has forgotten them: the break-before-make order of the Arm architecture, in which a device that uses them
+    /// meanwhile sees a fault.
+    ///
+    /// # Errors
+    /// [`Error::Misaligned`], [`Error::OutsideVm`].
+    pub fn merge(&mut self, span: Span<DeviceVa>, mut invalidate: impl FnMut(Span<DeviceVa>)) -> Result<usize, Error> {
+        if !span.is_aligned(F::GRANULE) {
+            return Err(Error::Misaligned { span, granule: F::GRANULE });
+        }
+        if !self.range.covers(&span) {
+            return Err(Error::OutsideVm { span, vm: self.range });
+        }
+        let (first, last) = pages_of::<F>(span);
+        let Self { records, table, .. } = self;
+        let mut freed = 0;
+        records.join(first, last, &mut |first, last| {
+            let merged = table.merge(Self::span(first, last), &mut invalidate);
+            freed += merged.expect("whole pages within the VM");
+        });
+        Ok(freed)
     }
 
     /// Marks the VM as failed, for good: a batch that others rely on was not applied. From now on only unbinds are planned.
@@ -425,7 +594,7 @@ impl<F: Format, T: Tables> Vm<F, T> {
     }
 
     /// Bytes of the buffer object that are bound, each counted as often as it is.
-    pub fn bound_bytes(&mut self, bo: &alloc::sync::Arc<Bo>) -> u64 {
+    pub fn bound_bytes(&mut self, bo: &Arc<Bo>) -> u64 {
         let mut slot = self.slots.first_of(bo);
         let mut pages = 0;
         while slot != NONE {

@@ -3,7 +3,7 @@
 use std::ops::ControlFlow;
 use std::sync::Arc;
 
-use dmalane_addr::{Access, CardAddr, DeviceVa, SgTable, Span};
+use dmalane_addr::{Access, CardAddr, DeviceVa, SgIndex, SgTable, Span};
 use dmalane_iopt::{AgxUat, HeapTables};
 use dmalane_vm::array::{ArrayError, Operation, Reason, decode};
 use dmalane_vm::{AnyVm, Bo, Errno, Error, Handles, Request, Source, Vm};
@@ -31,9 +31,9 @@ fn setup() -> (Vm<AgxUat, HeapTables<CardAddr>>, Handles, u32, u32) {
     let mut handles = Handles::new();
     let mut sg = SgTable::new();
     sg.push(CardAddr::new(1 << 32), 64 * PAGE).unwrap();
-    let stale = handles.insert(Arc::new(Bo::new(6, SgTable::new()))).unwrap();
+    let stale = handles.insert(Arc::new(Bo::new(6, SgIndex::from_table(&SgTable::new()).unwrap()))).unwrap();
     handles.remove(stale).unwrap();
-    let handle = handles.insert(Arc::new(Bo::new(7, sg))).unwrap();
+    let handle = handles.insert(Arc::new(Bo::new(7, SgIndex::from_table(&sg).unwrap()))).unwrap();
     (vm, handles, handle, stale)
 }
 

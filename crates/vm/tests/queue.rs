@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use dmalane_addr::{Access, CardAddr, DeviceVa, Fence, SgTable, Span, Timeline};
+use dmalane_addr::{Access, CardAddr, DeviceVa, Fence, SgIndex, SgTable, Span, Timeline};
 use dmalane_iopt::{HeapTables, X86_64_4Level};
 use dmalane_vm::{BindQueue, Bo, Ended, Error, QueueError, Request, Submission, Vm};
 use proptest::prelude::*;
@@ -22,7 +22,7 @@ fn span(page: u64, pages: u64) -> Span<DeviceVa> {
 fn bo() -> Arc<Bo> {
     let mut sg = SgTable::new();
     sg.push(CardAddr::new(1 << 30), 64 * PAGE).unwrap();
-    Arc::new(Bo::new(1, sg))
+    Arc::new(Bo::new(1, SgIndex::from_table(&sg).unwrap()))
 }
 
 fn bind(bo: &Arc<Bo>, page: u64, offset: u64) -> Request {

@@ -3,7 +3,7 @@
 use std::collections::BTreeMap;
 use std::sync::Arc;
 
-use dmalane_addr::{Access, CardAddr, DeviceVa, PageSize, SgTable, Span};
+use dmalane_addr::{Access, CardAddr, DeviceVa, PageSize, Segment, Span};
 use dmalane_iopt::{Arm64S1_4k, Format, HeapTables, Tables, X86_64_4Level};
 use dmalane_vm::{Bo, Committed, Error, PlanError, Request, Target, Vm};
 use proptest::prelude::*;
@@ -62,11 +62,8 @@ fn span(page: u64, pages: u64) -> Span<DeviceVa> {
 
 /// A buffer of these runs, in pages.
 fn bo(id: u64, runs: &[(u64, u64)]) -> Arc<Bo> {
-    let mut sg = SgTable::new();
-    for &(frame, pages) in runs {
-        sg.push(CardAddr::new(frame * PAGE), pages * PAGE).unwrap();
-    }
-    Arc::new(Bo::new(id, sg))
+    let segment = |&(frame, pages): &(u64, u64)| Segment { addr: CardAddr::new(frame * PAGE), len: pages * PAGE };
+    Arc::new(Bo::of_segments(id, runs.iter().map(segment)).unwrap())
 }
 
 fn bind(page: u64, bo: &Arc<Bo>, offset: u64, pages: u64, access: Access) -> Request {
@@ -257,10 +254,8 @@ type Expected = fn(&Error) -> bool;
 
 /// A bad request and the error it must give.
 fn bad(n: u8, bos: &[Arc<Bo>]) -> (Request, Expected) {
-    let mut odd = SgTable::new();
-    odd.push(CardAddr::new(0x1000), 100).unwrap();
-    odd.push(CardAddr::new(0x8000), 2 * PAGE - 100).unwrap();
-    let odd = Arc::new(Bo::new(9, odd));
+    let odd = [(0x1000, 100), (0x8000, 2 * PAGE - 100)].map(|(at, len)| Segment { addr: CardAddr::new(at), len });
+    let odd = Arc::new(Bo::of_segments(9, odd).unwrap());
     let far = bo(8, &[((1 << 40) - 1, 2)]); // reaches 2^52
     let (good, at) = (&bos[0], va(FIRST));
     let bind_bytes =
@@ -441,6 +436,51 @@ fn split_cases() {
     }
 }
 
+/// The same requests where the new binding shows the same buffer and continues the old one: both are one. With other
+/// rights, or one page further in the buffer, they are not.
+#[test]
+fn contiguous_cases() {
+    const RW: Access = Access::RW;
+    let bo = bo(0, &[(100, 40)]);
+    for (page, pages) in
+        [(4, 4), (4, 2), (6, 2), (5, 2), (3, 3), (6, 3), (3, 6), (4, 5), (3, 5), (2, 2), (8, 2), (1, 2), (9, 2)]
+    {
+        for (shift, access) in [(0, RW), (1, RW), (0, Access::READ)] {
+            let mut vm = Vm::<X86_64_4Level, _>::new(span(0, 100), Strict::new()).unwrap();
+            let committed = run(&mut vm, [bind(4, &bo, 14, 4, RW)]);
+            vm.invalidated(committed);
+            let committed = run(&mut vm, [bind(page, &bo, 10 + page + shift, pages, access)]);
+            vm.invalidated(committed);
+            let end = page + pages;
+            let one: Vec<Row> = match (shift, access) {
+                // Apart from each other.
+                (0, RW) if end < 4 => vec![(page, pages, 0, 10 + page, RW), (4, 4, 0, 14, RW)],
+                (0, RW) if page > 8 => vec![(4, 4, 0, 14, RW), (page, pages, 0, 10 + page, RW)],
+                (0, RW) => vec![(4.min(page), 8.max(end) - 4.min(page), 0, 10 + 4.min(page), RW)],
+                _ => {
+                    let old = [(4, page.clamp(4, 8)), (end.clamp(4, 8), 8)];
+                    let mut rows: Vec<Row> = old.iter().map(|&(a, b)| (a, b - a, 0, 10 + a, RW)).collect();
+                    rows.push((page, pages, 0, 10 + page + shift, access));
+                    rows.retain(|row| row.1 > 0);
+                    rows.sort_by_key(|row| row.0);
+                    rows
+                }
+            };
+            assert_eq!(bindings(&vm), one, "{pages} pages at {page}, {shift} further, {access}");
+            let middle = page + pages / 2;
+            let at = vm.binding_at(va(middle)).unwrap();
+            assert!(vm.bindings().any(|b| b.span == at.span && b.offset() == at.offset()), "{middle}");
+            // Both halves of a request in the middle of one binding, and back.
+            let committed = run(&mut vm, [Request::Unbind(span(middle, 1))]);
+            vm.invalidated(committed);
+            let access = if shift == 0 { access } else { RW };
+            let committed = run(&mut vm, [bind(middle, &bo, 10 + middle + shift, 1, access)]);
+            vm.invalidated(committed);
+            assert_eq!(bindings(&vm), one);
+        }
+    }
+}
+
 #[test]
 fn one_bind_over_several() {
     let bos = [bo(0, &[(100, 20)]), bo(1, &[(200, 20)])];
@@ -491,6 +531,29 @@ fn large_leaves_where_both_sides_are_aligned() {
 
 fn vm_range() -> Span<DeviceVa> {
     Span::new(va(0), 8 << 30).unwrap()
+}
+
+#[test]
+fn pages_bound_one_by_one_become_a_large_leaf_again() {
+    let (big, other) = (bo(1, &[(4 * 512, 1024)]), bo(2, &[(6 * 512, 512)]));
+    let mut vm = new_vm::<X86_64_4Level>();
+    let committed = run(&mut vm, (0..1024).map(|i| bind(FIRST + i, &big, i, 1, Access::RW)));
+    vm.invalidated(committed);
+    // Continues on the card, but in another buffer.
+    let committed = run(&mut vm, (0..512).map(|i| bind(FIRST + 1024 + i, &other, i, 1, Access::RW)));
+    vm.invalidated(committed);
+    let counts = |vm: &Vm<X86_64_4Level, Strict>| vm.page_table().leaf_counts().map(|(_, n)| n).collect::<Vec<_>>();
+    assert_eq!(counts(&vm), [3 * 512, 0, 0]);
+    let before = bindings(&vm);
+    let mut gone = Vec::new();
+    assert_eq!(vm.merge(span(FIRST + 1, RANGE_PAGES - 1), |span| gone.push(span)).unwrap(), 2, "not the first table");
+    assert_eq!(gone, [span(FIRST + 512, 512), span(FIRST + 1024, 512)]);
+    assert_eq!(counts(&vm), [512, 2, 0]);
+    assert_eq!(bindings(&vm), before);
+    let committed = run(&mut vm, [Request::Unbind(span(FIRST + 600, 1)), Request::UnbindBo(other.clone())]);
+    vm.invalidated(committed);
+    assert_eq!(bindings(&vm), [(FIRST, 600, 1, 0, Access::RW), (FIRST + 601, 423, 1, 601, Access::RW)]);
+    assert!(matches!(vm.merge(span(0, 600), |_| ()), Err(Error::OutsideVm { .. })));
 }
 
 #[test]
