@@ -51,6 +51,7 @@ BAD_LINES = {
     "segment-wraps": (bo((TOP, 2)), "bad_segment"),
     "segment-of-nothing": (bo((0, 0)), "bad_segment"),
     "segments-overflow": (bo((0, TOP), (0, TOP)), "bad_segment"),
+    "scattered-exbibytes": (bo(*((i << 51, 1 << 50) for i in range(5))), "too_scattered"),
     "va-wraps": (bind(va=TOP - 16383, len=32768), "wraps"),
     "length-wraps": (bind(len=TOP), "wraps"),
     "va-2-63": (bind(va=1 << 63), "outside_vm"),
