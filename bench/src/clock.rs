@@ -31,3 +31,10 @@ pub fn time(job: impl FnOnce()) -> f64 {
     job();
     start.elapsed().as_secs_f64()
 }
+
+/// How much of the processor it takes, in seconds: for samples of milliseconds, in which other programs get their turn.
+pub fn cpu_time(job: impl FnOnce()) -> f64 {
+    let start = cpu_seconds();
+    job();
+    cpu_seconds() - start
+}

@@ -3,8 +3,10 @@
 
 mod alloc_read;
 mod bar_map;
+mod binders;
 mod buffers;
 mod clock;
+mod gpuvm;
 mod instructions;
 mod iova;
 mod job;
@@ -21,6 +23,7 @@ mod report;
 mod sg_index;
 mod subject;
 mod threads;
+mod vm_bind;
 
 use std::process::ExitCode;
 
@@ -62,6 +65,11 @@ enum Bench {
     Threads(threads::Options),
     /// Find a page of a scattered buffer: the seed's way, the usual structures, ours
     SgIndex(sg_index::Options),
+    /// Bind and unbind single pages of a large buffer: the seed's program, by the driver before it, the seed, maps, ours
+    VmBind(vm_bind::Options),
+    /// One variant of vm-bind, to be counted by callgrind or weighed
+    #[command(hide = true)]
+    OneVmBind(vm_bind::One),
     /// One structure of sg-index, to be counted by callgrind
     #[command(hide = true)]
     OneSgIndex(sg_index::One),
@@ -88,6 +96,8 @@ fn main() -> ExitCode {
         Bench::Iova(options) => iova::run(&options),
         Bench::Threads(options) => threads::run(&options),
         Bench::SgIndex(options) => sg_index::run(&options),
+        Bench::VmBind(options) => vm_bind::run(&options),
+        Bench::OneVmBind(options) => return done(vm_bind::one(&options)),
         Bench::OneSgIndex(options) => return done(sg_index::one(&options)),
         Bench::One(options) => return done(instructions::one(&options)),
     };

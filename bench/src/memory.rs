@@ -5,9 +5,9 @@ use std::process::Command;
 
 /// Bytes resident in this process.
 pub fn resident() -> u64 {
-    let text = std::fs::read_to_string("/proc/self/statm").unwrap_or_default();
-    let pages: u64 = text.split(' ').nth(1).and_then(|n| n.parse().ok()).unwrap_or(0);
-    pages * rustix::param::page_size() as u64
+    let text = std::fs::read_to_string("/proc/self/smaps_rollup").unwrap_or_default();
+    let line = text.lines().find_map(|l| l.strip_prefix("Rss:"));
+    line.and_then(|l| l.trim().strip_suffix("kB")?.trim().parse().ok()).map_or(0, |kib: u64| kib * 1024)
 }
 
 /// The number that this program prints when it runs with these arguments.

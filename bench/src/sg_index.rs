@@ -6,7 +6,7 @@ use std::time::Instant;
 use dmalane::addr::{CardAddr, PageSize, Segment, SgIndex, SgTable};
 
 use crate::buffers::{Layout, PAGE, of_pages, of_segments, pages_of};
-use crate::clock::{pin, time};
+use crate::clock::{cpu_time, pin, time};
 use crate::instructions;
 use crate::mt19937::{self, Mt19937};
 use crate::report::{Details, Report};
@@ -406,7 +406,7 @@ fn hot(all: &[Box<dyn Structure>], offsets: &[u64], rounds: usize) -> Vec<Vec<f6
             let k = (round + turn) % all.len();
             let offsets = &offsets[..look_ups(all[k].as_ref())];
             std::hint::black_box(all[k].find_all(offsets));
-            samples[k].push(time(|| {
+            samples[k].push(cpu_time(|| {
                 std::hint::black_box(all[k].find_all(offsets));
             }));
         }

@@ -5,7 +5,7 @@
 //! straight from the list, several to a turn; pages that continue each other are counted, and that all their entries are
 //! free is one question.
 
-use core::iter::empty;
+use core::iter::{empty, once};
 use core::marker::PhantomData;
 use core::mem::{replace, take};
 use core::ops::Range;
@@ -62,6 +62,7 @@ impl<F: Format, I: Address, O: Address, T: Tables> PageTable<F, I, O, T> {
     ///
     /// # Errors
     /// As [`map_sg`](Self::map_sg); the table is then as it was.
+    #[inline]
     pub fn map(&mut self, at: I, to: O, len: u64, access: Access) -> Result<(), Error> {
         // This is the call that is made for every page of somebody else's loop.
         if len == F::GRANULE.bytes() && self.map_page(at, to, access) {
@@ -111,6 +112,7 @@ impl<F: Format, I: Address, O: Address, T: Tables> PageTable<F, I, O, T> {
     /// [`Error::TableAddress`]: whichever comes first on the way through the list. After any of them the table is as it
     /// was. Tables that were linked for a moment are freed at once: where a device may stray into the span *during* the
     /// call, invalidate the span after a failure.
+    #[inline]
     pub fn map_sg(
         &mut self,
         at: I,
@@ -118,16 +120,13 @@ impl<F: Format, I: Address, O: Address, T: Tables> PageTable<F, I, O, T> {
         access: Access,
     ) -> Result<u64, Error> {
         let mut segments = segments.into_iter();
-        if segments.size_hint().1 == Some(1) {
-            // A list of one is no slower than a call of `map`.
-            let Some(segment) = segments.next() else { return self.map_list(at, None.into_iter(), access) };
-            let page = F::GRANULE.bytes();
-            if segment.len == page && self.map_page(at, segment.addr, access) {
-                return Ok(page);
-            }
-            return self.map_list(at, Some(segment).into_iter(), access);
+        // A list of one page is no slower than a call of `map`.
+        let one = if segments.size_hint() == (1, Some(1)) { segments.next() } else { None };
+        match one {
+            Some(Segment { addr, len }) if len == F::GRANULE.bytes() && self.map_page(at, addr, access) => Ok(len),
+            Some(segment) => self.map_list(at, once(segment), access),
+            None => self.map_list(at, segments, access),
         }
-        self.map_list(at, segments, access)
     }
 
     #[inline(never)]
@@ -168,7 +167,9 @@ impl<F: Format, I: Address, O: Address, T: Tables> PageTable<F, I, O, T> {
         if T::SHARED {
             self.cursor.forget(); // another handle may have unlinked what it knows
         }
-        let mut level = self.cursor.common_level::<F>(at);
+        let last = F::LEVELS - 1;
+        let near = self.cursor.level == last && same_table::<F>(at, self.cursor.at, last - 1);
+        let mut level = if near { last - 1 } else { self.cursor.common_level::<F>(at) };
         self.cursor.at = at;
         while level + 1 < F::LEVELS {
             let table = self.cursor.path[level as usize];
@@ -391,7 +392,7 @@ impl<F: Format, I: Address, O: Address, T: Tables> PageTable<F, I, O, T> {
     fn undo(&mut self, first: u64, next: u64) {
         self.cursor.forget();
         if next > first {
-            self.clear_span(first, next - 1, Detach::Nothing);
+            self.clear_span(first, next - 1, Detach::Nothing, &mut alloc::vec::Vec::new());
         }
         while let Some(made) = self.made.pop() {
             let (at, level) = (made & !(F::GRANULE.bytes() - 1), made as u32 & (F::GRANULE.bytes() - 1) as u32);

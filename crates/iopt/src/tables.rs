@@ -222,6 +222,14 @@ impl<A: Address> HeapTables<A> {
         (table.bits().wrapping_sub(self.base.bits()) / 8) as usize
     }
 
+    /// The position of one word. What does not wait for the address of the table is added up first: a walk waits for
+    /// each of them.
+    #[inline]
+    fn position(&self, table: A, index: usize) -> usize {
+        let offset = (8 * index as u64).wrapping_sub(self.base.bits());
+        (table.bits().wrapping_add(offset) / 8) as usize
+    }
+
     /// Words of a table.
     fn table_words(&self) -> usize {
         self.shape.table.bytes() as usize / 8
@@ -344,15 +352,15 @@ impl<A: Address> Tables for HeapTables<A> {
     /// When the address is not that of a table.
     #[inline]
     fn load(&self, table: A, index: usize) -> u64 {
-        self.words[self.first(table) + index]
+        self.words[self.position(table, index)]
     }
 
     /// # Panics
     /// When the address is not that of a table.
     #[inline]
     fn store(&mut self, table: A, index: usize, entry: u64) {
-        let first = self.first(table);
-        self.words[first + index] = entry;
+        let position = self.position(table, index);
+        self.words[position] = entry;
     }
 
     /// # Panics
