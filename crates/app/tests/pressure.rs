@@ -85,13 +85,13 @@ fn address_space_and_descriptors() {
     assert!(text.contains("cannot allocate 201326592 bytes of anonymous memory: Cannot allocate memory"), "{text}");
     // Too few descriptors for a ring: plain reads do, and it is told.
     for n in 4..12 {
-        let output = run(&format!("ulimit -n {n};"), "--explain", file.path());
+        let output = run(&format!("ulimit -n {n};"), "--explain --range ..4MiB", file.path());
         match output.status.code() {
             Some(0) => {}
             _ => drop(refused(&output)),
         }
     }
     // Pages for locked memory are not needed.
-    let output = run("ulimit -l 0;", "", file.path());
+    let output = run("ulimit -l 0;", "--range ..16MiB", file.path());
     assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
 }
