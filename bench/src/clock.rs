@@ -4,14 +4,25 @@ use std::time::Instant;
 
 /// Ties this thread to the last processor it may use, so that rounds compare like with like.
 pub fn pin() {
-    let Ok(set) = rustix::thread::sched_getaffinity(None) else { return };
-    let last = (0..rustix::thread::CpuSet::MAX_CPU).rev().find(|&cpu| set.is_set(cpu));
+    pin_to(0);
+}
+
+/// Ties this thread to the n-th processor from the last that this process may use.
+pub fn pin_to(n: usize) {
+    // Of the process: the thread that calls may be tied already.
+    let Ok(set) = rustix::thread::sched_getaffinity(Some(rustix::process::getpid())) else { return };
     let mut one = rustix::thread::CpuSet::new();
-    if let Some(cpu) = last {
+    if let Some(cpu) = (0..rustix::thread::CpuSet::MAX_CPU).rev().filter(|&cpu| set.is_set(cpu)).nth(n) {
         one.set(cpu);
         // Where it is not allowed, the rounds are only noisier.
         let _ = rustix::thread::sched_setaffinity(None, &one);
     }
+}
+
+/// Processor time that this thread has used, in seconds.
+pub fn cpu_seconds() -> f64 {
+    let time = rustix::time::clock_gettime(rustix::time::ClockId::ThreadCPUTime);
+    time.tv_sec as f64 + time.tv_nsec as f64 / 1e9
 }
 
 /// How long it takes, in seconds.
@@ -19,4 +30,11 @@ pub fn time(job: impl FnOnce()) -> f64 {
     let start = Instant::now();
     job();
     start.elapsed().as_secs_f64()
+}
+
+/// How much of the processor it takes, in seconds: for samples of milliseconds, in which other programs get their turn.
+pub fn cpu_time(job: impl FnOnce()) -> f64 {
+    let start = cpu_seconds();
+    job();
+    cpu_seconds() - start
 }

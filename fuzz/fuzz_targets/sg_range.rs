@@ -1,7 +1,7 @@
 //! Range allocation against one flag per page, then scatter-gather tables against one address per byte.
 #![no_main]
 
-use dmalane_addr::{Iova, PageSize, PhysAddr, RangeAllocator, SgTable, Span};
+use dmalane_addr::{Iova, PageSize, PhysAddr, RangeAllocator, SgIndex, SgTable, Span};
 use libfuzzer_sys::arbitrary::{self, Arbitrary};
 use libfuzzer_sys::fuzz_target;
 
@@ -144,14 +144,32 @@ fn tables(input: &Input) {
     let breaks = bytes.windows(2).filter(|w| w[1] != w[0] + 1).count();
     assert_eq!(table.segment_count(), if bytes.is_empty() { 0 } else { breaks + 1 }, "neighbours merge");
 
+    // Bytes make an index of one form, pages one of another.
+    let mut pages = SgTable::new();
+    for s in table.segments() {
+        pages.push(PhysAddr::new(s.addr.bits() * 4096), s.len * 4096).unwrap();
+    }
+    let indices = [&table, &pages].map(|table| (SgIndex::from_table(table).unwrap(), table));
+    for (index, table) in &indices {
+        assert_eq!((index.len(), index.segment_count()), (table.len(), table.segment_count()));
+        assert!(index.segments().eq(table.segments()));
+    }
+
     for &(start, end) in input.questions.iter().take(64) {
         let (start, end) = (u64::from(start), u64::from(end));
+        for ((index, table), unit) in indices.iter().zip([1, 4096]) {
+            let (start, end) = (start * unit, end * unit);
+            assert_eq!(index.segment_at(start), table.segment_at(start));
+            assert_eq!(index.segment_at(end.saturating_sub(1)), table.segment_at(end.saturating_sub(1)));
+            let runs = index.runs(start..end).map(|r| r.collect::<Vec<_>>());
+            assert_eq!(runs, table.runs(start..end).map(|r| r.collect()));
+        }
         match (table.segment_at(start), bytes.get(start as usize)) {
             (None, None) => {}
             (Some(found), Some(&addr)) => {
                 assert_eq!(found.addr.bits(), addr);
-                let segment = table.segments().nth(found.index).unwrap();
-                assert_eq!(found.addr.bits() + found.left, segment.addr.bits() + segment.len);
+                let more = bytes[start as usize..].windows(2).take_while(|w| w[1] == w[0] + 1).count() as u64;
+                assert_eq!(found.left, more + 1);
             }
             (found, byte) => panic!("offset {start}: {found:?} where the reference has {byte:?}"),
         }

@@ -1,9 +1,17 @@
-//! Scatter-gather tables: a buffer described as physically contiguous segments.
+//! Scatter-gather: a buffer described as physically contiguous segments.
+//!
+//! [`SgTable`] is the list: it grows, and a look-up is a binary search. [`SgIndex`] is made once, of all segments, and
+//! finds any page in two loads. Who fills a buffer uses the first, who binds pages of it at random the second.
 
-use alloc::vec::Vec;
-use core::ops::Range;
+mod index;
+mod plain;
+mod rank;
+mod table;
+#[cfg(test)]
+mod tests;
 
-use crate::Address;
+pub use index::{SgError, SgIndex, SgKind, SgPages, SgRuns};
+pub use table::SgTable;
 
 /// One physically contiguous run of bytes.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -14,227 +22,11 @@ pub struct Segment<A> {
     pub len: u64,
 }
 
-/// What [`SgTable::segment_at`] found.
+/// What [`SgTable::segment_at`] and [`SgIndex::segment_at`] find.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct SegmentAt<A> {
     /// The address of the byte asked for.
     pub addr: A,
     /// Bytes from there to the end of the segment, at least one.
     pub left: u64,
-    /// Which segment it is, from 0.
-    pub index: usize,
-}
-
-#[derive(Clone, Copy, Debug)]
-struct Entry<A> {
-    /// Offset of the segment's first byte in the buffer.
-    start: u64,
-    addr: A,
-}
-
-/// A buffer as a list of segments, merged while it is built.
-///
-/// Segments that continue each other in memory become one, so a table has as many segments as the buffer has
-/// discontinuities. A lookup by offset is a binary search.
-///
-/// ```
-/// use dmalane_addr::{PhysAddr, SgTable};
-/// let mut sg = SgTable::new();
-/// sg.push(PhysAddr::new(0x1000), 0x1000).unwrap();
-/// sg.push(PhysAddr::new(0x2000), 0x1000).unwrap(); // continues the first
-/// sg.push(PhysAddr::new(0x9000), 0x1000).unwrap();
-/// assert_eq!(sg.segments().count(), 2);
-/// assert_eq!(sg.segment_at(0x1800).unwrap().addr, PhysAddr::new(0x2800));
-/// ```
-#[derive(Clone, Debug)]
-pub struct SgTable<A> {
-    entries: Vec<Entry<A>>,
-    len: u64,
-}
-
-impl<A> Default for SgTable<A> {
-    fn default() -> Self {
-        Self { entries: Vec::new(), len: 0 }
-    }
-}
-
-impl<A: Address> SgTable<A> {
-    /// An empty table.
-    pub fn new() -> Self {
-        Self::default()
-    }
-
-    /// Appends `len` bytes at `addr`; bytes that continue the last segment extend it. Returns `None`, and changes
-    /// nothing, when the run would wrap around the address space or the table's length would exceed 64 bits. A
-    /// `len` of 0 changes nothing.
-    #[must_use = "None says that nothing was appended"]
-    pub fn push(&mut self, addr: A, len: u64) -> Option<()> {
-        if len == 0 {
-            return Some(());
-        }
-        addr.checked_add(len - 1)?;
-        let total = self.len.checked_add(len)?;
-        let continues = self.entries.last().is_some_and(|e| e.addr.checked_add(self.len - e.start) == Some(addr));
-        if !continues {
-            self.entries.push(Entry { start: self.len, addr });
-        }
-        self.len = total;
-        Some(())
-    }
-
-    /// Bytes in all.
-    pub fn len(&self) -> u64 {
-        self.len
-    }
-
-    /// True when the table holds no bytes.
-    pub fn is_empty(&self) -> bool {
-        self.len == 0
-    }
-
-    /// The number of segments.
-    pub fn segment_count(&self) -> usize {
-        self.entries.len()
-    }
-
-    /// All segments in order.
-    pub fn segments(&self) -> impl ExactSizeIterator<Item = Segment<A>> + Clone {
-        (0..self.entries.len()).map(|i| self.segment(i))
-    }
-
-    /// Where the byte at `offset` lives; `None` beyond the end.
-    pub fn segment_at(&self, offset: u64) -> Option<SegmentAt<A>> {
-        if offset >= self.len {
-            return None;
-        }
-        let index = self.entries.partition_point(|e| e.start <= offset) - 1;
-        let entry = &self.entries[index];
-        let addr = entry.addr.checked_add(offset - entry.start)?;
-        Some(SegmentAt { addr, left: self.end_of(index) - offset, index })
-    }
-
-    /// The segments of a sub-range, the first and last cut to fit; `None` when the range is not within the table.
-    /// An empty range has no runs.
-    pub fn runs(&self, range: Range<u64>) -> Option<Runs<'_, A>> {
-        if range.start > range.end || range.end > self.len {
-            return None;
-        }
-        let index = self.segment_at(range.start).map_or(0, |s| s.index);
-        Some(Runs { table: self, index, at: range.start, end: range.end })
-    }
-
-    fn end_of(&self, index: usize) -> u64 {
-        self.entries.get(index + 1).map_or(self.len, |e| e.start)
-    }
-
-    fn segment(&self, index: usize) -> Segment<A> {
-        let e = &self.entries[index];
-        Segment { addr: e.addr, len: self.end_of(index) - e.start }
-    }
-}
-
-/// Iterator over the segments of a sub-range, made by [`SgTable::runs`].
-#[derive(Clone, Debug)]
-pub struct Runs<'a, A> {
-    table: &'a SgTable<A>,
-    index: usize,
-    at: u64,
-    end: u64,
-}
-
-impl<A: Address> Iterator for Runs<'_, A> {
-    type Item = Segment<A>;
-
-    fn next(&mut self) -> Option<Segment<A>> {
-        if self.at >= self.end {
-            return None;
-        }
-        let entry = &self.table.entries[self.index];
-        let stop = self.table.end_of(self.index).min(self.end);
-        let run = Segment { addr: entry.addr.checked_add(self.at - entry.start)?, len: stop - self.at };
-        self.at = stop;
-        self.index += 1;
-        Some(run)
-    }
-}
-
-impl<A: Address> Extend<Segment<A>> for SgTable<A> {
-    /// Appends segments.
-    ///
-    /// # Panics
-    /// When a segment wraps around the address space; use [`SgTable::push`] for input that is not trusted.
-    fn extend<I: IntoIterator<Item = Segment<A>>>(&mut self, segments: I) {
-        for s in segments {
-            self.push(s.addr, s.len).expect("a segment within the address space");
-        }
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-    use crate::PhysAddr;
-    use proptest::prelude::*;
-
-    const PAGE: u64 = 4096;
-
-    /// The obvious version: one address per page.
-    fn pages(runs: &[(u64, u64)]) -> Vec<u64> {
-        runs.iter().flat_map(|&(frame, n)| (0..n).map(move |i| (frame + i) * PAGE)).collect()
-    }
-
-    fn table(runs: &[(u64, u64)]) -> SgTable<PhysAddr> {
-        let mut sg = SgTable::new();
-        for &(frame, n) in runs {
-            sg.push(PhysAddr::new(frame * PAGE), n * PAGE).unwrap();
-        }
-        sg
-    }
-
-    #[test]
-    fn refuses_what_wraps() {
-        let mut sg = SgTable::new();
-        assert_eq!(sg.push(PhysAddr::new(u64::MAX - 1), 3), None);
-        assert_eq!(sg.push(PhysAddr::new(u64::MAX - 1), 2), Some(()));
-        assert_eq!(sg.push(PhysAddr::new(0), u64::MAX), None, "the length would exceed 64 bits");
-        assert_eq!((sg.len(), sg.segment_count()), (2, 1));
-        assert_eq!(sg.push(PhysAddr::new(0), 4), Some(()));
-        assert_eq!(sg.segment_count(), 2, "address 0 does not continue the top of the space");
-    }
-
-    #[test]
-    fn empty() {
-        let sg = SgTable::<PhysAddr>::new();
-        assert!(sg.is_empty() && sg.segment_at(0).is_none());
-        assert_eq!(sg.runs(0..0).unwrap().count(), 0);
-        assert!(sg.runs(0..1).is_none());
-    }
-
-    proptest! {
-        #[test]
-        fn agrees_with_a_page_list(
-            runs in prop::collection::vec((0u64..40, 1u64..5), 1..40),
-            cut in any::<(prop::sample::Index, prop::sample::Index)>(),
-        ) {
-            let (sg, pages) = (table(&runs), pages(&runs));
-            prop_assert_eq!(sg.len(), pages.len() as u64 * PAGE);
-            let breaks = pages.windows(2).filter(|w| w[1] != w[0] + PAGE).count();
-            prop_assert_eq!(sg.segment_count(), breaks + 1);
-            for (i, &page) in pages.iter().enumerate() {
-                let at = sg.segment_at(i as u64 * PAGE + 7).unwrap();
-                prop_assert_eq!(at.addr.bits(), page + 7);
-                // the run really is as long as it says
-                let last = ((i as u64 * PAGE + 7 + at.left - 1) / PAGE) as usize;
-                prop_assert_eq!(pages[last], page + (last - i) as u64 * PAGE);
-            }
-            let (a, b) = (cut.0.index(sg.len() as usize + 1) as u64, cut.1.index(sg.len() as usize + 1) as u64);
-            let range = a.min(b)..a.max(b);
-            let mut at = range.start;
-            for run in sg.runs(range.clone()).unwrap() {
-                prop_assert_eq!(run.addr, sg.segment_at(at).unwrap().addr);
-                at += run.len;
-            }
-            prop_assert_eq!(at, range.end);
-        }
-    }
 }

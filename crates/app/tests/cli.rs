@@ -4,7 +4,7 @@ use std::process::{Command, Output};
 
 use serde_json::Value;
 
-const COMMANDS: [&str; 7] = ["load", "read", "inspect", "doctor", "devices", "iopt", "completions"];
+const COMMANDS: [&str; 8] = ["load", "read", "inspect", "doctor", "devices", "iopt", "vm", "completions"];
 
 fn command(args: &[&str]) -> Command {
     let mut command = Command::new(env!("CARGO_BIN_EXE_dmalane"));

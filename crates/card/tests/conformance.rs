@@ -5,7 +5,7 @@ use std::sync::Arc;
 use dmalane_addr::{Access, Address, CardAddr, DeviceVa, Span};
 use dmalane_card::{Card, CardChannel, CardConfig, CardTables, SoftBus};
 use dmalane_engine::conformance::{Fixture, suite};
-use dmalane_engine::{AddressPolicy, Channel, DeviceAddr, DeviceFar, Registered, Split};
+use dmalane_engine::{AddressPolicy, Channel, DeviceAddr, DeviceFar, Fenced, Registered, Split};
 use dmalane_iopt::{Arm64S1_4k, Format, PageTable, X86_64_4Level};
 use dmalane_mem::{AnonHeap, Heap, HostConfig, Part, SoftHost};
 
@@ -91,6 +91,15 @@ impl<F: Format> Kind<F> for Both {
     }
 }
 
+struct Signalling;
+
+impl<F: Format> Kind<F> for Signalling {
+    type Channel = Fenced<CardChannel<Bus<F>>>;
+    fn channel(card: &Card<Bus<F>>) -> Self::Channel {
+        Fenced::new(card.channel(0).unwrap())
+    }
+}
+
 struct Under<F: Format, K>(Bench<F>, std::marker::PhantomData<K>);
 
 impl<F: Format, K: Kind<F>> Fixture for Under<F, K> {
@@ -165,6 +174,7 @@ conformance! {
     workers_x86: X86_64_4Level, One, workers true, virtual false;
     by_va: Arm64S1_4k, One, workers false, virtual true;
     by_va_workers_x86: X86_64_4Level, One, workers true, virtual true;
+    fenced: Arm64S1_4k, Signalling, workers false, virtual false;
     split: Arm64S1_4k, Both, workers false, virtual false;
     split_workers_x86: X86_64_4Level, Both, workers true, virtual false;
     split_by_va: X86_64_4Level, Both, workers false, virtual true;

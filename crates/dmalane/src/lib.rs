@@ -36,6 +36,7 @@ pub use dmalane_engine as engine;
 pub use dmalane_iopt as iopt;
 pub use dmalane_load as load;
 pub use dmalane_mem as mem;
+pub use dmalane_trace as trace;
 pub use dmalane_uring as uring;
 pub use dmalane_vm as vm;
 

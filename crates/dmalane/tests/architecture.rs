@@ -27,23 +27,27 @@ const HOUSE: &[Crate] = &[
     Crate { dir: "addr",    package: "dmalane-addr",   uses: &[],                                      no_std: true },
     Crate { dir: "iopt",    package: "dmalane-iopt",   uses: &["addr"],                                no_std: true },
     Crate { dir: "vm",      package: "dmalane-vm",     uses: &["addr", "iopt"],                        no_std: true },
+    Crate { dir: "trace",   package: "dmalane-trace",  uses: &["addr", "iopt", "vm"],                  no_std: false },
+    Crate { dir: "capi",    package: "dmalane-capi",   uses: &["addr", "iopt", "vm"],                  no_std: false },
     Crate { dir: "mem",     package: "dmalane-mem",    uses: &["addr", "iopt"],                        no_std: false },
     Crate { dir: "engine",  package: "dmalane-engine", uses: &["addr", "mem"],                         no_std: false },
     Crate { dir: "uring",   package: "dmalane-uring",  uses: &["addr", "mem", "engine"],               no_std: false },
     Crate { dir: "card",    package: "dmalane-card",   uses: &["addr", "iopt", "mem", "engine"],       no_std: false },
     Crate { dir: "load",    package: "dmalane-load",   uses: &["addr", "iopt", "vm", "mem", "engine"], no_std: false },
     Crate { dir: "dmalane", package: "dmalane",        no_std: false,
-            uses: &["addr", "iopt", "vm", "mem", "engine", "uring", "card", "load"] },
+            uses: &["addr", "iopt", "vm", "trace", "mem", "engine", "uring", "card", "load"] },
     Crate { dir: "app",     package: "dmalane-cli",    uses: &["dmalane"],                             no_std: false },
 ];
 
 /// The files that may say `unsafe`. A new one needs a reason in its first lines and a reader for all of it.
 const UNSAFE_FILES: &[&str] = &[
     "bench/src/peers.rs",
+    "crates/capi/src/abi.rs",
     "crates/mem/src/part.rs",
     "crates/mem/src/sys.rs",
     "crates/mem/src/view.rs",
     "crates/uring/src/ring.rs",
+    "crates/vm/tests/allocations.rs",
 ];
 
 /// Names that say nothing about what is inside.
@@ -151,7 +155,7 @@ fn crate_roots_refuse_unsafe() {
     let mut wrong = Vec::new();
     for c in HOUSE {
         // A crate with files in the list allows `unsafe` in those modules only, which `forbid` would not let it do.
-        let listed = UNSAFE_FILES.iter().any(|f| f.starts_with(&format!("crates/{}/", c.dir)));
+        let listed = UNSAFE_FILES.iter().any(|f| f.starts_with(&format!("crates/{}/src/", c.dir)));
         let level = if listed { "deny" } else { "forbid" };
         for root_file in ["src/lib.rs", "src/main.rs"] {
             let path = root().join("crates").join(c.dir).join(root_file);

@@ -5,7 +5,7 @@
 //! [`Completion`] gives it back, so nothing can touch or free memory that is in flight.
 //!
 //! [`Registered`] is a buffer pinned and mapped once for many transfers. [`Split`] drives several channels as one,
-//! cutting each transfer where a [`Policy`] says. [`run`] and [`drain`] wait.
+//! cutting each transfer where a [`Policy`] says. [`Fenced`] signals fences as operations end. [`run`] and [`drain`] wait.
 //!
 //! What is in flight cannot be used:
 //!
@@ -22,6 +22,7 @@ mod channel;
 #[cfg(feature = "conformance")]
 pub mod conformance;
 mod device;
+mod fenced;
 mod policy;
 mod registered;
 mod split;
@@ -29,6 +30,7 @@ mod wait;
 
 pub use channel::{Channel, Completion, Direction, Far, Limits, OpError, Refusal, Refused, Ticket, Transfer};
 pub use device::{DeviceAddr, DeviceFar};
+pub use fenced::Fenced;
 pub use policy::{AddressPolicy, Area, Piece, Policy, Route};
 pub use registered::Registered;
 pub use split::Split;

@@ -180,6 +180,34 @@ pub(crate) const fn group_bits<F: Format>(level: u32) -> u32 {
     if has_groups::<F>() { F::GROUP_BITS[level as usize] } else { 0 }
 }
 
+/// The entry of a leaf of this kind but for its output address.
+#[inline]
+pub(crate) fn encode_template<F: Format>(kind: Kind, access: Access) -> u64 {
+    if kind.group { F::encode_member(kind.level, 0, access) } else { F::encode_leaf(kind.level, 0, access) }
+}
+
+/// What an output address adds to the template of its entry, whatever the access: so a loop over entries need not encode
+/// the same access for each.
+#[inline]
+pub(crate) fn encode_output<F: Format>(kind: Kind, out: u64) -> u64 {
+    const ANY: Access = Access::RW;
+    if kind.group {
+        F::encode_member(kind.level, out, ANY) & !F::encode_member(kind.level, 0, ANY)
+    } else {
+        F::encode_leaf(kind.level, out, ANY) & !F::encode_leaf(kind.level, 0, ANY)
+    }
+}
+
+/// The table that an entry found at `level` points to: of what [`Format::decode`] says no more than that, which costs
+/// less.
+#[inline]
+pub(crate) fn next_table<F: Format>(level: u32, entry: u64) -> Option<u64> {
+    match F::decode(level, entry) {
+        Entry::Table(next) => Some(next),
+        _ => None,
+    }
+}
+
 /// The size of the smallest leaf but one, or of the table that holds the smallest.
 pub(crate) const fn second_size<F: Format>() -> u64 {
     let last = F::LEVELS - 1;

@@ -1,18 +1,28 @@
 //! Mapping: a whole scatter list in one call.
 //!
 //! The walk from the root happens once per table, not once per page. Within one table all leaves have one size (a
-//! larger one can only start where the table does, but for a group), so the loop that fills it pulls page after page out of the list,
-//! checks that the entry is free, and writes it.
+//! larger one can only start where the table does, but for a group). So one loop fills a table: single pages are taken
+//! straight from the list, several to a turn; pages that continue each other are counted, and that all their entries are
+//! free is one question.
 
-use core::iter::{Fuse, empty};
+use core::iter::{empty, once};
 use core::marker::PhantomData;
+use core::mem::{replace, take};
+use core::ops::Range;
 
 use dmalane_addr::{Access, Address, PageSize, Segment, Span};
 
 use crate::format::{
-    Kind, MAX_LEVELS, entries, group_bits, index, input_len, leaf_kind, page_size, same_table, second_size, shift,
+    Kind, MAX_LEVELS, encode_output, encode_template, entries, group_bits, index, input_len, leaf_kind, next_table,
+    page_size, same_table, second_size, shift,
 };
+use crate::unmap::Detach;
 use crate::{Entry, Error, Format, PageTable, Place, Tables, slots};
+
+/// Single pages taken from a list in one turn of the loop.
+const STEP: usize = 8;
+/// Pages that continue each other from which on it pays to ask first whether all their entries are free.
+const LONG: usize = 8;
 
 /// The tables down to where the last leaf was written, so that the next table is found from the nearest common one. Kept
 /// from call to call, and forgotten whenever tables leave the tree.
@@ -35,6 +45,16 @@ impl<A: Copy> Cursor<A> {
     pub(crate) fn forget(&mut self) {
         self.level = 0;
     }
+
+    /// The deepest level at which one known table translates `at` too.
+    #[inline]
+    fn common_level<F: Format>(&self, at: u64) -> u32 {
+        let mut level = self.level;
+        while !same_table::<F>(at, self.at, level) {
+            level -= 1;
+        }
+        level
+    }
 }
 
 impl<F: Format, I: Address, O: Address, T: Tables> PageTable<F, I, O, T> {
@@ -42,8 +62,17 @@ impl<F: Format, I: Address, O: Address, T: Tables> PageTable<F, I, O, T> {
     ///
     /// # Errors
     /// As [`map_sg`](Self::map_sg); the table is then as it was.
+    #[inline]
     pub fn map(&mut self, at: I, to: O, len: u64, access: Access) -> Result<(), Error> {
-        // Not by way of a list of one: this is the call that is made for every page of somebody else's loop.
+        // This is the call that is made for every page of somebody else's loop.
+        if len == F::GRANULE.bytes() && self.map_page(at, to, access) {
+            return Ok(());
+        }
+        self.map_extent(at, to, len, access)
+    }
+
+    #[inline(never)]
+    fn map_extent(&mut self, at: I, to: O, len: u64, access: Access) -> Result<(), Error> {
         let now = checked::<F, O>(Segment { addr: to, len }).map_err(bad_segment::<F, O>)?;
         self.map_source(at, Source { now, ..Source::new(empty()) }, access, |_| Ok(())).map(drop)
     }
@@ -83,13 +112,73 @@ impl<F: Format, I: Address, O: Address, T: Tables> PageTable<F, I, O, T> {
     /// [`Error::TableAddress`]: whichever comes first on the way through the list. After any of them the table is as it
     /// was. Tables that were linked for a moment are freed at once: where a device may stray into the span *during* the
     /// call, invalidate the span after a failure.
+    #[inline]
     pub fn map_sg(
         &mut self,
         at: I,
         segments: impl IntoIterator<Item = Segment<O>>,
         access: Access,
     ) -> Result<u64, Error> {
-        self.map_source(at, Source::new(segments.into_iter()), access, |_| Ok(()))
+        let mut segments = segments.into_iter();
+        // A list of one page is no slower than a call of `map`.
+        let one = if segments.size_hint() == (1, Some(1)) { segments.next() } else { None };
+        match one {
+            Some(Segment { addr, len }) if len == F::GRANULE.bytes() && self.map_page(at, addr, access) => Ok(len),
+            Some(segment) => self.map_list(at, once(segment), access),
+            None => self.map_list(at, segments, access),
+        }
+    }
+
+    #[inline(never)]
+    fn map_list(&mut self, at: I, segments: impl Iterator<Item = Segment<O>>, access: Access) -> Result<u64, Error> {
+        self.map_source(at, Source::new(segments), access, |_| Ok(()))
+    }
+
+    /// Maps one page if nothing is in the way: no table to be made, no error. False leaves all as it was.
+    #[inline]
+    fn map_page(&mut self, at: I, to: O, access: Access) -> bool {
+        let level = F::LEVELS - 1;
+        let (at, out) = (at.bits(), to.bits());
+        let beyond = !(input_len::<F>() - F::GRANULE.bytes());
+        if !F::supports(access) || at & beyond != 0 || out & not_a_page::<F>() != 0 {
+            return false;
+        }
+        let Some(table) = self.last_table(at) else { return false };
+        let i = index::<F>(at, level);
+        if self.load(table, i) != 0 {
+            return false;
+        }
+        self.store(table, i, F::encode_leaf(level, out, access));
+        self.leaves[Kind::single(level).slot()] += 1;
+        true
+    }
+
+    /// The table of the last level that translates `at`, if there is one.
+    #[inline]
+    pub(crate) fn last_table(&mut self, at: u64) -> Option<T::Addr> {
+        let level = F::LEVELS - 1;
+        let known = !T::SHARED && self.cursor.level == level && same_table::<F>(at, self.cursor.at, level);
+        if known || self.seek(at) { Some(self.cursor.path[level as usize]) } else { None }
+    }
+
+    /// Moves the cursor as far down towards `at` as there are tables. True when it has come to the last level.
+    #[inline(never)]
+    fn seek(&mut self, at: u64) -> bool {
+        if T::SHARED {
+            self.cursor.forget(); // another handle may have unlinked what it knows
+        }
+        let last = F::LEVELS - 1;
+        let near = self.cursor.level == last && same_table::<F>(at, self.cursor.at, last - 1);
+        let mut level = if near { last - 1 } else { self.cursor.common_level::<F>(at) };
+        self.cursor.at = at;
+        while level + 1 < F::LEVELS {
+            let table = self.cursor.path[level as usize];
+            let Some(next) = next_table::<F>(level, self.load(table, index::<F>(at, level))) else { break };
+            level += 1;
+            self.cursor.path[level as usize] = T::Addr::new(next);
+        }
+        self.cursor.level = level;
+        level + 1 == F::LEVELS
     }
 
     /// Maps a source from `at` on, or nothing of it. Gives the number of bytes, on which `finish` has the last word.
@@ -108,6 +197,7 @@ impl<F: Format, I: Address, O: Address, T: Tables> PageTable<F, I, O, T> {
         if T::SHARED {
             self.cursor.forget(); // another handle may have unlinked what it knows
         }
+        self.made.clear();
         let first = at.bits();
         let mut next = first;
         match self.fill(&mut next, &mut source, access).and_then(|()| finish(next - first)) {
@@ -127,15 +217,13 @@ impl<F: Format, I: Address, O: Address, T: Tables> PageTable<F, I, O, T> {
         source: &mut Source<F, O, impl Iterator<Item = Segment<O>>>,
         access: Access,
     ) -> Result<(), Error> {
-        // Where an empty table is in the way of a larger leaf: the size of leaf that goes below it, and how far.
+        // Where an empty table is in the way of a larger leaf: the largest that goes there, and how far.
         let mut below = (u64::MAX, *next);
         let limit = source.limit;
         while source.next()? {
             let at = *next;
             check_room::<F, I>(at, source.now.len)?;
-            if T::SHARED {
-                source.limit = if at < below.1 { limit.min(below.0) } else { limit };
-            }
+            source.limit = if at < below.1 { limit.min(below.0) } else { limit };
             let kind = source.leaf_kind(at)?;
             let level = kind.level;
             let table = self.table_for(at, level)?;
@@ -144,23 +232,28 @@ impl<F: Format, I: Address, O: Address, T: Tables> PageTable<F, I, O, T> {
             } else {
                 self.fill_blocks(table, kind, at, &mut source.now, access)
             };
-            // A group of which only a part could be written counts as one until it is undone.
-            self.leaves[kind.slot()] += done.div_ceil(kind.entries::<F>()) as u64;
+            self.leaves[kind.slot()] += (done / kind.entries::<F>()) as u64;
             *next = at + ((done as u64) << shift::<F>(level));
             match stop {
                 None => {}
-                Some(Stop::Taken) if T::SHARED && level + 1 < F::LEVELS && self.is_empty_table(*next, level) => {
-                    below = (page_size::<F>(level + 1).bytes(), (*next | (page_size::<F>(level).bytes() - 1)) + 1);
+                Some(Stop::Taken(taken)) => {
+                    let page = page_size::<F>(level).bytes();
+                    let taken = at + (taken - index::<F>(at, level)) as u64 * page;
+                    if let Some(taken) = self.first_mapped(taken, page) {
+                        return Err(Error::Overlap { at: Place::of(taken) });
+                    }
+                    // A group goes by single leaves, a single leaf by what the empty table holds.
+                    let within = kind.size::<F>().bytes() - 1;
+                    below = (if kind.group { page } else { page - 1 }, (*next | within) + 1);
                 }
-                Some(Stop::Taken) => return Err(self.overlap(*next, page_size::<F>(level).bytes())),
                 Some(Stop::BadSegment(segment)) => return Err(bad_segment::<F, O>(segment)),
             }
         }
         Ok(())
     }
 
-    /// Fills a table of the last level from `at` on, to its end or that of the source. This is the loop that counts.
-    /// Gives the number of pages written.
+    /// Fills a table of the last level from `at` on, to its end, that of the source, or where a group may start. Gives
+    /// the number of pages written.
     #[inline]
     fn fill_pages(
         &mut self,
@@ -169,43 +262,25 @@ impl<F: Format, I: Address, O: Address, T: Tables> PageTable<F, I, O, T> {
         source: &mut Source<F, O, impl Iterator<Item = Segment<O>>>,
         access: Access,
     ) -> (usize, Option<Stop<O>>) {
-        let level = F::LEVELS - 1;
-        let page = F::GRANULE.bytes();
+        let kind = Kind::single(F::LEVELS - 1);
+        let start = index::<F>(at, kind.level);
+        let template = encode_template::<F>(kind, access);
+        let mut next = start;
         let mut stop = None;
-        let mut now = source.now;
-        let mut here = at;
-        let done = slots::update::<F, T>(&mut self.tables, table, index::<F>(at, level)..entries::<F>(level), |old| {
-            if now.len == 0 {
-                // No look-ahead here: whether segments continue each other makes no difference within this table.
-                match source.take() {
-                    Some(Ok(another)) => now = another,
-                    Some(Err(segment)) => {
-                        stop = Some(Stop::BadSegment(segment));
-                        return None;
-                    }
-                    None => return None,
-                }
-            }
-            if old != 0 && F::decode(level, old) != Entry::Invalid {
-                stop = Some(Stop::Taken);
-                return None;
-            }
-            if group_bits::<F>(level) > 0 {
-                // A group may start here: that is decided with a look ahead.
-                if here != at && (here | now.out) & (second_size::<F>() - 1) == 0 {
-                    return None;
-                }
-                here += page;
-            }
-            let entry = F::encode_leaf(level, now.out, access);
-            now.skip(page);
-            Some(entry)
+        let done = slots::edit::<F, T>(&mut self.tables, table, start..entries::<F>(kind.level), |entries| {
+            let count;
+            (count, stop) = source.fill(entries, next, next == start, template);
+            next += count;
+            count
         });
-        source.now = now;
+        if done > 0 {
+            slots::clean::<F, T>(&mut self.tables, table, start..start + done);
+        }
         (done, stop)
     }
 
     /// Fills a table with as many leaves of this kind as fit and the extent has. Gives the number of entries written.
+    #[inline]
     fn fill_blocks(
         &mut self,
         table: T::Addr,
@@ -221,21 +296,43 @@ impl<F: Format, I: Address, O: Address, T: Tables> PageTable<F, I, O, T> {
         let mut count = (now.len / page).min((entries::<F>(level) - first) as u64) as usize;
         if kind.group {
             count &= !(group - 1);
-        } else if group > 1 {
+        } else if group > 1 && (at ^ now.out) & (page * group as u64 - 1) == 0 {
             count = count.min(group - first % group); // where the next group may start, look again
         }
-        let mut stop = None;
-        let done = slots::update::<F, T>(&mut self.tables, table, first..first + count, |old| {
-            if F::decode(level, old) != Entry::Invalid {
-                stop = Some(Stop::Taken);
-                return None;
+        let taken = self.first_taken(table, level, first..first + count);
+        if let Some(taken) = taken {
+            count = taken - first;
+            if kind.group {
+                count &= !(group - 1); // all of a group or nothing of it
             }
-            let encode = if kind.group { F::encode_member } else { F::encode_leaf };
-            let entry = encode(level, now.out, access);
-            now.skip(page);
-            Some(entry)
+        }
+        if count > 0 {
+            self.write_run(table, kind, first..first + count, now, encode_template::<F>(kind, access));
+            slots::clean::<F, T>(&mut self.tables, table, first..first + count);
+        }
+        (count, taken.map(Stop::Taken))
+    }
+
+    /// Stores entries of one kind that map an extent, which moves along.
+    #[inline]
+    fn write_run(&mut self, table: T::Addr, kind: Kind, range: Range<usize>, now: &mut Extent, template: u64) {
+        let page = page_size::<F>(kind.level).bytes();
+        let mut out = now.out;
+        now.skip(range.len() as u64 * page);
+        slots::edit::<F, T>(&mut self.tables, table, range, |entries| {
+            write_entries::<F>(entries, kind, out, template);
+            out += entries.len() as u64 * page;
+            entries.len()
         });
-        (done, stop)
+    }
+
+    /// The first entry of the range that is in use.
+    #[inline]
+    fn first_taken(&self, table: T::Addr, level: u32, mut range: Range<usize>) -> Option<usize> {
+        if slots::is_zero::<F, T>(&self.tables, table, range.clone()) {
+            return None;
+        }
+        range.find(|&i| F::decode(level, self.load(table, i)) != Entry::Invalid)
     }
 
     /// The table at `level` that translates `at`, made if need be.
@@ -249,19 +346,22 @@ impl<F: Format, I: Address, O: Address, T: Tables> PageTable<F, I, O, T> {
 
     #[inline(never)] // once per table
     fn move_cursor(&mut self, at: u64, level: u32) -> Result<(), Error> {
-        let mut l = self.cursor.level.min(level);
-        while !same_table::<F>(at, self.cursor.at, l) {
-            l -= 1;
-        }
+        let mut l = self.cursor.common_level::<F>(at).min(level);
         while l < level {
             let (table, i) = (self.cursor.path[l as usize], index::<F>(at, l));
             let next = match F::decode(l, self.load(table, i)) {
                 Entry::Table(next) => T::Addr::new(next),
                 Entry::Leaf { .. } => return Err(Error::Overlap { at: Place::of(I::new(at)) }),
                 Entry::Invalid => {
+                    if self.made.try_reserve(1).is_err() {
+                        return Err(Error::NoTables { at: Place::of(I::new(at)) });
+                    }
                     let next = self.allocate(at)?;
                     match slots::install::<F, T>(&mut self.tables, table, i, F::encode_table(l, next.bits())) {
-                        Ok(()) => next,
+                        Ok(()) => {
+                            self.made.push(at & !(F::GRANULE.bytes() - 1) | u64::from(l + 1));
+                            next
+                        }
                         Err(there) => {
                             // Another handle was first. Its entry is a table: what we map is ours, so no leaf is there.
                             self.tables.free(next);
@@ -280,49 +380,38 @@ impl<F: Format, I: Address, O: Address, T: Tables> PageTable<F, I, O, T> {
         Ok(())
     }
 
-    /// True when the entry at `level` for `at` is a table with nothing mapped below: shared tables are left behind empty.
+    /// The lowest address of this page that is mapped. (The entry in use may be a table with only its last page mapped,
+    /// or an empty one.)
     #[cold]
-    fn is_empty_table(&self, at: u64, level: u32) -> bool {
-        let page = page_size::<F>(level);
-        Span::new(I::new(at).align_down(page), page.bytes()).is_some_and(|span| self.runs(span).next().is_none())
+    fn first_mapped(&self, at: u64, page: u64) -> Option<I> {
+        self.runs(Span::new(I::new(at), page)?).next().map(|run| run.at)
     }
 
-    /// The error for an entry at `at` that is in use.
-    #[cold]
-    fn overlap(&self, at: u64, page: u64) -> Error {
-        // The entry may be a table with only its last page mapped: name that page.
-        let taken = Span::new(I::new(at), page).and_then(|span| self.runs(span).next());
-        Error::Overlap { at: Place::of(taken.map_or(I::new(at), |run| run.at)) }
-    }
-
-    /// Takes back `first..next`, and the tables made for `next` that hold nothing yet.
+    /// Takes back `first..next`, all of it free before this call, and the tables that this call made.
     #[cold]
     fn undo(&mut self, first: u64, next: u64) {
         self.cursor.forget();
-        if !T::SHARED {
-            self.prune(next.min(input_len::<F>() - 1));
-        }
         if next > first {
-            // All of it was free before this call, so every table that becomes empty is one of ours.
-            let (_, tables) = self.clear_span(first, next - 1);
-            for table in tables {
-                self.tables.free(table);
+            self.clear_span(first, next - 1, Detach::Nothing, &mut alloc::vec::Vec::new());
+        }
+        while let Some(made) = self.made.pop() {
+            let (at, level) = (made & !(F::GRANULE.bytes() - 1), made as u32 & (F::GRANULE.bytes() - 1) as u32);
+            let size = page_size::<F>(level - 1).bytes();
+            let start = at & !(size - 1);
+            if T::SHARED && !(start >= first && start + size <= next) {
+                continue; // a neighbour may be using it
             }
-        }
-    }
-
-    /// Frees the empty tables on the path to `at`.
-    fn prune(&mut self, at: u64) {
-        let mut path = [self.root; MAX_LEVELS];
-        let mut level = 0;
-        while let Entry::Table(next) = F::decode(level, self.load(path[level as usize], index::<F>(at, level))) {
-            level += 1;
-            path[level as usize] = T::Addr::new(next);
-        }
-        while level > 0 && self.is_empty(path[level as usize], level) {
-            self.tables.free(path[level as usize]);
-            level -= 1;
-            self.store(path[level as usize], index::<F>(at, level), 0);
+            let mut above = self.root;
+            for l in 0..level {
+                let i = index::<F>(at, l);
+                let Entry::Table(next) = F::decode(l, self.load(above, i)) else { break };
+                let table = T::Addr::new(next);
+                if l + 1 == level && self.is_empty(table, level) {
+                    self.store(above, i, 0);
+                    self.tables.free(table);
+                }
+                above = table;
+            }
         }
     }
 }
@@ -346,15 +435,38 @@ impl Extent {
 
 /// Why a table was not filled as far as it could be.
 enum Stop<O> {
-    /// An entry is in use.
-    Taken,
+    /// This entry is in use.
+    Taken(usize),
     /// A segment that cannot be mapped.
     BadSegment(Segment<O>),
 }
 
+/// True when a group may start at entry `i` of the last level with a page at `out`.
+#[inline]
+fn may_start_group<F: Format>(i: usize, out: u64) -> bool {
+    let group = 1usize << group_bits::<F>(F::LEVELS - 1);
+    group > 1 && i.is_multiple_of(group) && out & (second_size::<F>() - 1) == 0
+}
+
+/// Pages of the extent that can be stored in a row from entry `i` of the last level on: up to where a group may start.
+#[inline]
+fn run_of_pages<F: Format>(i: usize, now: Extent) -> usize {
+    let group = 1usize << group_bits::<F>(F::LEVELS - 1);
+    let pages = (now.len >> shift::<F>(F::LEVELS - 1)) as usize;
+    let meets = group > 1 && (i ^ (now.out >> shift::<F>(F::LEVELS - 1)) as usize).is_multiple_of(group);
+    if meets { pages.min(group - i % group) } else { pages }
+}
+
+/// The bits that are 0 in the address of every page that an entry can hold.
+#[inline]
+const fn not_a_page<F: Format>() -> u64 {
+    !((1 << F::OUTPUT_BITS) - F::GRANULE.bytes())
+}
+
 /// The segments, checked one by one, and what has been taken from them but not used.
 pub(crate) struct Source<F, O, S> {
-    segments: Fuse<S>,
+    /// What is left of the list; `None` once it has said that it is at its end.
+    segments: Option<S>,
     /// The extent in work.
     pub(crate) now: Extent,
     /// A segment that was looked at and does not continue `now`.
@@ -368,7 +480,7 @@ impl<F: Format, O: Address, S: Iterator<Item = Segment<O>>> Source<F, O, S> {
     #[inline]
     pub(crate) fn new(segments: S) -> Self {
         Self {
-            segments: segments.fuse(),
+            segments: Some(segments),
             now: Extent::EMPTY,
             pending: Extent::EMPTY,
             limit: u64::MAX,
@@ -379,10 +491,15 @@ impl<F: Format, O: Address, S: Iterator<Item = Segment<O>>> Source<F, O, S> {
     /// Sees to it that there is something in `now`; false at the end.
     #[inline]
     pub(crate) fn next(&mut self) -> Result<bool, Error> {
+        self.next_extent().map_err(bad_segment::<F, O>)
+    }
+
+    /// The same, and a segment that cannot be mapped as an error.
+    #[inline]
+    fn next_extent(&mut self) -> Result<bool, Segment<O>> {
         if self.now.len == 0 {
             match self.take() {
-                Some(Ok(extent)) => self.now = extent,
-                Some(Err(segment)) => return Err(bad_segment::<F, O>(segment)),
+                Some(extent) => self.now = extent?,
                 None => return Ok(false),
             }
         }
@@ -410,10 +527,158 @@ impl<F: Format, O: Address, S: Iterator<Item = Segment<O>>> Source<F, O, S> {
     #[inline]
     pub(crate) fn take(&mut self) -> Option<Result<Extent, Segment<O>>> {
         if self.pending.len != 0 {
-            return Some(Ok(core::mem::replace(&mut self.pending, Extent::EMPTY)));
+            return Some(Ok(replace(&mut self.pending, Extent::EMPTY)));
         }
-        self.segments.next().map(checked::<F, O>)
+        let next = self.segments.as_mut()?.next();
+        if next.is_none() {
+            self.segments = None;
+        }
+        next.map(checked::<F, O>)
     }
+
+    /// Puts pages into entries of the last level, of which the first has index `first`, until they are full, the source is
+    /// at its end, or a group may start (other than with the first page, if that was `decided`). Gives the number of
+    /// entries written.
+    #[inline]
+    fn fill(&mut self, entries: &mut [u64], first: usize, decided: bool, template: u64) -> (usize, Option<Stop<O>>) {
+        let end = first + entries.len();
+        let mut rest = entries;
+        let stop = loop {
+            // No look-ahead here: whether segments continue each other makes no difference within this table.
+            if self.now.len == 0 {
+                if self.pending.len != 0 {
+                    self.now = replace(&mut self.pending, Extent::EMPTY);
+                } else {
+                    match self.fill_short(&mut rest, end, template).map(checked::<F, O>) {
+                        None => break None,
+                        Some(Ok(extent)) => self.now = extent,
+                        Some(Err(segment)) => break Some(Stop::BadSegment(segment)),
+                    }
+                }
+            }
+            let i = end - rest.len();
+            if may_start_group::<F>(i, self.now.out) && !(decided && i == first) {
+                break None; // that is decided with a look ahead
+            }
+            let count = run_of_pages::<F>(i, self.now).min(rest.len());
+            if let Err(free) = write_pages::<F>(&mut rest[..count], self.now.out, template) {
+                break Some(Stop::Taken(i + free));
+            }
+            self.now.skip((count as u64) << shift::<F>(F::LEVELS - 1));
+            rest = &mut rest[count..];
+            if rest.is_empty() {
+                break None;
+            }
+        };
+        (end - rest.len() - first, stop)
+    }
+
+    /// Puts short segments into entries, of which the last has index `end - 1`, straight from the list: the loop that
+    /// counts. Gives a segment that is something else, or that was better looked at more closely; `None` when the entries
+    /// are full or the list is at its end.
+    #[inline(never)] // with all that surrounds it, the loop would not fit into the registers
+    fn fill_short(&mut self, rest: &mut &mut [u64], end: usize, template: u64) -> Option<Segment<O>> {
+        let page = Kind::single(F::LEVELS - 1);
+        let mut segments = self.segments.take()?;
+        let mut entries = take(rest);
+        let other = loop {
+            // Single pages are most of most lists: several to a turn.
+            let next = 'turns: loop {
+                let i = end - entries.len();
+                let Some(some) = entries.first_chunk_mut::<STEP>() else {
+                    break if i == end { None } else { segments.next() };
+                };
+                for k in 0..STEP {
+                    match segments.next() {
+                        Some(Segment { addr, len })
+                            if len == F::GRANULE.bytes()
+                                && addr.bits() & not_a_page::<F>() == 0
+                                && some[k] == 0
+                                && !may_start_group::<F>(i + k, addr.bits()) =>
+                        {
+                            some[k] = template | encode_output::<F>(page, addr.bits());
+                        }
+                        other => {
+                            entries = &mut entries[k..];
+                            break 'turns other;
+                        }
+                    }
+                }
+                entries = &mut entries[STEP..];
+            };
+            let Some(segment) = next else { break None };
+            let Ok(extent) = checked::<F, O>(segment) else { break Some(segment) };
+            let i = end - entries.len();
+            let count = (extent.len >> shift::<F>(page.level)) as usize;
+            let simple = count <= entries.len().min(LONG)
+                && !may_start_group::<F>(i, extent.out)
+                && run_of_pages::<F>(i, extent) == count;
+            if !simple || write_pages::<F>(&mut entries[..count], extent.out, template).is_err() {
+                break Some(segment);
+            }
+            entries = &mut entries[count..];
+        };
+        if other.is_some() || entries.is_empty() {
+            self.segments = Some(segments);
+        }
+        *rest = entries;
+        other
+    }
+}
+
+/// Puts pages that continue each other into entries if all of these are free; else gives the index of the first that is
+/// not, and writes nothing.
+#[inline]
+fn write_pages<F: Format>(entries: &mut [u64], out: u64, template: u64) -> Result<(), usize> {
+    let kind = Kind::single(F::LEVELS - 1);
+    if entries.len() > LONG {
+        return write_many::<F>(entries, kind, out, template);
+    }
+    if let Some(taken) = entries.iter().position(|&entry| entry != 0 && is_taken::<F>(entry, kind.level)) {
+        return Err(taken);
+    }
+    let mut out = out;
+    for entry in entries {
+        *entry = template | encode_output::<F>(kind, out);
+        out += F::GRANULE.bytes();
+    }
+    Ok(())
+}
+
+/// The same with one question for all of them, which pays from some length on.
+#[inline(never)]
+fn write_many<F: Format>(entries: &mut [u64], kind: Kind, out: u64, template: u64) -> Result<(), usize> {
+    if entries.iter().fold(0, |all, entry| all | entry) != 0
+        && let Some(taken) = entries.iter().position(|&entry| is_taken::<F>(entry, kind.level))
+    {
+        return Err(taken);
+    }
+    write_entries::<F>(entries, kind, out, template);
+    Ok(())
+}
+
+/// Writes entries of one kind that map from `out` on.
+#[inline]
+fn write_entries<F: Format>(entries: &mut [u64], kind: Kind, out: u64, template: u64) {
+    let page = page_size::<F>(kind.level).bytes();
+    let entry_at = |k: u64| template | encode_output::<F>(kind, out + k * page);
+    let last = (entries.len() as u64).saturating_sub(1);
+    let (first, step) = (entry_at(0), entry_at(1).wrapping_sub(entry_at(0)));
+    if entry_at(last) == first.wrapping_add(last.wrapping_mul(step)) {
+        // The address lies in the entry in one piece, or does not leave one: entries count up as it does.
+        let mut next = first;
+        for entry in entries {
+            *entry = next;
+            next = next.wrapping_add(step);
+        }
+    } else {
+        (0..).zip(entries).for_each(|(k, entry)| *entry = entry_at(k));
+    }
+}
+
+#[cold]
+fn is_taken<F: Format>(entry: u64, level: u32) -> bool {
+    F::decode(level, entry) != Entry::Invalid
 }
 
 /// The extent of a segment that can be mapped, or the segment itself.

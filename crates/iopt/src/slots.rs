@@ -5,6 +5,7 @@
 
 use core::ops::Range;
 
+use crate::tables::in_pieces;
 use crate::{Format, Tables};
 
 /// Which bits of which word an entry is, for formats with 4-byte entries.
@@ -78,6 +79,20 @@ pub(crate) fn write<F: Format, T: Tables>(tables: &mut T, table: T::Addr, index:
     let (word, shift) = half(index);
     let others = tables.load(table, word) & !(u64::from(u32::MAX) << shift);
     tables.store(table, word, others | entry << shift);
+}
+
+/// [`Tables::edit`] for entries that will be cleaned together with others.
+#[inline]
+pub(crate) fn edit<F: Format, T: Tables>(
+    tables: &mut T,
+    table: T::Addr,
+    range: Range<usize>,
+    each: impl FnMut(&mut [u64]) -> usize,
+) -> usize {
+    if F::ENTRY_BYTES == 8 {
+        return tables.edit(table, range, each);
+    }
+    in_pieces(tables, range, |t, i| load::<F, T>(t, table, i), |t, i, entry| write::<F, T>(t, table, i, entry), each)
 }
 
 /// [`Tables::update`] for entries, cleaned.

@@ -5,15 +5,17 @@ use core::marker::PhantomData;
 
 use dmalane_addr::{Access, Address, PageSize, Span};
 
-use crate::format::{Kind, entries, geometry_is_sound, group_bits, index, input_len, shift, top_leaf_level};
+use crate::format::{
+    Kind, entries, geometry_is_sound, group_bits, index, input_len, next_table, shift, top_leaf_level,
+};
 use crate::map::Cursor;
 use crate::{Entry, Error, FlushList, Format, Place, Register, Runs, TableShape, Tables, slots};
 
 /// A page table in format `F` that translates `I` to `O`, its tables in `T`.
 ///
-/// The methods that walk are in `map.rs`, `unmap.rs` and `runs.rs`. All of them keep one invariant: every table except
-/// the root holds at least one valid entry. So an entry that points to a table always means that something is mapped
-/// below, and undoing a failed map comes down to removing what has become empty.
+/// The methods that walk are in `map.rs`, `unmap.rs` and `runs.rs`. A table can be linked and empty only where
+/// [`clear`](Self::clear) has left it, or an [`unmap`](Self::unmap) of tables that threads share: it takes smaller leaves
+/// then. A map that fails frees the tables that it made itself and no other.
 ///
 /// A table can be walked by a device at any time. An entry is written once its table is complete, and a table is linked
 /// after it was zeroed; ordering those writes for the device, and cleaning caches for one that does not snoop, is the
@@ -25,6 +27,8 @@ pub struct PageTable<F, I, O, T: Tables> {
     /// Live leaves, by [`Kind::slot`].
     pub(crate) leaves: [u64; Kind::COUNT],
     pub(crate) cursor: Cursor<T::Addr>,
+    /// The tables that the present map call has linked: an address that each translates, its level in the low bits.
+    pub(crate) made: Vec<u64>,
     kinds: PhantomData<fn(I) -> (F, O)>,
 }
 
@@ -67,7 +71,7 @@ impl<F: Format, I: Address, O: Address, T: Tables> PageTable<F, I, O, T> {
             tables.free_root(root);
             return Err(Error::TableAddress { at: Place::of(root) });
         }
-        Ok(Self { tables, root, cursor: Cursor::new(root), leaves: [0; Kind::COUNT], kinds: PhantomData })
+        Ok(Self::at_root(tables, root))
     }
 
     /// Another handle on the tree at `root`, for another thread: `tables` are those of the first handle.
@@ -81,7 +85,12 @@ impl<F: Format, I: Address, O: Address, T: Tables> PageTable<F, I, O, T> {
     /// Drop all handles but one before [`into_tables`](Self::into_tables). Formats with 4-byte entries cannot be shared.
     pub fn attach(tables: T, root: T::Addr) -> Self {
         const { assert!(T::SHARED && F::ENTRY_BYTES == 8, "these tables cannot be shared") }
-        Self { tables, root, cursor: Cursor::new(root), leaves: [0; Kind::COUNT], kinds: PhantomData }
+        Self::at_root(tables, root)
+    }
+
+    fn at_root(tables: T, root: T::Addr) -> Self {
+        let (cursor, made) = (Cursor::new(root), Vec::new());
+        Self { tables, root, leaves: [0; Kind::COUNT], cursor, made, kinds: PhantomData }
     }
 
     /// The address of the root table, to be programmed into the device. It never changes.
@@ -106,36 +115,56 @@ impl<F: Format, I: Address, O: Address, T: Tables> PageTable<F, I, O, T> {
         self.tables
     }
 
+    /// [`Tables::reserve`], and what the page table itself needs beside: after `true`, calls that take so many tables
+    /// together cannot fail for want of memory.
+    pub fn reserve(&mut self, tables: usize) -> bool {
+        self.made.clear();
+        self.made.try_reserve(tables).is_ok() && self.tables.reserve(tables)
+    }
+
     /// Frees what an unmap detached.
     ///
     /// Call it only after the device has forgotten [`FlushList::span`]: until then its walker may still read these
     /// tables. The list must come from this page table.
+    #[inline]
     pub fn free_tables(&mut self, list: FlushList<I, T::Addr>) {
-        for table in list.tables {
-            self.tables.free(table);
+        if !list.tables.is_empty() {
+            self.free_detached(list.tables);
         }
     }
 
+    /// The same for tables that [`clear_into`](Self::clear_into) and [`prune_into`](Self::prune_into) detached.
+    #[inline(never)] // most lists have none
+    pub fn free_detached(&mut self, tables: impl IntoIterator<Item = T::Addr>) {
+        tables.into_iter().for_each(|table| self.tables.free(table));
+    }
+
     /// The leaf that translates `at`, or `None` where nothing is mapped and beyond the input range.
-    #[inline]
+    #[inline(always)]
     pub fn lookup(&self, at: I) -> Option<Leaf<I, O>> {
         let bits = at.bits();
         if bits >= input_len::<F>() {
             return None;
         }
         let mut table = self.root;
-        for level in 0..F::LEVELS {
+        // On the way down nothing but the next table is asked for.
+        for level in 0..F::LEVELS - 1 {
             let entry = self.load(table, index::<F>(bits, level));
-            match F::decode(level, entry) {
-                Entry::Invalid => return None,
-                Entry::Table(next) => table = T::Addr::new(next),
-                Entry::Leaf { out, access } => {
-                    let size = Kind::of::<F>(level, entry).size::<F>();
-                    return Some(Leaf { at: at.align_down(size), to: O::new(out), size, access });
-                }
+            match next_table::<F>(level, entry) {
+                Some(next) => table = T::Addr::new(next),
+                None => return Self::leaf(at, level, entry),
             }
         }
-        None
+        let level = F::LEVELS - 1;
+        Self::leaf(at, level, self.load(table, index::<F>(bits, level)))
+    }
+
+    /// The leaf around `at` that an entry found at `level` is, or is part of.
+    #[inline]
+    fn leaf(at: I, level: u32, entry: u64) -> Option<Leaf<I, O>> {
+        let Entry::Leaf { out, access } = F::decode(level, entry) else { return None };
+        let size = Kind::of::<F>(level, entry).size::<F>();
+        Some(Leaf { at: at.align_down(size), to: O::new(out), size, access })
     }
 
     /// The leaves within `span` in ascending order, the first and last clipped to it. Each step goes from leaf to leaf

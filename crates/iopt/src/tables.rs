@@ -134,6 +134,45 @@ pub trait Tables {
         }
         len
     }
+
+    /// Rewrites words from the start of `range` on, many at a time: `each` is given what the next words are, changes some
+    /// of them from the first on, and says how many. When that is not all of them, it is not called again. Gives the
+    /// number of words replaced; the others are not stored to.
+    ///
+    /// The same as loads and stores. An implementation overrides it to hand out words where they are, or larger pieces.
+    fn edit(&mut self, table: Self::Addr, range: Range<usize>, each: impl FnMut(&mut [u64]) -> usize) -> usize {
+        in_pieces(self, range, |tables, i| tables.load(table, i), |tables, i, word| tables.store(table, i, word), each)
+    }
+}
+
+/// [`Tables::edit`] by loads and stores, of words or of entries. Nobody knows how far it will go, so a piece is as large as
+/// all before it.
+pub(crate) fn in_pieces<T: ?Sized>(
+    tables: &mut T,
+    range: Range<usize>,
+    load: impl Fn(&T, usize) -> u64,
+    store: impl Fn(&mut T, usize, u64),
+    mut each: impl FnMut(&mut [u64]) -> usize,
+) -> usize {
+    const LARGEST: usize = 64;
+    let mut buffer = [0; LARGEST];
+    let mut next = range.start;
+    while next < range.end {
+        let size = (next - range.start).clamp(8, LARGEST).min(range.end - next);
+        let piece = &mut buffer[..size];
+        for (k, word) in piece.iter_mut().enumerate() {
+            *word = load(tables, next + k);
+        }
+        let changed = each(piece);
+        for (k, word) in piece[..changed].iter().enumerate() {
+            store(tables, next + k, *word);
+        }
+        next += changed;
+        if changed < size {
+            break;
+        }
+    }
+    next - range.start
 }
 
 /// Tables on the heap, at made-up addresses from a base up. Every operation takes constant time (taking a new table:
@@ -181,6 +220,14 @@ impl<A: Address> HeapTables<A> {
     #[inline]
     fn first(&self, table: A) -> usize {
         (table.bits().wrapping_sub(self.base.bits()) / 8) as usize
+    }
+
+    /// The position of one word. What does not wait for the address of the table is added up first: a walk waits for
+    /// each of them.
+    #[inline]
+    fn position(&self, table: A, index: usize) -> usize {
+        let offset = (8 * index as u64).wrapping_sub(self.base.bits());
+        (table.bits().wrapping_add(offset) / 8) as usize
     }
 
     /// Words of a table.
@@ -305,15 +352,15 @@ impl<A: Address> Tables for HeapTables<A> {
     /// When the address is not that of a table.
     #[inline]
     fn load(&self, table: A, index: usize) -> u64 {
-        self.words[self.first(table) + index]
+        self.words[self.position(table, index)]
     }
 
     /// # Panics
     /// When the address is not that of a table.
     #[inline]
     fn store(&mut self, table: A, index: usize, entry: u64) {
-        let first = self.first(table);
-        self.words[first + index] = entry;
+        let position = self.position(table, index);
+        self.words[position] = entry;
     }
 
     /// # Panics
@@ -329,6 +376,16 @@ impl<A: Address> Tables for HeapTables<A> {
             }
         }
         len
+    }
+
+    /// All of the range in one piece, where it is.
+    ///
+    /// # Panics
+    /// When the address is not that of a table.
+    #[inline]
+    fn edit(&mut self, table: A, range: Range<usize>, mut each: impl FnMut(&mut [u64]) -> usize) -> usize {
+        let first = self.first(table);
+        each(&mut self.words[first + range.start..first + range.end])
     }
 
     /// # Panics

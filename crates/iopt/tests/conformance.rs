@@ -21,6 +21,8 @@ type Table<F, T> = PageTable<F, Iova, PhysAddr, T>;
 enum Op {
     Map { at: u64, segments: Vec<(u64, u64)>, access: Access },
     Unmap { at: u64, len: u64 },
+    Clear { at: u64, len: u64 },
+    Prune { at: u64, len: u64 },
 }
 
 #[derive(Clone, Copy, PartialEq, Debug)]
@@ -30,24 +32,53 @@ struct ModelLeaf {
     access: Access,
 }
 
-/// Leaves by address, nothing else.
+/// Leaves by address, and which tables are linked.
 #[derive(Clone, Default)]
-struct Model(BTreeMap<u64, ModelLeaf>);
+struct Model {
+    leaves: BTreeMap<u64, ModelLeaf>,
+    /// All but the root: the bytes that the table translates, and the multiple of them where it starts.
+    linked: BTreeSet<(u64, u64)>,
+}
 
 impl Model {
     fn holding(&self, at: u64) -> Option<(u64, ModelLeaf)> {
-        self.0.range(..=at).next_back().map(|(&a, &l)| (a, l)).filter(|(a, l)| at < a + l.size)
+        self.leaves.range(..=at).next_back().map(|(&a, &l)| (a, l)).filter(|(a, l)| at < a + l.size)
     }
 
     fn first_taken(&self, range: Range<u64>) -> Option<u64> {
         if range.is_empty() {
             return None; // a request that starts beyond the input range
         }
-        let inside = self.0.range(range.clone()).next().map(|(&a, _)| a);
+        let inside = self.leaves.range(range.clone()).next().map(|(&a, _)| a);
         if self.holding(range.start).is_some() { Some(range.start) } else { inside }
     }
 
-    /// Joins segments that continue each other, then takes the largest page that fits, over and over.
+    /// The tables that translate some of the range and nothing else.
+    fn linked_within(&self, range: &Range<u64>) -> Vec<(u64, u64)> {
+        let within = |&&(covers, n): &&(u64, u64)| n * covers >= range.start && (n + 1) * covers <= range.end;
+        self.linked.iter().filter(within).copied().collect()
+    }
+
+    /// True for a table below which there is nothing.
+    fn is_empty(&self, (covers, n): (u64, u64)) -> bool {
+        let range = n * covers..(n + 1) * covers;
+        self.leaves.range(range.clone()).next().is_none() && self.linked_within(&range) == [(covers, n)]
+    }
+
+    /// Adds the tables that the leaves need.
+    fn link<F: Format>(&mut self) {
+        for (at, leaf) in &self.leaves {
+            for level in 1..F::LEVELS {
+                let covers = 1 << shift::<F>(level - 1); // bytes that a table of this level translates
+                if covers > leaf.size {
+                    self.linked.insert((covers, at / covers));
+                }
+            }
+        }
+    }
+
+    /// Joins segments that continue each other, then takes the largest page that fits, over and over. A table, empty or
+    /// not, that translates a part of a page or all of it takes its place.
     fn map<F: Format>(&mut self, mut at: u64, segments: &[(u64, u64)], access: Access) {
         let mut joined: Vec<(u64, u64)> = Vec::new();
         for &(out, len) in segments {
@@ -58,16 +89,21 @@ impl Model {
         }
         for (mut out, mut len) in joined {
             while len > 0 {
-                let fits = |s: &u64| at.is_multiple_of(*s) && out.is_multiple_of(*s) && len >= *s;
+                let fits = |s: &u64| {
+                    let free = || self.linked_within(&(at..at + s)).is_empty();
+                    at.is_multiple_of(*s) && out.is_multiple_of(*s) && len >= *s && free()
+                };
                 let size = F::PAGE_SIZES.iter().rev().map(|p| p.bytes()).find(fits).unwrap();
-                self.0.insert(at, ModelLeaf { out, size, access });
+                self.leaves.insert(at, ModelLeaf { out, size, access });
                 (at, out, len) = (at + size, out + size, len - size);
             }
         }
+        self.link::<F>();
     }
 
-    /// Splits what is in the way one size at a time. Gives bytes removed and the span to flush.
-    fn unmap<F: Format>(&mut self, at: u64, len: u64) -> (u64, Range<u64>) {
+    /// Splits what is in the way one size at a time. Gives bytes removed and the span to flush. Tables within the span go,
+    /// and those that become empty unless they are to `stay`.
+    fn unmap<F: Format>(&mut self, at: u64, len: u64, stay: bool) -> (u64, Range<u64>) {
         let sizes: Vec<u64> = F::PAGE_SIZES.iter().map(|p| p.bytes()).collect();
         let mut flush = at..at + len;
         for cut in [at, at + len] {
@@ -75,31 +111,44 @@ impl Model {
                 flush = flush.start.min(first)..flush.end.max(first + leaf.size);
                 let size = sizes[sizes.iter().position(|&s| s == leaf.size).unwrap() - 1];
                 for part in (0..leaf.size).step_by(size as usize) {
-                    self.0.insert(first + part, ModelLeaf { out: leaf.out + part, size, access: leaf.access });
+                    self.leaves.insert(first + part, ModelLeaf { out: leaf.out + part, size, access: leaf.access });
                 }
             }
         }
-        let gone: Vec<u64> = self.0.range(at..at + len).map(|(&a, _)| a).collect();
-        (gone.iter().map(|a| self.0.remove(a).unwrap().size).sum(), flush)
+        self.link::<F>();
+        let gone: Vec<u64> = self.leaves.range(at..at + len).map(|(&a, _)| a).collect();
+        let bytes = gone.iter().map(|a| self.leaves.remove(a).unwrap().size).sum();
+        let covered = self.linked_within(&(at..at + len));
+        self.linked.retain(|table| !covered.contains(table));
+        // Whoever lost a leaf or a table, from the lowest level up.
+        let mut lost: BTreeSet<u64> = gone.into_iter().chain(covered.iter().map(|(covers, n)| covers * n)).collect();
+        for table in self.linked.clone().into_iter().filter(|_| !stay) {
+            let range = table.0 * table.1..table.0 * (table.1 + 1);
+            if lost.range(range).next().is_some() && self.is_empty(table) {
+                self.linked.remove(&table);
+                lost.insert(table.0 * table.1);
+            }
+        }
+        (bytes, flush)
     }
 
-    /// The tables that these leaves need, the root included.
-    fn tables<F: Format>(&self) -> usize {
-        let mut tables = BTreeSet::new();
-        for (at, leaf) in &self.0 {
-            for level in 1..F::LEVELS {
-                let covers = 1 << shift::<F>(level - 1); // bytes that a table of this level translates
-                if covers > leaf.size {
-                    tables.insert((covers, at / covers));
-                }
+    /// Takes away tables that overlap the span and are empty, from the lowest level up.
+    fn prune(&mut self, at: u64, len: u64) {
+        for (covers, n) in self.linked.clone() {
+            if n * covers < at + len && at < (n + 1) * covers && self.is_empty((covers, n)) {
+                self.linked.remove(&(covers, n));
             }
         }
-        tables.len() + 1
+    }
+
+    /// Tables in use, the root included.
+    fn tables(&self) -> usize {
+        self.linked.len() + 1
     }
 
     fn runs(&self, range: Range<u64>) -> Vec<(u64, u64, u64, u64, Access)> {
         let from = self.holding(range.start).map_or(range.start, |(a, _)| a);
-        self.0
+        self.leaves
             .range(from..range.end)
             .map(|(&a, l)| {
                 let (start, end) = (a.max(range.start), (a + l.size).min(range.end));
@@ -130,11 +179,11 @@ fn agree<F: Format>(table: &Table<F, Failing>, model: &Model) -> Result<(), Test
     let all = whole::<F>();
     prop_assert!(runs(table, all) == model.runs(0..1 << F::INPUT_BITS), "leaves differ");
     for (size, count) in table.leaf_counts() {
-        let expected = model.0.values().filter(|l| l.size == size.bytes()).count();
+        let expected = model.leaves.values().filter(|l| l.size == size.bytes()).count();
         prop_assert_eq!(count, expected as u64, "count of {} leaves", size);
     }
-    prop_assert_eq!(table.mapped_bytes(), model.0.values().map(|l| l.size).sum::<u64>());
-    prop_assert_eq!(table.tables().heap.in_use(), model.tables::<F>(), "tables in use");
+    prop_assert_eq!(table.mapped_bytes(), model.leaves.values().map(|l| l.size).sum::<u64>());
+    prop_assert_eq!(table.tables().heap.in_use(), model.tables(), "tables in use");
     Ok(())
 }
 
@@ -208,24 +257,35 @@ fn apply<F: Format>(table: &mut Table<F, Failing>, model: &mut Model, op: &Op) -
                 Err(e) => prop_assert!(false, "{e}"),
             }
         }
-        Op::Unmap { at, len } => {
+        Op::Unmap { at, len } | Op::Clear { at, len } => {
+            let stay = matches!(op, Op::Clear { .. });
             let before = runs(table, span(*at, *len));
             let mut estimate = TableEstimate::<F>::new();
             estimate.unmap(span(*at, *len));
-            let (result, tables) = insist(table, model, |t| t.unmap(span(*at, *len)))?;
+            let (result, tables) = insist(table, model, |t| match stay {
+                true => t.clear(span(*at, *len)),
+                false => t.unmap(span(*at, *len)),
+            })?;
             if at + len > 1 << F::INPUT_BITS {
                 prop_assert!(matches!(result, Err(Error::InputRange { .. })), "{result:?}");
                 return Ok(());
             }
             let flush = result.unwrap();
-            let (bytes, flushed) = model.unmap::<F>(*at, *len);
+            let (bytes, flushed) = model.unmap::<F>(*at, *len, stay);
             prop_assert_eq!(flush.bytes(), bytes);
             prop_assert_eq!(bytes, before.iter().map(|r| r.2).sum::<u64>());
             prop_assert_eq!(flush.span(), span(flushed.start, flushed.end - flushed.start));
-            prop_assert_eq!(flush.is_empty(), bytes == 0);
+            prop_assert_eq!(flush.is_empty(), bytes == 0 && flush.tables().is_empty());
             prop_assert!(tables <= estimate.tables());
             prop_assert!(estimate.tables() <= Table::<F, Failing>::max_tables_for(span(*at, *len)));
-            prop_assert_eq!(table.tables().heap.in_use(), model.tables::<F>() + flush.tables().len());
+            prop_assert_eq!(table.tables().heap.in_use(), model.tables() + flush.tables().len());
+            table.free_tables(flush);
+        }
+        Op::Prune { at, len } => {
+            let flush = table.prune(span(*at, *len));
+            model.prune(*at, *len);
+            prop_assert_eq!((flush.bytes(), flush.span()), (0, span(*at, *len)));
+            prop_assert_eq!(table.tables().heap.in_use(), model.tables() + flush.tables().len());
             table.free_tables(flush);
         }
     }
@@ -283,8 +343,11 @@ fn op<F: Format>() -> impl Strategy<Value = Op> {
             let (below, above) = (below * page, above * block);
             Op::Map { at: n * large - below, segments: vec![(4 * large - below, large + below + above)], access }
         }),
-        5 => (input::<F>(), length::<F>()).prop_map(|(at, len)| Op::Unmap { at, len }),
+        4 => (input::<F>(), length::<F>()).prop_map(|(at, len)| Op::Unmap { at, len }),
         1 => (input::<F>(), 1u64..600).prop_map(move |(at, blocks)| Op::Unmap { at, len: blocks * block }),
+        3 => (input::<F>(), length::<F>()).prop_map(|(at, len)| Op::Clear { at, len }),
+        1 => (input::<F>(), 1u64..600).prop_map(move |(at, blocks)| Op::Clear { at, len: blocks * block - page }),
+        1 => (input::<F>(), length::<F>()).prop_map(|(at, len)| Op::Prune { at, len }),
     ]
 }
 
@@ -295,7 +358,7 @@ fn random_calls<F: Format>(ops: &[Op], probes: &[u64]) -> Result<(), TestCaseErr
     for op in ops {
         apply(&mut table, &mut model, op)?;
         let at = match op {
-            Op::Map { at, .. } | Op::Unmap { at, .. } => *at,
+            Op::Map { at, .. } | Op::Unmap { at, .. } | Op::Clear { at, .. } | Op::Prune { at, .. } => *at,
         };
         for at in probes.iter().copied().chain([at, at.saturating_sub(1), at + page]) {
             if at >> F::INPUT_BITS == 0 {
@@ -306,7 +369,7 @@ fn random_calls<F: Format>(ops: &[Op], probes: &[u64]) -> Result<(), TestCaseErr
         }
     }
     let flush = table.unmap(whole::<F>()).unwrap();
-    prop_assert_eq!(flush.bytes(), model.0.values().map(|l| l.size).sum::<u64>());
+    prop_assert_eq!(flush.bytes(), model.leaves.values().map(|l| l.size).sum::<u64>());
     table.free_tables(flush);
     agree(&table, &Model::default())?;
     prop_assert_eq!(table.into_tables().heap.in_use(), 0);
@@ -323,6 +386,20 @@ fn heap_tables_agree<F: Format>(ops: &[Op]) -> Result<(), TestCaseError> {
                 let a = slow.map_sg(Iova::new(*at), list(segments), *access);
                 prop_assert_eq!(a, fast.map_sg(Iova::new(*at), list(segments), *access));
             }
+            Op::Prune { at, len } => {
+                let (a, b) = (slow.prune(span(*at, *len)), fast.prune(span(*at, *len)));
+                prop_assert_eq!(a.tables().len(), b.tables().len());
+                slow.free_tables(a);
+                fast.free_tables(b);
+            }
+            Op::Clear { at, len } => match (slow.clear(span(*at, *len)), fast.clear(span(*at, *len))) {
+                (Ok(a), Ok(b)) => {
+                    prop_assert_eq!((a.bytes(), a.span()), (b.bytes(), b.span()));
+                    slow.free_tables(a);
+                    fast.free_tables(b);
+                }
+                (a, b) => prop_assert_eq!(a.err(), b.err()),
+            },
             Op::Unmap { at, len } => match (slow.unmap(span(*at, *len)), fast.unmap(span(*at, *len))) {
                 (Ok(a), Ok(b)) => {
                     prop_assert_eq!((a.bytes(), a.span()), (b.bytes(), b.span()));
@@ -509,6 +586,9 @@ fn round_trip<F: Format>(out: u64, access: Access) -> Result<(), TestCaseError> 
         if F::PAGE_SIZES.contains(size) {
             prop_assert_eq!(F::decode(level, F::encode_leaf(level, out, access)), Entry::Leaf { out, access });
             prop_assert!(!F::is_member(level, F::encode_leaf(level, out, access)));
+            // Address and access do not meet: what the walkers' template and output bits rely on.
+            let address = F::encode_leaf(level, out, Access::RW) & !F::encode_leaf(level, 0, Access::RW);
+            prop_assert_eq!(F::encode_leaf(level, out, access), F::encode_leaf(level, 0, access) | address);
         }
         let bits = F::GROUP_BITS[level as usize];
         if bits > 0 {
@@ -517,6 +597,8 @@ fn round_trip<F: Format>(out: u64, access: Access) -> Result<(), TestCaseError> 
             let start = PhysAddr::new(out).align_down(size).bits();
             prop_assert_eq!(F::decode(level, member), Entry::Leaf { out: start, access });
             prop_assert!(F::is_member(level, member));
+            let address = F::encode_member(level, out, Access::RW) & !F::encode_member(level, 0, Access::RW);
+            prop_assert_eq!(member, F::encode_member(level, 0, access) | address);
         }
         if level + 1 < F::LEVELS {
             let next = out & !(TableShape::of::<F>().table.bytes() - 1);
@@ -588,14 +670,14 @@ macro_rules! conformance {
 
                 #[test]
                 fn random_calls(
-                    ops in prop::collection::vec(op::<F>(), 1..16),
+                    ops in prop::collection::vec(op::<F>(), 1..24),
                     probes in prop::collection::vec(input::<F>().prop_flat_map(|at| at..at + sizes::<F>().block), 3),
                 ) {
                     super::random_calls::<F>(&ops, &probes)?;
                 }
 
                 #[test]
-                fn heap_tables_agree(ops in prop::collection::vec(op::<F>(), 1..16)) {
+                fn heap_tables_agree(ops in prop::collection::vec(op::<F>(), 1..24)) {
                     super::heap_tables_agree::<F>(&ops)?;
                 }
             }

@@ -384,6 +384,50 @@ fn take_dirty<F: Format>() {
     assert!(matches!(table.take_dirty(span(1, page), |_| ()), Err(Error::Misaligned { .. })));
 }
 
+/// Two pages bound and unbound again: the table stays for the next, smaller leaves go into it, and pruning makes room for
+/// a large one.
+fn clear_and_prune<F: Format>() {
+    let Sizes { page, block, large, .. } = sizes::<F>();
+    let mut table = Table::<F, _>::new(Failing::new()).unwrap();
+    let tables = |table: &Table<F, Failing>| table.tables().heap.in_use();
+    let at = 2 * large;
+    let pages = [at, at + block - page].map(|at| span(at, page));
+    for page_at in pages {
+        table.map(page_at.first(), PhysAddr::new(0), page, Access::READ).unwrap();
+    }
+    let made = tables(&table);
+    for page_at in pages {
+        let flush = table.clear(page_at).unwrap();
+        assert_eq!((flush.bytes(), flush.tables().len()), (page, 0));
+    }
+    assert_eq!((table.mapped_bytes(), tables(&table)), (0, made));
+    // No leaf where the tables are, and nothing of them is lost when the call fails after all.
+    let list = [(at, large), (0, page)].map(|(to, len)| Segment { addr: PhysAddr::new(to), len });
+    table.map(Iova::new(at + large), PhysAddr::new(0), page, Access::READ).unwrap();
+    let more = tables(&table);
+    table.map_sg(Iova::new(at), list, Access::READ).unwrap_err();
+    assert_eq!((table.mapped_bytes(), tables(&table)), (page, more));
+    table.map_sg(Iova::new(at), list[..1].to_vec(), Access::READ).unwrap();
+    assert_eq!(tables(&table), more);
+    let (size, count) = (table.lookup(Iova::new(at)).unwrap().size, table.runs(span(at, large)).count());
+    assert!(size.bytes() < block || F::PAGE_SIZES.bits().count_ones() == 1);
+    assert!(count as u64 >= block / size.bytes());
+    // What is in use is not pruned, what is empty goes once.
+    assert!(table.prune(span(0, sizes::<F>().top)).is_empty());
+    let flush = table.clear(span(at, large - page)).unwrap();
+    table.free_tables(flush);
+    let flush = table.clear(span(at + large - page, page)).unwrap();
+    table.free_tables(flush);
+    let flush = table.prune(Span::inclusive(Iova::new(at), Iova::new(u64::MAX)).unwrap());
+    table.free_tables(flush);
+    assert!(table.prune(span(at, page)).is_empty());
+    table.map(Iova::new(at), PhysAddr::new(at), large, Access::READ).unwrap();
+    if F::PAGE_SIZES.bits() & large != 0 {
+        assert_eq!(table.lookup(Iova::new(at)).unwrap().size.bytes(), large);
+    }
+    assert!(table.prune(span(sizes::<F>().top, page)).is_empty(), "beyond the input range there is nothing");
+}
+
 macro_rules! operations {
     ($module:ident, $format:ty) => {
         mod $module {
@@ -392,6 +436,11 @@ macro_rules! operations {
             #[test]
             fn map_pages() {
                 super::map_pages::<F>();
+            }
+
+            #[test]
+            fn clear_and_prune() {
+                super::clear_and_prune::<F>();
             }
 
             #[test]

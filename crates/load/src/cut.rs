@@ -1,6 +1,6 @@
 //! Cutting a stretch of a file into pieces with one destination each.
 
-use dmalane_addr::{CardAddr, SgTable};
+use dmalane_addr::{CardAddr, SgIndex};
 
 use crate::{Layout, Model};
 
@@ -15,7 +15,14 @@ pub(crate) struct Cut {
 
 /// Cuts the `len` bytes from file offset `at` at tensor boundaries, where the card memory `sg` of the file has a
 /// discontinuity, and at `max` bytes.
-pub(crate) fn cut(model: &Model, layout: &Layout, sg: &SgTable<CardAddr>, at: u64, len: u64, max: u64) -> Vec<Cut> {
+pub(crate) fn cut(
+    model: &Model,
+    layout: &Layout,
+    sg: Option<&SgIndex<CardAddr>>,
+    at: u64,
+    len: u64,
+    max: u64,
+) -> Vec<Cut> {
     let end = at + len;
     let mut at = at;
     let mut cuts = Vec::new();
@@ -33,7 +40,8 @@ pub(crate) fn cut(model: &Model, layout: &Layout, sg: &SgTable<CardAddr>, at: u6
             cuts.push(Cut { len: start - at, to: None });
         }
         let from = place.bo_offset + (start - tensor.at.bits());
-        for run in sg.runs(from..from + (stop - start)).expect("the buffer object holds every tensor") {
+        let runs = sg.and_then(|sg| sg.runs(from..from + (stop - start)));
+        for run in runs.expect("the buffer object holds every tensor") {
             let mut done = 0;
             while done < run.len {
                 let len = (run.len - done).min(max);
@@ -55,7 +63,7 @@ pub(crate) fn cut(model: &Model, layout: &Layout, sg: &SgTable<CardAddr>, at: u6
 mod tests {
     use super::*;
     use crate::Tensor;
-    use dmalane_addr::FileOffset;
+    use dmalane_addr::{FileOffset, SgTable};
     use proptest::prelude::*;
 
     proptest! {
@@ -85,7 +93,8 @@ mod tests {
             }
             let (a, b) = (range.0.index(model.len as usize + 1) as u64, range.1.index(model.len as usize + 1) as u64);
             let (from, to) = (a.min(b), a.max(b));
-            let cuts = cut(&model, &layout, &sg, from, to - from, max);
+            let sg = SgIndex::from_table(&sg).unwrap();
+            let cuts = cut(&model, &layout, Some(&sg), from, to - from, max);
             let mut at = from;
             for c in cuts {
                 prop_assert!(c.len > 0);

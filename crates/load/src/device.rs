@@ -5,7 +5,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
-use dmalane_addr::{Access, Address, CardAddr, DeviceVa, PageSize, PhysAddr, RangeAllocator, SgTable, Span};
+use dmalane_addr::{Access, Address, CardAddr, DeviceVa, PageSize, PhysAddr, RangeAllocator, SgIndex, SgTable, Span};
 use dmalane_engine::{Channel, DeviceFar, Registered};
 use dmalane_iopt::{Format, Tables};
 use dmalane_mem::{Heap, HostBus, Part, Rung, footprint};
@@ -52,7 +52,11 @@ pub struct Device<C: Channel<Far = DeviceFar>, F: Format, T: Tables<Addr = CardA
     resident_peak: u64,
     /// Bytes moved since the footprint was last read.
     unsampled: u64,
+    observer: Option<Observer>,
 }
+
+/// Sees what was asked of a device's VM.
+type Observer = Box<dyn FnMut(&[Request]) + Send>;
 
 /// The footprint is read once per this many bytes moved.
 const SAMPLE_EVERY: u64 = 16 << 20;
@@ -155,6 +159,18 @@ where
             next_bo: 1,
             resident_peak: 0,
             unsampled: 0,
+            observer: None,
+        }
+    }
+
+    /// Calls `observer` with each batch of requests that is committed from now on, for example to write a trace.
+    pub fn observe(&mut self, observer: impl FnMut(&[Request]) + Send + 'static) {
+        self.observer = Some(Box::new(observer));
+    }
+
+    fn observed(&mut self, request: Option<Request>) {
+        if let (Some(observer), Some(request)) = (&mut self.observer, request) {
+            observer(&[request]);
         }
     }
 
@@ -261,13 +277,20 @@ where
             return Ok(file);
         }
         let sg = self.parts.memory.allocate(&file.path, file.layout.bo_len, placement)?;
+        let index = match SgIndex::from_table(&sg) {
+            Ok(index) => index,
+            Err(source) => {
+                self.parts.memory.free(sg.segments())?;
+                return Err(Error::Index { path: file.path, source });
+            }
+        };
         let va_len = crate::layout::LARGE.round_up(file.layout.va_len);
         let range = va_len.and_then(|len| self.vas.allocate(len, crate::layout::LARGE).ok());
         let Some(range) = range else {
-            self.parts.memory.free(&sg)?;
+            self.parts.memory.free(sg.segments())?;
             return Err(Error::NoDeviceVa { path: file.path, needed: file.layout.va_len });
         };
-        file.bo = Some(Arc::new(Bo::new(self.next_bo, sg)));
+        file.bo = Some(Arc::new(Bo::new(self.next_bo, index)));
         file.range = Some(range);
         self.next_bo += 1;
         Ok(file)
@@ -283,15 +306,17 @@ where
             len: span.len(),
             access: Access::READ,
         };
-        let plan = self.parts.vm.plan([request]).map_err(|source| Error::Bind {
+        let seen = self.observer.is_some().then(|| request.clone());
+        let plan = self.parts.vm.plan([request]).map_err(|e| Error::Bind {
             path: file.path.clone(),
             tensor: file.model.tensors[index].name.clone(),
-            source,
+            source: e.error,
         })?;
         let committed = plan.commit();
         // Nothing was bound there before: ranges of files do not overlap.
         debug_assert!(committed.is_empty());
         self.parts.vm.invalidated(committed);
+        self.observed(seen);
         Ok(())
     }
 
@@ -326,15 +351,16 @@ where
     fn unload_file(&mut self, file: LoadedFile) -> Result<(), Error> {
         self.check(&file)?;
         let (Some(bo), Some(range)) = (file.bo, file.range) else { return Ok(()) };
-        let plan = self.parts.vm.plan([Request::Unbind(range)]).map_err(|source| Error::Bind {
+        let plan = self.parts.vm.plan([Request::Unbind(range)]).map_err(|e| Error::Bind {
             path: file.path.clone(),
             tensor: String::new(),
-            source,
+            source: e.error,
         })?;
         let committed = plan.commit();
+        self.observed(Some(Request::Unbind(range)));
         (self.parts.invalidate)().map_err(Error::Invalidate)?;
         self.parts.vm.invalidated(committed);
-        self.parts.memory.free(bo.sg())?;
+        self.parts.memory.free(bo.sg().segments())?;
         // The range came from this allocator and is freed once, with its file.
         let freed = self.vas.free(range);
         debug_assert!(freed.is_ok(), "{freed:?}");

@@ -2,7 +2,7 @@
 
 use std::path::PathBuf;
 
-use dmalane_addr::{CardAddr, FileOffset, PageSize, RangeError};
+use dmalane_addr::{CardAddr, FileOffset, PageSize, RangeError, SgError};
 use dmalane_engine::OpError;
 use thiserror::Error;
 
@@ -97,6 +97,14 @@ pub enum Error {
     /// Device memory was given back wrongly: a bug.
     #[error(transparent)]
     CardMemory(#[from] RangeError<CardAddr>),
+    /// The segments of the card memory for a file could not be indexed.
+    #[error("{}: {source}", path.display())]
+    Index {
+        /// The file.
+        path: PathBuf,
+        /// Why not.
+        source: SgError<CardAddr>,
+    },
     /// No room is left in the device's virtual address space.
     #[error("{}: no {needed} bytes are left in the device's virtual address space", path.display())]
     NoDeviceVa {

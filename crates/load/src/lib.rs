@@ -36,4 +36,4 @@ pub use memory::{CardMemory, Placement};
 pub use pipeline::Input;
 pub use report::{Report, StageReport};
 pub use sample::write_sample;
-pub use save::check_target;
+pub use save::{check_target, save_bytes};

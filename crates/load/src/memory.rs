@@ -3,7 +3,7 @@
 use std::fmt;
 use std::path::Path;
 
-use dmalane_addr::{Address, CardAddr, PageSize, RangeAllocator, SgTable, Span};
+use dmalane_addr::{Address, CardAddr, PageSize, RangeAllocator, Segment, SgTable, Span};
 
 use crate::Error;
 
@@ -115,8 +115,8 @@ impl CardMemory {
     ///
     /// # Errors
     /// [`Error::CardMemory`] when it was not handed out.
-    pub fn free(&mut self, table: &SgTable<CardAddr>) -> Result<(), Error> {
-        for segment in table.segments() {
+    pub fn free(&mut self, segments: impl IntoIterator<Item = Segment<CardAddr>>) -> Result<(), Error> {
+        for segment in segments {
             let Some(mut span) = Span::new(segment.addr, segment.len) else { continue };
             let areas = self.ddr.iter_mut().chain(self.hbm.iter_mut().flatten());
             // A merged segment may run from one half into the other.
@@ -170,12 +170,12 @@ mod tests {
         assert!(m.allocate(path, u64::MAX, Placement::HbmStriped).is_err());
         assert!(m.allocate(path, 0, Placement::Hbm).unwrap().is_empty());
         for t in [ddr, hbm, other, striped] {
-            m.free(&t).unwrap();
+            m.free(t.segments()).unwrap();
         }
         assert_eq!(m.free_bytes(), free);
         // all of HBM, in two stripes' worth of halves that touch
         let all = m.allocate(path, 64 * MIB, Placement::HbmStriped).unwrap();
-        m.free(&all).unwrap();
+        m.free(all.segments()).unwrap();
         assert_eq!(m.free_bytes(), free);
         assert!(matches!(
             CardMemory::new(None, None).allocate(path, 1, Placement::Hbm),

@@ -16,7 +16,7 @@ use std::os::unix::fs::{FileExt, FileTypeExt};
 use std::path::PathBuf;
 use std::time::{Duration, Instant};
 
-use dmalane_addr::{CardAddr, FileOffset, PageSize, SgTable};
+use dmalane_addr::{CardAddr, FileOffset, PageSize};
 use dmalane_engine::{
     Channel, Completion, DeviceAddr, DeviceFar, Direction, OpError, Refusal, Refused, Ticket, Transfer, drain,
 };
@@ -424,9 +424,7 @@ where
     fn send(&mut self, chunk: Chunk, slot: usize, whole: Part) {
         let file = &self.files[chunk.file];
         let max = self.device.parts.channel.limits().max_len;
-        let none = SgTable::new();
-        let sg = file.bo.as_ref().map_or(&none, |bo| bo.sg());
-        let cuts = cut(&file.model, &file.layout, sg, chunk.at, chunk.len, max);
+        let cuts = cut(&file.model, &file.layout, file.bo.as_ref().map(|bo| bo.sg()), chunk.at, chunk.len, max);
         let mut pieces = Vec::with_capacity(cuts.len() + 1);
         let mut outgoing = Vec::with_capacity(cuts.len());
         let mut rest = whole;

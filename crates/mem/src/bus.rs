@@ -3,7 +3,7 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use dmalane_addr::{Access, Iova, PhysAddr, SgTable, Span};
+use dmalane_addr::{Access, Iova, Lease, PhysAddr, SgTable, Span};
 
 use crate::{Error, Part, Share};
 
@@ -57,8 +57,8 @@ pub trait HostBus: Send + Sync {
 
 /// How a [`Pinned`] or [`Mapping`] undoes itself; implemented by each bus.
 pub trait Undo: Send + Sync {
-    /// Removes a mapping. When this returns, the device can no longer reach it.
-    fn unmap(&self, span: Span<Iova>);
+    /// Removes a mapping and takes its addresses back. When this returns, the device can no longer reach it.
+    fn unmap(&self, lease: Lease<Iova>);
 
     /// Releases pinned pages, which are no longer mapped.
     fn unpin(&self, pages: &SgTable<PhysAddr>);
@@ -126,17 +126,19 @@ impl std::fmt::Debug for Pinned {
 #[derive(Debug)]
 pub struct Mapping {
     span: Span<Iova>,
+    /// Of `span`; `None` only while it is dropped.
+    lease: Option<Lease<Iova>>,
     access: Access,
     /// Dropped after `Mapping::drop` has unmapped: the pages stay pinned until then.
     pinned: Pinned,
 }
 
 impl Mapping {
-    /// Made by the bus that has pinned the pages, once `span` translates to them, and by nobody else: dropping it unmaps
-    /// the span. The span is as long as the buffer.
-    pub fn new(mut pinned: Pinned, span: Span<Iova>, access: Access) -> Self {
+    /// Made by the bus that has pinned the pages, once the range of `lease` translates to them, and by nobody else:
+    /// dropping it unmaps the range. The range is as long as the buffer.
+    pub fn new(mut pinned: Pinned, lease: Lease<Iova>, access: Access) -> Self {
         pinned.admit(access);
-        Self { span, access, pinned }
+        Self { span: lease.span(), lease: Some(lease), access, pinned }
     }
 
     /// Where the device sees the buffer.
@@ -165,6 +167,8 @@ impl Mapping {
 
 impl Drop for Mapping {
     fn drop(&mut self) {
-        self.pinned.owner.unmap(self.span);
+        if let Some(lease) = self.lease.take() {
+            self.pinned.owner.unmap(lease);
+        }
     }
 }

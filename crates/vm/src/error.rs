@@ -1,6 +1,6 @@
 //! Why a VM refused.
 
-use dmalane_addr::{Access, DeviceVa, PageSize, Span};
+use dmalane_addr::{Access, CardAddr, DeviceVa, PageSize, Span};
 
 /// Why a VM refused. It is as it was before the call.
 #[derive(Clone, PartialEq, Eq, Debug, thiserror::Error)]
@@ -48,6 +48,53 @@ pub enum Error {
         /// What the VM covers.
         vm: Span<DeviceVa>,
     },
+    /// A span within the part of the VM that is kept for the driver itself, or, where the driver asked, one outside.
+    #[error("{span} is not on its side of the reserved {reserved}")]
+    Reserved {
+        /// The span asked for.
+        span: Span<DeviceVa>,
+        /// The reserved part.
+        reserved: Span<DeviceVa>,
+    },
+    /// A null range in a VM that has no null page.
+    #[error("no null page for the null range at {va}: set one first")]
+    NoNullPage {
+        /// Where.
+        va: DeviceVa,
+    },
+    /// Memory that cannot be a null page: its length is not a power of two of whole pages, it is not aligned to its
+    /// length, or it lies beyond the format's output addresses.
+    #[error("{len} bytes at {addr} cannot be the null page of a VM with {granule} pages")]
+    NullPage {
+        /// Where it is.
+        addr: CardAddr,
+        /// Bytes.
+        len: u64,
+        /// The format's smallest page.
+        granule: PageSize,
+    },
+    /// A repetition whose size is not a power of two of whole pages, or that does not begin and end at a multiple of it.
+    #[error(
+        "{page} bytes cannot repeat over {span}: it takes a power of two of {granule} pages that divides both ends"
+    )]
+    RepeatPage {
+        /// Bytes to repeat.
+        page: u64,
+        /// Over which addresses.
+        span: Span<DeviceVa>,
+        /// The format's smallest page.
+        granule: PageSize,
+    },
+    /// A buffer object of more than 2^32 - 2 pages.
+    #[error("buffer {bo} of {len} bytes is too large to be bound in {granule} pages")]
+    BoTooLarge {
+        /// Id of the buffer object.
+        bo: u64,
+        /// Bytes that it has.
+        len: u64,
+        /// The format's smallest page.
+        granule: PageSize,
+    },
     /// A part of a buffer object that does not exist.
     #[error("{len} bytes from offset {offset:#x} of buffer {bo}, to be bound at {va}, reach beyond its {bo_len} bytes")]
     BeyondBo {
@@ -90,6 +137,15 @@ pub enum Error {
         /// The VM.
         vm: Span<DeviceVa>,
     },
+    /// The memory for noting what is bound cannot be had, or the VM has bindings of 2^24 - 1 buffers.
+    #[error("no memory to note the bindings of the batch in {vm}")]
+    NoMemory {
+        /// The VM.
+        vm: Span<DeviceVa>,
+    },
+    /// An asynchronous batch has failed before: only unbinds are planned any more.
+    #[error("the VM has failed, by a batch of a queue; it only unbinds")]
+    Failed,
     /// The VM cannot be made: its range does not fit the format, or there is no memory for the root table.
     #[error("a VM of {vm} cannot be made")]
     New {

@@ -5,16 +5,14 @@
 //!
 //! ```
 //! use std::sync::Arc;
-//! use dmalane_addr::{Access, CardAddr, DeviceVa, PageSize, SgTable, Span};
+//! use dmalane_addr::{Access, CardAddr, DeviceVa, PageSize, Segment, Span};
 //! use dmalane_iopt::{HeapTables, X86_64_4Level};
 //! use dmalane_vm::{Bo, Request, Vm};
 //!
 //! let range = Span::new(DeviceVa::new(0x1000), (1 << 40) - 0x1000).unwrap();
 //! let mut vm = Vm::<X86_64_4Level, _>::new(range, HeapTables::new(CardAddr::new(0)))?;
 //!
-//! let mut sg = SgTable::new();
-//! sg.push(CardAddr::new(0x20_0000), 4 << 20).unwrap();
-//! let bo = Arc::new(Bo::new(1, sg));
+//! let bo = Arc::new(Bo::of_segments(1, [Segment { addr: CardAddr::new(0x20_0000), len: 4 << 20 }])?);
 //! let va = DeviceVa::new(0x4000_0000);
 //! let bind = Request::Bind { va, bo, offset: 0, len: 4 << 20, access: Access::RW };
 //! let committed = vm.plan([bind])?.commit();
@@ -25,23 +23,38 @@
 //! for span in committed.spans() { /* the device's TLB forgets the span here */ }
 //! vm.invalidated(committed);
 //! assert_eq!(vm.lookup(va), None);
-//! # Ok::<(), dmalane_vm::Error>(())
+//! # Ok::<(), Box<dyn std::error::Error>>(())
 //! ```
 #![no_std]
 #![forbid(unsafe_code)]
 
 extern crate alloc;
 
-mod bindings;
+mod any;
+pub mod array;
+mod binding;
 mod bo;
+mod errno;
 mod error;
+mod handles;
+mod mapped;
 mod plan;
+mod queue;
+mod record;
+mod records;
 mod request;
+mod segments;
+mod slots;
 mod vm;
 
-pub use bindings::Binding;
+pub use any::AnyVm;
+pub use binding::{Binding, Target};
 pub use bo::Bo;
+pub use errno::Errno;
 pub use error::Error;
-pub use plan::{Committed, Plan};
+pub use handles::Handles;
+pub use mapped::{Mapped, Source};
+pub use plan::{Committed, Plan, PlanError};
+pub use queue::{BindQueue, BindTicket, Ended, Full, QueueError, Submission};
 pub use request::Request;
 pub use vm::Vm;

@@ -3,74 +3,84 @@
 use alloc::vec::Vec;
 
 use dmalane_addr::{Address, DeviceVa, Span};
-use dmalane_iopt::{FlushList, Format, Tables};
+use dmalane_iopt::{Format, Tables};
 
-use crate::{Binding, Error, Request, Vm};
+use crate::record::Record;
+use crate::records::{Gone, Join, Records};
+use crate::segments::segments;
+use crate::slots::NONE;
+use crate::{Error, Vm};
 
-/// A request that has been checked: within the VM, within the buffer, whole pages.
-#[derive(Debug)]
+/// A request that has been checked, in pages.
+#[derive(Clone, Copy, Debug)]
 pub(crate) enum Step {
-    Bind(Binding),
-    Unbind(Span<DeviceVa>),
+    Bind {
+        first: u64,
+        last: u64,
+        record: Record,
+    },
+    Unbind {
+        first: u64,
+        last: u64,
+    },
+    /// By the first slot of the buffer.
+    UnbindBo {
+        slot: u32,
+    },
 }
 
-impl Step {
-    pub(crate) fn span(&self) -> Span<DeviceVa> {
-        match self {
-            Self::Bind(b) => b.span,
-            Self::Unbind(span) => *span,
-        }
-    }
+/// What a plan needs room for. The VM keeps it from plan to plan.
+#[derive(Debug)]
+pub(crate) struct Scratch<A> {
+    pub(crate) steps: Vec<Step>,
+    /// Chunks whose nodes were touched.
+    pub(crate) touched: Vec<u64>,
+    pub(crate) lists: Lists<A>,
+}
 
-    /// Checks everything but the buffer's segments.
-    pub(crate) fn check<F: Format>(request: Request, vm: Span<DeviceVa>) -> Result<Self, Error> {
-        let granule = F::GRANULE;
-        let step = match request {
-            Request::Unbind(span) => Self::Unbind(span),
-            Request::Bind { va, bo, offset, len, access } => {
-                if len == 0 {
-                    return Err(Error::Empty { va });
-                }
-                let span = Span::new(va, len).ok_or(Error::Wraps { va, len })?;
-                if offset & (granule.bytes() - 1) != 0 {
-                    return Err(Error::MisalignedOffset { va, bo: bo.id(), offset, granule });
-                }
-                if offset.checked_add(len).is_none_or(|end| end > bo.len()) {
-                    return Err(Error::BeyondBo { va, bo: bo.id(), offset, len, bo_len: bo.len() });
-                }
-                if !F::supports(access) {
-                    return Err(Error::Unsupported { va, access, format: F::NAME });
-                }
-                Self::Bind(Binding { span, bo, offset, access })
-            }
-        };
-        let span = step.span();
-        if !span.is_aligned(granule) {
-            return Err(Error::Misaligned { span, granule });
-        }
-        if !vm.covers(&span) {
-            return Err(Error::OutsideVm { span, vm });
-        }
-        Ok(step)
+/// What a commit gives to the caller.
+#[derive(Debug)]
+pub(crate) struct Lists<A> {
+    pub(crate) spans: Vec<Span<DeviceVa>>,
+    pub(crate) prefetches: Vec<Span<DeviceVa>>,
+    /// Detached tables.
+    pub(crate) tables: Vec<A>,
+}
+
+impl<A> Scratch<A> {
+    pub(crate) const fn new() -> Self {
+        Self { steps: Vec::new(), touched: Vec::new(), lists: Lists::new() }
     }
 }
 
-/// A checked batch with its tables reserved. It borrows the VM, so nothing can come between plan and commit; dropping it
-/// leaves the VM as it is.
+/// Which request of a batch cannot be carried out, and why. The VM is as it was before the call.
+#[derive(Clone, PartialEq, Eq, Debug, thiserror::Error)]
+#[error("request {index} of the batch")]
+pub struct PlanError {
+    /// The request, from 0. When it is memory that is missing, the last one that was looked at.
+    pub index: usize,
+    /// What is wrong.
+    #[source]
+    pub error: Error,
+}
+
+/// A checked batch with all that it needs reserved. It borrows the VM, so nothing can come between plan and commit;
+/// dropping it leaves the VM as it is.
 #[must_use = "a plan does nothing until it is committed"]
 #[derive(Debug)]
-pub struct Plan<'a, F, T: Tables> {
-    vm: &'a mut Vm<F, T>,
-    steps: Vec<Step>,
+pub struct Plan<'a, F: Format, T: Tables> {
+    pub(crate) vm: &'a mut Vm<F, T>,
+    committed: bool,
 }
 
-/// The two calls that could fail, did `Vm::plan` not rule it out: spans and segments are checked, what a bind replaces
-/// is unmapped first, and the worst case of tables is reserved.
+/// The calls that could fail, did `Vm::plan` not rule it out: spans and segments are checked, what a bind replaces is
+/// unmapped first, and the worst case of tables is reserved.
 const RESERVED: &str = "a planned step has its tables: Tables::reserve said so";
 
 impl<'a, F: Format, T: Tables> Plan<'a, F, T> {
-    pub(crate) fn new(vm: &'a mut Vm<F, T>, steps: Vec<Step>) -> Self {
-        Self { vm, steps }
+    #[inline]
+    pub(crate) fn new(vm: &'a mut Vm<F, T>) -> Self {
+        Self { vm, committed: false }
     }
 
     /// Applies the whole batch.
@@ -82,52 +92,230 @@ impl<'a, F: Format, T: Tables> Plan<'a, F, T> {
     /// # Panics
     /// Only when `T` breaks its word: an allocation fails that [`Tables::reserve`] has promised, or a table comes at an
     /// address that the format cannot hold.
-    pub fn commit(self) -> Committed<T::Addr> {
-        let Self { vm, steps } = self;
-        let mut flushes = Vec::new();
-        for step in steps {
-            let span = step.span();
-            if vm.bindings.evict(span) {
-                flushes.push(vm.table.unmap(span).expect(RESERVED));
-            }
-            if let Step::Bind(b) = step {
-                let segments = b.bo.sg().runs(b.offset..b.offset + span.len()).into_iter().flatten();
-                vm.table.map_sg(span.first(), segments, b.access).expect(RESERVED);
-                vm.bindings.insert(b);
+    #[inline]
+    pub fn commit(mut self) -> Committed<T::Addr> {
+        self.committed = true;
+        self.vm.commit()
+    }
+}
+
+impl<F: Format, T: Tables> Drop for Plan<'_, F, T> {
+    #[inline]
+    fn drop(&mut self) {
+        if !self.committed {
+            self.vm.forget_plan();
+        }
+    }
+}
+
+impl<F: Format, T: Tables> Vm<F, T> {
+    /// Carries out what was planned.
+    #[inline]
+    pub(crate) fn commit(&mut self) -> Committed<T::Addr> {
+        let mut unmapped = 0;
+        for i in 0..self.scratch.steps.len() {
+            unmapped += match self.scratch.steps[i] {
+                Step::Bind { first, last, record } => self.bind_pages(first, last, record),
+                Step::Unbind { first, last } => self.unbind_pages(first, last),
+                Step::UnbindBo { slot } => self.unbind_bo(slot),
+            };
+        }
+        // A node that was kept for a later request may stand for one leaf by now.
+        let join = if self.records.unlinks() { Join::All } else { Join::No };
+        for i in 0..self.scratch.touched.len() {
+            let chunk = self.scratch.touched[i];
+            if self.records.settle(chunk, join) {
+                self.prune(Records::<F>::chunk_pages(chunk));
             }
         }
-        Committed { flushes }
+        let released = self.slots.end_plan();
+        let lists = &mut self.scratch.lists;
+        let lists = if lists.is_empty() { Lists::new() } else { core::mem::replace(lists, Lists::new()) };
+        Committed { first: None, lists, unmapped: unmapped << F::GRANULE.log2(), released }
+    }
+
+    /// Undoes what planning did: nothing that can be seen.
+    #[cold]
+    pub(crate) fn forget_plan(&mut self) {
+        for i in 0..self.scratch.touched.len() {
+            self.records.settle(self.scratch.touched[i], Join::Split);
+        }
+        let chain = self.slots.end_plan();
+        self.slots.release(chain);
+        self.scratch.lists.prefetches.clear();
+    }
+
+    /// Binds pages and gives the number of those that were unmapped for it.
+    #[inline]
+    fn bind_pages(&mut self, first: u64, last: u64, record: Record) -> u64 {
+        let had = self.records.put(&mut self.slots, first, last, Some(record));
+        if had > 0 {
+            self.clear(first, last, had);
+        }
+        let (va, access) = (Self::va(first), record.access());
+        let slot = self.slots.get(record.slot());
+        if first == last
+            && !record.is_fixed()
+            && let Some(bo) = &slot.bo
+        {
+            let to = bo.sg().page_at(record.page() << F::GRANULE.log2(), F::GRANULE).expect("checked by plan");
+            self.table.map(va, to, F::GRANULE.bytes(), access).expect(RESERVED);
+        } else {
+            self.map_pages(first, last, record);
+        }
+        had
+    }
+
+    #[inline(never)]
+    fn map_pages(&mut self, first: u64, last: u64, record: Record) {
+        let segments = segments::<F>(self.null, self.slots.get(record.slot()), record, first, last);
+        self.table.map_sg(Self::va(first), segments, record.access()).expect(RESERVED);
+    }
+
+    #[inline]
+    fn unbind_pages(&mut self, first: u64, last: u64) -> u64 {
+        let had = self.records.put(&mut self.slots, first, last, None);
+        if had > 0 {
+            self.clear(first, last, had);
+        }
+        had
+    }
+
+    fn unbind_bo(&mut self, mut slot: u32) -> u64 {
+        let mut unmapped = 0;
+        while slot != NONE {
+            let mut n = 0;
+            while let Some((from, to)) = self.slots.place(slot, n).filter(|_| self.slots.get(slot).pages() > 0) {
+                let pages = (Records::<F>::chunk_pages(from).0, Records::<F>::chunk_pages(to - 1).1);
+                let Self { table, records, slots, scratch, .. } = self;
+                let lists = &mut scratch.lists;
+                records.take_slot(slots, slot, pages, &mut |gone| match gone {
+                    Gone::Pages(first, last) => {
+                        let cleared = table.clear_into(Self::span(first, last), &mut lists.tables);
+                        lists.add_span(cleared.expect("nothing is cut: no table is needed").0);
+                        unmapped += last - first + 1;
+                    }
+                    Gone::Node(first, last) => {
+                        let span = Self::span(first, last);
+                        if table.prune_into(span, &mut lists.tables) > 0 {
+                            lists.add_span(span);
+                        }
+                    }
+                });
+                n += 1;
+            }
+            slot = self.slots.next_of(slot);
+        }
+        unmapped
+    }
+
+    #[inline]
+    fn clear(&mut self, first: u64, last: u64, had: u64) {
+        let lists = &mut self.scratch.lists;
+        let (span, bytes) = self.table.clear_into(Self::span(first, last), &mut lists.tables).expect(RESERVED);
+        debug_assert_eq!(bytes, had << F::GRANULE.log2(), "records and page table differ in {span}");
+        lists.add_span(span);
+    }
+
+    #[cold]
+    fn prune(&mut self, (first, last): (u64, u64)) {
+        let (span, lists) = (Self::span(first, last), &mut self.scratch.lists);
+        if self.table.prune_into(span, &mut lists.tables) > 0 {
+            lists.add_span(span); // the device may have cached the walk
+        }
+    }
+
+    #[inline]
+    pub(crate) fn va(page: u64) -> DeviceVa {
+        DeviceVa::new(page << F::GRANULE.log2())
+    }
+
+    #[inline]
+    pub(crate) fn span(first: u64, last: u64) -> Span<DeviceVa> {
+        let end = last << F::GRANULE.log2() | (F::GRANULE.bytes() - 1);
+        Span::inclusive(Self::va(first), DeviceVa::new(end)).expect("first <= last")
     }
 }
 
 /// What a commit took away. Invalidate its spans on the device, then hand it to [`Vm::invalidated`].
 ///
-/// When dropped, the tables in it are leaked, which is safe.
+/// When dropped, the tables in it are leaked, and buffers that lost their last binding stay with the VM: both are safe.
 #[must_use = "invalidate the spans on the device, then hand this to Vm::invalidated"]
 #[derive(Debug)]
 pub struct Committed<A> {
-    pub(crate) flushes: Vec<FlushList<DeviceVa, A>>,
+    /// In front of those of the lists.
+    first: Option<Span<DeviceVa>>,
+    pub(crate) lists: Lists<A>,
+    unmapped: u64,
+    /// Chain of slots.
+    pub(crate) released: u32,
 }
 
 impl<A: Address> Committed<A> {
-    /// What the device must invalidate, in the order of the requests; may repeat and overlap. Empty when the batch only
-    /// bound where nothing was.
-    pub fn spans(&self) -> impl ExactSizeIterator<Item = Span<DeviceVa>> {
-        self.flushes.iter().map(FlushList::span)
+    /// That of a bind where nothing was.
+    #[inline]
+    pub(crate) const fn nothing() -> Self {
+        Self { first: None, lists: Lists::new(), unmapped: 0, released: NONE }
     }
 
-    /// The flush list of each request that unmapped something.
-    pub fn flushes(&self) -> &[FlushList<DeviceVa, A>] {
-        &self.flushes
+    /// That of an unmap that detached no table.
+    #[inline]
+    pub(crate) fn one(span: Span<DeviceVa>, bytes: u64) -> Self {
+        Self { first: Some(span), lists: Lists::new(), unmapped: bytes, released: NONE }
+    }
+
+    /// What the device must invalidate, in the order of the requests; neighbours are joined, others may repeat and
+    /// overlap. Empty when the batch only bound where nothing was.
+    pub fn spans(&self) -> impl Iterator<Item = Span<DeviceVa>> {
+        self.first.into_iter().chain(self.lists.spans.iter().copied())
+    }
+
+    /// The spans of the batch's [`Prefetch`](crate::Request::Prefetch) requests.
+    pub fn prefetches(&self) -> impl ExactSizeIterator<Item = Span<DeviceVa>> {
+        self.lists.prefetches.iter().copied()
+    }
+
+    /// The tables that are no longer part of the page table.
+    pub fn tables(&self) -> &[A] {
+        &self.lists.tables
     }
 
     /// Bytes that were unmapped, including those that the same batch bound anew.
     pub fn unmapped_bytes(&self) -> u64 {
-        self.flushes.iter().map(FlushList::bytes).sum()
+        self.unmapped
     }
 
     /// True when there is nothing to invalidate.
     pub fn is_empty(&self) -> bool {
-        self.flushes.is_empty()
+        self.first.is_none() && self.lists.spans.is_empty()
     }
+}
+
+impl<A> Lists<A> {
+    pub(crate) const fn new() -> Self {
+        Self { spans: Vec::new(), prefetches: Vec::new(), tables: Vec::new() }
+    }
+
+    #[inline]
+    pub(crate) fn is_empty(&self) -> bool {
+        self.spans.is_empty() && self.tables.is_empty() && self.prefetches.is_empty()
+    }
+
+    /// Adds a span, joined to the last one where they touch, or where there is no room for another.
+    #[inline]
+    fn add_span(&mut self, span: Span<DeviceVa>) {
+        let room = self.spans.len() < self.spans.capacity();
+        match self.spans.last_mut() {
+            Some(last) if !room || touch(last, &span) => {
+                let (first, end) = (last.first().min(span.first()), last.last().max(span.last()));
+                *last = Span::inclusive(first, end).unwrap_or(span);
+            }
+            _ => self.spans.push(span),
+        }
+    }
+}
+
+/// True for spans that overlap or follow each other.
+fn touch(a: &Span<DeviceVa>, b: &Span<DeviceVa>) -> bool {
+    a.first().bits() <= b.last().bits().saturating_add(1) && b.first().bits() <= a.last().bits().saturating_add(1)
 }

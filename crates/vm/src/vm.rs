@@ -1,21 +1,53 @@
 //! One device address space.
 
-use dmalane_addr::{CardAddr, DeviceVa, Span};
+use alloc::sync::Arc;
+
+use dmalane_addr::{Access, CardAddr, DeviceVa, Segment, Span};
 use dmalane_iopt::{Format, Leaf, PageTable, Place, Run, TableEstimate, Tables};
 
-use crate::bindings::Bindings;
-use crate::plan::Step;
-use crate::{Binding, Committed, Error, Plan, Request};
+use crate::plan::{Scratch, Step};
+use crate::record::Record;
+use crate::records::Records;
+use crate::segments::segments;
+use crate::slots::{Full, NONE, NULL, Slots};
+use crate::{Binding, Bo, Committed, Error, Plan, PlanError, Request, Target};
 
-/// A device's virtual address space: its bindings, and the page table that the device's MMU walks.
+/// A device's virtual address space: what is bound, and the page table that the device's MMU walks.
 ///
 /// Bindings and page table say the same at all times: every byte of a binding is mapped to the card memory of its
 /// buffer object with the binding's access, and nothing else is mapped.
+///
+/// What a bind costs does not depend on how much is bound. Bindings are kept page by page (`records.rs` says how), 8 bytes
+/// for each page of a chunk that is partly bound, and next to nothing for the middle of large ones.
 #[derive(Debug)]
 pub struct Vm<F, T: Tables> {
     range: Span<DeviceVa>,
-    pub(crate) bindings: Bindings,
+    reserved: Option<Span<DeviceVa>>,
+    pub(crate) null: Option<Segment<CardAddr>>,
+    pub(crate) records: Records<F>,
+    pub(crate) slots: Slots,
     pub(crate) table: PageTable<F, DeviceVa, CardAddr, T>,
+    /// Set for good once a batch of a queue has failed.
+    failed: bool,
+    pub(crate) scratch: Scratch<T::Addr>,
+}
+
+/// What is known of a batch while it is planned.
+struct Batch {
+    /// True for a batch of the driver itself.
+    reserved: bool,
+    /// Tables for chunks that are bound as a whole.
+    tables: usize,
+    /// Tables that are there and may be detached.
+    detached: usize,
+    /// First and last page of all that the batch binds.
+    bound: Option<(u64, u64)>,
+}
+
+impl Batch {
+    const fn new(reserved: bool) -> Self {
+        Self { reserved, tables: 0, detached: 0, bound: None }
+    }
 }
 
 impl<F: Format, T: Tables> Vm<F, T> {
@@ -23,8 +55,27 @@ impl<F: Format, T: Tables> Vm<F, T> {
     ///
     /// # Errors
     /// [`Error::Misaligned`] when the range is not made of whole pages, [`Error::New`] when it reaches beyond the input
-    /// addresses of the format or there is no memory for the root table.
+    /// addresses of the format or there is no memory for the root table, [`Error::NoMemory`].
     pub fn new(range: Span<DeviceVa>, tables: T) -> Result<Self, Error> {
+        Self::build(range, None, tables)
+    }
+
+    /// The same, with a part of it kept for the driver itself: requests of [`plan`](Self::plan) that reach into it are
+    /// refused, those of [`plan_reserved`](Self::plan_reserved) must lie within.
+    ///
+    /// # Errors
+    /// As [`new`](Self::new); [`Error::OutsideVm`] when the reserved part is not within the range.
+    pub fn with_reserved(range: Span<DeviceVa>, reserved: Span<DeviceVa>, tables: T) -> Result<Self, Error> {
+        if !reserved.is_aligned(F::GRANULE) {
+            return Err(Error::Misaligned { span: reserved, granule: F::GRANULE });
+        }
+        if !range.covers(&reserved) {
+            return Err(Error::OutsideVm { span: reserved, vm: range });
+        }
+        Self::build(range, Some(reserved), tables)
+    }
+
+    fn build(range: Span<DeviceVa>, reserved: Option<Span<DeviceVa>>, tables: T) -> Result<Self, Error> {
         if !range.is_aligned(F::GRANULE) {
             return Err(Error::Misaligned { span: range, granule: F::GRANULE });
         }
@@ -33,48 +84,476 @@ impl<F: Format, T: Tables> Vm<F, T> {
             let source = dmalane_iopt::Error::InputRange { at: Place::of(range.first()), len: range.len(), bits };
             return Err(Error::New { vm: range, source });
         }
-        let table = PageTable::new(tables).map_err(|source| Error::New { vm: range, source })?;
-        Ok(Self { range, bindings: Bindings::default(), table })
+        Ok(Self {
+            range,
+            reserved,
+            null: None,
+            records: Records::new().map_err(|Full| Error::NoMemory { vm: range })?,
+            slots: Slots::new(),
+            table: PageTable::new(tables).map_err(|source| Error::New { vm: range, source })?,
+            scratch: Scratch::new(),
+            failed: false,
+        })
     }
 
-    /// Checks a batch of requests and reserves the tables it may need in the worst case. Later requests of the batch see
-    /// what earlier ones did. An empty batch is fine.
+    /// Sets the card memory that null ranges show from now on, `len` bytes at `addr`: zeroes that nobody writes to. The
+    /// longer it is, the larger the leaves of null ranges can be: a length that is a page size of the format is best.
+    /// Null ranges that are bound already stay as they are.
     ///
     /// # Errors
-    /// Anything of [`Error`] but [`Error::New`]. The VM is as it was, on failure and until the plan is committed; memory
-    /// that was reserved stays with the [`Tables`] for later use.
-    pub fn plan(&mut self, requests: impl IntoIterator<Item = Request>) -> Result<Plan<'_, F, T>, Error> {
-        let mut steps = alloc::vec::Vec::new();
-        let mut estimate = TableEstimate::<F>::new();
-        // The highest address that the batch binds so far: a bind above it does not replace one of the same batch.
-        let mut bound: Option<DeviceVa> = None;
-        for request in requests {
-            let step = Step::check::<F>(request, self.range)?;
-            let span = step.span();
-            if bound >= Some(span.first()) || self.bindings.overlaps(span) {
-                estimate.unmap(span);
-            }
-            if let Step::Bind(b) = &step {
-                let segments = b.bo.sg().runs(b.offset..b.offset + span.len()).into_iter().flatten();
-                let segment = |source| Error::Segment { va: span.first(), bo: b.bo.id(), source };
-                estimate.map_sg(span.first(), segments).map_err(segment)?;
-                bound = bound.max(Some(span.last()));
-            }
-            steps.push(step);
+    /// [`Error::NullPage`] unless the length is a power of two of whole pages, the address a multiple of it, and all of it
+    /// below the format's limit for output addresses.
+    pub fn set_null_page(&mut self, addr: CardAddr, len: u64) -> Result<(), Error> {
+        let whole = len.is_power_of_two() && len >= F::GRANULE.bytes() && addr.bits() & (len - 1) == 0;
+        if !whole || (addr.bits() | (len - 1)) >> F::OUTPUT_BITS != 0 {
+            return Err(Error::NullPage { addr, len, granule: F::GRANULE });
         }
-        let tables = estimate.tables();
-        if tables > 0 && !self.table.tables_mut().reserve(tables) {
-            return Err(Error::NoTables { tables, vm: self.range });
-        }
-        Ok(Plan::new(self, steps))
+        self.null = Some(Segment { addr, len });
+        Ok(())
     }
 
-    /// Frees the tables that a commit has detached. Call it once the device has invalidated every span of
-    /// [`Committed::spans`] and no longer walks through what it had cached.
-    pub fn invalidated(&mut self, committed: Committed<T::Addr>) {
-        for flush in committed.flushes {
-            self.table.free_tables(flush);
+    /// Checks a batch of requests and reserves whatever its commit may need in the worst case, so that it cannot fail.
+    /// Later requests of the batch see what earlier ones did. An empty batch is fine.
+    ///
+    /// # Errors
+    /// The first request that cannot be carried out, and why; [`Error::NoTables`] or [`Error::NoMemory`]. The VM is as it
+    /// was, on failure and until the plan is committed; memory that was reserved stays with the VM and its [`Tables`] for
+    /// later use.
+    #[inline]
+    pub fn plan(&mut self, requests: impl IntoIterator<Item = Request>) -> Result<Plan<'_, F, T>, PlanError> {
+        self.plan_batch(requests, false)
+    }
+
+    /// Binds `len` bytes from `offset` of a buffer object at `va`, now: a batch of one [`Request::Bind`].
+    ///
+    /// # Errors
+    /// What [`plan`](Self::plan) would say of it. The VM is then as it was.
+    #[inline]
+    pub fn bind(
+        &mut self,
+        va: DeviceVa,
+        bo: &Arc<Bo>,
+        offset: u64,
+        len: u64,
+        access: Access,
+    ) -> Result<Committed<T::Addr>, Error> {
+        if self.failed {
+            return Err(Error::Failed);
         }
+        if len == F::GRANULE.bytes() && self.bind_page(va, bo, offset, access) {
+            return Ok(Committed::nothing());
+        }
+        self.begin();
+        let mut batch = Batch::new(false);
+        let planned = self.plan_bind(va, bo, offset, len, 0, access, &mut batch);
+        self.finish(planned, &batch)
+    }
+
+    /// Unbinds a span, now: a batch of one [`Request::Unbind`].
+    ///
+    /// # Errors
+    /// What [`plan`](Self::plan) would say of it. The VM is then as it was.
+    #[inline]
+    pub fn unbind(&mut self, span: Span<DeviceVa>) -> Result<Committed<T::Addr>, Error> {
+        if span.len() == F::GRANULE.bytes()
+            && let Some(committed) = self.unbind_page(span)
+        {
+            return Ok(committed);
+        }
+        self.begin();
+        let mut batch = Batch::new(false);
+        let planned = self.plan_unbind(span, &mut batch);
+        self.finish(planned, &batch)
+    }
+
+    /// Binds one page, if all is well and nothing is bound there, in a chunk that has its table, to a buffer that is bound
+    /// already: then nothing has to be planned. False when that is not so; nothing has changed then.
+    #[inline(always)]
+    fn bind_page(&mut self, va: DeviceVa, bo: &Arc<Bo>, offset: u64, access: Access) -> bool {
+        let granule = F::GRANULE;
+        let aligned = (va.bits() | offset) & (granule.bytes() - 1) == 0;
+        let allowed = self.range.contains(va) && self.reserved.is_none() && F::supports(access);
+        if !(aligned && allowed && bo.is_mappable(granule, F::OUTPUT_BITS, Record::MAX_PAGES)) {
+            return false;
+        }
+        let page = va.bits() >> granule.log2();
+        let Some(to) = bo.sg().page_at(offset, granule) else { return false };
+        if !self.records.is_vacant(page) {
+            return false;
+        }
+        let Some(slot) = self.slots.bound_page(bo, Records::<F>::chunk(page)) else { return false };
+        self.records.put_vacant(page, Record::new(slot, offset >> granule.log2(), access, false));
+        self.table.map(va, to, granule.bytes(), access).expect("where there is a node, there is a table");
+        true
+    }
+
+    /// Unbinds one page, if it is bound, and neither the last one of its chunk nor of its buffer.
+    #[inline(always)]
+    fn unbind_page(&mut self, span: Span<DeviceVa>) -> Option<Committed<T::Addr>> {
+        let page = span.first().bits() >> F::GRANULE.log2();
+        if !span.is_aligned(F::GRANULE) || !self.range.covers(&span) || self.reserved.is_some() {
+            return None;
+        }
+        let record = self.records.one_of_many(page)?;
+        if !self.slots.unbound_page(record.slot()) {
+            return None;
+        }
+        self.records.take_one(page);
+        // A page of a chunk that stays in use: nothing is cut or detached, so nothing is added to the list.
+        let cleared = self.table.clear_into(span, &mut self.scratch.lists.tables);
+        let (span, bytes) = cleared.expect("what is bound page by page is mapped so");
+        Some(Committed::one(span, bytes))
+    }
+
+    /// Commits a batch of one, or takes back what was planned.
+    #[inline]
+    fn finish(&mut self, planned: Result<(), Error>, batch: &Batch) -> Result<Committed<T::Addr>, Error> {
+        match planned.and_then(|()| self.reserve(batch)) {
+            Ok(()) => Ok(self.commit()),
+            Err(e) => {
+                self.forget_plan();
+                Err(e)
+            }
+        }
+    }
+
+    #[inline]
+    fn begin(&mut self) {
+        self.scratch.steps.clear();
+        self.scratch.touched.clear();
+        self.records.begin();
+    }
+
+    /// The same for the driver itself: all requests must lie within the reserved part
+    /// ([`with_reserved`](Self::with_reserved)).
+    ///
+    /// # Errors
+    /// As [`plan`](Self::plan); [`Error::Reserved`] for a span that is not within the reserved part, [`Error::OutsideVm`]
+    /// when there is none.
+    pub fn plan_reserved(&mut self, requests: impl IntoIterator<Item = Request>) -> Result<Plan<'_, F, T>, PlanError> {
+        self.plan_batch(requests, true)
+    }
+
+    #[inline]
+    fn plan_batch(
+        &mut self,
+        requests: impl IntoIterator<Item = Request>,
+        reserved: bool,
+    ) -> Result<Plan<'_, F, T>, PlanError> {
+        self.begin();
+        let plan = Plan::new(self); // takes back what follows, should it fail
+        let mut batch = Batch::new(reserved);
+        let mut index = 0;
+        for (i, request) in requests.into_iter().enumerate() {
+            index = i;
+            if plan.vm.failed && !matches!(request, Request::Unbind(_) | Request::UnbindBo(_)) {
+                return Err(PlanError { index, error: Error::Failed });
+            }
+            if let Err(error) = plan.vm.plan_request(request, &mut batch) {
+                return Err(PlanError { index, error });
+            }
+        }
+        if let Err(error) = plan.vm.reserve(&batch) {
+            return Err(PlanError { index, error });
+        }
+        Ok(plan)
+    }
+
+    /// Checks one request and makes the nodes of the tree for it.
+    #[inline]
+    fn plan_request(&mut self, request: Request, batch: &mut Batch) -> Result<(), Error> {
+        match request {
+            Request::Bind { va, bo, offset, len, access } => self.plan_bind(va, &bo, offset, len, 0, access, batch),
+            Request::Repeat { va, bo, offset, page, len, access } => {
+                let pages = page >> F::GRANULE.log2();
+                let span = self.check_bind(va, len, access, batch)?;
+                if !page.is_power_of_two() || pages == 0 || (va.bits() | len) & (page - 1) != 0 {
+                    return Err(Error::RepeatPage { page, span, granule: F::GRANULE });
+                }
+                self.plan_bind(va, &bo, offset, len, pages, access, batch)
+            }
+            Request::Null { va, len } => {
+                let span = self.check_bind(va, len, Access::READ, batch)?;
+                if self.null.is_none() {
+                    return Err(Error::NoNullPage { va });
+                }
+                self.slots.hold(NULL).map_err(|_| self.no_memory())?;
+                self.add_bind(span, Record::new(NULL, 0, Access::READ, true), batch)
+            }
+            Request::Unbind(span) => self.plan_unbind(span, batch),
+            Request::UnbindBo(bo) => match self.slots.first_of(&bo) {
+                NONE => Ok(()),
+                slot => {
+                    self.records.will_unlink();
+                    batch.detached += self.tables_of(slot);
+                    self.add_step(Step::UnbindBo { slot })
+                }
+            },
+            Request::Prefetch(span) => {
+                self.check_span(span, batch)?;
+                self.scratch.lists.prefetches.try_reserve(1).map_err(|_| self.no_memory())?;
+                self.scratch.lists.prefetches.push(span);
+                Ok(())
+            }
+        }
+    }
+
+    /// Plans a bind, of which `repeat` pages repeat if that is not 0.
+    #[inline]
+    #[allow(clippy::too_many_arguments)] // the fields of two requests
+    fn plan_bind(
+        &mut self,
+        va: DeviceVa,
+        bo: &Arc<Bo>,
+        offset: u64,
+        len: u64,
+        repeat: u64,
+        access: Access,
+        batch: &mut Batch,
+    ) -> Result<(), Error> {
+        let granule = F::GRANULE;
+        let span = self.check_bind(va, len, access, batch)?;
+        let used = if repeat == 0 { len } else { repeat << granule.log2() };
+        let within = offset.checked_add(used).is_some_and(|end| end <= bo.len());
+        let aligned = offset & (granule.bytes() - 1) == 0;
+        if !(within && aligned && bo.is_mappable(granule, F::OUTPUT_BITS, Record::MAX_PAGES)) {
+            Self::check_bo(va, bo, offset, used)?;
+        }
+        let slot = self.slots.plan(bo, repeat.saturating_sub(1)).map_err(|Full| self.no_memory())?;
+        self.add_bind(span, Record::new(slot, offset >> granule.log2(), access, repeat > 0), batch)
+    }
+
+    #[inline]
+    fn plan_unbind(&mut self, span: Span<DeviceVa>, batch: &mut Batch) -> Result<(), Error> {
+        self.check_span(span, batch)?;
+        let (first, last) = pages_of::<F>(span);
+        // What an earlier request binds as a whole must be cut by this one.
+        let cuts = batch.bound.is_some_and(|(low, high)| first <= high && low <= last);
+        self.touch(first, last, cuts, batch)?;
+        self.add_step(Step::Unbind { first, last })
+    }
+
+    /// Whether the `used` bytes at `offset` of a buffer can be bound, and why not.
+    #[cold]
+    fn check_bo(va: DeviceVa, bo: &Bo, offset: u64, used: u64) -> Result<(), Error> {
+        let granule = F::GRANULE;
+        if offset & (granule.bytes() - 1) != 0 {
+            return Err(Error::MisalignedOffset { va, bo: bo.id(), offset, granule });
+        }
+        if offset.checked_add(used).is_none_or(|end| end > bo.len()) {
+            return Err(Error::BeyondBo { va, bo: bo.id(), offset, len: used, bo_len: bo.len() });
+        }
+        if bo.len() >> granule.log2() >= Record::MAX_PAGES {
+            return Err(Error::BoTooLarge { bo: bo.id(), len: bo.len(), granule });
+        }
+        // Not all of the buffer can be mapped. Perhaps this part of it can.
+        let part = bo.sg().runs(offset..offset + used).into_iter().flatten();
+        let checked = TableEstimate::<F>::new().map_sg(DeviceVa::new(0), part);
+        checked.map_err(|source| Error::Segment { va, bo: bo.id(), source })
+    }
+
+    #[inline(always)]
+    fn add_bind(&mut self, span: Span<DeviceVa>, record: Record, batch: &mut Batch) -> Result<(), Error> {
+        let (first, last) = pages_of::<F>(span);
+        self.touch(first, last, true, batch)?;
+        if Records::<F>::covers_a_chunk(first, last) {
+            if record.is_fixed() {
+                self.refuse_endless(span, record)?;
+            }
+            let tables = self.tables_for(first, last, record)?;
+            batch.tables = batch.tables.saturating_add(tables);
+        }
+        let (low, high) = batch.bound.unwrap_or((first, last));
+        batch.bound = Some((low.min(first), high.max(last)));
+        self.add_step(Step::Bind { first, last, record })
+    }
+
+    /// The tables that binding whole chunks can take.
+    #[inline(never)]
+    fn tables_for(&self, first: u64, last: u64, record: Record) -> Result<usize, Error> {
+        let (va, slot) = (Self::va(first), self.slots.get(record.slot()));
+        let mut estimate = TableEstimate::<F>::new();
+        let checked = estimate.map_sg(va, segments::<F>(self.null, slot, record, first, last));
+        let id = || slot.bo.as_ref().map_or(0, |bo| bo.id());
+        checked.map_err(|source| Error::Segment { va, bo: id(), source })?;
+        Ok(estimate.tables())
+    }
+
+    /// Refuses what repeats so often that there cannot be tables for it, before anything goes through all of it.
+    fn refuse_endless(&mut self, span: Span<DeviceVa>, record: Record) -> Result<(), Error> {
+        let slot = self.slots.get(record.slot());
+        let null = self.null.map_or(0, |null| null.len);
+        let again = slot.bo.as_ref().map_or(null, |_| (slot.repeat_mask + 1) << F::GRANULE.log2());
+        // No leaf is larger than what repeats, and a table has so many of them; the root is there.
+        let leaf = F::PAGE_SIZES.largest_fit(0, again).unwrap_or(F::GRANULE);
+        let least = (span.len() >> leaf.log2() >> F::INDEX_BITS).saturating_sub(1);
+        match usize::try_from(least) {
+            Ok(0) => Ok(()),
+            Ok(least) if self.table.tables_mut().reserve(least) => Ok(()),
+            least => Err(Error::NoTables { tables: least.unwrap_or(usize::MAX), vm: self.range }),
+        }
+    }
+
+    /// The tables that unbinding a buffer, by its first slot, can detach.
+    fn tables_of(&self, mut slot: u32) -> usize {
+        let mut tables = 0;
+        while slot != NONE {
+            for n in 0.. {
+                let Some((from, to)) = self.slots.place(slot, n) else { break };
+                let (first, last) = (Records::<F>::chunk_pages(from).0, Records::<F>::chunk_pages(to - 1).1);
+                tables += self.table.tables_within(Self::span(first, last));
+            }
+            slot = self.slots.next_of(slot);
+        }
+        tables
+    }
+
+    /// What can be said of a bind without its buffer.
+    #[inline(always)]
+    fn check_bind(&self, va: DeviceVa, len: u64, access: Access, batch: &Batch) -> Result<Span<DeviceVa>, Error> {
+        let Some(span) = Span::new(va, len) else {
+            return Err(if len == 0 { Error::Empty { va } } else { Error::Wraps { va, len } });
+        };
+        self.check_span(span, batch)?;
+        if !F::supports(access) {
+            return Err(Error::Unsupported { va, access, format: F::NAME });
+        }
+        Ok(span)
+    }
+
+    #[inline(always)]
+    fn check_span(&self, span: Span<DeviceVa>, batch: &Batch) -> Result<(), Error> {
+        if span.is_aligned(F::GRANULE) && self.range.covers(&span) && self.reserved.is_none() && !batch.reserved {
+            return Ok(());
+        }
+        self.check_place(span, batch)
+    }
+
+    #[cold]
+    fn check_place(&self, span: Span<DeviceVa>, batch: &Batch) -> Result<(), Error> {
+        if !span.is_aligned(F::GRANULE) {
+            return Err(Error::Misaligned { span, granule: F::GRANULE });
+        }
+        if !self.range.covers(&span) {
+            return Err(Error::OutsideVm { span, vm: self.range });
+        }
+        match self.reserved {
+            Some(reserved) if batch.reserved && !reserved.covers(&span) => Err(Error::Reserved { span, reserved }),
+            Some(reserved) if !batch.reserved && reserved.intersect(&span).is_some() => {
+                Err(Error::Reserved { span, reserved })
+            }
+            None if batch.reserved => Err(Error::OutsideVm { span, vm: self.range }),
+            _ => Ok(()),
+        }
+    }
+
+    /// Makes the nodes that changing these pages takes.
+    #[inline(always)]
+    fn touch(&mut self, first: u64, last: u64, make: bool, batch: &mut Batch) -> Result<(), Error> {
+        self.touch_end(first, first, last, make).map_err(|Full| self.no_memory())?;
+        if Records::<F>::chunk(first) != Records::<F>::chunk(last) {
+            self.touch_end(last, first, last, make).map_err(|Full| self.no_memory())?;
+        }
+        if Records::<F>::covers_a_chunk(first, last) {
+            self.records.will_unlink();
+            batch.detached += self.table.tables_within(Self::span(first, last));
+        }
+        Ok(())
+    }
+
+    #[inline(always)]
+    fn touch_end(&mut self, at: u64, first: u64, last: u64, make: bool) -> Result<(), Full> {
+        let chunk = Records::<F>::chunk(at);
+        if self.scratch.touched.last() != Some(&chunk) {
+            self.scratch.touched.try_reserve(1)?;
+            self.scratch.touched.push(chunk);
+        }
+        self.records.touch(at, first, last, make)
+    }
+
+    #[inline(always)]
+    fn add_step(&mut self, step: Step) -> Result<(), Error> {
+        self.scratch.steps.try_reserve(1).map_err(|_| self.no_memory())?;
+        self.scratch.steps.push(step);
+        Ok(())
+    }
+
+    /// Reserves what the planned steps need.
+    #[inline(always)]
+    fn reserve(&mut self, batch: &Batch) -> Result<(), Error> {
+        let tables = batch.tables.saturating_add(self.records.missing_tables());
+        if tables > 0 && !self.table.reserve(tables) {
+            return Err(Error::NoTables { tables, vm: self.range });
+        }
+        let Scratch { steps, touched, lists } = &mut self.scratch;
+        let spans = steps.len() + touched.len();
+        // Chunks that were touched may turn out empty. Whatever the batch makes it may detach again.
+        let detached = batch.detached + tables + touched.len() * F::LEVELS as usize;
+        if lists.spans.try_reserve(spans).is_err() || lists.tables.try_reserve(detached).is_err() {
+            return Err(self.no_memory());
+        }
+        Ok(())
+    }
+
+    #[cold]
+    fn no_memory(&self) -> Error {
+        Error::NoMemory { vm: self.range }
+    }
+
+    /// Frees the tables that a commit has detached, and lets go of the buffers that lost their last binding. Call it once
+    /// the device has invalidated every span of [`Committed::spans`] and no longer walks through what it had cached.
+    #[inline]
+    pub fn invalidated(&mut self, committed: Committed<T::Addr>) {
+        let Committed { mut lists, released, .. } = committed;
+        if released != NONE {
+            self.slots.release(released);
+        }
+        if lists.is_empty() {
+            return;
+        }
+        if !lists.tables.is_empty() {
+            self.table.free_detached(lists.tables.drain(..));
+        }
+        // The room is for the next plan.
+        lists.spans.clear();
+        lists.prefetches.clear();
+        self.scratch.lists = lists;
+    }
+
+    /// Makes larger leaves within the span where what is bound, by many requests perhaps, continues in the buffer object and
+    /// on the card, for whole tables at a time. Gives the number of tables that this freed. What is bound stays the same.
+    ///
+    /// `invalidate` is called once for each table that goes, while its addresses are not mapped, and returns when the device
+    /// has forgotten them: the break-before-make order of the Arm architecture, in which a device that uses them
+    /// meanwhile sees a fault.
+    ///
+    /// # Errors
+    /// [`Error::Misaligned`], [`Error::OutsideVm`].
+    pub fn merge(&mut self, span: Span<DeviceVa>, mut invalidate: impl FnMut(Span<DeviceVa>)) -> Result<usize, Error> {
+        if !span.is_aligned(F::GRANULE) {
+            return Err(Error::Misaligned { span, granule: F::GRANULE });
+        }
+        if !self.range.covers(&span) {
+            return Err(Error::OutsideVm { span, vm: self.range });
+        }
+        let (first, last) = pages_of::<F>(span);
+        let Self { records, table, .. } = self;
+        let mut freed = 0;
+        records.join(first, last, &mut |first, last| {
+            let merged = table.merge(Self::span(first, last), &mut invalidate);
+            freed += merged.expect("whole pages within the VM");
+        });
+        Ok(freed)
+    }
+
+    /// Marks the VM as failed, for good: a batch that others rely on was not applied. From now on only unbinds are planned.
+    pub fn fail(&mut self) {
+        self.failed = true;
+    }
+
+    /// True once the VM has failed: see [`BindQueue`](crate::BindQueue).
+    pub fn has_failed(&self) -> bool {
+        self.failed
     }
 
     /// What the VM covers.
@@ -82,9 +561,80 @@ impl<F: Format, T: Tables> Vm<F, T> {
         self.range
     }
 
+    /// The part that is kept for the driver itself.
+    pub fn reserved(&self) -> Option<Span<DeviceVa>> {
+        self.reserved
+    }
+
     /// All bindings by ascending address.
-    pub fn bindings(&self) -> impl DoubleEndedIterator<Item = &Binding> + ExactSizeIterator {
-        self.bindings.iter()
+    pub fn bindings(&self) -> impl Iterator<Item = Binding> {
+        self.bindings_from(0)
+    }
+
+    /// What is bound at an address.
+    pub fn binding_at(&self, va: DeviceVa) -> Option<Binding> {
+        let page = va.bits() >> F::GRANULE.log2();
+        let mut at = self.records.next(page).filter(|extent| extent.first <= page)?;
+        let record_at = |extent: &crate::records::Extent, page: u64| extent.record.advance(page - extent.first);
+        // Down to where it begins.
+        while at.first > 0
+            && let Some(below) = self.records.next(at.first - 1).filter(|extent| extent.first < at.first)
+            && record_at(&below, at.first) == at.record
+        {
+            at = below;
+        }
+        self.bindings_from(at.first).next()
+    }
+
+    /// Bindings from a page on; what of the first lies before the page may be missing.
+    pub(crate) fn bindings_from(&self, mut page: u64) -> impl Iterator<Item = Binding> {
+        core::iter::from_fn(move || {
+            let extent = self.records.next(page)?;
+            let first = extent.first;
+            page = first + extent.pages;
+            while let Some(next) = self.records.next(page)
+                && next.first == page
+                && next.record == extent.record.advance(page - first)
+            {
+                page += next.pages;
+            }
+            Some(self.binding(first, page - 1, extent.record))
+        })
+    }
+
+    fn binding(&self, first: u64, last: u64, record: Record) -> Binding {
+        let slot = self.slots.get(record.slot());
+        let offset = record.page() << F::GRANULE.log2();
+        let to = match &slot.bo {
+            Some(bo) if record.is_fixed() => {
+                Target::Repeat { bo: bo.clone(), offset, page: (slot.repeat_mask + 1) << F::GRANULE.log2() }
+            }
+            Some(bo) => Target::Bo { bo: bo.clone(), offset },
+            None => Target::Null,
+        };
+        Binding { span: Self::span(first, last), to, access: record.access() }
+    }
+
+    /// Bytes of the buffer object that are bound, each counted as often as it is.
+    pub fn bound_bytes(&mut self, bo: &Arc<Bo>) -> u64 {
+        let mut slot = self.slots.first_of(bo);
+        let mut pages = 0;
+        while slot != NONE {
+            pages += self.slots.get(slot).pages();
+            slot = self.slots.next_of(slot);
+        }
+        pages << F::GRANULE.log2()
+    }
+
+    /// Bytes of memory that bookkeeping takes, tables apart.
+    pub fn bookkeeping_bytes(&self) -> usize {
+        self.records.bytes() + self.slots.bytes()
+    }
+
+    /// Gives back memory that bookkeeping keeps for later binds.
+    pub fn trim(&mut self) {
+        self.records.trim();
+        self.scratch = Scratch::new();
     }
 
     /// The leaf that translates `va`, or `None` where nothing is bound.
@@ -111,4 +661,10 @@ impl<F: Format, T: Tables> Vm<F, T> {
     pub fn into_tables(self) -> T {
         self.table.into_tables()
     }
+}
+
+/// First and last page of a span of whole pages.
+#[inline]
+fn pages_of<F: Format>(span: Span<DeviceVa>) -> (u64, u64) {
+    (span.first().bits() >> F::GRANULE.log2(), span.last().bits() >> F::GRANULE.log2())
 }

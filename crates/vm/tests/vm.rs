@@ -3,9 +3,9 @@
 use std::collections::BTreeMap;
 use std::sync::Arc;
 
-use dmalane_addr::{Access, CardAddr, DeviceVa, PageSize, SgTable, Span};
+use dmalane_addr::{Access, CardAddr, DeviceVa, PageSize, Segment, Span};
 use dmalane_iopt::{Arm64S1_4k, Format, HeapTables, Tables, X86_64_4Level};
-use dmalane_vm::{Bo, Committed, Error, Request, Vm};
+use dmalane_vm::{Bo, Committed, Error, PlanError, Request, Target, Vm};
 use proptest::prelude::*;
 use proptest::test_runner::TestCaseError;
 
@@ -62,11 +62,8 @@ fn span(page: u64, pages: u64) -> Span<DeviceVa> {
 
 /// A buffer of these runs, in pages.
 fn bo(id: u64, runs: &[(u64, u64)]) -> Arc<Bo> {
-    let mut sg = SgTable::new();
-    for &(frame, pages) in runs {
-        sg.push(CardAddr::new(frame * PAGE), pages * PAGE).unwrap();
-    }
-    Arc::new(Bo::new(id, sg))
+    let segment = |&(frame, pages): &(u64, u64)| Segment { addr: CardAddr::new(frame * PAGE), len: pages * PAGE };
+    Arc::new(Bo::of_segments(id, runs.iter().map(segment)).unwrap())
 }
 
 fn bind(page: u64, bo: &Arc<Bo>, offset: u64, pages: u64, access: Access) -> Request {
@@ -76,11 +73,28 @@ fn bind(page: u64, bo: &Arc<Bo>, offset: u64, pages: u64, access: Access) -> Req
 /// First page, pages, buffer, page of the buffer, access.
 type Row = (u64, u64, u64, u64, Access);
 
+/// The bindings; those that repeat count as one for each page.
 fn bindings<F: Format, T: Tables>(vm: &Vm<F, T>) -> Vec<Row> {
-    vm.bindings()
-        .map(|b| (b.span.first().bits() / PAGE, b.span.len() / PAGE, b.bo.id(), b.offset / PAGE, b.access))
-        .collect()
+    let mut rows = Vec::new();
+    for b in vm.bindings() {
+        let (first, pages) = (b.span.first().bits() / PAGE, b.span.len() / PAGE);
+        match &b.to {
+            Target::Bo { bo, offset } => rows.push((first, pages, bo.id(), offset / PAGE, b.access)),
+            Target::Repeat { bo, offset, page } => {
+                let repeat = page / PAGE;
+                rows.extend((first..first + pages).map(|p| (p, 1, bo.id(), offset / PAGE + p % repeat, b.access)));
+            }
+            Target::Null => rows.extend((first..first + pages).map(|p| (p, 1, NULL_BO, p % NULL_PAGES, b.access))),
+            _ => unreachable!("no other targets"),
+        }
+    }
+    rows
 }
+
+/// Stands for the null page where a buffer is named: 4 pages that all null ranges show.
+const NULL_BO: u64 = 99;
+const NULL_PAGES: u64 = 4;
+const NULL_FRAME: u64 = 77_000;
 
 /// Everything that can be seen of a VM.
 fn snapshot<F: Format>(vm: &Vm<F, Strict>) -> impl PartialEq + use<F> {
@@ -102,9 +116,21 @@ fn apply(model: &mut Model, request: &Request) {
                 model.insert(va.bits() / PAGE + i, (bo.id(), offset / PAGE + i, *access));
             }
         }
+        Request::Repeat { va, bo, offset, page, len, access } => {
+            for i in 0..len / PAGE {
+                model.insert(va.bits() / PAGE + i, (bo.id(), offset / PAGE + i % (page / PAGE), *access));
+            }
+        }
+        Request::Null { va, len } => {
+            for at in va.bits() / PAGE..(va.bits() + len) / PAGE {
+                model.insert(at, (NULL_BO, at % NULL_PAGES, Access::READ));
+            }
+        }
         Request::Unbind(span) => {
             model.retain(|page, _| !span.contains(va(*page)));
         }
+        Request::UnbindBo(bo) => model.retain(|_, (id, ..)| *id != bo.id()),
+        Request::Prefetch(_) => {}
         _ => unreachable!("no other requests"),
     }
 }
@@ -123,7 +149,13 @@ fn agree<F: Format>(vm: &Vm<F, Strict>, model: &Model, bos: &[Arc<Bo>]) -> Resul
             mapped.insert(run.at.bits() / PAGE + i, (run.to.bits() + i * PAGE, run.access));
         }
     }
-    let card = |bo: u64, page: u64| bos[bo as usize].sg().segment_at(page * PAGE).unwrap().addr.bits();
+    let card = |bo: u64, page: u64| {
+        if bo == NULL_BO {
+            (NULL_FRAME + page) * PAGE
+        } else {
+            bos[bo as usize].sg().segment_at(page * PAGE).unwrap().addr.bits()
+        }
+    };
     let expected: BTreeMap<_, _> =
         model.iter().map(|(&va, &(bo, page, access))| (va, (card(bo, page), access))).collect();
     prop_assert!(mapped == expected, "the page table differs");
@@ -148,10 +180,23 @@ enum Ask {
         pages: u64,
         access: Access,
     },
+    Repeat {
+        page: u64,
+        bo: usize,
+        offset: u64,
+        /// Logarithm of the pages that repeat.
+        repeat: u32,
+        times: u64,
+    },
+    Null {
+        page: u64,
+        pages: u64,
+    },
     Unbind {
         page: u64,
         pages: u64,
     },
+    UnbindBo(usize),
     /// A request that is wrong in itself.
     Bad(u8),
 }
@@ -169,7 +214,11 @@ fn ask(bad: u32) -> impl Strategy<Value = Ask> {
     prop_oneof![
         6 => (near_block(), 0usize..3, near_block(), pages(), access)
             .prop_map(|(page, bo, offset, pages, access)| Ask::Bind { page, bo, offset, pages, access }),
+        1 => (near_block(), 0usize..3, near_block(), 0u32..4, 1u64..300)
+            .prop_map(|(page, bo, offset, repeat, times)| Ask::Repeat { page, bo, offset, repeat, times }),
+        1 => (near_block(), pages()).prop_map(|(page, pages)| Ask::Null { page, pages }),
         3 => (near_block(), pages()).prop_map(|(page, pages)| Ask::Unbind { page, pages }),
+        1 => (0usize..3).prop_map(Ask::UnbindBo),
         bad => (0u8..9).prop_map(Ask::Bad),
     ]
 }
@@ -184,6 +233,19 @@ fn request(ask: &Ask, bos: &[Arc<Bo>]) -> Request {
             bind(FIRST + page, &bos[bo], offset, pages, access)
         }
         Ask::Unbind { page, pages } => Request::Unbind(span(FIRST + page, pages.min(RANGE_PAGES - page))),
+        Ask::Repeat { page, bo, offset, repeat, times } => {
+            let (page, repeat) = ((FIRST + page) >> repeat << repeat, 1 << repeat);
+            Request::Repeat {
+                va: va(page),
+                bo: bos[bo].clone(),
+                offset: (offset % (bos[bo].len() / PAGE - repeat + 1)) * PAGE,
+                page: repeat * PAGE,
+                len: times.min((FIRST + RANGE_PAGES - page) / repeat) * repeat * PAGE,
+                access: Access::RW,
+            }
+        }
+        Ask::Null { page, pages } => Request::Null { va: va(FIRST + page), len: pages.min(RANGE_PAGES - page) * PAGE },
+        Ask::UnbindBo(bo) => Request::UnbindBo(bos[bo].clone()),
         Ask::Bad(n) => bad(n, bos).0,
     }
 }
@@ -192,10 +254,8 @@ type Expected = fn(&Error) -> bool;
 
 /// A bad request and the error it must give.
 fn bad(n: u8, bos: &[Arc<Bo>]) -> (Request, Expected) {
-    let mut odd = SgTable::new();
-    odd.push(CardAddr::new(0x1000), 100).unwrap();
-    odd.push(CardAddr::new(0x8000), 2 * PAGE - 100).unwrap();
-    let odd = Arc::new(Bo::new(9, odd));
+    let odd = [(0x1000, 100), (0x8000, 2 * PAGE - 100)].map(|(at, len)| Segment { addr: CardAddr::new(at), len });
+    let odd = Arc::new(Bo::of_segments(9, odd).unwrap());
     let far = bo(8, &[((1 << 40) - 1, 2)]); // reaches 2^52
     let (good, at) = (&bos[0], va(FIRST));
     let bind_bytes =
@@ -222,7 +282,9 @@ fn bad(n: u8, bos: &[Arc<Bo>]) -> (Request, Expected) {
 }
 
 fn new_vm<F: Format>() -> Vm<F, Strict> {
-    Vm::new(span(FIRST, RANGE_PAGES), Strict::new()).unwrap()
+    let mut vm = Vm::new(span(FIRST, RANGE_PAGES), Strict::new()).unwrap();
+    vm.set_null_page(CardAddr::new(NULL_FRAME * PAGE), NULL_PAGES * PAGE).unwrap();
+    vm
 }
 
 fn random_batches<F: Format>(batches: &[Vec<Ask>]) -> Result<(), TestCaseError> {
@@ -246,7 +308,7 @@ fn random_batches<F: Format>(batches: &[Vec<Ask>]) -> Result<(), TestCaseError> 
                     drop(dropped);
                     break;
                 }
-                Err(Error::NoTables { tables, .. }) => prop_assert!(tables > allow),
+                Err(PlanError { error: Error::NoTables { tables, .. }, .. }) => prop_assert!(tables > allow),
                 Err(e) => prop_assert!(false, "{e}"),
             }
             refused += 1;
@@ -301,12 +363,13 @@ fn every_refusal_leaves_the_vm_as_it_was() {
         // After requests that would change much.
         let batch = [Request::Unbind(vm.range()), bind(FIRST + 3, &bos[1], 0, 9, Access::READ), request];
         let e = vm.plan(batch).unwrap_err();
-        assert!(expected(&e), "{n}: {e:?}");
+        assert_eq!(e.index, 2);
+        assert!(expected(&e.error), "{n}: {e:?}");
         assert!(snapshot(&vm) == before, "{n}");
     }
     // An output address beyond the format's, which is narrower here.
     let mut arm = new_vm::<Arm64S1_4k>();
-    let e = arm.plan([bind(FIRST, &bo(5, &[((1 << 36) - 1, 2)]), 0, 2, Access::RW)]).unwrap_err();
+    let e = arm.plan([bind(FIRST, &bo(5, &[((1 << 36) - 1, 2)]), 0, 2, Access::RW)]).unwrap_err().error;
     assert!(matches!(e, Error::Segment { bo: 5, source: dmalane_iopt::Error::OutputRange { .. }, .. }), "{e:?}");
 }
 
@@ -373,6 +436,51 @@ fn split_cases() {
     }
 }
 
+/// The same requests where the new binding shows the same buffer and continues the old one: both are one. With other
+/// rights, or one page further in the buffer, they are not.
+#[test]
+fn contiguous_cases() {
+    const RW: Access = Access::RW;
+    let bo = bo(0, &[(100, 40)]);
+    for (page, pages) in
+        [(4, 4), (4, 2), (6, 2), (5, 2), (3, 3), (6, 3), (3, 6), (4, 5), (3, 5), (2, 2), (8, 2), (1, 2), (9, 2)]
+    {
+        for (shift, access) in [(0, RW), (1, RW), (0, Access::READ)] {
+            let mut vm = Vm::<X86_64_4Level, _>::new(span(0, 100), Strict::new()).unwrap();
+            let committed = run(&mut vm, [bind(4, &bo, 14, 4, RW)]);
+            vm.invalidated(committed);
+            let committed = run(&mut vm, [bind(page, &bo, 10 + page + shift, pages, access)]);
+            vm.invalidated(committed);
+            let end = page + pages;
+            let one: Vec<Row> = match (shift, access) {
+                // Apart from each other.
+                (0, RW) if end < 4 => vec![(page, pages, 0, 10 + page, RW), (4, 4, 0, 14, RW)],
+                (0, RW) if page > 8 => vec![(4, 4, 0, 14, RW), (page, pages, 0, 10 + page, RW)],
+                (0, RW) => vec![(4.min(page), 8.max(end) - 4.min(page), 0, 10 + 4.min(page), RW)],
+                _ => {
+                    let old = [(4, page.clamp(4, 8)), (end.clamp(4, 8), 8)];
+                    let mut rows: Vec<Row> = old.iter().map(|&(a, b)| (a, b - a, 0, 10 + a, RW)).collect();
+                    rows.push((page, pages, 0, 10 + page + shift, access));
+                    rows.retain(|row| row.1 > 0);
+                    rows.sort_by_key(|row| row.0);
+                    rows
+                }
+            };
+            assert_eq!(bindings(&vm), one, "{pages} pages at {page}, {shift} further, {access}");
+            let middle = page + pages / 2;
+            let at = vm.binding_at(va(middle)).unwrap();
+            assert!(vm.bindings().any(|b| b.span == at.span && b.offset() == at.offset()), "{middle}");
+            // Both halves of a request in the middle of one binding, and back.
+            let committed = run(&mut vm, [Request::Unbind(span(middle, 1))]);
+            vm.invalidated(committed);
+            let access = if shift == 0 { access } else { RW };
+            let committed = run(&mut vm, [bind(middle, &bo, 10 + middle + shift, 1, access)]);
+            vm.invalidated(committed);
+            assert_eq!(bindings(&vm), one);
+        }
+    }
+}
+
 #[test]
 fn one_bind_over_several() {
     let bos = [bo(0, &[(100, 20)]), bo(1, &[(200, 20)])];
@@ -426,6 +534,29 @@ fn vm_range() -> Span<DeviceVa> {
 }
 
 #[test]
+fn pages_bound_one_by_one_become_a_large_leaf_again() {
+    let (big, other) = (bo(1, &[(4 * 512, 1024)]), bo(2, &[(6 * 512, 512)]));
+    let mut vm = new_vm::<X86_64_4Level>();
+    let committed = run(&mut vm, (0..1024).map(|i| bind(FIRST + i, &big, i, 1, Access::RW)));
+    vm.invalidated(committed);
+    // Continues on the card, but in another buffer.
+    let committed = run(&mut vm, (0..512).map(|i| bind(FIRST + 1024 + i, &other, i, 1, Access::RW)));
+    vm.invalidated(committed);
+    let counts = |vm: &Vm<X86_64_4Level, Strict>| vm.page_table().leaf_counts().map(|(_, n)| n).collect::<Vec<_>>();
+    assert_eq!(counts(&vm), [3 * 512, 0, 0]);
+    let before = bindings(&vm);
+    let mut gone = Vec::new();
+    assert_eq!(vm.merge(span(FIRST + 1, RANGE_PAGES - 1), |span| gone.push(span)).unwrap(), 2, "not the first table");
+    assert_eq!(gone, [span(FIRST + 512, 512), span(FIRST + 1024, 512)]);
+    assert_eq!(counts(&vm), [512, 2, 0]);
+    assert_eq!(bindings(&vm), before);
+    let committed = run(&mut vm, [Request::Unbind(span(FIRST + 600, 1)), Request::UnbindBo(other.clone())]);
+    vm.invalidated(committed);
+    assert_eq!(bindings(&vm), [(FIRST, 600, 1, 0, Access::RW), (FIRST + 601, 423, 1, 601, Access::RW)]);
+    assert!(matches!(vm.merge(span(0, 600), |_| ()), Err(Error::OutsideVm { .. })));
+}
+
+#[test]
 fn later_requests_of_a_batch_see_earlier_ones() {
     let bos = buffers();
     let mut vm = new_vm::<X86_64_4Level>();
@@ -461,7 +592,8 @@ fn a_long_batch_reserves_no_more_than_it_needs() {
     let batch = (0..RANGE_PAGES).map(|i| bind(FIRST + i, &bos[1], i % 600, 1, Access::RW));
     let committed = run(&mut vm, batch);
     vm.invalidated(committed);
-    assert_eq!(vm.bindings().count() as u64, RANGE_PAGES);
+    // One page after another of a buffer of 600 pages: what continues is one binding.
+    assert_eq!(vm.bindings().map(|b| b.span.len() / PAGE).collect::<Vec<_>>(), [600, 600, 600, 248]);
     // And 1 TiB of address space is unbound with what it takes to split two leaves.
     let mut vm = Vm::<X86_64_4Level, _>::new(Span::new(va(0), 1 << 40).unwrap(), Strict::new()).unwrap();
     let committed = run(&mut vm, [bind(0, &bos[0], 0, 2048, Access::RW)]);
@@ -480,7 +612,7 @@ fn a_batch_that_binds_unbinds_and_binds_again() {
     let mut vm = Vm::<X86_64_4Level, _>::new(span(0, 4 * GIB), Strict::new()).unwrap();
     let again = || [bind(GIB, &bos[1], 0, 1, Access::RW), Request::Unbind(span(GIB, GIB))];
     let committed = run(&mut vm, [again(), again(), again()].into_iter().flatten());
-    assert_eq!(committed.flushes().iter().map(|f| f.tables().len()).collect::<Vec<_>>(), [3, 3, 3]);
+    assert_eq!(committed.tables().len(), 2 + 2 + 2 + 1, "two below the gigabyte each time, one above it at the end");
     vm.invalidated(committed);
     assert_eq!(vm.page_table().tables().heap.in_use(), 1);
 }

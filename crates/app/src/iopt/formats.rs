@@ -5,6 +5,8 @@ use std::path::Path;
 
 use dmalane::addr::{Access, Iova, PageSize, PhysAddr};
 use dmalane::iopt::{self, *};
+use dmalane::trace::{Header, TraceError};
+use dmalane::vm::AnyVm;
 
 use super::image::{Image, ImageTables};
 use super::spec::{Mapping, wrong};
@@ -59,6 +61,8 @@ pub struct Format {
     pub walk: fn(&Image, root: u64, at: u64) -> Result<Walked, WalkFault>,
     /// Everything that the tables below `root` map.
     pub dump: fn(&Image, root: u64) -> Result<Vec<Run>, Endless>,
+    /// An empty VM as the first line of a trace says.
+    pub vm: fn(&Header) -> Result<Box<dyn AnyVm + Send>, TraceError>,
 }
 
 impl Format {
@@ -68,7 +72,7 @@ impl Format {
 
     /// For a format with another number of bits, which the crate does not name.
     const fn named<F: iopt::Format>(name: &'static str) -> Self {
-        Self { name, build: build::<F>, walk: walk::<F>, dump: dump::<F> }
+        Self { name, build: build::<F>, walk: walk::<F>, dump: dump::<F>, vm: Header::vm::<F> }
     }
 }
 

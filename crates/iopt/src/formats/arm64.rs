@@ -123,11 +123,16 @@ pub(super) enum Type {
 /// Reads bits 1:0 at `level`. Blocks exist from `top` on.
 #[inline]
 pub(super) fn descriptor_type(levels: u32, top: u32, level: u32, entry: u64) -> Type {
-    match entry & (VALID | TABLE_OR_PAGE) {
-        0b11 if level + 1 < levels => Type::Table,
-        0b11 if level + 1 == levels => Type::Leaf,
-        VALID if level >= top && level + 1 < levels => Type::Leaf,
-        _ => Type::Invalid, // at the last level type 0b01 is reserved
+    // Bit by bit: a walk comes by here at every level, and most entries on its way are tables.
+    if entry & VALID == 0 || level >= levels {
+        return Type::Invalid;
+    }
+    let last = level + 1 == levels;
+    match entry & TABLE_OR_PAGE != 0 {
+        true if last => Type::Leaf,
+        true => Type::Table,
+        false if level >= top && !last => Type::Leaf,
+        false => Type::Invalid, // at the last level type 0b01 is reserved
     }
 }
 

@@ -18,7 +18,7 @@ use std::collections::VecDeque;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock};
 
-use dmalane_addr::{Access, Address, Iova, PageSize, PhysAddr, RangeAllocator, SgTable, Span};
+use dmalane_addr::{Access, Address, Iova, Lease, PageSize, PhysAddr, RangeAllocator, RangeCache, SgTable, Span};
 use dmalane_iopt::{Arm64S1_4k, Format, HeapTables, PageTable};
 
 use self::directory::{Directory, Stretch};
@@ -63,7 +63,7 @@ struct Translation<F: Format> {
 struct Inner<F: Format> {
     translation: RwLock<Translation<F>>,
     frames: Mutex<Frames>,
-    iovas: Mutex<RangeAllocator<Iova>>,
+    iovas: Mutex<RangeCache<Iova>>,
     /// Counts invalidations; an IOTLB filled under another value is stale.
     epoch: AtomicU64,
     faults: Mutex<FaultLog>,
@@ -136,6 +136,7 @@ impl<F: Format> SoftHost<F> {
     /// [`Error::PageTable`] when the root table cannot be made.
     pub fn new(config: HostConfig) -> Result<Self, Error> {
         let space = Span::inclusive(Iova::new(IOVA_FIRST), Iova::new(IOVA_LAST)).expect("a constant span");
+        // The window is never given back.
         let mut iovas = RangeAllocator::new(space, PageSize::SIZE_4K);
         let msi = Span::new(Iova::new(MSI_WINDOW), MSI_LEN).expect("a constant span");
         iovas.reserve(msi).expect("the window lies within the space");
@@ -145,7 +146,7 @@ impl<F: Format> SoftHost<F> {
         Ok(Self(Arc::new(Inner {
             translation: RwLock::new(Translation { table, directory: Directory::default() }),
             frames: Mutex::new(Frames::new(limit, config.fragmentation, config.seed)),
-            iovas: Mutex::new(iovas),
+            iovas: Mutex::new(RangeCache::new(iovas)),
             epoch: AtomicU64::new(0),
             faults: Mutex::default(),
             ports: Mutex::default(),
@@ -181,12 +182,13 @@ impl<F: Format> SoftHost<F> {
             return Err(Error::NoAccess(access));
         }
         let align = if pages.len() >= PageSize::SIZE_2M.bytes() { PageSize::SIZE_2M } else { PageSize::SIZE_4K };
-        let span = lock(&self.0.iovas).allocate(pages.len(), align)?;
+        let lease = lock(&self.0.iovas).allocate(pages.len(), align)?;
+        let span = lease.span();
         let mapped = self.0.write().table.map_sg(span.first(), pages.segments(), access);
         match mapped {
-            Ok(_) => Ok(Mapping::new(pinned, span, access)),
+            Ok(_) => Ok(Mapping::new(pinned, lease, access)),
             Err(source) => {
-                lock(&self.0.iovas).free(span)?;
+                lock(&self.0.iovas).free(lease);
                 Err(Error::PageTable { span, source })
             }
         }
@@ -249,15 +251,14 @@ impl<F: Format> Inner<F> {
 }
 
 impl<F: Format> Undo for Inner<F> {
-    fn unmap(&self, span: Span<Iova>) {
+    fn unmap(&self, lease: Lease<Iova>) {
         let mut translation = self.write();
         // A mapping's span starts and ends at its own leaves, so nothing is split and no table is needed.
-        let list = translation.table.unmap(span).expect("unmapping whole leaves needs no memory");
+        let list = translation.table.unmap(lease.span()).expect("unmapping whole leaves needs no memory");
         self.epoch.fetch_add(1, Ordering::Release);
         translation.table.free_tables(list);
         drop(translation);
-        let freed = lock(&self.iovas).free(span);
-        debug_assert!(freed.is_ok(), "a mapping that this host did not make: {freed:?}");
+        lock(&self.iovas).free(lease);
     }
 
     fn unpin(&self, pages: &SgTable<PhysAddr>) {

@@ -1,0 +1,412 @@
+//! The scatter-gather index: any byte of a buffer found in time that does not depend on how many segments there are.
+
+use core::fmt;
+use core::ops::Range;
+
+use thiserror::Error;
+
+use super::plain::{Flat, IN_PLACE, InPlace};
+use super::rank::Rank;
+use crate::{Address, PageSize, Segment, SegmentAt, SgTable};
+
+/// Why a list of segments could not be taken.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Error)]
+#[non_exhaustive]
+pub enum SgError<A: Address> {
+    /// A segment reaches beyond the end of its address space.
+    #[error("a segment of {len} bytes at {addr} reaches beyond the end of the address space")]
+    Wraps {
+        /// Where the segment starts.
+        addr: A,
+        /// Its bytes.
+        len: u64,
+    },
+    /// The buffer would be longer than 2^64 - 1 bytes.
+    #[error("the segments are longer than 2^64 - 1 bytes together")]
+    TooLong,
+    /// The host is out of memory.
+    #[error("no memory for a scatter-gather list of {segments} segments")]
+    NoMemory {
+        /// Segments there are, or there were until then.
+        segments: usize,
+    },
+}
+
+/// How an [`SgIndex`] holds its segments. It chooses by itself; this is for reports.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+#[non_exhaustive]
+pub enum SgKind {
+    /// Up to four segments, in the index itself.
+    InPlace,
+    /// 4 bytes for every granule: for buffers made of single pages.
+    Flat,
+    /// A bitmap of where segments begin (0.25 bytes a granule), and 4 bytes a segment.
+    Rank,
+    /// The same with 8 bytes a segment, for segments more than 2^32 granules apart.
+    WideRank,
+    /// 16 bytes a segment and a binary search, as an [`SgTable`] has it: for granules below 4 KiB, of which the others would
+    /// need too many.
+    List,
+}
+
+impl SgKind {
+    /// The name as it stands in reports.
+    pub const fn name(self) -> &'static str {
+        match self {
+            Self::InPlace => "in place",
+            Self::Flat => "flat",
+            Self::Rank => "rank",
+            Self::WideRank => "wide rank",
+            Self::List => "list",
+        }
+    }
+}
+
+impl fmt::Display for SgKind {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(self.name())
+    }
+}
+
+/// Single pages up to this mean length are held flat, in sixteenths: there the bitmap costs more than it saves.
+const FLAT_MEAN_16THS: u64 = 17;
+
+/// The longest segment, in granules, of a flat index, which finds the end of a segment page by page.
+const FLAT_LONGEST: u64 = 16;
+
+/// The smallest granule that gets a bitmap. From here on it is at most 1/16384 of the buffer.
+const RANK_GRANULE: u32 = 12;
+
+/// A buffer as a list of segments that does not change any more, with an index: finding a byte costs one or two loads, for
+/// the last page of a buffer in a million pieces as for the first.
+///
+/// Neighbours that continue each other are one segment, as in an [`SgTable`]. Use a table while segments are still coming
+/// or when all of them are walked once; make an index of it when pages are looked up.
+///
+/// ```
+/// use dmalane_addr::{PageSize, PhysAddr, Segment, SgIndex};
+/// let page = |n: u64| Segment { addr: PhysAddr::new(n * 0x4000), len: 0x4000 };
+/// let sg = SgIndex::try_new([7, 8, 3, 9].map(page)).unwrap();
+/// assert_eq!((sg.len(), sg.segment_count()), (0x10000, 3));
+/// let found = sg.segment_at(0x5000).unwrap();
+/// assert_eq!((found.addr, found.left), (PhysAddr::new(8 * 0x4000 + 0x1000), 0x3000));
+/// assert_eq!(sg.page_at(0xc000, PageSize::SIZE_16K), Some(PhysAddr::new(9 * 0x4000)));
+/// assert_eq!(sg.runs(0x4000..0xc000).unwrap().count(), 2);
+/// ```
+#[derive(Clone, Debug)]
+pub struct SgIndex<A> {
+    len: u64,
+    segments: usize,
+    granule: PageSize,
+    form: Form<A>,
+}
+
+#[derive(Clone, Debug)]
+enum Form<A> {
+    InPlace(InPlace),
+    Flat(Flat),
+    Rank(Rank<u32>),
+    WideRank(Rank<u64>),
+    List(SgTable<A>),
+}
+
+/// What the choice of a form goes by.
+pub(super) struct Survey {
+    pub(super) granule: PageSize,
+    /// Granules, the last one perhaps cut short.
+    pub(super) pages: u64,
+    /// Address less start in the buffer: the lowest of all segments, and the highest.
+    base: i128,
+    highest: i128,
+    /// Bytes of the longest segment.
+    longest: u64,
+}
+
+impl Survey {
+    pub(super) fn of<A: Address>(table: &SgTable<A>) -> Self {
+        let (mut bits, mut longest) = (0, 0);
+        let (mut base, mut highest) = (i128::MAX, i128::MIN);
+        for (start, s) in starts(table) {
+            let addr = s.addr.bits();
+            bits |= start | addr;
+            let delta = i128::from(addr) - i128::from(start);
+            (base, highest, longest) = (base.min(delta), highest.max(delta), longest.max(s.len));
+        }
+        // A page size is below 2^64.
+        let granule = PageSize::from_log2(bits.trailing_zeros().min(63) as u8).expect("below 64");
+        Self { granule, pages: table.len().div_ceil(granule.bytes()), base, highest, longest }
+    }
+
+    /// True when 32 bits can say how many granules a segment is above the lowest.
+    pub(super) fn is_near(&self) -> bool {
+        let spread = u64::try_from(self.highest - self.base);
+        spread.is_ok_and(|bytes| bytes >> self.granule.log2() <= u64::from(u32::MAX))
+    }
+
+    fn kind(&self, segments: usize) -> SgKind {
+        let shift = u32::from(self.granule.log2());
+        if segments <= IN_PLACE {
+            SgKind::InPlace
+        } else if shift < RANK_GRANULE || self.pages > u64::from(u32::MAX) {
+            SgKind::List
+        } else if !self.is_near() {
+            SgKind::WideRank
+        } else if 16 * self.pages <= FLAT_MEAN_16THS * segments as u64 && self.longest >> shift <= FLAT_LONGEST {
+            SgKind::Flat
+        } else {
+            SgKind::Rank
+        }
+    }
+}
+
+/// The segments, each with its start in the buffer.
+fn starts<A: Address>(table: &SgTable<A>) -> impl ExactSizeIterator<Item = (u64, Segment<A>)> {
+    let mut start = 0;
+    table.segments().map(move |s| {
+        start += s.len;
+        (start - s.len, s)
+    })
+}
+
+impl<A: Address> SgIndex<A> {
+    /// The index of these segments in one pass over them; those of no bytes are left out. While it runs, it also needs 16
+    /// bytes for each segment.
+    ///
+    /// # Errors
+    /// Any of [`SgError`].
+    pub fn try_new(segments: impl IntoIterator<Item = Segment<A>>) -> Result<Self, SgError<A>> {
+        let mut table = SgTable::new();
+        for s in segments {
+            table.try_push(s.addr, s.len)?;
+        }
+        let survey = Survey::of(&table);
+        match survey.kind(table.segment_count()) {
+            SgKind::List => Ok(Self::list(table, &survey)),
+            kind => Self::build(&table, &survey, kind),
+        }
+    }
+
+    /// The index of all segments of a table.
+    ///
+    /// # Errors
+    /// [`SgError::NoMemory`].
+    pub fn from_table(table: &SgTable<A>) -> Result<Self, SgError<A>> {
+        let survey = Survey::of(table);
+        Self::build(table, &survey, survey.kind(table.segment_count()))
+    }
+
+    /// The index in the given form, which must be able to hold it.
+    pub(super) fn build(table: &SgTable<A>, survey: &Survey, kind: SgKind) -> Result<Self, SgError<A>> {
+        let shift = u32::from(survey.granule.log2());
+        let places = starts(table).map(|(start, s)| (start, s.addr.bits()));
+        // Cut to 64 and 32 bits; the forms that use them are chosen where they fit, modulo 2^64.
+        let (base, pages) = (survey.base as u64, survey.pages as u32);
+        let form = match kind {
+            SgKind::InPlace => Some(Form::InPlace(InPlace::new(places, table.len()))),
+            SgKind::Flat => {
+                let segments = starts(table).map(|(start, s)| (start, s.addr.bits(), s.len));
+                Flat::new(segments, base, shift, pages).map(Form::Flat)
+            }
+            SgKind::Rank => Rank::new(places, base, shift, pages).map(Form::Rank),
+            SgKind::WideRank => Rank::new(places, base, shift, pages).map(Form::WideRank),
+            SgKind::List => table.try_clone().map(Form::List),
+        };
+        let segments = table.segment_count();
+        let form = form.ok_or(SgError::NoMemory { segments })?;
+        Ok(Self { len: table.len(), segments, granule: survey.granule, form })
+    }
+
+    /// The table itself as an index.
+    fn list(table: SgTable<A>, survey: &Survey) -> Self {
+        let (len, segments) = (table.len(), table.segment_count());
+        Self { len, segments, granule: survey.granule, form: Form::List(table) }
+    }
+
+    /// Bytes in all.
+    #[inline]
+    pub fn len(&self) -> u64 {
+        self.len
+    }
+
+    /// True when there are no bytes.
+    #[inline]
+    pub fn is_empty(&self) -> bool {
+        self.len == 0
+    }
+
+    /// The number of segments.
+    #[inline]
+    pub fn segment_count(&self) -> usize {
+        self.segments
+    }
+
+    /// The largest page size of which all segments start at a multiple, in the buffer as in memory. (The last segment may
+    /// end anywhere.) A page of this size or below, at a multiple of its size, never crosses from a segment into the next.
+    #[inline]
+    pub fn granule(&self) -> PageSize {
+        self.granule
+    }
+
+    /// Bytes of memory used, those of this object included.
+    pub fn bytes(&self) -> usize {
+        size_of::<Self>()
+            + match &self.form {
+                Form::InPlace(_) => 0,
+                Form::Flat(f) => f.heap_bytes(),
+                Form::Rank(f) => f.heap_bytes(),
+                Form::WideRank(f) => f.heap_bytes(),
+                Form::List(f) => f.heap_bytes(),
+            }
+    }
+
+    /// How the segments are held.
+    pub fn kind(&self) -> SgKind {
+        match self.form {
+            Form::InPlace(_) => SgKind::InPlace,
+            Form::Flat(_) => SgKind::Flat,
+            Form::Rank(_) => SgKind::Rank,
+            Form::WideRank(_) => SgKind::WideRank,
+            Form::List(_) => SgKind::List,
+        }
+    }
+
+    /// Where the byte at `offset` lives; `None` beyond the end.
+    #[inline]
+    pub fn segment_at(&self, offset: u64) -> Option<SegmentAt<A>> {
+        if offset >= self.len {
+            return None;
+        }
+        // The two forms that matter, to be inlined.
+        let (addr, end) = match &self.form {
+            Form::Flat(f) => f.segment(offset, self.shift())?,
+            Form::Rank(f) => f.segment(offset, self.shift())?,
+            _ => return self.segment_elsewhere(offset),
+        };
+        Some(SegmentAt { addr: A::new(addr), left: self.page_end(end) - offset })
+    }
+
+    /// [`segment_at`](Self::segment_at) in the other forms.
+    #[inline(never)]
+    fn segment_elsewhere(&self, offset: u64) -> Option<SegmentAt<A>> {
+        let (addr, end) = match &self.form {
+            Form::InPlace(f) => f.segment(offset),
+            Form::WideRank(f) => f.segment(offset, self.shift()).map(|(addr, page)| (addr, self.page_end(page)))?,
+            Form::List(table) => return table.segment_at(offset),
+            Form::Flat(_) | Form::Rank(_) => return None, // not here
+        };
+        Some(SegmentAt { addr: A::new(addr), left: end - offset })
+    }
+
+    /// The address of the whole page at `offset`; `None` where it reaches beyond the end or is not contiguous.
+    ///
+    /// Faster than [`segment_at`](Self::segment_at) for a multiple of a page up to the [granule](Self::granule): where the
+    /// segment ends need not be found out.
+    #[inline]
+    pub fn page_at(&self, offset: u64, page: PageSize) -> Option<A> {
+        if self.len.checked_sub(offset)? < page.bytes() {
+            return None;
+        }
+        if page <= self.granule && offset & (page.bytes() - 1) == 0 {
+            // Inlined where a page is bound.
+            match &self.form {
+                Form::Flat(f) => return f.address(offset, self.shift()).map(A::new),
+                Form::Rank(f) => return f.address(offset, self.shift()).map(A::new),
+                _ => {}
+            }
+        }
+        self.page_across(offset, page)
+    }
+
+    /// A page that may reach from one granule into the next, or of another form.
+    #[inline(never)]
+    fn page_across(&self, offset: u64, page: PageSize) -> Option<A> {
+        self.segment_at(offset).filter(|s| s.left >= page.bytes()).map(|s| s.addr)
+    }
+
+    /// The segments of a sub-range, the first and last cut to fit; `None` when the range is not within the buffer.
+    /// An empty range has no runs.
+    pub fn runs(&self, range: Range<u64>) -> Option<SgRuns<'_, A>> {
+        (range.start <= range.end && range.end <= self.len).then_some(SgRuns { index: self, range })
+    }
+
+    /// All segments in order.
+    pub fn segments(&self) -> SgRuns<'_, A> {
+        SgRuns { index: self, range: 0..self.len }
+    }
+
+    /// The address of each page of a sub-range; `None` when the range is not within the buffer, is no multiple of the page
+    /// size, or holds a page that is not contiguous. An empty range has no pages.
+    ///
+    /// Where the page is larger than the [granule](Self::granule), the runs of the range are looked through first.
+    pub fn pages(&self, range: Range<u64>, page: PageSize) -> Option<SgPages<'_, A>> {
+        let mask = page.bytes() - 1;
+        let mut runs = self.runs(range.clone())?;
+        let whole = (range.end - range.start) & mask == 0;
+        let within = page <= self.granule && range.start & mask == 0;
+        let all = whole && (within || runs.all(|run| run.len & mask == 0));
+        all.then_some(SgPages { runs: SgRuns { index: self, range }, run: None, page })
+    }
+
+    #[inline]
+    fn shift(&self) -> u32 {
+        u32::from(self.granule.log2())
+    }
+
+    /// The offset behind a page, cut to the end of the buffer. (The end of the last page may be 2^64.)
+    #[inline]
+    fn page_end(&self, page: u32) -> u64 {
+        ((u64::from(page) << self.shift()).wrapping_sub(1)).min(self.len - 1) + 1
+    }
+}
+
+/// Iterator over the segments of a sub-range, made by [`SgIndex::runs`].
+#[derive(Clone, Debug)]
+pub struct SgRuns<'a, A> {
+    index: &'a SgIndex<A>,
+    /// What is still to come.
+    range: Range<u64>,
+}
+
+impl<A: Address> Iterator for SgRuns<'_, A> {
+    type Item = Segment<A>;
+
+    #[inline]
+    fn next(&mut self) -> Option<Segment<A>> {
+        if self.range.is_empty() {
+            return None;
+        }
+        let at = self.index.segment_at(self.range.start)?;
+        let len = at.left.min(self.range.end - self.range.start);
+        self.range.start += len;
+        Some(Segment { addr: at.addr, len })
+    }
+}
+
+/// Iterator over the pages of a sub-range, made by [`SgIndex::pages`].
+#[derive(Clone, Debug)]
+pub struct SgPages<'a, A> {
+    runs: SgRuns<'a, A>,
+    /// What is left of the current run, if any.
+    run: Option<Segment<A>>,
+    page: PageSize,
+}
+
+impl<A: Address> Iterator for SgPages<'_, A> {
+    type Item = A;
+
+    #[inline]
+    fn next(&mut self) -> Option<A> {
+        let run = self.run.take().or_else(|| self.runs.next())?;
+        let left = run.len.saturating_sub(self.page.bytes());
+        // A page follows in the same run, so its address exists.
+        let rest = run.addr.checked_add(self.page.bytes()).filter(|_| left > 0);
+        self.run = rest.map(|addr| Segment { addr, len: left });
+        Some(run.addr)
+    }
+
+    fn size_hint(&self) -> (usize, Option<usize>) {
+        let bytes = (self.runs.range.end - self.runs.range.start) + self.run.map_or(0, |r| r.len);
+        let pages = usize::try_from(bytes / self.page.bytes()).ok();
+        (pages.unwrap_or(usize::MAX), pages)
+    }
+}

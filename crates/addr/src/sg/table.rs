@@ -1,0 +1,206 @@
+//! The scatter-gather table: segments in a list that grows.
+
+use alloc::vec::Vec;
+use core::ops::Range;
+
+use super::SgError;
+use crate::{Address, Segment, SegmentAt};
+
+#[derive(Clone, Copy, Debug)]
+struct Entry<A> {
+    /// Offset of the segment's first byte in the buffer.
+    start: u64,
+    addr: A,
+}
+
+/// A buffer as a list of segments, merged while it is built.
+///
+/// Segments that continue each other in memory become one, so a table has as many segments as the buffer has
+/// discontinuities. A lookup by offset is a binary search; make an [`SgIndex`](crate::SgIndex) of a table that is complete
+/// and looked up often.
+///
+/// ```
+/// use dmalane_addr::{PhysAddr, SgTable};
+/// let mut sg = SgTable::new();
+/// sg.push(PhysAddr::new(0x1000), 0x1000).unwrap();
+/// sg.push(PhysAddr::new(0x2000), 0x1000).unwrap(); // continues the first
+/// sg.push(PhysAddr::new(0x9000), 0x1000).unwrap();
+/// assert_eq!(sg.segments().count(), 2);
+/// assert_eq!(sg.segment_at(0x1800).unwrap().addr, PhysAddr::new(0x2800));
+/// ```
+#[derive(Clone, Debug)]
+pub struct SgTable<A> {
+    entries: Vec<Entry<A>>,
+    len: u64,
+}
+
+impl<A> Default for SgTable<A> {
+    fn default() -> Self {
+        Self { entries: Vec::new(), len: 0 }
+    }
+}
+
+impl<A: Address> SgTable<A> {
+    /// An empty table.
+    pub fn new() -> Self {
+        Self::default()
+    }
+
+    /// Appends `len` bytes at `addr`; bytes that continue the last segment extend it. Returns `None`, and changes
+    /// nothing, when the run would wrap around the address space or the table's length would exceed 64 bits. A
+    /// `len` of 0 changes nothing.
+    #[must_use = "None says that nothing was appended"]
+    pub fn push(&mut self, addr: A, len: u64) -> Option<()> {
+        self.append(addr, len, false).ok()
+    }
+
+    /// [`push`](Self::push), which may also fail for want of memory and then changes nothing.
+    pub(super) fn try_push(&mut self, addr: A, len: u64) -> Result<(), SgError<A>> {
+        self.append(addr, len, true)
+    }
+
+    #[inline]
+    fn append(&mut self, addr: A, len: u64, may_fail: bool) -> Result<(), SgError<A>> {
+        if len == 0 {
+            return Ok(());
+        }
+        addr.checked_add(len - 1).ok_or(SgError::Wraps { addr, len })?;
+        let total = self.len.checked_add(len).ok_or(SgError::TooLong)?;
+        let continues = self.entries.last().is_some_and(|e| e.addr.checked_add(self.len - e.start) == Some(addr));
+        if !continues {
+            if may_fail {
+                self.entries.try_reserve(1).map_err(|_| SgError::NoMemory { segments: self.entries.len() })?;
+            }
+            self.entries.push(Entry { start: self.len, addr });
+        }
+        self.len = total;
+        Ok(())
+    }
+
+    /// A copy, or `None` for want of memory.
+    pub(super) fn try_clone(&self) -> Option<Self> {
+        let mut entries = Vec::new();
+        entries.try_reserve_exact(self.entries.len()).ok()?;
+        entries.extend_from_slice(&self.entries);
+        Some(Self { entries, len: self.len })
+    }
+
+    /// Bytes of memory that it has allocated.
+    pub(super) fn heap_bytes(&self) -> usize {
+        self.entries.capacity() * size_of::<Entry<A>>()
+    }
+
+    /// Bytes in all.
+    pub fn len(&self) -> u64 {
+        self.len
+    }
+
+    /// True when the table holds no bytes.
+    pub fn is_empty(&self) -> bool {
+        self.len == 0
+    }
+
+    /// The number of segments.
+    pub fn segment_count(&self) -> usize {
+        self.entries.len()
+    }
+
+    /// All segments in order.
+    pub fn segments(&self) -> impl ExactSizeIterator<Item = Segment<A>> + Clone {
+        (0..self.entries.len()).map(|i| self.segment(i))
+    }
+
+    /// Where the byte at `offset` lives; `None` beyond the end.
+    pub fn segment_at(&self, offset: u64) -> Option<SegmentAt<A>> {
+        let index = self.index_of(offset)?;
+        let entry = &self.entries[index];
+        let addr = entry.addr.checked_add(offset - entry.start)?;
+        Some(SegmentAt { addr, left: self.end_of(index) - offset })
+    }
+
+    /// The segments of a sub-range, the first and last cut to fit; `None` when the range is not within the table.
+    /// An empty range has no runs.
+    pub fn runs(&self, range: Range<u64>) -> Option<Runs<'_, A>> {
+        if range.start > range.end || range.end > self.len {
+            return None;
+        }
+        let index = self.index_of(range.start).unwrap_or(0);
+        Some(Runs { table: self, index, at: range.start, end: range.end })
+    }
+
+    /// Which segment holds the byte; `None` beyond the end.
+    fn index_of(&self, offset: u64) -> Option<usize> {
+        (offset < self.len).then(|| self.entries.partition_point(|e| e.start <= offset) - 1)
+    }
+
+    fn end_of(&self, index: usize) -> u64 {
+        self.entries.get(index + 1).map_or(self.len, |e| e.start)
+    }
+
+    fn segment(&self, index: usize) -> Segment<A> {
+        let e = &self.entries[index];
+        Segment { addr: e.addr, len: self.end_of(index) - e.start }
+    }
+}
+
+/// Iterator over the segments of a sub-range, made by [`SgTable::runs`].
+#[derive(Clone, Debug)]
+pub struct Runs<'a, A> {
+    table: &'a SgTable<A>,
+    index: usize,
+    at: u64,
+    end: u64,
+}
+
+impl<A: Address> Iterator for Runs<'_, A> {
+    type Item = Segment<A>;
+
+    fn next(&mut self) -> Option<Segment<A>> {
+        if self.at >= self.end {
+            return None;
+        }
+        let entry = &self.table.entries[self.index];
+        let stop = self.table.end_of(self.index).min(self.end);
+        let run = Segment { addr: entry.addr.checked_add(self.at - entry.start)?, len: stop - self.at };
+        self.at = stop;
+        self.index += 1;
+        Some(run)
+    }
+}
+
+impl<A: Address> Extend<Segment<A>> for SgTable<A> {
+    /// Appends segments.
+    ///
+    /// # Panics
+    /// When a segment wraps around the address space; use [`SgTable::push`] for input that is not trusted.
+    fn extend<I: IntoIterator<Item = Segment<A>>>(&mut self, segments: I) {
+        for s in segments {
+            self.push(s.addr, s.len).expect("a segment within the address space");
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::PhysAddr;
+
+    #[test]
+    fn refuses_what_wraps() {
+        let mut sg = SgTable::new();
+        assert_eq!(sg.push(PhysAddr::new(u64::MAX - 1), 3), None);
+        assert_eq!(sg.push(PhysAddr::new(u64::MAX - 1), 2), Some(()));
+        assert_eq!(sg.push(PhysAddr::new(0), u64::MAX), None, "the length would exceed 64 bits");
+        assert_eq!((sg.len(), sg.segment_count()), (2, 1));
+        assert_eq!(sg.push(PhysAddr::new(0), 4), Some(()));
+        assert_eq!(sg.segment_count(), 2, "address 0 does not continue the top of the space");
+    }
+
+    #[test]
+    fn empty() {
+        let sg = SgTable::<PhysAddr>::new();
+        assert!(sg.is_empty() && sg.segment_at(0).is_none());
+        assert_eq!(sg.runs(0..0).unwrap().count(), 0);
+        assert!(sg.runs(0..1).is_none());
+    }
+}

@@ -1,0 +1,61 @@
+//! What is bound where, as a caller sees it.
+
+use alloc::sync::Arc;
+
+use dmalane_addr::{Access, DeviceVa, Span};
+
+use crate::Bo;
+
+/// One binding of a [`Vm`](crate::Vm), as it is now: a bind request, or what later requests have left of it. Requests
+/// that continue each other show as one.
+#[derive(Clone, Debug)]
+pub struct Binding {
+    /// Where.
+    pub span: Span<DeviceVa>,
+    /// To what.
+    pub to: Target,
+    /// What the device may do.
+    pub access: Access,
+}
+
+/// What a [`Binding`] shows.
+#[derive(Clone, Debug)]
+#[non_exhaustive]
+pub enum Target {
+    /// The bytes of a buffer from an offset on.
+    Bo {
+        /// The buffer.
+        bo: Arc<Bo>,
+        /// The byte of it that is at the start of the span.
+        offset: u64,
+    },
+    /// Some bytes of a buffer again and again.
+    Repeat {
+        /// The buffer.
+        bo: Arc<Bo>,
+        /// The first of the bytes that repeat. They are at every address that is a multiple of `page`.
+        offset: u64,
+        /// How many bytes repeat.
+        page: u64,
+    },
+    /// Zeroes.
+    Null,
+}
+
+impl Binding {
+    /// The buffer, unless it is a null range.
+    pub fn bo(&self) -> Option<&Arc<Bo>> {
+        match &self.to {
+            Target::Bo { bo, .. } | Target::Repeat { bo, .. } => Some(bo),
+            Target::Null => None,
+        }
+    }
+
+    /// The byte of the buffer where the binding starts (of those that repeat, the first); 0 for a null range.
+    pub fn offset(&self) -> u64 {
+        match &self.to {
+            Target::Bo { offset, .. } | Target::Repeat { offset, .. } => *offset,
+            Target::Null => 0,
+        }
+    }
+}

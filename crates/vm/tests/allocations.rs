@@ -1,0 +1,159 @@
+//! Memory that runs out: at every allocation of a plan in turn, and never in a commit.
+
+use std::alloc::{GlobalAlloc, Layout, System};
+use std::cell::Cell;
+use std::sync::Arc;
+
+use dmalane_addr::{Access, CardAddr, DeviceVa, SgIndex, SgTable, Span};
+use dmalane_iopt::{AgxUat, Arm64S1_4k, Format, HeapTables, X86_64_4Level};
+use dmalane_vm::{Bo, Error, Request, Vm};
+
+/// The system's allocator, until it is told to fail.
+struct Failing;
+
+thread_local! {
+    /// Allocations of this thread that still succeed.
+    static LEFT: Cell<u64> = const { Cell::new(u64::MAX) };
+}
+
+impl Failing {
+    /// Counts an allocation; false when it shall fail.
+    fn take() -> bool {
+        LEFT.try_with(|left| match left.get() {
+            u64::MAX => true,
+            0 => false,
+            n => {
+                left.set(n - 1);
+                true
+            }
+        })
+        .unwrap_or(true)
+    }
+}
+
+// SAFETY: hands every call on to the system's allocator as it is, or gives null, which says that there is no memory.
+unsafe impl GlobalAlloc for Failing {
+    // SAFETY: as in `GlobalAlloc`.
+    unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
+        // SAFETY: the caller keeps the contract of this very method.
+        if Self::take() { unsafe { System.alloc(layout) } } else { std::ptr::null_mut() }
+    }
+    // SAFETY: as in `GlobalAlloc`.
+    unsafe fn dealloc(&self, ptr: *mut u8, layout: Layout) {
+        // SAFETY: the caller keeps the contract, and the memory came from the system's allocator.
+        unsafe { System.dealloc(ptr, layout) }
+    }
+    // SAFETY: as in `GlobalAlloc`.
+    unsafe fn realloc(&self, ptr: *mut u8, layout: Layout, size: usize) -> *mut u8 {
+        // SAFETY: as above.
+        if Self::take() { unsafe { System.realloc(ptr, layout, size) } } else { std::ptr::null_mut() }
+    }
+}
+
+#[global_allocator]
+static ALLOCATOR: Failing = Failing;
+
+/// Runs `f` with so many allocations, and no more.
+fn with_allocations<R>(n: u64, f: impl FnOnce() -> R) -> R {
+    LEFT.set(n);
+    let result = f();
+    LEFT.set(u64::MAX);
+    result
+}
+
+struct Random(u64);
+
+impl Random {
+    fn below(&mut self, n: u64) -> u64 {
+        self.0 ^= self.0 << 13;
+        self.0 ^= self.0 >> 7;
+        self.0 ^= self.0 << 17;
+        (self.0 >> 11) % n
+    }
+}
+
+/// Everything that can be seen of a VM.
+fn snapshot<F: Format>(vm: &Vm<F, HeapTables<CardAddr>>) -> impl PartialEq + use<F> {
+    let bound = |b: dmalane_vm::Binding| (b.span, b.bo().map(|bo| bo.id()), b.offset(), b.access);
+    (vm.bindings().map(bound).collect::<Vec<_>>(), vm.runs(vm.range()).collect::<Vec<_>>())
+}
+
+/// Gives the number of failures.
+fn run_out<F: Format>() -> u64 {
+    let granule = F::GRANULE.bytes();
+    let chunk = 1 << F::INDEX_BITS;
+    let pages = 4 * chunk;
+    let base = 8 * chunk;
+    let mut random = Random(0x5eed);
+    let bos: Vec<_> = (0..20)
+        .map(|id| {
+            let mut sg = SgTable::new();
+            for i in 0..chunk {
+                let frame = if id % 2 == 0 { (id + 1) * 2 * chunk + i } else { (100 + id) * chunk + i * 7 % chunk };
+                sg.push(CardAddr::new(frame * granule), granule).unwrap();
+            }
+            Arc::new(Bo::new(id, SgIndex::from_table(&sg).unwrap()))
+        })
+        .collect();
+    let va = |page: u64| DeviceVa::new((base + page) * granule);
+    let range = Span::new(va(0), pages * granule).unwrap();
+    let mut vm = Vm::<F, _>::new(range, HeapTables::new(CardAddr::new(0))).unwrap();
+    vm.set_null_page(CardAddr::new(1 << 32), granule).unwrap();
+    let mut failures = 0;
+    for _ in 0..120 {
+        let batch: Vec<Request> = (0..1 + random.below(5))
+            .map(|_| {
+                let first = random.below(pages);
+                let most = if random.below(3) == 0 { 3 } else { 2 * chunk };
+                let len = (1 + random.below(most)).min(pages - first);
+                let bo = bos[random.below(20) as usize].clone();
+                match random.below(10) {
+                    0..5 => {
+                        let (offset, len) = (random.below(chunk), len.min(chunk));
+                        let offset = offset.min(chunk - len) * granule;
+                        Request::Bind { va: va(first), bo, offset, len: len * granule, access: Access::RW }
+                    }
+                    5 => Request::Null { va: va(first), len: len * granule },
+                    6 => Request::Repeat {
+                        va: va(first),
+                        bo,
+                        offset: 0,
+                        page: granule,
+                        len: len * granule,
+                        access: Access::RW,
+                    },
+                    7 => Request::UnbindBo(bo),
+                    _ => Request::Unbind(Span::new(va(first), len * granule).unwrap()),
+                }
+            })
+            .collect();
+        let before = snapshot(&vm);
+        let mut batches: Vec<_> = (0..200).map(|_| batch.clone()).collect(); // made before memory runs out
+        for n in 0.. {
+            let batch = batches.pop().expect("no plan takes so many allocations");
+            match with_allocations(n, || vm.plan(batch).map(|plan| plan.commit())) {
+                Ok(committed) => {
+                    // All that was allowed was used by the plan, or more than enough was: the commit used none.
+                    vm.invalidated(committed);
+                    break;
+                }
+                Err(e) => assert!(matches!(e.error, Error::NoTables { .. } | Error::NoMemory { .. }), "{e:?}"),
+            }
+            failures += 1;
+            assert!(snapshot(&vm) == before, "{n} allocations: a plan that failed left a trace");
+        }
+        if random.below(8) == 0 {
+            vm.trim();
+        }
+    }
+    drop(vm);
+    assert!(bos.iter().all(|bo| Arc::strong_count(bo) == 1));
+    failures
+}
+
+#[test]
+fn a_plan_that_runs_out_of_memory_changes_nothing_and_a_commit_needs_none() {
+    let failures = [run_out::<X86_64_4Level>(), run_out::<Arm64S1_4k>(), run_out::<AgxUat>()];
+    assert!(failures.iter().all(|&n| n > 50), "{failures:?}");
+    println!("{} allocations failed", failures.iter().sum::<u64>());
+}

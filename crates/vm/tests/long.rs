@@ -1,0 +1,297 @@
+//! Long random sequences against a model that knows one page at a time.
+//!
+//! `DMALANE_VM_OPERATIONS=10000000 cargo test --release -p dmalane-vm --test long -- --nocapture` runs as many as the
+//! variable says with each format; by default few.
+
+use std::sync::Arc;
+
+use dmalane_addr::{Access, Address, CardAddr, DeviceVa, SgIndex, SgTable, Span};
+use dmalane_iopt::{AgxUat, Arm64S1_4k, Format, HeapTables, Tables, X86_64_4Level};
+use dmalane_vm::{Bo, Error, Request, Target, Vm};
+
+struct Random(u64);
+
+impl Random {
+    fn next(&mut self) -> u64 {
+        self.0 ^= self.0 << 13;
+        self.0 ^= self.0 >> 7;
+        self.0 ^= self.0 << 17;
+        self.0 >> 11
+    }
+    fn below(&mut self, n: u64) -> u64 {
+        self.next() % n
+    }
+    /// Often small, sometimes anything.
+    fn size(&mut self, most: u64) -> u64 {
+        let bits = self.below(u64::from(64 - most.leading_zeros()) + 1);
+        1 + self.below((1 << bits).min(most))
+    }
+}
+
+/// What a page shows, and where that is.
+type Page = Option<(u64, u64, CardAddr, Access)>;
+
+/// Stands for the null page where a buffer is named.
+const NULL: u64 = u64::MAX;
+
+struct Run<F: Format> {
+    vm: Vm<F, Limited>,
+    model: Vec<Page>,
+    bos: Vec<Arc<Bo>>,
+    base: u64,
+    random: Random,
+    refused: u64,
+    merged: usize,
+}
+
+/// Tables that can refuse to be reserved.
+#[derive(Debug)]
+struct Limited {
+    heap: HeapTables<CardAddr>,
+    allow: usize,
+}
+
+impl Tables for Limited {
+    type Addr = CardAddr;
+
+    fn prepare(&mut self, shape: dmalane_iopt::TableShape) -> bool {
+        self.heap.prepare(shape)
+    }
+    fn allocate_root(&mut self) -> Option<CardAddr> {
+        self.heap.allocate_root()
+    }
+    fn free_root(&mut self, root: CardAddr) {
+        self.heap.free_root(root);
+    }
+    fn allocate(&mut self) -> Option<CardAddr> {
+        self.heap.allocate()
+    }
+    fn free(&mut self, table: CardAddr) {
+        self.heap.free(table);
+    }
+    fn load(&self, table: CardAddr, index: usize) -> u64 {
+        self.heap.load(table, index)
+    }
+    fn store(&mut self, table: CardAddr, index: usize, entry: u64) {
+        self.heap.store(table, index, entry);
+    }
+    fn reserve(&mut self, tables: usize) -> bool {
+        tables <= self.allow && self.heap.reserve(tables)
+    }
+}
+
+const GRANULE_OF_NULL: u64 = 1 << 40;
+
+impl<F: Format> Run<F> {
+    const CHUNK: u64 = 1 << F::INDEX_BITS;
+
+    fn new(seed: u64) -> Self {
+        let granule = F::GRANULE.bytes();
+        // A little more than what one table of the last level but one translates, so that all levels change.
+        let (base, pages) = (Self::CHUNK * (Self::CHUNK - 2), 4 * Self::CHUNK);
+        let range = Span::new(DeviceVa::new(base * granule), pages * granule).unwrap();
+        let mut vm = Vm::new(range, Limited { heap: HeapTables::new(CardAddr::new(0)), allow: usize::MAX }).unwrap();
+        vm.set_null_page(CardAddr::new(GRANULE_OF_NULL), granule).unwrap();
+        let mut random = Random(seed);
+        let mut bos = Vec::new();
+        for id in 0..12 {
+            // Contiguous and aligned; in runs; in single pages.
+            let mut sg = SgTable::new();
+            let pages = if id < 4 { 4 * Self::CHUNK } else { 1 + random.below(2 * Self::CHUNK) };
+            let mut frame = (id + 1) * 64 * Self::CHUNK;
+            while sg.len() < pages * granule {
+                let left = pages - sg.len() / granule;
+                let run = match id {
+                    0..4 => left,
+                    4..8 => random.size(40).min(left),
+                    _ => 1,
+                };
+                sg.push(CardAddr::new(frame * granule), run * granule).unwrap();
+                frame += run + u64::from(id >= 4) * (1 + random.below(3));
+            }
+            bos.push(Arc::new(Bo::new(id, SgIndex::from_table(&sg).unwrap())));
+        }
+        Self { vm, model: vec![None; pages as usize], bos, base, random, refused: 0, merged: 0 }
+    }
+
+    fn va(&self, page: u64) -> DeviceVa {
+        DeviceVa::new((self.base + page) * F::GRANULE.bytes())
+    }
+
+    fn card(bo: &Bo, page: u64) -> CardAddr {
+        bo.sg().segment_at(page * F::GRANULE.bytes()).unwrap().addr
+    }
+
+    fn request(&mut self, model: &mut [Page]) -> Request {
+        let (granule, pages) = (F::GRANULE.bytes(), model.len() as u64);
+        let mut first = self.random.below(pages);
+        if self.random.below(4) == 0 {
+            first &= !(Self::CHUNK - 1);
+        }
+        let len = match self.random.below(8) {
+            0 => Self::CHUNK,
+            _ => self.random.size(pages),
+        }
+        .min(pages - first);
+        let bo = self.bos[self.random.below(12) as usize].clone();
+        let bo_pages = bo.len() / granule;
+        let access = if self.random.below(3) == 0 { Access::READ } else { Access::RW };
+        let (va, span) = (self.va(first), Span::new(self.va(first), len * granule).unwrap());
+        match self.random.below(16) {
+            0..8 => {
+                let len = len.min(bo_pages);
+                let mut offset = self.random.below(bo_pages - len + 1);
+                if self.random.below(2) == 0 {
+                    offset &= !(Self::CHUNK - 1);
+                }
+                for i in 0..len {
+                    model[(first + i) as usize] = Some((bo.id(), offset + i, Self::card(&bo, offset + i), access));
+                }
+                Request::Bind { va, bo, offset: offset * granule, len: len * granule, access }
+            }
+            8 => {
+                let repeat = 1 << self.random.below(4).min(u64::from(bo_pages.ilog2()));
+                let (first, len) = ((first / repeat) * repeat, len.div_ceil(repeat) * repeat);
+                let len = len.min(pages - first);
+                let offset = self.random.below(bo_pages - repeat + 1);
+                for at in first..first + len {
+                    let page = offset + at % repeat; // the base is a multiple of it too
+                    model[at as usize] = Some((bo.id(), page, Self::card(&bo, page), access));
+                }
+                let (va, offset) = (self.va(first), offset * granule);
+                Request::Repeat { va, bo, offset, page: repeat * granule, len: len * granule, access }
+            }
+            9 => {
+                model[first as usize..(first + len) as usize].fill(Some((
+                    NULL,
+                    0,
+                    CardAddr::new(GRANULE_OF_NULL),
+                    Access::READ,
+                )));
+                Request::Null { va, len: len * granule }
+            }
+            10 => {
+                for page in model.iter_mut() {
+                    *page = page.filter(|(id, ..)| *id != bo.id());
+                }
+                Request::UnbindBo(bo)
+            }
+            11 => Request::Prefetch(span),
+            _ => {
+                model[first as usize..(first + len) as usize].fill(None);
+                Request::Unbind(span)
+            }
+        }
+    }
+
+    fn check(&self, what: &str) {
+        let granule = F::GRANULE.bytes();
+        let mut bound: Vec<Page> = vec![None; self.model.len()];
+        for b in self.vm.bindings() {
+            let first = b.span.first().bits() / granule - self.base;
+            for i in 0..b.span.len() / granule {
+                let page = match &b.to {
+                    Target::Bo { bo, offset } => (bo.id(), offset / granule + i, bo),
+                    Target::Repeat { bo, offset, page } => {
+                        (bo.id(), offset / granule + (first + i) % (page / granule), bo)
+                    }
+                    _ => {
+                        bound[(first + i) as usize] = Some((NULL, 0, CardAddr::new(GRANULE_OF_NULL), b.access));
+                        continue;
+                    }
+                };
+                bound[(first + i) as usize] = Some((page.0, page.1, Self::card(page.2, page.1), b.access));
+            }
+        }
+        assert!(bound == self.model, "{what}: the bindings differ from the model");
+        let mut mapped = vec![None; self.model.len()];
+        for run in self.vm.runs(self.vm.range()) {
+            for at in 0..run.len / granule {
+                let page = run.at.bits() / granule - self.base + at;
+                mapped[page as usize] = Some((run.to.checked_add(at * granule).unwrap(), run.access));
+            }
+        }
+        let expected: Vec<_> = self.model.iter().map(|page| page.map(|(_, _, to, access)| (to, access))).collect();
+        assert!(mapped == expected, "{what}: the page table differs from the model");
+    }
+
+    fn run(&mut self, operations: u64) {
+        let mut done = 0;
+        while done < operations {
+            let mut model = self.model.clone();
+            let requests = if self.random.below(3) == 0 { 1 } else { self.random.size(12) };
+            let batch: Vec<_> = (0..requests).map(|_| self.request(&mut model)).collect();
+            done += batch.len() as u64;
+            if self.random.below(8) == 0 {
+                self.vm.tables_mut().allow = self.random.below(4) as usize;
+                match self.vm.plan(batch.clone()) {
+                    Ok(plan) => drop(plan),
+                    Err(e) => {
+                        assert!(matches!(e.error, Error::NoTables { .. }), "{e:?}");
+                        self.refused += 1;
+                    }
+                }
+                self.vm.tables_mut().allow = usize::MAX;
+                if self.random.below(8) == 0 {
+                    self.check("a plan that failed or was dropped");
+                }
+            }
+            let committed = match &batch[..] {
+                // These have a way of their own.
+                [Request::Bind { va, bo, offset, len, access }] => {
+                    self.vm.bind(*va, bo, *offset, *len, *access).unwrap()
+                }
+                [Request::Unbind(span)] => self.vm.unbind(*span).unwrap(),
+                _ => self.vm.plan(batch).unwrap().commit(),
+            };
+            // Whatever changed, the device is told to forget.
+            for (page, (old, new)) in self.model.iter().zip(&model).enumerate() {
+                if old.is_some() && old != new {
+                    let va = self.va(page as u64);
+                    assert!(committed.spans().any(|span| span.contains(va)), "{va} is not invalidated");
+                }
+            }
+            self.vm.invalidated(committed);
+            self.model = model;
+            if self.random.below(8) == 0 {
+                let first = self.random.below(self.model.len() as u64);
+                let len = self.random.size(self.model.len() as u64 - first);
+                let span = Span::new(self.va(first), len * F::GRANULE.bytes()).unwrap();
+                self.merged += self.vm.merge(span, |gone| assert!(span.covers(&gone))).unwrap();
+            }
+            self.check("after a commit");
+        }
+        let range = self.vm.range();
+        let committed = self.vm.plan([Request::Unbind(range)]).unwrap().commit();
+        self.vm.invalidated(committed);
+        assert_eq!(self.vm.page_table().tables().heap.in_use(), 1, "only the root is left");
+        assert!(self.bos.iter().all(|bo| Arc::strong_count(bo) == 1), "a buffer is held");
+    }
+}
+
+fn run<F: Format>() {
+    let operations = std::env::var("DMALANE_VM_OPERATIONS").map_or(3000, |n| n.parse().expect("a number"));
+    let mut run = Run::<F>::new(0x9e37_79b9_7f4a_7c15);
+    run.run(operations);
+    println!(
+        "{}: {operations} operations, {} plans refused for want of tables, {} tables merged",
+        F::NAME,
+        run.refused,
+        run.merged
+    );
+}
+
+#[test]
+fn x86_64() {
+    run::<X86_64_4Level>();
+}
+
+#[test]
+fn arm64() {
+    run::<Arm64S1_4k>();
+}
+
+#[test]
+fn agx_uat() {
+    run::<AgxUat>();
+}
