@@ -48,10 +48,10 @@ mod view;
 
 pub use buf::{CpuBuf, Share, SharedBuf};
 pub use bus::{HostBus, Mapping, Pinned, Undo};
-pub use device::{DeviceMem, DmaFault, FaultReason};
+pub use device::{DeviceMem, DmaFault, FaultReason, HeldMem};
 pub use error::Error;
 pub use footprint::{Footprint, footprint};
 pub use heap::{AnonHeap, Heap, HeapStats, MemfdHeap, PageKind, Rung};
 pub use host::{HostConfig, SoftHost};
 pub use part::Part;
-pub use view::{CopyHint, View};
+pub use view::{CopyHint, View, stream_fence};
