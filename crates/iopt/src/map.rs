@@ -74,7 +74,35 @@ impl<F: Format, I: Address, O: Address, T: Tables> PageTable<F, I, O, T> {
     #[inline(never)]
     fn map_extent(&mut self, at: I, to: O, len: u64, access: Access) -> Result<(), Error> {
         let now = checked::<F, O>(Segment { addr: to, len }).map_err(bad_segment::<F, O>)?;
+        if self.map_few(at.bits(), now, access) {
+            return Ok(());
+        }
         self.map_source(at, Source { now, ..Source::new(empty()) }, access, |_| Ok(())).map(drop)
+    }
+
+    /// Maps pages within one table if nothing is in the way, as [`map_page`](Self::map_page) does one.
+    #[inline]
+    fn map_few(&mut self, at: u64, mut now: Extent, access: Access) -> bool {
+        let kind = Kind::single(F::LEVELS - 1);
+        let beyond = !(input_len::<F>() - F::GRANULE.bytes());
+        let (i, end) = (index::<F>(at, kind.level), entries::<F>(kind.level));
+        let count = run_of_pages::<F>(i, now);
+        // All of it, and neither a table full nor a group.
+        let pages = count < end
+            && count <= end - i
+            && count as u64 == now.len >> shift::<F>(kind.level)
+            && !(may_start_group::<F>(i, now.out) && count == 1 << group_bits::<F>(kind.level));
+        if !pages || !F::supports(access) || at & beyond != 0 {
+            return false;
+        }
+        let Some(table) = self.last_table(at) else { return false };
+        if self.first_taken(table, kind.level, i..i + count).is_some() {
+            return false;
+        }
+        self.write_run(table, kind, i..i + count, &mut now, encode_template::<F>(kind, access));
+        slots::clean::<F, T>(&mut self.tables, table, i..i + count);
+        self.leaves[kind.slot()] += count as u64;
+        true
     }
 
     /// Maps `count` pages of `size` that follow each other in both spaces, each by a leaf of exactly that size: they can
