@@ -23,7 +23,7 @@ BY_FORMAT = pytest.mark.parametrize("machine", MACHINES, ids=lambda m: m.format)
 WITHOUT_A_MACHINE = {
     "arm64-s1-4k-52", "arm64-s1-16k-52", "arm64-s1-64k-52", "arm64-s2-4k-52", "arm64-s2-16k-52", "arm64-s2-64k-52",
     "arm64-s2-4k", "arm64-s2-16k", "arm64-s2-64k", "vtd-second-57",
-    "amd-v1-3level", "amd-v1-4level", "amd-v1-5level", "amd-v1-6level",
+    "amd-v1-3level", "amd-v1-4level", "amd-v1-5level", "amd-v1-6level", "amd-v1-4level-groups",
     "riscv-sv39-napot", "riscv-sv48-napot", "riscv-sv57-napot",
 }  # fmt: skip
 

@@ -60,7 +60,7 @@ fn scattered<F: Format>(table: &mut Table<F>) {
 
 /// Tables of the last level: fewer where they are larger.
 fn many<F: Format>() -> u64 {
-    (40 * 512 / sizes::<F>().entries).clamp(4, 40)
+    (28 * 512 / sizes::<F>().entries).clamp(4, 28)
 }
 
 fn scenarios<F: Format>() -> Vec<Scenario<F>> {

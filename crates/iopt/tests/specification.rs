@@ -230,7 +230,7 @@ fn vtd(shifts: &[u32]) -> Specification {
 }
 
 /// AMD 48882, tables "I/O Page Directory Entry" and "I/O Page Translation Entry"; levels counted from 1 at the bottom.
-fn amd(input: u32, shifts: &[u32]) -> Specification {
+fn amd(input: u32, shifts: &[u32], groups: bool) -> Specification {
     let rows = |low: u32| {
         let level = u64::from((low - 12) / 9 + 1);
         let mut rows = Vec::new();
@@ -242,6 +242,13 @@ fn amd(input: u32, shifts: &[u32]) -> Specification {
             let some = vec![vec![(61, 61, 1)], vec![(62, 62, 1)]];
             let rights = [when(&[(61, 61, 1)]), when(&[(62, 62, 1)]), never()];
             rows.push(leaf(page, some, (51, low, low), low, rights));
+        }
+        if level <= 3 && groups {
+            // Next Level 7: the lowest zero bit of the address is the highest within the page.
+            let page = vec![(0, 0, 1), (11, 9, 7), (low + 3, low + 3, 0), (low + 2, 12, (1 << (low - 9)) - 1)];
+            let some = vec![vec![(61, 61, 1)], vec![(62, 62, 1)]];
+            let rights = [when(&[(61, 61, 1)]), when(&[(62, 62, 1)]), never()];
+            rows.push(leaf(page, some, (51, low + 4, low + 4), low + 4, rights));
         }
         rows
     };
@@ -281,9 +288,11 @@ fn specification<F: Format>() -> Specification {
     let last = |n: usize| &SHIFTS[6 - n..];
     match F::NAME {
         "agx-uat" => agx(),
-        "amd-v1-3level" => amd(39, last(3)),
-        "amd-v1-4level" => amd(48, last(4)),
-        "amd-v1-6level" => amd(63, last(6)),
+        "amd-v1-3level" => amd(39, last(3), false),
+        "amd-v1-4level" => amd(48, last(4), false),
+        "amd-v1-6level" => amd(63, last(6), false),
+        "amd-v1-3level-groups" => amd(39, last(3), true),
+        "amd-v1-4level-groups" => amd(48, last(4), true),
         "arm64-s1-4k" => arm64(1, 12, F::INPUT_BITS, false),
         "arm64-s1-4k-contiguous" => arm64(1, 12, F::INPUT_BITS, true),
         "arm64-s1-16k" => arm64(1, 14, 48, false),

@@ -47,6 +47,7 @@ pub const FORMATS: &[Format] = &[
     Format::of::<AmdV1_4Level>(),
     Format::of::<AmdV1<5>>(),
     Format::of::<AmdV1<6>>(),
+    Format::of::<AmdV1<4, true>>(),
     Format::of::<RiscvSv39>(),
     Format::of::<RiscvSv48>(),
     Format::of::<RiscvSv57>(),

@@ -11,6 +11,8 @@ macro_rules! for_each_format {
         $suite!(amd_v1_3level, dmalane_iopt::AmdV1<3>);
         $suite!(amd_v1_4level, dmalane_iopt::AmdV1_4Level);
         $suite!(amd_v1_6level, dmalane_iopt::AmdV1<6>);
+        $suite!(amd_v1_3level_groups, dmalane_iopt::AmdV1<3, true>);
+        $suite!(amd_v1_4level_groups, dmalane_iopt::AmdV1<4, true>);
         $suite!(arm64_s1_4k, dmalane_iopt::Arm64S1_4k);
         $suite!(arm64_s1_4k_39, dmalane_iopt::Arm64S1<12, 39>);
         $suite!(arm64_s1_16k, dmalane_iopt::Arm64S1_16k);
