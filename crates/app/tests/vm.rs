@@ -237,3 +237,26 @@ fn a_load_that_fails_records_nothing() {
         assert!(status == 1 && stdout.is_empty() && stderr.contains("cannot record"), "{stderr}");
     }
 }
+
+#[test]
+fn every_field_is_documented() {
+    fn keys(value: &Value, found: &mut Vec<String>) {
+        match value {
+            Value::Object(fields) => fields.iter().for_each(|(key, value)| {
+                found.push(key.clone());
+                keys(value, found);
+            }),
+            Value::Array(items) => items.iter().for_each(|item| keys(item, found)),
+            _ => {}
+        }
+    }
+    let page = std::fs::read_to_string(format!("{}/../../docs/formats/json.md", env!("CARGO_MANIFEST_DIR"))).unwrap();
+    let section = page.split("## `dmalane vm replay --json`").nth(1).expect("a section of its own");
+    let place = Place::with(&[HEADER, BO, BIND, BIND, r#"{"op":"batch","ops":[{"op":"unbind","va":0,"len":1}]}"#]);
+    let mut words = Vec::new();
+    keys(&place.json("vm replay trace.jsonl").1, &mut words);
+    assert!(words.contains(&"index".to_owned()) && words.contains(&"unmapped_bytes".to_owned()));
+    for word in words.iter().filter(|w| !["schema", "command"].contains(&w.as_str())) {
+        assert!(section.contains(&format!("`{word}`")), "{word} is not in json.md");
+    }
+}

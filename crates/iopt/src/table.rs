@@ -115,6 +115,13 @@ impl<F: Format, I: Address, O: Address, T: Tables> PageTable<F, I, O, T> {
         self.tables
     }
 
+    /// [`Tables::reserve`], and what the page table itself needs beside: after `true`, calls that take so many tables
+    /// together cannot fail for want of memory.
+    pub fn reserve(&mut self, tables: usize) -> bool {
+        self.made.clear();
+        self.made.try_reserve(tables).is_ok() && self.tables.reserve(tables)
+    }
+
     /// Frees what an unmap detached.
     ///
     /// Call it only after the device has forgotten [`FlushList::span`]: until then its walker may still read these
@@ -122,12 +129,13 @@ impl<F: Format, I: Address, O: Address, T: Tables> PageTable<F, I, O, T> {
     #[inline]
     pub fn free_tables(&mut self, list: FlushList<I, T::Addr>) {
         if !list.tables.is_empty() {
-            self.free_all(list.tables);
+            self.free_detached(list.tables);
         }
     }
 
+    /// The same for tables that [`clear_into`](Self::clear_into) and [`prune_into`](Self::prune_into) detached.
     #[inline(never)] // most lists have none
-    fn free_all(&mut self, tables: Vec<T::Addr>) {
+    pub fn free_detached(&mut self, tables: impl IntoIterator<Item = T::Addr>) {
         tables.into_iter().for_each(|table| self.tables.free(table));
     }
 

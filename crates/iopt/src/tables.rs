@@ -252,9 +252,16 @@ impl<A: Address> HeapTables<A> {
     fn push(&mut self) -> Option<A> {
         let addr = self.addr(self.slots())?;
         let words = self.table_words();
+        self.room_to_free(1)?;
         self.words.try_reserve(words).ok()?;
         self.words.resize(self.words.len() + words, 0);
         Some(addr)
+    }
+
+    /// Room for every table in the list of freed ones, so many new ones included: freeing must not fail.
+    fn room_to_free(&mut self, fresh: usize) -> Option<()> {
+        let tables = self.slots().checked_add(fresh)?;
+        self.free.try_reserve(tables - self.free.len()).ok()
     }
 
     fn slot(&self, table: A) -> u32 {
@@ -378,7 +385,7 @@ impl<A: Address> Tables for HeapTables<A> {
         len
     }
 
-    /// All of the range in one piece, where it is.
+    /// All of the range in one piece, where it is: no device walks this memory, so nobody sees how it is written.
     ///
     /// # Panics
     /// When the address is not that of a table.
@@ -403,6 +410,7 @@ impl<A: Address> Tables for HeapTables<A> {
         }
         tables <= self.limit - self.in_use()
             && self.slots().checked_add(fresh - 1).is_some_and(|last| self.addr(last).is_some())
+            && self.room_to_free(fresh).is_some()
             && fresh.checked_mul(self.table_words()).is_some_and(|words| self.words.try_reserve(words).is_ok())
     }
 }

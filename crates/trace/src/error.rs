@@ -4,7 +4,7 @@ use dmalane_addr::{CardAddr, SgError};
 use dmalane_vm::Errno;
 use thiserror::Error;
 
-use crate::{MAX_BATCH, MAX_BOS, MAX_LINE, MAX_SEGMENTS, VERSION};
+use crate::{MAX_BATCH, MAX_BOS, MAX_LINE, MAX_SCATTERED, MAX_SEGMENTS, VERSION};
 
 /// Why a trace cannot be replayed at all.
 #[derive(Debug, Error)]
@@ -85,9 +85,12 @@ pub enum Refusal {
     /// More than [`MAX_BOS`] buffer objects at once.
     #[error("more than {MAX_BOS} buffer objects at once")]
     TooManyBos,
-    /// More than [`MAX_SEGMENTS`] segments in all.
-    #[error("more than {MAX_SEGMENTS} segments in all")]
+    /// More than [`MAX_SEGMENTS`] segments at once.
+    #[error("more than {MAX_SEGMENTS} segments at once")]
     TooManySegments,
+    /// Buffer objects of many segments that are longer than [`MAX_SCATTERED`] bytes in all.
+    #[error("more than {MAX_SCATTERED} bytes in scattered buffer objects")]
+    TooScattered,
     /// A segment that is empty or wraps, or with which the buffer would be longer than 64 bits can say.
     #[error("segment {index} of buffer {bo}: {len:#x} bytes from {pa:#x} on cannot be")]
     BadSegment {
@@ -136,6 +139,7 @@ impl Refusal {
             Self::DuplicateBo { .. } => ("duplicate_bo", Errno::Exist),
             Self::TooManyBos => ("too_many_bos", Errno::NoMem),
             Self::TooManySegments => ("too_many_segments", Errno::NoMem),
+            Self::TooScattered => ("too_scattered", Errno::NoMem),
             Self::BadSegment { .. } => ("bad_segment", Errno::Inval),
             Self::NoMemory { .. } => ("no_memory", Errno::NoMem),
             Self::Vm(error) => (error.name(), error.errno()),

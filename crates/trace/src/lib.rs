@@ -25,6 +25,7 @@
 //! ```
 #![forbid(unsafe_code)]
 
+mod buffers;
 mod error;
 mod header;
 mod lines;
@@ -33,9 +34,10 @@ mod operation;
 mod record;
 mod replay;
 
+pub use buffers::{MAX_BOS, MAX_SCATTERED, MAX_SEGMENTS};
 pub use error::{Refusal, TraceError};
 pub use header::{FORMAT, Header, VERSION};
 pub use lines::{Line, Lines, MAX_LINE};
 pub use operation::{MAX_BATCH, Operation};
 pub use record::Recorder;
-pub use replay::{Done, MAX_BOS, MAX_SEGMENTS, Outcome, Replay};
+pub use replay::{Done, Outcome, Replay};

@@ -1,26 +1,15 @@
 //! Operations of a trace, applied to a VM.
 
-use std::collections::BTreeMap;
-use std::sync::Arc;
+use dmalane_addr::{DeviceVa, Span};
+use dmalane_vm::{AnyVm, Committed, Error, PlanError, Request};
 
-use dmalane_addr::{Address, CardAddr, DeviceVa, Segment, SgIndex, SgTable, Span};
-use dmalane_vm::{AnyVm, Bo, Committed, Error, PlanError, Request};
-
+use crate::buffers::Buffers;
 use crate::{Line, Operation, Refusal};
-
-/// Buffer objects at once, at most.
-pub const MAX_BOS: usize = 1 << 16;
-/// Segments of all buffer objects that were made, at most.
-pub const MAX_SEGMENTS: usize = 1 << 22;
 
 /// A VM and the buffer objects of a trace.
 pub struct Replay {
     vm: Box<dyn AnyVm + Send>,
-    bos: BTreeMap<u64, Arc<Bo>>,
-    /// Buffer objects that more lines will add to.
-    unfinished: BTreeMap<u64, SgTable<CardAddr>>,
-    /// Segments that were made. Not lowered by `destroy`: a binding may keep them.
-    segments: usize,
+    bos: Buffers,
 }
 
 /// What became of a line.
@@ -51,7 +40,7 @@ pub struct Done {
 impl Replay {
     /// Replays into this VM.
     pub fn new(vm: Box<dyn AnyVm + Send>) -> Self {
-        Self { vm, bos: BTreeMap::new(), unfinished: BTreeMap::new(), segments: 0 }
+        Self { vm, bos: Buffers::default() }
     }
 
     /// The VM.
@@ -82,11 +71,10 @@ impl Replay {
     fn run(&mut self, operation: &Operation) -> Result<Done, (Option<usize>, Refusal)> {
         let whole = |refusal| (None, refusal);
         match operation {
-            Operation::Bo { id, segments, more } => self.bo(*id, segments, *more).map_err(whole),
-            Operation::Destroy { id } => {
-                let gone = self.unfinished.remove(id).is_some() || self.bos.remove(id).is_some();
-                if gone { Ok(Done::default()) } else { Err(whole(Refusal::NoBo { bo: *id })) }
+            Operation::Bo { id, segments, more } => {
+                self.bos.add(*id, segments, *more).map(|()| Done::default()).map_err(whole)
             }
+            Operation::Destroy { id } => self.bos.destroy(*id).map(|()| Done::default()).map_err(whole),
             Operation::Batch(operations) => {
                 let requests = operations.iter().enumerate();
                 let requests = requests.map(|(i, o)| self.request(o).map_err(|refusal| (Some(i), refusal)));
@@ -100,39 +88,8 @@ impl Replay {
         }
     }
 
-    fn bo(&mut self, id: u64, segments: &[Segment<CardAddr>], more: bool) -> Result<Done, Refusal> {
-        if self.bos.contains_key(&id) {
-            return Err(Refusal::DuplicateBo { bo: id });
-        }
-        if !self.unfinished.contains_key(&id) && self.bos.len() + self.unfinished.len() >= MAX_BOS {
-            return Err(Refusal::TooManyBos);
-        }
-        if segments.len() > MAX_SEGMENTS - self.segments {
-            return Err(Refusal::TooManySegments);
-        }
-        // All of the line is checked before any of it is kept.
-        let mut len = self.unfinished.get(&id).map_or(0, SgTable::len);
-        for (index, s) in segments.iter().enumerate() {
-            let bad = || Refusal::BadSegment { bo: id, index, pa: s.addr.bits(), len: s.len };
-            let last = s.len.checked_sub(1).and_then(|last| s.addr.checked_add(last));
-            len = len.checked_add(s.len).filter(|_| last.is_some()).ok_or_else(bad)?;
-        }
-        self.segments += segments.len();
-        let mut sg = self.unfinished.remove(&id).unwrap_or_default();
-        for s in segments {
-            sg.push(s.addr, s.len).expect("checked above");
-        }
-        if more {
-            self.unfinished.insert(id, sg);
-        } else {
-            let index = SgIndex::from_table(&sg).map_err(|source| Refusal::NoMemory { bo: id, source })?;
-            self.bos.insert(id, Arc::new(Bo::new(id, index)));
-        }
-        Ok(Done::default())
-    }
-
     fn request(&self, operation: &Operation) -> Result<Request, Refusal> {
-        let find = |bo: u64| self.bos.get(&bo).cloned().ok_or(Refusal::NoBo { bo });
+        let find = |bo: u64| self.bos.get(bo).cloned();
         let span = |va: DeviceVa, len: u64| match Span::new(va, len) {
             Some(span) => Ok(span),
             None if len == 0 => Err(Error::Empty { va }),

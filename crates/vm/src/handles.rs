@@ -17,14 +17,15 @@ const LAST_USE: u32 = u32::MAX >> SLOT_BITS;
 ///
 /// ```
 /// use std::sync::Arc;
-/// use dmalane_addr::SgIndex, SgTable;
+/// use dmalane_addr::{CardAddr, Segment};
 /// use dmalane_vm::{Bo, Handles};
 ///
+/// let bo = |id| Arc::new(Bo::of_segments(id, [Segment { addr: CardAddr::new(0), len: 1 << 20 }]).unwrap());
 /// let mut handles = Handles::new();
-/// let handle = handles.insert(Arc::new(Bo::new(1, SgTable::new()))).unwrap();
+/// let handle = handles.insert(bo(1)).unwrap();
 /// assert_eq!(handles.get(handle).unwrap().id(), 1);
 /// handles.remove(handle);
-/// let other = handles.insert(Arc::new(Bo::new(2, SgTable::new()))).unwrap();
+/// let other = handles.insert(bo(2)).unwrap();
 /// assert!(handles.get(handle).is_none() && other != handle);
 /// ```
 #[derive(Debug, Default)]

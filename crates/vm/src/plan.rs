@@ -3,7 +3,7 @@
 use alloc::vec::Vec;
 
 use dmalane_addr::{Address, DeviceVa, Span};
-use dmalane_iopt::{FlushList, Format, Tables};
+use dmalane_iopt::{Format, Tables};
 
 use crate::record::Record;
 use crate::records::{Gone, Join, Records};
@@ -43,7 +43,8 @@ pub(crate) struct Scratch<A> {
 pub(crate) struct Lists<A> {
     pub(crate) spans: Vec<Span<DeviceVa>>,
     pub(crate) prefetches: Vec<Span<DeviceVa>>,
-    pub(crate) flushes: Vec<FlushList<DeviceVa, A>>,
+    /// Detached tables.
+    pub(crate) tables: Vec<A>,
 }
 
 impl<A> Scratch<A> {
@@ -187,13 +188,19 @@ impl<F: Format, T: Tables> Vm<F, T> {
             while let Some((from, to)) = self.slots.place(slot, n).filter(|_| self.slots.get(slot).pages() > 0) {
                 let pages = (Records::<F>::chunk_pages(from).0, Records::<F>::chunk_pages(to - 1).1);
                 let Self { table, records, slots, scratch, .. } = self;
+                let lists = &mut scratch.lists;
                 records.take_slot(slots, slot, pages, &mut |gone| match gone {
                     Gone::Pages(first, last) => {
-                        let flush = table.clear(Self::span(first, last)).expect("nothing is cut: no table is needed");
-                        scratch.lists.add(flush);
+                        let cleared = table.clear_into(Self::span(first, last), &mut lists.tables);
+                        lists.add_span(cleared.expect("nothing is cut: no table is needed").0);
                         unmapped += last - first + 1;
                     }
-                    Gone::Node(first, last) => scratch.lists.keep(table.prune(Self::span(first, last))),
+                    Gone::Node(first, last) => {
+                        let span = Self::span(first, last);
+                        if table.prune_into(span, &mut lists.tables) > 0 {
+                            lists.add_span(span);
+                        }
+                    }
                 });
                 n += 1;
             }
@@ -204,16 +211,18 @@ impl<F: Format, T: Tables> Vm<F, T> {
 
     #[inline]
     fn clear(&mut self, first: u64, last: u64, had: u64) {
-        let span = Self::span(first, last);
-        let flush = self.table.clear(span).expect(RESERVED);
-        debug_assert_eq!(flush.bytes(), had << F::GRANULE.log2(), "records and page table differ in {span}");
-        self.scratch.lists.add(flush);
+        let lists = &mut self.scratch.lists;
+        let (span, bytes) = self.table.clear_into(Self::span(first, last), &mut lists.tables).expect(RESERVED);
+        debug_assert_eq!(bytes, had << F::GRANULE.log2(), "records and page table differ in {span}");
+        lists.add_span(span);
     }
 
     #[cold]
     fn prune(&mut self, (first, last): (u64, u64)) {
-        let flush = self.table.prune(Self::span(first, last));
-        self.scratch.lists.keep(flush);
+        let (span, lists) = (Self::span(first, last), &mut self.scratch.lists);
+        if self.table.prune_into(span, &mut lists.tables) > 0 {
+            lists.add_span(span); // the device may have cached the walk
+        }
     }
 
     #[inline]
@@ -251,8 +260,8 @@ impl<A: Address> Committed<A> {
 
     /// That of an unmap that detached no table.
     #[inline]
-    pub(crate) fn one(flush: FlushList<DeviceVa, A>) -> Self {
-        Self { first: Some(flush.span()), lists: Lists::new(), unmapped: flush.bytes(), released: NONE }
+    pub(crate) fn one(span: Span<DeviceVa>, bytes: u64) -> Self {
+        Self { first: Some(span), lists: Lists::new(), unmapped: bytes, released: NONE }
     }
 
     /// What the device must invalidate, in the order of the requests; neighbours are joined, others may repeat and
@@ -267,8 +276,8 @@ impl<A: Address> Committed<A> {
     }
 
     /// The tables that are no longer part of the page table.
-    pub fn tables(&self) -> impl Iterator<Item = A> {
-        self.lists.flushes.iter().flat_map(|flush| flush.tables().iter().copied())
+    pub fn tables(&self) -> &[A] {
+        &self.lists.tables
     }
 
     /// Bytes that were unmapped, including those that the same batch bound anew.
@@ -284,21 +293,12 @@ impl<A: Address> Committed<A> {
 
 impl<A> Lists<A> {
     pub(crate) const fn new() -> Self {
-        Self { spans: Vec::new(), prefetches: Vec::new(), flushes: Vec::new() }
+        Self { spans: Vec::new(), prefetches: Vec::new(), tables: Vec::new() }
     }
 
     #[inline]
     pub(crate) fn is_empty(&self) -> bool {
-        self.spans.is_empty() && self.flushes.is_empty() && self.prefetches.is_empty()
-    }
-
-    /// Adds what an unmap gave.
-    #[inline]
-    fn add(&mut self, flush: FlushList<DeviceVa, A>) {
-        self.add_span(flush.span());
-        if !flush.tables().is_empty() {
-            self.flushes.push(flush);
-        }
+        self.spans.is_empty() && self.tables.is_empty() && self.prefetches.is_empty()
     }
 
     /// Adds a span, joined to the last one where they touch, or where there is no room for another.
@@ -311,13 +311,6 @@ impl<A> Lists<A> {
                 *last = Span::inclusive(first, end).unwrap_or(span);
             }
             _ => self.spans.push(span),
-        }
-    }
-
-    /// Adds what a prune gave, if anything.
-    fn keep(&mut self, flush: FlushList<DeviceVa, A>) {
-        if !flush.tables().is_empty() {
-            self.add(flush); // the device may have cached the walk
         }
     }
 }

@@ -38,13 +38,15 @@ struct Batch {
     reserved: bool,
     /// Tables for chunks that are bound as a whole.
     tables: usize,
+    /// Tables that are there and may be detached.
+    detached: usize,
     /// First and last page of all that the batch binds.
     bound: Option<(u64, u64)>,
 }
 
 impl Batch {
     const fn new(reserved: bool) -> Self {
-        Self { reserved, tables: 0, bound: None }
+        Self { reserved, tables: 0, detached: 0, bound: None }
     }
 }
 
@@ -159,8 +161,8 @@ impl<F: Format, T: Tables> Vm<F, T> {
             return Ok(committed);
         }
         self.begin();
-        let batch = Batch::new(false);
-        let planned = self.plan_unbind(span, &batch);
+        let mut batch = Batch::new(false);
+        let planned = self.plan_unbind(span, &mut batch);
         self.finish(planned, &batch)
     }
 
@@ -197,8 +199,10 @@ impl<F: Format, T: Tables> Vm<F, T> {
             return None;
         }
         self.records.take_one(page);
-        let flush = self.table.clear(span).expect("what is bound page by page is mapped so: nothing is cut");
-        Some(Committed::one(flush))
+        // A page of a chunk that stays in use: nothing is cut or detached, so nothing is added to the list.
+        let cleared = self.table.clear_into(span, &mut self.scratch.lists.tables);
+        let (span, bytes) = cleared.expect("what is bound page by page is mapped so");
+        Some(Committed::one(span, bytes))
     }
 
     /// Commits a batch of one, or takes back what was planned.
@@ -281,6 +285,7 @@ impl<F: Format, T: Tables> Vm<F, T> {
                 NONE => Ok(()),
                 slot => {
                     self.records.will_unlink();
+                    batch.detached += self.tables_of(slot);
                     self.add_step(Step::UnbindBo { slot })
                 }
             },
@@ -319,12 +324,12 @@ impl<F: Format, T: Tables> Vm<F, T> {
     }
 
     #[inline]
-    fn plan_unbind(&mut self, span: Span<DeviceVa>, batch: &Batch) -> Result<(), Error> {
+    fn plan_unbind(&mut self, span: Span<DeviceVa>, batch: &mut Batch) -> Result<(), Error> {
         self.check_span(span, batch)?;
         let (first, last) = pages_of::<F>(span);
         // What an earlier request binds as a whole must be cut by this one.
         let cuts = batch.bound.is_some_and(|(low, high)| first <= high && low <= last);
-        self.touch(first, last, cuts)?;
+        self.touch(first, last, cuts, batch)?;
         self.add_step(Step::Unbind { first, last })
     }
 
@@ -350,7 +355,7 @@ impl<F: Format, T: Tables> Vm<F, T> {
     #[inline(always)]
     fn add_bind(&mut self, span: Span<DeviceVa>, record: Record, batch: &mut Batch) -> Result<(), Error> {
         let (first, last) = pages_of::<F>(span);
-        self.touch(first, last, true)?;
+        self.touch(first, last, true, batch)?;
         if Records::<F>::covers_a_chunk(first, last) {
             if record.is_fixed() {
                 self.refuse_endless(span, record)?;
@@ -387,6 +392,20 @@ impl<F: Format, T: Tables> Vm<F, T> {
             Ok(least) if self.table.tables_mut().reserve(least) => Ok(()),
             least => Err(Error::NoTables { tables: least.unwrap_or(usize::MAX), vm: self.range }),
         }
+    }
+
+    /// The tables that unbinding a buffer, by its first slot, can detach.
+    fn tables_of(&self, mut slot: u32) -> usize {
+        let mut tables = 0;
+        while slot != NONE {
+            for n in 0.. {
+                let Some((from, to)) = self.slots.place(slot, n) else { break };
+                let (first, last) = (Records::<F>::chunk_pages(from).0, Records::<F>::chunk_pages(to - 1).1);
+                tables += self.table.tables_within(Self::span(first, last));
+            }
+            slot = self.slots.next_of(slot);
+        }
+        tables
     }
 
     /// What can be said of a bind without its buffer.
@@ -430,13 +449,14 @@ impl<F: Format, T: Tables> Vm<F, T> {
 
     /// Makes the nodes that changing these pages takes.
     #[inline(always)]
-    fn touch(&mut self, first: u64, last: u64, make: bool) -> Result<(), Error> {
+    fn touch(&mut self, first: u64, last: u64, make: bool, batch: &mut Batch) -> Result<(), Error> {
         self.touch_end(first, first, last, make).map_err(|Full| self.no_memory())?;
         if Records::<F>::chunk(first) != Records::<F>::chunk(last) {
             self.touch_end(last, first, last, make).map_err(|Full| self.no_memory())?;
         }
         if Records::<F>::covers_a_chunk(first, last) {
             self.records.will_unlink();
+            batch.detached += self.table.tables_within(Self::span(first, last));
         }
         Ok(())
     }
@@ -462,12 +482,14 @@ impl<F: Format, T: Tables> Vm<F, T> {
     #[inline(always)]
     fn reserve(&mut self, batch: &Batch) -> Result<(), Error> {
         let tables = batch.tables.saturating_add(self.records.missing_tables());
-        if tables > 0 && !self.table.tables_mut().reserve(tables) {
+        if tables > 0 && !self.table.reserve(tables) {
             return Err(Error::NoTables { tables, vm: self.range });
         }
         let Scratch { steps, touched, lists } = &mut self.scratch;
-        let room = steps.len() + touched.len();
-        if lists.spans.try_reserve(room).is_err() || lists.flushes.try_reserve(room).is_err() {
+        let spans = steps.len() + touched.len();
+        // Chunks that were touched may turn out empty. Whatever the batch makes it may detach again.
+        let detached = batch.detached + tables + touched.len() * F::LEVELS as usize;
+        if lists.spans.try_reserve(spans).is_err() || lists.tables.try_reserve(detached).is_err() {
             return Err(self.no_memory());
         }
         Ok(())
@@ -489,8 +511,8 @@ impl<F: Format, T: Tables> Vm<F, T> {
         if lists.is_empty() {
             return;
         }
-        for flush in lists.flushes.drain(..) {
-            self.table.free_tables(flush);
+        if !lists.tables.is_empty() {
+            self.table.free_detached(lists.tables.drain(..));
         }
         // The room is for the next plan.
         lists.spans.clear();
