@@ -7,7 +7,7 @@ use core::ops::Range;
 use dmalane_addr::Address;
 
 use crate::atomic::{AtomicU64, AtomicUsize, Ordering};
-use crate::tables::in_pieces;
+use crate::pieces::in_pieces;
 use crate::{Format, TableShape, Tables};
 
 /// Tables in a slice of words: a guest's memory, a region set aside at boot, or a `Vec` of the worst case.

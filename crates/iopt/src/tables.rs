@@ -8,6 +8,7 @@ use dmalane_addr::{Address, PageSize};
 
 use crate::Format;
 use crate::format::entries;
+use crate::pieces::in_pieces;
 
 /// The sizes of a format's tables. All but the root have one size.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -143,36 +144,6 @@ pub trait Tables {
     fn edit(&mut self, table: Self::Addr, range: Range<usize>, each: impl FnMut(&mut [u64]) -> usize) -> usize {
         in_pieces(self, range, |tables, i| tables.load(table, i), |tables, i, word| tables.store(table, i, word), each)
     }
-}
-
-/// [`Tables::edit`] by loads and stores, of words or of entries. Nobody knows how far it will go, so a piece is as large as
-/// all before it.
-pub(crate) fn in_pieces<T: ?Sized>(
-    tables: &mut T,
-    range: Range<usize>,
-    load: impl Fn(&T, usize) -> u64,
-    store: impl Fn(&mut T, usize, u64),
-    mut each: impl FnMut(&mut [u64]) -> usize,
-) -> usize {
-    const LARGEST: usize = 64;
-    let mut buffer = [0; LARGEST];
-    let mut next = range.start;
-    while next < range.end {
-        let size = (next - range.start).clamp(8, LARGEST).min(range.end - next);
-        let piece = &mut buffer[..size];
-        for (k, word) in piece.iter_mut().enumerate() {
-            *word = load(tables, next + k);
-        }
-        let changed = each(piece);
-        for (k, word) in piece[..changed].iter().enumerate() {
-            store(tables, next + k, *word);
-        }
-        next += changed;
-        if changed < size {
-            break;
-        }
-    }
-    next - range.start
 }
 
 /// Tables on the heap, at made-up addresses from a base up. Every operation takes constant time (taking a new table:
