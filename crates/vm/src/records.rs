@@ -365,30 +365,46 @@ impl<F: Format> Records<F> {
     fn put_pages(&mut self, id: u32, slots: &mut Slots, first: u64, last: u64, record: Option<Record>) -> u64 {
         let node = &mut self.nodes[id as usize];
         let words = &mut node.words[Self::index(first, Self::LAST)..=Self::index(last, Self::LAST)];
-        let (mut word, step) = record.map_or((0, 0), |r| (r.word(), r.step()));
-        // Pages of one slot are counted together.
-        let (mut had, mut run, mut slot) = (0, 0, 0);
         let pages = words.len();
-        for entry in words {
-            let old = core::mem::replace(entry, word);
-            word = word.wrapping_add(step);
-            if let Some(old) = Record::from_word(old) {
-                if old.slot() != slot {
-                    if run > 0 {
-                        slots.unbound(slot, run);
-                    }
-                    (had, run, slot) = (had + run, 0, old.slot());
-                }
-                run += 1;
+        let old = words[0];
+        let differs = words.iter().fold(0, |all, word| all | word ^ old);
+        let had = match Record::from_word(old) {
+            // All or nothing, as most often: these loops and the next are a few instructions for several pages.
+            Some(record) if Record::is_of_one_slot(differs) => {
+                slots.unbound(record.slot(), pages as u64);
+                pages as u64
             }
+            None if differs == 0 => 0,
+            _ => Self::count_out(words, slots),
+        };
+        match record {
+            None => words.fill(0),
+            Some(record) => {
+                let step = record.step();
+                words.iter_mut().zip(0..).for_each(|(entry, n)| *entry = record.word().wrapping_add(n * step));
+            }
+        }
+        node.used += if record.is_some() { pages } else { 0 };
+        node.used -= had as usize;
+        had
+    }
+
+    /// Counts pages that are bound no more, those of one slot together. Gives their number.
+    fn count_out(words: &[u64], slots: &mut Slots) -> u64 {
+        let (mut had, mut run, mut slot) = (0, 0, 0);
+        for old in words.iter().filter_map(|&word| Record::from_word(word)) {
+            if old.slot() != slot {
+                if run > 0 {
+                    slots.unbound(slot, run);
+                }
+                (had, run, slot) = (had + run, 0, old.slot());
+            }
+            run += 1;
         }
         if run > 0 {
             slots.unbound(slot, run);
         }
-        had += run;
-        node.used += if record.is_some() { pages } else { 0 };
-        node.used -= had as usize;
-        had
+        had + run
     }
 
     #[inline(never)]
