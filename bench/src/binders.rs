@@ -65,6 +65,11 @@ fn timed_unbinds<P: Pages>(pages: &mut P, jobs: &[Job]) {
     }
 }
 
+#[inline(never)]
+fn timed_range<P: Pages>(pages: &mut P, count: u64) {
+    pages.unbind_range(std::hint::black_box(count));
+}
+
 struct EachPage<P>(P);
 
 impl<P: Pages> Binder for EachPage<P> {
@@ -78,7 +83,7 @@ impl<P: Pages> Binder for EachPage<P> {
         timed_unbinds(&mut self.0, jobs);
     }
     fn unbind_range(&mut self, pages: u64) {
-        self.0.unbind_range(pages);
+        timed_range(&mut self.0, pages);
     }
     fn translate(&self, va: u64) -> Option<u64> {
         self.0.translate(va)

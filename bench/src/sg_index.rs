@@ -495,13 +495,16 @@ fn by_size(report: &mut Report) -> Result<(), Box<dyn std::error::Error>> {
             }
             let case = format!("{} {pages} pages", layout.name());
             let details = Details { items: Some(1), ..Details::default() };
-            let segments = segments.len() as f64;
+            let steps = Some(segments.len() as u64);
             let medians: Vec<f64> = ["linear", "the seed", "ours", "ours: make the index"]
                 .iter()
                 .zip(&samples)
                 .map(|(name, samples)| {
-                    let bytes_per_item = (*name == "ours").then_some(bytes as f64 / segments);
-                    let details = Details { bytes_per_item, ..details };
+                    let details = match *name {
+                        "ours" => Details { bytes_per_item: Some(bytes as f64), ..details },
+                        "ours: make the index" => Details { steps, ..details },
+                        _ => details,
+                    };
                     report.detailed_row(&case, name, PAGE, samples, details)
                 })
                 .collect();

@@ -39,7 +39,7 @@ pub struct One {
     order: String,
     /// Who binds
     variant: String,
-    /// What to do: bind, unbind, bytes
+    /// What to do: bind, unbind, range, bytes
     what: String,
     bo_size: u64,
     binds: usize,
@@ -256,7 +256,13 @@ fn range_unbind(report: &mut Report, options: &Options) -> Result<[f64; 2], Box<
     }
     let mut found = [f64::NAN; 2];
     for (name, samples) in names.iter().zip(&samples) {
-        let details = Details { items: Some(n as u64), ..Details::default() };
+        let mut details = Details { items: Some(n as u64), ..Details::default() };
+        if options.instructions {
+            let (size, counted) = (options.bo_size.to_string(), COUNTED.to_string());
+            let arguments = ["one-vm-bind", "U", Order::InOrder.name(), name, "range", &size, &counted];
+            let count = instructions::count("*timed_range*", &arguments)?;
+            details.instructions_per_item = Some(count as f64 / COUNTED as f64);
+        }
         let median = report.detailed_row("U, unbind of the range", name, n as u64 * PAGE, samples, details) / n as f64;
         match *name {
             OURS => found[0] = median * 1e9,
@@ -374,6 +380,7 @@ pub fn one(options: &One) -> Result<(), Box<dyn std::error::Error>> {
     match options.what.as_str() {
         "bind" => {}
         "unbind" => binder.unbind(&jobs),
+        "range" => binder.unbind_range(options.binds as u64),
         "bytes" => println!("{}", memory::resident() - before),
         _ => return Err("no such thing to do".into()),
     }
