@@ -6,7 +6,7 @@ use dmalane::addr::{CardAddr, Segment};
 
 use crate::binders::{ALL, BASE, BATCH, BEFORE, Binder, Job, LEAN, LIMIT, OURS, SEED, make};
 use crate::buffers::{Layout, PAGE, of_pages};
-use crate::clock::{cpu_time, pin, time};
+use crate::clock::{cpu_time, pin};
 use crate::instructions;
 use crate::memory;
 use crate::mt19937::{self, Mt19937};
@@ -246,7 +246,7 @@ fn range_unbind(report: &mut Report, options: &Options) -> Result<[f64; 2], Box<
             if round == 0 {
                 buffer.check_bound(binder, &jobs)?;
             }
-            let seconds = time(|| binder.unbind_range(n as u64));
+            let seconds = cpu_time(|| binder.unbind_range(n as u64));
             if round == 0 {
                 check_unbound(binder, &jobs)?;
             } else {
@@ -290,8 +290,8 @@ fn live(report: &mut Report, options: &Options) -> Result<Vec<f64>, Box<dyn std:
             for turn in 0..binders.len() {
                 let k = (round + turn) % binders.len();
                 let binder = binders[k].as_mut();
-                let unbind = time(|| binder.unbind(&jobs[..FEW]));
-                let bind = time(|| binder.bind(&jobs[..FEW]));
+                let unbind = cpu_time(|| binder.unbind(&jobs[..FEW]));
+                let bind = cpu_time(|| binder.bind(&jobs[..FEW]));
                 if round > 0 {
                     samples[k][0].push(bind);
                     samples[k][1].push(unbind);

@@ -216,7 +216,12 @@ pub fn run(args: LoadArgs) -> Result<ExitCode, Failure> {
 
 fn open_soft(args: &LoadArgs) -> Result<SoftDevice, Failure> {
     let config = SoftConfig {
-        card: CardConfig { ddr: args.card_ddr, hbm: args.card_hbm, workers: args.workers, ..CardConfig::default() },
+        card: CardConfig {
+            ddr: args.card_ddr,
+            hbm: args.card_hbm,
+            workers: args.workers.into(),
+            ..CardConfig::default()
+        },
         host: HostConfig { fragmentation: args.fragmentation, seed: args.seed, ..HostConfig::default() },
         gather: args.gather,
         mm_channel: match args.mm_channel {

@@ -30,6 +30,8 @@ pub struct ReadArgs {
     pub shareable: bool,
     /// A driver must be able to import it.
     pub dma_buf: bool,
+    /// The NUMA node whose memory it must be.
+    pub node: Option<u32>,
     /// Which bytes of each file.
     pub range: Option<Range>,
     /// How to read.
@@ -142,11 +144,15 @@ pub fn run(args: ReadArgs) -> Result<ExitCode, Failure> {
 
 fn heap(args: &ReadArgs) -> Result<Picked, Failure> {
     let best = PageKind::from(args.pages);
-    let needs = Needs { shareable: args.shareable, dma_buf: args.dma_buf, pages: Some(best), ..Needs::default() };
+    let (shareable, dma_buf, node) = (args.shareable, args.dma_buf, args.node);
+    let needs = Needs { shareable, dma_buf, node, pages: Some(best), ..Needs::default() };
     let heap: Arc<dyn dmalane::mem::Heap> = match args.heap {
         Heap::Auto => return pick(needs).map_err(|e| Failure::because("no such memory on this machine", &e)),
-        Heap::Anonymous => Arc::new(AnonHeap::starting_at(best)),
-        Heap::Memfd => Arc::new(MemfdHeap::starting_at(best)),
+        Heap::Anonymous => Arc::new(AnonHeap::starting_at(best).bound_to(args.node)),
+        Heap::Memfd => Arc::new(MemfdHeap::starting_at(best).bound_to(args.node)),
+        Heap::Dma if args.node.is_some() => {
+            return Err(Failure::new("the kernel's dma-buf heap cannot be bound to a NUMA node"));
+        }
         Heap::Dma => {
             let opened = DmaHeap::open("system").map_err(|e| Failure::because("no dma-buf heap on this machine", &e));
             Arc::new(opened.map_err(|f| f.hint("dmalane doctor says what the kernel lacks"))?)

@@ -398,6 +398,7 @@ fn what_reading_says() {
         &["a", "--scheme", "sequential", "--heap", "memfd"],
         &["a", "--scheme", "plain", "--pages", "4k"],
         &["a", "--pages", "1g", "--shareable"],
+        &["a", "--node", "0"],
     ] {
         let report = json(args);
         assert_eq!((&report["schema"], &report["command"]), (&1.into(), &"read".into()));
@@ -442,6 +443,7 @@ fn what_reading_says() {
         let text = fails(&["/dev/shm/../shm/../../etc/../dev/shm/.", "--direct"]);
         assert!(text.contains("directory"), "{text}");
     }
+    assert!(fails(&["a", "--node", "61"]).contains("cannot allocate"));
     // There may be such a heap.
     let output = read(&["a", "--heap", "dma-heap"]);
     assert!(output.status.success() || stderr(&output).starts_with("dmalane: no dma-buf heap on this machine\n"));

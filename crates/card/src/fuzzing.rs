@@ -12,7 +12,7 @@ use dmalane_mem::{AnonHeap, DeviceMem, Error, Heap, HostBus, HostConfig, Mapping
 
 use crate::memory::HBM_BASE;
 use crate::regs::{self, BAR_MEMORY, BAR_REGISTERS};
-use crate::{Card, CardConfig, Completion, SoftBus};
+use crate::{Card, CardConfig, Completion, SoftBus, Workers};
 
 /// Most operations of one run, and most steps of the card.
 const OPERATIONS: usize = 200;
@@ -71,7 +71,7 @@ pub fn fuzz_ring(bytes: &[u8]) {
     // In IOVA order: what the card may write, what it may only read, what it could reach once.
     let open = patterned(&heap, 64 << 10, 0);
     let (readable, hidden) = (patterned(&heap, 16 << 10, 0x5a), patterned(&heap, 16 << 10, 0xa5));
-    let config = CardConfig { ddr: 4 << 20, hbm: 4 << 20, channels: 2, workers: false };
+    let config = CardConfig { ddr: 4 << 20, hbm: 4 << 20, channels: 2, workers: Workers::Inline };
     let bus: SoftBus = SoftBus::new(host(), config).expect("a card");
     let map = |buf: &SharedBuf, access| bus.map(bus.pin(&buf.share())?, access);
     let mapped = map(&open, Access::RW).expect("a mapping");

@@ -31,7 +31,7 @@ struct Bench<F: Format> {
 impl<F: Format> Bench<F> {
     fn new(fragmentation: f64, workers: bool, virtually: bool) -> Self {
         let host = SoftHost::new(HostConfig { fragmentation, ..HostConfig::default() }).unwrap();
-        let config = CardConfig { ddr: 16 * MIB, hbm: 16 * MIB, channels: 2, workers };
+        let config = CardConfig { ddr: 16 * MIB, hbm: 16 * MIB, channels: 2, workers: workers.into() };
         let bus = Arc::new(SoftBus::new(host, config).unwrap());
         let heap = AnonHeap::new();
         let card = Card::open_with_rings(bus.clone(), &heap, 32).unwrap();

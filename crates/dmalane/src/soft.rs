@@ -4,7 +4,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use dmalane_addr::{CardAddr, DeviceVa, PageSize, Span};
-use dmalane_card::{Card, CardChannel, CardConfig, CardLayout, CardTables, SoftBus};
+use dmalane_card::{Card, CardChannel, CardConfig, CardLayout, CardTables, SoftBus, Workers};
 use dmalane_engine::{AddressPolicy, Split};
 use dmalane_iopt::X86_64_4Level;
 use dmalane_load::{CardMemory, Device, DeviceParts};
@@ -135,7 +135,7 @@ impl SoftDevice {
         let range = Span::inclusive(DeviceVa::new(VA_FIRST), DeviceVa::new(VA_LAST)).expect("a constant span");
         let vm = Vm::new(range, driver.tables(tables)?)?;
         driver.set_mmu_root(root(&vm))?;
-        let inline = !card.workers;
+        let inline = card.workers == Workers::Inline;
         let invalidate = Box::new(move || Ok(driver.invalidate_mmu()?));
         let parts = DeviceParts {
             bus: bus.clone(),

@@ -21,17 +21,25 @@
 mod channel;
 #[cfg(feature = "conformance")]
 pub mod conformance;
+mod copies;
 mod device;
 mod fenced;
+mod operation;
 mod policy;
+mod queue;
 mod registered;
 mod split;
+mod stats;
 mod wait;
 
 pub use channel::{Channel, Completion, Direction, Far, Limits, OpError, Refusal, Refused, Ticket, Transfer};
+pub use copies::Copies;
 pub use device::{DeviceAddr, DeviceFar};
 pub use fenced::Fenced;
+pub use operation::{Abilities, CacheHint, Ended, Gather, HostPart, Operation, Rejected, Shape, Work};
 pub use policy::{AddressPolicy, Area, Piece, Policy, Route};
+pub use queue::{Cancelled, Queue};
 pub use registered::Registered;
 pub use split::Split;
+pub use stats::{Latency, Sampler, Stats};
 pub use wait::{RunError, drain, run};

@@ -45,6 +45,7 @@ mod format;
 mod formats;
 mod map;
 #[cfg(target_has_atomic = "64")]
+mod pieces;
 mod pool;
 mod runs;
 mod slots;

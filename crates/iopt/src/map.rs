@@ -153,32 +153,44 @@ impl<F: Format, I: Address, O: Address, T: Tables> PageTable<F, I, O, T> {
         true
     }
 
-    /// The table of the last level that translates `at`, if there is one.
+    /// The table of the last level that translates `at`, if there is one. The cursor goes there.
     #[inline]
     pub(crate) fn last_table(&mut self, at: u64) -> Option<T::Addr> {
         let level = F::LEVELS - 1;
-        let known = !T::SHARED && self.cursor.level == level && same_table::<F>(at, self.cursor.at, level);
-        if known || self.seek(at) { Some(self.cursor.path[level as usize]) } else { None }
-    }
-
-    /// Moves the cursor as far down towards `at` as there are tables. True when it has come to the last level.
-    #[inline(never)]
-    fn seek(&mut self, at: u64) -> bool {
         if T::SHARED {
             self.cursor.forget(); // another handle may have unlinked what it knows
+        } else if self.cursor.level == level {
+            if same_table::<F>(at, self.cursor.at, level) {
+                return Some(self.cursor.path[level as usize]);
+            }
+            if same_table::<F>(at, self.cursor.at, level - 1) {
+                self.cursor.at = at;
+                self.cursor.level = level - 1;
+                return self.descend(at, level - 1);
+            }
         }
-        let last = F::LEVELS - 1;
-        let near = self.cursor.level == last && same_table::<F>(at, self.cursor.at, last - 1);
-        let mut level = if near { last - 1 } else { self.cursor.common_level::<F>(at) };
+        self.seek(at)
+    }
+
+    #[inline(never)]
+    fn seek(&mut self, at: u64) -> Option<T::Addr> {
+        self.cursor.level = self.cursor.common_level::<F>(at);
         self.cursor.at = at;
-        while level + 1 < F::LEVELS {
-            let table = self.cursor.path[level as usize];
-            let Some(next) = next_table::<F>(level, self.load(table, index::<F>(at, level))) else { break };
-            level += 1;
-            self.cursor.path[level as usize] = T::Addr::new(next);
+        let mut next = None;
+        for level in self.cursor.level..F::LEVELS - 1 {
+            next = Some(self.descend(at, level)?);
         }
-        self.cursor.level = level;
-        level + 1 == F::LEVELS
+        next
+    }
+
+    /// Moves the cursor from the table at `level` to the next one, if there is one.
+    #[inline]
+    fn descend(&mut self, at: u64, level: u32) -> Option<T::Addr> {
+        let entry = self.load(self.cursor.path[level as usize], index::<F>(at, level));
+        let next = T::Addr::new(next_table::<F>(level, entry)?);
+        self.cursor.level = level + 1;
+        self.cursor.path[level as usize + 1] = next;
+        Some(next)
     }
 
     /// Maps a source from `at` on, or nothing of it. Gives the number of bytes, on which `finish` has the last word.
@@ -226,11 +238,11 @@ impl<F: Format, I: Address, O: Address, T: Tables> PageTable<F, I, O, T> {
             source.limit = if at < below.1 { limit.min(below.0) } else { limit };
             let kind = source.leaf_kind(at)?;
             let level = kind.level;
-            let table = self.table_for(at, level)?;
+            let (table, blank) = self.table_for(at, level)?;
             let (done, stop) = if kind == Kind::single(F::LEVELS - 1) {
-                self.fill_pages(table, at, source, access)
+                self.fill_pages(table, at, source, access, blank)
             } else {
-                self.fill_blocks(table, kind, at, &mut source.now, access)
+                self.fill_blocks(table, kind, at, &mut source.now, access, blank)
             };
             self.leaves[kind.slot()] += (done / kind.entries::<F>()) as u64;
             *next = at + ((done as u64) << shift::<F>(level));
@@ -261,6 +273,7 @@ impl<F: Format, I: Address, O: Address, T: Tables> PageTable<F, I, O, T> {
         at: u64,
         source: &mut Source<F, O, impl Iterator<Item = Segment<O>>>,
         access: Access,
+        blank: bool,
     ) -> (usize, Option<Stop<O>>) {
         let kind = Kind::single(F::LEVELS - 1);
         let start = index::<F>(at, kind.level);
@@ -269,7 +282,7 @@ impl<F: Format, I: Address, O: Address, T: Tables> PageTable<F, I, O, T> {
         let mut stop = None;
         let done = slots::edit::<F, T>(&mut self.tables, table, start..entries::<F>(kind.level), |entries| {
             let count;
-            (count, stop) = source.fill(entries, next, next == start, template);
+            (count, stop) = source.fill(entries, next, next == start, template, blank);
             next += count;
             count
         });
@@ -288,6 +301,7 @@ impl<F: Format, I: Address, O: Address, T: Tables> PageTable<F, I, O, T> {
         at: u64,
         now: &mut Extent,
         access: Access,
+        blank: bool,
     ) -> (usize, Option<Stop<O>>) {
         let level = kind.level;
         let page = page_size::<F>(level).bytes();
@@ -299,7 +313,16 @@ impl<F: Format, I: Address, O: Address, T: Tables> PageTable<F, I, O, T> {
         } else if group > 1 && (at ^ now.out) & (page * group as u64 - 1) == 0 {
             count = count.min(group - first % group); // where the next group may start, look again
         }
-        let taken = self.first_taken(table, level, first..first + count);
+        if count == 1 {
+            // A leaf in a list of such, or a call for each.
+            if F::decode(level, self.load(table, first)) != Entry::Invalid {
+                return (0, Some(Stop::Taken(first)));
+            }
+            self.store(table, first, F::encode_leaf(level, now.out, access));
+            now.skip(page);
+            return (1, None);
+        }
+        let taken = if blank { None } else { self.first_taken(table, level, first..first + count) };
         if let Some(taken) = taken {
             count = taken - first;
             if kind.group {
@@ -335,17 +358,17 @@ impl<F: Format, I: Address, O: Address, T: Tables> PageTable<F, I, O, T> {
         range.find(|&i| F::decode(level, self.load(table, i)) != Entry::Invalid)
     }
 
-    /// The table at `level` that translates `at`, made if need be.
+    /// The table at `level` that translates `at`, made if need be, and whether it is blank: just made, and nobody else's.
     #[inline]
-    fn table_for(&mut self, at: u64, level: u32) -> Result<T::Addr, Error> {
-        if self.cursor.level != level || !same_table::<F>(at, self.cursor.at, level) {
-            self.move_cursor(at, level)?;
-        }
-        Ok(self.cursor.path[level as usize])
+    fn table_for(&mut self, at: u64, level: u32) -> Result<(T::Addr, bool), Error> {
+        let known = self.cursor.level == level && same_table::<F>(at, self.cursor.at, level);
+        let blank = !known && self.move_cursor(at, level)?;
+        Ok((self.cursor.path[level as usize], blank))
     }
 
     #[inline(never)] // once per table
-    fn move_cursor(&mut self, at: u64, level: u32) -> Result<(), Error> {
+    fn move_cursor(&mut self, at: u64, level: u32) -> Result<bool, Error> {
+        let mut blank = false;
         let mut l = self.cursor.common_level::<F>(at).min(level);
         while l < level {
             let (table, i) = (self.cursor.path[l as usize], index::<F>(at, l));
@@ -360,6 +383,7 @@ impl<F: Format, I: Address, O: Address, T: Tables> PageTable<F, I, O, T> {
                     match slots::install::<F, T>(&mut self.tables, table, i, F::encode_table(l, next.bits())) {
                         Ok(()) => {
                             self.made.push(at & !(F::GRANULE.bytes() - 1) | u64::from(l + 1));
+                            blank = !T::SHARED;
                             next
                         }
                         Err(there) => {
@@ -377,7 +401,7 @@ impl<F: Format, I: Address, O: Address, T: Tables> PageTable<F, I, O, T> {
             self.cursor.path[l as usize] = next;
         }
         (self.cursor.level, self.cursor.at) = (level, at);
-        Ok(())
+        Ok(blank)
     }
 
     /// The lowest address of this page that is mapped. (The entry in use may be a table with only its last page mapped,
@@ -540,7 +564,14 @@ impl<F: Format, O: Address, S: Iterator<Item = Segment<O>>> Source<F, O, S> {
     /// at its end, or a group may start (other than with the first page, if that was `decided`). Gives the number of
     /// entries written.
     #[inline]
-    fn fill(&mut self, entries: &mut [u64], first: usize, decided: bool, template: u64) -> (usize, Option<Stop<O>>) {
+    fn fill(
+        &mut self,
+        entries: &mut [u64],
+        first: usize,
+        decided: bool,
+        template: u64,
+        blank: bool,
+    ) -> (usize, Option<Stop<O>>) {
         let end = first + entries.len();
         let mut rest = entries;
         let stop = loop {
@@ -549,7 +580,11 @@ impl<F: Format, O: Address, S: Iterator<Item = Segment<O>>> Source<F, O, S> {
                 if self.pending.len != 0 {
                     self.now = replace(&mut self.pending, Extent::EMPTY);
                 } else {
-                    match self.fill_short(&mut rest, end, template).map(checked::<F, O>) {
+                    let next = match blank {
+                        true => self.fill_short::<true>(&mut rest, end, template),
+                        false => self.fill_short::<false>(&mut rest, end, template),
+                    };
+                    match next.map(checked::<F, O>) {
                         None => break None,
                         Some(Ok(extent)) => self.now = extent,
                         Some(Err(segment)) => break Some(Stop::BadSegment(segment)),
@@ -561,7 +596,7 @@ impl<F: Format, O: Address, S: Iterator<Item = Segment<O>>> Source<F, O, S> {
                 break None; // that is decided with a look ahead
             }
             let count = run_of_pages::<F>(i, self.now).min(rest.len());
-            if let Err(free) = write_pages::<F>(&mut rest[..count], self.now.out, template) {
+            if let Err(free) = write_pages::<F>(&mut rest[..count], self.now.out, template, blank) {
                 break Some(Stop::Taken(i + free));
             }
             self.now.skip((count as u64) << shift::<F>(F::LEVELS - 1));
@@ -577,7 +612,12 @@ impl<F: Format, O: Address, S: Iterator<Item = Segment<O>>> Source<F, O, S> {
     /// counts. Gives a segment that is something else, or that was better looked at more closely; `None` when the entries
     /// are full or the list is at its end.
     #[inline(never)] // with all that surrounds it, the loop would not fit into the registers
-    fn fill_short(&mut self, rest: &mut &mut [u64], end: usize, template: u64) -> Option<Segment<O>> {
+    fn fill_short<const BLANK: bool>(
+        &mut self,
+        rest: &mut &mut [u64],
+        end: usize,
+        template: u64,
+    ) -> Option<Segment<O>> {
         let page = Kind::single(F::LEVELS - 1);
         let mut segments = self.segments.take()?;
         let mut entries = take(rest);
@@ -593,7 +633,7 @@ impl<F: Format, O: Address, S: Iterator<Item = Segment<O>>> Source<F, O, S> {
                         Some(Segment { addr, len })
                             if len == F::GRANULE.bytes()
                                 && addr.bits() & not_a_page::<F>() == 0
-                                && some[k] == 0
+                                && (BLANK || some[k] == 0)
                                 && !may_start_group::<F>(i + k, addr.bits()) =>
                         {
                             some[k] = template | encode_output::<F>(page, addr.bits());
@@ -613,7 +653,7 @@ impl<F: Format, O: Address, S: Iterator<Item = Segment<O>>> Source<F, O, S> {
             let simple = count <= entries.len().min(LONG)
                 && !may_start_group::<F>(i, extent.out)
                 && run_of_pages::<F>(i, extent) == count;
-            if !simple || write_pages::<F>(&mut entries[..count], extent.out, template).is_err() {
+            if !simple || write_pages::<F>(&mut entries[..count], extent.out, template, BLANK).is_err() {
                 break Some(segment);
             }
             entries = &mut entries[count..];
@@ -629,12 +669,12 @@ impl<F: Format, O: Address, S: Iterator<Item = Segment<O>>> Source<F, O, S> {
 /// Puts pages that continue each other into entries if all of these are free; else gives the index of the first that is
 /// not, and writes nothing.
 #[inline]
-fn write_pages<F: Format>(entries: &mut [u64], out: u64, template: u64) -> Result<(), usize> {
+fn write_pages<F: Format>(entries: &mut [u64], out: u64, template: u64, blank: bool) -> Result<(), usize> {
     let kind = Kind::single(F::LEVELS - 1);
     if entries.len() > LONG {
-        return write_many::<F>(entries, kind, out, template);
+        return write_many::<F>(entries, kind, out, template, blank);
     }
-    if let Some(taken) = entries.iter().position(|&entry| entry != 0 && is_taken::<F>(entry, kind.level)) {
+    if !blank && let Some(taken) = entries.iter().position(|&entry| entry != 0 && is_taken::<F>(entry, kind.level)) {
         return Err(taken);
     }
     let mut out = out;
@@ -647,8 +687,9 @@ fn write_pages<F: Format>(entries: &mut [u64], out: u64, template: u64) -> Resul
 
 /// The same with one question for all of them, which pays from some length on.
 #[inline(never)]
-fn write_many<F: Format>(entries: &mut [u64], kind: Kind, out: u64, template: u64) -> Result<(), usize> {
-    if entries.iter().fold(0, |all, entry| all | entry) != 0
+fn write_many<F: Format>(entries: &mut [u64], kind: Kind, out: u64, template: u64, blank: bool) -> Result<(), usize> {
+    if !blank
+        && entries.iter().fold(0, |all, entry| all | entry) != 0
         && let Some(taken) = entries.iter().position(|&entry| is_taken::<F>(entry, kind.level))
     {
         return Err(taken);

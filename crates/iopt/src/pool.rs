@@ -7,6 +7,7 @@ use core::ops::Range;
 use dmalane_addr::Address;
 
 use crate::atomic::{AtomicU64, AtomicUsize, Ordering};
+use crate::pieces::in_pieces;
 use crate::{Format, TableShape, Tables};
 
 /// Tables in a slice of words: a guest's memory, a region set aside at boot, or a `Vec` of the worst case.
@@ -239,6 +240,16 @@ impl<A: Address> Tables for &Pool<'_, A> {
             }
         }
         len
+    }
+
+    /// # Panics
+    /// When the address is not that of a table.
+    #[inline]
+    fn edit(&mut self, table: A, range: Range<usize>, each: impl FnMut(&mut [u64]) -> usize) -> usize {
+        let first = self.first(table);
+        let mut words = &self.words[first + range.start..first + range.end];
+        let load = |words: &&[AtomicU64], i: usize| words[i].load(Ordering::Acquire);
+        in_pieces(&mut words, 0..range.len(), load, |words, i, word| words[i].store(word, Ordering::Release), each)
     }
 
     /// Tables are there or not: this promises them as long as no other handle takes them.

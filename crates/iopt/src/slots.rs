@@ -5,7 +5,7 @@
 
 use core::ops::Range;
 
-use crate::tables::in_pieces;
+use crate::pieces::in_pieces;
 use crate::{Format, Tables};
 
 /// Which bits of which word an entry is, for formats with 4-byte entries.

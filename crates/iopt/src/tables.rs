@@ -8,6 +8,7 @@ use dmalane_addr::{Address, PageSize};
 
 use crate::Format;
 use crate::format::entries;
+use crate::pieces::in_pieces;
 
 /// The sizes of a format's tables. All but the root have one size.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -145,36 +146,6 @@ pub trait Tables {
     }
 }
 
-/// [`Tables::edit`] by loads and stores, of words or of entries. Nobody knows how far it will go, so a piece is as large as
-/// all before it.
-pub(crate) fn in_pieces<T: ?Sized>(
-    tables: &mut T,
-    range: Range<usize>,
-    load: impl Fn(&T, usize) -> u64,
-    store: impl Fn(&mut T, usize, u64),
-    mut each: impl FnMut(&mut [u64]) -> usize,
-) -> usize {
-    const LARGEST: usize = 64;
-    let mut buffer = [0; LARGEST];
-    let mut next = range.start;
-    while next < range.end {
-        let size = (next - range.start).clamp(8, LARGEST).min(range.end - next);
-        let piece = &mut buffer[..size];
-        for (k, word) in piece.iter_mut().enumerate() {
-            *word = load(tables, next + k);
-        }
-        let changed = each(piece);
-        for (k, word) in piece[..changed].iter().enumerate() {
-            store(tables, next + k, *word);
-        }
-        next += changed;
-        if changed < size {
-            break;
-        }
-    }
-    next - range.start
-}
-
 /// Tables on the heap, at made-up addresses from a base up. Every operation takes constant time (taking a new table:
 /// amortised, as pushing to a `Vec`). Memory of freed tables is kept for the next ones.
 pub struct HeapTables<A> {
@@ -252,9 +223,16 @@ impl<A: Address> HeapTables<A> {
     fn push(&mut self) -> Option<A> {
         let addr = self.addr(self.slots())?;
         let words = self.table_words();
+        self.room_to_free(1)?;
         self.words.try_reserve(words).ok()?;
         self.words.resize(self.words.len() + words, 0);
         Some(addr)
+    }
+
+    /// Room for every table in the list of freed ones, so many new ones included: freeing must not fail.
+    fn room_to_free(&mut self, fresh: usize) -> Option<()> {
+        let tables = self.slots().checked_add(fresh)?;
+        self.free.try_reserve(tables - self.free.len()).ok()
     }
 
     fn slot(&self, table: A) -> u32 {
@@ -378,7 +356,7 @@ impl<A: Address> Tables for HeapTables<A> {
         len
     }
 
-    /// All of the range in one piece, where it is.
+    /// All of the range in one piece, where it is: no device walks this memory, so nobody sees how it is written.
     ///
     /// # Panics
     /// When the address is not that of a table.
@@ -403,6 +381,7 @@ impl<A: Address> Tables for HeapTables<A> {
         }
         tables <= self.limit - self.in_use()
             && self.slots().checked_add(fresh - 1).is_some_and(|last| self.addr(last).is_some())
+            && self.room_to_free(fresh).is_some()
             && fresh.checked_mul(self.table_words()).is_some_and(|words| self.words.try_reserve(words).is_ok())
     }
 }

@@ -6,7 +6,8 @@ use core::ops::Range;
 use dmalane_addr::{Access, Address, PageSize, Span};
 
 use crate::format::{
-    Kind, entries, group_bits, has_groups, index, input_len, page_size, same_table, shift, top_leaf_level,
+    Kind, entries, group_bits, has_groups, index, input_len, is_dirty, marked, page_size, same_table, shift,
+    top_leaf_level,
 };
 use crate::{Entry, Error, FlushList, Format, MAX_LEVELS, PageTable, Tables, slots};
 
@@ -302,7 +303,7 @@ impl<F: Format, I: Address, O: Address, T: Tables> PageTable<F, I, O, T> {
             let mask = cut.size - 1;
             flush_first = flush_first.min(cut.at & !mask);
             flush_last = flush_last.max(cut.at | mask);
-            self.split(cut.at, &mut spare, |_, _| ());
+            self.split(cut.at, &mut spare, |_, _| false);
         }
         let before = tables.len();
         let bytes = self.clear_span(first, last, detach, tables);
@@ -360,12 +361,13 @@ impl<F: Format, I: Address, O: Address, T: Tables> PageTable<F, I, O, T> {
     }
 
     /// Splits leaves on the path to `at` until one starts there, with tables from `spare`. `ready` is called between
-    /// filling a table and linking it, with the table and the index of the leaf's entry.
+    /// filling a table and linking it, with the table and the index of the leaf's entry, and says whether the device has
+    /// written through the leaf in the meantime. (Or else it counts as written to if it did before.)
     pub(crate) fn split(
         &mut self,
         at: u64,
         spare: &mut Spare<T::Addr>,
-        mut ready: impl FnMut(&mut Self, Split<T::Addr>),
+        mut ready: impl FnMut(&mut Self, Split<T::Addr>) -> bool,
     ) {
         let mut table = self.root;
         for level in 0..F::LEVELS {
@@ -387,9 +389,12 @@ impl<F: Format, I: Address, O: Address, T: Tables> PageTable<F, I, O, T> {
                     // The other cut may have split this leaf already; what was counted is never too little.
                     let Some(next) = spare.pop() else { return };
                     let parts = Kind { level: level + 1, group: group_bits::<F>(level + 1) > 0 };
-                    self.write_leaves(next, 0..entries::<F>(level + 1), parts, out, access);
+                    let (all, dirty) = (0..entries::<F>(level + 1), is_dirty::<F>(self.load(table, i)));
+                    self.write_leaves(next, all.clone(), parts, (out, access), dirty);
                     let size = page_size::<F>(level);
-                    ready(self, Split { table, entries: i..i + 1, at: at & !(size.bytes() - 1), size });
+                    if ready(self, Split { table, entries: i..i + 1, at: at & !(size.bytes() - 1), size }) && !dirty {
+                        slots::update::<F, T>(&mut self.tables, next, all, |part| Some(marked::<F>(part, true)));
+                    }
                     self.store(table, i, F::encode_table(level, next.bits()));
                     self.leaves[Kind::single(level).slot()] -= 1;
                     next
@@ -405,32 +410,33 @@ impl<F: Format, I: Address, O: Address, T: Tables> PageTable<F, I, O, T> {
         kind: Kind,
         at: u64,
         to: (u64, Access),
-        ready: &mut impl FnMut(&mut Self, Split<T::Addr>),
+        ready: &mut impl FnMut(&mut Self, Split<T::Addr>) -> bool,
     ) {
         let size = kind.size::<F>();
         let start = at & !(size.bytes() - 1);
         let first = index::<F>(start, kind.level);
         let entries = first..first + kind.entries::<F>();
-        ready(self, Split { table, entries: entries.clone(), at: start, size });
+        let mut dirty = entries.clone().any(|k| is_dirty::<F>(self.load(table, k)));
+        dirty |= ready(self, Split { table, entries: entries.clone(), at: start, size });
         self.leaves[kind.slot()] -= 1;
-        self.write_leaves(table, entries, Kind::single(kind.level), to.0, to.1);
+        self.write_leaves(table, entries, Kind::single(kind.level), to, dirty);
     }
 
-    /// Writes and counts leaves of one kind that map from `out` on.
+    /// Writes and counts leaves of one kind that map from `out` on, marked as written to or not.
     pub(crate) fn write_leaves(
         &mut self,
         table: T::Addr,
         range: Range<usize>,
         kind: Kind,
-        mut out: u64,
-        access: Access,
+        (mut out, access): (u64, Access),
+        dirty: bool,
     ) {
         self.leaves[kind.slot()] += (range.len() / kind.entries::<F>()) as u64;
         let encode = if kind.group { F::encode_member } else { F::encode_leaf };
         slots::update::<F, T>(&mut self.tables, table, range, |_| {
             let entry = encode(kind.level, out, access);
             out += page_size::<F>(kind.level).bytes();
-            Some(entry)
+            Some(marked::<F>(entry, dirty))
         });
     }
 

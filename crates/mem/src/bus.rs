@@ -1,5 +1,6 @@
 //! The driver's side of a device.
 
+use std::os::fd::BorrowedFd;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -53,6 +54,13 @@ pub trait HostBus: Send + Sync {
 
     /// Waits for an interrupt, at most `timeout`, and says whether one came. May return early without.
     fn wait(&self, timeout: Duration) -> bool;
+
+    /// An eventfd, non-blocking, that counts the interrupts of a channel from now on; `None` when there can be none. Everybody
+    /// who asks gets the same.
+    fn event(&self, channel: usize) -> Option<BorrowedFd<'_>> {
+        let _ = channel;
+        None
+    }
 }
 
 /// How a [`Pinned`] or [`Mapping`] undoes itself; implemented by each bus.

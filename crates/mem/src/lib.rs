@@ -50,7 +50,7 @@ mod view;
 
 pub use buf::{CpuBuf, Share, SharedBuf};
 pub use bus::{HostBus, Mapping, Pinned, Undo};
-pub use device::{DeviceMem, DmaFault, FaultReason};
+pub use device::{DeviceMem, DmaFault, FaultReason, HeldMem};
 pub use error::Error;
 pub use footprint::{Footprint, footprint};
 pub use heap::{
@@ -61,4 +61,4 @@ pub use host::{HostConfig, SoftHost};
 pub use pagemap::{PageEntry, Pagemap, physical_runs};
 pub use part::Part;
 pub use room::{Room, memlock_left, room};
-pub use view::{CopyHint, View};
+pub use view::{CopyHint, View, stream_fence};

@@ -116,6 +116,15 @@ fn memory_file_system(file: &File) -> Option<&'static str> {
     }
 }
 
+/// Linux (6.18 at least) completes an asynchronous direct read on FUSE as if it were whole when the server answered with fewer bytes, as it
+/// does where the file was truncated meanwhile: what is missing would be silent zeroes. A synchronous read says how far it came.
+pub(crate) const FUSE: &str = "FUSE completes asynchronous direct reads as whole that are not";
+
+/// True for a file on a FUSE file system.
+pub(crate) fn is_fuse(file: &File) -> bool {
+    rustix::fs::fstatfs(file).is_ok_and(|s| s.f_type as u32 == 0x6573_5546)
+}
+
 /// What statx says, or a safe guess where it says nothing.
 fn alignment(file: impl AsFd) -> Result<Align, String> {
     let stat = match rustix::fs::statx(file, c"", AtFlags::EMPTY_PATH, StatxFlags::DIOALIGN) {

@@ -134,7 +134,7 @@ fn run_out<F: Format>() -> u64 {
             match with_allocations(n, || vm.plan(batch).map(|plan| plan.commit())) {
                 Ok(committed) => {
                     // All that was allowed was used by the plan, or more than enough was: the commit used none.
-                    vm.invalidated(committed);
+                    with_allocations(0, || vm.invalidated(committed));
                     break;
                 }
                 Err(e) => assert!(matches!(e.error, Error::NoTables { .. } | Error::NoMemory { .. }), "{e:?}"),

@@ -54,6 +54,10 @@ pub struct ReadOptions {
     #[arg(long)]
     dma_buf: bool,
 
+    /// The NUMA node whose memory it must be
+    #[arg(long, value_name = "N")]
+    node: Option<u32>,
+
     /// The order of allocating and reading
     #[arg(long, value_enum, default_value_t = Scheme::Overlap)]
     scheme: Scheme,
@@ -142,6 +146,7 @@ impl From<ReadOptions> for ReadArgs {
             pages: options.pages,
             shareable: options.shareable,
             dma_buf: options.dma_buf,
+            node: options.node,
             range: options.range,
             explain: options.explain,
             json: options.json,

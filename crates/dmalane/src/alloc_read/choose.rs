@@ -9,7 +9,7 @@ use super::{ReadError, ReadOptions, ReadSource, Scheme, size};
 
 /// At most this many bytes take the short path: a ring costs as much as copying half a megabyte, a thread as much as a megabyte.
 pub(super) const SHORT: u64 = 1 << 20;
-/// A direct read of less is slower than one through the cache, which reads ahead.
+/// Less than this the kernel fetches in one go, through the page cache too: there is nothing to be gained by going past it.
 pub(super) const DIRECT_FROM: u64 = 64 << 10;
 /// From this share of cached bytes on, copying what is cached and reading the rest through the cache is faster than reading
 /// everything from the disk.

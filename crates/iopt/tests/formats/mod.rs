@@ -15,6 +15,13 @@ macro_rules! for_each_format {
         $suite!(arm64_s1_4k_39, dmalane_iopt::Arm64S1<12, 39>);
         $suite!(arm64_s1_16k, dmalane_iopt::Arm64S1_16k);
         $suite!(arm64_s1_64k, dmalane_iopt::Arm64S1_64k);
+        $suite!(arm64_s1_4k_dirty, dmalane_iopt::Arm64S1<12, 48, false, 48, true>);
+        $suite!(arm64_s1_64k_52_contiguous_dirty, dmalane_iopt::Arm64S1<16, 48, true, 52, true>);
+        $suite!(arm64_s2_4k_40_contiguous_dirty, dmalane_iopt::Arm64S2<12, 40, true, 48, true>);
+        $suite!(arm64_s1_4k_52, dmalane_iopt::Arm64S1<12, 52, false, 52>);
+        $suite!(arm64_s1_16k_52_contiguous, dmalane_iopt::Arm64S1<14, 52, true, 52>);
+        $suite!(arm64_s2_4k_52_contiguous, dmalane_iopt::Arm64S2<12, 52, true, 52>);
+        $suite!(arm64_s2_16k_52, dmalane_iopt::Arm64S2<14, 52, false, 52>);
         $suite!(arm64_s1_64k_52, dmalane_iopt::Arm64S1<16, 52, false, 52>);
         $suite!(arm64_s2_64k_52, dmalane_iopt::Arm64S2<16, 48, true, 52>);
         $suite!(arm64_s2_4k, dmalane_iopt::Arm64S2_4k);

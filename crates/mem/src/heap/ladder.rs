@@ -164,10 +164,11 @@ impl AnonHeap {
         Self(Ladder::new(best, ANONYMOUS))
     }
 
-    /// The heap, with all of its memory from one NUMA node; a node that there is not fails when memory is asked for.
+    /// The heap, with all of its memory from one NUMA node, if one is named; a node that there is not fails when memory is asked
+    /// for.
     #[must_use]
-    pub fn on_node(mut self, node: u32) -> Self {
-        self.0.node = Some(node);
+    pub fn bound_to(mut self, node: Option<u32>) -> Self {
+        self.0.node = node;
         self
     }
 }
@@ -214,10 +215,11 @@ impl MemfdHeap {
         Self(Ladder::new(best, SHARED))
     }
 
-    /// The heap, with all of its memory from one NUMA node; a node that there is not fails when memory is asked for.
+    /// The heap, with all of its memory from one NUMA node, if one is named; a node that there is not fails when memory is asked
+    /// for.
     #[must_use]
-    pub fn on_node(mut self, node: u32) -> Self {
-        self.0.node = Some(node);
+    pub fn bound_to(mut self, node: Option<u32>) -> Self {
+        self.0.node = node;
         self
     }
 

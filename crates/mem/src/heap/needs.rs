@@ -48,6 +48,8 @@ pub struct Needs {
     pub registrable: bool,
     /// A driver is to import it as a dma-buf.
     pub dma_buf: bool,
+    /// All of its pages are to be of this NUMA node.
+    pub node: Option<u32>,
     /// Where the ladder of page kinds starts; the best for most uses when it is not said.
     pub pages: Option<PageKind>,
 }
@@ -92,10 +94,16 @@ impl fmt::Display for Picked {
 pub fn pick(needs: Needs) -> Result<Picked, Error> {
     let best = needs.pages.unwrap_or(PageKind::Hugetlb2M);
     type Open<'a> = &'a dyn Fn() -> std::io::Result<Arc<dyn Heap>>;
+    let dma_heap = || -> std::io::Result<Arc<dyn Heap>> {
+        match needs.node {
+            Some(_) => Err(std::io::Error::other("cannot be bound to a NUMA node")),
+            None => Ok(Arc::new(DmaHeap::open("system")?)),
+        }
+    };
     let heaps: [(&'static str, Open<'_>); 3] = [
-        ("anonymous", &|| Ok(Arc::new(AnonHeap::starting_at(best)))),
-        ("memfd", &|| Ok(Arc::new(MemfdHeap::starting_at(best)))),
-        ("dma-heap", &|| Ok(Arc::new(DmaHeap::open("system")?))),
+        ("anonymous", &|| Ok(Arc::new(AnonHeap::starting_at(best).bound_to(needs.node)))),
+        ("memfd", &|| Ok(Arc::new(MemfdHeap::starting_at(best).bound_to(needs.node)))),
+        ("dma-heap", &dma_heap),
     ];
     let mut passed_over = Vec::new();
     for (name, open) in heaps {

@@ -97,12 +97,12 @@ conformance! {
     anonymous: AnonHeap::starting_at(PageKind::Hugetlb2M);
     anonymous_transparent: AnonHeap::starting_at(PageKind::Transparent);
     anonymous_base: AnonHeap::starting_at(PageKind::Base);
-    anonymous_on_node_0: AnonHeap::starting_at(PageKind::Transparent).on_node(0);
+    anonymous_on_node_0: AnonHeap::starting_at(PageKind::Transparent).bound_to(Some(0));
     memfd_1g: MemfdHeap::starting_at(PageKind::Hugetlb1G);
     memfd: MemfdHeap::starting_at(PageKind::Hugetlb2M);
     memfd_transparent: MemfdHeap::starting_at(PageKind::Transparent);
     memfd_base: MemfdHeap::starting_at(PageKind::Base);
-    memfd_on_node_0: MemfdHeap::starting_at(PageKind::Base).on_node(0);
+    memfd_on_node_0: MemfdHeap::starting_at(PageKind::Base).bound_to(Some(0));
     pool_of_anonymous: Pool::new(AnonHeap::new(), 64 << 20);
     pool_of_memfd: Pool::new(MemfdHeap::new(), 64 << 20);
     pool_that_keeps_nothing: Pool::new(AnonHeap::new(), 0);
@@ -132,7 +132,7 @@ fn udmabuf() {
 #[test]
 fn a_node_that_is_not_there() {
     for node in [61, 62, 63, u32::MAX] {
-        let heap = AnonHeap::starting_at(PageKind::Base).on_node(node);
+        let heap = AnonHeap::starting_at(PageKind::Base).bound_to(Some(node));
         assert!(matches!(heap.allocate(4096), Err(Error::Allocate { .. })), "{node}");
         assert_eq!(heap.stats().live, 0);
     }

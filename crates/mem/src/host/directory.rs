@@ -26,6 +26,16 @@ impl Stretch {
         self.len
     }
 
+    /// What is left behind the first `bytes`, which are fewer than it has.
+    pub(super) fn skip(self, bytes: u64) -> Stretch {
+        Stretch { offset: self.offset + bytes, len: self.len - bytes, ..self }
+    }
+
+    /// The first `bytes` at most.
+    pub(super) fn at_most(self, bytes: u64) -> Stretch {
+        Stretch { len: self.len.min(bytes), ..self }
+    }
+
     /// This stretch and `next` as one, when `next` continues it.
     pub(super) fn join(self, next: Stretch) -> Option<Stretch> {
         let continues = self.slot == next.slot && self.offset + self.len == next.offset;

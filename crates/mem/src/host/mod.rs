@@ -16,7 +16,7 @@ mod iotlb;
 
 use std::collections::VecDeque;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock, RwLockReadGuard};
 
 use dmalane_addr::{Access, Address, Iova, Lease, PageSize, PhysAddr, RangeAllocator, RangeCache, SgTable, Span};
 use dmalane_iopt::{Arm64S1_4k, Format, HeapTables, PageTable};
@@ -24,7 +24,7 @@ use dmalane_iopt::{Arm64S1_4k, Format, HeapTables, PageTable};
 use self::directory::{Directory, Stretch};
 use self::frames::{FRAME, Frames};
 use self::iotlb::Iotlb;
-use crate::{CopyHint, DeviceMem, DmaFault, Error, FaultReason, Mapping, Pinned, Share, Undo, View};
+use crate::{CopyHint, DeviceMem, DmaFault, Error, FaultReason, HeldMem, Mapping, Pinned, Share, Undo, View};
 
 /// How the software host is made.
 #[derive(Clone, Copy, Debug)]
@@ -287,117 +287,154 @@ impl<F: Format> Drop for DevicePort<F> {
     }
 }
 
-impl<F: Format> DevicePort<F> {
-    /// Translates `len` bytes from `at` and hands each contiguous piece of a buffer to `piece` with its offset.
+impl<F: Format> DeviceMem for DevicePort<F> {
+    type Held<'a> = HeldPort<'a, F>;
+
+    fn hold(&mut self) -> HeldPort<'_, F> {
+        let host = &*self.host;
+        let translation = host.read();
+        // An invalidation counts up while it holds the lock for writing: under this lock the number stays as it is.
+        self.tlb.set_epoch(host.epoch.load(Ordering::Acquire));
+        let (hits, misses) = (&mut self.hits, &mut self.misses);
+        HeldPort { host, translation, tlb: &mut self.tlb, counters: &self.counters, hits, misses }
+    }
+}
+
+/// A [`DevicePort`] while it holds the host's translations: what it reaches stays mapped until it is dropped.
+pub struct HeldPort<'a, F: Format> {
+    host: &'a Inner<F>,
+    translation: RwLockReadGuard<'a, Translation<F>>,
+    tlb: &'a mut Iotlb,
+    counters: &'a PortCounters,
+    hits: &'a mut u64,
+    misses: &'a mut u64,
+}
+
+impl<F: Format> Drop for HeldPort<'_, F> {
+    fn drop(&mut self) {
+        self.counters.hits.store(*self.hits, Ordering::Relaxed);
+        self.counters.misses.store(*self.misses, Ordering::Relaxed);
+    }
+}
+
+impl<F: Format> HeldPort<'_, F> {
+    /// Translates `len` bytes from `at` and hands each contiguous piece of a buffer to `piece` with its offset, until that
+    /// says false.
     ///
-    /// Every page is translated and checked. What is contiguous in the buffer, as it is wherever IOVAs are, is copied in
-    /// one piece all the same: many small copies cost more than the translations.
+    /// Every page has been translated and checked, now or since the last invalidation. What is contiguous in the buffer, as it is wherever
+    /// IOVAs are, is copied in one piece all the same: many small copies cost more than the translations.
+    #[inline]
     fn access(
         &mut self,
         at: Iova,
         len: usize,
         wanted: Access,
-        mut piece: impl FnMut(usize, View<'_>),
+        mut piece: impl FnMut(usize, View<'_>) -> bool,
     ) -> Result<(), DmaFault> {
-        let host = self.host.clone();
-        let translation = host.read();
-        self.tlb.check_epoch(host.epoch.load(Ordering::Acquire));
-        let mut hand_over = |end: u64, stretch: Stretch| match translation.directory.view(stretch) {
-            Some(bytes) => piece((end - stretch.len()) as usize, bytes),
-            // `locate` found the stretch under the same lock.
-            None => unreachable!("a stretch lies in its buffer"),
-        };
         let (mut done, len) = (0, len as u64);
         let mut pending: Option<Stretch> = None;
-        let result = loop {
-            if done == len {
-                break Ok(());
-            }
-            match self.locate(&translation, at, done, len, wanted) {
+        while done < len {
+            match self.locate(at, done, len, wanted) {
                 Ok(next) => {
                     pending = match pending.map(|p| (p, p.join(next))) {
                         None => Some(next),
                         Some((_, Some(joined))) => Some(joined),
                         Some((before, None)) => {
-                            hand_over(done, before);
+                            if !piece((done - before.len()) as usize, self.view(before)) {
+                                return Ok(());
+                            }
                             Some(next)
                         }
                     };
                     done += next.len();
                 }
                 Err(reason) => {
+                    if let Some(last) = pending
+                        && !piece((done - last.len()) as usize, self.view(last))
+                    {
+                        return Ok(());
+                    }
                     let at = Iova::new(at.bits().wrapping_add(done));
-                    break Err(DmaFault { at, wanted, reason, done });
+                    return Err(self.host.record(DmaFault { at, wanted, reason, done }));
                 }
             }
-        };
-        if let Some(last) = pending {
-            hand_over(done, last);
         }
-        drop(translation);
-        self.counters.hits.store(self.hits, Ordering::Relaxed);
-        self.counters.misses.store(self.misses, Ordering::Relaxed);
-        result.map_err(|fault| host.record(fault))
+        if let Some(last) = pending {
+            piece((done - last.len()) as usize, self.view(last));
+        }
+        Ok(())
     }
 
-    /// What lies `done` bytes behind `at`, as far as one leaf reaches.
-    fn locate(
-        &mut self,
-        translation: &Translation<F>,
-        at: Iova,
-        done: u64,
-        len: u64,
-        wanted: Access,
-    ) -> Result<Stretch, FaultReason> {
+    #[inline]
+    fn view(&self, stretch: Stretch) -> View<'_> {
+        // `locate` found the stretch under the same lock, or under no later invalidation.
+        self.translation.directory.view(stretch).expect("a stretch lies in its buffer")
+    }
+
+    /// What lies `done` bytes behind `at`, as far as one entry of the IOTLB reaches.
+    #[inline]
+    fn locate(&mut self, at: Iova, done: u64, len: u64, wanted: Access) -> Result<Stretch, FaultReason> {
         let here = at.checked_add(done).ok_or(FaultReason::PastTheTop)?;
-        let leaf = match self.tlb.find(here) {
-            Some(leaf) => {
-                self.hits += 1;
-                leaf
+        let entry = match self.tlb.find(here) {
+            Some(entry) => {
+                *self.hits += 1;
+                *entry
             }
             None => {
-                self.misses += 1;
-                let leaf = translation.table.lookup(here).ok_or(FaultReason::NotMapped)?;
-                self.tlb.insert(here, leaf);
-                leaf
+                *self.misses += 1;
+                let Translation { table, directory } = &*self.translation;
+                self.tlb.fill(here, table, directory).ok_or(FaultReason::NotMapped)?
             }
         };
-        if !leaf.access.contains(wanted) {
+        if !entry.access().contains(wanted) {
             return Err(FaultReason::NotPermitted);
         }
-        let within = here.bits() - leaf.at.bits();
-        let left = (leaf.size.bytes() - within).min(len - done);
-        // A leaf without a frame behind it would be a bug of the host; to the device it is a fault.
-        let to = leaf.to.checked_add(within).ok_or(FaultReason::NotMapped)?;
-        translation.directory.locate(to, left).ok_or(FaultReason::NotMapped)
+        Ok(entry.bytes_from(here).at_most(len - done))
     }
 }
 
-impl<F: Format> DeviceMem for DevicePort<F> {
+impl<F: Format> HeldMem for HeldPort<'_, F> {
+    #[inline]
     fn read(&mut self, from: Iova, into: View<'_>, hint: CopyHint) -> Result<(), DmaFault> {
         self.access(from, into.len(), Access::READ, |done, bytes| {
             into.sub(done, bytes.len()).expect("a piece of `into`").copy_from(bytes, hint);
+            true
         })
     }
 
+    #[inline]
     fn write(&mut self, into: Iova, from: View<'_>, hint: CopyHint) -> Result<(), DmaFault> {
         self.access(into, from.len(), Access::WRITE, |done, bytes| {
             bytes.copy_from(from.sub(done, bytes.len()).expect("a piece of `from`"), hint);
+            true
         })
+    }
+
+    fn compare(&mut self, at: Iova, with: View<'_>) -> Result<Option<usize>, DmaFault> {
+        let mut found = None;
+        self.access(at, with.len(), Access::READ, |done, bytes| {
+            let with = with.sub(done, bytes.len()).expect("a piece of `with`");
+            found = bytes.first_difference(with).map(|offset| done + offset);
+            found.is_none()
+        })?;
+        Ok(found)
     }
 
     fn read_bytes(&mut self, from: Iova, into: &mut [u8]) -> Result<(), DmaFault> {
         self.access(from, into.len(), Access::READ, |done, bytes| {
             bytes.read(&mut into[done..done + bytes.len()]);
+            true
         })
     }
 
     fn write_bytes(&mut self, into: Iova, from: &[u8]) -> Result<(), DmaFault> {
         self.access(into, from.len(), Access::WRITE, |done, bytes| {
             bytes.write(&from[done..done + bytes.len()]);
+            true
         })
     }
 
+    #[inline]
     fn write_word(&mut self, into: Iova, value: u64) -> Result<(), DmaFault> {
         if !into.bits().is_multiple_of(8) {
             let fault = DmaFault { at: into, wanted: Access::WRITE, reason: FaultReason::Misaligned, done: 0 };
@@ -406,6 +443,7 @@ impl<F: Format> DeviceMem for DevicePort<F> {
         // Aligned, so it lies in one page and in one piece.
         self.access(into, 8, Access::WRITE, |_, bytes| {
             bytes.store_u64(0, value).expect("an aligned word of 8 bytes");
+            true
         })
     }
 }
