@@ -2,7 +2,7 @@
 //!
 //! `unsafe` is what this file is for: pointers come from C. Each is looked at in [`bytes`], [`put`] or [`config`], which
 //! refuse null and lengths that no object can have; that there is as much memory as C says is the contract of every function
-//! here. Nothing keeps a pointer beyond the call but the callback of a VM with its `user`.
+//! here. Nothing keeps a pointer beyond the call but the callbacks of a VM with their `user`.
 
 use std::ffi::{c_char, c_void};
 use std::sync::Arc;
@@ -10,7 +10,7 @@ use std::sync::Arc;
 use dmalane_addr::{CardAddr, Segment};
 use dmalane_vm::Errno;
 
-use crate::objects::{self, Invalidate, Refused, call};
+use crate::objects::{self, Callback, Callbacks, Refused, call};
 
 /// The version of what the header describes.
 pub const DML_ABI_VERSION: u32 = 1;
@@ -24,6 +24,9 @@ pub struct DmlSegment {
     /// Bytes, not 0.
     pub len: u64,
 }
+
+/// A function of C's that is told of `len` bytes at `va`.
+pub type Function = extern "C" fn(user: *mut c_void, va: u64, len: u64);
 
 /// `struct dml_vm_config`.
 #[repr(C)]
@@ -46,8 +49,10 @@ pub struct DmlVmConfig {
     /// Page tables at most; 0 for no limit.
     pub table_limit: u64,
     /// Makes the device forget `len` bytes at `va`; null when there is no device.
-    pub invalidate: Option<extern "C" fn(user: *mut c_void, va: u64, len: u64)>,
-    /// What `invalidate` gets.
+    pub invalidate: Option<Function>,
+    /// Is told of `DML_PREFETCH`; null when nobody wants to know.
+    pub prefetch: Option<Function>,
+    /// What both get.
     pub user: *mut c_void,
 }
 
@@ -136,7 +141,7 @@ unsafe fn config(at: *const DmlVmConfig) -> Result<DmlVmConfig, Refused> {
     if all[known..].iter().any(|b| *b != 0) {
         return Err(refused(Errno::TooBig, "fields of the configuration that this version does not know"));
     }
-    // SAFETY: `all` has the bytes of one, checked above. Any bits are right for numbers and pointers; of the callback
+    // SAFETY: `all` has the bytes of one, checked above. Any bits are right for numbers and pointers; of a callback
     // null is `None`, and what else it is the caller says: the address of such a function.
     Ok(unsafe { at.read_unaligned() })
 }
@@ -211,11 +216,12 @@ exported! {
             return Err(refused(Errno::Inval, format_args!("zero is {:#x}", c.zero)));
         }
         let user = c.user.expose_provenance(); // a number, so that it may go from thread to thread
-        let invalidate = c.invalidate.map(|function| -> Invalidate {
+        let callback = |function: Function| -> Callback {
             Arc::new(move |va, len| function(std::ptr::with_exposed_provenance_mut(user), va.bits(), len))
-        });
+        };
+        let tell = Callbacks { invalidate: c.invalidate.map(callback), prefetch: c.prefetch.map(callback) };
         let reserved = (c.reserved_va, c.reserved_len);
-        let made = objects::create_vm(device, c.format, (c.va, c.len), reserved, c.table_limit, invalidate)?;
+        let made = objects::create_vm(device, c.format, (c.va, c.len), reserved, c.table_limit, tell)?;
         // SAFETY: the contract of the function.
         unsafe { put(vm, made) }
     }

@@ -67,8 +67,17 @@ pub(crate) fn with_last_error<R>(look: impl FnOnce(&str) -> R) -> R {
     LAST_ERROR.with_borrow(|last| look(last))
 }
 
-/// What the device must do to forget a range. A call into C.
-pub(crate) type Invalidate = Arc<dyn Fn(DeviceVa, u64) + Send + Sync>;
+/// What C is told of a range.
+pub(crate) type Callback = Arc<dyn Fn(DeviceVa, u64) + Send + Sync>;
+
+/// What C is told, if it wants to be.
+#[derive(Default)]
+pub(crate) struct Callbacks {
+    /// The device must forget the range.
+    pub(crate) invalidate: Option<Callback>,
+    /// The device may use the range soon.
+    pub(crate) prefetch: Option<Callback>,
+}
 
 /// Buffer objects and the VMs that bind them.
 struct Device {
@@ -78,7 +87,7 @@ struct Device {
 struct OneVm {
     device: Arc<Device>,
     vm: Mutex<Box<dyn AnyVm + Send>>,
-    invalidate: Option<Invalidate>,
+    tell: Callbacks,
 }
 
 /// Objects by number. A number is never given twice.
@@ -141,7 +150,7 @@ pub(crate) fn create_vm(
     (va, len): (u64, u64),
     reserved: (u64, u64),
     tables: u64,
-    invalidate: Option<Invalidate>,
+    tell: Callbacks,
 ) -> Result<u64, Refused> {
     let device = lock(&DEVICES).get(device, "device")?;
     let span = |va: u64, len: u64| {
@@ -155,7 +164,7 @@ pub(crate) fn create_vm(
         2 => vm::<X86_64_4Level>(range, reserved, tables)?,
         other => return Err(Refused::new(Errno::Inval, format_args!("there is no format {other}"))),
     };
-    Ok(lock(&VMS).add(OneVm { device, vm: Mutex::new(vm), invalidate }))
+    Ok(lock(&VMS).add(OneVm { device, vm: Mutex::new(vm), tell }))
 }
 
 fn vm<F: Format>(
@@ -213,8 +222,11 @@ pub(crate) fn bind(vm: u64, bytes: &[u8], stride: usize, count: usize) -> Result
     };
     let committed = lock_vm(&one)?.apply(requests).map_err(ArrayError::from)?;
     // Not under the lock: C may look at the VM from within.
-    if let Some(invalidate) = &one.invalidate {
+    if let Some(invalidate) = &one.tell.invalidate {
         committed.spans().for_each(|span| invalidate(span.first(), span.len()));
+    }
+    if let Some(prefetch) = &one.tell.prefetch {
+        committed.prefetches().for_each(|span| prefetch(span.first(), span.len()));
     }
     lock_vm(&one)?.invalidated(committed);
     Ok(())

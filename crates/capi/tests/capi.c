@@ -13,9 +13,16 @@ static const uint64_t K = 16384;
 
 struct seen {
 	dml_vm vm;
-	int calls;
+	int calls, hints;
 	uint64_t va, len;
 };
+
+static void prefetch(void *user, uint64_t va, uint64_t len)
+{
+	struct seen *seen = user;
+	seen->hints++;
+	CHECK(va == 16 * K && len == K);
+}
 
 static void invalidate(void *user, uint64_t va, uint64_t len)
 {
@@ -39,7 +46,7 @@ static int says(const char *name, const char *text)
 static void layout(void)
 {
 	CHECK(sizeof(struct dml_segment) == 16);
-	CHECK(sizeof(struct dml_vm_config) == 72);
+	CHECK(sizeof(struct dml_vm_config) == 80);
 	CHECK(sizeof(struct dml_vm_op) == 32);
 	CHECK(offsetof(struct dml_vm_op, addr) == 24);
 	CHECK(sizeof(struct dml_leaf) == 32);
@@ -55,7 +62,7 @@ static void agx(void)
 	uint32_t bo, other;
 	struct dml_segment segments[] = {{1ull << 32, 4 * 16384}, {1ull << 33, 4 * 16384}};
 	struct dml_vm_config config = {.size = sizeof config, .format = DML_FORMAT_AGX_UAT, .va = K, .len = 1ull << 36,
-		.reserved_va = 1ull << 30, .reserved_len = K, .invalidate = invalidate, .user = &seen};
+		.reserved_va = 1ull << 30, .reserved_len = K, .invalidate = invalidate, .prefetch = prefetch, .user = &seen};
 	struct dml_leaf leaf;
 	struct dml_run runs[8];
 	size_t count;
@@ -72,7 +79,7 @@ static void agx(void)
 		{.flags = DML_PREFETCH, .range = K, .addr = 16 * K},
 	};
 	CHECK(!dml_vm_bind(vm, ops, sizeof ops[0], 4));
-	CHECK(seen.calls == 0);
+	CHECK(seen.calls == 0 && seen.hints == 1);
 	CHECK(!dml_vm_lookup(vm, 21 * K + 5, &leaf));
 	CHECK(leaf.pa == (1ull << 33) + K + 5 && leaf.left == K - 5 && leaf.leaf == K);
 	CHECK(leaf.access == (DML_READ | DML_WRITE));

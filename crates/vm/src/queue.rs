@@ -159,8 +159,8 @@ impl<A: Address> BindQueue<A> {
         self.waiting.remove(at).map(|(_, submission)| submission)
     }
 
-    /// Applies what is ready: batches from the head on, until one waits for a fence or has taken something away that the
-    /// device must forget. Appends those that have ended.
+    /// Applies what is ready: batches from the head on, until one waits for a fence, has taken something away that the
+    /// device must forget, or has hints for it. Appends those that have ended.
     ///
     /// `vm` is always the same.
     pub fn poll<F: Format, T: Tables<Addr = A>>(&mut self, vm: &mut Vm<F, T>, ended: &mut Vec<Ended>) {
@@ -177,7 +177,8 @@ impl<A: Address> BindQueue<A> {
             match result {
                 Ok(committed) => {
                     self.running = Some(Running { ticket, committed, signal: submission.signal });
-                    if self.to_invalidate().is_some_and(Committed::is_empty) {
+                    // What is only a hint is for the caller to see too.
+                    if self.to_invalidate().is_some_and(|c| c.is_empty() && c.prefetches().len() == 0) {
                         ended.extend(self.invalidated(vm));
                     }
                 }
@@ -190,7 +191,7 @@ impl<A: Address> BindQueue<A> {
         }
     }
 
-    /// What the device must forget before the queue goes on.
+    /// What the device must forget before the queue goes on, and what it may prefetch.
     pub fn to_invalidate(&self) -> Option<&Committed<A>> {
         self.running.as_ref().map(|r| &r.committed)
     }

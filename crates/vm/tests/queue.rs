@@ -97,6 +97,19 @@ fn fences_are_signalled_only_when_the_device_has_forgotten() {
 }
 
 #[test]
+fn hints_are_passed_on() {
+    let (mut vm, bo) = (vm(), bo());
+    let mut queue = BindQueue::new(0, 8);
+    let ticket = queue.submit(after(vec![bind(&bo, 5, 0), Request::Prefetch(span(5, 1))], &[])).unwrap();
+    let mut ended = Vec::new();
+    queue.poll(&mut vm, &mut ended);
+    let committed = queue.to_invalidate().unwrap();
+    assert!(committed.is_empty() && ended.is_empty());
+    assert_eq!(committed.prefetches().collect::<Vec<_>>(), [span(5, 1)]);
+    assert_eq!(queue.invalidated(&mut vm), Some(Ended { ticket, result: Ok(()) }));
+}
+
+#[test]
 fn a_failure_marks_the_vm() {
     let (mut vm, bo) = (vm(), bo());
     let (mut a, mut b) = (BindQueue::new(0, 8), BindQueue::new(1, 8));
