@@ -30,7 +30,7 @@ pub struct Options {
     #[arg(long, value_delimiter = ',', default_values_t = [512 << 10, 8 << 20, 1 << 30, 3 << 30])]
     sizes: Vec<u64>,
 
-    /// Rounds of each case; the median counts
+    /// Rounds of each case, four times as many for small files; the median counts
     #[arg(long, default_value_t = 5)]
     rounds: usize,
 
@@ -252,11 +252,13 @@ impl Bench {
         .filter(|row| *row != POOLED || self.size < LARGE)
         .collect();
         let mut samples: BTreeMap<&'static str, Vec<f64>> = BTreeMap::new();
-        for round in 0..=options.rounds {
+        // What is short is disturbed easily, and costs little.
+        let rounds = if self.size < LARGE { 4 * options.rounds + 1 } else { options.rounds };
+        for round in 0..=rounds {
             for &row in &rows {
                 let Some(seconds) = self.sample(row, cold)? else { continue };
                 // The first round fills pools and warms what is warm.
-                if round > 0 || options.rounds == 1 {
+                if round > 0 || rounds == 1 {
                     samples.entry(row).or_default().push(seconds);
                 }
             }
