@@ -15,7 +15,7 @@ use std::time::{Duration, Instant};
 use dmalane::addr::FileOffset;
 use dmalane::engine::{Channel, Direction, Transfer};
 use dmalane::mem::{AnonHeap, Heap, MemfdHeap, PageKind, Part, Pool, SharedBuf, View, export_dma_buf, footprint};
-use dmalane::uring::{FileChannel, Io, Mode};
+use dmalane::uring::{FileChannel, Io, Mode, read_now};
 use dmalane::{AllocAndRead, AllocRead, FileOptions, ReadOptions, Scheme};
 use rustix::time::{ClockId, clock_gettime};
 use twox_hash::XxHash3_64;
@@ -30,7 +30,7 @@ pub struct Options {
     #[arg(long, value_delimiter = ',', default_values_t = [512 << 10, 8 << 20, 1 << 30, 3 << 30])]
     sizes: Vec<u64>,
 
-    /// Rounds of each case; the median counts
+    /// Rounds of each case, four times as many for small files; the median counts
     #[arg(long, default_value_t = 5)]
     rounds: usize,
 
@@ -64,6 +64,7 @@ const LARGE: u64 = 64 << 20;
 const MIB: u64 = 1 << 20;
 
 const CEILING: &str = "floor: the same direct reads into memory that is there";
+const COPY: &str = "floor: one buffered pread into memory that is there";
 const ALLOCATION: &str = "floor: allocation alone";
 const NORMAL: &str = "normal: memfd, mmap, read";
 const SENDFILE: &str = "sendfile to a memfd, buffered";
@@ -149,6 +150,16 @@ fn bars(report: &mut Report, bench: &Bench, cold: &Medians, warm: &Medians) {
         _ => {
             faster("cold: normal / ours", 2.5, cold, NORMAL, POOLED);
             faster("warm: normal / ours", 6.0, warm, NORMAL, POOLED);
+            for (temperature, t, floor) in [("cold", cold, CEILING), ("warm", warm, COPY)] {
+                if let Some(got) = ratio(t, POOLED, floor) {
+                    report.note(&size, &format!("{temperature}: ours / floor"), got);
+                }
+            }
+            let mut faster = |what: &str, goal, t: &Medians, than, ours| {
+                if let Some(got) = ratio(t, than, ours) {
+                    report.at_least(&format!("{size} {what}"), goal, got);
+                }
+            };
             faster("cold: plain read / ours", 1.0, cold, PLAIN, POOLED);
             faster("warm: plain read / ours", 1.0, warm, PLAIN, POOLED);
         }
@@ -222,6 +233,7 @@ impl Bench {
     fn table(&mut self, cold: bool, options: &Options, report: &mut Report) -> Result<Medians> {
         let rows: Vec<&'static str> = [
             CEILING,
+            COPY,
             ALLOCATION,
             NORMAL,
             UDMABUF,
@@ -240,11 +252,13 @@ impl Bench {
         .filter(|row| *row != POOLED || self.size < LARGE)
         .collect();
         let mut samples: BTreeMap<&'static str, Vec<f64>> = BTreeMap::new();
-        for round in 0..=options.rounds {
+        // What is short is disturbed easily, and costs little.
+        let rounds = if self.size < LARGE { 4 * options.rounds + 1 } else { options.rounds };
+        for round in 0..=rounds {
             for &row in &rows {
                 let Some(seconds) = self.sample(row, cold)? else { continue };
                 // The first round fills pools and warms what is warm.
-                if round > 0 || options.rounds == 1 {
+                if round > 0 || rounds == 1 {
                     samples.entry(row).or_default().push(seconds);
                 }
             }
@@ -277,7 +291,7 @@ impl Bench {
 
     /// Makes the host back as much memory as a sample will need.
     fn touch(&self, row: &str) -> Result<()> {
-        if self.size < LARGE || row == CEILING {
+        if self.size < LARGE || row == CEILING || row == COPY {
             return Ok(());
         }
         let buffered = matches!(row, NORMAL | SENDFILE | PLAIN | OURS_BUFFERED | UDMABUF);
@@ -302,6 +316,16 @@ impl Bench {
         let left = match row {
             CEILING => {
                 let seconds = self.ceiling()?;
+                return Ok(Some(seconds));
+            }
+            COPY => {
+                let mut part = self.ready()?;
+                let start = Instant::now();
+                let file = File::open(&self.path)?;
+                let mut front = part.split_off_front(self.size as usize).ok_or("a short buffer")?;
+                read_now(&file, &mut front, FileOffset::new(0))?;
+                let seconds = start.elapsed().as_secs_f64();
+                self.ready = Some(front.join(part).map_err(|_| "parts of two buffers")?);
                 return Ok(Some(seconds));
             }
             ALLOCATION => {
@@ -406,12 +430,17 @@ impl Bench {
         Ok(memfd.into())
     }
 
+    /// Memory that is there, in the pages that a load would have.
+    fn ready(&mut self) -> Result<Part> {
+        match self.ready.take() {
+            Some(part) => Ok(part),
+            None => Ok(AnonHeap::new().reserve(self.size as usize)?.populate()?.into_part()),
+        }
+    }
+
     /// Direct reads by io_uring into memory that is there, in the pages that a load would have, and nothing else.
     fn ceiling(&mut self) -> Result<f64> {
-        let part = match self.ready.take() {
-            Some(part) => part,
-            None => AnonHeap::new().reserve(self.size as usize)?.populate()?.into_part(),
-        };
+        let part = self.ready()?;
         let start = Instant::now();
         let options = FileOptions { mode: Mode::Direct, io: Io::Auto, depth: self.read.depth, block: self.read.block };
         let mut channel = FileChannel::open(&self.path, options)?;

@@ -1,4 +1,5 @@
-/* The bind manager of dmalane for programs in C: buffer objects, and device address spaces that bind them page by page.
+/* dmalane for programs in C: files into DMA-ready memory, read while it is being allocated; and the bind manager, buffer objects and
+ * device address spaces that bind them page by page.
  *
  * Functions give 0, or a negative error number as <errno.h> has it on Linux (-EINVAL); dml_last_error() says more. After an
  * error nothing has changed. They may be called from any thread. Objects are numbers: one that was destroyed, or never was,
@@ -129,6 +130,42 @@ int32_t dml_vm_lookup(dml_vm vm, uint64_t va, struct dml_leaf *leaf);
 
 /* Writes the first `capacity` runs within `len` bytes at `va`, and to `count` the number of all of them. */
 int32_t dml_vm_runs(dml_vm vm, uint64_t va, uint64_t len, struct dml_run *runs, size_t capacity, size_t *count);
+
+/* A buffer that a file was read into. */
+typedef uint64_t dml_buffer;
+
+/* Flags of a read. */
+#define DML_READ_SHAREABLE (1u << 0) /* dml_buffer_export() is to give a descriptor */
+#define DML_READ_DIRECT (1u << 1)    /* past the page cache, or -EOPNOTSUPP */
+#define DML_READ_BUFFERED (1u << 2)  /* through the page cache; with neither, what is cached decides */
+#define DML_READ_CHECKSUM (1u << 3)  /* XXH3-64 */
+
+/* How to read. Zero it, set `size`, then what is wanted. */
+struct dml_read_config {
+	uint64_t size; /* sizeof(struct dml_read_config) */
+	uint32_t flags; /* DML_READ_SHAREABLE and its like */
+	uint32_t threads; /* at most 64; 0 for as many as fit */
+	uint64_t offset; /* from where on in the file */
+	uint64_t len; /* bytes; 0 for all to the end */
+	uint64_t gather; /* bytes allocated together before reading into them starts; 0 for the default */
+	uint64_t limit; /* bytes of memory at most, else -ENOMEM; 0 for no limit */
+	uint64_t timeout_ms; /* milliseconds at most, else -ETIMEDOUT; 0 for no limit */
+};
+
+struct dml_filled {
+	void *data; /* the bytes, until the buffer is destroyed */
+	uint64_t len;
+	uint64_t checksum; /* 0 unless asked for */
+};
+
+/* Allocates a buffer and reads the open file `fd` into it while it is being allocated. Clears O_DIRECT and O_NONBLOCK of the file. Pipes and
+ * sockets are read from where they are. -ENODATA when the file ends early, -ESTALE when it changed its size meanwhile, -ENOMEM, or
+ * what the kernel said. After an error nothing is in flight, and nothing allocated. */
+int32_t dml_alloc_and_read(int fd, const struct dml_read_config *config, dml_buffer *buffer, struct dml_filled *filled);
+/* A new descriptor of the buffer's memory, sealed against changes of its size, to be closed by the caller; -EOPNOTSUPP without
+ * DML_READ_SHAREABLE. */
+int32_t dml_buffer_export(dml_buffer buffer, int *fd);
+int32_t dml_buffer_destroy(dml_buffer buffer);
 
 #ifdef __cplusplus
 }

@@ -5,11 +5,13 @@
 //! here. Nothing keeps a pointer beyond the call but the callbacks of a VM with their `user`.
 
 use std::ffi::{c_char, c_void};
+use std::os::fd::{BorrowedFd, IntoRawFd};
 use std::sync::Arc;
 
 use dmalane_addr::{CardAddr, Segment};
 use dmalane_vm::Errno;
 
+use crate::buffers::{self, Request};
 use crate::objects::{self, Callback, Callbacks, Refused, call};
 
 /// The version of what the header describes.
@@ -94,6 +96,40 @@ pub struct DmlRun {
     pub access: u32,
 }
 
+/// `struct dml_read_config`.
+#[repr(C)]
+#[derive(Clone, Copy, Debug)]
+pub struct DmlReadConfig {
+    /// `sizeof(struct dml_read_config)` as the caller knows it.
+    pub size: u64,
+    /// `DML_READ_SHAREABLE` and its like.
+    pub flags: u32,
+    /// Lanes; 0 for as many as fit.
+    pub threads: u32,
+    /// From where on in the file.
+    pub offset: u64,
+    /// Bytes; 0 for all to the end.
+    pub len: u64,
+    /// Bytes allocated together; 0 for the default.
+    pub gather: u64,
+    /// Bytes of memory at most; 0 for no limit.
+    pub limit: u64,
+    /// Milliseconds at most; 0 for no limit.
+    pub timeout_ms: u64,
+}
+
+/// `struct dml_filled`.
+#[repr(C)]
+#[derive(Clone, Copy, Debug)]
+pub struct DmlFilled {
+    /// The bytes, until the buffer is destroyed.
+    pub data: *mut c_void,
+    /// How many.
+    pub len: u64,
+    /// XXH3-64 of them; 0 unless asked for.
+    pub checksum: u64,
+}
+
 /// What C says is memory to read from.
 ///
 /// # Safety
@@ -126,12 +162,13 @@ unsafe fn put<T>(to: *mut T, value: T) -> Result<(), Refused> {
 /// Reads a configuration of the caller's size.
 ///
 /// # Safety
-/// `at` is null, or there are as many bytes as the 64-bit number there says, and nobody writes to them during the call.
-unsafe fn config(at: *const DmlVmConfig) -> Result<DmlVmConfig, Refused> {
+/// `at` is null, or there are as many bytes as the 64-bit number there says, and nobody writes to them during the call. `T` is one
+/// of the structures of the header that begin with their size: numbers, pointers, and callbacks that may be null.
+unsafe fn config<T: Copy>(at: *const T) -> Result<T, Refused> {
     // SAFETY: of the caller: at least the size is there.
     let head = unsafe { bytes(at.cast(), size_of::<u64>())? };
     let size = u64::from_ne_bytes(head.try_into().map_err(|_| fault("no configuration"))?);
-    let known = size_of::<DmlVmConfig>();
+    let known = size_of::<T>();
     let size = usize::try_from(size).map_err(|_| fault(format_args!("a configuration of {size} bytes")))?;
     if size < known {
         return Err(refused(Errno::Inval, format_args!("a configuration of {size} bytes, below {known}")));
@@ -147,7 +184,7 @@ unsafe fn config(at: *const DmlVmConfig) -> Result<DmlVmConfig, Refused> {
 }
 
 fn refused(errno: Errno, what: impl std::fmt::Display) -> Refused {
-    Refused(errno, what.to_string())
+    Refused::new(errno, what)
 }
 
 fn fault(what: impl std::fmt::Display) -> Refused {
@@ -259,6 +296,52 @@ exported! {
         };
         // SAFETY: the contract of the function.
         unsafe { put(leaf, found) }
+    }
+
+    /// Allocates a buffer and reads a file into it while it is being allocated.
+    fn dml_alloc_and_read(fd: i32, config: *const DmlReadConfig, buffer: *mut u64, filled: *mut DmlFilled) {
+        let nothing = DmlFilled { data: std::ptr::null_mut(), len: 0, checksum: 0 };
+        // SAFETY: the contract of the function.
+        unsafe { put(buffer, 0)? };
+        // SAFETY: the contract of the function.
+        unsafe { put(filled, nothing)? };
+        // SAFETY: the contract of the function; the header says that `size` is the first field.
+        let c = unsafe { self::config(config)? };
+        if fd < 0 {
+            return Err(refused(Errno::Inval, format_args!("{fd} is no file descriptor")));
+        }
+        // SAFETY: not -1; the header says that it is open and stays so during the call.
+        let file = unsafe { BorrowedFd::borrow_raw(fd) };
+        let request = Request {
+            flags: c.flags,
+            threads: c.threads,
+            offset: c.offset,
+            len: c.len,
+            gather: c.gather,
+            limit: c.limit,
+            timeout_ms: c.timeout_ms,
+        };
+        let (number, made) = buffers::alloc_and_read(file, &request)?;
+        let view = made.view();
+        let data = DmlFilled { data: view.as_ptr().cast(), len: view.len() as u64, checksum: made.checksum().unwrap_or(0) };
+        // SAFETY: the contract of the function.
+        unsafe { put(filled, data)? };
+        // SAFETY: the contract of the function.
+        unsafe { put(buffer, number) }
+    }
+
+    /// A descriptor of the memory of a buffer, for another process or driver.
+    fn dml_buffer_export(buffer: u64, fd: *mut i32) {
+        // SAFETY: the contract of the function.
+        unsafe { put(fd, -1)? };
+        let exported = buffers::export(buffer)?;
+        // SAFETY: the contract of the function. Were it refused here, it would have been above.
+        unsafe { put(fd, exported.into_raw_fd()) }
+    }
+
+    /// Frees a buffer; its bytes are gone.
+    fn dml_buffer_destroy(buffer: u64) {
+        buffers::destroy(buffer)
     }
 
     /// What is bound within `len` bytes at `va`: the first `capacity` runs, and the number of all of them.

@@ -1,4 +1,4 @@
-//! The bind manager of dmalane for programs in C.
+//! Allocating and reading at once and the bind manager of dmalane, for programs in C.
 //!
 //! `include/dmalane.h` is the description; this crate builds a shared and a static library that it fits. Objects are known to C by
 //! numbers, not by pointers: one that was destroyed, or never was, is an error and not a crash. What C passes by pointer is
@@ -9,6 +9,7 @@
 
 #[allow(unsafe_code)]
 mod abi;
+mod buffers;
 mod objects;
 
 pub use abi::*;

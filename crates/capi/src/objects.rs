@@ -13,16 +13,29 @@ use dmalane_vm::array::{ArrayError, decode};
 use dmalane_vm::{AnyVm, Bo, Errno, Handles, Mapped, Source, Vm};
 
 /// What a call came to: an error number, and a text about it.
-pub(crate) struct Refused(pub(crate) Errno, pub(crate) String);
+pub(crate) struct Refused(pub(crate) Number, pub(crate) String);
+
+/// An error number: one of ours, or one that the kernel gave.
+#[derive(Clone, Copy)]
+pub(crate) enum Number {
+    Ours(Errno),
+    Kernel(i32),
+}
+
+impl From<Errno> for Number {
+    fn from(errno: Errno) -> Self {
+        Self::Ours(errno)
+    }
+}
 
 impl Refused {
-    fn new(errno: Errno, text: impl Display) -> Self {
-        Self(errno, text.to_string())
+    pub(crate) fn new(number: impl Into<Number>, text: impl Display) -> Self {
+        Self(number.into(), text.to_string())
     }
 }
 
 /// An error with its causes.
-fn chain(error: &dyn std::error::Error) -> String {
+pub(crate) fn chain(error: &dyn std::error::Error) -> String {
     let mut text = error.to_string();
     let mut next = error.source();
     while let Some(cause) = next {
@@ -34,13 +47,13 @@ fn chain(error: &dyn std::error::Error) -> String {
 
 impl From<ArrayError> for Refused {
     fn from(error: ArrayError) -> Self {
-        Self(error.reason.errno(), chain(&error))
+        Self::new(error.reason.errno(), chain(&error))
     }
 }
 
 impl From<dmalane_vm::Error> for Refused {
     fn from(error: dmalane_vm::Error) -> Self {
-        Self(error.errno(), chain(&error))
+        Self::new(error.errno(), chain(&error))
     }
 }
 
@@ -55,7 +68,8 @@ thread_local! {
 pub(crate) fn call(run: impl FnOnce() -> Result<(), Refused>) -> i32 {
     let (number, text) = match catch_unwind(AssertUnwindSafe(run)) {
         Ok(Ok(())) => return 0,
-        Ok(Err(Refused(errno, text))) => (errno.number(), format!("{}: {text}", errno.name())),
+        Ok(Err(Refused(Number::Ours(errno), text))) => (errno.number(), format!("{}: {text}", errno.name())),
+        Ok(Err(Refused(Number::Kernel(number), text))) => (number, format!("error {number}: {text}")),
         Err(_) => (NOT_RECOVERABLE, "ENOTRECOVERABLE: a bug in dmalane; its message went to stderr".to_owned()),
     };
     LAST_ERROR.with_borrow_mut(|last| *last = text);
@@ -91,28 +105,28 @@ struct OneVm {
 }
 
 /// Objects by number. A number is never given twice.
-struct Numbered<T> {
+pub(crate) struct Numbered<T> {
     next: u64,
     objects: BTreeMap<u64, Arc<T>>,
 }
 
 impl<T> Numbered<T> {
-    const fn new() -> Self {
+    pub(crate) const fn new() -> Self {
         Self { next: 1, objects: BTreeMap::new() }
     }
 
-    fn add(&mut self, object: T) -> u64 {
+    pub(crate) fn add(&mut self, object: T) -> u64 {
         let number = self.next;
         self.next += 1;
         self.objects.insert(number, Arc::new(object));
         number
     }
 
-    fn get(&self, number: u64, what: &str) -> Result<Arc<T>, Refused> {
+    pub(crate) fn get(&self, number: u64, what: &str) -> Result<Arc<T>, Refused> {
         self.objects.get(&number).cloned().ok_or_else(|| none(number, what))
     }
 
-    fn remove(&mut self, number: u64, what: &str) -> Result<(), Refused> {
+    pub(crate) fn remove(&mut self, number: u64, what: &str) -> Result<(), Refused> {
         self.objects.remove(&number).map(drop).ok_or_else(|| none(number, what))
     }
 }
@@ -125,7 +139,7 @@ static DEVICES: Mutex<Numbered<Device>> = Mutex::new(Numbered::new());
 static VMS: Mutex<Numbered<OneVm>> = Mutex::new(Numbered::new());
 
 /// Locks what stays right when a holder panics: maps that are changed by one call.
-fn lock<T: ?Sized>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+pub(crate) fn lock<T: ?Sized>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 

@@ -1,10 +1,13 @@
 /* A program in C that uses every function of dmalane.h. Prints nothing and gives 0 when all is right. */
+#define _GNU_SOURCE
 #include "dmalane.h"
 
 #include <errno.h>
 #include <pthread.h>
 #include <stdio.h>
 #include <string.h>
+#include <sys/stat.h>
+#include <unistd.h>
 
 static int line_of_failure;
 #define CHECK(what) do { if (!(what) && !line_of_failure) { line_of_failure = __LINE__; printf("%s:%d: %s\n", __FILE__, __LINE__, #what); } } while (0)
@@ -51,6 +54,7 @@ static void layout(void)
 	CHECK(offsetof(struct dml_vm_op, addr) == 24);
 	CHECK(sizeof(struct dml_leaf) == 32);
 	CHECK(sizeof(struct dml_run) == 56);
+	CHECK(sizeof(struct dml_read_config) == 56 && sizeof(struct dml_filled) == 24);
 	CHECK(dml_abi_version() == DML_ABI_VERSION);
 }
 
@@ -276,6 +280,58 @@ static void threads(void)
 	CHECK(!dml_vm_destroy(vm) && !dml_device_destroy(device));
 }
 
+static void reads(void)
+{
+	enum { LEN = 3000000 };
+	static unsigned char bytes[LEN];
+	FILE *file = tmpfile();
+	dml_buffer buffer = 7;
+	struct dml_filled filled;
+	struct dml_read_config config = {.size = sizeof config, .flags = DML_READ_SHAREABLE | DML_READ_CHECKSUM};
+	struct stat stat;
+	int fd, pipes[2];
+
+	for (size_t i = 0; i < LEN; i++) bytes[i] = (unsigned char)(i ^ i >> 8);
+	CHECK(file && fwrite(bytes, 1, LEN, file) == LEN && !fflush(file));
+	CHECK(!dml_alloc_and_read(fileno(file), &config, &buffer, &filled));
+	CHECK(filled.len == LEN && !memcmp(filled.data, bytes, LEN) && filled.checksum != 0);
+	CHECK(!dml_buffer_export(buffer, &fd) && !fstat(fd, &stat) && stat.st_size >= LEN && !close(fd));
+	CHECK(!dml_buffer_destroy(buffer) && dml_buffer_destroy(buffer) == -ENOENT);
+	CHECK(dml_buffer_export(buffer, &fd) == -ENOENT && fd == -1);
+
+	config = (struct dml_read_config){.size = sizeof config, .offset = 1000, .len = 5, .flags = DML_READ_BUFFERED};
+	CHECK(!dml_alloc_and_read(fileno(file), &config, &buffer, &filled));
+	CHECK(filled.len == 5 && !memcmp(filled.data, bytes + 1000, 5) && filled.checksum == 0);
+	CHECK(dml_buffer_export(buffer, &fd) == -EOPNOTSUPP && !dml_buffer_destroy(buffer));
+
+	config.len = LEN;
+	CHECK(dml_alloc_and_read(fileno(file), &config, &buffer, &filled) == -ENODATA && buffer == 0 && !filled.data);
+	CHECK(says("error 61", "before the end of the range at 3001000"));
+	config = (struct dml_read_config){.size = sizeof config, .limit = 1000};
+	CHECK(dml_alloc_and_read(fileno(file), &config, &buffer, &filled) == -ENOMEM);
+	config = (struct dml_read_config){.size = sizeof config, .flags = DML_READ_DIRECT | DML_READ_BUFFERED};
+	CHECK(dml_alloc_and_read(fileno(file), &config, &buffer, &filled) == -EINVAL);
+	config.flags = 1u << 31;
+	CHECK(dml_alloc_and_read(fileno(file), &config, &buffer, &filled) == -EINVAL);
+	config = (struct dml_read_config){.size = sizeof config, .offset = 2, .len = UINT64_MAX};
+	CHECK(dml_alloc_and_read(fileno(file), &config, &buffer, &filled) == -EOVERFLOW);
+	config = (struct dml_read_config){.size = sizeof config, .threads = 65};
+	CHECK(dml_alloc_and_read(fileno(file), &config, &buffer, &filled) == -ERANGE);
+	config.size = 8;
+	CHECK(dml_alloc_and_read(fileno(file), &config, &buffer, &filled) == -EINVAL);
+	CHECK(dml_alloc_and_read(fileno(file), NULL, &buffer, &filled) == -EFAULT);
+	config = (struct dml_read_config){.size = sizeof config, .timeout_ms = 20};
+	CHECK(dml_alloc_and_read(fileno(file), &config, NULL, &filled) == -EFAULT);
+	CHECK(dml_alloc_and_read(fileno(file), &config, &buffer, NULL) == -EFAULT);
+	CHECK(dml_alloc_and_read(-1, &config, &buffer, &filled) == -EINVAL);
+	CHECK(dml_alloc_and_read(1000000, &config, &buffer, &filled) == -EBADF);
+	CHECK(!pipe(pipes) && dml_alloc_and_read(pipes[0], &config, &buffer, &filled) == -ETIMEDOUT);
+	CHECK(write(pipes[1], "piped", 5) == 5 && !close(pipes[1]));
+	CHECK(!dml_alloc_and_read(pipes[0], &config, &buffer, &filled));
+	CHECK(filled.len == 5 && !memcmp(filled.data, "piped", 5) && !dml_buffer_destroy(buffer) && !close(pipes[0]));
+	fclose(file);
+}
+
 int main(void)
 {
 	char text[4] = "abc";
@@ -285,5 +341,6 @@ int main(void)
 	x86();
 	refused();
 	threads();
+	reads();
 	return line_of_failure ? 1 : 0;
 }
