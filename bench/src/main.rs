@@ -15,6 +15,7 @@ mod map_sg;
 mod peers;
 mod report;
 mod subject;
+mod transfer;
 
 use std::process::ExitCode;
 
@@ -50,6 +51,8 @@ enum Bench {
     BarMap(bar_map::Options),
     /// Free ranges of input addresses, beside mapping them
     Iova(iova::Options),
+    /// Copies by the card, hot and cold, inline and with a worker, beside plain and streaming copies
+    Transfer(transfer::Options),
     /// One mapping of a case of map-sg by a variant, to be counted by callgrind
     #[command(hide = true)]
     One(instructions::Options),
@@ -63,6 +66,7 @@ fn main() -> ExitCode {
         Bench::Lookup(options) => lookup::run(&options),
         Bench::BarMap(options) => bar_map::run(&options),
         Bench::Iova(options) => iova::run(&options),
+        Bench::Transfer(options) => transfer::run(&options),
         Bench::One(options) => match instructions::one(&options) {
             Ok(()) => return ExitCode::SUCCESS,
             Err(e) => Err(e),
