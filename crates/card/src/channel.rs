@@ -426,7 +426,11 @@ impl<B: HostBus> CardQueue<B> {
                 self.wishes.clear();
                 self.state = State::Stopped(why);
             }
-            State::Stopping(_) | State::Stopped(_) => {}
+            State::Stopping(_) => {
+                // Said again: it may have been deaf.
+                let _ = self.device().write(self.register(regs::CH_CONTROL), 0);
+            }
+            State::Stopped(_) => {}
         }
     }
 
@@ -458,10 +462,7 @@ impl<B: HostBus> CardQueue<B> {
 
     /// Waits until the card has confirmed that it stopped; false when it does not.
     fn wait_for_stop(&mut self) -> bool {
-        if self.state == State::Running {
-            self.state = State::Stopping("the channel was dropped".to_owned());
-            let _ = self.device().write(self.register(regs::CH_CONTROL), 0);
-        }
+        let _ = self.device().write(self.register(regs::CH_CONTROL), 0);
         let (device, status) = (self.device(), self.register(regs::CH_STATUS));
         device.until("stop a channel", || Ok(device.read(status)? == 0)).is_ok()
     }

@@ -396,7 +396,7 @@ impl Engine {
     }
 
     /// The shorter way for what is most common: a plain copy between host and card by card address, in one piece. Gives the bytes moved;
-    /// `None`, and perhaps some bytes moved, leaves it to the longer way, which says what is wrong.
+    /// `None`, and nothing done, leaves it to the longer way.
     #[inline]
     fn copy_at_once<H: HeldMem, F: Format>(
         &mut self,
@@ -419,16 +419,17 @@ impl Engine {
         };
         self.streamed |= hint == CopyHint::StreamUnordered;
         let there = work.inside.memory.view(card, len).ok()?;
-        match direction {
-            Direction::FromHost => {
-                work.mem.read(host, there, hint).ok()?;
-                work.h2c += len;
-            }
-            Direction::ToHost => {
-                work.mem.write(host, there, hint).ok()?;
-                work.c2h += len;
-            }
+        let (moved, bytes) = match direction {
+            Direction::FromHost => (work.mem.read(host, there, hint), &mut work.h2c),
+            Direction::ToHost => (work.mem.write(host, there, hint), &mut work.c2h),
+        };
+        if let Err(fault) = moved {
+            let Failure(status, detail) = host_failure(fault);
+            add(&work.regs.failed, 1);
+            self.finished.push(Finished { cookie, status, detail });
+            return Some(0);
         }
+        *bytes += len;
         work.ok += 1;
         self.finished.push(Finished { cookie, status: Status::Ok, detail: 0 });
         Some(len)

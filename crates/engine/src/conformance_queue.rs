@@ -85,7 +85,21 @@ impl Model {
     /// # Panics
     /// When the operation does not lie within the memory.
     pub fn apply(&mut self, operation: &Operation, host: &mut [u8], at: &dyn Fn(DeviceAddr) -> u64) -> Option<u64> {
-        let total = operation.bytes();
+        self.apply_first(u64::MAX, operation, host, at)
+    }
+
+    /// The same for the first bytes of the operation only.
+    ///
+    /// # Panics
+    /// As [`Model::apply`].
+    pub fn apply_first(
+        &mut self,
+        bytes: u64,
+        operation: &Operation,
+        host: &mut [u8],
+        at: &dyn Fn(DeviceAddr) -> u64,
+    ) -> Option<u64> {
+        let total = operation.bytes().min(bytes);
         // The place of the payload's byte `i` on either side.
         let shape = operation.shape.as_deref().copied();
         let near = |i: u64| shape.map_or(i, |s| i / s.row * s.near_pitch + i % s.row) as usize;
@@ -109,7 +123,7 @@ impl Model {
                     let base = at(*place);
                     (0..*len).map(move |i| (base + i) as usize)
                 });
-                for (i, place) in places.enumerate() {
+                for (i, place) in places.take(total as usize).enumerate() {
                     match g.direction {
                         Direction::FromHost => self.far[place] = host[i],
                         Direction::ToHost => host[i] = self.far[place],
@@ -239,7 +253,7 @@ pub fn host_bytes(operation: &Operation) -> Vec<u8> {
 }
 
 /// Offsets of places, as [`Fixture::far`] makes them.
-fn offset_of<F: Fixture>(fixture: &F) -> impl Fn(DeviceAddr) -> u64 + use<F> {
+pub fn offset_of<F: Fixture>(fixture: &F) -> impl Fn(DeviceAddr) -> u64 + use<F> {
     let bits = |at: DeviceAddr| match at {
         DeviceAddr::Card(a) => dmalane_addr::Address::bits(a),
         DeviceAddr::Va(a) => dmalane_addr::Address::bits(a),
