@@ -24,6 +24,7 @@ mod sg_index;
 mod subject;
 mod threads;
 mod vm_bind;
+mod transfer;
 
 use std::process::ExitCode;
 
@@ -73,6 +74,8 @@ enum Bench {
     /// One structure of sg-index, to be counted by callgrind
     #[command(hide = true)]
     OneSgIndex(sg_index::One),
+    /// Copies by the card, hot and cold, inline and with a worker, beside plain and streaming copies
+    Transfer(transfer::Options),
     /// One mapping of a case of map-sg by a variant, to be counted by callgrind
     #[command(hide = true)]
     One(instructions::Options),
@@ -99,6 +102,7 @@ fn main() -> ExitCode {
         Bench::VmBind(options) => vm_bind::run(&options),
         Bench::OneVmBind(options) => return done(vm_bind::one(&options)),
         Bench::OneSgIndex(options) => return done(sg_index::one(&options)),
+        Bench::Transfer(options) => transfer::run(&options),
         Bench::One(options) => return done(instructions::one(&options)),
     };
     let report = match result {

@@ -1,5 +1,6 @@
 //! The software card on the bus of a software host.
 
+use std::ops::Range;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::{Arc, Condvar, Mutex, OnceLock, PoisonError};
 use std::time::Duration;
@@ -53,6 +54,18 @@ impl<F: Format, M: Format> HostBus for SoftBus<F, M> {
 
     fn map(&self, pinned: Pinned, access: Access) -> Result<Mapping, mem::Error> {
         self.host.map(pinned, access)
+    }
+
+    fn pin_range(&self, share: &Share, range: Range<usize>) -> Result<Pinned, mem::Error> {
+        self.host.pin_range(share, range)
+    }
+
+    fn map_list(&self, pinned: Vec<Pinned>, access: Access) -> Result<Mapping, mem::Error> {
+        self.host.map_list(pinned, access)
+    }
+
+    fn pin_limit(&self) -> Option<u64> {
+        self.host.pin_limit()
     }
 
     fn owns(&self, mapping: &Mapping) -> bool {

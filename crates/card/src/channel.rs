@@ -7,8 +7,8 @@ use std::time::{Duration, Instant};
 
 use dmalane_addr::{Access, Address, CardAddr, DeviceVa, Iova, Span};
 use dmalane_engine::{
-    Abilities, Cancelled, Copies, DeviceAddr, Direction, Ended, Gather, HostPart, Limits, OpError, Operation, Queue,
-    Refusal, Rejected, Sampler, Stats, Ticket, Work,
+    Abilities, CacheHint, Cancelled, Copies, DeviceAddr, Direction, Ended, Gather, HostPart, Limits, OpError,
+    Operation, Queue, Refusal, Rejected, Sampler, Stats, Ticket, Work,
 };
 use dmalane_mem::{DmaFault, FaultReason, HostBus, View};
 
@@ -174,8 +174,30 @@ impl<B: HostBus> CardQueue<B> {
         1 << self.rings().log2
     }
 
-    /// What keeps an operation from being accepted, or how many descriptors it takes.
+    /// The descriptor of a plain copy that may be accepted: the shorter way for what is most common. `None` leaves it to the longer
+    /// one, which says what is wrong.
     #[inline]
+    fn plain_copy(&self, operation: &Operation) -> Option<Descriptor> {
+        let Operation { work: Work::Copy { direction, host: HostPart { part, via }, at }, shape: None, cache } =
+            operation
+        else {
+            return None;
+        };
+        let len = part.len() as u64;
+        let span = via.iova_of(part)?; // of no bytes there is none
+        // A card of version 1.0 refuses the hint.
+        let cache = if self.abilities.contains(Abilities::CANCEL) { *cache } else { CacheHint::Auto };
+        let good = self.state == State::Running
+            && len <= self.max_len
+            && at.advance(len - 1).is_some()
+            && via.mapping().access().contains(host_access(*direction))
+            && self.bus.owns(via.mapping())
+            && self.tail - self.head < self.capacity() as u64;
+        let task = Task::Copy { direction: *direction, host: span.first(), card: *at, len: len as u32 };
+        good.then_some(Descriptor { task, chained: false, cache, cookie: self.tail as u32 })
+    }
+
+    /// What keeps an operation from being accepted, or how many descriptors it takes.
     fn check(&self, operation: &Operation) -> Result<u32, Refusal> {
         if let State::Stopping(why) | State::Stopped(why) = &self.state {
             return Err(Refusal::Stopped(why.clone()));
@@ -220,7 +242,6 @@ impl<B: HostBus> CardQueue<B> {
     }
 
     /// Writes the descriptors of an operation that was checked.
-    #[inline]
     fn write(&mut self, operation: &Operation) {
         let put = |at: u64, task: Task, chained: bool| {
             self.put(at, Descriptor { task, chained, cache: operation.cache, cookie: at as u32 });
@@ -405,7 +426,11 @@ impl<B: HostBus> CardQueue<B> {
                 self.wishes.clear();
                 self.state = State::Stopped(why);
             }
-            State::Stopping(_) | State::Stopped(_) => {}
+            State::Stopping(_) => {
+                // Said again: it may have been deaf.
+                let _ = self.device().write(self.register(regs::CH_CONTROL), 0);
+            }
+            State::Stopped(_) => {}
         }
     }
 
@@ -437,10 +462,7 @@ impl<B: HostBus> CardQueue<B> {
 
     /// Waits until the card has confirmed that it stopped; false when it does not.
     fn wait_for_stop(&mut self) -> bool {
-        if self.state == State::Running {
-            self.state = State::Stopping("the channel was dropped".to_owned());
-            let _ = self.device().write(self.register(regs::CH_CONTROL), 0);
-        }
+        let _ = self.device().write(self.register(regs::CH_CONTROL), 0);
         let (device, status) = (self.device(), self.register(regs::CH_STATUS));
         device.until("stop a channel", || Ok(device.read(status)? == 0)).is_ok()
     }
@@ -543,14 +565,22 @@ impl<B: HostBus> Queue for CardQueue<B> {
 
     #[inline]
     fn enqueue(&mut self, operation: Operation) -> Result<Ticket, Rejected> {
-        let slots = match self.check(&operation) {
-            Ok(slots) => slots,
-            Err(reason) => {
-                self.stats.full += u64::from(reason == Refusal::Full);
-                return Err(Rejected { operation, reason });
+        let slots = match self.plain_copy(&operation) {
+            Some(descriptor) => {
+                self.put(self.tail, descriptor);
+                1
             }
+            None => match self.check(&operation) {
+                Ok(slots) => {
+                    self.write(&operation);
+                    slots
+                }
+                Err(reason) => {
+                    self.stats.full += u64::from(reason == Refusal::Full);
+                    return Err(Rejected { operation, reason });
+                }
+            },
         };
-        self.write(&operation);
         let number = self.next;
         if self.flying.is_empty() {
             self.stalled = None;

@@ -150,7 +150,8 @@ impl Descriptor {
     /// [`Malformed`] names the first thing that is wrong.
     #[inline]
     pub fn decode(bytes: &[u8; Self::BYTES]) -> Result<Self, Malformed> {
-        let word = |i: usize| u64::from_le_bytes(std::array::from_fn(|b| bytes[8 * i + b]));
+        let (words, _) = bytes.as_chunks::<8>();
+        let word = |i: usize| u64::from_le_bytes(words[i]);
         let (head, near, far, tail) = (word(0), word(1), word(2), word(3));
         let cookie = (head >> 32) as u32;
         let flags = (head >> 8) as u8;

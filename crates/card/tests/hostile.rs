@@ -32,7 +32,7 @@ proptest! {
             if kind == b'2' {
                 rest[1] &= 0x1f; // no reserved flag
             }
-            let operands = [6, 34, 8, 1, 1, 2, 10, 2][usize::from(kind & 7)];
+            let operands = [6, 34, 9, 1, 1, 2, 10, 2][usize::from(kind & 7)];
             bytes.push(kind & 7 | rest[7] & 0x80);
             bytes.extend(rest.iter().cycle().take(operands));
         }

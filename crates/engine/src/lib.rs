@@ -21,6 +21,8 @@
 mod channel;
 #[cfg(feature = "conformance")]
 pub mod conformance;
+#[cfg(feature = "conformance")]
+pub mod conformance_queue;
 mod copies;
 mod device;
 mod fenced;
@@ -28,6 +30,8 @@ mod operation;
 mod policy;
 mod queue;
 mod registered;
+mod registry;
+mod shared;
 mod split;
 mod stats;
 mod wait;
@@ -40,6 +44,8 @@ pub use operation::{Abilities, CacheHint, Ended, Gather, HostPart, Operation, Re
 pub use policy::{AddressPolicy, Area, Piece, Policy, Route};
 pub use queue::{Cancelled, Queue};
 pub use registered::Registered;
+pub use registry::{CopyError, Registry, RegistryError, RegistryLimits, RegistryStats};
+pub use shared::{Class, Pending, Shared};
 pub use split::Split;
 pub use stats::{Latency, Sampler, Stats};
 pub use wait::{RunError, drain, run};

@@ -170,6 +170,7 @@ impl Operation {
     }
 
     /// The bytes that it moves, fills or compares; 0 for a fence.
+    #[inline]
     pub fn bytes(&self) -> u64 {
         match (&self.shape, &self.work) {
             (Some(shape), _) => shape.bytes().unwrap_or(u64::MAX),
@@ -181,6 +182,7 @@ impl Operation {
     }
 
     /// What a queue must be able to do for it.
+    #[inline]
     pub fn needs(&self) -> Abilities {
         let shape = if self.shape.is_some() { Abilities::SHAPE } else { Abilities::empty() };
         shape
@@ -322,6 +324,7 @@ pub struct Rejected {
 
 impl DeviceAddr {
     /// The place `bytes` further on, or `None` past the top of its space.
+    #[inline]
     pub fn advance(self, bytes: u64) -> Option<Self> {
         Some(match self {
             Self::Card(a) => Self::Card(a.checked_add(bytes)?),

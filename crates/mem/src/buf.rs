@@ -89,7 +89,13 @@ impl Share {
         Arc::ptr_eq(&self.0, &other.0)
     }
 
+    /// Tells the memory from every other as long as a share of it is held.
+    pub fn id(&self) -> usize {
+        Arc::as_ptr(&self.0).addr()
+    }
+
     /// True when `part` is a part of this memory.
+    #[inline]
     pub fn holds(&self, part: &Part) -> bool {
         part.is_of(&self.0)
     }
@@ -109,6 +115,7 @@ impl Share {
         *self.0.writers.write().unwrap_or_else(PoisonError::into_inner) -= 1;
     }
 
+    #[inline]
     pub(crate) fn view(&self) -> View<'_> {
         self.0.region.view()
     }
@@ -175,6 +182,7 @@ impl SharedBuf {
     }
 
     /// The bytes, for reading and writing.
+    #[inline]
     pub fn view(&self) -> View<'_> {
         self.part.view()
     }

@@ -42,16 +42,19 @@ impl Part {
         self.memory
     }
 
+    #[inline]
     pub(crate) fn is_of(&self, memory: &Arc<Memory>) -> bool {
         Arc::ptr_eq(&self.memory, memory)
     }
 
     /// Where the part starts in its buffer, in bytes.
+    #[inline]
     pub fn offset(&self) -> usize {
         self.offset
     }
 
     /// Bytes; may be 0.
+    #[inline]
     pub fn len(&self) -> usize {
         self.len
     }
@@ -67,6 +70,7 @@ impl Part {
     }
 
     /// The bytes, for reading and writing.
+    #[inline]
     pub fn view(&self) -> View<'_> {
         self.memory.region.view().sub(self.offset, self.len).expect("a part lies within its buffer")
     }

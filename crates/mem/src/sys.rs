@@ -207,6 +207,7 @@ impl Region {
     }
 
     /// The memory as something that others may change at any time.
+    #[inline]
     pub(crate) fn view(&self) -> View<'_> {
         // SAFETY: the range is mapped readable and writable for as long as `self` lives (invariant of `Region`), and the
         // view borrows `self`. No reference into it is in use: only `Exclusive` makes slices, and it does not lend its region.

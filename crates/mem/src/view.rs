@@ -48,11 +48,13 @@ impl<'a> View<'a> {
     /// # Safety
     /// `ptr..ptr + len` stays mapped, readable and writable for `'a`, and no Rust reference into it is used during
     /// `'a`.
+    #[inline]
     pub(crate) unsafe fn from_raw(ptr: NonNull<u8>, len: usize) -> Self {
         Self { ptr, len, memory: PhantomData }
     }
 
     /// Bytes.
+    #[inline]
     pub fn len(&self) -> usize {
         self.len
     }
@@ -68,6 +70,7 @@ impl<'a> View<'a> {
     }
 
     /// The part from `offset`, `len` bytes long; `None` unless it lies within.
+    #[inline]
     pub fn sub(&self, offset: usize, len: usize) -> Option<View<'a>> {
         if offset.checked_add(len)? > self.len {
             return None;
@@ -81,6 +84,7 @@ impl<'a> View<'a> {
     ///
     /// # Panics
     /// When `source` is longer than this view.
+    #[inline]
     pub fn copy_from(&self, source: View<'_>, hint: CopyHint) {
         assert!(source.len <= self.len, "a copy of {} bytes into {}", source.len, self.len);
         // SAFETY: both ranges are mapped (contract of `from_raw`) and `source.len` fits both (assertion above).
@@ -91,6 +95,7 @@ impl<'a> View<'a> {
     ///
     /// # Panics
     /// When `into` is longer than this view.
+    #[inline]
     pub fn read(&self, into: &mut [u8]) {
         assert!(into.len() <= self.len, "a read of {} bytes from {}", into.len(), self.len);
         // SAFETY: the source is mapped and long enough (assertion above), the destination is a live `&mut`.
@@ -180,11 +185,13 @@ impl<'a> View<'a> {
     }
 
     /// Reads an aligned 64-bit word, as [`View::load_u32`].
+    #[inline]
     pub fn load_u64(&self, offset: usize) -> Option<u64> {
         Some(self.atomic_u64(offset)?.load(Ordering::Acquire))
     }
 
     /// Writes an aligned 64-bit word, as [`View::store_u32`].
+    #[inline]
     #[must_use = "None says that nothing was written"]
     pub fn store_u64(&self, offset: usize, value: u64) -> Option<()> {
         self.atomic_u64(offset)?.store(value, Ordering::Release);
@@ -209,6 +216,7 @@ impl<'a> View<'a> {
         Some(unsafe { AtomicU32::from_ptr(ptr.cast()) })
     }
 
+    #[inline]
     fn atomic_u64(&self, offset: usize) -> Option<&AtomicU64> {
         let ptr = self.sub(offset, 8)?.ptr.as_ptr();
         if !ptr.addr().is_multiple_of(8) {
@@ -232,6 +240,7 @@ const STREAM_FROM: usize = 4096;
 /// # Safety
 /// `from..from + len` is readable and `to..to + len` writable.
 #[cfg(target_arch = "x86_64")]
+#[inline]
 unsafe fn copy(to: *mut u8, from: *const u8, len: usize, hint: CopyHint) {
     let mut done = 0;
     if hint != CopyHint::Keep && len >= STREAM_FROM {
@@ -259,6 +268,7 @@ unsafe fn copy(to: *mut u8, from: *const u8, len: usize, hint: CopyHint) {
 /// # Safety
 /// As for [`copy`].
 #[cfg(target_arch = "x86_64")]
+#[inline]
 unsafe fn copy_rep(to: *mut u8, from: *const u8, len: usize) {
     // SAFETY: writes `to..to + len` and reads `from..from + len`, which the caller vouches for; the direction flag is
     // clear on entry to inline assembly (Rust reference, "Inline assembly").

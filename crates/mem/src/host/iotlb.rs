@@ -32,11 +32,20 @@ pub(super) struct Entry {
 
 impl Entry {
     /// The bytes from `at` on, which lies within.
+    #[inline]
     pub(super) fn bytes_from(&self, at: Iova) -> Stretch {
         self.bytes.skip(at.bits() - self.first)
     }
 
+    /// All of `len` bytes from `at` on, which lies within, if they do too.
+    #[inline]
+    pub(super) fn bytes_at(&self, at: Iova, len: u64) -> Option<Stretch> {
+        let skip = at.bits() - self.first;
+        (len <= self.len - skip).then(|| self.bytes.skip(skip).at_most(len))
+    }
+
     /// What a device may do there.
+    #[inline]
     pub(super) fn access(&self) -> Access {
         self.access
     }

@@ -15,6 +15,7 @@ mod frames;
 mod iotlb;
 
 use std::collections::VecDeque;
+use std::ops::Range;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock, RwLockReadGuard};
 
@@ -67,6 +68,8 @@ struct Inner<F: Format> {
     /// Counts invalidations; an IOTLB filled under another value is stale.
     epoch: AtomicU64,
     faults: Mutex<FaultLog>,
+    /// Bytes.
+    pin_limit: AtomicU64,
     /// Of every port there is: a counter of one's own costs no locked instruction.
     ports: Mutex<Vec<Arc<PortCounters>>>,
     /// Hits and misses of ports that are gone.
@@ -149,6 +152,7 @@ impl<F: Format> SoftHost<F> {
             iovas: Mutex::new(RangeCache::new(iovas)),
             epoch: AtomicU64::new(0),
             faults: Mutex::default(),
+            pin_limit: AtomicU64::new(u64::MAX),
             ports: Mutex::default(),
             retired: Mutex::default(),
         })))
@@ -160,33 +164,80 @@ impl<F: Format> SoftHost<F> {
     /// [`Error::OutOfFrames`].
     pub fn pin(&self, share: &Share) -> Result<Pinned, Error> {
         // Buffers are whole 4 KiB pages (contract of `Heap::allocate`).
-        let wanted = share.len() as u64 / FRAME;
+        self.pin_range(share, 0..share.len())
+    }
+
+    /// Gives some pages of the buffer frames.
+    ///
+    /// # Errors
+    /// [`Error::BadRange`] unless the range is whole 4 KiB pages of the buffer; [`Error::PinLimit`], [`Error::OutOfFrames`].
+    pub fn pin_range(&self, share: &Share, range: Range<usize>) -> Result<Pinned, Error> {
+        let len = share.len();
+        let frame = FRAME as usize;
+        if range.is_empty() || range.end > len || !(range.start | range.end).is_multiple_of(frame) {
+            return Err(Error::BadRange { range, len });
+        }
+        let wanted = range.len() as u64 / FRAME;
         let mut frames = lock(&self.0.frames);
+        let (pinned, limit) = (self.0.read().directory.frames() * FRAME, self.0.pin_limit.load(Ordering::Relaxed));
+        if range.len() as u64 > limit.saturating_sub(pinned) {
+            return Err(Error::PinLimit { wanted: range.len() as u64, pinned, limit });
+        }
         let out = Error::OutOfFrames { wanted, limit: frames.limit() };
         let Some(pages) = frames.allocate(wanted) else { return Err(out) };
-        if self.0.write().directory.enter(share.clone(), &pages).is_none() {
+        if self.0.write().directory.enter(share.clone(), range.start as u64 / FRAME, &pages).is_none() {
             frames.release(&pages);
             return Err(out);
         }
-        Ok(Pinned::new(share.clone(), Some(pages), self.owner()))
+        Ok(Pinned::of_range(share.clone(), range, Some(pages), self.owner()))
+    }
+
+    /// Refuses to have more bytes than this pinned at one time, as a kernel does that counts them against RLIMIT_MEMLOCK. A software
+    /// host pins nothing really, so it has no limit at first.
+    pub fn set_pin_limit(&self, bytes: u64) {
+        self.0.pin_limit.store(bytes, Ordering::Relaxed);
+    }
+
+    /// What [`SoftHost::set_pin_limit`] set.
+    pub fn pin_limit(&self) -> Option<u64> {
+        Some(self.0.pin_limit.load(Ordering::Relaxed)).filter(|limit| *limit < u64::MAX)
     }
 
     /// Maps a pinned buffer at contiguous IOVAs, aligned to 2 MiB where it is that long.
     ///
     /// # Errors
     /// [`Error::ForeignPin`], [`Error::NoAccess`], [`Error::Iova`], [`Error::PageTable`]; nothing stays mapped.
-    pub fn map(&self, mut pinned: Pinned, access: Access) -> Result<Mapping, Error> {
-        pinned.admit(access);
-        let pages = pinned.pages().filter(|_| pinned.is_from(&self.0)).ok_or(Error::ForeignPin)?;
+    pub fn map(&self, pinned: Pinned, access: Access) -> Result<Mapping, Error> {
+        self.map_list(vec![pinned], access)
+    }
+
+    /// Maps several, one behind the other at contiguous IOVAs, in one batch of page-table entries.
+    ///
+    /// # Errors
+    /// As [`SoftHost::map`]; [`Error::WholeBuffers`] for an empty list.
+    pub fn map_list(&self, mut list: Vec<Pinned>, access: Access) -> Result<Mapping, Error> {
+        list.iter_mut().for_each(|pinned| pinned.admit(access));
+        let mut len = 0;
+        for pinned in &list {
+            let pages = pinned.pages().filter(|_| pinned.is_from(&self.0)).ok_or(Error::ForeignPin)?;
+            len += pages.len(); // of frames that exist
+        }
         if !access.intersects(Access::RW) {
             return Err(Error::NoAccess(access));
         }
-        let align = if pages.len() >= PageSize::SIZE_2M.bytes() { PageSize::SIZE_2M } else { PageSize::SIZE_4K };
-        let lease = lock(&self.0.iovas).allocate(pages.len(), align)?;
+        if list.is_empty() {
+            return Err(Error::WholeBuffers);
+        }
+        let align = if len >= PageSize::SIZE_2M.bytes() { PageSize::SIZE_2M } else { PageSize::SIZE_4K };
+        let lease = lock(&self.0.iovas).allocate(len, align)?;
         let span = lease.span();
-        let mapped = self.0.write().table.map_sg(span.first(), pages.segments(), access);
+        let segments = list.iter().filter_map(Pinned::pages).flat_map(SgTable::segments);
+        let mapped = self.0.write().table.map_sg(span.first(), segments, access);
         match mapped {
-            Ok(_) => Ok(Mapping::new(pinned, lease, access)),
+            Ok(_) => {
+                let more = list.split_off(1);
+                Ok(Mapping::of_list(list.remove(0), more, lease, access))
+            }
             Err(source) => {
                 lock(&self.0.iovas).free(lease);
                 Err(Error::PageTable { span, source })
@@ -331,7 +382,27 @@ impl<F: Format> HeldPort<'_, F> {
         wanted: Access,
         mut piece: impl FnMut(usize, View<'_>) -> bool,
     ) -> Result<(), DmaFault> {
-        let (mut done, len) = (0, len as u64);
+        // Nearly always: all of it behind one entry.
+        if let Some(entry) = self.tlb.find(at)
+            && entry.access().contains(wanted)
+            && let Some(all) = entry.bytes_at(at, len as u64)
+        {
+            *self.hits += 1;
+            piece(0, self.view(all));
+            return Ok(());
+        }
+        self.access_slowly(at, len as u64, wanted, &mut piece)
+    }
+
+    /// [`HeldPort::access`] of anything.
+    fn access_slowly(
+        &mut self,
+        at: Iova,
+        len: u64,
+        wanted: Access,
+        piece: &mut dyn FnMut(usize, View<'_>) -> bool,
+    ) -> Result<(), DmaFault> {
+        let mut done = 0;
         let mut pending: Option<Stretch> = None;
         while done < len {
             match self.locate(at, done, len, wanted) {
