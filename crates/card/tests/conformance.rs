@@ -5,7 +5,7 @@ use std::sync::Arc;
 use dmalane_addr::{Access, Address, CardAddr, DeviceVa, Span};
 use dmalane_card::{Card, CardChannel, CardConfig, CardTables, SoftBus};
 use dmalane_engine::conformance::{Fixture, suite};
-use dmalane_engine::{AddressPolicy, Channel, DeviceAddr, DeviceFar, Registered, Split};
+use dmalane_engine::{AddressPolicy, BalancePolicy, Channel, DeviceAddr, DeviceFar, Registered, Split};
 use dmalane_iopt::{Arm64S1_4k, Format, PageTable, X86_64_4Level};
 use dmalane_mem::{AnonHeap, Heap, HostConfig, Part, SoftHost};
 
@@ -76,6 +76,7 @@ trait Kind<F: Format> {
 
 struct One;
 struct Both;
+struct Balanced;
 
 impl<F: Format> Kind<F> for One {
     type Channel = CardChannel<Bus<F>>;
@@ -88,6 +89,13 @@ impl<F: Format> Kind<F> for Both {
     type Channel = Split<CardChannel<Bus<F>>, AddressPolicy>;
     fn channel(card: &Card<Bus<F>>) -> Self::Channel {
         Split::new(vec![card.channel(0).unwrap(), card.channel(1).unwrap()], AddressPolicy::new(card.areas()))
+    }
+}
+
+impl<F: Format> Kind<F> for Balanced {
+    type Channel = Split<CardChannel<Bus<F>>, BalancePolicy>;
+    fn channel(card: &Card<Bus<F>>) -> Self::Channel {
+        Split::new(vec![card.channel(0).unwrap(), card.channel(1).unwrap()], BalancePolicy::new(card.areas()))
     }
 }
 
@@ -167,5 +175,7 @@ conformance! {
     by_va_workers_x86: X86_64_4Level, One, workers true, virtual true;
     split: Arm64S1_4k, Both, workers false, virtual false;
     split_workers_x86: X86_64_4Level, Both, workers true, virtual false;
+    balanced: Arm64S1_4k, Balanced, workers false, virtual false;
+    balanced_workers_x86: X86_64_4Level, Balanced, workers true, virtual false;
     split_by_va: X86_64_4Level, Both, workers false, virtual true;
 }

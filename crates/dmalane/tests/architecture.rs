@@ -29,11 +29,12 @@ const HOUSE: &[Crate] = &[
     Crate { dir: "vm",      package: "dmalane-vm",     uses: &["addr", "iopt"],                        no_std: true },
     Crate { dir: "mem",     package: "dmalane-mem",    uses: &["addr", "iopt"],                        no_std: false },
     Crate { dir: "engine",  package: "dmalane-engine", uses: &["addr", "mem"],                         no_std: false },
+    Crate { dir: "link",    package: "dmalane-link",   uses: &["addr", "mem", "engine"],               no_std: false },
     Crate { dir: "uring",   package: "dmalane-uring",  uses: &["addr", "mem", "engine"],               no_std: false },
     Crate { dir: "card",    package: "dmalane-card",   uses: &["addr", "iopt", "mem", "engine"],       no_std: false },
     Crate { dir: "load",    package: "dmalane-load",   uses: &["addr", "iopt", "vm", "mem", "engine"], no_std: false },
     Crate { dir: "dmalane", package: "dmalane",        no_std: false,
-            uses: &["addr", "iopt", "vm", "mem", "engine", "uring", "card", "load"] },
+            uses: &["addr", "iopt", "vm", "mem", "engine", "link", "uring", "card", "load"] },
     Crate { dir: "app",     package: "dmalane-cli",    uses: &["dmalane"],                             no_std: false },
 ];
 

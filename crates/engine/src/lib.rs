@@ -5,7 +5,8 @@
 //! [`Completion`] gives it back, so nothing can touch or free memory that is in flight.
 //!
 //! [`Registered`] is a buffer pinned and mapped once for many transfers. [`Split`] drives several channels as one,
-//! cutting each transfer where a [`Policy`] says. [`run`] and [`drain`] wait.
+//! cutting each transfer as a [`Policy`] says: by placement ([`AddressPolicy`]), or by rates that it measures
+//! ([`BalancePolicy`]). [`run`] and [`drain`] wait.
 //!
 //! What is in flight cannot be used:
 //!
@@ -18,6 +19,7 @@
 //! ```
 #![forbid(unsafe_code)]
 
+mod balance;
 mod channel;
 #[cfg(feature = "conformance")]
 pub mod conformance;
@@ -27,9 +29,10 @@ mod registered;
 mod split;
 mod wait;
 
+pub use balance::BalancePolicy;
 pub use channel::{Channel, Completion, Direction, Far, Limits, OpError, Refusal, Refused, Ticket, Transfer};
 pub use device::{DeviceAddr, DeviceFar};
 pub use policy::{AddressPolicy, Area, Piece, Policy, Route};
 pub use registered::Registered;
-pub use split::Split;
+pub use split::{Clock, Split, WallClock};
 pub use wait::{RunError, drain, run};
