@@ -13,6 +13,7 @@ mod map_sg;
 // Only what the peers' interfaces demand.
 #[allow(unsafe_code)]
 mod peers;
+mod policy;
 mod report;
 mod subject;
 
@@ -50,6 +51,8 @@ enum Bench {
     BarMap(bar_map::Options),
     /// Free ranges of input addresses, beside mapping them
     Iova(iova::Options),
+    /// Split policies over modelled links, beside the optimum
+    Policy(policy::Options),
     /// One mapping of a case of map-sg by a variant, to be counted by callgrind
     #[command(hide = true)]
     One(instructions::Options),
@@ -63,6 +66,7 @@ fn main() -> ExitCode {
         Bench::Lookup(options) => lookup::run(&options),
         Bench::BarMap(options) => bar_map::run(&options),
         Bench::Iova(options) => iova::run(&options),
+        Bench::Policy(options) => policy::run(&options),
         Bench::One(options) => match instructions::one(&options) {
             Ok(()) => return ExitCode::SUCCESS,
             Err(e) => Err(e),

@@ -179,16 +179,17 @@ impl Report {
 
     /// Rows of transfers.
     fn per_byte(&self, out: &mut String) {
+        let case = self.rows.iter().map(|r| r.case.len()).fold(8, usize::max);
         // Writing to a String cannot fail.
         let _ = writeln!(
             out,
-            "{:<8} {:<44} {:>10} {:>10} {:>10} {:>8}",
+            "{:<case$} {:<44} {:>10} {:>10} {:>10} {:>8}",
             "case", "variant", "median ms", "min", "max", "GB/s"
         );
         for r in &self.rows {
             let _ = writeln!(
                 out,
-                "{:<8} {:<44} {:>10.1} {:>10.1} {:>10.1} {:>8.2}",
+                "{:<case$} {:<44} {:>10.1} {:>10.1} {:>10.1} {:>8.2}",
                 r.case,
                 r.variant,
                 r.median_s * 1e3,

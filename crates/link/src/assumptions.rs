@@ -52,23 +52,28 @@ fn constant(rates: [f64; 2]) -> impl Fn(usize, Direction) -> Limit {
 /// The four of the policy study (half egress 14 and 24, all shared 23, a channel contended to 6), then channel 1 contended
 /// every other millisecond, and two channels that are a little and very unequal.
 pub fn all() -> Vec<Assumption> {
-    let toggling = |c: usize, d: Direction| {
-        let s = streams(Some(c), None, Some(d));
-        match c {
-            0 => Limit::constant("channel 0", s, CHANNEL),
-            _ => Limit::toggling("channel 1", s, [CHANNEL, CHANNEL / 2.0], Duration::from_millis(1), 10_000),
-        }
-    };
     let of = |name, link, equal| Assumption { name, link, equal };
     vec![
         of("half egress 14", link(14.0 * GB, constant([CHANNEL; 2]), None), true),
         of("half egress 24", link(24.0 * GB, constant([CHANNEL; 2]), None), true),
         of("shared 23", link(14.0 * GB, constant([CHANNEL; 2]), Some(23.0 * GB)), true),
         of("contended to 6", link(14.0 * GB, constant([CHANNEL, 6.0 * GB]), None), false),
-        of("toggling 12 and 6", link(14.0 * GB, toggling, None), false),
+        toggling(Duration::from_millis(1)),
         of("12 and 9", link(14.0 * GB, constant([CHANNEL, 9.0 * GB]), None), false),
         of("12 and 1", link(14.0 * GB, constant([CHANNEL, 1.0 * GB]), None), false),
     ]
+}
+
+/// Half egress 14; channel 1 is contended every other `period`, 10 000 times.
+pub fn toggling(period: Duration) -> Assumption {
+    let channel = |c: usize, d: Direction| {
+        let s = streams(Some(c), None, Some(d));
+        match c {
+            0 => Limit::constant("channel 0", s, CHANNEL),
+            _ => Limit::toggling("channel 1", s, [CHANNEL, CHANNEL / 2.0], period, 10_000),
+        }
+    };
+    Assumption { name: "toggling 12 and 6", link: link(14.0 * GB, channel, None), equal: false }
 }
 
 /// Transfers to try on a link.
