@@ -19,6 +19,9 @@ use std::time::Duration;
 use crate::policy::{WHOLE_BELOW, stretches};
 use crate::{Area, Direction, Far, Piece, Policy, Route};
 
+/// Since whenever the clock began; a difference is enough for 584 years.
+type Nanos = u64;
+
 /// From so many bytes waiting on, work is handed out in pieces.
 const BULK: u64 = 8 << 20;
 /// The largest and the smallest piece of much work.
@@ -37,7 +40,7 @@ const SHORT: u64 = 512 << 10;
 /// Only pieces of this length say something about a rate; shorter ones measure latency.
 const TELLING: u64 = 64 << 10;
 /// A rate that was not measured again for so long is forgotten. What was slow then gets a chance again.
-const FORGET: Duration = Duration::from_millis(100);
+const FORGET: Nanos = 100_000_000;
 /// How much of a new measurement goes into a rate.
 const NEW: f64 = 0.5;
 
@@ -45,11 +48,18 @@ const NEW: f64 = 0.5;
 /// to them below 8 MiB, guided self-scheduling above.
 #[derive(Clone, Debug)]
 pub struct BalancePolicy {
-    areas: Vec<Area>,
-    only: Vec<usize>,
+    rules: Rules,
     lanes: [Lane; 2],
     /// The direction that is looked at first, so that neither starves.
     first: usize,
+}
+
+/// What is known beforehand.
+#[derive(Clone, Debug)]
+struct Rules {
+    areas: Vec<Area>,
+    /// The channels that may be used; an empty list for all.
+    only: Vec<usize>,
 }
 
 /// One direction.
@@ -75,7 +85,7 @@ struct Load {
     /// The bytes of all flights.
     bytes: u64,
     /// When the last piece ended.
-    idle_since: Duration,
+    idle_since: Nanos,
     /// Per area, then once for all of them together.
     rates: Vec<Option<Rate>>,
 }
@@ -84,7 +94,7 @@ struct Load {
 struct Flight {
     piece: Piece,
     area: usize,
-    since: Duration,
+    since: Nanos,
 }
 
 /// How well an area suits a channel; the greatest is best: nobody else is there; not everybody's; it is where the channel is
@@ -95,19 +105,19 @@ type Merit = (bool, bool, bool, f64, bool);
 #[derive(Clone, Copy, Debug)]
 struct Rate {
     value: f64,
-    at: Duration,
+    at: Nanos,
 }
 
 impl BalancePolicy {
     /// A policy for a card with these areas, over all channels.
     pub fn new(areas: Vec<Area>) -> Self {
-        Self { areas, only: Vec::new(), lanes: Default::default(), first: 0 }
+        Self { rules: Rules { areas, only: Vec::new() }, lanes: Default::default(), first: 0 }
     }
 
     /// Uses these channels alone, wherever the bytes go. Channels that do not exist are passed over; when none is left, all
     /// are used.
     pub fn only(channels: &[usize]) -> Self {
-        Self { only: channels.to_vec(), ..Self::new(Vec::new()) }
+        Self { rules: Rules { areas: Vec::new(), only: channels.to_vec() }, ..Self::new(Vec::new()) }
     }
 
     /// The rate (bytes per second) that was last measured for a channel in one direction, over all areas.
@@ -115,9 +125,19 @@ impl BalancePolicy {
         let load = self.lanes[lane_of(direction)].channels.get(channel)?;
         load.rates.last()?.map(|r| r.value * 1e9)
     }
+}
 
-    fn uses(only: &[usize], channel: usize, channels: usize) -> bool {
-        only.contains(&channel) || !only.iter().any(|&c| c < channels)
+impl Rules {
+    fn uses(&self, channel: usize, channels: usize) -> bool {
+        self.only.contains(&channel) || !self.only.iter().any(|&c| c < channels)
+    }
+
+    /// The channel that an area hangs off.
+    fn home(&self, area: usize, channels: usize) -> Option<usize> {
+        match self.areas.get(area)?.route {
+            Route::Channel(home) => Some(home.min(channels - 1)),
+            Route::Shared => None,
+        }
     }
 }
 
@@ -130,19 +150,19 @@ fn lane_of(direction: Direction) -> usize {
 
 impl Load {
     /// A rate that still holds: this area's, or else that of the channel.
-    fn rate(&self, area: usize, now: Duration) -> Option<f64> {
+    fn rate(&self, area: usize, now: Nanos) -> Option<f64> {
         let fresh = |r: &Option<Rate>| r.filter(|r| now.saturating_sub(r.at) < FORGET).map(|r| r.value);
         fresh(&self.rates[area]).or_else(|| fresh(self.rates.last()?))
     }
 
-    fn explored(&self, area: usize, now: Duration) -> bool {
+    fn explored(&self, area: usize, now: Nanos) -> bool {
         self.rates[area].is_some_and(|r| now.saturating_sub(r.at) < FORGET)
     }
 
     /// The bytes under way that have not been moved yet, by the rate.
-    fn unmoved(&self, rate: Option<f64>, now: Duration) -> f64 {
+    fn unmoved(&self, rate: Option<f64>, now: Nanos) -> f64 {
         let head = self.flights.front().map_or(0.0, |f| {
-            let ran = now.saturating_sub(f.since.max(self.idle_since)).as_nanos() as f64;
+            let ran = now.saturating_sub(f.since.max(self.idle_since)) as f64;
             (ran * rate.unwrap_or(0.0)).min(f.piece.len as f64)
         });
         self.bytes as f64 - head
@@ -152,7 +172,7 @@ impl Load {
         self.flights.len() < DEPTH || self.bytes < SHORT
     }
 
-    fn measure(&mut self, area: usize, value: f64, at: Duration) {
+    fn measure(&mut self, area: usize, value: f64, at: Nanos) {
         let all = self.rates.len() - 1;
         for slot in [area, all] {
             let old = self.rates[slot].filter(|r| at.saturating_sub(r.at) < FORGET);
@@ -173,14 +193,14 @@ impl Lane {
     }
 
     /// What `channel` is to move next in this direction.
-    fn next(&mut self, areas: &[Area], only: &[usize], channel: usize, now: Duration) -> Option<Piece> {
+    fn next(&mut self, rules: &Rules, channel: usize, now: Nanos) -> Option<Piece> {
         if self.waiting == 0 || !self.channels.get(channel)?.has_room() {
             return None;
         }
         let idle = self.channels.iter().all(|c| c.flights.is_empty());
-        let found = self.choose(areas, only, channel, now).and_then(|area| {
+        let found = self.choose(rules, channel, now).and_then(|area| {
             let front = *self.queues[area].front()?;
-            Some((area, front, self.length(areas, only, channel, area, front.len, now)?))
+            Some((area, front, self.length(rules, channel, area, front.len, now)?))
         });
         let Some((area, front, len)) = found else {
             self.declined += usize::from(idle);
@@ -209,17 +229,10 @@ impl Lane {
     }
 
     /// Whether a channel may move bytes of an area at all.
-    fn reaches(&self, areas: &[Area], only: &[usize], channel: usize, area: usize, now: Duration) -> bool {
+    fn reaches(&self, rules: &Rules, channel: usize, area: usize, now: Nanos) -> bool {
         let channels = self.channels.len();
-        if !BalancePolicy::uses(only, channel, channels) {
-            return false;
-        }
-        match areas.get(area).map(|a| a.route) {
-            Some(Route::Channel(home)) => {
-                home.min(channels - 1) == channel || self.bulk || self.channels[channel].explored(area, now)
-            }
-            Some(Route::Shared) | None => true,
-        }
+        let own = rules.home(area, channels).is_none_or(|home| home == channel);
+        rules.uses(channel, channels) && (own || self.bulk || self.channels[channel].explored(area, now))
     }
 
     /// The area that a channel is to work on. Channels spread over the areas, each stays where it is, and who runs out of work
@@ -228,7 +241,7 @@ impl Lane {
     /// When a fast channel would be done with its area long before a slow one with its own, both would end up on the slow
     /// one's, where the memory may not keep up. So they change places at the moment from which both end together (the idea of
     /// the level algorithm for machines of different speeds: Horvath, Lam and Sethi, Journal of the ACM, 1977).
-    fn choose(&self, areas: &[Area], only: &[usize], channel: usize, now: Duration) -> Option<usize> {
+    fn choose(&self, rules: &Rules, channel: usize, now: Nanos) -> Option<usize> {
         // The piece that was given last says where a channel is going.
         let place = |c: usize| self.channels[c].flights.back().map(|f| f.area);
         let others = |area: usize| {
@@ -238,19 +251,16 @@ impl Lane {
         let here = place(channel);
         let mut best: Option<(Merit, usize)> = None;
         for area in (0..self.queues.len()).filter(|&a| self.left[a] > 0) {
-            if !self.reaches(areas, only, channel, area, now) {
+            if !self.reaches(rules, channel, area, now) {
                 continue;
             }
-            let home = match areas.get(area).map(|a| a.route) {
-                Some(Route::Channel(home)) => Some(home.min(self.channels.len() - 1)),
-                _ => None,
-            };
+            let home = rules.home(area, self.channels.len());
             let company = others(area).count();
             if let Some(home) = home
                 && home != channel
                 && company == 0
                 && self.channels[home].flights.is_empty()
-                && self.reaches(areas, only, home, area, now)
+                && self.reaches(rules, home, area, now)
                 && !self.desperate()
             {
                 continue; // its own channel will be asked, and has nothing else to do
@@ -271,8 +281,8 @@ impl Lane {
                 let (mine, its) = (mine?, self.channels[other].rate(there, now)?);
                 let both_end =
                     self.left[there] as f64 >= self.left[area] as f64 * (mine / its).min(BEHIND) + SPREAD as f64;
-                let apart = areas.get(there).is_some_and(|a| a.route != Route::Shared);
-                let worth_it = apart && mine > 1.1 * its && both_end && self.reaches(areas, only, channel, there, now);
+                let apart = rules.areas.get(there).is_some_and(|a| a.route != Route::Shared);
+                let worth_it = apart && mine > 1.1 * its && both_end && self.reaches(rules, channel, there, now);
                 (worth_it && others(there).count() == 1).then_some(there)
             });
             return Some(exchange.unwrap_or(area));
@@ -281,33 +291,36 @@ impl Lane {
     }
 
     /// How much of a stretch of `len` bytes a channel takes; `None` when another should.
-    fn length(
-        &self,
-        areas: &[Area],
-        only: &[usize],
-        channel: usize,
-        area: usize,
-        len: u64,
-        now: Duration,
-    ) -> Option<u64> {
-        let peers: Vec<usize> = (0..self.channels.len()).filter(|&c| self.reaches(areas, only, c, area, now)).collect();
-        if peers.len() < 2 {
+    fn length(&self, rules: &Rules, channel: usize, area: usize, len: u64, now: Nanos) -> Option<u64> {
+        let peers = || (0..self.channels.len()).filter(|&c| self.reaches(rules, c, area, now));
+        if peers().count() < 2 {
             return Some(len.min(if self.bulk { LARGEST } else { u64::MAX }));
         }
+        let (mut known, mut sum, mut unknown, mut total) = (0.0, 0.0, 0.0, self.waiting as f64);
+        for load in peers().map(|c| &self.channels[c]) {
+            let rate = load.rate(area, now);
+            match rate {
+                Some(rate) => (known, sum) = (known + 1.0, sum + rate),
+                None => unknown += 1.0,
+            }
+            total += load.unmoved(rate, now);
+        }
         // Who has no rate yet is taken to be as fast as the others are on average.
-        let rates: Vec<Option<f64>> = peers.iter().map(|&c| self.channels[c].rate(area, now)).collect();
-        let known = rates.iter().flatten().count();
-        let mean = if known == 0 { 1.0 } else { rates.iter().flatten().sum::<f64>() / known as f64 };
-        let rate = |i: usize| rates[i].unwrap_or(mean);
-        let unmoved: Vec<f64> = (0..peers.len()).map(|i| self.channels[peers[i]].unmoved(rates[i], now)).collect();
-        let total = self.waiting as f64 + unmoved.iter().sum::<f64>();
-        let sum: f64 = (0..peers.len()).map(rate).sum();
-        let lacks = |i: usize| total * rate(i) / sum - unmoved[i];
-        let me = peers.iter().position(|&c| c == channel)?;
+        let mean = if known == 0.0 { 1.0 } else { sum / known };
+        sum += unknown * mean;
+        let lacks = |load: &Load| {
+            let rate = load.rate(area, now);
+            total * rate.unwrap_or(mean) / sum - load.unmoved(rate, now)
+        };
+        let me = &self.channels[channel];
         let mine = lacks(me);
         // In turn where all are equal: who was idle longest comes first.
-        let before = |i: usize| (lacks(i), std::cmp::Reverse(self.channels[peers[i]].idle_since), std::cmp::Reverse(i));
-        let neediest = (0..peers.len()).all(|i| i == me || before(i) <= before(me));
+        let after = |c: usize| {
+            let it = &self.channels[c];
+            let by_need = lacks(it).total_cmp(&mine);
+            by_need.then(me.idle_since.cmp(&it.idle_since)).then(channel.cmp(&c)).is_le()
+        };
+        let neediest = peers().all(|c| c == channel || after(c));
         if len < WHOLE_BELOW {
             return (neediest || self.desperate()).then_some(len);
         }
@@ -316,7 +329,7 @@ impl Lane {
             return None;
         }
         let spread = (0..self.queues.len()).filter(|&a| self.left[a] > 0).count() > 1;
-        let want = match (self.bulk, rates[me]) {
+        let want = match (self.bulk, me.rate(area, now)) {
             (false, _) => mine,
             // A slow channel would be long at its first piece.
             (true, None) => least as f64,
@@ -330,9 +343,9 @@ impl Lane {
 
 impl<F: Far> Policy<F> for BalancePolicy {
     fn arrive(&mut self, transfer: u64, direction: Direction, far: &F, len: u64, channels: usize) {
-        let Self { areas, lanes, .. } = self;
-        for lane in lanes.iter_mut() {
-            lane.fit(areas.len() + 1, channels);
+        let Self { rules: Rules { areas, .. }, lanes, .. } = self;
+        if lanes[0].channels.len() < channels || lanes[0].queues.is_empty() {
+            lanes.iter_mut().for_each(|lane| lane.fit(areas.len() + 1, channels));
         }
         let lane = &mut lanes[lane_of(direction)];
         stretches(areas, far, len, |area, offset, len| {
@@ -345,20 +358,22 @@ impl<F: Far> Policy<F> for BalancePolicy {
     }
 
     fn next(&mut self, channel: usize, now: Duration) -> Option<Piece> {
-        let Self { areas, only, lanes, first } = self;
-        let found = [*first, 1 - *first].into_iter().find_map(|i| Some((i, lanes[i].next(areas, only, channel, now)?)));
+        let Self { rules, lanes, first } = self;
+        let now = now.as_nanos() as Nanos;
+        let found = [*first, 1 - *first].into_iter().find_map(|i| Some((i, lanes[i].next(rules, channel, now)?)));
         let (i, piece) = found?;
         *first = 1 - i;
         Some(piece)
     }
 
     fn ended(&mut self, channel: usize, piece: &Piece, now: Duration, moved: bool) {
+        let now = now.as_nanos() as Nanos;
         for lane in &mut self.lanes {
             let Some(load) = lane.channels.get_mut(channel) else { continue };
             let Some(i) = load.flights.iter().position(|f| f.piece == *piece) else { continue };
             let Some(flight) = load.flights.remove(i) else { continue };
             load.bytes -= piece.len;
-            let took = now.saturating_sub(flight.since.max(load.idle_since)).as_nanos();
+            let took = now.saturating_sub(flight.since.max(load.idle_since));
             load.idle_since = now;
             if moved && piece.len >= TELLING && took > 0 {
                 load.measure(flight.area, piece.len as f64 / took as f64, now);
@@ -454,7 +469,7 @@ mod tests {
         ended(&mut p, 0, pieces[0], 100);
         ended(&mut p, 1, pieces[1], 100_000);
         arrive(&mut p, 2, 0, 4 * MIB);
-        let late = 100_000 + FORGET.as_micros() as u64;
+        let late = 100_000 + FORGET / 1000;
         assert_eq!([next(&mut p, 0, late).unwrap().len, next(&mut p, 1, late).unwrap().len], [2 * MIB, 2 * MIB]);
     }
 
