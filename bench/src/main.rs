@@ -19,6 +19,7 @@ mod mt19937;
 // Only what the peers' interfaces demand.
 #[allow(unsafe_code)]
 mod peers;
+mod policy;
 mod report;
 mod sg_index;
 mod subject;
@@ -76,6 +77,8 @@ enum Bench {
     OneSgIndex(sg_index::One),
     /// Copies by the card, hot and cold, inline and with a worker, beside plain and streaming copies
     Transfer(transfer::Options),
+    /// Split policies over modelled links, beside the optimum
+    Policy(policy::Options),
     /// One mapping of a case of map-sg by a variant, to be counted by callgrind
     #[command(hide = true)]
     One(instructions::Options),
@@ -103,6 +106,7 @@ fn main() -> ExitCode {
         Bench::OneVmBind(options) => return done(vm_bind::one(&options)),
         Bench::OneSgIndex(options) => return done(sg_index::one(&options)),
         Bench::Transfer(options) => transfer::run(&options),
+        Bench::Policy(options) => policy::run(&options),
         Bench::One(options) => return done(instructions::one(&options)),
     };
     let report = match result {

@@ -214,16 +214,17 @@ impl Report {
         let ms = |seconds: f64| {
             if seconds < 0.01 { format!("{:.3}", seconds * 1e3) } else { format!("{:.1}", seconds * 1e3) }
         };
+        let case = self.rows.iter().map(|r| r.case.len()).fold(11, usize::max);
         // Writing to a String cannot fail.
         let _ = writeln!(
             out,
-            "{:<11} {:<54} {:>10} {:>10} {:>10} {:>8}",
+            "{:<case$} {:<54} {:>10} {:>10} {:>10} {:>8}",
             "case", "variant", "median ms", "min", "max", "GB/s"
         );
         for r in &self.rows {
             let _ = writeln!(
                 out,
-                "{:<11} {:<54} {:>10} {:>10} {:>10} {:>8.2}",
+                "{:<case$} {:<54} {:>10} {:>10} {:>10} {:>8.2}",
                 r.case,
                 r.variant,
                 ms(r.median_s),

@@ -6,7 +6,7 @@ use dmalane_addr::{Access, Address, CardAddr, DeviceVa, Span};
 use dmalane_card::{Card, CardChannel, CardConfig, CardQueue, CardTables, SoftBus, Workers};
 use dmalane_engine::conformance::{Fixture, suite};
 use dmalane_engine::conformance_queue;
-use dmalane_engine::{AddressPolicy, Channel, DeviceAddr, DeviceFar, Fenced, Registered, Split};
+use dmalane_engine::{AddressPolicy, BalancePolicy, Channel, DeviceAddr, DeviceFar, Fenced, Registered, Split};
 use dmalane_iopt::{Arm64S1_4k, Format, PageTable, X86_64_4Level};
 use dmalane_mem::{AnonHeap, Heap, HostConfig, Part, SoftHost};
 
@@ -77,6 +77,7 @@ trait Kind<F: Format> {
 
 struct One;
 struct Both;
+struct Balanced;
 
 impl<F: Format> Kind<F> for One {
     type Channel = CardChannel<Bus<F>>;
@@ -98,6 +99,13 @@ impl<F: Format> Kind<F> for Signalling {
     type Channel = Fenced<CardChannel<Bus<F>>>;
     fn channel(card: &Card<Bus<F>>) -> Self::Channel {
         Fenced::new(card.channel(0).unwrap())
+    }
+}
+
+impl<F: Format> Kind<F> for Balanced {
+    type Channel = Split<CardChannel<Bus<F>>, BalancePolicy>;
+    fn channel(card: &Card<Bus<F>>) -> Self::Channel {
+        Split::new(vec![card.channel(0).unwrap(), card.channel(1).unwrap()], BalancePolicy::new(card.areas()))
     }
 }
 
@@ -178,6 +186,8 @@ conformance! {
     fenced: Arm64S1_4k, Signalling, workers false, virtual false;
     split: Arm64S1_4k, Both, workers false, virtual false;
     split_workers_x86: X86_64_4Level, Both, workers true, virtual false;
+    balanced: Arm64S1_4k, Balanced, workers false, virtual false;
+    balanced_workers_x86: X86_64_4Level, Balanced, workers true, virtual false;
     split_by_va: X86_64_4Level, Both, workers false, virtual true;
 }
 

@@ -34,6 +34,7 @@ pub use dmalane_addr as addr;
 pub use dmalane_card as card;
 pub use dmalane_engine as engine;
 pub use dmalane_iopt as iopt;
+pub use dmalane_link as link;
 pub use dmalane_load as load;
 pub use dmalane_mem as mem;
 pub use dmalane_trace as trace;

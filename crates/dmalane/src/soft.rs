@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use dmalane_addr::{CardAddr, DeviceVa, PageSize, Span};
 use dmalane_card::{Card, CardChannel, CardConfig, CardLayout, CardTables, SoftBus, Workers};
-use dmalane_engine::{AddressPolicy, Split};
+use dmalane_engine::{BalancePolicy, Split};
 use dmalane_iopt::X86_64_4Level;
 use dmalane_load::{CardMemory, Device, DeviceParts};
 use dmalane_mem::{AnonHeap, Heap, HostConfig, SoftHost};
@@ -13,7 +13,7 @@ use dmalane_vm::Vm;
 use thiserror::Error;
 
 /// The channel of the software card: its queues driven as one.
-pub type SoftChannel = Split<CardChannel<SoftBus>, AddressPolicy>;
+pub type SoftChannel = Split<CardChannel<SoftBus>, BalancePolicy>;
 
 /// What a [`SoftDevice`] is made of.
 pub type SoftParts = DeviceParts<SoftChannel, X86_64_4Level, CardTables<SoftBus>>;
@@ -21,7 +21,7 @@ pub type SoftParts = DeviceParts<SoftChannel, X86_64_4Level, CardTables<SoftBus>
 /// Which of the card's channels move the bytes.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
 pub enum MmChannel {
-    /// All of them, by where the bytes go.
+    /// All of them, by where the bytes go and how fast they turn out to be.
     #[default]
     Auto,
     /// This one alone.
@@ -122,8 +122,8 @@ impl SoftDevice {
         let driver = Card::open(bus.clone(), &*heap)?;
         let channels = (0..driver.channels()).map(|i| driver.channel(i)).collect::<Result<Vec<_>, _>>()?;
         let policy = match mm_channel {
-            MmChannel::Auto => AddressPolicy::new(driver.areas()),
-            MmChannel::Only(wanted) if wanted < channels.len() => AddressPolicy::only(wanted),
+            MmChannel::Auto => BalancePolicy::new(driver.areas()),
+            MmChannel::Only(wanted) if wanted < channels.len() => BalancePolicy::only(&[wanted]),
             MmChannel::Only(wanted) => return Err(SoftError::NoChannel { wanted, has: channels.len() }),
         };
         let layout = driver.layout();

@@ -30,11 +30,12 @@ const HOUSE: &[Crate] = &[
     Crate { dir: "trace",   package: "dmalane-trace",  uses: &["addr", "iopt", "vm"],                  no_std: false },
     Crate { dir: "mem",     package: "dmalane-mem",    uses: &["addr", "iopt"],                        no_std: false },
     Crate { dir: "engine",  package: "dmalane-engine", uses: &["addr", "mem"],                         no_std: false },
+    Crate { dir: "link",    package: "dmalane-link",   uses: &["addr", "mem", "engine"],               no_std: false },
     Crate { dir: "uring",   package: "dmalane-uring",  uses: &["addr", "mem", "engine"],               no_std: false },
     Crate { dir: "card",    package: "dmalane-card",   uses: &["addr", "iopt", "mem", "engine"],       no_std: false },
     Crate { dir: "load",    package: "dmalane-load",   uses: &["addr", "iopt", "vm", "mem", "engine"], no_std: false },
     Crate { dir: "dmalane", package: "dmalane",        no_std: false,
-            uses: &["addr", "iopt", "vm", "trace", "mem", "engine", "uring", "card", "load"] },
+            uses: &["addr", "iopt", "vm", "trace", "mem", "engine", "link", "uring", "card", "load"] },
     Crate { dir: "capi",    package: "dmalane-capi",   uses: &["addr", "iopt", "vm", "dmalane"],       no_std: false },
     Crate { dir: "app",     package: "dmalane-cli",    uses: &["dmalane"],                             no_std: false },
 ];

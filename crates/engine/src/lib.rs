@@ -5,7 +5,9 @@
 //! [`Completion`] gives it back, so nothing can touch or free memory that is in flight.
 //!
 //! [`Registered`] is a buffer pinned and mapped once for many transfers. [`Split`] drives several channels as one,
-//! cutting each transfer where a [`Policy`] says. [`Fenced`] signals fences as operations end. [`run`] and [`drain`] wait.
+//! cutting each transfer as a [`Policy`] says: by placement ([`AddressPolicy`]), or by rates that it measures
+//! ([`BalancePolicy`]). [`Fenced`] signals fences as operations end. [`run`]
+//! and [`drain`] wait.
 //!
 //! What is in flight cannot be used:
 //!
@@ -18,6 +20,7 @@
 //! ```
 #![forbid(unsafe_code)]
 
+mod balance;
 mod channel;
 #[cfg(feature = "conformance")]
 pub mod conformance;
@@ -36,6 +39,7 @@ mod split;
 mod stats;
 mod wait;
 
+pub use balance::BalancePolicy;
 pub use channel::{Channel, Completion, Direction, Far, Limits, OpError, Refusal, Refused, Ticket, Transfer};
 pub use copies::Copies;
 pub use device::{DeviceAddr, DeviceFar};
@@ -46,6 +50,6 @@ pub use queue::{Cancelled, Queue};
 pub use registered::Registered;
 pub use registry::{CopyError, Registry, RegistryError, RegistryLimits, RegistryStats};
 pub use shared::{Class, Pending, Shared};
-pub use split::Split;
+pub use split::{Clock, Split, WallClock};
 pub use stats::{Latency, Sampler, Stats};
 pub use wait::{RunError, drain, run};

@@ -1,29 +1,48 @@
 //! Which channel moves which bytes of a transfer.
 
+use std::collections::VecDeque;
+use std::time::Duration;
+
 use dmalane_addr::{Address, CardAddr, Span};
 
-use crate::Far;
+use crate::{Direction, Far};
 
-/// The next `len` bytes of a transfer, for one channel.
+/// Bytes of a transfer for one channel.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct Piece {
-    /// Which channel, from 0.
-    pub channel: usize,
-    /// Bytes.
+    /// Which transfer, by the number that [`Policy::arrive`] was given.
+    pub transfer: u64,
+    /// The first byte, counted from the start of the transfer.
+    pub offset: u64,
+    /// Bytes, at least 1.
     pub len: u64,
 }
 
-/// Cuts transfers into pieces.
+/// Shares transfers out between channels. Knows neither buffers nor channels, only numbers and the time, so that the same
+/// policy runs over a card and in a simulation.
+///
+/// Whoever drives it ([`Split`](crate::Split)) announces each transfer, asks for the next piece of every channel that has
+/// room until there are none, and tells when a piece has ended.
 pub trait Policy<F>: Send {
-    /// Appends the pieces of a transfer of `len` bytes (at least 1) at `far`, in order. Their lengths, none 0, add
-    /// up to `len`.
-    fn cut(&mut self, far: &F, len: u64, channels: usize, pieces: &mut Vec<Piece>);
+    /// A transfer of `len` bytes (at least 1) at `far` has arrived; there are `channels` channels. From now on its bytes
+    /// are handed out by [`Policy::next`], each exactly once.
+    fn arrive(&mut self, transfer: u64, direction: Direction, far: &F, len: u64, channels: usize);
+
+    /// What `channel` is to move next; `None` when nothing for now. Once every piece that was handed out has ended, some
+    /// channel must be given a piece as long as there are bytes left.
+    fn next(&mut self, channel: usize, now: Duration) -> Option<Piece>;
+
+    /// A piece that `channel` was given is over; `moved` says whether its bytes were moved.
+    fn ended(&mut self, channel: usize, piece: &Piece, now: Duration, moved: bool);
+
+    /// Hands out no more of this transfer. Pieces that were handed out still end.
+    fn forget(&mut self, transfer: u64);
 }
 
 /// How transfers to an area of card memory go.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Route {
-    /// Either channel reaches it equally well: each transfer is shared out equally.
+    /// Every channel reaches it equally well: each transfer is shared out equally.
     Shared,
     /// It hangs off this channel.
     Channel(usize),
@@ -38,74 +57,98 @@ pub struct Area {
     pub route: Route,
 }
 
-/// Routes by placement: DDR is shared between the channels, each half of HBM hangs off one.
+/// Transfers shorter than this (bytes) are not worth cutting.
+pub(crate) const WHOLE_BELOW: u64 = 128 << 10;
+
+/// Calls `each` with the index of the area, `None` outside of all, the offset and the length of every stretch of a
+/// transfer that lies in one area.
+pub(crate) fn stretches<F: Far>(areas: &[Area], far: &F, len: u64, mut each: impl FnMut(Option<usize>, u64, u64)) {
+    let (mut at, mut offset) = (far.card_addr(), 0);
+    while offset < len {
+        let found = at.and_then(|a| areas.iter().position(|area| area.span.contains(a)).map(|i| (a, i)));
+        let Some((a, i)) = found else {
+            return each(None, offset, len - offset);
+        };
+        // Bytes to the end of the area; the difference is below the length, so the sum cannot wrap for len > 0.
+        let n = (len - offset).min((areas[i].span.last().bits() - a.bits()).saturating_add(1));
+        each(Some(i), offset, n);
+        offset += n;
+        at = a.checked_add(n);
+    }
+}
+
+/// Routes by placement alone: DDR is shared between the channels, each half of HBM hangs off one.
 ///
 /// The rule is that of the SLASH driver for the Alveo V80 (Xilinx SLASH, pull request 126: "DDR splits in half; HBM
-/// routes by its half-memory boundary"). Transfers below [`AddressPolicy::WHOLE_BELOW`] are not worth cutting; they take
-/// the channels in turn. What has no card address (a device virtual address) is shared.
+/// routes by its half-memory boundary"). Short transfers (below 128 KiB) take the channels in turn. What has no card address
+/// (a device virtual address) is shared. [`BalancePolicy`](crate::BalancePolicy) starts from this rule and learns.
 #[derive(Clone, Debug)]
 pub struct AddressPolicy {
     areas: Vec<Area>,
     only: Option<usize>,
     turn: usize,
+    /// Per channel: what it was given and has not taken yet.
+    queues: Vec<VecDeque<Piece>>,
 }
 
 impl AddressPolicy {
-    /// Transfers shorter than this (bytes) are not cut.
-    pub const WHOLE_BELOW: u64 = 128 << 10;
-
     /// A policy for a card with these areas.
     pub fn new(areas: Vec<Area>) -> Self {
-        Self { areas, only: None, turn: 0 }
+        Self { areas, only: None, turn: 0, queues: Vec::new() }
     }
 
     /// Sends everything over one channel instead.
     pub fn only(channel: usize) -> Self {
-        Self { areas: Vec::new(), only: Some(channel), turn: 0 }
+        Self { only: Some(channel), ..Self::new(Vec::new()) }
     }
 
-    fn share_out(&mut self, len: u64, channels: usize, pieces: &mut Vec<Piece>) {
-        let turn = self.turn % channels;
-        self.turn = turn + 1;
-        if len < Self::WHOLE_BELOW {
-            pieces.push(Piece { channel: turn, len });
+    fn share_out(turn: &mut usize, piece: Piece, queues: &mut [VecDeque<Piece>]) {
+        let channels = queues.len();
+        let first = *turn % channels;
+        *turn = first + 1;
+        if piece.len < WHOLE_BELOW {
+            queues[first].push_back(piece);
             return;
         }
         // Cut at 4 KiB so that no page is split between channels.
-        let step = (len / channels as u64).next_multiple_of(4096);
-        let mut left = len;
-        for channel in 0..channels {
-            let n = if channel + 1 == channels { left } else { step.min(left) };
-            if n > 0 {
-                pieces.push(Piece { channel, len: n });
-                left -= n;
+        let step = (piece.len / channels as u64).next_multiple_of(4096);
+        let mut left = piece;
+        for (channel, queue) in queues.iter_mut().enumerate() {
+            let len = if channel + 1 == channels { left.len } else { step.min(left.len) };
+            if len > 0 {
+                queue.push_back(Piece { len, ..left });
+                left = Piece { offset: left.offset + len, len: left.len - len, ..left };
             }
         }
     }
 }
 
 impl<F: Far> Policy<F> for AddressPolicy {
-    fn cut(&mut self, far: &F, len: u64, channels: usize, pieces: &mut Vec<Piece>) {
-        if let Some(only) = self.only {
-            pieces.push(Piece { channel: only.min(channels - 1), len });
-            return;
+    fn arrive(&mut self, transfer: u64, _: Direction, far: &F, len: u64, channels: usize) {
+        let Self { areas, only, turn, queues } = self;
+        queues.resize_with(channels.max(1), VecDeque::new);
+        let last = queues.len() - 1;
+        if let Some(only) = *only {
+            return queues[only.min(last)].push_back(Piece { transfer, offset: 0, len });
         }
-        let mut left = len;
-        let mut at = far.card_addr();
-        while left > 0 {
-            let area = at.and_then(|a| self.areas.iter().find(|area| area.span.contains(a)).map(|area| (a, area)));
-            let Some((a, &Area { span, route })) = area else {
-                self.share_out(left, channels, pieces);
-                return;
-            };
-            // Bytes to the end of the area; the difference is below the length, so the sum cannot wrap for len > 0.
-            let n = left.min((span.last().bits() - a.bits()).saturating_add(1));
-            match route {
-                Route::Shared => self.share_out(n, channels, pieces),
-                Route::Channel(c) => pieces.push(Piece { channel: c.min(channels - 1), len: n }),
+        stretches(areas, far, len, |area, offset, len| {
+            let piece = Piece { transfer, offset, len };
+            match area.map(|i| areas[i].route) {
+                Some(Route::Channel(c)) => queues[c.min(last)].push_back(piece),
+                Some(Route::Shared) | None => Self::share_out(turn, piece, queues),
             }
-            left -= n;
-            at = a.checked_add(n);
+        });
+    }
+
+    fn next(&mut self, channel: usize, _: Duration) -> Option<Piece> {
+        self.queues.get_mut(channel)?.pop_front()
+    }
+
+    fn ended(&mut self, _: usize, _: &Piece, _: Duration, _: bool) {}
+
+    fn forget(&mut self, transfer: u64) {
+        for queue in &mut self.queues {
+            queue.retain(|p| p.transfer != transfer);
         }
     }
 }
@@ -138,31 +181,55 @@ mod tests {
         ])
     }
 
-    fn cut(p: &mut AddressPolicy, at: u64, len: u64) -> Vec<(usize, u64)> {
+    /// The pieces in the order of their offsets, each with its channel.
+    fn cut(p: &mut AddressPolicy, at: u64, len: u64) -> Vec<(usize, Piece)> {
+        p.arrive(7, Direction::FromHost, &At(CardAddr::new(at)), len, 2);
         let mut pieces = Vec::new();
-        p.cut(&At(CardAddr::new(at)), len, 2, &mut pieces);
-        pieces.into_iter().map(|p| (p.channel, p.len)).collect()
+        for c in 0..2 {
+            while let Some(piece) = Policy::<At>::next(p, c, Duration::ZERO) {
+                pieces.push((c, piece));
+            }
+        }
+        pieces.sort_by_key(|(_, p)| p.offset);
+        pieces
+    }
+
+    fn lengths(p: &mut AddressPolicy, at: u64, len: u64) -> Vec<(usize, u64)> {
+        cut(p, at, len).into_iter().map(|(c, p)| (c, p.len)).collect()
     }
 
     #[test]
     fn ddr_is_halved_and_hbm_goes_by_its_boundary() {
         let mut p = policy();
-        assert_eq!(cut(&mut p, 0, 8 * MIB), [(0, 4 * MIB), (1, 4 * MIB)]);
-        assert_eq!(cut(&mut p, 256 * MIB, 8 * MIB), [(0, 8 * MIB)]);
-        assert_eq!(cut(&mut p, 320 * MIB, 8 * MIB), [(1, 8 * MIB)]);
-        assert_eq!(cut(&mut p, 319 * MIB, 3 * MIB), [(0, MIB), (1, 2 * MIB)], "across the boundary");
-        let small: Vec<_> = (0..3).map(|_| cut(&mut p, 0, 4096)[0].0).collect();
+        assert_eq!(lengths(&mut p, 0, 8 * MIB), [(0, 4 * MIB), (1, 4 * MIB)]);
+        assert_eq!(lengths(&mut p, 256 * MIB, 8 * MIB), [(0, 8 * MIB)]);
+        assert_eq!(lengths(&mut p, 320 * MIB, 8 * MIB), [(1, 8 * MIB)]);
+        assert_eq!(lengths(&mut p, 319 * MIB, 3 * MIB), [(0, MIB), (1, 2 * MIB)], "across the boundary");
+        let small: Vec<_> = (0..3).map(|_| lengths(&mut p, 0, 4096)[0].0).collect();
         assert!(small[0] != small[1] && small[0] == small[2], "small transfers take turns: {small:?}");
-        assert_eq!(cut(&mut AddressPolicy::only(1), 0, 8 * MIB), [(1, 8 * MIB)]);
+        assert_eq!(lengths(&mut AddressPolicy::only(1), 0, 8 * MIB), [(1, 8 * MIB)]);
+    }
+
+    #[test]
+    fn what_is_forgotten_is_not_handed_out() {
+        let mut p = policy();
+        p.arrive(1, Direction::ToHost, &At(CardAddr::new(0)), MIB, 2);
+        p.arrive(2, Direction::ToHost, &At(CardAddr::new(0)), MIB, 2);
+        Policy::<At>::forget(&mut p, 1);
+        let next = |p: &mut AddressPolicy, c| Policy::<At>::next(p, c, Duration::ZERO).map(|p| p.transfer);
+        assert_eq!([next(&mut p, 0), next(&mut p, 0), next(&mut p, 1)], [Some(2), None, Some(2)]);
     }
 
     proptest! {
         #[test]
         fn pieces_add_up(at in 0u64..500 * MIB, len in 1u64..400 * MIB, top: bool) {
             let at = if top { u64::MAX - len + 1 } else { at };
-            let pieces = cut(&mut policy(), at, len);
-            prop_assert!(pieces.iter().all(|p| p.0 < 2 && p.1 > 0));
-            prop_assert_eq!(pieces.iter().map(|p| p.1).sum::<u64>(), len);
+            let mut expected = 0;
+            for (channel, piece) in cut(&mut policy(), at, len) {
+                prop_assert!(channel < 2 && piece.len > 0 && piece.offset == expected && piece.transfer == 7);
+                expected += piece.len;
+            }
+            prop_assert_eq!(expected, len);
         }
     }
 }

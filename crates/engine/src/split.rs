@@ -1,40 +1,93 @@
 //! Several channels driven as one.
 
-use std::collections::{HashMap, VecDeque};
+use std::collections::HashMap;
 use std::time::{Duration, Instant};
 
 use dmalane_mem::Part;
 
 use crate::{Channel, Completion, Direction, Far, Limits, OpError, Piece, Policy, Refusal, Refused, Ticket, Transfer};
 
-/// Drives several channels as one: each transfer is cut by a [`Policy`], its pieces go their ways, and it completes
-/// when the last of them has.
-pub struct Split<C: Channel, P> {
-    channels: Vec<C>,
-    policy: P,
-    parents: HashMap<u64, Parent<C::Far>>,
-    /// Per channel: its tickets, and the piece that each stands for.
-    children: Vec<HashMap<Ticket, PieceOf>>,
-    /// Per channel: pieces that it had no room for yet.
-    backlog: Vec<VecDeque<(PieceOf, Transfer<C::Far>)>>,
-    next: u64,
-    pieces: Vec<Piece>,
-    scratch: Vec<Completion<C::Far>>,
+/// Where a [`Split`] has the time from, for the rates that its policy measures.
+pub trait Clock: Send {
+    /// The time since some fixed moment. Never goes back.
+    fn now(&self) -> Duration;
 }
 
-/// A piece by its parent's number and its place there.
-#[derive(Clone, Copy)]
-struct PieceOf {
-    parent: u64,
-    index: usize,
+/// The time that passes for everyone.
+#[derive(Clone, Copy, Debug)]
+pub struct WallClock(Instant);
+
+impl Default for WallClock {
+    /// Counts from now.
+    fn default() -> Self {
+        Self(Instant::now())
+    }
+}
+
+impl Clock for WallClock {
+    fn now(&self) -> Duration {
+        self.0.elapsed()
+    }
+}
+
+/// The longest sleep on one channel while others are at work too: as long as the smallest two pieces of a fast channel
+/// take (2 x 256 KiB at 12 GB/s), so that no channel runs dry for long.
+const NAP: Duration = Duration::from_micros(50);
+
+/// Drives several channels as one: a [`Policy`] says which channel moves which piece of a transfer, and a transfer
+/// completes when its last piece has.
+pub struct Split<C: Channel, P, K = WallClock> {
+    channels: Vec<C>,
+    policy: P,
+    clock: K,
+    parents: HashMap<u64, Parent<C::Far>>,
+    /// Per channel: its tickets, and the piece that each stands for.
+    children: Vec<HashMap<Ticket, Piece>>,
+    /// Per channel: a piece that it had no room for after all.
+    held: Vec<Option<(Piece, Transfer<C::Far>)>>,
+    /// Parents that miss nothing any more.
+    ended: Vec<u64>,
+    next: u64,
+    /// The channel that [`Channel::wait`] sleeps on next.
+    nap: usize,
+    scratch: Vec<Completion<C::Far>>,
 }
 
 struct Parent<F> {
     far: F,
     direction: Direction,
-    parts: Vec<Option<Part>>,
-    missing: usize,
+    /// What no channel was given yet, and what came back: each with its offset.
+    waiting: Vec<(u64, Part)>,
+    back: Vec<(u64, Part)>,
+    missing: u64,
     result: Result<(), OpError>,
+}
+
+impl<F> Parent<F> {
+    /// Takes a piece out of what is waiting.
+    fn take(&mut self, piece: &Piece) -> Part {
+        let holds = |(at, part): &(u64, Part)| (*at..*at + part.len() as u64).contains(&piece.offset);
+        let i = self.waiting.iter().position(holds).expect("a policy hands out each byte once");
+        let (at, part) = self.waiting.swap_remove(i);
+        let (before, rest) = part.split_at((piece.offset - at) as usize).expect("the piece starts in this part");
+        let (part, after) = rest.split_at(piece.len as usize).expect("a policy hands out each byte once");
+        if !before.is_empty() {
+            self.waiting.push((at, before));
+        }
+        if !after.is_empty() {
+            self.waiting.push((piece.offset + piece.len, after));
+        }
+        part
+    }
+
+    /// All of the parts, joined again.
+    fn whole(&mut self) -> Part {
+        let mut parts = std::mem::take(&mut self.back);
+        parts.append(&mut self.waiting);
+        parts.sort_unstable_by_key(|(at, _)| *at);
+        let parts = parts.into_iter().map(|(_, part)| part);
+        parts.reduce(|a, b| a.join(b).expect("neighbours")).expect("a transfer is not empty")
+    }
 }
 
 impl<C: Channel, P: Policy<C::Far>> Split<C, P> {
@@ -43,17 +96,29 @@ impl<C: Channel, P: Policy<C::Far>> Split<C, P> {
     /// # Panics
     /// When there are no channels, or one of them has operations in flight.
     pub fn new(channels: Vec<C>, policy: P) -> Self {
+        Self::with_clock(channels, policy, WallClock::default())
+    }
+}
+
+impl<C: Channel, P: Policy<C::Far>, K: Clock> Split<C, P, K> {
+    /// As [`Split::new`], with a clock of one's own.
+    ///
+    /// # Panics
+    /// As [`Split::new`].
+    pub fn with_clock(channels: Vec<C>, policy: P, clock: K) -> Self {
         assert!(!channels.is_empty(), "a split needs a channel");
         assert!(channels.iter().all(|c| c.in_flight() == 0), "a split needs its channels for itself");
         let n = channels.len();
         Self {
             channels,
             policy,
+            clock,
             parents: HashMap::new(),
             children: (0..n).map(|_| HashMap::new()).collect(),
-            backlog: (0..n).map(|_| VecDeque::new()).collect(),
+            held: (0..n).map(|_| None).collect(),
+            ended: Vec::new(),
             next: 0,
-            pieces: Vec::new(),
+            nap: 0,
             scratch: Vec::new(),
         }
     }
@@ -63,60 +128,107 @@ impl<C: Channel, P: Policy<C::Far>> Split<C, P> {
         &self.channels
     }
 
-    /// Gives the channels as much of the backlog as they take.
-    fn feed(&mut self) {
-        for (i, channel) in self.channels.iter_mut().enumerate() {
-            while let Some((piece, transfer)) = self.backlog[i].pop_front() {
+    /// The policy, with what it has learned.
+    pub fn policy(&self) -> &P {
+        &self.policy
+    }
+
+    /// Gives the channels what the policy has for them. `fresh` is a transfer that has only just arrived: when the first of
+    /// its pieces is refused, nothing of it is under way, and the reason is returned. When it is accepted, the rest waits for
+    /// the next poll: nothing begins before, and by then the policy knows what else has arrived.
+    fn feed(&mut self, fresh: Option<u64>) -> Result<(), Refusal> {
+        let mut now = None;
+        loop {
+            let mut any = false;
+            for i in 0..self.channels.len() {
+                let channel = &mut self.channels[i];
+                let (piece, transfer) = match self.held[i].take() {
+                    Some(held) => held,
+                    // A full channel is not asked for, so that its work stays free for others to take.
+                    None if channel.in_flight() >= channel.limits().capacity => continue,
+                    None => {
+                        let now = *now.get_or_insert_with(|| self.clock.now());
+                        let Some(piece) = self.policy.next(i, now) else { continue };
+                        let parent = self.parents.get_mut(&piece.transfer).expect("a transfer that arrived");
+                        let far = parent.far.advance(piece.offset).expect("within the transfer, whose end was checked");
+                        (piece, Transfer { part: parent.take(&piece), direction: parent.direction, far })
+                    }
+                };
                 match channel.submit(transfer) {
                     Ok(ticket) => {
                         self.children[i].insert(ticket, piece);
+                        if fresh == Some(piece.transfer) {
+                            return Ok(());
+                        }
+                        any = true;
                     }
                     Err(Refused { transfer, reason: Refusal::Full }) => {
-                        self.backlog[i].push_front((piece, transfer));
-                        break;
+                        self.held[i] = Some((piece, transfer));
+                        // Accepted as far as anyone can tell.
+                        if fresh == Some(piece.transfer) {
+                            return Ok(());
+                        }
                     }
-                    // The whole transfer was accepted before, so this is reported as its failure.
                     Err(Refused { transfer, reason }) => {
+                        any = true;
+                        let refused = fresh == Some(piece.transfer);
                         let result = Err(OpError::Stopped(reason.to_string()));
-                        settle(&mut self.parents, piece, transfer.part, result);
+                        self.settle(i, piece, transfer.part, result);
+                        if refused {
+                            return Err(reason);
+                        }
                     }
                 }
             }
+            if !any {
+                return Ok(());
+            }
         }
+    }
+
+    /// A piece is over.
+    fn settle(&mut self, channel: usize, piece: Piece, part: Part, result: Result<(), OpError>) {
+        self.policy.ended(channel, &piece, self.clock.now(), result.is_ok());
+        let parent = self.parents.get_mut(&piece.transfer).expect("a parent outlives its pieces");
+        parent.back.push((piece.offset, part));
+        parent.missing -= piece.len;
+        if parent.missing == 0 {
+            self.ended.push(piece.transfer);
+        }
+        if parent.result.is_ok() {
+            parent.result = result;
+        }
+    }
+
+    /// What the channel in `scratch` gave back.
+    fn absorb(&mut self, channel: usize) {
+        let mut scratch = std::mem::take(&mut self.scratch);
+        for c in scratch.drain(..) {
+            let piece = self.children[channel].remove(&c.ticket).expect("a ticket of this channel");
+            self.settle(channel, piece, c.transfer.part, c.result);
+        }
+        self.scratch = scratch;
     }
 
     fn collect(&mut self, done: &mut Vec<Completion<C::Far>>) -> usize {
-        self.feed();
-        for (i, channel) in self.channels.iter_mut().enumerate() {
-            channel.poll(&mut self.scratch);
-            for c in self.scratch.drain(..) {
-                let piece = self.children[i].remove(&c.ticket).expect("a ticket of this channel");
-                settle(&mut self.parents, piece, c.transfer.part, c.result);
-            }
+        // Only a fresh transfer can be refused.
+        let _ = self.feed(None);
+        for i in 0..self.channels.len() {
+            self.channels[i].poll(&mut self.scratch);
+            self.absorb(i);
         }
-        self.feed();
-        let before = done.len();
-        let ended: Vec<u64> = self.parents.iter().filter(|(_, p)| p.missing == 0).map(|(id, _)| *id).collect();
-        done.extend(ended.into_iter().filter_map(|id| {
-            let p = self.parents.remove(&id)?;
-            let part = p.parts.into_iter().flatten().reduce(|a, b| a.join(b).expect("neighbours"))?;
-            let transfer = Transfer { part, direction: p.direction, far: p.far };
-            Some(Completion { ticket: Ticket::new(id), transfer, result: p.result })
-        }));
-        done.len() - before
+        let _ = self.feed(None);
+        let n = self.ended.len();
+        for id in self.ended.drain(..) {
+            let mut p = self.parents.remove(&id).expect("a transfer ends once");
+            let transfer = Transfer { part: p.whole(), direction: p.direction, far: p.far };
+            done.push(Completion { ticket: Ticket::new(id), transfer, result: p.result });
+        }
+        n
     }
 }
 
-fn settle<F>(parents: &mut HashMap<u64, Parent<F>>, piece: PieceOf, part: Part, result: Result<(), OpError>) {
-    let p = parents.get_mut(&piece.parent).expect("a parent outlives its pieces");
-    p.parts[piece.index] = Some(part);
-    p.missing -= 1;
-    if p.result.is_ok() {
-        p.result = result;
-    }
-}
-
-impl<C: Channel, P: Policy<C::Far>> Channel for Split<C, P> {
+impl<C: Channel, P: Policy<C::Far>, K: Clock> Channel for Split<C, P, K> {
     type Far = C::Far;
 
     /// The channels' capacities together; the shortest of their longest operations.
@@ -144,43 +256,23 @@ impl<C: Channel, P: Policy<C::Far>> Channel for Split<C, P> {
             _ if transfer.far.advance(len - 1).is_none() => return refuse(transfer, Refusal::PastTheTop),
             _ => {}
         }
-        self.pieces.clear();
-        self.policy.cut(&transfer.far, len, self.channels.len(), &mut self.pieces);
         let id = self.next;
         self.next += 1;
-        let Transfer { mut part, direction, far } = transfer;
+        let Transfer { part, direction, far } = transfer;
+        self.policy.arrive(id, direction, &far, len, self.channels.len());
+        let parent =
+            Parent { far, direction, waiting: vec![(0, part)], back: Vec::new(), missing: len, result: Ok(()) };
+        self.parents.insert(id, parent);
         // The first piece decides whether the transfer is acceptable at all; the rest differ only in where they lie.
-        let mut at = 0;
-        for (i, piece) in self.pieces.iter().enumerate() {
-            let (front, rest) = part.split_at(piece.len as usize).expect("pieces add up to the part");
-            part = rest;
-            let place = far.advance(at).expect("within the transfer, whose end was checked");
-            at += piece.len;
-            let this = PieceOf { parent: id, index: i };
-            let sub = Transfer { part: front, direction, far: place };
-            if i > 0 || !self.backlog[piece.channel].is_empty() {
-                self.backlog[piece.channel].push_back((this, sub));
-                continue;
-            }
-            match self.channels[piece.channel].submit(sub) {
-                Ok(ticket) => {
-                    self.children[piece.channel].insert(ticket, this);
-                }
-                Err(Refused { transfer: sub, reason: Refusal::Full }) => {
-                    self.backlog[piece.channel].push_back((this, sub));
-                }
-                Err(Refused { transfer: sub, reason }) => {
-                    let part = sub.part.join(part).expect("neighbours");
-                    return refuse(Transfer { part, direction, far }, reason);
-                }
+        match self.feed(Some(id)) {
+            Ok(()) => Ok(Ticket::new(id)),
+            Err(reason) => {
+                self.policy.forget(id);
+                self.ended.retain(|&ended| ended != id);
+                let mut p = self.parents.remove(&id).expect("just inserted");
+                refuse(Transfer { part: p.whole(), direction: p.direction, far: p.far }, reason)
             }
         }
-        assert!(part.is_empty(), "the pieces of a policy add up to the transfer");
-        let missing = self.pieces.len();
-        let parts = (0..missing).map(|_| None).collect();
-        self.parents.insert(id, Parent { far, direction, parts, missing, result: Ok(()) });
-        self.feed();
-        Ok(Ticket::new(id))
     }
 
     fn poll(&mut self, done: &mut Vec<Completion<C::Far>>) -> usize {
@@ -195,15 +287,14 @@ impl<C: Channel, P: Policy<C::Far>> Channel for Split<C, P> {
             if n > 0 || self.parents.is_empty() || left.is_zero() {
                 return n;
             }
-            // No way to sleep on several channels at once: sleep briefly on the first that has work.
-            if let Some(i) = (0..self.channels.len()).find(|&i| self.channels[i].in_flight() > 0) {
-                let nap = left.min(Duration::from_micros(200));
-                self.channels[i].wait(&mut self.scratch, nap);
-                for c in self.scratch.drain(..) {
-                    let piece = self.children[i].remove(&c.ticket).expect("a ticket of this channel");
-                    settle(&mut self.parents, piece, c.transfer.part, c.result);
-                }
-            }
+            // No way to sleep on several channels at once: sleep briefly on each in turn. One alone is slept on in peace.
+            let n = self.channels.len();
+            let busy = |i: &usize| self.channels[*i].in_flight() > 0;
+            let Some(i) = (0..n).map(|k| (self.nap + k) % n).find(busy) else { continue };
+            let alone = (0..n).filter(busy).count() == 1;
+            self.nap = (i + 1) % n;
+            self.channels[i].wait(&mut self.scratch, if alone { left } else { left.min(NAP) });
+            self.absorb(i);
         }
     }
 }
