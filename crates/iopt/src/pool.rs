@@ -7,7 +7,6 @@ use core::ops::Range;
 use dmalane_addr::Address;
 
 use crate::atomic::{AtomicU64, AtomicUsize, Ordering};
-use crate::pieces::in_pieces;
 use crate::{Format, TableShape, Tables};
 
 /// Tables in a slice of words: a guest's memory, a region set aside at boot, or a `Vec` of the worst case.
@@ -245,11 +244,23 @@ impl<A: Address> Tables for &Pool<'_, A> {
     /// # Panics
     /// When the address is not that of a table.
     #[inline]
-    fn edit(&mut self, table: A, range: Range<usize>, each: impl FnMut(&mut [u64]) -> usize) -> usize {
+    fn edit(&mut self, table: A, range: Range<usize>, mut each: impl FnMut(&mut [u64]) -> usize) -> usize {
         let first = self.first(table);
-        let mut words = &self.words[first + range.start..first + range.end];
-        let load = |words: &&[AtomicU64], i: usize| words[i].load(Ordering::Acquire);
-        in_pieces(&mut words, 0..range.len(), load, |words, i, word| words[i].store(word, Ordering::Release), each)
+        let words = &self.words[first + range.start..first + range.end];
+        let mut buffer = [0; 16];
+        let mut done = 0;
+        // Two cache lines at a time: those behind may be another thread's.
+        for piece in words.chunks(16) {
+            let buffer = &mut buffer[..piece.len()];
+            buffer.iter_mut().zip(piece).for_each(|(copy, word)| *copy = word.load(Ordering::Acquire));
+            let changed = each(buffer);
+            buffer[..changed].iter().zip(piece).for_each(|(copy, word)| word.store(*copy, Ordering::Release));
+            done += changed;
+            if changed < piece.len() {
+                break;
+            }
+        }
+        done
     }
 
     /// Tables are there or not: this promises them as long as no other handle takes them.
@@ -359,6 +370,11 @@ impl<A: Address> Tables for Stock<'_, A> {
     #[inline]
     fn update(&mut self, table: A, range: Range<usize>, each: impl FnMut(u64) -> Option<u64>) -> usize {
         self.pool.update(table, range, each)
+    }
+
+    #[inline]
+    fn edit(&mut self, table: A, range: Range<usize>, each: impl FnMut(&mut [u64]) -> usize) -> usize {
+        self.pool.edit(table, range, each)
     }
 
     fn reserve(&mut self, tables: usize) -> bool {

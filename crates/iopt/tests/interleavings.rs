@@ -22,8 +22,6 @@ use loom::sync::atomic;
 use loom::sync::atomic::{AtomicU64, Ordering};
 use loom::thread;
 
-#[path = "../src/pieces.rs"]
-mod pieces;
 #[path = "../src/pool.rs"]
 mod pool;
 
