@@ -265,7 +265,7 @@ impl<F: Format> Under<F> {
         }
         // All pages are a lot to look at; what is wrong and not covered up will be seen soon.
         self.steps += 1;
-        if self.steps <= 12 || self.steps % 4 == 0 {
+        if self.steps <= 12 || self.steps.is_multiple_of(4) {
             self.agree();
         }
     }
@@ -274,7 +274,7 @@ impl<F: Format> Under<F> {
     fn span(&self, va: DeviceVa, len: u64) -> Option<std::ops::Range<usize>> {
         let granule = Self::GRANULE;
         let end = va.bits().checked_add(len)?;
-        if len == 0 || (va.bits() | len) % granule != 0 {
+        if len == 0 || !(va.bits() | len).is_multiple_of(granule) {
             return None;
         }
         let (first, end) = (va.bits() / granule, end / granule);
@@ -347,7 +347,9 @@ impl<F: Format> Under<F> {
                 let serial = model.bos.get(bo)?.serial;
                 model.pages.iter_mut().filter(|p| p.is_some_and(|p| p.serial == serial)).for_each(|p| *p = None);
             }
-            Operation::Prefetch { va, len } => drop(self.span(*va, *len)?),
+            Operation::Prefetch { va, len } => {
+                self.span(*va, *len)?;
+            }
             other => panic!("{other:?} cannot stand in a batch"),
         }
         Some(())
@@ -364,7 +366,7 @@ impl<F: Format> Under<F> {
         access: Access,
     ) -> Option<std::ops::Range<usize>> {
         let pages = self.span(va, len)?;
-        let right = offset % Self::GRANULE == 0
+        let right = offset.is_multiple_of(Self::GRANULE)
             && offset.checked_add(used)? <= bo.len()
             && bo.len() / Self::GRANULE <= (1 << 32) - 2
             && F::supports(access);
