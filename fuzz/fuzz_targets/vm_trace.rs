@@ -12,7 +12,7 @@ use libfuzzer_sys::arbitrary::{self, Arbitrary, Unstructured};
 use libfuzzer_sys::fuzz_target;
 
 /// The first page of the VM and the number of its pages: two leaves of 2 MiB in one format, and some pages on either side.
-const FIRST: u64 = 500;
+const FIRST: u64 = 501;
 const PAGES: u64 = 1300;
 /// A part that is reserved.
 const RESERVED: std::ops::Range<u64> = 1700..1710;
@@ -63,21 +63,22 @@ impl Number {
     }
 }
 
-const ACCESS: [Access; 7] = [
-    Access::RW,
-    Access::READ,
-    Access::RW,
-    Access::READ.union(Access::EXEC),
-    Access::WRITE,
-    Access::EXEC,
-    Access::RW.union(Access::EXEC),
-];
+/// Mostly what every format can express.
+fn access(n: u8) -> Access {
+    match n {
+        0..100 => Access::RW,
+        100..220 => Access::READ,
+        220..230 => Access::READ.union(Access::EXEC),
+        230..240 => Access::WRITE,
+        240..250 => Access::EXEC,
+        _ => Access::RW.union(Access::EXEC),
+    }
+}
 
 impl Op {
     fn operation(&self, granule: u64) -> Operation {
         let va = |at: &Number| DeviceVa::new(at.bytes(granule));
-        let access = |n: &u8| ACCESS[*n as usize % ACCESS.len()];
-        let id = |n: &u8| u64::from(n % 6);
+        let id = |n: &u8| u64::from(n % 4);
         match self {
             Self::Bo { id: n, pieces, more } => {
                 let segment = |p: &Piece| match p.odd {
@@ -95,16 +96,21 @@ impl Op {
                 bo: id(bo),
                 offset: offset.bytes(granule),
                 len: len.bytes(granule),
-                access: access(a),
+                access: access(*a),
             },
-            Self::Repeat { at, bo, offset, page, len, access: a } => Operation::Repeat {
-                va: va(at),
-                bo: id(bo),
-                offset: offset.bytes(granule),
-                page: granule << (page % 11),
-                len: len.bytes(granule),
-                access: access(a),
-            },
+            Self::Repeat { at, bo, offset, page, len, access: a } => {
+                let again = granule << (page % 11);
+                // Half of them aligned, or nearly all would be refused.
+                let align = |n: u64| if *page >= 128 { n & !(again - 1) } else { n };
+                Operation::Repeat {
+                    va: DeviceVa::new(align(at.bytes(granule))),
+                    bo: id(bo),
+                    offset: offset.bytes(granule),
+                    page: again,
+                    len: align(len.bytes(granule)),
+                    access: access(*a),
+                }
+            }
             Self::Null { at, len } => Operation::Null { va: va(at), len: len.bytes(granule) },
             Self::Unbind { at, len } => Operation::Unbind { va: va(at), len: len.bytes(granule) },
             Self::UnbindBo { bo } => Operation::UnbindBo { bo: id(bo) },
@@ -143,8 +149,16 @@ fn text(data: &[u8]) {
 
 fn operations<F: Format>(ops: &[Op]) {
     let mut under = Under::<F>::new();
+    // Two buffers to begin with: one piece, and pieces of a few pages.
+    let granule = F::GRANULE.bytes();
+    let segment = |page: u64, pages: u64| Segment { addr: CardAddr::new(page * granule), len: pages * granule };
+    let scattered = (0..80).map(|i| segment(1 << 20 | (i * 37 % 80) << 6, 1 + i % 30)).collect();
+    for (id, segments) in [(0, vec![segment(1 << 12, 1 << 12)]), (1, scattered)] {
+        let bo = Operation::Bo { id, segments, more: false };
+        under.line(Line::Bytes(bo.line().as_bytes()));
+    }
     for op in ops.iter().take(48) {
-        let operation = op.operation(F::GRANULE.bytes());
+        let operation = op.operation(granule);
         under.line(Line::Bytes(operation.line().as_bytes()));
     }
     under.end();
@@ -251,7 +265,7 @@ impl<F: Format> Under<F> {
         }
         // All pages are a lot to look at; what is wrong and not covered up will be seen soon.
         self.steps += 1;
-        if self.steps % 4 == 0 {
+        if self.steps <= 12 || self.steps.is_multiple_of(4) {
             self.agree();
         }
     }
@@ -260,7 +274,7 @@ impl<F: Format> Under<F> {
     fn span(&self, va: DeviceVa, len: u64) -> Option<std::ops::Range<usize>> {
         let granule = Self::GRANULE;
         let end = va.bits().checked_add(len)?;
-        if len == 0 || (va.bits() | len) % granule != 0 {
+        if len == 0 || !(va.bits() | len).is_multiple_of(granule) {
             return None;
         }
         let (first, end) = (va.bits() / granule, end / granule);
@@ -333,7 +347,9 @@ impl<F: Format> Under<F> {
                 let serial = model.bos.get(bo)?.serial;
                 model.pages.iter_mut().filter(|p| p.is_some_and(|p| p.serial == serial)).for_each(|p| *p = None);
             }
-            Operation::Prefetch { va, len } => drop(self.span(*va, *len)?),
+            Operation::Prefetch { va, len } => {
+                self.span(*va, *len)?;
+            }
             other => panic!("{other:?} cannot stand in a batch"),
         }
         Some(())
@@ -350,7 +366,7 @@ impl<F: Format> Under<F> {
         access: Access,
     ) -> Option<std::ops::Range<usize>> {
         let pages = self.span(va, len)?;
-        let right = offset % Self::GRANULE == 0
+        let right = offset.is_multiple_of(Self::GRANULE)
             && offset.checked_add(used)? <= bo.len()
             && bo.len() / Self::GRANULE <= (1 << 32) - 2
             && F::supports(access);
