@@ -343,7 +343,7 @@ impl Pages for Ranges {
     }
 }
 
-/// The bind manager through its public interface, a plan and a commit for each request.
+/// The bind manager through its public interface, one call for each request.
 struct Ours {
     vm: Vm<AgxUat, HeapTables<CardAddr>>,
     bo: Arc<Bo>,
@@ -378,13 +378,15 @@ impl Pages for Ours {
 
     #[inline]
     fn bind(&mut self, va: u64, offset: u64) {
-        let request = Self::request((va, offset), &self.bo);
-        self.commit([request]);
+        let bound = self.vm.bind(DeviceVa::new(va), &self.bo, offset, PAGE, Access::RW);
+        self.vm.invalidated(bound.expect("a sound request"));
     }
 
     #[inline]
     fn unbind(&mut self, va: u64) {
-        self.commit([Self::unbind_request(va, PAGE)]);
+        let span = Span::new(DeviceVa::new(va), PAGE).expect("within the VM");
+        let unbound = self.vm.unbind(span).expect("a sound request");
+        self.vm.invalidated(unbound);
     }
 
     fn unbind_range(&mut self, pages: u64) {

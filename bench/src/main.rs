@@ -24,8 +24,8 @@ mod report;
 mod sg_index;
 mod subject;
 mod threads;
-mod vm_bind;
 mod transfer;
+mod vm_bind;
 
 use std::process::ExitCode;
 
