@@ -102,7 +102,7 @@ impl<F: Format, I: Address, O: Address, T: Tables> PageTable<F, I, O, T> {
                     && let Some((out, access)) = self.as_one_leaf(table, range.clone(), level)
                 {
                     let dirty = self.break_entries(table, range.clone(), start, size, invalidate);
-                    self.leaves[Kind::single(level).slot()] -= range.len() as u64;
+                    self.uncount(level, range.len() as u64, 0);
                     self.write_leaves(table, range, group, (out, access), dirty);
                 }
             }
@@ -132,11 +132,9 @@ impl<F: Format, I: Address, O: Address, T: Tables> PageTable<F, I, O, T> {
 
     /// Takes the leaves of a full table off the count.
     fn uncount_table(&mut self, table: T::Addr, level: u32) {
-        let group = Kind { level, group: true };
         let entries = entries::<F>(level);
         let members = (0..entries).filter(|&i| Kind::of::<F>(level, self.load(table, i)).group).count();
-        self.leaves[Kind::single(level).slot()] -= (entries - members) as u64;
-        self.leaves[group.slot()] -= (members / group.entries::<F>()) as u64;
+        self.uncount(level, entries as u64, members as u64);
     }
 
     /// Clears the entries of leaves or of a table, and has the device forget what they were. True when it has written through

@@ -101,12 +101,12 @@ impl<F: Format, I: Address, O: Address, T: Tables> PageTable<F, I, O, T> {
         }
         self.write_run(table, kind, i..i + count, &mut now, encode_template::<F>(kind, access));
         slots::clean::<F, T>(&mut self.tables, table, i..i + count);
-        self.leaves[kind.slot()] += count as u64;
+        self.count(kind, count as u64);
         true
     }
 
     /// Maps `count` pages of `size` that follow each other in both spaces, each by a leaf of exactly that size: they can
-    /// be unmapped one by one and nothing is split.
+    /// be unmapped one by one and nothing is split. (By smaller ones where [`clear`](Self::clear) has left an empty table.)
     ///
     /// # Errors
     /// [`Error::PageSize`] for a size that has no leaf; [`Error::Misaligned`] when an address is not a multiple of it;
@@ -177,7 +177,7 @@ impl<F: Format, I: Address, O: Address, T: Tables> PageTable<F, I, O, T> {
             return false;
         }
         self.store(table, i, F::encode_leaf(level, out, access));
-        self.leaves[Kind::single(level).slot()] += 1;
+        self.count(Kind::single(level), 1);
         true
     }
 
@@ -185,40 +185,35 @@ impl<F: Format, I: Address, O: Address, T: Tables> PageTable<F, I, O, T> {
     #[inline]
     pub(crate) fn last_table(&mut self, at: u64) -> Option<T::Addr> {
         let level = F::LEVELS - 1;
-        if T::SHARED {
-            self.cursor.forget(); // another handle may have unlinked what it knows
-        } else if self.cursor.level == level {
-            if same_table::<F>(at, self.cursor.at, level) {
-                return Some(self.cursor.path[level as usize]);
-            }
-            if same_table::<F>(at, self.cursor.at, level - 1) {
-                self.cursor.at = at;
-                self.cursor.level = level - 1;
-                return self.descend(at, level - 1);
-            }
-        }
-        self.seek(at)
+        let known = !T::SHARED && self.cursor.level == level && same_table::<F>(at, self.cursor.at, level);
+        if known || self.seek(at) { Some(self.cursor.path[level as usize]) } else { None }
     }
 
+    /// True when the cursor has come to the last level.
     #[inline(never)]
-    fn seek(&mut self, at: u64) -> Option<T::Addr> {
+    fn seek(&mut self, at: u64) -> bool {
+        let last = F::LEVELS - 1;
+        if T::SHARED {
+            self.cursor.forget(); // another handle may have unlinked what it knows
+        } else if self.cursor.level == last && same_table::<F>(at, self.cursor.at, last - 1) {
+            // Near by, where nothing need be counted at run time.
+            self.cursor.at = at;
+            self.cursor.level = last - 1;
+            return self.descend(at, last - 1);
+        }
         self.cursor.level = self.cursor.common_level::<F>(at);
         self.cursor.at = at;
-        let mut next = None;
-        for level in self.cursor.level..F::LEVELS - 1 {
-            next = Some(self.descend(at, level)?);
-        }
-        next
+        (self.cursor.level..last).all(|level| self.descend(at, level))
     }
 
     /// Moves the cursor from the table at `level` to the next one, if there is one.
     #[inline]
-    fn descend(&mut self, at: u64, level: u32) -> Option<T::Addr> {
+    fn descend(&mut self, at: u64, level: u32) -> bool {
         let entry = self.load(self.cursor.path[level as usize], index::<F>(at, level));
-        let next = T::Addr::new(next_table::<F>(level, entry)?);
+        let Some(next) = next_table::<F>(level, entry) else { return false };
         self.cursor.level = level + 1;
-        self.cursor.path[level as usize + 1] = next;
-        Some(next)
+        self.cursor.path[level as usize + 1] = T::Addr::new(next);
+        true
     }
 
     /// Maps a source from `at` on, or nothing of it. Gives the number of bytes, on which `finish` has the last word.
@@ -272,7 +267,7 @@ impl<F: Format, I: Address, O: Address, T: Tables> PageTable<F, I, O, T> {
             } else {
                 self.fill_blocks(table, kind, at, &mut source.now, access, blank)
             };
-            self.leaves[kind.slot()] += (done / kind.entries::<F>()) as u64;
+            self.count(kind, (done / kind.entries::<F>()) as u64);
             *next = at + ((done as u64) << shift::<F>(level));
             match stop {
                 None => {}

@@ -242,8 +242,7 @@ impl<F: Format, I: Address, O: Address, T: Tables> PageTable<F, I, O, T> {
             }
         }
         self.store(table, i, 0);
-        let count = &mut self.leaves[Kind::single(level).slot()];
-        *count = count.wrapping_sub(1); // another handle may have counted it
+        self.uncount(level, 1, 0);
         true
     }
 
@@ -396,7 +395,7 @@ impl<F: Format, I: Address, O: Address, T: Tables> PageTable<F, I, O, T> {
                         slots::update::<F, T>(&mut self.tables, next, all, |part| Some(marked::<F>(part, true)));
                     }
                     self.store(table, i, F::encode_table(level, next.bits()));
-                    self.leaves[Kind::single(level).slot()] -= 1;
+                    self.uncount(level, 1, 0);
                     next
                 }
             };
@@ -418,7 +417,7 @@ impl<F: Format, I: Address, O: Address, T: Tables> PageTable<F, I, O, T> {
         let entries = first..first + kind.entries::<F>();
         let mut dirty = entries.clone().any(|k| is_dirty::<F>(self.load(table, k)));
         dirty |= ready(self, Split { table, entries: entries.clone(), at: start, size });
-        self.leaves[kind.slot()] -= 1;
+        self.uncount(kind.level, kind.entries::<F>() as u64, kind.entries::<F>() as u64);
         self.write_leaves(table, entries, Kind::single(kind.level), to, dirty);
     }
 
@@ -431,7 +430,7 @@ impl<F: Format, I: Address, O: Address, T: Tables> PageTable<F, I, O, T> {
         (mut out, access): (u64, Access),
         dirty: bool,
     ) {
-        self.leaves[kind.slot()] += (range.len() / kind.entries::<F>()) as u64;
+        self.count(kind, (range.len() / kind.entries::<F>()) as u64);
         let encode = if kind.group { F::encode_member } else { F::encode_leaf };
         slots::update::<F, T>(&mut self.tables, table, range, |_| {
             let entry = encode(kind.level, out, access);
@@ -523,9 +522,16 @@ impl<F: Format, I: Address, O: Address, T: Tables> PageTable<F, I, O, T> {
         whole || if_empty && changed && !kept && self.is_empty_but(table, level, i, j)
     }
 
+    /// Counts leaves of a kind. Another handle may take them off its own count: only the sum is never negative.
+    #[inline]
+    pub(crate) fn count(&mut self, kind: Kind, leaves: u64) {
+        let count = &mut self.leaves[kind.slot()];
+        *count = count.wrapping_add(leaves);
+    }
+
     /// Takes leaves at `level` off the count: entries, of which so many are members of groups.
     #[inline]
-    fn uncount(&mut self, level: u32, entries: u64, members: u64) {
+    pub(crate) fn uncount(&mut self, level: u32, entries: u64, members: u64) {
         // Another handle may have counted them.
         let single = &mut self.leaves[Kind::single(level).slot()];
         *single = single.wrapping_sub(entries - members);

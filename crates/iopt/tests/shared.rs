@@ -146,6 +146,31 @@ fn stripes_with_a_large_root() {
     stripes::<Arm64S2_16k>(200);
 }
 
+/// One handle unmaps, splits and maps again what another has mapped: each counts its own doing, and the sum is right.
+#[test]
+fn counts_add_up() {
+    type F = X86_64_4Level;
+    let memory = memory::<F>(16);
+    let pool = Pool::new::<F>(PhysAddr::new(0), &memory);
+    let mut first = Table::<F>::new(&pool).unwrap();
+    let mut second = Table::<F>::attach(&pool, first.root());
+    first.map(Iova::new(0), PhysAddr::new(0), 4 << 20, Access::RW).unwrap();
+    first.map(Iova::new(8 << 20), PhysAddr::new(0), 8192, Access::RW).unwrap();
+    second.cut(Iova::new(4096), |_| ()).unwrap();
+    for at in [2 << 20, 8 << 20, (8 << 20) + 4096] {
+        let len = if at == 2 << 20 { 2 << 20 } else { 4096 };
+        let flush = second.unmap(Span::new(Iova::new(at), len).unwrap()).unwrap();
+        assert_eq!(flush.bytes(), len);
+        second.free_tables(flush);
+    }
+    second.map(Iova::new(2 << 20), PhysAddr::new(0), 2 << 20, Access::RW).unwrap();
+    second.map(Iova::new(8 << 20), PhysAddr::new(0), 4096, Access::RW).unwrap();
+    let counts = |table: &Table<'_, F>| table.leaf_counts().map(|(_, n)| n).collect::<Vec<_>>();
+    let sum: Vec<u64> = counts(&first).into_iter().zip(counts(&second)).map(|(a, b)| a.wrapping_add(b)).collect();
+    assert_eq!(sum, [513, 1, 0]);
+    assert_eq!(first.mapped_bytes().wrapping_add(second.mapped_bytes()), (4 << 20) + 4096);
+}
+
 /// A table that was left behind empty is filled with smaller leaves when a larger one would fit there.
 #[test]
 fn an_empty_table_in_the_way() {
