@@ -72,6 +72,10 @@ pub trait Format: Copy + Debug + 'static {
     /// True when the device *clears* that bit, of a leaf that permits writing.
     const DIRTY_IS_CLEAR: bool = false;
 
+    /// A bit that is set in every valid entry of the last level, and in no other entry that a page table writes there; 0
+    /// when there is none. Counting entries is faster with it.
+    const VALID: u64 = 0;
+
     /// True when a leaf can grant exactly this access.
     fn supports(access: Access) -> bool;
 

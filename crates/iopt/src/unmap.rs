@@ -277,19 +277,34 @@ impl<F: Format, I: Address, O: Address, T: Tables> PageTable<F, I, O, T> {
         if detach == Detach::Emptied && !T::SHARED && self.is_empty_but(table, level, i, j) {
             return None;
         }
-        let (mut pages, mut members) = (0, 0);
-        slots::edit::<F, T>(&mut self.tables, table, i..j + 1, |entries| {
-            for entry in entries.iter_mut() {
-                let valid = *entry != 0 && F::decode(F::LEVELS - 1, *entry) != Entry::Invalid;
-                pages += u64::from(valid);
-                members += u64::from(valid && has_groups::<F>() && F::is_member(F::LEVELS - 1, *entry));
-                *entry = 0;
-            }
-            entries.len()
-        });
-        slots::clean::<F, T>(&mut self.tables, table, i..j + 1);
+        let (pages, members) = self.take_out(table, i..j + 1);
         self.uncount(level, pages, members);
         Some(pages << shift::<F>(level))
+    }
+
+    /// Clears entries of a table of the last level. Gives the number of those that were valid, and of members of groups among
+    /// them.
+    fn take_out(&mut self, table: T::Addr, range: Range<usize>) -> (u64, u64) {
+        let valid = |entry: u64| entry != 0 && F::decode(F::LEVELS - 1, entry) != Entry::Invalid;
+        let (mut pages, mut members) = (0, 0);
+        slots::edit::<F, T>(&mut self.tables, table, range.clone(), |entries| {
+            if F::VALID != 0 && !has_groups::<F>() {
+                // A few instructions for several entries.
+                let bit = F::VALID.trailing_zeros();
+                let count: u64 = entries.iter().map(|entry| entry >> bit & 1).sum();
+                debug_assert_eq!(count, entries.iter().filter(|&&entry| valid(entry)).count() as u64, "{}", F::NAME);
+                pages += count;
+            } else {
+                for &entry in entries.iter().filter(|&&entry| valid(entry)) {
+                    pages += 1;
+                    members += u64::from(has_groups::<F>() && F::is_member(F::LEVELS - 1, entry));
+                }
+            }
+            entries.fill(0);
+            entries.len()
+        });
+        slots::clean::<F, T>(&mut self.tables, table, range);
+        (pages, members)
     }
 
     fn unmap_all(&mut self, span: Span<I>, detach: Detach, tables: &mut Vec<T::Addr>) -> Result<(Span<I>, u64), Error> {
@@ -459,28 +474,13 @@ impl<F: Format, I: Address, O: Address, T: Tables> PageTable<F, I, O, T> {
     ) -> bool {
         let (i, j) = (index::<F>(first, level), index::<F>(last, level));
         let page = page_size::<F>(level).bytes();
-        // A table that goes as a whole keeps its entries: nothing reads them once it is unlinked, but for a walker that
-        // must be told to forget it anyway. The root is never unlinked.
+        // A table above the last level that goes as a whole keeps its entries: nothing reads them once it is unlinked, but for
+        // a walker that must be told to forget it anyway. The root is never unlinked.
         let mask = page * entries::<F>(level) as u64 - 1;
         let whole = detach != Detach::Nothing && level > 0 && first & mask == 0 && last & mask == mask;
         let if_empty = detach == Detach::Emptied && level > 0;
         if level + 1 == F::LEVELS {
-            let valid = |entry: u64| entry != 0 && F::decode(F::LEVELS - 1, entry) != Entry::Invalid;
-            let member = |entry: u64| has_groups::<F>() && F::is_member(F::LEVELS - 1, entry);
-            let (mut pages, mut members) = (0, 0);
-            let mut count = |entry| {
-                let valid = valid(entry);
-                pages += u64::from(valid);
-                members += u64::from(valid && member(entry));
-            };
-            if whole {
-                (i..=j).for_each(|k| count(self.load(table, k)));
-            } else {
-                slots::update::<F, T>(&mut self.tables, table, i..j + 1, |old| {
-                    count(old);
-                    Some(0)
-                });
-            }
+            let (pages, members) = self.take_out(table, i..j + 1);
             cleared.bytes += page * pages;
             self.uncount(level, pages, members);
             return whole || if_empty && pages > 0 && self.is_empty_but(table, level, i, j);

@@ -49,6 +49,7 @@ impl Format for AgxUat {
     const GRANULE: PageSize = PageSize::SIZE_16K;
     const INPUT_BITS: u32 = 39;
     const OUTPUT_BITS: u32 = 48;
+    const VALID: u64 = 1;
     const PAGE_SIZES: PageSizes = PageSizes::from_bits(0).with(PageSize::SIZE_16K);
 
     fn supports(access: Access) -> bool {

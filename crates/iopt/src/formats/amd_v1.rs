@@ -73,6 +73,7 @@ impl<const L: u32, const G: bool> Format for AmdV1<L, G> {
     const GRANULE: PageSize = PageSize::SIZE_4K;
     const INPUT_BITS: u32 = if L == 6 { 63 } else { 12 + 9 * L };
     const OUTPUT_BITS: u32 = 52;
+    const VALID: u64 = 1;
     const PAGE_SIZES: PageSizes = {
         let one = 1 << 30 | 1 << 21 | 1 << 12;
         PageSizes::from_bits(if G { one | one << GROUP } else { one })

@@ -91,6 +91,7 @@ impl<const G: u32, const I: u32, const C: bool, const O: u32, const D: bool> For
     const GRANULE: PageSize = granule_size(G);
     const INPUT_BITS: u32 = I;
     const OUTPUT_BITS: u32 = O;
+    const VALID: u64 = 1;
     const PAGE_SIZES: PageSizes = page_and_group_sizes(G, Self::LEVELS, C);
     const GROUP_BITS: [u32; MAX_LEVELS] = group_bits(G, Self::LEVELS, C);
     const DIRTY: u64 = if D { AP_READ_ONLY } else { 0 };

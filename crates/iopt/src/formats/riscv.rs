@@ -78,6 +78,7 @@ impl<const L: u32, const N: bool> Format for RiscvSv<L, N> {
     const GRANULE: PageSize = PageSize::SIZE_4K;
     const INPUT_BITS: u32 = 12 + 9 * L;
     const OUTPUT_BITS: u32 = 56;
+    const VALID: u64 = 1;
     const PAGE_SIZES: PageSizes = {
         let sizes = PageSizes::from_bits(match L {
             3 => 1 << 12 | 1 << 21 | 1 << 30,
