@@ -39,4 +39,4 @@ pub use dmalane_vm as vm;
 
 pub use dmalane_uring::Options as FileOptions;
 pub use file::{open_as, open_file};
-pub use soft::{MmChannel, SoftChannel, SoftConfig, SoftDevice, SoftError, SoftParts};
+pub use soft::{BadMmChannel, MmChannel, SoftChannel, SoftConfig, SoftDevice, SoftError, SoftParts};
