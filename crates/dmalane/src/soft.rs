@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use dmalane_addr::{CardAddr, DeviceVa, PageSize, Span};
 use dmalane_card::{Card, CardChannel, CardConfig, CardLayout, CardTables, SoftBus};
-use dmalane_engine::{BalancePolicy, Split};
+use dmalane_engine::{AddressPolicy, BalancePolicy, DeviceFar, Policy, Split};
 use dmalane_iopt::X86_64_4Level;
 use dmalane_load::{CardMemory, Device, DeviceParts};
 use dmalane_mem::{AnonHeap, Heap, HostConfig, SoftHost};
@@ -14,7 +14,7 @@ use dmalane_vm::Vm;
 use thiserror::Error;
 
 /// The channel of the software card: its queues driven as one.
-pub type SoftChannel = Split<CardChannel<SoftBus>, BalancePolicy>;
+pub type SoftChannel = Split<CardChannel<SoftBus>, Box<dyn Policy<DeviceFar>>>;
 
 /// What a [`SoftDevice`] is made of.
 pub type SoftParts = DeviceParts<SoftChannel, X86_64_4Level, CardTables<SoftBus>>;
@@ -22,7 +22,7 @@ pub type SoftParts = DeviceParts<SoftChannel, X86_64_4Level, CardTables<SoftBus>
 /// Which of the card's channels move the bytes.
 #[derive(Clone, PartialEq, Eq, Debug, Default)]
 pub enum MmChannel {
-    /// All of them, by where the bytes go and how fast they turn out to be.
+    /// All of them, by where the bytes go; with workers also by how fast they turn out to be.
     #[default]
     Auto,
     /// This one alone.
@@ -159,9 +159,12 @@ impl SoftDevice {
         if let Some(&wanted) = mm_channel.list().iter().find(|&&c| c >= channels.len()) {
             return Err(SoftError::NoChannel { wanted, has: channels.len() });
         }
-        let policy = match mm_channel.list() {
-            [] => BalancePolicy::new(driver.areas()),
-            list => BalancePolicy::only(list),
+        let policy: Box<dyn Policy<DeviceFar>> = match mm_channel.list() {
+            // Without threads of their own, all channels are this thread: what they seem to differ in is only who is asked
+            // first.
+            [] if !card.workers => Box::new(AddressPolicy::new(driver.areas())),
+            [] => Box::new(BalancePolicy::new(driver.areas())),
+            list => Box::new(BalancePolicy::only(list)),
         };
         let layout = driver.layout();
         let mut memory = CardMemory::new(Some(layout.ddr), halves(layout));
