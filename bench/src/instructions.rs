@@ -71,19 +71,24 @@ fn perform(subject: &mut dyn Subject, job: &Job, operation: Operation) {
 
 /// Instructions of one operation on a case by a variant.
 pub fn of(case: &str, variant: &str, operation: Operation) -> Result<u64, Box<dyn Error>> {
+    count(&format!("*subject*timed_{}*", operation.name()), &["one", case, variant, operation.name()])
+}
+
+/// Instructions within the functions whose name has this form, when this program runs with these arguments.
+pub fn count(functions: &str, arguments: &[&str]) -> Result<u64, Box<dyn Error>> {
     let out = Command::new("valgrind")
         .args(["--tool=callgrind", "--callgrind-out-file=/dev/null"])
-        .arg(format!("--toggle-collect=*subject*timed_{}*", operation.name()))
+        .arg(format!("--toggle-collect={functions}"))
         .arg(std::env::current_exe()?)
         // Valgrind counts `rep stosb` once a byte; with this libc clears tables by vector stores, as many as there are.
         .env("GLIBC_TUNABLES", "glibc.cpu.x86_rep_stosb_threshold=1073741824")
-        .args(["one", case, variant, operation.name()])
+        .args(arguments)
         .output()
         .map_err(|e| format!("valgrind: {e}"))?;
     let text = String::from_utf8_lossy(&out.stderr);
     let count = text.lines().find_map(|l| l.split_once("Collected :")).and_then(|(_, n)| n.trim().parse().ok());
     match (out.status.success(), count) {
         (true, Some(n)) if n > 0 => Ok(n),
-        _ => Err(format!("callgrind counted nothing for {case}, {variant}:\n{text}").into()),
+        _ => Err(format!("callgrind counted nothing for {arguments:?}:\n{text}").into()),
     }
 }

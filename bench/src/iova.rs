@@ -3,7 +3,7 @@
 //! The space is in use: a thousand live ranges of the seed's sizes with holes between them, from frees in no order. In
 //! each step a range is taken, mapped, unmapped and given back; the steps are timed apart.
 
-use dmalane::addr::{Access, Iova, PageSize, PhysAddr, RangeAllocator, Segment, Span};
+use dmalane::addr::{Access, Iova, Lease, PageSize, PhysAddr, RangeAllocator, RangeCache, Segment, Span};
 use dmalane::iopt::{Arm64S1_4k, HeapTables, PageTable};
 
 use crate::clock::{pin, time};
@@ -68,6 +68,7 @@ pub fn run(options: &Options) -> Result<Report, Box<dyn std::error::Error>> {
     pin();
     for (name, len) in SIZES {
         let mut iovas = used()?;
+        let mut cache = RangeCache::new(used()?);
         let holes = iovas.free_ranges().count();
         let mut stack = Stack { free: Vec::new() };
         for k in 0..STEPS as u64 {
@@ -81,7 +82,7 @@ pub fn run(options: &Options) -> Result<Report, Box<dyn std::error::Error>> {
             subject.map(&job);
             check_mapped(subject.as_ref(), &job)?;
         }
-        let mut samples: [Vec<f64>; 6] = Default::default();
+        let mut samples: [Vec<f64>; 8] = Default::default();
         for _ in 0..options.rounds {
             let (mut taken, mut popped) = (Vec::with_capacity(STEPS), Vec::with_capacity(STEPS));
             let take = time(|| taken.extend((0..STEPS).map(|_| iovas.allocate(len, align(len)))));
@@ -92,6 +93,11 @@ pub fn run(options: &Options) -> Result<Report, Box<dyn std::error::Error>> {
             }
             let unmap = time(|| taken.iter().for_each(|&span| unmap(&mut table, span)));
             let give = time(|| taken.iter().rev().for_each(|&span| iovas.free(span).expect("taken before")));
+            let mut leases: Vec<Result<Lease<Iova>, _>> = Vec::with_capacity(STEPS);
+            let take_cached = time(|| leases.extend((0..STEPS).map(|_| cache.allocate(len, align(len)))));
+            let leases: Vec<Lease<Iova>> = leases.into_iter().collect::<Result<_, _>>()?;
+            disjoint(&leases)?;
+            let give_cached = time(|| leases.into_iter().for_each(|lease| cache.free(lease)));
             let floor = time(|| {
                 popped.extend((0..STEPS).map(|_| stack.free.pop().expect("as many as steps")));
                 stack.free.extend(popped.drain(..).rev());
@@ -100,7 +106,8 @@ pub fn run(options: &Options) -> Result<Report, Box<dyn std::error::Error>> {
                 subject.reset();
                 time(|| timed_map(subject.as_mut(), &job))
             });
-            for (samples, seconds) in samples.iter_mut().zip([take, give, map + unmap, floor, dynamic, fixed]) {
+            let all = [take, give, map + unmap, floor, dynamic, fixed, take_cached, give_cached];
+            for (samples, seconds) in samples.iter_mut().zip(all) {
                 samples.push(seconds / STEPS as f64);
             }
         }
@@ -109,14 +116,27 @@ pub fn run(options: &Options) -> Result<Report, Box<dyn std::error::Error>> {
         let take =
             report.detailed_row(name, "ours: RangeAllocator, allocate (steps: holes)", len, &samples[0], with_holes);
         let give = report.detailed_row(name, "ours: RangeAllocator, free", len, &samples[1], details);
+        let take_cached = report.detailed_row(name, "ours: RangeCache, allocate", len, &samples[6], details);
+        let give_cached = report.detailed_row(name, "ours: RangeCache, free", len, &samples[7], details);
         let mapped = report.detailed_row(name, "ours: map_sg and unmap", len, &samples[2], details);
         report.detailed_row(name, "floor: a stack of ranges of this size", len, &samples[3], details);
         let dynamic = report.detailed_row(name, "before: map, three dynamic layers", len, &samples[4], details);
         let fixed = report.detailed_row(name, "before: map, three static layers", len, &samples[5], details);
         report.note(name, "allocate and free / map and unmap", (take + give) / mapped);
         report.note(name, "allocate and free / what dynamic dispatch costs", (take + give) / (dynamic - fixed));
+        report.note(name, "cached allocate and free / map and unmap", (take_cached + give_cached) / mapped);
     }
     Ok(report)
+}
+
+/// No two ranges share an address.
+fn disjoint(leases: &[Lease<Iova>]) -> Result<(), String> {
+    let mut spans: Vec<Span<Iova>> = leases.iter().map(Lease::span).collect();
+    spans.sort_by_key(|span| span.first());
+    match spans.windows(2).find(|pair| pair[0].last() >= pair[1].first()) {
+        None => Ok(()),
+        Some(pair) => Err(format!("{} and {} overlap", pair[0], pair[1])),
+    }
 }
 
 fn map(table: &mut Table, span: Span<Iova>, list: &[Segment<PhysAddr>]) {

@@ -111,7 +111,7 @@ struct Bench {
 impl Bench {
     fn new(path: PathBuf, options: &Options) -> Result<Self> {
         let mut config = SoftConfig { gather: options.gather, ..SoftConfig::default() };
-        config.card.workers = options.workers;
+        config.card.workers = options.workers.into();
         let heap = AnonHeap::new();
         let gather = usize::try_from(options.gather)?;
         let parts = (0..RAW_BUFFERS).map(|_| Ok(heap.allocate(gather)?.share().into_part())).collect::<Result<_>>()?;

@@ -1,8 +1,12 @@
 //! Benchmarks of dmalane: each checks its answer and prints ratios of one run.
 #![deny(unsafe_code)]
 
+mod alloc_read;
 mod bar_map;
+mod binders;
+mod buffers;
 mod clock;
+mod gpuvm;
 mod instructions;
 mod iova;
 mod job;
@@ -10,12 +14,18 @@ mod layers;
 mod load;
 mod lookup;
 mod map_sg;
+mod memory;
+mod mt19937;
 // Only what the peers' interfaces demand.
 #[allow(unsafe_code)]
 mod peers;
 mod policy;
 mod report;
+mod sg_index;
 mod subject;
+mod threads;
+mod transfer;
+mod vm_bind;
 
 use std::process::ExitCode;
 
@@ -43,6 +53,8 @@ struct Cli {
 enum Bench {
     /// A file to the software card, cold and warm, against raw reads and copies
     Load(load::Options),
+    /// A file into a buffer, allocated and read at once: the seed's table, beside the ceiling
+    AllocRead(alloc_read::Options),
     /// Scatter lists into page tables: the seed's two shapes, ours, the peers, the floor
     MapSg(map_sg::Options),
     /// Look-ups at random addresses
@@ -51,6 +63,20 @@ enum Bench {
     BarMap(bar_map::Options),
     /// Free ranges of input addresses, beside mapping them
     Iova(iova::Options),
+    /// Two threads on disjoint ranges of one tree, against one and against a mutex
+    Threads(threads::Options),
+    /// Find a page of a scattered buffer: the seed's way, the usual structures, ours
+    SgIndex(sg_index::Options),
+    /// Bind and unbind single pages of a large buffer: the seed's program, by the driver before it, the seed, maps, ours
+    VmBind(vm_bind::Options),
+    /// One variant of vm-bind, to be counted by callgrind or weighed
+    #[command(hide = true)]
+    OneVmBind(vm_bind::One),
+    /// One structure of sg-index, to be counted by callgrind
+    #[command(hide = true)]
+    OneSgIndex(sg_index::One),
+    /// Copies by the card, hot and cold, inline and with a worker, beside plain and streaming copies
+    Transfer(transfer::Options),
     /// Split policies over modelled links, beside the optimum
     Policy(policy::Options),
     /// One mapping of a case of map-sg by a variant, to be counted by callgrind
@@ -60,17 +86,28 @@ enum Bench {
 
 fn main() -> ExitCode {
     let cli = Cli::parse();
+    let done = |result: Result<(), Box<dyn std::error::Error>>| match result {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(e) => {
+            eprintln!("bench: {e}");
+            ExitCode::FAILURE
+        }
+    };
     let result = match cli.bench {
         Bench::Load(options) => load::run(&options),
+        Bench::AllocRead(options) => alloc_read::run(&options),
         Bench::MapSg(options) => map_sg::run(&options),
         Bench::Lookup(options) => lookup::run(&options),
         Bench::BarMap(options) => bar_map::run(&options),
         Bench::Iova(options) => iova::run(&options),
+        Bench::Threads(options) => threads::run(&options),
+        Bench::SgIndex(options) => sg_index::run(&options),
+        Bench::VmBind(options) => vm_bind::run(&options),
+        Bench::OneVmBind(options) => return done(vm_bind::one(&options)),
+        Bench::OneSgIndex(options) => return done(sg_index::one(&options)),
+        Bench::Transfer(options) => transfer::run(&options),
         Bench::Policy(options) => policy::run(&options),
-        Bench::One(options) => match instructions::one(&options) {
-            Ok(()) => return ExitCode::SUCCESS,
-            Err(e) => Err(e),
-        },
+        Bench::One(options) => return done(instructions::one(&options)),
     };
     let report = match result {
         Ok(report) => report,

@@ -2,7 +2,7 @@
 
 use std::collections::HashMap;
 
-use dmalane::iopt::{Arm64S1_4k, X86_64_4Level};
+use dmalane::iopt::{Arm64S1, Arm64S1_4k, X86_64_4Level};
 
 use crate::clock::{pin, time};
 use crate::instructions::{self, Operation};
@@ -42,6 +42,9 @@ const SIZES: [(&str, usize); 7] =
 /// The largest of the seed's sizes, which most bars are about.
 const SCATTER: &str = "32M";
 
+/// Ours with a format that writes the contiguous hint wherever 16 entries allow it.
+const GROUPS: &str = "ours, with groups";
+
 fn ours() -> Vec<Box<dyn Subject>> {
     vec![
         Box::new(Ours::<Arm64S1_4k>::new("ours", Shape::List)),
@@ -54,6 +57,7 @@ fn company(job: &Job) -> Vec<Box<dyn Subject>> {
     let mut subjects = vec![layers::before(), layers::ours_in_layers(Entry::Batched, Switches::default())];
     subjects.extend(ours());
     subjects.push(Box::new(Ours::<X86_64_4Level>::new("ours, x86-64", Shape::List)));
+    subjects.push(Box::new(Ours::<Arm64S1<12, 48, true>>::new(GROUPS, Shape::List)));
     subjects.extend(peers::all());
     subjects.push(Box::new(Floor::new(job)));
     subjects
@@ -178,6 +182,8 @@ fn bars(report: &mut Report, medians: &Medians, memory: f64) {
     report.at_most("any lengths: ours, one call / a call for each entry, the worst", 1.0, worst);
     report.at_least("1G by 4K: best peer / ours", 2.0, peer("1G by 4K") / of("1G by 4K", "ours"));
     report.at_least("2M blocks: best peer / ours", 1.5, peer("2M blocks") / of("2M blocks", "ours"));
+    let groups = peer("2M blocks") / of("2M blocks", GROUPS);
+    report.at_least("2M blocks, the format has groups of entries: best peer / ours", 1.5, groups);
     // One page is a call of `map`, here as with the peers.
     for (name, case) in [("next to the last", "4K"), ("anywhere", "4K anywhere")] {
         let name = format!("one page, {name}: ours / fastest peer");

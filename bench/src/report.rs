@@ -10,6 +10,9 @@ pub struct Report {
     schema: u32,
     bench: &'static str,
     machine: Machine,
+    /// What the bench says in its own words.
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    lines: Vec<String>,
     rows: Vec<Row>,
     bars: Vec<Bar>,
     #[serde(skip_serializing_if = "Vec::is_empty")]
@@ -63,6 +66,9 @@ pub struct Details {
     /// Tables in use.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub tables: Option<usize>,
+    /// Memory taken, for each of the things that take it.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub bytes_per_item: Option<f64>,
     /// Look-ups, leaves visited: whatever the bench counts as one step.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub steps: Option<u64>,
@@ -88,7 +94,15 @@ struct Note {
 
 impl Report {
     pub fn new(bench: &'static str) -> Self {
-        Self { schema: 1, bench, machine: Machine::this(), rows: Vec::new(), bars: Vec::new(), notes: Vec::new() }
+        Self {
+            schema: 1,
+            bench,
+            machine: Machine::this(),
+            lines: Vec::new(),
+            rows: Vec::new(),
+            bars: Vec::new(),
+            notes: Vec::new(),
+        }
     }
 
     /// Adds a row and gives its median, in seconds.
@@ -122,6 +136,17 @@ impl Report {
             },
         });
         median
+    }
+
+    /// Adds a line of text, printed before the rows.
+    pub fn say(&mut self, line: String) {
+        self.lines.push(line);
+    }
+
+    /// The instructions for one item of a row.
+    pub fn instructions(&self, case: &str, variant: &str) -> Option<f64> {
+        let row = self.rows.iter().find(|r| r.case == case && r.variant == variant)?;
+        row.details.instructions_per_item
     }
 
     /// A ratio that must not exceed `goal`.
@@ -162,6 +187,12 @@ impl Report {
             m.memory_bytes as f64 / (1u64 << 30) as f64,
             m.kernel
         );
+        for line in &self.lines {
+            let _ = writeln!(out, "{line}");
+        }
+        if !self.lines.is_empty() {
+            out.push('\n');
+        }
         match self.rows.iter().any(|r| r.details.items.is_some()) {
             true => self.per_item(&mut out),
             false => self.per_byte(&mut out),
@@ -179,22 +210,26 @@ impl Report {
 
     /// Rows of transfers.
     fn per_byte(&self, out: &mut String) {
-        let case = self.rows.iter().map(|r| r.case.len()).fold(8, usize::max);
+        // What takes microseconds has them.
+        let ms = |seconds: f64| {
+            if seconds < 0.01 { format!("{:.3}", seconds * 1e3) } else { format!("{:.1}", seconds * 1e3) }
+        };
+        let case = self.rows.iter().map(|r| r.case.len()).fold(11, usize::max);
         // Writing to a String cannot fail.
         let _ = writeln!(
             out,
-            "{:<case$} {:<44} {:>10} {:>10} {:>10} {:>8}",
+            "{:<case$} {:<54} {:>10} {:>10} {:>10} {:>8}",
             "case", "variant", "median ms", "min", "max", "GB/s"
         );
         for r in &self.rows {
             let _ = writeln!(
                 out,
-                "{:<case$} {:<44} {:>10.1} {:>10.1} {:>10.1} {:>8.2}",
+                "{:<case$} {:<54} {:>10} {:>10} {:>10} {:>8.2}",
                 r.case,
                 r.variant,
-                r.median_s * 1e3,
-                r.min_s * 1e3,
-                r.max_s * 1e3,
+                ms(r.median_s),
+                ms(r.min_s),
+                ms(r.max_s),
                 r.bytes_per_s / 1e9
             );
         }
@@ -225,6 +260,9 @@ impl Report {
                 {
                     let _ = write!(counted, " {n} {name}");
                 }
+            }
+            if let Some(bytes) = d.bytes_per_item {
+                let _ = write!(counted, " {bytes:.2} B");
             }
             let line = format!(
                 "{:<26} {:<50} {:>11.3} {:>11.3} {:>9} {:>8} {counted}",

@@ -28,9 +28,49 @@ impl core::fmt::Display for Access {
     }
 }
 
+/// A text that is not an access.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, thiserror::Error)]
+#[error("not letters out of \"rwx\"")]
+pub struct NotAccess;
+
+impl core::str::FromStr for Access {
+    type Err = NotAccess;
+
+    /// Letters out of `rwx`, each at most once and at least one; a `-` stands for one that is left out.
+    fn from_str(text: &str) -> Result<Self, NotAccess> {
+        let mut access = Self::empty();
+        for c in text.chars() {
+            let bit = match c {
+                'r' => Self::READ,
+                'w' => Self::WRITE,
+                'x' => Self::EXEC,
+                '-' => continue,
+                _ => return Err(NotAccess),
+            };
+            if access.contains(bit) {
+                return Err(NotAccess);
+            }
+            access |= bit;
+        }
+        if access.is_empty() { Err(NotAccess) } else { Ok(access) }
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn letters_and_back() {
+        for bits in 1..8 {
+            let access = Access::from_bits_truncate(bits);
+            assert_eq!(alloc::string::ToString::to_string(&access).parse(), Ok(access));
+        }
+        assert_eq!(("rw".parse(), "xr".parse()), (Ok(Access::RW), Ok(Access::READ | Access::EXEC)));
+        for wrong in ["", "---", "rr", "R", "r w", "rwxs"] {
+            assert_eq!(wrong.parse::<Access>(), Err(NotAccess), "{wrong:?}");
+        }
+    }
 
     #[test]
     fn letters() {

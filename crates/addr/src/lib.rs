@@ -2,7 +2,8 @@
 //!
 //! Nothing here touches memory. [`Span`] is a range that may reach the top of its space, [`SgTable`] describes
 //! a buffer as physically contiguous segments, [`SgIndex`] finds any of its pages at once, [`RangeAllocator`] hands out
-//! IOVAs, card memory and device VAs, and [`Timeline`] is the fence that every layer signals and waits for.
+//! IOVAs, card memory and device VAs (faster with a [`RangeCache`] in front), and [`Timeline`] is the fence that every layer
+//! signals and waits for.
 //!
 //! Mixing two address spaces does not compile:
 //!
@@ -36,16 +37,18 @@ extern crate alloc;
 
 mod access;
 mod address;
+mod cache;
 mod page;
 mod range;
 mod sg;
 mod span;
 mod timeline;
 
-pub use access::Access;
+pub use access::{Access, NotAccess};
 pub use address::{Address, CardAddr, DeviceVa, FileOffset, Iova, PhysAddr};
+pub use cache::{Lease, RangeCache};
 pub use page::{PageSize, PageSizes};
 pub use range::{RangeAllocator, RangeError};
 pub use sg::{Segment, SegmentAt, SgError, SgIndex, SgKind, SgPages, SgRuns, SgTable};
 pub use span::Span;
-pub use timeline::{Fence, Timeline};
+pub use timeline::{Fence, Promise, Timeline};

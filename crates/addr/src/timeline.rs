@@ -16,8 +16,25 @@ use core::sync::atomic::{AtomicU64, Ordering};
 /// timeline.signal(3);
 /// assert!(fence.is_signalled());
 /// ```
-#[derive(Clone, Debug, Default)]
-pub struct Timeline(Arc<AtomicU64>);
+///
+/// Work that fails signals too, or whoever waits would wait for ever: [`Timeline::fail`] moves the timeline like
+/// [`Timeline::signal`] and marks its fences from there on as failed, for good. What was to follow on a timeline is expected to
+/// build on what came before; work that does not belongs on another timeline.
+#[derive(Clone, Debug)]
+pub struct Timeline(Arc<State>);
+
+#[derive(Debug)]
+struct State {
+    value: AtomicU64,
+    /// The lowest point that failed; `u64::MAX` when none has, so that the very last point cannot fail.
+    failed: AtomicU64,
+}
+
+impl Default for Timeline {
+    fn default() -> Self {
+        Self(Arc::new(State { value: AtomicU64::new(0), failed: AtomicU64::new(u64::MAX) }))
+    }
+}
 
 impl Timeline {
     /// A timeline at 0.
@@ -27,18 +44,31 @@ impl Timeline {
 
     /// The highest value signalled so far.
     pub fn value(&self) -> u64 {
-        self.0.load(Ordering::Acquire)
+        self.0.value.load(Ordering::Acquire)
     }
 
     /// Moves the timeline up to `value`; a lower value than the present one changes nothing. What was written before
     /// the call is visible to whoever sees the fence signalled.
     pub fn signal(&self, value: u64) {
-        self.0.fetch_max(value, Ordering::AcqRel);
+        self.0.value.fetch_max(value, Ordering::AcqRel);
+    }
+
+    /// As [`signal`](Self::signal), but the fence at `value` and all later ones have failed. `value` is below
+    /// `u64::MAX`; a failure there would not be seen.
+    pub fn fail(&self, value: u64) {
+        // The failure first: whoever sees the point reached sees it too.
+        self.0.failed.fetch_min(value, Ordering::AcqRel);
+        self.signal(value);
     }
 
     /// The fence that is signalled once the timeline reaches `value`.
     pub fn fence(&self, value: u64) -> Fence {
         Fence { timeline: self.clone(), value }
+    }
+
+    /// The duty to signal `value`, for whoever takes on the work.
+    pub fn promise(&self, value: u64) -> Promise {
+        Promise { fence: self.fence(value), kept: false }
     }
 }
 
@@ -50,14 +80,58 @@ pub struct Fence {
 }
 
 impl Fence {
-    /// True once the timeline has reached this point.
+    /// True once the timeline has reached this point, be it by a failure.
     pub fn is_signalled(&self) -> bool {
         self.timeline.value() >= self.value
+    }
+
+    /// True when it is signalled and the work that it stands for, or work before it on the timeline, has failed.
+    pub fn has_failed(&self) -> bool {
+        self.is_signalled() && self.timeline.0.failed.load(Ordering::Acquire) <= self.value
     }
 
     /// The point on the timeline.
     pub fn value(&self) -> u64 {
         self.value
+    }
+}
+
+/// The duty to signal a point on a [`Timeline`]. Dropped, it fails the point: work that nobody will do any more must not
+/// leave anybody waiting.
+///
+/// ```
+/// use dmalane_addr::Timeline;
+/// let timeline = Timeline::new();
+/// timeline.promise(1).keep();
+/// drop(timeline.promise(2));
+/// assert!(timeline.fence(1).is_signalled() && !timeline.fence(1).has_failed());
+/// assert!(timeline.fence(2).is_signalled() && timeline.fence(2).has_failed());
+/// ```
+#[must_use = "dropped, it fails its point"]
+#[derive(Debug)]
+pub struct Promise {
+    fence: Fence,
+    kept: bool,
+}
+
+impl Promise {
+    /// Signals the point.
+    pub fn keep(mut self) {
+        self.kept = true;
+        self.fence.timeline.signal(self.fence.value);
+    }
+
+    /// What others wait for.
+    pub fn fence(&self) -> &Fence {
+        &self.fence
+    }
+}
+
+impl Drop for Promise {
+    fn drop(&mut self) {
+        if !self.kept {
+            self.fence.timeline.fail(self.fence.value);
+        }
     }
 }
 
@@ -72,5 +146,20 @@ mod tests {
         t.signal(3);
         assert_eq!(t.value(), 5);
         assert!(t.fence(5).is_signalled() && !t.fence(6).is_signalled());
+    }
+
+    #[test]
+    fn a_failure_is_for_good_and_leaves_earlier_points_alone() {
+        let t = Timeline::new();
+        let (before, at, after) = (t.fence(1), t.fence(2), t.fence(3));
+        t.signal(1);
+        t.fail(2);
+        assert!(before.is_signalled() && !before.has_failed());
+        assert!(at.is_signalled() && at.has_failed());
+        assert!(!after.is_signalled() && !after.has_failed(), "not reached, so nothing is known of it");
+        t.promise(3).keep();
+        assert!(after.has_failed());
+        t.fail(9);
+        assert!(!before.has_failed() && t.value() == 9);
     }
 }

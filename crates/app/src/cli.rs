@@ -1,6 +1,8 @@
 //! The commands, their options and their help.
 
 mod iopt;
+mod read;
+mod vm;
 
 use std::path::PathBuf;
 use std::process::ExitCode;
@@ -31,6 +33,7 @@ const EXAMPLES: &str = "\
 Examples:
   dmalane load --sample 1GiB --explain --verify   make a file and watch it travel
   dmalane load model.safetensors                  load a real one
+  dmalane read model.safetensors --explain        only into memory, and why so
   dmalane doctor                                  what does this machine lack?
 
 Sizes: MB and GB are powers of 10, MiB and GiB are powers of 2; without a unit, bytes.
@@ -47,6 +50,7 @@ Examples:
   dmalane load shard-*.safetensors --placement hbm-striped --explain
   dmalane load weights.bin --buffered --gather 4MiB
   dmalane load model.safetensors --save copy.safetensors
+  dmalane load model.safetensors --record binds.jsonl && dmalane vm replay binds.jsonl
   dmalane load model.safetensors --list           a line per tensor, with its device addresses:
     tensor           dtype  shape      bytes   device VA
     encoder.0.bias   F32    [384]       1536   0x100000000-0x1000005ff
@@ -85,9 +89,12 @@ struct Cli {
 #[derive(Subcommand)]
 enum Command {
     Load(Box<LoadOptions>),
+    Read(Box<read::ReadOptions>),
+    Inspect(read::InspectOptions),
     Doctor(DoctorOptions),
     Devices(DevicesOptions),
     Iopt(iopt::IoptOptions),
+    Vm(vm::VmOptions),
     Completions(CompletionsOptions),
 }
 
@@ -154,6 +161,10 @@ struct LoadOptions {
     /// this file, or into this directory if there are several
     #[arg(long, value_name = "PATH", value_parser = PathBufValueParser::new().try_map(save))]
     save: Option<PathBuf>,
+
+    /// Write a trace of what was bound to this file, for `dmalane vm replay`
+    #[arg(long, value_name = "FILE", value_parser = PathBufValueParser::new().try_map(save))]
+    record: Option<PathBuf>,
 
     /// DDR of the software card, at most 256GiB; rounded up to 2MiB
     #[arg(long, value_name = "SIZE", default_value_t = CARD_DDR, value_parser = card, allow_hyphen_values = true)]
@@ -232,6 +243,7 @@ impl From<LoadOptions> for LoadArgs {
             placement: options.placement,
             fragmentation: options.fragmentation,
             save: options.save,
+            record: options.record,
             card_ddr: options.card_ddr.bytes(),
             card_hbm: options.card_hbm.bytes(),
             workers: options.workers,
@@ -250,9 +262,12 @@ pub fn run() -> Result<ExitCode, Failure> {
     };
     match cli.command {
         Command::Load(options) => load::run((*options).into()),
+        Command::Read(options) => crate::read::run((*options).into()),
+        Command::Inspect(options) => crate::inspect::run(&options.into()),
         Command::Doctor(options) => doctor::run(&Probe::machine(), &options.path, options.json),
         Command::Devices(options) => devices::run(&Probe::machine(), options.json),
         Command::Iopt(options) => iopt::run(options),
+        Command::Vm(options) => vm::run(options),
         Command::Completions(options) => completions(options.shell),
     }
 }
@@ -340,20 +355,21 @@ mod tests {
         assert_eq!((args.device, args.read), (Device::Soft, ReadMode::Auto));
         assert_eq!((args.mm_channel, args.placement), (MmChannel::Auto, Placement::Ddr));
         assert_eq!((args.gather, args.card_ddr, args.card_hbm), (16 << 20, 64 << 30, 32 << 30));
-        assert_eq!((args.fragmentation, args.seed, args.save), (0.5, 1, None));
+        assert_eq!((args.fragmentation, args.seed, args.save, args.record), (0.5, 1, None, None));
         assert!(!(args.explain || args.verify || args.workers || args.json || args.quiet || args.list));
     }
 
     #[test]
     fn everything_said() {
         let line = "--sample 1.5GiB -d soft --explain --verify --buffered --gather 2MiB --mm-channel 1 --placement hbm-striped \
-             --fragmentation 1 --save out --card-ddr 1GB --card-hbm 4096 --workers --seed 7 --json -q --list";
+             --fragmentation 1 --save out --record trace --card-ddr 1GB --card-hbm 4096 --workers --seed 7 --json -q --list";
         let args = load(&line.split_whitespace().collect::<Vec<_>>()).unwrap();
         assert!(matches!(args.input, Input::Sample(n) if n == 3 << 29));
         assert_eq!((args.read, args.mm_channel), (ReadMode::Buffered, MmChannel::One));
         assert_eq!(args.placement, Placement::HbmStriped);
         assert_eq!((args.gather, args.card_ddr, args.card_hbm), (2 << 20, 1_000_000_000, 4096));
         assert_eq!((args.fragmentation, args.seed, args.save), (1.0, 7, Some("out".into())));
+        assert_eq!(args.record, Some("trace".into()));
         assert!(args.explain && args.verify && args.workers && args.json && args.quiet && args.list);
         assert_eq!(load(&["a", "--direct"]).unwrap().read, ReadMode::Direct);
     }
@@ -375,6 +391,7 @@ mod tests {
             "--sample 0",
             "--sample 4095",
             "a --save -",
+            "a --record -",
             "a --card-ddr 257GiB",
             "a --card-hbm 274877906945",
         ] {

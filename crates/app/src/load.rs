@@ -1,5 +1,6 @@
 //! `dmalane load`: files into device memory.
 
+mod record;
 mod report;
 
 use std::fs::File;
@@ -20,6 +21,7 @@ use crate::failure::Failure;
 use crate::output;
 use crate::progress::Progress;
 use crate::size::{Size, binary};
+use record::Recording;
 
 /// What to load, how, and what to say about it.
 pub struct LoadArgs {
@@ -45,6 +47,8 @@ pub struct LoadArgs {
     pub fragmentation: f64,
     /// Where to write what the card holds.
     pub save: Option<PathBuf>,
+    /// Where to write a trace of what was bound.
+    pub record: Option<PathBuf>,
     /// Bytes of DDR on the software card; at least 1.
     pub card_ddr: u64,
     /// Bytes of HBM on the software card; at least 1.
@@ -155,6 +159,9 @@ pub fn run(args: LoadArgs) -> Result<ExitCode, Failure> {
     for target in &targets {
         load::check_target(target).map_err(|e| Failure::because("cannot save", &e))?;
     }
+    if let Some(record) = &args.record {
+        load::check_target(record).map_err(|e| Failure::because("cannot record", &e))?;
+    }
     let mut inputs = open(&args, shown)?;
     let mut soft = match args.device {
         Device::Soft => open_soft(&args)?,
@@ -171,6 +178,7 @@ pub fn run(args: LoadArgs) -> Result<ExitCode, Failure> {
         let (ddr, hbm) = soft.bus.memory().touched();
         ddr + hbm
     };
+    let recording = args.record.as_deref().map(|to| Recording::of(&mut soft, to)).transpose()?;
     let before = touched(&soft);
     let bar = Progress::new("load", shown);
     bar.set_length(bytes(&inputs));
@@ -178,6 +186,9 @@ pub fn run(args: LoadArgs) -> Result<ExitCode, Failure> {
     let (loaded, mut report) = result.map_err(|e| load_failure(&e, &args, &inputs))?;
     bar.finish();
     let (iommu, touched) = (Iommu::of(&soft), touched(&soft).saturating_sub(before));
+    if let Some(recording) = recording {
+        recording.save()?;
+    }
     if args.verify {
         let bar = Progress::new("verify", shown);
         bar.set_length(report.bytes);
@@ -205,7 +216,12 @@ pub fn run(args: LoadArgs) -> Result<ExitCode, Failure> {
 
 fn open_soft(args: &LoadArgs) -> Result<SoftDevice, Failure> {
     let config = SoftConfig {
-        card: CardConfig { ddr: args.card_ddr, hbm: args.card_hbm, workers: args.workers, ..CardConfig::default() },
+        card: CardConfig {
+            ddr: args.card_ddr,
+            hbm: args.card_hbm,
+            workers: args.workers.into(),
+            ..CardConfig::default()
+        },
         host: HostConfig { fragmentation: args.fragmentation, seed: args.seed, ..HostConfig::default() },
         gather: args.gather,
         mm_channel: match args.mm_channel {

@@ -5,13 +5,16 @@ mod cli;
 mod devices;
 mod doctor;
 mod failure;
+mod inspect;
 mod iopt;
 mod load;
 mod output;
 mod pci;
 mod probe;
 mod progress;
+mod read;
 mod size;
+mod vm;
 
 use std::process::ExitCode;
 

@@ -4,7 +4,7 @@ use std::process::{Command, Output};
 
 use serde_json::Value;
 
-const COMMANDS: [&str; 5] = ["load", "doctor", "devices", "iopt", "completions"];
+const COMMANDS: [&str; 8] = ["load", "read", "inspect", "doctor", "devices", "iopt", "vm", "completions"];
 
 fn command(args: &[&str]) -> Command {
     let mut command = Command::new(env!("CARGO_BIN_EXE_dmalane"));
@@ -71,6 +71,19 @@ fn wrong_usage_is_2() {
         &["load", "a", "--device", "gpu0"],
         &["load", "a", "--fragmentation", "-1"],
         &["doctor", "a", "b"],
+        &["read"],
+        &["read", "a", "--direct", "--buffered"],
+        &["read", "a", "--auto", "--direct"],
+        &["read", "a", "--heap", "stack"],
+        &["read", "a", "--pages", "3m"],
+        &["read", "a", "--depth", "0"],
+        &["read", "a", "--threads", "65"],
+        &["read", "a", "--block", "4KiB"],
+        &["read", "a", "--gather", "2GiB"],
+        &["read", "a", "--range", "5..5"],
+        &["read", "a", "--timeout", "never"],
+        &["inspect"],
+        &["inspect", "a", "b"],
         &["completions", "command.com"],
     ] {
         complains(args, 2);
@@ -180,6 +193,15 @@ fn every_field_is_documented() {
     keys(&report, &mut words);
     keys(&json(&["devices", "--json"]), &mut words);
     keys(&json(&["load", "--sample", "1MiB", "--explain", "--verify", "--json"]), &mut words);
+    let folder = folder("documented");
+    std::fs::write(folder.join("f"), vec![7; 3 << 20]).unwrap();
+    let path = folder.join("f").to_str().unwrap().to_owned();
+    keys(&json(&["read", &path, "--json", "--buffered"]), &mut words);
+    match run(&["inspect", &path, "--json"]) {
+        output if output.status.success() => keys(&serde_json::from_slice(&output.stdout).unwrap(), &mut words),
+        output => println!("SKIPPED: inspect: {}", stderr(&output)),
+    }
+    keys(&json(&["inspect", "--json", "--least", "1", &std::process::id().to_string()]), &mut words);
     words.extend(report["checks"].as_array().unwrap().iter().map(|c| c["name"].as_str().unwrap().to_owned()));
     for word in words {
         assert!(page.contains(&format!("`{word}`")), "{word}");
@@ -351,4 +373,114 @@ fn what_a_load_says() {
     let without = json(&["load", "--sample", "8MiB", "--json"]);
     assert_eq!(report["host"]["iommu_leaves"], without["host"]["iommu_leaves"]);
     assert_eq!(report["card"]["touched_bytes"], without["card"]["touched_bytes"]);
+}
+
+#[test]
+fn what_reading_says() {
+    let folder = folder("reading");
+    let bytes: Vec<u8> = (0..5_000_000u32).map(|i| (i ^ i >> 8) as u8).collect();
+    std::fs::write(folder.join("a"), &bytes).unwrap();
+    std::fs::write(folder.join("b"), b"").unwrap();
+    let read = |args: &[&str]| command(&[&["read"], args].concat()).current_dir(&folder).output().unwrap();
+    let json = |args: &[&str]| -> Value {
+        let output = read(&[args, &["--json"]].concat());
+        assert!(output.status.success() && output.stderr.is_empty(), "{}", stderr(&output));
+        serde_json::from_slice(&output.stdout).unwrap()
+    };
+    // Every way gives the same bytes, and `dmalane load` agrees.
+    let loaded = command(&["load", "a", "--json"]).current_dir(&folder).output().unwrap();
+    let hash = serde_json::from_slice::<Value>(&loaded.stdout).unwrap()["files"][0]["xxh3"].clone();
+    for args in [
+        ["a"].as_slice(),
+        &["a", "b", "a"],
+        &["a", "--buffered", "--threads", "3"],
+        &["a", "--gather", "4096", "--block", "64KiB", "--depth", "3"],
+        &["a", "--scheme", "sequential", "--heap", "memfd"],
+        &["a", "--scheme", "plain", "--pages", "4k"],
+        &["a", "--pages", "1g", "--shareable"],
+        &["a", "--node", "0"],
+    ] {
+        let report = json(args);
+        assert_eq!((&report["schema"], &report["command"]), (&1.into(), &"read".into()));
+        assert_eq!((&report["files"][0]["xxh3"], &report["files"][0]["bytes"]), (&hash, &5_000_000.into()), "{args:?}");
+        let file = &report["files"][0];
+        let moved = file["direct_bytes"].as_u64().unwrap() + file["buffered_bytes"].as_u64().unwrap();
+        assert_eq!(moved, 5_000_000, "{args:?}");
+    }
+    assert_eq!(json(&["a", "--heap", "memfd"])["memory"]["shareable"], true);
+    assert_eq!(json(&["a", "--shareable"])["memory"]["heap"], "memfd");
+    assert_eq!(json(&["a", "--no-checksum"])["files"][0]["xxh3"], Value::Null);
+    assert_eq!(json(&["a", "--range", "1000..3000"])["bytes"], 2000);
+    let text = stdout(&read(&["a", "--explain"])).to_owned();
+    for word in
+        ["read 1 file (5 MB", "\n  a: 5 MB; XXH3 ", "\nheap       anonymous (up to ", "\npages      ", "\nallocate "]
+    {
+        assert!(text.contains(word), "{word}: {text}");
+    }
+    let piped = Command::new("sh")
+        .args(["-c", &format!("cat a | {} read /dev/stdin --json", env!("CARGO_BIN_EXE_dmalane"))])
+        .current_dir(&folder)
+        .output()
+        .unwrap();
+    assert_eq!(serde_json::from_slice::<Value>(&piped.stdout).unwrap()["files"][0]["xxh3"], hash);
+
+    let fails = |args: &[&str]| {
+        let output = read(args);
+        let text = stderr(&output).to_owned();
+        assert_eq!((output.status.code(), output.stdout.len()), (Some(1), 0), "{args:?}: {text}");
+        assert!(text.starts_with("dmalane: ") && !text.contains("panicked"), "{text}");
+        text
+    };
+    assert_eq!(fails(&["c"]), "dmalane: cannot open c\ncause: No such file or directory (os error 2)\n");
+    assert!(fails(&["/"]).contains("it is a directory, not a file"));
+    assert_eq!(
+        fails(&["a", "--range", "0..6MB"]),
+        "dmalane: a ends at 5000000, before the end of the range at 6000000\n"
+    );
+    assert!(fails(&["a", "--limit", "1MiB"]).contains("the files need 4.77 MiB, and --limit is 1 MiB"));
+    let shm = std::path::Path::new("/dev/shm").exists();
+    if shm {
+        let text = fails(&["/dev/shm/../shm/../../etc/../dev/shm/.", "--direct"]);
+        assert!(text.contains("directory"), "{text}");
+    }
+    assert!(fails(&["a", "--node", "61"]).contains("cannot allocate"));
+    // There may be such a heap.
+    let output = read(&["a", "--heap", "dma-heap"]);
+    assert!(output.status.success() || stderr(&output).starts_with("dmalane: no dma-buf heap on this machine\n"));
+    assert!(fails(&["a", "--heap", "anonymous", "--shareable"]).contains("cannot be --shareable here"));
+    // More than this machine has, by far: refused, and nothing killed.
+    std::fs::File::create(folder.join("huge")).unwrap().set_len(1 << 42).unwrap();
+    let text = fails(&["huge"]);
+    assert!(text.contains("4 TiB") || text.contains("cannot allocate"), "{text}");
+}
+
+#[test]
+fn what_inspect_says() {
+    let folder = folder("inspect");
+    let file = folder.join("f");
+    std::fs::write(&file, vec![1; 1 << 20]).unwrap();
+    let path = file.to_str().unwrap();
+    let output = run(&["inspect", path]);
+    if output.status.success() {
+        assert!(stdout(&output).contains("100.0 % in the page cache"), "{}", stdout(&output));
+    } else {
+        println!("SKIPPED: {}", stderr(&output));
+    }
+    assert_eq!(
+        complains(&["inspect", "/no/such/file"], 1),
+        "dmalane: cannot open /no/such/file\ncause: No such file or directory (os error 2)\n"
+    );
+    assert!(complains(&["inspect", "/"], 1).contains("it is not a regular file"));
+    assert!(complains(&["inspect", "4294967295"], 1).contains("\nhint: for a file of that name write ./4294967295\n"));
+    let report = json(&["inspect", "--json", &std::process::id().to_string(), "--least", "4KiB"]);
+    assert_eq!((&report["kind"], &report["pid"]), (&"process".into(), &std::process::id().into()));
+    let mappings = report["mappings"].as_array().unwrap();
+    assert!(!mappings.is_empty());
+    let sum = |list: &Value, field: &str| -> u64 {
+        list.as_array().unwrap().iter().map(|m| m[field].as_u64().unwrap()).sum()
+    };
+    assert_eq!(sum(&report["page_sizes"], "bytes"), sum(&report["mappings"], "present_bytes"));
+    if report["frames_known"] == true {
+        assert_eq!(sum(&report["runs"], "bytes"), sum(&report["mappings"], "present_bytes"));
+    }
 }

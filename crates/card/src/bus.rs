@@ -1,6 +1,8 @@
 //! The software card on the bus of a software host.
 
-use std::sync::{Arc, Condvar, Mutex, PoisonError};
+use std::ops::Range;
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::sync::{Arc, Condvar, Mutex, OnceLock, PoisonError};
 use std::time::Duration;
 
 use dmalane_addr::{Access, CardAddr};
@@ -8,8 +10,10 @@ use dmalane_iopt::{Arm64S1_4k, Format, X86_64_4Level};
 use dmalane_mem::host::DevicePort;
 use dmalane_mem::{self as mem, HostBus, Mapping, Pinned, Share, SoftHost};
 
+use rustix::event::{EventfdFlags, eventfd};
+
 use crate::memory::CardMemory;
-use crate::regs::BAR_MEMORY;
+use crate::regs::{BAR_MEMORY, MAX_CHANNELS};
 use crate::{CardConfig, Error, SoftCard};
 
 /// A [`SoftCard`] behind the IOMMU of a [`SoftHost`]. The IOMMU's tables have format `F`, those of the card's MMU
@@ -28,7 +32,7 @@ impl<F: Format, M: Format> SoftBus<F, M> {
     pub fn new(host: SoftHost<F>, config: CardConfig) -> Result<Self, Error> {
         let interrupts = Arc::<Interrupts>::default();
         let raised = interrupts.clone();
-        let card = SoftCard::new(config, || host.port(), move || raised.raise())?;
+        let card = SoftCard::new(config, || host.port(), move |channel| raised.raise(channel))?;
         Ok(Self { card, host, interrupts })
     }
 
@@ -50,6 +54,18 @@ impl<F: Format, M: Format> HostBus for SoftBus<F, M> {
 
     fn map(&self, pinned: Pinned, access: Access) -> Result<Mapping, mem::Error> {
         self.host.map(pinned, access)
+    }
+
+    fn pin_range(&self, share: &Share, range: Range<usize>) -> Result<Pinned, mem::Error> {
+        self.host.pin_range(share, range)
+    }
+
+    fn map_list(&self, pinned: Vec<Pinned>, access: Access) -> Result<Mapping, mem::Error> {
+        self.host.map_list(pinned, access)
+    }
+
+    fn pin_limit(&self) -> Option<u64> {
+        self.host.pin_limit()
     }
 
     fn owns(&self, mapping: &Mapping) -> bool {
@@ -83,6 +99,10 @@ impl<F: Format, M: Format> HostBus for SoftBus<F, M> {
     fn wait(&self, timeout: Duration) -> bool {
         self.interrupts.wait(timeout)
     }
+
+    fn event(&self, channel: usize) -> Option<BorrowedFd<'_>> {
+        self.interrupts.event(channel)
+    }
 }
 
 impl<F: Format, M: Format> std::fmt::Debug for SoftBus<F, M> {
@@ -91,17 +111,33 @@ impl<F: Format, M: Format> std::fmt::Debug for SoftBus<F, M> {
     }
 }
 
-/// The card's one interrupt line: pending until somebody has waited for it.
+/// The card's interrupts: one line, pending until somebody has waited for it, and an eventfd for each channel that somebody asked
+/// for.
 #[derive(Default)]
 struct Interrupts {
     pending: Mutex<bool>,
     raised: Condvar,
+    events: [OnceLock<OwnedFd>; MAX_CHANNELS as usize],
 }
 
 impl Interrupts {
-    fn raise(&self) {
+    fn raise(&self, channel: usize) {
+        if let Some(event) = self.events.get(channel).and_then(OnceLock::get) {
+            // It fails only when the counter is full: then the event is readable anyway.
+            let _ = rustix::io::write(event, &1u64.to_ne_bytes());
+        }
         *self.pending.lock().unwrap_or_else(PoisonError::into_inner) = true;
         self.raised.notify_all();
+    }
+
+    fn event(&self, channel: usize) -> Option<BorrowedFd<'_>> {
+        let slot = self.events.get(channel)?;
+        if slot.get().is_none() {
+            let made = eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK).ok()?;
+            // Another thread may have been faster: then its is the one.
+            let _ = slot.set(made);
+        }
+        slot.get().map(AsFd::as_fd)
     }
 
     fn wait(&self, timeout: Duration) -> bool {

@@ -1,17 +1,19 @@
 //! A card's channel, driven.
 
 use std::collections::VecDeque;
+use std::os::fd::BorrowedFd;
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
 use dmalane_addr::{Access, Address, CardAddr, DeviceVa, Iova, Span};
 use dmalane_engine::{
-    Channel, Completion as Ended, DeviceAddr, DeviceFar, Direction, Limits, OpError, Refusal, Refused, Ticket, Transfer,
+    Abilities, CacheHint, Cancelled, Copies, DeviceAddr, Direction, Ended, Gather, HostPart, Limits, OpError,
+    Operation, Queue, Refusal, Rejected, Sampler, Stats, Ticket, Work,
 };
 use dmalane_mem::{DmaFault, FaultReason, HostBus, View};
 
 use crate::driver::{Device, Rings, Shelf};
-use crate::{Completion, Descriptor, Error, Halt, Status, regs};
+use crate::{Completion, Descriptor, Error, Halt, Status, Task, regs};
 
 /// How long a dropped channel waits for its operations before it stops the card under them.
 const DRAIN: Duration = Duration::from_secs(2);
@@ -23,28 +25,57 @@ const SPINS: u32 = 200;
 const LOOKS_PER_STATUS: u32 = 64;
 
 /// Rings and buffers of channels whose card did not stop: it may still touch them, so they stay as they are for good.
-static QUARANTINE: Mutex<Vec<(Rings, VecDeque<Transfer<DeviceFar>>)>> = Mutex::new(Vec::new());
+static QUARANTINE: Mutex<Vec<(Rings, VecDeque<Flying>)>> = Mutex::new(Vec::new());
 
-/// A DMA channel of a card: copies between registered host memory and the card's memory. At most 1 GiB per operation.
+/// A channel of plain copies: [`CardQueue`] behind the narrow port.
+pub type CardChannel<B> = Copies<CardQueue<B>>;
+
+/// A DMA channel of a card. At most 1 GiB per operation.
 ///
-/// Operations end in the order in which they were submitted. Dropping the channel waits up to 2 s for what is in flight,
+/// Operations end in the order in which they were enqueued. Dropping the channel waits up to 2 s for what is in flight,
 /// then stops the card's side; memory is released once the card has confirmed that, and otherwise never
 /// ([`Card::quarantined`](crate::Card::quarantined)).
-pub struct CardChannel<B: HostBus> {
+pub struct CardQueue<B: HostBus> {
     bus: Arc<B>,
     shelf: Arc<Shelf>,
     /// `None` once given back.
     rings: Option<Rings>,
     index: usize,
     max_len: u64,
-    /// Operations submitted so far; also the ticket of the next, and modulo 2^32 the card's number for it.
+    abilities: Abilities,
+    /// Descriptors collected since the start; modulo 2^32 the card's number for the next.
+    head: u64,
+    /// Descriptors written since the start.
     tail: u64,
     /// What the card was told of `tail`.
     rung: u64,
-    /// The last of them is number `tail - 1`.
-    in_flight: VecDeque<Transfer<DeviceFar>>,
+    /// Operations accepted so far; also the ticket of the next.
+    next: u64,
+    /// The last of them is number `next - 1`.
+    flying: VecDeque<Flying>,
+    /// How many of them were taken back and only hold their places in the ring.
+    taken_back: usize,
+    /// Of the first of them: descriptors collected, and how the first of these that failed did, after how many bytes.
+    collected: u32,
+    failed: Option<(OpError, u64)>,
+    /// Tickets of operations that shall end, oldest first. The card has been told of the first.
+    wishes: VecDeque<u64>,
     quiet: u32,
+    timeout: Option<Duration>,
+    /// Since when nothing has ended, as far as anybody looked.
+    stalled: Option<Instant>,
     state: State,
+    stats: Stats,
+    sampler: Sampler,
+}
+
+/// An operation in flight.
+struct Flying {
+    /// `None` once taken back.
+    operation: Option<Operation>,
+    /// The number of its first descriptor, and how many it has.
+    first: u64,
+    slots: u32,
 }
 
 #[derive(PartialEq)]
@@ -56,31 +87,60 @@ enum State {
     Stopped(String),
 }
 
-impl<B: HostBus> CardChannel<B> {
+impl<B: HostBus> CardQueue<B> {
     pub(crate) fn start(
         bus: Arc<B>,
         shelf: Arc<Shelf>,
         rings: Rings,
         index: usize,
         max_len: u64,
+        abilities: Abilities,
     ) -> Result<Self, Error> {
-        let in_flight = VecDeque::with_capacity(1 << rings.log2);
-        let state = State::Running;
-        let this =
-            Self { bus, shelf, rings: Some(rings), index, max_len, tail: 0, rung: 0, in_flight, quiet: 0, state };
-        let device = this.device();
+        let mut this = Self {
+            flying: VecDeque::with_capacity(1 << rings.log2),
+            bus,
+            shelf,
+            rings: Some(rings),
+            index,
+            max_len,
+            abilities,
+            head: 0,
+            tail: 0,
+            rung: 0,
+            next: 0,
+            taken_back: 0,
+            collected: 0,
+            failed: None,
+            wishes: VecDeque::new(),
+            quiet: 0,
+            timeout: None,
+            stalled: None,
+            state: State::Running,
+            stats: Stats::default(),
+            sampler: Sampler::default(),
+        };
+        this.set_going()?;
+        Ok(this) // on an error the drop stops the card and puts the rings back
+    }
+
+    /// Starts a card's channel that has stopped.
+    fn set_going(&mut self) -> Result<(), Error> {
+        (self.head, self.tail, self.rung) = (0, 0, 0);
+        (self.collected, self.failed, self.stalled, self.quiet) = (0, None, None, 0);
+        let device = self.device();
         // What an earlier user of the rings left there would look like completions.
-        this.completions().fill(0);
-        let [descriptors, completions] = this.rings().iovas();
-        device.write(this.register(regs::CH_RING_LOG2), this.rings().log2.into())?;
-        device.write64(this.register(regs::CH_RING), descriptors)?;
-        device.write64(this.register(regs::CH_COMPLETIONS), completions)?;
+        self.completions().fill(0);
+        let [descriptors, completions] = self.rings().iovas();
+        device.write(self.register(regs::CH_RING_LOG2), self.rings().log2.into())?;
+        device.write64(self.register(regs::CH_RING), descriptors)?;
+        device.write64(self.register(regs::CH_COMPLETIONS), completions)?;
         device.until("start a channel", || {
             // A card that is still busy stopping ignores this, so it is said again.
-            device.write(this.register(regs::CH_CONTROL), 1)?;
-            Ok(device.read(this.register(regs::CH_STATUS))? & regs::STATUS_RUNNING != 0)
+            device.write(self.register(regs::CH_CONTROL), 1)?;
+            Ok(device.read(self.register(regs::CH_STATUS))? & regs::STATUS_RUNNING != 0)
         })?;
-        Ok(this) // on errors above, the drop stops the card and puts the rings back
+        self.state = State::Running;
+        Ok(())
     }
 
     /// Which of the card's channels this is.
@@ -88,14 +148,10 @@ impl<B: HostBus> CardChannel<B> {
         self.index
     }
 
-    /// Tells the card about everything that was submitted, without waiting for the next poll.
-    pub fn ring_doorbell(&mut self) {
-        if self.rung != self.tail && self.state == State::Running {
-            match self.device().write(self.register(regs::CH_DOORBELL), self.tail as u32) {
-                Ok(()) => self.rung = self.tail,
-                Err(e) => self.stop(e.to_string()),
-            }
-        }
+    /// Places in the ring that are free: a plain operation takes one, a shape one more, a gather list one for each of its
+    /// pieces.
+    pub fn room(&self) -> usize {
+        self.capacity() - (self.tail - self.head) as usize
     }
 
     fn device(&self) -> Device<'_, B> {
@@ -118,48 +174,131 @@ impl<B: HostBus> CardChannel<B> {
         1 << self.rings().log2
     }
 
-    /// What keeps a transfer from being accepted, or where its host side is.
-    fn check(&self, transfer: &Transfer<DeviceFar>) -> Result<Span<Iova>, Refusal> {
+    /// The descriptor of a plain copy that may be accepted: the shorter way for what is most common. `None` leaves it to the longer
+    /// one, which says what is wrong.
+    #[inline]
+    fn plain_copy(&self, operation: &Operation) -> Option<Descriptor> {
+        let Operation { work: Work::Copy { direction, host: HostPart { part, via }, at }, shape: None, cache } =
+            operation
+        else {
+            return None;
+        };
+        let len = part.len() as u64;
+        let span = via.iova_of(part)?; // of no bytes there is none
+        // A card of version 1.0 refuses the hint.
+        let cache = if self.abilities.contains(Abilities::CANCEL) { *cache } else { CacheHint::Auto };
+        let good = self.state == State::Running
+            && len <= self.max_len
+            && at.advance(len - 1).is_some()
+            && via.mapping().access().contains(host_access(*direction))
+            && self.bus.owns(via.mapping())
+            && self.tail - self.head < self.capacity() as u64;
+        let task = Task::Copy { direction: *direction, host: span.first(), card: *at, len: len as u32 };
+        good.then_some(Descriptor { task, chained: false, cache, cookie: self.tail as u32 })
+    }
+
+    /// What keeps an operation from being accepted, or how many descriptors it takes.
+    fn check(&self, operation: &Operation) -> Result<u32, Refusal> {
         if let State::Stopping(why) | State::Stopped(why) = &self.state {
             return Err(Refusal::Stopped(why.clone()));
         }
-        let Transfer { part, direction, far } = transfer;
-        let len = part.len() as u64;
-        if len == 0 {
-            return Err(Refusal::Empty);
+        let missing = operation.needs() - self.abilities;
+        if !missing.is_empty() {
+            return Err(Refusal::Unable(missing));
         }
+        operation.check()?;
+        let len = operation.bytes();
         if len > self.max_len {
             return Err(Refusal::TooLong { len, max: self.max_len });
         }
-        let end = match far.at {
-            DeviceAddr::Card(at) => at.checked_add(len - 1).map(drop),
-            DeviceAddr::Va(at) => at.checked_add(len - 1).map(drop),
+        match &operation.work {
+            Work::Copy { direction, host, .. } => self.check_host(host, host_access(*direction))?,
+            Work::Compare { host, .. } => self.check_host(host, Access::READ)?,
+            Work::Gather(g) => g.host.iter().try_for_each(|host| self.check_host(host, host_access(g.direction)))?,
+            Work::Within { .. } | Work::Fill { .. } | Work::Fence => {}
+        }
+        let slots = match (&operation.shape, &operation.work) {
+            (Some(_), _) => 2,
+            (None, Work::Gather(g)) => pieces(g).count(),
+            (None, _) => 1,
         };
-        end.ok_or(Refusal::PastTheTop)?;
-        let span = far.via.iova_of(part).ok_or(Refusal::NotRegistered)?;
-        if !self.bus.owns(far.via.mapping()) {
-            return Err(Refusal::NotRegistered);
+        if slots > self.capacity() {
+            // So many pieces: it is its length in descriptors that does not fit.
+            return Err(Refusal::TooLong { len: slots as u64, max: self.capacity() as u64 });
         }
-        if !far.via.mapping().access().contains(host_access(*direction)) {
-            return Err(Refusal::NotPermitted);
-        }
-        if self.in_flight.len() >= self.capacity() {
+        if slots > self.room() {
             return Err(Refusal::Full);
         }
-        Ok(span)
+        Ok(slots as u32)
+    }
+
+    #[inline]
+    fn check_host(&self, host: &HostPart, wanted: Access) -> Result<(), Refusal> {
+        let HostPart { part, via } = host;
+        if via.iova_of(part).is_none() || !self.bus.owns(via.mapping()) {
+            return Err(Refusal::NotRegistered);
+        }
+        if via.mapping().access().contains(wanted) { Ok(()) } else { Err(Refusal::NotPermitted) }
+    }
+
+    /// Writes the descriptors of an operation that was checked.
+    fn write(&mut self, operation: &Operation) {
+        let put = |at: u64, task: Task, chained: bool| {
+            self.put(at, Descriptor { task, chained, cache: operation.cache, cookie: at as u32 });
+        };
+        let mut at = self.tail;
+        if let Some(shape) = &operation.shape {
+            let (near_pitch, far_pitch) = (shape.near_pitch, shape.far_pitch);
+            let task = Task::Shape { near_pitch, far_pitch, rows: shape.rows };
+            self.put(at, Descriptor { chained: true, cookie: at as u32, ..task.into() });
+            at += 1;
+        }
+        // `check`: no more than `max_len`, which fits, and no row is longer than all of them.
+        let len = operation.shape.as_ref().map_or(operation.bytes(), |s| s.row) as u32;
+        let iova = |host: &HostPart| host.via.iova_of(&host.part).expect("`check` looked").first();
+        match &operation.work {
+            Work::Copy { direction, host, at: card } => {
+                put(at, Task::Copy { direction: *direction, host: iova(host), card: *card, len }, false);
+            }
+            Work::Compare { host, at: card } => put(at, Task::Compare { host: iova(host), card: *card, len }, false),
+            Work::Within { from, to, .. } => put(at, Task::Within { from: *from, to: *to, len }, false),
+            Work::Fill { at: card, pattern, .. } => put(at, Task::Fill { pattern: *pattern, card: *card, len }, false),
+            Work::Fence => self.put(at, Descriptor { cookie: at as u32, ..Task::Fence.into() }),
+            Work::Gather(g) => {
+                let mut pieces = pieces(g).peekable();
+                while let Some((host, card, len)) = pieces.next() {
+                    let task = Task::Copy { direction: g.direction, host, card, len: len as u32 };
+                    put(at, task, pieces.peek().is_some());
+                    at += 1;
+                }
+            }
+        }
+    }
+
+    #[inline]
+    fn put(&self, number: u64, descriptor: Descriptor) {
+        let offset = (number as usize & (self.capacity() - 1)) * Descriptor::BYTES;
+        let slot = self.rings().descriptors.view().sub(offset, Descriptor::BYTES).expect("a slot lies within the ring");
+        for (i, word) in descriptor.encode().into_iter().enumerate() {
+            slot.store_u64(8 * i, word).expect("four aligned words are a descriptor");
+        }
     }
 
     /// Tells the card about new work, lets it work, and collects what has ended. Gives the number collected, and
     /// whether the card did anything.
-    fn advance(&mut self, done: &mut Vec<Ended<DeviceFar>>) -> (usize, bool) {
-        if self.in_flight.is_empty() {
+    fn advance(&mut self, done: &mut Vec<Ended>) -> (usize, bool) {
+        if self.flying.is_empty() {
             return (0, false);
         }
-        self.ring_doorbell();
+        self.doorbell();
         let worked = self.bus.progress();
-        let before = done.len();
+        let (before, head) = (done.len(), self.head);
         self.collect(done);
-        self.quiet = if done.len() > before { 0 } else { self.quiet + 1 };
+        if self.head != head {
+            (self.quiet, self.stalled) = (0, None);
+        } else {
+            self.quiet += 1;
+        }
         if self.quiet >= LOOKS_PER_STATUS || self.state != State::Running {
             self.quiet = 0;
             self.look_at_status(done);
@@ -167,53 +306,102 @@ impl<B: HostBus> CardChannel<B> {
         (done.len() - before, worked)
     }
 
-    /// Collects the operations that the card has reported.
-    fn collect(&mut self, done: &mut Vec<Ended<DeviceFar>>) {
-        while self.state == State::Running && !self.in_flight.is_empty() {
-            let number = self.tail - self.in_flight.len() as u64;
-            let slot = number as usize & (self.capacity() - 1);
-            let offset = slot * Completion::BYTES;
-            let word = self.completions().load_u64(offset + 8).expect("a slot lies within the ring");
-            let got = Completion::from_word(word);
-            let mark = Completion::sequence_of(number as u32);
-            if got.sequence != mark {
-                let before = match number.checked_sub(self.capacity() as u64) {
-                    Some(lap_before) => Completion::sequence_of(lap_before as u32),
-                    None => 0,
-                };
-                if got.sequence != before {
-                    self.stop(format!("the card wrote {word:#x} as completion of operation {number}"));
-                }
-                return;
+    /// The completion of the next descriptor, once the card has written it.
+    fn next_completion(&mut self) -> Option<(Status, usize)> {
+        let number = self.head;
+        let offset = (number as usize & (self.capacity() - 1)) * Completion::BYTES;
+        let word = self.completions().load_u64(offset + 8).expect("a slot lies within the ring");
+        let got = Completion::from_word(word);
+        if got.sequence != Completion::sequence_of(number as u32) {
+            let before = match number.checked_sub(self.capacity() as u64) {
+                Some(lap_before) => Completion::sequence_of(lap_before as u32),
+                None => 0,
+            };
+            if got.sequence != before {
+                self.halt(format!("the card wrote {word:#x} as completion of descriptor {number}"));
             }
-            let status = Status::from_code(got.status);
-            let (Some(status), true, true) = (status, got.cookie == number as u32, number < self.rung) else {
-                self.stop(format!("the card completed operation {number} with {word:#x}"));
-                return;
-            };
-            let Some(transfer) = self.in_flight.pop_front() else { return };
-            let result = match status {
-                Status::Ok => Ok(()),
-                _ => {
-                    let detail = self.completions().load_u64(offset).expect("a slot lies within the ring");
-                    Err(op_error(status, detail, &transfer))
+            return None;
+        }
+        let status = Status::from_code(got.status);
+        let (Some(status), true, true) = (status, got.cookie == number as u32, number < self.rung) else {
+            self.halt(format!("the card completed descriptor {number} with {word:#x}"));
+            return None;
+        };
+        Some((status, offset))
+    }
+
+    /// Collects the operations that the card has reported.
+    fn collect(&mut self, done: &mut Vec<Ended>) {
+        while self.state == State::Running && !self.flying.is_empty() {
+            let Some((status, offset)) = self.next_completion() else { return };
+            self.head += 1;
+            let Some(Flying { operation, slots, .. }) = self.flying.front() else { return };
+            if status != Status::Ok
+                && self.failed.is_none()
+                && let Some(operation) = operation
+            {
+                let detail = self.completions().load_u64(offset).expect("a slot lies within the ring");
+                self.failed = Some(failure(status, detail, operation, self.collected));
+            }
+            self.collected += 1;
+            if self.collected < *slots {
+                continue;
+            }
+            let number = self.next - self.flying.len() as u64;
+            let Some(Flying { operation, .. }) = self.flying.pop_front() else { return };
+            self.collected = 0;
+            let failed = self.failed.take();
+            if self.wishes.front() == Some(&number) {
+                self.wishes.pop_front();
+                self.tell_wish();
+            }
+            match operation {
+                None => self.taken_back -= 1,
+                Some(operation) => {
+                    let (result, bytes) = match failed {
+                        None => (Ok(()), operation.bytes()),
+                        Some((error, bytes)) => (Err(error), bytes),
+                    };
+                    done.push(self.end(number, operation, result, bytes));
                 }
-            };
-            done.push(Ended { ticket: Ticket::new(number), transfer, result });
+            }
         }
     }
 
+    /// Counts the end of an operation.
+    #[inline]
+    fn end(&mut self, number: u64, operation: Operation, result: Result<(), OpError>, bytes: u64) -> Ended {
+        match &result {
+            Ok(()) => self.stats.ok += 1,
+            Err(e) => {
+                self.stats.failed += 1;
+                self.stats.cancelled += u64::from(*e == OpError::Cancelled);
+            }
+        }
+        self.stats.bytes += bytes;
+        self.sampler.ended(number, &mut self.stats.latency);
+        Ended { ticket: Ticket::new(number), operation, result, bytes }
+    }
+
     /// Tells the card to stop. The memory of what is in flight stays here until it has.
-    fn stop(&mut self, why: String) {
+    fn halt(&mut self, why: String) {
         if self.state == State::Running {
+            self.stats.stops += 1;
             self.state = State::Stopping(why);
             // A card that does not take this will not confirm it either.
             let _ = self.device().write(self.register(regs::CH_CONTROL), 0);
         }
     }
 
-    /// Notices that the card has halted, or that it has stopped as it was told; then everything in flight has ended.
-    fn look_at_status(&mut self, done: &mut Vec<Ended<DeviceFar>>) {
+    /// Notices that nothing has ended for too long, that the card has halted, or that it has stopped as it was told; then everything
+    /// in flight has ended.
+    fn look_at_status(&mut self, done: &mut Vec<Ended>) {
+        if let (State::Running, Some(timeout)) = (&self.state, self.timeout) {
+            let since = *self.stalled.get_or_insert_with(Instant::now);
+            if since.elapsed() >= timeout {
+                self.halt(format!("nothing ended for {timeout:?}"));
+            }
+        }
         // An error reads as something that is neither.
         let status = self.device().read(self.register(regs::CH_STATUS)).unwrap_or(u32::MAX);
         match &self.state {
@@ -222,18 +410,27 @@ impl<B: HostBus> CardChannel<B> {
                 // What it completed before counts.
                 self.collect(done);
                 let why = self.why_halted(status);
-                self.stop(why);
+                self.halt(why);
             }
             State::Stopping(why) if status == 0 => {
                 let why = why.clone();
-                let first = self.tail - self.in_flight.len() as u64;
-                done.extend(self.in_flight.drain(..).zip(first..).map(|(transfer, number)| {
-                    let result = Err(OpError::Stopped(why.clone()));
-                    Ended { ticket: Ticket::new(number), transfer, result }
-                }));
+                let first = self.next - self.flying.len() as u64;
+                let flying = std::mem::take(&mut self.flying);
+                for (Flying { operation, .. }, number) in flying.into_iter().zip(first..) {
+                    if let Some(operation) = operation {
+                        let ended = self.end(number, operation, Err(OpError::Stopped(why.clone())), 0);
+                        done.push(ended);
+                    }
+                }
+                self.taken_back = 0;
+                self.wishes.clear();
                 self.state = State::Stopped(why);
             }
-            State::Stopping(_) | State::Stopped(_) => {}
+            State::Stopping(_) => {
+                // Said again: it may have been deaf.
+                let _ = self.device().write(self.register(regs::CH_CONTROL), 0);
+            }
+            State::Stopped(_) => {}
         }
     }
 
@@ -247,9 +444,25 @@ impl<B: HostBus> CardChannel<B> {
         }
     }
 
+    /// Tells the card of the oldest wish, if there is one.
+    fn tell_wish(&mut self) {
+        let first = self.next - self.flying.len() as u64;
+        if let Some(number) = self.wishes.front()
+            && let Some(flying) = number.checked_sub(first).and_then(|i| self.flying.get(i as usize))
+        {
+            let (register, descriptor) = (self.register(regs::CH_CANCEL), flying.first as u32);
+            // The valid bit last: until then the card sees no wish, or the one before, which has been fulfilled. A card that does not
+            // take it just goes on.
+            let device = self.device();
+            let _ = device.write(register + 4, 0);
+            let _ = device.write(register, descriptor);
+            let _ = device.write(register + 4, 1);
+        }
+    }
+
     /// Waits until the card has confirmed that it stopped; false when it does not.
     fn wait_for_stop(&mut self) -> bool {
-        self.stop("the channel was dropped".to_owned());
+        let _ = self.device().write(self.register(regs::CH_CONTROL), 0);
         let (device, status) = (self.device(), self.register(regs::CH_STATUS));
         device.until("stop a channel", || Ok(device.read(status)? == 0)).is_ok()
     }
@@ -263,65 +476,144 @@ fn host_access(direction: Direction) -> Access {
     }
 }
 
-/// The card's word for it as an error. `detail` is whatever the card says.
-fn op_error(status: Status, detail: u64, transfer: &Transfer<DeviceFar>) -> OpError {
-    let fault = |reason| {
-        let first = transfer.far.via.iova_of(&transfer.part).map(|span| span.first());
-        let done = first.and_then(|first| Iova::new(detail).offset_from(first)).unwrap_or(0);
-        let wanted = host_access(transfer.direction);
-        OpError::Fault(DmaFault { at: Iova::new(detail), wanted, reason, done })
-    };
-    match status {
-        Status::HostNotMapped => fault(FaultReason::NotMapped),
-        Status::HostNotPermitted => fault(FaultReason::NotPermitted),
-        Status::NoCardMemory => OpError::NoCardMemory(CardAddr::new(detail)),
-        Status::MmuFault => OpError::MmuFault(DeviceVa::new(detail)),
-        _ => OpError::Device { status: status.code().into() },
-    }
+/// The copies of a gather list that was checked: where in host memory, where on the card, how many bytes.
+fn pieces(gather: &Gather) -> impl Iterator<Item = (Iova, DeviceAddr, u64)> {
+    let mut host = gather.host.iter().filter_map(|h| h.via.iova_of(&h.part)).map(Some);
+    let mut device = gather.device.iter().copied();
+    let (mut near, mut far): (Option<Span<Iova>>, Option<(DeviceAddr, u64)>) = (None, None);
+    std::iter::from_fn(move || {
+        let left = near.take().or_else(|| host.next()?)?;
+        let (at, have) = far.take().or_else(|| device.next())?;
+        let len = left.len().min(have);
+        // What is left of the longer one; `sub` and `advance` give nothing where nothing is left.
+        near = left.sub(len, left.len() - len);
+        far = at.advance(len).filter(|_| have > len).map(|at| (at, have - len));
+        Some((left.first(), at, len))
+    })
 }
 
-impl<B: HostBus> Channel for CardChannel<B> {
-    type Far = DeviceFar;
+/// The card's word for it as an error, and the bytes done before. `detail` is whatever the card says of descriptor `index` of the
+/// operation.
+fn failure(status: Status, detail: u64, operation: &Operation, index: u32) -> (OpError, u64) {
+    let total = operation.bytes();
+    // The part of the operation that the descriptor stands for: where its sides begin, and the bytes before.
+    let (host, card, before, wanted) = match &operation.work {
+        Work::Copy { direction, host, at } => {
+            (host.via.iova_of(&host.part).map(|s| s.first()), Some(*at), 0, host_access(*direction))
+        }
+        Work::Compare { host, at } => (host.via.iova_of(&host.part).map(|s| s.first()), Some(*at), 0, Access::READ),
+        Work::Gather(g) => {
+            let before = pieces(g).take(index as usize).map(|(_, _, len)| len).sum();
+            let piece = pieces(g).nth(index as usize);
+            (piece.map(|p| p.0), piece.map(|p| p.1), before, host_access(g.direction))
+        }
+        Work::Within { to, .. } => (None, Some(*to), 0, Access::READ),
+        Work::Fill { at, .. } => (None, Some(*at), 0, Access::READ),
+        Work::Fence => (None, None, 0, Access::READ),
+    };
+    // From a distance on one side to bytes of rows.
+    let shape = operation.shape.as_deref();
+    let rows = |distance: u64, pitch: u64, row: u64| match distance.checked_div(pitch) {
+        Some(rows) if pitch >= row => rows.saturating_mul(row).saturating_add((distance % pitch).min(row)),
+        _ => 0, // rows that overlap: nobody can tell
+    };
+    let near = |at: u64| {
+        let distance = host.and_then(|first| Iova::new(at).offset_from(first)).unwrap_or(0);
+        shape.map_or(distance, |s| rows(distance, s.near_pitch, s.row))
+    };
+    let far = |at: u64| {
+        let first = match card {
+            Some(DeviceAddr::Card(a)) => a.bits(),
+            Some(DeviceAddr::Va(a)) => a.bits(),
+            None => return 0,
+        };
+        let distance = at.saturating_sub(first);
+        shape.map_or(distance, |s| rows(distance, s.far_pitch, s.row))
+    };
+    let fault = |reason| {
+        let done = near(detail);
+        (OpError::Fault(DmaFault { at: Iova::new(detail), wanted, reason, done }), done)
+    };
+    let within = matches!(operation.work, Work::Within { .. });
+    let (error, done) = match status {
+        Status::HostNotMapped => fault(FaultReason::NotMapped),
+        Status::HostNotPermitted => fault(FaultReason::NotPermitted),
+        // Of a copy within the card it may be either side: then nobody can tell how far it came.
+        Status::NoCardMemory => (OpError::NoCardMemory(CardAddr::new(detail)), 0),
+        Status::MmuFault if within => (OpError::MmuFault(DeviceVa::new(detail)), 0),
+        Status::MmuFault => (OpError::MmuFault(DeviceVa::new(detail)), far(detail)),
+        Status::Cancelled => (OpError::Cancelled, detail),
+        Status::Differs => (OpError::Differs { offset: detail.saturating_add(before) }, detail),
+        _ => (OpError::Device { status: status.code().into() }, 0),
+    };
+    // The card's word: it may say anything.
+    (error, done.saturating_add(before).min(total))
+}
 
+impl<B: HostBus> Queue for CardQueue<B> {
     fn limits(&self) -> Limits {
         Limits { capacity: self.capacity(), max_len: self.max_len }
     }
 
-    fn in_flight(&self) -> usize {
-        self.in_flight.len()
+    fn abilities(&self) -> Abilities {
+        self.abilities
     }
 
-    fn submit(&mut self, transfer: Transfer<DeviceFar>) -> Result<Ticket, Refused<DeviceFar>> {
-        let host = match self.check(&transfer) {
-            Ok(host) => host,
-            Err(reason) => return Err(Refused { transfer, reason }),
+    fn in_flight(&self) -> usize {
+        self.flying.len() - self.taken_back
+    }
+
+    #[inline]
+    fn enqueue(&mut self, operation: Operation) -> Result<Ticket, Rejected> {
+        let slots = match self.plain_copy(&operation) {
+            Some(descriptor) => {
+                self.put(self.tail, descriptor);
+                1
+            }
+            None => match self.check(&operation) {
+                Ok(slots) => {
+                    self.write(&operation);
+                    slots
+                }
+                Err(reason) => {
+                    self.stats.full += u64::from(reason == Refusal::Full);
+                    return Err(Rejected { operation, reason });
+                }
+            },
         };
-        let number = self.tail;
-        let descriptor = Descriptor {
-            direction: transfer.direction,
-            card: transfer.far.at,
-            host: host.first(),
-            len: host.len() as u32, // `check`: at most `max_len`, which fits
-            cookie: number as u32,
-        };
-        let offset = (number as usize & (self.capacity() - 1)) * Descriptor::BYTES;
-        let slot = self.rings().descriptors.view().sub(offset, Descriptor::BYTES).expect("a slot lies within the ring");
-        for (i, word) in descriptor.encode().into_iter().enumerate() {
-            slot.store_u64(8 * i, word).expect("four aligned words are a descriptor");
+        let number = self.next;
+        if self.flying.is_empty() {
+            self.stalled = None;
         }
-        self.in_flight.push_back(transfer);
-        self.tail += 1;
+        self.flying.push_back(Flying { operation: Some(operation), first: self.tail, slots });
+        self.tail += u64::from(slots);
+        self.next += 1;
+        self.stats.submitted += 1;
+        self.sampler.begun(number);
         Ok(Ticket::new(number))
     }
 
-    fn poll(&mut self, done: &mut Vec<Ended<DeviceFar>>) -> usize {
+    #[inline]
+    fn doorbell(&mut self) {
+        if self.rung != self.tail && self.state == State::Running {
+            match self.device().write(self.register(regs::CH_DOORBELL), self.tail as u32) {
+                Ok(()) => {
+                    self.rung = self.tail;
+                    self.stats.doorbells += 1;
+                }
+                Err(e) => self.halt(e.to_string()),
+            }
+        }
+    }
+
+    fn poll(&mut self, done: &mut Vec<Ended>) -> usize {
         self.advance(done).0
     }
 
-    fn wait(&mut self, done: &mut Vec<Ended<DeviceFar>>, timeout: Duration) -> usize {
+    fn wait(&mut self, done: &mut Vec<Ended>, timeout: Duration) -> usize {
         let before = done.len();
         let (_, mut worked) = self.advance(done);
-        if done.len() > before || self.in_flight.is_empty() {
+        if done.len() > before || self.flying.is_empty() {
             return done.len() - before; // without asking for the time
         }
         let deadline = Instant::now().checked_add(timeout);
@@ -347,39 +639,113 @@ impl<B: HostBus> Channel for CardChannel<B> {
                 }
             }
             worked = self.advance(done).1;
-            if done.len() > before || self.in_flight.is_empty() {
+            if done.len() > before || self.flying.is_empty() {
                 return done.len() - before;
             }
         }
     }
+
+    fn cancel(&mut self, ticket: Ticket) -> Cancelled {
+        let number = ticket.number();
+        let index = number.checked_sub(self.next - self.flying.len() as u64).and_then(|i| usize::try_from(i).ok());
+        let Some(flying) = index.and_then(|i| self.flying.get_mut(i)) else { return Cancelled::Unknown };
+        if flying.operation.is_none() {
+            return Cancelled::Unknown;
+        }
+        let (first, slots) = (flying.first, u64::from(flying.slots));
+        if !self.abilities.contains(Abilities::CANCEL) {
+            return Cancelled::TooLate;
+        }
+        if first >= self.rung {
+            // Its place in the ring stays: what comes after it has its number already.
+            let operation = flying.operation.take();
+            for at in first..first + slots {
+                self.put(at, Descriptor { cookie: at as u32, ..Task::Fence.into() });
+            }
+            self.taken_back += 1;
+            self.stats.cancelled += 1;
+            self.sampler.ended(number, &mut self.stats.latency);
+            return operation.map_or(Cancelled::Unknown, Cancelled::TakenBack);
+        }
+        if let Err(place) = self.wishes.binary_search(&number) {
+            self.wishes.insert(place, number);
+            if place == 0 {
+                self.tell_wish();
+            }
+        }
+        Cancelled::Asked
+    }
+
+    fn set_timeout(&mut self, timeout: Option<Duration>) {
+        (self.timeout, self.stalled) = (timeout, None);
+    }
+
+    fn stop(&mut self, why: &str) {
+        self.halt(why.to_owned());
+    }
+
+    fn restart(&mut self) -> bool {
+        if let State::Stopping(_) = self.state
+            && self.flying.is_empty()
+        {
+            // Nothing in flight that a poll would have waited for.
+            self.look_at_status(&mut Vec::new());
+            self.bus.progress();
+            self.look_at_status(&mut Vec::new());
+        }
+        matches!(self.state, State::Stopped(_)) && self.flying.is_empty() && self.set_going().is_ok()
+    }
+
+    fn stats(&self) -> Stats {
+        self.stats.clone()
+    }
+
+    fn event(&self) -> Option<BorrowedFd<'_>> {
+        self.bus.event(self.index)
+    }
+
+    fn arm(&mut self) -> bool {
+        self.doorbell();
+        if let Some(event) = self.bus.event(self.index) {
+            // Empty is as good as emptied.
+            let _ = rustix::io::read(event, &mut [0u8; 8]);
+        }
+        let armed = self.device().write(self.register(regs::CH_INTERRUPT), 1).is_ok();
+        // As in `wait`: first the register, then a last look.
+        let ready = self.bus.progress()
+            || self.state != State::Running
+            || !self.flying.is_empty() && self.next_completion().is_some();
+        armed && !ready
+    }
 }
 
-impl<B: HostBus> Drop for CardChannel<B> {
+impl<B: HostBus> Drop for CardQueue<B> {
     fn drop(&mut self) {
         let mut done = Vec::new();
         let start = Instant::now();
-        while !self.in_flight.is_empty() && self.state == State::Running {
+        while !self.flying.is_empty() && self.state == State::Running {
             let Some(left) = DRAIN.checked_sub(start.elapsed()).filter(|left| !left.is_zero()) else { break };
             self.wait(&mut done, left);
             done.clear();
         }
         let Some(rings) = self.rings.take() else { return };
+        let mut flying = std::mem::take(&mut self.flying);
         if self.wait_for_stop() {
             self.shelf.put_back(self.index, rings);
         } else {
             // The card may still read and write all of this, so it must stay as it is for ever.
-            self.shelf.quarantine(self.in_flight.len());
-            let kept = (rings, std::mem::take(&mut self.in_flight));
-            QUARANTINE.lock().unwrap_or_else(PoisonError::into_inner).push(kept);
+            flying.retain(|f| f.operation.is_some());
+            self.shelf.quarantine(flying.len());
+            QUARANTINE.lock().unwrap_or_else(PoisonError::into_inner).push((rings, flying));
         }
     }
 }
 
-impl<B: HostBus> std::fmt::Debug for CardChannel<B> {
+impl<B: HostBus> std::fmt::Debug for CardQueue<B> {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.debug_struct("CardChannel")
+        f.debug_struct("CardQueue")
             .field("index", &self.index)
-            .field("in_flight", &self.in_flight.len())
+            .field("in_flight", &self.in_flight())
             .finish_non_exhaustive()
     }
 }

@@ -1,26 +1,91 @@
 //! Descriptors, completions, and their bytes.
 
-use dmalane_addr::{Address, CardAddr, DeviceVa, Iova};
-use dmalane_engine::{DeviceAddr, Direction};
+use dmalane_addr::{CardAddr, DeviceVa, Iova};
+use dmalane_engine::{CacheHint, DeviceAddr, Direction};
 
 use crate::regs::MAX_LEN;
 
 const H2C: u8 = 1;
 const C2H: u8 = 2;
+const WITHIN: u8 = 3;
+const FILL: u8 = 4;
+const COMPARE: u8 = 5;
+const SHAPE: u8 = 6;
+const FENCE: u8 = 7;
 /// Flag: the card side is a device virtual address.
 const VIRTUAL: u8 = 1;
+/// Flag: the source of a copy within the card is a device virtual address.
+const VIRTUAL_SOURCE: u8 = 1 << 1;
+/// Flag: the next descriptor belongs to the same operation.
+const CHAINED: u8 = 1 << 2;
+/// Flags: how to copy.
+const HOT: u8 = 1 << 4;
+const COLD: u8 = 2 << 4;
+const CACHE: u8 = 3 << 4;
 
-/// One copy, as the host asks for it.
+/// What a descriptor asks for.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum Task {
+    /// Copy between host and card.
+    Copy {
+        /// Which way.
+        direction: Direction,
+        /// Where in host memory.
+        host: Iova,
+        /// Where in card memory.
+        card: DeviceAddr,
+        /// Bytes: 1 to [`MAX_LEN`].
+        len: u32,
+    },
+    /// Copy within the card.
+    Within {
+        /// The source.
+        from: DeviceAddr,
+        /// The destination.
+        to: DeviceAddr,
+        /// Bytes: 1 to [`MAX_LEN`].
+        len: u32,
+    },
+    /// Fill card memory with eight bytes again and again.
+    Fill {
+        /// The eight bytes, the lowest first.
+        pattern: u64,
+        /// Where.
+        card: DeviceAddr,
+        /// Bytes: 1 to [`MAX_LEN`].
+        len: u32,
+    },
+    /// Compare host memory with card memory.
+    Compare {
+        /// Where in host memory.
+        host: Iova,
+        /// Where in card memory.
+        card: DeviceAddr,
+        /// Bytes: 1 to [`MAX_LEN`].
+        len: u32,
+    },
+    /// Make rows of the next descriptor, whose length is that of one row.
+    Shape {
+        /// Bytes from row to row in host memory or in the source.
+        near_pitch: u64,
+        /// Bytes from row to row in card memory or in the destination.
+        far_pitch: u64,
+        /// Rows: 1 to [`MAX_LEN`], and at most that many bytes in all.
+        rows: u32,
+    },
+    /// Nothing; what comes after begins when what came before has ended.
+    Fence,
+}
+
+/// One entry of a descriptor ring, as the host asks for it.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct Descriptor {
-    /// Which way.
-    pub direction: Direction,
-    /// Where in card memory.
-    pub card: DeviceAddr,
-    /// Where in host memory.
-    pub host: Iova,
-    /// Bytes: 1 to [`MAX_LEN`].
-    pub len: u32,
+    /// What to do.
+    pub task: Task,
+    /// The next descriptor belongs to the same operation: it is skipped when this one fails.
+    pub chained: bool,
+    /// How to copy.
+    pub cache: CacheHint,
     /// Comes back in the completion.
     pub cookie: u32,
 }
@@ -30,8 +95,17 @@ pub struct Descriptor {
 pub struct Malformed {
     /// The cookie that it carries, whatever else is wrong.
     pub cookie: u32,
+    /// It says that the next descriptor belongs to it.
+    pub chained: bool,
     /// What is wrong.
     pub status: Status,
+}
+
+impl From<Task> for Descriptor {
+    /// On its own, with nothing known about the cache, and cookie 0.
+    fn from(task: Task) -> Self {
+        Self { task, chained: false, cache: CacheHint::Auto, cookie: 0 }
+    }
 }
 
 impl Descriptor {
@@ -39,52 +113,95 @@ impl Descriptor {
     pub const BYTES: usize = 32;
 
     /// The descriptor as four little-endian words, in order.
+    #[inline]
     pub fn encode(&self) -> [u64; 4] {
-        let opcode = match self.direction {
-            Direction::FromHost => H2C,
-            Direction::ToHost => C2H,
-        };
-        let (card, flags) = match self.card {
+        let place = |at: DeviceAddr, flag: u8| match at {
             DeviceAddr::Card(a) => (a.bits(), 0),
-            DeviceAddr::Va(a) => (a.bits(), VIRTUAL),
+            DeviceAddr::Va(a) => (a.bits(), flag),
         };
+        let (opcode, near, (far, virtually), len) = match self.task {
+            Task::Copy { direction, host, card, len } => {
+                let opcode = if direction == Direction::FromHost { H2C } else { C2H };
+                (opcode, host.bits(), place(card, VIRTUAL), len)
+            }
+            Task::Within { from, to, len } => {
+                let ((near, a), (far, b)) = (place(from, VIRTUAL_SOURCE), place(to, VIRTUAL));
+                (WITHIN, near, (far, a | b), len)
+            }
+            Task::Fill { pattern, card, len } => (FILL, pattern, place(card, VIRTUAL), len),
+            Task::Compare { host, card, len } => (COMPARE, host.bits(), place(card, VIRTUAL), len),
+            Task::Shape { near_pitch, far_pitch, rows } => (SHAPE, near_pitch, (far_pitch, 0), rows),
+            Task::Fence => (FENCE, 0, (0, 0), 0),
+        };
+        let cache = match self.cache {
+            CacheHint::Auto => 0,
+            CacheHint::Hot => HOT,
+            CacheHint::Cold => COLD,
+        };
+        let flags = virtually | cache | if self.chained { CHAINED } else { 0 };
         let head = u64::from(opcode) | u64::from(flags) << 8 | u64::from(self.cookie) << 32;
-        [head, self.host.bits(), card, u64::from(self.len)]
+        [head, near, far, u64::from(len)]
     }
 
     /// What the bytes mean. They come from memory that anybody may have written: everything about them is checked, and
-    /// neither address range of the result wraps.
+    /// no address range of the result wraps.
     ///
     /// # Errors
     /// [`Malformed`] names the first thing that is wrong.
+    #[inline]
     pub fn decode(bytes: &[u8; Self::BYTES]) -> Result<Self, Malformed> {
-        let word = |i: usize| u64::from_le_bytes(std::array::from_fn(|b| bytes[8 * i + b]));
-        let (head, host, card, tail) = (word(0), Iova::new(word(1)), word(2), word(3));
+        let (words, _) = bytes.as_chunks::<8>();
+        let word = |i: usize| u64::from_le_bytes(words[i]);
+        let (head, near, far, tail) = (word(0), word(1), word(2), word(3));
         let cookie = (head >> 32) as u32;
-        let refuse = |status| Err(Malformed { cookie, status });
-        let direction = match head as u8 {
-            H2C => Direction::FromHost,
-            C2H => Direction::ToHost,
+        let flags = (head >> 8) as u8;
+        let chained = flags & CHAINED != 0;
+        let refuse = |status| Err(Malformed { cookie, chained, status });
+        let opcode = head as u8;
+        let known = match opcode {
+            H2C | C2H | COMPARE | FILL => VIRTUAL | CHAINED | CACHE,
+            WITHIN => VIRTUAL | VIRTUAL_SOURCE | CHAINED | CACHE,
+            SHAPE | FENCE => CHAINED,
             _ => return refuse(Status::BadOpcode),
         };
-        let flags = (head >> 8) as u8;
-        let reserved = (head >> 16) as u16 != 0 || tail >> 32 != 0;
-        if flags & !VIRTUAL != 0 || reserved {
+        let cache = match flags & CACHE {
+            0 => CacheHint::Auto,
+            HOT => CacheHint::Hot,
+            COLD => CacheHint::Cold,
+            _ => return refuse(Status::BadFlags),
+        };
+        if flags & !known != 0 || (head >> 16) as u16 != 0 || tail >> 32 != 0 {
             return refuse(Status::BadFlags);
         }
         let len = tail as u32;
+        if opcode == FENCE {
+            return match (near, far, len) {
+                (0, 0, 0) => Ok(Self { task: Task::Fence, chained, cache, cookie }),
+                _ => refuse(Status::BadFlags),
+            };
+        }
         if len == 0 || len > MAX_LEN {
             return refuse(Status::BadLength);
         }
         let last = u64::from(len) - 1;
-        if host.checked_add(last).is_none() || card.checked_add(last).is_none() {
+        let near_is_a_place = !matches!(opcode, FILL | SHAPE);
+        if opcode != SHAPE && (far.checked_add(last).is_none() || near_is_a_place && near.checked_add(last).is_none()) {
             return refuse(Status::Wraps);
         }
-        let card = match flags & VIRTUAL {
-            0 => DeviceAddr::Card(CardAddr::new(card)),
-            _ => DeviceAddr::Va(DeviceVa::new(card)),
+        let place = |at: u64, flag: u8| match flags & flag {
+            0 => DeviceAddr::Card(CardAddr::new(at)),
+            _ => DeviceAddr::Va(DeviceVa::new(at)),
         };
-        Ok(Self { direction, card, host, len, cookie })
+        let (host, card) = (Iova::new(near), place(far, VIRTUAL));
+        let task = match opcode {
+            H2C => Task::Copy { direction: Direction::FromHost, host, card, len },
+            C2H => Task::Copy { direction: Direction::ToHost, host, card, len },
+            COMPARE => Task::Compare { host, card, len },
+            WITHIN => Task::Within { from: place(near, VIRTUAL_SOURCE), to: card, len },
+            FILL => Task::Fill { pattern: near, card, len },
+            _ => Task::Shape { near_pitch: near, far_pitch: far, rows: len },
+        };
+        Ok(Self { task, chained, cache, cookie })
     }
 }
 
@@ -148,6 +265,14 @@ codes! {
         HostFault = 9, "host memory fault";
         /// The card's memory could not be made present; the detail is the card address.
         OutOfMemory = 10, "card memory not available";
+        /// Ended as CANCEL asked; the detail is the number of bytes that were done.
+        Cancelled = 11, "cancelled";
+        /// An earlier descriptor of the same operation failed.
+        Skipped = 12, "skipped";
+        /// A comparison found a difference; the detail is its offset.
+        Differs = 13, "different";
+        /// A shape that is not followed by what it could shape, or of more bytes than a descriptor may move.
+        BadShape = 14, "bad shape";
     }
 }
 
@@ -208,18 +333,32 @@ mod tests {
 
     #[test]
     fn the_bytes_are_those_of_the_format_page() {
-        let descriptor = Descriptor {
+        let task = Task::Copy {
             direction: Direction::FromHost,
             card: DeviceAddr::Va(DeviceVa::new(0x1122_3344_5566)),
             host: Iova::new(0xa1a2_a3a4),
             len: 0x1000,
-            cookie: 0xc0c1_c2c3,
         };
+        let descriptor = Descriptor { cookie: 0xc0c1_c2c3, ..Descriptor::from(task) };
         let want: [u8; 32] = [
             1, 1, 0, 0, 0xc3, 0xc2, 0xc1, 0xc0, 0xa4, 0xa3, 0xa2, 0xa1, 0, 0, 0, 0, 0x66, 0x55, 0x44, 0x33, 0x22, 0x11,
             0, 0, 0, 0x10, 0, 0, 0, 0, 0, 0,
         ];
         assert_eq!(bytes(descriptor.encode()), want);
+        let (card, va) = (DeviceAddr::Card(CardAddr::new(0x22)), DeviceAddr::Va(DeviceVa::new(0x11)));
+        let near = Task::Within { from: va, to: card, len: 3 };
+        for (task, words) in [
+            (near, [3 | 0x26 << 8 | 9 << 32, 0x11, 0x22, 3]),
+            (Task::Fill { pattern: 0x11, card: va, len: 3 }, [4 | 0x25 << 8 | 9 << 32, 0x11, 0x11, 3]),
+            (Task::Compare { host: Iova::new(0x33), card, len: 3 }, [5 | 0x24 << 8 | 9 << 32, 0x33, 0x22, 3]),
+        ] {
+            let descriptor = Descriptor { task, chained: true, cache: CacheHint::Cold, cookie: 9 };
+            assert_eq!(descriptor.encode(), words);
+            assert_eq!(Descriptor::decode(&bytes(words)), Ok(descriptor));
+        }
+        let shape = Task::Shape { near_pitch: 1, far_pitch: 2, rows: 3 };
+        assert_eq!(Descriptor { chained: true, ..shape.into() }.encode(), [6 | 4 << 8, 1, 2, 3]);
+        assert_eq!(Descriptor::from(Task::Fence).encode(), [7, 0, 0, 0]);
         let completion = Completion { cookie: 0xc0c1_c2c3, status: 7, sequence: 0x01_0203 };
         assert_eq!(completion.word().to_le_bytes(), [0xc3, 0xc2, 0xc1, 0xc0, 7, 3, 2, 1]);
         assert_eq!((Completion::sequence_of(0), Completion::sequence_of(0xff_ffff)), (1, 0));
@@ -232,8 +371,12 @@ mod tests {
         assert!(Descriptor::decode(&bytes(good)).is_ok());
         for (word, value, status) in [
             (0, 0, Status::BadOpcode),
-            (0, 3, Status::BadOpcode),
+            (0, 8, Status::BadOpcode),
             (0, 1 | 2 << 8, Status::BadFlags),
+            (0, 1 | 8 << 8, Status::BadFlags),
+            (0, 1 | 0x30 << 8, Status::BadFlags),
+            (0, 6 | 1 << 8, Status::BadFlags),
+            (0, 7, Status::BadFlags),
             (0, 1 | 1 << 16, Status::BadFlags),
             (3, 1 | 1 << 32, Status::BadFlags),
             (3, 0, Status::BadLength),
@@ -251,7 +394,7 @@ mod tests {
         #[test]
         fn what_decodes_encodes_to_the_same(mut words: [u64; 4], likely: bool) {
             if likely {
-                words[0] = (words[0] & 0xffff_ffff_0000_0100) | (1 + (words[0] & 1));
+                words[0] = (words[0] & 0xffff_ffff_0000_3700) | (1 + words[0] % 7);
                 words[3] &= 0x1fff_ffff;
             }
             if let Ok(d) = Descriptor::decode(&bytes(words)) {

@@ -1,8 +1,9 @@
 //! The software card: its registers, its channels, and the threads that may run them.
 
 use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering, fence};
-use std::sync::{Arc, Mutex, OnceLock, PoisonError, TryLockError};
+use std::sync::{Arc, Mutex, OnceLock, TryLockError};
 use std::thread::{self, JoinHandle, Thread};
+use std::time::Duration;
 
 use dmalane_addr::CardAddr;
 use dmalane_iopt::{Format, X86_64_4Level};
@@ -15,6 +16,27 @@ use crate::{Error, regs};
 
 /// Looks for work so often before a worker sleeps.
 const SPINS: u32 = 64;
+/// The longest sleep of a worker: it may have looked away from a channel that a helper was just leaving.
+const NAP: Duration = Duration::from_millis(5);
+
+/// Which threads a software card works on.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
+pub enum Workers {
+    /// None: the card works while somebody polls.
+    #[default]
+    Inline,
+    /// One for all channels; who polls helps with the channels that it is not at.
+    One,
+    /// One for each channel; who polls only looks.
+    PerChannel,
+}
+
+impl From<bool> for Workers {
+    /// True: one for each channel.
+    fn from(workers: bool) -> Self {
+        if workers { Self::PerChannel } else { Self::Inline }
+    }
+}
 
 /// How a software card is made.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -25,15 +47,14 @@ pub struct CardConfig {
     pub hbm: u64,
     /// DMA channels, 1 to 16.
     pub channels: u32,
-    /// Run each channel on a thread of its own. Otherwise the card works while somebody calls
-    /// [`SoftCard::progress`].
-    pub workers: bool,
+    /// Which threads the card works on.
+    pub workers: Workers,
 }
 
 impl Default for CardConfig {
     /// 32 GiB each of DDR and HBM and two channels, as an Alveo V80 has them; no threads.
     fn default() -> Self {
-        Self { ddr: 32 << 30, hbm: 32 << 30, channels: 2, workers: false }
+        Self { ddr: 32 << 30, hbm: 32 << 30, channels: 2, workers: Workers::Inline }
     }
 }
 
@@ -41,13 +62,14 @@ impl Default for CardConfig {
 /// memory through one [`DeviceMem`] port each.
 pub struct SoftCard<M, F: Format = X86_64_4Level> {
     core: Arc<Core<M, F>>,
+    helps: bool,
     workers: Vec<JoinHandle<()>>,
 }
 
 struct Core<M, F> {
     inside: Inside<F>,
     channels: Vec<Channel<M>>,
-    interrupt: Box<dyn Fn() + Send + Sync>,
+    interrupt: Box<dyn Fn(usize) + Send + Sync>,
     quit: AtomicBool,
 }
 
@@ -59,15 +81,15 @@ struct Channel<M> {
 }
 
 impl<M: DeviceMem + 'static, F: Format> SoftCard<M, F> {
-    /// A card whose channels reach host memory through the ports that `port` makes, and that calls `interrupt` for an
-    /// interrupt, from any thread.
+    /// A card whose channels reach host memory through the ports that `port` makes, and that calls `interrupt` with the number of
+    /// a channel for an interrupt, from any thread.
     ///
     /// # Errors
     /// [`Error::BadConfig`]; [`Error::Bus`] when the memories cannot be had, [`Error::NoThread`].
     pub fn new(
         config: CardConfig,
         mut port: impl FnMut() -> M,
-        interrupt: impl Fn() + Send + Sync + 'static,
+        interrupt: impl Fn(usize) + Send + Sync + 'static,
     ) -> Result<Self, Error> {
         let CardConfig { ddr, hbm, channels, workers } = config;
         if !(1..=regs::MAX_CHANNELS).contains(&channels) {
@@ -82,13 +104,26 @@ impl<M: DeviceMem + 'static, F: Format> SoftCard<M, F> {
             interrupt: Box::new(interrupt),
             quit: AtomicBool::new(false),
         });
-        let mut card = Self { core, workers: Vec::new() };
-        for index in 0..if workers { channels as usize } else { 0 } {
+        let mut card = Self { core, helps: workers != Workers::PerChannel, workers: Vec::new() };
+        let channels = channels as usize;
+        let threads = match workers {
+            Workers::Inline => 0,
+            Workers::One => 1,
+            Workers::PerChannel => channels,
+        };
+        for thread in 0..threads {
             let core = card.core.clone();
-            let spawned = thread::Builder::new().name(format!("dmalane-card-{index}")).spawn(move || core.run(index));
+            // Its channels: every so many.
+            let mine = (thread..channels).step_by(threads);
+            let spawned = thread::Builder::new().name(format!("dmalane-card-{thread}")).spawn({
+                let mine = mine.clone();
+                move || core.run(mine)
+            });
             // On failure the drop of `card` ends the threads before.
             let handle = spawned.map_err(Error::NoThread)?;
-            let _ = card.core.channels[index].worker.set(handle.thread().clone());
+            for index in mine {
+                let _ = card.core.channels[index].worker.set(handle.thread().clone());
+            }
             card.workers.push(handle);
         }
         Ok(card)
@@ -100,9 +135,9 @@ impl<M: DeviceMem + 'static, F: Format> SoftCard<M, F> {
     }
 
     /// Lets each channel that nobody else is running do a bounded amount of work (32 descriptors, 1 MiB), and says
-    /// whether any was done. With workers this does nothing.
+    /// whether any was done. With a worker for each channel this does nothing.
     pub fn progress(&self) -> bool {
-        self.workers.is_empty() && self.core.channels.iter().fold(false, |did, c| self.core.try_step(c) | did)
+        self.helps && (0..self.core.channels.len()).fold(false, |did, i| self.core.try_step(i) | did)
     }
 
     /// Reads a register, or 32 bits of card memory; `None` where there is none.
@@ -150,33 +185,29 @@ impl<M, F: Format> std::fmt::Debug for SoftCard<M, F> {
 }
 
 impl<M: DeviceMem, F: Format> Core<M, F> {
-    fn run(&self, index: usize) {
-        let channel = &self.channels[index];
+    fn run(&self, channels: impl Iterator<Item = usize> + Clone) {
         let mut idle = 0;
         while !self.quit.load(Ordering::SeqCst) {
-            if channel.queue.lock().unwrap_or_else(PoisonError::into_inner).step(
-                &channel.regs,
-                &self.inside,
-                &self.interrupt,
-            ) {
+            if channels.clone().fold(false, |did, index| self.try_step(index) | did) {
                 idle = 0;
             } else if idle < SPINS {
                 idle += 1;
                 std::hint::spin_loop();
             } else {
                 // An unpark since the last park makes this return at once, so no doorbell is slept through.
-                thread::park();
+                thread::park_timeout(NAP);
             }
         }
     }
 
-    fn try_step(&self, channel: &Channel<M>) -> bool {
+    fn try_step(&self, index: usize) -> bool {
+        let channel = &self.channels[index];
         let mut queue = match channel.queue.try_lock() {
             Ok(queue) => queue,
             Err(TryLockError::Poisoned(poisoned)) => poisoned.into_inner(),
             Err(TryLockError::WouldBlock) => return false,
         };
-        queue.step(&channel.regs, &self.inside, &self.interrupt)
+        queue.step(&channel.regs, &self.inside, || (self.interrupt)(index))
     }
 
     fn read_register(&self, offset: u64) -> Option<u32> {
@@ -287,6 +318,7 @@ impl Registers {
             _ => match register & !4 {
                 regs::CH_RING => set_half(&self.ring, register, value)?,
                 regs::CH_COMPLETIONS => set_half(&self.completions, register, value)?,
+                regs::CH_CANCEL => set_half(&self.cancel, register, value)?,
                 _ => return self.read(register).map(drop),
             },
         }
@@ -298,6 +330,7 @@ impl Registers {
             regs::CH_RING => &self.ring,
             regs::CH_COMPLETIONS => &self.completions,
             regs::CH_ERROR_IOVA => &self.error_iova,
+            regs::CH_CANCEL => &self.cancel,
             regs::CH_BYTES_H2C => &self.bytes_h2c,
             regs::CH_BYTES_C2H => &self.bytes_c2h,
             regs::CH_OK => &self.ok,

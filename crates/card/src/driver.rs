@@ -5,11 +5,11 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
 use dmalane_addr::{Access, Address, CardAddr, PageSize, Span};
-use dmalane_engine::{Area, Registered, Route};
+use dmalane_engine::{Abilities, Area, Copies, Registered, Route};
 use dmalane_mem::{self as mem, Heap, HostBus, SharedBuf};
 
 use crate::regs::{self, BAR_REGISTERS};
-use crate::{CardChannel, CardTables, Completion, Descriptor, Error};
+use crate::{CardChannel, CardQueue, CardTables, Completion, Descriptor, Error};
 
 /// How long the driver waits for the card to stop, start or reset.
 pub(crate) const ANSWER: Duration = Duration::from_secs(1);
@@ -32,6 +32,7 @@ pub struct Card<B: HostBus> {
     bus: Arc<B>,
     layout: CardLayout,
     max_len: u64,
+    abilities: Abilities,
     mmu_format: Option<&'static str>,
     rings: Arc<Shelf>,
 }
@@ -87,7 +88,10 @@ impl<B: HostBus> Card<B> {
         device.until("reset", || Ok(device.read(regs::CONTROL)? & 1 == 0))?;
         let rings = (0..channels).map(|_| Rings::new(&*bus, heap, entries).map(Some)).collect::<Result<_, _>>()?;
         let rings = Arc::new(Shelf { rings: Mutex::new(rings), quarantined: AtomicUsize::new(0) });
-        Ok(Self { bus, layout, max_len: max_len.into(), mmu_format, rings })
+        // A card of version 1.0 copies and does nothing else.
+        let copies = Abilities::FROM_HOST | Abilities::TO_HOST;
+        let abilities = if version & 0xffff == 0 { copies } else { Abilities::all() };
+        Ok(Self { bus, layout, max_len: max_len.into(), abilities, mmu_format, rings })
     }
 
     /// The bus that the card is on.
@@ -117,19 +121,27 @@ impl<B: HostBus> Card<B> {
             .collect()
     }
 
-    /// Starts a channel. It can be had again once it was dropped.
+    /// Starts a channel of plain copies. It can be had again once it was dropped.
+    ///
+    /// # Errors
+    /// As [`Card::queue`].
+    pub fn channel(&self, index: usize) -> Result<CardChannel<B>, Error> {
+        Ok(Copies::new(self.queue(index)?))
+    }
+
+    /// Starts a channel with all that it does. It can be had again once it was dropped.
     ///
     /// # Errors
     /// [`Error::NoChannel`], [`Error::ChannelTaken`]; [`Error::Timeout`] or [`Error::Bus`] when the card does not
     /// answer.
-    pub fn channel(&self, index: usize) -> Result<CardChannel<B>, Error> {
+    pub fn queue(&self, index: usize) -> Result<CardQueue<B>, Error> {
         let channels = self.channels();
         let taken = match self.rings.lock().get_mut(index) {
             None => return Err(Error::NoChannel { index, channels }),
             Some(slot) => slot.take(),
         };
         let rings = taken.ok_or(Error::ChannelTaken(index))?;
-        CardChannel::start(self.bus.clone(), self.rings.clone(), rings, index, self.max_len)
+        CardQueue::start(self.bus.clone(), self.rings.clone(), rings, index, self.max_len, self.abilities)
     }
 
     /// Table memory for the card's MMU in part of the card's memory, which must be used for nothing else.

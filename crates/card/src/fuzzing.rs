@@ -6,13 +6,13 @@ use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use dmalane_addr::{Access, CardAddr, Iova};
-use dmalane_engine::{Channel, DeviceAddr, DeviceFar, Direction, Registered, Transfer};
+use dmalane_engine::{Cancelled, DeviceAddr, Direction, HostPart, Operation, Queue, Registered, Shape, Ticket};
 use dmalane_mem::host::DevicePort;
 use dmalane_mem::{AnonHeap, DeviceMem, Error, Heap, HostBus, HostConfig, Mapping, Pinned, Share, SharedBuf, SoftHost};
 
 use crate::memory::HBM_BASE;
 use crate::regs::{self, BAR_MEMORY, BAR_REGISTERS};
-use crate::{Card, CardConfig, Completion, SoftBus};
+use crate::{Card, CardConfig, Completion, SoftBus, Workers};
 
 /// Most operations of one run, and most steps of the card.
 const OPERATIONS: usize = 200;
@@ -71,7 +71,7 @@ pub fn fuzz_ring(bytes: &[u8]) {
     // In IOVA order: what the card may write, what it may only read, what it could reach once.
     let open = patterned(&heap, 64 << 10, 0);
     let (readable, hidden) = (patterned(&heap, 16 << 10, 0x5a), patterned(&heap, 16 << 10, 0xa5));
-    let config = CardConfig { ddr: 4 << 20, hbm: 4 << 20, channels: 2, workers: false };
+    let config = CardConfig { ddr: 4 << 20, hbm: 4 << 20, channels: 2, workers: Workers::Inline };
     let bus: SoftBus = SoftBus::new(host(), config).expect("a card");
     let map = |buf: &SharedBuf, access| bus.map(bus.pin(&buf.share())?, access);
     let mapped = map(&open, Access::RW).expect("a mapping");
@@ -133,8 +133,19 @@ impl Driver {
                 let (ends, flags, shift) = (input.u8()?, input.u8()?, input.u16()?);
                 let host = self.hosts[usize::from(ends) % self.hosts.len()].wrapping_add(shift.into());
                 let card = self.cards[usize::from(ends >> 4) % self.cards.len()].wrapping_add(input.u16()?.into());
-                let head = 1 + u64::from(flags & 1) + (u64::from(flags & 2) << 7) + (u64::from(flags >> 6) << 16);
+                let opcode = 1 + u64::from(flags & 1) + u64::from(ends >> 1 & 6);
                 let len = u64::from(input.u16()? >> (flags >> 2 & 7)) << if flags & 0x20 != 0 { 12 } else { 0 };
+                // Chained, virtual source, cache.
+                let more = u64::from(input.u8().unwrap_or(0));
+                let more = (more & 1) << 2 | (more >> 1 & 1) << 1 | (more >> 2 & 3) << 4;
+                let head = opcode | (u64::from(flags & 2) << 7) | more << 8 | (u64::from(flags >> 6) << 16);
+                // Of copies within the card the source, of shapes both pitches, of fences nothing at all.
+                let (host, card, len) = match opcode {
+                    3 => (self.cards[usize::from(ends) % self.cards.len()].wrapping_add(shift.into()), card, len),
+                    6 => (shift.into(), u64::from(shift >> 3) << (ends >> 4), len & 0xff),
+                    7 => (0, 0, 0),
+                    _ => (host, card, len),
+                };
                 for (i, word) in [head, host, card, len].into_iter().enumerate() {
                     self.open.view().store_u64((written % 256) as usize * 32 + 8 * i, word)?;
                 }
@@ -189,25 +200,56 @@ pub fn fuzz_driver(bytes: &[u8]) {
     let bus = Arc::new(HostileBus { host: host.clone(), script: Mutex::new((script, host.port())) });
     let heap = AnonHeap::new();
     let Ok(card) = Card::open_with_rings(bus.clone(), &heap, 4) else { return };
-    let Ok(mut channel) = card.channel(0) else { return };
+    let Ok(mut queue) = card.queue(0) else { return };
     let buf = heap.allocate(64 << 10).expect("a buffer").share();
     let via = Registered::new(&*bus, &buf, Access::RW).expect("a registration");
     let mut rest = buf.into_part();
-    let (mut done, mut taken, mut ended) = (Vec::new(), 0, 0);
-    for i in 0..16 {
-        let (part, more) = rest.split_at(4096).expect("sixteen parts");
-        rest = more;
-        let far = DeviceFar { at: DeviceAddr::Card(CardAddr::new(0)), via: via.clone() };
+    let at = DeviceAddr::Card(CardAddr::new(0));
+    let (mut done, mut taken, mut ended, mut back) = (Vec::new(), 0, 0, 0);
+    for i in 0..24u64 {
+        let mut part = || {
+            let whole = std::mem::replace(&mut rest, heap.allocate(1).expect("a page").share().into_part());
+            let (part, more) = whole.split_at(2048).expect("more than enough parts");
+            rest = more;
+            part
+        };
         let direction = if i & 1 == 0 { Direction::FromHost } else { Direction::ToHost };
-        taken += usize::from(channel.submit(Transfer { part, direction, far }).is_ok());
-        ended += channel.poll(&mut done);
-        ended += channel.wait(&mut done, Duration::from_micros(50));
-        assert_eq!(taken, ended + channel.in_flight(), "every buffer is in one place");
+        let operation = match i % 6 {
+            0..3 => Operation::copy(direction, part(), via.clone(), at),
+            3 => {
+                let host = (0..2).map(|_| HostPart { part: part(), via: via.clone() }).collect();
+                Operation::gather(direction, host, vec![(at, 1000), (at, 2048), (at, 1048)])
+            }
+            4 => {
+                let shape = Shape { row: 48, rows: 32, near_pitch: 64, far_pitch: 100 };
+                let (front, _) = part().split_at(31 * 64 + 48).expect("short enough");
+                Operation::compare(front, via.clone(), at).shaped(shape)
+            }
+            _ => Operation::fence(),
+        };
+        let ticket = queue.enqueue(operation);
+        taken += usize::from(ticket.is_ok());
+        if i % 3 == 1
+            && let Ok(ticket) = ticket
+            && let Cancelled::TakenBack(_) = queue.cancel(ticket)
+        {
+            back += 1;
+        }
+        ended += queue.poll(&mut done);
+        ended += queue.wait(&mut done, Duration::from_micros(50));
+        if let Some(e) = done.last()
+            && i % 5 == 4
+        {
+            queue.cancel(e.ticket);
+            queue.cancel(Ticket::new(e.ticket.number() + 1));
+        }
+        assert_eq!(taken, ended + back + queue.in_flight(), "every buffer is in one place");
         assert_eq!(done.len(), ended);
     }
+    assert!(done.iter().all(|e| e.bytes <= e.operation.bytes()), "more bytes than there are");
     done.sort_by_key(|c| c.ticket.number());
     assert!(done.windows(2).all(|w| w[0].ticket != w[1].ticket), "a buffer came back twice");
-    drop(channel);
+    drop(queue);
 }
 
 /// A card that does as it is told by the input. When that has ended, it has stopped.

@@ -46,13 +46,14 @@ pub mod fuzzing;
 mod memory;
 mod mmu;
 mod queue;
+mod recent;
 pub mod regs;
 mod tables;
 
 pub use bus::SoftBus;
-pub use channel::CardChannel;
-pub use descriptor::{Completion, Descriptor, Halt, Malformed, Status};
-pub use device::{CardConfig, SoftCard};
+pub use channel::{CardChannel, CardQueue};
+pub use descriptor::{Completion, Descriptor, Halt, Malformed, Status, Task};
+pub use device::{CardConfig, SoftCard, Workers};
 pub use driver::{Card, CardLayout};
 pub use error::Error;
 pub use memory::CardMemory;

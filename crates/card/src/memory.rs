@@ -82,12 +82,14 @@ impl CardMemory {
     ///
     /// # Errors
     /// As [`CardMemory::populate`].
+    #[inline]
     pub(crate) fn view(&self, at: CardAddr, len: u64) -> Result<View<'_>, Error> {
         let bank = self.bank(at).ok_or(Error::Outside { at, len })?;
         bank.view(at, len)
     }
 
     /// True when the whole range lies in one of the memories.
+    #[inline]
     pub(crate) fn holds(&self, at: CardAddr, len: u64) -> bool {
         let span = Span::new(at, len);
         span.is_some_and(|span| self.bank(at).is_some_and(|bank| bank.span.covers(&span)))
@@ -104,8 +106,10 @@ impl CardMemory {
         bank.buf.view().load_u64(usize::try_from(offset).ok()?)
     }
 
+    #[inline]
     fn bank(&self, at: CardAddr) -> Option<&Bank> {
-        [&self.ddr, &self.hbm].into_iter().find(|bank| bank.span.contains(at))
+        let bank = if at.bits() < HBM_BASE { &self.ddr } else { &self.hbm };
+        bank.span.contains(at).then_some(bank)
     }
 }
 
@@ -155,12 +159,14 @@ impl Bank {
         Ok(view)
     }
 
+    #[inline]
     fn is_present(&self, block: u64) -> bool {
         // Pairs with the release in `make_present`: whoever sees the bit sees the page.
         self.present[(block / 64) as usize].load(Ordering::Acquire) >> (block % 64) & 1 == 1
     }
 
     /// Asks the kernel for the pages now, where a refusal is an error, instead of touching them, where it is a SIGBUS.
+    #[inline]
     fn make_present(&self, block: u64) -> Result<(), Error> {
         if self.is_present(block) {
             return Ok(());

@@ -25,6 +25,9 @@ pub(crate) struct State {
     epoch: u64,
 }
 
+/// Translations that stay valid until this is dropped.
+pub(crate) type Held<'a> = RwLockReadGuard<'a, State>;
+
 impl<F: Format> Mmu<F> {
     pub(crate) fn new() -> Self {
         Self { root: AtomicU64::new(0), state: RwLock::new(State { root: None, epoch: 0 }), format: PhantomData }
@@ -53,7 +56,7 @@ impl<F: Format> Mmu<F> {
     }
 
     /// Keeps translations valid until the result is dropped.
-    pub(crate) fn hold(&self) -> RwLockReadGuard<'_, State> {
+    pub(crate) fn hold(&self) -> Held<'_> {
         self.state.read().unwrap_or_else(PoisonError::into_inner)
     }
 

@@ -169,6 +169,20 @@ impl<B: HostBus> Tables for CardTables<B> {
         }
         done
     }
+
+    /// One write to the card for all of them.
+    ///
+    /// # Panics
+    /// When the address is not that of a table or the range reaches beyond 512.
+    fn edit(&mut self, table: CardAddr, range: Range<usize>, mut each: impl FnMut(&mut [u64]) -> usize) -> usize {
+        let slot = self.slot(table);
+        let start = range.start;
+        let done = each(&mut self.copy[slot][range]);
+        if done > 0 {
+            self.write(slot, start..start + done);
+        }
+        done
+    }
 }
 
 impl<B: HostBus> std::fmt::Debug for CardTables<B> {

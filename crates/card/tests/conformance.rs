@@ -3,9 +3,10 @@
 use std::sync::Arc;
 
 use dmalane_addr::{Access, Address, CardAddr, DeviceVa, Span};
-use dmalane_card::{Card, CardChannel, CardConfig, CardTables, SoftBus};
+use dmalane_card::{Card, CardChannel, CardConfig, CardQueue, CardTables, SoftBus, Workers};
 use dmalane_engine::conformance::{Fixture, suite};
-use dmalane_engine::{AddressPolicy, BalancePolicy, Channel, DeviceAddr, DeviceFar, Registered, Split};
+use dmalane_engine::conformance_queue;
+use dmalane_engine::{AddressPolicy, BalancePolicy, Channel, DeviceAddr, DeviceFar, Fenced, Registered, Split};
 use dmalane_iopt::{Arm64S1_4k, Format, PageTable, X86_64_4Level};
 use dmalane_mem::{AnonHeap, Heap, HostConfig, Part, SoftHost};
 
@@ -29,7 +30,7 @@ struct Bench<F: Format> {
 }
 
 impl<F: Format> Bench<F> {
-    fn new(fragmentation: f64, workers: bool, virtually: bool) -> Self {
+    fn new(fragmentation: f64, workers: Workers, virtually: bool) -> Self {
         let host = SoftHost::new(HostConfig { fragmentation, ..HostConfig::default() }).unwrap();
         let config = CardConfig { ddr: 16 * MIB, hbm: 16 * MIB, channels: 2, workers };
         let bus = Arc::new(SoftBus::new(host, config).unwrap());
@@ -92,6 +93,15 @@ impl<F: Format> Kind<F> for Both {
     }
 }
 
+struct Signalling;
+
+impl<F: Format> Kind<F> for Signalling {
+    type Channel = Fenced<CardChannel<Bus<F>>>;
+    fn channel(card: &Card<Bus<F>>) -> Self::Channel {
+        Fenced::new(card.channel(0).unwrap())
+    }
+}
+
 impl<F: Format> Kind<F> for Balanced {
     type Channel = Split<CardChannel<Bus<F>>, BalancePolicy>;
     fn channel(card: &Card<Bus<F>>) -> Self::Channel {
@@ -148,7 +158,7 @@ impl<F: Format, K: Kind<F>> Fixture for Under<F, K> {
 
 fn takes_the_suite<F: Format, K: Kind<F>>(workers: bool, virtually: bool) {
     for fragmentation in [0.0, 1.0] {
-        let mut under = Under::<F, K>(Bench::new(fragmentation, workers, virtually), std::marker::PhantomData);
+        let mut under = Under::<F, K>(Bench::new(fragmentation, workers.into(), virtually), std::marker::PhantomData);
         suite(&mut under);
         assert_eq!(under.0.card.quarantined(), 0);
         under.0.registered.clear();
@@ -173,9 +183,58 @@ conformance! {
     workers_x86: X86_64_4Level, One, workers true, virtual false;
     by_va: Arm64S1_4k, One, workers false, virtual true;
     by_va_workers_x86: X86_64_4Level, One, workers true, virtual true;
+    fenced: Arm64S1_4k, Signalling, workers false, virtual false;
     split: Arm64S1_4k, Both, workers false, virtual false;
     split_workers_x86: X86_64_4Level, Both, workers true, virtual false;
     balanced: Arm64S1_4k, Balanced, workers false, virtual false;
     balanced_workers_x86: X86_64_4Level, Balanced, workers true, virtual false;
     split_by_va: X86_64_4Level, Both, workers false, virtual true;
+}
+
+impl<F: Format> conformance_queue::Fixture for Bench<F> {
+    type Queue = CardQueue<Bus<F>>;
+
+    fn queue(&mut self) -> Self::Queue {
+        self.card.queue(1).unwrap()
+    }
+
+    fn far_len(&self) -> u64 {
+        FAR_LEN
+    }
+
+    fn far(&self, offset: u64) -> DeviceAddr {
+        match self.mmu {
+            None => DeviceAddr::Card(self.pieces[0].checked_add(offset).unwrap()),
+            Some(_) => DeviceAddr::Va(VA.checked_add(offset).unwrap()),
+        }
+    }
+
+    fn host(&mut self, len: usize) -> (Part, Registered) {
+        // Neither at the start nor at the end of its buffer.
+        let buf = self.heap.allocate(len + 30).unwrap().share();
+        let via = Registered::new(&*self.bus, &buf, Access::RW).unwrap();
+        let (_, rest) = buf.into_part().split_at(13).unwrap();
+        (rest.split_at(len).unwrap().0, via)
+    }
+
+    fn peek(&mut self) -> Vec<u8> {
+        let mut bytes = vec![0; FAR_LEN as usize];
+        self.pieces(0, bytes.len(), |at, range| self.bus.memory().read(at, &mut bytes[range]).unwrap());
+        bytes
+    }
+
+    fn poke(&mut self, bytes: &[u8]) {
+        self.pieces(0, bytes.len(), |at, range| self.bus.memory().write(at, &bytes[range]).unwrap());
+    }
+}
+
+#[test]
+fn queues() {
+    for workers in [Workers::Inline, Workers::One, Workers::PerChannel] {
+        for (fragmentation, virtually) in [(0.0, false), (1.0, true)] {
+            let mut bench = Bench::<Arm64S1_4k>::new(fragmentation, workers, virtually);
+            conformance_queue::suite(&mut bench);
+            assert_eq!((bench.card.quarantined(), bench.bus.host().stats().pinned_frames), (0, 4), "only the rings");
+        }
+    }
 }

@@ -7,7 +7,7 @@ use std::time::Duration;
 
 use dmalane_addr::{Access, CardAddr, Iova};
 use dmalane_card::fuzzing::{fuzz_driver, fuzz_ring};
-use dmalane_card::{Card, CardChannel, CardConfig, Completion, Error, SoftBus, regs};
+use dmalane_card::{Card, CardChannel, CardConfig, Completion, Error, SoftBus, Workers, regs};
 use dmalane_engine::{Channel, DeviceAddr, DeviceFar, Direction, OpError, Refusal, Registered, Transfer, drain};
 use dmalane_mem::{self as mem, AnonHeap, DeviceMem, Heap, HostBus, HostConfig, Mapping, Pinned, Share, SoftHost};
 use proptest::prelude::*;
@@ -32,7 +32,7 @@ proptest! {
             if kind == b'2' {
                 rest[1] &= 0x1f; // no reserved flag
             }
-            let operands = [6, 34, 8, 1, 1, 2, 10, 2][usize::from(kind & 7)];
+            let operands = [6, 34, 9, 1, 1, 2, 10, 2][usize::from(kind & 7)];
             bytes.push(kind & 7 | rest[7] & 0x80);
             bytes.extend(rest.iter().cycle().take(operands));
         }
@@ -61,7 +61,7 @@ struct Liar {
 impl Liar {
     fn new() -> Arc<Self> {
         let host = SoftHost::new(HostConfig::default()).unwrap();
-        let config = CardConfig { ddr: 2 << 20, hbm: 4 << 20, channels: 1, workers: false };
+        let config = CardConfig { ddr: 2 << 20, hbm: 4 << 20, channels: 1, workers: Workers::Inline };
         let bus = SoftBus::new(host, config).unwrap();
         Arc::new(Self { bus, lies: Mutex::default(), dead: AtomicBool::new(false), completions: AtomicU64::new(0) })
     }

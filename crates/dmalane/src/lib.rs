@@ -22,8 +22,11 @@
 //! }
 //! # Ok::<(), Box<dyn std::error::Error>>(())
 //! ```
+//!
+//! [`AllocAndRead`] is the first half of the path alone: an open file in, a filled buffer out.
 #![forbid(unsafe_code)]
 
+mod alloc_read;
 mod file;
 mod soft;
 
@@ -34,9 +37,11 @@ pub use dmalane_iopt as iopt;
 pub use dmalane_link as link;
 pub use dmalane_load as load;
 pub use dmalane_mem as mem;
+pub use dmalane_trace as trace;
 pub use dmalane_uring as uring;
 pub use dmalane_vm as vm;
 
+pub use alloc_read::{AllocAndRead, AllocRead, ReadError, ReadOptions, ReadSource, Scheme, Way, read_all};
 pub use dmalane_uring::Options as FileOptions;
 pub use file::{open_as, open_file};
 pub use soft::{BadMmChannel, MmChannel, SoftChannel, SoftConfig, SoftDevice, SoftError, SoftParts};

@@ -5,7 +5,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use dmalane_addr::{CardAddr, DeviceVa, PageSize, Span};
-use dmalane_card::{Card, CardChannel, CardConfig, CardLayout, CardTables, SoftBus};
+use dmalane_card::{Card, CardChannel, CardConfig, CardLayout, CardTables, SoftBus, Workers};
 use dmalane_engine::{AddressPolicy, BalancePolicy, DeviceFar, Policy, Split};
 use dmalane_iopt::X86_64_4Level;
 use dmalane_load::{CardMemory, Device, DeviceParts};
@@ -22,7 +22,7 @@ pub type SoftParts = DeviceParts<SoftChannel, X86_64_4Level, CardTables<SoftBus>
 /// Which of the card's channels move the bytes.
 #[derive(Clone, PartialEq, Eq, Debug, Default)]
 pub enum MmChannel {
-    /// All of them, by where the bytes go; with workers also by how fast they turn out to be.
+    /// All of them, by where the bytes go; with a worker for each also by how fast they turn out to be.
     #[default]
     Auto,
     /// This one alone.
@@ -160,9 +160,8 @@ impl SoftDevice {
             return Err(SoftError::NoChannel { wanted, has: channels.len() });
         }
         let policy: Box<dyn Policy<DeviceFar>> = match mm_channel.list() {
-            // Without threads of their own, all channels are this thread: what they seem to differ in is only who is asked
-            // first.
-            [] if !card.workers => Box::new(AddressPolicy::new(driver.areas())),
+            // Without a thread for each, what channels seem to differ in is only whom a thread looks at first.
+            [] if card.workers != Workers::PerChannel => Box::new(AddressPolicy::new(driver.areas())),
             [] => Box::new(BalancePolicy::new(driver.areas())),
             list => Box::new(BalancePolicy::only(list)),
         };
@@ -175,7 +174,7 @@ impl SoftDevice {
         let range = Span::inclusive(DeviceVa::new(VA_FIRST), DeviceVa::new(VA_LAST)).expect("a constant span");
         let vm = Vm::new(range, driver.tables(tables)?)?;
         driver.set_mmu_root(root(&vm))?;
-        let inline = !card.workers;
+        let inline = card.workers == Workers::Inline;
         let invalidate = Box::new(move || Ok(driver.invalidate_mmu()?));
         let parts = DeviceParts {
             bus: bus.clone(),

@@ -27,6 +27,7 @@ const HOUSE: &[Crate] = &[
     Crate { dir: "addr",    package: "dmalane-addr",   uses: &[],                                      no_std: true },
     Crate { dir: "iopt",    package: "dmalane-iopt",   uses: &["addr"],                                no_std: true },
     Crate { dir: "vm",      package: "dmalane-vm",     uses: &["addr", "iopt"],                        no_std: true },
+    Crate { dir: "trace",   package: "dmalane-trace",  uses: &["addr", "iopt", "vm"],                  no_std: false },
     Crate { dir: "mem",     package: "dmalane-mem",    uses: &["addr", "iopt"],                        no_std: false },
     Crate { dir: "engine",  package: "dmalane-engine", uses: &["addr", "mem"],                         no_std: false },
     Crate { dir: "link",    package: "dmalane-link",   uses: &["addr", "mem", "engine"],               no_std: false },
@@ -34,13 +35,15 @@ const HOUSE: &[Crate] = &[
     Crate { dir: "card",    package: "dmalane-card",   uses: &["addr", "iopt", "mem", "engine"],       no_std: false },
     Crate { dir: "load",    package: "dmalane-load",   uses: &["addr", "iopt", "vm", "mem", "engine"], no_std: false },
     Crate { dir: "dmalane", package: "dmalane",        no_std: false,
-            uses: &["addr", "iopt", "vm", "mem", "engine", "link", "uring", "card", "load"] },
+            uses: &["addr", "iopt", "vm", "trace", "mem", "engine", "link", "uring", "card", "load"] },
+    Crate { dir: "capi",    package: "dmalane-capi",   uses: &["addr", "iopt", "vm", "dmalane"],       no_std: false },
     Crate { dir: "app",     package: "dmalane-cli",    uses: &["dmalane"],                             no_std: false },
 ];
 
 /// The files that may say `unsafe`. A new one needs a reason in its first lines and a reader for all of it.
 const UNSAFE_FILES: &[&str] = &[
     "bench/src/peers.rs",
+    "crates/capi/src/abi.rs",
     "crates/mem/src/part.rs",
     "crates/mem/src/sys.rs",
     "crates/mem/src/view.rs",

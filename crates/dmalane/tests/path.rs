@@ -85,7 +85,7 @@ fn every_setting_delivers_every_byte() {
                 (MmChannel::Only(0), Mode::Auto, false, 64 << 10),
             ] {
                 let mut soft = SoftDevice::open(SoftConfig {
-                    card: CardConfig { workers, ..CardConfig::default() },
+                    card: CardConfig { workers: workers.into(), ..CardConfig::default() },
                     host: HostConfig { fragmentation, ..HostConfig::default() },
                     mm_channel,
                     ..config(gather)

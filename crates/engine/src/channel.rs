@@ -7,6 +7,8 @@ use dmalane_addr::{Address, CardAddr, DeviceVa, FileOffset};
 use dmalane_mem::{DmaFault, Part};
 use thiserror::Error;
 
+use crate::Abilities;
+
 /// Which way the bytes go, seen from host memory.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
 pub enum Direction {
@@ -109,6 +111,15 @@ pub enum OpError {
         /// The error number.
         errno: i32,
     },
+    /// A comparison found a difference.
+    #[error("the memories differ at byte {offset}")]
+    Differs {
+        /// The first byte that differs, counted over what is compared.
+        offset: u64,
+    },
+    /// The operation was cancelled before it was done.
+    #[error("the operation was cancelled")]
+    Cancelled,
     /// The channel was stopped or reset before the operation ended.
     #[error("the channel stopped: {0}")]
     Stopped(String),
@@ -154,7 +165,13 @@ pub enum Refusal {
     /// The channel does not go this way.
     #[error("the channel does not do {0:?}")]
     Unsupported(Direction),
-    /// The channel has stopped for good.
+    /// The queue does not have this ability.
+    #[error("the channel does not do {0:?}")]
+    Unable(Abilities),
+    /// The two sides of an operation are not of the same length, or its shape does not cover them.
+    #[error("the two sides of the operation do not go together")]
+    Mismatch,
+    /// The channel has stopped: for good, or until it is restarted.
     #[error("the channel has stopped: {0}")]
     Stopped(String),
 }

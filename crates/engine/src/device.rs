@@ -1,6 +1,6 @@
 //! The far end of a card's channel.
 
-use dmalane_addr::{Address, CardAddr, DeviceVa};
+use dmalane_addr::{CardAddr, DeviceVa};
 
 use crate::{Far, Registered};
 
@@ -26,11 +26,7 @@ pub struct DeviceFar {
 
 impl Far for DeviceFar {
     fn advance(&self, bytes: u64) -> Option<Self> {
-        let at = match self.at {
-            DeviceAddr::Card(a) => DeviceAddr::Card(a.checked_add(bytes)?),
-            DeviceAddr::Va(a) => DeviceAddr::Va(a.checked_add(bytes)?),
-        };
-        Some(Self { at, via: self.via.clone() })
+        Some(Self { at: self.at.advance(bytes)?, via: self.via.clone() })
     }
 
     fn card_addr(&self) -> Option<CardAddr> {

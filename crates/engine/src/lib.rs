@@ -6,7 +6,8 @@
 //!
 //! [`Registered`] is a buffer pinned and mapped once for many transfers. [`Split`] drives several channels as one,
 //! cutting each transfer as a [`Policy`] says: by placement ([`AddressPolicy`]), or by rates that it measures
-//! ([`BalancePolicy`]). [`run`] and [`drain`] wait.
+//! ([`BalancePolicy`]). [`Fenced`] signals fences as operations end. [`run`]
+//! and [`drain`] wait.
 //!
 //! What is in flight cannot be used:
 //!
@@ -23,16 +24,32 @@ mod balance;
 mod channel;
 #[cfg(feature = "conformance")]
 pub mod conformance;
+#[cfg(feature = "conformance")]
+pub mod conformance_queue;
+mod copies;
 mod device;
+mod fenced;
+mod operation;
 mod policy;
+mod queue;
 mod registered;
+mod registry;
+mod shared;
 mod split;
+mod stats;
 mod wait;
 
 pub use balance::BalancePolicy;
 pub use channel::{Channel, Completion, Direction, Far, Limits, OpError, Refusal, Refused, Ticket, Transfer};
+pub use copies::Copies;
 pub use device::{DeviceAddr, DeviceFar};
+pub use fenced::Fenced;
+pub use operation::{Abilities, CacheHint, Ended, Gather, HostPart, Operation, Rejected, Shape, Work};
 pub use policy::{AddressPolicy, Area, Piece, Policy, Route};
+pub use queue::{Cancelled, Queue};
 pub use registered::Registered;
+pub use registry::{CopyError, Registry, RegistryError, RegistryLimits, RegistryStats};
+pub use shared::{Class, Pending, Shared};
 pub use split::{Clock, Split, WallClock};
+pub use stats::{Latency, Sampler, Stats};
 pub use wait::{RunError, drain, run};

@@ -1,9 +1,10 @@
 //! Buffers pinned and mapped once, for many transfers.
 
+use std::ops::Range;
 use std::sync::Arc;
 
 use dmalane_addr::{Access, Iova, Span};
-use dmalane_mem::{Error, HostBus, Mapping, Part, SharedBuf};
+use dmalane_mem::{Error, HostBus, Mapping, Part, Share, SharedBuf};
 
 /// A buffer that a device can reach until the last clone is dropped. Owns a share of the memory.
 #[derive(Clone, Debug)]
@@ -18,17 +19,47 @@ impl Registered {
         Ok(Self::from_mapping(bus.map(bus.pin(&buf.share())?, access)?))
     }
 
+    /// Pins some whole 4 KiB pages of a memory and maps them.
+    ///
+    /// # Errors
+    /// Those of [`HostBus::pin_range`] and [`HostBus::map`].
+    pub fn of_range(
+        bus: &(impl HostBus + ?Sized),
+        share: &Share,
+        range: Range<usize>,
+        access: Access,
+    ) -> Result<Self, Error> {
+        Ok(Self::from_mapping(bus.map(bus.pin_range(share, range)?, access)?))
+    }
+
+    /// Pins several buffers and maps them one behind the other, at contiguous IOVAs: a gather list that the device sees as one
+    /// buffer.
+    ///
+    /// # Errors
+    /// Those of [`HostBus::pin`] and [`HostBus::map_list`]; nothing stays pinned.
+    pub fn of_list(bus: &(impl HostBus + ?Sized), bufs: &[&SharedBuf], access: Access) -> Result<Self, Error> {
+        let pinned = bufs.iter().map(|buf| bus.pin(&buf.share())).collect::<Result<_, _>>()?;
+        Ok(Self::from_mapping(bus.map_list(pinned, access)?))
+    }
+
+    /// True while an operation in flight, or another clone, holds the registration too.
+    pub fn is_busy(&self) -> bool {
+        Arc::strong_count(&self.0) > 1
+    }
+
     /// From a mapping made in two steps.
     pub fn from_mapping(mapping: Mapping) -> Self {
         Self(Arc::new(mapping))
     }
 
     /// The mapping.
+    #[inline]
     pub fn mapping(&self) -> &Mapping {
         &self.0
     }
 
     /// Where the device sees a part of the buffer; `None` when the part is empty or belongs to another buffer.
+    #[inline]
     pub fn iova_of(&self, part: &Part) -> Option<Span<Iova>> {
         self.0.iova_of(part)
     }

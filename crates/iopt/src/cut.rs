@@ -8,7 +8,7 @@ use core::ops::Range;
 
 use dmalane_addr::{Access, Address, PageSize, Span};
 
-use crate::format::{Kind, entries, group_bits, index, page_size, top_leaf_level};
+use crate::format::{Kind, entries, group_bits, index, is_dirty, page_size, top_leaf_level};
 use crate::unmap::Cut;
 use crate::{Entry, Error, Format, PageTable, Tables, slots};
 
@@ -20,7 +20,7 @@ struct Whole {
 
 impl<F: Format, I: Address, O: Address, T: Tables> PageTable<F, I, O, T> {
     /// Splits the leaf that reaches across `at`, if there is one, so that a leaf starts there. What is mapped stays the
-    /// same.
+    /// same, and so does what counts as written to.
     ///
     /// `invalidate` is called once for each leaf that goes, with its span, while its entry is clear: it returns when no
     /// device remembers the leaf. Where the architecture lets a block be replaced at once (Arm's `BBML` 2, x86-64), it
@@ -34,14 +34,15 @@ impl<F: Format, I: Address, O: Address, T: Tables> PageTable<F, I, O, T> {
         let Some(cut) = self.find_cut(at.bits()) else { return Ok(()) };
         let mut spare = self.spare_tables(Cut::tables::<F>([Some(cut), None]), at.bits())?;
         self.split(at.bits(), &mut spare, |table, leaf| {
-            table.break_entries(leaf.table, leaf.entries, leaf.at, leaf.size, &mut invalidate);
+            table.break_entries(leaf.table, leaf.entries, leaf.at, leaf.size, &mut invalidate)
         });
         debug_assert!(spare.is_empty());
         Ok(())
     }
 
     /// Makes larger leaves of smaller ones within the span, wherever a table is filled by leaves that continue each other
-    /// and permit the same. Gives the number of tables that this freed. What is mapped stays the same.
+    /// and permit the same. Gives the number of tables that this freed. What is mapped stays the same; a
+    /// leaf counts as written to when one of its parts did.
     ///
     /// `invalidate` is called once for each table that goes, with the span that it translates, while its entry is clear:
     /// it returns when no device remembers the table or what it held. The table is freed then.
@@ -83,8 +84,9 @@ impl<F: Format, I: Address, O: Address, T: Tables> PageTable<F, I, O, T> {
                 let whole = first >= span.first && last <= span.last && level >= top_leaf_level::<F>();
                 if whole && let Some((out, access)) = self.as_one_leaf(next, 0..entries::<F>(level + 1), level + 1) {
                     self.break_entries(table, k..k + 1, first, size, invalidate);
+                    let dirty = (0..entries::<F>(level + 1)).any(|i| is_dirty::<F>(self.load(next, i)));
                     self.uncount_table(next, level + 1);
-                    self.write_leaves(table, k..k + 1, Kind::single(level), out, access);
+                    self.write_leaves(table, k..k + 1, Kind::single(level), (out, access), dirty);
                     freed.push(next);
                 }
             }
@@ -99,9 +101,9 @@ impl<F: Format, I: Address, O: Address, T: Tables> PageTable<F, I, O, T> {
                     && !formed
                     && let Some((out, access)) = self.as_one_leaf(table, range.clone(), level)
                 {
-                    self.break_entries(table, range.clone(), start, size, invalidate);
-                    self.leaves[Kind::single(level).slot()] -= range.len() as u64;
-                    self.write_leaves(table, range, group, out, access);
+                    let dirty = self.break_entries(table, range.clone(), start, size, invalidate);
+                    self.uncount(level, range.len() as u64, 0);
+                    self.write_leaves(table, range, group, (out, access), dirty);
                 }
             }
             if last >= span.last {
@@ -130,14 +132,13 @@ impl<F: Format, I: Address, O: Address, T: Tables> PageTable<F, I, O, T> {
 
     /// Takes the leaves of a full table off the count.
     fn uncount_table(&mut self, table: T::Addr, level: u32) {
-        let group = Kind { level, group: true };
         let entries = entries::<F>(level);
         let members = (0..entries).filter(|&i| Kind::of::<F>(level, self.load(table, i)).group).count();
-        self.leaves[Kind::single(level).slot()] -= (entries - members) as u64;
-        self.leaves[group.slot()] -= (members / group.entries::<F>()) as u64;
+        self.uncount(level, entries as u64, members as u64);
     }
 
-    /// Clears the entries of a leaf or table, and has the device forget what they were.
+    /// Clears the entries of leaves or of a table, and has the device forget what they were. True when it has written through
+    /// one of the leaves.
     fn break_entries(
         &mut self,
         table: T::Addr,
@@ -145,10 +146,14 @@ impl<F: Format, I: Address, O: Address, T: Tables> PageTable<F, I, O, T> {
         at: u64,
         size: PageSize,
         invalidate: &mut impl FnMut(Span<I>),
-    ) {
-        slots::update::<F, T>(&mut self.tables, table, range, |_| Some(0));
+    ) -> bool {
+        // Taken and not overwritten: the device may set its mark until then.
+        let take = |k| slots::clear_bits::<F, T>(&mut self.tables, table, k, u64::MAX >> (64 - 8 * F::ENTRY_BYTES));
+        let dirty = range.clone().map(take).fold(false, |dirty, old| dirty | is_dirty::<F>(old));
+        slots::clean::<F, T>(&mut self.tables, table, range);
         if let Some(span) = Span::new(I::new(at), size.bytes()) {
             invalidate(span);
         }
+        dirty
     }
 }

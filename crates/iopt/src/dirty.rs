@@ -2,7 +2,7 @@
 
 use dmalane_addr::{Address, Span};
 
-use crate::format::{Kind, index, page_size};
+use crate::format::{Kind, index, is_dirty, marked, page_size};
 use crate::{Entry, Error, Format, Leaf, PageTable, Tables, slots};
 
 impl<F: Format, I: Address, O: Address, T: Tables> PageTable<F, I, O, T> {
@@ -12,7 +12,8 @@ impl<F: Format, I: Address, O: Address, T: Tables> PageTable<F, I, O, T> {
     /// A leaf that sticks out of the span is given whole, since its mark stands for all of it; [`cut`](Self::cut) makes
     /// marks finer. Afterwards invalidate the device's translations of the span: until then it may write without setting
     /// the mark again. A leaf may count as written from the start (x86-64 and RISC-V leaves are made so, which spares the
-    /// walker the write; for devices that never set the bit it must stay so).
+    /// walker the write; for devices that never set the bit it must stay so). Arm's formats have marks only with their
+    /// parameter `DIRTY`.
     ///
     /// # Errors
     /// [`Error::NoDirtyBit`], [`Error::Misaligned`], [`Error::InputRange`].
@@ -40,12 +41,20 @@ impl<F: Format, I: Address, O: Address, T: Tables> PageTable<F, I, O, T> {
             match F::decode(level, entry) {
                 Entry::Invalid => {}
                 Entry::Table(next) => count += self.dirty_below(T::Addr::new(next), level + 1, (at, entry_last), each),
-                Entry::Leaf { out, access } if entry & F::DIRTY != 0 => {
+                Entry::Leaf { out, access } if is_dirty::<F>(entry) => {
                     // A mark on one entry of a group stands for all of it.
                     let kind = Kind::of::<F>(level, entry);
                     let start = k & !(kind.entries::<F>() - 1);
                     for i in start..start + kind.entries::<F>() {
-                        slots::clear_bits::<F, T>(&mut self.tables, table, i, F::DIRTY);
+                        if F::DIRTY_IS_CLEAR {
+                            let entry = self.load(table, i);
+                            if is_dirty::<F>(entry) {
+                                // No device writes to it in between: its mark is there already.
+                                slots::write::<F, T>(&mut self.tables, table, i, marked::<F>(entry, false));
+                            }
+                        } else {
+                            slots::clear_bits::<F, T>(&mut self.tables, table, i, F::DIRTY);
+                        }
                     }
                     slots::clean::<F, T>(&mut self.tables, table, start..start + kind.entries::<F>());
                     let size = kind.size::<F>();

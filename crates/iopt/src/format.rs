@@ -69,6 +69,8 @@ pub trait Format: Copy + Debug + 'static {
 
     /// The bit of a leaf that a device sets when it writes through it, or 0 when there is none that these tables use.
     const DIRTY: u64 = 0;
+    /// True when the device *clears* that bit, of a leaf that permits writing.
+    const DIRTY_IS_CLEAR: bool = false;
 
     /// True when a leaf can grant exactly this access.
     fn supports(access: Access) -> bool;
@@ -101,6 +103,18 @@ pub trait Format: Copy + Debug + 'static {
     /// What to program beside the tables so that a device walks them from `root`: as the documentation of the format
     /// says.
     fn registers(root: u64) -> Vec<Register>;
+}
+
+/// True when a device has written through this leaf.
+#[inline]
+pub(crate) const fn is_dirty<F: Format>(leaf: u64) -> bool {
+    F::DIRTY != 0 && (leaf & F::DIRTY == 0) == F::DIRTY_IS_CLEAR
+}
+
+/// The leaf as a device leaves it that has written through it, or has not.
+#[inline]
+pub(crate) const fn marked<F: Format>(leaf: u64, dirty: bool) -> u64 {
+    if dirty == F::DIRTY_IS_CLEAR { leaf & !F::DIRTY } else { leaf | F::DIRTY }
 }
 
 /// Position of the lowest input-address bit that `level` translates.

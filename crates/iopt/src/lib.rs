@@ -32,6 +32,10 @@
 
 extern crate alloc;
 
+// By this name `pool.rs` finds its atomics, so that `tests/interleavings.rs` can give the same source others.
+#[cfg(target_has_atomic = "64")]
+use core::sync::atomic;
+
 mod cut;
 mod dirty;
 mod error;
@@ -41,6 +45,7 @@ mod format;
 mod formats;
 mod map;
 #[cfg(target_has_atomic = "64")]
+mod pieces;
 mod pool;
 mod runs;
 mod slots;
@@ -56,7 +61,7 @@ pub use flush::FlushList;
 pub use format::{Entry, Format, MAX_LEVELS, Register};
 pub use formats::*;
 #[cfg(target_has_atomic = "64")]
-pub use pool::Pool;
+pub use pool::{Pool, Stock};
 pub use runs::{Run, Runs};
 pub use table::{Leaf, PageTable};
 pub use tables::{HeapTables, TableShape, Tables};

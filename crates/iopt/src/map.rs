@@ -1,12 +1,13 @@
 //! Mapping: a whole scatter list in one call.
 //!
 //! The walk from the root happens once per table, not once per page. Within one table all leaves have one size (a
-//! larger one can only start where the table does, but for a group). Pages are gathered from the list into a buffer, many
-//! at a time; that all their entries are free is one question, and storing them one copy. Pages that continue each other
-//! are counted and stored without a look at each.
+//! larger one can only start where the table does, but for a group). So one loop fills a table: single pages are taken
+//! straight from the list, several to a turn; pages that continue each other are counted, and that all their entries are
+//! free is one question.
 
-use core::iter::empty;
+use core::iter::{empty, once};
 use core::marker::PhantomData;
+use core::mem::{replace, take};
 use core::ops::Range;
 
 use dmalane_addr::{Access, Address, PageSize, Segment, Span};
@@ -18,10 +19,10 @@ use crate::format::{
 use crate::unmap::Detach;
 use crate::{Entry, Error, Format, PageTable, Place, Tables, slots};
 
-/// Entries gathered from a list before they are stored.
-const CHUNK: usize = 64;
-/// Pages from which on a segment is not gathered but stored by itself.
-const LONG: u64 = 16;
+/// Single pages taken from a list in one turn of the loop.
+const STEP: usize = 8;
+/// Pages that continue each other from which on it pays to ask first whether all their entries are free.
+const LONG: usize = 8;
 
 /// The tables down to where the last leaf was written, so that the next table is found from the nearest common one. Kept
 /// from call to call, and forgotten whenever tables leave the tree.
@@ -61,6 +62,7 @@ impl<F: Format, I: Address, O: Address, T: Tables> PageTable<F, I, O, T> {
     ///
     /// # Errors
     /// As [`map_sg`](Self::map_sg); the table is then as it was.
+    #[inline]
     pub fn map(&mut self, at: I, to: O, len: u64, access: Access) -> Result<(), Error> {
         // This is the call that is made for every page of somebody else's loop.
         if len == F::GRANULE.bytes() && self.map_page(at, to, access) {
@@ -72,11 +74,39 @@ impl<F: Format, I: Address, O: Address, T: Tables> PageTable<F, I, O, T> {
     #[inline(never)]
     fn map_extent(&mut self, at: I, to: O, len: u64, access: Access) -> Result<(), Error> {
         let now = checked::<F, O>(Segment { addr: to, len }).map_err(bad_segment::<F, O>)?;
+        if self.map_few(at.bits(), now, access) {
+            return Ok(());
+        }
         self.map_source(at, Source { now, ..Source::new(empty()) }, access, |_| Ok(())).map(drop)
     }
 
+    /// Maps pages within one table if nothing is in the way, as [`map_page`](Self::map_page) does one.
+    #[inline]
+    fn map_few(&mut self, at: u64, mut now: Extent, access: Access) -> bool {
+        let kind = Kind::single(F::LEVELS - 1);
+        let beyond = !(input_len::<F>() - F::GRANULE.bytes());
+        let (i, end) = (index::<F>(at, kind.level), entries::<F>(kind.level));
+        let count = run_of_pages::<F>(i, now);
+        // All of it, and neither a table full nor a group.
+        let pages = count < end
+            && count <= end - i
+            && count as u64 == now.len >> shift::<F>(kind.level)
+            && !(may_start_group::<F>(i, now.out) && count == 1 << group_bits::<F>(kind.level));
+        if !pages || !F::supports(access) || at & beyond != 0 {
+            return false;
+        }
+        let Some(table) = self.last_table(at) else { return false };
+        if self.first_taken(table, kind.level, i..i + count).is_some() {
+            return false;
+        }
+        self.write_run(table, kind, i..i + count, &mut now, encode_template::<F>(kind, access));
+        slots::clean::<F, T>(&mut self.tables, table, i..i + count);
+        self.count(kind, count as u64);
+        true
+    }
+
     /// Maps `count` pages of `size` that follow each other in both spaces, each by a leaf of exactly that size: they can
-    /// be unmapped one by one and nothing is split.
+    /// be unmapped one by one and nothing is split. (By smaller ones where [`clear`](Self::clear) has left an empty table.)
     ///
     /// # Errors
     /// [`Error::PageSize`] for a size that has no leaf; [`Error::Misaligned`] when an address is not a multiple of it;
@@ -110,6 +140,7 @@ impl<F: Format, I: Address, O: Address, T: Tables> PageTable<F, I, O, T> {
     /// [`Error::TableAddress`]: whichever comes first on the way through the list. After any of them the table is as it
     /// was. Tables that were linked for a moment are freed at once: where a device may stray into the span *during* the
     /// call, invalidate the span after a failure.
+    #[inline]
     pub fn map_sg(
         &mut self,
         at: I,
@@ -117,16 +148,13 @@ impl<F: Format, I: Address, O: Address, T: Tables> PageTable<F, I, O, T> {
         access: Access,
     ) -> Result<u64, Error> {
         let mut segments = segments.into_iter();
-        if segments.size_hint().1 == Some(1) {
-            // A list of one is no slower than a call of `map`.
-            let Some(segment) = segments.next() else { return self.map_list(at, None.into_iter(), access) };
-            let page = F::GRANULE.bytes();
-            if segment.len == page && self.map_page(at, segment.addr, access) {
-                return Ok(page);
-            }
-            return self.map_list(at, Some(segment).into_iter(), access);
+        // A list of one page is no slower than a call of `map`.
+        let one = if segments.size_hint() == (1, Some(1)) { segments.next() } else { None };
+        match one {
+            Some(Segment { addr, len }) if len == F::GRANULE.bytes() && self.map_page(at, addr, access) => Ok(len),
+            Some(segment) => self.map_list(at, once(segment), access),
+            None => self.map_list(at, segments, access),
         }
-        self.map_list(at, segments, access)
     }
 
     #[inline(never)]
@@ -149,11 +177,11 @@ impl<F: Format, I: Address, O: Address, T: Tables> PageTable<F, I, O, T> {
             return false;
         }
         self.store(table, i, F::encode_leaf(level, out, access));
-        self.leaves[Kind::single(level).slot()] += 1;
+        self.count(Kind::single(level), 1);
         true
     }
 
-    /// The table of the last level that translates `at`, if there is one.
+    /// The table of the last level that translates `at`, if there is one. The cursor goes there.
     #[inline]
     pub(crate) fn last_table(&mut self, at: u64) -> Option<T::Addr> {
         let level = F::LEVELS - 1;
@@ -161,22 +189,31 @@ impl<F: Format, I: Address, O: Address, T: Tables> PageTable<F, I, O, T> {
         if known || self.seek(at) { Some(self.cursor.path[level as usize]) } else { None }
     }
 
-    /// Moves the cursor as far down towards `at` as there are tables. True when it has come to the last level.
+    /// True when the cursor has come to the last level.
     #[inline(never)]
     fn seek(&mut self, at: u64) -> bool {
+        let last = F::LEVELS - 1;
         if T::SHARED {
             self.cursor.forget(); // another handle may have unlinked what it knows
+        } else if self.cursor.level == last && same_table::<F>(at, self.cursor.at, last - 1) {
+            // Near by, where nothing need be counted at run time.
+            self.cursor.at = at;
+            self.cursor.level = last - 1;
+            return self.descend(at, last - 1);
         }
-        let mut level = self.cursor.common_level::<F>(at);
+        self.cursor.level = self.cursor.common_level::<F>(at);
         self.cursor.at = at;
-        while level + 1 < F::LEVELS {
-            let table = self.cursor.path[level as usize];
-            let Some(next) = next_table::<F>(level, self.load(table, index::<F>(at, level))) else { break };
-            level += 1;
-            self.cursor.path[level as usize] = T::Addr::new(next);
-        }
-        self.cursor.level = level;
-        level + 1 == F::LEVELS
+        (self.cursor.level..last).all(|level| self.descend(at, level))
+    }
+
+    /// Moves the cursor from the table at `level` to the next one, if there is one.
+    #[inline]
+    fn descend(&mut self, at: u64, level: u32) -> bool {
+        let entry = self.load(self.cursor.path[level as usize], index::<F>(at, level));
+        let Some(next) = next_table::<F>(level, entry) else { return false };
+        self.cursor.level = level + 1;
+        self.cursor.path[level as usize + 1] = T::Addr::new(next);
+        true
     }
 
     /// Maps a source from `at` on, or nothing of it. Gives the number of bytes, on which `finish` has the last word.
@@ -224,13 +261,13 @@ impl<F: Format, I: Address, O: Address, T: Tables> PageTable<F, I, O, T> {
             source.limit = if at < below.1 { limit.min(below.0) } else { limit };
             let kind = source.leaf_kind(at)?;
             let level = kind.level;
-            let table = self.table_for(at, level)?;
+            let (table, blank) = self.table_for(at, level)?;
             let (done, stop) = if kind == Kind::single(F::LEVELS - 1) {
-                self.fill_pages(table, at, source, access)
+                self.fill_pages(table, at, source, access, blank)
             } else {
-                self.fill_blocks(table, kind, at, &mut source.now, access)
+                self.fill_blocks(table, kind, at, &mut source.now, access, blank)
             };
-            self.leaves[kind.slot()] += (done / kind.entries::<F>()) as u64;
+            self.count(kind, (done / kind.entries::<F>()) as u64);
             *next = at + ((done as u64) << shift::<F>(level));
             match stop {
                 None => {}
@@ -250,8 +287,8 @@ impl<F: Format, I: Address, O: Address, T: Tables> PageTable<F, I, O, T> {
         Ok(())
     }
 
-    /// Fills a table of the last level from `at` on, to its end, that of the source, or where a group may start. This is
-    /// the loop that counts. Gives the number of pages written.
+    /// Fills a table of the last level from `at` on, to its end, that of the source, or where a group may start. Gives
+    /// the number of pages written.
     #[inline]
     fn fill_pages(
         &mut self,
@@ -259,77 +296,23 @@ impl<F: Format, I: Address, O: Address, T: Tables> PageTable<F, I, O, T> {
         at: u64,
         source: &mut Source<F, O, impl Iterator<Item = Segment<O>>>,
         access: Access,
+        blank: bool,
     ) -> (usize, Option<Stop<O>>) {
         let kind = Kind::single(F::LEVELS - 1);
-        let (start, end) = (index::<F>(at, kind.level), entries::<F>(kind.level));
+        let start = index::<F>(at, kind.level);
         let template = encode_template::<F>(kind, access);
-        let mut i = start;
+        let mut next = start;
         let mut stop = None;
-        while i < end {
-            if source.now.len == 0 {
-                // No look-ahead here: whether segments continue each other makes no difference within this table.
-                if source.pending.len != 0 {
-                    source.now = core::mem::replace(&mut source.pending, Extent::EMPTY);
-                } else if !source.ended {
-                    stop = self.fill_gathered(table, &mut i, source, template);
-                }
-                if source.now.len == 0 || stop.is_some() || i == end {
-                    break;
-                }
-            }
-            if i > start && may_start_group::<F>(i, source.now.out) {
-                break; // that is decided with a look ahead
-            }
-            let count = run_of_pages::<F>(i, source.now).min(end - i);
-            if let Some(taken) = self.first_taken(table, kind.level, i..i + count) {
-                stop = Some(Stop::Taken(taken));
-                break;
-            }
-            self.write_run(table, kind, i..i + count, &mut source.now, template);
-            i += count;
+        let done = slots::edit::<F, T>(&mut self.tables, table, start..entries::<F>(kind.level), |entries| {
+            let count;
+            (count, stop) = source.fill(entries, next, next == start, template, blank);
+            next += count;
+            count
+        });
+        if done > 0 {
+            slots::clean::<F, T>(&mut self.tables, table, start..start + done);
         }
-        if i > start {
-            slots::clean::<F, T>(&mut self.tables, table, start..i);
-        }
-        (i - start, stop)
-    }
-
-    /// Stores entries from the list in chunks, as long as its segments are short. `i` moves along.
-    #[inline]
-    fn fill_gathered(
-        &mut self,
-        table: T::Addr,
-        i: &mut usize,
-        source: &mut Source<F, O, impl Iterator<Item = Segment<O>>>,
-        template: u64,
-    ) -> Option<Stop<O>> {
-        let level = F::LEVELS - 1;
-        let (end, group) = (entries::<F>(level), 1usize << group_bits::<F>(level));
-        let mut buffer = [0; CHUNK];
-        while *i < end {
-            let mut room = CHUNK.min(end - *i);
-            if group > 1 {
-                if i.is_multiple_of(group) {
-                    // A group may start here: look at the segment first.
-                    match source.next_extent() {
-                        Ok(true) if !may_start_group::<F>(*i, source.now.out) => {}
-                        Ok(_) => return None,
-                        Err(segment) => return Some(Stop::BadSegment(segment)),
-                    }
-                }
-                room = room.min(group - *i % group);
-            }
-            let (count, bad) = source.gather(&mut buffer[..room], template);
-            if let Some(taken) = self.first_taken(table, level, *i..*i + count) {
-                return Some(Stop::Taken(taken));
-            }
-            slots::put::<F, T>(&mut self.tables, table, *i, &buffer[..count]);
-            *i += count;
-            if bad.is_some() || count < room {
-                return bad.map(Stop::BadSegment);
-            }
-        }
-        None
+        (done, stop)
     }
 
     /// Fills a table with as many leaves of this kind as fit and the extent has. Gives the number of entries written.
@@ -341,6 +324,7 @@ impl<F: Format, I: Address, O: Address, T: Tables> PageTable<F, I, O, T> {
         at: u64,
         now: &mut Extent,
         access: Access,
+        blank: bool,
     ) -> (usize, Option<Stop<O>>) {
         let level = kind.level;
         let page = page_size::<F>(level).bytes();
@@ -352,7 +336,16 @@ impl<F: Format, I: Address, O: Address, T: Tables> PageTable<F, I, O, T> {
         } else if group > 1 && (at ^ now.out) & (page * group as u64 - 1) == 0 {
             count = count.min(group - first % group); // where the next group may start, look again
         }
-        let taken = self.first_taken(table, level, first..first + count);
+        if count == 1 {
+            // A leaf in a list of such, or a call for each.
+            if F::decode(level, self.load(table, first)) != Entry::Invalid {
+                return (0, Some(Stop::Taken(first)));
+            }
+            self.store(table, first, F::encode_leaf(level, now.out, access));
+            now.skip(page);
+            return (1, None);
+        }
+        let taken = if blank { None } else { self.first_taken(table, level, first..first + count) };
         if let Some(taken) = taken {
             count = taken - first;
             if kind.group {
@@ -372,38 +365,33 @@ impl<F: Format, I: Address, O: Address, T: Tables> PageTable<F, I, O, T> {
         let page = page_size::<F>(kind.level).bytes();
         let mut out = now.out;
         now.skip(range.len() as u64 * page);
-        slots::rewrite::<F, T>(&mut self.tables, table, range, |_| {
-            let entry = template | encode_output::<F>(kind, out);
-            out += page;
-            Some(entry)
+        slots::edit::<F, T>(&mut self.tables, table, range, |entries| {
+            write_entries::<F>(entries, kind, out, template);
+            out += entries.len() as u64 * page;
+            entries.len()
         });
     }
 
     /// The first entry of the range that is in use.
     #[inline]
-    fn first_taken(&self, table: T::Addr, level: u32, range: Range<usize>) -> Option<usize> {
+    fn first_taken(&self, table: T::Addr, level: u32, mut range: Range<usize>) -> Option<usize> {
         if slots::is_zero::<F, T>(&self.tables, table, range.clone()) {
             return None;
         }
-        self.first_valid(table, level, range)
-    }
-
-    #[cold]
-    fn first_valid(&self, table: T::Addr, level: u32, mut range: Range<usize>) -> Option<usize> {
         range.find(|&i| F::decode(level, self.load(table, i)) != Entry::Invalid)
     }
 
-    /// The table at `level` that translates `at`, made if need be.
+    /// The table at `level` that translates `at`, made if need be, and whether it is blank: just made, and nobody else's.
     #[inline]
-    fn table_for(&mut self, at: u64, level: u32) -> Result<T::Addr, Error> {
-        if self.cursor.level != level || !same_table::<F>(at, self.cursor.at, level) {
-            self.move_cursor(at, level)?;
-        }
-        Ok(self.cursor.path[level as usize])
+    fn table_for(&mut self, at: u64, level: u32) -> Result<(T::Addr, bool), Error> {
+        let known = self.cursor.level == level && same_table::<F>(at, self.cursor.at, level);
+        let blank = !known && self.move_cursor(at, level)?;
+        Ok((self.cursor.path[level as usize], blank))
     }
 
     #[inline(never)] // once per table
-    fn move_cursor(&mut self, at: u64, level: u32) -> Result<(), Error> {
+    fn move_cursor(&mut self, at: u64, level: u32) -> Result<bool, Error> {
+        let mut blank = false;
         let mut l = self.cursor.common_level::<F>(at).min(level);
         while l < level {
             let (table, i) = (self.cursor.path[l as usize], index::<F>(at, l));
@@ -418,6 +406,7 @@ impl<F: Format, I: Address, O: Address, T: Tables> PageTable<F, I, O, T> {
                     match slots::install::<F, T>(&mut self.tables, table, i, F::encode_table(l, next.bits())) {
                         Ok(()) => {
                             self.made.push(at & !(F::GRANULE.bytes() - 1) | u64::from(l + 1));
+                            blank = !T::SHARED;
                             next
                         }
                         Err(there) => {
@@ -435,7 +424,7 @@ impl<F: Format, I: Address, O: Address, T: Tables> PageTable<F, I, O, T> {
             self.cursor.path[l as usize] = next;
         }
         (self.cursor.level, self.cursor.at) = (level, at);
-        Ok(())
+        Ok(blank)
     }
 
     /// The lowest address of this page that is mapped. (The entry in use may be a table with only its last page mapped,
@@ -450,7 +439,7 @@ impl<F: Format, I: Address, O: Address, T: Tables> PageTable<F, I, O, T> {
     fn undo(&mut self, first: u64, next: u64) {
         self.cursor.forget();
         if next > first {
-            self.clear_span(first, next - 1, Detach::Nothing);
+            self.clear_span(first, next - 1, Detach::Nothing, &mut alloc::vec::Vec::new());
         }
         while let Some(made) = self.made.pop() {
             let (at, level) = (made & !(F::GRANULE.bytes() - 1), made as u32 & (F::GRANULE.bytes() - 1) as u32);
@@ -523,9 +512,8 @@ const fn not_a_page<F: Format>() -> u64 {
 
 /// The segments, checked one by one, and what has been taken from them but not used.
 pub(crate) struct Source<F, O, S> {
-    segments: S,
-    /// The list has said that it is at its end.
-    ended: bool,
+    /// What is left of the list; `None` once it has said that it is at its end.
+    segments: Option<S>,
     /// The extent in work.
     pub(crate) now: Extent,
     /// A segment that was looked at and does not continue `now`.
@@ -538,7 +526,13 @@ pub(crate) struct Source<F, O, S> {
 impl<F: Format, O: Address, S: Iterator<Item = Segment<O>>> Source<F, O, S> {
     #[inline]
     pub(crate) fn new(segments: S) -> Self {
-        Self { segments, ended: false, now: Extent::EMPTY, pending: Extent::EMPTY, limit: u64::MAX, kinds: PhantomData }
+        Self {
+            segments: Some(segments),
+            now: Extent::EMPTY,
+            pending: Extent::EMPTY,
+            limit: u64::MAX,
+            kinds: PhantomData,
+        }
     }
 
     /// Sees to it that there is something in `now`; false at the end.
@@ -580,62 +574,175 @@ impl<F: Format, O: Address, S: Iterator<Item = Segment<O>>> Source<F, O, S> {
     #[inline]
     pub(crate) fn take(&mut self) -> Option<Result<Extent, Segment<O>>> {
         if self.pending.len != 0 {
-            return Some(Ok(core::mem::replace(&mut self.pending, Extent::EMPTY)));
+            return Some(Ok(replace(&mut self.pending, Extent::EMPTY)));
         }
-        if self.ended {
-            return None;
+        let next = self.segments.as_mut()?.next();
+        if next.is_none() {
+            self.segments = None;
         }
-        let next = self.segments.next();
-        self.ended = next.is_none();
         next.map(checked::<F, O>)
     }
 
-    /// Entries of single pages for what is left of `now`, then for segments that are not long, until the buffer is full.
-    /// Gives their number, and the segment that cannot be mapped, if there is one. A long segment is left in `now`.
+    /// Puts pages into entries of the last level, of which the first has index `first`, until they are full, the source is
+    /// at its end, or a group may start (other than with the first page, if that was `decided`). Gives the number of
+    /// entries written.
     #[inline]
-    fn gather(&mut self, buffer: &mut [u64], template: u64) -> (usize, Option<Segment<O>>) {
-        let kind = Kind::single(F::LEVELS - 1);
-        let page = F::GRANULE.bytes();
-        let mut count = 0;
-        loop {
-            for slot in buffer[count..].iter_mut() {
-                if self.now.len == 0 {
-                    break;
-                }
-                *slot = template | encode_output::<F>(kind, self.now.out);
-                self.now.skip(page);
-                count += 1;
-            }
-            // Single pages are most of most lists.
-            let mut odd = None;
-            for slot in buffer[count..].iter_mut() {
-                match self.segments.next() {
-                    Some(s) if s.len == page && s.addr.bits() & not_a_page::<F>() == 0 => {
-                        *slot = template | encode_output::<F>(kind, s.addr.bits());
-                        count += 1;
+    fn fill(
+        &mut self,
+        entries: &mut [u64],
+        first: usize,
+        decided: bool,
+        template: u64,
+        blank: bool,
+    ) -> (usize, Option<Stop<O>>) {
+        let end = first + entries.len();
+        let mut rest = entries;
+        let stop = loop {
+            // No look-ahead here: whether segments continue each other makes no difference within this table.
+            if self.now.len == 0 {
+                if self.pending.len != 0 {
+                    self.now = replace(&mut self.pending, Extent::EMPTY);
+                } else {
+                    let next = match blank {
+                        true => self.fill_short::<true>(&mut rest, end, template),
+                        false => self.fill_short::<false>(&mut rest, end, template),
+                    };
+                    match next.map(checked::<F, O>) {
+                        None => break None,
+                        Some(Ok(extent)) => self.now = extent,
+                        Some(Err(segment)) => break Some(Stop::BadSegment(segment)),
                     }
-                    next => {
-                        odd = Some(next);
-                        break;
-                    }
                 }
             }
-            match odd {
-                None => return (count, None), // full
-                Some(None) => {
-                    self.ended = true;
-                    return (count, None);
-                }
-                Some(Some(segment)) => match checked::<F, O>(segment) {
-                    Err(segment) => return (count, Some(segment)),
-                    Ok(extent) => self.now = extent,
-                },
+            let i = end - rest.len();
+            if may_start_group::<F>(i, self.now.out) && !(decided && i == first) {
+                break None; // that is decided with a look ahead
             }
-            if self.now.len >= LONG * page {
-                return (count, None);
+            let count = run_of_pages::<F>(i, self.now).min(rest.len());
+            if let Err(free) = write_pages::<F>(&mut rest[..count], self.now.out, template, blank) {
+                break Some(Stop::Taken(i + free));
             }
-        }
+            self.now.skip((count as u64) << shift::<F>(F::LEVELS - 1));
+            rest = &mut rest[count..];
+            if rest.is_empty() {
+                break None;
+            }
+        };
+        (end - rest.len() - first, stop)
     }
+
+    /// Puts short segments into entries, of which the last has index `end - 1`, straight from the list: the loop that
+    /// counts. Gives a segment that is something else, or that was better looked at more closely; `None` when the entries
+    /// are full or the list is at its end.
+    #[inline(never)] // with all that surrounds it, the loop would not fit into the registers
+    fn fill_short<const BLANK: bool>(
+        &mut self,
+        rest: &mut &mut [u64],
+        end: usize,
+        template: u64,
+    ) -> Option<Segment<O>> {
+        let page = Kind::single(F::LEVELS - 1);
+        let mut segments = self.segments.take()?;
+        let mut entries = take(rest);
+        let other = loop {
+            // Single pages are most of most lists: several to a turn.
+            let next = 'turns: loop {
+                let i = end - entries.len();
+                let Some(some) = entries.first_chunk_mut::<STEP>() else {
+                    break if i == end { None } else { segments.next() };
+                };
+                for k in 0..STEP {
+                    match segments.next() {
+                        Some(Segment { addr, len })
+                            if len == F::GRANULE.bytes()
+                                && addr.bits() & not_a_page::<F>() == 0
+                                && (BLANK || some[k] == 0)
+                                && !may_start_group::<F>(i + k, addr.bits()) =>
+                        {
+                            some[k] = template | encode_output::<F>(page, addr.bits());
+                        }
+                        other => {
+                            entries = &mut entries[k..];
+                            break 'turns other;
+                        }
+                    }
+                }
+                entries = &mut entries[STEP..];
+            };
+            let Some(segment) = next else { break None };
+            let Ok(extent) = checked::<F, O>(segment) else { break Some(segment) };
+            let i = end - entries.len();
+            let count = (extent.len >> shift::<F>(page.level)) as usize;
+            let simple = count <= entries.len().min(LONG)
+                && !may_start_group::<F>(i, extent.out)
+                && run_of_pages::<F>(i, extent) == count;
+            if !simple || write_pages::<F>(&mut entries[..count], extent.out, template, BLANK).is_err() {
+                break Some(segment);
+            }
+            entries = &mut entries[count..];
+        };
+        if other.is_some() || entries.is_empty() {
+            self.segments = Some(segments);
+        }
+        *rest = entries;
+        other
+    }
+}
+
+/// Puts pages that continue each other into entries if all of these are free; else gives the index of the first that is
+/// not, and writes nothing.
+#[inline]
+fn write_pages<F: Format>(entries: &mut [u64], out: u64, template: u64, blank: bool) -> Result<(), usize> {
+    let kind = Kind::single(F::LEVELS - 1);
+    if entries.len() > LONG {
+        return write_many::<F>(entries, kind, out, template, blank);
+    }
+    if !blank && let Some(taken) = entries.iter().position(|&entry| entry != 0 && is_taken::<F>(entry, kind.level)) {
+        return Err(taken);
+    }
+    let mut out = out;
+    for entry in entries {
+        *entry = template | encode_output::<F>(kind, out);
+        out += F::GRANULE.bytes();
+    }
+    Ok(())
+}
+
+/// The same with one question for all of them, which pays from some length on.
+#[inline(never)]
+fn write_many<F: Format>(entries: &mut [u64], kind: Kind, out: u64, template: u64, blank: bool) -> Result<(), usize> {
+    if !blank
+        && entries.iter().fold(0, |all, entry| all | entry) != 0
+        && let Some(taken) = entries.iter().position(|&entry| is_taken::<F>(entry, kind.level))
+    {
+        return Err(taken);
+    }
+    write_entries::<F>(entries, kind, out, template);
+    Ok(())
+}
+
+/// Writes entries of one kind that map from `out` on.
+#[inline]
+fn write_entries<F: Format>(entries: &mut [u64], kind: Kind, out: u64, template: u64) {
+    let page = page_size::<F>(kind.level).bytes();
+    let entry_at = |k: u64| template | encode_output::<F>(kind, out + k * page);
+    let last = (entries.len() as u64).saturating_sub(1);
+    let (first, step) = (entry_at(0), entry_at(1).wrapping_sub(entry_at(0)));
+    if entry_at(last) == first.wrapping_add(last.wrapping_mul(step)) {
+        // The address lies in the entry in one piece, or does not leave one: entries count up as it does.
+        let mut next = first;
+        for entry in entries {
+            *entry = next;
+            next = next.wrapping_add(step);
+        }
+    } else {
+        (0..).zip(entries).for_each(|(k, entry)| *entry = entry_at(k));
+    }
+}
+
+#[cold]
+fn is_taken<F: Format>(entry: u64, level: u32) -> bool {
+    F::decode(level, entry) != Entry::Invalid
 }
 
 /// The extent of a segment that can be mapped, or the segment itself.

@@ -1,17 +1,19 @@
 //! Tables in memory that somebody else owns, shared by threads.
 
+use alloc::vec::Vec;
 use core::fmt;
 use core::ops::Range;
-use core::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 
 use dmalane_addr::Address;
 
+use crate::atomic::{AtomicU64, AtomicUsize, Ordering};
 use crate::{Format, TableShape, Tables};
 
 /// Tables in a slice of words: a guest's memory, a region set aside at boot, or a `Vec` of the worst case.
 ///
 /// `&Pool` is the [`Tables`]. Copies of it serve threads at the same time ([`PageTable::attach`](crate::PageTable::attach)),
 /// without a lock: tables that were never used are counted off, freed ones are a stack linked through their first words.
+/// Threads that free and take tables all the time each want a [`Stock`] of their own in front of that.
 /// Entries are stored in the machine's byte order, which is the devices' on little-endian ones.
 ///
 /// ```
@@ -37,6 +39,13 @@ pub struct Pool<'m, A> {
     base: A,
     shape: TableShape,
     words: &'m [AtomicU64],
+    counters: Counters,
+}
+
+/// What changes with every table that is taken or freed: on cache lines of its own, since every access to an entry reads
+/// what stands beside it. (Two lines: processors fetch them in pairs.)
+#[repr(align(128))]
+struct Counters {
     /// Slots that were ever taken.
     fresh: AtomicUsize,
     /// The stack of freed slots: in the low half the top one plus 1, in the high half a number that changes with every
@@ -49,14 +58,19 @@ impl<'m, A: Address> Pool<'m, A> {
     /// Tables for format `F` in `words`, which a device finds at `base`. What the words hold does not matter. Memory from
     /// 2^32 - 1 tables up is not used.
     pub fn new<F: Format>(base: A, words: &'m [AtomicU64]) -> Self {
-        let zero = AtomicUsize::new(0);
         let shape = TableShape::of::<F>();
-        Self { base, shape, words, fresh: zero, freed: AtomicU64::new(0), in_use: AtomicUsize::new(0) }
+        let counters = Counters { fresh: AtomicUsize::new(0), freed: AtomicU64::new(0), in_use: AtomicUsize::new(0) };
+        Self { base, shape, words, counters }
     }
 
-    /// Tables in use; a root counts as one for each table that would fit in it.
+    /// An empty [`Stock`] that keeps up to `keep` tables.
+    pub fn stock(&'m self, keep: usize) -> Stock<'m, A> {
+        Stock { pool: self, tables: Vec::new(), keep, reserved: 0 }
+    }
+
+    /// Tables in use or in a [`Stock`]; a root counts as one for each table that would fit in it.
     pub fn in_use(&self) -> usize {
-        self.in_use.load(Ordering::Relaxed)
+        self.counters.in_use.load(Ordering::Relaxed)
     }
 
     /// Tables that fit in all.
@@ -81,31 +95,41 @@ impl<'m, A: Address> Pool<'m, A> {
         (table.bits().wrapping_sub(self.base.bits()) / 8) as usize
     }
 
-    /// The address of `count` slots that follow each other, all zero.
-    fn zeroed(&self, slot: usize, count: usize) -> Option<A> {
+    /// The address of `count` slots that follow each other and are in use from now on.
+    fn address(&self, slot: usize, count: usize) -> Option<A> {
         let bytes = self.shape.table.bytes();
         let first = self.base.checked_add((slot as u64).checked_mul(bytes)?)?;
         first.checked_add(count as u64 * bytes - 1)?;
-        for word in &self.words[slot * self.table_words()..][..count * self.table_words()] {
+        self.counters.in_use.fetch_add(count, Ordering::Relaxed);
+        Some(first)
+    }
+
+    /// A table with whatever it holds.
+    fn take(&self) -> Option<A> {
+        let slot = self.pop().or_else(|| self.take_fresh(1))?;
+        self.address(slot, 1)
+    }
+
+    /// Zeroes tables from the one with this first word on.
+    fn zero(&self, first: usize, tables: usize) {
+        for word in &self.words[first..][..tables * self.table_words()] {
             word.store(0, Ordering::Relaxed); // seen with the link to the table, which is a release
         }
-        self.in_use.fetch_add(count, Ordering::Relaxed);
-        Some(first)
     }
 
     /// Takes slots that were never used.
     fn take_fresh(&self, count: usize) -> Option<usize> {
         let enough = |fresh: usize| fresh.checked_add(count).filter(|end| *end <= self.limit());
-        self.fresh.fetch_update(Ordering::Relaxed, Ordering::Relaxed, enough).ok()
+        self.counters.fresh.fetch_update(Ordering::Relaxed, Ordering::Relaxed, enough).ok()
     }
 
     fn push(&self, slot: usize) {
         let link = &self.words[slot * self.table_words()];
-        let mut top = self.freed.load(Ordering::Relaxed);
+        let mut top = self.counters.freed.load(Ordering::Relaxed);
         loop {
             link.store(top & u64::from(u32::MAX), Ordering::Relaxed);
             let new = ((top >> 32).wrapping_add(1) << 32) | (slot as u64 + 1);
-            match self.freed.compare_exchange_weak(top, new, Ordering::Release, Ordering::Relaxed) {
+            match self.counters.freed.compare_exchange_weak(top, new, Ordering::Release, Ordering::Relaxed) {
                 Ok(_) => return,
                 Err(now) => top = now,
             }
@@ -113,13 +137,13 @@ impl<'m, A: Address> Pool<'m, A> {
     }
 
     fn pop(&self) -> Option<usize> {
-        let mut top = self.freed.load(Ordering::Acquire);
+        let mut top = self.counters.freed.load(Ordering::Acquire);
         loop {
             let slot = (top & u64::from(u32::MAX)).checked_sub(1)? as usize;
             // If somebody takes the slot now, this is not a link: but then the number has changed.
             let link = self.words[slot * self.table_words()].load(Ordering::Relaxed) & u64::from(u32::MAX);
             let new = ((top >> 32).wrapping_add(1) << 32) | link;
-            match self.freed.compare_exchange_weak(top, new, Ordering::Acquire, Ordering::Acquire) {
+            match self.counters.freed.compare_exchange_weak(top, new, Ordering::Acquire, Ordering::Acquire) {
                 Ok(_) => return Some(slot),
                 Err(now) => top = now,
             }
@@ -128,7 +152,7 @@ impl<'m, A: Address> Pool<'m, A> {
 
     fn give_back(&self, table: A, count: usize) {
         let slot = self.first(table) / self.table_words();
-        self.in_use.fetch_sub(count, Ordering::Relaxed);
+        self.counters.in_use.fetch_sub(count, Ordering::Relaxed);
         (slot..slot + count).for_each(|slot| self.push(slot));
     }
 
@@ -158,8 +182,9 @@ impl<A: Address> Tables for &Pool<'_, A> {
         if count == 1 {
             return self.allocate();
         }
-        let slot = self.take_fresh(count)?;
-        self.zeroed(slot, count)
+        let root = self.address(self.take_fresh(count)?, count)?;
+        self.zero(self.first(root), count);
+        Some(root)
     }
 
     fn free_root(&mut self, root: A) {
@@ -167,8 +192,9 @@ impl<A: Address> Tables for &Pool<'_, A> {
     }
 
     fn allocate(&mut self) -> Option<A> {
-        let slot = self.pop().or_else(|| self.take_fresh(1))?;
-        self.zeroed(slot, 1)
+        let table = self.take()?;
+        self.zero(self.first(table), 1);
+        Some(table)
     }
 
     /// # Panics
@@ -215,8 +241,151 @@ impl<A: Address> Tables for &Pool<'_, A> {
         len
     }
 
+    /// # Panics
+    /// When the address is not that of a table.
+    #[inline]
+    fn edit(&mut self, table: A, range: Range<usize>, mut each: impl FnMut(&mut [u64]) -> usize) -> usize {
+        let first = self.first(table);
+        let words = &self.words[first + range.start..first + range.end];
+        let mut buffer = [0; 16];
+        let mut done = 0;
+        // Two cache lines at a time: those behind may be another thread's.
+        for piece in words.chunks(16) {
+            let buffer = &mut buffer[..piece.len()];
+            buffer.iter_mut().zip(piece).for_each(|(copy, word)| *copy = word.load(Ordering::Acquire));
+            let changed = each(buffer);
+            buffer[..changed].iter().zip(piece).for_each(|(copy, word)| word.store(*copy, Ordering::Release));
+            done += changed;
+            if changed < piece.len() {
+                break;
+            }
+        }
+        done
+    }
+
     /// Tables are there or not: this promises them as long as no other handle takes them.
     fn reserve(&mut self, tables: usize) -> bool {
         self.limit().checked_sub(self.in_use()).is_some_and(|left| tables <= left)
+    }
+}
+
+/// One handle's stock of tables, in front of a [`Pool`]: made by [`Pool::stock`] for
+/// [`PageTable::attach`](crate::PageTable::attach), one for each thread.
+///
+/// It takes tables that lie side by side, keeps freed ones and hands them out again: so a table, and what a processor
+/// fetches ahead behind it, stays in the caches of one processor, and the threads seldom meet at the pool
+/// (`docs/bench/threads.md` has figures). What it keeps, no other handle can have; dropping it gives all back. With a
+/// stock, [`reserve`](Tables::reserve) is a promise that no other handle can break.
+#[derive(Debug)]
+pub struct Stock<'p, A: Address> {
+    pool: &'p Pool<'p, A>,
+    /// Tables at hand, not zeroed; the last one was used last.
+    tables: Vec<A>,
+    /// How many of them stay.
+    keep: usize,
+    /// How many must.
+    reserved: usize,
+}
+
+impl<A: Address> Stock<'_, A> {
+    /// Takes half a stock that was never used, where there is one: at the end of a table processors fetch ahead from the
+    /// next, which had better be this thread's too.
+    fn take_neighbours(&mut self) {
+        let count = self.keep / 2;
+        if count > 0
+            && let Some(slot) = self.pool.take_fresh(count)
+        {
+            let tables = (slot..slot + count).rev().map_while(|slot| self.pool.address(slot, 1));
+            self.tables.extend(tables);
+        }
+    }
+
+    /// Gives back all but so many, those that were used longest ago.
+    fn shrink(&mut self, to: usize) {
+        let surplus = self.tables.len().saturating_sub(to);
+        for table in self.tables.drain(..surplus) {
+            self.pool.give_back(table, 1);
+        }
+    }
+}
+
+impl<A: Address> Drop for Stock<'_, A> {
+    fn drop(&mut self) {
+        self.shrink(0);
+    }
+}
+
+impl<A: Address> Tables for Stock<'_, A> {
+    type Addr = A;
+    const SHARED: bool = true;
+
+    fn prepare(&mut self, shape: TableShape) -> bool {
+        self.pool.prepare(shape)
+    }
+
+    fn allocate_root(&mut self) -> Option<A> {
+        self.pool.allocate_root()
+    }
+
+    fn free_root(&mut self, root: A) {
+        self.pool.free_root(root);
+    }
+
+    fn allocate(&mut self) -> Option<A> {
+        self.reserved = self.reserved.saturating_sub(1);
+        if self.tables.is_empty() {
+            self.take_neighbours();
+        }
+        let Some(table) = self.tables.pop() else { return self.pool.allocate() };
+        self.pool.zero(self.pool.first(table), 1);
+        Some(table)
+    }
+
+    fn free(&mut self, table: A) {
+        self.tables.push(table);
+        // Half of them, so that the next calls have room and need not come here.
+        if self.tables.len() > self.keep.max(self.reserved) {
+            self.shrink(self.reserved.max(self.keep / 2));
+        }
+    }
+
+    #[inline]
+    fn load(&self, table: A, index: usize) -> u64 {
+        self.pool.load(table, index)
+    }
+
+    #[inline]
+    fn store(&mut self, table: A, index: usize, entry: u64) {
+        self.pool.store(table, index, entry);
+    }
+
+    fn install(&mut self, table: A, index: usize, entry: u64) -> Result<(), u64> {
+        self.pool.install(table, index, entry)
+    }
+
+    fn clear_bits(&mut self, table: A, index: usize, bits: u64) -> u64 {
+        self.pool.clear_bits(table, index, bits)
+    }
+
+    #[inline]
+    fn update(&mut self, table: A, range: Range<usize>, each: impl FnMut(u64) -> Option<u64>) -> usize {
+        self.pool.update(table, range, each)
+    }
+
+    #[inline]
+    fn edit(&mut self, table: A, range: Range<usize>, each: impl FnMut(&mut [u64]) -> usize) -> usize {
+        self.pool.edit(table, range, each)
+    }
+
+    fn reserve(&mut self, tables: usize) -> bool {
+        while self.tables.len() < tables {
+            let Some(table) = self.pool.take() else {
+                self.shrink(self.keep.max(self.reserved));
+                return false;
+            };
+            self.tables.push(table);
+        }
+        self.reserved = tables;
+        true
     }
 }

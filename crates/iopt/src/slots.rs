@@ -5,6 +5,7 @@
 
 use core::ops::Range;
 
+use crate::pieces::in_pieces;
 use crate::{Format, Tables};
 
 /// Which bits of which word an entry is, for formats with 4-byte entries.
@@ -80,15 +81,18 @@ pub(crate) fn write<F: Format, T: Tables>(tables: &mut T, table: T::Addr, index:
     tables.store(table, word, others | entry << shift);
 }
 
-/// [`Tables::put`] for entries that will be cleaned together with others.
+/// [`Tables::edit`] for entries that will be cleaned together with others.
 #[inline]
-pub(crate) fn put<F: Format, T: Tables>(tables: &mut T, table: T::Addr, index: usize, entries: &[u64]) {
+pub(crate) fn edit<F: Format, T: Tables>(
+    tables: &mut T,
+    table: T::Addr,
+    range: Range<usize>,
+    each: impl FnMut(&mut [u64]) -> usize,
+) -> usize {
     if F::ENTRY_BYTES == 8 {
-        return tables.put(table, index, entries);
+        return tables.edit(table, range, each);
     }
-    for (k, entry) in entries.iter().enumerate() {
-        write::<F, T>(tables, table, index + k, *entry);
-    }
+    in_pieces(tables, range, |t, i| load::<F, T>(t, table, i), |t, i, entry| write::<F, T>(t, table, i, entry), each)
 }
 
 /// [`Tables::update`] for entries, cleaned.
@@ -107,9 +111,8 @@ pub(crate) fn update<F: Format, T: Tables>(
     done
 }
 
-/// [`Tables::update`] for entries that will be cleaned together with others.
 #[inline]
-pub(crate) fn rewrite<F: Format, T: Tables>(
+fn rewrite<F: Format, T: Tables>(
     tables: &mut T,
     table: T::Addr,
     range: Range<usize>,

@@ -5,7 +5,9 @@ use core::marker::PhantomData;
 
 use dmalane_addr::{Access, Address, PageSize, Span};
 
-use crate::format::{Kind, entries, geometry_is_sound, group_bits, index, input_len, shift, top_leaf_level};
+use crate::format::{
+    Kind, entries, geometry_is_sound, group_bits, index, input_len, next_table, shift, top_leaf_level,
+};
 use crate::map::Cursor;
 use crate::{Entry, Error, FlushList, Format, Place, Register, Runs, TableShape, Tables, slots};
 
@@ -113,36 +115,56 @@ impl<F: Format, I: Address, O: Address, T: Tables> PageTable<F, I, O, T> {
         self.tables
     }
 
+    /// [`Tables::reserve`], and what the page table itself needs beside: after `true`, calls that take so many tables
+    /// together cannot fail for want of memory.
+    pub fn reserve(&mut self, tables: usize) -> bool {
+        self.made.clear();
+        self.made.try_reserve(tables).is_ok() && self.tables.reserve(tables)
+    }
+
     /// Frees what an unmap detached.
     ///
     /// Call it only after the device has forgotten [`FlushList::span`]: until then its walker may still read these
     /// tables. The list must come from this page table.
+    #[inline]
     pub fn free_tables(&mut self, list: FlushList<I, T::Addr>) {
-        for table in list.tables {
-            self.tables.free(table);
+        if !list.tables.is_empty() {
+            self.free_detached(list.tables);
         }
     }
 
+    /// The same for tables that [`clear_into`](Self::clear_into) and [`prune_into`](Self::prune_into) detached.
+    #[inline(never)] // most lists have none
+    pub fn free_detached(&mut self, tables: impl IntoIterator<Item = T::Addr>) {
+        tables.into_iter().for_each(|table| self.tables.free(table));
+    }
+
     /// The leaf that translates `at`, or `None` where nothing is mapped and beyond the input range.
-    #[inline]
+    #[inline(always)]
     pub fn lookup(&self, at: I) -> Option<Leaf<I, O>> {
         let bits = at.bits();
         if bits >= input_len::<F>() {
             return None;
         }
         let mut table = self.root;
-        for level in 0..F::LEVELS {
+        // On the way down nothing but the next table is asked for.
+        for level in 0..F::LEVELS - 1 {
             let entry = self.load(table, index::<F>(bits, level));
-            match F::decode(level, entry) {
-                Entry::Invalid => return None,
-                Entry::Table(next) => table = T::Addr::new(next),
-                Entry::Leaf { out, access } => {
-                    let size = Kind::of::<F>(level, entry).size::<F>();
-                    return Some(Leaf { at: at.align_down(size), to: O::new(out), size, access });
-                }
+            match next_table::<F>(level, entry) {
+                Some(next) => table = T::Addr::new(next),
+                None => return Self::leaf(at, level, entry),
             }
         }
-        None
+        let level = F::LEVELS - 1;
+        Self::leaf(at, level, self.load(table, index::<F>(bits, level)))
+    }
+
+    /// The leaf around `at` that an entry found at `level` is, or is part of.
+    #[inline]
+    fn leaf(at: I, level: u32, entry: u64) -> Option<Leaf<I, O>> {
+        let Entry::Leaf { out, access } = F::decode(level, entry) else { return None };
+        let size = Kind::of::<F>(level, entry).size::<F>();
+        Some(Leaf { at: at.align_down(size), to: O::new(out), size, access })
     }
 
     /// The leaves within `span` in ascending order, the first and last clipped to it. Each step goes from leaf to leaf

@@ -8,6 +8,7 @@ use dmalane_addr::{Address, PageSize};
 
 use crate::Format;
 use crate::format::entries;
+use crate::pieces::in_pieces;
 
 /// The sizes of a format's tables. All but the root have one size.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -79,16 +80,6 @@ pub trait Tables {
     /// Replaces the word at `index`, by one 64-bit write as far as a device can see.
     fn store(&mut self, table: Self::Addr, index: usize, entry: u64);
 
-    /// Replaces the words from `index` on.
-    ///
-    /// The same as stores. An implementation overrides it to find the table once for all of them.
-    #[inline]
-    fn put(&mut self, table: Self::Addr, index: usize, words: &[u64]) {
-        for (k, word) in words.iter().enumerate() {
-            self.store(table, index + k, *word);
-        }
-    }
-
     /// True when all words of `range` are 0. An implementation overrides it to find the table once for all of them.
     fn is_zero(&self, table: Self::Addr, mut range: Range<usize>) -> bool {
         range.all(|index| self.load(table, index) == 0)
@@ -144,6 +135,15 @@ pub trait Tables {
         }
         len
     }
+
+    /// Rewrites words from the start of `range` on, many at a time: `each` is given what the next words are, changes some
+    /// of them from the first on, and says how many. When that is not all of them, it is not called again. Gives the
+    /// number of words replaced; the others are not stored to.
+    ///
+    /// The same as loads and stores. An implementation overrides it to hand out words where they are, or larger pieces.
+    fn edit(&mut self, table: Self::Addr, range: Range<usize>, each: impl FnMut(&mut [u64]) -> usize) -> usize {
+        in_pieces(self, range, |tables, i| tables.load(table, i), |tables, i, word| tables.store(table, i, word), each)
+    }
 }
 
 /// Tables on the heap, at made-up addresses from a base up. Every operation takes constant time (taking a new table:
@@ -193,6 +193,14 @@ impl<A: Address> HeapTables<A> {
         (table.bits().wrapping_sub(self.base.bits()) / 8) as usize
     }
 
+    /// The position of one word. What does not wait for the address of the table is added up first: a walk waits for
+    /// each of them.
+    #[inline]
+    fn position(&self, table: A, index: usize) -> usize {
+        let offset = (8 * index as u64).wrapping_sub(self.base.bits());
+        (table.bits().wrapping_add(offset) / 8) as usize
+    }
+
     /// Words of a table.
     fn table_words(&self) -> usize {
         self.shape.table.bytes() as usize / 8
@@ -215,9 +223,16 @@ impl<A: Address> HeapTables<A> {
     fn push(&mut self) -> Option<A> {
         let addr = self.addr(self.slots())?;
         let words = self.table_words();
+        self.room_to_free(1)?;
         self.words.try_reserve(words).ok()?;
         self.words.resize(self.words.len() + words, 0);
         Some(addr)
+    }
+
+    /// Room for every table in the list of freed ones, so many new ones included: freeing must not fail.
+    fn room_to_free(&mut self, fresh: usize) -> Option<()> {
+        let tables = self.slots().checked_add(fresh)?;
+        self.free.try_reserve(tables - self.free.len()).ok()
     }
 
     fn slot(&self, table: A) -> u32 {
@@ -315,15 +330,15 @@ impl<A: Address> Tables for HeapTables<A> {
     /// When the address is not that of a table.
     #[inline]
     fn load(&self, table: A, index: usize) -> u64 {
-        self.words[self.first(table) + index]
+        self.words[self.position(table, index)]
     }
 
     /// # Panics
     /// When the address is not that of a table.
     #[inline]
     fn store(&mut self, table: A, index: usize, entry: u64) {
-        let first = self.first(table);
-        self.words[first + index] = entry;
+        let position = self.position(table, index);
+        self.words[position] = entry;
     }
 
     /// # Panics
@@ -341,12 +356,14 @@ impl<A: Address> Tables for HeapTables<A> {
         len
     }
 
+    /// All of the range in one piece, where it is: no device walks this memory, so nobody sees how it is written.
+    ///
     /// # Panics
     /// When the address is not that of a table.
     #[inline]
-    fn put(&mut self, table: A, index: usize, words: &[u64]) {
-        let first = self.first(table) + index;
-        self.words[first..first + words.len()].copy_from_slice(words);
+    fn edit(&mut self, table: A, range: Range<usize>, mut each: impl FnMut(&mut [u64]) -> usize) -> usize {
+        let first = self.first(table);
+        each(&mut self.words[first + range.start..first + range.end])
     }
 
     /// # Panics
@@ -364,6 +381,7 @@ impl<A: Address> Tables for HeapTables<A> {
         }
         tables <= self.limit - self.in_use()
             && self.slots().checked_add(fresh - 1).is_some_and(|last| self.addr(last).is_some())
+            && self.room_to_free(fresh).is_some()
             && fresh.checked_mul(self.table_words()).is_some_and(|words| self.words.try_reserve(words).is_ok())
     }
 }

@@ -5,8 +5,11 @@ use core::ops::Range;
 
 use dmalane_addr::{Access, Address, PageSize, Span};
 
-use crate::format::{Kind, entries, group_bits, has_groups, index, input_len, page_size, same_table, top_leaf_level};
-use crate::{Entry, Error, FlushList, Format, PageTable, Tables, slots};
+use crate::format::{
+    Kind, entries, group_bits, has_groups, index, input_len, is_dirty, marked, page_size, same_table, shift,
+    top_leaf_level,
+};
+use crate::{Entry, Error, FlushList, Format, MAX_LEVELS, PageTable, Tables, slots};
 
 /// A boundary inside a leaf, and the tables that make it a boundary between leaves.
 #[derive(Clone, Copy)]
@@ -65,9 +68,26 @@ pub(crate) enum Detach {
 }
 
 /// What a recursive clear has taken away so far.
-struct Cleared<A> {
+struct Cleared<'a, A> {
     bytes: u64,
-    tables: Vec<A>,
+    tables: &'a mut Vec<A>,
+}
+
+/// Tables for cuts: at most one a level for each end of a span.
+pub(crate) struct Spare<A> {
+    tables: [Option<A>; 2 * MAX_LEVELS],
+    count: usize,
+}
+
+impl<A> Spare<A> {
+    pub(crate) fn pop(&mut self) -> Option<A> {
+        self.count = self.count.checked_sub(1)?;
+        self.tables[self.count].take()
+    }
+
+    pub(crate) fn is_empty(&self) -> bool {
+        self.count == 0
+    }
 }
 
 impl<F: Format, I: Address, O: Address, T: Tables> PageTable<F, I, O, T> {
@@ -82,8 +102,11 @@ impl<F: Format, I: Address, O: Address, T: Tables> PageTable<F, I, O, T> {
     /// [`Error::Misaligned`], [`Error::InputRange`]; [`Error::NoTables`] and [`Error::TableAddress`] when a leaf had to
     /// be split and there was no table for it (see [`TableEstimate`](crate::TableEstimate)). The table is
     /// then as it was.
+    #[inline]
     pub fn unmap(&mut self, span: Span<I>) -> Result<FlushList<I, T::Addr>, Error> {
-        self.unmap_and(span, Detach::Emptied)
+        let mut tables = Vec::new();
+        let (span, bytes) = self.unmap_and(span, Detach::Emptied, &mut tables)?;
+        Ok(FlushList { span, bytes, tables })
     }
 
     /// The same, but a table that the span covers only in part stays linked even when it becomes empty: whoever maps there
@@ -94,51 +117,183 @@ impl<F: Format, I: Address, O: Address, T: Tables> PageTable<F, I, O, T> {
     ///
     /// # Errors
     /// As [`unmap`](Self::unmap).
+    #[inline]
     pub fn clear(&mut self, span: Span<I>) -> Result<FlushList<I, T::Addr>, Error> {
-        self.unmap_and(span, Detach::Covered)
+        let mut tables = Vec::new();
+        let (span, bytes) = self.clear_into(span, &mut tables)?;
+        Ok(FlushList { span, bytes, tables })
+    }
+
+    /// The same into a list of the caller's, who may have made room in it for [`tables_within`](Self::tables_within) the
+    /// span: then this asks for no memory. Gives what [`FlushList::span`] and [`FlushList::bytes`] would be.
+    ///
+    /// # Errors
+    /// As [`unmap`](Self::unmap).
+    #[inline]
+    pub fn clear_into(&mut self, span: Span<I>, tables: &mut Vec<T::Addr>) -> Result<(Span<I>, u64), Error> {
+        self.unmap_and(span, Detach::Covered, tables)
     }
 
     /// Detaches every table that translates some of the span and is empty, those above it that become empty included.
     /// What is mapped stays the same, so [`FlushList::bytes`] is 0.
     ///
-    /// Nothing is looked at twice: for one page this is a walk and a search of the last table for an entry that is in use.
-    /// Where tables are shared, only tables that the span covers are detached.
+    /// For one page this is a walk, and a search of the last table for an entry that is in use. Where tables are shared,
+    /// only tables that the span covers are detached.
     pub fn prune(&mut self, span: Span<I>) -> FlushList<I, T::Addr> {
         let mut tables = Vec::new();
-        let (first, last) = (span.first().bits(), span.last().bits().min(input_len::<F>() - 1));
-        if first <= last {
-            self.prune_below(self.root, 0, first, last, &mut tables);
-        }
-        if !tables.is_empty() {
-            self.cursor.forget();
-        }
+        self.prune_into(span, &mut tables);
         FlushList { span, bytes: 0, tables }
     }
 
-    /// Unlinks empty tables below one at `level`.
-    fn prune_below(&mut self, table: T::Addr, level: u32, first: u64, last: u64, tables: &mut Vec<T::Addr>) {
+    /// The same into a list of the caller's, as with [`clear_into`](Self::clear_into). Gives the number of tables.
+    pub fn prune_into(&mut self, span: Span<I>, tables: &mut Vec<T::Addr>) -> usize {
+        let before = tables.len();
+        let (first, last) = (span.first().bits(), span.last().bits().min(input_len::<F>() - 1));
+        if first <= last {
+            self.prune_below(self.root, 0, first, last, tables);
+        }
+        if tables.len() > before {
+            self.cursor.forget();
+        }
+        tables.len() - before
+    }
+
+    /// The number of tables below the root that translate some of the span: the most that a call with this span can detach.
+    pub fn tables_within(&self, span: Span<I>) -> usize {
+        let (first, last) = (span.first().bits(), span.last().bits().min(input_len::<F>() - 1));
+        if first > last { 0 } else { self.tables_below(self.root, 0, first, last) }
+    }
+
+    fn tables_below(&self, table: T::Addr, level: u32, first: u64, last: u64) -> usize {
         if level + 1 == F::LEVELS {
-            return;
+            return 0;
+        }
+        let mask = page_size::<F>(level).bytes() - 1;
+        let mut at = first;
+        let mut count = 0;
+        for k in index::<F>(first, level)..=index::<F>(last, level) {
+            let entry_last = (at | mask).min(last);
+            if let Entry::Table(next) = F::decode(level, self.load(table, k)) {
+                count += 1 + self.tables_below(T::Addr::new(next), level + 1, at, entry_last);
+            }
+            at = entry_last.wrapping_add(1);
+        }
+        count
+    }
+
+    /// Unlinks empty tables below one at `level`. True when it saw an entry of it that stays in use.
+    fn prune_below(&mut self, table: T::Addr, level: u32, first: u64, last: u64, tables: &mut Vec<T::Addr>) -> bool {
+        if level + 1 == F::LEVELS {
+            return false;
         }
         let page = page_size::<F>(level).bytes();
         let mut at = first;
+        let mut used = false;
         for k in index::<F>(first, level)..=index::<F>(last, level) {
             let entry_last = (at | (page - 1)).min(last);
-            if let Entry::Table(next) = F::decode(level, self.load(table, k)) {
-                let next = T::Addr::new(next);
-                self.prune_below(next, level + 1, at, entry_last, tables);
-                let covered = at & (page - 1) == 0 && entry_last & (page - 1) == page - 1;
-                if (covered || !T::SHARED) && self.is_empty(next, level + 1) {
-                    self.store(table, k, 0);
-                    tables.push(next);
+            match F::decode(level, self.load(table, k)) {
+                Entry::Invalid => {}
+                Entry::Leaf { .. } => used = true,
+                Entry::Table(next) => {
+                    let next = T::Addr::new(next);
+                    let covered = at & (page - 1) == 0 && entry_last & (page - 1) == page - 1;
+                    let stays = self.prune_below(next, level + 1, at, entry_last, tables)
+                        || T::SHARED && !covered
+                        || !self.is_empty(next, level + 1);
+                    if !stays {
+                        self.store(table, k, 0);
+                        tables.push(next);
+                    }
+                    used |= stays;
                 }
             }
             at = entry_last.wrapping_add(1);
         }
+        used
     }
 
-    fn unmap_and(&mut self, span: Span<I>, detach: Detach) -> Result<FlushList<I, T::Addr>, Error> {
+    #[inline]
+    fn unmap_and(&mut self, span: Span<I>, detach: Detach, tables: &mut Vec<T::Addr>) -> Result<(Span<I>, u64), Error> {
+        let (first, last) = (span.first().bits(), span.last().bits());
+        let one = last - first == F::GRANULE.bytes() - 1;
+        if one && self.clear_page(first, detach) {
+            return Ok((span, F::GRANULE.bytes()));
+        }
+        self.unmap_more(span, detach, tables)
+    }
+
+    /// Clears one page if it is mapped and nothing else is to be done. Otherwise gives false, and nothing has changed.
+    #[inline]
+    fn clear_page(&mut self, at: u64, detach: Detach) -> bool {
+        let level = F::LEVELS - 1;
+        let (i, end) = (index::<F>(at, level), entries::<F>(level));
+        if at & !(input_len::<F>() - F::GRANULE.bytes()) != 0 {
+            return false;
+        }
+        let Some(table) = self.last_table(at) else { return false };
+        let entry = self.load(table, i);
+        if F::decode(level, entry) == Entry::Invalid || Kind::of::<F>(level, entry).group {
+            return false;
+        }
+        if detach == Detach::Emptied && !T::SHARED {
+            let beside = i + 1 < end && !self.is_invalid(table, level, i + 1);
+            if !beside && self.is_empty_but(table, level, i, i) {
+                return false;
+            }
+        }
+        self.store(table, i, 0);
+        self.uncount(level, 1, 0);
+        true
+    }
+
+    #[inline(never)]
+    fn unmap_more(
+        &mut self,
+        span: Span<I>,
+        detach: Detach,
+        tables: &mut Vec<T::Addr>,
+    ) -> Result<(Span<I>, u64), Error> {
         let (first, last) = Self::check_span(span)?;
+        match self.clear_pages(first, last, detach) {
+            Some(bytes) => Ok((span, bytes)),
+            None => self.unmap_all(span, detach, tables),
+        }
+    }
+
+    /// Clears a part of one table of the last level, if that is all there is to do: nothing to split, no table to detach.
+    /// Gives the bytes that were mapped. Otherwise nothing has changed.
+    fn clear_pages(&mut self, first: u64, last: u64, detach: Detach) -> Option<u64> {
+        let level = F::LEVELS - 1;
+        let (i, j, end) = (index::<F>(first, level), index::<F>(last, level), entries::<F>(level));
+        if !same_table::<F>(first, last, level) || j - i == end - 1 {
+            return None;
+        }
+        let table = self.last_table(first)?;
+        let group = 1usize << group_bits::<F>(level);
+        let inside = |k: usize| !k.is_multiple_of(group) && F::is_member(level, self.load(table, k));
+        if group > 1 && (inside(i) || j + 1 < end && inside(j + 1)) {
+            return None; // perhaps a group to be split
+        }
+        if detach == Detach::Emptied && !T::SHARED && self.is_empty_but(table, level, i, j) {
+            return None;
+        }
+        let (mut pages, mut members) = (0, 0);
+        slots::edit::<F, T>(&mut self.tables, table, i..j + 1, |entries| {
+            for entry in entries.iter_mut() {
+                let valid = *entry != 0 && F::decode(F::LEVELS - 1, *entry) != Entry::Invalid;
+                pages += u64::from(valid);
+                members += u64::from(valid && has_groups::<F>() && F::is_member(F::LEVELS - 1, *entry));
+                *entry = 0;
+            }
+            entries.len()
+        });
+        slots::clean::<F, T>(&mut self.tables, table, i..j + 1);
+        self.uncount(level, pages, members);
+        Some(pages << shift::<F>(level))
+    }
+
+    fn unmap_all(&mut self, span: Span<I>, detach: Detach, tables: &mut Vec<T::Addr>) -> Result<(Span<I>, u64), Error> {
+        let (first, last) = (span.first().bits(), span.last().bits());
         let cuts = [self.find_cut(first), self.find_cut(last + 1)];
         let mut spare = self.spare_tables(Cut::tables::<F>(cuts), first)?;
         let mut flush_first = first;
@@ -147,24 +302,30 @@ impl<F: Format, I: Address, O: Address, T: Tables> PageTable<F, I, O, T> {
             let mask = cut.size - 1;
             flush_first = flush_first.min(cut.at & !mask);
             flush_last = flush_last.max(cut.at | mask);
-            self.split(cut.at, &mut spare, |_, _| ());
+            self.split(cut.at, &mut spare, |_, _| false);
         }
-        let (bytes, tables) = self.clear_span(first, last, detach);
-        if !tables.is_empty() {
+        let before = tables.len();
+        let bytes = self.clear_span(first, last, detach, tables);
+        if tables.len() > before {
             self.cursor.forget();
         }
         let span = Span::inclusive(I::new(flush_first), I::new(flush_last)).unwrap_or(span);
-        Ok(FlushList { span, bytes, tables })
+        Ok((span, bytes))
     }
 
     /// Tables for cuts, or none of them.
-    pub(crate) fn spare_tables(&mut self, count: usize, at: u64) -> Result<Vec<T::Addr>, Error> {
-        let mut spare = Vec::new();
-        for _ in 0..count {
+    pub(crate) fn spare_tables(&mut self, count: usize, at: u64) -> Result<Spare<T::Addr>, Error> {
+        let mut spare = Spare { tables: [None; 2 * MAX_LEVELS], count: 0 };
+        while spare.count < count {
             match self.allocate(at) {
-                Ok(table) => spare.push(table),
+                Ok(table) => {
+                    spare.tables[spare.count] = Some(table);
+                    spare.count += 1;
+                }
                 Err(e) => {
-                    spare.into_iter().for_each(|table| self.tables.free(table));
+                    while let Some(table) = spare.pop() {
+                        self.tables.free(table);
+                    }
                     return Err(e);
                 }
             }
@@ -199,12 +360,13 @@ impl<F: Format, I: Address, O: Address, T: Tables> PageTable<F, I, O, T> {
     }
 
     /// Splits leaves on the path to `at` until one starts there, with tables from `spare`. `ready` is called between
-    /// filling a table and linking it, with the table and the index of the leaf's entry.
+    /// filling a table and linking it, with the table and the index of the leaf's entry, and says whether the device has
+    /// written through the leaf in the meantime. (Or else it counts as written to if it did before.)
     pub(crate) fn split(
         &mut self,
         at: u64,
-        spare: &mut Vec<T::Addr>,
-        mut ready: impl FnMut(&mut Self, Split<T::Addr>),
+        spare: &mut Spare<T::Addr>,
+        mut ready: impl FnMut(&mut Self, Split<T::Addr>) -> bool,
     ) {
         let mut table = self.root;
         for level in 0..F::LEVELS {
@@ -226,11 +388,14 @@ impl<F: Format, I: Address, O: Address, T: Tables> PageTable<F, I, O, T> {
                     // The other cut may have split this leaf already; what was counted is never too little.
                     let Some(next) = spare.pop() else { return };
                     let parts = Kind { level: level + 1, group: group_bits::<F>(level + 1) > 0 };
-                    self.write_leaves(next, 0..entries::<F>(level + 1), parts, out, access);
+                    let (all, dirty) = (0..entries::<F>(level + 1), is_dirty::<F>(self.load(table, i)));
+                    self.write_leaves(next, all.clone(), parts, (out, access), dirty);
                     let size = page_size::<F>(level);
-                    ready(self, Split { table, entries: i..i + 1, at: at & !(size.bytes() - 1), size });
+                    if ready(self, Split { table, entries: i..i + 1, at: at & !(size.bytes() - 1), size }) && !dirty {
+                        slots::update::<F, T>(&mut self.tables, next, all, |part| Some(marked::<F>(part, true)));
+                    }
                     self.store(table, i, F::encode_table(level, next.bits()));
-                    self.leaves[Kind::single(level).slot()] -= 1;
+                    self.uncount(level, 1, 0);
                     next
                 }
             };
@@ -244,42 +409,43 @@ impl<F: Format, I: Address, O: Address, T: Tables> PageTable<F, I, O, T> {
         kind: Kind,
         at: u64,
         to: (u64, Access),
-        ready: &mut impl FnMut(&mut Self, Split<T::Addr>),
+        ready: &mut impl FnMut(&mut Self, Split<T::Addr>) -> bool,
     ) {
         let size = kind.size::<F>();
         let start = at & !(size.bytes() - 1);
         let first = index::<F>(start, kind.level);
         let entries = first..first + kind.entries::<F>();
-        ready(self, Split { table, entries: entries.clone(), at: start, size });
-        self.leaves[kind.slot()] -= 1;
-        self.write_leaves(table, entries, Kind::single(kind.level), to.0, to.1);
+        let mut dirty = entries.clone().any(|k| is_dirty::<F>(self.load(table, k)));
+        dirty |= ready(self, Split { table, entries: entries.clone(), at: start, size });
+        self.uncount(kind.level, kind.entries::<F>() as u64, kind.entries::<F>() as u64);
+        self.write_leaves(table, entries, Kind::single(kind.level), to, dirty);
     }
 
-    /// Writes and counts leaves of one kind that map from `out` on.
+    /// Writes and counts leaves of one kind that map from `out` on, marked as written to or not.
     pub(crate) fn write_leaves(
         &mut self,
         table: T::Addr,
         range: Range<usize>,
         kind: Kind,
-        mut out: u64,
-        access: Access,
+        (mut out, access): (u64, Access),
+        dirty: bool,
     ) {
-        self.leaves[kind.slot()] += (range.len() / kind.entries::<F>()) as u64;
+        self.count(kind, (range.len() / kind.entries::<F>()) as u64);
         let encode = if kind.group { F::encode_member } else { F::encode_leaf };
         slots::update::<F, T>(&mut self.tables, table, range, |_| {
             let entry = encode(kind.level, out, access);
             out += page_size::<F>(kind.level).bytes();
-            Some(entry)
+            Some(marked::<F>(entry, dirty))
         });
     }
 
-    /// Clears all leaves in the range, none of which reaches outside. Gives the bytes that were mapped and the tables
-    /// that were detached.
-    pub(crate) fn clear_span(&mut self, first: u64, last: u64, detach: Detach) -> (u64, Vec<T::Addr>) {
-        let mut cleared = Cleared { bytes: 0, tables: Vec::new() };
+    /// Clears all leaves in the range, none of which reaches outside, and adds the tables that are detached to the list.
+    /// Gives the bytes that were mapped.
+    pub(crate) fn clear_span(&mut self, first: u64, last: u64, detach: Detach, tables: &mut Vec<T::Addr>) -> u64 {
+        let mut cleared = Cleared { bytes: 0, tables };
         let detach = if T::SHARED && detach == Detach::Emptied { Detach::Covered } else { detach };
         self.clear_below(self.root, 0, (first, last), detach, &mut cleared);
-        (cleared.bytes, cleared.tables)
+        cleared.bytes
     }
 
     /// True when the table goes, so that the caller unlinks it.
@@ -289,7 +455,7 @@ impl<F: Format, I: Address, O: Address, T: Tables> PageTable<F, I, O, T> {
         level: u32,
         (first, last): (u64, u64),
         detach: Detach,
-        cleared: &mut Cleared<T::Addr>,
+        cleared: &mut Cleared<'_, T::Addr>,
     ) -> bool {
         let (i, j) = (index::<F>(first, level), index::<F>(last, level));
         let page = page_size::<F>(level).bytes();
@@ -356,8 +522,16 @@ impl<F: Format, I: Address, O: Address, T: Tables> PageTable<F, I, O, T> {
         whole || if_empty && changed && !kept && self.is_empty_but(table, level, i, j)
     }
 
+    /// Counts leaves of a kind. Another handle may take them off its own count: only the sum is never negative.
+    #[inline]
+    pub(crate) fn count(&mut self, kind: Kind, leaves: u64) {
+        let count = &mut self.leaves[kind.slot()];
+        *count = count.wrapping_add(leaves);
+    }
+
     /// Takes leaves at `level` off the count: entries, of which so many are members of groups.
-    fn uncount(&mut self, level: u32, entries: u64, members: u64) {
+    #[inline]
+    pub(crate) fn uncount(&mut self, level: u32, entries: u64, members: u64) {
         // Another handle may have counted them.
         let single = &mut self.leaves[Kind::single(level).slot()];
         *single = single.wrapping_sub(entries - members);
@@ -369,12 +543,17 @@ impl<F: Format, I: Address, O: Address, T: Tables> PageTable<F, I, O, T> {
 
     /// True when no entry of the table is valid.
     pub(crate) fn is_empty(&self, table: T::Addr, level: u32) -> bool {
-        const STEP: usize = 64;
-        let end = entries::<F>(level);
-        (0..end).step_by(STEP).all(|start| {
-            let mut range = start..(start + STEP).min(end);
-            slots::is_zero::<F, T>(&self.tables, table, range.clone())
-                || range.all(|i| self.is_invalid(table, level, i))
+        !self.any_valid(table, level, 0..entries::<F>(level))
+    }
+
+    /// True when an entry of the range is valid.
+    fn any_valid(&self, table: T::Addr, level: u32, range: Range<usize>) -> bool {
+        const STEP: usize = 16;
+        let end = range.end;
+        range.step_by(STEP).any(|start| {
+            let mut some = start..(start + STEP).min(end);
+            !slots::is_zero::<F, T>(&self.tables, table, some.clone())
+                && some.any(|i| !self.is_invalid(table, level, i))
         })
     }
 
@@ -382,13 +561,13 @@ impl<F: Format, I: Address, O: Address, T: Tables> PageTable<F, I, O, T> {
     /// page in either direction, one of them is still there.
     fn is_empty_but(&self, table: T::Addr, level: u32, i: usize, j: usize) -> bool {
         let end = entries::<F>(level);
-        if slots::is_zero::<F, T>(&self.tables, table, 0..end) {
-            return true;
-        }
         (i == 0 || self.is_invalid(table, level, i - 1))
-            && (j + 1..end).chain(0..i).all(|k| self.is_invalid(table, level, k))
+            && (j + 1 == end || self.is_invalid(table, level, j + 1))
+            && !self.any_valid(table, level, j + 1..end)
+            && !self.any_valid(table, level, 0..i)
     }
 
+    #[inline]
     fn is_invalid(&self, table: T::Addr, level: u32, i: usize) -> bool {
         F::decode(level, self.load(table, i)) == Entry::Invalid
     }

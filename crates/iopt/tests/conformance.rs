@@ -236,7 +236,10 @@ fn apply<F: Format>(table: &mut Table<F, Failing>, model: &mut Model, op: &Op) -
             let len: u64 = segments.iter().map(|s| s.1).sum();
             let mut estimate = TableEstimate::<F>::new();
             let estimated = estimate.map_sg(Iova::new(*at), list(segments));
-            let (result, tables) = insist(table, model, |t| t.map_sg(Iova::new(*at), list(segments), *access))?;
+            let (result, tables) = insist(table, model, |t| match segments[..] {
+                [(out, len)] => t.map(Iova::new(*at), PhysAddr::new(out), len, *access).map(|()| len),
+                _ => t.map_sg(Iova::new(*at), list(segments), *access),
+            })?;
             let limit = 1 << F::INPUT_BITS;
             let taken = model.first_taken(*at..(at + len).min(limit));
             match result {
@@ -322,6 +325,8 @@ fn op<F: Format>() -> impl Strategy<Value = Op> {
     let Sizes { page, entries, block, large, .. } = sizes::<F>();
     let segment = (0u64..8, edge::<F>(), length::<F>()).prop_map(move |(b, p, len)| (b * block + p * page, len));
     let pages = (0u64..64).prop_map(move |frame| (frame * page, page));
+    let short = (0u64..1 << 12, prop_oneof![3 => Just(1), 2 => 2u64..9, 1 => 9u64..20])
+        .prop_map(move |(frame, pages)| (frame * page, pages * page));
     // Consecutive halves, so that merging decides about the leaf.
     let halves = (0u64..8, 1..entries - 1).prop_map(move |(b, cut)| {
         let out = b * block;
@@ -330,6 +335,7 @@ fn op<F: Format>() -> impl Strategy<Value = Op> {
     let segments = prop_oneof![
         2 => prop::collection::vec(segment, 1..5),
         2 => prop::collection::vec(pages, 1..600),
+        2 => prop::collection::vec(short, 1..100),
         1 => halves,
     ];
     prop_oneof![

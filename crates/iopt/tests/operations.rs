@@ -366,15 +366,7 @@ fn take_dirty<F: Format>() {
     assert_eq!(table.take_dirty(all, |leaf| panic!("{leaf:?} twice")), Ok(0));
     assert_eq!(leaves(&table), before, "what is mapped stays");
     for at in [2 * large - 2 * page, 2 * large + block] {
-        let mut entry = 0;
-        let root = table.root().bits();
-        walk::<F>(root, at, |word| {
-            entry = word;
-            table.tables().read(word)
-        })
-        .unwrap();
-        let word = table.tables().read(entry).unwrap();
-        table.tables_mut().store(PhysAddr::new(entry), 0, word | F::DIRTY);
+        write_through(&mut table, at);
         assert_eq!(table.take_dirty(span(0, 2 * large - 2 * page), |_| ()), Ok(0), "elsewhere");
         let mut found = Vec::new();
         assert_eq!(table.take_dirty(all, |leaf| found.push(leaf)), Ok(1));
@@ -382,6 +374,48 @@ fn take_dirty<F: Format>() {
         assert_eq!(table.take_dirty(all, |_| ()), Ok(0));
     }
     assert!(matches!(table.take_dirty(span(1, page), |_| ()), Err(Error::Misaligned { .. })));
+    dirty_parts(table);
+}
+
+/// As a device does it that writes to `at`.
+fn write_through<F: Format>(table: &mut Table<F, HeapTables<PhysAddr>>, at: u64) {
+    let mut entry = 0;
+    walk::<F>(table.root().bits(), at, |word| {
+        entry = word;
+        table.tables().read(word)
+    })
+    .unwrap();
+    let word = table.tables().read(entry).unwrap();
+    let marked = if F::DIRTY_IS_CLEAR { word & !F::DIRTY } else { word | F::DIRTY };
+    table.tables_mut().store(PhysAddr::new(entry), 0, marked);
+}
+
+/// The parts of a leaf count as written to when it did, by a cut and by an unmap of some of it; a merged leaf when one of its
+/// parts did.
+fn dirty_parts<F: Format>(mut table: Table<F, HeapTables<PhysAddr>>) {
+    let Sizes { page, large, top, .. } = sizes::<F>();
+    let all = span(0, top);
+    let dirty = |table: &mut Table<F, _>| {
+        let mut bytes = 0;
+        table.take_dirty(all, |leaf| bytes += leaf.size.bytes()).unwrap();
+        bytes
+    };
+    // (AGX, the only format without large leaves, has no mark.)
+    let leaf = table.lookup(Iova::new(2 * large)).unwrap();
+    assert_eq!(leaf.size.bytes(), large);
+    table.cut(Iova::new(2 * large + 5 * page), |_| ()).unwrap();
+    assert_eq!(dirty(&mut table), 0, "not written to, so neither were its parts");
+    table.merge(all, |_| ()).unwrap();
+    assert_eq!((table.lookup(leaf.at), dirty(&mut table)), (Some(leaf), 0));
+    write_through(&mut table, 2 * large);
+    table.cut(Iova::new(2 * large + 5 * page), |_| ()).unwrap();
+    assert_eq!(dirty(&mut table), large);
+    write_through(&mut table, 3 * large - page);
+    table.merge(all, |_| ()).unwrap();
+    assert_eq!((table.lookup(leaf.at), dirty(&mut table)), (Some(leaf), large));
+    write_through(&mut table, 2 * large);
+    let flush = table.unmap(span(2 * large + 5 * page, page)).unwrap();
+    assert_eq!((flush.bytes(), dirty(&mut table)), (page, large - page));
 }
 
 /// Two pages bound and unbound again: the table stays for the next, smaller leaves go into it, and pruning makes room for
@@ -428,6 +462,76 @@ fn clear_and_prune<F: Format>() {
     assert!(table.prune(span(sizes::<F>().top, page)).is_empty(), "beyond the input range there is nothing");
 }
 
+/// Lists of pages, and of pages and short runs, from and to the edges of a table, with something in the way at every
+/// place, or a segment that cannot be mapped: the loop takes several to a turn, and must stop at the right one.
+fn stops_at_the_right_page<F: Format, T: Tables>(tables: impl Fn() -> T) {
+    let Sizes { page, entries, block, out_top, .. } = sizes::<F>();
+    let singles: Vec<u64> = vec![1; 20];
+    let runs: Vec<u64> = [1, 2, 1, 1, 3, 1, 1, 1, 1, 1, 1, 1, 1, 8, 1, 9, 2, 17].to_vec();
+    for (start, lengths) in [0, 1, entries - 20, entries - 11].into_iter().flat_map(|s| [(s, &singles), (s, &runs)]) {
+        let at = 2 * block + start * page;
+        // None continues another, all of them odd pages: no leaf is larger than a page.
+        let mut to = page;
+        let mut list: Vec<Segment<PhysAddr>> = Vec::new();
+        for &pages in lengths {
+            list.push(Segment { addr: PhysAddr::new(to), len: pages * page });
+            to += (pages + 2 - pages % 2) * page;
+        }
+        let len: u64 = list.iter().map(|s| s.len).sum();
+        let mut table = Table::<F, _>::new(tables()).unwrap();
+        // Something to either side, so that no table is new.
+        table.map(Iova::new(at - page), PhysAddr::new(0), page, Access::READ).unwrap();
+        table.map(Iova::new(at + len), PhysAddr::new(0), page, Access::READ).unwrap();
+        let near = |table: &Table<F, T>| -> Vec<_> {
+            table.runs(span(at - page, len + 2 * page)).map(|r| (r.at.bits(), r.to.bits(), r.len)).collect()
+        };
+        let before = near(&table);
+        for taken in (0..len).step_by(page as usize) {
+            table.map(Iova::new(at + taken), PhysAddr::new(0), page, Access::READ).unwrap();
+            let e = table.map_sg(Iova::new(at), list.iter().copied(), Access::READ).unwrap_err();
+            assert_eq!(e, Error::Overlap { at: Place::of(Iova::new(at + taken)) });
+            let flush = table.unmap(span(at + taken, page)).unwrap();
+            assert_eq!((flush.bytes(), flush.tables().len()), (page, 0));
+            assert_eq!(near(&table), before);
+        }
+        for bad in 0..list.len() {
+            let good = list[bad];
+            for (addr, len) in
+                [(good.addr.bits() + 1, good.len), (good.addr.bits(), good.len - 1), (out_top, page), (0, 0)]
+            {
+                list[bad] = Segment { addr: PhysAddr::new(addr), len };
+                let e = table.map_sg(Iova::new(at), list.iter().copied(), Access::READ).unwrap_err();
+                let place = Place::of(PhysAddr::new(addr));
+                match e {
+                    Error::Misaligned { at, .. } | Error::OutputRange { at, .. } | Error::Empty { at } => {
+                        assert_eq!(at, place);
+                    }
+                    e => panic!("{e}"),
+                }
+                assert_eq!(near(&table), before);
+            }
+            list[bad] = good;
+        }
+        assert_eq!(table.map_sg(Iova::new(at), list.iter().copied(), Access::READ), Ok(len));
+        let mut next = at;
+        for s in &list {
+            for offset in (0..s.len).step_by(page as usize) {
+                let found = table.lookup(Iova::new(next)).unwrap();
+                assert_eq!((found.to.bits(), found.size.bytes()), (s.addr.bits() + offset, page));
+                next += page;
+            }
+        }
+        // A list that ends here and there, into a table that is new.
+        for count in 1..list.len() {
+            let mut table = Table::<F, _>::new(tables()).unwrap();
+            let part: u64 = list[..count].iter().map(|s| s.len).sum();
+            assert_eq!(table.map_sg(Iova::new(at), list[..count].iter().copied(), Access::READ), Ok(part));
+            assert_eq!(table.mapped_bytes(), part);
+            assert_eq!(table.lookup(Iova::new(at + part)), None);
+        }
+    }
+}
+
 macro_rules! operations {
     ($module:ident, $format:ty) => {
         mod $module {
@@ -436,6 +540,12 @@ macro_rules! operations {
             #[test]
             fn map_pages() {
                 super::map_pages::<F>();
+            }
+
+            #[test]
+            fn stops_at_the_right_page() {
+                super::stops_at_the_right_page::<F, _>(super::Failing::new);
+                super::stops_at_the_right_page::<F, _>(|| super::HeapTables::new(super::PhysAddr::new(0x1234_0000)));
             }
 
             #[test]

@@ -4,7 +4,9 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::thread;
 
 use dmalane_addr::{Access, Iova, PhysAddr, Segment, Span};
-use dmalane_iopt::{Arm64S1, Arm64S1_4k, Arm64S2_16k, Error, Format, PageTable, Pool, TableShape, X86_64_4Level, walk};
+use dmalane_iopt::{
+    Arm64S1, Arm64S1_4k, Arm64S2_16k, Error, Format, PageTable, Pool, Stock, TableShape, Tables, X86_64_4Level, walk,
+};
 
 type Table<'p, F> = PageTable<F, Iova, PhysAddr, &'p Pool<'p, PhysAddr>>;
 
@@ -45,7 +47,8 @@ fn stripes_of<F: Format>(stripe: u64, rounds: u64) {
         for t in 0..THREADS {
             let (pool, mapped) = (&pool, &mapped);
             threads.spawn(move || {
-                let mut table = Table::<F>::attach(pool, root);
+                // A stock that keeps 0, 1, 2 or 3 tables.
+                let mut table = PageTable::<F, Iova, PhysAddr, Stock<PhysAddr>>::attach(pool.stock(t as usize), root);
                 let mut random = Random(t);
                 let mut live = vec![None; 64];
                 for _ in 0..rounds {
@@ -143,6 +146,31 @@ fn stripes_with_a_large_root() {
     stripes::<Arm64S2_16k>(200);
 }
 
+/// One handle unmaps, splits and maps again what another has mapped: each counts its own doing, and the sum is right.
+#[test]
+fn counts_add_up() {
+    type F = X86_64_4Level;
+    let memory = memory::<F>(16);
+    let pool = Pool::new::<F>(PhysAddr::new(0), &memory);
+    let mut first = Table::<F>::new(&pool).unwrap();
+    let mut second = Table::<F>::attach(&pool, first.root());
+    first.map(Iova::new(0), PhysAddr::new(0), 4 << 20, Access::RW).unwrap();
+    first.map(Iova::new(8 << 20), PhysAddr::new(0), 8192, Access::RW).unwrap();
+    second.cut(Iova::new(4096), |_| ()).unwrap();
+    for at in [2 << 20, 8 << 20, (8 << 20) + 4096] {
+        let len = if at == 2 << 20 { 2 << 20 } else { 4096 };
+        let flush = second.unmap(Span::new(Iova::new(at), len).unwrap()).unwrap();
+        assert_eq!(flush.bytes(), len);
+        second.free_tables(flush);
+    }
+    second.map(Iova::new(2 << 20), PhysAddr::new(0), 2 << 20, Access::RW).unwrap();
+    second.map(Iova::new(8 << 20), PhysAddr::new(0), 4096, Access::RW).unwrap();
+    let counts = |table: &Table<'_, F>| table.leaf_counts().map(|(_, n)| n).collect::<Vec<_>>();
+    let sum: Vec<u64> = counts(&first).into_iter().zip(counts(&second)).map(|(a, b)| a.wrapping_add(b)).collect();
+    assert_eq!(sum, [513, 1, 0]);
+    assert_eq!(first.mapped_bytes().wrapping_add(second.mapped_bytes()), (4 << 20) + 4096);
+}
+
 /// A table that was left behind empty is filled with smaller leaves when a larger one would fit there.
 #[test]
 fn an_empty_table_in_the_way() {
@@ -163,4 +191,30 @@ fn an_empty_table_in_the_way() {
     let e = table.map(Iova::new(1 << 45), PhysAddr::new(4096), 1 << 30, Access::RW).unwrap_err();
     assert!(matches!(e, Error::NoTables { .. }));
     assert_eq!(table.mapped_bytes(), 6 << 20);
+}
+
+/// What a stock holds, others cannot have; what it is told to reserve it has; in the end it has nothing.
+#[test]
+fn a_stock_keeps_reserves_and_gives_back() {
+    let memory = memory::<X86_64_4Level>(12);
+    let pool = Pool::new::<X86_64_4Level>(PhysAddr::new(0x1_0000), &memory);
+    let (mut a, mut b) = (pool.stock(4), pool.stock(0));
+    let first = a.allocate().unwrap();
+    assert_eq!((first.bits(), pool.in_use()), (0x1_0000, 2), "and its neighbour");
+    assert!(a.reserve(6) && !a.reserve(12) && !b.reserve(6));
+    assert_eq!(pool.in_use(), 7);
+    let others: Vec<_> = std::iter::from_fn(|| b.allocate()).collect();
+    assert_eq!((others.len(), pool.in_use()), (5, 12));
+    let mine: Vec<_> = (0..6).map(|_| a.allocate().expect("reserved")).collect();
+    assert_eq!((a.allocate(), b.allocate()), (None, None));
+    for &table in &mine {
+        a.store(table, 511, 7);
+        a.free(table);
+    }
+    assert_eq!(pool.in_use(), 12 - 3, "of five, two stayed");
+    assert!(b.allocate().is_some_and(|table| (0..512).all(|i| b.load(table, i) == 0)));
+    others.into_iter().for_each(|table| b.free(table));
+    a.free(first);
+    drop((a, b));
+    assert_eq!(pool.in_use(), 1, "what was never freed");
 }

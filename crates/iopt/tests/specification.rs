@@ -81,14 +81,15 @@ fn levels(input: u32, shifts: &[u32], rows: impl Fn(u32) -> Vec<Row>) -> Vec<Lev
 /// DDI 0487, D8: descriptor formats, stage 1 and stage 2.
 fn arm64(stage: u32, granule: u32, input: u32, contiguous: bool) -> Specification {
     let (all, blocks): (&[u32], &[u32]) = match granule {
-        12 => (&[39, 30, 21, 12], &[30, 21]),
+        12 => (&[48, 39, 30, 21, 12], &[30, 21]),
         14 => (&[47, 36, 25, 14], &[25]),
         _ => (&[42, 29, 16], &[29]),
     };
     // Stage 1: the first level that has input bits. Stage 2: up to 4 bits more go to a concatenated root.
     let first = match (stage, granule, input) {
-        (1, 12, 39) | (2, 12, 40) | (2, 14, 48) => 1,
-        (_, _, 48) | (1, 16, 52) => 0,
+        (1, 12, 52) | (_, 14 | 16, 48 | 52) if (stage, granule, input) != (2, 14, 48) => 0,
+        (_, 12, 48) | (2, 12, 52) | (2, 14, 48) => 1,
+        (1, 12, 39) | (2, 12, 40) => 2,
         _ => panic!("not in the table"),
     };
     let rows = move |low: u32| {
@@ -129,6 +130,26 @@ fn arm64(stage: u32, granule: u32, input: u32, contiguous: bool) -> Specificatio
 fn with_lpa(mut specification: Specification) -> Specification {
     for row in specification.levels.iter_mut().flat_map(|level| &mut level.rows) {
         row.more = Some((15, 12, 48));
+    }
+    specification
+}
+
+/// The same with FEAT_LPA2 and `DS = 1`: the address goes up to bit 49, and bits 9:8 are address bits 51:50.
+fn with_lpa2(mut specification: Specification) -> Specification {
+    for row in specification.levels.iter_mut().flat_map(|level| &mut level.rows) {
+        row.address.0 = 49;
+        row.more = Some((9, 8, 50));
+    }
+    specification
+}
+
+/// The same with `HA = HD = 1`: a leaf with DBM may be written to, and the device says in it when it was.
+fn with_dbm(mut specification: Specification) -> Specification {
+    for row in specification.levels.iter_mut().flat_map(|level| &mut level.rows) {
+        if let Some((_, [_, write, _])) = &mut row.leaf {
+            write.push(vec![(51, 51, 1)]);
+            row.one_of.push(vec![(51, 51, 1)]);
+        }
     }
     specification
 }
@@ -209,7 +230,7 @@ fn vtd(shifts: &[u32]) -> Specification {
 }
 
 /// AMD 48882, tables "I/O Page Directory Entry" and "I/O Page Translation Entry"; levels counted from 1 at the bottom.
-fn amd(input: u32, shifts: &[u32]) -> Specification {
+fn amd(input: u32, shifts: &[u32], groups: bool) -> Specification {
     let rows = |low: u32| {
         let level = u64::from((low - 12) / 9 + 1);
         let mut rows = Vec::new();
@@ -221,6 +242,13 @@ fn amd(input: u32, shifts: &[u32]) -> Specification {
             let some = vec![vec![(61, 61, 1)], vec![(62, 62, 1)]];
             let rights = [when(&[(61, 61, 1)]), when(&[(62, 62, 1)]), never()];
             rows.push(leaf(page, some, (51, low, low), low, rights));
+        }
+        if level <= 3 && groups {
+            // Next Level 7: the lowest zero bit of the address is the highest within the page.
+            let page = vec![(0, 0, 1), (11, 9, 7), (low + 3, low + 3, 0), (low + 2, 12, (1 << (low - 9)) - 1)];
+            let some = vec![vec![(61, 61, 1)], vec![(62, 62, 1)]];
+            let rights = [when(&[(61, 61, 1)]), when(&[(62, 62, 1)]), never()];
+            rows.push(leaf(page, some, (51, low + 4, low + 4), low + 4, rights));
         }
         rows
     };
@@ -260,9 +288,11 @@ fn specification<F: Format>() -> Specification {
     let last = |n: usize| &SHIFTS[6 - n..];
     match F::NAME {
         "agx-uat" => agx(),
-        "amd-v1-3level" => amd(39, last(3)),
-        "amd-v1-4level" => amd(48, last(4)),
-        "amd-v1-6level" => amd(63, last(6)),
+        "amd-v1-3level" => amd(39, last(3), false),
+        "amd-v1-4level" => amd(48, last(4), false),
+        "amd-v1-6level" => amd(63, last(6), false),
+        "amd-v1-3level-groups" => amd(39, last(3), true),
+        "amd-v1-4level-groups" => amd(48, last(4), true),
         "arm64-s1-4k" => arm64(1, 12, F::INPUT_BITS, false),
         "arm64-s1-4k-contiguous" => arm64(1, 12, F::INPUT_BITS, true),
         "arm64-s1-16k" => arm64(1, 14, 48, false),
@@ -275,6 +305,13 @@ fn specification<F: Format>() -> Specification {
         "arm64-s2-16k-contiguous" => arm64(2, 14, 48, true),
         "arm64-s2-64k" => arm64(2, 16, 48, false),
         "arm64-s2-64k-contiguous" => arm64(2, 16, 48, true),
+        "arm64-s1-4k-dirty" => with_dbm(arm64(1, 12, 48, false)),
+        "arm64-s1-64k-52-contiguous-dirty" => with_dbm(with_lpa(arm64(1, 16, 48, true))),
+        "arm64-s2-4k-contiguous-dirty" => with_dbm(arm64(2, 12, 40, true)),
+        "arm64-s1-4k-52" => with_lpa2(arm64(1, 12, 52, false)),
+        "arm64-s1-16k-52-contiguous" => with_lpa2(arm64(1, 14, 52, true)),
+        "arm64-s2-4k-52-contiguous" => with_lpa2(arm64(2, 12, 52, true)),
+        "arm64-s2-16k-52" => with_lpa2(arm64(2, 14, 52, false)),
         "arm64-s1-64k-52" => with_lpa(arm64(1, 16, 52, false)),
         "arm64-s2-64k-52-contiguous" => with_lpa(arm64(2, 16, 48, true)),
         "armv7-short" => armv7(),

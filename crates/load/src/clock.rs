@@ -103,6 +103,26 @@ impl Clocks {
         }
     }
 
+    /// Counts the time since `start` as in [`Clocks::hold`].
+    pub(crate) fn held(&mut self, stage: Stage, start: Instant) {
+        self.0[stage as usize].held += start.elapsed();
+    }
+
+    /// Adds the times and bytes of another thread.
+    pub(crate) fn add(&mut self, other: Self) {
+        for (mine, theirs) in self.0.iter_mut().zip(other.0) {
+            mine.busy += theirs.busy;
+            mine.held += theirs.held;
+            mine.bytes += theirs.bytes;
+        }
+    }
+
+    /// The stages of filling a buffer, those that did anything.
+    pub(crate) fn filled(&self) -> Vec<StageReport> {
+        let stages = [Stage::Allocate, Stage::Read, Stage::Checksum].into_iter().map(|stage| self.get(stage));
+        stages.filter(|s| s.bytes > 0).collect()
+    }
+
     pub(crate) fn get(&self, stage: Stage) -> StageReport {
         let clock = &self.0[stage as usize];
         StageReport { stage, busy: clock.busy, held: clock.held, bytes: clock.bytes }

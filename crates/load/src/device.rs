@@ -52,7 +52,11 @@ pub struct Device<C: Channel<Far = DeviceFar>, F: Format, T: Tables<Addr = CardA
     resident_peak: u64,
     /// Bytes moved since the footprint was last read.
     unsampled: u64,
+    observer: Option<Observer>,
 }
+
+/// Sees what was asked of a device's VM.
+type Observer = Box<dyn FnMut(&[Request]) + Send>;
 
 /// The footprint is read once per this many bytes moved.
 const SAMPLE_EVERY: u64 = 16 << 20;
@@ -155,6 +159,18 @@ where
             next_bo: 1,
             resident_peak: 0,
             unsampled: 0,
+            observer: None,
+        }
+    }
+
+    /// Calls `observer` with each batch of requests that is committed from now on, for example to write a trace.
+    pub fn observe(&mut self, observer: impl FnMut(&[Request]) + Send + 'static) {
+        self.observer = Some(Box::new(observer));
+    }
+
+    fn observed(&mut self, request: Option<Request>) {
+        if let (Some(observer), Some(request)) = (&mut self.observer, request) {
+            observer(&[request]);
         }
     }
 
@@ -290,6 +306,7 @@ where
             len: span.len(),
             access: Access::READ,
         };
+        let seen = self.observer.is_some().then(|| request.clone());
         let plan = self.parts.vm.plan([request]).map_err(|e| Error::Bind {
             path: file.path.clone(),
             tensor: file.model.tensors[index].name.clone(),
@@ -299,6 +316,7 @@ where
         // Nothing was bound there before: ranges of files do not overlap.
         debug_assert!(committed.is_empty());
         self.parts.vm.invalidated(committed);
+        self.observed(seen);
         Ok(())
     }
 
@@ -339,6 +357,7 @@ where
             source: e.error,
         })?;
         let committed = plan.commit();
+        self.observed(Some(Request::Unbind(range)));
         (self.parts.invalidate)().map_err(Error::Invalidate)?;
         self.parts.vm.invalidated(committed);
         self.parts.memory.free(bo.sg().segments())?;

@@ -6,6 +6,8 @@
 //! device virtual address. [`Device::verify`] reads every tensor back through the card's MMU and compares it with the file;
 //! [`Device::save`] writes what the card holds as a safetensors file.
 //!
+//! [`fill`] is the path's first half alone: files into buffers that stay, read while they are still being allocated.
+//!
 //! Nothing here knows which card or which kind of file channel it drives; crate `dmalane` puts them together.
 #![forbid(unsafe_code)]
 
@@ -14,6 +16,7 @@ mod clock;
 mod cut;
 mod device;
 mod error;
+pub mod fill;
 mod format;
 mod layout;
 mod memory;
@@ -33,4 +36,4 @@ pub use memory::{CardMemory, Placement};
 pub use pipeline::Input;
 pub use report::{Report, StageReport};
 pub use sample::write_sample;
-pub use save::check_target;
+pub use save::{check_target, save_bytes};

@@ -2,7 +2,7 @@
 
 use std::ffi::OsString;
 use std::fs::{self, File, Permissions};
-use std::io::{self, ErrorKind};
+use std::io::{self, ErrorKind, Write};
 use std::os::fd::AsRawFd;
 use std::os::unix::fs::{FileTypeExt, MetadataExt, PermissionsExt};
 use std::path::{Path, PathBuf};
@@ -18,6 +18,16 @@ use crate::Error;
 /// [`Error::File`] names `path` and what is in the way.
 pub fn check_target(path: &Path) -> Result<(), Error> {
     Target::new(path).map(drop).map_err(|source| refusal(path, source))
+}
+
+/// Writes a file that appears whole or not at all, where [`check_target`] allows it.
+///
+/// # Errors
+/// [`Error::File`] names `path`.
+pub fn save_bytes(path: &Path, bytes: &[u8]) -> Result<(), Error> {
+    let mut saving = Saving::begin(path)?;
+    let written = saving.file().write_all(bytes);
+    written.and_then(|()| saving.finish()).map_err(|source| refusal(path, source))
 }
 
 fn refusal(path: &Path, source: io::Error) -> Error {
@@ -142,28 +152,21 @@ impl Saving {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use std::io::Write;
     use std::os::unix::fs::symlink;
-
-    fn save(path: &Path, bytes: &[u8]) -> Result<(), Error> {
-        let mut saving = Saving::begin(path)?;
-        saving.file().write_all(bytes).unwrap();
-        saving.finish().map_err(|source| refusal(path, source))
-    }
 
     #[test]
     fn replaces_files_and_nothing_else() {
         let folder = tempfile::tempdir().unwrap();
         let at = |name: &str| folder.path().join(name);
-        save(&at("new"), b"1").unwrap();
+        save_bytes(&at("new"), b"1").unwrap();
         fs::set_permissions(at("new"), Permissions::from_mode(0o600)).unwrap();
-        save(&at("new"), b"22").unwrap();
+        save_bytes(&at("new"), b"22").unwrap();
         assert_eq!(
             (fs::read(at("new")).unwrap(), fs::metadata(at("new")).unwrap().mode() & 0o777),
             (b"22".to_vec(), 0o600)
         );
         symlink("new", at("link")).unwrap();
-        save(&at("link"), b"333").unwrap();
+        save_bytes(&at("link"), b"333").unwrap();
         assert!(fs::symlink_metadata(at("link")).unwrap().is_symlink());
         assert_eq!(fs::read(at("new")).unwrap(), b"333");
         for (path, why) in [
@@ -175,7 +178,7 @@ mod tests {
         ] {
             let error = check_target(&path).unwrap_err().to_string();
             assert!(error.contains(why) && error.contains(&*path.to_string_lossy()), "{error}");
-            assert!(save(&path, b"x").is_err());
+            assert!(save_bytes(&path, b"x").is_err());
         }
         symlink("nowhere", at("dangling")).unwrap();
         assert!(check_target(&at("dangling")).is_err());

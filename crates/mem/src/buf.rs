@@ -29,8 +29,7 @@ impl CpuBuf {
     /// Makes the memory reachable for devices. From now on there are views, and no references.
     pub fn share(self) -> SharedBuf {
         let (region, rung, account) = (self.memory.into_region(), self.rung, self.account);
-        let memory = Memory { region, rung, account, writers: RwLock::default() };
-        SharedBuf { part: Part::whole(Arc::new(memory)) }
+        SharedBuf { part: Part::whole(Arc::new(Memory::new(region, rung, account))) }
     }
 }
 
@@ -56,13 +55,17 @@ impl std::fmt::Debug for CpuBuf {
 /// The memory of a buffer that devices may reach.
 pub(crate) struct Memory {
     pub(crate) region: Region,
-    rung: Rung,
-    account: Account,
+    pub(crate) rung: Rung,
+    pub(crate) account: Account,
     /// How many mappings let a device write. Held for reading while the CPU looks at the memory through a slice.
     writers: RwLock<usize>,
 }
 
 impl Memory {
+    pub(crate) fn new(region: Region, rung: Rung, account: Account) -> Self {
+        Self { region, rung, account, writers: RwLock::default() }
+    }
+
     /// Runs `f` while no mapping lets a device write; `None` when one does, or when another process may have the memory.
     pub(crate) fn while_unwritten<T>(&self, f: impl FnOnce() -> T) -> Option<T> {
         let writers = self.writers.read().unwrap_or_else(PoisonError::into_inner);
@@ -86,7 +89,13 @@ impl Share {
         Arc::ptr_eq(&self.0, &other.0)
     }
 
+    /// Tells the memory from every other as long as a share of it is held.
+    pub fn id(&self) -> usize {
+        Arc::as_ptr(&self.0).addr()
+    }
+
     /// True when `part` is a part of this memory.
+    #[inline]
     pub fn holds(&self, part: &Part) -> bool {
         part.is_of(&self.0)
     }
@@ -106,6 +115,7 @@ impl Share {
         *self.0.writers.write().unwrap_or_else(PoisonError::into_inner) -= 1;
     }
 
+    #[inline]
     pub(crate) fn view(&self) -> View<'_> {
         self.0.region.view()
     }
@@ -138,9 +148,7 @@ impl SharedBuf {
             source,
         })?;
         let rung = Rung { kind: PageKind::Base, passed_over: Vec::new() };
-        Ok(Self {
-            part: Part::whole(Arc::new(Memory { region, rung, account: Account::none(), writers: RwLock::default() })),
-        })
+        Ok(Self { part: Part::whole(Arc::new(Memory::new(region, rung, Account::none()))) })
     }
 
     /// Makes the pages of a range present, so that touching them cannot fail. The range is widened to whole 4 KiB
@@ -174,6 +182,7 @@ impl SharedBuf {
     }
 
     /// The bytes, for reading and writing.
+    #[inline]
     pub fn view(&self) -> View<'_> {
         self.part.view()
     }

@@ -1,9 +1,11 @@
 //! The driver's side of a device.
 
+use std::ops::Range;
+use std::os::fd::BorrowedFd;
 use std::sync::Arc;
 use std::time::Duration;
 
-use dmalane_addr::{Access, Iova, PhysAddr, SgTable, Span};
+use dmalane_addr::{Access, Iova, Lease, PhysAddr, SgTable, Span};
 
 use crate::{Error, Part, Share};
 
@@ -22,6 +24,30 @@ pub trait HostBus: Send + Sync {
     /// # Errors
     /// When no IOVAs or no page tables are left, or the buffer was pinned elsewhere.
     fn map(&self, pinned: Pinned, access: Access) -> Result<Mapping, Error>;
+
+    /// As [`HostBus::pin`], only these bytes of the buffer: whole 4 KiB pages.
+    ///
+    /// # Errors
+    /// Those of [`HostBus::pin`]; [`Error::BadRange`], [`Error::WholeBuffers`].
+    fn pin_range(&self, share: &Share, range: Range<usize>) -> Result<Pinned, Error> {
+        if range == (0..share.len()) { self.pin(share) } else { Err(Error::WholeBuffers) }
+    }
+
+    /// As [`HostBus::map`], several pinned buffers, or ranges of one, one behind the other at contiguous IOVAs.
+    ///
+    /// # Errors
+    /// Those of [`HostBus::map`]; [`Error::WholeBuffers`], also for an empty list.
+    fn map_list(&self, mut pinned: Vec<Pinned>, access: Access) -> Result<Mapping, Error> {
+        match (pinned.pop(), pinned.is_empty()) {
+            (Some(only), true) => self.map(only, access),
+            _ => Err(Error::WholeBuffers),
+        }
+    }
+
+    /// Bytes that may be pinned at one time, all buffers together, as far as the bus knows (RLIMIT_MEMLOCK).
+    fn pin_limit(&self) -> Option<u64> {
+        None
+    }
 
     /// True when this bus made the mapping: an IOVA of another bus means something else here.
     fn owns(&self, mapping: &Mapping) -> bool;
@@ -53,20 +79,28 @@ pub trait HostBus: Send + Sync {
 
     /// Waits for an interrupt, at most `timeout`, and says whether one came. May return early without.
     fn wait(&self, timeout: Duration) -> bool;
+
+    /// An eventfd, non-blocking, that counts the interrupts of a channel from now on; `None` when there can be none. Everybody
+    /// who asks gets the same.
+    fn event(&self, channel: usize) -> Option<BorrowedFd<'_>> {
+        let _ = channel;
+        None
+    }
 }
 
 /// How a [`Pinned`] or [`Mapping`] undoes itself; implemented by each bus.
 pub trait Undo: Send + Sync {
-    /// Removes a mapping. When this returns, the device can no longer reach it.
-    fn unmap(&self, span: Span<Iova>);
+    /// Removes a mapping and takes its addresses back. When this returns, the device can no longer reach it.
+    fn unmap(&self, lease: Lease<Iova>);
 
     /// Releases pinned pages, which are no longer mapped.
     fn unpin(&self, pages: &SgTable<PhysAddr>);
 }
 
-/// A buffer whose pages stay where they are. Holds a share of the memory; unpins on drop.
+/// A buffer, or a range of one, whose pages stay where they are. Holds a share of the memory; unpins on drop.
 pub struct Pinned {
     share: Share,
+    range: Range<usize>,
     pages: Option<SgTable<PhysAddr>>,
     owner: Arc<dyn Undo>,
     /// A device may write: the share counts it.
@@ -77,7 +111,25 @@ impl Pinned {
     /// Made by the bus that has pinned `pages`, once, and by nobody else: dropping it unpins them. `pages` is the scatter-gather table where the bus knows it; a kernel that pins and maps in one
     /// step tells nobody.
     pub fn new(share: Share, pages: Option<SgTable<PhysAddr>>, owner: Arc<dyn Undo>) -> Self {
-        Self { share, pages, owner, writable: false }
+        let range = 0..share.len();
+        Self { share, range, pages, owner, writable: false }
+    }
+
+    /// The same for a range of the buffer, which lies within it.
+    pub fn of_range(share: Share, range: Range<usize>, pages: Option<SgTable<PhysAddr>>, owner: Arc<dyn Undo>) -> Self {
+        Self { share, range, pages, owner, writable: false }
+    }
+
+    /// Which bytes of the memory.
+    pub fn range(&self) -> Range<usize> {
+        self.range.clone()
+    }
+
+    /// Where a part lies behind the first pinned byte; `None` when it is not all pinned here.
+    #[inline]
+    fn place_of(&self, part: &Part) -> Option<u64> {
+        let inside = self.share.holds(part) && part.offset() >= self.range.start;
+        (inside && part.offset() + part.len() <= self.range.end).then(|| (part.offset() - self.range.start) as u64)
     }
 
     /// A share of the memory.
@@ -100,6 +152,7 @@ impl Pinned {
     }
 
     /// True when `owner` made this.
+    #[inline]
     pub fn is_from<T>(&self, owner: &Arc<T>) -> bool {
         std::ptr::addr_eq(Arc::as_ptr(&self.owner), Arc::as_ptr(owner))
     }
@@ -126,45 +179,78 @@ impl std::fmt::Debug for Pinned {
 #[derive(Debug)]
 pub struct Mapping {
     span: Span<Iova>,
+    /// Of `span`; `None` only while it is dropped.
+    lease: Option<Lease<Iova>>,
     access: Access,
     /// Dropped after `Mapping::drop` has unmapped: the pages stay pinned until then.
     pinned: Pinned,
+    /// What follows behind it.
+    more: Vec<Pinned>,
 }
 
 impl Mapping {
-    /// Made by the bus that has pinned the pages, once `span` translates to them, and by nobody else: dropping it unmaps
-    /// the span. The span is as long as the buffer.
-    pub fn new(mut pinned: Pinned, span: Span<Iova>, access: Access) -> Self {
+    /// Made by the bus that has pinned the pages, once the range of `lease` translates to them, and by nobody else:
+    /// dropping it unmaps the range. The range is as long as the buffer.
+    pub fn new(mut pinned: Pinned, lease: Lease<Iova>, access: Access) -> Self {
         pinned.admit(access);
-        Self { span, access, pinned }
+        Self { span: lease.span(), lease: Some(lease), access, pinned, more: Vec::new() }
+    }
+
+    /// The same for several, one behind the other, the first of which is `pinned`: the range is as long as all of them
+    /// together.
+    pub fn of_list(pinned: Pinned, mut more: Vec<Pinned>, lease: Lease<Iova>, access: Access) -> Self {
+        more.iter_mut().for_each(|p| p.admit(access));
+        let mut this = Self::new(pinned, lease, access);
+        this.more = more;
+        this
     }
 
     /// Where the device sees the buffer.
+    #[inline]
     pub fn span(&self) -> Span<Iova> {
         self.span
     }
 
     /// What the device may do.
+    #[inline]
     pub fn access(&self) -> Access {
         self.access
     }
 
-    /// What is mapped.
+    /// What is mapped: the first of what is.
+    #[inline]
     pub fn pinned(&self) -> &Pinned {
         &self.pinned
     }
 
-    /// Where the device sees a part of the buffer; `None` when the part is empty or belongs to another buffer.
+    /// All that is mapped, in order.
+    pub fn all_pinned(&self) -> impl Iterator<Item = &Pinned> {
+        std::iter::once(&self.pinned).chain(&self.more)
+    }
+
+    /// Where the device sees a part of the memory; `None` when the part is empty or does not lie in one of the buffers that are mapped.
+    #[inline]
     pub fn iova_of(&self, part: &Part) -> Option<Span<Iova>> {
-        if !self.pinned.share.holds(part) {
-            return None;
+        match self.pinned.place_of(part) {
+            Some(place) => self.span.sub(place, part.len() as u64),
+            None => self.iova_of_more(part),
         }
-        self.span.sub(part.offset() as u64, part.len() as u64)
+    }
+
+    fn iova_of_more(&self, part: &Part) -> Option<Span<Iova>> {
+        let mut before = self.pinned.range.len() as u64;
+        self.more.iter().find_map(|pinned| {
+            let place = pinned.place_of(part).map(|place| before + place);
+            before += pinned.range.len() as u64;
+            self.span.sub(place?, part.len() as u64)
+        })
     }
 }
 
 impl Drop for Mapping {
     fn drop(&mut self) {
-        self.pinned.owner.unmap(self.span);
+        if let Some(lease) = self.lease.take() {
+            self.pinned.owner.unmap(lease);
+        }
     }
 }

@@ -6,7 +6,62 @@ use thiserror::Error;
 use crate::{CopyHint, View};
 
 /// Host memory as a device model sees it: by IOVA, and only where the IOMMU lets it.
+///
+/// A device that has much to do holds its translations for a while ([`DeviceMem::hold`]) and makes many accesses; the other
+/// methods make one.
 pub trait DeviceMem: Send {
+    /// Translations that are held.
+    type Held<'a>: HeldMem
+    where
+        Self: 'a;
+
+    /// Keeps translations as they are until the result is dropped. Whoever wants to take one away waits so long, so no longer
+    /// than it takes to move some MiB.
+    fn hold(&mut self) -> Self::Held<'_>;
+
+    /// One [`HeldMem::read`].
+    ///
+    /// # Errors
+    /// As there.
+    fn read(&mut self, from: Iova, into: View<'_>, hint: CopyHint) -> Result<(), DmaFault> {
+        self.hold().read(from, into, hint)
+    }
+
+    /// One [`HeldMem::write`].
+    ///
+    /// # Errors
+    /// As there.
+    fn write(&mut self, into: Iova, from: View<'_>, hint: CopyHint) -> Result<(), DmaFault> {
+        self.hold().write(into, from, hint)
+    }
+
+    /// One [`HeldMem::read_bytes`].
+    ///
+    /// # Errors
+    /// As there.
+    fn read_bytes(&mut self, from: Iova, into: &mut [u8]) -> Result<(), DmaFault> {
+        self.hold().read_bytes(from, into)
+    }
+
+    /// One [`HeldMem::write_bytes`].
+    ///
+    /// # Errors
+    /// As there.
+    fn write_bytes(&mut self, into: Iova, from: &[u8]) -> Result<(), DmaFault> {
+        self.hold().write_bytes(into, from)
+    }
+
+    /// One [`HeldMem::write_word`].
+    ///
+    /// # Errors
+    /// As there.
+    fn write_word(&mut self, into: Iova, value: u64) -> Result<(), DmaFault> {
+        self.hold().write_word(into, value)
+    }
+}
+
+/// Host memory while its translations are held.
+pub trait HeldMem {
     /// Copies from host memory at `from` into `into` (all of it).
     ///
     /// # Errors
@@ -19,23 +74,29 @@ pub trait DeviceMem: Send {
     /// [`DmaFault`] names the first IOVA that could not be written; the bytes before it were copied, none elsewhere.
     fn write(&mut self, into: Iova, from: View<'_>, hint: CopyHint) -> Result<(), DmaFault>;
 
+    /// Compares host memory at `at` with `with` (all of it): the offset of the first byte that differs, or `None`.
+    ///
+    /// # Errors
+    /// As [`HeldMem::read`], unless a difference was found before.
+    fn compare(&mut self, at: Iova, with: View<'_>) -> Result<Option<usize>, DmaFault>;
+
     /// Copies a few bytes, such as a descriptor, from host memory.
     ///
     /// # Errors
-    /// As [`DeviceMem::read`].
+    /// As [`HeldMem::read`].
     fn read_bytes(&mut self, from: Iova, into: &mut [u8]) -> Result<(), DmaFault>;
 
     /// Copies a few bytes, such as a completion, into host memory.
     ///
     /// # Errors
-    /// As [`DeviceMem::write`].
+    /// As [`HeldMem::write`].
     fn write_bytes(&mut self, into: Iova, from: &[u8]) -> Result<(), DmaFault>;
 
     /// Writes one aligned 64-bit word into host memory in one piece, after everything written before: how a completion
     /// becomes visible.
     ///
     /// # Errors
-    /// As [`DeviceMem::write`]; a word that is not aligned is [`FaultReason::Misaligned`].
+    /// As [`HeldMem::write`]; a word that is not aligned is [`FaultReason::Misaligned`].
     fn write_word(&mut self, into: Iova, value: u64) -> Result<(), DmaFault>;
 }
 

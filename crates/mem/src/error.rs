@@ -20,6 +20,9 @@ pub enum Error {
     /// A length of zero, or one that does not fit the address space once rounded up to whole pages.
     #[error("cannot allocate a buffer of {0} bytes")]
     BadLength(usize),
+    /// No heap of this machine gives what is needed; each with what it lacks.
+    #[error("no heap gives what is needed: {}", list(.0))]
+    NoHeap(Vec<(&'static str, String)>),
     /// The synthetic physical memory of the software host is full.
     #[error("the host has no {wanted} free frames of 4 KiB ({limit} at most)")]
     OutOfFrames {
@@ -39,6 +42,30 @@ pub enum Error {
         /// What the page table said.
         source: dmalane_iopt::Error,
     },
+    /// A range of a buffer that is not whole 4 KiB pages of it.
+    #[error("bytes {}..{} of a buffer of {len} are not whole pages of it", range.start, range.end)]
+    BadRange {
+        /// The range asked for.
+        range: std::ops::Range<usize>,
+        /// Bytes of the buffer.
+        len: usize,
+    },
+    /// More would be pinned at one time than is allowed.
+    #[error(
+        "cannot pin {wanted} bytes: {pinned} are pinned and the limit is {limit} (ulimit -l; raise it in \
+         /etc/security/limits.conf or LimitMEMLOCK=, or register smaller pieces)"
+    )]
+    PinLimit {
+        /// Bytes asked for.
+        wanted: u64,
+        /// Bytes pinned already.
+        pinned: u64,
+        /// Bytes that may be.
+        limit: u64,
+    },
+    /// The bus cannot map several buffers as one, or not part of one.
+    #[error("the bus maps whole buffers, one at a time")]
+    WholeBuffers,
     /// The buffer was pinned by another host.
     #[error("the buffer was pinned by another host")]
     ForeignPin,
@@ -55,4 +82,8 @@ pub enum Error {
         /// Bytes accessed.
         bytes: u64,
     },
+}
+
+fn list(heaps: &[(&'static str, String)]) -> String {
+    heaps.iter().map(|(name, why)| format!("{name}: {why}")).collect::<Vec<_>>().join("; ")
 }

@@ -39,8 +39,10 @@ mod error;
 mod footprint;
 mod heap;
 pub mod host;
+mod pagemap;
 #[allow(unsafe_code)]
 mod part;
+mod room;
 #[allow(unsafe_code)]
 mod sys;
 #[allow(unsafe_code)]
@@ -48,10 +50,15 @@ mod view;
 
 pub use buf::{CpuBuf, Share, SharedBuf};
 pub use bus::{HostBus, Mapping, Pinned, Undo};
-pub use device::{DeviceMem, DmaFault, FaultReason};
+pub use device::{DeviceMem, DmaFault, FaultReason, HeldMem};
 pub use error::Error;
 pub use footprint::{Footprint, footprint};
-pub use heap::{AnonHeap, Heap, HeapStats, MemfdHeap, PageKind, Rung};
+pub use heap::{
+    Abilities, Absent, AnonHeap, DmaHeap, Heap, HeapStats, MemfdHeap, Needs, PageKind, Picked, Pool, PoolStats,
+    Reserved, Rung, export_dma_buf, pick,
+};
 pub use host::{HostConfig, SoftHost};
+pub use pagemap::{PageEntry, Pagemap, physical_runs};
 pub use part::Part;
-pub use view::{CopyHint, View};
+pub use room::{Room, memlock_left, room};
+pub use view::{CopyHint, View, stream_fence};

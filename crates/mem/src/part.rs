@@ -25,20 +25,36 @@ impl Part {
         &self.memory
     }
 
+    /// The memory, when nothing else holds it.
+    pub(crate) fn memory_mut(&mut self) -> Option<&mut Memory> {
+        Arc::get_mut(&mut self.memory)
+    }
+
+    /// Cuts the first `len` bytes off; `None`, and nothing cut, when there are fewer.
+    pub fn split_off_front(&mut self, len: usize) -> Option<Part> {
+        let rest = self.len.checked_sub(len)?;
+        let front = Part { memory: self.memory.clone(), offset: self.offset, len };
+        (self.offset, self.len) = (self.offset + len, rest);
+        Some(front)
+    }
+
     pub(crate) fn into_memory(self) -> Arc<Memory> {
         self.memory
     }
 
+    #[inline]
     pub(crate) fn is_of(&self, memory: &Arc<Memory>) -> bool {
         Arc::ptr_eq(&self.memory, memory)
     }
 
     /// Where the part starts in its buffer, in bytes.
+    #[inline]
     pub fn offset(&self) -> usize {
         self.offset
     }
 
     /// Bytes; may be 0.
+    #[inline]
     pub fn len(&self) -> usize {
         self.len
     }
@@ -54,6 +70,7 @@ impl Part {
     }
 
     /// The bytes, for reading and writing.
+    #[inline]
     pub fn view(&self) -> View<'_> {
         self.memory.region.view().sub(self.offset, self.len).expect("a part lies within its buffer")
     }
@@ -68,7 +85,7 @@ impl Part {
         this.memory.while_unwritten(|| {
             let view = this.view();
             // SAFETY: mapped, and initialised by the kernel (`Region`). Nobody writes it while borrowed: other parts are
-            // disjoint (`split_at` and `join` are the only ways to change a part), views of this part borrow it and so cannot
+            // disjoint (`split_at`, `split_off_front` and `join` are the only ways to change a part), views of this part borrow it and so cannot
             // exist beside `&mut self`, an operation of the kernel or a device in flight owns its part, and devices that
             // could write without one need a mapping with that right, which `while_unwritten` has just ruled out and keeps
             // out. Nor does another process: `while_unwritten` refuses an exported buffer.

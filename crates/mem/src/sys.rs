@@ -1,12 +1,12 @@
 //! Regions of memory mapped from the kernel.
 //!
-//! Invariant of [`Region`]: `ptr..ptr + len` is one mapping that this value made, nobody else unmaps, and that is readable
-//! and writable until the value is dropped. It is established by [`Region::anonymous`] and [`Region::memfd`], the only
-//! constructors.
+//! Invariant of [`Region`]: `ptr..ptr + len` is one mapping that this value owns, nobody else unmaps, and that is readable
+//! and writable until the value is dropped. It is established by [`Region::anonymous`], [`Region::memfd`] and
+//! [`Region::dma_buf`]; a drop either unmaps it or moves it, whole, into a new value for the region's home.
 
 use std::io;
 use std::num::NonZeroUsize;
-use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd, FromRawFd, OwnedFd};
 use std::ptr::{self, NonNull};
 use std::sync::atomic::{AtomicBool, Ordering};
 
@@ -14,10 +14,13 @@ use rustix::fs::{MemfdFlags, SealFlags};
 use rustix::mm::{self, Advice, MapFlags, ProtFlags};
 
 use crate::View;
+use crate::heap::Home;
 
 /// What backs a region.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(crate) enum Pages {
+    /// Reserved 1 GiB pages (hugetlbfs).
+    Hugetlb1G,
     /// Reserved 2 MiB pages (hugetlbfs).
     Hugetlb2M,
     /// 4 KiB pages that the kernel is asked to merge.
@@ -35,6 +38,8 @@ pub(crate) struct Region {
     fd: Option<OwnedFd>,
     /// Set for good once `fd` was lent out: another process may have the memory mapped.
     exported: AtomicBool,
+    /// Who gets the memory when this is dropped; else it is unmapped.
+    home: Option<Home>,
 }
 
 // SAFETY: the region is plain memory owned by this value (see the invariant above), not tied to a thread; access goes
@@ -50,6 +55,7 @@ impl Region {
     pub(crate) fn anonymous(len: NonZeroUsize, pages: Pages) -> io::Result<Self> {
         let len = len.get();
         let flags = match pages {
+            Pages::Hugetlb1G => MapFlags::PRIVATE | MapFlags::HUGETLB | MapFlags::HUGE_1GB,
             Pages::Hugetlb2M => MapFlags::PRIVATE | MapFlags::HUGETLB | MapFlags::HUGE_2MB,
             Pages::Transparent | Pages::Base => MapFlags::PRIVATE,
         };
@@ -76,6 +82,7 @@ impl Region {
             len,
             fd: None,
             exported: AtomicBool::new(false),
+            home: None,
         };
         if pages == Pages::Transparent {
             region.advise(0, len, Advice::LinuxHugepage)?;
@@ -88,8 +95,10 @@ impl Region {
     pub(crate) fn memfd(name: &str, len: NonZeroUsize, pages: Pages) -> io::Result<Self> {
         let len = len.get();
         let mut flags = MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING;
-        if pages == Pages::Hugetlb2M {
-            flags |= MemfdFlags::HUGETLB | MemfdFlags::HUGE_2MB;
+        match pages {
+            Pages::Hugetlb1G => flags |= MemfdFlags::HUGETLB | MemfdFlags::HUGE_1GB,
+            Pages::Hugetlb2M => flags |= MemfdFlags::HUGETLB | MemfdFlags::HUGE_2MB,
+            Pages::Transparent | Pages::Base => {}
         }
         let fd = rustix::fs::memfd_create(name, flags)?;
         rustix::fs::ftruncate(&fd, len as u64)?;
@@ -102,12 +111,59 @@ impl Region {
             len,
             fd: Some(fd),
             exported: AtomicBool::new(false),
+            home: None,
         };
         if pages == Pages::Transparent {
             // Kernels without huge pages for shared memory refuse; then these are 4 KiB pages.
             let _ = region.advise(0, len, Advice::LinuxHugepage);
         }
         Ok(region)
+    }
+
+    /// A dma-buf of `len` bytes from a heap of the kernel (`/dev/dma_heap/NAME`), mapped shared. Its size cannot change.
+    pub(crate) fn dma_buf(heap: BorrowedFd<'_>, len: NonZeroUsize) -> io::Result<Self> {
+        let len = len.get();
+        let fd = allocate_dma_buf(heap, len)?;
+        // SAFETY: no address is asked for, so no existing mapping is replaced.
+        let base =
+            unsafe { mm::mmap(ptr::null_mut(), len, ProtFlags::READ | ProtFlags::WRITE, MapFlags::SHARED, &fd, 0) }?;
+        Ok(Self {
+            ptr: NonNull::new(base.cast()).ok_or(io::ErrorKind::OutOfMemory)?,
+            len,
+            fd: Some(fd),
+            exported: AtomicBool::new(false),
+            home: None,
+        })
+    }
+
+    /// The same pages as a dma-buf, by `/dev/udmabuf`. From then on the region counts as exported.
+    pub(crate) fn export_dma_buf(&self, udmabuf: BorrowedFd<'_>) -> Option<io::Result<OwnedFd>> {
+        let memfd = self.export()?;
+        Some(udmabuf_create(udmabuf, memfd, self.len as u64))
+    }
+
+    /// Asks that pages come from a NUMA node and from no other, before any is present.
+    pub(crate) fn bind_to_node(&self, node: u32) -> io::Result<()> {
+        // MPOL_BIND of linux/mempolicy.h.
+        const BIND: libc::c_int = 2;
+        if node > 62 {
+            return Err(io::ErrorKind::InvalidInput.into());
+        }
+        let mask: libc::c_ulong = 1 << node;
+        // SAFETY: the range is this region's own mapping, and its contents do not change; the mask is one word of which the
+        // kernel reads 63 bits, and lives through the call.
+        let bound =
+            unsafe { libc::syscall(libc::SYS_mbind, self.ptr.as_ptr(), self.len, BIND, &raw const mask, 64, 0) };
+        if bound == 0 { Ok(()) } else { Err(io::Error::last_os_error()) }
+    }
+
+    /// Names who gets the memory when this is dropped.
+    pub(crate) fn set_home(&mut self, home: Option<Home>) {
+        self.home = home;
+    }
+
+    pub(crate) fn home(&self) -> Option<&Home> {
+        self.home.as_ref()
     }
 
     /// Faults the pages of a range in, so that a later access cannot fail for want of memory.
@@ -151,6 +207,7 @@ impl Region {
     }
 
     /// The memory as something that others may change at any time.
+    #[inline]
     pub(crate) fn view(&self) -> View<'_> {
         // SAFETY: the range is mapped readable and writable for as long as `self` lives (invariant of `Region`), and the
         // view borrows `self`. No reference into it is in use: only `Exclusive` makes slices, and it does not lend its region.
@@ -160,6 +217,17 @@ impl Region {
 
 impl Drop for Region {
     fn drop(&mut self) {
+        if let Some(home) = self.home.take_if(|_| !*self.exported.get_mut()) {
+            // The mapping moves on, and this value does not unmap it.
+            let fd = self.fd.take();
+            return home.welcome(Region {
+                ptr: self.ptr,
+                len: self.len,
+                fd,
+                exported: AtomicBool::new(false),
+                home: None,
+            });
+        }
         // SAFETY: the range is this region's own mapping; every view borrows the region, so none is left.
         let unmapped = unsafe { mm::munmap(self.ptr.as_ptr().cast(), self.len) };
         debug_assert!(unmapped.is_ok(), "munmap of an own mapping: {unmapped:?}");
@@ -200,4 +268,54 @@ impl Exclusive {
         // SAFETY: as for `bytes`; `&mut self` makes this the only slice.
         unsafe { std::slice::from_raw_parts_mut(self.0.ptr.as_ptr(), self.0.len) }
     }
+}
+
+/// Of linux/dma-heap.h.
+#[repr(C)]
+struct DmaHeapAllocation {
+    len: u64,
+    fd: u32,
+    fd_flags: u32,
+    heap_flags: u64,
+}
+
+/// Of linux/udmabuf.h.
+#[repr(C)]
+struct UdmabufCreate {
+    memfd: u32,
+    flags: u32,
+    offset: u64,
+    size: u64,
+}
+
+/// The number of a request: direction, size, type, number (asm-generic/ioctl.h).
+const fn request(direction: u32, size: usize, kind: u8, number: u8) -> u32 {
+    direction << 30 | (size as u32) << 16 | (kind as u32) << 8 | number as u32
+}
+
+fn allocate_dma_buf(heap: BorrowedFd<'_>, len: usize) -> io::Result<OwnedFd> {
+    const ALLOCATE: u32 = request(3, size_of::<DmaHeapAllocation>(), b'H', 0);
+    let flags = (libc::O_RDWR | libc::O_CLOEXEC) as u32;
+    let mut allocation = DmaHeapAllocation { len: len as u64, fd: 0, fd_flags: flags, heap_flags: 0 };
+    // SAFETY: the request number carries the size of the structure, which is what the kernel reads and writes. Another kind of
+    // file refuses it.
+    let done = unsafe { libc::ioctl(heap.as_raw_fd(), ALLOCATE as libc::Ioctl, &raw mut allocation) };
+    if done < 0 {
+        return Err(io::Error::last_os_error());
+    }
+    // SAFETY: the kernel has just opened this descriptor for us, and nobody else knows it.
+    Ok(unsafe { OwnedFd::from_raw_fd(allocation.fd as i32) })
+}
+
+fn udmabuf_create(device: BorrowedFd<'_>, memfd: BorrowedFd<'_>, size: u64) -> io::Result<OwnedFd> {
+    const CREATE: u32 = request(1, size_of::<UdmabufCreate>(), b'u', 0x42);
+    const CLOEXEC: u32 = 1;
+    let create = UdmabufCreate { memfd: memfd.as_raw_fd() as u32, flags: CLOEXEC, offset: 0, size };
+    // SAFETY: as above; the kernel only reads the structure.
+    let fd = unsafe { libc::ioctl(device.as_raw_fd(), CREATE as libc::Ioctl, &raw const create) };
+    if fd < 0 {
+        return Err(io::Error::last_os_error());
+    }
+    // SAFETY: as above.
+    Ok(unsafe { OwnedFd::from_raw_fd(fd) })
 }

@@ -11,7 +11,7 @@ use dmalane_mem::Part;
 use rustix::io::Errno;
 
 use crate::ring::{self, Read, Ring};
-use crate::source::Source;
+use crate::source::{FUSE, Source, is_fuse};
 use crate::{Error, How, Io, Mode, Options, cut};
 
 /// Bytes that a channel has read.
@@ -79,17 +79,19 @@ impl FileChannel {
     pub fn from_file(file: File, path: impl Into<PathBuf>, options: Options) -> Result<Self, Error> {
         let options = options.normal();
         let (source, reason) = Source::new(file, path.into(), options.mode)?;
+        let fuse = options.io != Io::Pread && source.direct.is_some() && is_fuse(&source.buffered);
         let ring = match options.io {
+            Io::Uring if fuse => return Err(Error::NoUring { path: source.path.clone(), reason: FUSE.into() }),
             Io::Uring => match Ring::new(options.depth) {
                 Ok(ring) => Some(ring),
-                Err(reason) => return Err(Error::NoUring { path: source.path, reason }),
+                Err(reason) => return Err(Error::NoUring { path: source.path.clone(), reason }),
             },
             Io::Auto | Io::Pread => None,
         };
         let how = How {
             direct: source.direct.is_some(),
-            uring: options.io != Io::Pread,
-            reasons: reason.into_iter().collect(),
+            uring: options.io != Io::Pread && !fuse,
+            reasons: reason.into_iter().chain(fuse.then(|| FUSE.into())).collect(),
         };
         Ok(Self {
             source,

@@ -5,6 +5,8 @@
 //! head and tail of an operation by ordinary reads. Where direct I/O or io_uring is refused (tmpfs; a container's seccomp
 //! profile) it falls back to ordinary reads or to `pread`, and [`FileChannel::how`] says so and why.
 //!
+//! A [`StreamChannel`] reads what has no offsets, pipes and sockets, in order. [`residency`] says how much of a file is in the page cache.
+//!
 //! ```
 //! use dmalane_addr::FileOffset;
 //! use dmalane_engine::{Direction, Transfer, run};
@@ -26,15 +28,21 @@
 //! ```
 #![deny(unsafe_code)] // allowed again in ring.rs, and nowhere else
 
+mod cache;
 mod channel;
 mod cut;
 mod error;
 mod options;
 #[allow(unsafe_code)]
 mod ring;
+mod short;
 mod source;
+mod stream;
 
+pub use cache::{Residency, residency};
 pub use channel::{FileChannel, Moved};
 pub use error::Error;
 pub use options::{How, Io, Mode, Options};
 pub use ring::quarantined_bytes;
+pub use short::read_now;
+pub use stream::StreamChannel;

@@ -1,4 +1,5 @@
-//! The two ways to have the kernel fill memory: a ring, and `pread`. The only file here that says `unsafe`.
+//! What is asked of the kernel: to fill memory, by a ring or by `pread`; to say what it has cached. The only file here that
+//! says `unsafe`.
 //!
 //! Invariant of [`Ring`]: from the moment that the kernel may know of a read until its completion was seen, the [`Read`]
 //! lies in `slots` under the number that the kernel will name, and with it the [`Part`] that keeps the memory mapped. Begins
@@ -58,15 +59,42 @@ impl Read {
 
 /// Reads with `pread`, once. The result is as in a completion: bytes, or a negative error number.
 pub(crate) fn pread(read: &mut Read) -> i32 {
-    let rest = read.rest();
-    let len = rest.len().min(i32::MAX as usize);
-    // SAFETY: `rest` is that many writable bytes, checked by `View::sub` in `Read::rest` and mapped for as long as
-    // `read.part`, which outlives this call; the kernel is done with them when it returns.
-    let n = unsafe { libc::pread64(read.file.as_raw_fd(), rest.as_ptr().cast(), len, read.next() as i64) };
+    pread_into(&read.file, read.rest(), read.next())
+}
+
+/// Reads into a view with `pread`, once. The result is as in a completion.
+pub(crate) fn pread_into(file: &File, into: View<'_>, at: u64) -> i32 {
+    let len = into.len().min(i32::MAX as usize);
+    let Ok(at) = i64::try_from(at) else { return -libc::EINVAL };
+    // SAFETY: a view is that many writable bytes, mapped for as long as it lives, and made for being changed by others; the
+    // kernel is done with them when it returns.
+    let n = unsafe { libc::pread64(file.as_raw_fd(), into.as_ptr().cast(), len, at) };
     match i32::try_from(n) {
         Ok(n) if n >= 0 => n,
         _ => -io::Error::last_os_error().raw_os_error().unwrap_or(libc::EIO),
     }
+}
+
+/// Pages of a file in the page cache, as `cachestat` counts them (linux/mman.h).
+#[repr(C)]
+#[derive(Default)]
+pub(crate) struct Cached {
+    pub pages: u64,
+    pub dirty: u64,
+    pub writeback: u64,
+    pub evicted: u64,
+    pub recently_evicted: u64,
+}
+
+/// Counts what of a range of a file is cached. Linux 6.5 or later.
+pub(crate) fn cachestat(file: &File, offset: u64, len: u64) -> io::Result<Cached> {
+    // The same on every architecture; libc has no name for it everywhere.
+    const CACHESTAT: libc::c_long = 451;
+    let range = [offset, len];
+    let mut cached = Cached::default();
+    // SAFETY: the kernel reads the two words of the range and writes the five of the result; both live through the call.
+    let done = unsafe { libc::syscall(CACHESTAT, file.as_raw_fd(), range.as_ptr(), &raw mut cached, 0) };
+    if done == 0 { Ok(cached) } else { Err(io::Error::last_os_error()) }
 }
 
 /// An io_uring with the reads that it was given.

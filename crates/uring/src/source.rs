@@ -61,7 +61,7 @@ impl Source {
                 source.direct = Some((Arc::new(file), align));
                 Ok((source, None))
             }
-            Err(reason) if mode == Mode::Direct => Err(Error::NoDirect { path: source.path, reason }),
+            Err(reason) if mode == Mode::Direct => Err(Error::NoDirect { path: source.path.clone(), reason }),
             Err(reason) => Ok((source, Some(reason))),
         }
     }
@@ -81,6 +81,15 @@ impl Source {
     fn advise(&self, advice: Advice) {
         // Only advice: without it the reads are as right, if slower.
         let _ = rustix::fs::fadvise(&self.buffered, 0, None, advice);
+    }
+}
+
+impl Drop for Source {
+    fn drop(&mut self) {
+        // The advice belongs to the open file, which its owner may go on to read in another way.
+        if self.direct.is_some() {
+            self.advise(Advice::Normal);
+        }
     }
 }
 
@@ -105,6 +114,15 @@ fn memory_file_system(file: &File) -> Option<&'static str> {
         0x9584_58f6 => Some("hugetlbfs"),
         _ => None,
     }
+}
+
+/// Linux (6.18 at least) completes an asynchronous direct read on FUSE as if it were whole when the server answered with fewer bytes, as it
+/// does where the file was truncated meanwhile: what is missing would be silent zeroes. A synchronous read says how far it came.
+pub(crate) const FUSE: &str = "FUSE completes asynchronous direct reads as whole that are not";
+
+/// True for a file on a FUSE file system.
+pub(crate) fn is_fuse(file: &File) -> bool {
+    rustix::fs::fstatfs(file).is_ok_and(|s| s.f_type as u32 == 0x6573_5546)
 }
 
 /// What statx says, or a safe guess where it says nothing.

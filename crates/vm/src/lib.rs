@@ -30,10 +30,16 @@
 
 extern crate alloc;
 
+mod any;
+pub mod array;
 mod binding;
 mod bo;
+mod errno;
 mod error;
+mod handles;
+mod mapped;
 mod plan;
+mod queue;
 mod record;
 mod records;
 mod request;
@@ -41,9 +47,14 @@ mod segments;
 mod slots;
 mod vm;
 
+pub use any::AnyVm;
 pub use binding::{Binding, Target};
 pub use bo::Bo;
+pub use errno::Errno;
 pub use error::Error;
+pub use handles::Handles;
+pub use mapped::{Mapped, Source};
 pub use plan::{Committed, Plan, PlanError};
+pub use queue::{BindQueue, BindTicket, Ended, Full, QueueError, Submission};
 pub use request::Request;
 pub use vm::Vm;

@@ -3,7 +3,7 @@
 use alloc::vec::Vec;
 
 use dmalane_addr::{Address, DeviceVa, Span};
-use dmalane_iopt::{FlushList, Format, Tables};
+use dmalane_iopt::{Format, Tables};
 
 use crate::record::Record;
 use crate::records::{Gone, Join, Records};
@@ -43,7 +43,8 @@ pub(crate) struct Scratch<A> {
 pub(crate) struct Lists<A> {
     pub(crate) spans: Vec<Span<DeviceVa>>,
     pub(crate) prefetches: Vec<Span<DeviceVa>>,
-    pub(crate) flushes: Vec<FlushList<DeviceVa, A>>,
+    /// Detached tables.
+    pub(crate) tables: Vec<A>,
 }
 
 impl<A> Scratch<A> {
@@ -94,27 +95,7 @@ impl<'a, F: Format, T: Tables> Plan<'a, F, T> {
     #[inline]
     pub fn commit(mut self) -> Committed<T::Addr> {
         self.committed = true;
-        let vm = &mut *self.vm;
-        let mut unmapped = 0;
-        for i in 0..vm.scratch.steps.len() {
-            unmapped += match vm.scratch.steps[i] {
-                Step::Bind { first, last, record } => vm.bind(first, last, record),
-                Step::Unbind { first, last } => vm.unbind(first, last),
-                Step::UnbindBo { slot } => vm.unbind_bo(slot),
-            };
-        }
-        // A node that was kept for a later request may stand for one leaf by now.
-        let join = if vm.records.unlinks() { Join::All } else { Join::No };
-        for i in 0..vm.scratch.touched.len() {
-            let chunk = vm.scratch.touched[i];
-            if vm.records.settle(chunk, join) {
-                vm.prune(Records::<F>::chunk_pages(chunk));
-            }
-        }
-        let released = vm.slots.end_plan();
-        let lists = &mut vm.scratch.lists;
-        let lists = if lists.is_empty() { Lists::new() } else { core::mem::replace(lists, Lists::new()) };
-        Committed { lists, unmapped: unmapped << F::GRANULE.log2(), released }
+        self.vm.commit()
     }
 }
 
@@ -128,6 +109,31 @@ impl<F: Format, T: Tables> Drop for Plan<'_, F, T> {
 }
 
 impl<F: Format, T: Tables> Vm<F, T> {
+    /// Carries out what was planned.
+    #[inline]
+    pub(crate) fn commit(&mut self) -> Committed<T::Addr> {
+        let mut unmapped = 0;
+        for i in 0..self.scratch.steps.len() {
+            unmapped += match self.scratch.steps[i] {
+                Step::Bind { first, last, record } => self.bind_pages(first, last, record),
+                Step::Unbind { first, last } => self.unbind_pages(first, last),
+                Step::UnbindBo { slot } => self.unbind_bo(slot),
+            };
+        }
+        // A node that was kept for a later request may stand for one leaf by now.
+        let join = if self.records.unlinks() { Join::All } else { Join::No };
+        for i in 0..self.scratch.touched.len() {
+            let chunk = self.scratch.touched[i];
+            if self.records.settle(chunk, join) {
+                self.prune(Records::<F>::chunk_pages(chunk));
+            }
+        }
+        let released = self.slots.end_plan();
+        let lists = &mut self.scratch.lists;
+        let lists = if lists.is_empty() { Lists::new() } else { core::mem::replace(lists, Lists::new()) };
+        Committed { first: None, lists, unmapped: unmapped << F::GRANULE.log2(), released }
+    }
+
     /// Undoes what planning did: nothing that can be seen.
     #[cold]
     pub(crate) fn forget_plan(&mut self) {
@@ -141,7 +147,7 @@ impl<F: Format, T: Tables> Vm<F, T> {
 
     /// Binds pages and gives the number of those that were unmapped for it.
     #[inline]
-    fn bind(&mut self, first: u64, last: u64, record: Record) -> u64 {
+    fn bind_pages(&mut self, first: u64, last: u64, record: Record) -> u64 {
         let had = self.records.put(&mut self.slots, first, last, Some(record));
         if had > 0 {
             self.clear(first, last, had);
@@ -167,7 +173,7 @@ impl<F: Format, T: Tables> Vm<F, T> {
     }
 
     #[inline]
-    fn unbind(&mut self, first: u64, last: u64) -> u64 {
+    fn unbind_pages(&mut self, first: u64, last: u64) -> u64 {
         let had = self.records.put(&mut self.slots, first, last, None);
         if had > 0 {
             self.clear(first, last, had);
@@ -182,13 +188,19 @@ impl<F: Format, T: Tables> Vm<F, T> {
             while let Some((from, to)) = self.slots.place(slot, n).filter(|_| self.slots.get(slot).pages() > 0) {
                 let pages = (Records::<F>::chunk_pages(from).0, Records::<F>::chunk_pages(to - 1).1);
                 let Self { table, records, slots, scratch, .. } = self;
+                let lists = &mut scratch.lists;
                 records.take_slot(slots, slot, pages, &mut |gone| match gone {
                     Gone::Pages(first, last) => {
-                        let flush = table.clear(Self::span(first, last)).expect("nothing is cut: no table is needed");
-                        scratch.lists.add(flush);
+                        let cleared = table.clear_into(Self::span(first, last), &mut lists.tables);
+                        lists.add_span(cleared.expect("nothing is cut: no table is needed").0);
                         unmapped += last - first + 1;
                     }
-                    Gone::Node(first, last) => scratch.lists.keep(table.prune(Self::span(first, last))),
+                    Gone::Node(first, last) => {
+                        let span = Self::span(first, last);
+                        if table.prune_into(span, &mut lists.tables) > 0 {
+                            lists.add_span(span);
+                        }
+                    }
                 });
                 n += 1;
             }
@@ -199,16 +211,18 @@ impl<F: Format, T: Tables> Vm<F, T> {
 
     #[inline]
     fn clear(&mut self, first: u64, last: u64, had: u64) {
-        let span = Self::span(first, last);
-        let flush = self.table.clear(span).expect(RESERVED);
-        debug_assert_eq!(flush.bytes(), had << F::GRANULE.log2(), "records and page table differ in {span}");
-        self.scratch.lists.add(flush);
+        let lists = &mut self.scratch.lists;
+        let (span, bytes) = self.table.clear_into(Self::span(first, last), &mut lists.tables).expect(RESERVED);
+        debug_assert_eq!(bytes, had << F::GRANULE.log2(), "records and page table differ in {span}");
+        lists.add_span(span);
     }
 
     #[cold]
     fn prune(&mut self, (first, last): (u64, u64)) {
-        let flush = self.table.prune(Self::span(first, last));
-        self.scratch.lists.keep(flush);
+        let (span, lists) = (Self::span(first, last), &mut self.scratch.lists);
+        if self.table.prune_into(span, &mut lists.tables) > 0 {
+            lists.add_span(span); // the device may have cached the walk
+        }
     }
 
     #[inline]
@@ -229,6 +243,8 @@ impl<F: Format, T: Tables> Vm<F, T> {
 #[must_use = "invalidate the spans on the device, then hand this to Vm::invalidated"]
 #[derive(Debug)]
 pub struct Committed<A> {
+    /// In front of those of the lists.
+    first: Option<Span<DeviceVa>>,
     pub(crate) lists: Lists<A>,
     unmapped: u64,
     /// Chain of slots.
@@ -236,10 +252,22 @@ pub struct Committed<A> {
 }
 
 impl<A: Address> Committed<A> {
+    /// That of a bind where nothing was.
+    #[inline]
+    pub(crate) const fn nothing() -> Self {
+        Self { first: None, lists: Lists::new(), unmapped: 0, released: NONE }
+    }
+
+    /// That of an unmap that detached no table.
+    #[inline]
+    pub(crate) fn one(span: Span<DeviceVa>, bytes: u64) -> Self {
+        Self { first: Some(span), lists: Lists::new(), unmapped: bytes, released: NONE }
+    }
+
     /// What the device must invalidate, in the order of the requests; neighbours are joined, others may repeat and
     /// overlap. Empty when the batch only bound where nothing was.
-    pub fn spans(&self) -> impl ExactSizeIterator<Item = Span<DeviceVa>> {
-        self.lists.spans.iter().copied()
+    pub fn spans(&self) -> impl Iterator<Item = Span<DeviceVa>> {
+        self.first.into_iter().chain(self.lists.spans.iter().copied())
     }
 
     /// The spans of the batch's [`Prefetch`](crate::Request::Prefetch) requests.
@@ -248,8 +276,8 @@ impl<A: Address> Committed<A> {
     }
 
     /// The tables that are no longer part of the page table.
-    pub fn tables(&self) -> impl Iterator<Item = A> {
-        self.lists.flushes.iter().flat_map(|flush| flush.tables().iter().copied())
+    pub fn tables(&self) -> &[A] {
+        &self.lists.tables
     }
 
     /// Bytes that were unmapped, including those that the same batch bound anew.
@@ -259,27 +287,18 @@ impl<A: Address> Committed<A> {
 
     /// True when there is nothing to invalidate.
     pub fn is_empty(&self) -> bool {
-        self.lists.spans.is_empty()
+        self.first.is_none() && self.lists.spans.is_empty()
     }
 }
 
 impl<A> Lists<A> {
     pub(crate) const fn new() -> Self {
-        Self { spans: Vec::new(), prefetches: Vec::new(), flushes: Vec::new() }
+        Self { spans: Vec::new(), prefetches: Vec::new(), tables: Vec::new() }
     }
 
     #[inline]
     pub(crate) fn is_empty(&self) -> bool {
-        self.spans.is_empty() && self.flushes.is_empty() && self.prefetches.is_empty()
-    }
-
-    /// Adds what an unmap gave.
-    #[inline]
-    fn add(&mut self, flush: FlushList<DeviceVa, A>) {
-        self.add_span(flush.span());
-        if !flush.tables().is_empty() {
-            self.flushes.push(flush);
-        }
+        self.spans.is_empty() && self.tables.is_empty() && self.prefetches.is_empty()
     }
 
     /// Adds a span, joined to the last one where they touch, or where there is no room for another.
@@ -292,13 +311,6 @@ impl<A> Lists<A> {
                 *last = Span::inclusive(first, end).unwrap_or(span);
             }
             _ => self.spans.push(span),
-        }
-    }
-
-    /// Adds what a prune gave, if anything.
-    fn keep(&mut self, flush: FlushList<DeviceVa, A>) {
-        if !flush.tables().is_empty() {
-            self.add(flush); // the device may have cached the walk
         }
     }
 }

@@ -58,6 +58,12 @@ impl Record {
         self.0 & Self::FIXED != 0
     }
 
+    /// True when records, whose words were compared by "exclusive or", are all of one slot with the same access.
+    #[inline]
+    pub(crate) fn is_of_one_slot(differs: u64) -> bool {
+        differs >> 32 == 0
+    }
+
     /// How much the word grows from a page to the next.
     #[inline]
     pub(crate) fn step(self) -> u64 {

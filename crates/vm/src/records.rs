@@ -194,7 +194,7 @@ impl<F: Format> Records<F> {
 
     /// Makes the nodes that changing pages `first..=last` needs at the end `at`, one of the two. Where nothing is bound, and
     /// `make` is false, none is needed.
-    #[inline]
+    #[inline(always)]
     pub(crate) fn touch(&mut self, at: u64, first: u64, last: u64, make: bool) -> Result<(), Full> {
         let chunk = Self::chunk(at);
         let whole = Self::chunk_pages(chunk);
@@ -279,7 +279,7 @@ impl<F: Format> Records<F> {
 
     /// Binds pages `first..=last`, which have been touched, to what begins with `record`, or unbinds them. Gives the
     /// number of pages that were bound.
-    #[inline]
+    #[inline(always)]
     pub(crate) fn put(&mut self, slots: &mut Slots, first: u64, last: u64, record: Option<Record>) -> u64 {
         let chunk = Self::chunk(first);
         let had = if chunk == self.cursor.chunk && chunk == Self::chunk(last) {
@@ -298,8 +298,56 @@ impl<F: Format> Records<F> {
         had
     }
 
-    /// The same for one page.
-    #[inline]
+    /// The entry of a page whose chunk has a node, which the cursor finds from now on.
+    #[inline(always)]
+    fn seek(&mut self, page: u64) -> Option<(&mut Node, usize)> {
+        if Self::chunk(page) != self.cursor.chunk {
+            let mut path = [ROOT; MAX_LEVELS];
+            for level in 0..Self::LAST {
+                let word = self.nodes[path[level as usize] as usize].words[Self::index(page, level)];
+                if word == 0 || Record::from_word(word).is_some() {
+                    return None;
+                }
+                path[level as usize + 1] = Self::child(word);
+            }
+            self.cursor = Cursor { chunk: Self::chunk(page), path };
+        }
+        let node = &mut self.nodes[self.cursor.path[Self::LAST as usize] as usize];
+        Some((node, Self::index(page, Self::LAST)))
+    }
+
+    /// True when nothing is bound to a page whose chunk has a node: then [`put`](Self::put) needs no plan.
+    #[inline(always)]
+    pub(crate) fn is_vacant(&mut self, page: u64) -> bool {
+        self.seek(page).is_some_and(|(node, i)| node.words[i] == 0)
+    }
+
+    /// Binds a vacant page.
+    #[inline(always)]
+    pub(crate) fn put_vacant(&mut self, page: u64, record: Record) {
+        if let Some((node, i)) = self.seek(page) {
+            node.words[i] = record.word();
+            node.used += 1;
+        }
+    }
+
+    /// The record of a page whose chunk has a node with more in it: then unbinding it needs no plan.
+    #[inline(always)]
+    pub(crate) fn one_of_many(&mut self, page: u64) -> Option<Record> {
+        self.seek(page).filter(|(node, _)| node.used > 1).and_then(|(node, i)| Record::from_word(node.words[i]))
+    }
+
+    /// Unbinds such a page.
+    #[inline(always)]
+    pub(crate) fn take_one(&mut self, page: u64) {
+        if let Some((node, i)) = self.seek(page) {
+            node.words[i] = 0;
+            node.used -= 1;
+        }
+    }
+
+    /// The same as [`put`](Self::put) for one page.
+    #[inline(always)]
     fn put_page(&mut self, id: u32, slots: &mut Slots, page: u64, record: Option<Record>) -> u64 {
         let node = &mut self.nodes[id as usize];
         let entry = &mut node.words[Self::index(page, Self::LAST)];
@@ -313,36 +361,53 @@ impl<F: Format> Records<F> {
     }
 
     /// The same in one node of the last level.
-    #[inline]
+    #[inline(never)]
     fn put_pages(&mut self, id: u32, slots: &mut Slots, first: u64, last: u64, record: Option<Record>) -> u64 {
         let node = &mut self.nodes[id as usize];
         let words = &mut node.words[Self::index(first, Self::LAST)..=Self::index(last, Self::LAST)];
-        let (mut word, step) = record.map_or((0, 0), |r| (r.word(), r.step()));
-        // Pages of one slot are counted together.
-        let (mut had, mut run, mut slot) = (0, 0, 0);
         let pages = words.len();
-        for entry in words {
-            let old = core::mem::replace(entry, word);
-            word = word.wrapping_add(step);
-            if let Some(old) = Record::from_word(old) {
-                if old.slot() != slot {
-                    if run > 0 {
-                        slots.unbound(slot, run);
-                    }
-                    (had, run, slot) = (had + run, 0, old.slot());
-                }
-                run += 1;
+        let old = words[0];
+        let differs = words.iter().fold(0, |all, word| all | word ^ old);
+        let had = match Record::from_word(old) {
+            // All or nothing, as most often: these loops and the next are a few instructions for several pages.
+            Some(record) if Record::is_of_one_slot(differs) => {
+                slots.unbound(record.slot(), pages as u64);
+                pages as u64
+            }
+            None if differs == 0 => 0,
+            _ => Self::count_out(words, slots),
+        };
+        match record {
+            None => words.fill(0),
+            Some(record) => {
+                let step = record.step();
+                words.iter_mut().zip(0..).for_each(|(entry, n)| *entry = record.word().wrapping_add(n * step));
             }
         }
-        if run > 0 {
-            slots.unbound(slot, run);
-        }
-        had += run;
         node.used += if record.is_some() { pages } else { 0 };
         node.used -= had as usize;
         had
     }
 
+    /// Counts pages that are bound no more, those of one slot together. Gives their number.
+    fn count_out(words: &[u64], slots: &mut Slots) -> u64 {
+        let (mut had, mut run, mut slot) = (0, 0, 0);
+        for old in words.iter().filter_map(|&word| Record::from_word(word)) {
+            if old.slot() != slot {
+                if run > 0 {
+                    slots.unbound(slot, run);
+                }
+                (had, run, slot) = (had + run, 0, old.slot());
+            }
+            run += 1;
+        }
+        if run > 0 {
+            slots.unbound(slot, run);
+        }
+        had + run
+    }
+
+    #[inline(never)]
     fn put_below(
         &mut self,
         id: u32,
@@ -443,7 +508,7 @@ impl<F: Format> Records<F> {
 
     /// Ends a plan at a chunk that was touched: empty nodes are taken away, nodes that are all one record may become it.
     /// True when the node of the chunk, or one above it, was empty.
-    #[inline]
+    #[inline(always)]
     pub(crate) fn settle(&mut self, chunk: u64, join: Join) -> bool {
         if join == Join::No
             && chunk == self.cursor.chunk

@@ -90,6 +90,30 @@ impl Slots {
         self.last.1
     }
 
+    /// Counts one page of a buffer that is bound from now on in this chunk, if that takes no memory, and gives its slot.
+    #[inline(always)]
+    pub(crate) fn bound_page(&mut self, bo: &Arc<Bo>, chunk: u64) -> Option<u32> {
+        let (known, number) = self.last;
+        let slot = self.slots.get_mut(number as usize).filter(|slot| known == key(bo) && slot.repeat_mask == 0)?;
+        let room = slot.places.len() < slot.places.capacity();
+        match slot.places.last_mut() {
+            Some(last) if last.0 <= chunk && chunk <= last.1 => last.1 = last.1.max(chunk + 1),
+            _ if room => slot.places.push((chunk, chunk + 1)),
+            _ => return None,
+        }
+        slot.pages += 1;
+        Some(number)
+    }
+
+    /// Counts one page that is bound no more, unless it is the last one of its slot.
+    #[inline(always)]
+    pub(crate) fn unbound_page(&mut self, slot: u32) -> bool {
+        let slot = &mut self.slots[slot as usize];
+        let more = slot.pages > 1;
+        slot.pages -= u64::from(more);
+        more
+    }
+
     /// The next slot of the same buffer, or [`NONE`].
     pub(crate) fn next_of(&self, slot: u32) -> u32 {
         self.get(slot).next

@@ -1,5 +1,7 @@
 //! One device address space.
 
+use alloc::sync::Arc;
+
 use dmalane_addr::{Access, CardAddr, DeviceVa, Segment, Span};
 use dmalane_iopt::{Format, Leaf, PageTable, Place, Run, TableEstimate, Tables};
 
@@ -25,6 +27,8 @@ pub struct Vm<F, T: Tables> {
     pub(crate) records: Records<F>,
     pub(crate) slots: Slots,
     pub(crate) table: PageTable<F, DeviceVa, CardAddr, T>,
+    /// Set for good once a batch of a queue has failed.
+    failed: bool,
     pub(crate) scratch: Scratch<T::Addr>,
 }
 
@@ -34,8 +38,16 @@ struct Batch {
     reserved: bool,
     /// Tables for chunks that are bound as a whole.
     tables: usize,
+    /// Tables that are there and may be detached.
+    detached: usize,
     /// First and last page of all that the batch binds.
     bound: Option<(u64, u64)>,
+}
+
+impl Batch {
+    const fn new(reserved: bool) -> Self {
+        Self { reserved, tables: 0, detached: 0, bound: None }
+    }
 }
 
 impl<F: Format, T: Tables> Vm<F, T> {
@@ -80,6 +92,7 @@ impl<F: Format, T: Tables> Vm<F, T> {
             slots: Slots::new(),
             table: PageTable::new(tables).map_err(|source| Error::New { vm: range, source })?,
             scratch: Scratch::new(),
+            failed: false,
         })
     }
 
@@ -111,6 +124,106 @@ impl<F: Format, T: Tables> Vm<F, T> {
         self.plan_batch(requests, false)
     }
 
+    /// Binds `len` bytes from `offset` of a buffer object at `va`, now: a batch of one [`Request::Bind`].
+    ///
+    /// # Errors
+    /// What [`plan`](Self::plan) would say of it. The VM is then as it was.
+    #[inline]
+    pub fn bind(
+        &mut self,
+        va: DeviceVa,
+        bo: &Arc<Bo>,
+        offset: u64,
+        len: u64,
+        access: Access,
+    ) -> Result<Committed<T::Addr>, Error> {
+        if self.failed {
+            return Err(Error::Failed);
+        }
+        if len == F::GRANULE.bytes() && self.bind_page(va, bo, offset, access) {
+            return Ok(Committed::nothing());
+        }
+        self.begin();
+        let mut batch = Batch::new(false);
+        let planned = self.plan_bind(va, bo, offset, len, 0, access, &mut batch);
+        self.finish(planned, &batch)
+    }
+
+    /// Unbinds a span, now: a batch of one [`Request::Unbind`].
+    ///
+    /// # Errors
+    /// What [`plan`](Self::plan) would say of it. The VM is then as it was.
+    #[inline]
+    pub fn unbind(&mut self, span: Span<DeviceVa>) -> Result<Committed<T::Addr>, Error> {
+        if span.len() == F::GRANULE.bytes()
+            && let Some(committed) = self.unbind_page(span)
+        {
+            return Ok(committed);
+        }
+        self.begin();
+        let mut batch = Batch::new(false);
+        let planned = self.plan_unbind(span, &mut batch);
+        self.finish(planned, &batch)
+    }
+
+    /// Binds one page, if all is well and nothing is bound there, in a chunk that has its table, to a buffer that is bound
+    /// already: then nothing has to be planned. False when that is not so; nothing has changed then.
+    #[inline(always)]
+    fn bind_page(&mut self, va: DeviceVa, bo: &Arc<Bo>, offset: u64, access: Access) -> bool {
+        let granule = F::GRANULE;
+        let aligned = (va.bits() | offset) & (granule.bytes() - 1) == 0;
+        let allowed = self.range.contains(va) && self.reserved.is_none() && F::supports(access);
+        if !(aligned && allowed && bo.is_mappable(granule, F::OUTPUT_BITS, Record::MAX_PAGES)) {
+            return false;
+        }
+        let page = va.bits() >> granule.log2();
+        let Some(to) = bo.sg().page_at(offset, granule) else { return false };
+        if !self.records.is_vacant(page) {
+            return false;
+        }
+        let Some(slot) = self.slots.bound_page(bo, Records::<F>::chunk(page)) else { return false };
+        self.records.put_vacant(page, Record::new(slot, offset >> granule.log2(), access, false));
+        self.table.map(va, to, granule.bytes(), access).expect("where there is a node, there is a table");
+        true
+    }
+
+    /// Unbinds one page, if it is bound, and neither the last one of its chunk nor of its buffer.
+    #[inline(always)]
+    fn unbind_page(&mut self, span: Span<DeviceVa>) -> Option<Committed<T::Addr>> {
+        let page = span.first().bits() >> F::GRANULE.log2();
+        if !span.is_aligned(F::GRANULE) || !self.range.covers(&span) || self.reserved.is_some() {
+            return None;
+        }
+        let record = self.records.one_of_many(page)?;
+        if !self.slots.unbound_page(record.slot()) {
+            return None;
+        }
+        self.records.take_one(page);
+        // A page of a chunk that stays in use: nothing is cut or detached, so nothing is added to the list.
+        let cleared = self.table.clear_into(span, &mut self.scratch.lists.tables);
+        let (span, bytes) = cleared.expect("what is bound page by page is mapped so");
+        Some(Committed::one(span, bytes))
+    }
+
+    /// Commits a batch of one, or takes back what was planned.
+    #[inline]
+    fn finish(&mut self, planned: Result<(), Error>, batch: &Batch) -> Result<Committed<T::Addr>, Error> {
+        match planned.and_then(|()| self.reserve(batch)) {
+            Ok(()) => Ok(self.commit()),
+            Err(e) => {
+                self.forget_plan();
+                Err(e)
+            }
+        }
+    }
+
+    #[inline]
+    fn begin(&mut self) {
+        self.scratch.steps.clear();
+        self.scratch.touched.clear();
+        self.records.begin();
+    }
+
     /// The same for the driver itself: all requests must lie within the reserved part
     /// ([`with_reserved`](Self::with_reserved)).
     ///
@@ -127,14 +240,15 @@ impl<F: Format, T: Tables> Vm<F, T> {
         requests: impl IntoIterator<Item = Request>,
         reserved: bool,
     ) -> Result<Plan<'_, F, T>, PlanError> {
-        self.scratch.steps.clear();
-        self.scratch.touched.clear();
-        self.records.begin();
+        self.begin();
         let plan = Plan::new(self); // takes back what follows, should it fail
-        let mut batch = Batch { reserved, tables: 0, bound: None };
+        let mut batch = Batch::new(reserved);
         let mut index = 0;
         for (i, request) in requests.into_iter().enumerate() {
             index = i;
+            if plan.vm.failed && !matches!(request, Request::Unbind(_) | Request::UnbindBo(_)) {
+                return Err(PlanError { index, error: Error::Failed });
+            }
             if let Err(error) = plan.vm.plan_request(request, &mut batch) {
                 return Err(PlanError { index, error });
             }
@@ -166,18 +280,12 @@ impl<F: Format, T: Tables> Vm<F, T> {
                 self.slots.hold(NULL).map_err(|_| self.no_memory())?;
                 self.add_bind(span, Record::new(NULL, 0, Access::READ, true), batch)
             }
-            Request::Unbind(span) => {
-                self.check_span(span, batch)?;
-                let (first, last) = pages_of::<F>(span);
-                // What an earlier request binds as a whole must be cut by this one.
-                let cuts = batch.bound.is_some_and(|(low, high)| first <= high && low <= last);
-                self.touch(first, last, cuts)?;
-                self.add_step(Step::Unbind { first, last })
-            }
+            Request::Unbind(span) => self.plan_unbind(span, batch),
             Request::UnbindBo(bo) => match self.slots.first_of(&bo) {
                 NONE => Ok(()),
                 slot => {
                     self.records.will_unlink();
+                    batch.detached += self.tables_of(slot);
                     self.add_step(Step::UnbindBo { slot })
                 }
             },
@@ -196,7 +304,7 @@ impl<F: Format, T: Tables> Vm<F, T> {
     fn plan_bind(
         &mut self,
         va: DeviceVa,
-        bo: &alloc::sync::Arc<Bo>,
+        bo: &Arc<Bo>,
         offset: u64,
         len: u64,
         repeat: u64,
@@ -213,6 +321,16 @@ impl<F: Format, T: Tables> Vm<F, T> {
         }
         let slot = self.slots.plan(bo, repeat.saturating_sub(1)).map_err(|Full| self.no_memory())?;
         self.add_bind(span, Record::new(slot, offset >> granule.log2(), access, repeat > 0), batch)
+    }
+
+    #[inline]
+    fn plan_unbind(&mut self, span: Span<DeviceVa>, batch: &mut Batch) -> Result<(), Error> {
+        self.check_span(span, batch)?;
+        let (first, last) = pages_of::<F>(span);
+        // What an earlier request binds as a whole must be cut by this one.
+        let cuts = batch.bound.is_some_and(|(low, high)| first <= high && low <= last);
+        self.touch(first, last, cuts, batch)?;
+        self.add_step(Step::Unbind { first, last })
     }
 
     /// Whether the `used` bytes at `offset` of a buffer can be bound, and why not.
@@ -234,11 +352,14 @@ impl<F: Format, T: Tables> Vm<F, T> {
         checked.map_err(|source| Error::Segment { va, bo: bo.id(), source })
     }
 
-    #[inline]
+    #[inline(always)]
     fn add_bind(&mut self, span: Span<DeviceVa>, record: Record, batch: &mut Batch) -> Result<(), Error> {
         let (first, last) = pages_of::<F>(span);
-        self.touch(first, last, true)?;
+        self.touch(first, last, true, batch)?;
         if Records::<F>::covers_a_chunk(first, last) {
+            if record.is_fixed() {
+                self.refuse_endless(span, record)?;
+            }
             let tables = self.tables_for(first, last, record)?;
             batch.tables = batch.tables.saturating_add(tables);
         }
@@ -258,8 +379,37 @@ impl<F: Format, T: Tables> Vm<F, T> {
         Ok(estimate.tables())
     }
 
+    /// Refuses what repeats so often that there cannot be tables for it, before anything goes through all of it.
+    fn refuse_endless(&mut self, span: Span<DeviceVa>, record: Record) -> Result<(), Error> {
+        let slot = self.slots.get(record.slot());
+        let null = self.null.map_or(0, |null| null.len);
+        let again = slot.bo.as_ref().map_or(null, |_| (slot.repeat_mask + 1) << F::GRANULE.log2());
+        // No leaf is larger than what repeats, and a table has so many of them; the root is there.
+        let leaf = F::PAGE_SIZES.largest_fit(0, again).unwrap_or(F::GRANULE);
+        let least = (span.len() >> leaf.log2() >> F::INDEX_BITS).saturating_sub(1);
+        match usize::try_from(least) {
+            Ok(0) => Ok(()),
+            Ok(least) if self.table.tables_mut().reserve(least) => Ok(()),
+            least => Err(Error::NoTables { tables: least.unwrap_or(usize::MAX), vm: self.range }),
+        }
+    }
+
+    /// The tables that unbinding a buffer, by its first slot, can detach.
+    fn tables_of(&self, mut slot: u32) -> usize {
+        let mut tables = 0;
+        while slot != NONE {
+            for n in 0.. {
+                let Some((from, to)) = self.slots.place(slot, n) else { break };
+                let (first, last) = (Records::<F>::chunk_pages(from).0, Records::<F>::chunk_pages(to - 1).1);
+                tables += self.table.tables_within(Self::span(first, last));
+            }
+            slot = self.slots.next_of(slot);
+        }
+        tables
+    }
+
     /// What can be said of a bind without its buffer.
-    #[inline]
+    #[inline(always)]
     fn check_bind(&self, va: DeviceVa, len: u64, access: Access, batch: &Batch) -> Result<Span<DeviceVa>, Error> {
         let Some(span) = Span::new(va, len) else {
             return Err(if len == 0 { Error::Empty { va } } else { Error::Wraps { va, len } });
@@ -271,7 +421,7 @@ impl<F: Format, T: Tables> Vm<F, T> {
         Ok(span)
     }
 
-    #[inline]
+    #[inline(always)]
     fn check_span(&self, span: Span<DeviceVa>, batch: &Batch) -> Result<(), Error> {
         if span.is_aligned(F::GRANULE) && self.range.covers(&span) && self.reserved.is_none() && !batch.reserved {
             return Ok(());
@@ -298,19 +448,20 @@ impl<F: Format, T: Tables> Vm<F, T> {
     }
 
     /// Makes the nodes that changing these pages takes.
-    #[inline]
-    fn touch(&mut self, first: u64, last: u64, make: bool) -> Result<(), Error> {
+    #[inline(always)]
+    fn touch(&mut self, first: u64, last: u64, make: bool, batch: &mut Batch) -> Result<(), Error> {
         self.touch_end(first, first, last, make).map_err(|Full| self.no_memory())?;
         if Records::<F>::chunk(first) != Records::<F>::chunk(last) {
             self.touch_end(last, first, last, make).map_err(|Full| self.no_memory())?;
         }
         if Records::<F>::covers_a_chunk(first, last) {
             self.records.will_unlink();
+            batch.detached += self.table.tables_within(Self::span(first, last));
         }
         Ok(())
     }
 
-    #[inline]
+    #[inline(always)]
     fn touch_end(&mut self, at: u64, first: u64, last: u64, make: bool) -> Result<(), Full> {
         let chunk = Records::<F>::chunk(at);
         if self.scratch.touched.last() != Some(&chunk) {
@@ -320,7 +471,7 @@ impl<F: Format, T: Tables> Vm<F, T> {
         self.records.touch(at, first, last, make)
     }
 
-    #[inline]
+    #[inline(always)]
     fn add_step(&mut self, step: Step) -> Result<(), Error> {
         self.scratch.steps.try_reserve(1).map_err(|_| self.no_memory())?;
         self.scratch.steps.push(step);
@@ -328,15 +479,17 @@ impl<F: Format, T: Tables> Vm<F, T> {
     }
 
     /// Reserves what the planned steps need.
-    #[inline]
+    #[inline(always)]
     fn reserve(&mut self, batch: &Batch) -> Result<(), Error> {
         let tables = batch.tables.saturating_add(self.records.missing_tables());
-        if tables > 0 && !self.table.tables_mut().reserve(tables) {
+        if tables > 0 && !self.table.reserve(tables) {
             return Err(Error::NoTables { tables, vm: self.range });
         }
         let Scratch { steps, touched, lists } = &mut self.scratch;
-        let room = steps.len() + touched.len();
-        if lists.spans.try_reserve(room).is_err() || lists.flushes.try_reserve(room).is_err() {
+        let spans = steps.len() + touched.len();
+        // Chunks that were touched may turn out empty. Whatever the batch makes it may detach again.
+        let detached = batch.detached + tables + touched.len() * F::LEVELS as usize;
+        if lists.spans.try_reserve(spans).is_err() || lists.tables.try_reserve(detached).is_err() {
             return Err(self.no_memory());
         }
         Ok(())
@@ -358,8 +511,8 @@ impl<F: Format, T: Tables> Vm<F, T> {
         if lists.is_empty() {
             return;
         }
-        for flush in lists.flushes.drain(..) {
-            self.table.free_tables(flush);
+        if !lists.tables.is_empty() {
+            self.table.free_detached(lists.tables.drain(..));
         }
         // The room is for the next plan.
         lists.spans.clear();
@@ -393,6 +546,16 @@ impl<F: Format, T: Tables> Vm<F, T> {
         Ok(freed)
     }
 
+    /// Marks the VM as failed, for good: a batch that others rely on was not applied. From now on only unbinds are planned.
+    pub fn fail(&mut self) {
+        self.failed = true;
+    }
+
+    /// True once the VM has failed: see [`BindQueue`](crate::BindQueue).
+    pub fn has_failed(&self) -> bool {
+        self.failed
+    }
+
     /// What the VM covers.
     pub fn range(&self) -> Span<DeviceVa> {
         self.range
@@ -423,7 +586,8 @@ impl<F: Format, T: Tables> Vm<F, T> {
         self.bindings_from(at.first).next()
     }
 
-    fn bindings_from(&self, mut page: u64) -> impl Iterator<Item = Binding> {
+    /// Bindings from a page on; what of the first lies before the page may be missing.
+    pub(crate) fn bindings_from(&self, mut page: u64) -> impl Iterator<Item = Binding> {
         core::iter::from_fn(move || {
             let extent = self.records.next(page)?;
             let first = extent.first;
@@ -452,7 +616,7 @@ impl<F: Format, T: Tables> Vm<F, T> {
     }
 
     /// Bytes of the buffer object that are bound, each counted as often as it is.
-    pub fn bound_bytes(&mut self, bo: &alloc::sync::Arc<Bo>) -> u64 {
+    pub fn bound_bytes(&mut self, bo: &Arc<Bo>) -> u64 {
         let mut slot = self.slots.first_of(bo);
         let mut pages = 0;
         while slot != NONE {

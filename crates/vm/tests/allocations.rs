@@ -131,15 +131,10 @@ fn run_out<F: Format>() -> u64 {
         let mut batches: Vec<_> = (0..200).map(|_| batch.clone()).collect(); // made before memory runs out
         for n in 0.. {
             let batch = batches.pop().expect("no plan takes so many allocations");
-            match with_allocations(n, || {
-                vm.plan(batch).map(|plan| {
-                    LEFT.set(u64::MAX);
-                    plan.commit()
-                })
-            }) {
+            match with_allocations(n, || vm.plan(batch).map(|plan| plan.commit())) {
                 Ok(committed) => {
                     // All that was allowed was used by the plan, or more than enough was: the commit used none.
-                    vm.invalidated(committed);
+                    with_allocations(0, || vm.invalidated(committed));
                     break;
                 }
                 Err(e) => assert!(matches!(e.error, Error::NoTables { .. } | Error::NoMemory { .. }), "{e:?}"),

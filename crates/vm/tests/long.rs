@@ -219,7 +219,8 @@ impl<F: Format> Run<F> {
         let mut done = 0;
         while done < operations {
             let mut model = self.model.clone();
-            let batch: Vec<_> = (0..self.random.size(12)).map(|_| self.request(&mut model)).collect();
+            let requests = if self.random.below(3) == 0 { 1 } else { self.random.size(12) };
+            let batch: Vec<_> = (0..requests).map(|_| self.request(&mut model)).collect();
             done += batch.len() as u64;
             if self.random.below(8) == 0 {
                 self.vm.tables_mut().allow = self.random.below(4) as usize;
@@ -235,7 +236,14 @@ impl<F: Format> Run<F> {
                     self.check("a plan that failed or was dropped");
                 }
             }
-            let committed = self.vm.plan(batch).unwrap().commit();
+            let committed = match &batch[..] {
+                // These have a way of their own.
+                [Request::Bind { va, bo, offset, len, access }] => {
+                    self.vm.bind(*va, bo, *offset, *len, *access).unwrap()
+                }
+                [Request::Unbind(span)] => self.vm.unbind(*span).unwrap(),
+                _ => self.vm.plan(batch).unwrap().commit(),
+            };
             // Whatever changed, the device is told to forget.
             for (page, (old, new)) in self.model.iter().zip(&model).enumerate() {
                 if old.is_some() && old != new {

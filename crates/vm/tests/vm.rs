@@ -612,7 +612,7 @@ fn a_batch_that_binds_unbinds_and_binds_again() {
     let mut vm = Vm::<X86_64_4Level, _>::new(span(0, 4 * GIB), Strict::new()).unwrap();
     let again = || [bind(GIB, &bos[1], 0, 1, Access::RW), Request::Unbind(span(GIB, GIB))];
     let committed = run(&mut vm, [again(), again(), again()].into_iter().flatten());
-    assert_eq!(committed.tables().count(), 2 + 2 + 2 + 1, "two below the gigabyte each time, one above it at the end");
+    assert_eq!(committed.tables().len(), 2 + 2 + 2 + 1, "two below the gigabyte each time, one above it at the end");
     vm.invalidated(committed);
     assert_eq!(vm.page_table().tables().heap.in_use(), 1);
 }

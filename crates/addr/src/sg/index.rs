@@ -1,12 +1,11 @@
 //! The scatter-gather index: any byte of a buffer found in time that does not depend on how many segments there are.
 
 use core::fmt;
-use core::marker::PhantomData;
 use core::ops::Range;
 
 use thiserror::Error;
 
-use super::plain::{Flat, IN_PLACE, InPlace, List};
+use super::plain::{Flat, IN_PLACE, InPlace};
 use super::rank::Rank;
 use crate::{Address, PageSize, Segment, SegmentAt, SgTable};
 
@@ -39,13 +38,14 @@ pub enum SgError<A: Address> {
 pub enum SgKind {
     /// Up to four segments, in the index itself.
     InPlace,
-    /// A 4-byte frame for every granule: for buffers made of single pages.
+    /// 4 bytes for every granule: for buffers made of single pages.
     Flat,
     /// A bitmap of where segments begin (0.25 bytes a granule), and 4 bytes a segment.
     Rank,
     /// The same with 8 bytes a segment, for segments more than 2^32 granules apart.
     WideRank,
-    /// 16 bytes a segment and a binary search: for granules below 4 KiB, of which the others would need too many.
+    /// 16 bytes a segment and a binary search, as an [`SgTable`] has it: for granules below 4 KiB, of which the others would
+    /// need too many.
     List,
 }
 
@@ -98,17 +98,16 @@ pub struct SgIndex<A> {
     len: u64,
     segments: usize,
     granule: PageSize,
-    form: Form,
-    space: PhantomData<A>,
+    form: Form<A>,
 }
 
 #[derive(Clone, Debug)]
-enum Form {
+enum Form<A> {
     InPlace(InPlace),
     Flat(Flat),
     Rank(Rank<u32>),
     WideRank(Rank<u64>),
-    List(List),
+    List(SgTable<A>),
 }
 
 /// What the choice of a form goes by.
@@ -116,26 +115,32 @@ pub(super) struct Survey {
     pub(super) granule: PageSize,
     /// Granules, the last one perhaps cut short.
     pub(super) pages: u64,
-    /// The lowest address, and the highest of all bytes.
-    pub(super) base: u64,
-    pub(super) last: u64,
+    /// Address less start in the buffer: the lowest of all segments, and the highest.
+    base: i128,
+    highest: i128,
     /// Bytes of the longest segment.
     longest: u64,
 }
 
 impl Survey {
     pub(super) fn of<A: Address>(table: &SgTable<A>) -> Self {
-        let (mut bits, mut start) = (0, 0);
-        let (mut base, mut last, mut longest) = (u64::MAX, 0, 0);
-        for s in table.segments() {
+        let (mut bits, mut longest) = (0, 0);
+        let (mut base, mut highest) = (i128::MAX, i128::MIN);
+        for (start, s) in starts(table) {
             let addr = s.addr.bits();
             bits |= start | addr;
-            (base, last, longest) = (base.min(addr), last.max(addr + (s.len - 1)), longest.max(s.len));
-            start += s.len;
+            let delta = i128::from(addr) - i128::from(start);
+            (base, highest, longest) = (base.min(delta), highest.max(delta), longest.max(s.len));
         }
         // A page size is below 2^64.
         let granule = PageSize::from_log2(bits.trailing_zeros().min(63) as u8).expect("below 64");
-        Self { granule, pages: table.len().div_ceil(granule.bytes()), base, last, longest }
+        Self { granule, pages: table.len().div_ceil(granule.bytes()), base, highest, longest }
+    }
+
+    /// True when 32 bits can say how many granules a segment is above the lowest.
+    pub(super) fn is_near(&self) -> bool {
+        let spread = u64::try_from(self.highest - self.base);
+        spread.is_ok_and(|bytes| bytes >> self.granule.log2() <= u64::from(u32::MAX))
     }
 
     fn kind(&self, segments: usize) -> SgKind {
@@ -144,7 +149,7 @@ impl Survey {
             SgKind::InPlace
         } else if shift < RANK_GRANULE || self.pages > u64::from(u32::MAX) {
             SgKind::List
-        } else if (self.last - self.base) >> shift > u64::from(u32::MAX) {
+        } else if !self.is_near() {
             SgKind::WideRank
         } else if 16 * self.pages <= FLAT_MEAN_16THS * segments as u64 && self.longest >> shift <= FLAT_LONGEST {
             SgKind::Flat
@@ -154,13 +159,12 @@ impl Survey {
     }
 }
 
-/// The segments as (start in the buffer, address).
-fn starts<A: Address>(table: &SgTable<A>) -> impl ExactSizeIterator<Item = (u64, u64)> {
+/// The segments, each with its start in the buffer.
+fn starts<A: Address>(table: &SgTable<A>) -> impl ExactSizeIterator<Item = (u64, Segment<A>)> {
     let mut start = 0;
     table.segments().map(move |s| {
-        let here = (start, s.addr.bits());
         start += s.len;
-        here
+        (start - s.len, s)
     })
 }
 
@@ -175,7 +179,11 @@ impl<A: Address> SgIndex<A> {
         for s in segments {
             table.try_push(s.addr, s.len)?;
         }
-        Self::from_table(&table)
+        let survey = Survey::of(&table);
+        match survey.kind(table.segment_count()) {
+            SgKind::List => Ok(Self::list(table, &survey)),
+            kind => Self::build(&table, &survey, kind),
+        }
     }
 
     /// The index of all segments of a table.
@@ -189,23 +197,29 @@ impl<A: Address> SgIndex<A> {
 
     /// The index in the given form, which must be able to hold it.
     pub(super) fn build(table: &SgTable<A>, survey: &Survey, kind: SgKind) -> Result<Self, SgError<A>> {
-        let (len, base, shift) = (table.len(), survey.base, u32::from(survey.granule.log2()));
-        // The forms that count pages are chosen where these fit.
-        let pages = survey.pages as u32;
+        let shift = u32::from(survey.granule.log2());
+        let places = starts(table).map(|(start, s)| (start, s.addr.bits()));
+        // Cut to 64 and 32 bits; the forms that use them are chosen where they fit, modulo 2^64.
+        let (base, pages) = (survey.base as u64, survey.pages as u32);
         let form = match kind {
-            SgKind::InPlace => Some(Form::InPlace(InPlace::new(starts(table), len))),
+            SgKind::InPlace => Some(Form::InPlace(InPlace::new(places, table.len()))),
             SgKind::Flat => {
-                let granule = survey.granule.bytes();
-                let segments = table.segments().map(|s| (s.addr.bits(), s.len.div_ceil(granule) as u32));
+                let segments = starts(table).map(|(start, s)| (start, s.addr.bits(), s.len));
                 Flat::new(segments, base, shift, pages).map(Form::Flat)
             }
-            SgKind::Rank => Rank::new(starts(table), base, shift, pages).map(Form::Rank),
-            SgKind::WideRank => Rank::new(starts(table), base, shift, pages).map(Form::WideRank),
-            SgKind::List => List::new(starts(table), len).map(Form::List),
+            SgKind::Rank => Rank::new(places, base, shift, pages).map(Form::Rank),
+            SgKind::WideRank => Rank::new(places, base, shift, pages).map(Form::WideRank),
+            SgKind::List => table.try_clone().map(Form::List),
         };
         let segments = table.segment_count();
         let form = form.ok_or(SgError::NoMemory { segments })?;
-        Ok(Self { len, segments, granule: survey.granule, form, space: PhantomData })
+        Ok(Self { len: table.len(), segments, granule: survey.granule, form })
+    }
+
+    /// The table itself as an index.
+    fn list(table: SgTable<A>, survey: &Survey) -> Self {
+        let (len, segments) = (table.len(), table.segment_count());
+        Self { len, segments, granule: survey.granule, form: Form::List(table) }
     }
 
     /// Bytes in all.
@@ -262,13 +276,23 @@ impl<A: Address> SgIndex<A> {
         if offset >= self.len {
             return None;
         }
-        let shift = self.shift();
+        // The two forms that matter, to be inlined.
         let (addr, end) = match &self.form {
-            Form::Flat(f) => f.segment(offset, shift).map(|(addr, page)| (addr, self.page_end(page)))?,
-            Form::Rank(f) => f.segment(offset, shift).map(|(addr, page)| (addr, self.page_end(page)))?,
-            Form::WideRank(f) => f.segment(offset, shift).map(|(addr, page)| (addr, self.page_end(page)))?,
+            Form::Flat(f) => f.segment(offset, self.shift())?,
+            Form::Rank(f) => f.segment(offset, self.shift())?,
+            _ => return self.segment_elsewhere(offset),
+        };
+        Some(SegmentAt { addr: A::new(addr), left: self.page_end(end) - offset })
+    }
+
+    /// [`segment_at`](Self::segment_at) in the other forms.
+    #[inline(never)]
+    fn segment_elsewhere(&self, offset: u64) -> Option<SegmentAt<A>> {
+        let (addr, end) = match &self.form {
             Form::InPlace(f) => f.segment(offset),
-            Form::List(f) => f.segment(offset)?,
+            Form::WideRank(f) => f.segment(offset, self.shift()).map(|(addr, page)| (addr, self.page_end(page)))?,
+            Form::List(table) => return table.segment_at(offset),
+            Form::Flat(_) | Form::Rank(_) => return None, // not here
         };
         Some(SegmentAt { addr: A::new(addr), left: end - offset })
     }
@@ -282,22 +306,19 @@ impl<A: Address> SgIndex<A> {
         if self.len.checked_sub(offset)? < page.bytes() {
             return None;
         }
-        if page > self.granule || offset & (page.bytes() - 1) != 0 {
-            return self.page_across(offset, page);
+        if page <= self.granule && offset & (page.bytes() - 1) == 0 {
+            // Inlined where a page is bound.
+            match &self.form {
+                Form::Flat(f) => return f.address(offset, self.shift()).map(A::new),
+                Form::Rank(f) => return f.address(offset, self.shift()).map(A::new),
+                _ => {}
+            }
         }
-        let shift = self.shift();
-        let addr = match &self.form {
-            Form::Flat(f) => f.address(offset, shift)?,
-            Form::Rank(f) => f.address(offset, shift)?,
-            Form::WideRank(f) => f.address(offset, shift)?,
-            Form::InPlace(f) => f.segment(offset).0,
-            Form::List(f) => f.segment(offset)?.0,
-        };
-        Some(A::new(addr))
+        self.page_across(offset, page)
     }
 
-    /// A page that may reach from one granule into the next.
-    #[cold]
+    /// A page that may reach from one granule into the next, or of another form.
+    #[inline(never)]
     fn page_across(&self, offset: u64, page: PageSize) -> Option<A> {
         self.segment_at(offset).filter(|s| s.left >= page.bytes()).map(|s| s.addr)
     }

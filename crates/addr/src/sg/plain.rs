@@ -1,6 +1,8 @@
-//! The plain forms of an index: a handful of segments in place, a frame for every page, a list to search.
+//! The plain forms of an index: a handful of segments in place, or a delta for every page.
 
 use alloc::vec::Vec;
+
+use super::rank::Delta;
 
 /// Segments that an index holds without a heap.
 pub(super) const IN_PLACE: usize = 4;
@@ -36,86 +38,51 @@ impl InPlace {
     }
 }
 
-/// A frame for every page, for buffers made of single pages: one load.
+/// A delta for every page, for buffers made of single pages: one load.
 #[derive(Clone, Debug)]
 pub(super) struct Flat {
-    /// In pages, counted from `base`.
-    frames: Vec<u32>,
-    /// The lowest address.
+    deltas: Vec<u32>,
     base: u64,
 }
 
 impl Flat {
-    /// The index of segments, each as (address, pages), over `pages` pages; `None` without memory.
-    pub(super) fn new(segments: impl Iterator<Item = (u64, u32)>, base: u64, shift: u32, pages: u32) -> Option<Self> {
-        let mut frames = Vec::new();
-        frames.try_reserve_exact(pages as usize).ok()?;
-        for (addr, n) in segments {
-            let first = ((addr - base) >> shift) as u32;
-            frames.extend((0..n).map(|i| first + i));
+    /// The index of segments, each as (start in the buffer, address, bytes), over `pages` pages; `None` without memory.
+    pub(super) fn new(
+        segments: impl Iterator<Item = (u64, u64, u64)>,
+        base: u64,
+        shift: u32,
+        pages: u32,
+    ) -> Option<Self> {
+        let mut deltas = Vec::new();
+        deltas.try_reserve_exact(pages as usize).ok()?;
+        for (start, addr, len) in segments {
+            // The last page of all may be cut short.
+            let end = deltas.len() + len.div_ceil(1 << shift) as usize;
+            deltas.resize(end, u32::of(start, addr, base, shift));
         }
-        Some(Self { frames, base })
+        Some(Self { deltas, base })
     }
 
     /// The address of the byte at `offset`, which lies within the buffer.
     #[inline]
     pub(super) fn address(&self, offset: u64, shift: u32) -> Option<u64> {
-        let frame = *self.frames.get((offset >> shift) as usize)?;
-        Some(self.base.wrapping_add(u64::from(frame) << shift | offset & ((1 << shift) - 1)))
+        self.deltas.get((offset >> shift) as usize).map(|d| d.address(offset, self.base, shift))
     }
 
     /// The address of the byte at `offset`, and the page behind its segment, which is looked for page by page: this form
     /// is for short segments.
     #[inline]
     pub(super) fn segment(&self, offset: u64, shift: u32) -> Option<(u64, u32)> {
-        let addr = self.address(offset, shift)?;
         let page = (offset >> shift) as usize;
-        let (mut end, mut frame) = (page + 1, *self.frames.get(page)?);
-        while let Some(&next) = self.frames.get(end)
-            && frame.checked_add(1) == Some(next)
-        {
-            (end, frame) = (end + 1, next);
+        let delta = self.deltas.get(page)?;
+        let mut end = page + 1;
+        while self.deltas.get(end) == Some(delta) {
+            end += 1;
         }
-        Some((addr, end as u32))
+        Some((delta.address(offset, self.base, shift), end as u32))
     }
 
     pub(super) fn heap_bytes(&self) -> usize {
-        self.frames.capacity() * size_of::<u32>()
-    }
-}
-
-/// All segments in order, found by binary search: what fits no other form.
-#[derive(Clone, Debug)]
-pub(super) struct List {
-    /// The offset of each segment.
-    starts: Vec<u64>,
-    /// Address less offset, modulo 2^64.
-    deltas: Vec<u64>,
-    /// Bytes of the buffer.
-    len: u64,
-}
-
-impl List {
-    /// The index of segments, each as (start in the buffer, address), of `len` bytes in all; `None` without memory.
-    pub(super) fn new(segments: impl ExactSizeIterator<Item = (u64, u64)>, len: u64) -> Option<Self> {
-        let mut new = Self { starts: Vec::new(), deltas: Vec::new(), len };
-        new.starts.try_reserve_exact(segments.len()).ok()?;
-        new.deltas.try_reserve_exact(segments.len()).ok()?;
-        for (start, addr) in segments {
-            new.starts.push(start);
-            new.deltas.push(addr.wrapping_sub(start));
-        }
-        Some(new)
-    }
-
-    /// The address of the byte at `offset`, which lies within the buffer, and the offset behind its segment.
-    pub(super) fn segment(&self, offset: u64) -> Option<(u64, u64)> {
-        let behind = self.starts.partition_point(|&start| start <= offset);
-        let delta = self.deltas.get(behind.checked_sub(1)?)?;
-        Some((delta.wrapping_add(offset), self.starts.get(behind).copied().unwrap_or(self.len)))
-    }
-
-    pub(super) fn heap_bytes(&self) -> usize {
-        (self.starts.capacity() + self.deltas.capacity()) * size_of::<u64>()
+        self.deltas.capacity() * size_of::<u32>()
     }
 }

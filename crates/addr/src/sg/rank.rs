@@ -19,30 +19,28 @@ struct Block {
     next: u32,
 }
 
-/// Where a segment lies relative to its place in the buffer, so that one delta serves all of its pages.
+/// How far a segment lies from its place in the buffer: address less offset, the same for all of its bytes.
 pub(super) trait Delta: Copy {
-    /// Of the segment at `start` of the buffer that lies at `addr`; `base` is the lowest address of all.
+    /// Of the segment at `start` of the buffer that lies at `addr`; `base` is the lowest of all, modulo 2^64.
     fn of(start: u64, addr: u64, base: u64, shift: u32) -> Self;
 
     /// The address of the byte at `offset` of the buffer.
     fn address(self, offset: u64, base: u64, shift: u32) -> u64;
 }
 
-/// In pages, modulo 2^32: enough while all segments lie within 2^32 pages of each other.
+/// In pages above the lowest: enough while all lie within 2^32 pages of each other.
 impl Delta for u32 {
     fn of(start: u64, addr: u64, base: u64, shift: u32) -> Self {
-        (((addr - base) >> shift) as u32).wrapping_sub((start >> shift) as u32)
+        (addr.wrapping_sub(start).wrapping_sub(base) >> shift) as u32
     }
 
     #[inline]
     fn address(self, offset: u64, base: u64, shift: u32) -> u64 {
-        let frame = self.wrapping_add((offset >> shift) as u32);
-        // Within the segment, which ends within the address space.
-        base.wrapping_add(u64::from(frame) << shift | offset & ((1 << shift) - 1))
+        base.wrapping_add(u64::from(self) << shift).wrapping_add(offset)
     }
 }
 
-/// In bytes, modulo 2^64: always enough.
+/// In bytes: always enough.
 impl Delta for u64 {
     fn of(start: u64, addr: u64, _: u64, _: u32) -> Self {
         addr.wrapping_sub(start)

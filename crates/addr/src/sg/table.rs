@@ -77,6 +77,19 @@ impl<A: Address> SgTable<A> {
         Ok(())
     }
 
+    /// A copy, or `None` for want of memory.
+    pub(super) fn try_clone(&self) -> Option<Self> {
+        let mut entries = Vec::new();
+        entries.try_reserve_exact(self.entries.len()).ok()?;
+        entries.extend_from_slice(&self.entries);
+        Some(Self { entries, len: self.len })
+    }
+
+    /// Bytes of memory that it has allocated.
+    pub(super) fn heap_bytes(&self) -> usize {
+        self.entries.capacity() * size_of::<Entry<A>>()
+    }
+
     /// Bytes in all.
     pub fn len(&self) -> u64 {
         self.len

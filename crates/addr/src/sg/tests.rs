@@ -25,10 +25,9 @@ fn forms(table: &SgTable<PhysAddr>) -> Vec<SgIndex<PhysAddr>> {
     for kind in KINDS {
         // Tests have no memory for more; forms that count pages hold up to 2^32.
         let few = survey.pages <= 1 << 16;
-        let near = table.is_empty() || (survey.last - survey.base) >> survey.granule.log2() <= u64::from(u32::MAX);
         let holds = match kind {
             SgKind::InPlace => table.segment_count() <= 4,
-            SgKind::Flat | SgKind::Rank => few && near && !table.is_empty(),
+            SgKind::Flat | SgKind::Rank => few && !table.is_empty() && survey.is_near(),
             SgKind::WideRank => few,
             SgKind::List => true,
         };
@@ -199,11 +198,10 @@ fn the_form_goes_by_the_segments() {
     assert_eq!(kind(&one_long), SgKind::Rank);
     one_long.last_mut().unwrap().1 = 16 * 4096;
     assert_eq!(kind(&one_long), SgKind::Flat);
-    // Frames: 2^32 of them, and one more.
-    let far = |at| [pieces(9, 2, 4096), Vec::from([(at, 4096)])].concat();
-    let base = 3 * 4096; // of the last piece
-    assert_eq!(kind(&far(base + (0xffff_ffff << 12))), SgKind::Rank);
-    assert_eq!(kind(&far(base + (0x1_0000_0000 << 12))), SgKind::WideRank);
+    // The last piece is the lowest: page 16 of the buffer at frame 3. From there 2^32 - 1 pages, and one more.
+    let far = |pages: u64| [pieces(9, 2, 4096), Vec::from([((pages + 18 + 3 - 16) << 12, 4096)])].concat();
+    assert_eq!(kind(&far(0xffff_ffff)), SgKind::Rank);
+    assert_eq!(kind(&far(0x1_0000_0000)), SgKind::WideRank);
     // 2^32 pages and more have no block to stand in.
     let long = [pieces(9, 2, 4096), Vec::from([(1 << 60, 1 << 45)])].concat();
     assert_eq!(kind(&long), SgKind::List);

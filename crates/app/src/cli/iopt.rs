@@ -153,7 +153,7 @@ pub fn run(options: IoptOptions) -> Result<ExitCode, Failure> {
     }
 }
 
-fn formats() -> impl TypedValueParser<Value = &'static Format> {
+pub(super) fn formats() -> impl TypedValueParser<Value = &'static Format> {
     PossibleValuesParser::new(iopt::FORMATS.iter().map(|f| f.name))
         .map(|name| iopt::FORMATS.iter().find(|f| f.name == name).expect("clap lets only these names pass"))
 }

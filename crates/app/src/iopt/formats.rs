@@ -5,6 +5,8 @@ use std::path::Path;
 
 use dmalane::addr::{Access, Iova, PageSize, PhysAddr};
 use dmalane::iopt::{self, *};
+use dmalane::trace::{Header, TraceError};
+use dmalane::vm::AnyVm;
 
 use super::image::{Image, ImageTables};
 use super::spec::{Mapping, wrong};
@@ -20,9 +22,15 @@ pub const FORMATS: &[Format] = &[
     Format::of::<Arm64S1<12, 48, true>>(),
     Format::of::<Arm64S1<14, 48, true>>(),
     Format::of::<Arm64S1<16, 48, true>>(),
+    Format::of::<Arm64S1<12, 52, false, 52>>(),
+    Format::of::<Arm64S1<14, 52, false, 52>>(),
+    Format::of::<Arm64S1<16, 52, false, 52>>(),
     Format::of::<Arm64S2_4k>(),
     Format::of::<Arm64S2_16k>(),
     Format::of::<Arm64S2_64k>(),
+    Format::of::<Arm64S2<12, 52, false, 52>>(),
+    Format::of::<Arm64S2<14, 52, false, 52>>(),
+    Format::of::<Arm64S2<16, 52, false, 52>>(),
     Format::named::<Arm64S2<12, 40>>("arm64-s2-4k-40"),
     Format::named::<Arm64S2<14, 40>>("arm64-s2-16k-40"),
     Format::named::<Arm64S2<16, 40>>("arm64-s2-64k-40"),
@@ -39,6 +47,7 @@ pub const FORMATS: &[Format] = &[
     Format::of::<AmdV1_4Level>(),
     Format::of::<AmdV1<5>>(),
     Format::of::<AmdV1<6>>(),
+    Format::of::<AmdV1<4, true>>(),
     Format::of::<RiscvSv39>(),
     Format::of::<RiscvSv48>(),
     Format::of::<RiscvSv57>(),
@@ -59,6 +68,8 @@ pub struct Format {
     pub walk: fn(&Image, root: u64, at: u64) -> Result<Walked, WalkFault>,
     /// Everything that the tables below `root` map.
     pub dump: fn(&Image, root: u64) -> Result<Vec<Run>, Endless>,
+    /// An empty VM as the first line of a trace says.
+    pub vm: fn(&Header) -> Result<Box<dyn AnyVm + Send>, TraceError>,
 }
 
 impl Format {
@@ -68,7 +79,7 @@ impl Format {
 
     /// For a format with another number of bits, which the crate does not name.
     const fn named<F: iopt::Format>(name: &'static str) -> Self {
-        Self { name, build: build::<F>, walk: walk::<F>, dump: dump::<F> }
+        Self { name, build: build::<F>, walk: walk::<F>, dump: dump::<F>, vm: Header::vm::<F> }
     }
 }
 

@@ -79,28 +79,8 @@ fn mapping(name: &str, value: &Value) -> Result<Mapping, String> {
         }
     }
     let text = field("access")?;
-    let access = text.as_str().and_then(access);
-    let access = access.ok_or_else(|| format!("{name}.access: {text}: not letters out of \"rwx\""))?;
+    let access = text.as_str().unwrap_or_default().parse().map_err(|why| format!("{name}.access: {text}: {why}"))?;
     Ok(Mapping { va, pa, len, access })
-}
-
-/// Letters out of `rwx`, each at most once and at least one; a `-` stands for one that is left out.
-fn access(text: &str) -> Option<Access> {
-    let mut access = Access::empty();
-    for c in text.chars() {
-        let bit = match c {
-            'r' => Access::READ,
-            'w' => Access::WRITE,
-            'x' => Access::EXEC,
-            '-' => continue,
-            _ => return None,
-        };
-        if access.contains(bit) {
-            return None;
-        }
-        access |= bit;
-    }
-    (!access.is_empty()).then_some(access)
 }
 
 /// The fields of an object that has none but these: a field misspelt must not go unseen.

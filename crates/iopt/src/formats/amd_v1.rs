@@ -4,10 +4,11 @@ use alloc::{vec, vec::Vec};
 
 use dmalane_addr::{Access, PageSize, PageSizes};
 
+use crate::format::MAX_LEVELS;
 use crate::{Entry, Format, Register};
 
 /// AMD I/O page tables for host translations ("v1") with 3 to 6 levels: 39, 48, 57 or 63-bit input, 52-bit output, leaves
-/// of 1 GiB, 2 MiB and 4 KiB.
+/// of 1 GiB, 2 MiB and 4 KiB; with `GROUPS` also of 16 times these: 16 GiB, 32 MiB and 64 KiB.
 ///
 /// Source: AMD I/O Virtualization Technology (IOMMU) Specification (48882), section "I/O Page Tables for Host
 /// Translations" with its tables "Page Table Level Parameters", "I/O Page Translation Entry (PTE)", "I/O Page Directory
@@ -17,22 +18,22 @@ use crate::{Entry, Format, Register};
 /// |---|---|---|
 /// | 0 | PR | 1 |
 /// | 5, 6 | A, D | 0 |
-/// | 11:9 | Next Level | 0 in a leaf: it has the default page size of its level; else the level of the next table |
-/// | 51:12 | address | low bits of a large leaf are zero |
+/// | 11:9 | Next Level | 0 in a leaf: it has the default page size of its level; 7 in the entries of a group; else the level of the next table |
+/// | 51:12 | address | low bits of a large leaf are zero; in a group, the lowest zero from bit 12 up says half its size |
 /// | 59 | U | 0 |
 /// | 60 | FC | 1 in a leaf: accesses are coherent whatever the device says |
 /// | 61 | IR | [`Access::READ`]; 1 in table entries |
 /// | 62 | IW | [`Access::WRITE`]; 1 in table entries |
 ///
-/// A table of the last level is level 1 in the specification. Two things that it allows are neither written nor
-/// understood, and count as invalid: entries that skip levels, and other page sizes (Next Level 7). The rights of all
+/// All 16 entries of a group are the same. A table of the last level is level 1 in the specification. Two things that it
+/// allows are neither written nor understood, and count as invalid: entries that skip levels, and yet other page sizes. The rights of all
 /// levels are combined by a walker; table entries here grant both, and are not looked at. Write-only leaves exist;
 /// [`Access::EXEC`] is not supported.
 ///
 /// What to program beside it, in the device table entry: bits 63:0 = the root | V | TV, Mode (bits 11:9) = levels, IR and
 /// IW; the domain number in bits 79:64 to be added.
 #[derive(Clone, Copy, Debug)]
-pub struct AmdV1<const LEVELS: u32>;
+pub struct AmdV1<const LEVELS: u32, const GROUPS: bool = false>;
 
 /// AMD v1 with 4 levels, 48 bits.
 #[allow(non_camel_case_types)]
@@ -40,17 +41,31 @@ pub type AmdV1_4Level = AmdV1<4>;
 
 const PRESENT: u64 = 1;
 const NEXT_LEVEL: u64 = 0b111 << 9;
+/// Next Level: the address says the page size.
+const OTHER_SIZE: u64 = 0b111 << 9;
+/// Logarithm of the entries of a group.
+const GROUP: u32 = 4;
 const ADDRESS: u64 = (1 << 52) - (1 << 12);
 const FORCE_COHERENT: u64 = 1 << 60;
 const READ: u64 = 1 << 61;
 const WRITE: u64 = 1 << 62;
 
-impl<const L: u32> Format for AmdV1<L> {
-    const NAME: &'static str = match L {
-        3 => "amd-v1-3level",
-        4 => "amd-v1-4level",
-        5 => "amd-v1-5level",
-        6 => "amd-v1-6level",
+/// Bytes of the leaf that an entry is, or is part of.
+#[inline]
+const fn leaf_bytes(levels: u32, level: u32, group: bool) -> u64 {
+    1 << (12 + 9 * (levels - 1 - level) + if group { GROUP } else { 0 })
+}
+
+impl<const L: u32, const G: bool> Format for AmdV1<L, G> {
+    const NAME: &'static str = match (L, G) {
+        (3, false) => "amd-v1-3level",
+        (4, false) => "amd-v1-4level",
+        (5, false) => "amd-v1-5level",
+        (6, false) => "amd-v1-6level",
+        (3, true) => "amd-v1-3level-groups",
+        (4, true) => "amd-v1-4level-groups",
+        (5, true) => "amd-v1-5level-groups",
+        (6, true) => "amd-v1-6level-groups",
         _ => panic!("levels from 3 to 6"),
     };
     const LEVELS: u32 = L;
@@ -58,8 +73,19 @@ impl<const L: u32> Format for AmdV1<L> {
     const GRANULE: PageSize = PageSize::SIZE_4K;
     const INPUT_BITS: u32 = if L == 6 { 63 } else { 12 + 9 * L };
     const OUTPUT_BITS: u32 = 52;
-    const PAGE_SIZES: PageSizes =
-        PageSizes::from_bits(0).with(PageSize::SIZE_4K).with(PageSize::SIZE_2M).with(PageSize::SIZE_1G);
+    const PAGE_SIZES: PageSizes = {
+        let one = 1 << 30 | 1 << 21 | 1 << 12;
+        PageSizes::from_bits(if G { one | one << GROUP } else { one })
+    };
+    const GROUP_BITS: [u32; MAX_LEVELS] = {
+        let mut bits = [0; MAX_LEVELS];
+        let mut level = L as usize - 3;
+        while G && level < L as usize {
+            bits[level] = GROUP;
+            level += 1;
+        }
+        bits
+    };
     const DIRTY: u64 = 1 << 6;
 
     fn supports(access: Access) -> bool {
@@ -83,19 +109,31 @@ impl<const L: u32> Format for AmdV1<L> {
         entry
     }
 
+    fn encode_member(level: u32, out: u64, access: Access) -> u64 {
+        let size = leaf_bytes(L, level, true);
+        Self::encode_leaf(level, out & !(size - 1) | (size / 2 - 1), access) | OTHER_SIZE
+    }
+
+    #[inline]
+    fn is_member(_level: u32, entry: u64) -> bool {
+        G && entry & NEXT_LEVEL == OTHER_SIZE
+    }
+
     #[inline]
     fn decode(level: u32, entry: u64) -> Entry {
         if entry & PRESENT == 0 || level >= L {
             return Entry::Invalid;
         }
         let next = (entry & NEXT_LEVEL) >> 9;
-        if next != 0 {
+        let group = Self::is_member(level, entry);
+        if next != 0 && !group {
             let known = next == u64::from(L - 1 - level);
             return if known { Entry::Table(entry & ADDRESS) } else { Entry::Invalid };
         }
-        let page = 1u64 << (12 + 9 * (L - 1 - level));
-        // Leaves above 1 GiB exist in the architecture and are not among the page sizes here.
-        if level + 3 < L || entry & ADDRESS & (page - 1) != 0 || entry & (READ | WRITE) == 0 {
+        let size = leaf_bytes(L, level, group);
+        let size_bits = if group { (size / 2 - 1) & ADDRESS } else { 0 };
+        // Larger and other leaves exist in the architecture and are not among the page sizes here.
+        if level + 3 < L || entry & ADDRESS & (size - 1) != size_bits || entry & (READ | WRITE) == 0 {
             return Entry::Invalid;
         }
         let mut access = Access::empty();
@@ -105,7 +143,7 @@ impl<const L: u32> Format for AmdV1<L> {
         if entry & WRITE != 0 {
             access |= Access::WRITE;
         }
-        Entry::Leaf { out: entry & ADDRESS, access }
+        Entry::Leaf { out: entry & ADDRESS & !(size - 1), access }
     }
 
     fn registers(root: u64) -> Vec<Register> {
@@ -130,6 +168,20 @@ mod tests {
         assert_eq!(F::encode_leaf(3, 0xf_ffff_ffff_f000, Access::READ), 0x300f_ffff_ffff_f001);
         assert_eq!(F::encode_leaf(2, 0x4020_0000, Access::WRITE), 0x5000_0000_4020_0001);
         assert_eq!(F::encode_leaf(1, 0x40_4000_0000, Access::RW), 0x7000_0040_4000_0001);
+    }
+
+    /// "Example Page Size Encodings": of 64 KiB, address bits 15:12 are 0111; of 32 MiB, 24:12 are 0 1111 1111 1111.
+    #[test]
+    fn groups() {
+        type F = AmdV1<4, true>;
+        assert_eq!(F::encode_member(3, 0x1234_5000, Access::RW), 0x7000_0000_1234_7e01);
+        assert_eq!(F::decode(3, 0x7000_0000_1234_7e01), Entry::Leaf { out: 0x1234_0000, access: Access::RW });
+        assert_eq!(F::encode_member(2, 0x4260_0000, Access::READ), 0x3000_0000_42ff_fe01);
+        assert_eq!(F::encode_member(1, 0x44_4000_0000, Access::READ), 0x3000_0045_ffff_fe01);
+        assert_eq!(F::decode(3, 0x7000_0000_1234_3e01), Entry::Invalid, "32 KiB");
+        assert_eq!(F::decode(2, 0x7000_0000_1234_7e01), Entry::Invalid, "64 KiB at the level of 2 MiB");
+        assert_eq!(F::decode(0, 0x7000_0000_1234_7e01), Entry::Invalid);
+        assert_eq!(AmdV1_4Level::decode(3, 0x7000_0000_1234_7e01), Entry::Invalid, "no groups");
     }
 
     #[test]

@@ -7,7 +7,7 @@ use crate::format::MAX_LEVELS;
 pub(super) const VALID: u64 = 1;
 /// With `VALID`: a table above the last level, a page at it. Without it: a block.
 pub(super) const TABLE_OR_PAGE: u64 = 1 << 1;
-pub(super) const SH_INNER: u64 = 0b11 << 8;
+const SH_INNER: u64 = 0b11 << 8;
 pub(super) const AF: u64 = 1 << 10;
 
 /// Address bits that a full table translates, for granules of 2^`granule` bytes.
@@ -80,23 +80,41 @@ pub(super) const fn granule_size(granule: u32) -> PageSize {
     PageSize::from_log2(granule as u8).expect("checked by page_sizes")
 }
 
-/// The field of a descriptor that holds address bits 47 down to the granule.
-const fn address_field(granule: u32) -> u64 {
-    (1 << 48) - (1 << granule)
+/// True for descriptors of FEAT_LPA2 (`DS = 1`): address bits 51:50 are where the shareability would be.
+const fn lpa2(granule: u32, output: u32) -> bool {
+    output == 52 && granule != 16
 }
 
-/// Descriptor bits for an address. With 52-bit output (FEAT_LPA, 64 KiB granules) address bits 51:48 are in bits 15:12.
+/// The field of a descriptor that holds the address from the granule up, to bit 47 or 49.
+const fn address_field(granule: u32, output: u32) -> u64 {
+    (1 << if lpa2(granule, output) { 50 } else { 48 }) - (1 << granule)
+}
+
+/// Where the highest bits of 52 are: their number, lowest bit in the descriptor, and lowest bit of the address.
+const fn high_bits(granule: u32, output: u32) -> (u64, u32, u32) {
+    if lpa2(granule, output) { (0b11, 8, 50) } else { (0xf, 12, 48) }
+}
+
+/// Descriptor bits for an address. Of 52 bits, 51:48 are in bits 15:12 with 64 KiB granules (FEAT_LPA), and 51:50 in bits
+/// 9:8 with smaller ones (FEAT_LPA2).
 #[inline]
 pub(super) const fn put_address(granule: u32, output: u32, address: u64) -> u64 {
-    let low = address & address_field(granule);
-    if output == 52 { low | (address >> 48 & 0xf) << 12 } else { low }
+    let low = address & address_field(granule, output);
+    let (mask, at, of) = high_bits(granule, output);
+    if output == 52 { low | (address >> of & mask) << at } else { low }
 }
 
 /// The address in a descriptor.
 #[inline]
 pub(super) const fn get_address(granule: u32, output: u32, entry: u64) -> u64 {
-    let low = entry & address_field(granule);
-    if output == 52 { low | (entry >> 12 & 0xf) << 48 } else { low }
+    let low = entry & address_field(granule, output);
+    let (mask, at, of) = high_bits(granule, output);
+    if output == 52 { low | (entry >> at & mask) << of } else { low }
+}
+
+/// The SH field of a leaf: inner shareable. FEAT_LPA2 takes it from `SH0` for all of them.
+pub(super) const fn shareability(granule: u32, output: u32) -> u64 {
+    if lpa2(granule, output) { 0 } else { SH_INNER }
 }
 
 /// The root as `TTBR0_EL1` and `VTTBR_EL2` take it: address bits 51:48 go to bits 5:2.
@@ -104,13 +122,61 @@ pub(super) const fn ttbr(root: u64) -> u64 {
     root & ((1 << 48) - 1) | (root >> 48 & 0xf) << 2
 }
 
+/// The fields that `TCR_EL1` and `VTCR_EL2` have at the same place: `T0SZ`, `IRGN0` and `ORGN0` (write-back), `SH0` (inner
+/// shareable), `TG0`.
+pub(super) const fn table_control(granule: u32, input: u32) -> u64 {
+    let tg0 = match granule {
+        12 => 0b00,
+        14 => 0b10,
+        _ => 0b01,
+    };
+    (64 - input) as u64 | 0b01 << 8 | 0b01 << 10 | 0b11 << 12 | tg0 << 14
+}
+
 /// `IPS` of `TCR_EL1` and `PS` of `VTCR_EL2`.
-pub(super) const fn output_size(granule: u32, output: u32) -> u64 {
-    match (granule, output) {
-        (_, 48) => 0b101,
-        (16, 52) => 0b110,
-        _ => panic!("output is of 48 bits, or of 52 with 64 KiB granules"),
-    }
+pub(super) const fn output_size(output: u32) -> u64 {
+    if output == 52 { 0b110 } else { 0b101 }
+}
+
+/// `DS` of `TCR_EL1` and `VTCR_EL2`.
+pub(super) const fn ds(granule: u32, output: u32) -> u64 {
+    lpa2(granule, output) as u64
+}
+
+/// The dirty bit modifier, with `HD = 1`: a leaf that may not be written to may, and the device then says so in the entry.
+pub(super) const DBM: u64 = 1 << 51;
+
+/// The names of the formats of a stage, as [`variant`] counts them.
+macro_rules! names {
+    ($stage:literal) => {
+        names!(@ $stage, "", "-contiguous", "-52", "-52-contiguous", "-dirty", "-contiguous-dirty", "-52-dirty",
+            "-52-contiguous-dirty")
+    };
+    (@ $stage:literal, $($rest:literal),*) => {
+        [$([
+            concat!("arm64-", $stage, "-4k", $rest),
+            concat!("arm64-", $stage, "-16k", $rest),
+            concat!("arm64-", $stage, "-64k", $rest),
+        ]),*]
+    };
+}
+pub(super) use names;
+
+/// Where the name of a format is among [`names`]: one of eight rows, and the granule. Evaluated at compile time.
+///
+/// # Panics
+/// When there is no such format.
+pub(super) const fn variant(granule: u32, input: u32, contiguous: bool, output: u32, dirty: bool) -> (usize, usize) {
+    let of_granule = match granule {
+        12 => 0,
+        14 => 1,
+        16 => 2,
+        _ => panic!("granules are of 4, 16 and 64 KiB"),
+    };
+    assert!(output == 48 || output == 52, "output is of 48 or 52 bits");
+    assert!(input <= 48 || granule == 16 || output == 52, "input beyond 48 bits takes 52 bits of output (FEAT_LPA2)");
+    assert!(input <= 52, "input is of 52 bits at most");
+    (contiguous as usize + 2 * (output == 52) as usize + 4 * dirty as usize, of_granule)
 }
 
 /// The type of a descriptor.
@@ -123,24 +189,20 @@ pub(super) enum Type {
 /// Reads bits 1:0 at `level`. Blocks exist from `top` on.
 #[inline]
 pub(super) fn descriptor_type(levels: u32, top: u32, level: u32, entry: u64) -> Type {
-    match entry & (VALID | TABLE_OR_PAGE) {
-        0b11 if level + 1 < levels => Type::Table,
-        0b11 if level + 1 == levels => Type::Leaf,
-        VALID if level >= top && level + 1 < levels => Type::Leaf,
-        _ => Type::Invalid, // at the last level type 0b01 is reserved
+    // Bit by bit: a walk comes by here at every level, and most entries on its way are tables.
+    if entry & VALID == 0 || level >= levels {
+        return Type::Invalid;
+    }
+    let last = level + 1 == levels;
+    match entry & TABLE_OR_PAGE != 0 {
+        true if last => Type::Leaf,
+        true => Type::Table,
+        false if level >= top && !last => Type::Leaf,
+        false => Type::Invalid, // at the last level type 0b01 is reserved
     }
 }
 
 /// The first level that has leaves.
 pub(super) const fn top(granule: u32, levels: u32) -> u32 {
     levels - page_sizes(granule).bits().count_ones()
-}
-
-/// `TG0` of `TCR_EL1` and `VTCR_EL2`.
-pub(super) const fn tg0(granule: u32) -> u64 {
-    match granule {
-        12 => 0b00,
-        14 => 0b10,
-        _ => 0b01,
-    }
 }

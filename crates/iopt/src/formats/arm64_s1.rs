@@ -8,14 +8,17 @@ use super::arm64::*;
 use crate::format::MAX_LEVELS;
 use crate::{Entry, Format, Register};
 
-/// VMSAv8-64 stage 1 with granules of 2^`GRANULE` bytes (12, 14 or 16) and `INPUT` bits of input address; 48-bit output, or 52 bits
-/// with 64 KiB granules (FEAT_LPA; its blocks of 4 TiB are not used).
+/// VMSAv8-64 stage 1 with granules of 2^`GRANULE` bytes (12, 14 or 16), `INPUT` bits of input address and `OUTPUT` bits of output:
+/// 48, or 52 with FEAT_LPA2 (with 64 KiB granules FEAT_LPA). Input of more than 48 bits, at most 52, takes FEAT_LPA2 too
+/// (FEAT_LVA). The blocks of 512 GiB, 64 GiB and 4 TiB that come with 52 bits are not used.
 ///
 /// | granule | levels for 48 bits | page sizes |
 /// |---|---|---|
 /// | 4 KiB | 4 | 4 KiB, 2 MiB, 1 GiB |
 /// | 16 KiB | 4 (a root of two entries) | 16 KiB, 32 MiB |
 /// | 64 KiB | 3 (a root of 64 entries) | 64 KiB, 512 MiB |
+///
+/// For 52 bits: 5 (a root of 16 entries, which the architecture calls level -1), 4 (32 entries), 3 (1024 entries).
 ///
 /// Source: Arm Architecture Reference Manual for A-profile (DDI 0487), chapter D8 "The AArch64 Virtual Memory System
 /// Architecture", sections "Translation table descriptor formats", "Memory access control" and "Memory region
@@ -27,11 +30,12 @@ use crate::{Entry, Format, Register};
 /// | 4:2 | AttrIndx | 0 |
 /// | 5 | NS | 0 |
 /// | 6 | AP\[1\] | 1: unprivileged access allowed (transactions of a device are unprivileged by default) |
-/// | 7 | AP\[2\] | 1 without [`Access::WRITE`] |
-/// | 9:8 | SH | `0b11` inner shareable |
+/// | 7 | AP\[2\] | 1 without [`Access::WRITE`]; if `DIRTY`, also with it until the device has written |
+/// | 9:8 | SH | `0b11` inner shareable; with FEAT_LPA2 address bits 51:50 |
 /// | 10 | AF | 1, so that the first access does not fault |
 /// | 11 | nG | 1: the TLB entry belongs to the ASID of the context |
-/// | 47:12 | address | from bit 14 or 16 with larger granules; low bits of a block are zero; 15:12 are bits 51:48 if `OUTPUT` is 52 |
+/// | 47:12 | address | from bit 14 or 16 with larger granules, to 49 with FEAT_LPA2; low bits of a block are zero; 15:12 are bits 51:48 with FEAT_LPA |
+/// | 51 | DBM | 1 with [`Access::WRITE`], if `DIRTY` |
 /// | 53, 54 | PXN, UXN | 1 without [`Access::EXEC`] |
 ///
 /// | 52 | Contiguous | 1 in the entries of a group, if `CONTIGUOUS` |
@@ -40,18 +44,27 @@ use crate::{Entry, Format, Register};
 /// aligned, contiguous memory are written as a group, which a device may cache as one: the page sizes are then 4K 64K 2M
 /// 32M 1G 16G, or 16K 2M 32M 1G, or 64K 2M 512M 16G. Without it the bit is ignored, as hardware may do.
 ///
+/// With `DIRTY` a device that updates the tables (FEAT_HAFDBS with `HD = 1`; `SMMU_IDR0.HTTU`) says which leaves it has written
+/// through, by clearing AP\[2\]: [`take_dirty`](crate::PageTable::take_dirty). A device that does not would fault instead.
+///
 /// Table descriptors carry none of the hierarchical limits (bits 63:59), and these are not looked at either.
 ///
 /// What to program beside it: `TTBR0_EL1` = the root; `TCR_EL1` (SMMU: the context descriptor) `T0SZ = 64 - INPUT`, `TG0`
 /// = the granule, `IPS = 0b101` (48 bits; `0b110` for 52), `SH0 = 0b11`, `IRGN0 = ORGN0 = 0b01` (write-back tables), `EPD1 = 1`, `HPD0 =
-/// 1`, `HA = HD = 0`, `DS = 0`; `MAIR_EL1` attribute 0 = `0xff` (normal memory, write-back). The upper half (`TTBR1`)
+/// 1`, `HA = HD = 0` (1 if `DIRTY`), `DS = 1` with FEAT_LPA2; `MAIR_EL1` attribute 0 = `0xff` (normal memory, write-back). The upper half (`TTBR1`)
 /// walks the same tables, with addresses counted from its own start. Without `IDR3.BBML` of 1 or more the device must
 /// be quiet on a block while an unmap splits it.
 ///
 /// Stage 1 has no write-only and no execute-only entry for this use: an access without [`Access::READ`] is not
 /// supported.
 #[derive(Clone, Copy, Debug)]
-pub struct Arm64S1<const GRANULE: u32, const INPUT: u32 = 48, const CONTIGUOUS: bool = false, const OUTPUT: u32 = 48>;
+pub struct Arm64S1<
+    const GRANULE: u32,
+    const INPUT: u32 = 48,
+    const CONTIGUOUS: bool = false,
+    const OUTPUT: u32 = 48,
+    const DIRTY: bool = false,
+>;
 
 /// Stage 1 with 4 KiB granules and 48 bits.
 #[allow(non_camel_case_types)] // "Arm64S14k" would read as stage 14
@@ -68,17 +81,10 @@ const AP_READ_ONLY: u64 = 1 << 7;
 const NG: u64 = 1 << 11;
 const XN: u64 = 0b11 << 53;
 
-impl<const G: u32, const I: u32, const C: bool, const O: u32> Format for Arm64S1<G, I, C, O> {
-    const NAME: &'static str = match (G, C, O) {
-        (12, false, 48) => "arm64-s1-4k",
-        (14, false, 48) => "arm64-s1-16k",
-        (16, false, 48) => "arm64-s1-64k",
-        (16, false, _) => "arm64-s1-64k-52",
-        (12, true, 48) => "arm64-s1-4k-contiguous",
-        (14, true, 48) => "arm64-s1-16k-contiguous",
-        (16, true, 48) => "arm64-s1-64k-contiguous",
-        (16, true, _) => "arm64-s1-64k-52-contiguous",
-        _ => panic!("output beyond 48 bits takes 64 KiB granules"),
+impl<const G: u32, const I: u32, const C: bool, const O: u32, const D: bool> Format for Arm64S1<G, I, C, O, D> {
+    const NAME: &'static str = {
+        let (row, granule) = variant(G, I, C, O, D);
+        names!("s1")[row][granule]
     };
     const LEVELS: u32 = levels(G, I, 0);
     const INDEX_BITS: u32 = index_bits(G);
@@ -87,6 +93,8 @@ impl<const G: u32, const I: u32, const C: bool, const O: u32> Format for Arm64S1
     const OUTPUT_BITS: u32 = O;
     const PAGE_SIZES: PageSizes = page_and_group_sizes(G, Self::LEVELS, C);
     const GROUP_BITS: [u32; MAX_LEVELS] = group_bits(G, Self::LEVELS, C);
+    const DIRTY: u64 = if D { AP_READ_ONLY } else { 0 };
+    const DIRTY_IS_CLEAR: bool = D;
 
     fn supports(access: Access) -> bool {
         access.contains(Access::READ)
@@ -99,12 +107,14 @@ impl<const G: u32, const I: u32, const C: bool, const O: u32> Format for Arm64S1
 
     #[inline]
     fn encode_leaf(level: u32, out: u64, access: Access) -> u64 {
-        let mut entry = put_address(G, O, out) | VALID | AP_UNPRIVILEGED | SH_INNER | AF | NG;
+        let mut entry = put_address(G, O, out) | VALID | AP_UNPRIVILEGED | shareability(G, O) | AF | NG;
         if level + 1 == Self::LEVELS {
             entry |= TABLE_OR_PAGE;
         }
         if !access.contains(Access::WRITE) {
             entry |= AP_READ_ONLY;
+        } else if D {
+            entry |= AP_READ_ONLY | DBM;
         }
         if !access.contains(Access::EXEC) {
             entry |= XN;
@@ -132,7 +142,7 @@ impl<const G: u32, const I: u32, const C: bool, const O: u32> Format for Arm64S1
             _ => return Entry::Invalid,
         }
         let mut access = Access::READ;
-        if entry & AP_READ_ONLY == 0 {
+        if entry & AP_READ_ONLY == 0 || D && entry & DBM != 0 {
             access |= Access::WRITE;
         }
         if entry & XN == 0 {
@@ -148,14 +158,13 @@ impl<const G: u32, const I: u32, const C: bool, const O: u32> Format for Arm64S1
             14 => 0b01,
             _ => 0b11,
         };
-        let tcr = u64::from(64 - I)     // T0SZ
-            | 0b01 << 8 | 0b01 << 10    // IRGN0, ORGN0
-            | 0b11 << 12                // SH0
-            | tg0(G) << 14
-            | 1 << 23                   // EPD1
-            | tg1 << 30                 // TG1: not used, but 0 is reserved there
-            | output_size(G, O) << 32               // IPS
-            | 1 << 41; // HPD0
+        let tcr = table_control(G, I)
+            | 1 << 23                 // EPD1
+            | tg1 << 30               // TG1: not used, but 0 is reserved there
+            | output_size(O) << 32    // IPS
+            | 1 << 41                 // HPD0
+            | if D { 0b11 << 39 } else { 0 } // HA, HD
+            | ds(G, O) << 59;
         vec![Register::new("TTBR0_EL1", ttbr(root)), Register::new("TCR_EL1", tcr), Register::new("MAIR_EL1", 0xff)]
     }
 }
@@ -188,6 +197,20 @@ mod tests {
         assert_eq!(L::decode(2, 0x0060_0000_1235_afc3), Entry::Leaf { out: 0xa_0000_1235_0000, access: Access::READ });
         assert_eq!(L::registers(0xa_0000_1235_0000)[0].value, 0x1235_0028);
         assert_eq!(L::registers(0)[1].value, 0x0000_0206_c080_750c);
+        // FEAT_LPA2: address bits 49:12 in place, 51:50 in 9:8, where SH was
+        type M = Arm64S1<12, 52, false, 52>;
+        assert_eq!((M::LEVELS, M::NAME), (5, "arm64-s1-4k-52"));
+        assert_eq!(M::encode_leaf(4, 0xa_0000_1234_5000, Access::READ), 0x0062_0000_1234_5ec3);
+        assert_eq!(M::encode_table(0, 0xf_0000_1234_5000), 0x0003_0000_1234_5303);
+        assert_eq!(M::decode(4, 0x0062_0000_1234_5ec3), Entry::Leaf { out: 0xa_0000_1234_5000, access: Access::READ });
+        assert_eq!(M::registers(0xa_0000_1234_5000)[0].value, 0x1234_5028);
+        assert_eq!(Arm64S1::<14, 52, true, 52>::LEVELS, 4);
+        // dirty: read-only until it is written through, DBM 0x8 << 48
+        type D = Arm64S1<12, 48, false, 48, true>;
+        assert_eq!(D::encode_leaf(3, 0x1234_5000, Access::RW), 0x0068_0000_1234_5fc3);
+        assert_eq!(D::encode_leaf(3, 0x1234_5000, Access::READ), 0x0060_0000_1234_5fc3);
+        assert_eq!(D::decode(3, 0x0068_0000_1234_5f43), Entry::Leaf { out: 0x1234_5000, access: Access::RW });
+        assert_eq!((D::NAME, D::registers(0)[1].value), ("arm64-s1-4k-dirty", 0x0000_0385_8080_3510));
         // 16 KiB: page at level 3, 32 MiB at level 2; 64 KiB has three levels, 512 MiB in the middle one
         assert_eq!(Arm64S1_16k::encode_table(0, 0x8000_4000), 0x0000_0000_8000_4003);
         assert_eq!(Arm64S1_16k::encode_leaf(3, 0x1234_4000, Access::RW), 0x0060_0000_1234_4f43);
@@ -221,6 +244,7 @@ mod tests {
         assert_eq!(value(&Arm64S1::<12, 39>::registers(0), "TCR_EL1"), Some(0x0000_0205_8080_3519));
         assert_eq!(value(&Arm64S1_16k::registers(0), "TCR_EL1"), Some(0x0000_0205_4080_b510));
         assert_eq!(value(&Arm64S1_64k::registers(0), "TCR_EL1"), Some(0x0000_0205_c080_7510));
+        assert_eq!(value(&Arm64S1::<12, 52, false, 52>::registers(0), "TCR_EL1"), Some(0x0800_0206_8080_350c)); // DS: bit 59
     }
 
     #[test]

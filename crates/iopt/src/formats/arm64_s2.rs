@@ -9,10 +9,10 @@ use crate::format::MAX_LEVELS;
 use crate::{Entry, Format, Register};
 
 /// VMSAv8-64 stage 2 with granules of 2^`GRANULE` bytes (12, 14 or 16) and `INPUT` bits of intermediate physical
-/// address; 48-bit output, or 52 bits with 64 KiB granules (FEAT_LPA; its blocks of 4 TiB are not used).
+/// address; output as [`Arm64S1`](crate::Arm64S1) has it.
 ///
 /// The walk starts at the lowest level that up to 16 *concatenated* root tables can reach, which saves a level: with
-/// 4 KiB granules and 40 bits the root is two tables, 8 KiB. The root is aligned to its whole size. Page sizes are those
+/// 4 KiB granules and 40 bits the root is two tables, 8 KiB, and with 52 bits it is 16 tables at level 0. The root is aligned to its whole size. Page sizes are those
 /// of [`Arm64S1`](crate::Arm64S1).
 ///
 /// Source: Arm Architecture Reference Manual for A-profile (DDI 0487), chapter D8, sections "Translation table descriptor
@@ -24,22 +24,29 @@ use crate::{Entry, Format, Register};
 /// | 1:0 | type | `0b11` table or page, `0b01` block |
 /// | 5:2 | MemAttr | `0b1111`, normal memory, write-back |
 /// | 6 | S2AP\[0\] | [`Access::READ`] |
-/// | 7 | S2AP\[1\] | [`Access::WRITE`] |
-/// | 9:8 | SH | `0b11` inner shareable |
+/// | 7 | S2AP\[1\] | [`Access::WRITE`]; if `DIRTY`, 0 until the device has written |
+/// | 51 | DBM | [`Access::WRITE`], if `DIRTY` (see [`Arm64S1`](crate::Arm64S1)) |
+/// | 9:8 | SH | `0b11` inner shareable; with FEAT_LPA2 address bits 51:50 |
 /// | 10 | AF | 1 |
-/// | 47:12 | address | from bit 14 or 16 with larger granules; 15:12 are bits 51:48 if `OUTPUT` is 52 |
+/// | 47:12 | address | from bit 14 or 16 with larger granules, to 49 with FEAT_LPA2; 15:12 are bits 51:48 with FEAT_LPA |
 /// | 52 | Contiguous | 1 in the entries of a group, if `CONTIGUOUS` (see [`Arm64S1`](crate::Arm64S1)) |
 /// | 54:53 | XN | `0b10` without [`Access::EXEC`], `0b00` with it |
 ///
 /// What to program beside it: `VTTBR_EL2` = the root; `VTCR_EL2` (SMMU: the stream table entry) `T0SZ = 64 - INPUT`,
 /// `SL0` = the level to start at, `TG0` = the granule, `PS = 0b101` (48 bits; `0b110` for 52), `SH0 = 0b11`, `IRGN0 = ORGN0 = 0b01`, `HA =
-/// HD = 0`, bit 31 = 1; `HCR_EL2.VM = 1` with `FWB = 0`. An implementation may have fewer bits of physical address, and
+/// HD = 0` (1 if `DIRTY`), `DS = 1` with FEAT_LPA2, bit 31 = 1; `HCR_EL2.VM = 1` with `FWB = 0`. An implementation may have fewer bits of physical address, and
 /// then takes an `INPUT` up to that many only.
 ///
-/// Write-only entries exist. Fetching instructions takes the right to read: [`Access::EXEC`] without [`Access::READ`] is
+/// Write-only entries exist, but not with `DIRTY`. Fetching instructions takes the right to read: [`Access::EXEC`] without [`Access::READ`] is
 /// not supported.
 #[derive(Clone, Copy, Debug)]
-pub struct Arm64S2<const GRANULE: u32, const INPUT: u32 = 48, const CONTIGUOUS: bool = false, const OUTPUT: u32 = 48>;
+pub struct Arm64S2<
+    const GRANULE: u32,
+    const INPUT: u32 = 48,
+    const CONTIGUOUS: bool = false,
+    const OUTPUT: u32 = 48,
+    const DIRTY: bool = false,
+>;
 
 /// Stage 2 with 4 KiB granules and 48 bits: four levels.
 #[allow(non_camel_case_types)]
@@ -57,17 +64,10 @@ const WRITE: u64 = 1 << 7;
 const XN: u64 = 0b10 << 53;
 const XN_FIELD: u64 = 0b11 << 53;
 
-impl<const G: u32, const I: u32, const C: bool, const O: u32> Format for Arm64S2<G, I, C, O> {
-    const NAME: &'static str = match (G, C, O) {
-        (12, false, 48) => "arm64-s2-4k",
-        (14, false, 48) => "arm64-s2-16k",
-        (16, false, 48) => "arm64-s2-64k",
-        (16, false, _) => "arm64-s2-64k-52",
-        (12, true, 48) => "arm64-s2-4k-contiguous",
-        (14, true, 48) => "arm64-s2-16k-contiguous",
-        (16, true, 48) => "arm64-s2-64k-contiguous",
-        (16, true, _) => "arm64-s2-64k-52-contiguous",
-        _ => panic!("output beyond 48 bits takes 64 KiB granules"),
+impl<const G: u32, const I: u32, const C: bool, const O: u32, const D: bool> Format for Arm64S2<G, I, C, O, D> {
+    const NAME: &'static str = {
+        let (row, granule) = variant(G, I, C, O, D);
+        names!("s2")[row][granule]
     };
     const LEVELS: u32 = levels(G, I, 4);
     const INDEX_BITS: u32 = index_bits(G);
@@ -76,9 +76,10 @@ impl<const G: u32, const I: u32, const C: bool, const O: u32> Format for Arm64S2
     const OUTPUT_BITS: u32 = O;
     const PAGE_SIZES: PageSizes = page_and_group_sizes(G, Self::LEVELS, C);
     const GROUP_BITS: [u32; MAX_LEVELS] = group_bits(G, Self::LEVELS, C);
+    const DIRTY: u64 = if D { WRITE } else { 0 };
 
     fn supports(access: Access) -> bool {
-        access.contains(Access::READ) || access == Access::WRITE
+        access.contains(Access::READ) || access == Access::WRITE && !D
     }
 
     #[inline]
@@ -88,7 +89,7 @@ impl<const G: u32, const I: u32, const C: bool, const O: u32> Format for Arm64S2
 
     #[inline]
     fn encode_leaf(level: u32, out: u64, access: Access) -> u64 {
-        let mut entry = put_address(G, O, out) | VALID | MEM_ATTR_WB | SH_INNER | AF;
+        let mut entry = put_address(G, O, out) | VALID | MEM_ATTR_WB | shareability(G, O) | AF;
         if level + 1 == Self::LEVELS {
             entry |= TABLE_OR_PAGE;
         }
@@ -96,7 +97,7 @@ impl<const G: u32, const I: u32, const C: bool, const O: u32> Format for Arm64S2
             entry |= READ;
         }
         if access.contains(Access::WRITE) {
-            entry |= WRITE;
+            entry |= if D { DBM } else { WRITE };
         }
         if !access.contains(Access::EXEC) {
             entry |= XN;
@@ -116,17 +117,18 @@ impl<const G: u32, const I: u32, const C: bool, const O: u32> Format for Arm64S2
 
     #[inline]
     fn decode(level: u32, entry: u64) -> Entry {
+        let writable = if D { WRITE | DBM } else { WRITE };
         match descriptor_type(Self::LEVELS, const { top(G, Self::LEVELS) }, level, entry) {
             Type::Table => return Entry::Table(get_address(G, O, entry)),
             // A leaf that permits nothing, or has no access flag, would fault.
-            Type::Leaf if entry & AF != 0 && entry & (READ | WRITE) != 0 => {}
+            Type::Leaf if entry & AF != 0 && entry & (READ | writable) != 0 => {}
             _ => return Entry::Invalid,
         }
         let mut access = Access::empty();
         if entry & READ != 0 {
             access |= Access::READ;
         }
-        if entry & WRITE != 0 {
+        if entry & writable != 0 {
             access |= Access::WRITE;
         }
         // The values other than 0 permit one exception level at most.
@@ -140,13 +142,12 @@ impl<const G: u32, const I: u32, const C: bool, const O: u32> Format for Arm64S2
     fn registers(root: u64) -> Vec<Register> {
         // SL0 counts up from the level that two levels of 4 KiB granules, or one level of larger ones, start at.
         let sl0 = u64::from(Self::LEVELS) - if G == 12 { 2 } else { 1 };
-        let vtcr = u64::from(64 - I)    // T0SZ
+        let vtcr = table_control(G, I)
             | sl0 << 6
-            | 0b01 << 8 | 0b01 << 10    // IRGN0, ORGN0
-            | 0b11 << 12                // SH0
-            | tg0(G) << 14
-            | output_size(G, O) << 16               // PS
-            | 1 << 31; // RES1
+            | output_size(O) << 16    // PS
+            | 1 << 31                 // RES1
+            | if D { 0b11 << 21 } else { 0 } // HA, HD
+            | ds(G, O) << 32;
         vec![Register::new("VTTBR_EL2", ttbr(root)), Register::new("VTCR_EL2", vtcr)]
     }
 }
@@ -169,6 +170,15 @@ mod tests {
         assert_eq!(F::encode_leaf(2, 0x4020_0000, Access::RW), 0x0040_0000_4020_07fd);
         assert_eq!(Arm64S2_16k::encode_leaf(1, 0x4200_0000, Access::RW), 0x0040_0000_4200_07fd);
         assert_eq!(Arm64S2_64k::encode_leaf(2, 0x1235_0000, Access::RW), 0x0040_0000_1235_07ff);
+        // dirty: S2AP[1] is set by the device, DBM 0x8 << 48
+        type D = Arm64S2<12, 48, false, 48, true>;
+        assert_eq!(D::encode_leaf(3, 0x1234_5000, Access::RW), 0x0048_0000_1234_577f);
+        assert_eq!(D::decode(3, 0x0048_0000_1234_57ff), Entry::Leaf { out: 0x1234_5000, access: Access::RW });
+        assert_eq!((D::NAME, D::registers(0)[1].value), ("arm64-s2-4k-dirty", 0x8065_3590));
+        // FEAT_LPA2: no SH, address bits 51:50 in its place
+        type M = Arm64S2<14, 52, false, 52>;
+        assert_eq!(M::encode_leaf(3, 0xe_0000_1234_4000, Access::RW), 0x0042_0000_1234_47ff);
+        assert_eq!(M::encode_leaf(3, 0x1234_4000, Access::RW), 0x0040_0000_1234_44ff);
     }
 
     #[test]
@@ -192,6 +202,10 @@ mod tests {
         assert_eq!((Arm64S2::<12, 43>::LEVELS, root(TableShape::of::<Arm64S2<12, 43>>())), (3, 16));
         assert_eq!((Arm64S2::<12, 44>::LEVELS, root(TableShape::of::<Arm64S2<12, 44>>())), (4, 1));
         assert_eq!((Arm64S2_16k::LEVELS, root(TableShape::of::<Arm64S2_16k>())), (3, 2));
+        assert_eq!(
+            (Arm64S2::<12, 52, false, 52>::LEVELS, root(TableShape::of::<Arm64S2<12, 52, false, 52>>())),
+            (4, 16)
+        );
         assert_eq!((Arm64S2_64k::LEVELS, root(TableShape::of::<Arm64S2_64k>())), (3, 1));
     }
 
@@ -203,5 +217,7 @@ mod tests {
         assert_eq!(vtcr(Arm64S2::<12, 40>::registers(0)), 0x8005_3558); // SL0 1: level 1
         assert_eq!(vtcr(Arm64S2_16k::registers(0)), 0x8005_b590); // SL0 2: level 1
         assert_eq!(vtcr(Arm64S2_64k::registers(0)), 0x8005_7590); // SL0 2: level 1
+        assert_eq!(vtcr(Arm64S2::<12, 52, false, 52>::registers(0)), 0x1_8006_358c); // SL0 2: level 0; DS: bit 32
+        assert_eq!(vtcr(Arm64S2::<14, 52, false, 52>::registers(0)), 0x1_8006_b5cc); // SL0 3: level 0
     }
 }

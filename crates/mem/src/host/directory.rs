@@ -22,11 +22,25 @@ pub(super) struct Stretch {
 
 impl Stretch {
     /// Bytes.
+    #[inline]
     pub(super) fn len(&self) -> u64 {
         self.len
     }
 
+    /// What is left behind the first `bytes`, which are fewer than it has.
+    #[inline]
+    pub(super) fn skip(self, bytes: u64) -> Stretch {
+        Stretch { offset: self.offset + bytes, len: self.len - bytes, ..self }
+    }
+
+    /// The first `bytes` at most.
+    #[inline]
+    pub(super) fn at_most(self, bytes: u64) -> Stretch {
+        Stretch { len: self.len.min(bytes), ..self }
+    }
+
     /// This stretch and `next` as one, when `next` continues it.
+    #[inline]
     pub(super) fn join(self, next: Stretch) -> Option<Stretch> {
         let continues = self.slot == next.slot && self.offset + self.len == next.offset;
         continues.then_some(Stretch { len: self.len + next.len, ..self })
@@ -44,10 +58,10 @@ pub(super) struct Directory {
 }
 
 impl Directory {
-    /// Enters a buffer's frames. `None`, and nothing entered, when it has more pages or the directory more buffers
+    /// Enters the frames of a buffer from one of its pages on. `None`, and nothing entered, when it has more pages or the directory more buffers
     /// than 32 bits count.
-    pub(super) fn enter(&mut self, share: Share, frames: &SgTable<PhysAddr>) -> Option<()> {
-        u32::try_from(frames.len() / FRAME).ok()?;
+    pub(super) fn enter(&mut self, share: Share, first: u64, frames: &SgTable<PhysAddr>) -> Option<()> {
+        u32::try_from(first.checked_add(frames.len() / FRAME)?).ok()?;
         let slot = match self.vacant.pop() {
             Some(slot) => slot,
             None => {
@@ -58,7 +72,7 @@ impl Directory {
         };
         self.slots[slot as usize] = Some(share);
         self.frames += frames.len() / FRAME;
-        let mut page = 0;
+        let mut page = first as u32; // checked above, with all that follow
         self.set(frames, || {
             page += 1;
             Owner { slot, page: page - 1 }
@@ -102,6 +116,7 @@ impl Directory {
     }
 
     /// The bytes of a stretch.
+    #[inline]
     pub(super) fn view(&self, stretch: Stretch) -> Option<View<'_>> {
         let share = self.slots.get(stretch.slot as usize)?.as_ref()?;
         share.view().sub(usize::try_from(stretch.offset).ok()?, usize::try_from(stretch.len).ok()?)

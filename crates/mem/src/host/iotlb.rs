@@ -1,38 +1,152 @@
 //! A small cache of translations, as a device's IOMMU unit keeps one.
+//!
+//! An entry is a stretch: IOVAs that follow each other, with one access right, whose bytes follow each other in one buffer.
+//! It comes from walking the page table leaf by leaf and looking every frame up in the directory, and it is good until the
+//! next invalidation. There are two sets of entries. *Pages* are made of one leaf each. *Windows* reach as far as a stretch does within 2 MiB
+//! of IOVAs: they are made for windows that miss again and again, so that a large buffer in small leaves is walked
+//! once and not each time. (Hardware does the same where it can: AMD's and Arm's TLBs coalesce neighbouring pages.)
 
-use dmalane_addr::{Iova, PhysAddr};
-use dmalane_iopt::Leaf;
+use dmalane_addr::{Access, Address, Iova, PhysAddr, Span};
+use dmalane_iopt::{Format, HeapTables, PageTable};
 
-const ENTRIES: usize = 64;
+use super::directory::{Directory, Stretch};
+use super::frames::FRAME;
 
-/// Direct-mapped, one entry per 4 KiB page of IOVA, which may hold a larger leaf.
+/// Entries of each set.
+const ENTRIES: usize = 256;
+const WINDOW: u64 = 2 << 20;
+
+type Table<F> = PageTable<F, Iova, PhysAddr, HeapTables<PhysAddr>>;
+
+/// A stretch of IOVAs and the bytes behind it.
+#[derive(Clone, Copy)]
+pub(super) struct Entry {
+    first: u64,
+    /// 0: empty.
+    len: u64,
+    access: Access,
+    bytes: Stretch,
+    /// The count of invalidations at which it was made.
+    epoch: u64,
+}
+
+impl Entry {
+    /// The bytes from `at` on, which lies within.
+    #[inline]
+    pub(super) fn bytes_from(&self, at: Iova) -> Stretch {
+        self.bytes.skip(at.bits() - self.first)
+    }
+
+    /// All of `len` bytes from `at` on, which lies within, if they do too.
+    #[inline]
+    pub(super) fn bytes_at(&self, at: Iova, len: u64) -> Option<Stretch> {
+        let skip = at.bits() - self.first;
+        (len <= self.len - skip).then(|| self.bytes.skip(skip).at_most(len))
+    }
+
+    /// What a device may do there.
+    #[inline]
+    pub(super) fn access(&self) -> Access {
+        self.access
+    }
+}
+
+/// Misses in the window that last missed here.
+#[derive(Clone, Copy)]
+struct Misses {
+    window: u64,
+    epoch: u64,
+    count: u32,
+}
+
 pub(super) struct Iotlb {
-    entries: [Option<Leaf<Iova, PhysAddr>>; ENTRIES],
+    pages: Box<[Option<Entry>; ENTRIES]>,
+    windows: Box<[Option<Entry>; ENTRIES]>,
+    misses: Box<[Misses; ENTRIES]>,
     epoch: u64,
 }
 
 impl Iotlb {
     pub(super) fn new() -> Self {
-        Self { entries: [None; ENTRIES], epoch: 0 }
+        let misses = Box::new([Misses { window: 0, epoch: 0, count: 0 }; ENTRIES]);
+        Self { pages: Box::new([None; ENTRIES]), windows: Box::new([None; ENTRIES]), misses, epoch: 0 }
     }
 
-    /// Forgets everything when an invalidation came since the last call.
-    pub(super) fn check_epoch(&mut self, epoch: u64) {
-        if self.epoch != epoch {
-            self.entries = [None; ENTRIES];
-            self.epoch = epoch;
+    /// From now on only what was filled under this count of invalidations is found.
+    pub(super) fn set_epoch(&mut self, epoch: u64) {
+        self.epoch = epoch;
+    }
+
+    #[inline]
+    pub(super) fn find(&self, at: Iova) -> Option<&Entry> {
+        let at = at.bits();
+        let hit = |e: &&Entry| at.wrapping_sub(e.first) < e.len && e.epoch == self.epoch;
+        let window = self.windows[(at / WINDOW) as usize % ENTRIES].as_ref();
+        window.filter(hit).or_else(|| self.pages[(at / FRAME) as usize % ENTRIES].as_ref().filter(hit))
+    }
+
+    /// Walks for what `find` did not find; `None` when nothing is mapped there.
+    #[cold]
+    pub(super) fn fill<F: Format>(&mut self, at: Iova, table: &Table<F>, directory: &Directory) -> Option<Entry> {
+        let leaf = table.lookup(at)?;
+        // Of a large leaf, the part within the window.
+        let first = leaf.at.bits().max(at.bits() & !(WINDOW - 1));
+        let len = leaf.size.bytes().min(WINDOW);
+        // A leaf without a frame behind it would be a bug of the host; to the device it is a fault.
+        let to = leaf.to.checked_add(first - leaf.at.bits())?;
+        let here = to.checked_add(at.bits() - first)?;
+        let epoch = self.epoch;
+        let mut entry = Entry { first, len, access: leaf.access, bytes: directory.locate(to, len)?, epoch };
+        entry.len = entry.bytes.len();
+        if at.bits() - first >= entry.len {
+            // Frames of two buffers behind one leaf: what lies here is another stretch.
+            let page = at.bits() & !(FRAME - 1);
+            let bytes = directory.locate(PhysAddr::new(here.bits() & !(FRAME - 1)), first + len - page)?;
+            entry = Entry { first: page, len: bytes.len(), bytes, ..entry };
         }
-    }
-
-    pub(super) fn find(&self, at: Iova) -> Option<Leaf<Iova, PhysAddr>> {
-        self.entries[index(at)].filter(|leaf| at.bits().wrapping_sub(leaf.at.bits()) < leaf.size.bytes())
-    }
-
-    pub(super) fn insert(&mut self, at: Iova, leaf: Leaf<Iova, PhysAddr>) {
-        self.entries[index(at)] = Some(leaf);
+        if entry.len == WINDOW {
+            self.windows[(at.bits() / WINDOW) as usize % ENTRIES] = Some(entry);
+            return Some(entry);
+        }
+        self.pages[(at.bits() / FRAME) as usize % ENTRIES] = Some(entry);
+        let window = at.bits() / WINDOW;
+        let misses = &mut self.misses[window as usize % ENTRIES];
+        if misses.window != window || misses.epoch != epoch {
+            *misses = Misses { window, epoch, count: 0 };
+        }
+        misses.count += 1;
+        // Ever more rarely: many small buffers in one window would have it walked for each of them.
+        if misses.count >= 2 && misses.count.is_power_of_two() {
+            let slot = &mut self.windows[window as usize % ENTRIES];
+            let stretch = stretch(at, table, directory, epoch)?;
+            if !slot.is_some_and(|e| e.epoch == epoch && e.first / WINDOW == window && e.len >= stretch.len) {
+                *slot = Some(stretch);
+            }
+        }
+        Some(entry)
     }
 }
 
-fn index(at: Iova) -> usize {
-    (at.bits() >> 12) as usize % ENTRIES
+/// The whole stretch around `at` within its window.
+fn stretch<F: Format>(at: Iova, table: &Table<F>, directory: &Directory, epoch: u64) -> Option<Entry> {
+    let window = Span::new(Iova::new(at.bits() & !(WINDOW - 1)), WINDOW)?;
+    let mut current: Option<Entry> = None;
+    for run in table.runs(window) {
+        let mut done = 0;
+        while done < run.len {
+            let bytes = directory.locate(run.to.checked_add(done)?, run.len - done)?;
+            let first = run.at.bits() + done;
+            done += bytes.len();
+            let joined = current.filter(|e| e.first + e.len == first && e.access == run.access);
+            let joined =
+                joined.and_then(|e| Some(Entry { bytes: e.bytes.join(bytes)?, len: e.len + bytes.len(), ..e }));
+            if joined.is_none()
+                && current.is_some_and(|e| at.bits() - e.first.min(at.bits()) < e.len && e.first <= at.bits())
+            {
+                return current;
+            }
+            current = joined.or(Some(Entry { first, len: bytes.len(), access: run.access, bytes, epoch }));
+        }
+    }
+    current.filter(|e| e.first <= at.bits() && at.bits() - e.first < e.len)
 }

@@ -15,16 +15,17 @@ mod frames;
 mod iotlb;
 
 use std::collections::VecDeque;
+use std::ops::Range;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock, RwLockReadGuard};
 
-use dmalane_addr::{Access, Address, Iova, PageSize, PhysAddr, RangeAllocator, SgTable, Span};
+use dmalane_addr::{Access, Address, Iova, Lease, PageSize, PhysAddr, RangeAllocator, RangeCache, SgTable, Span};
 use dmalane_iopt::{Arm64S1_4k, Format, HeapTables, PageTable};
 
 use self::directory::{Directory, Stretch};
 use self::frames::{FRAME, Frames};
 use self::iotlb::Iotlb;
-use crate::{CopyHint, DeviceMem, DmaFault, Error, FaultReason, Mapping, Pinned, Share, Undo, View};
+use crate::{CopyHint, DeviceMem, DmaFault, Error, FaultReason, HeldMem, Mapping, Pinned, Share, Undo, View};
 
 /// How the software host is made.
 #[derive(Clone, Copy, Debug)]
@@ -63,10 +64,12 @@ struct Translation<F: Format> {
 struct Inner<F: Format> {
     translation: RwLock<Translation<F>>,
     frames: Mutex<Frames>,
-    iovas: Mutex<RangeAllocator<Iova>>,
+    iovas: Mutex<RangeCache<Iova>>,
     /// Counts invalidations; an IOTLB filled under another value is stale.
     epoch: AtomicU64,
     faults: Mutex<FaultLog>,
+    /// Bytes.
+    pin_limit: AtomicU64,
     /// Of every port there is: a counter of one's own costs no locked instruction.
     ports: Mutex<Vec<Arc<PortCounters>>>,
     /// Hits and misses of ports that are gone.
@@ -136,6 +139,7 @@ impl<F: Format> SoftHost<F> {
     /// [`Error::PageTable`] when the root table cannot be made.
     pub fn new(config: HostConfig) -> Result<Self, Error> {
         let space = Span::inclusive(Iova::new(IOVA_FIRST), Iova::new(IOVA_LAST)).expect("a constant span");
+        // The window is never given back.
         let mut iovas = RangeAllocator::new(space, PageSize::SIZE_4K);
         let msi = Span::new(Iova::new(MSI_WINDOW), MSI_LEN).expect("a constant span");
         iovas.reserve(msi).expect("the window lies within the space");
@@ -145,9 +149,10 @@ impl<F: Format> SoftHost<F> {
         Ok(Self(Arc::new(Inner {
             translation: RwLock::new(Translation { table, directory: Directory::default() }),
             frames: Mutex::new(Frames::new(limit, config.fragmentation, config.seed)),
-            iovas: Mutex::new(iovas),
+            iovas: Mutex::new(RangeCache::new(iovas)),
             epoch: AtomicU64::new(0),
             faults: Mutex::default(),
+            pin_limit: AtomicU64::new(u64::MAX),
             ports: Mutex::default(),
             retired: Mutex::default(),
         })))
@@ -159,34 +164,82 @@ impl<F: Format> SoftHost<F> {
     /// [`Error::OutOfFrames`].
     pub fn pin(&self, share: &Share) -> Result<Pinned, Error> {
         // Buffers are whole 4 KiB pages (contract of `Heap::allocate`).
-        let wanted = share.len() as u64 / FRAME;
+        self.pin_range(share, 0..share.len())
+    }
+
+    /// Gives some pages of the buffer frames.
+    ///
+    /// # Errors
+    /// [`Error::BadRange`] unless the range is whole 4 KiB pages of the buffer; [`Error::PinLimit`], [`Error::OutOfFrames`].
+    pub fn pin_range(&self, share: &Share, range: Range<usize>) -> Result<Pinned, Error> {
+        let len = share.len();
+        let frame = FRAME as usize;
+        if range.is_empty() || range.end > len || !(range.start | range.end).is_multiple_of(frame) {
+            return Err(Error::BadRange { range, len });
+        }
+        let wanted = range.len() as u64 / FRAME;
         let mut frames = lock(&self.0.frames);
+        let (pinned, limit) = (self.0.read().directory.frames() * FRAME, self.0.pin_limit.load(Ordering::Relaxed));
+        if range.len() as u64 > limit.saturating_sub(pinned) {
+            return Err(Error::PinLimit { wanted: range.len() as u64, pinned, limit });
+        }
         let out = Error::OutOfFrames { wanted, limit: frames.limit() };
         let Some(pages) = frames.allocate(wanted) else { return Err(out) };
-        if self.0.write().directory.enter(share.clone(), &pages).is_none() {
+        if self.0.write().directory.enter(share.clone(), range.start as u64 / FRAME, &pages).is_none() {
             frames.release(&pages);
             return Err(out);
         }
-        Ok(Pinned::new(share.clone(), Some(pages), self.owner()))
+        Ok(Pinned::of_range(share.clone(), range, Some(pages), self.owner()))
+    }
+
+    /// Refuses to have more bytes than this pinned at one time, as a kernel does that counts them against RLIMIT_MEMLOCK. A software
+    /// host pins nothing really, so it has no limit at first.
+    pub fn set_pin_limit(&self, bytes: u64) {
+        self.0.pin_limit.store(bytes, Ordering::Relaxed);
+    }
+
+    /// What [`SoftHost::set_pin_limit`] set.
+    pub fn pin_limit(&self) -> Option<u64> {
+        Some(self.0.pin_limit.load(Ordering::Relaxed)).filter(|limit| *limit < u64::MAX)
     }
 
     /// Maps a pinned buffer at contiguous IOVAs, aligned to 2 MiB where it is that long.
     ///
     /// # Errors
     /// [`Error::ForeignPin`], [`Error::NoAccess`], [`Error::Iova`], [`Error::PageTable`]; nothing stays mapped.
-    pub fn map(&self, mut pinned: Pinned, access: Access) -> Result<Mapping, Error> {
-        pinned.admit(access);
-        let pages = pinned.pages().filter(|_| pinned.is_from(&self.0)).ok_or(Error::ForeignPin)?;
+    pub fn map(&self, pinned: Pinned, access: Access) -> Result<Mapping, Error> {
+        self.map_list(vec![pinned], access)
+    }
+
+    /// Maps several, one behind the other at contiguous IOVAs, in one batch of page-table entries.
+    ///
+    /// # Errors
+    /// As [`SoftHost::map`]; [`Error::WholeBuffers`] for an empty list.
+    pub fn map_list(&self, mut list: Vec<Pinned>, access: Access) -> Result<Mapping, Error> {
+        list.iter_mut().for_each(|pinned| pinned.admit(access));
+        let mut len = 0;
+        for pinned in &list {
+            let pages = pinned.pages().filter(|_| pinned.is_from(&self.0)).ok_or(Error::ForeignPin)?;
+            len += pages.len(); // of frames that exist
+        }
         if !access.intersects(Access::RW) {
             return Err(Error::NoAccess(access));
         }
-        let align = if pages.len() >= PageSize::SIZE_2M.bytes() { PageSize::SIZE_2M } else { PageSize::SIZE_4K };
-        let span = lock(&self.0.iovas).allocate(pages.len(), align)?;
-        let mapped = self.0.write().table.map_sg(span.first(), pages.segments(), access);
+        if list.is_empty() {
+            return Err(Error::WholeBuffers);
+        }
+        let align = if len >= PageSize::SIZE_2M.bytes() { PageSize::SIZE_2M } else { PageSize::SIZE_4K };
+        let lease = lock(&self.0.iovas).allocate(len, align)?;
+        let span = lease.span();
+        let segments = list.iter().filter_map(Pinned::pages).flat_map(SgTable::segments);
+        let mapped = self.0.write().table.map_sg(span.first(), segments, access);
         match mapped {
-            Ok(_) => Ok(Mapping::new(pinned, span, access)),
+            Ok(_) => {
+                let more = list.split_off(1);
+                Ok(Mapping::of_list(list.remove(0), more, lease, access))
+            }
             Err(source) => {
-                lock(&self.0.iovas).free(span)?;
+                lock(&self.0.iovas).free(lease);
                 Err(Error::PageTable { span, source })
             }
         }
@@ -249,15 +302,14 @@ impl<F: Format> Inner<F> {
 }
 
 impl<F: Format> Undo for Inner<F> {
-    fn unmap(&self, span: Span<Iova>) {
+    fn unmap(&self, lease: Lease<Iova>) {
         let mut translation = self.write();
         // A mapping's span starts and ends at its own leaves, so nothing is split and no table is needed.
-        let list = translation.table.unmap(span).expect("unmapping whole leaves needs no memory");
+        let list = translation.table.unmap(lease.span()).expect("unmapping whole leaves needs no memory");
         self.epoch.fetch_add(1, Ordering::Release);
         translation.table.free_tables(list);
         drop(translation);
-        let freed = lock(&self.iovas).free(span);
-        debug_assert!(freed.is_ok(), "a mapping that this host did not make: {freed:?}");
+        lock(&self.iovas).free(lease);
     }
 
     fn unpin(&self, pages: &SgTable<PhysAddr>) {
@@ -286,117 +338,174 @@ impl<F: Format> Drop for DevicePort<F> {
     }
 }
 
-impl<F: Format> DevicePort<F> {
-    /// Translates `len` bytes from `at` and hands each contiguous piece of a buffer to `piece` with its offset.
+impl<F: Format> DeviceMem for DevicePort<F> {
+    type Held<'a> = HeldPort<'a, F>;
+
+    fn hold(&mut self) -> HeldPort<'_, F> {
+        let host = &*self.host;
+        let translation = host.read();
+        // An invalidation counts up while it holds the lock for writing: under this lock the number stays as it is.
+        self.tlb.set_epoch(host.epoch.load(Ordering::Acquire));
+        let (hits, misses) = (&mut self.hits, &mut self.misses);
+        HeldPort { host, translation, tlb: &mut self.tlb, counters: &self.counters, hits, misses }
+    }
+}
+
+/// A [`DevicePort`] while it holds the host's translations: what it reaches stays mapped until it is dropped.
+pub struct HeldPort<'a, F: Format> {
+    host: &'a Inner<F>,
+    translation: RwLockReadGuard<'a, Translation<F>>,
+    tlb: &'a mut Iotlb,
+    counters: &'a PortCounters,
+    hits: &'a mut u64,
+    misses: &'a mut u64,
+}
+
+impl<F: Format> Drop for HeldPort<'_, F> {
+    fn drop(&mut self) {
+        self.counters.hits.store(*self.hits, Ordering::Relaxed);
+        self.counters.misses.store(*self.misses, Ordering::Relaxed);
+    }
+}
+
+impl<F: Format> HeldPort<'_, F> {
+    /// Translates `len` bytes from `at` and hands each contiguous piece of a buffer to `piece` with its offset, until that
+    /// says false.
     ///
-    /// Every page is translated and checked. What is contiguous in the buffer, as it is wherever IOVAs are, is copied in
-    /// one piece all the same: many small copies cost more than the translations.
+    /// Every page has been translated and checked, now or since the last invalidation. What is contiguous in the buffer, as it is wherever
+    /// IOVAs are, is copied in one piece all the same: many small copies cost more than the translations.
+    #[inline]
     fn access(
         &mut self,
         at: Iova,
         len: usize,
         wanted: Access,
-        mut piece: impl FnMut(usize, View<'_>),
+        mut piece: impl FnMut(usize, View<'_>) -> bool,
     ) -> Result<(), DmaFault> {
-        let host = self.host.clone();
-        let translation = host.read();
-        self.tlb.check_epoch(host.epoch.load(Ordering::Acquire));
-        let mut hand_over = |end: u64, stretch: Stretch| match translation.directory.view(stretch) {
-            Some(bytes) => piece((end - stretch.len()) as usize, bytes),
-            // `locate` found the stretch under the same lock.
-            None => unreachable!("a stretch lies in its buffer"),
-        };
-        let (mut done, len) = (0, len as u64);
+        // Nearly always: all of it behind one entry.
+        if let Some(entry) = self.tlb.find(at)
+            && entry.access().contains(wanted)
+            && let Some(all) = entry.bytes_at(at, len as u64)
+        {
+            *self.hits += 1;
+            piece(0, self.view(all));
+            return Ok(());
+        }
+        self.access_slowly(at, len as u64, wanted, &mut piece)
+    }
+
+    /// [`HeldPort::access`] of anything.
+    fn access_slowly(
+        &mut self,
+        at: Iova,
+        len: u64,
+        wanted: Access,
+        piece: &mut dyn FnMut(usize, View<'_>) -> bool,
+    ) -> Result<(), DmaFault> {
+        let mut done = 0;
         let mut pending: Option<Stretch> = None;
-        let result = loop {
-            if done == len {
-                break Ok(());
-            }
-            match self.locate(&translation, at, done, len, wanted) {
+        while done < len {
+            match self.locate(at, done, len, wanted) {
                 Ok(next) => {
                     pending = match pending.map(|p| (p, p.join(next))) {
                         None => Some(next),
                         Some((_, Some(joined))) => Some(joined),
                         Some((before, None)) => {
-                            hand_over(done, before);
+                            if !piece((done - before.len()) as usize, self.view(before)) {
+                                return Ok(());
+                            }
                             Some(next)
                         }
                     };
                     done += next.len();
                 }
                 Err(reason) => {
+                    if let Some(last) = pending
+                        && !piece((done - last.len()) as usize, self.view(last))
+                    {
+                        return Ok(());
+                    }
                     let at = Iova::new(at.bits().wrapping_add(done));
-                    break Err(DmaFault { at, wanted, reason, done });
+                    return Err(self.host.record(DmaFault { at, wanted, reason, done }));
                 }
             }
-        };
-        if let Some(last) = pending {
-            hand_over(done, last);
         }
-        drop(translation);
-        self.counters.hits.store(self.hits, Ordering::Relaxed);
-        self.counters.misses.store(self.misses, Ordering::Relaxed);
-        result.map_err(|fault| host.record(fault))
+        if let Some(last) = pending {
+            piece((done - last.len()) as usize, self.view(last));
+        }
+        Ok(())
     }
 
-    /// What lies `done` bytes behind `at`, as far as one leaf reaches.
-    fn locate(
-        &mut self,
-        translation: &Translation<F>,
-        at: Iova,
-        done: u64,
-        len: u64,
-        wanted: Access,
-    ) -> Result<Stretch, FaultReason> {
+    #[inline]
+    fn view(&self, stretch: Stretch) -> View<'_> {
+        // `locate` found the stretch under the same lock, or under no later invalidation.
+        self.translation.directory.view(stretch).expect("a stretch lies in its buffer")
+    }
+
+    /// What lies `done` bytes behind `at`, as far as one entry of the IOTLB reaches.
+    #[inline]
+    fn locate(&mut self, at: Iova, done: u64, len: u64, wanted: Access) -> Result<Stretch, FaultReason> {
         let here = at.checked_add(done).ok_or(FaultReason::PastTheTop)?;
-        let leaf = match self.tlb.find(here) {
-            Some(leaf) => {
-                self.hits += 1;
-                leaf
+        let entry = match self.tlb.find(here) {
+            Some(entry) => {
+                *self.hits += 1;
+                *entry
             }
             None => {
-                self.misses += 1;
-                let leaf = translation.table.lookup(here).ok_or(FaultReason::NotMapped)?;
-                self.tlb.insert(here, leaf);
-                leaf
+                *self.misses += 1;
+                let Translation { table, directory } = &*self.translation;
+                self.tlb.fill(here, table, directory).ok_or(FaultReason::NotMapped)?
             }
         };
-        if !leaf.access.contains(wanted) {
+        if !entry.access().contains(wanted) {
             return Err(FaultReason::NotPermitted);
         }
-        let within = here.bits() - leaf.at.bits();
-        let left = (leaf.size.bytes() - within).min(len - done);
-        // A leaf without a frame behind it would be a bug of the host; to the device it is a fault.
-        let to = leaf.to.checked_add(within).ok_or(FaultReason::NotMapped)?;
-        translation.directory.locate(to, left).ok_or(FaultReason::NotMapped)
+        Ok(entry.bytes_from(here).at_most(len - done))
     }
 }
 
-impl<F: Format> DeviceMem for DevicePort<F> {
+impl<F: Format> HeldMem for HeldPort<'_, F> {
+    #[inline]
     fn read(&mut self, from: Iova, into: View<'_>, hint: CopyHint) -> Result<(), DmaFault> {
         self.access(from, into.len(), Access::READ, |done, bytes| {
             into.sub(done, bytes.len()).expect("a piece of `into`").copy_from(bytes, hint);
+            true
         })
     }
 
+    #[inline]
     fn write(&mut self, into: Iova, from: View<'_>, hint: CopyHint) -> Result<(), DmaFault> {
         self.access(into, from.len(), Access::WRITE, |done, bytes| {
             bytes.copy_from(from.sub(done, bytes.len()).expect("a piece of `from`"), hint);
+            true
         })
+    }
+
+    fn compare(&mut self, at: Iova, with: View<'_>) -> Result<Option<usize>, DmaFault> {
+        let mut found = None;
+        self.access(at, with.len(), Access::READ, |done, bytes| {
+            let with = with.sub(done, bytes.len()).expect("a piece of `with`");
+            found = bytes.first_difference(with).map(|offset| done + offset);
+            found.is_none()
+        })?;
+        Ok(found)
     }
 
     fn read_bytes(&mut self, from: Iova, into: &mut [u8]) -> Result<(), DmaFault> {
         self.access(from, into.len(), Access::READ, |done, bytes| {
             bytes.read(&mut into[done..done + bytes.len()]);
+            true
         })
     }
 
     fn write_bytes(&mut self, into: Iova, from: &[u8]) -> Result<(), DmaFault> {
         self.access(into, from.len(), Access::WRITE, |done, bytes| {
             bytes.write(&from[done..done + bytes.len()]);
+            true
         })
     }
 
+    #[inline]
     fn write_word(&mut self, into: Iova, value: u64) -> Result<(), DmaFault> {
         if !into.bits().is_multiple_of(8) {
             let fault = DmaFault { at: into, wanted: Access::WRITE, reason: FaultReason::Misaligned, done: 0 };
@@ -405,6 +514,7 @@ impl<F: Format> DeviceMem for DevicePort<F> {
         // Aligned, so it lies in one page and in one piece.
         self.access(into, 8, Access::WRITE, |_, bytes| {
             bytes.store_u64(0, value).expect("an aligned word of 8 bytes");
+            true
         })
     }
 }

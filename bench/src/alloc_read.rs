@@ -1,0 +1,505 @@
+//! A file into a buffer: the table of the seed, cold and warm, beside the raw ceiling and the allocation alone.
+//!
+//! Rows take turns, round by round. Before every sample as much memory as it needs is touched and given back, so that a host that takes free
+//! pages away has backed it again; cold samples begin with the file dropped from the page cache. Every buffer is hashed
+//! afterwards and compared with the file.
+
+use std::collections::BTreeMap;
+use std::error::Error;
+use std::fs::File;
+use std::hash::Hasher;
+use std::io::{Read, Write};
+use std::path::PathBuf;
+use std::time::{Duration, Instant};
+
+use dmalane::addr::FileOffset;
+use dmalane::engine::{Channel, Direction, Transfer};
+use dmalane::mem::{AnonHeap, Heap, MemfdHeap, PageKind, Part, Pool, SharedBuf, View, export_dma_buf, footprint};
+use dmalane::uring::{FileChannel, Io, Mode, read_now};
+use dmalane::{AllocAndRead, AllocRead, FileOptions, ReadOptions, Scheme};
+use rustix::time::{ClockId, clock_gettime};
+use twox_hash::XxHash3_64;
+
+use crate::report::Report;
+
+type Result<T> = std::result::Result<T, Box<dyn Error>>;
+
+#[derive(clap::Args)]
+pub struct Options {
+    /// Bytes of the files; the bars are about these sizes
+    #[arg(long, value_delimiter = ',', default_values_t = [512 << 10, 8 << 20, 1 << 30, 3 << 30])]
+    sizes: Vec<u64>,
+
+    /// Rounds of each case, four times as many for small files; the median counts
+    #[arg(long, default_value_t = 5)]
+    rounds: usize,
+
+    /// Bytes allocated together before reading into them starts
+    #[arg(long)]
+    gather: Option<u64>,
+
+    /// Reads in flight
+    #[arg(long)]
+    depth: Option<usize>,
+
+    /// Bytes per read
+    #[arg(long)]
+    block: Option<usize>,
+
+    /// Lanes
+    #[arg(long)]
+    threads: Option<usize>,
+
+    /// Only the rows whose names contain one of these; no bars then
+    #[arg(long, value_delimiter = ',')]
+    only: Vec<String>,
+
+    /// Where the files are made; it must be on a disk
+    #[arg(long, default_value = concat!(env!("CARGO_MANIFEST_DIR"), "/target"))]
+    folder: PathBuf,
+}
+
+/// From this size on a sample touches memory before, and a buffer is new each time.
+const LARGE: u64 = 64 << 20;
+const MIB: u64 = 1 << 20;
+
+const CEILING: &str = "floor: the same direct reads into memory that is there";
+const COPY: &str = "floor: one buffered pread into memory that is there";
+const ALLOCATION: &str = "floor: allocation alone";
+const NORMAL: &str = "normal: memfd, mmap, read";
+const SENDFILE: &str = "sendfile to a memfd, buffered";
+const SENDFILE_DIRECT: &str = "sendfile to a memfd, direct";
+const SYNC: &str = "read into the buffer, sync, direct";
+const UDMABUF: &str = "udmabuf: memfd, mmap, read, buffered";
+const UDMABUF_DIRECT: &str = "udmabuf: memfd, mmap, read, direct";
+const PLAIN: &str = "plain read() into a fresh buffer";
+const BEFORE: &str = "before: allocate all, then read all, direct";
+const OURS_BUFFERED: &str = "ours: buffered";
+const OURS: &str = "ours: direct";
+const POOLED: &str = "ours: auto, into a pooled buffer";
+
+pub fn run(options: &Options) -> Result<Report> {
+    let mut report = Report::new("alloc-read");
+    std::fs::create_dir_all(&options.folder)?;
+    for &size in &options.sizes {
+        let mut bench = Bench::new(size, options)?;
+        let cold = bench.table(true, options, &mut report)?;
+        let warm = bench.table(false, options, &mut report)?;
+        if options.only.is_empty() {
+            bars(&mut report, &bench, &cold, &warm);
+        }
+    }
+    Ok(report)
+}
+
+fn name(size: u64) -> String {
+    match size {
+        n if n.is_multiple_of(1 << 30) => format!("{} GB", n >> 30),
+        n if n.is_multiple_of(MIB) => format!("{} MB", n >> 20),
+        n => format!("{} KB", n >> 10),
+    }
+}
+
+/// Medians in seconds, by row.
+type Medians = BTreeMap<&'static str, f64>;
+
+fn bars(report: &mut Report, bench: &Bench, cold: &Medians, warm: &Medians) {
+    let size = name(bench.size);
+    let ratio = |t: &Medians, a: &str, b: &str| t.get(a).zip(t.get(b)).map(|(a, b)| a / b);
+    let mut faster = |what: &str, goal, t: &Medians, than, ours| {
+        if let Some(got) = ratio(t, than, ours) {
+            report.at_least(&format!("{size} {what}"), goal, got);
+        }
+    };
+    match bench.size {
+        n if n >= 1 << 30 => {
+            faster("cold: normal / ours", 1.7, cold, NORMAL, OURS);
+            faster("cold: sendfile / ours", 1.35, cold, SENDFILE, OURS);
+            if n == 1 << 30 {
+                faster("warm: normal / ours", 3.5, warm, NORMAL, OURS_BUFFERED);
+            }
+            if let Some(got) = ratio(cold, OURS, CEILING) {
+                report.at_most(&format!("{size} cold: ours / ceiling"), 1.10, got);
+            }
+            if let (Some(ours), Some(alloc), Some(io)) = (cold.get(OURS), cold.get(ALLOCATION), cold.get(CEILING)) {
+                let first = bench.first_gather;
+                let ideal = first + (alloc - first).max(*io);
+                report.at_most(
+                    &format!("{size} cold: T / (first gather + max(rest of allocation, I/O))"),
+                    1.10,
+                    ours / ideal,
+                );
+                report.note(&size, "cold: T / (allocation + I/O)", ours / (alloc + io));
+                report.note(&size, "cold: ms, T(first gather)", first * 1e3);
+            }
+            let gib = n as f64 / (1u64 << 30) as f64;
+            report.at_most_in(&format!("{size} cold: CPU"), 0.2, bench.cpu / gib, "core-seconds per GiB, at most");
+            let spare = bench.extra as f64 / MIB as f64;
+            let goal = (bench.read.depth * bench.read.block) as f64 / MIB as f64 + 16.0;
+            report.at_most_in(&format!("{size} cold: peak memory beyond the buffer"), goal, spare, "MiB, at most");
+        }
+        n if n >= MIB => {
+            for (temperature, t) in [("cold", cold), ("warm", warm)] {
+                let others = [NORMAL, SENDFILE, SENDFILE_DIRECT, SYNC, UDMABUF, UDMABUF_DIRECT, PLAIN, BEFORE];
+                let best = others.iter().filter_map(|row| t.get(row)).copied().fold(f64::INFINITY, f64::min);
+                if let Some(ours) = t.get(POOLED).filter(|_| best.is_finite()) {
+                    report.at_most(&format!("{size} {temperature}: ours / the fastest other"), 1.0, ours / best);
+                }
+            }
+        }
+        _ => {
+            faster("cold: normal / ours", 2.5, cold, NORMAL, POOLED);
+            faster("warm: normal / ours", 6.0, warm, NORMAL, POOLED);
+            for (temperature, t, floor) in [("cold", cold, CEILING), ("warm", warm, COPY)] {
+                if let Some(got) = ratio(t, POOLED, floor) {
+                    report.note(&size, &format!("{temperature}: ours / floor"), got);
+                }
+            }
+            let mut faster = |what: &str, goal, t: &Medians, than, ours| {
+                if let Some(got) = ratio(t, than, ours) {
+                    report.at_least(&format!("{size} {what}"), goal, got);
+                }
+            };
+            faster("cold: plain read / ours", 1.0, cold, PLAIN, POOLED);
+            faster("warm: plain read / ours", 1.0, warm, PLAIN, POOLED);
+        }
+    }
+}
+
+struct Bench {
+    size: u64,
+    path: PathBuf,
+    _file: tempfile::NamedTempFile,
+    hash: u64,
+    read: ReadOptions,
+    /// Memory that is there, for the ceiling.
+    ready: Option<Part>,
+    pool: Pool,
+    first_gather: f64,
+    /// Core-seconds of the last cold direct sample of ours.
+    cpu: f64,
+    /// What its peak memory was beyond the buffer, in bytes.
+    extra: u64,
+    /// Buffers of the plain reads of small files: freed, they would be handed out again, and would not be fresh.
+    kept: Vec<Vec<u8>>,
+}
+
+/// What a sample leaves behind: to be checked, then freed.
+enum Left {
+    Buffer(SharedBuf),
+    Ours(Box<AllocRead>),
+    Bytes(Vec<u8>),
+    Memfd(File),
+    Nothing,
+}
+
+impl Bench {
+    fn new(size: u64, options: &Options) -> Result<Self> {
+        let mut file = tempfile::Builder::new().suffix(".bin").tempfile_in(&options.folder)?;
+        let mut hash = XxHash3_64::with_seed(0);
+        let (mut x, mut left) = (size | 1, size);
+        let mut block = vec![0u8; MIB as usize];
+        while left > 0 {
+            for word in block.as_chunks_mut::<8>().0 {
+                x = x.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
+                *word = x.to_le_bytes();
+            }
+            let n = left.min(MIB) as usize;
+            file.write_all(&block[..n])?;
+            hash.write(&block[..n]);
+            left -= n as u64;
+        }
+        file.as_file().sync_all()?;
+        let mut read = ReadOptions { threads: options.threads, ..ReadOptions::default() };
+        read.gather = options.gather.unwrap_or(read.gather);
+        read.depth = options.depth.unwrap_or(read.depth);
+        read.block = options.block.unwrap_or(read.block);
+        let pool = Pool::new(AnonHeap::new(), size as usize + (4 << 20));
+        Ok(Self {
+            size,
+            path: file.path().to_owned(),
+            _file: file,
+            hash: hash.finish(),
+            read,
+            ready: None,
+            pool,
+            first_gather: 0.0,
+            cpu: 0.0,
+            extra: 0,
+            kept: Vec::new(),
+        })
+    }
+
+    fn table(&mut self, cold: bool, options: &Options, report: &mut Report) -> Result<Medians> {
+        let rows: Vec<&'static str> = [
+            CEILING,
+            COPY,
+            ALLOCATION,
+            NORMAL,
+            UDMABUF,
+            UDMABUF_DIRECT,
+            SENDFILE,
+            SENDFILE_DIRECT,
+            SYNC,
+            PLAIN,
+            BEFORE,
+            OURS_BUFFERED,
+            OURS,
+            POOLED,
+        ]
+        .into_iter()
+        .filter(|row| options.only.is_empty() || options.only.iter().any(|only| row.contains(only)))
+        .filter(|row| *row != POOLED || self.size < LARGE)
+        .collect();
+        let mut samples: BTreeMap<&'static str, Vec<f64>> = BTreeMap::new();
+        // What is short is disturbed easily, and costs little.
+        let rounds = if self.size < LARGE { 4 * options.rounds + 1 } else { options.rounds };
+        for round in 0..=rounds {
+            for &row in &rows {
+                let Some(seconds) = self.sample(row, cold)? else { continue };
+                // The first round fills pools and warms what is warm.
+                if round > 0 || rounds == 1 {
+                    samples.entry(row).or_default().push(seconds);
+                }
+            }
+        }
+        self.ready = None;
+        self.kept.clear();
+        let case = format!("{} {}", name(self.size), if cold { "cold" } else { "warm" });
+        let mut medians = Medians::new();
+        for row in rows {
+            match samples.get(row) {
+                Some(samples) => drop(medians.insert(row, report.row(&case, row, self.size, samples))),
+                None => eprintln!("bench: skipped: {case}: {row}: there is no /dev/udmabuf"),
+            }
+        }
+        Ok(medians)
+    }
+
+    /// Drops the file from the page cache, or makes sure that it is there.
+    fn prepare(&self, cold: bool) -> Result<()> {
+        let mut file = File::open(&self.path)?;
+        if !cold {
+            // On the stack: what is freed here, the plain read would get as its fresh buffer.
+            let mut block = [0; 64 << 10];
+            while file.read(&mut block)? > 0 {}
+            return Ok(());
+        }
+        rustix::fs::fadvise(&file, 0, None, rustix::fs::Advice::DontNeed)?;
+        Ok(())
+    }
+
+    /// Makes the host back as much memory as a sample will need.
+    fn touch(&self, row: &str) -> Result<()> {
+        if self.size < LARGE || row == CEILING || row == COPY {
+            return Ok(());
+        }
+        let buffered = matches!(row, NORMAL | SENDFILE | PLAIN | OURS_BUFFERED | UDMABUF);
+        let bytes = self.size as usize * if buffered { 2 } else { 1 };
+        drop(AnonHeap::starting_at(PageKind::Transparent).allocate(bytes)?);
+        Ok(())
+    }
+
+    fn sample(&mut self, row: &'static str, cold: bool) -> Result<Option<f64>> {
+        self.touch(row)?;
+        self.prepare(cold)?;
+        let large = self.size >= LARGE;
+        let ours = |bench: &Self, mode, scheme| -> Result<Left> {
+            let file = File::open(&bench.path)?;
+            let options = ReadOptions { mode, scheme, ..bench.read.clone() };
+            Ok(Left::Ours(Box::new(AnonHeap::new().alloc_and_read(&file, .., &options)?)))
+        };
+        let measured = row == OURS && cold && large;
+        let resident = measured.then(|| Resident::begin(self.size));
+        let cpu = cpu();
+        let start = Instant::now();
+        let left = match row {
+            CEILING => {
+                let seconds = self.ceiling()?;
+                return Ok(Some(seconds));
+            }
+            COPY => {
+                let mut part = self.ready()?;
+                let start = Instant::now();
+                let file = File::open(&self.path)?;
+                let mut front = part.split_off_front(self.size as usize).ok_or("a short buffer")?;
+                read_now(&file, &mut front, FileOffset::new(0))?;
+                let seconds = start.elapsed().as_secs_f64();
+                self.ready = Some(front.join(part).map_err(|_| "parts of two buffers")?);
+                return Ok(Some(seconds));
+            }
+            ALLOCATION => {
+                let buf = AnonHeap::new().reserve(self.size as usize)?.populate()?;
+                let seconds = start.elapsed().as_secs_f64();
+                drop(buf);
+                return Ok(Some(seconds));
+            }
+            NORMAL => Left::Buffer(self.mmap_read(Mode::Buffered)?),
+            SYNC => Left::Buffer(self.mmap_read(Mode::Direct)?),
+            UDMABUF | UDMABUF_DIRECT => {
+                let mode = if row == UDMABUF { Mode::Buffered } else { Mode::Direct };
+                let small = MemfdHeap::starting_at(PageKind::Base).reserve(4096)?.populate()?;
+                if export_dma_buf(&small).is_err() {
+                    return Ok(None);
+                }
+                let buf = self.mmap_read(mode)?;
+                export_dma_buf(&buf)?;
+                Left::Buffer(buf)
+            }
+            SENDFILE => Left::Memfd(self.sendfile(false)?),
+            SENDFILE_DIRECT => Left::Memfd(self.sendfile(true)?),
+            PLAIN => Left::Bytes(std::fs::read(&self.path)?),
+            BEFORE => ours(self, Mode::Direct, Scheme::Sequential)?,
+            OURS_BUFFERED => ours(self, Mode::Buffered, Scheme::Overlap)?,
+            OURS => ours(self, Mode::Direct, Scheme::Overlap)?,
+            POOLED => {
+                let file = File::open(&self.path)?;
+                Left::Ours(Box::new(self.pool.alloc_and_read(&file, .., &self.read)?))
+            }
+            _ => Left::Nothing,
+        };
+        let seconds = start.elapsed().as_secs_f64();
+        if let (Some(resident), Left::Ours(read)) = (resident, &left) {
+            self.extra = resident.end();
+            self.first_gather = read.report.first_gather.as_secs_f64();
+            self.cpu = crate::alloc_read::cpu() - cpu;
+        }
+        self.check(row, left)?;
+        Ok(Some(seconds))
+    }
+
+    fn check(&mut self, row: &str, left: Left) -> Result<()> {
+        let mut hash = XxHash3_64::with_seed(0);
+        let mut view = |view: View<'_>| {
+            if let Some(view) = view.sub(0, self.size as usize) {
+                view.for_each_block(|block| hash.write(block));
+            }
+        };
+        match left {
+            Left::Buffer(buf) => view(buf.view()),
+            Left::Ours(read) => view(read.buffer.view()),
+            Left::Bytes(bytes) => {
+                hash.write(&bytes);
+                if self.size < LARGE {
+                    self.kept.push(bytes);
+                }
+            }
+            Left::Memfd(mut file) => {
+                std::io::Seek::rewind(&mut file)?;
+                let mut block = [0; 64 << 10];
+                loop {
+                    match file.read(&mut block)? {
+                        0 => break,
+                        n => hash.write(&block[..n]),
+                    }
+                }
+            }
+            Left::Nothing => {}
+        }
+        if hash.finish() != self.hash {
+            Err(format!("{row}: the bytes are not those of the file").into())
+        } else {
+            Ok(())
+        }
+    }
+
+    /// A memfd mapped in pages of 4 KiB that the read faults in, by reads as large as the kernel takes.
+    fn mmap_read(&self, mode: Mode) -> Result<SharedBuf> {
+        let buf = SharedBuf::sparse("normal", self.size as usize)?;
+        let options = FileOptions { mode, io: Io::Pread, depth: 1, block: 1 << 30 };
+        let mut channel = FileChannel::open(&self.path, options)?;
+        let transfer = Transfer { part: buf.into_part(), direction: Direction::ToHost, far: FileOffset::new(0) };
+        let back = dmalane::engine::run(&mut channel, transfer, Duration::from_secs(300))?;
+        back.part.into_whole().map_err(|_| "a part of a buffer".into())
+    }
+
+    fn sendfile(&self, direct: bool) -> Result<File> {
+        let memfd = rustix::fs::memfd_create("sendfile", rustix::fs::MemfdFlags::CLOEXEC)?;
+        rustix::fs::ftruncate(&memfd, self.size)?;
+        let file = File::open(&self.path)?;
+        if direct {
+            rustix::fs::fcntl_setfl(&file, rustix::fs::fcntl_getfl(&file)? | rustix::fs::OFlags::DIRECT)?;
+        }
+        let mut left = self.size as usize;
+        while left > 0 {
+            match rustix::fs::sendfile(&memfd, &file, None, left)? {
+                0 => return Err("sendfile stopped early".into()),
+                n => left -= n,
+            }
+        }
+        Ok(memfd.into())
+    }
+
+    /// Memory that is there, in the pages that a load would have.
+    fn ready(&mut self) -> Result<Part> {
+        match self.ready.take() {
+            Some(part) => Ok(part),
+            None => Ok(AnonHeap::new().reserve(self.size as usize)?.populate()?.into_part()),
+        }
+    }
+
+    /// Direct reads by io_uring into memory that is there, in the pages that a load would have, and nothing else.
+    fn ceiling(&mut self) -> Result<f64> {
+        let part = self.ready()?;
+        let start = Instant::now();
+        let options = FileOptions { mode: Mode::Direct, io: Io::Auto, depth: self.read.depth, block: self.read.block };
+        let mut channel = FileChannel::open(&self.path, options)?;
+        let (mut rest, mut at, mut done) = (part, 0, Vec::new());
+        let mut back: BTreeMap<usize, Part> = BTreeMap::new();
+        while at < self.size || channel.in_flight() > 0 {
+            while at < self.size && channel.in_flight() < channel.limits().capacity {
+                let len = (self.size - at).min(self.read.block as u64);
+                let part = rest.split_off_front(len as usize).ok_or("a short buffer")?;
+                let transfer = Transfer { part, direction: Direction::ToHost, far: FileOffset::new(at) };
+                let _ticket = channel.submit(transfer)?;
+                at += len;
+            }
+            channel.wait(&mut done, Duration::from_secs(1));
+            for c in done.drain(..) {
+                c.result?;
+                back.insert(c.transfer.part.offset(), c.transfer.part);
+            }
+        }
+        let seconds = start.elapsed().as_secs_f64();
+        back.insert(rest.offset(), rest);
+        let whole = back.into_values().map(Some).reduce(|a, b| a?.join(b?).ok()).flatten();
+        self.ready = Some(whole.ok_or("parts of two buffers")?);
+        Ok(seconds)
+    }
+}
+
+/// Core-seconds of this process so far, those of the kernel for it included.
+fn cpu() -> f64 {
+    let t = clock_gettime(ClockId::ProcessCPUTime);
+    t.tv_sec as f64 + t.tv_nsec as f64 / 1e9
+}
+
+/// The most memory that the process has while a sample runs.
+struct Resident {
+    before: u64,
+    buffer: u64,
+}
+
+impl Resident {
+    fn now() -> u64 {
+        footprint().map_or(0, |f| f.anonymous + f.shared + f.hugetlb)
+    }
+
+    fn begin(buffer: u64) -> Self {
+        // Resets the high-water mark.
+        let _ = std::fs::write("/proc/self/clear_refs", "5");
+        Self { before: Self::now(), buffer }
+    }
+
+    /// Bytes beyond what there was before and the buffer.
+    fn end(self) -> u64 {
+        let status = std::fs::read_to_string("/proc/self/status").unwrap_or_default();
+        let field = |name: &str| {
+            let line = status.lines().find_map(|l| l.strip_prefix(name)?.strip_prefix(':'));
+            line.and_then(|l| l.trim().strip_suffix(" kB")?.trim().parse::<u64>().ok()).map_or(0, |kib| kib << 10)
+        };
+        // The mark has the pages of files in it, which are there before and after.
+        let peak = (field("VmHWM") - field("RssFile")).max(Self::now() - field("HugetlbPages")) + field("HugetlbPages");
+        peak.saturating_sub(self.before).saturating_sub(self.buffer)
+    }
+}

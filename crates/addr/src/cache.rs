@@ -1,0 +1,297 @@
+//! A cache of ranges in front of the allocator.
+
+use alloc::vec::Vec;
+
+use crate::{Address, PageSize, RangeAllocator, RangeError, Span};
+
+/// Lengths that have a stack of their own.
+const STACKS: usize = 16;
+/// Ranges that a stack keeps.
+const DEPTH: usize = 64;
+
+/// A range that a [`RangeCache`] has handed out: whoever holds this has the range. There is one for each, and giving it back
+/// takes it away, so a range cannot be given back twice, nor in part. One that is dropped leaves its range taken for good.
+#[derive(PartialEq, Eq, Debug)]
+#[must_use = "dropped, the range stays taken"]
+pub struct Lease<A: Address>(Span<A>);
+
+impl<A: Address> Lease<A> {
+    /// The range.
+    pub fn span(&self) -> Span<A> {
+        self.0
+    }
+}
+
+/// Ranges of the same few lengths over and over, as buffers of IO take and free them: a stack of freed ranges for each
+/// length, in front of a [`RangeAllocator`].
+///
+/// The stacks hold at most 16 lengths and 64 ranges of each. When there is no range otherwise they are emptied, so an
+/// allocation fails only where it would without them. The idea is that of the IOVA magazines of Linux
+/// (`drivers/iommu/iova.c`), there for each processor.
+///
+/// ```
+/// use dmalane_addr::{Iova, PageSize, RangeAllocator, RangeCache, Span};
+/// let space = Span::new(Iova::new(0x1000), 0x10_0000).unwrap();
+/// let mut iovas = RangeCache::new(RangeAllocator::new(space, PageSize::SIZE_4K));
+/// let lease = iovas.allocate(0x3000, PageSize::SIZE_4K)?;
+/// let span = lease.span();
+/// iovas.free(lease);
+/// assert_eq!(iovas.allocate(0x3000, PageSize::SIZE_4K)?.span(), span);
+/// # Ok::<(), dmalane_addr::RangeError<Iova>>(())
+/// ```
+///
+/// What was given back is gone:
+///
+/// ```compile_fail,E0382
+/// # use dmalane_addr::{Iova, PageSize, RangeCache};
+/// # fn example(mut iovas: RangeCache<Iova>) {
+/// let lease = iovas.allocate(0x1000, PageSize::SIZE_4K).unwrap();
+/// iovas.free(lease);
+/// iovas.free(lease);
+/// # }
+/// ```
+#[derive(Debug)]
+pub struct RangeCache<A: Address> {
+    inner: RangeAllocator<A>,
+    /// The length of each stack; 0 for one that is not in use.
+    lengths: [u64; STACKS],
+    stacks: [Vec<Span<A>>; STACKS],
+    /// The stack that is emptied for the next new length.
+    next: usize,
+    bytes: u64,
+}
+
+impl<A: Address> RangeCache<A> {
+    /// A cache with nothing in it. What the allocator has handed out already stays out.
+    pub fn new(inner: RangeAllocator<A>) -> Self {
+        Self { inner, lengths: [0; STACKS], stacks: [const { Vec::new() }; STACKS], next: 0, bytes: 0 }
+    }
+
+    /// Takes `len` bytes aligned to `align` (and to the allocator's page).
+    ///
+    /// # Errors
+    /// As [`RangeAllocator::allocate`].
+    #[inline]
+    pub fn allocate(&mut self, len: u64, align: PageSize) -> Result<Lease<A>, RangeError<A>> {
+        if let Some(k) = self.stack(len)
+            // Nearly always the last one: ranges of one length are mostly of one alignment.
+            && let Some(at) = self.stacks[k].iter().rposition(|span| span.first().is_aligned(align))
+        {
+            self.bytes -= len;
+            return Ok(Lease(self.stacks[k].swap_remove(at)));
+        }
+        self.allocate_anew(len, align)
+    }
+
+    #[inline(never)]
+    fn allocate_anew(&mut self, len: u64, align: PageSize) -> Result<Lease<A>, RangeError<A>> {
+        let result = match self.inner.allocate(len, align) {
+            Err(RangeError::Exhausted { .. }) if self.bytes > 0 => {
+                self.empty();
+                self.inner.allocate(len, align)
+            }
+            result => result,
+        };
+        result.map(Lease)
+    }
+
+    /// Takes exactly this span.
+    ///
+    /// # Errors
+    /// As [`RangeAllocator::reserve`].
+    pub fn reserve(&mut self, span: Span<A>) -> Result<Lease<A>, RangeError<A>> {
+        let result = match self.inner.reserve(span) {
+            Err(RangeError::NotFree(_)) if self.bytes > 0 => {
+                self.empty();
+                self.inner.reserve(span)
+            }
+            result => result,
+        };
+        result.map(|()| Lease(span))
+    }
+
+    /// Gives a range back, to the cache it is from.
+    #[inline]
+    pub fn free(&mut self, lease: Lease<A>) {
+        let len = lease.0.len();
+        let k = match self.stack(len) {
+            Some(k) => k,
+            None => self.begin(len),
+        };
+        if self.stacks[k].len() < DEPTH {
+            self.bytes += len;
+            self.stacks[k].push(lease.0);
+        } else {
+            self.give_back(lease.0);
+        }
+    }
+
+    /// Gives all ranges of the stacks back to the allocator, where neighbours become one again.
+    pub fn empty(&mut self) {
+        (0..STACKS).for_each(|k| self.clear(k));
+    }
+
+    /// The whole space, free or not.
+    pub fn space(&self) -> Span<A> {
+        self.inner.space()
+    }
+
+    /// Bytes free in all, those in stacks included.
+    pub fn free_bytes(&self) -> u64 {
+        self.inner.free_bytes() + self.bytes
+    }
+
+    #[inline]
+    fn stack(&self, len: u64) -> Option<usize> {
+        self.lengths.iter().position(|&l| l == len && len != 0)
+    }
+
+    /// A stack for a new length, at the cost of an old one.
+    #[inline(never)]
+    fn begin(&mut self, len: u64) -> usize {
+        let k = self.next;
+        self.next = (k + 1) % STACKS;
+        self.clear(k);
+        self.lengths[k] = len;
+        k
+    }
+
+    fn clear(&mut self, k: usize) {
+        while let Some(span) = self.stacks[k].pop() {
+            self.bytes -= span.len();
+            self.give_back(span);
+        }
+    }
+
+    fn give_back(&mut self, span: Span<A>) {
+        let freed = self.inner.free(span);
+        debug_assert!(freed.is_ok(), "a lease of another cache: {freed:?}");
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::Iova;
+    use proptest::prelude::*;
+
+    const P: u64 = 4096;
+    const PAGES: u64 = 96;
+
+    fn span(page: u64, n: u64) -> Span<Iova> {
+        Span::new(Iova::new(page * P), n * P).unwrap()
+    }
+
+    fn fresh() -> RangeCache<Iova> {
+        RangeCache::new(RangeAllocator::new(span(0, PAGES), PageSize::SIZE_4K))
+    }
+
+    #[test]
+    fn refuses_what_the_allocator_refuses() {
+        let mut a = fresh();
+        assert!(matches!(a.allocate(0, PageSize::SIZE_4K), Err(RangeError::BadLength { .. })));
+        assert!(matches!(a.allocate(17, PageSize::SIZE_4K), Err(RangeError::BadLength { .. })));
+        assert!(matches!(a.allocate(1 << 40, PageSize::SIZE_4K), Err(RangeError::Exhausted { .. })));
+        assert!(matches!(a.reserve(span(PAGES, 1)), Err(RangeError::NotFree(_))));
+    }
+
+    #[test]
+    fn hands_the_last_one_out_first_and_looks_at_alignment() {
+        let mut a = fresh();
+        let leases: Vec<_> = (0..3).map(|_| a.allocate(2 * P, PageSize::SIZE_4K).unwrap()).collect();
+        leases.into_iter().for_each(|lease| a.free(lease));
+        assert_eq!(a.allocate(2 * P, PageSize::SIZE_4K).unwrap().span(), span(4, 2));
+        let odd = a.allocate(2 * P, PageSize::SIZE_16K).unwrap(); // pages 2 and 3 do not begin at a multiple of 4
+        assert_eq!((odd.span(), a.free_bytes()), (span(0, 2), (PAGES - 4) * P));
+    }
+
+    #[test]
+    fn what_is_in_stacks_is_there_for_everyone() {
+        let mut a = fresh();
+        let leases: Vec<_> = (0..PAGES).map(|_| a.allocate(P, PageSize::SIZE_4K).unwrap()).collect();
+        leases.into_iter().for_each(|lease| a.free(lease));
+        assert_eq!((a.bytes, a.free_bytes()), (DEPTH as u64 * P, PAGES * P));
+        let all = a.allocate(PAGES * P, PageSize::SIZE_4K).unwrap();
+        assert_eq!((all.span(), a.free_bytes()), (span(0, PAGES), 0));
+        a.free(all);
+        assert!(a.reserve(span(5, 1)).is_ok());
+    }
+
+    /// More lengths than stacks: the oldest go.
+    #[test]
+    fn lengths_come_and_go() {
+        let space = Span::new(Iova::new(0), 1 << 30).unwrap();
+        let mut a = RangeCache::new(RangeAllocator::new(space, PageSize::SIZE_4K));
+        for _ in 0..3 {
+            let leases: Vec<_> = (1..40).map(|n| a.allocate(n * P, PageSize::SIZE_4K).unwrap()).collect();
+            leases.into_iter().for_each(|lease| a.free(lease));
+            assert!(a.stacks.iter().all(|s| s.len() == 1));
+        }
+        assert_eq!(a.free_bytes(), 1 << 30);
+        a.empty();
+        assert_eq!(a.inner.largest_free(), 1 << 30);
+    }
+
+    #[derive(Clone, Debug)]
+    enum Op {
+        Allocate(u64, u8),
+        Reserve(u64, u64),
+        Free(prop::sample::Index),
+    }
+
+    fn op() -> impl Strategy<Value = Op> {
+        prop_oneof![
+            3 => (1u64..5, 12u8..15).prop_map(|(n, a)| Op::Allocate(n, a)),
+            1 => (5u64..24, 12u8..15).prop_map(|(n, a)| Op::Allocate(n, a)),
+            1 => (0u64..PAGES, 1u64..5).prop_map(|(p, n)| Op::Reserve(p, n)),
+            4 => any::<prop::sample::Index>().prop_map(Op::Free),
+        ]
+    }
+
+    proptest! {
+        /// The reference is one bit per page; a request fails where no free pages would do, and nowhere else.
+        #[test]
+        fn agrees_with_a_bitmap(ops in prop::collection::vec(op(), 1..300)) {
+            let mut a = fresh();
+            let mut taken = [false; PAGES as usize];
+            let mut held: Vec<Lease<Iova>> = Vec::new();
+            let pages = |span: Span<Iova>| {
+                let first = (span.first().bits() / P) as usize;
+                first..first + (span.len() / P) as usize
+            };
+            for op in ops {
+                match op {
+                    Op::Allocate(n, log2) => {
+                        let align = PageSize::from_log2(log2).unwrap();
+                        let free = |p: usize| !taken[p..p + n as usize].contains(&true);
+                        let fits = (0..=(PAGES - n) as usize).step_by((align.bytes() / P) as usize).any(free);
+                        let got = a.allocate(n * P, align);
+                        prop_assert_eq!(got.is_ok(), fits);
+                        if let Ok(lease) = got {
+                            prop_assert!(lease.span().first().is_aligned(align) && lease.span().len() == n * P);
+                            prop_assert!(!taken[pages(lease.span())].contains(&true));
+                            taken[pages(lease.span())].fill(true);
+                            held.push(lease);
+                        }
+                    }
+                    Op::Reserve(p, n) => {
+                        let free = p + n <= PAGES && !taken[p as usize..(p + n) as usize].contains(&true);
+                        let got = a.reserve(span(p, n));
+                        prop_assert_eq!(got.is_ok(), free);
+                        if let Ok(lease) = got {
+                            taken[pages(lease.span())].fill(true);
+                            held.push(lease);
+                        }
+                    }
+                    Op::Free(_) if held.is_empty() => {}
+                    Op::Free(i) => {
+                        let lease = held.swap_remove(i.index(held.len()));
+                        taken[pages(lease.span())].fill(false);
+                        a.free(lease);
+                    }
+                }
+                prop_assert_eq!(a.free_bytes(), taken.iter().filter(|t| !**t).count() as u64 * P);
+            }
+        }
+    }
+}

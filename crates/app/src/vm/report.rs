@@ -1,0 +1,211 @@
+//! What `dmalane vm` prints, as it goes: a trace may be longer than memory.
+
+use std::io::{self, BufWriter, Stdout, Write};
+use std::ops::ControlFlow;
+
+use dmalane::trace::Outcome;
+use dmalane::vm::{AnyVm, Mapped, Source};
+use serde::Serialize;
+
+use crate::iopt::Format;
+use crate::output::plain;
+use crate::size;
+
+/// Writes the report; what goes wrong is told at the end.
+pub struct Report {
+    out: BufWriter<Stdout>,
+    json: bool,
+    /// The next element of a list is its first.
+    first: bool,
+    result: io::Result<()>,
+}
+
+#[derive(Serialize)]
+struct Head<'a> {
+    schema: u32,
+    command: &'static str,
+    trace: &'a str,
+    format: &'static str,
+    range: Range,
+}
+
+#[derive(Serialize)]
+struct Range {
+    va: String,
+    len: u64,
+}
+
+#[derive(Serialize)]
+struct LineResult<'a> {
+    line: u64,
+    op: Option<&'static str>,
+    result: &'static str,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    errno: Option<&'static str>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    index: Option<usize>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    message: Option<&'a str>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    unmapped_bytes: Option<u64>,
+}
+
+#[derive(Serialize)]
+struct Run {
+    va: String,
+    len: u64,
+    bo: Option<u64>,
+    offset: Option<String>,
+    repeat: Option<u64>,
+    pa: String,
+    access: String,
+    leaf: u64,
+}
+
+fn hex(number: u64) -> String {
+    format!("{number:#x}")
+}
+
+impl Report {
+    /// Begins the report.
+    pub fn new(trace: &str, format: &Format, vm: &dyn AnyVm, json: bool) -> Self {
+        let mut report = Self { out: BufWriter::new(io::stdout()), json, first: true, result: Ok(()) };
+        if json {
+            let range = Range { va: hex(vm.range().first().bits()), len: vm.range().len() };
+            let head = Head { schema: 1, command: "vm replay", trace, format: format.name, range };
+            report.head(&head);
+        }
+        report
+    }
+
+    fn write(&mut self, write: impl FnOnce(&mut BufWriter<Stdout>) -> io::Result<()>) {
+        if self.result.is_ok() {
+            self.result = write(&mut self.out);
+        }
+    }
+
+    /// The fields of `head`, and the beginning of the results.
+    fn head(&mut self, head: &impl Serialize) {
+        self.write(|out| {
+            let text = serde_json::to_string(head)?;
+            write!(out, "{},\"results\":[", text.strip_suffix('}').unwrap_or(&text))
+        });
+    }
+
+    /// An element of the list that is being written.
+    fn element(&mut self, element: &impl Serialize) {
+        let comma = if self.first { "" } else { "," };
+        self.first = false;
+        self.write(|out| {
+            write!(out, "{comma}\n  ")?;
+            Ok(serde_json::to_writer(out, element)?)
+        });
+    }
+
+    /// What became of a line.
+    pub fn outcome(&mut self, line: u64, outcome: &Outcome) {
+        let message = outcome.result.as_ref().err().map(|refusal| chain(refusal));
+        let errno = outcome.result.as_ref().err().map(|refusal| refusal.errno().name());
+        if self.json {
+            let done = outcome.result.as_ref().ok().map(|done| done.unmapped_bytes);
+            return self.element(&LineResult {
+                line,
+                op: outcome.op,
+                result: outcome.name(),
+                errno,
+                index: outcome.index,
+                message: message.as_deref(),
+                unmapped_bytes: done.filter(|bytes| *bytes > 0),
+            });
+        }
+        self.write(|out| {
+            write!(out, "line {line:<6} {:<9} {}", outcome.op.unwrap_or("-"), outcome.name())?;
+            if let (Some(message), Some(errno)) = (message, errno) {
+                let which = outcome.index.map_or(String::new(), |i| format!("operation {i}: "));
+                write!(out, " ({errno}): {which}{}", plain(&message))?;
+            }
+            writeln!(out)
+        });
+    }
+
+    /// What is mapped, and the sums.
+    pub fn finish(
+        mut self,
+        vm: &dyn AnyVm,
+        operations: u64,
+        refused: u64,
+        stopped: Option<&io::Error>,
+    ) -> io::Result<()> {
+        if self.json {
+            self.write(|out| write!(out, "\n],\"runs\":["));
+            self.first = true;
+        }
+        let (mut runs, mut mapped) = (0u64, 0u64);
+        vm.mapping(vm.range(), &mut |run| {
+            runs += 1;
+            mapped += run.span.len();
+            self.run(&run);
+            if self.result.is_ok() { ControlFlow::Continue(()) } else { ControlFlow::Break(()) }
+        });
+        let bindings = vm.binding_count();
+        if self.json {
+            let stopped = stopped.map(ToString::to_string);
+            self.write(|out| {
+                write!(out, "\n],\"operations\":{operations},\"refused\":{refused},\"bindings\":{bindings},")?;
+                writeln!(out, "\"mapped_bytes\":{mapped},\"stopped\":{}}}", serde_json::to_string(&stopped)?)
+            });
+        } else {
+            let plural = |n: u64| if n == 1 { "" } else { "s" };
+            self.write(|out| {
+                write!(out, "{operations} operation{}, {refused} refused; ", plural(operations))?;
+                write!(out, "{bindings} binding{}, ", plural(bindings as u64))?;
+                writeln!(out, "{runs} run{}, {} mapped", plural(runs), size::binary(mapped))
+            });
+        }
+        self.write(|out| out.flush());
+        self.result
+    }
+
+    fn run(&mut self, run: &Mapped) {
+        let (bo, offset, repeat) = match run.source {
+            Source::Bo { bo, offset } => (Some(bo), Some(offset), None),
+            Source::Repeat { bo, offset, page } => (Some(bo), Some(offset), Some(page)),
+            _ => (None, None, None),
+        };
+        let (first, to, leaf) = (run.span.first().bits(), run.to.bits(), run.leaf);
+        if self.json {
+            return self.element(&Run {
+                va: hex(first),
+                len: run.span.len(),
+                bo,
+                offset: offset.map(hex),
+                repeat,
+                pa: hex(to),
+                access: run.access.to_string(),
+                leaf: leaf.bytes(),
+            });
+        }
+        self.write(|out| {
+            write!(out, "{first:#x}..={:#x} -> {to:#x}  {}  {leaf} leaves  ", run.span.last(), run.access)?;
+            match (bo, offset) {
+                (Some(bo), Some(offset)) => write!(out, "bo {bo} + {offset:#x}")?,
+                _ => write!(out, "null")?,
+            }
+            if let Some(page) = repeat {
+                write!(out, ", {} again and again", size::binary(page))?;
+            }
+            writeln!(out)
+        });
+    }
+}
+
+/// The message of an error with those of its causes.
+fn chain(error: &dyn std::error::Error) -> String {
+    let mut text = error.to_string();
+    let mut next = error.source();
+    while let Some(cause) = next {
+        text += &format!(": {cause}");
+        next = cause.source();
+    }
+    text
+}

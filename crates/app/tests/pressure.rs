@@ -1,0 +1,103 @@
+//! Reading under limits: an error with a reason, never the OOM killer.
+
+use std::fs;
+use std::os::unix::process::ExitStatusExt;
+use std::path::{Path, PathBuf};
+use std::process::{Command, Output};
+
+const LARGE: u64 = 192 << 20;
+const LIMIT: u64 = 64 << 20;
+
+fn file() -> tempfile::NamedTempFile {
+    let file = tempfile::NamedTempFile::new_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
+    file.as_file().set_len(LARGE).unwrap();
+    file
+}
+
+fn run(before: &str, args: &str, file: &Path) -> Output {
+    let line = format!("{before} exec {} read {} {args}", env!("CARGO_BIN_EXE_dmalane"), file.display());
+    Command::new("sh").args(["-c", &line]).output().unwrap()
+}
+
+fn refused(output: &Output) -> String {
+    let text = String::from_utf8_lossy(&output.stderr).into_owned();
+    assert_eq!(output.status.signal(), None, "killed: {text}");
+    assert_eq!(output.status.code(), Some(1), "{text}");
+    assert!(text.starts_with("dmalane: ") && !text.contains("panicked"), "{text}");
+    text
+}
+
+/// A memory cgroup with a limit, inside the one that this process is in.
+struct Cgroup(PathBuf);
+
+impl Cgroup {
+    fn new() -> Result<Self, String> {
+        let own = fs::read_to_string("/proc/self/cgroup").map_err(|e| e.to_string())?;
+        let of = |controllers: &str| {
+            let line = own.lines().find(|l| l.split(':').nth(1) == Some(controllers))?;
+            Some(line.splitn(3, ':').nth(2)?.trim_start_matches('/').to_owned())
+        };
+        let (mount, limit, path) = match of("memory") {
+            Some(path) => ("/sys/fs/cgroup/memory", "memory.limit_in_bytes", path),
+            None => ("/sys/fs/cgroup", "memory.max", of("").ok_or("no memory cgroup")?),
+        };
+        let dir = Path::new(mount).join(path).join(format!("dmalane-test-{}", std::process::id()));
+        fs::create_dir(&dir).map_err(|e| format!("{}: {e}", dir.display()))?;
+        let cgroup = Self(dir);
+        let written = fs::write(cgroup.0.join(limit), LIMIT.to_string());
+        written.map_err(|e| format!("{}: {e}", cgroup.0.join(limit).display()))?;
+        Ok(cgroup)
+    }
+}
+
+impl Drop for Cgroup {
+    fn drop(&mut self) {
+        let _ = fs::remove_dir(&self.0);
+    }
+}
+
+#[test]
+fn a_memory_cgroup() {
+    let cgroup = match Cgroup::new() {
+        Ok(cgroup) => cgroup,
+        Err(e) => return println!("SKIPPED: cannot make a memory cgroup: {e}"),
+    };
+    let join = format!("echo $$ > {}/cgroup.procs || exit 99;", cgroup.0.display());
+    let file = file();
+    for args in ["", "--buffered", "--heap memfd", "--pages 4k --gather 64KiB", "--threads 4 --buffered"] {
+        let output = run(&join, args, file.path());
+        if output.status.code() == Some(99) {
+            return println!("SKIPPED: cannot enter {}", cgroup.0.display());
+        }
+        let text = refused(&output);
+        assert!(text.contains("the files need 192 MiB, and the memory cgroup /"), "{text}");
+        assert!(text.contains("\nhint: read less at a time with --range\n"), "{text}");
+    }
+    // What fits is read, though the file as a whole would not.
+    let output = run(&join, "--range 16MiB..48MiB --buffered", file.path());
+    assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+}
+
+#[test]
+fn address_space_and_descriptors() {
+    let file = file();
+    let text = refused(&run("ulimit -v 150000;", "", file.path()));
+    assert!(text.contains("cannot allocate 201326592 bytes of anonymous memory: Cannot allocate memory"), "{text}");
+    // Too few descriptors for a ring: plain reads do, and it is told.
+    let mut without_ring = false;
+    for n in 4..12 {
+        let output = run(&format!("ulimit -n {n};"), &format!("--range {}MiB..{}MiB", 8 * n, 8 * n + 4), file.path());
+        match output.status.code() {
+            Some(0) => without_ring |= String::from_utf8_lossy(&output.stdout).contains("pread (io_uring refused: "),
+            _ => drop(refused(&output)),
+        }
+    }
+    if !without_ring {
+        println!(
+            "SKIPPED: no limit of descriptors lets a file be opened and a ring not (or there is no direct I/O here)"
+        );
+    }
+    // Pages for locked memory are not needed.
+    let output = run("ulimit -l 0;", "--range ..16MiB", file.path());
+    assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+}

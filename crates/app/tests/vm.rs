@@ -1,0 +1,262 @@
+//! `dmalane vm` as its users meet it: traces are replayed, recorded ones too, and bad ones are refused.
+
+use std::io::Write;
+use std::path::PathBuf;
+use std::process::{Command, Output, Stdio};
+
+use serde_json::Value;
+use tempfile::TempDir;
+
+const HEADER: &str = r#"{"trace":"dmalane-vm","version":1,"format":"agx-uat","null_page":{"pa":"0x4000","len":16384}}"#;
+const BO: &str = r#"{"op":"bo","id":1,"segments":[{"pa":"0x100000000","len":"0x40000"}]}"#;
+const BIND: &str = r#"{"op":"bind","va":"0x8000","bo":1,"offset":"0x4000","len":"0xc000","access":"rw"}"#;
+
+/// A directory with traces.
+struct Place(TempDir);
+
+impl Place {
+    fn new() -> Self {
+        Self(tempfile::tempdir().unwrap())
+    }
+
+    /// Writes `trace.jsonl`.
+    fn with(lines: &[&str]) -> Self {
+        let place = Self::new();
+        std::fs::write(place.path("trace.jsonl"), lines.join("\n")).unwrap();
+        place
+    }
+
+    fn path(&self, name: &str) -> PathBuf {
+        self.0.path().join(name)
+    }
+
+    fn command(&self, line: &str) -> Command {
+        let mut command = Command::new(env!("CARGO_BIN_EXE_dmalane"));
+        command.args(line.split_whitespace()).current_dir(self.0.path());
+        command
+    }
+
+    fn run(&self, line: &str) -> (i32, String, String) {
+        told(self.command(line).output().unwrap())
+    }
+
+    /// The JSON of a replay that may have refused something.
+    fn json(&self, line: &str) -> (i32, Value) {
+        let (status, stdout, stderr) = self.run(&format!("{line} --json"));
+        assert_eq!(stderr.is_empty(), status == 0, "{stderr}");
+        (status, serde_json::from_str(&stdout).unwrap_or_else(|e| panic!("{e}: {stdout}")))
+    }
+}
+
+fn told(output: Output) -> (i32, String, String) {
+    let text = |bytes| String::from_utf8(bytes).unwrap();
+    let (stdout, stderr) = (text(output.stdout), text(output.stderr));
+    assert!(!stderr.contains("panicked"), "{stderr}");
+    assert!(stderr.is_empty() || stderr.starts_with("dmalane: "), "{stderr}");
+    (output.status.code().unwrap(), stdout, stderr)
+}
+
+#[test]
+fn a_replay_prints_results_and_the_mapping() {
+    let place = Place::with(&[
+        HEADER,
+        BO,
+        BIND,
+        "",
+        r#"{"op":"bind","va":"0x8000","bo":1,"len":"0x4000","access":"r"}"#,
+        r#"{"op":"repeat","va":"0x40000","bo":1,"offset":"0x8000","page":16384,"len":"0x10000","access":"r"}"#,
+        r#"{"op":"null","va":"0x80000","len":32768}"#,
+        r#"{"op":"batch","ops":[{"op":"unbind_bo","bo":1},{"op":"bind","va":"0x8000","bo":1,"offset":"0x40000","len":16384,"access":"rw"}]}"#,
+        r#"{"op":"prefetch","va":"0x8000","len":16384}"#,
+        "not JSON",
+    ]);
+    let (status, text, stderr) = place.run("vm replay trace.jsonl");
+    assert_eq!(status, 1);
+    assert_eq!(stderr, "dmalane: trace.jsonl: 2 of 8 operations refused, the first in line 8\n");
+    let expected = "\
+line 2      bo        ok
+line 3      bind      ok
+line 5      bind      ok
+line 6      repeat    ok
+line 7      null      ok
+line 8      batch     beyond_bo (ERANGE): operation 1: 16384 bytes from offset 0x40000 of buffer 1, to be bound at \
+device VA 0x8000, reach beyond its 262144 bytes
+line 9      prefetch  ok
+line 10     -         bad_line (EINVAL): not an object
+0x8000..=0xbfff -> 0x100000000  r--  16 KiB leaves  bo 1 + 0x0
+0xc000..=0x13fff -> 0x100008000  rw-  16 KiB leaves  bo 1 + 0x8000
+0x40000..=0x4ffff -> 0x100008000  r--  16 KiB leaves  bo 1 + 0x8000, 16 KiB again and again
+0x80000..=0x87fff -> 0x4000  r--  16 KiB leaves  null
+8 operations, 2 refused; 4 bindings, 4 runs, 144 KiB mapped
+";
+    assert_eq!(text, expected);
+
+    let (status, json) = place.json("vm replay trace.jsonl");
+    assert_eq!(status, 1);
+    assert_eq!(
+        (&json["schema"], &json["command"], &json["format"]),
+        (&1.into(), &"vm replay".into(), &"agx-uat".into())
+    );
+    assert_eq!((&json["operations"], &json["refused"]), (&8.into(), &2.into()));
+    assert_eq!((&json["bindings"], &json["mapped_bytes"]), (&4.into(), &147_456.into()));
+    assert!(json["stopped"].is_null());
+    assert_eq!(json["range"], serde_json::json!({"va": "0x0", "len": 1u64 << 39}));
+    let results = json["results"].as_array().unwrap();
+    assert_eq!(results[0], serde_json::json!({"line": 2, "op": "bo", "result": "ok"}));
+    assert_eq!(results[2], serde_json::json!({"line": 5, "op": "bind", "result": "ok", "unmapped_bytes": 16384}));
+    assert_eq!((&results[5]["index"], &results[5]["errno"]), (&1.into(), &"ERANGE".into()));
+    assert_eq!((&results[7]["op"], &results[7]["result"]), (&Value::Null, &"bad_line".into()));
+    let runs = json["runs"].as_array().unwrap();
+    assert_eq!(
+        runs[1],
+        serde_json::json!({"va": "0xc000", "len": 32768, "bo": 1, "offset": "0x8000", "repeat": null,
+            "pa": "0x100008000", "access": "rw-", "leaf": 16384})
+    );
+    assert_eq!((&runs[2]["repeat"], &runs[3]["bo"]), (&16384.into(), &Value::Null));
+}
+
+#[test]
+fn stdin_and_other_formats() {
+    let place = Place::new();
+    for format in ["agx-uat", "x86-64-4level", "riscv-sv48", "arm64-s1-64k"] {
+        let mut child = place
+            .command(&format!("vm replay - --format {format} --json"))
+            .stdin(Stdio::piped())
+            .stdout(Stdio::piped())
+            .stderr(Stdio::piped())
+            .spawn()
+            .unwrap();
+        let trace = [r#"{"trace":"dmalane-vm","version":1}"#, BO, BIND].join("\n");
+        child.stdin.take().unwrap().write_all(trace.as_bytes()).unwrap();
+        let (status, text, _) = told(child.wait_with_output().unwrap());
+        let json: Value = serde_json::from_str(&text).unwrap();
+        // The bind is not made of 64 KiB pages.
+        assert_eq!(status, i32::from(format == "arm64-s1-64k"), "{text}");
+        assert_eq!((&json["trace"], &json["format"]), (&"stdin".into(), &format.into()));
+    }
+}
+
+#[test]
+fn what_is_no_trace() {
+    let deep = "[".repeat(100_000);
+    for (lines, says) in [
+        (&[][..], "the file is empty"),
+        (&["{}"], "missing field `trace`"),
+        (&["\x7fELF"], "line 1 is not the first line"),
+        (&[deep.as_str()], "line 1 is not the first line"),
+        (&[r#"{"trace":"dmalane-vm","version":7}"#], "version 7; only 1 is known"),
+        (&[r#"{"trace":"dmalane-vm","version":1}"#], "does not say which page-table format"),
+        (&[r#"{"trace":"dmalane-vm","version":1,"format":"vax"}"#], "\"vax\", which is unknown"),
+        (&[r#"{"trace":"dmalane-vm","version":1,"format":"agx-uat","range":{"va":1,"len":2}}"#], "cannot be made"),
+        (
+            &[r#"{"trace":"dmalane-vm","version":1,"format":"agx-uat","range":{"va":0,"len":"0x8000004000"}}"#],
+            "cannot be",
+        ),
+    ] {
+        let place = Place::with(lines);
+        let (status, stdout, stderr) = place.run("vm replay trace.jsonl --json");
+        assert_eq!((status, stdout.as_str()), (1, ""), "{stderr}");
+        assert!(stderr.contains(says) && stderr.contains("trace.jsonl"), "{stderr}");
+    }
+    let place = Place::new();
+    for (line, status, says) in [
+        ("vm replay missing.jsonl", 1, "cannot read missing.jsonl"),
+        ("vm replay .", 1, "Is a directory"),
+        ("vm replay", 2, "TRACE"),
+        ("vm", 2, "replay"),
+        ("vm replay a --format vax", 2, "vax"),
+    ] {
+        let output = place.command(line).output().unwrap();
+        let stderr = String::from_utf8(output.stderr).unwrap();
+        assert!(output.status.code() == Some(status) && stderr.contains(says), "{line}: {stderr}");
+    }
+}
+
+#[test]
+fn a_reader_that_has_seen_enough() {
+    let lines = [vec![HEADER, BO], vec![BIND; 20_000]].concat();
+    let place = Place::with(&lines);
+    for json in ["", " --json"] {
+        let mut child = place
+            .command(&format!("vm replay trace.jsonl{json}"))
+            .stdout(Stdio::piped())
+            .stderr(Stdio::piped())
+            .spawn()
+            .unwrap();
+        drop(child.stdout.take());
+        let output = child.wait_with_output().unwrap();
+        assert!(output.status.success() && output.stderr.is_empty(), "{}", String::from_utf8_lossy(&output.stderr));
+    }
+}
+
+#[test]
+fn a_load_is_recorded() {
+    let place = Place::new();
+    let (status, text, stderr) =
+        place.run("load --sample 5MiB --record binds.jsonl --json --card-ddr 1GiB --card-hbm 1GiB");
+    assert_eq!((status, stderr.as_str()), (0, ""));
+    let load: Value = serde_json::from_str(&text).unwrap();
+    let (status, replay) = place.json("vm replay binds.jsonl");
+    assert_eq!((status, &replay["refused"]), (0, &0.into()));
+    assert_eq!(replay["format"], "x86-64-4level");
+    let number = |v: &Value| u64::from_str_radix(v.as_str().unwrap().strip_prefix("0x").unwrap(), 16).unwrap();
+    let runs: Vec<_> =
+        replay["runs"].as_array().unwrap().iter().map(|r| (number(&r["va"]), r["len"].as_u64().unwrap())).collect();
+    let tensors: Vec<_> =
+        load["files"].as_array().unwrap().iter().flat_map(|f| f["tensors"].as_array().unwrap()).collect();
+    assert!(!tensors.is_empty());
+    // A tensor of no bytes is bound nowhere.
+    for tensor in tensors.into_iter().filter(|t| t["bytes"] != 0) {
+        let (va, bytes) = (tensor["device_va"].as_u64().unwrap(), tensor["bytes"].as_u64().unwrap());
+        // Every byte of it lies in runs that follow each other.
+        let mut at = va;
+        while at < va + bytes {
+            let (first, len) = runs.iter().find(|(first, len)| (*first..first + len).contains(&at)).unwrap();
+            at = first + len;
+        }
+    }
+    let leaves = |v: &Value| {
+        v["card"]["device_leaves"]
+            .as_array()
+            .unwrap()
+            .iter()
+            .map(|l| l["page_bytes"].as_u64().unwrap() * l["count"].as_u64().unwrap())
+            .sum::<u64>()
+    };
+    assert_eq!(replay["mapped_bytes"].as_u64().unwrap(), leaves(&load));
+}
+
+#[test]
+fn a_load_that_fails_records_nothing() {
+    let place = Place::new();
+    std::fs::write(place.path("bad.safetensors"), b"1234567").unwrap();
+    let (status, ..) = place.run("load bad.safetensors --record binds.jsonl");
+    assert_eq!((status, place.path("binds.jsonl").exists()), (1, false));
+    for to in [".", "missing/x", "/dev/null"] {
+        let (status, stdout, stderr) = place.run(&format!("load --sample 4KiB --record {to}"));
+        assert!(status == 1 && stdout.is_empty() && stderr.contains("cannot record"), "{stderr}");
+    }
+}
+
+#[test]
+fn every_field_is_documented() {
+    fn keys(value: &Value, found: &mut Vec<String>) {
+        match value {
+            Value::Object(fields) => fields.iter().for_each(|(key, value)| {
+                found.push(key.clone());
+                keys(value, found);
+            }),
+            Value::Array(items) => items.iter().for_each(|item| keys(item, found)),
+            _ => {}
+        }
+    }
+    let page = std::fs::read_to_string(format!("{}/../../docs/formats/json.md", env!("CARGO_MANIFEST_DIR"))).unwrap();
+    let section = page.split("## `dmalane vm replay --json`").nth(1).expect("a section of its own");
+    let place = Place::with(&[HEADER, BO, BIND, BIND, r#"{"op":"batch","ops":[{"op":"unbind","va":0,"len":1}]}"#]);
+    let mut words = Vec::new();
+    keys(&place.json("vm replay trace.jsonl").1, &mut words);
+    assert!(words.contains(&"index".to_owned()) && words.contains(&"unmapped_bytes".to_owned()));
+    for word in words.iter().filter(|w| !["schema", "command"].contains(&w.as_str())) {
+        assert!(section.contains(&format!("`{word}`")), "{word} is not in json.md");
+    }
+}

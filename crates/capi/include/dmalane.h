@@ -1,0 +1,174 @@
+/* dmalane for programs in C: files into DMA-ready memory, read while it is being allocated; and the bind manager, buffer objects and
+ * device address spaces that bind them page by page.
+ *
+ * Functions give 0, or a negative error number as <errno.h> has it on Linux (-EINVAL); dml_last_error() says more. After an
+ * error nothing has changed. They may be called from any thread. Objects are numbers: one that was destroyed, or never was,
+ * is -ENOENT. A null pointer where one is needed is -EFAULT; that there is as much memory as the call says is for the
+ * caller to see to.
+ *
+ * The tables of a VM are memory of this library. Link with -ldmalane_capi.
+ *
+ * SPDX-License-Identifier: MIT OR Apache-2.0
+ */
+#ifndef DMALANE_H
+#define DMALANE_H
+
+#include <stddef.h>
+#include <stdint.h>
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+/* The version of this header; dml_abi_version() gives that of the library. */
+#define DML_ABI_VERSION 1
+
+/* Buffer objects, and the VMs that bind them. */
+typedef uint64_t dml_device;
+/* A device address space. */
+typedef uint64_t dml_vm;
+
+/* A physically contiguous part of a buffer object; a multiple of the page size where it is to be bound. */
+struct dml_segment {
+	uint64_t pa;
+	uint64_t len; /* not 0 */
+};
+
+enum dml_format {
+	DML_FORMAT_AGX_UAT = 1,       /* 16 KiB pages, 39 bits of address */
+	DML_FORMAT_X86_64_4LEVEL = 2, /* 4 KiB, 2 MiB and 1 GiB pages, 48 bits of address */
+};
+
+/* What a VM is to be. Zero it, set `size`, then what is wanted. */
+struct dml_vm_config {
+	uint64_t size; /* sizeof(struct dml_vm_config) */
+	uint32_t format; /* enum dml_format */
+	uint32_t zero; /* 0 */
+	uint64_t va; /* the first address, and bytes: multiples of the page size */
+	uint64_t len;
+	uint64_t reserved_va; /* a part in which nothing may be bound; both 0 for none */
+	uint64_t reserved_len;
+	uint64_t table_limit; /* page tables at most; 0 for no limit */
+	/* Makes the device forget what it has cached of `len` bytes at `va`, and waits until it has. Called from within
+	 * dml_vm_bind() when something was unbound or replaced; may look at the VM. Null when there is no device. */
+	void (*invalidate)(void *user, uint64_t va, uint64_t len);
+	/* Is told of each DML_PREFETCH once its array was applied. Null when nobody wants to know. */
+	void (*prefetch)(void *user, uint64_t va, uint64_t len);
+	void *user;
+};
+
+/* Flags of an operation: what the device may do, */
+#define DML_READ (1u << 0)
+#define DML_WRITE (1u << 1)
+#define DML_EXEC (1u << 2)
+/* one of these kinds, */
+#define DML_BIND (0u << 8)
+#define DML_UNBIND (1u << 8)
+#define DML_UNBIND_BO (2u << 8)
+#define DML_NULL (3u << 8)
+#define DML_REPEAT (4u << 8)
+#define DML_PREFETCH (5u << 8)
+/* and for DML_REPEAT the logarithm of the number of bytes that repeat; without it, one page of the format. */
+#define DML_REPEAT_LOG2(log2) ((uint32_t)(log2) << 16)
+
+/* One operation, little-endian. Fields that its kind has no use for are 0. */
+struct dml_vm_op {
+	uint32_t flags;
+	uint32_t handle; /* buffer object: DML_BIND, DML_REPEAT, DML_UNBIND_BO */
+	uint64_t offset; /* into it: DML_BIND, DML_REPEAT */
+	uint64_t range; /* bytes: all but DML_UNBIND_BO */
+	uint64_t addr; /* the first address: all but DML_UNBIND_BO */
+};
+
+/* Where an address leads. */
+struct dml_leaf {
+	uint64_t pa;
+	uint64_t left; /* bytes from there to the end of the leaf */
+	uint64_t leaf; /* size of the leaf */
+	uint32_t access; /* DML_READ, DML_WRITE, DML_EXEC */
+	uint32_t zero;
+};
+
+/* A part of a VM that goes on in one way, in leaves of one size. */
+struct dml_run {
+	uint64_t va;
+	uint64_t len;
+	uint64_t offset; /* the byte of the buffer object at va; of a DML_REPEAT, the first that repeats */
+	uint64_t pa; /* where the byte at va is */
+	uint64_t leaf; /* size of the leaves */
+	uint64_t repeat; /* bytes that repeat, or 0 */
+	uint32_t handle; /* of the buffer object; 0 for a null range */
+	uint32_t access; /* DML_READ, DML_WRITE, DML_EXEC */
+};
+
+uint32_t dml_abi_version(void);
+
+/* The text of this thread's last error, cut to `size` bytes with the zero at its end. Gives the length that it has, or 0. */
+size_t dml_last_error(char *text, size_t size);
+
+int32_t dml_device_create(dml_device *device);
+/* VMs of the device live on until they are destroyed. */
+int32_t dml_device_destroy(dml_device device);
+
+/* Handles are never given twice. */
+int32_t dml_bo_create(dml_device device, const struct dml_segment *segments, size_t count, uint32_t *handle);
+/* The buffer object lives on where it is bound. */
+int32_t dml_bo_destroy(dml_device device, uint32_t handle);
+
+int32_t dml_vm_create(dml_device device, const struct dml_vm_config *config, dml_vm *vm);
+int32_t dml_vm_destroy(dml_vm vm);
+
+/* What DML_NULL shows from now on: `len` bytes of zeroes at `pa`, a power of two of pages, aligned to itself. */
+int32_t dml_vm_set_null_page(dml_vm vm, uint64_t pa, uint64_t len);
+
+/* Applies `count` operations, all or none. They begin `stride` bytes apart: sizeof(struct dml_vm_op), or more, what is more
+ * being 0. */
+int32_t dml_vm_bind(dml_vm vm, const void *operations, size_t stride, size_t count);
+
+/* -ENOENT where nothing is bound. */
+int32_t dml_vm_lookup(dml_vm vm, uint64_t va, struct dml_leaf *leaf);
+
+/* Writes the first `capacity` runs within `len` bytes at `va`, and to `count` the number of all of them. */
+int32_t dml_vm_runs(dml_vm vm, uint64_t va, uint64_t len, struct dml_run *runs, size_t capacity, size_t *count);
+
+/* A buffer that a file was read into. */
+typedef uint64_t dml_buffer;
+
+/* Flags of a read. */
+#define DML_READ_SHAREABLE (1u << 0) /* dml_buffer_export() is to give a descriptor */
+#define DML_READ_DIRECT (1u << 1)    /* past the page cache, or -EOPNOTSUPP */
+#define DML_READ_BUFFERED (1u << 2)  /* through the page cache; with neither, what is cached decides */
+#define DML_READ_CHECKSUM (1u << 3)  /* XXH3-64 */
+
+/* How to read. Zero it, set `size`, then what is wanted. */
+struct dml_read_config {
+	uint64_t size; /* sizeof(struct dml_read_config) */
+	uint32_t flags; /* DML_READ_SHAREABLE and its like */
+	uint32_t threads; /* at most 64; 0 for as many as fit */
+	uint64_t offset; /* from where on in the file */
+	uint64_t len; /* bytes; 0 for all to the end */
+	uint64_t gather; /* bytes allocated together before reading into them starts; 0 for the default */
+	uint64_t limit; /* bytes of memory at most, else -ENOMEM; 0 for no limit */
+	uint64_t timeout_ms; /* milliseconds at most, else -ETIMEDOUT; 0 for no limit */
+};
+
+struct dml_filled {
+	void *data; /* the bytes, until the buffer is destroyed */
+	uint64_t len;
+	uint64_t checksum; /* 0 unless asked for */
+};
+
+/* Allocates a buffer and reads the open file `fd` into it while it is being allocated. Clears O_DIRECT and O_NONBLOCK of the file. Pipes and
+ * sockets are read from where they are. -ENODATA when the file ends early, -ESTALE when it changed its size meanwhile, -ENOMEM, or
+ * what the kernel said. After an error nothing is in flight, and nothing allocated. */
+int32_t dml_alloc_and_read(int fd, const struct dml_read_config *config, dml_buffer *buffer, struct dml_filled *filled);
+/* A new descriptor of the buffer's memory, sealed against changes of its size, to be closed by the caller; -EOPNOTSUPP without
+ * DML_READ_SHAREABLE. */
+int32_t dml_buffer_export(dml_buffer buffer, int *fd);
+int32_t dml_buffer_destroy(dml_buffer buffer);
+
+#ifdef __cplusplus
+}
+#endif
+
+#endif

@@ -1,0 +1,411 @@
+//! The functions that C calls, as `include/dmalane.h` declares them.
+//!
+//! `unsafe` is what this file is for: pointers come from C. Each is looked at in [`bytes`], [`put`] or [`config`], which
+//! refuse null and lengths that no object can have; that there is as much memory as C says is the contract of every function
+//! here. Nothing keeps a pointer beyond the call but the callbacks of a VM with their `user`.
+
+use std::ffi::{c_char, c_void};
+use std::os::fd::{BorrowedFd, IntoRawFd};
+use std::sync::Arc;
+
+use dmalane_addr::{CardAddr, Segment};
+use dmalane_vm::Errno;
+
+use crate::buffers::{self, Request};
+use crate::objects::{self, Callback, Callbacks, Refused, call};
+
+/// The version of what the header describes.
+pub const DML_ABI_VERSION: u32 = 1;
+
+/// `struct dml_segment`.
+#[repr(C)]
+#[derive(Clone, Copy, Debug)]
+pub struct DmlSegment {
+    /// Where the segment begins.
+    pub pa: u64,
+    /// Bytes, not 0.
+    pub len: u64,
+}
+
+/// A function of C's that is told of `len` bytes at `va`.
+pub type Function = extern "C" fn(user: *mut c_void, va: u64, len: u64);
+
+/// `struct dml_vm_config`.
+#[repr(C)]
+#[derive(Clone, Copy, Debug)]
+pub struct DmlVmConfig {
+    /// `sizeof(struct dml_vm_config)` as the caller knows it.
+    pub size: u64,
+    /// `enum dml_format`.
+    pub format: u32,
+    /// 0.
+    pub zero: u32,
+    /// The first address.
+    pub va: u64,
+    /// Bytes.
+    pub len: u64,
+    /// The first address of the reserved part.
+    pub reserved_va: u64,
+    /// Bytes of it; both 0 for none.
+    pub reserved_len: u64,
+    /// Page tables at most; 0 for no limit.
+    pub table_limit: u64,
+    /// Makes the device forget `len` bytes at `va`; null when there is no device.
+    pub invalidate: Option<Function>,
+    /// Is told of `DML_PREFETCH`; null when nobody wants to know.
+    pub prefetch: Option<Function>,
+    /// What both get.
+    pub user: *mut c_void,
+}
+
+/// `struct dml_leaf`.
+#[repr(C)]
+#[derive(Clone, Copy, Debug, Default)]
+pub struct DmlLeaf {
+    /// Where the address leads.
+    pub pa: u64,
+    /// Bytes from there to the end of the leaf.
+    pub left: u64,
+    /// The size of the leaf.
+    pub leaf: u64,
+    /// `DML_READ`, `DML_WRITE`, `DML_EXEC`.
+    pub access: u32,
+    /// 0.
+    pub zero: u32,
+}
+
+/// `struct dml_run`.
+#[repr(C)]
+#[derive(Clone, Copy, Debug, Default)]
+pub struct DmlRun {
+    /// The first address.
+    pub va: u64,
+    /// Bytes.
+    pub len: u64,
+    /// The byte of the buffer object there.
+    pub offset: u64,
+    /// Where that is.
+    pub pa: u64,
+    /// The size of the leaves.
+    pub leaf: u64,
+    /// Bytes that repeat, or 0.
+    pub repeat: u64,
+    /// The handle of the buffer object; 0 for a null range.
+    pub handle: u32,
+    /// `DML_READ`, `DML_WRITE`, `DML_EXEC`.
+    pub access: u32,
+}
+
+/// `struct dml_read_config`.
+#[repr(C)]
+#[derive(Clone, Copy, Debug)]
+pub struct DmlReadConfig {
+    /// `sizeof(struct dml_read_config)` as the caller knows it.
+    pub size: u64,
+    /// `DML_READ_SHAREABLE` and its like.
+    pub flags: u32,
+    /// Lanes; 0 for as many as fit.
+    pub threads: u32,
+    /// From where on in the file.
+    pub offset: u64,
+    /// Bytes; 0 for all to the end.
+    pub len: u64,
+    /// Bytes allocated together; 0 for the default.
+    pub gather: u64,
+    /// Bytes of memory at most; 0 for no limit.
+    pub limit: u64,
+    /// Milliseconds at most; 0 for no limit.
+    pub timeout_ms: u64,
+}
+
+/// `struct dml_filled`.
+#[repr(C)]
+#[derive(Clone, Copy, Debug)]
+pub struct DmlFilled {
+    /// The bytes, until the buffer is destroyed.
+    pub data: *mut c_void,
+    /// How many.
+    pub len: u64,
+    /// XXH3-64 of them; 0 unless asked for.
+    pub checksum: u64,
+}
+
+/// What C says is memory to read from.
+///
+/// # Safety
+/// `at` is null, or there are `len` bytes that are not written to while the slice is in use.
+unsafe fn bytes<'a>(at: *const c_void, len: usize) -> Result<&'a [u8], Refused> {
+    if len == 0 {
+        return Ok(&[]);
+    }
+    if at.is_null() || isize::try_from(len).is_err() {
+        return Err(fault(format_args!("{len} bytes at {at:p}")));
+    }
+    // SAFETY: not null and no longer than an object can be, checked above; the caller says that the bytes are there and
+    // stay as they are. Bytes need no alignment.
+    Ok(unsafe { std::slice::from_raw_parts(at.cast(), len) })
+}
+
+/// Writes where C says that there is room.
+///
+/// # Safety
+/// `to` is null, or there is room for a `T` that nobody else uses during the call.
+unsafe fn put<T>(to: *mut T, value: T) -> Result<(), Refused> {
+    if to.is_null() {
+        return Err(fault(format_args!("no room for the result: a null pointer")));
+    }
+    // SAFETY: not null, checked above; the caller says that there is room. `write_unaligned` needs no alignment.
+    unsafe { to.write_unaligned(value) };
+    Ok(())
+}
+
+/// Reads a configuration of the caller's size.
+///
+/// # Safety
+/// `at` is null, or there are as many bytes as the 64-bit number there says, and nobody writes to them during the call. `T` is one
+/// of the structures of the header that begin with their size: numbers, pointers, and callbacks that may be null.
+unsafe fn config<T: Copy>(at: *const T) -> Result<T, Refused> {
+    // SAFETY: of the caller: at least the size is there.
+    let head = unsafe { bytes(at.cast(), size_of::<u64>())? };
+    let size = u64::from_ne_bytes(head.try_into().map_err(|_| fault("no configuration"))?);
+    let known = size_of::<T>();
+    let size = usize::try_from(size).map_err(|_| fault(format_args!("a configuration of {size} bytes")))?;
+    if size < known {
+        return Err(refused(Errno::Inval, format_args!("a configuration of {size} bytes, below {known}")));
+    }
+    // SAFETY: of the caller: as many bytes as it says.
+    let all = unsafe { bytes(at.cast(), size)? };
+    if all[known..].iter().any(|b| *b != 0) {
+        return Err(refused(Errno::TooBig, "fields of the configuration that this version does not know"));
+    }
+    // SAFETY: `all` has the bytes of one, checked above. Any bits are right for numbers and pointers; of a callback
+    // null is `None`, and what else it is the caller says: the address of such a function.
+    Ok(unsafe { at.read_unaligned() })
+}
+
+fn refused(errno: Errno, what: impl std::fmt::Display) -> Refused {
+    Refused::new(errno, what)
+}
+
+fn fault(what: impl std::fmt::Display) -> Refused {
+    refused(Errno::Fault, what)
+}
+
+/// Declares functions for C that give 0 or a negative error number, and let no panic through.
+macro_rules! exported {
+    ($($(#[$doc:meta])* fn $name:ident($($argument:ident: $kind:ty),* $(,)?) $body:block)*) => {$(
+        $(#[$doc])*
+        ///
+        /// # Safety
+        /// Each pointer is null or points to as much memory as the header says, which nobody else writes to during the
+        /// call, nor reads where it is written.
+        // SAFETY: all names begin with `dml_`, which is ours; the linker would refuse two of one.
+        #[unsafe(no_mangle)]
+        pub unsafe extern "C" fn $name($($argument: $kind),*) -> i32 {
+            call(|| $body)
+        }
+    )*};
+}
+
+exported! {
+    /// Makes a device: buffer objects, and VMs that bind them.
+    fn dml_device_create(device: *mut u64) {
+        // SAFETY: the contract of the function.
+        unsafe { put(device, 0)? };
+        // SAFETY: the same again.
+        unsafe { put(device, objects::create_device()) }
+    }
+
+    /// Gives a device up. VMs of it live on until they are destroyed.
+    fn dml_device_destroy(device: u64) {
+        objects::destroy_device(device)
+    }
+
+    /// Makes a buffer object of `count` segments.
+    fn dml_bo_create(device: u64, segments: *const DmlSegment, count: usize, handle: *mut u32) {
+        // SAFETY: the contract of the function.
+        unsafe { put(handle, 0)? };
+        let len = count.checked_mul(size_of::<DmlSegment>()).ok_or_else(|| fault("too many segments"))?;
+        // SAFETY: the contract of the function: `count` segments are there.
+        let bytes = unsafe { bytes(segments.cast(), len)? };
+        let number = |b: &[u8]| b.try_into().map_or(0, u64::from_ne_bytes); // 8 bytes each, by the chunks
+        let each = bytes.chunks_exact(size_of::<DmlSegment>()).map(|piece| {
+            let (pa, len) = piece.split_at(8);
+            Segment { addr: CardAddr::new(number(pa)), len: number(len) }
+        });
+        let made = objects::create_bo(device, each)?;
+        // SAFETY: the contract of the function.
+        unsafe { put(handle, made) }
+    }
+
+    /// Gives a buffer object up. It lives on where it is bound.
+    fn dml_bo_destroy(device: u64, handle: u32) {
+        objects::destroy_bo(device, handle)
+    }
+
+    /// Makes an empty VM.
+    fn dml_vm_create(device: u64, config: *const DmlVmConfig, vm: *mut u64) {
+        // SAFETY: the contract of the function.
+        unsafe { put(vm, 0)? };
+        // SAFETY: the contract of the function; the header says that `size` is the first field.
+        let c = unsafe { self::config(config)? };
+        if c.zero != 0 {
+            return Err(refused(Errno::Inval, format_args!("zero is {:#x}", c.zero)));
+        }
+        let user = c.user.expose_provenance(); // a number, so that it may go from thread to thread
+        let callback = |function: Function| -> Callback {
+            Arc::new(move |va, len| function(std::ptr::with_exposed_provenance_mut(user), va.bits(), len))
+        };
+        let tell = Callbacks { invalidate: c.invalidate.map(callback), prefetch: c.prefetch.map(callback) };
+        let reserved = (c.reserved_va, c.reserved_len);
+        let made = objects::create_vm(device, c.format, (c.va, c.len), reserved, c.table_limit, tell)?;
+        // SAFETY: the contract of the function.
+        unsafe { put(vm, made) }
+    }
+
+    /// Gives a VM up, with all that is bound in it.
+    fn dml_vm_destroy(vm: u64) {
+        objects::destroy_vm(vm)
+    }
+
+    /// Sets what null ranges show from now on.
+    fn dml_vm_set_null_page(vm: u64, pa: u64, len: u64) {
+        objects::set_null_page(vm, pa, len)
+    }
+
+    /// Applies `count` operations, `stride` bytes apart, all or none.
+    fn dml_vm_bind(vm: u64, operations: *const c_void, stride: usize, count: usize) {
+        // An array that is longer than memory is told from one that is not there.
+        let len = count.checked_mul(stride).ok_or_else(|| fault(format_args!("{count} operations of {stride} bytes")))?;
+        // SAFETY: the contract of the function: `count` strides are there.
+        let bytes = unsafe { bytes(operations, len)? };
+        objects::bind(vm, bytes, stride, count)
+    }
+
+    /// Where an address leads.
+    fn dml_vm_lookup(vm: u64, va: u64, leaf: *mut DmlLeaf) {
+        // SAFETY: the contract of the function.
+        unsafe { put(leaf, DmlLeaf::default())? };
+        let found = objects::lookup(vm, va)?;
+        let found = DmlLeaf {
+            pa: found.pa,
+            left: found.left,
+            leaf: found.leaf,
+            access: found.access.bits().into(),
+            zero: 0,
+        };
+        // SAFETY: the contract of the function.
+        unsafe { put(leaf, found) }
+    }
+
+    /// Allocates a buffer and reads a file into it while it is being allocated.
+    fn dml_alloc_and_read(fd: i32, config: *const DmlReadConfig, buffer: *mut u64, filled: *mut DmlFilled) {
+        let nothing = DmlFilled { data: std::ptr::null_mut(), len: 0, checksum: 0 };
+        // SAFETY: the contract of the function.
+        unsafe { put(buffer, 0)? };
+        // SAFETY: the contract of the function.
+        unsafe { put(filled, nothing)? };
+        // SAFETY: the contract of the function; the header says that `size` is the first field.
+        let c = unsafe { self::config(config)? };
+        if fd < 0 {
+            return Err(refused(Errno::Inval, format_args!("{fd} is no file descriptor")));
+        }
+        // SAFETY: not -1; the header says that it is open and stays so during the call.
+        let file = unsafe { BorrowedFd::borrow_raw(fd) };
+        let request = Request {
+            flags: c.flags,
+            threads: c.threads,
+            offset: c.offset,
+            len: c.len,
+            gather: c.gather,
+            limit: c.limit,
+            timeout_ms: c.timeout_ms,
+        };
+        let (number, made) = buffers::alloc_and_read(file, &request)?;
+        let view = made.view();
+        let data = DmlFilled { data: view.as_ptr().cast(), len: view.len() as u64, checksum: made.checksum().unwrap_or(0) };
+        // SAFETY: the contract of the function.
+        unsafe { put(filled, data)? };
+        // SAFETY: the contract of the function.
+        unsafe { put(buffer, number) }
+    }
+
+    /// A descriptor of the memory of a buffer, for another process or driver.
+    fn dml_buffer_export(buffer: u64, fd: *mut i32) {
+        // SAFETY: the contract of the function.
+        unsafe { put(fd, -1)? };
+        let exported = buffers::export(buffer)?;
+        // SAFETY: the contract of the function. Were it refused here, it would have been above.
+        unsafe { put(fd, exported.into_raw_fd()) }
+    }
+
+    /// Frees a buffer; its bytes are gone.
+    fn dml_buffer_destroy(buffer: u64) {
+        buffers::destroy(buffer)
+    }
+
+    /// What is bound within `len` bytes at `va`: the first `capacity` runs, and the number of all of them.
+    fn dml_vm_runs(vm: u64, va: u64, len: u64, runs: *mut DmlRun, capacity: usize, count: *mut usize) {
+        // SAFETY: the contract of the function.
+        unsafe { put(count, 0)? };
+        let mut n = 0;
+        let mut result = Ok(());
+        objects::runs(vm, va, len, &mut |run| {
+            if n < capacity && result.is_ok() {
+                let (handle, offset, repeat) = objects::source(&run);
+                let run = DmlRun {
+                    va: run.span.first().bits(),
+                    len: run.span.len(),
+                    offset,
+                    pa: run.to.bits(),
+                    leaf: run.leaf.bytes(),
+                    repeat,
+                    handle,
+                    access: run.access.bits().into(),
+                };
+                result = if runs.is_null() {
+                    Err(fault("no room for the runs: a null pointer"))
+                } else {
+                    // SAFETY: below `capacity`, checked above, so within the room that the caller says is there.
+                    unsafe { put(runs.add(n), run) }
+                };
+            }
+            n += 1;
+        })?;
+        result?;
+        // SAFETY: the contract of the function.
+        unsafe { put(count, n) }
+    }
+}
+
+/// The version of the library; the header it fits has the same.
+// SAFETY: all names begin with `dml_`, which is ours; the linker would refuse two of one.
+#[unsafe(no_mangle)]
+pub extern "C" fn dml_abi_version() -> u32 {
+    DML_ABI_VERSION
+}
+
+/// Writes what the last error of this thread was, cut to `size` bytes with the zero at the end, and gives the length that
+/// it has without that. Gives 0 when there was none.
+///
+/// # Safety
+/// `text` is null, or there is room for `size` bytes that nobody else uses during the call.
+// SAFETY: all names begin with `dml_`, which is ours; the linker would refuse two of one.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn dml_last_error(text: *mut c_char, size: usize) -> usize {
+    objects::with_last_error(|last| {
+        if !text.is_null() && size > 0 {
+            let mut end = last.len().min(size - 1);
+            while !last.is_char_boundary(end) {
+                end -= 1;
+            }
+            // SAFETY: not null, checked above; `end` is below `size`, the room that the caller says is there, which is
+            // not part of a text of ours.
+            unsafe {
+                text.cast::<u8>().copy_from_nonoverlapping(last.as_ptr(), end);
+                text.add(end).write(0);
+            }
+        }
+        last.len()
+    })
+}

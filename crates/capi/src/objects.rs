@@ -1,0 +1,303 @@
+//! The objects behind the numbers that C holds.
+
+use std::cell::RefCell;
+use std::collections::BTreeMap;
+use std::fmt::Display;
+use std::ops::ControlFlow;
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+use dmalane_addr::{Access, Address, CardAddr, DeviceVa, Segment, SgIndex, SgTable, Span};
+use dmalane_iopt::{AgxUat, Format, HeapTables, X86_64_4Level};
+use dmalane_vm::array::{ArrayError, decode};
+use dmalane_vm::{AnyVm, Bo, Errno, Handles, Mapped, Source, Vm};
+
+/// What a call came to: an error number, and a text about it.
+pub(crate) struct Refused(pub(crate) Number, pub(crate) String);
+
+/// An error number: one of ours, or one that the kernel gave.
+#[derive(Clone, Copy)]
+pub(crate) enum Number {
+    Ours(Errno),
+    Kernel(i32),
+}
+
+impl From<Errno> for Number {
+    fn from(errno: Errno) -> Self {
+        Self::Ours(errno)
+    }
+}
+
+impl Refused {
+    pub(crate) fn new(number: impl Into<Number>, text: impl Display) -> Self {
+        Self(number.into(), text.to_string())
+    }
+}
+
+/// An error with its causes.
+pub(crate) fn chain(error: &dyn std::error::Error) -> String {
+    let mut text = error.to_string();
+    let mut next = error.source();
+    while let Some(cause) = next {
+        text += &format!(": {cause}");
+        next = cause.source();
+    }
+    text
+}
+
+impl From<ArrayError> for Refused {
+    fn from(error: ArrayError) -> Self {
+        Self::new(error.reason.errno(), chain(&error))
+    }
+}
+
+impl From<dmalane_vm::Error> for Refused {
+    fn from(error: dmalane_vm::Error) -> Self {
+        Self::new(error.errno(), chain(&error))
+    }
+}
+
+/// Number of `ENOTRECOVERABLE`: the library has a bug.
+const NOT_RECOVERABLE: i32 = 131;
+
+thread_local! {
+    static LAST_ERROR: RefCell<String> = const { RefCell::new(String::new()) };
+}
+
+/// Runs a call, and makes a number of what it came to.
+pub(crate) fn call(run: impl FnOnce() -> Result<(), Refused>) -> i32 {
+    let (number, text) = match catch_unwind(AssertUnwindSafe(run)) {
+        Ok(Ok(())) => return 0,
+        Ok(Err(Refused(Number::Ours(errno), text))) => (errno.number(), format!("{}: {text}", errno.name())),
+        Ok(Err(Refused(Number::Kernel(number), text))) => (number, format!("error {number}: {text}")),
+        Err(_) => (NOT_RECOVERABLE, "ENOTRECOVERABLE: a bug in dmalane; its message went to stderr".to_owned()),
+    };
+    LAST_ERROR.with_borrow_mut(|last| *last = text);
+    -number
+}
+
+/// The text of this thread's last error.
+pub(crate) fn with_last_error<R>(look: impl FnOnce(&str) -> R) -> R {
+    LAST_ERROR.with_borrow(|last| look(last))
+}
+
+/// What C is told of a range.
+pub(crate) type Callback = Arc<dyn Fn(DeviceVa, u64) + Send + Sync>;
+
+/// What C is told, if it wants to be.
+#[derive(Default)]
+pub(crate) struct Callbacks {
+    /// The device must forget the range.
+    pub(crate) invalidate: Option<Callback>,
+    /// The device may use the range soon.
+    pub(crate) prefetch: Option<Callback>,
+}
+
+/// Buffer objects and the VMs that bind them.
+struct Device {
+    bos: Mutex<Handles>,
+}
+
+struct OneVm {
+    device: Arc<Device>,
+    vm: Mutex<Box<dyn AnyVm + Send>>,
+    tell: Callbacks,
+}
+
+/// Objects by number. A number is never given twice.
+pub(crate) struct Numbered<T> {
+    next: u64,
+    objects: BTreeMap<u64, Arc<T>>,
+}
+
+impl<T> Numbered<T> {
+    pub(crate) const fn new() -> Self {
+        Self { next: 1, objects: BTreeMap::new() }
+    }
+
+    pub(crate) fn add(&mut self, object: T) -> u64 {
+        let number = self.next;
+        self.next += 1;
+        self.objects.insert(number, Arc::new(object));
+        number
+    }
+
+    pub(crate) fn get(&self, number: u64, what: &str) -> Result<Arc<T>, Refused> {
+        self.objects.get(&number).cloned().ok_or_else(|| none(number, what))
+    }
+
+    pub(crate) fn remove(&mut self, number: u64, what: &str) -> Result<(), Refused> {
+        self.objects.remove(&number).map(drop).ok_or_else(|| none(number, what))
+    }
+}
+
+fn none(number: u64, what: &str) -> Refused {
+    Refused::new(Errno::NoEnt, format_args!("there is no {what} {number}"))
+}
+
+static DEVICES: Mutex<Numbered<Device>> = Mutex::new(Numbered::new());
+static VMS: Mutex<Numbered<OneVm>> = Mutex::new(Numbered::new());
+
+/// Locks what stays right when a holder panics: maps that are changed by one call.
+pub(crate) fn lock<T: ?Sized>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// Locks a VM, which a panic may have left half changed: then nobody may use it.
+fn lock_vm(vm: &OneVm) -> Result<MutexGuard<'_, Box<dyn AnyVm + Send>>, Refused> {
+    let broken = |_| Refused::new(Errno::Canceled, "an earlier call on this VM ended in a bug of the library");
+    vm.vm.lock().map_err(broken)
+}
+
+pub(crate) fn create_device() -> u64 {
+    lock(&DEVICES).add(Device { bos: Mutex::default() })
+}
+
+pub(crate) fn destroy_device(device: u64) -> Result<(), Refused> {
+    lock(&DEVICES).remove(device, "device")
+}
+
+/// The formats, in the order of `enum dml_format`, from 1.
+pub(crate) fn create_vm(
+    device: u64,
+    format: u32,
+    (va, len): (u64, u64),
+    reserved: (u64, u64),
+    tables: u64,
+    tell: Callbacks,
+) -> Result<u64, Refused> {
+    let device = lock(&DEVICES).get(device, "device")?;
+    let span = |va: u64, len: u64| {
+        let wraps = || Refused::new(Errno::Overflow, format_args!("{len:#x} bytes from {va:#x} on"));
+        Span::new(DeviceVa::new(va), len).ok_or_else(wraps)
+    };
+    let range = span(va, len)?;
+    let reserved = if reserved == (0, 0) { None } else { Some(span(reserved.0, reserved.1)?) };
+    let vm = match format {
+        1 => vm::<AgxUat>(range, reserved, tables)?,
+        2 => vm::<X86_64_4Level>(range, reserved, tables)?,
+        other => return Err(Refused::new(Errno::Inval, format_args!("there is no format {other}"))),
+    };
+    Ok(lock(&VMS).add(OneVm { device, vm: Mutex::new(vm), tell }))
+}
+
+fn vm<F: Format>(
+    range: Span<DeviceVa>,
+    reserved: Option<Span<DeviceVa>>,
+    limit: u64,
+) -> Result<Box<dyn AnyVm + Send>, Refused> {
+    let limit = if limit == 0 { usize::MAX } else { usize::try_from(limit).unwrap_or(usize::MAX) };
+    let tables = HeapTables::<CardAddr>::with_limit(CardAddr::new(0), limit);
+    Ok(match reserved {
+        None => Box::new(Vm::<F, _>::new(range, tables)?),
+        Some(reserved) => Box::new(Vm::<F, _>::with_reserved(range, reserved, tables)?),
+    })
+}
+
+pub(crate) fn destroy_vm(vm: u64) -> Result<(), Refused> {
+    lock(&VMS).remove(vm, "VM")
+}
+
+pub(crate) fn set_null_page(vm: u64, pa: u64, len: u64) -> Result<(), Refused> {
+    let vm = lock(&VMS).get(vm, "VM")?;
+    lock_vm(&vm)?.set_null_page(CardAddr::new(pa), len)?;
+    Ok(())
+}
+
+pub(crate) fn create_bo(device: u64, segments: impl Iterator<Item = Segment<CardAddr>>) -> Result<u32, Refused> {
+    let device = lock(&DEVICES).get(device, "device")?;
+    let mut sg = SgTable::new();
+    for (i, s) in segments.enumerate() {
+        let bad = |errno, why| {
+            Refused::new(errno, format_args!("segment {i}: {:#x} bytes from {:#x} on {why}", s.len, s.addr))
+        };
+        if s.len == 0 {
+            return Err(bad(Errno::Inval, "are none"));
+        }
+        sg.push(s.addr, s.len).ok_or_else(|| bad(Errno::Overflow, "go beyond 64 bits"))?;
+    }
+    // Its id is its handle, so that messages and runs name it as C does.
+    let index = SgIndex::from_table(&sg).map_err(|e| Refused::new(Errno::NoMem, e))?;
+    let handle = lock(&device.bos).insert_with(|handle| Arc::new(Bo::new(handle.into(), index)));
+    handle.ok_or_else(|| Refused::new(Errno::NoMem, "no more buffer objects"))
+}
+
+pub(crate) fn destroy_bo(device: u64, handle: u32) -> Result<(), Refused> {
+    let device = lock(&DEVICES).get(device, "device")?;
+    let removed = lock(&device.bos).remove(handle);
+    removed.map(drop).ok_or_else(|| none(handle.into(), "buffer object"))
+}
+
+pub(crate) fn bind(vm: u64, bytes: &[u8], stride: usize, count: usize) -> Result<(), Refused> {
+    let one = lock(&VMS).get(vm, "VM")?;
+    let requests = {
+        let granule = lock_vm(&one)?.granule();
+        decode(bytes, stride, count, granule, &lock(&one.device.bos))?
+    };
+    let committed = lock_vm(&one)?.apply(requests).map_err(ArrayError::from)?;
+    // Not under the lock: C may look at the VM from within.
+    if let Some(invalidate) = &one.tell.invalidate {
+        committed.spans().for_each(|span| invalidate(span.first(), span.len()));
+    }
+    if let Some(prefetch) = &one.tell.prefetch {
+        committed.prefetches().for_each(|span| prefetch(span.first(), span.len()));
+    }
+    lock_vm(&one)?.invalidated(committed);
+    Ok(())
+}
+
+/// A leaf: where an address leads, the bytes that follow in it, and what is permitted.
+pub(crate) struct Found {
+    pub(crate) pa: u64,
+    pub(crate) left: u64,
+    pub(crate) access: Access,
+    pub(crate) leaf: u64,
+}
+
+pub(crate) fn lookup(vm: u64, va: u64) -> Result<Found, Refused> {
+    let vm = lock(&VMS).get(vm, "VM")?;
+    let at = DeviceVa::new(va);
+    let leaf = lock_vm(&vm)?.lookup(at);
+    let found = leaf.and_then(|leaf| {
+        let within = at.offset_from(leaf.at)?;
+        let size = leaf.size.bytes();
+        Some(Found { pa: leaf.translate(at)?.bits(), left: size - within, access: leaf.access, leaf: size })
+    });
+    found.ok_or_else(|| Refused::new(Errno::NoEnt, format_args!("nothing is bound at {va:#x}")))
+}
+
+/// A run as C has it: handle of the buffer object (0 for a null range), offset, bytes that repeat (or 0).
+pub(crate) fn source(run: &Mapped) -> (u32, u64, u64) {
+    // An id is a handle here.
+    match run.source {
+        Source::Bo { bo, offset } => (bo as u32, offset, 0),
+        Source::Repeat { bo, offset, page } => (bo as u32, offset, page),
+        _ => (0, 0, 0),
+    }
+}
+
+pub(crate) fn runs(vm: u64, va: u64, len: u64, each: &mut dyn FnMut(Mapped)) -> Result<(), Refused> {
+    let vm = lock(&VMS).get(vm, "VM")?;
+    let Some(span) = Span::new(DeviceVa::new(va), len) else {
+        return Err(Refused::new(Errno::Inval, format_args!("{len:#x} bytes from {va:#x} on")));
+    };
+    lock_vm(&vm)?.mapping(span, &mut |run| {
+        each(run);
+        ControlFlow::Continue(())
+    });
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_panic_is_a_number() {
+        assert_eq!(call(|| panic!("on purpose")), -NOT_RECOVERABLE);
+        assert!(with_last_error(|text| text.starts_with("ENOTRECOVERABLE")));
+        assert_eq!(call(|| Ok(())), 0);
+        assert_eq!(call(|| Err(Refused::new(Errno::NoEnt, "it"))), -2);
+        assert!(with_last_error(|text| text == "ENOENT: it"));
+    }
+}

@@ -1,0 +1,346 @@
+/* A program in C that uses every function of dmalane.h. Prints nothing and gives 0 when all is right. */
+#define _GNU_SOURCE
+#include "dmalane.h"
+
+#include <errno.h>
+#include <pthread.h>
+#include <stdio.h>
+#include <string.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+static int line_of_failure;
+#define CHECK(what) do { if (!(what) && !line_of_failure) { line_of_failure = __LINE__; printf("%s:%d: %s\n", __FILE__, __LINE__, #what); } } while (0)
+
+static const uint64_t K = 16384;
+
+struct seen {
+	dml_vm vm;
+	int calls, hints;
+	uint64_t va, len;
+};
+
+static void prefetch(void *user, uint64_t va, uint64_t len)
+{
+	struct seen *seen = user;
+	seen->hints++;
+	CHECK(va == 16 * K && len == K);
+}
+
+static void invalidate(void *user, uint64_t va, uint64_t len)
+{
+	struct seen *seen = user;
+	struct dml_leaf leaf;
+	seen->calls++;
+	seen->va = va;
+	seen->len = len;
+	/* What is to be forgotten is no longer in the tables, and the VM may be looked at. */
+	CHECK(dml_vm_lookup(seen->vm, va, &leaf) == -ENOENT);
+}
+
+/* The text of the last error begins with its name. */
+static int says(const char *name, const char *text)
+{
+	char buffer[256];
+	size_t len = dml_last_error(buffer, sizeof buffer);
+	return len > 0 && !strncmp(buffer, name, strlen(name)) && strstr(buffer, text);
+}
+
+static void layout(void)
+{
+	CHECK(sizeof(struct dml_segment) == 16);
+	CHECK(sizeof(struct dml_vm_config) == 80);
+	CHECK(sizeof(struct dml_vm_op) == 32);
+	CHECK(offsetof(struct dml_vm_op, addr) == 24);
+	CHECK(sizeof(struct dml_leaf) == 32);
+	CHECK(sizeof(struct dml_run) == 56);
+	CHECK(sizeof(struct dml_read_config) == 56 && sizeof(struct dml_filled) == 24);
+	CHECK(dml_abi_version() == DML_ABI_VERSION);
+}
+
+static void agx(void)
+{
+	struct seen seen = {0};
+	dml_device device;
+	dml_vm vm;
+	uint32_t bo, other;
+	struct dml_segment segments[] = {{1ull << 32, 4 * 16384}, {1ull << 33, 4 * 16384}};
+	struct dml_vm_config config = {.size = sizeof config, .format = DML_FORMAT_AGX_UAT, .va = K, .len = 1ull << 36,
+		.reserved_va = 1ull << 30, .reserved_len = K, .invalidate = invalidate, .prefetch = prefetch, .user = &seen};
+	struct dml_leaf leaf;
+	struct dml_run runs[8];
+	size_t count;
+
+	CHECK(!dml_device_create(&device));
+	CHECK(!dml_bo_create(device, segments, 2, &bo));
+	CHECK(!dml_vm_create(device, &config, &vm));
+	seen.vm = vm;
+
+	struct dml_vm_op ops[] = {
+		{.flags = DML_BIND | DML_READ | DML_WRITE, .handle = bo, .range = 8 * K, .addr = 16 * K},
+		{.flags = DML_REPEAT | DML_READ, .handle = bo, .offset = 5 * K, .range = 4 * K, .addr = 32 * K},
+		{.flags = DML_REPEAT | DML_READ | DML_REPEAT_LOG2(15), .handle = bo, .range = 4 * K, .addr = 40 * K},
+		{.flags = DML_PREFETCH, .range = K, .addr = 16 * K},
+	};
+	CHECK(!dml_vm_bind(vm, ops, sizeof ops[0], 4));
+	CHECK(seen.calls == 0 && seen.hints == 1);
+	CHECK(!dml_vm_lookup(vm, 21 * K + 5, &leaf));
+	CHECK(leaf.pa == (1ull << 33) + K + 5 && leaf.left == K - 5 && leaf.leaf == K);
+	CHECK(leaf.access == (DML_READ | DML_WRITE));
+
+	/* Null ranges only once there is a null page. */
+	struct dml_vm_op null = {.flags = DML_NULL, .range = 2 * K, .addr = 48 * K};
+	CHECK(dml_vm_bind(vm, &null, sizeof null, 1) == -EOPNOTSUPP);
+	CHECK(dml_vm_set_null_page(vm, 1ull << 34, 100) == -EINVAL);
+	CHECK(!dml_vm_set_null_page(vm, 1ull << 34, K));
+	CHECK(!dml_vm_bind(vm, &null, sizeof null, 1));
+
+	CHECK(!dml_vm_runs(vm, 0, 1ull << 39, runs, 8, &count));
+	CHECK(count == 5);
+	CHECK(runs[0].va == 16 * K && runs[0].len == 4 * K && runs[0].pa == 1ull << 32 && runs[0].handle == bo);
+	CHECK(runs[1].va == 20 * K && runs[1].offset == 4 * K && runs[1].pa == 1ull << 33 && runs[1].repeat == 0);
+	CHECK(runs[2].va == 32 * K && runs[2].len == 4 * K && runs[2].repeat == K && runs[2].offset == 5 * K);
+	CHECK(runs[3].repeat == 2 * K && runs[3].access == DML_READ && runs[3].leaf == K);
+	CHECK(runs[4].handle == 0 && runs[4].pa == 1ull << 34);
+	memset(runs, 0xff, sizeof runs);
+	CHECK(!dml_vm_runs(vm, 17 * K, 2 * K, runs, 8, &count) && count == 1);
+	CHECK(runs[0].va == 17 * K && runs[0].len == 2 * K && runs[0].offset == K);
+	CHECK(!dml_vm_runs(vm, 0, 1ull << 39, runs, 1, &count) && count == 5);
+	CHECK(runs[1].va == UINT64_MAX);
+	CHECK(!dml_vm_runs(vm, 0, 1ull << 39, NULL, 0, &count) && count == 5);
+
+	/* Replaced and unbound: the device is told. */
+	struct dml_vm_op unbind = {.flags = DML_UNBIND, .range = 2 * K, .addr = 18 * K};
+	CHECK(!dml_vm_bind(vm, &unbind, sizeof unbind, 1));
+	CHECK(seen.calls == 1 && seen.va <= 18 * K && seen.va + seen.len >= 20 * K);
+	CHECK(dml_vm_lookup(vm, 18 * K, &leaf) == -ENOENT && leaf.leaf == 0);
+
+	/* A batch that fails leaves nothing, and says where. */
+	struct dml_vm_op bad[] = {
+		{.flags = DML_UNBIND, .range = 8 * K, .addr = 16 * K},
+		{.flags = DML_BIND | DML_READ, .handle = bo, .offset = 8 * K, .range = K, .addr = 16 * K},
+	};
+	CHECK(dml_vm_bind(vm, bad, sizeof bad[0], 2) == -ERANGE && says("ERANGE", "operation 1: "));
+	CHECK(!dml_vm_lookup(vm, 17 * K, &leaf) && seen.calls == 1);
+	bad[1].offset = 0;
+	bad[1].addr = 1ull << 30;
+	CHECK(dml_vm_bind(vm, bad, sizeof bad[0], 2) == -EPERM);
+	bad[1].addr = 0;
+	CHECK(dml_vm_bind(vm, bad, sizeof bad[0], 2) == -ERANGE);
+	bad[1].addr = 16 * K + 1;
+	CHECK(dml_vm_bind(vm, bad, sizeof bad[0], 2) == -EINVAL);
+	bad[1].addr = UINT64_MAX - K + 1;
+	bad[1].range = 2 * K;
+	CHECK(dml_vm_bind(vm, bad, sizeof bad[0], 2) == -EOVERFLOW);
+	bad[1].flags = 8;
+	CHECK(dml_vm_bind(vm, bad, sizeof bad[0], 2) == -EINVAL && says("EINVAL", "flags"));
+	/* Longer operations of a later version: fine as long as what is new is 0. */
+	struct { struct dml_vm_op op; uint64_t more; } longer[2] = {{ops[3], 0}, {ops[3], 7}};
+	CHECK(!dml_vm_bind(vm, longer, sizeof longer[0], 1));
+	CHECK(dml_vm_bind(vm, longer, sizeof longer[0], 2) == -E2BIG);
+	CHECK(dml_vm_bind(vm, ops, sizeof ops[0] - 1, 1) == -EINVAL);
+	CHECK(!dml_vm_bind(vm, NULL, 0, 0));
+	CHECK(dml_vm_bind(vm, NULL, sizeof ops[0], 1) == -EFAULT);
+	CHECK(dml_vm_bind(vm, ops, SIZE_MAX, 2) == -EFAULT);
+	CHECK(dml_vm_bind(vm, ops, SIZE_MAX / 2 + 1, 1) == -EFAULT);
+
+	/* Buffer objects live where they are bound; their handles do not. */
+	CHECK(!dml_bo_destroy(device, bo));
+	CHECK(dml_bo_destroy(device, bo) == -ENOENT);
+	CHECK(!dml_bo_create(device, segments, 1, &other) && other != bo);
+	CHECK(dml_vm_bind(vm, ops, sizeof ops[0], 1) == -ENOENT);
+	CHECK(!dml_vm_lookup(vm, 17 * K, &leaf));
+	struct dml_vm_op gone = {.flags = DML_UNBIND_BO, .handle = other};
+	CHECK(!dml_vm_bind(vm, &gone, sizeof gone, 1) && seen.calls == 1);
+
+	CHECK(!dml_device_destroy(device));
+	CHECK(dml_device_destroy(device) == -ENOENT && says("ENOENT", "no device"));
+	CHECK(dml_bo_create(device, segments, 1, &other) == -ENOENT && other == 0);
+	CHECK(!dml_vm_lookup(vm, 17 * K, &leaf)); /* the VM is still there */
+	CHECK(!dml_vm_destroy(vm));
+	CHECK(dml_vm_destroy(vm) == -ENOENT);
+	CHECK(dml_vm_lookup(vm, 17 * K, &leaf) == -ENOENT);
+	CHECK(dml_vm_runs(vm, 0, K, runs, 8, &count) == -ENOENT && count == 0);
+}
+
+static void x86(void)
+{
+	dml_device device;
+	dml_vm vm, second;
+	uint32_t bo;
+	struct dml_segment segments[] = {{1ull << 30, 4 << 20}};
+	struct dml_vm_config config = {.size = sizeof config, .format = DML_FORMAT_X86_64_4LEVEL, .va = 4096, .len = 1ull << 40,
+		.table_limit = 16};
+	struct dml_leaf leaf;
+	CHECK(!dml_device_create(&device));
+	CHECK(!dml_bo_create(device, segments, 1, &bo));
+	CHECK(!dml_vm_create(device, &config, &vm) && !dml_vm_create(device, &config, &second) && vm != second);
+	struct dml_vm_op op = {.flags = DML_BIND | DML_READ | DML_WRITE, .handle = bo, .range = 4 << 20, .addr = 1ull << 30};
+	/* A huge leaf in one, small ones in the other. */
+	CHECK(!dml_vm_bind(vm, &op, sizeof op, 1));
+	op.addr += 4096;
+	CHECK(!dml_vm_bind(second, &op, sizeof op, 1));
+	CHECK(!dml_vm_lookup(vm, (1ull << 30) + (3 << 20), &leaf) && leaf.leaf == 2 << 20 && leaf.left == 1 << 20);
+	CHECK(!dml_vm_lookup(second, (1ull << 30) + 4096, &leaf) && leaf.leaf == 4096 && leaf.pa == 1ull << 30);
+	/* No tables for this one. */
+	op.flags = DML_REPEAT | DML_READ;
+	op.range = 1ull << 32;
+	CHECK(dml_vm_bind(vm, &op, sizeof op, 1) == -ENOMEM);
+	CHECK(!dml_vm_destroy(vm) && !dml_vm_destroy(second) && !dml_device_destroy(device));
+}
+
+static void refused(void)
+{
+	dml_device device;
+	dml_vm vm = 7;
+	uint32_t bo = 7;
+	struct { struct dml_vm_config config; uint64_t more; } config = {
+		{.size = sizeof config.config, .format = DML_FORMAT_AGX_UAT, .va = K, .len = K}, 0};
+	struct dml_segment wraps[] = {{UINT64_MAX, 2}}, empty[] = {{4096, 0}};
+	char text[8];
+	CHECK(dml_device_create(NULL) == -EFAULT);
+	CHECK(!dml_device_create(&device));
+	CHECK(dml_bo_create(device, NULL, 1, &bo) == -EFAULT && bo == 0);
+	CHECK(dml_bo_create(device, wraps, SIZE_MAX / 8, &bo) == -EFAULT);
+	CHECK(dml_bo_create(device, wraps, 1, NULL) == -EFAULT);
+	CHECK(dml_bo_create(device, wraps, 1, &bo) == -EOVERFLOW && dml_bo_create(device, empty, 1, &bo) == -EINVAL);
+	CHECK(!dml_bo_create(device, NULL, 0, &bo) && bo != 0);
+	CHECK(dml_vm_create(device, NULL, &vm) == -EFAULT && vm == 0);
+	CHECK(dml_vm_create(device, &config.config, NULL) == -EFAULT);
+	CHECK(!dml_vm_create(device, &config.config, &vm));
+	config.config.size += 8;
+	CHECK(!dml_vm_create(device, &config.config, &vm));
+	config.more = 1;
+	CHECK(dml_vm_create(device, &config.config, &vm) == -E2BIG);
+	config.config.size = 8;
+	CHECK(dml_vm_create(device, &config.config, &vm) == -EINVAL);
+	config.config.size = UINT64_MAX;
+	CHECK(dml_vm_create(device, &config.config, &vm) == -EFAULT);
+	config.config.size = sizeof config.config;
+	config.config.zero = 1;
+	CHECK(dml_vm_create(device, &config.config, &vm) == -EINVAL);
+	config.config.zero = 0;
+	config.config.format = 3;
+	CHECK(dml_vm_create(device, &config.config, &vm) == -EINVAL && says("EINVAL", "no format 3"));
+	config.config.format = DML_FORMAT_AGX_UAT;
+	config.config.len = 0;
+	CHECK(dml_vm_create(device, &config.config, &vm) == -EOVERFLOW);
+	config.config.len = 1ull << 39;
+	CHECK(dml_vm_create(device, &config.config, &vm) == -EINVAL);
+	config.config.len = 4096;
+	CHECK(dml_vm_create(device, &config.config, &vm) == -EINVAL && vm == 0);
+	size_t len = dml_last_error(text, sizeof text);
+	CHECK(len > sizeof text && strlen(text) == sizeof text - 1 && dml_last_error(NULL, 0) == len);
+	CHECK(!dml_device_destroy(device));
+}
+
+struct work {
+	dml_device device;
+	dml_vm vm;
+	uint64_t va;
+	int failures;
+};
+
+static void *binds(void *argument)
+{
+	struct work *work = argument;
+	struct dml_segment segment = {1ull << 32, 64 * 16384};
+	for (int i = 0; i < 200; i++) {
+		uint32_t bo = 0;
+		struct dml_leaf leaf = {0};
+		work->failures += !!dml_bo_create(work->device, &segment, 1, &bo);
+		struct dml_vm_op bind = {.flags = DML_BIND | DML_READ, .handle = bo, .range = 64 * K, .addr = work->va};
+		struct dml_vm_op unbind = {.flags = DML_UNBIND_BO, .handle = bo};
+		work->failures += !!dml_vm_bind(work->vm, &bind, sizeof bind, 1);
+		work->failures += !!dml_vm_lookup(work->vm, work->va + 3 * K, &leaf) || leaf.pa != segment.pa + 3 * K;
+		work->failures += dml_vm_bind(work->vm, &bind, 1, 1) != -EINVAL || !says("EINVAL", "stride of 1 ");
+		work->failures += !!dml_vm_bind(work->vm, &unbind, sizeof unbind, 1);
+		work->failures += !!dml_bo_destroy(work->device, bo);
+	}
+	return NULL;
+}
+
+static void threads(void)
+{
+	struct work work[4];
+	pthread_t thread[4];
+	dml_device device;
+	dml_vm vm;
+	size_t count = 1;
+	struct dml_vm_config config = {.size = sizeof config, .format = DML_FORMAT_AGX_UAT, .va = K, .len = 1ull << 36};
+	CHECK(!dml_device_create(&device) && !dml_vm_create(device, &config, &vm));
+	for (int i = 0; i < 4; i++) {
+		work[i] = (struct work){device, vm, (i + 1) * 100 * K, 0};
+		CHECK(!pthread_create(&thread[i], NULL, binds, &work[i]));
+	}
+	for (int i = 0; i < 4; i++) {
+		CHECK(!pthread_join(thread[i], NULL) && work[i].failures == 0);
+	}
+	CHECK(!dml_vm_runs(vm, 0, 1ull << 39, NULL, 0, &count) && count == 0);
+	CHECK(!dml_vm_destroy(vm) && !dml_device_destroy(device));
+}
+
+static void reads(void)
+{
+	enum { LEN = 3000000 };
+	static unsigned char bytes[LEN];
+	FILE *file = tmpfile();
+	dml_buffer buffer = 7;
+	struct dml_filled filled;
+	struct dml_read_config config = {.size = sizeof config, .flags = DML_READ_SHAREABLE | DML_READ_CHECKSUM};
+	struct stat stat;
+	int fd, pipes[2];
+
+	for (size_t i = 0; i < LEN; i++) bytes[i] = (unsigned char)(i ^ i >> 8);
+	CHECK(file && fwrite(bytes, 1, LEN, file) == LEN && !fflush(file));
+	CHECK(!dml_alloc_and_read(fileno(file), &config, &buffer, &filled));
+	CHECK(filled.len == LEN && !memcmp(filled.data, bytes, LEN) && filled.checksum != 0);
+	CHECK(!dml_buffer_export(buffer, &fd) && !fstat(fd, &stat) && stat.st_size >= LEN && !close(fd));
+	CHECK(!dml_buffer_destroy(buffer) && dml_buffer_destroy(buffer) == -ENOENT);
+	CHECK(dml_buffer_export(buffer, &fd) == -ENOENT && fd == -1);
+
+	config = (struct dml_read_config){.size = sizeof config, .offset = 1000, .len = 5, .flags = DML_READ_BUFFERED};
+	CHECK(!dml_alloc_and_read(fileno(file), &config, &buffer, &filled));
+	CHECK(filled.len == 5 && !memcmp(filled.data, bytes + 1000, 5) && filled.checksum == 0);
+	CHECK(dml_buffer_export(buffer, &fd) == -EOPNOTSUPP && !dml_buffer_destroy(buffer));
+
+	config.len = LEN;
+	CHECK(dml_alloc_and_read(fileno(file), &config, &buffer, &filled) == -ENODATA && buffer == 0 && !filled.data);
+	CHECK(says("error 61", "before the end of the range at 3001000"));
+	config = (struct dml_read_config){.size = sizeof config, .limit = 1000};
+	CHECK(dml_alloc_and_read(fileno(file), &config, &buffer, &filled) == -ENOMEM);
+	config = (struct dml_read_config){.size = sizeof config, .flags = DML_READ_DIRECT | DML_READ_BUFFERED};
+	CHECK(dml_alloc_and_read(fileno(file), &config, &buffer, &filled) == -EINVAL);
+	config.flags = 1u << 31;
+	CHECK(dml_alloc_and_read(fileno(file), &config, &buffer, &filled) == -EINVAL);
+	config = (struct dml_read_config){.size = sizeof config, .offset = 2, .len = UINT64_MAX};
+	CHECK(dml_alloc_and_read(fileno(file), &config, &buffer, &filled) == -EOVERFLOW);
+	config = (struct dml_read_config){.size = sizeof config, .threads = 65};
+	CHECK(dml_alloc_and_read(fileno(file), &config, &buffer, &filled) == -ERANGE);
+	config.size = 8;
+	CHECK(dml_alloc_and_read(fileno(file), &config, &buffer, &filled) == -EINVAL);
+	CHECK(dml_alloc_and_read(fileno(file), NULL, &buffer, &filled) == -EFAULT);
+	config = (struct dml_read_config){.size = sizeof config, .timeout_ms = 20};
+	CHECK(dml_alloc_and_read(fileno(file), &config, NULL, &filled) == -EFAULT);
+	CHECK(dml_alloc_and_read(fileno(file), &config, &buffer, NULL) == -EFAULT);
+	CHECK(dml_alloc_and_read(-1, &config, &buffer, &filled) == -EINVAL);
+	CHECK(dml_alloc_and_read(1000000, &config, &buffer, &filled) == -EBADF);
+	CHECK(!pipe(pipes) && dml_alloc_and_read(pipes[0], &config, &buffer, &filled) == -ETIMEDOUT);
+	CHECK(write(pipes[1], "piped", 5) == 5 && !close(pipes[1]));
+	CHECK(!dml_alloc_and_read(pipes[0], &config, &buffer, &filled));
+	CHECK(filled.len == 5 && !memcmp(filled.data, "piped", 5) && !dml_buffer_destroy(buffer) && !close(pipes[0]));
+	fclose(file);
+}
+
+int main(void)
+{
+	char text[4] = "abc";
+	CHECK(dml_last_error(text, sizeof text) == 0 && text[0] == 0);
+	layout();
+	agx();
+	x86();
+	refused();
+	threads();
+	reads();
+	return line_of_failure ? 1 : 0;
+}

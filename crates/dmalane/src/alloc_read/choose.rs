@@ -1,0 +1,87 @@
+//! Direct or buffered, in a ring or not, on how many lanes: chosen for each file, with the reason.
+
+use std::os::unix::fs::FileTypeExt;
+
+use dmalane_load::fill::Job;
+use dmalane_uring::{Io, Mode, Options, Residency, residency};
+
+use super::{ReadError, ReadOptions, ReadSource, Scheme, size};
+
+/// At most this many bytes take the short path: a ring costs as much as copying half a megabyte, a thread as much as a megabyte.
+pub(super) const SHORT: u64 = 1 << 20;
+/// Less than this the kernel fetches in one go, through the page cache too: there is nothing to be gained by going past it.
+pub(super) const DIRECT_FROM: u64 = 64 << 10;
+/// From this share of cached bytes on, copying what is cached and reading the rest through the cache is faster than reading
+/// everything from the disk.
+pub(super) const MOSTLY: f64 = 7.0 / 8.0;
+/// Below this, starting a thread costs more than it saves.
+const LANES_FROM: u64 = 32 << 20;
+/// More lanes than this do not help: they share the memory.
+const LANES: usize = 4;
+
+/// How a file is to be read.
+pub(super) struct Choice {
+    pub options: Options,
+    /// Pipes and sockets have no offsets.
+    pub stream: bool,
+    pub lanes: usize,
+    pub reason: String,
+    pub cached: Option<Residency>,
+    /// Bytes of the file now, where it has a size.
+    pub size: Option<u64>,
+    /// Where the last of the job's extents of it ends.
+    pub end: u64,
+}
+
+/// Chooses for a source of a job.
+pub(super) fn choose(source: &ReadSource, index: usize, job: &Job, options: &ReadOptions) -> Result<Choice, ReadError> {
+    let open = |e| ReadError::Open { path: source.path.clone(), source: e };
+    let kind = source.file.metadata().map_err(open)?.file_type();
+    let extents = job.extents.iter().filter(|e| e.source == index && e.len > 0);
+    let (mut first, mut end, mut bytes) = (u64::MAX, 0, 0u64);
+    for e in extents {
+        (first, end) = (first.min(e.at.bits()), end.max(e.at.bits().saturating_add(e.len)));
+        bytes = bytes.saturating_add(e.len);
+    }
+    let channel = |mode, io, depth| Options { mode, io, depth, block: options.block };
+    if !kind.is_file() && !kind.is_block_device() && !kind.is_dir() {
+        let reason = "a pipe, socket or character device: plain reads in order".to_owned();
+        let options = channel(Mode::Buffered, Io::Pread, options.depth);
+        return Ok(Choice { options, stream: true, lanes: 1, reason, cached: None, size: None, end });
+    }
+    let size = size(&source.file).map_err(open)?;
+    if end > size && kind.is_file() {
+        return Err(ReadError::PastEnd { path: source.path.clone(), end, size });
+    }
+    let short = bytes <= SHORT || options.scheme == Scheme::Plain;
+    let cached = match options.mode {
+        // What is cached decides; without bytes there is nothing to ask about.
+        Mode::Auto if bytes > 0 => residency(&source.file, first, end - first).ok(),
+        _ => None,
+    };
+    let (mode, reason) = match (options.mode, cached) {
+        (Mode::Direct, _) => (Mode::Direct, "direct I/O was asked for".to_owned()),
+        (Mode::Buffered, _) => (Mode::Buffered, "buffered I/O was asked for".to_owned()),
+        (Mode::Auto, Some(cached)) if cached.share() >= MOSTLY => {
+            (Mode::Buffered, format!("{cached}: copied from there"))
+        }
+        (Mode::Auto, Some(cached)) if cached.dirty > 0 => {
+            (Mode::Buffered, format!("{cached}, {} bytes of it not on the disk yet", cached.dirty))
+        }
+        (Mode::Auto, _) if bytes < DIRECT_FROM => {
+            (Mode::Buffered, format!("{bytes} bytes are too few for direct I/O to pay"))
+        }
+        (Mode::Auto, Some(cached)) => (Mode::Auto, format!("{cached}: read past it")),
+        (Mode::Auto, None) => (Mode::Auto, "the kernel does not say what is cached: read past it".to_owned()),
+    };
+    let buffered = mode == Mode::Buffered;
+    let io = if short || buffered { Io::Pread } else { Io::Auto };
+    let depth = if io == Io::Pread { 1 } else { options.depth };
+    let lanes = match buffered && !short && bytes >= LANES_FROM {
+        true => std::thread::available_parallelism().map_or(1, |n| n.get()).min(LANES),
+        false => 1,
+    };
+    let reason = if short && options.scheme != Scheme::Plain { format!("{reason}; short path") } else { reason };
+    let size = kind.is_file().then_some(size);
+    Ok(Choice { options: channel(mode, io, depth), stream: false, lanes, reason, cached, size, end })
+}

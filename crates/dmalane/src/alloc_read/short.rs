@@ -1,0 +1,101 @@
+//! The short path: a small file, copied out of the page cache by one system call.
+
+use std::fs::File;
+use std::hash::Hasher;
+use std::time::Instant;
+
+use dmalane_addr::FileOffset;
+use dmalane_engine::OpError;
+use dmalane_load::fill::{FillError, FillReport, FilledBuf};
+use dmalane_mem::Heap;
+use dmalane_uring::{How, Mode, Moved, read_now, residency};
+use rustix::fs::{FileType, OFlags};
+use twox_hash::XxHash3_64;
+
+use super::choose::{DIRECT_FROM, MOSTLY, SHORT};
+use super::{AllocRead, ReadError, ReadOptions, Scheme, Way, source};
+
+/// Reads a small file if it is cached, or so small that it does not matter; `None` for everything else, which takes the pipeline.
+///
+/// Three system calls where `read()` has one or two: each further one is a hundredth of the time that half a megabyte takes.
+pub(super) fn try_short(
+    heap: &dyn Heap,
+    file: &File,
+    start: u64,
+    end: Option<u64>,
+    options: &ReadOptions,
+) -> Result<Option<AllocRead>, ReadError> {
+    if options.mode == Mode::Direct || options.scheme != Scheme::Overlap || options.timeout.is_some() {
+        return Ok(None);
+    }
+    let begin = Instant::now();
+    // What fails here fails again on the long way, and gets its message there.
+    let Ok(stat) = rustix::fs::fstat(file) else { return Ok(None) };
+    let size = u64::try_from(stat.st_size).unwrap_or(0);
+    let len = end.unwrap_or(size).saturating_sub(start);
+    let small = FileType::from_raw_mode(stat.st_mode) == FileType::RegularFile && len > 0 && len <= SHORT;
+    if !small || start + len > size || options.limit.is_some_and(|limit| len > limit) {
+        return Ok(None);
+    }
+    let cached = if options.mode == Mode::Auto { residency(file, start, len).ok() } else { None };
+    let reason = match cached {
+        _ if options.mode == Mode::Buffered => "buffered I/O was asked for; short path".to_owned(),
+        Some(cached) if cached.share() >= MOSTLY => format!("{cached}: copied from there; short path"),
+        _ if len < DIRECT_FROM => format!("{len} bytes are too few for direct I/O to pay; short path"),
+        _ => return Ok(None),
+    };
+    // A file that its owner opened for direct I/O has rules of its own.
+    if rustix::fs::fcntl_getfl(file).map_or(true, |flags| flags.contains(OFlags::DIRECT)) {
+        return Ok(None);
+    }
+    let memory = |source| ReadError::Fill(FillError::Memory { buffer: 0, source });
+    let reserved = heap.reserve(len as usize).map_err(memory)?;
+    let (recycled, rung) = (!reserved.is_fresh(), reserved.rung().clone());
+    let whole = reserved.populate().map_err(memory)?;
+    let first_gather = begin.elapsed();
+    let mut rest = whole.into_part();
+    let read = rest.split_off_front(len as usize).map(|mut part| {
+        let result = read_now(file, &mut part, FileOffset::new(start));
+        (part, result)
+    });
+    let hash = |part: &mut dmalane_mem::Part| {
+        let mut hash = XxHash3_64::with_seed(0);
+        part.with_bytes(|bytes| hash.write(bytes)).map(|()| hash.finish())
+    };
+    let buffer = match read {
+        Some((mut part, Ok(()))) => {
+            let checksum = options.checksum.then(|| hash(&mut part)).flatten();
+            if recycled {
+                rest.view().fill(0);
+            }
+            let whole = part.join(rest).ok().and_then(|part| part.into_whole().ok());
+            whole.and_then(|buf| FilledBuf::new(buf, len as usize, checksum))
+        }
+        Some((_, Err(error))) => return Err(ReadError::Read { path: source::name(file), error }),
+        None => None,
+    };
+    let lost = || ReadError::Read { path: source::name(file), error: OpError::Stopped("a buffer came apart".into()) };
+    let buffer = buffer.ok_or_else(lost)?;
+    if end.is_none() {
+        let now = rustix::fs::fstat(file).map_or(size, |stat| u64::try_from(stat.st_size).unwrap_or(0));
+        if now != size {
+            return Err(ReadError::Changed { path: source::name(file), before: size, now });
+        }
+    }
+    let report = FillReport {
+        bytes: len,
+        wall: begin.elapsed(),
+        first_gather,
+        stages: Vec::new(),
+        lanes: 1,
+        rung: Some(rung),
+        recycled,
+    };
+    let way = Way {
+        how: How { direct: false, uring: false, reasons: Vec::new() },
+        reason,
+        moved: Moved { direct: 0, buffered: len },
+        cached,
+    };
+    Ok(Some(AllocRead { buffer, way, report }))
+}

@@ -1,0 +1,352 @@
+//! Allocating and reading at once, from real files: every way gives the same bytes.
+
+use std::fs::File;
+use std::io::{Seek, SeekFrom, Write};
+use std::ops::ControlFlow;
+use std::os::unix::fs::FileExt;
+use std::path::Path;
+use std::time::Duration;
+
+use dmalane::addr::FileOffset;
+use dmalane::engine::OpError;
+use dmalane::load::fill::{Event, Extent, FillError, Job};
+use dmalane::mem::{AnonHeap, Heap, MemfdHeap, PageKind, Pool};
+use dmalane::uring::Mode;
+use dmalane::{AllocAndRead, AllocRead, ReadError, ReadOptions, ReadSource, Scheme, read_all};
+use proptest::prelude::*;
+use tempfile::NamedTempFile;
+
+const DISK: &str = env!("CARGO_TARGET_TMPDIR");
+
+fn noise(len: usize) -> Vec<u8> {
+    (0..len as u64).map(|i| (i.wrapping_mul(0x9e37_79b9_7f4a_7c15) >> 56) as u8).collect()
+}
+
+fn file(data: &[u8]) -> NamedTempFile {
+    let file = NamedTempFile::new_in(DISK).unwrap();
+    std::fs::write(file.path(), data).unwrap();
+    file
+}
+
+fn forget(file: &NamedTempFile) {
+    file.as_file().sync_all().unwrap();
+    rustix::fs::fadvise(file.as_file(), 0, None, rustix::fs::Advice::DontNeed).unwrap();
+}
+
+fn bytes(read: &AllocRead) -> Vec<u8> {
+    let mut bytes = vec![0; read.buffer.len()];
+    read.buffer.view().read(&mut bytes);
+    bytes
+}
+
+fn small() -> ReadOptions {
+    ReadOptions { gather: 256 << 10, block: 64 << 10, depth: 4, checksum: true, ..ReadOptions::default() }
+}
+
+#[test]
+fn every_way_gives_the_same_bytes() {
+    let heaps: [&dyn Heap; 4] = [
+        &AnonHeap::new(),
+        &AnonHeap::starting_at(PageKind::Base),
+        &MemfdHeap::new(),
+        &Pool::new(MemfdHeap::starting_at(PageKind::Base), 64 << 20),
+    ];
+    for len in [1, 65_537, 1 << 20, 2_000_003] {
+        let data = noise(len);
+        let file = file(&data);
+        for (i, heap) in heaps.iter().enumerate() {
+            for mode in [Mode::Auto, Mode::Buffered, Mode::Direct] {
+                for scheme in [Scheme::Overlap, Scheme::Sequential, Scheme::Plain] {
+                    for threads in [None, Some(3)] {
+                        forget(&file);
+                        let options = ReadOptions { mode, scheme, threads, ..small() };
+                        let opened = File::open(file.path()).unwrap();
+                        let read = match heap.alloc_and_read(&opened, .., &options) {
+                            Err(ReadError::Channel(e)) if mode == Mode::Direct => {
+                                println!("SKIPPED: {e}");
+                                continue;
+                            }
+                            read => read.unwrap(),
+                        };
+                        assert!(bytes(&read) == data, "{len} {mode:?} {scheme:?} heap {i}: {}", read.way);
+                        assert_eq!(read.way.moved.direct + read.way.moved.buffered, len as u64, "{}", read.way);
+                        let hash = read.buffer.checksum().unwrap();
+                        assert_eq!(hash, twox_hash::XxHash3_64::oneshot(&data));
+                        let memfd = read.buffer.shared().export().map(|fd| fd.try_clone_to_owned().unwrap());
+                        assert_eq!(memfd.is_some(), i >= 2);
+                        if let Some(memfd) = memfd {
+                            // Another process would see the same, and nothing behind it.
+                            let (memfd, mut seen) = (File::from(memfd), vec![0; read.buffer.shared().len()]);
+                            memfd.read_exact_at(&mut seen, 0).unwrap();
+                            assert!(seen[..len] == data && seen[len..].iter().all(|b| *b == 0));
+                        }
+                    }
+                }
+            }
+        }
+    }
+}
+
+#[test]
+fn what_is_cached_is_copied_and_what_is_not_is_read_past_the_cache() {
+    let data = noise(4 << 20);
+    let file = file(&data);
+    let opened = File::open(file.path()).unwrap();
+    let heap = AnonHeap::new();
+    file.as_file().sync_all().unwrap();
+    let warm = heap.alloc_and_read(&opened, .., &small()).unwrap();
+    if warm.way.cached.is_none() {
+        return println!("SKIPPED: the kernel does not say what is cached (cachestat, Linux 6.5)");
+    }
+    assert!(warm.way.reason.contains("100 % in the page cache: copied from there"), "{}", warm.way);
+    assert_eq!(warm.way.moved.direct, 0);
+    forget(&file);
+    let cold = heap.alloc_and_read(&opened, .., &small()).unwrap();
+    if cold.way.cached.is_some_and(|cached| cached.cached > 0) || !cold.way.how.direct {
+        return println!("SKIPPED: this file system does no direct I/O or keeps its pages: {}", cold.way);
+    }
+    assert!(cold.way.reason.contains("0 % in the page cache: read past it"), "{}", cold.way);
+    assert_eq!(cold.way.moved.buffered, 0, "aligned from end to end");
+    // Small files too: the short path for what is cached, one direct read for what is not.
+    let cold = heap.alloc_and_read(&opened, ..512 << 10, &small()).unwrap();
+    assert!(cold.way.moved.direct == 512 << 10 && cold.way.reason.contains("short path"), "{}", cold.way);
+    let tiny = heap.alloc_and_read(&opened, 5..100, &small()).unwrap();
+    assert!(tiny.way.reason.contains("95 bytes are too few"), "{}", tiny.way);
+    assert!(bytes(&tiny) == data[5..100]);
+    // A direct read leaves the file as its owner had it: to be read ahead of.
+    std::io::Read::read_exact(&mut &opened, &mut [0; 100_000]).unwrap();
+    let ahead = dmalane::uring::residency(&opened, 0, 4 << 20).unwrap();
+    assert!(ahead.cached > 100_000 + 4096, "{ahead:?}");
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(60))]
+    #[test]
+    fn scattered_lists_from_real_files(
+        pieces in prop::collection::vec((0usize..3, 0u64..250_000, 0u64..150_000, 0u64..9000), 1..12),
+        gather in 1u64..300_000, direct: bool, threads in 1usize..4, aligned: bool,
+    ) {
+        let data: Vec<_> = (0..3).map(|i| noise(400_000 + i * 1000)).collect();
+        let files: Vec<_> = data.iter().map(|d| file(d)).collect();
+        let sources: Vec<_> = files.iter().map(|f| ReadSource::open(f.path()).unwrap()).collect();
+        let (mut job, mut to) = (Job { buffers: vec![0, 0], extents: Vec::new() }, 0);
+        let mut want = [Vec::new(), Vec::new()];
+        for (i, (source, at, len, gap)) in pieces.into_iter().enumerate() {
+            let at = if aligned { at & !4095 } else { at };
+            let buffer = usize::from(i >= 5);
+            if i == 5 { to = 0 }
+            to += if aligned { gap & !4095 } else { gap };
+            job.extents.push(Extent { source, at: FileOffset::new(at), len, buffer, to });
+            want[buffer].resize(to as usize, 0);
+            want[buffer].extend_from_slice(&data[source][at as usize..(at + len) as usize]);
+            to += len;
+            if aligned { to = to.next_multiple_of(4096) }
+            job.buffers[buffer] = to;
+        }
+        for (w, len) in want.iter_mut().zip(&job.buffers) {
+            w.resize(*len as usize, 0);
+        }
+        let mode = if direct { Mode::Auto } else { Mode::Buffered };
+        if direct { files.iter().for_each(forget) }
+        let options = ReadOptions { mode, gather, threads: Some(threads), ..small() };
+        let mut complete = Vec::new();
+        let heap = MemfdHeap::starting_at(PageKind::Base);
+        let (filled, _) = read_all(&heap, &sources, &job, &options, &mut |event| {
+            if let Event::Complete { extent } = event {
+                complete.push(extent);
+            }
+            ControlFlow::Continue(())
+        }).unwrap();
+        complete.sort_unstable();
+        prop_assert_eq!(complete, (0..job.extents.len()).collect::<Vec<_>>());
+        for (buffer, want) in filled.buffers.iter().zip(&want) {
+            let mut got = vec![0; buffer.len()];
+            buffer.view().read(&mut got);
+            prop_assert!(got == *want);
+        }
+    }
+}
+
+#[test]
+fn holes_are_zero() {
+    let mut file = NamedTempFile::new_in(DISK).unwrap();
+    file.as_file().set_len(3 << 20).unwrap();
+    file.seek(SeekFrom::Start(2 << 20)).unwrap();
+    file.write_all(b"island").unwrap();
+    let pool = Pool::new(AnonHeap::new(), 8 << 20);
+    for mode in [Mode::Auto, Mode::Buffered] {
+        forget(&file);
+        // Recycled memory is not zero by itself.
+        pool.allocate(3 << 20).unwrap().fill(0xff);
+        let opened = File::open(file.path()).unwrap();
+        let read = pool.alloc_and_read(&opened, .., &ReadOptions { mode, ..small() }).unwrap();
+        assert!(read.report.recycled);
+        let mut want = vec![0; 3 << 20];
+        want[2 << 20..][..6].copy_from_slice(b"island");
+        assert!(bytes(&read) == want, "{mode:?}");
+    }
+}
+
+#[test]
+fn ranges_and_their_ends() {
+    let data = noise(2_000_000);
+    let file = file(&data);
+    let opened = File::open(file.path()).unwrap();
+    let heap = AnonHeap::new();
+    let read = |range: (std::ops::Bound<u64>, std::ops::Bound<u64>)| heap.alloc_and_read(&opened, range, &small());
+    use std::ops::Bound::{Excluded, Included, Unbounded};
+    for (range, want) in [
+        ((Unbounded, Unbounded), 0..2_000_000),
+        ((Included(5), Excluded(1_500_000)), 5..1_500_000),
+        ((Excluded(4), Included(1_499_999)), 5..1_500_000),
+        ((Included(1_999_999), Unbounded), 1_999_999..2_000_000),
+        ((Included(2_000_000), Unbounded), 0..0),
+        ((Included(3_000_000), Unbounded), 0..0),
+        ((Included(7), Excluded(7)), 0..0),
+        ((Included(7), Excluded(5)), 0..0),
+    ] {
+        assert!(bytes(&read(range).unwrap()) == data[want], "{range:?}");
+    }
+    for end in [2_000_001, u64::MAX] {
+        let e = read((Included(0), Excluded(end))).unwrap_err();
+        assert!(matches!(e, ReadError::PastEnd { size: 2_000_000, end: e, .. } if e == end), "{e}");
+    }
+    let e = heap.alloc_and_read(&opened, .., &ReadOptions { limit: Some(1 << 20), ..small() }).unwrap_err();
+    assert!(matches!(e, ReadError::Limit { wanted: 2_000_000, limit: 1_048_576 }), "{e}");
+    // A message names the file, though only a descriptor was given.
+    let e = heap.alloc_and_read(&File::open("/").unwrap(), .., &small()).unwrap_err();
+    assert_eq!(e.to_string(), "cannot read /: it is a directory, not a file");
+    assert_eq!(heap.stats().live, 0);
+}
+
+#[test]
+fn a_file_replaced_while_it_is_read_is_the_one_that_was_opened() {
+    let data = noise(4 << 20);
+    let file = file(&data);
+    forget(&file);
+    let sources = [ReadSource::open(file.path()).unwrap()];
+    let other = NamedTempFile::new_in(DISK).unwrap();
+    std::fs::write(other.path(), vec![0; 4 << 20]).unwrap();
+    let mut replace = Some(other);
+    let mut watch = |event: Event| {
+        if let (Event::Arrived { .. }, Some(other)) = (event, replace.take()) {
+            std::fs::rename(other.path(), file.path()).unwrap();
+        }
+        ControlFlow::Continue(())
+    };
+    let job = Job::whole(&[4 << 20]);
+    let (filled, _) = read_all(&AnonHeap::new(), &sources, &job, &small(), &mut watch).unwrap();
+    assert_eq!(filled.buffers[0].checksum(), Some(twox_hash::XxHash3_64::oneshot(&data)));
+}
+
+#[test]
+fn a_file_that_changes_its_size() {
+    for mode in [Mode::Auto, Mode::Buffered] {
+        for (new, grows) in [(5 << 20, true), (3 << 20, false)] {
+            let file = file(&noise(4 << 20));
+            forget(&file);
+            let sources = [ReadSource::open(file.path()).unwrap()];
+            let mut once = true;
+            let mut watch = |event: Event| {
+                if matches!(event, Event::Arrived { .. }) && std::mem::take(&mut once) {
+                    file.as_file().set_len(new).unwrap();
+                }
+                ControlFlow::Continue(())
+            };
+            let heap = AnonHeap::new();
+            let options = ReadOptions { mode, threads: Some(1), ..small() };
+            let e = read_all(&heap, &sources, &Job::whole(&[4 << 20]), &options, &mut watch).unwrap_err();
+            match e {
+                ReadError::Changed { before, now, .. } if grows => assert_eq!((before, now), (4 << 20, new)),
+                ReadError::Read { error: OpError::EndOfFile { at, .. }, .. } if !grows => assert_eq!(at.bits(), new),
+                e => panic!("{e}"),
+            }
+            assert_eq!(heap.stats().live, 0);
+        }
+    }
+}
+
+#[test]
+fn pipes_and_sockets() {
+    let data = noise(9_000_001);
+    let feed = |to: std::os::fd::OwnedFd, data: Vec<u8>| {
+        std::thread::spawn(move || {
+            // The reader may have had enough.
+            let _ = File::from(to).write_all(&data);
+        })
+    };
+    let heap = MemfdHeap::starting_at(PageKind::Base);
+    let (from, to) = rustix::pipe::pipe().unwrap();
+    let writer = feed(to, data.clone());
+    let read = heap.alloc_and_read(&File::from(from), .., &small()).unwrap();
+    assert!(bytes(&read) == data && read.buffer.checksum() == Some(twox_hash::XxHash3_64::oneshot(&data)));
+    writer.join().unwrap();
+    drop(read);
+    // A length that is known goes into its place at once.
+    let (from, to) = std::os::unix::net::UnixStream::pair().unwrap();
+    let writer = feed(to.into(), data.clone());
+    let socket = File::from(std::os::fd::OwnedFd::from(from));
+    let read = heap.alloc_and_read(&socket, 1_000_000..3_000_000, &small()).unwrap();
+    assert!(bytes(&read) == data[1_000_000..3_000_000]);
+    drop((read, socket));
+    writer.join().unwrap();
+    // Too short, too long, too slow.
+    for (range, limit, timeout, writes) in
+        [(5000, None, None, 4000), (0, Some(1 << 20), None, 9_000_000), (0, None, Some(50), 0)]
+    {
+        let (from, to) = rustix::pipe::pipe().unwrap();
+        let held = (writes == 0).then(|| to.try_clone().unwrap());
+        let writer = feed(to, data[..writes].to_vec());
+        let from = File::from(from);
+        let options = ReadOptions { limit, timeout: timeout.map(Duration::from_millis), ..small() };
+        let result = match range {
+            0 => heap.alloc_and_read(&from, .., &options),
+            n => heap.alloc_and_read(&from, ..n, &options),
+        };
+        match result.unwrap_err() {
+            ReadError::Read { error: OpError::EndOfFile { at, missing }, .. } => {
+                assert_eq!((at.bits(), missing), (4000, 1000));
+            }
+            ReadError::Limit { limit, .. } => assert_eq!(limit, 1 << 20),
+            ReadError::Fill(FillError::Deadline { .. }) => assert_eq!(timeout, Some(50)),
+            e => panic!("{e}"),
+        }
+        drop((from, held));
+        writer.join().unwrap();
+        assert_eq!(heap.stats().live, 0);
+    }
+    let read = heap.alloc_and_read(&File::open("/dev/zero").unwrap(), ..100_000, &small()).unwrap();
+    assert!(bytes(&read).iter().all(|b| *b == 0));
+    let read = heap.alloc_and_read(&File::open("/dev/null").unwrap(), .., &small()).unwrap();
+    assert!(read.buffer.is_empty());
+}
+
+#[test]
+fn block_devices() {
+    let devices = ["/dev/vda", "/dev/sda", "/dev/nvme0n1", "/dev/loop0"];
+    let readable = devices.iter().find_map(|d| Some((d, File::open(d).ok().filter(|f| f.metadata().is_ok())?)));
+    let size = |f: &File| (&mut &*f).seek(SeekFrom::End(0)).unwrap_or(0);
+    let Some((name, device)) = readable.filter(|(_, f)| size(f) >= 8 << 20) else {
+        return println!("SKIPPED: there is no block device that this process may read");
+    };
+    let mut want = vec![0; 3 << 20];
+    device.read_exact_at(&mut want, 4096).unwrap();
+    for mode in [Mode::Auto, Mode::Buffered] {
+        let options = ReadOptions { mode, ..small() };
+        let read = AnonHeap::new().alloc_and_read(&device, 4096..4096 + (3 << 20), &options).unwrap();
+        assert!(bytes(&read) == want, "{name} {mode:?}");
+    }
+}
+
+#[test]
+fn more_than_the_machine_has_is_refused() {
+    let file = NamedTempFile::new_in(DISK).unwrap();
+    if let Err(e) = file.as_file().set_len(1 << 42) {
+        return println!("SKIPPED: no file of 4 TiB: {e}");
+    }
+    let e = AnonHeap::starting_at(PageKind::Base)
+        .alloc_and_read(&File::open(file.path()).unwrap(), .., &small())
+        .unwrap_err();
+    assert!(matches!(&e, ReadError::Fill(FillError::NoRoom { .. } | FillError::Memory { .. })), "{e}");
+    assert!(Path::new(DISK).exists());
+}

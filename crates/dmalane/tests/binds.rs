@@ -1,0 +1,158 @@
+//! Binds on the software card: fences that transfers and bind queues share, and a load that is recorded and replayed.
+
+use std::fs::File;
+use std::ops::ControlFlow;
+use std::sync::{Arc, Mutex};
+use std::time::Duration;
+
+use dmalane::addr::{Access, Address, CardAddr, DeviceVa, SgIndex, SgTable, Span, Timeline};
+use dmalane::engine::{Channel, Completion, DeviceAddr, DeviceFar, Direction, Fenced, OpError, Registered, Transfer};
+use dmalane::iopt::X86_64_4Level;
+use dmalane::load::{Placement, write_sample};
+use dmalane::mem::{AnonHeap, Heap, Part};
+use dmalane::trace::{Header, Lines, Recorder, Replay};
+use dmalane::vm::{AnyVm, BindQueue, Bo, Mapped, QueueError, Request, Submission};
+use dmalane::{FileOptions, SoftConfig, SoftDevice, open_file};
+
+const MIB: u64 = 1 << 20;
+
+/// A registered buffer with the same byte everywhere.
+fn buffer(bus: &dmalane::card::SoftBus, len: usize, fill: u8) -> (Part, Registered) {
+    let mut buf = AnonHeap::new().allocate(len).unwrap();
+    buf.fill(fill);
+    let buf = buf.share();
+    let via = Registered::new(bus, &buf, Access::RW).unwrap();
+    (buf.into_part(), via)
+}
+
+fn transfer(part: Part, direction: Direction, at: DeviceAddr, via: &Registered) -> Transfer<DeviceFar> {
+    Transfer { part, direction, far: DeviceFar { at, via: via.clone() } }
+}
+
+fn wait<C: Channel<Far = DeviceFar>>(channel: &mut C) -> Vec<Completion<DeviceFar>> {
+    let mut done = Vec::new();
+    while channel.in_flight() > 0 {
+        channel.wait(&mut done, Duration::from_secs(10));
+    }
+    done
+}
+
+#[test]
+fn a_transfer_gates_a_bind_and_a_bind_gates_a_transfer() {
+    let (mut parts, bus) = SoftDevice::parts(SoftConfig::default()).unwrap();
+    let mut channel = Fenced::new(parts.channel);
+    let mut queue = BindQueue::new(0, 16);
+    let (copied, bound) = (Timeline::new(), Timeline::new());
+    let area = parts.memory.reserve(4 * MIB).unwrap();
+    let mut sg = SgTable::new();
+    sg.push(area.first(), area.len()).unwrap();
+    let bo = Arc::new(Bo::new(1, SgIndex::from_table(&sg).unwrap()));
+    let va = DeviceVa::new(parts.vm.range().first().bits() + 64 * MIB);
+    let bind = |offset| Request::Bind { va, bo: bo.clone(), offset, len: MIB, access: Access::RW };
+    let mut ended = Vec::new();
+
+    for (step, fill) in [(1, 0x11), (2, 0x22)] {
+        let offset = (step - 1) * MIB;
+        let (up, via) = buffer(&bus, MIB as usize, fill);
+        let to = DeviceAddr::Card(area.first().checked_add(offset).unwrap());
+        let batch = Submission {
+            requests: vec![bind(offset)],
+            wait: vec![copied.fence(step)],
+            signal: vec![bound.promise(step)],
+        };
+        let ticket = queue.submit(batch).unwrap();
+        let _ = channel.submit_with(transfer(up, Direction::FromHost, to, &via), copied.promise(step)).unwrap();
+        queue.poll(&mut parts.vm, &mut ended);
+        assert!(ended.is_empty() && queue.to_invalidate().is_none(), "the bytes are not there yet");
+        assert!(wait(&mut channel).iter().all(|c| c.result.is_ok()));
+        queue.poll(&mut parts.vm, &mut ended);
+        if step == 2 {
+            // The first binding was replaced: its fence waits for the card to forget it.
+            assert!(ended.is_empty() && !bound.fence(2).is_signalled());
+            assert_eq!(queue.to_invalidate().unwrap().unmapped_bytes(), MIB);
+            (parts.invalidate)().unwrap();
+            ended.extend(queue.invalidated(&mut parts.vm));
+        }
+        let end = ended.pop().unwrap();
+        assert!(end.ticket == ticket && end.result.is_ok() && bound.fence(step).is_signalled());
+
+        // What was bound is seen by the card's MMU.
+        let (down, via) = buffer(&bus, MIB as usize, 0);
+        let _ = channel.submit(transfer(down, Direction::ToHost, DeviceAddr::Va(va), &via)).unwrap();
+        let [done] = wait(&mut channel).try_into().unwrap_or_else(|_| panic!("one operation"));
+        done.result.unwrap();
+        let mut bytes = vec![0; MIB as usize];
+        done.transfer.part.view().read(&mut bytes);
+        assert!(bytes.iter().all(|b| *b == fill), "step {step}");
+    }
+
+    // A transfer that fails takes the bind with it that relied on it.
+    let (up, via) = buffer(&bus, 4096, 1);
+    let nowhere = DeviceAddr::Card(CardAddr::new(1 << 60));
+    let mut batch = Submission { requests: vec![bind(3 * MIB)], ..Submission::default() };
+    batch.wait.push(copied.fence(3));
+    batch.signal.push(bound.promise(3));
+    let _ = queue.submit(batch).unwrap();
+    let _ = channel.submit_with(transfer(up, Direction::FromHost, nowhere, &via), copied.promise(3)).unwrap();
+    let done = wait(&mut channel);
+    assert!(matches!(done[0].result, Err(OpError::NoCardMemory(_))), "{:?}", done[0].result);
+    queue.poll(&mut parts.vm, &mut ended);
+    assert_eq!(ended[0].result, Err(QueueError::Fence));
+    assert!(bound.fence(3).has_failed() && !bound.fence(2).has_failed());
+    assert_eq!(parts.vm.bindings().next().unwrap().offset(), MIB, "what was bound before still is");
+
+    // A refused operation keeps its promise for the next try.
+    let (part, via) = buffer(&bus, 4096, 1);
+    let (refused, promise) = channel
+        .submit_with(
+            transfer(part, Direction::FromHost, DeviceAddr::Card(CardAddr::new(u64::MAX)), &via),
+            copied.promise(4),
+        )
+        .unwrap_err();
+    assert!(!promise.fence().is_signalled(), "{refused}");
+}
+
+fn mapping(vm: &dyn AnyVm) -> Vec<Mapped> {
+    let mut all = Vec::new();
+    vm.mapping(vm.range(), &mut |run| {
+        all.push(run);
+        ControlFlow::Continue(())
+    });
+    all
+}
+
+#[test]
+fn a_recorded_load_replays_to_the_same_mapping() {
+    let folder = tempfile::tempdir().unwrap();
+    let paths = ["a.safetensors", "b.safetensors"].map(|name| folder.path().join(name));
+    for (path, size) in paths.iter().zip([9 * MIB + 123, 3 * MIB]) {
+        write_sample(&mut File::create(path).unwrap(), size, size).unwrap();
+    }
+    for placement in [Placement::Ddr, Placement::HbmStriped] {
+        let mut soft = SoftDevice::open(SoftConfig { gather: MIB, ..SoftConfig::default() }).unwrap();
+        let header = Header { range: Some(soft.device.vm().range()), ..Header::default() };
+        let recorder = Arc::new(Mutex::new(Some(Recorder::new(Vec::new(), &header).unwrap())));
+        let shared = recorder.clone();
+        soft.device.observe(move |requests| {
+            shared.lock().unwrap().as_mut().unwrap().record(requests).unwrap();
+        });
+        let mut inputs = paths.each_ref().map(|path| open_file(path, FileOptions::default()).unwrap());
+        let (mut loaded, _) = soft.device.load(&mut inputs, placement, &mut |_| {}).unwrap();
+        // One is unloaded again: that is in the trace too.
+        let first = loaded.files.remove(0);
+        soft.device.unload(dmalane::load::Loaded { files: vec![first] }).unwrap();
+
+        let text = recorder.lock().unwrap().take().unwrap().finish().unwrap();
+        let mut lines = Lines::new(text.as_slice());
+        let header = Header::read(&mut lines).unwrap();
+        let mut replay = Replay::new(header.vm::<X86_64_4Level>().unwrap());
+        while let Some(line) = lines.next().unwrap() {
+            assert_eq!(replay.step(line).unwrap().name(), "ok");
+        }
+        let card = mapping(soft.device.vm());
+        assert!(!card.is_empty());
+        assert_eq!(mapping(replay.vm()), card);
+        let span: Span<DeviceVa> = loaded.files[0].range.unwrap();
+        assert!(card.iter().all(|run| span.covers(&run.span)), "only the second file is bound");
+    }
+}

@@ -1,0 +1,170 @@
+//! What a channel has done, counted cheaply.
+
+use std::time::{Duration, Instant};
+
+/// Counters of one channel.
+#[derive(Clone, PartialEq, Eq, Debug, Default)]
+pub struct Stats {
+    /// Operations accepted.
+    pub submitted: u64,
+    /// Operations that ended without error.
+    pub ok: u64,
+    /// Operations that ended with an error, cancelled ones included.
+    pub failed: u64,
+    /// Operations that ended because they were cancelled, or were taken back.
+    pub cancelled: u64,
+    /// Bytes done, also by operations that failed later.
+    pub bytes: u64,
+    /// Operations refused because the channel was full.
+    pub full: u64,
+    /// Doorbells rung.
+    pub doorbells: u64,
+    /// Times the channel was stopped by an error or a time-out.
+    pub stops: u64,
+    /// From enqueue to collection, of one operation in [`Latency::ONE_IN`].
+    pub latency: Latency,
+}
+
+/// A histogram of durations: buckets an eighth apart, from 16 ns to 2^40 ns; what lies outside counts in the first or last.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub struct Latency {
+    buckets: Vec<u32>,
+    count: u64,
+}
+
+/// log2 of the buckets per power of two.
+const FINE: u32 = 3;
+const FIRST: u32 = 4;
+const LAST: u32 = 40;
+
+impl Default for Latency {
+    fn default() -> Self {
+        Self { buckets: vec![0; ((LAST - FIRST) << FINE) as usize], count: 0 }
+    }
+}
+
+impl Latency {
+    /// Reading the clock twice costs more than enqueueing, so only one operation in so many is timed, the first among them.
+    pub const ONE_IN: u64 = 32;
+
+    /// Counts one.
+    pub fn record(&mut self, took: Duration) {
+        let ns = u64::try_from(took.as_nanos()).unwrap_or(u64::MAX).max(1 << FIRST);
+        let power = ns.ilog2();
+        let fine = (ns >> (power - FINE)) as u32 & ((1 << FINE) - 1);
+        let bucket = (((power - FIRST) << FINE | fine) as usize).min(self.buckets.len() - 1);
+        self.buckets[bucket] = self.buckets[bucket].saturating_add(1);
+        self.count += 1;
+    }
+
+    /// How many were counted.
+    pub fn count(&self) -> u64 {
+        self.count
+    }
+
+    /// The duration that this share (0 to 1) of all stays below, rounded up to the end of its bucket: at most an eighth more
+    /// than the truth. `None` when nothing was counted.
+    pub fn quantile(&self, share: f64) -> Option<Duration> {
+        let rank = (share.clamp(0.0, 1.0) * self.count as f64).ceil().max(1.0) as u64;
+        let mut below = 0;
+        let bucket = self.buckets.iter().position(|n| {
+            below += u64::from(*n);
+            below >= rank
+        })? as u64;
+        let power = FIRST + (bucket >> FINE) as u32;
+        let eighths = (1 << FINE) + (bucket & ((1 << FINE) - 1)) + 1;
+        Some(Duration::from_nanos(eighths << (power - FINE)))
+    }
+
+    /// The median.
+    pub fn p50(&self) -> Option<Duration> {
+        self.quantile(0.5)
+    }
+
+    /// 99 of 100 stay below.
+    pub fn p99(&self) -> Option<Duration> {
+        self.quantile(0.99)
+    }
+
+    /// Adds another histogram's counts.
+    pub fn add(&mut self, other: &Self) {
+        for (mine, theirs) in self.buckets.iter_mut().zip(&other.buckets) {
+            *mine = mine.saturating_add(*theirs);
+        }
+        self.count += other.count;
+    }
+}
+
+impl Stats {
+    /// Adds another channel's counters.
+    pub fn add(&mut self, other: &Self) {
+        self.submitted += other.submitted;
+        self.ok += other.ok;
+        self.failed += other.failed;
+        self.cancelled += other.cancelled;
+        self.bytes += other.bytes;
+        self.full += other.full;
+        self.doorbells += other.doorbells;
+        self.stops += other.stops;
+        self.latency.add(&other.latency);
+    }
+}
+
+/// For implementations of [`Queue`](crate::Queue): times one operation in [`Latency::ONE_IN`], in the order of their numbers.
+#[derive(Debug, Default)]
+pub struct Sampler(std::collections::VecDeque<(u64, Instant)>);
+
+impl Sampler {
+    /// Operation `number` was enqueued.
+    #[inline]
+    pub fn begun(&mut self, number: u64) {
+        if number.is_multiple_of(Latency::ONE_IN) {
+            self.0.push_back((number, Instant::now()));
+        }
+    }
+
+    /// Operation `number` was collected, or taken back.
+    #[inline]
+    pub fn ended(&mut self, number: u64, into: &mut Latency) {
+        if number.is_multiple_of(Latency::ONE_IN)
+            && let Some(place) = self.0.iter().position(|(n, _)| *n == number)
+            && let Some((_, at)) = self.0.remove(place)
+        {
+            into.record(at.elapsed());
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    proptest! {
+        #[test]
+        fn quantiles_agree_with_a_sorted_list(mut ns in prop::collection::vec(1u64..1 << 41, 1..200), share in 0.0..1.0f64) {
+            let mut latency = Latency::default();
+            for n in &ns {
+                latency.record(Duration::from_nanos(*n));
+            }
+            ns.sort_unstable();
+            let rank = (share * ns.len() as f64).ceil().max(1.0) as usize;
+            let want = ns[rank - 1].clamp(16, (1 << 40) - 1);
+            let got = latency.quantile(share).unwrap().as_nanos() as u64;
+            prop_assert!(got > want && got <= want + want / 8 + 2, "{} for {}", got, want);
+        }
+    }
+
+    #[test]
+    fn one_in_so_many_is_timed() {
+        let (mut sampler, mut latency) = (Sampler::default(), Latency::default());
+        for n in 0..100 {
+            sampler.begun(n);
+        }
+        for n in 0..100 {
+            sampler.ended(n, &mut latency);
+        }
+        assert_eq!(latency.count(), 4);
+        assert!(Latency::default().p50().is_none());
+    }
+}

@@ -1,0 +1,159 @@
+//! Buffers filled by any job are what the slow version makes of it, whatever order the reads end in.
+
+mod script;
+
+use std::ops::ControlFlow;
+use std::time::{Duration, Instant};
+
+use dmalane_addr::FileOffset;
+use dmalane_load::fill::{BadJob, Event, Extent, FillError, FillOptions, Job, fill};
+use dmalane_mem::{AnonHeap, Heap, MemfdHeap, PageKind, Pool};
+use script::{Random, Script, noise};
+use twox_hash::XxHash3_64;
+
+/// The slow version.
+fn naive(job: &Job, sources: &[std::sync::Arc<Vec<u8>>]) -> Vec<Vec<u8>> {
+    let mut buffers: Vec<Vec<u8>> = job.buffers.iter().map(|len| vec![0; *len as usize]).collect();
+    for e in &job.extents {
+        let from = &sources[e.source][e.at.bits() as usize..][..e.len as usize];
+        buffers[e.buffer][e.to as usize..][..e.len as usize].copy_from_slice(from);
+    }
+    buffers
+}
+
+/// Extents scattered over some buffers, with gaps, in no order.
+fn random_job(random: &mut Random, sources: usize, source_len: u64) -> Job {
+    let mut job = Job::default();
+    for buffer in 0..=random.below(3) as usize {
+        let len = random.below(60_000);
+        let mut to = random.below(3000);
+        while to < len {
+            let n = random.below(20_000).min(len - to).min(source_len);
+            let at = FileOffset::new(random.below(source_len - n + 1));
+            job.extents.push(Extent { source: random.below(sources as u64) as usize, at, len: n, buffer, to });
+            to += n + random.below(2) * random.below(9000);
+        }
+        job.buffers.push(len);
+    }
+    for i in (1..job.extents.len()).rev() {
+        job.extents.swap(i, random.below(i as u64 + 1) as usize);
+    }
+    job
+}
+
+#[test]
+fn any_job_gives_what_the_slow_version_gives() {
+    let sources: Vec<_> = (0..3).map(|i| noise(i, 50_000)).collect();
+    let heaps: [&dyn Heap; 3] = [
+        &AnonHeap::starting_at(PageKind::Base),
+        &MemfdHeap::starting_at(PageKind::Base),
+        &Pool::new(AnonHeap::new(), 1 << 20),
+    ];
+    let mut recycled = 0;
+    for seed in 0..600 {
+        let mut random = Random(seed);
+        let job = random_job(&mut random, 3, 50_000);
+        let capacity = 1 + random.below(6) as usize;
+        let mut lanes: Vec<Vec<Script>> = (0..=random.below(3))
+            .map(|lane| sources.iter().map(|s| Script::new(s.clone(), capacity, seed ^ lane, Vec::new())).collect())
+            .collect();
+        let options = FillOptions {
+            gather: random.below(40_000),
+            block: random.below(20_000),
+            checksum: seed % 2 == 0,
+            ..FillOptions::default()
+        };
+        let heap = heaps[seed as usize % 3];
+        let (mut arrived, mut complete, mut allocated) = (0, vec![false; job.extents.len()], 0);
+        let mut missing: Vec<u64> = job.extents.iter().map(|e| e.len).collect();
+        let mut watch = |event: Event| {
+            match event {
+                Event::Arrived { buffer, offset, len } => {
+                    arrived += len;
+                    let whole = |e: &Extent| e.buffer == buffer && e.to <= offset && offset + len <= e.to + e.len;
+                    missing[job.extents.iter().position(whole).unwrap()] -= len;
+                }
+                Event::Complete { extent } => {
+                    assert!(missing[extent] == 0 && !complete[extent]);
+                    complete[extent] = true;
+                }
+                Event::Allocated { len, .. } => allocated += len,
+                _ => {}
+            }
+            ControlFlow::Continue(())
+        };
+        let filled = fill(heap, &job, &mut lanes, &options, &mut watch).unwrap();
+        assert_eq!(arrived, job.bytes());
+        assert!(complete.iter().all(|c| *c), "every extent is reported");
+        recycled += usize::from(filled.report.recycled);
+        assert_eq!(allocated, filled.buffers.iter().map(|b| b.shared().len() as u64).sum::<u64>());
+        let expected = naive(&job, &sources);
+        assert_eq!(filled.buffers.len(), expected.len());
+        for (buf, want) in filled.buffers.into_iter().zip(expected) {
+            assert_eq!(buf.len(), want.len());
+            assert_eq!(buf.checksum(), options.checksum.then(|| XxHash3_64::oneshot(&want)), "seed {seed}");
+            let cpu = buf.into_shared().into_cpu().unwrap();
+            assert!(cpu[..want.len()] == want, "seed {seed}");
+            assert!(cpu[want.len()..].iter().all(|b| *b == 0), "what follows is zero");
+        }
+        assert_eq!(heap.stats().live, 0);
+    }
+    assert!(recycled > 50, "{recycled} of 200");
+}
+
+#[test]
+fn jobs_that_contradict_themselves() {
+    let source = noise(1, 10_000);
+    let extent = |at, len, to| Extent { source: 0, at: FileOffset::new(at), len, buffer: 0, to };
+    let run = |job: &Job| {
+        let mut lanes = [vec![Script::new(source.clone(), 2, 1, Vec::new())]];
+        let heap = AnonHeap::new();
+        fill(&heap, job, &mut lanes, &FillOptions::default(), &mut |_| ControlFlow::Continue(())).map(|_| ())
+    };
+    let bad = |extents: Vec<Extent>| match run(&Job { buffers: vec![8192], extents }) {
+        Err(FillError::Job(bad)) => bad,
+        other => panic!("{other:?}"),
+    };
+    assert_eq!(
+        bad(vec![Extent { source: 1, ..extent(0, 1, 0) }]),
+        BadJob::NoSuchSource { extent: 0, named: 1, there: 1 }
+    );
+    assert_eq!(bad(vec![Extent { buffer: 1, ..extent(0, 1, 0) }]), BadJob::OutOfBounds { extent: 0 });
+    assert_eq!(bad(vec![extent(0, 8193, 0)]), BadJob::OutOfBounds { extent: 0 });
+    assert_eq!(bad(vec![extent(0, 1, 0), extent(0, u64::MAX, 1)]), BadJob::OutOfBounds { extent: 1 });
+    assert_eq!(bad(vec![extent(u64::MAX, 1, 0)]), BadJob::OutOfBounds { extent: 0 });
+    assert_eq!(bad(vec![extent(i64::MAX as u64, 1, 0)]), BadJob::OutOfBounds { extent: 0 });
+    assert_eq!(bad(vec![extent(0, 10, 100), extent(0, 11, 90)]), BadJob::Overlap { first: 1, second: 0 });
+    let huge = run(&Job { buffers: vec![u64::MAX], extents: Vec::new() });
+    assert!(matches!(huge, Err(FillError::Job(BadJob::TooLarge(u64::MAX)))));
+    let huge = run(&Job { buffers: vec![1 << 60], extents: Vec::new() });
+    assert!(matches!(huge, Err(FillError::Memory { buffer: 0, .. })), "{huge:?}");
+    run(&Job { buffers: vec![0, 5], extents: vec![extent(9, 0, 0)] }).unwrap();
+    run(&Job::default()).unwrap();
+}
+
+#[test]
+fn stopped_by_the_watcher_and_by_the_clock() {
+    let source = noise(2, 200_000);
+    for lanes in 1..3 {
+        let heap = AnonHeap::starting_at(PageKind::Base);
+        let channels = || vec![Script::new(source.clone(), 2, 7, Vec::new())];
+        let options = FillOptions { gather: 8192, block: 4096, ..FillOptions::default() };
+        let job = Job::whole(&[200_000]);
+        let mut seen = 0;
+        let mut lanes: Vec<_> = (0..lanes).map(|_| channels()).collect();
+        let stopped = fill(&heap, &job, &mut lanes, &options, &mut |event| {
+            if let Event::Arrived { len, .. } = event {
+                seen += len;
+            }
+            if seen > 50_000 { ControlFlow::Break(()) } else { ControlFlow::Continue(()) }
+        });
+        let Err(FillError::Cancelled { done, of }) = stopped else { panic!("{stopped:?}") };
+        assert!(of == 200_000 && done > 50_000 && done < 200_000);
+        assert_eq!(heap.stats().live, 0);
+        let past = FillOptions { deadline: Some(Instant::now() - Duration::from_secs(1)), ..options };
+        let late = fill(&heap, &job, &mut lanes, &past, &mut |_| ControlFlow::Continue(()));
+        assert!(matches!(late, Err(FillError::Deadline { of: 200_000, .. })), "{late:?}");
+        assert_eq!(heap.stats().live, 0);
+    }
+}

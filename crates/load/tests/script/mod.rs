@@ -1,0 +1,142 @@
+//! A channel over bytes in memory that reorders, and fails by script.
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::time::Duration;
+
+use dmalane_addr::FileOffset;
+use dmalane_engine::{Channel, Completion, Limits, OpError, Refusal, Refused, Ticket, Transfer};
+
+/// What goes wrong when the byte at an offset is read.
+#[derive(Clone, PartialEq, Debug)]
+#[allow(dead_code)] // one of the tests that share this file needs none of them
+pub enum Fault {
+    /// The kernel fails the read.
+    Errno(i32),
+    /// The file ends there.
+    End,
+    /// The channel refuses everything from then on.
+    Dead,
+}
+
+/// Parts that channels have taken and not given back, over all of them.
+pub static HELD: AtomicUsize = AtomicUsize::new(0);
+
+/// A source in memory.
+pub struct Script {
+    bytes: Arc<Vec<u8>>,
+    faults: Vec<(u64, Fault)>,
+    capacity: usize,
+    random: u64,
+    waiting: Vec<(Ticket, Transfer<FileOffset>)>,
+    next: u64,
+    dead: bool,
+}
+
+impl Script {
+    pub fn new(bytes: Arc<Vec<u8>>, capacity: usize, seed: u64, faults: Vec<(u64, Fault)>) -> Self {
+        Self { bytes, faults, capacity, random: seed | 1, waiting: Vec::new(), next: 0, dead: false }
+    }
+
+    fn pick(&mut self, n: usize) -> usize {
+        self.random = self.random.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
+        (self.random >> 33) as usize % n
+    }
+
+    /// The first fault within a read, as the error that a file channel would give.
+    pub fn error(fault: &Fault, at: u64, end: u64) -> OpError {
+        match fault {
+            Fault::Errno(errno) => OpError::Io { at: FileOffset::new(at), errno: *errno },
+            Fault::End => OpError::EndOfFile { at: FileOffset::new(at), missing: end - at },
+            Fault::Dead => OpError::Stopped("by script".into()),
+        }
+    }
+
+    fn end_one(&mut self) -> Completion<FileOffset> {
+        let i = self.pick(self.waiting.len());
+        let (ticket, mut transfer) = self.waiting.swap_remove(i);
+        let at = transfer.far.bits();
+        let end = at + transfer.part.len() as u64;
+        let hit = self.faults.iter().filter(|(place, _)| (at..end).contains(place)).min_by_key(|(place, _)| *place);
+        let result = match hit {
+            Some((place, fault)) => {
+                self.dead |= *fault == Fault::Dead;
+                Err(Self::error(fault, *place, end))
+            }
+            None => {
+                transfer.part.write(0, &self.bytes[at as usize..end as usize]).unwrap();
+                Ok(())
+            }
+        };
+        HELD.fetch_sub(1, Ordering::Relaxed);
+        Completion { ticket, transfer, result }
+    }
+}
+
+impl Channel for Script {
+    type Far = FileOffset;
+
+    fn limits(&self) -> Limits {
+        Limits { capacity: self.capacity, max_len: u64::MAX }
+    }
+
+    fn in_flight(&self) -> usize {
+        self.waiting.len()
+    }
+
+    fn submit(&mut self, transfer: Transfer<FileOffset>) -> Result<Ticket, Refused<FileOffset>> {
+        let reason = match () {
+            () if self.dead => Refusal::Stopped("by script".into()),
+            () if self.waiting.len() >= self.capacity => Refusal::Full,
+            () => {
+                self.next += 1;
+                HELD.fetch_add(1, Ordering::Relaxed);
+                self.waiting.push((Ticket::new(self.next), transfer));
+                return Ok(Ticket::new(self.next));
+            }
+        };
+        Err(Refused { transfer, reason })
+    }
+
+    fn poll(&mut self, done: &mut Vec<Completion<FileOffset>>) -> usize {
+        if self.waiting.is_empty() || self.pick(3) == 0 {
+            return 0;
+        }
+        let n = 1 + self.pick(self.waiting.len());
+        for _ in 0..n {
+            let ended = self.end_one();
+            done.push(ended);
+        }
+        n
+    }
+
+    fn wait(&mut self, done: &mut Vec<Completion<FileOffset>>, _: Duration) -> usize {
+        if self.waiting.is_empty() {
+            return 0;
+        }
+        let ended = self.end_one();
+        done.push(ended);
+        1
+    }
+}
+
+impl Drop for Script {
+    fn drop(&mut self) {
+        HELD.fetch_sub(self.waiting.len(), Ordering::Relaxed);
+    }
+}
+
+/// Numbers from a seed.
+pub struct Random(pub u64);
+
+impl Random {
+    pub fn below(&mut self, n: u64) -> u64 {
+        self.0 = self.0.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
+        (self.0 >> 33) % n.max(1)
+    }
+}
+
+pub fn noise(seed: u64, len: usize) -> Arc<Vec<u8>> {
+    let mut random = Random(seed);
+    Arc::new((0..len).map(|_| random.below(256) as u8).collect())
+}

@@ -1,0 +1,188 @@
+//! The suite that every heap takes, and what is particular to some.
+
+use super::*;
+use crate::sys::HUGE;
+
+const LADDER: [PageKind; 4] = [PageKind::Hugetlb1G, PageKind::Hugetlb2M, PageKind::Transparent, PageKind::Base];
+
+/// Every heap takes these tests; a new heap joins with one line below.
+fn conformance(heap: &dyn Heap) {
+    let best = heap.abilities().best_pages;
+    for refused in [0, usize::MAX] {
+        assert!(matches!(heap.allocate(refused), Err(Error::BadLength(n)) if n == refused));
+        assert!(matches!(heap.reserve(refused), Err(Error::BadLength(n)) if n == refused));
+    }
+    assert!(heap.allocate(1 << 60).is_err(), "more than the address space");
+    assert_eq!(heap.stats(), HeapStats::default(), "a refused buffer is not counted");
+    let lengths = [1, 4096, 4097, (1 << 20) - 1, 1 << 20, (2 << 20) + 1, 5 << 20];
+    for len in lengths {
+        let mut buf = heap.allocate(len).unwrap();
+        assert!(buf.len() >= len && buf.len().is_multiple_of(4096));
+        assert!(buf.iter().all(|b| *b == 0), "zeroed");
+        buf.fill(0xa5);
+        let size = buf.len();
+        assert_eq!(heap.stats().live, size);
+        let shared = buf.share();
+        assert_eq!((shared.len(), heap.stats().live), (size, size), "sharing moves no memory");
+        let buf = shared.into_cpu().unwrap();
+        assert!(buf.iter().all(|b| *b == 0xa5));
+        // Every better kind than the one that was had comes with its reason, best first.
+        let better: Vec<_> = buf.rung().passed_over.iter().map(|(kind, _)| *kind).collect();
+        let top = LADDER.iter().position(|k| *k == best).unwrap();
+        let had = LADDER.iter().position(|k| *k == buf.rung().kind).unwrap();
+        assert_eq!(better, LADDER[top..had]);
+        assert!(buf.rung().passed_over.iter().all(|(_, why)| !why.is_empty()));
+        if len < HUGE / 2 {
+            assert_eq!(buf.rung().kind, PageKind::Base);
+        }
+    }
+    for len in lengths {
+        let mut reserved = heap.reserve(len).unwrap();
+        let (size, fresh) = (reserved.len(), reserved.is_fresh());
+        assert!(size >= len && size - len < HUGE && reserved.left() == size);
+        assert!(size - len < 4096 || len >= 4 << 20, "small ones are not rounded up to huge pages");
+        assert_eq!(heap.stats().live, size);
+        assert!(reserved.next(0).is_none());
+        let mut parts = Vec::new();
+        while let Some(absent) = reserved.next(1_000_000) {
+            assert_eq!(absent.offset() + absent.len() + reserved.left(), size);
+            let mut part = absent.populate().unwrap();
+            if fresh {
+                let zero = part.with_bytes(|bytes| bytes.iter().all(|b| *b == 0));
+                assert_eq!(zero, Some(true), "new pages are zero");
+            }
+            part.write(0, b"x").unwrap();
+            parts.push(part);
+        }
+        drop(reserved);
+        let whole = parts.into_iter().reduce(|a, b| a.join(b).unwrap()).unwrap().into_whole().unwrap();
+        assert_eq!((whole.len(), heap.stats().live), (size, size));
+        // Half of it, and then no more.
+        let mut half = heap.reserve(len).unwrap();
+        drop(half.next(len / 2 + 1).unwrap().populate().unwrap());
+        assert!(half.populate().is_err(), "some of it was taken");
+        assert_eq!(heap.reserve(len).unwrap().populate().unwrap().len(), size);
+    }
+    let (a, b) = (heap.allocate(4096).unwrap(), heap.allocate(4096).unwrap());
+    drop((a, b));
+    let stats = heap.stats();
+    assert_eq!((stats.live, stats.buffers), (0, 9 + 3 * lengths.len()));
+    assert!(stats.peak >= 5 << 20);
+    abilities(heap);
+}
+
+/// A heap does what it says that it can do.
+fn abilities(heap: &dyn Heap) {
+    let can = heap.abilities();
+    let shared = heap.allocate(1 << 20).unwrap().share();
+    assert_eq!(shared.export().is_some(), can.shareable);
+    match crate::export_dma_buf(&shared) {
+        Ok(_) => assert!(can.dma_buf),
+        Err(e) => assert!(!can.dma_buf || can.direct_io || !e.to_string().is_empty(), "{e}"),
+    }
+    assert_eq!(shared.into_cpu().is_ok(), !can.shareable, "exported for good");
+}
+
+macro_rules! conformance {
+    ($($name:ident: $heap:expr;)*) => {$(
+        #[test]
+        fn $name() {
+            conformance(&$heap);
+        }
+    )*};
+}
+
+conformance! {
+    anonymous_1g: AnonHeap::starting_at(PageKind::Hugetlb1G);
+    anonymous: AnonHeap::starting_at(PageKind::Hugetlb2M);
+    anonymous_transparent: AnonHeap::starting_at(PageKind::Transparent);
+    anonymous_base: AnonHeap::starting_at(PageKind::Base);
+    anonymous_on_node_0: AnonHeap::starting_at(PageKind::Transparent).bound_to(Some(0));
+    memfd_1g: MemfdHeap::starting_at(PageKind::Hugetlb1G);
+    memfd: MemfdHeap::starting_at(PageKind::Hugetlb2M);
+    memfd_transparent: MemfdHeap::starting_at(PageKind::Transparent);
+    memfd_base: MemfdHeap::starting_at(PageKind::Base);
+    memfd_on_node_0: MemfdHeap::starting_at(PageKind::Base).bound_to(Some(0));
+    pool_of_anonymous: Pool::new(AnonHeap::new(), 64 << 20);
+    pool_of_memfd: Pool::new(MemfdHeap::new(), 64 << 20);
+    pool_that_keeps_nothing: Pool::new(AnonHeap::new(), 0);
+    pool_of_a_pool: Pool::new(Pool::new(AnonHeap::new(), 64 << 20), 64 << 20);
+}
+
+#[test]
+fn dma_heap() {
+    match DmaHeap::open("system") {
+        Ok(heap) => conformance(&heap),
+        Err(e) => println!("SKIPPED: no dma-buf heap: {e}"),
+    }
+}
+
+#[test]
+fn udmabuf() {
+    let buf = MemfdHeap::new().allocate(1 << 20).unwrap().share();
+    match crate::export_dma_buf(&buf) {
+        Ok(_fd) => assert!(buf.into_cpu().is_err(), "exported"),
+        Err(e) if e.kind() == std::io::ErrorKind::NotFound => println!("SKIPPED: no udmabuf: {e}"),
+        Err(e) => panic!("{e}"),
+    }
+    let anonymous = AnonHeap::new().allocate(4096).unwrap().share();
+    assert!(crate::export_dma_buf(&anonymous).is_err());
+}
+
+#[test]
+fn a_node_that_is_not_there() {
+    for node in [61, 62, 63, u32::MAX] {
+        let heap = AnonHeap::starting_at(PageKind::Base).bound_to(Some(node));
+        assert!(matches!(heap.allocate(4096), Err(Error::Allocate { .. })), "{node}");
+        assert_eq!(heap.stats().live, 0);
+    }
+}
+
+#[test]
+fn a_pool_hands_out_what_it_was_given() {
+    let pool = Pool::new(AnonHeap::new(), 8 << 20);
+    let address = |heap: &Pool, len| {
+        let mut buf = heap.allocate(len).unwrap();
+        buf.fill(7);
+        (buf.as_ptr().addr(), buf.len())
+    };
+    let (first, _) = address(&pool, 1 << 20);
+    assert_eq!(pool.pool_stats(), PoolStats { kept: 1 << 20, kept_buffers: 1, misses: 1, ..PoolStats::default() });
+    assert_eq!(address(&pool, 1 << 20).0, first, "recycled");
+    assert_eq!(address(&pool, (1 << 20) - 5000).1, 1 << 20, "almost as long");
+    assert_ne!(address(&pool, 4096).1, 1 << 20, "not a large one for a small need");
+    assert!(pool.allocate(1 << 20).unwrap().iter().all(|b| *b == 0), "cleared");
+    // A pool is bounded: the oldest goes.
+    let many: Vec<_> = (0..9).map(|_| pool.allocate(1 << 20).unwrap()).collect();
+    assert_eq!(pool.pool_stats().kept, 4096);
+    drop(many);
+    let stats = pool.pool_stats();
+    assert_eq!((stats.kept, stats.kept_buffers, stats.freed), (8 << 20, 8, 2));
+    drop(pool.allocate(16 << 20).unwrap());
+    assert_eq!((pool.pool_stats().kept, pool.pool_stats().freed), (8 << 20, 3), "larger than the bound");
+    pool.trim(3 << 20);
+    assert_eq!(pool.pool_stats().kept, 3 << 20);
+    // What outlives the pool is freed, not kept.
+    let last = pool.allocate(1 << 20).unwrap();
+    drop(pool);
+    drop(last);
+}
+
+#[test]
+fn a_pool_keeps_neither_what_is_known_elsewhere_nor_what_is_incomplete() {
+    let pool = Pool::new(MemfdHeap::new(), 64 << 20);
+    let buf = pool.allocate(1 << 20).unwrap().share();
+    assert!(buf.export().is_some());
+    drop(buf);
+    assert_eq!(pool.pool_stats().kept, 0, "exported");
+    let mut reserved = pool.reserve(4 << 20).unwrap();
+    let part = reserved.next(1 << 20).unwrap().populate().unwrap();
+    drop((part, reserved));
+    assert_eq!((pool.pool_stats().kept, pool.stats().live), (0, 0), "three quarters have no pages");
+    drop(pool.reserve(4 << 20).unwrap().populate().unwrap());
+    assert_eq!(pool.pool_stats().kept, 4 << 20);
+    let recycled = pool.reserve(4 << 20).unwrap();
+    assert!(!recycled.is_fresh());
+    drop(recycled);
+    assert_eq!(pool.pool_stats().kept, 4 << 20, "still present, whether used or not");
+}

@@ -1,0 +1,129 @@
+//! The physical pages behind virtual memory, as `/proc/PID/pagemap` tells a process that may know.
+
+use std::fs::File;
+use std::io;
+use std::os::unix::fs::FileExt;
+
+use dmalane_addr::{PhysAddr, SgTable};
+
+use crate::SharedBuf;
+
+const PAGE: u64 = 4096;
+/// Entries read at a time.
+const BATCH: usize = 8192;
+
+/// A page of a process (Linux, `Documentation/admin-guide/mm/pagemap.rst`).
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct PageEntry(u64);
+
+impl PageEntry {
+    /// It is in memory.
+    pub fn is_present(self) -> bool {
+        self.0 >> 63 & 1 == 1
+    }
+
+    /// It is in swap space.
+    pub fn is_swapped(self) -> bool {
+        self.0 >> 62 & 1 == 1
+    }
+
+    /// Where it is; `None` when it is not in memory, or the kernel does not tell this process (it needs `CAP_SYS_ADMIN`).
+    pub fn frame(self) -> Option<PhysAddr> {
+        let frame = self.0 & ((1 << 55) - 1);
+        (self.is_present() && frame != 0).then(|| PhysAddr::new(frame * PAGE))
+    }
+}
+
+/// The pages of a process.
+pub struct Pagemap(File);
+
+impl Pagemap {
+    /// Of this process.
+    ///
+    /// # Errors
+    /// The kernel's, where `/proc` is not mounted.
+    pub fn own() -> io::Result<Self> {
+        File::open("/proc/self/pagemap").map(Self)
+    }
+
+    /// Of a process.
+    ///
+    /// # Errors
+    /// The kernel's: `NotFound` for no such process, `PermissionDenied` for another user's.
+    pub fn of(pid: u32) -> io::Result<Self> {
+        File::open(format!("/proc/{pid}/pagemap")).map(Self)
+    }
+
+    /// Calls `each` for every page of 4 KiB of a range of virtual addresses, widened to whole pages, in order.
+    ///
+    /// # Errors
+    /// The kernel's.
+    pub fn scan(&self, start: u64, len: u64, mut each: impl FnMut(PageEntry)) -> io::Result<()> {
+        let end = start.checked_add(len).ok_or(io::ErrorKind::InvalidInput)?.div_ceil(PAGE);
+        let mut page = start / PAGE;
+        let mut buffer = vec![0u8; BATCH * 8];
+        while page < end {
+            let n = usize::try_from(end - page).unwrap_or(BATCH).min(BATCH);
+            let read = self.0.read_at(&mut buffer[..n * 8], page * 8)?;
+            if read < 8 {
+                return Err(io::ErrorKind::UnexpectedEof.into()); // past the end of the address space
+            }
+            for entry in buffer[..read].as_chunks::<8>().0 {
+                each(PageEntry(u64::from_ne_bytes(*entry)));
+            }
+            page += (read / 8) as u64;
+        }
+        Ok(())
+    }
+}
+
+/// The physical runs of a buffer, for a device without an IOMMU. The kernel may move pages that nobody has pinned: what is to stay true has
+/// to be pinned first.
+///
+/// # Errors
+/// `PermissionDenied` when the kernel does not tell this process where its pages are (it needs `CAP_SYS_ADMIN`); `NotFound` when a page
+/// is not in memory.
+pub fn physical_runs(buf: &SharedBuf) -> io::Result<SgTable<PhysAddr>> {
+    let start = buf.view().as_ptr().addr() as u64;
+    let mut table = SgTable::new();
+    let mut trouble = None;
+    Pagemap::own()?.scan(start, buf.len() as u64, |entry| match entry.frame() {
+        Some(frame) => {
+            let pushed = table.push(frame, PAGE);
+            debug_assert!(pushed.is_some(), "a frame lies below 2^67");
+        }
+        None if entry.is_present() => trouble = Some(io::ErrorKind::PermissionDenied),
+        None => trouble = trouble.or(Some(io::ErrorKind::NotFound)),
+    })?;
+    trouble.map_or(Ok(table), |kind| Err(kind.into()))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::{AnonHeap, Heap, PageKind};
+
+    #[test]
+    fn where_a_buffer_is() {
+        let buf = AnonHeap::starting_at(PageKind::Transparent).allocate(4 << 20).unwrap().share();
+        match physical_runs(&buf) {
+            Ok(runs) => {
+                assert_eq!(runs.segments().map(|s| s.len).sum::<u64>(), 4 << 20);
+                assert!((1..=1024).contains(&runs.segment_count()));
+            }
+            Err(e) if e.kind() == io::ErrorKind::PermissionDenied => {
+                return println!("SKIPPED: /proc/self/pagemap shows no frames to this process");
+            }
+            Err(e) => panic!("{e}"),
+        }
+        let sparse = SharedBuf::sparse("test", 1 << 20).unwrap();
+        assert_eq!(physical_runs(&sparse).unwrap_err().kind(), io::ErrorKind::NotFound);
+        sparse.populate(0, 4096).unwrap();
+        let mut present = Vec::new();
+        let start = sparse.view().as_ptr().addr() as u64;
+        Pagemap::own().unwrap().scan(start + 1, 8192, |page| present.push(page.is_present())).unwrap();
+        assert_eq!(present, [true, false, false], "widened to whole pages");
+        assert!(Pagemap::own().unwrap().scan(u64::MAX - 5, 4096, |_| ()).is_err());
+        assert!(Pagemap::of(u32::MAX).is_err());
+    }
+}

@@ -1,0 +1,154 @@
+//! How much memory this process can still take before the kernel refuses, or kills.
+
+use std::fs;
+use std::path::{Path, PathBuf};
+
+/// Memory that is left, and by what.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub struct Room {
+    /// Bytes.
+    pub bytes: u64,
+    /// What sets the limit: the machine, a cgroup, the overcommit policy.
+    pub limited_by: String,
+}
+
+/// What can be taken now, reserved huge pages aside; `None` where the kernel does not say.
+///
+/// The least of: memory that is available in the machine; for each memory cgroup of this process (version 1 or 2) and those above
+/// it, its limit less what it uses and cannot give up; and where the kernel does not overcommit (`vm.overcommit_memory` = 2) what it
+/// may still promise. Others take memory too, so this is a snapshot: enough to refuse what cannot be, since a cgroup that runs full has its
+/// processes killed and gives no error.
+pub fn room() -> Option<Room> {
+    room_at(Path::new("/"))
+}
+
+fn room_at(root: &Path) -> Option<Room> {
+    let machine = machine(&fs::read_to_string(root.join("proc/meminfo")).ok()?, overcommit(root) == Some(2));
+    let cgroups = fs::read_to_string(root.join("proc/self/cgroup")).unwrap_or_default();
+    cgroups.lines().flat_map(|line| cgroup(root, line)).chain(machine).min_by_key(|room| room.bytes)
+}
+
+fn overcommit(root: &Path) -> Option<u64> {
+    number(&root.join("proc/sys/vm/overcommit_memory"))
+}
+
+fn machine(meminfo: &str, strict: bool) -> Vec<Room> {
+    let field = |name: &str| {
+        let line = meminfo.lines().find_map(|l| l.strip_prefix(name)?.strip_prefix(':'));
+        line.and_then(|l| l.trim().strip_suffix(" kB")?.trim().parse::<u64>().ok()).map(|kib| kib.saturating_mul(1024))
+    };
+    let mut rooms = Vec::new();
+    if let Some(bytes) = field("MemAvailable") {
+        rooms.push(Room { bytes, limited_by: "the memory of the machine".into() });
+    }
+    if let (true, Some(limit), Some(used)) = (strict, field("CommitLimit"), field("Committed_AS")) {
+        let bytes = limit.saturating_sub(used);
+        rooms.push(Room { bytes, limited_by: "vm.overcommit_memory = 2 (CommitLimit)".into() });
+    }
+    rooms
+}
+
+/// The cgroup of a line of `/proc/self/cgroup` and those above it.
+fn cgroup(root: &Path, line: &str) -> Vec<Room> {
+    let mut fields = line.splitn(3, ':');
+    let (Some(_), Some(controllers), Some(path)) = (fields.next(), fields.next(), fields.next()) else { return vec![] };
+    let (mount, limit, usage, idle) = match controllers {
+        "" => ("", "memory.max", "memory.current", "inactive_file"),
+        c if c.split(',').any(|c| c == "memory") => {
+            ("memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+        }
+        _ => return vec![],
+    };
+    let mount: PathBuf = root.join("sys/fs/cgroup").join(mount);
+    // In a container the path may be that of the host, and what is mounted is the cgroup itself: then only the mount is there.
+    let mut inside = PathBuf::from(path.trim_start_matches('/'));
+    let mut rooms = Vec::new();
+    loop {
+        let dir = mount.join(&inside);
+        if let (Some(limit), Some(used)) = (number(&dir.join(limit)), number(&dir.join(usage))) {
+            let stat = fs::read_to_string(dir.join("memory.stat")).unwrap_or_default();
+            let idle = stat.lines().find_map(|l| l.strip_prefix(idle)?.trim().parse().ok()).unwrap_or(0);
+            let bytes = limit.saturating_sub(used.saturating_sub(idle));
+            rooms.push(Room { bytes, limited_by: format!("the memory cgroup /{}", inside.display()) });
+        }
+        if !inside.pop() {
+            return rooms;
+        }
+    }
+}
+
+/// A number in a file of its own; `None` for "max" too, which is no limit.
+fn number(path: &Path) -> Option<u64> {
+    fs::read_to_string(path).ok()?.trim().parse().ok()
+}
+
+/// Bytes that this process may still lock into memory, for what is to be registered with io_uring or pinned by a driver (`RLIMIT_MEMLOCK`
+/// less `VmLck` and `VmPin`); `None` where there is no limit. A process with `CAP_IPC_LOCK` is not held to it.
+pub fn memlock_left() -> Option<u64> {
+    let limit = rustix::process::getrlimit(rustix::process::Resource::Memlock).current?;
+    let status = fs::read_to_string("/proc/self/status").unwrap_or_default();
+    let kib = |name: &str| {
+        let line = status.lines().find_map(|l| l.strip_prefix(name)?.strip_prefix(':'));
+        line.and_then(|l| l.trim().strip_suffix(" kB")?.trim().parse::<u64>().ok()).unwrap_or(0)
+    };
+    Some(limit.saturating_sub((kib("VmLck") + kib("VmPin")).saturating_mul(1024)))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn tree(files: &[(&str, &str)]) -> PathBuf {
+        static NEXT: std::sync::atomic::AtomicU32 = std::sync::atomic::AtomicU32::new(0);
+        let n = NEXT.fetch_add(1, std::sync::atomic::Ordering::Relaxed);
+        let root = std::env::temp_dir().join(format!("dmalane-room-{}-{n}", std::process::id()));
+        for (path, text) in files {
+            let path = root.join(path);
+            fs::create_dir_all(path.parent().unwrap()).unwrap();
+            fs::write(path, text).unwrap();
+        }
+        root
+    }
+
+    fn room_of(files: &[(&str, &str)]) -> Option<(u64, String)> {
+        let root = tree(files);
+        let room = room_at(&root);
+        let _ = fs::remove_dir_all(root);
+        room.map(|r| (r.bytes, r.limited_by))
+    }
+
+    const MEMINFO: (&str, &str) =
+        ("proc/meminfo", "MemTotal: 900 kB\nMemAvailable:  500 kB\nCommitLimit: 300 kB\nCommitted_AS: 100 kB\n");
+
+    #[test]
+    fn the_tightest_limit_counts() {
+        assert_eq!(room_of(&[]), None);
+        assert_eq!(room_of(&[MEMINFO]).unwrap().0, 500 << 10);
+        let strict = [MEMINFO, ("proc/sys/vm/overcommit_memory", "2\n")];
+        assert_eq!(room_of(&strict).unwrap(), (200 << 10, "vm.overcommit_memory = 2 (CommitLimit)".into()));
+        let v2 = [
+            MEMINFO,
+            ("proc/self/cgroup", "0::/a/b\n"),
+            ("sys/fs/cgroup/a/b/memory.max", "max\n"),
+            ("sys/fs/cgroup/a/b/memory.current", "9\n"),
+            ("sys/fs/cgroup/a/memory.max", "100000\n"),
+            ("sys/fs/cgroup/a/memory.current", "60000\n"),
+            ("sys/fs/cgroup/a/memory.stat", "anon 1\ninactive_file 20000\nactive_file 3\n"),
+        ];
+        assert_eq!(room_of(&v2).unwrap(), (60000, "the memory cgroup /a".into()));
+        let v1 = [
+            MEMINFO,
+            ("proc/self/cgroup", "5:cpu:/x\n4:hugetlb,memory:/of/the/host\n0::/\n"),
+            ("sys/fs/cgroup/memory/memory.limit_in_bytes", "5000\n"),
+            ("sys/fs/cgroup/memory/memory.usage_in_bytes", "6000\n"),
+        ];
+        assert_eq!(room_of(&v1).unwrap(), (0, "the memory cgroup /".into()));
+        assert_eq!(room_of(&[MEMINFO, ("proc/self/cgroup", "nonsense\n::\n\n")]).unwrap().0, 500 << 10);
+    }
+
+    #[test]
+    fn this_machine_has_some() {
+        assert!(room().unwrap().bytes > 1 << 20);
+        let _may_be_unlimited = memlock_left();
+    }
+}

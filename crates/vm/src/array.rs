@@ -1,0 +1,320 @@
+//! A batch as an array of bytes: operations with a stride, as kernels take them.
+//!
+//! The layout is written down in `docs/formats/vm-array.md`. It follows the array of `VM_BIND` in the Linux drivers for
+//! Apple and Intel GPUs (`include/uapi/drm/asahi_drm.h`, `xe_drm.h`): the caller says how far apart its operations are, so
+//! that a caller and a library of different age understand each other. Operations shorter than ours are refused; of
+//! longer ones the part that we do not know must be zero.
+
+use alloc::vec::Vec;
+
+use dmalane_addr::{Access, DeviceVa, PageSize, Span};
+use dmalane_iopt::{Format, Tables};
+use zerocopy::little_endian::{U32, U64};
+use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout, Unaligned};
+
+use crate::{Errno, Error, Handles, Plan, PlanError, Request, Vm};
+
+/// One operation of an array, little-endian, without padding.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Default, FromBytes, IntoBytes, KnownLayout, Immutable, Unaligned)]
+#[repr(C)]
+pub struct Operation {
+    /// What to do and how: see the constants.
+    pub flags: U32,
+    /// Which buffer object; 0 where the operation has none.
+    pub handle: U32,
+    /// The first byte of the buffer object.
+    pub offset: U64,
+    /// Bytes.
+    pub range: U64,
+    /// The first device virtual address.
+    pub addr: U64,
+}
+
+impl Operation {
+    /// Bytes of an operation.
+    pub const BYTES: usize = size_of::<Self>();
+
+    /// The device may read.
+    pub const READ: u32 = 1 << 0;
+    /// The device may write.
+    pub const WRITE: u32 = 1 << 1;
+    /// The device may fetch programs.
+    pub const EXEC: u32 = 1 << 2;
+
+    /// Where the kind of operation begins in the flags.
+    pub const KIND_SHIFT: u32 = 8;
+    /// The bits of the kind.
+    pub const KIND_MASK: u32 = 0xf << Self::KIND_SHIFT;
+    /// Binds `range` bytes of the buffer from `offset` on at `addr`.
+    pub const BIND: u32 = 0 << Self::KIND_SHIFT;
+    /// Unbinds `range` bytes at `addr`; has no handle and no offset.
+    pub const UNBIND: u32 = 1 << Self::KIND_SHIFT;
+    /// Removes every binding of the buffer; has only a handle.
+    pub const UNBIND_BO: u32 = 2 << Self::KIND_SHIFT;
+    /// Makes `range` bytes at `addr` a sparse range; has no handle, no offset and no access.
+    pub const NULL: u32 = 3 << Self::KIND_SHIFT;
+    /// As `BIND`, but of one page at `offset`, again and again.
+    pub const REPEAT: u32 = 4 << Self::KIND_SHIFT;
+    /// A hint that `range` bytes at `addr` will be used; has no handle, no offset and no access.
+    pub const PREFETCH: u32 = 5 << Self::KIND_SHIFT;
+
+    /// Where the logarithm of the page size of `REPEAT` begins in the flags; 0 there means the format's smallest page.
+    pub const PAGE_SHIFT: u32 = 16;
+    /// The bits of that logarithm.
+    pub const PAGE_MASK: u32 = 0x3f << Self::PAGE_SHIFT;
+
+    const KNOWN: u32 = Self::READ | Self::WRITE | Self::EXEC | Self::KIND_MASK | Self::PAGE_MASK;
+    const ACCESS: u32 = Self::READ | Self::WRITE | Self::EXEC;
+
+    fn access(&self) -> Access {
+        let flags = self.flags.get();
+        let mut access = Access::empty();
+        for (bit, right) in [(Self::READ, Access::READ), (Self::WRITE, Access::WRITE), (Self::EXEC, Access::EXEC)] {
+            access.set(right, flags & bit != 0);
+        }
+        access
+    }
+
+    /// What it asks for, as far as that can be said without the VM.
+    fn request(&self, granule: PageSize, handles: &Handles) -> Result<Request, Reason> {
+        let flags = self.flags.get();
+        let (offset, range) = (self.offset.get(), self.range.get());
+        let va = DeviceVa::new(self.addr.get());
+        if flags & !Self::KNOWN != 0 {
+            return Err(Reason::UnknownFlags { flags });
+        }
+        let kind = flags & Self::KIND_MASK;
+        let zero = |field: &'static str, value: u64| match value {
+            0 => Ok(()),
+            value => Err(Reason::NotZero { field, value }),
+        };
+        // What this kind has no use for; a later version may give it a meaning.
+        let (has_bo, has_offset, has_span, has_access) = match kind {
+            Self::BIND | Self::REPEAT => (true, true, true, true),
+            Self::UNBIND_BO => (true, false, false, false),
+            Self::UNBIND | Self::NULL | Self::PREFETCH => (false, false, true, false),
+            _ => return Err(Reason::UnknownFlags { flags }),
+        };
+        if !has_bo {
+            zero("handle", self.handle.get().into())?;
+        }
+        if !has_offset {
+            zero("offset", offset)?;
+        }
+        if !has_span {
+            zero("range", range)?;
+            zero("addr", va.bits())?;
+        }
+        if !has_access {
+            zero("access", (flags & Self::ACCESS).into())?;
+        }
+        if kind != Self::REPEAT {
+            zero("page", (flags & Self::PAGE_MASK).into())?;
+        }
+        let bo = || {
+            let handle = self.handle.get();
+            handles.get(handle).cloned().ok_or(Reason::NoHandle { handle })
+        };
+        let span = || match Span::new(va, range) {
+            Some(span) => Ok(span),
+            None if range == 0 => Err(Reason::Vm(Error::Empty { va })),
+            None => Err(Reason::Vm(Error::Wraps { va, len: range })),
+        };
+        let access = self.access();
+        if has_access && access.is_empty() {
+            return Err(Reason::NoAccess);
+        }
+        Ok(match kind {
+            Self::BIND => Request::Bind { va, bo: bo()?, offset, len: range, access },
+            Self::UNBIND => Request::Unbind(span()?),
+            Self::UNBIND_BO => Request::UnbindBo(bo()?),
+            Self::NULL => Request::Null { va, len: range },
+            Self::PREFETCH => Request::Prefetch(span()?),
+            Self::REPEAT => {
+                let page = match (flags & Self::PAGE_MASK) >> Self::PAGE_SHIFT {
+                    0 => granule.bytes(),
+                    log2 => 1 << log2, // of at most 63
+                };
+                Request::Repeat { va, bo: bo()?, offset, page, len: range, access }
+            }
+            _ => return Err(Reason::UnknownFlags { flags }),
+        })
+    }
+}
+
+/// Why one operation of an array, or the array itself, was refused.
+#[derive(Clone, PartialEq, Eq, Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum Reason {
+    /// A stride below the size of an operation.
+    #[error("a stride of {stride} bytes, below the {} of an operation", Operation::BYTES)]
+    Stride {
+        /// Bytes from one operation to the next.
+        stride: usize,
+    },
+    /// Fewer bytes than the operations take.
+    #[error("{count} operations of {stride} bytes in an array of {bytes}")]
+    Short {
+        /// Operations.
+        count: usize,
+        /// Bytes from one operation to the next.
+        stride: usize,
+        /// Bytes that there are.
+        bytes: usize,
+    },
+    /// Something behind the fields that this version knows.
+    #[error("byte {at} of it is {value:#x}, in a field that this version does not know")]
+    UnknownField {
+        /// Which byte of the operation.
+        at: usize,
+        /// What is there.
+        value: u8,
+    },
+    /// A bit that this version does not know, or an unknown kind.
+    #[error("flags {flags:#x} are unknown")]
+    UnknownFlags {
+        /// All flags.
+        flags: u32,
+    },
+    /// A field that must be zero for this kind.
+    #[error("{field} is {value:#x} and must be 0 for this kind of operation")]
+    NotZero {
+        /// Which field, or which part of the flags.
+        field: &'static str,
+        /// What is there.
+        value: u64,
+    },
+    /// A bind that permits nothing.
+    #[error("a bind without read, write or execute")]
+    NoAccess,
+    /// A handle that names nothing, or not any more.
+    #[error("there is no buffer object with handle {handle:#x}")]
+    NoHandle {
+        /// The handle.
+        handle: u32,
+    },
+    /// No memory for the requests.
+    #[error("no memory for {count} requests")]
+    NoMemory {
+        /// Operations.
+        count: usize,
+    },
+    /// The VM refused.
+    #[error(transparent)]
+    Vm(#[from] Error),
+}
+
+impl Reason {
+    /// A name for programs, which stays when the message changes.
+    pub fn name(&self) -> &'static str {
+        self.name_and_number().0
+    }
+
+    /// The number that kernels give for it.
+    pub fn errno(&self) -> Errno {
+        self.name_and_number().1
+    }
+
+    fn name_and_number(&self) -> (&'static str, Errno) {
+        match self {
+            Self::Stride { .. } => ("stride", Errno::Inval),
+            Self::Short { .. } => ("short_array", Errno::Fault),
+            Self::UnknownField { .. } => ("unknown_field", Errno::TooBig),
+            Self::UnknownFlags { .. } => ("unknown_flags", Errno::Inval),
+            Self::NotZero { .. } => ("not_zero", Errno::Inval),
+            Self::NoAccess => ("no_access", Errno::Inval),
+            Self::NoHandle { .. } => ("no_bo", Errno::NoEnt),
+            Self::NoMemory { .. } => ("no_memory", Errno::NoMem),
+            Self::Vm(error) => (error.name(), error.errno()),
+        }
+    }
+}
+
+/// Why an array was refused. The VM is as it was.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub struct ArrayError {
+    /// Which operation, from 0; `None` when it is the array as a whole.
+    pub index: Option<usize>,
+    /// Why.
+    pub reason: Reason,
+}
+
+impl From<PlanError> for ArrayError {
+    fn from(refused: PlanError) -> Self {
+        // Memory is missing for the whole, not for the operation that was looked at last.
+        let of_all = matches!(refused.error, Error::NoTables { .. } | Error::NoMemory { .. });
+        Self { index: (!of_all).then_some(refused.index), reason: refused.error.into() }
+    }
+}
+
+impl core::fmt::Display for ArrayError {
+    fn fmt(&self, f: &mut core::fmt::Formatter<'_>) -> core::fmt::Result {
+        match self.index {
+            Some(index) => write!(f, "operation {index}: {}", self.reason),
+            None => self.reason.fmt(f),
+        }
+    }
+}
+
+impl core::error::Error for ArrayError {
+    fn source(&self) -> Option<&(dyn core::error::Error + 'static)> {
+        self.reason.source()
+    }
+}
+
+/// Reads `count` operations that begin `stride` bytes apart. Bytes behind the last stride are not looked at; a `count` of
+/// 0 is fine whatever else is said.
+///
+/// This finds what is wrong with an operation in itself; what is wrong with it in a VM is for [`Vm::plan`] to find. Takes time and
+/// memory in proportion to the array.
+///
+/// # Errors
+/// Everything of [`Reason`] but most of [`Reason::Vm`].
+pub fn decode(
+    bytes: &[u8],
+    stride: usize,
+    count: usize,
+    granule: PageSize,
+    handles: &Handles,
+) -> Result<Vec<Request>, ArrayError> {
+    let whole = |reason| ArrayError { index: None, reason };
+    if count == 0 {
+        return Ok(Vec::new());
+    }
+    if stride < Operation::BYTES {
+        return Err(whole(Reason::Stride { stride }));
+    }
+    let bytes = count.checked_mul(stride).and_then(|len| bytes.get(..len)).ok_or(whole(Reason::Short {
+        count,
+        stride,
+        bytes: bytes.len(),
+    }))?;
+    let mut requests = Vec::new();
+    requests.try_reserve_exact(count).map_err(|_| whole(Reason::NoMemory { count }))?;
+    for (index, bytes) in bytes.chunks_exact(stride).enumerate() {
+        let at = |reason| ArrayError { index: Some(index), reason };
+        let (operation, tail) = Operation::read_from_prefix(bytes).map_err(|_| whole(Reason::Stride { stride }))?;
+        if let Some((i, &value)) = tail.iter().enumerate().find(|(_, byte)| **byte != 0) {
+            return Err(at(Reason::UnknownField { at: Operation::BYTES + i, value }));
+        }
+        requests.push(operation.request(granule, handles).map_err(at)?);
+    }
+    Ok(requests)
+}
+
+impl<F: Format, T: Tables> Vm<F, T> {
+    /// As [`Vm::plan`], for an array of operations.
+    ///
+    /// # Errors
+    /// [`ArrayError`]; the VM is as it was.
+    pub fn plan_array(
+        &mut self,
+        bytes: &[u8],
+        stride: usize,
+        count: usize,
+        handles: &Handles,
+    ) -> Result<Plan<'_, F, T>, ArrayError> {
+        let requests = decode(bytes, stride, count, F::GRANULE, handles)?;
+        self.plan(requests).map_err(ArrayError::from)
+    }
+}

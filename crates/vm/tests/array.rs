@@ -1,0 +1,244 @@
+//! Arrays of operations as bytes: what is decoded, and what is wrong by name and number.
+
+use std::ops::ControlFlow;
+use std::sync::Arc;
+
+use dmalane_addr::{Access, CardAddr, DeviceVa, SgIndex, SgTable, Span};
+use dmalane_iopt::{AgxUat, HeapTables};
+use dmalane_vm::array::{ArrayError, Operation, Reason, decode};
+use dmalane_vm::{AnyVm, Bo, Errno, Error, Handles, Request, Source, Vm};
+use zerocopy::IntoBytes;
+
+const PAGE: u64 = 16 << 10;
+const STRIDE: usize = Operation::BYTES;
+const RW: u32 = Operation::READ | Operation::WRITE;
+
+fn operation(flags: u32, handle: u32, offset: u64, range: u64, addr: u64) -> Operation {
+    Operation {
+        flags: flags.into(),
+        handle: handle.into(),
+        offset: offset.into(),
+        range: range.into(),
+        addr: addr.into(),
+    }
+}
+
+/// A VM, a buffer of 64 pages with its handle, and a handle that names nothing any more.
+fn setup() -> (Vm<AgxUat, HeapTables<CardAddr>>, Handles, u32, u32) {
+    let range = Span::new(DeviceVa::new(16 * PAGE), 1 << 36).unwrap();
+    let reserved = Span::new(DeviceVa::new(20 * PAGE), 4 * PAGE).unwrap();
+    let vm = Vm::with_reserved(range, reserved, HeapTables::new(CardAddr::new(0))).unwrap();
+    let mut handles = Handles::new();
+    let mut sg = SgTable::new();
+    sg.push(CardAddr::new(1 << 32), 64 * PAGE).unwrap();
+    let stale = handles.insert(Arc::new(Bo::new(6, SgIndex::from_table(&SgTable::new()).unwrap()))).unwrap();
+    handles.remove(stale).unwrap();
+    let handle = handles.insert(Arc::new(Bo::new(7, SgIndex::from_table(&sg).unwrap()))).unwrap();
+    (vm, handles, handle, stale)
+}
+
+#[test]
+fn the_layout_is_the_documented_one() {
+    let op = operation(0x0403_0201, 0x0807_0605, 0x100f_0e0d_0c0b_0a09, 0x1817_1615_1413_1211, 0x201f_1e1d_1c1b_1a19);
+    assert_eq!(op.as_bytes(), (1..=32).collect::<Vec<u8>>());
+    assert_eq!(align_of::<Operation>(), 1, "an array may lie anywhere");
+}
+
+#[test]
+fn an_array_binds_and_unbinds() {
+    let (mut vm, handles, handle, _) = setup();
+    let ops = [
+        operation(Operation::BIND | RW, handle, 0, 64 * PAGE, 32 * PAGE),
+        operation(Operation::UNBIND, 0, 0, PAGE, 40 * PAGE),
+        operation(Operation::BIND | Operation::READ, handle, 63 * PAGE, PAGE, 41 * PAGE),
+    ];
+    // At an odd address, with a stride that is longer by a tail of zeros.
+    for (stride, shift) in [(STRIDE, 1), (STRIDE + 8, 3), (STRIDE + 1, 0)] {
+        let mut bytes = vec![0; shift];
+        for op in ops {
+            bytes.extend(op.as_bytes());
+            bytes.resize(bytes.len() + stride - STRIDE, 0);
+        }
+        bytes.extend([0xff; 5]); // behind the array: not ours
+        let committed = vm.plan_array(&bytes[shift..], stride, ops.len(), &handles).unwrap().commit();
+        vm.invalidated(committed);
+        let bound: Vec<_> = vm
+            .bindings()
+            .map(|b| (b.span.first().bits() / PAGE, b.span.len() / PAGE, b.offset() / PAGE, b.access))
+            .collect();
+        let rest = (42, 54, 10, Access::RW);
+        assert_eq!(bound, [(32, 8, 0, Access::RW), (41, 1, 63, Access::READ), rest]);
+    }
+}
+
+#[test]
+fn every_kind() {
+    let (mut vm, handles, bo, _) = setup();
+    vm.set_null_page(CardAddr::new(1 << 30), PAGE).unwrap();
+    let ops = [
+        operation(Operation::BIND | RW, bo, 0, 4 * PAGE, 32 * PAGE),
+        operation(Operation::NULL, 0, 0, 2 * PAGE, 33 * PAGE),
+        operation(Operation::REPEAT | RW, bo, 9 * PAGE, 4 * PAGE, 40 * PAGE),
+        operation(Operation::REPEAT | Operation::READ | 15 << 16, bo, 10 * PAGE, 4 * PAGE, 48 * PAGE),
+        operation(Operation::PREFETCH, 0, 0, PAGE, 32 * PAGE),
+    ];
+    let bytes = ops.as_bytes();
+    let committed = vm.plan_array(bytes, STRIDE, ops.len(), &handles).unwrap().commit();
+    assert_eq!(committed.prefetches().map(|s| s.first().bits() / PAGE).collect::<Vec<_>>(), [32]);
+    vm.invalidated(committed);
+    let page = |vm: &Vm<AgxUat, HeapTables<CardAddr>>, page: u64| {
+        vm.lookup(DeviceVa::new(page * PAGE)).map(|leaf| (leaf.to.bits() / PAGE, leaf.access))
+    };
+    let (first, null) = ((1 << 32) / PAGE, (1 << 30) / PAGE);
+    let seen: Vec<_> = [32, 33, 34, 35, 40, 43, 48, 49, 50].map(|n| page(&vm, n).unwrap()).into();
+    let (rw, r) = (|n| (n, Access::RW), |n| (n, Access::READ));
+    let again = [rw(first + 9), rw(first + 9), r(first + 10), r(first + 11), r(first + 10)];
+    assert_eq!(seen[..4], [rw(first), r(null), r(null), rw(first + 3)]);
+    assert_eq!(seen[4..], again);
+    // What is bound, as runs.
+    let mut runs = Vec::new();
+    AnyVm::mapping(&vm, vm.range(), &mut |run| {
+        runs.push((run.span.first().bits() / PAGE, run.span.len() / PAGE, run.source));
+        ControlFlow::Continue(())
+    });
+    let from = |page: u64| Source::Bo { bo: 7, offset: page * PAGE };
+    let repeat = |page: u64, pages: u64| Source::Repeat { bo: 7, offset: page * PAGE, page: pages * PAGE };
+    let expected =
+        [(32, 1, from(0)), (33, 2, Source::Null), (35, 1, from(3)), (40, 4, repeat(9, 1)), (48, 4, repeat(10, 2))];
+    assert_eq!(runs, expected);
+    let unbind = operation(Operation::UNBIND_BO, bo, 0, 0, 0);
+    let committed = vm.plan_array(unbind.as_bytes(), STRIDE, 1, &handles).unwrap().commit();
+    vm.invalidated(committed);
+    assert_eq!(vm.bindings().map(|b| b.span.first().bits() / PAGE).collect::<Vec<_>>(), [33]);
+}
+
+#[test]
+fn an_empty_array_is_fine_whatever_else_is_said() {
+    let (mut vm, handles, ..) = setup();
+    for (bytes, stride) in [([].as_slice(), 0), (&[], usize::MAX), (&[1, 2, 3], 7)] {
+        assert!(vm.plan_array(bytes, stride, 0, &handles).unwrap().commit().is_empty());
+    }
+}
+
+#[test]
+fn refusals_by_name_and_number() {
+    let (mut vm, handles, bo, stale) = setup();
+    let at = 32 * PAGE;
+    let table: &[(&str, Operation, &str, Errno)] = &[
+        ("bit 3", operation(RW | 8, bo, 0, PAGE, at), "unknown_flags", Errno::Inval),
+        ("bit 31", operation(RW | 1 << 31, bo, 0, PAGE, at), "unknown_flags", Errno::Inval),
+        ("bit 23", operation(RW | 1 << 23, bo, 0, PAGE, at), "unknown_flags", Errno::Inval),
+        ("kind 15", operation(RW | 15 << 8, bo, 0, PAGE, at), "unknown_flags", Errno::Inval),
+        ("kind 6", operation(6 << 8, 0, 0, PAGE, at), "unknown_flags", Errno::Inval),
+        ("a page on a bind", operation(RW | 14 << 16, bo, 0, PAGE, at), "not_zero", Errno::Inval),
+        ("no access", operation(Operation::BIND, bo, 0, PAGE, at), "no_access", Errno::Inval),
+        ("unbind with a handle", operation(Operation::UNBIND, bo, 0, PAGE, at), "not_zero", Errno::Inval),
+        ("unbind with an offset", operation(Operation::UNBIND, 0, PAGE, PAGE, at), "not_zero", Errno::Inval),
+        ("unbind with access", operation(Operation::UNBIND | RW, 0, 0, PAGE, at), "not_zero", Errno::Inval),
+        ("unbind all with an address", operation(Operation::UNBIND_BO, bo, 0, 0, at), "not_zero", Errno::Inval),
+        ("unbind all with a length", operation(Operation::UNBIND_BO, bo, 0, PAGE, 0), "not_zero", Errno::Inval),
+        ("null with access", operation(Operation::NULL | 1, 0, 0, PAGE, at), "not_zero", Errno::Inval),
+        ("prefetch with a handle", operation(Operation::PREFETCH, bo, 0, PAGE, at), "not_zero", Errno::Inval),
+        ("handle 0", operation(RW, 0, 0, PAGE, at), "no_bo", Errno::NoEnt),
+        ("a stale handle", operation(RW, stale, 0, PAGE, at), "no_bo", Errno::NoEnt),
+        ("a handle of nobody", operation(RW, u32::MAX, 0, PAGE, at), "no_bo", Errno::NoEnt),
+        ("no bytes", operation(RW, bo, 0, 0, at), "empty", Errno::Inval),
+        ("unbind of no bytes", operation(Operation::UNBIND, 0, 0, 0, at), "empty", Errno::Inval),
+        ("wraps", operation(RW, bo, 0, PAGE, u64::MAX), "wraps", Errno::Overflow),
+        ("unbind that wraps", operation(Operation::UNBIND, 0, 0, u64::MAX, at), "wraps", Errno::Overflow),
+        ("outside", operation(RW, bo, 0, PAGE, 15 * PAGE), "outside_vm", Errno::Range),
+        ("far outside", operation(RW, bo, 0, PAGE, 1 << 63), "outside_vm", Errno::Range),
+        ("unbind outside", operation(Operation::UNBIND, 0, 0, PAGE, 0), "outside_vm", Errno::Range),
+        ("beyond", operation(RW, bo, PAGE, 64 * PAGE, at), "beyond_bo", Errno::Range),
+        ("offset 2^63", operation(RW, bo, 1 << 63, PAGE, at), "beyond_bo", Errno::Range),
+        ("offset and length wrap", operation(RW, bo, !(PAGE - 1), PAGE, at), "beyond_bo", Errno::Range),
+        ("repeat beyond", operation(Operation::REPEAT | RW, bo, 64 * PAGE, PAGE, at), "beyond_bo", Errno::Range),
+        (
+            "repeat of half a page",
+            operation(Operation::REPEAT | RW | 13 << 16, bo, 0, PAGE, at),
+            "bad_repeat",
+            Errno::Inval,
+        ),
+        ("repeat of 2^63", operation(Operation::REPEAT | RW | 63 << 16, bo, 0, PAGE, at), "bad_repeat", Errno::Inval),
+        ("null outside", operation(Operation::NULL, 0, 0, PAGE, 0), "outside_vm", Errno::Range),
+        ("null without a null page", operation(Operation::NULL, 0, 0, PAGE, at), "no_null_page", Errno::NotSup),
+        ("prefetch outside", operation(Operation::PREFETCH, 0, 0, PAGE, 0), "outside_vm", Errno::Range),
+        ("in the reserved part", operation(RW, bo, 0, 2 * PAGE, 19 * PAGE), "reserved", Errno::Perm),
+        ("unbind in the reserved part", operation(Operation::UNBIND, 0, 0, PAGE, 20 * PAGE), "reserved", Errno::Perm),
+        ("4 KiB", operation(RW, bo, 0, 4096, at), "misaligned", Errno::Inval),
+        ("an odd address", operation(RW, bo, 0, PAGE, at + 4096), "misaligned", Errno::Inval),
+        ("an odd offset", operation(RW, bo, 4096, PAGE, at), "misaligned_offset", Errno::Inval),
+    ];
+    let good = operation(RW, bo, 0, PAGE, at);
+    for (what, bad, name, errno) in table {
+        let bytes = [good.as_bytes(), bad.as_bytes(), good.as_bytes()].concat();
+        let error = vm.plan_array(&bytes, STRIDE, 3, &handles).map(drop).unwrap_err();
+        assert_eq!((error.reason.name(), error.reason.errno()), (*name, *errno), "{what}: {error}");
+        assert_eq!((error.index, vm.bindings().count()), (Some(1), 0), "{what}");
+        // The same array without it is fine.
+        let _ = vm.plan_array(&bytes, STRIDE, 1, &handles).unwrap();
+    }
+}
+
+#[test]
+fn the_array_itself() {
+    let (mut vm, handles, bo, _) = setup();
+    let op = operation(RW, bo, 0, PAGE, 32 * PAGE);
+    let bytes = [op.as_bytes(), op.as_bytes()].concat();
+    let mut refused =
+        |bytes: &[u8], stride, count| vm.plan_array(bytes, stride, count, &handles).map(drop).unwrap_err();
+    for stride in [0, 1, STRIDE - 1] {
+        let error = refused(&bytes, stride, 1);
+        assert_eq!((error.index, &error.reason), (None, &Reason::Stride { stride }));
+        assert_eq!(error.reason.errno().name(), "EINVAL");
+    }
+    for (stride, count) in [(STRIDE, 3), (STRIDE + 1, 2), (usize::MAX, 1), (usize::MAX, usize::MAX), (STRIDE, 1 << 60)]
+    {
+        let error = refused(&bytes, stride, count);
+        assert_eq!(error.reason, Reason::Short { count, stride, bytes: 64 });
+        assert_eq!((error.reason.errno().number(), error.reason.errno().name()), (14, "EFAULT"));
+    }
+    let mut longer = bytes.clone();
+    longer[STRIDE + 9] = 3;
+    let error = refused(&longer, 2 * STRIDE, 1);
+    assert_eq!(error, ArrayError { index: Some(0), reason: Reason::UnknownField { at: STRIDE, value: 3 } });
+    assert_eq!((error.reason.errno().number(), error.reason.errno().name()), (7, "E2BIG"));
+    assert_eq!(error.to_string(), "operation 0: byte 32 of it is 0x3, in a field that this version does not know");
+}
+
+#[test]
+fn requests_are_what_the_operations_say() {
+    let (_, handles, bo, _) = setup();
+    let access = Operation::READ | Operation::EXEC;
+    let op = operation(Operation::BIND | access, bo, 1, 2, 3); // not checked against any VM yet
+    let requests = decode(op.as_bytes(), STRIDE, 1, dmalane_addr::PageSize::SIZE_16K, &handles).unwrap();
+    let [Request::Bind { va, bo, offset: 1, len: 2, access }] = &requests[..] else { panic!("{requests:?}") };
+    assert_eq!((va.bits(), bo.id(), *access), (3, 7, Access::READ | Access::EXEC));
+}
+
+#[test]
+fn a_million_operations_in_one_array() {
+    let (mut vm, handles, bo, stale) = setup();
+    let count = 1_000_000;
+    let mut bytes = Vec::with_capacity(count * STRIDE);
+    for i in 0..count as u64 {
+        bytes.extend(operation(RW, bo, i % 64 * PAGE, PAGE, (32 + i) * PAGE).as_bytes());
+    }
+    // The last one is wrong: nothing stays.
+    bytes[(count - 1) * STRIDE + 4..][..4].copy_from_slice(&stale.to_le_bytes());
+    let error = vm.plan_array(&bytes, STRIDE, count, &handles).map(drop).unwrap_err();
+    assert_eq!((error.index, error.reason), (Some(count - 1), Reason::NoHandle { handle: stale }));
+    assert_eq!(vm.bindings().count(), 0);
+    let committed = vm.plan_array(&bytes, STRIDE, count - 1, &handles).unwrap().commit();
+    assert!(committed.is_empty());
+    assert_eq!(vm.lookup(DeviceVa::new((32 + 999_998) * PAGE)).unwrap().to.bits(), (1 << 32) + 999_998 % 64 * PAGE);
+    vm.invalidated(committed);
+}
+
+#[test]
+fn names_are_all_different() {
+    let va = DeviceVa::new(0);
+    let errors = [Error::Empty { va }, Error::Wraps { va, len: 1 }, Error::Failed];
+    assert_eq!(errors.map(|e| e.name()), ["empty", "wraps", "vm_failed"]);
+    assert_eq!(Errno::Inval.number(), 22);
+}
