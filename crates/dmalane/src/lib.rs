@@ -44,4 +44,4 @@ pub use dmalane_vm as vm;
 pub use alloc_read::{AllocAndRead, AllocRead, ReadError, ReadOptions, ReadSource, Scheme, Way, read_all};
 pub use dmalane_uring::Options as FileOptions;
 pub use file::{open_as, open_file};
-pub use soft::{MmChannel, SoftChannel, SoftConfig, SoftDevice, SoftError, SoftParts};
+pub use soft::{BadMmChannel, MmChannel, SoftChannel, SoftConfig, SoftDevice, SoftError, SoftParts};

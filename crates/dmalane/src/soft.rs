@@ -1,11 +1,12 @@
 //! The software card, ready to be loaded.
 
+use std::str::FromStr;
 use std::sync::Arc;
 use std::time::Duration;
 
 use dmalane_addr::{CardAddr, DeviceVa, PageSize, Span};
 use dmalane_card::{Card, CardChannel, CardConfig, CardLayout, CardTables, SoftBus, Workers};
-use dmalane_engine::{BalancePolicy, Split};
+use dmalane_engine::{AddressPolicy, BalancePolicy, DeviceFar, Policy, Split};
 use dmalane_iopt::X86_64_4Level;
 use dmalane_load::{CardMemory, Device, DeviceParts};
 use dmalane_mem::{AnonHeap, Heap, HostConfig, SoftHost};
@@ -13,20 +14,54 @@ use dmalane_vm::Vm;
 use thiserror::Error;
 
 /// The channel of the software card: its queues driven as one.
-pub type SoftChannel = Split<CardChannel<SoftBus>, BalancePolicy>;
+pub type SoftChannel = Split<CardChannel<SoftBus>, Box<dyn Policy<DeviceFar>>>;
 
 /// What a [`SoftDevice`] is made of.
 pub type SoftParts = DeviceParts<SoftChannel, X86_64_4Level, CardTables<SoftBus>>;
 
 /// Which of the card's channels move the bytes.
-#[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
+#[derive(Clone, PartialEq, Eq, Debug, Default)]
 pub enum MmChannel {
-    /// All of them, by where the bytes go and how fast they turn out to be.
+    /// All of them, by where the bytes go; with a worker for each also by how fast they turn out to be.
     #[default]
     Auto,
     /// This one alone.
     Only(usize),
+    /// These alone, by how fast they turn out to be.
+    List(Vec<usize>),
 }
+
+impl MmChannel {
+    /// The channels that may be used, an empty list for all of them.
+    fn list(&self) -> &[usize] {
+        match self {
+            Self::Auto => &[],
+            Self::Only(channel) => std::slice::from_ref(channel),
+            Self::List(channels) => channels,
+        }
+    }
+}
+
+impl FromStr for MmChannel {
+    type Err = BadMmChannel;
+
+    /// `auto`, a channel, or several with commas between them.
+    fn from_str(text: &str) -> Result<Self, BadMmChannel> {
+        if text == "auto" {
+            return Ok(Self::Auto);
+        }
+        let channels = text.split(',').map(str::parse).collect::<Result<Vec<usize>, _>>();
+        match channels.map_err(|_| BadMmChannel(text.to_owned()))?[..] {
+            [only] => Ok(Self::Only(only)),
+            ref list => Ok(Self::List(list.to_vec())),
+        }
+    }
+}
+
+/// Not a choice of channels.
+#[derive(Clone, PartialEq, Eq, Debug, Error)]
+#[error("{0:?} is neither `auto` nor a channel nor a list of channels like 0,1")]
+pub struct BadMmChannel(String);
 
 /// How the software card and its host are made.
 #[derive(Clone)]
@@ -121,10 +156,14 @@ impl SoftDevice {
         let bus = Arc::new(SoftBus::new(host, card)?);
         let driver = Card::open(bus.clone(), &*heap)?;
         let channels = (0..driver.channels()).map(|i| driver.channel(i)).collect::<Result<Vec<_>, _>>()?;
-        let policy = match mm_channel {
-            MmChannel::Auto => BalancePolicy::new(driver.areas()),
-            MmChannel::Only(wanted) if wanted < channels.len() => BalancePolicy::only(&[wanted]),
-            MmChannel::Only(wanted) => return Err(SoftError::NoChannel { wanted, has: channels.len() }),
+        if let Some(&wanted) = mm_channel.list().iter().find(|&&c| c >= channels.len()) {
+            return Err(SoftError::NoChannel { wanted, has: channels.len() });
+        }
+        let policy: Box<dyn Policy<DeviceFar>> = match mm_channel.list() {
+            // Without a thread for each, what channels seem to differ in is only whom a thread looks at first.
+            [] if card.workers != Workers::PerChannel => Box::new(AddressPolicy::new(driver.areas())),
+            [] => Box::new(BalancePolicy::new(driver.areas())),
+            list => Box::new(BalancePolicy::only(list)),
         };
         let layout = driver.layout();
         let mut memory = CardMemory::new(Some(layout.ddr), halves(layout));
@@ -160,4 +199,28 @@ fn halves(layout: CardLayout) -> Option<[Span<CardAddr>; 2]> {
 
 fn root(vm: &Vm<X86_64_4Level, CardTables<SoftBus>>) -> CardAddr {
     vm.page_table().root()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn channels_are_chosen_by_name() {
+        assert_eq!("auto".parse(), Ok(MmChannel::Auto));
+        assert_eq!("1".parse(), Ok(MmChannel::Only(1)));
+        assert_eq!("1,0".parse(), Ok(MmChannel::List(vec![1, 0])));
+        for bad in ["", "all", "0,", "-1", "0;1"] {
+            let error = bad.parse::<MmChannel>().unwrap_err();
+            assert_eq!(error, BadMmChannel(bad.to_owned()), "{error}");
+        }
+    }
+
+    #[test]
+    fn a_channel_that_is_not_there_is_an_error() {
+        let config = |mm_channel| SoftConfig { mm_channel, ..SoftConfig::default() };
+        let error = SoftDevice::open(config(MmChannel::List(vec![0, 5]))).err().unwrap();
+        assert!(matches!(error, SoftError::NoChannel { wanted: 5, has: 2 }), "{error}");
+        assert!(SoftDevice::open(config(MmChannel::List(vec![1, 0]))).is_ok());
+    }
 }

@@ -39,6 +39,24 @@ pub trait Policy<F>: Send {
     fn forget(&mut self, transfer: u64);
 }
 
+impl<F, P: Policy<F> + ?Sized> Policy<F> for Box<P> {
+    fn arrive(&mut self, transfer: u64, direction: Direction, far: &F, len: u64, channels: usize) {
+        (**self).arrive(transfer, direction, far, len, channels);
+    }
+
+    fn next(&mut self, channel: usize, now: Duration) -> Option<Piece> {
+        (**self).next(channel, now)
+    }
+
+    fn ended(&mut self, channel: usize, piece: &Piece, now: Duration, moved: bool) {
+        (**self).ended(channel, piece, now, moved);
+    }
+
+    fn forget(&mut self, transfer: u64) {
+        (**self).forget(transfer);
+    }
+}
+
 /// How transfers to an area of card memory go.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Route {

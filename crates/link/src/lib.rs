@@ -5,6 +5,7 @@
 //!
 //! - [`Sim`] runs real [`Split`](dmalane_engine::Split)s and policies over it in virtual time; [`Rig`] is one ready to use.
 //! - [`best_rate`] says what no policy can exceed, as the optimum of a linear programme.
+//! - [`Slow`] hangs real channels off a modelled link, in real time; [`Throttle`] is the clockwork inside.
 //! - [`fit`] goes the other way: from measured rates to the limits that explain them.
 //! - [`assumptions`] are the links that may be behind the V80's measured rates.
 //!
@@ -33,7 +34,11 @@ pub mod fit;
 mod model;
 mod optimum;
 mod sim;
+mod slow;
+mod throttle;
 
 pub use model::{Half, Limit, Link, ModelError, Stream, Streams};
 pub use optimum::{Demand, Unsolved, best_rate, shortest};
 pub use sim::{Copy, Place, Rig, Run, Sim, SimChannel};
+pub use slow::Slow;
+pub use throttle::Throttle;
