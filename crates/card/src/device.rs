@@ -1,6 +1,6 @@
 //! The software card: its registers, its channels, and the threads that may run them.
 
-use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering, fence};
+use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, OnceLock, TryLockError};
 use std::thread::{self, JoinHandle, Thread};
 use std::time::Duration;
@@ -14,8 +14,8 @@ use crate::mmu::Mmu;
 use crate::queue::{Inside, Queue, Registers};
 use crate::{Error, regs};
 
-/// Looks for work so often before a worker sleeps.
-const SPINS: u32 = 64;
+/// Looks for work so often before a worker sleeps: some tens of microseconds, as long as it takes to wake it.
+const SPINS: u32 = 1024;
 /// The longest sleep of a worker: it may have looked away from a channel that a helper was just leaving.
 const NAP: Duration = Duration::from_millis(5);
 
@@ -202,6 +202,9 @@ impl<M: DeviceMem, F: Format> Core<M, F> {
 
     fn try_step(&self, index: usize) -> bool {
         let channel = &self.channels[index];
+        if !channel.regs.want_a_step() {
+            return false;
+        }
         let mut queue = match channel.queue.try_lock() {
             Ok(queue) => queue,
             Err(TryLockError::Poisoned(poisoned)) => poisoned.into_inner(),
@@ -311,9 +314,8 @@ impl Registers {
             regs::CH_CONTROL if self.status.load(Ordering::SeqCst) == 0 => self.control.store(1, Ordering::SeqCst),
             regs::CH_RING_LOG2 => self.ring_log2.store(value, Ordering::Relaxed),
             regs::CH_INTERRUPT => {
-                self.interrupt.store(value & 1, Ordering::SeqCst);
                 // The register before the driver's last look at the ring: see `Queue::step`.
-                fence(Ordering::SeqCst);
+                self.interrupt.swap(value & 1, Ordering::SeqCst);
             }
             _ => match register & !4 {
                 regs::CH_RING => set_half(&self.ring, register, value)?,

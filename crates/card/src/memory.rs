@@ -146,14 +146,19 @@ impl Bank {
         })
     }
 
+    #[inline]
     fn view(&self, at: CardAddr, len: u64) -> Result<View<'_>, Error> {
-        let outside = Error::Outside { at, len };
-        let Some(offset) = at.offset_from(self.span.first()) else { return Err(outside) };
-        let (Ok(start), Ok(size)) = (usize::try_from(offset), usize::try_from(len)) else { return Err(outside) };
-        let Some(view) = self.buf.view().sub(start, size) else { return Err(outside) };
+        let cut = |offset: u64| self.buf.view().sub(usize::try_from(offset).ok()?, usize::try_from(len).ok()?);
+        let Some((offset, view)) = at.offset_from(self.span.first()).and_then(|offset| Some((offset, cut(offset)?)))
+        else {
+            return Err(Error::Outside { at, len });
+        };
         if len > 0 {
-            for block in offset / BLOCK..=(offset + len - 1) / BLOCK {
-                self.make_present(block)?;
+            let (first, last) = (offset / BLOCK, (offset + len - 1) / BLOCK);
+            if first != last || !self.is_present(first) {
+                for block in first..=last {
+                    self.make_present(block)?;
+                }
             }
         }
         Ok(view)
@@ -166,7 +171,6 @@ impl Bank {
     }
 
     /// Asks the kernel for the pages now, where a refusal is an error, instead of touching them, where it is a SIGBUS.
-    #[inline]
     fn make_present(&self, block: u64) -> Result<(), Error> {
         if self.is_present(block) {
             return Ok(());

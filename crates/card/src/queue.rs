@@ -3,7 +3,7 @@
 //! A step holds the host's translations and those of the MMU once for all that it does, and writes the completions of what it
 //! did together at its end: locks, and the fence behind stores that bypass the cache, cost as much as copying 4 KiB.
 
-use std::sync::atomic::{AtomicU32, AtomicU64, Ordering, fence};
+use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 
 use dmalane_addr::{Access, Address, CardAddr, DeviceVa, Iova};
 use dmalane_engine::{CacheHint, DeviceAddr, Direction};
@@ -23,7 +23,7 @@ const STEP_BYTES: u64 = 1 << 20;
 const FETCH: u32 = 32;
 /// Copies towards the card from this length on may bypass the cache: what goes to card memory, the CPU has done with. Copies
 /// towards the host do so only where they would not fit the second-level cache anyway.
-const STREAM_TO_CARD: u64 = 32 << 10;
+const STREAM_TO_CARD: u64 = 4 << 10;
 const STREAM_TO_HOST: u64 = 1 << 20;
 
 /// A channel's registers, as both sides see them.
@@ -46,6 +46,20 @@ pub(crate) struct Registers {
     pub bytes_c2h: AtomicU64,
     pub ok: AtomicU64,
     pub failed: AtomicU64,
+}
+
+impl Registers {
+    /// False when a step would certainly do nothing: found out without the queue's lock.
+    #[inline]
+    pub(crate) fn want_a_step(&self) -> bool {
+        let status = self.status.load(Ordering::SeqCst);
+        match self.control.load(Ordering::SeqCst) & 1 {
+            0 => status != 0,
+            // To be started; or with descriptors that are not completed. A halted one waits to be stopped.
+            _ if status == 0 => true,
+            _ => status == STATUS_RUNNING && self.doorbell.load(Ordering::Acquire) != self.head.load(Ordering::Relaxed),
+        }
+    }
 }
 
 /// What all channels share.
@@ -132,7 +146,8 @@ struct Engine {
 /// What a step works with.
 struct Work<'a, H, F> {
     mem: H,
-    mmu: mmu::Held<'a>,
+    /// Held from the first device virtual address on.
+    mmu: Option<mmu::Held<'a>>,
     inside: &'a Inside<F>,
     regs: &'a Registers,
     rings: Rings,
@@ -183,7 +198,7 @@ impl<M: DeviceMem> Queue<M> {
             State::Running(rings) => {
                 let before = engine.head;
                 let (h2c, c2h, ok) = (0, 0, 0);
-                let mut work = Work { mem: mem.hold(), mmu: inside.mmu.hold(), inside, regs, rings, h2c, c2h, ok };
+                let mut work = Work { mem: mem.hold(), mmu: None, inside, regs, rings, h2c, c2h, ok };
                 let worked = engine.work(&mut work);
                 engine.report(&mut work);
                 add(&regs.bytes_h2c, work.h2c);
@@ -193,11 +208,9 @@ impl<M: DeviceMem> Queue<M> {
                 // After a halt too: the driver must not sleep through it.
                 if engine.head != before || matches!(engine.state, State::Halted) {
                     regs.head.store(engine.head, Ordering::Relaxed);
-                    // The completions before the look at the register: see `CardQueue::wait`.
-                    fence(Ordering::SeqCst);
-                    if regs.interrupt.load(Ordering::SeqCst) & 1 == 1
-                        && regs.interrupt.swap(0, Ordering::SeqCst) & 1 == 1
-                    {
+                    // The completions before the look at the register. Both sides exchange: whoever comes second sees what the first one
+                    // wrote before (`CardQueue::wait`).
+                    if regs.interrupt.swap(0, Ordering::SeqCst) & 1 == 1 {
                         interrupt();
                     }
                 }
@@ -552,30 +565,29 @@ impl Engine {
             stream_fence();
             self.streamed = self.job.as_ref().is_some_and(|(job, ..)| job.hint == CopyHint::StreamUnordered);
         }
-        for i in 0..self.finished.len() {
-            if let Err(fault) = complete(self.head, self.finished[i], work) {
+        let mut reported = 0;
+        while reported < self.finished.len() {
+            // Up to the end of the ring at once. A detail lies before its word, and so is written before it.
+            let slot = self.head & (work.rings.size - 1);
+            let n = (self.finished.len() - reported).min((work.rings.size - slot) as usize);
+            let mut words = [None; 2 * STEP_DESCRIPTORS];
+            for (i, finished) in self.finished[reported..reported + n].iter().enumerate() {
+                let Finished { cookie, status, detail } = *finished;
+                let sequence = Completion::sequence_of(self.head.wrapping_add(i as u32));
+                words[2 * i] = (status != Status::Ok).then_some(detail);
+                words[2 * i + 1] = Some(Completion { cookie, status: status.code(), sequence }.word());
+            }
+            let at = work.rings.completions.bits() + u64::from(slot) * Completion::BYTES as u64;
+            if let Err(fault) = work.mem.write_words(Iova::new(at), &words[..2 * n]) {
                 self.finished.clear();
                 self.halt(work.regs, Halt::CompletionFault, fault.at);
                 return;
             }
-            self.head = self.head.wrapping_add(1);
+            reported += n;
+            self.head = self.head.wrapping_add(n as u32);
         }
         self.finished.clear();
     }
-}
-
-/// Writes the completion of the descriptor with this number.
-#[inline]
-fn complete<H: HeldMem, F>(number: u32, finished: Finished, work: &mut Work<'_, H, F>) -> Result<(), DmaFault> {
-    let Work { mem, rings, .. } = work;
-    let Finished { cookie, status, detail } = finished;
-    let slot = number & (rings.size - 1);
-    let at = rings.completions.bits() + u64::from(slot) * Completion::BYTES as u64;
-    if status != Status::Ok {
-        mem.write_bytes(Iova::new(at), &detail.to_le_bytes())?;
-    }
-    let completion = Completion { cookie, status: status.code(), sequence: Completion::sequence_of(number) };
-    mem.write_word(Iova::new(at + 8), completion.word())
 }
 
 fn bits(at: DeviceAddr) -> u64 {
@@ -610,7 +622,7 @@ fn holds_all(job: &Job, memory: &CardMemory) -> Result<(), Failure> {
 #[inline]
 fn card_view<'m, F: Format>(
     tlb: &mut Tlb,
-    mmu: &mmu::Held<'_>,
+    mmu: &mut Option<mmu::Held<'m>>,
     inside: &'m Inside<F>,
     at: DeviceAddr,
     offset: u64,
@@ -621,6 +633,7 @@ fn card_view<'m, F: Format>(
         DeviceAddr::Card(at) => (CardAddr::new(at.bits() + offset), want),
         DeviceAddr::Va(at) => {
             let at = DeviceVa::new(at.bits() + offset);
+            let mmu = mmu.get_or_insert_with(|| inside.mmu.hold());
             let found = inside.mmu.translate(mmu, tlb, &inside.memory, at, want, wanted);
             found.map_err(|at| Failure(Status::MmuFault, at.bits()))?
         }

@@ -98,6 +98,12 @@ pub trait HeldMem {
     /// # Errors
     /// As [`HeldMem::write`]; a word that is not aligned is [`FaultReason::Misaligned`].
     fn write_word(&mut self, into: Iova, value: u64) -> Result<(), DmaFault>;
+
+    /// [`HeldMem::write_word`] of every word that is not `None`, from the first on, 8 bytes apart.
+    ///
+    /// # Errors
+    /// As there; words before the fault may have been written or not.
+    fn write_words(&mut self, into: Iova, words: &[Option<u64>]) -> Result<(), DmaFault>;
 }
 
 /// An access that the IOMMU refused.

@@ -517,6 +517,21 @@ impl<F: Format> HeldMem for HeldPort<'_, F> {
             true
         })
     }
+
+    fn write_words(&mut self, into: Iova, words: &[Option<u64>]) -> Result<(), DmaFault> {
+        if !into.bits().is_multiple_of(8) {
+            return self.write_word(into, 0);
+        }
+        self.access(into, 8 * words.len(), Access::WRITE, |done, bytes| {
+            // Pieces end at pages, so they are whole words.
+            for (i, word) in words[done / 8..][..bytes.len() / 8].iter().enumerate() {
+                if let Some(word) = word {
+                    bytes.store_u64(8 * i, *word).expect("an aligned word of the piece");
+                }
+            }
+            true
+        })
+    }
 }
 
 fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {

@@ -135,6 +135,81 @@ fn unmapping_waits_for_copies_under_way() {
     });
 }
 
+#[test]
+fn pins_no_more_than_it_may() {
+    let host = host::<Arm64S1_4k>(0.5);
+    host.set_pin_limit(1 << 20);
+    let (small, large) = (buffer(768 << 10), buffer(2 << 20));
+    let pinned = host.pin(&small.share()).unwrap();
+    let refused = host.pin_range(&large.share(), 0..512 << 10).unwrap_err();
+    assert!(matches!(refused, Error::PinLimit { wanted: 0x80000, pinned: 0xc0000, limit: 0x100000 }), "{refused}");
+    drop(pinned);
+    host.pin_range(&large.share(), 0..512 << 10).unwrap();
+    for range in [0..4095, 1..4096, 0..0, 2 << 20..(2 << 20) + 4096] {
+        assert!(matches!(host.pin_range(&large.share(), range), Err(Error::BadRange { .. })));
+    }
+    assert_eq!(host.stats().pinned_frames, 0);
+}
+
+/// Many small buffers and lists in one window of the IOTLB, mapped and unmapped all the time.
+#[test]
+fn the_iotlb_never_mixes_buffers_up() {
+    for fragmentation in [0.0, 0.7, 1.0] {
+        let host = host::<Arm64S1_4k>(fragmentation);
+        let mut port = host.port();
+        let mut seed = 9u64;
+        let mut below = |n: u64| {
+            seed = seed.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
+            (seed >> 33) % n
+        };
+        let mut mapped: Vec<(Mapping, Vec<u8>, Vec<SharedBuf>)> = Vec::new();
+        for round in 0..3000u64 {
+            if mapped.len() < 40 || below(20) == 0 {
+                // One buffer, or several as one; each page has a byte of its own.
+                let count = below(3) + 1;
+                let bufs: Vec<SharedBuf> = (0..count).map(|_| buffer(((below(9) + 1) << 12) as usize)).collect();
+                let mut model = Vec::new();
+                for buf in &bufs {
+                    let byte = (round + model.len() as u64) as u8;
+                    buf.view().fill(byte);
+                    model.extend(std::iter::repeat_n(byte, buf.len()));
+                }
+                let pinned = bufs.iter().map(|buf| host.pin(&buf.share()).unwrap()).collect();
+                mapped.push((host.map_list(pinned, Access::RW).unwrap(), model, bufs));
+            }
+            if mapped.len() > 60 {
+                let gone = mapped.swap_remove(below(60) as usize).0.span();
+                assert!(port.read_bytes(gone.first(), &mut [0]).is_err(), "unmapped");
+            }
+            let which = below(mapped.len() as u64) as usize;
+            let (mapping, model, _) = &mut mapped[which];
+            let at = below(model.len() as u64) as usize;
+            let len = (below(9000) as usize).min(model.len() - at);
+            let iova = Iova::new(mapping.span().first().bits() + at as u64);
+            let mut got = vec![0; len];
+            port.read_bytes(iova, &mut got).unwrap();
+            assert!(got == model[at..at + len], "round {round}");
+            if below(2) == 0 {
+                let bytes: Vec<u8> = (0..len).map(|i| (i as u64 ^ round) as u8).collect();
+                port.write_bytes(iova, &bytes).unwrap();
+                model[at..at + len].copy_from_slice(&bytes);
+            }
+        }
+        for (_, model, bufs) in &mapped {
+            let mut got = vec![0; model.len()];
+            let mut rest = &mut got[..];
+            for buf in bufs {
+                let (these, after) = rest.split_at_mut(buf.len());
+                buf.view().read(these);
+                rest = after;
+            }
+            assert!(got == *model);
+        }
+        drop(mapped);
+        assert_eq!(host.stats().pinned_frames, 0);
+    }
+}
+
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(24))]
     #[test]
