@@ -398,7 +398,6 @@ fn what_reading_says() {
         &["a", "--scheme", "sequential", "--heap", "memfd"],
         &["a", "--scheme", "plain", "--pages", "4k"],
         &["a", "--pages", "1g", "--shareable"],
-        &["a", "--node", "0"],
     ] {
         let report = json(args);
         assert_eq!((&report["schema"], &report["command"]), (&1.into(), &"read".into()));
@@ -443,15 +442,25 @@ fn what_reading_says() {
         let text = fails(&["/dev/shm/../shm/../../etc/../dev/shm/.", "--direct"]);
         assert!(text.contains("directory"), "{text}");
     }
-    assert!(fails(&["a", "--node", "61"]).contains("cannot allocate"));
+    assert!(fails(&["a", "--node", "61"]).contains("cannot bind it to NUMA node 61: "));
+    let bound = read(&["a", "--node", "0", "--json"]);
+    if bound.status.success() {
+        assert_eq!(serde_json::from_slice::<Value>(&bound.stdout).unwrap()["files"][0]["xxh3"], hash);
+    } else {
+        println!("SKIPPED: {}", stderr(&bound));
+    }
     // There may be such a heap.
     let output = read(&["a", "--heap", "dma-heap"]);
     assert!(output.status.success() || stderr(&output).starts_with("dmalane: no dma-buf heap on this machine\n"));
     assert!(fails(&["a", "--heap", "anonymous", "--shareable"]).contains("cannot be --shareable here"));
     // More than this machine has, by far: refused, and nothing killed.
-    std::fs::File::create(folder.join("huge")).unwrap().set_len(1 << 42).unwrap();
-    let text = fails(&["huge"]);
-    assert!(text.contains("4 TiB") || text.contains("cannot allocate"), "{text}");
+    match std::fs::File::create(folder.join("huge")).unwrap().set_len(1 << 42) {
+        Ok(()) => {
+            let text = fails(&["huge"]);
+            assert!(text.contains("4 TiB") || text.contains("cannot allocate"), "{text}");
+        }
+        Err(e) => println!("SKIPPED: no file of 4 TiB: {e}"),
+    }
 }
 
 #[test]

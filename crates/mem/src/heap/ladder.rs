@@ -98,7 +98,8 @@ impl Ladder {
     fn attempt(&self, len: NonZeroUsize, kind: PageKind, populate: bool, map: Map<'_>) -> io::Result<Region> {
         let region = map(len, kind.into())?;
         if let Some(node) = self.node {
-            region.bind_to_node(node)?;
+            let refused = |e: io::Error| io::Error::new(e.kind(), format!("cannot bind it to NUMA node {node}: {e}"));
+            region.bind_to_node(node).map_err(refused)?;
         }
         if populate {
             region.populate(0, region.len())?;
