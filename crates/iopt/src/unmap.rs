@@ -232,7 +232,8 @@ impl<F: Format, I: Address, O: Address, T: Tables> PageTable<F, I, O, T> {
         }
         let Some(table) = self.last_table(at) else { return false };
         let entry = self.load(table, i);
-        if F::decode(level, entry) == Entry::Invalid || Kind::of::<F>(level, entry).group {
+        let valid = if F::VALID != 0 { entry & F::VALID != 0 } else { F::decode(level, entry) != Entry::Invalid };
+        if !valid || Kind::of::<F>(level, entry).group {
             return false;
         }
         if detach == Detach::Emptied && !T::SHARED {

@@ -331,19 +331,15 @@ impl<F: Format> Records<F> {
         }
     }
 
-    /// The record of a page whose chunk has a node with more in it: then unbinding it needs no plan.
+    /// Unbinds a page whose chunk has a node with more in it, which needs no plan, if `counted` agrees to its record.
     #[inline(always)]
-    pub(crate) fn one_of_many(&mut self, page: u64) -> Option<Record> {
-        self.seek(page).filter(|(node, _)| node.used > 1).and_then(|(node, i)| Record::from_word(node.words[i]))
-    }
-
-    /// Unbinds such a page.
-    #[inline(always)]
-    pub(crate) fn take_one(&mut self, page: u64) {
-        if let Some((node, i)) = self.seek(page) {
-            node.words[i] = 0;
-            node.used -= 1;
-        }
+    pub(crate) fn take_one_of_many(&mut self, page: u64, counted: impl FnOnce(Record) -> bool) -> Option<()> {
+        let (node, i) = self.seek(page).filter(|(node, _)| node.used > 1)?;
+        let entry = node.words.get_mut(i)?;
+        Record::from_word(*entry).filter(|&record| counted(record))?;
+        *entry = 0;
+        node.used -= 1;
+        Some(())
     }
 
     /// The same as [`put`](Self::put) for one page.

@@ -194,11 +194,7 @@ impl<F: Format, T: Tables> Vm<F, T> {
         if !span.is_aligned(F::GRANULE) || !self.range.covers(&span) || self.reserved.is_some() {
             return None;
         }
-        let record = self.records.one_of_many(page)?;
-        if !self.slots.unbound_page(record.slot()) {
-            return None;
-        }
-        self.records.take_one(page);
+        self.records.take_one_of_many(page, |record| self.slots.unbound_page(record.slot()))?;
         // A page of a chunk that stays in use: nothing is cut or detached, so nothing is added to the list.
         let cleared = self.table.clear_into(span, &mut self.scratch.lists.tables);
         let (span, bytes) = cleared.expect("what is bound page by page is mapped so");
