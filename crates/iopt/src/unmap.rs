@@ -134,6 +134,13 @@ impl<F: Format, I: Address, O: Address, T: Tables> PageTable<F, I, O, T> {
         self.unmap_and(span, Detach::Covered, tables)
     }
 
+    /// Unmaps the page at `at` if a leaf of its own maps it, and gives true; otherwise changes nothing. No table is detached, as
+    /// with [`clear`](Self::clear), which does the same and all the rest.
+    #[inline]
+    pub fn clear_leaf(&mut self, at: I) -> bool {
+        self.clear_page(at.bits(), Detach::Covered)
+    }
+
     /// Detaches every table that translates some of the span and is empty, those above it that become empty included.
     /// What is mapped stays the same, so [`FlushList::bytes`] is 0.
     ///

@@ -36,6 +36,8 @@ pub(crate) struct Scratch<A> {
     /// Chunks whose nodes were touched.
     pub(crate) touched: Vec<u64>,
     pub(crate) lists: Lists<A>,
+    /// Room for the lists of one commit.
+    pub(crate) parcel: Vec<Lists<A>>,
 }
 
 /// What a commit gives to the caller.
@@ -49,7 +51,7 @@ pub(crate) struct Lists<A> {
 
 impl<A> Scratch<A> {
     pub(crate) const fn new() -> Self {
-        Self { steps: Vec::new(), touched: Vec::new(), lists: Lists::new() }
+        Self { steps: Vec::new(), touched: Vec::new(), lists: Lists::new(), parcel: Vec::new() }
     }
 }
 
@@ -130,8 +132,12 @@ impl<F: Format, T: Tables> Vm<F, T> {
         }
         let released = self.slots.end_plan();
         let lists = &mut self.scratch.lists;
-        let lists = if lists.is_empty() { Lists::new() } else { core::mem::replace(lists, Lists::new()) };
-        Committed { first: None, lists, unmapped: unmapped << F::GRANULE.log2(), released }
+        let mut parcel = Vec::new();
+        if !lists.is_empty() {
+            parcel = core::mem::take(&mut self.scratch.parcel);
+            parcel.push(core::mem::replace(lists, Lists::new())); // there is room: `Vm::reserve`
+        }
+        Committed { first: None, lists: parcel, unmapped: unmapped << F::GRANULE.log2(), released }
     }
 
     /// Undoes what planning did: nothing that can be seen.
@@ -245,7 +251,8 @@ impl<F: Format, T: Tables> Vm<F, T> {
 pub struct Committed<A> {
     /// In front of those of the lists.
     first: Option<Span<DeviceVa>>,
-    pub(crate) lists: Lists<A>,
+    /// One or none: most commits have nothing else to say, and are small to be fast.
+    pub(crate) lists: Vec<Lists<A>>,
     unmapped: u64,
     /// Chain of slots.
     pub(crate) released: u32,
@@ -255,29 +262,29 @@ impl<A: Address> Committed<A> {
     /// That of a bind where nothing was.
     #[inline]
     pub(crate) const fn nothing() -> Self {
-        Self { first: None, lists: Lists::new(), unmapped: 0, released: NONE }
+        Self { first: None, lists: Vec::new(), unmapped: 0, released: NONE }
     }
 
     /// That of an unmap that detached no table.
     #[inline]
     pub(crate) fn one(span: Span<DeviceVa>, bytes: u64) -> Self {
-        Self { first: Some(span), lists: Lists::new(), unmapped: bytes, released: NONE }
+        Self { first: Some(span), lists: Vec::new(), unmapped: bytes, released: NONE }
     }
 
     /// What the device must invalidate, in the order of the requests; neighbours are joined, others may repeat and
     /// overlap. Empty when the batch only bound where nothing was.
     pub fn spans(&self) -> impl Iterator<Item = Span<DeviceVa>> {
-        self.first.into_iter().chain(self.lists.spans.iter().copied())
+        self.first.into_iter().chain(self.lists.iter().flat_map(|lists| lists.spans.iter().copied()))
     }
 
     /// The spans of the batch's [`Prefetch`](crate::Request::Prefetch) requests.
-    pub fn prefetches(&self) -> impl ExactSizeIterator<Item = Span<DeviceVa>> {
-        self.lists.prefetches.iter().copied()
+    pub fn prefetches(&self) -> impl Iterator<Item = Span<DeviceVa>> {
+        self.lists.iter().flat_map(|lists| lists.prefetches.iter().copied())
     }
 
     /// The tables that are no longer part of the page table.
     pub fn tables(&self) -> &[A] {
-        &self.lists.tables
+        self.lists.first().map_or(&[], |lists| &lists.tables)
     }
 
     /// Bytes that were unmapped, including those that the same batch bound anew.
@@ -287,7 +294,7 @@ impl<A: Address> Committed<A> {
 
     /// True when there is nothing to invalidate.
     pub fn is_empty(&self) -> bool {
-        self.first.is_none() && self.lists.spans.is_empty()
+        self.first.is_none() && self.lists.iter().all(|lists| lists.spans.is_empty())
     }
 }
 

@@ -178,7 +178,7 @@ impl<A: Address> BindQueue<A> {
                 Ok(committed) => {
                     self.running = Some(Running { ticket, committed, signal: submission.signal });
                     // What is only a hint is for the caller to see too.
-                    if self.to_invalidate().is_some_and(|c| c.is_empty() && c.prefetches().len() == 0) {
+                    if self.to_invalidate().is_some_and(|c| c.is_empty() && c.prefetches().next().is_none()) {
                         ended.extend(self.invalidated(vm));
                     }
                 }

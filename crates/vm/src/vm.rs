@@ -1,6 +1,7 @@
 //! One device address space.
 
 use alloc::sync::Arc;
+use alloc::vec::Vec;
 
 use dmalane_addr::{Access, CardAddr, DeviceVa, Segment, Span};
 use dmalane_iopt::{Format, Leaf, PageTable, Place, Run, TableEstimate, Tables};
@@ -195,9 +196,11 @@ impl<F: Format, T: Tables> Vm<F, T> {
             return None;
         }
         self.records.take_one_of_many(page, |record| self.slots.unbound_page(record.slot()))?;
-        // A page of a chunk that stays in use: nothing is cut or detached, so nothing is added to the list.
-        let cleared = self.table.clear_into(span, &mut self.scratch.lists.tables);
-        let (span, bytes) = cleared.expect("what is bound page by page is mapped so");
+        if self.table.clear_leaf(span.first()) {
+            return Some(Committed::one(span, F::GRANULE.bytes()));
+        }
+        // A page of a group, in a chunk that stays in use: no table is needed or detached.
+        let (span, bytes) = self.table.clear_into(span, &mut Vec::new()).expect("what is bound is mapped");
         Some(Committed::one(span, bytes))
     }
 
@@ -481,11 +484,12 @@ impl<F: Format, T: Tables> Vm<F, T> {
         if tables > 0 && !self.table.reserve(tables) {
             return Err(Error::NoTables { tables, vm: self.range });
         }
-        let Scratch { steps, touched, lists } = &mut self.scratch;
+        let Scratch { steps, touched, lists, parcel } = &mut self.scratch;
         let spans = steps.len() + touched.len();
         // Chunks that were touched may turn out empty. Whatever the batch makes it may detach again.
         let detached = batch.detached + tables + touched.len() * F::LEVELS as usize;
-        if lists.spans.try_reserve(spans).is_err() || lists.tables.try_reserve(detached).is_err() {
+        let room = lists.spans.try_reserve(spans).is_ok() && lists.tables.try_reserve(detached).is_ok();
+        if !room || parcel.try_reserve(1).is_err() {
             return Err(self.no_memory());
         }
         Ok(())
@@ -500,20 +504,18 @@ impl<F: Format, T: Tables> Vm<F, T> {
     /// the device has invalidated every span of [`Committed::spans`] and no longer walks through what it had cached.
     #[inline]
     pub fn invalidated(&mut self, committed: Committed<T::Addr>) {
-        let Committed { mut lists, released, .. } = committed;
+        let Committed { lists: mut parcel, released, .. } = committed;
         if released != NONE {
             self.slots.release(released);
         }
-        if lists.is_empty() {
-            return;
-        }
+        let Some(mut lists) = parcel.pop() else { return };
         if !lists.tables.is_empty() {
             self.table.free_detached(lists.tables.drain(..));
         }
         // The room is for the next plan.
         lists.spans.clear();
         lists.prefetches.clear();
-        self.scratch.lists = lists;
+        (self.scratch.lists, self.scratch.parcel) = (lists, parcel);
     }
 
     /// Makes larger leaves within the span where what is bound, by many requests perhaps, continues in the buffer object and
