@@ -180,6 +180,7 @@ impl Plain {
         let heap = AnonHeap::new();
         let card = SharedBuf::sparse("dmalane-bench", len)?;
         card.populate(0, len)?;
+        card.view().fill(4);
         let mut slices = [heap.allocate(len)?, heap.allocate(len)?];
         slices[0].fill(1);
         slices[1].fill(2);
