@@ -112,6 +112,7 @@ impl Bench {
 struct Walk {
     queue: CardQueue<SoftBus>,
     ready: Vec<Operation>,
+    back: Vec<Operation>,
     ended: Vec<Ended>,
 }
 
@@ -134,7 +135,7 @@ impl Walk {
             let at = DeviceAddr::Card(CardAddr::new(at + place as u64));
             ready.push(Operation::copy(direction, part, via.clone(), at).hint(hint));
         }
-        Ok(Self { queue, ready, ended: Vec::new() })
+        Ok(Self { queue, back: Vec::with_capacity(ready.len()), ready, ended: Vec::new() })
     }
 
     fn hint(&mut self, hint: CacheHint) {
@@ -145,15 +146,14 @@ impl Walk {
 
     /// Once over the region, at most 32 operations in flight: those that end first make room for the next.
     fn once(&mut self) {
-        let mut next = Vec::with_capacity(self.ready.len());
-        let (queue, ended) = (&mut self.queue, &mut self.ended);
+        let Self { queue, ready, back, ended } = self;
         let mut collect = |ended: &mut Vec<Ended>| {
-            next.extend(ended.drain(..).map(|e| {
+            back.extend(ended.drain(..).map(|e| {
                 assert_eq!(e.result, Ok(()));
                 e.operation
             }));
         };
-        for operation in self.ready.drain(..) {
+        for operation in ready.drain(..) {
             if queue.in_flight() == 32 {
                 while queue.poll(ended) == 0 {}
                 collect(ended);
@@ -164,7 +164,7 @@ impl Walk {
             queue.poll(ended);
             collect(ended);
         }
-        self.ready = next;
+        std::mem::swap(ready, back);
     }
 }
 
@@ -180,6 +180,7 @@ impl Plain {
         let heap = AnonHeap::new();
         let card = SharedBuf::sparse("dmalane-bench", len)?;
         card.populate(0, len)?;
+        card.view().fill(4);
         let mut slices = [heap.allocate(len)?, heap.allocate(len)?];
         slices[0].fill(1);
         slices[1].fill(2);
@@ -359,6 +360,9 @@ fn both(walks: &mut [Walk]) {
             {
                 let _ticket = walk.queue.enqueue(operation).expect("room");
             }
+            walk.queue.doorbell();
+        }
+        for (walk, waiting) in walks.iter_mut().zip(&mut waiting) {
             walk.queue.poll(&mut walk.ended);
             walk.ready.extend(walk.ended.drain(..).map(|e| e.operation));
             busy |= walk.queue.in_flight() > 0 || waiting.peek().is_some();

@@ -1,6 +1,6 @@
 //! A card's channel, driven.
 
-use std::collections::VecDeque;
+use std::collections::{BTreeSet, VecDeque};
 use std::os::fd::BorrowedFd;
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
@@ -25,7 +25,7 @@ const SPINS: u32 = 200;
 const LOOKS_PER_STATUS: u32 = 64;
 
 /// Rings and buffers of channels whose card did not stop: it may still touch them, so they stay as they are for good.
-static QUARANTINE: Mutex<Vec<(Rings, VecDeque<Flying>)>> = Mutex::new(Vec::new());
+static QUARANTINE: Mutex<Vec<(Rings, VecDeque<Operation>)>> = Mutex::new(Vec::new());
 
 /// A channel of plain copies: [`CardQueue`] behind the narrow port.
 pub type CardChannel<B> = Copies<CardQueue<B>>;
@@ -51,10 +51,13 @@ pub struct CardQueue<B: HostBus> {
     rung: u64,
     /// Operations accepted so far; also the ticket of the next.
     next: u64,
-    /// The last of them is number `next - 1`.
-    flying: VecDeque<Flying>,
-    /// How many of them were taken back and only hold their places in the ring.
-    taken_back: usize,
+    /// The last of them is number `next - 1`. One that was taken back left a fence behind, which holds its places in the ring.
+    flying: VecDeque<Operation>,
+    /// The number of the first descriptor of each; the next one's begin where its own end. Apart from the operations, which are then moved in
+    /// and out in the same portions: anything else waits for the stores before it, as long as copying 1 KiB takes.
+    firsts: VecDeque<u64>,
+    /// Those that were taken back.
+    taken_back: BTreeSet<u64>,
     /// Of the first of them: descriptors collected, and how the first of these that failed did, after how many bytes.
     collected: u32,
     failed: Option<(OpError, u64)>,
@@ -67,15 +70,6 @@ pub struct CardQueue<B: HostBus> {
     state: State,
     stats: Stats,
     sampler: Sampler,
-}
-
-/// An operation in flight.
-struct Flying {
-    /// `None` once taken back.
-    operation: Option<Operation>,
-    /// The number of its first descriptor, and how many it has.
-    first: u64,
-    slots: u32,
 }
 
 #[derive(PartialEq)]
@@ -98,6 +92,7 @@ impl<B: HostBus> CardQueue<B> {
     ) -> Result<Self, Error> {
         let mut this = Self {
             flying: VecDeque::with_capacity(1 << rings.log2),
+            firsts: VecDeque::with_capacity(1 << rings.log2),
             bus,
             shelf,
             rings: Some(rings),
@@ -108,7 +103,7 @@ impl<B: HostBus> CardQueue<B> {
             tail: 0,
             rung: 0,
             next: 0,
-            taken_back: 0,
+            taken_back: BTreeSet::new(),
             collected: 0,
             failed: None,
             wishes: VecDeque::new(),
@@ -333,31 +328,38 @@ impl<B: HostBus> CardQueue<B> {
     /// The shorter way for what is most common: operations of one descriptor that ended well, as many as there are now. The
     /// first that is anything else is left to the longer way.
     fn collect_plain(&mut self, done: &mut Vec<Ended>) {
-        let Self { rings: Some(rings), flying, head, rung, next, stats, sampler, .. } = self else { return };
-        if self.state != State::Running || self.collected != 0 || self.failed.is_some() || !self.wishes.is_empty() {
+        let Self { rings: Some(rings), flying, firsts, head, rung, tail, next, stats, sampler, .. } = self else {
+            return;
+        };
+        let special =
+            self.collected != 0 || self.failed.is_some() || !self.wishes.is_empty() || !self.taken_back.is_empty();
+        if self.state != State::Running || special {
             return;
         }
         let ring = rings.completions.view();
         let mask = (1usize << rings.log2) - 1;
-        while *head < *rung
-            && let Some(Flying { operation: Some(_), slots: 1, .. }) = flying.front()
-        {
+        let mut n = 0;
+        while *head < *rung && n < flying.len() {
             let number = *head as u32;
             let sequence = Completion::sequence_of(number);
             let good = Completion { cookie: number, status: Status::Ok.code(), sequence }.word();
             let word = ring.load_u64((*head as usize & mask) * Completion::BYTES + 8);
-            if word != Some(good) {
-                return;
+            if word != Some(good) || firsts.get(n + 1).unwrap_or(tail) - *head != 1 {
+                break;
             }
             *head += 1;
-            let ticket = *next - flying.len() as u64;
-            let Some(Flying { operation: Some(operation), .. }) = flying.pop_front() else { return };
+            n += 1;
+        }
+        let mut ticket = *next - flying.len() as u64;
+        firsts.drain(..n);
+        stats.ok += n as u64;
+        done.extend(flying.drain(..n).map(|operation| {
             let bytes = operation.bytes();
-            stats.ok += 1;
             stats.bytes += bytes;
             sampler.ended(ticket, &mut stats.latency);
-            done.push(Ended { ticket: Ticket::new(ticket), operation, result: Ok(()), bytes });
-        }
+            ticket += 1;
+            Ended { ticket: Ticket::new(ticket - 1), operation, result: Ok(()), bytes }
+        }));
     }
 
     /// Collects the operations that the card has reported.
@@ -366,36 +368,33 @@ impl<B: HostBus> CardQueue<B> {
         while self.state == State::Running && !self.flying.is_empty() {
             let Some((status, offset)) = self.next_completion() else { return };
             self.head += 1;
-            let Some(Flying { operation, slots, .. }) = self.flying.front() else { return };
-            if status != Status::Ok
-                && self.failed.is_none()
-                && let Some(operation) = operation
-            {
+            let (Some(operation), Some(first)) = (self.flying.front(), self.firsts.front()) else { return };
+            let slots = self.firsts.get(1).unwrap_or(&self.tail) - first;
+            let number = self.next - self.flying.len() as u64;
+            if status != Status::Ok && self.failed.is_none() && !self.taken_back.contains(&number) {
                 let detail = self.completions().load_u64(offset).expect("a slot lies within the ring");
                 self.failed = Some(failure(status, detail, operation, self.collected));
             }
             self.collected += 1;
-            if self.collected < *slots {
+            if u64::from(self.collected) < slots {
                 continue;
             }
-            let number = self.next - self.flying.len() as u64;
-            let Some(Flying { operation, .. }) = self.flying.pop_front() else { return };
+            let Some(operation) = self.flying.pop_front() else { return };
+            self.firsts.pop_front();
             self.collected = 0;
             let failed = self.failed.take();
             if self.wishes.front() == Some(&number) {
                 self.wishes.pop_front();
                 self.tell_wish();
             }
-            match operation {
-                None => self.taken_back -= 1,
-                Some(operation) => {
-                    let (result, bytes) = match failed {
-                        None => (Ok(()), operation.bytes()),
-                        Some((error, bytes)) => (Err(error), bytes),
-                    };
-                    done.push(self.end(number, operation, result, bytes));
-                }
+            if self.taken_back.remove(&number) {
+                continue;
             }
+            let (result, bytes) = match failed {
+                None => (Ok(()), operation.bytes()),
+                Some((error, bytes)) => (Err(error), bytes),
+            };
+            done.push(self.end(number, operation, result, bytes));
         }
     }
 
@@ -447,13 +446,14 @@ impl<B: HostBus> CardQueue<B> {
                 let why = why.clone();
                 let first = self.next - self.flying.len() as u64;
                 let flying = std::mem::take(&mut self.flying);
-                for (Flying { operation, .. }, number) in flying.into_iter().zip(first..) {
-                    if let Some(operation) = operation {
+                self.firsts.clear();
+                let taken_back = std::mem::take(&mut self.taken_back);
+                for (operation, number) in flying.into_iter().zip(first..) {
+                    if !taken_back.contains(&number) {
                         let ended = self.end(number, operation, Err(OpError::Stopped(why.clone())), 0);
                         done.push(ended);
                     }
                 }
-                self.taken_back = 0;
                 self.wishes.clear();
                 self.state = State::Stopped(why);
             }
@@ -479,9 +479,9 @@ impl<B: HostBus> CardQueue<B> {
     fn tell_wish(&mut self) {
         let first = self.next - self.flying.len() as u64;
         if let Some(number) = self.wishes.front()
-            && let Some(flying) = number.checked_sub(first).and_then(|i| self.flying.get(i as usize))
+            && let Some(descriptor) = number.checked_sub(first).and_then(|i| self.firsts.get(i as usize))
         {
-            let (register, descriptor) = (self.register(regs::CH_CANCEL), flying.first as u32);
+            let (register, descriptor) = (self.register(regs::CH_CANCEL), *descriptor as u32);
             // The valid bit last: until then the card sees no wish, or the one before, which has been fulfilled. A card that does not
             // take it just goes on.
             let device = self.device();
@@ -591,7 +591,7 @@ impl<B: HostBus> Queue for CardQueue<B> {
     }
 
     fn in_flight(&self) -> usize {
-        self.flying.len() - self.taken_back
+        self.flying.len() - self.taken_back.len()
     }
 
     #[inline]
@@ -616,7 +616,8 @@ impl<B: HostBus> Queue for CardQueue<B> {
         if self.flying.is_empty() {
             self.stalled = None;
         }
-        self.flying.push_back(Flying { operation: Some(operation), first: self.tail, slots });
+        self.flying.push_back(operation);
+        self.firsts.push_back(self.tail);
         self.tail += u64::from(slots);
         self.next += 1;
         self.stats.submitted += 1;
@@ -679,24 +680,26 @@ impl<B: HostBus> Queue for CardQueue<B> {
     fn cancel(&mut self, ticket: Ticket) -> Cancelled {
         let number = ticket.number();
         let index = number.checked_sub(self.next - self.flying.len() as u64).and_then(|i| usize::try_from(i).ok());
-        let Some(flying) = index.and_then(|i| self.flying.get_mut(i)) else { return Cancelled::Unknown };
-        if flying.operation.is_none() {
+        let Some((index, first)) = index.and_then(|i| Some((i, *self.firsts.get(i)?))) else {
+            return Cancelled::Unknown;
+        };
+        if self.taken_back.contains(&number) {
             return Cancelled::Unknown;
         }
-        let (first, slots) = (flying.first, u64::from(flying.slots));
+        let end = *self.firsts.get(index + 1).unwrap_or(&self.tail);
         if !self.abilities.contains(Abilities::CANCEL) {
             return Cancelled::TooLate;
         }
         if first >= self.rung {
             // Its place in the ring stays: what comes after it has its number already.
-            let operation = flying.operation.take();
-            for at in first..first + slots {
+            let operation = std::mem::replace(&mut self.flying[index], Operation::fence());
+            for at in first..end {
                 self.put(at, Descriptor { cookie: at as u32, ..Task::Fence.into() });
             }
-            self.taken_back += 1;
+            self.taken_back.insert(number);
             self.stats.cancelled += 1;
             self.sampler.ended(number, &mut self.stats.latency);
-            return operation.map_or(Cancelled::Unknown, Cancelled::TakenBack);
+            return Cancelled::TakenBack(operation);
         }
         if let Err(place) = self.wishes.binary_search(&number) {
             self.wishes.insert(place, number);
@@ -760,13 +763,12 @@ impl<B: HostBus> Drop for CardQueue<B> {
             done.clear();
         }
         let Some(rings) = self.rings.take() else { return };
-        let mut flying = std::mem::take(&mut self.flying);
+        let flying = std::mem::take(&mut self.flying);
         if self.wait_for_stop() {
             self.shelf.put_back(self.index, rings);
         } else {
             // The card may still read and write all of this, so it must stay as it is for ever.
-            flying.retain(|f| f.operation.is_some());
-            self.shelf.quarantine(flying.len());
+            self.shelf.quarantine(flying.len() - self.taken_back.len());
             QUARANTINE.lock().unwrap_or_else(PoisonError::into_inner).push((rings, flying));
         }
     }

@@ -1,8 +1,8 @@
 //! The software card, and the driver of every card with the same register map.
 //!
 //! Three parts, joined by `docs/formats/card.md` alone: the formats ([`regs`], [`Descriptor`], [`Completion`]); the
-//! device ([`SoftCard`], which reaches host memory only through [`dmalane_mem::DeviceMem`]); the driver ([`Card`] and
-//! [`CardChannel`], which reach the device only through [`dmalane_mem::HostBus`]). [`SoftBus`] puts a software card
+//! device ([`SoftCard`], which reaches host memory only through [`dmalane_mem::DeviceMem`]); the driver ([`Card`],
+//! [`CardQueue`] and [`CardChannel`], which reach the device only through [`dmalane_mem::HostBus`]). [`SoftBus`] puts a software card
 //! into a software host.
 //!
 //! ```

@@ -272,7 +272,8 @@ impl Engine {
                 Some(job) => job,
                 None => {
                     let descriptor = match self.fetch(work, number) {
-                        Ok(Some(bytes)) => Descriptor::decode(&bytes),
+                        // Decoded where it lies: another copy, written and read in other portions, would wait for all stores before.
+                        Ok(Some(place)) => Descriptor::decode(&self.fetched[place]),
                         Ok(None) => return done > 0,
                         Err((why, at)) => {
                             // What was done before is reported first.
@@ -320,13 +321,9 @@ impl Engine {
         true
     }
 
-    /// The next descriptor, copied.
+    /// The next descriptor, copied: its place in `fetched`.
     #[inline]
-    fn fetch<H: HeldMem, F>(
-        &mut self,
-        work: &mut Work<'_, H, F>,
-        number: u32,
-    ) -> Result<Option<[u8; Descriptor::BYTES]>, (Halt, Iova)> {
+    fn fetch<H: HeldMem, F>(&mut self, work: &mut Work<'_, H, F>, number: u32) -> Result<Option<usize>, (Halt, Iova)> {
         let rings = work.rings;
         if self.next == self.end {
             let doorbell = work.regs.doorbell.load(Ordering::Acquire);
@@ -351,7 +348,7 @@ impl Engine {
             (self.next, self.end) = (0, n);
         }
         self.next += 1;
-        Ok(Some(self.fetched[self.next - 1]))
+        Ok(Some(self.next - 1))
     }
 
     /// What to do for a descriptor; `None` when that is nothing.

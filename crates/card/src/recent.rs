@@ -6,9 +6,9 @@
 
 use dmalane_mem::CopyHint;
 
-/// Bytes of a block.
-const BLOCK: u64 = 64 << 10;
-const BLOCKS: usize = 64;
+/// Bytes of a block: no more than the shortest write that is looked at, or its neighbours would pass for itself.
+const BLOCK: u64 = 4 << 10;
+const BLOCKS: usize = 1024;
 /// This much later a block is no longer in the cache: about one core's share of a third-level cache.
 const RECENT: u64 = BLOCK * BLOCKS as u64;
 
@@ -22,13 +22,13 @@ pub(crate) enum Memory {
 /// The blocks written last.
 pub(crate) struct Recent {
     /// Which block, and how many bytes had been written before.
-    blocks: [(u64, u64); BLOCKS],
+    blocks: Box<[(u64, u64); BLOCKS]>,
     written: u64,
 }
 
 impl Recent {
     pub(crate) fn new() -> Self {
-        Self { blocks: [(u64::MAX, 0); BLOCKS], written: RECENT }
+        Self { blocks: Box::new([(u64::MAX, 0); BLOCKS]), written: RECENT }
     }
 
     /// Notes a write of `len` bytes at `at`, and says how to do it. Writes shorter than `from` are never worth bypassing the
@@ -39,8 +39,9 @@ impl Recent {
         }
         let key = |block: u64| block << 1 | u64::from(memory == Memory::Card);
         let (first, last) = (at / BLOCK, at.saturating_add(len - 1) / BLOCK);
-        let (block, then) = self.blocks[first as usize % BLOCKS];
-        let hot = block == key(first) && self.written - then <= RECENT;
+        // The last one: the first may also be the end of what was written before this.
+        let (block, then) = self.blocks[last as usize % BLOCKS];
+        let hot = block == key(last) && self.written - then <= RECENT;
         self.written += len;
         for block in first.max(last.saturating_sub(BLOCKS as u64 - 1))..=last {
             self.blocks[block as usize % BLOCKS] = (key(block), self.written);
@@ -62,6 +63,9 @@ mod tests {
         for at in [0, 1 << 20] {
             assert!(hint(Memory::Card, at, 1 << 20) == CopyHint::StreamUnordered, "first time");
             assert!(hint(Memory::Card, at, 1 << 20) == CopyHint::Keep);
+        }
+        for i in 0..100 {
+            assert!(hint(Memory::Card, 1 << 30 | (i * 4096 + 100), 4096) == CopyHint::StreamUnordered, "neighbours");
         }
         assert!(hint(Memory::Host, 0, 1 << 20) == CopyHint::StreamUnordered, "another memory");
         for i in 0..10u64 {

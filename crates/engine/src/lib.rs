@@ -4,10 +4,12 @@
 //! copy by a real card. An operation owns its [`dmalane_mem::Part`] from [`Channel::submit`] until its
 //! [`Completion`] gives it back, so nothing can touch or free memory that is in flight.
 //!
-//! [`Registered`] is a buffer pinned and mapped once for many transfers. [`Split`] drives several channels as one,
-//! cutting each transfer as a [`Policy`] says: by placement ([`AddressPolicy`]), or by rates that it measures
-//! ([`BalancePolicy`]). [`Fenced`] signals fences as operations end. [`run`]
-//! and [`drain`] wait.
+//! [`Queue`] is the wide port: a DMA engine's channel with all that it does ([`Operation`]). Every queue is a channel
+//! ([`Copies`]), and can be used by many threads and tasks ([`Shared`]).
+//!
+//! [`Registered`] is a buffer pinned and mapped once for many transfers; [`Registry`] keeps them, within limits. [`Split`]
+//! drives several channels as one, cutting each transfer as a [`Policy`] says: by placement ([`AddressPolicy`]), or by rates
+//! that it measures ([`BalancePolicy`]). [`Fenced`] signals fences as operations end. [`run`] and [`drain`] wait.
 //!
 //! What is in flight cannot be used:
 //!
