@@ -285,33 +285,45 @@ impl<F: Format, I: Address, O: Address, T: Tables> PageTable<F, I, O, T> {
         if detach == Detach::Emptied && !T::SHARED && self.is_empty_but(table, level, i, j) {
             return None;
         }
-        let (pages, members) = self.take_out(table, i..j + 1);
+        let (pages, members) = self.take_out(table, i..j + 1, false);
         self.uncount(level, pages, members);
         Some(pages << shift::<F>(level))
     }
 
-    /// Clears entries of a table of the last level. Gives the number of those that were valid, and of members of groups among
-    /// them.
-    fn take_out(&mut self, table: T::Addr, range: Range<usize>) -> (u64, u64) {
+    /// Clears entries of a table of the last level, or leaves them as they are in one that goes as a whole. Gives the number of
+    /// those that were valid, and of members of groups among them.
+    fn take_out(&mut self, table: T::Addr, range: Range<usize>, whole: bool) -> (u64, u64) {
         let valid = |entry: u64| entry != 0 && F::decode(F::LEVELS - 1, entry) != Entry::Invalid;
-        let (mut pages, mut members) = (0, 0);
-        slots::edit::<F, T>(&mut self.tables, table, range.clone(), |entries| {
+        let (mut pages, mut members, mut seen) = (0, 0, 0);
+        let mut count = |entries: &[u64]| {
             if F::VALID != 0 && !has_groups::<F>() {
                 // A few instructions for several entries.
                 let bit = F::VALID.trailing_zeros();
-                let count: u64 = entries.iter().map(|entry| entry >> bit & 1).sum();
-                debug_assert_eq!(count, entries.iter().filter(|&&entry| valid(entry)).count() as u64, "{}", F::NAME);
-                pages += count;
+                let some: u64 = entries.iter().map(|entry| entry >> bit & 1).sum();
+                debug_assert_eq!(some, entries.iter().filter(|&&entry| valid(entry)).count() as u64, "{}", F::NAME);
+                pages += some;
             } else {
                 for &entry in entries.iter().filter(|&&entry| valid(entry)) {
                     pages += 1;
                     members += u64::from(has_groups::<F>() && F::is_member(F::LEVELS - 1, entry));
                 }
             }
+        };
+        slots::edit::<F, T>(&mut self.tables, table, range.clone(), |entries| {
+            count(entries);
+            seen += entries.len();
+            if whole {
+                return 0;
+            }
             entries.fill(0);
             entries.len()
         });
-        slots::clean::<F, T>(&mut self.tables, table, range);
+        if whole {
+            // What did not come in one piece.
+            (range.start + seen..range.end).for_each(|k| count(&[self.load(table, k)]));
+        } else {
+            slots::clean::<F, T>(&mut self.tables, table, range);
+        }
         (pages, members)
     }
 
@@ -482,13 +494,13 @@ impl<F: Format, I: Address, O: Address, T: Tables> PageTable<F, I, O, T> {
     ) -> bool {
         let (i, j) = (index::<F>(first, level), index::<F>(last, level));
         let page = page_size::<F>(level).bytes();
-        // A table above the last level that goes as a whole keeps its entries: nothing reads them once it is unlinked, but for
-        // a walker that must be told to forget it anyway. The root is never unlinked.
+        // A table that goes as a whole keeps its entries: nothing reads them once it is unlinked, but for a walker that
+        // must be told to forget it anyway. The root is never unlinked.
         let mask = page * entries::<F>(level) as u64 - 1;
         let whole = detach != Detach::Nothing && level > 0 && first & mask == 0 && last & mask == mask;
         let if_empty = detach == Detach::Emptied && level > 0;
         if level + 1 == F::LEVELS {
-            let (pages, members) = self.take_out(table, i..j + 1);
+            let (pages, members) = self.take_out(table, i..j + 1, whole);
             cleared.bytes += page * pages;
             self.uncount(level, pages, members);
             return whole || if_empty && pages > 0 && self.is_empty_but(table, level, i, j);

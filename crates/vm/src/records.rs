@@ -23,6 +23,8 @@ use crate::slots::{Full, Slots};
 #[derive(Debug)]
 struct Node {
     words: Box<[u64]>,
+    /// True for a spare node whose words are still those of its last use.
+    stale: bool,
     /// Entries that are not empty.
     used: usize,
     /// The last plan that touched it.
@@ -61,7 +63,7 @@ const ROOT: u32 = 0;
 #[derive(Debug)]
 pub(crate) struct Records<F> {
     nodes: Vec<Node>,
-    /// Nodes that are not in use, all empty.
+    /// Nodes that are not in use.
     spare: Vec<u32>,
     cursor: Cursor,
     plan: u64,
@@ -149,16 +151,20 @@ impl<F: Format> Records<F> {
         self.nodes.try_reserve(1)?;
         self.spare.try_reserve(self.nodes.len() + 1 - self.spare.len())?; // so that a commit need not ask for memory
         let words = zeroed(entries)?;
-        self.nodes.push(Node { words, used: 0, plan: 0, after: 0, split: 0 });
+        self.nodes.push(Node { words, stale: false, used: 0, plan: 0, after: 0, split: 0 });
         Ok(id)
     }
 
     /// An empty node below the root.
     fn take(&mut self) -> Result<u32, Full> {
         let Some(&id) = self.spare.last() else { return self.push(1 << F::INDEX_BITS) };
-        if self.nodes[id as usize].words.is_empty() {
-            self.nodes[id as usize].words = zeroed(1 << F::INDEX_BITS)?;
+        let node = &mut self.nodes[id as usize];
+        if node.words.is_empty() {
+            node.words = zeroed(1 << F::INDEX_BITS)?;
+        } else if node.stale {
+            node.words.fill(0);
         }
+        node.stale = false;
         self.spare.pop();
         Ok(id)
     }
@@ -362,17 +368,7 @@ impl<F: Format> Records<F> {
         let node = &mut self.nodes[id as usize];
         let words = &mut node.words[Self::index(first, Self::LAST)..=Self::index(last, Self::LAST)];
         let pages = words.len();
-        let old = words[0];
-        let differs = words.iter().fold(0, |all, word| all | word ^ old);
-        let had = match Record::from_word(old) {
-            // All or nothing, as most often: these loops and the next are a few instructions for several pages.
-            Some(record) if Record::is_of_one_slot(differs) => {
-                slots.unbound(record.slot(), pages as u64);
-                pages as u64
-            }
-            None if differs == 0 => 0,
-            _ => Self::count_out(words, slots),
-        };
+        let had = Self::count_out(words, slots);
         match record {
             None => words.fill(0),
             Some(record) => {
@@ -385,8 +381,24 @@ impl<F: Format> Records<F> {
         had
     }
 
-    /// Counts pages that are bound no more, those of one slot together. Gives their number.
+    /// Counts the pages that are bound, and will be no more. Gives their number.
+    #[inline]
     fn count_out(words: &[u64], slots: &mut Slots) -> u64 {
+        let (old, pages) = (words[0], words.len() as u64);
+        let differs = words.iter().fold(0, |all, word| all | word ^ old);
+        match Record::from_word(old) {
+            // All or nothing, as most often: the loop above is a few instructions for several pages.
+            Some(record) if Record::is_of_one_slot(differs) => {
+                slots.unbound(record.slot(), pages);
+                pages
+            }
+            None if differs == 0 => 0,
+            _ => Self::count_out_each(words, slots),
+        }
+    }
+
+    /// The same, pages of one slot together.
+    fn count_out_each(words: &[u64], slots: &mut Slots) -> u64 {
         let (mut had, mut run, mut slot) = (0, 0, 0);
         for old in words.iter().filter_map(|&word| Record::from_word(word)) {
             if old.slot() != slot {
@@ -431,8 +443,7 @@ impl<F: Format> Records<F> {
                 }
                 _ if whole => {
                     if let Some(child) = child {
-                        had += self.put_below(child, level + 1, slots, at, end, None);
-                        self.give(child);
+                        had += self.take_down(child, level + 1, slots);
                     } else if let Some(old) = Record::from_word(old) {
                         had += end - at + 1;
                         slots.unbound(old.slot(), end - at + 1);
@@ -447,6 +458,28 @@ impl<F: Format> Records<F> {
             record = record.map(|r| r.advance(end - at + 1));
             at = end.wrapping_add(1);
         }
+        had
+    }
+
+    /// Takes a node away with all that is below, which is bound no more. Gives the number of pages.
+    fn take_down(&mut self, id: u32, level: u32, slots: &mut Slots) -> u64 {
+        let mut had = 0;
+        if level == Self::LAST {
+            had = Self::count_out(&self.nodes[id as usize].words, slots);
+        } else {
+            for i in 0..self.nodes[id as usize].words.len() {
+                let word = self.nodes[id as usize].words[i];
+                if let Some(record) = Record::from_word(word) {
+                    had += 1 << Self::shift(level);
+                    slots.unbound(record.slot(), 1 << Self::shift(level));
+                } else if word != 0 {
+                    had += self.take_down(Self::child(word), level + 1, slots);
+                }
+            }
+        }
+        let node = &mut self.nodes[id as usize];
+        (node.stale, node.used) = (true, 0);
+        self.give(id);
         had
     }
 
