@@ -504,6 +504,14 @@ impl<F: Format, T: Tables> Vm<F, T> {
     /// the device has invalidated every span of [`Committed::spans`] and no longer walks through what it had cached.
     #[inline]
     pub fn invalidated(&mut self, committed: Committed<T::Addr>) {
+        // Most have nothing to give back.
+        if committed.released != NONE || !committed.lists.is_empty() {
+            self.take_back(committed);
+        }
+    }
+
+    #[inline(never)]
+    fn take_back(&mut self, committed: Committed<T::Addr>) {
         let Committed { lists: mut parcel, released, .. } = committed;
         if released != NONE {
             self.slots.release(released);
