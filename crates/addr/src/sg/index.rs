@@ -45,7 +45,7 @@ pub enum SgKind {
     /// The same with 8 bytes a segment, for segments more than 2^32 granules apart.
     WideRank,
     /// 16 bytes a segment and a binary search, as an [`SgTable`] has it: for granules below 4 KiB, of which the others would
-    /// need too many.
+    /// need too many, and for segments of more than 256 granules on average.
     List,
 }
 
@@ -73,6 +73,10 @@ const FLAT_MEAN_16THS: u64 = 17;
 
 /// The longest segment, in granules, of a flat index, which finds the end of a segment page by page.
 const FLAT_LONGEST: u64 = 16;
+
+/// Segments that are longer than this on average get no bitmap: it would take more than 64 bytes for each of them, and
+/// whoever makes up the segments could ask for any amount of memory. A binary search among them is short.
+const MOST_PAGES_A_SEGMENT: u64 = 256;
 
 /// The smallest granule that gets a bitmap. From here on it is at most 1/16384 of the buffer.
 const RANK_GRANULE: u32 = 12;
@@ -147,7 +151,10 @@ impl Survey {
         let shift = u32::from(self.granule.log2());
         if segments <= IN_PLACE {
             SgKind::InPlace
-        } else if shift < RANK_GRANULE || self.pages > u64::from(u32::MAX) {
+        } else if shift < RANK_GRANULE
+            || self.pages > u64::from(u32::MAX)
+            || self.pages / MOST_PAGES_A_SEGMENT > segments as u64
+        {
             SgKind::List
         } else if !self.is_near() {
             SgKind::WideRank
