@@ -20,7 +20,9 @@ use dmalane_iopt::{Format, MAX_LEVELS};
 use crate::record::Record;
 use crate::slots::{Full, Slots};
 
+/// As large as a cache line, so that finding one takes a shift.
 #[derive(Debug)]
+#[repr(align(64))]
 struct Node {
     words: Box<[u64]>,
     /// True for a spare node whose words are still those of its last use.

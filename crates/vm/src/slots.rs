@@ -109,9 +109,11 @@ impl Slots {
     #[inline(always)]
     pub(crate) fn unbound_page(&mut self, slot: u32) -> bool {
         let slot = &mut self.slots[slot as usize];
-        let more = slot.pages > 1;
-        slot.pages -= u64::from(more);
-        more
+        if slot.pages <= 1 {
+            return false;
+        }
+        slot.pages -= 1;
+        true
     }
 
     /// The next slot of the same buffer, or [`NONE`].

@@ -154,7 +154,7 @@ impl<F: Format, T: Tables> Vm<F, T> {
     ///
     /// # Errors
     /// What [`plan`](Self::plan) would say of it. The VM is then as it was.
-    #[inline]
+    #[inline(always)] // small: what is large is behind a call
     pub fn unbind(&mut self, span: Span<DeviceVa>) -> Result<Committed<T::Addr>, Error> {
         if span.len() == F::GRANULE.bytes()
             && let Some(committed) = self.unbind_page(span)
@@ -502,7 +502,7 @@ impl<F: Format, T: Tables> Vm<F, T> {
 
     /// Frees the tables that a commit has detached, and lets go of the buffers that lost their last binding. Call it once
     /// the device has invalidated every span of [`Committed::spans`] and no longer walks through what it had cached.
-    #[inline]
+    #[inline(always)] // small: what is large is behind a call
     pub fn invalidated(&mut self, committed: Committed<T::Addr>) {
         // Most have nothing to give back.
         if committed.released != NONE || !committed.lists.is_empty() {
