@@ -186,7 +186,8 @@ fn process(pid: u32, least: u64) -> Result<ProcessReport, Failure> {
             _ => failure,
         }
     };
-    let smaps = std::fs::read_to_string(format!("/proc/{pid}/smaps")).map_err(|e| trouble(&e))?;
+    let smaps = std::fs::read(format!("/proc/{pid}/smaps")).map_err(|e| trouble(&e))?;
+    let smaps = String::from_utf8_lossy(&smaps); // names may be any bytes
     let pagemap = Pagemap::of(pid).map_err(|e| trouble(&e))?;
     let mut report = ProcessReport {
         schema: 1,

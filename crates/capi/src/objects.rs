@@ -72,13 +72,14 @@ pub(crate) fn call(run: impl FnOnce() -> Result<(), Refused>) -> i32 {
         Ok(Err(Refused(Number::Kernel(number), text))) => (number, format!("error {number}: {text}")),
         Err(_) => (NOT_RECOVERABLE, "ENOTRECOVERABLE: a bug in dmalane; its message went to stderr".to_owned()),
     };
-    LAST_ERROR.with_borrow_mut(|last| *last = text);
+    // Too late in the life of a thread nobody can ask for the text any more.
+    let _ = LAST_ERROR.try_with(|last| *last.borrow_mut() = text);
     -number
 }
 
 /// The text of this thread's last error.
-pub(crate) fn with_last_error<R>(look: impl FnOnce(&str) -> R) -> R {
-    LAST_ERROR.with_borrow(|last| look(last))
+pub(crate) fn with_last_error<R>(look: impl Fn(&str) -> R) -> R {
+    LAST_ERROR.try_with(|last| look(&last.borrow())).unwrap_or_else(|_| look(""))
 }
 
 /// What C is told of a range.

@@ -88,7 +88,8 @@ impl Part {
             // disjoint (`split_at`, `split_off_front` and `join` are the only ways to change a part), views of this part borrow it and so cannot
             // exist beside `&mut self`, an operation of the kernel or a device in flight owns its part, and devices that
             // could write without one need a mapping with that right, which `while_unwritten` has just ruled out and keeps
-            // out. Nor does another process: `while_unwritten` refuses an exported buffer.
+            // out. Nor does another process: `while_unwritten` refuses an exported buffer, and none becomes exported meanwhile:
+            // `export` takes a `SharedBuf`, which does not exist beside a part of it.
             f(unsafe { std::slice::from_raw_parts(view.as_ptr(), view.len()) })
         })
     }
