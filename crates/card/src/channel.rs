@@ -628,11 +628,10 @@ impl<B: HostBus> Queue for CardQueue<B> {
     #[inline]
     fn doorbell(&mut self) {
         if self.rung != self.tail && self.state == State::Running {
+            // Before the write: one that fails may have arrived, and what the card may know of is not taken back.
+            self.rung = self.tail;
             match self.device().write(self.register(regs::CH_DOORBELL), self.tail as u32) {
-                Ok(()) => {
-                    self.rung = self.tail;
-                    self.stats.doorbells += 1;
-                }
+                Ok(()) => self.stats.doorbells += 1,
                 Err(e) => self.halt(e.to_string()),
             }
         }
@@ -746,10 +745,9 @@ impl<B: HostBus> Queue for CardQueue<B> {
         }
         let armed = self.device().write(self.register(regs::CH_INTERRUPT), 1).is_ok();
         // As in `wait`: first the register, then a last look.
-        let ready = self.bus.progress()
-            || self.state != State::Running
-            || !self.flying.is_empty() && self.next_completion().is_some();
-        armed && !ready
+        let worked = self.bus.progress();
+        let seen = !self.flying.is_empty() && self.next_completion().is_some(); // may halt the channel
+        armed && !worked && !seen && self.state == State::Running
     }
 }
 

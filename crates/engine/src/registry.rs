@@ -304,7 +304,7 @@ impl<B: HostBus> Registry<B> {
         let mut ended: Vec<Ended> = Vec::new();
         loop {
             while failed.is_none()
-                && queue.in_flight() < 2
+                && queue.in_flight() < queue.limits().capacity.min(2)
                 && let Some(part) = rest.take().filter(|p| !p.is_empty())
             {
                 // To the next multiple of a piece in the buffer, so that a second time finds the same ranges.

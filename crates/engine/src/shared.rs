@@ -176,7 +176,17 @@ impl<Q: Queue> Shared<Q> {
     /// Says whether somebody polls without being asked (a thread, a loop around [`Shared::event`]). Then a [`Pending`] that is awaited sleeps until
     /// that wakes it, instead of keeping its executor busy.
     pub fn set_driven(&self, driven: bool) {
-        self.0.lock().driven = driven;
+        let mut state = self.0.lock();
+        state.driven = driven;
+        if !driven {
+            // Whoever sleeps has to poll again.
+            let State { places, woken, .. } = &mut *state;
+            woken.extend(places.values_mut().filter_map(|place| match place {
+                Place::Waiting { waker, .. } | Place::Flying { waker, .. } => waker.take(),
+                Place::Forgotten | Place::Ended(_) => None,
+            }));
+        }
+        release(state);
     }
 
     /// A file descriptor to wait for, as [`Queue::event`].

@@ -67,7 +67,7 @@ pub struct PlanError {
 }
 
 /// A checked batch with all that it needs reserved. It borrows the VM, so nothing can come between plan and commit;
-/// dropping it leaves the VM as it is.
+/// dropping it leaves the VM as it is. (One that is leaked, as by `mem::forget`, holds what it reserved, and later calls may panic.)
 #[must_use = "a plan does nothing until it is committed"]
 #[derive(Debug)]
 pub struct Plan<'a, F: Format, T: Tables> {

@@ -385,7 +385,14 @@ impl<F: Format, T: Tables> Vm<F, T> {
         let again = slot.bo.as_ref().map_or(null, |_| (slot.repeat_mask + 1) << F::GRANULE.log2());
         // No leaf is larger than what repeats, and a table has so many of them; the root is there.
         let leaf = F::PAGE_SIZES.largest_fit(0, again).unwrap_or(F::GRANULE);
-        let least = (span.len() >> leaf.log2() >> F::INDEX_BITS).saturating_sub(1);
+        let mut least = (span.len() >> leaf.log2() >> F::INDEX_BITS).saturating_sub(1);
+        let pages = again >> F::GRANULE.log2();
+        if slot.bo.is_some() && Records::<F>::chunk(pages) > 0 {
+            // What repeats is whole chunks, perhaps in small pieces: each time its tables, but for those above that are shared.
+            let first = span.first().bits() >> F::GRANULE.log2();
+            let own = self.tables_for(first, first + pages - 1, record)?.saturating_sub(F::LEVELS as usize - 1);
+            least = least.max((own as u64).saturating_mul(span.len() / again));
+        }
         match usize::try_from(least) {
             Ok(0) => Ok(()),
             Ok(least) if self.table.tables_mut().reserve(least) => Ok(()),

@@ -556,6 +556,21 @@ fn pages_bound_one_by_one_become_a_large_leaf_again() {
     assert!(matches!(vm.merge(span(0, 600), |_| ()), Err(Error::OutsideVm { .. })));
 }
 
+/// Pieces that repeat without end are refused before anything goes through all of them.
+#[test]
+fn a_repetition_of_pieces_that_cannot_be() {
+    let scattered: Vec<_> = (0..2048).map(|i| (2 * i, 1)).collect();
+    let (bo, tables) = (bo(1, &scattered), HeapTables::with_limit(CardAddr::new(0), 1000));
+    let mut vm = Vm::<X86_64_4Level, _>::new(span(0, 1 << 35), tables).unwrap();
+    let repeat = |len| Request::Repeat { va: va(0), bo: bo.clone(), offset: 0, page: 8 << 20, len, access: Access::RW };
+    let e = vm.plan([repeat(1 << 47)]).unwrap_err();
+    // Four tables for each of 2^24 times, less those above them that may be shared.
+    assert!(matches!(e.error, Error::NoTables { tables, .. } if tables >= 1 << 24), "{e:?}");
+    let committed = run(&mut vm, [repeat(64 << 20)]);
+    vm.invalidated(committed);
+    assert_eq!(vm.page_table().leaf_counts().map(|(_, n)| n).collect::<Vec<_>>(), [8 * 2048, 0, 0]);
+}
+
 #[test]
 fn later_requests_of_a_batch_see_earlier_ones() {
     let bos = buffers();
