@@ -41,7 +41,9 @@ pub use dmalane_trace as trace;
 pub use dmalane_uring as uring;
 pub use dmalane_vm as vm;
 
-pub use alloc_read::{AllocAndRead, AllocRead, ReadError, ReadOptions, ReadSource, Scheme, Way, read_all};
+pub use alloc_read::{
+    AllocAndRead, AllocRead, MappedRead, ReadError, ReadOptions, ReadSource, Scheme, Way, read_all, read_mapped,
+};
 pub use dmalane_uring::Options as FileOptions;
 pub use file::{open_as, open_file};
 pub use soft::{BadMmChannel, MmChannel, SoftChannel, SoftConfig, SoftDevice, SoftError, SoftParts};
