@@ -83,15 +83,22 @@ fn number(path: &Path) -> Option<u64> {
 }
 
 /// Bytes that this process may still lock into memory, for what is to be registered with io_uring or pinned by a driver (`RLIMIT_MEMLOCK`
-/// less `VmLck` and `VmPin`); `None` where there is no limit. A process with `CAP_IPC_LOCK` is not held to it.
+/// less `VmLck` and `VmPin`); `None` where there is no limit, as for a process with `CAP_IPC_LOCK`.
 pub fn memlock_left() -> Option<u64> {
     let limit = rustix::process::getrlimit(rustix::process::Resource::Memlock).current?;
-    let status = fs::read_to_string("/proc/self/status").unwrap_or_default();
-    let kib = |name: &str| {
-        let line = status.lines().find_map(|l| l.strip_prefix(name)?.strip_prefix(':'));
-        line.and_then(|l| l.trim().strip_suffix(" kB")?.trim().parse::<u64>().ok()).unwrap_or(0)
-    };
-    Some(limit.saturating_sub((kib("VmLck") + kib("VmPin")).saturating_mul(1024)))
+    lockable(limit, &fs::read_to_string("/proc/self/status").unwrap_or_default())
+}
+
+/// The same, of a limit and a `/proc/PID/status`.
+fn lockable(limit: u64, status: &str) -> Option<u64> {
+    const CAP_IPC_LOCK: u32 = 14;
+    let field = |name: &str| status.lines().find_map(|l| l.strip_prefix(name)?.strip_prefix(':')).map(str::trim);
+    let can = field("CapEff").and_then(|mask| u64::from_str_radix(mask, 16).ok()).unwrap_or(0);
+    if can >> CAP_IPC_LOCK & 1 == 1 {
+        return None;
+    }
+    let kib = |name| field(name).and_then(|n| n.strip_suffix(" kB")?.trim().parse::<u64>().ok()).unwrap_or(0);
+    Some(limit.saturating_sub(kib("VmLck").saturating_add(kib("VmPin")).saturating_mul(1024)))
 }
 
 #[cfg(test)]
@@ -144,6 +151,15 @@ mod tests {
         ];
         assert_eq!(room_of(&v1).unwrap(), (0, "the memory cgroup /".into()));
         assert_eq!(room_of(&[MEMINFO, ("proc/self/cgroup", "nonsense\n::\n\n")]).unwrap().0, 500 << 10);
+    }
+
+    #[test]
+    fn what_may_be_locked() {
+        let status = "VmLck:\t  10 kB\nVmPin:\t       2 kB\nCapEff:\t0000000000000400\n";
+        assert_eq!(lockable(100 << 10, status), Some(88 << 10));
+        assert_eq!(lockable(5 << 10, status), Some(0));
+        assert_eq!(lockable(7, ""), Some(7));
+        assert_eq!(lockable(7, "CapEff:\t000001ffffffffff\n"), None, "may lock whatever it likes");
     }
 
     #[test]

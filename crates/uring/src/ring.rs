@@ -97,6 +97,45 @@ pub(crate) fn cachestat(file: &File, offset: u64, len: u64) -> io::Result<Cached
     if done == 0 { Ok(cached) } else { Err(io::Error::last_os_error()) }
 }
 
+fn page_size() -> u64 {
+    // SAFETY: asks for a number, by a name that every kernel knows.
+    u64::try_from(unsafe { libc::sysconf(libc::_SC_PAGESIZE) }).ok().filter(|n| n.is_power_of_two()).unwrap_or(4096)
+}
+
+/// Bytes of a file that are mapped at a time for [`mincore`].
+const WINDOW: u64 = 256 << 20;
+
+/// Counts the pages of a range of a file that are cached, `offset` being a whole page: for kernels without `cachestat`. Looks at every page,
+/// and says that all are cached to whoever may not write the file and does not own it.
+pub(crate) fn mincore(file: &File, offset: u64, len: u64) -> io::Result<u64> {
+    let page = page_size();
+    let (mut at, mut left, mut pages) = (offset, len, 0);
+    let mut seen = vec![0u8; WINDOW.min(len).div_ceil(page) as usize];
+    while left > 0 {
+        let len = left.min(WINDOW) as usize;
+        let offset = libc::off64_t::try_from(at).map_err(|_| io::ErrorKind::InvalidInput)?;
+        // SAFETY: no address is asked for, so no existing mapping is replaced; nothing is ever read through this one.
+        let map = unsafe {
+            libc::mmap64(std::ptr::null_mut(), len, libc::PROT_NONE, libc::MAP_SHARED, file.as_raw_fd(), offset)
+        };
+        if map == libc::MAP_FAILED {
+            return Err(io::Error::last_os_error());
+        }
+        // SAFETY: the range is the mapping that was just made, and `seen` has a byte for each of its pages: it was made for a window, and
+        // `len` is no more than that.
+        let asked = unsafe { libc::mincore(map, len, seen.as_mut_ptr()) };
+        let error = io::Error::last_os_error();
+        // SAFETY: the range is the mapping that was just made, and nothing refers to it.
+        unsafe { libc::munmap(map, len) };
+        if asked != 0 {
+            return Err(error);
+        }
+        pages += seen[..(len as u64).div_ceil(page) as usize].iter().filter(|flags| **flags & 1 != 0).count() as u64;
+        (at, left) = (at + len as u64, left - len as u64);
+    }
+    Ok(pages * (page / 4096))
+}
+
 /// An io_uring with the reads that it was given.
 pub(crate) struct Ring {
     uring: IoUring,

@@ -4,7 +4,7 @@ use std::fmt;
 use std::sync::Arc;
 
 use super::{AnonHeap, DmaHeap, Heap, MemfdHeap, PageKind};
-use crate::Error;
+use crate::{Error, memlock_left};
 
 /// What the buffers of a heap can be used for.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -46,6 +46,9 @@ pub struct Needs {
     pub direct_io: bool,
     /// It is to be registered with io_uring.
     pub registrable: bool,
+    /// So many bytes are to be registered or pinned at one time. More than this process may lock (RLIMIT_MEMLOCK) is refused, whatever
+    /// the heap.
+    pub pinned: u64,
     /// A driver is to import it as a dma-buf.
     pub dma_buf: bool,
     /// All of its pages are to be of this NUMA node.
@@ -90,8 +93,16 @@ impl fmt::Display for Picked {
 /// kernel's own dma-buf heap.
 ///
 /// # Errors
-/// [`Error::NoHeap`] with what each lacks.
+/// [`Error::NoHeap`] with what each lacks; [`Error::PinLimit`], with what would help, when less may be locked than is to be pinned.
 pub fn pick(needs: Needs) -> Result<Picked, Error> {
+    pick_within(needs, memlock_left())
+}
+
+fn pick_within(needs: Needs, left: Option<u64>) -> Result<Picked, Error> {
+    if let Some(limit) = left.filter(|left| needs.pinned > *left) {
+        // What is pinned already is off the limit.
+        return Err(Error::PinLimit { wanted: needs.pinned, pinned: 0, limit });
+    }
     let best = needs.pages.unwrap_or(PageKind::Hugetlb2M);
     type Open<'a> = &'a dyn Fn() -> std::io::Result<Arc<dyn Heap>>;
     let dma_heap = || -> std::io::Result<Arc<dyn Heap>> {
@@ -142,6 +153,10 @@ mod tests {
                 println!("SKIPPED: {e}");
             }
         }
+        let much = Needs { registrable: true, pinned: 8 << 20, ..Needs::default() };
+        assert!(pick_within(much, None).is_ok() && pick_within(much, Some(8 << 20)).is_ok());
+        let refused = pick_within(much, Some((8 << 20) - 1)).err().map(|e| e.to_string()).unwrap();
+        assert!(refused.contains("cannot pin 8388608 bytes") && refused.contains("ulimit -l"), "{refused}");
         let base = pick(Needs { pages: Some(PageKind::Base), ..Needs::default() }).unwrap();
         assert_eq!(base.heap.abilities().best_pages, PageKind::Base);
     }
