@@ -250,10 +250,10 @@ impl<F: Format, T: Tables> Vm<F, T> {
 #[derive(Debug)]
 pub struct Committed<A> {
     /// In front of those of the lists.
-    first: Option<Span<DeviceVa>>,
+    pub(crate) first: Option<Span<DeviceVa>>,
     /// One or none: most commits have nothing else to say, and are small to be fast.
     pub(crate) lists: Vec<Lists<A>>,
-    unmapped: u64,
+    pub(crate) unmapped: u64,
     /// Chain of slots.
     pub(crate) released: u32,
 }

@@ -6,7 +6,7 @@ use alloc::vec::Vec;
 use dmalane_addr::{Access, CardAddr, DeviceVa, Segment, Span};
 use dmalane_iopt::{Format, Leaf, PageTable, Place, Run, TableEstimate, Tables};
 
-use crate::plan::{Scratch, Step};
+use crate::plan::{Lists, Scratch, Step};
 use crate::record::Record;
 use crate::records::Records;
 use crate::segments::segments;
@@ -144,6 +144,20 @@ impl<F: Format, T: Tables> Vm<F, T> {
         if len == F::GRANULE.bytes() && self.bind_page(va, bo, offset, access) {
             return Ok(Committed::nothing());
         }
+        // Field by field, so that the compiler keeps what the short way gives in registers.
+        let Committed { first, lists, unmapped, released } = self.bind_planned(va, bo, offset, len, access)?;
+        Ok(Committed { first, lists, unmapped, released })
+    }
+
+    #[inline(never)]
+    fn bind_planned(
+        &mut self,
+        va: DeviceVa,
+        bo: &Arc<Bo>,
+        offset: u64,
+        len: u64,
+        access: Access,
+    ) -> Result<Committed<T::Addr>, Error> {
         self.begin();
         let mut batch = Batch::new(false);
         let planned = self.plan_bind(va, bo, offset, len, 0, access, &mut batch);
@@ -161,6 +175,13 @@ impl<F: Format, T: Tables> Vm<F, T> {
         {
             return Ok(committed);
         }
+        // Field by field, as above.
+        let Committed { first, lists, unmapped, released } = self.unbind_planned(span)?;
+        Ok(Committed { first, lists, unmapped, released })
+    }
+
+    #[inline(never)]
+    fn unbind_planned(&mut self, span: Span<DeviceVa>) -> Result<Committed<T::Addr>, Error> {
         self.begin();
         let mut batch = Batch::new(false);
         let planned = self.plan_unbind(span, &mut batch);
@@ -511,15 +532,15 @@ impl<F: Format, T: Tables> Vm<F, T> {
     /// the device has invalidated every span of [`Committed::spans`] and no longer walks through what it had cached.
     #[inline(always)] // small: what is large is behind a call
     pub fn invalidated(&mut self, committed: Committed<T::Addr>) {
+        let Committed { lists, released, .. } = committed;
         // Most have nothing to give back.
-        if committed.released != NONE || !committed.lists.is_empty() {
-            self.take_back(committed);
+        if released != NONE || !lists.is_empty() {
+            self.take_back(lists, released);
         }
     }
 
     #[inline(never)]
-    fn take_back(&mut self, committed: Committed<T::Addr>) {
-        let Committed { lists: mut parcel, released, .. } = committed;
+    fn take_back(&mut self, mut parcel: Vec<Lists<T::Addr>>, released: u32) {
         if released != NONE {
             self.slots.release(released);
         }
