@@ -141,6 +141,7 @@ impl<F: Format, T: Tables> Vm<F, T> {
         if self.failed {
             return Err(Error::Failed);
         }
+        self.forget_leaked();
         if len == F::GRANULE.bytes() && self.bind_page(va, bo, offset, access) {
             return Ok(Committed::nothing());
         }
@@ -170,6 +171,7 @@ impl<F: Format, T: Tables> Vm<F, T> {
     /// What [`plan`](Self::plan) would say of it. The VM is then as it was.
     #[inline(always)] // small: what is large is behind a call
     pub fn unbind(&mut self, span: Span<DeviceVa>) -> Result<Committed<T::Addr>, Error> {
+        self.forget_leaked();
         if span.len() == F::GRANULE.bytes()
             && let Some(committed) = self.unbind_page(span)
         {
@@ -239,9 +241,17 @@ impl<F: Format, T: Tables> Vm<F, T> {
 
     #[inline]
     fn begin(&mut self) {
-        self.scratch.steps.clear();
-        self.scratch.touched.clear();
+        self.forget_leaked();
         self.records.begin();
+    }
+
+    /// Takes back what a plan left that was never dropped.
+    #[inline(always)]
+    fn forget_leaked(&mut self) {
+        let Scratch { steps, touched, lists, .. } = &self.scratch;
+        if steps.len() | touched.len() | lists.prefetches.len() != 0 {
+            self.forget_plan();
+        }
     }
 
     /// The same for the driver itself: all requests must lie within the reserved part
@@ -564,6 +574,7 @@ impl<F: Format, T: Tables> Vm<F, T> {
     /// # Errors
     /// [`Error::Misaligned`], [`Error::OutsideVm`].
     pub fn merge(&mut self, span: Span<DeviceVa>, mut invalidate: impl FnMut(Span<DeviceVa>)) -> Result<usize, Error> {
+        self.forget_leaked();
         if !span.is_aligned(F::GRANULE) {
             return Err(Error::Misaligned { span, granule: F::GRANULE });
         }
@@ -580,7 +591,8 @@ impl<F: Format, T: Tables> Vm<F, T> {
         Ok(freed)
     }
 
-    /// Marks the VM as failed, for good: a batch that others rely on was not applied. From now on only unbinds are planned.
+    /// Marks the VM as failed, for good: a batch that others rely on was not applied. From now on only unbinds are planned;
+    /// [`merge`](Self::merge) and [`set_null_page`](Self::set_null_page), which bind nothing, stay possible.
     pub fn fail(&mut self) {
         self.failed = true;
     }
@@ -667,6 +679,7 @@ impl<F: Format, T: Tables> Vm<F, T> {
 
     /// Gives back memory that bookkeeping keeps for later binds.
     pub fn trim(&mut self) {
+        self.forget_leaked();
         self.records.trim();
         self.scratch = Scratch::new();
     }
