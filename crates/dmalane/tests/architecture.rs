@@ -33,6 +33,7 @@ const HOUSE: &[Crate] = &[
     Crate { dir: "link",    package: "dmalane-link",   uses: &["addr", "mem", "engine"],               no_std: false },
     Crate { dir: "uring",   package: "dmalane-uring",  uses: &["addr", "mem", "engine"],               no_std: false },
     Crate { dir: "card",    package: "dmalane-card",   uses: &["addr", "iopt", "mem", "engine"],       no_std: false },
+    Crate { dir: "vfio",    package: "dmalane-vfio",   uses: &["addr", "mem", "engine"],               no_std: false },
     Crate { dir: "load",    package: "dmalane-load",   uses: &["addr", "iopt", "vm", "mem", "engine"], no_std: false },
     Crate { dir: "dmalane", package: "dmalane",        no_std: false,
             uses: &["addr", "iopt", "vm", "trace", "mem", "engine", "link", "uring", "card", "load"] },
@@ -48,6 +49,7 @@ const UNSAFE_FILES: &[&str] = &[
     "crates/mem/src/sys.rs",
     "crates/mem/src/view.rs",
     "crates/uring/src/ring.rs",
+    "crates/vfio/src/kernel/sys.rs",
     "crates/vm/tests/allocations.rs",
 ];
 
