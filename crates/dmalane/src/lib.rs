@@ -39,6 +39,7 @@ pub use dmalane_load as load;
 pub use dmalane_mem as mem;
 pub use dmalane_trace as trace;
 pub use dmalane_uring as uring;
+pub use dmalane_vfio as vfio;
 pub use dmalane_vm as vm;
 
 pub use alloc_read::{AllocAndRead, AllocRead, ReadError, ReadOptions, ReadSource, Scheme, Way, read_all};

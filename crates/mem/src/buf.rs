@@ -94,6 +94,16 @@ impl Share {
         Arc::as_ptr(&self.0).addr()
     }
 
+    /// Where this process has the memory mapped, for a kernel that pins by address. A number, not a right to use it.
+    pub fn address(&self) -> usize {
+        self.view().as_ptr().addr()
+    }
+
+    /// The kind of pages behind the memory.
+    pub fn rung(&self) -> &Rung {
+        &self.0.rung
+    }
+
     /// True when `part` is a part of this memory.
     #[inline]
     pub fn holds(&self, part: &Part) -> bool {
