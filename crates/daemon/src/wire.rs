@@ -536,6 +536,7 @@ mod tests {
         assert!(
             Request::decode(&Request::WriteBytes { bar: 2, offset: 0, bytes: &[1; MAX_BYTES + 1] }.encode(0)).is_err()
         );
+        assert_eq!((size_of::<TotalsAnswer>(), size_of::<RowAnswer>(), size_of::<HelloAnswer>()), (96, 72, 48));
         let status = size_of::<Header>() + size_of::<TotalsAnswer>() + MAX_ROWS * size_of::<RowAnswer>();
         assert!(status <= MAX_MESSAGE, "{status}");
     }

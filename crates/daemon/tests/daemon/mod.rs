@@ -24,9 +24,14 @@ pub struct Daemon {
     _one: MutexGuard<'static, ()>,
 }
 
+/// Waits for the test before.
+pub fn one() -> MutexGuard<'static, ()> {
+    ONE.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
 impl Daemon {
     pub fn start(config: Config) -> Self {
-        let _one = ONE.lock().unwrap_or_else(PoisonError::into_inner);
+        let _one = one();
         let fds = open_files();
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("socket");
@@ -87,6 +92,17 @@ impl Drop for Daemon {
         if self.thread.is_some() {
             self.stop();
         }
+    }
+}
+
+/// Waits until this process, daemon included, has so many descriptors and mappings of memfds: the daemon sees a moment later that
+/// somebody has gone.
+pub fn settles_at(want: (usize, usize)) {
+    let start = Instant::now();
+    while (open_files(), memfd_mappings()) != want {
+        let left = (open_files(), memfd_mappings());
+        assert!(start.elapsed() < Duration::from_secs(10), "descriptors and mappings: {left:?}, before {want:?}");
+        std::thread::sleep(Duration::from_millis(5));
     }
 }
 
