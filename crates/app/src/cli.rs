@@ -96,6 +96,8 @@ enum Command {
     Iopt(iopt::IoptOptions),
     Vm(vm::VmOptions),
     Completions(CompletionsOptions),
+    #[command(hide = true)]
+    Man(ManOptions),
 }
 
 /// Load files into device memory.
@@ -222,6 +224,13 @@ struct CompletionsOptions {
     shell: Shell,
 }
 
+/// Write manual pages.
+#[derive(Args)]
+struct ManOptions {
+    /// Where to
+    directory: PathBuf,
+}
+
 impl From<LoadOptions> for LoadArgs {
     fn from(options: LoadOptions) -> Self {
         Self {
@@ -269,6 +278,10 @@ pub fn run() -> Result<ExitCode, Failure> {
         Command::Iopt(options) => iopt::run(options),
         Command::Vm(options) => vm::run(options),
         Command::Completions(options) => completions(options.shell),
+        Command::Man(options) => {
+            clap_mangen::generate_to(Cli::command(), options.directory)?;
+            Ok(ExitCode::SUCCESS)
+        }
     }
 }
 
