@@ -32,6 +32,7 @@ mod soft;
 
 pub use dmalane_addr as addr;
 pub use dmalane_card as card;
+pub use dmalane_daemon as daemon;
 pub use dmalane_engine as engine;
 pub use dmalane_iopt as iopt;
 pub use dmalane_link as link;

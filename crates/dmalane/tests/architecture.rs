@@ -34,9 +34,10 @@ const HOUSE: &[Crate] = &[
     Crate { dir: "uring",   package: "dmalane-uring",  uses: &["addr", "mem", "engine"],               no_std: false },
     Crate { dir: "card",    package: "dmalane-card",   uses: &["addr", "iopt", "mem", "engine"],       no_std: false },
     Crate { dir: "vfio",    package: "dmalane-vfio",   uses: &["addr", "mem", "engine"],               no_std: false },
+    Crate { dir: "daemon",  package: "dmalane-daemon", uses: &["addr", "iopt", "mem", "engine", "card"], no_std: false },
     Crate { dir: "load",    package: "dmalane-load",   uses: &["addr", "iopt", "vm", "mem", "engine"], no_std: false },
     Crate { dir: "dmalane", package: "dmalane",        no_std: false,
-            uses: &["addr", "iopt", "vm", "trace", "mem", "engine", "link", "uring", "card", "vfio", "load"] },
+            uses: &["addr", "iopt", "vm", "trace", "mem", "engine", "link", "uring", "card", "vfio", "daemon", "load"] },
     Crate { dir: "capi",    package: "dmalane-capi",   uses: &["addr", "iopt", "vm", "dmalane"],       no_std: false },
     Crate { dir: "app",     package: "dmalane-cli",    uses: &["dmalane"],                             no_std: false },
 ];

@@ -1,7 +1,7 @@
 //! Regions of memory mapped from the kernel.
 //!
 //! Invariant of [`Region`]: `ptr..ptr + len` is one mapping that this value owns, nobody else unmaps, and that is readable
-//! and writable until the value is dropped. It is established by [`Region::anonymous`], [`Region::memfd`] and
+//! and writable until the value is dropped. It is established by [`Region::anonymous`], [`Region::memfd`], [`Region::import`] and
 //! [`Region::dma_buf`]; a drop either unmaps it or moves it, whole, into a new value for the region's home.
 
 use std::io;
@@ -30,6 +30,8 @@ pub(crate) enum Pages {
 }
 
 pub(crate) const HUGE: usize = 2 << 20;
+/// Of linux/magic.h: what memfds of ordinary pages lie on.
+const TMPFS_MAGIC: u64 = 0x0102_1994;
 
 /// A mapping of memory.
 pub(crate) struct Region {
@@ -118,6 +120,38 @@ impl Region {
             let _ = region.advise(0, len, Advice::LinuxHugepage);
         }
         Ok(region)
+    }
+
+    /// A memfd that another process made, whole, mapped shared. It counts as exported from the start.
+    ///
+    /// Refused unless no process can make an access to it fail later: it cannot shrink, and its pages are ordinary ones (a hole punched into
+    /// reserved huge pages could not be filled again).
+    ///
+    /// # Errors
+    /// `InvalidInput` for a file that is no such memfd, with what is wrong with it; the kernel's error.
+    pub(crate) fn import(fd: OwnedFd) -> io::Result<Self> {
+        let refuse = |why: &str| io::Error::new(io::ErrorKind::InvalidInput, why);
+        let seals = rustix::fs::fcntl_get_seals(&fd).map_err(|_| refuse("the file is not a memfd"))?;
+        if !seals.contains(SealFlags::SHRINK) {
+            return Err(refuse("the memfd is not sealed against shrinking (F_SEAL_SHRINK)"));
+        }
+        if rustix::fs::fstatfs(&fd)?.f_type as u64 != TMPFS_MAGIC {
+            return Err(refuse("the memfd has reserved huge pages, which cannot be lent: make it without MFD_HUGETLB"));
+        }
+        let len = usize::try_from(rustix::fs::fstat(&fd)?.st_size).unwrap_or(0);
+        if len == 0 || !len.is_multiple_of(4096) {
+            return Err(refuse("the memfd is not a whole number of 4 KiB pages long"));
+        }
+        // SAFETY: no address is asked for, so no existing mapping is replaced.
+        let base =
+            unsafe { mm::mmap(ptr::null_mut(), len, ProtFlags::READ | ProtFlags::WRITE, MapFlags::SHARED, &fd, 0) }?;
+        Ok(Self {
+            ptr: NonNull::new(base.cast()).ok_or(io::ErrorKind::OutOfMemory)?,
+            len,
+            fd: Some(fd),
+            exported: AtomicBool::new(true),
+            home: None,
+        })
     }
 
     /// A dma-buf of `len` bytes from a heap of the kernel (`/dev/dma_heap/NAME`), mapped shared. Its size cannot change.
