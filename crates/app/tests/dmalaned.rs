@@ -143,3 +143,34 @@ fn manual_pages_are_written() {
         assert!(page.contains(".TH dmalaned") && page.contains("socket"));
     }
 }
+
+#[test]
+fn the_files_of_the_package_are_there() {
+    // What cargo-deb is told to pack, and what the units name.
+    let root = Path::new(env!("CARGO_MANIFEST_DIR")).join("../..");
+    let read = |path: &str| std::fs::read_to_string(root.join(path)).unwrap();
+    let (socket, service) = (read("packaging/dmalaned.socket"), read("packaging/dmalaned.service"));
+    assert!(socket.contains(&format!("ListenSequentialPacket={}", dmalane::daemon::SOCKET)));
+    assert!(service.contains("Type=notify") && service.contains("ExecStart=/usr/bin/dmalaned\n"));
+    for user in ["User=dmalane\n", "Group=dmalane\n"] {
+        assert!(service.contains(user) && socket.contains(&format!("Socket{user}")));
+    }
+    assert!(read("packaging/dmalane.sysusers").contains("u dmalane "));
+    assert!(read("packaging/debian/postinst").contains("#DEBHELPER#"));
+    let fields = read("docs/formats/json.md");
+    let page = fields.split("## `").find(|s| s.starts_with("dmalaned status")).unwrap();
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("socket");
+    let child = command(&["--socket", path.to_str().unwrap(), "-q"]).stderr(Stdio::piped()).spawn().unwrap();
+    let client = wait_for(&path);
+    let json: Value =
+        serde_json::from_slice(&run(&["status", "--socket", path.to_str().unwrap(), "--json"]).stdout).unwrap();
+    let row = json["clients"][0].as_object().unwrap();
+    for field in
+        json.as_object().unwrap().keys().chain(row.keys()).filter(|f| !["schema", "command"].contains(&f.as_str()))
+    {
+        assert!(page.contains(&format!("`{field}`")), "{field} is not in json.md");
+    }
+    drop(client);
+    end(child, Signal::TERM);
+}
