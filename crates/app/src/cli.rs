@@ -1,5 +1,6 @@
 //! The commands, their options and their help.
 
+mod bar_map;
 mod iopt;
 mod read;
 mod validate;
@@ -96,9 +97,12 @@ enum Command {
     Validate(Box<validate::ValidateOptions>),
     Doctor(DoctorOptions),
     Devices(DevicesOptions),
+    BarMap(bar_map::BarMapOptions),
     Iopt(iopt::IoptOptions),
     Vm(vm::VmOptions),
     Completions(CompletionsOptions),
+    #[command(hide = true)]
+    Man(ManOptions),
 }
 
 /// Load files into device memory.
@@ -225,6 +229,13 @@ struct CompletionsOptions {
     shell: Shell,
 }
 
+/// Write manual pages.
+#[derive(Args)]
+struct ManOptions {
+    /// Where to
+    directory: PathBuf,
+}
+
 impl From<LoadOptions> for LoadArgs {
     fn from(options: LoadOptions) -> Self {
         Self {
@@ -273,9 +284,14 @@ pub fn run() -> Result<ExitCode, Failure> {
         },
         Command::Doctor(options) => doctor::run(&Probe::machine(), &options.path, options.json),
         Command::Devices(options) => devices::run(&Probe::machine(), options.json),
+        Command::BarMap(options) => crate::bar_map::run(&options.into()),
         Command::Iopt(options) => iopt::run(options),
         Command::Vm(options) => vm::run(options),
         Command::Completions(options) => completions(options.shell),
+        Command::Man(options) => {
+            clap_mangen::generate_to(Cli::command(), options.directory)?;
+            Ok(ExitCode::SUCCESS)
+        }
     }
 }
 

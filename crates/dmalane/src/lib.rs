@@ -34,6 +34,7 @@ pub mod validate;
 
 pub use dmalane_addr as addr;
 pub use dmalane_card as card;
+pub use dmalane_daemon as daemon;
 pub use dmalane_engine as engine;
 pub use dmalane_iopt as iopt;
 pub use dmalane_link as link;
@@ -41,6 +42,7 @@ pub use dmalane_load as load;
 pub use dmalane_mem as mem;
 pub use dmalane_trace as trace;
 pub use dmalane_uring as uring;
+pub use dmalane_vfio as vfio;
 pub use dmalane_vm as vm;
 
 pub use alloc_read::{AllocAndRead, AllocRead, ReadError, ReadOptions, ReadSource, Scheme, Way, read_all};
