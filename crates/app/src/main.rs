@@ -15,6 +15,7 @@ mod probe;
 mod progress;
 mod read;
 mod size;
+mod validate;
 mod vm;
 
 use std::process::ExitCode;
