@@ -100,6 +100,8 @@ enum Command {
     Iopt(iopt::IoptOptions),
     Vm(vm::VmOptions),
     Completions(CompletionsOptions),
+    #[command(hide = true)]
+    Man(ManOptions),
 }
 
 /// Load files into device memory.
@@ -226,6 +228,13 @@ struct CompletionsOptions {
     shell: Shell,
 }
 
+/// Write manual pages.
+#[derive(Args)]
+struct ManOptions {
+    /// Where to
+    directory: PathBuf,
+}
+
 impl From<LoadOptions> for LoadArgs {
     fn from(options: LoadOptions) -> Self {
         Self {
@@ -275,6 +284,10 @@ pub fn run() -> Result<ExitCode, Failure> {
         Command::Iopt(options) => iopt::run(options),
         Command::Vm(options) => vm::run(options),
         Command::Completions(options) => completions(options.shell),
+        Command::Man(options) => {
+            clap_mangen::generate_to(Cli::command(), options.directory)?;
+            Ok(ExitCode::SUCCESS)
+        }
     }
 }
 

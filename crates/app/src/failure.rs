@@ -67,7 +67,7 @@ impl Failure {
     }
 
     fn text(&self) -> String {
-        let mut text = format!("dmalane: {}\n", plain(&self.message));
+        let mut text = format!("{}: {}\n", env!("CARGO_BIN_NAME"), plain(&self.message));
         for (label, lines) in [("cause", &self.causes), ("hint", &self.hints)] {
             for line in lines {
                 text.push_str(&format!("{label}: {}\n", plain(line)));

@@ -43,6 +43,9 @@
 //! ```
 #![forbid(unsafe_code)]
 
+/// Where the daemon of a machine listens.
+pub const SOCKET: &str = "/run/dmalane/dmalaned.sock";
+
 mod client;
 mod config;
 mod function;

@@ -121,9 +121,9 @@ impl Drop for Listener {
 /// What a daemon has done.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
 pub struct Totals {
-    /// Clients that have come.
+    /// Clients that have come and opened a function.
     pub served: u64,
-    /// Clients that have gone, and everything of theirs was released.
+    /// Those of them that have gone, and everything of theirs was released.
     pub released: u64,
     /// Connections refused.
     pub refused: u64,
@@ -205,6 +205,8 @@ impl std::fmt::Display for Event {
 struct Connection {
     socket: OwnedFd,
     guest: Guest,
+    /// It has opened a function: what only asks is not counted.
+    counted: bool,
 }
 
 /// A client that has gone, until the card has let go of what it had.
@@ -342,15 +344,13 @@ impl Server {
         }
         let id = self.next;
         self.next += 1;
-        self.totals.served += 1;
-        (self.log)(&Event::Came { client: id, pid: peer.pid, uid });
-        self.connections.insert(id, Connection { socket, guest: Guest::new(id, peer) });
+        self.connections.insert(id, Connection { socket, guest: Guest::new(id, peer), counted: false });
         Ok(())
     }
 
     /// Takes and answers one message.
     fn receive(&mut self, id: u64, buffer: &mut [u8; MAX_MESSAGE]) {
-        let Some(Connection { socket, guest }) = self.connections.get_mut(&id) else { return };
+        let Some(Connection { socket, guest, counted }) = self.connections.get_mut(&id) else { return };
         let handled = match socket::receive(&*socket, buffer) {
             Ok(Received::Message(n, fds)) => guest.handle(&self.house, &buffer[..n], fds),
             Ok(Received::TooMuch) => {
@@ -361,6 +361,11 @@ impl Server {
             Err(_) => return self.close(id, "the connection broke", false),
         };
         self.totals.requests += 1;
+        if !*counted && guest.function.is_some() {
+            *counted = true;
+            self.totals.served += 1;
+            (self.log)(&Event::Came { client: id, pid: guest.peer.pid, uid: guest.peer.uid });
+        }
         let answer = match handled {
             Handled::Answer(answer) => answer,
             Handled::Refused(answer) => {
@@ -436,13 +441,15 @@ impl Server {
                 if let Some(function) = guest.function.take() {
                     self.house.roster.remove(&function);
                 }
-                self.totals.released += 1;
-                let client = guest.id;
                 // Mappings, buffers, and the connection last.
-                let Connection { socket, guest } = closing.connection;
+                let Connection { socket, guest, counted } = closing.connection;
+                let client = guest.id;
                 drop(guest);
                 drop(socket);
-                (self.log)(&Event::Gone { client, why: closing.why, released, after });
+                if counted {
+                    self.totals.released += 1;
+                    (self.log)(&Event::Gone { client, why: closing.why, released, after });
+                }
                 continue;
             }
             if !closing.quarantined && after > self.house.config.patience {

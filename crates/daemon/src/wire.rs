@@ -414,13 +414,13 @@ pub struct PairAnswer {
 pub struct TotalsAnswer {
     /// Seconds since the daemon was started.
     pub uptime: U64,
-    /// Clients now.
+    /// Connections now.
     pub clients: U32,
     /// Clients whose queues have not confirmed that they stopped: what they had is kept.
     pub quarantined: U32,
-    /// Clients that have come.
+    /// Clients that have come and opened a function.
     pub served: U64,
-    /// Clients that have gone, and everything of theirs was released.
+    /// Those of them that have gone, and everything of theirs was released.
     pub released: U64,
     /// Connections refused: not permitted, or too many.
     pub refused: U64,

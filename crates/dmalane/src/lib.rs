@@ -23,6 +23,7 @@
 //! # Ok::<(), Box<dyn std::error::Error>>(())
 //! ```
 //!
+//! [`validate`] measures a device beside its ceiling, and fits a model of its link.
 //! [`AllocAndRead`] is the first half of the path alone: an open file in, a filled buffer out.
 #![forbid(unsafe_code)]
 
@@ -30,6 +31,7 @@ mod alloc_read;
 mod card_server;
 mod file;
 mod soft;
+pub mod validate;
 
 pub use dmalane_addr as addr;
 pub use dmalane_card as card;

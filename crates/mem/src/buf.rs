@@ -26,6 +26,11 @@ impl CpuBuf {
         &self.rung
     }
 
+    /// The memory, no longer counted by its heap.
+    pub(crate) fn into_region(self) -> (Region, Rung) {
+        (self.memory.into_region(), self.rung)
+    }
+
     /// Makes the memory reachable for devices. From now on there are views, and no references.
     pub fn share(self) -> SharedBuf {
         let (region, rung, account) = (self.memory.into_region(), self.rung, self.account);

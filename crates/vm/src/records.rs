@@ -311,7 +311,10 @@ impl<F: Format> Records<F> {
     #[inline(always)]
     pub(crate) fn put(&mut self, slots: &mut Slots, first: u64, last: u64, record: Option<Record>) -> u64 {
         let chunk = Self::chunk(first);
-        let had = if chunk == self.cursor.chunk && chunk == Self::chunk(last) {
+        let (whole_first, whole_last) = Self::chunk_pages(chunk);
+        let part = chunk == Self::chunk(last) && (first > whole_first || last < whole_last);
+        // The cursor, which is where the plan ended, follows what the commit goes through.
+        let had = if part && self.seek(first).is_some() || chunk == self.cursor.chunk && chunk == Self::chunk(last) {
             let id = self.cursor.path[Self::LAST as usize];
             if first == last {
                 self.put_page(id, slots, first, record)
