@@ -4,6 +4,7 @@ mod bar_map;
 mod card;
 mod iopt;
 mod read;
+mod validate;
 mod vm;
 
 use std::path::PathBuf;
@@ -36,6 +37,7 @@ Examples:
   dmalane load --sample 1GiB --explain --verify   make a file and watch it travel
   dmalane load model.safetensors                  load a real one
   dmalane read model.safetensors --explain        only into memory, and why so
+  dmalane validate                                how fast is a device, and are its bytes right?
   dmalane doctor                                  what does this machine lack?
 
 Sizes: MB and GB are powers of 10, MiB and GiB are powers of 2; without a unit, bytes.
@@ -93,6 +95,7 @@ enum Command {
     Load(Box<LoadOptions>),
     Read(Box<read::ReadOptions>),
     Inspect(read::InspectOptions),
+    Validate(Box<validate::ValidateOptions>),
     Doctor(DoctorOptions),
     Devices(DevicesOptions),
     BarMap(bar_map::BarMapOptions),
@@ -277,6 +280,10 @@ pub fn run() -> Result<ExitCode, Failure> {
         Command::Load(options) => load::run((*options).into()),
         Command::Read(options) => crate::read::run((*options).into()),
         Command::Inspect(options) => crate::inspect::run(&options.into()),
+        Command::Validate(options) => match options.conflict() {
+            Some(text) => not_a_command(&Cli::command().error(ErrorKind::ArgumentConflict, text)),
+            None => crate::validate::run((*options).into()),
+        },
         Command::Doctor(options) => doctor::run(&Probe::machine(), &options.path, options.json),
         Command::Devices(options) => devices::run(&Probe::machine(), options.json),
         Command::BarMap(options) => crate::bar_map::run(&options.into()),

@@ -39,6 +39,13 @@ impl Failure {
         failure
     }
 
+    /// Adds something that led to it.
+    #[must_use]
+    pub fn cause(mut self, cause: impl Into<String>) -> Self {
+        self.causes.push(cause.into());
+        self
+    }
+
     /// Whether the kernel had no memory to give, somewhere below `error`.
     pub fn is_out_of_memory(error: &(dyn Error + 'static)) -> bool {
         let mut next = Some(error);

@@ -16,6 +16,7 @@ mod probe;
 mod progress;
 mod read;
 mod size;
+mod validate;
 mod vm;
 
 use std::process::ExitCode;
