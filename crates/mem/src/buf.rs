@@ -185,6 +185,37 @@ impl SharedBuf {
         Ok(Self { part: Part::whole(Arc::new(Memory::new(region, rung, Account::none()))) })
     }
 
+    /// A dma-buf that a driver or a heap of the kernel made, mapped whole. Devices may write it at any time; around what the processor
+    /// does with it, see [`SharedBuf::cpu_access`].
+    ///
+    /// # Errors
+    /// [`Error::Import`] for a file that is no dma-buf, or one that its exporter does not let be mapped.
+    pub fn import_dma_buf(fd: OwnedFd) -> Result<Self, Error> {
+        let region = Region::import_dma_buf(fd).map_err(Error::Import)?;
+        let rung = Rung { kind: PageKind::Base, passed_over: Vec::new() };
+        Ok(Self { part: Part::whole(Arc::new(Memory::new(region, rung, Account::none()))) })
+    }
+
+    /// Lets the processor look at a dma-buf, or also write it (`writes`), while `f` runs: its exporter moves what lies in caches, and waits for
+    /// devices that are still writing.
+    ///
+    /// # Errors
+    /// `Unsupported`, and `f` is not called, for memory that is no dma-buf; the exporter's error.
+    pub fn cpu_access<T>(&self, writes: bool, f: impl FnOnce(View<'_>) -> T) -> std::io::Result<T> {
+        /// Ends the access, also when `f` panics.
+        struct Access<'a>(&'a Region, bool);
+        impl Drop for Access<'_> {
+            fn drop(&mut self) {
+                // It was begun, so it can be ended.
+                let _ = self.0.sync(false, self.1);
+            }
+        }
+        let region = &self.part.memory().region;
+        region.sync(true, writes)?;
+        let _access = Access(region, writes);
+        Ok(f(self.view()))
+    }
+
     /// Makes the pages of a range present, so that touching them cannot fail. The range is widened to whole 4 KiB
     /// pages.
     ///

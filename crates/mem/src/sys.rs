@@ -178,6 +178,41 @@ impl Region {
         })
     }
 
+    /// A dma-buf that somebody else made, whole, mapped shared. It counts as exported from the start.
+    ///
+    /// # Errors
+    /// `InvalidInput` for a file that is no dma-buf; the kernel's error, such as that of an exporter whose memory the processor cannot reach.
+    pub(crate) fn import_dma_buf(fd: OwnedFd) -> io::Result<Self> {
+        let refuse = |why: &str| io::Error::new(io::ErrorKind::InvalidInput, why);
+        // Nothing else takes this request, and one that begins and ends nothing changes nothing.
+        sync_dma_buf(fd.as_fd(), true, false).map_err(|_| refuse("the file is not a dma-buf"))?;
+        sync_dma_buf(fd.as_fd(), false, false)?;
+        let len = usize::try_from(rustix::fs::seek(&fd, rustix::fs::SeekFrom::End(0))?).unwrap_or(0);
+        if len == 0 || !len.is_multiple_of(4096) {
+            return Err(refuse("the dma-buf is not a whole number of 4 KiB pages long"));
+        }
+        // SAFETY: no address is asked for, so no existing mapping is replaced.
+        let base =
+            unsafe { mm::mmap(ptr::null_mut(), len, ProtFlags::READ | ProtFlags::WRITE, MapFlags::SHARED, &fd, 0) }?;
+        Ok(Self {
+            ptr: NonNull::new(base.cast()).ok_or(io::ErrorKind::OutOfMemory)?,
+            len,
+            fd: Some(fd),
+            exported: AtomicBool::new(true),
+            slab: None,
+            home: None,
+        })
+    }
+
+    /// Begins or ends an access of the processor to a dma-buf. `Unsupported` for other memory.
+    pub(crate) fn sync(&self, begin: bool, writes: bool) -> io::Result<()> {
+        let fd = self.fd.as_ref().ok_or(io::ErrorKind::Unsupported)?;
+        sync_dma_buf(fd.as_fd(), begin, writes).map_err(|e| match e.raw_os_error() {
+            Some(libc::ENOTTY) => io::ErrorKind::Unsupported.into(),
+            _ => e,
+        })
+    }
+
     /// The same pages as a dma-buf, by `/dev/udmabuf`. From then on the region counts as exported.
     pub(crate) fn export_dma_buf(&self, udmabuf: BorrowedFd<'_>) -> Option<io::Result<OwnedFd>> {
         let memfd = self.export()?;
@@ -374,6 +409,25 @@ fn allocate_dma_buf(heap: BorrowedFd<'_>, len: usize) -> io::Result<OwnedFd> {
     }
     // SAFETY: the kernel has just opened this descriptor for us, and nobody else knows it.
     Ok(unsafe { OwnedFd::from_raw_fd(allocation.fd as i32) })
+}
+
+/// `DMA_BUF_IOCTL_SYNC` of linux/dma-buf.h.
+fn sync_dma_buf(dma_buf: BorrowedFd<'_>, begin: bool, writes: bool) -> io::Result<()> {
+    const SYNC: u32 = request(1, size_of::<u64>(), b'b', 0);
+    const READ: u64 = 1;
+    const WRITE: u64 = 2;
+    const END: u64 = 4;
+    let flags = READ | if writes { WRITE } else { 0 } | if begin { 0 } else { END };
+    loop {
+        // SAFETY: the kernel reads one word, which lives through the call. Another kind of file refuses the request.
+        let done = unsafe { libc::ioctl(dma_buf.as_raw_fd(), SYNC as libc::Ioctl, &raw const flags) };
+        match io::Error::last_os_error() {
+            _ if done >= 0 => return Ok(()),
+            // The exporter waits for a device, and was interrupted.
+            e if matches!(e.raw_os_error(), Some(libc::EAGAIN | libc::EINTR)) => {}
+            e => return Err(e),
+        }
+    }
 }
 
 fn udmabuf_create(device: BorrowedFd<'_>, memfd: BorrowedFd<'_>, size: u64) -> io::Result<OwnedFd> {

@@ -1,6 +1,6 @@
 //! The kernel's own DMA buffers: dma-buf heaps, and memfds wrapped as dma-bufs.
 
-use std::fs::File;
+use std::fs::{self, File};
 use std::io;
 use std::num::NonZeroUsize;
 use std::os::fd::{AsFd, OwnedFd};
@@ -12,6 +12,8 @@ use crate::sys::{Exclusive, Region};
 use crate::{CpuBuf, Error, SharedBuf};
 
 const UDMABUF: &str = "/dev/udmabuf";
+/// The most that udmabuf takes, in MiB.
+const SIZE_LIMIT: &str = "/sys/module/udmabuf/parameters/size_limit_mb";
 
 /// A heap of the kernel, `/dev/dma_heap/NAME`: its buffers are dma-bufs, which drivers import.
 ///
@@ -90,5 +92,17 @@ pub fn export_dma_buf(buf: &SharedBuf) -> io::Result<OwnedFd> {
     let named = |e: io::Error| io::Error::new(e.kind(), format!("{UDMABUF}: {e}"));
     let device = File::options().read(true).write(true).open(UDMABUF).map_err(named)?;
     let exported = buf.part.memory().region.export_dma_buf(device.as_fd());
-    exported.unwrap_or_else(|| Err(io::ErrorKind::Unsupported.into())).map_err(named)
+    exported.unwrap_or_else(|| Err(io::ErrorKind::Unsupported.into())).map_err(|e| {
+        let limit = fs::read_to_string(SIZE_LIMIT).ok().and_then(|text| text.trim().parse::<usize>().ok());
+        match limit {
+            Some(mib) if e.raw_os_error() == Some(libc::EINVAL) && buf.len() > mib << 20 => {
+                let len = buf.len();
+                let why = format!(
+                    "{UDMABUF} takes {mib} MiB at once, and these are {len} bytes (as root: echo MIB > {SIZE_LIMIT})"
+                );
+                io::Error::new(e.kind(), why)
+            }
+            _ => named(e),
+        }
+    })
 }

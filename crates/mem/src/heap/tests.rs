@@ -1,6 +1,7 @@
 //! The suite that every heap takes, and what is particular to some.
 
 use super::*;
+use crate::SharedBuf;
 use crate::sys::HUGE;
 
 const LADDER: [PageKind; 4] = [PageKind::Hugetlb1G, PageKind::Hugetlb2M, PageKind::Transparent, PageKind::Base];
@@ -137,6 +138,49 @@ fn udmabuf() {
     }
     let anonymous = AnonHeap::new().allocate(4096).unwrap().share();
     assert!(crate::export_dma_buf(&anonymous).is_err());
+}
+
+#[test]
+fn a_dma_buf_shows_the_pages_that_it_was_made_of() {
+    let memfd = MemfdHeap::starting_at(PageKind::Base).allocate(1 << 20).unwrap().share();
+    let dma_buf = match crate::export_dma_buf(&memfd) {
+        Ok(fd) => SharedBuf::import_dma_buf(fd).unwrap(),
+        Err(e) => return println!("SKIPPED: no udmabuf: {e}"),
+    };
+    assert_eq!(dma_buf.len(), 1 << 20);
+    memfd.view().sub(4096, 5).unwrap().write(b"memfd");
+    let mut got = [0; 7];
+    dma_buf.cpu_access(false, |view| view.sub(4096, 5).unwrap().read(&mut got[..5])).unwrap();
+    assert_eq!(&got[..5], b"memfd");
+    dma_buf.cpu_access(true, |view| view.sub(8192, 7).unwrap().write(b"dma-buf")).unwrap();
+    memfd.view().sub(8192, 7).unwrap().read(&mut got);
+    assert_eq!(&got, b"dma-buf");
+    assert!(dma_buf.into_cpu().is_err(), "known elsewhere");
+    // More than the module lets pass is an error that names the limit.
+    let large = MemfdHeap::starting_at(PageKind::Base).allocate((64 << 20) + 4096).unwrap().share();
+    let refused = crate::export_dma_buf(&large).unwrap_err();
+    assert!(refused.to_string().contains("size_limit_mb"), "{refused}");
+    // One of the kernel's heaps.
+    if let Ok(heap) = DmaHeap::open("system") {
+        let buf = heap.allocate(8192).unwrap().share();
+        buf.cpu_access(true, |view| view.write(b"heap")).unwrap();
+        let again = SharedBuf::import_dma_buf(buf.export().unwrap().try_clone_to_owned().unwrap()).unwrap();
+        again.cpu_access(false, |view| view.sub(0, 4).unwrap().read(&mut got[..4])).unwrap();
+        assert_eq!((&got[..4], again.len()), (&b"heap"[..], 8192));
+    }
+}
+
+#[test]
+fn what_is_no_dma_buf() {
+    let anonymous = AnonHeap::new().allocate(4096).unwrap().share();
+    let memfd = MemfdHeap::starting_at(PageKind::Base).allocate(4096).unwrap().share();
+    for buf in [&anonymous, &memfd] {
+        let refused = buf.cpu_access(true, |_| panic!("called")).unwrap_err();
+        assert_eq!(refused.kind(), std::io::ErrorKind::Unsupported);
+    }
+    let fd = memfd.export().unwrap().try_clone_to_owned().unwrap();
+    let refused = SharedBuf::import_dma_buf(fd).map(drop).unwrap_err();
+    assert!(refused.to_string().contains("not a dma-buf"), "{refused}");
 }
 
 #[test]
