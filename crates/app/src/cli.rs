@@ -1,6 +1,7 @@
 //! The commands, their options and their help.
 
 mod bar_map;
+mod card;
 mod iopt;
 mod read;
 mod validate;
@@ -98,6 +99,7 @@ enum Command {
     Doctor(DoctorOptions),
     Devices(DevicesOptions),
     BarMap(bar_map::BarMapOptions),
+    Card(card::CardOptions),
     Iopt(iopt::IoptOptions),
     Vm(vm::VmOptions),
     Completions(CompletionsOptions),
@@ -174,11 +176,11 @@ struct LoadOptions {
     record: Option<PathBuf>,
 
     /// DDR of the software card, at most 256GiB; rounded up to 2MiB
-    #[arg(long, value_name = "SIZE", default_value_t = CARD_DDR, value_parser = card, allow_hyphen_values = true)]
+    #[arg(long, value_name = "SIZE", default_value_t = CARD_DDR, value_parser = card_memory, allow_hyphen_values = true)]
     card_ddr: Size,
 
     /// HBM of the software card, in two halves, at most 256GiB; rounded up to 4MiB
-    #[arg(long, value_name = "SIZE", default_value_t = CARD_HBM, value_parser = card, allow_hyphen_values = true)]
+    #[arg(long, value_name = "SIZE", default_value_t = CARD_HBM, value_parser = card_memory, allow_hyphen_values = true)]
     card_hbm: Size,
 
     /// Run the software card on threads of its own
@@ -285,6 +287,7 @@ pub fn run() -> Result<ExitCode, Failure> {
         Command::Doctor(options) => doctor::run(&Probe::machine(), &options.path, options.json),
         Command::Devices(options) => devices::run(&Probe::machine(), options.json),
         Command::BarMap(options) => crate::bar_map::run(&options.into()),
+        Command::Card(options) => card::run(options),
         Command::Iopt(options) => iopt::run(options),
         Command::Vm(options) => vm::run(options),
         Command::Completions(options) => completions(options.shell),
@@ -332,7 +335,7 @@ fn sample(text: &str) -> Result<Size, String> {
     }
 }
 
-fn card(text: &str) -> Result<Size, String> {
+fn card_memory(text: &str) -> Result<Size, String> {
     match size::nonzero(text) {
         Ok(size) if size.bytes() <= CARD_MOST.bytes() => Ok(size),
         Ok(_) => Err(format!("a memory of the card has at most {CARD_MOST}")),

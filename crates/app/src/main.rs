@@ -2,6 +2,7 @@
 #![forbid(unsafe_code)]
 
 mod bar_map;
+mod card;
 mod cli;
 mod devices;
 mod doctor;

@@ -346,6 +346,12 @@ impl Client {
         }
     }
 
+    /// For a test: the connection ends as when the process does.
+    #[cfg(test)]
+    pub(crate) fn abandon(&self) {
+        let _ = rustix::net::shutdown(&self.0.socket, rustix::net::Shutdown::Both);
+    }
+
     /// What this client may have.
     pub fn limits(&self) -> Limits {
         self.0.limits

@@ -49,6 +49,7 @@ pub const SOCKET: &str = "/run/dmalane/dmalaned.sock";
 mod client;
 mod config;
 mod function;
+pub mod fuzzing;
 mod guest;
 mod page;
 mod server;

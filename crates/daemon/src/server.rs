@@ -13,7 +13,7 @@ use std::thread::{self, JoinHandle};
 use std::time::{Duration, Instant};
 
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
-use rustix::fs::Mode;
+use rustix::fs::{FileType, Mode};
 use rustix::io::Errno;
 use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType};
 use zerocopy::IntoBytes;
@@ -81,6 +81,11 @@ impl Listener {
         rustix::fs::fchmod(&socket, mode).map_err(failed)?;
         match rustix::net::bind(&socket, &address) {
             Err(Errno::ADDRINUSE) => {
+                // Connecting to a file that is no socket is refused too.
+                let there = rustix::fs::lstat(path).map_err(failed)?;
+                if FileType::from_raw_mode(there.st_mode) != FileType::Socket {
+                    return Err(failed(Errno::EXIST));
+                }
                 match rustix::net::connect(make().map_err(failed)?, &address) {
                     Err(Errno::CONNREFUSED) => {}
                     Ok(()) | Err(Errno::AGAIN) => return Err(ServeError::InUse(path.to_owned())),
@@ -470,5 +475,78 @@ impl Drop for Server {
             let _ = worker.join();
         }
         // What is quarantined goes with the process: nothing moves bytes any more.
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::os::unix::net::UnixStream;
+    use std::sync::atomic::Ordering;
+
+    use dmalane_card::Card;
+    use dmalane_mem::MemfdHeap;
+
+    use super::*;
+    use crate::{Client, Options, report};
+
+    #[test]
+    fn what_does_not_stop_is_kept() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("socket");
+        let listener = Listener::bind(&path, 0o600).unwrap();
+        let config = Config { patience: Duration::from_millis(50), ..Config::default() };
+        let limits = config.limits;
+        let server = Server::new(config, |_| {}).unwrap();
+        let roster = server.house.roster.clone();
+        let (stop, stopped) = UnixStream::pair().unwrap();
+        let daemon = thread::spawn(move || server.run(listener, stopped.as_fd()).unwrap());
+        let until = |what: &str, right: &dyn Fn(&crate::Report) -> bool| {
+            let start = Instant::now();
+            while !right(&report(&path).unwrap()) {
+                assert!(start.elapsed() < Duration::from_secs(20), "{what}: {:?}", report(&path));
+                thread::sleep(LOOK);
+            }
+        };
+        let client = Client::connect(Options::new(&path)).unwrap();
+        let number = client.number();
+        let card = Card::open(Arc::new(client.clone()), &MemfdHeap::new()).unwrap();
+        let queue = card.queue(0).unwrap();
+        // The card stands still, and the client goes without a word: a queue that is dropped would wait for it.
+        roster.paused.store(true, Ordering::SeqCst);
+        client.abandon();
+        until("kept", &|r| r.quarantined == 1);
+        let kept = report(&path).unwrap();
+        let row = kept.clients.iter().find(|c| c.client == number).unwrap();
+        assert!(row.closing && row.buffers == 4 && row.ddr == limits.ddr, "{row:?}");
+        assert_eq!((kept.ddr.0, kept.totals.released, kept.totals.quarantined), (limits.ddr, 0, 1));
+        // It stops after all.
+        roster.paused.store(false, Ordering::SeqCst);
+        until("released", &|r| r.quarantined == 0 && r.ddr.0 == 0);
+        drop(stop);
+        let totals = daemon.join().unwrap();
+        assert_eq!((totals.served, totals.released, totals.quarantined), (1, 1, 1));
+        drop((queue, card, client));
+    }
+
+    #[test]
+    fn a_socket_belongs_to_one() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("socket");
+        let first = Listener::bind(&path, 0o640).unwrap();
+        let mode = std::os::unix::fs::PermissionsExt::mode(&std::fs::metadata(&path).unwrap().permissions());
+        assert_eq!(mode & 0o777, 0o640);
+        assert!(matches!(Listener::bind(&path, 0o600), Err(ServeError::InUse(_))));
+        drop(first);
+        assert!(!path.exists());
+        // What one leaves that was killed is replaced; what is no socket is not.
+        let left = rustix::net::socket(AddressFamily::UNIX, SocketType::SEQPACKET, None).unwrap();
+        rustix::net::bind(&left, &SocketAddrUnix::new(&path).unwrap()).unwrap();
+        drop(left);
+        drop(Listener::bind(&path, 0o600).unwrap());
+        std::fs::write(&path, b"precious").unwrap();
+        assert!(Listener::bind(&path, 0o600).is_err());
+        assert_eq!(std::fs::read(&path).unwrap(), b"precious");
+        let wrong = UnixStream::pair().unwrap().0;
+        assert!(matches!(Listener::from_socket(wrong.into()), Err(ServeError::WrongSocket)));
     }
 }

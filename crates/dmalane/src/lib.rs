@@ -28,6 +28,7 @@
 #![forbid(unsafe_code)]
 
 mod alloc_read;
+mod card_server;
 mod file;
 mod soft;
 pub mod validate;
@@ -46,6 +47,7 @@ pub use dmalane_vfio as vfio;
 pub use dmalane_vm as vm;
 
 pub use alloc_read::{AllocAndRead, AllocRead, ReadError, ReadOptions, ReadSource, Scheme, Way, read_all};
+pub use card_server::{CARD_PCI_ID, CardServer, CardServerError};
 pub use dmalane_uring::Options as FileOptions;
 pub use file::{open_as, open_file};
 pub use soft::{BadMmChannel, MmChannel, SoftChannel, SoftConfig, SoftDevice, SoftError, SoftParts};

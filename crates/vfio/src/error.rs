@@ -162,7 +162,10 @@ pub enum Error {
         /// What was found.
         found: String,
     },
-    /// Everything else that the kernel refused.
+    /// Memory that cannot be lent to the process of a device: it is not a memfd's.
+    #[error("the memory cannot be lent to the device's process: it is not from a memfd (MemfdHeap; --heap memfd)")]
+    NotLendable,
+    /// Everything else that the kernel, or a device's process, refused.
     #[error("{what}: {source}")]
     Kernel {
         /// What was asked.

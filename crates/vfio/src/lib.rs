@@ -24,7 +24,9 @@
 mod bdf;
 mod edu;
 mod error;
+mod interrupts;
 mod kernel;
+pub mod user;
 
 pub use bdf::{BadBdf, Bdf};
 pub use edu::{EDU_ID, Edu, EduChannel};

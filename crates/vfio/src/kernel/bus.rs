@@ -1,18 +1,16 @@
 //! A device of the kernel's behind the port that drivers use.
 
 use std::ops::Range;
-use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::os::fd::BorrowedFd;
 use std::sync::OnceLock;
-use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
 use dmalane_addr::Access;
 use dmalane_mem::{self as mem, HostBus, Mapping, Pinned, Share};
-use rustix::event::{PollFd, PollFlags};
 use vfio_bindings::bindings::vfio as abi;
 
-use super::device::event;
 use super::{BarMap, Device, Placement};
+use crate::interrupts::Interrupts;
 use crate::{Bdf, Error};
 
 /// BARs of a PCI function.
@@ -28,13 +26,7 @@ pub struct VfioBus {
     /// What of each BAR is mapped: its areas.
     bars: [OnceLock<Vec<BarMap>>; BARS as usize],
     kind: u32,
-    vectors: Vec<Vector>,
-}
-
-struct Vector {
-    event: OwnedFd,
-    /// Somebody else reads the eventfd too.
-    lent: AtomicBool,
+    interrupts: Interrupts,
 }
 
 impl VfioBus {
@@ -52,10 +44,10 @@ impl VfioBus {
         if count == 0 {
             return Err(Error::NoInterrupts(device.bdf()));
         }
-        let events = (0..count.min(VECTORS)).map(|_| event()).collect::<Result<Vec<_>, _>>()?;
-        device.set_interrupts(kind, &events)?;
-        let vectors = events.into_iter().map(|event| Vector { event, lent: AtomicBool::new(false) }).collect();
-        let this = Self { device, bars: Default::default(), kind, vectors };
+        let made = Interrupts::new(count.min(VECTORS)).map_err(Error::kernel("cannot make eventfds"));
+        let interrupts = made?;
+        device.set_interrupts(kind, interrupts.events())?;
+        let this = Self { device, bars: Default::default(), kind, interrupts };
         this.device.set_bus_master(true)?;
         Ok(this)
     }
@@ -72,7 +64,7 @@ impl VfioBus {
 
     /// Interrupts that are on, and whether they are MSI-X.
     pub fn interrupts(&self) -> (usize, bool) {
-        (self.vectors.len(), self.kind == abi::VFIO_PCI_MSIX_IRQ_INDEX)
+        (self.interrupts.events().len(), self.kind == abi::VFIO_PCI_MSIX_IRQ_INDEX)
     }
 
     /// The areas of a BAR, mapped at first use. One that cannot be mapped is read and written through the kernel.
@@ -167,26 +159,12 @@ impl HostBus for VfioBus {
 
     /// Of an eventfd that was lent by [`HostBus::event`], only looks whether it has counted: whoever has it reads it.
     fn wait(&self, timeout: Duration) -> bool {
-        let mut polls: Vec<_> = self.vectors.iter().map(|v| PollFd::new(&v.event, PollFlags::IN)).collect();
-        let timeout = timeout.try_into().ok();
-        if !matches!(rustix::event::poll(&mut polls, timeout.as_ref()), Ok(1..)) {
-            return false;
-        }
-        let counted: Vec<bool> = polls.iter().map(|poll| poll.revents().contains(PollFlags::IN)).collect();
-        for (vector, _) in self.vectors.iter().zip(counted).filter(|(_, counted)| *counted) {
-            if !vector.lent.load(Ordering::Relaxed) {
-                // Another thread may have read it meanwhile.
-                let _ = rustix::io::read(&vector.event, &mut [0; 8]);
-            }
-        }
-        true
+        self.interrupts.wait(timeout)
     }
 
     /// The eventfd of the channel's interrupt; the last interrupt is everybody's who has none of his own.
     fn event(&self, channel: usize) -> Option<BorrowedFd<'_>> {
-        let vector = self.vectors.get(channel).or(self.vectors.last())?;
-        vector.lent.store(true, Ordering::Relaxed);
-        Some(vector.event.as_fd())
+        self.interrupts.lend(channel)
     }
 }
 
@@ -202,7 +180,7 @@ impl std::fmt::Debug for VfioBus {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         f.debug_struct("VfioBus")
             .field("device", &self.device)
-            .field("vectors", &self.vectors.len())
+            .field("interrupts", &self.interrupts().0)
             .finish_non_exhaustive()
     }
 }

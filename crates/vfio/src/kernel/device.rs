@@ -1,15 +1,15 @@
 //! A device that VFIO gave us: its regions, its configuration space, its reset.
 
-use std::io;
 use std::ops::Range;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 
-use rustix::event::{EventfdFlags, PollFd, PollFlags, eventfd};
+use rustix::event::{PollFd, PollFlags};
 use vfio_bindings::bindings::vfio as abi;
 
 use super::{BarMap, Container, Placement, sys};
+use crate::interrupts::event;
 use crate::{Bdf, Error};
 
 /// Where the command register of PCI is, and its bits: the device answers at its BARs; it may access memory.
@@ -62,7 +62,7 @@ impl Device {
         let regions = regions.collect::<Result<_, _>>()?;
         let this = Self(Arc::new(Inner { fd, bdf, flags, regions, wanted: OnceLock::new(), container }));
         if kinds > abi::VFIO_PCI_REQ_IRQ_INDEX && this.interrupts_of(abi::VFIO_PCI_REQ_IRQ_INDEX)? == 1 {
-            let events = [event()?];
+            let events = [event().map_err(Error::kernel("cannot make an eventfd"))?];
             this.set_interrupts(abi::VFIO_PCI_REQ_IRQ_INDEX, &events)?;
             let _ = this.0.wanted.set(events);
         }
@@ -208,11 +208,6 @@ impl Device {
         let asked = Error::kernel(format!("cannot set the interrupts of {}", self.bdf()));
         sys::set_irqs(self.0.fd.as_fd(), kind, events).map_err(asked)
     }
-}
-
-pub(super) fn event() -> Result<OwnedFd, Error> {
-    let made = eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK);
-    made.map_err(|e| Error::kernel("cannot make an eventfd")(io::Error::from(e)))
 }
 
 impl Region {
