@@ -64,6 +64,7 @@ const LARGE: u64 = 64 << 20;
 const MIB: u64 = 1 << 20;
 
 const CEILING: &str = "floor: the same direct reads into memory that is there";
+const FRESH: &str = "floor: the same into new memory, without its allocation";
 const FIO: &str = "floor: the same by fio, into huge pages of its own";
 const COPY: &str = "floor: one buffered pread into memory that is there";
 const ALLOCATION: &str = "floor: allocation alone";
@@ -136,6 +137,9 @@ fn bars(report: &mut Report, bench: &Bench, cold: &Medians, warm: &Medians) {
                     1.10,
                     ours / ideal,
                 );
+                if let Some(got) = ratio(cold, OURS, FRESH) {
+                    report.note(&size, "cold: ours / the same into new memory", got);
+                }
                 report.note(&size, "cold: T / (allocation + I/O)", ours / (alloc + io));
                 report.note(&size, "cold: ms, T(first gather)", first * 1e3);
             }
@@ -243,6 +247,7 @@ impl Bench {
     fn table(&mut self, cold: bool, options: &Options, report: &mut Report) -> Result<Medians> {
         let rows: Vec<&'static str> = [
             CEILING,
+            FRESH,
             FIO,
             COPY,
             ALLOCATION,
@@ -262,6 +267,7 @@ impl Bench {
         .filter(|row| options.only.is_empty() || options.only.iter().any(|only| row.contains(only)))
         .filter(|row| *row != POOLED || self.size < LARGE)
         // It starts up for longer than it takes to read a small file, and reads past the page cache whatever is in it.
+        .filter(|row| *row != FRESH || self.size >= LARGE)
         .filter(|row| *row != FIO || (self.size >= LARGE && cold))
         .collect();
         let mut samples: BTreeMap<&'static str, Vec<f64>> = BTreeMap::new();
@@ -330,6 +336,13 @@ impl Bench {
         let left = match row {
             CEILING => {
                 let seconds = self.ceiling()?;
+                return Ok(Some(seconds));
+            }
+            FRESH => {
+                // What the ceiling reads into stays the same from round to round; this lies where a load's memory lies.
+                let kept = self.ready.take();
+                let seconds = self.ceiling()?;
+                self.ready = kept;
                 return Ok(Some(seconds));
             }
             FIO => match self.fio() {
@@ -487,7 +500,7 @@ impl Bench {
 
     /// Direct reads by io_uring into memory that is there, in the pages that a load would have, and nothing else.
     fn ceiling(&mut self) -> Result<f64> {
-        let part = self.ready()?;
+        let part = self.ready()?; // not counted
         let start = Instant::now();
         let options = FileOptions { mode: Mode::Direct, io: Io::Auto, depth: self.read.depth, block: self.read.block };
         let mut channel = FileChannel::open(&self.path, options)?;

@@ -8,10 +8,11 @@ use std::process::ExitCode;
 use std::sync::Arc;
 
 use clap::ValueEnum;
-use dmalane::addr::FileOffset;
+use dmalane::addr::{Access, FileOffset};
+use dmalane::card::{CardConfig, SoftBus};
 use dmalane::load::fill::{Event, Extent, FillError, Filled, Job};
-use dmalane::mem::{AnonHeap, DmaHeap, MemfdHeap, Needs, PageKind, Picked, pick};
-use dmalane::{AllocAndRead, AllocRead, ReadError, ReadOptions, ReadSource, Way, read_all};
+use dmalane::mem::{AnonHeap, DmaHeap, HostConfig, Mapping, MemfdHeap, Needs, PageKind, Picked, SoftHost, pick};
+use dmalane::{AllocAndRead, AllocRead, ReadError, ReadOptions, ReadSource, Way, read_all, read_mapped};
 
 use crate::failure::Failure;
 use crate::output;
@@ -32,6 +33,8 @@ pub struct ReadArgs {
     pub dma_buf: bool,
     /// The NUMA node whose memory it must be.
     pub node: Option<u32>,
+    /// Map each gather for a device.
+    pub map: bool,
     /// Which bytes of each file.
     pub range: Option<Range>,
     /// How to read.
@@ -124,17 +127,20 @@ struct Outcome {
     ways: Vec<Way>,
     /// Physically contiguous segments of the buffers, where the kernel tells.
     segments: Option<u64>,
+    /// How many mappings a device has of them, and whether it was asked for any.
+    mappings: Option<usize>,
 }
 
 /// Reads, and prints the result.
 pub fn run(args: ReadArgs) -> Result<ExitCode, Failure> {
     let picked = heap(&args)?;
     let bar = Progress::new("read", !args.quiet && !args.json);
-    let (filled, ways) = read(&args, &*picked.heap, &bar).map_err(failure)?;
+    let (filled, ways, mappings) = read(&args, &*picked.heap, &bar)?;
     bar.finish();
     let runs = filled.buffers.iter().map(|b| dmalane::mem::physical_runs(b.shared()).ok());
     let segments = runs.map(|runs| Some(runs?.segment_count() as u64)).sum();
-    let outcome = Outcome { files: args.files, picked, filled, ways, segments };
+    let mappings = args.map.then(|| mappings.iter().map(Vec::len).sum());
+    let outcome = Outcome { files: args.files, picked, filled, ways, segments, mappings };
     match args.json {
         true => output::print_json(&report::json(&outcome))?,
         false => output::print(&report::text(&outcome, args.explain))?,
@@ -170,20 +176,27 @@ fn heap(args: &ReadArgs) -> Result<Picked, Failure> {
     Ok(Picked { heap, passed_over: Vec::new() })
 }
 
-fn read(args: &ReadArgs, heap: &dyn dmalane::mem::Heap, bar: &Progress) -> Result<(Filled, Vec<Way>), ReadError> {
-    let sources = args.files.iter().map(ReadSource::open).collect::<Result<Vec<_>, _>>()?;
+type Read = (Filled, Vec<Way>, Vec<Vec<Mapping>>);
+
+fn read(args: &ReadArgs, heap: &dyn dmalane::mem::Heap, bar: &Progress) -> Result<Read, Failure> {
+    let sources = args.files.iter().map(ReadSource::open).collect::<Result<Vec<_>, _>>().map_err(failure)?;
     let range = args.range.unwrap_or(Range { start: 0, end: None });
     if let [only] = &sources[..]
         && only.file.metadata().is_ok_and(|meta| is_stream(&meta.file_type()))
     {
+        if args.map {
+            return Err(Failure::new("a pipe or socket cannot be mapped while it is read")
+                .hint("without --map it is read into memory, which can be mapped afterwards"));
+        }
         let end = range.end.map_or(std::ops::Bound::Unbounded, std::ops::Bound::Excluded);
         let bounds = (std::ops::Bound::Included(range.start), end);
-        let AllocRead { buffer, way, report } = heap.alloc_and_read(&only.file, bounds, &args.options)?;
-        return Ok((Filled { buffers: vec![buffer], report }, vec![way]));
+        let AllocRead { buffer, way, report } =
+            heap.alloc_and_read(&only.file, bounds, &args.options).map_err(failure)?;
+        return Ok((Filled { buffers: vec![buffer], report }, vec![way], Vec::new()));
     }
     let mut job = Job::default();
     for (source, file) in sources.iter().enumerate() {
-        let size = file.size()?;
+        let size = file.size().map_err(failure)?;
         let end = range.end.unwrap_or(size.max(range.start));
         let (at, len) = (FileOffset::new(range.start), end.saturating_sub(range.start));
         job.extents.push(Extent { source, at, len, buffer: source, to: 0 });
@@ -196,7 +209,17 @@ fn read(args: &ReadArgs, heap: &dyn dmalane::mem::Heap, bar: &Progress) -> Resul
         }
         ControlFlow::Continue(())
     };
-    read_all(heap, &sources, &job, &args.options, &mut watch)
+    if !args.map {
+        let (filled, ways) = read_all(heap, &sources, &job, &args.options, &mut watch).map_err(failure)?;
+        return Ok((filled, ways, Vec::new()));
+    }
+    // Synthetic memory costs nothing until it is pinned.
+    let config = HostConfig { memory: 16 << 40, ..HostConfig::default() };
+    let host: SoftHost = SoftHost::new(config).map_err(|e| Failure::because("no software host", &e))?;
+    let bus: SoftBus =
+        SoftBus::new(host, CardConfig::default()).map_err(|e| Failure::because("no software card", &e))?;
+    let read = read_mapped(heap, &bus, Access::READ, &sources, &job, &args.options, &mut watch).map_err(failure)?;
+    Ok((read.filled, read.ways, read.mappings))
 }
 
 fn is_stream(kind: &std::fs::FileType) -> bool {

@@ -1,6 +1,7 @@
 //! An open file in, a filled buffer out: read while the buffer is still being allocated.
 
 mod choose;
+mod mapped;
 mod short;
 mod source;
 mod stream;
@@ -18,6 +19,7 @@ use dmalane_uring::{How, Mode, Moved, Residency};
 use thiserror::Error;
 
 use choose::{Choice, choose};
+pub use mapped::{MappedRead, read_mapped};
 use source::{Source, size};
 
 /// The order of allocating and reading, to compare by.
@@ -183,6 +185,16 @@ pub enum ReadError {
         path: PathBuf,
         /// With the offset.
         error: dmalane_engine::OpError,
+    },
+    /// A gather could not be pinned or mapped for the device.
+    #[error("buffer {buffer} from {offset} on: {source}")]
+    Map {
+        /// Which buffer.
+        buffer: usize,
+        /// Where in it the gather starts.
+        offset: u64,
+        /// What the bus said.
+        source: dmalane_mem::Error,
     },
     /// Anything else that stopped the job.
     #[error(transparent)]

@@ -46,7 +46,9 @@ pub use dmalane_uring as uring;
 pub use dmalane_vfio as vfio;
 pub use dmalane_vm as vm;
 
-pub use alloc_read::{AllocAndRead, AllocRead, ReadError, ReadOptions, ReadSource, Scheme, Way, read_all};
+pub use alloc_read::{
+    AllocAndRead, AllocRead, MappedRead, ReadError, ReadOptions, ReadSource, Scheme, Way, read_all, read_mapped,
+};
 pub use card_server::{CARD_PCI_ID, CardServer, CardServerError};
 pub use dmalane_uring::Options as FileOptions;
 pub use file::{open_as, open_file};

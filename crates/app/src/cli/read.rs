@@ -16,6 +16,7 @@ Examples:
   dmalane read model.bin --heap memfd --pages thp --gather 16MiB
   dmalane read model.bin --scheme sequential     allocate all of it first, to compare
   dmalane read model.bin --range 1GiB..2GiB --direct
+  dmalane read model.bin --map --explain         what registering and mapping each gather costs
   zcat model.bin.gz | dmalane read /dev/stdin
 
 Reads files into memory that devices can use, while it is still being allocated, and lets go of it again.
@@ -57,6 +58,10 @@ pub struct ReadOptions {
     /// The NUMA node whose memory it must be
     #[arg(long, value_name = "N")]
     node: Option<u32>,
+
+    /// Pin and map each gather for a device as soon as it is there, with the software host's IOMMU
+    #[arg(long)]
+    map: bool,
 
     /// The order of allocating and reading
     #[arg(long, value_enum, default_value_t = Scheme::Overlap)]
@@ -147,6 +152,7 @@ impl From<ReadOptions> for ReadArgs {
             shareable: options.shareable,
             dma_buf: options.dma_buf,
             node: options.node,
+            map: options.map,
             range: options.range,
             explain: options.explain,
             json: options.json,

@@ -125,11 +125,11 @@ pub struct ValidateOptions {
     direct: bool,
 
     /// DDR of the software card, at most 256GiB; rounded up to 4MiB
-    #[arg(long, value_name = "SIZE", value_parser = super::card, allow_hyphen_values = true)]
+    #[arg(long, value_name = "SIZE", value_parser = super::card_memory, allow_hyphen_values = true)]
     card_ddr: Option<Size>,
 
     /// HBM of the software card, in two halves, at most 256GiB; rounded up to 4MiB
-    #[arg(long, value_name = "SIZE", value_parser = super::card, allow_hyphen_values = true)]
+    #[arg(long, value_name = "SIZE", value_parser = super::card_memory, allow_hyphen_values = true)]
     card_hbm: Option<Size>,
 
     /// Run the software card on threads of its own, one for each channel

@@ -42,6 +42,7 @@ struct JsonMemory {
     pages: Option<String>,
     pages_passed_over: Vec<String>,
     segments: Option<u64>,
+    mappings: Option<usize>,
 }
 
 #[derive(Serialize)]
@@ -96,6 +97,7 @@ pub(super) fn json(o: &Outcome) -> impl Serialize + use<> {
                 .map(|(kind, why)| format!("{kind}: {why}"))
                 .collect(),
             segments: o.segments,
+            mappings: o.mappings,
         },
         files: o
             .files
@@ -174,6 +176,9 @@ pub(super) fn text(o: &Outcome, explain: bool) -> String {
         Some(n) => writeln!(out, "physical   {n} contiguous segments"),
         None => writeln!(out, "physical   the kernel does not tell this process where its pages are"),
     };
+    if let Some(n) = o.mappings {
+        let _ = writeln!(out, "device     mapped in {n} pieces, each as soon as its memory was there");
+    }
     for (path, way) in o.files.iter().zip(&o.ways) {
         let moved = format!("{} direct, {} buffered", decimal(way.moved.direct), decimal(way.moved.buffered));
         let _ = writeln!(out, "file       {}: {moved}", plain(&path.to_string_lossy()));

@@ -272,11 +272,12 @@ impl<'a, 'w> State<'a, 'w> {
             let (Some(mut hash), Some(mut part)) = (arrived.hash.take(), arrived.parts.remove(&at)) else { return };
             drop(progress);
             let n = part.len().min(len - at);
-            let hashed = clocks.time(Stage::Checksum, || part.with_bytes(|bytes| hash.write(&bytes[..n])));
-            if hashed.is_none() {
-                // The watcher let a device write to it.
-                part.view().sub(0, n).into_iter().for_each(|view| view.for_each_block(|block| hash.write(block)));
-            }
+            clocks.time(Stage::Checksum, || {
+                if part.with_bytes(|bytes| hash.write(&bytes[..n])).is_none() {
+                    // The watcher let a device write to it.
+                    part.view().sub(0, n).into_iter().for_each(|view| view.for_each_block(|block| hash.write(block)));
+                }
+            });
             clocks.bytes(Stage::Checksum, n as u64);
             let mut progress = self.progress();
             let arrived = &mut progress.buffers[buffer];

@@ -1,0 +1,218 @@
+//! Reading with every gather mapped for a device as soon as it is there, and with faults at every step of that.
+
+use std::ops::{ControlFlow, Range};
+use std::os::fd::BorrowedFd;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::time::Duration;
+
+use dmalane::addr::{Access, FileOffset};
+use dmalane::card::{CardConfig, SoftBus};
+use dmalane::load::Stage;
+use dmalane::load::fill::{Event, Extent, Job};
+use dmalane::mem::{AnonHeap, DeviceMem, Error, Heap, HostBus, HostConfig, Mapping, Pinned, Share, SoftHost};
+use dmalane::{MappedRead, ReadError, ReadOptions, ReadSource, read_mapped};
+use tempfile::NamedTempFile;
+
+const LEN: usize = 3_000_001;
+const GATHER: u64 = 256 << 10;
+
+fn file(seed: u64) -> (NamedTempFile, Vec<u8>) {
+    let data: Vec<u8> = (0..LEN as u64).map(|i| ((i + seed).wrapping_mul(0x9e37_79b9_7f4a_7c15) >> 56) as u8).collect();
+    let file = NamedTempFile::new_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
+    std::fs::write(file.path(), &data).unwrap();
+    file.as_file().sync_all().unwrap();
+    let _ = rustix::fs::fadvise(file.as_file(), 0, None, rustix::fs::Advice::DontNeed);
+    (file, data)
+}
+
+fn options(threads: usize) -> ReadOptions {
+    ReadOptions {
+        gather: GATHER,
+        block: 64 << 10,
+        depth: 4,
+        checksum: true,
+        threads: Some(threads),
+        ..ReadOptions::default()
+    }
+}
+
+/// A bus that refuses its n-th call of `pin_range` and `map_list`, counted together.
+struct Failing {
+    bus: SoftBus,
+    calls: AtomicUsize,
+    fail: usize,
+}
+
+impl Failing {
+    fn new(fail: usize) -> Self {
+        let host: SoftHost = SoftHost::new(HostConfig::default()).unwrap();
+        Self { bus: SoftBus::new(host, CardConfig::default()).unwrap(), calls: AtomicUsize::new(0), fail }
+    }
+
+    fn call(&self) -> Result<(), Error> {
+        let n = self.calls.fetch_add(1, Ordering::Relaxed);
+        if n == self.fail { Err(Error::OutOfFrames { wanted: 1, limit: n as u64 }) } else { Ok(()) }
+    }
+
+    fn pinned(&self) -> u64 {
+        self.bus.host().stats().pinned_frames
+    }
+}
+
+impl HostBus for Failing {
+    fn pin(&self, share: &Share) -> Result<Pinned, Error> {
+        self.bus.pin(share)
+    }
+
+    fn map(&self, pinned: Pinned, access: Access) -> Result<Mapping, Error> {
+        self.bus.map(pinned, access)
+    }
+
+    fn pin_range(&self, share: &Share, range: Range<usize>) -> Result<Pinned, Error> {
+        self.call()?;
+        self.bus.pin_range(share, range)
+    }
+
+    fn map_list(&self, pinned: Vec<Pinned>, access: Access) -> Result<Mapping, Error> {
+        self.call()?;
+        self.bus.map_list(pinned, access)
+    }
+
+    fn pin_limit(&self) -> Option<u64> {
+        self.bus.pin_limit()
+    }
+
+    fn owns(&self, mapping: &Mapping) -> bool {
+        self.bus.owns(mapping)
+    }
+
+    fn read32(&self, bar: u8, offset: u64) -> Result<u32, Error> {
+        self.bus.read32(bar, offset)
+    }
+
+    fn write32(&self, bar: u8, offset: u64, value: u32) -> Result<(), Error> {
+        self.bus.write32(bar, offset, value)
+    }
+
+    fn write_bytes(&self, bar: u8, offset: u64, bytes: &[u8]) -> Result<(), Error> {
+        self.bus.write_bytes(bar, offset, bytes)
+    }
+
+    fn wait(&self, timeout: Duration) -> bool {
+        self.bus.wait(timeout)
+    }
+
+    fn event(&self, channel: usize) -> Option<BorrowedFd<'_>> {
+        self.bus.event(channel)
+    }
+}
+
+fn read(
+    bus: &Failing,
+    heap: &AnonHeap,
+    paths: &[&NamedTempFile],
+    access: Access,
+    threads: usize,
+) -> Result<MappedRead, ReadError> {
+    let sources: Vec<_> = paths.iter().map(|f| ReadSource::open(f.path()).unwrap()).collect();
+    let job = Job::whole(&vec![LEN as u64; paths.len()]);
+    read_mapped(heap, bus, access, &sources, &job, &options(threads), &mut |_| ControlFlow::Continue(()))
+}
+
+#[test]
+fn the_device_sees_every_gather() {
+    let ((a, a_bytes), (b, b_bytes)) = (file(1), file(2));
+    for (access, threads) in [(Access::READ, 1), (Access::RW, 1), (Access::READ, 3)] {
+        let (bus, heap) = (Failing::new(usize::MAX), AnonHeap::new());
+        let read = read(&bus, &heap, &[&a, &b], access, threads).unwrap();
+        let mut device = bus.bus.host().port();
+        for ((mappings, data), buffer) in read.mappings.iter().zip([&a_bytes, &b_bytes]).zip(&read.filled.buffers) {
+            assert!(mappings.len() > LEN / GATHER as usize, "one for each gather");
+            let mut seen = Vec::new();
+            for mapping in mappings {
+                let mut bytes = vec![0; mapping.span().len() as usize];
+                device.read_bytes(mapping.span().first(), &mut bytes).unwrap();
+                seen.extend(bytes);
+            }
+            assert_eq!(seen.len(), buffer.shared().len(), "all of the buffer, once");
+            assert!(seen[..LEN] == data[..] && seen[LEN..].iter().all(|b| *b == 0));
+            assert_eq!(buffer.checksum(), Some(twox_hash::XxHash3_64::oneshot(data)));
+        }
+        let bytes: u64 = read.filled.buffers.iter().map(|b| b.shared().len() as u64).sum();
+        for stage in [Stage::Register, Stage::Map] {
+            let reported = read.filled.report.stages.iter().find(|s| s.stage == stage).unwrap();
+            assert!(reported.bytes == bytes && !reported.busy.is_zero());
+        }
+        assert_eq!(bus.pinned() * 4096, bytes);
+        drop(read);
+        assert_eq!((bus.pinned(), heap.stats().live), (0, 0));
+    }
+}
+
+#[test]
+fn it_is_mapped_before_it_is_announced_and_while_the_rest_is_read() {
+    let (a, _) = file(3);
+    let (bus, heap) = (Failing::new(usize::MAX), AnonHeap::new());
+    let source = [ReadSource::open(a.path()).unwrap()];
+    let half = LEN as u64 / 2;
+    let extent = |at, len| Extent { source: 0, at: FileOffset::new(at), len, buffer: 0, to: at };
+    let job = Job { buffers: vec![LEN as u64], extents: vec![extent(0, half), extent(half, LEN as u64 - half)] };
+    let (mut order, mut first_arrival, mut last_mapped) = (Vec::new(), 0, 0);
+    let mut watch = |event: Event| {
+        match event {
+            Event::Allocated { offset, len, .. } => {
+                assert!(bus.pinned() * 4096 >= offset + len, "pinned when it is told of");
+                last_mapped = offset;
+            }
+            Event::Arrived { .. } if first_arrival == 0 => first_arrival = bus.pinned() * 4096,
+            Event::Complete { extent } => order.push(extent),
+            _ => {}
+        }
+        ControlFlow::Continue(())
+    };
+    read_mapped(&heap, &bus, Access::READ, &source, &job, &options(1), &mut watch).unwrap();
+    assert_eq!(order, [0, 1], "the first half is ready first");
+    assert!(first_arrival < LEN as u64, "bytes had arrived before the last gather was mapped");
+    assert!(last_mapped > half);
+}
+
+#[test]
+fn a_refusal_at_any_step_undoes_everything() {
+    let (a, _) = file(4);
+    let descriptors = || std::fs::read_dir("/proc/self/fd").unwrap().count();
+    for threads in [1, 3] {
+        // Twelve gathers or a little more, two calls for each.
+        for fail in 0..24 {
+            let (bus, heap) = (Failing::new(fail), AnonHeap::new());
+            let error = read(&bus, &heap, &[&a], Access::RW, threads).unwrap_err();
+            let ReadError::Map { buffer: 0, offset, source: Error::OutOfFrames { limit, .. } } = error else {
+                panic!("{error}");
+            };
+            assert!(limit == fail as u64 && offset <= LEN as u64 && offset.is_multiple_of(4096));
+            assert_eq!((bus.pinned(), heap.stats().live), (0, 0), "call {fail}");
+        }
+    }
+    // Other tests of this process open files too, so only a leak at each of the 48 would be seen.
+    assert!(descriptors() < 48);
+}
+
+#[test]
+fn what_can_never_be_pinned_is_not_read() {
+    let (a, _) = file(5);
+    let (bus, heap) = (Failing::new(usize::MAX), AnonHeap::new());
+    bus.bus.host().set_pin_limit(1 << 20);
+    let error = read(&bus, &heap, &[&a], Access::READ, 1).unwrap_err();
+    assert!(error.to_string().contains("ulimit -l"), "{error}");
+    assert_eq!((bus.calls.load(Ordering::Relaxed), heap.stats().buffers), (0, 0));
+    // An error of the file comes as it is, and whatever was mapped goes.
+    bus.bus.host().set_pin_limit(u64::MAX);
+    let sources = [ReadSource::open(a.path()).unwrap()];
+    let mut cancel = |event: Event| match event {
+        Event::Arrived { .. } => ControlFlow::Break(()),
+        _ => ControlFlow::Continue(()),
+    };
+    let job = Job::whole(&[LEN as u64]);
+    let error = read_mapped(&heap, &bus, Access::READ, &sources, &job, &options(1), &mut cancel).unwrap_err();
+    assert!(error.to_string().contains("cancelled"), "{error}");
+    assert_eq!((bus.pinned(), heap.stats().live), (0, 0));
+}
