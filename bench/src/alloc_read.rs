@@ -1,7 +1,7 @@
 //! A file into a buffer: the table of the seed, cold and warm, beside the raw ceiling and the allocation alone.
 //!
-//! Rows take turns, round by round. Before every sample as much memory as it needs is touched and given back, so that a host that takes free
-//! pages away has backed it again; cold samples begin with the file dropped from the page cache. Every buffer is hashed
+//! Rows take turns, round by round. Cold samples begin with the file dropped from the page cache. After that, before every sample, as much
+//! memory as it needs is touched and given back, so that a host that takes free pages away has backed it again. Every buffer is hashed
 //! afterwards and compared with the file.
 
 use std::collections::BTreeMap;
@@ -64,6 +64,7 @@ const LARGE: u64 = 64 << 20;
 const MIB: u64 = 1 << 20;
 
 const CEILING: &str = "floor: the same direct reads into memory that is there";
+const FIO: &str = "floor: the same by fio, into huge pages of its own";
 const COPY: &str = "floor: one buffered pread into memory that is there";
 const ALLOCATION: &str = "floor: allocation alone";
 const NORMAL: &str = "normal: memfd, mmap, read";
@@ -117,6 +118,12 @@ fn bars(report: &mut Report, bench: &Bench, cold: &Medians, warm: &Medians) {
             faster("cold: sendfile / ours", 1.35, cold, SENDFILE, OURS);
             if n == 1 << 30 {
                 faster("warm: normal / ours", 3.5, warm, NORMAL, OURS_BUFFERED);
+            }
+            // What the two bars above could come to at best.
+            for (row, of) in [(NORMAL, "normal / ceiling"), (SENDFILE, "sendfile / ceiling")] {
+                if let Some(got) = ratio(cold, row, CEILING) {
+                    report.note(&size, &format!("cold: {of}"), got);
+                }
             }
             if let Some(got) = ratio(cold, OURS, CEILING) {
                 report.at_most(&format!("{size} cold: ours / ceiling"), 1.10, got);
@@ -180,6 +187,8 @@ struct Bench {
     cpu: f64,
     /// What its peak memory was beyond the buffer, in bytes.
     extra: u64,
+    /// Why there is no fio to compare with.
+    no_fio: String,
     /// Buffers of the plain reads of small files: freed, they would be handed out again, and would not be fresh.
     kept: Vec<Vec<u8>>,
 }
@@ -226,6 +235,7 @@ impl Bench {
             first_gather: 0.0,
             cpu: 0.0,
             extra: 0,
+            no_fio: String::new(),
             kept: Vec::new(),
         })
     }
@@ -233,6 +243,7 @@ impl Bench {
     fn table(&mut self, cold: bool, options: &Options, report: &mut Report) -> Result<Medians> {
         let rows: Vec<&'static str> = [
             CEILING,
+            FIO,
             COPY,
             ALLOCATION,
             NORMAL,
@@ -250,6 +261,8 @@ impl Bench {
         .into_iter()
         .filter(|row| options.only.is_empty() || options.only.iter().any(|only| row.contains(only)))
         .filter(|row| *row != POOLED || self.size < LARGE)
+        // It starts up for longer than it takes to read a small file, and reads past the page cache whatever is in it.
+        .filter(|row| *row != FIO || (self.size >= LARGE && cold))
         .collect();
         let mut samples: BTreeMap<&'static str, Vec<f64>> = BTreeMap::new();
         // What is short is disturbed easily, and costs little.
@@ -270,6 +283,7 @@ impl Bench {
         for row in rows {
             match samples.get(row) {
                 Some(samples) => drop(medians.insert(row, report.row(&case, row, self.size, samples))),
+                None if row == FIO => eprintln!("bench: skipped: {case}: {row}: {}", self.no_fio),
                 None => eprintln!("bench: skipped: {case}: {row}: there is no /dev/udmabuf"),
             }
         }
@@ -291,7 +305,7 @@ impl Bench {
 
     /// Makes the host back as much memory as a sample will need.
     fn touch(&self, row: &str) -> Result<()> {
-        if self.size < LARGE || row == CEILING || row == COPY {
+        if self.size < LARGE || row == CEILING || row == COPY || row == FIO {
             return Ok(());
         }
         let buffered = matches!(row, NORMAL | SENDFILE | PLAIN | OURS_BUFFERED | UDMABUF);
@@ -301,8 +315,8 @@ impl Bench {
     }
 
     fn sample(&mut self, row: &'static str, cold: bool) -> Result<Option<f64>> {
-        self.touch(row)?;
         self.prepare(cold)?;
+        self.touch(row)?;
         let large = self.size >= LARGE;
         let ours = |bench: &Self, mode, scheme| -> Result<Left> {
             let file = File::open(&bench.path)?;
@@ -318,6 +332,13 @@ impl Bench {
                 let seconds = self.ceiling()?;
                 return Ok(Some(seconds));
             }
+            FIO => match self.fio() {
+                Ok(seconds) => return Ok(Some(seconds)),
+                Err(why) => {
+                    self.no_fio = why;
+                    return Ok(None);
+                }
+            },
             COPY => {
                 let mut part = self.ready()?;
                 let start = Instant::now();
@@ -430,6 +451,32 @@ impl Bench {
         Ok(memfd.into())
     }
 
+    /// What fio needs for the same reads: its own clock, without its start. Nobody checks its bytes: it
+    /// is a cross-check of the ceiling, and of no bar.
+    fn fio(&self) -> std::result::Result<f64, String> {
+        let (depth, block) = (self.read.depth, self.read.block);
+        let out = std::process::Command::new("fio")
+            .args([
+                "--name=ceiling",
+                "--readonly",
+                "--rw=read",
+                "--direct=1",
+                "--ioengine=io_uring",
+                "--output-format=json",
+            ])
+            // `mmaphuge` takes reserved huge pages; where there are none, transparent ones are asked for.
+            .args(["--mem=mmap", "--thp=1"])
+            .arg(format!("--filename={}", self.path.display()))
+            .args([format!("--size={}", self.size), format!("--bs={block}"), format!("--iodepth={depth}")])
+            .output()
+            .map_err(|e| format!("fio cannot be started: {e}"))?;
+        if !out.status.success() {
+            let said = String::from_utf8_lossy(&out.stderr);
+            return Err(format!("fio failed: {}", said.lines().next().unwrap_or("without a word")));
+        }
+        fio_runtime(&out.stdout).map(|ms| ms / 1e3).ok_or_else(|| "fio printed no result".to_owned())
+    }
+
     /// Memory that is there, in the pages that a load would have.
     fn ready(&mut self) -> Result<Part> {
         match self.ready.take() {
@@ -466,6 +513,16 @@ impl Bench {
         self.ready = Some(whole.ok_or("parts of two buffers")?);
         Ok(seconds)
     }
+}
+
+/// Milliseconds that a job of fio read for, of its JSON output (fio 3).
+fn fio_runtime(json: &[u8]) -> Option<f64> {
+    let report: serde_json::Value = serde_json::from_slice(json).ok()?;
+    let job = report.get("jobs")?.get(0)?;
+    let (read, failed) = (job.get("read")?, job.get("error")?.as_i64()?);
+    // `runtime` is in whole milliseconds; the rate is not rounded.
+    let (bytes, rate) = (read.get("io_bytes")?.as_f64()?, read.get("bw_bytes")?.as_f64()?);
+    (failed == 0 && rate > 0.0).then(|| bytes / rate * 1e3)
 }
 
 /// Core-seconds of this process so far, those of the kernel for it included.

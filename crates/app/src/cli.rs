@@ -1,5 +1,6 @@
 //! The commands, their options and their help.
 
+mod bar_map;
 mod iopt;
 mod read;
 mod vm;
@@ -93,6 +94,7 @@ enum Command {
     Inspect(read::InspectOptions),
     Doctor(DoctorOptions),
     Devices(DevicesOptions),
+    BarMap(bar_map::BarMapOptions),
     Iopt(iopt::IoptOptions),
     Vm(vm::VmOptions),
     Completions(CompletionsOptions),
@@ -275,6 +277,7 @@ pub fn run() -> Result<ExitCode, Failure> {
         Command::Inspect(options) => crate::inspect::run(&options.into()),
         Command::Doctor(options) => doctor::run(&Probe::machine(), &options.path, options.json),
         Command::Devices(options) => devices::run(&Probe::machine(), options.json),
+        Command::BarMap(options) => crate::bar_map::run(&options.into()),
         Command::Iopt(options) => iopt::run(options),
         Command::Vm(options) => vm::run(options),
         Command::Completions(options) => completions(options.shell),

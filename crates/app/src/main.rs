@@ -1,6 +1,7 @@
 //! The dmalane command line.
 #![forbid(unsafe_code)]
 
+mod bar_map;
 mod cli;
 mod devices;
 mod doctor;

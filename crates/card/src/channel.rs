@@ -750,7 +750,8 @@ impl<B: HostBus> Queue for CardQueue<B> {
         // As in `wait`: first the register, then a last look.
         let worked = self.bus.progress();
         let seen = !self.flying.is_empty() && self.next_completion().is_some(); // may halt the channel
-        armed && !worked && !seen && self.state == State::Running
+        // Who may be stepping a card without threads at this moment does so once, and then nobody does.
+        armed && !worked && !seen && self.state == State::Running && self.bus.works_alone()
     }
 }
 

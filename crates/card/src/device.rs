@@ -147,6 +147,11 @@ impl<M: DeviceMem + 'static, F: Format> SoftCard<M, F> {
         (channel < self.core.channels.len()).then(|| self.core.try_step(channel))?
     }
 
+    /// True when the card has threads, so that it works although nobody calls [`SoftCard::progress`].
+    pub fn works_alone(&self) -> bool {
+        !self.workers.is_empty()
+    }
+
     /// Reads a register, or 32 bits of card memory; `None` where there is none.
     pub fn read32(&self, bar: u8, offset: u64) -> Option<u32> {
         match bar {

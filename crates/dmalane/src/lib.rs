@@ -23,12 +23,14 @@
 //! # Ok::<(), Box<dyn std::error::Error>>(())
 //! ```
 //!
+//! [`validate`] measures a device beside its ceiling, and fits a model of its link.
 //! [`AllocAndRead`] is the first half of the path alone: an open file in, a filled buffer out.
 #![forbid(unsafe_code)]
 
 mod alloc_read;
 mod file;
 mod soft;
+pub mod validate;
 
 pub use dmalane_addr as addr;
 pub use dmalane_card as card;
@@ -40,6 +42,7 @@ pub use dmalane_load as load;
 pub use dmalane_mem as mem;
 pub use dmalane_trace as trace;
 pub use dmalane_uring as uring;
+pub use dmalane_vfio as vfio;
 pub use dmalane_vm as vm;
 
 pub use alloc_read::{AllocAndRead, AllocRead, ReadError, ReadOptions, ReadSource, Scheme, Way, read_all};

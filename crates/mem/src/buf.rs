@@ -26,6 +26,11 @@ impl CpuBuf {
         &self.rung
     }
 
+    /// The memory, no longer counted by its heap.
+    pub(crate) fn into_region(self) -> (Region, Rung) {
+        (self.memory.into_region(), self.rung)
+    }
+
     /// Makes the memory reachable for devices. From now on there are views, and no references.
     pub fn share(self) -> SharedBuf {
         let (region, rung, account) = (self.memory.into_region(), self.rung, self.account);
@@ -92,6 +97,16 @@ impl Share {
     /// Tells the memory from every other as long as a share of it is held.
     pub fn id(&self) -> usize {
         Arc::as_ptr(&self.0).addr()
+    }
+
+    /// Where this process has the memory mapped, for a kernel that pins by address. A number, not a right to use it.
+    pub fn address(&self) -> usize {
+        self.view().as_ptr().addr()
+    }
+
+    /// The kind of pages behind the memory.
+    pub fn rung(&self) -> &Rung {
+        &self.0.rung
     }
 
     /// True when `part` is a part of this memory.

@@ -72,6 +72,9 @@ pub enum Error {
     /// The bus cannot map several buffers as one, or not part of one.
     #[error("the bus maps whole buffers, one at a time")]
     WholeBuffers,
+    /// An error of the bus, of a kind of its own.
+    #[error(transparent)]
+    Bus(Box<dyn std::error::Error + Send + Sync>),
     /// The buffer was pinned by another host.
     #[error("the buffer was pinned by another host")]
     ForeignPin,

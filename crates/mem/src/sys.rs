@@ -1,13 +1,15 @@
 //! Regions of memory mapped from the kernel.
 //!
-//! Invariant of [`Region`]: `ptr..ptr + len` is one mapping that this value owns, nobody else unmaps, and that is readable
-//! and writable until the value is dropped. It is established by [`Region::anonymous`], [`Region::memfd`], [`Region::import`] and
-//! [`Region::dma_buf`]; a drop either unmaps it or moves it, whole, into a new value for the region's home.
+//! Invariant of [`Region`]: `ptr..ptr + len` is a mapping, or a piece of one, that this value owns, nobody else unmaps or reaches, and
+//! that is readable and writable until the value is dropped. It is established by [`Region::anonymous`], [`Region::memfd`],
+//! [`Region::import`] and [`Region::dma_buf`]; [`Region::cut`] hands it on to disjoint pieces, which hold the mapping that they are of; a
+//! drop unmaps a whole mapping, lets go of that of a piece, or moves either, whole, into a new value for the region's home.
 
 use std::io;
 use std::num::NonZeroUsize;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, FromRawFd, OwnedFd};
 use std::ptr::{self, NonNull};
+use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
 use rustix::fs::{MemfdFlags, SealFlags};
@@ -42,6 +44,8 @@ pub(crate) struct Region {
     exported: AtomicBool,
     /// Who gets the memory when this is dropped; else it is unmapped.
     home: Option<Home>,
+    /// The mapping that this is a piece of: it is unmapped with its last piece, and reached through none but them.
+    slab: Option<Arc<Region>>,
 }
 
 // SAFETY: the region is plain memory owned by this value (see the invariant above), not tied to a thread; access goes
@@ -85,6 +89,7 @@ impl Region {
             fd: None,
             exported: AtomicBool::new(false),
             home: None,
+            slab: None,
         };
         if pages == Pages::Transparent {
             region.advise(0, len, Advice::LinuxHugepage)?;
@@ -114,6 +119,7 @@ impl Region {
             fd: Some(fd),
             exported: AtomicBool::new(false),
             home: None,
+            slab: None,
         };
         if pages == Pages::Transparent {
             // Kernels without huge pages for shared memory refuse; then these are 4 KiB pages.
@@ -151,6 +157,7 @@ impl Region {
             fd: Some(fd),
             exported: AtomicBool::new(true),
             home: None,
+            slab: None,
         })
     }
 
@@ -167,6 +174,7 @@ impl Region {
             fd: Some(fd),
             exported: AtomicBool::new(false),
             home: None,
+            slab: None,
         })
     }
 
@@ -189,6 +197,28 @@ impl Region {
         let bound =
             unsafe { libc::syscall(libc::SYS_mbind, self.ptr.as_ptr(), self.len, BIND, &raw const mask, 64, 0) };
         if bound == 0 { Ok(()) } else { Err(io::Error::last_os_error()) }
+    }
+
+    /// Cuts it into pieces of `len` bytes, whole 4 KiB pages, and what is left at the end. Each is a region of its own.
+    ///
+    /// # Errors
+    /// Gives it back when it has a descriptor, which would show all of it, or belongs to somebody when it is dropped.
+    pub(crate) fn cut(self, len: usize) -> Result<Vec<Self>, Self> {
+        if self.fd.is_some() || self.home.is_some() || len == 0 || !len.is_multiple_of(4096) {
+            return Err(self);
+        }
+        let (start, whole) = (self.ptr, self.len);
+        let slab = Arc::new(self);
+        let piece = |at: usize| Self {
+            // Within the mapping: `at` is less than its length, so the address is no more null than its start.
+            ptr: NonNull::new(start.as_ptr().wrapping_add(at)).unwrap_or(start),
+            len: len.min(whole - at),
+            fd: None,
+            exported: AtomicBool::new(false),
+            home: None,
+            slab: Some(slab.clone()),
+        };
+        Ok((0..whole).step_by(len).map(piece).collect())
     }
 
     /// Names who gets the memory when this is dropped.
@@ -253,16 +283,21 @@ impl Drop for Region {
     fn drop(&mut self) {
         if let Some(home) = self.home.take_if(|_| !*self.exported.get_mut()) {
             // The mapping moves on, and this value does not unmap it.
-            let fd = self.fd.take();
+            let (fd, slab) = (self.fd.take(), self.slab.take());
             return home.welcome(Region {
                 ptr: self.ptr,
                 len: self.len,
                 fd,
                 exported: AtomicBool::new(false),
                 home: None,
+                slab,
             });
         }
-        // SAFETY: the range is this region's own mapping; every view borrows the region, so none is left.
+        if self.slab.is_some() {
+            return; // the mapping goes with its last piece
+        }
+        // SAFETY: the range is this region's own mapping and no piece of another; every view borrows the region, and every piece of it
+        // holds it, so none is left.
         let unmapped = unsafe { mm::munmap(self.ptr.as_ptr().cast(), self.len) };
         debug_assert!(unmapped.is_ok(), "munmap of an own mapping: {unmapped:?}");
     }

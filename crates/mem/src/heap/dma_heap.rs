@@ -36,6 +36,12 @@ impl DmaHeap {
     fn map(&self, len: usize) -> Result<(Region, Rung, Account), Error> {
         let size = len.checked_next_multiple_of(4096).and_then(NonZeroUsize::new).ok_or(Error::BadLength(len))?;
         let kind = "dma-buf heap memory";
+        // The kernel (6.12, 7.2) takes page after page until the OOM killer comes, and such memory is not counted as this process's:
+        // it would be killed before others, or others before it.
+        if let Some(room) = crate::room().filter(|room| room.bytes < size.get() as u64) {
+            let left = format!("{} bytes are left, limited by {}", room.bytes, room.limited_by);
+            return Err(Error::Allocate { len, kind, source: io::Error::new(io::ErrorKind::OutOfMemory, left) });
+        }
         let region =
             Region::dma_buf(self.device.as_fd(), size).map_err(|source| Error::Allocate { len, kind, source })?;
         let account = Account::open(&self.counters, region.len());

@@ -1,12 +1,20 @@
 //! A heap that keeps the buffers that were given up, and hands them out again.
+//!
+//! Small buffers are cut out of huge pages. Half a megabyte in pages of 4 KiB is a list of 128 places for a disk, and reading it into those
+//! takes about three times as long as into one (`docs/bench/alloc-read.md`); a huge page for each would waste most of it.
 
 use std::collections::VecDeque;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 
-use super::{Abilities, Account, Counters, Heap, HeapStats, Reserved, Rung};
-use crate::sys::Region;
+use super::{Abilities, Account, Counters, Heap, HeapStats, PageKind, Reserved, Rung};
+use crate::sys::{HUGE, Region};
 use crate::{CpuBuf, Error, SharedBuf};
+
+/// Less than this is read through the page cache, and never becomes a list for a disk.
+const SLAB_FROM: usize = 64 << 10;
+/// Of more than this, two would not fit a huge page.
+const SLAB_UP_TO: usize = HUGE / 2;
 
 /// A heap over another one, which keeps what is dropped instead of giving it back to the kernel: the next buffer of about that
 /// size has its pages already.
@@ -25,7 +33,8 @@ pub struct PoolStats {
     pub kept_buffers: usize,
     /// Requests that were met from what was kept.
     pub hits: usize,
-    /// Requests that went to the heap below.
+    /// Requests that went to the heap below. A small one, of 64 KiB to 1 MiB, takes a huge page from there and leaves the rest of it
+    /// for the next.
     pub misses: usize,
     /// Buffers given back to the kernel: to stay within the bound, by trimming, or because their pages were incomplete.
     pub freed: usize,
@@ -85,9 +94,46 @@ impl Shelf {
         }
         found
     }
+
+    /// A new buffer of `len` bytes out of a huge page, whose other pieces are kept; `None` where that cannot be.
+    fn slab(&self, len: usize) -> Option<(Region, Rung)> {
+        let below = self.heap.abilities();
+        // What has a descriptor is shared as a whole, so it cannot be cut.
+        if !(SLAB_FROM..=SLAB_UP_TO).contains(&len) || self.limit < HUGE || below.shareable {
+            return None;
+        }
+        if below.best_pages == PageKind::Base {
+            return None;
+        }
+        let huge = self.heap.allocate(HUGE).ok()?;
+        if !matches!(huge.rung().kind, PageKind::Transparent | PageKind::Hugetlb2M) {
+            return None;
+        }
+        let (region, rung) = huge.into_region();
+        let mut pieces = region.cut(len).ok()?.into_iter();
+        let first = pieces.next()?;
+        let mut kept = self.kept();
+        // No more than fits beside the first one when that comes back.
+        let mut freed = Vec::new();
+        for piece in pieces {
+            freed.append(&mut kept.keep(piece, rung.clone(), self.limit - len));
+        }
+        drop(kept);
+        drop(freed);
+        Some((first, rung))
+    }
 }
 
 impl Kept {
+    /// Keeps a buffer of at most `limit` bytes; returns what has to go for it.
+    fn keep(&mut self, region: Region, rung: Rung, limit: usize) -> Vec<(Region, Rung)> {
+        let freed = self.shrink(limit.saturating_sub(region.len()));
+        self.stats.kept += region.len();
+        self.stats.kept_buffers += 1;
+        self.buffers.push_back((region, rung));
+        freed
+    }
+
     fn shrink(&mut self, to: usize) -> Vec<(Region, Rung)> {
         let mut freed = Vec::new();
         while self.stats.kept > to
@@ -119,7 +165,8 @@ impl Heap for Pool {
         buf.into_cpu().map_err(taken)
     }
 
-    /// A kept buffer that is no more than an eighth too large, or else a new one.
+    /// A kept buffer that is no more than an eighth too large, or else a new one; of 64 KiB to 1 MiB one that is a piece of a huge page,
+    /// where the heap below has private huge pages.
     fn reserve(&self, len: usize) -> Result<Reserved, Error> {
         let base = len.checked_next_multiple_of(4096).filter(|n| *n > 0).ok_or(Error::BadLength(len))?;
         let home = |rung: &Rung, absent| Home {
@@ -131,6 +178,11 @@ impl Heap for Pool {
             region.set_home(Some(home(&rung, 0)));
             let account = Account::open(&self.0.counters, region.len());
             return Ok(Reserved::recycled(region, rung, account));
+        }
+        if let Some((mut region, rung)) = self.0.slab(base) {
+            region.set_home(Some(home(&rung, 0)));
+            let account = Account::open(&self.0.counters, region.len());
+            return Ok(Reserved::present(region, rung, account));
         }
         let mut reserved = match self.0.heap.reserve(len) {
             Ok(reserved) => reserved,
@@ -187,10 +239,7 @@ impl Home {
             drop(kept); // unmaps, without the lock
             return;
         }
-        let freed = kept.shrink(shelf.limit - len);
-        kept.stats.kept += len;
-        kept.stats.kept_buffers += 1;
-        kept.buffers.push_back((region, self.rung));
+        let freed = kept.keep(region, self.rung, shelf.limit);
         drop(kept);
         drop(freed);
     }
