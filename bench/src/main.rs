@@ -6,6 +6,7 @@ mod bar_map;
 mod binders;
 mod buffers;
 mod clock;
+mod daemon;
 mod gpuvm;
 mod instructions;
 mod iova;
@@ -77,6 +78,8 @@ enum Bench {
     OneSgIndex(sg_index::One),
     /// Copies by the card, hot and cold, inline and with a worker, beside plain and streaming copies
     Transfer(transfer::Options),
+    /// The same copies by a card in this process and through a daemon, and two clients of a daemon
+    Daemon(daemon::Options),
     /// Split policies over modelled links, beside the optimum
     Policy(policy::Options),
     /// One mapping of a case of map-sg by a variant, to be counted by callgrind
@@ -106,6 +109,7 @@ fn main() -> ExitCode {
         Bench::OneVmBind(options) => return done(vm_bind::one(&options)),
         Bench::OneSgIndex(options) => return done(sg_index::one(&options)),
         Bench::Transfer(options) => transfer::run(&options),
+        Bench::Daemon(options) => daemon::run(&options),
         Bench::Policy(options) => policy::run(&options),
         Bench::One(options) => return done(instructions::one(&options)),
     };

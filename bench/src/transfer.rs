@@ -213,7 +213,8 @@ impl Plain {
 
 pub fn run(options: &Options) -> Result<Report> {
     let mut report = Report::new("transfer");
-    let chosen = |name: &str| name.contains(&options.only);
+    // One of these words, or the name of one case.
+    let chosen = |name: &str| name.contains(&options.only) || options.only.starts_with(name);
     // Before this thread is tied to a processor: a worker inherits that.
     if chosen("worker") {
         worker(options, &mut report)?;
@@ -242,7 +243,7 @@ fn inline(options: &Options, direction: Direction, name: &str, report: &mut Repo
         let bytes: Vec<u8> = (0..options.cold as u32).map(|i| (i ^ i >> 8 ^ i >> 16) as u8).collect();
         bench.bus.memory().write(CardAddr::new(0), &bytes)?;
     }
-    for case in cases(options.cold) {
+    for case in cases(options.cold).into_iter().filter(|c| format!("{name} {}", c.name()).contains(&options.only)) {
         let part = buf.into_part();
         let (region, rest) = part.split_at(case.region).map_err(|_| "a short buffer")?;
         let mut walk = Walk::new(bench.card.queue(0)?, region, &via, direction, case.size, 0, CacheHint::Auto)?;

@@ -1,7 +1,10 @@
 //! The commands, their options and their help.
 
+mod bar_map;
+mod card;
 mod iopt;
 mod read;
+mod validate;
 mod vm;
 
 use std::path::PathBuf;
@@ -34,6 +37,7 @@ Examples:
   dmalane load --sample 1GiB --explain --verify   make a file and watch it travel
   dmalane load model.safetensors                  load a real one
   dmalane read model.safetensors --explain        only into memory, and why so
+  dmalane validate                                how fast is a device, and are its bytes right?
   dmalane doctor                                  what does this machine lack?
 
 Sizes: MB and GB are powers of 10, MiB and GiB are powers of 2; without a unit, bytes.
@@ -91,11 +95,16 @@ enum Command {
     Load(Box<LoadOptions>),
     Read(Box<read::ReadOptions>),
     Inspect(read::InspectOptions),
+    Validate(Box<validate::ValidateOptions>),
     Doctor(DoctorOptions),
     Devices(DevicesOptions),
+    BarMap(bar_map::BarMapOptions),
+    Card(card::CardOptions),
     Iopt(iopt::IoptOptions),
     Vm(vm::VmOptions),
     Completions(CompletionsOptions),
+    #[command(hide = true)]
+    Man(ManOptions),
 }
 
 /// Load files into device memory.
@@ -167,11 +176,11 @@ struct LoadOptions {
     record: Option<PathBuf>,
 
     /// DDR of the software card, at most 256GiB; rounded up to 2MiB
-    #[arg(long, value_name = "SIZE", default_value_t = CARD_DDR, value_parser = card, allow_hyphen_values = true)]
+    #[arg(long, value_name = "SIZE", default_value_t = CARD_DDR, value_parser = card_memory, allow_hyphen_values = true)]
     card_ddr: Size,
 
     /// HBM of the software card, in two halves, at most 256GiB; rounded up to 4MiB
-    #[arg(long, value_name = "SIZE", default_value_t = CARD_HBM, value_parser = card, allow_hyphen_values = true)]
+    #[arg(long, value_name = "SIZE", default_value_t = CARD_HBM, value_parser = card_memory, allow_hyphen_values = true)]
     card_hbm: Size,
 
     /// Run the software card on threads of its own
@@ -222,6 +231,13 @@ struct CompletionsOptions {
     shell: Shell,
 }
 
+/// Write manual pages.
+#[derive(Args)]
+struct ManOptions {
+    /// Where to
+    directory: PathBuf,
+}
+
 impl From<LoadOptions> for LoadArgs {
     fn from(options: LoadOptions) -> Self {
         Self {
@@ -264,11 +280,21 @@ pub fn run() -> Result<ExitCode, Failure> {
         Command::Load(options) => load::run((*options).into()),
         Command::Read(options) => crate::read::run((*options).into()),
         Command::Inspect(options) => crate::inspect::run(&options.into()),
+        Command::Validate(options) => match options.conflict() {
+            Some(text) => not_a_command(&Cli::command().error(ErrorKind::ArgumentConflict, text)),
+            None => crate::validate::run((*options).into()),
+        },
         Command::Doctor(options) => doctor::run(&Probe::machine(), &options.path, options.json),
         Command::Devices(options) => devices::run(&Probe::machine(), options.json),
+        Command::BarMap(options) => crate::bar_map::run(&options.into()),
+        Command::Card(options) => card::run(options),
         Command::Iopt(options) => iopt::run(options),
         Command::Vm(options) => vm::run(options),
         Command::Completions(options) => completions(options.shell),
+        Command::Man(options) => {
+            clap_mangen::generate_to(Cli::command(), options.directory)?;
+            Ok(ExitCode::SUCCESS)
+        }
     }
 }
 
@@ -309,7 +335,7 @@ fn sample(text: &str) -> Result<Size, String> {
     }
 }
 
-fn card(text: &str) -> Result<Size, String> {
+fn card_memory(text: &str) -> Result<Size, String> {
     match size::nonzero(text) {
         Ok(size) if size.bytes() <= CARD_MOST.bytes() => Ok(size),
         Ok(_) => Err(format!("a memory of the card has at most {CARD_MOST}")),

@@ -66,7 +66,9 @@ fn list(probe: &Probe) -> Vec<Device> {
     let hardware = bound.map(|d| Device {
         name: d.bdf,
         supported: false,
-        description: "a PCI device bound to vfio-pci; not supported yet".to_owned(),
+        description:
+            "a PCI device bound to vfio-pci; nothing can be loaded to it yet, but `dmalane bar-map -d vfio:...` maps it"
+                .to_owned(),
         kind: Kind::VfioPci { pci_id: d.id, iommu_group: d.iommu_group },
     });
     std::iter::once(soft).chain(hardware).collect()
@@ -123,7 +125,7 @@ mod tests {
         let text = text(&devices);
         assert!(text.contains("soft\n") && text.contains("ddr 64 GiB, hbm 32 GiB") && text.contains("2 channels"));
         assert!(text.contains(
-            "0000:01:00.0\n    a PCI device bound to vfio-pci; not supported yet\n    id 10ee:50b4, IOMMU group 15\n"
+            "0000:01:00.0\n    a PCI device bound to vfio-pci; nothing can be loaded to it yet, but `dmalane bar-map -d vfio:...` maps it\n    id 10ee:50b4, IOMMU group 15\n"
         ));
         let json = serde_json::to_value(&devices[1]).unwrap();
         assert_eq!(json["kind"], "vfio_pci");

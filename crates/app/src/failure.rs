@@ -39,6 +39,13 @@ impl Failure {
         failure
     }
 
+    /// Adds something that led to it.
+    #[must_use]
+    pub fn cause(mut self, cause: impl Into<String>) -> Self {
+        self.causes.push(cause.into());
+        self
+    }
+
     /// Whether the kernel had no memory to give, somewhere below `error`.
     pub fn is_out_of_memory(error: &(dyn Error + 'static)) -> bool {
         let mut next = Some(error);
@@ -67,7 +74,7 @@ impl Failure {
     }
 
     fn text(&self) -> String {
-        let mut text = format!("dmalane: {}\n", plain(&self.message));
+        let mut text = format!("{}: {}\n", env!("CARGO_BIN_NAME"), plain(&self.message));
         for (label, lines) in [("cause", &self.causes), ("hint", &self.hints)] {
             for line in lines {
                 text.push_str(&format!("{label}: {}\n", plain(line)));

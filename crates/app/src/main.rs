@@ -1,6 +1,8 @@
 //! The dmalane command line.
 #![forbid(unsafe_code)]
 
+mod bar_map;
+mod card;
 mod cli;
 mod devices;
 mod doctor;
@@ -14,6 +16,7 @@ mod probe;
 mod progress;
 mod read;
 mod size;
+mod validate;
 mod vm;
 
 use std::process::ExitCode;

@@ -8,6 +8,7 @@ use indicatif::{HumanDuration, ProgressBar, ProgressFinish, ProgressState, Progr
 
 /// As wide as the terminal, however wide that is.
 const TEMPLATE: &str = "{prefix} [{wide_bar}] {decimal_bytes}/{decimal_total_bytes} {decimal_bytes_per_sec}{left}";
+const STEPS: &str = "[{bar:30}] {pos}/{len} {wide_msg}";
 /// What is said earlier about the time left is a guess.
 const SETTLED: Duration = Duration::from_millis(500);
 
@@ -47,6 +48,36 @@ impl Progress {
     }
 }
 
+/// Steps done of steps known, with what the step is about. It disappears as [`Progress`] does.
+pub struct Steps(ProgressBar);
+
+impl Steps {
+    /// A bar, shown if `wanted` and somebody is watching stderr.
+    pub fn new(wanted: bool) -> Self {
+        if !wanted || !std::io::stderr().is_terminal() {
+            return Self(ProgressBar::hidden());
+        }
+        let style = ProgressStyle::with_template(STEPS).unwrap_or_else(|_| ProgressStyle::default_bar());
+        Self(ProgressBar::new(0).with_style(style.progress_chars("=> ")).with_finish(ProgressFinish::AndClear))
+    }
+
+    /// So many more there will be.
+    pub fn more(&self, steps: usize) {
+        self.0.inc_length(steps as u64);
+    }
+
+    /// One is done, if one had begun, and this one begins.
+    pub fn step(&self, what: String) {
+        self.0.set_message(what);
+        self.0.inc(1);
+    }
+
+    /// Removes the bar.
+    pub fn finish(&self) {
+        self.0.finish_and_clear();
+    }
+}
+
 fn left(state: &ProgressState, out: &mut dyn Write) {
     if state.elapsed() >= SETTLED {
         // Of a bar, which tells nobody that it could not be drawn.
@@ -73,7 +104,7 @@ mod tests {
 
     #[test]
     fn the_template_is_one() {
-        assert!(ProgressStyle::with_template(TEMPLATE).is_ok());
+        assert!(ProgressStyle::with_template(TEMPLATE).is_ok() && ProgressStyle::with_template(STEPS).is_ok());
     }
 
     #[test]

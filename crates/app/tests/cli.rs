@@ -4,7 +4,7 @@ use std::process::{Command, Output};
 
 use serde_json::Value;
 
-const COMMANDS: [&str; 8] = ["load", "read", "inspect", "doctor", "devices", "iopt", "vm", "completions"];
+const COMMANDS: [&str; 9] = ["load", "read", "inspect", "validate", "doctor", "devices", "iopt", "vm", "completions"];
 
 fn command(args: &[&str]) -> Command {
     let mut command = Command::new(env!("CARGO_BIN_EXE_dmalane"));
@@ -197,6 +197,8 @@ fn every_field_is_documented() {
     std::fs::write(folder.join("f"), vec![7; 3 << 20]).unwrap();
     let path = folder.join("f").to_str().unwrap().to_owned();
     keys(&json(&["read", &path, "--json", "--buffered"]), &mut words);
+    let quick = ["validate", "--json", "-j", "1", "--iterations", "1", "--buffer-size", "8KiB", "--ddr-only"];
+    keys(&json(&quick), &mut words);
     match run(&["inspect", &path, "--json"]) {
         output if output.status.success() => keys(&serde_json::from_slice(&output.stdout).unwrap(), &mut words),
         output => println!("SKIPPED: inspect: {}", stderr(&output)),

@@ -50,7 +50,8 @@ struct dml_vm_config {
 	uint64_t reserved_len;
 	uint64_t table_limit; /* page tables at most; 0 for no limit */
 	/* Makes the device forget what it has cached of `len` bytes at `va`, and waits until it has. Called from within
-	 * dml_vm_bind() when something was unbound or replaced; may look at the VM. Null when there is no device. */
+	 * dml_vm_bind() when something was unbound or replaced; may look at the VM. It must return: neither longjmp() nor a
+	 * C++ exception may leave it (nor `prefetch`). Null when there is no device. */
 	void (*invalidate)(void *user, uint64_t va, uint64_t len);
 	/* Is told of each DML_PREFETCH once its array was applied. Null when nobody wants to know. */
 	void (*prefetch)(void *user, uint64_t va, uint64_t len);

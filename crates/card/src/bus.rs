@@ -96,6 +96,10 @@ impl<F: Format, M: Format> HostBus for SoftBus<F, M> {
         self.card.progress()
     }
 
+    fn works_alone(&self) -> bool {
+        self.card.works_alone()
+    }
+
     fn wait(&self, timeout: Duration) -> bool {
         self.interrupts.wait(timeout)
     }

@@ -467,7 +467,10 @@ impl<B: HostBus> CardQueue<B> {
 
     fn why_halted(&self, status: u32) -> String {
         let device = self.device();
-        let code = device.read(self.register(regs::CH_ERROR)).unwrap_or(u32::MAX);
+        let code = match device.read(self.register(regs::CH_ERROR)) {
+            Ok(code) => code,
+            Err(e) => return e.to_string(), // the card has left
+        };
         let at = device.read64(self.register(regs::CH_ERROR_IOVA)).unwrap_or(u64::MAX);
         match Halt::from_code(code) {
             Some(halt) => format!("{halt}, {}", Iova::new(at)),
@@ -747,7 +750,8 @@ impl<B: HostBus> Queue for CardQueue<B> {
         // As in `wait`: first the register, then a last look.
         let worked = self.bus.progress();
         let seen = !self.flying.is_empty() && self.next_completion().is_some(); // may halt the channel
-        armed && !worked && !seen && self.state == State::Running
+        // Who may be stepping a card without threads at this moment does so once, and then nobody does.
+        armed && !worked && !seen && self.state == State::Running && self.bus.works_alone()
     }
 }
 

@@ -11,7 +11,7 @@ use dmalane_mem::DeviceMem;
 
 use crate::memory::{CardMemory, HBM_BASE};
 use crate::mmu::Mmu;
-use crate::queue::{Inside, Queue, Registers};
+use crate::queue::{Inside, Queue, Registers, Stepped};
 use crate::{Error, regs};
 
 /// Looks for work so often before a worker sleeps: some tens of microseconds, as long as it takes to wake it.
@@ -137,7 +137,19 @@ impl<M: DeviceMem + 'static, F: Format> SoftCard<M, F> {
     /// Lets each channel that nobody else is running do a bounded amount of work (32 descriptors, 1 MiB), and says
     /// whether any was done. With a worker for each channel this does nothing.
     pub fn progress(&self) -> bool {
-        self.helps && (0..self.core.channels.len()).fold(false, |did, i| self.core.try_step(i) | did)
+        self.helps && (0..self.core.channels.len()).fold(false, |did, i| self.core.try_step(i).is_some() | did)
+    }
+
+    /// Lets one channel do a bounded amount of work (32 descriptors, 1 MiB), for a thread that divides its time among
+    /// channels, of several cards perhaps. `None` when the channel has nothing to do, another thread is at it, or there is none with this
+    /// number.
+    pub fn step(&self, channel: usize) -> Option<Stepped> {
+        (channel < self.core.channels.len()).then(|| self.core.try_step(channel))?
+    }
+
+    /// True when the card has threads, so that it works although nobody calls [`SoftCard::progress`].
+    pub fn works_alone(&self) -> bool {
+        !self.workers.is_empty()
     }
 
     /// Reads a register, or 32 bits of card memory; `None` where there is none.
@@ -188,7 +200,7 @@ impl<M: DeviceMem, F: Format> Core<M, F> {
     fn run(&self, channels: impl Iterator<Item = usize> + Clone) {
         let mut idle = 0;
         while !self.quit.load(Ordering::SeqCst) {
-            if channels.clone().fold(false, |did, index| self.try_step(index) | did) {
+            if channels.clone().fold(false, |did, index| self.try_step(index).is_some() | did) {
                 idle = 0;
             } else if idle < SPINS {
                 idle += 1;
@@ -200,15 +212,15 @@ impl<M: DeviceMem, F: Format> Core<M, F> {
         }
     }
 
-    fn try_step(&self, index: usize) -> bool {
+    fn try_step(&self, index: usize) -> Option<Stepped> {
         let channel = &self.channels[index];
         if !channel.regs.want_a_step() {
-            return false;
+            return None;
         }
         let mut queue = match channel.queue.try_lock() {
             Ok(queue) => queue,
             Err(TryLockError::Poisoned(poisoned)) => poisoned.into_inner(),
-            Err(TryLockError::WouldBlock) => return false,
+            Err(TryLockError::WouldBlock) => return None,
         };
         queue.step(&channel.regs, &self.inside, || (self.interrupt)(index))
     }

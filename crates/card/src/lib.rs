@@ -57,4 +57,5 @@ pub use device::{CardConfig, SoftCard, Workers};
 pub use driver::{Card, CardLayout};
 pub use error::Error;
 pub use memory::CardMemory;
+pub use queue::Stepped;
 pub use tables::CardTables;

@@ -26,6 +26,15 @@ const FETCH: u32 = 32;
 const STREAM_TO_CARD: u64 = 4 << 10;
 const STREAM_TO_HOST: u64 = 1 << 20;
 
+/// What a step of a channel did.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
+pub struct Stepped {
+    /// Bytes copied, filled or compared.
+    pub bytes: u64,
+    /// Completions were written, or the channel halted: what an interrupt is for.
+    pub reported: bool,
+}
+
 /// A channel's registers, as both sides see them.
 #[derive(Default)]
 pub(crate) struct Registers {
@@ -177,8 +186,13 @@ impl<M: DeviceMem> Queue<M> {
         Self { mem, engine }
     }
 
-    /// Does a bounded amount of work and says whether there was any. Calls `interrupt` when one is due.
-    pub(crate) fn step<F: Format>(&mut self, regs: &Registers, inside: &Inside<F>, interrupt: impl Fn()) -> bool {
+    /// Does a bounded amount of work, `None` when there was none. Calls `interrupt` when one is due.
+    pub(crate) fn step<F: Format>(
+        &mut self,
+        regs: &Registers,
+        inside: &Inside<F>,
+        interrupt: impl Fn(),
+    ) -> Option<Stepped> {
         let Self { mem, engine } = self;
         let enabled = regs.control.load(Ordering::SeqCst) & 1 == 1;
         match engine.state {
@@ -186,27 +200,29 @@ impl<M: DeviceMem> Queue<M> {
                 engine.start(regs);
                 // Nothing is done before the next step looks at the control register again. A driver that stopped the
                 // channel in between either saw the status change or is seen there: both sides use one total order.
-                true
+                Some(Stepped { bytes: 0, reported: matches!(engine.state, State::Halted) })
             }
-            State::Stopped => false,
+            State::Stopped => None,
             _ if !enabled => {
                 engine.stop(regs);
-                true
+                Some(Stepped::default())
             }
-            State::Halted => false,
-            State::Running(_) if engine.is_idle(regs) => false,
+            State::Halted => None,
+            State::Running(_) if engine.is_idle(regs) => None,
             State::Running(rings) => {
                 let before = engine.head;
                 let (h2c, c2h, ok) = (0, 0, 0);
                 let mut work = Work { mem: mem.hold(), mmu: None, inside, regs, rings, h2c, c2h, ok };
-                let worked = engine.work(&mut work);
+                let mut budget = STEP_BYTES;
+                let worked = engine.work(&mut work, &mut budget);
                 engine.report(&mut work);
                 add(&regs.bytes_h2c, work.h2c);
                 add(&regs.bytes_c2h, work.c2h);
                 add(&regs.ok, work.ok);
                 drop(work);
                 // After a halt too: the driver must not sleep through it.
-                if engine.head != before || matches!(engine.state, State::Halted) {
+                let reported = engine.head != before || matches!(engine.state, State::Halted);
+                if reported {
                     regs.head.store(engine.head, Ordering::Relaxed);
                     // The completions before the look at the register. Both sides exchange: whoever comes second sees what the first one
                     // wrote before (`CardQueue::wait`).
@@ -214,7 +230,7 @@ impl<M: DeviceMem> Queue<M> {
                         interrupt();
                     }
                 }
-                worked
+                worked.then_some(Stepped { bytes: STEP_BYTES - budget, reported })
             }
         }
     }
@@ -264,8 +280,7 @@ impl Engine {
         self.job.is_none() && self.next == self.end && regs.doorbell.load(Ordering::Acquire) == self.head
     }
 
-    fn work<H: HeldMem, F: Format>(&mut self, work: &mut Work<'_, H, F>) -> bool {
-        let mut budget = STEP_BYTES;
+    fn work<H: HeldMem, F: Format>(&mut self, work: &mut Work<'_, H, F>, budget: &mut u64) -> bool {
         for done in 0..STEP_DESCRIPTORS {
             let number = self.head.wrapping_add(self.finished.len() as u32);
             let (mut job, cookie, chained) = match self.job.take() {
@@ -283,9 +298,9 @@ impl Engine {
                         }
                     };
                     if let Ok(descriptor) = &descriptor
-                        && let Some(moved) = self.copy_at_once(descriptor, work, budget)
+                        && let Some(moved) = self.copy_at_once(descriptor, work, *budget)
                     {
-                        budget -= moved;
+                        *budget -= moved;
                         continue;
                     }
                     let (cookie, chained) = match &descriptor {
@@ -309,7 +324,7 @@ impl Engine {
             };
             let result = match self.is_cancelled(work.regs) {
                 true => Err(Failure(Status::Cancelled, job.done.into())),
-                false => self.advance(&mut job, work, &mut budget),
+                false => self.advance(&mut job, work, budget),
             };
             if result.is_ok() && job.done < job.total {
                 self.job = Some((job, cookie, chained));

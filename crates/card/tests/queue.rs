@@ -89,6 +89,10 @@ impl HostBus for Faulty {
         }
         worked
     }
+
+    fn works_alone(&self) -> bool {
+        self.bus.works_alone()
+    }
     fn wait(&self, timeout: Duration) -> bool {
         self.bus.wait(timeout)
     }
@@ -413,6 +417,22 @@ fn an_event_comes_when_something_has_ended() {
         // The event may belong to the copy, or to one before it.
         assert_eq!(drain(&mut queue)[0].result, Ok(()));
     }
+}
+
+#[test]
+fn nobody_sleeps_for_a_card_that_only_works_when_polled() {
+    let bench = Bench::new(Workers::Inline, 16);
+    let (mut queue, mut other) = (bench.card.queue(0).unwrap(), bench.card.queue(1).unwrap());
+    assert!(!queue.arm() && !other.arm(), "nothing is in flight, and nothing will come");
+    let _ticket = queue.enqueue(bench.copy(4096)).unwrap();
+    for _ in 0..10 {
+        assert!(!queue.arm() && !other.arm());
+    }
+    assert_eq!(drain(&mut queue)[0].result, Ok(()));
+    assert!(!queue.arm());
+    // One with a thread says so, idle as it is.
+    let bench = Bench::new(Workers::One, 16);
+    assert!(bench.card.queue(0).unwrap().arm());
 }
 
 #[test]

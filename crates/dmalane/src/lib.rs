@@ -23,15 +23,19 @@
 //! # Ok::<(), Box<dyn std::error::Error>>(())
 //! ```
 //!
+//! [`validate`] measures a device beside its ceiling, and fits a model of its link.
 //! [`AllocAndRead`] is the first half of the path alone: an open file in, a filled buffer out.
 #![forbid(unsafe_code)]
 
 mod alloc_read;
+mod card_server;
 mod file;
 mod soft;
+pub mod validate;
 
 pub use dmalane_addr as addr;
 pub use dmalane_card as card;
+pub use dmalane_daemon as daemon;
 pub use dmalane_engine as engine;
 pub use dmalane_iopt as iopt;
 pub use dmalane_link as link;
@@ -39,11 +43,13 @@ pub use dmalane_load as load;
 pub use dmalane_mem as mem;
 pub use dmalane_trace as trace;
 pub use dmalane_uring as uring;
+pub use dmalane_vfio as vfio;
 pub use dmalane_vm as vm;
 
 pub use alloc_read::{
     AllocAndRead, AllocRead, MappedRead, ReadError, ReadOptions, ReadSource, Scheme, Way, read_all, read_mapped,
 };
+pub use card_server::{CARD_PCI_ID, CardServer, CardServerError};
 pub use dmalane_uring::Options as FileOptions;
 pub use file::{open_as, open_file};
 pub use soft::{BadMmChannel, MmChannel, SoftChannel, SoftConfig, SoftDevice, SoftError, SoftParts};

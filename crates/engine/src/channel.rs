@@ -111,6 +111,16 @@ pub enum OpError {
         /// The error number.
         errno: i32,
     },
+    /// The device answered a request with a count that cannot be: what it did is not known.
+    #[error("the device answered a request for {asked} bytes at {at} with {got}")]
+    BadCount {
+        /// The first byte of the request.
+        at: FileOffset,
+        /// Its bytes.
+        asked: u64,
+        /// The answer.
+        got: u64,
+    },
     /// A comparison found a difference.
     #[error("the memories differ at byte {offset}")]
     Differs {
@@ -168,6 +178,12 @@ pub enum Refusal {
     /// The queue does not have this ability.
     #[error("the channel does not do {0:?}")]
     Unable(Abilities),
+    /// The device moves whole blocks only (direct I/O): its address, the length and the host's memory are multiples of this.
+    #[error("addresses, lengths and memory must be multiples of {align} bytes here")]
+    Misaligned {
+        /// Bytes.
+        align: u64,
+    },
     /// The two sides of an operation are not of the same length, or its shape does not cover them.
     #[error("the two sides of the operation do not go together")]
     Mismatch,

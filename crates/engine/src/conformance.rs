@@ -16,7 +16,7 @@ pub trait Fixture {
     /// A channel to a far end of [`Fixture::far_len`] bytes.
     fn channel(&mut self) -> Self::Channel;
 
-    /// Bytes at the far end, at least 1 MiB.
+    /// Bytes at the far end, at least two alignments; at least 1 MiB where the channel has that.
     fn far_len(&self) -> u64;
 
     /// The far end at this offset. A transfer past `far_len` must fail, not be refused.
@@ -37,6 +37,11 @@ pub trait Fixture {
     /// Transfers start and end at multiples of this.
     fn align(&self) -> usize {
         1
+    }
+
+    /// How many random transfers each way: fewer for a device that takes long for each.
+    fn rounds(&self) -> u64 {
+        60
     }
 
     /// The directions that the channel does.
@@ -81,11 +86,11 @@ fn moves_exactly_what_it_is_told<F: Fixture>(fixture: &mut F) {
     let mut channel = fixture.channel();
     let (far_len, align) = (fixture.far_len(), fixture.align());
     let mut seed = 1;
-    for round in 0..60u64 {
+    for round in 0..fixture.rounds() {
         let len = match round {
             0 => align as u64,
             1 => far_len.min(channel.limits().max_len) / align as u64 * align as u64,
-            _ => pick(&mut seed, (far_len / 2).min(channel.limits().max_len), align) + align as u64,
+            _ => pick(&mut seed, (far_len / 2).min(channel.limits().max_len - align as u64), align) + align as u64,
         };
         let at = pick(&mut seed, far_len - len + 1, align);
         let before = pattern(round, far_len as usize);
@@ -188,7 +193,7 @@ fn keeps_many_in_flight<F: Fixture>(fixture: &mut F) {
     let mut done = Vec::new();
     let mut expected = std::collections::HashMap::new();
     for _ in 0..count {
-        let len = pick(&mut seed, 64 << 10, align) as usize + align;
+        let len = pick(&mut seed, some(far_len, &channel) - align as u64, align) as usize + align;
         let at = pick(&mut seed, far_len - len as u64 + 1, align);
         let (part, _) = fixture.part(len).split_at(len).unwrap();
         let far = fixture.far(at, &part);
@@ -217,10 +222,15 @@ fn keeps_many_in_flight<F: Fixture>(fixture: &mut F) {
     assert!(expected.is_empty());
 }
 
+/// The length of a transfer of which many are made: 64 KiB, or what the channel does.
+fn some(far_len: u64, channel: &impl Channel) -> u64 {
+    (64 << 10).min(channel.limits().max_len).min(far_len)
+}
+
 fn may_be_dropped_with_work_in_flight<F: Fixture>(fixture: &mut F) {
-    let len = (64 << 10) / fixture.align() * fixture.align();
     for round in 0..8 {
         let mut channel = fixture.channel();
+        let len = some(fixture.far_len(), &channel) as usize / fixture.align() * fixture.align();
         // Writes to the far end where the channel can: there it shows when one comes late.
         let direction = *fixture.directions().last().expect("a direction");
         let mut shares = Vec::new();

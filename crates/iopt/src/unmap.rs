@@ -297,9 +297,10 @@ impl<F: Format, I: Address, O: Address, T: Tables> PageTable<F, I, O, T> {
         let (mut pages, mut members, mut seen) = (0, 0, 0);
         let mut count = |entries: &[u64]| {
             if F::VALID != 0 && !has_groups::<F>() {
-                // A few instructions for several entries.
+                // A few instructions for several entries; fewest where all are valid.
                 let bit = F::VALID.trailing_zeros();
-                let some: u64 = entries.iter().map(|entry| entry >> bit & 1).sum();
+                let all = entries.iter().fold(F::VALID, |all, entry| all & entry) != 0;
+                let some = if all { entries.len() as u64 } else { entries.iter().map(|entry| entry >> bit & 1).sum() };
                 debug_assert_eq!(some, entries.iter().filter(|&&entry| valid(entry)).count() as u64, "{}", F::NAME);
                 pages += some;
             } else {

@@ -147,6 +147,8 @@ pub enum Answer {
     Because(Vec<Cause>),
     /// Any of these may be the cause; an empty list when nothing was measured that bears on it.
     CannotTell(Vec<Cause>),
+    /// No limits explain the measurements: they are noisier than was said, or were not all taken of the same link.
+    Unexplained,
 }
 
 impl fmt::Display for Answer {
@@ -156,6 +158,7 @@ impl fmt::Display for Answer {
             Self::Because(causes) => f.write_str(&list(causes, " and ")),
             Self::CannotTell(causes) if causes.is_empty() => f.write_str("cannot tell: not measured"),
             Self::CannotTell(causes) => write!(f, "cannot tell: {}", list(causes, " or ")),
+            Self::Unexplained => f.write_str("cannot tell: no limits explain the rates, which may be too noisy"),
         }
     }
 }
@@ -206,7 +209,7 @@ pub fn fit(channels: usize, measured: &[Measured], noise: f64) -> Fit {
     let mut sets: Vec<usize> = (0..1usize << kinds.len()).collect();
     sets.sort_by_key(|set| set.count_ones());
     let explains = |set: &usize| held.iter().all(|h| h & set != 0);
-    // All kinds together explain everything: the most that anything carried was carried somewhere.
+    // Where no set does, something kept the streams of a measurement slower than any limit.
     let size = sets.iter().find(|set| explains(set)).map_or(0, |set| set.count_ones());
     let sets: Vec<usize> = sets.into_iter().filter(|set| set.count_ones() == size && explains(set)).collect();
     let causes = |set: usize| (0..kinds.len()).filter(move |k| set >> k & 1 == 1).map(|k| kinds[k].cause);
@@ -219,6 +222,9 @@ pub fn fit(channels: usize, measured: &[Measured], noise: f64) -> Fit {
         }
         if !so {
             return (question, Answer::NotSo);
+        }
+        if sets.is_empty() {
+            return (question, Answer::Unexplained);
         }
         // What holds the streams of a measurement, in an explanation: all of them if possible, else each its own.
         let of = |set: usize, p: &Measured| {

@@ -46,12 +46,27 @@ struct Shared<C: Channel> {
 impl<C: Channel> Slow<C> {
     /// Hangs `channels` off `link`. `half` says which half a far end lies in.
     ///
+    /// Late polls may catch up with a millisecond.
+    ///
     /// # Panics
     /// When there are more channels than the link has, or one of them has operations in flight.
     pub fn new(channels: Vec<C>, link: Link, half: impl Fn(&C::Far) -> Half + Send + Sync + 'static) -> Vec<Self> {
+        Self::catching_up(channels, link, BURST, half)
+    }
+
+    /// The same where polls may be later than that, because threads do not get to run. After idle time as much more moves at once.
+    ///
+    /// # Panics
+    /// As [`Slow::new`].
+    pub fn catching_up(
+        channels: Vec<C>,
+        link: Link,
+        burst: Duration,
+        half: impl Fn(&C::Far) -> Half + Send + Sync + 'static,
+    ) -> Vec<Self> {
         assert!(channels.len() <= link.channels(), "the link has {} channels", link.channels());
         assert!(channels.iter().all(|c| c.in_flight() == 0), "a slow channel needs its channel for itself");
-        let throttle = Mutex::new(Throttle::new(link, BURST));
+        let throttle = Mutex::new(Throttle::new(link, burst));
         let shared = Arc::new(Shared { throttle, began: Instant::now(), half: Box::new(half) });
         let slow = |(index, inner)| {
             let lanes = Default::default();

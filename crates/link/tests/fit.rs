@@ -84,7 +84,7 @@ fn answer(points: &[Measured], noise: f64, question: Question) -> Answer {
 
 fn names(answer: &Answer) -> Vec<Cause> {
     match answer {
-        Answer::NotSo => Vec::new(),
+        Answer::NotSo | Answer::Unexplained => Vec::new(),
         Answer::Because(list) | Answer::CannotTell(list) => list.clone(),
     }
 }
@@ -122,6 +122,7 @@ fn all_combinations_are_found_again() {
                 };
                 match answer {
                     Answer::NotSo => assert!(causes.is_empty(), "{what}"),
+                    Answer::Unexplained => panic!("{what}"),
                     Answer::Because(found) => {
                         assert!(!found.is_empty() && found.iter().all(|c| causes.contains(c)), "{what}");
                         sure += 1;
@@ -183,6 +184,19 @@ fn what_was_not_measured_is_not_known() {
     let told = answer(&together, 0.01, Question::DuplexHalves);
     assert!(matches!(&told, Answer::CannotTell(list) if list.len() > 1), "{told:?}");
     assert!(names(&told).contains(&Cause::Channel(Way::Both)), "{told:?}");
+}
+
+#[test]
+fn rates_that_no_limits_explain_are_called_so() {
+    let card = Card { channel_duplex: false, shared: true, per_direction: false, hbm_reads: true };
+    let mut points = measure(card, &mut Noise(0, 0.0));
+    // Something else kept these streams from running, and no limit is used up.
+    let disturbed = points.iter().position(|p| p.flows.len() == 4).unwrap();
+    points[disturbed].flows.iter_mut().for_each(|f| f.1 *= 0.5);
+    assert!(points[disturbed].flows.iter().all(|f| f.1 > 0.0));
+    let found = fit(2, &points, 0.03);
+    assert!(found.explanations.is_empty() && found.limits.is_empty());
+    assert!(found.answers.iter().all(|a| matches!(a.1, Answer::Unexplained | Answer::NotSo)), "{:?}", found.answers);
 }
 
 #[test]

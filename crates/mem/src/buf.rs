@@ -2,7 +2,7 @@
 
 use std::num::NonZeroUsize;
 use std::ops::{Deref, DerefMut};
-use std::os::fd::BorrowedFd;
+use std::os::fd::{BorrowedFd, OwnedFd};
 use std::sync::{Arc, PoisonError, RwLock};
 
 use crate::heap::{Account, PageKind, Rung};
@@ -99,10 +99,28 @@ impl Share {
         Arc::as_ptr(&self.0).addr()
     }
 
+    /// Where this process has the memory mapped, for a kernel that pins by address. A number, not a right to use it.
+    pub fn address(&self) -> usize {
+        self.view().as_ptr().addr()
+    }
+
+    /// The kind of pages behind the memory.
+    pub fn rung(&self) -> &Rung {
+        &self.0.rung
+    }
+
     /// True when `part` is a part of this memory.
     #[inline]
     pub fn holds(&self, part: &Part) -> bool {
         part.is_of(&self.0)
+    }
+
+    /// As [`SharedBuf::export`], for who registers memory that somebody else holds. Waits while a [`Part`] of it is lent as a slice
+    /// ([`Part::with_bytes`]).
+    pub fn export(&self) -> Option<BorrowedFd<'_>> {
+        // Under this lock no slice is lent, and none will be once the descriptor was.
+        let _writers = self.0.writers.write().unwrap_or_else(PoisonError::into_inner);
+        self.0.region.export()
     }
 
     /// True when nothing else holds the memory: no buffer or part of it, no mapping, no other share.
@@ -154,6 +172,48 @@ impl SharedBuf {
         })?;
         let rung = Rung { kind: PageKind::Base, passed_over: Vec::new() };
         Ok(Self { part: Part::whole(Arc::new(Memory::new(region, rung, Account::none()))) })
+    }
+
+    /// Memory that another process made and lends by its descriptor: a memfd, mapped whole. The other process may change the bytes at any time.
+    ///
+    /// # Errors
+    /// [`Error::Import`] unless it is a memfd of ordinary pages, sealed against shrinking, and a whole number of 4 KiB pages long: what it
+    /// lends must stay there.
+    pub fn import(fd: OwnedFd) -> Result<Self, Error> {
+        let region = Region::import(fd).map_err(Error::Import)?;
+        let rung = Rung { kind: PageKind::Base, passed_over: Vec::new() };
+        Ok(Self { part: Part::whole(Arc::new(Memory::new(region, rung, Account::none()))) })
+    }
+
+    /// A dma-buf that a driver or a heap of the kernel made, mapped whole. Devices may write it at any time; around what the processor
+    /// does with it, see [`SharedBuf::cpu_access`].
+    ///
+    /// # Errors
+    /// [`Error::Import`] for a file that is no dma-buf, or one that its exporter does not let be mapped.
+    pub fn import_dma_buf(fd: OwnedFd) -> Result<Self, Error> {
+        let region = Region::import_dma_buf(fd).map_err(Error::Import)?;
+        let rung = Rung { kind: PageKind::Base, passed_over: Vec::new() };
+        Ok(Self { part: Part::whole(Arc::new(Memory::new(region, rung, Account::none()))) })
+    }
+
+    /// Lets the processor look at a dma-buf, or also write it (`writes`), while `f` runs: its exporter moves what lies in caches, and waits for
+    /// devices that are still writing.
+    ///
+    /// # Errors
+    /// `Unsupported`, and `f` is not called, for memory that is no dma-buf; the exporter's error.
+    pub fn cpu_access<T>(&self, writes: bool, f: impl FnOnce(View<'_>) -> T) -> std::io::Result<T> {
+        /// Ends the access, also when `f` panics.
+        struct Access<'a>(&'a Region, bool);
+        impl Drop for Access<'_> {
+            fn drop(&mut self) {
+                // It was begun, so it can be ended.
+                let _ = self.0.sync(false, self.1);
+            }
+        }
+        let region = &self.part.memory().region;
+        region.sync(true, writes)?;
+        let _access = Access(region, writes);
+        Ok(f(self.view()))
     }
 
     /// Makes the pages of a range present, so that touching them cannot fail. The range is widened to whole 4 KiB
@@ -218,7 +278,11 @@ impl SharedBuf {
 
 #[cfg(test)]
 mod tests {
-    use crate::{AnonHeap, Error, Heap, MemfdHeap, SharedBuf};
+    use std::os::fd::OwnedFd;
+
+    use rustix::fs::{MemfdFlags, SealFlags};
+
+    use crate::{AnonHeap, Error, Heap, MemfdHeap, PageKind, SharedBuf};
 
     #[test]
     fn parts_rejoin_only_with_their_neighbour() {
@@ -249,6 +313,43 @@ mod tests {
         assert!(shared.export().is_some());
         assert!(shared.into_cpu().is_err());
         assert!(AnonHeap::new().allocate(4096).unwrap().share().export().is_none());
+    }
+
+    #[test]
+    fn memory_of_another_process_must_stay_there() {
+        let buf = MemfdHeap::starting_at(PageKind::Base).allocate(8192).unwrap().share();
+        buf.view().write(b"theirs");
+        let descriptor = || buf.export().unwrap().try_clone_to_owned().unwrap();
+        let imported = SharedBuf::import(descriptor()).unwrap();
+        let mut bytes = [0; 6];
+        imported.view().read(&mut bytes);
+        assert_eq!((&bytes, imported.len()), (b"theirs", 8192));
+        imported.view().write(b"ours!!");
+        buf.view().read(&mut bytes);
+        assert_eq!(&bytes, b"ours!!");
+        assert!(rustix::fs::ftruncate(descriptor(), 4096).is_err(), "sealed");
+        assert!(imported.into_cpu().is_err(), "the other process has it too");
+        // What is refused.
+        let memfd = |flags| rustix::fs::memfd_create("test", flags).unwrap();
+        let why = |fd: OwnedFd| SharedBuf::import(fd).map(drop).unwrap_err().to_string();
+        let open = memfd(MemfdFlags::ALLOW_SEALING);
+        rustix::fs::ftruncate(&open, 8192).unwrap();
+        assert!(why(open).contains("F_SEAL_SHRINK"));
+        for len in [0, 5000] {
+            let odd = memfd(MemfdFlags::ALLOW_SEALING);
+            rustix::fs::ftruncate(&odd, len).unwrap();
+            rustix::fs::fcntl_add_seals(&odd, SealFlags::SHRINK).unwrap();
+            assert!(why(odd).contains("4 KiB"));
+        }
+        let huge = memfd(MemfdFlags::ALLOW_SEALING | MemfdFlags::HUGETLB);
+        rustix::fs::fcntl_add_seals(&huge, SealFlags::SHRINK).unwrap();
+        assert!(why(huge).contains("huge"));
+        assert!(why(std::net::UdpSocket::bind("127.0.0.1:0").unwrap().into()).contains("not a memfd"));
+        assert!(why(std::fs::File::open("/proc/self/exe").unwrap().into()).contains("not a memfd"));
+        let written = memfd(MemfdFlags::ALLOW_SEALING);
+        rustix::fs::ftruncate(&written, 4096).unwrap();
+        rustix::fs::fcntl_add_seals(&written, SealFlags::SHRINK | SealFlags::WRITE).unwrap();
+        assert!(matches!(SharedBuf::import(written), Err(Error::Import(_))));
     }
 
     #[test]

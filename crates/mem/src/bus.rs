@@ -77,6 +77,11 @@ pub trait HostBus: Send + Sync {
         false
     }
 
+    /// False for a device that works only in [`HostBus::progress`]: nobody may sleep until it is done.
+    fn works_alone(&self) -> bool {
+        true
+    }
+
     /// Waits for an interrupt, at most `timeout`, and says whether one came. May return early without.
     fn wait(&self, timeout: Duration) -> bool;
 

@@ -17,6 +17,12 @@ pub enum Error {
         /// The kernel's answer.
         source: std::io::Error,
     },
+    /// A file that cannot be memory shared with a device.
+    #[error("cannot take memory from another process: {0}")]
+    Import(std::io::Error),
+    /// A bus of another crate could not do what it was asked.
+    #[error(transparent)]
+    Other(Box<dyn std::error::Error + Send + Sync>),
     /// A length of zero, or one that does not fit the address space once rounded up to whole pages.
     #[error("cannot allocate a buffer of {0} bytes")]
     BadLength(usize),
@@ -66,6 +72,9 @@ pub enum Error {
     /// The bus cannot map several buffers as one, or not part of one.
     #[error("the bus maps whole buffers, one at a time")]
     WholeBuffers,
+    /// An error of the bus, of a kind of its own.
+    #[error(transparent)]
+    Bus(Box<dyn std::error::Error + Send + Sync>),
     /// The buffer was pinned by another host.
     #[error("the buffer was pinned by another host")]
     ForeignPin,

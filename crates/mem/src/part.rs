@@ -89,7 +89,8 @@ impl Part {
             // exist beside `&mut self`, an operation of the kernel or a device in flight owns its part, and devices that
             // could write without one need a mapping with that right, which `while_unwritten` has just ruled out and keeps
             // out. Nor does another process: `while_unwritten` refuses an exported buffer, and none becomes exported meanwhile:
-            // `export` takes a `SharedBuf`, which does not exist beside a part of it.
+            // `SharedBuf::export` takes a `SharedBuf`, which does not exist beside a part of it, and `Share::export` waits for the lock
+            // that `while_unwritten` holds.
             f(unsafe { std::slice::from_raw_parts(view.as_ptr(), view.len()) })
         })
     }
@@ -173,6 +174,22 @@ mod tests {
         let buf = MemfdHeap::new().allocate(4096).unwrap().share();
         assert!(buf.export().is_some());
         assert!(buf.into_part().with_bytes(|_| ()).is_none());
+    }
+
+    #[test]
+    fn no_other_process_gets_the_memory_while_bytes_are_lent() {
+        let buf = MemfdHeap::new().allocate(4096).unwrap().share();
+        let share = buf.share();
+        let mut part = buf.into_part();
+        std::thread::scope(|s| {
+            part.with_bytes(|_| {
+                let exporter = s.spawn(|| share.export().is_some());
+                std::thread::sleep(std::time::Duration::from_millis(30));
+                assert!(!exporter.is_finished(), "waits until the bytes are given back");
+            })
+            .unwrap();
+        });
+        assert!(part.with_bytes(|_| ()).is_none(), "and from then on none are lent");
     }
 
     #[test]

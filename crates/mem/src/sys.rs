@@ -1,9 +1,9 @@
 //! Regions of memory mapped from the kernel.
 //!
 //! Invariant of [`Region`]: `ptr..ptr + len` is a mapping, or a piece of one, that this value owns, nobody else unmaps or reaches, and
-//! that is readable and writable until the value is dropped. It is established by [`Region::anonymous`], [`Region::memfd`] and
-//! [`Region::dma_buf`]; [`Region::cut`] hands it on to disjoint pieces, which hold the mapping that they are of; a drop unmaps a whole
-//! mapping, lets go of that of a piece, or moves either, whole, into a new value for the region's home.
+//! that is readable and writable until the value is dropped. It is established by [`Region::anonymous`], [`Region::memfd`],
+//! [`Region::import`] and [`Region::dma_buf`]; [`Region::cut`] hands it on to disjoint pieces, which hold the mapping that they are of; a
+//! drop unmaps a whole mapping, lets go of that of a piece, or moves either, whole, into a new value for the region's home.
 
 use std::io;
 use std::num::NonZeroUsize;
@@ -32,6 +32,8 @@ pub(crate) enum Pages {
 }
 
 pub(crate) const HUGE: usize = 2 << 20;
+/// Of linux/magic.h: what memfds of ordinary pages lie on.
+const TMPFS_MAGIC: u64 = 0x0102_1994;
 
 /// A mapping of memory.
 pub(crate) struct Region {
@@ -126,6 +128,39 @@ impl Region {
         Ok(region)
     }
 
+    /// A memfd that another process made, whole, mapped shared. It counts as exported from the start.
+    ///
+    /// Refused unless no process can make an access to it fail later: it cannot shrink, and its pages are ordinary ones (a hole punched into
+    /// reserved huge pages could not be filled again).
+    ///
+    /// # Errors
+    /// `InvalidInput` for a file that is no such memfd, with what is wrong with it; the kernel's error.
+    pub(crate) fn import(fd: OwnedFd) -> io::Result<Self> {
+        let refuse = |why: &str| io::Error::new(io::ErrorKind::InvalidInput, why);
+        let seals = rustix::fs::fcntl_get_seals(&fd).map_err(|_| refuse("the file is not a memfd"))?;
+        if !seals.contains(SealFlags::SHRINK) {
+            return Err(refuse("the memfd is not sealed against shrinking (F_SEAL_SHRINK)"));
+        }
+        if rustix::fs::fstatfs(&fd)?.f_type as u64 != TMPFS_MAGIC {
+            return Err(refuse("the memfd has reserved huge pages, which cannot be lent: make it without MFD_HUGETLB"));
+        }
+        let len = usize::try_from(rustix::fs::fstat(&fd)?.st_size).unwrap_or(0);
+        if len == 0 || !len.is_multiple_of(4096) {
+            return Err(refuse("the memfd is not a whole number of 4 KiB pages long"));
+        }
+        // SAFETY: no address is asked for, so no existing mapping is replaced.
+        let base =
+            unsafe { mm::mmap(ptr::null_mut(), len, ProtFlags::READ | ProtFlags::WRITE, MapFlags::SHARED, &fd, 0) }?;
+        Ok(Self {
+            ptr: NonNull::new(base.cast()).ok_or(io::ErrorKind::OutOfMemory)?,
+            len,
+            fd: Some(fd),
+            exported: AtomicBool::new(true),
+            home: None,
+            slab: None,
+        })
+    }
+
     /// A dma-buf of `len` bytes from a heap of the kernel (`/dev/dma_heap/NAME`), mapped shared. Its size cannot change.
     pub(crate) fn dma_buf(heap: BorrowedFd<'_>, len: NonZeroUsize) -> io::Result<Self> {
         let len = len.get();
@@ -140,6 +175,41 @@ impl Region {
             exported: AtomicBool::new(false),
             home: None,
             slab: None,
+        })
+    }
+
+    /// A dma-buf that somebody else made, whole, mapped shared. It counts as exported from the start.
+    ///
+    /// # Errors
+    /// `InvalidInput` for a file that is no dma-buf; the kernel's error, such as that of an exporter whose memory the processor cannot reach.
+    pub(crate) fn import_dma_buf(fd: OwnedFd) -> io::Result<Self> {
+        let refuse = |why: &str| io::Error::new(io::ErrorKind::InvalidInput, why);
+        // Nothing else takes this request, and one that begins and ends nothing changes nothing.
+        sync_dma_buf(fd.as_fd(), true, false).map_err(|_| refuse("the file is not a dma-buf"))?;
+        sync_dma_buf(fd.as_fd(), false, false)?;
+        let len = usize::try_from(rustix::fs::seek(&fd, rustix::fs::SeekFrom::End(0))?).unwrap_or(0);
+        if len == 0 || !len.is_multiple_of(4096) {
+            return Err(refuse("the dma-buf is not a whole number of 4 KiB pages long"));
+        }
+        // SAFETY: no address is asked for, so no existing mapping is replaced.
+        let base =
+            unsafe { mm::mmap(ptr::null_mut(), len, ProtFlags::READ | ProtFlags::WRITE, MapFlags::SHARED, &fd, 0) }?;
+        Ok(Self {
+            ptr: NonNull::new(base.cast()).ok_or(io::ErrorKind::OutOfMemory)?,
+            len,
+            fd: Some(fd),
+            exported: AtomicBool::new(true),
+            slab: None,
+            home: None,
+        })
+    }
+
+    /// Begins or ends an access of the processor to a dma-buf. `Unsupported` for other memory.
+    pub(crate) fn sync(&self, begin: bool, writes: bool) -> io::Result<()> {
+        let fd = self.fd.as_ref().ok_or(io::ErrorKind::Unsupported)?;
+        sync_dma_buf(fd.as_fd(), begin, writes).map_err(|e| match e.raw_os_error() {
+            Some(libc::ENOTTY) => io::ErrorKind::Unsupported.into(),
+            _ => e,
         })
     }
 
@@ -259,7 +329,10 @@ impl Drop for Region {
             });
         }
         if self.slab.is_some() {
-            return; // the mapping goes with its last piece
+            // The mapping goes with its last piece, the memory of this one now. (Reserved huge pages stay whole.)
+            // SAFETY: the range is this piece's own; every view borrows it, so nobody looks at bytes that become zeros.
+            let _ = unsafe { mm::madvise(self.ptr.as_ptr().cast(), self.len, Advice::LinuxDontNeed) };
+            return;
         }
         // SAFETY: the range is this region's own mapping and no piece of another; every view borrows the region, and every piece of it
         // holds it, so none is left.
@@ -339,6 +412,25 @@ fn allocate_dma_buf(heap: BorrowedFd<'_>, len: usize) -> io::Result<OwnedFd> {
     }
     // SAFETY: the kernel has just opened this descriptor for us, and nobody else knows it.
     Ok(unsafe { OwnedFd::from_raw_fd(allocation.fd as i32) })
+}
+
+/// `DMA_BUF_IOCTL_SYNC` of linux/dma-buf.h.
+fn sync_dma_buf(dma_buf: BorrowedFd<'_>, begin: bool, writes: bool) -> io::Result<()> {
+    const SYNC: u32 = request(1, size_of::<u64>(), b'b', 0);
+    const READ: u64 = 1;
+    const WRITE: u64 = 2;
+    const END: u64 = 4;
+    let flags = READ | if writes { WRITE } else { 0 } | if begin { 0 } else { END };
+    loop {
+        // SAFETY: the kernel reads one word, which lives through the call. Another kind of file refuses the request.
+        let done = unsafe { libc::ioctl(dma_buf.as_raw_fd(), SYNC as libc::Ioctl, &raw const flags) };
+        match io::Error::last_os_error() {
+            _ if done >= 0 => return Ok(()),
+            // The exporter waits for a device, and was interrupted.
+            e if matches!(e.raw_os_error(), Some(libc::EAGAIN | libc::EINTR)) => {}
+            e => return Err(e),
+        }
+    }
 }
 
 fn udmabuf_create(device: BorrowedFd<'_>, memfd: BorrowedFd<'_>, size: u64) -> io::Result<OwnedFd> {

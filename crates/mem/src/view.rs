@@ -198,6 +198,13 @@ impl<'a> View<'a> {
         Some(())
     }
 
+    /// Replaces an aligned 32-bit word and gives the old one. One total order with all other swaps: of two sides that each swap a word of
+    /// their own and then look at the other's, one sees what the other wrote. `None` as for [`View::load_u32`].
+    #[must_use = "None says that nothing was written"]
+    pub fn swap_u32(&self, offset: usize, value: u32) -> Option<u32> {
+        Some(self.atomic_u32(offset)?.swap(value, Ordering::SeqCst))
+    }
+
     /// Faults the page of `offset` in for writing without changing it. Out of range does nothing.
     pub(crate) fn touch(&self, offset: usize) {
         if let Some(word) = self.atomic_u32(offset & !3) {
@@ -383,6 +390,8 @@ mod tests {
         assert_eq!(view.load_u64(4), None, "unaligned");
         assert_eq!(view.load_u64(4092), None, "beyond the end");
         assert_eq!(view.store_u32(4096, 1), None);
+        assert_eq!((view.swap_u32(4096, 1), view.swap_u32(2, 1)), (None, None));
+        assert_eq!((view.swap_u32(4, 1), view.swap_u32(4, 2), view.load_u32(4)), (Some(0), Some(1), Some(2)));
         view.store_u64(8, 0x1122_3344_5566_7788).unwrap();
         assert_eq!(view.load_u32(8), Some(0x5566_7788));
     }

@@ -10,7 +10,7 @@ use dmalane_engine::{Channel, Completion, Direction, Limits, OpError, Refusal, R
 use dmalane_mem::Part;
 use rustix::io::Errno;
 
-use crate::ring::{self, Read, Ring};
+use crate::ring::{self, Ask, Read, Ring};
 use crate::source::{FUSE, Source, is_fuse};
 use crate::{Error, How, Io, Mode, Options, cut};
 
@@ -153,7 +153,8 @@ impl FileChannel {
             op.out += 1;
             op.pieces.push(None);
             let file = direct.filter(|_| is_direct).map_or(&self.source.buffered, |(file, _)| file).clone();
-            return Some(Read { op: id, index: op.pieces.len() - 1, direct: is_direct, file, part, at, done: 0 });
+            let index = op.pieces.len() - 1;
+            return Some(Read { ask: Ask::Read, op: id, index, direct: is_direct, file, part, at, done: 0 });
         }
     }
 

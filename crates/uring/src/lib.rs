@@ -7,6 +7,8 @@
 //!
 //! A [`StreamChannel`] reads what has no offsets, pipes and sockets, in order. [`residency`] says how much of a file is in the page cache.
 //!
+//! A [`Node`] is a file that stands for a device: its [`NodeQueue`]s write and read at device addresses.
+//!
 //! ```
 //! use dmalane_addr::FileOffset;
 //! use dmalane_engine::{Direction, Transfer, run};
@@ -32,6 +34,7 @@ mod cache;
 mod channel;
 mod cut;
 mod error;
+mod node;
 mod options;
 #[allow(unsafe_code)]
 mod ring;
@@ -42,6 +45,7 @@ mod stream;
 pub use cache::{Residency, residency};
 pub use channel::{FileChannel, Moved};
 pub use error::Error;
+pub use node::{BadNodePaths, Node, NodeBus, NodeError, NodeHow, NodeOptions, NodePaths, NodeQueue, Rung};
 pub use options::{How, Io, Mode, Options};
 pub use ring::quarantined_bytes;
 pub use short::read_now;

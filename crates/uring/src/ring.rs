@@ -1,15 +1,17 @@
-//! What is asked of the kernel: to fill memory, by a ring or by `pread`; to say what it has cached. The only file here that
-//! says `unsafe`.
+//! What is asked of the kernel: to fill or write out memory, by a ring or by `pread` and `pwrite`; to say what it has cached. The only
+//! file here that says `unsafe`.
 //!
-//! Invariant of [`Ring`]: from the moment that the kernel may know of a read until its completion was seen, the [`Read`]
+//! Invariant of [`Ring`]: from the moment that the kernel may know of a request until its completion was seen, the [`Request`]
 //! lies in `slots` under the number that the kernel will name, and with it the [`Part`] that keeps the memory mapped. Begins
 //! in [`Ring::push`]; ended only by [`Ring::reap`] (the completion was seen), [`Ring::take_back`] (the kernel never saw
-//! the read) or [`Ring::quarantine`] (the memory is never freed).
+//! the request) or [`Ring::quarantine`] (the memory is never freed).
 
 use std::collections::VecDeque;
 use std::fs::File;
 use std::io;
+use std::ops::Range;
 use std::os::fd::AsRawFd;
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
@@ -21,18 +23,56 @@ use rustix::io::Errno;
 /// How long a ring that is dropped waits for the kernel before it gives its memory up for lost.
 const PATIENCE: Duration = Duration::from_secs(10);
 
-/// Memory that the kernel may still write to. Statics are never dropped.
+/// Memory that the kernel may still touch. Statics are never dropped.
 static QUARANTINE: Mutex<Vec<Part>> = Mutex::new(Vec::new());
+/// Bytes of memory that threads hold which are stuck in a call.
+static STUCK: AtomicU64 = AtomicU64::new(0);
 
-/// Bytes of memory that this process will never free, because the kernel did not finish reading into them within 10
-/// seconds of their channel being dropped: a sign of a hanging disk or network file system.
+/// Bytes of memory that this process will never free, because the kernel was not done with them within some seconds of their
+/// channel being dropped: a sign of a hanging disk, device or network file system.
 pub fn quarantined_bytes() -> u64 {
     let parts = QUARANTINE.lock().unwrap_or_else(PoisonError::into_inner);
-    parts.iter().map(|part| part.len() as u64).sum()
+    parts.iter().map(|part| part.len() as u64).sum::<u64>() + STUCK.load(Ordering::Relaxed)
 }
 
-/// One kernel read: `part` is to be filled from `at` on, and its first `done` bytes are.
-pub(crate) struct Read {
+/// Counts memory that a thread holds which is stuck in a call.
+pub(crate) fn stuck(bytes: u64) {
+    STUCK.fetch_add(bytes, Ordering::Relaxed);
+}
+
+/// Keeps memory for ever that was counted as [`stuck`] until now: the call came back, but nobody knows what the device still does.
+pub(crate) fn keep(part: Part) {
+    STUCK.fetch_sub(part.len() as u64, Ordering::Relaxed);
+    QUARANTINE.lock().unwrap_or_else(PoisonError::into_inner).push(part);
+}
+
+/// What a request asks for.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(crate) enum Ask {
+    /// Fill the memory.
+    Read,
+    /// Write it out.
+    Write,
+    /// Fill memory that [`Ring::fix`] has put under this number.
+    ReadFixed(u16),
+    /// Write such memory out.
+    WriteFixed(u16),
+}
+
+impl Ask {
+    /// True when memory is written out.
+    pub fn is_write(self) -> bool {
+        matches!(self, Self::Write | Self::WriteFixed(_))
+    }
+}
+
+/// The requests of a [`FileChannel`](crate::FileChannel), which only reads.
+pub(crate) type Read = Request;
+
+/// One kernel read or write: `part` is to be filled or written out from `at` on, and its first `done` bytes are.
+pub(crate) struct Request {
+    /// Which of both.
+    pub ask: Ask,
     /// Which operation it is a piece of.
     pub op: u64,
     /// Which piece.
@@ -45,13 +85,13 @@ pub(crate) struct Read {
     pub done: usize,
 }
 
-impl Read {
-    /// The memory that is still to be filled.
+impl Request {
+    /// The memory that is still to be moved.
     pub fn rest(&self) -> View<'_> {
         self.part.len().checked_sub(self.done).and_then(|n| self.part.view().sub(self.done, n)).expect("done <= len")
     }
 
-    /// The file offset of the first byte that is still to be read.
+    /// The file offset of the first byte that is still to be moved.
     pub fn next(&self) -> u64 {
         self.at + self.done as u64
     }
@@ -69,6 +109,19 @@ pub(crate) fn pread_into(file: &File, into: View<'_>, at: u64) -> i32 {
     // SAFETY: a view is that many writable bytes, mapped for as long as it lives, and made for being changed by others; the
     // kernel is done with them when it returns.
     let n = unsafe { libc::pread64(file.as_raw_fd(), into.as_ptr().cast(), len, at) };
+    match i32::try_from(n) {
+        Ok(n) if n >= 0 => n,
+        _ => -io::Error::last_os_error().raw_os_error().unwrap_or(libc::EIO),
+    }
+}
+
+/// Writes a view with `pwrite`, once. The result is as in a completion.
+pub(crate) fn pwrite_from(file: &File, from: View<'_>, at: u64) -> i32 {
+    let len = from.len().min(i32::MAX as usize);
+    let Ok(at) = i64::try_from(at) else { return -libc::EINVAL };
+    // SAFETY: a view is that many readable bytes, mapped for as long as it lives, and made for being changed by others; the
+    // kernel is done with them when it returns.
+    let n = unsafe { libc::pwrite64(file.as_raw_fd(), from.as_ptr().cast(), len, at) };
     match i32::try_from(n) {
         Ok(n) if n >= 0 => n,
         _ => -io::Error::last_os_error().raw_os_error().unwrap_or(libc::EIO),
@@ -136,10 +189,10 @@ pub(crate) fn mincore(file: &File, offset: u64, len: u64) -> io::Result<u64> {
     Ok(pages * (page / 4096))
 }
 
-/// An io_uring with the reads that it was given.
+/// An io_uring with the requests that it was given.
 pub(crate) struct Ring {
     uring: IoUring,
-    slots: Vec<Option<Read>>,
+    slots: Vec<Option<Request>>,
     free: Vec<usize>,
     /// Slots that the kernel has not been told about yet, in the order of the submission queue.
     pushed: VecDeque<usize>,
@@ -174,12 +227,51 @@ impl Ring {
         })
     }
 
-    /// Reads in the ring.
+    /// A ring that also has `count` places for memory that the kernel keeps pinned.
+    pub fn with_fixed(depth: usize, count: u16) -> Result<Self, String> {
+        let this = Self::new(depth)?;
+        let made = this.uring.submitter().register_buffers_sparse(count.into());
+        made.map_err(|e| format!("io_uring has no fixed buffers: {e}"))?;
+        Ok(this)
+    }
+
+    /// Pins memory under a number, in place of what was there: `range` of the memory that `part` is a part of. Requests that were
+    /// pushed before keep what they use.
+    ///
+    /// # Errors
+    /// The kernel's: no such number, no such memory, more than may be locked (RLIMIT_MEMLOCK) or than 1 GiB.
+    pub fn fix(&self, number: u16, part: &Part, range: Range<usize>) -> io::Result<()> {
+        if range.start > range.end || range.end > part.share().len() {
+            return Err(io::ErrorKind::InvalidInput.into());
+        }
+        let view = part.view();
+        // The memory begins this far before the part.
+        let base = view.as_ptr().wrapping_sub(part.offset()).wrapping_add(range.start);
+        let iovec = libc::iovec { iov_base: base.cast(), iov_len: range.len() };
+        // SAFETY: the kernel looks the pages of the range up and takes a reference to each, which keeps them from being freed
+        // whatever becomes of the mapping; the range lies in the part's memory (checked above), which `part` keeps mapped meanwhile.
+        unsafe { self.uring.submitter().register_buffers_update(number.into(), &[iovec], None) }
+    }
+
+    /// Gives a number's memory up, once no request uses it any more.
+    pub fn unfix(&self, number: u16) -> io::Result<()> {
+        let none = libc::iovec { iov_base: std::ptr::null_mut(), iov_len: 0 };
+        // SAFETY: an empty range names no memory.
+        unsafe { self.uring.submitter().register_buffers_update(number.into(), &[none], None) }
+    }
+
+    /// Asks the kernel to give up what it has not begun, without waiting.
+    pub fn cancel_all(&self) {
+        // Unknown before Linux 6.0; then the requests run to their end.
+        let _ = self.uring.submitter().register_sync_cancel(Some(Timespec::new()), CancelBuilder::any().all());
+    }
+
+    /// Requests in the ring.
     pub fn busy(&self) -> usize {
         self.slots.len() - self.free.len()
     }
 
-    /// True when no further read fits.
+    /// True when no further request fits.
     pub fn is_full(&self) -> bool {
         self.free.is_empty()
     }
@@ -189,29 +281,36 @@ impl Ring {
         self.dead
     }
 
-    /// Takes a read; gives it back when the ring is full. [`Ring::enter`] tells the kernel.
-    pub fn push(&mut self, read: Read) -> Result<(), Read> {
-        let Some(slot) = self.free.pop() else { return Err(read) };
-        let rest = read.rest();
+    /// Takes a request; gives it back when the ring is full. [`Ring::enter`] tells the kernel.
+    pub fn push(&mut self, request: Request) -> Result<(), Request> {
+        let Some(slot) = self.free.pop() else { return Err(request) };
+        let rest = request.rest();
+        let (fd, ptr, at) = (Fd(request.file.as_raw_fd()), rest.as_ptr(), request.next());
         let len = u32::try_from(rest.len()).unwrap_or(1 << 30);
-        let entry = opcode::Read::new(Fd(read.file.as_raw_fd()), rest.as_ptr(), len).offset(read.next()).build();
-        self.slots[slot] = Some(read);
+        let entry = match request.ask {
+            Ask::Read => opcode::Read::new(fd, ptr, len).offset(at).build(),
+            Ask::Write => opcode::Write::new(fd, ptr, len).offset(at).build(),
+            Ask::ReadFixed(number) => opcode::ReadFixed::new(fd, ptr, len, number).offset(at).build(),
+            Ask::WriteFixed(number) => opcode::WriteFixed::new(fd, ptr, len, number).offset(at).build(),
+        };
+        self.slots[slot] = Some(request);
         self.pushed.push_back(slot);
-        // SAFETY: the entry names `len` writable bytes, checked by `View::sub` in `Read::rest`, and a descriptor; both
-        // belong to the read that was just put into its slot, where it stays until the kernel is done (invariant above).
+        // SAFETY: the entry names `len` bytes, checked by `View::sub` in `Request::rest`, and a descriptor; both belong to the
+        // request that was just put into its slot, where it stays until the kernel is done (invariant above). Of fixed memory the
+        // kernel checks that the bytes lie in what has the number, and uses the pages that it keeps.
         let pushed = unsafe { self.uring.submission().push(&entry.user_data(slot as u64)) };
         pushed.expect("the submission queue has an entry for every slot");
         Ok(())
     }
 
-    /// Tells the kernel about every read that was pushed, and then waits for a completion if told how long. May return
+    /// Tells the kernel about every request that was pushed, and then waits for a completion if told how long. May return
     /// early.
     ///
     /// # Errors
     /// When the kernel refuses to be entered. The ring is dead from then on: [`Ring::take_back`] what it was not told.
     pub fn enter(&mut self, wait: Option<Duration>) -> io::Result<()> {
         if self.dead {
-            // Reads that the kernel does know of still complete, without being asked.
+            // Requests that the kernel does know of still complete, without being asked.
             std::thread::sleep(wait.unwrap_or_default().min(Duration::from_millis(1)));
             return Ok(());
         }
@@ -243,8 +342,8 @@ impl Ring {
         }
     }
 
-    /// The next read that completed, with its result: bytes, or a negative error number.
-    pub fn reap(&mut self) -> Option<(Read, i32)> {
+    /// The next request that completed, with its result: bytes, or a negative error number.
+    pub fn reap(&mut self) -> Option<(Request, i32)> {
         loop {
             let entry = self.uring.completion().next()?;
             let slot = entry.user_data() as usize;
@@ -255,9 +354,9 @@ impl Ring {
         }
     }
 
-    /// A read that a dead ring was given and that the kernel was never told about. It lies in the submission queue still,
+    /// A request that a dead ring was given and that the kernel was never told about. It lies in the submission queue still,
     /// but nothing enters a dead ring again.
-    pub fn take_back(&mut self) -> Option<Read> {
+    pub fn take_back(&mut self) -> Option<Request> {
         if !self.dead {
             return None;
         }
@@ -271,7 +370,7 @@ impl Ring {
         let deadline = Instant::now() + patience;
         let _ = self.enter(None);
         if self.busy() > 0 {
-            // Unknown before Linux 6.0; then the reads run to their end.
+            // Unknown before Linux 6.0; then the requests run to their end.
             let _ = self.uring.submitter().register_sync_cancel(Some(patience.into()), CancelBuilder::any().all());
         }
         while self.take_back().is_some() || self.reap().is_some() {}
@@ -281,7 +380,7 @@ impl Ring {
         }
     }
 
-    /// Keeps the memory of reads that the kernel has not finished, for ever.
+    /// Keeps the memory of requests that the kernel has not finished, for ever.
     fn quarantine(&mut self) {
         let parts = self.slots.iter_mut().filter_map(Option::take).map(|read| read.part);
         QUARANTINE.lock().unwrap_or_else(PoisonError::into_inner).extend(parts);
@@ -308,7 +407,8 @@ mod tests {
         let (from, to) = rustix::pipe::pipe().unwrap();
         let part = heap.allocate(LEN).unwrap().share().into_part();
         let mut ring = Ring::new(4).inspect_err(|reason| eprintln!("skipped: {reason}")).ok()?;
-        let read = Read { op: 0, index: 0, direct: false, file: Arc::new(from.into()), part, at: 0, done: 0 };
+        let file = Arc::new(from.into());
+        let read = Request { ask: Ask::Read, op: 0, index: 0, direct: false, file, part, at: 0, done: 0 };
         assert!(ring.push(read).is_ok());
         ring.enter(None).unwrap();
         ring.enter(Some(Duration::from_millis(5))).unwrap();
@@ -347,10 +447,13 @@ mod tests {
         let file = Arc::new(open.try_clone().unwrap());
         for index in 1..4 {
             let part = heap.allocate(LEN).unwrap().share().into_part();
-            assert!(ring.push(Read { op: 0, index, direct: false, file: file.clone(), part, at: 0, done: 0 }).is_ok());
+            let file = file.clone();
+            let read = Request { ask: Ask::Read, op: 0, index, direct: false, file, part, at: 0, done: 0 };
+            assert!(ring.push(read).is_ok());
         }
         let part = heap.allocate(LEN).unwrap().share().into_part();
-        assert!(ring.push(Read { op: 0, index: 4, direct: false, file, part, at: 0, done: 0 }).is_err(), "full");
+        let read = Request { ask: Ask::Read, op: 0, index: 4, direct: false, file, part, at: 0, done: 0 };
+        assert!(ring.push(read).is_err(), "full");
         assert!(ring.take_back().is_none(), "not while it lives");
         ring.fail_enter = true;
         assert!(ring.enter(None).is_err());

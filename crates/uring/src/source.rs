@@ -126,7 +126,7 @@ pub(crate) fn is_fuse(file: &File) -> bool {
 }
 
 /// What statx says, or a safe guess where it says nothing.
-fn alignment(file: impl AsFd) -> Result<Align, String> {
+pub(crate) fn alignment(file: impl AsFd) -> Result<Align, String> {
     let stat = match rustix::fs::statx(file, c"", AtFlags::EMPTY_PATH, StatxFlags::DIOALIGN) {
         Ok(stat) if stat.stx_mask & StatxFlags::DIOALIGN.bits() != 0 => stat,
         _ => return Ok(UNSAID),

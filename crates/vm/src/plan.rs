@@ -67,7 +67,8 @@ pub struct PlanError {
 }
 
 /// A checked batch with all that it needs reserved. It borrows the VM, so nothing can come between plan and commit;
-/// dropping it leaves the VM as it is. (One that is leaked, as by `mem::forget`, holds what it reserved, and later calls may panic.)
+/// dropping it leaves the VM as it is. (One that is leaked, as by `mem::forget`, is
+/// taken back by the next call that changes something.)
 #[must_use = "a plan does nothing until it is committed"]
 #[derive(Debug)]
 pub struct Plan<'a, F: Format, T: Tables> {
@@ -130,6 +131,8 @@ impl<F: Format, T: Tables> Vm<F, T> {
                 self.prune(Records::<F>::chunk_pages(chunk));
             }
         }
+        self.scratch.steps.clear();
+        self.scratch.touched.clear();
         let released = self.slots.end_plan();
         let lists = &mut self.scratch.lists;
         let mut parcel = Vec::new();
@@ -146,6 +149,8 @@ impl<F: Format, T: Tables> Vm<F, T> {
         for i in 0..self.scratch.touched.len() {
             self.records.settle(self.scratch.touched[i], Join::Split);
         }
+        self.scratch.steps.clear();
+        self.scratch.touched.clear();
         let chain = self.slots.end_plan();
         self.slots.release(chain);
         self.scratch.lists.prefetches.clear();
@@ -250,10 +255,10 @@ impl<F: Format, T: Tables> Vm<F, T> {
 #[derive(Debug)]
 pub struct Committed<A> {
     /// In front of those of the lists.
-    first: Option<Span<DeviceVa>>,
+    pub(crate) first: Option<Span<DeviceVa>>,
     /// One or none: most commits have nothing else to say, and are small to be fast.
     pub(crate) lists: Vec<Lists<A>>,
-    unmapped: u64,
+    pub(crate) unmapped: u64,
     /// Chain of slots.
     pub(crate) released: u32,
 }

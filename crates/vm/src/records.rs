@@ -35,6 +35,27 @@ struct Node {
     after: u64,
     /// The plan that made it of a record.
     split: u64,
+    /// In a node of the last level that is not empty: the slot of all its records, or [`MIXED`].
+    slot: u32,
+}
+
+/// Records of several slots, or they were.
+const MIXED: u32 = u32::MAX;
+
+impl Node {
+    /// Notes that a record of a slot comes in; call it before it is counted.
+    #[inline(always)]
+    fn note(&mut self, slot: u32) {
+        if self.slot != slot {
+            self.slot = if self.used == 0 { slot } else { MIXED };
+        }
+    }
+
+    /// Whether all is as `slot` and `used` say.
+    fn of_one_slot(&self) -> bool {
+        let mut records = self.words.iter().filter_map(|&word| Record::from_word(word));
+        records.all(|record| record.slot() == self.slot) && self.used == self.words.iter().filter(|&&w| w != 0).count()
+    }
 }
 
 /// Which nodes become a record again when a plan ends, if they could be one.
@@ -153,7 +174,7 @@ impl<F: Format> Records<F> {
         self.nodes.try_reserve(1)?;
         self.spare.try_reserve(self.nodes.len() + 1 - self.spare.len())?; // so that a commit need not ask for memory
         let words = zeroed(entries)?;
-        self.nodes.push(Node { words, stale: false, used: 0, plan: 0, after: 0, split: 0 });
+        self.nodes.push(Node { words, stale: false, used: 0, plan: 0, after: 0, split: 0, slot: MIXED });
         Ok(id)
     }
 
@@ -274,7 +295,7 @@ impl<F: Format> Records<F> {
             *entry = word;
             word = word.wrapping_add(step); // only after the last one
         }
-        node.used = node.words.len();
+        (node.used, node.slot) = (node.words.len(), record.slot());
     }
 
     const fn link(child: u32) -> u64 {
@@ -290,7 +311,10 @@ impl<F: Format> Records<F> {
     #[inline(always)]
     pub(crate) fn put(&mut self, slots: &mut Slots, first: u64, last: u64, record: Option<Record>) -> u64 {
         let chunk = Self::chunk(first);
-        let had = if chunk == self.cursor.chunk && chunk == Self::chunk(last) {
+        let (whole_first, whole_last) = Self::chunk_pages(chunk);
+        let part = chunk == Self::chunk(last) && (first > whole_first || last < whole_last);
+        // The cursor, which is where the plan ended, follows what the commit goes through.
+        let had = if part && self.seek(first).is_some() || chunk == self.cursor.chunk && chunk == Self::chunk(last) {
             let id = self.cursor.path[Self::LAST as usize];
             if first == last {
                 self.put_page(id, slots, first, record)
@@ -335,6 +359,7 @@ impl<F: Format> Records<F> {
     pub(crate) fn put_vacant(&mut self, page: u64, record: Record) {
         if let Some((node, i)) = self.seek(page) {
             node.words[i] = record.word();
+            node.note(record.slot());
             node.used += 1;
         }
     }
@@ -354,6 +379,9 @@ impl<F: Format> Records<F> {
     #[inline(always)]
     fn put_page(&mut self, id: u32, slots: &mut Slots, page: u64, record: Option<Record>) -> u64 {
         let node = &mut self.nodes[id as usize];
+        if let Some(record) = record {
+            node.note(record.slot());
+        }
         let entry = &mut node.words[Self::index(page, Self::LAST)];
         let old = core::mem::replace(entry, record.map_or(0, Record::word));
         let had = Record::from_word(old);
@@ -368,6 +396,9 @@ impl<F: Format> Records<F> {
     #[inline(never)]
     fn put_pages(&mut self, id: u32, slots: &mut Slots, first: u64, last: u64, record: Option<Record>) -> u64 {
         let node = &mut self.nodes[id as usize];
+        if let Some(record) = record {
+            node.note(record.slot());
+        }
         let words = &mut node.words[Self::index(first, Self::LAST)..=Self::index(last, Self::LAST)];
         let pages = words.len();
         let had = Self::count_out(words, slots);
@@ -387,7 +418,8 @@ impl<F: Format> Records<F> {
     #[inline]
     fn count_out(words: &[u64], slots: &mut Slots) -> u64 {
         let (old, pages) = (words[0], words.len() as u64);
-        let differs = words.iter().fold(0, |all, word| all | word ^ old);
+        let (every, any) = words.iter().fold((!0, 0), |(every, any), word| (every & word, any | word));
+        let differs = every ^ any;
         match Record::from_word(old) {
             // All or nothing, as most often: the loop above is a few instructions for several pages.
             Some(record) if Record::is_of_one_slot(differs) => {
@@ -467,7 +499,14 @@ impl<F: Format> Records<F> {
     fn take_down(&mut self, id: u32, level: u32, slots: &mut Slots) -> u64 {
         let mut had = 0;
         if level == Self::LAST {
-            had = Self::count_out(&self.nodes[id as usize].words, slots);
+            let node = &self.nodes[id as usize];
+            had = node.used as u64;
+            if node.slot == MIXED {
+                Self::count_out(&node.words, slots);
+            } else {
+                debug_assert!(node.of_one_slot());
+                slots.unbound(node.slot, had);
+            }
         } else {
             for i in 0..self.nodes[id as usize].words.len() {
                 let word = self.nodes[id as usize].words[i];

@@ -6,7 +6,7 @@ use alloc::vec::Vec;
 use dmalane_addr::{Access, CardAddr, DeviceVa, Segment, Span};
 use dmalane_iopt::{Format, Leaf, PageTable, Place, Run, TableEstimate, Tables};
 
-use crate::plan::{Scratch, Step};
+use crate::plan::{Lists, Scratch, Step};
 use crate::record::Record;
 use crate::records::Records;
 use crate::segments::segments;
@@ -141,9 +141,24 @@ impl<F: Format, T: Tables> Vm<F, T> {
         if self.failed {
             return Err(Error::Failed);
         }
+        self.forget_leaked();
         if len == F::GRANULE.bytes() && self.bind_page(va, bo, offset, access) {
             return Ok(Committed::nothing());
         }
+        // Field by field, so that the compiler keeps what the short way gives in registers.
+        let Committed { first, lists, unmapped, released } = self.bind_planned(va, bo, offset, len, access)?;
+        Ok(Committed { first, lists, unmapped, released })
+    }
+
+    #[inline(never)]
+    fn bind_planned(
+        &mut self,
+        va: DeviceVa,
+        bo: &Arc<Bo>,
+        offset: u64,
+        len: u64,
+        access: Access,
+    ) -> Result<Committed<T::Addr>, Error> {
         self.begin();
         let mut batch = Batch::new(false);
         let planned = self.plan_bind(va, bo, offset, len, 0, access, &mut batch);
@@ -156,11 +171,19 @@ impl<F: Format, T: Tables> Vm<F, T> {
     /// What [`plan`](Self::plan) would say of it. The VM is then as it was.
     #[inline(always)] // small: what is large is behind a call
     pub fn unbind(&mut self, span: Span<DeviceVa>) -> Result<Committed<T::Addr>, Error> {
+        self.forget_leaked();
         if span.len() == F::GRANULE.bytes()
             && let Some(committed) = self.unbind_page(span)
         {
             return Ok(committed);
         }
+        // Field by field, as above.
+        let Committed { first, lists, unmapped, released } = self.unbind_planned(span)?;
+        Ok(Committed { first, lists, unmapped, released })
+    }
+
+    #[inline(never)]
+    fn unbind_planned(&mut self, span: Span<DeviceVa>) -> Result<Committed<T::Addr>, Error> {
         self.begin();
         let mut batch = Batch::new(false);
         let planned = self.plan_unbind(span, &mut batch);
@@ -218,9 +241,17 @@ impl<F: Format, T: Tables> Vm<F, T> {
 
     #[inline]
     fn begin(&mut self) {
-        self.scratch.steps.clear();
-        self.scratch.touched.clear();
+        self.forget_leaked();
         self.records.begin();
+    }
+
+    /// Takes back what a plan left that was never dropped.
+    #[inline(always)]
+    fn forget_leaked(&mut self) {
+        let Scratch { steps, touched, lists, .. } = &self.scratch;
+        if steps.len() | touched.len() | lists.prefetches.len() != 0 {
+            self.forget_plan();
+        }
     }
 
     /// The same for the driver itself: all requests must lie within the reserved part
@@ -511,15 +542,15 @@ impl<F: Format, T: Tables> Vm<F, T> {
     /// the device has invalidated every span of [`Committed::spans`] and no longer walks through what it had cached.
     #[inline(always)] // small: what is large is behind a call
     pub fn invalidated(&mut self, committed: Committed<T::Addr>) {
+        let Committed { lists, released, .. } = committed;
         // Most have nothing to give back.
-        if committed.released != NONE || !committed.lists.is_empty() {
-            self.take_back(committed);
+        if released != NONE || !lists.is_empty() {
+            self.take_back(lists, released);
         }
     }
 
     #[inline(never)]
-    fn take_back(&mut self, committed: Committed<T::Addr>) {
-        let Committed { lists: mut parcel, released, .. } = committed;
+    fn take_back(&mut self, mut parcel: Vec<Lists<T::Addr>>, released: u32) {
         if released != NONE {
             self.slots.release(released);
         }
@@ -543,6 +574,7 @@ impl<F: Format, T: Tables> Vm<F, T> {
     /// # Errors
     /// [`Error::Misaligned`], [`Error::OutsideVm`].
     pub fn merge(&mut self, span: Span<DeviceVa>, mut invalidate: impl FnMut(Span<DeviceVa>)) -> Result<usize, Error> {
+        self.forget_leaked();
         if !span.is_aligned(F::GRANULE) {
             return Err(Error::Misaligned { span, granule: F::GRANULE });
         }
@@ -559,7 +591,8 @@ impl<F: Format, T: Tables> Vm<F, T> {
         Ok(freed)
     }
 
-    /// Marks the VM as failed, for good: a batch that others rely on was not applied. From now on only unbinds are planned.
+    /// Marks the VM as failed, for good: a batch that others rely on was not applied. From now on only unbinds are planned;
+    /// [`merge`](Self::merge) and [`set_null_page`](Self::set_null_page), which bind nothing, stay possible.
     pub fn fail(&mut self) {
         self.failed = true;
     }
@@ -646,6 +679,7 @@ impl<F: Format, T: Tables> Vm<F, T> {
 
     /// Gives back memory that bookkeeping keeps for later binds.
     pub fn trim(&mut self) {
+        self.forget_leaked();
         self.records.trim();
         self.scratch = Scratch::new();
     }

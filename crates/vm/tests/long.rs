@@ -215,9 +215,36 @@ impl<F: Format> Run<F> {
         assert!(mapped == expected, "{what}: the page table differs from the model");
     }
 
+    /// Binds a chunk in two pieces that continue each other, which `merge` can make one leaf of.
+    fn bind_in_two(&mut self) {
+        let granule = F::GRANULE.bytes();
+        let chunk = self.random.below(self.model.len() as u64 / Self::CHUNK) * Self::CHUNK;
+        let from = self.random.below(4) * Self::CHUNK;
+        let bo = self.bos[self.random.below(4) as usize].clone();
+        let cut = 1 + self.random.below(Self::CHUNK - 1);
+        for pages in [0..cut, cut..Self::CHUNK] {
+            let (at, offset) = (chunk + pages.start, from + pages.start);
+            let len = (pages.end - pages.start) * granule;
+            let committed = self.vm.bind(self.va(at), &bo, offset * granule, len, Access::RW).unwrap();
+            self.vm.invalidated(committed);
+            for page in pages {
+                let to = Self::card(&bo, from + page);
+                self.model[(chunk + page) as usize] = Some((bo.id(), from + page, to, Access::RW));
+            }
+        }
+        if self.random.below(2) == 0 {
+            let span = Span::new(self.va(chunk), Self::CHUNK * granule).unwrap();
+            self.merged += self.vm.merge(span, |gone| assert_eq!(gone, span)).unwrap();
+        }
+    }
+
     fn run(&mut self, operations: u64) {
         let mut done = 0;
         while done < operations {
+            if self.random.below(8) == 0 {
+                self.bind_in_two();
+                done += 2;
+            }
             let mut model = self.model.clone();
             let requests = if self.random.below(3) == 0 { 1 } else { self.random.size(12) };
             let batch: Vec<_> = (0..requests).map(|_| self.request(&mut model)).collect();
@@ -271,7 +298,8 @@ impl<F: Format> Run<F> {
 
 fn run<F: Format>() {
     let operations = std::env::var("DMALANE_VM_OPERATIONS").map_or(3000, |n| n.parse().expect("a number"));
-    let mut run = Run::<F>::new(0x9e37_79b9_7f4a_7c15);
+    let seed = std::env::var("DMALANE_VM_SEED").map_or(0, |n| n.parse::<u64>().expect("a number"));
+    let mut run = Run::<F>::new(0x9e37_79b9_7f4a_7c15 ^ seed);
     run.run(operations);
     println!(
         "{}: {operations} operations, {} plans refused for want of tables, {} tables merged",

@@ -3,7 +3,7 @@
 use std::collections::BTreeMap;
 use std::sync::Arc;
 
-use dmalane_addr::{Access, CardAddr, DeviceVa, PageSize, Segment, Span};
+use dmalane_addr::{Access, CardAddr, DeviceVa, PageSize, Segment, SgIndex, Span};
 use dmalane_iopt::{Arm64S1_4k, Format, HeapTables, Tables, X86_64_4Level};
 use dmalane_vm::{Bo, Committed, Error, PlanError, Request, Target, Vm};
 use proptest::prelude::*;
@@ -639,4 +639,67 @@ fn an_empty_batch_is_fine() {
     let committed = run(&mut vm, []);
     assert!(committed.is_empty());
     vm.invalidated(committed);
+}
+
+/// A plan that is leaked is as if it had been dropped, whatever call comes next.
+#[test]
+fn a_leaked_plan_is_taken_back() {
+    let small =
+        Arc::new(Bo::new(1, SgIndex::try_new([Segment { addr: CardAddr::new(1 << 30), len: 8 * PAGE }]).unwrap()));
+    let large =
+        Arc::new(Bo::new(2, SgIndex::try_new([Segment { addr: CardAddr::new(1 << 31), len: 4 * BLOCK }]).unwrap()));
+    type Next = fn(&mut Vm<X86_64_4Level, HeapTables<CardAddr>>, &Arc<Bo>);
+    let next: [(&str, Next); 6] = [
+        ("bind", |vm, small| {
+            let done = vm.bind(va(512 * 9 + 1), small, 0, PAGE, Access::RW).unwrap();
+            vm.invalidated(done);
+        }),
+        ("unbind", |vm, _| {
+            let done = vm.unbind(span(512 * 4 + 7, 1)).unwrap();
+            vm.invalidated(done);
+        }),
+        ("plan", |vm, small| {
+            let plan = vm.plan([Request::Prefetch(span(0, 1)), Request::UnbindBo(small.clone())]).unwrap();
+            let done = plan.commit();
+            assert_eq!(done.prefetches().count(), 1);
+            vm.invalidated(done);
+        }),
+        ("an empty plan", |vm, _| {
+            let done = vm.plan([]).unwrap().commit();
+            assert!(done.is_empty() && done.prefetches().next().is_none());
+            vm.invalidated(done);
+        }),
+        ("merge", |vm, _| assert_eq!(vm.merge(span(512 * 4, 512 * 4), |_| ()), Ok(0))),
+        ("trim", |vm, _| vm.trim()),
+    ];
+    for (name, next) in next {
+        let run = |leak: bool| {
+            let mut vm =
+                Vm::<X86_64_4Level, _>::new(span(0, 1 << 20), HeapTables::new(CardAddr::new(1 << 40))).unwrap();
+            for request in [bind(512 * 4, &large, 0, 4 * 512, Access::RW), bind(1, &small, 0, 2, Access::RW)] {
+                let done = vm.plan([request]).unwrap().commit();
+                vm.invalidated(done);
+            }
+            if leak {
+                // New chunks, a leaf that would be split, a buffer that is not bound, all that there is to take away.
+                let other = bo(3, &[(1 << 20, 1)]);
+                std::mem::forget(vm.plan([
+                    bind(512 * 9, &small, 0, 1, Access::RW),
+                    Request::Unbind(span(512 * 4 + 5, 1)),
+                    bind(512 * 12, &other, 0, 1, Access::RW),
+                    Request::UnbindBo(small.clone()),
+                    Request::Prefetch(span(3, 1)),
+                ]));
+            }
+            next(&mut vm, &small);
+            let all = span(0, 1 << 20);
+            let bindings: Vec<_> = vm.bindings().map(|b| (b.span, b.access)).collect();
+            let runs: Vec<_> = vm.runs(all).collect();
+            let bound = [vm.bound_bytes(&small), vm.bound_bytes(&large)];
+            let done = vm.unbind(all).unwrap();
+            vm.invalidated(done);
+            (format!("{bindings:?} {runs:?} {bound:?}"), Arc::strong_count(&small), vm.runs(all).count())
+        };
+        assert_eq!(run(true), run(false), "{name}");
+    }
 }

@@ -29,12 +29,28 @@ pub fn udmabuf(probe: &Probe) -> Check {
 }
 
 pub fn vfio(probe: &Probe) -> Check {
-    let subject = Subject::for_real_devices("vfio", "drives a PCI device from user space");
-    node(probe, subject, "/dev/vfio/vfio", "sudo modprobe vfio-pci".to_owned())
+    let subject =
+        Subject::for_real_devices("vfio", "drives a PCI device from user space (by container and group, type 1)");
+    let path = "/dev/vfio/vfio";
+    if probe.node(path) != Node::Open {
+        return node(probe, subject, path, "sudo modprobe vfio-pci".to_owned());
+    }
+    let bound: Vec<_> = pci::devices(probe).into_iter().filter(|d| d.driver.as_deref() == Some("vfio-pci")).collect();
+    // Each group has a file of its own, which root gives away.
+    let file = |d: &pci::PciDevice| format!("/dev/vfio/{}", d.iommu_group.as_deref().unwrap_or("none"));
+    if let Some(closed) = bound.iter().find(|d| probe.node(file(d)) == Node::Closed) {
+        let found = format!("{path}; {} is bound to vfio-pci, but {} is closed to this user", closed.bdf, file(closed));
+        return subject.lack(found, open_up(&file(closed)));
+    }
+    let names: Vec<_> = bound.into_iter().map(|d| d.bdf).collect();
+    match names.is_empty() {
+        true => subject.ok(format!("{path}; no device is bound to vfio-pci")),
+        false => subject.ok(format!("{path}; bound to vfio-pci: {}", list(&names))),
+    }
 }
 
 pub fn iommufd(probe: &Probe) -> Check {
-    let subject = Subject::for_real_devices("iommufd", "the newer way to map memory for a PCI device");
+    let subject = Subject::for_real_devices("iommufd", "the newer way to map memory for a PCI device; not used yet");
     node(probe, subject, "/dev/iommu", "sudo modprobe iommufd".to_owned())
 }
 

@@ -112,9 +112,33 @@ fn a_good_machine_lacks_nothing() {
         ("memlock", "soft unlimited, hard unlimited"),
         ("dma_heap", "system"),
         ("iommu_groups", "2 groups"),
+        ("vfio", "/dev/vfio/vfio; no device is bound to vfio-pci"),
         ("gpus", "0000:01:00.0 (10de:2204, driver nvidia), /dev/nvidia0, /dev/dri/renderD128"),
     ] {
         assert_eq!(find(&report, name).found, found, "{name}");
+    }
+}
+
+#[test]
+fn devices_that_are_bound_to_vfio_are_named() {
+    let (root, probe) = machine(&good());
+    let device = root.path().join("sys/bus/pci/devices/0000:01:00.0");
+    symlink("../../drivers/vfio-pci", device.join("driver")).unwrap();
+    symlink("../../../kernel/iommu_groups/15", device.join("iommu_group")).unwrap();
+    let vfio = |probe: &Probe| {
+        let report = look(probe);
+        let check = find(&report, "vfio");
+        (check.status, check.found.clone(), check.mend.clone())
+    };
+    assert_eq!(vfio(&probe), (Status::Ok, "/dev/vfio/vfio; bound to vfio-pci: 0000:01:00.0".to_owned(), None));
+    // Root may open anything.
+    if !rustix::process::geteuid().is_root() {
+        let group = root.path().join("dev/vfio/15");
+        std::fs::write(&group, "").unwrap();
+        std::fs::set_permissions(&group, std::os::unix::fs::PermissionsExt::from_mode(0o000)).unwrap();
+        let (status, found, mend) = vfio(&probe);
+        assert!(status == Status::Note && found.contains("/dev/vfio/15 is closed"), "{found}");
+        assert!(mend.unwrap().ends_with("/dev/vfio/15"));
     }
 }
 

@@ -1,6 +1,6 @@
 //! The kernel's own DMA buffers: dma-buf heaps, and memfds wrapped as dma-bufs.
 
-use std::fs::File;
+use std::fs::{self, File};
 use std::io;
 use std::num::NonZeroUsize;
 use std::os::fd::{AsFd, OwnedFd};
@@ -12,6 +12,8 @@ use crate::sys::{Exclusive, Region};
 use crate::{CpuBuf, Error, SharedBuf};
 
 const UDMABUF: &str = "/dev/udmabuf";
+/// The most that udmabuf takes, in MiB.
+const SIZE_LIMIT: &str = "/sys/module/udmabuf/parameters/size_limit_mb";
 
 /// A heap of the kernel, `/dev/dma_heap/NAME`: its buffers are dma-bufs, which drivers import.
 ///
@@ -36,6 +38,12 @@ impl DmaHeap {
     fn map(&self, len: usize) -> Result<(Region, Rung, Account), Error> {
         let size = len.checked_next_multiple_of(4096).and_then(NonZeroUsize::new).ok_or(Error::BadLength(len))?;
         let kind = "dma-buf heap memory";
+        // The kernel (6.12, 7.2) takes page after page until the OOM killer comes, and such memory is not counted as this process's:
+        // it would be killed before others, or others before it.
+        if let Some(room) = crate::room().filter(|room| room.bytes < size.get() as u64) {
+            let left = format!("{} bytes are left, limited by {}", room.bytes, room.limited_by);
+            return Err(Error::Allocate { len, kind, source: io::Error::new(io::ErrorKind::OutOfMemory, left) });
+        }
         let region =
             Region::dma_buf(self.device.as_fd(), size).map_err(|source| Error::Allocate { len, kind, source })?;
         let account = Account::open(&self.counters, region.len());
@@ -84,5 +92,17 @@ pub fn export_dma_buf(buf: &SharedBuf) -> io::Result<OwnedFd> {
     let named = |e: io::Error| io::Error::new(e.kind(), format!("{UDMABUF}: {e}"));
     let device = File::options().read(true).write(true).open(UDMABUF).map_err(named)?;
     let exported = buf.part.memory().region.export_dma_buf(device.as_fd());
-    exported.unwrap_or_else(|| Err(io::ErrorKind::Unsupported.into())).map_err(named)
+    exported.unwrap_or_else(|| Err(io::ErrorKind::Unsupported.into())).map_err(|e| {
+        let limit = fs::read_to_string(SIZE_LIMIT).ok().and_then(|text| text.trim().parse::<usize>().ok());
+        match limit {
+            Some(mib) if e.raw_os_error() == Some(libc::EINVAL) && buf.len() > mib << 20 => {
+                let len = buf.len();
+                let why = format!(
+                    "{UDMABUF} takes {mib} MiB at once, and these are {len} bytes (as root: echo MIB > {SIZE_LIMIT})"
+                );
+                io::Error::new(e.kind(), why)
+            }
+            _ => named(e),
+        }
+    })
 }

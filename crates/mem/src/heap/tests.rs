@@ -1,6 +1,7 @@
 //! The suite that every heap takes, and what is particular to some.
 
 use super::*;
+use crate::SharedBuf;
 use crate::sys::HUGE;
 
 const LADDER: [PageKind; 4] = [PageKind::Hugetlb1G, PageKind::Hugetlb2M, PageKind::Transparent, PageKind::Base];
@@ -140,6 +141,49 @@ fn udmabuf() {
 }
 
 #[test]
+fn a_dma_buf_shows_the_pages_that_it_was_made_of() {
+    let memfd = MemfdHeap::starting_at(PageKind::Base).allocate(1 << 20).unwrap().share();
+    let dma_buf = match crate::export_dma_buf(&memfd) {
+        Ok(fd) => SharedBuf::import_dma_buf(fd).unwrap(),
+        Err(e) => return println!("SKIPPED: no udmabuf: {e}"),
+    };
+    assert_eq!(dma_buf.len(), 1 << 20);
+    memfd.view().sub(4096, 5).unwrap().write(b"memfd");
+    let mut got = [0; 7];
+    dma_buf.cpu_access(false, |view| view.sub(4096, 5).unwrap().read(&mut got[..5])).unwrap();
+    assert_eq!(&got[..5], b"memfd");
+    dma_buf.cpu_access(true, |view| view.sub(8192, 7).unwrap().write(b"dma-buf")).unwrap();
+    memfd.view().sub(8192, 7).unwrap().read(&mut got);
+    assert_eq!(&got, b"dma-buf");
+    assert!(dma_buf.into_cpu().is_err(), "known elsewhere");
+    // More than the module lets pass is an error that names the limit.
+    let large = MemfdHeap::starting_at(PageKind::Base).allocate((64 << 20) + 4096).unwrap().share();
+    let refused = crate::export_dma_buf(&large).unwrap_err();
+    assert!(refused.to_string().contains("size_limit_mb"), "{refused}");
+    // One of the kernel's heaps.
+    if let Ok(heap) = DmaHeap::open("system") {
+        let buf = heap.allocate(8192).unwrap().share();
+        buf.cpu_access(true, |view| view.write(b"heap")).unwrap();
+        let again = SharedBuf::import_dma_buf(buf.export().unwrap().try_clone_to_owned().unwrap()).unwrap();
+        again.cpu_access(false, |view| view.sub(0, 4).unwrap().read(&mut got[..4])).unwrap();
+        assert_eq!((&got[..4], again.len()), (&b"heap"[..], 8192));
+    }
+}
+
+#[test]
+fn what_is_no_dma_buf() {
+    let anonymous = AnonHeap::new().allocate(4096).unwrap().share();
+    let memfd = MemfdHeap::starting_at(PageKind::Base).allocate(4096).unwrap().share();
+    for buf in [&anonymous, &memfd] {
+        let refused = buf.cpu_access(true, |_| panic!("called")).unwrap_err();
+        assert_eq!(refused.kind(), std::io::ErrorKind::Unsupported);
+    }
+    let fd = memfd.export().unwrap().try_clone_to_owned().unwrap();
+    let refused = SharedBuf::import_dma_buf(fd).map(drop).unwrap_err();
+    assert!(refused.to_string().contains("not a dma-buf"), "{refused}");
+}
+
+#[test]
 fn a_node_that_is_not_there() {
     for node in [61, 62, 63, u32::MAX] {
         let heap = AnonHeap::starting_at(PageKind::Base).bound_to(Some(node));
@@ -197,6 +241,14 @@ fn a_pool_keeps_neither_what_is_known_elsewhere_nor_what_is_incomplete() {
     assert_eq!(pool.pool_stats().kept, 4 << 20, "still present, whether used or not");
 }
 
+/// How many of the 125 pages from an address on are there.
+fn present(at: usize) -> usize {
+    let mut words = [0; 125 * 8];
+    let map = std::fs::File::open("/proc/self/pagemap").unwrap();
+    std::os::unix::fs::FileExt::read_exact_at(&map, &mut words, (at / 4096 * 8) as u64).unwrap();
+    words.as_chunks::<8>().0.iter().filter(|word| u64::from_ne_bytes(**word) >> 63 == 1).count()
+}
+
 #[test]
 fn a_pool_cuts_small_buffers_out_of_huge_pages() {
     let pool = Pool::new(AnonHeap::new(), 8 << 20);
@@ -220,8 +272,11 @@ fn a_pool_cuts_small_buffers_out_of_huge_pages() {
     assert!(all.iter().all(|buf| page(buf) == page(&all[0])));
     // A piece outlives the others, the trimmed ones and the pool.
     let last = all.pop().unwrap();
+    let (trimmed, kept) = (all[1].as_ptr().addr(), last.as_ptr().addr());
     drop(all);
+    assert_eq!((present(trimmed), present(kept)), (125, 125));
     pool.trim(0);
+    assert_eq!((present(trimmed), present(kept)), (0, 125), "trimmed memory goes, also while another piece is out");
     let next = pool.allocate(500 << 10).unwrap();
     assert_ne!(page(&next), page(&last), "its page has a piece out and is not handed out again");
     drop((next, pool));

@@ -1,0 +1,150 @@
+//! `dmalaned status`: who has what.
+
+use std::fmt::Write;
+use std::path::Path;
+use std::process::ExitCode;
+
+use dmalane::daemon::{ClientReport, Report, report};
+use serde::Serialize;
+
+use crate::failure::Failure;
+use crate::output;
+use crate::size::Size;
+
+#[derive(Serialize)]
+struct Status {
+    schema: u32,
+    command: &'static str,
+    socket: String,
+    uptime_s: u64,
+    served: u64,
+    released: u64,
+    refused: u64,
+    requests: u64,
+    errors: u64,
+    quarantined: u32,
+    ddr_bytes: u64,
+    ddr_total_bytes: u64,
+    hbm_bytes: u64,
+    hbm_total_bytes: u64,
+    clients: Vec<Client>,
+}
+
+#[derive(Serialize)]
+struct Client {
+    client: u64,
+    pid: u32,
+    uid: u32,
+    queues: u32,
+    buffers: u32,
+    buffer_bytes: u64,
+    mappings: u32,
+    ddr_bytes: u64,
+    hbm_bytes: u64,
+    moved_bytes: u64,
+    errors: u64,
+    closing: bool,
+}
+
+pub fn run(socket: &Path, json: bool) -> Result<ExitCode, Failure> {
+    let mut report = report(socket)?;
+    // The one that asks is none of interest.
+    let me = std::process::id();
+    report.clients.retain(|c| c.pid != me || c.queues > 0);
+    if json {
+        output::print_json(&status(socket, &report))?;
+    } else {
+        output::print(&text(&report))?;
+    }
+    Ok(ExitCode::SUCCESS)
+}
+
+fn status(socket: &Path, report: &Report) -> Status {
+    let Report { uptime, totals, quarantined, ddr, hbm, clients } = report;
+    let client = |c: &ClientReport| Client {
+        client: c.client,
+        pid: c.pid,
+        uid: c.uid,
+        queues: c.queues,
+        buffers: c.buffers,
+        buffer_bytes: c.bytes,
+        mappings: c.mappings,
+        ddr_bytes: c.ddr,
+        hbm_bytes: c.hbm,
+        moved_bytes: c.moved,
+        errors: c.errors,
+        closing: c.closing,
+    };
+    Status {
+        schema: 1,
+        command: "status",
+        socket: socket.display().to_string(),
+        uptime_s: *uptime,
+        served: totals.served,
+        released: totals.released,
+        refused: totals.refused,
+        requests: totals.requests,
+        errors: totals.errors,
+        quarantined: *quarantined,
+        ddr_bytes: ddr.0,
+        ddr_total_bytes: ddr.1,
+        hbm_bytes: hbm.0,
+        hbm_total_bytes: hbm.1,
+        clients: clients.iter().map(client).collect(),
+    }
+}
+
+fn size(bytes: u64) -> String {
+    // Whole units where there are some: what is shared out mostly is a power of two.
+    let unit = [(30, "GiB"), (20, "MiB"), (10, "KiB")].into_iter().find(|(shift, _)| bytes >> shift > 0);
+    match unit {
+        Some((shift, name)) if bytes.is_multiple_of(1 << shift) => format!("{} {name}", bytes >> shift),
+        _ => Size::about(bytes).to_string(),
+    }
+}
+
+fn text(report: &Report) -> String {
+    let Report { uptime, totals, quarantined, ddr, hbm, clients } = report;
+    let mut out = format!(
+        "up for {uptime} s; {} clients served, {} released, {} refused; {} requests, {} refused; {quarantined} quarantined\n\
+         DDR {} of {}, HBM {} of {}\n",
+        totals.served,
+        totals.released,
+        totals.refused,
+        totals.requests,
+        totals.errors,
+        size(ddr.0),
+        size(ddr.1),
+        size(hbm.0),
+        size(hbm.1),
+    );
+    if clients.is_empty() {
+        out += "no clients\n";
+        return out;
+    }
+    // Writing to a String cannot fail.
+    let _ = writeln!(
+        out,
+        "{:>6} {:>8} {:>6} {:>6} {:>7} {:>10} {:>8} {:>10} {:>10} {:>10} {:>6}",
+        "client", "pid", "uid", "queues", "buffers", "bytes", "mappings", "ddr", "hbm", "moved", "errors"
+    );
+    for c in clients {
+        let _ = writeln!(
+            out,
+            "{:>6} {:>8} {:>6} {:>6} {:>7} {:>10} {:>8} {:>10} {:>10} {:>10} {:>6}{}",
+            c.client,
+            c.pid,
+            c.uid,
+            c.queues,
+            c.buffers,
+            size(c.bytes),
+            c.mappings,
+            size(c.ddr),
+            size(c.hbm),
+            size(c.moved),
+            c.errors,
+            if c.closing { " closing" } else { "" }
+        );
+    }
+    out
+}

@@ -1,0 +1,80 @@
+//! The options of `dmalane card` and their help.
+
+use std::path::PathBuf;
+use std::process::ExitCode;
+
+use clap::{Args, Subcommand};
+
+use super::{CARD_DDR, CARD_HBM, card_memory};
+use crate::card::{self, ServeArgs};
+use crate::failure::Failure;
+use crate::size::Size;
+
+const EXAMPLES: &str = "\
+Examples:
+  dmalane card serve --vfio-user /tmp/card
+
+Exit status: 0 it worked, 1 no socket or no memory, 2 wrong command line.";
+
+const SERVE_EXAMPLES: &str = "\
+Examples:
+  dmalane card serve --vfio-user /tmp/card
+  dmalane card serve --vfio-user /tmp/card --card-ddr 1GiB --card-hbm 512MiB --once
+
+QEMU from 10.1 on attaches it, where its memory is a memfd:
+  -object memory-backend-memfd,id=ram,size=1G,share=on -machine memory-backend=ram
+  -device '{\"driver\":\"vfio-user-pci\",\"socket\":{\"type\":\"unix\",\"path\":\"/tmp/card\"}}'
+
+Exit status: 0 the client of --once has gone, 1 no socket or no memory, 2 wrong command line.";
+
+/// The software card in a process of its own.
+#[derive(Args)]
+#[command(after_help = EXAMPLES)]
+pub struct CardOptions {
+    #[command(subcommand)]
+    command: CardCommand,
+}
+
+#[derive(Subcommand)]
+enum CardCommand {
+    Serve(ServeOptions),
+}
+
+/// Serve the software card as a PCI device, over vfio-user.
+///
+/// Serves one client at a time, each with a new card, until it is stopped. Prints a line for each.
+#[derive(Args)]
+#[command(after_help = SERVE_EXAMPLES)]
+struct ServeOptions {
+    /// Where to listen; only this user can connect
+    #[arg(long, value_name = "SOCKET")]
+    vfio_user: PathBuf,
+
+    /// DDR of the card, at most 256GiB; rounded up to 2MiB
+    #[arg(long, value_name = "SIZE", default_value_t = CARD_DDR, value_parser = card_memory, allow_hyphen_values = true)]
+    card_ddr: Size,
+
+    /// HBM of the card, in two halves, at most 256GiB; rounded up to 4MiB
+    #[arg(long, value_name = "SIZE", default_value_t = CARD_HBM, value_parser = card_memory, allow_hyphen_values = true)]
+    card_hbm: Size,
+
+    /// DMA channels, from 1 to 16
+    #[arg(long, value_name = "N", default_value_t = 2, value_parser = clap::value_parser!(u32).range(1..=16))]
+    channels: u32,
+
+    /// End when the first client has gone
+    #[arg(long)]
+    once: bool,
+}
+
+/// Runs `dmalane card`.
+pub fn run(options: CardOptions) -> Result<ExitCode, Failure> {
+    let CardCommand::Serve(serve) = options.command;
+    card::serve(&ServeArgs {
+        socket: serve.vfio_user,
+        ddr: serve.card_ddr.bytes(),
+        hbm: serve.card_hbm.bytes(),
+        channels: serve.channels,
+        once: serve.once,
+    })
+}

@@ -1,0 +1,222 @@
+//! `dmalane validate`: a device measured.
+
+mod plot;
+mod report;
+
+use std::path::{Path, PathBuf};
+use std::process::ExitCode;
+use std::time::Duration;
+
+use clap::ValueEnum;
+use dmalane::card::{CardConfig, Workers};
+use dmalane::uring::{NodeError, NodeOptions, NodePaths};
+use dmalane::validate::{
+    Event, FitReport, FitSettings, Report, Settings, SoftTarget, Target, ValidateError, fit_link, run as measure,
+};
+
+use crate::failure::Failure;
+use crate::output;
+use crate::progress::Steps;
+use crate::size::Size;
+
+/// What to measure, how, and what to say about it.
+pub struct ValidateArgs {
+    /// Which device.
+    pub device: Device,
+    /// How the software card is made.
+    pub soft: SoftOptions,
+    /// Where a file may be probed.
+    pub probe_at: Option<u64>,
+    /// Past the page cache.
+    pub direct: bool,
+    /// What to measure.
+    pub settings: Settings,
+    /// Also find the limits of the link.
+    pub fit: bool,
+    /// Say how the device is driven.
+    pub explain: bool,
+    /// How to print.
+    pub form: Form,
+    /// Where to draw.
+    pub plot: Option<PathBuf>,
+    /// No progress bar.
+    pub quiet: bool,
+}
+
+/// The devices that can be validated.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub enum Device {
+    /// The software card.
+    Soft,
+    /// A file, or one for each direction.
+    File(NodePaths),
+}
+
+/// How the software card is made.
+pub struct SoftOptions {
+    /// Entries of each ring.
+    pub ring: Option<usize>,
+    /// The modelled link that it hangs off.
+    pub emulate: Option<String>,
+    /// Bytes of DDR.
+    pub ddr: u64,
+    /// Bytes of HBM.
+    pub hbm: u64,
+    /// A thread for each channel.
+    pub workers: bool,
+}
+
+/// How threads share channels.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, ValueEnum)]
+pub enum ChannelAllocation {
+    /// By where the bytes go.
+    Auto,
+    /// Thread by thread in turns.
+    Paired,
+}
+
+/// The pages behind buffers.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, ValueEnum)]
+pub enum PageChoice {
+    /// Measure with either.
+    Both,
+    /// Of 4 KiB.
+    #[value(name = "4k")]
+    Small,
+    /// Of 2 MiB.
+    #[value(name = "2m")]
+    Huge,
+}
+
+/// How to print.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum Form {
+    /// For people.
+    Text,
+    /// For programs.
+    Json,
+    /// For spreadsheets.
+    Csv,
+}
+
+/// What was found, for the report.
+struct Outcome {
+    device: String,
+    notes: Vec<String>,
+    settings: Settings,
+    report: Report,
+    fit: Option<(FitReport, FitSettings)>,
+}
+
+/// Measures, and prints the result.
+pub fn run(args: ValidateArgs) -> Result<ExitCode, Failure> {
+    if let Some(path) = &args.plot {
+        writable(path)?;
+    }
+    let (target, fitted) = targets(&args).map_err(|e| failure(e, &args))?;
+    let bar = Steps::new(!args.quiet);
+    let mut watch = |event| match event {
+        Event::Steps(n) => bar.more(n),
+        Event::Step(what) => bar.step(what),
+    };
+    let report = measure(&target, &args.settings, &mut watch).map_err(|e| failure(e, &args))?;
+    let fit = match fitted.filter(|_| report.passed()) {
+        None => None,
+        Some(target) => {
+            let settings = FitSettings { offset: args.settings.offset, ..FitSettings::default() };
+            Some((fit_link(&target, &settings, &mut watch).map_err(|e| failure(e, &args))?, settings))
+        }
+    };
+    bar.finish();
+    let outcome =
+        Outcome { device: target.name.clone(), notes: target.notes.clone(), settings: args.settings, report, fit };
+    match args.form {
+        Form::Text => output::print(&report::text(&outcome, args.explain))?,
+        Form::Json => output::print_json(&report::json(&outcome))?,
+        Form::Csv => output::print(&report::csv(&outcome))?,
+    }
+    if let Some(path) = &args.plot {
+        let svg = plot::svg(&outcome).map_err(|e| Failure::new(format!("cannot draw the figures: {e}")))?;
+        std::fs::write(path, svg).map_err(|e| Failure::because(format!("cannot write {}", path.display()), &e))?;
+    }
+    if !outcome.report.passed() {
+        let failure = Failure::new("the integrity check failed: bytes came back wrong, and have no figures");
+        let wrong =
+            outcome.report.integrity.iter().flat_map(|i| i.wrong.iter().map(move |w| format!("{}: {w}", i.phase)));
+        return Err(wrong.take(8).fold(failure, Failure::cause));
+    }
+    Ok(ExitCode::SUCCESS)
+}
+
+/// The device to measure, and the one to find the limits of.
+fn targets(args: &ValidateArgs) -> Result<(Target, Option<Target>), ValidateError> {
+    match &args.device {
+        Device::File(paths) => {
+            let options = NodeOptions { probe_at: args.probe_at, direct: args.direct, ..NodeOptions::default() };
+            Ok((Target::file(paths.clone(), options)?, None))
+        }
+        Device::Soft => {
+            let workers = if args.soft.workers { Workers::PerChannel } else { Workers::Inline };
+            let card = CardConfig { ddr: args.soft.ddr, hbm: args.soft.hbm, workers, ..CardConfig::default() };
+            let soft = |catch_up| SoftTarget {
+                card,
+                ring: args.soft.ring,
+                emulate: args.soft.emulate.clone(),
+                catch_up,
+                ..SoftTarget::default()
+            };
+            // A busy machine's late threads shall not look like a limit.
+            let fitted = args.fit.then(|| Target::soft(soft(Some(Duration::from_millis(20))))).transpose()?;
+            Ok((Target::soft(soft(None))?, fitted))
+        }
+    }
+}
+
+/// Finds out now, and not after minutes of measuring.
+fn writable(path: &Path) -> Result<(), Failure> {
+    let opened = std::fs::File::options().write(true).create(true).truncate(false).open(path);
+    opened.map(drop).map_err(|e| Failure::because(format!("cannot write {}", path.display()), &e))
+}
+
+/// The error with what helps against it.
+fn failure(error: ValidateError, args: &ValidateArgs) -> Failure {
+    use ValidateError as E;
+    let hint = match &error {
+        E::TooSmall { needed, have, memory } => {
+            let room = have.saturating_sub(args.settings.offset) / (2 * args.settings.threads as u64) / 4096 * 4096;
+            let grow = match (&args.device, *memory) {
+                (Device::File(_), _) => format!("a file of {needed} bytes"),
+                (Device::Soft, "DDR") => format!("--card-ddr {}", Size::about(*needed)),
+                (Device::Soft, _) => format!("--card-hbm {}", Size::about(needed.saturating_mul(2))),
+            };
+            let smaller = match room {
+                0 if args.settings.offset > 0 => "a smaller --offset".to_owned(),
+                0 => "smaller buffers".to_owned(),
+                room => format!("--buffer-size {}", Size::from(room)),
+            };
+            format!("each thread needs two buffers: {smaller}, fewer threads (-j), or {grow}")
+        }
+        E::NoChannel { has: 1, .. } => "without --mm-channel its only channel is used".to_owned(),
+        E::NoChannel { .. } => "--mm-channel auto uses all of them".to_owned(),
+        E::Node(NodeError::Open { source, .. }) => match source.kind() {
+            std::io::ErrorKind::NotFound => "make a file to measure with: truncate -s 1GiB /dev/shm/memory".to_owned(),
+            std::io::ErrorKind::PermissionDenied | std::io::ErrorKind::ReadOnlyFilesystem => {
+                "validating writes to the device: it must be readable and writable for you".to_owned()
+            }
+            _ => return chain(error),
+        },
+        E::Node(NodeError::InUse(_)) => "unmount it first; validating writes to it".to_owned(),
+        E::Node(NodeError::ProbeAt { .. }) => "for example --probe-at 1MiB".to_owned(),
+        E::Node(NodeError::NotMemory { .. }) => {
+            "name the file of each direction: file:PATH,h2c=PATH,c2h=PATH".to_owned()
+        }
+        E::Node(NodeError::NoDirect { .. }) => "without --direct it is used through the page cache".to_owned(),
+        E::Memory(_) | E::NoRoom(_) => "a smaller --buffer-size or fewer threads (-j) need less memory".to_owned(),
+        _ => return chain(error),
+    };
+    chain(error).hint(hint)
+}
+
+fn chain(error: ValidateError) -> Failure {
+    error.into()
+}

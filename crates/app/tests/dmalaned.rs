@@ -1,0 +1,182 @@
+//! The daemon's program as its users meet it.
+
+use std::os::unix::fs::PermissionsExt;
+use std::path::Path;
+use std::process::{Child, Command, Output, Stdio};
+use std::time::{Duration, Instant};
+
+use dmalane::daemon::{Client, Options};
+use rustix::process::{Pid, Signal, kill_process};
+use serde_json::Value;
+
+fn command(args: &[&str]) -> Command {
+    let mut command = Command::new(env!("CARGO_BIN_EXE_dmalaned"));
+    command.args(args).env_remove("NOTIFY_SOCKET").env_remove("LISTEN_FDS");
+    command
+}
+
+fn run(args: &[&str]) -> Output {
+    command(args).output().unwrap()
+}
+
+fn text(bytes: &[u8]) -> &str {
+    std::str::from_utf8(bytes).unwrap()
+}
+
+/// Waits until something listens.
+fn wait_for(path: &Path) -> Client {
+    let start = Instant::now();
+    loop {
+        match Client::connect(Options::new(path)) {
+            Ok(client) => return client,
+            Err(e) => assert!(start.elapsed() < Duration::from_secs(20), "{e}"),
+        }
+        std::thread::sleep(Duration::from_millis(5));
+    }
+}
+
+fn end(child: Child, signal: Signal) -> Output {
+    kill_process(Pid::from_raw(child.id() as i32).unwrap(), signal).unwrap();
+    child.wait_with_output().unwrap()
+}
+
+#[test]
+fn every_help_has_an_example_and_the_exit_status() {
+    for (args, example) in [
+        (&["--help"][..], "Examples:\n  dmalaned  "),
+        (&["status", "--help"], "Examples:\n  dmalaned status"),
+        (&["completions", "-h"], "Examples:\n  dmalaned completions"),
+    ] {
+        let help = run(args);
+        assert!(help.status.success() && help.stderr.is_empty());
+        assert!(text(&help.stdout).contains(example), "{}", text(&help.stdout));
+        assert!(text(&help.stdout).lines().all(|l| l.chars().count() <= 100), "wrapped");
+    }
+    assert_eq!(text(&run(&["--version"]).stdout), format!("dmalaned {}\n", env!("CARGO_PKG_VERSION")));
+}
+
+#[test]
+fn mistakes_are_told() {
+    let nowhere = "/nonexistent/place/socket";
+    for (args, status, said) in [
+        (&["--mode", "999"][..], 2, "octal"),
+        (&["--client-queues", "17"], 2, "queues of a client of 17: must be 1 to 16"),
+        (&["--client-ddr", "3"], 2, "multiple of 2 MiB"),
+        (&["--ddr", "1GiB", "--client-ddr", "2GiB"], 2, "DDR of a client"),
+        (&["--socket", nowhere], 1, "hint: mkdir -p /nonexistent/place"),
+        (&["status", "--socket", nowhere], 1, "is dmalaned running"),
+        (&["no-such-command"], 2, "no-such-command"),
+    ] {
+        let output = run(args);
+        let said_at_all = text(&output.stderr);
+        assert_eq!(output.status.code(), Some(status), "{args:?}: {said_at_all}");
+        assert!(said_at_all.starts_with("dmalaned: ") && said_at_all.contains(said), "{args:?}: {said_at_all}");
+        assert!(output.stdout.is_empty());
+    }
+}
+
+#[test]
+fn it_serves_until_it_is_told_to_end() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("socket");
+    let socket = path.to_str().unwrap();
+    let child = command(&["--socket", socket, "--mode", "600", "--client-ddr", "64MiB"]).stderr(Stdio::piped()).spawn();
+    let child = child.unwrap();
+    let client = wait_for(&path);
+    assert_eq!(std::fs::metadata(&path).unwrap().permissions().mode() & 0o777, 0o600);
+    let _buf = client.buffer(1 << 20).unwrap();
+    // Another one cannot have the place.
+    let second = run(&["--socket", socket]);
+    assert_eq!(second.status.code(), Some(1));
+    assert!(text(&second.stderr).contains("another process is listening"));
+    let json: Value = serde_json::from_slice(&run(&["status", "--socket", socket, "--json"]).stdout).unwrap();
+    assert_eq!((&json["schema"], &json["command"], &json["served"]), (&1.into(), &"status".into(), &1.into()));
+    let row = &json["clients"][0];
+    assert_eq!(json["clients"].as_array().unwrap().len(), 1);
+    assert_eq!((&row["pid"], &row["ddr_bytes"]), (&std::process::id().into(), &(64 << 20).into()));
+    assert_eq!((&row["buffers"], &row["buffer_bytes"]), (&1.into(), &(1 << 20).into()));
+    let shown = run(&["status", "--socket", socket]);
+    assert!(text(&shown.stdout).contains("DDR 64 MiB of 32 GiB") && text(&shown.stdout).contains("1 MiB"));
+    let output = end(child, Signal::TERM);
+    assert_eq!(output.status.code(), Some(0));
+    assert!(text(&output.stderr).contains("1 clients served, 1 released"), "{}", text(&output.stderr));
+    assert!(client.gone().is_some() && !path.exists());
+}
+
+#[test]
+fn a_service_manager_hands_a_socket_over_and_hears_that_it_is_ready() {
+    use rustix::net::{AddressFamily, SocketAddrUnix, SocketType};
+    let folder = tempfile::tempdir().unwrap();
+    let (path, notify) = (folder.path().join("socket"), folder.path().join("notify"));
+    let heard = std::os::unix::net::UnixDatagram::bind(&notify).unwrap();
+    heard.set_read_timeout(Some(Duration::from_secs(20))).unwrap();
+    // A shell puts it where sd_listen_fds(3) has it, and becomes the daemon: so the process number is right too.
+    let start = |kind: SocketType, path: &Path| {
+        let socket = rustix::net::socket(AddressFamily::UNIX, kind, None).unwrap();
+        rustix::net::bind(&socket, &SocketAddrUnix::new(path).unwrap()).unwrap();
+        rustix::net::listen(&socket, 8).unwrap();
+        let mut shell = Command::new("sh");
+        let script = "exec 3<&0; exec env LISTEN_PID=$$ LISTEN_FDS=1 \"$0\" --quiet 0</dev/null";
+        shell.args(["-c", script, env!("CARGO_BIN_EXE_dmalaned")]).env("NOTIFY_SOCKET", &notify);
+        shell.stdin(Stdio::from(socket)).stdout(Stdio::null()).stderr(Stdio::piped()).spawn().unwrap()
+    };
+    let child = start(SocketType::SEQPACKET, &path);
+    let mut said = [0; 64];
+    // With a time-out it is interrupted by whatever signal comes, such as that of another test's child.
+    let n = loop {
+        match heard.recv(&mut said) {
+            Err(e) if e.kind() == std::io::ErrorKind::Interrupted => {}
+            other => break other.unwrap(),
+        }
+    };
+    assert_eq!(&said[..n], b"READY=1");
+    let client = wait_for(&path);
+    drop(client);
+    let output = end(child, Signal::INT);
+    assert_eq!((output.status.code(), text(&output.stderr)), (Some(0), ""));
+    assert!(path.exists(), "it belongs to the service manager");
+    let output = start(SocketType::STREAM, &folder.path().join("other")).wait_with_output().unwrap();
+    assert_eq!(output.status.code(), Some(1));
+    assert!(text(&output.stderr).contains("ListenSequentialPacket="), "{}", text(&output.stderr));
+}
+
+#[test]
+fn manual_pages_are_written() {
+    let folder = tempfile::tempdir().unwrap();
+    assert!(run(&["man", folder.path().to_str().unwrap()]).status.success());
+    for page in ["dmalaned.1", "dmalaned-status.1"] {
+        let page = std::fs::read_to_string(folder.path().join(page)).unwrap();
+        assert!(page.contains(".TH dmalaned") && page.contains("socket"));
+    }
+}
+
+#[test]
+fn the_files_of_the_package_are_there() {
+    // What cargo-deb is told to pack, and what the units name.
+    let root = Path::new(env!("CARGO_MANIFEST_DIR")).join("../..");
+    let read = |path: &str| std::fs::read_to_string(root.join(path)).unwrap();
+    let (socket, service) = (read("packaging/dmalaned.socket"), read("packaging/dmalaned.service"));
+    assert!(socket.contains(&format!("ListenSequentialPacket={}", dmalane::daemon::SOCKET)));
+    assert!(service.contains("Type=notify") && service.contains("ExecStart=/usr/bin/dmalaned\n"));
+    for user in ["User=dmalane\n", "Group=dmalane\n"] {
+        assert!(service.contains(user) && socket.contains(&format!("Socket{user}")));
+    }
+    assert!(read("packaging/dmalane.sysusers").contains("u dmalane "));
+    assert!(read("packaging/debian/postinst").contains("#DEBHELPER#"));
+    let fields = read("docs/formats/json.md");
+    let page = fields.split("## `").find(|s| s.starts_with("dmalaned status")).unwrap();
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("socket");
+    let child = command(&["--socket", path.to_str().unwrap(), "-q"]).stderr(Stdio::piped()).spawn().unwrap();
+    let client = wait_for(&path);
+    let json: Value =
+        serde_json::from_slice(&run(&["status", "--socket", path.to_str().unwrap(), "--json"]).stdout).unwrap();
+    let row = json["clients"][0].as_object().unwrap();
+    for field in
+        json.as_object().unwrap().keys().chain(row.keys()).filter(|f| !["schema", "command"].contains(&f.as_str()))
+    {
+        assert!(page.contains(&format!("`{field}`")), "{field} is not in json.md");
+    }
+    drop(client);
+    end(child, Signal::TERM);
+}

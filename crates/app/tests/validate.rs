@@ -1,0 +1,265 @@
+//! `dmalane validate` as its users meet it.
+
+use std::path::PathBuf;
+use std::process::{Command, Output};
+
+use serde_json::Value;
+
+fn run(args: &[&str]) -> Output {
+    let mut command = Command::new(env!("CARGO_BIN_EXE_dmalane"));
+    command.arg("validate").args(args).current_dir(env!("CARGO_TARGET_TMPDIR")).output().unwrap()
+}
+
+fn text(bytes: &[u8]) -> &str {
+    std::str::from_utf8(bytes).unwrap()
+}
+
+/// Runs on a small card with short measurements.
+fn quick(args: &[&str]) -> Vec<String> {
+    let quick = ["-j", "2", "--buffer-size", "64KiB", "--iterations", "2", "--card-ddr", "8MiB", "--card-hbm", "8MiB"];
+    // An option that is given replaces the one here.
+    let given = |option: &str| args.contains(&option);
+    let mut all: Vec<String> = args.iter().map(|a| (*a).to_owned()).collect();
+    for pair in quick.chunks(2) {
+        let replaced =
+            pair[0] == "--buffer-size" && given("--sweep") || pair[0] == "--iterations" && given("--duration");
+        let card = pair[0].starts_with("--card") && args.iter().any(|a| a.starts_with("file:"));
+        if !given(pair[0]) && !replaced && !card {
+            all.extend(pair.iter().map(|a| (*a).to_owned()));
+        }
+    }
+    all
+}
+
+fn ok(args: &[&str]) -> String {
+    let all = quick(args);
+    let output = run(&all.iter().map(String::as_str).collect::<Vec<_>>());
+    assert!(output.status.success() && output.stderr.is_empty(), "{all:?}: {}", text(&output.stderr));
+    text(&output.stdout).to_owned()
+}
+
+fn json(args: &[&str]) -> Value {
+    let value: Value = serde_json::from_str(&ok(&[args, &["--json"]].concat())).unwrap();
+    assert_eq!((&value["schema"], &value["command"], &value["passed"]), (&1.into(), &"validate".into(), &true.into()));
+    value
+}
+
+/// Fails, says why and what helps, and prints nothing else.
+fn complains(args: &[&str], status: i32) -> String {
+    let all = quick(args);
+    let output = run(&all.iter().map(String::as_str).collect::<Vec<_>>());
+    let said = text(&output.stderr).to_owned();
+    assert_eq!(output.status.code(), Some(status), "{all:?}: {said}");
+    assert!(said.starts_with("dmalane: ") && !said.contains("panicked") && !said.contains("Os {"), "{said}");
+    assert!(output.stdout.is_empty());
+    said
+}
+
+fn figures(value: &Value) -> &Vec<Value> {
+    value["figures"].as_array().unwrap()
+}
+
+fn file(len: u64) -> (tempfile::NamedTempFile, String) {
+    let file = tempfile::NamedTempFile::new_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
+    file.as_file().set_len(len).unwrap();
+    let device = format!("file:{}", file.path().display());
+    (file, device)
+}
+
+#[test]
+fn the_table_has_integrity_and_figures_for_each_memory() {
+    let table = ok(&["--pages", "4k", "--explain"]);
+    for memory in ["HBM ", "DDR ", "HBM+DDR "] {
+        assert!(table.contains(&format!("integrity  {memory}")), "{table}");
+        for way in ["read", "write", "both"] {
+            let line = table.lines().find(|l| l.starts_with(memory) && l.contains(&format!("KiB  {way}")));
+            let line = line.unwrap_or_else(|| panic!("{memory} {way}: {table}"));
+            assert!(line.contains(" %)") && line.contains("64 KiB"), "{line}");
+        }
+    }
+    assert_eq!(table.matches("2/2 OK").count(), 3);
+    assert!(table.contains("MB/s (10^6 bytes per second)") && table.contains("ceiling: the faster of plain"));
+    assert!(table.contains("2 channels, Inline workers"), "--explain: {table}");
+    assert!(!ok(&["--pages", "4k"]).contains("Inline workers"));
+}
+
+#[test]
+fn every_option_does_what_it_says() {
+    let of = |value: &Value, field: &str| {
+        let mut all: Vec<String> = figures(value).iter().map(|f| f[field].as_str().unwrap().to_owned()).collect();
+        all.sort();
+        all.dedup();
+        all
+    };
+    let small = ["--pages", "4k"];
+    let with = |args: &[&str]| json(&[args, &small].concat());
+    assert_eq!(of(&with(&[]), "memory"), ["DDR", "HBM", "HBM+DDR"]);
+    assert_eq!(of(&with(&["--ddr-only"]), "memory"), ["DDR"]);
+    assert_eq!(of(&with(&["--hbm-only"]), "memory"), ["HBM"]);
+    for (args, ways) in [
+        (&["--read"][..], &["read"][..]),
+        (&["--write"], &["write"]),
+        (&["--bidirectional"], &["both"]),
+        (&["--read", "--write"], &["read", "write"]),
+    ] {
+        assert_eq!(of(&with(args), "way"), ways);
+    }
+    let one = with(&["-j", "1", "--read", "--ddr-only", "--iterations", "7"]);
+    assert_eq!((&one["settings"]["threads"], &figures(&one)[0]["read"]["buffers"]), (&1.into(), &7.into()));
+    assert_eq!(one["settings"]["iterations"], 7);
+    let timed = with(&["--duration", "0.01", "--read", "--ddr-only"]);
+    assert_eq!(timed["settings"]["duration_s"], 0.01);
+    assert_eq!(with(&["--unregistered", "--ddr-only"])["settings"]["registered"], false);
+    assert_eq!(with(&["--registered", "--ddr-only"])["settings"]["registered"], true);
+    assert_eq!(with(&["--raw-transfer-test"])["settings"]["raw"], true);
+    assert_eq!(with(&["--channel-allocation", "paired"])["settings"]["allocation"], "paired");
+    assert_eq!(with(&["--offset", "1MiB"])["settings"]["offset"], 1 << 20);
+    for channels in ["auto", "0", "1", "1,0"] {
+        assert!(!figures(&with(&["--mm-channel", channels])).is_empty());
+    }
+    assert!(
+        with(&["--ring-size", "16", "--workers"])["notes"][0]
+            .as_str()
+            .unwrap()
+            .contains("PerChannel workers, rings of 16")
+    );
+    let sweep = with(&["--sweep", "4KiB,64KiB,MUL4", "--read", "--ddr-only"]);
+    let sizes: Vec<u64> = figures(&sweep).iter().map(|f| f["buffer_bytes"].as_u64().unwrap()).collect();
+    assert_eq!(sizes, [4096, 16384, 65536]);
+    let both = json(&["--read", "--ddr-only", "--pages", "both"]);
+    let left_out = both["left_out"].as_array().unwrap().len();
+    assert_eq!(figures(&both).len() + left_out, 2, "figures on both kinds of pages, or why not: {both}");
+}
+
+#[test]
+fn csv_and_plot() {
+    let plot = PathBuf::from(env!("CARGO_TARGET_TMPDIR")).join("validate.svg");
+    let csv = ok(&["--csv", "--pages", "4k", "--sweep", "4KiB,32KiB,MUL", "--plot", plot.to_str().unwrap()]);
+    let mut lines = csv.lines();
+    let head: Vec<&str> = lines.next().unwrap().split(',').collect();
+    assert_eq!(head[..5], ["memory", "buffer_bytes", "pages", "way", "read_mb_per_s"]);
+    let rows: Vec<Vec<&str>> = lines.map(|l| l.split(',').collect()).collect();
+    assert_eq!(rows.len(), 3 * 4 * 3);
+    for row in rows {
+        assert_eq!(row.len(), head.len());
+        let total: f64 = row[6].parse().unwrap();
+        assert!(total > 0.0 && row[7].parse::<f64>().unwrap() > 0.0, "{row:?}");
+        assert_eq!((row[3] == "write", row[3] == "read"), (row[4].is_empty(), row[5].is_empty()));
+    }
+    let svg = std::fs::read_to_string(plot).unwrap();
+    assert!(svg.starts_with("<svg") && svg.contains("HBM+DDR both, 4KiB pages") && svg.contains("MB/s"));
+    assert!(complains(&["--plot", "/nowhere/x.svg"], 1).contains("cannot write /nowhere/x.svg"));
+}
+
+#[test]
+fn a_file_is_measured_and_left_as_it_was() {
+    let (file, device) = file(1 << 20);
+    let before: Vec<u8> = (0..1u32 << 20).map(|i| (i ^ i >> 8) as u8).collect();
+    std::fs::write(file.path(), &before).unwrap();
+    let plain = json(&["-d", &device]);
+    assert!(plain["notes"][0].as_str().unwrap().contains("not probed"), "{plain}");
+    assert!(figures(&plain).iter().all(|f| f["memory"] == "device" && f["ceiling_mb_per_s"].as_f64() > Some(0.0)));
+    let probed = json(&["-d", &device, "--probe-at", "512KiB", "--read"]);
+    assert!(probed["notes"][0].as_str().unwrap().contains(", probed"), "{probed}");
+    assert!(ok(&["-d", &device, "--read", "--explain"]).contains("pread and pwrite on threads (not probed"));
+    let both = format!("{device},h2c={0},c2h={0}", file.path().display());
+    assert!(!figures(&json(&["-d", &both, "--read"])).is_empty());
+    assert!(std::fs::read(file.path()).unwrap() == before);
+}
+
+#[test]
+fn limits_are_named() {
+    let found = json(&["--emulate", "half-egress-14", "--fit", "--read", "--ddr-only", "--pages", "4k"]);
+    assert_eq!(found["fit"]["points"].as_array().unwrap().len(), 36);
+    let answers = found["fit"]["answers"].as_array().unwrap();
+    let questions: Vec<&str> = answers.iter().map(|a| a["question"].as_str().unwrap()).collect();
+    // What the answers are is tested where a busy machine may have another try.
+    assert_eq!(questions, ["duplex_halves", "together_capped", "hbm_reads_slow"]);
+    assert!(found["ceiling"].as_str().unwrap().contains("optimum"));
+    assert!(found["notes"][1].as_str().unwrap().contains("divided by 50"));
+}
+
+#[test]
+fn a_bad_command_line_is_explained() {
+    for (args, why) in [
+        (&["-j", "0"][..], "0 is not in 1..=64"),
+        (&["-j", "65"], "65 is not in 1..=64"),
+        (&["--buffer-size", "5000"], "not a multiple of 4KiB"),
+        (&["--buffer-size", "0"], "not from 4KiB to 1GiB"),
+        (&["--buffer-size", "2GiB"], "not from 4KiB to 1GiB"),
+        (&["--offset", "1"], "not a multiple of 4KiB"),
+        (&["--sweep", "4KiB,64KiB,MUL1"], "never ends"),
+        (&["--sweep", "4KiB,64KiB,ADD0"], "never ends"),
+        (&["--sweep", "0,64KiB,MUL"], "never ends"),
+        (&["--sweep", "64KiB,4KiB,MUL"], "ends before it begins"),
+        (&["--sweep", "4KiB,64KiB"], "FIRST,LAST,MUL"),
+        (&["--sweep", "4KiB,64KiB,TIMES"], "neither MUL"),
+        (&["--sweep", "4KiB,1GiB,ADD"], "more than 1000 sizes"),
+        (&["--sweep", "6KiB,64KiB,MUL"], "not a multiple of 4KiB"),
+        (&["--sweep", "4KiB,64KiB,MUL", "--buffer-size", "4KiB"], "cannot be used with"),
+        (&["--mm-channel", "both"], "neither `auto` nor a channel"),
+        (&["--channel-allocation", "random"], "possible values: auto, paired"),
+        (&["--iterations", "0"], "0 is not in 1.."),
+        (&["--duration", "0"], "not a number of seconds above 0"),
+        (&["--duration", "-1"], "not a number of seconds above 0"),
+        (&["--iterations", "1", "--duration", "1"], "cannot be used with"),
+        (&["--ddr-only", "--hbm-only"], "cannot be used with"),
+        (&["--registered", "--unregistered"], "cannot be used with"),
+        (&["--json", "--csv"], "cannot be used with"),
+        (&["--emulate", "wire"], "there are half-egress-14"),
+        (&["-d", "gpu0"], "hint: soft, or file:PATH"),
+        (&["-d", "file:"], "a path is empty"),
+        (&["-d", "file:x,c2h="], "a path is empty"),
+        (&["-d", "file:x", "--fit"], "--fit is for a card"),
+        (&["-d", "file:x", "--ring-size", "16"], "--ring-size is for a card"),
+        (&["-d", "file:x", "--hbm-only"], "--hbm-only is for a card"),
+        (&["--probe-at", "1MiB"], "--probe-at is for a file"),
+        (&["--probe-at", "1000"], "not a multiple of 4KiB"),
+        (&["--plot", "-"], "stdout is for the report"),
+    ] {
+        let said = complains(args, 2);
+        assert!(said.contains(why), "{args:?}: {said}");
+    }
+}
+
+#[test]
+fn what_cannot_be_measured_is_explained_with_a_way_out() {
+    let (small, device) = file(100_000);
+    let (_file, large) = file(1 << 20);
+    let folder = format!("file:{}", env!("CARGO_TARGET_TMPDIR"));
+    let missing = format!("file:{}/missing", env!("CARGO_TARGET_TMPDIR"));
+    let hint = "hint: each thread needs two buffers";
+    for (args, why, way_out) in [
+        (
+            &["--buffer-size", "4MiB", "--ddr-only"][..],
+            "DDR has 8388608 bytes",
+            "--buffer-size 2MiB, fewer threads (-j), or --card-ddr 16MiB",
+        ),
+        (&["--buffer-size", "4MiB", "--hbm-only"], "HBM has 8388608 bytes", hint),
+        (&["--offset", "8MiB", "--ddr-only"], "DDR has 8388608 bytes", "a smaller --offset"),
+        (&["--mm-channel", "2"], "no channel 2", "hint: --mm-channel auto"),
+        (&["--mm-channel", "0,0"], "named twice", ""),
+        (&["--ring-size", "7"], "7", ""),
+        (&["-d", &device], "has 100000 bytes", "--buffer-size 24KiB, fewer threads (-j), or a file of 262144 bytes"),
+        (&["-d", &large, "--mm-channel", "1"], "no channel 1, it has 1", "hint: without --mm-channel"),
+        (&["-d", &large, "--probe-at", "0"], "cannot probe at 0x0", "hint: for example --probe-at 1MiB"),
+        (&["-d", &large, "--probe-at", "1MiB"], "the device ends at 0x100000", "hint: for example"),
+        (&["-d", &missing], "No such file", "hint: make a file"),
+        (&["-d", &folder], "is a directory, which has no addresses", ""),
+    ] {
+        let said = complains(args, 1);
+        assert!(said.contains(why) && said.contains(way_out), "{args:?}: {said}");
+    }
+    assert_eq!(small.as_file().metadata().unwrap().len(), 100_000);
+    // A file that may not be written, where that stops us.
+    let mut permissions = small.as_file().metadata().unwrap().permissions();
+    permissions.set_readonly(true);
+    std::fs::set_permissions(small.path(), permissions).unwrap();
+    match std::fs::File::options().write(true).open(small.path()) {
+        Ok(_) => println!("SKIPPED: root may write to read-only files"),
+        Err(_) => {
+            let said = complains(&["-d", &device, "--buffer-size", "4KiB"], 1);
+            assert!(said.contains("Permission denied") && said.contains("readable and writable for you"), "{said}");
+        }
+    }
+}

@@ -1,0 +1,216 @@
+//! An entry point for fuzzers: a client that may say anything.
+//!
+//! Takes any bytes, panics when a promise is broken, and ends soon. Not for other use.
+
+use std::cell::RefCell;
+use std::os::fd::OwnedFd;
+use std::sync::Arc;
+
+use dmalane_mem::{Heap, MemfdHeap, PageKind, SharedBuf};
+use rustix::fs::{MemfdFlags, SealFlags};
+
+use crate::config::{Budget, Config, Limits};
+use crate::guest::{Guest, Handled, House, Peer};
+use crate::wire::{FAILED, Header, MAX_FDS, MAX_MESSAGE, Request, Segment};
+use crate::worker::Roster;
+use zerocopy::FromBytes;
+
+/// Most messages of one run.
+const MESSAGES: usize = 64;
+const BYTES: u64 = 1 << 20;
+
+/// What every run uses again.
+struct Fixed {
+    house: House,
+    /// Buffers that a client may lend.
+    memfds: Vec<SharedBuf>,
+    /// Files that are none.
+    wrong: Vec<OwnedFd>,
+}
+
+fn fixed() -> Fixed {
+    let limits = Limits { ddr: 2 << 20, hbm: 4 << 20, queues: 2, buffers: 4, bytes: BYTES };
+    let config = Config { ddr: 2 << 20, hbm: 4 << 20, limits, ..Config::default() };
+    let budget = Arc::new(Budget::new(config.ddr, config.hbm));
+    let roster = Arc::new(Roster::new().expect("an epoll"));
+    let memfd = |len| MemfdHeap::starting_at(PageKind::Base).allocate(len).expect("a memfd").share();
+    let odd = rustix::fs::memfd_create("odd", MemfdFlags::ALLOW_SEALING).expect("a memfd");
+    rustix::fs::fcntl_add_seals(&odd, SealFlags::SHRINK).expect("a seal");
+    let unsealed = rustix::fs::memfd_create("unsealed", MemfdFlags::CLOEXEC).expect("a memfd");
+    rustix::fs::ftruncate(&unsealed, 8192).expect("a length");
+    let event = rustix::event::eventfd(0, rustix::event::EventfdFlags::CLOEXEC).expect("an eventfd");
+    Fixed {
+        house: House { config, budget, roster },
+        memfds: [4096, 16 << 10, 64 << 10, 2 << 20].map(memfd).into(),
+        wrong: vec![odd, unsealed, event],
+    }
+}
+
+thread_local! {
+    static FIXED: RefCell<Fixed> = RefCell::new(fixed());
+}
+
+/// The input, taken from the front. Past its end everything reads as 0.
+struct Input<'a>(&'a [u8]);
+
+impl<'a> Input<'a> {
+    fn u8(&mut self) -> u8 {
+        let Some((first, rest)) = self.0.split_first() else { return 0 };
+        self.0 = rest;
+        *first
+    }
+
+    fn u16(&mut self) -> u16 {
+        u16::from_le_bytes([self.u8(), self.u8()])
+    }
+
+    /// Mostly small, mostly a multiple of a page.
+    fn number(&mut self) -> u64 {
+        match self.u8() {
+            0 => u64::MAX - u64::from(self.u8()),
+            1 => u64::from(self.u16()),
+            2 => u64::from(self.u16()) << 48,
+            n => u64::from(n - 3) << 12,
+        }
+    }
+
+    fn bytes(&mut self, n: usize) -> &'a [u8] {
+        let (bytes, rest) = self.0.split_at(n.min(self.0.len()));
+        self.0 = rest;
+        bytes
+    }
+}
+
+/// A client's messages: raw bytes, or requests with fields of the input's choice, each with some descriptors.
+///
+/// # Panics
+/// When an answer is not one, when a refusal changed anything, when a client has more than it may, or when something is left of it.
+pub fn fuzz_messages(data: &[u8]) {
+    FIXED.with_borrow(|fixed| run(fixed, Input(data)));
+}
+
+fn run(fixed: &Fixed, mut input: Input<'_>) {
+    let Fixed { house, memfds, wrong } = fixed;
+    let mut guest = Guest::new(1, Peer { pid: 1, uid: 1, gid: 1 });
+    if input.u8() & 1 == 0 {
+        let hello = Request::Hello { min: 1, max: 1 }.encode(1);
+        assert!(matches!(guest.handle(house, &hello, Vec::new()), Handled::Answer(_)));
+        let open = Request::Open { ddr: 0, hbm: 0, queues: 0 }.encode(2);
+        assert!(matches!(guest.handle(house, &open, Vec::new()), Handled::Answer(a) if a.fds.len() == 3));
+    }
+    let mut made: Vec<OwnedFd> = Vec::new();
+    let mut iovas: Vec<u64> = Vec::new();
+    for seqno in 3..3 + MESSAGES as u64 {
+        if input.0.is_empty() {
+            break;
+        }
+        let kind = input.u8() % 12;
+        let mut segments = Vec::new();
+        let count = if kind == 6 { usize::from(input.u8() % 4) } else { 0 };
+        for _ in 0..count {
+            let fd = u32::from(input.u8() % 4);
+            segments.push(Segment {
+                fd: fd.into(),
+                reserved: 0.into(),
+                offset: input.number().into(),
+                len: input.number().into(),
+            });
+        }
+        let request = match kind {
+            0 => Request::Hello { min: input.u16(), max: input.u16() },
+            1 => Request::Open { ddr: input.number(), hbm: input.number(), queues: u32::from(input.u8()) },
+            2 => Request::Read { bar: input.u8() % 4, offset: u64::from(input.u16()) },
+            // The card's queues are never run here: whatever they are told stays a wish.
+            3 => Request::Write { bar: input.u8() % 4, offset: u64::from(input.u16()), value: u32::from(input.u16()) },
+            4 => Request::WriteBytes { bar: input.u8() % 4, offset: input.number(), bytes: &[7; 64] },
+            5 | 7 => {
+                Request::Unmap { iova: iovas.get(usize::from(input.u8())).copied().unwrap_or_else(|| input.number()) }
+            }
+            6 => Request::Map { access: u32::from(input.u8()), segments: &segments },
+            8 => Request::Buffer { len: input.number() },
+            9 => Request::Close { id: u64::from(input.u8() % 8) },
+            _ => Request::Status { first: input.number() },
+        };
+        let message = match kind {
+            10 => {
+                let len = usize::from(input.u16()) % (MAX_MESSAGE + 1);
+                input.bytes(len).to_vec()
+            }
+            11 => {
+                let mut bytes = request.encode(seqno);
+                let at = usize::from(input.u8()) % bytes.len();
+                bytes[at] ^= input.u8();
+                bytes
+            }
+            _ => request.encode(seqno),
+        };
+        let mut fds = Vec::new();
+        for _ in 0..if kind == 6 { input.u8() % 5 } else { u8::from(input.u8() == 1) } {
+            let which = usize::from(input.u8());
+            let fd = match which % 4 {
+                0 => wrong[which / 4 % wrong.len()].try_clone(),
+                1 if !made.is_empty() => made[which / 4 % made.len()].try_clone(),
+                _ => memfds[which / 4 % memfds.len()].export().expect("a memfd").try_clone_to_owned(),
+            };
+            fds.extend(fd);
+        }
+        assert!(fds.len() <= MAX_FDS);
+        let before = guest.holds();
+        match guest.handle(house, &message, fds) {
+            Handled::Answer(answer) => {
+                let header = well_formed(&answer.bytes);
+                let body = &answer.bytes[size_of::<Header>()..];
+                let first = body.first_chunk::<8>().map_or(0, |b| u64::from_le_bytes(*b));
+                match Request::decode(&message).map(|(_, request)| request) {
+                    Ok(Request::Map { .. }) => iovas.push(first),
+                    Ok(Request::Buffer { .. }) => made.extend(answer.fds),
+                    Ok(_) => {}
+                    Err(_) => panic!("{header:?} is the answer to no request"),
+                }
+            }
+            Handled::Refused(answer) => {
+                assert_eq!(well_formed(&answer.bytes).opcode.get(), FAILED);
+                assert!(answer.fds.is_empty());
+                assert_eq!(guest.holds(), before, "a refusal changes nothing");
+            }
+            Handled::Status { .. } => {}
+        }
+        let now = guest.holds();
+        assert!(now.buffers <= 4 && now.bytes <= BYTES && now.mappings <= 64 && now.card <= 6 << 20, "{now:?}");
+        let frames = guest.function.as_ref().map_or(0, |f| f.host().stats().pinned_frames);
+        assert!(now.mappings > 0 || frames == 0, "frames without a mapping");
+    }
+    let function = guest.function.take();
+    drop(guest);
+    if let Some(function) = function {
+        assert_eq!(function.host().stats().pinned_frames, 0, "pinned for nobody");
+        house.roster.remove(&function);
+        assert_eq!(Arc::strong_count(&function), 1, "nobody else has it");
+        drop(function);
+    }
+    assert_eq!(house.budget.left(), (2 << 20, 4 << 20), "card memory is left out");
+}
+
+fn well_formed(bytes: &[u8]) -> Header {
+    assert!(bytes.len() <= MAX_MESSAGE);
+    let (header, _) = Header::read_from_prefix(bytes).expect("a header");
+    assert_eq!(header.size.get() as usize, bytes.len());
+    header
+}
+
+#[cfg(test)]
+mod tests {
+    #[test]
+    fn noise_is_survived() {
+        let mut x = 1u64;
+        for round in 0..300 {
+            let bytes: Vec<u8> = (0..round * 2)
+                .map(|_| {
+                    x = x.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
+                    (x >> 40) as u8
+                })
+                .collect();
+            super::fuzz_messages(&bytes);
+        }
+    }
+}

@@ -1,0 +1,78 @@
+//! Messages with descriptors over a SEQPACKET socket.
+
+use std::io::{IoSlice, IoSliceMut};
+use std::mem::MaybeUninit;
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+
+use rustix::io::Errno;
+use rustix::net::{
+    RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, ReturnFlags, SendAncillaryBuffer, SendAncillaryMessage,
+    SendFlags, recvmsg, sendmsg,
+};
+
+use crate::wire::{MAX_FDS, MAX_MESSAGE};
+
+/// What came out of a socket.
+pub(crate) enum Received {
+    /// A message: its bytes are the first so many of the buffer.
+    Message(usize, Vec<OwnedFd>),
+    /// Longer than a message may be, or with more descriptors than may come with one.
+    TooMuch,
+    /// The other side is gone, or says that it wants to go.
+    End,
+    /// Nothing now.
+    Nothing,
+}
+
+/// Takes one message, if there is one. The descriptors that come with it are closed on the next `exec`.
+pub(crate) fn receive(socket: impl AsFd, buffer: &mut [u8; MAX_MESSAGE]) -> Result<Received, Errno> {
+    let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(MAX_FDS))];
+    let mut control = RecvAncillaryBuffer::new(&mut space);
+    let flags = RecvFlags::CMSG_CLOEXEC | RecvFlags::DONTWAIT;
+    let got = match recvmsg(&socket, &mut [IoSliceMut::new(buffer)], &mut control, flags) {
+        Ok(got) => got,
+        Err(Errno::AGAIN | Errno::INTR) => return Ok(Received::Nothing),
+        Err(Errno::CONNRESET | Errno::PIPE) => return Ok(Received::End),
+        Err(e) => return Err(e),
+    };
+    let mut fds = Vec::new();
+    for message in control.drain() {
+        if let RecvAncillaryMessage::ScmRights(rights) = message {
+            fds.extend(rights);
+        }
+    }
+    if got.flags.intersects(ReturnFlags::TRUNC | ReturnFlags::CTRUNC) {
+        return Ok(Received::TooMuch);
+    }
+    Ok(if got.bytes == 0 { Received::End } else { Received::Message(got.bytes, fds) })
+}
+
+/// Sends one message.
+pub(crate) fn send(socket: impl AsFd, message: &[u8], fds: &[BorrowedFd<'_>], wait: bool) -> Result<(), Errno> {
+    let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(MAX_FDS))];
+    let mut control = SendAncillaryBuffer::new(&mut space);
+    if !fds.is_empty() && !control.push(SendAncillaryMessage::ScmRights(fds)) {
+        return Err(Errno::TOOMANYREFS);
+    }
+    let mut flags = SendFlags::NOSIGNAL;
+    flags.set(SendFlags::DONTWAIT, !wait);
+    loop {
+        match sendmsg(&socket, &[IoSlice::new(message)], &mut control, flags) {
+            Err(Errno::INTR) => {}
+            other => return other.map(drop),
+        }
+    }
+}
+
+/// Rings a bell: eight bytes, or nothing where the other side has many unread already.
+pub(crate) fn ring(bell: impl AsFd) {
+    let _ = rustix::net::send(bell, &1u64.to_ne_bytes(), SendFlags::DONTWAIT | SendFlags::NOSIGNAL);
+}
+
+/// Takes what a bell has rung, a bounded number of times.
+pub(crate) fn hush(bell: impl AsFd) {
+    let mut left = 64;
+    while left > 0 && rustix::net::recv(&bell, &mut [0u8; 8], RecvFlags::DONTWAIT).is_ok_and(|(n, _)| n > 0) {
+        left -= 1;
+    }
+}

@@ -1,0 +1,562 @@
+//! A client that does what it should not: errors to that client alone, and another's bytes as they were.
+//!
+//! What it says is made by hand, by the format page, and not by the client of this crate.
+
+mod daemon;
+
+use std::io::{IoSlice, IoSliceMut};
+use std::mem::MaybeUninit;
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::path::Path;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::{Duration, Instant};
+
+use daemon::{Daemon, memfd_mappings, open_files, settles_at};
+use dmalane_addr::Access;
+use dmalane_card::Card;
+use dmalane_daemon::wire::{Code, FAILED, FailedAnswer, Header, MAX_MESSAGE, Request, Segment};
+use dmalane_daemon::{Client, Config, Limits};
+use dmalane_engine::conformance_queue::Random;
+use dmalane_engine::{DeviceAddr, Direction, Operation, Queue, Registered};
+use dmalane_mem::{Heap, MemfdHeap, PageKind, SharedBuf};
+use rustix::fs::{MemfdFlags, SealFlags};
+use rustix::net::{
+    AddressFamily, RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, SendAncillaryBuffer, SendAncillaryMessage,
+    SendFlags, SocketAddrUnix, SocketType,
+};
+use zerocopy::FromBytes;
+
+const LONG: Duration = Duration::from_secs(30);
+
+/// A connection without a client.
+struct Raw {
+    socket: OwnedFd,
+    seqno: u64,
+}
+
+struct Said {
+    opcode: u32,
+    seqno: u64,
+    body: Vec<u8>,
+    fds: Vec<OwnedFd>,
+}
+
+impl Said {
+    fn code(&self) -> Option<Code> {
+        let failed = FailedAnswer::ref_from_prefix(&self.body).ok().filter(|_| self.opcode == FAILED)?;
+        Code::from_number(failed.0.code.get())
+    }
+
+    fn word(&self, at: usize) -> u64 {
+        u64::from_le_bytes(self.body[at..at + 8].try_into().unwrap())
+    }
+}
+
+impl Raw {
+    fn new(path: &Path) -> Self {
+        let socket = rustix::net::socket(AddressFamily::UNIX, SocketType::SEQPACKET, None).unwrap();
+        rustix::net::connect(&socket, &SocketAddrUnix::new(path).unwrap()).unwrap();
+        Self { socket, seqno: 0 }
+    }
+
+    fn greeted(path: &Path) -> Self {
+        let mut raw = Self::new(path);
+        assert_eq!(raw.ask(&Request::Hello { min: 0, max: 9 }, &[]).code(), None);
+        raw
+    }
+
+    fn send(&self, bytes: &[u8], fds: &[BorrowedFd<'_>]) -> Result<(), rustix::io::Errno> {
+        let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(200))];
+        let mut control = SendAncillaryBuffer::new(&mut space);
+        assert!(fds.is_empty() || control.push(SendAncillaryMessage::ScmRights(fds)));
+        rustix::net::sendmsg(&self.socket, &[IoSlice::new(bytes)], &mut control, SendFlags::NOSIGNAL).map(drop)
+    }
+
+    /// `None` at the end of the connection.
+    fn hear(&self) -> Option<Said> {
+        let mut buffer = [0; MAX_MESSAGE];
+        let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(64))];
+        let mut control = RecvAncillaryBuffer::new(&mut space);
+        let flags = RecvFlags::CMSG_CLOEXEC;
+        let got = rustix::net::recvmsg(&self.socket, &mut [IoSliceMut::new(&mut buffer)], &mut control, flags);
+        let n = got.map_or(0, |got| got.bytes);
+        let rights = control.drain().filter_map(|m| match m {
+            RecvAncillaryMessage::ScmRights(fds) => Some(fds),
+            _ => None,
+        });
+        let fds = rights.flatten().collect();
+        let (header, body) = Header::ref_from_prefix(&buffer[..n]).ok()?;
+        assert_eq!(header.size.get() as usize, n);
+        Some(Said { opcode: header.opcode.get(), seqno: header.seqno.get(), body: body.to_vec(), fds })
+    }
+
+    fn ask(&mut self, request: &Request<'_>, fds: &[BorrowedFd<'_>]) -> Said {
+        self.seqno += 1;
+        self.send(&request.encode(self.seqno), fds).unwrap();
+        let said = self.hear().expect("an answer");
+        assert_eq!(said.seqno, self.seqno);
+        assert!(said.opcode == FAILED || said.opcode == request.opcode() | 1 << 31);
+        said
+    }
+
+    fn map(&mut self, access: u32, segments: &[Segment], fds: &[BorrowedFd<'_>]) -> Said {
+        self.ask(&Request::Map { access, segments }, fds)
+    }
+
+    /// Shows a whole memfd to the card.
+    fn map_all(&mut self, buf: &SharedBuf, access: u32) -> u64 {
+        let said = self.map(access, &[segment(0, 0, buf.len() as u64)], &[buf.export().unwrap()]);
+        assert_eq!(said.code(), None);
+        said.word(0)
+    }
+
+    fn write(&mut self, offset: u64, value: u32) {
+        assert_eq!(self.ask(&Request::Write { bar: 0, offset, value }, &[]).code(), None);
+    }
+
+    fn read(&mut self, offset: u64) -> u32 {
+        self.ask(&Request::Read { bar: 0, offset }, &[]).word(0) as u32
+    }
+}
+
+fn segment(fd: u32, offset: u64, len: u64) -> Segment {
+    Segment { fd: fd.into(), reserved: 0.into(), offset: offset.into(), len: len.into() }
+}
+
+fn memfd(len: usize) -> SharedBuf {
+    MemfdHeap::starting_at(PageKind::Base).allocate(len).unwrap().share()
+}
+
+/// Another client, with bytes on the card and in its memory.
+struct Bystander {
+    client: Client,
+    card: Card<Client>,
+    bytes: Vec<u8>,
+    buf: Option<SharedBuf>,
+    via: Registered,
+    path: std::path::PathBuf,
+}
+
+impl Bystander {
+    fn new(daemon: &Daemon) -> Self {
+        let client = daemon.connect();
+        let card = Card::open(Arc::new(client.clone()), &MemfdHeap::new()).unwrap();
+        let bytes = Random(99).bytes(256 << 10);
+        let buf = client.buffer(bytes.len()).unwrap();
+        buf.view().write(&bytes);
+        let via = Registered::new(&client, &buf, Access::RW).unwrap();
+        let mut this = Self { client, card, bytes, buf: Some(buf), via, path: daemon.path.clone() };
+        this.run(&[Direction::FromHost]);
+        this
+    }
+
+    fn run(&mut self, directions: &[Direction]) {
+        let mut queue = self.card.queue(0).unwrap();
+        for (memory, &direction) in directions.iter().cycle().take(2 * directions.len()).enumerate() {
+            let layout = self.card.layout();
+            let at = if memory < directions.len() { layout.ddr.first() } else { layout.hbm.first() };
+            let part = self.buf.take().unwrap().into_part();
+            let operation = Operation::copy(direction, part, self.via.clone(), DeviceAddr::Card(at));
+            let _ticket = queue.enqueue(operation).unwrap();
+            let mut ended = Vec::new();
+            while ended.is_empty() {
+                queue.wait(&mut ended, LONG);
+            }
+            let end = ended.remove(0);
+            assert_eq!(end.result, Ok(()));
+            self.buf = end.operation.into_parts().remove(0).part.into_whole().ok();
+        }
+    }
+
+    /// Both memories of the card have what was written there, and so has the buffer.
+    fn check(&mut self) {
+        let mut got = vec![0; self.bytes.len()];
+        self.buf.as_ref().unwrap().view().read(&mut got);
+        assert!(got == self.bytes, "the buffer");
+        for _ in 0..2 {
+            self.buf.as_ref().unwrap().view().fill(0x55);
+            self.run(&[Direction::ToHost]);
+            self.buf.as_ref().unwrap().view().read(&mut got);
+            assert!(got == self.bytes, "the card");
+        }
+        let report = dmalane_daemon::report(&self.path).unwrap();
+        let row = report.clients.iter().find(|c| c.client == self.client.number()).unwrap();
+        assert_eq!(row.errors, 0, "errors go to who makes them");
+    }
+}
+
+fn end(daemon: Daemon, bystander: Bystander, before: (usize, usize)) {
+    drop(bystander);
+    daemon.wait_until_empty();
+    settles_at(before);
+    daemon.end_empty();
+}
+
+#[test]
+fn messages_that_are_none() {
+    let daemon = Daemon::start(Config::default());
+    let before = (open_files(), memfd_mappings());
+    let mut bystander = Bystander::new(&daemon);
+    let mut random = Random(11);
+    // Noise, before and after a greeting; and messages with noise in them.
+    for round in 0..40u64 {
+        let mut raw = if round % 2 == 0 { Raw::new(&daemon.path) } else { Raw::greeted(&daemon.path) };
+        for i in 0..50u64 {
+            let mut bytes = match i % 3 {
+                0 => {
+                    let len = random.below(4096) as usize + 1;
+                    random.bytes(len)
+                }
+                1 => Request::Map { access: 3, segments: &[segment(0, 0, 4096); 5] }.encode(i),
+                _ => Request::Write { bar: 0, offset: random.below(0x1300), value: random.below(4) as u32 }.encode(i),
+            };
+            if i % 3 > 0 && random.below(2) == 0 {
+                let at = random.below(bytes.len() as u64) as usize;
+                bytes[at] = random.below(256) as u8;
+            }
+            let buf = memfd(4096);
+            let fds = [buf.export().unwrap(), raw.socket.as_fd()];
+            let fds = &fds[..random.below(3) as usize];
+            raw.send(&bytes, fds).unwrap();
+            assert!(raw.hear().is_some(), "an answer to each");
+        }
+        if round % 2 == 1 {
+            let said = raw.ask(&Request::Open { ddr: 2 << 20, hbm: 4 << 20, queues: 1 }, &[]);
+            assert!(matches!(said.code(), None | Some(Code::Busy)), "it may go on: {:?}", said.code());
+        }
+    }
+    // What is longer than a message, what has too many descriptors, and what says that it is longer.
+    let mut raw = Raw::greeted(&daemon.path);
+    raw.send(&[1; 5000], &[]).unwrap();
+    assert_eq!(raw.hear().unwrap().code(), Some(Code::Malformed));
+    let buf = memfd(4096);
+    let message = Request::Map { access: 3, segments: &[segment(0, 0, 4096)] }.encode(1);
+    raw.send(&message, &vec![buf.export().unwrap(); 100]).unwrap();
+    assert_eq!(raw.hear().unwrap().code(), Some(Code::Malformed));
+    let mut message = Request::Unmap { iova: 0 }.encode(1);
+    message[0] = 0xff;
+    raw.send(&message, &[]).unwrap();
+    assert_eq!(raw.hear().unwrap().code(), Some(Code::Malformed));
+    let mut hello = Request::Hello { min: 1, max: 1 }.encode(1);
+    hello[16] = b'X';
+    raw.send(&hello, &[]).unwrap();
+    assert_eq!(raw.hear().unwrap().code(), Some(Code::Malformed));
+    assert_eq!(raw.ask(&Request::Hello { min: 7, max: 9 }, &[]).code(), Some(Code::Version));
+    // A message of no bytes is a farewell.
+    raw.send(&[], &[]).unwrap();
+    assert!(raw.hear().is_none());
+    bystander.check();
+    drop((raw, buf));
+    end(daemon, bystander, before);
+}
+
+#[test]
+fn requests_that_must_be_refused() {
+    let limits = Limits { buffers: 16, bytes: 8 << 20, ..Limits::default() };
+    let daemon = Daemon::start(Config { limits, ..Config::default() });
+    let before = (open_files(), memfd_mappings());
+    let mut bystander = Bystander::new(&daemon);
+    let mut raw = Raw::new(&daemon.path);
+    assert_eq!(raw.ask(&Request::Buffer { len: 4096 }, &[]).code(), Some(Code::NotPermitted), "no greeting");
+    assert_eq!(raw.ask(&Request::Status { first: 0 }, &[]).code(), Some(Code::NotPermitted));
+    drop(raw);
+    let mut raw = Raw::greeted(&daemon.path);
+    let page = segment(0, 0, 4096);
+    let buf = memfd(16 << 10);
+    let fd = buf.export().unwrap();
+    assert_eq!(raw.map(3, &[page], &[fd]).code(), Some(Code::NotPermitted), "no function");
+    assert_eq!(raw.ask(&Request::Read { bar: 0, offset: 0 }, &[]).code(), Some(Code::NotPermitted));
+    assert_eq!(raw.ask(&Request::Open { ddr: 0, hbm: 0, queues: 17 }, &[]).code(), Some(Code::Quota));
+    assert_eq!(raw.ask(&Request::Open { ddr: 0, hbm: 0, queues: 0 }, &[fd]).code(), Some(Code::BadDescriptor));
+    assert_eq!(raw.ask(&Request::Open { ddr: 0, hbm: 0, queues: 0 }, &[]).code(), None);
+    assert_eq!(raw.ask(&Request::Open { ddr: 0, hbm: 0, queues: 0 }, &[]).code(), Some(Code::Busy));
+    // Wrong sizes and places.
+    for (offset, len) in
+        [(0, 0), (1, 4096), (0, 4097), (0, 20 << 10), (16 << 10, 4096), (u64::MAX - 4095, 4096), (4096, u64::MAX)]
+    {
+        let said = raw.map(3, &[segment(0, offset, len)], &[fd]);
+        assert_eq!(said.code(), Some(Code::Malformed), "{offset} {len}");
+    }
+    assert_eq!(raw.map(3, &[page, segment(1, 0, 4096)], &[fd]).code(), Some(Code::BadDescriptor));
+    assert_eq!(raw.map(3, &[page], &[]).code(), Some(Code::BadDescriptor));
+    for access in [0, 4, 7, 8, u32::MAX] {
+        assert_eq!(raw.map(access, &[page], &[fd]).code(), Some(Code::Malformed));
+    }
+    // Files of the wrong kind.
+    let unsealed = rustix::fs::memfd_create("unsealed", MemfdFlags::ALLOW_SEALING).unwrap();
+    rustix::fs::ftruncate(&unsealed, 4096).unwrap();
+    let growing = rustix::fs::memfd_create("grow", MemfdFlags::ALLOW_SEALING).unwrap();
+    rustix::fs::fcntl_add_seals(&growing, SealFlags::SHRINK).unwrap();
+    let huge = rustix::fs::memfd_create("huge", MemfdFlags::ALLOW_SEALING | MemfdFlags::HUGETLB).unwrap();
+    rustix::fs::fcntl_add_seals(&huge, SealFlags::SHRINK).unwrap();
+    let readonly = std::fs::File::open(format!("/proc/self/fd/{}", std::os::fd::AsRawFd::as_raw_fd(&fd))).unwrap();
+    let event = rustix::event::eventfd(0, rustix::event::EventfdFlags::CLOEXEC).unwrap();
+    let file = tempfile::tempfile().unwrap();
+    file.set_len(4096).unwrap();
+    let null = std::fs::File::open("/dev/null").unwrap();
+    let wrong = [
+        unsealed.as_fd(),
+        growing.as_fd(),
+        huge.as_fd(),
+        readonly.as_fd(),
+        event.as_fd(),
+        file.as_fd(),
+        null.as_fd(),
+        raw.socket.as_fd().try_clone_to_owned().unwrap().as_fd(),
+    ]
+    .map(|fd| fd.try_clone_to_owned().unwrap());
+    for (i, fd) in wrong.iter().enumerate() {
+        let said = raw.map(3, &[page], &[fd.as_fd()]);
+        assert_eq!(said.code(), Some(Code::BadDescriptor), "file {i}");
+        // In a list with a good one nothing is kept either. (The one for reading only is the good one again.)
+        if i == 3 {
+            continue;
+        }
+        let said = raw.map(3, &[page, segment(1, 0, 4096)], &[buf.export().unwrap(), fd.as_fd()]);
+        assert_eq!(said.code(), Some(Code::BadDescriptor), "file {i}");
+    }
+    let row = |daemon: &Daemon| daemon.report().clients.into_iter().find(|c| c.errors > 10).unwrap();
+    assert_eq!(
+        (row(&daemon).buffers, row(&daemon).mappings, row(&daemon).bytes),
+        (0, 0, 0),
+        "nothing is left of a refusal"
+    );
+    // Things that are not there.
+    assert_eq!(raw.ask(&Request::Unmap { iova: 0x10_0000 }, &[]).code(), Some(Code::NoSuchThing));
+    assert_eq!(raw.ask(&Request::Close { id: 1 }, &[]).code(), Some(Code::NoSuchThing));
+    for (bar, offset) in [(0, 0x7c), (0, 3), (1, 0), (2, u64::MAX), (0, u64::MAX - 3), (0, 0x1200)] {
+        assert_eq!(raw.ask(&Request::Read { bar, offset }, &[]).code(), Some(Code::NoSuchThing), "{bar} {offset:#x}");
+        assert_eq!(raw.ask(&Request::Write { bar, offset, value: 1 }, &[]).code(), Some(Code::NoSuchThing));
+        let bytes = Request::WriteBytes { bar, offset, bytes: &[1; 64] };
+        assert_eq!(raw.ask(&bytes, &[]).code(), Some(Code::NoSuchThing));
+    }
+    // Shrunk under the card: sealed.
+    let iova = raw.map_all(&buf, 3);
+    assert_eq!(rustix::fs::ftruncate(buf.export().unwrap(), 4096), Err(rustix::io::Errno::PERM));
+    let said = raw.ask(&Request::Buffer { len: 8192 }, &[]);
+    let made = said.fds.first().unwrap();
+    assert_eq!(rustix::fs::ftruncate(made, 0), Err(rustix::io::Errno::PERM));
+    assert_eq!(rustix::fs::ftruncate(made, 1 << 30), Err(rustix::io::Errno::PERM));
+    let id = said.word(0);
+    assert_eq!(raw.map(1, &[segment(0, 0, 8192)], &[made.as_fd()]).code(), None);
+    assert_eq!(raw.ask(&Request::Close { id }, &[]).code(), Some(Code::Busy));
+    assert_eq!(raw.ask(&Request::Unmap { iova }, &[]).code(), None);
+    assert_eq!(raw.ask(&Request::Unmap { iova }, &[]).code(), Some(Code::NoSuchThing));
+    // A flood of buffers, of mappings, of bytes.
+    let mut kept = Vec::new();
+    let refused = loop {
+        let said = raw.ask(&Request::Buffer { len: 4096 }, &[]);
+        match said.code() {
+            None => kept.push(said),
+            Some(code) => break code,
+        }
+    };
+    assert_eq!((refused, kept.len()), (Code::Quota, 15));
+    let fd = kept[0].fds[0].as_fd();
+    let mut mappings = 0;
+    let refused = loop {
+        match raw.map(1, &[page], &[fd]).code() {
+            None => mappings += 1,
+            Some(code) => break code,
+        }
+    };
+    assert_eq!((refused, mappings), (Code::Quota, 16 * 16 - 1));
+    for said in kept.drain(1..) {
+        assert_eq!(raw.ask(&Request::Close { id: said.word(0) }, &[]).code(), None);
+    }
+    for len in [8 << 20, u64::MAX, u64::MAX - 5000] {
+        assert_eq!(raw.ask(&Request::Buffer { len }, &[]).code(), Some(Code::Quota));
+    }
+    let large = memfd(9 << 20);
+    assert_eq!(raw.map(1, &[page], &[large.export().unwrap()]).code(), Some(Code::Quota), "it counts whole");
+    bystander.check();
+    drop((raw, said, kept, large, buf, unsealed, growing, huge, readonly, event, file, null, wrong));
+    end(daemon, bystander, before);
+}
+
+#[test]
+fn a_client_that_does_not_listen_loses_its_connection() {
+    let daemon = Daemon::start(Config::default());
+    let before = (open_files(), memfd_mappings());
+    let mut bystander = Bystander::new(&daemon);
+    let deaf = Raw::greeted(&daemon.path);
+    let start = Instant::now();
+    while start.elapsed() < LONG {
+        match deaf.send(&Request::Status { first: 0 }.encode(1), &[]) {
+            Ok(()) => {}
+            Err(e) => {
+                assert!(matches!(e, rustix::io::Errno::PIPE | rustix::io::Errno::CONNRESET), "{e}");
+                break;
+            }
+        }
+    }
+    assert!(start.elapsed() < LONG);
+    bystander.check();
+    drop(deaf);
+    end(daemon, bystander, before);
+}
+
+/// A function opened by hand: its rings, some memory that is mapped, and some that is not.
+struct Ringed {
+    raw: Raw,
+    page: SharedBuf,
+    bell: OwnedFd,
+    ring: SharedBuf,
+    completions: SharedBuf,
+    /// What the noise may change.
+    _mapped: SharedBuf,
+    readonly: SharedBuf,
+    unmapped: SharedBuf,
+    iovas: [u64; 4],
+}
+
+const LOG2: u32 = 6;
+
+impl Ringed {
+    fn new(path: &Path) -> Self {
+        let mut raw = Raw::greeted(path);
+        let mut said = raw.ask(&Request::Open { ddr: 64 << 20, hbm: 64 << 20, queues: 1 }, &[]);
+        assert_eq!(said.fds.len(), 2);
+        let (bell, page) = (said.fds.pop().unwrap(), SharedBuf::import(said.fds.pop().unwrap()).unwrap());
+        let [ring, completions, mapped, readonly, unmapped] = [4096, 4096, 64 << 10, 64 << 10, 64 << 10].map(memfd);
+        unmapped.view().fill(0x77);
+        readonly.view().fill(0x78);
+        let iovas = [(&ring, 1), (&completions, 3), (&mapped, 3), (&readonly, 1)].map(|(b, a)| raw.map_all(b, a));
+        Self { raw, page, bell, ring, completions, _mapped: mapped, readonly, unmapped, iovas }
+    }
+
+    fn doorbell(&self, value: u32) {
+        self.page.view().swap_u32(0, value).unwrap();
+        let _ = rustix::net::send(&self.bell, &[0; 8], SendFlags::DONTWAIT | SendFlags::NOSIGNAL);
+    }
+
+    fn untouched(&self) {
+        let all = |buf: &SharedBuf, byte: u8| {
+            let mut bytes = vec![0; buf.len()];
+            buf.view().read(&mut bytes);
+            bytes.iter().all(|b| *b == byte)
+        };
+        assert!(all(&self.unmapped, 0x77), "memory that is not mapped");
+        assert!(all(&self.readonly, 0x78), "memory that is mapped for reading");
+    }
+}
+
+/// Stops the queue and starts it with the two rings.
+fn start(raw: &mut Raw, iovas: &[u64; 4]) {
+    raw.write(0x1000, 0);
+    while raw.read(0x1004) != 0 {}
+    raw.write(0x100c, LOG2);
+    for (register, iova) in [(0x1010, iovas[0]), (0x1018, iovas[1])] {
+        raw.write(register, iova as u32);
+        raw.write(register + 4, (iova >> 32) as u32);
+    }
+    raw.write(0x1000, 1);
+    while raw.read(0x1004) == 0 {}
+}
+
+/// A descriptor: noise, or one that makes some sense.
+fn descriptor(random: &mut Random, iovas: &[u64; 4]) -> [u64; 4] {
+    let noise = |random: &mut Random| random.below(u64::MAX);
+    if random.below(4) == 0 {
+        return std::array::from_fn(|_| noise(random));
+    }
+    let near = match random.below(5) {
+        0 => noise(random),
+        i => iovas[i as usize - 1] + random.below(70 << 10),
+    };
+    let far = match random.below(4) {
+        0 => noise(random),
+        1 => random.below(65 << 20),
+        2 => (1 << 38) + random.below(65 << 20),
+        _ => 0x5555_0000 + random.below(1 << 20),
+    };
+    let (opcode, flags) = (random.below(9), random.below(8));
+    let len = if random.below(8) == 0 { random.below(1 << 32) } else { random.below(8192) };
+    [opcode | flags << 8 | random.below(1 << 32) << 32, near, far, len]
+}
+
+#[test]
+fn rings_of_noise() {
+    let daemon = Daemon::start(Config::default());
+    let before = (open_files(), memfd_mappings());
+    let mut bystander = Bystander::new(&daemon);
+    let mut ringed = Ringed::new(&daemon.path);
+    let mut random = Random(21);
+    let (mut halts, mut completed) = (0, 0u64);
+    for round in 0..300 {
+        start(&mut ringed.raw, &ringed.iovas);
+        for slot in 0..1usize << LOG2 {
+            for (i, word) in descriptor(&mut random, &ringed.iovas).into_iter().enumerate() {
+                ringed.ring.view().store_u64(32 * slot + 8 * i, word).unwrap();
+            }
+        }
+        ringed.doorbell(if random.below(8) == 0 { random.below(1 << 32) as u32 } else { 1 << LOG2 });
+        let deadline = Instant::now() + Duration::from_millis(20);
+        // A halt, everything done, or long enough: a GiB within the card takes its time.
+        while Instant::now() < deadline {
+            let (status, head) = (ringed.raw.read(0x1004), ringed.raw.read(0x1024));
+            if status != 1 || head == 1 << LOG2 {
+                break;
+            }
+        }
+        halts += u32::from(ringed.raw.read(0x1004) == 2);
+        completed += u64::from(ringed.raw.read(0x1024));
+        ringed.untouched();
+        // The words of the page that are the daemon's.
+        if round % 3 == 0 {
+            for at in [64, 128, 4096, 4100, 256, 320] {
+                ringed.page.view().store_u32(at, random.below(1 << 32) as u32).unwrap();
+            }
+        }
+    }
+    println!("{completed} descriptors completed, {halts} halts");
+    assert!(completed > 1000 && halts > 0);
+    bystander.check();
+    ringed.untouched();
+    drop(ringed);
+    end(daemon, bystander, before);
+}
+
+#[test]
+fn descriptors_that_change_while_they_are_read() {
+    let daemon = Daemon::start(Config::default());
+    let before = (open_files(), memfd_mappings());
+    let mut bystander = Bystander::new(&daemon);
+    let mut ringed = Ringed::new(&daemon.path);
+    let going = AtomicBool::new(true);
+    std::thread::scope(|s| {
+        let (ring, completions, page, going) = (&ringed.ring, &ringed.completions, &ringed.page, &going);
+        let iovas = ringed.iovas;
+        s.spawn(move || {
+            let mut random = Random(31);
+            while going.load(Ordering::Relaxed) {
+                let slot = random.below(1 << LOG2) as usize;
+                for (i, word) in descriptor(&mut random, &iovas).into_iter().enumerate() {
+                    ring.view().store_u64(32 * slot + 8 * i, word).unwrap();
+                }
+                completions.view().store_u64(16 * slot + 8, random.below(u64::MAX)).unwrap();
+                if random.below(64) == 0 {
+                    page.view().store_u32([64, 128, 4096][random.below(3) as usize], random.below(3) as u32).unwrap();
+                }
+            }
+        });
+        let mut random = Random(32);
+        let mut completed = 0;
+        for _ in 0..100 {
+            start(&mut ringed.raw, &iovas);
+            for n in 1..=20u32 {
+                ringed.page.view().swap_u32(0, n * 3).unwrap();
+                let _ = rustix::net::send(&ringed.bell, &[0; 8], SendFlags::DONTWAIT | SendFlags::NOSIGNAL);
+                std::thread::sleep(Duration::from_micros(random.below(100)));
+            }
+            completed += u64::from(ringed.raw.read(0x1024));
+        }
+        going.store(false, Ordering::Relaxed);
+        assert!(completed > 100, "{completed}");
+    });
+    ringed.untouched();
+    bystander.check();
+    drop(ringed);
+    end(daemon, bystander, before);
+}

@@ -1,0 +1,442 @@
+//! Clients are killed in mid-transfer, daemons too: what is left behind is nothing, and who is left is told.
+//!
+//! Processes to kill are this program again, with the test that kills them: told of a socket, it is the one to be killed.
+
+mod daemon;
+
+use std::io::{BufRead, BufReader};
+use std::os::fd::AsFd;
+use std::path::Path;
+use std::process::{Child, Command, Stdio};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::{Duration, Instant};
+
+use daemon::{Daemon, memfd_mappings, one, open_files, settles_at};
+use dmalane_addr::Access;
+use dmalane_card::{Card, CardQueue};
+use dmalane_daemon::{Client, Config, Error, Limits, Listener, Options, Server};
+use dmalane_engine::conformance_queue::Random;
+use dmalane_engine::{Cancelled, DeviceAddr, Direction, Ended, OpError, Operation, Queue, Refusal, Registered};
+use dmalane_mem::{Heap, MemfdHeap, Part, SharedBuf};
+
+const SOCKET: &str = "DMALANE_TEST_SOCKET";
+const MIB: usize = 1 << 20;
+const LONG: Duration = Duration::from_secs(30);
+
+/// This test again, as another process; it prints a line when it has begun.
+fn spawn(what: &str, socket: &Path) -> (Child, impl BufRead + use<>) {
+    let mut command = Command::new(std::env::current_exe().unwrap());
+    command.args(["--exact", what, "--nocapture", "--test-threads=1"]).env(SOCKET, socket);
+    let mut child = command.stdout(Stdio::piped()).spawn().unwrap();
+    let mut lines = BufReader::new(child.stdout.take().unwrap());
+    let mut line = String::new();
+    while !line.contains("begun") {
+        line.clear();
+        assert!(lines.read_line(&mut line).unwrap() > 0, "the child ended");
+    }
+    (child, lines)
+}
+
+/// All that a client needs.
+struct Driven {
+    client: Client,
+    card: Card<Client>,
+    queue: CardQueue<Client>,
+    part: Option<Part>,
+    via: Registered,
+}
+
+impl Driven {
+    fn new(client: Client, len: usize) -> Self {
+        let card = Card::open(Arc::new(client.clone()), &MemfdHeap::new()).unwrap();
+        let queue = card.queue(0).unwrap();
+        let buf = MemfdHeap::new().allocate(len).unwrap().share();
+        Self::with(client, card, queue, buf)
+    }
+
+    fn with(client: Client, card: Card<Client>, queue: CardQueue<Client>, buf: SharedBuf) -> Self {
+        let via = Registered::new(&client, &buf, Access::RW).unwrap();
+        Self { client, card, queue, part: Some(buf.into_part()), via }
+    }
+
+    fn at(&self, offset: u64) -> DeviceAddr {
+        DeviceAddr::Card(self.card.layout().hbm.first()).advance(offset).unwrap()
+    }
+
+    fn copy(&mut self, direction: Direction) -> Result<(), OpError> {
+        let part = self.part.take().unwrap();
+        let operation = Operation::copy(direction, part, self.via.clone(), self.at(0));
+        let _ticket = self.queue.enqueue(operation).unwrap();
+        let mut ended = Vec::new();
+        while ended.is_empty() {
+            self.queue.wait(&mut ended, LONG);
+        }
+        let Ended { operation, result, .. } = ended.remove(0);
+        self.part = Some(operation.into_parts().remove(0).part);
+        result
+    }
+
+    /// New bytes to the card and back, compared.
+    fn round(&mut self, random: &mut Random) {
+        let len = self.part.as_ref().unwrap().len();
+        let block: Vec<u8> = random.bytes(4096);
+        let write = |part: &mut Part, byte: u8| {
+            for at in (0..len).step_by(4096) {
+                let mut block = block.clone();
+                block[0] = (at >> 12) as u8 ^ byte;
+                part.write(at, &block).unwrap();
+            }
+        };
+        write(self.part.as_mut().unwrap(), 0);
+        self.copy(Direction::FromHost).unwrap();
+        let fresh = vec![0xee; len];
+        self.part.as_mut().unwrap().write(0, &fresh).unwrap();
+        self.copy(Direction::ToHost).unwrap();
+        let mut got = vec![0; len];
+        self.part.as_ref().unwrap().read(0, &mut got).unwrap();
+        for (i, there) in got.chunks(4096).enumerate() {
+            assert!(there[0] == i as u8 && there[1..] == block[1..], "page {i}");
+        }
+    }
+}
+
+/// A client that moves bytes, cancels, maps and unmaps until it is killed.
+fn client_to_be_killed(socket: &Path) -> ! {
+    let client = Client::connect(Options::new(socket)).unwrap();
+    let mut random = Random(client.number());
+    let card = Card::open(Arc::new(client.clone()), &MemfdHeap::new()).unwrap();
+    let mut queues: Vec<_> = (0..card.channels()).map(|i| card.queue(i).unwrap()).collect();
+    let at = DeviceAddr::Card(card.layout().ddr.first());
+    // Half of its memory is its own, half the daemon's.
+    let mut ready: Vec<(Part, Registered)> = Vec::new();
+    for i in 0..8 {
+        let buf = match i % 2 {
+            0 => client.buffer(MIB).unwrap(),
+            _ => MemfdHeap::new().allocate(MIB).unwrap().share(),
+        };
+        let via = Registered::new(&client, &buf, Access::RW).unwrap();
+        ready.push((buf.into_part(), via));
+    }
+    println!("begun");
+    let mut ended = Vec::new();
+    let mut registered = Vec::new();
+    loop {
+        for queue in &mut queues {
+            while let Some((part, via)) = ready.pop() {
+                let direction = if random.below(2) == 0 { Direction::FromHost } else { Direction::ToHost };
+                let place = at.advance(random.below(64) * MIB as u64).unwrap();
+                match queue.enqueue(Operation::copy(direction, part, via, place)) {
+                    Ok(ticket) if random.below(16) == 0 => {
+                        if let Cancelled::TakenBack(operation) = queue.cancel(ticket) {
+                            ready.extend(operation.into_parts().into_iter().map(|h| (h.part, h.via)));
+                        }
+                    }
+                    Ok(_) => {}
+                    Err(rejected) => {
+                        assert_eq!(rejected.reason, Refusal::Full);
+                        ready.extend(rejected.operation.into_parts().into_iter().map(|h| (h.part, h.via)));
+                        break;
+                    }
+                }
+                if random.below(3) == 0 {
+                    break;
+                }
+            }
+            if random.below(4) == 0 {
+                queue.wait(&mut ended, Duration::from_millis(1));
+            } else {
+                queue.poll(&mut ended);
+            }
+            for end in ended.drain(..) {
+                ready.extend(end.operation.into_parts().into_iter().map(|h| (h.part, h.via)));
+            }
+        }
+        // Mappings come and go meanwhile.
+        if random.below(64) == 0 {
+            let buf = MemfdHeap::new().allocate(64 << 10).unwrap().share();
+            registered.push(Registered::new(&client, &buf, Access::READ).unwrap());
+            if registered.len() > 8 {
+                registered.clear();
+            }
+        }
+    }
+}
+
+/// A daemon until it is killed.
+fn daemon_to_be_killed(socket: &Path) {
+    let listener = Listener::bind(socket, 0o600).unwrap();
+    let server = Server::new(Config::default(), |event| println!("{event}")).unwrap();
+    let (_stop, stopped) = std::os::unix::net::UnixStream::pair().unwrap();
+    println!("begun");
+    server.run(listener, stopped.as_fd()).unwrap();
+}
+
+/// How often (`DMALANE_KILLS`); `scripts/kill-clients` does it longer.
+#[test]
+fn clients_are_killed_in_mid_transfer() {
+    if let Some(socket) = std::env::var_os(SOCKET) {
+        client_to_be_killed(Path::new(&socket));
+    }
+    let kills: u64 = std::env::var("DMALANE_KILLS").ok().and_then(|n| n.parse().ok()).unwrap_or(200);
+    let daemon = Daemon::start(Config::default());
+    let (files, mappings) = (open_files(), memfd_mappings());
+    let going = AtomicBool::new(true);
+    let rounds = std::thread::scope(|s| {
+        // Somebody else, whose bytes must not change.
+        let other = s.spawn(|| {
+            let mut driven = Driven::new(daemon.connect(), 512 << 10);
+            let (mut random, mut rounds) = (Random(1), 0u64);
+            while going.load(Ordering::Relaxed) {
+                driven.round(&mut random);
+                rounds += 1;
+                std::thread::sleep(Duration::from_micros(200));
+            }
+            rounds
+        });
+        let mut random = Random(7);
+        let (mut busy, start) = (0, Instant::now());
+        for _ in 0..kills {
+            let (mut child, _lines) = spawn("clients_are_killed_in_mid_transfer", &daemon.path);
+            std::thread::sleep(Duration::from_micros(random.below(4000)));
+            let pid = child.id();
+            busy += u64::from(daemon.report().clients.iter().any(|c| c.pid == pid && c.moved > 0));
+            child.kill().unwrap();
+            child.wait().unwrap();
+            let what = "what a killed client had is released";
+            let report = daemon.wait_for(what, |r| r.clients.iter().all(|c| c.pid != pid));
+            assert_eq!((report.quarantined, report.totals.quarantined), (0, 0));
+        }
+        going.store(false, Ordering::Relaxed);
+        let rounds = other.join().unwrap();
+        println!(
+            "{kills} killed in {:?}, {busy} while bytes were moving; another client went {rounds} rounds",
+            start.elapsed()
+        );
+        assert!(busy >= kills / 2, "{busy}");
+        rounds
+    });
+    assert!(rounds > kills / 10, "{rounds}");
+    let report = daemon.wait_until_empty();
+    assert!(report.totals.released >= kills);
+    settles_at((files, mappings));
+    daemon.end_empty();
+}
+
+fn is_disconnected(error: &dmalane_mem::Error) -> bool {
+    matches!(error, dmalane_mem::Error::Other(e) if matches!(e.downcast_ref(), Some(Error::Disconnected(_))))
+}
+
+/// Starts many copies and gives what has not ended.
+fn many_in_flight(driven: &mut Driven, count: usize) -> usize {
+    let mut rest = driven.part.take().unwrap();
+    let size = rest.len() / count;
+    for i in 0..count {
+        let (part, more) = rest.split_at(size).unwrap();
+        rest = more;
+        let at = driven.at((i * size) as u64);
+        let _ticket = driven.queue.enqueue(Operation::copy(Direction::FromHost, part, driven.via.clone(), at)).unwrap();
+    }
+    driven.queue.doorbell();
+    count
+}
+
+#[test]
+fn a_daemon_is_killed_and_started_again() {
+    if let Some(socket) = std::env::var_os(SOCKET) {
+        return daemon_to_be_killed(Path::new(&socket));
+    }
+    let _one = one();
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("socket");
+    let files = open_files();
+    let mut random = Random(3);
+    let (mut child, mut lines) = spawn("a_daemon_is_killed_and_started_again", &path);
+    let mut driven = Driven::new(Client::connect(Options::new(&path)).unwrap(), 64 * MIB);
+    for round in 0..10 {
+        let bytes = random.bytes(4096);
+        driven.part.as_mut().unwrap().write(0, &bytes).unwrap();
+        let count = many_in_flight(&mut driven, 64);
+        std::thread::sleep(Duration::from_micros(random.below(3000)));
+        child.kill().unwrap();
+        let start = Instant::now();
+        let mut ended = Vec::new();
+        while driven.queue.in_flight() > 0 {
+            match round % 2 {
+                0 => driven.queue.poll(&mut ended),
+                _ => driven.queue.wait(&mut ended, LONG),
+            };
+            assert!(start.elapsed() < LONG);
+        }
+        child.wait().unwrap();
+        // Each comes back once; those that did not end say what has happened and what to do.
+        assert_eq!(ended.len(), count);
+        let mut whole: Option<Part> = None;
+        for Ended { operation, result, .. } in ended {
+            match result {
+                Ok(()) => {}
+                Err(OpError::Stopped(why)) => assert!(why.contains("is gone") && why.contains("reconnect"), "{why}"),
+                Err(e) => panic!("{e}"),
+            }
+            let part = operation.into_parts().remove(0).part;
+            whole = Some(match whole {
+                None => part,
+                Some(whole) => whole.join(part).unwrap(),
+            });
+        }
+        let Driven { client, card, queue, via, .. } = driven;
+        assert!(client.gone().is_some());
+        let buf = whole.unwrap().into_whole().unwrap();
+        let error = Registered::new(&client, &buf, Access::RW).map(drop).unwrap_err();
+        assert!(is_disconnected(&error), "{error}");
+        assert!(matches!(client.buffer(1), Err(Error::Disconnected(_))));
+        assert!(matches!(client.reconnect(), Err(Error::Connect { .. })), "there is no daemon");
+        let start = Instant::now();
+        drop((queue, via));
+        assert!(start.elapsed() < Duration::from_millis(500), "nobody to wait for");
+        assert_eq!(card.quarantined(), 0);
+        drop(card);
+        // A new daemon over the socket that the old one left, and the same buffer.
+        let (new, reconnected) = std::thread::scope(|s| {
+            let reconnecting = s.spawn(|| client.reconnect_within(LONG).unwrap());
+            (spawn("a_daemon_is_killed_and_started_again", &path), reconnecting.join().unwrap())
+        });
+        (child, lines) = new;
+        drop(client);
+        let card = Card::open(Arc::new(reconnected.clone()), &MemfdHeap::new()).unwrap();
+        let queue = card.queue(0).unwrap();
+        let mut there = vec![0; 4096];
+        buf.view().read(&mut there);
+        assert!(there == bytes, "what was in the buffer still is");
+        driven = Driven::with(reconnected, card, queue, buf);
+        driven.copy(Direction::FromHost).unwrap();
+        driven.part.as_mut().unwrap().write(0, &[0; 4096]).unwrap();
+        driven.copy(Direction::ToHost).unwrap();
+        driven.part.as_ref().unwrap().read(0, &mut there).unwrap();
+        assert!(there == bytes);
+    }
+    drop(driven);
+    child.kill().unwrap();
+    child.wait().unwrap();
+    drop((child, lines));
+    assert_eq!(open_files(), files);
+}
+
+#[test]
+fn a_daemon_that_ends_lets_go_first() {
+    let mut daemon = Daemon::start(Config::default());
+    let client = daemon.connect();
+    let card = Card::open(Arc::new(client.clone()), &MemfdHeap::new()).unwrap();
+    let queue = card.queue(0).unwrap();
+    let buf = client.buffer(16 * MIB).unwrap();
+    buf.view().write(b"stays");
+    let mut driven = Driven::with(client, card, queue, buf);
+    let count = many_in_flight(&mut driven, 16);
+    let totals = daemon.stop();
+    assert_eq!((totals.served, totals.released, totals.quarantined), (1, 1, 0));
+    let mut ended = Vec::new();
+    while driven.queue.in_flight() > 0 {
+        driven.queue.wait(&mut ended, LONG);
+    }
+    assert_eq!(ended.len(), count);
+    let mut bytes = [0; 5];
+    ended.remove(0).operation.into_parts().remove(0).part.read(0, &mut bytes).unwrap();
+    assert_eq!(&bytes, b"stays", "buffers keep their bytes");
+    assert!(matches!(driven.client.gone(), Some(Error::Disconnected(_))));
+}
+
+#[test]
+fn a_client_that_lets_go_of_everything_has_nothing_left() {
+    let daemon = Daemon::start(Config::default());
+    let (files, mappings) = (open_files(), memfd_mappings());
+    let client = daemon.connect();
+    let row = |daemon: &Daemon| daemon.report().clients.into_iter().find(|c| c.client == client.number()).unwrap();
+    let buf = client.buffer(MIB).unwrap();
+    let via = Registered::new(&client, &buf, Access::RW).unwrap();
+    // Two ranges of one memfd are one buffer.
+    let own = MemfdHeap::new().allocate(MIB).unwrap().share();
+    let ranges = [0..4096, 8192..16384].map(|r| Registered::of_range(&client, &own.share(), r, Access::READ).unwrap());
+    // Both, one behind the other.
+    let both = Registered::of_list(&client, &[&own, &buf], Access::RW).unwrap();
+    assert_eq!(both.mapping().span().len(), 2 * MIB as u64);
+    let now = row(&daemon);
+    assert_eq!((now.buffers, now.mappings, now.bytes, now.errors), (2, 4, 2 * MIB as u64, 0));
+    drop((via, both));
+    let now = row(&daemon);
+    assert_eq!((now.buffers, now.mappings, now.bytes), (2, 2, 2 * MIB as u64));
+    drop(ranges);
+    let now = row(&daemon);
+    assert_eq!((now.buffers, now.mappings, now.bytes), (1, 0, MIB as u64));
+    drop(buf);
+    drop(client.buffer(4096).unwrap());
+    drop(client.buffer(4096).unwrap());
+    let now = row(&daemon);
+    assert_eq!((now.buffers, now.bytes), (1, 4096), "those that nobody holds were given back");
+    drop((client, own));
+    daemon.wait_until_empty();
+    settles_at((files, mappings));
+    daemon.end_empty();
+}
+
+#[test]
+fn who_waits_for_the_event_is_woken() {
+    let daemon = Daemon::start(Config { spin: Duration::ZERO, ..Config::default() });
+    let mut driven = Driven::new(daemon.connect(), MIB);
+    let mut random = Random(5);
+    for _ in 0..200 {
+        let part = driven.part.take().unwrap();
+        let operation = Operation::copy(Direction::FromHost, part, driven.via.clone(), driven.at(0));
+        let _ticket = driven.queue.enqueue(operation).unwrap();
+        let mut ended = Vec::new();
+        while driven.queue.poll(&mut ended) == 0 {
+            if driven.queue.arm() {
+                let event = driven.queue.event().unwrap();
+                let mut fds = [rustix::event::PollFd::new(&event, rustix::event::PollFlags::IN)];
+                let timeout = rustix::event::Timespec { tv_sec: 30, tv_nsec: 0 };
+                assert_eq!(rustix::event::poll(&mut fds, Some(&timeout)), Ok(1), "the bell rings");
+            }
+        }
+        driven.part = Some(ended.remove(0).operation.into_parts().remove(0).part);
+        std::thread::sleep(Duration::from_micros(random.below(300)));
+    }
+    drop(driven);
+    daemon.end_empty();
+}
+
+#[test]
+fn nobody_gets_more_than_there_is() {
+    let limits = Limits { ddr: 64 << 20, hbm: 64 << 20, queues: 2, buffers: 8, bytes: 16 << 20 };
+    let config = Config { ddr: 128 << 20, hbm: 256 << 20, limits, clients: 3, ..Config::default() };
+    let daemon = Daemon::start(config);
+    let refused = |options: Options| match Client::connect(options) {
+        Err(Error::Refused { text, .. }) => text,
+        other => panic!("{other:?}"),
+    };
+    assert!(refused(Options { ddr: 66 << 20, ..daemon.options() }).contains("a client may have 67108864"));
+    assert!(refused(Options { queues: 3, ..daemon.options() }).contains("queues"));
+    assert!(refused(Options { hbm: 5, ..daemon.options() }).contains("multiple of 2 MiB (DDR) or 4 MiB (HBM)"));
+    let first = daemon.connect();
+    assert_eq!(first.limits(), limits);
+    let second = Client::connect(Options { hbm: 4 << 20, queues: 1, ..daemon.options() }).unwrap();
+    assert_eq!(second.queues(), 1);
+    let report = daemon.report();
+    assert_eq!((report.ddr, report.hbm), ((128 << 20, 128 << 20), (68 << 20, 256 << 20)));
+    let text = refused(daemon.options());
+    assert!(text.contains("0 bytes of DDR") && text.contains("wait until"), "{text}");
+    drop(second);
+    daemon.wait_for("a share is given back", |r| r.ddr.0 == 64 << 20);
+    let second = daemon.connect();
+    // Buffers.
+    assert!(matches!(first.buffer(17 << 20), Err(Error::Refused { .. })));
+    let large = first.buffer(16 << 20).unwrap();
+    assert!(matches!(first.buffer(1), Err(Error::Refused { .. })));
+    drop(large);
+    let many: Vec<_> = (0..8).map(|_| first.buffer(4096).unwrap()).collect();
+    assert!(matches!(first.buffer(1), Err(Error::Refused { .. })));
+    drop(many);
+    // Clients.
+    let third = dmalane_daemon::Client::connect(Options { ddr: 2 << 20, hbm: 4 << 20, ..daemon.options() });
+    assert!(matches!(third, Err(Error::Refused { .. })), "no DDR");
+    drop((first, second));
+    daemon.end_empty();
+}

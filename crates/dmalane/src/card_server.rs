@@ -1,0 +1,239 @@
+//! The software card as a PCI device in a process of its own, over vfio-user.
+
+use std::fs;
+use std::io;
+use std::os::fd::OwnedFd;
+use std::os::unix::fs::{FileTypeExt, PermissionsExt};
+use std::os::unix::net::{UnixListener, UnixStream};
+use std::path::{Path, PathBuf};
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::{Duration, Instant};
+
+use dmalane_card::{CardConfig, SoftCard, regs};
+use dmalane_iopt::X86_64_4Level;
+use dmalane_vfio::user::{ClientMemory, ClientPort, Model, RegionSpec, ServeError, serve};
+use rustix::fs::OFlags;
+use thiserror::Error;
+
+/// Vendor and device number of the card. Nobody gave us the vendor: it is not on the list of PCI-SIG.
+pub const CARD_PCI_ID: (u16, u16) = (0x4c44, 0x0001);
+
+/// Regions beside those of the card itself: the table of MSI-X, and the configuration space.
+const TABLE: u32 = 4;
+const CONFIG: u32 = 7;
+const CONFIG_LEN: usize = 256;
+const TABLE_LEN: u64 = 4096;
+const PENDING: u32 = 2048;
+const REGISTERS_LEN: u64 = 64 << 10;
+/// How long a reset may take.
+const RESET: Duration = Duration::from_secs(5);
+
+/// Why the card cannot be served.
+#[derive(Debug, Error)]
+#[non_exhaustive]
+pub enum CardServerError {
+    /// The socket cannot be made.
+    #[error("cannot listen at {}: {source}", path.display())]
+    Listen {
+        /// Where.
+        path: PathBuf,
+        /// The kernel's answer.
+        source: io::Error,
+    },
+    /// No client can be had any more.
+    #[error("cannot accept a client: {0}")]
+    Accept(io::Error),
+    /// The card cannot be made.
+    #[error(transparent)]
+    Card(#[from] dmalane_card::Error),
+}
+
+/// Serves software cards at a socket: each client gets a new one, with its memory empty. One client at a time.
+///
+/// QEMU from 10.1 on attaches it as `vfio-user-pci`; [`UserBus`](dmalane_vfio::user::UserBus) is a client in Rust. What a client sends is not
+/// trusted: at worst its own connection ends. Its memory must be memfds that are sealed against shrinking, as QEMU's are.
+pub struct CardServer {
+    listener: UnixListener,
+    path: PathBuf,
+    config: CardConfig,
+}
+
+impl CardServer {
+    /// Listens at a path, which only this user may connect to. A socket that was left there by nobody who still listens is replaced.
+    ///
+    /// # Errors
+    /// [`CardServerError::Listen`], also when there is anything else at the path; [`CardServerError::Card`] for a card that cannot be.
+    pub fn bind(path: &Path, config: CardConfig) -> Result<Self, CardServerError> {
+        // Not later, when a client is waiting.
+        drop(CardModel::new(config, &ClientMemory::new())?);
+        let listen = |source| CardServerError::Listen { path: path.to_owned(), source };
+        let left = fs::symlink_metadata(path).is_ok_and(|m| m.file_type().is_socket());
+        if left && UnixStream::connect(path).is_err_and(|e| e.kind() == io::ErrorKind::ConnectionRefused) {
+            fs::remove_file(path).map_err(listen)?;
+        }
+        let listener = UnixListener::bind(path).map_err(listen)?;
+        fs::set_permissions(path, fs::Permissions::from_mode(0o600)).map_err(listen)?;
+        Ok(Self { listener, path: path.to_owned(), config })
+    }
+
+    /// Waits for a client and serves it to its end. The inner result is that of the client.
+    ///
+    /// # Errors
+    /// [`CardServerError::Accept`], [`CardServerError::Card`].
+    pub fn serve_one(&self) -> Result<Result<(), ServeError>, CardServerError> {
+        let (stream, _) = self.listener.accept().map_err(CardServerError::Accept)?;
+        let memory = ClientMemory::new();
+        let mut model = CardModel::new(self.config, &memory)?;
+        Ok(serve(stream, &mut model, &memory))
+    }
+}
+
+impl Drop for CardServer {
+    fn drop(&mut self) {
+        let _ = fs::remove_file(&self.path);
+    }
+}
+
+type Events = Arc<Mutex<Vec<Option<OwnedFd>>>>;
+
+struct CardModel {
+    card: SoftCard<ClientPort, X86_64_4Level>,
+    events: Events,
+    memory_len: u64,
+    config: Box<[u8; CONFIG_LEN]>,
+    table: Box<[u8; TABLE_LEN as usize]>,
+}
+
+impl CardModel {
+    fn new(config: CardConfig, memory: &ClientMemory) -> Result<Self, dmalane_card::Error> {
+        let events: Events = Arc::new(Mutex::new((0..config.channels).map(|_| None).collect()));
+        let raised = events.clone();
+        let interrupt = move |channel: usize| {
+            let events = raised.lock().unwrap_or_else(PoisonError::into_inner);
+            if let Some(Some(event)) = events.get(channel) {
+                // Of one that takes no more, the client has enough unread.
+                let _ = rustix::io::write(event, &1u64.to_ne_bytes());
+            }
+        };
+        let card = SoftCard::new(config, || memory.port(), interrupt)?;
+        let end = card.memory().hbm().last().bits().max(card.memory().ddr().last().bits());
+        // The length of a BAR is a power of two.
+        let memory_len = (end + 1).next_power_of_two();
+        Ok(Self {
+            card,
+            events,
+            memory_len,
+            config: Box::new(config_space(config.channels)),
+            table: Box::new([0; TABLE_LEN as usize]),
+        })
+    }
+
+    /// Words of 32 bits, which is what registers and the card's memory take, one for one.
+    fn words(&self, bar: u8, offset: u64, into: &mut [u8]) -> bool {
+        into.len().is_multiple_of(4)
+            && into.chunks_exact_mut(4).zip((offset..).step_by(4)).all(|(word, at)| {
+                self.card.read32(bar, at).map(|value| word.copy_from_slice(&value.to_le_bytes())).is_some()
+            })
+    }
+}
+
+impl Model for CardModel {
+    fn region(&self, index: u32) -> RegionSpec {
+        let len = match index {
+            i if i == u32::from(regs::BAR_REGISTERS) => REGISTERS_LEN,
+            i if i == u32::from(regs::BAR_MEMORY) => self.memory_len,
+            TABLE => TABLE_LEN,
+            CONFIG => CONFIG_LEN as u64,
+            _ => 0,
+        };
+        RegionSpec { len, usable: len > 0 }
+    }
+
+    fn read(&mut self, region: u32, offset: u64, into: &mut [u8]) -> bool {
+        let at = offset as usize..(offset as usize).saturating_add(into.len());
+        match region {
+            CONFIG => into.copy_from_slice(&self.config[at]),
+            TABLE => into.copy_from_slice(&self.table[at]),
+            r if r == u32::from(regs::BAR_MEMORY) => {
+                return self.card.memory().read(dmalane_addr::CardAddr::new(offset), into).is_ok();
+            }
+            _ => return self.words(regs::BAR_REGISTERS, offset, into),
+        }
+        true
+    }
+
+    fn write(&mut self, region: u32, offset: u64, from: &[u8]) -> bool {
+        let at = offset as usize..(offset as usize).saturating_add(from.len());
+        match region {
+            // The command register and the BARs; what the client makes of them is its own business.
+            CONFIG => {
+                for (at, byte) in at.zip(from) {
+                    if matches!(at, 4..6 | 0x10..0x28) {
+                        self.config[at] = *byte;
+                    }
+                }
+                true
+            }
+            TABLE => {
+                self.table[at].copy_from_slice(from);
+                true
+            }
+            r if r == u32::from(regs::BAR_MEMORY) => {
+                self.card.memory().write(dmalane_addr::CardAddr::new(offset), from).is_ok()
+            }
+            _ => {
+                let (words, rest) = from.as_chunks::<4>();
+                rest.is_empty()
+                    && words.iter().zip((offset..).step_by(4)).all(|(word, at)| {
+                        self.card.write32(regs::BAR_REGISTERS, at, u32::from_le_bytes(*word)).is_some()
+                    })
+            }
+        }
+    }
+
+    fn interrupts(&self) -> u32 {
+        self.events.lock().unwrap_or_else(PoisonError::into_inner).len() as u32
+    }
+
+    fn set_interrupts(&mut self, first: u32, events: Vec<Option<OwnedFd>>) {
+        let mut slots = self.events.lock().unwrap_or_else(PoisonError::into_inner);
+        for (slot, event) in slots.iter_mut().skip(first as usize).zip(events) {
+            // The card must not wait for somebody to read; nor may it be anything but a file that says yes to this.
+            *slot = event.filter(|event| {
+                let flags = rustix::fs::fcntl_getfl(event);
+                flags.is_ok_and(|flags| rustix::fs::fcntl_setfl(event, flags | OFlags::NONBLOCK).is_ok())
+            });
+        }
+    }
+
+    fn reset(&mut self) {
+        let _ = self.card.write32(regs::BAR_REGISTERS, regs::CONTROL, 1);
+        let began = Instant::now();
+        while self.card.read32(regs::BAR_REGISTERS, regs::CONTROL) == Some(1) && began.elapsed() < RESET {
+            self.card.progress();
+            std::thread::sleep(Duration::from_micros(50));
+        }
+    }
+}
+
+/// The configuration space of PCI 3.0, with the capability of MSI-X.
+fn config_space(vectors: u32) -> [u8; CONFIG_LEN] {
+    let mut space = [0; CONFIG_LEN];
+    let mut put = |at: usize, bytes: &[u8]| space[at..at + bytes.len()].copy_from_slice(bytes);
+    put(0x00, &CARD_PCI_ID.0.to_le_bytes());
+    put(0x02, &CARD_PCI_ID.1.to_le_bytes());
+    // There are capabilities.
+    put(0x06, &0x10u16.to_le_bytes());
+    // Revision 0; a processing accelerator.
+    put(0x08, &0x1200_0000u32.to_le_bytes());
+    // BAR 0 and 4: 32 bits. BAR 2: 64 bits, prefetchable.
+    put(0x18, &0xcu32.to_le_bytes());
+    put(0x2c, &CARD_PCI_ID.0.to_le_bytes());
+    put(0x34, &[0x40]);
+    // MSI-X: as many entries as channels (one less is written), the table and the pending bits in BAR 4.
+    put(0x40, &[0x11, 0]);
+    put(0x42, &(vectors.clamp(1, 2048) as u16 - 1).to_le_bytes());
+    put(0x44, &TABLE.to_le_bytes());
+    put(0x48, &(PENDING | TABLE).to_le_bytes());
+    space
+}

@@ -1,0 +1,251 @@
+//! Devices that can be validated.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use dmalane_addr::{CardAddr, Span};
+use dmalane_card::{Card, CardConfig, SoftBus, Workers};
+use dmalane_engine::{Area, Channel, DeviceAddr, DeviceFar, Route};
+use dmalane_link::{Half, Limit, Link, Slow, assumptions};
+use dmalane_mem::{AnonHeap, HostBus, HostConfig, SoftHost};
+use dmalane_uring::{Node, NodeOptions, NodePaths};
+
+use super::desk::Desk;
+use super::place::Memories;
+use super::{Phase, ValidateError};
+
+/// A modelled link is this many times slower than what it stands for: its rates must be far below what the machine copies.
+pub const SLOWER: f64 = 50.0;
+
+/// A device with its channels, ready to be measured.
+pub struct Target {
+    /// What it is, for people.
+    pub name: String,
+    /// How it is driven, for people; a line each.
+    pub notes: Vec<String>,
+    pub(super) bus: Arc<dyn HostBus>,
+    pub(super) desks: Vec<Desk>,
+    pub(super) memories: Memories,
+    pub(super) areas: Vec<Area>,
+    pub(super) ceiling: Ceiling,
+    /// Its channels work at the same time.
+    pub(super) apart: bool,
+}
+
+/// What is measured beside a figure.
+pub(super) enum Ceiling {
+    /// Copies in memory.
+    Copies,
+    /// Plain calls on the same files.
+    Files(Node),
+    /// The optimum of a modelled link.
+    Optimum { link: Link, halves: Halves },
+}
+
+/// The halves of a card's memories.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Halves {
+    ddr: Span<CardAddr>,
+    hbm: [Span<CardAddr>; 2],
+}
+
+impl Halves {
+    pub fn of(&self, at: CardAddr) -> Half {
+        let upper = |span: Span<CardAddr>| at.bits() - span.first().bits() >= span.len() / 2;
+        match () {
+            () if self.ddr.contains(at) && !upper(self.ddr) => Half::Ddr0,
+            () if self.ddr.contains(at) => Half::Ddr1,
+            () if self.hbm[1].contains(at) => Half::Hbm1,
+            () => Half::Hbm0,
+        }
+    }
+
+    /// The first address of a half, and its bytes.
+    pub fn span(&self, half: Half) -> (CardAddr, u64) {
+        let ddr = self.ddr.len() / 2;
+        match half {
+            Half::Ddr0 => (self.ddr.first(), ddr),
+            Half::Ddr1 => (CardAddr::new(self.ddr.first().bits() + ddr), ddr),
+            Half::Hbm0 => (self.hbm[0].first(), self.hbm[0].len()),
+            Half::Hbm1 => (self.hbm[1].first(), self.hbm[1].len()),
+        }
+    }
+}
+
+/// How the software card is made for a validation.
+#[derive(Clone, Debug, Default)]
+pub struct SoftTarget {
+    /// The card; sizes are rounded up to what it can have.
+    pub card: CardConfig,
+    /// The host that it is plugged into.
+    pub host: HostConfig,
+    /// Entries of each ring; `None` for what the driver chooses.
+    pub ring: Option<usize>,
+    /// The name of a link that the card seems to hang off, one of [`emulations`].
+    pub emulate: Option<String>,
+    /// With how much a modelled link catches up when its threads did not get to run; `None` for a millisecond. It moves as much
+    /// more after idle time. For [`fit_link`](super::fit_link) on busy machines.
+    pub catch_up: Option<Duration>,
+}
+
+/// The links that can be emulated, by name: `half-egress-14` and so on.
+pub fn emulations() -> Vec<(String, Link)> {
+    assumptions::all().into_iter().map(|a| (a.name.replace(' ', "-"), slower(&a.link))).collect()
+}
+
+/// The same link with each of its rates divided by [`SLOWER`].
+fn slower(link: &Link) -> Link {
+    let limit = |l: &Limit| Limit { capacity: l.capacity.iter().map(|(t, c)| (*t, c / SLOWER)).collect(), ..l.clone() };
+    let limits = link.limits().iter().map(limit).collect();
+    Link::new(link.channels(), limits, link.latency()).expect("positive rates stay positive")
+}
+
+impl Target {
+    /// The software card.
+    ///
+    /// # Errors
+    /// [`ValidateError`] when it cannot be had as it is asked for.
+    pub fn soft(soft: SoftTarget) -> Result<Self, ValidateError> {
+        let mut card = soft.card;
+        card.ddr = card.ddr.next_multiple_of(4 << 20);
+        card.hbm = card.hbm.next_multiple_of(4 << 20);
+        let emulated = match &soft.emulate {
+            None => None,
+            Some(name) => {
+                let links = emulations();
+                let known = links.iter().map(|(name, _)| name.clone()).collect();
+                let found = links.into_iter().find(|(known, _)| known == name);
+                Some(found.ok_or_else(|| ValidateError::NoEmulation { name: name.clone(), known })?)
+            }
+        };
+        let host: SoftHost = SoftHost::new(soft.host).map_err(ValidateError::Memory)?;
+        let bus: Arc<SoftBus> = Arc::new(SoftBus::new(host, card)?);
+        let heap = AnonHeap::new();
+        let driver = match soft.ring {
+            None => Card::open(bus.clone(), &heap)?,
+            Some(entries) => Card::open_with_rings(bus.clone(), &heap, entries)?,
+        };
+        let layout = driver.layout();
+        let channels = (0..driver.channels()).map(|i| driver.channel(i)).collect::<Result<Vec<_>, _>>()?;
+        let lower = Span::inclusive(layout.hbm.first(), CardAddr::new(layout.hbm_half.bits() - 1));
+        let upper = Span::inclusive(layout.hbm_half, layout.hbm.last());
+        let hbm = [lower, upper].map(|half| half.expect("the driver has checked the boundary"));
+        let halves = Halves { ddr: layout.ddr, hbm };
+        let entries = channels.first().map_or(0, |c| c.limits().capacity);
+        let mut notes = vec![format!("{} channels, {:?} workers, rings of {entries}", channels.len(), card.workers)];
+        let (desks, ceiling, name) = match emulated {
+            None => (channels.into_iter().map(Desk::new).collect(), Ceiling::Copies, "software card".to_owned()),
+            Some((name, link)) => {
+                if channels.len() > link.channels() {
+                    return Err(ValidateError::TooManyChannels { wanted: channels.len(), most: link.channels() });
+                }
+                notes.push(format!("the rates of the link {name} are those of its assumption divided by {SLOWER}"));
+                let half = move |far: &DeviceFar| match far.at {
+                    DeviceAddr::Card(at) => halves.of(at),
+                    DeviceAddr::Va(_) => Half::Ddr0,
+                };
+                let burst = soft.catch_up.unwrap_or(Duration::from_millis(1));
+                let slow = Slow::catching_up(channels, link.clone(), burst, half);
+                let desks = slow.into_iter().map(Desk::new).collect();
+                (desks, Ceiling::Optimum { link, halves }, format!("software card behind the modelled link {name}"))
+            }
+        };
+        let memories = Memories::Card { ddr: layout.ddr, hbm };
+        let apart = soft.emulate.is_some() || card.workers == Workers::PerChannel;
+        Ok(Self { name, notes, bus, desks, memories, areas: driver.areas(), ceiling, apart })
+    }
+
+    /// A device that is a file, or two.
+    ///
+    /// # Errors
+    /// [`ValidateError::Node`].
+    pub fn file(paths: NodePaths, options: NodeOptions) -> Result<Self, ValidateError> {
+        let name = match paths.h2c == paths.c2h {
+            true => format!("file:{}", paths.h2c.display()),
+            false => format!("file:h2c={},c2h={}", paths.h2c.display(), paths.c2h.display()),
+        };
+        let node = Node::open(paths, options)?;
+        let queue = node.channel()?;
+        let notes = vec![format!("by {}", node.how())];
+        let memories = Memories::One(node.memory_len());
+        let bus = Arc::new(node.bus().clone());
+        let desks = vec![Desk::new(queue)];
+        let ceiling = Ceiling::Files(node);
+        Ok(Self { name, notes, bus, desks, memories, areas: Vec::new(), ceiling, apart: false })
+    }
+
+    /// The number of channels.
+    pub fn channels(&self) -> usize {
+        self.desks.len()
+    }
+
+    /// What can be measured, in the order of a report.
+    pub fn phases(&self) -> Vec<Phase> {
+        match self.memories {
+            Memories::Card { .. } => vec![Phase::Hbm, Phase::Ddr, Phase::Both],
+            Memories::One(_) => vec![Phase::Device],
+        }
+    }
+
+    /// The halves of a card.
+    pub(super) fn halves(&self) -> Option<Halves> {
+        match self.memories {
+            Memories::Card { ddr, hbm } => Some(Halves { ddr, hbm }),
+            Memories::One(_) => None,
+        }
+    }
+
+    /// The areas as a policy over these channels sees them.
+    pub(super) fn areas_for(&self, channels: &[usize]) -> Vec<Area> {
+        let route = |route| match route {
+            Route::Channel(c) => channels.iter().position(|of| *of == c).map_or(Route::Shared, Route::Channel),
+            Route::Shared => Route::Shared,
+        };
+        self.areas.iter().map(|a| Area { span: a.span, route: route(a.route) }).collect()
+    }
+
+    /// What the device's files hold there, if it is one whose contents are worth keeping and can be read.
+    pub(super) fn keep(&self, offset: u64, len: u64) -> Result<Option<Kept<'_>>, ValidateError> {
+        use std::os::unix::fs::FileExt;
+        let Ceiling::Files(node) = &self.ceiling else { return Ok(None) };
+        if node.memory_len().is_none() || node.paths().h2c != node.paths().c2h || node.alignment() > 1 {
+            return Ok(None);
+        }
+        let mut bytes = Vec::new();
+        let len = usize::try_from(len).unwrap_or(usize::MAX);
+        bytes.try_reserve_exact(len).map_err(|_| ValidateError::NoRoom(len as u64))?;
+        bytes.resize(len, 0);
+        node.files().1.read_exact_at(&mut bytes, offset).map_err(ValidateError::Keep)?;
+        Ok(Some(Kept { node, offset, bytes }))
+    }
+}
+
+/// Bytes that are put back when this is dropped.
+pub(super) struct Kept<'a> {
+    node: &'a Node,
+    offset: u64,
+    bytes: Vec<u8>,
+}
+
+impl Kept<'_> {
+    /// Puts them back now, and says whether that worked.
+    pub fn put_back(mut self) -> Result<(), ValidateError> {
+        let bytes = std::mem::take(&mut self.bytes);
+        self.write(&bytes).map_err(ValidateError::Keep)
+    }
+
+    fn write(&self, bytes: &[u8]) -> std::io::Result<()> {
+        use std::os::unix::fs::FileExt;
+        self.node.files().0.write_all_at(bytes, self.offset)
+    }
+}
+
+impl Drop for Kept<'_> {
+    fn drop(&mut self) {
+        // On the way out of an error: that one is told.
+        let _ = self.write(&self.bytes);
+    }
+}
+
+/// How long nothing may end before a device counts as stuck.
+pub(super) const PATIENCE: Duration = Duration::from_secs(20);

@@ -1,0 +1,254 @@
+//! Validations of devices whose truth is known: right ones, wrong ones, and links with known limits.
+
+use std::time::Duration;
+
+use dmalane_card::{CardConfig, Workers};
+use dmalane_engine::{Channel, Completion, DeviceFar, Direction, Limits, Refused, Ticket, Transfer};
+use dmalane_uring::{NodeOptions, NodePaths};
+
+use super::*;
+
+const MIB: u64 = 1 << 20;
+
+fn quick() -> Settings {
+    Settings { threads: 2, buffers: vec![256 << 10], stop: Stop::After(3), ..Settings::default() }
+}
+
+fn soft(card: CardConfig, emulate: Option<&str>) -> Target {
+    let card = CardConfig { ddr: 64 * MIB, hbm: 64 * MIB, ..card };
+    let emulate = emulate.map(str::to_owned);
+    Target::soft(SoftTarget { card, emulate, ..SoftTarget::default() }).unwrap()
+}
+
+fn check(target: &Target, settings: &Settings) -> Report {
+    let (mut steps, mut said) = (0, 0);
+    let report = run(target, settings, &mut |event| match event {
+        Event::Steps(n) => steps = n,
+        Event::Step(_) => said += 1,
+    });
+    let report = report.unwrap();
+    assert!(report.passed(), "{report:?}");
+    assert!(said <= steps && said > 0, "{said} of {steps}");
+    for figure in &report.figures {
+        let Figure { way, read, write, ceiling, .. } = figure;
+        assert_eq!((read.is_some(), write.is_some()), (*way != Way::Write, *way != Way::Read), "{figure:?}");
+        assert!(ceiling.is_some_and(|c| c > 0.0) && figure.total() > 0.0, "{figure:?}");
+        for rate in read.iter().chain(write) {
+            assert!(rate.p50 <= rate.p99 && rate.bytes_per_s.is_finite() && rate.buffers > 0, "{figure:?}");
+        }
+    }
+    report
+}
+
+#[test]
+fn the_software_card_passes_in_every_way() {
+    for workers in [Workers::Inline, Workers::One, Workers::PerChannel] {
+        let target = soft(CardConfig { workers, ..CardConfig::default() }, None);
+        let report = check(&target, &quick());
+        let cases = report.integrity.len();
+        assert!((3..=6).contains(&cases), "three phases, one or two kinds of pages");
+        assert_eq!(report.figures.len(), 3 * cases);
+        assert!(report.figures.iter().all(|f| f.read.iter().chain(&f.write).all(|r| r.buffers == 6)));
+    }
+    let target = soft(CardConfig::default(), None);
+    for (raw, registered, allocation, channels, threads) in [
+        (true, true, Allocation::Auto, MmChannel::Auto, 3),
+        (false, false, Allocation::Paired, MmChannel::Auto, 5),
+        (true, false, Allocation::Paired, MmChannel::Only(1), 1),
+        (false, true, Allocation::Auto, MmChannel::List(vec![1, 0]), 4),
+        (false, true, Allocation::Auto, MmChannel::Only(0), 1),
+    ] {
+        let buffers = vec![4096, 12288, 132 << 10];
+        let pages = vec![Pages::Small];
+        let settings =
+            Settings { raw, registered, allocation, channels, threads, buffers, pages, offset: 8192, ..quick() };
+        let report = check(&target, &settings);
+        // One thread cannot have one page in two memories.
+        let left_out = usize::from(threads == 1);
+        assert_eq!((report.figures.len(), report.left_out.len()), (3 * (9 - left_out), left_out), "{settings:?}");
+    }
+    let timed = Settings { stop: Stop::For(Duration::from_millis(5)), phases: vec![Phase::Ddr], ..quick() };
+    assert!(check(&target, &timed).figures.iter().all(|f| f.total() > 0.0));
+}
+
+#[test]
+fn files_pass_and_are_left_as_they_were() {
+    let file = tempfile::NamedTempFile::new().unwrap();
+    let before: Vec<u8> = (0..4 * MIB).map(|i| (i ^ i >> 8) as u8).collect();
+    std::fs::write(file.path(), &before).unwrap();
+    let paths = NodePaths { h2c: file.path().into(), c2h: file.path().into() };
+    for probe_at in [None, Some(MIB)] {
+        let target = Target::file(paths.clone(), NodeOptions { probe_at, ..NodeOptions::default() }).unwrap();
+        assert!(target.notes[0].contains(if probe_at.is_some() { "probed" } else { "not probed" }));
+        let report = check(&target, &Settings { offset: 4096, ..quick() });
+        assert!(report.integrity.iter().all(|i| i.phase == Phase::Device));
+        assert!(std::fs::read(file.path()).unwrap() == before);
+        let small = Settings { buffers: vec![MIB], ..quick() };
+        let Err(ValidateError::TooSmall { needed, have, .. }) =
+            run(&target, &Settings { offset: 4096, ..small }, &mut |_| {})
+        else {
+            panic!("it does not fit")
+        };
+        assert_eq!((needed, have), (4 * MIB + 4096, 4 * MIB));
+        assert!(matches!(
+            run(&target, &Settings { channels: MmChannel::Only(1), ..quick() }, &mut |_| {}),
+            Err(ValidateError::NoChannel { wanted: 1, has: 1 })
+        ));
+        let hbm = run(&target, &Settings { phases: vec![Phase::Hbm], ..quick() }, &mut |_| {});
+        assert!(matches!(hbm, Err(ValidateError::NoMemory(Phase::Hbm))));
+        let fit = fit_link(&target, &FitSettings::default(), &mut |_| {});
+        assert!(matches!(fit, Err(ValidateError::NothingToFit)));
+    }
+}
+
+#[test]
+fn settings_that_make_no_sense_are_refused() {
+    let target = soft(CardConfig::default(), None);
+    let refused = |settings: Settings| run(&target, &settings, &mut |_| {}).unwrap_err().to_string();
+    for (settings, why) in [
+        (Settings { threads: 0, ..quick() }, "a number of threads of 0 is not from 1 to 64"),
+        (Settings { threads: 65, ..quick() }, "not from 1 to 64"),
+        (Settings { buffers: vec![0], ..quick() }, "not a multiple of 4 KiB"),
+        (Settings { buffers: vec![4096, 4097], ..quick() }, "a buffer size of 4097 is not a multiple of 4 KiB"),
+        (Settings { buffers: vec![2 << 30], ..quick() }, "more than 1 GiB"),
+        (Settings { offset: 1, ..quick() }, "an offset of 1 is not a multiple of 4 KiB"),
+        (Settings { offset: 1 << 40, ..quick() }, "HBM has 67108864 bytes"),
+        (Settings { buffers: vec![32 * MIB], ..quick() }, "the buffers with the offset need"),
+        (Settings { stop: Stop::After(0), ..quick() }, "a number of iterations of 0"),
+        (Settings { stop: Stop::For(Duration::ZERO), ..quick() }, "no time"),
+        (Settings { channels: MmChannel::Only(2), ..quick() }, "no channel 2, it has 2"),
+        (Settings { channels: MmChannel::List(vec![0, 0]), ..quick() }, "named twice"),
+        (Settings { phases: vec![Phase::Device], ..quick() }, "the device has no device"),
+    ] {
+        let said = refused(settings);
+        assert!(said.contains(why), "{said}");
+    }
+    let soft = SoftTarget { emulate: Some("fast".into()), ..SoftTarget::default() };
+    let error = Target::soft(soft).err().unwrap().to_string();
+    assert!(error.contains("no modelled link is called \"fast\"; there are half-egress-14, "), "{error}");
+}
+
+/// A channel that gets something wrong.
+struct Wrong {
+    inner: Box<dyn Channel<Far = DeviceFar>>,
+    fault: Fault,
+    done: u64,
+}
+
+#[derive(Clone, Copy, PartialEq, Debug)]
+enum Fault {
+    /// A bit of every read, from the so many-th operation on.
+    Flip(u64),
+    /// Writes that do nothing, from the so many-th operation on.
+    Deaf(u64),
+    /// Reads that do nothing.
+    Blind(u64),
+    /// An error.
+    Fails(u64),
+}
+
+impl Channel for Wrong {
+    type Far = DeviceFar;
+
+    fn limits(&self) -> Limits {
+        self.inner.limits()
+    }
+
+    fn in_flight(&self) -> usize {
+        self.inner.in_flight()
+    }
+
+    fn submit(&mut self, mut transfer: Transfer<DeviceFar>) -> Result<Ticket, Refused<DeviceFar>> {
+        self.done += 1;
+        let (down, done) = (transfer.direction == Direction::ToHost, self.done);
+        // The other way: the device's bytes stay, or the buffer's go back to where they should have come from.
+        match self.fault {
+            Fault::Deaf(from) if !down && done > from => transfer.direction = Direction::ToHost,
+            Fault::Blind(from) if down && done > from => transfer.direction = Direction::FromHost,
+            _ => {}
+        }
+        self.inner.submit(transfer)
+    }
+
+    fn poll(&mut self, done: &mut Vec<Completion<DeviceFar>>) -> usize {
+        let before = done.len();
+        self.inner.poll(done);
+        for completion in &mut done[before..] {
+            self.done += 1;
+            match self.fault {
+                Fault::Flip(from) if completion.transfer.direction == Direction::ToHost && self.done > from => {
+                    let part = &mut completion.transfer.part;
+                    let mut byte = [0];
+                    part.read(100, &mut byte).unwrap();
+                    part.write(100, &[byte[0] ^ 4]).unwrap();
+                }
+                Fault::Fails(from) if self.done > from => completion.result = Err(OpError::Device { status: 9 }),
+                _ => {}
+            }
+        }
+        done.len() - before
+    }
+
+    fn wait(&mut self, done: &mut Vec<Completion<DeviceFar>>, timeout: Duration) -> usize {
+        self.inner.wait(done, timeout)
+    }
+}
+
+/// The software card with both channels wrong.
+fn wrong(fault: Fault) -> Target {
+    let mut target = soft(CardConfig::default(), None);
+    for desk in &mut target.desks {
+        *desk = desk::Desk::new(Wrong { inner: Box::new(desk.seat()), fault, done: 0 });
+    }
+    target
+}
+
+#[test]
+fn there_is_no_figure_for_bytes_that_are_wrong() {
+    let settings = Settings { phases: vec![Phase::Ddr], pages: vec![Pages::Small], ..quick() };
+    // From the first operation on: the comparison finds it, and nothing is measured.
+    for fault in [Fault::Flip(0), Fault::Deaf(0), Fault::Blind(0)] {
+        let report = run(&wrong(fault), &settings, &mut |_| {}).unwrap();
+        assert!(!report.passed() && report.figures.is_empty(), "{fault:?}: {report:?}");
+        let Integrity { ok, threads: 2, wrong, .. } = &report.integrity[0] else { panic!("{report:?}") };
+        assert!(*ok < 2 && wrong[0].starts_with("thread "), "{fault:?}: {wrong:?}");
+    }
+    // Later: what was measured with it is not shown.
+    for fault in [Fault::Deaf(60), Fault::Blind(60), Fault::Flip(120)] {
+        let settings = Settings { stop: Stop::After(50), ..settings.clone() };
+        let report = run(&wrong(fault), &settings, &mut |_| {}).unwrap();
+        assert_eq!((report.integrity[0].ok, report.integrity[0].threads), (2, 2), "{fault:?}");
+        assert!(!report.passed() && report.figures.len() < 3, "{fault:?}: {report:?}");
+    }
+    // An error is an error, with its place.
+    let error = run(&wrong(Fault::Fails(20)), &settings, &mut |_| {}).unwrap_err();
+    assert!(matches!(error, ValidateError::Failed { phase: Phase::Ddr, .. }), "{error}");
+    assert!(error.to_string().contains("status 0x9"), "{error}");
+}
+
+#[test]
+fn a_modelled_link_is_the_ceiling() {
+    let settings = Settings {
+        threads: 2,
+        buffers: vec![MIB],
+        stop: Stop::For(Duration::from_millis(60)),
+        pages: vec![Pages::Small],
+        ..Settings::default()
+    };
+    let target = soft(CardConfig::default(), Some("shared-23"));
+    let report = check(&target, &settings);
+    assert_eq!(report.figures.len(), 9);
+    for figure in &report.figures {
+        let ceiling = figure.ceiling.unwrap();
+        // What may be saved up in a millisecond; how close to it a figure comes depends on how busy this machine is.
+        assert!(figure.total() < 1.1 * ceiling, "{figure:?}");
+        let model = 23e9 / SLOWER;
+        assert!((ceiling / model - 1.0).abs() < 0.01, "{ceiling} {model}");
+    }
+    let three = SoftTarget {
+        card: CardConfig { channels: 3, ..CardConfig::default() },
+        emulate: Some("12-and-9".into()),
+        ..SoftTarget::default()
+    };
+    assert!(matches!(Target::soft(three), Err(ValidateError::TooManyChannels { wanted: 3, most: 2 })));
+}

@@ -1,0 +1,228 @@
+//! The software card in another process's place: every message goes over a socket, every byte through the client's mappings.
+
+use std::io::Write;
+use std::os::unix::net::UnixStream;
+use std::path::PathBuf;
+use std::sync::Arc;
+use std::time::Duration;
+
+use dmalane::addr::{Access, CardAddr};
+use dmalane::card::{Card, CardChannel, CardConfig, Workers};
+use dmalane::engine::conformance::{Fixture, suite};
+use dmalane::engine::{DeviceAddr, DeviceFar, Direction, Registered, Transfer, run};
+use dmalane::mem::{AnonHeap, Heap, HostBus, MemfdHeap, PageKind, Part};
+use dmalane::vfio::user::UserBus;
+use dmalane::{CARD_PCI_ID, CardServer, CardServerError};
+
+const MIB: u64 = 1 << 20;
+const LONG: Duration = Duration::from_secs(30);
+const CONFIG: CardConfig = CardConfig { ddr: 16 * MIB, hbm: 16 * MIB, channels: 2, workers: Workers::PerChannel };
+
+/// A server for so many clients, one after the other.
+struct House {
+    _dir: tempfile::TempDir,
+    path: PathBuf,
+    server: Option<std::thread::JoinHandle<Vec<bool>>>,
+}
+
+impl House {
+    fn new(clients: usize) -> Self {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("card");
+        let server = CardServer::bind(&path, CONFIG).unwrap();
+        let server = std::thread::spawn(move || (0..clients).map(|_| server.serve_one().unwrap().is_ok()).collect());
+        Self { _dir: dir, path, server: Some(server) }
+    }
+
+    fn connect(&self) -> Arc<UserBus> {
+        Arc::new(UserBus::connect(&self.path).unwrap())
+    }
+
+    /// Whether each client was served without an error.
+    fn end(mut self) -> Vec<bool> {
+        self.server.take().unwrap().join().unwrap()
+    }
+}
+
+fn heap() -> MemfdHeap {
+    MemfdHeap::starting_at(PageKind::Base)
+}
+
+struct Under {
+    bus: Arc<UserBus>,
+    card: Card<UserBus>,
+    registered: Vec<Registered>,
+    at: u64,
+}
+
+impl Fixture for Under {
+    type Channel = CardChannel<UserBus>;
+
+    fn channel(&mut self) -> Self::Channel {
+        self.registered.clear();
+        self.card.channel(1).unwrap()
+    }
+
+    fn far_len(&self) -> u64 {
+        MIB
+    }
+
+    fn far(&mut self, offset: u64, part: &Part) -> DeviceFar {
+        let via = self.registered.iter().find(|r| r.mapping().pinned().share().holds(part)).unwrap().clone();
+        DeviceFar { at: DeviceAddr::Card(CardAddr::new(self.at + offset)), via }
+    }
+
+    fn part(&mut self, len: usize) -> Part {
+        let buf = heap().allocate(len).unwrap().share();
+        self.registered.push(Registered::new(&*self.bus, &buf, Access::RW).unwrap());
+        buf.into_part()
+    }
+
+    fn peek(&mut self, offset: u64, len: usize) -> Vec<u8> {
+        let mut bytes = vec![0; len];
+        self.bus.read_region(2, self.at + offset, &mut bytes).unwrap();
+        bytes
+    }
+
+    fn poke(&mut self, offset: u64, bytes: &[u8]) {
+        self.bus.write_bytes(2, self.at + offset, bytes).unwrap();
+    }
+
+    fn forget(&mut self) {
+        self.registered.clear();
+    }
+
+    fn rounds(&self) -> u64 {
+        20
+    }
+}
+
+#[test]
+fn the_suite_that_every_channel_takes() {
+    let house = House::new(1);
+    let bus = house.connect();
+    let card = Card::open_with_rings(bus.clone(), &heap(), 16).unwrap();
+    // The end of DDR, so that one byte more is one too many.
+    let at = card.layout().ddr.last().bits() + 1 - MIB;
+    let mut fixture = Under { bus: bus.clone(), card, registered: Vec::new(), at };
+    suite(&mut fixture);
+    drop(fixture);
+    assert_eq!(bus.mapped_bytes(), 0, "rings and buffers are unmapped");
+    drop(bus);
+    assert_eq!(house.end(), [true]);
+}
+
+#[test]
+fn it_is_a_pci_device() {
+    let house = House::new(1);
+    let bus = house.connect();
+    let mut config = [0; 256];
+    bus.read_region(7, 0, &mut config).unwrap();
+    assert_eq!(
+        (config[0], config[1], config[2]),
+        (CARD_PCI_ID.0 as u8, (CARD_PCI_ID.0 >> 8) as u8, CARD_PCI_ID.1 as u8)
+    );
+    let msix = usize::from(config[0x34]);
+    assert_eq!((config[msix], config[msix + 2], config[msix + 4] & 7), (0x11, 1, 4), "two interrupts, table in BAR 4");
+    assert!(bus.region_len(2).is_power_of_two() && bus.region_len(1) == 0);
+    // Registers that are not there, and places past the end.
+    assert!(bus.read32(0, 0x8000).is_err() && bus.read32(0, 1 << 20).is_err() && bus.read32(1, 0).is_err());
+    assert!(
+        bus.write_bytes(2, bus.region_len(2) - 4, &[0; 8]).is_err() && bus.read_region(99, 0, &mut config).is_err()
+    );
+    bus.reset().unwrap();
+    // Memory of no descriptor cannot be lent.
+    let anonymous = AnonHeap::new().allocate(4096).unwrap().share();
+    let error = bus.map(bus.pin(&anonymous.share()).unwrap(), Access::RW).unwrap_err();
+    assert!(error.to_string().contains("not from a memfd"), "{error}");
+    drop(bus);
+    assert_eq!(house.end(), [true]);
+}
+
+#[test]
+fn each_client_gets_an_empty_card_and_leaves_nothing() {
+    let house = House::new(2);
+    let first = house.connect();
+    first.write_bytes(2, 0, b"secret!!").unwrap();
+    // Gone in mid-transfer, with its memory mapped.
+    let card = Card::open(first.clone(), &heap()).unwrap();
+    let buf = heap().allocate(8 << 20).unwrap().share();
+    let via = Registered::new(&*first, &buf, Access::RW).unwrap();
+    let far = DeviceFar { at: DeviceAddr::Card(CardAddr::new(0)), via: via.clone() };
+    run(&mut card.channel(0).unwrap(), Transfer { part: buf.into_part(), direction: Direction::FromHost, far }, LONG)
+        .unwrap();
+    drop((card, via, first));
+    let second = house.connect();
+    let mut bytes = [1; 8];
+    second.read_region(2, 0, &mut bytes).unwrap();
+    assert_eq!(bytes, [0; 8]);
+    drop(second);
+    assert_eq!(house.end(), [true, true]);
+}
+
+#[test]
+fn a_dma_to_what_is_not_mapped_is_a_fault() {
+    let house = House::new(1);
+    let bus = house.connect();
+    let card = Card::open(bus.clone(), &heap()).unwrap();
+    let buf = heap().allocate(4096).unwrap().share();
+    // Mapped for reading; the card is to write it.
+    let via = Registered::new(&*bus, &buf, Access::READ).unwrap();
+    let far = DeviceFar { at: DeviceAddr::Card(CardAddr::new(0)), via };
+    let mut channel = card.channel(0).unwrap();
+    let refused = run(&mut channel, Transfer { part: buf.into_part(), direction: Direction::ToHost, far }, LONG);
+    assert!(refused.unwrap_err().to_string().contains("does not permit"));
+    drop((channel, card, bus));
+    assert_eq!(house.end(), [true]);
+}
+
+#[test]
+fn a_client_that_talks_nonsense_ends_its_own_connection_only() {
+    let message = |id: u16, command: u16, body: &[u8]| {
+        let len = (16 + body.len()) as u32;
+        [&id.to_le_bytes()[..], &command.to_le_bytes(), &len.to_le_bytes(), &[0; 8], body].concat()
+    };
+    let hello = message(0, 1, &[&0u16.to_le_bytes()[..], &1u16.to_le_bytes(), b"{}\0"].concat());
+    let nonsense: Vec<Vec<u8>> = vec![
+        vec![0; 3],
+        message(0, 4, &[0; 16]),                              // no greeting
+        message(0, 1, &7u32.to_le_bytes()),                   // a version of the future
+        [hello.clone(), vec![0xff; 16]].concat(),             // a length of 4 GiB
+        [hello.clone(), message(1, 9, &[0xff; 16])].concat(), // a read of 4 GiB
+        [hello.clone(), message(1, 77, &[]), message(2, 9, &[])].concat(),
+        [hello.clone(), message(1, 2, &[0xff; 32])].concat(), // a mapping of everything, without a descriptor
+        [hello.clone(), message(1, 3, &[0xff; 24])].concat(),
+        [hello.clone(), message(1, 8, &[0xff; 20])].concat(),
+        [hello, message(1, 10, &[0; 16]), message(2, 13, &[])].concat(),
+    ];
+    let house = House::new(nonsense.len() + 1);
+    for bytes in &nonsense {
+        let mut stream = UnixStream::connect(&house.path).unwrap();
+        stream.write_all(bytes).unwrap();
+        stream.shutdown(std::net::Shutdown::Write).unwrap();
+        // Until the server has closed it.
+        std::io::copy(&mut stream, &mut std::io::sink()).ok();
+    }
+    assert!(house.connect().read32(0, 0).is_ok(), "the next client is served");
+    let served = house.end();
+    assert_eq!((served[..4].iter().any(|ok| *ok), served[4..].iter().all(|ok| *ok)), (false, true), "{served:?}");
+}
+
+#[test]
+fn a_path_that_is_taken() {
+    let dir = tempfile::tempdir().unwrap();
+    let path = dir.path().join("card");
+    let bind = || CardServer::bind(&path, CONFIG);
+    let first = bind().unwrap();
+    assert!(matches!(bind(), Err(CardServerError::Listen { .. })), "somebody listens");
+    drop(first);
+    assert!(!path.exists());
+    // Left behind by one that was killed.
+    drop(std::os::unix::net::UnixListener::bind(&path).unwrap());
+    drop(bind().unwrap());
+    std::fs::write(&path, "a file").unwrap();
+    assert!(bind().is_err());
+    assert_eq!(std::fs::read(&path).unwrap(), b"a file");
+    let none = CardServer::bind(&dir.path().join("x"), CardConfig { channels: 0, ..CONFIG });
+    assert!(matches!(none, Err(CardServerError::Card(_))));
+}

@@ -1,0 +1,18 @@
+//! VFIO as the Linux kernel has it: container and group, with the IOMMU of type 1.
+
+mod bar;
+mod bus;
+mod container;
+mod device;
+mod faults;
+mod pages;
+#[allow(unsafe_code)]
+mod sys;
+mod sysfs;
+
+pub use bar::{BarMap, Placement};
+pub use bus::VfioBus;
+pub use container::{Container, Peer, Took};
+pub use device::{Device, Region};
+pub use faults::{FaultLog, SeenFault};
+pub use pages::page_sizes;

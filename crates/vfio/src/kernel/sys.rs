@@ -1,0 +1,464 @@
+//! The system calls of VFIO (linux/vfio.h), and mappings of device memory.
+//!
+//! Invariant of [`BarMemory`]: `ptr..ptr + len` is one mapping of device memory that this value owns and nobody else unmaps. It is
+//! established by [`BarMemory::map`]. Nobody makes a reference into it: device memory changes by itself.
+
+use std::ffi::CString;
+use std::io;
+use std::os::fd::{AsRawFd, BorrowedFd, FromRawFd, OwnedFd, RawFd};
+use std::ptr::NonNull;
+use std::sync::atomic::{Ordering, fence};
+
+use dmalane_addr::{Access, Iova, PageSize, Span};
+use rustix::mm::{self, MapFlags, ProtFlags};
+use vfio_bindings::bindings::vfio as abi;
+
+/// The requests of linux/vfio.h, all of them `_IO(';', 100 + n)`.
+#[derive(Clone, Copy)]
+enum Request {
+    GetApiVersion = 0,
+    CheckExtension = 1,
+    SetIommu = 2,
+    GroupGetStatus = 3,
+    GroupSetContainer = 4,
+    GroupGetDeviceFd = 6,
+    DeviceGetInfo = 7,
+    DeviceGetRegionInfo = 8,
+    DeviceGetIrqInfo = 9,
+    DeviceSetIrqs = 10,
+    DeviceReset = 11,
+    IommuGetInfo = 12,
+    IommuMapDma = 13,
+    IommuUnmapDma = 14,
+}
+
+impl Request {
+    fn number(self) -> libc::Ioctl {
+        (abi::VFIO_TYPE as libc::Ioctl) << 8 | (abi::VFIO_BASE as libc::Ioctl + self as libc::Ioctl)
+    }
+}
+
+fn checked(result: libc::c_int) -> io::Result<i32> {
+    if result < 0 { Err(io::Error::last_os_error()) } else { Ok(result) }
+}
+
+/// A request whose argument is a number, or nothing.
+fn number(fd: BorrowedFd<'_>, request: Request, argument: libc::c_ulong) -> io::Result<i32> {
+    debug_assert!(matches!(
+        request,
+        Request::GetApiVersion | Request::CheckExtension | Request::SetIommu | Request::DeviceReset
+    ));
+    // SAFETY: the kernel takes the argument of these requests (checked above) as a number and touches no memory of ours. A file of another
+    // kind refuses the request.
+    checked(unsafe { libc::ioctl(fd.as_raw_fd(), request.number(), argument) })
+}
+
+/// A request whose argument begins with its own length in bytes, `argsz`, which this fills in.
+fn words(fd: BorrowedFd<'_>, request: Request, argument: &mut [u32]) -> io::Result<i32> {
+    argument[0] = size_of_val(argument) as u32;
+    debug_assert!(!matches!(
+        request,
+        Request::SetIommu | Request::CheckExtension | Request::GroupSetContainer | Request::GroupGetDeviceFd
+    ));
+    // SAFETY: of these requests the kernel reads and writes at most `argsz` bytes, the length of the slice, and refuses one that is
+    // too short for it. What it reads has no pointers, but for the address of memory to map (see `dma_map`).
+    checked(unsafe { libc::ioctl(fd.as_raw_fd(), request.number(), argument.as_mut_ptr()) })
+}
+
+/// A 64-bit field that lies at a multiple of 32 bits.
+fn wide(words: &[u32], at: usize) -> u64 {
+    let half = |i| u64::from(words.get(i).copied().unwrap_or(0));
+    if cfg!(target_endian = "little") { half(at) | half(at + 1) << 32 } else { half(at) << 32 | half(at + 1) }
+}
+
+fn set_wide(words: &mut [u32], at: usize, value: u64) {
+    let (low, high) = (value as u32, (value >> 32) as u32);
+    (words[at], words[at + 1]) = if cfg!(target_endian = "little") { (low, high) } else { (high, low) };
+}
+
+// ---- container and group -------------------------------------------------------------------------------------------
+
+/// Does this container speak the interface that we do, and does it have the IOMMU of type 1, version 2?
+pub(crate) fn has_type1(container: BorrowedFd<'_>) -> io::Result<bool> {
+    let version = number(container, Request::GetApiVersion, 0)?;
+    let type1 = number(container, Request::CheckExtension, abi::VFIO_TYPE1v2_IOMMU.into())?;
+    Ok(version == abi::VFIO_API_VERSION as i32 && type1 == 1)
+}
+
+pub(crate) fn set_type1(container: BorrowedFd<'_>) -> io::Result<()> {
+    number(container, Request::SetIommu, abi::VFIO_TYPE1v2_IOMMU.into()).map(drop)
+}
+
+/// True when every device of the group is with VFIO or with no driver.
+pub(crate) fn is_viable(group: BorrowedFd<'_>) -> io::Result<bool> {
+    let mut status = [0; 2];
+    words(group, Request::GroupGetStatus, &mut status)?;
+    Ok(status[1] & abi::VFIO_GROUP_FLAGS_VIABLE != 0)
+}
+
+pub(crate) fn set_container(group: BorrowedFd<'_>, container: BorrowedFd<'_>) -> io::Result<()> {
+    let container: RawFd = container.as_raw_fd();
+    // SAFETY: the kernel reads one int, which lives through the call.
+    let done = unsafe { libc::ioctl(group.as_raw_fd(), Request::GroupSetContainer.number(), &raw const container) };
+    checked(done).map(drop)
+}
+
+pub(crate) fn device(group: BorrowedFd<'_>, name: &str) -> io::Result<OwnedFd> {
+    let name = CString::new(name).map_err(|_| io::ErrorKind::InvalidInput)?;
+    // SAFETY: the kernel reads a string that ends with a zero, which lives through the call.
+    let fd = unsafe { libc::ioctl(group.as_raw_fd(), Request::GroupGetDeviceFd.number(), name.as_ptr()) };
+    let fd = checked(fd)?;
+    // SAFETY: the kernel has just opened this descriptor for us, and nobody else knows it.
+    Ok(unsafe { OwnedFd::from_raw_fd(fd) })
+}
+
+/// Capabilities behind a structure of the kernel's: (id, its words from the header on). A chain that makes no sense ends early.
+fn capabilities(words: &[u32], first: u32) -> Vec<(u16, Vec<u32>)> {
+    let (mut found, mut at) = (Vec::new(), first as usize);
+    // Each may only lie behind the one before, so there is an end.
+    while at > 0 && at.is_multiple_of(4) && at / 4 + 2 <= words.len() && found.len() < 64 {
+        let here = &words[at / 4..];
+        let id = if cfg!(target_endian = "little") { here[0] as u16 } else { (here[0] >> 16) as u16 };
+        found.push((id, here.to_vec()));
+        let next = here[1] as usize;
+        at = if next > at { next } else { 0 };
+    }
+    found
+}
+
+/// What a container's IOMMU says of itself.
+pub(crate) struct IommuInfo {
+    /// Bit n: pages of 2^n bytes.
+    pub(crate) pages: u64,
+    /// Where memory may be mapped; empty where the kernel does not say.
+    pub(crate) ranges: Vec<Span<Iova>>,
+    /// Mappings that may still be made.
+    pub(crate) left: Option<u32>,
+}
+
+pub(crate) fn iommu_info(container: BorrowedFd<'_>) -> io::Result<IommuInfo> {
+    let mut info = vec![0; 6];
+    // The kernel says how long the answer is; then it is asked again.
+    words(container, Request::IommuGetInfo, &mut info)?;
+    let wanted = (info[0] as usize).div_ceil(4).clamp(6, 1 << 16);
+    info = vec![0; wanted];
+    words(container, Request::IommuGetInfo, &mut info)?;
+    let flags = info[1];
+    let pages = if flags & abi::VFIO_IOMMU_INFO_PGSIZES != 0 { wide(&info, 2) } else { 1 << 12 };
+    let (mut ranges, mut left) = (Vec::new(), None);
+    let first = if flags & abi::VFIO_IOMMU_INFO_CAPS != 0 { info[4] } else { 0 };
+    for (id, capability) in capabilities(&info, first) {
+        match u32::from(id) {
+            abi::VFIO_IOMMU_TYPE1_INFO_CAP_IOVA_RANGE => {
+                let count = capability.get(2).copied().unwrap_or(0) as usize;
+                let pairs = capability.get(4..).unwrap_or_default().chunks_exact(4).take(count);
+                ranges = pairs.filter_map(|p| Span::inclusive(Iova::new(wide(p, 0)), Iova::new(wide(p, 2)))).collect();
+            }
+            abi::VFIO_IOMMU_TYPE1_INFO_DMA_AVAIL => left = capability.get(2).copied(),
+            _ => {}
+        }
+    }
+    Ok(IommuInfo { pages, ranges, left })
+}
+
+/// Lets devices of the container reach `len` bytes at address `va` of this process from `iova` on.
+///
+/// The kernel holds the pages until they are unmapped, so a device never reaches pages that went to somebody else, whatever becomes of
+/// the address. That nobody has a slice of them while a device writes is for the caller to see to (`Pinned::admit`).
+pub(crate) fn dma_map(container: BorrowedFd<'_>, va: usize, len: u64, iova: Iova, access: Access) -> io::Result<()> {
+    let mut flags = 0;
+    if access.contains(Access::READ) {
+        flags |= abi::VFIO_DMA_MAP_FLAG_READ;
+    }
+    if access.contains(Access::WRITE) {
+        flags |= abi::VFIO_DMA_MAP_FLAG_WRITE;
+    }
+    // struct vfio_iommu_type1_dma_map: argsz, flags, vaddr, iova, size.
+    let mut map = [0; size_of::<abi::vfio_iommu_type1_dma_map>() / 4];
+    map[1] = flags;
+    set_wide(&mut map, 2, va as u64);
+    set_wide(&mut map, 4, iova.bits());
+    set_wide(&mut map, 6, len);
+    words(container, Request::IommuMapDma, &mut map).map(drop)
+}
+
+/// Ends mappings that lie wholly within the span, and says how many bytes that were. When it returns, no device reaches them.
+pub(crate) fn dma_unmap(container: BorrowedFd<'_>, span: Span<Iova>) -> io::Result<u64> {
+    // struct vfio_iommu_type1_dma_unmap: argsz, flags, iova, size.
+    let mut unmap = [0; size_of::<abi::vfio_iommu_type1_dma_unmap>() / 4];
+    set_wide(&mut unmap, 2, span.first().bits());
+    set_wide(&mut unmap, 4, span.len());
+    words(container, Request::IommuUnmapDma, &mut unmap)?;
+    Ok(wide(&unmap, 4))
+}
+
+// ---- device --------------------------------------------------------------------------------------------------------
+
+/// `VFIO_DEVICE_GET_INFO`: flags, regions, kinds of interrupts.
+pub(crate) fn device_info(device: BorrowedFd<'_>) -> io::Result<(u32, u32, u32)> {
+    let mut info = [0; 6];
+    words(device, Request::DeviceGetInfo, &mut info)?;
+    Ok((info[1], info[2], info[3]))
+}
+
+/// `VFIO_DEVICE_GET_REGION_INFO`.
+pub(crate) struct RegionInfo {
+    pub(crate) flags: u32,
+    pub(crate) size: u64,
+    /// Where the region lies in the device's file.
+    pub(crate) offset: u64,
+    /// The areas (offset, length) that can be mapped, when not all of it can.
+    pub(crate) sparse: Option<Vec<(u64, u64)>>,
+}
+
+pub(crate) fn region_info(device: BorrowedFd<'_>, index: u32) -> io::Result<RegionInfo> {
+    let mut info = vec![0; 8];
+    info[2] = index;
+    words(device, Request::DeviceGetRegionInfo, &mut info)?;
+    let wanted = (info[0] as usize).div_ceil(4).clamp(8, 1 << 16);
+    info = vec![0; wanted];
+    info[2] = index;
+    words(device, Request::DeviceGetRegionInfo, &mut info)?;
+    let flags = info[1];
+    let first = if flags & abi::VFIO_REGION_INFO_FLAG_CAPS != 0 { info[3] } else { 0 };
+    let sparse = capabilities(&info, first).into_iter().find_map(|(id, capability)| {
+        let areas = || {
+            let count = capability.get(2).copied().unwrap_or(0) as usize;
+            let areas = capability.get(4..).unwrap_or_default().chunks_exact(4).take(count);
+            areas.map(|a| (wide(a, 0), wide(a, 2))).collect()
+        };
+        (u32::from(id) == abi::VFIO_REGION_INFO_CAP_SPARSE_MMAP).then(areas)
+    });
+    Ok(RegionInfo { flags, size: wide(&info, 4), offset: wide(&info, 6), sparse })
+}
+
+/// How many interrupts there are of a kind.
+pub(crate) fn irq_count(device: BorrowedFd<'_>, index: u32) -> io::Result<u32> {
+    let mut info = [0, 0, index, 0];
+    words(device, Request::DeviceGetIrqInfo, &mut info)?;
+    Ok(info[3])
+}
+
+/// Interrupts 0.. of a kind count up these eventfds; none turns the kind off.
+pub(crate) fn set_irqs(device: BorrowedFd<'_>, index: u32, events: &[OwnedFd]) -> io::Result<()> {
+    let data = if events.is_empty() { abi::VFIO_IRQ_SET_DATA_NONE } else { abi::VFIO_IRQ_SET_DATA_EVENTFD };
+    let mut set = vec![0, data | abi::VFIO_IRQ_SET_ACTION_TRIGGER, index, 0, events.len() as u32];
+    set.extend(events.iter().map(|e| e.as_raw_fd() as u32));
+    words(device, Request::DeviceSetIrqs, &mut set).map(drop)
+}
+
+pub(crate) fn reset(device: BorrowedFd<'_>) -> io::Result<()> {
+    number(device, Request::DeviceReset, 0).map(drop)
+}
+
+// ---- device memory -------------------------------------------------------------------------------------------------
+
+/// The size of the pages that this kernel manages memory in.
+pub(crate) fn base_page() -> u64 {
+    rustix::param::page_size() as u64
+}
+
+/// A piece of a BAR, mapped.
+pub(crate) struct BarMemory {
+    ptr: NonNull<u8>,
+    len: usize,
+}
+
+// SAFETY: device memory is not tied to a thread.
+unsafe impl Send for BarMemory {}
+// SAFETY: all access is volatile, by whole words; threads that use it at once may see each other's words in any order, as with
+// any device, and never a reference.
+unsafe impl Sync for BarMemory {}
+
+impl BarMemory {
+    /// Maps `len` bytes at `offset` of the device's file so that their address is `phase` modulo `align`; `None` leaves it to the
+    /// kernel where.
+    pub(crate) fn map(
+        device: BorrowedFd<'_>,
+        offset: u64,
+        len: usize,
+        align: Option<(PageSize, u64)>,
+    ) -> io::Result<Self> {
+        let access = ProtFlags::READ | ProtFlags::WRITE;
+        let Some((align, phase)) = align else {
+            // SAFETY: no address is asked for, so no existing mapping is replaced.
+            let ptr = unsafe { mm::mmap(std::ptr::null_mut(), len, access, MapFlags::SHARED, device, offset) }?;
+            return Ok(Self { ptr: NonNull::new(ptr.cast()).ok_or(io::ErrorKind::OutOfMemory)?, len });
+        };
+        let align = usize::try_from(align.bytes()).map_err(|_| io::ErrorKind::InvalidInput)?;
+        let phase = phase as usize & (align - 1);
+        let total = len.checked_add(align).ok_or(io::ErrorKind::OutOfMemory)?;
+        // SAFETY: no address is asked for, so no existing mapping is replaced.
+        let base = unsafe {
+            mm::mmap_anonymous(std::ptr::null_mut(), total, ProtFlags::empty(), MapFlags::PRIVATE | MapFlags::NORESERVE)
+        }?;
+        let base = base.cast::<u8>();
+        // The first address at or behind `base` that is `phase` modulo `align`: less than `align` behind it, so that `len` bytes fit.
+        let head = phase.wrapping_sub(base.addr()) & (align - 1);
+        let start = base.wrapping_add(head);
+        // SAFETY: `start..start + len` lies within the reservation made above (head < align, total = len + align), to which nothing refers: only
+        // that is replaced.
+        let mapped = unsafe { mm::mmap(start.cast(), len, access, MapFlags::SHARED | MapFlags::FIXED, device, offset) };
+        let end = len.next_multiple_of(base_page() as usize);
+        let cut = |ptr: *mut u8, len: usize| match len {
+            0 => Ok(()),
+            // SAFETY: what is cut off lies within the reservation made above and outside of what was mapped in it.
+            _ => unsafe { mm::munmap(ptr.cast(), len) },
+        };
+        match mapped {
+            Ok(ptr) => {
+                // What cannot be cut off stays reserved: addresses without memory.
+                let _ = cut(base, head);
+                let _ = cut(
+                    start.wrapping_add(end),
+                    total.next_multiple_of(base_page() as usize).saturating_sub(head + end),
+                );
+                Ok(Self { ptr: NonNull::new(ptr.cast()).ok_or(io::ErrorKind::OutOfMemory)?, len })
+            }
+            Err(e) => {
+                let _ = cut(base, total);
+                Err(e.into())
+            }
+        }
+    }
+
+    pub(crate) fn address(&self) -> usize {
+        self.ptr.as_ptr().addr()
+    }
+
+    pub(crate) fn len(&self) -> usize {
+        self.len
+    }
+
+    /// The place of a word, when it lies within and is aligned to its size.
+    fn word<T>(&self, offset: usize) -> Option<NonNull<T>> {
+        let end = offset.checked_add(size_of::<T>())?;
+        let fits = end <= self.len && (self.address() + offset).is_multiple_of(size_of::<T>());
+        // SAFETY: within the mapping, as just checked.
+        fits.then(|| unsafe { self.ptr.add(offset) }.cast())
+    }
+
+    /// Reads a word of 1, 2, 4 or 8 bytes in one access.
+    pub(crate) fn load<T: Word>(&self, offset: usize) -> Option<T> {
+        // SAFETY: within the mapping, aligned, and any bits are a value of a `Word`.
+        let value = self.word::<T>(offset).map(|at| unsafe { at.read_volatile() });
+        // What is read from memory next was written by the device before.
+        fence(Ordering::SeqCst);
+        value
+    }
+
+    /// Writes a word of 1, 2, 4 or 8 bytes in one access, behind everything that this thread wrote before.
+    pub(crate) fn store<T: Word>(&self, offset: usize, value: T) -> Option<()> {
+        let at = self.word::<T>(offset)?;
+        before_device();
+        // SAFETY: within the mapping, and aligned.
+        unsafe { at.write_volatile(value) };
+        Some(())
+    }
+}
+
+impl Drop for BarMemory {
+    fn drop(&mut self) {
+        // SAFETY: the range is this value's own mapping, and nothing refers to it: words are read and written by value.
+        let unmapped = unsafe { mm::munmap(self.ptr.as_ptr().cast(), self.len) };
+        debug_assert!(unmapped.is_ok(), "munmap of an own mapping: {unmapped:?}");
+    }
+}
+
+/// Orders what this thread wrote to memory before what it is going to write to a device.
+fn before_device() {
+    // On x86 stores to device memory stay behind earlier stores. Arm's barrier of a fence does not reach devices.
+    #[cfg(target_arch = "aarch64")]
+    // SAFETY: a barrier; it touches neither memory nor registers.
+    unsafe {
+        std::arch::asm!("dmb oshst", options(nostack, preserves_flags));
+    }
+    fence(Ordering::SeqCst);
+}
+
+/// An integer that a device reads and writes in one access.
+pub(crate) trait Word: Copy {}
+impl Word for u8 {}
+impl Word for u16 {}
+impl Word for u32 {}
+impl Word for u64 {}
+
+#[cfg(test)]
+mod tests {
+    use std::fs::File;
+    use std::os::fd::AsFd;
+
+    use super::*;
+
+    /// A file in place of a device: the same calls.
+    fn file(len: u64) -> File {
+        let file = tempfile::tempfile().unwrap();
+        file.set_len(len).unwrap();
+        file
+    }
+
+    #[test]
+    fn a_mapping_has_the_alignment_that_was_asked_for() {
+        let file = file(8 << 20);
+        for (log2, phase, len) in
+            [(12, 0, 4096), (21, 0, 4 << 20), (21, 0x3000, 1 << 20), (30, 0, 8 << 20), (30, 0x40_0000, 4096)]
+        {
+            let align = PageSize::from_log2(log2).unwrap();
+            let bar = BarMemory::map(file.as_fd(), 0, len, Some((align, phase))).unwrap();
+            assert_eq!(bar.address() as u64 % align.bytes(), phase);
+            assert_eq!(bar.len(), len);
+            bar.store(len - 4, 7u32).unwrap();
+            assert_eq!(bar.load::<u32>(len - 4), Some(7));
+        }
+        assert!(BarMemory::map(file.as_fd(), 0, usize::MAX - 4095, Some((PageSize::SIZE_2M, 0))).is_err());
+        // Nothing of the reservations is left behind.
+        let maps = || {
+            std::fs::read_to_string("/proc/self/maps")
+                .unwrap()
+                .lines()
+                .filter(|l| l.contains("---p 00000000 00:00 0"))
+                .count()
+        };
+        let before = maps();
+        let bars: Vec<_> =
+            (0..20).map(|_| BarMemory::map(file.as_fd(), 0, 4096, Some((PageSize::SIZE_1G, 0))).unwrap()).collect();
+        drop(bars);
+        assert!(maps() <= before + 2, "{} then {}", before, maps());
+    }
+
+    #[test]
+    fn words_outside_or_across_are_refused() {
+        let file = file(4096);
+        let bar = BarMemory::map(file.as_fd(), 0, 4096, None).unwrap();
+        assert_eq!(bar.load::<u32>(4096), None);
+        assert_eq!(bar.load::<u64>(4092), None);
+        assert_eq!(bar.load::<u32>(2), None, "not aligned");
+        assert_eq!(bar.load::<u32>(usize::MAX - 1), None);
+        assert_eq!(bar.store(4093, 0u32), None);
+        bar.store(4095, 1u8).unwrap();
+        assert_eq!(bar.load::<u8>(4095), Some(1));
+    }
+
+    #[test]
+    fn other_files_refuse_the_requests() {
+        let file = file(4096);
+        let fd = file.as_fd();
+        let span = Span::new(Iova::new(0), 4096).unwrap();
+        assert!(has_type1(fd).is_err() && set_type1(fd).is_err() && is_viable(fd).is_err());
+        assert!(set_container(fd, fd).is_err() && device(fd, "0000:00:00.0").is_err() && device(fd, "a\0b").is_err());
+        assert!(iommu_info(fd).is_err() && device_info(fd).is_err() && region_info(fd, 0).is_err());
+        assert!(irq_count(fd, 0).is_err() && set_irqs(fd, 0, &[]).is_err() && reset(fd).is_err());
+        assert!(dma_map(fd, 0, 4096, span.first(), Access::RW).is_err() && dma_unmap(fd, span).is_err());
+    }
+
+    #[test]
+    fn capabilities_that_make_no_sense_end_the_chain() {
+        // Two, the second of which points back.
+        let words = [0, 0, 0, 0, 1 | 1 << 16, 24, 2 | 1 << 16, 16];
+        let found = capabilities(&words, 16);
+        assert_eq!(found.iter().map(|(id, _)| *id).collect::<Vec<_>>(), [1, 2]);
+        for first in [0, 2, 30, 32, u32::MAX] {
+            assert!(capabilities(&words, first).is_empty(), "{first}");
+        }
+    }
+}

@@ -1,0 +1,313 @@
+//! The client's side of vfio-user: a device in another process as a bus.
+
+use std::io;
+use std::ops::Range;
+use std::os::fd::{AsFd, BorrowedFd};
+use std::os::unix::net::UnixStream;
+use std::path::Path;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
+
+use dmalane_addr::{Access, Iova, Lease, PageSize, PhysAddr, RangeAllocator, RangeCache, SgTable, Span};
+use dmalane_mem::{self as mem, HostBus, Mapping, Pinned, Share, Undo};
+use vfio_bindings::bindings::vfio as abi;
+
+use super::wire::{Body, Command, ERROR, Fields, MAX_DATA, Message, REPLY, receive, send};
+use crate::Error;
+use crate::interrupts::Interrupts;
+
+/// Interrupts that are asked for, at most.
+const VECTORS: u32 = 16;
+/// Longer than this no device takes for an answer.
+const PATIENCE: Duration = Duration::from_secs(10);
+
+/// A device that another process serves, as its driver sees it. Memory for it must be such that it can be lent to that process: a memfd's
+/// ([`mem::MemfdHeap`]).
+pub struct UserBus {
+    inner: Arc<Inner>,
+    regions: Vec<u64>,
+    interrupts: Interrupts,
+}
+
+struct Inner {
+    socket: Mutex<Socket>,
+    iovas: Mutex<RangeCache<Iova>>,
+    mapped: AtomicU64,
+}
+
+struct Socket {
+    stream: UnixStream,
+    next: u16,
+    /// After this nothing that comes can be told from what should.
+    broken: bool,
+}
+
+fn protocol(what: &str) -> Error {
+    Error::kernel("the device's process")(io::Error::new(io::ErrorKind::InvalidData, what.to_owned()))
+}
+
+impl Socket {
+    /// Sends a request and waits for its answer.
+    fn ask(&mut self, command: Command, body: &[u8], fds: &[BorrowedFd<'_>]) -> Result<Vec<u8>, Error> {
+        let lost = |e| Error::kernel(format!("the device's process does not answer to {command:?}"))(e);
+        if self.broken {
+            return Err(lost(io::ErrorKind::NotConnected.into()));
+        }
+        self.broken = true;
+        let id = self.next;
+        self.next = self.next.wrapping_add(1);
+        send(&mut self.stream, id, command as u16, 0, 0, body, fds).map_err(lost)?;
+        let answer = receive(&mut self.stream).map_err(lost)?;
+        let Message { id: to, command: of, flags, error, body, .. } =
+            answer.ok_or_else(|| lost(io::ErrorKind::UnexpectedEof.into()))?;
+        if (to, of) != (id, command as u16) || flags & REPLY == 0 {
+            return Err(protocol("it answered something else than it was asked"));
+        }
+        self.broken = false;
+        if flags & ERROR != 0 {
+            let errno = io::Error::from_raw_os_error(i32::try_from(error).unwrap_or(0));
+            return Err(Error::kernel(format!("the device's process refuses {command:?}"))(errno));
+        }
+        Ok(body)
+    }
+}
+
+impl Inner {
+    fn ask(&self, command: Command, body: Body, fds: &[BorrowedFd<'_>]) -> Result<Vec<u8>, Error> {
+        lock(&self.socket).ask(command, &body.0, fds)
+    }
+
+    fn dma_map(&self, pinned: &Pinned, span: Span<Iova>, access: Access) -> Result<(), Error> {
+        let fd = pinned.share().export().ok_or(Error::NotLendable)?;
+        let mut flags = 0;
+        if access.contains(Access::READ) {
+            flags |= abi::VFIO_DMA_MAP_FLAG_READ;
+        }
+        if access.contains(Access::WRITE) {
+            flags |= abi::VFIO_DMA_MAP_FLAG_WRITE;
+        }
+        let body = Body::default().u32(32).u32(flags).u64(pinned.range().start as u64);
+        let body = body.u64(span.first().bits()).u64(span.len());
+        self.ask(Command::DmaMap, body, &[fd]).map(drop)
+    }
+
+    fn dma_unmap(&self, span: Span<Iova>) -> Result<(), Error> {
+        let body = Body::default().u32(24).u32(0).u64(span.first().bits()).u64(span.len());
+        self.ask(Command::DmaUnmap, body, &[]).map(drop)
+    }
+}
+
+impl Undo for Inner {
+    fn unmap(&self, lease: Lease<Iova>) {
+        let span = lease.span();
+        self.mapped.fetch_sub(span.len(), Ordering::Relaxed);
+        // The addresses of a device that does not answer are nobody's any more. Its process unmaps when the socket is closed.
+        if self.dma_unmap(span).is_ok() {
+            lock(&self.iovas).free(lease);
+        }
+    }
+
+    fn unpin(&self, _: &SgTable<PhysAddr>) {}
+}
+
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+impl UserBus {
+    /// Connects to the socket of a device, and turns its interrupts on.
+    ///
+    /// # Errors
+    /// [`Error::Kernel`] when nobody is there, or what is there does not speak vfio-user.
+    pub fn connect(path: &Path) -> Result<Self, Error> {
+        let refused = Error::kernel(format!("cannot connect to {}", path.display()));
+        Self::over(UnixStream::connect(path).map_err(refused)?)
+    }
+
+    /// The same over a socket that is connected.
+    ///
+    /// # Errors
+    /// As [`UserBus::connect`].
+    pub fn over(stream: UnixStream) -> Result<Self, Error> {
+        stream.set_read_timeout(Some(PATIENCE)).map_err(Error::kernel("the socket"))?;
+        let mut socket = Socket { stream, next: 0, broken: false };
+        let text = format!(r#"{{"capabilities":{{"max_msg_fds":{VECTORS},"max_data_xfer_size":{MAX_DATA}}}}}"#);
+        let hello = Body::default().u32(1 << 16).bytes(text.as_bytes()).bytes(&[0]);
+        let version = socket.ask(Command::Version, &hello.0, &[])?;
+        if Fields(&version).u16() != Some(0) {
+            return Err(protocol("it speaks another version than 0.x"));
+        }
+        let info = socket.ask(Command::DeviceInfo, &Body::default().u32(16).u32(0).u32(0).u32(0).0, &[])?;
+        let mut fields = Fields(&info);
+        let (_argsz, flags, count) = (fields.u32(), fields.u32(), fields.u32());
+        if flags.is_none_or(|flags| flags & abi::VFIO_DEVICE_FLAGS_PCI == 0) {
+            return Err(protocol("it is no PCI device"));
+        }
+        let count = count.unwrap_or(0).min(abi::VFIO_PCI_NUM_REGIONS);
+        let regions = (0..count).map(|index| {
+            let body = Body::default().u32(32).u32(0).u32(index).u32(0).u64(0).u64(0);
+            let info = socket.ask(Command::RegionInfo, &body.0, &[])?;
+            let mut fields = Fields(info.get(16..).unwrap_or_default());
+            fields.u64().ok_or_else(|| protocol("a region without a length"))
+        });
+        let regions = regions.collect::<Result<Vec<_>, _>>()?;
+        let kind = abi::VFIO_PCI_MSIX_IRQ_INDEX;
+        let info = socket.ask(Command::IrqInfo, &Body::default().u32(16).u32(0).u32(kind).u32(0).0, &[])?;
+        let vectors = Fields(info.get(12..).unwrap_or_default()).u32().unwrap_or(0).min(VECTORS);
+        let interrupts = Interrupts::new(vectors).map_err(Error::kernel("cannot make eventfds"))?;
+        if vectors > 0 {
+            let fds: Vec<_> = interrupts.events().iter().map(AsFd::as_fd).collect();
+            let flags = abi::VFIO_IRQ_SET_DATA_EVENTFD | abi::VFIO_IRQ_SET_ACTION_TRIGGER;
+            socket.ask(Command::SetIrqs, &Body::default().u32(20).u32(flags).u32(kind).u32(0).u32(vectors).0, &fds)?;
+        }
+        // 39 bits, without the first MiB and the window that x86 has for interrupts: what a device behind a small IOMMU has too.
+        let space = Span::inclusive(Iova::new(1 << 20), Iova::new((1 << 39) - 1)).expect("a constant span");
+        let mut iovas = RangeAllocator::new(space, PageSize::SIZE_4K);
+        let window = Span::new(Iova::new(0xfee0_0000), 1 << 20).expect("a constant span");
+        iovas.reserve(window)?;
+        let inner =
+            Inner { socket: Mutex::new(socket), iovas: Mutex::new(RangeCache::new(iovas)), mapped: AtomicU64::new(0) };
+        Ok(Self { inner: Arc::new(inner), regions, interrupts })
+    }
+
+    /// The length of a region in bytes; 0 for one that the device does not have.
+    pub fn region_len(&self, region: u32) -> u64 {
+        self.regions.get(region as usize).copied().unwrap_or(0)
+    }
+
+    /// Bytes that are mapped now.
+    pub fn mapped_bytes(&self) -> u64 {
+        self.inner.mapped.load(Ordering::Relaxed)
+    }
+
+    /// Reads part of a region.
+    ///
+    /// # Errors
+    /// [`Error::Kernel`] when the device has no such bytes.
+    pub fn read_region(&self, region: u32, offset: u64, into: &mut [u8]) -> Result<(), Error> {
+        let mut at = offset;
+        for piece in into.chunks_mut(MAX_DATA) {
+            let body = Body::default().u64(at).u32(region).u32(piece.len() as u32);
+            let answer = self.inner.ask(Command::RegionRead, body, &[])?;
+            let data = answer.get(16..).filter(|data| data.len() == piece.len());
+            piece.copy_from_slice(data.ok_or_else(|| protocol("it answered with more or less than was asked for"))?);
+            at = at.saturating_add(piece.len() as u64);
+        }
+        Ok(())
+    }
+
+    /// Writes part of a region.
+    ///
+    /// # Errors
+    /// As [`UserBus::read_region`].
+    pub fn write_region(&self, region: u32, offset: u64, from: &[u8]) -> Result<(), Error> {
+        let mut at = offset;
+        for piece in from.chunks(MAX_DATA) {
+            let body = Body::default().u64(at).u32(region).u32(piece.len() as u32).bytes(piece);
+            self.inner.ask(Command::RegionWrite, body, &[])?;
+            at = at.saturating_add(piece.len() as u64);
+        }
+        Ok(())
+    }
+
+    /// Resets the device.
+    ///
+    /// # Errors
+    /// [`Error::Kernel`].
+    pub fn reset(&self) -> Result<(), Error> {
+        self.inner.ask(Command::Reset, Body::default(), &[]).map(drop)
+    }
+}
+
+fn nowhere(bar: u8, offset: u64, bytes: usize) -> mem::Error {
+    mem::Error::NoRegister { bar, offset, bytes: bytes as u64 }
+}
+
+impl HostBus for UserBus {
+    fn pin(&self, share: &Share) -> Result<Pinned, mem::Error> {
+        self.pin_range(share, 0..share.len())
+    }
+
+    fn map(&self, pinned: Pinned, access: Access) -> Result<Mapping, mem::Error> {
+        self.map_list(vec![pinned], access)
+    }
+
+    fn pin_range(&self, share: &Share, range: Range<usize>) -> Result<Pinned, mem::Error> {
+        let len = share.len();
+        if range.is_empty() || range.end > len || !(range.start | range.end).is_multiple_of(4096) {
+            return Err(mem::Error::BadRange { range, len });
+        }
+        Ok(Pinned::of_range(share.clone(), range, None, self.inner.clone()))
+    }
+
+    fn map_list(&self, mut list: Vec<Pinned>, access: Access) -> Result<Mapping, mem::Error> {
+        if list.iter().any(|pinned| !pinned.is_from(&self.inner)) {
+            return Err(mem::Error::ForeignPin);
+        }
+        if !access.intersects(Access::RW) {
+            return Err(mem::Error::NoAccess(access));
+        }
+        if list.is_empty() {
+            return Err(mem::Error::WholeBuffers);
+        }
+        list.iter_mut().for_each(|pinned| pinned.admit(access));
+        let len: u64 = list.iter().map(|pinned| pinned.range().len() as u64).sum();
+        let align = if len >= PageSize::SIZE_2M.bytes() { PageSize::SIZE_2M } else { PageSize::SIZE_4K };
+        let lease = lock(&self.inner.iovas).allocate(len, align)?;
+        let span = lease.span();
+        let mut done = 0;
+        for pinned in &list {
+            let n = pinned.range().len() as u64;
+            let mapped = span.sub(done, n).ok_or(Error::OutsideIova { span, ranges: vec![span] });
+            if let Err(e) = mapped.and_then(|piece| self.inner.dma_map(pinned, piece, access)) {
+                let undone = span.sub(0, done).map_or(Ok(()), |before| self.inner.dma_unmap(before));
+                if undone.is_ok() {
+                    lock(&self.inner.iovas).free(lease);
+                }
+                return Err(e.into());
+            }
+            done += n;
+        }
+        self.inner.mapped.fetch_add(len, Ordering::Relaxed);
+        let more = list.split_off(1);
+        Ok(Mapping::of_list(list.remove(0), more, lease, access))
+    }
+
+    fn owns(&self, mapping: &Mapping) -> bool {
+        mapping.pinned().is_from(&self.inner)
+    }
+
+    fn read32(&self, bar: u8, offset: u64) -> Result<u32, mem::Error> {
+        let mut bytes = [0; 4];
+        let aligned = offset.is_multiple_of(4) && bar < 6;
+        aligned.then_some(()).ok_or(nowhere(bar, offset, 4))?;
+        self.read_region(bar.into(), offset, &mut bytes).map_err(|_| nowhere(bar, offset, 4))?;
+        Ok(u32::from_le_bytes(bytes))
+    }
+
+    fn write32(&self, bar: u8, offset: u64, value: u32) -> Result<(), mem::Error> {
+        let aligned = offset.is_multiple_of(4) && bar < 6;
+        aligned.then_some(()).ok_or(nowhere(bar, offset, 4))?;
+        self.write_region(bar.into(), offset, &value.to_le_bytes()).map_err(|_| nowhere(bar, offset, 4))
+    }
+
+    fn write_bytes(&self, bar: u8, offset: u64, bytes: &[u8]) -> Result<(), mem::Error> {
+        (bar < 6).then_some(()).ok_or(nowhere(bar, offset, bytes.len()))?;
+        self.write_region(bar.into(), offset, bytes).map_err(|_| nowhere(bar, offset, bytes.len()))
+    }
+
+    fn wait(&self, timeout: Duration) -> bool {
+        self.interrupts.wait(timeout)
+    }
+
+    fn event(&self, channel: usize) -> Option<BorrowedFd<'_>> {
+        self.interrupts.lend(channel)
+    }
+}
+
+impl std::fmt::Debug for UserBus {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("UserBus").field("regions", &self.regions).finish_non_exhaustive()
+    }
+}

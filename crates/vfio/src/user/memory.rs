@@ -1,0 +1,279 @@
+//! What a client of vfio-user has mapped for its device: host memory as the device model sees it.
+
+use std::collections::{BTreeMap, HashMap};
+use std::os::fd::OwnedFd;
+use std::sync::{Arc, PoisonError, RwLock, RwLockReadGuard, Weak};
+
+use dmalane_addr::{Access, Address, Iova, Span};
+use dmalane_mem::{CopyHint, DeviceMem, DmaFault, FaultReason, HeldMem, SharedBuf, View};
+use rustix::io::Errno;
+
+/// Mappings of one client, at most: what VFIO of the kernel takes.
+const MOST: usize = 65_535;
+
+/// The memory that a client has mapped for a device. Clones are handles to the same.
+///
+/// A device that works holds it for reading, an unmap takes it for writing: when an unmap has been answered, no access through it is
+/// under way and none can begin.
+#[derive(Clone, Default)]
+pub struct ClientMemory(Arc<RwLock<Maps>>);
+
+#[derive(Default)]
+struct Maps {
+    /// By first address; no two overlap.
+    pieces: BTreeMap<Iova, Piece>,
+    /// Each file once, however often the client sends it: by device and inode.
+    files: HashMap<(u64, u64), Weak<SharedBuf>>,
+}
+
+struct Piece {
+    last: Iova,
+    access: Access,
+    file: Arc<SharedBuf>,
+    /// Where it begins in the file.
+    offset: u64,
+}
+
+impl ClientMemory {
+    /// Nothing mapped.
+    pub fn new() -> Self {
+        Self::default()
+    }
+
+    /// A device's way to the memory.
+    pub fn port(&self) -> ClientPort {
+        ClientPort(self.clone())
+    }
+
+    /// Mappings there are.
+    pub fn mappings(&self) -> usize {
+        self.read().pieces.len()
+    }
+
+    /// Maps part of a file that the client lends.
+    pub(super) fn map(&self, span: Span<Iova>, access: Access, fd: OwnedFd, offset: u64) -> Result<(), Errno> {
+        let stat = rustix::fs::fstat(&fd)?;
+        let key = (stat.st_dev, stat.st_ino);
+        let mut maps = self.0.write().unwrap_or_else(PoisonError::into_inner);
+        if maps.pieces.len() >= MOST {
+            return Err(Errno::NOSPC);
+        }
+        if access.is_empty() || (span.first().bits() | span.len() | offset) & 0xfff != 0 {
+            return Err(Errno::INVAL);
+        }
+        if maps.overlapping(span).next().is_some() {
+            return Err(Errno::EXIST);
+        }
+        let file = match maps.files.get(&key).and_then(Weak::upgrade) {
+            Some(file) => file,
+            None => {
+                let file = Arc::new(SharedBuf::import(fd).map_err(|_| Errno::INVAL)?);
+                maps.files.retain(|_, file| file.strong_count() > 0);
+                maps.files.insert(key, Arc::downgrade(&file));
+                file
+            }
+        };
+        let end = offset.checked_add(span.len()).filter(|end| *end <= file.len() as u64);
+        end.ok_or(Errno::INVAL)?;
+        maps.pieces.insert(span.first(), Piece { last: span.last(), access, file, offset });
+        Ok(())
+    }
+
+    /// Ends the mappings that make up the span, which must be whole ones.
+    pub(super) fn unmap(&self, span: Span<Iova>) -> Result<(), Errno> {
+        let mut maps = self.0.write().unwrap_or_else(PoisonError::into_inner);
+        let inside: Vec<_> = maps.overlapping(span).map(|(first, piece)| (first, piece.last)).collect();
+        let (Some((first, _)), Some((_, last))) = (inside.first(), inside.last()) else { return Err(Errno::NOENT) };
+        if *first < span.first() || *last > span.last() {
+            return Err(Errno::INVAL);
+        }
+        inside.iter().for_each(|(first, _)| drop(maps.pieces.remove(first)));
+        Ok(())
+    }
+
+    /// Ends all mappings: the client is gone, or says so.
+    pub(super) fn clear(&self) {
+        self.0.write().unwrap_or_else(PoisonError::into_inner).pieces.clear();
+    }
+
+    fn read(&self) -> RwLockReadGuard<'_, Maps> {
+        self.0.read().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl Maps {
+    /// The pieces that have an address in common with the span, lowest first.
+    fn overlapping(&self, span: Span<Iova>) -> impl Iterator<Item = (Iova, &Piece)> {
+        let before = self.pieces.range(..span.first()).next_back().filter(|(_, piece)| piece.last >= span.first());
+        before.into_iter().chain(self.pieces.range(span.first()..=span.last())).map(|(first, piece)| (*first, piece))
+    }
+
+    /// The piece that has this address.
+    fn at(&self, at: Iova) -> Option<(Iova, &Piece)> {
+        let (first, piece) = self.pieces.range(..=at).next_back()?;
+        (at <= piece.last).then_some((*first, piece))
+    }
+}
+
+/// A device's access to [`ClientMemory`].
+pub struct ClientPort(ClientMemory);
+
+impl DeviceMem for ClientPort {
+    type Held<'a> = HeldClient<'a>;
+
+    fn hold(&mut self) -> HeldClient<'_> {
+        HeldClient(self.0.read())
+    }
+}
+
+/// A [`ClientPort`] while it holds the mappings.
+pub struct HeldClient<'a>(RwLockReadGuard<'a, Maps>);
+
+impl HeldClient<'_> {
+    /// Hands each piece of memory from `at` on to `piece` with its place in the access, until that says false.
+    fn access(
+        &self,
+        at: Iova,
+        len: usize,
+        wanted: Access,
+        mut piece: impl FnMut(usize, View<'_>) -> bool,
+    ) -> Result<(), DmaFault> {
+        let mut done = 0;
+        while done < len {
+            let fault = |at, reason| DmaFault { at, wanted, reason, done: done as u64 };
+            let here = at.checked_add(done as u64).ok_or_else(|| fault(at, FaultReason::PastTheTop))?;
+            let (first, found) = self.0.at(here).ok_or_else(|| fault(here, FaultReason::NotMapped))?;
+            if !found.access.contains(wanted) {
+                return Err(fault(here, FaultReason::NotPermitted));
+            }
+            let inside = here.bits() - first.bits();
+            let left = found.last.bits() - here.bits() + 1;
+            let n = left.min((len - done) as u64) as usize;
+            // What was mapped lies within the file.
+            let view = found.file.view().sub((found.offset + inside) as usize, n);
+            let view = view.ok_or_else(|| fault(here, FaultReason::NotMapped))?;
+            if !piece(done, view) {
+                return Ok(());
+            }
+            done += n;
+        }
+        Ok(())
+    }
+}
+
+const WITHIN: &str = "a piece of the access";
+
+impl HeldMem for HeldClient<'_> {
+    fn read(&mut self, from: Iova, into: View<'_>, hint: CopyHint) -> Result<(), DmaFault> {
+        self.access(from, into.len(), Access::READ, |done, bytes| {
+            into.sub(done, bytes.len()).expect(WITHIN).copy_from(bytes, hint);
+            true
+        })
+    }
+
+    fn write(&mut self, into: Iova, from: View<'_>, hint: CopyHint) -> Result<(), DmaFault> {
+        self.access(into, from.len(), Access::WRITE, |done, bytes| {
+            bytes.copy_from(from.sub(done, bytes.len()).expect(WITHIN), hint);
+            true
+        })
+    }
+
+    fn compare(&mut self, at: Iova, with: View<'_>) -> Result<Option<usize>, DmaFault> {
+        let mut found = None;
+        self.access(at, with.len(), Access::READ, |done, bytes| {
+            let with = with.sub(done, bytes.len()).expect(WITHIN);
+            found = bytes.first_difference(with).map(|offset| done + offset);
+            found.is_none()
+        })?;
+        Ok(found)
+    }
+
+    fn read_bytes(&mut self, from: Iova, into: &mut [u8]) -> Result<(), DmaFault> {
+        self.access(from, into.len(), Access::READ, |done, bytes| {
+            bytes.read(&mut into[done..done + bytes.len()]);
+            true
+        })
+    }
+
+    fn write_bytes(&mut self, into: Iova, from: &[u8]) -> Result<(), DmaFault> {
+        self.access(into, from.len(), Access::WRITE, |done, bytes| {
+            bytes.write(&from[done..done + bytes.len()]);
+            true
+        })
+    }
+
+    fn write_word(&mut self, into: Iova, value: u64) -> Result<(), DmaFault> {
+        self.write_words(into, &[Some(value)])
+    }
+
+    fn write_words(&mut self, into: Iova, words: &[Option<u64>]) -> Result<(), DmaFault> {
+        if !into.bits().is_multiple_of(8) {
+            return Err(DmaFault { at: into, wanted: Access::WRITE, reason: FaultReason::Misaligned, done: 0 });
+        }
+        self.access(into, 8 * words.len(), Access::WRITE, |done, bytes| {
+            // Pieces begin and end at pages, so they are whole words.
+            for (i, word) in words[done / 8..][..bytes.len() / 8].iter().enumerate() {
+                if let Some(word) = word {
+                    bytes.store_u64(8 * i, *word).expect("an aligned word of the piece");
+                }
+            }
+            true
+        })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use dmalane_mem::{Heap, MemfdHeap, PageKind};
+
+    use super::*;
+
+    fn span(first: u64, len: u64) -> Span<Iova> {
+        Span::new(Iova::new(first), len).unwrap()
+    }
+
+    #[test]
+    fn only_what_is_mapped_and_as_it_is() {
+        let memory = ClientMemory::new();
+        let buf = MemfdHeap::starting_at(PageKind::Base).allocate(16 << 10).unwrap().share();
+        let fd = || buf.export().unwrap().try_clone_to_owned().unwrap();
+        memory.map(span(0x1000, 0x1000), Access::RW, fd(), 0x2000).unwrap();
+        memory.map(span(0x2000, 0x1000), Access::READ, fd(), 0).unwrap();
+        memory.map(span(0x8000, 0x1000), Access::RW, fd(), 0x1000).unwrap();
+        assert_eq!(memory.mappings(), 3);
+        let mut port = memory.port();
+        // Across two mappings, whose places in the file are the other way round.
+        buf.view().sub(0x2ffc, 4).unwrap().write(b"abcd");
+        buf.view().sub(0, 4).unwrap().write(b"efgh");
+        let mut bytes = [0; 8];
+        port.read_bytes(Iova::new(0x1ffc), &mut bytes).unwrap();
+        assert_eq!(&bytes, b"abcdefgh");
+        let fault = port.write_bytes(Iova::new(0x1ffc), &bytes).unwrap_err();
+        assert_eq!((fault.at, fault.reason, fault.done), (Iova::new(0x2000), FaultReason::NotPermitted, 4));
+        let fault = port.read_bytes(Iova::new(0x2ffc), &mut bytes).unwrap_err();
+        assert_eq!((fault.at, fault.reason), (Iova::new(0x3000), FaultReason::NotMapped));
+        port.write_word(Iova::new(0x8ff8), 7).unwrap();
+        assert_eq!(buf.view().load_u64(0x1ff8), Some(7));
+        assert!(
+            port.write_word(Iova::new(0x8ff4), 7).is_err() && port.read_bytes(Iova::new(u64::MAX), &mut bytes).is_err()
+        );
+        // What is refused.
+        let map = |first, len, offset| memory.map(span(first, len), Access::RW, fd(), offset);
+        assert_eq!(map(0x2000, 0x1000, 0), Err(Errno::EXIST));
+        assert_eq!(map(0, 0x9000, 0), Err(Errno::EXIST));
+        assert_eq!(map(0x9000, 0x5000, 0), Err(Errno::INVAL), "longer than the file");
+        assert_eq!(map(0x9000, 0x1000, u64::MAX - 0xfff), Err(Errno::INVAL));
+        assert_eq!(map(0x9008, 0x1000, 0), Err(Errno::INVAL));
+        assert_eq!(memory.map(span(0x9000, 0x1000), Access::empty(), fd(), 0), Err(Errno::INVAL));
+        let file = tempfile::tempfile().unwrap();
+        assert_eq!(memory.map(span(0x9000, 0x1000), Access::RW, file.into(), 0), Err(Errno::INVAL), "not a memfd");
+        assert_eq!(memory.unmap(span(0x1000, 0x800)), Err(Errno::INVAL));
+        assert_eq!(memory.unmap(span(0x1800, 0x1800)), Err(Errno::INVAL));
+        assert_eq!(memory.unmap(span(0x4000, 0x1000)), Err(Errno::NOENT));
+        assert_eq!(memory.mappings(), 3);
+        memory.unmap(span(0x1000, 0x2000)).unwrap();
+        assert!(port.read_bytes(Iova::new(0x1000), &mut bytes).is_err());
+        memory.clear();
+        assert_eq!((memory.mappings(), port.read_bytes(Iova::new(0x8000), &mut bytes).is_err()), (0, true));
+    }
+}

@@ -1,0 +1,647 @@
+//! What a real kernel does with the devices of a guest; run by `scripts/vm`, which says what devices there are.
+
+use std::fs;
+use std::os::unix::process::CommandExt;
+use std::path::Path;
+use std::process::Command;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::{Duration, Instant};
+
+use dmalane_addr::{Access, Address, CardAddr, Iova, PageSize, Span};
+use dmalane_engine::conformance::{Fixture, suite};
+use dmalane_engine::{Channel, DeviceAddr, DeviceFar, Direction, OpError, Registered, Transfer, run};
+use dmalane_mem::{self as mem, AnonHeap, DmaHeap, Heap, HostBus, Mapping, MemfdHeap, PageKind, Part, SharedBuf};
+use dmalane_vfio::{Bdf, Container, Edu, EduChannel, Error, FaultLog, Placement, VfioBus};
+
+const LONG: Duration = Duration::from_secs(30);
+
+/// The functions with this vendor and device number, in order.
+fn functions(id: &str) -> Vec<Bdf> {
+    let mut found: Vec<Bdf> = fs::read_dir("/sys/bus/pci/devices")
+        .unwrap()
+        .filter_map(|entry| {
+            let path = entry.unwrap().path();
+            let number = |file| fs::read_to_string(path.join(file)).unwrap().trim().trim_start_matches("0x").to_owned();
+            (format!("{}:{}", number("vendor"), number("device")) == id)
+                .then(|| path.file_name().unwrap().to_str().unwrap().parse().unwrap())
+        })
+        .collect();
+    found.sort();
+    found
+}
+
+/// The `edu` on the root bus, and the one behind a bridge, which can be reset.
+fn edus() -> [Bdf; 2] {
+    functions("1234:11e8").try_into().expect("two edu devices")
+}
+
+/// A BAR of 1 GiB in front of a file of the host's.
+const FILE_BAR: (&str, u32) = ("1af4:1110", 2);
+/// A BAR of 32 GiB that nothing is behind.
+const LARGE_BAR: (&str, u32) = ("1b36:0005", 2);
+
+fn edu(bdf: Bdf) -> Edu<VfioBus> {
+    edu_in(&Container::new(), bdf)
+}
+
+fn edu_in(container: &Container, bdf: Bdf) -> Edu<VfioBus> {
+    Edu::open(Arc::new(VfioBus::new(container.open(&bdf).unwrap()).unwrap())).unwrap()
+}
+
+fn pattern(seed: u64, len: usize) -> Vec<u8> {
+    let mut x = seed.wrapping_mul(0x9e37_79b9_7f4a_7c15) | 1;
+    let mut next = || {
+        x ^= x << 13;
+        x ^= x >> 7;
+        x ^= x << 17;
+        x as u8
+    };
+    (0..len).map(|_| next()).collect()
+}
+
+fn map(bus: &VfioBus, buf: &SharedBuf, access: Access) -> Mapping {
+    bus.map(bus.pin(&buf.share()).unwrap(), access).unwrap()
+}
+
+/// The kind of error that a bus hid in one of `mem`'s.
+fn cause(error: mem::Error) -> Error {
+    match error {
+        mem::Error::Bus(error) => *error.downcast().expect("an error of this crate"),
+        other => panic!("{other}"),
+    }
+}
+
+fn release() -> (u32, u32) {
+    let text = fs::read_to_string("/proc/sys/kernel/osrelease").unwrap();
+    let mut numbers = text.split('.').map(|n| n.parse().unwrap());
+    (numbers.next().unwrap(), numbers.next().unwrap())
+}
+
+#[test]
+fn devices_open_and_say_what_they_are() {
+    for bdf in edus() {
+        let device = Container::new().open(&bdf).unwrap();
+        assert_eq!(device.id().unwrap(), (0x1234, 0x11e8));
+        let regions = device.regions();
+        assert_eq!((regions[0].len, regions[0].mappable.len()), (1 << 20, 1), "{regions:?}");
+        assert_eq!(regions[1].len, 0);
+        assert!(matches!(device.map_bar(1, None, Placement::Best), Err(Error::Region { region: 1, .. })));
+        assert!(matches!(device.map_bar(99, None, Placement::Best), Err(Error::Region { region: 99, .. })));
+        assert!(matches!(device.map_bar(0, Some(0..2 << 20), Placement::Best), Err(Error::Region { .. })));
+        assert!(device.read_region(7, 1 << 20, &mut [0; 4]).is_err());
+    }
+    let bus = edu(edus()[0]).bus().clone();
+    assert_eq!(bus.interrupts(), (1, false), "MSI");
+    for (bar, offset) in [(0, 2), (0, 1 << 20), (0, u64::MAX), (1, 0), (6, 0), (255, 0)] {
+        assert!(matches!(bus.read32(bar, offset), Err(mem::Error::NoRegister { .. })), "{bar} {offset:#x}");
+        assert!(bus.write32(bar, offset, 0).is_err());
+    }
+}
+
+#[test]
+fn iova_ranges_leave_the_interrupts_out() {
+    let container = Container::new();
+    assert!(container.iova_ranges().is_empty());
+    let _edu = edu_in(&container, edus()[0]);
+    let ranges = container.iova_ranges();
+    println!("{ranges:?} pages {:?}", container.page_sizes());
+    assert!(container.page_sizes().contains(PageSize::SIZE_4K));
+    let window = Span::new(Iova::new(0xfee0_0000), 1 << 20).unwrap();
+    assert!(ranges.len() >= 2 && ranges.iter().all(|r| r.intersect(&window).is_none()));
+    assert!(ranges.iter().any(|r| r.last().bits() >= (1 << 39) - 1));
+}
+
+/// Copies out of one place and into another, and compares all around with what should be there.
+fn verify_dma(edu: &Edu<VfioBus>, buf: &SharedBuf, seams: &[usize]) {
+    let mapping = map(edu.bus(), buf, Access::RW);
+    let len = buf.len();
+    let mut channel = edu.channel();
+    let at = |offset: usize| mapping.span().first().checked_add(offset as u64).unwrap();
+    for (round, &seam) in seams.iter().enumerate() {
+        // From before the seam to behind it, into a place far away.
+        let (from, n) = (seam.saturating_sub(777).min(len - 2048), 2048 - round % 7);
+        let to = (seam + len / 2 + 4097 * round) % (len - 4096);
+        let around = 1 << 16;
+        let window = to.saturating_sub(around)..(to + n + around).min(len);
+        buf.view().sub(window.start, window.len()).unwrap().fill(0xee);
+        let bytes = pattern(round as u64 + 1, n);
+        buf.view().sub(from, n).unwrap().write(&bytes);
+        let mut expected = vec![0; window.len()];
+        buf.view().sub(window.start, window.len()).unwrap().read(&mut expected);
+        expected[to - window.start..][..n].copy_from_slice(&bytes);
+        edu.copy(Direction::FromHost, at(from), CardAddr::new(1), n as u64).unwrap();
+        edu.copy(Direction::ToHost, at(to), CardAddr::new(1), n as u64).unwrap();
+        let mut got = vec![0; window.len()];
+        buf.view().sub(window.start, window.len()).unwrap().read(&mut got);
+        assert!(got == expected, "{n} bytes from {from:#x} to {to:#x} of {len:#x}");
+    }
+    assert_eq!(channel.poll(&mut Vec::new()), 0);
+}
+
+fn dma(heap: &dyn Heap, kind: PageKind, len: usize, page: usize) {
+    let buf = heap.allocate(len).unwrap();
+    assert_eq!(buf.rung().kind, kind, "{:?}", buf.rung().passed_over);
+    let seams: Vec<usize> = (0..8).map(|i| (i * page) % len).chain([1000, len]).collect();
+    verify_dma(&edu(edus()[0]), &buf.share(), &seams);
+}
+
+#[test]
+fn dma_over_pages_of_4k() {
+    dma(&AnonHeap::starting_at(PageKind::Base), PageKind::Base, 1 << 20, 4 << 10);
+    dma(&MemfdHeap::starting_at(PageKind::Base), PageKind::Base, 1 << 20, 4 << 10);
+}
+
+#[test]
+fn dma_over_pages_of_2m() {
+    dma(&AnonHeap::starting_at(PageKind::Hugetlb2M), PageKind::Hugetlb2M, 16 << 20, 2 << 20);
+    dma(&MemfdHeap::starting_at(PageKind::Hugetlb2M), PageKind::Hugetlb2M, 16 << 20, 2 << 20);
+    dma(&AnonHeap::starting_at(PageKind::Transparent), PageKind::Transparent, 16 << 20, 2 << 20);
+}
+
+#[test]
+fn dma_over_a_page_of_1g() {
+    dma(&AnonHeap::starting_at(PageKind::Hugetlb1G), PageKind::Hugetlb1G, 1 << 30, 100 << 20);
+    dma(&MemfdHeap::starting_at(PageKind::Hugetlb1G), PageKind::Hugetlb1G, 1 << 30, 100 << 20);
+}
+
+#[test]
+fn an_interrupt_counts_up_its_eventfd() {
+    let edu = edu(edus()[0]);
+    let buf = AnonHeap::new().allocate(4096).unwrap().share();
+    let mapping = map(edu.bus(), &buf, Access::RW);
+    let event = edu.bus().event(0).unwrap();
+    assert!(!edu.bus().wait(Duration::from_millis(1)), "none yet");
+    for _ in 0..3 {
+        edu.copy(Direction::FromHost, mapping.span().first(), CardAddr::new(0), 64).unwrap();
+        let mut count = [0; 8];
+        assert_eq!(rustix::io::read(event, &mut count), Ok(8));
+        assert_eq!(u64::from_ne_bytes(count), 1);
+        assert!(rustix::io::read(event, &mut count).is_err(), "only one");
+    }
+}
+
+/// A registration of its own, and a transfer of all of it.
+fn transfer(bus: &VfioBus, buf: SharedBuf, direction: Direction) -> (Registered, Transfer<DeviceFar>) {
+    let registered = Registered::new(bus, &buf, Access::RW).unwrap();
+    let part = buf.into_part().split_at(1024).unwrap().0;
+    let far = DeviceFar { at: DeviceAddr::Card(CardAddr::new(0)), via: registered.clone() };
+    (registered, Transfer { part, direction, far })
+}
+
+#[test]
+fn dma_after_unmap_is_stopped_and_reported_while_others_run() {
+    let container = Container::new();
+    let [bad, good] = edus().map(|bdf| edu_in(&container, bdf));
+    let allocate = || AnonHeap::new().allocate(4096).unwrap().share();
+    let mut log = FaultLog::open().unwrap();
+    // Unmapped by force, under a registration that is still held.
+    let buf = allocate();
+    buf.view().fill(0x11);
+    let (registered, write) = transfer(bad.bus(), buf, Direction::ToHost);
+    let span = registered.mapping().span();
+    assert_eq!(container.revoke(span).unwrap(), 4096);
+    let mut channel = bad.channel().with_faults(FaultLog::open().unwrap(), bad.bus().bdf());
+    let _ticket = channel.submit(write).unwrap();
+    channel.poll(&mut Vec::new());
+    // The other device works meanwhile.
+    let (_registered, other) = transfer(good.bus(), allocate(), Direction::FromHost);
+    run(&mut good.channel(), other, LONG).unwrap();
+    let mut done = Vec::new();
+    while done.is_empty() {
+        channel.wait(&mut done, LONG);
+    }
+    match &done[0].result {
+        Err(OpError::Fault(fault)) => {
+            assert_eq!((fault.at, fault.wanted), (span.first(), Access::WRITE));
+            println!("{fault}");
+        }
+        other => panic!("{other:?}"),
+    }
+    let mut bytes = vec![0; 1024];
+    done[0].transfer.part.read(0, &mut bytes).unwrap();
+    assert!(bytes.iter().all(|b| *b == 0x11), "nothing was written");
+    drop((done, registered, channel));
+    // Unmapped by dropping the mapping.
+    let buf = allocate();
+    let mapping = map(bad.bus(), &buf, Access::RW);
+    let at = mapping.span().first();
+    bad.copy(Direction::FromHost, at, CardAddr::new(0), 64).unwrap();
+    drop(mapping);
+    bad.copy(Direction::FromHost, at, CardAddr::new(0), 64).unwrap();
+    // Mapped for reading only.
+    let mapping = map(bad.bus(), &buf, Access::READ);
+    buf.view().fill(0x22);
+    bad.copy(Direction::ToHost, mapping.span().first(), CardAddr::new(0), 64).unwrap();
+    buf.view().sub(0, 64).unwrap().read(&mut bytes[..64]);
+    assert!(bytes[..64].iter().all(|b| *b == 0x22));
+    let seen = log.take();
+    seen.iter().for_each(|f| println!("{}", f.line));
+    assert_eq!(seen.len(), 3, "{seen:?}");
+    assert!(seen.iter().all(|f| f.bdf == bad.bus().bdf()));
+    assert_eq!(seen.iter().map(|f| f.write).collect::<Vec<_>>(), [true, false, true]);
+    assert_eq!(seen[1].at, at);
+    assert_eq!(container.stuck(), 0);
+}
+
+#[test]
+fn peer_to_peer_reaches_the_file_behind_the_bar() {
+    let container = Container::new();
+    let edu = edu_in(&container, edus()[0]);
+    let device = container.open(&functions(FILE_BAR.0)[0]).unwrap();
+    device.set_bus_master(true).unwrap();
+    let bar = Arc::new(device.map_bar(FILE_BAR.1, None, Placement::Best).unwrap());
+    assert_eq!((bar.len(), bar.alignment() >= PageSize::SIZE_1G), (1 << 30, true), "{bar:?}");
+    let before = container.mappings_left().unwrap();
+    let peer = container.map_peer(&bar, 0..bar.len(), Access::RW).unwrap();
+    println!("{peer:?} {:?}", peer.took());
+    let buf = AnonHeap::new().allocate(4096).unwrap().share();
+    let host = map(edu.bus(), &buf, Access::RW);
+    for (round, offset) in [0u64, 4097, (512 << 20) - 100, (1 << 30) - 2000].into_iter().enumerate() {
+        let bytes = pattern(round as u64 + 40, 2000);
+        buf.view().sub(0, 2000).unwrap().write(&bytes);
+        let there = peer.span().first().checked_add(offset).unwrap();
+        edu.copy(Direction::FromHost, host.span().first(), CardAddr::new(0), 2000).unwrap();
+        edu.copy(Direction::ToHost, there, CardAddr::new(0), 2000).unwrap();
+        let mut got = vec![0; 2000];
+        bar.read(offset, &mut got).unwrap();
+        assert!(got == bytes, "by the processor, at {offset:#x}");
+        // And the other way, from what the processor wrote.
+        let back: Vec<u8> = bytes.iter().map(|b| !b).collect();
+        bar.write(offset, &back).unwrap();
+        edu.copy(Direction::FromHost, there, CardAddr::new(1), 2000).unwrap();
+        edu.copy(Direction::ToHost, host.span().first(), CardAddr::new(1), 2000).unwrap();
+        buf.view().sub(0, 2000).unwrap().read(&mut got);
+        assert!(got == back, "by the device, at {offset:#x}");
+        let hex: String = back.iter().map(|b| format!("{b:02x}")).collect();
+        println!("VM check bar {offset} {hex} peer_to_peer_bytes_at_{offset}_in_the_file");
+    }
+    drop((peer, host));
+    assert_eq!(container.mappings_left().unwrap(), before, "unmapped on drop");
+    assert_eq!((container.mapped_bytes(), container.stuck()), (0, 0));
+    assert!(container.map_peer(&bar, 0..bar.len() + 1, Access::RW).is_err());
+    #[allow(clippy::reversed_empty_ranges)]
+    let backward = 5..4;
+    assert!(container.map_peer(&bar, backward, Access::RW).is_err());
+}
+
+#[test]
+fn the_kernels_numbers_become_errors_by_cause() {
+    let container = Container::new();
+    let edu = edu_in(&container, edus()[0]);
+    let bus = edu.bus();
+    let buf = AnonHeap::starting_at(PageKind::Base).allocate(4 << 12).unwrap().share();
+    let before = container.mappings_left().unwrap();
+    let at = |iova: u64| container.map_at(bus.pin(&buf.share()).unwrap(), Access::RW, Iova::new(iova));
+    let refused = |iova: u64| cause(at(iova).unwrap_err());
+    let says = |error: Error, words: &str| assert!(error.to_string().contains(words), "{error}");
+    assert!(matches!(refused(0x1234), Error::Unaligned { page: PageSize::SIZE_4K, .. }));
+    says(refused(0x1234), "must be multiples of 4 KiB");
+    for (iova, what) in
+        [(0xfee0_0000, "in the window"), (0xfedf_f000, "into the window"), (1 << 60, "beyond the width")]
+    {
+        match refused(iova) {
+            Error::OutsideIova { span, ranges } => assert_eq!((span.first().bits(), ranges.len()), (iova, 2), "{what}"),
+            other => panic!("{what}: {other}"),
+        }
+    }
+    says(refused(u64::MAX - 4095), "does not lie in what the IOMMU can map");
+    let mapping = at(0x10_0000).unwrap();
+    assert_eq!(mapping.span().first(), Iova::new(0x10_0000));
+    assert!(matches!(refused(0x10_3000), Error::Overlap(span) if span.first().bits() == 0x10_3000));
+    // Only whole mappings can be unmapped, and nothing where there is nothing.
+    let half = mapping.span().sub(0, 0x2000).unwrap();
+    assert!(matches!(container.revoke(half), Err(Error::PartialUnmap(span)) if span == half));
+    assert_eq!(container.revoke(Span::new(Iova::new(0x4000_0000), 4096).unwrap()).unwrap(), 0);
+    let both = Span::new(Iova::new(0), 0x20_0000).unwrap();
+    assert_eq!(container.revoke(both).unwrap(), 4 << 12, "more than one whole mapping");
+    drop(mapping);
+    // A heap's dma-buf is memory that the kernel does not pin by address.
+    let dma_buf = DmaHeap::open("system").unwrap().allocate(1 << 20).unwrap().share();
+    let error = cause(bus.map(bus.pin(&dma_buf.share()).unwrap(), Access::RW).unwrap_err());
+    assert!(matches!(error, Error::NotMemory { writable: true, .. }), "{error}");
+    says(error, "a mapping of a dma-buf");
+    // Not this bus's, or nothing at all.
+    let other = edu_in(&Container::new(), edus()[1]);
+    let foreign = other.bus().pin(&buf.share()).unwrap();
+    assert!(matches!(bus.map(foreign, Access::RW), Err(mem::Error::ForeignPin)));
+    assert!(matches!(bus.map(bus.pin(&buf.share()).unwrap(), Access::EXEC), Err(mem::Error::NoAccess(_))));
+    assert!(matches!(bus.map_list(Vec::new(), Access::RW), Err(mem::Error::WholeBuffers)));
+    assert!(matches!(bus.pin_range(&buf.share(), 5..4096), Err(mem::Error::BadRange { .. })));
+    assert_eq!((container.mappings_left().unwrap(), container.mapped_bytes()), (before, 0), "nothing is left behind");
+    let shared = buf.into_cpu();
+    assert!(shared.is_ok(), "no share is left behind");
+}
+
+#[test]
+fn several_buffers_are_one_range() {
+    let edu = edu(edus()[0]);
+    let heap = AnonHeap::starting_at(PageKind::Base);
+    let bufs: Vec<_> = (1..4).map(|n| heap.allocate(n << 12).unwrap().share()).collect();
+    let registered = Registered::of_list(&**edu.bus(), &bufs.iter().collect::<Vec<_>>(), Access::RW).unwrap();
+    let span = registered.mapping().span();
+    assert_eq!(span.len(), 6 << 12);
+    // Across the seam of the first two.
+    let bytes = pattern(3, 2000);
+    bufs[0].view().sub(4096 - 1000, 1000).unwrap().write(&bytes[..1000]);
+    bufs[1].view().sub(0, 1000).unwrap().write(&bytes[1000..]);
+    edu.copy(Direction::FromHost, span.first().checked_add(3096).unwrap(), CardAddr::new(0), 2000).unwrap();
+    edu.copy(Direction::ToHost, span.first().checked_add(5 << 12).unwrap(), CardAddr::new(0), 2000).unwrap();
+    let mut got = vec![0; 2000];
+    bufs[2].view().sub(2 << 12, 2000).unwrap().read(&mut got);
+    assert!(got == bytes);
+    // One that cannot be mapped takes the others down with it.
+    let dma_buf = DmaHeap::open("system").unwrap().allocate(4096).unwrap().share();
+    let container = edu.bus().device().container();
+    let before = container.mappings_left().unwrap();
+    assert!(Registered::of_list(&**edu.bus(), &[&bufs[0], &bufs[1], &dma_buf], Access::RW).is_err());
+    assert_eq!((container.mappings_left().unwrap(), container.mapped_bytes()), (before, 6 << 12));
+}
+
+#[test]
+fn more_mappings_than_the_kernel_takes() {
+    let container = Container::new();
+    let edu = edu_in(&container, edus()[0]);
+    let buf = AnonHeap::starting_at(PageKind::Base).allocate(4096).unwrap().share();
+    let left = container.mappings_left().unwrap().unwrap();
+    let mut mappings = Vec::new();
+    let error = loop {
+        match edu.bus().map(edu.bus().pin(&buf.share()).unwrap(), Access::READ) {
+            Ok(mapping) => mappings.push(mapping),
+            Err(e) => break cause(e),
+        }
+    };
+    assert!(matches!(error, Error::TooMany), "{error}");
+    assert_eq!((mappings.len() as u32, container.mappings_left().unwrap()), (left, Some(0)));
+    println!("{left} mappings, then: {error}");
+    drop(mappings);
+    assert_eq!((container.mappings_left().unwrap(), container.mapped_bytes()), (Some(left), 0));
+}
+
+#[test]
+fn a_device_is_opened_once_and_by_its_own_driver() {
+    let [first, second] = edus();
+    let container = Container::new();
+    let device = container.open(&first).unwrap();
+    match Container::new().open(&first) {
+        Err(Error::Busy { path }) => assert!(path.starts_with("/dev/vfio")),
+        other => panic!("{other:?}"),
+    }
+    // In the same container twice, and with others beside it.
+    let again = container.open(&first).unwrap();
+    let beside = container.open(&second).unwrap();
+    drop((device, again, beside));
+    assert!(matches!(container.open(&"00:1e.7".parse().unwrap()), Err(Error::NoDevice(_))));
+    let isa = "0000:00:1f.0".parse().unwrap();
+    match container.open(&isa) {
+        Err(Error::NotBound { bdf, .. }) => assert_eq!(bdf, isa),
+        other => panic!("{other:?}"),
+    }
+    let testdev = container.open(&functions(LARGE_BAR.0)[0]).unwrap();
+    assert!(matches!(VfioBus::new(testdev), Err(Error::NoInterrupts(_))));
+    let shmem = Arc::new(container.open(&functions(FILE_BAR.0)[0]).unwrap());
+    drop(shmem);
+}
+
+#[test]
+fn reset_in_mid_transfer() {
+    let [fixed, movable] = edus();
+    assert!(matches!(edu(fixed).bus().device().reset(), Err(Error::NoReset(_))), "its bus has others");
+    let container = Container::new();
+    let edu = edu_in(&container, movable);
+    let before = container.mappings_left().unwrap();
+    let buf = AnonHeap::new().allocate(4096).unwrap().share();
+    let (registered, write) = transfer(edu.bus(), buf, Direction::ToHost);
+    let mut channel = edu.channel();
+    let _ticket = channel.submit(write).unwrap();
+    channel.poll(&mut Vec::new());
+    let began = Instant::now();
+    edu.bus().device().reset().unwrap();
+    // Whatever becomes of the operation, it ends or is given up within the stated time, and the device works again.
+    let mut done = Vec::new();
+    channel.wait(&mut done, Duration::from_secs(3));
+    println!("after {:?}: {:?}", began.elapsed(), done.first().map(|c| &c.result));
+    assert!(began.elapsed() < Duration::from_secs(4));
+    drop(channel);
+    drop((done, registered));
+    edu.bus().device().set_bus_master(true).unwrap();
+    let (registered, read) = transfer(edu.bus(), AnonHeap::new().allocate(4096).unwrap().share(), Direction::FromHost);
+    run(&mut edu.channel(), read, LONG).unwrap();
+    drop(registered);
+    assert_eq!((container.mappings_left().unwrap(), container.mapped_bytes(), container.stuck()), (before, 0, 0));
+}
+
+#[test]
+fn a_device_that_is_unbound_while_open_is_asked_for() {
+    let bdf = edus()[1];
+    let container = Container::new();
+    let edu = edu_in(&container, bdf);
+    let buf = AnonHeap::new().allocate(4096).unwrap().share();
+    let mapping = map(edu.bus(), &buf, Access::RW);
+    assert!(!edu.bus().device().wanted_back(Duration::from_millis(1)));
+    let gone = Arc::new(AtomicBool::new(false));
+    let unbound = gone.clone();
+    let unbinder = std::thread::spawn(move || {
+        fs::write("/sys/bus/pci/drivers/vfio-pci/unbind", bdf.to_string()).unwrap();
+        unbound.store(true, Ordering::SeqCst);
+    });
+    assert!(edu.bus().device().wanted_back(LONG));
+    assert!(!gone.load(Ordering::SeqCst), "the kernel waits");
+    edu.copy(Direction::FromHost, mapping.span().first(), CardAddr::new(0), 64).unwrap();
+    drop((mapping, edu));
+    unbinder.join().unwrap();
+    assert!(gone.load(Ordering::SeqCst));
+    assert!(matches!(container.open(&bdf), Err(Error::NotBound { driver: None, .. })));
+    // What the message tells to do.
+    fs::write("/sys/bus/pci/drivers_probe", bdf.to_string()).unwrap();
+    drop(container);
+    edu_in(&Container::new(), bdf);
+}
+
+/// Runs one of the tests of `child` as an ordinary user.
+fn as_user(test: &str) {
+    let here = std::env::current_exe().unwrap();
+    let output = Command::new(here)
+        .args(["--exact", test, "--show-output", "--test-threads=1"])
+        .uid(1000)
+        .gid(1000)
+        .output()
+        .unwrap();
+    let text = String::from_utf8_lossy(&output.stdout).into_owned() + &String::from_utf8_lossy(&output.stderr);
+    text.lines().filter(|l| l.starts_with("say: ")).for_each(|l| println!("{l}"));
+    assert!(output.status.success() && text.contains("1 passed"), "{}", text.replace("test ", "child "));
+}
+
+fn group_file(bdf: Bdf) -> String {
+    let link = fs::read_link(format!("/sys/bus/pci/devices/{bdf}/iommu_group")).unwrap();
+    format!("/dev/vfio/{}", link.file_name().unwrap().to_str().unwrap())
+}
+
+#[test]
+fn without_permission_on_the_group() {
+    as_user("child::no_permission");
+}
+
+#[test]
+fn more_than_may_be_locked() {
+    let file = group_file(edus()[0]);
+    std::os::unix::fs::chown(&file, Some(1000), Some(1000)).unwrap();
+    as_user("child::memlock");
+    std::os::unix::fs::chown(&file, Some(0), Some(0)).unwrap();
+}
+
+/// Run by others as an ordinary user.
+mod child {
+    use super::*;
+
+    #[test]
+    fn no_permission() {
+        match Container::new().open(&edus()[0]) {
+            Err(Error::NoPermission { path }) => assert_eq!(path, Path::new(&group_file(edus()[0]))),
+            other => panic!("{other:?}"),
+        }
+        println!("say: {}", Container::new().open(&edus()[0]).unwrap_err());
+    }
+
+    #[test]
+    fn memlock() {
+        use rustix::process::{Resource, Rlimit, setrlimit};
+        let limit = 1 << 20;
+        setrlimit(Resource::Memlock, Rlimit { current: Some(limit), maximum: Some(limit) }).unwrap();
+        let edu = edu(edus()[0]);
+        let bus = edu.bus();
+        assert_eq!(bus.pin_limit(), Some(limit));
+        let map = |len: usize| {
+            let buf = AnonHeap::starting_at(PageKind::Base).allocate(len).unwrap().share();
+            bus.map(bus.pin(&buf.share()).unwrap(), Access::RW)
+        };
+        let before = bus.device().container().mappings_left().unwrap();
+        let some = map(512 << 10).unwrap();
+        let error = cause(map(1 << 20).unwrap_err());
+        assert!(matches!(error, Error::Memlock { wanted: 0x10_0000, left } if left <= 512 << 10), "{error}");
+        println!("say: {error}");
+        drop(some);
+        drop(map(1 << 20).unwrap());
+        assert_eq!(bus.device().container().mappings_left().unwrap(), before);
+    }
+}
+
+#[test]
+fn a_bar_is_mapped_by_its_own_page_size() {
+    let container = Container::new();
+    let _edu = edu_in(&container, edus()[0]);
+    let device = container.open(&functions(FILE_BAR.0)[0]).unwrap();
+    // The guest's clock counts instructions, so these are the same every time.
+    let cost = |placement| {
+        let bar = Arc::new(device.map_bar(FILE_BAR.1, None, placement).unwrap());
+        let times = (0..2).map(|_| container.map_peer(&bar, 0..bar.len(), Access::RW).unwrap().took().time);
+        (bar.alignment(), times.min().unwrap())
+    };
+    let (best, plain) = (cost(Placement::Best), cost(Placement::Exactly(PageSize::SIZE_4K)));
+    println!("1 GiB, type1: aligned to {} {:?}, to {} {:?}", best.0, best.1, plain.0, plain.1);
+    assert!(best.0 >= PageSize::SIZE_1G && plain.0 == PageSize::SIZE_4K);
+    if release() >= (6, 15) {
+        assert!(plain.1 > best.1 * 500, "{:?} against {:?}", plain.1, best.1);
+    } else {
+        assert!(best.1 <= plain.1, "{:?} against {:?}", plain.1, best.1);
+    }
+}
+
+/// An `edu` under the suite.
+struct Under {
+    edu: Edu<VfioBus>,
+    heap: AnonHeap,
+    /// To look at the device's memory behind the channel's back.
+    spare: SharedBuf,
+    window: Mapping,
+    registered: Vec<Registered>,
+}
+
+impl Under {
+    fn pieces(&self, offset: u64, len: usize, direction: Direction, mut each: impl FnMut(&SharedBuf, usize, usize)) {
+        for start in (0..len).step_by(2048) {
+            let n = (len - start).min(2048);
+            if direction == Direction::FromHost {
+                each(&self.spare, start, n);
+            }
+            let card = CardAddr::new(offset + start as u64);
+            self.edu.copy(direction, self.window.span().first(), card, n as u64).unwrap();
+            if direction == Direction::ToHost {
+                each(&self.spare, start, n);
+            }
+        }
+    }
+}
+
+impl Fixture for Under {
+    type Channel = EduChannel<VfioBus>;
+
+    fn channel(&mut self) -> Self::Channel {
+        self.registered.clear();
+        self.edu.channel()
+    }
+
+    fn far_len(&self) -> u64 {
+        self.edu.memory()
+    }
+
+    fn far(&mut self, offset: u64, part: &Part) -> DeviceFar {
+        let via = self.registered.iter().find(|r| r.mapping().pinned().share().holds(part)).expect("a buffer of ours");
+        DeviceFar { at: DeviceAddr::Card(CardAddr::new(offset)), via: via.clone() }
+    }
+
+    fn part(&mut self, len: usize) -> Part {
+        let buf = self.heap.allocate(len).unwrap().share();
+        self.registered.push(Registered::new(&**self.edu.bus(), &buf, Access::RW).unwrap());
+        // No more than that: an operation has at most 2048 bytes.
+        buf.into_part().split_at(len).unwrap().0
+    }
+
+    fn peek(&mut self, offset: u64, len: usize) -> Vec<u8> {
+        let mut bytes = vec![0; len];
+        self.pieces(offset, len, Direction::ToHost, |spare, start, n| {
+            spare.view().sub(0, n).unwrap().read(&mut bytes[start..start + n]);
+        });
+        bytes
+    }
+
+    fn poke(&mut self, offset: u64, bytes: &[u8]) {
+        self.pieces(offset, bytes.len(), Direction::FromHost, |spare, start, n| {
+            spare.view().sub(0, n).unwrap().write(&bytes[start..start + n]);
+        });
+    }
+
+    fn forget(&mut self) {
+        self.registered.clear();
+    }
+
+    fn rounds(&self) -> u64 {
+        10
+    }
+}
+
+#[test]
+fn the_suite_that_every_channel_takes() {
+    let edu = edu(edus()[0]);
+    let heap = AnonHeap::new();
+    let spare = heap.allocate(4096).unwrap().share();
+    let window = map(edu.bus(), &spare, Access::RW);
+    let container = edu.bus().device().container().clone();
+    let mut fixture = Under { edu, heap, spare, window, registered: Vec::new() };
+    suite(&mut fixture);
+    drop(fixture);
+    assert_eq!((container.mapped_bytes(), container.stuck()), (0, 0));
+}
+
+/// Before any module is loaded.
+mod bare {
+    use super::*;
+
+    #[test]
+    fn without_modules_the_error_names_them() {
+        match Container::new().open(&edus()[0]) {
+            Err(e @ Error::NoModule { module: "vfio-pci", .. }) => assert!(e.to_string().contains("modprobe vfio-pci")),
+            other => panic!("{other:?}"),
+        }
+    }
+}
