@@ -19,6 +19,7 @@ struct Json<'a> {
     device: &'a str,
     notes: &'a [String],
     passed: bool,
+    complete: bool,
     settings: JsonSettings,
     integrity: Vec<JsonIntegrity<'a>>,
     figures: Vec<JsonFigure>,
@@ -135,6 +136,7 @@ pub fn json(outcome: &Outcome) -> impl Serialize + '_ {
         device: &outcome.device,
         notes: &outcome.notes,
         passed: report.passed(),
+        complete: outcome.complete,
         settings: JsonSettings {
             threads: settings.threads,
             offset: settings.offset,
@@ -324,6 +326,9 @@ fn write_text(out: &mut String, outcome: &Outcome, explain: bool) -> std::fmt::R
     }
     if !report.figures.is_empty() {
         writeln!(out, "ceiling: {}", report.ceiling)?;
+    }
+    if !outcome.complete {
+        writeln!(out, "not complete: see the error")?;
     }
     for left in &report.left_out {
         writeln!(out, "not measured: {}", plain(left))?;
