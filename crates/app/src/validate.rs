@@ -195,6 +195,10 @@ pub fn run(args: ValidateArgs) -> Result<ExitCode, Failure> {
     if let Some((interrupted, failure)) = failed {
         return if interrupted { Ok(signals.end(&failure)) } else { Err(failure) };
     }
+    if outcome.report.integrity.is_empty() {
+        let failure = Failure::new("nothing was measured");
+        return Err(outcome.report.left_out.iter().fold(failure, Failure::cause));
+    }
     if !outcome.report.passed() {
         let failure = Failure::new("the integrity check failed: bytes came back wrong, and have no figures");
         let wrong =

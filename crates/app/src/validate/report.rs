@@ -307,8 +307,10 @@ fn write_text(out: &mut String, outcome: &Outcome, explain: bool) -> std::fmt::R
         let ceiling =
             figure.ceiling.map_or("-".to_owned(), |c| format!("{:.0} ({:.0} %)", c / MB, figure.total() / c * 100.0));
         let huge = match (huge, small) {
-            (Some(huge), Some(small)) => format!("{:.0} (x {:.2})", huge.total() / MB, huge.total() / small.total()),
-            (Some(_), None) => "these".to_owned(),
+            (Some(huge), Some(small)) => {
+                format!("{:.0} (x {:.2}, {})", huge.total() / MB, huge.total() / small.total(), huge.kind)
+            }
+            (Some(huge), None) => format!("these ({})", huge.kind),
             (None, _) => "-".to_owned(),
         };
         writeln!(

@@ -9,7 +9,7 @@ use dmalane_engine::{Channel, Completion, DeviceFar, Limits, Refused, Ticket, Tr
 /// How long a seat sleeps when nothing has ended.
 const NAP: Duration = Duration::from_micros(50);
 /// How long seats that are dropped wait for something to end.
-const LAST: Duration = Duration::from_secs(10);
+const LAST: Duration = Duration::from_millis(if cfg!(test) { 500 } else { 10_000 });
 /// Looks before the first sleep.
 const LOOKS: u32 = 64;
 

@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 use dmalane_engine::{Channel, Completion, DeviceAddr, DeviceFar, Direction};
 use dmalane_mem::HostBus;
 
-use super::target::{PATIENCE, SLOWEST};
+use super::target::SLOWEST;
 use super::walk::Walk;
 use super::{Phase, Rate, Stop, ValidateError};
 
@@ -27,6 +27,8 @@ pub(super) struct Job<'a> {
     /// Only what ends between this time and the end of a [`Stop::For`] counts: for rates of streams that share something as long as
     /// all of them run.
     pub after: Option<Duration>,
+    /// How long nothing may end, besides the time that a buffer takes.
+    pub patience: Duration,
     /// Ends it early when true.
     pub told: &'a AtomicBool,
 }
@@ -96,7 +98,7 @@ pub(super) fn go(
         start: Instant::now(),
         progress: AtomicU64::new(0),
         failed: AtomicBool::new(false),
-        patience: PATIENCE + Duration::from_secs(longest / SLOWEST),
+        patience: job.patience + Duration::from_secs(longest / SLOWEST),
         gate: Gate::for_threads(lanes.len()),
     };
     std::thread::scope(|scope| {

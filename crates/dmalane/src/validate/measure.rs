@@ -13,6 +13,7 @@ use super::{Allocation, Event, Figure, Integrity, Pages, Phase, Report, Settings
 use crate::MmChannel;
 
 const PAGE: u64 = 4096;
+const HUGE: u64 = 2 << 20;
 /// The place of the walks in a lane.
 const UP: usize = 0;
 const DOWN: usize = 1;
@@ -113,6 +114,11 @@ fn cases(
                 continue;
             }
             for &pages in &settings.pages {
+                if pages == Pages::Huge && buffer < HUGE {
+                    let kibs = buffer >> 10;
+                    report.left_out.push(format!("{phase}, {kibs} KiB on pages of 2 MiB: a buffer is less than one"));
+                    continue;
+                }
                 let case = Case { target, settings, channels, layout, phase, buffer, pages };
                 case.run(report, watch)?;
             }
@@ -285,8 +291,14 @@ impl Case<'_> {
     }
 
     fn go(&self, lanes: &mut [Lane], stop: Stop, active: impl Fn(usize) -> bool + Sync) -> Result<(), ValidateError> {
-        let job =
-            Job { phase: self.phase, stop, registered: self.settings.registered, after: None, told: &self.target.told };
+        let job = Job {
+            phase: self.phase,
+            stop,
+            registered: self.settings.registered,
+            after: None,
+            patience: self.target.patience,
+            told: &self.target.told,
+        };
         go(lanes, &*self.target.bus, job, active)
     }
 

@@ -34,6 +34,8 @@ pub struct Target {
     pub(super) ceiling: Ceiling,
     /// Its channels work at the same time.
     pub(super) apart: bool,
+    /// See [`PATIENCE`].
+    pub(super) patience: Duration,
     /// It is to be left alone.
     pub(super) told: Arc<AtomicBool>,
 }
@@ -158,8 +160,8 @@ impl Target {
         };
         let memories = Memories::Card { ddr: layout.ddr, hbm };
         let apart = soft.emulate.is_some() || card.workers == Workers::PerChannel;
-        let (areas, told) = (driver.areas(), Arc::default());
-        Ok(Self { name, notes, bus, desks, memories, areas, ceiling, apart, told })
+        let (areas, patience, told) = (driver.areas(), PATIENCE, Arc::default());
+        Ok(Self { name, notes, bus, desks, memories, areas, ceiling, apart, patience, told })
     }
 
     /// A device that is a file, or two. What a regular file or a block device holds is put back after a measurement; what a
@@ -183,8 +185,8 @@ impl Target {
         let bus = Arc::new(node.bus().clone());
         let desks = vec![Desk::new(queue)];
         let ceiling = Ceiling::Files(node);
-        let (areas, told) = (Vec::new(), Arc::default());
-        Ok(Self { name, notes, bus, desks, memories, areas, ceiling, apart: false, told })
+        let (areas, patience, told) = (Vec::new(), PATIENCE, Arc::default());
+        Ok(Self { name, notes, bus, desks, memories, areas, ceiling, apart: false, patience, told })
     }
 
     /// The number of channels.

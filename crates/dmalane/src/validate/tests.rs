@@ -323,3 +323,81 @@ fn a_character_device_is_not_overwritten_unasked() {
     let report = run(&Target::file(paths(), NodeOptions::default(), true).unwrap(), &quick(), &mut |_| {}).unwrap();
     assert!(!report.passed() && report.figures.is_empty());
 }
+
+/// Takes everything from the so many-th transfer on, and ends none of that.
+struct Hangs {
+    inner: Box<dyn Channel<Far = DeviceFar>>,
+    after: u64,
+    held: Vec<Transfer<DeviceFar>>,
+}
+
+impl Channel for Hangs {
+    type Far = DeviceFar;
+
+    fn limits(&self) -> Limits {
+        self.inner.limits()
+    }
+
+    fn in_flight(&self) -> usize {
+        self.inner.in_flight() + self.held.len()
+    }
+
+    fn submit(&mut self, transfer: Transfer<DeviceFar>) -> Result<Ticket, Refused<DeviceFar>> {
+        if self.after > 0 {
+            self.after -= 1;
+            return self.inner.submit(transfer);
+        }
+        self.held.push(transfer);
+        Ok(Ticket::new(1 << 40 | self.held.len() as u64))
+    }
+
+    fn poll(&mut self, done: &mut Vec<Completion<DeviceFar>>) -> usize {
+        self.inner.poll(done)
+    }
+
+    fn wait(&mut self, done: &mut Vec<Completion<DeviceFar>>, timeout: Duration) -> usize {
+        self.inner.wait(done, timeout)
+    }
+}
+
+#[test]
+fn a_device_that_hangs_is_left_alone_and_what_was_measured_is_there() {
+    let file = tempfile::NamedTempFile::new().unwrap();
+    std::fs::write(file.path(), vec![7; 2 * MIB as usize]).unwrap();
+    let paths = NodePaths { h2c: file.path().into(), c2h: file.path().into() };
+    let mut target = Target::file(paths, NodeOptions::default(), false).unwrap();
+    target.patience = Duration::from_millis(500);
+    let inner = Box::new(target.desks[0].seat());
+    // The comparison (4 transfers of a thread) and the reading (3 and the one more) end.
+    target.desks[0] = desk::Desk::new(Hangs { inner, after: 8, held: Vec::new() });
+    let settings = Settings { threads: 1, ways: vec![Way::Read, Way::Write], pages: vec![Pages::Small], ..quick() };
+    let mut report = Report::default();
+    let begun = std::time::Instant::now();
+    let error = run_into(&target, &settings, &mut report, &mut |_| {}).unwrap_err();
+    let ValidateError::Hung { error: inner } = &error else { panic!("{error}") };
+    assert!(matches!(**inner, ValidateError::Stuck { thread: 0, .. }), "{error}");
+    assert!(error.to_string().contains("was not put back"), "{error}");
+    assert!(begun.elapsed() > target.patience);
+    assert_eq!((report.integrity.len(), report.figures.len()), (1, 1), "{report:?}");
+    assert_ne!(std::fs::read(file.path()).unwrap()[..4096], [7; 4096]);
+}
+
+#[test]
+fn seats_of_a_device_that_hangs_wait_together() {
+    let mut target = soft(CardConfig::default(), None);
+    target.patience = Duration::from_millis(100);
+    let inner = Box::new(target.desks[0].seat());
+    target.desks[0] = desk::Desk::new(Hangs { inner, after: 0, held: Vec::new() });
+    let threads = 16;
+    let settings = Settings {
+        threads,
+        phases: vec![Phase::Ddr],
+        channels: MmChannel::Only(0),
+        pages: vec![Pages::Small],
+        ..quick()
+    };
+    let begun = std::time::Instant::now();
+    let error = run(&target, &settings, &mut |_| {}).unwrap_err();
+    assert!(matches!(error, ValidateError::Stuck { .. }), "{error}");
+    assert!(begun.elapsed() < Duration::from_millis(threads as u64 * 500), "not one after the other");
+}
