@@ -118,11 +118,17 @@ fn a_service_manager_hands_a_socket_over_and_hears_that_it_is_ready() {
         let mut shell = Command::new("sh");
         let script = "exec 3<&0; exec env LISTEN_PID=$$ LISTEN_FDS=1 \"$0\" --quiet 0</dev/null";
         shell.args(["-c", script, env!("CARGO_BIN_EXE_dmalaned")]).env("NOTIFY_SOCKET", &notify);
-        shell.stdin(Stdio::from(socket)).stderr(Stdio::piped()).spawn().unwrap()
+        shell.stdin(Stdio::from(socket)).stdout(Stdio::null()).stderr(Stdio::piped()).spawn().unwrap()
     };
     let child = start(SocketType::SEQPACKET, &path);
     let mut said = [0; 64];
-    let n = heard.recv(&mut said).unwrap();
+    // With a time-out it is interrupted by whatever signal comes, such as that of another test's child.
+    let n = loop {
+        match heard.recv(&mut said) {
+            Err(e) if e.kind() == std::io::ErrorKind::Interrupted => {}
+            other => break other.unwrap(),
+        }
+    };
     assert_eq!(&said[..n], b"READY=1");
     let client = wait_for(&path);
     drop(client);

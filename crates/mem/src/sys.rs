@@ -329,7 +329,10 @@ impl Drop for Region {
             });
         }
         if self.slab.is_some() {
-            return; // the mapping goes with its last piece
+            // The mapping goes with its last piece, the memory of this one now. (Reserved huge pages stay whole.)
+            // SAFETY: the range is this piece's own; every view borrows it, so nobody looks at bytes that become zeros.
+            let _ = unsafe { mm::madvise(self.ptr.as_ptr().cast(), self.len, Advice::LinuxDontNeed) };
+            return;
         }
         // SAFETY: the range is this region's own mapping and no piece of another; every view borrows the region, and every piece of it
         // holds it, so none is left.

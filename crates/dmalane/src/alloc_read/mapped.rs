@@ -21,6 +21,10 @@ pub struct MappedRead {
     pub mappings: Vec<Vec<Mapping>>,
 }
 
+/// Mappings of a read, at most (one more for each buffer): a kernel takes 65535 in all (`dma_entry_limit` of `vfio_iommu_type1`). Gathers
+/// are longer where there would be more.
+const MAPPINGS: u64 = 1 << 14;
+
 /// [`read_all`], with every gather pinned and mapped for the device of `bus` as soon as its memory is there: one call of each for a
 /// gather, while reads into the gathers before it are in flight.
 ///
@@ -43,6 +47,8 @@ pub fn read_mapped(
     let (mut registering, mut mapping, mut bytes) = (Duration::ZERO, Duration::ZERO, 0);
     let wanted = job.buffers.iter().fold(0u64, |sum, len| sum.saturating_add(*len));
     within_pin_limit(bus, wanted).map_err(|source| ReadError::Map { buffer: 0, offset: 0, source })?;
+    let gather = options.gather.max(wanted.div_ceil(MAPPINGS).checked_next_power_of_two().unwrap_or(u64::MAX));
+    let options = &ReadOptions { gather, ..options.clone() };
     let mut refused = None;
     let mut each = |event: Event| {
         if let Event::Allocated { buffer, offset, len, share } = &event {

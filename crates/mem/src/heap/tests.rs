@@ -241,6 +241,14 @@ fn a_pool_keeps_neither_what_is_known_elsewhere_nor_what_is_incomplete() {
     assert_eq!(pool.pool_stats().kept, 4 << 20, "still present, whether used or not");
 }
 
+/// How many of the 125 pages from an address on are there.
+fn present(at: usize) -> usize {
+    let mut words = [0; 125 * 8];
+    let map = std::fs::File::open("/proc/self/pagemap").unwrap();
+    std::os::unix::fs::FileExt::read_exact_at(&map, &mut words, (at / 4096 * 8) as u64).unwrap();
+    words.as_chunks::<8>().0.iter().filter(|word| u64::from_ne_bytes(**word) >> 63 == 1).count()
+}
+
 #[test]
 fn a_pool_cuts_small_buffers_out_of_huge_pages() {
     let pool = Pool::new(AnonHeap::new(), 8 << 20);
@@ -264,8 +272,11 @@ fn a_pool_cuts_small_buffers_out_of_huge_pages() {
     assert!(all.iter().all(|buf| page(buf) == page(&all[0])));
     // A piece outlives the others, the trimmed ones and the pool.
     let last = all.pop().unwrap();
+    let (trimmed, kept) = (all[1].as_ptr().addr(), last.as_ptr().addr());
     drop(all);
+    assert_eq!((present(trimmed), present(kept)), (125, 125));
     pool.trim(0);
+    assert_eq!((present(trimmed), present(kept)), (0, 125), "trimmed memory goes, also while another piece is out");
     let next = pool.allocate(500 << 10).unwrap();
     assert_ne!(page(&next), page(&last), "its page has a piece out and is not handed out again");
     drop((next, pool));
