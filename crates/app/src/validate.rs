@@ -5,14 +5,18 @@ mod report;
 
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::time::Duration;
 
 use clap::ValueEnum;
 use dmalane::card::{CardConfig, Workers};
 use dmalane::uring::{NodeError, NodeOptions, NodePaths};
 use dmalane::validate::{
-    Event, FitReport, FitSettings, Report, Settings, SoftTarget, Target, ValidateError, fit_link, run as measure,
+    Event, FitReport, FitSettings, Report, Settings, SoftTarget, Target, ValidateError, fit_link, run_into as measure,
 };
+use signal_hook::consts::{SIGINT, SIGTERM};
+use signal_hook::flag;
 
 use crate::failure::Failure;
 use crate::output;
@@ -29,6 +33,8 @@ pub struct ValidateArgs {
     pub probe_at: Option<u64>,
     /// Past the page cache.
     pub direct: bool,
+    /// What a device holds may be lost.
+    pub lose: bool,
     /// What to measure.
     pub settings: Settings,
     /// Also find the limits of the link.
@@ -106,38 +112,92 @@ struct Outcome {
     settings: Settings,
     report: Report,
     fit: Option<(FitReport, FitSettings)>,
+    /// Everything was measured that was asked for.
+    complete: bool,
+}
+
+/// SIGINT and SIGTERM, caught.
+struct Signals {
+    told: Arc<AtomicBool>,
+    which: Arc<AtomicUsize>,
+}
+
+impl Signals {
+    /// The first one of either is to be looked for; the second ends the process at once.
+    fn catch() -> Result<Self, Failure> {
+        let this = Self { told: Arc::default(), which: Arc::default() };
+        for signal in [SIGINT, SIGTERM] {
+            // In this order: the first signal finds the flag down.
+            flag::register_conditional_shutdown(signal, 128 + signal, this.told.clone())?;
+            flag::register_usize(signal, this.which.clone(), signal as usize)?;
+            flag::register(signal, this.told.clone())?;
+        }
+        Ok(this)
+    }
+
+    /// Tells what stopped a measurement, and gives the exit status of that.
+    fn end(&self, failure: &Failure) -> ExitCode {
+        let failed = failure.report();
+        match self.which.load(Ordering::Relaxed) {
+            0 => failed,
+            signal => ExitCode::from(128 + signal as u8),
+        }
+    }
 }
 
 /// Measures, and prints the result.
 pub fn run(args: ValidateArgs) -> Result<ExitCode, Failure> {
+    // Before anything is written: from here on a signal ends this after what was overwritten is put back.
+    let signals = Signals::catch()?;
     if let Some(path) = &args.plot {
         writable(path)?;
     }
-    let (target, fitted) = targets(&args).map_err(|e| failure(e, &args))?;
+    let (mut target, mut fitted) = targets(&args).map_err(|e| failure(e, &args))?;
+    [Some(&mut target), fitted.as_mut()].into_iter().flatten().for_each(|t| t.stop_when(signals.told.clone()));
     let bar = Steps::new(!args.quiet);
     let mut watch = |event| match event {
         Event::Steps(n) => bar.more(n),
         Event::Step(what) => bar.step(what),
     };
-    let report = measure(&target, &args.settings, &mut watch).map_err(|e| failure(e, &args))?;
-    let fit = match fitted.filter(|_| report.passed()) {
-        None => None,
-        Some(target) => {
-            let settings = FitSettings { offset: args.settings.offset, ..FitSettings::default() };
-            Some((fit_link(&target, &settings, &mut watch).map_err(|e| failure(e, &args))?, settings))
+    let mut report = Report::default();
+    let mut result = measure(&target, &args.settings, &mut report, &mut watch);
+    let mut fit = None;
+    if let Some(target) = fitted.filter(|_| result.is_ok() && report.passed()) {
+        let settings = FitSettings { offset: args.settings.offset, ..FitSettings::default() };
+        match fit_link(&target, &settings, &mut watch) {
+            Ok(found) => fit = Some((found, settings)),
+            Err(e) => result = Err(e),
         }
-    };
+    }
     bar.finish();
-    let outcome =
-        Outcome { device: target.name.clone(), notes: target.notes.clone(), settings: args.settings, report, fit };
+    let failed = result.err().map(|e| (matches!(e, ValidateError::Interrupted), failure(e, &args)));
+    let (device, notes) = (target.name.clone(), target.notes.clone());
+    // Waits for what a device that hangs still has, and counts what it keeps.
+    drop(target);
+    let kept = dmalane::uring::quarantined_bytes();
+    let failed = failed.map(|(interrupted, failure)| match kept {
+        0 => (interrupted, failure),
+        n => (interrupted, failure.cause(format!("the kernel has not let go of {n} bytes of buffers"))),
+    });
+    if let (Some((_, failure)), true) = (&failed, report.integrity.is_empty()) {
+        return Ok(signals.end(failure)); // there is nothing to print
+    }
+    let outcome = Outcome { device, notes, settings: args.settings, report, fit, complete: failed.is_none() };
     match args.form {
         Form::Text => output::print(&report::text(&outcome, args.explain))?,
         Form::Json => output::print_json(&report::json(&outcome))?,
         Form::Csv => output::print(&report::csv(&outcome))?,
     }
-    if let Some(path) = &args.plot {
+    if let Some(path) = args.plot.as_ref().filter(|_| !outcome.report.figures.is_empty()) {
         let svg = plot::svg(&outcome).map_err(|e| Failure::new(format!("cannot draw the figures: {e}")))?;
         std::fs::write(path, svg).map_err(|e| Failure::because(format!("cannot write {}", path.display()), &e))?;
+    }
+    if let Some((interrupted, failure)) = failed {
+        return if interrupted { Ok(signals.end(&failure)) } else { Err(failure) };
+    }
+    if outcome.report.integrity.is_empty() {
+        let failure = Failure::new("nothing was measured");
+        return Err(outcome.report.left_out.iter().fold(failure, Failure::cause));
     }
     if !outcome.report.passed() {
         let failure = Failure::new("the integrity check failed: bytes came back wrong, and have no figures");
@@ -152,8 +212,11 @@ pub fn run(args: ValidateArgs) -> Result<ExitCode, Failure> {
 fn targets(args: &ValidateArgs) -> Result<(Target, Option<Target>), ValidateError> {
     match &args.device {
         Device::File(paths) => {
-            let options = NodeOptions { probe_at: args.probe_at, direct: args.direct, ..NodeOptions::default() };
-            Ok((Target::file(paths.clone(), options)?, None))
+            // As many calls at once as the ceiling makes.
+            let threads = args.settings.threads;
+            let options =
+                NodeOptions { probe_at: args.probe_at, direct: args.direct, threads, ..NodeOptions::default() };
+            Ok((Target::file(paths.clone(), options, args.lose)?, None))
         }
         Device::Soft => {
             let workers = if args.soft.workers { Workers::PerChannel } else { Workers::Inline };
@@ -174,8 +237,14 @@ fn targets(args: &ValidateArgs) -> Result<(Target, Option<Target>), ValidateErro
 
 /// Finds out now, and not after minutes of measuring.
 fn writable(path: &Path) -> Result<(), Failure> {
+    let new = !path.exists();
     let opened = std::fs::File::options().write(true).create(true).truncate(false).open(path);
-    opened.map(drop).map_err(|e| Failure::because(format!("cannot write {}", path.display()), &e))
+    opened.map(drop).map_err(|e| Failure::because(format!("cannot write {}", path.display()), &e))?;
+    if new {
+        // Not an empty one when nothing is drawn. Whoever took it away meanwhile has done the same.
+        let _ = std::fs::remove_file(path);
+    }
+    Ok(())
 }
 
 /// The error with what helps against it.
@@ -211,7 +280,12 @@ fn failure(error: ValidateError, args: &ValidateArgs) -> Failure {
             "name the file of each direction: file:PATH,h2c=PATH,c2h=PATH".to_owned()
         }
         E::Node(NodeError::NoDirect { .. }) => "without --direct it is used through the page cache".to_owned(),
-        E::Memory(_) | E::NoRoom(_) => "a smaller --buffer-size or fewer threads (-j) need less memory".to_owned(),
+        E::Lost(_) => {
+            "say from which address on it may be overwritten: --offset SIZE, or --overwrite for all of it".to_owned()
+        }
+        E::Memory(_) | E::NoRoom(_) | E::NoMemoryFor { .. } => {
+            "a smaller --buffer-size or fewer threads (-j) need less memory".to_owned()
+        }
         _ => return chain(error),
     };
     chain(error).hint(hint)

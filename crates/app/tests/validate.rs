@@ -168,6 +168,46 @@ fn a_file_is_measured_and_left_as_it_was() {
 }
 
 #[test]
+fn a_signal_leaves_a_file_as_it_was() {
+    use rustix::process::{Pid, Signal, kill_process};
+    for (signal, status) in [(Signal::INT, 130), (Signal::TERM, 143)] {
+        let (file, device) = file(1 << 20);
+        let before: Vec<u8> = (0..1u32 << 20).map(|i| (i ^ i >> 8) as u8).collect();
+        std::fs::write(file.path(), &before).unwrap();
+        let plot = file.path().with_extension("svg");
+        let mut command = Command::new(env!("CARGO_BIN_EXE_dmalane"));
+        command.args(["validate", "-d", &device, "-j", "2", "--buffer-size", "64KiB", "--read", "--duration", "600"]);
+        command.args(["--pages", "4k", "--plot", plot.to_str().unwrap()]);
+        command.stdout(std::process::Stdio::piped()).stderr(std::process::Stdio::piped());
+        let child = command.spawn().unwrap();
+        let begun = std::time::Instant::now();
+        while std::fs::read(file.path()).unwrap() == before {
+            assert!(begun.elapsed().as_secs() < 60, "it writes");
+            std::thread::sleep(std::time::Duration::from_millis(5));
+        }
+        // Into the measurement, where nothing else would end it.
+        std::thread::sleep(std::time::Duration::from_millis(300));
+        kill_process(Pid::from_child(&child), signal).unwrap();
+        let output = child.wait_with_output().unwrap();
+        assert_eq!(output.status.code(), Some(status), "{}", text(&output.stderr));
+        assert_eq!(text(&output.stderr), "dmalane: interrupted\n");
+        assert!(text(&output.stdout).contains("2/2 OK\nnot complete"), "{}", text(&output.stdout));
+        assert!(std::fs::read(file.path()).unwrap() == before);
+        assert!(!plot.exists(), "no empty picture");
+    }
+}
+
+#[test]
+fn a_character_device_needs_to_be_asked_for() {
+    for consent in [&["--offset", "0"][..], &["--overwrite"]] {
+        let all = quick(&[&["-d", "file:/dev/zero"], consent].concat());
+        let output = run(&all.iter().map(String::as_str).collect::<Vec<_>>());
+        assert!(text(&output.stderr).contains("integrity check failed"), "{}", text(&output.stderr));
+        assert_eq!(output.status.code(), Some(1));
+    }
+}
+
+#[test]
 fn limits_are_named() {
     let found = json(&["--emulate", "half-egress-14", "--fit", "--read", "--ddr-only", "--pages", "4k"]);
     assert_eq!(found["fit"]["points"].as_array().unwrap().len(), 36);
@@ -213,6 +253,9 @@ fn a_bad_command_line_is_explained() {
         (&["-d", "file:x", "--fit"], "--fit is for a card"),
         (&["-d", "file:x", "--ring-size", "16"], "--ring-size is for a card"),
         (&["-d", "file:x", "--hbm-only"], "--hbm-only is for a card"),
+        (&["-d", "file:x", "--raw-transfer-test"], "--raw-transfer-test is for a card"),
+        (&["-d", "file:x", "--channel-allocation", "paired"], "--channel-allocation is for a card"),
+        (&["--overwrite"], "--overwrite is for a file"),
         (&["--probe-at", "1MiB"], "--probe-at is for a file"),
         (&["--probe-at", "1000"], "not a multiple of 4KiB"),
         (&["--plot", "-"], "stdout is for the report"),
@@ -246,6 +289,7 @@ fn what_cannot_be_measured_is_explained_with_a_way_out() {
         (&["-d", &large, "--probe-at", "1MiB"], "the device ends at 0x100000", "hint: for example"),
         (&["-d", &missing], "No such file", "hint: make a file"),
         (&["-d", &folder], "is a directory, which has no addresses", ""),
+        (&["-d", "file:/dev/zero"], "/dev/zero is a character device", "hint: say from which address on"),
     ] {
         let said = complains(args, 1);
         assert!(said.contains(why) && said.contains(way_out), "{args:?}: {said}");

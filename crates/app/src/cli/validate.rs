@@ -23,10 +23,13 @@ Examples:
   dmalane validate -d file:/dev/xdma0_h2c_0,c2h=/dev/xdma0_c2h_0 --buffer-size 4MiB
 
 Writes to the device's memory from --offset on, and reads it back. What a file or a block device
-held there is put back at the end; the memory of a card or a character device is not.
+held there is put back at the end, also after an error, Ctrl-C or SIGTERM, but not after SIGKILL, a
+second Ctrl-C, or when the device hangs. What a card held is lost, and so is what a character
+device held: one is measured only with --offset or --overwrite.
 MB/s are 10^6 bytes per second. There is no figure for bytes that did not compare.
 
-Exit status: 0 all bytes were right, 1 some were not or it could not be measured, 2 wrong command line.";
+Exit status: 0 all bytes were right, 1 some were not or it could not be measured, 2 wrong command line,
+130 or 143 interrupted by SIGINT or SIGTERM. What was measured before an error or a signal is printed.";
 
 /// Measure a device: integrity, bandwidth and latency, each figure beside what is possible.
 #[derive(Args)]
@@ -44,9 +47,13 @@ pub struct ValidateOptions {
     #[arg(long, value_name = "SIZE", default_value_t = Size::mib(16), value_parser = buffer, allow_hyphen_values = true)]
     buffer_size: Size,
 
-    /// Bytes at the front of each memory that are left alone, a multiple of 4KiB
-    #[arg(long, value_name = "SIZE", default_value_t = Size::kib(0), value_parser = pages, allow_hyphen_values = true)]
-    offset: Size,
+    /// Bytes at the front of each memory that are left alone, a multiple of 4KiB [default: 0]
+    #[arg(long, value_name = "SIZE", value_parser = pages, allow_hyphen_values = true)]
+    offset: Option<Size>,
+
+    /// Measure a device whose contents are not put back (a character device), from its first address on
+    #[arg(long)]
+    overwrite: bool,
 
     /// The DMA channels that move the bytes: auto, one, or several like 0,1
     #[arg(long, value_name = "CHANNELS", default_value = "auto", value_parser = mm_channel)]
@@ -170,8 +177,11 @@ impl ValidateOptions {
             ("--fit", self.fit),
             ("--ddr-only", self.ddr_only),
             ("--hbm-only", self.hbm_only),
+            ("--channel-allocation", self.channel_allocation == ChannelAllocation::Paired),
+            ("--raw-transfer-test", self.raw_transfer_test),
         ];
-        let node = [("--probe-at", self.probe_at.is_some()), ("--direct", self.direct)];
+        let node =
+            [("--probe-at", self.probe_at.is_some()), ("--direct", self.direct), ("--overwrite", self.overwrite)];
         let given = |options: &[(&'static str, bool)]| options.iter().find(|o| o.1).map(|o| o.0);
         match (file, given(&card), given(&node)) {
             (true, Some(option), _) => Some(format!("{option} is for a card, and a file is none")),
@@ -191,7 +201,7 @@ impl From<ValidateOptions> for ValidateArgs {
                 Some(sweep) => sweep.iter().collect(),
                 None => vec![options.buffer_size.bytes()],
             },
-            offset: options.offset.bytes(),
+            offset: options.offset.map_or(0, Size::bytes),
             phases: match (options.ddr_only, options.hbm_only) {
                 (true, _) => vec![Phase::Ddr],
                 (_, true) => vec![Phase::Hbm],
@@ -223,6 +233,7 @@ impl From<ValidateOptions> for ValidateArgs {
             },
             probe_at: options.probe_at.map(Size::bytes),
             direct: options.direct,
+            lose: options.overwrite || options.offset.is_some(),
             settings,
             fit: options.fit,
             explain: options.explain,

@@ -19,6 +19,7 @@ struct Json<'a> {
     device: &'a str,
     notes: &'a [String],
     passed: bool,
+    complete: bool,
     settings: JsonSettings,
     integrity: Vec<JsonIntegrity<'a>>,
     figures: Vec<JsonFigure>,
@@ -135,6 +136,7 @@ pub fn json(outcome: &Outcome) -> impl Serialize + '_ {
         device: &outcome.device,
         notes: &outcome.notes,
         passed: report.passed(),
+        complete: outcome.complete,
         settings: JsonSettings {
             threads: settings.threads,
             offset: settings.offset,
@@ -305,8 +307,10 @@ fn write_text(out: &mut String, outcome: &Outcome, explain: bool) -> std::fmt::R
         let ceiling =
             figure.ceiling.map_or("-".to_owned(), |c| format!("{:.0} ({:.0} %)", c / MB, figure.total() / c * 100.0));
         let huge = match (huge, small) {
-            (Some(huge), Some(small)) => format!("{:.0} (x {:.2})", huge.total() / MB, huge.total() / small.total()),
-            (Some(_), None) => "these".to_owned(),
+            (Some(huge), Some(small)) => {
+                format!("{:.0} (x {:.2}, {})", huge.total() / MB, huge.total() / small.total(), huge.kind)
+            }
+            (Some(huge), None) => format!("these ({})", huge.kind),
             (None, _) => "-".to_owned(),
         };
         writeln!(
@@ -324,6 +328,9 @@ fn write_text(out: &mut String, outcome: &Outcome, explain: bool) -> std::fmt::R
     }
     if !report.figures.is_empty() {
         writeln!(out, "ceiling: {}", report.ceiling)?;
+    }
+    if !outcome.complete {
+        writeln!(out, "not complete: see the error")?;
     }
     for left in &report.left_out {
         writeln!(out, "not measured: {}", plain(left))?;

@@ -11,6 +11,7 @@ use dmalane_uring::Node;
 
 use super::lanes::Lane;
 use super::target::{Ceiling, Target};
+use super::walk::Walk;
 use super::{Stop, ValidateError, Way};
 
 /// A ceiling is not measured for longer.
@@ -20,7 +21,7 @@ impl Ceiling {
     pub fn name(&self) -> &'static str {
         match self {
             Self::Copies => "the faster of plain and streaming copies of as many buffers by as many threads, in memory",
-            Self::Files(_) => "plain pwrite and pread of as many buffers by as many threads, on the same files",
+            Self::Files(_) => "plain pwrite and pread of as many buffers, by a thread for each, on the same files",
             Self::Optimum { .. } => "the optimum of the modelled link, which no policy can exceed",
         }
     }
@@ -111,29 +112,36 @@ fn part_of(buf: &SharedBuf, len: usize) -> dmalane_mem::View<'_> {
 fn files(node: &Node, lanes: &[Lane], way: Way, len: usize, time: Duration) -> Result<f64, ValidateError> {
     let heap = AnonHeap::new();
     let buffer = |_| heap.allocate(len);
-    let buffers = (0..lanes.len()).map(buffer).collect::<Result<Vec<_>, _>>().map_err(ValidateError::Memory)?;
+    // Of both ways each has a thread and a buffer: as the device, they need not wait for each other.
+    let wanted = |up: bool| way == Way::Both || up == (way == Way::Write);
+    let place = |(i, walk): (usize, &Walk)| walk.places().next().map(|(at, _)| (i == 0, at.bits()));
+    let places = lanes.iter().flat_map(|lane| lane.walks.iter().enumerate().filter_map(place));
+    let places: Vec<(bool, u64)> = places.filter(|(up, _)| wanted(*up)).collect();
+    let buffers = (0..places.len()).map(buffer).collect::<Result<Vec<_>, _>>().map_err(ValidateError::Memory)?;
     let start = Instant::now();
     let moved: Vec<std::io::Result<(u64, Duration)>> = std::thread::scope(|scope| {
-        let walk = |(places, mut buffer): ([Option<u64>; 2], CpuBuf)| {
+        let walk = |((up, at), mut buffer): ((bool, u64), CpuBuf)| {
             let (h2c, c2h) = node.files();
             let mut bytes = 0;
             loop {
-                if let (true, Some(at)) = (way != Way::Read, places[0]) {
-                    h2c.write_all_at(&buffer[..len], at)?;
-                    bytes += len as u64;
+                match up {
+                    true => h2c.write_all_at(&buffer[..len], at)?,
+                    false => c2h.read_exact_at(&mut buffer[..len], at)?,
                 }
-                if let (true, Some(at)) = (way != Way::Write, places[1]) {
-                    c2h.read_exact_at(&mut buffer[..len], at)?;
-                    bytes += len as u64;
-                }
+                bytes += len as u64;
                 if start.elapsed() >= time {
                     return Ok((bytes, start.elapsed()));
                 }
             }
         };
-        let place = |lane: &Lane, i: usize| lane.walks.get(i).and_then(|w| w.places().next()).map(|(at, _)| at.bits());
-        let places = lanes.iter().map(|lane| [0, 1].map(|i| place(lane, i)));
-        let threads: Vec<_> = places.zip(buffers).map(|work| scope.spawn(move || walk(work))).collect();
+        let mut threads = Vec::new();
+        for (i, work) in places.into_iter().zip(buffers).enumerate() {
+            let name = format!("dmalane-ceiling-{i}");
+            match std::thread::Builder::new().name(name).spawn_scoped(scope, move || walk(work)) {
+                Ok(thread) => threads.push(thread),
+                Err(e) => return vec![Err(e)],
+            }
+        }
         threads.into_iter().filter_map(|t| t.join().ok()).collect()
     });
     let moved = moved.into_iter().collect::<std::io::Result<Vec<_>>>().map_err(ValidateError::Ceiling)?;

@@ -8,6 +8,8 @@ use dmalane_engine::{Channel, Completion, DeviceFar, Limits, Refused, Ticket, Tr
 
 /// How long a seat sleeps when nothing has ended.
 const NAP: Duration = Duration::from_micros(50);
+/// How long seats that are dropped wait for something to end.
+const LAST: Duration = Duration::from_millis(if cfg!(test) { 500 } else { 10_000 });
 /// Looks before the first sleep.
 const LOOKS: u32 = 64;
 
@@ -23,6 +25,8 @@ struct State {
     owners: HashMap<Ticket, usize>,
     inboxes: Vec<VecDeque<Completion<DeviceFar>>>,
     scratch: Vec<Completion<DeviceFar>>,
+    /// Until when seats that are dropped wait for what is in flight, all together.
+    deadline: Option<Instant>,
 }
 
 /// The right to use a [`Desk`].
@@ -36,7 +40,7 @@ pub(super) struct Seat {
 impl Desk {
     pub fn new(channel: impl Channel<Far = DeviceFar> + 'static) -> Self {
         let (owners, inboxes, scratch) = (HashMap::new(), Vec::new(), Vec::new());
-        Self(Arc::new(Mutex::new(State { channel: Box::new(channel), owners, inboxes, scratch })))
+        Self(Arc::new(Mutex::new(State { channel: Box::new(channel), owners, inboxes, scratch, deadline: None })))
     }
 
     pub fn seat(&self) -> Seat {
@@ -44,6 +48,11 @@ impl Desk {
         state.inboxes.push(VecDeque::new());
         let limits = state.channel.limits();
         Seat { desk: self.clone(), number: state.inboxes.len() - 1, limits, in_flight: 0 }
+    }
+
+    /// What the channel has.
+    pub fn in_flight(&self) -> usize {
+        self.lock().channel.in_flight()
     }
 
     fn lock(&self) -> MutexGuard<'_, State> {
@@ -73,8 +82,10 @@ impl Channel for Seat {
 
     fn poll(&mut self, done: &mut Vec<Completion<DeviceFar>>) -> usize {
         let mut state = self.desk.lock();
-        let State { channel, owners, inboxes, scratch } = &mut *state;
-        channel.poll(scratch);
+        let State { channel, owners, inboxes, scratch, deadline } = &mut *state;
+        if channel.poll(scratch) > 0 {
+            *deadline = None;
+        }
         for completion in scratch.drain(..) {
             if let Some(owner) = owners.remove(&completion.ticket) {
                 inboxes[owner].push_back(completion);
@@ -102,10 +113,15 @@ impl Channel for Seat {
 }
 
 impl Drop for Seat {
-    /// Waits for what is in flight, a while; what comes later is dropped with the desk.
+    /// Waits for what is in flight, until nothing has ended for a while: all seats of a desk wait for that once. What comes later is
+    /// dropped with the desk.
     fn drop(&mut self) {
-        let (deadline, mut done) = (Instant::now() + Duration::from_secs(10), Vec::new());
-        while self.in_flight > 0 && Instant::now() < deadline {
+        let mut done = Vec::new();
+        while self.in_flight > 0 {
+            let now = Instant::now();
+            if now >= *self.desk.lock().deadline.get_or_insert(now + LAST) {
+                return;
+            }
             self.wait(&mut done, Duration::from_millis(100));
             done.clear();
         }

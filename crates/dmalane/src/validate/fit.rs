@@ -104,7 +104,8 @@ fn point(target: &Target, streams: &[Stream], settings: &FitSettings, what: &str
         lanes.push(Lane { channel: Box::new(target.desks[stream.channel].seat()), walks });
     }
     let all = |lanes: &mut [Lane], stop, after| {
-        let job = Job { phase: Phase::Both, stop, registered: true, after };
+        let job =
+            Job { phase: Phase::Both, stop, registered: true, after, patience: target.patience, told: &target.told };
         go(lanes, &*target.bus, job, |_| true)
     };
     // Everybody writes; who reads finds that, in a buffer that held something else.

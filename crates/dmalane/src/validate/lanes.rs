@@ -1,13 +1,13 @@
 //! Threads that move their buffers, all at once.
 
-use std::sync::Barrier;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::{Condvar, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
 use dmalane_engine::{Channel, Completion, DeviceAddr, DeviceFar, Direction};
 use dmalane_mem::HostBus;
 
-use super::target::PATIENCE;
+use super::target::SLOWEST;
 use super::walk::Walk;
 use super::{Phase, Rate, Stop, ValidateError};
 
@@ -19,7 +19,7 @@ pub(super) struct Lane {
 
 /// What all threads do.
 #[derive(Clone, Copy)]
-pub(super) struct Job {
+pub(super) struct Job<'a> {
     /// For messages.
     pub phase: Phase,
     pub stop: Stop,
@@ -27,6 +27,59 @@ pub(super) struct Job {
     /// Only what ends between this time and the end of a [`Stop::For`] counts: for rates of streams that share something as long as
     /// all of them run.
     pub after: Option<Duration>,
+    /// How long nothing may end, besides the time that a buffer takes.
+    pub patience: Duration,
+    /// Ends it early when true.
+    pub told: &'a AtomicBool,
+}
+
+/// What the threads of a job share.
+struct Common {
+    start: Instant,
+    /// Microseconds after `start` at which something last ended, whoever had asked for it.
+    progress: AtomicU64,
+    failed: AtomicBool,
+    patience: Duration,
+    gate: Gate,
+}
+
+/// Where threads wait for each other, or learn that one will never come.
+#[derive(Default)]
+struct Gate {
+    /// Threads that are missing; `None` when it was shut for good.
+    missing: Mutex<Option<usize>>,
+    changed: Condvar,
+}
+
+impl Gate {
+    fn for_threads(n: usize) -> Self {
+        Self { missing: Mutex::new(Some(n)), changed: Condvar::new() }
+    }
+
+    /// Waits for all, and says whether they came.
+    fn wait(&self) -> bool {
+        let mut missing = self.missing.lock().unwrap_or_else(PoisonError::into_inner);
+        *missing = missing.map(|n| n.saturating_sub(1));
+        self.changed.notify_all();
+        let still = |missing: &mut Option<usize>| missing.is_some_and(|n| n > 0);
+        self.changed.wait_while(missing, still).unwrap_or_else(PoisonError::into_inner).is_some()
+    }
+
+    fn shut(&self) {
+        *self.missing.lock().unwrap_or_else(PoisonError::into_inner) = None;
+        self.changed.notify_all();
+    }
+}
+
+impl Common {
+    fn moved(&self) {
+        self.progress.fetch_max(self.start.elapsed().as_micros() as u64, Ordering::Relaxed);
+    }
+
+    fn is_stuck(&self) -> bool {
+        let last = Duration::from_micros(self.progress.load(Ordering::Relaxed));
+        self.start.elapsed().saturating_sub(last) > self.patience
+    }
 }
 
 /// Lets each lane move those of its walks that `active` names (by their place in the lane).
@@ -36,22 +89,40 @@ pub(super) struct Job {
 pub(super) fn go(
     lanes: &mut [Lane],
     bus: &dyn HostBus,
-    job: Job,
+    job: Job<'_>,
     active: impl Fn(usize) -> bool + Sync,
 ) -> Result<(), ValidateError> {
-    let (barrier, failed) = (Barrier::new(lanes.len()), AtomicBool::new(false));
+    // A buffer counts when all of it has moved, which takes a slow device a while.
+    let longest = lanes.iter().flat_map(|lane| &lane.walks).map(Walk::len).max().unwrap_or(0);
+    let common = Common {
+        start: Instant::now(),
+        progress: AtomicU64::new(0),
+        failed: AtomicBool::new(false),
+        patience: job.patience + Duration::from_secs(longest / SLOWEST),
+        gate: Gate::for_threads(lanes.len()),
+    };
     std::thread::scope(|scope| {
         let run = |(thread, lane): (usize, &mut Lane)| {
-            let (barrier, failed, active) = (&barrier, &failed, &active);
-            let result = lane.run(thread, bus, job, active, barrier, failed);
+            let (common, active) = (&common, &active);
+            let result = lane.run(thread, bus, job, active, common);
             if result.is_err() {
-                failed.store(true, Ordering::Relaxed);
+                common.failed.store(true, Ordering::Relaxed);
             }
             result
         };
         let mut lanes = lanes.iter_mut().enumerate();
         let first = lanes.next();
-        let threads: Vec<_> = lanes.map(|lane| scope.spawn(move || run(lane))).collect();
+        let mut threads = Vec::new();
+        for lane in lanes {
+            let name = format!("dmalane-lane-{}", lane.0);
+            match std::thread::Builder::new().name(name).spawn_scoped(scope, move || run(lane)) {
+                Ok(thread) => threads.push(thread),
+                Err(e) => {
+                    common.gate.shut();
+                    return Err(ValidateError::Thread(e));
+                }
+            }
+        }
         // This thread is one of them.
         let mut result = first.map_or(Ok(()), run);
         for thread in threads {
@@ -67,25 +138,28 @@ impl Lane {
         &mut self,
         thread: usize,
         bus: &dyn HostBus,
-        job: Job,
+        job: Job<'_>,
         active: &(impl Fn(usize) -> bool + Sync),
-        barrier: &Barrier,
-        failed: &AtomicBool,
+        common: &Common,
     ) -> Result<(), ValidateError> {
         let Self { channel, walks } = self;
         walks.iter_mut().for_each(Walk::reset);
-        barrier.wait();
+        if !common.gate.wait() {
+            return Ok(()); // another thread's error is told
+        }
         let start = Instant::now();
-        let (mut progress, mut done) = (start, Vec::new());
+        common.moved();
+        let mut done = Vec::new();
         let goes_on = |walk: &Walk| match job.stop {
             Stop::After(passes) => walk.moved.passes < passes,
             Stop::For(time) => start.elapsed() < time || walk.moved.passes == 0 && job.after.is_none(),
         };
         let mut first_error = None;
         loop {
-            let mut busy = false;
+            let (mut busy, mut fed) = (false, false);
             for (_, walk) in walks.iter_mut().enumerate().filter(|(i, _)| active(*i)) {
-                let stopped = first_error.is_some() || failed.load(Ordering::Relaxed);
+                let stopped =
+                    first_error.is_some() || common.failed.load(Ordering::Relaxed) || job.told.load(Ordering::Relaxed);
                 if walk.is_idle() && !stopped && goes_on(walk) {
                     walk.begin(bus)?;
                 }
@@ -93,18 +167,23 @@ impl Lane {
                     walk.give_up();
                 }
                 busy |= !walk.is_idle();
-                if walk.feed(&mut **channel)? {
-                    progress = Instant::now();
-                }
+                fed |= walk.feed(&mut **channel)?;
             }
             if !busy {
-                return first_error.map_or(Ok(()), Err);
+                return match first_error {
+                    Some(error) => Err(error),
+                    None if job.told.load(Ordering::Relaxed) => Err(ValidateError::Interrupted),
+                    None => Ok(()),
+                };
             }
             channel.wait(&mut done, Duration::from_millis(10));
             if !done.is_empty() {
-                progress = Instant::now();
-            } else if progress.elapsed() > PATIENCE {
-                return Err(ValidateError::Stuck { phase: job.phase, thread, after: PATIENCE });
+                common.moved();
+            } else if common.is_stuck() {
+                return Err(ValidateError::Stuck { phase: job.phase, thread, after: common.patience });
+            } else if !fed && channel.in_flight() == 0 {
+                // The channel is full of what other threads move, and there was nothing to wait for.
+                std::thread::sleep(Duration::from_micros(50));
             }
             for Completion { ticket, transfer, result } in done.drain(..) {
                 let (direction, at) = (transfer.direction, transfer.far.at);
@@ -126,14 +205,15 @@ impl Lane {
     }
 }
 
-/// What the walks at this place of all lanes have moved together.
+/// What the walks at this place of all lanes have moved together. All places are divided by the same time, until the last of any had
+/// ended: ways that run at once do not count as faster for ending earlier.
 pub(super) fn rate(lanes: &[Lane], place: usize) -> Option<Rate> {
+    let took = lanes.iter().flat_map(|lane| &lane.walks).map(|walk| walk.moved.took).max()?;
     let mut latency = dmalane_engine::Latency::default();
-    let (mut bytes, mut took, mut buffers) = (0, Duration::ZERO, 0);
+    let (mut bytes, mut buffers) = (0, 0);
     for walk in lanes.iter().filter_map(|lane| lane.walks.get(place)) {
         latency.add(&walk.moved.latency);
         bytes += walk.moved.bytes;
-        took = took.max(walk.moved.took);
         buffers += walk.moved.passes;
     }
     let bytes_per_s = bytes as f64 / took.as_secs_f64();

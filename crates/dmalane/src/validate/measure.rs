@@ -1,19 +1,34 @@
 //! A validation: for each memory, buffer and kind of pages first the comparison, then the figures.
 
+use std::sync::atomic::Ordering;
+
 use dmalane_engine::{AddressPolicy, BalancePolicy, Channel, DeviceFar, Direction, Policy, Split};
 use dmalane_mem::{AnonHeap, Heap, PageKind};
 
 use super::lanes::{Job, Lane, go, rate};
 use super::place::Layout;
-use super::target::Target;
+use super::target::{Ceiling, Target};
 use super::walk::Walk;
 use super::{Allocation, Event, Figure, Integrity, Pages, Phase, Report, Settings, Stop, ValidateError, Way};
 use crate::MmChannel;
 
 const PAGE: u64 = 4096;
+const HUGE: u64 = 2 << 20;
 /// The place of the walks in a lane.
 const UP: usize = 0;
 const DOWN: usize = 1;
+/// What the round of a figure differs by from that of the pass after it.
+const LAST: u64 = 1 << 16;
+
+/// New bytes to write, and none of those to be read in the buffers.
+fn refill(lanes: &mut [Lane], round: u64) {
+    for (thread, lane) in lanes.iter_mut().enumerate() {
+        lane.walks[UP].direction = Direction::FromHost;
+        lane.walks[UP].fill(seed(thread, UP, round));
+        lane.walks[DOWN].direction = Direction::ToHost;
+        lane.walks[DOWN].fill(seed(thread, DOWN, round));
+    }
+}
 
 /// What the bytes of a buffer stand for: a number for each thread, walk and use, so that none is taken for another.
 fn seed(thread: usize, walk: usize, round: u64) -> u64 {
@@ -27,6 +42,20 @@ fn seed(thread: usize, walk: usize, round: u64) -> u64 {
 /// [`ValidateError`] when something cannot be measured. Bytes that are wrong are no error but a report that has not
 /// [passed](Report::passed).
 pub fn run(target: &Target, settings: &Settings, watch: &mut dyn FnMut(Event)) -> Result<Report, ValidateError> {
+    let mut report = Report::default();
+    run_into(target, settings, &mut report, watch).map(|()| report)
+}
+
+/// As [`run`], into a report that has what was measured before an error.
+///
+/// # Errors
+/// As [`run`].
+pub fn run_into(
+    target: &Target,
+    settings: &Settings,
+    report: &mut Report,
+    watch: &mut dyn FnMut(Event),
+) -> Result<(), ValidateError> {
     let channels = check(target, settings)?;
     let phases = if settings.phases.is_empty() { target.phases() } else { settings.phases.clone() };
     let layout = Layout { memories: target.memories, offset: settings.offset, raw: settings.raw };
@@ -38,12 +67,45 @@ pub fn run(target: &Target, settings: &Settings, watch: &mut dyn FnMut(Event)) -
         }
     }
     let largest = settings.buffers.iter().max().copied().unwrap_or(0);
-    let kept = target.keep(settings.offset, slots * largest)?;
-    let mut report =
-        Report { integrity: Vec::new(), figures: Vec::new(), left_out: Vec::new(), ceiling: target.ceiling.name() };
+    *report = Report { ceiling: target.ceiling.name(), ..Report::default() };
+    let needed = room(target, settings, slots * largest)?;
+    let kept = target.keep(settings.offset, slots * largest, needed)?;
+    let result = cases(target, settings, (&channels, &phases, layout), report, watch);
+    let Some(kept) = kept else { return result };
+    match result {
+        Err(error) if target.hangs() => {
+            kept.give_up();
+            Err(ValidateError::Hung { error: Box::new(error) })
+        }
+        result => kept.put_back().and(result),
+    }
+}
+
+/// Bytes of memory that are needed, if there are as many: of buffers, what the ceiling takes, and a card of this process.
+fn room(target: &Target, settings: &Settings, buffers: u64) -> Result<u64, ValidateError> {
+    let needed = match target.ceiling {
+        Ceiling::Copies => buffers.saturating_mul(3),
+        _ => buffers.saturating_mul(2),
+    };
+    // Huge pages may be reserved ones, which are not part of what there is room for.
+    let small = settings.pages.contains(&Pages::Small);
+    match dmalane_mem::room().filter(|room| small && needed > room.bytes) {
+        Some(room) => Err(ValidateError::NoMemoryFor { needed, have: room.bytes, limited_by: room.limited_by }),
+        None => Ok(needed),
+    }
+}
+
+/// All of them, one after the other.
+fn cases(
+    target: &Target,
+    settings: &Settings,
+    (channels, phases, layout): (&[usize], &[Phase], Layout),
+    report: &mut Report,
+    watch: &mut dyn FnMut(Event),
+) -> Result<(), ValidateError> {
     let cases = phases.len() * settings.buffers.len() * settings.pages.len();
     watch(Event::Steps(cases * (settings.ways.len() + 1)));
-    for &phase in &phases {
+    for &phase in phases {
         for &buffer in &settings.buffers {
             if phase == Phase::Both && buffer == PAGE && settings.threads == 1 {
                 report
@@ -52,13 +114,17 @@ pub fn run(target: &Target, settings: &Settings, watch: &mut dyn FnMut(Event)) -
                 continue;
             }
             for &pages in &settings.pages {
-                let case = Case { target, settings, channels: &channels, layout, phase, buffer, pages };
-                case.run(&mut report, watch)?;
+                if pages == Pages::Huge && buffer < HUGE {
+                    let kibs = buffer >> 10;
+                    report.left_out.push(format!("{phase}, {kibs} KiB on pages of 2 MiB: a buffer is less than one"));
+                    continue;
+                }
+                let case = Case { target, settings, channels, layout, phase, buffer, pages };
+                case.run(report, watch)?;
             }
         }
     }
-    kept.map_or(Ok(()), |kept| kept.put_back())?;
-    Ok(report)
+    Ok(())
 }
 
 /// Refuses settings that make no sense, and gives the channels that are used.
@@ -111,10 +177,9 @@ struct Case<'a> {
 
 impl Case<'_> {
     fn run(&self, report: &mut Report, watch: &mut dyn FnMut(Event)) -> Result<(), ValidateError> {
-        let Self { target, settings, phase, buffer, pages, .. } = *self;
+        let Self { phase, buffer, pages, .. } = *self;
         let kibs = buffer >> 10;
-        let mut say = |what: &str| watch(Event::Step(format!("{phase}, {kibs} KiB, {pages:?} pages: {what}")));
-        say("comparing");
+        watch(Event::Step(format!("{phase}, {kibs} KiB, {pages:?} pages: comparing")));
         let (mut lanes, kind) = match self.lanes()? {
             Ok(lanes) => lanes,
             Err(why) => {
@@ -123,6 +188,23 @@ impl Case<'_> {
             }
         };
         let mut integrity = self.compare(&mut lanes)?;
+        let result = self.figures(&mut lanes, kind, &mut integrity, report, watch);
+        report.integrity.push(integrity);
+        result
+    }
+
+    /// Measures each way, as long as the bytes are right.
+    fn figures(
+        &self,
+        lanes: &mut [Lane],
+        kind: PageKind,
+        integrity: &mut Integrity,
+        report: &mut Report,
+        watch: &mut dyn FnMut(Event),
+    ) -> Result<(), ValidateError> {
+        let Self { target, settings, phase, buffer, pages, .. } = *self;
+        let kibs = buffer >> 10;
+        let mut say = |what: &str| watch(Event::Step(format!("{phase}, {kibs} KiB, {pages:?} pages: {what}")));
         for (round, &way) in (2..).zip(&settings.ways) {
             if integrity.ok < integrity.threads {
                 break;
@@ -132,34 +214,38 @@ impl Case<'_> {
                 Way::Write => "writing",
                 Way::Both => "reading and writing",
             });
-            // New bytes to write, and none of those to be read in the buffers.
-            for (thread, lane) in lanes.iter_mut().enumerate() {
-                lane.walks[UP].direction = Direction::FromHost;
-                lane.walks[UP].fill(seed(thread, UP, round));
-                lane.walks[DOWN].direction = Direction::ToHost;
-                lane.walks[DOWN].fill(seed(thread, DOWN, round));
-            }
             let (up, down) = (way != Way::Read, way != Way::Write);
-            self.go(&mut lanes, settings.stop, |walk| if walk == UP { up } else { down })?;
-            let (write, read) = (rate(&lanes, UP).filter(|_| up), rate(&lanes, DOWN).filter(|_| down));
-            // What was moved last, compared.
+            let active = |walk| if walk == UP { up } else { down };
+            refill(lanes, round);
+            self.go(lanes, settings.stop, active)?;
+            let (write, read) = (rate(lanes, UP).filter(|_| up), rate(lanes, DOWN).filter(|_| down));
             let mut wrong = Vec::new();
             if down {
-                wrong.extend(self.wrong(&lanes, DOWN, 1, "read from"));
+                wrong.extend(self.wrong(lanes, DOWN, 1, "read from"));
+            }
+            // Whether passes after the first have moved anything does not show in buffers that were right after it. So one more,
+            // with other bytes to write and none of those to be read in the buffers.
+            let last = round + LAST;
+            refill(lanes, last);
+            self.go(lanes, Stop::After(1), active)?;
+            if down {
+                wrong.extend(self.wrong(lanes, DOWN, 1, "read at last from"));
             }
             if up {
-                self.read_back(&mut lanes, |walk| walk == UP)?;
-                wrong.extend(self.wrong(&lanes, UP, round, "written to"));
+                self.read_back(lanes, |walk| walk == UP)?;
+                wrong.extend(self.wrong(lanes, UP, last, "written at last to"));
             }
             if !wrong.is_empty() {
                 integrity.wrong.extend(wrong);
                 continue;
             }
-            let ceiling = target.ceiling(&lanes, way, buffer, settings.stop, self.channels)?;
+            if target.told.load(Ordering::Relaxed) {
+                return Err(ValidateError::Interrupted);
+            }
+            let ceiling = target.ceiling(lanes, way, buffer, settings.stop, self.channels)?;
             let ceiling = Some(ceiling).filter(|c| c.is_finite());
             report.figures.push(Figure { phase, buffer, pages, kind, way, read, write, ceiling });
         }
-        report.integrity.push(integrity);
         Ok(())
     }
 
@@ -205,7 +291,14 @@ impl Case<'_> {
     }
 
     fn go(&self, lanes: &mut [Lane], stop: Stop, active: impl Fn(usize) -> bool + Sync) -> Result<(), ValidateError> {
-        let job = Job { phase: self.phase, stop, registered: self.settings.registered, after: None };
+        let job = Job {
+            phase: self.phase,
+            stop,
+            registered: self.settings.registered,
+            after: None,
+            patience: self.target.patience,
+            told: &self.target.told,
+        };
         go(lanes, &*self.target.bus, job, active)
     }
 

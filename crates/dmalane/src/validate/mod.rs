@@ -8,6 +8,7 @@
 mod ceiling;
 mod desk;
 mod fit;
+mod kept;
 mod lanes;
 mod measure;
 mod place;
@@ -27,7 +28,7 @@ use thiserror::Error;
 use crate::MmChannel;
 
 pub use fit::{FitReport, FitSettings, fit_link};
-pub use measure::run;
+pub use measure::{run, run_into};
 pub use place::Phase;
 pub use sweep::{BadSweep, Step, Sweep};
 pub use target::{SLOWER, SoftTarget, Target, emulations};
@@ -175,7 +176,7 @@ impl Figure {
 }
 
 /// What a validation found.
-#[derive(Clone, PartialEq, Debug)]
+#[derive(Clone, PartialEq, Debug, Default)]
 pub struct Report {
     /// One for each memory, buffer and kind of pages.
     pub integrity: Vec<Integrity>,
@@ -266,9 +267,37 @@ pub enum ValidateError {
     /// Host memory.
     #[error(transparent)]
     Memory(dmalane_mem::Error),
-    /// The contents of a file cannot be kept, or not be put back.
-    #[error("the device's contents cannot be kept: {0}")]
+    /// The contents of a file cannot be kept.
+    #[error("what the device holds cannot be kept, so nothing was written: {0}")]
     Keep(std::io::Error),
+    /// What a file held could not be put back.
+    #[error("what the device held could not be put back: {0}")]
+    PutBack(std::io::Error),
+    /// The device holds what cannot be put back, and nobody has said that it may be lost.
+    #[error("{} is a character device: what it holds would be overwritten and not put back", .0.display())]
+    Lost(std::path::PathBuf),
+    /// It was told to stop: see [`Target::stop_when`].
+    #[error("interrupted")]
+    Interrupted,
+    /// No thread could be started.
+    #[error("cannot start a thread: {0}")]
+    Thread(std::io::Error),
+    /// The device hung, so what it held was not put back.
+    #[error("{error}; transfers are still under way, so what the device held was not put back")]
+    Hung {
+        /// What was seen first.
+        error: Box<ValidateError>,
+    },
+    /// Not as much memory as buffers and ceilings take.
+    #[error("{needed} bytes of memory are needed, and there is room for {have} ({limited_by})")]
+    NoMemoryFor {
+        /// Bytes.
+        needed: u64,
+        /// Bytes.
+        have: u64,
+        /// What sets the limit.
+        limited_by: String,
+    },
     /// No memory to keep a device's contents in.
     #[error("there is no room for {0} bytes of the device's contents, which are put back at the end")]
     NoRoom(u64),

@@ -1,6 +1,9 @@
 //! Devices that can be validated.
 
+use std::os::unix::fs::FileTypeExt;
+use std::path::Path;
 use std::sync::Arc;
+use std::sync::atomic::AtomicBool;
 use std::time::Duration;
 
 use dmalane_addr::{CardAddr, Span};
@@ -11,6 +14,7 @@ use dmalane_mem::{AnonHeap, HostBus, HostConfig, SoftHost};
 use dmalane_uring::{Node, NodeOptions, NodePaths};
 
 use super::desk::Desk;
+use super::kept::Kept;
 use super::place::Memories;
 use super::{Phase, ValidateError};
 
@@ -30,6 +34,10 @@ pub struct Target {
     pub(super) ceiling: Ceiling,
     /// Its channels work at the same time.
     pub(super) apart: bool,
+    /// See [`PATIENCE`].
+    pub(super) patience: Duration,
+    /// It is to be left alone.
+    pub(super) told: Arc<AtomicBool>,
 }
 
 /// What is measured beside a figure.
@@ -152,14 +160,20 @@ impl Target {
         };
         let memories = Memories::Card { ddr: layout.ddr, hbm };
         let apart = soft.emulate.is_some() || card.workers == Workers::PerChannel;
-        Ok(Self { name, notes, bus, desks, memories, areas: driver.areas(), ceiling, apart })
+        let (areas, patience, told) = (driver.areas(), PATIENCE, Arc::default());
+        Ok(Self { name, notes, bus, desks, memories, areas, ceiling, apart, patience, told })
     }
 
-    /// A device that is a file, or two.
+    /// A device that is a file, or two. What a regular file or a block device holds is put back after a measurement; what a
+    /// character device holds is lost, so `lose` must say that it may be.
     ///
     /// # Errors
-    /// [`ValidateError::Node`].
-    pub fn file(paths: NodePaths, options: NodeOptions) -> Result<Self, ValidateError> {
+    /// [`ValidateError::Lost`] before anything is opened, [`ValidateError::Node`].
+    pub fn file(paths: NodePaths, options: NodeOptions, lose: bool) -> Result<Self, ValidateError> {
+        let character = |path: &Path| path.metadata().is_ok_and(|m| m.file_type().is_char_device());
+        if !lose && let Some(path) = [&paths.h2c, &paths.c2h].into_iter().find(|path| character(path)) {
+            return Err(ValidateError::Lost(path.clone()));
+        }
         let name = match paths.h2c == paths.c2h {
             true => format!("file:{}", paths.h2c.display()),
             false => format!("file:h2c={},c2h={}", paths.h2c.display(), paths.c2h.display()),
@@ -171,7 +185,8 @@ impl Target {
         let bus = Arc::new(node.bus().clone());
         let desks = vec![Desk::new(queue)];
         let ceiling = Ceiling::Files(node);
-        Ok(Self { name, notes, bus, desks, memories, areas: Vec::new(), ceiling, apart: false })
+        let (areas, patience, told) = (Vec::new(), PATIENCE, Arc::default());
+        Ok(Self { name, notes, bus, desks, memories, areas, ceiling, apart: false, patience, told })
     }
 
     /// The number of channels.
@@ -204,48 +219,27 @@ impl Target {
         self.areas.iter().map(|a| Area { span: a.span, route: route(a.route) }).collect()
     }
 
-    /// What the device's files hold there, if it is one whose contents are worth keeping and can be read.
-    pub(super) fn keep(&self, offset: u64, len: u64) -> Result<Option<Kept<'_>>, ValidateError> {
-        use std::os::unix::fs::FileExt;
-        let Ceiling::Files(node) = &self.ceiling else { return Ok(None) };
-        if node.memory_len().is_none() || node.paths().h2c != node.paths().c2h || node.alignment() > 1 {
-            return Ok(None);
+    /// What the device holds there, if it is a file that holds something for good.
+    pub(super) fn keep(&self, offset: u64, len: u64, beside: u64) -> Result<Option<Kept>, ValidateError> {
+        match &self.ceiling {
+            Ceiling::Files(node) => Kept::read(node.files().0, offset, len, beside),
+            _ => Ok(None),
         }
-        let mut bytes = Vec::new();
-        let len = usize::try_from(len).unwrap_or(usize::MAX);
-        bytes.try_reserve_exact(len).map_err(|_| ValidateError::NoRoom(len as u64))?;
-        bytes.resize(len, 0);
-        node.files().1.read_exact_at(&mut bytes, offset).map_err(ValidateError::Keep)?;
-        Ok(Some(Kept { node, offset, bytes }))
+    }
+
+    /// True while the device still has what no thread waits for any more.
+    pub(super) fn hangs(&self) -> bool {
+        self.desks.iter().any(|desk| desk.in_flight() > 0)
+    }
+
+    /// Ends what is measured, with [`ValidateError::Interrupted`], as soon as this is true. What was under way ends, and what is
+    /// to be put back is put back.
+    pub fn stop_when(&mut self, told: Arc<AtomicBool>) {
+        self.told = told;
     }
 }
 
-/// Bytes that are put back when this is dropped.
-pub(super) struct Kept<'a> {
-    node: &'a Node,
-    offset: u64,
-    bytes: Vec<u8>,
-}
-
-impl Kept<'_> {
-    /// Puts them back now, and says whether that worked.
-    pub fn put_back(mut self) -> Result<(), ValidateError> {
-        let bytes = std::mem::take(&mut self.bytes);
-        self.write(&bytes).map_err(ValidateError::Keep)
-    }
-
-    fn write(&self, bytes: &[u8]) -> std::io::Result<()> {
-        use std::os::unix::fs::FileExt;
-        self.node.files().0.write_all_at(bytes, self.offset)
-    }
-}
-
-impl Drop for Kept<'_> {
-    fn drop(&mut self) {
-        // On the way out of an error: that one is told.
-        let _ = self.write(&self.bytes);
-    }
-}
-
-/// How long nothing may end before a device counts as stuck.
+/// How long nothing may end before a device counts as stuck, besides the time that a buffer takes at [`SLOWEST`].
 pub(super) const PATIENCE: Duration = Duration::from_secs(20);
+/// Bytes per second that a device moves at least, unless it is stuck.
+pub(super) const SLOWEST: u64 = 4_000_000;

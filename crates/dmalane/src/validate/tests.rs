@@ -1,5 +1,7 @@
 //! Validations of devices whose truth is known: right ones, wrong ones, and links with known limits.
 
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
 use dmalane_card::{CardConfig, Workers};
@@ -78,7 +80,7 @@ fn files_pass_and_are_left_as_they_were() {
     std::fs::write(file.path(), &before).unwrap();
     let paths = NodePaths { h2c: file.path().into(), c2h: file.path().into() };
     for probe_at in [None, Some(MIB)] {
-        let target = Target::file(paths.clone(), NodeOptions { probe_at, ..NodeOptions::default() }).unwrap();
+        let target = Target::file(paths.clone(), NodeOptions { probe_at, ..NodeOptions::default() }, false).unwrap();
         assert!(target.notes[0].contains(if probe_at.is_some() { "probed" } else { "not probed" }));
         let report = check(&target, &Settings { offset: 4096, ..quick() });
         assert!(report.integrity.iter().all(|i| i.phase == Phase::Device));
@@ -220,7 +222,19 @@ fn there_is_no_figure_for_bytes_that_are_wrong() {
         assert_eq!((report.integrity[0].ok, report.integrity[0].threads), (2, 2), "{fault:?}");
         assert!(!report.passed() && report.figures.len() < 3, "{fault:?}: {report:?}");
     }
-    // An error is an error, with its place.
+    // From the second pass on (a transfer counts when it begins and when it ends): the first has brought the right bytes, and nothing since has moved any.
+    for (fault, way) in [(Fault::Blind(10), Way::Read), (Fault::Deaf(10), Way::Write)] {
+        let settings = Settings { threads: 1, stop: Stop::After(3), ways: vec![way], ..settings.clone() };
+        let report = run(&wrong(fault), &settings, &mut |_| {}).unwrap();
+        assert_eq!((report.integrity[0].ok, report.figures.len()), (1, 0), "{fault:?}: {report:?}");
+        assert!(!report.passed(), "{fault:?}");
+    }
+    // An error is an error, with its place, and what was measured before it is there.
+    let mut report = Report::default();
+    let late = Settings { threads: 1, ways: vec![Way::Read, Way::Write], ..settings.clone() };
+    let error = run_into(&wrong(Fault::Fails(16)), &late, &mut report, &mut |_| {}).unwrap_err();
+    assert!(matches!(error, ValidateError::Failed { .. }), "{error}");
+    assert_eq!((report.integrity.len(), report.figures.len()), (1, 1), "{report:?}");
     let error = run(&wrong(Fault::Fails(20)), &settings, &mut |_| {}).unwrap_err();
     assert!(matches!(error, ValidateError::Failed { phase: Phase::Ddr, .. }), "{error}");
     assert!(error.to_string().contains("status 0x9"), "{error}");
@@ -251,4 +265,139 @@ fn a_modelled_link_is_the_ceiling() {
         ..SoftTarget::default()
     };
     assert!(matches!(Target::soft(three), Err(ValidateError::TooManyChannels { wanted: 3, most: 2 })));
+}
+
+#[test]
+fn direct_io_and_two_names_leave_a_file_as_it_was() {
+    let folder = tempfile::tempdir_in(".").unwrap();
+    let (path, link) = (folder.path().join("memory"), folder.path().join("link"));
+    let before: Vec<u8> = (0..2 * MIB).map(|i| (i ^ i >> 8) as u8).collect();
+    std::fs::write(&path, &before).unwrap();
+    std::os::unix::fs::symlink(&path, &link).unwrap();
+    let settings = Settings { pages: vec![Pages::Small], ..quick() };
+    for (direct, c2h) in [(false, &link), (true, &path), (true, &link)] {
+        let paths = NodePaths { h2c: path.clone(), c2h: c2h.clone() };
+        match Target::file(paths, NodeOptions { direct, ..NodeOptions::default() }, false) {
+            Ok(target) => drop(check(&target, &settings)),
+            Err(e) if direct => println!("SKIPPED: {e}"),
+            Err(e) => panic!("{e}"),
+        }
+        assert!(std::fs::read(&path).unwrap() == before, "direct {direct}");
+    }
+}
+
+#[test]
+fn what_is_told_to_stop_stops_and_puts_back() {
+    let file = tempfile::NamedTempFile::new().unwrap();
+    let before: Vec<u8> = (0..2 * MIB).map(|i| (i ^ i >> 8) as u8).collect();
+    std::fs::write(file.path(), &before).unwrap();
+    let paths = NodePaths { h2c: file.path().into(), c2h: file.path().into() };
+    let mut target = Target::file(paths, NodeOptions::default(), false).unwrap();
+    let told = Arc::new(AtomicBool::new(false));
+    target.stop_when(told.clone());
+    let settings = Settings { stop: Stop::For(Duration::from_secs(3600)), pages: vec![Pages::Small], ..quick() };
+    let mut written = false;
+    let result = run(&target, &settings, &mut |event| {
+        if matches!(&event, Event::Step(what) if what.ends_with(": reading")) {
+            written = std::fs::read(file.path()).unwrap() != before;
+            let told = told.clone();
+            std::thread::spawn(move || {
+                std::thread::sleep(Duration::from_millis(20));
+                told.store(true, Ordering::Relaxed);
+            });
+        }
+    });
+    assert!(matches!(result, Err(ValidateError::Interrupted)), "{result:?}");
+    assert!(written && std::fs::read(file.path()).unwrap() == before);
+    // The same for what limits a card.
+    let mut card = soft(CardConfig::default(), None);
+    card.stop_when(told);
+    assert!(matches!(fit_link(&card, &FitSettings::default(), &mut |_| {}), Err(ValidateError::Interrupted)));
+}
+
+#[test]
+fn a_character_device_is_not_overwritten_unasked() {
+    let paths = || NodePaths { h2c: "/dev/zero".into(), c2h: "/dev/zero".into() };
+    let refused = Target::file(paths(), NodeOptions::default(), false);
+    assert!(matches!(refused, Err(ValidateError::Lost(path)) if path.ends_with("zero")));
+    let report = run(&Target::file(paths(), NodeOptions::default(), true).unwrap(), &quick(), &mut |_| {}).unwrap();
+    assert!(!report.passed() && report.figures.is_empty());
+}
+
+/// Takes everything from the so many-th transfer on, and ends none of that.
+struct Hangs {
+    inner: Box<dyn Channel<Far = DeviceFar>>,
+    after: u64,
+    held: Vec<Transfer<DeviceFar>>,
+}
+
+impl Channel for Hangs {
+    type Far = DeviceFar;
+
+    fn limits(&self) -> Limits {
+        self.inner.limits()
+    }
+
+    fn in_flight(&self) -> usize {
+        self.inner.in_flight() + self.held.len()
+    }
+
+    fn submit(&mut self, transfer: Transfer<DeviceFar>) -> Result<Ticket, Refused<DeviceFar>> {
+        if self.after > 0 {
+            self.after -= 1;
+            return self.inner.submit(transfer);
+        }
+        self.held.push(transfer);
+        Ok(Ticket::new(1 << 40 | self.held.len() as u64))
+    }
+
+    fn poll(&mut self, done: &mut Vec<Completion<DeviceFar>>) -> usize {
+        self.inner.poll(done)
+    }
+
+    fn wait(&mut self, done: &mut Vec<Completion<DeviceFar>>, timeout: Duration) -> usize {
+        self.inner.wait(done, timeout)
+    }
+}
+
+#[test]
+fn a_device_that_hangs_is_left_alone_and_what_was_measured_is_there() {
+    let file = tempfile::NamedTempFile::new().unwrap();
+    std::fs::write(file.path(), vec![7; 2 * MIB as usize]).unwrap();
+    let paths = NodePaths { h2c: file.path().into(), c2h: file.path().into() };
+    let mut target = Target::file(paths, NodeOptions::default(), false).unwrap();
+    target.patience = Duration::from_millis(500);
+    let inner = Box::new(target.desks[0].seat());
+    // The comparison (4 transfers of a thread) and the reading (3 and the one more) end.
+    target.desks[0] = desk::Desk::new(Hangs { inner, after: 8, held: Vec::new() });
+    let settings = Settings { threads: 1, ways: vec![Way::Read, Way::Write], pages: vec![Pages::Small], ..quick() };
+    let mut report = Report::default();
+    let begun = std::time::Instant::now();
+    let error = run_into(&target, &settings, &mut report, &mut |_| {}).unwrap_err();
+    let ValidateError::Hung { error: inner } = &error else { panic!("{error}") };
+    assert!(matches!(**inner, ValidateError::Stuck { thread: 0, .. }), "{error}");
+    assert!(error.to_string().contains("was not put back"), "{error}");
+    assert!(begun.elapsed() > target.patience);
+    assert_eq!((report.integrity.len(), report.figures.len()), (1, 1), "{report:?}");
+    assert_ne!(std::fs::read(file.path()).unwrap()[..4096], [7; 4096]);
+}
+
+#[test]
+fn seats_of_a_device_that_hangs_wait_together() {
+    let mut target = soft(CardConfig::default(), None);
+    target.patience = Duration::from_millis(100);
+    let inner = Box::new(target.desks[0].seat());
+    target.desks[0] = desk::Desk::new(Hangs { inner, after: 0, held: Vec::new() });
+    let threads = 16;
+    let settings = Settings {
+        threads,
+        phases: vec![Phase::Ddr],
+        channels: MmChannel::Only(0),
+        pages: vec![Pages::Small],
+        ..quick()
+    };
+    let begun = std::time::Instant::now();
+    let error = run(&target, &settings, &mut |_| {}).unwrap_err();
+    assert!(matches!(error, ValidateError::Stuck { .. }), "{error}");
+    assert!(begun.elapsed() < Duration::from_millis(threads as u64 * 500), "not one after the other");
 }

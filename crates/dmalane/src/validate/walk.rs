@@ -67,6 +67,11 @@ impl Walk {
         self.moved = Moved::default();
     }
 
+    /// Bytes of the buffer.
+    pub fn len(&self) -> u64 {
+        self.len
+    }
+
     /// True between passes.
     pub fn is_idle(&self) -> bool {
         self.todo.is_empty() && self.flying.is_empty()

@@ -355,20 +355,28 @@ impl Opened {
         let mut safe = Mover::new(Rung::Workers, depth, 1).map_err(no_queue)?;
         let mut plain = Mover::new(Rung::Workers, depth, 2).map_err(no_queue)?;
         probe::probe(&target, &mut safe, &mut plain)
-            .map_err(|why| NodeError::NotMemory { path: self.paths.h2c.clone(), why })?;
+            .map_err(|unfit| NodeError::NotMemory { path: self.paths.h2c.clone(), why: unfit.why })?;
         self.how.probed = true;
         let fuse = source::is_fuse(&self.h2c) || source::is_fuse(&self.c2h);
         for rung in Rung::ALL.into_iter().filter(|rung| *rung <= best && *rung != Rung::Workers) {
             let tried = match fuse {
-                true => Err(FUSE.to_owned()),
-                false => Mover::new(rung, depth, 1).and_then(|mut mover| probe::probe(&target, &mut safe, &mut mover)),
+                true => Err(FUSE.to_owned().into()),
+                false => Mover::new(rung, depth, 1)
+                    .map_err(probe::Unfit::from)
+                    .and_then(|mut mover| probe::probe(&target, &mut safe, &mut mover)),
             };
             match tried {
                 Ok(count) => {
                     (self.how.rung, self.how.count) = (rung, count);
                     return Ok(());
                 }
-                Err(reason) => self.how.reasons.push(format!("not {rung}: {reason}")),
+                Err(unfit) => {
+                    self.how.reasons.push(format!("not {rung}: {}", unfit.why));
+                    if unfit.hangs {
+                        self.how.reasons.push("nothing else was tried".to_owned());
+                        return Ok(());
+                    }
+                }
             }
         }
         Ok(())

@@ -32,6 +32,11 @@ pub(crate) enum Count {
 pub(crate) trait Moves {
     fn all(&mut self, requests: Vec<Request>) -> Result<Vec<(Request, i32)>, String>;
 
+    /// Waits for requests that have not ended in time, whatever becomes of them; false when some still have not.
+    fn settle(&mut self) -> bool {
+        true
+    }
+
     /// Makes requests of this part go by fixed buffers, where that is what is tried.
     fn fix(&mut self, _: &Part) -> Result<bool, String> {
         Ok(false)
@@ -41,6 +46,10 @@ pub(crate) trait Moves {
 impl Moves for Mover {
     fn all(&mut self, requests: Vec<Request>) -> Result<Vec<(Request, i32)>, String> {
         Mover::all(self, requests, PATIENCE)
+    }
+
+    fn settle(&mut self) -> bool {
+        Mover::settle(self, PATIENCE)
     }
 
     fn fix(&mut self, part: &Part) -> Result<bool, String> {
@@ -66,23 +75,44 @@ pub(crate) struct Target<'a> {
 ///
 /// # Errors
 /// Why the rung is not to be used.
-pub(crate) fn probe(target: &Target<'_>, safe: &mut dyn Moves, tried: &mut dyn Moves) -> Result<Count, String> {
+pub(crate) fn probe(target: &Target<'_>, safe: &mut dyn Moves, tried: &mut dyn Moves) -> Result<Count, Unfit> {
     let mut probe = Probe { target, safe, tried, count: None };
-    let here = probe.safe_read(target.at).map_err(|e| format!("what is there cannot be read: {e}"))?;
-    let zero = probe.safe_read(0).map_err(|e| format!("what is at address 0 cannot be read: {e}"))?;
+    let unread = |what, e| Unfit::from(format!("what is {what} cannot be read: {e}"));
+    let here = probe.safe_read(target.at).map_err(|e| unread("there", e))?;
+    let zero = probe.safe_read(0).map_err(|e| unread("at address 0", e))?;
     let found = probe.run();
+    // What comes too late must not undo what is put back.
+    if !(probe.tried.settle() & probe.safe.settle()) {
+        let (why, at) = (found.err().unwrap_or_default(), target.at);
+        let why = format!("{why}; the request still is with the kernel, so what was at {at:#x} and 0 was not put back");
+        return Err(Unfit { why, hangs: true });
+    }
     // Put back whatever was found, and look.
     for (at, bytes) in [(target.at, &here), (0, &zero)] {
         let now = probe.safe_read(at);
         if now.as_ref() != Ok(bytes) {
             let back = probe.safe_write(at, bytes).and_then(|()| probe.safe_read(at));
             if back.as_ref() != Ok(bytes) {
-                return Err(format!("what was at {at:#x} cannot be put back; found: {found:?}"));
+                return Err(format!("what was at {at:#x} cannot be put back; found: {found:?}").into());
             }
         }
     }
     found?;
     Ok(probe.count.unwrap_or(Count::Bytes))
+}
+
+/// Why a rung is not to be used.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub(crate) struct Unfit {
+    pub why: String,
+    /// A request of it is still under way: no other rung is to be tried.
+    pub hangs: bool,
+}
+
+impl From<String> for Unfit {
+    fn from(why: String) -> Self {
+        Self { why, hangs: false }
+    }
 }
 
 struct Probe<'a> {
@@ -247,13 +277,18 @@ mod tests {
         FirstLengthOnly,
         Fails,
         Stuck,
+        /// A write is done, but only after the time is over.
+        Late,
+        /// A write is never known to be done.
+        Never,
         /// Writes do nothing.
         Deaf,
         /// All addresses are the first block.
         Wraps,
     }
 
-    struct Driver(Fault, Rc<RefCell<Vec<u8>>>);
+    /// A device, and a write that it has still to do.
+    struct Driver(Fault, Rc<RefCell<Vec<u8>>>, Option<Request>);
 
     impl Moves for Driver {
         fn all(&mut self, requests: Vec<Request>) -> Result<Vec<(Request, i32)>, String> {
@@ -275,6 +310,10 @@ mod tests {
                     Fault::FirstLengthOnly => n = n.min(BLOCK),
                     Fault::Fails => result = -5,
                     Fault::Stuck => return Err("no answer within 5s".into()),
+                    Fault::Late | Fault::Never => {
+                        self.2 = Some(request);
+                        return Err("no answer within 5s".into());
+                    }
                     Fault::Deaf if write => n = 0,
                     Fault::Wraps => at %= BLOCK,
                     _ => {}
@@ -291,14 +330,23 @@ mod tests {
             ended.reverse(); // in whatever order
             Ok(ended)
         }
+
+        fn settle(&mut self) -> bool {
+            if let Some(late) = self.2.take() {
+                let at = late.at as usize;
+                late.part.read(0, &mut self.1.borrow_mut()[at..at + late.part.len()]).unwrap();
+            }
+            self.0 != Fault::Never
+        }
     }
 
-    fn probe_of(fault: Fault, safe: Fault) -> (Result<Count, String>, bool) {
+    fn probe_of(fault: Fault, safe: Fault) -> (Result<Count, Unfit>, bool) {
         let before: Vec<u8> = (0..1 << 20).map(|i: u32| (i ^ i >> 9) as u8).collect();
         let memory = Rc::new(RefCell::new(before.clone()));
         let file = Arc::new(File::open("/dev/null").unwrap());
         let target = Target { h2c: &file, c2h: &file, at: 0x8000 };
-        let found = probe(&target, &mut Driver(safe, memory.clone()), &mut Driver(fault, memory.clone()));
+        let driver = |fault| Driver(fault, memory.clone(), None);
+        let found = probe(&target, &mut driver(safe), &mut driver(fault));
         let same = *memory.borrow() == before;
         (found, same)
     }
@@ -317,6 +365,7 @@ mod tests {
             (Fault::FirstLengthOnly, Err("did not arrive")),
             (Fault::Fails, Err("Input/output error")),
             (Fault::Stuck, Err("no answer within 5s")),
+            (Fault::Late, Err("no answer within 5s")),
             (Fault::Deaf, Err("did not arrive")),
             (Fault::Wraps, Err("went to address 0")),
         ];
@@ -324,10 +373,20 @@ mod tests {
             let (found, same) = probe_of(fault, Fault::None);
             match expected {
                 Ok(count) => assert_eq!(found, Ok(count), "{fault:?}"),
-                Err(why) => assert!(found.as_ref().unwrap_err().contains(why), "{fault:?}: {found:?}"),
+                Err(why) => {
+                    let Err(Unfit { why: said, hangs: false }) = &found else { panic!("{fault:?}: {found:?}") };
+                    assert!(said.contains(why), "{fault:?}: {found:?}");
+                }
             }
             assert!(same, "{fault:?}: what was there is there again");
         }
+    }
+
+    #[test]
+    fn what_never_ends_is_not_raced() {
+        let (found, _) = probe_of(Fault::Never, Fault::None);
+        let Err(Unfit { why, hangs: true }) = found else { panic!("{found:?}") };
+        assert!(why.contains("no answer within 5s; the request still is with the kernel"), "{why}");
     }
 
     #[test]
@@ -337,8 +396,8 @@ mod tests {
             assert!(found.is_err() && same, "{fault:?}: {found:?}");
         }
         let (found, _) = probe_of(Fault::Wraps, Fault::Wraps);
-        assert!(found.as_ref().unwrap_err().contains("went to address 0"), "{found:?}");
+        assert!(found.as_ref().unwrap_err().why.contains("went to address 0"), "{found:?}");
         let (found, _) = probe_of(Fault::Deaf, Fault::Deaf);
-        assert!(found.as_ref().unwrap_err().contains("did not arrive"), "{found:?}");
+        assert!(found.as_ref().unwrap_err().why.contains("did not arrive"), "{found:?}");
     }
 }

@@ -190,16 +190,16 @@ impl NodeQueue {
 
     /// Gives the kernel what may begin, as far as it takes it.
     fn feed(&mut self) {
-        if self.state != State::Running {
-            return;
-        }
-        while !self.mover.is_full()
+        // What was pushed is entered when stopping too, or it would never come back.
+        let running = self.state == State::Running;
+        while running
+            && !self.mover.is_full()
             && let Some(request) = self.again.pop_front()
         {
             self.push(request);
         }
         for i in 0..self.ops.len() {
-            if self.mover.is_full() || self.ops[i].number >= self.told {
+            if !running || self.mover.is_full() || self.ops[i].number >= self.told {
                 break;
             }
             self.begin(i);
@@ -275,8 +275,11 @@ impl NodeQueue {
     /// Goes on by threads when the kernel does not want its ring to be entered any more.
     fn fall(&mut self, why: &str) {
         let back = self.mover.cancel_all();
-        self.again.extend(back);
         self.how.reasons.push(why.to_owned());
+        if self.state != State::Running {
+            return back.into_iter().for_each(|request| self.give_back(request, None));
+        }
+        self.again.extend(back);
         match Mover::new(Rung::Workers, self.node.options.depth, self.node.options.threads) {
             Ok(mover) => {
                 self.how.rung = Rung::Workers;

@@ -196,6 +196,26 @@ impl Mover {
     }
 }
 
+impl Mover {
+    /// Waits for all that was pushed and drops it, whatever became of it; false when some has not ended in time.
+    pub fn settle(&mut self, patience: Duration) -> bool {
+        let deadline = Instant::now() + patience;
+        if self.busy() > 0 {
+            self.cancel_all();
+        }
+        while self.busy() > 0 {
+            let left = deadline.saturating_duration_since(Instant::now());
+            // A ring that cannot be entered has not said what became of its requests.
+            if left.is_zero() || self.enter(Some(left.min(Duration::from_millis(100)))).is_err() {
+                while self.reap().is_some() {}
+                return self.busy() == 0;
+            }
+            while self.reap().is_some() {}
+        }
+        true
+    }
+}
+
 impl Fixed {
     /// The form of a request that uses the registration's fixed buffer, if it can have one.
     fn ask(&mut self, ring: &Ring, request: &Request, via: &Registered, bus: &NodeBus) -> Ask {
