@@ -201,6 +201,11 @@ mod tests {
 
     impl Backlog {
         fn new(len: u32, queues: u32, budget: &Arc<Budget>) -> Self {
+            Self::of(len, None, queues, budget)
+        }
+
+        /// With `rows`, every second descriptor gives the next a shape of so many rows, and `len` is that of a row.
+        fn of(len: u32, rows: Option<u32>, queues: u32, budget: &Arc<Budget>) -> Self {
             let limits = Limits::default();
             let made = Function::new(&limits, 4 << 20, 4 << 20, queues, budget);
             let (function, _bells) = made.map_err(|e| e.1).unwrap();
@@ -216,8 +221,15 @@ mod tests {
                 let [(ring, memory), (completions, _)] = [map(4096), map(4096)];
                 for slot in 0..ENTRIES {
                     let card = DeviceAddr::Card(CardAddr::new(0));
-                    let task = Task::Copy { direction: Direction::FromHost, host: data, card, len };
-                    for (i, word) in Descriptor::from(task).encode().into_iter().enumerate() {
+                    let copy = Descriptor::from(Task::Copy { direction: Direction::FromHost, host: data, card, len });
+                    let descriptor = match rows {
+                        Some(rows) if slot % 2 == 0 => {
+                            let shape = Task::Shape { near_pitch: 0, far_pitch: 2, rows };
+                            Descriptor { chained: true, ..shape.into() }
+                        }
+                        _ => copy,
+                    };
+                    for (i, word) in descriptor.encode().into_iter().enumerate() {
                         memory.view().store_u64(32 * slot as usize + 8 * i, word).unwrap();
                     }
                 }
@@ -271,6 +283,24 @@ mod tests {
                 assert!(a.min(b) / a.max(b) > 0.9, "{lens:?} {queues:?}: {moved:?}");
             }
         }
+    }
+
+    #[test]
+    fn who_copies_single_bytes_gets_no_more_time_than_who_copies_much() {
+        let budget = Arc::new(Budget::new(1 << 30, 1 << 30));
+        let mut rows = Backlog::of(1, Some(4096), 1, &budget);
+        let mut much = Backlog::new(1 << 20, 1, &budget);
+        let mut copied = 0;
+        for _ in 0..64 {
+            rows.refill();
+            copied = much.refill();
+            rows.turn.serve();
+            much.turn.serve();
+        }
+        assert!(copied >= 60 << 20, "{copied}");
+        let pieces = rows.turn.function.moved();
+        // 2048 rows in a round: each counts as 512 bytes.
+        assert!((60 << 11..=66 << 11).contains(&pieces), "{pieces} rows in 64 rounds");
     }
 
     #[test]
