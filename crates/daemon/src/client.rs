@@ -273,6 +273,9 @@ struct Inner {
     limits: Limits,
     number: u64,
     page: Page,
+    /// Wakes the daemon.
+    knock: OwnedFd,
+    /// Wake the client, one for each queue.
     bells: Vec<OwnedFd>,
     /// Somebody waits for this one by its descriptor: [`HostBus::wait`] leaves it alone.
     lent: Vec<AtomicBool>,
@@ -294,12 +297,13 @@ impl Client {
         let Options { ddr, hbm, queues, .. } = options;
         let (answer, fds): (OpenAnswer, _) = line.ask_for(&Request::Open { ddr, hbm, queues }, &[])?;
         let queues = answer.queues.get();
-        if !(1..=regs::MAX_CHANNELS).contains(&queues) || fds.len() != queues as usize + 1 {
+        if !(1..=regs::MAX_CHANNELS).contains(&queues) || fds.len() != queues as usize + 2 {
             return Err(line.bad("a function without its register page and bells"));
         }
         let mut fds = fds.into_iter();
         let page = fds.next().and_then(|fd| SharedBuf::import(fd).ok()).and_then(Page::of);
         let page = page.ok_or_else(|| line.bad("a register page that is none"))?;
+        let knock = fds.next().ok_or_else(|| line.bad("a function without its bell"))?;
         let socket = line.socket.try_clone().map_err(|e| Error::System {
             what: "cannot keep a second descriptor of the connection",
             source: Errno::from_io_error(&e).unwrap_or(Errno::IO),
@@ -312,6 +316,7 @@ impl Client {
             limits,
             number: client,
             page,
+            knock,
             bells: fds.collect(),
             lent: (0..queues).map(|_| AtomicBool::new(false)).collect(),
             gone: OnceLock::new(),
@@ -559,7 +564,7 @@ impl HostBus for Client {
                 regs::CH_DOORBELL => {
                     self.0.alive()?;
                     if self.0.page.ring(queue, value) {
-                        socket::ring(&self.0.bells[queue]);
+                        socket::knock(&self.0.knock);
                     }
                     return Ok(());
                 }

@@ -96,7 +96,7 @@ fn run(fixed: &Fixed, mut input: Input<'_>) {
         let hello = Request::Hello { min: 1, max: 1 }.encode(1);
         assert!(matches!(guest.handle(house, &hello, Vec::new()), Handled::Answer(_)));
         let open = Request::Open { ddr: 0, hbm: 0, queues: 0 }.encode(2);
-        assert!(matches!(guest.handle(house, &open, Vec::new()), Handled::Answer(a) if a.fds.len() == 3));
+        assert!(matches!(guest.handle(house, &open, Vec::new()), Handled::Answer(a) if a.fds.len() == 4));
     }
     let mut made: Vec<OwnedFd> = Vec::new();
     let mut iovas: Vec<u64> = Vec::new();

@@ -11,7 +11,6 @@ use std::time::{Duration, Instant};
 use rustix::event::{EventfdFlags, PollFd, Timespec, epoll, eventfd};
 
 use crate::function::Function;
-use crate::socket;
 
 /// Bytes of a round: as many as the largest step.
 const QUANTUM: i64 = 1 << 20;
@@ -76,20 +75,17 @@ impl Roster {
 
     /// Has the worker run a function from now on.
     pub(crate) fn add(&self, function: Arc<Function>) -> std::io::Result<()> {
-        for bell in function.bells() {
-            // By edges: a bell whose other end is closed would wake the worker for ever.
-            let flags = epoll::EventFlags::IN | epoll::EventFlags::ET;
-            epoll::add(&self.epoll, bell, epoll::EventData::new_u64(0), flags)?;
-        }
+        // By edges: each write to an eventfd is one, so that nobody needs to read it. Reading could block: whether it may is a flag that the
+        // client shares.
+        let flags = epoll::EventFlags::IN | epoll::EventFlags::ET;
+        epoll::add(&self.epoll, function.knock(), epoll::EventData::new_u64(0), flags)?;
         self.change(|functions| functions.push(function));
         Ok(())
     }
 
     /// Has the worker let go of a function.
     pub(crate) fn remove(&self, function: &Arc<Function>) {
-        for bell in function.bells() {
-            let _ = epoll::delete(&self.epoll, bell);
-        }
+        let _ = epoll::delete(&self.epoll, function.knock());
         self.change(|functions| functions.retain(|f| !Arc::ptr_eq(f, function)));
     }
 
@@ -119,7 +115,7 @@ impl Roster {
             // First the word, then a last look, then sleep: a doorbell that the look does not see is one that comes with a bell.
             turns.iter().for_each(|turn| turn.function.page().set_asleep(true));
             if !turns.iter_mut().fold(false, |did, turn| turn.serve() | did) {
-                self.sleep(&turns);
+                self.sleep();
             }
             turns.iter().for_each(|turn| turn.function.page().set_asleep(false));
             idle = None;
@@ -140,14 +136,13 @@ impl Roster {
         number
     }
 
-    fn sleep(&self, turns: &[Turn]) {
+    fn sleep(&self) {
         let mut events = [const { std::mem::MaybeUninit::uninit() }; 16];
         let _ = epoll::wait(&self.epoll, &mut events, Some(&NAP));
         let mut ready = [PollFd::new(&self.nudge, rustix::event::PollFlags::IN)];
         if rustix::event::poll(&mut ready, Some(&Timespec::default())).is_ok_and(|n| n > 0) {
             let _ = rustix::io::read(&self.nudge, &mut [0u8; 8]);
         }
-        turns.iter().flat_map(|turn| turn.function.bells()).for_each(socket::hush);
     }
 }
 
