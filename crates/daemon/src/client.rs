@@ -200,11 +200,16 @@ impl Line {
                 return Err(Error::Timeout { path: self.path.clone(), after: self.patience });
             }
             wait_for(&[self.socket.as_fd()], left.unwrap_or(Duration::from_secs(1)));
-            let (n, fds) = match socket::receive(&self.socket, &mut buffer) {
-                Ok(Received::Message(n, fds)) => (n, fds),
+            let mut fds = Vec::new();
+            let n = match socket::receive(&self.socket, &mut buffer, &mut fds) {
+                Ok(Received::Message(n)) => n,
                 Ok(Received::Nothing) => continue,
                 Ok(Received::End) => return Err(self.gone()),
-                Ok(Received::TooMuch) => return Err(self.bad("a message that is too long")),
+                Ok(Received::TooMuch) => {
+                    return Err(self.bad(
+                        "a message that is too long, or descriptors that this process may not have (RLIMIT_NOFILE)",
+                    ));
+                }
                 Err(source) => return Err(Error::System { what: "cannot receive from the daemon", source }),
             };
             let Ok((header, body)) = Header::ref_from_prefix(&buffer[..n]) else {

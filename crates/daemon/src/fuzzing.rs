@@ -10,6 +10,7 @@ use dmalane_mem::{Heap, MemfdHeap, PageKind, SharedBuf};
 use rustix::fs::{MemfdFlags, SealFlags};
 
 use crate::config::{Budget, Config, Limits};
+use crate::disposal::Disposal;
 use crate::guest::{Guest, Handled, House, Peer};
 use crate::wire::{FAILED, Header, MAX_FDS, MAX_MESSAGE, Request, Segment};
 use crate::worker::Roster;
@@ -40,7 +41,7 @@ fn fixed() -> Fixed {
     rustix::fs::ftruncate(&unsealed, 8192).expect("a length");
     let event = rustix::event::eventfd(0, rustix::event::EventfdFlags::CLOEXEC).expect("an eventfd");
     Fixed {
-        house: House { config, budget, roster },
+        house: House { config, budget, roster, disposal: Disposal::default() },
         memfds: [4096, 16 << 10, 64 << 10, 2 << 20].map(memfd).into(),
         wrong: vec![odd, unsealed, event],
     }

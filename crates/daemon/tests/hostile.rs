@@ -564,3 +564,72 @@ fn descriptors_that_change_while_they_are_read() {
     drop(ringed);
     end(daemon, bystander, before);
 }
+
+/// A TCP socket whose closing takes so long: its other end takes nothing.
+fn lingering(listener: &std::net::TcpListener, linger: Duration) -> (std::net::TcpStream, std::net::TcpStream) {
+    use std::io::Write;
+    let mut socket = std::net::TcpStream::connect(listener.local_addr().unwrap()).unwrap();
+    let other = listener.accept().unwrap().0;
+    socket.set_nonblocking(true).unwrap();
+    while socket.write(&[0; 1 << 16]).is_ok() {}
+    rustix::net::sockopt::set_socket_linger(&socket, Some(linger)).unwrap();
+    (socket, other)
+}
+
+#[test]
+fn what_blocks_when_it_is_closed_blocks_nobody_else() {
+    let daemon = Daemon::start(Config::default());
+    let before = (open_files(), memfd_mappings());
+    let listener = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
+    let timed = |f: &mut dyn FnMut()| {
+        let start = Instant::now();
+        f();
+        start.elapsed()
+    };
+    let (socket, _other) = lingering(&listener, Duration::from_secs(1));
+    let mut socket = Some(socket);
+    assert!(timed(&mut || drop(socket.take())) > Duration::from_millis(900), "it does block");
+    let mut bystander = Bystander::new(&daemon);
+    let buf = memfd(4096);
+    let linger = Duration::from_secs(20);
+    let map = Request::Map { access: 3, segments: &[segment(0, 0, 4096)] }.encode(1);
+    let mut others = Vec::new();
+    let began = Instant::now();
+    for way in 0..6 {
+        let mut raw = if way == 0 { Raw::new(&daemon.path) } else { Raw::greeted(&daemon.path) };
+        if way == 1 {
+            assert_eq!(raw.ask(&Request::Open { ddr: 0, hbm: 0, queues: 1 }, &[]).code(), None);
+        }
+        let (socket, other) = lingering(&listener, linger);
+        others.push(other);
+        // With a request that is refused, one that is not a request, one with too many, one that is never looked at, a farewell.
+        let (bytes, mut fds) = match way {
+            0 => (Request::Status { first: 0 }.encode(1), vec![]),
+            1 => (map.clone(), vec![buf.export().unwrap()]),
+            2 => (b"nonsense".to_vec(), vec![]),
+            3 => (map.clone(), vec![buf.export().unwrap(); 99]),
+            4 => {
+                raw.send(&map, &[]).unwrap();
+                raw.send(&[], &[]).unwrap();
+                (map.clone(), vec![])
+            }
+            _ => (vec![], vec![]),
+        };
+        fds.push(socket.as_fd());
+        let sent = raw.send(&bytes, &fds);
+        // Should the daemon have closed its own already, this is the one that blocks.
+        std::thread::spawn(move || drop(socket));
+        assert!(sent.is_ok() || way == 4);
+        if way < 4 {
+            let code = if way < 2 { Code::BadDescriptor } else { Code::Malformed };
+            assert_eq!(raw.hear().unwrap().code(), Some(code), "way {way}");
+        }
+        drop(raw);
+        let took = timed(&mut || bystander.check());
+        assert!(took < Duration::from_secs(2), "way {way}: another client waited for {took:?}");
+    }
+    assert!(began.elapsed() < linger, "while the first was being closed");
+    // The other ends end it.
+    drop((others, listener, _other, buf));
+    end(daemon, bystander, before);
+}
