@@ -19,6 +19,8 @@ use crate::{Completion, Descriptor, Error, Halt, Malformed, Status, Task};
 /// What one [`Queue::step`] does at most.
 const STEP_DESCRIPTORS: usize = 32;
 const STEP_BYTES: u64 = 1 << 20;
+/// What a row of a shape counts for at least in [`STEP_BYTES`]: rows of single bytes must not make a step long.
+const PIECE_COST: u64 = 512;
 /// Descriptors fetched at once.
 const FETCH: u32 = 32;
 /// Copies towards the card from this length on may bypass the cache: what goes to card memory, the CPU has done with. Copies
@@ -29,7 +31,7 @@ const STREAM_TO_HOST: u64 = 1 << 20;
 /// What a step of a channel did.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
 pub struct Stepped {
-    /// Bytes copied, filled or compared.
+    /// Bytes copied, filled or compared, at most 1 MiB; rows of a shape count as 512 at least.
     pub bytes: u64,
     /// Completions were written, or the channel halted: what an interrupt is for.
     pub reported: bool,
@@ -491,7 +493,7 @@ impl Engine {
             let want = u64::from(job.len - within).min(*budget);
             let moved = self.piece(job, work, near, far, within, want)?;
             job.done += moved as u32; // at most `len - within`
-            *budget -= moved;
+            *budget = budget.saturating_sub(moved.max(PIECE_COST));
         }
         Ok(())
     }

@@ -200,11 +200,16 @@ impl Line {
                 return Err(Error::Timeout { path: self.path.clone(), after: self.patience });
             }
             wait_for(&[self.socket.as_fd()], left.unwrap_or(Duration::from_secs(1)));
-            let (n, fds) = match socket::receive(&self.socket, &mut buffer) {
-                Ok(Received::Message(n, fds)) => (n, fds),
+            let mut fds = Vec::new();
+            let n = match socket::receive(&self.socket, &mut buffer, &mut fds) {
+                Ok(Received::Message(n)) => n,
                 Ok(Received::Nothing) => continue,
                 Ok(Received::End) => return Err(self.gone()),
-                Ok(Received::TooMuch) => return Err(self.bad("a message that is too long")),
+                Ok(Received::TooMuch) => {
+                    return Err(self.bad(
+                        "a message that is too long, or descriptors that this process may not have (RLIMIT_NOFILE)",
+                    ));
+                }
                 Err(source) => return Err(Error::System { what: "cannot receive from the daemon", source }),
             };
             let Ok((header, body)) = Header::ref_from_prefix(&buffer[..n]) else {
@@ -273,6 +278,9 @@ struct Inner {
     limits: Limits,
     number: u64,
     page: Page,
+    /// Wakes the daemon.
+    knock: OwnedFd,
+    /// Wake the client, one for each queue.
     bells: Vec<OwnedFd>,
     /// Somebody waits for this one by its descriptor: [`HostBus::wait`] leaves it alone.
     lent: Vec<AtomicBool>,
@@ -294,12 +302,13 @@ impl Client {
         let Options { ddr, hbm, queues, .. } = options;
         let (answer, fds): (OpenAnswer, _) = line.ask_for(&Request::Open { ddr, hbm, queues }, &[])?;
         let queues = answer.queues.get();
-        if !(1..=regs::MAX_CHANNELS).contains(&queues) || fds.len() != queues as usize + 1 {
+        if !(1..=regs::MAX_CHANNELS).contains(&queues) || fds.len() != queues as usize + 2 {
             return Err(line.bad("a function without its register page and bells"));
         }
         let mut fds = fds.into_iter();
         let page = fds.next().and_then(|fd| SharedBuf::import(fd).ok()).and_then(Page::of);
         let page = page.ok_or_else(|| line.bad("a register page that is none"))?;
+        let knock = fds.next().ok_or_else(|| line.bad("a function without its bell"))?;
         let socket = line.socket.try_clone().map_err(|e| Error::System {
             what: "cannot keep a second descriptor of the connection",
             source: Errno::from_io_error(&e).unwrap_or(Errno::IO),
@@ -312,6 +321,7 @@ impl Client {
             limits,
             number: client,
             page,
+            knock,
             bells: fds.collect(),
             lent: (0..queues).map(|_| AtomicBool::new(false)).collect(),
             gone: OnceLock::new(),
@@ -559,7 +569,7 @@ impl HostBus for Client {
                 regs::CH_DOORBELL => {
                     self.0.alive()?;
                     if self.0.page.ring(queue, value) {
-                        socket::ring(&self.0.bells[queue]);
+                        socket::knock(&self.0.knock);
                     }
                     return Ok(());
                 }

@@ -8,7 +8,8 @@ use dmalane_card::regs::{self, BAR_MEMORY, BAR_REGISTERS};
 use dmalane_card::{CardConfig, SoftCard, Workers};
 use dmalane_mem::host::DevicePort;
 use dmalane_mem::{HostConfig, SoftHost};
-use rustix::net::{AddressFamily, SocketFlags, SocketType, socketpair};
+use rustix::event::{EventfdFlags, eventfd};
+use rustix::net::{AddressFamily, Shutdown, SocketFlags, SocketType, socketpair};
 
 use crate::config::{Budget, Limits};
 use crate::page::Page;
@@ -25,7 +26,9 @@ pub(crate) struct Function {
     card: SoftCard<DevicePort>,
     host: SoftHost,
     page: Page,
-    /// The daemon's ends.
+    /// Rung by the client. Never read: what one can read, or write, another can have block.
+    knock: OwnedFd,
+    /// The daemon's ends of those that wake the client. They receive nothing.
     bells: Vec<OwnedFd>,
     pub(crate) ddr: u64,
     pub(crate) hbm: u64,
@@ -36,7 +39,7 @@ pub(crate) struct Function {
 pub(crate) struct NoFunction(pub Code, pub String);
 
 impl Function {
-    /// Makes one, and the client's ends of its bells.
+    /// Makes one, and the client's ends of its bells: that of the daemon first, then one for each queue.
     pub(crate) fn new(
         limits: &Limits,
         ddr: u64,
@@ -52,7 +55,14 @@ impl Function {
         let page = Page::new().map_err(|e| failed(&e))?;
         let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
         let pairs = (0..queues).map(|_| socketpair(AddressFamily::UNIX, SocketType::SEQPACKET, flags, None));
-        let (bells, theirs) = pairs.collect::<Result<Vec<_>, _>>().map_err(|e| failed(&e))?.into_iter().unzip();
+        let (bells, theirs): (Vec<_>, Vec<_>) =
+            pairs.collect::<Result<Vec<_>, _>>().map_err(|e| failed(&e))?.into_iter().unzip();
+        for bell in &bells {
+            // Nothing can be sent to it, so no descriptor of the client's is closed with it.
+            rustix::net::shutdown(bell, Shutdown::Read).map_err(|e| failed(&e))?;
+        }
+        let knock = eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK).map_err(|e| failed(&e))?;
+        let theirs = std::iter::once(knock.try_clone().map_err(|e| failed(&e))?).chain(theirs).collect();
         let card = SoftCard::new(config, || host.port(), |_| {}).map_err(|e| match e {
             dmalane_card::Error::BadConfig { .. } => NoFunction(Code::Quota, e.to_string()),
             e => failed(&e),
@@ -65,7 +75,7 @@ impl Function {
             );
             NoFunction(Code::Quota, text)
         })?;
-        Ok((Self { card, host, page, bells, ddr, hbm, budget: budget.clone() }, theirs))
+        Ok((Self { card, host, page, knock, bells, ddr, hbm, budget: budget.clone() }, theirs))
     }
 
     pub(crate) fn host(&self) -> &SoftHost {
@@ -80,8 +90,9 @@ impl Function {
         &self.page
     }
 
-    pub(crate) fn bells(&self) -> impl Iterator<Item = &OwnedFd> {
-        self.bells.iter()
+    /// Becomes readable, again and again, as the client rings it.
+    pub(crate) fn knock(&self) -> &OwnedFd {
+        &self.knock
     }
 
     pub(crate) fn queues(&self) -> usize {

@@ -10,6 +10,7 @@ use dmalane_mem::{Heap, MemfdHeap, PageKind, SharedBuf};
 use rustix::fs::{MemfdFlags, SealFlags};
 
 use crate::config::{Budget, Config, Limits};
+use crate::disposal::Disposal;
 use crate::guest::{Guest, Handled, House, Peer};
 use crate::wire::{FAILED, Header, MAX_FDS, MAX_MESSAGE, Request, Segment};
 use crate::worker::Roster;
@@ -40,7 +41,7 @@ fn fixed() -> Fixed {
     rustix::fs::ftruncate(&unsealed, 8192).expect("a length");
     let event = rustix::event::eventfd(0, rustix::event::EventfdFlags::CLOEXEC).expect("an eventfd");
     Fixed {
-        house: House { config, budget, roster },
+        house: House { config, budget, roster, disposal: Disposal::default() },
         memfds: [4096, 16 << 10, 64 << 10, 2 << 20].map(memfd).into(),
         wrong: vec![odd, unsealed, event],
     }
@@ -96,7 +97,7 @@ fn run(fixed: &Fixed, mut input: Input<'_>) {
         let hello = Request::Hello { min: 1, max: 1 }.encode(1);
         assert!(matches!(guest.handle(house, &hello, Vec::new()), Handled::Answer(_)));
         let open = Request::Open { ddr: 0, hbm: 0, queues: 0 }.encode(2);
-        assert!(matches!(guest.handle(house, &open, Vec::new()), Handled::Answer(a) if a.fds.len() == 3));
+        assert!(matches!(guest.handle(house, &open, Vec::new()), Handled::Answer(a) if a.fds.len() == 4));
     }
     let mut made: Vec<OwnedFd> = Vec::new();
     let mut iovas: Vec<u64> = Vec::new();

@@ -9,10 +9,11 @@ use std::sync::Arc;
 use dmalane_addr::Access;
 use dmalane_card::regs::{self, BAR_REGISTERS};
 use dmalane_mem::{Heap, Mapping, MemfdHeap, PageKind, SharedBuf};
-use rustix::fs::FallocateFlags;
+use rustix::fs::{FallocateFlags, SealFlags};
 use zerocopy::IntoBytes;
 
 use crate::config::{Budget, Config};
+use crate::disposal::Disposal;
 use crate::function::{Function, NoFunction};
 use crate::wire::{
     ANSWER, Code, HelloAnswer, MAX_FDS, Malformed, OpenAnswer, PairAnswer, Request, RowAnswer, Segment, VERSION,
@@ -33,6 +34,7 @@ pub(crate) struct House {
     pub config: Config,
     pub budget: Arc<Budget>,
     pub roster: Arc<Roster>,
+    pub disposal: Disposal,
 }
 
 /// An answer, ready to be sent.
@@ -100,7 +102,9 @@ pub struct Released {
 pub(crate) struct Guest {
     pub id: u64,
     pub peer: Peer,
-    greeted: bool,
+    /// Why it may only ask for the status, if so.
+    pub barred: Option<(Code, &'static str)>,
+    pub greeted: bool,
     // Mappings go before buffers, and both before the function.
     mappings: BTreeMap<u64, Mapped>,
     buffers: HashMap<Key, Buffer>,
@@ -116,6 +120,7 @@ impl Guest {
         Self {
             id,
             peer,
+            barred: None,
             greeted: false,
             mappings: BTreeMap::new(),
             buffers: HashMap::new(),
@@ -132,10 +137,16 @@ impl Guest {
         let (seqno, request) = match Request::decode(bytes) {
             Ok(decoded) => decoded,
             Err(Malformed { seqno, unknown, why }) => {
+                house.disposal.put(self.peer.uid, fds);
                 let code = if unknown { Code::Unknown } else { Code::Malformed };
                 return self.refuse(seqno, code, &format!("a message of {} bytes: {why}", bytes.len()));
             }
         };
+        // What has no seals may be anything, and nothing may be asked of it, not even its length, that a file system of the client answers.
+        if let Some(i) = fds.iter().position(|fd| rustix::fs::fcntl_get_seals(fd).is_err()) {
+            house.disposal.put(self.peer.uid, fds);
+            return self.refuse(seqno, Code::BadDescriptor, &format!("descriptor {i} is not a memfd"));
+        }
         if let Request::Status { first } = request
             && self.greeted
         {
@@ -246,6 +257,9 @@ impl Guest {
 
     fn open(&mut self, house: &House, ddr: u64, hbm: u64, queues: u32) -> Result<(Vec<u8>, Vec<OwnedFd>), Refused> {
         let limits = &house.config.limits;
+        if let Some((code, why)) = self.barred {
+            return Err(Refused(code, why.to_owned()));
+        }
         if self.function.is_some() {
             return Err(Refused(Code::Busy, "a client has one function; connect again for another".into()));
         }
@@ -307,6 +321,8 @@ impl Guest {
         let heap = MemfdHeap::starting_at(PageKind::Transparent);
         let buf = heap.allocate(usize::try_from(len).unwrap_or(usize::MAX)).map_err(|e| failed(&e))?.share();
         let fd = buf.export().expect("a memfd").try_clone_to_owned().map_err(|e| failed(&e))?;
+        // No more seals: with one against writing, its memory could not be taken back (`Buffer::drop`).
+        rustix::fs::fcntl_add_seals(&fd, SealFlags::SEAL).map_err(|e| failed(&e))?;
         let key = key_of(&fd)?;
         let id = self.next;
         self.next += 1;
@@ -440,6 +456,7 @@ impl Guest {
     }
 }
 
+/// Of what has seals: asking for the inode of another file may block.
 fn key_of(fd: &OwnedFd) -> Result<Key, Refused> {
     let stat = rustix::fs::fstat(fd.as_fd())
         .map_err(|e| Refused(Code::BadDescriptor, format!("a descriptor that cannot be looked at: {e}")))?;

@@ -48,6 +48,7 @@ pub const SOCKET: &str = "/run/dmalane/dmalaned.sock";
 
 mod client;
 mod config;
+mod disposal;
 mod function;
 pub mod fuzzing;
 mod guest;

@@ -12,18 +12,27 @@ use std::sync::Arc;
 use std::thread::{self, JoinHandle};
 use std::time::{Duration, Instant};
 
+use nix::sys::socket::{getsockopt, sockopt::PeerCredentials};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::fs::{FileType, Mode};
 use rustix::io::Errno;
-use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType};
+use rustix::net::{AddressFamily, Shutdown, SocketAddrUnix, SocketFlags, SocketType};
 use zerocopy::IntoBytes;
 
 use crate::config::{BadConfig, Budget, Config};
+use crate::disposal::Disposal;
 use crate::guest::{Answer, Guest, Handled, House, Peer, Released};
 use crate::socket::{self, Received};
 use crate::wire::{ANSWER, Code, MAX_MESSAGE, MAX_ROWS, Request, TotalsAnswer, failed, message};
 use crate::worker::Roster;
 
+/// A client has so long to greet, and so long to open a function.
+const GREETING: Duration = Duration::from_secs(5);
+const OPENING: Duration = Duration::from_secs(30);
+/// Connections beyond those of clients, for who runs the daemon to ask what goes on.
+const SPARE: usize = 4;
+/// How long the end waits for descriptors of clients to be closed.
+const CLOSING: Duration = Duration::from_secs(1);
 /// How often a queue that is to stop is looked at.
 const LOOK: Duration = Duration::from_millis(1);
 
@@ -61,7 +70,8 @@ pub enum ServeError {
 /// A socket to listen at.
 #[derive(Debug)]
 pub struct Listener {
-    socket: OwnedFd,
+    /// There until the end.
+    socket: Option<OwnedFd>,
     /// To be removed in the end.
     path: Option<PathBuf>,
 }
@@ -86,7 +96,10 @@ impl Listener {
                 if FileType::from_raw_mode(there.st_mode) != FileType::Socket {
                     return Err(failed(Errno::EXIST));
                 }
-                match rustix::net::connect(make().map_err(failed)?, &address) {
+                // Without waiting: one whose backlog is full is there all the same.
+                let probe = make().map_err(failed)?;
+                rustix::io::ioctl_fionbio(&probe, true).map_err(failed)?;
+                match rustix::net::connect(probe, &address) {
                     Err(Errno::CONNREFUSED) => {}
                     Ok(()) | Err(Errno::AGAIN) => return Err(ServeError::InUse(path.to_owned())),
                     Err(e) => return Err(failed(e)),
@@ -99,7 +112,7 @@ impl Listener {
         // What the umask took away.
         rustix::fs::chmod(path, mode).map_err(failed)?;
         rustix::net::listen(&socket, 64).map_err(failed)?;
-        Ok(Self { socket, path: Some(path.to_owned()) })
+        Ok(Self { socket: Some(socket), path: Some(path.to_owned()) })
     }
 
     /// A socket that somebody else made and listens at (socket activation).
@@ -111,15 +124,27 @@ impl Listener {
         let right = socket_type(&socket) == Ok(SocketType::SEQPACKET)
             && socket_domain(&socket) == Ok(AddressFamily::UNIX)
             && socket_acceptconn(&socket) == Ok(true);
-        if right { Ok(Self { socket, path: None }) } else { Err(ServeError::WrongSocket) }
+        if right { Ok(Self { socket: Some(socket), path: None }) } else { Err(ServeError::WrongSocket) }
+    }
+}
+
+impl Listener {
+    /// Ends it: its socket, for who closes it, and no file any more.
+    fn close(mut self) -> Option<OwnedFd> {
+        self.unlink();
+        self.socket.take()
+    }
+
+    fn unlink(&mut self) {
+        if let Some(path) = self.path.take() {
+            let _ = rustix::fs::unlink(path);
+        }
     }
 }
 
 impl Drop for Listener {
     fn drop(&mut self) {
-        if let Some(path) = &self.path {
-            let _ = rustix::fs::unlink(path);
-        }
+        self.unlink();
     }
 }
 
@@ -212,6 +237,7 @@ struct Connection {
     guest: Guest,
     /// It has opened a function: what only asks is not counted.
     counted: bool,
+    since: Instant,
 }
 
 /// A client that has gone, until the card has let go of what it had.
@@ -246,7 +272,7 @@ impl Server {
         let (run, spin) = (roster.clone(), config.spin);
         let worker = thread::Builder::new().name("dmalaned-worker".to_owned()).spawn(move || run.run(spin))?;
         Ok(Self {
-            house: House { config, budget, roster },
+            house: House { config, budget, roster, disposal: Disposal::default() },
             connections: BTreeMap::new(),
             closing: Vec::new(),
             next: 1,
@@ -263,8 +289,8 @@ impl Server {
     /// [`ServeError::Io`], [`ServeError::WorkerDied`].
     pub fn run(mut self, listener: Listener, stop: BorrowedFd<'_>) -> Result<Totals, ServeError> {
         let result = self.serve(&listener, stop);
-        // Nobody new, and nobody's memory changes any more.
-        drop(listener);
+        // Nobody new, and nobody's memory changes any more. Who was not taken yet may have sent descriptors.
+        self.house.disposal.put(u32::MAX, listener.close());
         for id in self.connections.keys().copied().collect::<Vec<_>>() {
             self.close(id, "the daemon ends", true);
         }
@@ -272,6 +298,7 @@ impl Server {
             thread::sleep(LOOK);
             self.release();
         }
+        self.house.disposal.wait(CLOSING);
         result.map(|()| self.totals)
     }
 
@@ -280,20 +307,29 @@ impl Server {
     }
 
     fn serve(&mut self, listener: &Listener, stop: BorrowedFd<'_>) -> Result<(), ServeError> {
+        let listener = listener.socket.as_ref().expect("a listener that is not closed");
         let mut buffer = [0; MAX_MESSAGE];
         // Until then no connection is taken.
         let mut short: Option<Instant> = None;
         loop {
             short = short.filter(|until| Instant::now() < *until);
-            let ids: Vec<u64> = self.connections.keys().copied().collect();
+            // From whom nothing may be received, only the end is seen.
+            let disposal = &self.house.disposal;
+            let clients: Vec<(u64, bool)> =
+                self.connections.iter().map(|(id, c)| (*id, disposal.is_full_of(c.guest.peer.uid))).collect();
+            let full = disposal.is_full() || clients.iter().any(|(_, full)| *full);
             let (stopped, knocks, ready) = {
-                let sockets = self.connections.values().map(|c| c.socket.as_fd());
-                let listening = short.is_none().then_some(listener.socket.as_fd());
-                let fds = std::iter::once(stop).chain(sockets).chain(listening);
-                let mut fds: Vec<PollFd<'_>> = fds.map(|fd| PollFd::from_borrowed_fd(fd, PollFlags::IN)).collect();
+                let sockets =
+                    self.connections.values().map(|c| c.socket.as_fd()).zip(&clients).map(|(fd, (_, full))| {
+                        PollFd::from_borrowed_fd(fd, if *full { PollFlags::empty() } else { PollFlags::IN })
+                    });
+                let listening = (short.is_none() && !disposal.is_full()).then_some(listener.as_fd());
+                let always = |fd| PollFd::from_borrowed_fd(fd, PollFlags::IN);
+                let mut fds: Vec<PollFd<'_>> =
+                    std::iter::once(always(stop)).chain(sockets).chain(listening.map(always)).collect();
                 let wait = if self.closing.iter().any(|c| !c.quarantined) {
                     LOOK
-                } else if short.is_some() {
+                } else if short.is_some() || full {
                     Duration::from_millis(20)
                 } else {
                     Duration::from_millis(500)
@@ -304,7 +340,7 @@ impl Server {
                     Err(e) => return Err(io::Error::from(e).into()),
                 }
                 let answers = |i: usize| fds.get(i).is_some_and(|fd| !fd.revents().is_empty());
-                let ready: Vec<u64> = (1..).zip(ids).filter(|(i, _)| answers(*i)).map(|(_, id)| id).collect();
+                let ready: Vec<(u64, bool)> = (1..).zip(clients).filter(|(i, _)| answers(*i)).map(|(_, c)| c).collect();
                 (answers(0), listening.is_some() && answers(fds.len() - 1), ready)
             };
             if stopped {
@@ -313,10 +349,14 @@ impl Server {
             if !self.worker_lives() {
                 return Err(ServeError::WorkerDied);
             }
-            for id in ready {
-                self.receive(id, &mut buffer);
+            self.expire(&ready);
+            for (id, full) in ready {
+                match full {
+                    true => self.close(id, "the client has gone", false),
+                    false => self.receive(id, &mut buffer),
+                }
             }
-            if knocks && let Err(e) = self.accept(&listener.socket) {
+            if knocks && let Err(e) = self.accept(listener) {
                 (self.log)(&Event::Short(e));
                 short = Some(Instant::now() + Duration::from_millis(100));
             }
@@ -331,35 +371,77 @@ impl Server {
             Err(Errno::CONNABORTED | Errno::AGAIN | Errno::INTR) => return Ok(()),
             Err(e) => return Err(e),
         };
-        let credentials = rustix::net::sockopt::socket_peercred(&socket)?;
-        let (uid, gid) = (credentials.uid.as_raw(), credentials.gid.as_raw());
-        let peer = Peer { pid: credentials.pid.as_raw_nonzero().get() as u32, uid, gid };
-        let why = if !self.house.config.admits(uid, gid) {
+        // Not rustix's: it knows no process 0, which is what the kernel says of one in another namespace.
+        let credentials = match getsockopt(&socket, PeerCredentials) {
+            Ok(credentials) => credentials,
+            Err(e) => {
+                self.house.disposal.put(u32::MAX, [socket]);
+                return Err(Errno::from_raw_os_error(e as i32));
+            }
+        };
+        let (uid, gid) = (credentials.uid(), credentials.gid());
+        let peer = Peer { pid: u32::try_from(credentials.pid()).unwrap_or(0), uid, gid };
+        let there = self.connections.len() + self.closing.len();
+        let barred = if !self.house.config.admits(uid, gid) {
             Some((Code::NotPermitted, "this user may not use the daemon (--allow-uid, --allow-gid)"))
-        } else if self.connections.len() + self.closing.len() >= self.house.config.clients {
+        } else if there >= self.house.config.clients {
             Some((Code::Quota, "the daemon has as many clients as it takes (--clients)"))
         } else {
             None
         };
-        if let Some((code, why)) = why {
+        // Who runs the daemon may always ask for its status.
+        let operator = uid == 0 || uid == rustix::process::geteuid().as_raw();
+        if let Some((code, why)) = barred
+            && !(operator && there < self.house.config.clients + SPARE)
+        {
             self.totals.refused += 1;
             (self.log)(&Event::Refused { pid: peer.pid, uid, why });
             let _ = socket::send(&socket, &failed(0, code, why), &[], false);
+            self.dispose(uid, socket);
             return Ok(());
         }
         let id = self.next;
         self.next += 1;
-        self.connections.insert(id, Connection { socket, guest: Guest::new(id, peer), counted: false });
+        let mut guest = Guest::new(id, peer);
+        guest.barred = barred;
+        self.connections.insert(id, Connection { socket, guest, counted: false, since: Instant::now() });
         Ok(())
+    }
+
+    /// Ends a connection, whatever lies unread in it.
+    fn dispose(&self, uid: u32, socket: OwnedFd) {
+        let _ = rustix::net::shutdown(&socket, Shutdown::Both);
+        self.house.disposal.put(uid, [socket]);
+    }
+
+    /// Ends the connections that take a client's place and do not become one. What these have said has not been looked at yet.
+    fn expire(&mut self, ready: &[(u64, bool)]) {
+        let late = |c: &Connection| {
+            let after = c.since.elapsed();
+            c.guest.function.is_none() && (after > OPENING || (!c.guest.greeted && after > GREETING))
+        };
+        let late: Vec<u64> = {
+            let quiet = |id: u64| ready.iter().all(|(r, _)| *r != id);
+            self.connections.iter().filter(|(id, c)| late(c) && quiet(**id)).map(|(id, _)| *id).collect()
+        };
+        for id in late {
+            self.close(id, "the client has not opened a function in time", false);
+        }
     }
 
     /// Takes and answers one message.
     fn receive(&mut self, id: u64, buffer: &mut [u8; MAX_MESSAGE]) {
-        let Some(Connection { socket, guest, counted }) = self.connections.get_mut(&id) else { return };
-        let handled = match socket::receive(&*socket, buffer) {
-            Ok(Received::Message(n, fds)) => guest.handle(&self.house, &buffer[..n], fds),
+        let Some(Connection { socket, guest, counted, .. }) = self.connections.get_mut(&id) else { return };
+        let mut fds = Vec::new();
+        let received = socket::receive(&*socket, buffer, &mut fds);
+        if !matches!(received, Ok(Received::Message(_))) {
+            self.house.disposal.put(guest.peer.uid, std::mem::take(&mut fds));
+        }
+        let handled = match received {
+            Ok(Received::Message(n)) => guest.handle(&self.house, &buffer[..n], fds),
             Ok(Received::TooMuch) => {
-                guest.refuse(0, Code::Malformed, "a message has at most 4096 bytes and 64 descriptors")
+                let why = "a message has at most 4096 bytes and 64 descriptors, and the daemon must be able to have these (RLIMIT_NOFILE)";
+                guest.refuse(0, Code::Malformed, why)
             }
             Ok(Received::Nothing) => return,
             Ok(Received::End) => return self.close(id, "the client has gone", false),
@@ -447,10 +529,10 @@ impl Server {
                     self.house.roster.remove(&function);
                 }
                 // Mappings, buffers, and the connection last.
-                let Connection { socket, guest, counted } = closing.connection;
-                let client = guest.id;
+                let Connection { socket, guest, counted, .. } = closing.connection;
+                let (client, uid) = (guest.id, guest.peer.uid);
                 drop(guest);
-                drop(socket);
+                self.dispose(uid, socket);
                 if counted {
                     self.totals.released += 1;
                     (self.log)(&Event::Gone { client, why: closing.why, released, after });

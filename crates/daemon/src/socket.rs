@@ -12,11 +12,14 @@ use rustix::net::{
 
 use crate::wire::{MAX_FDS, MAX_MESSAGE};
 
+/// Descriptors that the kernel puts into one message at most (SCM_MAX_FD): with room for all of them it closes none itself.
+const KERNEL_FDS: usize = 253;
+
 /// What came out of a socket.
 pub(crate) enum Received {
     /// A message: its bytes are the first so many of the buffer.
-    Message(usize, Vec<OwnedFd>),
-    /// Longer than a message may be, or with more descriptors than may come with one.
+    Message(usize),
+    /// Longer than a message may be, or with more descriptors than may come with one, or than this process may have.
     TooMuch,
     /// The other side is gone, or says that it wants to go.
     End,
@@ -24,9 +27,14 @@ pub(crate) enum Received {
     Nothing,
 }
 
-/// Takes one message, if there is one. The descriptors that come with it are closed on the next `exec`.
-pub(crate) fn receive(socket: impl AsFd, buffer: &mut [u8; MAX_MESSAGE]) -> Result<Received, Errno> {
-    let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(MAX_FDS))];
+/// Takes one message, if there is one. The descriptors that come with it are added to `fds`, also those of what is too much; they are closed on the
+/// next `exec`.
+pub(crate) fn receive(
+    socket: impl AsFd,
+    buffer: &mut [u8; MAX_MESSAGE],
+    fds: &mut Vec<OwnedFd>,
+) -> Result<Received, Errno> {
+    let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(KERNEL_FDS))];
     let mut control = RecvAncillaryBuffer::new(&mut space);
     let flags = RecvFlags::CMSG_CLOEXEC | RecvFlags::DONTWAIT;
     let got = match recvmsg(&socket, &mut [IoSliceMut::new(buffer)], &mut control, flags) {
@@ -35,16 +43,15 @@ pub(crate) fn receive(socket: impl AsFd, buffer: &mut [u8; MAX_MESSAGE]) -> Resu
         Err(Errno::CONNRESET | Errno::PIPE) => return Ok(Received::End),
         Err(e) => return Err(e),
     };
-    let mut fds = Vec::new();
     for message in control.drain() {
         if let RecvAncillaryMessage::ScmRights(rights) = message {
             fds.extend(rights);
         }
     }
-    if got.flags.intersects(ReturnFlags::TRUNC | ReturnFlags::CTRUNC) {
+    if got.flags.intersects(ReturnFlags::TRUNC | ReturnFlags::CTRUNC) || fds.len() > MAX_FDS {
         return Ok(Received::TooMuch);
     }
-    Ok(if got.bytes == 0 { Received::End } else { Received::Message(got.bytes, fds) })
+    Ok(if got.bytes == 0 { Received::End } else { Received::Message(got.bytes) })
 }
 
 /// Sends one message.
@@ -64,12 +71,17 @@ pub(crate) fn send(socket: impl AsFd, message: &[u8], fds: &[BorrowedFd<'_>], wa
     }
 }
 
-/// Rings a bell: eight bytes, or nothing where the other side has many unread already.
+/// Rings the daemon's bell. It fails only where the count is full, for a client that has rung without end.
+pub(crate) fn knock(bell: impl AsFd) {
+    let _ = rustix::io::write(bell, &1u64.to_ne_bytes());
+}
+
+/// Rings a client's bell: eight bytes, or nothing where the other side has many unread already.
 pub(crate) fn ring(bell: impl AsFd) {
     let _ = rustix::net::send(bell, &1u64.to_ne_bytes(), SendFlags::DONTWAIT | SendFlags::NOSIGNAL);
 }
 
-/// Takes what a bell has rung, a bounded number of times.
+/// Takes what a client's bell has rung, a bounded number of times. For the client: what comes out of a socket can hold descriptors.
 pub(crate) fn hush(bell: impl AsFd) {
     let mut left = 64;
     while left > 0 && rustix::net::recv(&bell, &mut [0u8; 8], RecvFlags::DONTWAIT).is_ok_and(|(n, _)| n > 0) {

@@ -11,7 +11,6 @@ use std::time::{Duration, Instant};
 use rustix::event::{EventfdFlags, PollFd, Timespec, epoll, eventfd};
 
 use crate::function::Function;
-use crate::socket;
 
 /// Bytes of a round: as many as the largest step.
 const QUANTUM: i64 = 1 << 20;
@@ -76,20 +75,17 @@ impl Roster {
 
     /// Has the worker run a function from now on.
     pub(crate) fn add(&self, function: Arc<Function>) -> std::io::Result<()> {
-        for bell in function.bells() {
-            // By edges: a bell whose other end is closed would wake the worker for ever.
-            let flags = epoll::EventFlags::IN | epoll::EventFlags::ET;
-            epoll::add(&self.epoll, bell, epoll::EventData::new_u64(0), flags)?;
-        }
+        // By edges: each write to an eventfd is one, so that nobody needs to read it. Reading could block: whether it may is a flag that the
+        // client shares.
+        let flags = epoll::EventFlags::IN | epoll::EventFlags::ET;
+        epoll::add(&self.epoll, function.knock(), epoll::EventData::new_u64(0), flags)?;
         self.change(|functions| functions.push(function));
         Ok(())
     }
 
     /// Has the worker let go of a function.
     pub(crate) fn remove(&self, function: &Arc<Function>) {
-        for bell in function.bells() {
-            let _ = epoll::delete(&self.epoll, bell);
-        }
+        let _ = epoll::delete(&self.epoll, function.knock());
         self.change(|functions| functions.retain(|f| !Arc::ptr_eq(f, function)));
     }
 
@@ -119,7 +115,7 @@ impl Roster {
             // First the word, then a last look, then sleep: a doorbell that the look does not see is one that comes with a bell.
             turns.iter().for_each(|turn| turn.function.page().set_asleep(true));
             if !turns.iter_mut().fold(false, |did, turn| turn.serve() | did) {
-                self.sleep(&turns);
+                self.sleep();
             }
             turns.iter().for_each(|turn| turn.function.page().set_asleep(false));
             idle = None;
@@ -140,14 +136,13 @@ impl Roster {
         number
     }
 
-    fn sleep(&self, turns: &[Turn]) {
+    fn sleep(&self) {
         let mut events = [const { std::mem::MaybeUninit::uninit() }; 16];
         let _ = epoll::wait(&self.epoll, &mut events, Some(&NAP));
         let mut ready = [PollFd::new(&self.nudge, rustix::event::PollFlags::IN)];
         if rustix::event::poll(&mut ready, Some(&Timespec::default())).is_ok_and(|n| n > 0) {
             let _ = rustix::io::read(&self.nudge, &mut [0u8; 8]);
         }
-        turns.iter().flat_map(|turn| turn.function.bells()).for_each(socket::hush);
     }
 }
 
@@ -201,6 +196,11 @@ mod tests {
 
     impl Backlog {
         fn new(len: u32, queues: u32, budget: &Arc<Budget>) -> Self {
+            Self::of(len, None, queues, budget)
+        }
+
+        /// With `rows`, every second descriptor gives the next a shape of so many rows, and `len` is that of a row.
+        fn of(len: u32, rows: Option<u32>, queues: u32, budget: &Arc<Budget>) -> Self {
             let limits = Limits::default();
             let made = Function::new(&limits, 4 << 20, 4 << 20, queues, budget);
             let (function, _bells) = made.map_err(|e| e.1).unwrap();
@@ -216,8 +216,15 @@ mod tests {
                 let [(ring, memory), (completions, _)] = [map(4096), map(4096)];
                 for slot in 0..ENTRIES {
                     let card = DeviceAddr::Card(CardAddr::new(0));
-                    let task = Task::Copy { direction: Direction::FromHost, host: data, card, len };
-                    for (i, word) in Descriptor::from(task).encode().into_iter().enumerate() {
+                    let copy = Descriptor::from(Task::Copy { direction: Direction::FromHost, host: data, card, len });
+                    let descriptor = match rows {
+                        Some(rows) if slot % 2 == 0 => {
+                            let shape = Task::Shape { near_pitch: 0, far_pitch: 2, rows };
+                            Descriptor { chained: true, ..shape.into() }
+                        }
+                        _ => copy,
+                    };
+                    for (i, word) in descriptor.encode().into_iter().enumerate() {
                         memory.view().store_u64(32 * slot as usize + 8 * i, word).unwrap();
                     }
                 }
@@ -271,6 +278,24 @@ mod tests {
                 assert!(a.min(b) / a.max(b) > 0.9, "{lens:?} {queues:?}: {moved:?}");
             }
         }
+    }
+
+    #[test]
+    fn who_copies_single_bytes_gets_no_more_time_than_who_copies_much() {
+        let budget = Arc::new(Budget::new(1 << 30, 1 << 30));
+        let mut rows = Backlog::of(1, Some(4096), 1, &budget);
+        let mut much = Backlog::new(1 << 20, 1, &budget);
+        let mut copied = 0;
+        for _ in 0..64 {
+            rows.refill();
+            copied = much.refill();
+            rows.turn.serve();
+            much.turn.serve();
+        }
+        assert!(copied >= 60 << 20, "{copied}");
+        let pieces = rows.turn.function.moved();
+        // 2048 rows in a round: each counts as 512 bytes.
+        assert!((60 << 11..=66 << 11).contains(&pieces), "{pieces} rows in 64 rounds");
     }
 
     #[test]

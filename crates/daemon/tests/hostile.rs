@@ -417,8 +417,12 @@ impl Ringed {
     fn new(path: &Path) -> Self {
         let mut raw = Raw::greeted(path);
         let mut said = raw.ask(&Request::Open { ddr: 64 << 20, hbm: 64 << 20, queues: 1 }, &[]);
-        assert_eq!(said.fds.len(), 2);
+        assert_eq!(said.fds.len(), 3);
+        let wakes = said.fds.pop().unwrap();
         let (bell, page) = (said.fds.pop().unwrap(), SharedBuf::import(said.fds.pop().unwrap()).unwrap());
+        // No descriptor comes to the daemon that way.
+        let sent = rustix::net::send(&wakes, &[0; 8], SendFlags::DONTWAIT | SendFlags::NOSIGNAL);
+        assert_eq!(sent, Err(rustix::io::Errno::PIPE));
         let [ring, completions, mapped, readonly, unmapped] = [4096, 4096, 64 << 10, 64 << 10, 64 << 10].map(memfd);
         unmapped.view().fill(0x77);
         readonly.view().fill(0x78);
@@ -428,7 +432,7 @@ impl Ringed {
 
     fn doorbell(&self, value: u32) {
         self.page.view().swap_u32(0, value).unwrap();
-        let _ = rustix::net::send(&self.bell, &[0; 8], SendFlags::DONTWAIT | SendFlags::NOSIGNAL);
+        let _ = rustix::io::write(&self.bell, &1u64.to_ne_bytes());
     }
 
     fn untouched(&self) {
@@ -547,7 +551,7 @@ fn descriptors_that_change_while_they_are_read() {
             start(&mut ringed.raw, &iovas);
             for n in 1..=20u32 {
                 ringed.page.view().swap_u32(0, n * 3).unwrap();
-                let _ = rustix::net::send(&ringed.bell, &[0; 8], SendFlags::DONTWAIT | SendFlags::NOSIGNAL);
+                let _ = rustix::io::write(&ringed.bell, &1u64.to_ne_bytes());
                 std::thread::sleep(Duration::from_micros(random.below(100)));
             }
             completed += u64::from(ringed.raw.read(0x1024));
@@ -558,5 +562,74 @@ fn descriptors_that_change_while_they_are_read() {
     ringed.untouched();
     bystander.check();
     drop(ringed);
+    end(daemon, bystander, before);
+}
+
+/// A TCP socket whose closing takes so long: its other end takes nothing.
+fn lingering(listener: &std::net::TcpListener, linger: Duration) -> (std::net::TcpStream, std::net::TcpStream) {
+    use std::io::Write;
+    let mut socket = std::net::TcpStream::connect(listener.local_addr().unwrap()).unwrap();
+    let other = listener.accept().unwrap().0;
+    socket.set_nonblocking(true).unwrap();
+    while socket.write(&[0; 1 << 16]).is_ok() {}
+    rustix::net::sockopt::set_socket_linger(&socket, Some(linger)).unwrap();
+    (socket, other)
+}
+
+#[test]
+fn what_blocks_when_it_is_closed_blocks_nobody_else() {
+    let daemon = Daemon::start(Config::default());
+    let before = (open_files(), memfd_mappings());
+    let listener = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
+    let timed = |f: &mut dyn FnMut()| {
+        let start = Instant::now();
+        f();
+        start.elapsed()
+    };
+    let (socket, _other) = lingering(&listener, Duration::from_secs(1));
+    let mut socket = Some(socket);
+    assert!(timed(&mut || drop(socket.take())) > Duration::from_millis(900), "it does block");
+    let mut bystander = Bystander::new(&daemon);
+    let buf = memfd(4096);
+    let linger = Duration::from_secs(20);
+    let map = Request::Map { access: 3, segments: &[segment(0, 0, 4096)] }.encode(1);
+    let mut others = Vec::new();
+    let began = Instant::now();
+    for way in 0..6 {
+        let mut raw = if way == 0 { Raw::new(&daemon.path) } else { Raw::greeted(&daemon.path) };
+        if way == 1 {
+            assert_eq!(raw.ask(&Request::Open { ddr: 0, hbm: 0, queues: 1 }, &[]).code(), None);
+        }
+        let (socket, other) = lingering(&listener, linger);
+        others.push(other);
+        // With a request that is refused, one that is not a request, one with too many, one that is never looked at, a farewell.
+        let (bytes, mut fds) = match way {
+            0 => (Request::Status { first: 0 }.encode(1), vec![]),
+            1 => (map.clone(), vec![buf.export().unwrap()]),
+            2 => (b"nonsense".to_vec(), vec![]),
+            3 => (map.clone(), vec![buf.export().unwrap(); 99]),
+            4 => {
+                raw.send(&map, &[]).unwrap();
+                raw.send(&[], &[]).unwrap();
+                (map.clone(), vec![])
+            }
+            _ => (vec![], vec![]),
+        };
+        fds.push(socket.as_fd());
+        let sent = raw.send(&bytes, &fds);
+        // Should the daemon have closed its own already, this is the one that blocks.
+        std::thread::spawn(move || drop(socket));
+        assert!(sent.is_ok() || way == 4);
+        if way < 4 {
+            let code = if way < 2 { Code::BadDescriptor } else { Code::Malformed };
+            assert_eq!(raw.hear().unwrap().code(), Some(code), "way {way}");
+        }
+        drop(raw);
+        let took = timed(&mut || bystander.check());
+        assert!(took < Duration::from_secs(2), "way {way}: another client waited for {took:?}");
+    }
+    assert!(began.elapsed() < linger, "while the first was being closed");
+    // The other ends end it.
+    drop((others, listener, _other, buf));
     end(daemon, bystander, before);
 }

@@ -12,6 +12,7 @@ use std::time::{Duration, Instant};
 use dmalane_card::{CardConfig, SoftCard, regs};
 use dmalane_iopt::X86_64_4Level;
 use dmalane_vfio::user::{ClientMemory, ClientPort, Model, RegionSpec, ServeError, serve};
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::fs::OFlags;
 use thiserror::Error;
 
@@ -94,7 +95,7 @@ impl Drop for CardServer {
     }
 }
 
-type Events = Arc<Mutex<Vec<Option<OwnedFd>>>>;
+type Events = Arc<Mutex<Vec<Option<Arc<OwnedFd>>>>>;
 
 struct CardModel {
     card: SoftCard<ClientPort, X86_64_4Level>,
@@ -110,9 +111,14 @@ impl CardModel {
         let raised = events.clone();
         let interrupt = move |channel: usize| {
             let events = raised.lock().unwrap_or_else(PoisonError::into_inner);
-            if let Some(Some(event)) = events.get(channel) {
-                // Of one that takes no more, the client has enough unread.
-                let _ = rustix::io::write(event, &1u64.to_ne_bytes());
+            let event = events.get(channel).cloned().flatten();
+            // Not while it is locked: whether a write may block is a flag that the client shares, and may clear again.
+            drop(events);
+            let Some(event) = event else { return };
+            let mut ready = [PollFd::new(&*event, PollFlags::OUT)];
+            // Of one that takes no more, the client has enough unread.
+            if poll(&mut ready, Some(&Timespec::default())).is_ok_and(|n| n > 0) {
+                let _ = rustix::io::write(&*event, &1u64.to_ne_bytes());
             }
         };
         let card = SoftCard::new(config, || memory.port(), interrupt)?;
@@ -199,10 +205,11 @@ impl Model for CardModel {
         let mut slots = self.events.lock().unwrap_or_else(PoisonError::into_inner);
         for (slot, event) in slots.iter_mut().skip(first as usize).zip(events) {
             // The card must not wait for somebody to read; nor may it be anything but a file that says yes to this.
-            *slot = event.filter(|event| {
+            let event = event.filter(|event| {
                 let flags = rustix::fs::fcntl_getfl(event);
                 flags.is_ok_and(|flags| rustix::fs::fcntl_setfl(event, flags | OFlags::NONBLOCK).is_ok())
             });
+            *slot = event.map(Arc::new);
         }
     }
 

@@ -52,6 +52,8 @@ impl ClientMemory {
 
     /// Maps part of a file that the client lends.
     pub(super) fn map(&self, span: Span<Iova>, access: Access, fd: OwnedFd, offset: u64) -> Result<(), Errno> {
+        // What has no seals is no memory; a file system that the client makes might take its time with any other question.
+        rustix::fs::fcntl_get_seals(&fd)?;
         let stat = rustix::fs::fstat(&fd)?;
         let key = (stat.st_dev, stat.st_ino);
         let mut maps = self.0.write().unwrap_or_else(PoisonError::into_inner);
