@@ -353,6 +353,13 @@ impl Guest {
             let text = format!("a client may have {} mappings", 16 * house.config.limits.buffers);
             return Err(Refused(Code::Quota, text));
         }
+        // The worker cannot run the client's own queues, and so nobody's, while a mapping is written: one must not show a buffer over and over.
+        let all = segments.iter().fold(0u64, |all, segment| all.saturating_add(segment.len.get()));
+        let possible = segments.iter().all(|segment| segment.len.get() <= house.config.limits.bytes);
+        if possible && all > house.config.limits.bytes {
+            let text = format!("a mapping of {all} bytes; one may show {} at most", house.config.limits.bytes);
+            return Err(Refused(Code::Quota, text));
+        }
         // From here on every buffer that is new counts as mapped once too often, until the end.
         let mut taken: Vec<Key> = Vec::new();
         let mapped = self.take_buffers(house, fds, &mut taken).and_then(|()| {

@@ -280,6 +280,11 @@ fn requests_that_must_be_refused() {
     }
     assert_eq!(raw.map(3, &[page, segment(1, 0, 4096)], &[fd]).code(), Some(Code::BadDescriptor));
     assert_eq!(raw.map(3, &[page], &[]).code(), Some(Code::BadDescriptor));
+    let large = memfd(1 << 20);
+    let whole = segment(0, 0, 1 << 20);
+    let said = raw.map(3, &[whole; 9], &[large.export().unwrap()]);
+    assert_eq!(said.code(), Some(Code::Quota), "more than 8 MiB, of one buffer");
+    drop(large);
     for access in [0, 4, 7, 8, u32::MAX] {
         assert_eq!(raw.map(access, &[page], &[fd]).code(), Some(Code::Malformed));
     }
