@@ -2,9 +2,10 @@
 
 use std::path::PathBuf;
 use std::process::ExitCode;
+use std::time::Duration;
 
-use dmalane::CardServer;
 use dmalane::card::{CardConfig, Workers};
+use dmalane::{CardServer, CardServerError};
 
 use crate::failure::Failure;
 use crate::output;
@@ -35,9 +36,15 @@ pub fn serve(args: &ServeArgs) -> Result<ExitCode, Failure> {
     let server = CardServer::bind(&args.socket, config)?;
     output::print(&format!("listening at {}\n", output::plain(&args.socket.to_string_lossy())))?;
     for client in 1u64.. {
-        let line = match server.serve_one()? {
-            Ok(()) => format!("client {client}: gone\n"),
-            Err(e) => format!("client {client}: {e}\n"),
+        let line = match server.serve_one() {
+            Ok(Ok(())) => format!("client {client}: gone\n"),
+            Ok(Err(e)) => format!("client {client}: {e}\n"),
+            // Such as too many open files: that may pass.
+            Err(CardServerError::Accept(e)) if !args.once => {
+                std::thread::sleep(Duration::from_millis(100));
+                format!("client {client}: cannot be accepted: {e}\n")
+            }
+            Err(e) => return Err(e.into()),
         };
         output::print(&line)?;
         if args.once {

@@ -15,6 +15,7 @@ use dmalane_card::regs::{self, BAR_REGISTERS};
 use dmalane_mem::{self as mem, HostBus, Mapping, Pinned, Share, SharedBuf, Undo};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::io::Errno;
+use rustix::net::sockopt::{Timeout, set_socket_timeout};
 use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType};
 use thiserror::Error;
 use zerocopy::{FromBytes, Immutable, KnownLayout};
@@ -143,9 +144,13 @@ impl Line {
         let address = SocketAddrUnix::new(path).map_err(failed)?;
         let kind = SocketType::SEQPACKET;
         let socket = rustix::net::socket_with(AddressFamily::UNIX, kind, SocketFlags::CLOEXEC, None).map_err(failed)?;
+        // A daemon that neither accepts nor reads is not waited for longer than one that does not answer. (0 would be for ever.)
+        let most = Some(patience.clamp(Duration::from_millis(1), Duration::from_secs(86400)));
+        set_socket_timeout(&socket, Timeout::Send, most).map_err(failed)?;
         loop {
             match rustix::net::connect(&socket, &address) {
                 Err(Errno::INTR) => {}
+                Err(Errno::AGAIN) => return Err(Error::Timeout { path: path.to_owned(), after: patience }),
                 other => break other.map_err(failed)?,
             }
         }
@@ -191,6 +196,7 @@ impl Line {
             Ok(()) => {}
             // It may have said why before it closed.
             Err(Errno::PIPE | Errno::CONNRESET) => {}
+            Err(Errno::AGAIN) => return Err(Error::Timeout { path: self.path.clone(), after: self.patience }),
             Err(source) => return Err(Error::System { what: "cannot send to the daemon", source }),
         }
         let mut buffer = [0; MAX_MESSAGE];

@@ -440,3 +440,29 @@ fn nobody_gets_more_than_there_is() {
     drop((first, second));
     daemon.end_empty();
 }
+
+/// Whoever listens and never accepts, as a daemon that hangs, is given up after the client's patience.
+#[test]
+fn a_daemon_that_never_accepts_is_given_up() {
+    let _one = one();
+    use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType, bind, connect, listen, socket_with};
+
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("socket");
+    let address = SocketAddrUnix::new(&path).unwrap();
+    let make = |flags| socket_with(AddressFamily::UNIX, SocketType::SEQPACKET, flags, None).unwrap();
+    let listener = make(SocketFlags::CLOEXEC);
+    bind(&listener, &address).unwrap();
+    listen(&listener, 0).unwrap();
+    let mut waiting = Vec::new();
+    loop {
+        let socket = make(SocketFlags::CLOEXEC | SocketFlags::NONBLOCK);
+        match connect(&socket, &address) {
+            Ok(()) => waiting.push(socket),
+            Err(e) => break assert_eq!(e, rustix::io::Errno::AGAIN),
+        }
+    }
+    let patience = Duration::from_millis(200);
+    let refused = Client::connect(Options { patience, ..Options::new(&path) }).err();
+    assert!(matches!(refused, Some(Error::Timeout { after, .. }) if after == patience), "{refused:?}");
+}

@@ -6,8 +6,8 @@ use std::os::fd::{BorrowedFd, OwnedFd};
 use std::os::unix::net::UnixStream;
 
 use rustix::net::{
-    RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, SendAncillaryBuffer, SendAncillaryMessage, SendFlags,
-    recvmsg, sendmsg,
+    RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, ReturnFlags, SendAncillaryBuffer, SendAncillaryMessage,
+    SendFlags, recvmsg, sendmsg,
 };
 
 /// What a message is about.
@@ -120,6 +120,9 @@ pub(super) fn receive(stream: &mut UnixStream) -> io::Result<Option<Message>> {
         let mut control = RecvAncillaryBuffer::new(&mut space);
         let into = &mut [IoSliceMut::new(&mut header[got..])];
         let n = match recvmsg(&*stream, into, &mut control, RecvFlags::CMSG_CLOEXEC) {
+            Ok(received) if received.flags.contains(ReturnFlags::CTRUNC) => {
+                return Err(broken("too many descriptors, for a message or for this process"));
+            }
             Ok(received) => received.bytes,
             Err(rustix::io::Errno::INTR) => continue,
             Err(e) => return Err(e.into()),
