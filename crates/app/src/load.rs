@@ -14,7 +14,7 @@ use dmalane::card::CardConfig;
 use dmalane::load::{self, Error, Layout, Loaded, Report};
 use dmalane::mem::HostConfig;
 use dmalane::uring::{FileChannel, Mode};
-use dmalane::{FileOptions, SoftConfig, SoftDevice, open_as, open_file};
+use dmalane::{FileOptions, SoftConfig, SoftDevice, SoftError, open_as, open_file};
 
 use crate::cli::CARD_MOST;
 use crate::failure::Failure;
@@ -231,18 +231,21 @@ fn open_soft(args: &LoadArgs) -> Result<SoftDevice, Failure> {
         },
         ..SoftConfig::default()
     };
-    SoftDevice::open(config).map_err(|e| {
-        let failure = Failure::because("cannot make the software card", &e);
-        if !Failure::is_out_of_memory(&e) {
-            return failure;
-        }
-        failure.hint(format!(
-            "the card takes address space for all of its memory (ulimit -v): make it smaller with --card-ddr and \
-             --card-hbm, now {} and {}",
-            binary(args.card_ddr),
-            binary(args.card_hbm)
-        ))
-    })
+    SoftDevice::open(config).map_err(|e| no_card(&e, args.card_ddr, args.card_hbm))
+}
+
+/// The software card, with so much memory of both kinds, cannot be made.
+pub(crate) fn no_card(error: &SoftError, ddr: u64, hbm: u64) -> Failure {
+    let failure = Failure::because("cannot make the software card", error);
+    if !Failure::is_out_of_memory(error) {
+        return failure;
+    }
+    failure.hint(format!(
+        "the card takes address space for all of its memory (ulimit -v): make it smaller with --card-ddr and \
+         --card-hbm, now {} and {}",
+        binary(ddr),
+        binary(hbm)
+    ))
 }
 
 /// Opens the files, or makes the sample.

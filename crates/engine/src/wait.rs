@@ -52,7 +52,7 @@ pub fn run<C: Channel>(
 }
 
 /// Waits until nothing is in flight, or `timeout` has passed, and returns what ended.
-pub fn drain<C: Channel>(channel: &mut C, timeout: Duration) -> Vec<Completion<C::Far>> {
+pub fn drain<C: Channel + ?Sized>(channel: &mut C, timeout: Duration) -> Vec<Completion<C::Far>> {
     let mut done = Vec::new();
     let deadline = Instant::now().checked_add(timeout);
     while channel.in_flight() > 0 {
