@@ -98,4 +98,8 @@ impl<Q: Queue> Channel for Copies<Q> {
         self.queue.wait(&mut self.ended, timeout);
         hand_over(&mut self.ended, done)
     }
+
+    fn halted(&self) -> Option<String> {
+        self.queue.halted()
+    }
 }

@@ -144,4 +144,8 @@ impl<C: Channel> Channel for Slow<C> {
             }
         }
     }
+
+    fn halted(&self) -> Option<String> {
+        self.inner.halted()
+    }
 }
