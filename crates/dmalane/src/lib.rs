@@ -52,4 +52,7 @@ pub use alloc_read::{
 pub use card_server::{CARD_PCI_ID, CardServer, CardServerError};
 pub use dmalane_uring::Options as FileOptions;
 pub use file::{open_as, open_file};
-pub use soft::{BadMmChannel, MmChannel, SoftChannel, SoftConfig, SoftDevice, SoftError, SoftParts};
+pub use soft::{
+    BadMmChannel, CardDevice, CardParts, CardUse, JoinedChannel, MmChannel, SoftChannel, SoftConfig, SoftDevice,
+    SoftError, SoftParts,
+};

@@ -235,4 +235,10 @@ pub trait Channel: Send {
     /// As [`Channel::poll`], but blocks until at least one operation has ended, none is in flight, or `timeout` has
     /// passed.
     fn wait(&mut self, done: &mut Vec<Completion<Self::Far>>, timeout: Duration) -> usize;
+
+    /// Stops the channel, where it can be stopped: what is in flight ends with [`OpError::Stopped`] once the device has let go of it, and
+    /// nothing more is accepted. For one that seems to hang; others do nothing here.
+    fn stop(&mut self, why: &str) {
+        let _ = why;
+    }
 }

@@ -98,4 +98,8 @@ impl<Q: Queue> Channel for Copies<Q> {
         self.queue.wait(&mut self.ended, timeout);
         hand_over(&mut self.ended, done)
     }
+
+    fn stop(&mut self, why: &str) {
+        self.queue.stop(why);
+    }
 }

@@ -297,4 +297,8 @@ impl<C: Channel, P: Policy<C::Far>, K: Clock> Channel for Split<C, P, K> {
             self.absorb(i);
         }
     }
+
+    fn stop(&mut self, why: &str) {
+        self.channels.iter_mut().for_each(|channel| channel.stop(why));
+    }
 }

@@ -144,4 +144,8 @@ impl<C: Channel> Channel for Slow<C> {
             }
         }
     }
+
+    fn stop(&mut self, why: &str) {
+        self.inner.stop(why);
+    }
 }
