@@ -16,10 +16,10 @@ use dmalane::mem::{AnonHeap, DmaHeap, HostConfig, MemfdHeap, Needs, PageKind, Pi
 use dmalane::{AllocAndRead, AllocRead, ReadError, ReadOptions, ReadSource, Way, read_all, read_mapped};
 
 use crate::failure::Failure;
-use crate::load::Device;
 use crate::output;
 use crate::progress::Progress;
 use crate::size::binary;
+pub use device::Device;
 use device::Target;
 
 /// What to read, how, and what to say about it.

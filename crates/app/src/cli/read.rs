@@ -6,8 +6,7 @@ use std::time::Duration;
 use clap::Args;
 
 use crate::inspect::InspectArgs;
-use crate::load::Device;
-use crate::read::{Heap, Pages, Range, ReadArgs, Scheme};
+use crate::read::{Device, Heap, Pages, Range, ReadArgs, Scheme};
 use crate::size::{self, Size};
 
 const READ_EXAMPLES: &str = "\

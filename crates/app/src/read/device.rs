@@ -3,6 +3,7 @@
 use std::sync::Arc;
 use std::time::Duration;
 
+use clap::ValueEnum;
 use dmalane::addr::{Access, PageSize};
 use dmalane::card::{CardConfig, SoftBus};
 use dmalane::engine::{self, Channel, DeviceAddr, DeviceFar, Direction, Far, Registered, Transfer};
@@ -11,7 +12,7 @@ use dmalane::mem::{Heap, HostConfig};
 use dmalane::{MappedRead, ReadError, ReadOptions, ReadSource, SoftConfig, SoftDevice, SoftParts, read_to_device};
 
 use crate::failure::Failure;
-use crate::load::{Device, no_card};
+use crate::load::no_card;
 use crate::size::binary;
 
 /// HBM of the card: what is read goes to DDR.
@@ -20,6 +21,13 @@ const HBM: u64 = 4 << 20;
 const STEP: usize = 2 << 20;
 /// A card in software ends what it has begun long before.
 const PATIENCE: Duration = Duration::from_secs(30);
+
+/// The devices that can get what has arrived.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, ValueEnum)]
+pub enum Device {
+    /// The software card, inside this process.
+    Soft,
+}
 
 /// A card with room for some buffers.
 pub struct Target {

@@ -6,8 +6,7 @@ use clap::ValueEnum;
 use dmalane::load::StageReport;
 use serde::Serialize;
 
-use super::Outcome;
-use crate::load::Device;
+use super::{Device, Outcome};
 use crate::output::plain;
 use crate::size::{binary, decimal, duration, per_second, rate};
 

@@ -5,8 +5,8 @@ use std::sync::{Mutex, MutexGuard, PoisonError, TryLockError};
 use std::time::Duration;
 
 use dmalane_engine::{
-    Channel, Completion, DeviceAddr, DeviceFar, Direction, Far, OpError, Refusal, Refused, Registered, Ticket,
-    Transfer, drain,
+    Channel, Completion, DeviceAddr, DeviceFar, Direction, Far, HaltWatch, OpError, Refusal, Refused, Registered,
+    Ticket, Transfer, drain,
 };
 use dmalane_mem::Part;
 
@@ -51,6 +51,7 @@ struct End<'a> {
     /// The first of the queue, cut to what the channel takes; waiting for room in it.
     next: Option<(Away, Transfer<DeviceFar>)>,
     flying: HashMap<Ticket, Away>,
+    watch: HaltWatch,
     clocks: Clocks,
 }
 
@@ -63,7 +64,8 @@ fn locked<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
 
 impl<'a> Outlet<'a> {
     pub fn new(onward: Onward<'a>) -> Self {
-        let end = End { onward, next: None, flying: HashMap::new(), clocks: Clocks::default() };
+        let end =
+            End { onward, next: None, flying: HashMap::new(), watch: HaltWatch::default(), clocks: Clocks::default() };
         Self { queue: Mutex::default(), end: Mutex::new(end) }
     }
 
@@ -193,7 +195,14 @@ impl End<'_> {
         if !self.onward.inline {
             self.clocks.in_flight(Stage::Transfer, !self.flying.is_empty());
         }
-        failed.map_or(Ok(()), Err)
+        // A device that is gone would be waited for without end.
+        let lost = || {
+            let why = self.watch.lost(&*self.onward.channel)?;
+            let place = self.flying.values().map(|away| away.buffer).min().unwrap_or(0);
+            let error = OpError::Stopped(why);
+            Some(((place, 0), FillError::Transfer { buffer: place, offset: 0, error }))
+        };
+        failed.or_else(lost).map_or(Ok(()), Err)
     }
 }
 
