@@ -32,6 +32,6 @@ pub use bdf::{BadBdf, Bdf};
 pub use edu::{EDU_ID, Edu, EduChannel};
 pub use error::Error;
 pub use kernel::{
-    BarMap, Container, Device, FaultLog, Peer, Placement, Region, SeenFault, Standing, Took, VfioBus, Way, page_sizes,
-    standings,
+    BarMap, Container, Device, FaultLog, Peer, Placement, Region, SeenFault, Standing, Took, VfioBus, Way, no_iommufd,
+    page_sizes, standings,
 };
