@@ -9,7 +9,7 @@ use dmalane_addr::CardAddr;
 use dmalane_iopt::{Format, X86_64_4Level};
 use dmalane_mem::DeviceMem;
 
-use crate::memory::{CardMemory, HBM_BASE};
+use crate::memory::CardMemory;
 use crate::mmu::Mmu;
 use crate::queue::{Inside, Queue, Registers, Stepped};
 use crate::{Error, regs};
@@ -88,10 +88,23 @@ impl<M: DeviceMem + 'static, F: Format> SoftCard<M, F> {
     /// [`Error::BadConfig`]; [`Error::Bus`] when the memories cannot be had, [`Error::NoThread`].
     pub fn new(
         config: CardConfig,
+        port: impl FnMut() -> M,
+        interrupt: impl Fn(usize) + Send + Sync + 'static,
+    ) -> Result<Self, Error> {
+        Self::with_memory(CardMemory::new(config.ddr, config.hbm)?, config, port, interrupt)
+    }
+
+    /// The same with memory that there is already; what `config` says of memories counts for nothing.
+    ///
+    /// # Errors
+    /// As [`SoftCard::new`].
+    pub fn with_memory(
+        memory: CardMemory,
+        config: CardConfig,
         mut port: impl FnMut() -> M,
         interrupt: impl Fn(usize) + Send + Sync + 'static,
     ) -> Result<Self, Error> {
-        let CardConfig { ddr, hbm, channels, workers } = config;
+        let CardConfig { channels, workers, .. } = config;
         if !(1..=regs::MAX_CHANNELS).contains(&channels) {
             let rule = "must be 1 to 16";
             return Err(Error::BadConfig { what: "channels", value: channels.into(), rule });
@@ -99,7 +112,7 @@ impl<M: DeviceMem + 'static, F: Format> SoftCard<M, F> {
         let channel =
             |_| Channel { regs: Registers::default(), queue: Mutex::new(Queue::new(port())), worker: OnceLock::new() };
         let core = Arc::new(Core {
-            inside: Inside { memory: CardMemory::new(ddr, hbm)?, mmu: Mmu::new() },
+            inside: Inside { memory, mmu: Mmu::new() },
             channels: (0..channels).map(channel).collect(),
             interrupt: Box::new(interrupt),
             quit: AtomicBool::new(false),
@@ -137,14 +150,14 @@ impl<M: DeviceMem + 'static, F: Format> SoftCard<M, F> {
     /// Lets each channel that nobody else is running do a bounded amount of work (32 descriptors, 1 MiB), and says
     /// whether any was done. With a worker for each channel this does nothing.
     pub fn progress(&self) -> bool {
-        self.helps && (0..self.core.channels.len()).fold(false, |did, i| self.core.try_step(i).is_some() | did)
+        self.helps && (0..self.core.channels.len()).fold(false, |did, i| self.core.try_step(i, true).is_some() | did)
     }
 
     /// Lets one channel do a bounded amount of work (32 descriptors, 1 MiB), for a thread that divides its time among
     /// channels, of several cards perhaps. `None` when the channel has nothing to do, another thread is at it, or there is none with this
-    /// number.
+    /// number; and while the host is changing translations, which may take longer than others should wait.
     pub fn step(&self, channel: usize) -> Option<Stepped> {
-        (channel < self.core.channels.len()).then(|| self.core.try_step(channel))?
+        (channel < self.core.channels.len()).then(|| self.core.try_step(channel, false))?
     }
 
     /// True when the card has threads, so that it works although nobody calls [`SoftCard::progress`].
@@ -200,7 +213,7 @@ impl<M: DeviceMem, F: Format> Core<M, F> {
     fn run(&self, channels: impl Iterator<Item = usize> + Clone) {
         let mut idle = 0;
         while !self.quit.load(Ordering::SeqCst) {
-            if channels.clone().fold(false, |did, index| self.try_step(index).is_some() | did) {
+            if channels.clone().fold(false, |did, index| self.try_step(index, true).is_some() | did) {
                 idle = 0;
             } else if idle < SPINS {
                 idle += 1;
@@ -212,7 +225,7 @@ impl<M: DeviceMem, F: Format> Core<M, F> {
         }
     }
 
-    fn try_step(&self, index: usize) -> Option<Stepped> {
+    fn try_step(&self, index: usize, waits: bool) -> Option<Stepped> {
         let channel = &self.channels[index];
         if !channel.regs.want_a_step() {
             return None;
@@ -222,7 +235,7 @@ impl<M: DeviceMem, F: Format> Core<M, F> {
             Err(TryLockError::Poisoned(poisoned)) => poisoned.into_inner(),
             Err(TryLockError::WouldBlock) => return None,
         };
-        queue.step(&channel.regs, &self.inside, || (self.interrupt)(index))
+        queue.step(&channel.regs, &self.inside, waits, || (self.interrupt)(index))
     }
 
     fn read_register(&self, offset: u64) -> Option<u32> {
@@ -246,9 +259,9 @@ impl<M: DeviceMem, F: Format> Core<M, F> {
                 let value = match offset & !4 {
                     regs::DDR_BASE => memory.ddr().first().bits(),
                     regs::DDR_LEN => memory.ddr().len(),
-                    regs::HBM_BASE => HBM_BASE,
+                    regs::HBM_BASE => hbm.first().bits(),
                     regs::HBM_LEN => hbm.len(),
-                    regs::HBM_HALF => HBM_BASE + hbm.len() / 2,
+                    regs::HBM_HALF => hbm.first().bits() + hbm.len() / 2,
                     regs::MMU_ROOT => mmu.root().load(Ordering::Relaxed),
                     _ => return None,
                 };

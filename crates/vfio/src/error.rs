@@ -204,6 +204,16 @@ pub enum Error {
         /// What was found.
         found: String,
     },
+    /// The device that a process serves is not what a driver drives.
+    #[error("the device behind {} is not {wanted}: {found}", path.display())]
+    WrongServed {
+        /// The socket.
+        path: PathBuf,
+        /// What the driver drives.
+        wanted: &'static str,
+        /// What was found.
+        found: String,
+    },
     /// Memory that cannot be lent to the process of a device: it is not a memfd's.
     #[error("the memory cannot be lent to the device's process: it is not from a memfd (MemfdHeap; --heap memfd)")]
     NotLendable,
