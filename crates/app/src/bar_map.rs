@@ -5,7 +5,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use dmalane::addr::{Access, PageSize};
-use dmalane::vfio::{Bdf, Container, Device, Placement, page_sizes};
+use dmalane::vfio::{Bdf, Container, Device, Placement, Way, page_sizes};
 use serde::Serialize;
 
 use crate::failure::Failure;
@@ -18,6 +18,8 @@ pub struct BarMapArgs {
     pub device: Bdf,
     /// Which BAR; the largest otherwise.
     pub region: Option<u32>,
+    /// How the kernel is asked; the best way that there is otherwise.
+    pub way: Option<Way>,
     /// Where in this process.
     pub align: Placement,
     /// How many times for DMA.
@@ -37,6 +39,11 @@ struct Report {
     align: String,
     kernel: String,
     kernel_page_sizes: Vec<u64>,
+    /// How the device was opened.
+    opened_by: String,
+    /// What iommufd lacked, where it was not taken because of that.
+    passed_over: Option<String>,
+    /// How the BAR was mapped for DMA.
     way: &'static str,
     /// What the address was aligned to, relative to the BAR.
     alignment: u64,
@@ -55,7 +62,7 @@ struct Run {
 
 /// Maps, unmaps, and reports.
 pub fn run(args: &BarMapArgs) -> Result<ExitCode, Failure> {
-    let container = Container::new();
+    let container = args.way.map_or_else(Container::new, Container::only);
     let device = container.open(&args.device)?;
     let region = match args.region {
         Some(region) => region,
@@ -88,6 +95,8 @@ pub fn run(args: &BarMapArgs) -> Result<ExitCode, Failure> {
         align: name(args.align),
         kernel: rustix::system::uname().release().to_string_lossy().into_owned(),
         kernel_page_sizes: page_sizes().iter().map(PageSize::bytes).collect(),
+        opened_by: container.way().map_or_else(String::new, |way| way.to_string()),
+        passed_over: container.passed_over().map(ToString::to_string),
         way,
         alignment,
         mmap_ns,
@@ -124,11 +133,18 @@ fn text(report: &Report) -> String {
     let ms = |ns: u64| format!("{:.3} ms", ns as f64 / 1e6);
     let sizes: Vec<_> = report.kernel_page_sizes.iter().map(|n| size::binary(*n)).collect();
     let mut text = format!(
-        "{} region {}: {}, Linux {}\naligned to {} ({}; this kernel has pages of {})\n\nmmap {}, munmap {}\n",
+        "{} region {}: {}, Linux {}, opened by {}\n",
         report.device,
         report.region,
         size::binary(report.bytes),
         output::plain(&report.kernel),
+        report.opened_by,
+    );
+    if let Some(why) = &report.passed_over {
+        text += &format!("not by iommufd: {}\n", output::plain(why));
+    }
+    text += &format!(
+        "aligned to {} ({}; this kernel has pages of {})\n\nmmap {}, munmap {}\n",
         size::binary(report.alignment),
         report.align,
         sizes.join(", "),
@@ -156,6 +172,8 @@ mod tests {
             align: name(Placement::Best),
             kernel: "7.2".into(),
             kernel_page_sizes: vec![4096, 1 << 21, 1 << 30],
+            opened_by: Way::Type1.to_string(),
+            passed_over: Some("there is none".into()),
             way: "type1",
             alignment: 1 << 30,
             mmap_ns: 12_000,
@@ -163,7 +181,8 @@ mod tests {
             runs: vec![Run { map_ns: 9_048, unmap_ns: 1_361_000_000 }],
         };
         let text = text(&report);
-        let wanted = "0000:01:00.0 region 2: 32 GiB, Linux 7.2\naligned to 1 GiB (auto; this kernel has pages of 4 KiB, 2 MiB, 1 GiB)\n\n\
+        let wanted = "0000:01:00.0 region 2: 32 GiB, Linux 7.2, opened by type1\nnot by iommufd: there is none\n\
+             aligned to 1 GiB (auto; this kernel has pages of 4 KiB, 2 MiB, 1 GiB)\n\n\
              mmap 0.012 ms, munmap 0.005 ms\nfor DMA by type1: map 0.009 ms, unmap 1361.000 ms\n";
         assert_eq!(text, wanted);
         assert_eq!(serde_json::to_value(&report).unwrap()["runs"][0]["map_ns"], 9048);

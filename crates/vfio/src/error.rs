@@ -111,7 +111,7 @@ pub enum Error {
     },
     /// Device memory that iommufd cannot be given: it takes dma-bufs alone, and the kernel makes none of this BAR.
     #[error(
-        "{bdf} does not give its BARs as dma-bufs ({source}; Linux 6.19 with CONFIG_VFIO_PCI_DMABUF does), and iommufd takes them no other way: \
+        "{bdf} does not give its BARs as dma-bufs ({source}; Linux 7 with CONFIG_VFIO_PCI_DMABUF does), and iommufd takes them no other way: \
          open both devices by type1 (--way type1)"
     )]
     NoDmaBuf {

@@ -744,6 +744,83 @@ fn a_dma_buf_of_a_bar_ends_with_a_reset() {
     assert!(matches!(device.map_bar(0, Some(0..100), Placement::Best).unwrap().dma_buf(), Err(Error::Region { .. })));
 }
 
+/// What it costs to map host memory: `scripts/vm dma-map` prints the table.
+mod measure {
+    use super::*;
+
+    const LEN: usize = 1 << 30;
+    const ROUNDS: usize = 3;
+    const POOL: &str = "/sys/kernel/mm/hugepages/hugepages-2048kB/nr_hugepages";
+
+    /// Maps and unmaps, and prints a line for the table. The device reaches the last bytes while they are mapped.
+    fn row(way: Way, by_address: bool, memory: &str, buf: &SharedBuf) {
+        let container = Container::only(way);
+        let edu = edu_in(&container, edus()[0]);
+        let call = match (way, by_address || buf.export().is_none()) {
+            (Way::Type1, _) => "VFIO_IOMMU_MAP_DMA",
+            (_, true) => "IOMMU_IOAS_MAP",
+            (_, false) => "IOMMU_IOAS_MAP_FILE",
+        };
+        if by_address {
+            container.map_by_address();
+        }
+        let times: Vec<(u128, u128)> = (0..ROUNDS)
+            .map(|round| {
+                let pinned = edu.bus().pin(&buf.share()).unwrap();
+                let began = Instant::now();
+                let mapping = edu.bus().map(pinned, Access::RW).unwrap();
+                let map = began.elapsed();
+                let bytes = pattern(round as u64 + 1, 2000);
+                buf.view().sub(LEN - 2000, 2000).unwrap().write(&bytes);
+                let at = |offset: usize| mapping.span().first().checked_add(offset as u64).unwrap();
+                edu.copy(Direction::FromHost, at(LEN - 2000), CardAddr::new(0), 2000).unwrap();
+                edu.copy(Direction::ToHost, at(LEN / 2 + 5), CardAddr::new(0), 2000).unwrap();
+                let mut got = vec![0; 2000];
+                buf.view().sub(LEN / 2 + 5, 2000).unwrap().read(&mut got);
+                assert!(got == bytes, "{way} {memory}");
+                let began = Instant::now();
+                drop(mapping);
+                (map.as_nanos(), began.elapsed().as_nanos())
+            })
+            .collect();
+        assert_eq!((container.mapped_bytes(), container.stuck(), left_behind(&container)), (0, 0, 0));
+        let (first, map) = (times[0].0, times.iter().map(|t| t.0).min().unwrap());
+        let unmap = times.iter().map(|t| t.1).min().unwrap();
+        println!(
+            r#"ROW {{"kernel":"{}.{}","memory":"{memory}","call":"{call}","first_ns":{first},"map_ns":{map},"unmap_ns":{unmap}}}"#,
+            release().0,
+            release().1
+        );
+    }
+
+    #[test]
+    fn mapping_of_host_memory() {
+        type Make = fn() -> Box<dyn Heap>;
+        let kinds: [(&str, PageKind, Make); 4] = [
+            ("4 KiB, anonymous", PageKind::Base, || Box::new(AnonHeap::starting_at(PageKind::Base))),
+            ("4 KiB, memfd", PageKind::Base, || Box::new(MemfdHeap::starting_at(PageKind::Base))),
+            ("2 MiB, memfd", PageKind::Hugetlb2M, || Box::new(MemfdHeap::starting_at(PageKind::Hugetlb2M))),
+            ("1 GiB, memfd", PageKind::Hugetlb1G, || Box::new(MemfdHeap::starting_at(PageKind::Hugetlb1G))),
+        ];
+        for (memory, kind, make) in kinds {
+            let before = fs::read_to_string(POOL).unwrap();
+            if kind == PageKind::Hugetlb2M {
+                fs::write(POOL, (LEN >> 21).to_string()).unwrap();
+            }
+            let buf = make().allocate(LEN).unwrap();
+            assert_eq!(buf.rung().kind, kind, "{:?}", buf.rung().passed_over);
+            let buf = buf.share();
+            row(Way::Type1, false, memory, &buf);
+            row(Way::Iommufd, true, memory, &buf);
+            if buf.export().is_some() {
+                row(Way::Iommufd, false, memory, &buf);
+            }
+            drop(buf);
+            fs::write(POOL, before.trim()).unwrap();
+        }
+    }
+}
+
 /// Before any module is loaded.
 mod bare {
     use super::*;

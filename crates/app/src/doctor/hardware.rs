@@ -1,5 +1,7 @@
 //! Checks of what other devices and other programs need.
 
+use dmalane::vfio;
+
 use super::{Check, Subject};
 use crate::pci;
 use crate::probe::{Node, Probe};
@@ -29,29 +31,73 @@ pub fn udmabuf(probe: &Probe) -> Check {
 }
 
 pub fn vfio(probe: &Probe) -> Check {
-    let subject =
-        Subject::for_real_devices("vfio", "drives a PCI device from user space (by container and group, type 1)");
-    let path = "/dev/vfio/vfio";
-    if probe.node(path) != Node::Open {
-        return node(probe, subject, path, "sudo modprobe vfio-pci".to_owned());
+    let subject = Subject::for_real_devices(
+        "vfio",
+        "drives a PCI device from user space: by iommufd and the device's own file, else by container and group (type 1)",
+    );
+    let standings = vfio::standings(&probe.place("/"));
+    if standings.is_empty() {
+        let path = "/dev/vfio/vfio";
+        return match probe.node(path) {
+            Node::Open => subject.ok(format!("{path}; no device is bound to vfio-pci")),
+            _ => node(probe, subject, path, "sudo modprobe vfio-pci".to_owned()),
+        };
     }
-    let bound: Vec<_> = pci::devices(probe).into_iter().filter(|d| d.driver.as_deref() == Some("vfio-pci")).collect();
-    // Each group has a file of its own, which root gives away.
-    let file = |d: &pci::PciDevice| format!("/dev/vfio/{}", d.iommu_group.as_deref().unwrap_or("none"));
-    if let Some(closed) = bound.iter().find(|d| probe.node(file(d)) == Node::Closed) {
-        let found = format!("{path}; {} is bound to vfio-pci, but {} is closed to this user", closed.bdf, file(closed));
-        return subject.lack(found, open_up(&file(closed)));
+    let lines: Vec<_> = standings.iter().map(how).collect();
+    let found = format!("bound to vfio-pci: {}", list(&lines));
+    // What leads nowhere first; then what root could open up, or load.
+    let last = standings.iter().find(|s| s.way.is_none()).and_then(|s| s.passed_over.last());
+    match last {
+        Some((_, error)) => subject.lack(found, mend(probe, error)),
+        None => subject.ok(found),
     }
-    let names: Vec<_> = bound.into_iter().map(|d| d.bdf).collect();
-    match names.is_empty() {
-        true => subject.ok(format!("{path}; no device is bound to vfio-pci")),
-        false => subject.ok(format!("{path}; bound to vfio-pci: {}", list(&names))),
+}
+
+/// Which way leads to a device, and why not a better one.
+fn how(standing: &vfio::Standing) -> String {
+    let mut text = match &standing.way {
+        Some((way, file)) => format!("{} by {way} ({})", standing.bdf, file.display()),
+        None => format!("{} by no way", standing.bdf),
+    };
+    // The same reason, of a device that neither way leads to, once.
+    let mut said = String::new();
+    for (way, error) in &standing.passed_over {
+        let why = error.to_string();
+        if why != said {
+            text += &format!(", not by {way}: {why}");
+            said = why;
+        }
+    }
+    text
+}
+
+fn mend(probe: &Probe, error: &vfio::Error) -> String {
+    match error {
+        vfio::Error::NoModule { module, .. } => format!("sudo modprobe {module}"),
+        vfio::Error::NotBuilt { option, .. } => kernel_option(option),
+        vfio::Error::NoPermission { path } => open_up(&path.to_string_lossy()),
+        vfio::Error::NoDeviceFile(_) => kernel_option("CONFIG_VFIO_DEVICE_CDEV"),
+        vfio::Error::NoIommu(_) | vfio::Error::NoProtection(_) => switch_iommu_on(probe).to_owned(),
+        _ => "dmalane bar-map -d vfio:0000:01:00.0    # with the device's name, says more".to_owned(),
     }
 }
 
 pub fn iommufd(probe: &Probe) -> Check {
-    let subject = Subject::for_real_devices("iommufd", "the newer way to map memory for a PCI device; not used yet");
-    node(probe, subject, "/dev/iommu", "sudo modprobe iommufd".to_owned())
+    let subject = Subject::for_real_devices(
+        "iommufd",
+        "maps memory for a PCI device by its file, and BARs as dma-bufs; without it type 1 does, and BARs by their pages",
+    );
+    let path = "/dev/iommu";
+    let bound = vfio::standings(&probe.place("/"));
+    let files = probe.names("/dev/vfio/devices");
+    match (probe.node(path), vfio::no_iommufd(&probe.place("/"))) {
+        (_, Some(error)) => subject.lack(error.to_string(), mend(probe, &error)),
+        (Node::Open, None) if !bound.is_empty() && files.is_empty() => subject.lack(
+            format!("{path}, but no files of devices (/dev/vfio/devices)"),
+            kernel_option("CONFIG_VFIO_DEVICE_CDEV"),
+        ),
+        _ => node(probe, subject, path, "sudo modprobe iommufd".to_owned()),
+    }
 }
 
 fn node(probe: &Probe, subject: Subject, path: &str, make: String) -> Check {

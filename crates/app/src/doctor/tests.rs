@@ -125,21 +125,51 @@ fn devices_that_are_bound_to_vfio_are_named() {
     let device = root.path().join("sys/bus/pci/devices/0000:01:00.0");
     symlink("../../drivers/vfio-pci", device.join("driver")).unwrap();
     symlink("../../../kernel/iommu_groups/15", device.join("iommu_group")).unwrap();
-    let vfio = |probe: &Probe| {
+    let driver = root.path().join("sys/bus/pci/drivers/vfio-pci");
+    std::fs::create_dir_all(driver.join("0000:01:00.0")).unwrap();
+    let vfio = |probe: &Probe, name: &str| {
         let report = look(probe);
-        let check = find(&report, "vfio");
+        let check = find(&report, name);
         (check.status, check.found.clone(), check.mend.clone())
     };
-    assert_eq!(vfio(&probe), (Status::Ok, "/dev/vfio/vfio; bound to vfio-pci: 0000:01:00.0".to_owned(), None));
+    let (status, found, mend) = vfio(&probe, "vfio");
+    assert!(
+        status == Status::Note && found.starts_with("bound to vfio-pci: 0000:01:00.0 by no way, not by iommufd: "),
+        "{found}"
+    );
+    assert!(
+        found.contains("no file below /dev/vfio/devices") && found.contains("not by type1: /dev/vfio/15 is missing")
+    );
+    assert_eq!(mend.unwrap(), "sudo modprobe vfio-pci");
+    let (status, found, mend) = vfio(&probe, "iommufd");
+    assert!(status == Status::Note && found.contains("no files of devices"), "{found}");
+    assert!(mend.unwrap().contains("CONFIG_VFIO_DEVICE_CDEV"));
+
+    let group = root.path().join("dev/vfio/15");
+    std::fs::write(&group, "").unwrap();
+    let (status, found, _) = vfio(&probe, "vfio");
+    assert_eq!(status, Status::Ok);
+    assert!(found.starts_with("bound to vfio-pci: 0000:01:00.0 by type1 (/dev/vfio/15), not by iommufd: "), "{found}");
     // Root may open anything.
     if !rustix::process::geteuid().is_root() {
-        let group = root.path().join("dev/vfio/15");
-        std::fs::write(&group, "").unwrap();
-        std::fs::set_permissions(&group, std::os::unix::fs::PermissionsExt::from_mode(0o000)).unwrap();
-        let (status, found, mend) = vfio(&probe);
-        assert!(status == Status::Note && found.contains("/dev/vfio/15 is closed"), "{found}");
+        let closed = std::os::unix::fs::PermissionsExt::from_mode(0o000);
+        std::fs::set_permissions(&group, closed).unwrap();
+        let (status, found, mend) = vfio(&probe, "vfio");
+        assert!(status == Status::Note && found.contains("no permission to open /dev/vfio/15"), "{found}");
         assert!(mend.unwrap().ends_with("/dev/vfio/15"));
     }
+
+    std::fs::create_dir_all(device.join("vfio-dev/vfio0")).unwrap();
+    std::fs::create_dir_all(root.path().join("dev/vfio/devices")).unwrap();
+    std::fs::write(root.path().join("dev/vfio/devices/vfio0"), "").unwrap();
+    let found = "bound to vfio-pci: 0000:01:00.0 by iommufd (/dev/vfio/devices/vfio0)".to_owned();
+    assert_eq!(vfio(&probe, "vfio"), (Status::Ok, found, None));
+    assert_eq!(vfio(&probe, "iommufd"), (Status::Ok, "/dev/iommu".to_owned(), None));
+
+    std::fs::remove_file(device.join("iommu_group")).unwrap();
+    let (status, found, mend) = vfio(&probe, "vfio");
+    assert!(status == Status::Note && found.matches("is in no IOMMU group").count() == 1, "{found}");
+    assert!(mend.unwrap().contains("iommu"));
 }
 
 #[test]

@@ -6,7 +6,7 @@ use std::io;
 use std::ops::Range;
 use std::os::fd::{AsFd, OwnedFd};
 use std::path::Path;
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError, Weak};
 use std::time::{Duration, Instant};
 
@@ -34,6 +34,8 @@ pub(super) struct Inner {
     sysfs: Sysfs,
     /// The only way that is tried.
     only: Option<Way>,
+    /// Memory behind a file is mapped by its address too.
+    by_address: AtomicBool,
     /// From the first device on.
     kernel: OnceLock<Kernel>,
     /// Why iommufd was not taken.
@@ -109,6 +111,7 @@ impl Container {
         Self(Arc::new(Inner {
             sysfs: Sysfs::new("/"),
             only,
+            by_address: AtomicBool::new(false),
             kernel: OnceLock::new(),
             passed_over: OnceLock::new(),
             state: Mutex::default(),
@@ -179,6 +182,11 @@ impl Container {
     /// The way by which the kernel was asked; `None` before the first device.
     pub fn way(&self) -> Option<Way> {
         self.0.kernel.get().map(Kernel::way)
+    }
+
+    /// From now on maps by its address in this process also what iommufd could map by its file (a memfd), for measuring what that costs.
+    pub fn map_by_address(&self) {
+        self.0.by_address.store(true, Ordering::Relaxed);
     }
 
     /// What iommufd lacked, where type 1 was taken because of that.
@@ -394,8 +402,9 @@ impl Inner {
             let span = at.and_then(|at| Span::new(at, len));
             let mapped = match span {
                 Some(span) => {
-                    let file = (pinned.share(), pinned.range().start as u64);
-                    self.map_span(state, address(pinned), Some(file), span, access).map(|()| span)
+                    let by_file = !self.by_address.load(Ordering::Relaxed);
+                    let file = by_file.then(|| (pinned.share(), pinned.range().start as u64));
+                    self.map_span(state, address(pinned), file, span, access).map(|()| span)
                 }
                 // Past the top of 64 bits.
                 None => Err(Error::OutsideIova {
@@ -743,12 +752,11 @@ mod tests {
                 println!("SKIPPED: no PCI device can be opened by {way} here");
                 continue;
             };
-            addresses(&container, READ_ONLY.0.as_ptr().addr());
-            drop(device);
+            addresses(&container, &device, READ_ONLY.0.as_ptr().addr());
         }
     }
 
-    fn addresses(container: &Container, constant: usize) {
+    fn addresses(container: &Container, device: &Device, constant: usize) {
         let inner = &container.0;
         let at = span(0x20_0000, 0x20_0fff);
         let map = |va: usize, span, access| inner.map_span(&inner.lock(), va, None, span, access);
@@ -768,6 +776,10 @@ mod tests {
         let dma_buf = mem::Heap::allocate(&heap, 4096).unwrap().share();
         let (share, file) = (dma_buf.share(), dma_buf.export().unwrap());
         assert_eq!(says(space.map_dma_buf(file, 0, at, Access::RW)), Err(Errno::OPNOTSUPP));
+        let can_map = |region: &&crate::Region| region.index < 6 && region.mappable.contains(&(0..region.len));
+        let region = device.regions().iter().find(can_map).unwrap();
+        let bar = device.map_bar(region.index, None, crate::Placement::Best).unwrap();
+        assert_eq!(says(space.map(bar.address(), None, at, Access::RW)), Err(Errno::FAULT), "a BAR by its address");
         assert_eq!(says(space.map(share.address(), Some((&share, 0)), at, Access::RW)), Err(Errno::FAULT));
         let memfd = mem::Heap::allocate(&mem::MemfdHeap::new(), 8192).unwrap().share();
         let share = memfd.share();

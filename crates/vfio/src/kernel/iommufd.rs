@@ -44,7 +44,7 @@ impl Iommufd {
         let number = sys::bind(device, self.fd.as_fd())?;
         sys::attach(device, self.ioas)?;
         let (ranges, least) = sys::ioas_ranges(self.fd.as_fd(), self.ioas)?;
-        // Kernels before 6.6 do not say.
+        // The first kernels with iommufd do not say, nor does every driver.
         let larger = sys::hw_info(self.fd.as_fd(), number).map_or(0, |(kind, data)| page_sizes(kind, &data));
         let least = least.max(1).next_power_of_two();
         let common = self.pages.fetch_and(larger, Ordering::Relaxed) & larger;
@@ -75,7 +75,7 @@ impl Iommufd {
         let mapped = sys::ioas_map_share(self.fd.as_fd(), self.ioas, share, start, span, access);
         match mapped {
             Some(Ok(())) => return Ok(()),
-            // Linux 6.13 is the first that has it.
+            // Not every kernel with iommufd has it.
             Some(Err(e)) if Errno::from_io_error(&e) == Some(Errno::NOTTY) => {
                 self.files.store(false, Ordering::Relaxed)
             }

@@ -43,6 +43,11 @@ pub fn standings(root: &Path) -> Vec<Standing> {
     sysfs.bound().into_iter().map(|bdf| standing(&sysfs, bdf)).collect()
 }
 
+/// Why this machine has no iommufd, where it has none: [`Error::NoModule`], [`Error::NotBuilt`], [`Error::NoPermission`].
+pub fn no_iommufd(root: &Path) -> Option<Error> {
+    Sysfs::new(root).iommufd().err()
+}
+
 fn standing(sysfs: &Sysfs, bdf: Bdf) -> Standing {
     let mut passed_over = Vec::new();
     // Asked for each way, since an error cannot be had twice.

@@ -17,5 +17,5 @@ pub use bus::VfioBus;
 pub use container::{Container, Peer, Took};
 pub use device::{Device, Region};
 pub use faults::{FaultLog, SeenFault};
-pub use ladder::{Standing, Way, standings};
+pub use ladder::{Standing, Way, no_iommufd, standings};
 pub use pages::page_sizes;

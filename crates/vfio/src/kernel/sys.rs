@@ -351,7 +351,7 @@ pub(crate) fn hw_info(iommufd: BorrowedFd<'_>, device: u32) -> io::Result<(u32, 
 
 /// Puts a device, opened by its own file, under an iommufd, and says by which number that knows it.
 pub(crate) fn bind(device: BorrowedFd<'_>, iommufd: BorrowedFd<'_>) -> io::Result<u32> {
-    // struct vfio_device_bind_iommufd, as far as kernels before 6.17 know it: argsz, flags, iommufd, out_devid.
+    // struct vfio_device_bind_iommufd, as far as every kernel knows it: argsz, flags, iommufd, out_devid.
     let mut bind = [0, 0, iommufd.as_raw_fd() as u32, 0];
     words(device, Request::DeviceBindIommufd, &mut bind)?;
     Ok(bind[3])
@@ -359,7 +359,7 @@ pub(crate) fn bind(device: BorrowedFd<'_>, iommufd: BorrowedFd<'_>) -> io::Resul
 
 /// Gives a bound device an address space.
 pub(crate) fn attach(device: BorrowedFd<'_>, ioas: u32) -> io::Result<()> {
-    // struct vfio_device_attach_iommufd_pt, as far as kernels before 6.15 know it: argsz, flags, pt_id.
+    // struct vfio_device_attach_iommufd_pt, as far as every kernel knows it: argsz, flags, pt_id.
     words(device, Request::DeviceAttachIommufdPt, &mut [0, 0, ioas]).map(drop)
 }
 

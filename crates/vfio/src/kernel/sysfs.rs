@@ -3,7 +3,7 @@
 use std::fs;
 use std::path::{Path, PathBuf};
 
-use rustix::fs::{Access, access};
+use rustix::fs::{Access, AtFlags, CWD, accessat};
 
 use crate::{Bdf, Error};
 
@@ -45,13 +45,18 @@ impl Sysfs {
         }
     }
 
-    /// The file by which iommufd takes a device: that of the device itself.
-    pub(super) fn by_iommufd(&self, bdf: Bdf) -> Result<PathBuf, Error> {
+    /// Is there an iommufd, for this process?
+    pub(super) fn iommufd(&self) -> Result<(), Error> {
         let iommu = Path::new("/dev/iommu");
         if !self.place(iommu).exists() {
             return Err(self.missing(iommu, "iommufd", "CONFIG_IOMMUFD"));
         }
-        self.permitted(iommu)?;
+        self.permitted(iommu)
+    }
+
+    /// The file by which iommufd takes a device: that of the device itself.
+    pub(super) fn by_iommufd(&self, bdf: Bdf) -> Result<PathBuf, Error> {
+        self.iommufd()?;
         let entries = fs::read_dir(self.device(bdf).join("vfio-dev")).into_iter().flatten();
         let name = entries.filter_map(|e| e.ok()?.file_name().into_string().ok()).find(|name| name.starts_with("vfio"));
         let file = Path::new("/dev/vfio/devices").join(name.ok_or(Error::NoDeviceFile(bdf))?);
@@ -92,7 +97,7 @@ impl Sysfs {
     }
 
     fn permitted(&self, path: &Path) -> Result<(), Error> {
-        let may = access(self.place(path), Access::READ_OK | Access::WRITE_OK);
+        let may = accessat(CWD, self.place(path), Access::READ_OK | Access::WRITE_OK, AtFlags::EACCESS);
         may.map_err(|_| Error::NoPermission { path: path.to_owned() })
     }
 
