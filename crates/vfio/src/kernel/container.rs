@@ -596,9 +596,11 @@ mod tests {
     /// Memory that no buffer can be made of: only the kernel knows these refusals. `scripts/vm` runs it with a device.
     #[test]
     fn what_the_kernel_says_of_addresses() {
-        #[repr(align(4096))]
-        struct Page([u8; 4096]);
-        static READ_ONLY: Page = Page([7; 4096]);
+        // Of the largest size that a kernel has.
+        const PAGE: usize = 64 << 10;
+        #[repr(align(65536))]
+        struct Page([u8; PAGE]);
+        static READ_ONLY: Page = Page([7; PAGE]);
         let devices = std::fs::read_dir("/sys/bus/pci/drivers/vfio-pci").into_iter().flatten();
         let mut bound = devices.filter_map(|e| e.ok()?.file_name().to_str()?.parse::<Bdf>().ok());
         let container = Container::new();
@@ -606,18 +608,18 @@ mod tests {
             return println!("SKIPPED: no PCI device is bound to vfio-pci here");
         };
         let inner = &container.0;
-        let at = span(0x20_0000, 0x20_0fff);
+        let at = span(0x20_0000, 0x20_ffff);
         let map = |va: usize, span, access| inner.map_span(&inner.lock(), va, span, access);
         let constant = READ_ONLY.0.as_ptr().addr();
         let refused = map(constant, at, Access::RW).unwrap_err();
         assert!(matches!(refused, Error::NotMemory { writable: true, .. }), "{refused}");
         map(constant, at, Access::READ).unwrap();
-        assert_eq!(container.revoke(at).unwrap(), 4096);
+        assert_eq!(container.revoke(at).unwrap(), PAGE as u64);
         // Nothing is mapped in the first page of a process.
         assert!(matches!(map(0, at, Access::READ), Err(Error::NotMemory { writable: false, .. })));
         assert!(matches!(map(constant + 8, at, Access::READ), Err(Error::Unaligned { .. })));
-        let odd = span(0x20_0000, 0x20_0ffe);
-        assert!(matches!(map(constant, odd, Access::READ), Err(Error::Unaligned { len: 4095, .. })));
+        let odd = span(0x20_0000, 0x20_fffe);
+        assert!(matches!(map(constant, odd, Access::READ), Err(Error::Unaligned { len: 65535, .. })));
         drop(device);
     }
 }
