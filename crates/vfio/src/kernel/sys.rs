@@ -575,7 +575,9 @@ mod table {
         assert_eq!(huge.rung().kind, PageKind::Hugetlb2M);
         let heap = DmaHeap::open("system").map(|heap| heap.allocate(4 << 20).unwrap().share());
         let region = region_info(device.as_fd(), 2).unwrap();
-        let bar = BarMemory::map(device.as_fd(), region.offset, 4 << 20, Some((PageSize::SIZE_2M, 0))).unwrap();
+        // Away from what other tests leave there.
+        let at = region.offset + (256 << 20);
+        let bar = BarMemory::map(device.as_fd(), at, 4 << 20, Some((PageSize::SIZE_2M, 0))).unwrap();
 
         const NO: i32 = libc::EFAULT;
         // Buffered read, direct read and write, io_uring's registration, VFIO's mapping.
