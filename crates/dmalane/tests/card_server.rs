@@ -1,6 +1,7 @@
 //! The software card in another process's place: every message goes over a socket, every byte through the client's mappings.
 
 use std::io::Write;
+use std::os::unix::fs::PermissionsExt;
 use std::os::unix::net::UnixStream;
 use std::path::PathBuf;
 use std::sync::Arc;
@@ -16,7 +17,7 @@ use dmalane::{CARD_PCI_ID, CardServer, CardServerError};
 
 const MIB: u64 = 1 << 20;
 const LONG: Duration = Duration::from_secs(30);
-const CONFIG: CardConfig = CardConfig { ddr: 16 * MIB, hbm: 16 * MIB, channels: 2, workers: Workers::PerChannel };
+const CONFIG: CardConfig = CardConfig { ddr: 16 * MIB, hbm: 8 * MIB, channels: 2, workers: Workers::PerChannel };
 
 /// A server for so many clients, one after the other.
 struct House {
@@ -102,8 +103,8 @@ fn the_suite_that_every_channel_takes() {
     let house = House::new(1);
     let bus = house.connect();
     let card = Card::open_with_rings(bus.clone(), &heap(), 16).unwrap();
-    // The end of DDR, so that one byte more is one too many.
-    let at = card.layout().ddr.last().bits() + 1 - MIB;
+    // The end of HBM, so that one byte more is one too many.
+    let at = card.layout().hbm.last().bits() + 1 - MIB;
     let mut fixture = Under { bus: bus.clone(), card, registered: Vec::new(), at };
     suite(&mut fixture);
     drop(fixture);
@@ -124,7 +125,11 @@ fn it_is_a_pci_device() {
     );
     let msix = usize::from(config[0x34]);
     assert_eq!((config[msix], config[msix + 2], config[msix + 4] & 7), (0x11, 1, 4), "two interrupts, table in BAR 4");
-    assert!(bus.region_len(2).is_power_of_two() && bus.region_len(1) == 0);
+    assert_eq!((bus.region_len(2), bus.region_len(1), bus.id().unwrap()), (32 * MIB, 0, CARD_PCI_ID));
+    // The card's memory is mapped, all but the bytes that are none; those do not answer.
+    assert_eq!(bus.mapped_areas(2), [0..16 * MIB, 16 * MIB..24 * MIB]);
+    assert!(bus.mapped_areas(0).is_empty());
+    assert!(bus.write_bytes(2, 24 * MIB, &[0; 4]).is_err() && bus.read_region(2, 24 * MIB - 4, &mut [0; 8]).is_err());
     // Registers that are not there, and places past the end.
     assert!(bus.read32(0, 0x8000).is_err() && bus.read32(0, 1 << 20).is_err() && bus.read32(1, 0).is_err());
     assert!(
@@ -215,6 +220,8 @@ fn a_path_that_is_taken() {
     let bind = || CardServer::bind(&path, CONFIG);
     let first = bind().unwrap();
     assert!(matches!(bind(), Err(CardServerError::Listen { .. })), "somebody listens");
+    let mode = std::fs::symlink_metadata(&path).unwrap().permissions().mode();
+    assert_eq!(mode & 0o7777, 0o600, "ours alone");
     drop(first);
     assert!(!path.exists());
     // Left behind by one that was killed.
