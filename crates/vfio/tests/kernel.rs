@@ -198,57 +198,54 @@ fn a_page_of_1g_byte_by_byte() {
     const CHUNK: usize = 1 << 20;
     const LEN: usize = 1 << 30;
     let mut expected = pattern(5, CHUNK);
-    for heap in [&AnonHeap::starting_at(PageKind::Hugetlb1G) as &dyn Heap, &MemfdHeap::starting_at(PageKind::Hugetlb1G)]
-    {
-        let edu = edu(edus()[0]);
-        let container = edu.bus().device().container().clone();
-        let mut buf = heap.allocate(LEN).unwrap();
-        assert_eq!((buf.rung().kind, buf.len()), (PageKind::Hugetlb1G, LEN), "{:?}", buf.rung().passed_over);
-        // Each MiB is told from the others by its first bytes.
-        let number = |bytes: &mut [u8], i: usize| bytes[..8].copy_from_slice(&i.to_le_bytes());
-        for (i, chunk) in buf.chunks_mut(CHUNK).enumerate() {
-            number(&mut expected, i);
-            chunk.copy_from_slice(&expected);
+    let heap = MemfdHeap::starting_at(PageKind::Hugetlb1G);
+    let edu = edu(edus()[0]);
+    let container = edu.bus().device().container().clone();
+    let mut buf = heap.allocate(LEN).unwrap();
+    assert_eq!((buf.rung().kind, buf.len()), (PageKind::Hugetlb1G, LEN), "{:?}", buf.rung().passed_over);
+    // Each MiB is told from the others by its first bytes.
+    let number = |bytes: &mut [u8], i: usize| bytes[..8].copy_from_slice(&i.to_le_bytes());
+    for (i, chunk) in buf.chunks_mut(CHUNK).enumerate() {
+        number(&mut expected, i);
+        chunk.copy_from_slice(&expected);
+    }
+    let buf = buf.share();
+    let mapping = map(edu.bus(), &buf, Access::RW);
+    let at = |offset: usize| mapping.span().first().checked_add(offset as u64).unwrap();
+    // From one end to the other, from there to the middle, and from the middle to the front.
+    let copies = [(3, LEN - 2048, 2048), (LEN - 2048, LEN / 2 - 1001, 2003), (LEN / 2 + 4096, 0, 1)];
+    for (from, to, len) in copies {
+        edu.copy(Direction::FromHost, at(from), CardAddr::new(1), len as u64).unwrap();
+        edu.copy(Direction::ToHost, at(to), CardAddr::new(1), len as u64).unwrap();
+    }
+    drop(mapping);
+    assert_eq!((container.mapped_bytes(), container.stuck()), (0, 0));
+    let buf = buf.into_cpu().unwrap();
+    // Where a byte was before the copies.
+    let origin = |at: usize| {
+        let mut place = at;
+        for (from, to, len) in copies.into_iter().rev() {
+            if (to..to + len).contains(&place) {
+                place = from + (place - to);
+            }
         }
-        let buf = buf.share();
-        let mapping = map(edu.bus(), &buf, Access::RW);
-        let at = |offset: usize| mapping.span().first().checked_add(offset as u64).unwrap();
-        // From one end to the other, from there to the middle, and from the middle to the front.
-        let copies = [(3, LEN - 2048, 2048), (LEN - 2048, LEN / 2 - 1001, 2003), (LEN / 2 + 4096, 0, 1)];
-        for (from, to, len) in copies {
-            edu.copy(Direction::FromHost, at(from), CardAddr::new(1), len as u64).unwrap();
-            edu.copy(Direction::ToHost, at(to), CardAddr::new(1), len as u64).unwrap();
+        place
+    };
+    for (i, chunk) in buf.chunks(CHUNK).enumerate() {
+        number(&mut expected, i);
+        let first = i * CHUNK;
+        let touched = |(_, to, len): &(usize, usize, usize)| *to < first + CHUNK && first < to + len;
+        if !copies.iter().any(touched) {
+            assert!(*chunk == expected[..], "MiB {i}");
+            continue;
         }
-        drop(mapping);
-        assert_eq!((container.mapped_bytes(), container.stuck()), (0, 0));
-        let buf = buf.into_cpu().unwrap();
-        // What should be in a MiB, by the same copies on what was there before.
-        let original = |chunk: &mut [u8], i: usize| number(chunk, i);
-        let byte = |at: usize| {
-            let mut place = at;
-            for (from, to, len) in copies.into_iter().rev() {
-                if (to..to + len).contains(&place) {
-                    place = from + (place - to);
-                }
-            }
-            place
-        };
-        for (i, chunk) in buf.chunks(CHUNK).enumerate() {
-            original(&mut expected, i);
-            let first = i * CHUNK;
-            let touched = |(_, to, len): &(usize, usize, usize)| *to < first + CHUNK && first < to + len;
-            if !copies.iter().any(touched) {
-                assert!(chunk == &expected[..], "MiB {i}");
-                continue;
-            }
-            for (k, got) in chunk.iter().enumerate() {
-                let place = byte(first + k);
-                let wanted = match place % CHUNK {
-                    k @ 0..8 => (place / CHUNK).to_le_bytes()[k],
-                    k => expected[k],
-                };
-                assert_eq!(*got, wanted, "at {:#x}, which comes from {place:#x}", first + k);
-            }
+        for (k, got) in chunk.iter().enumerate() {
+            let place = origin(first + k);
+            let wanted = match place % CHUNK {
+                k @ 0..8 => (place / CHUNK).to_le_bytes()[k],
+                k => expected[k],
+            };
+            assert_eq!(*got, wanted, "at {:#x}, which comes from {place:#x}", first + k);
         }
     }
 }
@@ -657,7 +654,10 @@ fn a_bar_is_mapped_by_its_own_page_size() {
     if release() >= (6, 15) {
         assert!(plain.1 > best.1 * 500, "{:?} against {:?}", plain.1, best.1);
     } else {
-        assert!(best.1 <= plain.1, "{:?} against {:?}", plain.1, best.1);
+        // It goes by 4 KiB whatever the alignment: no faster, but no slower either than where `mmap` puts it.
+        let anywhere = cost(Placement::Anywhere);
+        println!("and aligned to {} by mmap: {:?}", anywhere.0, anywhere.1);
+        assert!(best.1 <= plain.1 && best.1 <= anywhere.1 * 101 / 100, "{plain:?}, {anywhere:?} against {best:?}");
     }
 }
 
