@@ -2,6 +2,7 @@
 
 use std::process::ExitCode;
 
+use dmalane::daemon::SOCKET;
 use serde::Serialize;
 
 use crate::cli::{CARD_DDR, CARD_HBM};
@@ -29,6 +30,7 @@ struct Device {
 #[serde(tag = "kind", rename_all = "snake_case")]
 enum Kind {
     SoftCard { memories: Vec<Memory>, channels: u32 },
+    Daemon,
     VfioPci { pci_id: String, iommu_group: Option<String> },
 }
 
@@ -71,7 +73,13 @@ fn list(probe: &Probe) -> Vec<Device> {
                 .to_owned(),
         kind: Kind::VfioPci { pci_id: d.id, iommu_group: d.iommu_group },
     });
-    std::iter::once(soft).chain(hardware).collect()
+    let socket = probe.place(SOCKET).exists().then(|| Device {
+        name: format!("daemon:{SOCKET}"),
+        supported: true,
+        description: "a share of the card of the dmalaned there; `dmalaned status` says who has what".to_owned(),
+        kind: Kind::Daemon,
+    });
+    std::iter::once(soft).chain(socket).chain(hardware).collect()
 }
 
 fn text(devices: &[Device]) -> String {
@@ -87,6 +95,7 @@ fn text(devices: &[Device]) -> String {
                     sizes.join(", ")
                 )
             }
+            Kind::Daemon => String::new(),
             Kind::VfioPci { pci_id, iommu_group } => {
                 format!("    id {pci_id}, IOMMU group {}\n", iommu_group.as_deref().unwrap_or("none"))
             }
@@ -127,6 +136,12 @@ mod tests {
         assert!(text.contains(
             "0000:01:00.0\n    a PCI device bound to vfio-pci; nothing can be loaded to it yet, but `dmalane bar-map -d vfio:...` maps it\n    id 10ee:50b4, IOMMU group 15\n"
         ));
+        let socket = root.path().join(SOCKET.trim_start_matches('/'));
+        fs::create_dir_all(socket.parent().unwrap()).unwrap();
+        fs::write(&socket, "").unwrap();
+        let daemon = serde_json::to_value(&list(&probe)[1]).unwrap();
+        assert_eq!((&daemon["kind"], &daemon["supported"]), (&"daemon".into(), &true.into()));
+        assert_eq!(daemon["name"], "daemon:/run/dmalane/dmalaned.sock");
         let json = serde_json::to_value(&devices[1]).unwrap();
         assert_eq!(json["kind"], "vfio_pci");
         assert_eq!((&json["supported"], &json["iommu_group"]), (&false.into(), &"15".into()));

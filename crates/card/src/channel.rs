@@ -350,16 +350,16 @@ impl<B: HostBus> CardQueue<B> {
             *head += 1;
             n += 1;
         }
-        let mut ticket = *next - flying.len() as u64;
+        let ticket = *next - flying.len() as u64;
         firsts.drain(..n);
         stats.ok += n as u64;
-        done.extend(flying.drain(..n).map(|operation| {
+        done.reserve(n);
+        for (ticket, operation) in (ticket..).zip(flying.drain(..n)) {
             let bytes = operation.bytes();
             stats.bytes += bytes;
             sampler.ended(ticket, &mut stats.latency);
-            ticket += 1;
-            Ended { ticket: Ticket::new(ticket - 1), operation, result: Ok(()), bytes }
-        }));
+            done.push(Ended { ticket: Ticket::new(ticket), operation, result: Ok(()), bytes });
+        }
     }
 
     /// Collects the operations that the card has reported.
@@ -471,6 +471,9 @@ impl<B: HostBus> CardQueue<B> {
             Ok(code) => code,
             Err(e) => return e.to_string(), // the card has left
         };
+        if (status, code) == (u32::MAX, u32::MAX) {
+            return "the card's registers read as ones, as those of a device that is gone".to_owned();
+        }
         let at = device.read64(self.register(regs::CH_ERROR_IOVA)).unwrap_or(u64::MAX);
         match Halt::from_code(code) {
             Some(halt) => format!("{halt}, {}", Iova::new(at)),
@@ -718,6 +721,13 @@ impl<B: HostBus> Queue for CardQueue<B> {
 
     fn stop(&mut self, why: &str) {
         self.halt(why.to_owned());
+    }
+
+    fn halted(&self) -> Option<String> {
+        match &self.state {
+            State::Running => None,
+            State::Stopping(why) | State::Stopped(why) => Some(why.clone()),
+        }
     }
 
     fn restart(&mut self) -> bool {

@@ -5,12 +5,12 @@ use std::os::unix::fs::PermissionsExt;
 use std::os::unix::net::UnixStream;
 use std::path::PathBuf;
 use std::sync::Arc;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use dmalane::addr::{Access, CardAddr};
 use dmalane::card::{Card, CardChannel, CardConfig, Workers};
 use dmalane::engine::conformance::{Fixture, suite};
-use dmalane::engine::{DeviceAddr, DeviceFar, Direction, Registered, Transfer, run};
+use dmalane::engine::{Channel, DeviceAddr, DeviceFar, Direction, OpError, Registered, Transfer, drain, run};
 use dmalane::mem::{AnonHeap, Heap, HostBus, MemfdHeap, PageKind, Part};
 use dmalane::vfio::user::UserBus;
 use dmalane::{CARD_PCI_ID, CardServer, CardServerError};
@@ -211,6 +211,71 @@ fn a_client_that_talks_nonsense_ends_its_own_connection_only() {
     assert!(house.connect().read32(0, 0).is_ok(), "the next client is served");
     let served = house.end();
     assert_eq!((served[..4].iter().any(|ok| *ok), served[4..].iter().all(|ok| *ok)), (false, true), "{served:?}");
+}
+
+/// A server that dies while a client's transfer is on its way: it is told, soon, and nothing is released under a device that may live.
+#[test]
+fn a_server_that_goes_away_is_an_error_and_no_hang() {
+    let house = House::new(1);
+    let ours = UnixStream::connect(&house.path).unwrap();
+    let cut = ours.try_clone().unwrap();
+    let bus = Arc::new(UserBus::over(ours).unwrap());
+    let card = Card::open(bus.clone(), &heap()).unwrap();
+    let mut channel = card.channel(0).unwrap();
+    let buf = heap().allocate(1 << 20).unwrap().share();
+    let via = Registered::new(&*bus, &buf, Access::RW).unwrap();
+    let far = DeviceFar { at: DeviceAddr::Card(CardAddr::new(0)), via };
+    cut.shutdown(std::net::Shutdown::Both).unwrap();
+    let began = Instant::now();
+    let error = run(&mut channel, Transfer { part: buf.into_part(), direction: Direction::FromHost, far }, LONG);
+    let error = error.unwrap_err().to_string();
+    assert!(error.contains("halted") && error.contains("does not answer"), "{error}");
+    assert!(began.elapsed() < Duration::from_secs(5), "{:?}", began.elapsed());
+    let error = bus.read32(0, 0).unwrap_err().to_string();
+    assert!(error.contains("the device's process does not answer"), "{error}");
+    let error = Card::open(bus.clone(), &heap()).unwrap_err().to_string();
+    assert!(error.contains("does not answer"), "{error}");
+    drop(channel);
+    assert_eq!(card.quarantined(), 1);
+    drop((card, bus));
+    house.end();
+}
+
+#[test]
+fn a_reset_in_mid_transfer() {
+    let house = House::new(1);
+    let bus = house.connect();
+    let card = Card::open(bus.clone(), &heap()).unwrap();
+    let mut channel = card.channel(0).unwrap();
+    let fill = |byte: u8, len: usize| {
+        let buf = heap().allocate(len).unwrap().share();
+        buf.view().fill(byte);
+        let via = Registered::new(&*bus, &buf, Access::RW).unwrap();
+        let far = DeviceFar { at: DeviceAddr::Card(CardAddr::new(0)), via };
+        Transfer { part: buf.into_part(), direction: Direction::FromHost, far }
+    };
+    for round in 0..20 {
+        // So much that the reset comes in its middle.
+        let tickets: Vec<_> = (0..4).map(|_| channel.submit(fill(round, 8 << 20)).unwrap()).collect();
+        let mut done = Vec::new();
+        channel.poll(&mut done);
+        bus.reset().unwrap();
+        // After the answer the card touches nothing; what had not ended is told so.
+        done.extend(drain(&mut channel, LONG));
+        assert_eq!(done.len(), tickets.len());
+        let stopped = done.iter().filter(|c| matches!(c.result, Err(OpError::Stopped(_)))).count();
+        assert!(done.iter().filter(|c| c.result.is_ok()).count() + stopped == 4, "round {round}: {:?}", done[0].result);
+        drop((done, channel));
+        channel = card.channel(0).unwrap();
+        run(&mut channel, fill(0xc0 | round, 1 << 20), LONG).unwrap();
+        let mut there = vec![0; 1 << 20];
+        bus.read_region(2, 0, &mut there).unwrap();
+        assert!(there.iter().all(|byte| *byte == 0xc0 | round), "the card works again");
+    }
+    drop((channel, card));
+    assert_eq!(bus.mapped_bytes(), 0);
+    drop(bus);
+    assert_eq!(house.end(), [true]);
 }
 
 #[test]

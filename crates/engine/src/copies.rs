@@ -98,4 +98,12 @@ impl<Q: Queue> Channel for Copies<Q> {
         self.queue.wait(&mut self.ended, timeout);
         hand_over(&mut self.ended, done)
     }
+
+    fn halted(&self) -> Option<String> {
+        self.queue.halted()
+    }
+
+    fn stop(&mut self, why: &str) {
+        self.queue.stop(why);
+    }
 }

@@ -19,6 +19,7 @@ Examples:
   dmalane validate --sweep 4KiB,16MiB,MUL4 --plot sizes.svg
   dmalane validate --unregistered --iterations 100 --csv
   dmalane validate --emulate shared-23 --fit       what limits a modelled card?
+  dmalane validate -d daemon:/run/dmalane/dmalaned.sock
   dmalane validate -d file:/dev/shm/memory --probe-at 1MiB --explain
   dmalane validate -d file:/dev/xdma0_h2c_0,c2h=/dev/xdma0_c2h_0 --buffer-size 4MiB
 
@@ -35,7 +36,8 @@ Exit status: 0 all bytes were right, 1 some were not or it could not be measured
 #[derive(Args)]
 #[command(after_help = EXAMPLES)]
 pub struct ValidateOptions {
-    /// The device: soft, or file:PATH[,h2c=PATH,c2h=PATH] for files that take reads and writes at device addresses
+    /// The device: soft, daemon[:SOCKET] for a share of the card of a dmalaned, or file:PATH[,h2c=PATH,c2h=PATH] for files that take reads
+    /// and writes at device addresses
     #[arg(short, long, value_name = "DEVICE", default_value = "soft", value_parser = device)]
     device: Device,
 
@@ -182,9 +184,13 @@ impl ValidateOptions {
         ];
         let node =
             [("--probe-at", self.probe_at.is_some()), ("--direct", self.direct), ("--overwrite", self.overwrite)];
+        let here = [("--emulate", self.emulate.is_some()), ("--workers", self.workers)];
         let given = |options: &[(&'static str, bool)]| options.iter().find(|o| o.1).map(|o| o.0);
         match (file, given(&card), given(&node)) {
             (true, Some(option), _) => Some(format!("{option} is for a card, and a file is none")),
+            (false, ..) if matches!(self.device, Device::Daemon(_)) && given(&here).is_some() => {
+                given(&here).map(|option| format!("{option} is for a card in this process: a daemon has its own"))
+            }
             (false, _, Some(option)) => Some(format!("{option} is for a file: -d file:PATH")),
             _ => None,
         }
@@ -227,8 +233,8 @@ impl From<ValidateOptions> for ValidateArgs {
             soft: SoftOptions {
                 ring: options.ring_size,
                 emulate: options.emulate,
-                ddr: options.card_ddr.unwrap_or(super::CARD_DDR).bytes(),
-                hbm: options.card_hbm.unwrap_or(super::CARD_HBM).bytes(),
+                ddr: options.card_ddr.map(Size::bytes),
+                hbm: options.card_hbm.map(Size::bytes),
                 workers: options.workers,
             },
             probe_at: options.probe_at.map(Size::bytes),
@@ -252,7 +258,9 @@ fn device(text: &str) -> Result<Device, String> {
     match text.strip_prefix("file:") {
         Some(paths) => paths.parse::<NodePaths>().map(Device::File).map_err(|e| e.to_string()),
         None if text == "soft" => Ok(Device::Soft),
-        None => Err("not a device\nhint: soft, or file:PATH; dmalane devices lists what there is".to_owned()),
+        None => super::daemon(text).map(Device::Daemon).ok_or_else(|| {
+            "not a device\nhint: soft, daemon:SOCKET, or file:PATH; dmalane devices lists what there is".to_owned()
+        }),
     }
 }
 

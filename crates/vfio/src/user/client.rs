@@ -334,6 +334,14 @@ fn nowhere(bar: u8, offset: u64, bytes: usize) -> mem::Error {
     mem::Error::NoRegister { bar, offset, bytes: bytes as u64 }
 }
 
+/// What the device refused is not there; anything else is the connection's fault.
+fn why(error: Error, nowhere: mem::Error) -> mem::Error {
+    match &error {
+        Error::Kernel { source, .. } if matches!(source.raw_os_error(), Some(libc::EINVAL | libc::EIO)) => nowhere,
+        _ => error.into(),
+    }
+}
+
 impl HostBus for UserBus {
     fn pin(&self, share: &Share) -> Result<Pinned, mem::Error> {
         self.pin_range(share, 0..share.len())
@@ -392,19 +400,19 @@ impl HostBus for UserBus {
         let mut bytes = [0; 4];
         let aligned = offset.is_multiple_of(4) && bar < 6;
         aligned.then_some(()).ok_or(nowhere(bar, offset, 4))?;
-        self.read_region(bar.into(), offset, &mut bytes).map_err(|_| nowhere(bar, offset, 4))?;
+        self.read_region(bar.into(), offset, &mut bytes).map_err(|e| why(e, nowhere(bar, offset, 4)))?;
         Ok(u32::from_le_bytes(bytes))
     }
 
     fn write32(&self, bar: u8, offset: u64, value: u32) -> Result<(), mem::Error> {
         let aligned = offset.is_multiple_of(4) && bar < 6;
         aligned.then_some(()).ok_or(nowhere(bar, offset, 4))?;
-        self.write_region(bar.into(), offset, &value.to_le_bytes()).map_err(|_| nowhere(bar, offset, 4))
+        self.write_region(bar.into(), offset, &value.to_le_bytes()).map_err(|e| why(e, nowhere(bar, offset, 4)))
     }
 
     fn write_bytes(&self, bar: u8, offset: u64, bytes: &[u8]) -> Result<(), mem::Error> {
         (bar < 6).then_some(()).ok_or(nowhere(bar, offset, bytes.len()))?;
-        self.write_region(bar.into(), offset, bytes).map_err(|_| nowhere(bar, offset, bytes.len()))
+        self.write_region(bar.into(), offset, bytes).map_err(|e| why(e, nowhere(bar, offset, bytes.len())))
     }
 
     fn wait(&self, timeout: Duration) -> bool {
