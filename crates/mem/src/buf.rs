@@ -158,13 +158,16 @@ pub struct SharedBuf {
 
 impl SharedBuf {
     /// Zeroed memory behind a sealed memfd whose pages are *not* present yet: for memories much larger than what is
-    /// used of them. `len` is rounded up to 4 KiB. Touching a page that the system has no memory for is fatal
+    /// used of them. `len` is rounded up to whole pages. Touching a page that the system has no memory for is fatal
     /// (SIGBUS): call [`SharedBuf::populate`] first.
     ///
     /// # Errors
     /// [`Error::BadLength`] for 0 bytes or when rounding up overflows; [`Error::Allocate`].
     pub fn sparse(name: &str, len: usize) -> Result<Self, Error> {
-        let size = len.checked_next_multiple_of(4096).and_then(NonZeroUsize::new).ok_or(Error::BadLength(len))?;
+        let size = len
+            .checked_next_multiple_of(crate::sys::page())
+            .and_then(NonZeroUsize::new)
+            .ok_or(Error::BadLength(len))?;
         let region = Region::memfd(name, size, Pages::Base).map_err(|source| Error::Allocate {
             len,
             kind: "sparse memfd memory",

@@ -8,9 +8,13 @@ use dmalane_addr::{PhysAddr, SgTable};
 
 use crate::SharedBuf;
 
-const PAGE: u64 = 4096;
 /// Entries read at a time.
 const BATCH: usize = 8192;
+
+/// Bytes that an entry stands for.
+fn page() -> u64 {
+    crate::sys::page() as u64
+}
 
 /// A page of a process (Linux, `Documentation/admin-guide/mm/pagemap.rst`).
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -30,7 +34,7 @@ impl PageEntry {
     /// Where it is; `None` when it is not in memory, or the kernel does not tell this process (it needs `CAP_SYS_ADMIN`).
     pub fn frame(self) -> Option<PhysAddr> {
         let frame = self.0 & ((1 << 55) - 1);
-        (self.is_present() && frame != 0).then(|| PhysAddr::new(frame * PAGE))
+        (self.is_present() && frame != 0).then(|| PhysAddr::new(frame * page()))
     }
 }
 
@@ -54,13 +58,13 @@ impl Pagemap {
         File::open(format!("/proc/{pid}/pagemap")).map(Self)
     }
 
-    /// Calls `each` for every page of 4 KiB of a range of virtual addresses, widened to whole pages, in order.
+    /// Calls `each` for every page (4 KiB, on x86-64) of a range of virtual addresses, widened to whole pages, in order.
     ///
     /// # Errors
     /// The kernel's.
     pub fn scan(&self, start: u64, len: u64, mut each: impl FnMut(PageEntry)) -> io::Result<()> {
-        let end = start.checked_add(len).ok_or(io::ErrorKind::InvalidInput)?.div_ceil(PAGE);
-        let mut page = start / PAGE;
+        let end = start.checked_add(len).ok_or(io::ErrorKind::InvalidInput)?.div_ceil(page());
+        let mut page = start / page();
         let mut buffer = vec![0u8; BATCH * 8];
         while page < end {
             let n = usize::try_from(end - page).unwrap_or(BATCH).min(BATCH);
@@ -89,7 +93,7 @@ pub fn physical_runs(buf: &SharedBuf) -> io::Result<SgTable<PhysAddr>> {
     let mut trouble = None;
     Pagemap::own()?.scan(start, buf.len() as u64, |entry| match entry.frame() {
         Some(frame) => {
-            let pushed = table.push(frame, PAGE);
+            let pushed = table.push(frame, page());
             debug_assert!(pushed.is_some(), "a frame lies below 2^67");
         }
         None if entry.is_present() => trouble = Some(io::ErrorKind::PermissionDenied),
@@ -109,7 +113,7 @@ mod tests {
         match physical_runs(&buf) {
             Ok(runs) => {
                 assert_eq!(runs.segments().map(|s| s.len).sum::<u64>(), 4 << 20);
-                assert!((1..=1024).contains(&runs.segment_count()));
+                assert!((1..=(4 << 20) / page() as usize).contains(&runs.segment_count()));
             }
             Err(e) if e.kind() == io::ErrorKind::PermissionDenied => {
                 return println!("SKIPPED: /proc/self/pagemap shows no frames to this process");
@@ -118,10 +122,10 @@ mod tests {
         }
         let sparse = SharedBuf::sparse("test", 1 << 20).unwrap();
         assert_eq!(physical_runs(&sparse).unwrap_err().kind(), io::ErrorKind::NotFound);
-        sparse.populate(0, 4096).unwrap();
+        sparse.populate(0, page() as usize).unwrap();
         let mut present = Vec::new();
         let start = sparse.view().as_ptr().addr() as u64;
-        Pagemap::own().unwrap().scan(start + 1, 8192, |page| present.push(page.is_present())).unwrap();
+        Pagemap::own().unwrap().scan(start + 1, 2 * page(), |page| present.push(page.is_present())).unwrap();
         assert_eq!(present, [true, false, false], "widened to whole pages");
         assert!(Pagemap::own().unwrap().scan(u64::MAX - 5, 4096, |_| ()).is_err());
         assert!(Pagemap::of(u32::MAX).is_err());

@@ -25,13 +25,19 @@ pub(crate) enum Pages {
     Hugetlb1G,
     /// Reserved 2 MiB pages (hugetlbfs).
     Hugetlb2M,
-    /// 4 KiB pages that the kernel is asked to merge.
+    /// The kernel's own pages, which it is asked to merge.
     Transparent,
-    /// 4 KiB pages.
+    /// The kernel's own pages.
     Base,
 }
 
 pub(crate) const HUGE: usize = 2 << 20;
+
+/// Bytes of the kernel's own pages, of which every length here is a multiple: 4 KiB on x86-64, up to 64 KiB elsewhere.
+pub(crate) fn page() -> usize {
+    rustix::param::page_size().max(4096)
+}
+
 /// Of linux/magic.h: what memfds of ordinary pages lie on.
 const TMPFS_MAGIC: u64 = 0x0102_1994;
 
@@ -73,7 +79,7 @@ impl Region {
         let base = base.cast::<u8>();
         let head = if slack == 0 { 0 } else { base.addr().next_multiple_of(HUGE) - base.addr() };
         let start = base.wrapping_add(head);
-        // Both cuts are whole 4 KiB pages: `head` because mmap returns page-aligned addresses, `len` by contract.
+        // Both cuts are whole pages of the kernel's: `head` because mmap returns page-aligned addresses, `len` by contract.
         let tail = slack - head;
         if head > 0 {
             // SAFETY: `base..base + head` is the front of the mapping made above, and nothing refers to it.
@@ -266,12 +272,12 @@ impl Region {
         if bound == 0 { Ok(()) } else { Err(io::Error::last_os_error()) }
     }
 
-    /// Cuts it into pieces of `len` bytes, whole 4 KiB pages, and what is left at the end. Each is a region of its own.
+    /// Cuts it into pieces of `len` bytes, whole pages of the kernel's (it discards the contents of no less), and what is left at the end. Each is a region of its own.
     ///
     /// # Errors
     /// Gives it back when it has a descriptor, which would show all of it, or belongs to somebody when it is dropped.
     pub(crate) fn cut(self, len: usize) -> Result<Vec<Self>, Self> {
-        if self.fd.is_some() || self.home.is_some() || len == 0 || !len.is_multiple_of(4096) {
+        if self.fd.is_some() || self.home.is_some() || len == 0 || !len.is_multiple_of(page()) {
             return Err(self);
         }
         let (start, whole) = (self.ptr, self.len);
@@ -300,7 +306,7 @@ impl Region {
     /// Faults the pages of a range in, so that a later access cannot fail for want of memory.
     pub(crate) fn populate(&self, offset: usize, len: usize) -> io::Result<()> {
         let end = offset.checked_add(len).filter(|end| *end <= self.len).ok_or(io::ErrorKind::InvalidInput)?;
-        let start = offset & !0xfff;
+        let start = offset & !(page() - 1);
         match self.advise(start, end - start, Advice::LinuxPopulateWrite) {
             // Kernels before 5.14 do not know the advice: touch each page instead.
             Err(e) if e.kind() == io::ErrorKind::InvalidInput => {
@@ -370,7 +376,8 @@ impl Drop for Region {
         }
         if self.slab.is_some() {
             // The mapping goes with its last piece, the memory of this one now. (Reserved huge pages stay whole.)
-            // SAFETY: the range is this piece's own; every view borrows it, so nobody looks at bytes that become zeros.
+            // SAFETY: the range is this piece's own, and whole pages (see `cut`), so that the kernel rounds it up to none of a neighbour's; every view
+            // borrows it, so nobody looks at bytes that become zeros.
             let _ = unsafe { mm::madvise(self.ptr.as_ptr().cast(), self.len, Advice::LinuxDontNeed) };
             return;
         }

@@ -17,6 +17,31 @@ use dmalane_vfio::{Bdf, Container, Edu, EduChannel, Error, FaultLog, Placement, 
 
 const LONG: Duration = Duration::from_secs(30);
 
+/// Where the interrupts of this machine are, which memory cannot be mapped to: x86 says where, and Linux decides it for Arm.
+const INTERRUPTS: (u64, u64) =
+    if cfg!(target_arch = "aarch64") { (0x0800_0000, 0x080f_ffff) } else { (0xfee0_0000, 0xfeef_ffff) };
+
+/// Bytes of the running kernel's pages; IOMMUs that also have smaller ones use these.
+fn page() -> usize {
+    rustix::param::page_size()
+}
+
+fn page_size() -> PageSize {
+    PageSize::new(page() as u64).unwrap()
+}
+
+/// Memory that the kernel does not pin by its address: a mapping of a dma-buf, from the kernel's heap or, where it has none, of a memfd.
+fn unpinnable(len: usize) -> SharedBuf {
+    match DmaHeap::open("system") {
+        Ok(heap) => heap.allocate(len).unwrap().share(),
+        Err(e) => {
+            println!("{e}");
+            let memfd = MemfdHeap::starting_at(PageKind::Base).allocate(len).unwrap().share();
+            SharedBuf::import_dma_buf(mem::export_dma_buf(&memfd).unwrap()).unwrap()
+        }
+    }
+}
+
 /// The way that is tested.
 fn way() -> Way {
     match std::env::var("DMALANE_VFIO_WAY").as_deref() {
@@ -125,8 +150,8 @@ fn iova_ranges_leave_the_interrupts_out() {
     let _edu = edu_in(&container, edus()[0]);
     let ranges = container.iova_ranges();
     println!("{ranges:?} pages {:?}", container.page_sizes());
-    assert!(container.page_sizes().contains(PageSize::SIZE_4K));
-    let window = Span::new(Iova::new(0xfee0_0000), 1 << 20).unwrap();
+    assert_eq!(container.page_sizes().smallest(), Some(page_size()));
+    let window = Span::inclusive(Iova::new(INTERRUPTS.0), Iova::new(INTERRUPTS.1)).unwrap();
     assert!(ranges.len() >= 2 && ranges.iter().all(|r| r.intersect(&window).is_none()));
     assert!(ranges.iter().any(|r| r.last().bits() >= (1 << 39) - 1));
 }
@@ -166,16 +191,18 @@ fn dma(heap: &dyn Heap, kind: PageKind, len: usize, page: usize) {
 }
 
 #[test]
-fn dma_over_pages_of_4k() {
-    dma(&AnonHeap::starting_at(PageKind::Base), PageKind::Base, 1 << 20, 4 << 10);
-    dma(&MemfdHeap::starting_at(PageKind::Base), PageKind::Base, 1 << 20, 4 << 10);
+fn dma_over_pages_of_the_kernel() {
+    dma(&AnonHeap::starting_at(PageKind::Base), PageKind::Base, 1 << 20, page());
+    dma(&MemfdHeap::starting_at(PageKind::Base), PageKind::Base, 1 << 20, page());
 }
 
 #[test]
 fn dma_over_pages_of_2m() {
     dma(&AnonHeap::starting_at(PageKind::Hugetlb2M), PageKind::Hugetlb2M, 16 << 20, 2 << 20);
     dma(&MemfdHeap::starting_at(PageKind::Hugetlb2M), PageKind::Hugetlb2M, 16 << 20, 2 << 20);
-    dma(&AnonHeap::starting_at(PageKind::Transparent), PageKind::Transparent, 16 << 20, 2 << 20);
+    if page() == 4096 {
+        dma(&AnonHeap::starting_at(PageKind::Transparent), PageKind::Transparent, 16 << 20, 2 << 20);
+    }
 }
 
 #[test]
@@ -184,10 +211,68 @@ fn dma_over_a_page_of_1g() {
     dma(&MemfdHeap::starting_at(PageKind::Hugetlb1G), PageKind::Hugetlb1G, 1 << 30, 100 << 20);
 }
 
+/// One page, all of it: what was copied changed, and nothing else did.
+#[test]
+fn a_page_of_1g_byte_by_byte() {
+    const CHUNK: usize = 1 << 20;
+    const LEN: usize = 1 << 30;
+    let mut expected = pattern(5, CHUNK);
+    let heap = MemfdHeap::starting_at(PageKind::Hugetlb1G);
+    let edu = edu(edus()[0]);
+    let container = edu.bus().device().container().clone();
+    let mut buf = heap.allocate(LEN).unwrap();
+    assert_eq!((buf.rung().kind, buf.len()), (PageKind::Hugetlb1G, LEN), "{:?}", buf.rung().passed_over);
+    // Each MiB is told from the others by its first bytes.
+    let number = |bytes: &mut [u8], i: usize| bytes[..8].copy_from_slice(&i.to_le_bytes());
+    for (i, chunk) in buf.chunks_mut(CHUNK).enumerate() {
+        number(&mut expected, i);
+        chunk.copy_from_slice(&expected);
+    }
+    let buf = buf.share();
+    let mapping = map(edu.bus(), &buf, Access::RW);
+    let at = |offset: usize| mapping.span().first().checked_add(offset as u64).unwrap();
+    // From one end to the other, from there to the middle, and from the middle to the front.
+    let copies = [(3, LEN - 2048, 2048), (LEN - 2048, LEN / 2 - 1001, 2003), (LEN / 2 + 4096, 0, 1)];
+    for (from, to, len) in copies {
+        edu.copy(Direction::FromHost, at(from), CardAddr::new(1), len as u64).unwrap();
+        edu.copy(Direction::ToHost, at(to), CardAddr::new(1), len as u64).unwrap();
+    }
+    drop(mapping);
+    assert_eq!((container.mapped_bytes(), container.stuck()), (0, 0));
+    let buf = buf.into_cpu().unwrap();
+    // Where a byte was before the copies.
+    let origin = |at: usize| {
+        let mut place = at;
+        for (from, to, len) in copies.into_iter().rev() {
+            if (to..to + len).contains(&place) {
+                place = from + (place - to);
+            }
+        }
+        place
+    };
+    for (i, chunk) in buf.chunks(CHUNK).enumerate() {
+        number(&mut expected, i);
+        let first = i * CHUNK;
+        let touched = |(_, to, len): &(usize, usize, usize)| *to < first + CHUNK && first < to + len;
+        if !copies.iter().any(touched) {
+            assert!(*chunk == expected[..], "MiB {i}");
+            continue;
+        }
+        for (k, got) in chunk.iter().enumerate() {
+            let place = origin(first + k);
+            let wanted = match place % CHUNK {
+                k @ 0..8 => (place / CHUNK).to_le_bytes()[k],
+                k => expected[k],
+            };
+            assert_eq!(*got, wanted, "at {:#x}, which comes from {place:#x}", first + k);
+        }
+    }
+}
+
 #[test]
 fn an_interrupt_counts_up_its_eventfd() {
     let edu = edu(edus()[0]);
-    let buf = AnonHeap::new().allocate(4096).unwrap().share();
+    let buf = AnonHeap::new().allocate(page()).unwrap().share();
     let mapping = map(edu.bus(), &buf, Access::RW);
     let event = edu.bus().event(0).unwrap();
     assert!(!edu.bus().wait(Duration::from_millis(1)), "none yet");
@@ -212,14 +297,15 @@ fn transfer(bus: &VfioBus, buf: SharedBuf, direction: Direction) -> (Registered,
 fn dma_after_unmap_is_stopped_and_reported_while_others_run() {
     let container = container();
     let [bad, good] = edus().map(|bdf| edu_in(&container, bdf));
-    let allocate = || AnonHeap::new().allocate(4096).unwrap().share();
+    let allocate = || AnonHeap::new().allocate(page()).unwrap().share();
+    let before = container.mappings_left().unwrap();
     let mut log = FaultLog::open().unwrap();
     // Unmapped by force, under a registration that is still held.
     let buf = allocate();
     buf.view().fill(0x11);
     let (registered, write) = transfer(bad.bus(), buf, Direction::ToHost);
     let span = registered.mapping().span();
-    assert_eq!(container.revoke(span).unwrap(), 4096);
+    assert_eq!(container.revoke(span).unwrap(), page() as u64);
     let mut channel = bad.channel().with_faults(FaultLog::open().unwrap(), bad.bus().bdf());
     let _ticket = channel.submit(write).unwrap();
     channel.poll(&mut Vec::new());
@@ -241,26 +327,31 @@ fn dma_after_unmap_is_stopped_and_reported_while_others_run() {
     done[0].transfer.part.read(0, &mut bytes).unwrap();
     assert!(bytes.iter().all(|b| *b == 0x11), "nothing was written");
     drop((done, registered, channel));
-    // Unmapped by dropping the mapping.
+    // Unmapped by dropping the mapping. An SMMU reports each word of a copy, of which the kernel prints ten in five seconds.
+    let pause = || std::thread::sleep(Duration::from_secs(6));
+    pause();
     let buf = allocate();
     let mapping = map(bad.bus(), &buf, Access::RW);
     let at = mapping.span().first();
     bad.copy(Direction::FromHost, at, CardAddr::new(0), 64).unwrap();
     drop(mapping);
     bad.copy(Direction::FromHost, at, CardAddr::new(0), 64).unwrap();
+    pause();
     // Mapped for reading only.
     let mapping = map(bad.bus(), &buf, Access::READ);
     buf.view().fill(0x22);
     bad.copy(Direction::ToHost, mapping.span().first(), CardAddr::new(0), 64).unwrap();
     buf.view().sub(0, 64).unwrap().read(&mut bytes[..64]);
     assert!(bytes[..64].iter().all(|b| *b == 0x22));
-    let seen = log.take();
+    let mut seen = log.take();
+    seen.dedup_by_key(|f| (f.bdf, f.at.align_down(page_size()), f.write));
     seen.iter().for_each(|f| println!("{}", f.line));
     assert_eq!(seen.len(), 3, "{seen:?}");
     assert!(seen.iter().all(|f| f.bdf == bad.bus().bdf()));
     assert_eq!(seen.iter().map(|f| f.write).collect::<Vec<_>>(), [true, false, true]);
     assert_eq!(seen[1].at, at);
-    assert_eq!(container.stuck(), 0);
+    drop((mapping, _registered));
+    assert_eq!((container.mappings_left().unwrap(), container.mapped_bytes(), container.stuck()), (before, 0, 0));
 }
 
 #[test]
@@ -275,7 +366,7 @@ fn peer_to_peer_reaches_the_file_behind_the_bar() {
     let peer = container.map_peer(&bar, 0..bar.len(), Access::RW).unwrap();
     println!("{peer:?} {:?}", peer.took());
     assert_eq!(peer.took().way, if way() == Way::Iommufd { "dma-buf" } else { "type1" });
-    let buf = AnonHeap::new().allocate(4096).unwrap().share();
+    let buf = AnonHeap::new().allocate(page()).unwrap().share();
     let host = map(edu.bus(), &buf, Access::RW);
     for (round, offset) in [0u64, 4097, (512 << 20) - 100, (1 << 30) - 2000].into_iter().enumerate() {
         let bytes = pattern(round as u64 + 40, 2000);
@@ -310,34 +401,36 @@ fn the_kernels_numbers_become_errors_by_cause() {
     let container = container();
     let edu = edu_in(&container, edus()[0]);
     let bus = edu.bus();
-    let buf = AnonHeap::starting_at(PageKind::Base).allocate(4 << 12).unwrap().share();
+    let buf = AnonHeap::starting_at(PageKind::Base).allocate(4 * page()).unwrap().share();
+    let p = page() as u64;
     let before = container.mappings_left().unwrap();
     let at = |iova: u64| container.map_at(bus.pin(&buf.share()).unwrap(), Access::RW, Iova::new(iova));
     let refused = |iova: u64| cause(at(iova).unwrap_err());
     let says = |error: Error, words: &str| assert!(error.to_string().contains(words), "{error}");
-    assert!(matches!(refused(0x1234), Error::Unaligned { page: PageSize::SIZE_4K, .. }));
-    says(refused(0x1234), "must be multiples of 4 KiB");
+    assert!(matches!(refused(0x1234), Error::Unaligned { page, .. } if page == page_size()));
+    says(refused(0x1234), &format!("must be multiples of {}", page_size()));
     for (iova, what) in
-        [(0xfee0_0000, "in the window"), (0xfedf_f000, "into the window"), (1 << 60, "beyond the width")]
+        [(INTERRUPTS.0, "in the window"), (INTERRUPTS.0 - p, "into the window"), (1 << 60, "beyond the width")]
     {
         match refused(iova) {
             Error::OutsideIova { span, ranges } => assert_eq!((span.first().bits(), ranges.len()), (iova, 2), "{what}"),
             other => panic!("{what}: {other}"),
         }
     }
-    says(refused(u64::MAX - 4095), "does not lie in what the IOMMU can map");
+    says(refused(u64::MAX - p + 1), "does not lie in what the IOMMU can map");
     let mapping = at(0x10_0000).unwrap();
     assert_eq!(mapping.span().first(), Iova::new(0x10_0000));
-    assert!(matches!(refused(0x10_3000), Error::Overlap(span) if span.first().bits() == 0x10_3000));
+    let last = 0x10_0000 + 3 * p;
+    assert!(matches!(refused(last), Error::Overlap(span) if span.first().bits() == last));
     // Only whole mappings can be unmapped, and nothing where there is nothing.
-    let half = mapping.span().sub(0, 0x2000).unwrap();
+    let half = mapping.span().sub(0, 2 * p).unwrap();
     assert!(matches!(container.revoke(half), Err(Error::PartialUnmap(span)) if span == half));
-    assert_eq!(container.revoke(Span::new(Iova::new(0x4000_0000), 4096).unwrap()).unwrap(), 0);
+    assert_eq!(container.revoke(Span::new(Iova::new(0x4000_0000), p).unwrap()).unwrap(), 0);
     let both = Span::new(Iova::new(0), 0x20_0000).unwrap();
-    assert_eq!(container.revoke(both).unwrap(), 4 << 12, "more than one whole mapping");
+    assert_eq!(container.revoke(both).unwrap(), 4 * p, "more than one whole mapping");
     drop(mapping);
     // A heap's dma-buf is memory that the kernel does not pin by address.
-    let dma_buf = DmaHeap::open("system").unwrap().allocate(1 << 20).unwrap().share();
+    let dma_buf = unpinnable(1 << 20);
     let error = cause(bus.map(bus.pin(&dma_buf.share()).unwrap(), Access::RW).unwrap_err());
     assert!(matches!(error, Error::NotMemory { writable: true, .. }), "{error}");
     says(error, "a mapping of a dma-buf");
@@ -347,7 +440,7 @@ fn the_kernels_numbers_become_errors_by_cause() {
     assert!(matches!(bus.map(foreign, Access::RW), Err(mem::Error::ForeignPin)));
     assert!(matches!(bus.map(bus.pin(&buf.share()).unwrap(), Access::EXEC), Err(mem::Error::NoAccess(_))));
     assert!(matches!(bus.map_list(Vec::new(), Access::RW), Err(mem::Error::WholeBuffers)));
-    assert!(matches!(bus.pin_range(&buf.share(), 5..4096), Err(mem::Error::BadRange { .. })));
+    assert!(matches!(bus.pin_range(&buf.share(), 5..page()), Err(mem::Error::BadRange { .. })));
     assert_eq!((container.mappings_left().unwrap(), container.mapped_bytes()), (before, 0), "nothing is left behind");
     assert_eq!(left_behind(&container), 0, "nor does the kernel know of anything");
     let shared = buf.into_cpu();
@@ -358,32 +451,33 @@ fn the_kernels_numbers_become_errors_by_cause() {
 fn several_buffers_are_one_range() {
     let edu = edu(edus()[0]);
     let heap = AnonHeap::starting_at(PageKind::Base);
-    let bufs: Vec<_> = (1..4).map(|n| heap.allocate(n << 12).unwrap().share()).collect();
+    let bufs: Vec<_> = (1..4).map(|n| heap.allocate(n * page()).unwrap().share()).collect();
     let registered = Registered::of_list(&**edu.bus(), &bufs.iter().collect::<Vec<_>>(), Access::RW).unwrap();
     let span = registered.mapping().span();
-    assert_eq!(span.len(), 6 << 12);
+    assert_eq!(span.len(), 6 * page() as u64);
     // Across the seam of the first two.
     let bytes = pattern(3, 2000);
-    bufs[0].view().sub(4096 - 1000, 1000).unwrap().write(&bytes[..1000]);
+    bufs[0].view().sub(page() - 1000, 1000).unwrap().write(&bytes[..1000]);
     bufs[1].view().sub(0, 1000).unwrap().write(&bytes[1000..]);
-    edu.copy(Direction::FromHost, span.first().checked_add(3096).unwrap(), CardAddr::new(0), 2000).unwrap();
-    edu.copy(Direction::ToHost, span.first().checked_add(5 << 12).unwrap(), CardAddr::new(0), 2000).unwrap();
+    let at = |offset: usize| span.first().checked_add(offset as u64).unwrap();
+    edu.copy(Direction::FromHost, at(page() - 1000), CardAddr::new(0), 2000).unwrap();
+    edu.copy(Direction::ToHost, at(5 * page()), CardAddr::new(0), 2000).unwrap();
     let mut got = vec![0; 2000];
-    bufs[2].view().sub(2 << 12, 2000).unwrap().read(&mut got);
+    bufs[2].view().sub(2 * page(), 2000).unwrap().read(&mut got);
     assert!(got == bytes);
     // One that cannot be mapped takes the others down with it.
-    let dma_buf = DmaHeap::open("system").unwrap().allocate(4096).unwrap().share();
+    let dma_buf = unpinnable(page());
     let container = edu.bus().device().container();
     let before = container.mappings_left().unwrap();
     assert!(Registered::of_list(&**edu.bus(), &[&bufs[0], &bufs[1], &dma_buf], Access::RW).is_err());
-    assert_eq!((container.mappings_left().unwrap(), container.mapped_bytes()), (before, 6 << 12));
+    assert_eq!((container.mappings_left().unwrap(), container.mapped_bytes()), (before, 6 * page() as u64));
 }
 
 #[test]
 fn more_mappings_than_the_kernel_takes() {
     let container = container();
     let edu = edu_in(&container, edus()[0]);
-    let buf = AnonHeap::starting_at(PageKind::Base).allocate(4096).unwrap().share();
+    let buf = AnonHeap::starting_at(PageKind::Base).allocate(page()).unwrap().share();
     let mut mappings = Vec::new();
     let Some(left) = container.mappings_left().unwrap() else {
         assert_eq!(way(), Way::Iommufd);
@@ -421,9 +515,16 @@ fn a_device_is_opened_once_and_by_its_own_driver() {
     let beside = container.open(&second).unwrap();
     drop((device, again, beside));
     assert!(matches!(container.open(&"00:1e.7".parse().unwrap()), Err(Error::NoDevice(_))));
-    let isa = "0000:00:1f.0".parse().unwrap();
-    match container.open(&isa) {
-        Err(Error::NotBound { bdf, .. }) => assert_eq!(bdf, isa),
+    // One that the kernel keeps: the bridge, or what this test speaks through.
+    let others = fs::read_dir("/sys/bus/pci/devices").unwrap().map(|entry| entry.unwrap().path());
+    let not_ours = |path: &std::path::PathBuf| {
+        let driver = fs::read_link(path.join("driver")).unwrap_or_default();
+        path.join("iommu_group").exists() && !driver.ends_with("vfio-pci")
+    };
+    let kept = others.filter(not_ours).min().expect("a device of another driver");
+    let kept: Bdf = kept.file_name().unwrap().to_str().unwrap().parse().unwrap();
+    match container.open(&kept) {
+        Err(Error::NotBound { bdf, .. }) => assert_eq!(bdf, kept),
         other => panic!("{other:?}"),
     }
     let testdev = container.open(&functions(LARGE_BAR.0)[0]).unwrap();
@@ -439,7 +540,7 @@ fn reset_in_mid_transfer() {
     let container = container();
     let edu = edu_in(&container, movable);
     let before = container.mappings_left().unwrap();
-    let buf = AnonHeap::new().allocate(4096).unwrap().share();
+    let buf = AnonHeap::new().allocate(page()).unwrap().share();
     let (registered, write) = transfer(edu.bus(), buf, Direction::ToHost);
     let mut channel = edu.channel();
     let _ticket = channel.submit(write).unwrap();
@@ -454,7 +555,8 @@ fn reset_in_mid_transfer() {
     drop(channel);
     drop((done, registered));
     edu.bus().device().set_bus_master(true).unwrap();
-    let (registered, read) = transfer(edu.bus(), AnonHeap::new().allocate(4096).unwrap().share(), Direction::FromHost);
+    let (registered, read) =
+        transfer(edu.bus(), AnonHeap::new().allocate(page()).unwrap().share(), Direction::FromHost);
     run(&mut edu.channel(), read, LONG).unwrap();
     drop(registered);
     assert_eq!((container.mappings_left().unwrap(), container.mapped_bytes(), container.stuck()), (before, 0, 0));
@@ -465,8 +567,11 @@ fn a_device_that_is_unbound_while_open_is_asked_for() {
     let bdf = edus()[1];
     let container = container();
     let edu = edu_in(&container, bdf);
-    let buf = AnonHeap::new().allocate(4096).unwrap().share();
+    let before = container.mappings_left().unwrap();
+    let buf = AnonHeap::new().allocate(page()).unwrap().share();
     let mapping = map(edu.bus(), &buf, Access::RW);
+    assert_eq!(container.mappings_left().unwrap(), before.map(|n| n - 1));
+    let began = Instant::now();
     assert!(!edu.bus().device().wanted_back(Duration::from_millis(1)));
     let gone = Arc::new(AtomicBool::new(false));
     let unbound = gone.clone();
@@ -477,8 +582,11 @@ fn a_device_that_is_unbound_while_open_is_asked_for() {
     assert!(edu.bus().device().wanted_back(LONG));
     assert!(!gone.load(Ordering::SeqCst), "the kernel waits");
     edu.copy(Direction::FromHost, mapping.span().first(), CardAddr::new(0), 64).unwrap();
-    drop((mapping, edu));
+    drop(mapping);
+    assert_eq!((container.mappings_left().unwrap(), container.mapped_bytes(), container.stuck()), (before, 0, 0));
+    drop(edu);
     unbinder.join().unwrap();
+    assert!(began.elapsed() < Duration::from_secs(5), "{:?}", began.elapsed());
     assert!(gone.load(Ordering::SeqCst));
     assert!(matches!(container.open(&bdf), Err(Error::NotBound { driver: None, .. })));
     // What the message tells to do.
@@ -579,9 +687,12 @@ fn a_bar_is_mapped_by_its_own_page_size() {
         let times = (0..2).map(|_| container.map_peer(&bar, 0..bar.len(), Access::RW).unwrap().took().time);
         (bar.alignment(), times.min().unwrap())
     };
-    let (best, plain) = (cost(Placement::Best), cost(Placement::Exactly(PageSize::SIZE_4K)));
+    let (best, plain) = (cost(Placement::Best), cost(Placement::Exactly(page_size())));
     println!("1 GiB, {}: aligned to {} {:?}, to {} {:?}", way(), best.0, best.1, plain.0, plain.1);
-    assert!(best.0 >= PageSize::SIZE_1G && plain.0 == PageSize::SIZE_4K);
+    assert!(best.0 >= PageSize::SIZE_1G && plain.0 == page_size());
+    let half = PageSize::new(page() as u64 / 2).unwrap();
+    let refused = device.map_bar(FILE_BAR.1, None, Placement::Exactly(half)).unwrap_err();
+    assert!(matches!(refused, Error::Region { region: 2, .. }), "{refused}");
     if way() == Way::Iommufd {
         // A dma-buf is physical: the address in this process says nothing.
         assert!(plain.1 < best.1 * 2 && best.1 < Duration::from_millis(5), "{:?} against {:?}", plain.1, best.1);
@@ -590,7 +701,10 @@ fn a_bar_is_mapped_by_its_own_page_size() {
     if release() >= (6, 15) {
         assert!(plain.1 > best.1 * 500, "{:?} against {:?}", plain.1, best.1);
     } else {
-        assert!(best.1 <= plain.1, "{:?} against {:?}", plain.1, best.1);
+        // It goes by 4 KiB whatever the alignment: no faster, but no slower either than where `mmap` puts it.
+        let anywhere = cost(Placement::Anywhere);
+        println!("and aligned to {} by mmap: {:?}", anywhere.0, anywhere.1);
+        assert!(best.1 <= plain.1 && best.1 <= anywhere.1 * 101 / 100, "{plain:?}, {anywhere:?} against {best:?}");
     }
 }
 
@@ -671,7 +785,7 @@ impl Fixture for Under {
 fn the_suite_that_every_channel_takes() {
     let edu = edu(edus()[0]);
     let heap = AnonHeap::new();
-    let spare = heap.allocate(4096).unwrap().share();
+    let spare = heap.allocate(page()).unwrap().share();
     let window = map(edu.bus(), &spare, Access::RW);
     let container = edu.bus().device().container().clone();
     let mut fixture = Under { edu, heap, spare, window, registered: Vec::new() };
@@ -818,6 +932,24 @@ mod measure {
             drop(buf);
             fs::write(POOL, before.trim()).unwrap();
         }
+    }
+}
+
+/// With everything but `vfio_iommu_type1`.
+mod untyped {
+    use super::*;
+
+    #[test]
+    fn without_type_1_the_error_names_its_module() {
+        let began = Instant::now();
+        match Container::new().open(&edus()[0]) {
+            Err(e @ Error::NoType1) => {
+                println!("{e}");
+                assert!(e.to_string().contains("modprobe vfio_iommu_type1"));
+            }
+            other => panic!("{other:?}"),
+        }
+        assert!(began.elapsed() < Duration::from_secs(1));
     }
 }
 

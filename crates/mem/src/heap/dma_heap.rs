@@ -8,7 +8,7 @@ use std::path::PathBuf;
 use std::sync::Arc;
 
 use super::{Abilities, Account, Counters, Heap, HeapStats, PageKind, Reserved, Rung};
-use crate::sys::{Exclusive, Region};
+use crate::sys::{Exclusive, Region, page};
 use crate::{CpuBuf, Error, SharedBuf};
 
 const UDMABUF: &str = "/dev/udmabuf";
@@ -36,7 +36,7 @@ impl DmaHeap {
     }
 
     fn map(&self, len: usize) -> Result<(Region, Rung, Account), Error> {
-        let size = len.checked_next_multiple_of(4096).and_then(NonZeroUsize::new).ok_or(Error::BadLength(len))?;
+        let size = len.checked_next_multiple_of(page()).and_then(NonZeroUsize::new).ok_or(Error::BadLength(len))?;
         let kind = "dma-buf heap memory";
         // The kernel (6.12, 7.2) takes page after page until the OOM killer comes, and such memory is not counted as this process's:
         // it would be killed before others, or others before it.

@@ -6,7 +6,7 @@ use std::path::Path;
 use std::sync::Arc;
 
 use super::{Abilities, Account, Counters, Heap, HeapStats, PageKind, Reserved, Rung};
-use crate::sys::{Exclusive, HUGE, Pages, Region};
+use crate::sys::{Exclusive, HUGE, Pages, Region, page};
 use crate::{CpuBuf, Error};
 
 /// From this many bytes on, a reservation may be rounded up to whole huge pages: that is never more than half as much again.
@@ -57,7 +57,7 @@ impl Ladder {
 
     /// Tries the rungs one by one. `populate`: what pages a rung cannot make present, it cannot give.
     fn climb(&self, len: usize, populate: bool, kind: &'static str, map: Map<'_>) -> Result<(Region, Rung), Error> {
-        let base = len.checked_next_multiple_of(4096).and_then(NonZeroUsize::new).ok_or(Error::BadLength(len))?;
+        let base = len.checked_next_multiple_of(page()).and_then(NonZeroUsize::new).ok_or(Error::BadLength(len))?;
         let mut passed_over = Vec::new();
         let rungs = [PageKind::Hugetlb1G, PageKind::Hugetlb2M, PageKind::Transparent];
         for rung in rungs.into_iter().skip_while(|rung| *rung != self.best) {
@@ -141,6 +141,13 @@ fn refusal(rung: PageKind, bytes: usize, error: &io::Error) -> String {
 fn transparent_allowed(rung: PageKind, switch: &str) -> io::Result<()> {
     if rung != PageKind::Transparent {
         return Ok(());
+    }
+    let size = std::fs::read_to_string(Path::new(SWITCHES).join("hpage_pmd_size"));
+    if let Some(size) = size.ok().and_then(|text| text.trim().parse::<usize>().ok()).filter(|size| *size > HUGE) {
+        return Err(io::Error::other(format!(
+            "this kernel's are {} MiB each, and buffers are aligned to 2",
+            size >> 20
+        )));
     }
     match std::fs::read_to_string(Path::new(SWITCHES).join(switch)) {
         Ok(text) if text.contains("[never]") || text.contains("[deny]") => {

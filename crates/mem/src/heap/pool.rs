@@ -8,7 +8,7 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 
 use super::{Abilities, Account, Counters, Heap, HeapStats, PageKind, Reserved, Rung};
-use crate::sys::{HUGE, Region};
+use crate::sys::{HUGE, Region, page};
 use crate::{CpuBuf, Error, SharedBuf};
 
 /// Less than this is read through the page cache, and never becomes a list for a disk.
@@ -168,7 +168,7 @@ impl Heap for Pool {
     /// A kept buffer that is no more than an eighth too large, or else a new one; of 64 KiB to 1 MiB one that is a piece of a huge page,
     /// where the heap below has private huge pages.
     fn reserve(&self, len: usize) -> Result<Reserved, Error> {
-        let base = len.checked_next_multiple_of(4096).filter(|n| *n > 0).ok_or(Error::BadLength(len))?;
+        let base = len.checked_next_multiple_of(page()).filter(|n| *n > 0).ok_or(Error::BadLength(len))?;
         let home = |rung: &Rung, absent| Home {
             shelf: Arc::downgrade(&self.0),
             rung: rung.clone(),

@@ -2,7 +2,7 @@
 
 use super::*;
 use crate::SharedBuf;
-use crate::sys::HUGE;
+use crate::sys::{HUGE, page};
 
 const LADDER: [PageKind; 4] = [PageKind::Hugetlb1G, PageKind::Hugetlb2M, PageKind::Transparent, PageKind::Base];
 
@@ -18,7 +18,7 @@ fn conformance(heap: &dyn Heap) {
     let lengths = [1, 4096, 4097, (1 << 20) - 1, 1 << 20, (2 << 20) + 1, 5 << 20];
     for len in lengths {
         let mut buf = heap.allocate(len).unwrap();
-        assert!(buf.len() >= len && buf.len().is_multiple_of(4096));
+        assert!(buf.len() >= len && buf.len().is_multiple_of(page()));
         assert!(buf.iter().all(|b| *b == 0), "zeroed");
         buf.fill(0xa5);
         let size = buf.len();
@@ -42,7 +42,7 @@ fn conformance(heap: &dyn Heap) {
         let mut reserved = heap.reserve(len).unwrap();
         let (size, fresh) = (reserved.len(), reserved.is_fresh());
         assert!(size >= len && size - len < HUGE && reserved.left() == size);
-        assert!(size - len < 4096 || len >= 4 << 20, "small ones are not rounded up to huge pages");
+        assert!(size - len < page() || len >= 4 << 20, "small ones are not rounded up to huge pages");
         assert_eq!(heap.stats().live, size);
         assert!(reserved.next(0).is_none());
         let mut parts = Vec::new();
@@ -208,7 +208,7 @@ fn a_pool_hands_out_what_it_was_given() {
     assert!(pool.allocate(1 << 20).unwrap().iter().all(|b| *b == 0), "cleared");
     // A pool is bounded: the oldest goes.
     let many: Vec<_> = (0..9).map(|_| pool.allocate(1 << 20).unwrap()).collect();
-    assert_eq!(pool.pool_stats().kept, 4096);
+    assert_eq!(pool.pool_stats().kept, page());
     drop(many);
     let stats = pool.pool_stats();
     assert_eq!((stats.kept, stats.kept_buffers, stats.freed), (8 << 20, 8, 2));
@@ -241,28 +241,31 @@ fn a_pool_keeps_neither_what_is_known_elsewhere_nor_what_is_incomplete() {
     assert_eq!(pool.pool_stats().kept, 4 << 20, "still present, whether used or not");
 }
 
-/// How many of the 125 pages from an address on are there.
-fn present(at: usize) -> usize {
-    let mut words = [0; 125 * 8];
+/// How many of the pages from an address on are there.
+fn present(at: usize, len: usize) -> usize {
+    let mut words = vec![0; len / page() * 8];
     let map = std::fs::File::open("/proc/self/pagemap").unwrap();
-    std::os::unix::fs::FileExt::read_exact_at(&map, &mut words, (at / 4096 * 8) as u64).unwrap();
+    std::os::unix::fs::FileExt::read_exact_at(&map, &mut words, (at / page() * 8) as u64).unwrap();
     words.as_chunks::<8>().0.iter().filter(|word| u64::from_ne_bytes(**word) >> 63 == 1).count()
 }
 
 #[test]
 fn a_pool_cuts_small_buffers_out_of_huge_pages() {
     let pool = Pool::new(AnonHeap::new(), 8 << 20);
-    let one = pool.reserve(500 << 10).unwrap();
+    // Whole pages of 4 KiB and of 16 KiB, four times in a huge one.
+    const LEN: usize = 496 << 10;
+    let pages = LEN / page();
+    let one = pool.reserve(LEN).unwrap();
     if one.rung().kind == PageKind::Base {
         return println!("SKIPPED: no huge pages here: {:?}", one.rung());
     }
     let transparent = one.rung().kind == PageKind::Transparent;
-    assert!(one.is_fresh() && one.len() == 500 << 10);
-    let stats = PoolStats { kept: (2 << 20) - (500 << 10), kept_buffers: 4, misses: 1, ..PoolStats::default() };
-    assert_eq!((pool.pool_stats(), pool.stats().live), (stats, 500 << 10), "three pieces, and what was left");
+    assert!(one.is_fresh() && one.len() == LEN);
+    let stats = PoolStats { kept: HUGE - LEN, kept_buffers: 4, misses: 1, ..PoolStats::default() };
+    assert_eq!((pool.pool_stats(), pool.stats().live), (stats, LEN), "three pieces, and what was left");
     let mut all = vec![one.populate().unwrap().into_cpu().unwrap()];
-    all.extend((0..3).map(|_| pool.allocate(500 << 10).unwrap()));
-    assert_eq!((pool.pool_stats().hits, pool.pool_stats().kept), (3, 48 << 10));
+    all.extend((0..3).map(|_| pool.allocate(LEN).unwrap()));
+    assert_eq!((pool.pool_stats().hits, pool.pool_stats().kept), (3, HUGE - 4 * LEN));
     // Pieces are disjoint, and those of one huge page.
     for (i, buf) in all.iter_mut().enumerate() {
         assert!(buf.iter().all(|b| *b == 0));
@@ -275,12 +278,16 @@ fn a_pool_cuts_small_buffers_out_of_huge_pages() {
     let last = all.pop().unwrap();
     let (trimmed, kept) = (all[1].as_ptr().addr(), last.as_ptr().addr());
     drop(all);
-    assert_eq!((present(trimmed), present(kept)), (125, 125));
+    assert_eq!((present(trimmed, LEN), present(kept, LEN)), (pages, pages));
     pool.trim(0);
     // A reserved huge page goes as a whole, with its last piece.
-    let left = if transparent { 0 } else { 125 };
-    assert_eq!((present(trimmed), present(kept)), (left, 125), "trimmed memory goes, also while another piece is out");
-    let next = pool.allocate(500 << 10).unwrap();
+    let left = if transparent { 0 } else { pages };
+    assert_eq!(
+        (present(trimmed, LEN), present(kept, LEN)),
+        (left, pages),
+        "trimmed memory goes, also while another piece is out"
+    );
+    let next = pool.allocate(LEN).unwrap();
     assert_ne!(page(&next), page(&last), "its page has a piece out and is not handed out again");
     drop((next, pool));
     assert!(last.iter().all(|b| *b == 4));

@@ -56,6 +56,13 @@ impl BarMap {
             }
             Placement::Anywhere => None,
         };
+        if let Placement::Exactly(page) = placement
+            && page.bytes() < sys::base_page()
+        {
+            return Err(
+                device.region_error(region, "cannot be aligned to that: the running kernel has no pages as small")
+            );
+        }
         let memory = sys::BarMemory::map(device.fd(), file_offset + range.start, size, align);
         let memory = memory.map_err(Error::kernel(format!("cannot map region {region} of {}", device.bdf())))?;
         Ok(Self { memory, device, region, range, dma_buf: OnceLock::new() })

@@ -740,12 +740,15 @@ mod tests {
         assert!(matches!(says(Errno::PERM, 0x1000, page, Access::RW), Error::Kernel { .. }));
     }
 
+    /// The largest page that a kernel has.
+    const PAGE: usize = 64 << 10;
+
     /// Memory that no buffer can be made of: only the kernel knows these refusals. `scripts/vm` runs it with a device.
     #[test]
     fn what_the_kernel_says_of_addresses() {
-        #[repr(align(4096))]
-        struct Page([u8; 4096]);
-        static READ_ONLY: Page = Page([7; 4096]);
+        #[repr(align(65536))]
+        struct Page([u8; PAGE]);
+        static READ_ONLY: Page = Page([7; PAGE]);
         for way in [Way::Iommufd, Way::Type1] {
             let container = Container::only(way);
             let Some(device) = Sysfs::new("/").bound().into_iter().find_map(|bdf| container.open(&bdf).ok()) else {
@@ -758,18 +761,19 @@ mod tests {
 
     fn addresses(container: &Container, device: &Device, constant: usize) {
         let inner = &container.0;
-        let at = span(0x20_0000, 0x20_0fff);
+        let at = span(0x20_0000, 0x20_ffff);
         let map = |va: usize, span, access| inner.map_span(&inner.lock(), va, None, span, access);
         let refused = map(constant, at, Access::RW).unwrap_err();
         assert!(matches!(refused, Error::NotMemory { writable: true, .. }), "{refused}");
         map(constant, at, Access::READ).unwrap();
-        assert_eq!(container.revoke(at).unwrap(), 4096);
+        assert_eq!(container.revoke(at).unwrap(), PAGE as u64);
         // Nothing is mapped in the first page of a process.
         assert!(matches!(map(0, at, Access::READ), Err(Error::NotMemory { writable: false, .. })));
         assert!(matches!(map(constant + 8, at, Access::READ), Err(Error::Unaligned { .. })));
-        let odd = span(0x20_0000, 0x20_0ffe);
-        assert!(matches!(map(constant, odd, Access::READ), Err(Error::Unaligned { len: 4095, .. })));
+        let odd = span(0x20_0000, 0x20_fffe);
+        assert!(matches!(map(constant, odd, Access::READ), Err(Error::Unaligned { len: 65535, .. })));
         let Some(Kernel::Iommufd(space)) = inner.kernel.get() else { return };
+        let at = span(0x20_0000, 0x20_0fff);
         // What only iommufd says, before it is explained: the table of the interface.
         let says = |result: io::Result<()>| result.map_err(|e| Errno::from_io_error(&e).unwrap());
         let heap = mem::DmaHeap::open("system").unwrap();

@@ -584,8 +584,10 @@ mod tests {
     #[test]
     fn a_mapping_has_the_alignment_that_was_asked_for() {
         let file = file(8 << 20);
+        // Whole pages of any kernel.
+        const PAGE: usize = 64 << 10;
         for (log2, phase, len) in
-            [(12, 0, 4096), (21, 0, 4 << 20), (21, 0x3000, 1 << 20), (30, 0, 8 << 20), (30, 0x40_0000, 4096)]
+            [(16, 0, PAGE), (21, 0, 4 << 20), (21, 0x3_0000, 1 << 20), (30, 0, 8 << 20), (30, 0x40_0000, PAGE)]
         {
             let align = PageSize::from_log2(log2).unwrap();
             let bar = BarMemory::map(file.as_fd(), 0, len, Some((align, phase))).unwrap();
@@ -594,7 +596,7 @@ mod tests {
             bar.store(len - 4, 7u32).unwrap();
             assert_eq!(bar.load::<u32>(len - 4), Some(7));
         }
-        assert!(BarMemory::map(file.as_fd(), 0, usize::MAX - 4095, Some((PageSize::SIZE_2M, 0))).is_err());
+        assert!(BarMemory::map(file.as_fd(), 0, usize::MAX - PAGE + 1, Some((PageSize::SIZE_2M, 0))).is_err());
         // Nothing of the reservations is left behind.
         let maps = || {
             std::fs::read_to_string("/proc/self/maps")
@@ -605,7 +607,7 @@ mod tests {
         };
         let before = maps();
         let bars: Vec<_> =
-            (0..20).map(|_| BarMemory::map(file.as_fd(), 0, 4096, Some((PageSize::SIZE_1G, 0))).unwrap()).collect();
+            (0..20).map(|_| BarMemory::map(file.as_fd(), 0, PAGE, Some((PageSize::SIZE_1G, 0))).unwrap()).collect();
         drop(bars);
         assert!(maps() <= before + 2, "{} then {}", before, maps());
     }
@@ -666,5 +668,187 @@ mod tests {
         for first in [0, 2, 30, 32, u32::MAX] {
             assert!(capabilities(&words, first).is_empty(), "{first}");
         }
+    }
+}
+
+/// What the kernel takes mappings of each kind for, asked by its own calls: no interface of ours lets one try what it says that it cannot do.
+/// `scripts/vm` runs it, in guests with a disk and with a BAR.
+#[cfg(test)]
+mod table {
+    use std::fs::{self, File};
+    use std::os::fd::AsFd;
+    use std::os::unix::fs::{FileExt, OpenOptionsExt};
+
+    use dmalane_mem::{AnonHeap, DmaHeap, Heap, MemfdHeap, PageKind, SharedBuf, export_dma_buf};
+    use io_uring::{IoUring, opcode, types};
+
+    use super::*;
+
+    const DISK: &str = "/dev/vda";
+    /// Bytes of each transfer, and where on the disk a write goes.
+    const LEN: usize = 1 << 20;
+    const AWAY: u64 = 4 << 20;
+
+    /// A mapping that lives through the test.
+    #[derive(Clone, Copy)]
+    struct Place(*mut u8);
+
+    /// The error number; 0 for success.
+    fn errno(result: io::Result<()>) -> i32 {
+        result.err().map_or(0, |e| e.raw_os_error().unwrap_or(-1))
+    }
+
+    fn whole(n: libc::ssize_t) -> io::Result<()> {
+        match n {
+            n if n < 0 => Err(io::Error::last_os_error()),
+            n => (n as usize == LEN).then_some(()).ok_or_else(|| io::ErrorKind::UnexpectedEof.into()),
+        }
+    }
+
+    fn read(file: &File, into: Place) -> io::Result<()> {
+        // SAFETY: each place is a mapping of at least LEN bytes that outlives the call, and no reference into it exists.
+        whole(unsafe { libc::pread(file.as_raw_fd(), into.0.cast(), LEN, 0) })
+    }
+
+    fn write(file: &File, from: Place) -> io::Result<()> {
+        // SAFETY: as in `read`.
+        whole(unsafe { libc::pwrite(file.as_raw_fd(), from.0.cast(), LEN, AWAY as libc::off_t) })
+    }
+
+    fn bytes(at: Place) -> Vec<u8> {
+        // SAFETY: as in `read`; the bytes are looked at one by one, and nobody writes them meanwhile.
+        (0..LEN).map(|i| unsafe { at.0.wrapping_add(i).read_volatile() }).collect()
+    }
+
+    fn clear(at: Place) {
+        // SAFETY: as in `bytes`.
+        (0..LEN).for_each(|i| unsafe { at.0.wrapping_add(i).write_volatile(0) });
+    }
+
+    fn register(ring: &IoUring, at: Place, len: usize) -> io::Result<()> {
+        let buffers = [libc::iovec { iov_base: at.0.cast(), iov_len: len }];
+        // SAFETY: the mapping outlives the ring, and what the kernel writes into it is read by `bytes` when that is done.
+        unsafe { ring.submitter().register_buffers(&buffers) }
+    }
+
+    fn read_fixed(ring: &mut IoUring, file: &File, into: Place) -> io::Result<()> {
+        let read = opcode::ReadFixed::new(types::Fd(file.as_raw_fd()), into.0, LEN as u32, 0).build();
+        // SAFETY: the buffer is registered, and the call below waits for the read.
+        unsafe { ring.submission().push(&read) }.map_err(io::Error::other)?;
+        ring.submit_and_wait(1)?;
+        match ring.completion().next().map(|entry| entry.result()) {
+            Some(n) if n < 0 => Err(io::Error::from_raw_os_error(-n)),
+            Some(n) => whole(n as libc::ssize_t),
+            None => Err(io::ErrorKind::UnexpectedEof.into()),
+        }
+    }
+
+    /// The device in front of a file, in a container of its own: container, group, device.
+    fn ivshmem() -> Option<(File, File, OwnedFd)> {
+        let ours =
+            |path: &std::path::Path| fs::read_to_string(path.join("device")).is_ok_and(|id| id.trim() == "0x1110");
+        let devices = fs::read_dir("/sys/bus/pci/drivers/vfio-pci").ok()?.filter_map(|e| Some(e.ok()?.path()));
+        let path = devices.into_iter().find(|path| ours(path))?;
+        let group = fs::read_link(path.join("iommu_group")).ok()?;
+        let open = |path: String| File::options().read(true).write(true).open(path).unwrap();
+        let container = open("/dev/vfio/vfio".into());
+        let group = open(format!("/dev/vfio/{}", group.file_name()?.to_str()?));
+        set_container(group.as_fd(), container.as_fd()).unwrap();
+        set_type1(container.as_fd()).unwrap();
+        let device = device(group.as_fd(), path.file_name()?.to_str()?).unwrap();
+        Some((container, group, device))
+    }
+
+    #[test]
+    fn what_the_kernel_does_with_each_kind_of_mapping() {
+        let Some((container, _group, device)) = ivshmem() else {
+            return println!("SKIPPED: no ivshmem device is bound to vfio-pci here");
+        };
+        let Ok(disk) = File::options().read(true).write(true).open(DISK) else {
+            return println!("SKIPPED: no disk {DISK}: this kernel was built without its driver");
+        };
+        let direct = File::options().read(true).write(true).custom_flags(libc::O_DIRECT).open(DISK).unwrap();
+        let mut there = vec![0; LEN];
+        disk.read_exact_at(&mut there, 0).unwrap();
+        assert!(there.starts_with(b"1000000\n1000001\n"));
+        // The device answers at its BARs.
+        let config = region_info(device.as_fd(), abi::VFIO_PCI_CONFIG_REGION_INDEX).unwrap().offset;
+        rustix::io::pwrite(&device, &6u16.to_le_bytes(), config + 4).unwrap();
+
+        let memfd = |kind| MemfdHeap::starting_at(kind).allocate(4 << 20).unwrap().share();
+        let shared = memfd(PageKind::Base);
+        let wrapped = memfd(PageKind::Base);
+        let wrapped = SharedBuf::import_dma_buf(export_dma_buf(&wrapped).unwrap()).unwrap();
+        let huge = memfd(PageKind::Hugetlb2M);
+        assert_eq!(huge.rung().kind, PageKind::Hugetlb2M);
+        let heap = DmaHeap::open("system").map(|heap| heap.allocate(4 << 20).unwrap().share());
+        let region = region_info(device.as_fd(), 2).unwrap();
+        // Away from what other tests leave there.
+        let at = region.offset + (256 << 20);
+        let bar = BarMemory::map(device.as_fd(), at, 4 << 20, Some((PageSize::SIZE_2M, 0))).unwrap();
+
+        const NO: i32 = libc::EFAULT;
+        // Buffered read, direct read and write, io_uring's registration, VFIO's mapping.
+        let of = |buf: &SharedBuf| Place(buf.view().as_ptr());
+        let mut rows = vec![
+            ("udmabuf", of(&wrapped), [0, NO, NO, NO, NO]),
+            ("memfd, the kernel's pages", of(&shared), [0, 0, 0, 0, 0]),
+            ("memfd, hugetlb 2M", of(&huge), [0, 0, 0, 0, 0]),
+            ("VFIO BAR", Place(bar.ptr.as_ptr()), [0, NO, NO, NO, 0]),
+        ];
+        match &heap {
+            Ok(heap) => rows.insert(0, ("/dev/dma_heap/system", of(heap), [0, NO, NO, NO, NO])),
+            Err(e) => println!("no row for the kernel's heap: {e}"),
+        }
+        for (name, at, expected) in rows {
+            clear(at);
+            let buffered = errno(read(&disk, at));
+            assert!(buffered != 0 || bytes(at) == there, "{name}: buffered");
+            clear(at);
+            let read_directly = errno(read(&direct, at));
+            assert!(read_directly != 0 || bytes(at) == there, "{name}: direct");
+            let written = errno(write(&direct, at));
+            if written == 0 {
+                let mut back = vec![0; LEN];
+                disk.read_exact_at(&mut back, AWAY).unwrap();
+                assert!(back == there, "{name}: written");
+            }
+            let mut ring = IoUring::new(4).unwrap();
+            let registered = errno(register(&ring, at, 4 << 20));
+            if registered == 0 {
+                clear(at);
+                read_fixed(&mut ring, &direct, at).unwrap();
+                assert!(bytes(at) == there, "{name}: READ_FIXED");
+            }
+            drop(ring);
+            let iova = Span::new(Iova::new(0x4000_0000), 4 << 20).unwrap();
+            let mapped = errno(dma_map(container.as_fd(), at.0.addr(), iova.len(), iova.first(), Access::RW));
+            if mapped == 0 {
+                assert_eq!(dma_unmap(container.as_fd(), iova).unwrap(), iova.len());
+            }
+            let got = [buffered, read_directly, written, registered, mapped];
+            println!("{name}: buffered read, direct read, direct write, registration, MAP_DMA: {got:?}");
+            assert_eq!(got, expected, "{name}");
+        }
+    }
+
+    /// Kernels before 6.15 or so take at most 1 GiB as one registered buffer.
+    #[test]
+    fn two_gib_as_one_registered_buffer() {
+        const TWO: usize = 2 << 30;
+        if ivshmem().is_none() {
+            return println!("SKIPPED: no guest of scripts/vm");
+        }
+        let buf = match AnonHeap::starting_at(PageKind::Transparent).allocate(TWO) {
+            Ok(buf) => buf.share(),
+            Err(e) => return println!("SKIPPED: not enough memory: {e}"),
+        };
+        let at = Place(buf.view().as_ptr());
+        let registered = |len| errno(register(&IoUring::new(4).unwrap(), at, len));
+        let release = fs::read_to_string("/proc/sys/kernel/osrelease").unwrap();
+        let numbers: Vec<u32> = release.split('.').map_while(|n| n.parse().ok()).collect();
+        let takes = numbers[..2] >= [6, 15][..];
+        assert_eq!((registered(1 << 30), registered(TWO)), (0, if takes { 0 } else { libc::EFAULT }), "{release}");
+        println!("Linux {}: 2 GiB as one buffer: {}", release.trim(), if takes { "taken" } else { "EFAULT" });
     }
 }

@@ -8,6 +8,7 @@
 //! version message, allocates as many bytes as a client says, and its client does not look whether a mapping was refused.
 
 mod client;
+pub mod fuzzing;
 mod memory;
 mod server;
 mod wire;
