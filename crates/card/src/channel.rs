@@ -471,6 +471,9 @@ impl<B: HostBus> CardQueue<B> {
             Ok(code) => code,
             Err(e) => return e.to_string(), // the card has left
         };
+        if (status, code) == (u32::MAX, u32::MAX) {
+            return "the card's registers read as ones, as those of a device that is gone".to_owned();
+        }
         let at = device.read64(self.register(regs::CH_ERROR_IOVA)).unwrap_or(u64::MAX);
         match Halt::from_code(code) {
             Some(halt) => format!("{halt}, {}", Iova::new(at)),
@@ -718,6 +721,13 @@ impl<B: HostBus> Queue for CardQueue<B> {
 
     fn stop(&mut self, why: &str) {
         self.halt(why.to_owned());
+    }
+
+    fn halted(&self) -> Option<String> {
+        match &self.state {
+            State::Running => None,
+            State::Stopping(why) | State::Stopped(why) => Some(why.clone()),
+        }
     }
 
     fn restart(&mut self) -> bool {

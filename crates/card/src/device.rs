@@ -9,7 +9,7 @@ use dmalane_addr::CardAddr;
 use dmalane_iopt::{Format, X86_64_4Level};
 use dmalane_mem::DeviceMem;
 
-use crate::memory::{CardMemory, HBM_BASE};
+use crate::memory::CardMemory;
 use crate::mmu::Mmu;
 use crate::queue::{Inside, Queue, Registers, Stepped};
 use crate::{Error, regs};
@@ -88,10 +88,23 @@ impl<M: DeviceMem + 'static, F: Format> SoftCard<M, F> {
     /// [`Error::BadConfig`]; [`Error::Bus`] when the memories cannot be had, [`Error::NoThread`].
     pub fn new(
         config: CardConfig,
+        port: impl FnMut() -> M,
+        interrupt: impl Fn(usize) + Send + Sync + 'static,
+    ) -> Result<Self, Error> {
+        Self::with_memory(CardMemory::new(config.ddr, config.hbm)?, config, port, interrupt)
+    }
+
+    /// The same with memory that there is already; what `config` says of memories counts for nothing.
+    ///
+    /// # Errors
+    /// As [`SoftCard::new`].
+    pub fn with_memory(
+        memory: CardMemory,
+        config: CardConfig,
         mut port: impl FnMut() -> M,
         interrupt: impl Fn(usize) + Send + Sync + 'static,
     ) -> Result<Self, Error> {
-        let CardConfig { ddr, hbm, channels, workers } = config;
+        let CardConfig { channels, workers, .. } = config;
         if !(1..=regs::MAX_CHANNELS).contains(&channels) {
             let rule = "must be 1 to 16";
             return Err(Error::BadConfig { what: "channels", value: channels.into(), rule });
@@ -99,7 +112,7 @@ impl<M: DeviceMem + 'static, F: Format> SoftCard<M, F> {
         let channel =
             |_| Channel { regs: Registers::default(), queue: Mutex::new(Queue::new(port())), worker: OnceLock::new() };
         let core = Arc::new(Core {
-            inside: Inside { memory: CardMemory::new(ddr, hbm)?, mmu: Mmu::new() },
+            inside: Inside { memory, mmu: Mmu::new() },
             channels: (0..channels).map(channel).collect(),
             interrupt: Box::new(interrupt),
             quit: AtomicBool::new(false),
@@ -246,9 +259,9 @@ impl<M: DeviceMem, F: Format> Core<M, F> {
                 let value = match offset & !4 {
                     regs::DDR_BASE => memory.ddr().first().bits(),
                     regs::DDR_LEN => memory.ddr().len(),
-                    regs::HBM_BASE => HBM_BASE,
+                    regs::HBM_BASE => hbm.first().bits(),
                     regs::HBM_LEN => hbm.len(),
-                    regs::HBM_HALF => HBM_BASE + hbm.len() / 2,
+                    regs::HBM_HALF => hbm.first().bits() + hbm.len() / 2,
                     regs::MMU_ROOT => mmu.root().load(Ordering::Relaxed),
                     _ => return None,
                 };

@@ -1,6 +1,8 @@
 //! The card's own memory: DDR and HBM, sparse.
 
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::ops::Range;
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
 use dmalane_addr::{Address, CardAddr, Span};
 use dmalane_mem::{SharedBuf, View};
@@ -16,6 +18,10 @@ pub(crate) const HBM_BASE: u64 = 1 << 38;
 pub struct CardMemory {
     ddr: Bank,
     hbm: Bank,
+    /// Both, each at its card address.
+    file: OwnedFd,
+    /// Others may have it mapped, and write where nothing is present yet.
+    lent: AtomicBool,
 }
 
 impl CardMemory {
@@ -25,7 +31,33 @@ impl CardMemory {
     /// [`Error::BadConfig`] unless `ddr` is a multiple of 2 MiB, `hbm` one of 4 MiB (so that its halves are whole
     /// blocks), and each at least that and at most 256 GiB; [`Error::Bus`] when the machine refuses the address space.
     pub fn new(ddr: u64, hbm: u64) -> Result<Self, Error> {
-        Ok(Self { ddr: Bank::new("ddr", 0, ddr, BLOCK)?, hbm: Bank::new("hbm", HBM_BASE, hbm, 2 * BLOCK)? })
+        Self::at(ddr, hbm, HBM_BASE)
+    }
+
+    /// The same with HBM as near as its own length and that of DDR let it begin at a power of two: a BAR that shows the memory is then
+    /// no longer than it must be (a machine has only so many addresses for BARs).
+    ///
+    /// # Errors
+    /// As [`CardMemory::new`].
+    pub fn compact(ddr: u64, hbm: u64) -> Result<Self, Error> {
+        Self::at(ddr, hbm, ddr.max(hbm).min(HBM_BASE).next_power_of_two())
+    }
+
+    fn at(ddr: u64, hbm: u64, hbm_base: u64) -> Result<Self, Error> {
+        let spans = [bank("ddr", 0, ddr, BLOCK)?, bank("hbm", hbm_base, hbm, 2 * BLOCK)?];
+        let pieces = spans.map(|span| span.first().bits()..span.first().bits() + span.len());
+        let (buffers, file) = SharedBuf::sparse_pieces("dmalane-card", &pieces)?;
+        let Ok([ddr, hbm]) = <[SharedBuf; 2]>::try_from(buffers) else { unreachable!("a buffer for each piece") };
+        let [ddr, hbm] = [Bank::new(spans[0], ddr), Bank::new(spans[1], hbm)];
+        Ok(Self { ddr, hbm, file, lent: AtomicBool::new(false) })
+    }
+
+    /// The memfd that is the memory, byte for byte at its card address, for another process to map; and which bytes of it are memory. The
+    /// others are nobody's: what is written there the card does not see.
+    pub fn lend(&self) -> (BorrowedFd<'_>, [Range<u64>; 2]) {
+        self.lent.store(true, Ordering::Relaxed);
+        let range = |span: Span<CardAddr>| span.first().bits()..span.first().bits() + span.len();
+        (self.file.as_fd(), [range(self.ddr.span), range(self.hbm.span)])
     }
 
     /// The addresses of DDR.
@@ -95,20 +127,24 @@ impl CardMemory {
         span.is_some_and(|span| self.bank(at).is_some_and(|bank| bank.span.covers(&span)))
     }
 
-    /// The 64-bit word at `at`: a page-table entry. A block that is not present reads as zeros and stays absent. `None`
-    /// outside the memories and for an address that is not a multiple of 8.
+    /// The 64-bit word at `at`: a page-table entry. A block that is not present reads as zeros and stays absent, unless somebody else may
+    /// have written it. `None` outside the memories, for an address that is not a multiple of 8, and where there is no memory
+    /// left to look with.
     pub(crate) fn load(&self, at: CardAddr) -> Option<u64> {
         let bank = self.bank(at)?;
         let offset = at.offset_from(bank.span.first())?;
         if !bank.is_present(offset / BLOCK) {
-            return offset.is_multiple_of(8).then_some(0);
+            if !self.lent.load(Ordering::Relaxed) {
+                return offset.is_multiple_of(8).then_some(0);
+            }
+            bank.make_present(offset / BLOCK).ok()?;
         }
         bank.buf.view().load_u64(usize::try_from(offset).ok()?)
     }
 
     #[inline]
     fn bank(&self, at: CardAddr) -> Option<&Bank> {
-        let bank = if at.bits() < HBM_BASE { &self.ddr } else { &self.hbm };
+        let bank = if at < self.hbm.span.first() { &self.ddr } else { &self.hbm };
         bank.span.contains(at).then_some(bank)
     }
 }
@@ -127,23 +163,21 @@ struct Bank {
     touched: AtomicU64,
 }
 
+/// The addresses of a bank.
+fn bank(name: &'static str, base: u64, len: u64, multiple: u64) -> Result<Span<CardAddr>, Error> {
+    let bad = |rule| Error::BadConfig { what: name, value: len, rule };
+    if !len.is_multiple_of(multiple) {
+        return Err(bad("must be a multiple of 2 MiB (DDR) or 4 MiB (HBM)"));
+    }
+    usize::try_from(len).map_err(|_| bad("exceeds the address space"))?;
+    let span = Span::new(CardAddr::new(base), len).filter(|_| len <= HBM_BASE);
+    span.ok_or(bad("must be neither zero nor above 256 GiB"))
+}
+
 impl Bank {
-    fn new(name: &'static str, base: u64, len: u64, multiple: u64) -> Result<Self, Error> {
-        let bad = |rule| Error::BadConfig { what: name, value: len, rule };
-        if !len.is_multiple_of(multiple) {
-            return Err(bad("must be a multiple of 2 MiB (DDR) or 4 MiB (HBM)"));
-        }
-        let span = Span::new(CardAddr::new(base), len)
-            .filter(|_| len <= HBM_BASE)
-            .ok_or(bad("must be neither zero nor above 256 GiB"))?;
-        let size = usize::try_from(len).map_err(|_| bad("exceeds the address space"))?;
-        let words = (len / BLOCK).div_ceil(64);
-        Ok(Self {
-            span,
-            buf: SharedBuf::sparse(&format!("dmalane-{name}"), size)?,
-            present: (0..words).map(|_| AtomicU64::new(0)).collect(),
-            touched: AtomicU64::new(0),
-        })
+    fn new(span: Span<CardAddr>, buf: SharedBuf) -> Self {
+        let words = (span.len() / BLOCK).div_ceil(64);
+        Self { span, buf, present: (0..words).map(|_| AtomicU64::new(0)).collect(), touched: AtomicU64::new(0) }
     }
 
     #[inline]
@@ -207,6 +241,33 @@ mod tests {
         assert_eq!(memory.load(CardAddr::new(HBM_BASE)), Some(7));
         assert_eq!(memory.load(CardAddr::new(HBM_BASE + 4)), None, "not a multiple of 8");
         assert_eq!(memory.touched(), (2 * BLOCK, BLOCK));
+    }
+
+    #[test]
+    fn what_another_process_writes_is_memory() {
+        let memory = CardMemory::compact(6 * BLOCK, 2 * BLOCK).unwrap();
+        let base = 8 * BLOCK;
+        assert_eq!(memory.hbm().first(), CardAddr::new(base), "behind DDR, at a power of two");
+        let (file, [ddr, hbm]) = memory.lend();
+        assert_eq!((ddr, hbm), (0..6 * BLOCK, base..base + 2 * BLOCK));
+        // Nothing is present there; the card's MMU sees it all the same, and so does a copy.
+        for (at, value) in [(BLOCK + 8, 7u64), (base + BLOCK, 9)] {
+            rustix::io::pwrite(file, &value.to_le_bytes(), at).unwrap();
+            assert_eq!(memory.load(CardAddr::new(at)), Some(value));
+            let mut bytes = [0; 8];
+            memory.read(CardAddr::new(at), &mut bytes).unwrap();
+            assert_eq!(u64::from_le_bytes(bytes), value);
+        }
+        memory.write(CardAddr::new(base), &5u64.to_le_bytes()).unwrap();
+        let mut bytes = [0; 8];
+        rustix::io::pread(file, &mut bytes, base).unwrap();
+        assert_eq!(u64::from_le_bytes(bytes), 5);
+        assert_eq!(memory.load(CardAddr::new(6 * BLOCK)), None, "between the two is nothing");
+        let far = CardMemory::compact(BLOCK, 3 * BLOCK);
+        assert!(matches!(far, Err(Error::BadConfig { .. })), "HBM is a multiple of two blocks");
+        assert_eq!(CardMemory::compact(BLOCK, 4 * BLOCK).unwrap().hbm().first().bits(), 4 * BLOCK);
+        assert_eq!(CardMemory::compact(HBM_BASE, HBM_BASE).unwrap().hbm().first().bits(), HBM_BASE);
+        assert!(CardMemory::compact(u64::MAX, 4 * BLOCK).is_err());
     }
 
     #[test]

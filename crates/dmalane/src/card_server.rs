@@ -3,17 +3,18 @@
 use std::fs;
 use std::io;
 use std::os::fd::OwnedFd;
-use std::os::unix::fs::{FileTypeExt, PermissionsExt};
+use std::os::unix::fs::FileTypeExt;
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
-use dmalane_card::{CardConfig, SoftCard, regs};
+use dmalane_card::{CardConfig, CardMemory, SoftCard, regs};
 use dmalane_iopt::X86_64_4Level;
-use dmalane_vfio::user::{ClientMemory, ClientPort, Model, RegionSpec, ServeError, serve};
+use dmalane_vfio::user::{ClientMemory, ClientPort, Mappable, Model, RegionSpec, ServeError, serve};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
-use rustix::fs::OFlags;
+use rustix::fs::{Mode, OFlags};
+use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType, socket_with};
 use thiserror::Error;
 
 /// Vendor and device number of the card. Nobody gave us the vendor: it is not on the list of PCI-SIG.
@@ -72,8 +73,7 @@ impl CardServer {
         if left && UnixStream::connect(path).is_err_and(|e| e.kind() == io::ErrorKind::ConnectionRefused) {
             fs::remove_file(path).map_err(listen)?;
         }
-        let listener = UnixListener::bind(path).map_err(listen)?;
-        fs::set_permissions(path, fs::Permissions::from_mode(0o600)).map_err(listen)?;
+        let listener = private_listener(path).map_err(listen)?;
         Ok(Self { listener, path: path.to_owned(), config })
     }
 
@@ -93,6 +93,15 @@ impl Drop for CardServer {
     fn drop(&mut self) {
         let _ = fs::remove_file(&self.path);
     }
+}
+
+/// Listens at a path, which nobody but this user may connect to from the moment that it is there: `bind` gives it the mode of the socket.
+fn private_listener(path: &Path) -> io::Result<UnixListener> {
+    let socket = socket_with(AddressFamily::UNIX, SocketType::STREAM, SocketFlags::CLOEXEC, None)?;
+    rustix::fs::fchmod(&socket, Mode::RUSR | Mode::WUSR)?;
+    rustix::net::bind(&socket, &SocketAddrUnix::new(path)?)?;
+    rustix::net::listen(&socket, 16)?;
+    Ok(socket.into())
 }
 
 type Events = Arc<Mutex<Vec<Option<Arc<OwnedFd>>>>>;
@@ -121,7 +130,9 @@ impl CardModel {
                 let _ = rustix::io::write(&*event, &1u64.to_ne_bytes());
             }
         };
-        let card = SoftCard::new(config, || memory.port(), interrupt)?;
+        // A machine has few addresses for a BAR of 512 GiB, as HBM at its usual place would make it.
+        let compact = CardMemory::compact(config.ddr, config.hbm)?;
+        let card = SoftCard::with_memory(compact, config, || memory.port(), interrupt)?;
         let end = card.memory().hbm().last().bits().max(card.memory().ddr().last().bits());
         // The length of a BAR is a power of two.
         let memory_len = (end + 1).next_power_of_two();
@@ -153,6 +164,14 @@ impl Model for CardModel {
             _ => 0,
         };
         RegionSpec { len, usable: len > 0 }
+    }
+
+    /// The card's memory. What a client changes in it by itself is as what a processor writes through a BAR.
+    fn mappable(&self, region: u32) -> Option<Mappable<'_>> {
+        (region == u32::from(regs::BAR_MEMORY)).then(|| {
+            let (file, areas) = self.card.memory().lend();
+            Mappable { file, areas: areas.to_vec() }
+        })
     }
 
     fn read(&mut self, region: u32, offset: u64, into: &mut [u8]) -> bool {
@@ -213,13 +232,17 @@ impl Model for CardModel {
         }
     }
 
-    fn reset(&mut self) {
+    fn reset(&mut self) -> bool {
         let _ = self.card.write32(regs::BAR_REGISTERS, regs::CONTROL, 1);
         let began = Instant::now();
-        while self.card.read32(regs::BAR_REGISTERS, regs::CONTROL) == Some(1) && began.elapsed() < RESET {
+        while self.card.read32(regs::BAR_REGISTERS, regs::CONTROL) != Some(0) {
+            if began.elapsed() >= RESET {
+                return false;
+            }
             self.card.progress();
             std::thread::sleep(Duration::from_micros(50));
         }
+        true
     }
 }
 

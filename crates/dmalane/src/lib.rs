@@ -30,6 +30,7 @@
 mod alloc_read;
 mod card_server;
 mod file;
+mod pci_card;
 mod soft;
 pub mod validate;
 
@@ -52,6 +53,7 @@ pub use alloc_read::{
 pub use card_server::{CARD_PCI_ID, CardServer, CardServerError};
 pub use dmalane_uring::Options as FileOptions;
 pub use file::{open_as, open_file};
+pub use pci_card::{connect_pci_card, open_pci_card};
 pub use soft::{
     BadMmChannel, CardDevice, CardParts, CardUse, JoinedChannel, MmChannel, SoftChannel, SoftConfig, SoftDevice,
     SoftError, SoftParts,

@@ -1,22 +1,23 @@
 //! The software card in another process's place: every message goes over a socket, every byte through the client's mappings.
 
 use std::io::Write;
+use std::os::unix::fs::PermissionsExt;
 use std::os::unix::net::UnixStream;
 use std::path::PathBuf;
 use std::sync::Arc;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use dmalane::addr::{Access, CardAddr};
 use dmalane::card::{Card, CardChannel, CardConfig, Workers};
 use dmalane::engine::conformance::{Fixture, suite};
-use dmalane::engine::{DeviceAddr, DeviceFar, Direction, Registered, Transfer, run};
+use dmalane::engine::{Channel, DeviceAddr, DeviceFar, Direction, OpError, Registered, Transfer, drain, run};
 use dmalane::mem::{AnonHeap, Heap, HostBus, MemfdHeap, PageKind, Part};
 use dmalane::vfio::user::UserBus;
 use dmalane::{CARD_PCI_ID, CardServer, CardServerError};
 
 const MIB: u64 = 1 << 20;
 const LONG: Duration = Duration::from_secs(30);
-const CONFIG: CardConfig = CardConfig { ddr: 16 * MIB, hbm: 16 * MIB, channels: 2, workers: Workers::PerChannel };
+const CONFIG: CardConfig = CardConfig { ddr: 16 * MIB, hbm: 8 * MIB, channels: 2, workers: Workers::PerChannel };
 
 /// A server for so many clients, one after the other.
 struct House {
@@ -102,8 +103,8 @@ fn the_suite_that_every_channel_takes() {
     let house = House::new(1);
     let bus = house.connect();
     let card = Card::open_with_rings(bus.clone(), &heap(), 16).unwrap();
-    // The end of DDR, so that one byte more is one too many.
-    let at = card.layout().ddr.last().bits() + 1 - MIB;
+    // The end of HBM, so that one byte more is one too many.
+    let at = card.layout().hbm.last().bits() + 1 - MIB;
     let mut fixture = Under { bus: bus.clone(), card, registered: Vec::new(), at };
     suite(&mut fixture);
     drop(fixture);
@@ -124,7 +125,11 @@ fn it_is_a_pci_device() {
     );
     let msix = usize::from(config[0x34]);
     assert_eq!((config[msix], config[msix + 2], config[msix + 4] & 7), (0x11, 1, 4), "two interrupts, table in BAR 4");
-    assert!(bus.region_len(2).is_power_of_two() && bus.region_len(1) == 0);
+    assert_eq!((bus.region_len(2), bus.region_len(1), bus.id().unwrap()), (32 * MIB, 0, CARD_PCI_ID));
+    // The card's memory is mapped, all but the bytes that are none; those do not answer.
+    assert_eq!(bus.mapped_areas(2), [0..16 * MIB, 16 * MIB..24 * MIB]);
+    assert!(bus.mapped_areas(0).is_empty());
+    assert!(bus.write_bytes(2, 24 * MIB, &[0; 4]).is_err() && bus.read_region(2, 24 * MIB - 4, &mut [0; 8]).is_err());
     // Registers that are not there, and places past the end.
     assert!(bus.read32(0, 0x8000).is_err() && bus.read32(0, 1 << 20).is_err() && bus.read32(1, 0).is_err());
     assert!(
@@ -208,6 +213,71 @@ fn a_client_that_talks_nonsense_ends_its_own_connection_only() {
     assert_eq!((served[..4].iter().any(|ok| *ok), served[4..].iter().all(|ok| *ok)), (false, true), "{served:?}");
 }
 
+/// A server that dies while a client's transfer is on its way: it is told, soon, and nothing is released under a device that may live.
+#[test]
+fn a_server_that_goes_away_is_an_error_and_no_hang() {
+    let house = House::new(1);
+    let ours = UnixStream::connect(&house.path).unwrap();
+    let cut = ours.try_clone().unwrap();
+    let bus = Arc::new(UserBus::over(ours).unwrap());
+    let card = Card::open(bus.clone(), &heap()).unwrap();
+    let mut channel = card.channel(0).unwrap();
+    let buf = heap().allocate(1 << 20).unwrap().share();
+    let via = Registered::new(&*bus, &buf, Access::RW).unwrap();
+    let far = DeviceFar { at: DeviceAddr::Card(CardAddr::new(0)), via };
+    cut.shutdown(std::net::Shutdown::Both).unwrap();
+    let began = Instant::now();
+    let error = run(&mut channel, Transfer { part: buf.into_part(), direction: Direction::FromHost, far }, LONG);
+    let error = error.unwrap_err().to_string();
+    assert!(error.contains("halted") && error.contains("does not answer"), "{error}");
+    assert!(began.elapsed() < Duration::from_secs(5), "{:?}", began.elapsed());
+    let error = bus.read32(0, 0).unwrap_err().to_string();
+    assert!(error.contains("the device's process does not answer"), "{error}");
+    let error = Card::open(bus.clone(), &heap()).unwrap_err().to_string();
+    assert!(error.contains("does not answer"), "{error}");
+    drop(channel);
+    assert_eq!(card.quarantined(), 1);
+    drop((card, bus));
+    house.end();
+}
+
+#[test]
+fn a_reset_in_mid_transfer() {
+    let house = House::new(1);
+    let bus = house.connect();
+    let card = Card::open(bus.clone(), &heap()).unwrap();
+    let mut channel = card.channel(0).unwrap();
+    let fill = |byte: u8, len: usize| {
+        let buf = heap().allocate(len).unwrap().share();
+        buf.view().fill(byte);
+        let via = Registered::new(&*bus, &buf, Access::RW).unwrap();
+        let far = DeviceFar { at: DeviceAddr::Card(CardAddr::new(0)), via };
+        Transfer { part: buf.into_part(), direction: Direction::FromHost, far }
+    };
+    for round in 0..20 {
+        // So much that the reset comes in its middle.
+        let tickets: Vec<_> = (0..4).map(|_| channel.submit(fill(round, 8 << 20)).unwrap()).collect();
+        let mut done = Vec::new();
+        channel.poll(&mut done);
+        bus.reset().unwrap();
+        // After the answer the card touches nothing; what had not ended is told so.
+        done.extend(drain(&mut channel, LONG));
+        assert_eq!(done.len(), tickets.len());
+        let stopped = done.iter().filter(|c| matches!(c.result, Err(OpError::Stopped(_)))).count();
+        assert!(done.iter().filter(|c| c.result.is_ok()).count() + stopped == 4, "round {round}: {:?}", done[0].result);
+        drop((done, channel));
+        channel = card.channel(0).unwrap();
+        run(&mut channel, fill(0xc0 | round, 1 << 20), LONG).unwrap();
+        let mut there = vec![0; 1 << 20];
+        bus.read_region(2, 0, &mut there).unwrap();
+        assert!(there.iter().all(|byte| *byte == 0xc0 | round), "the card works again");
+    }
+    drop((channel, card));
+    assert_eq!(bus.mapped_bytes(), 0);
+    drop(bus);
+    assert_eq!(house.end(), [true]);
+}
+
 #[test]
 fn a_path_that_is_taken() {
     let dir = tempfile::tempdir().unwrap();
@@ -215,6 +285,8 @@ fn a_path_that_is_taken() {
     let bind = || CardServer::bind(&path, CONFIG);
     let first = bind().unwrap();
     assert!(matches!(bind(), Err(CardServerError::Listen { .. })), "somebody listens");
+    let mode = std::fs::symlink_metadata(&path).unwrap().permissions().mode();
+    assert_eq!(mode & 0o7777, 0o600, "ours alone");
     drop(first);
     assert!(!path.exists());
     // Left behind by one that was killed.

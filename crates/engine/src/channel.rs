@@ -236,6 +236,12 @@ pub trait Channel: Send {
     /// passed.
     fn wait(&mut self, done: &mut Vec<Completion<Self::Far>>, timeout: Duration) -> usize;
 
+    /// Why the channel takes nothing any more, when it has halted by itself or was stopped. What is in flight then ends once the device has
+    /// let go of it, which a device that is gone never confirms.
+    fn halted(&self) -> Option<String> {
+        None
+    }
+
     /// Stops the channel, where it can be stopped: what is in flight ends with [`OpError::Stopped`] once the device has let go of it, and
     /// nothing more is accepted. For one that seems to hang; others do nothing here.
     fn stop(&mut self, why: &str) {

@@ -99,6 +99,10 @@ impl<Q: Queue> Channel for Copies<Q> {
         hand_over(&mut self.ended, done)
     }
 
+    fn halted(&self) -> Option<String> {
+        self.queue.halted()
+    }
+
     fn stop(&mut self, why: &str) {
         self.queue.stop(why);
     }

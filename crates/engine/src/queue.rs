@@ -65,6 +65,11 @@ pub trait Queue: Send {
     /// Stops the channel now, as a time-out does.
     fn stop(&mut self, why: &str);
 
+    /// Why the channel takes nothing any more, when it has halted by itself or was stopped, until it is restarted.
+    fn halted(&self) -> Option<String> {
+        None
+    }
+
     /// Starts a channel that has stopped. Tickets go on where they were. True when it runs again, false while it has not
     /// stopped, has operations in flight, or the device does not answer.
     fn restart(&mut self) -> bool;

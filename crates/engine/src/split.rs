@@ -298,6 +298,11 @@ impl<C: Channel, P: Policy<C::Far>, K: Clock> Channel for Split<C, P, K> {
         }
     }
 
+    /// One that has halted is enough: no transfer can do without its pieces.
+    fn halted(&self) -> Option<String> {
+        self.channels.iter().find_map(Channel::halted)
+    }
+
     fn stop(&mut self, why: &str) {
         self.channels.iter_mut().for_each(|channel| channel.stop(why));
     }

@@ -18,7 +18,8 @@ use std::time::{Duration, Instant};
 
 use dmalane_addr::{CardAddr, FileOffset, PageSize};
 use dmalane_engine::{
-    Channel, Completion, DeviceAddr, DeviceFar, Direction, OpError, Refusal, Refused, Ticket, Transfer, drain,
+    Channel, Completion, DeviceAddr, DeviceFar, Direction, HaltWatch, OpError, Refusal, Refused, Ticket, Transfer,
+    drain,
 };
 use dmalane_iopt::{Format, Tables};
 use dmalane_mem::Part;
@@ -126,6 +127,8 @@ struct Job<'a, S, C: Channel<Far = DeviceFar>, F: Format, T: Tables<Addr = CardA
     hashes: Vec<XxHash3_64>,
     transfers: u64,
     progress: &'a mut dyn FnMut(u64),
+    /// The device will end nothing any more, and there is nothing to wait for.
+    lost: bool,
 }
 
 const MIB: u64 = 1 << 20;
@@ -236,6 +239,7 @@ where
             moving: HashMap::new(),
             transfers: 0,
             progress,
+            lost: false,
         }
     }
 
@@ -243,13 +247,26 @@ where
         self.advance(0);
         let mut done = Vec::new();
         let mut read = Vec::new();
+        let (mut watch, mut stalled) = (HaltWatch::default(), None);
         while self.next_chunk(1).is_some() || !self.states.iter().all(State::is_free) {
             self.start_reads()?;
             let mut busy = self.reap_reads(&mut read, Duration::ZERO)?;
             busy |= self.start_transfers()?;
             busy |= self.reap_transfers(&mut done, Duration::ZERO)?;
             if busy {
+                stalled = None;
                 continue;
+            }
+            if self.device.parts.channel.in_flight() > 0 {
+                let patience = self.device.parts.patience;
+                let stalled = stalled.get_or_insert_with(Instant::now).elapsed() >= patience;
+                let why = watch.lost(&self.device.parts.channel);
+                let why = why.or_else(|| stalled.then(|| format!("it ended nothing for {patience:?}")));
+                if let Some(why) = why {
+                    self.lost = true;
+                    let file = self.moving.values().next().map_or(0, |piece| piece.file);
+                    return Err(self.broken(file, "device", why));
+                }
             }
             // Nothing to do here: sleep on whatever ends first. A device that works inline works in its wait.
             if self.device.parts.channel.in_flight() > 0 {
@@ -519,7 +536,8 @@ where
         for input in self.inputs.iter_mut() {
             drain(&mut input.channel, patience);
         }
-        drain(&mut self.device.parts.channel, patience);
+        // A device that is lost has had its time.
+        drain(&mut self.device.parts.channel, if self.lost { Duration::ZERO } else { patience });
         // Slots that were cut may be incomplete now. They are cheap to make again.
         self.device.staging.clear();
         self.device.buffers = 0;

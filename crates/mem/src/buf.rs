@@ -1,7 +1,7 @@
 //! Buffers: memory of the CPU alone, and memory shared with devices.
 
 use std::num::NonZeroUsize;
-use std::ops::{Deref, DerefMut};
+use std::ops::{Deref, DerefMut, Range};
 use std::os::fd::{BorrowedFd, OwnedFd};
 use std::sync::{Arc, PoisonError, RwLock};
 
@@ -172,6 +172,27 @@ impl SharedBuf {
         })?;
         let rung = Rung { kind: PageKind::Base, passed_over: Vec::new() };
         Ok(Self { part: Part::whole(Arc::new(Memory::new(region, rung, Account::none()))) })
+    }
+
+    /// Pieces of one memory as that of [`SharedBuf::sparse`], each a buffer, and the sealed memfd that has them all, at these offsets: for what
+    /// other processes map at the places where it has it, with nothing between. Only the pieces take address space. The buffers
+    /// themselves lend no descriptor ([`SharedBuf::export`]).
+    ///
+    /// # Errors
+    /// [`Error::BadLength`] for a piece that is empty, or does not begin and end at multiples of 4 KiB; [`Error::Allocate`].
+    pub fn sparse_pieces(name: &str, pieces: &[Range<u64>]) -> Result<(Vec<Self>, OwnedFd), Error> {
+        if let Some(bad) = pieces.iter().find(|p| p.is_empty() || (p.start | p.end) & 0xfff != 0) {
+            return Err(Error::BadLength(usize::try_from(bad.end.saturating_sub(bad.start)).unwrap_or(usize::MAX)));
+        }
+        let (regions, fd) = Region::memfd_pieces(name, pieces).map_err(|source| {
+            let len = pieces.iter().fold(0u64, |sum, p| sum.saturating_add(p.end - p.start));
+            Error::Allocate { len: usize::try_from(len).unwrap_or(usize::MAX), kind: "sparse memfd memory", source }
+        })?;
+        let buffer = |region| {
+            let rung = Rung { kind: PageKind::Base, passed_over: Vec::new() };
+            Self { part: Part::whole(Arc::new(Memory::new(region, rung, Account::none()))) }
+        };
+        Ok((regions.into_iter().map(buffer).collect(), fd))
     }
 
     /// Memory that another process made and lends by its descriptor: a memfd, mapped whole. The other process may change the bytes at any time.
@@ -350,6 +371,26 @@ mod tests {
         rustix::fs::ftruncate(&written, 4096).unwrap();
         rustix::fs::fcntl_add_seals(&written, SealFlags::SHRINK | SealFlags::WRITE).unwrap();
         assert!(matches!(SharedBuf::import(written), Err(Error::Import(_))));
+    }
+
+    #[test]
+    fn pieces_of_one_memory_lie_where_the_memfd_has_them() {
+        let (pieces, fd) = SharedBuf::sparse_pieces("test", &[0x1000..0x3000, 1 << 38..(1 << 38) + 0x1000]).unwrap();
+        assert_eq!(pieces.iter().map(SharedBuf::len).collect::<Vec<_>>(), [0x2000, 0x1000]);
+        pieces[0].view().write(b"first");
+        pieces[1].view().write(b"second");
+        let mut bytes = [0; 6];
+        for (at, wanted) in [(0x1000, b"first\0"), (1 << 38, b"second"), (0x3000, &[0; 6])] {
+            assert_eq!(rustix::io::pread(&fd, &mut bytes, at).unwrap(), 6);
+            assert_eq!(&bytes, wanted, "at {at:#x}");
+        }
+        assert!(rustix::fs::ftruncate(&fd, 0x1000).is_err() && rustix::fs::ftruncate(&fd, 1 << 39).is_err(), "sealed");
+        // What shows all of the memory is not what a buffer lends, and it stays everybody's.
+        assert!(pieces.iter().all(|piece| piece.export().is_none()));
+        assert!(pieces.into_iter().all(|piece| piece.into_cpu().is_err()));
+        for bad in [0..0, 0x800..0x1000, 0..0x1001] {
+            assert!(matches!(SharedBuf::sparse_pieces("test", &[0..0x1000, bad]), Err(Error::BadLength(_))));
+        }
     }
 
     #[test]

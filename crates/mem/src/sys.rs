@@ -2,7 +2,7 @@
 //!
 //! Invariant of [`Region`]: `ptr..ptr + len` is a mapping, or a piece of one, that this value owns, nobody else unmaps or reaches, and
 //! that is readable and writable until the value is dropped. It is established by [`Region::anonymous`], [`Region::memfd`],
-//! [`Region::import`] and [`Region::dma_buf`]; [`Region::cut`] hands it on to disjoint pieces, which hold the mapping that they are of; a
+//! [`Region::memfd_pieces`], [`Region::import`] and [`Region::dma_buf`]; [`Region::cut`] hands it on to disjoint pieces, which hold the mapping that they are of; a
 //! drop unmaps a whole mapping, lets go of that of a piece, or moves either, whole, into a new value for the region's home.
 
 use std::io;
@@ -126,6 +126,38 @@ impl Region {
             let _ = region.advise(0, len, Advice::LinuxHugepage);
         }
         Ok(region)
+    }
+
+    /// Pieces of one memfd of 4 KiB pages, each mapped shared, and the memfd, sealed against shrinking and growing. What lies between the pieces
+    /// is mapped nowhere. The pieces have no descriptor of their own, which would show them from its start on, and count as
+    /// exported from the start, since the memfd is given out.
+    ///
+    /// # Errors
+    /// `InvalidInput` for a piece of no bytes, or one that does not begin and end at multiples of 4 KiB; the kernel's error.
+    pub(crate) fn memfd_pieces(name: &str, pieces: &[std::ops::Range<u64>]) -> io::Result<(Vec<Self>, OwnedFd)> {
+        let fd = rustix::fs::memfd_create(name, MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING)?;
+        let end = pieces.iter().map(|piece| piece.end).max().unwrap_or(0);
+        rustix::fs::ftruncate(&fd, end)?;
+        rustix::fs::fcntl_add_seals(&fd, SealFlags::SHRINK | SealFlags::GROW)?;
+        let access = ProtFlags::READ | ProtFlags::WRITE;
+        let map = |piece: &std::ops::Range<u64>| {
+            let len = piece.end.checked_sub(piece.start).and_then(|len| usize::try_from(len).ok()).unwrap_or(0);
+            if len == 0 || (piece.start | piece.end) & 0xfff != 0 {
+                return Err(io::ErrorKind::InvalidInput.into());
+            }
+            // SAFETY: no address is asked for, so no existing mapping is replaced.
+            let base = unsafe { mm::mmap(ptr::null_mut(), len, access, MapFlags::SHARED, &fd, piece.start) }?;
+            Ok(Self {
+                ptr: NonNull::new(base.cast()).ok_or(io::ErrorKind::OutOfMemory)?,
+                len,
+                fd: None,
+                exported: AtomicBool::new(true),
+                home: None,
+                slab: None,
+            })
+        };
+        let mapped = pieces.iter().map(map).collect::<io::Result<_>>()?;
+        Ok((mapped, fd))
     }
 
     /// A memfd that another process made, whole, mapped shared. It counts as exported from the start.
@@ -301,6 +333,14 @@ impl Region {
         Some(fd.as_fd())
     }
 
+    /// The file behind the region, which does not count as exported by that.
+    ///
+    /// # Safety
+    /// As [`Share::lend_file`](crate::Share::lend_file).
+    unsafe fn lend_file(&self) -> Option<BorrowedFd<'_>> {
+        self.fd.as_ref().map(AsFd::as_fd)
+    }
+
     pub(crate) fn is_exported(&self) -> bool {
         self.exported.load(Ordering::Relaxed)
     }
@@ -338,6 +378,21 @@ impl Drop for Region {
         // holds it, so none is left.
         let unmapped = unsafe { mm::munmap(self.ptr.as_ptr().cast(), self.len) };
         debug_assert!(unmapped.is_ok(), "munmap of an own mapping: {unmapped:?}");
+    }
+}
+
+impl crate::Share {
+    /// The file behind the memory, which begins where the memory does, for a kernel that maps files for devices: a memfd or a dma-buf;
+    /// `None` for anonymous memory. Unlike [`Share::export`](crate::Share::export) this is not remembered, so the buffer can become a [`CpuBuf`](crate::CpuBuf) again, and go back to
+    /// its pool.
+    ///
+    /// # Safety
+    /// The descriptor, or a copy of it, must not outlive the share, go to another process, be mapped, or be written. Who lets a device
+    /// write by it holds a [`Pinned`](crate::Pinned) of the memory that has admitted that ([`Pinned::admit`](crate::Pinned::admit)) for as long as the
+    /// device can.
+    pub unsafe fn lend_file(&self) -> Option<BorrowedFd<'_>> {
+        // SAFETY: the caller's promise is the same.
+        unsafe { self.0.region.lend_file() }
     }
 }
 

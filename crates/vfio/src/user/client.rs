@@ -10,7 +10,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use dmalane_addr::{Access, Iova, Lease, PageSize, PhysAddr, RangeAllocator, RangeCache, SgTable, Span};
-use dmalane_mem::{self as mem, HostBus, Mapping, Pinned, Share, Undo};
+use dmalane_mem::{self as mem, HostBus, Mapping, Pinned, Share, SharedBuf, Undo, View};
 use vfio_bindings::bindings::vfio as abi;
 
 use super::wire::{Body, Command, ERROR, Fields, MAX_DATA, Message, REPLY, receive, send};
@@ -19,6 +19,9 @@ use crate::interrupts::Interrupts;
 
 /// Interrupts that are asked for, at most.
 const VECTORS: u32 = 16;
+/// Bytes that the description of a region may take; areas of it that are mapped, at most.
+const REGION_INFO: u32 = 4096;
+const MOST_AREAS: u32 = (REGION_INFO - 48) / 16;
 /// Longer than this no device takes for an answer.
 const PATIENCE: Duration = Duration::from_secs(10);
 
@@ -26,8 +29,35 @@ const PATIENCE: Duration = Duration::from_secs(10);
 /// ([`mem::MemfdHeap`]).
 pub struct UserBus {
     inner: Arc<Inner>,
-    regions: Vec<u64>,
+    regions: Vec<Region>,
     interrupts: Interrupts,
+}
+
+/// A region of the device.
+#[derive(Debug, Default)]
+struct Region {
+    len: u64,
+    window: Option<Window>,
+}
+
+/// What of a region is mapped here: no message is needed for it.
+#[derive(Debug)]
+struct Window {
+    /// The file that shows the region from its start on.
+    file: SharedBuf,
+    areas: Vec<Range<u64>>,
+}
+
+impl Window {
+    /// Bytes that lie whole within an area, present: what the device's process has not made so yet could be missing.
+    fn view(&self, offset: u64, len: usize) -> Option<View<'_>> {
+        let end = offset.checked_add(len as u64)?;
+        self.areas.iter().find(|area| area.start <= offset && end <= area.end)?;
+        let at = usize::try_from(offset).ok()?;
+        let view = self.file.view().sub(at, len)?;
+        self.file.populate(at, len).ok()?;
+        Some(view)
+    }
 }
 
 struct Inner {
@@ -48,8 +78,13 @@ fn protocol(what: &str) -> Error {
 }
 
 impl Socket {
-    /// Sends a request and waits for its answer.
+    /// Sends a request and waits for the body of its answer.
     fn ask(&mut self, command: Command, body: &[u8], fds: &[BorrowedFd<'_>]) -> Result<Vec<u8>, Error> {
+        Ok(self.converse(command, body, fds)?.body)
+    }
+
+    /// Sends a request and waits for its answer.
+    fn converse(&mut self, command: Command, body: &[u8], fds: &[BorrowedFd<'_>]) -> Result<Message, Error> {
         let lost = |e| Error::kernel(format!("the device's process does not answer to {command:?}"))(e);
         if self.broken {
             return Err(lost(io::ErrorKind::NotConnected.into()));
@@ -59,8 +94,8 @@ impl Socket {
         self.next = self.next.wrapping_add(1);
         send(&mut self.stream, id, command as u16, 0, 0, body, fds).map_err(lost)?;
         let answer = receive(&mut self.stream).map_err(lost)?;
-        let Message { id: to, command: of, flags, error, body, .. } =
-            answer.ok_or_else(|| lost(io::ErrorKind::UnexpectedEof.into()))?;
+        let answer = answer.ok_or_else(|| lost(io::ErrorKind::UnexpectedEof.into()))?;
+        let Message { id: to, command: of, flags, error, .. } = answer;
         if (to, of) != (id, command as u16) || flags & REPLY == 0 {
             return Err(protocol("it answered something else than it was asked"));
         }
@@ -69,8 +104,50 @@ impl Socket {
             let errno = io::Error::from_raw_os_error(i32::try_from(error).unwrap_or(0));
             return Err(Error::kernel(format!("the device's process refuses {command:?}"))(errno));
         }
-        Ok(body)
+        Ok(answer)
     }
+
+    /// Asks about a region, and maps what of it can be.
+    fn region(&mut self, index: u32) -> Result<Region, Error> {
+        let body = Body::default().u32(REGION_INFO).u32(0).u32(index).u32(0).u64(0).u64(0);
+        let Message { body: info, mut fds, .. } = self.converse(Command::RegionInfo, &body.0, &[])?;
+        let mut fields = Fields(&info);
+        let (_argsz, flags, _index, at) = (fields.u32(), fields.u32().unwrap_or(0), fields.u32(), fields.u32());
+        let len = fields.u64().ok_or_else(|| protocol("a region without a length"))?;
+        let offset = fields.u64().unwrap_or(0);
+        let mut region = Region { len, window: None };
+        // A file that shows the region elsewhere than at its own offsets is left alone: messages do as well.
+        if flags & abi::VFIO_REGION_INFO_FLAG_MMAP == 0 || offset != 0 {
+            return Ok(region);
+        }
+        let Some(file) = fds.pop() else { return Ok(region) };
+        let caps = if flags & abi::VFIO_REGION_INFO_FLAG_CAPS != 0 { at.unwrap_or(0) as usize } else { 0 };
+        let areas = sparse(&info, caps).unwrap_or_else(|| std::iter::once(0..len).collect());
+        // What is no sealed memory could vanish under us.
+        let Ok(file) = SharedBuf::import(file) else { return Ok(region) };
+        let areas = areas.into_iter().filter(|a| a.start < a.end && a.end <= len.min(file.len() as u64));
+        region.window = Some(Window { areas: areas.collect(), file });
+        Ok(region)
+    }
+}
+
+/// The areas that can be mapped, from the chain of capabilities that begins at a place in the answer; `None` when it lists none.
+fn sparse(info: &[u8], mut at: usize) -> Option<Vec<Range<u64>>> {
+    // Each capability lies behind the one before, so there is an end.
+    while at >= 32 {
+        let mut fields = Fields(info.get(at..)?);
+        let (id, _version, next) = (fields.u16()?, fields.u16()?, fields.u32()? as usize);
+        if u32::from(id) == abi::VFIO_REGION_INFO_CAP_SPARSE_MMAP {
+            let (count, _reserved) = (fields.u32()?, fields.u32()?);
+            let area = |_| {
+                let (first, len) = (fields.u64()?, fields.u64()?);
+                Some(first..first.checked_add(len)?)
+            };
+            return (0..count.min(MOST_AREAS)).map(area).collect();
+        }
+        at = if next > at { next } else { 0 };
+    }
+    None
 }
 
 impl Inner {
@@ -145,13 +222,7 @@ impl UserBus {
             return Err(protocol("it is no PCI device"));
         }
         let count = count.unwrap_or(0).min(abi::VFIO_PCI_NUM_REGIONS);
-        let regions = (0..count).map(|index| {
-            let body = Body::default().u32(32).u32(0).u32(index).u32(0).u64(0).u64(0);
-            let info = socket.ask(Command::RegionInfo, &body.0, &[])?;
-            let mut fields = Fields(info.get(16..).unwrap_or_default());
-            fields.u64().ok_or_else(|| protocol("a region without a length"))
-        });
-        let regions = regions.collect::<Result<Vec<_>, _>>()?;
+        let regions = (0..count).map(|index| socket.region(index)).collect::<Result<Vec<_>, _>>()?;
         let kind = abi::VFIO_PCI_MSIX_IRQ_INDEX;
         let info = socket.ask(Command::IrqInfo, &Body::default().u32(16).u32(0).u32(kind).u32(0).0, &[])?;
         let vectors = Fields(info.get(12..).unwrap_or_default()).u32().unwrap_or(0).min(VECTORS);
@@ -173,7 +244,26 @@ impl UserBus {
 
     /// The length of a region in bytes; 0 for one that the device does not have.
     pub fn region_len(&self, region: u32) -> u64 {
-        self.regions.get(region as usize).copied().unwrap_or(0)
+        self.regions.get(region as usize).map_or(0, |region| region.len)
+    }
+
+    /// What of a region is mapped into this process, so that no message is sent for it.
+    pub fn mapped_areas(&self, region: u32) -> &[Range<u64>] {
+        self.window(region).map_or(&[], |window| &window.areas)
+    }
+
+    fn window(&self, region: u32) -> Option<&Window> {
+        self.regions.get(region as usize)?.window.as_ref()
+    }
+
+    /// What the device is: vendor and device number.
+    ///
+    /// # Errors
+    /// [`Error::Kernel`].
+    pub fn id(&self) -> Result<(u16, u16), Error> {
+        let mut bytes = [0; 4];
+        self.read_region(abi::VFIO_PCI_CONFIG_REGION_INDEX, 0, &mut bytes)?;
+        Ok((u16::from_le_bytes([bytes[0], bytes[1]]), u16::from_le_bytes([bytes[2], bytes[3]])))
     }
 
     /// Bytes that are mapped now.
@@ -186,6 +276,10 @@ impl UserBus {
     /// # Errors
     /// [`Error::Kernel`] when the device has no such bytes.
     pub fn read_region(&self, region: u32, offset: u64, into: &mut [u8]) -> Result<(), Error> {
+        if let Some(view) = self.window(region).and_then(|window| window.view(offset, into.len())) {
+            view.read(into);
+            return Ok(());
+        }
         let mut at = offset;
         for piece in into.chunks_mut(MAX_DATA) {
             let body = Body::default().u64(at).u32(region).u32(piece.len() as u32);
@@ -202,6 +296,10 @@ impl UserBus {
     /// # Errors
     /// As [`UserBus::read_region`].
     pub fn write_region(&self, region: u32, offset: u64, from: &[u8]) -> Result<(), Error> {
+        if let Some(view) = self.window(region).and_then(|window| window.view(offset, from.len())) {
+            store(&view, offset, from);
+            return Ok(());
+        }
         let mut at = offset;
         for piece in from.chunks(MAX_DATA) {
             let body = Body::default().u64(at).u32(region).u32(piece.len() as u32).bytes(piece);
@@ -220,8 +318,28 @@ impl UserBus {
     }
 }
 
+/// Writes bytes at an offset of a region: aligned words of 64 bits each in one piece, as the device may look at them at any time.
+fn store(view: &View<'_>, offset: u64, from: &[u8]) {
+    match from.as_chunks::<8>() {
+        (words, []) if offset.is_multiple_of(8) => {
+            for (i, word) in words.iter().enumerate() {
+                view.store_u64(8 * i, u64::from_le_bytes(*word)).expect("an aligned word within the view");
+            }
+        }
+        _ => view.write(from),
+    }
+}
+
 fn nowhere(bar: u8, offset: u64, bytes: usize) -> mem::Error {
     mem::Error::NoRegister { bar, offset, bytes: bytes as u64 }
+}
+
+/// What the device refused is not there; anything else is the connection's fault.
+fn why(error: Error, nowhere: mem::Error) -> mem::Error {
+    match &error {
+        Error::Kernel { source, .. } if matches!(source.raw_os_error(), Some(libc::EINVAL | libc::EIO)) => nowhere,
+        _ => error.into(),
+    }
 }
 
 impl HostBus for UserBus {
@@ -282,19 +400,19 @@ impl HostBus for UserBus {
         let mut bytes = [0; 4];
         let aligned = offset.is_multiple_of(4) && bar < 6;
         aligned.then_some(()).ok_or(nowhere(bar, offset, 4))?;
-        self.read_region(bar.into(), offset, &mut bytes).map_err(|_| nowhere(bar, offset, 4))?;
+        self.read_region(bar.into(), offset, &mut bytes).map_err(|e| why(e, nowhere(bar, offset, 4)))?;
         Ok(u32::from_le_bytes(bytes))
     }
 
     fn write32(&self, bar: u8, offset: u64, value: u32) -> Result<(), mem::Error> {
         let aligned = offset.is_multiple_of(4) && bar < 6;
         aligned.then_some(()).ok_or(nowhere(bar, offset, 4))?;
-        self.write_region(bar.into(), offset, &value.to_le_bytes()).map_err(|_| nowhere(bar, offset, 4))
+        self.write_region(bar.into(), offset, &value.to_le_bytes()).map_err(|e| why(e, nowhere(bar, offset, 4)))
     }
 
     fn write_bytes(&self, bar: u8, offset: u64, bytes: &[u8]) -> Result<(), mem::Error> {
         (bar < 6).then_some(()).ok_or(nowhere(bar, offset, bytes.len()))?;
-        self.write_region(bar.into(), offset, bytes).map_err(|_| nowhere(bar, offset, bytes.len()))
+        self.write_region(bar.into(), offset, bytes).map_err(|e| why(e, nowhere(bar, offset, bytes.len())))
     }
 
     fn wait(&self, timeout: Duration) -> bool {

@@ -29,7 +29,8 @@ struct Maps {
 struct Piece {
     last: Iova,
     access: Access,
-    file: Arc<SharedBuf>,
+    /// Its bytes; `None` for memory that the client has in no file, which nothing is done with.
+    file: Option<Arc<SharedBuf>>,
     /// Where it begins in the file.
     offset: u64,
 }
@@ -50,12 +51,15 @@ impl ClientMemory {
         self.read().pieces.len()
     }
 
-    /// Maps part of a file that the client lends.
-    pub(super) fn map(&self, span: Span<Iova>, access: Access, fd: OwnedFd, offset: u64) -> Result<(), Errno> {
-        // What has no seals is no memory; a file system that the client makes might take its time with any other question.
-        rustix::fs::fcntl_get_seals(&fd)?;
-        let stat = rustix::fs::fstat(&fd)?;
-        let key = (stat.st_dev, stat.st_ino);
+    /// Maps part of a file that the client lends. Memory without one is taken note of, and is no memory to the device: an access to it is a
+    /// fault. QEMU maps so what a guest has no DMA to: its firmware, and BARs of other devices.
+    pub(super) fn map(&self, span: Span<Iova>, access: Access, fd: Option<OwnedFd>, offset: u64) -> Result<(), Errno> {
+        let key = fd.as_ref().map(|fd| {
+            // What has no seals is no memory; a file system that the client makes might take its time with any other question.
+            rustix::fs::fcntl_get_seals(fd)?;
+            rustix::fs::fstat(fd).map(|stat| (stat.st_dev, stat.st_ino))
+        });
+        let key = key.transpose()?;
         let mut maps = self.0.write().unwrap_or_else(PoisonError::into_inner);
         if maps.pieces.len() >= MOST {
             return Err(Errno::NOSPC);
@@ -66,26 +70,31 @@ impl ClientMemory {
         if maps.overlapping(span).next().is_some() {
             return Err(Errno::EXIST);
         }
-        let file = match maps.files.get(&key).and_then(Weak::upgrade) {
-            Some(file) => file,
-            None => {
-                let file = Arc::new(SharedBuf::import(fd).map_err(|_| Errno::INVAL)?);
-                maps.files.retain(|_, file| file.strong_count() > 0);
-                maps.files.insert(key, Arc::downgrade(&file));
-                file
-            }
+        let file = match fd.zip(key) {
+            None => None,
+            Some((fd, key)) => match maps.files.get(&key).and_then(Weak::upgrade) {
+                Some(file) => Some(file),
+                None => {
+                    let file = Arc::new(SharedBuf::import(fd).map_err(|_| Errno::INVAL)?);
+                    maps.files.retain(|_, file| file.strong_count() > 0);
+                    maps.files.insert(key, Arc::downgrade(&file));
+                    Some(file)
+                }
+            },
         };
-        let end = offset.checked_add(span.len()).filter(|end| *end <= file.len() as u64);
+        let len = file.as_ref().map_or(u64::MAX, |file| file.len() as u64);
+        let end = offset.checked_add(span.len()).filter(|end| *end <= len);
         end.ok_or(Errno::INVAL)?;
         maps.pieces.insert(span.first(), Piece { last: span.last(), access, file, offset });
         Ok(())
     }
 
-    /// Ends the mappings that make up the span, which must be whole ones.
+    /// Ends the mappings that make up the span, which must be whole ones. There may be none, as with VFIO of the kernel: QEMU unmaps whatever
+    /// a guest could have mapped.
     pub(super) fn unmap(&self, span: Span<Iova>) -> Result<(), Errno> {
         let mut maps = self.0.write().unwrap_or_else(PoisonError::into_inner);
         let inside: Vec<_> = maps.overlapping(span).map(|(first, piece)| (first, piece.last)).collect();
-        let (Some((first, _)), Some((_, last))) = (inside.first(), inside.last()) else { return Err(Errno::NOENT) };
+        let (Some((first, _)), Some((_, last))) = (inside.first(), inside.last()) else { return Ok(()) };
         if *first < span.first() || *last > span.last() {
             return Err(Errno::INVAL);
         }
@@ -152,7 +161,7 @@ impl HeldClient<'_> {
             let left = found.last.bits() - here.bits() + 1;
             let n = left.min((len - done) as u64) as usize;
             // What was mapped lies within the file.
-            let view = found.file.view().sub((found.offset + inside) as usize, n);
+            let view = found.file.as_ref().and_then(|file| file.view().sub((found.offset + inside) as usize, n));
             let view = view.ok_or_else(|| fault(here, FaultReason::NotMapped))?;
             if !piece(done, view) {
                 return Ok(());
@@ -238,7 +247,7 @@ mod tests {
     fn only_what_is_mapped_and_as_it_is() {
         let memory = ClientMemory::new();
         let buf = MemfdHeap::starting_at(PageKind::Base).allocate(16 << 10).unwrap().share();
-        let fd = || buf.export().unwrap().try_clone_to_owned().unwrap();
+        let fd = || Some(buf.export().unwrap().try_clone_to_owned().unwrap());
         memory.map(span(0x1000, 0x1000), Access::RW, fd(), 0x2000).unwrap();
         memory.map(span(0x2000, 0x1000), Access::READ, fd(), 0).unwrap();
         memory.map(span(0x8000, 0x1000), Access::RW, fd(), 0x1000).unwrap();
@@ -268,13 +277,23 @@ mod tests {
         assert_eq!(map(0x9008, 0x1000, 0), Err(Errno::INVAL));
         assert_eq!(memory.map(span(0x9000, 0x1000), Access::empty(), fd(), 0), Err(Errno::INVAL));
         let file = tempfile::tempfile().unwrap();
-        assert_eq!(memory.map(span(0x9000, 0x1000), Access::RW, file.into(), 0), Err(Errno::INVAL), "not a memfd");
+        assert_eq!(
+            memory.map(span(0x9000, 0x1000), Access::RW, Some(file.into()), 0),
+            Err(Errno::INVAL),
+            "not a memfd"
+        );
         assert_eq!(memory.unmap(span(0x1000, 0x800)), Err(Errno::INVAL));
         assert_eq!(memory.unmap(span(0x1800, 0x1800)), Err(Errno::INVAL));
-        assert_eq!(memory.unmap(span(0x4000, 0x1000)), Err(Errno::NOENT));
+        assert_eq!(memory.unmap(span(0x4000, 0x1000)), Ok(()), "nothing is mapped there");
         assert_eq!(memory.mappings(), 3);
         memory.unmap(span(0x1000, 0x2000)).unwrap();
         assert!(port.read_bytes(Iova::new(0x1000), &mut bytes).is_err());
+        // Memory in no file is in the way of others, and a fault.
+        memory.map(span(0x1_0000, 0x1000), Access::RW, None, 0).unwrap();
+        assert_eq!(map(0x1_0000, 0x1000, 0), Err(Errno::EXIST));
+        let fault = port.read_bytes(Iova::new(0x1_0000), &mut bytes).unwrap_err();
+        assert_eq!((fault.at, fault.reason), (Iova::new(0x1_0000), FaultReason::NotMapped));
+        memory.unmap(span(0x1_0000, 0x1000)).unwrap();
         memory.clear();
         assert_eq!((memory.mappings(), port.read_bytes(Iova::new(0x8000), &mut bytes).is_err()), (0, true));
     }

@@ -14,4 +14,4 @@ mod wire;
 
 pub use client::UserBus;
 pub use memory::{ClientMemory, ClientPort};
-pub use server::{Model, RegionSpec, ServeError, serve};
+pub use server::{Mappable, Model, RegionSpec, ServeError, serve};

@@ -1,7 +1,8 @@
 //! The device's side of vfio-user.
 
 use std::io;
-use std::os::fd::OwnedFd;
+use std::ops::Range;
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::os::unix::net::UnixStream;
 
 use dmalane_addr::{Access, Iova, Span};
@@ -21,10 +22,24 @@ pub struct RegionSpec {
     pub usable: bool,
 }
 
+/// A file that shows a region, byte for byte at the same offsets, and which parts of it can be mapped; the rest is read and written by
+/// messages.
+pub struct Mappable<'a> {
+    /// The file: sealed memory, which a client can map without fear of what it becomes.
+    pub file: BorrowedFd<'a>,
+    /// Multiples of 4 KiB, within the region, in order.
+    pub areas: Vec<Range<u64>>,
+}
+
 /// A device that is served. Regions are numbered as VFIO numbers those of PCI: 0 to 5 are BARs, 7 is the configuration space.
 pub trait Model {
     /// The region with this number.
     fn region(&self, index: u32) -> RegionSpec;
+
+    /// What of a region a client may map instead of sending messages. What it writes there nobody tells the device of.
+    fn mappable(&self, _region: u32) -> Option<Mappable<'_>> {
+        None
+    }
 
     /// Reads a region, whose length has been checked. `false` where there is nothing to read.
     fn read(&mut self, region: u32, offset: u64, into: &mut [u8]) -> bool;
@@ -38,8 +53,8 @@ pub trait Model {
     /// Interrupts from `first` on raise these eventfds from now on; `None` for one that is off.
     fn set_interrupts(&mut self, first: u32, events: Vec<Option<OwnedFd>>);
 
-    /// Ends whatever the device is doing. When it returns, the device accesses no memory.
-    fn reset(&mut self);
+    /// Ends whatever the device is doing. After `true` the device accesses no memory until it is told to; `false` when it did not end in time.
+    fn reset(&mut self) -> bool;
 }
 
 /// Why serving a client ended before it closed the socket.
@@ -57,6 +72,8 @@ pub enum ServeError {
 /// Regions that VFIO has for PCI, and kinds of interrupts.
 const REGIONS: u32 = abi::VFIO_PCI_NUM_REGIONS;
 const KINDS: u32 = abi::VFIO_PCI_NUM_IRQS;
+/// The version that this speaks: 0.1.
+const MINOR: u16 = 1;
 
 /// Answers a client until it closes the socket. Whatever becomes of it, the device is reset at the end and nothing stays mapped.
 ///
@@ -67,10 +84,17 @@ const KINDS: u32 = abi::VFIO_PCI_NUM_IRQS;
 pub fn serve(mut stream: UnixStream, model: &mut dyn Model, memory: &ClientMemory) -> Result<(), ServeError> {
     let mut server = Server { model, memory };
     let served = server.run(&mut stream);
-    server.model.reset();
+    // One that does not end loses its memory below all the same: that waits for what is under way.
+    let _ = server.model.reset();
     server.model.set_interrupts(0, (0..server.model.interrupts()).map(|_| None).collect());
     memory.clear();
     served
+}
+
+/// What is sent back.
+struct Answer {
+    body: Vec<u8>,
+    file: Option<OwnedFd>,
 }
 
 struct Server<'a> {
@@ -81,63 +105,86 @@ struct Server<'a> {
 impl Server<'_> {
     fn run(&mut self, stream: &mut UnixStream) -> Result<(), ServeError> {
         let Some(first) = receive(stream)? else { return Ok(()) };
-        let major = Fields(&first.body).u16();
+        let mut fields = Fields(&first.body);
+        let (major, minor) = (fields.u16(), fields.u16().unwrap_or(0));
         if first.command != Command::Version as u16 || major != Some(0) {
             refuse(stream, &first, Errno::INVAL)?;
             return Err(ServeError::Version);
         }
-        // Major 0, minor 1, and what we can take, as JSON that ends with a zero.
+        // Major 0, no higher minor than the client's (QEMU's is 0.0, and it takes no other), and what we can take, as JSON that ends with
+        // a zero.
+        let version = u32::from(minor.min(MINOR)) << 16;
         let text = format!(
             r#"{{"capabilities":{{"max_msg_fds":{},"max_data_xfer_size":{MAX_DATA},"pgsizes":4096}}}}"#,
             super::wire::MAX_FDS
         );
-        let body = Body::default().u32(1 << 16).bytes(text.as_bytes()).bytes(&[0]);
+        let body = Body::default().u32(version).bytes(text.as_bytes()).bytes(&[0]);
         send(stream, first.id, first.command, REPLY, 0, &body.0, &[])?;
         while let Some(mut message) = receive(stream)? {
             let fds = std::mem::take(&mut message.fds);
             let done = Command::from_number(message.command).ok_or(Errno::NOTSUP);
             match done.and_then(|command| self.carry_out(command, &message, fds)) {
                 _ if message.flags & NO_REPLY != 0 => {}
-                Ok(body) => send(stream, message.id, message.command, REPLY, 0, &body, &[])?,
+                Ok(Answer { body, file }) => {
+                    let file = file.as_ref().map(AsFd::as_fd);
+                    send(stream, message.id, message.command, REPLY, 0, &body, file.as_slice())?;
+                }
                 Err(errno) => refuse(stream, &message, errno)?,
             }
         }
         Ok(())
     }
 
-    /// The body of the answer.
-    fn carry_out(&mut self, command: Command, message: &Message, fds: Vec<OwnedFd>) -> Result<Vec<u8>, Errno> {
+    fn carry_out(&mut self, command: Command, message: &Message, fds: Vec<OwnedFd>) -> Result<Answer, Errno> {
         let mut fields = Fields(&message.body);
-        self.answer(command, &mut fields, fds, message)
+        match command {
+            Command::RegionInfo => self.region_info(&mut fields),
+            _ => self.answer(command, &mut fields, fds).map(|body| Answer { body, file: None }),
+        }
     }
 
-    fn answer(
-        &mut self,
-        command: Command,
-        fields: &mut Fields<'_>,
-        fds: Vec<OwnedFd>,
-        message: &Message,
-    ) -> Result<Vec<u8>, Errno> {
+    /// A structure as the kernel's, with a capability that lists what can be mapped. A client that has no room for that learns how much
+    /// it takes, and asks again.
+    fn region_info(&mut self, fields: &mut Fields<'_>) -> Result<Answer, Errno> {
+        const CUT: Errno = Errno::INVAL;
+        const PLAIN: u32 = 32;
+        let (argsz, _flags, index) = (fields.u32().ok_or(CUT)?, fields.u32().ok_or(CUT)?, fields.u32().ok_or(CUT)?);
+        if index >= REGIONS {
+            return Err(Errno::INVAL);
+        }
+        let region = self.model.region(index);
+        let mut flags =
+            if region.usable { abi::VFIO_REGION_INFO_FLAG_READ | abi::VFIO_REGION_INFO_FLAG_WRITE } else { 0 };
+        let mappable = self.model.mappable(index).filter(|m| !m.areas.is_empty());
+        let Some(Mappable { file, areas }) = mappable else {
+            let body = Body::default().u32(PLAIN).u32(flags).u32(index).u32(0).u64(region.len).u64(0);
+            return Ok(Answer { body: body.0, file: None });
+        };
+        flags |= abi::VFIO_REGION_INFO_FLAG_MMAP;
+        let whole = PLAIN + 16 + 16 * areas.len() as u32;
+        if argsz < whole {
+            let body = Body::default().u32(whole).u32(flags).u32(index).u32(0).u64(region.len).u64(0);
+            return Ok(Answer { body: body.0, file: None });
+        }
+        flags |= abi::VFIO_REGION_INFO_FLAG_CAPS;
+        // The region begins where its file does. The capability: its number and version, no next one, how many areas.
+        let body = Body::default().u32(whole).u32(flags).u32(index).u32(PLAIN).u64(region.len).u64(0);
+        let body = body.u32(abi::VFIO_REGION_INFO_CAP_SPARSE_MMAP | 1 << 16).u32(0).u32(areas.len() as u32).u32(0);
+        let body = areas.iter().fold(body, |body, area| body.u64(area.start).u64(area.end - area.start));
+        let file = file.try_clone_to_owned().map_err(|_| Errno::MFILE)?;
+        Ok(Answer { body: body.0, file: Some(file) })
+    }
+
+    /// The body of the answer.
+    fn answer(&mut self, command: Command, fields: &mut Fields<'_>, fds: Vec<OwnedFd>) -> Result<Vec<u8>, Errno> {
         const CUT: Errno = Errno::INVAL;
         let body = Body::default();
         match command {
-            // Only at the beginning.
-            Command::Version => Err(Errno::INVAL),
+            // Only at the beginning; and what `carry_out` has taken.
+            Command::Version | Command::RegionInfo => Err(Errno::INVAL),
             Command::DeviceInfo => {
                 let flags = abi::VFIO_DEVICE_FLAGS_PCI | abi::VFIO_DEVICE_FLAGS_RESET;
                 Ok(body.u32(16).u32(flags).u32(REGIONS).u32(KINDS).0)
-            }
-            Command::RegionInfo => {
-                let (_argsz, _flags, index) =
-                    (fields.u32().ok_or(CUT)?, fields.u32().ok_or(CUT)?, fields.u32().ok_or(CUT)?);
-                if index >= REGIONS {
-                    return Err(Errno::INVAL);
-                }
-                let region = self.model.region(index);
-                let usable = abi::VFIO_REGION_INFO_FLAG_READ | abi::VFIO_REGION_INFO_FLAG_WRITE;
-                let flags = if region.usable { usable } else { 0 };
-                // No capabilities; where it begins in a file is 0, since none comes with it.
-                Ok(body.u32(32).u32(flags).u32(index).u32(0).u64(region.len).u64(0).0)
             }
             Command::IrqInfo => {
                 let (_argsz, _flags, index) =
@@ -163,9 +210,7 @@ impl Server<'_> {
                 let mut access = Access::empty();
                 access.set(Access::READ, flags & 1 != 0);
                 access.set(Access::WRITE, flags & 2 != 0);
-                // Without one the client wants to be asked for each access, over the socket: not done here.
-                let fd = fds.into_iter().next().ok_or(Errno::NOTSUP)?;
-                self.memory.map(span, access, fd, offset).map(|()| Vec::new())
+                self.memory.map(span, access, fds.into_iter().next(), offset).map(|()| Vec::new())
             }
             Command::DmaUnmap => {
                 let (argsz, flags) = (fields.u32().ok_or(CUT)?, fields.u32().ok_or(CUT)?);
@@ -197,9 +242,11 @@ impl Server<'_> {
                 if self.model.write(region, offset, data) { Ok(answer.0) } else { Err(Errno::IO) }
             }
             Command::Reset => {
-                let _ = message;
-                self.model.reset();
-                Ok(Vec::new())
+                if self.model.reset() {
+                    Ok(Vec::new())
+                } else {
+                    Err(Errno::TIMEDOUT)
+                }
             }
         }
     }
@@ -231,4 +278,120 @@ impl Server<'_> {
 
 fn refuse(stream: &mut UnixStream, message: &Message, errno: Errno) -> io::Result<()> {
     send(stream, message.id, message.command, REPLY | ERROR, errno.raw_os_error() as u32, &[], &[])
+}
+
+#[cfg(test)]
+mod tests {
+    use dmalane_mem::SharedBuf;
+
+    use super::*;
+
+    /// A region 2 of 64 KiB whose second page is not memory, and a device that does not end what it is doing.
+    struct Stuck {
+        memory: Vec<SharedBuf>,
+        file: OwnedFd,
+    }
+
+    impl Model for Stuck {
+        fn region(&self, index: u32) -> RegionSpec {
+            RegionSpec { len: if index == 2 { 64 << 10 } else { 0 }, usable: index == 2 }
+        }
+
+        fn mappable(&self, index: u32) -> Option<Mappable<'_>> {
+            (index == 2).then(|| Mappable { file: self.file.as_fd(), areas: vec![0..0x1000, 0x2000..0x1_0000] })
+        }
+
+        fn read(&mut self, _: u32, offset: u64, into: &mut [u8]) -> bool {
+            let view = self.memory[0].view().sub(offset as usize, into.len());
+            view.map(|view| view.read(into)).is_some()
+        }
+
+        fn write(&mut self, _: u32, offset: u64, from: &[u8]) -> bool {
+            let view = self.memory[0].view().sub(offset as usize, from.len());
+            view.map(|view| view.write(from)).is_some()
+        }
+
+        fn interrupts(&self) -> u32 {
+            0
+        }
+
+        fn set_interrupts(&mut self, _: u32, _: Vec<Option<OwnedFd>>) {}
+
+        fn reset(&mut self) -> bool {
+            false
+        }
+    }
+
+    /// A client that writes its messages by hand.
+    fn with_client(test: impl FnOnce(&mut dyn FnMut(Command, &[u8]) -> Message)) {
+        let (mut client, stream) = UnixStream::pair().unwrap();
+        let server = std::thread::spawn(move || {
+            let (memory, file) = SharedBuf::sparse_pieces("test", &[0..0x1000, 0x2000..0x1_0000]).unwrap();
+            serve(stream, &mut Stuck { memory, file }, &ClientMemory::new())
+        });
+        let mut ask = move |command: Command, body: &[u8]| {
+            send(&mut client, 7, command as u16, 0, 0, body, &[]).unwrap();
+            receive(&mut client).unwrap().unwrap()
+        };
+        test(&mut ask);
+        drop(ask);
+        server.join().unwrap().unwrap();
+    }
+
+    fn info(argsz: u32, index: u32) -> Vec<u8> {
+        Body::default().u32(argsz).u32(0).u32(index).u32(0).u64(0).u64(0).0
+    }
+
+    #[test]
+    fn the_version_is_no_higher_than_the_clients() {
+        for (minor, wanted) in [(0, 0), (1, 1), (9, 1)] {
+            with_client(|ask| {
+                let answer = ask(Command::Version, &Body::default().u32(minor << 16).bytes(b"{}\0").0);
+                let mut fields = Fields(&answer.body);
+                assert_eq!((fields.u16(), fields.u16()), (Some(0), Some(wanted)));
+            });
+        }
+    }
+
+    #[test]
+    fn what_can_be_mapped_is_told_where_there_is_room_for_it() {
+        with_client(|ask| {
+            ask(Command::Version, &Body::default().u32(0).bytes(b"{}\0").0);
+            // As the kernel: without room for all, how much it takes, and nothing that would have to be closed.
+            let short = ask(Command::RegionInfo, &info(32, 2));
+            let mut fields = Fields(&short.body);
+            let (argsz, flags) = (fields.u32().unwrap(), fields.u32().unwrap());
+            assert_eq!((argsz, flags, short.body.len(), short.fds.len()), (80, 7, 32, 0));
+            let whole = ask(Command::RegionInfo, &info(argsz, 2));
+            let mut fields = Fields(&whole.body);
+            let head: Vec<_> = (0..4).map(|_| fields.u32().unwrap()).collect();
+            assert_eq!((head, fields.u64(), fields.u64()), (vec![80, 15, 2, 32], Some(64 << 10), Some(0)));
+            let capability: Vec<_> = (0..4).map(|_| fields.u32().unwrap()).collect();
+            assert_eq!(capability, [0x1_0001, 0, 2, 0]);
+            let areas: Vec<_> = (0..4).map(|_| fields.u64().unwrap()).collect();
+            assert_eq!((areas, fields.0.len(), whole.fds.len()), (vec![0, 0x1000, 0x2000, 0xe000], 0, 1));
+            // The file and the messages show the same bytes.
+            let write = Body::default().u64(8).u32(2).u32(4).bytes(b"sent").0;
+            assert_eq!(ask(Command::RegionWrite, &write).flags, REPLY);
+            let mut bytes = [0; 4];
+            rustix::io::pread(&whole.fds[0], &mut bytes, 8).unwrap();
+            assert_eq!(&bytes, b"sent");
+            rustix::io::pwrite(&whole.fds[0], b"seen", 16).unwrap();
+            let read = ask(Command::RegionRead, &Body::default().u64(16).u32(2).u32(4).0);
+            assert_eq!(&read.body[16..], b"seen");
+            // A region that nothing of can be mapped, and none at all.
+            let plain = ask(Command::RegionInfo, &info(4096, 1));
+            assert_eq!((&plain.body[..8], plain.fds.len()), (&[32, 0, 0, 0, 0, 0, 0, 0][..], 0));
+            assert_eq!(ask(Command::RegionInfo, &info(4096, 99)).flags, REPLY | ERROR);
+        });
+    }
+
+    #[test]
+    fn a_reset_that_did_not_happen_is_an_error() {
+        with_client(|ask| {
+            ask(Command::Version, &Body::default().u32(0).bytes(b"{}\0").0);
+            let answer = ask(Command::Reset, &[]);
+            assert_eq!((answer.flags, answer.error), (REPLY | ERROR, Errno::TIMEDOUT.raw_os_error() as u32));
+        });
+    }
 }

@@ -41,8 +41,8 @@ pub(super) const HEADER: usize = 16;
 pub(super) const MAX_DATA: usize = 1 << 20;
 /// Bytes of a message, at most.
 const MAX_MESSAGE: usize = MAX_DATA + 4096;
-/// Descriptors that come with a message, at most.
-pub(super) const MAX_FDS: usize = 32;
+/// Descriptors that come with a message, at most. QEMU takes no more for an answer.
+pub(super) const MAX_FDS: usize = 16;
 /// Flags of a header.
 pub(super) const REPLY: u32 = 1;
 pub(super) const NO_REPLY: u32 = 1 << 4;

@@ -1,0 +1,310 @@
+//! The served card in a guest, driven through VFIO and an emulated IOMMU; run by `scripts/vm vfio-user`, which says what devices there are.
+
+use std::fs;
+use std::io::Write;
+use std::path::Path;
+use std::process::{Command, Output};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::{Duration, Instant};
+
+use dmalane::addr::{Access, Address, CardAddr};
+use dmalane::card::{Card, CardChannel};
+use dmalane::engine::conformance::{Fixture, suite};
+use dmalane::engine::{Channel, DeviceAddr, DeviceFar, Direction, OpError, Registered, Transfer, drain, run};
+use dmalane::mem::{AnonHeap, Heap, HostBus, Part, SharedBuf};
+use dmalane::vfio::{BarMap, Bdf, Container, Error, Placement, VfioBus};
+use dmalane::{CARD_PCI_ID, open_pci_card};
+
+const MIB: u64 = 1 << 20;
+const LONG: Duration = Duration::from_secs(60);
+/// The program, and the real model file; the lane puts them there.
+const PROGRAM: &str = "/tests/dmalane";
+const MODEL: &str = "/model.safetensors";
+
+/// The function with this vendor and device number.
+fn function(id: (u16, u16)) -> Bdf {
+    let names = fs::read_dir("/sys/bus/pci/devices").unwrap().map(|entry| entry.unwrap().path());
+    let number = |path: &Path, file| {
+        let text = fs::read_to_string(path.join(file)).unwrap();
+        u16::from_str_radix(text.trim().trim_start_matches("0x"), 16).unwrap()
+    };
+    let mut found = names.filter(|path| (number(path, "vendor"), number(path, "device")) == id);
+    found.next().expect("the lane has this device").file_name().unwrap().to_str().unwrap().parse().unwrap()
+}
+
+fn card() -> (Arc<VfioBus>, Card<VfioBus>) {
+    let bus = Arc::new(open_pci_card(&function(CARD_PCI_ID)).unwrap());
+    let card = Card::open(bus.clone(), &AnonHeap::new()).unwrap();
+    (bus, card)
+}
+
+fn transfer(bus: &VfioBus, buf: SharedBuf, direction: Direction, at: u64) -> Transfer<DeviceFar> {
+    let via = Registered::new(bus, &buf, Access::RW).unwrap();
+    Transfer { part: buf.into_part(), direction, far: DeviceFar { at: DeviceAddr::Card(CardAddr::new(at)), via } }
+}
+
+fn filled(byte: u8, len: usize) -> SharedBuf {
+    let buf = AnonHeap::new().allocate(len).unwrap().share();
+    buf.view().fill(byte);
+    buf
+}
+
+struct Under {
+    bus: Arc<VfioBus>,
+    card: Card<VfioBus>,
+    registered: Vec<Registered>,
+    /// The far end: card memory, as the guest has it mapped through BAR 2.
+    window: BarMap,
+    at: u64,
+}
+
+impl Fixture for Under {
+    type Channel = CardChannel<VfioBus>;
+
+    fn channel(&mut self) -> Self::Channel {
+        self.registered.clear();
+        self.card.channel(1).unwrap()
+    }
+
+    fn far_len(&self) -> u64 {
+        MIB
+    }
+
+    fn far(&mut self, offset: u64, part: &Part) -> DeviceFar {
+        let via = self.registered.iter().find(|r| r.mapping().pinned().share().holds(part)).unwrap().clone();
+        DeviceFar { at: DeviceAddr::Card(CardAddr::new(self.at + offset)), via }
+    }
+
+    fn part(&mut self, len: usize) -> Part {
+        let buf = AnonHeap::new().allocate(len).unwrap().share();
+        self.registered.push(Registered::new(&*self.bus, &buf, Access::RW).unwrap());
+        buf.into_part()
+    }
+
+    fn peek(&mut self, offset: u64, len: usize) -> Vec<u8> {
+        let mut bytes = vec![0; len];
+        self.window.read(offset, &mut bytes).unwrap();
+        bytes
+    }
+
+    fn poke(&mut self, offset: u64, bytes: &[u8]) {
+        self.window.write(offset, bytes).unwrap();
+    }
+
+    fn forget(&mut self) {
+        self.registered.clear();
+    }
+
+    fn rounds(&self) -> u64 {
+        5
+    }
+}
+
+#[test]
+fn the_suite_that_every_channel_takes() {
+    let (bus, card) = card();
+    // The end of HBM, so that one byte more is one too many.
+    let at = card.layout().hbm.last().bits() + 1 - MIB;
+    let window = bus.device().map_bar(2, Some(at..at + MIB), Placement::Best).unwrap();
+    let mut fixture = Under { bus: bus.clone(), card, registered: Vec::new(), window, at };
+    suite(&mut fixture);
+    drop(fixture);
+    let container = bus.device().container();
+    assert_eq!((container.mapped_bytes(), container.stuck()), (0, 0), "rings and buffers are unmapped");
+}
+
+#[test]
+fn it_is_a_pci_device_with_large_mappable_memory() {
+    let (bus, card) = card();
+    assert_eq!(bus.interrupts(), (2, true), "MSI-X, one for each channel");
+    let regions = bus.device().regions();
+    let memory = &regions[2];
+    println!("BAR 2: {} bytes, mappable {:x?}; {:?}", memory.len, memory.mappable, card.layout());
+    let layout = card.layout();
+    assert!(memory.len >= 64 << 30 && memory.len > layout.hbm.last().bits(), "large, and holds both memories");
+    assert!(regions[1].len == 0 && regions[0].len >= 0x2000);
+    // What the processor writes through the BAR the card copies, and the other way round; where nothing was touched are zeros.
+    for at in [layout.ddr.first().bits(), layout.ddr.last().bits() + 1 - MIB, layout.hbm_half.bits()] {
+        let window = bus.device().map_bar(2, Some(at..at + MIB), Placement::Best).unwrap();
+        let mut bytes = vec![1; 4096];
+        window.read(MIB - 4096, &mut bytes).unwrap();
+        assert!(bytes.iter().all(|byte| *byte == 0), "{at:#x}");
+        window.write(0, b"through the BAR").unwrap();
+        let back = transfer(&bus, filled(0, 4096), Direction::ToHost, at);
+        let back = run(&mut card.channel(0).unwrap(), back, LONG).unwrap();
+        let mut got = [0; 15];
+        back.part.view().sub(0, 15).unwrap().read(&mut got);
+        assert_eq!(&got, b"through the BAR");
+        run(&mut card.channel(0).unwrap(), transfer(&bus, filled(0xa5, 4096), Direction::FromHost, at), LONG).unwrap();
+        window.read(0, &mut bytes).unwrap();
+        assert!(bytes.iter().all(|byte| *byte == 0xa5), "{at:#x}");
+    }
+}
+
+#[test]
+fn reset_in_mid_transfer() {
+    let (bus, card) = card();
+    let mut channel = card.channel(0).unwrap();
+    let (mut stopped, container) = (0, bus.device().container().clone());
+    for round in 0..5 {
+        for _ in 0..3 {
+            channel.submit(transfer(&bus, filled(round, 4 << 20), Direction::FromHost, 0)).unwrap();
+        }
+        let mut done = Vec::new();
+        channel.poll(&mut done);
+        let began = Instant::now();
+        bus.device().reset().unwrap();
+        // The kernel gives the configuration back as it was; the command register with it.
+        bus.device().set_bus_master(true).unwrap();
+        done.extend(drain(&mut channel, LONG));
+        assert!(began.elapsed() < Duration::from_secs(10), "{:?}", began.elapsed());
+        assert_eq!(done.len(), 3);
+        stopped += done.iter().filter(|c| matches!(c.result, Err(OpError::Stopped(_)))).count();
+        assert!(done.iter().all(|c| matches!(c.result, Ok(()) | Err(OpError::Stopped(_)))), "{:?}", done[0].result);
+        drop((done, channel));
+        channel = card.channel(0).unwrap();
+        let again = transfer(&bus, filled(0xc0 | round, 4096), Direction::FromHost, 0);
+        run(&mut channel, again, LONG).unwrap();
+        let window = bus.device().map_bar(2, Some(0..4096), Placement::Best).unwrap();
+        let mut there = [0; 4096];
+        window.read(0, &mut there).unwrap();
+        assert_eq!(there, [0xc0 | round; 4096]);
+    }
+    println!("{stopped} of 15 transfers were stopped by the reset");
+    drop((channel, card));
+    assert_eq!((container.mapped_bytes(), container.stuck()), (0, 0));
+}
+
+#[test]
+fn a_card_that_is_unbound_while_open_is_asked_for() {
+    let (bus, card) = card();
+    let bdf = bus.bdf();
+    let gone = Arc::new(AtomicBool::new(false));
+    let unbound = gone.clone();
+    let unbinder = std::thread::spawn(move || {
+        fs::write("/sys/bus/pci/drivers/vfio-pci/unbind", bdf.to_string()).unwrap();
+        unbound.store(true, Ordering::SeqCst);
+    });
+    assert!(bus.device().wanted_back(LONG));
+    assert!(!gone.load(Ordering::SeqCst), "the kernel waits");
+    // Until it is given back, it works.
+    run(&mut card.channel(0).unwrap(), transfer(&bus, filled(1, 4096), Direction::FromHost, 0), LONG).unwrap();
+    drop((card, bus));
+    unbinder.join().unwrap();
+    assert!(matches!(open_pci_card(&bdf), Err(Error::NotBound { driver: None, .. })));
+    let refused = load(&["-d", &format!("vfio:{bdf}"), "--sample", "1MiB"]);
+    says(&refused, 1, &["is bound to no driver, not to vfio-pci", "driver_override"]);
+    fs::write("/sys/bus/pci/drivers_probe", bdf.to_string()).unwrap();
+    open_pci_card(&bdf).unwrap();
+}
+
+/// Runs `dmalane load`.
+fn load(words: &[&str]) -> Output {
+    Command::new(PROGRAM).arg("load").args(words).output().unwrap()
+}
+
+/// Prints what a command said, and looks for these words in it.
+fn says(output: &Output, status: i32, words: &[&str]) {
+    let text = String::from_utf8_lossy(&output.stdout).into_owned() + &String::from_utf8_lossy(&output.stderr);
+    println!("{text}");
+    assert_eq!(output.status.code(), Some(status));
+    for word in words {
+        assert!(text.contains(word), "{word:?} is not in it");
+    }
+}
+
+/// The card by its name on the command line.
+fn name() -> String {
+    format!("vfio:{}", function(CARD_PCI_ID))
+}
+
+#[test]
+fn the_real_file_is_loaded_and_verified() {
+    if !Path::new(MODEL).exists() {
+        return println!("SKIPPED: the lane has no model file");
+    }
+    let began = Instant::now();
+    says(
+        &load(&["-d", &name(), MODEL, "--verify", "--explain"]),
+        0,
+        &["verified 103 tensors", "read back through the card's MMU"],
+    );
+    println!("{:?} in all", began.elapsed());
+}
+
+#[test]
+fn a_sample_goes_to_each_memory_and_comes_back() {
+    for placement in ["ddr", "hbm", "hbm-striped"] {
+        let words = ["-d", &name(), "--sample", "24MiB", "--placement", placement, "--verify", "--gather", "4MiB"];
+        says(&load(&words), 0, &["verified"]);
+    }
+    // The same file, saved from the card, is the same file.
+    let saved = "/tmp/saved.safetensors";
+    says(&load(&["-d", &name(), "--sample", "3MiB", "--seed", "5", "--save", saved]), 0, &[]);
+    let twice = "/tmp/again.safetensors";
+    says(&load(&["-d", &name(), saved, "--save", twice]), 0, &[]);
+    assert!(fs::read(saved).unwrap() == fs::read(twice).unwrap());
+}
+
+#[test]
+fn it_is_validated() {
+    let words = ["validate", "-d", &name(), "-j", "2", "--buffer-size", "1MiB", "--iterations", "2"];
+    says(&Command::new(PROGRAM).args(words).output().unwrap(), 0, &["HBM", "DDR"]);
+}
+
+#[test]
+fn what_is_no_card_is_refused_with_what_helps() {
+    // QEMU's edu, which is bound to vfio-pci too.
+    let edu = function((0x1234, 0x11e8));
+    says(&load(&["-d", &format!("vfio:{edu}"), "--sample", "1MiB"]), 1, &["is not a dmalane card", "1234:11e8"]);
+    says(&load(&["-d", "vfio:0000:00:1f.0", "--sample", "1MiB"]), 1, &["not to vfio-pci", "drivers_probe"]);
+    says(&load(&["-d", "vfio:0000:42:00.0", "--sample", "1MiB"]), 1, &["there is no PCI device 0000:42:00.0"]);
+    says(&load(&["-d", "vfio:nonsense", "--sample", "1MiB"]), 2, &["vfio:"]);
+    // Somebody has it.
+    let held = Container::new().open(&function(CARD_PCI_ID)).unwrap();
+    says(&load(&["-d", &name(), "--sample", "1MiB"]), 1, &["is in use"]);
+    drop(held);
+    use std::os::unix::process::CommandExt;
+    let other = Command::new(PROGRAM).args(["load", "-d", &name(), "--sample", "1MiB"]).uid(1000).gid(1000).output();
+    says(&other.unwrap(), 1, &["no permission to open /dev/vfio", "chown"]);
+}
+
+/// Ends the card's process: nothing can come after it. The lane kills it when it reads the line.
+mod last {
+    use super::*;
+
+    #[test]
+    fn a_card_whose_process_is_killed_is_an_error_and_no_hang() {
+        let (bus, card) = card();
+        let mut channel = card.channel(0).unwrap();
+        run(&mut channel, transfer(&bus, filled(1, 4096), Direction::FromHost, 0), LONG).unwrap();
+        // Not by a macro: the harness would keep it.
+        std::io::stderr().write_all(b"\nVM kill card\n").unwrap();
+        // Transfers one after the other, until one does not end.
+        let (began, mut moved) = (Instant::now(), 0);
+        let error = loop {
+            assert!(began.elapsed() < LONG, "nobody killed the card");
+            let since = Instant::now();
+            match run(&mut channel, transfer(&bus, filled(2, 1 << 20), Direction::FromHost, 0), LONG) {
+                Ok(_) => moved += 1,
+                Err(e) => {
+                    println!("after {moved} transfers, {:?} after the last: {e}", since.elapsed());
+                    assert!(since.elapsed() < Duration::from_secs(15));
+                    break e.to_string();
+                }
+            }
+        };
+        assert!(error.contains("read as ones"), "{error}");
+        let began = Instant::now();
+        drop(channel);
+        assert!(Card::open(bus.clone(), &AnonHeap::new()).is_err());
+        let container = bus.device().container().clone();
+        drop((card, bus));
+        println!("given up in {:?}; {} bytes stay mapped", began.elapsed(), container.mapped_bytes());
+        assert!(began.elapsed() < Duration::from_secs(15));
+        let began = Instant::now();
+        says(&load(&["-d", &name(), "--sample", "1MiB"]), 1, &["card"]);
+        assert!(began.elapsed() < Duration::from_secs(15), "{:?}", began.elapsed());
+    }
+}
