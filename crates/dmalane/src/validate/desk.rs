@@ -1,10 +1,13 @@
 //! A channel that threads share: each has a seat, and gets what it submitted back.
+//!
+//! A card without threads works while it is polled. So nobody waits for who polls: what a seat submits lies in a tray that the next poll
+//! empties, and what has ended lies in its inbox; a thread that finds the channel taken goes on to another one.
 
 use std::collections::{HashMap, VecDeque};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError, TryLockError};
 use std::time::{Duration, Instant};
 
-use dmalane_engine::{Channel, Completion, DeviceFar, Limits, Refused, Ticket, Transfer};
+use dmalane_engine::{Channel, Completion, DeviceFar, Limits, OpError, Refusal, Refused, Ticket, Transfer};
 
 /// How long a seat sleeps when nothing has ended.
 const NAP: Duration = Duration::from_micros(50);
@@ -17,13 +20,30 @@ type Any = dyn Channel<Far = DeviceFar>;
 
 /// A channel behind a lock. Whoever polls, polls for all.
 #[derive(Clone)]
-pub(super) struct Desk(Arc<Mutex<State>>);
+pub(super) struct Desk(Arc<Shared>);
 
+struct Shared {
+    limits: Limits,
+    state: Mutex<State>,
+    trays: Mutex<Trays>,
+}
+
+/// What is locked only for a moment.
+#[derive(Default)]
+struct Trays {
+    /// What the channel has not got yet, oldest first, with its number here.
+    out: VecDeque<(u64, usize, Transfer<DeviceFar>)>,
+    inboxes: Vec<VecDeque<Completion<DeviceFar>>>,
+    next: u64,
+    /// In the tray and in the channel.
+    in_flight: usize,
+}
+
+/// What is locked while the channel is polled.
 struct State {
     channel: Box<Any>,
-    /// Which seat has submitted what is in flight.
-    owners: HashMap<Ticket, usize>,
-    inboxes: Vec<VecDeque<Completion<DeviceFar>>>,
+    /// What the channel has: its number here, and whose it is.
+    owners: HashMap<Ticket, (u64, usize)>,
     scratch: Vec<Completion<DeviceFar>>,
     /// Until when seats that are dropped wait for what is in flight, all together.
     deadline: Option<Instant>,
@@ -33,31 +53,77 @@ struct State {
 pub(super) struct Seat {
     desk: Desk,
     number: usize,
-    limits: Limits,
     in_flight: usize,
 }
 
 impl Desk {
     pub fn new(channel: impl Channel<Far = DeviceFar> + 'static) -> Self {
-        let (owners, inboxes, scratch) = (HashMap::new(), Vec::new(), Vec::new());
-        Self(Arc::new(Mutex::new(State { channel: Box::new(channel), owners, inboxes, scratch, deadline: None })))
+        let limits = channel.limits();
+        let (owners, scratch) = (HashMap::new(), Vec::new());
+        let state = Mutex::new(State { channel: Box::new(channel), owners, scratch, deadline: None });
+        Self(Arc::new(Shared { limits, state, trays: Mutex::default() }))
     }
 
     pub fn seat(&self) -> Seat {
-        let mut state = self.lock();
-        state.inboxes.push(VecDeque::new());
-        let limits = state.channel.limits();
-        Seat { desk: self.clone(), number: state.inboxes.len() - 1, limits, in_flight: 0 }
+        let mut trays = self.trays();
+        trays.inboxes.push(VecDeque::new());
+        Seat { desk: self.clone(), number: trays.inboxes.len() - 1, in_flight: 0 }
     }
 
-    /// What the channel has.
+    /// What has been submitted and not ended.
     pub fn in_flight(&self) -> usize {
-        self.lock().channel.in_flight()
+        self.trays().in_flight
     }
 
     fn lock(&self) -> MutexGuard<'_, State> {
         // What a panic elsewhere left is consistent: every operation is in one place.
-        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+        self.0.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn trays(&self) -> MutexGuard<'_, Trays> {
+        self.0.trays.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Gives the channel what lies in the tray, as much as it takes, and puts what has ended into inboxes; unless another thread is doing so.
+    fn turn(&self) {
+        let mut state = match self.0.state.try_lock() {
+            Ok(state) => state,
+            Err(TryLockError::Poisoned(poisoned)) => poisoned.into_inner(),
+            Err(TryLockError::WouldBlock) => return,
+        };
+        let State { channel, owners, scratch, deadline } = &mut *state;
+        loop {
+            let Some((id, owner, transfer)) = self.trays().out.pop_front() else { break };
+            match channel.submit(transfer) {
+                Ok(ticket) => drop(owners.insert(ticket, (id, owner))),
+                Err(Refused { transfer, reason: Refusal::Full }) => {
+                    self.trays().out.push_front((id, owner, transfer));
+                    break;
+                }
+                Err(Refused { transfer, reason }) => {
+                    let result = Err(OpError::Stopped(reason.to_string()));
+                    self.trays().end(owner, Completion { ticket: Ticket::new(id), transfer, result });
+                }
+            }
+        }
+        channel.poll(scratch);
+        if scratch.is_empty() {
+            return;
+        }
+        *deadline = None;
+        let mut trays = self.trays();
+        for completion in scratch.drain(..) {
+            if let Some((id, owner)) = owners.remove(&completion.ticket) {
+                trays.end(owner, Completion { ticket: Ticket::new(id), ..completion });
+            }
+        }
+    }
+}
+
+impl Trays {
+    fn end(&mut self, owner: usize, completion: Completion<DeviceFar>) {
+        self.in_flight -= 1;
+        self.inboxes[owner].push_back(completion);
     }
 }
 
@@ -65,34 +131,33 @@ impl Channel for Seat {
     type Far = DeviceFar;
 
     fn limits(&self) -> Limits {
-        self.limits
+        self.desk.0.limits
     }
 
     fn in_flight(&self) -> usize {
         self.in_flight
     }
 
+    /// What the channel refuses for another reason than being full ends as stopped, with the reason.
     fn submit(&mut self, transfer: Transfer<DeviceFar>) -> Result<Ticket, Refused<DeviceFar>> {
-        let mut state = self.desk.lock();
-        let ticket = state.channel.submit(transfer)?;
-        state.owners.insert(ticket, self.number);
+        let mut trays = self.desk.trays();
+        if trays.in_flight >= self.desk.0.limits.capacity {
+            return Err(Refused { transfer, reason: Refusal::Full });
+        }
+        let id = trays.next;
+        trays.next += 1;
+        trays.in_flight += 1;
+        trays.out.push_back((id, self.number, transfer));
         self.in_flight += 1;
-        Ok(ticket)
+        Ok(Ticket::new(id))
     }
 
     fn poll(&mut self, done: &mut Vec<Completion<DeviceFar>>) -> usize {
-        let mut state = self.desk.lock();
-        let State { channel, owners, inboxes, scratch, deadline } = &mut *state;
-        if channel.poll(scratch) > 0 {
-            *deadline = None;
-        }
-        for completion in scratch.drain(..) {
-            if let Some(owner) = owners.remove(&completion.ticket) {
-                inboxes[owner].push_back(completion);
-            }
-        }
-        let n = inboxes[self.number].len();
-        done.extend(inboxes[self.number].drain(..));
+        self.desk.turn();
+        let mut trays = self.desk.trays();
+        let inbox = &mut trays.inboxes[self.number];
+        let n = inbox.len();
+        done.extend(inbox.drain(..));
         self.in_flight -= n;
         n
     }
@@ -106,7 +171,7 @@ impl Channel for Seat {
                 return n;
             }
             looks += 1;
-            // Without the lock: others submit meanwhile.
+            // Without a lock: others submit meanwhile.
             if looks > LOOKS { std::thread::sleep(NAP) } else { std::thread::yield_now() }
         }
     }

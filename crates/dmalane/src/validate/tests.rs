@@ -367,9 +367,11 @@ impl Channel for Hangs {
     fn poll(&mut self, done: &mut Vec<Completion<DeviceFar>>) -> usize {
         let Some(why) = &self.stopped else { return self.inner.poll(done) };
         let result = || Err(OpError::Stopped(why.clone()));
+        let before = done.len();
         let held = self.held.drain(..);
         done.extend(held.map(|(ticket, transfer)| Completion { ticket, transfer, result: result() }));
-        self.inner.poll(done)
+        self.inner.poll(done);
+        done.len() - before
     }
 
     fn stop(&mut self, why: &str) {
