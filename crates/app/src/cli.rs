@@ -14,9 +14,11 @@ use clap::builder::{PathBufValueParser, TypedValueParser};
 use clap::error::ErrorKind;
 use clap::{ArgGroup, Args, CommandFactory, Parser, Subcommand};
 use clap_complete::Shell;
+use dmalane::daemon::SOCKET;
 
 use crate::failure::Failure;
 use crate::load::{Device, Input, LoadArgs, MmChannel, Placement, ReadMode};
+use crate::pci_card::PciCard;
 use crate::probe::Probe;
 use crate::size::{self, Size};
 use crate::{devices, doctor, load, output};
@@ -55,6 +57,8 @@ Examples:
   dmalane load weights.bin --buffered --gather 4MiB
   dmalane load model.safetensors --save copy.safetensors
   dmalane load model.safetensors --record binds.jsonl && dmalane vm replay binds.jsonl
+  dmalane load model.safetensors -d vfio:0000:01:00.0 --verify
+  dmalane load model.safetensors -d vfio-user:/tmp/card   after: dmalane card serve --vfio-user /tmp/card
   dmalane load model.safetensors --list           a line per tensor, with its device addresses:
     tensor           dtype  shape      bytes   device VA
     encoder.0.bias   F32    [384]       1536   0x100000000-0x1000005ff
@@ -126,8 +130,9 @@ struct LoadOptions {
     #[arg(long, value_name = "SIZE", value_parser = sample, allow_hyphen_values = true)]
     sample: Option<Size>,
 
-    /// The device to load to
-    #[arg(short, long, value_enum, default_value_t = Device::Soft)]
+    /// The device to load to: soft; daemon[:SOCKET] for a share of the card of a dmalaned; vfio:BDF for a card that is bound to vfio-pci;
+    /// vfio-user:SOCKET for one that a process serves
+    #[arg(short, long, default_value = "soft", value_parser = device)]
     device: Device,
 
     /// Show where the time went: a table of the stages, each beside its measured ceiling
@@ -163,8 +168,9 @@ struct LoadOptions {
     placement: Placement,
 
     /// How scattered the host's physical memory is, from 0 to 1
-    #[arg(long, value_name = "F", default_value_t = 0.5, value_parser = fraction, allow_negative_numbers = true)]
-    fragmentation: f64,
+    /// [default: 0.5]
+    #[arg(long, value_name = "F", value_parser = fraction, allow_negative_numbers = true)]
+    fragmentation: Option<f64>,
 
     /// Write what the device holds, read back through its MMU: a safetensors file again, or the bytes for a raw file; to
     /// this file, or into this directory if there are several
@@ -175,13 +181,13 @@ struct LoadOptions {
     #[arg(long, value_name = "FILE", value_parser = PathBufValueParser::new().try_map(save))]
     record: Option<PathBuf>,
 
-    /// DDR of the software card, at most 256GiB; rounded up to 2MiB
-    #[arg(long, value_name = "SIZE", default_value_t = CARD_DDR, value_parser = card_memory, allow_hyphen_values = true)]
-    card_ddr: Size,
+    /// DDR of the software card, at most 256GiB; rounded up to 2MiB [default: 64GiB, or all that a daemon gives a client]
+    #[arg(long, value_name = "SIZE", value_parser = card_memory, allow_hyphen_values = true)]
+    card_ddr: Option<Size>,
 
-    /// HBM of the software card, in two halves, at most 256GiB; rounded up to 4MiB
-    #[arg(long, value_name = "SIZE", default_value_t = CARD_HBM, value_parser = card_memory, allow_hyphen_values = true)]
-    card_hbm: Size,
+    /// HBM of the software card, in two halves, at most 256GiB; rounded up to 4MiB [default: 32GiB, or all that a daemon gives]
+    #[arg(long, value_name = "SIZE", value_parser = card_memory, allow_hyphen_values = true)]
+    card_hbm: Option<Size>,
 
     /// Run the software card on threads of its own
     #[arg(long)]
@@ -238,6 +244,25 @@ struct ManOptions {
     directory: PathBuf,
 }
 
+impl LoadOptions {
+    /// What does not go together and clap cannot know.
+    fn conflict(&self) -> Option<String> {
+        let soft = [("--workers", self.workers), ("--fragmentation", self.fragmentation.is_some())];
+        let sized = [("--card-ddr", self.card_ddr.is_some()), ("--card-hbm", self.card_hbm.is_some())];
+        let given = |options: &[(&'static str, bool)]| options.iter().find(|o| o.1).map(|o| o.0);
+        match &self.device {
+            Device::Soft => None,
+            Device::Daemon(_) => {
+                given(&soft).map(|option| format!("{option} is for a card in this process: a daemon has its own"))
+            }
+            Device::Pci(_) => {
+                let option = given(&soft).or(given(&sized));
+                option.map(|option| format!("{option} is for a card in this process: {} is as it is", self.device))
+            }
+        }
+    }
+}
+
 impl From<LoadOptions> for LoadArgs {
     fn from(options: LoadOptions) -> Self {
         Self {
@@ -257,11 +282,11 @@ impl From<LoadOptions> for LoadArgs {
             gather: options.gather.bytes(),
             mm_channel: options.mm_channel,
             placement: options.placement,
-            fragmentation: options.fragmentation,
+            fragmentation: options.fragmentation.unwrap_or(0.5),
             save: options.save,
             record: options.record,
-            card_ddr: options.card_ddr.bytes(),
-            card_hbm: options.card_hbm.bytes(),
+            card_ddr: options.card_ddr.map(Size::bytes),
+            card_hbm: options.card_hbm.map(Size::bytes),
             workers: options.workers,
             seed: options.seed,
             json: options.json,
@@ -277,7 +302,10 @@ pub fn run() -> Result<ExitCode, Failure> {
         Err(error) => return not_a_command(&error),
     };
     match cli.command {
-        Command::Load(options) => load::run((*options).into()),
+        Command::Load(options) => match options.conflict() {
+            Some(text) => not_a_command(&Cli::command().error(ErrorKind::ArgumentConflict, text)),
+            None => load::run((*options).into()),
+        },
         Command::Read(options) => crate::read::run((*options).into()),
         Command::Inspect(options) => crate::inspect::run(&options.into()),
         Command::Validate(options) => match options.conflict() {
@@ -317,6 +345,28 @@ fn completions(shell: Shell) -> Result<ExitCode, Failure> {
     clap_complete::generate(shell, &mut Cli::command(), "dmalane", &mut script);
     output::print(&String::from_utf8_lossy(&script))?;
     Ok(ExitCode::SUCCESS)
+}
+
+/// Devices beside the software card, for hints.
+const OTHERS: &str = "daemon:SOCKET, vfio:BDF, or vfio-user:SOCKET";
+
+fn device(text: &str) -> Result<Device, String> {
+    match text {
+        "soft" => Ok(Device::Soft),
+        text => match (daemon(text), PciCard::parse(text)) {
+            (Some(socket), _) => Ok(Device::Daemon(socket)),
+            (None, Some(card)) => card.map(Device::Pci),
+            (None, None) => Err(format!("not a device\nhint: soft, {OTHERS}; dmalane devices lists what there is")),
+        },
+    }
+}
+
+/// The socket of a daemon that is named as a device.
+fn daemon(text: &str) -> Option<PathBuf> {
+    match text.strip_prefix("daemon")? {
+        "" => Some(SOCKET.into()),
+        socket => socket.strip_prefix(':').filter(|socket| !socket.is_empty()).map(PathBuf::from),
+    }
 }
 
 fn gather(text: &str) -> Result<Size, String> {
@@ -380,7 +430,7 @@ mod tests {
         assert!(matches!(args.input, Input::Files(f) if f == ["a", "b"].map(PathBuf::from)));
         assert_eq!((args.device, args.read), (Device::Soft, ReadMode::Auto));
         assert_eq!((args.mm_channel, args.placement), (MmChannel::Auto, Placement::Ddr));
-        assert_eq!((args.gather, args.card_ddr, args.card_hbm), (16 << 20, 64 << 30, 32 << 30));
+        assert_eq!((args.gather, args.card_ddr, args.card_hbm), (16 << 20, None, None));
         assert_eq!((args.fragmentation, args.seed, args.save, args.record), (0.5, 1, None, None));
         assert!(!(args.explain || args.verify || args.workers || args.json || args.quiet || args.list));
     }
@@ -393,11 +443,23 @@ mod tests {
         assert!(matches!(args.input, Input::Sample(n) if n == 3 << 29));
         assert_eq!((args.read, args.mm_channel), (ReadMode::Buffered, MmChannel::One));
         assert_eq!(args.placement, Placement::HbmStriped);
-        assert_eq!((args.gather, args.card_ddr, args.card_hbm), (2 << 20, 1_000_000_000, 4096));
+        assert_eq!((args.gather, args.card_ddr, args.card_hbm), (2 << 20, Some(1_000_000_000), Some(4096)));
         assert_eq!((args.fragmentation, args.seed, args.save), (1.0, 7, Some("out".into())));
         assert_eq!(args.record, Some("trace".into()));
         assert!(args.explain && args.verify && args.workers && args.json && args.quiet && args.list);
         assert_eq!(load(&["a", "--direct"]).unwrap().read, ReadMode::Direct);
+    }
+
+    #[test]
+    fn daemons_and_pci_cards_are_devices() {
+        let daemon = |text: &str| load(&["a", "-d", text]).unwrap().device;
+        assert_eq!(daemon("daemon"), Device::Daemon(SOCKET.into()));
+        assert_eq!(daemon("daemon:/tmp/a:b"), Device::Daemon("/tmp/a:b".into()));
+        let bdf = "0000:01:00.0".parse().unwrap();
+        assert_eq!(daemon("vfio:01:00.0"), Device::Pci(PciCard::Vfio(bdf)));
+        assert_eq!(daemon("vfio-user:s"), Device::Pci(PciCard::VfioUser("s".into())));
+        assert!(load(&["a", "-d", "vfio:x"]).is_err() && load(&["a", "-d", "vfio-user:"]).is_err());
+        assert!(load(&["a", "-d", "daemon:"]).is_err() && load(&["a", "-d", "daemons"]).is_err());
     }
 
     #[test]

@@ -5,20 +5,25 @@ mod report;
 
 use std::fs::File;
 use std::io::{self, Write};
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::process::ExitCode;
+use std::sync::Arc;
 
 use clap::ValueEnum;
 use dmalane::addr::PageSize;
-use dmalane::card::CardConfig;
+use dmalane::card::{CardConfig, SoftBus, regs};
+use dmalane::daemon::{Client, Options};
 use dmalane::load::{self, Error, Layout, Loaded, Report};
-use dmalane::mem::HostConfig;
+use dmalane::mem::{AnonHeap, Heap, HostBus, HostConfig, Rung};
 use dmalane::uring::{FileChannel, Mode};
-use dmalane::{FileOptions, SoftConfig, SoftDevice, open_as, open_file};
+use dmalane::{
+    CardDevice, CardUse, FileOptions, SoftConfig, SoftDevice, connect_pci_card, open_as, open_file, open_pci_card,
+};
 
-use crate::cli::CARD_MOST;
+use crate::cli::{CARD_DDR, CARD_HBM, CARD_MOST};
 use crate::failure::Failure;
 use crate::output;
+use crate::pci_card::PciCard;
 use crate::progress::Progress;
 use crate::size::{Size, binary};
 use record::Recording;
@@ -49,10 +54,10 @@ pub struct LoadArgs {
     pub save: Option<PathBuf>,
     /// Where to write a trace of what was bound.
     pub record: Option<PathBuf>,
-    /// Bytes of DDR on the software card; at least 1.
-    pub card_ddr: u64,
-    /// Bytes of HBM on the software card; at least 1.
-    pub card_hbm: u64,
+    /// Bytes of DDR on the software card, or asked of a daemon; at least 1.
+    pub card_ddr: Option<u64>,
+    /// Bytes of HBM on the software card, or asked of a daemon; at least 1.
+    pub card_hbm: Option<u64>,
     /// Run the software card on threads of its own.
     pub workers: bool,
     /// Same seed, same frames and same sample.
@@ -83,10 +88,24 @@ pub enum ReadMode {
 }
 
 /// The devices that can be loaded to.
-#[derive(Clone, Copy, PartialEq, Eq, Debug, ValueEnum)]
+#[derive(Clone, PartialEq, Eq, Debug)]
 pub enum Device {
     /// The software card, inside this process.
     Soft,
+    /// A share of the card of the daemon at this socket.
+    Daemon(PathBuf),
+    /// A card that is a PCI device.
+    Pci(PciCard),
+}
+
+impl std::fmt::Display for Device {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        match self {
+            Self::Soft => f.write_str("soft"),
+            Self::Daemon(socket) => write!(f, "daemon:{}", socket.display()),
+            Self::Pci(card) => card.fmt(f),
+        }
+    }
 }
 
 /// Which DMA channel moves the bytes.
@@ -115,15 +134,17 @@ pub enum Placement {
 
 /// What was loaded, for the report.
 pub(crate) struct Outcome {
-    soft: SoftDevice,
+    device: String,
     inputs: Vec<dmalane::load::Input<FileChannel>>,
     loaded: Loaded,
     report: Report,
     verified: bool,
-    /// At the end of the load, before reading back.
-    iommu: Iommu,
-    /// Bytes of card memory that the load touched first.
-    touched: u64,
+    /// The pages behind the staging buffers.
+    rung: Option<Rung>,
+    /// At the end of the load, before reading back; of a card in this process.
+    iommu: Option<Iommu>,
+    /// Bytes of card memory that the load touched first; of a card in this process.
+    touched: Option<u64>,
     /// The heap's high-water mark, reading back included.
     heap_peak: u64,
     /// That of the process, reading back included.
@@ -140,8 +161,8 @@ pub(crate) struct Iommu {
 }
 
 impl Iommu {
-    fn of(soft: &SoftDevice) -> Self {
-        let host = soft.bus.host().stats();
+    fn of(bus: &SoftBus) -> Self {
+        let host = bus.host().stats();
         Self {
             leaves: host.leaves,
             tables: host.tables,
@@ -162,10 +183,44 @@ pub fn run(args: LoadArgs) -> Result<ExitCode, Failure> {
     if let Some(record) = &args.record {
         load::check_target(record).map_err(|e| Failure::because("cannot record", &e))?;
     }
-    let mut inputs = open(&args, shown)?;
-    let mut soft = match args.device {
-        Device::Soft => open_soft(&args)?,
-    };
+    match &args.device {
+        Device::Soft => {
+            let inputs = open(&args, soft_sizes(&args), shown)?;
+            let soft = open_soft(&args)?;
+            let bus = soft.bus.clone();
+            load_onto(soft, Some(&bus), &args, soft_sizes(&args), inputs, &targets)
+        }
+        Device::Daemon(socket) => {
+            let (card, sizes) = open_daemon(socket, &args)?;
+            let inputs = open(&args, sizes, shown)?;
+            load_onto(card, None, &args, sizes, inputs, &targets)
+        }
+        Device::Pci(name @ PciCard::Vfio(bdf)) => {
+            let bus = open_pci_card(bdf).map_err(|e| name.refused(&e))?;
+            // The kernel pins any memory.
+            let (card, sizes) = on_bus(bus, Arc::new(AnonHeap::new()), &args)?;
+            let inputs = open(&args, sizes, shown)?;
+            load_onto(card, None, &args, sizes, inputs, &targets)
+        }
+        Device::Pci(name @ PciCard::VfioUser(socket)) => {
+            let bus = connect_pci_card(socket).map_err(|e| name.refused(&e))?;
+            let (card, sizes) = on_bus(bus, CardUse::default().heap, &args)?;
+            let inputs = open(&args, sizes, shown)?;
+            load_onto(card, None, &args, sizes, inputs, &targets)
+        }
+    }
+}
+
+/// Loads onto a card, of which `soft` tells what only a card in this process tells.
+fn load_onto<B: HostBus + 'static>(
+    mut card: CardDevice<B>,
+    soft: Option<&SoftBus>,
+    args: &LoadArgs,
+    sizes: Sizes,
+    mut inputs: Vec<dmalane::load::Input<FileChannel>>,
+    targets: &[PathBuf],
+) -> Result<ExitCode, Failure> {
+    let shown = !args.quiet && !args.json;
     let placement = match args.placement {
         Placement::Ddr => load::Placement::Ddr,
         Placement::Hbm => load::Placement::Hbm,
@@ -174,39 +229,39 @@ pub fn run(args: LoadArgs) -> Result<ExitCode, Failure> {
     let bytes = |inputs: &[dmalane::load::Input<FileChannel>]| {
         inputs.iter().filter_map(|i| i.file.metadata().ok()).fold(0u64, |sum, m| sum.saturating_add(m.len()))
     };
-    let touched = |soft: &SoftDevice| {
-        let (ddr, hbm) = soft.bus.memory().touched();
-        ddr + hbm
+    let touched = || {
+        let (ddr, hbm) = soft?.memory().touched();
+        Some(ddr + hbm)
     };
-    let recording = args.record.as_deref().map(|to| Recording::of(&mut soft, to)).transpose()?;
-    let before = touched(&soft);
+    let recording = args.record.as_deref().map(|to| Recording::of(&mut card.device, to)).transpose()?;
+    let before = touched();
     let bar = Progress::new("load", shown);
     bar.set_length(bytes(&inputs));
-    let result = soft.device.load(&mut inputs, placement, &mut |n| bar.advance(n));
-    let (loaded, mut report) = result.map_err(|e| load_failure(&e, &args, &inputs))?;
+    let result = card.device.load(&mut inputs, placement, &mut |n| bar.advance(n));
+    let (loaded, mut report) = result.map_err(|e| load_failure(&e, args, sizes, &inputs))?;
     bar.finish();
-    let (iommu, touched) = (Iommu::of(&soft), touched(&soft).saturating_sub(before));
+    let (iommu, touched) = (soft.map(Iommu::of), touched().zip(before).map(|(now, then)| now.saturating_sub(then)));
     if let Some(recording) = recording {
         recording.save()?;
     }
     if args.verify {
         let bar = Progress::new("verify", shown);
         bar.set_length(report.bytes);
-        let result = soft.device.verify(&loaded, &inputs, &mut |n| bar.advance(n));
+        let result = card.device.verify(&loaded, &inputs, &mut |n| bar.advance(n));
         report.verify_wall = result.map_err(|e| verify_failure(&e))?;
         bar.finish();
     }
-    for (saved, (file, to)) in loaded.files.iter().zip(&targets).enumerate() {
-        soft.device.save(file, to).map_err(|e| save_failure(&e, saved, targets.len()))?;
+    for (saved, (file, to)) in loaded.files.iter().zip(targets).enumerate() {
+        card.device.save(file, to).map_err(|e| save_failure(&e, saved, targets.len()))?;
     }
-    let (heap_peak, resident_peak) = (soft.device.heap().stats().peak as u64, soft.device.resident_peak());
+    let (heap_peak, resident_peak) = (card.device.heap().stats().peak as u64, card.device.resident_peak());
     if args.explain {
-        let ceilings = soft.device.ceilings(&mut inputs);
+        let ceilings = card.device.ceilings(&mut inputs);
         let trouble = |e| Failure::because("cannot measure the ceilings (the files are loaded)", &e);
         report.ceilings = Some(ceilings.map_err(trouble)?);
     }
-    let verified = args.verify;
-    let outcome = Outcome { soft, inputs, loaded, report, verified, iommu, touched, heap_peak, resident_peak };
+    let (device, verified, rung) = (args.device.to_string(), args.verify, card.device.staging_rung().cloned());
+    let outcome = Outcome { device, inputs, loaded, report, verified, rung, iommu, touched, heap_peak, resident_peak };
     match args.json {
         true => output::print_json(&report::json(&outcome))?,
         false => output::print(&report::text(&outcome, args.explain, args.list))?,
@@ -214,21 +269,62 @@ pub fn run(args: LoadArgs) -> Result<ExitCode, Failure> {
     Ok(ExitCode::SUCCESS)
 }
 
+/// Bytes of a card's DDR and HBM.
+type Sizes = (u64, u64);
+
+fn soft_sizes(args: &LoadArgs) -> Sizes {
+    (args.card_ddr.unwrap_or(CARD_DDR.bytes()), args.card_hbm.unwrap_or(CARD_HBM.bytes()))
+}
+
+fn channels(args: &LoadArgs) -> dmalane::MmChannel {
+    match args.mm_channel {
+        MmChannel::Auto => dmalane::MmChannel::Auto,
+        MmChannel::Zero => dmalane::MmChannel::Only(0),
+        MmChannel::One => dmalane::MmChannel::Only(1),
+    }
+}
+
+/// Opens the card on a bus, whose memories are as large as it says.
+fn on_bus<B: HostBus + 'static>(
+    bus: B,
+    heap: Arc<dyn Heap>,
+    args: &LoadArgs,
+) -> Result<(CardDevice<B>, Sizes), Failure> {
+    let how = CardUse { heap, gather: args.gather, mm_channel: channels(args), apart: true, ..CardUse::default() };
+    let card = CardDevice::on(Arc::new(bus), how).map_err(|e| Failure::because("cannot open the card", &e))?;
+    let read = |register: u64| {
+        let half = |offset| card.bus.read32(regs::BAR_REGISTERS, offset).map(u64::from);
+        Ok::<_, dmalane::mem::Error>(half(register)? | half(register + 4)? << 32)
+    };
+    let sizes = (read(regs::DDR_LEN)?, read(regs::HBM_LEN)?);
+    Ok((card, sizes))
+}
+
+/// What is asked of a daemon: so many bytes of its card's memories, or all that a client may have.
+pub fn share_of(socket: &Path, ddr: Option<u64>, hbm: Option<u64>) -> Options {
+    let whole = |bytes: Option<u64>, to: u64| bytes.map_or(0, |bytes| bytes.next_multiple_of(to));
+    Options { ddr: whole(ddr, 2 << 20), hbm: whole(hbm, 4 << 20), ..Options::new(socket) }
+}
+
+/// Connects to a daemon, and opens the function of its card that this process gets.
+fn open_daemon(socket: &Path, args: &LoadArgs) -> Result<(CardDevice<Client>, Sizes), Failure> {
+    let options = share_of(socket, args.card_ddr, args.card_hbm);
+    let (ddr, hbm) = (options.ddr, options.hbm);
+    let client = Client::connect(options)?;
+    let all = |asked: u64, most: u64| if asked == 0 { most } else { asked };
+    let sizes = (all(ddr, client.limits().ddr), all(hbm, client.limits().hbm));
+    let how = CardUse { gather: args.gather, mm_channel: channels(args), ..CardUse::default() };
+    let card = CardDevice::on(Arc::new(client), how);
+    Ok((card.map_err(|e| Failure::because("cannot open the daemon's card", &e))?, sizes))
+}
+
 fn open_soft(args: &LoadArgs) -> Result<SoftDevice, Failure> {
+    let (ddr, hbm) = soft_sizes(args);
     let config = SoftConfig {
-        card: CardConfig {
-            ddr: args.card_ddr,
-            hbm: args.card_hbm,
-            workers: args.workers.into(),
-            ..CardConfig::default()
-        },
+        card: CardConfig { ddr, hbm, workers: args.workers.into(), ..CardConfig::default() },
         host: HostConfig { fragmentation: args.fragmentation, seed: args.seed, ..HostConfig::default() },
         gather: args.gather,
-        mm_channel: match args.mm_channel {
-            MmChannel::Auto => dmalane::MmChannel::Auto,
-            MmChannel::Zero => dmalane::MmChannel::Only(0),
-            MmChannel::One => dmalane::MmChannel::Only(1),
-        },
+        mm_channel: channels(args),
         ..SoftConfig::default()
     };
     SoftDevice::open(config).map_err(|e| {
@@ -239,14 +335,14 @@ fn open_soft(args: &LoadArgs) -> Result<SoftDevice, Failure> {
         failure.hint(format!(
             "the card takes address space for all of its memory (ulimit -v): make it smaller with --card-ddr and \
              --card-hbm, now {} and {}",
-            binary(args.card_ddr),
-            binary(args.card_hbm)
+            binary(ddr),
+            binary(hbm)
         ))
     })
 }
 
 /// Opens the files, or makes the sample.
-fn open(args: &LoadArgs, shown: bool) -> Result<Vec<dmalane::load::Input<FileChannel>>, Failure> {
+fn open(args: &LoadArgs, sizes: Sizes, shown: bool) -> Result<Vec<dmalane::load::Input<FileChannel>>, Failure> {
     let mode = match args.read {
         ReadMode::Auto => Mode::Auto,
         ReadMode::Direct => Mode::Direct,
@@ -263,7 +359,7 @@ fn open(args: &LoadArgs, shown: bool) -> Result<Vec<dmalane::load::Input<FileCha
             })
             .collect(),
         Input::Sample(size) => {
-            sample_fits(*size, args)?;
+            sample_fits(*size, args, sizes)?;
             let file = sample(*size, args.seed, shown)?;
             Ok(vec![open_as(file, SAMPLE, options).map_err(cannot_open)?])
         }
@@ -289,12 +385,12 @@ fn has_size(input: &dmalane::load::Input<FileChannel>) -> Result<(), Failure> {
 const MADE_UP: [u32; 5] = [0x9fa0, 0x6265_6572, 0x6367_7270, 0x6462_6720, 0x7472_6163];
 
 /// Looks, before anything is written, whether a sample has room on the card and in the temporary folder.
-fn sample_fits(size: u64, args: &LoadArgs) -> Result<(), Failure> {
-    let room = card_room(args);
+fn sample_fits(size: u64, args: &LoadArgs, sizes: Sizes) -> Result<(), Failure> {
+    let room = card_room(args, sizes);
     if size > room {
         let have = format!("the card has {} for it", binary(room));
         let failure = Failure::new(format!("a sample of {} does not fit the card: {have}", binary(size)));
-        return Err(failure.hint(card_hint(args, &[size])));
+        return Err(failure.hint(card_hint(args, sizes, &[size])));
     }
     let folder = std::env::temp_dir();
     // Where it cannot be told, writing will tell.
@@ -309,9 +405,9 @@ fn sample_fits(size: u64, args: &LoadArgs) -> Result<(), Failure> {
 }
 
 /// The most that one file can have on an empty card.
-fn card_room(args: &LoadArgs) -> u64 {
-    let ddr = args.card_ddr.next_multiple_of(2 << 20);
-    let half = args.card_hbm.next_multiple_of(4 << 20) / 2;
+fn card_room(args: &LoadArgs, (ddr, hbm): Sizes) -> u64 {
+    let ddr = ddr.next_multiple_of(2 << 20);
+    let half = hbm.next_multiple_of(4 << 20) / 2;
     let tables = tables(ddr, 2 * half);
     match args.placement {
         // The tables are where there is most room.
@@ -329,15 +425,15 @@ fn tables(ddr: u64, hbm: u64) -> u64 {
 }
 
 /// Which option gives the card room for `files` of so many bytes, and a size that is enough for all of them.
-fn card_hint(args: &LoadArgs, files: &[u64]) -> String {
+fn card_hint(args: &LoadArgs, (ddr, hbm): Sizes, files: &[u64]) -> String {
     const SLACK: u64 = 4 << 20;
     let padded = || files.iter().map(|bytes| bytes.saturating_add(SLACK));
     let total = padded().fold(0, u64::saturating_add);
     let (option, needed, other) = match args.placement {
-        Placement::Ddr => ("--card-ddr", total, args.card_hbm),
+        Placement::Ddr => ("--card-ddr", total, hbm),
         // Each file goes to the half with more room, which then has at most half of the largest file more than half of all.
-        Placement::Hbm => ("--card-hbm", total.saturating_add(padded().max().unwrap_or(0)), args.card_ddr),
-        Placement::HbmStriped => ("--card-hbm", total, args.card_ddr),
+        Placement::Hbm => ("--card-hbm", total.saturating_add(padded().max().unwrap_or(0)), ddr),
+        Placement::HbmStriped => ("--card-hbm", total, ddr),
     };
     // Tables for the larger card; in HBM both halves lose what one gives to them.
     let tables = tables(needed.saturating_add(needed / 16).saturating_add(SLACK).min(1 << 40), other);
@@ -345,7 +441,15 @@ fn card_hint(args: &LoadArgs, files: &[u64]) -> String {
     if enough > CARD_MOST.bytes() {
         return format!("that is more than {option} can be ({CARD_MOST}): load less at a time");
     }
-    format!("{option} {} is enough", Size::about(enough))
+    match args.device {
+        Device::Soft => format!("{option} {} is enough", Size::about(enough)),
+        Device::Daemon(_) => format!(
+            "{option} {} is enough, if the daemon gives a client as much (dmalaned --client-{})",
+            Size::about(enough),
+            option.trim_start_matches("--card-")
+        ),
+        Device::Pci(_) => format!("load less at a time, or onto a card with more ({} is enough)", Size::about(enough)),
+    }
 }
 
 /// A sample in the temporary folder that has no name, so that nothing is left however this process ends. It is written out
@@ -428,13 +532,13 @@ fn cannot_open(error: dmalane::uring::Error) -> Failure {
     }
 }
 
-fn load_failure(error: &Error, args: &LoadArgs, inputs: &[dmalane::load::Input<FileChannel>]) -> Failure {
+fn load_failure(error: &Error, args: &LoadArgs, sizes: Sizes, inputs: &[dmalane::load::Input<FileChannel>]) -> Failure {
     let failure = Failure::because("the load failed, and nothing of it stays on the card", error);
     match error {
         Error::CardFull { .. } => {
             let layouts = inputs.iter().map(|i| Layout::new(&i.model().ok()?).map(|l| l.bo_len));
             match layouts.collect::<Option<Vec<_>>>() {
-                Some(files) => failure.hint(card_hint(args, &files)),
+                Some(files) => failure.hint(card_hint(args, sizes, &files)),
                 None => failure,
             }
         }

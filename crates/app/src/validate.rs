@@ -11,15 +11,20 @@ use std::time::Duration;
 
 use clap::ValueEnum;
 use dmalane::card::{CardConfig, Workers};
+use dmalane::daemon::Client;
 use dmalane::uring::{NodeError, NodeOptions, NodePaths};
 use dmalane::validate::{
-    Event, FitReport, FitSettings, Report, Settings, SoftTarget, Target, ValidateError, fit_link, run_into as measure,
+    Event, FitReport, FitSettings, Report, Settings, SoftTarget, Target, ValidateError, Way, fit_link,
+    run_into as measure,
 };
+use dmalane::{connect_pci_card, open_pci_card};
 use signal_hook::consts::{SIGINT, SIGTERM};
 use signal_hook::flag;
 
+use crate::cli::{CARD_DDR, CARD_HBM};
 use crate::failure::Failure;
 use crate::output;
+use crate::pci_card::PciCard;
 use crate::progress::Steps;
 use crate::size::Size;
 
@@ -54,6 +59,10 @@ pub struct ValidateArgs {
 pub enum Device {
     /// The software card.
     Soft,
+    /// A share of the card of the daemon at this socket.
+    Daemon(PathBuf),
+    /// A card that is a PCI device.
+    Pci(PciCard),
     /// A file, or one for each direction.
     File(NodePaths),
 }
@@ -64,10 +73,10 @@ pub struct SoftOptions {
     pub ring: Option<usize>,
     /// The modelled link that it hangs off.
     pub emulate: Option<String>,
-    /// Bytes of DDR.
-    pub ddr: u64,
-    /// Bytes of HBM.
-    pub hbm: u64,
+    /// Bytes of DDR, here or asked of a daemon.
+    pub ddr: Option<u64>,
+    /// Bytes of HBM, here or asked of a daemon.
+    pub hbm: Option<u64>,
     /// A thread for each channel.
     pub workers: bool,
 }
@@ -152,7 +161,7 @@ pub fn run(args: ValidateArgs) -> Result<ExitCode, Failure> {
     if let Some(path) = &args.plot {
         writable(path)?;
     }
-    let (mut target, mut fitted) = targets(&args).map_err(|e| failure(e, &args))?;
+    let (mut target, mut fitted) = targets(&args)?;
     [Some(&mut target), fitted.as_mut()].into_iter().flatten().for_each(|t| t.stop_when(signals.told.clone()));
     let bar = Steps::new(!args.quiet);
     let mut watch = |event| match event {
@@ -162,9 +171,10 @@ pub fn run(args: ValidateArgs) -> Result<ExitCode, Failure> {
     let mut report = Report::default();
     let mut result = measure(&target, &args.settings, &mut report, &mut watch);
     let mut fit = None;
-    if let Some(target) = fitted.filter(|_| result.is_ok() && report.passed()) {
+    if args.fit && result.is_ok() && report.passed() {
+        let target = fitted.as_ref().unwrap_or(&target);
         let settings = FitSettings { offset: args.settings.offset, ..FitSettings::default() };
-        match fit_link(&target, &settings, &mut watch) {
+        match fit_link(target, &settings, &mut watch) {
             Ok(found) => fit = Some((found, settings)),
             Err(e) => result = Err(e),
         }
@@ -209,18 +219,22 @@ pub fn run(args: ValidateArgs) -> Result<ExitCode, Failure> {
 }
 
 /// The device to measure, and the one to find the limits of.
-fn targets(args: &ValidateArgs) -> Result<(Target, Option<Target>), ValidateError> {
+fn targets(args: &ValidateArgs) -> Result<(Target, Option<Target>), Failure> {
+    let told = |e| failure(e, args);
     match &args.device {
         Device::File(paths) => {
             // As many calls at once as the ceiling makes.
-            let threads = args.settings.threads;
+            let ways = if args.settings.ways.contains(&Way::Both) { 2 } else { 1 };
+            let threads = args.settings.threads * ways;
             let options =
                 NodeOptions { probe_at: args.probe_at, direct: args.direct, threads, ..NodeOptions::default() };
-            Ok((Target::file(paths.clone(), options, args.lose)?, None))
+            Ok((Target::file(paths.clone(), options, args.lose).map_err(told)?, None))
         }
         Device::Soft => {
             let workers = if args.soft.workers { Workers::PerChannel } else { Workers::Inline };
-            let card = CardConfig { ddr: args.soft.ddr, hbm: args.soft.hbm, workers, ..CardConfig::default() };
+            let ddr = args.soft.ddr.unwrap_or(CARD_DDR.bytes());
+            let hbm = args.soft.hbm.unwrap_or(CARD_HBM.bytes());
+            let card = CardConfig { ddr, hbm, workers, ..CardConfig::default() };
             let soft = |catch_up| SoftTarget {
                 card,
                 ring: args.soft.ring,
@@ -229,8 +243,26 @@ fn targets(args: &ValidateArgs) -> Result<(Target, Option<Target>), ValidateErro
                 ..SoftTarget::default()
             };
             // A busy machine's late threads shall not look like a limit.
-            let fitted = args.fit.then(|| Target::soft(soft(Some(Duration::from_millis(20))))).transpose()?;
-            Ok((Target::soft(soft(None))?, fitted))
+            let fitted =
+                args.fit.then(|| Target::soft(soft(Some(Duration::from_millis(20))))).transpose().map_err(told)?;
+            Ok((Target::soft(soft(None)).map_err(told)?, fitted))
+        }
+        Device::Daemon(socket) => {
+            let client = Client::connect(crate::load::share_of(socket, args.soft.ddr, args.soft.hbm))?;
+            let name = format!("the card of the daemon at {}", socket.display());
+            Ok((Target::card(name, Arc::new(client), args.soft.ring)?, None))
+        }
+        Device::Pci(card) => {
+            let (name, ring) = (format!("the card {card}"), args.soft.ring);
+            let target = match card {
+                PciCard::Vfio(bdf) => {
+                    Target::card(name, Arc::new(open_pci_card(bdf).map_err(|e| card.refused(&e))?), ring)
+                }
+                PciCard::VfioUser(socket) => {
+                    Target::card(name, Arc::new(connect_pci_card(socket).map_err(|e| card.refused(&e))?), ring)
+                }
+            };
+            Ok((target.map_err(told)?, None))
         }
     }
 }
@@ -257,6 +289,10 @@ fn failure(error: ValidateError, args: &ValidateArgs) -> Failure {
                 (Device::File(_), _) => format!("a file of {needed} bytes"),
                 (Device::Soft, "DDR") => format!("--card-ddr {}", Size::about(*needed)),
                 (Device::Soft, _) => format!("--card-hbm {}", Size::about(needed.saturating_mul(2))),
+                (Device::Pci(_), _) => "a card with more memory".to_owned(),
+                (Device::Daemon(_), _) => {
+                    "a daemon that gives a client more (dmalaned --client-ddr, --client-hbm)".to_owned()
+                }
             };
             let smaller = match room {
                 0 if args.settings.offset > 0 => "a smaller --offset".to_owned(),

@@ -104,6 +104,73 @@ fn it_serves_until_it_is_told_to_end() {
 }
 
 #[test]
+fn what_clients_would_meet_is_said_at_the_start() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("socket");
+    let script = "ulimit -n 512; exec \"$0\" --socket \"$1\"";
+    let mut shell = Command::new("sh");
+    shell.args(["-c", script, env!("CARGO_BIN_EXE_dmalaned")]).arg(&path).stderr(Stdio::piped());
+    let child = shell.spawn().unwrap();
+    drop(wait_for(&path));
+    let output = end(child, Signal::TERM);
+    let said = text(&output.stderr);
+    assert!(said.contains("dmalaned: warning: all clients") && said.contains("this process may have 512"), "{said}");
+}
+
+#[test]
+fn files_are_loaded_and_the_card_is_measured_through_it() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("socket");
+    let (socket, saved) = (path.to_str().unwrap(), folder.path().join("saved"));
+    let mut daemon = command(&["--socket", socket, "--client-ddr", "64MiB", "--client-hbm", "64MiB"]);
+    let child = daemon.stderr(Stdio::piped()).spawn().unwrap();
+    drop(wait_for(&path));
+    let device = format!("daemon:{socket}");
+    let dmalane = |args: &[&str]| Command::new(env!("CARGO_BIN_EXE_dmalane")).args(args).output().unwrap();
+    let load = |more: &[&str]| dmalane(&[&["load", "-q", "-d", &device], more].concat());
+
+    let bytes: Vec<u8> = (0..5_000_001u32).map(|i| (i ^ i >> 9) as u8).collect();
+    let file = folder.path().join("weights.bin");
+    std::fs::write(&file, &bytes).unwrap();
+    let (file, to) = (file.to_str().unwrap(), saved.to_str().unwrap());
+    let output = load(&[file, "--verify", "--gather", "1MiB", "--placement", "hbm-striped", "--save", to, "--json"]);
+    assert!(output.status.success(), "{}", text(&output.stderr));
+    let json: Value = serde_json::from_slice(&output.stdout).unwrap();
+    assert_eq!((&json["device"], &json["verified"]), (&device.as_str().into(), &true.into()));
+    assert!(json["host"]["iommu_tables"].is_null() && json["card"]["touched_bytes"].is_null());
+    assert!(std::fs::read(&saved).unwrap() == bytes);
+    let output = load(&["--sample", "8MiB", "--verify", "--explain"]);
+    assert!(output.status.success(), "{}", text(&output.stderr));
+    assert!(text(&output.stdout).contains(&format!("IOMMU      in the daemon: {device}")));
+    // Of the rest of the card there is nothing to be had.
+    let output = load(&["--sample", "65MiB"]);
+    assert_eq!(output.status.code(), Some(1));
+    assert!(text(&output.stderr).contains("does not fit the card: the card has 63"), "{}", text(&output.stderr));
+    assert!(text(&output.stderr).contains("(dmalaned --client-ddr)"), "{}", text(&output.stderr));
+    let output = load(&["--sample", "1MiB", "--card-ddr", "128MiB"]);
+    assert!(text(&output.stderr).contains("a client may have 67108864"), "{}", text(&output.stderr));
+    for option in [&["--workers"][..], &["--fragmentation", "0"]] {
+        let output = load(&[&["--sample", "1MiB"], option].concat());
+        assert_eq!(output.status.code(), Some(2), "{}", text(&output.stderr));
+    }
+
+    let quick = ["validate", "-q", "-j", "2", "--buffer-size", "64KiB", "--iterations", "3", "--json"];
+    let output = dmalane(&[&quick[..], &["-d", &device]].concat());
+    assert!(output.status.success(), "{}", text(&output.stderr));
+    let json: Value = serde_json::from_slice(&output.stdout).unwrap();
+    assert_eq!(json["integrity"].as_array().unwrap().len(), 3, "{json}");
+    assert_eq!(json["figures"].as_array().unwrap().len(), 9, "{json}");
+    let output = dmalane(&[&quick[..], &["-d", &device, "--workers"]].concat());
+    assert_eq!(output.status.code(), Some(2), "{}", text(&output.stderr));
+
+    let output = end(child, Signal::TERM);
+    assert!(text(&output.stderr).contains("5 clients served, 5 released"), "{}", text(&output.stderr));
+    let output = load(&[file]);
+    assert_eq!(output.status.code(), Some(1));
+    assert!(text(&output.stderr).contains("is dmalaned running"), "{}", text(&output.stderr));
+}
+
+#[test]
 fn a_service_manager_hands_a_socket_over_and_hears_that_it_is_ready() {
     use rustix::net::{AddressFamily, SocketAddrUnix, SocketType};
     let folder = tempfile::tempdir().unwrap();

@@ -350,16 +350,16 @@ impl<B: HostBus> CardQueue<B> {
             *head += 1;
             n += 1;
         }
-        let mut ticket = *next - flying.len() as u64;
+        let ticket = *next - flying.len() as u64;
         firsts.drain(..n);
         stats.ok += n as u64;
-        done.extend(flying.drain(..n).map(|operation| {
+        done.reserve(n);
+        for (ticket, operation) in (ticket..).zip(flying.drain(..n)) {
             let bytes = operation.bytes();
             stats.bytes += bytes;
             sampler.ended(ticket, &mut stats.latency);
-            ticket += 1;
-            Ended { ticket: Ticket::new(ticket - 1), operation, result: Ok(()), bytes }
-        }));
+            done.push(Ended { ticket: Ticket::new(ticket), operation, result: Ok(()), bytes });
+        }
     }
 
     /// Collects the operations that the card has reported.

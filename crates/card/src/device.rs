@@ -150,14 +150,14 @@ impl<M: DeviceMem + 'static, F: Format> SoftCard<M, F> {
     /// Lets each channel that nobody else is running do a bounded amount of work (32 descriptors, 1 MiB), and says
     /// whether any was done. With a worker for each channel this does nothing.
     pub fn progress(&self) -> bool {
-        self.helps && (0..self.core.channels.len()).fold(false, |did, i| self.core.try_step(i).is_some() | did)
+        self.helps && (0..self.core.channels.len()).fold(false, |did, i| self.core.try_step(i, true).is_some() | did)
     }
 
     /// Lets one channel do a bounded amount of work (32 descriptors, 1 MiB), for a thread that divides its time among
     /// channels, of several cards perhaps. `None` when the channel has nothing to do, another thread is at it, or there is none with this
-    /// number.
+    /// number; and while the host is changing translations, which may take longer than others should wait.
     pub fn step(&self, channel: usize) -> Option<Stepped> {
-        (channel < self.core.channels.len()).then(|| self.core.try_step(channel))?
+        (channel < self.core.channels.len()).then(|| self.core.try_step(channel, false))?
     }
 
     /// True when the card has threads, so that it works although nobody calls [`SoftCard::progress`].
@@ -213,7 +213,7 @@ impl<M: DeviceMem, F: Format> Core<M, F> {
     fn run(&self, channels: impl Iterator<Item = usize> + Clone) {
         let mut idle = 0;
         while !self.quit.load(Ordering::SeqCst) {
-            if channels.clone().fold(false, |did, index| self.try_step(index).is_some() | did) {
+            if channels.clone().fold(false, |did, index| self.try_step(index, true).is_some() | did) {
                 idle = 0;
             } else if idle < SPINS {
                 idle += 1;
@@ -225,7 +225,7 @@ impl<M: DeviceMem, F: Format> Core<M, F> {
         }
     }
 
-    fn try_step(&self, index: usize) -> Option<Stepped> {
+    fn try_step(&self, index: usize, waits: bool) -> Option<Stepped> {
         let channel = &self.channels[index];
         if !channel.regs.want_a_step() {
             return None;
@@ -235,7 +235,7 @@ impl<M: DeviceMem, F: Format> Core<M, F> {
             Err(TryLockError::Poisoned(poisoned)) => poisoned.into_inner(),
             Err(TryLockError::WouldBlock) => return None,
         };
-        queue.step(&channel.regs, &self.inside, || (self.interrupt)(index))
+        queue.step(&channel.regs, &self.inside, waits, || (self.interrupt)(index))
     }
 
     fn read_register(&self, offset: u64) -> Option<u32> {

@@ -188,11 +188,13 @@ impl<M: DeviceMem> Queue<M> {
         Self { mem, engine }
     }
 
-    /// Does a bounded amount of work, `None` when there was none. Calls `interrupt` when one is due.
+    /// Does a bounded amount of work, `None` when there was none. Calls `interrupt` when one is due. Unless it `waits`, there is none either
+    /// while the host is changing translations.
     pub(crate) fn step<F: Format>(
         &mut self,
         regs: &Registers,
         inside: &Inside<F>,
+        waits: bool,
         interrupt: impl Fn(),
     ) -> Option<Stepped> {
         let Self { mem, engine } = self;
@@ -214,7 +216,8 @@ impl<M: DeviceMem> Queue<M> {
             State::Running(rings) => {
                 let before = engine.head;
                 let (h2c, c2h, ok) = (0, 0, 0);
-                let mut work = Work { mem: mem.hold(), mmu: None, inside, regs, rings, h2c, c2h, ok };
+                let mem = if waits { mem.hold() } else { mem.try_hold()? };
+                let mut work = Work { mem, mmu: None, inside, regs, rings, h2c, c2h, ok };
                 let mut budget = STEP_BYTES;
                 let worked = engine.work(&mut work, &mut budget);
                 engine.report(&mut work);

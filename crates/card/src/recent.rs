@@ -4,13 +4,40 @@
 //! this channel wrote a few MiB ago is taken to be there still, every other one not. What the processor does besides,
 //! the card cannot know: that is what the hint in a descriptor is for.
 
+use std::sync::OnceLock;
+
 use dmalane_mem::CopyHint;
 
 /// Bytes of a block: no more than the shortest write that is looked at, or its neighbours would pass for itself.
 const BLOCK: u64 = 4 << 10;
-const BLOCKS: usize = 1024;
-/// This much later a block is no longer in the cache: about one core's share of a third-level cache.
-const RECENT: u64 = BLOCK * BLOCKS as u64;
+/// This much later a block is no longer in the cache, where nothing else is known; and the most that is believed.
+const RECENT: u64 = 4 << 20;
+const MOST: u64 = 32 << 20;
+
+/// One processor's share of the last cache, as the kernel says (`/sys/devices/system/cpu`), between [`RECENT`] and [`MOST`].
+fn share() -> u64 {
+    static SHARE: OnceLock<u64> = OnceLock::new();
+    *SHARE.get_or_init(|| {
+        if let Ok(v) = std::env::var("DMALANE_RECENT") {
+            return v.parse::<u64>().unwrap_or(4) << 20;
+        }
+        let read = |file| std::fs::read_to_string(format!("/sys/devices/system/cpu/cpu0/cache/index3/{file}")).ok();
+        let found = read("size").zip(read("shared_cpu_list")).and_then(|(size, sharers)| share_of(&size, &sharers));
+        found.unwrap_or(RECENT)
+    })
+}
+
+/// The share of each of the processors in a list such as `0-3,8`, of a cache of a size such as `32768K`, as a power of two.
+fn share_of(size: &str, sharers: &str) -> Option<u64> {
+    let kibs: u64 = size.trim().strip_suffix('K')?.parse().ok()?;
+    let count = |range: &str| -> Option<u64> {
+        let (first, last) = range.split_once('-').unwrap_or((range, range));
+        last.parse::<u64>().ok()?.checked_sub(first.parse().ok()?)?.checked_add(1)
+    };
+    let sharers = sharers.trim().split(',').map(count).sum::<Option<u64>>()?;
+    let share = kibs.checked_mul(1 << 10)?.checked_div(sharers)?;
+    Some((share.max(1).ilog2()).min(MOST.ilog2()).max(RECENT.ilog2())).map(|log2| 1 << log2)
+}
 
 /// Which memory a destination is in: addresses of different memories are told apart.
 #[derive(Clone, Copy, PartialEq, Eq)]
@@ -22,13 +49,20 @@ pub(crate) enum Memory {
 /// The blocks written last.
 pub(crate) struct Recent {
     /// Which block, and how many bytes had been written before.
-    blocks: Box<[(u64, u64); BLOCKS]>,
+    blocks: Box<[(u64, u64)]>,
     written: u64,
+    /// Bytes after which a block is no longer in the cache.
+    recent: u64,
 }
 
 impl Recent {
     pub(crate) fn new() -> Self {
-        Self { blocks: Box::new([(u64::MAX, 0); BLOCKS]), written: RECENT }
+        Self::of(share())
+    }
+
+    /// For a cache of which the channel has so many bytes, a power of two.
+    fn of(recent: u64) -> Self {
+        Self { blocks: vec![(u64::MAX, 0); (recent / BLOCK) as usize].into(), written: recent, recent }
     }
 
     /// Notes a write of `len` bytes at `at`, and says how to do it. Writes shorter than `from` are never worth bypassing the
@@ -40,14 +74,15 @@ impl Recent {
         let key = |block: u64| block << 1 | u64::from(memory == Memory::Card);
         let (first, last) = (at / BLOCK, at.saturating_add(len - 1) / BLOCK);
         // The last one: the first may also be the end of what was written before this.
-        let (block, then) = self.blocks[last as usize % BLOCKS];
-        let hot = block == key(last) && self.written - then <= RECENT;
+        let mask = self.blocks.len() - 1;
+        let (block, then) = self.blocks[last as usize & mask];
+        let hot = block == key(last) && self.written - then <= self.recent;
         self.written += len;
-        for block in first.max(last.saturating_sub(BLOCKS as u64 - 1))..=last {
-            self.blocks[block as usize % BLOCKS] = (key(block), self.written);
+        for block in first.max(last.saturating_sub(mask as u64))..=last {
+            self.blocks[block as usize & mask] = (key(block), self.written);
         }
         // What is longer than that has pushed its own beginning out when it comes round again.
-        if hot && len <= RECENT { CopyHint::Keep } else { CopyHint::StreamUnordered }
+        if hot && len <= self.recent { CopyHint::Keep } else { CopyHint::StreamUnordered }
     }
 }
 
@@ -57,7 +92,7 @@ mod tests {
 
     #[test]
     fn what_comes_round_again_is_hot() {
-        let mut recent = Recent::new();
+        let mut recent = Recent::of(4 << 20);
         let mut hint = |memory, at, len| recent.hint(memory, at, len, 4096);
         assert!(hint(Memory::Card, 0, 100) == CopyHint::Keep, "too short");
         for at in [0, 1 << 20] {
@@ -73,5 +108,24 @@ mod tests {
         }
         assert!(hint(Memory::Card, 0, 1 << 20) == CopyHint::StreamUnordered, "long ago");
         assert!(hint(Memory::Card, u64::MAX - 9, 1 << 40) == CopyHint::StreamUnordered, "no overflow");
+    }
+
+    #[test]
+    fn a_cache_is_shared_out() {
+        for (size, sharers, share) in [
+            ("32768K\n", "0-1\n", 16 << 20),
+            ("32768K", "0-15", 4 << 20),
+            ("98304K", "0-7,64-71", 4 << 20),
+            ("98304K", "3", 32 << 20),
+            ("16384K", "0,2,4", 4 << 20),
+        ] {
+            assert_eq!(share_of(size, sharers), Some(share), "{size} {sharers}");
+        }
+        for (size, sharers) in
+            [("", "0"), ("32M", "0"), ("1K", ""), ("1K", "3-1"), ("99999999999999999999K", "0"), ("9K", "0-x")]
+        {
+            assert_eq!(share_of(size, sharers), None, "{size} {sharers}");
+        }
+        assert!((RECENT..=MOST).contains(&share()) && share().is_power_of_two());
     }
 }

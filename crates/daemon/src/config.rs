@@ -37,6 +37,8 @@ pub struct Config {
     pub limits: Limits,
     /// Clients at one time.
     pub clients: usize,
+    /// Those of one user; `None` for three quarters of them, so that no user can take all places.
+    pub user_clients: Option<usize>,
     /// Users who may connect, by number. With this and the next empty: everybody whom the socket's mode lets in.
     pub uids: Vec<u32>,
     /// Groups (primary ones) whose members may connect, by number.
@@ -45,20 +47,27 @@ pub struct Config {
     pub spin: Duration,
     /// How long a client's queues get to stop when it has gone.
     pub patience: Duration,
+    /// How long a client has to greet.
+    pub greeting: Duration,
+    /// How long it has to open a function.
+    pub opening: Duration,
 }
 
 impl Default for Config {
-    /// 32 GiB of each memory, 64 clients, 100 us of looking, 5 s of patience.
+    /// 32 GiB of each memory, 64 clients, 100 us of looking, 5 s of patience, 5 s to greet and 30 s to open a function.
     fn default() -> Self {
         Self {
             ddr: 32 << 30,
             hbm: 32 << 30,
             limits: Limits::default(),
             clients: 64,
+            user_clients: None,
             uids: Vec::new(),
             gids: Vec::new(),
             spin: Duration::from_micros(100),
             patience: Duration::from_secs(5),
+            greeting: Duration::from_secs(5),
+            opening: Duration::from_secs(30),
         }
     }
 }
@@ -115,7 +124,39 @@ impl Config {
         if !(1..=1024).contains(&self.clients) {
             return bad("clients", self.clients as u64, "must be 1 to 1024");
         }
+        if let Some(of_one) = self.user_clients.filter(|n| !(1..=self.clients).contains(n)) {
+            return bad("clients of a user", of_one as u64, "must be 1 to the number of clients");
+        }
         Ok(())
+    }
+
+    /// What is going to be in the way of a daemon like this in a process that may have so many descriptors (`None` for any number), on a kernel
+    /// whose `vm.overcommit_memory` is so.
+    pub fn warnings(&self, descriptors: Option<u64>, overcommit: Option<&str>) -> Vec<String> {
+        let mut warnings = Vec::new();
+        // Of a client: connection, register page, bells, the card's two memories, and its buffers. Of all: what waits to be closed, and
+        // some.
+        let Limits { queues, buffers, .. } = self.limits;
+        let needed = self.clients as u64 * (5 + u64::from(queues) + u64::from(buffers)) + 1024 + 64;
+        if let Some(have) = descriptors.filter(|have| *have < needed) {
+            warnings.push(format!(
+                "all clients with all their buffers need {needed} descriptors, and this process may have {have}; some would be refused: \
+                 raise LimitNOFILE= of the unit (ulimit -Hn), or lower --clients or --client-buffers"
+            ));
+        }
+        if overcommit.is_some_and(|mode| mode.trim() == "2") {
+            warnings.push(
+                "vm.overcommit_memory is 2, so the kernel counts memory of the card that nobody has touched yet: lower --client-ddr and \
+                 --client-hbm, or clients are refused"
+                    .to_owned(),
+            );
+        }
+        warnings
+    }
+
+    /// Clients that one user may have.
+    pub(crate) fn of_one_user(&self) -> usize {
+        self.user_clients.unwrap_or(self.clients - self.clients / 4)
     }
 
     /// Whether this user may connect.
@@ -169,6 +210,22 @@ mod tests {
         assert_eq!(check(|c| c.limits.buffers = 0).unwrap_err().what, "buffers of a client");
         assert_eq!(check(|c| c.limits.bytes = 1).unwrap_err().what, "bytes of a client's buffers");
         assert_eq!(check(|c| c.clients = 0).unwrap_err().what, "clients");
+        assert_eq!(check(|c| c.user_clients = Some(65)).unwrap_err().what, "clients of a user");
+        let shares = [1, 2, 3, 4, 64].map(|clients| Config { clients, ..Config::default() }.of_one_user());
+        assert_eq!(shares, [1, 2, 3, 3, 48]);
+    }
+
+    #[test]
+    fn what_is_going_to_be_in_the_way_is_said() {
+        let config = Config::default();
+        let needed = 64 * (5 + 2 + 256) + 1024 + 64;
+        for (descriptors, overcommit) in [(None, None), (Some(needed), Some("0\n")), (Some(1 << 20), Some("1"))] {
+            assert!(config.warnings(descriptors, overcommit).is_empty(), "{descriptors:?} {overcommit:?}");
+        }
+        let [few] = &config.warnings(Some(needed - 1), Some("0"))[..] else { panic!("one") };
+        assert!(few.contains(&format!("need {needed} descriptors, and this process may have {}", needed - 1)), "{few}");
+        let [strict] = &config.warnings(None, Some("2\n"))[..] else { panic!("one") };
+        assert!(strict.contains("--client-ddr"), "{strict}");
     }
 
     #[test]

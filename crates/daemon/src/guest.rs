@@ -221,7 +221,11 @@ impl Guest {
                 written.map_err(|e| Refused(Code::NoSuchThing, e))?;
                 Ok(nothing)
             }
-            Request::Map { access, segments } => self.map(house, access, segments, fds),
+            Request::Map { access, segments } => {
+                let answer = self.map(house, access, segments, fds);
+                house.roster.nudge(); // it has passed this client by while tables were written
+                answer
+            }
             Request::Unmap { iova } => {
                 let Some(mapped) = self.mappings.remove(&iova) else {
                     return Err(Refused(Code::NoSuchThing, format!("no mapping begins at {iova:#x}")));
@@ -231,6 +235,7 @@ impl Guest {
                 for key in keys {
                     self.unuse(key);
                 }
+                house.roster.nudge(); // as above
                 Ok(nothing)
             }
             Request::Buffer { len } => self.make(house, len),
@@ -353,7 +358,7 @@ impl Guest {
             let text = format!("a client may have {} mappings", 16 * house.config.limits.buffers);
             return Err(Refused(Code::Quota, text));
         }
-        // The worker cannot run the client's own queues, and so nobody's, while a mapping is written: one must not show a buffer over and over.
+        // Nobody is answered while a mapping is written: one must not show a buffer over and over.
         let all = segments.iter().fold(0u64, |all, segment| all.saturating_add(segment.len.get()));
         let possible = segments.iter().all(|segment| segment.len.get() <= house.config.limits.bytes);
         if possible && all > house.config.limits.bytes {

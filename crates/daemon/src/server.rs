@@ -26,9 +26,9 @@ use crate::socket::{self, Received};
 use crate::wire::{ANSWER, Code, MAX_MESSAGE, MAX_ROWS, Request, TotalsAnswer, failed, message};
 use crate::worker::Roster;
 
-/// A client has so long to greet, and so long to open a function.
-const GREETING: Duration = Duration::from_secs(5);
-const OPENING: Duration = Duration::from_secs(30);
+/// So many refusals are told one by one in so long a time; of more only the number is told.
+const REFUSALS: u32 = 8;
+const WHILE: Duration = Duration::from_secs(10);
 /// Connections beyond those of clients, for who runs the daemon to ask what goes on.
 const SPARE: usize = 4;
 /// How long the end waits for descriptors of clients to be closed.
@@ -187,6 +187,8 @@ pub enum Event {
         /// Why.
         why: &'static str,
     },
+    /// So many more connections were refused than were told of one by one.
+    RefusedMore(u64),
     /// A client has gone, and everything of its was released.
     Gone {
         /// Its number.
@@ -214,6 +216,7 @@ impl std::fmt::Display for Event {
         match self {
             Self::Came { client, pid, uid } => write!(f, "client {client}: process {pid} of user {uid}"),
             Self::Refused { pid, uid, why } => write!(f, "refused process {pid} of user {uid}: {why}"),
+            Self::RefusedMore(n) => write!(f, "refused {n} more connections within {WHILE:?}"),
             Self::Gone { client, why, released, after } => {
                 let Released { buffers, bytes, mappings, card } = released;
                 write!(
@@ -229,6 +232,34 @@ impl std::fmt::Display for Event {
             ),
             Self::Short(e) => write!(f, "cannot take a connection now: {e}"),
         }
+    }
+}
+
+/// What keeps somebody who knocks without end from filling the log.
+#[derive(Default)]
+struct Refusals {
+    since: Option<Instant>,
+    told: u32,
+    untold: u64,
+}
+
+impl Refusals {
+    /// Whether this one is to be told.
+    fn tell(&mut self, now: Instant) -> bool {
+        self.since.get_or_insert(now);
+        let tell = self.told < REFUSALS;
+        if tell {
+            self.told += 1
+        } else {
+            self.untold += 1
+        }
+        tell
+    }
+
+    /// How many were not told, once their time is over.
+    fn untold(&mut self, now: Instant) -> Option<u64> {
+        self.since.filter(|since| now.duration_since(*since) >= WHILE)?;
+        Some(std::mem::take(self).untold).filter(|n| *n > 0)
     }
 }
 
@@ -255,6 +286,7 @@ pub struct Server {
     closing: Vec<Closing>,
     next: u64,
     totals: Totals,
+    refusals: Refusals,
     started: Instant,
     worker: Option<JoinHandle<()>>,
     log: Box<dyn FnMut(&Event) + Send>,
@@ -277,6 +309,7 @@ impl Server {
             closing: Vec::new(),
             next: 1,
             totals: Totals::default(),
+            refusals: Refusals::default(),
             started: Instant::now(),
             worker: Some(worker),
             log: Box::new(log),
@@ -349,6 +382,9 @@ impl Server {
             if !self.worker_lives() {
                 return Err(ServeError::WorkerDied);
             }
+            if let Some(untold) = self.refusals.untold(Instant::now()) {
+                (self.log)(&Event::RefusedMore(untold));
+            }
             self.expire(&ready);
             for (id, full) in ready {
                 match full {
@@ -386,6 +422,8 @@ impl Server {
             Some((Code::NotPermitted, "this user may not use the daemon (--allow-uid, --allow-gid)"))
         } else if there >= self.house.config.clients {
             Some((Code::Quota, "the daemon has as many clients as it takes (--clients)"))
+        } else if self.of_user(uid) >= self.house.config.of_one_user() {
+            Some((Code::Quota, "this user has as many clients as one may have (--user-clients)"))
         } else {
             None
         };
@@ -395,7 +433,9 @@ impl Server {
             && !(operator && there < self.house.config.clients + SPARE)
         {
             self.totals.refused += 1;
-            (self.log)(&Event::Refused { pid: peer.pid, uid, why });
+            if self.refusals.tell(Instant::now()) {
+                (self.log)(&Event::Refused { pid: peer.pid, uid, why });
+            }
             let _ = socket::send(&socket, &failed(0, code, why), &[], false);
             self.dispose(uid, socket);
             return Ok(());
@@ -408,21 +448,31 @@ impl Server {
         Ok(())
     }
 
+    /// Connections of a user, with those that are being closed.
+    fn of_user(&self, uid: u32) -> usize {
+        let closing = self.closing.iter().map(|c| &c.connection);
+        self.connections.values().chain(closing).filter(|c| c.guest.peer.uid == uid).count()
+    }
+
     /// Ends a connection, whatever lies unread in it.
     fn dispose(&self, uid: u32, socket: OwnedFd) {
         let _ = rustix::net::shutdown(&socket, Shutdown::Both);
         self.house.disposal.put(uid, [socket]);
     }
 
-    /// Ends the connections that take a client's place and do not become one. What these have said has not been looked at yet.
+    /// Ends the connections that take a client's place and do not become one. What the `ready` have said has not been looked at yet: they get
+    /// twice as long, and no longer, or one could stay by asking for the status without end.
     fn expire(&mut self, ready: &[(u64, bool)]) {
+        let Config { greeting, opening, .. } = self.house.config;
         let late = |c: &Connection| {
             let after = c.since.elapsed();
-            c.guest.function.is_none() && (after > OPENING || (!c.guest.greeted && after > GREETING))
+            c.guest.function.is_none() && (after > opening || (!c.guest.greeted && after > greeting))
         };
         let late: Vec<u64> = {
             let quiet = |id: u64| ready.iter().all(|(r, _)| *r != id);
-            self.connections.iter().filter(|(id, c)| late(c) && quiet(**id)).map(|(id, _)| *id).collect()
+            let too_late = |c: &Connection| c.since.elapsed() > opening.saturating_mul(2);
+            let expired = |(id, c): &(&u64, &Connection)| late(c) && (quiet(**id) || too_late(c));
+            self.connections.iter().filter(expired).map(|(id, _)| *id).collect()
         };
         for id in late {
             self.close(id, "the client has not opened a function in time", false);
@@ -608,6 +658,19 @@ mod tests {
         let totals = daemon.join().unwrap();
         assert_eq!((totals.served, totals.released, totals.quarantined), (1, 1, 1));
         drop((queue, card, client));
+    }
+
+    #[test]
+    fn who_knocks_without_end_does_not_fill_the_log() {
+        let mut refusals = Refusals::default();
+        let start = Instant::now();
+        let told = (0..1000).filter(|i| refusals.tell(start + Duration::from_millis(*i))).count();
+        assert_eq!(told, REFUSALS as usize);
+        assert_eq!(refusals.untold(start + WHILE / 2), None);
+        assert_eq!(refusals.untold(start + WHILE), Some(1000 - u64::from(REFUSALS)));
+        assert_eq!(refusals.untold(start + WHILE), None);
+        assert!(refusals.tell(start + WHILE), "and again");
+        assert_eq!(refusals.untold(start + 2 * WHILE), None, "there were no more");
     }
 
     #[test]

@@ -381,6 +381,81 @@ fn requests_that_must_be_refused() {
 }
 
 #[test]
+fn memfds_with_more_seals_than_needed() {
+    let daemon = Daemon::start(Config::default());
+    let before = (open_files(), memfd_mappings());
+    let mut bystander = Bystander::new(&daemon);
+    let mut ringed = Ringed::new(&daemon.path);
+    let sealed = |seals: SealFlags| {
+        let fd = rustix::fs::memfd_create("dmalane-sealed", MemfdFlags::ALLOW_SEALING).unwrap();
+        rustix::fs::ftruncate(&fd, 8192).unwrap();
+        rustix::io::pwrite(&fd, &[0x5a; 8192], 0).unwrap();
+        rustix::fs::fcntl_add_seals(&fd, seals).unwrap();
+        fd
+    };
+    let all = [segment(0, 0, 8192)];
+    // Against shrinking, and against more seals: no more is asked for, and none can be added.
+    let good = sealed(SealFlags::SHRINK | SealFlags::SEAL);
+    let said = ringed.raw.map(3, &all, &[good.as_fd()]);
+    assert_eq!(said.code(), None);
+    // The card writes through it.
+    start(&mut ringed.raw, &ringed.iovas);
+    for (i, word) in [2, said.word(0), 0, 8192].into_iter().enumerate() {
+        ringed.ring.view().store_u64(8 * i, word).unwrap();
+    }
+    ringed.doorbell(1);
+    let begun = Instant::now();
+    while ringed.raw.read(0x1024) != 1 {
+        assert!(begun.elapsed() < LONG);
+    }
+    let mut bytes = [1; 8192];
+    rustix::io::pread(&good, &mut bytes, 0).unwrap();
+    assert!(bytes.iter().all(|b| *b == 0), "card memory is zeros at first");
+    assert_eq!(ringed.raw.ask(&Request::Unmap { iova: said.word(0) }, &[]).code(), None);
+    // Nobody can seal this one against shrinking any more, and these cannot be mapped for writing.
+    for seals in [SealFlags::SEAL, SealFlags::SHRINK | SealFlags::WRITE, SealFlags::SHRINK | SealFlags::FUTURE_WRITE] {
+        let bad = sealed(seals);
+        for access in [1, 3] {
+            let said = ringed.raw.map(access, &all, &[bad.as_fd()]);
+            assert_eq!(said.code(), Some(Code::BadDescriptor), "{seals:?}");
+        }
+    }
+    ringed.untouched();
+    bystander.check();
+    drop((ringed, said, good));
+    end(daemon, bystander, before);
+}
+
+#[test]
+fn who_does_not_greet_or_open_is_dropped() {
+    let (greeting, opening) = (Duration::from_millis(200), Duration::from_millis(900));
+    let daemon = Daemon::start(Config { greeting, opening, ..Config::default() });
+    let before = (open_files(), memfd_mappings());
+    let mut bystander = Bystander::new(&daemon);
+    let (silent, greeted) = (Raw::new(&daemon.path), Raw::greeted(&daemon.path));
+    let begun = Instant::now();
+    assert!(silent.hear().is_none() && begun.elapsed() >= greeting - Duration::from_millis(50));
+    // Asking for the status is no reason to stay.
+    let mut asking = greeted;
+    let end_of_it = loop {
+        match asking.send(&Request::Status { first: 0 }.encode(1), &[]) {
+            Ok(()) if asking.hear().is_some() => std::thread::sleep(Duration::from_millis(20)),
+            _ => break begun.elapsed(),
+        }
+        assert!(begun.elapsed() < LONG);
+    };
+    assert!(end_of_it >= opening - Duration::from_millis(50), "{end_of_it:?}");
+    let mut late = Raw::greeted(&daemon.path);
+    assert_eq!(late.ask(&Request::Open { ddr: 2 << 20, hbm: 4 << 20, queues: 1 }, &[]).code(), None);
+    std::thread::sleep(opening + greeting);
+    assert_eq!(late.read(0), dmalane_card::regs::ID_VALUE, "who has opened one stays");
+    bystander.check();
+    asking.seqno = 0;
+    drop((silent, asking, late));
+    end(daemon, bystander, before);
+}
+
+#[test]
 fn a_client_that_does_not_listen_loses_its_connection() {
     let daemon = Daemon::start(Config::default());
     let before = (open_files(), memfd_mappings());

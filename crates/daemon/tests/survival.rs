@@ -15,6 +15,7 @@ use std::time::{Duration, Instant};
 use daemon::{Daemon, memfd_mappings, one, open_files, settles_at};
 use dmalane_addr::Access;
 use dmalane_card::{Card, CardQueue};
+use dmalane_daemon::wire::Code;
 use dmalane_daemon::{Client, Config, Error, Limits, Listener, Options, Server};
 use dmalane_engine::conformance_queue::Random;
 use dmalane_engine::{Cancelled, DeviceAddr, Direction, Ended, OpError, Operation, Queue, Refusal, Registered};
@@ -439,6 +440,56 @@ fn nobody_gets_more_than_there_is() {
     assert!(matches!(third, Err(Error::Refused { .. })), "no DDR");
     drop((first, second));
     daemon.end_empty();
+}
+
+#[test]
+fn one_user_does_not_take_all_places() {
+    let small = |path: &Path| Options { ddr: 2 << 20, hbm: 4 << 20, queues: 1, ..Options::new(path) };
+    let daemon = Daemon::start(Config { clients: 4, ..Config::default() });
+    let three: Vec<_> = (0..3).map(|_| Client::connect(small(&daemon.path)).unwrap()).collect();
+    match Client::connect(small(&daemon.path)) {
+        Err(Error::Refused { code: Code::Quota, text }) => assert!(text.contains("--user-clients"), "{text}"),
+        other => panic!("{other:?}"),
+    }
+    // Who runs the daemon sees why.
+    daemon.wait_for("three", |r| r.clients.iter().filter(|c| c.queues == 1).count() == 3);
+    drop(three);
+    daemon.end_empty();
+    let daemon = Daemon::start(Config { clients: 4, user_clients: Some(4), ..Config::default() });
+    drop((0..4).map(|_| Client::connect(small(&daemon.path)).unwrap()).collect::<Vec<_>>());
+    daemon.end_empty();
+}
+
+/// Where the kernel cannot tell the daemon a client's number: it says 0.
+#[test]
+fn a_client_outside_of_the_daemons_pid_namespace_is_served() {
+    if let Some(socket) = std::env::var_os(SOCKET) {
+        return daemon_to_be_killed(Path::new(&socket));
+    }
+    let _one = one();
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("socket");
+    let what = "a_client_outside_of_the_daemons_pid_namespace_is_served";
+    let mut command = Command::new("unshare");
+    command.args(["--pid", "--fork", "--kill-child"]).arg(std::env::current_exe().unwrap());
+    command.args(["--exact", what, "--nocapture", "--test-threads=1"]).env(SOCKET, &path);
+    let mut child = match command.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn() {
+        Ok(child) => child,
+        Err(e) => return println!("SKIPPED: no unshare: {e}"),
+    };
+    let mut lines = BufReader::new(child.stdout.take().unwrap()).lines().map_while(Result::ok);
+    if !lines.any(|line| line.contains("begun")) {
+        let output = child.wait_with_output().unwrap();
+        return println!("SKIPPED: no pid namespace: {}", String::from_utf8_lossy(&output.stderr));
+    }
+    let mut driven = Driven::new(Client::connect(Options::new(&path)).unwrap(), MIB);
+    driven.round(&mut Random(5));
+    let report = dmalane_daemon::report(&path).unwrap();
+    let row = report.clients.iter().find(|c| c.client == driven.client.number()).unwrap();
+    assert_eq!((row.pid, row.queues), (0, 2), "{row:?}");
+    drop(driven);
+    child.kill().unwrap();
+    child.wait().unwrap();
 }
 
 /// Whoever listens and never accepts, as a daemon that hangs, is given up after the client's patience.

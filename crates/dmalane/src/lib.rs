@@ -54,4 +54,7 @@ pub use card_server::{CARD_PCI_ID, CardServer, CardServerError};
 pub use dmalane_uring::Options as FileOptions;
 pub use file::{open_as, open_file};
 pub use pci_card::{connect_pci_card, open_pci_card};
-pub use soft::{BadMmChannel, MmChannel, SoftChannel, SoftConfig, SoftDevice, SoftError, SoftParts};
+pub use soft::{
+    BadMmChannel, CardDevice, CardParts, CardUse, JoinedChannel, MmChannel, SoftChannel, SoftConfig, SoftDevice,
+    SoftError, SoftParts,
+};

@@ -1,4 +1,4 @@
-//! The software card, ready to be loaded.
+//! A card that is ready to be loaded: the software card, or one behind any bus.
 
 use std::str::FromStr;
 use std::sync::Arc;
@@ -7,17 +7,23 @@ use std::time::Duration;
 use dmalane_addr::{CardAddr, DeviceVa, PageSize, Span};
 use dmalane_card::{Card, CardChannel, CardConfig, CardLayout, CardTables, SoftBus, Workers};
 use dmalane_engine::{AddressPolicy, BalancePolicy, DeviceFar, Policy, Split};
-use dmalane_iopt::X86_64_4Level;
+use dmalane_iopt::{Format, X86_64_4Level};
 use dmalane_load::{CardMemory, Device, DeviceParts};
-use dmalane_mem::{AnonHeap, Heap, HostConfig, SoftHost};
+use dmalane_mem::{AnonHeap, Heap, HostBus, HostConfig, MemfdHeap, PageKind, SoftHost};
 use dmalane_vm::Vm;
 use thiserror::Error;
 
-/// The channel of the software card: its queues driven as one.
-pub type SoftChannel = Split<CardChannel<SoftBus>, Box<dyn Policy<DeviceFar>>>;
+/// The channel of a card behind the bus `B`: its queues driven as one.
+pub type JoinedChannel<B> = Split<CardChannel<B>, Box<dyn Policy<DeviceFar>>>;
+
+/// What a [`CardDevice`] is made of.
+pub type CardParts<B> = DeviceParts<JoinedChannel<B>, X86_64_4Level, CardTables<B>>;
+
+/// The channel of the software card.
+pub type SoftChannel = JoinedChannel<SoftBus>;
 
 /// What a [`SoftDevice`] is made of.
-pub type SoftParts = DeviceParts<SoftChannel, X86_64_4Level, CardTables<SoftBus>>;
+pub type SoftParts = CardParts<SoftBus>;
 
 /// Which of the card's channels move the bytes.
 #[derive(Clone, PartialEq, Eq, Debug, Default)]
@@ -91,11 +97,36 @@ impl Default for SoftConfig {
     }
 }
 
-/// Why the software card could not be made.
+/// How a card is driven whose bus there is already.
+#[derive(Clone)]
+pub struct CardUse {
+    /// Where staging buffers and rings come from: memory that the bus can map.
+    pub heap: Arc<dyn Heap>,
+    /// Bytes of a staging buffer.
+    pub gather: u64,
+    /// Which channels move the bytes.
+    pub mm_channel: MmChannel,
+    /// The channels work at the same time, so that they may be balanced (`docs/bench/policy.md`).
+    pub apart: bool,
+    /// The card works in this thread, inside `poll`.
+    pub inline: bool,
+}
+
+impl Default for CardUse {
+    /// A card that works by itself, one channel after the other; memfds of at most transparent huge pages, which another process can
+    /// have; the rest as in [`SoftConfig`].
+    fn default() -> Self {
+        let SoftConfig { gather, mm_channel, .. } = SoftConfig::default();
+        let heap = Arc::new(MemfdHeap::starting_at(PageKind::Transparent));
+        Self { heap, gather, mm_channel, apart: false, inline: false }
+    }
+}
+
+/// Why a card could not be made or opened.
 #[derive(Debug, Error)]
 #[non_exhaustive]
 pub enum SoftError {
-    /// Host memory, or the software host.
+    /// Host memory, or the bus.
     #[error(transparent)]
     Host(#[from] dmalane_mem::Error),
     /// The card or its driver.
@@ -107,6 +138,9 @@ pub enum SoftError {
     /// The device's virtual address space.
     #[error(transparent)]
     Vm(#[from] dmalane_vm::Error),
+    /// An MMU that the bindings cannot be written for.
+    #[error("the card's MMU walks {}, and only {} can be written", .0.unwrap_or("tables of an unknown format"), X86_64_4Level::NAME)]
+    OtherMmu(Option<&'static str>),
     /// A channel that the card does not have.
     #[error("the card has no channel {wanted}, it has {has}")]
     NoChannel {
@@ -117,13 +151,16 @@ pub enum SoftError {
     },
 }
 
-/// The software card behind the IOMMU of a software host, ready to be loaded.
-pub struct SoftDevice {
+/// A card behind the bus `B`, ready to be loaded.
+pub struct CardDevice<B: HostBus> {
     /// What files are loaded onto.
-    pub device: Device<SoftChannel, X86_64_4Level, CardTables<SoftBus>>,
-    /// The bus between host and card: the host's counters and faults, and the card's memory behind its back.
-    pub bus: Arc<SoftBus>,
+    pub device: Device<JoinedChannel<B>, X86_64_4Level, CardTables<B>>,
+    /// The bus between host and card. That of the software card has the host's counters and faults, and the card's memory behind its back.
+    pub bus: Arc<B>,
 }
+
+/// The software card behind the IOMMU of a software host, ready to be loaded.
+pub type SoftDevice = CardDevice<SoftBus>;
 
 /// Where tensors are bound: 128 TiB from 4 GiB up, so that a truncated address is a wrong one.
 const VA_FIRST: u64 = 4 << 30;
@@ -133,7 +170,7 @@ const PATIENCE: Duration = Duration::from_secs(30);
 /// The smallest share of a card that tables get.
 const TABLES_AT_LEAST: u64 = 128 << 10;
 
-impl SoftDevice {
+impl CardDevice<SoftBus> {
     /// Makes the host, plugs the card in, and opens it.
     ///
     /// # Errors
@@ -149,56 +186,64 @@ impl SoftDevice {
     /// [`SoftError`].
     pub fn parts(config: SoftConfig) -> Result<(SoftParts, Arc<SoftBus>), SoftError> {
         let SoftConfig { mut card, host, heap, gather, mm_channel } = config;
-        let round = |bytes: u64, to: u64| bytes.div_ceil(to).saturating_mul(to);
-        card.ddr = round(card.ddr, 2 << 20);
-        card.hbm = round(card.hbm, 4 << 20);
+        card.ddr = whole(card.ddr, 2 << 20);
+        card.hbm = whole(card.hbm, 4 << 20);
         let host: SoftHost = SoftHost::new(host)?;
         let bus = Arc::new(SoftBus::new(host, card)?);
-        let driver = Card::open(bus.clone(), &*heap)?;
-        let channels = (0..driver.channels()).map(|i| driver.channel(i)).collect::<Result<Vec<_>, _>>()?;
-        if let Some(&wanted) = mm_channel.list().iter().find(|&&c| c >= channels.len()) {
-            return Err(SoftError::NoChannel { wanted, has: channels.len() });
-        }
-        let policy: Box<dyn Policy<DeviceFar>> = match mm_channel.list() {
-            // Without a thread for each, what channels seem to differ in is only whom a thread looks at first.
-            [] if card.workers != Workers::PerChannel => Box::new(AddressPolicy::new(driver.areas())),
-            [] => Box::new(BalancePolicy::new(driver.areas())),
-            list => Box::new(BalancePolicy::only(list)),
-        };
-        let layout = driver.layout();
-        let mut memory = CardMemory::new(Some(layout.ddr), halves(layout));
-        // One table of 4 KiB maps 2 MiB of addresses, of which tensors with their gaps leave half unused at worst: one part in
-        // 256. Twice that, to be safe.
-        let tables = (memory.free_bytes() / 128).max(TABLES_AT_LEAST);
-        let tables = memory.reserve(PageSize::SIZE_4K.round_up(tables).unwrap_or(tables))?;
-        let range = Span::inclusive(DeviceVa::new(VA_FIRST), DeviceVa::new(VA_LAST)).expect("a constant span");
-        let vm = Vm::new(range, driver.tables(tables)?)?;
-        driver.set_mmu_root(root(&vm))?;
-        let inline = card.workers == Workers::Inline;
-        let invalidate = Box::new(move || Ok(driver.invalidate_mmu()?));
-        let parts = DeviceParts {
-            bus: bus.clone(),
-            heap,
-            channel: Split::new(channels, policy),
-            vm,
-            memory,
-            invalidate,
-            inline,
-            gather,
-            patience: PATIENCE,
-        };
-        Ok((parts, bus))
+        // Without a thread for each, what channels seem to differ in is only whom a thread looks at first.
+        let (apart, inline) = (card.workers == Workers::PerChannel, card.workers == Workers::Inline);
+        Ok((parts(bus.clone(), CardUse { heap, gather, mm_channel, apart, inline })?, bus))
     }
+}
+
+impl<B: HostBus + 'static> CardDevice<B> {
+    /// Finds the card on `bus`, resets it, and opens it. It has nothing loaded.
+    ///
+    /// # Errors
+    /// [`SoftError`].
+    pub fn on(bus: Arc<B>, how: CardUse) -> Result<Self, SoftError> {
+        Ok(Self { device: Device::new(parts(bus.clone(), how)?), bus })
+    }
+}
+
+/// Rounds up, where that can be done.
+fn whole(bytes: u64, to: u64) -> u64 {
+    bytes.div_ceil(to).saturating_mul(to)
+}
+
+fn parts<B: HostBus + 'static>(bus: Arc<B>, how: CardUse) -> Result<CardParts<B>, SoftError> {
+    let CardUse { heap, gather, mm_channel, apart, inline } = how;
+    let driver = Card::open(bus.clone(), &*heap)?;
+    if driver.mmu_format() != Some(X86_64_4Level::NAME) {
+        return Err(SoftError::OtherMmu(driver.mmu_format()));
+    }
+    let channels = (0..driver.channels()).map(|i| driver.channel(i)).collect::<Result<Vec<_>, _>>()?;
+    if let Some(&wanted) = mm_channel.list().iter().find(|&&c| c >= channels.len()) {
+        return Err(SoftError::NoChannel { wanted, has: channels.len() });
+    }
+    let policy: Box<dyn Policy<DeviceFar>> = match mm_channel.list() {
+        [] if !apart => Box::new(AddressPolicy::new(driver.areas())),
+        [] => Box::new(BalancePolicy::new(driver.areas())),
+        list => Box::new(BalancePolicy::only(list)),
+    };
+    let layout = driver.layout();
+    let mut memory = CardMemory::new(Some(layout.ddr), halves(layout));
+    // One table of 4 KiB maps 2 MiB of addresses, of which tensors with their gaps leave half unused at worst: one part in
+    // 256. Twice that, to be safe.
+    let tables = (memory.free_bytes() / 128).max(TABLES_AT_LEAST);
+    let tables = memory.reserve(PageSize::SIZE_4K.round_up(tables).unwrap_or(tables))?;
+    let range = Span::inclusive(DeviceVa::new(VA_FIRST), DeviceVa::new(VA_LAST)).expect("a constant span");
+    let vm = Vm::new(range, driver.tables(tables)?)?;
+    driver.set_mmu_root(vm.page_table().root())?;
+    let invalidate = Box::new(move || Ok(driver.invalidate_mmu()?));
+    let channel = Split::new(channels, policy);
+    Ok(DeviceParts { bus, heap, channel, vm, memory, invalidate, inline, gather, patience: PATIENCE })
 }
 
 /// The two halves of HBM; `None` for a card whose boundary lies outside of it.
 fn halves(layout: CardLayout) -> Option<[Span<CardAddr>; 2]> {
     let low = Span::inclusive(layout.hbm.first(), CardAddr::new(layout.hbm_half.bits().checked_sub(1)?))?;
     Some([low, Span::inclusive(layout.hbm_half, layout.hbm.last())?])
-}
-
-fn root(vm: &Vm<X86_64_4Level, CardTables<SoftBus>>) -> CardAddr {
-    vm.page_table().root()
 }
 
 #[cfg(test)]

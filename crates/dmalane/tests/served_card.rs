@@ -8,11 +8,11 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
-use dmalane::addr::{Access, Address, CardAddr};
+use dmalane::addr::{Access, CardAddr};
 use dmalane::card::{Card, CardChannel};
 use dmalane::engine::conformance::{Fixture, suite};
 use dmalane::engine::{Channel, DeviceAddr, DeviceFar, Direction, OpError, Registered, Transfer, drain, run};
-use dmalane::mem::{AnonHeap, Heap, HostBus, Part, SharedBuf};
+use dmalane::mem::{AnonHeap, Heap, Part, SharedBuf};
 use dmalane::vfio::{BarMap, Bdf, Container, Error, Placement, VfioBus};
 use dmalane::{CARD_PCI_ID, open_pci_card};
 
@@ -149,7 +149,7 @@ fn reset_in_mid_transfer() {
     let (mut stopped, container) = (0, bus.device().container().clone());
     for round in 0..5 {
         for _ in 0..3 {
-            channel.submit(transfer(&bus, filled(round, 4 << 20), Direction::FromHost, 0)).unwrap();
+            let _ticket = channel.submit(transfer(&bus, filled(round, 4 << 20), Direction::FromHost, 0)).unwrap();
         }
         let mut done = Vec::new();
         channel.poll(&mut done);

@@ -241,4 +241,10 @@ pub trait Channel: Send {
     fn halted(&self) -> Option<String> {
         None
     }
+
+    /// Stops the channel, where it can be stopped: what is in flight ends with [`OpError::Stopped`] once the device has let go of it, and
+    /// nothing more is accepted. For one that seems to hang; others do nothing here.
+    fn stop(&mut self, why: &str) {
+        let _ = why;
+    }
 }

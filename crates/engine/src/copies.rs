@@ -102,4 +102,8 @@ impl<Q: Queue> Channel for Copies<Q> {
     fn halted(&self) -> Option<String> {
         self.queue.halted()
     }
+
+    fn stop(&mut self, why: &str) {
+        self.queue.stop(why);
+    }
 }

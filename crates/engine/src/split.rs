@@ -302,4 +302,8 @@ impl<C: Channel, P: Policy<C::Far>, K: Clock> Channel for Split<C, P, K> {
     fn halted(&self) -> Option<String> {
         self.channels.iter().find_map(Channel::halted)
     }
+
+    fn stop(&mut self, why: &str) {
+        self.channels.iter_mut().for_each(|channel| channel.stop(why));
+    }
 }

@@ -148,4 +148,8 @@ impl<C: Channel> Channel for Slow<C> {
     fn halted(&self) -> Option<String> {
         self.inner.halted()
     }
+
+    fn stop(&mut self, why: &str) {
+        self.inner.stop(why);
+    }
 }

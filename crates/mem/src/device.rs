@@ -19,6 +19,11 @@ pub trait DeviceMem: Send {
     /// than it takes to move some MiB.
     fn hold(&mut self) -> Self::Held<'_>;
 
+    /// The same without waiting: `None` while somebody is changing translations. For a thread that serves others meanwhile.
+    fn try_hold(&mut self) -> Option<Self::Held<'_>> {
+        Some(self.hold())
+    }
+
     /// One [`HeldMem::read`].
     ///
     /// # Errors

@@ -4,8 +4,11 @@ use std::io;
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, PoisonError};
 
-use dmalane::SoftDevice;
-use dmalane::load::save_bytes;
+use dmalane::JoinedChannel;
+use dmalane::card::CardTables;
+use dmalane::iopt::X86_64_4Level;
+use dmalane::load::{Device, save_bytes};
+use dmalane::mem::HostBus;
 use dmalane::trace::{Header, Recorder};
 use dmalane::vm::AnyVm;
 
@@ -19,8 +22,11 @@ pub struct Recording {
 
 impl Recording {
     /// Records what is bound on a device from now on, for the file `to`.
-    pub fn of(soft: &mut SoftDevice, to: &Path) -> Result<Self, Failure> {
-        let vm = soft.device.vm();
+    pub fn of<B: HostBus>(
+        device: &mut Device<JoinedChannel<B>, X86_64_4Level, CardTables<B>>,
+        to: &Path,
+    ) -> Result<Self, Failure> {
+        let vm = device.vm();
         let header = Header {
             format: Some(AnyVm::format(vm).to_owned()),
             range: Some(vm.range()),
@@ -29,7 +35,7 @@ impl Recording {
         };
         let recorder = Arc::new(Mutex::new(Recorder::new(Vec::new(), &header)));
         let shared = recorder.clone();
-        soft.device.observe(move |requests| {
+        device.observe(move |requests| {
             let mut recorder = shared.lock().unwrap_or_else(PoisonError::into_inner);
             if let Ok(ok) = &mut *recorder
                 && let Err(error) = ok.record(requests)

@@ -16,6 +16,7 @@ use crate::size::{binary, decimal, duration, per_second, rate};
 struct Json {
     schema: u32,
     command: &'static str,
+    device: String,
     bytes: u64,
     tensors: usize,
     wall_s: f64,
@@ -58,18 +59,18 @@ struct JsonHost {
     resident_before_bytes: u64,
     resident_peak_bytes: u64,
     segments: u64,
-    iommu_leaves: Vec<JsonLeaves>,
-    iommu_tables: usize,
-    iotlb_hits: u64,
-    iotlb_misses: u64,
-    faults: u64,
+    iommu_leaves: Option<Vec<JsonLeaves>>,
+    iommu_tables: Option<usize>,
+    iotlb_hits: Option<u64>,
+    iotlb_misses: Option<u64>,
+    faults: Option<u64>,
 }
 
 #[derive(Serialize)]
 struct JsonCard {
     transfers: u64,
     device_leaves: Vec<JsonLeaves>,
-    touched_bytes: u64,
+    touched_bytes: Option<u64>,
 }
 
 #[derive(Serialize)]
@@ -112,7 +113,7 @@ fn ceiling(s: &StageReport, o: &Outcome) -> Option<f64> {
     let c = o.report.ceilings.filter(|_| s.bytes >= LEAST)?;
     let best = match s.stage {
         Stage::Read => c.read,
-        Stage::Transfer => s.bytes as f64 / (s.bytes as f64 / c.copy + o.touched as f64 / c.first_touch),
+        Stage::Transfer => s.bytes as f64 / (s.bytes as f64 / c.copy + o.touched.unwrap_or(0) as f64 / c.first_touch),
         _ => return None,
     };
     (best.is_finite() && best > 0.0).then_some(best)
@@ -149,11 +150,12 @@ pub(super) fn json(o: &Outcome) -> impl Serialize + use<> {
     let leaves = |leaves: &[(PageSize, u64)]| {
         leaves.iter().map(|(page, count)| JsonLeaves { page_bytes: page.bytes(), count: *count }).collect()
     };
-    let rung = o.soft.device.staging_rung();
+    let (rung, iommu) = (o.rung.as_ref(), o.iommu.as_ref());
     let ceilings = o.report.ceilings;
     Json {
         schema: 1,
         command: "load",
+        device: o.device.clone(),
         bytes: o.report.bytes,
         tensors: tensors(o),
         wall_s: wall,
@@ -188,11 +190,11 @@ pub(super) fn json(o: &Outcome) -> impl Serialize + use<> {
             resident_before_bytes: o.report.resident_before,
             resident_peak_bytes: o.resident_peak,
             segments: o.report.segments,
-            iommu_leaves: leaves(&o.iommu.leaves),
-            iommu_tables: o.iommu.tables,
-            iotlb_hits: o.iommu.hits,
-            iotlb_misses: o.iommu.misses,
-            faults: o.iommu.faults,
+            iommu_leaves: iommu.map(|i| leaves(&i.leaves)),
+            iommu_tables: iommu.map(|i| i.tables),
+            iotlb_hits: iommu.map(|i| i.hits),
+            iotlb_misses: iommu.map(|i| i.misses),
+            faults: iommu.map(|i| i.faults),
         },
         card: JsonCard {
             transfers: o.report.transfers,
@@ -336,13 +338,21 @@ fn explain_stages(o: &Outcome, out: &mut String) {
          else; the share of the wall time is of that. verify comes after the wall time. -: nothing moved, or less than 1 MiB."
     );
     if let Some(c) = o.report.ceilings {
-        let _ = writeln!(
-            out,
-            "transfer at best copies its bytes ({}), after the first touch of {} of the card's memory ({}).",
-            per_second(c.copy),
-            decimal(o.touched),
-            per_second(c.first_touch)
-        );
+        let _ = match o.touched {
+            Some(touched) => writeln!(
+                out,
+                "transfer at best copies its bytes ({}), after the first touch of {} of the card's memory ({}).",
+                per_second(c.copy),
+                decimal(touched),
+                per_second(c.first_touch)
+            ),
+            None => writeln!(
+                out,
+                "transfer at best copies its bytes ({}); what of the card's memory is touched first, which takes longer, only the \
+                 card knows.",
+                per_second(c.copy)
+            ),
+        };
     }
     if let Some(s) = o.report.slowest() {
         let _ = writeln!(out, "The stage that cost most: {}.", s.stage);
@@ -362,7 +372,7 @@ fn explain_stages(o: &Outcome, out: &mut String) {
 fn explain_memory(o: &Outcome, out: &mut String) {
     let r = &o.report;
     let _ = writeln!(out, "\nhost       {} of {}", count(r.staging.0, "staging buffer"), binary(r.staging.1));
-    if let Some(rung) = o.soft.device.staging_rung() {
+    if let Some(rung) = &o.rung {
         let _ = writeln!(out, "           on {}", rung.kind);
         for (kind, why) in &rung.passed_over {
             let _ = writeln!(out, "           not on {kind}: {why}");
@@ -376,23 +386,23 @@ fn explain_memory(o: &Outcome, out: &mut String) {
         binary(r.resident_before),
         binary(o.resident_peak)
     );
-    let _ = writeln!(
-        out,
-        "IOMMU      {} in {}; {}; IOTLB {} hits, {} misses; {}",
-        count(r.segments as usize, "segment"),
-        leaves(&o.iommu.leaves),
-        count(o.iommu.tables, "table"),
-        o.iommu.hits,
-        o.iommu.misses,
-        count(o.iommu.faults as usize, "fault"),
-    );
-    let _ = writeln!(
-        out,
-        "card       {}; {} touched first; bound by {}",
-        count(r.transfers as usize, "transfer"),
-        binary(o.touched),
-        leaves(&r.device_leaves)
-    );
+    let _ = match &o.iommu {
+        Some(i) => writeln!(
+            out,
+            "IOMMU      {} in {}; {}; IOTLB {} hits, {} misses; {}",
+            count(r.segments as usize, "segment"),
+            leaves(&i.leaves),
+            count(i.tables, "table"),
+            i.hits,
+            i.misses,
+            count(i.faults as usize, "fault"),
+        ),
+        None if o.device.starts_with("daemon") => writeln!(out, "IOMMU      in the daemon: {}", plain(&o.device)),
+        None => writeln!(out, "IOMMU      not in this process: {}", plain(&o.device)),
+    };
+    let touched = o.touched.map_or(String::new(), |touched| format!("; {} touched first", binary(touched)));
+    let transfers = count(r.transfers as usize, "transfer");
+    let _ = writeln!(out, "card       {transfers}{touched}; bound by {}", leaves(&r.device_leaves));
 }
 
 fn leaves(leaves: &[(PageSize, u64)]) -> String {

@@ -11,7 +11,6 @@ use dmalane_uring::Node;
 
 use super::lanes::Lane;
 use super::target::{Ceiling, Target};
-use super::walk::Walk;
 use super::{Stop, ValidateError, Way};
 
 /// A ceiling is not measured for longer.
@@ -20,8 +19,13 @@ const MOST: Duration = Duration::from_millis(500);
 impl Ceiling {
     pub fn name(&self) -> &'static str {
         match self {
-            Self::Copies => "the faster of plain and streaming copies of as many buffers by as many threads, in memory",
-            Self::Files(_) => "plain pwrite and pread of as many buffers, by a thread for each, on the same files",
+            Self::Copies => {
+                "the faster of plain and streaming copies of as many buffers by as many threads, in memory, both ways in turns"
+            }
+            Self::Files(_) => {
+                "plain pwrite and pread of as many buffers on the same files; both ways by as many threads in turns or by a thread for each \
+                 buffer, whichever is faster"
+            }
             Self::Optimum { .. } => "the optimum of the modelled link, which no policy can exceed",
         }
     }
@@ -76,32 +80,57 @@ fn copies(threads: usize, way: Way, len: usize, time: Duration) -> Result<f64, V
         host.fill(1);
         Ok((host.share(), card))
     };
-    let pairs = (0..threads).map(pair).collect::<Result<Vec<_>, _>>().map_err(ValidateError::Memory)?;
-    let rate = |hint| {
-        let start = Instant::now();
-        let copied: Vec<(u64, Duration)> = std::thread::scope(|scope| {
-            let walk = |(host, card): &(SharedBuf, SharedBuf)| {
-                let mut bytes = 0;
-                loop {
-                    if way != Way::Read {
-                        card.view().copy_from(part_of(host, len), hint);
-                        bytes += len as u64;
-                    }
-                    if way != Way::Write {
-                        host.view().copy_from(part_of(card, len), hint);
-                        bytes += len as u64;
-                    }
-                    if start.elapsed() >= time / 2 {
-                        return (bytes, start.elapsed());
-                    }
-                }
-            };
-            let threads: Vec<_> = pairs.iter().map(|pair| scope.spawn(move || walk(pair))).collect();
-            threads.into_iter().filter_map(|t| t.join().ok()).collect()
-        });
-        together(&copied)
+    let mut pairs = (0..threads).map(pair).collect::<Result<Vec<_>, _>>().map_err(ValidateError::Memory)?;
+    let mut rate = |hint| {
+        let pass = |(host, card): &mut (SharedBuf, SharedBuf)| {
+            let mut bytes = 0;
+            if way != Way::Read {
+                card.view().copy_from(part_of(host, len), hint);
+                bytes += len as u64;
+            }
+            if way != Way::Write {
+                host.view().copy_from(part_of(card, len), hint);
+                bytes += len as u64;
+            }
+            Ok(bytes)
+        };
+        at_once(&mut pairs, time / 2, pass)
     };
-    Ok(rate(CopyHint::Keep).max(rate(CopyHint::Stream)))
+    Ok(rate(CopyHint::Keep)?.max(rate(CopyHint::Stream)?))
+}
+
+/// Bytes per second of threads, one for each of `works`, that repeat `pass` for so long. It says how many bytes it has moved.
+fn at_once<W: Send>(
+    works: &mut [W],
+    time: Duration,
+    pass: impl Fn(&mut W) -> std::io::Result<u64> + Sync,
+) -> Result<f64, ValidateError> {
+    let start = Instant::now();
+    let repeat = |work: &mut W| -> std::io::Result<(u64, Duration)> {
+        let mut bytes = 0;
+        loop {
+            bytes += pass(work)?;
+            if start.elapsed() >= time {
+                return Ok((bytes, start.elapsed()));
+            }
+        }
+    };
+    let moved: Vec<std::io::Result<(u64, Duration)>> = std::thread::scope(|scope| {
+        let mut threads = Vec::new();
+        for (i, work) in works.iter_mut().enumerate() {
+            let (name, repeat) = (format!("dmalane-ceiling-{i}"), &repeat);
+            match std::thread::Builder::new().name(name).spawn_scoped(scope, move || repeat(work)) {
+                Ok(thread) => threads.push(thread),
+                Err(e) => return Err(ValidateError::Thread(e)),
+            }
+        }
+        let join = |t: std::thread::ScopedJoinHandle<'_, _>| t.join().unwrap_or_else(|p| std::panic::resume_unwind(p));
+        Ok(threads.into_iter().map(join).collect())
+    })?;
+    let moved = moved.into_iter().collect::<std::io::Result<Vec<_>>>().map_err(ValidateError::Ceiling)?;
+    let bytes: u64 = moved.iter().map(|m| m.0).sum();
+    let took = moved.iter().map(|m| m.1).max().unwrap_or_default();
+    Ok(bytes as f64 / took.as_secs_f64().max(1e-9))
 }
 
 fn part_of(buf: &SharedBuf, len: usize) -> dmalane_mem::View<'_> {
@@ -111,45 +140,32 @@ fn part_of(buf: &SharedBuf, len: usize) -> dmalane_mem::View<'_> {
 /// Plain calls on the places of the lanes.
 fn files(node: &Node, lanes: &[Lane], way: Way, len: usize, time: Duration) -> Result<f64, ValidateError> {
     let heap = AnonHeap::new();
-    let buffer = |_| heap.allocate(len);
-    // Of both ways each has a thread and a buffer: as the device, they need not wait for each other.
-    let wanted = |up: bool| way == Way::Both || up == (way == Way::Write);
-    let place = |(i, walk): (usize, &Walk)| walk.places().next().map(|(at, _)| (i == 0, at.bits()));
-    let places = lanes.iter().flat_map(|lane| lane.walks.iter().enumerate().filter_map(place));
-    let places: Vec<(bool, u64)> = places.filter(|(up, _)| wanted(*up)).collect();
-    let buffers = (0..places.len()).map(buffer).collect::<Result<Vec<_>, _>>().map_err(ValidateError::Memory)?;
-    let start = Instant::now();
-    let moved: Vec<std::io::Result<(u64, Duration)>> = std::thread::scope(|scope| {
-        let walk = |((up, at), mut buffer): ((bool, u64), CpuBuf)| {
-            let (h2c, c2h) = node.files();
-            let mut bytes = 0;
-            loop {
-                match up {
-                    true => h2c.write_all_at(&buffer[..len], at)?,
-                    false => c2h.read_exact_at(&mut buffer[..len], at)?,
-                }
-                bytes += len as u64;
-                if start.elapsed() >= time {
-                    return Ok((bytes, start.elapsed()));
-                }
-            }
-        };
-        let mut threads = Vec::new();
-        for (i, work) in places.into_iter().zip(buffers).enumerate() {
-            let name = format!("dmalane-ceiling-{i}");
-            match std::thread::Builder::new().name(name).spawn_scoped(scope, move || walk(work)) {
-                Ok(thread) => threads.push(thread),
-                Err(e) => return vec![Err(e)],
+    let (h2c, c2h) = node.files();
+    let pass = |buffers: &mut Vec<(bool, u64, CpuBuf)>| {
+        for (up, at, buffer) in buffers.iter_mut() {
+            match up {
+                true => h2c.write_all_at(&buffer[..len], *at)?,
+                false => c2h.read_exact_at(&mut buffer[..len], *at)?,
             }
         }
-        threads.into_iter().filter_map(|t| t.join().ok()).collect()
-    });
-    let moved = moved.into_iter().collect::<std::io::Result<Vec<_>>>().map_err(ValidateError::Ceiling)?;
-    Ok(together(&moved))
-}
-
-fn together(moved: &[(u64, Duration)]) -> f64 {
-    let bytes: u64 = moved.iter().map(|m| m.0).sum();
-    let took = moved.iter().map(|m| m.1).max().unwrap_or_default();
-    bytes as f64 / took.as_secs_f64().max(1e-9)
+        Ok((buffers.len() * len) as u64)
+    };
+    let wanted = |up: bool| way == Way::Both || up == (way == Way::Write);
+    let mut works = Vec::new();
+    for lane in lanes {
+        let places = lane.walks.iter().enumerate().map(|(i, walk)| (i == 0, walk.places().next()));
+        let mut work = Vec::new();
+        for (up, at) in places.filter_map(|(up, place)| Some((up, place?.0.bits()))).filter(|(up, _)| wanted(*up)) {
+            work.push((up, at, heap.allocate(len).map_err(ValidateError::Memory)?));
+        }
+        works.push(work);
+    }
+    if way != Way::Both {
+        return at_once(&mut works, time, pass);
+    }
+    // A device that does both ways at once has more to give than threads take that do one after the other; where the threads are the
+    // limit, more of them are slower.
+    let in_turns = at_once(&mut works, time / 2, pass)?;
+    let mut apart: Vec<Vec<_>> = works.into_iter().flatten().map(|work| vec![work]).collect();
+    Ok(at_once(&mut apart, time / 2, pass)?.max(in_turns))
 }

@@ -110,6 +110,11 @@ impl Channel for Seat {
             if looks > LOOKS { std::thread::sleep(NAP) } else { std::thread::yield_now() }
         }
     }
+
+    /// Stops it for all seats.
+    fn stop(&mut self, why: &str) {
+        self.desk.lock().channel.stop(why);
+    }
 }
 
 impl Drop for Seat {

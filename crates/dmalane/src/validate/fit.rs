@@ -6,7 +6,6 @@ use dmalane_addr::CardAddr;
 use dmalane_engine::Direction;
 use dmalane_link::Stream;
 use dmalane_link::fit::{Fit, Measured, fit, plan};
-use dmalane_mem::{AnonHeap, Heap};
 
 use super::lanes::{Job, Lane, go};
 use super::target::Target;
@@ -85,7 +84,7 @@ fn seed(lane: usize, walk: usize) -> u64 {
 fn point(target: &Target, streams: &[Stream], settings: &FitSettings, what: &str) -> Result<Measured, ValidateError> {
     let halves = target.halves().ok_or(ValidateError::NothingToFit)?;
     let FitSettings { offset, time, runs, .. } = *settings;
-    let heap = AnonHeap::new();
+    let heap = target.heap(None);
     let mut lanes = Vec::new();
     for (i, stream) in streams.iter().enumerate() {
         let (first, have) = halves.span(stream.half);

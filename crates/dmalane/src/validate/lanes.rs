@@ -11,6 +11,9 @@ use super::target::SLOWEST;
 use super::walk::Walk;
 use super::{Phase, Rate, Stop, ValidateError};
 
+/// How long a thread waits for a channel that it has stopped to let go of its buffers.
+const SETTLE: Duration = Duration::from_secs(if cfg!(test) { 1 } else { 5 });
+
 /// What a thread works with.
 pub(super) struct Lane {
     pub channel: Box<dyn Channel<Far = DeviceFar>>,
@@ -127,7 +130,14 @@ pub(super) fn go(
         let mut result = first.map_or(Ok(()), run);
         for thread in threads {
             let other = thread.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic));
-            result = result.and(other);
+            // Who finds that nothing moves stops the channel, and others only see that it was stopped.
+            result = match (result, other) {
+                (
+                    Err(ValidateError::Failed { .. } | ValidateError::Refused { .. }),
+                    Err(stuck @ ValidateError::Stuck { .. }),
+                ) => Err(stuck),
+                (result, other) => result.and(other),
+            };
         }
         result
     })
@@ -180,7 +190,15 @@ impl Lane {
             if !done.is_empty() {
                 common.moved();
             } else if common.is_stuck() {
-                return Err(ValidateError::Stuck { phase: job.phase, thread, after: common.patience });
+                let stuck = ValidateError::Stuck { phase: job.phase, thread, after: common.patience };
+                // So that buffers come back where the device can be made to let go of them.
+                channel.stop(&stuck.to_string());
+                let until = Instant::now() + SETTLE;
+                while channel.in_flight() > 0 && Instant::now() < until {
+                    channel.wait(&mut done, Duration::from_millis(100));
+                    done.clear();
+                }
+                return Err(stuck);
             } else if !fed && channel.in_flight() == 0 {
                 // The channel is full of what other threads move, and there was nothing to wait for.
                 std::thread::sleep(Duration::from_micros(50));

@@ -3,7 +3,7 @@
 use std::sync::atomic::Ordering;
 
 use dmalane_engine::{AddressPolicy, BalancePolicy, Channel, DeviceFar, Direction, Policy, Split};
-use dmalane_mem::{AnonHeap, Heap, PageKind};
+use dmalane_mem::PageKind;
 
 use super::lanes::{Job, Lane, go, rate};
 use super::place::Layout;
@@ -252,10 +252,10 @@ impl Case<'_> {
     /// A lane for each thread; or why there are no such pages.
     fn lanes(&self) -> Result<Result<(Vec<Lane>, PageKind), String>, ValidateError> {
         let Self { target, settings, channels, layout, phase, buffer, pages } = self;
-        let heap = match pages {
-            Pages::Small => AnonHeap::starting_at(PageKind::Base),
-            Pages::Huge => AnonHeap::new(),
-        };
+        let heap = target.heap(match pages {
+            Pages::Small => Some(PageKind::Base),
+            Pages::Huge => None,
+        });
         let slots = 2 * settings.threads as u64;
         let (mut lanes, mut kind) = (Vec::new(), PageKind::Base);
         for thread in 0..settings.threads {

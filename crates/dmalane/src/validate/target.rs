@@ -7,10 +7,10 @@ use std::sync::atomic::AtomicBool;
 use std::time::Duration;
 
 use dmalane_addr::{CardAddr, Span};
-use dmalane_card::{Card, CardConfig, SoftBus, Workers};
+use dmalane_card::{Card, CardChannel, CardConfig, SoftBus, Workers};
 use dmalane_engine::{Area, Channel, DeviceAddr, DeviceFar, Route};
 use dmalane_link::{Half, Limit, Link, Slow, assumptions};
-use dmalane_mem::{AnonHeap, HostBus, HostConfig, SoftHost};
+use dmalane_mem::{AnonHeap, Heap, HostBus, HostConfig, MemfdHeap, PageKind, SoftHost};
 use dmalane_uring::{Node, NodeOptions, NodePaths};
 
 use super::desk::Desk;
@@ -34,6 +34,8 @@ pub struct Target {
     pub(super) ceiling: Ceiling,
     /// Its channels work at the same time.
     pub(super) apart: bool,
+    /// Its bus can map only what another process can have.
+    lent: bool,
     /// See [`PATIENCE`].
     pub(super) patience: Duration,
     /// It is to be left alone.
@@ -108,6 +110,31 @@ fn slower(link: &Link) -> Link {
     Link::new(link.channels(), limits, link.latency()).expect("positive rates stay positive")
 }
 
+/// A card that was just opened.
+struct Opened<B: HostBus> {
+    driver: Card<B>,
+    channels: Vec<CardChannel<B>>,
+    halves: Halves,
+    /// Of each ring.
+    entries: usize,
+}
+
+impl<B: HostBus> Opened<B> {
+    fn new(bus: &Arc<B>, heap: &dyn Heap, ring: Option<usize>) -> Result<Self, ValidateError> {
+        let driver = match ring {
+            None => Card::open(bus.clone(), heap)?,
+            Some(entries) => Card::open_with_rings(bus.clone(), heap, entries)?,
+        };
+        let layout = driver.layout();
+        let channels = (0..driver.channels()).map(|i| driver.channel(i)).collect::<Result<Vec<_>, _>>()?;
+        let lower = Span::inclusive(layout.hbm.first(), CardAddr::new(layout.hbm_half.bits() - 1));
+        let upper = Span::inclusive(layout.hbm_half, layout.hbm.last());
+        let hbm = [lower, upper].map(|half| half.expect("the driver has checked the boundary"));
+        let entries = channels.first().map_or(0, |c| c.limits().capacity);
+        Ok(Self { driver, channels, halves: Halves { ddr: layout.ddr, hbm }, entries })
+    }
+}
+
 impl Target {
     /// The software card.
     ///
@@ -128,18 +155,7 @@ impl Target {
         };
         let host: SoftHost = SoftHost::new(soft.host).map_err(ValidateError::Memory)?;
         let bus: Arc<SoftBus> = Arc::new(SoftBus::new(host, card)?);
-        let heap = AnonHeap::new();
-        let driver = match soft.ring {
-            None => Card::open(bus.clone(), &heap)?,
-            Some(entries) => Card::open_with_rings(bus.clone(), &heap, entries)?,
-        };
-        let layout = driver.layout();
-        let channels = (0..driver.channels()).map(|i| driver.channel(i)).collect::<Result<Vec<_>, _>>()?;
-        let lower = Span::inclusive(layout.hbm.first(), CardAddr::new(layout.hbm_half.bits() - 1));
-        let upper = Span::inclusive(layout.hbm_half, layout.hbm.last());
-        let hbm = [lower, upper].map(|half| half.expect("the driver has checked the boundary"));
-        let halves = Halves { ddr: layout.ddr, hbm };
-        let entries = channels.first().map_or(0, |c| c.limits().capacity);
+        let Opened { driver, channels, halves, entries } = Opened::new(&bus, &AnonHeap::new(), soft.ring)?;
         let mut notes = vec![format!("{} channels, {:?} workers, rings of {entries}", channels.len(), card.workers)];
         let (desks, ceiling, name) = match emulated {
             None => (channels.into_iter().map(Desk::new).collect(), Ceiling::Copies, "software card".to_owned()),
@@ -158,10 +174,25 @@ impl Target {
                 (desks, Ceiling::Optimum { link, halves }, format!("software card behind the modelled link {name}"))
             }
         };
-        let memories = Memories::Card { ddr: layout.ddr, hbm };
+        let memories = Memories::Card { ddr: halves.ddr, hbm: halves.hbm };
         let apart = soft.emulate.is_some() || card.workers == Workers::PerChannel;
         let (areas, patience, told) = (driver.areas(), PATIENCE, Arc::default());
-        Ok(Self { name, notes, bus, desks, memories, areas, ceiling, apart, patience, told })
+        Ok(Self { name, notes, bus, desks, memories, areas, ceiling, apart, lent: false, patience, told })
+    }
+
+    /// A card behind any bus, such as that of a daemon; with rings of so many entries, `None` for what the driver chooses. Buffers are
+    /// memfds of ordinary or transparent huge pages, and channels count as one after the other.
+    ///
+    /// # Errors
+    /// [`ValidateError::Card`].
+    pub fn card<B: HostBus + 'static>(name: String, bus: Arc<B>, ring: Option<usize>) -> Result<Self, ValidateError> {
+        let heap = MemfdHeap::starting_at(PageKind::Transparent);
+        let Opened { driver, channels, halves, entries } = Opened::new(&bus, &heap, ring)?;
+        let notes = vec![format!("{} channels, rings of {entries}", channels.len())];
+        let desks = channels.into_iter().map(Desk::new).collect();
+        let memories = Memories::Card { ddr: halves.ddr, hbm: halves.hbm };
+        let (areas, patience, told, ceiling) = (driver.areas(), PATIENCE, Arc::default(), Ceiling::Copies);
+        Ok(Self { name, notes, bus, desks, memories, areas, ceiling, apart: false, lent: true, patience, told })
     }
 
     /// A device that is a file, or two. What a regular file or a block device holds is put back after a measurement; what a
@@ -186,7 +217,17 @@ impl Target {
         let desks = vec![Desk::new(queue)];
         let ceiling = Ceiling::Files(node);
         let (areas, patience, told) = (Vec::new(), PATIENCE, Arc::default());
-        Ok(Self { name, notes, bus, desks, memories, areas, ceiling, apart: false, patience, told })
+        Ok(Self { name, notes, bus, desks, memories, areas, ceiling, apart: false, lent: false, patience, told })
+    }
+
+    /// Where buffers with the best pages of this kind come from; `None` for the best there are.
+    pub(super) fn heap(&self, best: Option<PageKind>) -> Box<dyn Heap> {
+        match (self.lent, best) {
+            (false, None) => Box::new(AnonHeap::new()),
+            (false, Some(best)) => Box::new(AnonHeap::starting_at(best)),
+            // Reserved huge pages cannot be lent.
+            (true, best) => Box::new(MemfdHeap::starting_at(best.unwrap_or(PageKind::Transparent))),
+        }
     }
 
     /// The number of channels.

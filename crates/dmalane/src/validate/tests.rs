@@ -328,7 +328,16 @@ fn a_character_device_is_not_overwritten_unasked() {
 struct Hangs {
     inner: Box<dyn Channel<Far = DeviceFar>>,
     after: u64,
-    held: Vec<Transfer<DeviceFar>>,
+    held: Vec<(Ticket, Transfer<DeviceFar>)>,
+    /// It can be stopped, and by what it was.
+    stops: bool,
+    stopped: Option<String>,
+}
+
+impl Hangs {
+    fn new(inner: Box<dyn Channel<Far = DeviceFar>>, after: u64, stops: bool) -> Self {
+        Self { inner, after, held: Vec::new(), stops, stopped: None }
+    }
 }
 
 impl Channel for Hangs {
@@ -347,12 +356,24 @@ impl Channel for Hangs {
             self.after -= 1;
             return self.inner.submit(transfer);
         }
-        self.held.push(transfer);
-        Ok(Ticket::new(1 << 40 | self.held.len() as u64))
+        if let Some(why) = &self.stopped {
+            return Err(Refused { transfer, reason: Refusal::Stopped(why.clone()) });
+        }
+        let ticket = Ticket::new(1 << 40 | self.held.len() as u64);
+        self.held.push((ticket, transfer));
+        Ok(ticket)
     }
 
     fn poll(&mut self, done: &mut Vec<Completion<DeviceFar>>) -> usize {
+        let Some(why) = &self.stopped else { return self.inner.poll(done) };
+        let result = || Err(OpError::Stopped(why.clone()));
+        let held = self.held.drain(..);
+        done.extend(held.map(|(ticket, transfer)| Completion { ticket, transfer, result: result() }));
         self.inner.poll(done)
+    }
+
+    fn stop(&mut self, why: &str) {
+        self.stopped = Some(why.to_owned()).filter(|_| self.stops);
     }
 
     fn wait(&mut self, done: &mut Vec<Completion<DeviceFar>>, timeout: Duration) -> usize {
@@ -369,7 +390,7 @@ fn a_device_that_hangs_is_left_alone_and_what_was_measured_is_there() {
     target.patience = Duration::from_millis(500);
     let inner = Box::new(target.desks[0].seat());
     // The comparison (4 transfers of a thread) and the reading (3 and the one more) end.
-    target.desks[0] = desk::Desk::new(Hangs { inner, after: 8, held: Vec::new() });
+    target.desks[0] = desk::Desk::new(Hangs::new(inner, 8, false));
     let settings = Settings { threads: 1, ways: vec![Way::Read, Way::Write], pages: vec![Pages::Small], ..quick() };
     let mut report = Report::default();
     let begun = std::time::Instant::now();
@@ -383,11 +404,38 @@ fn a_device_that_hangs_is_left_alone_and_what_was_measured_is_there() {
 }
 
 #[test]
+fn a_device_that_hangs_is_stopped_and_what_a_file_held_is_put_back() {
+    let file = tempfile::NamedTempFile::new().unwrap();
+    std::fs::write(file.path(), vec![7; 2 * MIB as usize]).unwrap();
+    let paths = NodePaths { h2c: file.path().into(), c2h: file.path().into() };
+    let mut target = Target::file(paths, NodeOptions::default(), false).unwrap();
+    target.patience = Duration::from_millis(200);
+    let inner = Box::new(target.desks[0].seat());
+    target.desks[0] = desk::Desk::new(Hangs::new(inner, 9, true));
+    let settings = Settings { threads: 3, pages: vec![Pages::Small], ..quick() };
+    let error = run(&target, &settings, &mut |_| {}).unwrap_err();
+    // Not one of the errors of the threads whose transfers it ended.
+    assert!(matches!(error, ValidateError::Stuck { .. }), "{error}");
+    assert!(!target.hangs() && std::fs::read(file.path()).unwrap() == vec![7; 2 * MIB as usize]);
+}
+
+#[test]
+fn a_card_on_any_bus_can_be_measured() {
+    let host: dmalane_mem::SoftHost = dmalane_mem::SoftHost::new(dmalane_mem::HostConfig::default()).unwrap();
+    let card = CardConfig { ddr: 64 * MIB, hbm: 64 * MIB, ..CardConfig::default() };
+    let bus: Arc<dmalane_card::SoftBus> = Arc::new(dmalane_card::SoftBus::new(host, card).unwrap());
+    let target = Target::card("a card".to_owned(), bus, Some(16)).unwrap();
+    assert_eq!((target.name.as_str(), target.notes[0].as_str()), ("a card", "2 channels, rings of 16"));
+    let report = check(&target, &quick());
+    assert!(report.figures.iter().any(|f| f.phase == Phase::Both));
+}
+
+#[test]
 fn seats_of_a_device_that_hangs_wait_together() {
     let mut target = soft(CardConfig::default(), None);
     target.patience = Duration::from_millis(100);
     let inner = Box::new(target.desks[0].seat());
-    target.desks[0] = desk::Desk::new(Hangs { inner, after: 0, held: Vec::new() });
+    target.desks[0] = desk::Desk::new(Hangs::new(inner, 0, false));
     let threads = 16;
     let settings = Settings {
         threads,

@@ -17,7 +17,7 @@ mod iotlb;
 use std::collections::VecDeque;
 use std::ops::Range;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock, RwLockReadGuard};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock, RwLockReadGuard, TryLockError};
 
 use dmalane_addr::{Access, Address, Iova, Lease, PageSize, PhysAddr, RangeAllocator, RangeCache, SgTable, Span};
 use dmalane_iopt::{Arm64S1_4k, Format, HeapTables, PageTable};
@@ -342,12 +342,32 @@ impl<F: Format> DeviceMem for DevicePort<F> {
     type Held<'a> = HeldPort<'a, F>;
 
     fn hold(&mut self) -> HeldPort<'_, F> {
-        let host = &*self.host;
-        let translation = host.read();
+        let translation = self.host.read();
+        Self::held(&self.host, translation, &mut self.tlb, &self.counters, (&mut self.hits, &mut self.misses))
+    }
+
+    fn try_hold(&mut self) -> Option<HeldPort<'_, F>> {
+        let translation = match self.host.translation.try_read() {
+            Ok(translation) => translation,
+            Err(TryLockError::Poisoned(poisoned)) => poisoned.into_inner(),
+            Err(TryLockError::WouldBlock) => return None,
+        };
+        Some(Self::held(&self.host, translation, &mut self.tlb, &self.counters, (&mut self.hits, &mut self.misses)))
+    }
+}
+
+impl<F: Format> DevicePort<F> {
+    #[inline]
+    fn held<'a>(
+        host: &'a Inner<F>,
+        translation: RwLockReadGuard<'a, Translation<F>>,
+        tlb: &'a mut Iotlb,
+        counters: &'a PortCounters,
+        (hits, misses): (&'a mut u64, &'a mut u64),
+    ) -> HeldPort<'a, F> {
         // An invalidation counts up while it holds the lock for writing: under this lock the number stays as it is.
-        self.tlb.set_epoch(host.epoch.load(Ordering::Acquire));
-        let (hits, misses) = (&mut self.hits, &mut self.misses);
-        HeldPort { host, translation, tlb: &mut self.tlb, counters: &self.counters, hits, misses }
+        tlb.set_epoch(host.epoch.load(Ordering::Acquire));
+        HeldPort { host, translation, tlb, counters, hits, misses }
     }
 }
 

@@ -240,3 +240,22 @@ proptest! {
         prop_assert!(got == model);
     }
 }
+
+#[test]
+fn translations_that_are_being_changed_are_not_waited_for() {
+    let host: SoftHost = SoftHost::new(HostConfig::default()).unwrap();
+    let buf = AnonHeap::new().allocate(4096).unwrap().share();
+    let mapping = host.map(host.pin(&buf.share()).unwrap(), Access::RW).unwrap();
+    let mut port = host.port();
+    let mut word = [1; 4];
+    port.try_hold().unwrap().read_bytes(mapping.span().first(), &mut word).unwrap();
+    assert_eq!(word, [0; 4]);
+    let changing = host.0.write();
+    assert!(port.try_hold().is_none());
+    drop(changing);
+    // Another device is no reason.
+    let mut other = host.port();
+    let held = other.hold();
+    assert!(port.try_hold().is_some());
+    drop(held);
+}

@@ -95,6 +95,10 @@ struct ServeOptions {
     #[arg(long, value_name = "N", default_value_t = 64)]
     clients: usize,
 
+    /// Clients of one user at one time [default: three quarters of --clients; all, where only one user may connect]
+    #[arg(long, value_name = "N")]
+    user_clients: Option<usize>,
+
     /// DDR that one client may have
     #[arg(long, value_name = "SIZE", default_value_t = Size::gib(1), value_parser = size::nonzero)]
     client_ddr: Size,
@@ -204,7 +208,11 @@ fn serve(options: ServeOptions) -> Result<ExitCode, Failure> {
         buffers: options.client_buffers,
         bytes: options.client_bytes.bytes(),
     };
+    // A mode for the owner alone, or a list with one user.
+    let handed = system::handed_over()?;
+    let alone = (handed.is_none() && mode & 0o077 == 0) || (uids.len() == 1 && gids.is_empty());
     let config = Config {
+        user_clients: options.user_clients.or(alone.then_some(clients)),
         ddr: ddr.bytes(),
         hbm: hbm.bytes(),
         limits,
@@ -219,9 +227,12 @@ fn serve(options: ServeOptions) -> Result<ExitCode, Failure> {
         let _ = std::io::Write::write_all(&mut std::io::stderr(), text.as_bytes());
         return Ok(ExitCode::from(2));
     }
-    system::raise_file_limit();
+    let descriptors = system::raise_file_limit();
+    for warning in config.warnings(descriptors, system::overcommit().as_deref()) {
+        say(&format!("warning: {warning}"));
+    }
     let stop = system::until_told_to_end()?;
-    let (listener, place) = match system::handed_over()? {
+    let (listener, place) = match handed {
         Some(socket) => (Listener::from_socket(socket)?, "the socket that systemd handed over".to_owned()),
         None => (listen(&socket, mode)?, socket.display().to_string()),
     };

@@ -47,9 +47,15 @@ pub fn notify(state: &str) {
     drop(sent);
 }
 
-/// Buffers are descriptors, so that many clients need many: as many as this user may have.
-pub fn raise_file_limit() {
+/// Buffers are descriptors, so that many clients need many: as many as this user may have. Gives how many that are, `None` without a limit.
+pub fn raise_file_limit() -> Option<u64> {
     let Rlimit { maximum, .. } = getrlimit(Resource::Nofile);
     // With fewer, some clients are refused.
     let _ = setrlimit(Resource::Nofile, Rlimit { current: maximum, maximum });
+    getrlimit(Resource::Nofile).current
+}
+
+/// What the kernel says of `vm.overcommit_memory`.
+pub fn overcommit() -> Option<String> {
+    std::fs::read_to_string("/proc/sys/vm/overcommit_memory").ok()
 }
