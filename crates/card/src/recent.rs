@@ -18,9 +18,6 @@ const MOST: u64 = 32 << 20;
 fn share() -> u64 {
     static SHARE: OnceLock<u64> = OnceLock::new();
     *SHARE.get_or_init(|| {
-        if let Ok(v) = std::env::var("DMALANE_RECENT") {
-            return v.parse::<u64>().unwrap_or(4) << 20;
-        }
         let read = |file| std::fs::read_to_string(format!("/sys/devices/system/cpu/cpu0/cache/index3/{file}")).ok();
         let found = read("size").zip(read("shared_cpu_list")).and_then(|(size, sharers)| share_of(&size, &sharers));
         found.unwrap_or(RECENT)
