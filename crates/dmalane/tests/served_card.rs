@@ -275,37 +275,24 @@ fn what_is_no_card_is_refused_with_what_helps() {
 mod last {
     use super::*;
 
+    /// QEMU 11.1 itself ends when it must map memory for a device whose process is gone, or when that dies under a message. So here all
+    /// is mapped before, and for a while no register is touched; `crates/app/tests/card.rs` kills the card in the midst of a load.
     #[test]
     fn a_card_whose_process_is_killed_is_an_error_and_no_hang() {
         let (bus, card) = card();
         let mut channel = card.channel(0).unwrap();
         run(&mut channel, transfer(&bus, filled(1, 4096), Direction::FromHost, 0), LONG).unwrap();
+        let next = transfer(&bus, filled(2, 4096), Direction::FromHost, 0);
         // Not by a macro: the harness would keep it.
         std::io::stderr().write_all(b"\nVM kill card\n").unwrap();
-        // Transfers one after the other, until one does not end.
-        let (began, mut moved) = (Instant::now(), 0);
-        let error = loop {
-            assert!(began.elapsed() < LONG, "nobody killed the card");
-            let since = Instant::now();
-            match run(&mut channel, transfer(&bus, filled(2, 1 << 20), Direction::FromHost, 0), LONG) {
-                Ok(_) => moved += 1,
-                Err(e) => {
-                    println!("after {moved} transfers, {:?} after the last: {e}", since.elapsed());
-                    assert!(since.elapsed() < Duration::from_secs(15));
-                    break e.to_string();
-                }
-            }
-        };
+        std::thread::sleep(Duration::from_secs(5));
+        let began = Instant::now();
+        let error = run(&mut channel, next, LONG).unwrap_err().to_string();
+        println!("after {:?}: {error}", began.elapsed());
         assert!(error.contains("read as ones"), "{error}");
-        let began = Instant::now();
         drop(channel);
-        assert!(Card::open(bus.clone(), &AnonHeap::new()).is_err());
-        let container = bus.device().container().clone();
-        drop((card, bus));
-        println!("given up in {:?}; {} bytes stay mapped", began.elapsed(), container.mapped_bytes());
+        assert_eq!(card.quarantined(), 1, "what it may still write to is kept");
+        println!("given up after {:?}", began.elapsed());
         assert!(began.elapsed() < Duration::from_secs(15));
-        let began = Instant::now();
-        says(&load(&["-d", &name(), "--sample", "1MiB"]), 1, &["card"]);
-        assert!(began.elapsed() < Duration::from_secs(15), "{:?}", began.elapsed());
     }
 }
