@@ -18,6 +18,7 @@ use dmalane::daemon::SOCKET;
 
 use crate::failure::Failure;
 use crate::load::{Device, Input, LoadArgs, MmChannel, Placement, ReadMode};
+use crate::pci_card::PciCard;
 use crate::probe::Probe;
 use crate::size::{self, Size};
 use crate::{devices, doctor, load, output};
@@ -56,6 +57,8 @@ Examples:
   dmalane load weights.bin --buffered --gather 4MiB
   dmalane load model.safetensors --save copy.safetensors
   dmalane load model.safetensors --record binds.jsonl && dmalane vm replay binds.jsonl
+  dmalane load model.safetensors -d vfio:0000:01:00.0 --verify
+  dmalane load model.safetensors -d vfio-user:/tmp/card   after: dmalane card serve --vfio-user /tmp/card
   dmalane load model.safetensors --list           a line per tensor, with its device addresses:
     tensor           dtype  shape      bytes   device VA
     encoder.0.bias   F32    [384]       1536   0x100000000-0x1000005ff
@@ -127,7 +130,8 @@ struct LoadOptions {
     #[arg(long, value_name = "SIZE", value_parser = sample, allow_hyphen_values = true)]
     sample: Option<Size>,
 
-    /// The device to load to: soft, or daemon[:SOCKET] for a share of the card of a dmalaned
+    /// The device to load to: soft; daemon[:SOCKET] for a share of the card of a dmalaned; vfio:BDF for a card that is bound to vfio-pci;
+    /// vfio-user:SOCKET for one that a process serves
     #[arg(short, long, default_value = "soft", value_parser = device)]
     device: Device,
 
@@ -244,8 +248,18 @@ impl LoadOptions {
     /// What does not go together and clap cannot know.
     fn conflict(&self) -> Option<String> {
         let soft = [("--workers", self.workers), ("--fragmentation", self.fragmentation.is_some())];
-        let option = soft.iter().find(|(_, given)| *given && self.device != Device::Soft)?.0;
-        Some(format!("{option} is for a card in this process: a daemon has its own"))
+        let sized = [("--card-ddr", self.card_ddr.is_some()), ("--card-hbm", self.card_hbm.is_some())];
+        let given = |options: &[(&'static str, bool)]| options.iter().find(|o| o.1).map(|o| o.0);
+        match &self.device {
+            Device::Soft => None,
+            Device::Daemon(_) => {
+                given(&soft).map(|option| format!("{option} is for a card in this process: a daemon has its own"))
+            }
+            Device::Pci(_) => {
+                let option = given(&soft).or(given(&sized));
+                option.map(|option| format!("{option} is for a card in this process: {} is as it is", self.device))
+            }
+        }
     }
 }
 
@@ -333,12 +347,16 @@ fn completions(shell: Shell) -> Result<ExitCode, Failure> {
     Ok(ExitCode::SUCCESS)
 }
 
+/// Devices beside the software card, for hints.
+const OTHERS: &str = "daemon:SOCKET, vfio:BDF, or vfio-user:SOCKET";
+
 fn device(text: &str) -> Result<Device, String> {
     match text {
         "soft" => Ok(Device::Soft),
-        text => match daemon(text) {
-            Some(socket) => Ok(Device::Daemon(socket)),
-            None => Err("not a device\nhint: soft, or daemon:SOCKET; dmalane devices lists what there is".to_owned()),
+        text => match (daemon(text), PciCard::parse(text)) {
+            (Some(socket), _) => Ok(Device::Daemon(socket)),
+            (None, Some(card)) => card.map(Device::Pci),
+            (None, None) => Err(format!("not a device\nhint: soft, {OTHERS}; dmalane devices lists what there is")),
         },
     }
 }
@@ -433,10 +451,14 @@ mod tests {
     }
 
     #[test]
-    fn daemons_are_devices() {
+    fn daemons_and_pci_cards_are_devices() {
         let daemon = |text: &str| load(&["a", "-d", text]).unwrap().device;
         assert_eq!(daemon("daemon"), Device::Daemon(SOCKET.into()));
         assert_eq!(daemon("daemon:/tmp/a:b"), Device::Daemon("/tmp/a:b".into()));
+        let bdf = "0000:01:00.0".parse().unwrap();
+        assert_eq!(daemon("vfio:01:00.0"), Device::Pci(PciCard::Vfio(bdf)));
+        assert_eq!(daemon("vfio-user:s"), Device::Pci(PciCard::VfioUser("s".into())));
+        assert!(load(&["a", "-d", "vfio:x"]).is_err() && load(&["a", "-d", "vfio-user:"]).is_err());
         assert!(load(&["a", "-d", "daemon:"]).is_err() && load(&["a", "-d", "daemons"]).is_err());
     }
 

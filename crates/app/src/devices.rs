@@ -2,6 +2,7 @@
 
 use std::process::ExitCode;
 
+use dmalane::CARD_PCI_ID;
 use dmalane::daemon::SOCKET;
 use serde::Serialize;
 
@@ -65,12 +66,18 @@ fn list(probe: &Probe) -> Vec<Device> {
         },
     };
     let bound = pci::devices(probe).into_iter().filter(|d| d.driver.as_deref() == Some("vfio-pci"));
+    let (vendor, device) = CARD_PCI_ID;
+    let card = format!("{vendor:04x}:{device:04x}");
     let hardware = bound.map(|d| Device {
-        name: d.bdf,
-        supported: false,
-        description:
-            "a PCI device bound to vfio-pci; nothing can be loaded to it yet, but `dmalane bar-map -d vfio:...` maps it"
-                .to_owned(),
+        name: format!("vfio:{}", d.bdf),
+        supported: d.id == card,
+        description: match d.id == card {
+            true => "a card that is a PCI device, bound to vfio-pci".to_owned(),
+            false => {
+                "a PCI device bound to vfio-pci, but no card that can be loaded to; `dmalane bar-map` maps its BARs"
+                    .to_owned()
+            }
+        },
         kind: Kind::VfioPci { pci_id: d.id, iommu_group: d.iommu_group },
     });
     let socket = probe.place(SOCKET).exists().then(|| Device {
@@ -134,7 +141,7 @@ mod tests {
         let text = text(&devices);
         assert!(text.contains("soft\n") && text.contains("ddr 64 GiB, hbm 32 GiB") && text.contains("2 channels"));
         assert!(text.contains(
-            "0000:01:00.0\n    a PCI device bound to vfio-pci; nothing can be loaded to it yet, but `dmalane bar-map -d vfio:...` maps it\n    id 10ee:50b4, IOMMU group 15\n"
+            "vfio:0000:01:00.0\n    a PCI device bound to vfio-pci, but no card that can be loaded to; `dmalane bar-map` maps its BARs\n    id 10ee:50b4, IOMMU group 15\n"
         ));
         let socket = root.path().join(SOCKET.trim_start_matches('/'));
         fs::create_dir_all(socket.parent().unwrap()).unwrap();
@@ -142,6 +149,11 @@ mod tests {
         let daemon = serde_json::to_value(&list(&probe)[1]).unwrap();
         assert_eq!((&daemon["kind"], &daemon["supported"]), (&"daemon".into(), &true.into()));
         assert_eq!(daemon["name"], "daemon:/run/dmalane/dmalaned.sock");
+        let ours = root.path().join("sys/bus/pci/devices/0000:01:00.0");
+        fs::write(ours.join("vendor"), "0x4c44\n").unwrap();
+        fs::write(ours.join("device"), "0x0001\n").unwrap();
+        let card = list(&probe).pop().unwrap();
+        assert_eq!((card.name.as_str(), card.supported), ("vfio:0000:01:00.0", true));
         let json = serde_json::to_value(&devices[1]).unwrap();
         assert_eq!(json["kind"], "vfio_pci");
         assert_eq!((&json["supported"], &json["iommu_group"]), (&false.into(), &"15".into()));

@@ -11,16 +11,20 @@ use std::sync::Arc;
 
 use clap::ValueEnum;
 use dmalane::addr::PageSize;
-use dmalane::card::{CardConfig, SoftBus};
+use dmalane::card::{CardConfig, SoftBus, regs};
 use dmalane::daemon::{Client, Options};
 use dmalane::load::{self, Error, Layout, Loaded, Report};
-use dmalane::mem::{HostBus, HostConfig, Rung};
+use dmalane::mem::{AnonHeap, Heap, HostBus, HostConfig, Rung};
 use dmalane::uring::{FileChannel, Mode};
-use dmalane::{CardDevice, CardUse, FileOptions, SoftConfig, SoftDevice, SoftError, open_as, open_file};
+use dmalane::{
+    CardDevice, CardUse, FileOptions, SoftConfig, SoftDevice, SoftError, connect_pci_card, open_as, open_file,
+    open_pci_card,
+};
 
 use crate::cli::{CARD_DDR, CARD_HBM, CARD_MOST};
 use crate::failure::Failure;
 use crate::output;
+use crate::pci_card::PciCard;
 use crate::progress::Progress;
 use crate::size::{Size, binary};
 use record::Recording;
@@ -91,6 +95,8 @@ pub enum Device {
     Soft,
     /// A share of the card of the daemon at this socket.
     Daemon(PathBuf),
+    /// A card that is a PCI device.
+    Pci(PciCard),
 }
 
 impl std::fmt::Display for Device {
@@ -98,6 +104,7 @@ impl std::fmt::Display for Device {
         match self {
             Self::Soft => f.write_str("soft"),
             Self::Daemon(socket) => write!(f, "daemon:{}", socket.display()),
+            Self::Pci(card) => card.fmt(f),
         }
     }
 }
@@ -189,6 +196,19 @@ pub fn run(args: LoadArgs) -> Result<ExitCode, Failure> {
             let inputs = open(&args, sizes, shown)?;
             load_onto(card, None, &args, sizes, inputs, &targets)
         }
+        Device::Pci(name @ PciCard::Vfio(bdf)) => {
+            let bus = open_pci_card(bdf).map_err(|e| name.refused(&e))?;
+            // The kernel pins any memory.
+            let (card, sizes) = on_bus(bus, Arc::new(AnonHeap::new()), &args)?;
+            let inputs = open(&args, sizes, shown)?;
+            load_onto(card, None, &args, sizes, inputs, &targets)
+        }
+        Device::Pci(name @ PciCard::VfioUser(socket)) => {
+            let bus = connect_pci_card(socket).map_err(|e| name.refused(&e))?;
+            let (card, sizes) = on_bus(bus, CardUse::default().heap, &args)?;
+            let inputs = open(&args, sizes, shown)?;
+            load_onto(card, None, &args, sizes, inputs, &targets)
+        }
     }
 }
 
@@ -263,6 +283,22 @@ fn channels(args: &LoadArgs) -> dmalane::MmChannel {
         MmChannel::Zero => dmalane::MmChannel::Only(0),
         MmChannel::One => dmalane::MmChannel::Only(1),
     }
+}
+
+/// Opens the card on a bus, whose memories are as large as it says.
+fn on_bus<B: HostBus + 'static>(
+    bus: B,
+    heap: Arc<dyn Heap>,
+    args: &LoadArgs,
+) -> Result<(CardDevice<B>, Sizes), Failure> {
+    let how = CardUse { heap, gather: args.gather, mm_channel: channels(args), apart: true, ..CardUse::default() };
+    let card = CardDevice::on(Arc::new(bus), how).map_err(|e| Failure::because("cannot open the card", &e))?;
+    let read = |register: u64| {
+        let half = |offset| card.bus.read32(regs::BAR_REGISTERS, offset).map(u64::from);
+        Ok::<_, dmalane::mem::Error>(half(register)? | half(register + 4)? << 32)
+    };
+    let sizes = (read(regs::DDR_LEN)?, read(regs::HBM_LEN)?);
+    Ok((card, sizes))
 }
 
 /// What is asked of a daemon: so many bytes of its card's memories, or all that a client may have.
@@ -416,6 +452,7 @@ fn card_hint(args: &LoadArgs, (ddr, hbm): Sizes, files: &[u64]) -> String {
             Size::about(enough),
             option.trim_start_matches("--card-")
         ),
+        Device::Pci(_) => format!("load less at a time, or onto a card with more ({} is enough)", Size::about(enough)),
     }
 }
 

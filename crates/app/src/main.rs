@@ -12,6 +12,7 @@ mod iopt;
 mod load;
 mod output;
 mod pci;
+mod pci_card;
 mod probe;
 mod progress;
 mod read;

@@ -17,12 +17,14 @@ use dmalane::validate::{
     Event, FitReport, FitSettings, Report, Settings, SoftTarget, Target, ValidateError, Way, fit_link,
     run_into as measure,
 };
+use dmalane::{connect_pci_card, open_pci_card};
 use signal_hook::consts::{SIGINT, SIGTERM};
 use signal_hook::flag;
 
 use crate::cli::{CARD_DDR, CARD_HBM};
 use crate::failure::Failure;
 use crate::output;
+use crate::pci_card::PciCard;
 use crate::progress::Steps;
 use crate::size::Size;
 
@@ -59,6 +61,8 @@ pub enum Device {
     Soft,
     /// A share of the card of the daemon at this socket.
     Daemon(PathBuf),
+    /// A card that is a PCI device.
+    Pci(PciCard),
     /// A file, or one for each direction.
     File(NodePaths),
 }
@@ -248,6 +252,18 @@ fn targets(args: &ValidateArgs) -> Result<(Target, Option<Target>), Failure> {
             let name = format!("the card of the daemon at {}", socket.display());
             Ok((Target::card(name, Arc::new(client), args.soft.ring)?, None))
         }
+        Device::Pci(card) => {
+            let (name, ring) = (format!("the card {card}"), args.soft.ring);
+            let target = match card {
+                PciCard::Vfio(bdf) => {
+                    Target::card(name, Arc::new(open_pci_card(bdf).map_err(|e| card.refused(&e))?), ring)
+                }
+                PciCard::VfioUser(socket) => {
+                    Target::card(name, Arc::new(connect_pci_card(socket).map_err(|e| card.refused(&e))?), ring)
+                }
+            };
+            Ok((target.map_err(told)?, None))
+        }
     }
 }
 
@@ -273,6 +289,7 @@ fn failure(error: ValidateError, args: &ValidateArgs) -> Failure {
                 (Device::File(_), _) => format!("a file of {needed} bytes"),
                 (Device::Soft, "DDR") => format!("--card-ddr {}", Size::about(*needed)),
                 (Device::Soft, _) => format!("--card-hbm {}", Size::about(needed.saturating_mul(2))),
+                (Device::Pci(_), _) => "a card with more memory".to_owned(),
                 (Device::Daemon(_), _) => {
                     "a daemon that gives a client more (dmalaned --client-ddr, --client-hbm)".to_owned()
                 }

@@ -26,6 +26,10 @@ const CONFIG: u32 = 7;
 const CONFIG_LEN: usize = 256;
 const TABLE_LEN: u64 = 4096;
 const PENDING: u32 = 2048;
+/// Where the capability of "advanced features" is, by which a function of conventional PCI is reset alone, and its control and status.
+const FEATURES: usize = 0x50;
+const FEATURES_CONTROL: usize = FEATURES + 4;
+const FEATURES_STATUS: usize = FEATURES + 5;
 const REGISTERS_LEN: u64 = 64 << 10;
 /// How long a reset may take.
 const RESET: Duration = Duration::from_secs(5);
@@ -145,6 +149,11 @@ impl CardModel {
         })
     }
 
+    /// The card was told to stop, and has not yet.
+    fn is_stopping(&self) -> bool {
+        self.card.read32(regs::BAR_REGISTERS, regs::CONTROL) != Some(0)
+    }
+
     /// Words of 32 bits, which is what registers and the card's memory take, one for one.
     fn words(&self, bar: u8, offset: u64, into: &mut [u8]) -> bool {
         into.len().is_multiple_of(4)
@@ -177,7 +186,11 @@ impl Model for CardModel {
     fn read(&mut self, region: u32, offset: u64, into: &mut [u8]) -> bool {
         let at = offset as usize..(offset as usize).saturating_add(into.len());
         match region {
-            CONFIG => into.copy_from_slice(&self.config[at]),
+            CONFIG => {
+                // A reset may take longer than whoever asked for it was kept waiting.
+                self.config[FEATURES_STATUS] = u8::from(self.is_stopping());
+                into.copy_from_slice(&self.config[at]);
+            }
             TABLE => into.copy_from_slice(&self.table[at]),
             r if r == u32::from(regs::BAR_MEMORY) => {
                 return self.card.memory().read(dmalane_addr::CardAddr::new(offset), into).is_ok();
@@ -193,8 +206,10 @@ impl Model for CardModel {
             // The command register and the BARs; what the client makes of them is its own business.
             CONFIG => {
                 for (at, byte) in at.zip(from) {
-                    if matches!(at, 4..6 | 0x10..0x28) {
-                        self.config[at] = *byte;
+                    match at {
+                        4..6 | 0x10..0x28 => self.config[at] = *byte,
+                        FEATURES_CONTROL if byte & 1 == 1 => drop(self.reset()),
+                        _ => {}
                     }
                 }
                 true
@@ -235,7 +250,7 @@ impl Model for CardModel {
     fn reset(&mut self) -> bool {
         let _ = self.card.write32(regs::BAR_REGISTERS, regs::CONTROL, 1);
         let began = Instant::now();
-        while self.card.read32(regs::BAR_REGISTERS, regs::CONTROL) != Some(0) {
+        while self.is_stopping() {
             if began.elapsed() >= RESET {
                 return false;
             }
@@ -246,7 +261,7 @@ impl Model for CardModel {
     }
 }
 
-/// The configuration space of PCI 3.0, with the capability of MSI-X.
+/// The configuration space of PCI 3.0, with the capabilities of MSI-X and of a reset of this function alone.
 fn config_space(vectors: u32) -> [u8; CONFIG_LEN] {
     let mut space = [0; CONFIG_LEN];
     let mut put = |at: usize, bytes: &[u8]| space[at..at + bytes.len()].copy_from_slice(bytes);
@@ -261,9 +276,11 @@ fn config_space(vectors: u32) -> [u8; CONFIG_LEN] {
     put(0x2c, &CARD_PCI_ID.0.to_le_bytes());
     put(0x34, &[0x40]);
     // MSI-X: as many entries as channels (one less is written), the table and the pending bits in BAR 4.
-    put(0x40, &[0x11, 0]);
+    put(0x40, &[0x11, FEATURES as u8]);
     put(0x42, &(vectors.clamp(1, 2048) as u16 - 1).to_le_bytes());
     put(0x44, &TABLE.to_le_bytes());
     put(0x48, &(PENDING | TABLE).to_le_bytes());
+    // Advanced features, the last: six bytes; it says whether accesses are pending, and it can be reset.
+    put(FEATURES, &[0x13, 0, 6, 0b11]);
     space
 }

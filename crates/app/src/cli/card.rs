@@ -24,6 +24,8 @@ Examples:
 QEMU from 10.1 on attaches it, where its memory is a memfd:
   -object memory-backend-memfd,id=ram,size=1G,share=on -machine memory-backend=ram
   -device '{\"driver\":\"vfio-user-pci\",\"socket\":{\"type\":\"unix\",\"path\":\"/tmp/card\"}}'
+For VFIO in the guest also: -machine q35,kernel-irqchip=split -device intel-iommu,intremap=on,caching-mode=on
+There, bound to vfio-pci: dmalane load -d vfio:BDF. Without QEMU: dmalane load -d vfio-user:/tmp/card
 
 Exit status: 0 the client of --once has gone, 1 no socket or no memory, 2 wrong command line.";
 

@@ -9,6 +9,7 @@ use dmalane::MmChannel;
 use dmalane::uring::NodePaths;
 use dmalane::validate::{Allocation, Pages, Phase, Settings, Stop, Sweep, Way, emulations};
 
+use crate::pci_card::PciCard;
 use crate::size::Size;
 use crate::validate::{ChannelAllocation, Device, Form, PageChoice, SoftOptions, ValidateArgs};
 
@@ -36,8 +37,9 @@ Exit status: 0 all bytes were right, 1 some were not or it could not be measured
 #[derive(Args)]
 #[command(after_help = EXAMPLES)]
 pub struct ValidateOptions {
-    /// The device: soft, daemon[:SOCKET] for a share of the card of a dmalaned, or file:PATH[,h2c=PATH,c2h=PATH] for files that take reads
-    /// and writes at device addresses
+    /// The device: soft; daemon[:SOCKET] for a share of the card of a dmalaned; vfio:BDF for a card that is bound to vfio-pci;
+    /// vfio-user:SOCKET for one that a process serves; or file:PATH[,h2c=PATH,c2h=PATH] for files that take reads and writes at device
+    /// addresses
     #[arg(short, long, value_name = "DEVICE", default_value = "soft", value_parser = device)]
     device: Device,
 
@@ -185,11 +187,16 @@ impl ValidateOptions {
         let node =
             [("--probe-at", self.probe_at.is_some()), ("--direct", self.direct), ("--overwrite", self.overwrite)];
         let here = [("--emulate", self.emulate.is_some()), ("--workers", self.workers)];
+        let sized = [("--card-ddr", self.card_ddr.is_some()), ("--card-hbm", self.card_hbm.is_some())];
         let given = |options: &[(&'static str, bool)]| options.iter().find(|o| o.1).map(|o| o.0);
         match (file, given(&card), given(&node)) {
             (true, Some(option), _) => Some(format!("{option} is for a card, and a file is none")),
             (false, ..) if matches!(self.device, Device::Daemon(_)) && given(&here).is_some() => {
                 given(&here).map(|option| format!("{option} is for a card in this process: a daemon has its own"))
+            }
+            (false, ..) if matches!(self.device, Device::Pci(_)) && given(&here).or(given(&sized)).is_some() => {
+                let option = given(&here).or(given(&sized));
+                option.map(|option| format!("{option} is for a card in this process: this one is as it is"))
             }
             (false, _, Some(option)) => Some(format!("{option} is for a file: -d file:PATH")),
             _ => None,
@@ -258,9 +265,14 @@ fn device(text: &str) -> Result<Device, String> {
     match text.strip_prefix("file:") {
         Some(paths) => paths.parse::<NodePaths>().map(Device::File).map_err(|e| e.to_string()),
         None if text == "soft" => Ok(Device::Soft),
-        None => super::daemon(text).map(Device::Daemon).ok_or_else(|| {
-            "not a device\nhint: soft, daemon:SOCKET, or file:PATH; dmalane devices lists what there is".to_owned()
-        }),
+        None => match (super::daemon(text), PciCard::parse(text)) {
+            (Some(socket), _) => Ok(Device::Daemon(socket)),
+            (None, Some(card)) => card.map(Device::Pci),
+            (None, None) => Err(format!(
+                "not a device\nhint: soft, file:PATH, {}; dmalane devices lists what there is",
+                super::OTHERS
+            )),
+        },
     }
 }
 

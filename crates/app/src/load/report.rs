@@ -349,7 +349,7 @@ fn explain_stages(o: &Outcome, out: &mut String) {
             None => writeln!(
                 out,
                 "transfer at best copies its bytes ({}); what of the card's memory is touched first, which takes longer, only the \
-                 daemon knows.",
+                 card knows.",
                 per_second(c.copy)
             ),
         };
@@ -397,7 +397,8 @@ fn explain_memory(o: &Outcome, out: &mut String) {
             i.misses,
             count(i.faults as usize, "fault"),
         ),
-        None => writeln!(out, "IOMMU      in the daemon: {}", plain(&o.device)),
+        None if o.device.starts_with("daemon") => writeln!(out, "IOMMU      in the daemon: {}", plain(&o.device)),
+        None => writeln!(out, "IOMMU      not in this process: {}", plain(&o.device)),
     };
     let touched = o.touched.map_or(String::new(), |touched| format!("; {} touched first", binary(touched)));
     let transfers = count(r.transfers as usize, "transfer");
