@@ -17,7 +17,8 @@ use dmalane::load::{self, Error, Layout, Loaded, Report};
 use dmalane::mem::{AnonHeap, Heap, HostBus, HostConfig, Rung};
 use dmalane::uring::{FileChannel, Mode};
 use dmalane::{
-    CardDevice, CardUse, FileOptions, SoftConfig, SoftDevice, connect_pci_card, open_as, open_file, open_pci_card,
+    CardDevice, CardUse, FileOptions, SoftConfig, SoftDevice, SoftError, connect_pci_card, open_as, open_file,
+    open_pci_card,
 };
 
 use crate::cli::{CARD_DDR, CARD_HBM, CARD_MOST};
@@ -327,18 +328,21 @@ fn open_soft(args: &LoadArgs) -> Result<SoftDevice, Failure> {
         mm_channel: channels(args),
         ..SoftConfig::default()
     };
-    SoftDevice::open(config).map_err(|e| {
-        let failure = Failure::because("cannot make the software card", &e);
-        if !Failure::is_out_of_memory(&e) {
-            return failure;
-        }
-        failure.hint(format!(
-            "the card takes address space for all of its memory (ulimit -v): make it smaller with --card-ddr and \
-             --card-hbm, now {} and {}",
-            binary(ddr),
-            binary(hbm)
-        ))
-    })
+    SoftDevice::open(config).map_err(|e| no_card(&e, ddr, hbm))
+}
+
+/// The software card, with so much memory of both kinds, cannot be made.
+pub(crate) fn no_card(error: &SoftError, ddr: u64, hbm: u64) -> Failure {
+    let failure = Failure::because("cannot make the software card", error);
+    if !Failure::is_out_of_memory(error) {
+        return failure;
+    }
+    failure.hint(format!(
+        "the card takes address space for all of its memory (ulimit -v): make it smaller with --card-ddr and \
+         --card-hbm, now {} and {}",
+        binary(ddr),
+        binary(hbm)
+    ))
 }
 
 /// Opens the files, or makes the sample.

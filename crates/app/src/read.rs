@@ -1,5 +1,6 @@
 //! `dmalane read`: files into DMA-ready memory.
 
+mod device;
 mod report;
 
 use std::ops::ControlFlow;
@@ -11,13 +12,15 @@ use clap::ValueEnum;
 use dmalane::addr::{Access, FileOffset};
 use dmalane::card::{CardConfig, SoftBus};
 use dmalane::load::fill::{Event, Extent, FillError, Filled, Job};
-use dmalane::mem::{AnonHeap, DmaHeap, HostConfig, Mapping, MemfdHeap, Needs, PageKind, Picked, SoftHost, pick};
+use dmalane::mem::{AnonHeap, DmaHeap, HostConfig, MemfdHeap, Needs, PageKind, Picked, SoftHost, pick};
 use dmalane::{AllocAndRead, AllocRead, ReadError, ReadOptions, ReadSource, Way, read_all, read_mapped};
 
 use crate::failure::Failure;
 use crate::output;
 use crate::progress::Progress;
 use crate::size::binary;
+pub use device::Device;
+use device::Target;
 
 /// What to read, how, and what to say about it.
 pub struct ReadArgs {
@@ -35,6 +38,12 @@ pub struct ReadArgs {
     pub node: Option<u32>,
     /// Map each gather for a device.
     pub map: bool,
+    /// The device that gets what has arrived; its gathers are mapped for it.
+    pub device: Option<Device>,
+    /// Bytes of DDR on the software card; at least 1.
+    pub card_ddr: u64,
+    /// Read back what the device got, and compare it.
+    pub verify: bool,
     /// Which bytes of each file.
     pub range: Option<Range>,
     /// How to read.
@@ -129,18 +138,25 @@ struct Outcome {
     segments: Option<u64>,
     /// How many mappings a device has of them, and whether it was asked for any.
     mappings: Option<usize>,
+    /// The device that got them.
+    device: Option<Device>,
+    /// What it got was read back and compared.
+    verified: bool,
 }
 
 /// Reads, and prints the result.
 pub fn run(args: ReadArgs) -> Result<ExitCode, Failure> {
     let picked = heap(&args)?;
     let bar = Progress::new("read", !args.quiet && !args.json);
-    let (filled, ways, mappings) = read(&args, &*picked.heap, &bar)?;
+    let Read { filled, ways, mappings, target } = read(&args, &*picked.heap, &bar)?;
     bar.finish();
+    if let Some(mut target) = target.filter(|_| args.verify) {
+        target.verify(&filled)?;
+    }
     let runs = filled.buffers.iter().map(|b| dmalane::mem::physical_runs(b.shared()).ok());
     let segments = runs.map(|runs| Some(runs?.segment_count() as u64)).sum();
-    let mappings = args.map.then(|| mappings.iter().map(Vec::len).sum());
-    let outcome = Outcome { files: args.files, picked, filled, ways, segments, mappings };
+    let (device, verified) = (args.device, args.verify);
+    let outcome = Outcome { files: args.files, picked, filled, ways, segments, mappings, device, verified };
     match args.json {
         true => output::print_json(&report::json(&outcome))?,
         false => output::print(&report::text(&outcome, args.explain))?,
@@ -176,7 +192,14 @@ fn heap(args: &ReadArgs) -> Result<Picked, Failure> {
     Ok(Picked { heap, passed_over: Vec::new() })
 }
 
-type Read = (Filled, Vec<Way>, Vec<Vec<Mapping>>);
+/// What was read.
+struct Read {
+    filled: Filled,
+    ways: Vec<Way>,
+    mappings: Option<usize>,
+    /// The device that has it.
+    target: Option<Target>,
+}
 
 fn read(args: &ReadArgs, heap: &dyn dmalane::mem::Heap, bar: &Progress) -> Result<Read, Failure> {
     let sources = args.files.iter().map(ReadSource::open).collect::<Result<Vec<_>, _>>().map_err(failure)?;
@@ -184,15 +207,16 @@ fn read(args: &ReadArgs, heap: &dyn dmalane::mem::Heap, bar: &Progress) -> Resul
     if let [only] = &sources[..]
         && only.file.metadata().is_ok_and(|meta| is_stream(&meta.file_type()))
     {
-        if args.map {
+        if args.map || args.device.is_some() {
             return Err(Failure::new("a pipe or socket cannot be mapped while it is read")
-                .hint("without --map it is read into memory, which can be mapped afterwards"));
+                .hint("without --map and --device it is read into memory, which can be mapped afterwards"));
         }
         let end = range.end.map_or(std::ops::Bound::Unbounded, std::ops::Bound::Excluded);
         let bounds = (std::ops::Bound::Included(range.start), end);
         let AllocRead { buffer, way, report } =
             heap.alloc_and_read(&only.file, bounds, &args.options).map_err(failure)?;
-        return Ok((Filled { buffers: vec![buffer], report }, vec![way], Vec::new()));
+        let filled = Filled { buffers: vec![buffer], report };
+        return Ok(Read { filled, ways: vec![way], mappings: None, target: None });
     }
     let mut job = Job::default();
     for (source, file) in sources.iter().enumerate() {
@@ -209,17 +233,25 @@ fn read(args: &ReadArgs, heap: &dyn dmalane::mem::Heap, bar: &Progress) -> Resul
         }
         ControlFlow::Continue(())
     };
-    if !args.map {
+    let mut target = match args.device {
+        Some(device) => Some(Target::open(device, args.card_ddr, &job.buffers)?),
+        None => None,
+    };
+    let read = if let Some(target) = &mut target {
+        target.read(heap, &sources, &job, &args.options, &mut watch).map_err(failure)?
+    } else if args.map {
+        // Synthetic memory costs nothing until it is pinned.
+        let config = HostConfig { memory: 16 << 40, ..HostConfig::default() };
+        let host: SoftHost = SoftHost::new(config).map_err(|e| Failure::because("no software host", &e))?;
+        let bus: SoftBus =
+            SoftBus::new(host, CardConfig::default()).map_err(|e| Failure::because("no software card", &e))?;
+        read_mapped(heap, &bus, Access::READ, &sources, &job, &args.options, &mut watch).map_err(failure)?
+    } else {
         let (filled, ways) = read_all(heap, &sources, &job, &args.options, &mut watch).map_err(failure)?;
-        return Ok((filled, ways, Vec::new()));
-    }
-    // Synthetic memory costs nothing until it is pinned.
-    let config = HostConfig { memory: 16 << 40, ..HostConfig::default() };
-    let host: SoftHost = SoftHost::new(config).map_err(|e| Failure::because("no software host", &e))?;
-    let bus: SoftBus =
-        SoftBus::new(host, CardConfig::default()).map_err(|e| Failure::because("no software card", &e))?;
-    let read = read_mapped(heap, &bus, Access::READ, &sources, &job, &args.options, &mut watch).map_err(failure)?;
-    Ok((read.filled, read.ways, read.mappings))
+        return Ok(Read { filled, ways, mappings: None, target: None });
+    };
+    let mappings = Some(read.gathers.iter().map(Vec::len).sum());
+    Ok(Read { filled: read.filled, ways: read.ways, mappings, target })
 }
 
 fn is_stream(kind: &std::fs::FileType) -> bool {

@@ -82,6 +82,8 @@ fn wrong_usage_is_2() {
         &["read", "a", "--gather", "2GiB"],
         &["read", "a", "--range", "5..5"],
         &["read", "a", "--timeout", "never"],
+        &["read", "a", "--map", "-d", "soft"],
+        &["read", "a", "--verify"],
         &["inspect"],
         &["inspect", "a", "b"],
         &["completions", "command.com"],
@@ -197,6 +199,7 @@ fn every_field_is_documented() {
     std::fs::write(folder.join("f"), vec![7; 3 << 20]).unwrap();
     let path = folder.join("f").to_str().unwrap().to_owned();
     keys(&json(&["read", &path, "--json", "--buffered"]), &mut words);
+    keys(&json(&["read", &path, "--json", "-d", "soft"]), &mut words);
     let quick = ["validate", "--json", "-j", "1", "--iterations", "1", "--buffer-size", "8KiB", "--ddr-only"];
     keys(&json(&quick), &mut words);
     match run(&["inspect", &path, "--json"]) {
@@ -400,6 +403,9 @@ fn what_reading_says() {
         &["a", "--scheme", "sequential", "--heap", "memfd"],
         &["a", "--scheme", "plain", "--pages", "4k"],
         &["a", "--pages", "1g", "--shareable"],
+        &["a", "--map"],
+        &["a", "b", "a", "-d", "soft", "--verify"],
+        &["a", "-d", "soft", "--verify", "--gather", "64KiB", "--block", "64KiB", "--threads", "3"],
     ] {
         let report = json(args);
         assert_eq!((&report["schema"], &report["command"]), (&1.into(), &"read".into()));
@@ -408,6 +414,11 @@ fn what_reading_says() {
         let moved = file["direct_bytes"].as_u64().unwrap() + file["buffered_bytes"].as_u64().unwrap();
         assert_eq!(moved, 5_000_000, "{args:?}");
     }
+    let sent = json(&["a", "-d", "soft", "--no-checksum", "--verify", "--gather", "1MiB"]);
+    assert_eq!((&sent["device"]["name"], &sent["device"]["verified"]), (&"soft".into(), &true.into()));
+    assert_eq!(sent["memory"]["mappings"], 5);
+    let moved = sent["stages"].as_array().unwrap().iter().find(|s| s["stage"] == "transfer").unwrap();
+    assert_eq!(moved["bytes"], 5_000_000);
     assert_eq!(json(&["a", "--heap", "memfd"])["memory"]["shareable"], true);
     assert_eq!(json(&["a", "--shareable"])["memory"]["heap"], "memfd");
     assert_eq!(json(&["a", "--no-checksum"])["files"][0]["xxh3"], Value::Null);
@@ -437,6 +448,9 @@ fn what_reading_says() {
     assert_eq!(
         fails(&["a", "--range", "0..6MB"]),
         "dmalane: a ends at 5000000, before the end of the range at 6000000\n"
+    );
+    assert!(
+        fails(&["a", "-d", "soft", "--card-ddr", "4MiB"]).contains("\nhint: --card-ddr makes it larger than 4 MiB\n")
     );
     assert!(fails(&["a", "--limit", "1MiB"]).contains("the files need 4.77 MiB, and --limit is 1 MiB"));
     let shm = std::path::Path::new("/dev/shm").exists();

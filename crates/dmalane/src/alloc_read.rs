@@ -13,13 +13,13 @@ use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
 use dmalane_addr::FileOffset;
-use dmalane_load::fill::{Extent, FillError, FillOptions, FillReport, Filled, FilledBuf, Job, Watch, fill};
+use dmalane_load::fill::{Extent, FillError, FillOptions, FillReport, Filled, FilledBuf, Job, Onward, Watch, fill};
 use dmalane_mem::Heap;
 use dmalane_uring::{How, Mode, Moved, Residency};
 use thiserror::Error;
 
 use choose::{Choice, choose};
-pub use mapped::{MappedRead, read_mapped};
+pub use mapped::{MappedRead, read_mapped, read_to_device};
 use source::{Source, size};
 
 /// The order of allocating and reading, to compare by.
@@ -279,7 +279,7 @@ fn one(
     let job = Job { buffers: vec![len], extents: vec![extent] };
     let whole = end.is_none();
     let sources = [source];
-    let (filled, mut ways) = all(heap, &sources, &job, options, &mut |_| ControlFlow::Continue(()), whole)?;
+    let (filled, mut ways) = all(heap, &sources, &job, options, None, &mut |_| ControlFlow::Continue(()), whole)?;
     let Filled { mut buffers, report } = filled;
     match (buffers.pop(), ways.pop()) {
         (Some(buffer), Some(way)) => Ok(AllocRead { buffer, way, report }),
@@ -299,7 +299,7 @@ pub fn read_all(
     options: &ReadOptions,
     watch: &mut Watch<'_>,
 ) -> Result<(Filled, Vec<Way>), ReadError> {
-    all(heap, sources, job, options, watch, true)
+    all(heap, sources, job, options, None, watch, true)
 }
 
 fn all(
@@ -307,6 +307,7 @@ fn all(
     sources: &[ReadSource],
     job: &Job,
     options: &ReadOptions,
+    onward: Option<Onward<'_>>,
     watch: &mut Watch<'_>,
     unchanged: bool,
 ) -> Result<(Filled, Vec<Way>), ReadError> {
@@ -335,7 +336,7 @@ fn all(
         deadline: options.timeout.and_then(|timeout| Instant::now().checked_add(timeout)),
         ..FillOptions::default()
     };
-    let filled = fill(heap, job, &mut lanes, &fill_options, watch).map_err(|e| named(e, sources))?;
+    let filled = fill(heap, job, &mut lanes, onward, &fill_options, watch).map_err(|e| named(e, sources))?;
     for (source, choice) in sources.iter().zip(&choices).filter(|_| unchanged) {
         if let Some(before) = choice.size.filter(|size| choice.end == *size) {
             let now = source.size()?;

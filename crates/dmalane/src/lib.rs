@@ -49,6 +49,7 @@ pub use dmalane_vm as vm;
 
 pub use alloc_read::{
     AllocAndRead, AllocRead, MappedRead, ReadError, ReadOptions, ReadSource, Scheme, Way, read_all, read_mapped,
+    read_to_device,
 };
 pub use card_server::{CARD_PCI_ID, CardServer, CardServerError};
 pub use dmalane_uring::Options as FileOptions;

@@ -126,10 +126,10 @@ fn the_device_sees_every_gather() {
         let (bus, heap) = (Failing::new(usize::MAX), AnonHeap::new());
         let read = read(&bus, &heap, &[&a, &b], access, threads).unwrap();
         let mut device = bus.bus.host().port();
-        for ((mappings, data), buffer) in read.mappings.iter().zip([&a_bytes, &b_bytes]).zip(&read.filled.buffers) {
-            assert!(mappings.len() > LEN / GATHER as usize, "one for each gather");
+        for ((gathers, data), buffer) in read.gathers.iter().zip([&a_bytes, &b_bytes]).zip(&read.filled.buffers) {
+            assert!(gathers.len() > LEN / GATHER as usize, "one for each gather");
             let mut seen = Vec::new();
-            for mapping in mappings {
+            for mapping in gathers.iter().map(|g| g.mapping()) {
                 let mut bytes = vec![0; mapping.span().len() as usize];
                 device.read_bytes(mapping.span().first(), &mut bytes).unwrap();
                 seen.extend(bytes);

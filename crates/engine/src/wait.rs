@@ -37,7 +37,7 @@ pub struct HaltWatch(Option<Instant>);
 
 impl HaltWatch {
     /// Why the channel has halted, once it has been seen so for two seconds with something still in flight. To be asked now and then.
-    pub fn lost<C: Channel>(&mut self, channel: &C) -> Option<String> {
+    pub fn lost<C: Channel + ?Sized>(&mut self, channel: &C) -> Option<String> {
         let why = channel.halted().filter(|_| channel.in_flight() > 0);
         if why.is_none() {
             self.0 = None;
@@ -82,7 +82,7 @@ pub fn run<C: Channel>(
 }
 
 /// Waits until nothing is in flight, `timeout` has passed, or the channel has halted for good, and returns what ended.
-pub fn drain<C: Channel>(channel: &mut C, timeout: Duration) -> Vec<Completion<C::Far>> {
+pub fn drain<C: Channel + ?Sized>(channel: &mut C, timeout: Duration) -> Vec<Completion<C::Far>> {
     let mut done = Vec::new();
     let deadline = Instant::now().checked_add(timeout);
     let mut watch = HaltWatch::default();

@@ -117,9 +117,10 @@ impl Clocks {
         }
     }
 
-    /// The stages of filling a buffer, those that did anything.
+    /// The stages of filling a buffer and sending it on, those that did anything.
     pub(crate) fn filled(&self) -> Vec<StageReport> {
-        let stages = [Stage::Allocate, Stage::Read, Stage::Checksum].into_iter().map(|stage| self.get(stage));
+        let stages = [Stage::Allocate, Stage::Read, Stage::Checksum, Stage::Transfer];
+        let stages = stages.into_iter().map(|stage| self.get(stage));
         stages.filter(|s| s.bytes > 0).collect()
     }
 

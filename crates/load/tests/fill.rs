@@ -8,38 +8,8 @@ use std::time::{Duration, Instant};
 use dmalane_addr::FileOffset;
 use dmalane_load::fill::{BadJob, Event, Extent, FillError, FillOptions, Job, fill};
 use dmalane_mem::{AnonHeap, Heap, MemfdHeap, PageKind, Pool};
-use script::{Random, Script, noise};
+use script::{Random, Script, naive, noise, random_job};
 use twox_hash::XxHash3_64;
-
-/// The slow version.
-fn naive(job: &Job, sources: &[std::sync::Arc<Vec<u8>>]) -> Vec<Vec<u8>> {
-    let mut buffers: Vec<Vec<u8>> = job.buffers.iter().map(|len| vec![0; *len as usize]).collect();
-    for e in &job.extents {
-        let from = &sources[e.source][e.at.bits() as usize..][..e.len as usize];
-        buffers[e.buffer][e.to as usize..][..e.len as usize].copy_from_slice(from);
-    }
-    buffers
-}
-
-/// Extents scattered over some buffers, with gaps, in no order.
-fn random_job(random: &mut Random, sources: usize, source_len: u64) -> Job {
-    let mut job = Job::default();
-    for buffer in 0..=random.below(3) as usize {
-        let len = random.below(60_000);
-        let mut to = random.below(3000);
-        while to < len {
-            let n = random.below(20_000).min(len - to).min(source_len);
-            let at = FileOffset::new(random.below(source_len - n + 1));
-            job.extents.push(Extent { source: random.below(sources as u64) as usize, at, len: n, buffer, to });
-            to += n + random.below(2) * random.below(9000);
-        }
-        job.buffers.push(len);
-    }
-    for i in (1..job.extents.len()).rev() {
-        job.extents.swap(i, random.below(i as u64 + 1) as usize);
-    }
-    job
-}
 
 #[test]
 fn any_job_gives_what_the_slow_version_gives() {
@@ -82,7 +52,7 @@ fn any_job_gives_what_the_slow_version_gives() {
             }
             ControlFlow::Continue(())
         };
-        let filled = fill(heap, &job, &mut lanes, &options, &mut watch).unwrap();
+        let filled = fill(heap, &job, &mut lanes, None, &options, &mut watch).unwrap();
         assert_eq!(arrived, job.bytes());
         assert!(complete.iter().all(|c| *c), "every extent is reported");
         recycled += usize::from(filled.report.recycled);
@@ -108,7 +78,7 @@ fn jobs_that_contradict_themselves() {
     let run = |job: &Job| {
         let mut lanes = [vec![Script::new(source.clone(), 2, 1, Vec::new())]];
         let heap = AnonHeap::new();
-        fill(&heap, job, &mut lanes, &FillOptions::default(), &mut |_| ControlFlow::Continue(())).map(|_| ())
+        fill(&heap, job, &mut lanes, None, &FillOptions::default(), &mut |_| ControlFlow::Continue(())).map(|_| ())
     };
     let bad = |extents: Vec<Extent>| match run(&Job { buffers: vec![8192], extents }) {
         Err(FillError::Job(bad)) => bad,
@@ -142,7 +112,7 @@ fn stopped_by_the_watcher_and_by_the_clock() {
         let job = Job::whole(&[200_000]);
         let mut seen = 0;
         let mut lanes: Vec<_> = (0..lanes).map(|_| channels()).collect();
-        let stopped = fill(&heap, &job, &mut lanes, &options, &mut |event| {
+        let stopped = fill(&heap, &job, &mut lanes, None, &options, &mut |event| {
             if let Event::Arrived { len, .. } = event {
                 seen += len;
             }
@@ -152,7 +122,7 @@ fn stopped_by_the_watcher_and_by_the_clock() {
         assert!(of == 200_000 && done > 50_000 && done < 200_000);
         assert_eq!(heap.stats().live, 0);
         let past = FillOptions { deadline: Some(Instant::now() - Duration::from_secs(1)), ..options };
-        let late = fill(&heap, &job, &mut lanes, &past, &mut |_| ControlFlow::Continue(()));
+        let late = fill(&heap, &job, &mut lanes, None, &past, &mut |_| ControlFlow::Continue(()));
         assert!(matches!(late, Err(FillError::Deadline { of: 200_000, .. })), "{late:?}");
         assert_eq!(heap.stats().live, 0);
     }

@@ -90,7 +90,7 @@ impl Part {
             // could write without one need a mapping with that right, which `while_unwritten` has just ruled out and keeps
             // out. Nor does another process: `while_unwritten` refuses an exported buffer, and none becomes exported meanwhile:
             // `SharedBuf::export` takes a `SharedBuf`, which does not exist beside a part of it, and `Share::export` waits for the lock
-            // that `while_unwritten` holds.
+            // that `while_unwritten` holds; `Share::lend_file` is unsafe, and what it lends lets nobody write without a mapping.
             f(unsafe { std::slice::from_raw_parts(view.as_ptr(), view.len()) })
         })
     }

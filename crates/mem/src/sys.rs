@@ -333,6 +333,14 @@ impl Region {
         Some(fd.as_fd())
     }
 
+    /// The file behind the region, which does not count as exported by that.
+    ///
+    /// # Safety
+    /// As [`Share::lend_file`](crate::Share::lend_file).
+    unsafe fn lend_file(&self) -> Option<BorrowedFd<'_>> {
+        self.fd.as_ref().map(AsFd::as_fd)
+    }
+
     pub(crate) fn is_exported(&self) -> bool {
         self.exported.load(Ordering::Relaxed)
     }
@@ -370,6 +378,21 @@ impl Drop for Region {
         // holds it, so none is left.
         let unmapped = unsafe { mm::munmap(self.ptr.as_ptr().cast(), self.len) };
         debug_assert!(unmapped.is_ok(), "munmap of an own mapping: {unmapped:?}");
+    }
+}
+
+impl crate::Share {
+    /// The file behind the memory, which begins where the memory does, for a kernel that maps files for devices: a memfd or a dma-buf;
+    /// `None` for anonymous memory. Unlike [`Share::export`](crate::Share::export) this is not remembered, so the buffer can become a [`CpuBuf`](crate::CpuBuf) again, and go back to
+    /// its pool.
+    ///
+    /// # Safety
+    /// The descriptor, or a copy of it, must not outlive the share, go to another process, be mapped, or be written. Who lets a device
+    /// write by it holds a [`Pinned`](crate::Pinned) of the memory that has admitted that ([`Pinned::admit`](crate::Pinned::admit)) for as long as the
+    /// device can.
+    pub unsafe fn lend_file(&self) -> Option<BorrowedFd<'_>> {
+        // SAFETY: the caller's promise is the same.
+        unsafe { self.0.region.lend_file() }
     }
 }
 

@@ -189,6 +189,22 @@ pub(crate) fn mincore(file: &File, offset: u64, len: u64) -> io::Result<u64> {
     Ok(pages * (page / 4096))
 }
 
+/// What stands behind a refusal to make a ring, as far as it can be told.
+fn why_refused(error: &io::Error) -> &'static str {
+    match error.raw_os_error() {
+        Some(libc::EPERM) => {
+            match std::fs::read_to_string("/proc/sys/kernel/io_uring_disabled").as_deref().map(str::trim) {
+                Ok("2") => "; kernel.io_uring_disabled = 2 forbids it",
+                Ok("1") => "; kernel.io_uring_disabled = 1 forbids it to this user, or a seccomp profile does",
+                _ => "; a seccomp profile forbids it",
+            }
+        }
+        Some(libc::ENOSYS) => "; this kernel has none, or a seccomp profile hides it",
+        Some(libc::ENOMEM) => "; see ulimit -l",
+        _ => "",
+    }
+}
+
 /// An io_uring with the requests that it was given.
 pub(crate) struct Ring {
     uring: IoUring,
@@ -205,13 +221,7 @@ pub(crate) struct Ring {
 impl Ring {
     /// A ring for `depth` reads at once.
     pub fn new(depth: usize) -> Result<Self, String> {
-        let uring = IoUring::new(depth as u32).map_err(|e| match e.raw_os_error() {
-            Some(libc::EPERM) => {
-                format!("io_uring refused: {e}; a seccomp profile or kernel.io_uring_disabled forbids it")
-            }
-            Some(libc::ENOMEM) => format!("io_uring refused: {e}; see ulimit -l"),
-            _ => format!("io_uring refused: {e}"),
-        })?;
+        let uring = IoUring::new(depth as u32).map_err(|e| format!("io_uring refused: {e}{}", why_refused(&e)))?;
         // Waiting with a timeout, and completions that are never lost.
         if !uring.params().is_feature_ext_arg() || !uring.params().is_feature_nodrop() {
             return Err("io_uring of a kernel before 5.11 cannot wait with a timeout".into());

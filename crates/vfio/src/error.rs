@@ -23,6 +23,27 @@ pub enum Error {
         /// The module that makes it.
         module: &'static str,
     },
+    /// The kernel was built without something: no module can be loaded for it.
+    #[error("{} is missing: this kernel was built without {option} ({config} says so)", path.display())]
+    NotBuilt {
+        /// What is missing.
+        path: PathBuf,
+        /// The option of the kernel's configuration.
+        option: &'static str,
+        /// The file that says so.
+        config: String,
+    },
+    /// The device has no file of its own, by which iommufd would take it.
+    #[error(
+        "{0} has no file below /dev/vfio/devices: the kernel has iommufd, but not this way to a device (CONFIG_VFIO_DEVICE_CDEV, Linux 6.6)"
+    )]
+    NoDeviceFile(Bdf),
+    /// The device is given away without an IOMMU: it could write all memory of the machine.
+    #[error(
+        "{0} is in VFIO's no-IOMMU mode, in which nothing keeps the device from any memory: switch the IOMMU on instead \
+         (firmware: VT-d or AMD-Vi; kernel: intel_iommu=on; without enable_unsafe_noiommu_mode of module vfio)"
+    )]
+    NoProtection(Bdf),
     /// The device is bound to another driver, or to none.
     #[error(
         "{bdf} is bound to {}, not to vfio-pci (echo vfio-pci > /sys/bus/pci/devices/{bdf}/driver_override{}; \
@@ -47,8 +68,8 @@ pub enum Error {
         /// The file.
         path: PathBuf,
     },
-    /// Another process, or another container of this one, has the group.
-    #[error("{} is in use: an IOMMU group can be opened once", path.display())]
+    /// Another process, or another container of this one, has the group or the device.
+    #[error("{} is in use: a device, or an IOMMU group, can be opened once", path.display())]
     Busy {
         /// The file.
         path: PathBuf,
@@ -75,6 +96,27 @@ pub enum Error {
     Attach {
         /// The group.
         group: u32,
+        /// The kernel's answer.
+        source: io::Error,
+    },
+    /// The kernel does not let iommufd have the device.
+    #[error(
+        "the kernel refuses {bdf} to iommufd: {source} (without interrupt remapping it wants allow_unsafe_interrupts=1 of module iommufd)"
+    )]
+    AttachDevice {
+        /// The device.
+        bdf: Bdf,
+        /// The kernel's answer.
+        source: io::Error,
+    },
+    /// Device memory that iommufd cannot be given: it takes dma-bufs alone, and the kernel makes none of this BAR.
+    #[error(
+        "{bdf} does not give its BARs as dma-bufs ({source}; Linux 6.19 with CONFIG_VFIO_PCI_DMABUF does), and iommufd takes them no other way: \
+         open both devices by type1 (--way type1)"
+    )]
+    NoDmaBuf {
+        /// The device.
+        bdf: Bdf,
         /// The kernel's answer.
         source: io::Error,
     },

@@ -31,4 +31,7 @@ pub mod user;
 pub use bdf::{BadBdf, Bdf};
 pub use edu::{EDU_ID, Edu, EduChannel};
 pub use error::Error;
-pub use kernel::{BarMap, Container, Device, FaultLog, Peer, Placement, Region, SeenFault, Took, VfioBus, page_sizes};
+pub use kernel::{
+    BarMap, Container, Device, FaultLog, Peer, Placement, Region, SeenFault, Standing, Took, VfioBus, Way, page_sizes,
+    standings,
+};

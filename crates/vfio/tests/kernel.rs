@@ -1,4 +1,5 @@
-//! What a real kernel does with the devices of a guest; run by `scripts/vm`, which says what devices there are.
+//! What a real kernel does with the devices of a guest; run by `scripts/vm`, which says what devices there are, and by which way the kernel is
+//! asked (`DMALANE_VFIO_WAY`; type1 where it says nothing).
 
 use std::fs;
 use std::os::unix::process::CommandExt;
@@ -12,9 +13,27 @@ use dmalane_addr::{Access, Address, CardAddr, Iova, PageSize, Span};
 use dmalane_engine::conformance::{Fixture, suite};
 use dmalane_engine::{Channel, DeviceAddr, DeviceFar, Direction, OpError, Registered, Transfer, run};
 use dmalane_mem::{self as mem, AnonHeap, DmaHeap, Heap, HostBus, Mapping, MemfdHeap, PageKind, Part, SharedBuf};
-use dmalane_vfio::{Bdf, Container, Edu, EduChannel, Error, FaultLog, Placement, VfioBus};
+use dmalane_vfio::{Bdf, Container, Edu, EduChannel, Error, FaultLog, Placement, VfioBus, Way, standings};
 
 const LONG: Duration = Duration::from_secs(30);
+
+/// The way that is tested.
+fn way() -> Way {
+    match std::env::var("DMALANE_VFIO_WAY").as_deref() {
+        Ok("iommufd") => Way::Iommufd,
+        Ok("type1") | Err(_) => Way::Type1,
+        Ok(other) => panic!("DMALANE_VFIO_WAY={other}"),
+    }
+}
+
+fn container() -> Container {
+    Container::only(way())
+}
+
+/// Bytes that the kernel still has mapped, whatever the container believes. Unmaps them.
+fn left_behind(container: &Container) -> u64 {
+    container.iova_ranges().into_iter().map(|range| container.revoke(range).unwrap()).sum()
+}
 
 /// The functions with this vendor and device number, in order.
 fn functions(id: &str) -> Vec<Bdf> {
@@ -42,7 +61,7 @@ const FILE_BAR: (&str, u32) = ("1af4:1110", 2);
 const LARGE_BAR: (&str, u32) = ("1b36:0005", 2);
 
 fn edu(bdf: Bdf) -> Edu<VfioBus> {
-    edu_in(&Container::new(), bdf)
+    edu_in(&container(), bdf)
 }
 
 fn edu_in(container: &Container, bdf: Bdf) -> Edu<VfioBus> {
@@ -81,7 +100,7 @@ fn release() -> (u32, u32) {
 #[test]
 fn devices_open_and_say_what_they_are() {
     for bdf in edus() {
-        let device = Container::new().open(&bdf).unwrap();
+        let device = container().open(&bdf).unwrap();
         assert_eq!(device.id().unwrap(), (0x1234, 0x11e8));
         let regions = device.regions();
         assert_eq!((regions[0].len, regions[0].mappable.len()), (1 << 20, 1), "{regions:?}");
@@ -101,7 +120,7 @@ fn devices_open_and_say_what_they_are() {
 
 #[test]
 fn iova_ranges_leave_the_interrupts_out() {
-    let container = Container::new();
+    let container = container();
     assert!(container.iova_ranges().is_empty());
     let _edu = edu_in(&container, edus()[0]);
     let ranges = container.iova_ranges();
@@ -191,7 +210,7 @@ fn transfer(bus: &VfioBus, buf: SharedBuf, direction: Direction) -> (Registered,
 
 #[test]
 fn dma_after_unmap_is_stopped_and_reported_while_others_run() {
-    let container = Container::new();
+    let container = container();
     let [bad, good] = edus().map(|bdf| edu_in(&container, bdf));
     let allocate = || AnonHeap::new().allocate(4096).unwrap().share();
     let mut log = FaultLog::open().unwrap();
@@ -246,7 +265,7 @@ fn dma_after_unmap_is_stopped_and_reported_while_others_run() {
 
 #[test]
 fn peer_to_peer_reaches_the_file_behind_the_bar() {
-    let container = Container::new();
+    let container = container();
     let edu = edu_in(&container, edus()[0]);
     let device = container.open(&functions(FILE_BAR.0)[0]).unwrap();
     device.set_bus_master(true).unwrap();
@@ -255,6 +274,7 @@ fn peer_to_peer_reaches_the_file_behind_the_bar() {
     let before = container.mappings_left().unwrap();
     let peer = container.map_peer(&bar, 0..bar.len(), Access::RW).unwrap();
     println!("{peer:?} {:?}", peer.took());
+    assert_eq!(peer.took().way, if way() == Way::Iommufd { "dma-buf" } else { "type1" });
     let buf = AnonHeap::new().allocate(4096).unwrap().share();
     let host = map(edu.bus(), &buf, Access::RW);
     for (round, offset) in [0u64, 4097, (512 << 20) - 100, (1 << 30) - 2000].into_iter().enumerate() {
@@ -278,7 +298,7 @@ fn peer_to_peer_reaches_the_file_behind_the_bar() {
     }
     drop((peer, host));
     assert_eq!(container.mappings_left().unwrap(), before, "unmapped on drop");
-    assert_eq!((container.mapped_bytes(), container.stuck()), (0, 0));
+    assert_eq!((container.mapped_bytes(), container.stuck(), left_behind(&container)), (0, 0, 0));
     assert!(container.map_peer(&bar, 0..bar.len() + 1, Access::RW).is_err());
     #[allow(clippy::reversed_empty_ranges)]
     let backward = 5..4;
@@ -287,7 +307,7 @@ fn peer_to_peer_reaches_the_file_behind_the_bar() {
 
 #[test]
 fn the_kernels_numbers_become_errors_by_cause() {
-    let container = Container::new();
+    let container = container();
     let edu = edu_in(&container, edus()[0]);
     let bus = edu.bus();
     let buf = AnonHeap::starting_at(PageKind::Base).allocate(4 << 12).unwrap().share();
@@ -322,13 +342,14 @@ fn the_kernels_numbers_become_errors_by_cause() {
     assert!(matches!(error, Error::NotMemory { writable: true, .. }), "{error}");
     says(error, "a mapping of a dma-buf");
     // Not this bus's, or nothing at all.
-    let other = edu_in(&Container::new(), edus()[1]);
+    let other = edu_in(&self::container(), edus()[1]);
     let foreign = other.bus().pin(&buf.share()).unwrap();
     assert!(matches!(bus.map(foreign, Access::RW), Err(mem::Error::ForeignPin)));
     assert!(matches!(bus.map(bus.pin(&buf.share()).unwrap(), Access::EXEC), Err(mem::Error::NoAccess(_))));
     assert!(matches!(bus.map_list(Vec::new(), Access::RW), Err(mem::Error::WholeBuffers)));
     assert!(matches!(bus.pin_range(&buf.share(), 5..4096), Err(mem::Error::BadRange { .. })));
     assert_eq!((container.mappings_left().unwrap(), container.mapped_bytes()), (before, 0), "nothing is left behind");
+    assert_eq!(left_behind(&container), 0, "nor does the kernel know of anything");
     let shared = buf.into_cpu();
     assert!(shared.is_ok(), "no share is left behind");
 }
@@ -360,11 +381,19 @@ fn several_buffers_are_one_range() {
 
 #[test]
 fn more_mappings_than_the_kernel_takes() {
-    let container = Container::new();
+    let container = container();
     let edu = edu_in(&container, edus()[0]);
     let buf = AnonHeap::starting_at(PageKind::Base).allocate(4096).unwrap().share();
-    let left = container.mappings_left().unwrap().unwrap();
     let mut mappings = Vec::new();
+    let Some(left) = container.mappings_left().unwrap() else {
+        assert_eq!(way(), Way::Iommufd);
+        let map = |_| edu.bus().map(edu.bus().pin(&buf.share()).unwrap(), Access::READ).unwrap();
+        mappings.extend((0..70_000).map(map));
+        println!("{} mappings, and no end", mappings.len());
+        drop(mappings);
+        assert_eq!((container.mapped_bytes(), container.stuck(), left_behind(&container)), (0, 0, 0));
+        return;
+    };
     let error = loop {
         match edu.bus().map(edu.bus().pin(&buf.share()).unwrap(), Access::READ) {
             Ok(mapping) => mappings.push(mapping),
@@ -381,9 +410,9 @@ fn more_mappings_than_the_kernel_takes() {
 #[test]
 fn a_device_is_opened_once_and_by_its_own_driver() {
     let [first, second] = edus();
-    let container = Container::new();
+    let container = container();
     let device = container.open(&first).unwrap();
-    match Container::new().open(&first) {
+    match self::container().open(&first) {
         Err(Error::Busy { path }) => assert!(path.starts_with("/dev/vfio")),
         other => panic!("{other:?}"),
     }
@@ -407,7 +436,7 @@ fn a_device_is_opened_once_and_by_its_own_driver() {
 fn reset_in_mid_transfer() {
     let [fixed, movable] = edus();
     assert!(matches!(edu(fixed).bus().device().reset(), Err(Error::NoReset(_))), "its bus has others");
-    let container = Container::new();
+    let container = container();
     let edu = edu_in(&container, movable);
     let before = container.mappings_left().unwrap();
     let buf = AnonHeap::new().allocate(4096).unwrap().share();
@@ -434,7 +463,7 @@ fn reset_in_mid_transfer() {
 #[test]
 fn a_device_that_is_unbound_while_open_is_asked_for() {
     let bdf = edus()[1];
-    let container = Container::new();
+    let container = container();
     let edu = edu_in(&container, bdf);
     let buf = AnonHeap::new().allocate(4096).unwrap().share();
     let mapping = map(edu.bus(), &buf, Access::RW);
@@ -455,7 +484,7 @@ fn a_device_that_is_unbound_while_open_is_asked_for() {
     // What the message tells to do.
     fs::write("/sys/bus/pci/drivers_probe", bdf.to_string()).unwrap();
     drop(container);
-    edu_in(&Container::new(), bdf);
+    edu_in(&self::container(), bdf);
 }
 
 /// Runs one of the tests of `child` as an ordinary user.
@@ -472,22 +501,35 @@ fn as_user(test: &str) {
     assert!(output.status.success() && text.contains("1 passed"), "{}", text.replace("test ", "child "));
 }
 
-fn group_file(bdf: Bdf) -> String {
-    let link = fs::read_link(format!("/sys/bus/pci/devices/{bdf}/iommu_group")).unwrap();
-    format!("/dev/vfio/{}", link.file_name().unwrap().to_str().unwrap())
+/// What root gives away for a device.
+fn files(bdf: Bdf) -> Vec<String> {
+    let device = format!("/sys/bus/pci/devices/{bdf}");
+    match way() {
+        Way::Iommufd => {
+            let name = fs::read_dir(format!("{device}/vfio-dev")).unwrap().next().unwrap().unwrap().file_name();
+            vec!["/dev/iommu".into(), format!("/dev/vfio/devices/{}", name.to_str().unwrap())]
+        }
+        _ => {
+            let link = fs::read_link(format!("{device}/iommu_group")).unwrap();
+            vec![format!("/dev/vfio/{}", link.file_name().unwrap().to_str().unwrap())]
+        }
+    }
+}
+
+fn give_to(user: u32, bdf: Bdf) {
+    files(bdf).iter().for_each(|file| std::os::unix::fs::chown(file, Some(user), Some(user)).unwrap());
 }
 
 #[test]
-fn without_permission_on_the_group() {
+fn without_permission_on_its_file() {
     as_user("child::no_permission");
 }
 
 #[test]
 fn more_than_may_be_locked() {
-    let file = group_file(edus()[0]);
-    std::os::unix::fs::chown(&file, Some(1000), Some(1000)).unwrap();
+    give_to(1000, edus()[0]);
     as_user("child::memlock");
-    std::os::unix::fs::chown(&file, Some(0), Some(0)).unwrap();
+    give_to(0, edus()[0]);
 }
 
 /// Run by others as an ordinary user.
@@ -496,11 +538,11 @@ mod child {
 
     #[test]
     fn no_permission() {
-        match Container::new().open(&edus()[0]) {
-            Err(Error::NoPermission { path }) => assert_eq!(path, Path::new(&group_file(edus()[0]))),
+        match container().open(&edus()[0]) {
+            Err(Error::NoPermission { path }) => assert_eq!(path, Path::new(&files(edus()[0])[0])),
             other => panic!("{other:?}"),
         }
-        println!("say: {}", Container::new().open(&edus()[0]).unwrap_err());
+        println!("say: {}", container().open(&edus()[0]).unwrap_err());
     }
 
     #[test]
@@ -528,7 +570,7 @@ mod child {
 
 #[test]
 fn a_bar_is_mapped_by_its_own_page_size() {
-    let container = Container::new();
+    let container = container();
     let _edu = edu_in(&container, edus()[0]);
     let device = container.open(&functions(FILE_BAR.0)[0]).unwrap();
     // The guest's clock counts instructions, so these are the same every time.
@@ -538,8 +580,13 @@ fn a_bar_is_mapped_by_its_own_page_size() {
         (bar.alignment(), times.min().unwrap())
     };
     let (best, plain) = (cost(Placement::Best), cost(Placement::Exactly(PageSize::SIZE_4K)));
-    println!("1 GiB, type1: aligned to {} {:?}, to {} {:?}", best.0, best.1, plain.0, plain.1);
+    println!("1 GiB, {}: aligned to {} {:?}, to {} {:?}", way(), best.0, best.1, plain.0, plain.1);
     assert!(best.0 >= PageSize::SIZE_1G && plain.0 == PageSize::SIZE_4K);
+    if way() == Way::Iommufd {
+        // A dma-buf is physical: the address in this process says nothing.
+        assert!(plain.1 < best.1 * 2 && best.1 < Duration::from_millis(5), "{:?} against {:?}", plain.1, best.1);
+        return;
+    }
     if release() >= (6, 15) {
         assert!(plain.1 > best.1 * 500, "{:?} against {:?}", plain.1, best.1);
     } else {
@@ -630,7 +677,71 @@ fn the_suite_that_every_channel_takes() {
     let mut fixture = Under { edu, heap, spare, window, registered: Vec::new() };
     suite(&mut fixture);
     drop(fixture);
-    assert_eq!((container.mapped_bytes(), container.stuck()), (0, 0));
+    assert_eq!((container.mapped_bytes(), container.stuck(), left_behind(&container)), (0, 0, 0));
+}
+
+#[test]
+fn the_ladder_takes_the_best_way_that_there_is() {
+    let bdf = edus()[0];
+    let all = standings(Path::new("/"));
+    assert!(all.len() >= 2, "{all:?}");
+    let here = all.iter().find(|standing| standing.bdf == bdf).unwrap();
+    println!("{here:?}");
+    let container = Container::new();
+    assert_eq!(container.way(), None);
+    let device = container.open(&bdf).unwrap();
+    let (taken, file) = here.way.as_ref().unwrap();
+    assert_eq!(container.way(), Some(*taken), "doctor and the container agree");
+    assert!(file.exists());
+    match taken {
+        Way::Iommufd => assert!(container.passed_over().is_none() && here.passed_over.is_empty()),
+        _ => {
+            let why = container.passed_over().unwrap().to_string();
+            assert_eq!(why, here.passed_over[0].1.to_string());
+            println!("say: {why}");
+        }
+    }
+    // The other way has the same device, one at a time.
+    match Container::only(Way::Type1).open(&bdf) {
+        Err(Error::Busy { .. }) => {}
+        other => panic!("{other:?}"),
+    }
+    drop((device, container));
+    edu_in(&Container::only(Way::Type1), bdf);
+}
+
+#[test]
+fn a_dma_buf_of_a_bar_ends_with_a_reset() {
+    let container = container();
+    let device = container.open(&edus()[1]).unwrap();
+    let bar = Arc::new(device.map_bar(0, None, Placement::Best).unwrap());
+    let dma_buf = match bar.dma_buf() {
+        Ok(fd) => fd,
+        // Debian's kernels have none.
+        Err(e @ Error::NoDmaBuf { .. }) => {
+            assert!(way() == Way::Type1 && e.to_string().contains("CONFIG_VFIO_PCI_DMABUF"), "{e}");
+            return println!("say: {e}");
+        }
+        Err(e) => panic!("{e}"),
+    };
+    assert_eq!(rustix::fs::seek(dma_buf, rustix::fs::SeekFrom::End(0)).unwrap(), 1 << 20);
+    if way() == Way::Type1 {
+        return;
+    }
+    let peer = container.map_peer(&bar, 0..bar.len(), Access::RW).unwrap();
+    device.reset().unwrap();
+    assert_eq!(container.mapped_bytes(), 1 << 20, "the addresses stay taken");
+    drop(peer);
+    assert_eq!((container.mapped_bytes(), container.stuck(), left_behind(&container)), (0, 0, 0));
+    // The memory off, and on again.
+    device.write_region(7, 4, &[0, 0]).unwrap();
+    match container.map_peer(&bar, 0..bar.len(), Access::RW) {
+        Err(e @ Error::Region { region: 0, .. }) => assert!(e.to_string().contains("switched off"), "{e}"),
+        other => panic!("{other:?}"),
+    }
+    device.set_bus_master(true).unwrap();
+    drop(container.map_peer(&bar, 0..bar.len(), Access::RW).unwrap());
+    assert!(matches!(device.map_bar(0, Some(0..100), Placement::Best).unwrap().dma_buf(), Err(Error::Region { .. })));
 }
 
 /// Before any module is loaded.

@@ -6,7 +6,7 @@ use std::time::Duration;
 use clap::Args;
 
 use crate::inspect::InspectArgs;
-use crate::read::{Heap, Pages, Range, ReadArgs, Scheme};
+use crate::read::{Device, Heap, Pages, Range, ReadArgs, Scheme};
 use crate::size::{self, Size};
 
 const READ_EXAMPLES: &str = "\
@@ -17,6 +17,7 @@ Examples:
   dmalane read model.bin --scheme sequential     allocate all of it first, to compare
   dmalane read model.bin --range 1GiB..2GiB --direct
   dmalane read model.bin --map --explain         what registering and mapping each gather costs
+  dmalane read model.bin -d soft --verify        and onto the software card, piece by piece
   zcat model.bin.gz | dmalane read /dev/stdin
 
 Reads files into memory that devices can use, while it is still being allocated, and lets go of it again.
@@ -62,6 +63,18 @@ pub struct ReadOptions {
     /// Pin and map each gather for a device as soon as it is there, with the software host's IOMMU
     #[arg(long)]
     map: bool,
+
+    /// Send what has arrived on to this device at once, while the rest is read; each gather is mapped for it
+    #[arg(short, long, value_enum, conflicts_with = "map")]
+    device: Option<Device>,
+
+    /// DDR of the software card, at most 256GiB; rounded up to 2MiB
+    #[arg(long, value_name = "SIZE", default_value_t = super::CARD_DDR, value_parser = super::card_memory, allow_hyphen_values = true, requires = "device")]
+    card_ddr: Size,
+
+    /// Read back what the device got, and compare it
+    #[arg(long, requires = "device")]
+    verify: bool,
 
     /// The order of allocating and reading
     #[arg(long, value_enum, default_value_t = Scheme::Overlap)]
@@ -153,6 +166,9 @@ impl From<ReadOptions> for ReadArgs {
             dma_buf: options.dma_buf,
             node: options.node,
             map: options.map,
+            device: options.device,
+            card_ddr: options.card_ddr.bytes(),
+            verify: options.verify,
             range: options.range,
             explain: options.explain,
             json: options.json,

@@ -2,10 +2,11 @@
 
 use std::fmt::Write;
 
+use clap::ValueEnum;
 use dmalane::load::StageReport;
 use serde::Serialize;
 
-use super::Outcome;
+use super::{Device, Outcome};
 use crate::output::plain;
 use crate::size::{binary, decimal, duration, per_second, rate};
 
@@ -21,6 +22,7 @@ struct Json {
     lanes: usize,
     stages: Vec<JsonStage>,
     memory: JsonMemory,
+    device: Option<JsonDevice>,
     files: Vec<JsonFile>,
 }
 
@@ -31,6 +33,12 @@ struct JsonStage {
     held_s: f64,
     bytes: u64,
     bytes_per_s: Option<f64>,
+}
+
+#[derive(Serialize)]
+struct JsonDevice {
+    name: String,
+    verified: bool,
 }
 
 #[derive(Serialize)]
@@ -61,6 +69,11 @@ struct JsonFile {
 
 fn per_stage(s: &StageReport) -> Option<f64> {
     (!s.busy.is_zero()).then(|| s.bytes as f64 / s.busy.as_secs_f64())
+}
+
+/// A device as the command line names it.
+fn name(device: Device) -> String {
+    device.to_possible_value().map_or(String::new(), |value| value.get_name().to_owned())
 }
 
 /// The outcome as what `--json` prints.
@@ -99,6 +112,7 @@ pub(super) fn json(o: &Outcome) -> impl Serialize + use<> {
             segments: o.segments,
             mappings: o.mappings,
         },
+        device: o.device.map(|device| JsonDevice { name: name(device), verified: o.verified }),
         files: o
             .files
             .iter()
@@ -131,9 +145,10 @@ pub(super) fn text(o: &Outcome, explain: bool) -> String {
     // Writing to a String cannot fail.
     let _ = writeln!(
         out,
-        "read {files} ({}, {}) into memory in {}, {}",
+        "read {files} ({}, {}) into memory{} in {}, {}",
         decimal(r.bytes),
         binary(r.bytes),
+        o.device.map_or(String::new(), |device| format!(" and onto {}", name(device))),
         duration(r.wall),
         rate(r.bytes, r.wall)
     );
@@ -141,6 +156,9 @@ pub(super) fn text(o: &Outcome, explain: bool) -> String {
         let hash = buffer.checksum().map_or(String::new(), |hash| format!("XXH3 {hash:016x}; "));
         let path = plain(&path.to_string_lossy());
         let _ = writeln!(out, "  {path}: {}; {hash}{way}", decimal(buffer.len() as u64));
+    }
+    if o.verified {
+        let _ = writeln!(out, "  read back from the device and compared: it has every byte");
     }
     if !explain {
         return out;
@@ -177,7 +195,8 @@ pub(super) fn text(o: &Outcome, explain: bool) -> String {
         None => writeln!(out, "physical   the kernel does not tell this process where its pages are"),
     };
     if let Some(n) = o.mappings {
-        let _ = writeln!(out, "device     mapped in {n} pieces, each as soon as its memory was there");
+        let sent = if o.device.is_some() { "; it got what had arrived while the rest was read" } else { "" };
+        let _ = writeln!(out, "device     mapped in {n} pieces, each as soon as its memory was there{sent}");
     }
     for (path, way) in o.files.iter().zip(&o.ways) {
         let moved = format!("{} direct, {} buffered", decimal(way.moved.direct), decimal(way.moved.buffered));

@@ -1,31 +1,35 @@
-//! Each gather is registered and mapped for a device while the ones before it are being read.
+//! Each gather is registered and mapped for a device while the ones before it are being read, and may go on to it from there.
 
+use std::collections::BTreeMap;
 use std::ops::ControlFlow;
+use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 use dmalane_addr::Access;
-use dmalane_load::fill::{Event, Filled, Job, Watch};
+use dmalane_engine::{Channel, DeviceAddr, DeviceFar, Registered};
+use dmalane_load::fill::{Event, Filled, Job, Onward, Watch};
 use dmalane_load::{Stage, StageReport};
-use dmalane_mem::{Error, Heap, HostBus, Mapping};
+use dmalane_mem::{Error, Heap, HostBus, Part};
 
-use super::{ReadError, ReadOptions, ReadSource, Way, read_all};
+use super::{ReadError, ReadOptions, ReadSource, Way, all};
 
 /// Buffers that were filled, and that a device can reach.
 #[derive(Debug)]
 pub struct MappedRead {
-    /// The buffers. Its report has the stages [`Stage::Register`] and [`Stage::Map`] too.
+    /// The buffers. Its report has the stages [`Stage::Register`] and [`Stage::Map`] too, and [`Stage::Transfer`] where they went on to a
+    /// device.
     pub filled: Filled,
     /// How each source was read.
     pub ways: Vec<Way>,
     /// For each buffer its gathers, in order, one behind the other: together they are all of it. Dropped, they are unmapped and unpinned.
-    pub mappings: Vec<Vec<Mapping>>,
+    pub gathers: Vec<Vec<Registered>>,
 }
 
 /// Mappings of a read, at most (one more for each buffer): a kernel takes 65535 in all (`dma_entry_limit` of `vfio_iommu_type1`). Gathers
 /// are longer where there would be more.
 const MAPPINGS: u64 = 1 << 14;
 
-/// [`read_all`], with every gather pinned and mapped for the device of `bus` as soon as its memory is there: one call of each for a
+/// [`read_all`](super::read_all), with every gather pinned and mapped for the device of `bus` as soon as its memory is there: one call of each for a
 /// gather, while reads into the gathers before it are in flight.
 ///
 /// The device sees a gather from the moment that `watch` is told that it was allocated, and may use the bytes of an extent from the moment
@@ -43,7 +47,80 @@ pub fn read_mapped(
     options: &ReadOptions,
     watch: &mut Watch<'_>,
 ) -> Result<MappedRead, ReadError> {
-    let mut gathers: Vec<Vec<(u64, Mapping)>> = job.buffers.iter().map(|_| Vec::new()).collect();
+    mapped(heap, bus, access, None, sources, job, options, watch)
+}
+
+/// [`read_mapped`], and the device gets the buffers: the transfer of a piece to it begins as soon as its bytes have arrived (and were hashed,
+/// with [`ReadOptions::checksum`]), while what lies behind it is being read or allocated. The first byte of a buffer goes to the place in `to`
+/// that has its number, the others follow; bytes that no extent names go there as zeroes. The device may only read.
+///
+/// `channel` is one of the device of `bus`, and has nothing in flight. `watch` is told of what the device has, by [`Event::OnDevice`], and
+/// of an extent that is complete when the device has all of it. When this returns, it has everything; the buffers are there too, and still
+/// mapped.
+///
+/// ```
+/// use dmalane::engine::DeviceAddr;
+/// use dmalane::load::fill::Job;
+/// use dmalane::mem::AnonHeap;
+/// use dmalane::{ReadOptions, ReadSource, SoftConfig, SoftDevice, read_to_device};
+///
+/// # let folder = tempfile::tempdir()?;
+/// # let path = folder.path().join("model.bin");
+/// std::fs::write(&path, vec![7; 5_000_000])?;
+/// let source = ReadSource::open(&path)?;
+/// let job = Job::whole(&[source.size()?]);
+/// let (mut card, bus) = SoftDevice::parts(SoftConfig::default())?;
+/// let place = card.memory.reserve(job.bytes().next_multiple_of(4096))?;
+/// let to = [DeviceAddr::Card(place.first())];
+/// let mut started = 0;
+/// let mut watch = |event| {
+///     if let dmalane::load::fill::Event::OnDevice { .. } = event {
+///         started += 1;
+///     }
+///     std::ops::ControlFlow::Continue(())
+/// };
+/// let read = read_to_device(
+///     &AnonHeap::new(), &*bus, &mut card.channel, &to, &[source], &job, &ReadOptions::default(), &mut watch,
+/// )?;
+/// println!("{}", read.filled.report);
+/// assert!(started >= 3, "in pieces of at most 2 MiB");
+/// # Ok::<(), Box<dyn std::error::Error>>(())
+/// ```
+///
+/// # Errors
+/// Those of [`read_mapped`], and [`FillError::Transfer`](dmalane_load::fill::FillError::Transfer) or
+/// [`FillError::Refused`](dmalane_load::fill::FillError::Refused) where the device fails. Reads and transfers in flight have ended by then; a
+/// transfer that does not end within half a minute stays in flight on `channel`, and keeps its memory and its mapping.
+#[allow(clippy::too_many_arguments)] // a device, a job, and how: each is needed
+pub fn read_to_device(
+    heap: &dyn Heap,
+    bus: &dyn HostBus,
+    channel: &mut dyn Channel<Far = DeviceFar>,
+    to: &[DeviceAddr],
+    sources: &[ReadSource],
+    job: &Job,
+    options: &ReadOptions,
+    watch: &mut Watch<'_>,
+) -> Result<MappedRead, ReadError> {
+    mapped(heap, bus, Access::READ, Some((channel, to)), sources, job, options, watch)
+}
+
+/// For each buffer its gathers by where they begin.
+type Gathers = Vec<BTreeMap<u64, Registered>>;
+
+#[allow(clippy::too_many_arguments)]
+fn mapped(
+    heap: &dyn Heap,
+    bus: &dyn HostBus,
+    access: Access,
+    device: Option<(&mut dyn Channel<Far = DeviceFar>, &[DeviceAddr])>,
+    sources: &[ReadSource],
+    job: &Job,
+    options: &ReadOptions,
+    watch: &mut Watch<'_>,
+) -> Result<MappedRead, ReadError> {
+    let gathers: Mutex<Gathers> = Mutex::new(job.buffers.iter().map(|_| BTreeMap::new()).collect());
+    let locked = || -> MutexGuard<'_, Gathers> { gathers.lock().unwrap_or_else(PoisonError::into_inner) };
     let (mut registering, mut mapping, mut bytes) = (Duration::ZERO, Duration::ZERO, 0);
     let wanted = job.buffers.iter().fold(0u64, |sum, len| sum.saturating_add(*len));
     within_pin_limit(bus, wanted).map_err(|source| ReadError::Map { buffer: 0, offset: 0, source })?;
@@ -62,7 +139,7 @@ pub fn read_mapped(
                 mapped
             });
             match mapped {
-                Ok(mapping) => gathers[*buffer].push((*offset, mapping)),
+                Ok(mapping) => drop(locked()[*buffer].insert(*offset, Registered::from_mapping(mapping))),
                 Err(source) => {
                     refused.get_or_insert((*buffer, *offset, source));
                     return ControlFlow::Break(());
@@ -72,7 +149,12 @@ pub fn read_mapped(
         }
         watch(event)
     };
-    let read = read_all(heap, sources, job, options, &mut each);
+    // The gather that begins last before the part does: no part lies in two.
+    let via = |buffer: usize, part: &Part| {
+        locked().get(buffer)?.range(..=part.offset() as u64).next_back().map(|(_, gather)| gather.clone())
+    };
+    let onward = device.map(|(channel, to)| Onward { channel, inline: !bus.works_alone(), to, via: &via });
+    let read = all(heap, sources, job, options, onward, &mut each, true);
     if let Some((buffer, offset, source)) = refused {
         return Err(ReadError::Map { buffer, offset, source });
     }
@@ -80,13 +162,9 @@ pub fn read_mapped(
     let stage = |stage, busy| StageReport { stage, busy, held: busy, bytes };
     filled.report.stages.extend([stage(Stage::Register, registering), stage(Stage::Map, mapping)]);
     filled.report.stages.sort_by_key(|s| s.stage as usize);
-    // Lanes take gathers in order, and tell of them in the order in which they are there.
-    let mut mappings = Vec::new();
-    for mut of_buffer in gathers {
-        of_buffer.sort_by_key(|(offset, _)| *offset);
-        mappings.push(of_buffer.into_iter().map(|(_, mapping)| mapping).collect());
-    }
-    Ok(MappedRead { filled, ways, mappings })
+    let gathers = gathers.into_inner().unwrap_or_else(PoisonError::into_inner);
+    let gathers = gathers.into_iter().map(|of_buffer| of_buffer.into_values().collect()).collect();
+    Ok(MappedRead { filled, ways, gathers })
 }
 
 /// Refuses what could never be pinned, before any of it is read.

@@ -55,6 +55,14 @@ pub enum BadJob {
         /// The other one.
         second: usize,
     },
+    /// A device is to have the buffers, and is not told where.
+    #[error("{buffers} buffers are to go to {there} places on the device")]
+    Destinations {
+        /// How many buffers there are.
+        buffers: usize,
+        /// How many destinations.
+        there: usize,
+    },
     /// A buffer is larger than the address space.
     #[error("a buffer of {0} bytes does not fit the address space")]
     TooLarge(u64),

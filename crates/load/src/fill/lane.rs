@@ -11,10 +11,10 @@ use super::state::{Piece, State};
 use crate::clock::{Clocks, Stage};
 
 /// How long to sleep at most before looking at everything again.
-const NAP: Duration = Duration::from_millis(20);
+pub(super) const NAP: Duration = Duration::from_millis(20);
 
-pub(super) struct Lane<'l, 'a, 'w, S> {
-    state: &'l State<'a, 'w>,
+pub(super) struct Lane<'l, 'a, 'w, 'o, S> {
+    state: &'l State<'a, 'w, 'o>,
     channels: &'l mut [S],
     /// Pieces with memory, waiting for room in their channel, in order.
     queue: VecDeque<Piece>,
@@ -32,8 +32,8 @@ struct Flight {
     extent: usize,
 }
 
-impl<'l, 'a, 'w, S: Channel<Far = FileOffset>> Lane<'l, 'a, 'w, S> {
-    pub fn new(state: &'l State<'a, 'w>, channels: &'l mut [S]) -> Self {
+impl<'l, 'a, 'w, 'o, S: Channel<Far = FileOffset>> Lane<'l, 'a, 'w, 'o, S> {
+    pub fn new(state: &'l State<'a, 'w, 'o>, channels: &'l mut [S]) -> Self {
         Self {
             state,
             channels,
@@ -50,7 +50,8 @@ impl<'l, 'a, 'w, S: Channel<Far = FileOffset>> Lane<'l, 'a, 'w, S> {
         let mut done = Vec::new();
         while !self.state.stopped() {
             self.submit();
-            let busy = self.reap(&mut done, Duration::ZERO);
+            let mut busy = self.reap(&mut done, Duration::ZERO);
+            busy |= self.state.drive(Duration::ZERO);
             if self.queued < self.state.gather
                 && let Some(claim) = self.state.claim()
             {
@@ -63,7 +64,8 @@ impl<'l, 'a, 'w, S: Channel<Far = FileOffset>> Lane<'l, 'a, 'w, S> {
             if self.flying.is_empty() && self.queue.is_empty() {
                 return self.clocks;
             }
-            if !busy {
+            // A device that works inline works while it is waited for; one that does not ends something sooner than the disk.
+            if !busy && !self.state.drive(NAP) {
                 self.reap(&mut done, NAP);
             }
         }

@@ -2,13 +2,15 @@
 //!
 //! A buffer is reserved as a whole and becomes present gather by gather. Each gather is cut into pieces, and each piece is read as
 //! soon as its memory is there, while the next gather is being allocated. What has arrived is hashed, if it shall be, in the
-//! order of the buffer while it is in the processor's cache, and in the end the pieces are rejoined.
+//! order of the buffer while it is in the processor's cache, and in the end the pieces are rejoined. With a device to go on to
+//! ([`Onward`]), it gets each piece before that.
 //!
 //! Lanes do this, each with channels of its own to all files: one lane where the kernel or the disk does the work, more where the
 //! processor copies out of the page cache. One lane runs on the thread of the caller and needs no other.
 
 mod job;
 mod lane;
+mod onward;
 mod state;
 
 use std::fmt;
@@ -16,16 +18,17 @@ use std::ops::ControlFlow;
 use std::time::{Duration, Instant};
 
 use dmalane_addr::FileOffset;
-use dmalane_engine::{Channel, OpError};
+use dmalane_engine::{Channel, OpError, Refusal};
 use dmalane_mem::{Heap, Rung, Share, SharedBuf, View};
 use thiserror::Error;
 
 pub use job::{BadJob, Extent, Job};
+pub use onward::Onward;
 
 use crate::StageReport;
 use crate::clock::Clocks;
 use crate::fill::lane::Lane;
-use crate::fill::state::State;
+use crate::fill::state::{Done, State};
 
 /// How to fill.
 #[derive(Clone, Debug)]
@@ -73,7 +76,16 @@ pub enum Event {
         /// How many.
         len: u64,
     },
-    /// All bytes of an extent have arrived.
+    /// The device has bytes that had arrived: those of an extent, or zeroes that belong to none. Only with an [`Onward`].
+    OnDevice {
+        /// Which buffer.
+        buffer: usize,
+        /// From where on in it.
+        offset: u64,
+        /// How many.
+        len: u64,
+    },
+    /// All bytes of an extent have arrived, and with an [`Onward`] the device has them.
     Complete {
         /// Its place in [`Job::extents`].
         extent: usize,
@@ -126,6 +138,26 @@ pub enum FillError {
         source_index: usize,
         /// What it said.
         reason: String,
+    },
+    /// The device failed to take bytes that had arrived.
+    #[error("buffer {buffer} from {offset} on, on its way to the device: {error}")]
+    Transfer {
+        /// Which buffer.
+        buffer: usize,
+        /// Where in it the transfer began.
+        offset: u64,
+        /// How it failed.
+        error: OpError,
+    },
+    /// The device's channel refused to take bytes that had arrived.
+    #[error("buffer {buffer} from {offset} on cannot go to the device: {reason}")]
+    Refused {
+        /// Which buffer.
+        buffer: usize,
+        /// Where in it the transfer would begin.
+        offset: u64,
+        /// What the channel said.
+        reason: Refusal,
     },
     /// The watcher stopped the job.
     #[error("cancelled after {done} of {of} bytes")]
@@ -199,7 +231,7 @@ pub struct FillReport {
     pub wall: Duration,
     /// Until the first read could begin: the memory of the first gather was there.
     pub first_gather: Duration,
-    /// Allocation, reading and hashing. Times are added up over the lanes.
+    /// Allocation, reading, hashing and the transfer to the device, where they were done. Times are added up over the lanes.
     pub stages: Vec<StageReport>,
     /// How many lanes there were.
     pub lanes: usize,
@@ -218,10 +250,12 @@ pub struct Filled {
     pub report: FillReport,
 }
 
-/// Fills buffers of `heap` as `job` says. `lanes` has a set of channels for each lane, each with one channel per source.
+/// Fills buffers of `heap` as `job` says. `lanes` has a set of channels for each lane, each with one channel per source. With `onward` a
+/// device gets what has arrived while the rest is being allocated and read.
 ///
 /// # Errors
-/// [`FillError`]. Every read in flight has ended by then, or stays with its channel; the memory is freed as soon as that is the case.
+/// [`FillError`]. Every read and transfer in flight has ended by then, or stays with its channel; the memory is freed as soon as that is the
+/// case.
 ///
 /// # Panics
 /// When there is no lane.
@@ -229,12 +263,13 @@ pub fn fill<S: Channel<Far = FileOffset>>(
     heap: &dyn Heap,
     job: &Job,
     lanes: &mut [Vec<S>],
+    onward: Option<Onward<'_>>,
     options: &FillOptions,
     watch: &mut Watch<'_>,
 ) -> Result<Filled, FillError> {
     let start = Instant::now();
     let sources = lanes.iter().map(Vec::len).min().expect("at least one lane");
-    let state = State::new(heap, job, sources, options, watch)?;
+    let state = State::new(heap, job, sources, onward, options, watch)?;
     let mut clocks = Clocks::default();
     let (first, others) = lanes.split_first_mut().expect("at least one lane");
     let lanes = 1 + others.len();
@@ -254,7 +289,7 @@ pub fn fill<S: Channel<Far = FileOffset>>(
             }
         });
     }
-    let (buffers, first_read, recycled) = state.finish()?;
+    let Done { buffers, first_read, recycled } = state.finish(&mut clocks)?;
     let report = FillReport {
         bytes: job.bytes(),
         wall: start.elapsed(),

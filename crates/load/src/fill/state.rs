@@ -5,16 +5,18 @@ use std::hash::Hasher;
 use std::ops::ControlFlow;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Mutex, MutexGuard, PoisonError};
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use dmalane_addr::FileOffset;
 use dmalane_mem::{Absent, Heap, PageKind, Part, Reserved};
 use twox_hash::XxHash3_64;
 
-use super::{BadJob, Event, Extent, FillError, FillOptions, FilledBuf, Job, Watch};
+use super::lane::NAP;
+use super::onward::{Back, Outlet};
+use super::{BadJob, Event, Extent, FillError, FillOptions, FilledBuf, Job, Onward, Watch};
 use crate::clock::{Clocks, Stage};
 
-pub(super) struct State<'a, 'w> {
+pub(super) struct State<'a, 'w, 'o> {
     pub options: &'a FillOptions,
     pub gather: usize,
     pub block: usize,
@@ -24,6 +26,7 @@ pub(super) struct State<'a, 'w> {
     fresh: Vec<bool>,
     memory: Mutex<Memory>,
     progress: Mutex<Progress>,
+    outlet: Option<Outlet<'o>>,
     watch: Mutex<&'a mut Watch<'w>>,
     stop: AtomicBool,
 }
@@ -40,9 +43,11 @@ struct Memory {
 
 struct Progress {
     buffers: Vec<Arrived>,
-    /// Bytes of each extent that have not arrived.
+    /// Bytes of each extent that have not arrived, or are not on the device where there is one.
     missing: Vec<u64>,
     done: u64,
+    /// Bytes that the outlet has.
+    away: u64,
     /// The failure that lies first, and where.
     failed: Option<((usize, usize), FillError)>,
     first_read: Option<Instant>,
@@ -50,8 +55,8 @@ struct Progress {
 
 /// What of a buffer is there.
 struct Arrived {
-    /// By offset. While one is being hashed, it is not here.
-    parts: BTreeMap<usize, Part>,
+    /// By offset, each with the extent that it is of, if any. While one is being hashed or is on its way to the device, it is not here.
+    parts: BTreeMap<usize, (Part, Option<usize>)>,
     len: usize,
     hash: Option<XxHash3_64>,
     /// How far it is hashed.
@@ -75,15 +80,26 @@ pub(super) struct Piece {
     pub part: Part,
 }
 
-impl<'a, 'w> State<'a, 'w> {
+/// A job that is done.
+pub(super) struct Done {
+    pub buffers: Vec<FilledBuf>,
+    pub first_read: Option<Instant>,
+    pub recycled: bool,
+}
+
+impl<'a, 'w, 'o> State<'a, 'w, 'o> {
     pub fn new(
         heap: &dyn Heap,
         job: &Job,
         sources: usize,
+        onward: Option<Onward<'o>>,
         options: &'a FillOptions,
         watch: &'a mut Watch<'w>,
     ) -> Result<Self, FillError> {
         let plan = job.by_buffer(sources)?;
+        if let Some(there) = onward.as_ref().map(|o| o.to.len()).filter(|n| *n != job.buffers.len()) {
+            return Err(BadJob::Destinations { buffers: job.buffers.len(), there }.into());
+        }
         let mut reserved = Vec::new();
         for (buffer, len) in job.buffers.iter().enumerate() {
             // A buffer has at least a page.
@@ -110,9 +126,11 @@ impl<'a, 'w> State<'a, 'w> {
                 buffers: job.buffers.iter().map(arrived).collect(),
                 missing: job.extents.iter().map(|e| e.len).collect(),
                 done: 0,
+                away: 0,
                 failed: None,
                 first_read: None,
             }),
+            outlet: onward.map(Outlet::new),
             watch: Mutex::new(watch),
             stop: AtomicBool::new(false),
         };
@@ -131,8 +149,11 @@ impl<'a, 'w> State<'a, 'w> {
     /// Whether to give up, now that it may be too late.
     pub fn stopped(&self) -> bool {
         if self.options.deadline.is_some_and(|deadline| Instant::now() >= deadline) {
-            let done = self.progress().done;
-            if done < self.total {
+            let (done, away) = {
+                let progress = self.progress();
+                (progress.done, progress.away)
+            };
+            if done < self.total || away > 0 {
                 self.fail((usize::MAX, 0), FillError::Deadline { done, of: self.total });
             }
         }
@@ -229,8 +250,7 @@ impl<'a, 'w> State<'a, 'w> {
             if !self.fresh[buffer] {
                 gap.view().fill(0);
             }
-            self.progress().buffers[buffer].parts.insert(gap.offset(), gap);
-            self.hash(buffer, clocks);
+            self.present(buffer, gap, None, clocks);
         }
     }
 
@@ -247,20 +267,29 @@ impl<'a, 'w> State<'a, 'w> {
         let mut watch = self.watch();
         let complete = {
             let mut progress = self.progress();
-            progress.buffers[buffer].parts.insert(part.offset(), part);
             progress.done += len;
-            progress.missing[extent] -= len;
-            progress.missing[extent] == 0
+            self.outlet.is_none() && progress.have(extent, len)
         };
         self.tell_to(&mut **watch, Event::Arrived { buffer, offset, len });
         if complete {
             self.tell_to(&mut **watch, Event::Complete { extent });
         }
         drop(watch);
-        self.hash(buffer, clocks);
+        self.present(buffer, part, Some(extent), clocks);
     }
 
-    /// Hashes what follows what was hashed already, as far as it is there. Without the lock: whoever holds the next part hashes it.
+    /// Takes a part whose bytes are what they shall be. It is hashed first if it shall be, when its turn comes.
+    fn present(&self, buffer: usize, part: Part, extent: Option<usize>, clocks: &mut Clocks) {
+        if self.options.checksum {
+            self.progress().buffers[buffer].parts.insert(part.offset(), (part, extent));
+            self.hash(buffer, clocks);
+        } else {
+            self.send(buffer, part, extent);
+        }
+    }
+
+    /// Hashes what follows what was hashed already, as far as it is there, and sends it on. Without the lock: whoever holds the next part
+    /// hashes it.
     fn hash(&self, buffer: usize, clocks: &mut Clocks) {
         loop {
             let mut progress = self.progress();
@@ -269,7 +298,9 @@ impl<'a, 'w> State<'a, 'w> {
             if at >= len || arrived.hash.is_none() || !arrived.parts.contains_key(&at) {
                 return;
             }
-            let (Some(mut hash), Some(mut part)) = (arrived.hash.take(), arrived.parts.remove(&at)) else { return };
+            let (Some(mut hash), Some((mut part, extent))) = (arrived.hash.take(), arrived.parts.remove(&at)) else {
+                return;
+            };
             drop(progress);
             let n = part.len().min(len - at);
             clocks.time(Stage::Checksum, || {
@@ -283,12 +314,61 @@ impl<'a, 'w> State<'a, 'w> {
             let arrived = &mut progress.buffers[buffer];
             arrived.hashed = at + part.len();
             arrived.hash = Some(hash);
-            arrived.parts.insert(at, part);
+            drop(progress);
+            self.send(buffer, part, extent);
         }
     }
 
-    /// Rejoins everything, or says what failed.
-    pub fn finish(self) -> Result<(Vec<FilledBuf>, Option<Instant>, bool), FillError> {
+    /// Lets a part go on to the device, if there is one, and keeps it otherwise.
+    fn send(&self, buffer: usize, mut part: Part, extent: Option<usize>) {
+        let mut progress = self.progress();
+        let arrived = &mut progress.buffers[buffer];
+        if let Some(outlet) = &self.outlet
+            // What lies behind the end of what was asked for concerns nobody.
+            && let n @ 1.. = arrived.len.saturating_sub(part.offset()).min(part.len())
+            && let Some(front) = part.split_off_front(n)
+        {
+            outlet.take(Back { buffer, extent, part: front });
+            progress.away += n as u64;
+        }
+        if !part.is_empty() {
+            progress.buffers[buffer].parts.insert(part.offset(), (part, extent));
+        }
+    }
+
+    /// Drives the device, if there is one: see [`Outlet::drive`]. True when it had anything.
+    pub fn drive(&self, timeout: Duration) -> bool {
+        let Some(outlet) = &self.outlet else { return false };
+        let mut back = Vec::new();
+        if let Err((place, error)) = outlet.drive(&mut back, timeout) {
+            self.fail(place, error);
+        }
+        let any = !back.is_empty();
+        for Back { buffer, extent, part } in back {
+            let (offset, len) = (part.offset() as u64, part.len() as u64);
+            let mut watch = self.watch();
+            let mut progress = self.progress();
+            let complete = extent.filter(|extent| progress.have(*extent, len));
+            progress.away -= len;
+            progress.buffers[buffer].parts.insert(part.offset(), (part, extent));
+            drop(progress);
+            self.tell_to(&mut **watch, Event::OnDevice { buffer, offset, len });
+            if let Some(extent) = complete {
+                self.tell_to(&mut **watch, Event::Complete { extent });
+            }
+        }
+        any
+    }
+
+    /// Waits for the device, then rejoins everything, or says what failed.
+    pub fn finish(mut self, clocks: &mut Clocks) -> Result<Done, FillError> {
+        while self.outlet.is_some() && !self.stopped() && self.progress().away > 0 {
+            self.drive(NAP);
+        }
+        if let Some(outlet) = self.outlet.take() {
+            outlet.quiesce(self.options.patience);
+            clocks.add(outlet.into_clocks());
+        }
         drop(self.memory);
         let progress = self.progress.into_inner().unwrap_or_else(PoisonError::into_inner);
         if let Some((_, error)) = progress.failed {
@@ -296,7 +376,8 @@ impl<'a, 'w> State<'a, 'w> {
         }
         let mut buffers = Vec::new();
         for (buffer, arrived) in progress.buffers.into_iter().enumerate() {
-            let whole = arrived.parts.into_values().map(Some).reduce(|a, b| a?.join(b?).ok()).flatten();
+            let parts = arrived.parts.into_values().map(|(part, _)| Some(part));
+            let whole = parts.reduce(|a, b| a?.join(b?).ok()).flatten();
             // Every gather was taken, and every piece of it has arrived.
             let Some(buf) = whole.and_then(|part| part.into_whole().ok()) else {
                 let reason = format!("buffer {buffer} did not come back whole");
@@ -305,7 +386,15 @@ impl<'a, 'w> State<'a, 'w> {
             let checksum = arrived.hash.map(|hash| hash.finish());
             buffers.push(FilledBuf { buf, len: arrived.len, checksum });
         }
-        Ok((buffers, progress.first_read, self.fresh.contains(&false)))
+        Ok(Done { buffers, first_read: progress.first_read, recycled: self.fresh.contains(&false) })
+    }
+}
+
+impl Progress {
+    /// Counts bytes of an extent as there; true when they were the last.
+    fn have(&mut self, extent: usize, len: u64) -> bool {
+        self.missing[extent] -= len;
+        self.missing[extent] == 0
     }
 }
 

@@ -6,6 +6,7 @@ use std::time::Duration;
 
 use dmalane_addr::FileOffset;
 use dmalane_engine::{Channel, Completion, Limits, OpError, Refusal, Refused, Ticket, Transfer};
+use dmalane_load::fill::{Extent, Job};
 
 /// What goes wrong when the byte at an offset is read.
 #[derive(Clone, PartialEq, Debug)]
@@ -139,4 +140,36 @@ impl Random {
 pub fn noise(seed: u64, len: usize) -> Arc<Vec<u8>> {
     let mut random = Random(seed);
     Arc::new((0..len).map(|_| random.below(256) as u8).collect())
+}
+
+/// What buffers hold after a job: the slow version.
+#[allow(dead_code)] // one of the tests that share this file needs none of them
+pub fn naive(job: &Job, sources: &[Arc<Vec<u8>>]) -> Vec<Vec<u8>> {
+    let mut buffers: Vec<Vec<u8>> = job.buffers.iter().map(|len| vec![0; *len as usize]).collect();
+    for e in &job.extents {
+        let from = &sources[e.source][e.at.bits() as usize..][..e.len as usize];
+        buffers[e.buffer][e.to as usize..][..e.len as usize].copy_from_slice(from);
+    }
+    buffers
+}
+
+/// Extents scattered over some buffers, with gaps, in no order.
+#[allow(dead_code)]
+pub fn random_job(random: &mut Random, sources: usize, source_len: u64) -> Job {
+    let mut job = Job::default();
+    for buffer in 0..=random.below(3) as usize {
+        let len = random.below(60_000);
+        let mut to = random.below(3000);
+        while to < len {
+            let n = random.below(20_000).min(len - to).min(source_len);
+            let at = FileOffset::new(random.below(source_len - n + 1));
+            job.extents.push(Extent { source: random.below(sources as u64) as usize, at, len: n, buffer, to });
+            to += n + random.below(2) * random.below(9000);
+        }
+        job.buffers.push(len);
+    }
+    for i in (1..job.extents.len()).rev() {
+        job.extents.swap(i, random.below(i as u64 + 1) as usize);
+    }
+    job
 }

@@ -6,8 +6,11 @@
 //! (as measured on 7.2: 4 KiB to 64 KiB). So the address is chosen here: more is reserved than needed, and the BAR put where it is aligned.
 
 use std::ops::Range;
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::sync::OnceLock;
 
 use dmalane_addr::{PageSize, PageSizes};
+use rustix::io::Errno;
 
 use super::{Device, page_sizes, sys};
 use crate::Error;
@@ -29,6 +32,8 @@ pub struct BarMap {
     device: Device,
     region: u32,
     range: Range<u64>,
+    /// The same piece for other drivers of the kernel, once it was asked for.
+    dma_buf: OnceLock<OwnedFd>,
 }
 
 impl BarMap {
@@ -53,7 +58,30 @@ impl BarMap {
         };
         let memory = sys::BarMemory::map(device.fd(), file_offset + range.start, size, align);
         let memory = memory.map_err(Error::kernel(format!("cannot map region {region} of {}", device.bdf())))?;
-        Ok(Self { memory, device, region, range })
+        Ok(Self { memory, device, region, range, dma_buf: OnceLock::new() })
+    }
+
+    /// This piece of the BAR as a dma-buf, which other drivers of the kernel can import. The kernel takes it from all who have it when the device is
+    /// reset or closed.
+    ///
+    /// # Errors
+    /// [`Error::NoDmaBuf`] where the kernel makes none; [`Error::Region`] when the piece is not whole pages; [`Error::Kernel`].
+    pub fn dma_buf(&self) -> Result<BorrowedFd<'_>, Error> {
+        if let Some(fd) = self.dma_buf.get() {
+            return Ok(fd.as_fd());
+        }
+        if !(self.range.start | self.range.end).is_multiple_of(sys::base_page()) {
+            return Err(self.error("can be a dma-buf in whole pages only"));
+        }
+        let bdf = self.device.bdf();
+        let made = sys::dma_buf(self.device.fd(), self.region, self.range.start, self.len());
+        let made = made.map_err(|source| match Errno::from_io_error(&source) {
+            // Not of this kernel; not of this driver of VFIO; not without peer to peer in the kernel.
+            Some(Errno::NOTTY | Errno::OPNOTSUPP | Errno::INVAL) => Error::NoDmaBuf { bdf, source },
+            _ => Error::Kernel { what: format!("cannot make region {} of {bdf} a dma-buf", self.region), source },
+        })?;
+        // Another thread may have been quicker; then this one is closed.
+        Ok(self.dma_buf.get_or_init(|| made).as_fd())
     }
 
     /// The device.

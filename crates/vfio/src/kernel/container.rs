@@ -1,21 +1,24 @@
-//! A container: devices that share one IOMMU address space, and what is mapped into it.
+//! A container: devices that share one IOMMU address space, and what is mapped into it, whichever way the kernel was asked for it.
 
 use std::collections::BTreeMap;
 use std::fs::File;
 use std::io;
 use std::ops::Range;
 use std::os::fd::{AsFd, OwnedFd};
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError, Weak};
 use std::time::{Duration, Instant};
 
 use dmalane_addr::{
     Access, Address, Iova, Lease, PageSize, PageSizes, PhysAddr, RangeAllocator, RangeCache, SgTable, Span,
 };
-use dmalane_mem::{self as mem, Mapping, Pinned, Undo};
+use dmalane_mem::{self as mem, Mapping, Pinned, Share, Undo};
 use rustix::io::Errno;
 
+use super::device;
+use super::iommufd::Iommufd;
+use super::ladder::{Way, telling};
 use super::sysfs::Sysfs;
 use super::{BarMap, Device, sys};
 use crate::{Bdf, Error};
@@ -29,7 +32,12 @@ pub struct Container(pub(super) Arc<Inner>);
 
 pub(super) struct Inner {
     sysfs: Sysfs,
-    fd: OnceLock<OwnedFd>,
+    /// The only way that is tried.
+    only: Option<Way>,
+    /// From the first device on.
+    kernel: OnceLock<Kernel>,
+    /// Why iommufd was not taken.
+    passed_over: OnceLock<Error>,
     state: Mutex<State>,
     /// Bytes mapped.
     mapped: AtomicU64,
@@ -37,10 +45,20 @@ pub(super) struct Inner {
     stuck: AtomicU64,
 }
 
+/// Who keeps the address space.
+enum Kernel {
+    /// A container of VFIO.
+    Type1(OwnedFd),
+    Iommufd(Iommufd),
+}
+
 #[derive(Default)]
 struct State {
+    /// Of type 1.
     groups: BTreeMap<u32, OwnedFd>,
-    /// From the first group on.
+    /// Of iommufd, which gives each device out once.
+    devices: BTreeMap<Bdf, Weak<device::Inner>>,
+    /// From the first device on.
     space: Option<Space>,
 }
 
@@ -62,7 +80,8 @@ impl Space {
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 #[non_exhaustive]
 pub struct Took {
-    /// The way: `type1` walks the process's page table, page by page of what the BAR is mapped with.
+    /// The way: `type1` walks the process's page table, page by page of what the BAR is mapped with; `dma-buf` gives the BAR itself to
+    /// iommufd, whatever it is mapped with.
     pub way: &'static str,
     /// How long the kernel took.
     pub time: Duration,
@@ -75,11 +94,23 @@ impl Default for Container {
 }
 
 impl Container {
-    /// A container without devices.
+    /// A container without devices. The first device decides by which [`Way`] the kernel is asked: iommufd where that is there and open to
+    /// this process, else type 1.
     pub fn new() -> Self {
+        Self::made(None)
+    }
+
+    /// A container that takes this way and no other.
+    pub fn only(way: Way) -> Self {
+        Self::made(Some(way))
+    }
+
+    fn made(only: Option<Way>) -> Self {
         Self(Arc::new(Inner {
             sysfs: Sysfs::new("/"),
-            fd: OnceLock::new(),
+            only,
+            kernel: OnceLock::new(),
+            passed_over: OnceLock::new(),
             state: Mutex::default(),
             mapped: AtomicU64::new(0),
             stuck: AtomicU64::new(0),
@@ -89,17 +120,70 @@ impl Container {
     /// Opens a device that is bound to `vfio-pci`. The first one decides which IOMMU the container has.
     ///
     /// # Errors
-    /// What is missing, as its own kind each: [`Error::NoDevice`], [`Error::NoModule`], [`Error::NoIommu`], [`Error::NotBound`],
-    /// [`Error::NoPermission`], [`Error::Busy`], [`Error::NotViable`], [`Error::NoType1`], [`Error::Attach`].
+    /// What is missing, as its own kind each: [`Error::NoDevice`], [`Error::NoModule`], [`Error::NotBuilt`], [`Error::NoIommu`],
+    /// [`Error::NoProtection`], [`Error::NotBound`], [`Error::NoPermission`], [`Error::Busy`], [`Error::NotViable`]; by type 1 [`Error::NoType1`],
+    /// [`Error::Attach`]; by iommufd [`Error::NoDeviceFile`], [`Error::AttachDevice`].
     pub fn open(&self, bdf: &Bdf) -> Result<Device, Error> {
-        let inner = &self.0;
-        let group = inner.sysfs.group(*bdf)?;
-        let mut state = inner.lock();
-        inner.attach(&mut state, group)?;
-        let fd = state.groups.get(&group).ok_or(Error::NoIommu(*bdf))?;
+        let group = self.0.sysfs.group(*bdf)?;
+        let mut state = self.0.lock();
+        let decided = self.0.kernel.get().map(Kernel::way).or(self.0.only);
+        match decided {
+            Some(Way::Iommufd) => self.open_by_iommufd(&mut state, *bdf, group),
+            Some(Way::Type1) => self.open_by_type1(&mut state, *bdf, group),
+            None => self.open_by_iommufd(&mut state, *bdf, group).or_else(|iommufd| {
+                match self.open_by_type1(&mut state, *bdf, group) {
+                    Ok(device) => {
+                        let _ = self.0.passed_over.set(iommufd);
+                        Ok(device)
+                    }
+                    Err(type1) => Err(telling(iommufd, type1)),
+                }
+            }),
+        }
+    }
+
+    fn open_by_type1(&self, state: &mut State, bdf: Bdf, group: u32) -> Result<Device, Error> {
+        self.0.attach_group(state, group)?;
+        let fd = state.groups.get(&group).ok_or(Error::NoIommu(bdf))?;
         let device = sys::device(fd.as_fd(), &bdf.to_string()).map_err(Error::kernel(format!("cannot open {bdf}")))?;
-        drop(state);
-        Device::new(device, *bdf, self.clone())
+        Device::new(device, bdf, self.clone())
+    }
+
+    fn open_by_iommufd(&self, state: &mut State, bdf: Bdf, group: u32) -> Result<Device, Error> {
+        if let Some(open) = state.devices.get(&bdf).and_then(Weak::upgrade) {
+            return Ok(Device::again(open));
+        }
+        let path = self.0.sysfs.by_iommufd(bdf)?;
+        let mut new = None;
+        let space = match self.0.kernel.get() {
+            Some(Kernel::Iommufd(space)) => space,
+            _ => new.insert(Iommufd::new()?),
+        };
+        let file = open(&path, "vfio-pci")?;
+        let info = space.attach(file.as_fd()).map_err(|source| match Errno::from_io_error(&source) {
+            Some(Errno::BUSY | Errno::INVAL) => match self.0.sysfs.others(group) {
+                others if others.is_empty() => Error::Busy { path },
+                others => Error::NotViable { group, others },
+            },
+            _ => Error::AttachDevice { bdf, source },
+        })?;
+        state.learn(info);
+        if let Some(space) = new {
+            let _ = self.0.kernel.set(Kernel::Iommufd(space));
+        }
+        let device = Device::new(file, bdf, self.clone())?;
+        state.devices.insert(bdf, device.weak());
+        Ok(device)
+    }
+
+    /// The way by which the kernel was asked; `None` before the first device.
+    pub fn way(&self) -> Option<Way> {
+        self.0.kernel.get().map(Kernel::way)
+    }
+
+    /// What iommufd lacked, where type 1 was taken because of that.
+    pub fn passed_over(&self) -> Option<&Error> {
+        self.0.passed_over.get()
     }
 
     /// Where memory can be mapped, lowest first: the holes between belong to interrupts and to the firmware. Empty without a device.
@@ -112,12 +196,12 @@ impl Container {
         self.0.lock().space.as_ref().map_or(PageSizes::from_bits(0), |space| space.pages)
     }
 
-    /// How many more mappings the kernel takes; `None` where it does not say.
+    /// How many more mappings the kernel takes; `None` where it does not say, or there is no such limit (iommufd).
     ///
     /// # Errors
     /// [`Error::Kernel`].
     pub fn mappings_left(&self) -> Result<Option<u32>, Error> {
-        let Some(fd) = self.0.fd.get() else { return Ok(None) };
+        let Some(Kernel::Type1(fd)) = self.0.kernel.get() else { return Ok(None) };
         Ok(sys::iommu_info(fd.as_fd()).map_err(Error::kernel("cannot ask the container"))?.left)
     }
 
@@ -150,19 +234,38 @@ impl Container {
 
     /// Lets the devices of this container reach part of a BAR of another one (or the same): peer to peer, past host memory.
     ///
+    /// By type 1 the kernel walks what of the BAR is mapped in this process. By iommufd the BAR is given as a dma-buf; when its device is
+    /// reset, or its memory is switched off, the kernel takes that away for good, and it must be mapped anew.
+    ///
     /// # Errors
-    /// As [`Container::map_list`]; [`Error::Region`] when the range does not lie within the BAR that is mapped.
+    /// As [`Container::map_list`]; [`Error::Region`] when the range does not lie within the BAR that is mapped; [`Error::NoDmaBuf`].
     pub fn map_peer(&self, bar: &Arc<BarMap>, range: Range<u64>, access: Access) -> Result<Peer, Error> {
         let len = range.end.checked_sub(range.start).filter(|len| *len > 0 && range.end <= bar.len());
         let len = len.ok_or_else(|| bar.error("does not have all of this range"))?;
         let va = bar.address() + range.start as usize;
         let mut state = self.0.lock();
-        let lease = state.allocate(va, len)?;
+        let kernel = self.0.kernel.get().ok_or(Error::NoType1)?;
+        let (way, like) = match kernel {
+            Kernel::Type1(_) => ("type1", va),
+            // A BAR lies at a multiple of its length.
+            Kernel::Iommufd(_) => ("dma-buf", (bar.range().start + range.start) as usize),
+        };
+        let lease = state.allocate(like, len)?;
         let span = lease.span();
         let began = Instant::now();
-        match self.0.map_span(&state, va, span, access) {
+        let mapped = match kernel {
+            Kernel::Type1(_) => self.0.map_span(&state, va, None, span, access),
+            Kernel::Iommufd(space) => bar.dma_buf().and_then(|dma_buf| {
+                let mapped = space.map_dma_buf(dma_buf, range.start, span, access);
+                mapped.map_err(|source| match Errno::from_io_error(&source) {
+                    Some(Errno::NODEV) => bar.error("answers nobody: the memory of its device is switched off"),
+                    _ => explain(source, like, span, access, state.page(), &state.ranges()),
+                })
+            }),
+        };
+        match mapped {
             Ok(()) => {
-                let took = Took { way: "type1", time: began.elapsed() };
+                let took = Took { way, time: began.elapsed() };
                 self.0.mapped.fetch_add(span.len(), Ordering::Relaxed);
                 Ok(Peer { span, lease: Some(lease), container: self.0.clone(), bar: bar.clone(), took })
             }
@@ -180,11 +283,26 @@ impl Container {
     /// # Errors
     /// [`Error::PartialUnmap`]; [`Error::Kernel`].
     pub fn revoke(&self, span: Span<Iova>) -> Result<u64, Error> {
-        let Some(fd) = self.0.fd.get() else { return Ok(0) };
-        sys::dma_unmap(fd.as_fd(), span).map_err(|source| match Errno::from_io_error(&source) {
-            Some(Errno::INVAL) => Error::PartialUnmap(span),
-            _ => Error::Kernel { what: format!("cannot unmap {span}"), source },
-        })
+        self.0.kernel.get().map_or(Ok(0), |kernel| kernel.unmap(span))
+    }
+}
+
+impl Kernel {
+    fn way(&self) -> Way {
+        match self {
+            Self::Type1(_) => Way::Type1,
+            Self::Iommufd(_) => Way::Iommufd,
+        }
+    }
+
+    fn unmap(&self, span: Span<Iova>) -> Result<u64, Error> {
+        match self {
+            Self::Type1(fd) => sys::dma_unmap(fd.as_fd(), span).map_err(|source| match Errno::from_io_error(&source) {
+                Some(Errno::INVAL) => Error::PartialUnmap(span),
+                _ => Error::Kernel { what: format!("cannot unmap {span}"), source },
+            }),
+            Self::Iommufd(space) => space.unmap(span),
+        }
     }
 }
 
@@ -194,25 +312,19 @@ impl Inner {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// The container's file.
-    fn file(&self) -> Result<&OwnedFd, Error> {
-        if self.fd.get().is_none() {
-            let file = open(Path::new(VFIO), "vfio")?;
-            if !sys::has_type1(file.as_fd()).map_err(Error::kernel(format!("{VFIO} does not answer")))? {
-                return Err(Error::NoType1);
-            }
-            let _ = self.fd.set(file);
-        }
-        self.fd.get().ok_or(Error::NoType1)
-    }
-
     /// Brings a group in, unless it is there.
-    fn attach(&self, state: &mut State, group: u32) -> Result<(), Error> {
-        let container = self.file()?.as_fd();
+    fn attach_group(&self, state: &mut State, group: u32) -> Result<(), Error> {
         if state.groups.contains_key(&group) {
             return Ok(());
         }
-        let file = open(&PathBuf::from(format!("/dev/vfio/{group}")), "vfio-pci")?;
+        let path = self.sysfs.by_type1(group)?;
+        let mut new = None;
+        let container = match self.kernel.get() {
+            Some(Kernel::Type1(container)) => container,
+            _ => new.insert(open_container()?),
+        };
+        let container = container.as_fd();
+        let file = open(&path, "vfio-pci")?;
         let asked = Error::kernel(format!("cannot ask IOMMU group {group}"));
         if !sys::is_viable(file.as_fd()).map_err(asked)? {
             return Err(Error::NotViable { group, others: self.sysfs.others(group) });
@@ -225,6 +337,9 @@ impl Inner {
         let info = sys::iommu_info(container).map_err(Error::kernel("cannot ask the container"))?;
         state.learn(info);
         state.groups.insert(group, file);
+        if let Some(container) = new {
+            let _ = self.kernel.set(Kernel::Type1(container));
+        }
         Ok(())
     }
 
@@ -278,7 +393,10 @@ impl Inner {
             let at = done.map_or(Some(first), |done| done.last().checked_add(1));
             let span = at.and_then(|at| Span::new(at, len));
             let mapped = match span {
-                Some(span) => self.map_span(state, address(pinned), span, access).map(|()| span),
+                Some(span) => {
+                    let file = (pinned.share(), pinned.range().start as u64);
+                    self.map_span(state, address(pinned), Some(file), span, access).map(|()| span)
+                }
                 // Past the top of 64 bits.
                 None => Err(Error::OutsideIova {
                     span: Span::inclusive(first, first).expect("one byte"),
@@ -297,16 +415,24 @@ impl Inner {
         done.ok_or(Error::TooMany) // the list is not empty
     }
 
-    /// One mapping of the kernel's.
-    fn map_span(&self, state: &State, va: usize, span: Span<Iova>, access: Access) -> Result<(), Error> {
-        let page = state.space.as_ref().map_or(PageSize::SIZE_4K, Space::page);
-        let mapped = sys::dma_map(self.file()?.as_fd(), va, span.len(), span.first(), access);
-        mapped.map_err(|source| explain(source, va, span, access, page, &state.ranges()))
+    /// One mapping of the kernel's: memory at an address of this process, and the file that it is behind, with its place in that.
+    fn map_span(
+        &self,
+        state: &State,
+        va: usize,
+        file: Option<(&Share, u64)>,
+        span: Span<Iova>,
+        access: Access,
+    ) -> Result<(), Error> {
+        let mapped = match self.kernel.get().ok_or(Error::NoType1)? {
+            Kernel::Type1(container) => sys::dma_map(container.as_fd(), va, span.len(), span.first(), access),
+            Kernel::Iommufd(space) => space.map(va, file, span, access),
+        };
+        mapped.map_err(|source| explain(source, va, span, access, state.page(), &state.ranges()))
     }
 
     fn unmap_span(&self, span: Span<Iova>) {
-        let done = self.fd.get().map(|fd| sys::dma_unmap(fd.as_fd(), span));
-        if !matches!(done, Some(Ok(_))) {
+        if !matches!(self.kernel.get().map(|kernel| kernel.unmap(span)), Some(Ok(_))) {
             self.stuck.fetch_add(1, Ordering::Relaxed);
         }
     }
@@ -337,6 +463,11 @@ impl Undo for Inner {
 }
 
 impl State {
+    /// The IOMMU's smallest page.
+    fn page(&self) -> PageSize {
+        self.space.as_ref().map_or(PageSize::SIZE_4K, Space::page)
+    }
+
     fn ranges(&self) -> Vec<Span<Iova>> {
         self.space.as_ref().map_or(Vec::new(), |space| space.ranges.clone())
     }
@@ -427,7 +558,14 @@ fn address(pinned: &Pinned) -> usize {
     pinned.share().address() + pinned.range().start
 }
 
-fn open(path: &Path, module: &'static str) -> Result<OwnedFd, Error> {
+/// A new container of VFIO, without groups.
+fn open_container() -> Result<OwnedFd, Error> {
+    let file = open(Path::new(VFIO), "vfio")?;
+    let has = sys::has_type1(file.as_fd()).map_err(Error::kernel(format!("{VFIO} does not answer")))?;
+    if has { Ok(file) } else { Err(Error::NoType1) }
+}
+
+pub(super) fn open(path: &Path, module: &'static str) -> Result<OwnedFd, Error> {
     let opened = File::options().read(true).write(true).open(path).map(OwnedFd::from);
     opened.map_err(|source| match Errno::from_io_error(&source) {
         Some(Errno::NOENT | Errno::NODEV | Errno::NXIO) => Error::NoModule { path: path.to_owned(), module },
@@ -599,16 +737,21 @@ mod tests {
         #[repr(align(4096))]
         struct Page([u8; 4096]);
         static READ_ONLY: Page = Page([7; 4096]);
-        let devices = std::fs::read_dir("/sys/bus/pci/drivers/vfio-pci").into_iter().flatten();
-        let mut bound = devices.filter_map(|e| e.ok()?.file_name().to_str()?.parse::<Bdf>().ok());
-        let container = Container::new();
-        let Some(device) = bound.find_map(|bdf| container.open(&bdf).ok()) else {
-            return println!("SKIPPED: no PCI device is bound to vfio-pci here");
-        };
+        for way in [Way::Iommufd, Way::Type1] {
+            let container = Container::only(way);
+            let Some(device) = Sysfs::new("/").bound().into_iter().find_map(|bdf| container.open(&bdf).ok()) else {
+                println!("SKIPPED: no PCI device can be opened by {way} here");
+                continue;
+            };
+            addresses(&container, READ_ONLY.0.as_ptr().addr());
+            drop(device);
+        }
+    }
+
+    fn addresses(container: &Container, constant: usize) {
         let inner = &container.0;
         let at = span(0x20_0000, 0x20_0fff);
-        let map = |va: usize, span, access| inner.map_span(&inner.lock(), va, span, access);
-        let constant = READ_ONLY.0.as_ptr().addr();
+        let map = |va: usize, span, access| inner.map_span(&inner.lock(), va, None, span, access);
         let refused = map(constant, at, Access::RW).unwrap_err();
         assert!(matches!(refused, Error::NotMemory { writable: true, .. }), "{refused}");
         map(constant, at, Access::READ).unwrap();
@@ -618,6 +761,26 @@ mod tests {
         assert!(matches!(map(constant + 8, at, Access::READ), Err(Error::Unaligned { .. })));
         let odd = span(0x20_0000, 0x20_0ffe);
         assert!(matches!(map(constant, odd, Access::READ), Err(Error::Unaligned { len: 4095, .. })));
-        drop(device);
+        let Some(Kernel::Iommufd(space)) = inner.kernel.get() else { return };
+        // What only iommufd says, before it is explained: the table of the interface.
+        let says = |result: io::Result<()>| result.map_err(|e| Errno::from_io_error(&e).unwrap());
+        let heap = mem::DmaHeap::open("system").unwrap();
+        let dma_buf = mem::Heap::allocate(&heap, 4096).unwrap().share();
+        let (share, file) = (dma_buf.share(), dma_buf.export().unwrap());
+        assert_eq!(says(space.map_dma_buf(file, 0, at, Access::RW)), Err(Errno::OPNOTSUPP));
+        assert_eq!(says(space.map(share.address(), Some((&share, 0)), at, Access::RW)), Err(Errno::FAULT));
+        let memfd = mem::Heap::allocate(&mem::MemfdHeap::new(), 8192).unwrap().share();
+        let share = memfd.share();
+        let map = |span| says(space.map(share.address(), Some((&share, 0)), span, Access::RW));
+        let two = span(0x20_0000, 0x20_1fff);
+        assert_eq!(map(two), Ok(()));
+        assert_eq!(map(at), Err(Errno::EXIST));
+        assert_eq!(space.half(at), Some(Errno::NOENT), "the kernel itself, of half a mapping");
+        assert!(matches!(container.revoke(at), Err(Error::PartialUnmap(_))), "we know better");
+        assert_eq!(container.revoke(two).unwrap(), 8192);
+        assert_eq!(space.half(at), Some(Errno::NOENT), "and of none");
+        assert_eq!(container.revoke(two).unwrap(), 0);
+        drop(share);
+        assert!(memfd.into_cpu().is_ok(), "a file that the kernel has mapped was not given away");
     }
 }

@@ -2,7 +2,7 @@
 
 use std::ops::Range;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
-use std::sync::{Arc, OnceLock};
+use std::sync::{Arc, OnceLock, Weak};
 use std::time::Duration;
 
 use rustix::event::{PollFd, PollFlags};
@@ -21,14 +21,14 @@ const COMMAND_MASTER: u16 = 1 << 2;
 #[derive(Clone)]
 pub struct Device(Arc<Inner>);
 
-struct Inner {
+pub(super) struct Inner {
     fd: OwnedFd,
     bdf: Bdf,
     flags: u32,
     regions: Vec<Region>,
     /// Counts the kernel's requests to have the device back.
     wanted: OnceLock<[OwnedFd; 1]>,
-    /// Kept as long as the device: its address space, and its group.
+    /// Kept as long as the device: its address space, and its group where it has one.
     container: Container,
 }
 
@@ -67,6 +67,15 @@ impl Device {
             let _ = this.0.wanted.set(events);
         }
         Ok(this)
+    }
+
+    /// A further handle to a device that is open.
+    pub(super) fn again(inner: Arc<Inner>) -> Self {
+        Self(inner)
+    }
+
+    pub(super) fn weak(&self) -> Weak<Inner> {
+        Arc::downgrade(&self.0)
     }
 
     /// Its name.

@@ -1,10 +1,12 @@
-//! VFIO as the Linux kernel has it: container and group, with the IOMMU of type 1.
+//! VFIO as the Linux kernel has it: by iommufd and the device's own file, or by container and group with the IOMMU of type 1.
 
 mod bar;
 mod bus;
 mod container;
 mod device;
 mod faults;
+mod iommufd;
+mod ladder;
 mod pages;
 #[allow(unsafe_code)]
 mod sys;
@@ -15,4 +17,5 @@ pub use bus::VfioBus;
 pub use container::{Container, Peer, Took};
 pub use device::{Device, Region};
 pub use faults::{FaultLog, SeenFault};
+pub use ladder::{Standing, Way, standings};
 pub use pages::page_sizes;

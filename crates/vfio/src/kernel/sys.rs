@@ -1,4 +1,4 @@
-//! The system calls of VFIO (linux/vfio.h), and mappings of device memory.
+//! The system calls of VFIO (linux/vfio.h) and of iommufd (linux/iommufd.h), and mappings of device memory.
 //!
 //! Invariant of [`BarMemory`]: `ptr..ptr + len` is one mapping of device memory that this value owns and nobody else unmaps. It is
 //! established by [`BarMemory::map`]. Nobody makes a reference into it: device memory changes by itself.
@@ -10,31 +10,42 @@ use std::ptr::NonNull;
 use std::sync::atomic::{Ordering, fence};
 
 use dmalane_addr::{Access, Iova, PageSize, Span};
+use dmalane_mem::Share;
+use iommufd_bindings::iommufd as ioabi;
 use rustix::mm::{self, MapFlags, ProtFlags};
 use vfio_bindings::bindings::vfio as abi;
 
-/// The requests of linux/vfio.h, all of them `_IO(';', 100 + n)`.
+/// The requests of linux/vfio.h, `_IO(';', 100 + n)`, and of linux/iommufd.h, `_IO(';', 128 + n)`.
 #[derive(Clone, Copy)]
 enum Request {
-    GetApiVersion = 0,
-    CheckExtension = 1,
-    SetIommu = 2,
-    GroupGetStatus = 3,
-    GroupSetContainer = 4,
-    GroupGetDeviceFd = 6,
-    DeviceGetInfo = 7,
-    DeviceGetRegionInfo = 8,
-    DeviceGetIrqInfo = 9,
-    DeviceSetIrqs = 10,
-    DeviceReset = 11,
-    IommuGetInfo = 12,
-    IommuMapDma = 13,
-    IommuUnmapDma = 14,
+    GetApiVersion = 100,
+    CheckExtension = 101,
+    SetIommu = 102,
+    GroupGetStatus = 103,
+    GroupSetContainer = 104,
+    GroupGetDeviceFd = 106,
+    DeviceGetInfo = 107,
+    DeviceGetRegionInfo = 108,
+    DeviceGetIrqInfo = 109,
+    DeviceSetIrqs = 110,
+    DeviceReset = 111,
+    IommuGetInfo = 112,
+    IommuMapDma = 113,
+    IommuUnmapDma = 114,
+    DeviceFeature = 117,
+    DeviceBindIommufd = 118,
+    DeviceAttachIommufdPt = 119,
+    IoasAlloc = 0x81,
+    IoasIovaRanges = 0x84,
+    IoasMap = 0x85,
+    IoasUnmap = 0x86,
+    GetHwInfo = 0x8a,
+    IoasMapFile = 0x8f,
 }
 
 impl Request {
     fn number(self) -> libc::Ioctl {
-        (abi::VFIO_TYPE as libc::Ioctl) << 8 | (abi::VFIO_BASE as libc::Ioctl + self as libc::Ioctl)
+        (abi::VFIO_TYPE as libc::Ioctl) << 8 | self as libc::Ioctl
     }
 }
 
@@ -58,10 +69,15 @@ fn words(fd: BorrowedFd<'_>, request: Request, argument: &mut [u32]) -> io::Resu
     argument[0] = size_of_val(argument) as u32;
     debug_assert!(!matches!(
         request,
-        Request::SetIommu | Request::CheckExtension | Request::GroupSetContainer | Request::GroupGetDeviceFd
+        Request::SetIommu
+            | Request::CheckExtension
+            | Request::GroupSetContainer
+            | Request::GroupGetDeviceFd
+            | Request::IoasIovaRanges
+            | Request::GetHwInfo
     ));
-    // SAFETY: of these requests the kernel reads and writes at most `argsz` bytes, the length of the slice, and refuses one that is
-    // too short for it. What it reads has no pointers, but for the address of memory to map (see `dma_map`).
+    // SAFETY: of these requests the kernel reads and writes at most `argsz` bytes (`size`, to iommufd), the length of the slice, and refuses
+    // one that is too short for it. What it reads has no pointers, but for the address of memory to map (see `dma_map`).
     checked(unsafe { libc::ioctl(fd.as_raw_fd(), request.number(), argument.as_mut_ptr()) })
 }
 
@@ -190,6 +206,174 @@ pub(crate) fn dma_unmap(container: BorrowedFd<'_>, span: Span<Iova>) -> io::Resu
     set_wide(&mut unmap, 4, span.len());
     words(container, Request::IommuUnmapDma, &mut unmap)?;
     Ok(wide(&unmap, 4))
+}
+
+// ---- iommufd -------------------------------------------------------------------------------------------------------
+
+/// A new address space of an iommufd, by its number.
+pub(crate) fn ioas_alloc(iommufd: BorrowedFd<'_>) -> io::Result<u32> {
+    // struct iommu_ioas_alloc: size, flags, out_ioas_id.
+    let mut alloc = [0; size_of::<ioabi::iommu_ioas_alloc>() / 4];
+    words(iommufd, Request::IoasAlloc, &mut alloc)?;
+    Ok(alloc[2])
+}
+
+/// Where memory may be mapped, and the least alignment of addresses and lengths.
+pub(crate) fn ioas_ranges(iommufd: BorrowedFd<'_>, ioas: u32) -> io::Result<(Vec<Span<Iova>>, u64)> {
+    let mut count = 16_usize;
+    loop {
+        let mut pairs = vec![[0_u64; 2]; count];
+        let mut ask = ioabi::iommu_ioas_iova_ranges {
+            size: size_of::<ioabi::iommu_ioas_iova_ranges>() as u32,
+            ioas_id: ioas,
+            num_iovas: count as u32,
+            __reserved: 0,
+            allowed_iovas: pairs.as_mut_ptr().expose_provenance() as u64,
+            out_iova_alignment: 0,
+        };
+        // SAFETY: the kernel reads and writes one structure, `ask`, and writes at most `num_iovas` pairs of 64 bits (struct iommu_iova_range) at
+        // `allowed_iovas`: as many as `pairs` has, which lives through the call.
+        let done = checked(unsafe { libc::ioctl(iommufd.as_raw_fd(), Request::IoasIovaRanges.number(), &raw mut ask) });
+        let wanted = ask.num_iovas as usize;
+        match done {
+            Ok(_) => {
+                pairs.truncate(wanted);
+                let span = |[first, last]: &[u64; 2]| Span::inclusive(Iova::new(*first), Iova::new(*last));
+                return Ok((pairs.iter().filter_map(span).collect(), ask.out_iova_alignment));
+            }
+            // More than there was room for; the kernel says how many.
+            Err(e) if e.raw_os_error() == Some(libc::EMSGSIZE) && (count + 1..1 << 16).contains(&wanted) => {
+                count = wanted;
+            }
+            Err(e) => return Err(e),
+        }
+    }
+}
+
+fn ioas_flags(access: Access) -> u32 {
+    let mut flags = ioabi::iommufd_ioas_map_flags_IOMMU_IOAS_MAP_FIXED_IOVA;
+    if access.contains(Access::READ) {
+        flags |= ioabi::iommufd_ioas_map_flags_IOMMU_IOAS_MAP_READABLE;
+    }
+    if access.contains(Access::WRITE) {
+        flags |= ioabi::iommufd_ioas_map_flags_IOMMU_IOAS_MAP_WRITEABLE;
+    }
+    flags
+}
+
+/// As [`dma_map`], into an address space of an iommufd.
+pub(crate) fn ioas_map(
+    iommufd: BorrowedFd<'_>,
+    ioas: u32,
+    va: usize,
+    span: Span<Iova>,
+    access: Access,
+) -> io::Result<()> {
+    // struct iommu_ioas_map: size, flags, ioas_id, __reserved, user_va, length, iova.
+    let mut map = [0; size_of::<ioabi::iommu_ioas_map>() / 4];
+    (map[1], map[2]) = (ioas_flags(access), ioas);
+    set_wide(&mut map, 4, va as u64);
+    set_wide(&mut map, 6, span.len());
+    set_wide(&mut map, 8, span.first().bits());
+    words(iommufd, Request::IoasMap, &mut map).map(drop)
+}
+
+fn map_file(
+    iommufd: BorrowedFd<'_>,
+    ioas: u32,
+    file: BorrowedFd<'_>,
+    start: u64,
+    span: Span<Iova>,
+    access: Access,
+) -> io::Result<()> {
+    // struct iommu_ioas_map_file: size, flags, ioas_id, fd, start, length, iova.
+    let mut map = [0; size_of::<ioabi::iommu_ioas_map_file>() / 4];
+    (map[1], map[2], map[3]) = (ioas_flags(access), ioas, file.as_raw_fd() as u32);
+    set_wide(&mut map, 4, start);
+    set_wide(&mut map, 6, span.len());
+    set_wide(&mut map, 8, span.first().bits());
+    words(iommufd, Request::IoasMapFile, &mut map).map(drop)
+}
+
+/// As [`ioas_map`], of the file that the memory is behind, from its byte `start` on; `None` when it is behind none.
+///
+/// As there, that nobody has a slice of the memory while a device writes is for the caller to see to (`Pinned::admit`).
+pub(crate) fn ioas_map_share(
+    iommufd: BorrowedFd<'_>,
+    ioas: u32,
+    share: &Share,
+    start: u64,
+    span: Span<Iova>,
+    access: Access,
+) -> Option<io::Result<()>> {
+    // SAFETY: the descriptor goes to one request of the kernel, which takes hold of pages and of no descriptor that anybody could use, and is
+    // not kept. Devices write as far as the caller has admitted them, see above.
+    let file = unsafe { share.lend_file() }?;
+    Some(map_file(iommufd, ioas, file, start, span, access))
+}
+
+/// As [`ioas_map`], of the memory of another device, by the dma-buf of its BAR.
+pub(crate) fn ioas_map_dma_buf(
+    iommufd: BorrowedFd<'_>,
+    ioas: u32,
+    dma_buf: BorrowedFd<'_>,
+    start: u64,
+    span: Span<Iova>,
+    access: Access,
+) -> io::Result<()> {
+    map_file(iommufd, ioas, dma_buf, start, span, access)
+}
+
+/// As [`dma_unmap`]. The kernel may have unmapped some when it refuses; `ENOENT` also when there was nothing.
+pub(crate) fn ioas_unmap(iommufd: BorrowedFd<'_>, ioas: u32, span: Span<Iova>) -> io::Result<u64> {
+    // struct iommu_ioas_unmap: size, ioas_id, iova, length.
+    let mut unmap = [0; size_of::<ioabi::iommu_ioas_unmap>() / 4];
+    unmap[1] = ioas;
+    set_wide(&mut unmap, 2, span.first().bits());
+    set_wide(&mut unmap, 4, span.len());
+    words(iommufd, Request::IoasUnmap, &mut unmap)?;
+    Ok(wide(&unmap, 4))
+}
+
+/// What the IOMMU of a device that is bound says of itself: the kind (`enum iommu_hw_info_type`), and its registers.
+pub(crate) fn hw_info(iommufd: BorrowedFd<'_>, device: u32) -> io::Result<(u32, [u32; 16])> {
+    let mut data = [0_u32; 16];
+    // struct iommu_hw_info: size, flags, dev_id, data_len, data_uptr, out_data_type, out_max_pasid_log2, out_capabilities.
+    let mut info = [0; size_of::<ioabi::iommu_hw_info>() / 4];
+    info[0] = size_of_val(&info) as u32;
+    (info[2], info[3]) = (device, size_of_val(&data) as u32);
+    set_wide(&mut info, 4, data.as_mut_ptr().expose_provenance() as u64);
+    // SAFETY: the kernel reads and writes `size` bytes at most, the length of `info`, and writes at most `data_len` bytes at `data_uptr`: the
+    // length of `data`, which lives through the call.
+    checked(unsafe { libc::ioctl(iommufd.as_raw_fd(), Request::GetHwInfo.number(), info.as_mut_ptr()) })?;
+    Ok((info[6], data))
+}
+
+/// Puts a device, opened by its own file, under an iommufd, and says by which number that knows it.
+pub(crate) fn bind(device: BorrowedFd<'_>, iommufd: BorrowedFd<'_>) -> io::Result<u32> {
+    // struct vfio_device_bind_iommufd, as far as kernels before 6.17 know it: argsz, flags, iommufd, out_devid.
+    let mut bind = [0, 0, iommufd.as_raw_fd() as u32, 0];
+    words(device, Request::DeviceBindIommufd, &mut bind)?;
+    Ok(bind[3])
+}
+
+/// Gives a bound device an address space.
+pub(crate) fn attach(device: BorrowedFd<'_>, ioas: u32) -> io::Result<()> {
+    // struct vfio_device_attach_iommufd_pt, as far as kernels before 6.15 know it: argsz, flags, pt_id.
+    words(device, Request::DeviceAttachIommufdPt, &mut [0, 0, ioas]).map(drop)
+}
+
+/// Part of a BAR as a dma-buf, which keeps it from nobody.
+pub(crate) fn dma_buf(device: BorrowedFd<'_>, region: u32, start: u64, len: u64) -> io::Result<OwnedFd> {
+    // struct vfio_device_feature: argsz, flags; struct vfio_device_feature_dma_buf: region_index, open_flags, flags, nr_ranges; struct
+    // vfio_region_dma_range: offset, length.
+    let flags = abi::VFIO_DEVICE_FEATURE_GET | abi::VFIO_DEVICE_FEATURE_DMA_BUF;
+    let mut get = [0, flags, region, (libc::O_RDWR | libc::O_CLOEXEC) as u32, 0, 1, 0, 0, 0, 0];
+    set_wide(&mut get, 6, start);
+    set_wide(&mut get, 8, len);
+    let fd = words(device, Request::DeviceFeature, &mut get)?;
+    // SAFETY: the kernel has just opened this descriptor for us, and nobody else knows it.
+    Ok(unsafe { OwnedFd::from_raw_fd(fd) })
 }
 
 // ---- device --------------------------------------------------------------------------------------------------------
@@ -449,6 +633,28 @@ mod tests {
         assert!(iommu_info(fd).is_err() && device_info(fd).is_err() && region_info(fd, 0).is_err());
         assert!(irq_count(fd, 0).is_err() && set_irqs(fd, 0, &[]).is_err() && reset(fd).is_err());
         assert!(dma_map(fd, 0, 4096, span.first(), Access::RW).is_err() && dma_unmap(fd, span).is_err());
+        assert!(ioas_alloc(fd).is_err() && ioas_ranges(fd, 1).is_err() && hw_info(fd, 1).is_err());
+        assert!(ioas_map(fd, 1, 0, span, Access::RW).is_err() && ioas_unmap(fd, 1, span).is_err());
+        assert!(ioas_map_dma_buf(fd, 1, fd, 0, span, Access::RW).is_err());
+        assert!(bind(fd, fd).is_err() && attach(fd, 1).is_err() && dma_buf(fd, 0, 0, 4096).is_err());
+        let share = |heap: &dyn dmalane_mem::Heap| heap.allocate(4096).unwrap().share().share();
+        let lent = ioas_map_share(fd, 1, &share(&dmalane_mem::MemfdHeap::new()), 0, span, Access::RW);
+        assert!(lent.unwrap().is_err());
+        let none = ioas_map_share(fd, 1, &share(&dmalane_mem::AnonHeap::new()), 0, span, Access::RW);
+        assert!(none.is_none(), "behind no file");
+    }
+
+    #[test]
+    fn requests_have_the_numbers_of_the_headers() {
+        assert_eq!(Request::IommuMapDma.number() as u32, u32::from(b';') << 8 | (abi::VFIO_BASE + 13));
+        assert_eq!(Request::DeviceFeature as u32, abi::VFIO_BASE + 17);
+        assert_eq!(Request::IoasAlloc as u32, ioabi::IOMMUFD_CMD_IOAS_ALLOC);
+        assert_eq!(Request::IoasIovaRanges as u32, ioabi::IOMMUFD_CMD_IOAS_IOVA_RANGES);
+        assert_eq!(Request::IoasMap as u32, ioabi::IOMMUFD_CMD_IOAS_MAP);
+        assert_eq!(Request::IoasUnmap as u32, ioabi::IOMMUFD_CMD_IOAS_UNMAP);
+        assert_eq!(Request::GetHwInfo as u32, ioabi::IOMMUFD_CMD_GET_HW_INFO);
+        assert_eq!(Request::IoasMapFile as u32, ioabi::IOMMUFD_CMD_IOAS_MAP_FILE);
+        assert_eq!(ioabi::IOMMUFD_TYPE, abi::VFIO_TYPE);
     }
 
     #[test]

@@ -1,7 +1,9 @@
-//! What sysfs says of a device, before VFIO is asked.
+//! What the file systems of the kernel say of a device, before VFIO is asked: which way leads to it, and why the other does not.
 
 use std::fs;
 use std::path::{Path, PathBuf};
+
+use rustix::fs::{Access, access};
 
 use crate::{Bdf, Error};
 
@@ -33,9 +35,76 @@ impl Sysfs {
         }
         let group = target(&device.join("iommu_group")).and_then(|name| name.parse().ok());
         let group = group.ok_or(Error::NoIommu(bdf))?;
+        let name = fs::read_to_string(self.root.join(format!("sys/kernel/iommu_groups/{group}/name")));
+        if name.is_ok_and(|name| name.trim() == "vfio-noiommu") {
+            return Err(Error::NoProtection(bdf));
+        }
         match target(&device.join("driver")) {
             Some(driver) if driver == DRIVER => Ok(group),
             driver => Err(Error::NotBound { bdf, driver }),
+        }
+    }
+
+    /// The file by which iommufd takes a device: that of the device itself.
+    pub(super) fn by_iommufd(&self, bdf: Bdf) -> Result<PathBuf, Error> {
+        let iommu = Path::new("/dev/iommu");
+        if !self.place(iommu).exists() {
+            return Err(self.missing(iommu, "iommufd", "CONFIG_IOMMUFD"));
+        }
+        self.permitted(iommu)?;
+        let entries = fs::read_dir(self.device(bdf).join("vfio-dev")).into_iter().flatten();
+        let name = entries.filter_map(|e| e.ok()?.file_name().into_string().ok()).find(|name| name.starts_with("vfio"));
+        let file = Path::new("/dev/vfio/devices").join(name.ok_or(Error::NoDeviceFile(bdf))?);
+        if !self.place(&file).exists() {
+            return Err(Error::NoDeviceFile(bdf));
+        }
+        self.permitted(&file)?;
+        Ok(file)
+    }
+
+    /// The file by which type 1 takes a device: that of its group.
+    pub(super) fn by_type1(&self, group: u32) -> Result<PathBuf, Error> {
+        let container = Path::new("/dev/vfio/vfio");
+        if !self.place(container).exists() {
+            return Err(self.missing(container, "vfio", "CONFIG_VFIO_CONTAINER"));
+        }
+        self.permitted(container)?;
+        let file = PathBuf::from(format!("/dev/vfio/{group}"));
+        if !self.place(&file).exists() {
+            return Err(self.missing(&file, "vfio-pci", "CONFIG_VFIO_GROUP"));
+        }
+        self.permitted(&file)?;
+        Ok(file)
+    }
+
+    /// Every function that vfio-pci has, in order.
+    pub(super) fn bound(&self) -> Vec<Bdf> {
+        let driver = self.root.join("sys/bus/pci/drivers").join(DRIVER);
+        let names = fs::read_dir(driver).into_iter().flatten();
+        let mut bound: Vec<Bdf> = names.filter_map(|entry| entry.ok()?.file_name().to_str()?.parse().ok()).collect();
+        bound.sort();
+        bound
+    }
+
+    /// Where a path of the machine is below the root.
+    fn place(&self, path: &Path) -> PathBuf {
+        self.root.join(path.strip_prefix("/").unwrap_or(path))
+    }
+
+    fn permitted(&self, path: &Path) -> Result<(), Error> {
+        let may = access(self.place(path), Access::READ_OK | Access::WRITE_OK);
+        may.map_err(|_| Error::NoPermission { path: path.to_owned() })
+    }
+
+    /// Why a file is not there: its module is not loaded, or there is none.
+    fn missing(&self, path: &Path, module: &'static str, option: &'static str) -> Error {
+        let release = fs::read_to_string(self.root.join("proc/sys/kernel/osrelease")).unwrap_or_default();
+        let config = format!("/boot/config-{}", release.trim());
+        let text = fs::read_to_string(self.place(Path::new(&config)));
+        let has = |text: &str| text.lines().any(|l| l.strip_prefix(option).is_some_and(|rest| rest.starts_with('=')));
+        match text {
+            Ok(text) if !has(&text) => Error::NotBuilt { path: path.to_owned(), option, config },
+            _ => Error::NoModule { path: path.to_owned(), module },
         }
     }
 
@@ -94,5 +163,7 @@ mod tests {
         symlink("../../../bus/pci/drivers/vfio-pci", device.join("driver")).unwrap();
         assert_eq!(sysfs.group(bdf).unwrap(), 15);
         assert!(sysfs.others(15).is_empty() && sysfs.others(16).is_empty());
+        fs::write(members.parent().unwrap().join("name"), "vfio-noiommu\n").unwrap();
+        says("no-IOMMU mode");
     }
 }

@@ -1,0 +1,389 @@
+//! What has arrived goes on to a device while the rest is read: everything gets there, whatever order things end in, and nothing is left under
+//! way when anything fails.
+
+mod script;
+
+use std::collections::BTreeMap;
+use std::ops::ControlFlow;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::{Arc, Mutex};
+use std::time::{Duration, Instant};
+
+use dmalane_addr::{Access, CardAddr};
+use dmalane_engine::{
+    Channel, Completion, DeviceAddr, DeviceFar, Direction, Limits, OpError, Refusal, Refused, Registered, Ticket,
+    Transfer,
+};
+use dmalane_load::Stage;
+use dmalane_load::fill::{BadJob, Event, Extent, FillError, FillOptions, Filled, Job, Onward, Watch, fill};
+use dmalane_mem::host::DevicePort;
+use dmalane_mem::{AnonHeap, DeviceMem, Heap, HostConfig, MemfdHeap, PageKind, Part, Pool, SoftHost};
+use script::{Fault, Random, Script, naive, noise, random_job};
+use twox_hash::XxHash3_64;
+
+/// What goes wrong when a byte of the device's memory is written.
+#[derive(Clone, Copy, PartialEq, Debug)]
+enum Broken {
+    /// The device fails the transfer.
+    Fails,
+    /// It refuses everything from then on.
+    Refuses,
+    /// The transfer never ends.
+    Hangs,
+}
+
+/// A device's channel that reads host memory by IOVA, reorders, and fails by script.
+struct Card {
+    port: DevicePort,
+    memory: Vec<u8>,
+    capacity: usize,
+    max_len: u64,
+    random: Random,
+    waiting: Vec<(Ticket, Transfer<DeviceFar>)>,
+    hung: Vec<(Ticket, Transfer<DeviceFar>)>,
+    next: u64,
+    broken: Option<(u64, Broken)>,
+    dead: bool,
+    ended: usize,
+}
+
+impl Card {
+    fn new(host: &SoftHost, len: usize, seed: u64, broken: Option<(u64, Broken)>) -> Self {
+        let mut random = Random(seed);
+        let (capacity, max_len) = (1 + random.below(5) as usize, 1 + random.below(30_000));
+        let (waiting, hung) = (Vec::new(), Vec::new());
+        let memory = vec![0xee; len];
+        Self {
+            port: host.port(),
+            memory,
+            capacity,
+            max_len,
+            random,
+            waiting,
+            hung,
+            next: 0,
+            broken,
+            dead: false,
+            ended: 0,
+        }
+    }
+
+    fn end_one(&mut self, done: &mut Vec<Completion<DeviceFar>>) {
+        let (ticket, transfer) = self.waiting.swap_remove(self.random.below(self.waiting.len() as u64) as usize);
+        let DeviceAddr::Card(at) = transfer.far.at else { panic!("not by VA") };
+        let (at, len) = (at.bits(), transfer.part.len() as u64);
+        let hit = self.broken.filter(|(place, _)| (at..at + len).contains(place)).map(|(_, how)| how);
+        if hit == Some(Broken::Hangs) {
+            return self.hung.push((ticket, transfer));
+        }
+        let mut result = Ok(());
+        if hit.is_some() {
+            self.dead |= hit == Some(Broken::Refuses);
+            result = Err(OpError::Device { status: 7 });
+        } else {
+            let seen = transfer.far.via.iova_of(&transfer.part).expect("the part lies in its registration");
+            self.port.read_bytes(seen.first(), &mut self.memory[at as usize..(at + len) as usize]).unwrap();
+        }
+        self.ended += 1;
+        done.push(Completion { ticket, transfer, result });
+    }
+}
+
+impl Channel for Card {
+    type Far = DeviceFar;
+
+    fn limits(&self) -> Limits {
+        Limits { capacity: self.capacity, max_len: self.max_len }
+    }
+
+    fn in_flight(&self) -> usize {
+        self.waiting.len() + self.hung.len()
+    }
+
+    fn submit(&mut self, transfer: Transfer<DeviceFar>) -> Result<Ticket, Refused<DeviceFar>> {
+        let len = transfer.part.len() as u64;
+        assert_eq!(transfer.direction, Direction::FromHost);
+        assert!(len > 0 && len <= self.max_len);
+        let reason = match () {
+            () if self.dead => Refusal::Stopped("by script".into()),
+            () if self.in_flight() >= self.capacity => Refusal::Full,
+            () => {
+                self.next += 1;
+                self.waiting.push((Ticket::new(self.next), transfer));
+                return Ok(Ticket::new(self.next));
+            }
+        };
+        Err(Refused { transfer, reason })
+    }
+
+    fn poll(&mut self, done: &mut Vec<Completion<DeviceFar>>) -> usize {
+        let before = done.len();
+        while !self.waiting.is_empty() && self.random.below(3) > 0 {
+            self.end_one(done);
+        }
+        done.len() - before
+    }
+
+    fn wait(&mut self, done: &mut Vec<Completion<DeviceFar>>, timeout: Duration) -> usize {
+        let before = done.len();
+        if !self.waiting.is_empty() {
+            self.end_one(done);
+        } else if !self.hung.is_empty() {
+            std::thread::sleep(timeout.min(Duration::from_millis(5)));
+        }
+        done.len() - before
+    }
+}
+
+type Sources = Vec<Arc<Vec<u8>>>;
+
+/// A job with a card behind it: where on the card its buffers go, and the gathers that were mapped.
+struct Case<'a> {
+    host: &'a SoftHost,
+    card: Card,
+    to: Vec<DeviceAddr>,
+    first: Vec<u64>,
+    inline: bool,
+}
+
+impl<'a> Case<'a> {
+    fn new(host: &'a SoftHost, job: &Job, seed: u64, broken: Option<(usize, u64, Broken)>) -> Self {
+        // Between two buffers there are bytes of nobody.
+        let mut next = 100;
+        let mut place = |len: &u64| {
+            next += len + 77;
+            next - len - 77
+        };
+        let first: Vec<u64> = job.buffers.iter().map(&mut place).collect();
+        let broken = broken.map(|(buffer, offset, how)| (first[buffer] + offset, how));
+        Self {
+            host,
+            card: Card::new(host, next as usize, seed, broken),
+            to: first.iter().map(|at| DeviceAddr::Card(CardAddr::new(*at))).collect(),
+            first,
+            inline: seed.is_multiple_of(2),
+        }
+    }
+
+    /// `saw` is called with every event, after its gather was mapped.
+    fn run(
+        &mut self,
+        heap: &dyn Heap,
+        job: &Job,
+        lanes: &mut [Vec<Script>],
+        options: &FillOptions,
+        saw: &mut Watch<'_>,
+    ) -> Result<Filled, FillError> {
+        let Self { host, card, to, inline, .. } = self;
+        let gathers: Mutex<BTreeMap<(usize, usize), Registered>> = Mutex::default();
+        let via = |buffer: usize, part: &Part| {
+            let gathers = gathers.lock().unwrap();
+            gathers.range(..=(buffer, part.offset())).next_back().map(|(_, gather)| gather.clone())
+        };
+        let mut watch = |event: Event| {
+            if let Event::Allocated { buffer, offset, len, share } = &event {
+                let pages = *offset as usize..(offset + len) as usize;
+                let mapping = host.map(host.pin_range(share, pages).unwrap(), Access::READ).unwrap();
+                gathers.lock().unwrap().insert((*buffer, *offset as usize), Registered::from_mapping(mapping));
+            }
+            saw(event)
+        };
+        let onward = Onward { channel: card, inline: *inline, to, via: &via };
+        fill(heap, job, lanes, Some(onward), options, &mut watch)
+    }
+}
+
+fn lanes(random: &mut Random, sources: &Sources, faults: &[(u64, Fault)]) -> Vec<Vec<Script>> {
+    let capacity = 1 + random.below(6) as usize;
+    (0..=random.below(3))
+        .map(|lane| {
+            let script = |s: &Arc<Vec<u8>>| Script::new(s.clone(), capacity, random.0 ^ lane, faults.to_vec());
+            sources.iter().map(script).collect()
+        })
+        .collect()
+}
+
+fn options(random: &mut Random, checksum: bool) -> FillOptions {
+    let (gather, block) = (random.below(40_000), random.below(20_000));
+    FillOptions { gather, block, checksum, ..FillOptions::default() }
+}
+
+#[test]
+fn the_device_gets_every_buffer() {
+    let host: SoftHost = SoftHost::new(HostConfig::default()).unwrap();
+    let sources: Sources = (0..3).map(|i| noise(i, 50_000)).collect();
+    let heaps: [&dyn Heap; 3] = [
+        &AnonHeap::starting_at(PageKind::Base),
+        &MemfdHeap::starting_at(PageKind::Base),
+        &Pool::new(AnonHeap::new(), 1 << 20),
+    ];
+    for seed in 0..400 {
+        let mut random = Random(seed);
+        let job = random_job(&mut random, 3, 50_000);
+        let options = options(&mut random, seed % 2 == 0);
+        let mut lanes = lanes(&mut random, &sources, &[]);
+        let (there, complete) = (AtomicUsize::new(0), AtomicUsize::new(0));
+        let mut case = Case::new(&host, &job, seed, None);
+        let mut missing: Vec<u64> = job.extents.iter().map(|e| e.len).collect();
+        let mut saw = |event: Event| {
+            match event {
+                Event::OnDevice { buffer, offset, len } => {
+                    there.fetch_add(len as usize, Ordering::Relaxed);
+                    let within = |e: &Extent| e.buffer == buffer && e.to <= offset && offset + len <= e.to + e.len;
+                    // Zeroes between extents belong to none.
+                    if let Some(extent) = job.extents.iter().position(within) {
+                        missing[extent] -= len;
+                    }
+                }
+                Event::Complete { extent } => {
+                    assert_eq!(missing[extent], 0, "the device has all of it");
+                    complete.fetch_add(1, Ordering::Relaxed);
+                }
+                _ => {}
+            }
+            ControlFlow::Continue(())
+        };
+        let filled = case.run(heaps[seed as usize % 3], &job, &mut lanes, &options, &mut saw).unwrap();
+        let Case { card, first, .. } = case;
+        let wanted = naive(&job, &sources);
+        let bytes: u64 = job.buffers.iter().sum();
+        assert_eq!((there.into_inner() as u64, complete.into_inner()), (bytes, job.extents.len()), "seed {seed}");
+        let moved = filled.report.stages.iter().find(|s| s.stage == Stage::Transfer).map_or(0, |s| s.bytes);
+        assert_eq!(moved, bytes);
+        let mut expected = vec![0xee; card.memory.len()];
+        for ((first, want), buf) in first.iter().zip(&wanted).zip(filled.buffers) {
+            expected[*first as usize..][..want.len()].copy_from_slice(want);
+            assert_eq!(buf.checksum(), options.checksum.then(|| XxHash3_64::oneshot(want)));
+            let cpu = buf.into_shared().into_cpu().expect("no registration is left");
+            assert!(cpu[..want.len()] == *want && cpu[want.len()..].iter().all(|b| *b == 0));
+        }
+        assert!(card.memory == expected, "seed {seed}: the device has the buffers, and nothing else was written");
+    }
+    assert_eq!(host.stats().pinned_frames, 0);
+}
+
+#[test]
+fn transfers_begin_while_memory_is_still_allocated() {
+    let host: SoftHost = SoftHost::new(HostConfig::default()).unwrap();
+    let sources: Sources = vec![noise(5, 400_000)];
+    let job = Job::whole(&[400_000]);
+    for checksum in [false, true] {
+        let options = FillOptions { gather: 16384, block: 8192, checksum, ..FillOptions::default() };
+        let (allocated, first) = (AtomicUsize::new(0), AtomicUsize::new(0));
+        let mut case = Case::new(&host, &job, 3, None);
+        let mut saw = |event: Event| {
+            match event {
+                Event::Allocated { len, .. } => drop(allocated.fetch_add(len as usize, Ordering::Relaxed)),
+                Event::OnDevice { .. } if first.load(Ordering::Relaxed) == 0 => {
+                    first.store(allocated.load(Ordering::Relaxed), Ordering::Relaxed);
+                }
+                _ => {}
+            }
+            ControlFlow::Continue(())
+        };
+        let mut lanes = vec![vec![Script::new(sources[0].clone(), 4, 1, Vec::new())]];
+        case.run(&AnonHeap::starting_at(PageKind::Base), &job, &mut lanes, &options, &mut saw).unwrap();
+        let first = first.into_inner();
+        assert!(first > 0 && first < 200_000, "the device had bytes when {first} of 400000 were allocated");
+    }
+}
+
+/// Faults of files and of the device, cancellations and deadlines, at random places: the right error, and nothing under way, pinned or
+/// allocated afterwards.
+#[test]
+fn faults_in_the_middle() {
+    let host: SoftHost = SoftHost::new(HostConfig::default()).unwrap();
+    let sources: Sources = vec![noise(8, 150_000), noise(9, 150_000)];
+    let heaps: [&dyn Heap; 2] = [&AnonHeap::starting_at(PageKind::Base), &Pool::new(AnonHeap::new(), 1 << 20)];
+    let mut in_the_middle = 0;
+    for seed in 0..500 {
+        let mut random = Random(seed);
+        let job = Job::whole(&[150_000, 150_000]);
+        let options = options(&mut random, seed % 3 == 0);
+        let (buffer, place) = (random.below(2) as usize, random.below(150_000));
+        let what = seed % 5;
+        let faults = if what == 0 { vec![(place, Fault::Errno(5))] } else { Vec::new() };
+        let broken = match what {
+            1 => Some((buffer, place, Broken::Fails)),
+            2 => Some((buffer, place, Broken::Refuses)),
+            _ => None,
+        };
+        let mut lanes = lanes(&mut random, &sources, &faults);
+        let mut case = Case::new(&host, &job, seed, broken);
+        let stop_after = random.below(300_000);
+        let mut there = 0;
+        let mut saw = |event: Event| {
+            if let Event::OnDevice { len, .. } = event {
+                there += len;
+            }
+            if what == 3 && there > stop_after { ControlFlow::Break(()) } else { ControlFlow::Continue(()) }
+        };
+        let options = match what {
+            4 => FillOptions { deadline: Some(Instant::now() + Duration::from_micros(stop_after / 200)), ..options },
+            _ => options,
+        };
+        let heap = heaps[seed as usize % 2];
+        let result = case.run(heap, &job, &mut lanes, &options, &mut saw);
+        match (what, &result) {
+            (0, Err(FillError::Read { error: OpError::Io { errno: 5, at }, .. })) => assert_eq!(at.bits(), place),
+            (1, Err(FillError::Transfer { buffer: b, offset, error: OpError::Device { status: 7 } })) => {
+                assert!(*b == buffer && (*offset..offset + case.card.max_len).contains(&place), "seed {seed}");
+            }
+            // Whichever was noticed first.
+            (2, Err(FillError::Transfer { error: OpError::Device { status: 7 }, .. })) => {}
+            (2, Err(FillError::Refused { reason: Refusal::Stopped(why), .. })) => assert_eq!(why, "by script"),
+            (3, Err(FillError::Cancelled { of: 300_000, .. })) => {}
+            (4, Ok(_) | Err(FillError::Deadline { of: 300_000, .. })) => {}
+            other => panic!("seed {seed}: {other:?}"),
+        }
+        in_the_middle += usize::from(result.is_err() && case.card.ended > 0);
+        drop(result);
+        assert_eq!((case.card.in_flight(), lanes.iter().flatten().map(Channel::in_flight).sum()), (0, 0usize));
+        assert_eq!((host.stats().pinned_frames, heap.stats().live), (0, 0), "seed {seed}");
+    }
+    assert!(in_the_middle > 200, "{in_the_middle} had transfers behind them");
+}
+
+#[test]
+fn what_hangs_keeps_its_memory() {
+    let host: SoftHost = SoftHost::new(HostConfig::default()).unwrap();
+    let sources: Sources = vec![noise(8, 100_000)];
+    let job = Job::whole(&[100_000]);
+    let heap = AnonHeap::starting_at(PageKind::Base);
+    let patience = Duration::from_millis(30);
+    let deadline = Some(Instant::now() + Duration::from_millis(50));
+    let options = FillOptions { gather: 8192, block: 8192, patience, deadline, ..FillOptions::default() };
+    let mut case = Case::new(&host, &job, 11, Some((0, 60_000, Broken::Hangs)));
+    let mut lanes = vec![vec![Script::new(sources[0].clone(), 4, 1, Vec::new())]];
+    let late = case.run(&heap, &job, &mut lanes, &options, &mut |_| ControlFlow::Continue(())).unwrap_err();
+    // Everything was read, and the device does not have everything.
+    assert!(matches!(late, FillError::Deadline { of: 100_000, .. }), "{late:?}");
+    assert_eq!(case.card.in_flight(), 1);
+    assert!(host.stats().pinned_frames > 0 && heap.stats().live > 0, "the device may still read it");
+    drop(case);
+    assert_eq!((host.stats().pinned_frames, heap.stats().live), (0, 0));
+}
+
+#[test]
+fn what_cannot_go_there_is_refused() {
+    let host: SoftHost = SoftHost::new(HostConfig::default()).unwrap();
+    let source: Sources = vec![noise(8, 10_000)];
+    let job = Job::whole(&[10_000]);
+    let heap = AnonHeap::starting_at(PageKind::Base);
+    let run = |to: &[DeviceAddr], registered: bool| {
+        let mut card = Card::new(&host, 20_000, 1, None);
+        let share = heap.allocate(4096).unwrap().share();
+        let other = Registered::from_mapping(host.map(host.pin(&share.share()).unwrap(), Access::READ).unwrap());
+        let via = |_: usize, _: &Part| registered.then(|| other.clone());
+        let onward = Onward { channel: &mut card, inline: true, to, via: &via };
+        let mut lanes = vec![vec![Script::new(source[0].clone(), 2, 1, Vec::new())]];
+        let options = FillOptions::default();
+        let failed = fill(&heap, &job, &mut lanes, Some(onward), &options, &mut |_| ControlFlow::Continue(()));
+        assert_eq!(card.in_flight(), 0);
+        failed.unwrap_err()
+    };
+    let error = run(&[], true);
+    assert!(matches!(error, FillError::Job(BadJob::Destinations { buffers: 1, there: 0 })), "{error}");
+    let error = run(&[DeviceAddr::Card(CardAddr::new(0))], false);
+    assert!(matches!(error, FillError::Refused { buffer: 0, offset: 0, reason: Refusal::NotRegistered }), "{error}");
+}
