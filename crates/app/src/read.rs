@@ -16,10 +16,10 @@ use dmalane::mem::{AnonHeap, DmaHeap, HostConfig, MemfdHeap, Needs, PageKind, Pi
 use dmalane::{AllocAndRead, AllocRead, ReadError, ReadOptions, ReadSource, Way, read_all, read_mapped};
 
 use crate::failure::Failure;
+use crate::load::Device;
 use crate::output;
 use crate::progress::Progress;
 use crate::size::binary;
-pub use device::Device;
 use device::Target;
 
 /// What to read, how, and what to say about it.
@@ -40,8 +40,8 @@ pub struct ReadArgs {
     pub map: bool,
     /// The device that gets what has arrived; its gathers are mapped for it.
     pub device: Option<Device>,
-    /// Bytes of DDR on the software card; at least 1.
-    pub card_ddr: u64,
+    /// Bytes of DDR on the software card, or asked of a daemon; at least 1.
+    pub card_ddr: Option<u64>,
     /// Read back what the device got, and compare it.
     pub verify: bool,
     /// Which bytes of each file.
@@ -166,7 +166,8 @@ pub fn run(args: ReadArgs) -> Result<ExitCode, Failure> {
 
 fn heap(args: &ReadArgs) -> Result<Picked, Failure> {
     let best = PageKind::from(args.pages);
-    let (shareable, dma_buf, node) = (args.shareable, args.dma_buf, args.node);
+    let shareable = args.shareable || args.device.as_ref().is_some_and(device::shares);
+    let (dma_buf, node) = (args.dma_buf, args.node);
     let needs = Needs { shareable, dma_buf, node, pages: Some(best), ..Needs::default() };
     let heap: Arc<dyn dmalane::mem::Heap> = match args.heap {
         Heap::Auto => return pick(needs).map_err(|e| Failure::because("no such memory on this machine", &e)),
@@ -182,7 +183,7 @@ fn heap(args: &ReadArgs) -> Result<Picked, Failure> {
     };
     let can = heap.abilities();
     for (needed, had, what) in
-        [(args.shareable, can.shareable, "--shareable"), (args.dma_buf, can.dma_buf, "--dma-buf")]
+        [(shareable, can.shareable, "shared with another process"), (args.dma_buf, can.dma_buf, "a dma-buf")]
     {
         if needed && !had {
             let message = format!("memory of the heap {:?} cannot be {what} here: {can}", heap.name());
@@ -198,7 +199,7 @@ struct Read {
     ways: Vec<Way>,
     mappings: Option<usize>,
     /// The device that has it.
-    target: Option<Target>,
+    target: Option<Box<dyn Target>>,
 }
 
 fn read(args: &ReadArgs, heap: &dyn dmalane::mem::Heap, bar: &Progress) -> Result<Read, Failure> {
@@ -233,8 +234,8 @@ fn read(args: &ReadArgs, heap: &dyn dmalane::mem::Heap, bar: &Progress) -> Resul
         }
         ControlFlow::Continue(())
     };
-    let mut target = match args.device {
-        Some(device) => Some(Target::open(device, args.card_ddr, &job.buffers)?),
+    let mut target = match &args.device {
+        Some(device) => Some(device::open(device, args.card_ddr, &job.buffers)?),
         None => None,
     };
     let read = if let Some(target) = &mut target {

@@ -204,6 +204,14 @@ impl<B: HostBus + 'static> CardDevice<B> {
     pub fn on(bus: Arc<B>, how: CardUse) -> Result<Self, SoftError> {
         Ok(Self { device: Device::new(parts(bus.clone(), how)?), bus })
     }
+
+    /// As [`CardDevice::on`], but before the parts become a [`Device`].
+    ///
+    /// # Errors
+    /// [`SoftError`].
+    pub fn parts_on(bus: Arc<B>, how: CardUse) -> Result<CardParts<B>, SoftError> {
+        parts(bus, how)
+    }
 }
 
 /// Rounds up, where that can be done.

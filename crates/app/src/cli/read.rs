@@ -6,7 +6,8 @@ use std::time::Duration;
 use clap::Args;
 
 use crate::inspect::InspectArgs;
-use crate::read::{Device, Heap, Pages, Range, ReadArgs, Scheme};
+use crate::load::Device;
+use crate::read::{Heap, Pages, Range, ReadArgs, Scheme};
 use crate::size::{self, Size};
 
 const READ_EXAMPLES: &str = "\
@@ -64,13 +65,14 @@ pub struct ReadOptions {
     #[arg(long)]
     map: bool,
 
-    /// Send what has arrived on to this device at once, while the rest is read; each gather is mapped for it
-    #[arg(short, long, value_enum, conflicts_with = "map")]
+    /// Send what has arrived on to this device at once, while the rest is read; each gather is mapped for it: soft, daemon[:SOCKET],
+    /// vfio:BDF or vfio-user:SOCKET
+    #[arg(short, long, value_parser = super::device, conflicts_with = "map")]
     device: Option<Device>,
 
-    /// DDR of the software card, at most 256GiB; rounded up to 2MiB
-    #[arg(long, value_name = "SIZE", default_value_t = super::CARD_DDR, value_parser = super::card_memory, allow_hyphen_values = true, requires = "device")]
-    card_ddr: Size,
+    /// DDR of the software card, by default 64GiB, or asked of a daemon; at most 256GiB; rounded up to 2MiB
+    #[arg(long, value_name = "SIZE", value_parser = super::card_memory, allow_hyphen_values = true, requires = "device")]
+    card_ddr: Option<Size>,
 
     /// Read back what the device got, and compare it
     #[arg(long, requires = "device")]
@@ -167,7 +169,7 @@ impl From<ReadOptions> for ReadArgs {
             node: options.node,
             map: options.map,
             device: options.device,
-            card_ddr: options.card_ddr.bytes(),
+            card_ddr: options.card_ddr.map(Size::bytes),
             verify: options.verify,
             range: options.range,
             explain: options.explain,

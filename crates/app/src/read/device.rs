@@ -1,18 +1,24 @@
 //! The device that what has arrived goes on to, with `dmalane read --device`.
 
+use std::path::Path;
 use std::sync::Arc;
 use std::time::Duration;
 
-use clap::ValueEnum;
 use dmalane::addr::{Access, PageSize};
-use dmalane::card::{CardConfig, SoftBus};
+use dmalane::card::CardConfig;
+use dmalane::daemon::Client;
 use dmalane::engine::{self, Channel, DeviceAddr, DeviceFar, Direction, Far, Registered, Transfer};
 use dmalane::load::fill::{Filled, Job, Watch};
-use dmalane::mem::{Heap, HostConfig};
-use dmalane::{MappedRead, ReadError, ReadOptions, ReadSource, SoftConfig, SoftDevice, SoftParts, read_to_device};
+use dmalane::mem::{AnonHeap, Heap, HostBus, HostConfig};
+use dmalane::{
+    CardDevice, CardParts, CardUse, MappedRead, ReadError, ReadOptions, ReadSource, SoftConfig, SoftDevice,
+    connect_pci_card, open_pci_card, read_to_device,
+};
 
+use crate::cli::CARD_DDR;
 use crate::failure::Failure;
-use crate::load::no_card;
+use crate::load::{Device, no_card, share_of};
+use crate::pci_card::PciCard;
 use crate::size::binary;
 
 /// HBM of the card: what is read goes to DDR.
@@ -22,47 +28,89 @@ const STEP: usize = 2 << 20;
 /// A card in software ends what it has begun long before.
 const PATIENCE: Duration = Duration::from_secs(30);
 
-/// The devices that can get what has arrived.
-#[derive(Clone, Copy, PartialEq, Eq, Debug, ValueEnum)]
-pub enum Device {
-    /// The software card, inside this process.
-    Soft,
+/// A card with room for some buffers, behind whichever bus.
+pub trait Target {
+    /// Reads, and lets the card have what has arrived.
+    fn read(
+        &mut self,
+        heap: &dyn Heap,
+        sources: &[ReadSource],
+        job: &Job,
+        options: &ReadOptions,
+        watch: &mut Watch<'_>,
+    ) -> Result<MappedRead, ReadError>;
+
+    /// Reads everything back from the card and compares it.
+    fn verify(&mut self, filled: &Filled) -> Result<(), Failure>;
 }
 
-/// A card with room for some buffers.
-pub struct Target {
-    card: SoftParts,
-    bus: Arc<SoftBus>,
-    /// Where each of them goes.
+/// Memory for it has to be such that another process can map it.
+pub fn shares(device: &Device) -> bool {
+    matches!(device, Device::Daemon(_) | Device::Pci(PciCard::VfioUser(_)))
+}
+
+/// Opens the card, with or of so many bytes of DDR, and takes room for buffers of these lengths.
+pub fn open(device: &Device, ddr: Option<u64>, buffers: &[u64]) -> Result<Box<dyn Target>, Failure> {
+    match device {
+        Device::Soft => {
+            let ddr = ddr.unwrap_or(CARD_DDR.bytes());
+            let config = SoftConfig {
+                card: CardConfig { ddr, hbm: HBM, ..CardConfig::default() },
+                // Synthetic memory costs nothing until it is pinned.
+                host: HostConfig { memory: 16 << 40, ..HostConfig::default() },
+                ..SoftConfig::default()
+            };
+            let (card, bus) = SoftDevice::parts(config).map_err(|e| no_card(&e, ddr, HBM))?;
+            Ok(Box::new(On::new(card, bus, buffers)?))
+        }
+        Device::Daemon(socket) => daemon(socket, ddr, buffers),
+        Device::Pci(name @ PciCard::Vfio(bdf)) => {
+            // The kernel pins any memory.
+            on(open_pci_card(bdf).map_err(|e| name.refused(&e))?, Arc::new(AnonHeap::new()), buffers)
+        }
+        Device::Pci(name @ PciCard::VfioUser(socket)) => {
+            on(connect_pci_card(socket).map_err(|e| name.refused(&e))?, CardUse::default().heap, buffers)
+        }
+    }
+}
+
+fn daemon(socket: &Path, ddr: Option<u64>, buffers: &[u64]) -> Result<Box<dyn Target>, Failure> {
+    on(Client::connect(share_of(socket, ddr, None))?, CardUse::default().heap, buffers)
+}
+
+fn on<B: HostBus + 'static>(bus: B, heap: Arc<dyn Heap>, buffers: &[u64]) -> Result<Box<dyn Target>, Failure> {
+    let bus = Arc::new(bus);
+    let parts = CardDevice::parts_on(bus.clone(), CardUse { heap, apart: true, ..CardUse::default() });
+    let parts = parts.map_err(|e| Failure::because("cannot open the card", &e))?;
+    Ok(Box::new(On::new(parts, bus, buffers)?))
+}
+
+/// A card on a bus.
+struct On<B: HostBus> {
+    card: CardParts<B>,
+    bus: Arc<B>,
+    /// Where each buffer goes.
     to: Vec<DeviceAddr>,
 }
 
-impl Target {
-    /// Makes the card, with so many bytes of DDR, and takes room for buffers of these lengths.
-    pub fn open(device: Device, ddr: u64, buffers: &[u64]) -> Result<Self, Failure> {
-        let Device::Soft = device;
-        let config = SoftConfig {
-            card: CardConfig { ddr, hbm: HBM, ..CardConfig::default() },
-            // Synthetic memory costs nothing until it is pinned.
-            host: HostConfig { memory: 16 << 40, ..HostConfig::default() },
-            ..SoftConfig::default()
-        };
-        let (mut card, bus) = SoftDevice::parts(config).map_err(|e| no_card(&e, ddr, HBM))?;
+impl<B: HostBus + 'static> On<B> {
+    fn new(mut card: CardParts<B>, bus: Arc<B>, buffers: &[u64]) -> Result<Self, Failure> {
         let mut to = Vec::new();
         for len in buffers {
             // A buffer of no bytes goes nowhere.
             let place = PageSize::SIZE_4K.round_up((*len).max(1)).and_then(|len| card.memory.reserve(len).ok());
             let place = place.ok_or_else(|| {
                 let message = format!("the card has no {} left for a file", binary(*len));
-                Failure::new(message).hint(format!("--card-ddr makes it larger than {}", binary(ddr)))
+                Failure::new(message).hint("--card-ddr makes the software card, or the share of a daemon's, larger")
             })?;
             to.push(DeviceAddr::Card(place.first()));
         }
         Ok(Self { card, bus, to })
     }
+}
 
-    /// Reads, and lets the card have what has arrived.
-    pub fn read(
+impl<B: HostBus + 'static> Target for On<B> {
+    fn read(
         &mut self,
         heap: &dyn Heap,
         sources: &[ReadSource],
@@ -73,8 +121,7 @@ impl Target {
         read_to_device(heap, &*self.bus, &mut self.card.channel, &self.to, sources, job, options, watch)
     }
 
-    /// Reads everything back from the card and compares it.
-    pub fn verify(&mut self, filled: &Filled) -> Result<(), Failure> {
+    fn verify(&mut self, filled: &Filled) -> Result<(), Failure> {
         let cannot = |e: &(dyn std::error::Error + 'static)| Failure::because("cannot read back from the card", e);
         let buf = self.card.heap.allocate(STEP).map_err(|e| cannot(&e))?.share();
         let via = Registered::new(&*self.bus, &buf, Access::RW).map_err(|e| cannot(&e))?;

@@ -2,11 +2,10 @@
 
 use std::fmt::Write;
 
-use clap::ValueEnum;
 use dmalane::load::StageReport;
 use serde::Serialize;
 
-use super::{Device, Outcome};
+use super::Outcome;
 use crate::output::plain;
 use crate::size::{binary, decimal, duration, per_second, rate};
 
@@ -71,11 +70,6 @@ fn per_stage(s: &StageReport) -> Option<f64> {
     (!s.busy.is_zero()).then(|| s.bytes as f64 / s.busy.as_secs_f64())
 }
 
-/// A device as the command line names it.
-fn name(device: Device) -> String {
-    device.to_possible_value().map_or(String::new(), |value| value.get_name().to_owned())
-}
-
 /// The outcome as what `--json` prints.
 pub(super) fn json(o: &Outcome) -> impl Serialize + use<> {
     let r = &o.filled.report;
@@ -112,7 +106,7 @@ pub(super) fn json(o: &Outcome) -> impl Serialize + use<> {
             segments: o.segments,
             mappings: o.mappings,
         },
-        device: o.device.map(|device| JsonDevice { name: name(device), verified: o.verified }),
+        device: o.device.as_ref().map(|device| JsonDevice { name: device.to_string(), verified: o.verified }),
         files: o
             .files
             .iter()
@@ -148,7 +142,7 @@ pub(super) fn text(o: &Outcome, explain: bool) -> String {
         "read {files} ({}, {}) into memory{} in {}, {}",
         decimal(r.bytes),
         binary(r.bytes),
-        o.device.map_or(String::new(), |device| format!(" and onto {}", name(device))),
+        o.device.as_ref().map_or(String::new(), |device| format!(" and onto {}", plain(&device.to_string()))),
         duration(r.wall),
         rate(r.bytes, r.wall)
     );
