@@ -174,8 +174,11 @@ struct Mapping {
     fields: BTreeMap<String, u64>,
 }
 
-const PAGE: u64 = 4096;
-const HUGE: u64 = 2 << 20;
+/// Bytes of the huge pages that the kernel gives without being asked; where it does not say, it has none.
+fn transparent_page() -> u64 {
+    let size = std::fs::read_to_string("/sys/kernel/mm/transparent_hugepage/hpage_pmd_size");
+    size.ok().and_then(|text| text.trim().parse().ok()).unwrap_or(2 << 20)
+}
 
 fn process(pid: u32, least: u64) -> Result<ProcessReport, Failure> {
     let trouble = |e: &io::Error| {
@@ -199,6 +202,7 @@ fn process(pid: u32, least: u64) -> Result<ProcessReport, Failure> {
         page_sizes: Vec::new(),
         runs: Vec::new(),
     };
+    let (page_size, transparent) = (rustix::param::page_size() as u64, transparent_page());
     let mut sizes: BTreeMap<u64, u64> = BTreeMap::new();
     let mut runs: BTreeMap<u32, (u64, u64)> = BTreeMap::new();
     for mapping in parse(&smaps) {
@@ -221,11 +225,11 @@ fn process(pid: u32, least: u64) -> Result<ProcessReport, Failure> {
             swapped += u64::from(page.is_swapped());
             match page.frame().map(|frame| frame.bits()) {
                 Some(frame) if run.len > 0 && frame == run.next => {
-                    run = Run { next: frame + PAGE, len: run.len + PAGE };
+                    run = Run { next: frame + page_size, len: run.len + page_size };
                 }
                 frame => {
                     close(&mut run);
-                    run = frame.map_or(Run::default(), |frame| Run { next: frame + PAGE, len: PAGE });
+                    run = frame.map_or(Run::default(), |frame| Run { next: frame + page_size, len: page_size });
                 }
             }
         });
@@ -235,19 +239,19 @@ fn process(pid: u32, least: u64) -> Result<ProcessReport, Failure> {
         }
         close(&mut run);
         report.frames_known |= segments > 0;
-        let page_bytes = field("KernelPageSize").max(PAGE);
-        let huge = if page_bytes >= HUGE {
-            present * PAGE
+        let page_bytes = field("KernelPageSize").max(page_size);
+        let (huge, huge_page) = if page_bytes > page_size {
+            (present * page_size, page_bytes)
         } else {
-            field("AnonHugePages") + field("ShmemPmdMapped") + field("FilePmdMapped")
+            (field("AnonHugePages") + field("ShmemPmdMapped") + field("FilePmdMapped"), transparent)
         };
-        *sizes.entry(page_bytes.max(HUGE)).or_default() += huge;
-        *sizes.entry(PAGE).or_default() += (present * PAGE).saturating_sub(huge);
+        *sizes.entry(huge_page).or_default() += huge;
+        *sizes.entry(page_size).or_default() += (present * page_size).saturating_sub(huge);
         report.mappings.push(MappingReport {
             start: mapping.start,
             bytes: mapping.end - mapping.start,
-            present_bytes: present * PAGE,
-            swapped_bytes: swapped * PAGE,
+            present_bytes: present * page_size,
+            swapped_bytes: swapped * page_size,
             huge_bytes: huge,
             page_bytes,
             segments: (segments > 0).then_some(segments),

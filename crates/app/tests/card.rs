@@ -112,6 +112,8 @@ fn files_are_loaded_onto_a_served_card_and_come_back() {
     }
     let text = card.says(&["load", "--sample", "1MiB", "--explain", "--gather", "64KiB"], 0);
     assert!(text.contains("IOMMU      not in this process: vfio-user:"), "{text}");
+    let text = card.says(&["read", to, "--verify"], 0);
+    assert!(text.contains("onto vfio-user:") && text.contains("it has every byte"), "{text}");
     let text = card.says(&["load", "--sample", "65MiB", "--placement", "hbm"], 1);
     assert!(text.contains("does not fit the card: the card has 32 MiB"), "{text}");
     let text = card.says(&["validate", "-j", "2", "--buffer-size", "256KiB", "--iterations", "2"], 0);

@@ -142,6 +142,13 @@ fn files_are_loaded_and_the_card_is_measured_through_it() {
     let output = load(&["--sample", "8MiB", "--verify", "--explain"]);
     assert!(output.status.success(), "{}", text(&output.stderr));
     assert!(text(&output.stdout).contains(&format!("IOMMU      in the daemon: {device}")));
+    let output = dmalane(&["read", file, "-q", "-d", &device, "--verify", "--json"]);
+    assert!(output.status.success(), "{}", text(&output.stderr));
+    let json: Value = serde_json::from_slice(&output.stdout).unwrap();
+    assert_eq!((&json["device"]["name"], &json["device"]["verified"]), (&device.as_str().into(), &true.into()));
+    assert_eq!(json["memory"]["shareable"], true);
+    let output = dmalane(&["read", file, "-q", "-d", &device, "--heap", "anonymous"]);
+    assert!(text(&output.stderr).contains("cannot be shared with another process here"), "{}", text(&output.stderr));
     // Of the rest of the card there is nothing to be had.
     let output = load(&["--sample", "65MiB"]);
     assert_eq!(output.status.code(), Some(1));
@@ -164,7 +171,7 @@ fn files_are_loaded_and_the_card_is_measured_through_it() {
     assert_eq!(output.status.code(), Some(2), "{}", text(&output.stderr));
 
     let output = end(child, Signal::TERM);
-    assert!(text(&output.stderr).contains("5 clients served, 5 released"), "{}", text(&output.stderr));
+    assert!(text(&output.stderr).contains("6 clients served, 6 released"), "{}", text(&output.stderr));
     let output = load(&[file]);
     assert_eq!(output.status.code(), Some(1));
     assert!(text(&output.stderr).contains("is dmalaned running"), "{}", text(&output.stderr));

@@ -18,7 +18,7 @@ Examples:
   dmalane read model.bin --scheme sequential     allocate all of it first, to compare
   dmalane read model.bin --range 1GiB..2GiB --direct
   dmalane read model.bin --map --explain         what registering and mapping each gather costs
-  dmalane read model.bin -d soft --verify        and onto the software card, piece by piece
+  dmalane read model.bin -d soft --verify        and onto the software card, piece by piece; or daemon, vfio:BDF, vfio-user:SOCKET
   zcat model.bin.gz | dmalane read /dev/stdin
 
 Reads files into memory that devices can use, while it is still being allocated, and lets go of it again.
