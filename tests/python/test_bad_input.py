@@ -142,7 +142,7 @@ def test_no_permission(dmalane):
         shutil.rmtree(place)
 
 
-@pytest.mark.parametrize("placement", ["ddr", "hbm", "hbm-striped"])
+@pytest.mark.parametrize("placement", ["ddr", "hbm-half", "hbm"])
 def test_a_card_too_small(dmalane, files, placement):
     length = 768 << 20
     file = files / "in" / "large.safetensors"

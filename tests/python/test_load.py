@@ -12,7 +12,7 @@ import safetensors.numpy
 import xxhash
 from harness import DTYPE_BITS, assert_same_tensors, build, entry, pattern, tensors_of
 
-PLACEMENTS = ["ddr", "hbm", "hbm-striped"]
+PLACEMENTS = ["ddr", "hbm-half", "hbm"]
 FRAGMENTATIONS = ["0", "0.5", "1"]
 SHARDS = 7
 
@@ -105,7 +105,7 @@ def test_the_real_file_verifies(dmalane, minilm, whole):
 
 
 def test_the_checksum_is_that_of_the_file(dmalane, minilm, shards):
-    for placement, gather in [("ddr", "16MiB"), ("hbm-striped", "1MiB")]:
+    for placement, gather in [("ddr", "16MiB"), ("hbm", "1MiB")]:
         summary = dmalane.load(minilm, *shards, "--placement", placement, "--gather", gather)
         expected = [xxhash.xxh3_64(file.read_bytes()).hexdigest() for file in [minilm, *shards]]
         assert summary.checksums == expected

@@ -53,7 +53,7 @@ const LOAD_EXAMPLES: &str = "\
 Examples:
   dmalane load --sample 1GiB --explain --verify
   dmalane load model.safetensors --verify --json
-  dmalane load shard-*.safetensors --placement hbm-striped --explain
+  dmalane load shard-*.safetensors --placement hbm --explain
   dmalane load weights.bin --buffered --gather 4MiB
   dmalane load model.safetensors --save copy.safetensors
   dmalane load model.safetensors --record binds.jsonl && dmalane vm replay binds.jsonl
@@ -442,7 +442,7 @@ mod tests {
         let args = load(&line.split_whitespace().collect::<Vec<_>>()).unwrap();
         assert!(matches!(args.input, Input::Sample(n) if n == 3 << 29));
         assert_eq!((args.read, args.mm_channel), (ReadMode::Buffered, MmChannel::One));
-        assert_eq!(args.placement, Placement::HbmStriped);
+        assert_eq!(args.placement, Placement::Hbm);
         assert_eq!((args.gather, args.card_ddr, args.card_hbm), (2 << 20, Some(1_000_000_000), Some(4096)));
         assert_eq!((args.fragmentation, args.seed, args.save), (1.0, 7, Some("out".into())));
         assert_eq!(args.record, Some("trace".into()));

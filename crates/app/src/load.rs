@@ -127,10 +127,11 @@ pub enum MmChannel {
 pub enum Placement {
     /// DDR, which both channels reach.
     Ddr,
-    /// HBM, each file in the half that has more room.
-    Hbm,
     /// HBM, in turns in the half of either channel.
-    HbmStriped,
+    #[value(alias = "hbm-striped")]
+    Hbm,
+    /// HBM, each file in the half that has more room.
+    HbmHalf,
 }
 
 /// What was loaded, for the report.
@@ -224,8 +225,8 @@ fn load_onto<B: HostBus + 'static>(
     let shown = !args.quiet && !args.json;
     let placement = match args.placement {
         Placement::Ddr => load::Placement::Ddr,
+        Placement::HbmHalf => load::Placement::HbmHalf,
         Placement::Hbm => load::Placement::Hbm,
-        Placement::HbmStriped => load::Placement::HbmStriped,
     };
     let bytes = |inputs: &[dmalane::load::Input<FileChannel>]| {
         inputs.iter().filter_map(|i| i.file.metadata().ok()).fold(0u64, |sum, m| sum.saturating_add(m.len()))
@@ -417,9 +418,9 @@ fn card_room(args: &LoadArgs, (ddr, hbm): Sizes) -> u64 {
         // The tables are where there is most room.
         Placement::Ddr if ddr >= half => ddr.saturating_sub(tables),
         Placement::Ddr => ddr,
-        Placement::Hbm => half,
-        Placement::HbmStriped if ddr >= half => 2 * half,
-        Placement::HbmStriped => 2 * half.saturating_sub(tables),
+        Placement::HbmHalf => half,
+        Placement::Hbm if ddr >= half => 2 * half,
+        Placement::Hbm => 2 * half.saturating_sub(tables),
     }
 }
 
@@ -436,8 +437,8 @@ fn card_hint(args: &LoadArgs, (ddr, hbm): Sizes, files: &[u64]) -> String {
     let (option, needed, other) = match args.placement {
         Placement::Ddr => ("--card-ddr", total, hbm),
         // Each file goes to the half with more room, which then has at most half of the largest file more than half of all.
-        Placement::Hbm => ("--card-hbm", total.saturating_add(padded().max().unwrap_or(0)), ddr),
-        Placement::HbmStriped => ("--card-hbm", total, ddr),
+        Placement::HbmHalf => ("--card-hbm", total.saturating_add(padded().max().unwrap_or(0)), ddr),
+        Placement::Hbm => ("--card-hbm", total, ddr),
     };
     // Tables for the larger card; in HBM both halves lose what one gives to them.
     let tables = tables(needed.saturating_add(needed / 16).saturating_add(SLACK).min(1 << 40), other);

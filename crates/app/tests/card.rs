@@ -100,7 +100,7 @@ fn files_are_loaded_onto_a_served_card_and_come_back() {
     let card = Served::new();
     let saved = card.dir.path().join("saved.safetensors");
     let to = saved.to_str().unwrap();
-    for placement in ["ddr", "hbm", "hbm-striped"] {
+    for placement in ["ddr", "hbm-half", "hbm"] {
         let text = card.says(&["load", "--sample", "20MiB", "--verify", "--placement", placement, "--save", to], 0);
         assert!(text.contains("verified 5 tensors: read back through the card's MMU"), "{text}");
         // From the served card onto one in this process, and back: the same bytes.
@@ -114,7 +114,7 @@ fn files_are_loaded_onto_a_served_card_and_come_back() {
     assert!(text.contains("IOMMU      not in this process: vfio-user:"), "{text}");
     let text = card.says(&["read", to, "--verify"], 0);
     assert!(text.contains("onto vfio-user:") && text.contains("it has every byte"), "{text}");
-    let text = card.says(&["load", "--sample", "65MiB", "--placement", "hbm"], 1);
+    let text = card.says(&["load", "--sample", "65MiB", "--placement", "hbm-half"], 1);
     assert!(text.contains("does not fit the card: the card has 32 MiB"), "{text}");
     let text = card.says(&["validate", "-j", "2", "--buffer-size", "256KiB", "--iterations", "2"], 0);
     assert!(text.contains("the card vfio-user:") && text.contains("2/2 OK"), "{text}");

@@ -278,7 +278,7 @@ fn what_cannot_be_saved_is_told_before_anything_is_loaded() {
 fn a_sample_that_does_not_fit_is_not_written() {
     for (args, option) in [
         (["--sample", "3MiB", "--card-ddr", "2MiB", "--placement", "ddr"], "--card-ddr "),
-        (["--sample", "3MiB", "--card-hbm", "4MiB", "--placement", "hbm"], "--card-hbm "),
+        (["--sample", "3MiB", "--card-hbm", "4MiB", "--placement", "hbm-half"], "--card-hbm "),
     ] {
         let text = complains(&[&["load"], args.as_slice()].concat(), 1);
         assert!(text.starts_with("dmalane: a sample of 3 MiB does not fit the card: "), "{text}");
@@ -304,7 +304,7 @@ fn a_full_card_says_how_large_is_enough() {
     for name in ["a", "b", "c"] {
         std::fs::File::create(folder.join(name)).unwrap().set_len(5 << 20).unwrap();
     }
-    for (placement, option) in [("ddr", "--card-ddr"), ("hbm", "--card-hbm"), ("hbm-striped", "--card-hbm")] {
+    for (placement, option) in [("ddr", "--card-ddr"), ("hbm-half", "--card-hbm"), ("hbm", "--card-hbm")] {
         let load = |size: &str| {
             let args = ["load", "a", "b", "c", "--placement", placement, option, size];
             command(&args).current_dir(&folder).output().unwrap()
@@ -468,7 +468,7 @@ fn what_reading_says() {
     // There may be such a heap.
     let output = read(&["a", "--heap", "dma-heap"]);
     assert!(output.status.success() || stderr(&output).starts_with("dmalane: no dma-buf heap on this machine\n"));
-    assert!(fails(&["a", "--heap", "anonymous", "--shareable"]).contains("cannot be --shareable here"));
+    assert!(fails(&["a", "--heap", "anonymous", "--shareable"]).contains("cannot be shared with another process here"));
     // More than this machine has, by far: refused, and nothing killed.
     match std::fs::File::create(folder.join("huge")).unwrap().set_len(1 << 42) {
         Ok(()) => {

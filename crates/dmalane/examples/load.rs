@@ -17,7 +17,7 @@ fn main() -> Result<(), Box<dyn Error>> {
     };
     let mut soft = SoftDevice::open(SoftConfig::default())?;
     let mut inputs = [open_file(path, FileOptions::default())?];
-    let (loaded, report) = soft.device.load(&mut inputs, Placement::HbmStriped, &mut |_| {})?;
+    let (loaded, report) = soft.device.load(&mut inputs, Placement::Hbm, &mut |_| {})?;
     soft.device.verify(&loaded, &inputs, &mut |_| {})?;
     for t in loaded.files.iter().flat_map(|f| f.tensors()) {
         match t.va {

@@ -128,7 +128,7 @@ fn a_recorded_load_replays_to_the_same_mapping() {
     for (path, size) in paths.iter().zip([9 * MIB + 123, 3 * MIB]) {
         write_sample(&mut File::create(path).unwrap(), size, size).unwrap();
     }
-    for placement in [Placement::Ddr, Placement::HbmStriped] {
+    for placement in [Placement::Ddr, Placement::Hbm] {
         let mut soft = SoftDevice::open(SoftConfig { gather: MIB, ..SoftConfig::default() }).unwrap();
         let header = Header { range: Some(soft.device.vm().range()), ..Header::default() };
         let recorder = Arc::new(Mutex::new(Some(Recorder::new(Vec::new(), &header).unwrap())));

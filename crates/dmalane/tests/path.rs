@@ -77,7 +77,7 @@ fn every_setting_delivers_every_byte() {
     let path = sample(folder.path(), "model.safetensors", 23 * MIB + 12345);
     let original = std::fs::read(&path).unwrap();
     let mut checksums = Vec::new();
-    for placement in [Placement::Ddr, Placement::Hbm, Placement::HbmStriped] {
+    for placement in [Placement::Ddr, Placement::HbmHalf, Placement::Hbm] {
         for fragmentation in [0.0, 0.5, 1.0] {
             for (mm_channel, mode, workers, gather) in [
                 (MmChannel::Auto, Mode::Auto, false, 4 * MIB),
@@ -129,7 +129,7 @@ fn a_wrong_byte_on_the_card_is_found() {
     let path = sample(folder.path(), "model.safetensors", 3 * MIB);
     let mut soft = SoftDevice::open(config(MIB)).unwrap();
     let mut inputs = [open(&path)];
-    let (loaded, _) = soft.device.load(&mut inputs, Placement::Hbm, &mut |_| {}).unwrap();
+    let (loaded, _) = soft.device.load(&mut inputs, Placement::HbmHalf, &mut |_| {}).unwrap();
     let t = loaded.files[0].tensors().max_by_key(|t| t.tensor.len).unwrap();
     let (name, offset) = (t.tensor.name.clone(), t.tensor.len - 5);
     let place = soft.device.runs(t.va.unwrap().sub(offset, 1).unwrap()).next().unwrap();
@@ -165,7 +165,7 @@ fn tensors_are_bound_apart_and_read_only() {
     // A second load beside the first, larger than it, reuses or replaces the staging buffers.
     let big = sample(folder.path(), "big.safetensors", 20 * MIB);
     let mut more = [open(&big)];
-    let (second, _) = soft.device.load(&mut more, Placement::HbmStriped, &mut |_| {}).unwrap();
+    let (second, _) = soft.device.load(&mut more, Placement::Hbm, &mut |_| {}).unwrap();
     soft.device.verify(&second, &more, &mut |_| {}).unwrap();
     soft.device.verify(&loaded, &inputs, &mut |_| {}).unwrap();
 }
@@ -186,7 +186,7 @@ fn odd_files() {
     ] {
         let path = write(folder.path(), name, &bytes);
         let mut inputs = [open(&path)];
-        let (loaded, report) = soft.device.load(&mut inputs, Placement::HbmStriped, &mut |_| {}).unwrap();
+        let (loaded, report) = soft.device.load(&mut inputs, Placement::Hbm, &mut |_| {}).unwrap();
         assert_eq!(report.bytes, bytes.len() as u64, "{name}");
         soft.device.verify(&loaded, &inputs, &mut |_| {}).unwrap();
         soft.device.unload(loaded).unwrap();
@@ -228,7 +228,7 @@ fn a_card_that_is_too_small() {
     let card = CardConfig { ddr: 8 * MIB, hbm: 8 * MIB, ..CardConfig::default() };
     let mut soft = SoftDevice::open(SoftConfig { card, ..config(MIB) }).unwrap();
     let before = resources(&soft);
-    for placement in [Placement::Ddr, Placement::Hbm, Placement::HbmStriped] {
+    for placement in [Placement::Ddr, Placement::HbmHalf, Placement::Hbm] {
         let error = soft.device.load(&mut [open(&path)], placement, &mut |_| {}).unwrap_err();
         assert!(matches!(error, Error::CardFull { .. }), "{error}");
         assert_eq!(resources(&soft), before);
@@ -336,7 +336,7 @@ fn a_disk_error_anywhere_names_the_place_and_leaks_nothing() {
     for fail in 1..=10 {
         let at = FileOffset::new(fail as u64 * 1000 + 9 * MIB);
         let mut inputs = meddling(&path, move |n| (n == fail).then_some(OpError::Io { at, errno: 5 }));
-        let error = soft.device.load(&mut inputs, Placement::HbmStriped, &mut |_| {}).unwrap_err().to_string();
+        let error = soft.device.load(&mut inputs, Placement::Hbm, &mut |_| {}).unwrap_err().to_string();
         assert!(error.contains("model.safetensors") && error.contains("in tensor"), "{error}");
         assert!(error.contains(&format!("{at}")) && error.contains("Input/output error"), "{error}");
         assert_eq!(resources(&soft), before, "read {fail}");

@@ -236,7 +236,7 @@ fn the_real_file_is_loaded_and_verified() {
 
 #[test]
 fn a_sample_goes_to_each_memory_and_comes_back() {
-    for placement in ["ddr", "hbm", "hbm-striped"] {
+    for placement in ["ddr", "hbm-half", "hbm"] {
         let words = ["-d", &name(), "--sample", "24MiB", "--placement", placement, "--verify", "--gather", "4MiB"];
         says(&load(&words), 0, &["verified"]);
     }

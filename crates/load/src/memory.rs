@@ -13,10 +13,10 @@ pub enum Placement {
     /// In DDR; transfers to it are shared between the channels.
     #[default]
     Ddr,
-    /// In one half of HBM, the one with more room; transfers take that half's channel.
-    Hbm,
     /// In both halves of HBM, 2 MiB here and 2 MiB there, so that both channels are busy.
-    HbmStriped,
+    Hbm,
+    /// In one half of HBM, the one with more room; transfers take that half's channel.
+    HbmHalf,
 }
 
 impl fmt::Display for Placement {
@@ -24,7 +24,7 @@ impl fmt::Display for Placement {
         f.write_str(match self {
             Self::Ddr => "DDR",
             Self::Hbm => "HBM",
-            Self::HbmStriped => "striped HBM",
+            Self::HbmHalf => "one half of HBM",
         })
     }
 }
@@ -71,7 +71,7 @@ impl CardMemory {
             return Ok(table);
         }
         match placement {
-            Placement::Ddr | Placement::Hbm => {
+            Placement::Ddr | Placement::HbmHalf => {
                 let area = match placement {
                     Placement::Ddr => self.ddr.as_mut(),
                     _ => self.hbm.as_mut().map(|[a, b]| if a.largest_free() >= b.largest_free() { a } else { b }),
@@ -81,7 +81,7 @@ impl CardMemory {
                 let pushed = table.push(span.first(), span.len());
                 debug_assert!(pushed.is_some(), "a span does not wrap");
             }
-            Placement::HbmStriped => {
+            Placement::Hbm => {
                 let [low, high] = self.hbm.as_mut().ok_or(Error::NoSuchMemory(placement))?;
                 // Whole stripes alternate between the halves, the low half first.
                 let stripes = size.div_ceil(STRIPE.bytes());
@@ -157,29 +157,29 @@ mod tests {
         let path = Path::new("x");
         let ddr = m.allocate(path, 10 * MIB, Placement::Ddr).unwrap();
         assert_eq!(ddr.segment_count(), 1);
-        let hbm = m.allocate(path, 10 * MIB, Placement::Hbm).unwrap();
-        let other = m.allocate(path, 10 * MIB, Placement::Hbm).unwrap();
+        let hbm = m.allocate(path, 10 * MIB, Placement::HbmHalf).unwrap();
+        let other = m.allocate(path, 10 * MIB, Placement::HbmHalf).unwrap();
         let half = |t: &SgTable<CardAddr>| t.segments().next().unwrap().addr.bits() - (1 << 40) >= 32 * MIB;
         assert_ne!(half(&hbm), half(&other), "the half with more room");
-        let striped = m.allocate(path, 9 * MIB, Placement::HbmStriped).unwrap();
+        let striped = m.allocate(path, 9 * MIB, Placement::Hbm).unwrap();
         assert_eq!(striped.segment_count(), 5);
         let halves: Vec<_> = striped.segments().map(|s| s.addr.bits() - (1 << 40) >= 32 * MIB).collect();
         assert_eq!(halves, [false, true, false, true, false]);
         let full = m.allocate(path, 60 * MIB, Placement::Ddr).unwrap_err();
         assert!(matches!(full, Error::CardFull { largest, .. } if largest == 54 * MIB), "{full}");
-        assert!(m.allocate(path, u64::MAX, Placement::HbmStriped).is_err());
-        assert!(m.allocate(path, 0, Placement::Hbm).unwrap().is_empty());
+        assert!(m.allocate(path, u64::MAX, Placement::Hbm).is_err());
+        assert!(m.allocate(path, 0, Placement::HbmHalf).unwrap().is_empty());
         for t in [ddr, hbm, other, striped] {
             m.free(t.segments()).unwrap();
         }
         assert_eq!(m.free_bytes(), free);
         // all of HBM, in two stripes' worth of halves that touch
-        let all = m.allocate(path, 64 * MIB, Placement::HbmStriped).unwrap();
+        let all = m.allocate(path, 64 * MIB, Placement::Hbm).unwrap();
         m.free(all.segments()).unwrap();
         assert_eq!(m.free_bytes(), free);
         assert!(matches!(
-            CardMemory::new(None, None).allocate(path, 1, Placement::Hbm),
-            Err(Error::NoSuchMemory(Placement::Hbm))
+            CardMemory::new(None, None).allocate(path, 1, Placement::HbmHalf),
+            Err(Error::NoSuchMemory(Placement::HbmHalf))
         ));
     }
 }

@@ -1,6 +1,5 @@
 //! The device that what has arrived goes on to, with `dmalane read --device`.
 
-use std::path::Path;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -27,6 +26,9 @@ const HBM: u64 = 4 << 20;
 const STEP: usize = 2 << 20;
 /// A card in software ends what it has begun long before.
 const PATIENCE: Duration = Duration::from_secs(30);
+
+/// What to do when a card that is a PCI device is too small.
+const AS_IT_IS: &str = "read less at a time with --range";
 
 /// A card with room for some buffers, behind whichever bus.
 pub trait Target {
@@ -61,28 +63,35 @@ pub fn open(device: &Device, ddr: Option<u64>, buffers: &[u64]) -> Result<Box<dy
                 ..SoftConfig::default()
             };
             let (card, bus) = SoftDevice::parts(config).map_err(|e| no_card(&e, ddr, HBM))?;
-            Ok(Box::new(On::new(card, bus, buffers)?))
+            let hint = format!("--card-ddr makes it larger than {}", binary(ddr));
+            Ok(Box::new(On::new(card, bus, buffers, &hint)?))
         }
-        Device::Daemon(socket) => daemon(socket, ddr, buffers),
+        Device::Daemon(socket) => {
+            let client = Client::connect(share_of(socket, ddr, None))?;
+            let hint =
+                "--card-ddr asks for more of the daemon's card, up to what a client may have (dmalaned --client-ddr)";
+            on(client, CardUse::default().heap, buffers, hint)
+        }
         Device::Pci(name @ PciCard::Vfio(bdf)) => {
             // The kernel pins any memory.
-            on(open_pci_card(bdf).map_err(|e| name.refused(&e))?, Arc::new(AnonHeap::new()), buffers)
+            on(open_pci_card(bdf).map_err(|e| name.refused(&e))?, Arc::new(AnonHeap::new()), buffers, AS_IT_IS)
         }
         Device::Pci(name @ PciCard::VfioUser(socket)) => {
-            on(connect_pci_card(socket).map_err(|e| name.refused(&e))?, CardUse::default().heap, buffers)
+            on(connect_pci_card(socket).map_err(|e| name.refused(&e))?, CardUse::default().heap, buffers, AS_IT_IS)
         }
     }
 }
 
-fn daemon(socket: &Path, ddr: Option<u64>, buffers: &[u64]) -> Result<Box<dyn Target>, Failure> {
-    on(Client::connect(share_of(socket, ddr, None))?, CardUse::default().heap, buffers)
-}
-
-fn on<B: HostBus + 'static>(bus: B, heap: Arc<dyn Heap>, buffers: &[u64]) -> Result<Box<dyn Target>, Failure> {
+fn on<B: HostBus + 'static>(
+    bus: B,
+    heap: Arc<dyn Heap>,
+    buffers: &[u64],
+    hint: &str,
+) -> Result<Box<dyn Target>, Failure> {
     let bus = Arc::new(bus);
     let parts = CardDevice::parts_on(bus.clone(), CardUse { heap, apart: true, ..CardUse::default() });
     let parts = parts.map_err(|e| Failure::because("cannot open the card", &e))?;
-    Ok(Box::new(On::new(parts, bus, buffers)?))
+    Ok(Box::new(On::new(parts, bus, buffers, hint)?))
 }
 
 /// A card on a bus.
@@ -94,14 +103,14 @@ struct On<B: HostBus> {
 }
 
 impl<B: HostBus + 'static> On<B> {
-    fn new(mut card: CardParts<B>, bus: Arc<B>, buffers: &[u64]) -> Result<Self, Failure> {
+    fn new(mut card: CardParts<B>, bus: Arc<B>, buffers: &[u64], hint: &str) -> Result<Self, Failure> {
         let mut to = Vec::new();
         for len in buffers {
             // A buffer of no bytes goes nowhere.
             let place = PageSize::SIZE_4K.round_up((*len).max(1)).and_then(|len| card.memory.reserve(len).ok());
             let place = place.ok_or_else(|| {
                 let message = format!("the card has no {} left for a file", binary(*len));
-                Failure::new(message).hint("--card-ddr makes the software card, or the share of a daemon's, larger")
+                Failure::new(message).hint(hint)
             })?;
             to.push(DeviceAddr::Card(place.first()));
         }

@@ -6,7 +6,7 @@ use dmalane_addr::{CardAddr, Span};
 
 use super::ValidateError;
 
-/// The longest stripe: as long as `--placement hbm-striped` makes them.
+/// The longest stripe: as long as `--placement hbm` makes them.
 const STRIPE: u64 = 2 << 20;
 const PAGE: u64 = 4096;
 
