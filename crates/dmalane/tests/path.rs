@@ -1,10 +1,11 @@
 //! The whole path on the software card: every byte where it belongs, and nothing left behind when something fails.
 
+use std::collections::VecDeque;
 use std::fs::File;
 use std::io::Write;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use dmalane::addr::FileOffset;
 use dmalane::card::{CardConfig, CardTables, SoftBus};
@@ -348,12 +349,18 @@ fn a_disk_error_anywhere_names_the_place_and_leaks_nothing() {
     soft.device.verify(&loaded, &inputs, &mut |_| {}).unwrap();
 }
 
-/// The card's channel with a fault of its own: it keeps the first completions for itself, or refuses once.
+/// The card's channel with a fault of its own: it keeps the first completions for itself, or refuses once, or is slow.
 struct Faulty {
     inner: SoftChannel,
     keeps: usize,
     kept: Vec<Completion<DeviceFar>>,
     refuses: bool,
+    /// It gives up what it keeps when it is stopped, and by what it was.
+    lets_go: bool,
+    stopped: Option<String>,
+    /// How long one completion takes; they come while it is waited for, one at a time.
+    takes: Duration,
+    late: VecDeque<Completion<DeviceFar>>,
 }
 
 impl Channel for Faulty {
@@ -364,7 +371,7 @@ impl Channel for Faulty {
     }
 
     fn in_flight(&self) -> usize {
-        self.inner.in_flight() + self.kept.len()
+        self.inner.in_flight() + self.kept.len() + self.late.len()
     }
 
     fn submit(&mut self, transfer: Transfer<DeviceFar>) -> Result<Ticket, Refused<DeviceFar>> {
@@ -380,11 +387,26 @@ impl Channel for Faulty {
         let keep = self.keeps.min(done.len() - from);
         self.keeps -= keep;
         self.kept.extend(done.drain(from..from + keep));
+        if self.takes > Duration::ZERO {
+            self.late.extend(done.drain(from..));
+        }
+        if self.lets_go && self.stopped.is_some() {
+            done.append(&mut self.kept);
+        }
         done.len() - from
+    }
+
+    fn stop(&mut self, why: &str) {
+        self.stopped = Some(why.to_owned());
     }
 
     fn wait(&mut self, done: &mut Vec<Completion<DeviceFar>>, timeout: Duration) -> usize {
         let n = self.poll(done);
+        if let Some(late) = self.late.pop_front() {
+            std::thread::sleep(self.takes);
+            done.push(late);
+            return n + 1;
+        }
         if n == 0 {
             std::thread::sleep(timeout.min(Duration::from_millis(1)));
         }
@@ -398,7 +420,8 @@ fn faulty(keeps: usize, change: impl FnOnce(&mut SoftParts)) -> FaultyDevice {
     let (mut parts, _bus) = SoftDevice::parts(config(MIB)).unwrap();
     change(&mut parts);
     let DeviceParts { bus, heap, channel, vm, memory, invalidate, inline, gather, .. } = parts;
-    let channel = Faulty { inner: channel, keeps, kept: Vec::new(), refuses: false };
+    let (kept, late, takes) = (Vec::new(), VecDeque::new(), Duration::ZERO);
+    let channel = Faulty { inner: channel, keeps, kept, refuses: false, lets_go: false, stopped: None, takes, late };
     let patience = Duration::from_millis(50);
     Device::new(DeviceParts { bus, heap, channel, vm, memory, invalidate, inline, gather, patience })
 }
@@ -414,6 +437,35 @@ fn memory_that_a_late_transfer_may_hit_is_not_used_again() {
     assert!(device.load(&mut inputs, Placement::Ddr, &mut |_| {}).is_err());
     assert!(device.abandoned_bytes() > 4 * MIB);
     assert!(device.memory().free_bytes() <= free - device.abandoned_bytes());
+}
+
+#[test]
+fn a_device_that_ends_nothing_is_stopped() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = sample(folder.path(), "model.safetensors", 5 * MIB);
+    for lets_go in [false, true] {
+        let mut device = faulty(1, |_| {});
+        device.channel_mut().lets_go = lets_go;
+        let error = device.load(&mut [open(&path)], Placement::Ddr, &mut |_| {}).unwrap_err().to_string();
+        assert!(error.contains("it ended nothing for 50ms"), "{error}");
+        assert_eq!(device.channel_mut().stopped.as_deref(), Some("it ended nothing for 50ms"));
+        assert_eq!(device.abandoned_bytes() > 0, !lets_go, "memory that nothing writes to any more is used again");
+    }
+}
+
+#[test]
+fn a_device_that_is_slow_is_waited_for() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = sample(folder.path(), "model.safetensors", 10 * MIB);
+    // All that is read fits into one buffer, so for long nothing but transfers end, each well within the device's patience.
+    let mut device = faulty(0, |parts| parts.gather = 16 * MIB);
+    device.channel_mut().takes = Duration::from_millis(20);
+    let mut inputs = [open(&path)];
+    let begun = Instant::now();
+    let (loaded, report) = device.load(&mut inputs, Placement::Ddr, &mut |_| {}).unwrap();
+    assert!(report.transfers > 5 && begun.elapsed() > Duration::from_millis(100), "{} transfers", report.transfers);
+    device.channel_mut().takes = Duration::ZERO;
+    device.verify(&loaded, &inputs, &mut |_| {}).unwrap();
 }
 
 #[test]

@@ -509,11 +509,12 @@ fn takes_back_and_cancels<F: Fixture>(fixture: &mut F) {
 
 fn stops_and_starts_again<F: Fixture>(fixture: &mut F) {
     let mut queue = fixture.queue();
-    assert!(!queue.restart(), "it runs");
+    assert!(!queue.restart() && queue.halted().is_none(), "it runs");
     let (part, via) = fixture.host(4096);
     let share = part.share();
     let ticket = queue.enqueue(Operation::copy(Direction::ToHost, part, via, fixture.far(0))).unwrap();
     queue.stop("for a test");
+    assert_eq!(queue.halted().as_deref(), Some("for a test"));
     let (part, via) = fixture.host(4096);
     let refused = queue.enqueue(Operation::copy(Direction::ToHost, part, via, fixture.far(0)));
     assert!(matches!(refused.expect_err("stopped").reason, Refusal::Stopped(_)));
@@ -525,7 +526,8 @@ fn stops_and_starts_again<F: Fixture>(fixture: &mut F) {
     assert_eq!((end.ticket, end.result), (ticket, Err(OpError::Stopped("for a test".into()))));
     let parts = end.operation.into_parts();
     assert!(parts[0].part.share().same_memory(&share));
-    assert!(queue.restart(), "it starts again");
+    assert_eq!(queue.halted().as_deref(), Some("for a test"), "until it is started again");
+    assert!(queue.restart() && queue.halted().is_none(), "it starts again");
     let (part, via) = fixture.host(4096);
     let end = one(&mut queue, Operation::copy(Direction::ToHost, part, via, fixture.far(0)));
     assert!(end.result == Ok(()) && end.ticket.number() > ticket.number(), "tickets go on");

@@ -78,10 +78,32 @@ impl<C: Channel> Channel for Fenced<C> {
         self.signal(&done[done.len() - ended..]);
         ended
     }
+
+    fn halted(&self) -> Option<String> {
+        self.channel.halted()
+    }
+
+    fn stop(&mut self, why: &str) {
+        self.channel.stop(why);
+    }
 }
 
 impl<C: std::fmt::Debug> std::fmt::Debug for Fenced<C> {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         f.debug_struct("Fenced").field("channel", &self.channel).field("promises", &self.promises.len()).finish()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::wait::fake::Fake;
+
+    #[test]
+    fn the_channel_within_is_stopped_and_says_why_it_halted() {
+        let mut fenced = Fenced::new(Fake::default());
+        assert_eq!(fenced.halted(), None);
+        fenced.stop("enough");
+        assert_eq!((fenced.halted().as_deref(), fenced.channel.halted.as_deref()), (Some("enough"), Some("enough")));
     }
 }

@@ -54,4 +54,4 @@ pub use registry::{CopyError, Registry, RegistryError, RegistryLimits, RegistryS
 pub use shared::{Class, Pending, Shared};
 pub use split::{Clock, Split, WallClock};
 pub use stats::{Latency, Sampler, Stats};
-pub use wait::{HaltWatch, RunError, drain, run};
+pub use wait::{HaltWatch, LETS_GO, RunError, StallWatch, drain, run};

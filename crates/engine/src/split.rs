@@ -298,12 +298,60 @@ impl<C: Channel, P: Policy<C::Far>, K: Clock> Channel for Split<C, P, K> {
         }
     }
 
-    /// One that has halted is enough: no transfer can do without its pieces.
+    /// One that has halted is enough, since no transfer can do without its pieces; but not while another one still has something to end.
     fn halted(&self) -> Option<String> {
-        self.channels.iter().find_map(Channel::halted)
+        let works = |channel: &C| channel.in_flight() > 0 && channel.halted().is_none();
+        if self.channels.iter().any(works) { None } else { self.channels.iter().find_map(Channel::halted) }
     }
 
     fn stop(&mut self, why: &str) {
         self.channels.iter_mut().for_each(|channel| channel.stop(why));
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::drain;
+    use crate::wait::LETS_GO;
+    use crate::wait::fake::{Anywhere, Fake, transfer};
+
+    /// Half of a transfer for each of two channels.
+    #[derive(Default)]
+    struct Halves(Vec<Option<Piece>>);
+
+    impl Policy<Anywhere> for Halves {
+        fn arrive(&mut self, transfer: u64, _: Direction, _: &Anywhere, len: u64, _: usize) {
+            self.0 = [0, len / 2].map(|offset| Some(Piece { transfer, offset, len: len / 2 })).into();
+        }
+
+        fn next(&mut self, channel: usize, _: Duration) -> Option<Piece> {
+            self.0[channel].take()
+        }
+
+        fn ended(&mut self, _: usize, _: &Piece, _: Duration, _: bool) {}
+
+        fn forget(&mut self, _: u64) {}
+    }
+
+    #[test]
+    fn one_that_has_halted_condemns_no_other_that_works() {
+        let mut split = Split::new(vec![Fake::default(), Fake::default()], Halves::default());
+        let _only = split.submit(transfer()).unwrap();
+        split.poll(&mut Vec::new());
+        assert_eq!(split.channels.iter().map(Channel::in_flight).collect::<Vec<_>>(), [1, 1]);
+        assert_eq!(split.halted(), None);
+        split.channels[0].stop("gone");
+        assert_eq!(split.halted(), None, "the other one works");
+        let begun = Instant::now();
+        assert!(drain(&mut split, 3 * LETS_GO).is_empty() && begun.elapsed() >= 3 * LETS_GO, "it is waited for");
+        // Once it has ended what it had, nothing comes any more.
+        split.channels[1].ends = true;
+        split.poll(&mut Vec::new());
+        assert_eq!(split.halted().as_deref(), Some("gone"));
+        let (begun, long) = (Instant::now(), Duration::from_secs(60));
+        assert!(drain(&mut split, long).is_empty() && begun.elapsed() < long / 2);
+        split.channels[0].ends = true;
+        assert_eq!(drain(&mut split, long).len(), 1);
     }
 }

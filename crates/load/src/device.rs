@@ -32,7 +32,8 @@ pub struct DeviceParts<C, F, T: Tables> {
     pub inline: bool,
     /// Bytes of a staging buffer (`--gather`); rounded up to 4 KiB, at most 1 GiB.
     pub gather: u64,
-    /// How long a load that has failed, or a piece that is read back, waits for what is in flight.
+    /// How long a load that has failed, or a piece that is read back, waits for what is in flight, and how long the device may end nothing
+    /// in a load before it is stopped.
     pub patience: Duration,
 }
 

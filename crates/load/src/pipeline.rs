@@ -18,8 +18,8 @@ use std::time::{Duration, Instant};
 
 use dmalane_addr::{CardAddr, FileOffset, PageSize};
 use dmalane_engine::{
-    Channel, Completion, DeviceAddr, DeviceFar, Direction, HaltWatch, OpError, Refusal, Refused, Ticket, Transfer,
-    drain,
+    Channel, Completion, DeviceAddr, DeviceFar, Direction, HaltWatch, LETS_GO, OpError, Refusal, Refused, StallWatch,
+    Ticket, Transfer, drain,
 };
 use dmalane_iopt::{Format, Tables};
 use dmalane_mem::Part;
@@ -127,8 +127,8 @@ struct Job<'a, S, C: Channel<Far = DeviceFar>, F: Format, T: Tables<Addr = CardA
     hashes: Vec<XxHash3_64>,
     transfers: u64,
     progress: &'a mut dyn FnMut(u64),
-    /// The device will end nothing any more, and there is nothing to wait for.
-    lost: bool,
+    /// How long to wait in the end for what the device has.
+    patience: Duration,
 }
 
 const MIB: u64 = 1 << 20;
@@ -229,6 +229,7 @@ where
             missing: files.iter().map(|f| f.model.tensors.iter().map(|t| t.len).collect()).collect(),
             hashes: files.iter().map(|_| XxHash3_64::with_seed(0)).collect(),
             states: device.staging.iter().map(|_| State::Free).collect(),
+            patience: device.parts.patience,
             device,
             inputs,
             files,
@@ -239,7 +240,6 @@ where
             moving: HashMap::new(),
             transfers: 0,
             progress,
-            lost: false,
         }
     }
 
@@ -247,30 +247,33 @@ where
         self.advance(0);
         let mut done = Vec::new();
         let mut read = Vec::new();
-        let (mut watch, mut stalled) = (HaltWatch::default(), None);
+        let (mut watch, mut stall) = (HaltWatch::default(), StallWatch::default());
         while self.next_chunk(1).is_some() || !self.states.iter().all(State::is_free) {
             self.start_reads()?;
             let mut busy = self.reap_reads(&mut read, Duration::ZERO)?;
             busy |= self.start_transfers()?;
             busy |= self.reap_transfers(&mut done, Duration::ZERO)?;
             if busy {
-                stalled = None;
+                stall.moved();
                 continue;
             }
             if self.device.parts.channel.in_flight() > 0 {
-                let patience = self.device.parts.patience;
-                let stalled = stalled.get_or_insert_with(Instant::now).elapsed() >= patience;
-                let why = watch.lost(&self.device.parts.channel);
-                let why = why.or_else(|| stalled.then(|| format!("it ended nothing for {patience:?}")));
-                if let Some(why) = why {
-                    self.lost = true;
+                let channel = &mut self.device.parts.channel;
+                // A device that has halted has had its time; one that hangs lets go of what it has when it is stopped, if it can.
+                let gone = watch.lost(channel).map(|why| (why, Duration::ZERO));
+                let hangs = || stall.lost(self.device.parts.patience).map(|why| (why, self.patience.min(LETS_GO)));
+                if let Some((why, patience)) = gone.or_else(hangs) {
+                    channel.stop(&why);
+                    self.patience = patience;
                     let file = self.moving.values().next().map_or(0, |piece| piece.file);
                     return Err(self.broken(file, "device", why));
                 }
             }
             // Nothing to do here: sleep on whatever ends first. A device that works inline works in its wait.
             if self.device.parts.channel.in_flight() > 0 {
-                self.reap_transfers(&mut done, NAP)?;
+                if self.reap_transfers(&mut done, NAP)? {
+                    stall.moved();
+                }
             } else if !self.reads.is_empty() {
                 self.reap_reads(&mut read, NAP)?;
             }
@@ -536,8 +539,7 @@ where
         for input in self.inputs.iter_mut() {
             drain(&mut input.channel, patience);
         }
-        // A device that is lost has had its time.
-        drain(&mut self.device.parts.channel, if self.lost { Duration::ZERO } else { patience });
+        drain(&mut self.device.parts.channel, self.patience);
         // Slots that were cut may be incomplete now. They are cheap to make again.
         self.device.staging.clear();
         self.device.buffers = 0;

@@ -45,6 +45,9 @@ struct Card {
     broken: Option<(u64, Broken)>,
     dead: bool,
     ended: usize,
+    stopped: Option<String>,
+    /// What hangs ends when it is stopped.
+    lets_go: bool,
 }
 
 impl Card {
@@ -65,6 +68,8 @@ impl Card {
             broken,
             dead: false,
             ended: 0,
+            stopped: None,
+            lets_go: false,
         }
     }
 
@@ -121,6 +126,13 @@ impl Channel for Card {
         while !self.waiting.is_empty() && self.random.below(3) > 0 {
             self.end_one(done);
         }
+        if let (true, Some(why)) = (self.lets_go, &self.stopped) {
+            let stopped = |(ticket, transfer)| {
+                let result = Err(OpError::Stopped(why.clone()));
+                Completion { ticket, transfer, result }
+            };
+            done.extend(self.hung.drain(..).map(stopped));
+        }
         done.len() - before
     }
 
@@ -128,10 +140,16 @@ impl Channel for Card {
         let before = done.len();
         if !self.waiting.is_empty() {
             self.end_one(done);
+        } else if self.lets_go && self.stopped.is_some() {
+            return self.poll(done);
         } else if !self.hung.is_empty() {
             std::thread::sleep(timeout.min(Duration::from_millis(5)));
         }
         done.len() - before
+    }
+
+    fn stop(&mut self, why: &str) {
+        self.stopped = Some(why.to_owned());
     }
 }
 
@@ -350,7 +368,7 @@ fn what_hangs_keeps_its_memory() {
     let sources: Sources = vec![noise(8, 100_000)];
     let job = Job::whole(&[100_000]);
     let heap = AnonHeap::starting_at(PageKind::Base);
-    let patience = Duration::from_millis(30);
+    let patience = Duration::from_millis(500);
     let deadline = Some(Instant::now() + Duration::from_millis(50));
     let options = FillOptions { gather: 8192, block: 8192, patience, deadline, ..FillOptions::default() };
     let mut case = Case::new(&host, &job, 11, Some((0, 60_000, Broken::Hangs)));
@@ -362,6 +380,29 @@ fn what_hangs_keeps_its_memory() {
     assert!(host.stats().pinned_frames > 0 && heap.stats().live > 0, "the device may still read it");
     drop(case);
     assert_eq!((host.stats().pinned_frames, heap.stats().live), (0, 0));
+}
+
+#[test]
+fn a_device_that_ends_nothing_is_stopped() {
+    let host: SoftHost = SoftHost::new(HostConfig::default()).unwrap();
+    let sources: Sources = vec![noise(8, 100_000)];
+    let job = Job::whole(&[100_000]);
+    let heap = AnonHeap::starting_at(PageKind::Base);
+    for (lets_go, lanes) in [(false, 1), (true, 1), (true, 3)] {
+        // The deadline is there for a job that would wait without end.
+        let (patience, deadline) = (Duration::from_millis(50), Some(Instant::now() + Duration::from_secs(20)));
+        let options = FillOptions { gather: 8192, block: 8192, patience, deadline, ..FillOptions::default() };
+        let mut case = Case::new(&host, &job, 11, Some((0, 60_000, Broken::Hangs)));
+        case.card.lets_go = lets_go;
+        let mut lanes: Vec<_> = (0..lanes).map(|_| vec![Script::new(sources[0].clone(), 4, 1, Vec::new())]).collect();
+        let error = case.run(&heap, &job, &mut lanes, &options, &mut |_| ControlFlow::Continue(())).unwrap_err();
+        let FillError::Transfer { buffer: 0, error: OpError::Stopped(why), .. } = &error else { panic!("{error:?}") };
+        assert_eq!((why.as_str(), case.card.stopped.as_deref()), ("it ended nothing for 50ms", Some(why.as_str())));
+        assert_eq!(case.card.in_flight(), usize::from(!lets_go));
+        assert_eq!(host.stats().pinned_frames > 0, !lets_go, "the device may still read what it did not let go of");
+        drop(case);
+        assert_eq!((host.stats().pinned_frames, heap.stats().live), (0, 0));
+    }
 }
 
 #[test]

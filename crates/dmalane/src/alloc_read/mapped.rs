@@ -89,8 +89,9 @@ pub fn read_mapped(
 ///
 /// # Errors
 /// Those of [`read_mapped`], and [`FillError::Transfer`](dmalane_load::fill::FillError::Transfer) or
-/// [`FillError::Refused`](dmalane_load::fill::FillError::Refused) where the device fails. Reads and transfers in flight have ended by then; a
-/// transfer that does not end within half a minute stays in flight on `channel`, and keeps its memory and its mapping.
+/// [`FillError::Refused`](dmalane_load::fill::FillError::Refused) where the device fails, or ends nothing for half a minute: then `channel` is
+/// stopped. Reads and transfers in flight have ended by then; a transfer that the device does not let go of stays in flight on `channel`,
+/// and keeps its memory and its mapping.
 #[allow(clippy::too_many_arguments)] // a device, a job, and how: each is needed
 pub fn read_to_device(
     heap: &dyn Heap,

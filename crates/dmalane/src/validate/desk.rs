@@ -7,7 +7,7 @@ use std::collections::{HashMap, VecDeque};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, TryLockError};
 use std::time::{Duration, Instant};
 
-use dmalane_engine::{Channel, Completion, DeviceFar, Limits, OpError, Refusal, Refused, Ticket, Transfer};
+use dmalane_engine::{Channel, Completion, DeviceFar, LETS_GO, Limits, OpError, Refusal, Refused, Ticket, Transfer};
 
 /// How long a seat sleeps when nothing has ended.
 const NAP: Duration = Duration::from_micros(50);
@@ -176,6 +176,10 @@ impl Channel for Seat {
         }
     }
 
+    fn halted(&self) -> Option<String> {
+        self.desk.lock().channel.halted()
+    }
+
     /// Stops it for all seats.
     fn stop(&mut self, why: &str) {
         self.desk.lock().channel.stop(why);
@@ -183,13 +187,14 @@ impl Channel for Seat {
 }
 
 impl Drop for Seat {
-    /// Waits for what is in flight, until nothing has ended for a while: all seats of a desk wait for that once. What comes later is
-    /// dropped with the desk.
+    /// Waits for what is in flight, until nothing has ended for a while, which is short for a channel that has halted: all seats of a desk
+    /// wait for that once. What comes later is dropped with the desk.
     fn drop(&mut self) {
         let mut done = Vec::new();
         while self.in_flight > 0 {
             let now = Instant::now();
-            if now >= *self.desk.lock().deadline.get_or_insert(now + LAST) {
+            let last = if self.halted().is_some() { LAST.min(LETS_GO) } else { LAST };
+            if now >= *self.desk.lock().deadline.get_or_insert(now + last) {
                 return;
             }
             self.wait(&mut done, Duration::from_millis(100));

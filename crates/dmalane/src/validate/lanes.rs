@@ -4,7 +4,7 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Condvar, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
-use dmalane_engine::{Channel, Completion, DeviceAddr, DeviceFar, Direction};
+use dmalane_engine::{Channel, Completion, DeviceAddr, DeviceFar, Direction, HaltWatch};
 use dmalane_mem::HostBus;
 
 use super::target::SLOWEST;
@@ -133,7 +133,7 @@ pub(super) fn go(
             // Who finds that nothing moves stops the channel, and others only see that it was stopped.
             result = match (result, other) {
                 (
-                    Err(ValidateError::Failed { .. } | ValidateError::Refused { .. }),
+                    Err(ValidateError::Failed { .. } | ValidateError::Refused { .. } | ValidateError::Halted { .. }),
                     Err(stuck @ ValidateError::Stuck { .. }),
                 ) => Err(stuck),
                 (result, other) => result.and(other),
@@ -165,6 +165,7 @@ impl Lane {
             Stop::For(time) => start.elapsed() < time || walk.moved.passes == 0 && job.after.is_none(),
         };
         let mut first_error = None;
+        let mut watch = HaltWatch::default();
         loop {
             let (mut busy, mut fed) = (false, false);
             for (_, walk) in walks.iter_mut().enumerate().filter(|(i, _)| active(*i)) {
@@ -189,6 +190,8 @@ impl Lane {
             channel.wait(&mut done, Duration::from_millis(10));
             if !done.is_empty() {
                 common.moved();
+            } else if let Some(why) = watch.lost(&**channel) {
+                return Err(first_error.unwrap_or(ValidateError::Halted { phase: job.phase, thread, why }));
             } else if common.is_stuck() {
                 let stuck = ValidateError::Stuck { phase: job.phase, thread, after: common.patience };
                 // So that buffers come back where the device can be made to let go of them.
@@ -198,7 +201,7 @@ impl Lane {
                     channel.wait(&mut done, Duration::from_millis(100));
                     done.clear();
                 }
-                return Err(stuck);
+                return Err(first_error.unwrap_or(stuck));
             } else if !fed && channel.in_flight() == 0 {
                 // The channel is full of what other threads move, and there was nothing to wait for.
                 std::thread::sleep(Duration::from_micros(50));

@@ -323,6 +323,16 @@ pub enum ValidateError {
         /// How.
         error: OpError,
     },
+    /// A channel has halted, and its device lets go of nothing.
+    #[error("{phase}, thread {thread}: the channel has halted: {why}")]
+    Halted {
+        /// In which phase.
+        phase: Phase,
+        /// Which thread.
+        thread: usize,
+        /// Why it has halted.
+        why: String,
+    },
     /// Nothing ends any more.
     #[error("{phase}, thread {thread}: nothing has ended for {after:?}")]
     Stuck {

@@ -332,11 +332,13 @@ struct Hangs {
     /// It can be stopped, and by what it was.
     stops: bool,
     stopped: Option<String>,
+    /// It is seen to have halted as soon as it has anything that it does not end, and then takes no more.
+    gone: bool,
 }
 
 impl Hangs {
     fn new(inner: Box<dyn Channel<Far = DeviceFar>>, after: u64, stops: bool) -> Self {
-        Self { inner, after, held: Vec::new(), stops, stopped: None }
+        Self { inner, after, held: Vec::new(), stops, stopped: None, gone: false }
     }
 }
 
@@ -356,8 +358,8 @@ impl Channel for Hangs {
             self.after -= 1;
             return self.inner.submit(transfer);
         }
-        if let Some(why) = &self.stopped {
-            return Err(Refused { transfer, reason: Refusal::Stopped(why.clone()) });
+        if let Some(why) = self.stopped.clone().or_else(|| self.halted()) {
+            return Err(Refused { transfer, reason: Refusal::Stopped(why) });
         }
         let ticket = Ticket::new(1 << 40 | self.held.len() as u64);
         self.held.push((ticket, transfer));
@@ -372,6 +374,10 @@ impl Channel for Hangs {
         done.extend(held.map(|(ticket, transfer)| Completion { ticket, transfer, result: result() }));
         self.inner.poll(done);
         done.len() - before
+    }
+
+    fn halted(&self) -> Option<String> {
+        Some("its registers read as ones".to_owned()).filter(|_| self.gone && !self.held.is_empty())
     }
 
     fn stop(&mut self, why: &str) {
@@ -430,6 +436,22 @@ fn a_card_on_any_bus_can_be_measured() {
     assert_eq!((target.name.as_str(), target.notes[0].as_str()), ("a card", "2 channels, rings of 16"));
     let report = check(&target, &quick());
     assert!(report.figures.iter().any(|f| f.phase == Phase::Both));
+}
+
+#[test]
+fn a_device_that_is_gone_is_told_of_soon() {
+    for (threads, raw) in [(1, true), (4, false)] {
+        let mut target = soft(CardConfig::default(), None);
+        for desk in &mut target.desks {
+            let inner = Box::new(desk.seat());
+            *desk = desk::Desk::new(Hangs { gone: true, ..Hangs::new(inner, 5, false) });
+        }
+        let settings = Settings { threads, raw, pages: vec![Pages::Small], ..quick() };
+        let begun = std::time::Instant::now();
+        let error = run(&target, &settings, &mut |_| {}).unwrap_err();
+        assert!(error.to_string().contains("registers read as ones"), "{error}");
+        assert!(begun.elapsed() < target.patience / 2, "{:?}", begun.elapsed());
+    }
 }
 
 #[test]

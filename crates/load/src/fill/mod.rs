@@ -41,12 +41,13 @@ pub struct FillOptions {
     pub checksum: bool,
     /// Give up when this moment comes.
     pub deadline: Option<Instant>,
-    /// How long to wait for reads in flight after a failure. What has not ended by then stays with its channel.
+    /// How long to wait for reads in flight after a failure, and how long a device may end nothing before it is stopped, which is a
+    /// [`FillError::Transfer`]. What has not ended by then stays with its channel.
     pub patience: Duration,
 }
 
 impl Default for FillOptions {
-    /// Gathers of 2 MiB, reads of 2 MiB, no checksum, no deadline, 30 seconds for reads in flight.
+    /// Gathers of 2 MiB, reads of 2 MiB, no checksum, no deadline, 30 seconds of patience.
     fn default() -> Self {
         Self { gather: 2 << 20, block: 2 << 20, checksum: false, deadline: None, patience: Duration::from_secs(30) }
     }

@@ -5,8 +5,8 @@ use std::sync::{Mutex, MutexGuard, PoisonError, TryLockError};
 use std::time::Duration;
 
 use dmalane_engine::{
-    Channel, Completion, DeviceAddr, DeviceFar, Direction, Far, HaltWatch, OpError, Refusal, Refused, Registered,
-    Ticket, Transfer, drain,
+    Channel, Completion, DeviceAddr, DeviceFar, Direction, Far, HaltWatch, LETS_GO, OpError, Refusal, Refused,
+    Registered, StallWatch, Ticket, Transfer, drain,
 };
 use dmalane_mem::Part;
 
@@ -52,6 +52,9 @@ struct End<'a> {
     next: Option<(Away, Transfer<DeviceFar>)>,
     flying: HashMap<Ticket, Away>,
     watch: HaltWatch,
+    stall: StallWatch,
+    /// How long nothing may end, and how long to wait for what is left.
+    patience: Duration,
     clocks: Clocks,
 }
 
@@ -63,9 +66,16 @@ fn locked<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
 }
 
 impl<'a> Outlet<'a> {
-    pub fn new(onward: Onward<'a>) -> Self {
-        let end =
-            End { onward, next: None, flying: HashMap::new(), watch: HaltWatch::default(), clocks: Clocks::default() };
+    pub fn new(onward: Onward<'a>, patience: Duration) -> Self {
+        let end = End {
+            onward,
+            next: None,
+            flying: HashMap::new(),
+            watch: HaltWatch::default(),
+            stall: StallWatch::default(),
+            patience,
+            clocks: Clocks::default(),
+        };
         Self { queue: Mutex::default(), end: Mutex::new(end) }
     }
 
@@ -91,10 +101,11 @@ impl<'a> Outlet<'a> {
     }
 
     /// Waits for what is in flight; what does not end stays with its channel.
-    pub fn quiesce(&self, patience: Duration) {
+    pub fn quiesce(&self) {
         locked(&self.queue).clear();
         let mut end = locked(&self.end);
         end.next = None;
+        let patience = end.patience;
         drain(end.onward.channel, patience);
         end.flying.clear();
     }
@@ -158,6 +169,7 @@ impl End<'_> {
 
     fn reap(&mut self, back: &mut Vec<Back>, timeout: Duration) -> Result<(), Failed> {
         if self.flying.is_empty() {
+            self.stall.moved();
             return Ok(());
         }
         let mut done: Vec<Completion<DeviceFar>> = Vec::new();
@@ -170,6 +182,10 @@ impl End<'_> {
             true => self.clocks.time(Stage::Transfer, poll),
             false => self.clocks.hold(Stage::Transfer, poll),
         };
+        let quiet = done.is_empty();
+        if !quiet {
+            self.stall.moved();
+        }
         let mut failed: Option<Failed> = None;
         for Completion { ticket, transfer, result } in done {
             let part = transfer.part;
@@ -195,14 +211,22 @@ impl End<'_> {
         if !self.onward.inline {
             self.clocks.in_flight(Stage::Transfer, !self.flying.is_empty());
         }
-        // A device that is gone would be waited for without end.
-        let lost = || {
-            let why = self.watch.lost(&*self.onward.channel)?;
-            let place = self.flying.values().map(|away| away.buffer).min().unwrap_or(0);
-            let error = OpError::Stopped(why);
-            Some(((place, 0), FillError::Transfer { buffer: place, offset: 0, error }))
-        };
-        failed.or_else(lost).map_or(Ok(()), Err)
+        if let Some(failed) = failed {
+            return Err(failed);
+        }
+        // A device that is gone, or hangs, would be waited for without end.
+        let mut lost = self.watch.lost(&*self.onward.channel);
+        if lost.is_none() && quiet {
+            lost = self.stall.lost(self.patience);
+            if let Some(why) = &lost {
+                // So that it lets go of what it has, if it can.
+                self.onward.channel.stop(why);
+                self.patience = self.patience.min(LETS_GO);
+            }
+        }
+        let Some(why) = lost else { return Ok(()) };
+        let buffer = self.flying.values().map(|away| away.buffer).min().unwrap_or(0);
+        Err(((buffer, 0), FillError::Transfer { buffer, offset: 0, error: OpError::Stopped(why) }))
     }
 }
 

@@ -130,7 +130,7 @@ impl<'a, 'w, 'o> State<'a, 'w, 'o> {
                 failed: None,
                 first_read: None,
             }),
-            outlet: onward.map(Outlet::new),
+            outlet: onward.map(|onward| Outlet::new(onward, options.patience)),
             watch: Mutex::new(watch),
             stop: AtomicBool::new(false),
         };
@@ -366,7 +366,7 @@ impl<'a, 'w, 'o> State<'a, 'w, 'o> {
             self.drive(NAP);
         }
         if let Some(outlet) = self.outlet.take() {
-            outlet.quiesce(self.options.patience);
+            outlet.quiesce();
             clocks.add(outlet.into_clocks());
         }
         drop(self.memory);

@@ -549,6 +549,13 @@ impl Queue for NodeQueue {
         self.halt(why.to_owned());
     }
 
+    fn halted(&self) -> Option<String> {
+        match &self.state {
+            State::Running => None,
+            State::Stopping(why) | State::Stopped(why) => Some(why.clone()),
+        }
+    }
+
     fn restart(&mut self) -> bool {
         if self.state == State::Running || !self.ops.is_empty() {
             return false;
