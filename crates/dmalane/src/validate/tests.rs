@@ -455,6 +455,19 @@ fn a_device_that_is_gone_is_told_of_soon() {
 }
 
 #[test]
+fn an_error_before_a_device_hangs_is_the_one_that_is_told() {
+    let mut target = soft(CardConfig::default(), None);
+    target.patience = Duration::from_millis(200);
+    // Of the two transfers of a thread the first fails, and the second does not end.
+    let inner = Wrong { inner: Box::new(target.desks[0].seat()), fault: Fault::Fails(0), done: 0 };
+    target.desks[0] = desk::Desk::new(Hangs::new(Box::new(inner), 1, false));
+    let (channels, pages) = (MmChannel::Only(0), vec![Pages::Small]);
+    let settings = Settings { threads: 1, raw: true, phases: vec![Phase::Ddr], channels, pages, ..quick() };
+    let error = run(&target, &settings, &mut |_| {}).unwrap_err();
+    assert!(matches!(error, ValidateError::Failed { .. }) && target.hangs(), "{error}");
+}
+
+#[test]
 fn seats_of_a_device_that_hangs_wait_together() {
     let mut target = soft(CardConfig::default(), None);
     target.patience = Duration::from_millis(100);
