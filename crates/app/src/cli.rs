@@ -306,7 +306,10 @@ pub fn run() -> Result<ExitCode, Failure> {
             Some(text) => not_a_command(&Cli::command().error(ErrorKind::ArgumentConflict, text)),
             None => load::run((*options).into()),
         },
-        Command::Read(options) => crate::read::run((*options).into()),
+        Command::Read(options) => match options.conflict() {
+            Some(text) => not_a_command(&Cli::command().error(ErrorKind::ArgumentConflict, text)),
+            None => crate::read::run((*options).into()),
+        },
         Command::Inspect(options) => crate::inspect::run(&options.into()),
         Command::Validate(options) => match options.conflict() {
             Some(text) => not_a_command(&Cli::command().error(ErrorKind::ArgumentConflict, text)),

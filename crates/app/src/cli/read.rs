@@ -157,6 +157,18 @@ pub struct InspectOptions {
     json: bool,
 }
 
+impl ReadOptions {
+    /// What does not go together and clap cannot know.
+    pub fn conflict(&self) -> Option<String> {
+        match &self.device {
+            Some(card @ Device::Pci(_)) if self.card_ddr.is_some() => {
+                Some(format!("--card-ddr is for a card in this process: {card} is as it is"))
+            }
+            _ => None,
+        }
+    }
+}
+
 impl From<ReadOptions> for ReadArgs {
     fn from(options: ReadOptions) -> Self {
         use dmalane::uring::Mode;
