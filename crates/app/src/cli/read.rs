@@ -65,7 +65,7 @@ pub struct ReadOptions {
     #[arg(long)]
     map: bool,
 
-    /// Send what has arrived on to this device at once, while the rest is read; each gather is mapped for it: soft, daemon[:SOCKET],
+    /// Send what has arrived on to this device at once, while the rest is read; each gather is mapped for it: soft, daemon or daemon:SOCKET,
     /// vfio:BDF or vfio-user:SOCKET
     #[arg(short, long, value_parser = super::device, conflicts_with = "map")]
     device: Option<Device>,
