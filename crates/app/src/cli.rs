@@ -130,7 +130,7 @@ struct LoadOptions {
     #[arg(long, value_name = "SIZE", value_parser = sample, allow_hyphen_values = true)]
     sample: Option<Size>,
 
-    /// The device to load to: soft; daemon[:SOCKET] for a share of the card of a dmalaned; vfio:BDF for a card that is bound to vfio-pci;
+    /// The device to load to: soft; daemon or daemon:SOCKET for a share of the card of a dmalaned; vfio:BDF for a card that is bound to vfio-pci;
     /// vfio-user:SOCKET for one that a process serves
     #[arg(short, long, default_value = "soft", value_parser = device)]
     device: Device,
@@ -306,7 +306,10 @@ pub fn run() -> Result<ExitCode, Failure> {
             Some(text) => not_a_command(&Cli::command().error(ErrorKind::ArgumentConflict, text)),
             None => load::run((*options).into()),
         },
-        Command::Read(options) => crate::read::run((*options).into()),
+        Command::Read(options) => match options.conflict() {
+            Some(text) => not_a_command(&Cli::command().error(ErrorKind::ArgumentConflict, text)),
+            None => crate::read::run((*options).into()),
+        },
         Command::Inspect(options) => crate::inspect::run(&options.into()),
         Command::Validate(options) => match options.conflict() {
             Some(text) => not_a_command(&Cli::command().error(ErrorKind::ArgumentConflict, text)),

@@ -3,7 +3,7 @@
 use std::process::ExitCode;
 
 use dmalane::CARD_PCI_ID;
-use dmalane::daemon::SOCKET;
+use dmalane::daemon::{self, SOCKET};
 use serde::Serialize;
 
 use crate::cli::{CARD_DDR, CARD_HBM};
@@ -80,11 +80,18 @@ fn list(probe: &Probe) -> Vec<Device> {
         },
         kind: Kind::VfioPci { pci_id: d.id, iommu_group: d.iommu_group },
     });
-    let socket = probe.place(SOCKET).exists().then(|| Device {
-        name: format!("daemon:{SOCKET}"),
-        supported: true,
-        description: "a share of the card of the dmalaned there; `dmalaned status` says who has what".to_owned(),
-        kind: Kind::Daemon,
+    let socket = Some(probe.place(SOCKET)).filter(|socket| socket.exists()).map(|socket| {
+        // A file may be there without a daemon: one that was killed leaves its socket.
+        let answer = daemon::report(&socket);
+        Device {
+            name: format!("daemon:{SOCKET}"),
+            supported: answer.is_ok(),
+            description: match answer {
+                Ok(_) => "a share of the card of the dmalaned there; `dmalaned status` says who has what".to_owned(),
+                Err(e) => format!("no daemon that can be used: {e}"),
+            },
+            kind: Kind::Daemon,
+        }
     });
     std::iter::once(soft).chain(socket).chain(hardware).collect()
 }
@@ -115,7 +122,10 @@ fn text(devices: &[Device]) -> String {
 mod tests {
     use super::*;
     use std::fs;
+    use std::os::fd::AsFd;
     use std::os::unix::fs::symlink;
+    use std::os::unix::net::{UnixListener, UnixStream};
+    use std::thread;
 
     #[test]
     fn the_software_card_is_always_there_and_vfio_devices_are_marked() {
@@ -145,10 +155,27 @@ mod tests {
         ));
         let socket = root.path().join(SOCKET.trim_start_matches('/'));
         fs::create_dir_all(socket.parent().unwrap()).unwrap();
+        let daemon = |supported: bool| {
+            let daemon = serde_json::to_value(&list(&probe)[1]).unwrap();
+            assert_eq!((&daemon["kind"], &daemon["supported"]), (&"daemon".into(), &supported.into()), "{daemon}");
+            assert_eq!(daemon["name"], "daemon:/run/dmalane/dmalaned.sock");
+            daemon["description"].as_str().unwrap().to_owned()
+        };
         fs::write(&socket, "").unwrap();
-        let daemon = serde_json::to_value(&list(&probe)[1]).unwrap();
-        assert_eq!((&daemon["kind"], &daemon["supported"]), (&"daemon".into(), &true.into()));
-        assert_eq!(daemon["name"], "daemon:/run/dmalane/dmalaned.sock");
+        assert!(daemon(false).contains("Connection refused"));
+        fs::remove_file(&socket).unwrap();
+        // As a daemon that was killed leaves it.
+        drop(UnixListener::bind(&socket).unwrap());
+        assert!(daemon(false).contains("Connection refused"));
+        fs::remove_file(&socket).unwrap();
+        let listener = daemon::Listener::bind(&socket, 0o600).unwrap();
+        let server = daemon::Server::new(daemon::Config::default(), |_| {}).unwrap();
+        let (stop, stopped) = UnixStream::pair().unwrap();
+        let server = thread::spawn(move || server.run(listener, stopped.as_fd()).unwrap());
+        assert!(daemon(true).contains("`dmalaned status`"));
+        drop(stop);
+        server.join().unwrap();
+        assert_eq!(list(&probe).len(), 2, "one that ends takes its socket along");
         let ours = root.path().join("sys/bus/pci/devices/0000:01:00.0");
         fs::write(ours.join("vendor"), "0x4c44\n").unwrap();
         fs::write(ours.join("device"), "0x0001\n").unwrap();

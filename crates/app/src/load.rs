@@ -14,7 +14,7 @@ use dmalane::addr::PageSize;
 use dmalane::card::{CardConfig, SoftBus, regs};
 use dmalane::daemon::{Client, Options};
 use dmalane::load::{self, Error, Layout, Loaded, Report};
-use dmalane::mem::{AnonHeap, Heap, HostBus, HostConfig, Rung};
+use dmalane::mem::{HostBus, HostConfig, Rung};
 use dmalane::uring::{FileChannel, Mode};
 use dmalane::{
     CardDevice, CardUse, FileOptions, SoftConfig, SoftDevice, SoftError, connect_pci_card, open_as, open_file,
@@ -185,30 +185,32 @@ pub fn run(args: LoadArgs) -> Result<ExitCode, Failure> {
     if let Some(record) = &args.record {
         load::check_target(record).map_err(|e| Failure::because("cannot record", &e))?;
     }
+    // Before the card is touched: a file that cannot be opened resets none. A sample must know how large the card is.
+    let opened = match &args.input {
+        Input::Files(paths) => Ok(open(paths, &args)?),
+        Input::Sample(size) => Err(*size),
+    };
+    let inputs = |sizes| opened.or_else(|size| sample_input(size, &args, sizes, shown));
     match &args.device {
         Device::Soft => {
-            let inputs = open(&args, soft_sizes(&args), shown)?;
+            let inputs = inputs(soft_sizes(&args))?;
             let soft = open_soft(&args)?;
             let bus = soft.bus.clone();
             load_onto(soft, Some(&bus), &args, soft_sizes(&args), inputs, &targets)
         }
         Device::Daemon(socket) => {
             let (card, sizes) = open_daemon(socket, &args)?;
-            let inputs = open(&args, sizes, shown)?;
-            load_onto(card, None, &args, sizes, inputs, &targets)
+            load_onto(card, None, &args, sizes, inputs(sizes)?, &targets)
         }
         Device::Pci(name @ PciCard::Vfio(bdf)) => {
             let bus = open_pci_card(bdf).map_err(|e| name.refused(&e))?;
-            // The kernel pins any memory.
-            let (card, sizes) = on_bus(bus, Arc::new(AnonHeap::new()), &args)?;
-            let inputs = open(&args, sizes, shown)?;
-            load_onto(card, None, &args, sizes, inputs, &targets)
+            let (card, sizes) = on_bus(bus, CardUse::vfio(), &args)?;
+            load_onto(card, None, &args, sizes, inputs(sizes)?, &targets)
         }
         Device::Pci(name @ PciCard::VfioUser(socket)) => {
             let bus = connect_pci_card(socket).map_err(|e| name.refused(&e))?;
-            let (card, sizes) = on_bus(bus, CardUse::default().heap, &args)?;
-            let inputs = open(&args, sizes, shown)?;
-            load_onto(card, None, &args, sizes, inputs, &targets)
+            let (card, sizes) = on_bus(bus, CardUse::vfio_user(), &args)?;
+            load_onto(card, None, &args, sizes, inputs(sizes)?, &targets)
         }
     }
 }
@@ -287,12 +289,8 @@ fn channels(args: &LoadArgs) -> dmalane::MmChannel {
 }
 
 /// Opens the card on a bus, whose memories are as large as it says.
-fn on_bus<B: HostBus + 'static>(
-    bus: B,
-    heap: Arc<dyn Heap>,
-    args: &LoadArgs,
-) -> Result<(CardDevice<B>, Sizes), Failure> {
-    let how = CardUse { heap, gather: args.gather, mm_channel: channels(args), apart: true, ..CardUse::default() };
+fn on_bus<B: HostBus + 'static>(bus: B, how: CardUse, args: &LoadArgs) -> Result<(CardDevice<B>, Sizes), Failure> {
+    let how = CardUse { gather: args.gather, mm_channel: channels(args), ..how };
     let card = CardDevice::on(Arc::new(bus), how).map_err(|e| Failure::because("cannot open the card", &e))?;
     let read = |register: u64| {
         let half = |offset| card.bus.read32(regs::BAR_REGISTERS, offset).map(u64::from);
@@ -346,29 +344,33 @@ pub(crate) fn no_card(error: &SoftError, ddr: u64, hbm: u64) -> Failure {
     ))
 }
 
-/// Opens the files, or makes the sample.
-fn open(args: &LoadArgs, sizes: Sizes, shown: bool) -> Result<Vec<dmalane::load::Input<FileChannel>>, Failure> {
-    let mode = match args.read {
+fn options(args: &LoadArgs) -> FileOptions {
+    FileOptions::for_mode(match args.read {
         ReadMode::Auto => Mode::Auto,
         ReadMode::Direct => Mode::Direct,
         ReadMode::Buffered => Mode::Buffered,
+    })
+}
+
+fn open(paths: &[PathBuf], args: &LoadArgs) -> Result<Vec<dmalane::load::Input<FileChannel>>, Failure> {
+    let open = |path| {
+        let input = open_file(path, options(args)).map_err(cannot_open)?;
+        has_size(&input)?;
+        Ok(input)
     };
-    let options = FileOptions::for_mode(mode);
-    match &args.input {
-        Input::Files(paths) => paths
-            .iter()
-            .map(|path| {
-                let input = open_file(path, options).map_err(cannot_open)?;
-                has_size(&input)?;
-                Ok(input)
-            })
-            .collect(),
-        Input::Sample(size) => {
-            sample_fits(*size, args, sizes)?;
-            let file = sample(*size, args.seed, shown)?;
-            Ok(vec![open_as(file, SAMPLE, options).map_err(cannot_open)?])
-        }
-    }
+    paths.iter().map(open).collect()
+}
+
+/// Makes a sample that fits the card.
+fn sample_input(
+    size: u64,
+    args: &LoadArgs,
+    sizes: Sizes,
+    shown: bool,
+) -> Result<Vec<dmalane::load::Input<FileChannel>>, Failure> {
+    sample_fits(size, args, sizes)?;
+    let file = sample(size, args.seed, shown)?;
+    Ok(vec![open_as(file, SAMPLE, options(args)).map_err(cannot_open)?])
 }
 
 /// What a sample is called.

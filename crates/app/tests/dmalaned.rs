@@ -25,9 +25,13 @@ fn text(bytes: &[u8]) -> &str {
 
 /// Waits until something listens.
 fn wait_for(path: &Path) -> Client {
+    connected(&Options::new(path))
+}
+
+fn connected(options: &Options) -> Client {
     let start = Instant::now();
     loop {
-        match Client::connect(Options::new(path)) {
+        match Client::connect(options.clone()) {
             Ok(client) => return client,
             Err(e) => assert!(start.elapsed() < Duration::from_secs(20), "{e}"),
         }
@@ -149,6 +153,8 @@ fn files_are_loaded_and_the_card_is_measured_through_it() {
     assert_eq!(json["memory"]["shareable"], true);
     let output = dmalane(&["read", file, "-q", "-d", &device, "--heap", "anonymous"]);
     assert!(text(&output.stderr).contains("cannot be shared with another process here"), "{}", text(&output.stderr));
+    let output = dmalane(&["load", "-q", "-d", "daemon:/nonexistent", "/nonexistent/typo"]);
+    assert!(text(&output.stderr).contains("cannot open /nonexistent/typo"), "{}", text(&output.stderr));
     // Of the rest of the card there is nothing to be had.
     let output = load(&["--sample", "65MiB"]);
     assert_eq!(output.status.code(), Some(1));
@@ -175,6 +181,24 @@ fn files_are_loaded_and_the_card_is_measured_through_it() {
     let output = load(&[file]);
     assert_eq!(output.status.code(), Some(1));
     assert!(text(&output.stderr).contains("is dmalaned running"), "{}", text(&output.stderr));
+}
+
+#[test]
+fn reading_onto_a_card_asks_for_no_hbm_that_others_want() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("socket");
+    let socket = path.to_str().unwrap();
+    let sizes = ["--hbm", "64MiB", "--client-hbm", "64MiB", "--client-ddr", "64MiB"];
+    let child = command(&[&["--socket", socket, "-q"], &sizes[..]].concat()).spawn().unwrap();
+    let other = connected(&Options { hbm: 56 << 20, ..Options::new(&path) });
+    let file = folder.path().join("file");
+    std::fs::write(&file, [7; 5000]).unwrap();
+    let device = format!("daemon:{socket}");
+    let mut read = Command::new(env!("CARGO_BIN_EXE_dmalane"));
+    let output = read.args(["read", "-q", "--verify", "-d", &device]).arg(&file).output().unwrap();
+    assert!(output.status.success(), "{}", text(&output.stderr));
+    drop(other);
+    end(child, Signal::TERM);
 }
 
 #[test]

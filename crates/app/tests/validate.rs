@@ -247,7 +247,7 @@ fn a_bad_command_line_is_explained() {
         (&["--registered", "--unregistered"], "cannot be used with"),
         (&["--json", "--csv"], "cannot be used with"),
         (&["--emulate", "wire"], "there are half-egress-14"),
-        (&["-d", "gpu0"], "hint: soft, daemon:SOCKET, or file:PATH"),
+        (&["-d", "gpu0"], "hint: soft, file:PATH, daemon:SOCKET, vfio:BDF, or vfio-user:SOCKET"),
         (&["-d", "file:"], "a path is empty"),
         (&["-d", "file:x,c2h="], "a path is empty"),
         (&["-d", "file:x", "--fit"], "--fit is for a card"),

@@ -1,7 +1,7 @@
 //! What a daemon shares out, and how much of it anybody gets.
 
-use std::sync::Mutex;
-use std::sync::PoisonError;
+use std::collections::HashMap;
+use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 /// What one client may have.
@@ -39,6 +39,10 @@ pub struct Config {
     pub clients: usize,
     /// Those of one user; `None` for three quarters of them, so that no user can take all places.
     pub user_clients: Option<usize>,
+    /// Bytes of DDR that the clients of one user may have together; `None` for three quarters of it, but at least what one client may have.
+    pub user_ddr: Option<u64>,
+    /// The same of HBM.
+    pub user_hbm: Option<u64>,
     /// Users who may connect, by number. With this and the next empty: everybody whom the socket's mode lets in.
     pub uids: Vec<u32>,
     /// Groups (primary ones) whose members may connect, by number.
@@ -62,6 +66,8 @@ impl Default for Config {
             limits: Limits::default(),
             clients: 64,
             user_clients: None,
+            user_ddr: None,
+            user_hbm: None,
             uids: Vec::new(),
             gids: Vec::new(),
             spin: Duration::from_micros(100),
@@ -127,6 +133,12 @@ impl Config {
         if let Some(of_one) = self.user_clients.filter(|n| !(1..=self.clients).contains(n)) {
             return bad("clients of a user", of_one as u64, "must be 1 to the number of clients");
         }
+        let of_one = [("DDR of a user", self.user_ddr, ddr, self.ddr), ("HBM of a user", self.user_hbm, hbm, self.hbm)];
+        for (what, value, least, all) in of_one {
+            if let Some(value) = value.filter(|value| !(least..=all).contains(value)) {
+                return bad(what, value, "must be at least what one client may have, and at most all there is");
+            }
+        }
         Ok(())
     }
 
@@ -159,36 +171,83 @@ impl Config {
         self.user_clients.unwrap_or(self.clients - self.clients / 4)
     }
 
+    /// DDR and HBM that one user may have.
+    fn memory_of_one_user(&self) -> (u64, u64) {
+        let most = |asked: Option<u64>, all: u64, client: u64| asked.unwrap_or((all - all / 4).max(client));
+        (most(self.user_ddr, self.ddr, self.limits.ddr), most(self.user_hbm, self.hbm, self.limits.hbm))
+    }
+
     /// Whether this user may connect.
     pub(crate) fn admits(&self, uid: u32, gid: u32) -> bool {
         (self.uids.is_empty() && self.gids.is_empty()) || self.uids.contains(&uid) || self.gids.contains(&gid)
     }
 }
 
-/// The card memory that nobody has.
-pub(crate) struct Budget(Mutex<(u64, u64)>);
+/// The card's memory, and who has how much of it.
+pub(crate) struct Budget {
+    /// DDR and HBM that one user may have.
+    of_one_user: (u64, u64),
+    shares: Mutex<Shares>,
+}
+
+struct Shares {
+    /// DDR and HBM that nobody has.
+    left: (u64, u64),
+    /// Those that users have, by number; nobody who has nothing.
+    users: HashMap<u32, (u64, u64)>,
+}
 
 impl Budget {
-    pub(crate) fn new(ddr: u64, hbm: u64) -> Self {
-        Self(Mutex::new((ddr, hbm)))
+    pub(crate) fn new(config: &Config) -> Self {
+        let shares = Shares { left: (config.ddr, config.hbm), users: HashMap::new() };
+        Self { of_one_user: config.memory_of_one_user(), shares: Mutex::new(shares) }
+    }
+
+    fn shares(&self) -> MutexGuard<'_, Shares> {
+        self.shares.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// DDR and HBM that are left.
     pub(crate) fn left(&self) -> (u64, u64) {
-        *self.0.lock().unwrap_or_else(PoisonError::into_inner)
+        self.shares().left
     }
 
-    /// Takes both, or nothing.
-    pub(crate) fn take(&self, ddr: u64, hbm: u64) -> Option<()> {
-        let mut left = self.0.lock().unwrap_or_else(PoisonError::into_inner);
-        *left = (left.0.checked_sub(ddr)?, left.1.checked_sub(hbm)?);
-        Some(())
+    /// Takes both for a user, or nothing, and says why.
+    pub(crate) fn take(&self, uid: u32, ddr: u64, hbm: u64) -> Result<(), String> {
+        let mut shares = self.shares();
+        let left = shares.left;
+        let after = left.0.checked_sub(ddr).zip(left.1.checked_sub(hbm));
+        let after = after.ok_or_else(|| {
+            format!(
+                "the card has {} bytes of DDR and {} of HBM left, {ddr} and {hbm} were asked for: ask for less, or wait until another \
+                 client ends",
+                left.0, left.1
+            )
+        })?;
+        let (has, most) = (shares.users.get(&uid).copied().unwrap_or_default(), self.of_one_user);
+        let grown = has.0.checked_add(ddr).zip(has.1.checked_add(hbm)).filter(|(d, h)| *d <= most.0 && *h <= most.1);
+        let grown = grown.ok_or_else(|| {
+            format!(
+                "this user has {} bytes of DDR and {} of HBM, and may have {} and {} (--user-ddr, --user-hbm); {ddr} and {hbm} more \
+                 were asked for: ask for less, or wait until another client of the user ends",
+                has.0, has.1, most.0, most.1
+            )
+        })?;
+        shares.left = after;
+        shares.users.insert(uid, grown);
+        Ok(())
     }
 
-    /// Gives both back.
-    pub(crate) fn give(&self, ddr: u64, hbm: u64) {
-        let mut left = self.0.lock().unwrap_or_else(PoisonError::into_inner);
-        *left = (left.0 + ddr, left.1 + hbm);
+    /// Gives both of a user back.
+    pub(crate) fn give(&self, uid: u32, ddr: u64, hbm: u64) {
+        let mut shares = self.shares();
+        shares.left = (shares.left.0 + ddr, shares.left.1 + hbm);
+        if let Some(has) = shares.users.get_mut(&uid) {
+            *has = (has.0 - ddr, has.1 - hbm);
+            if *has == (0, 0) {
+                shares.users.remove(&uid);
+            }
+        }
     }
 }
 
@@ -211,8 +270,36 @@ mod tests {
         assert_eq!(check(|c| c.limits.bytes = 1).unwrap_err().what, "bytes of a client's buffers");
         assert_eq!(check(|c| c.clients = 0).unwrap_err().what, "clients");
         assert_eq!(check(|c| c.user_clients = Some(65)).unwrap_err().what, "clients of a user");
+        assert_eq!(check(|c| c.user_ddr = Some(c.ddr + 1)).unwrap_err().what, "DDR of a user");
+        assert_eq!(check(|c| c.user_hbm = Some(c.limits.hbm - 1)).unwrap_err().what, "HBM of a user");
         let shares = [1, 2, 3, 4, 64].map(|clients| Config { clients, ..Config::default() }.of_one_user());
         assert_eq!(shares, [1, 2, 3, 3, 48]);
+    }
+
+    #[test]
+    fn no_user_takes_all_memory() {
+        let gib = 1 << 30;
+        let budget = Budget::new(&Config::default());
+        for _ in 0..24 {
+            budget.take(7, gib, 0).unwrap();
+        }
+        let refused = budget.take(7, gib, gib).unwrap_err();
+        assert!(refused.contains("--user-ddr"), "{refused}");
+        // The refused took nothing, and the other memory is counted by itself.
+        budget.take(7, 0, 24 * gib).unwrap();
+        assert!(budget.take(7, 0, 1).is_err());
+        // The others have the rest.
+        budget.take(8, 8 * gib, 8 * gib).unwrap();
+        let refused = budget.take(8, gib, 0).unwrap_err();
+        assert!(refused.contains("the card has 0 bytes of DDR"), "{refused}");
+        budget.give(7, gib, gib);
+        budget.take(7, gib, gib).unwrap();
+        budget.give(7, 24 * gib, 24 * gib);
+        budget.give(8, 8 * gib, 8 * gib);
+        assert_eq!((budget.left(), budget.shares().users.len()), ((32 * gib, 32 * gib), 0));
+        // A card for one client: that one has all of it.
+        let small = Config { ddr: gib, hbm: gib, ..Config::default() };
+        Budget::new(&small).take(7, gib, gib).unwrap();
     }
 
     #[test]

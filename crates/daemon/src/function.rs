@@ -32,6 +32,8 @@ pub(crate) struct Function {
     bells: Vec<OwnedFd>,
     pub(crate) ddr: u64,
     pub(crate) hbm: u64,
+    /// The user whose share it is.
+    uid: u32,
     budget: Arc<Budget>,
 }
 
@@ -39,12 +41,13 @@ pub(crate) struct Function {
 pub(crate) struct NoFunction(pub Code, pub String);
 
 impl Function {
-    /// Makes one, and the client's ends of its bells: that of the daemon first, then one for each queue.
+    /// Makes one for a client of this user, and the client's ends of its bells: that of the daemon first, then one for each queue.
     pub(crate) fn new(
         limits: &Limits,
         ddr: u64,
         hbm: u64,
         queues: u32,
+        uid: u32,
         budget: &Arc<Budget>,
     ) -> Result<(Self, Vec<OwnedFd>), NoFunction> {
         let failed = |e: &dyn std::fmt::Display| NoFunction(Code::Failed, format!("cannot make a function: {e}"));
@@ -67,15 +70,8 @@ impl Function {
             dmalane_card::Error::BadConfig { .. } => NoFunction(Code::Quota, e.to_string()),
             e => failed(&e),
         })?;
-        budget.take(ddr, hbm).ok_or_else(|| {
-            let (ddr_left, hbm_left) = budget.left();
-            let text = format!(
-                "the card has {ddr_left} bytes of DDR and {hbm_left} of HBM left, {ddr} and {hbm} were asked for: \
-                 ask for less, or wait until another client ends"
-            );
-            NoFunction(Code::Quota, text)
-        })?;
-        Ok((Self { card, host, page, knock, bells, ddr, hbm, budget: budget.clone() }, theirs))
+        budget.take(uid, ddr, hbm).map_err(|text| NoFunction(Code::Quota, text))?;
+        Ok((Self { card, host, page, knock, bells, ddr, hbm, uid, budget: budget.clone() }, theirs))
     }
 
     pub(crate) fn host(&self) -> &SoftHost {
@@ -155,6 +151,6 @@ impl Function {
 
 impl Drop for Function {
     fn drop(&mut self) {
-        self.budget.give(self.ddr, self.hbm);
+        self.budget.give(self.uid, self.ddr, self.hbm);
     }
 }

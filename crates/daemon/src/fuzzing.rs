@@ -32,7 +32,7 @@ struct Fixed {
 fn fixed() -> Fixed {
     let limits = Limits { ddr: 2 << 20, hbm: 4 << 20, queues: 2, buffers: 4, bytes: BYTES };
     let config = Config { ddr: 2 << 20, hbm: 4 << 20, limits, ..Config::default() };
-    let budget = Arc::new(Budget::new(config.ddr, config.hbm));
+    let budget = Arc::new(Budget::new(&config));
     let roster = Arc::new(Roster::new().expect("an epoll"));
     let memfd = |len| MemfdHeap::starting_at(PageKind::Base).allocate(len).expect("a memfd").share();
     let odd = rustix::fs::memfd_create("odd", MemfdFlags::ALLOW_SEALING).expect("a memfd");

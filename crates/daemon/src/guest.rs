@@ -278,7 +278,7 @@ impl Guest {
                 return Err(Refused(Code::Quota, format!("{what}: {asked} asked for, a client may have {most}")));
             }
         }
-        let made = Function::new(limits, ddr, hbm, queues, &house.budget);
+        let made = Function::new(limits, ddr, hbm, queues, self.peer.uid, &house.budget);
         let (function, bells) = made.map_err(|NoFunction(code, text)| Refused(code, text))?;
         let failed = |e: std::io::Error| Refused(Code::Failed, format!("cannot make a function: {e}"));
         let page = function.page().buf().export().expect("a memfd").try_clone_to_owned().map_err(failed)?;

@@ -300,7 +300,7 @@ impl Server {
     pub fn new(config: Config, log: impl FnMut(&Event) + Send + 'static) -> Result<Self, ServeError> {
         config.check()?;
         let roster = Arc::new(Roster::new()?);
-        let budget = Arc::new(Budget::new(config.ddr, config.hbm));
+        let budget = Arc::new(Budget::new(&config));
         let (run, spin) = (roster.clone(), config.spin);
         let worker = thread::Builder::new().name("dmalaned-worker".to_owned()).spawn(move || run.run(spin))?;
         Ok(Self {

@@ -182,7 +182,7 @@ mod tests {
     use dmalane_mem::{Heap, Mapping, MemfdHeap};
 
     use super::*;
-    use crate::config::{Budget, Limits};
+    use crate::config::{Budget, Config, Limits};
 
     /// A function whose queues are full of copies of this length, as long as it is told so.
     struct Backlog {
@@ -202,7 +202,7 @@ mod tests {
         /// With `rows`, every second descriptor gives the next a shape of so many rows, and `len` is that of a row.
         fn of(len: u32, rows: Option<u32>, queues: u32, budget: &Arc<Budget>) -> Self {
             let limits = Limits::default();
-            let made = Function::new(&limits, 4 << 20, 4 << 20, queues, budget);
+            let made = Function::new(&limits, 4 << 20, 4 << 20, queues, 0, budget);
             let (function, _bells) = made.map_err(|e| e.1).unwrap();
             let mut mappings = Vec::new();
             let mut map = |len: usize| {
@@ -260,7 +260,7 @@ mod tests {
 
     #[test]
     fn who_always_has_work_gets_as_much_as_another() {
-        let budget = Arc::new(Budget::new(1 << 30, 1 << 30));
+        let budget = Arc::new(Budget::new(&Config::default()));
         // Many short copies or few long ones, over one queue or several.
         for lens in [[16 << 10, 1 << 20], [64 << 10, 64 << 10], [1 << 20, 700_000], [4 << 20, 32 << 10]] {
             for queues in [[1, 1], [1, 4], [3, 2]] {
@@ -282,7 +282,7 @@ mod tests {
 
     #[test]
     fn who_copies_single_bytes_gets_no_more_time_than_who_copies_much() {
-        let budget = Arc::new(Budget::new(1 << 30, 1 << 30));
+        let budget = Arc::new(Budget::new(&Config::default()));
         let mut rows = Backlog::of(1, Some(4096), 1, &budget);
         let mut much = Backlog::new(1 << 20, 1, &budget);
         let mut copied = 0;
@@ -300,7 +300,7 @@ mod tests {
 
     #[test]
     fn who_has_nothing_to_do_saves_nothing_up() {
-        let budget = Arc::new(Budget::new(1 << 30, 1 << 30));
+        let budget = Arc::new(Budget::new(&Config::default()));
         let mut one = Backlog::new(64 << 10, 1, &budget);
         for _ in 0..100 {
             assert!(!one.turn.serve());

@@ -407,7 +407,9 @@ fn who_waits_for_the_event_is_woken() {
 #[test]
 fn nobody_gets_more_than_there_is() {
     let limits = Limits { ddr: 64 << 20, hbm: 64 << 20, queues: 2, buffers: 8, bytes: 16 << 20 };
-    let config = Config { ddr: 128 << 20, hbm: 256 << 20, limits, clients: 3, ..Config::default() };
+    // All of it for one user: this one is the only one.
+    let user_ddr = Some(128 << 20);
+    let config = Config { ddr: 128 << 20, hbm: 256 << 20, limits, clients: 3, user_ddr, ..Config::default() };
     let daemon = Daemon::start(config);
     let refused = |options: Options| match Client::connect(options) {
         Err(Error::Refused { text, .. }) => text,
@@ -457,6 +459,23 @@ fn one_user_does_not_take_all_places() {
     daemon.end_empty();
     let daemon = Daemon::start(Config { clients: 4, user_clients: Some(4), ..Config::default() });
     drop((0..4).map(|_| Client::connect(small(&daemon.path)).unwrap()).collect::<Vec<_>>());
+    daemon.end_empty();
+}
+
+#[test]
+fn one_user_does_not_take_all_card_memory() {
+    let daemon = Daemon::start(Config::default());
+    let mut most: Vec<_> = (0..24).map(|_| daemon.connect()).collect();
+    match Client::connect(daemon.options()) {
+        Err(Error::Refused { code: Code::Quota, text }) => assert!(text.contains("--user-ddr"), "{text}"),
+        other => panic!("{other:?}"),
+    }
+    let report = daemon.report();
+    assert_eq!((report.ddr, report.hbm), ((24 << 30, 32 << 30), (24 << 30, 32 << 30)));
+    drop(most.pop());
+    daemon.wait_for("a share is given back", |r| r.ddr.0 == 23 << 30);
+    most.push(daemon.connect());
+    drop(most);
     daemon.end_empty();
 }
 

@@ -112,9 +112,22 @@ pub struct CardUse {
     pub inline: bool,
 }
 
+impl CardUse {
+    /// For a card behind [`open_pci_card`](crate::open_pci_card): its channels work at the same time, and the kernel pins any memory.
+    pub fn vfio() -> Self {
+        Self { heap: Arc::new(AnonHeap::new()), apart: true, ..Self::default() }
+    }
+
+    /// For a card behind [`connect_pci_card`](crate::connect_pci_card): its channels work at the same time, and its process must be able to
+    /// have the memory.
+    pub fn vfio_user() -> Self {
+        Self { apart: true, ..Self::default() }
+    }
+}
+
 impl Default for CardUse {
-    /// A card that works by itself, one channel after the other; memfds of at most transparent huge pages, which another process can
-    /// have; the rest as in [`SoftConfig`].
+    /// For a card that works by itself, one channel after the other, as a daemon's does; memfds of at most transparent huge pages, which
+    /// another process can have; the rest as in [`SoftConfig`].
     fn default() -> Self {
         let SoftConfig { gather, mm_channel, .. } = SoftConfig::default();
         let heap = Arc::new(MemfdHeap::starting_at(PageKind::Transparent));

@@ -65,7 +65,7 @@ pub struct ReadOptions {
     #[arg(long)]
     map: bool,
 
-    /// Send what has arrived on to this device at once, while the rest is read; each gather is mapped for it: soft, daemon[:SOCKET],
+    /// Send what has arrived on to this device at once, while the rest is read; each gather is mapped for it: soft, daemon or daemon:SOCKET,
     /// vfio:BDF or vfio-user:SOCKET
     #[arg(short, long, value_parser = super::device, conflicts_with = "map")]
     device: Option<Device>,
@@ -155,6 +155,18 @@ pub struct InspectOptions {
     /// Print the result as JSON
     #[arg(long)]
     json: bool,
+}
+
+impl ReadOptions {
+    /// What does not go together and clap cannot know.
+    pub fn conflict(&self) -> Option<String> {
+        match &self.device {
+            Some(card @ Device::Pci(_)) if self.card_ddr.is_some() => {
+                Some(format!("--card-ddr is for a card in this process: {card} is as it is"))
+            }
+            _ => None,
+        }
+    }
 }
 
 impl From<ReadOptions> for ReadArgs {

@@ -37,7 +37,7 @@ Exit status: 0 all bytes were right, 1 some were not or it could not be measured
 #[derive(Args)]
 #[command(after_help = EXAMPLES)]
 pub struct ValidateOptions {
-    /// The device: soft; daemon[:SOCKET] for a share of the card of a dmalaned; vfio:BDF for a card that is bound to vfio-pci;
+    /// The device: soft; daemon or daemon:SOCKET for a share of the card of a dmalaned; vfio:BDF for a card that is bound to vfio-pci;
     /// vfio-user:SOCKET for one that a process serves; or file:PATH[,h2c=PATH,c2h=PATH] for files that take reads and writes at device
     /// addresses
     #[arg(short, long, value_name = "DEVICE", default_value = "soft", value_parser = device)]

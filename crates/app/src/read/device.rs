@@ -8,7 +8,7 @@ use dmalane::card::CardConfig;
 use dmalane::daemon::Client;
 use dmalane::engine::{self, Channel, DeviceAddr, DeviceFar, Direction, Far, Registered, Transfer};
 use dmalane::load::fill::{Filled, Job, Watch};
-use dmalane::mem::{AnonHeap, Heap, HostBus, HostConfig};
+use dmalane::mem::{Heap, HostBus, HostConfig};
 use dmalane::{
     CardDevice, CardParts, CardUse, MappedRead, ReadError, ReadOptions, ReadSource, SoftConfig, SoftDevice,
     connect_pci_card, open_pci_card, read_to_device,
@@ -20,7 +20,7 @@ use crate::load::{Device, no_card, share_of};
 use crate::pci_card::PciCard;
 use crate::size::binary;
 
-/// HBM of the card: what is read goes to DDR.
+/// HBM of the software card, or asked of a daemon: what is read goes to DDR.
 const HBM: u64 = 4 << 20;
 /// Bytes that are read back at a time.
 const STEP: usize = 2 << 20;
@@ -67,30 +67,23 @@ pub fn open(device: &Device, ddr: Option<u64>, buffers: &[u64]) -> Result<Box<dy
             Ok(Box::new(On::new(card, bus, buffers, &hint)?))
         }
         Device::Daemon(socket) => {
-            let client = Client::connect(share_of(socket, ddr, None))?;
+            let client = Client::connect(share_of(socket, ddr, Some(HBM)))?;
             let hint =
                 "--card-ddr asks for more of the daemon's card, up to what a client may have (dmalaned --client-ddr)";
-            on(client, CardUse::default().heap, buffers, hint)
+            on(client, CardUse::default(), buffers, hint)
         }
         Device::Pci(name @ PciCard::Vfio(bdf)) => {
-            // The kernel pins any memory.
-            on(open_pci_card(bdf).map_err(|e| name.refused(&e))?, Arc::new(AnonHeap::new()), buffers, AS_IT_IS)
+            on(open_pci_card(bdf).map_err(|e| name.refused(&e))?, CardUse::vfio(), buffers, AS_IT_IS)
         }
         Device::Pci(name @ PciCard::VfioUser(socket)) => {
-            on(connect_pci_card(socket).map_err(|e| name.refused(&e))?, CardUse::default().heap, buffers, AS_IT_IS)
+            on(connect_pci_card(socket).map_err(|e| name.refused(&e))?, CardUse::vfio_user(), buffers, AS_IT_IS)
         }
     }
 }
 
-fn on<B: HostBus + 'static>(
-    bus: B,
-    heap: Arc<dyn Heap>,
-    buffers: &[u64],
-    hint: &str,
-) -> Result<Box<dyn Target>, Failure> {
+fn on<B: HostBus + 'static>(bus: B, how: CardUse, buffers: &[u64], hint: &str) -> Result<Box<dyn Target>, Failure> {
     let bus = Arc::new(bus);
-    let parts = CardDevice::parts_on(bus.clone(), CardUse { heap, apart: true, ..CardUse::default() });
-    let parts = parts.map_err(|e| Failure::because("cannot open the card", &e))?;
+    let parts = CardDevice::parts_on(bus.clone(), how).map_err(|e| Failure::because("cannot open the card", &e))?;
     Ok(Box::new(On::new(parts, bus, buffers, hint)?))
 }
 

@@ -17,6 +17,7 @@ use super::desk::Desk;
 use super::kept::Kept;
 use super::place::Memories;
 use super::{Phase, ValidateError};
+use crate::CardUse;
 
 /// A modelled link is this many times slower than what it stands for: its rates must be far below what the machine copies.
 pub const SLOWER: f64 = 50.0;
@@ -180,19 +181,24 @@ impl Target {
         Ok(Self { name, notes, bus, desks, memories, areas, ceiling, apart, lent: false, patience, told })
     }
 
-    /// A card behind any bus, such as that of a daemon; with rings of so many entries, `None` for what the driver chooses. Buffers are
-    /// memfds of ordinary or transparent huge pages, and channels count as one after the other.
+    /// A card behind any bus, such as that of a daemon; with rings of so many entries, `None` for what the driver chooses. Of `how`, the heap is
+    /// for the rings, and `apart` says whether channels may be balanced. Buffers are memfds of ordinary or transparent huge pages.
     ///
     /// # Errors
     /// [`ValidateError::Card`].
-    pub fn card<B: HostBus + 'static>(name: String, bus: Arc<B>, ring: Option<usize>) -> Result<Self, ValidateError> {
-        let heap = MemfdHeap::starting_at(PageKind::Transparent);
-        let Opened { driver, channels, halves, entries } = Opened::new(&bus, &heap, ring)?;
+    pub fn card<B: HostBus + 'static>(
+        name: String,
+        bus: Arc<B>,
+        how: &CardUse,
+        ring: Option<usize>,
+    ) -> Result<Self, ValidateError> {
+        let Opened { driver, channels, halves, entries } = Opened::new(&bus, &*how.heap, ring)?;
         let notes = vec![format!("{} channels, rings of {entries}", channels.len())];
         let desks = channels.into_iter().map(Desk::new).collect();
         let memories = Memories::Card { ddr: halves.ddr, hbm: halves.hbm };
         let (areas, patience, told, ceiling) = (driver.areas(), PATIENCE, Arc::default(), Ceiling::Copies);
-        Ok(Self { name, notes, bus, desks, memories, areas, ceiling, apart: false, lent: true, patience, told })
+        let apart = how.apart;
+        Ok(Self { name, notes, bus, desks, memories, areas, ceiling, apart, lent: true, patience, told })
     }
 
     /// A device that is a file, or two. What a regular file or a block device holds is put back after a measurement; what a

@@ -9,6 +9,7 @@ use dmalane_engine::{Channel, Completion, DeviceFar, Direction, Limits, Refused,
 use dmalane_uring::{NodeOptions, NodePaths};
 
 use super::*;
+use crate::CardUse;
 
 const MIB: u64 = 1 << 20;
 
@@ -432,7 +433,12 @@ fn a_card_on_any_bus_can_be_measured() {
     let host: dmalane_mem::SoftHost = dmalane_mem::SoftHost::new(dmalane_mem::HostConfig::default()).unwrap();
     let card = CardConfig { ddr: 64 * MIB, hbm: 64 * MIB, ..CardConfig::default() };
     let bus: Arc<dmalane_card::SoftBus> = Arc::new(dmalane_card::SoftBus::new(host, card).unwrap());
-    let target = Target::card("a card".to_owned(), bus, Some(16)).unwrap();
+    // Channels may be balanced where they work at the same time.
+    for how in [CardUse::vfio(), CardUse::vfio_user()] {
+        assert!(Target::card("a card".to_owned(), bus.clone(), &how, None).unwrap().apart);
+    }
+    let target = Target::card("a card".to_owned(), bus, &CardUse::default(), Some(16)).unwrap();
+    assert!(!target.apart);
     assert_eq!((target.name.as_str(), target.notes[0].as_str()), ("a card", "2 channels, rings of 16"));
     let report = check(&target, &quick());
     assert!(report.figures.iter().any(|f| f.phase == Phase::Both));

@@ -99,6 +99,14 @@ struct ServeOptions {
     #[arg(long, value_name = "N")]
     user_clients: Option<usize>,
 
+    /// DDR that the clients of one user may have together [default: three quarters of --ddr; all, where only one user may connect]
+    #[arg(long, value_name = "SIZE", value_parser = size::nonzero)]
+    user_ddr: Option<Size>,
+
+    /// HBM that the clients of one user may have together [default: three quarters of --hbm; all, where only one user may connect]
+    #[arg(long, value_name = "SIZE", value_parser = size::nonzero)]
+    user_hbm: Option<Size>,
+
     /// DDR that one client may have
     #[arg(long, value_name = "SIZE", default_value_t = Size::gib(1), value_parser = size::nonzero)]
     client_ddr: Size,
@@ -213,6 +221,8 @@ fn serve(options: ServeOptions) -> Result<ExitCode, Failure> {
     let alone = (handed.is_none() && mode & 0o077 == 0) || (uids.len() == 1 && gids.is_empty());
     let config = Config {
         user_clients: options.user_clients.or(alone.then_some(clients)),
+        user_ddr: options.user_ddr.or(alone.then_some(ddr)).map(Size::bytes),
+        user_hbm: options.user_hbm.or(alone.then_some(hbm)).map(Size::bytes),
         ddr: ddr.bytes(),
         hbm: hbm.bytes(),
         limits,
