@@ -131,9 +131,9 @@ impl Container {
         let mut state = self.0.lock();
         let decided = self.0.kernel.get().map(Kernel::way).or(self.0.only);
         match decided {
-            Some(Way::Iommufd) => self.open_by_iommufd(&mut state, *bdf, group),
+            Some(Way::Iommufd) => self.open_by_iommufd(&mut state, *bdf, group)?,
             Some(Way::Type1) => self.open_by_type1(&mut state, *bdf, group),
-            None => self.open_by_iommufd(&mut state, *bdf, group).or_else(|iommufd| {
+            None => self.open_by_iommufd(&mut state, *bdf, group).unwrap_or_else(|iommufd| {
                 match self.open_by_type1(&mut state, *bdf, group) {
                     Ok(device) => {
                         let _ = self.0.passed_over.set(iommufd);
@@ -152,9 +152,10 @@ impl Container {
         Device::new(device, bdf, self.clone())
     }
 
-    fn open_by_iommufd(&self, state: &mut State, bdf: Bdf, group: u32) -> Result<Device, Error> {
+    /// The outer error: iommufd does not take the device. The inner one: it does, and the device itself is of no use by any way.
+    fn open_by_iommufd(&self, state: &mut State, bdf: Bdf, group: u32) -> Result<Result<Device, Error>, Error> {
         if let Some(open) = state.devices.get(&bdf).and_then(Weak::upgrade) {
-            return Ok(Device::again(open));
+            return Ok(Ok(Device::again(open)));
         }
         let path = self.0.sysfs.by_iommufd(bdf)?;
         let mut new = None;
@@ -170,13 +171,17 @@ impl Container {
             },
             _ => Error::AttachDevice { bdf, source },
         })?;
+        // Before anything is decided: without a device the container is as it was.
+        let device = match Device::new(file, bdf, self.clone()) {
+            Ok(device) => device,
+            Err(e) => return Ok(Err(e)),
+        };
         state.learn(info);
         if let Some(space) = new {
             let _ = self.0.kernel.set(Kernel::Iommufd(space));
         }
-        let device = Device::new(file, bdf, self.clone())?;
         state.devices.insert(bdf, device.weak());
-        Ok(device)
+        Ok(Ok(device))
     }
 
     /// The way by which the kernel was asked; `None` before the first device.
