@@ -1,19 +1,20 @@
 //! The software card as a PCI device in a process of its own, over vfio-user.
 
 use std::fs;
-use std::io;
-use std::os::fd::OwnedFd;
+use std::io::{self, IoSliceMut};
+use std::os::fd::{AsRawFd, OwnedFd};
 use std::os::unix::fs::FileTypeExt;
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::{Path, PathBuf};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 use dmalane_card::{CardConfig, CardMemory, SoftCard, regs};
 use dmalane_iopt::X86_64_4Level;
 use dmalane_vfio::user::{ClientMemory, ClientPort, Mappable, Model, RegionSpec, ServeError, serve};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
-use rustix::fs::{Mode, OFlags};
+use rustix::fs::Mode;
+use rustix::io::ReadWriteFlags;
 use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType, socket_with};
 use thiserror::Error;
 
@@ -108,7 +109,64 @@ fn private_listener(path: &Path) -> io::Result<UnixListener> {
     Ok(socket.into())
 }
 
-type Events = Arc<Mutex<Vec<Option<Arc<OwnedFd>>>>>;
+/// The eventfds of a client, one for each channel.
+#[derive(Clone)]
+struct Events(Arc<Mutex<Vec<Vector>>>);
+
+#[derive(Clone, Default)]
+struct Vector {
+    event: Option<Arc<OwnedFd>>,
+    /// Which one a channel is raising.
+    raising: Option<Arc<OwnedFd>>,
+}
+
+impl Events {
+    fn lock(&self) -> MutexGuard<'_, Vec<Vector>> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// What a channel does for an interrupt.
+    ///
+    /// It may block: whether a write to a full eventfd does is a flag that the client shares, and may set back at any time. No other
+    /// call raises one. So only a channel's worker does this, holding nothing that the server waits for, and [`Events::release`] ends it.
+    fn raise(&self, channel: usize) {
+        let event = self.lock().get_mut(channel).and_then(|vector| {
+            vector.raising = vector.event.clone();
+            vector.raising.clone()
+        });
+        let Some(event) = event else { return };
+        // Of one that takes no more, the client has enough unread.
+        if has_room(&event) {
+            let _ = rustix::io::write(&*event, &1u64.to_ne_bytes());
+        }
+        if let Some(vector) = self.lock().get_mut(channel) {
+            vector.raising = None;
+        }
+    }
+
+    /// Makes room where a channel may be waiting for it, and says whether one may still be. Of full eventfds only, as no client has that
+    /// reads them.
+    fn release(&self) -> bool {
+        let raising: Vec<_> = self.lock().iter().filter_map(|vector| vector.raising.clone()).collect();
+        for event in raising.iter().filter(|event| !has_room(event)) {
+            // At no place in the file, since it has none. This call does not block, whatever the flag says.
+            let mut count = [0; 8];
+            let _ = rustix::io::preadv2(event, &mut [IoSliceMut::new(&mut count)], u64::MAX, ReadWriteFlags::NOWAIT);
+        }
+        !raising.is_empty()
+    }
+}
+
+/// A write to an eventfd would not block now.
+fn has_room(event: &OwnedFd) -> bool {
+    poll(&mut [PollFd::new(event, PollFlags::OUT)], Some(&Timespec::default())).is_ok_and(|n| n > 0)
+}
+
+/// It is an eventfd, and not another file that takes its time with what is written to it.
+fn is_eventfd(file: &OwnedFd) -> bool {
+    let link = format!("/proc/self/fd/{}", file.as_raw_fd());
+    fs::read_link(link).is_ok_and(|what| what.as_os_str() == "anon_inode:[eventfd]")
+}
 
 struct CardModel {
     card: SoftCard<ClientPort, X86_64_4Level>,
@@ -118,22 +176,22 @@ struct CardModel {
     table: Box<[u8; TABLE_LEN as usize]>,
 }
 
+impl Drop for CardModel {
+    /// Ends what the workers wait for, whom the card's drop then joins.
+    fn drop(&mut self) {
+        self.events.lock().iter_mut().for_each(|vector| vector.event = None);
+        while self.events.release() {
+            std::thread::sleep(Duration::from_micros(50));
+        }
+    }
+}
+
 impl CardModel {
     fn new(config: CardConfig, memory: &ClientMemory) -> Result<Self, dmalane_card::Error> {
-        let events: Events = Arc::new(Mutex::new((0..config.channels).map(|_| None).collect()));
+        let channels = config.channels.min(regs::MAX_CHANNELS);
+        let events = Events(Arc::new(Mutex::new(vec![Vector::default(); channels as usize])));
         let raised = events.clone();
-        let interrupt = move |channel: usize| {
-            let events = raised.lock().unwrap_or_else(PoisonError::into_inner);
-            let event = events.get(channel).cloned().flatten();
-            // Not while it is locked: whether a write may block is a flag that the client shares, and may clear again.
-            drop(events);
-            let Some(event) = event else { return };
-            let mut ready = [PollFd::new(&*event, PollFlags::OUT)];
-            // Of one that takes no more, the client has enough unread.
-            if poll(&mut ready, Some(&Timespec::default())).is_ok_and(|n| n > 0) {
-                let _ = rustix::io::write(&*event, &1u64.to_ne_bytes());
-            }
-        };
+        let interrupt = move |channel: usize| raised.raise(channel);
         // A machine has few addresses for a BAR of 512 GiB, as HBM at its usual place would make it.
         let compact = CardMemory::compact(config.ddr, config.hbm)?;
         let card = SoftCard::with_memory(compact, config, || memory.port(), interrupt)?;
@@ -232,18 +290,13 @@ impl Model for CardModel {
     }
 
     fn interrupts(&self) -> u32 {
-        self.events.lock().unwrap_or_else(PoisonError::into_inner).len() as u32
+        self.events.lock().len() as u32
     }
 
     fn set_interrupts(&mut self, first: u32, events: Vec<Option<OwnedFd>>) {
-        let mut slots = self.events.lock().unwrap_or_else(PoisonError::into_inner);
-        for (slot, event) in slots.iter_mut().skip(first as usize).zip(events) {
-            // The card must not wait for somebody to read; nor may it be anything but a file that says yes to this.
-            let event = event.filter(|event| {
-                let flags = rustix::fs::fcntl_getfl(event);
-                flags.is_ok_and(|flags| rustix::fs::fcntl_setfl(event, flags | OFlags::NONBLOCK).is_ok())
-            });
-            *slot = event.map(Arc::new);
+        let mut vectors = self.events.lock();
+        for (vector, event) in vectors.iter_mut().skip(first as usize).zip(events) {
+            vector.event = event.filter(is_eventfd).map(Arc::new);
         }
     }
 
@@ -254,6 +307,7 @@ impl Model for CardModel {
             if began.elapsed() >= RESET {
                 return false;
             }
+            self.events.release();
             self.card.progress();
             std::thread::sleep(Duration::from_micros(50));
         }
@@ -283,4 +337,45 @@ fn config_space(vectors: u32) -> [u8; CONFIG_LEN] {
     // Advanced features, the last: six bytes; it says whether accesses are pending, and it can be reset.
     put(FEATURES, &[0x13, 0, 6, 0b11]);
     space
+}
+
+#[cfg(test)]
+mod tests {
+    use dmalane_card::Workers;
+    use rustix::event::{EventfdFlags, eventfd};
+
+    use super::*;
+
+    /// As between the look at an eventfd and the write, when the client has filled it and set its flag back.
+    #[test]
+    fn a_full_eventfd_does_not_keep_the_card() {
+        for flags in [EventfdFlags::empty(), EventfdFlags::SEMAPHORE] {
+            let config = CardConfig { ddr: 2 << 20, hbm: 4 << 20, channels: 1, workers: Workers::PerChannel };
+            let mut model = CardModel::new(config, &ClientMemory::new()).unwrap();
+            let full = eventfd(0, flags | EventfdFlags::CLOEXEC).unwrap();
+            rustix::io::write(&full, &(u64::MAX - 1).to_ne_bytes()).unwrap();
+            model.set_interrupts(0, vec![Some(full.try_clone().unwrap())]);
+            model.events.raise(0);
+            let events = model.events.clone();
+            let event = events.lock()[0].event.clone().unwrap();
+            events.lock()[0].raising = Some(event.clone());
+            let worker = std::thread::spawn(move || {
+                rustix::io::write(&*event, &1u64.to_ne_bytes()).unwrap();
+                events.lock()[0].raising = None;
+            });
+            std::thread::sleep(Duration::from_millis(20));
+            assert!(!worker.is_finished(), "it blocks");
+            drop(model);
+            worker.join().unwrap();
+        }
+    }
+
+    #[test]
+    fn only_eventfds_are_raised() {
+        let dir = tempfile::tempdir().unwrap();
+        let file = fs::File::create(dir.path().join("anon_inode:[eventfd]")).unwrap();
+        let (_, pipe) = rustix::pipe::pipe().unwrap();
+        let event = || eventfd(0, EventfdFlags::CLOEXEC).unwrap();
+        assert_eq!([file.into(), pipe, event()].map(|file| is_eventfd(&file)), [false, false, true]);
+    }
 }

@@ -8,7 +8,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use dmalane::addr::{Access, CardAddr};
-use dmalane::card::{Card, CardChannel, CardConfig, Workers};
+use dmalane::card::{Card, CardChannel, CardConfig, Workers, regs};
 use dmalane::engine::conformance::{Fixture, suite};
 use dmalane::engine::{Channel, DeviceAddr, DeviceFar, Direction, OpError, Registered, Transfer, drain, run};
 use dmalane::mem::{AnonHeap, Heap, HostBus, MemfdHeap, PageKind, Part};
@@ -286,6 +286,70 @@ fn a_reset_in_mid_transfer() {
     drop((channel, card));
     assert_eq!(bus.mapped_bytes(), 0);
     drop(bus);
+    assert_eq!(house.end(), [true]);
+}
+
+/// Registers, configuration space and interrupt table filled with noise, among it what makes channels run on rings of noise.
+#[test]
+fn noise_in_every_region_ends_nothing() {
+    let house = House::new(1);
+    let bus = house.connect();
+    let buf = heap().allocate(MIB as usize).unwrap().share();
+    let via = Registered::new(&*bus, &buf, Access::RW).unwrap();
+    let ring = via.mapping().span().first().bits();
+    let mut x = 0x9e37_79b9_7f4a_7c15_u64;
+    let mut random = |below: u64| {
+        x = x.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
+        (x >> 24) % below
+    };
+    let (mut written, mut ran, mut resets) = (0, 0, 0);
+    for round in 0..8000 {
+        if round % 500 == 0 {
+            let noise: Vec<u8> = (0..MIB).map(|_| random(256) as u8).collect();
+            buf.view().write(&noise);
+        }
+        let (region, len) = [(0, 0x2000), (0, 0x200), (4, 4096), (7, 256), (2, 32 * MIB)][random(5) as usize];
+        let at = random(len / 4) * 4;
+        let value = match random(5) {
+            0 => random(1 << 32) as u32,
+            1 => (ring + random(200) * 4096) as u32,
+            2 => (ring >> 32) as u32,
+            _ => random(8) as u32,
+        };
+        written += u32::from(bus.write_region(region, at, &value.to_le_bytes()).is_ok());
+        let mut bytes = vec![0; random(16) as usize];
+        let _ = bus.read_region(region, at, &mut bytes);
+        match random(400) {
+            0 => resets += u32::from(bus.reset().is_ok()),
+            1 => resets += u32::from(bus.write_region(7, 0x54, &[1]).is_ok()),
+            // Channel 0 on a ring of noise, with a doorbell: what a run of chance seldom finds.
+            2..40 => {
+                let channel = regs::CHANNEL_BASE;
+                for (register, value) in [
+                    (regs::CH_CONTROL, 0),
+                    (regs::CH_RING, ring as u32),
+                    (regs::CH_RING + 4, (ring >> 32) as u32),
+                    (regs::CH_COMPLETIONS, ring as u32 + 0x8_0000),
+                    (regs::CH_COMPLETIONS + 4, (ring >> 32) as u32),
+                    (regs::CH_RING_LOG2, 6),
+                    (regs::CH_INTERRUPT, 1),
+                    (regs::CH_CONTROL, 1),
+                    (regs::CH_DOORBELL, value),
+                ] {
+                    bus.write32(0, channel + register, value).unwrap();
+                }
+                ran += 1;
+            }
+            _ => {}
+        }
+    }
+    assert!(written > 4000 && ran > 100 && resets > 5, "{written} {ran} {resets}");
+    bus.reset().unwrap();
+    let card = Card::open(bus.clone(), &heap()).unwrap();
+    let far = DeviceFar { at: DeviceAddr::Card(CardAddr::new(0)), via: via.clone() };
+    run(&mut card.channel(0).unwrap(), Transfer { part: buf.into_part(), direction: Direction::FromHost, far }, LONG)
+        .unwrap();
+    drop((card, via, bus));
     assert_eq!(house.end(), [true]);
 }
 

@@ -204,7 +204,16 @@ impl SharedBuf {
     /// [`Error::Import`] unless it is a memfd of ordinary pages, sealed against shrinking, and a whole number of 4 KiB pages long: what it
     /// lends must stay there.
     pub fn import(fd: OwnedFd) -> Result<Self, Error> {
-        let region = Region::import(fd).map_err(Error::Import)?;
+        Self::import_up_to(fd, u64::MAX)
+    }
+
+    /// The same for one of at most so many bytes: a memfd takes no memory for its length, but the addresses of a process end, and with them
+    /// whatever else it must map.
+    ///
+    /// # Errors
+    /// As [`SharedBuf::import`]; [`Error::Import`] of the kind `OutOfMemory` for a longer one, of which nothing is mapped.
+    pub fn import_up_to(fd: OwnedFd, most: u64) -> Result<Self, Error> {
+        let region = Region::import(fd, most).map_err(Error::Import)?;
         let rung = Rung { kind: PageKind::Base, passed_over: Vec::new() };
         Ok(Self { part: Part::whole(Arc::new(Memory::new(region, rung, Account::none()))) })
     }

@@ -172,8 +172,9 @@ impl Region {
     /// reserved huge pages could not be filled again).
     ///
     /// # Errors
-    /// `InvalidInput` for a file that is no such memfd, with what is wrong with it; the kernel's error.
-    pub(crate) fn import(fd: OwnedFd) -> io::Result<Self> {
+    /// `InvalidInput` for a file that is no such memfd, with what is wrong with it; `OutOfMemory` for one of more than `most` bytes; the kernel's
+    /// error.
+    pub(crate) fn import(fd: OwnedFd, most: u64) -> io::Result<Self> {
         let refuse = |why: &str| io::Error::new(io::ErrorKind::InvalidInput, why);
         let seals = rustix::fs::fcntl_get_seals(&fd).map_err(|_| refuse("the file is not a memfd"))?;
         if !seals.contains(SealFlags::SHRINK) {
@@ -185,6 +186,10 @@ impl Region {
         let len = usize::try_from(rustix::fs::fstat(&fd)?.st_size).unwrap_or(0);
         if len == 0 || !len.is_multiple_of(4096) {
             return Err(refuse("the memfd is not a whole number of 4 KiB pages long"));
+        }
+        if len as u64 > most {
+            let why = format!("the memfd is {len} bytes long, of which only {most} more are taken");
+            return Err(io::Error::new(io::ErrorKind::OutOfMemory, why));
         }
         // SAFETY: no address is asked for, so no existing mapping is replaced.
         let base =

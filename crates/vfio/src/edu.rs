@@ -325,6 +325,10 @@ impl<B: HostBus> Channel for EduChannel<B> {
         count
     }
 
+    fn halted(&self) -> Option<String> {
+        self.stopped.clone()
+    }
+
     fn wait(&mut self, done: &mut Vec<Completion<DeviceFar>>, timeout: Duration) -> usize {
         let deadline = Instant::now().checked_add(timeout);
         loop {

@@ -131,9 +131,9 @@ impl Container {
         let mut state = self.0.lock();
         let decided = self.0.kernel.get().map(Kernel::way).or(self.0.only);
         match decided {
-            Some(Way::Iommufd) => self.open_by_iommufd(&mut state, *bdf, group),
+            Some(Way::Iommufd) => self.open_by_iommufd(&mut state, *bdf, group)?,
             Some(Way::Type1) => self.open_by_type1(&mut state, *bdf, group),
-            None => self.open_by_iommufd(&mut state, *bdf, group).or_else(|iommufd| {
+            None => self.open_by_iommufd(&mut state, *bdf, group).unwrap_or_else(|iommufd| {
                 match self.open_by_type1(&mut state, *bdf, group) {
                     Ok(device) => {
                         let _ = self.0.passed_over.set(iommufd);
@@ -152,9 +152,10 @@ impl Container {
         Device::new(device, bdf, self.clone())
     }
 
-    fn open_by_iommufd(&self, state: &mut State, bdf: Bdf, group: u32) -> Result<Device, Error> {
+    /// The outer error: iommufd does not take the device. The inner one: it does, and the device itself is of no use by any way.
+    fn open_by_iommufd(&self, state: &mut State, bdf: Bdf, group: u32) -> Result<Result<Device, Error>, Error> {
         if let Some(open) = state.devices.get(&bdf).and_then(Weak::upgrade) {
-            return Ok(Device::again(open));
+            return Ok(Ok(Device::again(open)));
         }
         let path = self.0.sysfs.by_iommufd(bdf)?;
         let mut new = None;
@@ -170,13 +171,17 @@ impl Container {
             },
             _ => Error::AttachDevice { bdf, source },
         })?;
+        // Before anything is decided: without a device the container is as it was.
+        let device = match Device::new(file, bdf, self.clone()) {
+            Ok(device) => device,
+            Err(e) => return Ok(Err(e)),
+        };
         state.learn(info);
         if let Some(space) = new {
             let _ = self.0.kernel.set(Kernel::Iommufd(space));
         }
-        let device = Device::new(file, bdf, self.clone())?;
         state.devices.insert(bdf, device.weak());
-        Ok(device)
+        Ok(Ok(device))
     }
 
     /// The way by which the kernel was asked; `None` before the first device.
@@ -377,15 +382,18 @@ impl Inner {
         let mapped = self.map_pieces(&state, &list, first, access);
         let span = match mapped {
             Ok(span) => span,
-            Err(e) => {
-                taken.into_iter().for_each(|lease| state.free(lease));
+            Err((e, done)) => {
+                // Addresses that may still lead somewhere are nobody else's.
+                if done.is_none_or(|done| self.unmap_span(done)) {
+                    taken.into_iter().for_each(|lease| state.free(lease));
+                }
                 return Err(e.into());
             }
         };
         let lease = match taken {
             Some(lease) => lease,
             // Nobody has these addresses, or the kernel had refused them.
-            None => state.reserve(span).inspect_err(|_| self.unmap_span(span))?,
+            None => state.reserve(span).inspect_err(|_| _ = self.unmap_span(span))?,
         };
         drop(state);
         self.mapped.fetch_add(len, Ordering::Relaxed);
@@ -393,8 +401,14 @@ impl Inner {
         Ok(Mapping::of_list(list.remove(0), more, lease, access))
     }
 
-    /// Maps one behind the other; what was mapped before an error is unmapped.
-    fn map_pieces(&self, state: &State, list: &[Pinned], first: Iova, access: Access) -> Result<Span<Iova>, Error> {
+    /// Maps one behind the other. With an error comes what was mapped before it, and still is.
+    fn map_pieces(
+        &self,
+        state: &State,
+        list: &[Pinned],
+        first: Iova,
+        access: Access,
+    ) -> Result<Span<Iova>, (Error, Option<Span<Iova>>)> {
         let mut done: Option<Span<Iova>> = None;
         for pinned in list {
             let len = pinned.range().len() as u64;
@@ -412,16 +426,12 @@ impl Inner {
                     ranges: state.ranges(),
                 }),
             };
-            match (mapped, done) {
-                (Ok(span), _) => done = Span::inclusive(first, span.last()),
-                (Err(e), Some(done)) => {
-                    self.unmap_span(done);
-                    return Err(e);
-                }
-                (Err(e), None) => return Err(e),
+            match mapped {
+                Ok(span) => done = Span::inclusive(first, span.last()),
+                Err(e) => return Err((e, done)),
             }
         }
-        done.ok_or(Error::TooMany) // the list is not empty
+        done.ok_or((Error::TooMany, None)) // the list is not empty
     }
 
     /// One mapping of the kernel's: memory at an address of this process, and the file that it is behind, with its place in that.
@@ -440,25 +450,23 @@ impl Inner {
         mapped.map_err(|source| explain(source, va, span, access, state.page(), &state.ranges()))
     }
 
-    fn unmap_span(&self, span: Span<Iova>) {
-        if !matches!(self.kernel.get().map(|kernel| kernel.unmap(span)), Some(Ok(_))) {
+    /// False when the kernel refused, and any of it may still be mapped.
+    fn unmap_span(&self, span: Span<Iova>) -> bool {
+        let ended = matches!(self.kernel.get().map(|kernel| kernel.unmap(span)), Some(Ok(_)));
+        if !ended {
             self.stuck.fetch_add(1, Ordering::Relaxed);
         }
+        ended
     }
 
     fn release(&self, lease: Lease<Iova>) {
         let span = lease.span();
-        let stuck = self.stuck();
-        self.unmap_span(span);
+        let ended = self.unmap_span(span);
         self.mapped.fetch_sub(span.len(), Ordering::Relaxed);
         // Addresses that may still lead somewhere are nobody else's.
-        if self.stuck() == stuck {
+        if ended {
             self.lock().free(lease);
         }
-    }
-
-    fn stuck(&self) -> u64 {
-        self.stuck.load(Ordering::Relaxed)
     }
 }
 

@@ -26,7 +26,8 @@ pub(super) struct Iommufd {
     pages: AtomicU64,
     /// The kernel maps files by themselves, which spares it a walk of the process's page table.
     files: AtomicBool,
-    /// What is mapped, by its first address: its last. The kernel has one error number for nothing and for half a mapping.
+    /// What is mapped, by its first address: its last. The kernel has one error number for nothing and for half a mapping. Locked while the
+    /// kernel is asked, so that it agrees with the kernel whenever nobody has it.
     mapped: Mutex<BTreeMap<u64, u64>>,
 }
 
@@ -60,11 +61,10 @@ impl Iommufd {
         span: Span<Iova>,
         access: Access,
     ) -> io::Result<()> {
-        let mapped = match file.filter(|_| self.files.load(Ordering::Relaxed)) {
+        self.mapping(span, || match file.filter(|_| self.files.load(Ordering::Relaxed)) {
             Some((share, start)) => self.map_file(va, share, start, span, access),
             None => self.map_address(va, span, access),
-        };
-        mapped.inspect(|()| self.note(span))
+        })
     }
 
     fn map_address(&self, va: usize, span: Span<Iova>, access: Access) -> io::Result<()> {
@@ -94,8 +94,7 @@ impl Iommufd {
         span: Span<Iova>,
         access: Access,
     ) -> io::Result<()> {
-        let mapped = sys::ioas_map_dma_buf(self.fd.as_fd(), self.ioas, dma_buf, start, span, access);
-        mapped.inspect(|()| self.note(span))
+        self.mapping(span, || sys::ioas_map_dma_buf(self.fd.as_fd(), self.ioas, dma_buf, start, span, access))
     }
 
     /// Ends the mappings that lie within the span, and says how many bytes they were.
@@ -113,15 +112,15 @@ impl Iommufd {
         {
             return Err(Error::PartialUnmap(span));
         }
+        let ended = match sys::ioas_unmap(self.fd.as_fd(), self.ioas, span) {
+            // There was none.
+            Err(e) if Errno::from_io_error(&e) == Some(Errno::NOENT) => 0,
+            other => other.map_err(Error::kernel(format!("cannot unmap {span}")))?,
+        };
         while let Some(start) = mapped.range(first..=last).next().map(|(start, _)| *start) {
             mapped.remove(&start);
         }
-        drop(mapped);
-        match sys::ioas_unmap(self.fd.as_fd(), self.ioas, span) {
-            // There was none.
-            Err(e) if Errno::from_io_error(&e) == Some(Errno::NOENT) => Ok(0),
-            other => other.map_err(Error::kernel(format!("cannot unmap {span}"))),
-        }
+        Ok(ended)
     }
 
     /// What the kernel says of unmapping this, unasked for.
@@ -130,8 +129,12 @@ impl Iommufd {
         sys::ioas_unmap(self.fd.as_fd(), self.ioas, span).err().and_then(|e| Errno::from_io_error(&e))
     }
 
-    fn note(&self, span: Span<Iova>) {
-        self.lock().insert(span.first().bits(), span.last().bits());
+    /// Has the kernel map a span, and takes note of it.
+    fn mapping(&self, span: Span<Iova>, map: impl FnOnce() -> io::Result<()>) -> io::Result<()> {
+        let mut mapped = self.lock();
+        map()?;
+        mapped.insert(span.first().bits(), span.last().bits());
+        Ok(())
     }
 
     fn lock(&self) -> MutexGuard<'_, BTreeMap<u64, u64>> {

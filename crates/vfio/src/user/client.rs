@@ -1,6 +1,7 @@
 //! The client's side of vfio-user: a device in another process as a bus.
 
 use std::io;
+use std::net::Shutdown;
 use std::ops::Range;
 use std::os::fd::{AsFd, BorrowedFd};
 use std::os::unix::net::UnixStream;
@@ -22,7 +23,7 @@ const VECTORS: u32 = 16;
 /// Bytes that the description of a region may take; areas of it that are mapped, at most.
 const REGION_INFO: u32 = 4096;
 const MOST_AREAS: u32 = (REGION_INFO - 48) / 16;
-/// Longer than this no device takes for an answer.
+/// Longer than this no device takes to read a message, or for an answer.
 const PATIENCE: Duration = Duration::from_secs(10);
 
 /// A device that another process serves, as its driver sees it. Memory for it must be such that it can be lent to that process: a memfd's
@@ -69,7 +70,7 @@ struct Inner {
 struct Socket {
     stream: UnixStream,
     next: u16,
-    /// After this nothing that comes can be told from what should.
+    /// Shut down: after an error nothing that comes can be told from what should.
     broken: bool,
 }
 
@@ -77,7 +78,18 @@ fn protocol(what: &str) -> Error {
     Error::kernel("the device's process")(io::Error::new(io::ErrorKind::InvalidData, what.to_owned()))
 }
 
+fn unanswered(command: Command, source: io::Error) -> Error {
+    Error::kernel(format!("the device's process does not answer to {command:?}"))(source)
+}
+
 impl Socket {
+    /// One whose other side may take so long to read a message, and to answer.
+    fn new(stream: UnixStream, patience: Duration) -> io::Result<Self> {
+        stream.set_read_timeout(Some(patience))?;
+        stream.set_write_timeout(Some(patience))?;
+        Ok(Self { stream, next: 0, broken: false })
+    }
+
     /// Sends a request and waits for the body of its answer.
     fn ask(&mut self, command: Command, body: &[u8], fds: &[BorrowedFd<'_>]) -> Result<Vec<u8>, Error> {
         Ok(self.converse(command, body, fds)?.body)
@@ -85,24 +97,31 @@ impl Socket {
 
     /// Sends a request and waits for its answer.
     fn converse(&mut self, command: Command, body: &[u8], fds: &[BorrowedFd<'_>]) -> Result<Message, Error> {
-        let lost = |e| Error::kernel(format!("the device's process does not answer to {command:?}"))(e);
         if self.broken {
-            return Err(lost(io::ErrorKind::NotConnected.into()));
+            return Err(unanswered(command, io::ErrorKind::NotConnected.into()));
         }
-        self.broken = true;
+        let answer = self.exchange(command, body, fds).inspect_err(|_| {
+            // The device's process sees the end of it, and lets go of what was mapped: nobody will tell it to.
+            self.broken = true;
+            let _ = self.stream.shutdown(Shutdown::Both);
+        })?;
+        if answer.flags & ERROR != 0 {
+            let errno = io::Error::from_raw_os_error(i32::try_from(answer.error).unwrap_or(0));
+            return Err(Error::kernel(format!("the device's process refuses {command:?}"))(errno));
+        }
+        Ok(answer)
+    }
+
+    /// The same, whatever the answer says. After an error nothing can be asked any more.
+    fn exchange(&mut self, command: Command, body: &[u8], fds: &[BorrowedFd<'_>]) -> Result<Message, Error> {
+        let lost = |e| unanswered(command, e);
         let id = self.next;
         self.next = self.next.wrapping_add(1);
         send(&mut self.stream, id, command as u16, 0, 0, body, fds).map_err(lost)?;
         let answer = receive(&mut self.stream).map_err(lost)?;
         let answer = answer.ok_or_else(|| lost(io::ErrorKind::UnexpectedEof.into()))?;
-        let Message { id: to, command: of, flags, error, .. } = answer;
-        if (to, of) != (id, command as u16) || flags & REPLY == 0 {
+        if (answer.id, answer.command) != (id, command as u16) || answer.flags & REPLY == 0 {
             return Err(protocol("it answered something else than it was asked"));
-        }
-        self.broken = false;
-        if flags & ERROR != 0 {
-            let errno = io::Error::from_raw_os_error(i32::try_from(error).unwrap_or(0));
-            return Err(Error::kernel(format!("the device's process refuses {command:?}"))(errno));
         }
         Ok(answer)
     }
@@ -179,7 +198,7 @@ impl Undo for Inner {
     fn unmap(&self, lease: Lease<Iova>) {
         let span = lease.span();
         self.mapped.fetch_sub(span.len(), Ordering::Relaxed);
-        // The addresses of a device that does not answer are nobody's any more. Its process unmaps when the socket is closed.
+        // The addresses of a device that does not answer are nobody's any more. Its process unmaps when the socket is shut down.
         if self.dma_unmap(span).is_ok() {
             lock(&self.iovas).free(lease);
         }
@@ -207,8 +226,11 @@ impl UserBus {
     /// # Errors
     /// As [`UserBus::connect`].
     pub fn over(stream: UnixStream) -> Result<Self, Error> {
-        stream.set_read_timeout(Some(PATIENCE)).map_err(Error::kernel("the socket"))?;
-        let mut socket = Socket { stream, next: 0, broken: false };
+        Self::patient(stream, PATIENCE)
+    }
+
+    fn patient(stream: UnixStream, patience: Duration) -> Result<Self, Error> {
+        let mut socket = Socket::new(stream, patience).map_err(Error::kernel("the socket"))?;
         let text = format!(r#"{{"capabilities":{{"max_msg_fds":{VECTORS},"max_data_xfer_size":{MAX_DATA}}}}}"#);
         let hello = Body::default().u32(1 << 16).bytes(text.as_bytes()).bytes(&[0]);
         let version = socket.ask(Command::Version, &hello.0, &[])?;
@@ -427,5 +449,73 @@ impl HostBus for UserBus {
 impl std::fmt::Debug for UserBus {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         f.debug_struct("UserBus").field("regions", &self.regions).finish_non_exhaustive()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::os::fd::OwnedFd;
+    use std::time::Instant;
+
+    use super::super::{ClientMemory, Model, RegionSpec, serve};
+    use super::*;
+
+    /// A device of nothing but one BAR, which takes its time to be read.
+    struct Slow(Duration);
+
+    impl Model for Slow {
+        fn region(&self, index: u32) -> RegionSpec {
+            if index == 0 { RegionSpec { len: 4096, usable: true } } else { RegionSpec::default() }
+        }
+
+        fn read(&mut self, _: u32, _: u64, _: &mut [u8]) -> bool {
+            std::thread::sleep(self.0);
+            true
+        }
+
+        fn write(&mut self, _: u32, _: u64, _: &[u8]) -> bool {
+            true
+        }
+
+        fn interrupts(&self) -> u32 {
+            0
+        }
+
+        fn set_interrupts(&mut self, _: u32, _: Vec<Option<OwnedFd>>) {}
+
+        fn reset(&mut self) -> bool {
+            true
+        }
+    }
+
+    const SHORT: Duration = Duration::from_millis(200);
+
+    #[test]
+    fn a_device_that_does_not_read_is_an_error() {
+        let (ours, _theirs) = UnixStream::pair().unwrap();
+        let mut socket = Socket::new(ours, SHORT).unwrap();
+        let began = Instant::now();
+        let error = socket.ask(Command::RegionWrite, &vec![0; MAX_DATA], &[]).unwrap_err().to_string();
+        assert!(error.contains("does not answer to RegionWrite"), "{error}");
+        assert!(began.elapsed() >= SHORT && began.elapsed() < PATIENCE, "{:?}", began.elapsed());
+    }
+
+    #[test]
+    fn a_device_that_answers_late_loses_what_was_mapped() {
+        use dmalane_mem::{Heap, MemfdHeap, PageKind};
+        let (ours, theirs) = UnixStream::pair().unwrap();
+        let memory = ClientMemory::new();
+        let seen = memory.clone();
+        let server = std::thread::spawn(move || serve(theirs, &mut Slow(2 * SHORT), &memory));
+        let bus = UserBus::patient(ours, SHORT).unwrap();
+        let buf = MemfdHeap::starting_at(PageKind::Base).allocate(4096).unwrap().share();
+        let mapping = bus.map(bus.pin(&buf.share()).unwrap(), Access::RW).unwrap();
+        assert_eq!(seen.mappings(), 1);
+        assert!(bus.read32(0, 0).is_err());
+        // While the bus is still there.
+        let _ended = server.join().unwrap();
+        assert_eq!(seen.mappings(), 0);
+        drop(mapping);
+        assert_eq!(bus.mapped_bytes(), 0);
     }
 }

@@ -42,8 +42,16 @@ fn fixed() -> Fixed {
     let event = || eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK).expect("an eventfd");
     let (pipe, _) = rustix::pipe::pipe().expect("a pipe");
     let mut files: Vec<_> = memory.iter().map(lent).collect();
-    files.extend([unsealed, event(), event(), pipe]);
+    files.extend([unsealed, event(), event(), pipe, sparse()]);
     Fixed { files, shown: memfd(MEMORY as usize), _memory: memory }
+}
+
+/// Sealed memory that would take half of a process's addresses.
+fn sparse() -> OwnedFd {
+    let file = rustix::fs::memfd_create("sparse", MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING).expect("a memfd");
+    rustix::fs::ftruncate(&file, 1 << 46).expect("a length");
+    rustix::fs::fcntl_add_seals(&file, rustix::fs::SealFlags::SHRINK).expect("a seal");
+    file
 }
 
 thread_local! {

@@ -10,6 +10,10 @@ use rustix::io::Errno;
 
 /// Mappings of one client, at most: what VFIO of the kernel takes.
 const MOST: usize = 65_535;
+/// Files that one client lends, at most: each is a mapping of this process, which may have some 65 thousand for all that it does.
+const MOST_FILES: usize = 4096;
+/// Bytes of the files that one client lends, at most, whether mapped for the device or not: they take addresses of this process.
+const MOST_BYTES: u64 = 1 << 40;
 
 /// The memory that a client has mapped for a device. Clones are handles to the same.
 ///
@@ -51,7 +55,7 @@ impl ClientMemory {
         self.read().pieces.len()
     }
 
-    /// Maps part of a file that the client lends. Memory without one is taken note of, and is no memory to the device: an access to it is a
+    /// Maps part of a file that the client lends, of which there may be [`MOST_FILES`] with [`MOST_BYTES`] (`ENOMEM`). Memory without one is taken note of, and is no memory to the device: an access to it is a
     /// fault. QEMU maps so what a guest has no DMA to: its firmware, and BARs of other devices.
     pub(super) fn map(&self, span: Span<Iova>, access: Access, fd: Option<OwnedFd>, offset: u64) -> Result<(), Errno> {
         let key = fd.as_ref().map(|fd| {
@@ -75,8 +79,7 @@ impl ClientMemory {
             Some((fd, key)) => match maps.files.get(&key).and_then(Weak::upgrade) {
                 Some(file) => Some(file),
                 None => {
-                    let file = Arc::new(SharedBuf::import(fd).map_err(|_| Errno::INVAL)?);
-                    maps.files.retain(|_, file| file.strong_count() > 0);
+                    let file = Arc::new(maps.import(fd)?);
                     maps.files.insert(key, Arc::downgrade(&file));
                     Some(file)
                 }
@@ -113,6 +116,19 @@ impl ClientMemory {
 }
 
 impl Maps {
+    /// A further file of the client's, whole, within what a client may lend.
+    fn import(&mut self, fd: OwnedFd) -> Result<SharedBuf, Errno> {
+        self.files.retain(|_, file| file.strong_count() > 0);
+        let lent: u64 = self.files.values().filter_map(Weak::upgrade).map(|file| file.len() as u64).sum();
+        if self.files.len() >= MOST_FILES {
+            return Err(Errno::NOMEM);
+        }
+        SharedBuf::import_up_to(fd, MOST_BYTES.saturating_sub(lent)).map_err(|e| match e {
+            dmalane_mem::Error::Import(e) if e.kind() == std::io::ErrorKind::OutOfMemory => Errno::NOMEM,
+            _ => Errno::INVAL,
+        })
+    }
+
     /// The pieces that have an address in common with the span, lowest first.
     fn overlapping(&self, span: Span<Iova>) -> impl Iterator<Item = (Iova, &Piece)> {
         let before = self.pieces.range(..span.first()).next_back().filter(|(_, piece)| piece.last >= span.first());
@@ -241,6 +257,31 @@ mod tests {
 
     fn span(first: u64, len: u64) -> Span<Iova> {
         Span::new(Iova::new(first), len).unwrap()
+    }
+
+    /// Memory that is long and not there.
+    fn sparse(len: u64) -> Option<OwnedFd> {
+        use rustix::fs::{MemfdFlags, SealFlags, fcntl_add_seals, ftruncate, memfd_create};
+        let file = memfd_create("sparse", MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING).unwrap();
+        ftruncate(&file, len).unwrap();
+        fcntl_add_seals(&file, SealFlags::SHRINK).unwrap();
+        Some(file)
+    }
+
+    #[test]
+    fn a_client_takes_only_so_many_addresses_of_this_process() {
+        let memory = ClientMemory::new();
+        let map = |page: u64, file| memory.map(span(page << 12, 4096), Access::RW, file, 0);
+        assert_eq!(map(1, sparse(1 << 46)), Err(Errno::NOMEM));
+        assert_eq!(map(1, sparse(MOST_BYTES + 4096)), Err(Errno::NOMEM));
+        map(1, sparse(MOST_BYTES - 4096)).unwrap();
+        assert_eq!(map(2, sparse(8192)), Err(Errno::NOMEM));
+        map(2, sparse(4096)).unwrap();
+        assert_eq!(map(3, sparse(4096)), Err(Errno::NOMEM), "all are lent");
+        // What was unmapped counts no more.
+        memory.unmap(span(1 << 12, 4096)).unwrap();
+        map(3, sparse(8192)).unwrap();
+        assert_eq!(memory.mappings(), 2);
     }
 
     #[test]

@@ -4,6 +4,7 @@ use std::io;
 use std::ops::Range;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::os::unix::net::UnixStream;
+use std::time::Duration;
 
 use dmalane_addr::{Access, Iova, Span};
 use rustix::io::Errno;
@@ -75,15 +76,27 @@ const KINDS: u32 = abi::VFIO_PCI_NUM_IRQS;
 /// The version that this speaks: 0.1.
 const MINOR: u16 = 1;
 
-/// Answers a client until it closes the socket. Whatever becomes of it, the device is reset at the end and nothing stays mapped.
+/// How long a client may take to greet, and at any time to read an answer. After the greeting it may be silent for as long as it likes.
+const PATIENCE: Duration = Duration::from_secs(10);
+
+/// Answers a client until it closes the socket, or does not greet or read for ten seconds. Whatever becomes of it, the device is reset at the end and nothing stays mapped.
 ///
 /// A request that cannot be carried out is answered with an error number and changes nothing.
 ///
 /// # Errors
 /// [`ServeError`]
-pub fn serve(mut stream: UnixStream, model: &mut dyn Model, memory: &ClientMemory) -> Result<(), ServeError> {
+pub fn serve(stream: UnixStream, model: &mut dyn Model, memory: &ClientMemory) -> Result<(), ServeError> {
+    serve_with(PATIENCE, stream, model, memory)
+}
+
+fn serve_with(
+    patience: Duration,
+    mut stream: UnixStream,
+    model: &mut dyn Model,
+    memory: &ClientMemory,
+) -> Result<(), ServeError> {
     let mut server = Server { model, memory };
-    let served = server.run(&mut stream);
+    let served = server.run(&mut stream, patience);
     // One that does not end loses its memory below all the same: that waits for what is under way.
     let _ = server.model.reset();
     server.model.set_interrupts(0, (0..server.model.interrupts()).map(|_| None).collect());
@@ -103,8 +116,11 @@ struct Server<'a> {
 }
 
 impl Server<'_> {
-    fn run(&mut self, stream: &mut UnixStream) -> Result<(), ServeError> {
+    fn run(&mut self, stream: &mut UnixStream, patience: Duration) -> Result<(), ServeError> {
+        stream.set_write_timeout(Some(patience))?;
+        stream.set_read_timeout(Some(patience))?;
         let Some(first) = receive(stream)? else { return Ok(()) };
+        stream.set_read_timeout(None)?;
         let mut fields = Fields(&first.body);
         let (major, minor) = (fields.u16(), fields.u16().unwrap_or(0));
         if first.command != Command::Version as u16 || major != Some(0) {
@@ -387,6 +403,30 @@ mod tests {
             assert_eq!((&plain.body[..8], plain.fds.len()), (&[32, 0, 0, 0, 0, 0, 0, 0][..], 0));
             assert_eq!(ask(Command::RegionInfo, &info(4096, 99)).flags, REPLY | ERROR);
         });
+    }
+
+    #[test]
+    fn a_client_that_does_not_greet_or_does_not_read_is_let_go() {
+        let serve = |stream| {
+            let (memory, file) = SharedBuf::sparse_pieces("test", &[0..0x1000, 0x2000..0x1_0000]).unwrap();
+            serve_with(Duration::from_millis(200), stream, &mut Stuck { memory, file }, &ClientMemory::new())
+        };
+        let is_late = |served| match served {
+            Err(ServeError::Socket(e)) => e.kind() == io::ErrorKind::WouldBlock,
+            _ => false,
+        };
+        let (_silent, stream) = UnixStream::pair().unwrap();
+        assert!(is_late(serve(stream)));
+        let (mut client, stream) = UnixStream::pair().unwrap();
+        let server = std::thread::spawn(move || serve(stream));
+        send(&mut client, 1, Command::Version as u16, 0, 0, &Body::default().u32(0).0, &[]).unwrap();
+        receive(&mut client).unwrap().unwrap();
+        // Silent once it has greeted, and then without an ear.
+        std::thread::sleep(Duration::from_millis(400));
+        assert!(!server.is_finished());
+        let read = Body::default().u64(0).u32(2).u32(0x1000).0;
+        while send(&mut client, 1, Command::RegionRead as u16, 0, 0, &read, &[]).is_ok() {}
+        assert!(is_late(server.join().unwrap()));
     }
 
     #[test]
