@@ -25,6 +25,8 @@ const REGION_INFO: u32 = 4096;
 const MOST_AREAS: u32 = (REGION_INFO - 48) / 16;
 /// Longer than this no device takes to read a message, or for an answer.
 const PATIENCE: Duration = Duration::from_secs(10);
+/// The longest file that a region is seen through; a longer one is not mapped.
+const MOST_WINDOW: u64 = 1 << 40;
 
 /// A device that another process serves, as its driver sees it. Memory for it must be such that it can be lent to that process: a memfd's
 /// ([`mem::MemfdHeap`]).
@@ -142,8 +144,8 @@ impl Socket {
         let Some(file) = fds.pop() else { return Ok(region) };
         let caps = if flags & abi::VFIO_REGION_INFO_FLAG_CAPS != 0 { at.unwrap_or(0) as usize } else { 0 };
         let areas = sparse(&info, caps).unwrap_or_else(|| std::iter::once(0..len).collect());
-        // What is no sealed memory could vanish under us.
-        let Ok(file) = SharedBuf::import(file) else { return Ok(region) };
+        // What is no sealed memory could vanish under us; and a sparse file can be longer than this process has addresses.
+        let Ok(file) = SharedBuf::import_up_to(file, MOST_WINDOW) else { return Ok(region) };
         let areas = areas.into_iter().filter(|a| a.start < a.end && a.end <= len.min(file.len() as u64));
         region.window = Some(Window { areas: areas.collect(), file });
         Ok(region)
