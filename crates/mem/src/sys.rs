@@ -191,6 +191,11 @@ impl Region {
             let why = format!("the memfd is {len} bytes long, of which only {most} more are taken");
             return Err(io::Error::new(io::ErrorKind::OutOfMemory, why));
         }
+        Self::shared(fd, len, true)
+    }
+
+    /// The first `len` bytes of a file, of which the caller has seen that they cannot go away, mapped shared.
+    fn shared(fd: OwnedFd, len: usize, exported: bool) -> io::Result<Self> {
         // SAFETY: no address is asked for, so no existing mapping is replaced.
         let base =
             unsafe { mm::mmap(ptr::null_mut(), len, ProtFlags::READ | ProtFlags::WRITE, MapFlags::SHARED, &fd, 0) }?;
@@ -198,7 +203,7 @@ impl Region {
             ptr: NonNull::new(base.cast()).ok_or(io::ErrorKind::OutOfMemory)?,
             len,
             fd: Some(fd),
-            exported: AtomicBool::new(true),
+            exported: AtomicBool::new(exported),
             home: None,
             slab: None,
         })
@@ -208,17 +213,7 @@ impl Region {
     pub(crate) fn dma_buf(heap: BorrowedFd<'_>, len: NonZeroUsize) -> io::Result<Self> {
         let len = len.get();
         let fd = allocate_dma_buf(heap, len)?;
-        // SAFETY: no address is asked for, so no existing mapping is replaced.
-        let base =
-            unsafe { mm::mmap(ptr::null_mut(), len, ProtFlags::READ | ProtFlags::WRITE, MapFlags::SHARED, &fd, 0) }?;
-        Ok(Self {
-            ptr: NonNull::new(base.cast()).ok_or(io::ErrorKind::OutOfMemory)?,
-            len,
-            fd: Some(fd),
-            exported: AtomicBool::new(false),
-            home: None,
-            slab: None,
-        })
+        Self::shared(fd, len, false)
     }
 
     /// A dma-buf that somebody else made, whole, mapped shared. It counts as exported from the start.
@@ -234,17 +229,7 @@ impl Region {
         if len == 0 || !len.is_multiple_of(4096) {
             return Err(refuse("the dma-buf is not a whole number of 4 KiB pages long"));
         }
-        // SAFETY: no address is asked for, so no existing mapping is replaced.
-        let base =
-            unsafe { mm::mmap(ptr::null_mut(), len, ProtFlags::READ | ProtFlags::WRITE, MapFlags::SHARED, &fd, 0) }?;
-        Ok(Self {
-            ptr: NonNull::new(base.cast()).ok_or(io::ErrorKind::OutOfMemory)?,
-            len,
-            fd: Some(fd),
-            exported: AtomicBool::new(true),
-            slab: None,
-            home: None,
-        })
+        Self::shared(fd, len, true)
     }
 
     /// Begins or ends an access of the processor to a dma-buf. `Unsupported` for other memory.

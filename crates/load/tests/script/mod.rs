@@ -154,7 +154,7 @@ pub fn naive(job: &Job, sources: &[Arc<Vec<u8>>]) -> Vec<Vec<u8>> {
 }
 
 /// Extents scattered over some buffers, with gaps, in no order.
-#[allow(dead_code)]
+#[allow(dead_code)] // one of the tests that share this file needs none of them
 pub fn random_job(random: &mut Random, sources: usize, source_len: u64) -> Job {
     let mut job = Job::default();
     for buffer in 0..=random.below(3) as usize {
