@@ -13,9 +13,11 @@ use std::path::PathBuf;
 use std::time::{Duration, Instant};
 
 use dmalane::addr::FileOffset;
-use dmalane::engine::{Channel, Direction, Transfer};
-use dmalane::mem::{AnonHeap, Heap, MemfdHeap, PageKind, Part, Pool, SharedBuf, View, export_dma_buf, footprint};
-use dmalane::uring::{FileChannel, Io, Mode, read_now};
+use dmalane::dma::{
+    AnonHeap, BufferSlice, Heap, MemfdHeap, PageKind, Pool, SharedBuf, VolatileSlice, export_dma_buf, footprint,
+};
+use dmalane::file::{FileChannel, Io, Mode, read_now};
+use dmalane::queue::{Channel, Direction, Transfer};
 use dmalane::{AllocAndRead, AllocRead, FileOptions, ReadOptions, Scheme};
 use rustix::time::{ClockId, clock_gettime};
 use twox_hash::XxHash3_64;
@@ -184,7 +186,7 @@ struct Bench {
     hash: u64,
     read: ReadOptions,
     /// Memory that is there, for the ceiling.
-    ready: Option<Part>,
+    ready: Option<BufferSlice>,
     pool: Pool,
     first_gather: f64,
     /// Core-seconds of the last cold direct sample of ours.
@@ -404,7 +406,7 @@ impl Bench {
 
     fn check(&mut self, row: &str, left: Left) -> Result<()> {
         let mut hash = XxHash3_64::with_seed(0);
-        let mut view = |view: View<'_>| {
+        let mut view = |view: VolatileSlice<'_>| {
             if let Some(view) = view.sub(0, self.size as usize) {
                 view.for_each_block(|block| hash.write(block));
             }
@@ -443,7 +445,7 @@ impl Bench {
         let options = FileOptions { mode, io: Io::Pread, depth: 1, block: 1 << 30 };
         let mut channel = FileChannel::open(&self.path, options)?;
         let transfer = Transfer { part: buf.into_part(), direction: Direction::ToHost, far: FileOffset::new(0) };
-        let back = dmalane::engine::run(&mut channel, transfer, Duration::from_secs(300))?;
+        let back = dmalane::queue::run(&mut channel, transfer, Duration::from_secs(300))?;
         back.part.into_whole().map_err(|_| "a part of a buffer".into())
     }
 
@@ -497,7 +499,7 @@ impl Bench {
     }
 
     /// Memory that is there, in the pages that a load would have.
-    fn ready(&mut self) -> Result<Part> {
+    fn ready(&mut self) -> Result<BufferSlice> {
         match self.ready.take() {
             Some(part) => Ok(part),
             None => Ok(AnonHeap::new().reserve(self.size as usize)?.populate()?.into_part()),
@@ -511,7 +513,7 @@ impl Bench {
         let options = FileOptions { mode: Mode::Direct, io: Io::Auto, depth: self.read.depth, block: self.read.block };
         let mut channel = FileChannel::open(&self.path, options)?;
         let (mut rest, mut at, mut done) = (part, 0, Vec::new());
-        let mut back: BTreeMap<usize, Part> = BTreeMap::new();
+        let mut back: BTreeMap<usize, BufferSlice> = BTreeMap::new();
         while at < self.size || channel.in_flight() > 0 {
             while at < self.size && channel.in_flight() < channel.limits().capacity {
                 let len = (self.size - at).min(self.read.block as u64);

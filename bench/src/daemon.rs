@@ -16,8 +16,8 @@ use std::time::{Duration, Instant};
 use dmalane::addr::{Access, Address, CardAddr};
 use dmalane::card::{Card, CardConfig, CardQueue, SoftBus, Workers};
 use dmalane::daemon::{Client, Config, Limits, Listener, Options as ClientOptions, Server};
-use dmalane::engine::{CacheHint, DeviceAddr, Direction, Ended, Operation, Queue, Registered};
-use dmalane::mem::{Heap, HostBus, HostConfig, MemfdHeap, PageKind, Part, SharedBuf, SoftHost};
+use dmalane::dma::{BufferSlice, Heap, HostBus, HostConfig, MemfdHeap, PageKind, SharedBuf, SoftHost};
+use dmalane::queue::{CacheHint, DeviceAddr, Direction, Ended, Operation, Queue, Registered};
 
 use crate::clock::{pin_to, time};
 use crate::report::{Details, Report};
@@ -103,7 +103,7 @@ struct Side<B: HostBus> {
     bus: Arc<B>,
     card: Card<B>,
     via: Registered,
-    part: Option<Part>,
+    part: Option<BufferSlice>,
 }
 
 impl<B: HostBus> Side<B> {
@@ -132,7 +132,7 @@ impl<B: HostBus> Side<B> {
     /// Puts the parts together again, and compares what lies on the card with them by way of another buffer.
     fn check(&mut self, walk: Walk<B>) -> Result<()> {
         let Walk { mut queue, ready, tail, .. } = walk;
-        let mut whole: Option<Part> = None;
+        let mut whole: Option<BufferSlice> = None;
         for operation in ready {
             let host = operation.into_parts().pop().ok_or("an operation without a part")?;
             whole = Some(match whole {
@@ -181,7 +181,7 @@ struct Walk<B: HostBus> {
     ready: Vec<Operation>,
     back: Vec<Operation>,
     ended: Vec<Ended>,
-    tail: Part,
+    tail: BufferSlice,
 }
 
 impl<B: HostBus> Walk<B> {
@@ -336,7 +336,7 @@ fn two_clients(options: &Options, daemon: &Daemon, name: &str, sizes: [usize; 2]
                 }
                 walk.ready.extend(waiting.into_iter().chain(walk.ended.drain(..).map(|e| e.operation)));
                 let first = |o: &Operation| match &o.work {
-                    dmalane::engine::Work::Copy { at: DeviceAddr::Card(at), .. } => *at,
+                    dmalane::queue::Work::Copy { at: DeviceAddr::Card(at), .. } => *at,
                     _ => CardAddr::new(0),
                 };
                 walk.ready.sort_by_key(first);

@@ -10,10 +10,10 @@ use std::path::PathBuf;
 use std::time::{Duration, Instant};
 
 use dmalane::addr::FileOffset;
-use dmalane::engine::{Channel, Direction, Transfer};
+use dmalane::dma::{AnonHeap, BufferSlice, CopyHint, Heap, SharedBuf};
+use dmalane::file::{FileChannel, Mode};
 use dmalane::load::{Placement, write_sample};
-use dmalane::mem::{AnonHeap, CopyHint, Heap, Part, SharedBuf};
-use dmalane::uring::{FileChannel, Mode};
+use dmalane::queue::{Channel, Direction, Transfer};
 use dmalane::{FileOptions, SoftConfig, SoftDevice, open_file};
 
 use crate::report::Report;
@@ -103,7 +103,7 @@ struct Bench {
     size: u64,
     soft: SoftDevice,
     checksum: Option<u64>,
-    parts: Vec<Part>,
+    parts: Vec<BufferSlice>,
     whole: SharedBuf,
     card: SharedBuf,
 }
@@ -189,7 +189,7 @@ impl Bench {
     fn raw_pread(&mut self) -> Result<f64> {
         let start = Instant::now();
         let options =
-            FileOptions { io: dmalane::uring::Io::Pread, block: 2 << 20, mode: Mode::Direct, ..FileOptions::default() };
+            FileOptions { io: dmalane::file::Io::Pread, block: 2 << 20, mode: Mode::Direct, ..FileOptions::default() };
         let mut channel = FileChannel::open(&self.path, options)?;
         let mut at = 0;
         while at < self.size {
@@ -197,7 +197,7 @@ impl Bench {
             let len = (self.size - at).min(part.len() as u64);
             let (part, tail) = part.split_at(len as usize).map_err(|_| "a short buffer")?;
             let transfer = Transfer { part, direction: Direction::ToHost, far: FileOffset::new(at) };
-            let back = dmalane::engine::run(&mut channel, transfer, Duration::from_secs(60))?;
+            let back = dmalane::queue::run(&mut channel, transfer, Duration::from_secs(60))?;
             self.parts.push(back.part.join(tail).map_err(|_| "parts of two buffers")?);
             at += len;
         }
@@ -213,7 +213,7 @@ impl Bench {
         let old = std::mem::replace(&mut self.whole, heap.allocate(4096)?.share());
         let (part, tail) = old.into_part().split_at(self.size as usize).map_err(|_| "a short buffer")?;
         let transfer = Transfer { part, direction: Direction::ToHost, far: FileOffset::new(0) };
-        let back = dmalane::engine::run(&mut channel, transfer, Duration::from_secs(60))?;
+        let back = dmalane::queue::run(&mut channel, transfer, Duration::from_secs(60))?;
         let whole = back.part.join(tail).ok().and_then(|p| p.into_whole().ok()).ok_or("parts of two buffers")?;
         self.whole = whole;
         let bytes = self.whole.view().sub(0, self.size as usize).ok_or("a short buffer")?;

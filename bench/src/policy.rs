@@ -4,9 +4,9 @@
 
 use std::time::Duration;
 
-use dmalane::engine::{AddressPolicy, BalancePolicy, Direction};
 use dmalane::link::assumptions::{Assumption, Load, all, demands, loads, toggling};
 use dmalane::link::{Copy, Half, Place, Rig, shortest};
+use dmalane::queue::{AddressPolicy, BalancePolicy, Direction};
 
 use crate::report::Report;
 
@@ -24,7 +24,7 @@ const SIZES: [u64; 3] = [64 << 20, 256 << 20, 1 << 30];
 type Seconds = Vec<f64>;
 
 /// What each batch took, and the shortest that it could have taken.
-fn batches<P: dmalane::engine::Policy<Place>>(
+fn batches<P: dmalane::queue::Policy<Place>>(
     a: &Assumption,
     copies: &[Copy],
     policy: P,

@@ -11,8 +11,8 @@ use std::time::Duration;
 
 use dmalane::addr::{Access, CardAddr, Span};
 use dmalane::card::{Card, CardConfig, CardQueue, SoftBus, Workers};
-use dmalane::engine::{CacheHint, DeviceAddr, Direction, Ended, Operation, Queue, Registered};
-use dmalane::mem::{AnonHeap, CopyHint, CpuBuf, Heap, HostConfig, Part, SharedBuf, SoftHost};
+use dmalane::dma::{AnonHeap, BufferSlice, CopyHint, CpuBuf, Heap, HostConfig, SharedBuf, SoftHost};
+use dmalane::queue::{CacheHint, DeviceAddr, Direction, Ended, Operation, Queue, Registered};
 
 use crate::clock::{pin, time};
 use crate::report::{Details, Report};
@@ -120,7 +120,7 @@ impl Walk {
     /// Cuts the first `region` bytes of a buffer into operations, against card memory from `at` on.
     fn new(
         queue: CardQueue<SoftBus>,
-        part: Part,
+        part: BufferSlice,
         via: &Registered,
         direction: Direction,
         size: usize,
@@ -300,8 +300,8 @@ fn inline(options: &Options, direction: Direction, name: &str, report: &mut Repo
 }
 
 /// Puts the parts together again, after comparing them with what the card has.
-fn check(mut walk: Walk, bench: &Bench, rest: Part, direction: Direction) -> Result<SharedBuf> {
-    let mut whole: Option<Part> = None;
+fn check(mut walk: Walk, bench: &Bench, rest: BufferSlice, direction: Direction) -> Result<SharedBuf> {
+    let mut whole: Option<BufferSlice> = None;
     for operation in std::mem::take(&mut walk.ready) {
         let Some(host) = operation.into_parts().pop() else { return Err("an operation without a part".into()) };
         whole = Some(match whole {
@@ -461,8 +461,8 @@ fn registered(options: &Options, report: &mut Report) -> Result<()> {
                 once.push(time(|| (0..times).for_each(|_| copy(via.clone()))));
                 each.push(time(|| {
                     (0..times).for_each(|_| {
-                        let pinned = dmalane::mem::HostBus::pin(&*bench.bus, &share).expect("frames");
-                        let mapping = dmalane::mem::HostBus::map(&*bench.bus, pinned, Access::RW).expect("a mapping");
+                        let pinned = dmalane::dma::HostBus::pin(&*bench.bus, &share).expect("frames");
+                        let mapping = dmalane::dma::HostBus::map(&*bench.bus, pinned, Access::RW).expect("a mapping");
                         copy(Registered::from_mapping(mapping));
                     });
                 }));

@@ -6,9 +6,9 @@ use std::os::fd::{BorrowedFd, OwnedFd};
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
+use dmalane::dma::{Needs, pick};
+use dmalane::file::{Error, Mode};
 use dmalane::load::fill::{FillError, FilledBuf};
-use dmalane::mem::{Needs, pick};
-use dmalane::uring::{Error, Mode};
 use dmalane::{AllocAndRead, ReadError, ReadOptions};
 use dmalane_vm::Errno;
 
@@ -98,7 +98,7 @@ fn kernel(error: &std::io::Error) -> Refused {
 
 impl From<ReadError> for Refused {
     fn from(error: ReadError) -> Self {
-        use dmalane::engine::OpError;
+        use dmalane::queue::OpError;
         let os = |e: &std::io::Error| Number::Kernel(e.raw_os_error().unwrap_or(EIO));
         let number = match &error {
             ReadError::Open { source, .. } | ReadError::Channel(Error::Open { source, .. }) => os(source),

@@ -6,9 +6,9 @@ use std::sync::{Arc, Condvar, Mutex, OnceLock, PoisonError};
 use std::time::Duration;
 
 use dmalane_addr::{Access, CardAddr};
+use dmalane_dma::host::DevicePort;
+use dmalane_dma::{self as mem, BufferRef, HostBus, Mapping, Pinned, SoftHost};
 use dmalane_iopt::{Arm64S1_4k, Format, X86_64_4Level};
-use dmalane_mem::host::DevicePort;
-use dmalane_mem::{self as mem, HostBus, Mapping, Pinned, Share, SoftHost};
 
 use rustix::event::{EventfdFlags, eventfd};
 
@@ -48,7 +48,7 @@ impl<F: Format, M: Format> SoftBus<F, M> {
 }
 
 impl<F: Format, M: Format> HostBus for SoftBus<F, M> {
-    fn pin(&self, share: &Share) -> Result<Pinned, mem::Error> {
+    fn pin(&self, share: &BufferRef) -> Result<Pinned, mem::Error> {
         self.host.pin(share)
     }
 
@@ -56,7 +56,7 @@ impl<F: Format, M: Format> HostBus for SoftBus<F, M> {
         self.host.map(pinned, access)
     }
 
-    fn pin_range(&self, share: &Share, range: Range<usize>) -> Result<Pinned, mem::Error> {
+    fn pin_range(&self, share: &BufferRef, range: Range<usize>) -> Result<Pinned, mem::Error> {
         self.host.pin_range(share, range)
     }
 

@@ -6,11 +6,11 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
 use dmalane_addr::{Access, Address, CardAddr, DeviceVa, Iova, Span};
-use dmalane_engine::{
+use dmalane_dma::{DmaFault, FaultReason, HostBus, VolatileSlice};
+use dmalane_queue::{
     Abilities, CacheHint, Cancelled, Copies, DeviceAddr, Direction, Ended, Gather, HostPart, Limits, OpError,
     Operation, Queue, Refusal, Rejected, Sampler, Stats, Ticket, Work,
 };
-use dmalane_mem::{DmaFault, FaultReason, HostBus, View};
 
 use crate::driver::{Device, Rings, Shelf};
 use crate::{Completion, Descriptor, Error, Halt, Status, Task, regs};
@@ -48,7 +48,7 @@ pub struct CardQueue<B: HostBus> {
     /// Descriptors written since the start.
     tail: u64,
     /// What the card was told of `tail`.
-    rung: u64,
+    backing: u64,
     /// Operations accepted so far; also the ticket of the next.
     next: u64,
     /// The last of them is number `next - 1`. One that was taken back left a fence behind, which holds its places in the ring.
@@ -101,7 +101,7 @@ impl<B: HostBus> CardQueue<B> {
             abilities,
             head: 0,
             tail: 0,
-            rung: 0,
+            backing: 0,
             next: 0,
             taken_back: BTreeSet::new(),
             collected: 0,
@@ -120,7 +120,7 @@ impl<B: HostBus> CardQueue<B> {
 
     /// Starts a card's channel that has stopped.
     fn set_going(&mut self) -> Result<(), Error> {
-        (self.head, self.tail, self.rung) = (0, 0, 0);
+        (self.head, self.tail, self.backing) = (0, 0, 0);
         (self.collected, self.failed, self.stalled, self.quiet) = (0, None, None, 0);
         let device = self.device();
         // What an earlier user of the rings left there would look like completions.
@@ -161,7 +161,7 @@ impl<B: HostBus> CardQueue<B> {
         self.rings.as_ref().expect("the rings are there until the channel is dropped")
     }
 
-    fn completions(&self) -> View<'_> {
+    fn completions(&self) -> VolatileSlice<'_> {
         self.rings().completions.view()
     }
 
@@ -318,7 +318,7 @@ impl<B: HostBus> CardQueue<B> {
             return None;
         }
         let status = Status::from_code(got.status);
-        let (Some(status), true, true) = (status, got.cookie == number as u32, number < self.rung) else {
+        let (Some(status), true, true) = (status, got.cookie == number as u32, number < self.backing) else {
             self.halt(format!("the card completed descriptor {number} with {word:#x}"));
             return None;
         };
@@ -328,7 +328,7 @@ impl<B: HostBus> CardQueue<B> {
     /// The shorter way for what is most common: operations of one descriptor that ended well, as many as there are now. The
     /// first that is anything else is left to the longer way.
     fn collect_plain(&mut self, done: &mut Vec<Ended>) {
-        let Self { rings: Some(rings), flying, firsts, head, rung, tail, next, stats, sampler, .. } = self else {
+        let Self { rings: Some(rings), flying, firsts, head, backing, tail, next, stats, sampler, .. } = self else {
             return;
         };
         let special =
@@ -339,7 +339,7 @@ impl<B: HostBus> CardQueue<B> {
         let ring = rings.completions.view();
         let mask = (1usize << rings.log2) - 1;
         let mut n = 0;
-        while *head < *rung && n < flying.len() {
+        while *head < *backing && n < flying.len() {
             let number = *head as u32;
             let sequence = Completion::sequence_of(number);
             let good = Completion { cookie: number, status: Status::Ok.code(), sequence }.word();
@@ -633,9 +633,9 @@ impl<B: HostBus> Queue for CardQueue<B> {
 
     #[inline]
     fn doorbell(&mut self) {
-        if self.rung != self.tail && self.state == State::Running {
+        if self.backing != self.tail && self.state == State::Running {
             // Before the write: one that fails may have arrived, and what the card may know of is not taken back.
-            self.rung = self.tail;
+            self.backing = self.tail;
             match self.device().write(self.register(regs::CH_DOORBELL), self.tail as u32) {
                 Ok(()) => self.stats.doorbells += 1,
                 Err(e) => self.halt(e.to_string()),
@@ -695,7 +695,7 @@ impl<B: HostBus> Queue for CardQueue<B> {
         if !self.abilities.contains(Abilities::CANCEL) {
             return Cancelled::TooLate;
         }
-        if first >= self.rung {
+        if first >= self.backing {
             // Its place in the ring stays: what comes after it has its number already.
             let operation = std::mem::replace(&mut self.flying[index], Operation::fence());
             for at in first..end {

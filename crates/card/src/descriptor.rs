@@ -1,7 +1,7 @@
 //! Descriptors, completions, and their bytes.
 
 use dmalane_addr::{CardAddr, DeviceVa, Iova};
-use dmalane_engine::{CacheHint, DeviceAddr, Direction};
+use dmalane_queue::{CacheHint, DeviceAddr, Direction};
 
 use crate::regs::MAX_LEN;
 

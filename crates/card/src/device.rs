@@ -6,8 +6,8 @@ use std::thread::{self, JoinHandle, Thread};
 use std::time::Duration;
 
 use dmalane_addr::CardAddr;
+use dmalane_dma::DeviceMem;
 use dmalane_iopt::{Format, X86_64_4Level};
-use dmalane_mem::DeviceMem;
 
 use crate::memory::CardMemory;
 use crate::mmu::Mmu;

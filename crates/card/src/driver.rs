@@ -5,8 +5,8 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
 use dmalane_addr::{Access, Address, CardAddr, PageSize, Span};
-use dmalane_engine::{Abilities, Area, Copies, Registered, Route};
-use dmalane_mem::{self as mem, Heap, HostBus, SharedBuf};
+use dmalane_dma::{self as mem, Heap, HostBus, SharedBuf};
+use dmalane_queue::{Abilities, Area, Copies, Registered, Route};
 
 use crate::regs::{self, BAR_REGISTERS};
 use crate::{CardChannel, CardQueue, CardTables, Completion, Descriptor, Error};
@@ -109,7 +109,7 @@ impl<B: HostBus> Card<B> {
         self.rings.lock().len()
     }
 
-    /// How transfers go, for [`AddressPolicy`](dmalane_engine::AddressPolicy): DDR over every channel, each half of HBM
+    /// How transfers go, for [`AddressPolicy`](dmalane_queue::AddressPolicy): DDR over every channel, each half of HBM
     /// over its own.
     pub fn areas(&self) -> Vec<Area> {
         let CardLayout { ddr, hbm, hbm_half } = self.layout;

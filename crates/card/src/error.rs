@@ -11,7 +11,7 @@ use thiserror::Error;
 pub enum Error {
     /// Memory, a mapping or a register could not be had.
     #[error(transparent)]
-    Bus(#[from] dmalane_mem::Error),
+    Bus(#[from] dmalane_dma::Error),
     /// The device is something else.
     #[error("the device's ID register reads {0:#x}, not that of a dmalane card")]
     NotACard(u32),

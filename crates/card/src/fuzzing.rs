@@ -6,9 +6,11 @@ use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use dmalane_addr::{Access, CardAddr, Iova};
-use dmalane_engine::{Cancelled, DeviceAddr, Direction, HostPart, Operation, Queue, Registered, Shape, Ticket};
-use dmalane_mem::host::DevicePort;
-use dmalane_mem::{AnonHeap, DeviceMem, Error, Heap, HostBus, HostConfig, Mapping, Pinned, Share, SharedBuf, SoftHost};
+use dmalane_dma::host::DevicePort;
+use dmalane_dma::{
+    AnonHeap, BufferRef, DeviceMem, Error, Heap, HostBus, HostConfig, Mapping, Pinned, SharedBuf, SoftHost,
+};
+use dmalane_queue::{Cancelled, DeviceAddr, Direction, HostPart, Operation, Queue, Registered, Shape, Ticket};
 
 use crate::memory::HBM_BASE;
 use crate::regs::{self, BAR_MEMORY, BAR_REGISTERS};
@@ -276,7 +278,7 @@ impl Script {
 }
 
 impl HostBus for HostileBus {
-    fn pin(&self, share: &Share) -> Result<Pinned, Error> {
+    fn pin(&self, share: &BufferRef) -> Result<Pinned, Error> {
         self.host.pin(share)
     }
 

@@ -1,16 +1,16 @@
 //! The software card, and the driver of every card with the same register map.
 //!
 //! Three parts, joined by `docs/formats/card.md` alone: the formats ([`regs`], [`Descriptor`], [`Completion`]); the
-//! device ([`SoftCard`], which reaches host memory only through [`dmalane_mem::DeviceMem`]); the driver ([`Card`],
-//! [`CardQueue`] and [`CardChannel`], which reach the device only through [`dmalane_mem::HostBus`]). [`SoftBus`] puts a software card
+//! device ([`SoftCard`], which reaches host memory only through [`dmalane_dma::DeviceMem`]); the driver ([`Card`],
+//! [`CardQueue`] and [`CardChannel`], which reach the device only through [`dmalane_dma::HostBus`]). [`SoftBus`] puts a software card
 //! into a software host.
 //!
 //! ```
 //! use std::{sync::Arc, time::Duration};
 //! use dmalane_addr::Access;
 //! use dmalane_card::{Card, CardConfig, SoftBus};
-//! use dmalane_engine::{DeviceAddr, DeviceFar, Direction, Registered, Transfer, run};
-//! use dmalane_mem::{AnonHeap, Heap, HostConfig, SoftHost};
+//! use dmalane_queue::{DeviceAddr, DeviceFar, Direction, Registered, Transfer, run};
+//! use dmalane_dma::{AnonHeap, Heap, HostConfig, SoftHost};
 //!
 //! let heap = AnonHeap::new();
 //! let host: SoftHost = SoftHost::new(HostConfig::default())?;

@@ -5,7 +5,7 @@ use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
 use dmalane_addr::{Address, CardAddr, Span};
-use dmalane_mem::{SharedBuf, View};
+use dmalane_dma::{SharedBuf, VolatileSlice};
 
 use crate::Error;
 
@@ -115,7 +115,7 @@ impl CardMemory {
     /// # Errors
     /// As [`CardMemory::populate`].
     #[inline]
-    pub(crate) fn view(&self, at: CardAddr, len: u64) -> Result<View<'_>, Error> {
+    pub(crate) fn view(&self, at: CardAddr, len: u64) -> Result<VolatileSlice<'_>, Error> {
         let bank = self.bank(at).ok_or(Error::Outside { at, len })?;
         bank.view(at, len)
     }
@@ -181,7 +181,7 @@ impl Bank {
     }
 
     #[inline]
-    fn view(&self, at: CardAddr, len: u64) -> Result<View<'_>, Error> {
+    fn view(&self, at: CardAddr, len: u64) -> Result<VolatileSlice<'_>, Error> {
         let cut = |offset: u64| self.buf.view().sub(usize::try_from(offset).ok()?, usize::try_from(len).ok()?);
         let Some((offset, view)) = at.offset_from(self.span.first()).and_then(|offset| Some((offset, cut(offset)?)))
         else {

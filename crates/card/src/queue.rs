@@ -6,9 +6,9 @@
 use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 
 use dmalane_addr::{Access, Address, CardAddr, DeviceVa, Iova};
-use dmalane_engine::{CacheHint, DeviceAddr, Direction};
+use dmalane_dma::{CopyHint, DeviceMem, DmaFault, FaultReason, HeldMem, VolatileSlice, stream_fence};
 use dmalane_iopt::Format;
-use dmalane_mem::{CopyHint, DeviceMem, DmaFault, FaultReason, HeldMem, View, stream_fence};
+use dmalane_queue::{CacheHint, DeviceAddr, Direction};
 
 use crate::memory::CardMemory;
 use crate::mmu::{self, Mmu, Tlb};
@@ -645,7 +645,7 @@ fn card_view<'m, F: Format>(
     offset: u64,
     want: u64,
     wanted: Access,
-) -> Result<View<'m>, Failure> {
+) -> Result<VolatileSlice<'m>, Failure> {
     let (card, len) = match at {
         DeviceAddr::Card(at) => (CardAddr::new(at.bits() + offset), want),
         DeviceAddr::Va(at) => {

@@ -6,7 +6,7 @@
 
 use std::sync::OnceLock;
 
-use dmalane_mem::CopyHint;
+use dmalane_dma::CopyHint;
 
 /// Bytes of a block: no more than the shortest write that is looked at, or its neighbours would pass for itself.
 const BLOCK: u64 = 4 << 10;

@@ -4,8 +4,8 @@ use std::ops::Range;
 use std::sync::Arc;
 
 use dmalane_addr::{Address, CardAddr, PageSize, Span};
+use dmalane_dma::{self as mem, HostBus};
 use dmalane_iopt::Tables;
-use dmalane_mem::{self as mem, HostBus};
 
 use crate::regs::BAR_MEMORY;
 

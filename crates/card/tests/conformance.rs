@@ -4,11 +4,11 @@ use std::sync::Arc;
 
 use dmalane_addr::{Access, Address, CardAddr, DeviceVa, Span};
 use dmalane_card::{Card, CardChannel, CardConfig, CardQueue, CardTables, SoftBus, Workers};
-use dmalane_engine::conformance::{Fixture, suite};
-use dmalane_engine::conformance_queue;
-use dmalane_engine::{AddressPolicy, BalancePolicy, Channel, DeviceAddr, DeviceFar, Fenced, Registered, Split};
+use dmalane_dma::{AnonHeap, BufferSlice, Heap, HostConfig, SoftHost};
 use dmalane_iopt::{Arm64S1_4k, Format, PageTable, X86_64_4Level};
-use dmalane_mem::{AnonHeap, Heap, HostConfig, Part, SoftHost};
+use dmalane_queue::conformance::{Fixture, suite};
+use dmalane_queue::conformance_queue;
+use dmalane_queue::{AddressPolicy, BalancePolicy, Channel, DeviceAddr, DeviceFar, Fenced, Registered, Split};
 
 const MIB: u64 = 1 << 20;
 const FAR_LEN: u64 = MIB;
@@ -123,7 +123,7 @@ impl<F: Format, K: Kind<F>> Fixture for Under<F, K> {
         FAR_LEN
     }
 
-    fn far(&mut self, offset: u64, part: &Part) -> DeviceFar {
+    fn far(&mut self, offset: u64, part: &BufferSlice) -> DeviceFar {
         let registered = self.0.registered.iter().find(|r| r.iova_of(part).is_some());
         let via = registered.expect("a part of a registered buffer").clone();
         let at = match self.0.mmu {
@@ -133,7 +133,7 @@ impl<F: Format, K: Kind<F>> Fixture for Under<F, K> {
         DeviceFar { at, via }
     }
 
-    fn part(&mut self, len: usize) -> Part {
+    fn part(&mut self, len: usize) -> BufferSlice {
         let buf = self.0.heap.allocate(len).unwrap().share();
         self.0.registered.push(Registered::new(&*self.0.bus, &buf, Access::RW).unwrap());
         buf.into_part().split_at(len).unwrap().0
@@ -209,7 +209,7 @@ impl<F: Format> conformance_queue::Fixture for Bench<F> {
         }
     }
 
-    fn host(&mut self, len: usize) -> (Part, Registered) {
+    fn host(&mut self, len: usize) -> (BufferSlice, Registered) {
         // Neither at the start nor at the end of its buffer.
         let buf = self.heap.allocate(len + 30).unwrap().share();
         let via = Registered::new(&*self.bus, &buf, Access::RW).unwrap();

@@ -8,8 +8,8 @@ use std::time::Duration;
 use dmalane_addr::{Access, CardAddr, Iova};
 use dmalane_card::fuzzing::{fuzz_driver, fuzz_ring};
 use dmalane_card::{Card, CardChannel, CardConfig, Completion, Error, SoftBus, Workers, regs};
-use dmalane_engine::{Channel, DeviceAddr, DeviceFar, Direction, OpError, Refusal, Registered, Transfer, drain};
-use dmalane_mem::{self as mem, AnonHeap, DeviceMem, Heap, HostBus, HostConfig, Mapping, Pinned, Share, SoftHost};
+use dmalane_dma::{self as mem, AnonHeap, BufferRef, DeviceMem, Heap, HostBus, HostConfig, Mapping, Pinned, SoftHost};
+use dmalane_queue::{Channel, DeviceAddr, DeviceFar, Direction, OpError, Refusal, Registered, Transfer, drain};
 use proptest::prelude::*;
 
 proptest! {
@@ -72,7 +72,7 @@ impl Liar {
 }
 
 impl HostBus for Liar {
-    fn pin(&self, share: &Share) -> Result<Pinned, mem::Error> {
+    fn pin(&self, share: &BufferRef) -> Result<Pinned, mem::Error> {
         self.bus.pin(share)
     }
 

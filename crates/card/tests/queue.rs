@@ -10,13 +10,14 @@ use std::time::Duration;
 use dmalane_addr::{Access, CardAddr, Iova};
 use dmalane_card::regs::{self, BAR_REGISTERS};
 use dmalane_card::{Card, CardConfig, CardQueue, SoftBus, Workers};
-use dmalane_engine::conformance_queue::{Fixture, Model, Random, host_bytes, offset_of, operation};
-use dmalane_engine::{
+use dmalane_dma::{
+    self as mem, AnonHeap, BufferRef, BufferSlice, DeviceMem, Heap, HostBus, HostConfig, Mapping, Pinned, SharedBuf,
+    SoftHost,
+};
+use dmalane_queue::conformance_queue::{Fixture, Model, Random, host_bytes, offset_of, operation};
+use dmalane_queue::{
     CacheHint, Cancelled, Class, CopyError, DeviceAddr, Direction, Ended, OpError, Operation, Queue, Refusal,
     Registered, Registry, RegistryError, RegistryLimits, Shared, Work,
-};
-use dmalane_mem::{
-    self as mem, AnonHeap, DeviceMem, Heap, HostBus, HostConfig, Mapping, Part, Pinned, Share, SharedBuf, SoftHost,
 };
 
 const MIB: u64 = 1 << 20;
@@ -31,7 +32,7 @@ struct Faulty {
     /// The completion of the descriptor with this number is undone, once.
     lose: AtomicU64,
     completions: AtomicU64,
-    port: Mutex<dmalane_mem::host::DevicePort>,
+    port: Mutex<dmalane_dma::host::DevicePort>,
 }
 
 const NONE: u64 = u64::MAX;
@@ -48,13 +49,13 @@ impl Faulty {
 }
 
 impl HostBus for Faulty {
-    fn pin(&self, share: &Share) -> Result<Pinned, mem::Error> {
+    fn pin(&self, share: &BufferRef) -> Result<Pinned, mem::Error> {
         self.bus.pin(share)
     }
     fn map(&self, pinned: Pinned, access: Access) -> Result<Mapping, mem::Error> {
         self.bus.map(pinned, access)
     }
-    fn pin_range(&self, share: &Share, range: std::ops::Range<usize>) -> Result<Pinned, mem::Error> {
+    fn pin_range(&self, share: &BufferRef, range: std::ops::Range<usize>) -> Result<Pinned, mem::Error> {
         self.bus.pin_range(share, range)
     }
     fn map_list(&self, list: Vec<Pinned>, access: Access) -> Result<Mapping, mem::Error> {
@@ -151,7 +152,7 @@ impl Fixture for Bench {
     fn far(&self, offset: u64) -> DeviceAddr {
         at(offset)
     }
-    fn host(&mut self, len: usize) -> (Part, Registered) {
+    fn host(&mut self, len: usize) -> (BufferSlice, Registered) {
         let (buf, via) = self.buffer(len);
         (buf.into_part().split_at(len).unwrap().0, via)
     }
@@ -187,7 +188,7 @@ fn survives(workers: Workers, operations: u64, seed: u64) {
     let place = offset_of(&bench);
     let mut waiting = std::collections::HashMap::new();
     let (mut ended, mut taken_back, mut cancelled, mut stopped, mut dropped) = (Vec::new(), 0, 0u64, 0u64, 0u64);
-    let mut shares: Vec<Share> = Vec::new();
+    let mut shares: Vec<BufferRef> = Vec::new();
     let mut count = 0;
     while count < operations {
         match random.below(100) {

@@ -12,7 +12,7 @@ use std::time::{Duration, Instant};
 
 use dmalane_addr::{Access, Iova, Lease, PageSize, PhysAddr, RangeAllocator, RangeCache, SgTable, Span};
 use dmalane_card::regs::{self, BAR_REGISTERS};
-use dmalane_mem::{self as mem, HostBus, Mapping, Pinned, Share, SharedBuf, Undo};
+use dmalane_dma::{self as mem, BufferRef, HostBus, Mapping, Pinned, SharedBuf, Undo};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::io::Errno;
 use rustix::net::sockopt::{Timeout, set_socket_timeout};
@@ -295,7 +295,7 @@ struct Inner {
     /// The IOVAs that the daemon has given out.
     iovas: Mutex<RangeCache<Iova>>,
     /// Buffers that the daemon made, until nobody holds them.
-    made: Mutex<Vec<(u64, Share)>>,
+    made: Mutex<Vec<(u64, BufferRef)>>,
 }
 
 impl Client {
@@ -465,12 +465,12 @@ impl Inner {
 
 impl HostBus for Client {
     /// Notes what is to be pinned: the daemon pins as it maps.
-    fn pin(&self, share: &Share) -> Result<Pinned, mem::Error> {
+    fn pin(&self, share: &BufferRef) -> Result<Pinned, mem::Error> {
         self.pin_range(share, 0..share.len())
     }
 
     /// [`Error::NotShareable`] for memory that is not a memfd's.
-    fn pin_range(&self, share: &Share, range: Range<usize>) -> Result<Pinned, mem::Error> {
+    fn pin_range(&self, share: &BufferRef, range: Range<usize>) -> Result<Pinned, mem::Error> {
         let len = share.len();
         if range.is_empty() || range.end > len || !(range.start | range.end).is_multiple_of(4096) {
             return Err(mem::Error::BadRange { range, len });
@@ -499,7 +499,7 @@ impl HostBus for Client {
         // Before the device can write: who borrows the bytes as a slice must have ended.
         list.iter_mut().for_each(|pinned| pinned.admit(access));
         let answer = {
-            let mut memories: Vec<&Share> = Vec::new();
+            let mut memories: Vec<&BufferRef> = Vec::new();
             let mut segments = Vec::new();
             for pinned in &list {
                 let known = memories.iter().position(|m| m.same_memory(pinned.share()));

@@ -6,8 +6,8 @@ use std::sync::Arc;
 use dmalane_addr::CardAddr;
 use dmalane_card::regs::{self, BAR_MEMORY, BAR_REGISTERS};
 use dmalane_card::{CardConfig, SoftCard, Workers};
-use dmalane_mem::host::DevicePort;
-use dmalane_mem::{HostConfig, SoftHost};
+use dmalane_dma::host::DevicePort;
+use dmalane_dma::{HostConfig, SoftHost};
 use rustix::event::{EventfdFlags, eventfd};
 use rustix::net::{AddressFamily, Shutdown, SocketFlags, SocketType, socketpair};
 

@@ -6,12 +6,12 @@ use std::cell::RefCell;
 use std::os::fd::OwnedFd;
 use std::sync::Arc;
 
-use dmalane_mem::{Heap, MemfdHeap, PageKind, SharedBuf};
+use dmalane_dma::{Heap, MemfdHeap, PageKind, SharedBuf};
 use rustix::fs::{MemfdFlags, SealFlags};
 
 use crate::config::{Budget, Config, Limits};
+use crate::connection::{Connection, Handled, House, Peer};
 use crate::disposal::Disposal;
-use crate::guest::{Guest, Handled, House, Peer};
 use crate::wire::{FAILED, Header, MAX_FDS, MAX_MESSAGE, Request, Segment};
 use crate::worker::Roster;
 use zerocopy::FromBytes;
@@ -92,12 +92,12 @@ pub fn fuzz_messages(data: &[u8]) {
 
 fn run(fixed: &Fixed, mut input: Input<'_>) {
     let Fixed { house, memfds, wrong } = fixed;
-    let mut guest = Guest::new(1, Peer { pid: 1, uid: 1, gid: 1 });
+    let mut connection = Connection::new(1, Peer { pid: 1, uid: 1, gid: 1 });
     if input.u8() & 1 == 0 {
         let hello = Request::Hello { min: 1, max: 1 }.encode(1);
-        assert!(matches!(guest.handle(house, &hello, Vec::new()), Handled::Answer(_)));
+        assert!(matches!(connection.handle(house, &hello, Vec::new()), Handled::Answer(_)));
         let open = Request::Open { ddr: 0, hbm: 0, queues: 0 }.encode(2);
-        assert!(matches!(guest.handle(house, &open, Vec::new()), Handled::Answer(a) if a.fds.len() == 4));
+        assert!(matches!(connection.handle(house, &open, Vec::new()), Handled::Answer(a) if a.fds.len() == 4));
     }
     let mut made: Vec<OwnedFd> = Vec::new();
     let mut iovas: Vec<u64> = Vec::new();
@@ -156,8 +156,8 @@ fn run(fixed: &Fixed, mut input: Input<'_>) {
             fds.extend(fd);
         }
         assert!(fds.len() <= MAX_FDS);
-        let before = guest.holds();
-        match guest.handle(house, &message, fds) {
+        let before = connection.holds();
+        match connection.handle(house, &message, fds) {
             Handled::Answer(answer) => {
                 let header = well_formed(&answer.bytes);
                 let body = &answer.bytes[size_of::<Header>()..];
@@ -172,17 +172,17 @@ fn run(fixed: &Fixed, mut input: Input<'_>) {
             Handled::Refused(answer) => {
                 assert_eq!(well_formed(&answer.bytes).opcode.get(), FAILED);
                 assert!(answer.fds.is_empty());
-                assert_eq!(guest.holds(), before, "a refusal changes nothing");
+                assert_eq!(connection.holds(), before, "a refusal changes nothing");
             }
             Handled::Status { .. } => {}
         }
-        let now = guest.holds();
+        let now = connection.holds();
         assert!(now.buffers <= 4 && now.bytes <= BYTES && now.mappings <= 64 && now.card <= 6 << 20, "{now:?}");
-        let frames = guest.function.as_ref().map_or(0, |f| f.host().stats().pinned_frames);
+        let frames = connection.function.as_ref().map_or(0, |f| f.host().stats().pinned_frames);
         assert!(now.mappings > 0 || frames == 0, "frames without a mapping");
     }
-    let function = guest.function.take();
-    drop(guest);
+    let function = connection.function.take();
+    drop(connection);
     if let Some(function) = function {
         assert_eq!(function.host().stats().pinned_frames, 0, "pinned for nobody");
         house.roster.remove(&function);

@@ -1,7 +1,7 @@
 //! A card shared by processes: the daemon that serves it, and the client that is a bus.
 //!
 //! A [`Server`] gives each [`Client`] a function of its card: registers, queues, an MMU, card memory and an IOMMU domain of its own. A client is
-//! a [`dmalane_mem::HostBus`], so the driver of the card ([`dmalane_card::Card`]) and everything above it runs over it as over a card in the same
+//! a [`dmalane_dma::HostBus`], so the driver of the card ([`dmalane_card::Card`]) and everything above it runs over it as over a card in the same
 //! process. Bytes never pass through the socket: rings and buffers are memfds that both processes map, and polling needs no system call.
 //! How that is done: `docs/daemon.md`; the messages: [`wire`] and `docs/formats/daemon.md`.
 //!
@@ -10,8 +10,8 @@
 //! use dmalane_addr::Access;
 //! use dmalane_card::Card;
 //! use dmalane_daemon::{Client, Config, Listener, Options, Server};
-//! use dmalane_engine::{DeviceAddr, Direction, Operation, Queue, Registered};
-//! use dmalane_mem::MemfdHeap;
+//! use dmalane_queue::{DeviceAddr, Direction, Operation, Queue, Registered};
+//! use dmalane_dma::MemfdHeap;
 //!
 //! # let folder = tempfile::tempdir()?;
 //! # let path = folder.path().join("socket");
@@ -48,10 +48,10 @@ pub const SOCKET: &str = "/run/dmalane/dmalaned.sock";
 
 mod client;
 mod config;
+mod connection;
 mod disposal;
 mod function;
 pub mod fuzzing;
-mod guest;
 mod page;
 mod server;
 mod socket;
@@ -60,5 +60,5 @@ mod worker;
 
 pub use client::{Client, ClientReport, Error, Options, Report, report};
 pub use config::{BadConfig, Config, Limits};
-pub use guest::Released;
+pub use connection::Released;
 pub use server::{Event, Listener, ServeError, Server, Totals};

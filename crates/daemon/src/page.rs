@@ -3,7 +3,7 @@
 //! Every word belongs to one side, but for the wish for a wake-up, which both swap. The daemon believes none of it: the doorbell is checked by
 //! the card, and what a client writes where the daemon writes only deceives the client.
 
-use dmalane_mem::{Error, SharedBuf, View};
+use dmalane_dma::{Error, SharedBuf, VolatileSlice};
 
 /// Bytes of the page.
 pub(crate) const BYTES: usize = 8192;
@@ -35,7 +35,7 @@ impl Page {
         &self.0
     }
 
-    fn view(&self) -> View<'_> {
+    fn view(&self) -> VolatileSlice<'_> {
         self.0.view()
     }
 

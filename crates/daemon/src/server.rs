@@ -20,8 +20,8 @@ use rustix::net::{AddressFamily, Shutdown, SocketAddrUnix, SocketFlags, SocketTy
 use zerocopy::IntoBytes;
 
 use crate::config::{BadConfig, Budget, Config};
+use crate::connection::{Answer, Connection, Handled, House, Peer, Released};
 use crate::disposal::Disposal;
-use crate::guest::{Answer, Guest, Handled, House, Peer, Released};
 use crate::socket::{self, Received};
 use crate::wire::{ANSWER, Code, MAX_MESSAGE, MAX_ROWS, Request, TotalsAnswer, failed, message};
 use crate::worker::Roster;
@@ -263,9 +263,9 @@ impl Refusals {
     }
 }
 
-struct Connection {
+struct Entry {
     socket: OwnedFd,
-    guest: Guest,
+    connection: Connection,
     /// It has opened a function: what only asks is not counted.
     counted: bool,
     since: Instant,
@@ -273,7 +273,7 @@ struct Connection {
 
 /// A client that has gone, until the card has let go of what it had.
 struct Closing {
-    connection: Connection,
+    connection: Entry,
     why: &'static str,
     since: Instant,
     quarantined: bool,
@@ -282,7 +282,7 @@ struct Closing {
 /// A daemon.
 pub struct Server {
     house: House,
-    connections: BTreeMap<u64, Connection>,
+    connections: BTreeMap<u64, Entry>,
     closing: Vec<Closing>,
     next: u64,
     totals: Totals,
@@ -349,7 +349,7 @@ impl Server {
             // From whom nothing may be received, only the end is seen.
             let disposal = &self.house.disposal;
             let clients: Vec<(u64, bool)> =
-                self.connections.iter().map(|(id, c)| (*id, disposal.is_full_of(c.guest.peer.uid))).collect();
+                self.connections.iter().map(|(id, c)| (*id, disposal.is_full_of(c.connection.peer.uid))).collect();
             let full = disposal.is_full() || clients.iter().any(|(_, full)| *full);
             let (stopped, knocks, ready) = {
                 let sockets =
@@ -442,16 +442,16 @@ impl Server {
         }
         let id = self.next;
         self.next += 1;
-        let mut guest = Guest::new(id, peer);
-        guest.barred = barred;
-        self.connections.insert(id, Connection { socket, guest, counted: false, since: Instant::now() });
+        let mut connection = Connection::new(id, peer);
+        connection.barred = barred;
+        self.connections.insert(id, Entry { socket, connection, counted: false, since: Instant::now() });
         Ok(())
     }
 
     /// Connections of a user, with those that are being closed.
     fn of_user(&self, uid: u32) -> usize {
         let closing = self.closing.iter().map(|c| &c.connection);
-        self.connections.values().chain(closing).filter(|c| c.guest.peer.uid == uid).count()
+        self.connections.values().chain(closing).filter(|c| c.connection.peer.uid == uid).count()
     }
 
     /// Ends a connection, whatever lies unread in it.
@@ -464,14 +464,14 @@ impl Server {
     /// twice as long, and no longer, or one could stay by asking for the status without end.
     fn expire(&mut self, ready: &[(u64, bool)]) {
         let Config { greeting, opening, .. } = self.house.config;
-        let late = |c: &Connection| {
+        let late = |c: &Entry| {
             let after = c.since.elapsed();
-            c.guest.function.is_none() && (after > opening || (!c.guest.greeted && after > greeting))
+            c.connection.function.is_none() && (after > opening || (!c.connection.greeted && after > greeting))
         };
         let late: Vec<u64> = {
             let quiet = |id: u64| ready.iter().all(|(r, _)| *r != id);
-            let too_late = |c: &Connection| c.since.elapsed() > opening.saturating_mul(2);
-            let expired = |(id, c): &(&u64, &Connection)| late(c) && (quiet(**id) || too_late(c));
+            let too_late = |c: &Entry| c.since.elapsed() > opening.saturating_mul(2);
+            let expired = |(id, c): &(&u64, &Entry)| late(c) && (quiet(**id) || too_late(c));
             self.connections.iter().filter(expired).map(|(id, _)| *id).collect()
         };
         for id in late {
@@ -481,27 +481,27 @@ impl Server {
 
     /// Takes and answers one message.
     fn receive(&mut self, id: u64, buffer: &mut [u8; MAX_MESSAGE]) {
-        let Some(Connection { socket, guest, counted, .. }) = self.connections.get_mut(&id) else { return };
+        let Some(Entry { socket, connection, counted, .. }) = self.connections.get_mut(&id) else { return };
         let mut fds = Vec::new();
         let received = socket::receive(&*socket, buffer, &mut fds);
         if !matches!(received, Ok(Received::Message(_))) {
-            self.house.disposal.put(guest.peer.uid, std::mem::take(&mut fds));
+            self.house.disposal.put(connection.peer.uid, std::mem::take(&mut fds));
         }
         let handled = match received {
-            Ok(Received::Message(n)) => guest.handle(&self.house, &buffer[..n], fds),
+            Ok(Received::Message(n)) => connection.handle(&self.house, &buffer[..n], fds),
             Ok(Received::TooMuch) => {
                 let why = "a message has at most 4096 bytes and 64 descriptors, and the daemon must be able to have these (RLIMIT_NOFILE)";
-                guest.refuse(0, Code::Malformed, why)
+                connection.refuse(0, Code::Malformed, why)
             }
             Ok(Received::Nothing) => return,
             Ok(Received::End) => return self.close(id, "the client has gone", false),
             Err(_) => return self.close(id, "the connection broke", false),
         };
         self.totals.requests += 1;
-        if !*counted && guest.function.is_some() {
+        if !*counted && connection.function.is_some() {
             *counted = true;
             self.totals.served += 1;
-            (self.log)(&Event::Came { client: id, pid: guest.peer.pid, uid: guest.peer.uid });
+            (self.log)(&Event::Came { client: id, pid: connection.peer.pid, uid: connection.peer.uid });
         }
         let answer = match handled {
             Handled::Answer(answer) => answer,
@@ -511,7 +511,7 @@ impl Server {
             }
             Handled::Status { seqno, first } => self.status(seqno, first),
         };
-        let Some(Connection { socket, .. }) = self.connections.get(&id) else { return };
+        let Some(Entry { socket, .. }) = self.connections.get(&id) else { return };
         let fds: Vec<BorrowedFd<'_>> = answer.fds.iter().map(AsFd::as_fd).collect();
         match socket::send(socket, &answer.bytes, &fds, false) {
             Ok(()) => {}
@@ -521,11 +521,11 @@ impl Server {
     }
 
     fn status(&self, seqno: u64, first: u64) -> Answer {
-        let guests = self.connections.values().map(|c| (&c.guest, false));
-        let mut rows: Vec<(&Guest, bool)> =
-            guests.chain(self.closing.iter().map(|c| (&c.connection.guest, true))).collect();
-        rows.retain(|(guest, _)| guest.id >= first);
-        rows.sort_by_key(|(guest, _)| guest.id);
+        let connections = self.connections.values().map(|c| (&c.connection, false));
+        let mut rows: Vec<(&Connection, bool)> =
+            connections.chain(self.closing.iter().map(|c| (&c.connection.connection, true))).collect();
+        rows.retain(|(connection, _)| connection.id >= first);
+        rows.sort_by_key(|(connection, _)| connection.id);
         let more = rows.len() > MAX_ROWS;
         rows.truncate(MAX_ROWS);
         let (config, left) = (&self.house.config, self.house.budget.left());
@@ -546,8 +546,8 @@ impl Server {
             more: u32::from(more).into(),
         };
         let mut body = totals.as_bytes().to_vec();
-        for (guest, closing) in rows {
-            body.extend_from_slice(guest.row(closing).as_bytes());
+        for (connection, closing) in rows {
+            body.extend_from_slice(connection.row(closing).as_bytes());
         }
         Answer { bytes: message(Request::Status { first }.opcode() | ANSWER, seqno, &body), fds: Vec::new() }
     }
@@ -556,9 +556,9 @@ impl Server {
     fn close(&mut self, id: u64, why: &'static str, keep: bool) {
         let Some(mut connection) = self.connections.remove(&id) else { return };
         if keep {
-            connection.guest.leave_memory();
+            connection.connection.leave_memory();
         }
-        if let Some(function) = &connection.guest.function {
+        if let Some(function) = &connection.connection.function {
             function.stop();
             self.house.roster.nudge();
         }
@@ -570,18 +570,18 @@ impl Server {
     fn release(&mut self) {
         let mut waiting = Vec::new();
         for mut closing in std::mem::take(&mut self.closing) {
-            let guest = &mut closing.connection.guest;
-            let stopped = guest.function.as_ref().is_none_or(|f| f.has_stopped());
+            let connection = &mut closing.connection.connection;
+            let stopped = connection.function.as_ref().is_none_or(|f| f.has_stopped());
             let after = closing.since.elapsed();
             if stopped {
-                let released = guest.holds();
-                if let Some(function) = guest.function.take() {
+                let released = connection.holds();
+                if let Some(function) = connection.function.take() {
                     self.house.roster.remove(&function);
                 }
                 // Mappings, buffers, and the connection last.
-                let Connection { socket, guest, counted, .. } = closing.connection;
-                let (client, uid) = (guest.id, guest.peer.uid);
-                drop(guest);
+                let Entry { socket, connection, counted, .. } = closing.connection;
+                let (client, uid) = (connection.id, connection.peer.uid);
+                drop(connection);
                 self.dispose(uid, socket);
                 if counted {
                     self.totals.released += 1;
@@ -592,7 +592,7 @@ impl Server {
             if !closing.quarantined && after > self.house.config.patience {
                 closing.quarantined = true;
                 self.totals.quarantined += 1;
-                (self.log)(&Event::Quarantined { client: guest.id, kept: guest.holds() });
+                (self.log)(&Event::Quarantined { client: connection.id, kept: connection.holds() });
             }
             waiting.push(closing);
         }
@@ -616,7 +616,7 @@ mod tests {
     use std::sync::atomic::Ordering;
 
     use dmalane_card::Card;
-    use dmalane_mem::MemfdHeap;
+    use dmalane_dma::MemfdHeap;
 
     use super::*;
     use crate::{Client, Options, report};

@@ -71,7 +71,7 @@ pub(crate) fn send(socket: impl AsFd, message: &[u8], fds: &[BorrowedFd<'_>], wa
     }
 }
 
-/// Rings the daemon's bell. It fails only where the count is full, for a client that has rung without end.
+/// Rings the daemon's bell. It fails only where the count is full, for a client that has backing without end.
 pub(crate) fn knock(bell: impl AsFd) {
     let _ = rustix::io::write(bell, &1u64.to_ne_bytes());
 }
@@ -81,7 +81,7 @@ pub(crate) fn ring(bell: impl AsFd) {
     let _ = rustix::net::send(bell, &1u64.to_ne_bytes(), SendFlags::DONTWAIT | SendFlags::NOSIGNAL);
 }
 
-/// Takes what a client's bell has rung, a bounded number of times. For the client: what comes out of a socket can hold descriptors.
+/// Takes what a client's bell has backing, a bounded number of times. For the client: what comes out of a socket can hold descriptors.
 pub(crate) fn hush(bell: impl AsFd) {
     let mut left = 64;
     while left > 0 && rustix::net::recv(&bell, &mut [0u8; 8], RecvFlags::DONTWAIT).is_ok_and(|(n, _)| n > 0) {

@@ -178,8 +178,8 @@ mod tests {
     use dmalane_addr::{Access, CardAddr, Iova};
     use dmalane_card::regs::{self, BAR_REGISTERS};
     use dmalane_card::{Descriptor, Task};
-    use dmalane_engine::{DeviceAddr, Direction};
-    use dmalane_mem::{Heap, Mapping, MemfdHeap};
+    use dmalane_dma::{Heap, Mapping, MemfdHeap};
+    use dmalane_queue::{DeviceAddr, Direction};
 
     use super::*;
     use crate::config::{Budget, Config, Limits};

@@ -9,11 +9,11 @@ use daemon::Daemon;
 use dmalane_addr::{Access, Address, CardAddr, DeviceVa, Span};
 use dmalane_card::{Card, CardChannel, CardQueue, CardTables};
 use dmalane_daemon::{Client, Config};
-use dmalane_engine::{
+use dmalane_dma::{BufferSlice, Heap, MemfdHeap};
+use dmalane_iopt::{PageTable, X86_64_4Level};
+use dmalane_queue::{
     Channel, DeviceAddr, DeviceFar, Direction, Operation, Queue, Registered, conformance, conformance_queue,
 };
-use dmalane_iopt::{PageTable, X86_64_4Level};
-use dmalane_mem::{Heap, MemfdHeap, Part};
 
 const MIB: u64 = 1 << 20;
 const FAR_LEN: u64 = MIB;
@@ -32,7 +32,7 @@ struct Bench {
     pieces: Vec<CardAddr>,
     mmu: Option<Mmu>,
     /// Looks at the far end behind the back of the queue under test.
-    back: Option<(CardQueue<Client>, Part, Registered)>,
+    back: Option<(CardQueue<Client>, BufferSlice, Registered)>,
 }
 
 impl Bench {
@@ -75,7 +75,7 @@ impl Bench {
     fn all(&mut self, direction: Direction) {
         let (mut queue, mut rest, via) = self.back.take().unwrap();
         let size = FAR_LEN as usize / self.pieces.len();
-        let (mut ended, mut whole): (Vec<_>, Option<Part>) = (Vec::new(), None);
+        let (mut ended, mut whole): (Vec<_>, Option<BufferSlice>) = (Vec::new(), None);
         for at in &self.pieces {
             let (part, more) = rest.split_at(size).unwrap();
             rest = more;
@@ -138,7 +138,7 @@ impl conformance_queue::Fixture for Bench {
         self.at(offset)
     }
 
-    fn host(&mut self, len: usize) -> (Part, Registered) {
+    fn host(&mut self, len: usize) -> (BufferSlice, Registered) {
         // Neither at the start nor at the end of its buffer.
         let buf = self.heap.allocate(len + 30).unwrap().share();
         let via = Registered::new(&self.client, &buf, Access::RW).unwrap();
@@ -178,12 +178,12 @@ impl conformance::Fixture for Plain {
         FAR_LEN
     }
 
-    fn far(&mut self, offset: u64, part: &Part) -> <Self::Channel as Channel>::Far {
+    fn far(&mut self, offset: u64, part: &BufferSlice) -> <Self::Channel as Channel>::Far {
         let registered = self.0.registered.iter().find(|r| r.iova_of(part).is_some());
         DeviceFar { at: self.0.at(offset), via: registered.expect("a part of a registered buffer").clone() }
     }
 
-    fn part(&mut self, len: usize) -> Part {
+    fn part(&mut self, len: usize) -> BufferSlice {
         let buf = self.0.heap.allocate(len).unwrap().share();
         self.0.registered.push(Registered::new(&self.0.client, &buf, Access::RW).unwrap());
         buf.into_part().split_at(len).unwrap().0

@@ -17,9 +17,9 @@ use dmalane_addr::Access;
 use dmalane_card::Card;
 use dmalane_daemon::wire::{Code, FAILED, FailedAnswer, Header, MAX_MESSAGE, Request, Segment};
 use dmalane_daemon::{Client, Config, Limits};
-use dmalane_engine::conformance_queue::Random;
-use dmalane_engine::{DeviceAddr, Direction, Operation, Queue, Registered};
-use dmalane_mem::{Heap, MemfdHeap, PageKind, SharedBuf};
+use dmalane_dma::{Heap, MemfdHeap, PageKind, SharedBuf};
+use dmalane_queue::conformance_queue::Random;
+use dmalane_queue::{DeviceAddr, Direction, Operation, Queue, Registered};
 use rustix::fs::{MemfdFlags, SealFlags};
 use rustix::net::{
     AddressFamily, RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, SendAncillaryBuffer, SendAncillaryMessage,

@@ -17,9 +17,9 @@ use dmalane_addr::Access;
 use dmalane_card::{Card, CardQueue};
 use dmalane_daemon::wire::Code;
 use dmalane_daemon::{Client, Config, Error, Limits, Listener, Options, Server};
-use dmalane_engine::conformance_queue::Random;
-use dmalane_engine::{Cancelled, DeviceAddr, Direction, Ended, OpError, Operation, Queue, Refusal, Registered};
-use dmalane_mem::{Heap, MemfdHeap, Part, SharedBuf};
+use dmalane_dma::{BufferSlice, Heap, MemfdHeap, SharedBuf};
+use dmalane_queue::conformance_queue::Random;
+use dmalane_queue::{Cancelled, DeviceAddr, Direction, Ended, OpError, Operation, Queue, Refusal, Registered};
 
 const SOCKET: &str = "DMALANE_TEST_SOCKET";
 const MIB: usize = 1 << 20;
@@ -44,7 +44,7 @@ struct Driven {
     client: Client,
     card: Card<Client>,
     queue: CardQueue<Client>,
-    part: Option<Part>,
+    part: Option<BufferSlice>,
     via: Registered,
 }
 
@@ -82,7 +82,7 @@ impl Driven {
     fn round(&mut self, random: &mut Random) {
         let len = self.part.as_ref().unwrap().len();
         let block: Vec<u8> = random.bytes(4096);
-        let write = |part: &mut Part, byte: u8| {
+        let write = |part: &mut BufferSlice, byte: u8| {
             for at in (0..len).step_by(4096) {
                 let mut block = block.clone();
                 block[0] = (at >> 12) as u8 ^ byte;
@@ -110,7 +110,7 @@ fn client_to_be_killed(socket: &Path) -> ! {
     let mut queues: Vec<_> = (0..card.channels()).map(|i| card.queue(i).unwrap()).collect();
     let at = DeviceAddr::Card(card.layout().ddr.first());
     // Half of its memory is its own, half the daemon's.
-    let mut ready: Vec<(Part, Registered)> = Vec::new();
+    let mut ready: Vec<(BufferSlice, Registered)> = Vec::new();
     for i in 0..8 {
         let buf = match i % 2 {
             0 => client.buffer(MIB).unwrap(),
@@ -224,8 +224,8 @@ fn clients_are_killed_in_mid_transfer() {
     daemon.end_empty();
 }
 
-fn is_disconnected(error: &dmalane_mem::Error) -> bool {
-    matches!(error, dmalane_mem::Error::Other(e) if matches!(e.downcast_ref(), Some(Error::Disconnected(_))))
+fn is_disconnected(error: &dmalane_dma::Error) -> bool {
+    matches!(error, dmalane_dma::Error::Other(e) if matches!(e.downcast_ref(), Some(Error::Disconnected(_))))
 }
 
 /// Starts many copies and gives what has not ended.
@@ -272,7 +272,7 @@ fn a_daemon_is_killed_and_started_again() {
         child.wait().unwrap();
         // Each comes back once; those that did not end say what has happened and what to do.
         assert_eq!(ended.len(), count);
-        let mut whole: Option<Part> = None;
+        let mut whole: Option<BufferSlice> = None;
         for Ended { operation, result, .. } in ended {
             match result {
                 Ok(()) => {}

@@ -11,8 +11,8 @@ use std::time::Duration;
 use dmalane::addr::Access;
 use dmalane::card::{Card, CardConfig, SoftBus};
 use dmalane::daemon::{Client, Config, Listener, Options, Server};
-use dmalane::engine::{DeviceAddr, Direction, Operation, Queue, Registered};
-use dmalane::mem::{Heap, HostBus, HostConfig, MemfdHeap, SoftHost};
+use dmalane::dma::{Heap, HostBus, HostConfig, MemfdHeap, SoftHost};
+use dmalane::queue::{DeviceAddr, Direction, Operation, Queue, Registered};
 
 /// Sends a message to the card, doubles it there, and reads it back. Knows no daemon.
 fn there_and_back<B: HostBus>(bus: Arc<B>) -> Result<String, Box<dyn Error>> {

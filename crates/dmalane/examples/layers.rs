@@ -3,13 +3,13 @@
 use std::error::Error;
 
 use dmalane::addr::{Access, Iova};
-use dmalane::mem::{AnonHeap, DeviceMem, Heap, HostConfig, SoftHost};
+use dmalane::dma::{AnonHeap, DeviceMem, Heap, HostConfig, SoftHost};
 
 fn main() -> Result<(), Box<dyn Error>> {
     let heap = AnonHeap::new();
     let mut buf = heap.allocate(4 << 20)?;
     buf[..5].copy_from_slice(b"hello");
-    println!("4 MiB of {}", buf.rung().kind);
+    println!("4 MiB of {}", buf.backing().kind);
 
     let host: SoftHost = SoftHost::new(HostConfig::default())?;
     let mapping = host.map(host.pin(&buf.share().share())?, Access::READ)?;

@@ -13,9 +13,9 @@ use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
 use dmalane_addr::FileOffset;
+use dmalane_dma::Heap;
+use dmalane_file::{How, Mode, Moved, Residency};
 use dmalane_load::fill::{Extent, FillError, FillOptions, FillReport, Filled, FilledBuf, Job, Onward, Watch, fill};
-use dmalane_mem::Heap;
-use dmalane_uring::{How, Mode, Moved, Residency};
 use thiserror::Error;
 
 use choose::{Choice, choose};
@@ -107,7 +107,7 @@ impl ReadSource {
 
 /// How a file was read.
 #[derive(Clone, Debug)]
-pub struct Way {
+pub struct ReadMethod {
     /// How the kernel was asked, and why not better.
     pub how: How,
     /// Why it was read directly or through the page cache.
@@ -118,7 +118,7 @@ pub struct Way {
     pub cached: Option<Residency>,
 }
 
-impl std::fmt::Display for Way {
+impl std::fmt::Display for ReadMethod {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         write!(f, "{}: {}", self.how, self.reason)
     }
@@ -130,7 +130,7 @@ pub struct AllocRead {
     /// The buffer.
     pub buffer: FilledBuf,
     /// How the file was read.
-    pub way: Way,
+    pub way: ReadMethod,
     /// How long what took.
     pub report: FillReport,
 }
@@ -149,7 +149,7 @@ pub enum ReadError {
     },
     /// The file cannot be read in the way that was asked for.
     #[error(transparent)]
-    Channel(#[from] dmalane_uring::Error),
+    Channel(#[from] dmalane_file::Error),
     /// The file is shorter than the range.
     #[error("{} ends at {size}, before the end of the range at {end}", path.display())]
     PastEnd {
@@ -184,7 +184,7 @@ pub enum ReadError {
         /// The file.
         path: PathBuf,
         /// With the offset.
-        error: dmalane_engine::OpError,
+        error: dmalane_queue::OpError,
     },
     /// A gather could not be pinned or mapped for the device.
     #[error("buffer {buffer} from {offset} on: {source}")]
@@ -194,7 +194,7 @@ pub enum ReadError {
         /// Where in it the gather starts.
         offset: u64,
         /// What the bus said.
-        source: dmalane_mem::Error,
+        source: dmalane_dma::Error,
     },
     /// Anything else that stopped the job.
     #[error(transparent)]
@@ -207,10 +207,10 @@ pub trait AllocAndRead: Heap {
     /// Pipes and sockets are read from where they are, by plain reads; of them `..` means all that comes.
     ///
     /// Clears `O_DIRECT` and `O_NONBLOCK` of the file. Small files take a short path: no thread, no ring; a
-    /// [`Pool`](dmalane_mem::Pool) gives them memory that is present already.
+    /// [`Pool`](dmalane_dma::Pool) gives them memory that is present already.
     ///
     /// ```
-    /// use dmalane::mem::MemfdHeap;
+    /// use dmalane::dma::MemfdHeap;
     /// use dmalane::{AllocAndRead, ReadOptions};
     ///
     /// # let folder = tempfile::tempdir()?;
@@ -298,7 +298,7 @@ pub fn read_all(
     job: &Job,
     options: &ReadOptions,
     watch: &mut Watch<'_>,
-) -> Result<(Filled, Vec<Way>), ReadError> {
+) -> Result<(Filled, Vec<ReadMethod>), ReadError> {
     all(heap, sources, job, options, None, watch, true)
 }
 
@@ -310,7 +310,7 @@ fn all(
     onward: Option<Onward<'_>>,
     watch: &mut Watch<'_>,
     unchanged: bool,
-) -> Result<(Filled, Vec<Way>), ReadError> {
+) -> Result<(Filled, Vec<ReadMethod>), ReadError> {
     let wanted = job.buffers.iter().fold(0u64, |sum, len| sum.saturating_add(*len));
     if let Some(limit) = options.limit.filter(|limit| wanted > *limit) {
         return Err(ReadError::Limit { wanted, limit });
@@ -354,7 +354,7 @@ fn all(
             direct: sum.direct + m.direct,
             buffered: sum.buffered + m.buffered,
         });
-        ways.push(Way { how, reason: choice.reason, moved, cached: choice.cached });
+        ways.push(ReadMethod { how, reason: choice.reason, moved, cached: choice.cached });
     }
     Ok((filled, ways))
 }

@@ -29,7 +29,7 @@
 
 mod alloc_read;
 mod card_server;
-mod file;
+mod open_file;
 mod pci_card;
 mod soft;
 pub mod validate;
@@ -37,23 +37,23 @@ pub mod validate;
 pub use dmalane_addr as addr;
 pub use dmalane_card as card;
 pub use dmalane_daemon as daemon;
-pub use dmalane_engine as engine;
+pub use dmalane_dma as dma;
+pub use dmalane_file as file;
 pub use dmalane_iopt as iopt;
 pub use dmalane_link as link;
 pub use dmalane_load as load;
-pub use dmalane_mem as mem;
+pub use dmalane_queue as queue;
 pub use dmalane_trace as trace;
-pub use dmalane_uring as uring;
 pub use dmalane_vfio as vfio;
 pub use dmalane_vm as vm;
 
 pub use alloc_read::{
-    AllocAndRead, AllocRead, MappedRead, ReadError, ReadOptions, ReadSource, Scheme, Way, read_all, read_mapped,
+    AllocAndRead, AllocRead, MappedRead, ReadError, ReadMethod, ReadOptions, ReadSource, Scheme, read_all, read_mapped,
     read_to_device,
 };
 pub use card_server::{CARD_PCI_ID, CardServer, CardServerError};
-pub use dmalane_uring::Options as FileOptions;
-pub use file::{open_as, open_file};
+pub use dmalane_file::Options as FileOptions;
+pub use open_file::{open_as, open_file};
 pub use pci_card::{connect_pci_card, open_pci_card};
 pub use soft::{
     BadMmChannel, CardDevice, CardParts, CardUse, JoinedChannel, MmChannel, SoftChannel, SoftConfig, SoftDevice,

@@ -6,10 +6,10 @@ use std::time::Duration;
 
 use dmalane_addr::{CardAddr, DeviceVa, PageSize, Span};
 use dmalane_card::{Card, CardChannel, CardConfig, CardLayout, CardTables, SoftBus, Workers};
-use dmalane_engine::{AddressPolicy, BalancePolicy, DeviceFar, Policy, Split};
+use dmalane_dma::{AnonHeap, Heap, HostBus, HostConfig, MemfdHeap, PageKind, SoftHost};
 use dmalane_iopt::{Format, X86_64_4Level};
 use dmalane_load::{CardMemory, Device, DeviceParts};
-use dmalane_mem::{AnonHeap, Heap, HostBus, HostConfig, MemfdHeap, PageKind, SoftHost};
+use dmalane_queue::{AddressPolicy, BalancePolicy, DeviceFar, Policy, Split};
 use dmalane_vm::Vm;
 use thiserror::Error;
 
@@ -141,7 +141,7 @@ impl Default for CardUse {
 pub enum SoftError {
     /// Host memory, or the bus.
     #[error(transparent)]
-    Host(#[from] dmalane_mem::Error),
+    Host(#[from] dmalane_dma::Error),
     /// The card or its driver.
     #[error(transparent)]
     Card(#[from] dmalane_card::Error),

@@ -8,10 +8,10 @@ use std::path::Path;
 use std::time::Duration;
 
 use dmalane::addr::FileOffset;
-use dmalane::engine::OpError;
+use dmalane::dma::{AnonHeap, Heap, MemfdHeap, PageKind, Pool};
+use dmalane::file::Mode;
 use dmalane::load::fill::{Event, Extent, FillError, Job};
-use dmalane::mem::{AnonHeap, Heap, MemfdHeap, PageKind, Pool};
-use dmalane::uring::Mode;
+use dmalane::queue::OpError;
 use dmalane::{AllocAndRead, AllocRead, ReadError, ReadOptions, ReadSource, Scheme, read_all};
 use proptest::prelude::*;
 use tempfile::NamedTempFile;
@@ -115,7 +115,7 @@ fn what_is_cached_is_copied_and_what_is_not_is_read_past_the_cache() {
     assert!(bytes(&tiny) == data[5..100]);
     // A direct read leaves the file as its owner had it: to be read ahead of.
     std::io::Read::read_exact(&mut &opened, &mut [0; 100_000]).unwrap();
-    let ahead = dmalane::uring::residency(&opened, 0, 4 << 20).unwrap();
+    let ahead = dmalane::file::residency(&opened, 0, 4 << 20).unwrap();
     assert!(ahead.cached > 100_000 + 4096, "{ahead:?}");
 }
 

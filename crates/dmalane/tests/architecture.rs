@@ -28,28 +28,28 @@ const HOUSE: &[Crate] = &[
     Crate { dir: "iopt",    package: "dmalane-iopt",   uses: &["addr"],                                no_std: true },
     Crate { dir: "vm",      package: "dmalane-vm",     uses: &["addr", "iopt"],                        no_std: true },
     Crate { dir: "trace",   package: "dmalane-trace",  uses: &["addr", "iopt", "vm"],                  no_std: false },
-    Crate { dir: "mem",     package: "dmalane-mem",    uses: &["addr", "iopt"],                        no_std: false },
-    Crate { dir: "engine",  package: "dmalane-engine", uses: &["addr", "mem"],                         no_std: false },
-    Crate { dir: "link",    package: "dmalane-link",   uses: &["addr", "mem", "engine"],               no_std: false },
-    Crate { dir: "uring",   package: "dmalane-uring",  uses: &["addr", "mem", "engine"],               no_std: false },
-    Crate { dir: "card",    package: "dmalane-card",   uses: &["addr", "iopt", "mem", "engine"],       no_std: false },
-    Crate { dir: "vfio",    package: "dmalane-vfio",   uses: &["addr", "mem", "engine"],               no_std: false },
-    Crate { dir: "daemon",  package: "dmalane-daemon", uses: &["addr", "iopt", "mem", "engine", "card"], no_std: false },
-    Crate { dir: "load",    package: "dmalane-load",   uses: &["addr", "iopt", "vm", "mem", "engine"], no_std: false },
+    Crate { dir: "dma",     package: "dmalane-dma",    uses: &["addr", "iopt"],                        no_std: false },
+    Crate { dir: "queue",  package: "dmalane-queue", uses: &["addr", "dma"],                         no_std: false },
+    Crate { dir: "link",    package: "dmalane-link",   uses: &["addr", "dma", "queue"],               no_std: false },
+    Crate { dir: "file",   package: "dmalane-file",  uses: &["addr", "dma", "queue"],               no_std: false },
+    Crate { dir: "card",    package: "dmalane-card",   uses: &["addr", "iopt", "dma", "queue"],       no_std: false },
+    Crate { dir: "vfio",    package: "dmalane-vfio",   uses: &["addr", "dma", "queue"],               no_std: false },
+    Crate { dir: "daemon",  package: "dmalane-daemon", uses: &["addr", "iopt", "dma", "queue", "card"], no_std: false },
+    Crate { dir: "load",    package: "dmalane-load",   uses: &["addr", "iopt", "vm", "dma", "queue"], no_std: false },
     Crate { dir: "dmalane", package: "dmalane",        no_std: false,
-            uses: &["addr", "iopt", "vm", "trace", "mem", "engine", "link", "uring", "card", "vfio", "daemon", "load"] },
+            uses: &["addr", "iopt", "vm", "trace", "dma", "queue", "link", "file", "card", "vfio", "daemon", "load"] },
     Crate { dir: "capi",    package: "dmalane-capi",   uses: &["addr", "iopt", "vm", "dmalane"],       no_std: false },
-    Crate { dir: "app",     package: "dmalane-cli",    uses: &["dmalane"],                             no_std: false },
+    Crate { dir: "cli",     package: "dmalane-cli",    uses: &["dmalane"],                             no_std: false },
 ];
 
 /// The files that may say `unsafe`. A new one needs a reason in its first lines and a reader for all of it.
 const UNSAFE_FILES: &[&str] = &[
     "bench/src/peers.rs",
     "crates/capi/src/abi.rs",
-    "crates/mem/src/part.rs",
-    "crates/mem/src/sys.rs",
-    "crates/mem/src/view.rs",
-    "crates/uring/src/ring.rs",
+    "crates/dma/src/slice.rs",
+    "crates/dma/src/sys.rs",
+    "crates/dma/src/volatile.rs",
+    "crates/file/src/ring.rs",
     "crates/vfio/src/kernel/sys.rs",
     "crates/vm/tests/allocations.rs",
 ];
@@ -422,7 +422,7 @@ fn the_rules_for_unsafe_see_what_is_missing() {
     let text = "// SAFETY: because\nunsafe { a() };\nunsafe { b() };\n/// # Safety\n/// x\nunsafe fn c() {}\n";
     assert_eq!(undocumented("x.rs", text, &code_only(text)), ["x.rs:3: unsafe without SAFETY:"]);
     let text = "#[allow(unsafe_code)]\nmod sys;\n#[allow(unsafe_code)]\nfn f() {}\n#[allow(unsafe_code)]\nmod buf;\n";
-    let wrong = permissions("crates/mem/src/lib.rs", text);
+    let wrong = permissions("crates/dma/src/lib.rs", text);
     assert_eq!(wrong.len(), 2, "{wrong:?}");
     let manifest: Table = "[target.'cfg(unix)'.dev-dependencies]\nx = { package = \"dmalane-card\" }".parse().unwrap();
     assert_eq!(edges(&manifest)[0].package, "dmalane-card");

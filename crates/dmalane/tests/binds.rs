@@ -6,10 +6,10 @@ use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use dmalane::addr::{Access, Address, CardAddr, DeviceVa, SgIndex, SgTable, Span, Timeline};
-use dmalane::engine::{Channel, Completion, DeviceAddr, DeviceFar, Direction, Fenced, OpError, Registered, Transfer};
+use dmalane::dma::{AnonHeap, BufferSlice, Heap};
 use dmalane::iopt::X86_64_4Level;
 use dmalane::load::{Placement, write_sample};
-use dmalane::mem::{AnonHeap, Heap, Part};
+use dmalane::queue::{Channel, Completion, DeviceAddr, DeviceFar, Direction, Fenced, OpError, Registered, Transfer};
 use dmalane::trace::{Header, Lines, Recorder, Replay};
 use dmalane::vm::{AnyVm, BindQueue, Bo, Mapped, QueueError, Request, Submission};
 use dmalane::{FileOptions, SoftConfig, SoftDevice, open_file};
@@ -17,7 +17,7 @@ use dmalane::{FileOptions, SoftConfig, SoftDevice, open_file};
 const MIB: u64 = 1 << 20;
 
 /// A registered buffer with the same byte everywhere.
-fn buffer(bus: &dmalane::card::SoftBus, len: usize, fill: u8) -> (Part, Registered) {
+fn buffer(bus: &dmalane::card::SoftBus, len: usize, fill: u8) -> (BufferSlice, Registered) {
     let mut buf = AnonHeap::new().allocate(len).unwrap();
     buf.fill(fill);
     let buf = buf.share();
@@ -25,7 +25,7 @@ fn buffer(bus: &dmalane::card::SoftBus, len: usize, fill: u8) -> (Part, Register
     (buf.into_part(), via)
 }
 
-fn transfer(part: Part, direction: Direction, at: DeviceAddr, via: &Registered) -> Transfer<DeviceFar> {
+fn transfer(part: BufferSlice, direction: Direction, at: DeviceAddr, via: &Registered) -> Transfer<DeviceFar> {
     Transfer { part, direction, far: DeviceFar { at, via: via.clone() } }
 }
 

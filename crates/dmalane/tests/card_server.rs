@@ -9,9 +9,9 @@ use std::time::{Duration, Instant};
 
 use dmalane::addr::{Access, CardAddr};
 use dmalane::card::{Card, CardChannel, CardConfig, Workers, regs};
-use dmalane::engine::conformance::{Fixture, suite};
-use dmalane::engine::{Channel, DeviceAddr, DeviceFar, Direction, OpError, Registered, Transfer, drain, run};
-use dmalane::mem::{AnonHeap, Heap, HostBus, MemfdHeap, PageKind, Part};
+use dmalane::dma::{AnonHeap, BufferSlice, Heap, HostBus, MemfdHeap, PageKind};
+use dmalane::queue::conformance::{Fixture, suite};
+use dmalane::queue::{Channel, DeviceAddr, DeviceFar, Direction, OpError, Registered, Transfer, drain, run};
 use dmalane::vfio::user::UserBus;
 use dmalane::{CARD_PCI_ID, CardServer, CardServerError};
 
@@ -68,12 +68,12 @@ impl Fixture for Under {
         MIB
     }
 
-    fn far(&mut self, offset: u64, part: &Part) -> DeviceFar {
+    fn far(&mut self, offset: u64, part: &BufferSlice) -> DeviceFar {
         let via = self.registered.iter().find(|r| r.mapping().pinned().share().holds(part)).unwrap().clone();
         DeviceFar { at: DeviceAddr::Card(CardAddr::new(self.at + offset)), via }
     }
 
-    fn part(&mut self, len: usize) -> Part {
+    fn part(&mut self, len: usize) -> BufferSlice {
         let buf = heap().allocate(len).unwrap().share();
         self.registered.push(Registered::new(&*self.bus, &buf, Access::RW).unwrap());
         buf.into_part()

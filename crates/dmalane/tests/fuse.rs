@@ -7,10 +7,10 @@ use std::path::PathBuf;
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant, UNIX_EPOCH};
 
-use dmalane::engine::OpError;
+use dmalane::dma::{AnonHeap, Heap, PageKind};
+use dmalane::file::{Error, Mode};
 use dmalane::load::fill::FillError;
-use dmalane::mem::{AnonHeap, Heap, PageKind};
-use dmalane::uring::{Error, Mode};
+use dmalane::queue::OpError;
 use dmalane::{AllocAndRead, AllocRead, ReadError, ReadOptions};
 use fuser::{
     BackgroundSession, Config, Errno, FileAttr, FileHandle, FileType, Filesystem, FopenFlags, Generation, INodeNo,
@@ -259,5 +259,5 @@ fn what_a_file_system_can_do_to_a_reader() {
             }
         }
     }
-    assert_eq!(dmalane::uring::quarantined_bytes(), 0);
+    assert_eq!(dmalane::file::quarantined_bytes(), 0);
 }

@@ -7,9 +7,9 @@ use std::time::Duration;
 
 use dmalane::addr::{Access, FileOffset};
 use dmalane::card::{CardConfig, SoftBus};
+use dmalane::dma::{AnonHeap, BufferRef, DeviceMem, Error, Heap, HostBus, HostConfig, Mapping, Pinned, SoftHost};
 use dmalane::load::Stage;
 use dmalane::load::fill::{Event, Extent, Job};
-use dmalane::mem::{AnonHeap, DeviceMem, Error, Heap, HostBus, HostConfig, Mapping, Pinned, Share, SoftHost};
 use dmalane::{MappedRead, ReadError, ReadOptions, ReadSource, read_mapped};
 use tempfile::NamedTempFile;
 
@@ -60,7 +60,7 @@ impl Failing {
 }
 
 impl HostBus for Failing {
-    fn pin(&self, share: &Share) -> Result<Pinned, Error> {
+    fn pin(&self, share: &BufferRef) -> Result<Pinned, Error> {
         self.bus.pin(share)
     }
 
@@ -68,7 +68,7 @@ impl HostBus for Failing {
         self.bus.map(pinned, access)
     }
 
-    fn pin_range(&self, share: &Share, range: Range<usize>) -> Result<Pinned, Error> {
+    fn pin_range(&self, share: &BufferRef, range: Range<usize>) -> Result<Pinned, Error> {
         self.call()?;
         self.bus.pin_range(share, range)
     }

@@ -9,11 +9,11 @@ use std::time::{Duration, Instant};
 
 use dmalane::addr::FileOffset;
 use dmalane::card::{CardConfig, CardTables, SoftBus};
-use dmalane::engine::{Channel, Completion, DeviceFar, Limits, OpError, Refusal, Refused, Ticket, Transfer};
+use dmalane::dma::{AnonHeap, Heap, HostConfig, MemfdHeap, PageKind};
+use dmalane::file::{FileChannel, Mode};
 use dmalane::iopt::X86_64_4Level;
 use dmalane::load::{Device, DeviceParts, Error, Input, Placement, write_sample};
-use dmalane::mem::{AnonHeap, Heap, HostConfig, MemfdHeap, PageKind};
-use dmalane::uring::{FileChannel, Mode};
+use dmalane::queue::{Channel, Completion, DeviceFar, Limits, OpError, Refusal, Refused, Ticket, Transfer};
 use dmalane::{FileOptions, MmChannel, SoftChannel, SoftConfig, SoftDevice, SoftParts, open_file};
 
 const MIB: u64 = 1 << 20;

@@ -10,11 +10,11 @@ use std::time::{Duration, Instant};
 
 use dmalane::addr::{Access, CardAddr};
 use dmalane::card::{Card, CardChannel};
-use dmalane::engine::conformance::{Fixture, suite};
-use dmalane::engine::{
+use dmalane::dma::{AnonHeap, BufferSlice, Heap, SharedBuf};
+use dmalane::queue::conformance::{Fixture, suite};
+use dmalane::queue::{
     DeviceAddr, DeviceFar, Direction, Ended, OpError, Operation, Queue, Registered, Transfer, Work, run,
 };
-use dmalane::mem::{AnonHeap, Heap, Part, SharedBuf};
 use dmalane::vfio::{BarMap, Bdf, Container, Error, Placement, VfioBus};
 use dmalane::{CARD_PCI_ID, open_pci_card};
 
@@ -73,12 +73,12 @@ impl Fixture for Under {
         MIB
     }
 
-    fn far(&mut self, offset: u64, part: &Part) -> DeviceFar {
+    fn far(&mut self, offset: u64, part: &BufferSlice) -> DeviceFar {
         let via = self.registered.iter().find(|r| r.mapping().pinned().share().holds(part)).unwrap().clone();
         DeviceFar { at: DeviceAddr::Card(CardAddr::new(self.at + offset)), via }
     }
 
-    fn part(&mut self, len: usize) -> Part {
+    fn part(&mut self, len: usize) -> BufferSlice {
         let buf = AnonHeap::new().allocate(len).unwrap().share();
         self.registered.push(Registered::new(&*self.bus, &buf, Access::RW).unwrap());
         buf.into_part()
@@ -288,7 +288,7 @@ mod last {
     use super::*;
 
     /// QEMU 11.1 itself ends when it must map memory for a device whose process is gone, or when that dies under a message. So here all
-    /// is mapped before, and for a while no register is touched; `crates/app/tests/card.rs` kills the card in the midst of a load.
+    /// is mapped before, and for a while no register is touched; `crates/cli/tests/card.rs` kills the card in the midst of a load.
     #[test]
     fn a_card_whose_process_is_killed_is_an_error_and_no_hang() {
         let (bus, card) = card();

@@ -5,9 +5,9 @@ use std::time::Duration;
 
 use dmalane::addr::Access;
 use dmalane::card::{Card, CardConfig, SoftBus};
-use dmalane::engine::{BalancePolicy, Channel, DeviceAddr, DeviceFar, Direction, Registered, Split, Transfer, run};
+use dmalane::dma::{AnonHeap, Heap, HostConfig, SoftHost};
 use dmalane::link::{Half, Limit, Link, Slow, Streams};
-use dmalane::mem::{AnonHeap, Heap, HostConfig, SoftHost};
+use dmalane::queue::{BalancePolicy, Channel, DeviceAddr, DeviceFar, Direction, Registered, Split, Transfer, run};
 
 const MIB: usize = 1 << 20;
 const PATIENCE: Duration = Duration::from_secs(60);

@@ -7,7 +7,7 @@
 use std::time::Duration;
 
 use dmalane_addr::CardAddr;
-use dmalane_engine::Direction;
+use dmalane_queue::Direction;
 
 use crate::{Copy, Demand, Half, Limit, Link, Streams};
 

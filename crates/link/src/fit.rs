@@ -8,7 +8,7 @@
 use std::fmt;
 use std::time::Duration;
 
-use dmalane_engine::Direction;
+use dmalane_queue::Direction;
 
 use crate::{Half, Limit, Link, ModelError, Stream, Streams};
 
@@ -32,16 +32,16 @@ pub enum Memory {
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Debug)]
 pub enum Cause {
     /// What each channel moves in a direction.
-    Channel(Way),
+    Channel(Directions),
     /// What each half of a memory takes or gives.
-    Half(Memory, Way),
+    Half(Memory, Directions),
     /// What everything together moves in a direction.
-    Shared(Way),
+    Shared(Directions),
 }
 
 /// Which bytes a limit counts.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Debug)]
-pub enum Way {
+pub enum Directions {
     /// From the card (C2H).
     Read,
     /// To the card (H2C).
@@ -50,7 +50,7 @@ pub enum Way {
     Both,
 }
 
-impl Way {
+impl Directions {
     const ALL: [Self; 3] = [Self::Read, Self::Write, Self::Both];
 
     fn direction(self) -> Option<Direction> {
@@ -88,7 +88,7 @@ impl Cause {
             let halves = Memory::ALL.map(|m| Self::Half(m, way));
             [Self::Channel(way), halves[0], halves[1], Self::Shared(way)]
         };
-        Way::ALL.into_iter().flat_map(per_way).collect()
+        Directions::ALL.into_iter().flat_map(per_way).collect()
     }
 
     /// The sets of streams that have such a limit each.
@@ -109,10 +109,10 @@ impl Cause {
 
 impl fmt::Display for Cause {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let way = |w: &Way| match w {
-            Way::Read => "reading",
-            Way::Write => "writing",
-            Way::Both => "reading and writing together",
+        let way = |w: &Directions| match w {
+            Directions::Read => "reading",
+            Directions::Write => "writing",
+            Directions::Both => "reading and writing together",
         };
         match self {
             Self::Channel(w) => write!(f, "what each channel moves, {}", way(w)),
@@ -232,10 +232,10 @@ pub fn fit(channels: usize, measured: &[Measured], noise: f64) -> Fit {
             common_or_each(mine.map(|(_, held)| held & set).collect())
         };
         // And so for the measurements of a way.
-        let by_way = |set: usize, way: Way| {
+        let by_way = |set: usize, way: Directions| {
             common_or_each(relevant.iter().filter(|p| way_of(p) == way).flat_map(|p| of(set, p)).collect())
         };
-        let masks = |set: &usize| Way::ALL.into_iter().flat_map(|way| by_way(*set, way)).collect();
+        let masks = |set: &usize| Directions::ALL.into_iter().flat_map(|way| by_way(*set, way)).collect();
         let masks: Vec<Vec<usize>> = sets.iter().map(masks).collect();
         let union = |masks: &Vec<usize>| masks.iter().fold(0, |any, m| any | m);
         let any = masks.iter().fold(0, |any, m| any | union(m));
@@ -295,12 +295,12 @@ fn common_or_each(masks: Vec<usize>) -> Vec<usize> {
     }
 }
 
-fn way_of(p: &Measured) -> Way {
+fn way_of(p: &Measured) -> Directions {
     let reads = p.flows.iter().filter(|(s, _)| s.direction == Direction::ToHost).count();
     match reads {
-        0 => Way::Write,
-        n if n == p.flows.len() => Way::Read,
-        _ => Way::Both,
+        0 => Directions::Write,
+        n if n == p.flows.len() => Directions::Read,
+        _ => Directions::Both,
     }
 }
 

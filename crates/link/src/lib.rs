@@ -3,7 +3,7 @@
 //! A [`Link`] is a set of [`Limit`]s: what each channel moves each way, what each half of a memory takes and gives, what
 //! all of them share; each may change over time. Nothing else is modelled but a latency.
 //!
-//! - [`Sim`] runs real [`Split`](dmalane_engine::Split)s and policies over it in virtual time; [`Rig`] is one ready to use.
+//! - [`Sim`] runs real [`Split`](dmalane_queue::Split)s and policies over it in virtual time; [`Rig`] is one ready to use.
 //! - [`best_rate`] says what no policy can exceed, as the optimum of a linear programme.
 //! - [`Slow`] hangs real channels off a modelled link, in real time; [`Throttle`] is the clockwork inside.
 //! - [`fit`] goes the other way: from measured rates to the limits that explain them.
@@ -11,7 +11,7 @@
 //!
 //! ```
 //! use std::time::Duration;
-//! use dmalane_engine::{BalancePolicy, Direction};
+//! use dmalane_queue::{BalancePolicy, Direction};
 //! use dmalane_link::{Copy, Demand, Half, Limit, Link, Rig, Streams, best_rate};
 //!
 //! // Two channels of which one is slower.

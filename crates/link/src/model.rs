@@ -3,7 +3,7 @@
 use std::time::Duration;
 
 use dmalane_addr::{CardAddr, Span};
-use dmalane_engine::{Area, Direction, Route};
+use dmalane_queue::{Area, Direction, Route};
 use thiserror::Error;
 
 /// A half of one of the card's memories.

@@ -7,7 +7,7 @@
 
 use std::time::Duration;
 
-use dmalane_engine::Direction;
+use dmalane_queue::Direction;
 use microlp::{ComparisonOp, OptimizationDirection, Problem, Variable};
 use thiserror::Error;
 

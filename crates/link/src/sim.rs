@@ -8,10 +8,10 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use dmalane_addr::{Address, CardAddr};
-use dmalane_engine::{
+use dmalane_dma::SharedBuf;
+use dmalane_queue::{
     Channel, Clock, Completion, Direction, Far, Limits, OpError, Policy, Refusal, Refused, Split, Ticket, Transfer,
 };
-use dmalane_mem::SharedBuf;
 
 use crate::{Half, Link, Stream};
 

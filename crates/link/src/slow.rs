@@ -4,7 +4,7 @@ use std::collections::{HashMap, VecDeque};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
-use dmalane_engine::{Channel, Completion, Direction, Limits, Refused, Ticket, Transfer};
+use dmalane_queue::{Channel, Completion, Direction, Limits, Refused, Ticket, Transfer};
 
 use crate::{Half, Link, Stream, Throttle};
 
@@ -94,7 +94,7 @@ impl<C: Channel> Channel for Slow<C> {
 
     fn submit(&mut self, transfer: Transfer<C::Far>) -> Result<Ticket, Refused<C::Far>> {
         if self.in_flight() >= self.limits().capacity {
-            return Err(Refused { transfer, reason: dmalane_engine::Refusal::Full });
+            return Err(Refused { transfer, reason: dmalane_queue::Refusal::Full });
         }
         let direction = transfer.direction;
         let stream = Stream { channel: self.index, half: (self.shared.half)(&transfer.far), direction };

@@ -60,7 +60,7 @@ mod tests {
     use super::*;
     use crate::assumptions::all;
     use crate::{Half, Limit, Streams};
-    use dmalane_engine::Direction;
+    use dmalane_queue::Direction;
 
     const SLICE: u64 = 64 << 10;
     const BURST: Duration = Duration::from_micros(20);

@@ -2,9 +2,9 @@
 
 use std::time::Duration;
 
-use dmalane_engine::Direction;
-use dmalane_link::fit::{Answer, Cause, Measured, Memory, Question, Way, emulate, fit, plan};
+use dmalane_link::fit::{Answer, Cause, Directions, Measured, Memory, Question, emulate, fit, plan};
 use dmalane_link::{Half, Limit, Link, Stream, Streams};
+use dmalane_queue::Direction;
 
 const GB: f64 = 1e9;
 
@@ -102,21 +102,23 @@ fn all_combinations_are_found_again() {
                 // Which limits can be the cause is known from how the card was made.
                 let causes: Vec<Cause> = match question {
                     Question::DuplexHalves if card.channel_duplex || card.shared => {
-                        let channel = card.channel_duplex.then_some(Cause::Channel(Way::Both));
-                        channel.into_iter().chain(card.shared.then_some(Cause::Shared(Way::Both))).collect()
+                        let channel = card.channel_duplex.then_some(Cause::Channel(Directions::Both));
+                        channel.into_iter().chain(card.shared.then_some(Cause::Shared(Directions::Both))).collect()
                     }
                     Question::DuplexHalves => vec![],
-                    Question::HbmReadsSlow if card.hbm_reads => vec![Cause::Half(Memory::Hbm, Way::Read)],
+                    Question::HbmReadsSlow if card.hbm_reads => vec![Cause::Half(Memory::Hbm, Directions::Read)],
                     Question::HbmReadsSlow => vec![],
                     Question::TogetherCapped => {
-                        let direction = [Way::Read, Way::Write].map(Cause::Shared);
-                        let half = card.hbm_reads.then_some(Cause::Half(Memory::Hbm, Way::Read));
+                        let direction = [Directions::Read, Directions::Write].map(Cause::Shared);
+                        let half = card.hbm_reads.then_some(Cause::Half(Memory::Hbm, Directions::Read));
                         match (card.per_direction, card.shared) {
                             (true, _) => direction.to_vec(),
-                            (false, true) => vec![Cause::Shared(Way::Both)],
-                            (false, false) => {
-                                [Way::Read, Way::Write].map(Cause::Channel).into_iter().chain(half).collect()
-                            }
+                            (false, true) => vec![Cause::Shared(Directions::Both)],
+                            (false, false) => [Directions::Read, Directions::Write]
+                                .map(Cause::Channel)
+                                .into_iter()
+                                .chain(half)
+                                .collect(),
                         }
                     }
                 };
@@ -147,10 +149,13 @@ fn a_card_like_the_seeds() {
     for noise in [0.0, 0.03] {
         let points = measure(card, &mut Noise(7, noise));
         let noise = noise.max(0.005);
-        assert_eq!(answer(&points, noise, Question::DuplexHalves), Answer::Because(vec![Cause::Shared(Way::Both)]));
+        assert_eq!(
+            answer(&points, noise, Question::DuplexHalves),
+            Answer::Because(vec![Cause::Shared(Directions::Both)])
+        );
         assert_eq!(
             answer(&points, noise, Question::HbmReadsSlow),
-            Answer::Because(vec![Cause::Half(Memory::Hbm, Way::Read)])
+            Answer::Because(vec![Cause::Half(Memory::Hbm, Directions::Read)])
         );
     }
 }
@@ -183,7 +188,7 @@ fn what_was_not_measured_is_not_known() {
         all.iter().filter(|p| p.flows.iter().any(|f| f.0.channel != p.flows[0].0.channel)).cloned().collect();
     let told = answer(&together, 0.01, Question::DuplexHalves);
     assert!(matches!(&told, Answer::CannotTell(list) if list.len() > 1), "{told:?}");
-    assert!(names(&told).contains(&Cause::Channel(Way::Both)), "{told:?}");
+    assert!(names(&told).contains(&Cause::Channel(Directions::Both)), "{told:?}");
 }
 
 #[test]

@@ -3,9 +3,9 @@
 use std::time::{Duration, Instant};
 
 use dmalane_addr::{CardAddr, FileOffset};
-use dmalane_engine::{Channel, Completion, DeviceFar, Direction, Refusal, Refused, Transfer, drain};
+use dmalane_dma::{CopyHint, SharedBuf};
 use dmalane_iopt::{Format, Tables};
-use dmalane_mem::{CopyHint, SharedBuf};
+use dmalane_queue::{Channel, Completion, DeviceFar, Direction, Refusal, Refused, Transfer, drain};
 
 use crate::clock::Clocks;
 use crate::{Device, Error, Input};
@@ -130,7 +130,7 @@ fn memory_ceilings() -> Result<(f64, f64), Error> {
 fn touched() -> Result<SharedBuf, Error> {
     let memory = SharedBuf::sparse("dmalane-ceiling", MEMORY_BYTES)?;
     for at in (0..MEMORY_BYTES).step_by(2 << 20) {
-        memory.populate(at, 2 << 20).map_err(|source| dmalane_mem::Error::Allocate {
+        memory.populate(at, 2 << 20).map_err(|source| dmalane_dma::Error::Allocate {
             len: MEMORY_BYTES,
             kind: "sparse memfd memory",
             source,

@@ -6,9 +6,9 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
 use dmalane_addr::{Access, Address, CardAddr, DeviceVa, PageSize, PhysAddr, RangeAllocator, SgIndex, SgTable, Span};
-use dmalane_engine::{Channel, DeviceFar, Registered};
+use dmalane_dma::{BufferSlice, Heap, HostBus, PageBacking, footprint};
 use dmalane_iopt::{Format, Tables};
-use dmalane_mem::{Heap, HostBus, Part, Rung, footprint};
+use dmalane_queue::{Channel, DeviceFar, Registered};
 use dmalane_vm::{Bo, Request, Vm};
 
 use crate::clock::{Clocks, Stage};
@@ -67,12 +67,12 @@ static DEVICES: AtomicU64 = AtomicU64::new(0);
 /// A piece of a staging buffer, which is registered once and used for chunk after chunk.
 pub(crate) struct Slot {
     /// The piece, when no operation has any of it.
-    pub(crate) part: Option<Part>,
+    pub(crate) part: Option<BufferSlice>,
     /// Bytes of it.
     pub(crate) len: u64,
     pub(crate) via: Registered,
     /// The pages that the heap gave.
-    pub(crate) rung: Rung,
+    pub(crate) backing: PageBacking,
 }
 
 /// Buffers that carry bytes to the device; with the one that carries them back, four in all.
@@ -224,13 +224,13 @@ where
     }
 
     /// The pages behind the staging buffers, and why no better ones; `None` before the first load.
-    pub fn staging_rung(&self) -> Option<&Rung> {
-        self.staging.first().map(|s| &s.rung)
+    pub fn staging_backing(&self) -> Option<&PageBacking> {
+        self.staging.first().map(|s| &s.backing)
     }
 
     /// A new buffer of at most `gather` bytes, pinned and mapped.
     pub(crate) fn buffer(&self, len: u64, access: Access, clocks: &mut Clocks) -> Result<Slot, Error> {
-        let len = usize::try_from(len.min(self.parts.gather)).map_err(|_| dmalane_mem::Error::BadLength(usize::MAX))?;
+        let len = usize::try_from(len.min(self.parts.gather)).map_err(|_| dmalane_dma::Error::BadLength(usize::MAX))?;
         let buf = clocks.time(Stage::Allocate, || self.parts.heap.allocate(len))?.share();
         let len = buf.len() as u64;
         let pinned = clocks.time(Stage::Register, || self.parts.bus.pin(&buf.share()))?;
@@ -238,13 +238,13 @@ where
         for stage in [Stage::Allocate, Stage::Register, Stage::Map] {
             clocks.bytes(stage, len);
         }
-        let rung = buf.rung().clone();
-        Ok(Slot { part: Some(buf.into_part()), len, via: Registered::from_mapping(mapping), rung })
+        let backing = buf.backing().clone();
+        Ok(Slot { part: Some(buf.into_part()), len, via: Registered::from_mapping(mapping), backing })
     }
 
     /// Adds a staging buffer, cut into slots of about equal length.
     pub(crate) fn add_staging(&mut self, len: u64, clocks: &mut Clocks) -> Result<(), Error> {
-        let Slot { mut part, len, via, rung } = self.buffer(len, Access::READ, clocks)?;
+        let Slot { mut part, len, via, backing } = self.buffer(len, Access::READ, clocks)?;
         self.buffers += 1;
         let count = len.div_ceil(SLOT);
         // Whole pages, so that direct I/O finds every slot aligned.
@@ -252,7 +252,7 @@ where
         while let Some(rest) = part.take() {
             let n = step.min(rest.len() as u64);
             let (front, rest) = rest.split_at(n as usize).expect("at most what is left");
-            self.staging.push(Slot { part: Some(front), len: n, via: via.clone(), rung: rung.clone() });
+            self.staging.push(Slot { part: Some(front), len: n, via: via.clone(), backing: backing.clone() });
             part = (!rest.is_empty()).then_some(rest);
         }
         Ok(())

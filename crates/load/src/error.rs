@@ -3,7 +3,7 @@
 use std::path::PathBuf;
 
 use dmalane_addr::{CardAddr, FileOffset, PageSize, RangeError, SgError};
-use dmalane_engine::OpError;
+use dmalane_queue::OpError;
 use thiserror::Error;
 
 use crate::{FormatError, Placement};
@@ -142,7 +142,7 @@ pub enum Error {
     },
     /// Host memory or its mapping for the device failed.
     #[error(transparent)]
-    Memory(#[from] dmalane_mem::Error),
+    Memory(#[from] dmalane_dma::Error),
     /// What the card holds differs from the file.
     #[error("{}: tensor {tensor:?} differs from the file at byte {offset} of the tensor ({at})", path.display())]
     Mismatch {

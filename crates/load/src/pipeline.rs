@@ -17,12 +17,12 @@ use std::path::PathBuf;
 use std::time::{Duration, Instant};
 
 use dmalane_addr::{CardAddr, FileOffset, PageSize};
-use dmalane_engine::{
+use dmalane_dma::BufferSlice;
+use dmalane_iopt::{Format, Tables};
+use dmalane_queue::{
     Channel, Completion, DeviceAddr, DeviceFar, Direction, HaltWatch, LETS_GO, OpError, Refusal, Refused, StallWatch,
     Ticket, Transfer, drain,
 };
-use dmalane_iopt::{Format, Tables};
-use dmalane_mem::Part;
 use twox_hash::XxHash3_64;
 
 #[cfg(doc)]
@@ -92,11 +92,11 @@ struct Chunk {
 enum State {
     Free,
     /// The kernel fills the front; here is the rest.
-    Reading(Part),
+    Reading(BufferSlice),
     /// Full, waiting for its turn.
-    Full(Part),
+    Full(BufferSlice),
     /// On its way: pieces that have come back, in their places, and how many have not.
-    Moving(Vec<Option<Part>>, usize),
+    Moving(Vec<Option<BufferSlice>>, usize),
 }
 
 /// A piece of a chunk on its way to the device.
@@ -441,7 +441,7 @@ where
     }
 
     /// Cuts a full slot into pieces with one destination each.
-    fn send(&mut self, chunk: Chunk, slot: usize, whole: Part) {
+    fn send(&mut self, chunk: Chunk, slot: usize, whole: BufferSlice) {
         let file = &self.files[chunk.file];
         let max = self.device.parts.channel.limits().max_len;
         let cuts = cut(&file.model, &file.layout, file.bo.as_ref().map(|bo| bo.sg()), chunk.at, chunk.len, max);
@@ -513,7 +513,7 @@ where
     }
 
     /// Puts a piece back into its place; with the last one the slot is whole and free.
-    fn put_back(&mut self, piece: &Piece, part: Part) {
+    fn put_back(&mut self, piece: &Piece, part: BufferSlice) {
         let State::Moving(pieces, missing) = &mut self.states[piece.slot] else { return };
         pieces[piece.index] = Some(part);
         *missing -= 1;
@@ -573,7 +573,7 @@ impl State {
         matches!(self, State::Free)
     }
 
-    fn take_full(&mut self) -> Option<Part> {
+    fn take_full(&mut self) -> Option<BufferSlice> {
         match std::mem::replace(self, State::Free) {
             State::Full(part) => Some(part),
             other => {

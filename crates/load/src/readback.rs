@@ -7,9 +7,9 @@ use std::path::Path;
 use std::time::{Duration, Instant};
 
 use dmalane_addr::{Access, Address, CardAddr, FileOffset, Span};
-use dmalane_engine::{Channel, DeviceAddr, DeviceFar, Direction, RunError, Transfer, run};
+use dmalane_dma::VolatileSlice;
 use dmalane_iopt::{Format, Tables};
-use dmalane_mem::View;
+use dmalane_queue::{Channel, DeviceAddr, DeviceFar, Direction, RunError, Transfer, run};
 use safetensors::tensor::{Dtype, TensorInfo};
 
 use crate::clock::Clocks;
@@ -37,7 +37,7 @@ where
         &mut self,
         file: &LoadedFile,
         index: usize,
-        sink: &mut dyn FnMut(u64, View<'_>) -> Result<(), Error>,
+        sink: &mut dyn FnMut(u64, VolatileSlice<'_>) -> Result<(), Error>,
     ) -> Result<(), Error> {
         self.check(file)?;
         let loaded = file.tensor(index);
@@ -171,7 +171,7 @@ where
 }
 
 /// The first byte of `view` that differs from the file at `from`.
-fn compare(file: &File, from: u64, view: View<'_>, block: &mut [u8]) -> io::Result<Option<u64>> {
+fn compare(file: &File, from: u64, view: VolatileSlice<'_>, block: &mut [u8]) -> io::Result<Option<u64>> {
     let mut done = 0;
     while done < view.len() {
         let len = block.len().min(view.len() - done);

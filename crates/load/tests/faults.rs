@@ -7,9 +7,9 @@ use std::ops::ControlFlow;
 use std::sync::atomic::Ordering;
 
 use dmalane_addr::FileOffset;
-use dmalane_engine::OpError;
+use dmalane_dma::{AnonHeap, Heap, MemfdHeap, PageKind, Pool, footprint};
 use dmalane_load::fill::{Extent, FillError, FillOptions, Job, fill};
-use dmalane_mem::{AnonHeap, Heap, MemfdHeap, PageKind, Pool, footprint};
+use dmalane_queue::OpError;
 use script::{Fault, HELD, Random, Script, noise};
 
 const SOURCE: u64 = 300_000;

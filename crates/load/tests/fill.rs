@@ -6,8 +6,8 @@ use std::ops::ControlFlow;
 use std::time::{Duration, Instant};
 
 use dmalane_addr::FileOffset;
+use dmalane_dma::{AnonHeap, Heap, MemfdHeap, PageKind, Pool};
 use dmalane_load::fill::{BadJob, Event, Extent, FillError, FillOptions, Job, fill};
-use dmalane_mem::{AnonHeap, Heap, MemfdHeap, PageKind, Pool};
 use script::{Random, Script, naive, noise, random_job};
 use twox_hash::XxHash3_64;
 

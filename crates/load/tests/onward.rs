@@ -10,14 +10,14 @@ use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
 use dmalane_addr::{Access, CardAddr};
-use dmalane_engine::{
+use dmalane_dma::host::DevicePort;
+use dmalane_dma::{AnonHeap, BufferSlice, DeviceMem, Heap, HostConfig, MemfdHeap, PageKind, Pool, SoftHost};
+use dmalane_load::Stage;
+use dmalane_load::fill::{BadJob, Event, Extent, FillError, FillOptions, Filled, Job, Onward, Watch, fill};
+use dmalane_queue::{
     Channel, Completion, DeviceAddr, DeviceFar, Direction, Limits, OpError, Refusal, Refused, Registered, Ticket,
     Transfer,
 };
-use dmalane_load::Stage;
-use dmalane_load::fill::{BadJob, Event, Extent, FillError, FillOptions, Filled, Job, Onward, Watch, fill};
-use dmalane_mem::host::DevicePort;
-use dmalane_mem::{AnonHeap, DeviceMem, Heap, HostConfig, MemfdHeap, PageKind, Part, Pool, SoftHost};
 use script::{Fault, Random, Script, naive, noise, random_job};
 use twox_hash::XxHash3_64;
 
@@ -194,7 +194,7 @@ impl<'a> Case<'a> {
     ) -> Result<Filled, FillError> {
         let Self { host, card, to, inline, .. } = self;
         let gathers: Mutex<BTreeMap<(usize, usize), Registered>> = Mutex::default();
-        let via = |buffer: usize, part: &Part| {
+        let via = |buffer: usize, part: &BufferSlice| {
             let gathers = gathers.lock().unwrap();
             gathers.range(..=(buffer, part.offset())).next_back().map(|(_, gather)| gather.clone())
         };
@@ -415,7 +415,7 @@ fn what_cannot_go_there_is_refused() {
         let mut card = Card::new(&host, 20_000, 1, None);
         let share = heap.allocate(4096).unwrap().share();
         let other = Registered::from_mapping(host.map(host.pin(&share.share()).unwrap(), Access::READ).unwrap());
-        let via = |_: usize, _: &Part| registered.then(|| other.clone());
+        let via = |_: usize, _: &BufferSlice| registered.then(|| other.clone());
         let onward = Onward { channel: &mut card, inline: true, to, via: &via };
         let mut lanes = vec![vec![Script::new(source[0].clone(), 2, 1, Vec::new())]];
         let options = FillOptions::default();

@@ -9,10 +9,10 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
 use dmalane_addr::{Access, Address, CardAddr, Iova, PageSize};
-use dmalane_engine::{
+use dmalane_dma::{self as mem, DmaFault, FaultReason, HostBus};
+use dmalane_queue::{
     Channel, Completion, DeviceAddr, DeviceFar, Direction, Limits, OpError, Refusal, Refused, Ticket, Transfer,
 };
-use dmalane_mem::{self as mem, DmaFault, FaultReason, HostBus};
 
 use crate::{Bdf, Error, FaultLog, SeenFault, VfioBus};
 

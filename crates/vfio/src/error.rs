@@ -234,7 +234,7 @@ impl Error {
     }
 }
 
-impl From<Error> for dmalane_mem::Error {
+impl From<Error> for dmalane_dma::Error {
     fn from(error: Error) -> Self {
         match error {
             Error::Iova(error) => Self::Iova(error),

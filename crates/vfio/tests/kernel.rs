@@ -10,10 +10,12 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
 use dmalane_addr::{Access, Address, CardAddr, Iova, PageSize, Span};
-use dmalane_engine::conformance::{Fixture, suite};
-use dmalane_engine::{Channel, DeviceAddr, DeviceFar, Direction, OpError, Registered, Transfer, run};
-use dmalane_mem::{self as mem, AnonHeap, DmaHeap, Heap, HostBus, Mapping, MemfdHeap, PageKind, Part, SharedBuf};
-use dmalane_vfio::{Bdf, Container, Edu, EduChannel, Error, FaultLog, Placement, VfioBus, Way, standings};
+use dmalane_dma::{
+    self as mem, AnonHeap, BufferSlice, DmaHeap, Heap, HostBus, Mapping, MemfdHeap, PageKind, SharedBuf,
+};
+use dmalane_queue::conformance::{Fixture, suite};
+use dmalane_queue::{Channel, DeviceAddr, DeviceFar, Direction, OpError, Registered, Transfer, run};
+use dmalane_vfio::{Backend, Bdf, Container, Edu, EduChannel, Error, FaultLog, Placement, VfioBus, standings};
 
 const LONG: Duration = Duration::from_secs(30);
 
@@ -43,10 +45,10 @@ fn unpinnable(len: usize) -> SharedBuf {
 }
 
 /// The way that is tested.
-fn way() -> Way {
+fn way() -> Backend {
     match std::env::var("DMALANE_VFIO_WAY").as_deref() {
-        Ok("iommufd") => Way::Iommufd,
-        Ok("type1") | Err(_) => Way::Type1,
+        Ok("iommufd") => Backend::Iommufd,
+        Ok("type1") | Err(_) => Backend::Type1,
         Ok(other) => panic!("DMALANE_VFIO_WAY={other}"),
     }
 }
@@ -185,7 +187,7 @@ fn verify_dma(edu: &Edu<VfioBus>, buf: &SharedBuf, seams: &[usize]) {
 
 fn dma(heap: &dyn Heap, kind: PageKind, len: usize, page: usize) {
     let buf = heap.allocate(len).unwrap();
-    assert_eq!(buf.rung().kind, kind, "{:?}", buf.rung().passed_over);
+    assert_eq!(buf.backing().kind, kind, "{:?}", buf.backing().passed_over);
     let seams: Vec<usize> = (0..8).map(|i| (i * page) % len).chain([1000, len]).collect();
     verify_dma(&edu(edus()[0]), &buf.share(), &seams);
 }
@@ -221,7 +223,7 @@ fn a_page_of_1g_byte_by_byte() {
     let edu = edu(edus()[0]);
     let container = edu.bus().device().container().clone();
     let mut buf = heap.allocate(LEN).unwrap();
-    assert_eq!((buf.rung().kind, buf.len()), (PageKind::Hugetlb1G, LEN), "{:?}", buf.rung().passed_over);
+    assert_eq!((buf.backing().kind, buf.len()), (PageKind::Hugetlb1G, LEN), "{:?}", buf.backing().passed_over);
     // Each MiB is told from the others by its first bytes.
     let number = |bytes: &mut [u8], i: usize| bytes[..8].copy_from_slice(&i.to_le_bytes());
     for (i, chunk) in buf.chunks_mut(CHUNK).enumerate() {
@@ -365,7 +367,7 @@ fn peer_to_peer_reaches_the_file_behind_the_bar() {
     let before = container.mappings_left().unwrap();
     let peer = container.map_peer(&bar, 0..bar.len(), Access::RW).unwrap();
     println!("{peer:?} {:?}", peer.took());
-    assert_eq!(peer.took().way, if way() == Way::Iommufd { "dma-buf" } else { "type1" });
+    assert_eq!(peer.took().way, if way() == Backend::Iommufd { "dma-buf" } else { "type1" });
     let buf = AnonHeap::new().allocate(page()).unwrap().share();
     let host = map(edu.bus(), &buf, Access::RW);
     for (round, offset) in [0u64, 4097, (512 << 20) - 100, (1 << 30) - 2000].into_iter().enumerate() {
@@ -480,7 +482,7 @@ fn more_mappings_than_the_kernel_takes() {
     let buf = AnonHeap::starting_at(PageKind::Base).allocate(page()).unwrap().share();
     let mut mappings = Vec::new();
     let Some(left) = container.mappings_left().unwrap() else {
-        assert_eq!(way(), Way::Iommufd);
+        assert_eq!(way(), Backend::Iommufd);
         let map = |_| edu.bus().map(edu.bus().pin(&buf.share()).unwrap(), Access::READ).unwrap();
         mappings.extend((0..70_000).map(map));
         println!("{} mappings, and no end", mappings.len());
@@ -614,7 +616,7 @@ fn as_user(test: &str) {
 fn files(bdf: Bdf) -> Vec<String> {
     let device = format!("/sys/bus/pci/devices/{bdf}");
     match way() {
-        Way::Iommufd => {
+        Backend::Iommufd => {
             let name = fs::read_dir(format!("{device}/vfio-dev")).unwrap().next().unwrap().unwrap().file_name();
             vec!["/dev/iommu".into(), format!("/dev/vfio/devices/{}", name.to_str().unwrap())]
         }
@@ -694,7 +696,7 @@ fn a_bar_is_mapped_by_its_own_page_size() {
     let half = PageSize::new(page() as u64 / 2).unwrap();
     let refused = device.map_bar(FILE_BAR.1, None, Placement::Exactly(half)).unwrap_err();
     assert!(matches!(refused, Error::Region { region: 2, .. }), "{refused}");
-    if way() == Way::Iommufd {
+    if way() == Backend::Iommufd {
         // A dma-buf is physical: the address in this process says nothing.
         assert!(plain.1 < best.1 * 2 && best.1 < Duration::from_millis(5), "{:?} against {:?}", plain.1, best.1);
         return;
@@ -747,12 +749,12 @@ impl Fixture for Under {
         self.edu.memory()
     }
 
-    fn far(&mut self, offset: u64, part: &Part) -> DeviceFar {
+    fn far(&mut self, offset: u64, part: &BufferSlice) -> DeviceFar {
         let via = self.registered.iter().find(|r| r.mapping().pinned().share().holds(part)).expect("a buffer of ours");
         DeviceFar { at: DeviceAddr::Card(CardAddr::new(offset)), via: via.clone() }
     }
 
-    fn part(&mut self, len: usize) -> Part {
+    fn part(&mut self, len: usize) -> BufferSlice {
         let buf = self.heap.allocate(len).unwrap().share();
         self.registered.push(Registered::new(&**self.edu.bus(), &buf, Access::RW).unwrap());
         // No more than that: an operation has at most 2048 bytes.
@@ -809,7 +811,7 @@ fn the_ladder_takes_the_best_way_that_there_is() {
     assert_eq!(container.way(), Some(*taken), "doctor and the container agree");
     assert!(file.exists());
     match taken {
-        Way::Iommufd => assert!(container.passed_over().is_none() && here.passed_over.is_empty()),
+        Backend::Iommufd => assert!(container.passed_over().is_none() && here.passed_over.is_empty()),
         _ => {
             let why = container.passed_over().unwrap().to_string();
             assert_eq!(why, here.passed_over[0].1.to_string());
@@ -817,12 +819,12 @@ fn the_ladder_takes_the_best_way_that_there_is() {
         }
     }
     // The other way has the same device, one at a time.
-    match Container::only(Way::Type1).open(&bdf) {
+    match Container::only(Backend::Type1).open(&bdf) {
         Err(Error::Busy { .. }) => {}
         other => panic!("{other:?}"),
     }
     drop((device, container));
-    edu_in(&Container::only(Way::Type1), bdf);
+    edu_in(&Container::only(Backend::Type1), bdf);
 }
 
 #[test]
@@ -834,13 +836,13 @@ fn a_dma_buf_of_a_bar_ends_with_a_reset() {
         Ok(fd) => fd,
         // Debian's kernels have none.
         Err(e @ Error::NoDmaBuf { .. }) => {
-            assert!(way() == Way::Type1 && e.to_string().contains("CONFIG_VFIO_PCI_DMABUF"), "{e}");
+            assert!(way() == Backend::Type1 && e.to_string().contains("CONFIG_VFIO_PCI_DMABUF"), "{e}");
             return println!("say: {e}");
         }
         Err(e) => panic!("{e}"),
     };
     assert_eq!(rustix::fs::seek(dma_buf, rustix::fs::SeekFrom::End(0)).unwrap(), 1 << 20);
-    if way() == Way::Type1 {
+    if way() == Backend::Type1 {
         return;
     }
     let peer = container.map_peer(&bar, 0..bar.len(), Access::RW).unwrap();
@@ -868,11 +870,11 @@ mod measure {
     const POOL: &str = "/sys/kernel/mm/hugepages/hugepages-2048kB/nr_hugepages";
 
     /// Maps and unmaps, and prints a line for the table. The device reaches the last bytes while they are mapped.
-    fn row(way: Way, by_address: bool, memory: &str, buf: &SharedBuf) {
+    fn row(way: Backend, by_address: bool, memory: &str, buf: &SharedBuf) {
         let container = Container::only(way);
         let edu = edu_in(&container, edus()[0]);
         let call = match (way, by_address || buf.export().is_none()) {
-            (Way::Type1, _) => "VFIO_IOMMU_MAP_DMA",
+            (Backend::Type1, _) => "VFIO_IOMMU_MAP_DMA",
             (_, true) => "IOMMU_IOAS_MAP",
             (_, false) => "IOMMU_IOAS_MAP_FILE",
         };
@@ -923,12 +925,12 @@ mod measure {
                 fs::write(POOL, (LEN >> 21).to_string()).unwrap();
             }
             let buf = make().allocate(LEN).unwrap();
-            assert_eq!(buf.rung().kind, kind, "{:?}", buf.rung().passed_over);
+            assert_eq!(buf.backing().kind, kind, "{:?}", buf.backing().passed_over);
             let buf = buf.share();
-            row(Way::Type1, false, memory, &buf);
-            row(Way::Iommufd, true, memory, &buf);
+            row(Backend::Type1, false, memory, &buf);
+            row(Backend::Iommufd, true, memory, &buf);
             if buf.export().is_some() {
-                row(Way::Iommufd, false, memory, &buf);
+                row(Backend::Iommufd, false, memory, &buf);
             }
             drop(buf);
             fs::write(POOL, before.trim()).unwrap();

@@ -2,8 +2,8 @@
 
 use std::os::unix::fs::FileTypeExt;
 
+use dmalane_file::{Io, Mode, Options, Residency, residency};
 use dmalane_load::fill::Job;
-use dmalane_uring::{Io, Mode, Options, Residency, residency};
 
 use super::{ReadError, ReadOptions, ReadSource, Scheme, size};
 

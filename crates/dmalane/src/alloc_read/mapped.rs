@@ -6,12 +6,12 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 use dmalane_addr::Access;
-use dmalane_engine::{Channel, DeviceAddr, DeviceFar, Registered};
+use dmalane_dma::{BufferSlice, Error, Heap, HostBus};
 use dmalane_load::fill::{Event, Filled, Job, Onward, Watch};
 use dmalane_load::{Stage, StageReport};
-use dmalane_mem::{Error, Heap, HostBus, Part};
+use dmalane_queue::{Channel, DeviceAddr, DeviceFar, Registered};
 
-use super::{ReadError, ReadOptions, ReadSource, Way, all};
+use super::{ReadError, ReadMethod, ReadOptions, ReadSource, all};
 
 /// Buffers that were filled, and that a device can reach.
 #[derive(Debug)]
@@ -20,7 +20,7 @@ pub struct MappedRead {
     /// device.
     pub filled: Filled,
     /// How each source was read.
-    pub ways: Vec<Way>,
+    pub ways: Vec<ReadMethod>,
     /// For each buffer its gathers, in order, one behind the other: together they are all of it. Dropped, they are unmapped and unpinned.
     pub gathers: Vec<Vec<Registered>>,
 }
@@ -59,9 +59,9 @@ pub fn read_mapped(
 /// mapped.
 ///
 /// ```
-/// use dmalane::engine::DeviceAddr;
+/// use dmalane::queue::DeviceAddr;
 /// use dmalane::load::fill::Job;
-/// use dmalane::mem::AnonHeap;
+/// use dmalane::dma::AnonHeap;
 /// use dmalane::{ReadOptions, ReadSource, SoftConfig, SoftDevice, read_to_device};
 ///
 /// # let folder = tempfile::tempdir()?;
@@ -151,7 +151,7 @@ fn mapped(
         watch(event)
     };
     // The gather that begins last before the part does: no part lies in two.
-    let via = |buffer: usize, part: &Part| {
+    let via = |buffer: usize, part: &BufferSlice| {
         locked().get(buffer)?.range(..=part.offset() as u64).next_back().map(|(_, gather)| gather.clone())
     };
     let onward = device.map(|(channel, to)| Onward { channel, inline: !bus.works_alone(), to, via: &via });

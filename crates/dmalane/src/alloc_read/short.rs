@@ -5,15 +5,15 @@ use std::hash::Hasher;
 use std::time::Instant;
 
 use dmalane_addr::FileOffset;
-use dmalane_engine::OpError;
+use dmalane_dma::Heap;
+use dmalane_file::{How, Mode, Moved, read_now, residency};
 use dmalane_load::fill::{FillError, FillReport, FilledBuf};
-use dmalane_mem::Heap;
-use dmalane_uring::{How, Mode, Moved, read_now, residency};
+use dmalane_queue::OpError;
 use rustix::fs::{FileType, OFlags};
 use twox_hash::XxHash3_64;
 
 use super::choose::{DIRECT_FROM, MOSTLY, SHORT};
-use super::{AllocRead, ReadError, ReadOptions, Scheme, Way, source};
+use super::{AllocRead, ReadError, ReadMethod, ReadOptions, Scheme, source};
 
 /// Reads a small file if it is cached, or so small that it does not matter; `None` for everything else, which takes the pipeline.
 ///
@@ -50,7 +50,7 @@ pub(super) fn try_short(
     }
     let memory = |source| ReadError::Fill(FillError::Memory { buffer: 0, source });
     let reserved = heap.reserve(len as usize).map_err(memory)?;
-    let (recycled, rung) = (!reserved.is_fresh(), reserved.rung().clone());
+    let (recycled, backing) = (!reserved.is_fresh(), reserved.backing().clone());
     let whole = reserved.populate().map_err(memory)?;
     let first_gather = begin.elapsed();
     let mut rest = whole.into_part();
@@ -58,7 +58,7 @@ pub(super) fn try_short(
         let result = read_now(file, &mut part, FileOffset::new(start));
         (part, result)
     });
-    let hash = |part: &mut dmalane_mem::Part| {
+    let hash = |part: &mut dmalane_dma::BufferSlice| {
         let mut hash = XxHash3_64::with_seed(0);
         part.with_bytes(|bytes| hash.write(bytes)).map(|()| hash.finish())
     };
@@ -88,10 +88,10 @@ pub(super) fn try_short(
         first_gather,
         stages: Vec::new(),
         lanes: 1,
-        rung: Some(rung),
+        backing: Some(backing),
         recycled,
     };
-    let way = Way {
+    let way = ReadMethod {
         how: How { direct: false, uring: false, reasons: Vec::new() },
         reason,
         moved: Moved { direct: 0, buffered: len },

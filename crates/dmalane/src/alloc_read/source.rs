@@ -8,8 +8,8 @@ use std::path::PathBuf;
 use std::time::Duration;
 
 use dmalane_addr::FileOffset;
-use dmalane_engine::{Channel, Completion, Limits, Refused, Ticket, Transfer};
-use dmalane_uring::{FileChannel, How, Moved, StreamChannel};
+use dmalane_file::{FileChannel, How, Moved, StreamChannel};
+use dmalane_queue::{Channel, Completion, Limits, Refused, Ticket, Transfer};
 
 use super::choose::Choice;
 use super::{ReadError, ReadSource};

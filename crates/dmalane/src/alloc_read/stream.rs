@@ -5,13 +5,13 @@ use std::hash::Hasher;
 use std::time::{Duration, Instant};
 
 use dmalane_addr::FileOffset;
-use dmalane_engine::{Channel, Direction, OpError, Transfer};
+use dmalane_dma::{BufferSlice, CopyHint, Error, Heap, SharedBuf};
+use dmalane_file::{How, Moved, StreamChannel};
 use dmalane_load::fill::{FillError, FillReport, FilledBuf};
-use dmalane_mem::{CopyHint, Error, Heap, Part, SharedBuf};
-use dmalane_uring::{How, Moved, StreamChannel};
+use dmalane_queue::{Channel, Direction, OpError, Transfer};
 use twox_hash::XxHash3_64;
 
-use super::{AllocRead, ReadError, ReadOptions, ReadSource, Way};
+use super::{AllocRead, ReadError, ReadMethod, ReadOptions, ReadSource};
 
 /// Bytes of a buffer on the way. Small ones, since the last is used in part.
 const CHUNK: usize = 4 << 20;
@@ -40,7 +40,7 @@ pub(super) fn to_end(
         if let Some(limit) = options.limit.filter(|limit| len as u64 > *limit) {
             return Err(ReadError::Limit { wanted: len as u64, limit });
         }
-        if let Some(room) = dmalane_mem::room().filter(|room| room.bytes < CHUNK as u64 * 2) {
+        if let Some(room) = dmalane_dma::room().filter(|room| room.bytes < CHUNK as u64 * 2) {
             let (wanted, left, limited_by) = (len as u64, room.bytes, room.limited_by);
             return Err(ReadError::Fill(FillError::NoRoom { wanted, left, limited_by }));
         }
@@ -51,8 +51,8 @@ pub(super) fn to_end(
     let mut hash = options.checksum.then(|| XxHash3_64::with_seed(0));
     let memory = |source| ReadError::Fill(FillError::Memory { buffer: 0, source });
     let mut reserved = heap.reserve(len.max(1)).map_err(memory)?;
-    let (fresh, rung) = (reserved.is_fresh(), reserved.rung().clone());
-    let mut whole: Option<Part> = None;
+    let (fresh, backing) = (reserved.is_fresh(), reserved.backing().clone());
+    let mut whole: Option<BufferSlice> = None;
     while let Some(absent) = reserved.next(CHUNK) {
         let to = absent.populate().map_err(memory)?;
         let from = chunks.pop_front();
@@ -80,10 +80,10 @@ pub(super) fn to_end(
         first_gather: Duration::ZERO,
         stages: Vec::new(),
         lanes: 1,
-        rung: Some(rung),
+        backing: Some(backing),
         recycled: !fresh,
     };
-    let way = Way {
+    let way = ReadMethod {
         how: How { direct: false, uring: false, reasons: Vec::new() },
         reason: "a pipe, socket or character device: plain reads to its end, then one copy".to_owned(),
         moved: Moved { direct: 0, buffered: channel.position() },
@@ -105,10 +105,10 @@ enum Stopped {
 /// Fills a part as far as bytes come; says how far, and whether that was the end.
 fn next(
     channel: &mut StreamChannel,
-    part: Part,
+    part: BufferSlice,
     at: u64,
     deadline: Option<Instant>,
-) -> Result<(Part, usize, bool), Stopped> {
+) -> Result<(BufferSlice, usize, bool), Stopped> {
     let full = part.len();
     let transfer = Transfer { part, direction: Direction::ToHost, far: FileOffset::new(at) };
     let _only = channel.submit(transfer).map_err(|r| Stopped::Failed(OpError::Stopped(r.reason.to_string())))?;

@@ -4,14 +4,14 @@ use std::collections::HashMap;
 use std::os::unix::fs::FileExt;
 use std::time::{Duration, Instant};
 
-use dmalane_engine::Direction;
+use dmalane_dma::{AnonHeap, CopyHint, CpuBuf, Heap, SharedBuf};
+use dmalane_file::FileDevice;
 use dmalane_link::{Demand, Half, best_rate};
-use dmalane_mem::{AnonHeap, CopyHint, CpuBuf, Heap, SharedBuf};
-use dmalane_uring::Node;
+use dmalane_queue::Direction;
 
 use super::lanes::Lane;
 use super::target::{Ceiling, Target};
-use super::{Stop, ValidateError, Way};
+use super::{Directions, Stop, ValidateError};
 
 /// A ceiling is not measured for longer.
 const MOST: Duration = Duration::from_millis(500);
@@ -36,7 +36,7 @@ impl Target {
     pub(super) fn ceiling(
         &self,
         lanes: &[Lane],
-        way: Way,
+        way: Directions,
         buffer: u64,
         stop: Stop,
         channels: &[usize],
@@ -50,7 +50,7 @@ impl Target {
                 let mut bytes: HashMap<(Half, bool), u64> = HashMap::new();
                 for (i, walk) in lanes.iter().flat_map(|lane| lane.walks.iter().enumerate()) {
                     let up = i == 0;
-                    if (way != Way::Read && up) || (way != Way::Write && !up) {
+                    if (way != Directions::Read && up) || (way != Directions::Write && !up) {
                         for (at, len) in walk.places() {
                             *bytes.entry((halves.of(at), up)).or_default() += len;
                         }
@@ -70,11 +70,11 @@ impl Target {
 }
 
 /// Copies between memory like the host's and memory like the card's.
-fn copies(threads: usize, way: Way, len: usize, time: Duration) -> Result<f64, ValidateError> {
+fn copies(threads: usize, way: Directions, len: usize, time: Duration) -> Result<f64, ValidateError> {
     let heap = AnonHeap::new();
-    let pair = |_| -> Result<(SharedBuf, SharedBuf), dmalane_mem::Error> {
+    let pair = |_| -> Result<(SharedBuf, SharedBuf), dmalane_dma::Error> {
         let card = SharedBuf::sparse("dmalane-ceiling", len)?;
-        let full = |source| dmalane_mem::Error::Allocate { len, kind: "sparse memfd memory", source };
+        let full = |source| dmalane_dma::Error::Allocate { len, kind: "sparse memfd memory", source };
         card.populate(0, len).map_err(full)?;
         let mut host = heap.allocate(len)?;
         host.fill(1);
@@ -84,11 +84,11 @@ fn copies(threads: usize, way: Way, len: usize, time: Duration) -> Result<f64, V
     let mut rate = |hint| {
         let pass = |(host, card): &mut (SharedBuf, SharedBuf)| {
             let mut bytes = 0;
-            if way != Way::Read {
+            if way != Directions::Read {
                 card.view().copy_from(part_of(host, len), hint);
                 bytes += len as u64;
             }
-            if way != Way::Write {
+            if way != Directions::Write {
                 host.view().copy_from(part_of(card, len), hint);
                 bytes += len as u64;
             }
@@ -133,12 +133,12 @@ fn at_once<W: Send>(
     Ok(bytes as f64 / took.as_secs_f64().max(1e-9))
 }
 
-fn part_of(buf: &SharedBuf, len: usize) -> dmalane_mem::View<'_> {
+fn part_of(buf: &SharedBuf, len: usize) -> dmalane_dma::VolatileSlice<'_> {
     buf.view().sub(0, len).expect("buffers of at least this length")
 }
 
 /// Plain calls on the places of the lanes.
-fn files(node: &Node, lanes: &[Lane], way: Way, len: usize, time: Duration) -> Result<f64, ValidateError> {
+fn files(node: &FileDevice, lanes: &[Lane], way: Directions, len: usize, time: Duration) -> Result<f64, ValidateError> {
     let heap = AnonHeap::new();
     let (h2c, c2h) = node.files();
     let pass = |buffers: &mut Vec<(bool, u64, CpuBuf)>| {
@@ -150,7 +150,7 @@ fn files(node: &Node, lanes: &[Lane], way: Way, len: usize, time: Duration) -> R
         }
         Ok((buffers.len() * len) as u64)
     };
-    let wanted = |up: bool| way == Way::Both || up == (way == Way::Write);
+    let wanted = |up: bool| way == Directions::Both || up == (way == Directions::Write);
     let mut works = Vec::new();
     for lane in lanes {
         let places = lane.walks.iter().enumerate().map(|(i, walk)| (i == 0, walk.places().next()));
@@ -160,7 +160,7 @@ fn files(node: &Node, lanes: &[Lane], way: Way, len: usize, time: Duration) -> R
         }
         works.push(work);
     }
-    if way != Way::Both {
+    if way != Directions::Both {
         return at_once(&mut works, time, pass);
     }
     // A device that does both ways at once has more to give than threads take that do one after the other; where the threads are the

@@ -7,7 +7,7 @@ use std::collections::{HashMap, VecDeque};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, TryLockError};
 use std::time::{Duration, Instant};
 
-use dmalane_engine::{Channel, Completion, DeviceFar, LETS_GO, Limits, OpError, Refusal, Refused, Ticket, Transfer};
+use dmalane_queue::{Channel, Completion, DeviceFar, LETS_GO, Limits, OpError, Refusal, Refused, Ticket, Transfer};
 
 /// How long a seat sleeps when nothing has ended.
 const NAP: Duration = Duration::from_micros(50);

@@ -3,9 +3,9 @@
 use std::time::Duration;
 
 use dmalane_addr::CardAddr;
-use dmalane_engine::Direction;
 use dmalane_link::Stream;
 use dmalane_link::fit::{Fit, Measured, fit, plan};
+use dmalane_queue::Direction;
 
 use super::lanes::{Job, Lane, go};
 use super::target::Target;

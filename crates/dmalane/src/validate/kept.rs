@@ -36,7 +36,7 @@ impl Kept {
         let extents = extents(&file, offset, offset.saturating_add(len));
         let bytes: u64 = extents.iter().filter(|e| e.2).map(|e| e.1).sum();
         let none = || ValidateError::NoRoom(bytes);
-        if dmalane_mem::room().is_some_and(|room| bytes > 0 && bytes.saturating_add(beside) > room.bytes) {
+        if dmalane_dma::room().is_some_and(|room| bytes > 0 && bytes.saturating_add(beside) > room.bytes) {
             return Err(none());
         }
         let mut pieces = Vec::new();
@@ -140,7 +140,7 @@ mod tests {
             let kept = Kept::read(&written, 4096, (4 << 20) - 4096, 0).unwrap().unwrap();
             assert!(matches!(Kept::read(&written, 0, 4096, u64::MAX), Ok(Some(_))), "a hole needs no room");
             let refused = Kept::read(&written, 1 << 20, 4096, u64::MAX);
-            assert!(matches!(refused, Err(ValidateError::NoRoom(4096))) || dmalane_mem::room().is_none());
+            assert!(matches!(refused, Err(ValidateError::NoRoom(4096))) || dmalane_dma::room().is_none());
             written.write_all_at(&vec![9; (4 << 20) - 4096], 4096).unwrap();
             if early {
                 drop(kept)

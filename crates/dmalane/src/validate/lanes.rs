@@ -4,8 +4,8 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Condvar, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
-use dmalane_engine::{Channel, Completion, DeviceAddr, DeviceFar, Direction, HaltWatch};
-use dmalane_mem::HostBus;
+use dmalane_dma::HostBus;
+use dmalane_queue::{Channel, Completion, DeviceAddr, DeviceFar, Direction, HaltWatch};
 
 use super::target::SLOWEST;
 use super::walk::Walk;
@@ -230,7 +230,7 @@ impl Lane {
 /// ended: ways that run at once do not count as faster for ending earlier.
 pub(super) fn rate(lanes: &[Lane], place: usize) -> Option<Rate> {
     let took = lanes.iter().flat_map(|lane| &lane.walks).map(|walk| walk.moved.took).max()?;
-    let mut latency = dmalane_engine::Latency::default();
+    let mut latency = dmalane_queue::Latency::default();
     let (mut bytes, mut buffers) = (0, 0);
     for walk in lanes.iter().filter_map(|lane| lane.walks.get(place)) {
         latency.add(&walk.moved.latency);

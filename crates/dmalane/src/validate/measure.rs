@@ -2,14 +2,14 @@
 
 use std::sync::atomic::Ordering;
 
-use dmalane_engine::{AddressPolicy, BalancePolicy, Channel, DeviceFar, Direction, Policy, Split};
-use dmalane_mem::PageKind;
+use dmalane_dma::PageKind;
+use dmalane_queue::{AddressPolicy, BalancePolicy, Channel, DeviceFar, Direction, Policy, Split};
 
 use super::lanes::{Job, Lane, go, rate};
 use super::place::Layout;
 use super::target::{Ceiling, Target};
 use super::walk::Walk;
-use super::{Allocation, Event, Figure, Integrity, Pages, Phase, Report, Settings, Stop, ValidateError, Way};
+use super::{Allocation, Directions, Event, Figure, Integrity, Pages, Phase, Report, Settings, Stop, ValidateError};
 use crate::MmChannel;
 
 const PAGE: u64 = 4096;
@@ -89,7 +89,7 @@ fn room(target: &Target, settings: &Settings, buffers: u64) -> Result<u64, Valid
     };
     // Huge pages may be reserved ones, which are not part of what there is room for.
     let small = settings.pages.contains(&Pages::Small);
-    match dmalane_mem::room().filter(|room| small && needed > room.bytes) {
+    match dmalane_dma::room().filter(|room| small && needed > room.bytes) {
         Some(room) => Err(ValidateError::NoMemoryFor { needed, have: room.bytes, limited_by: room.limited_by }),
         None => Ok(needed),
     }
@@ -210,11 +210,11 @@ impl Case<'_> {
                 break;
             }
             say(match way {
-                Way::Read => "reading",
-                Way::Write => "writing",
-                Way::Both => "reading and writing",
+                Directions::Read => "reading",
+                Directions::Write => "writing",
+                Directions::Both => "reading and writing",
             });
-            let (up, down) = (way != Way::Read, way != Way::Write);
+            let (up, down) = (way != Directions::Read, way != Directions::Write);
             let active = |walk| if walk == UP { up } else { down };
             refill(lanes, round);
             self.go(lanes, settings.stop, active)?;
@@ -262,9 +262,9 @@ impl Case<'_> {
             let mut walks = Vec::new();
             for walk in [UP, DOWN] {
                 let buf = heap.allocate(*buffer as usize).map_err(ValidateError::Memory)?.share();
-                kind = buf.rung().kind;
+                kind = buf.backing().kind;
                 if *pages == Pages::Huge && kind == PageKind::Base {
-                    let why = buf.rung().passed_over.iter().map(|(kind, why)| format!("{kind}: {why}"));
+                    let why = buf.backing().passed_over.iter().map(|(kind, why)| format!("{kind}: {why}"));
                     return Ok(Err(why.collect::<Vec<_>>().join("; ")));
                 }
                 let places = layout.places(*phase, 2 * thread as u64 + walk as u64, slots, *buffer)?;

@@ -21,8 +21,8 @@ mod walk;
 use std::time::Duration;
 
 use dmalane_addr::CardAddr;
-use dmalane_engine::{OpError, Refusal};
-use dmalane_mem::PageKind;
+use dmalane_dma::PageKind;
+use dmalane_queue::{OpError, Refusal};
 use thiserror::Error;
 
 use crate::MmChannel;
@@ -35,7 +35,7 @@ pub use target::{SLOWER, SoftTarget, Target, emulations};
 
 /// Which way the bytes of a figure go.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
-pub enum Way {
+pub enum Directions {
     /// From the device (C2H).
     Read,
     /// To the device (H2C).
@@ -91,7 +91,7 @@ pub struct Settings {
     /// One transfer for each buffer, in one piece, over one channel: no stripes, no policy.
     pub raw: bool,
     /// Which ways, in this order.
-    pub ways: Vec<Way>,
+    pub ways: Vec<Directions>,
     /// Buffers are registered once, and not for each transfer.
     pub registered: bool,
     /// Which pages.
@@ -110,7 +110,7 @@ impl Default for Settings {
             allocation: Allocation::Auto,
             stop: Stop::For(Duration::from_millis(500)),
             raw: false,
-            ways: vec![Way::Read, Way::Write, Way::Both],
+            ways: vec![Directions::Read, Directions::Write, Directions::Both],
             registered: true,
             pages: vec![Pages::Small, Pages::Huge],
         }
@@ -159,7 +159,7 @@ pub struct Figure {
     /// See there.
     pub kind: PageKind,
     /// Which way.
-    pub way: Way,
+    pub way: Directions,
     /// From the device.
     pub read: Option<Rate>,
     /// To the device.
@@ -260,13 +260,13 @@ pub enum ValidateError {
     NothingToFit,
     /// A file as a device.
     #[error(transparent)]
-    Node(#[from] dmalane_uring::NodeError),
+    FileDevice(#[from] dmalane_file::FileDeviceError),
     /// The software card.
     #[error(transparent)]
     Card(#[from] dmalane_card::Error),
     /// Host memory.
     #[error(transparent)]
-    Memory(dmalane_mem::Error),
+    Memory(dmalane_dma::Error),
     /// The contents of a file cannot be kept.
     #[error("what the device holds cannot be kept, so nothing was written: {0}")]
     Keep(std::io::Error),

@@ -8,10 +8,10 @@ use std::time::Duration;
 
 use dmalane_addr::{CardAddr, Span};
 use dmalane_card::{Card, CardChannel, CardConfig, SoftBus, Workers};
-use dmalane_engine::{Area, Channel, DeviceAddr, DeviceFar, Route};
+use dmalane_dma::{AnonHeap, Heap, HostBus, HostConfig, MemfdHeap, PageKind, SoftHost};
+use dmalane_file::{FileDevice, FileDeviceOptions, FileDevicePaths};
 use dmalane_link::{Half, Limit, Link, Slow, assumptions};
-use dmalane_mem::{AnonHeap, Heap, HostBus, HostConfig, MemfdHeap, PageKind, SoftHost};
-use dmalane_uring::{Node, NodeOptions, NodePaths};
+use dmalane_queue::{Area, Channel, DeviceAddr, DeviceFar, Route};
 
 use super::desk::Desk;
 use super::kept::Kept;
@@ -48,7 +48,7 @@ pub(super) enum Ceiling {
     /// Copies in memory.
     Copies,
     /// Plain calls on the same files.
-    Files(Node),
+    Files(FileDevice),
     /// The optimum of a modelled link.
     Optimum { link: Link, halves: Halves },
 }
@@ -205,8 +205,8 @@ impl Target {
     /// character device holds is lost, so `lose` must say that it may be.
     ///
     /// # Errors
-    /// [`ValidateError::Lost`] before anything is opened, [`ValidateError::Node`].
-    pub fn file(paths: NodePaths, options: NodeOptions, lose: bool) -> Result<Self, ValidateError> {
+    /// [`ValidateError::Lost`] before anything is opened, [`ValidateError::FileDevice`].
+    pub fn file(paths: FileDevicePaths, options: FileDeviceOptions, lose: bool) -> Result<Self, ValidateError> {
         let character = |path: &Path| path.metadata().is_ok_and(|m| m.file_type().is_char_device());
         if !lose && let Some(path) = [&paths.h2c, &paths.c2h].into_iter().find(|path| character(path)) {
             return Err(ValidateError::Lost(path.clone()));
@@ -215,7 +215,7 @@ impl Target {
             true => format!("file:{}", paths.h2c.display()),
             false => format!("file:h2c={},c2h={}", paths.h2c.display(), paths.c2h.display()),
         };
-        let node = Node::open(paths, options)?;
+        let node = FileDevice::open(paths, options)?;
         let queue = node.channel()?;
         let notes = vec![format!("by {}", node.how())];
         let memories = Memories::One(node.memory_len());

@@ -5,8 +5,8 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
 use dmalane_card::{CardConfig, Workers};
-use dmalane_engine::{Channel, Completion, DeviceFar, Direction, Limits, Refused, Ticket, Transfer};
-use dmalane_uring::{NodeOptions, NodePaths};
+use dmalane_file::{FileDeviceOptions, FileDevicePaths};
+use dmalane_queue::{Channel, Completion, DeviceFar, Direction, Limits, Refused, Ticket, Transfer};
 
 use super::*;
 use crate::CardUse;
@@ -34,7 +34,11 @@ fn check(target: &Target, settings: &Settings) -> Report {
     assert!(said <= steps && said > 0, "{said} of {steps}");
     for figure in &report.figures {
         let Figure { way, read, write, ceiling, .. } = figure;
-        assert_eq!((read.is_some(), write.is_some()), (*way != Way::Write, *way != Way::Read), "{figure:?}");
+        assert_eq!(
+            (read.is_some(), write.is_some()),
+            (*way != Directions::Write, *way != Directions::Read),
+            "{figure:?}"
+        );
         assert!(ceiling.is_some_and(|c| c > 0.0) && figure.total() > 0.0, "{figure:?}");
         for rate in read.iter().chain(write) {
             assert!(rate.p50 <= rate.p99 && rate.bytes_per_s.is_finite() && rate.buffers > 0, "{figure:?}");
@@ -79,9 +83,10 @@ fn files_pass_and_are_left_as_they_were() {
     let file = tempfile::NamedTempFile::new().unwrap();
     let before: Vec<u8> = (0..4 * MIB).map(|i| (i ^ i >> 8) as u8).collect();
     std::fs::write(file.path(), &before).unwrap();
-    let paths = NodePaths { h2c: file.path().into(), c2h: file.path().into() };
+    let paths = FileDevicePaths { h2c: file.path().into(), c2h: file.path().into() };
     for probe_at in [None, Some(MIB)] {
-        let target = Target::file(paths.clone(), NodeOptions { probe_at, ..NodeOptions::default() }, false).unwrap();
+        let target =
+            Target::file(paths.clone(), FileDeviceOptions { probe_at, ..FileDeviceOptions::default() }, false).unwrap();
         assert!(target.notes[0].contains(if probe_at.is_some() { "probed" } else { "not probed" }));
         let report = check(&target, &Settings { offset: 4096, ..quick() });
         assert!(report.integrity.iter().all(|i| i.phase == Phase::Device));
@@ -224,7 +229,7 @@ fn there_is_no_figure_for_bytes_that_are_wrong() {
         assert!(!report.passed() && report.figures.len() < 3, "{fault:?}: {report:?}");
     }
     // From the second pass on (a transfer counts when it begins and when it ends): the first has brought the right bytes, and nothing since has moved any.
-    for (fault, way) in [(Fault::Blind(10), Way::Read), (Fault::Deaf(10), Way::Write)] {
+    for (fault, way) in [(Fault::Blind(10), Directions::Read), (Fault::Deaf(10), Directions::Write)] {
         let settings = Settings { threads: 1, stop: Stop::After(3), ways: vec![way], ..settings.clone() };
         let report = run(&wrong(fault), &settings, &mut |_| {}).unwrap();
         assert_eq!((report.integrity[0].ok, report.figures.len()), (1, 0), "{fault:?}: {report:?}");
@@ -232,7 +237,7 @@ fn there_is_no_figure_for_bytes_that_are_wrong() {
     }
     // An error is an error, with its place, and what was measured before it is there.
     let mut report = Report::default();
-    let late = Settings { threads: 1, ways: vec![Way::Read, Way::Write], ..settings.clone() };
+    let late = Settings { threads: 1, ways: vec![Directions::Read, Directions::Write], ..settings.clone() };
     let error = run_into(&wrong(Fault::Fails(16)), &late, &mut report, &mut |_| {}).unwrap_err();
     assert!(matches!(error, ValidateError::Failed { .. }), "{error}");
     assert_eq!((report.integrity.len(), report.figures.len()), (1, 1), "{report:?}");
@@ -277,8 +282,8 @@ fn direct_io_and_two_names_leave_a_file_as_it_was() {
     std::os::unix::fs::symlink(&path, &link).unwrap();
     let settings = Settings { pages: vec![Pages::Small], ..quick() };
     for (direct, c2h) in [(false, &link), (true, &path), (true, &link)] {
-        let paths = NodePaths { h2c: path.clone(), c2h: c2h.clone() };
-        match Target::file(paths, NodeOptions { direct, ..NodeOptions::default() }, false) {
+        let paths = FileDevicePaths { h2c: path.clone(), c2h: c2h.clone() };
+        match Target::file(paths, FileDeviceOptions { direct, ..FileDeviceOptions::default() }, false) {
             Ok(target) => drop(check(&target, &settings)),
             Err(e) if direct => println!("SKIPPED: {e}"),
             Err(e) => panic!("{e}"),
@@ -292,8 +297,8 @@ fn what_is_told_to_stop_stops_and_puts_back() {
     let file = tempfile::NamedTempFile::new().unwrap();
     let before: Vec<u8> = (0..2 * MIB).map(|i| (i ^ i >> 8) as u8).collect();
     std::fs::write(file.path(), &before).unwrap();
-    let paths = NodePaths { h2c: file.path().into(), c2h: file.path().into() };
-    let mut target = Target::file(paths, NodeOptions::default(), false).unwrap();
+    let paths = FileDevicePaths { h2c: file.path().into(), c2h: file.path().into() };
+    let mut target = Target::file(paths, FileDeviceOptions::default(), false).unwrap();
     let told = Arc::new(AtomicBool::new(false));
     target.stop_when(told.clone());
     let settings = Settings { stop: Stop::For(Duration::from_secs(3600)), pages: vec![Pages::Small], ..quick() };
@@ -318,10 +323,11 @@ fn what_is_told_to_stop_stops_and_puts_back() {
 
 #[test]
 fn a_character_device_is_not_overwritten_unasked() {
-    let paths = || NodePaths { h2c: "/dev/zero".into(), c2h: "/dev/zero".into() };
-    let refused = Target::file(paths(), NodeOptions::default(), false);
+    let paths = || FileDevicePaths { h2c: "/dev/zero".into(), c2h: "/dev/zero".into() };
+    let refused = Target::file(paths(), FileDeviceOptions::default(), false);
     assert!(matches!(refused, Err(ValidateError::Lost(path)) if path.ends_with("zero")));
-    let report = run(&Target::file(paths(), NodeOptions::default(), true).unwrap(), &quick(), &mut |_| {}).unwrap();
+    let report =
+        run(&Target::file(paths(), FileDeviceOptions::default(), true).unwrap(), &quick(), &mut |_| {}).unwrap();
     assert!(!report.passed() && report.figures.is_empty());
 }
 
@@ -394,13 +400,14 @@ impl Channel for Hangs {
 fn a_device_that_hangs_is_left_alone_and_what_was_measured_is_there() {
     let file = tempfile::NamedTempFile::new().unwrap();
     std::fs::write(file.path(), vec![7; 2 * MIB as usize]).unwrap();
-    let paths = NodePaths { h2c: file.path().into(), c2h: file.path().into() };
-    let mut target = Target::file(paths, NodeOptions::default(), false).unwrap();
+    let paths = FileDevicePaths { h2c: file.path().into(), c2h: file.path().into() };
+    let mut target = Target::file(paths, FileDeviceOptions::default(), false).unwrap();
     target.patience = Duration::from_millis(500);
     let inner = Box::new(target.desks[0].seat());
     // The comparison (4 transfers of a thread) and the reading (3 and the one more) end.
     target.desks[0] = desk::Desk::new(Hangs::new(inner, 8, false));
-    let settings = Settings { threads: 1, ways: vec![Way::Read, Way::Write], pages: vec![Pages::Small], ..quick() };
+    let settings =
+        Settings { threads: 1, ways: vec![Directions::Read, Directions::Write], pages: vec![Pages::Small], ..quick() };
     let mut report = Report::default();
     let begun = std::time::Instant::now();
     let error = run_into(&target, &settings, &mut report, &mut |_| {}).unwrap_err();
@@ -416,8 +423,8 @@ fn a_device_that_hangs_is_left_alone_and_what_was_measured_is_there() {
 fn a_device_that_hangs_is_stopped_and_what_a_file_held_is_put_back() {
     let file = tempfile::NamedTempFile::new().unwrap();
     std::fs::write(file.path(), vec![7; 2 * MIB as usize]).unwrap();
-    let paths = NodePaths { h2c: file.path().into(), c2h: file.path().into() };
-    let mut target = Target::file(paths, NodeOptions::default(), false).unwrap();
+    let paths = FileDevicePaths { h2c: file.path().into(), c2h: file.path().into() };
+    let mut target = Target::file(paths, FileDeviceOptions::default(), false).unwrap();
     target.patience = Duration::from_millis(200);
     let inner = Box::new(target.desks[0].seat());
     target.desks[0] = desk::Desk::new(Hangs::new(inner, 9, true));
@@ -430,7 +437,7 @@ fn a_device_that_hangs_is_stopped_and_what_a_file_held_is_put_back() {
 
 #[test]
 fn a_card_on_any_bus_can_be_measured() {
-    let host: dmalane_mem::SoftHost = dmalane_mem::SoftHost::new(dmalane_mem::HostConfig::default()).unwrap();
+    let host: dmalane_dma::SoftHost = dmalane_dma::SoftHost::new(dmalane_dma::HostConfig::default()).unwrap();
     let card = CardConfig { ddr: 64 * MIB, hbm: 64 * MIB, ..CardConfig::default() };
     let bus: Arc<dmalane_card::SoftBus> = Arc::new(dmalane_card::SoftBus::new(host, card).unwrap());
     // Channels may be balanced where they work at the same time.

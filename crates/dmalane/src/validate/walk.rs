@@ -4,8 +4,8 @@ use std::collections::VecDeque;
 use std::time::{Duration, Instant};
 
 use dmalane_addr::{Access, CardAddr};
-use dmalane_engine::{Channel, DeviceAddr, DeviceFar, Direction, Latency, Refusal, Registered, Ticket, Transfer};
-use dmalane_mem::{HostBus, Part, Share, SharedBuf};
+use dmalane_dma::{BufferRef, BufferSlice, HostBus, SharedBuf};
+use dmalane_queue::{Channel, DeviceAddr, DeviceFar, Direction, Latency, Refusal, Registered, Ticket, Transfer};
 
 use super::ValidateError;
 
@@ -16,7 +16,7 @@ const BLOCK: usize = 64 << 10;
 pub(super) struct Stretch {
     pub at: CardAddr,
     /// `None` while it is in flight.
-    part: Option<Part>,
+    part: Option<BufferSlice>,
     /// Where in the buffer it begins.
     offset: u64,
 }
@@ -25,7 +25,7 @@ pub(super) struct Stretch {
 pub(super) struct Walk {
     pub stretches: Vec<Stretch>,
     pub direction: Direction,
-    share: Share,
+    share: BufferRef,
     via: Option<Registered>,
     /// Of the pass under way: what the channel has not taken yet, and what it has.
     todo: VecDeque<usize>,
@@ -136,10 +136,10 @@ impl Walk {
     pub fn take(
         &mut self,
         ticket: Ticket,
-        part: Part,
+        part: BufferSlice,
         (start, counts): (Instant, bool),
         registered: bool,
-    ) -> Result<(), Part> {
+    ) -> Result<(), BufferSlice> {
         let Some(i) = self.flying.iter().position(|(t, _)| *t == ticket) else { return Err(part) };
         let (_, stretch) = self.flying.swap_remove(i);
         self.stretches[stretch].part = Some(part);

@@ -4,7 +4,7 @@ use std::collections::{HashMap, VecDeque};
 use std::time::{Duration, Instant};
 
 use dmalane_addr::FileOffset;
-use dmalane_engine::{Channel, Completion, Direction, Refusal, Refused, Ticket, Transfer};
+use dmalane_queue::{Channel, Completion, Direction, Refusal, Refused, Ticket, Transfer};
 
 use super::FillError;
 use super::state::{Piece, State};

@@ -18,8 +18,8 @@ use std::ops::ControlFlow;
 use std::time::{Duration, Instant};
 
 use dmalane_addr::FileOffset;
-use dmalane_engine::{Channel, OpError, Refusal};
-use dmalane_mem::{Heap, Rung, Share, SharedBuf, View};
+use dmalane_dma::{BufferRef, Heap, PageBacking, SharedBuf, VolatileSlice};
+use dmalane_queue::{Channel, OpError, Refusal};
 use thiserror::Error;
 
 pub use job::{BadJob, Extent, Job};
@@ -66,7 +66,7 @@ pub enum Event {
         /// How many bytes.
         len: u64,
         /// A share of the buffer.
-        share: Share,
+        share: BufferRef,
     },
     /// Bytes have arrived.
     Arrived {
@@ -110,7 +110,7 @@ pub enum FillError {
         /// Which buffer.
         buffer: usize,
         /// What the heap said.
-        source: dmalane_mem::Error,
+        source: dmalane_dma::Error,
     },
     /// There is less memory than the buffers need. Nothing was taken.
     #[error("the buffers need {wanted} bytes, and {limited_by} has {left} left")]
@@ -203,7 +203,7 @@ impl FilledBuf {
     }
 
     /// The bytes.
-    pub fn view(&self) -> View<'_> {
+    pub fn view(&self) -> VolatileSlice<'_> {
         self.buf.view().sub(0, self.len).expect("a buffer is at least as long as was asked for")
     }
 
@@ -237,7 +237,7 @@ pub struct FillReport {
     /// How many lanes there were.
     pub lanes: usize,
     /// The pages behind the first buffer, and why not better ones.
-    pub rung: Option<Rung>,
+    pub backing: Option<PageBacking>,
     /// The memory was recycled: the pages of at least one buffer were there already.
     pub recycled: bool,
 }
@@ -297,7 +297,7 @@ pub fn fill<S: Channel<Far = FileOffset>>(
         first_gather: first_read.map_or(Duration::ZERO, |at| at - start),
         stages: clocks.filled(),
         lanes,
-        rung: buffers.first().map(|b| b.buf.rung().clone()),
+        backing: buffers.first().map(|b| b.buf.backing().clone()),
         recycled,
     };
     Ok(Filled { buffers, report })

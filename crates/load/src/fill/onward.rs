@@ -4,11 +4,11 @@ use std::collections::{HashMap, VecDeque};
 use std::sync::{Mutex, MutexGuard, PoisonError, TryLockError};
 use std::time::Duration;
 
-use dmalane_engine::{
+use dmalane_dma::BufferSlice;
+use dmalane_queue::{
     Channel, Completion, DeviceAddr, DeviceFar, Direction, Far, HaltWatch, LETS_GO, OpError, Refusal, Refused,
     Registered, StallWatch, Ticket, Transfer, drain,
 };
-use dmalane_mem::Part;
 
 use super::FillError;
 use crate::clock::{Clocks, Stage};
@@ -24,7 +24,7 @@ pub struct Onward<'a> {
     pub to: &'a [DeviceAddr],
     /// The registration, for reading, that a part of a buffer lies in; asked for after [`Event::Allocated`](super::Event::Allocated) was told
     /// of its gather. `None` stops the job.
-    pub via: &'a (dyn Fn(usize, &Part) -> Option<Registered> + Sync),
+    pub via: &'a (dyn Fn(usize, &BufferSlice) -> Option<Registered> + Sync),
 }
 
 /// A part on its way, without the part.
@@ -37,7 +37,7 @@ struct Away {
 pub(super) struct Back {
     pub buffer: usize,
     pub extent: Option<usize>,
-    pub part: Part,
+    pub part: BufferSlice,
 }
 
 /// The end of the pipeline that the lanes share: any of them hands parts to it, and one at a time drives it.

@@ -8,7 +8,7 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 use dmalane_addr::FileOffset;
-use dmalane_mem::{Absent, Heap, PageKind, Part, Reserved};
+use dmalane_dma::{Absent, BufferSlice, Heap, PageKind, Reserved};
 use twox_hash::XxHash3_64;
 
 use super::lane::NAP;
@@ -56,7 +56,7 @@ struct Progress {
 /// What of a buffer is there.
 struct Arrived {
     /// By offset, each with the extent that it is of, if any. While one is being hashed or is on its way to the device, it is not here.
-    parts: BTreeMap<usize, (Part, Option<usize>)>,
+    parts: BTreeMap<usize, (BufferSlice, Option<usize>)>,
     len: usize,
     hash: Option<XxHash3_64>,
     /// How far it is hashed.
@@ -77,7 +77,7 @@ pub(super) struct Piece {
     pub extent: usize,
     pub source: usize,
     pub at: FileOffset,
-    pub part: Part,
+    pub part: BufferSlice,
 }
 
 /// A job that is done.
@@ -242,7 +242,7 @@ impl<'a, 'w, 'o> State<'a, 'w, 'o> {
     }
 
     /// The bytes before `to` are nobody's: they are zero.
-    fn pass_over(&self, buffer: usize, rest: &mut Part, to: usize, clocks: &mut Clocks) {
+    fn pass_over(&self, buffer: usize, rest: &mut BufferSlice, to: usize, clocks: &mut Clocks) {
         let len = to.saturating_sub(rest.offset());
         if len > 0
             && let Some(gap) = rest.split_off_front(len)
@@ -279,7 +279,7 @@ impl<'a, 'w, 'o> State<'a, 'w, 'o> {
     }
 
     /// Takes a part whose bytes are what they shall be. It is hashed first if it shall be, when its turn comes.
-    fn present(&self, buffer: usize, part: Part, extent: Option<usize>, clocks: &mut Clocks) {
+    fn present(&self, buffer: usize, part: BufferSlice, extent: Option<usize>, clocks: &mut Clocks) {
         if self.options.checksum {
             self.progress().buffers[buffer].parts.insert(part.offset(), (part, extent));
             self.hash(buffer, clocks);
@@ -320,7 +320,7 @@ impl<'a, 'w, 'o> State<'a, 'w, 'o> {
     }
 
     /// Lets a part go on to the device, if there is one, and keeps it otherwise.
-    fn send(&self, buffer: usize, mut part: Part, extent: Option<usize>) {
+    fn send(&self, buffer: usize, mut part: BufferSlice, extent: Option<usize>) {
         let mut progress = self.progress();
         let arrived = &mut progress.buffers[buffer];
         if let Some(outlet) = &self.outlet
@@ -404,12 +404,13 @@ const WORTH_ASKING: usize = 32 << 20;
 /// Makes sure that there is memory for what was reserved: where the kernel overcommits, a reservation promises nothing, and a cgroup that
 /// runs full has somebody killed. Recycled memory is there, and so are huge pages once reserved.
 fn enough(reserved: &[Reserved]) -> Result<(), FillError> {
-    let promised = |r: &Reserved| matches!(r.rung().kind, PageKind::Hugetlb2M | PageKind::Hugetlb1G) || !r.is_fresh();
+    let promised =
+        |r: &Reserved| matches!(r.backing().kind, PageKind::Hugetlb2M | PageKind::Hugetlb1G) || !r.is_fresh();
     let wanted = reserved.iter().filter(|r| !promised(r)).fold(0usize, |sum, r| sum.saturating_add(r.len()));
     if wanted < WORTH_ASKING {
         return Ok(());
     }
-    match dmalane_mem::room() {
+    match dmalane_dma::room() {
         Some(room) if room.bytes < wanted as u64 => {
             Err(FillError::NoRoom { wanted: wanted as u64, left: room.bytes, limited_by: room.limited_by })
         }

@@ -5,8 +5,8 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::Duration;
 
 use dmalane_addr::FileOffset;
-use dmalane_engine::{Channel, Completion, Limits, OpError, Refusal, Refused, Ticket, Transfer};
 use dmalane_load::fill::{Extent, Job};
+use dmalane_queue::{Channel, Completion, Limits, OpError, Refusal, Refused, Ticket, Transfer};
 
 /// What goes wrong when the byte at an offset is read.
 #[derive(Clone, PartialEq, Debug)]

@@ -6,7 +6,7 @@ use std::sync::OnceLock;
 use std::time::Duration;
 
 use dmalane_addr::Access;
-use dmalane_mem::{self as mem, HostBus, Mapping, Pinned, Share};
+use dmalane_dma::{self as mem, BufferRef, HostBus, Mapping, Pinned};
 use vfio_bindings::bindings::vfio as abi;
 
 use super::{BarMap, Device, Placement};
@@ -92,7 +92,7 @@ fn nowhere(bar: u8, offset: u64, bytes: usize) -> mem::Error {
 
 impl HostBus for VfioBus {
     /// Takes note of the buffer. The kernel pins what it maps.
-    fn pin(&self, share: &Share) -> Result<Pinned, mem::Error> {
+    fn pin(&self, share: &BufferRef) -> Result<Pinned, mem::Error> {
         self.pin_range(share, 0..share.len())
     }
 
@@ -100,7 +100,7 @@ impl HostBus for VfioBus {
         self.map_list(vec![pinned], access)
     }
 
-    fn pin_range(&self, share: &Share, range: Range<usize>) -> Result<Pinned, mem::Error> {
+    fn pin_range(&self, share: &BufferRef, range: Range<usize>) -> Result<Pinned, mem::Error> {
         let len = share.len();
         let page = self.device.container().page_sizes().smallest().map_or(4096, |page| page.bytes() as usize);
         if range.is_empty() || range.end > len || !(range.start | range.end).is_multiple_of(page) {

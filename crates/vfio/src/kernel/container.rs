@@ -13,12 +13,12 @@ use std::time::{Duration, Instant};
 use dmalane_addr::{
     Access, Address, Iova, Lease, PageSize, PageSizes, PhysAddr, RangeAllocator, RangeCache, SgTable, Span,
 };
-use dmalane_mem::{self as mem, Mapping, Pinned, Share, Undo};
+use dmalane_dma::{self as mem, BufferRef, Mapping, Pinned, Undo};
 use rustix::io::Errno;
 
+use super::backend::{Backend, telling};
 use super::device;
 use super::iommufd::Iommufd;
-use super::ladder::{Way, telling};
 use super::sysfs::Sysfs;
 use super::{BarMap, Device, sys};
 use crate::{Bdf, Error};
@@ -33,7 +33,7 @@ pub struct Container(pub(super) Arc<Inner>);
 pub(super) struct Inner {
     sysfs: Sysfs,
     /// The only way that is tried.
-    only: Option<Way>,
+    only: Option<Backend>,
     /// Memory behind a file is mapped by its address too.
     by_address: AtomicBool,
     /// From the first device on.
@@ -96,18 +96,18 @@ impl Default for Container {
 }
 
 impl Container {
-    /// A container without devices. The first device decides by which [`Way`] the kernel is asked: iommufd where that is there and open to
+    /// A container without devices. The first device decides by which [`Backend`] the kernel is asked: iommufd where that is there and open to
     /// this process, else type 1.
     pub fn new() -> Self {
         Self::made(None)
     }
 
     /// A container that takes this way and no other.
-    pub fn only(way: Way) -> Self {
+    pub fn only(way: Backend) -> Self {
         Self::made(Some(way))
     }
 
-    fn made(only: Option<Way>) -> Self {
+    fn made(only: Option<Backend>) -> Self {
         Self(Arc::new(Inner {
             sysfs: Sysfs::new("/"),
             only,
@@ -131,8 +131,8 @@ impl Container {
         let mut state = self.0.lock();
         let decided = self.0.kernel.get().map(Kernel::way).or(self.0.only);
         match decided {
-            Some(Way::Iommufd) => self.open_by_iommufd(&mut state, *bdf, group)?,
-            Some(Way::Type1) => self.open_by_type1(&mut state, *bdf, group),
+            Some(Backend::Iommufd) => self.open_by_iommufd(&mut state, *bdf, group)?,
+            Some(Backend::Type1) => self.open_by_type1(&mut state, *bdf, group),
             None => self.open_by_iommufd(&mut state, *bdf, group).unwrap_or_else(|iommufd| {
                 match self.open_by_type1(&mut state, *bdf, group) {
                     Ok(device) => {
@@ -185,7 +185,7 @@ impl Container {
     }
 
     /// The way by which the kernel was asked; `None` before the first device.
-    pub fn way(&self) -> Option<Way> {
+    pub fn way(&self) -> Option<Backend> {
         self.0.kernel.get().map(Kernel::way)
     }
 
@@ -301,10 +301,10 @@ impl Container {
 }
 
 impl Kernel {
-    fn way(&self) -> Way {
+    fn way(&self) -> Backend {
         match self {
-            Self::Type1(_) => Way::Type1,
-            Self::Iommufd(_) => Way::Iommufd,
+            Self::Type1(_) => Backend::Type1,
+            Self::Iommufd(_) => Backend::Iommufd,
         }
     }
 
@@ -439,7 +439,7 @@ impl Inner {
         &self,
         state: &State,
         va: usize,
-        file: Option<(&Share, u64)>,
+        file: Option<(&BufferRef, u64)>,
         span: Span<Iova>,
         access: Access,
     ) -> Result<(), Error> {
@@ -757,7 +757,7 @@ mod tests {
         #[repr(align(65536))]
         struct Page([u8; PAGE]);
         static READ_ONLY: Page = Page([7; PAGE]);
-        for way in [Way::Iommufd, Way::Type1] {
+        for way in [Backend::Iommufd, Backend::Type1] {
             let container = Container::only(way);
             let Some(device) = Sysfs::new("/").bound().into_iter().find_map(|bdf| container.open(&bdf).ok()) else {
                 println!("SKIPPED: no PCI device can be opened by {way} here");

@@ -8,7 +8,7 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use dmalane_addr::{Access, Iova, Span};
-use dmalane_mem::Share;
+use dmalane_dma::BufferRef;
 use iommufd_bindings::iommufd as abi;
 use rustix::io::Errno;
 
@@ -57,7 +57,7 @@ impl Iommufd {
     pub(super) fn map(
         &self,
         va: usize,
-        file: Option<(&Share, u64)>,
+        file: Option<(&BufferRef, u64)>,
         span: Span<Iova>,
         access: Access,
     ) -> io::Result<()> {
@@ -71,7 +71,7 @@ impl Iommufd {
         sys::ioas_map(self.fd.as_fd(), self.ioas, va, span, access)
     }
 
-    fn map_file(&self, va: usize, share: &Share, start: u64, span: Span<Iova>, access: Access) -> io::Result<()> {
+    fn map_file(&self, va: usize, share: &BufferRef, start: u64, span: Span<Iova>, access: Access) -> io::Result<()> {
         let mapped = sys::ioas_map_share(self.fd.as_fd(), self.ioas, share, start, span, access);
         match mapped {
             Some(Ok(())) => return Ok(()),

@@ -10,7 +10,7 @@ use std::ptr::NonNull;
 use std::sync::atomic::{Ordering, fence};
 
 use dmalane_addr::{Access, Iova, PageSize, Span};
-use dmalane_mem::Share;
+use dmalane_dma::BufferRef;
 use iommufd_bindings::iommufd as ioabi;
 use rustix::mm::{self, MapFlags, ProtFlags};
 use vfio_bindings::bindings::vfio as abi;
@@ -301,7 +301,7 @@ fn map_file(
 pub(crate) fn ioas_map_share(
     iommufd: BorrowedFd<'_>,
     ioas: u32,
-    share: &Share,
+    share: &BufferRef,
     start: u64,
     span: Span<Iova>,
     access: Access,
@@ -639,10 +639,10 @@ mod tests {
         assert!(ioas_map(fd, 1, 0, span, Access::RW).is_err() && ioas_unmap(fd, 1, span).is_err());
         assert!(ioas_map_dma_buf(fd, 1, fd, 0, span, Access::RW).is_err());
         assert!(bind(fd, fd).is_err() && attach(fd, 1).is_err() && dma_buf(fd, 0, 0, 4096).is_err());
-        let share = |heap: &dyn dmalane_mem::Heap| heap.allocate(4096).unwrap().share().share();
-        let lent = ioas_map_share(fd, 1, &share(&dmalane_mem::MemfdHeap::new()), 0, span, Access::RW);
+        let share = |heap: &dyn dmalane_dma::Heap| heap.allocate(4096).unwrap().share().share();
+        let lent = ioas_map_share(fd, 1, &share(&dmalane_dma::MemfdHeap::new()), 0, span, Access::RW);
         assert!(lent.unwrap().is_err());
-        let none = ioas_map_share(fd, 1, &share(&dmalane_mem::AnonHeap::new()), 0, span, Access::RW);
+        let none = ioas_map_share(fd, 1, &share(&dmalane_dma::AnonHeap::new()), 0, span, Access::RW);
         assert!(none.is_none(), "behind no file");
     }
 
@@ -679,7 +679,7 @@ mod table {
     use std::os::fd::AsFd;
     use std::os::unix::fs::{FileExt, OpenOptionsExt};
 
-    use dmalane_mem::{AnonHeap, DmaHeap, Heap, MemfdHeap, PageKind, SharedBuf, export_dma_buf};
+    use dmalane_dma::{AnonHeap, DmaHeap, Heap, MemfdHeap, PageKind, SharedBuf, export_dma_buf};
     use io_uring::{IoUring, opcode, types};
 
     use super::*;
@@ -780,7 +780,7 @@ mod table {
         let wrapped = memfd(PageKind::Base);
         let wrapped = SharedBuf::import_dma_buf(export_dma_buf(&wrapped).unwrap()).unwrap();
         let huge = memfd(PageKind::Hugetlb2M);
-        assert_eq!(huge.rung().kind, PageKind::Hugetlb2M);
+        assert_eq!(huge.backing().kind, PageKind::Hugetlb2M);
         let heap = DmaHeap::open("system").map(|heap| heap.allocate(4 << 20).unwrap().share());
         let region = region_info(device.as_fd(), 2).unwrap();
         // Away from what other tests leave there.

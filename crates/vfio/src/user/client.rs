@@ -11,7 +11,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use dmalane_addr::{Access, Iova, Lease, PageSize, PhysAddr, RangeAllocator, RangeCache, SgTable, Span};
-use dmalane_mem::{self as mem, HostBus, Mapping, Pinned, Share, SharedBuf, Undo, View};
+use dmalane_dma::{self as mem, BufferRef, HostBus, Mapping, Pinned, SharedBuf, Undo, VolatileSlice};
 use vfio_bindings::bindings::vfio as abi;
 
 use super::wire::{Body, Command, ERROR, Fields, MAX_DATA, Message, REPLY, receive, send};
@@ -53,7 +53,7 @@ struct Window {
 
 impl Window {
     /// Bytes that lie whole within an area, present: what the device's process has not made so yet could be missing.
-    fn view(&self, offset: u64, len: usize) -> Option<View<'_>> {
+    fn view(&self, offset: u64, len: usize) -> Option<VolatileSlice<'_>> {
         let end = offset.checked_add(len as u64)?;
         self.areas.iter().find(|area| area.start <= offset && end <= area.end)?;
         let at = usize::try_from(offset).ok()?;
@@ -343,7 +343,7 @@ impl UserBus {
 }
 
 /// Writes bytes at an offset of a region: aligned words of 64 bits each in one piece, as the device may look at them at any time.
-fn store(view: &View<'_>, offset: u64, from: &[u8]) {
+fn store(view: &VolatileSlice<'_>, offset: u64, from: &[u8]) {
     match from.as_chunks::<8>() {
         (words, []) if offset.is_multiple_of(8) => {
             for (i, word) in words.iter().enumerate() {
@@ -367,7 +367,7 @@ fn why(error: Error, nowhere: mem::Error) -> mem::Error {
 }
 
 impl HostBus for UserBus {
-    fn pin(&self, share: &Share) -> Result<Pinned, mem::Error> {
+    fn pin(&self, share: &BufferRef) -> Result<Pinned, mem::Error> {
         self.pin_range(share, 0..share.len())
     }
 
@@ -375,7 +375,7 @@ impl HostBus for UserBus {
         self.map_list(vec![pinned], access)
     }
 
-    fn pin_range(&self, share: &Share, range: Range<usize>) -> Result<Pinned, mem::Error> {
+    fn pin_range(&self, share: &BufferRef, range: Range<usize>) -> Result<Pinned, mem::Error> {
         let len = share.len();
         if range.is_empty() || range.end > len || !(range.start | range.end).is_multiple_of(4096) {
             return Err(mem::Error::BadRange { range, len });
@@ -504,7 +504,7 @@ mod tests {
 
     #[test]
     fn a_device_that_answers_late_loses_what_was_mapped() {
-        use dmalane_mem::{Heap, MemfdHeap, PageKind};
+        use dmalane_dma::{Heap, MemfdHeap, PageKind};
         let (ours, theirs) = UnixStream::pair().unwrap();
         let memory = ClientMemory::new();
         let seen = memory.clone();

@@ -9,7 +9,7 @@ use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::os::unix::net::UnixStream;
 
 use dmalane_addr::Iova;
-use dmalane_mem::{DeviceMem, Heap, MemfdHeap, PageKind, SharedBuf};
+use dmalane_dma::{DeviceMem, Heap, MemfdHeap, PageKind, SharedBuf};
 use rustix::event::{EventfdFlags, eventfd};
 use rustix::fs::MemfdFlags;
 

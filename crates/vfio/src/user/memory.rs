@@ -5,7 +5,7 @@ use std::os::fd::OwnedFd;
 use std::sync::{Arc, PoisonError, RwLock, RwLockReadGuard, Weak};
 
 use dmalane_addr::{Access, Address, Iova, Span};
-use dmalane_mem::{CopyHint, DeviceMem, DmaFault, FaultReason, HeldMem, SharedBuf, View};
+use dmalane_dma::{CopyHint, DeviceMem, DmaFault, FaultReason, HeldMem, SharedBuf, VolatileSlice};
 use rustix::io::Errno;
 
 /// Mappings of one client, at most: what VFIO of the kernel takes.
@@ -124,7 +124,7 @@ impl Maps {
             return Err(Errno::NOMEM);
         }
         SharedBuf::import_up_to(fd, MOST_BYTES.saturating_sub(lent)).map_err(|e| match e {
-            dmalane_mem::Error::Import(e) if e.kind() == std::io::ErrorKind::OutOfMemory => Errno::NOMEM,
+            dmalane_dma::Error::Import(e) if e.kind() == std::io::ErrorKind::OutOfMemory => Errno::NOMEM,
             _ => Errno::INVAL,
         })
     }
@@ -163,7 +163,7 @@ impl HeldClient<'_> {
         at: Iova,
         len: usize,
         wanted: Access,
-        mut piece: impl FnMut(usize, View<'_>) -> bool,
+        mut piece: impl FnMut(usize, VolatileSlice<'_>) -> bool,
     ) -> Result<(), DmaFault> {
         let mut done = 0;
         while done < len {
@@ -191,21 +191,21 @@ impl HeldClient<'_> {
 const WITHIN: &str = "a piece of the access";
 
 impl HeldMem for HeldClient<'_> {
-    fn read(&mut self, from: Iova, into: View<'_>, hint: CopyHint) -> Result<(), DmaFault> {
+    fn read(&mut self, from: Iova, into: VolatileSlice<'_>, hint: CopyHint) -> Result<(), DmaFault> {
         self.access(from, into.len(), Access::READ, |done, bytes| {
             into.sub(done, bytes.len()).expect(WITHIN).copy_from(bytes, hint);
             true
         })
     }
 
-    fn write(&mut self, into: Iova, from: View<'_>, hint: CopyHint) -> Result<(), DmaFault> {
+    fn write(&mut self, into: Iova, from: VolatileSlice<'_>, hint: CopyHint) -> Result<(), DmaFault> {
         self.access(into, from.len(), Access::WRITE, |done, bytes| {
             bytes.copy_from(from.sub(done, bytes.len()).expect(WITHIN), hint);
             true
         })
     }
 
-    fn compare(&mut self, at: Iova, with: View<'_>) -> Result<Option<usize>, DmaFault> {
+    fn compare(&mut self, at: Iova, with: VolatileSlice<'_>) -> Result<Option<usize>, DmaFault> {
         let mut found = None;
         self.access(at, with.len(), Access::READ, |done, bytes| {
             let with = with.sub(done, bytes.len()).expect(WITHIN);
@@ -251,7 +251,7 @@ impl HeldMem for HeldClient<'_> {
 
 #[cfg(test)]
 mod tests {
-    use dmalane_mem::{Heap, MemfdHeap, PageKind};
+    use dmalane_dma::{Heap, MemfdHeap, PageKind};
 
     use super::*;
 

@@ -298,7 +298,7 @@ fn refuse(stream: &mut UnixStream, message: &Message, errno: Errno) -> io::Resul
 
 #[cfg(test)]
 mod tests {
-    use dmalane_mem::SharedBuf;
+    use dmalane_dma::SharedBuf;
 
     use super::*;
 

@@ -1,0 +1,57 @@
+//! The trace of what a load binds.
+
+use std::io;
+use std::path::{Path, PathBuf};
+use std::sync::{Arc, Mutex, PoisonError};
+
+use dmalane::JoinedChannel;
+use dmalane::card::CardTables;
+use dmalane::dma::HostBus;
+use dmalane::iopt::X86_64_4Level;
+use dmalane::load::{Device, save_bytes};
+use dmalane::trace::{Header, Recorder};
+use dmalane::vm::AnyVm;
+
+use crate::failure::Failure;
+
+/// A trace that is being recorded. It is held in memory, as a load that fails leaves nothing behind.
+pub struct Recording {
+    to: PathBuf,
+    recorder: Arc<Mutex<io::Result<Recorder<Vec<u8>>>>>,
+}
+
+impl Recording {
+    /// Records what is bound on a device from now on, for the file `to`.
+    pub fn of<B: HostBus>(
+        device: &mut Device<JoinedChannel<B>, X86_64_4Level, CardTables<B>>,
+        to: &Path,
+    ) -> Result<Self, Failure> {
+        let vm = device.vm();
+        let header = Header {
+            format: Some(AnyVm::format(vm).to_owned()),
+            range: Some(vm.range()),
+            reserved: vm.reserved(),
+            null_page: None,
+        };
+        let recorder = Arc::new(Mutex::new(Recorder::new(Vec::new(), &header)));
+        let shared = recorder.clone();
+        device.observe(move |requests| {
+            let mut recorder = shared.lock().unwrap_or_else(PoisonError::into_inner);
+            if let Ok(ok) = &mut *recorder
+                && let Err(error) = ok.record(requests)
+            {
+                *recorder = Err(error);
+            }
+        });
+        Ok(Self { to: to.to_owned(), recorder })
+    }
+
+    /// Writes what was recorded so far.
+    pub fn save(self) -> Result<(), Failure> {
+        let mut recorder = self.recorder.lock().unwrap_or_else(PoisonError::into_inner);
+        // What follows is not part of the trace.
+        let recorded = std::mem::replace(&mut *recorder, Err(io::Error::other("the trace has ended")));
+        let trace = recorded.and_then(Recorder::finish).map_err(|e| Failure::because("cannot record", &e))?;
+        save_bytes(&self.to, &trace).map_err(|e| Failure::because("cannot record (the files are loaded)", &e))
+    }
+}

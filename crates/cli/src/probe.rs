@@ -1,0 +1,144 @@
+//! Reading what the kernel says about the machine, from a root that tests can replace.
+
+use std::fs::{self, File};
+use std::io::{self, Read};
+use std::path::{Component, Path, PathBuf};
+
+use dmalane::FileOptions;
+use dmalane::file::{FileChannel, Io, Mode};
+use rustix::fs::{Access, access};
+
+use crate::output::plain;
+
+/// The most that is read of one file: enough for any of `/proc`, and little enough when a tree is hostile.
+const LIMIT: u64 = 256 << 10;
+
+/// The files of a machine. Paths are given as on the machine, from `/`.
+pub struct Probe {
+    root: PathBuf,
+    /// Sets up a small io_uring for real; `None` for a machine that is only files: then `/proc` is believed.
+    pub ring: Option<fn() -> io::Result<()>>,
+}
+
+/// Sets up a ring to read this program with.
+fn ring() -> io::Result<()> {
+    let options = FileOptions { io: Io::Uring, mode: Mode::Buffered, depth: 1, ..FileOptions::default() };
+    FileChannel::open("/proc/self/exe", options).map(drop).map_err(io::Error::other)
+}
+
+impl Probe {
+    /// The files of the machine whose `/` is at `root`.
+    pub fn new(root: impl Into<PathBuf>) -> Self {
+        Self { root: root.into(), ring: None }
+    }
+
+    /// This machine: its files, and its kernel's io_uring.
+    pub fn machine() -> Self {
+        Self { ring: Some(ring), ..Self::new("/") }
+    }
+
+    /// Where `path` really is: below the root, whatever it contains.
+    pub fn place(&self, path: impl AsRef<Path>) -> PathBuf {
+        let inside = path.as_ref().components().filter(|c| matches!(c, Component::Normal(_)));
+        inside.fold(self.root.clone(), |whole, part| whole.join(part))
+    }
+
+    /// What a file says, without the white space around it.
+    pub fn text(&self, path: impl AsRef<Path>) -> Option<String> {
+        let mut bytes = Vec::new();
+        File::open(self.place(path)).ok()?.take(LIMIT).read_to_end(&mut bytes).ok()?;
+        Some(String::from_utf8_lossy(&bytes).trim().to_owned())
+    }
+
+    /// The number that a file says.
+    pub fn number(&self, path: impl AsRef<Path>) -> Option<u64> {
+        self.text(path)?.parse().ok()
+    }
+
+    /// The rest of the first line that starts with `key:`.
+    pub fn field(&self, path: impl AsRef<Path>, key: &str) -> Option<String> {
+        let text = self.text(path)?;
+        let line = text.lines().find_map(|l| l.strip_prefix(key)?.trim_start().strip_prefix(':'))?;
+        Some(line.trim().to_owned())
+    }
+
+    /// The word in brackets: `always [madvise] never`.
+    pub fn choice(&self, path: impl AsRef<Path>) -> Option<String> {
+        let text = self.text(path)?;
+        let (_, rest) = text.split_once('[')?;
+        Some(rest.split_once(']')?.0.to_owned())
+    }
+
+    /// The names in a directory, sorted; none if there is no such directory.
+    pub fn names(&self, path: impl AsRef<Path>) -> Vec<String> {
+        let entries = fs::read_dir(self.place(path)).into_iter().flatten().flatten();
+        let mut names: Vec<_> = entries.map(|e| plain(&e.file_name().to_string_lossy())).collect();
+        names.sort();
+        names
+    }
+
+    /// The last part of what a link points to.
+    pub fn link(&self, path: impl AsRef<Path>) -> Option<String> {
+        let target = fs::read_link(self.place(path)).ok()?;
+        Some(plain(&target.file_name()?.to_string_lossy()))
+    }
+
+    /// Is it there, and may this process read and write it?
+    pub fn node(&self, path: impl AsRef<Path>) -> Node {
+        let place = self.place(path);
+        match (place.exists(), access(&place, Access::READ_OK | Access::WRITE_OK)) {
+            (false, _) => Node::Missing,
+            (true, Err(_)) => Node::Closed,
+            (true, Ok(())) => Node::Open,
+        }
+    }
+
+    /// Has this process the capability with this number?
+    pub fn capable(&self, bit: u32) -> bool {
+        let effective = self.field("/proc/self/status", "CapEff").and_then(|t| u64::from_str_radix(&t, 16).ok());
+        effective.is_some_and(|set| set >> bit & 1 == 1)
+    }
+}
+
+/// What there is of a device node.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum Node {
+    /// No such node.
+    Missing,
+    /// There, for others.
+    Closed,
+    /// There, readable and writable.
+    Open,
+}
+
+/// Pins any amount of memory.
+pub const CAP_IPC_LOCK: u32 = 14;
+/// Root's own: among much else io_uring where it is restricted.
+pub const CAP_SYS_ADMIN: u32 = 21;
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn nothing_outside_the_root_is_read() {
+        let probe = Probe::new("/nowhere/at/all");
+        assert_eq!(probe.place("/../../etc/./passwd"), Path::new("/nowhere/at/all/etc/passwd"));
+        assert_eq!(probe.text("/etc/passwd"), None);
+        assert_eq!(probe.names("/etc"), Vec::<String>::new());
+        assert_eq!(probe.node("/dev/null"), Node::Missing);
+        assert_eq!(Probe::machine().node("/dev/null"), Node::Open);
+    }
+
+    #[test]
+    fn a_key_is_a_whole_word() {
+        let root = tempfile::tempdir().unwrap();
+        fs::write(root.path().join("f"), b"Mem: 1\nMemTotal:  2 kB\nvendor_id\t: x\n[a] b [c\xff").unwrap();
+        let probe = Probe::new(root.path());
+        assert_eq!(probe.field("/f", "Mem").as_deref(), Some("1"));
+        assert_eq!(probe.field("/f", "MemTotal").as_deref(), Some("2 kB"));
+        assert_eq!(probe.field("/f", "vendor_id").as_deref(), Some("x"));
+        assert_eq!(probe.field("/f", "Total"), None);
+        assert_eq!(probe.choice("/f").as_deref(), Some("a"));
+    }
+}

@@ -1,0 +1,154 @@
+//! The device that what has arrived goes on to, with `dmalane read --device`.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use dmalane::addr::{Access, PageSize};
+use dmalane::card::CardConfig;
+use dmalane::daemon::Client;
+use dmalane::dma::{Heap, HostBus, HostConfig};
+use dmalane::load::fill::{Filled, Job, Watch};
+use dmalane::queue::{self, Channel, DeviceAddr, DeviceFar, Direction, Far, Registered, Transfer};
+use dmalane::{
+    CardDevice, CardParts, CardUse, MappedRead, ReadError, ReadOptions, ReadSource, SoftConfig, SoftDevice,
+    connect_pci_card, open_pci_card, read_to_device,
+};
+
+use crate::cli::CARD_DDR;
+use crate::failure::Failure;
+use crate::load::{Device, no_card, share_of};
+use crate::pci_card::PciCard;
+use crate::size::binary;
+
+/// HBM of the software card, or asked of a daemon: what is read goes to DDR.
+const HBM: u64 = 4 << 20;
+/// Bytes that are read back at a time.
+const STEP: usize = 2 << 20;
+/// A card in software ends what it has begun long before.
+const PATIENCE: Duration = Duration::from_secs(30);
+
+/// What to do when a card that is a PCI device is too small.
+const AS_IT_IS: &str = "read less at a time with --range";
+
+/// A card with room for some buffers, behind whichever bus.
+pub trait Target {
+    /// Reads, and lets the card have what has arrived.
+    fn read(
+        &mut self,
+        heap: &dyn Heap,
+        sources: &[ReadSource],
+        job: &Job,
+        options: &ReadOptions,
+        watch: &mut Watch<'_>,
+    ) -> Result<MappedRead, ReadError>;
+
+    /// Reads everything back from the card and compares it.
+    fn verify(&mut self, filled: &Filled) -> Result<(), Failure>;
+}
+
+/// Memory for it has to be such that another process can map it.
+pub fn shares(device: &Device) -> bool {
+    matches!(device, Device::Daemon(_) | Device::Pci(PciCard::VfioUser(_)))
+}
+
+/// Opens the card, with or of so many bytes of DDR, and takes room for buffers of these lengths.
+pub fn open(device: &Device, ddr: Option<u64>, buffers: &[u64]) -> Result<Box<dyn Target>, Failure> {
+    match device {
+        Device::Soft => {
+            let ddr = ddr.unwrap_or(CARD_DDR.bytes());
+            let config = SoftConfig {
+                card: CardConfig { ddr, hbm: HBM, ..CardConfig::default() },
+                // Synthetic memory costs nothing until it is pinned.
+                host: HostConfig { memory: 16 << 40, ..HostConfig::default() },
+                ..SoftConfig::default()
+            };
+            let (card, bus) = SoftDevice::parts(config).map_err(|e| no_card(&e, ddr, HBM))?;
+            let hint = format!("--card-ddr makes it larger than {}", binary(ddr));
+            Ok(Box::new(On::new(card, bus, buffers, &hint)?))
+        }
+        Device::Daemon(socket) => {
+            let client = Client::connect(share_of(socket, ddr, Some(HBM)))?;
+            let hint =
+                "--card-ddr asks for more of the daemon's card, up to what a client may have (dmalaned --client-ddr)";
+            on(client, CardUse::default(), buffers, hint)
+        }
+        Device::Pci(name @ PciCard::Vfio(bdf)) => {
+            on(open_pci_card(bdf).map_err(|e| name.refused(&e))?, CardUse::vfio(), buffers, AS_IT_IS)
+        }
+        Device::Pci(name @ PciCard::VfioUser(socket)) => {
+            on(connect_pci_card(socket).map_err(|e| name.refused(&e))?, CardUse::vfio_user(), buffers, AS_IT_IS)
+        }
+    }
+}
+
+fn on<B: HostBus + 'static>(bus: B, how: CardUse, buffers: &[u64], hint: &str) -> Result<Box<dyn Target>, Failure> {
+    let bus = Arc::new(bus);
+    let parts = CardDevice::parts_on(bus.clone(), how).map_err(|e| Failure::because("cannot open the card", &e))?;
+    Ok(Box::new(On::new(parts, bus, buffers, hint)?))
+}
+
+/// A card on a bus.
+struct On<B: HostBus> {
+    card: CardParts<B>,
+    bus: Arc<B>,
+    /// Where each buffer goes.
+    to: Vec<DeviceAddr>,
+}
+
+impl<B: HostBus + 'static> On<B> {
+    fn new(mut card: CardParts<B>, bus: Arc<B>, buffers: &[u64], hint: &str) -> Result<Self, Failure> {
+        let mut to = Vec::new();
+        for len in buffers {
+            // A buffer of no bytes goes nowhere.
+            let place = PageSize::SIZE_4K.round_up((*len).max(1)).and_then(|len| card.memory.reserve(len).ok());
+            let place = place.ok_or_else(|| {
+                let message = format!("the card has no {} left for a file", binary(*len));
+                Failure::new(message).hint(hint)
+            })?;
+            to.push(DeviceAddr::Card(place.first()));
+        }
+        Ok(Self { card, bus, to })
+    }
+}
+
+impl<B: HostBus + 'static> Target for On<B> {
+    fn read(
+        &mut self,
+        heap: &dyn Heap,
+        sources: &[ReadSource],
+        job: &Job,
+        options: &ReadOptions,
+        watch: &mut Watch<'_>,
+    ) -> Result<MappedRead, ReadError> {
+        read_to_device(heap, &*self.bus, &mut self.card.channel, &self.to, sources, job, options, watch)
+    }
+
+    fn verify(&mut self, filled: &Filled) -> Result<(), Failure> {
+        let cannot = |e: &(dyn std::error::Error + 'static)| Failure::because("cannot read back from the card", e);
+        let buf = self.card.heap.allocate(STEP).map_err(|e| cannot(&e))?.share();
+        let via = Registered::new(&*self.bus, &buf, Access::RW).map_err(|e| cannot(&e))?;
+        let step = STEP.min(usize::try_from(self.card.channel.limits().max_len).unwrap_or(STEP));
+        let mut whole = Some(buf.into_part());
+        for (buffer, to) in filled.buffers.iter().zip(&self.to) {
+            let mut at = 0;
+            while at < buffer.len() {
+                let n = step.min(buffer.len() - at);
+                let far = DeviceFar { at: *to, via: via.clone() }.advance(at as u64);
+                let split = whole.take().and_then(|part| part.split_at(n).ok());
+                let (Some(far), Some((part, rest))) = (far, split) else {
+                    return Err(Failure::new("cannot read back from the card: a buffer is missing"));
+                };
+                let transfer = Transfer { part, direction: Direction::ToHost, far };
+                let back = queue::run(&mut self.card.channel, transfer, PATIENCE).map_err(|e| cannot(&e))?.part;
+                let same = buffer.view().sub(at, n).is_some_and(|view| view.first_difference(back.view()).is_none());
+                if !same {
+                    let message = format!("the card does not have what was read, from byte {at} of a buffer on");
+                    return Err(Failure::new(message).hint("please report it"));
+                }
+                whole = back.join(rest).ok();
+                at += n;
+            }
+        }
+        Ok(())
+    }
+}

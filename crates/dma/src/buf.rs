@@ -1,0 +1,425 @@
+//! Buffers: memory of the CPU alone, and memory shared with devices.
+
+use std::num::NonZeroUsize;
+use std::ops::{Deref, DerefMut, Range};
+use std::os::fd::{BorrowedFd, OwnedFd};
+use std::sync::{Arc, PoisonError, RwLock};
+
+use crate::heap::{Account, PageBacking, PageKind};
+use crate::sys::{Exclusive, Pages, Region};
+use crate::{BufferSlice, Error, VolatileSlice};
+
+/// Memory that only this process's CPU reaches: plain slices, no device address. Zeroed when new.
+pub struct CpuBuf {
+    memory: Exclusive,
+    backing: PageBacking,
+    account: Account,
+}
+
+impl CpuBuf {
+    pub(crate) fn new(memory: Exclusive, backing: PageBacking, account: Account) -> Self {
+        Self { memory, backing, account }
+    }
+
+    /// The kind of pages behind the buffer, and why no better kind.
+    pub fn backing(&self) -> &PageBacking {
+        &self.backing
+    }
+
+    /// The memory, no longer counted by its heap.
+    pub(crate) fn into_region(self) -> (Region, PageBacking) {
+        (self.memory.into_region(), self.backing)
+    }
+
+    /// Makes the memory reachable for devices. From now on there are views, and no references.
+    pub fn share(self) -> SharedBuf {
+        let (region, backing, account) = (self.memory.into_region(), self.backing, self.account);
+        SharedBuf { part: BufferSlice::whole(Arc::new(Memory::new(region, backing, account))) }
+    }
+}
+
+impl Deref for CpuBuf {
+    type Target = [u8];
+    fn deref(&self) -> &[u8] {
+        self.memory.bytes()
+    }
+}
+
+impl DerefMut for CpuBuf {
+    fn deref_mut(&mut self) -> &mut [u8] {
+        self.memory.bytes_mut()
+    }
+}
+
+impl std::fmt::Debug for CpuBuf {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "CpuBuf({} bytes, {})", self.memory.len(), self.backing.kind)
+    }
+}
+
+/// The memory of a buffer that devices may reach.
+pub(crate) struct Memory {
+    pub(crate) region: Region,
+    pub(crate) backing: PageBacking,
+    pub(crate) account: Account,
+    /// How many mappings let a device write. Held for reading while the CPU looks at the memory through a slice.
+    writers: RwLock<usize>,
+}
+
+impl Memory {
+    pub(crate) fn new(region: Region, backing: PageBacking, account: Account) -> Self {
+        Self { region, backing, account, writers: RwLock::default() }
+    }
+
+    /// Runs `f` while no mapping lets a device write; `None` when one does, or when another process may have the memory.
+    pub(crate) fn while_unwritten<T>(&self, f: impl FnOnce() -> T) -> Option<T> {
+        let writers = self.writers.read().unwrap_or_else(PoisonError::into_inner);
+        (*writers == 0 && !self.region.is_exported()).then(f)
+    }
+}
+
+/// A share of a buffer's memory: keeps it alive, gives no access to it. Mappings and registrations hold one.
+#[derive(Clone)]
+pub struct BufferRef(pub(crate) Arc<Memory>);
+
+impl BufferRef {
+    /// Bytes.
+    #[allow(clippy::len_without_is_empty)] // a buffer is never empty
+    pub fn len(&self) -> usize {
+        self.0.region.len()
+    }
+
+    /// True when both are shares of the same memory.
+    pub fn same_memory(&self, other: &BufferRef) -> bool {
+        Arc::ptr_eq(&self.0, &other.0)
+    }
+
+    /// Tells the memory from every other as long as a share of it is held.
+    pub fn id(&self) -> usize {
+        Arc::as_ptr(&self.0).addr()
+    }
+
+    /// Where this process has the memory mapped, for a kernel that pins by address. A number, not a right to use it.
+    pub fn address(&self) -> usize {
+        self.view().as_ptr().addr()
+    }
+
+    /// The kind of pages behind the memory.
+    pub fn backing(&self) -> &PageBacking {
+        &self.0.backing
+    }
+
+    /// True when `part` is a part of this memory.
+    #[inline]
+    pub fn holds(&self, part: &BufferSlice) -> bool {
+        part.is_of(&self.0)
+    }
+
+    /// As [`SharedBuf::export`], for who registers memory that somebody else holds. Waits while a [`BufferSlice`] of it is lent as a slice
+    /// ([`BufferSlice::with_bytes`]).
+    pub fn export(&self) -> Option<BorrowedFd<'_>> {
+        // Under this lock no slice is lent, and none will be once the descriptor was.
+        let _writers = self.0.writers.write().unwrap_or_else(PoisonError::into_inner);
+        self.0.region.export()
+    }
+
+    /// True when nothing else holds the memory: no buffer or part of it, no mapping, no other share.
+    pub fn is_last(&self) -> bool {
+        Arc::strong_count(&self.0) == 1
+    }
+
+    /// Counts one more mapping through which a device may write, from before it can until [`BufferRef::retire_writer`].
+    pub(crate) fn admit_writer(&self) {
+        *self.0.writers.write().unwrap_or_else(PoisonError::into_inner) += 1;
+    }
+
+    /// Counts one less, once the device can no longer write.
+    pub(crate) fn retire_writer(&self) {
+        *self.0.writers.write().unwrap_or_else(PoisonError::into_inner) -= 1;
+    }
+
+    #[inline]
+    pub(crate) fn view(&self) -> VolatileSlice<'_> {
+        self.0.region.view()
+    }
+}
+
+impl std::fmt::Debug for BufferRef {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "BufferRef({} bytes)", self.len())
+    }
+}
+
+/// A whole buffer that devices may reach. Whoever holds it holds the right to use all of it.
+#[derive(Debug)]
+pub struct SharedBuf {
+    pub(crate) part: BufferSlice,
+}
+
+impl SharedBuf {
+    /// Zeroed memory behind a sealed memfd whose pages are *not* present yet: for memories much larger than what is
+    /// used of them. `len` is rounded up to whole pages. Touching a page that the system has no memory for is fatal
+    /// (SIGBUS): call [`SharedBuf::populate`] first.
+    ///
+    /// # Errors
+    /// [`Error::BadLength`] for 0 bytes or when rounding up overflows; [`Error::Allocate`].
+    pub fn sparse(name: &str, len: usize) -> Result<Self, Error> {
+        let size = len
+            .checked_next_multiple_of(crate::sys::page())
+            .and_then(NonZeroUsize::new)
+            .ok_or(Error::BadLength(len))?;
+        let region = Region::memfd(name, size, Pages::Base).map_err(|source| Error::Allocate {
+            len,
+            kind: "sparse memfd memory",
+            source,
+        })?;
+        let backing = PageBacking { kind: PageKind::Base, passed_over: Vec::new() };
+        Ok(Self { part: BufferSlice::whole(Arc::new(Memory::new(region, backing, Account::none()))) })
+    }
+
+    /// Pieces of one memory as that of [`SharedBuf::sparse`], each a buffer, and the sealed memfd that has them all, at these offsets: for what
+    /// other processes map at the places where it has it, with nothing between. Only the pieces take address space. The buffers
+    /// themselves lend no descriptor ([`SharedBuf::export`]).
+    ///
+    /// # Errors
+    /// [`Error::BadLength`] for a piece that is empty, or does not begin and end at multiples of 4 KiB; [`Error::Allocate`].
+    pub fn sparse_pieces(name: &str, pieces: &[Range<u64>]) -> Result<(Vec<Self>, OwnedFd), Error> {
+        if let Some(bad) = pieces.iter().find(|p| p.is_empty() || (p.start | p.end) & 0xfff != 0) {
+            return Err(Error::BadLength(usize::try_from(bad.end.saturating_sub(bad.start)).unwrap_or(usize::MAX)));
+        }
+        let (regions, fd) = Region::memfd_pieces(name, pieces).map_err(|source| {
+            let len = pieces.iter().fold(0u64, |sum, p| sum.saturating_add(p.end - p.start));
+            Error::Allocate { len: usize::try_from(len).unwrap_or(usize::MAX), kind: "sparse memfd memory", source }
+        })?;
+        let buffer = |region| {
+            let backing = PageBacking { kind: PageKind::Base, passed_over: Vec::new() };
+            Self { part: BufferSlice::whole(Arc::new(Memory::new(region, backing, Account::none()))) }
+        };
+        Ok((regions.into_iter().map(buffer).collect(), fd))
+    }
+
+    /// Memory that another process made and lends by its descriptor: a memfd, mapped whole. The other process may change the bytes at any time.
+    ///
+    /// # Errors
+    /// [`Error::Import`] unless it is a memfd of ordinary pages, sealed against shrinking, and a whole number of 4 KiB pages long: what it
+    /// lends must stay there.
+    pub fn import(fd: OwnedFd) -> Result<Self, Error> {
+        Self::import_up_to(fd, u64::MAX)
+    }
+
+    /// The same for one of at most so many bytes: a memfd takes no memory for its length, but the addresses of a process end, and with them
+    /// whatever else it must map.
+    ///
+    /// # Errors
+    /// As [`SharedBuf::import`]; [`Error::Import`] of the kind `OutOfMemory` for a longer one, of which nothing is mapped.
+    pub fn import_up_to(fd: OwnedFd, most: u64) -> Result<Self, Error> {
+        let region = Region::import(fd, most).map_err(Error::Import)?;
+        let backing = PageBacking { kind: PageKind::Base, passed_over: Vec::new() };
+        Ok(Self { part: BufferSlice::whole(Arc::new(Memory::new(region, backing, Account::none()))) })
+    }
+
+    /// A dma-buf that a driver or a heap of the kernel made, mapped whole. Devices may write it at any time; around what the processor
+    /// does with it, see [`SharedBuf::cpu_access`].
+    ///
+    /// # Errors
+    /// [`Error::Import`] for a file that is no dma-buf, or one that its exporter does not let be mapped.
+    pub fn import_dma_buf(fd: OwnedFd) -> Result<Self, Error> {
+        let region = Region::import_dma_buf(fd).map_err(Error::Import)?;
+        let backing = PageBacking { kind: PageKind::Base, passed_over: Vec::new() };
+        Ok(Self { part: BufferSlice::whole(Arc::new(Memory::new(region, backing, Account::none()))) })
+    }
+
+    /// Lets the processor look at a dma-buf, or also write it (`writes`), while `f` runs: its exporter moves what lies in caches, and waits for
+    /// devices that are still writing.
+    ///
+    /// # Errors
+    /// `Unsupported`, and `f` is not called, for memory that is no dma-buf; the exporter's error.
+    pub fn cpu_access<T>(&self, writes: bool, f: impl FnOnce(VolatileSlice<'_>) -> T) -> std::io::Result<T> {
+        /// Ends the access, also when `f` panics.
+        struct Access<'a>(&'a Region, bool);
+        impl Drop for Access<'_> {
+            fn drop(&mut self) {
+                // It was begun, so it can be ended.
+                let _ = self.0.sync(false, self.1);
+            }
+        }
+        let region = &self.part.memory().region;
+        region.sync(true, writes)?;
+        let _access = Access(region, writes);
+        Ok(f(self.view()))
+    }
+
+    /// Makes the pages of a range present, so that touching them cannot fail. The range is widened to whole 4 KiB
+    /// pages.
+    ///
+    /// # Errors
+    /// The kernel's error when there is no memory; `InvalidInput` when the range does not lie within the buffer.
+    pub fn populate(&self, offset: usize, len: usize) -> std::io::Result<()> {
+        self.part.memory().region.populate(offset, len)
+    }
+
+    /// Bytes.
+    #[allow(clippy::len_without_is_empty)] // a buffer is never empty
+    pub fn len(&self) -> usize {
+        self.part.len()
+    }
+
+    /// A share of the memory, for pinning and mapping.
+    pub fn share(&self) -> BufferRef {
+        self.part.share()
+    }
+
+    /// The kind of pages behind the buffer.
+    pub fn backing(&self) -> &PageBacking {
+        &self.part.memory().backing
+    }
+
+    /// All of it, as something that can be split and be part of an operation.
+    pub fn into_part(self) -> BufferSlice {
+        self.part
+    }
+
+    /// The bytes, for reading and writing.
+    #[inline]
+    pub fn view(&self) -> VolatileSlice<'_> {
+        self.part.view()
+    }
+
+    /// The memfd behind the buffer, sealed against shrinking, for another process or driver to map; `None` for
+    /// anonymous memory. Once asked for, the buffer can no longer become a [`CpuBuf`].
+    pub fn export(&self) -> Option<BorrowedFd<'_>> {
+        self.part.memory().region.export()
+    }
+
+    /// Takes the memory back from the devices.
+    ///
+    /// # Errors
+    /// Gives the buffer back while a mapping or registration still holds a share of it, and for good once it was
+    /// exported.
+    pub fn into_cpu(self) -> Result<CpuBuf, SharedBuf> {
+        if self.part.memory().region.is_exported() {
+            return Err(self);
+        }
+        let Memory { region, backing, account, writers } = Arc::try_unwrap(self.part.into_memory())
+            .map_err(|memory| SharedBuf { part: BufferSlice::whole(memory) })?;
+        match Exclusive::new(region) {
+            Ok(memory) => Ok(CpuBuf { memory, backing, account }),
+            Err(region) => {
+                Err(SharedBuf { part: BufferSlice::whole(Arc::new(Memory { region, backing, account, writers })) })
+            }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::os::fd::OwnedFd;
+
+    use rustix::fs::{MemfdFlags, SealFlags};
+
+    use crate::{AnonHeap, Error, Heap, MemfdHeap, PageKind, SharedBuf};
+
+    #[test]
+    fn parts_rejoin_only_with_their_neighbour() {
+        let heap = AnonHeap::new();
+        let (a, b) = heap.allocate(8192).unwrap().share().into_part().split_at(4096).unwrap();
+        let (c, d) = heap.allocate(8192).unwrap().share().into_part().split_at(4096).unwrap();
+        let (a, d) = a.join(d).unwrap_err();
+        let (b, a) = b.join(a).unwrap_err();
+        let a = a.into_whole().unwrap_err();
+        let a = a.split_at(4097).unwrap_err();
+        assert!(a.join(b).unwrap().into_whole().is_ok());
+        assert!(c.join(d).unwrap().into_whole().is_ok());
+    }
+
+    #[test]
+    fn a_share_keeps_the_memory_from_the_cpu() {
+        let shared = AnonHeap::new().allocate(4096).unwrap().share();
+        let share = shared.share();
+        let shared = shared.into_cpu().unwrap_err();
+        drop(share);
+        let mut cpu = shared.into_cpu().unwrap();
+        cpu[0] = 1;
+    }
+
+    #[test]
+    fn an_exported_buffer_stays_shared() {
+        let shared = MemfdHeap::new().allocate(4096).unwrap().share();
+        assert!(shared.export().is_some());
+        assert!(shared.into_cpu().is_err());
+        assert!(AnonHeap::new().allocate(4096).unwrap().share().export().is_none());
+    }
+
+    #[test]
+    fn memory_of_another_process_must_stay_there() {
+        let buf = MemfdHeap::starting_at(PageKind::Base).allocate(8192).unwrap().share();
+        buf.view().write(b"theirs");
+        let descriptor = || buf.export().unwrap().try_clone_to_owned().unwrap();
+        let imported = SharedBuf::import(descriptor()).unwrap();
+        let mut bytes = [0; 6];
+        imported.view().read(&mut bytes);
+        assert_eq!((&bytes, imported.len()), (b"theirs", 8192));
+        imported.view().write(b"ours!!");
+        buf.view().read(&mut bytes);
+        assert_eq!(&bytes, b"ours!!");
+        assert!(rustix::fs::ftruncate(descriptor(), 4096).is_err(), "sealed");
+        assert!(imported.into_cpu().is_err(), "the other process has it too");
+        // What is refused.
+        let memfd = |flags| rustix::fs::memfd_create("test", flags).unwrap();
+        let why = |fd: OwnedFd| SharedBuf::import(fd).map(drop).unwrap_err().to_string();
+        let open = memfd(MemfdFlags::ALLOW_SEALING);
+        rustix::fs::ftruncate(&open, 8192).unwrap();
+        assert!(why(open).contains("F_SEAL_SHRINK"));
+        for len in [0, 5000] {
+            let odd = memfd(MemfdFlags::ALLOW_SEALING);
+            rustix::fs::ftruncate(&odd, len).unwrap();
+            rustix::fs::fcntl_add_seals(&odd, SealFlags::SHRINK).unwrap();
+            assert!(why(odd).contains("4 KiB"));
+        }
+        let huge = memfd(MemfdFlags::ALLOW_SEALING | MemfdFlags::HUGETLB);
+        rustix::fs::fcntl_add_seals(&huge, SealFlags::SHRINK).unwrap();
+        assert!(why(huge).contains("huge"));
+        assert!(why(std::net::UdpSocket::bind("127.0.0.1:0").unwrap().into()).contains("not a memfd"));
+        assert!(why(std::fs::File::open("/proc/self/exe").unwrap().into()).contains("not a memfd"));
+        let written = memfd(MemfdFlags::ALLOW_SEALING);
+        rustix::fs::ftruncate(&written, 4096).unwrap();
+        rustix::fs::fcntl_add_seals(&written, SealFlags::SHRINK | SealFlags::WRITE).unwrap();
+        assert!(matches!(SharedBuf::import(written), Err(Error::Import(_))));
+    }
+
+    #[test]
+    fn pieces_of_one_memory_lie_where_the_memfd_has_them() {
+        let (pieces, fd) = SharedBuf::sparse_pieces("test", &[0x1000..0x3000, 1 << 38..(1 << 38) + 0x1000]).unwrap();
+        assert_eq!(pieces.iter().map(SharedBuf::len).collect::<Vec<_>>(), [0x2000, 0x1000]);
+        pieces[0].view().write(b"first");
+        pieces[1].view().write(b"second");
+        let mut bytes = [0; 6];
+        for (at, wanted) in [(0x1000, b"first\0"), (1 << 38, b"second"), (0x3000, &[0; 6])] {
+            assert_eq!(rustix::io::pread(&fd, &mut bytes, at).unwrap(), 6);
+            assert_eq!(&bytes, wanted, "at {at:#x}");
+        }
+        assert!(rustix::fs::ftruncate(&fd, 0x1000).is_err() && rustix::fs::ftruncate(&fd, 1 << 39).is_err(), "sealed");
+        // What shows all of the memory is not what a buffer lends, and it stays everybody's.
+        assert!(pieces.iter().all(|piece| piece.export().is_none()));
+        assert!(pieces.into_iter().all(|piece| piece.into_cpu().is_err()));
+        for bad in [0..0, 0x800..0x1000, 0..0x1001] {
+            assert!(matches!(SharedBuf::sparse_pieces("test", &[0..0x1000, bad]), Err(Error::BadLength(_))));
+        }
+    }
+
+    #[test]
+    fn sparse_memory_is_larger_than_the_machine() {
+        let buf = SharedBuf::sparse("test", 64 << 40).unwrap();
+        let far = (63 << 40) + 5;
+        buf.populate(far, 10).unwrap();
+        buf.view().sub(far, 10).unwrap().write(b"far offset");
+        let mut got = [0; 10];
+        buf.view().sub(far, 10).unwrap().read(&mut got);
+        assert_eq!(&got, b"far offset");
+        for (offset, len) in [(64 << 40, 1), (usize::MAX, 2), (1, usize::MAX)] {
+            assert_eq!(buf.populate(offset, len).unwrap_err().kind(), std::io::ErrorKind::InvalidInput);
+        }
+        assert!(matches!(SharedBuf::sparse("test", 0), Err(Error::BadLength(0))));
+        assert!(matches!(SharedBuf::sparse("test", usize::MAX), Err(Error::BadLength(_))));
+    }
+}

@@ -1,0 +1,151 @@
+//! The device's side of host memory.
+
+use dmalane_addr::{Access, Iova};
+use thiserror::Error;
+
+use crate::{CopyHint, VolatileSlice};
+
+/// Host memory as a device model sees it: by IOVA, and only where the IOMMU lets it.
+///
+/// A device that has much to do holds its translations for a while ([`DeviceMem::hold`]) and makes many accesses; the other
+/// methods make one.
+pub trait DeviceMem: Send {
+    /// Translations that are held.
+    type Held<'a>: HeldMem
+    where
+        Self: 'a;
+
+    /// Keeps translations as they are until the result is dropped. Whoever wants to take one away waits so long, so no longer
+    /// than it takes to move some MiB.
+    fn hold(&mut self) -> Self::Held<'_>;
+
+    /// The same without waiting: `None` while somebody is changing translations. For a thread that serves others meanwhile.
+    fn try_hold(&mut self) -> Option<Self::Held<'_>> {
+        Some(self.hold())
+    }
+
+    /// One [`HeldMem::read`].
+    ///
+    /// # Errors
+    /// As there.
+    fn read(&mut self, from: Iova, into: VolatileSlice<'_>, hint: CopyHint) -> Result<(), DmaFault> {
+        self.hold().read(from, into, hint)
+    }
+
+    /// One [`HeldMem::write`].
+    ///
+    /// # Errors
+    /// As there.
+    fn write(&mut self, into: Iova, from: VolatileSlice<'_>, hint: CopyHint) -> Result<(), DmaFault> {
+        self.hold().write(into, from, hint)
+    }
+
+    /// One [`HeldMem::read_bytes`].
+    ///
+    /// # Errors
+    /// As there.
+    fn read_bytes(&mut self, from: Iova, into: &mut [u8]) -> Result<(), DmaFault> {
+        self.hold().read_bytes(from, into)
+    }
+
+    /// One [`HeldMem::write_bytes`].
+    ///
+    /// # Errors
+    /// As there.
+    fn write_bytes(&mut self, into: Iova, from: &[u8]) -> Result<(), DmaFault> {
+        self.hold().write_bytes(into, from)
+    }
+
+    /// One [`HeldMem::write_word`].
+    ///
+    /// # Errors
+    /// As there.
+    fn write_word(&mut self, into: Iova, value: u64) -> Result<(), DmaFault> {
+        self.hold().write_word(into, value)
+    }
+}
+
+/// Host memory while its translations are held.
+pub trait HeldMem {
+    /// Copies from host memory at `from` into `into` (all of it).
+    ///
+    /// # Errors
+    /// [`DmaFault`] names the first IOVA that could not be read; the bytes before it were copied, none from elsewhere.
+    fn read(&mut self, from: Iova, into: VolatileSlice<'_>, hint: CopyHint) -> Result<(), DmaFault>;
+
+    /// Copies `from` (all of it) into host memory at `into`.
+    ///
+    /// # Errors
+    /// [`DmaFault`] names the first IOVA that could not be written; the bytes before it were copied, none elsewhere.
+    fn write(&mut self, into: Iova, from: VolatileSlice<'_>, hint: CopyHint) -> Result<(), DmaFault>;
+
+    /// Compares host memory at `at` with `with` (all of it): the offset of the first byte that differs, or `None`.
+    ///
+    /// # Errors
+    /// As [`HeldMem::read`], unless a difference was found before.
+    fn compare(&mut self, at: Iova, with: VolatileSlice<'_>) -> Result<Option<usize>, DmaFault>;
+
+    /// Copies a few bytes, such as a descriptor, from host memory.
+    ///
+    /// # Errors
+    /// As [`HeldMem::read`].
+    fn read_bytes(&mut self, from: Iova, into: &mut [u8]) -> Result<(), DmaFault>;
+
+    /// Copies a few bytes, such as a completion, into host memory.
+    ///
+    /// # Errors
+    /// As [`HeldMem::write`].
+    fn write_bytes(&mut self, into: Iova, from: &[u8]) -> Result<(), DmaFault>;
+
+    /// Writes one aligned 64-bit word into host memory in one piece, after everything written before: how a completion
+    /// becomes visible.
+    ///
+    /// # Errors
+    /// As [`HeldMem::write`]; a word that is not aligned is [`FaultReason::Misaligned`].
+    fn write_word(&mut self, into: Iova, value: u64) -> Result<(), DmaFault>;
+
+    /// [`HeldMem::write_word`] of every word that is not `None`, from the first on, 8 bytes apart.
+    ///
+    /// # Errors
+    /// As there; words before the fault may have been written or not.
+    fn write_words(&mut self, into: Iova, words: &[Option<u64>]) -> Result<(), DmaFault>;
+}
+
+/// An access that the IOMMU refused.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Error)]
+#[error("device fault: {wanted} access to {at} {reason}")]
+pub struct DmaFault {
+    /// The first IOVA that was refused.
+    pub at: Iova,
+    /// What the device wanted to do.
+    pub wanted: Access,
+    /// Why not.
+    pub reason: FaultReason,
+    /// Bytes that were copied before.
+    pub done: u64,
+}
+
+/// Why an access was refused.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+#[non_exhaustive]
+pub enum FaultReason {
+    /// Nothing is mapped there.
+    NotMapped,
+    /// The mapping does not permit the access.
+    NotPermitted,
+    /// The access runs past the top of the IOVA space.
+    PastTheTop,
+    /// A word that is not a multiple of its size.
+    Misaligned,
+}
+
+impl std::fmt::Display for FaultReason {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str(match self {
+            Self::NotMapped => "is not mapped",
+            Self::NotPermitted => "is not permitted by the mapping",
+            Self::PastTheTop => "runs past the top of the IOVA space",
+            Self::Misaligned => "is not aligned",
+        })
+    }
+}

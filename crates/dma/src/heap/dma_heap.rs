@@ -1,0 +1,108 @@
+//! The kernel's own DMA buffers: dma-buf heaps, and memfds wrapped as dma-bufs.
+
+use std::fs::{self, File};
+use std::io;
+use std::num::NonZeroUsize;
+use std::os::fd::{AsFd, OwnedFd};
+use std::path::PathBuf;
+use std::sync::Arc;
+
+use super::{Abilities, Account, Counters, Heap, HeapStats, PageBacking, PageKind, Reserved};
+use crate::sys::{Exclusive, Region, page};
+use crate::{CpuBuf, Error, SharedBuf};
+
+const UDMABUF: &str = "/dev/udmabuf";
+/// The most that udmabuf takes, in MiB.
+const SIZE_LIMIT: &str = "/sys/module/udmabuf/parameters/size_limit_mb";
+
+/// A heap of the kernel, `/dev/dma_heap/NAME`: its buffers are dma-bufs, which drivers import.
+///
+/// Their mappings take no direct I/O and no registration with io_uring (both `EFAULT`): what is to be read directly belongs into a
+/// memfd, which [`export_dma_buf`] wraps afterwards.
+pub struct DmaHeap {
+    device: File,
+    counters: Arc<Counters>,
+}
+
+impl DmaHeap {
+    /// Opens the heap with this name; `system` is there wherever there are any.
+    ///
+    /// # Errors
+    /// The kernel's, with the path: `NotFound` where it was built without dma-buf heaps.
+    pub fn open(name: &str) -> io::Result<Self> {
+        let path = PathBuf::from("/dev/dma_heap").join(name);
+        let device = File::open(&path).map_err(|e| io::Error::new(e.kind(), format!("{}: {e}", path.display())))?;
+        Ok(Self { device, counters: Arc::default() })
+    }
+
+    fn map(&self, len: usize) -> Result<(Region, PageBacking, Account), Error> {
+        let size = len.checked_next_multiple_of(page()).and_then(NonZeroUsize::new).ok_or(Error::BadLength(len))?;
+        let kind = "dma-buf heap memory";
+        // The kernel (6.12, 7.2) takes page after page until the OOM killer comes, and such memory is not counted as this process's:
+        // it would be killed before others, or others before it.
+        if let Some(room) = crate::room().filter(|room| room.bytes < size.get() as u64) {
+            let left = format!("{} bytes are left, limited by {}", room.bytes, room.limited_by);
+            return Err(Error::Allocate { len, kind, source: io::Error::new(io::ErrorKind::OutOfMemory, left) });
+        }
+        let region =
+            Region::dma_buf(self.device.as_fd(), size).map_err(|source| Error::Allocate { len, kind, source })?;
+        let account = Account::open(&self.counters, region.len());
+        Ok((region, PageBacking { kind: PageKind::Base, passed_over: Vec::new() }, account))
+    }
+}
+
+impl Heap for DmaHeap {
+    fn allocate(&self, len: usize) -> Result<CpuBuf, Error> {
+        let (region, backing, account) = self.map(len)?;
+        let refused = |_| Error::BadLength(len);
+        Ok(CpuBuf::new(Exclusive::new(region).map_err(refused)?, backing, account))
+    }
+
+    /// The kernel allocates a dma-buf as a whole: all pages are there from the start.
+    fn reserve(&self, len: usize) -> Result<Reserved, Error> {
+        let (region, backing, account) = self.map(len)?;
+        Ok(Reserved::present(region, backing, account))
+    }
+
+    fn abilities(&self) -> Abilities {
+        Abilities { shareable: true, direct_io: false, registrable: false, dma_buf: true, best_pages: PageKind::Base }
+    }
+
+    fn stats(&self) -> HeapStats {
+        self.counters.stats()
+    }
+
+    fn name(&self) -> &'static str {
+        "dma-heap"
+    }
+}
+
+/// Is there a device that wraps memfds as dma-bufs, for this process?
+pub(super) fn has_udmabuf() -> bool {
+    use rustix::fs::{Access, access};
+    access(UDMABUF, Access::READ_OK | Access::WRITE_OK).is_ok()
+}
+
+/// The pages of a memfd buffer as a dma-buf that drivers import. From then on the buffer counts as exported.
+///
+/// # Errors
+/// `NotFound` where the kernel has no `/dev/udmabuf`; `Unsupported` for a buffer without a descriptor; `InvalidInput` from the kernel for
+/// more than `size_limit_mb` of its module udmabuf (64 MiB unless raised).
+pub fn export_dma_buf(buf: &SharedBuf) -> io::Result<OwnedFd> {
+    let named = |e: io::Error| io::Error::new(e.kind(), format!("{UDMABUF}: {e}"));
+    let device = File::options().read(true).write(true).open(UDMABUF).map_err(named)?;
+    let exported = buf.part.memory().region.export_dma_buf(device.as_fd());
+    exported.unwrap_or_else(|| Err(io::ErrorKind::Unsupported.into())).map_err(|e| {
+        let limit = fs::read_to_string(SIZE_LIMIT).ok().and_then(|text| text.trim().parse::<usize>().ok());
+        match limit {
+            Some(mib) if e.raw_os_error() == Some(libc::EINVAL) && buf.len() > mib << 20 => {
+                let len = buf.len();
+                let why = format!(
+                    "{UDMABUF} takes {mib} MiB at once, and these are {len} bytes (as root: echo MIB > {SIZE_LIMIT})"
+                );
+                io::Error::new(e.kind(), why)
+            }
+            _ => named(e),
+        }
+    })
+}

@@ -1,0 +1,272 @@
+//! The ladder of page kinds, and the two heaps that climb down it: anonymous memory, and memory behind a memfd.
+
+use std::io;
+use std::num::NonZeroUsize;
+use std::path::Path;
+use std::sync::Arc;
+
+use super::{Abilities, Account, Counters, Heap, HeapStats, PageBacking, PageKind, Reserved};
+use crate::sys::{Exclusive, HUGE, Pages, Region, page};
+use crate::{CpuBuf, Error};
+
+/// From this many bytes on, a reservation may be rounded up to whole huge pages: that is never more than half as much again.
+const ROUND_FROM: usize = 4 << 20;
+
+impl PageKind {
+    /// Bytes of a page that is reserved as a whole; `None` where 4 KiB pages may stand in.
+    pub(crate) fn reserved_bytes(self) -> Option<usize> {
+        match self {
+            Self::Hugetlb1G => Some(1 << 30),
+            Self::Hugetlb2M => Some(HUGE),
+            Self::Transparent | Self::Base => None,
+        }
+    }
+}
+
+impl From<PageKind> for Pages {
+    fn from(kind: PageKind) -> Self {
+        match kind {
+            PageKind::Hugetlb1G => Pages::Hugetlb1G,
+            PageKind::Hugetlb2M => Pages::Hugetlb2M,
+            PageKind::Transparent => Pages::Transparent,
+            PageKind::Base => Pages::Base,
+        }
+    }
+}
+
+const SWITCHES: &str = "/sys/kernel/mm/transparent_hugepage";
+const ANONYMOUS: &str = "enabled";
+const SHARED: &str = "shmem_enabled";
+
+/// What is between a backing and the memory.
+type Map<'a> = &'a dyn Fn(NonZeroUsize, Pages) -> io::Result<Region>;
+
+/// The rungs of the ladder from the best kind down to 4 KiB pages.
+struct Ladder {
+    best: PageKind,
+    /// The kernel's switch for transparent huge pages in this kind of memory.
+    switch: &'static str,
+    node: Option<u32>,
+    counters: Arc<Counters>,
+}
+
+impl Ladder {
+    fn new(best: PageKind, switch: &'static str) -> Self {
+        Self { best, switch, node: None, counters: Arc::default() }
+    }
+
+    /// Tries the rungs one by one. `populate`: what pages a backing cannot make present, it cannot give.
+    fn climb(
+        &self,
+        len: usize,
+        populate: bool,
+        kind: &'static str,
+        map: Map<'_>,
+    ) -> Result<(Region, PageBacking), Error> {
+        let base = len.checked_next_multiple_of(page()).and_then(NonZeroUsize::new).ok_or(Error::BadLength(len))?;
+        let mut passed_over = Vec::new();
+        let rungs = [PageKind::Hugetlb1G, PageKind::Hugetlb2M, PageKind::Transparent];
+        for backing in rungs.into_iter().skip_while(|backing| *backing != self.best) {
+            // Rounding a small buffer up to a huge page would waste most of it.
+            if len < HUGE / 2 {
+                passed_over.push((backing, "smaller than half a huge page".to_owned()));
+                continue;
+            }
+            let mut bytes = base;
+            if let Some(page) = backing.reserved_bytes() {
+                // Nobody gets much more memory than was asked for: limits of the caller must hold.
+                let round = if populate || page > HUGE || base.get() < ROUND_FROM {
+                    None
+                } else {
+                    base.get().checked_next_multiple_of(page)
+                };
+                match round.or(Some(base.get()).filter(|n| n.is_multiple_of(page))).and_then(NonZeroUsize::new) {
+                    Some(whole) => bytes = whole,
+                    None => {
+                        passed_over.push((backing, format!("not a whole number of {} MiB pages", page >> 20)));
+                        continue;
+                    }
+                }
+            }
+            match transparent_allowed(backing, self.switch).and_then(|()| self.attempt(bytes, backing, populate, map)) {
+                Ok(region) => return Ok((region, PageBacking { kind: backing, passed_over })),
+                Err(e) => passed_over.push((backing, refusal(backing, bytes.get(), &e))),
+            }
+        }
+        let region = self.attempt(base, PageKind::Base, populate, map).map_err(|source| Error::Allocate {
+            len,
+            kind,
+            source,
+        })?;
+        Ok((region, PageBacking { kind: PageKind::Base, passed_over }))
+    }
+
+    fn attempt(&self, len: NonZeroUsize, kind: PageKind, populate: bool, map: Map<'_>) -> io::Result<Region> {
+        let region = map(len, kind.into())?;
+        if let Some(node) = self.node {
+            let refused = |e: io::Error| io::Error::new(e.kind(), format!("cannot bind it to NUMA node {node}: {e}"));
+            region.bind_to_node(node).map_err(refused)?;
+        }
+        if populate {
+            region.populate(0, region.len())?;
+        }
+        Ok(region)
+    }
+
+    fn allocate(&self, len: usize, kind: &'static str, map: Map<'_>) -> Result<CpuBuf, Error> {
+        let (region, backing) = self.climb(len, true, kind, map)?;
+        let refused = |_| Error::Allocate { len, kind, source: io::Error::other("a new region was already exported") };
+        let account = Account::open(&self.counters, region.len());
+        Ok(CpuBuf::new(Exclusive::new(region).map_err(refused)?, backing, account))
+    }
+
+    fn reserve(&self, len: usize, kind: &'static str, map: Map<'_>) -> Result<Reserved, Error> {
+        let (region, backing) = self.climb(len, false, kind, map)?;
+        let account = Account::open(&self.counters, region.len());
+        Ok(Reserved::new(region, backing, account, kind))
+    }
+}
+
+/// Why a backing was passed over, and what would help.
+fn refusal(backing: PageKind, bytes: usize, error: &io::Error) -> String {
+    match backing {
+        PageKind::Hugetlb2M => {
+            let pages = bytes / HUGE;
+            format!("{error}; reserve {pages} with: echo {pages} | sudo tee /proc/sys/vm/nr_hugepages")
+        }
+        PageKind::Hugetlb1G => {
+            let pages = bytes >> 30;
+            let file = "/sys/kernel/mm/hugepages/hugepages-1048576kB/nr_hugepages";
+            format!("{error}; reserve {pages} with: echo {pages} | sudo tee {file}")
+        }
+        PageKind::Transparent | PageKind::Base => error.to_string(),
+    }
+}
+
+/// Whether transparent huge pages can be had at all: anonymous memory and shared memory have a switch each.
+fn transparent_allowed(backing: PageKind, switch: &str) -> io::Result<()> {
+    if backing != PageKind::Transparent {
+        return Ok(());
+    }
+    let size = std::fs::read_to_string(Path::new(SWITCHES).join("hpage_pmd_size"));
+    if let Some(size) = size.ok().and_then(|text| text.trim().parse::<usize>().ok()).filter(|size| *size > HUGE) {
+        return Err(io::Error::other(format!(
+            "this kernel's are {} MiB each, and buffers are aligned to 2",
+            size >> 20
+        )));
+    }
+    match std::fs::read_to_string(Path::new(SWITCHES).join(switch)) {
+        Ok(text) if text.contains("[never]") || text.contains("[deny]") => {
+            let word = if switch == ANONYMOUS { "madvise" } else { "advise" };
+            Err(io::Error::other(format!("switched off; echo {word} | sudo tee {SWITCHES}/{switch}")))
+        }
+        _ => Ok(()),
+    }
+}
+
+/// Private anonymous memory: the fastest target for direct I/O. Cannot be handed to another process.
+pub struct AnonHeap(Ladder);
+
+impl AnonHeap {
+    /// A heap that starts at the top of the ladder: hugetlb, then transparent huge pages, then 4 KiB.
+    pub fn new() -> Self {
+        Self::starting_at(PageKind::Hugetlb2M)
+    }
+
+    /// A heap whose ladder starts at `best`.
+    pub fn starting_at(best: PageKind) -> Self {
+        Self(Ladder::new(best, ANONYMOUS))
+    }
+
+    /// The heap, with all of its memory from one NUMA node, if one is named; a node that there is not fails when memory is asked
+    /// for.
+    #[must_use]
+    pub fn bound_to(mut self, node: Option<u32>) -> Self {
+        self.0.node = node;
+        self
+    }
+}
+
+impl Default for AnonHeap {
+    fn default() -> Self {
+        Self::new()
+    }
+}
+
+impl Heap for AnonHeap {
+    fn allocate(&self, len: usize) -> Result<CpuBuf, Error> {
+        self.0.allocate(len, "anonymous memory", &Region::anonymous)
+    }
+
+    fn reserve(&self, len: usize) -> Result<Reserved, Error> {
+        self.0.reserve(len, "anonymous memory", &Region::anonymous)
+    }
+
+    fn abilities(&self) -> Abilities {
+        Abilities { shareable: false, direct_io: true, registrable: true, dma_buf: false, best_pages: self.0.best }
+    }
+
+    fn stats(&self) -> HeapStats {
+        self.0.counters.stats()
+    }
+
+    fn name(&self) -> &'static str {
+        "anonymous"
+    }
+}
+
+/// Memory behind a file descriptor, sealed against shrinking: other processes and drivers can map it.
+pub struct MemfdHeap(Ladder);
+
+impl MemfdHeap {
+    /// A heap that starts at the top of the ladder: hugetlb, then transparent huge pages, then 4 KiB.
+    pub fn new() -> Self {
+        Self::starting_at(PageKind::Hugetlb2M)
+    }
+
+    /// A heap whose ladder starts at `best`.
+    pub fn starting_at(best: PageKind) -> Self {
+        Self(Ladder::new(best, SHARED))
+    }
+
+    /// The heap, with all of its memory from one NUMA node, if one is named; a node that there is not fails when memory is asked
+    /// for.
+    #[must_use]
+    pub fn bound_to(mut self, node: Option<u32>) -> Self {
+        self.0.node = node;
+        self
+    }
+
+    fn map(len: NonZeroUsize, pages: Pages) -> io::Result<Region> {
+        Region::memfd("dmalane", len, pages)
+    }
+}
+
+impl Default for MemfdHeap {
+    fn default() -> Self {
+        Self::new()
+    }
+}
+
+impl Heap for MemfdHeap {
+    fn allocate(&self, len: usize) -> Result<CpuBuf, Error> {
+        self.0.allocate(len, "memfd memory", &Self::map)
+    }
+
+    fn reserve(&self, len: usize) -> Result<Reserved, Error> {
+        self.0.reserve(len, "memfd memory", &Self::map)
+    }
+
+    fn abilities(&self) -> Abilities {
+        let dma_buf = super::dma_heap::has_udmabuf();
+        Abilities { shareable: true, direct_io: true, registrable: true, dma_buf, best_pages: self.0.best }
+    }
+
+    fn stats(&self) -> HeapStats {
+        self.0.counters.stats()
+    }
+
+    fn name(&self) -> &'static str {
+        "memfd"
+    }
+}

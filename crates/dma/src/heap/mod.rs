@@ -1,0 +1,165 @@
+//! Heaps: where buffers come from.
+
+mod dma_heap;
+mod fallback;
+mod needs;
+mod pool;
+mod reserved;
+
+use std::fmt;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
+
+pub use dma_heap::{DmaHeap, export_dma_buf};
+pub use fallback::{AnonHeap, MemfdHeap};
+pub use needs::{Abilities, Needs, Picked, pick};
+pub(crate) use pool::Home;
+pub use pool::{Pool, PoolStats};
+pub use reserved::{Absent, Reserved};
+
+use crate::{CpuBuf, Error};
+
+/// The pages behind a buffer.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+#[non_exhaustive]
+pub enum PageKind {
+    /// Reserved 1 GiB pages (hugetlbfs).
+    Hugetlb1G,
+    /// Reserved 2 MiB pages (hugetlbfs).
+    Hugetlb2M,
+    /// Transparent huge pages: 2 MiB where the kernel has them to give, 4 KiB elsewhere.
+    Transparent,
+    /// 4 KiB pages.
+    Base,
+}
+
+impl fmt::Display for PageKind {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Self::Hugetlb1G => "hugetlb 1 GiB",
+            Self::Hugetlb2M => "hugetlb 2 MiB",
+            Self::Transparent => "transparent huge pages",
+            Self::Base => "4 KiB pages",
+        })
+    }
+}
+
+/// Where on the ladder of page kinds a buffer ended up, and why not higher.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub struct PageBacking {
+    /// The kind of pages.
+    pub kind: PageKind,
+    /// Why each better kind was not used, best first.
+    pub passed_over: Vec<(PageKind, String)>,
+}
+
+/// What a heap has handed out.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
+pub struct HeapStats {
+    /// Bytes in live buffers.
+    pub live: usize,
+    /// The most that `live` has been.
+    pub peak: usize,
+    /// Buffers handed out since the heap was made.
+    pub buffers: usize,
+}
+
+/// A source of buffers.
+pub trait Heap: Send + Sync {
+    /// A zeroed buffer of `len` bytes, rounded up to 4 KiB. All pages are present when this returns.
+    ///
+    /// # Errors
+    /// [`Error::BadLength`] for 0 bytes or when rounding up overflows; [`Error::Allocate`] when the last backing of the
+    /// ladder fails too.
+    fn allocate(&self, len: usize) -> Result<CpuBuf, Error>;
+
+    /// A buffer whose pages are not there yet: to be made present piece by piece, while the first pieces are in use already.
+    /// `len` is rounded up to 4 KiB, or, from 4 MiB on, to the pages of the heap.
+    ///
+    /// # Errors
+    /// As [`Heap::allocate`]. The ladder ends here: when pages run out later, [`Absent::populate`] fails.
+    fn reserve(&self, len: usize) -> Result<Reserved, Error>;
+
+    /// What buffers of this heap can be used for.
+    fn abilities(&self) -> Abilities;
+
+    /// What was handed out so far.
+    fn stats(&self) -> HeapStats;
+
+    /// The heap's name.
+    fn name(&self) -> &'static str;
+}
+
+macro_rules! pointers {
+    ($($pointer:ty),*) => {$(
+        impl<H: Heap + ?Sized> Heap for $pointer {
+            fn allocate(&self, len: usize) -> Result<CpuBuf, Error> {
+                (**self).allocate(len)
+            }
+
+            fn reserve(&self, len: usize) -> Result<Reserved, Error> {
+                (**self).reserve(len)
+            }
+
+            fn abilities(&self) -> Abilities {
+                (**self).abilities()
+            }
+
+            fn stats(&self) -> HeapStats {
+                (**self).stats()
+            }
+
+            fn name(&self) -> &'static str {
+                (**self).name()
+            }
+        }
+    )*};
+}
+
+pointers!(&H, Arc<H>);
+
+#[derive(Default)]
+pub(crate) struct Counters {
+    live: AtomicUsize,
+    peak: AtomicUsize,
+    buffers: AtomicUsize,
+}
+
+impl Counters {
+    pub(crate) fn stats(&self) -> HeapStats {
+        HeapStats {
+            live: self.live.load(Ordering::Relaxed),
+            peak: self.peak.load(Ordering::Relaxed),
+            buffers: self.buffers.load(Ordering::Relaxed),
+        }
+    }
+}
+
+/// Counts a buffer's bytes as live until dropped.
+pub(crate) struct Account {
+    counters: Arc<Counters>,
+    bytes: usize,
+}
+
+impl Account {
+    /// For memory that no heap counts.
+    pub(crate) fn none() -> Self {
+        Self { counters: Arc::default(), bytes: 0 }
+    }
+
+    pub(crate) fn open(counters: &Arc<Counters>, bytes: usize) -> Self {
+        let live = counters.live.fetch_add(bytes, Ordering::Relaxed) + bytes;
+        counters.peak.fetch_max(live, Ordering::Relaxed);
+        counters.buffers.fetch_add(1, Ordering::Relaxed);
+        Self { counters: counters.clone(), bytes }
+    }
+}
+
+impl Drop for Account {
+    fn drop(&mut self) {
+        self.counters.live.fetch_sub(self.bytes, Ordering::Relaxed);
+    }
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,246 @@
+//! A heap that keeps the buffers that were given up, and hands them out again.
+//!
+//! Small buffers are cut out of huge pages. Half a megabyte in pages of 4 KiB is a list of 128 places for a disk, and reading it into those
+//! takes about three times as long as into one (`docs/bench/alloc-read.md`); a huge page for each would waste most of it.
+
+use std::collections::VecDeque;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
+
+use super::{Abilities, Account, Counters, Heap, HeapStats, PageBacking, PageKind, Reserved};
+use crate::sys::{HUGE, Region, page};
+use crate::{CpuBuf, Error, SharedBuf};
+
+/// Less than this is read through the page cache, and never becomes a list for a disk.
+const SLAB_FROM: usize = 64 << 10;
+/// Of more than this, two would not fit a huge page.
+const SLAB_UP_TO: usize = HUGE / 2;
+
+/// A heap over another one, which keeps what is dropped instead of giving it back to the kernel: the next buffer of about that
+/// size has its pages already.
+///
+/// A buffer comes back when the last share of it is dropped. One whose descriptor was lent out does not: another process may still
+/// have it mapped. Buffers that outlive their pool are freed.
+#[derive(Clone)]
+pub struct Pool(Arc<Shelf>);
+
+/// What a pool has done.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
+pub struct PoolStats {
+    /// Bytes kept for the next who asks.
+    pub kept: usize,
+    /// Buffers kept.
+    pub kept_buffers: usize,
+    /// Requests that were met from what was kept.
+    pub hits: usize,
+    /// Requests that went to the heap below. A small one, of 64 KiB to 1 MiB, takes a huge page from there and leaves the rest of it
+    /// for the next.
+    pub misses: usize,
+    /// Buffers given back to the kernel: to stay within the bound, by trimming, or because their pages were incomplete.
+    pub freed: usize,
+}
+
+struct Shelf {
+    heap: Box<dyn Heap>,
+    limit: usize,
+    counters: Arc<Counters>,
+    kept: Mutex<Kept>,
+}
+
+#[derive(Default)]
+struct Kept {
+    /// Oldest first.
+    buffers: VecDeque<(Region, PageBacking)>,
+    stats: PoolStats,
+}
+
+impl Pool {
+    /// A pool that keeps at most `limit` bytes of buffers from `heap`.
+    pub fn new(heap: impl Heap + 'static, limit: usize) -> Self {
+        Self(Arc::new(Shelf { heap: Box::new(heap), limit, counters: Arc::default(), kept: Mutex::default() }))
+    }
+
+    /// What it has done so far.
+    pub fn pool_stats(&self) -> PoolStats {
+        self.0.kept().stats
+    }
+
+    /// Gives the buffers that were not used for longest back to the kernel until at most `bytes` are kept.
+    pub fn trim(&self, bytes: usize) {
+        let freed = self.0.kept().shrink(bytes);
+        drop(freed); // unmaps, without the lock
+    }
+}
+
+impl Shelf {
+    fn kept(&self) -> MutexGuard<'_, Kept> {
+        self.kept.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// The kept buffer that fits best: not much larger than asked for. The most recent of equals, since the cache knows it.
+    fn take(&self, len: usize) -> Option<(Region, PageBacking)> {
+        let mut kept = self.kept();
+        let most = len.saturating_add(len / 8);
+        let fits = kept.buffers.iter().enumerate().filter(|(_, (region, _))| (len..=most).contains(&region.len()));
+        let best = fits.rev().min_by_key(|(_, (region, _))| region.len()).map(|(i, _)| i);
+        let found = best.and_then(|i| kept.buffers.remove(i));
+        match &found {
+            Some((region, _)) => {
+                kept.stats.kept -= region.len();
+                kept.stats.kept_buffers -= 1;
+                kept.stats.hits += 1;
+            }
+            None => kept.stats.misses += 1,
+        }
+        found
+    }
+
+    /// A new buffer of `len` bytes out of a huge page, whose other pieces are kept; `None` where that cannot be.
+    fn slab(&self, len: usize) -> Option<(Region, PageBacking)> {
+        let below = self.heap.abilities();
+        // What has a descriptor is shared as a whole, so it cannot be cut.
+        if !(SLAB_FROM..=SLAB_UP_TO).contains(&len) || self.limit < HUGE || below.shareable {
+            return None;
+        }
+        if below.best_pages == PageKind::Base {
+            return None;
+        }
+        let huge = self.heap.allocate(HUGE).ok()?;
+        if !matches!(huge.backing().kind, PageKind::Transparent | PageKind::Hugetlb2M) {
+            return None;
+        }
+        let (region, backing) = huge.into_region();
+        let mut pieces = region.cut(len).ok()?.into_iter();
+        let first = pieces.next()?;
+        let mut kept = self.kept();
+        // No more than fits beside the first one when that comes back.
+        let mut freed = Vec::new();
+        for piece in pieces {
+            freed.append(&mut kept.keep(piece, backing.clone(), self.limit - len));
+        }
+        drop(kept);
+        drop(freed);
+        Some((first, backing))
+    }
+}
+
+impl Kept {
+    /// Keeps a buffer of at most `limit` bytes; returns what has to go for it.
+    fn keep(&mut self, region: Region, backing: PageBacking, limit: usize) -> Vec<(Region, PageBacking)> {
+        let freed = self.shrink(limit.saturating_sub(region.len()));
+        self.stats.kept += region.len();
+        self.stats.kept_buffers += 1;
+        self.buffers.push_back((region, backing));
+        freed
+    }
+
+    fn shrink(&mut self, to: usize) -> Vec<(Region, PageBacking)> {
+        let mut freed = Vec::new();
+        while self.stats.kept > to
+            && let Some((region, backing)) = self.buffers.pop_front()
+        {
+            self.stats.kept -= region.len();
+            self.stats.kept_buffers -= 1;
+            self.stats.freed += 1;
+            freed.push((region, backing));
+        }
+        freed
+    }
+}
+
+impl Heap for Pool {
+    /// As promised by the trait, zeroed: recycled memory is cleared.
+    fn allocate(&self, len: usize) -> Result<CpuBuf, Error> {
+        let reserved = self.reserve(len)?;
+        let fresh = reserved.is_fresh();
+        let buf = reserved.populate()?;
+        if !fresh {
+            buf.view().fill(0);
+        }
+        let taken = |_: SharedBuf| Error::Allocate {
+            len,
+            kind: "recycled memory",
+            source: std::io::Error::other("somebody else holds a new buffer"),
+        };
+        buf.into_cpu().map_err(taken)
+    }
+
+    /// A kept buffer that is no more than an eighth too large, or else a new one; of 64 KiB to 1 MiB one that is a piece of a huge page,
+    /// where the heap below has private huge pages.
+    fn reserve(&self, len: usize) -> Result<Reserved, Error> {
+        let base = len.checked_next_multiple_of(page()).filter(|n| *n > 0).ok_or(Error::BadLength(len))?;
+        let home = |backing: &PageBacking, absent| Home {
+            shelf: Arc::downgrade(&self.0),
+            backing: backing.clone(),
+            absent: AtomicUsize::new(absent),
+        };
+        if let Some((mut region, backing)) = self.0.take(base) {
+            region.set_home(Some(home(&backing, 0)));
+            let account = Account::open(&self.0.counters, region.len());
+            return Ok(Reserved::recycled(region, backing, account));
+        }
+        if let Some((mut region, backing)) = self.0.slab(base) {
+            region.set_home(Some(home(&backing, 0)));
+            let account = Account::open(&self.0.counters, region.len());
+            return Ok(Reserved::present(region, backing, account));
+        }
+        let mut reserved = match self.0.heap.reserve(len) {
+            Ok(reserved) => reserved,
+            Err(e) => {
+                // What is kept may be what is missing.
+                if self.pool_stats().kept == 0 {
+                    return Err(e);
+                }
+                self.trim(0);
+                self.0.heap.reserve(len)?
+            }
+        };
+        let (len, home) = (reserved.len(), home(reserved.backing(), reserved.len()));
+        if let Some(memory) = reserved.memory_mut() {
+            memory.region.set_home(Some(home));
+            memory.account = Account::open(&self.0.counters, len);
+        }
+        Ok(reserved)
+    }
+
+    fn abilities(&self) -> Abilities {
+        self.0.heap.abilities()
+    }
+
+    fn stats(&self) -> HeapStats {
+        self.0.counters.stats()
+    }
+
+    fn name(&self) -> &'static str {
+        "pool"
+    }
+}
+
+/// Where a region goes when it is dropped.
+pub(crate) struct Home {
+    shelf: Weak<Shelf>,
+    backing: PageBacking,
+    /// Bytes whose pages are not known to be present.
+    absent: AtomicUsize,
+}
+
+impl Home {
+    pub(crate) fn now_present(&self, bytes: usize) {
+        self.absent.fetch_sub(bytes, Ordering::Relaxed);
+    }
+
+    /// Keeps a region for the next who asks, or frees it.
+    pub(crate) fn welcome(self, region: Region) {
+        let Some(shelf) = self.shelf.upgrade() else { return };
+        let len = region.len();
+        let mut kept = shelf.kept();
+        if self.absent.into_inner() > 0 || len > shelf.limit {
+            kept.stats.freed += 1;
+            drop(kept); // unmaps, without the lock
+            return;
+        }
+        let freed = kept.keep(region, self.backing, shelf.limit);
+        drop(kept);
+        drop(freed);
+    }
+}

@@ -1,0 +1,313 @@
+//! The suite that every heap takes, and what is particular to some.
+
+use super::*;
+use crate::SharedBuf;
+use crate::sys::{HUGE, page};
+
+const LADDER: [PageKind; 4] = [PageKind::Hugetlb1G, PageKind::Hugetlb2M, PageKind::Transparent, PageKind::Base];
+
+/// Every heap takes these tests; a new heap joins with one line below.
+fn conformance(heap: &dyn Heap) {
+    let best = heap.abilities().best_pages;
+    for refused in [0, usize::MAX] {
+        assert!(matches!(heap.allocate(refused), Err(Error::BadLength(n)) if n == refused));
+        assert!(matches!(heap.reserve(refused), Err(Error::BadLength(n)) if n == refused));
+    }
+    assert!(heap.allocate(1 << 60).is_err(), "more than the address space");
+    assert_eq!(heap.stats(), HeapStats::default(), "a refused buffer is not counted");
+    let lengths = [1, 4096, 4097, (1 << 20) - 1, 1 << 20, (2 << 20) + 1, 5 << 20];
+    for len in lengths {
+        let mut buf = heap.allocate(len).unwrap();
+        assert!(buf.len() >= len && buf.len().is_multiple_of(page()));
+        assert!(buf.iter().all(|b| *b == 0), "zeroed");
+        buf.fill(0xa5);
+        let size = buf.len();
+        assert_eq!(heap.stats().live, size);
+        let shared = buf.share();
+        assert_eq!((shared.len(), heap.stats().live), (size, size), "sharing moves no memory");
+        let buf = shared.into_cpu().unwrap();
+        assert!(buf.iter().all(|b| *b == 0xa5));
+        // Every better kind than the one that was had comes with its reason, best first.
+        let better: Vec<_> = buf.backing().passed_over.iter().map(|(kind, _)| *kind).collect();
+        let top = LADDER.iter().position(|k| *k == best).unwrap();
+        let had = LADDER.iter().position(|k| *k == buf.backing().kind).unwrap();
+        assert_eq!(better, LADDER[top..had]);
+        assert!(buf.backing().passed_over.iter().all(|(_, why)| !why.is_empty()));
+        // A pool cuts small ones out of huge pages.
+        if len < HUGE / 2 && heap.name() != "pool" {
+            assert_eq!(buf.backing().kind, PageKind::Base);
+        }
+    }
+    for len in lengths {
+        let mut reserved = heap.reserve(len).unwrap();
+        let (size, fresh) = (reserved.len(), reserved.is_fresh());
+        assert!(size >= len && size - len < HUGE && reserved.left() == size);
+        assert!(size - len < page() || len >= 4 << 20, "small ones are not rounded up to huge pages");
+        assert_eq!(heap.stats().live, size);
+        assert!(reserved.next(0).is_none());
+        let mut parts = Vec::new();
+        while let Some(absent) = reserved.next(1_000_000) {
+            assert_eq!(absent.offset() + absent.len() + reserved.left(), size);
+            let mut part = absent.populate().unwrap();
+            if fresh {
+                let zero = part.with_bytes(|bytes| bytes.iter().all(|b| *b == 0));
+                assert_eq!(zero, Some(true), "new pages are zero");
+            }
+            part.write(0, b"x").unwrap();
+            parts.push(part);
+        }
+        drop(reserved);
+        let whole = parts.into_iter().reduce(|a, b| a.join(b).unwrap()).unwrap().into_whole().unwrap();
+        assert_eq!((whole.len(), heap.stats().live), (size, size));
+        // Half of it, and then no more.
+        let mut half = heap.reserve(len).unwrap();
+        drop(half.next(len / 2 + 1).unwrap().populate().unwrap());
+        assert!(half.populate().is_err(), "some of it was taken");
+        assert_eq!(heap.reserve(len).unwrap().populate().unwrap().len(), size);
+    }
+    let (a, b) = (heap.allocate(4096).unwrap(), heap.allocate(4096).unwrap());
+    drop((a, b));
+    let stats = heap.stats();
+    assert_eq!((stats.live, stats.buffers), (0, 9 + 3 * lengths.len()));
+    assert!(stats.peak >= 5 << 20);
+    abilities(heap);
+}
+
+/// A heap does what it says that it can do.
+fn abilities(heap: &dyn Heap) {
+    let can = heap.abilities();
+    let shared = heap.allocate(1 << 20).unwrap().share();
+    assert_eq!(shared.export().is_some(), can.shareable);
+    match crate::export_dma_buf(&shared) {
+        Ok(_) => assert!(can.dma_buf),
+        Err(e) => assert!(!can.dma_buf || can.direct_io || !e.to_string().is_empty(), "{e}"),
+    }
+    assert_eq!(shared.into_cpu().is_ok(), !can.shareable, "exported for good");
+}
+
+macro_rules! conformance {
+    ($($name:ident: $heap:expr;)*) => {$(
+        #[test]
+        fn $name() {
+            conformance(&$heap);
+        }
+    )*};
+}
+
+conformance! {
+    anonymous_1g: AnonHeap::starting_at(PageKind::Hugetlb1G);
+    anonymous: AnonHeap::starting_at(PageKind::Hugetlb2M);
+    anonymous_transparent: AnonHeap::starting_at(PageKind::Transparent);
+    anonymous_base: AnonHeap::starting_at(PageKind::Base);
+    memfd_1g: MemfdHeap::starting_at(PageKind::Hugetlb1G);
+    memfd: MemfdHeap::starting_at(PageKind::Hugetlb2M);
+    memfd_transparent: MemfdHeap::starting_at(PageKind::Transparent);
+    memfd_base: MemfdHeap::starting_at(PageKind::Base);
+    pool_of_anonymous: Pool::new(AnonHeap::new(), 64 << 20);
+    pool_of_memfd: Pool::new(MemfdHeap::new(), 64 << 20);
+    pool_that_keeps_nothing: Pool::new(AnonHeap::new(), 0);
+    pool_of_a_pool: Pool::new(Pool::new(AnonHeap::new(), 64 << 20), 64 << 20);
+}
+
+#[test]
+fn dma_heap() {
+    match DmaHeap::open("system") {
+        Ok(heap) => conformance(&heap),
+        Err(e) => println!("SKIPPED: no dma-buf heap: {e}"),
+    }
+}
+
+#[test]
+fn on_node_0() {
+    let anonymous = AnonHeap::starting_at(PageKind::Transparent).bound_to(Some(0));
+    // Containers may not bind, and some kernels have no nodes.
+    if let Err(e) = AnonHeap::starting_at(PageKind::Base).bound_to(Some(0)).allocate(4096) {
+        return println!("SKIPPED: {e}");
+    }
+    conformance(&anonymous);
+    conformance(&MemfdHeap::starting_at(PageKind::Base).bound_to(Some(0)));
+}
+
+#[test]
+fn udmabuf() {
+    let buf = MemfdHeap::new().allocate(1 << 20).unwrap().share();
+    match crate::export_dma_buf(&buf) {
+        Ok(_fd) => assert!(buf.into_cpu().is_err(), "exported"),
+        Err(e) if e.kind() == std::io::ErrorKind::NotFound => println!("SKIPPED: no udmabuf: {e}"),
+        Err(e) => panic!("{e}"),
+    }
+    let anonymous = AnonHeap::new().allocate(4096).unwrap().share();
+    assert!(crate::export_dma_buf(&anonymous).is_err());
+}
+
+#[test]
+fn a_dma_buf_shows_the_pages_that_it_was_made_of() {
+    let memfd = MemfdHeap::starting_at(PageKind::Base).allocate(1 << 20).unwrap().share();
+    let dma_buf = match crate::export_dma_buf(&memfd) {
+        Ok(fd) => SharedBuf::import_dma_buf(fd).unwrap(),
+        Err(e) => return println!("SKIPPED: no udmabuf: {e}"),
+    };
+    assert_eq!(dma_buf.len(), 1 << 20);
+    memfd.view().sub(4096, 5).unwrap().write(b"memfd");
+    let mut got = [0; 7];
+    dma_buf.cpu_access(false, |view| view.sub(4096, 5).unwrap().read(&mut got[..5])).unwrap();
+    assert_eq!(&got[..5], b"memfd");
+    dma_buf.cpu_access(true, |view| view.sub(8192, 7).unwrap().write(b"dma-buf")).unwrap();
+    memfd.view().sub(8192, 7).unwrap().read(&mut got);
+    assert_eq!(&got, b"dma-buf");
+    assert!(dma_buf.into_cpu().is_err(), "known elsewhere");
+    // More than the module lets pass is an error that names the limit.
+    let large = MemfdHeap::starting_at(PageKind::Base).allocate((64 << 20) + 4096).unwrap().share();
+    let refused = crate::export_dma_buf(&large).unwrap_err();
+    assert!(refused.to_string().contains("size_limit_mb"), "{refused}");
+    // One of the kernel's heaps.
+    if let Ok(heap) = DmaHeap::open("system") {
+        let buf = heap.allocate(8192).unwrap().share();
+        buf.cpu_access(true, |view| view.write(b"heap")).unwrap();
+        let again = SharedBuf::import_dma_buf(buf.export().unwrap().try_clone_to_owned().unwrap()).unwrap();
+        again.cpu_access(false, |view| view.sub(0, 4).unwrap().read(&mut got[..4])).unwrap();
+        assert_eq!((&got[..4], again.len()), (&b"heap"[..], 8192));
+    }
+}
+
+#[test]
+fn what_is_no_dma_buf() {
+    let anonymous = AnonHeap::new().allocate(4096).unwrap().share();
+    let memfd = MemfdHeap::starting_at(PageKind::Base).allocate(4096).unwrap().share();
+    for buf in [&anonymous, &memfd] {
+        let refused = buf.cpu_access(true, |_| panic!("called")).unwrap_err();
+        assert_eq!(refused.kind(), std::io::ErrorKind::Unsupported);
+    }
+    let fd = memfd.export().unwrap().try_clone_to_owned().unwrap();
+    let refused = SharedBuf::import_dma_buf(fd).map(drop).unwrap_err();
+    assert!(refused.to_string().contains("not a dma-buf"), "{refused}");
+}
+
+#[test]
+fn a_node_that_is_not_there() {
+    for node in [61, 62, 63, u32::MAX] {
+        let heap = AnonHeap::starting_at(PageKind::Base).bound_to(Some(node));
+        assert!(matches!(heap.allocate(4096), Err(Error::Allocate { .. })), "{node}");
+        assert_eq!(heap.stats().live, 0);
+    }
+}
+
+#[test]
+fn a_pool_hands_out_what_it_was_given() {
+    let pool = Pool::new(AnonHeap::starting_at(PageKind::Base), 8 << 20);
+    let address = |heap: &Pool, len| {
+        let mut buf = heap.allocate(len).unwrap();
+        buf.fill(7);
+        (buf.as_ptr().addr(), buf.len())
+    };
+    let (first, _) = address(&pool, 1 << 20);
+    assert_eq!(pool.pool_stats(), PoolStats { kept: 1 << 20, kept_buffers: 1, misses: 1, ..PoolStats::default() });
+    assert_eq!(address(&pool, 1 << 20).0, first, "recycled");
+    assert_eq!(address(&pool, (1 << 20) - 5000).1, 1 << 20, "almost as long");
+    assert_ne!(address(&pool, 4096).1, 1 << 20, "not a large one for a small need");
+    assert!(pool.allocate(1 << 20).unwrap().iter().all(|b| *b == 0), "cleared");
+    // A pool is bounded: the oldest goes.
+    let many: Vec<_> = (0..9).map(|_| pool.allocate(1 << 20).unwrap()).collect();
+    assert_eq!(pool.pool_stats().kept, page());
+    drop(many);
+    let stats = pool.pool_stats();
+    assert_eq!((stats.kept, stats.kept_buffers, stats.freed), (8 << 20, 8, 2));
+    drop(pool.allocate(16 << 20).unwrap());
+    assert_eq!((pool.pool_stats().kept, pool.pool_stats().freed), (8 << 20, 3), "larger than the bound");
+    pool.trim(3 << 20);
+    assert_eq!(pool.pool_stats().kept, 3 << 20);
+    // What outlives the pool is freed, not kept.
+    let last = pool.allocate(1 << 20).unwrap();
+    drop(pool);
+    drop(last);
+}
+
+#[test]
+fn a_pool_keeps_neither_what_is_known_elsewhere_nor_what_is_incomplete() {
+    let pool = Pool::new(MemfdHeap::new(), 64 << 20);
+    let buf = pool.allocate(1 << 20).unwrap().share();
+    assert!(buf.export().is_some());
+    drop(buf);
+    assert_eq!(pool.pool_stats().kept, 0, "exported");
+    let mut reserved = pool.reserve(4 << 20).unwrap();
+    let part = reserved.next(1 << 20).unwrap().populate().unwrap();
+    drop((part, reserved));
+    assert_eq!((pool.pool_stats().kept, pool.stats().live), (0, 0), "three quarters have no pages");
+    drop(pool.reserve(4 << 20).unwrap().populate().unwrap());
+    assert_eq!(pool.pool_stats().kept, 4 << 20);
+    let recycled = pool.reserve(4 << 20).unwrap();
+    assert!(!recycled.is_fresh());
+    drop(recycled);
+    assert_eq!(pool.pool_stats().kept, 4 << 20, "still present, whether used or not");
+}
+
+/// How many of the pages from an address on are there.
+fn present(at: usize, len: usize) -> usize {
+    let mut words = vec![0; len / page() * 8];
+    let map = std::fs::File::open("/proc/self/pagemap").unwrap();
+    std::os::unix::fs::FileExt::read_exact_at(&map, &mut words, (at / page() * 8) as u64).unwrap();
+    words.as_chunks::<8>().0.iter().filter(|word| u64::from_ne_bytes(**word) >> 63 == 1).count()
+}
+
+#[test]
+fn a_pool_cuts_small_buffers_out_of_huge_pages() {
+    let pool = Pool::new(AnonHeap::new(), 8 << 20);
+    // Whole pages of 4 KiB and of 16 KiB, four times in a huge one.
+    const LEN: usize = 496 << 10;
+    let pages = LEN / page();
+    let one = pool.reserve(LEN).unwrap();
+    if one.backing().kind == PageKind::Base {
+        return println!("SKIPPED: no huge pages here: {:?}", one.backing());
+    }
+    let transparent = one.backing().kind == PageKind::Transparent;
+    assert!(one.is_fresh() && one.len() == LEN);
+    let stats = PoolStats { kept: HUGE - LEN, kept_buffers: 4, misses: 1, ..PoolStats::default() };
+    assert_eq!((pool.pool_stats(), pool.stats().live), (stats, LEN), "three pieces, and what was left");
+    let mut all = vec![one.populate().unwrap().into_cpu().unwrap()];
+    all.extend((0..3).map(|_| pool.allocate(LEN).unwrap()));
+    assert_eq!((pool.pool_stats().hits, pool.pool_stats().kept), (3, HUGE - 4 * LEN));
+    // Pieces are disjoint, and those of one huge page.
+    for (i, buf) in all.iter_mut().enumerate() {
+        assert!(buf.iter().all(|b| *b == 0));
+        buf.fill(i as u8 + 1);
+    }
+    assert!(all.iter().enumerate().all(|(i, buf)| buf.iter().all(|b| *b == i as u8 + 1)));
+    let page = |buf: &CpuBuf| buf.as_ptr().addr() / HUGE;
+    assert!(all.iter().all(|buf| page(buf) == page(&all[0])));
+    // A piece outlives the others, the trimmed ones and the pool.
+    let last = all.pop().unwrap();
+    let (trimmed, kept) = (all[1].as_ptr().addr(), last.as_ptr().addr());
+    drop(all);
+    assert_eq!((present(trimmed, LEN), present(kept, LEN)), (pages, pages));
+    pool.trim(0);
+    // A reserved huge page goes as a whole, with its last piece.
+    let left = if transparent { 0 } else { pages };
+    assert_eq!(
+        (present(trimmed, LEN), present(kept, LEN)),
+        (left, pages),
+        "trimmed memory goes, also while another piece is out"
+    );
+    let next = pool.allocate(LEN).unwrap();
+    assert_ne!(page(&next), page(&last), "its page has a piece out and is not handed out again");
+    drop((next, pool));
+    assert!(last.iter().all(|b| *b == 4));
+}
+
+#[test]
+fn a_pool_keeps_to_its_bound_and_cuts_nothing_that_others_can_see() {
+    let tight = Pool::new(AnonHeap::new(), 2 << 20);
+    drop(tight.allocate(1 << 20).unwrap());
+    assert!(tight.pool_stats().kept <= 2 << 20);
+    drop((0..5).map(|_| tight.allocate(300 << 10).unwrap()).collect::<Vec<_>>());
+    assert!(tight.pool_stats().kept <= 2 << 20, "{:?}", tight.pool_stats());
+    let none = Pool::new(AnonHeap::new(), 1 << 20);
+    assert_eq!(
+        none.allocate(512 << 10).unwrap().backing().kind,
+        PageKind::Base,
+        "a huge page is more than it may keep"
+    );
+    let shared = Pool::new(MemfdHeap::new(), 8 << 20);
+    let buf = shared.allocate(512 << 10).unwrap().share();
+    let fd = buf.export().unwrap();
+    assert_eq!(rustix::fs::fstat(fd).unwrap().st_size, 512 << 10, "nobody gets the memory of another buffer");
+}

@@ -1,0 +1,64 @@
+//! Memory that CPU and device share.
+//!
+//! A [`Heap`] gives a [`CpuBuf`]: plain memory, plain slices, no device address. [`CpuBuf::share`] turns it into a
+//! [`SharedBuf`], which a device may reach and which therefore has no references into it, only volatile [`VolatileSlice`]s. A
+//! `SharedBuf` splits into disjoint owned [`BufferSlice`]s, so that several operations can each own a piece at once.
+//!
+//! [`HostBus`] is the driver's side of a device (pin, map, registers), [`DeviceMem`] the device's side (access by
+//! IOVA). [`SoftHost`] joins them in one process: synthetic physical frames behind an IOMMU whose page tables are those of
+//! `dmalane-iopt`.
+//!
+//! ```
+//! use dmalane_dma::{AnonHeap, Heap};
+//! let heap = AnonHeap::new();
+//! let mut buf = heap.allocate(1 << 20)?;
+//! buf[..5].copy_from_slice(b"hello");
+//! let shared = buf.share();
+//! let (head, tail) = shared.into_part().split_at(4096).unwrap();
+//! let mut bytes = [0; 5];
+//! head.read(0, &mut bytes).unwrap();
+//! assert_eq!(&bytes, b"hello");
+//! let whole = head.join(tail).unwrap().into_whole().unwrap();
+//! assert_eq!(&whole.into_cpu().unwrap()[..5], b"hello");
+//! # Ok::<(), dmalane_dma::Error>(())
+//! ```
+//!
+//! A shared buffer hands out no slices, so this does not compile:
+//!
+//! ```compile_fail,E0608
+//! use dmalane_dma::{AnonHeap, Heap};
+//! let shared = AnonHeap::new().allocate(4096).unwrap().share();
+//! let first = shared[0];
+//! ```
+#![deny(unsafe_code)] // allowed again in slice.rs, sys.rs and volatile.rs, and nowhere else
+
+mod buf;
+mod bus;
+mod device;
+mod error;
+mod footprint;
+mod heap;
+pub mod host;
+mod pagemap;
+mod room;
+#[allow(unsafe_code)]
+mod slice;
+#[allow(unsafe_code)]
+mod sys;
+#[allow(unsafe_code)]
+mod volatile;
+
+pub use buf::{BufferRef, CpuBuf, SharedBuf};
+pub use bus::{HostBus, Mapping, Pinned, Undo};
+pub use device::{DeviceMem, DmaFault, FaultReason, HeldMem};
+pub use error::Error;
+pub use footprint::{Footprint, footprint};
+pub use heap::{
+    Abilities, Absent, AnonHeap, DmaHeap, Heap, HeapStats, MemfdHeap, Needs, PageBacking, PageKind, Picked, Pool,
+    PoolStats, Reserved, export_dma_buf, pick,
+};
+pub use host::{HostConfig, SoftHost};
+pub use pagemap::{PageEntry, Pagemap, physical_runs};
+pub use room::{Room, memlock_left, room};
+pub use slice::BufferSlice;
+pub use volatile::{CopyHint, VolatileSlice, stream_fence};

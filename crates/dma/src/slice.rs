@@ -1,0 +1,210 @@
+//! Owned pieces of a shared buffer.
+
+use std::sync::Arc;
+
+use crate::buf::Memory;
+use crate::{BufferRef, SharedBuf, VolatileSlice};
+
+/// An owned piece of a [`SharedBuf`], disjoint from every other piece.
+///
+/// An operation in flight owns its part, so nobody else touches those bytes until it gives the part back.
+pub struct BufferSlice {
+    memory: Arc<Memory>,
+    offset: usize,
+    len: usize,
+}
+
+impl BufferSlice {
+    /// All of a memory that has no other part.
+    pub(crate) fn whole(memory: Arc<Memory>) -> Self {
+        let len = memory.region.len();
+        Self { memory, offset: 0, len }
+    }
+
+    pub(crate) fn memory(&self) -> &Memory {
+        &self.memory
+    }
+
+    /// The memory, when nothing else holds it.
+    pub(crate) fn memory_mut(&mut self) -> Option<&mut Memory> {
+        Arc::get_mut(&mut self.memory)
+    }
+
+    /// Cuts the first `len` bytes off; `None`, and nothing cut, when there are fewer.
+    pub fn split_off_front(&mut self, len: usize) -> Option<BufferSlice> {
+        let rest = self.len.checked_sub(len)?;
+        let front = BufferSlice { memory: self.memory.clone(), offset: self.offset, len };
+        (self.offset, self.len) = (self.offset + len, rest);
+        Some(front)
+    }
+
+    pub(crate) fn into_memory(self) -> Arc<Memory> {
+        self.memory
+    }
+
+    #[inline]
+    pub(crate) fn is_of(&self, memory: &Arc<Memory>) -> bool {
+        Arc::ptr_eq(&self.memory, memory)
+    }
+
+    /// Where the part starts in its buffer, in bytes.
+    #[inline]
+    pub fn offset(&self) -> usize {
+        self.offset
+    }
+
+    /// Bytes; may be 0.
+    #[inline]
+    pub fn len(&self) -> usize {
+        self.len
+    }
+
+    /// True for a part of no bytes.
+    pub fn is_empty(&self) -> bool {
+        self.len == 0
+    }
+
+    /// A share of the memory that the part is a part of.
+    pub fn share(&self) -> BufferRef {
+        BufferRef(self.memory.clone())
+    }
+
+    /// The bytes, for reading and writing.
+    #[inline]
+    pub fn view(&self) -> VolatileSlice<'_> {
+        self.memory.region.view().sub(self.offset, self.len).expect("a part lies within its buffer")
+    }
+
+    /// Lends the bytes as a slice, as long as nobody can write them: `&mut self` keeps every view of this part away, and
+    /// while `f` runs no device gets permission to write any of the buffer. `f` must not map the buffer for writing: it
+    /// would wait for itself.
+    ///
+    /// `None`, and `f` is not called, while a mapping of the buffer lets a device write, and once the buffer was exported.
+    pub fn with_bytes<T>(&mut self, f: impl FnOnce(&[u8]) -> T) -> Option<T> {
+        let this = &*self;
+        this.memory.while_unwritten(|| {
+            let view = this.view();
+            // SAFETY: mapped, and initialised by the kernel (`Region`). Nobody writes it while borrowed: other parts are
+            // disjoint (`split_at`, `split_off_front` and `join` are the only ways to change a part), views of this part borrow it and so cannot
+            // exist beside `&mut self`, an operation of the kernel or a device in flight owns its part, and devices that
+            // could write without one need a mapping with that right, which `while_unwritten` has just ruled out and keeps
+            // out. Nor does another process: `while_unwritten` refuses an exported buffer, and none becomes exported meanwhile:
+            // `SharedBuf::export` takes a `SharedBuf`, which does not exist beside a part of it, and `BufferRef::export` waits for the lock
+            // that `while_unwritten` holds; `BufferRef::lend_file` is unsafe, and what it lends lets nobody write without a mapping.
+            f(unsafe { std::slice::from_raw_parts(view.as_ptr(), view.len()) })
+        })
+    }
+
+    /// Copies bytes out, from `offset` within the part; `None`, and nothing copied, when they do not lie within.
+    #[must_use = "None says that nothing was read"]
+    pub fn read(&self, offset: usize, into: &mut [u8]) -> Option<()> {
+        self.view().sub(offset, into.len())?.read(into);
+        Some(())
+    }
+
+    /// Copies bytes in, at `offset` within the part; `None`, and nothing copied, when they do not fit.
+    #[must_use = "None says that nothing was written"]
+    pub fn write(&mut self, offset: usize, from: &[u8]) -> Option<()> {
+        self.view().sub(offset, from.len())?.write(from);
+        Some(())
+    }
+
+    /// Splits into the first `len` bytes and the rest.
+    ///
+    /// # Errors
+    /// Gives the part back when it has fewer than `len` bytes.
+    pub fn split_at(self, len: usize) -> Result<(BufferSlice, BufferSlice), BufferSlice> {
+        if len > self.len {
+            return Err(self);
+        }
+        let rest = BufferSlice { memory: self.memory.clone(), offset: self.offset + len, len: self.len - len };
+        Ok((BufferSlice { len, ..self }, rest))
+    }
+
+    /// Joins two neighbours of one buffer, this one first.
+    ///
+    /// # Errors
+    /// Gives both back when `next` does not start where this part ends.
+    pub fn join(self, next: BufferSlice) -> Result<BufferSlice, (BufferSlice, BufferSlice)> {
+        if !Arc::ptr_eq(&self.memory, &next.memory) || self.offset + self.len != next.offset {
+            return Err((self, next));
+        }
+        Ok(BufferSlice { len: self.len + next.len, ..self })
+    }
+
+    /// The whole buffer again.
+    ///
+    /// # Errors
+    /// Gives the part back while other parts are missing.
+    pub fn into_whole(self) -> Result<SharedBuf, BufferSlice> {
+        if self.offset == 0 && self.len == self.memory.region.len() { Ok(SharedBuf { part: self }) } else { Err(self) }
+    }
+}
+
+impl std::fmt::Debug for BufferSlice {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "BufferSlice({}..{})", self.offset, self.offset + self.len)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use dmalane_addr::Access;
+
+    use crate::{AnonHeap, Heap, HostConfig, MemfdHeap, SoftHost};
+
+    #[test]
+    fn bytes_are_lent_only_while_nobody_can_write_them() {
+        let host: SoftHost = SoftHost::new(HostConfig::default()).unwrap();
+        let buf = AnonHeap::new().allocate(8192).unwrap().share();
+        let share = buf.share();
+        let (mut part, _rest) = buf.into_part().split_at(4096).unwrap();
+        part.write(5, b"x").unwrap();
+        assert_eq!(part.with_bytes(|b| (b.len(), b[5])), Some((4096, b'x')));
+        let reader = host.map(host.pin(&share).unwrap(), Access::READ).unwrap();
+        assert!(part.with_bytes(|_| ()).is_some());
+        let writer = host.map(host.pin(&share).unwrap(), Access::RW).unwrap();
+        assert!(part.with_bytes(|_| ()).is_none());
+        drop(writer);
+        assert!(part.with_bytes(|_| ()).is_some());
+        // A pin that could not be mapped leaves nothing behind.
+        assert!(host.map(host.pin(&share).unwrap(), Access::EXEC).is_err());
+        assert!(part.with_bytes(|_| ()).is_some());
+        drop(reader);
+        let buf = MemfdHeap::new().allocate(4096).unwrap().share();
+        assert!(buf.export().is_some());
+        assert!(buf.into_part().with_bytes(|_| ()).is_none());
+    }
+
+    #[test]
+    fn no_other_process_gets_the_memory_while_bytes_are_lent() {
+        let buf = MemfdHeap::new().allocate(4096).unwrap().share();
+        let share = buf.share();
+        let mut part = buf.into_part();
+        std::thread::scope(|s| {
+            part.with_bytes(|_| {
+                let exporter = s.spawn(|| share.export().is_some());
+                std::thread::sleep(std::time::Duration::from_millis(30));
+                assert!(!exporter.is_finished(), "waits until the bytes are given back");
+            })
+            .unwrap();
+        });
+        assert!(part.with_bytes(|_| ()).is_none(), "and from then on none are lent");
+    }
+
+    #[test]
+    fn a_device_gets_no_permission_to_write_while_bytes_are_lent() {
+        let host: SoftHost = SoftHost::new(HostConfig::default()).unwrap();
+        let buf = AnonHeap::new().allocate(4096).unwrap().share();
+        let share = buf.share();
+        let mut part = buf.into_part();
+        std::thread::scope(|s| {
+            part.with_bytes(|_| {
+                let mapper = s.spawn(|| host.map(host.pin(&share).unwrap(), Access::RW).unwrap());
+                std::thread::sleep(std::time::Duration::from_millis(30));
+                assert!(!mapper.is_finished(), "waits until the bytes are given back");
+            })
+            .unwrap();
+        });
+    }
+}

@@ -1,0 +1,499 @@
+//! Regions of memory mapped from the kernel.
+//!
+//! Invariant of [`Region`]: `ptr..ptr + len` is a mapping, or a piece of one, that this value owns, nobody else unmaps or reaches, and
+//! that is readable and writable until the value is dropped. It is established by [`Region::anonymous`], [`Region::memfd`],
+//! [`Region::memfd_pieces`], [`Region::import`] and [`Region::dma_buf`]; [`Region::cut`] hands it on to disjoint pieces, which hold the mapping that they are of; a
+//! drop unmaps a whole mapping, lets go of that of a piece, or moves either, whole, into a new value for the region's home.
+
+use std::io;
+use std::num::NonZeroUsize;
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd, FromRawFd, OwnedFd};
+use std::ptr::{self, NonNull};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+
+use rustix::fs::{MemfdFlags, SealFlags};
+use rustix::mm::{self, Advice, MapFlags, ProtFlags};
+
+use crate::VolatileSlice;
+use crate::heap::Home;
+
+/// What backs a region.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(crate) enum Pages {
+    /// Reserved 1 GiB pages (hugetlbfs).
+    Hugetlb1G,
+    /// Reserved 2 MiB pages (hugetlbfs).
+    Hugetlb2M,
+    /// The kernel's own pages, which it is asked to merge.
+    Transparent,
+    /// The kernel's own pages.
+    Base,
+}
+
+pub(crate) const HUGE: usize = 2 << 20;
+
+/// Bytes of the kernel's own pages, of which every length here is a multiple: 4 KiB on x86-64, up to 64 KiB elsewhere.
+pub(crate) fn page() -> usize {
+    rustix::param::page_size().max(4096)
+}
+
+/// Of linux/magic.h: what memfds of ordinary pages lie on.
+const TMPFS_MAGIC: u64 = 0x0102_1994;
+
+/// A mapping of memory.
+pub(crate) struct Region {
+    ptr: NonNull<u8>,
+    len: usize,
+    fd: Option<OwnedFd>,
+    /// Set for good once `fd` was lent out: another process may have the memory mapped.
+    exported: AtomicBool,
+    /// Who gets the memory when this is dropped; else it is unmapped.
+    home: Option<Home>,
+    /// The mapping that this is a piece of: it is unmapped with its last piece, and reached through none but them.
+    slab: Option<Arc<Region>>,
+}
+
+// SAFETY: the region is plain memory owned by this value (see the invariant above), not tied to a thread; access goes
+// through `&mut self` (slices) or through `VolatileSlice`, whose accesses are made for sharing.
+unsafe impl Send for Region {}
+// SAFETY: `&Region` gives only `VolatileSlice`s, whose accesses are made for sharing between threads and devices; slices come from
+// `Exclusive` alone, which owns its region.
+unsafe impl Sync for Region {}
+
+impl Region {
+    /// Private anonymous memory. `len` is a multiple of the page size of `pages` (checked by the heap, and by the
+    /// kernel for hugetlb).
+    pub(crate) fn anonymous(len: NonZeroUsize, pages: Pages) -> io::Result<Self> {
+        let len = len.get();
+        let flags = match pages {
+            Pages::Hugetlb1G => MapFlags::PRIVATE | MapFlags::HUGETLB | MapFlags::HUGE_1GB,
+            Pages::Hugetlb2M => MapFlags::PRIVATE | MapFlags::HUGETLB | MapFlags::HUGE_2MB,
+            Pages::Transparent | Pages::Base => MapFlags::PRIVATE,
+        };
+        // A transparent huge page needs 2 MiB alignment, which mmap does not promise: map more and cut the ends off.
+        let slack = if pages == Pages::Transparent { HUGE } else { 0 };
+        let total = len.checked_add(slack).ok_or(io::ErrorKind::OutOfMemory)?;
+        // SAFETY: no address is asked for, so no existing mapping is replaced.
+        let base = unsafe { mm::mmap_anonymous(ptr::null_mut(), total, ProtFlags::READ | ProtFlags::WRITE, flags) }?;
+        let base = base.cast::<u8>();
+        let head = if slack == 0 { 0 } else { base.addr().next_multiple_of(HUGE) - base.addr() };
+        let start = base.wrapping_add(head);
+        // Both cuts are whole pages of the kernel's: `head` because mmap returns page-aligned addresses, `len` by contract.
+        let tail = slack - head;
+        if head > 0 {
+            // SAFETY: `base..base + head` is the front of the mapping made above, and nothing refers to it.
+            unsafe { mm::munmap(base.cast(), head) }?;
+        }
+        if tail > 0 {
+            // SAFETY: `start + len..start + len + tail` is the end of the mapping made above (head + len + tail = total).
+            unsafe { mm::munmap(start.wrapping_add(len).cast(), tail) }?;
+        }
+        let region = Self {
+            ptr: NonNull::new(start).ok_or(io::ErrorKind::OutOfMemory)?,
+            len,
+            fd: None,
+            exported: AtomicBool::new(false),
+            home: None,
+            slab: None,
+        };
+        if pages == Pages::Transparent {
+            region.advise(0, len, Advice::LinuxHugepage)?;
+        }
+        Ok(region)
+    }
+
+    /// A memfd of `len` bytes, sealed against shrinking and growing, mapped shared: so no other process can make an access
+    /// run past the end of the file (SIGBUS). Punching holes is not sealed; a hole in ordinary pages reads as zeroes.
+    pub(crate) fn memfd(name: &str, len: NonZeroUsize, pages: Pages) -> io::Result<Self> {
+        let len = len.get();
+        let mut flags = MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING;
+        match pages {
+            Pages::Hugetlb1G => flags |= MemfdFlags::HUGETLB | MemfdFlags::HUGE_1GB,
+            Pages::Hugetlb2M => flags |= MemfdFlags::HUGETLB | MemfdFlags::HUGE_2MB,
+            Pages::Transparent | Pages::Base => {}
+        }
+        let fd = rustix::fs::memfd_create(name, flags)?;
+        rustix::fs::ftruncate(&fd, len as u64)?;
+        rustix::fs::fcntl_add_seals(&fd, SealFlags::SHRINK | SealFlags::GROW)?;
+        // SAFETY: no address is asked for, so no existing mapping is replaced.
+        let base =
+            unsafe { mm::mmap(ptr::null_mut(), len, ProtFlags::READ | ProtFlags::WRITE, MapFlags::SHARED, &fd, 0) }?;
+        let region = Self {
+            ptr: NonNull::new(base.cast()).ok_or(io::ErrorKind::OutOfMemory)?,
+            len,
+            fd: Some(fd),
+            exported: AtomicBool::new(false),
+            home: None,
+            slab: None,
+        };
+        if pages == Pages::Transparent {
+            // Kernels without huge pages for shared memory refuse; then these are 4 KiB pages.
+            let _ = region.advise(0, len, Advice::LinuxHugepage);
+        }
+        Ok(region)
+    }
+
+    /// Pieces of one memfd of 4 KiB pages, each mapped shared, and the memfd, sealed against shrinking and growing. What lies between the pieces
+    /// is mapped nowhere. The pieces have no descriptor of their own, which would show them from its start on, and count as
+    /// exported from the start, since the memfd is given out.
+    ///
+    /// # Errors
+    /// `InvalidInput` for a piece of no bytes, or one that does not begin and end at multiples of 4 KiB; the kernel's error.
+    pub(crate) fn memfd_pieces(name: &str, pieces: &[std::ops::Range<u64>]) -> io::Result<(Vec<Self>, OwnedFd)> {
+        let fd = rustix::fs::memfd_create(name, MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING)?;
+        let end = pieces.iter().map(|piece| piece.end).max().unwrap_or(0);
+        rustix::fs::ftruncate(&fd, end)?;
+        rustix::fs::fcntl_add_seals(&fd, SealFlags::SHRINK | SealFlags::GROW)?;
+        let access = ProtFlags::READ | ProtFlags::WRITE;
+        let map = |piece: &std::ops::Range<u64>| {
+            let len = piece.end.checked_sub(piece.start).and_then(|len| usize::try_from(len).ok()).unwrap_or(0);
+            if len == 0 || (piece.start | piece.end) & 0xfff != 0 {
+                return Err(io::ErrorKind::InvalidInput.into());
+            }
+            // SAFETY: no address is asked for, so no existing mapping is replaced.
+            let base = unsafe { mm::mmap(ptr::null_mut(), len, access, MapFlags::SHARED, &fd, piece.start) }?;
+            Ok(Self {
+                ptr: NonNull::new(base.cast()).ok_or(io::ErrorKind::OutOfMemory)?,
+                len,
+                fd: None,
+                exported: AtomicBool::new(true),
+                home: None,
+                slab: None,
+            })
+        };
+        let mapped = pieces.iter().map(map).collect::<io::Result<_>>()?;
+        Ok((mapped, fd))
+    }
+
+    /// A memfd that another process made, whole, mapped shared. It counts as exported from the start.
+    ///
+    /// Refused unless no process can make an access to it fail later: it cannot shrink, and its pages are ordinary ones (a hole punched into
+    /// reserved huge pages could not be filled again).
+    ///
+    /// # Errors
+    /// `InvalidInput` for a file that is no such memfd, with what is wrong with it; `OutOfMemory` for one of more than `most` bytes; the kernel's
+    /// error.
+    pub(crate) fn import(fd: OwnedFd, most: u64) -> io::Result<Self> {
+        let refuse = |why: &str| io::Error::new(io::ErrorKind::InvalidInput, why);
+        let seals = rustix::fs::fcntl_get_seals(&fd).map_err(|_| refuse("the file is not a memfd"))?;
+        if !seals.contains(SealFlags::SHRINK) {
+            return Err(refuse("the memfd is not sealed against shrinking (F_SEAL_SHRINK)"));
+        }
+        if rustix::fs::fstatfs(&fd)?.f_type as u64 != TMPFS_MAGIC {
+            return Err(refuse("the memfd has reserved huge pages, which cannot be lent: make it without MFD_HUGETLB"));
+        }
+        let len = usize::try_from(rustix::fs::fstat(&fd)?.st_size).unwrap_or(0);
+        if len == 0 || !len.is_multiple_of(4096) {
+            return Err(refuse("the memfd is not a whole number of 4 KiB pages long"));
+        }
+        if len as u64 > most {
+            let why = format!("the memfd is {len} bytes long, of which only {most} more are taken");
+            return Err(io::Error::new(io::ErrorKind::OutOfMemory, why));
+        }
+        Self::shared(fd, len, true)
+    }
+
+    /// The first `len` bytes of a file, of which the caller has seen that they cannot go away, mapped shared.
+    fn shared(fd: OwnedFd, len: usize, exported: bool) -> io::Result<Self> {
+        // SAFETY: no address is asked for, so no existing mapping is replaced.
+        let base =
+            unsafe { mm::mmap(ptr::null_mut(), len, ProtFlags::READ | ProtFlags::WRITE, MapFlags::SHARED, &fd, 0) }?;
+        Ok(Self {
+            ptr: NonNull::new(base.cast()).ok_or(io::ErrorKind::OutOfMemory)?,
+            len,
+            fd: Some(fd),
+            exported: AtomicBool::new(exported),
+            home: None,
+            slab: None,
+        })
+    }
+
+    /// A dma-buf of `len` bytes from a heap of the kernel (`/dev/dma_heap/NAME`), mapped shared. Its size cannot change.
+    pub(crate) fn dma_buf(heap: BorrowedFd<'_>, len: NonZeroUsize) -> io::Result<Self> {
+        let len = len.get();
+        let fd = allocate_dma_buf(heap, len)?;
+        Self::shared(fd, len, false)
+    }
+
+    /// A dma-buf that somebody else made, whole, mapped shared. It counts as exported from the start.
+    ///
+    /// # Errors
+    /// `InvalidInput` for a file that is no dma-buf; the kernel's error, such as that of an exporter whose memory the processor cannot reach.
+    pub(crate) fn import_dma_buf(fd: OwnedFd) -> io::Result<Self> {
+        let refuse = |why: &str| io::Error::new(io::ErrorKind::InvalidInput, why);
+        // Nothing else takes this request, and one that begins and ends nothing changes nothing.
+        sync_dma_buf(fd.as_fd(), true, false).map_err(|_| refuse("the file is not a dma-buf"))?;
+        sync_dma_buf(fd.as_fd(), false, false)?;
+        let len = usize::try_from(rustix::fs::seek(&fd, rustix::fs::SeekFrom::End(0))?).unwrap_or(0);
+        if len == 0 || !len.is_multiple_of(4096) {
+            return Err(refuse("the dma-buf is not a whole number of 4 KiB pages long"));
+        }
+        Self::shared(fd, len, true)
+    }
+
+    /// Begins or ends an access of the processor to a dma-buf. `Unsupported` for other memory.
+    pub(crate) fn sync(&self, begin: bool, writes: bool) -> io::Result<()> {
+        let fd = self.fd.as_ref().ok_or(io::ErrorKind::Unsupported)?;
+        sync_dma_buf(fd.as_fd(), begin, writes).map_err(|e| match e.raw_os_error() {
+            Some(libc::ENOTTY) => io::ErrorKind::Unsupported.into(),
+            _ => e,
+        })
+    }
+
+    /// The same pages as a dma-buf, by `/dev/udmabuf`. From then on the region counts as exported.
+    pub(crate) fn export_dma_buf(&self, udmabuf: BorrowedFd<'_>) -> Option<io::Result<OwnedFd>> {
+        let memfd = self.export()?;
+        Some(udmabuf_create(udmabuf, memfd, self.len as u64))
+    }
+
+    /// Asks that pages come from a NUMA node and from no other, before any is present.
+    pub(crate) fn bind_to_node(&self, node: u32) -> io::Result<()> {
+        // MPOL_BIND of linux/mempolicy.h.
+        const BIND: libc::c_int = 2;
+        if node > 62 {
+            return Err(io::ErrorKind::InvalidInput.into());
+        }
+        let mask: libc::c_ulong = 1 << node;
+        // SAFETY: the range is this region's own mapping, and its contents do not change; the mask is one word of which the
+        // kernel reads 63 bits, and lives through the call.
+        let bound =
+            unsafe { libc::syscall(libc::SYS_mbind, self.ptr.as_ptr(), self.len, BIND, &raw const mask, 64, 0) };
+        if bound == 0 { Ok(()) } else { Err(io::Error::last_os_error()) }
+    }
+
+    /// Cuts it into pieces of `len` bytes, whole pages of the kernel's (it discards the contents of no less), and what is left at the end. Each is a region of its own.
+    ///
+    /// # Errors
+    /// Gives it back when it has a descriptor, which would show all of it, or belongs to somebody when it is dropped.
+    pub(crate) fn cut(self, len: usize) -> Result<Vec<Self>, Self> {
+        if self.fd.is_some() || self.home.is_some() || len == 0 || !len.is_multiple_of(page()) {
+            return Err(self);
+        }
+        let (start, whole) = (self.ptr, self.len);
+        let slab = Arc::new(self);
+        let piece = |at: usize| Self {
+            // Within the mapping: `at` is less than its length, so the address is no more null than its start.
+            ptr: NonNull::new(start.as_ptr().wrapping_add(at)).unwrap_or(start),
+            len: len.min(whole - at),
+            fd: None,
+            exported: AtomicBool::new(false),
+            home: None,
+            slab: Some(slab.clone()),
+        };
+        Ok((0..whole).step_by(len).map(piece).collect())
+    }
+
+    /// Names who gets the memory when this is dropped.
+    pub(crate) fn set_home(&mut self, home: Option<Home>) {
+        self.home = home;
+    }
+
+    pub(crate) fn home(&self) -> Option<&Home> {
+        self.home.as_ref()
+    }
+
+    /// Faults the pages of a range in, so that a later access cannot fail for want of memory.
+    pub(crate) fn populate(&self, offset: usize, len: usize) -> io::Result<()> {
+        let end = offset.checked_add(len).filter(|end| *end <= self.len).ok_or(io::ErrorKind::InvalidInput)?;
+        let start = offset & !(page() - 1);
+        match self.advise(start, end - start, Advice::LinuxPopulateWrite) {
+            // Kernels before 5.14 do not know the advice: touch each page instead.
+            Err(e) if e.kind() == io::ErrorKind::InvalidInput => {
+                let view = self.view();
+                for page in (start..end).step_by(4096) {
+                    view.touch(page);
+                }
+                Ok(())
+            }
+            other => other,
+        }
+    }
+
+    /// Advises the kernel about a range, which the caller has checked to lie within.
+    fn advise(&self, offset: usize, len: usize, advice: Advice) -> io::Result<()> {
+        debug_assert!(offset + len <= self.len);
+        // SAFETY: none of the advices used here discards contents or takes access away, so even a range outside this
+        // region could harm nobody.
+        Ok(unsafe { mm::madvise(self.ptr.as_ptr().wrapping_add(offset).cast(), len, advice) }?)
+    }
+
+    pub(crate) fn len(&self) -> usize {
+        self.len
+    }
+
+    /// The memfd behind the region. From then on the region counts as exported.
+    pub(crate) fn export(&self) -> Option<BorrowedFd<'_>> {
+        let fd = self.fd.as_ref()?;
+        self.exported.store(true, Ordering::Relaxed);
+        Some(fd.as_fd())
+    }
+
+    /// The file behind the region, which does not count as exported by that.
+    ///
+    /// # Safety
+    /// As [`BufferRef::lend_file`](crate::BufferRef::lend_file).
+    unsafe fn lend_file(&self) -> Option<BorrowedFd<'_>> {
+        self.fd.as_ref().map(AsFd::as_fd)
+    }
+
+    pub(crate) fn is_exported(&self) -> bool {
+        self.exported.load(Ordering::Relaxed)
+    }
+
+    /// The memory as something that others may change at any time.
+    #[inline]
+    pub(crate) fn view(&self) -> VolatileSlice<'_> {
+        // SAFETY: the range is mapped readable and writable for as long as `self` lives (invariant of `Region`), and the
+        // view borrows `self`. No reference into it is in use: only `Exclusive` makes slices, and it does not lend its region.
+        unsafe { VolatileSlice::from_raw(self.ptr, self.len) }
+    }
+}
+
+impl Drop for Region {
+    fn drop(&mut self) {
+        if let Some(home) = self.home.take_if(|_| !*self.exported.get_mut()) {
+            // The mapping moves on, and this value does not unmap it.
+            let (fd, slab) = (self.fd.take(), self.slab.take());
+            return home.welcome(Region {
+                ptr: self.ptr,
+                len: self.len,
+                fd,
+                exported: AtomicBool::new(false),
+                home: None,
+                slab,
+            });
+        }
+        if self.slab.is_some() {
+            // The mapping goes with its last piece, the memory of this one now. (Reserved huge pages stay whole.)
+            // SAFETY: the range is this piece's own, and whole pages (see `cut`), so that the kernel rounds it up to none of a neighbour's; every view
+            // borrows it, so nobody looks at bytes that become zeros.
+            let _ = unsafe { mm::madvise(self.ptr.as_ptr().cast(), self.len, Advice::LinuxDontNeed) };
+            return;
+        }
+        // SAFETY: the range is this region's own mapping and no piece of another; every view borrows the region, and every piece of it
+        // holds it, so none is left.
+        let unmapped = unsafe { mm::munmap(self.ptr.as_ptr().cast(), self.len) };
+        debug_assert!(unmapped.is_ok(), "munmap of an own mapping: {unmapped:?}");
+    }
+}
+
+impl crate::BufferRef {
+    /// The file behind the memory, which begins where the memory does, for a kernel that maps files for devices: a memfd or a dma-buf;
+    /// `None` for anonymous memory. Unlike [`BufferRef::export`](crate::BufferRef::export) this is not remembered, so the buffer can become a [`CpuBuf`](crate::CpuBuf) again, and go back to
+    /// its pool.
+    ///
+    /// # Safety
+    /// The descriptor, or a copy of it, must not outlive the share, go to another process, be mapped, or be written. Who lets a device
+    /// write by it holds a [`Pinned`](crate::Pinned) of the memory that has admitted that ([`Pinned::admit`](crate::Pinned::admit)) for as long as the
+    /// device can.
+    pub unsafe fn lend_file(&self) -> Option<BorrowedFd<'_>> {
+        // SAFETY: the caller's promise is the same.
+        unsafe { self.0.region.lend_file() }
+    }
+}
+
+/// A region that nobody else can reach, and that therefore may be borrowed as a slice.
+///
+/// It is made from a new region and taken apart by value, so no view, no device and no other process knows it while it
+/// exists.
+pub(crate) struct Exclusive(Region);
+
+impl Exclusive {
+    /// Takes a region back from being shared. Having it by value shows that no view is left (views borrow it) and no
+    /// device (mappings hold a share of it).
+    ///
+    /// # Errors
+    /// Gives the region back when its file descriptor was lent out, since another process may have it mapped.
+    pub(crate) fn new(region: Region) -> Result<Self, Region> {
+        if region.exported.load(Ordering::Relaxed) { Err(region) } else { Ok(Self(region)) }
+    }
+
+    pub(crate) fn into_region(self) -> Region {
+        self.0
+    }
+
+    pub(crate) fn len(&self) -> usize {
+        self.0.len
+    }
+
+    pub(crate) fn bytes(&self) -> &[u8] {
+        // SAFETY: mapped and readable (invariant of `Region`), initialised (the kernel gives zeroed pages), and not
+        // written by anyone else while borrowed: `Exclusive` owns the region, and `Exclusive::new` refuses an exported one.
+        unsafe { std::slice::from_raw_parts(self.0.ptr.as_ptr(), self.0.len) }
+    }
+
+    pub(crate) fn bytes_mut(&mut self) -> &mut [u8] {
+        // SAFETY: as for `bytes`; `&mut self` makes this the only slice.
+        unsafe { std::slice::from_raw_parts_mut(self.0.ptr.as_ptr(), self.0.len) }
+    }
+}
+
+/// Of linux/dma-heap.h.
+#[repr(C)]
+struct DmaHeapAllocation {
+    len: u64,
+    fd: u32,
+    fd_flags: u32,
+    heap_flags: u64,
+}
+
+/// Of linux/udmabuf.h.
+#[repr(C)]
+struct UdmabufCreate {
+    memfd: u32,
+    flags: u32,
+    offset: u64,
+    size: u64,
+}
+
+/// The number of a request: direction, size, type, number (asm-generic/ioctl.h).
+const fn request(direction: u32, size: usize, kind: u8, number: u8) -> u32 {
+    direction << 30 | (size as u32) << 16 | (kind as u32) << 8 | number as u32
+}
+
+fn allocate_dma_buf(heap: BorrowedFd<'_>, len: usize) -> io::Result<OwnedFd> {
+    const ALLOCATE: u32 = request(3, size_of::<DmaHeapAllocation>(), b'H', 0);
+    let flags = (libc::O_RDWR | libc::O_CLOEXEC) as u32;
+    let mut allocation = DmaHeapAllocation { len: len as u64, fd: 0, fd_flags: flags, heap_flags: 0 };
+    // SAFETY: the request number carries the size of the structure, which is what the kernel reads and writes. Another kind of
+    // file refuses it.
+    let done = unsafe { libc::ioctl(heap.as_raw_fd(), ALLOCATE as libc::Ioctl, &raw mut allocation) };
+    if done < 0 {
+        return Err(io::Error::last_os_error());
+    }
+    // SAFETY: the kernel has just opened this descriptor for us, and nobody else knows it.
+    Ok(unsafe { OwnedFd::from_raw_fd(allocation.fd as i32) })
+}
+
+/// `DMA_BUF_IOCTL_SYNC` of linux/dma-buf.h.
+fn sync_dma_buf(dma_buf: BorrowedFd<'_>, begin: bool, writes: bool) -> io::Result<()> {
+    const SYNC: u32 = request(1, size_of::<u64>(), b'b', 0);
+    const READ: u64 = 1;
+    const WRITE: u64 = 2;
+    const END: u64 = 4;
+    let flags = READ | if writes { WRITE } else { 0 } | if begin { 0 } else { END };
+    loop {
+        // SAFETY: the kernel reads one word, which lives through the call. Another kind of file refuses the request.
+        let done = unsafe { libc::ioctl(dma_buf.as_raw_fd(), SYNC as libc::Ioctl, &raw const flags) };
+        match io::Error::last_os_error() {
+            _ if done >= 0 => return Ok(()),
+            // The exporter waits for a device, and was interrupted.
+            e if matches!(e.raw_os_error(), Some(libc::EAGAIN | libc::EINTR)) => {}
+            e => return Err(e),
+        }
+    }
+}
+
+fn udmabuf_create(device: BorrowedFd<'_>, memfd: BorrowedFd<'_>, size: u64) -> io::Result<OwnedFd> {
+    const CREATE: u32 = request(1, size_of::<UdmabufCreate>(), b'u', 0x42);
+    const CLOEXEC: u32 = 1;
+    let create = UdmabufCreate { memfd: memfd.as_raw_fd() as u32, flags: CLOEXEC, offset: 0, size };
+    // SAFETY: as above; the kernel only reads the structure.
+    let fd = unsafe { libc::ioctl(device.as_raw_fd(), CREATE as libc::Ioctl, &raw const create) };
+    if fd < 0 {
+        return Err(io::Error::last_os_error());
+    }
+    // SAFETY: as above.
+    Ok(unsafe { OwnedFd::from_raw_fd(fd) })
+}

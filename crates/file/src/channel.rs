@@ -1,0 +1,476 @@
+//! A file as a channel: operations are cut into kernel reads, and complete when all of theirs have.
+
+use std::collections::{HashMap, VecDeque};
+use std::fs::File;
+use std::path::{Path, PathBuf};
+use std::time::{Duration, Instant};
+
+use dmalane_addr::FileOffset;
+use dmalane_dma::BufferSlice;
+use dmalane_queue::{Channel, Completion, Direction, Limits, OpError, Refusal, Refused, Ticket, Transfer};
+use rustix::io::Errno;
+
+use crate::ring::{self, Ask, Read, Ring};
+use crate::source::{FUSE, Source, is_fuse};
+use crate::{Error, How, Io, Mode, Options, cut};
+
+/// Bytes that a channel has read.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
+pub struct Moved {
+    /// Past the page cache.
+    pub direct: u64,
+    /// Through the page cache.
+    pub buffered: u64,
+}
+
+/// A file, opened for reading, as a [`Channel`].
+///
+/// Reads only: an operation [`FromHost`](Direction::FromHost) is refused as [`Refusal::Unsupported`]. An operation may lie
+/// anywhere in the file and in memory, but direct I/O wants both aligned: an operation goes past the page cache, but for
+/// less than [`FileChannel::alignment`] bytes at each end, when its file offset and its memory address are the same number
+/// modulo that alignment. Reading past the end of the file is [`OpError::EndOfFile`], not a refusal.
+///
+/// Dropped with operations in flight, it cancels what the kernel has not begun and waits for the rest; memory that the
+/// kernel has not let go of after 10 seconds is never freed, and counted by
+/// [`quarantined_bytes`](crate::quarantined_bytes).
+///
+/// Costs two file descriptors, and from the first operation on a third, and some 60 us, for the ring.
+pub struct FileChannel {
+    source: Source,
+    options: Options,
+    how: How,
+    moved: Moved,
+    ring: Option<Ring>,
+    ops: HashMap<u64, Op>,
+    /// Operations that are not cut to their end yet, in the order of their submission.
+    uncut: VecDeque<u64>,
+    /// Reads that stopped short, to be issued again.
+    again: VecDeque<Read>,
+    next: u64,
+}
+
+struct Op {
+    far: FileOffset,
+    end: u64,
+    /// What is not cut off yet.
+    rest: Option<BufferSlice>,
+    /// What was cut off, in order, and came back.
+    pieces: Vec<Option<BufferSlice>>,
+    out: usize,
+    /// The failure that lies first in the file, and where.
+    failed: Option<(u64, OpError)>,
+}
+
+impl FileChannel {
+    /// Opens a regular file or a block device.
+    ///
+    /// # Errors
+    /// [`Error`]; [`Error::NoDirect`] and [`Error::NoUring`] only where the options demand them.
+    pub fn open(path: impl AsRef<Path>, options: Options) -> Result<Self, Error> {
+        let path = path.as_ref();
+        Self::from_file(Source::open(path)?, path, options)
+    }
+
+    /// Takes a file that was opened before, so that what was learned from it and what is read are of the same file.
+    /// `path` names it in messages. Clears `O_DIRECT` and `O_NONBLOCK` of the file.
+    ///
+    /// # Errors
+    /// As [`FileChannel::open`].
+    pub fn from_file(file: File, path: impl Into<PathBuf>, options: Options) -> Result<Self, Error> {
+        let options = options.normal();
+        let (source, reason) = Source::new(file, path.into(), options.mode)?;
+        let fuse = options.io != Io::Pread && source.direct.is_some() && is_fuse(&source.buffered);
+        let ring = match options.io {
+            Io::Uring if fuse => return Err(Error::NoUring { path: source.path.clone(), reason: FUSE.into() }),
+            Io::Uring => match Ring::new(options.depth) {
+                Ok(ring) => Some(ring),
+                Err(reason) => return Err(Error::NoUring { path: source.path.clone(), reason }),
+            },
+            Io::Auto | Io::Pread => None,
+        };
+        let how = How {
+            direct: source.direct.is_some(),
+            uring: options.io != Io::Pread && !fuse,
+            reasons: reason.into_iter().chain(fuse.then(|| FUSE.into())).collect(),
+        };
+        Ok(Self {
+            source,
+            options,
+            how,
+            moved: Moved::default(),
+            ring,
+            ops: HashMap::new(),
+            uncut: VecDeque::new(),
+            again: VecDeque::new(),
+            next: 0,
+        })
+    }
+
+    /// The file's name, as it was given.
+    pub fn path(&self) -> &Path {
+        &self.source.path
+    }
+
+    /// The file, for asking about it.
+    pub fn file(&self) -> &File {
+        &self.source.buffered
+    }
+
+    /// How the file is being read, and why not better.
+    pub fn how(&self) -> &How {
+        &self.how
+    }
+
+    /// Bytes read so far, those of failed operations included.
+    pub fn moved(&self) -> Moved {
+        self.moved
+    }
+
+    /// What file offsets and memory addresses must agree modulo for direct I/O; 1 where there is none.
+    pub fn alignment(&self) -> usize {
+        self.source.direct.as_ref().map_or(1, |(_, align)| align.memory.max(align.offset))
+    }
+
+    /// The next kernel read to issue.
+    fn next_read(&mut self) -> Option<Read> {
+        if let Some(read) = self.again.pop_front() {
+            return Some(read);
+        }
+        loop {
+            let id = *self.uncut.front()?;
+            // An operation that failed is not read on, and may be over.
+            let op = self.ops.get_mut(&id).filter(|op| op.failed.is_none());
+            let Some((op, rest)) = op.and_then(|op| op.rest.take().map(|rest| (op, rest))) else {
+                self.uncut.pop_front();
+                continue;
+            };
+            let at = op.end - rest.len() as u64;
+            let direct = self.source.direct.as_ref();
+            let (addr, align) = (rest.view().as_ptr().addr(), direct.map(|(_, align)| *align));
+            let (len, is_direct) = cut::first(addr, at, rest.len(), self.options.block, align);
+            let (part, rest) = rest.split_at(len).expect("a cut lies within the rest");
+            op.rest = Some(rest).filter(|rest| !rest.is_empty());
+            op.out += 1;
+            op.pieces.push(None);
+            let file = direct.filter(|_| is_direct).map_or(&self.source.buffered, |(file, _)| file).clone();
+            let index = op.pieces.len() - 1;
+            return Some(Read { ask: Ask::Read, op: id, index, direct: is_direct, file, part, at, done: 0 });
+        }
+    }
+
+    /// Gives the kernel as much to do as it takes; without a ring, does one read.
+    fn feed(&mut self, done: &mut Vec<Completion<FileOffset>>) {
+        while self.ring.as_ref().is_some_and(|ring| !ring.is_dead() && !ring.is_full()) {
+            let Some(read) = self.next_read() else { break };
+            if let Some(Err(read)) = self.ring.as_mut().map(|ring| ring.push(read)) {
+                self.again.push_front(read);
+            }
+        }
+        self.enter(None);
+        if self.ring.as_ref().is_none_or(Ring::is_dead)
+            && let Some(mut read) = self.next_read()
+        {
+            let result = ring::pread(&mut read);
+            self.settle(read, result, done);
+        }
+    }
+
+    /// Tells the kernel about the reads in the ring, and waits if told how long.
+    fn enter(&mut self, wait: Option<Duration>) {
+        let Some(ring) = &mut self.ring else { return };
+        if let Err(e) = ring.enter(wait) {
+            self.how.uring = false;
+            self.how.reasons.push(format!("io_uring failed: {e}"));
+            self.again.extend(std::iter::from_fn(|| ring.take_back()));
+        }
+    }
+
+    fn reap(&mut self, done: &mut Vec<Completion<FileOffset>>) {
+        while let Some((read, result)) = self.ring.as_mut().and_then(Ring::reap) {
+            self.settle(read, result, done);
+        }
+    }
+
+    /// Decides what a result means: the piece is done, goes on, or failed.
+    fn settle(&mut self, mut read: Read, result: i32, done: &mut Vec<Completion<FileOffset>>) {
+        let next = read.next();
+        if result > 0 {
+            let n = (result as usize).min(read.rest().len());
+            *(if read.direct { &mut self.moved.direct } else { &mut self.moved.buffered }) += n as u64;
+            read.done += n;
+            if read.rest().is_empty() {
+                return self.give_back(read, None, done);
+            }
+            // Where a direct read stops short, the rest need not be aligned: at the end of the file it is not.
+            let (addr, len) = (read.rest().as_ptr().addr(), read.rest().len());
+            if let Some((_, align)) = self.source.direct.as_ref().filter(|_| read.direct)
+                && align.allows(addr, read.next(), len)
+            {
+                return self.again.push_back(read);
+            }
+            return self.again_buffered(read);
+        }
+        if result == 0 {
+            let end = self.ops.get(&read.op).map_or(next, |op| op.end);
+            let at = self.source.end_before(next);
+            let error = OpError::EndOfFile { at, missing: end - at.bits() };
+            return self.give_back(read, Some((next, error)), done);
+        }
+        match Errno::from_raw_os_error(-result) {
+            // ECANCELED: the thread that issued the read has exited.
+            Errno::INTR | Errno::AGAIN | Errno::CANCELED => self.again.push_back(read),
+            // The file system does no direct I/O after all, not at these alignments, or not into this kind of memory.
+            errno @ (Errno::INVAL | Errno::OPNOTSUPP | Errno::FAULT)
+                if read.direct && self.options.mode == Mode::Auto =>
+            {
+                if self.how.direct {
+                    self.how.direct = false;
+                    let error = std::io::Error::from(errno);
+                    self.how.reasons.push(format!("O_DIRECT refused at {}: {error}", FileOffset::new(next)));
+                    self.source.forget_direct();
+                }
+                self.again_buffered(read);
+            }
+            errno => {
+                let error = OpError::Io { at: FileOffset::new(next), errno: errno.raw_os_error() };
+                self.give_back(read, Some((next, error)), done);
+            }
+        }
+    }
+
+    fn again_buffered(&mut self, read: Read) {
+        self.again.push_back(Read { direct: false, file: self.source.buffered.clone(), ..read });
+    }
+
+    /// Returns a piece to its operation, which is over when it was the last.
+    fn give_back(&mut self, read: Read, failed: Option<(u64, OpError)>, done: &mut Vec<Completion<FileOffset>>) {
+        let op = self.ops.get_mut(&read.op).expect("an operation outlives its pieces");
+        op.pieces[read.index] = Some(read.part);
+        op.out -= 1;
+        if let Some((at, _)) = &failed
+            && op.failed.as_ref().is_none_or(|(first, _)| at < first)
+        {
+            op.failed = failed;
+        }
+        if op.out > 0 || op.rest.is_some() && op.failed.is_none() {
+            return;
+        }
+        let op = self.ops.remove(&read.op).expect("just found");
+        let parts = op.pieces.into_iter().flatten().chain(op.rest);
+        let part = parts.reduce(|a, b| a.join(b).expect("pieces of one part, in order")).expect("at least one piece");
+        done.push(Completion {
+            ticket: Ticket::new(read.op),
+            transfer: Transfer { part, direction: Direction::ToHost, far: op.far },
+            result: op.failed.map_or(Ok(()), |(_, error)| Err(error)),
+        });
+    }
+
+    fn make_ring(&mut self) {
+        if self.ring.is_none() && self.how.uring {
+            match Ring::new(self.options.depth) {
+                Ok(ring) => self.ring = Some(ring),
+                Err(reason) => {
+                    self.how.uring = false;
+                    self.how.reasons.push(reason);
+                }
+            }
+        }
+    }
+}
+
+impl Channel for FileChannel {
+    type Far = FileOffset;
+
+    /// Any length, since operations are cut.
+    fn limits(&self) -> Limits {
+        Limits { capacity: self.options.depth, max_len: i64::MAX as u64 }
+    }
+
+    fn in_flight(&self) -> usize {
+        self.ops.len()
+    }
+
+    fn submit(&mut self, transfer: Transfer<FileOffset>) -> Result<Ticket, Refused<FileOffset>> {
+        let Transfer { part, direction, far } = transfer;
+        // The kernel counts file offsets with a sign.
+        let end = far.bits().checked_add(part.len() as u64).filter(|end| *end <= i64::MAX as u64);
+        let reason = match end {
+            _ if direction != Direction::ToHost => Refusal::Unsupported(direction),
+            _ if part.is_empty() => Refusal::Empty,
+            None => Refusal::PastTheTop,
+            Some(_) if self.ops.len() >= self.options.depth => Refusal::Full,
+            Some(end) => {
+                self.make_ring();
+                let id = self.next;
+                self.next += 1;
+                let op = Op { far, end, rest: Some(part), pieces: Vec::new(), out: 0, failed: None };
+                self.ops.insert(id, op);
+                self.uncut.push_back(id);
+                return Ok(Ticket::new(id));
+            }
+        };
+        Err(Refused { transfer: Transfer { part, direction, far }, reason })
+    }
+
+    /// Through a ring, does not wait for the disk; copies from the page cache happen here all the same. With `pread`,
+    /// makes one read of at most a block, however long that takes.
+    fn poll(&mut self, done: &mut Vec<Completion<FileOffset>>) -> usize {
+        let before = done.len();
+        self.reap(done);
+        self.feed(done);
+        self.reap(done);
+        done.len() - before
+    }
+
+    fn wait(&mut self, done: &mut Vec<Completion<FileOffset>>, timeout: Duration) -> usize {
+        let deadline = Instant::now().checked_add(timeout);
+        loop {
+            let ended = self.poll(done);
+            let left = deadline.map_or(Duration::MAX, |d| d.saturating_duration_since(Instant::now()));
+            if ended > 0 || self.ops.is_empty() || left.is_zero() {
+                return ended;
+            }
+            // Sleep only when the kernel has all that it can be given.
+            let fed = self.again.is_empty() && self.uncut.is_empty();
+            if self.ring.as_ref().is_some_and(|ring| ring.busy() > 0 && (fed || ring.is_full())) {
+                self.enter(Some(left));
+            }
+        }
+    }
+}
+
+impl std::fmt::Debug for FileChannel {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "FileChannel({}: {}, {} in flight)", self.source.path.display(), self.how, self.ops.len())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::Arc;
+
+    use dmalane_dma::{AnonHeap, Heap};
+    use dmalane_queue::{RunError, drain, run};
+
+    use super::*;
+    use crate::cut::Align;
+
+    const LONG: Duration = Duration::from_secs(30);
+    const LEN: usize = 300_000;
+
+    fn file() -> (tempfile::NamedTempFile, Vec<u8>) {
+        let data: Vec<u8> = (0..LEN as u32).map(|i| (i ^ i >> 8) as u8).collect();
+        let file = tempfile::NamedTempFile::new().unwrap();
+        std::fs::write(file.path(), &data).unwrap();
+        (file, data)
+    }
+
+    fn read_of(at: u64, len: usize) -> Transfer<FileOffset> {
+        let whole = AnonHeap::new().allocate(len).unwrap().share().into_part();
+        let (part, _) = whole.split_at(len).unwrap();
+        Transfer { part, direction: Direction::ToHost, far: FileOffset::new(at) }
+    }
+
+    fn bytes(part: &BufferSlice) -> Vec<u8> {
+        let mut bytes = vec![0; part.len()];
+        part.read(0, &mut bytes).unwrap();
+        bytes
+    }
+
+    /// A channel that believes in direct I/O at any address and offset, which the file system will refuse.
+    fn deceived(path: &Path, mode: Mode, io: Io) -> Option<FileChannel> {
+        let mut channel = FileChannel::open(path, Options { io, ..Options::default() }).unwrap();
+        let Some((_, align)) = &mut channel.source.direct else {
+            eprintln!("skipped: {}", channel.how());
+            return None;
+        };
+        *align = Align { memory: 1, offset: 1 };
+        channel.options.mode = mode;
+        Some(channel)
+    }
+
+    #[test]
+    fn direct_io_refused_at_a_read_is_given_up() {
+        let (file, data) = file();
+        for io in [Io::Auto, Io::Pread] {
+            let Some(mut channel) = deceived(file.path(), Mode::Auto, io) else { return };
+            assert!(channel.how().direct);
+            let read = run(&mut channel, read_of(1, LEN - 1), LONG).unwrap();
+            assert!(bytes(&read.part) == data[1..]);
+            assert!(!channel.how().direct && channel.alignment() == 1);
+            let said = channel.how().reasons.iter().filter(|r| r.starts_with("O_DIRECT refused at file offset 0x1"));
+            assert_eq!(said.count(), 1, "{}", channel.how());
+            assert_eq!(channel.moved(), Moved { direct: 0, buffered: LEN as u64 - 1 });
+        }
+    }
+
+    #[test]
+    fn direct_io_refused_at_a_read_fails_where_it_was_demanded() {
+        let (file, _) = file();
+        let Some(mut channel) = deceived(file.path(), Mode::Direct, Io::Auto) else { return };
+        let failed = run(&mut channel, read_of(1, LEN - 1), LONG).unwrap_err();
+        let RunError::Failed(_, OpError::Io { at, errno }) = failed else { panic!("{failed}") };
+        assert_eq!((at.bits(), errno), (1, Errno::INVAL.raw_os_error()));
+    }
+
+    #[test]
+    fn a_ring_that_dies_is_replaced_by_pread() {
+        let (file, data) = file();
+        let options = Options { io: Io::Uring, depth: 4, block: 65536, ..Options::default() };
+        let mut channel = match FileChannel::open(file.path(), options) {
+            Err(e @ Error::NoUring { .. }) => return eprintln!("skipped: {e}"),
+            opened => opened.unwrap(),
+        };
+        let mut done = Vec::new();
+        for _ in 0..3 {
+            let _ticket = channel.submit(read_of(0, LEN)).unwrap();
+        }
+        channel.poll(&mut done);
+        channel.ring.as_mut().unwrap().fail_enter = true;
+        done.extend(drain(&mut channel, LONG));
+        assert_eq!(done.len(), 3);
+        for c in done {
+            assert_eq!(c.result, Ok(()));
+            assert!(bytes(&c.transfer.part) == data);
+        }
+        assert!(!channel.how().uring && channel.how().reasons[0].contains("io_uring failed"), "{}", channel.how());
+        let read = run(&mut channel, read_of(5, 100), LONG).unwrap();
+        assert!(bytes(&read.part) == data[5..105]);
+    }
+
+    #[test]
+    fn a_cancelled_read_is_issued_again() {
+        let (file, data) = file();
+        let mut channel = FileChannel::open(file.path(), Options { io: Io::Pread, ..Options::default() }).unwrap();
+        let mut done = Vec::new();
+        let _ticket = channel.submit(read_of(0, 1000)).unwrap();
+        for errno in [Errno::CANCELED, Errno::INTR, Errno::AGAIN] {
+            let read = channel.next_read().unwrap();
+            channel.settle(read, -errno.raw_os_error(), &mut done);
+            assert!(done.is_empty());
+        }
+        done.extend(drain(&mut channel, LONG));
+        assert!(bytes(&done[0].transfer.part) == data[..1000]);
+    }
+
+    #[test]
+    fn the_failure_that_lies_first_in_the_file_is_reported() {
+        let (file, _) = file();
+        let options = Options { io: Io::Pread, mode: Mode::Buffered, block: 65536, ..Options::default() };
+        let mut channel = FileChannel::open(file.path(), options).unwrap();
+        let _ticket = channel.submit(read_of(0, LEN)).unwrap();
+        let reads: Vec<_> = (0..3).map(|_| channel.next_read().unwrap()).collect();
+        assert!(channel.source.direct.is_none() && Arc::ptr_eq(&reads[0].file, &channel.source.buffered));
+        let mut done = Vec::new();
+        for (read, errno) in reads.into_iter().zip([None, Some(Errno::IO), Some(Errno::NXIO)]).rev() {
+            assert!(done.is_empty(), "waits for all pieces");
+            channel.settle(read, errno.map_or(65536, |e| -e.raw_os_error()), &mut done);
+        }
+        let [Completion { transfer, result: Err(OpError::Io { at, errno }), .. }] = &done[..] else {
+            panic!("{done:?}")
+        };
+        assert_eq!((at.bits(), *errno, transfer.part.len()), (65536, Errno::IO.raw_os_error(), LEN));
+        assert_eq!(channel.poll(&mut done), 0, "the rest is not read");
+        assert_eq!(channel.in_flight(), 0);
+    }
+}

@@ -1,0 +1,486 @@
+//! Files that take reads and writes at device addresses, as a device with queues.
+//!
+//! The character devices of DMA drivers (QDMA, XDMA) are such files, and so are block devices, files of `/dev/shm` and memfds. A
+//! [`FileDevice`] opens one, or one for each direction; its [`queue`](FileDevice::queue)s copy both ways and refuse everything else.
+//!
+//! Drivers get asynchronous calls wrong in ways that no error tells ([`probe`] names them). So a node goes by `pread` and
+//! `pwrite` on threads unless it was [probed](FileDeviceOptions::probe_at); [`FileDevice::how`] says which way it goes and why.
+
+mod backend;
+mod bus;
+mod probe;
+mod queue;
+mod workers;
+
+use std::fmt;
+use std::fs::File;
+use std::io::{self, IsTerminal};
+use std::os::fd::AsRawFd;
+use std::os::unix::fs::FileTypeExt;
+use std::path::{Path, PathBuf};
+use std::str::FromStr;
+use std::sync::Arc;
+
+use dmalane_queue::Copies;
+use rustix::fs::{Mode as Permissions, OFlags};
+use rustix::io::Errno;
+use thiserror::Error;
+
+pub use backend::IoBackend;
+pub use bus::FileDeviceBus;
+pub use queue::FileDeviceQueue;
+
+use crate::cut::Align;
+use crate::source::{self, FUSE};
+use backend::Mover;
+use probe::Count;
+
+/// Which files a device consists of: `PATH[,h2c=PATH,c2h=PATH]`.
+///
+/// ```
+/// use dmalane_file::FileDevicePaths;
+/// let one: FileDevicePaths = "/dev/shm/memory".parse()?;
+/// assert_eq!(one.h2c, one.c2h);
+/// let two: FileDevicePaths = "/dev/xdma0_h2c_0,c2h=/dev/xdma0_c2h_0".parse()?;
+/// assert_eq!((two.h2c.to_str(), two.c2h.to_str()), (Some("/dev/xdma0_h2c_0"), Some("/dev/xdma0_c2h_0")));
+/// # Ok::<(), dmalane_file::BadFileDevicePaths>(())
+/// ```
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub struct FileDevicePaths {
+    /// What is written to.
+    pub h2c: PathBuf,
+    /// What is read from.
+    pub c2h: PathBuf,
+}
+
+/// A text that names no files.
+#[derive(Clone, PartialEq, Eq, Debug, Error)]
+#[error("{0:?} is not PATH[,h2c=PATH,c2h=PATH]: {1}")]
+pub struct BadFileDevicePaths(String, &'static str);
+
+impl FromStr for FileDevicePaths {
+    type Err = BadFileDevicePaths;
+
+    fn from_str(text: &str) -> Result<Self, BadFileDevicePaths> {
+        let bad = |why| BadFileDevicePaths(text.to_owned(), why);
+        let (mut both, mut h2c, mut c2h) = (None, None, None);
+        // A comma that nothing of ours follows belongs to a path.
+        let mut rest = text;
+        loop {
+            let end = [",h2c=", ",c2h="].iter().filter_map(|key| rest.find(key)).min().unwrap_or(rest.len());
+            let (word, after) = rest.split_at(end);
+            let (place, path) = match (word.strip_prefix("h2c="), word.strip_prefix("c2h=")) {
+                (Some(path), _) => (&mut h2c, path),
+                (_, Some(path)) => (&mut c2h, path),
+                _ => (&mut both, word),
+            };
+            if path.is_empty() {
+                return Err(bad("a path is empty"));
+            }
+            if place.replace(PathBuf::from(path)).is_some() {
+                return Err(bad("a path is given twice"));
+            }
+            match after.strip_prefix(',') {
+                Some(more) => rest = more,
+                None => break,
+            }
+        }
+        let missing = || bad("a direction has no path");
+        Ok(Self { h2c: h2c.or_else(|| both.clone()).ok_or_else(missing)?, c2h: c2h.or(both).ok_or_else(missing)? })
+    }
+}
+
+/// How a node is used.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct FileDeviceOptions {
+    /// Where the device may be written to and read back to find out what works: a multiple of 4 KiB, 16 KiB or more, with 16 KiB of
+    /// memory behind it. What was there, and at 0, is put back. `None`: `pread` and `pwrite`.
+    pub probe_at: Option<u64>,
+    /// The best backend that a probe tries.
+    pub best: IoBackend,
+    /// Take this backend without a probe. For devices that are known to be right.
+    pub trust: Option<IoBackend>,
+    /// Past the page cache. Then addresses, lengths and memory are multiples of [`FileDevice::alignment`].
+    pub direct: bool,
+    /// Operations, and requests to the kernel, in flight on a queue. Brought into 1..=4096.
+    pub depth: usize,
+    /// Threads of a queue that goes by `pread` and `pwrite`. Brought into 1..=64.
+    pub threads: usize,
+    /// Bytes of a request at most; a longer operation is cut. Brought into 64 KiB..=1 GiB and rounded up to a power of two.
+    pub block: usize,
+}
+
+impl Default for FileDeviceOptions {
+    /// No probe, through the page cache, 64 operations, four threads, requests of 4 MiB.
+    fn default() -> Self {
+        let (best, trust) = (IoBackend::Fixed, None);
+        Self { probe_at: None, best, trust, direct: false, depth: 64, threads: 4, block: 4 << 20 }
+    }
+}
+
+/// Which way a node goes, and why not a better one.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub struct FileDeviceHow {
+    /// The backend.
+    pub backend: IoBackend,
+    /// Past the page cache.
+    pub direct: bool,
+    /// A probe has found it right.
+    pub probed: bool,
+    /// Why not a better one; empty when it is the best.
+    pub reasons: Vec<String>,
+    count: Count,
+}
+
+impl fmt::Display for FileDeviceHow {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{}", self.backend)?;
+        f.write_str(if self.direct { ", direct I/O" } else { "" })?;
+        f.write_str(if self.probed { ", probed" } else { "" })?;
+        f.write_str(if self.count == Count::Requests { ", completions count requests" } else { "" })?;
+        for (i, reason) in self.reasons.iter().enumerate() {
+            write!(f, "{}{reason}", if i == 0 { " (" } else { "; " })?;
+        }
+        f.write_str(if self.reasons.is_empty() { "" } else { ")" })
+    }
+}
+
+/// Why a file is not used as a device.
+#[derive(Debug, Error)]
+#[non_exhaustive]
+pub enum FileDeviceError {
+    /// It cannot be opened for what it is to do.
+    #[error("cannot open {} for {what}: {source}", path.display())]
+    Open {
+        /// The file.
+        path: PathBuf,
+        /// "reading", "writing", "reading and writing".
+        what: &'static str,
+        /// The kernel's answer.
+        source: io::Error,
+    },
+    /// It takes no reads and writes at addresses.
+    #[error("{} is a {kind}, which has no addresses", path.display())]
+    NoAddresses {
+        /// The file.
+        path: PathBuf,
+        /// What it is.
+        kind: &'static str,
+    },
+    /// A block device that a file system or something else uses.
+    #[error("{} is in use (mounted, or part of another device)", .0.display())]
+    InUse(PathBuf),
+    /// [`FileDeviceOptions::direct`] cannot be had.
+    #[error("no direct I/O on {}: {reason}", path.display())]
+    NoDirect {
+        /// The file.
+        path: PathBuf,
+        /// Why not.
+        reason: String,
+    },
+    /// [`FileDeviceOptions::probe_at`] is no place to probe at.
+    #[error("cannot probe at {at:#x}: {why}")]
+    ProbeAt {
+        /// The place.
+        at: u64,
+        /// What is wrong with it.
+        why: String,
+    },
+    /// Even plain calls do not read back what was written.
+    #[error("{} does not keep what is written to it: {why}", path.display())]
+    NotMemory {
+        /// The file.
+        path: PathBuf,
+        /// What the probe saw.
+        why: String,
+    },
+    /// The backend that is to be trusted cannot be had.
+    #[error("no {backend}: {reason}")]
+    NoRung {
+        /// Which.
+        backend: IoBackend,
+        /// Why not.
+        reason: String,
+    },
+    /// No queue could be made.
+    #[error("{0}")]
+    NoQueue(String),
+}
+
+/// A device that is a file, or two.
+#[derive(Clone)]
+pub struct FileDevice(Arc<Opened>);
+
+struct Opened {
+    h2c: Arc<File>,
+    c2h: Arc<File>,
+    paths: FileDevicePaths,
+    len: Option<u64>,
+    align: Option<Align>,
+    options: FileDeviceOptions,
+    how: FileDeviceHow,
+    bus: FileDeviceBus,
+}
+
+impl FileDevice {
+    /// Opens the files, and probes them if told where.
+    ///
+    /// A block device is taken exclusively, so that none is overwritten that is mounted. The length of a file is the length that it
+    /// has now: nothing is written past it.
+    ///
+    /// # Errors
+    /// [`FileDeviceError`].
+    pub fn open(paths: FileDevicePaths, options: FileDeviceOptions) -> Result<Self, FileDeviceError> {
+        let options = FileDeviceOptions {
+            depth: options.depth.clamp(1, 4096),
+            threads: options.threads.clamp(1, 64),
+            block: options.block.clamp(64 << 10, 1 << 30).next_power_of_two(),
+            ..options
+        };
+        let (h2c, c2h) = if paths.h2c == paths.c2h {
+            let file = Arc::new(open(&paths.h2c, OFlags::RDWR, options.direct)?);
+            (file.clone(), file)
+        } else {
+            let h2c = open(&paths.h2c, OFlags::WRONLY, options.direct)?;
+            (Arc::new(h2c), Arc::new(open(&paths.c2h, OFlags::RDONLY, options.direct)?))
+        };
+        let len = match (len(&h2c, &paths.h2c)?, len(&c2h, &paths.c2h)?) {
+            (Some(a), Some(b)) => Some(a.min(b)),
+            (a, b) => a.or(b),
+        };
+        let align = match options.direct {
+            false => None,
+            true => {
+                let of = |file: &File, path: &Path| {
+                    source::alignment(file)
+                        .map_err(|reason| FileDeviceError::NoDirect { path: path.to_owned(), reason })
+                };
+                let (a, b) = (of(&h2c, &paths.h2c)?, of(&c2h, &paths.c2h)?);
+                Some(Align { memory: a.memory.max(b.memory), offset: a.offset.max(b.offset) })
+            }
+        };
+        let how = FileDeviceHow {
+            backend: IoBackend::Workers,
+            direct: options.direct,
+            probed: false,
+            reasons: Vec::new(),
+            count: Count::Bytes,
+        };
+        let mut this = Opened { h2c, c2h, paths, len, align, options, how, bus: FileDeviceBus::new() };
+        this.climb()?;
+        Ok(Self(Arc::new(this)))
+    }
+
+    /// For a file that was opened before: its descriptor is opened again, so that what is done with it here does not touch what its
+    /// owner does with it. `path` names it in messages.
+    ///
+    /// # Errors
+    /// As [`FileDevice::open`].
+    pub fn from_file(file: &File, options: FileDeviceOptions) -> Result<Self, FileDeviceError> {
+        let path = PathBuf::from(format!("/proc/self/fd/{}", file.as_raw_fd()));
+        Self::open(FileDevicePaths { h2c: path.clone(), c2h: path }, options)
+    }
+
+    /// The bus that registers memory for this device's queues.
+    pub fn bus(&self) -> &FileDeviceBus {
+        &self.0.bus
+    }
+
+    /// The files.
+    pub fn paths(&self) -> &FileDevicePaths {
+        &self.0.paths
+    }
+
+    /// What is written to, and what is read from: for measuring beside a queue.
+    pub fn files(&self) -> (&File, &File) {
+        (&self.0.h2c, &self.0.c2h)
+    }
+
+    /// Bytes of device memory; `None` for a character device, which does not say.
+    pub fn memory_len(&self) -> Option<u64> {
+        self.0.len
+    }
+
+    /// What addresses, lengths and host memory are multiples of: 1 unless [`FileDeviceOptions::direct`].
+    pub fn alignment(&self) -> usize {
+        self.0.align.map_or(1, |a| a.memory.max(a.offset))
+    }
+
+    /// Which way it goes, and why.
+    pub fn how(&self) -> &FileDeviceHow {
+        &self.0.how
+    }
+
+    /// A queue. There can be any number; only within one queue do operations wait for others on the same addresses.
+    ///
+    /// # Errors
+    /// [`FileDeviceError::NoQueue`] when the kernel refuses threads or rings.
+    pub fn queue(&self) -> Result<FileDeviceQueue, FileDeviceError> {
+        let FileDeviceOptions { depth, threads, .. } = self.0.options;
+        let mover = Mover::new(self.0.how.backend, depth, threads).map_err(FileDeviceError::NoQueue)?;
+        Ok(FileDeviceQueue::new(self.0.clone(), mover))
+    }
+
+    /// A queue as a channel of plain copies.
+    ///
+    /// # Errors
+    /// As [`FileDevice::queue`].
+    pub fn channel(&self) -> Result<Copies<FileDeviceQueue>, FileDeviceError> {
+        Ok(Copies::new(self.queue()?))
+    }
+}
+
+impl fmt::Debug for FileDevice {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "FileDevice({}: {})", self.0.paths.h2c.display(), self.0.how)
+    }
+}
+
+impl Opened {
+    /// Chooses the backend.
+    fn climb(&mut self) -> Result<(), FileDeviceError> {
+        let FileDeviceOptions { probe_at, best, trust, depth, .. } = self.options;
+        if let Some(backend) = trust {
+            Mover::new(backend, depth, 1).map_err(|reason| FileDeviceError::NoRung { backend, reason })?;
+            self.how.backend = backend;
+            self.how.reasons.push("trusted without a probe".into());
+            return Ok(());
+        }
+        let Some(at) = probe_at else {
+            self.how.reasons.push("not probed: with an address to probe at, io_uring is tried".into());
+            return Ok(());
+        };
+        self.check_place(at)?;
+        let target = probe::Target { h2c: &self.h2c, c2h: &self.c2h, at };
+        let no_queue = FileDeviceError::NoQueue;
+        let mut safe = Mover::new(IoBackend::Workers, depth, 1).map_err(no_queue)?;
+        let mut plain = Mover::new(IoBackend::Workers, depth, 2).map_err(no_queue)?;
+        probe::probe(&target, &mut safe, &mut plain)
+            .map_err(|unfit| FileDeviceError::NotMemory { path: self.paths.h2c.clone(), why: unfit.why })?;
+        self.how.probed = true;
+        let fuse = source::is_fuse(&self.h2c) || source::is_fuse(&self.c2h);
+        for backend in IoBackend::ALL.into_iter().filter(|backend| *backend <= best && *backend != IoBackend::Workers) {
+            let tried = match fuse {
+                true => Err(FUSE.to_owned().into()),
+                false => Mover::new(backend, depth, 1)
+                    .map_err(probe::Unfit::from)
+                    .and_then(|mut mover| probe::probe(&target, &mut safe, &mut mover)),
+            };
+            match tried {
+                Ok(count) => {
+                    (self.how.backend, self.how.count) = (backend, count);
+                    return Ok(());
+                }
+                Err(unfit) => {
+                    self.how.reasons.push(format!("not {backend}: {}", unfit.why));
+                    if unfit.hangs {
+                        self.how.reasons.push("nothing else was tried".to_owned());
+                        return Ok(());
+                    }
+                }
+            }
+        }
+        Ok(())
+    }
+
+    /// Refuses what is no place to probe at.
+    fn check_place(&self, at: u64) -> Result<(), FileDeviceError> {
+        let len = probe::LEN as u64;
+        let why = match at.checked_add(len) {
+            _ if at < len => {
+                "it must be at least 16 KiB, so that a write that goes to address 0 instead shows".to_owned()
+            }
+            _ if !at.is_multiple_of(4096) => "it must be a multiple of 4 KiB".to_owned(),
+            Some(end) if self.len.is_none_or(|len| end <= len) && end <= i64::MAX as u64 => return Ok(()),
+            _ => match self.len {
+                Some(have) => format!("the device ends at {have:#x}, and 16 KiB are needed"),
+                None => "it is past the top of what a file can have".to_owned(),
+            },
+        };
+        Err(FileDeviceError::ProbeAt { at, why })
+    }
+}
+
+fn open(path: &Path, access: OFlags, direct: bool) -> Result<File, FileDeviceError> {
+    let what = match access {
+        OFlags::RDONLY => "reading",
+        OFlags::WRONLY => "writing",
+        _ => "reading and writing",
+    };
+    let failed = |e: Errno| FileDeviceError::Open { path: path.to_owned(), what, source: e.into() };
+    // Looked at first: opening a FIFO or a device may do something or wait.
+    let kind = rustix::fs::stat(path).map_err(failed)?;
+    let kind = rustix::fs::FileType::from_raw_mode(kind.st_mode);
+    let mut flags = access | OFlags::CLOEXEC | OFlags::NOCTTY;
+    flags.set(OFlags::DIRECT, direct);
+    use rustix::fs::FileType as Kind;
+    let other = match kind {
+        Kind::RegularFile | Kind::CharacterDevice => None,
+        // Exclusively: refused where the device is mounted. Who only reads does no harm.
+        Kind::BlockDevice => {
+            flags.set(OFlags::EXCL, access != OFlags::RDONLY);
+            None
+        }
+        Kind::Directory => Some("directory"),
+        Kind::Fifo => Some("FIFO"),
+        Kind::Socket => Some("socket"),
+        _ => Some("special file"),
+    };
+    if let Some(kind) = other {
+        return Err(FileDeviceError::NoAddresses { path: path.to_owned(), kind });
+    }
+    match rustix::fs::open(path, flags, Permissions::empty()) {
+        Ok(fd) => Ok(fd.into()),
+        Err(Errno::BUSY) if kind == Kind::BlockDevice => Err(FileDeviceError::InUse(path.to_owned())),
+        Err(Errno::INVAL) if direct => {
+            Err(FileDeviceError::NoDirect { path: path.to_owned(), reason: "O_DIRECT refused at open".into() })
+        }
+        Err(e) => Err(failed(e)),
+    }
+}
+
+/// Bytes of a file or block device; `None` for what does not say.
+fn len(file: &File, path: &Path) -> Result<Option<u64>, FileDeviceError> {
+    let failed = |source| FileDeviceError::Open { path: path.to_owned(), what: "its length", source };
+    let meta = file.metadata().map_err(failed)?;
+    if meta.is_file() {
+        return Ok(Some(meta.len()));
+    }
+    if meta.file_type().is_block_device() {
+        // The position belongs to this descriptor, and nothing here reads by it.
+        let end = rustix::fs::seek(file, rustix::fs::SeekFrom::End(0)).map_err(|e| failed(e.into()))?;
+        return Ok(Some(end));
+    }
+    if meta.file_type().is_char_device() && file.is_terminal() {
+        return Err(FileDeviceError::NoAddresses { path: path.to_owned(), kind: "terminal" });
+    }
+    Ok(None)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn paths_are_told_apart() {
+        let of = |text: &str| {
+            text.parse::<FileDevicePaths>().map(|p| (p.h2c.display().to_string(), p.c2h.display().to_string()))
+        };
+        let pair = |a: &str, b: &str| Ok((a.to_owned(), b.to_owned()));
+        assert_eq!(of("/dev/x"), pair("/dev/x", "/dev/x"));
+        assert_eq!(of("a,b"), pair("a,b", "a,b"), "a comma is part of a path");
+        assert_eq!(of("x,c2h=y"), pair("x", "y"));
+        assert_eq!(of("x,h2c=z,c2h=y"), pair("z", "y"));
+        assert_eq!(of("h2c=z,c2h=y,1"), pair("z", "y,1"));
+        for (bad, why) in [
+            ("", "empty"),
+            ("x,h2c=", "empty"),
+            ("h2c=x", "a direction"),
+            ("x,c2h=a,c2h=b", "twice"),
+            (",h2c=x", "empty"),
+        ] {
+            let error = of(bad).unwrap_err().to_string();
+            assert!(error.contains(why), "{bad}: {error}");
+        }
+    }
+}

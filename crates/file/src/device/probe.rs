@@ -1,0 +1,403 @@
+//! Finding out whether a backend does what it says: writes and reads back at an address that is not 0.
+//!
+//! What drivers are known to get wrong is asked for: data at the wrong address (a stock XDMA driver's asynchronous calls use the
+//! offset within the memory instead of that within the file, so they go to address 0), completions that count something else than
+//! bytes (a stock QDMA driver's say 1 for one piece of memory), requests that never end. What was there is put back.
+
+use std::fs::File;
+use std::sync::Arc;
+use std::time::Duration;
+
+use dmalane_dma::{AnonHeap, BufferSlice, Heap};
+
+use super::backend::Mover;
+use crate::ring::{Ask, Request};
+
+/// Bytes of a block, and of a probe.
+const BLOCK: usize = 4096;
+pub(crate) const LEN: usize = 4 * BLOCK;
+/// How long a probe waits for each step.
+const PATIENCE: Duration = Duration::from_secs(5);
+
+/// What a completion's number counts.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(crate) enum Count {
+    /// Bytes, as it should.
+    Bytes,
+    /// 1 for a request that was done.
+    Requests,
+}
+
+/// Moves requests, each once, and waits for all: a [`Mover`], or a driver with a known fault in a test.
+pub(crate) trait Moves {
+    fn all(&mut self, requests: Vec<Request>) -> Result<Vec<(Request, i32)>, String>;
+
+    /// Waits for requests that have not ended in time, whatever becomes of them; false when some still have not.
+    fn settle(&mut self) -> bool {
+        true
+    }
+
+    /// Makes requests of this part go by fixed buffers, where that is what is tried.
+    fn fix(&mut self, _: &BufferSlice) -> Result<bool, String> {
+        Ok(false)
+    }
+}
+
+impl Moves for Mover {
+    fn all(&mut self, requests: Vec<Request>) -> Result<Vec<(Request, i32)>, String> {
+        Mover::all(self, requests, PATIENCE)
+    }
+
+    fn settle(&mut self) -> bool {
+        Mover::settle(self, PATIENCE)
+    }
+
+    fn fix(&mut self, part: &BufferSlice) -> Result<bool, String> {
+        match self {
+            Self::Ring { ring, fixed: Some(_) } => {
+                let fixed = ring.fix(0, part, 0..part.share().len());
+                fixed.map(|()| true).map_err(|e| format!("a fixed buffer was refused: {e}"))
+            }
+            _ => Ok(false),
+        }
+    }
+}
+
+/// A device to be probed.
+pub(crate) struct Target<'a> {
+    pub h2c: &'a Arc<File>,
+    pub c2h: &'a Arc<File>,
+    /// Where: at least [`LEN`], so that it does not overlap with what lies at 0.
+    pub at: u64,
+}
+
+/// Probes one backend with the help of one that is trusted (which may be the same kind).
+///
+/// # Errors
+/// Why the backend is not to be used.
+pub(crate) fn probe(target: &Target<'_>, safe: &mut dyn Moves, tried: &mut dyn Moves) -> Result<Count, Unfit> {
+    let mut probe = Probe { target, safe, tried, count: None };
+    let unread = |what, e| Unfit::from(format!("what is {what} cannot be read: {e}"));
+    let here = probe.safe_read(target.at).map_err(|e| unread("there", e))?;
+    let zero = probe.safe_read(0).map_err(|e| unread("at address 0", e))?;
+    let found = probe.run();
+    // What comes too late must not undo what is put back.
+    if !(probe.tried.settle() & probe.safe.settle()) {
+        let (why, at) = (found.err().unwrap_or_default(), target.at);
+        let why = format!("{why}; the request still is with the kernel, so what was at {at:#x} and 0 was not put back");
+        return Err(Unfit { why, hangs: true });
+    }
+    // Put back whatever was found, and look.
+    for (at, bytes) in [(target.at, &here), (0, &zero)] {
+        let now = probe.safe_read(at);
+        if now.as_ref() != Ok(bytes) {
+            let back = probe.safe_write(at, bytes).and_then(|()| probe.safe_read(at));
+            if back.as_ref() != Ok(bytes) {
+                return Err(format!("what was at {at:#x} cannot be put back; found: {found:?}").into());
+            }
+        }
+    }
+    found?;
+    Ok(probe.count.unwrap_or(Count::Bytes))
+}
+
+/// Why a backend is not to be used.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub(crate) struct Unfit {
+    pub why: String,
+    /// A request of it is still under way: no other backend is to be tried.
+    pub hangs: bool,
+}
+
+impl From<String> for Unfit {
+    fn from(why: String) -> Self {
+        Self { why, hangs: false }
+    }
+}
+
+struct Probe<'a> {
+    target: &'a Target<'a>,
+    safe: &'a mut dyn Moves,
+    tried: &'a mut dyn Moves,
+    count: Option<Count>,
+}
+
+impl Probe<'_> {
+    fn run(&mut self) -> Result<(), String> {
+        let at = self.target.at;
+        let zero = self.safe_read(0)?;
+        // In one request of several blocks, and in several at once.
+        for (seed, pieces) in [(1, 1), (2, LEN / BLOCK)] {
+            let bytes = pattern(seed);
+            self.try_all(true, &bytes, pieces)?;
+            let (there, at_zero) = (self.safe_read(at)?, self.safe_read(0)?);
+            if at_zero != zero {
+                return Err(format!("a write to {at:#x} went to address 0"));
+            }
+            if there != bytes {
+                return Err(format!("a write to {at:#x} did not arrive there"));
+            }
+            // Other bytes than the request would find if it read what was just written.
+            let bytes = pattern(seed + 100);
+            self.safe_write(at, &bytes)?;
+            let got = self.try_all(false, &bytes, pieces)?;
+            if got != bytes {
+                let from_zero = if got == zero { " but those at address 0" } else { "" };
+                return Err(format!("a read from {at:#x} did not bring the bytes that are there{from_zero}"));
+            }
+        }
+        Ok(())
+    }
+
+    /// Moves the bytes by the backend under trial, and gives those that it read.
+    fn try_all(&mut self, write: bool, bytes: &[u8], pieces: usize) -> Result<Vec<u8>, String> {
+        let mut part = fresh()?;
+        if write {
+            part.write(0, bytes).ok_or("a probe is as long as its buffer")?;
+        }
+        let fixed = self.tried.fix(&part)?;
+        let requests = self.requests(part, self.target.at, pieces, write, fixed);
+        let what = if write { "write" } else { "read" };
+        let mut ended = self.tried.all(requests).map_err(|e| format!("a {what} at {:#x}: {e}", self.target.at))?;
+        for (request, result) in &ended {
+            let (len, at) = (request.part.len(), request.at);
+            let count = match *result {
+                n if n < 0 => {
+                    let e = std::io::Error::from_raw_os_error(-n);
+                    return Err(format!("a {what} of {len} bytes at {at:#x} failed: {e}"));
+                }
+                n if n as usize == len => Count::Bytes,
+                1 => Count::Requests,
+                n => return Err(format!("a {what} of {len} bytes at {at:#x} was answered with {n}")),
+            };
+            if *self.count.get_or_insert(count) != count {
+                return Err(format!("a {what} of {len} bytes was answered once with its length and once with 1"));
+            }
+        }
+        ended.sort_by_key(|(request, _)| request.index);
+        bytes_of(ended)
+    }
+
+    fn safe_read(&mut self, at: u64) -> Result<Vec<u8>, String> {
+        let requests = self.requests(fresh()?, at, 1, false, false);
+        let ended = self.safe.all(requests).map_err(|e| format!("pread at {at:#x}: {e}"))?;
+        whole(&ended, "pread")?;
+        bytes_of(ended)
+    }
+
+    fn safe_write(&mut self, at: u64, bytes: &[u8]) -> Result<(), String> {
+        let mut part = fresh()?;
+        part.write(0, bytes).ok_or("a probe is as long as its buffer")?;
+        let requests = self.requests(part, at, 1, true, false);
+        let ended = self.safe.all(requests).map_err(|e| format!("pwrite at {at:#x}: {e}"))?;
+        whole(&ended, "pwrite")
+    }
+
+    fn requests(&self, part: BufferSlice, at: u64, pieces: usize, write: bool, fixed: bool) -> Vec<Request> {
+        let ask = match (write, fixed) {
+            (true, true) => Ask::WriteFixed(0),
+            (true, false) => Ask::Write,
+            (false, true) => Ask::ReadFixed(0),
+            (false, false) => Ask::Read,
+        };
+        let file = if write { self.target.h2c } else { self.target.c2h };
+        let (step, mut rest) = (part.len() / pieces, part);
+        let mut cut = || rest.split_off_front(step);
+        let cut = (0..pieces).map_while(|_| cut());
+        cut.enumerate()
+            .map(|(index, part)| {
+                let at = at + (index * step) as u64;
+                Request { ask, op: 0, index, direct: false, file: file.clone(), part, at, done: 0 }
+            })
+            .collect()
+    }
+}
+
+/// Exactly a probe's bytes of memory, aligned as direct I/O may want it.
+fn fresh() -> Result<BufferSlice, String> {
+    let buf = AnonHeap::new().allocate(LEN).map_err(|e| e.to_string())?;
+    buf.share().into_part().split_off_front(LEN).ok_or_else(|| "short memory".to_owned())
+}
+
+fn whole(ended: &[(Request, i32)], what: &str) -> Result<(), String> {
+    for (request, result) in ended {
+        match *result {
+            n if n < 0 => {
+                let e = std::io::Error::from_raw_os_error(-n);
+                return Err(format!("{what} at {:#x} failed: {e}", request.at));
+            }
+            n if n as usize != request.part.len() => {
+                let len = request.part.len();
+                return Err(format!("{what} of {len} bytes at {:#x} was answered with {n}", request.at));
+            }
+            _ => {}
+        }
+    }
+    Ok(())
+}
+
+fn bytes_of(ended: Vec<(Request, i32)>) -> Result<Vec<u8>, String> {
+    let mut bytes = Vec::with_capacity(LEN);
+    for (request, _) in ended {
+        let mut these = vec![0; request.part.len()];
+        request.part.read(0, &mut these).ok_or("a part is as long as it is")?;
+        bytes.extend(these);
+    }
+    Ok(bytes)
+}
+
+/// Bytes that are the same nowhere else within the probe nor in another one.
+fn pattern(seed: u64) -> Vec<u8> {
+    let word = |i: u64| (seed << 32 | i).wrapping_mul(0x9e37_79b9_7f4a_7c15).rotate_left(29).to_le_bytes();
+    (0..LEN as u64 / 8).flat_map(word).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use std::cell::RefCell;
+    use std::rc::Rc;
+
+    use super::*;
+
+    /// What a driver gets wrong.
+    #[derive(Clone, Copy, PartialEq, Debug)]
+    enum Fault {
+        None,
+        /// As stock XDMA's asynchronous calls: the device address is the offset in the memory.
+        AddressZero,
+        ReadsFromZero,
+        /// As stock QDMA's: the number of pieces of memory.
+        CountsRequests,
+        CountsRequestsOfReads,
+        CountsShort,
+        CountsLong,
+        /// An error that becomes 0.
+        ErrorAsZero,
+        /// Only the first block is done, and all is reported.
+        FirstLengthOnly,
+        Fails,
+        Stuck,
+        /// A write is done, but only after the time is over.
+        Late,
+        /// A write is never known to be done.
+        Never,
+        /// Writes do nothing.
+        Deaf,
+        /// All addresses are the first block.
+        Wraps,
+    }
+
+    /// A device, and a write that it has still to do.
+    struct Driver(Fault, Rc<RefCell<Vec<u8>>>, Option<Request>);
+
+    impl Moves for Driver {
+        fn all(&mut self, requests: Vec<Request>) -> Result<Vec<(Request, i32)>, String> {
+            let mut memory = self.1.borrow_mut();
+            let mut ended = Vec::new();
+            for mut request in requests {
+                let (len, write) = (request.part.len(), request.ask.is_write());
+                let first = request.index * len;
+                let (mut at, mut n, mut result) = (request.at as usize, len, len as i32);
+                match self.0 {
+                    Fault::None => {}
+                    Fault::AddressZero => at = first,
+                    Fault::ReadsFromZero if !write => at = first,
+                    Fault::CountsRequests => result = 1,
+                    Fault::CountsRequestsOfReads if !write => result = 1,
+                    Fault::CountsShort => result -= 8,
+                    Fault::CountsLong => result += 8,
+                    Fault::ErrorAsZero => (n, result) = (0, 0),
+                    Fault::FirstLengthOnly => n = n.min(BLOCK),
+                    Fault::Fails => result = -5,
+                    Fault::Stuck => return Err("no answer within 5s".into()),
+                    Fault::Late | Fault::Never => {
+                        self.2 = Some(request);
+                        return Err("no answer within 5s".into());
+                    }
+                    Fault::Deaf if write => n = 0,
+                    Fault::Wraps => at %= BLOCK,
+                    _ => {}
+                }
+                if write {
+                    let mut bytes = vec![0; n];
+                    request.part.read(0, &mut bytes).unwrap();
+                    memory[at..at + n].copy_from_slice(&bytes);
+                } else {
+                    request.part.write(0, &memory[at..at + n]).unwrap();
+                }
+                ended.push((request, result));
+            }
+            ended.reverse(); // in whatever order
+            Ok(ended)
+        }
+
+        fn settle(&mut self) -> bool {
+            if let Some(late) = self.2.take() {
+                let at = late.at as usize;
+                late.part.read(0, &mut self.1.borrow_mut()[at..at + late.part.len()]).unwrap();
+            }
+            self.0 != Fault::Never
+        }
+    }
+
+    fn probe_of(fault: Fault, safe: Fault) -> (Result<Count, Unfit>, bool) {
+        let before: Vec<u8> = (0..1 << 20).map(|i: u32| (i ^ i >> 9) as u8).collect();
+        let memory = Rc::new(RefCell::new(before.clone()));
+        let file = Arc::new(File::open("/dev/null").unwrap());
+        let target = Target { h2c: &file, c2h: &file, at: 0x8000 };
+        let driver = |fault| Driver(fault, memory.clone(), None);
+        let found = probe(&target, &mut driver(safe), &mut driver(fault));
+        let same = *memory.borrow() == before;
+        (found, same)
+    }
+
+    #[test]
+    fn each_documented_fault_is_found_and_the_memory_put_back() {
+        let cases = [
+            (Fault::None, Ok(Count::Bytes)),
+            (Fault::CountsRequests, Ok(Count::Requests)),
+            (Fault::AddressZero, Err("a write to 0x8000 went to address 0")),
+            (Fault::ReadsFromZero, Err("but those at address 0")),
+            (Fault::CountsRequestsOfReads, Err("once with its length and once with 1")),
+            (Fault::CountsShort, Err("was answered with 16376")),
+            (Fault::CountsLong, Err("was answered with 16392")),
+            (Fault::ErrorAsZero, Err("was answered with 0")),
+            (Fault::FirstLengthOnly, Err("did not arrive")),
+            (Fault::Fails, Err("Input/output error")),
+            (Fault::Stuck, Err("no answer within 5s")),
+            (Fault::Late, Err("no answer within 5s")),
+            (Fault::Deaf, Err("did not arrive")),
+            (Fault::Wraps, Err("went to address 0")),
+        ];
+        for (fault, expected) in cases {
+            let (found, same) = probe_of(fault, Fault::None);
+            match expected {
+                Ok(count) => assert_eq!(found, Ok(count), "{fault:?}"),
+                Err(why) => {
+                    let Err(Unfit { why: said, hangs: false }) = &found else { panic!("{fault:?}: {found:?}") };
+                    assert!(said.contains(why), "{fault:?}: {found:?}");
+                }
+            }
+            assert!(same, "{fault:?}: what was there is there again");
+        }
+    }
+
+    #[test]
+    fn what_never_ends_is_not_raced() {
+        let (found, _) = probe_of(Fault::Never, Fault::None);
+        let Err(Unfit { why, hangs: true }) = found else { panic!("{found:?}") };
+        assert!(why.contains("no answer within 5s; the request still is with the kernel"), "{why}");
+    }
+
+    #[test]
+    fn a_device_whose_plain_calls_do_not_work_is_no_device() {
+        for fault in [Fault::CountsShort, Fault::ErrorAsZero, Fault::Fails, Fault::Stuck, Fault::CountsRequests] {
+            let (found, same) = probe_of(fault, fault);
+            assert!(found.is_err() && same, "{fault:?}: {found:?}");
+        }
+        let (found, _) = probe_of(Fault::Wraps, Fault::Wraps);
+        assert!(found.as_ref().unwrap_err().why.contains("went to address 0"), "{found:?}");
+        let (found, _) = probe_of(Fault::Deaf, Fault::Deaf);
+        assert!(found.as_ref().unwrap_err().why.contains("did not arrive"), "{found:?}");
+    }
+}

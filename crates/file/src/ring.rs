@@ -1,0 +1,484 @@
+//! What is asked of the kernel: to fill or write out memory, by a ring or by `pread` and `pwrite`; to say what it has cached. The only
+//! file here that says `unsafe`.
+//!
+//! Invariant of [`Ring`]: from the moment that the kernel may know of a request until its completion was seen, the [`Request`]
+//! lies in `slots` under the number that the kernel will name, and with it the [`BufferSlice`] that keeps the memory mapped. Begins
+//! in [`Ring::push`]; ended only by [`Ring::reap`] (the completion was seen), [`Ring::take_back`] (the kernel never saw
+//! the request) or [`Ring::quarantine`] (the memory is never freed).
+
+use std::collections::VecDeque;
+use std::fs::File;
+use std::io;
+use std::ops::Range;
+use std::os::fd::AsRawFd;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::{Duration, Instant};
+
+use dmalane_dma::{BufferSlice, VolatileSlice};
+use io_uring::types::{CancelBuilder, Fd, SubmitArgs, Timespec};
+use io_uring::{IoUring, opcode};
+use rustix::io::Errno;
+
+/// How long a ring that is dropped waits for the kernel before it gives its memory up for lost.
+const PATIENCE: Duration = Duration::from_secs(10);
+
+/// Memory that the kernel may still touch. Statics are never dropped.
+static QUARANTINE: Mutex<Vec<BufferSlice>> = Mutex::new(Vec::new());
+/// Bytes of memory that threads hold which are stuck in a call.
+static STUCK: AtomicU64 = AtomicU64::new(0);
+
+/// Bytes of memory that this process will never free, because the kernel was not done with them within some seconds of their
+/// channel being dropped: a sign of a hanging disk, device or network file system.
+pub fn quarantined_bytes() -> u64 {
+    let parts = QUARANTINE.lock().unwrap_or_else(PoisonError::into_inner);
+    parts.iter().map(|part| part.len() as u64).sum::<u64>() + STUCK.load(Ordering::Relaxed)
+}
+
+/// Counts memory that a thread holds which is stuck in a call.
+pub(crate) fn stuck(bytes: u64) {
+    STUCK.fetch_add(bytes, Ordering::Relaxed);
+}
+
+/// Keeps memory for ever that was counted as [`stuck`] until now: the call came back, but nobody knows what the device still does.
+pub(crate) fn keep(part: BufferSlice) {
+    STUCK.fetch_sub(part.len() as u64, Ordering::Relaxed);
+    QUARANTINE.lock().unwrap_or_else(PoisonError::into_inner).push(part);
+}
+
+/// What a request asks for.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(crate) enum Ask {
+    /// Fill the memory.
+    Read,
+    /// Write it out.
+    Write,
+    /// Fill memory that [`Ring::fix`] has put under this number.
+    ReadFixed(u16),
+    /// Write such memory out.
+    WriteFixed(u16),
+}
+
+impl Ask {
+    /// True when memory is written out.
+    pub fn is_write(self) -> bool {
+        matches!(self, Self::Write | Self::WriteFixed(_))
+    }
+}
+
+/// The requests of a [`FileChannel`](crate::FileChannel), which only reads.
+pub(crate) type Read = Request;
+
+/// One kernel read or write: `part` is to be filled or written out from `at` on, and its first `done` bytes are.
+pub(crate) struct Request {
+    /// Which of both.
+    pub ask: Ask,
+    /// Which operation it is a piece of.
+    pub op: u64,
+    /// Which piece.
+    pub index: usize,
+    /// Whether `file` is the descriptor for direct I/O.
+    pub direct: bool,
+    pub file: Arc<File>,
+    pub part: BufferSlice,
+    pub at: u64,
+    pub done: usize,
+}
+
+impl Request {
+    /// The memory that is still to be moved.
+    pub fn rest(&self) -> VolatileSlice<'_> {
+        self.part.len().checked_sub(self.done).and_then(|n| self.part.view().sub(self.done, n)).expect("done <= len")
+    }
+
+    /// The file offset of the first byte that is still to be moved.
+    pub fn next(&self) -> u64 {
+        self.at + self.done as u64
+    }
+}
+
+/// Reads with `pread`, once. The result is as in a completion: bytes, or a negative error number.
+pub(crate) fn pread(read: &mut Read) -> i32 {
+    pread_into(&read.file, read.rest(), read.next())
+}
+
+/// Reads into a view with `pread`, once. The result is as in a completion.
+pub(crate) fn pread_into(file: &File, into: VolatileSlice<'_>, at: u64) -> i32 {
+    let len = into.len().min(i32::MAX as usize);
+    let Ok(at) = i64::try_from(at) else { return -libc::EINVAL };
+    // SAFETY: a view is that many writable bytes, mapped for as long as it lives, and made for being changed by others; the
+    // kernel is done with them when it returns.
+    let n = unsafe { libc::pread64(file.as_raw_fd(), into.as_ptr().cast(), len, at) };
+    match i32::try_from(n) {
+        Ok(n) if n >= 0 => n,
+        _ => -io::Error::last_os_error().raw_os_error().unwrap_or(libc::EIO),
+    }
+}
+
+/// Writes a view with `pwrite`, once. The result is as in a completion.
+pub(crate) fn pwrite_from(file: &File, from: VolatileSlice<'_>, at: u64) -> i32 {
+    let len = from.len().min(i32::MAX as usize);
+    let Ok(at) = i64::try_from(at) else { return -libc::EINVAL };
+    // SAFETY: a view is that many readable bytes, mapped for as long as it lives, and made for being changed by others; the
+    // kernel is done with them when it returns.
+    let n = unsafe { libc::pwrite64(file.as_raw_fd(), from.as_ptr().cast(), len, at) };
+    match i32::try_from(n) {
+        Ok(n) if n >= 0 => n,
+        _ => -io::Error::last_os_error().raw_os_error().unwrap_or(libc::EIO),
+    }
+}
+
+/// Pages of a file in the page cache, as `cachestat` counts them (linux/mman.h).
+#[repr(C)]
+#[derive(Default)]
+pub(crate) struct Cached {
+    pub pages: u64,
+    pub dirty: u64,
+    pub writeback: u64,
+    pub evicted: u64,
+    pub recently_evicted: u64,
+}
+
+/// Counts what of a range of a file is cached. Linux 6.5 or later.
+pub(crate) fn cachestat(file: &File, offset: u64, len: u64) -> io::Result<Cached> {
+    // The same on every architecture; libc has no name for it everywhere.
+    const CACHESTAT: libc::c_long = 451;
+    let range = [offset, len];
+    let mut cached = Cached::default();
+    // SAFETY: the kernel reads the two words of the range and writes the five of the result; both live through the call.
+    let done = unsafe { libc::syscall(CACHESTAT, file.as_raw_fd(), range.as_ptr(), &raw mut cached, 0) };
+    if done == 0 { Ok(cached) } else { Err(io::Error::last_os_error()) }
+}
+
+fn page_size() -> u64 {
+    // SAFETY: asks for a number, by a name that every kernel knows.
+    u64::try_from(unsafe { libc::sysconf(libc::_SC_PAGESIZE) }).ok().filter(|n| n.is_power_of_two()).unwrap_or(4096)
+}
+
+/// Bytes of a file that are mapped at a time for [`mincore`].
+const WINDOW: u64 = 256 << 20;
+
+/// Counts the pages of a range of a file that are cached, `offset` being a whole page: for kernels without `cachestat`. Looks at every page,
+/// and says that all are cached to whoever may not write the file and does not own it.
+pub(crate) fn mincore(file: &File, offset: u64, len: u64) -> io::Result<u64> {
+    let page = page_size();
+    let (mut at, mut left, mut pages) = (offset, len, 0);
+    let mut seen = vec![0u8; WINDOW.min(len).div_ceil(page) as usize];
+    while left > 0 {
+        let len = left.min(WINDOW) as usize;
+        let offset = libc::off64_t::try_from(at).map_err(|_| io::ErrorKind::InvalidInput)?;
+        // SAFETY: no address is asked for, so no existing mapping is replaced; nothing is ever read through this one.
+        let map = unsafe {
+            libc::mmap64(std::ptr::null_mut(), len, libc::PROT_NONE, libc::MAP_SHARED, file.as_raw_fd(), offset)
+        };
+        if map == libc::MAP_FAILED {
+            return Err(io::Error::last_os_error());
+        }
+        // SAFETY: the range is the mapping that was just made, and `seen` has a byte for each of its pages: it was made for a window, and
+        // `len` is no more than that.
+        let asked = unsafe { libc::mincore(map, len, seen.as_mut_ptr()) };
+        let error = io::Error::last_os_error();
+        // SAFETY: the range is the mapping that was just made, and nothing refers to it.
+        unsafe { libc::munmap(map, len) };
+        if asked != 0 {
+            return Err(error);
+        }
+        pages += seen[..(len as u64).div_ceil(page) as usize].iter().filter(|flags| **flags & 1 != 0).count() as u64;
+        (at, left) = (at + len as u64, left - len as u64);
+    }
+    Ok(pages * (page / 4096))
+}
+
+/// What stands behind a refusal to make a ring, as far as it can be told.
+fn why_refused(error: &io::Error) -> &'static str {
+    match error.raw_os_error() {
+        Some(libc::EPERM) => {
+            match std::fs::read_to_string("/proc/sys/kernel/io_uring_disabled").as_deref().map(str::trim) {
+                Ok("2") => "; kernel.io_uring_disabled = 2 forbids it",
+                Ok("1") => "; kernel.io_uring_disabled = 1 forbids it to this user, or a seccomp profile does",
+                _ => "; a seccomp profile forbids it",
+            }
+        }
+        Some(libc::ENOSYS) => "; this kernel has none, or a seccomp profile hides it",
+        Some(libc::ENOMEM) => "; see ulimit -l",
+        _ => "",
+    }
+}
+
+/// An io_uring with the requests that it was given.
+pub(crate) struct Ring {
+    uring: IoUring,
+    slots: Vec<Option<Request>>,
+    free: Vec<usize>,
+    /// Slots that the kernel has not been told about yet, in the order of the submission queue.
+    pushed: VecDeque<usize>,
+    /// The kernel refused to be entered: it is not to be told about anything any more.
+    dead: bool,
+    #[cfg(test)]
+    pub fail_enter: bool,
+}
+
+impl Ring {
+    /// A ring for `depth` reads at once.
+    pub fn new(depth: usize) -> Result<Self, String> {
+        let uring = IoUring::new(depth as u32).map_err(|e| format!("io_uring refused: {e}{}", why_refused(&e)))?;
+        // Waiting with a timeout, and completions that are never lost.
+        if !uring.params().is_feature_ext_arg() || !uring.params().is_feature_nodrop() {
+            return Err("io_uring of a kernel before 5.11 cannot wait with a timeout".into());
+        }
+        Ok(Self {
+            uring,
+            slots: (0..depth).map(|_| None).collect(),
+            free: (0..depth).rev().collect(),
+            pushed: VecDeque::with_capacity(depth),
+            dead: false,
+            #[cfg(test)]
+            fail_enter: false,
+        })
+    }
+
+    /// A ring that also has `count` places for memory that the kernel keeps pinned.
+    pub fn with_fixed(depth: usize, count: u16) -> Result<Self, String> {
+        let this = Self::new(depth)?;
+        let made = this.uring.submitter().register_buffers_sparse(count.into());
+        made.map_err(|e| format!("io_uring has no fixed buffers: {e}"))?;
+        Ok(this)
+    }
+
+    /// Pins memory under a number, in place of what was there: `range` of the memory that `part` is a part of. Requests that were
+    /// pushed before keep what they use.
+    ///
+    /// # Errors
+    /// The kernel's: no such number, no such memory, more than may be locked (RLIMIT_MEMLOCK) or than 1 GiB.
+    pub fn fix(&self, number: u16, part: &BufferSlice, range: Range<usize>) -> io::Result<()> {
+        if range.start > range.end || range.end > part.share().len() {
+            return Err(io::ErrorKind::InvalidInput.into());
+        }
+        let view = part.view();
+        // The memory begins this far before the part.
+        let base = view.as_ptr().wrapping_sub(part.offset()).wrapping_add(range.start);
+        let iovec = libc::iovec { iov_base: base.cast(), iov_len: range.len() };
+        // SAFETY: the kernel looks the pages of the range up and takes a reference to each, which keeps them from being freed
+        // whatever becomes of the mapping; the range lies in the part's memory (checked above), which `part` keeps mapped meanwhile.
+        unsafe { self.uring.submitter().register_buffers_update(number.into(), &[iovec], None) }
+    }
+
+    /// Gives a number's memory up, once no request uses it any more.
+    pub fn unfix(&self, number: u16) -> io::Result<()> {
+        let none = libc::iovec { iov_base: std::ptr::null_mut(), iov_len: 0 };
+        // SAFETY: an empty range names no memory.
+        unsafe { self.uring.submitter().register_buffers_update(number.into(), &[none], None) }
+    }
+
+    /// Asks the kernel to give up what it has not begun, without waiting.
+    pub fn cancel_all(&self) {
+        // Unknown before Linux 6.0; then the requests run to their end.
+        let _ = self.uring.submitter().register_sync_cancel(Some(Timespec::new()), CancelBuilder::any().all());
+    }
+
+    /// Requests in the ring.
+    pub fn busy(&self) -> usize {
+        self.slots.len() - self.free.len()
+    }
+
+    /// True when no further request fits.
+    pub fn is_full(&self) -> bool {
+        self.free.is_empty()
+    }
+
+    /// True once the kernel has refused to be entered.
+    pub fn is_dead(&self) -> bool {
+        self.dead
+    }
+
+    /// Takes a request; gives it back when the ring is full. [`Ring::enter`] tells the kernel.
+    pub fn push(&mut self, request: Request) -> Result<(), Request> {
+        let Some(slot) = self.free.pop() else { return Err(request) };
+        let rest = request.rest();
+        let (fd, ptr, at) = (Fd(request.file.as_raw_fd()), rest.as_ptr(), request.next());
+        let len = u32::try_from(rest.len()).unwrap_or(1 << 30);
+        let entry = match request.ask {
+            Ask::Read => opcode::Read::new(fd, ptr, len).offset(at).build(),
+            Ask::Write => opcode::Write::new(fd, ptr, len).offset(at).build(),
+            Ask::ReadFixed(number) => opcode::ReadFixed::new(fd, ptr, len, number).offset(at).build(),
+            Ask::WriteFixed(number) => opcode::WriteFixed::new(fd, ptr, len, number).offset(at).build(),
+        };
+        self.slots[slot] = Some(request);
+        self.pushed.push_back(slot);
+        // SAFETY: the entry names `len` bytes, checked by `VolatileSlice::sub` in `Request::rest`, and a descriptor; both belong to the
+        // request that was just put into its slot, where it stays until the kernel is done (invariant above). Of fixed memory the
+        // kernel checks that the bytes lie in what has the number, and uses the pages that it keeps.
+        let pushed = unsafe { self.uring.submission().push(&entry.user_data(slot as u64)) };
+        pushed.expect("the submission queue has an entry for every slot");
+        Ok(())
+    }
+
+    /// Tells the kernel about every request that was pushed, and then waits for a completion if told how long. May return
+    /// early.
+    ///
+    /// # Errors
+    /// When the kernel refuses to be entered. The ring is dead from then on: [`Ring::take_back`] what it was not told.
+    pub fn enter(&mut self, wait: Option<Duration>) -> io::Result<()> {
+        if self.dead {
+            // Requests that the kernel does know of still complete, without being asked.
+            std::thread::sleep(wait.unwrap_or_default().min(Duration::from_millis(1)));
+            return Ok(());
+        }
+        let entered = match wait {
+            #[cfg(test)]
+            _ if self.fail_enter => Err(io::Error::from_raw_os_error(libc::ENXIO)),
+            None if self.pushed.is_empty() && !self.uring.submission().cq_overflow() => return Ok(()),
+            None => self.uring.submit(),
+            Some(timeout) => {
+                // The kernel's clock would overflow; waiting may end early anyway.
+                let timeout = Timespec::from(timeout.min(Duration::from_secs(3600)));
+                self.uring.submitter().submit_with_args(1, &SubmitArgs::new().timespec(&timeout))
+            }
+        };
+        // What is left in the queue says how far the kernel came, whatever it returned.
+        let left = self.uring.submission().len();
+        self.pushed.drain(..self.pushed.len().saturating_sub(left));
+        match entered.map_err(|e| Errno::from_io_error(&e).ok_or(e)) {
+            Ok(_) | Err(Ok(Errno::INTR | Errno::TIME)) => Ok(()),
+            Err(Ok(Errno::AGAIN | Errno::BUSY)) => {
+                // The kernel is short of memory for requests: let it breathe.
+                std::thread::sleep(wait.unwrap_or_default().min(Duration::from_millis(1)));
+                Ok(())
+            }
+            Err(e) => {
+                self.dead = true;
+                Err(e.map_or_else(|e| e, io::Error::from))
+            }
+        }
+    }
+
+    /// The next request that completed, with its result: bytes, or a negative error number.
+    pub fn reap(&mut self) -> Option<(Request, i32)> {
+        loop {
+            let entry = self.uring.completion().next()?;
+            let slot = entry.user_data() as usize;
+            if let Some(read) = self.slots.get_mut(slot).and_then(Option::take) {
+                self.free.push(slot);
+                return Some((read, entry.result()));
+            }
+        }
+    }
+
+    /// A request that a dead ring was given and that the kernel was never told about. It lies in the submission queue still,
+    /// but nothing enters a dead ring again.
+    pub fn take_back(&mut self) -> Option<Request> {
+        if !self.dead {
+            return None;
+        }
+        let slot = self.pushed.pop_front()?;
+        self.free.push(slot);
+        self.slots[slot].take()
+    }
+
+    /// Asks the kernel to give up what it has not begun, and waits until it is done with all reads or time is up.
+    fn settle(&mut self, patience: Duration) {
+        let deadline = Instant::now() + patience;
+        let _ = self.enter(None);
+        if self.busy() > 0 {
+            // Unknown before Linux 6.0; then the requests run to their end.
+            let _ = self.uring.submitter().register_sync_cancel(Some(patience.into()), CancelBuilder::any().all());
+        }
+        while self.take_back().is_some() || self.reap().is_some() {}
+        while self.busy() > 0 && Instant::now() < deadline {
+            let _ = self.enter(Some(deadline.saturating_duration_since(Instant::now())));
+            while self.take_back().is_some() || self.reap().is_some() {}
+        }
+    }
+
+    /// Keeps the memory of requests that the kernel has not finished, for ever.
+    fn quarantine(&mut self) {
+        let parts = self.slots.iter_mut().filter_map(Option::take).map(|read| read.part);
+        QUARANTINE.lock().unwrap_or_else(PoisonError::into_inner).extend(parts);
+    }
+}
+
+impl Drop for Ring {
+    fn drop(&mut self) {
+        self.settle(PATIENCE);
+        self.quarantine();
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use dmalane_dma::{AnonHeap, Heap, HeapStats};
+
+    use super::*;
+
+    const LEN: usize = 8192;
+
+    /// A ring with one read of a pipe that nobody writes to, which does not end by itself.
+    fn stuck(heap: &AnonHeap) -> Option<(Ring, File)> {
+        let (from, to) = rustix::pipe::pipe().unwrap();
+        let part = heap.allocate(LEN).unwrap().share().into_part();
+        let mut ring = Ring::new(4).inspect_err(|reason| eprintln!("skipped: {reason}")).ok()?;
+        let file = Arc::new(from.into());
+        let read = Request { ask: Ask::Read, op: 0, index: 0, direct: false, file, part, at: 0, done: 0 };
+        assert!(ring.push(read).is_ok());
+        ring.enter(None).unwrap();
+        ring.enter(Some(Duration::from_millis(5))).unwrap();
+        assert!(ring.reap().is_none());
+        Some((ring, to.into()))
+    }
+
+    #[test]
+    fn a_dropped_ring_cancels_what_waits() {
+        let heap = AnonHeap::new();
+        let Some((ring, _open)) = stuck(&heap) else { return };
+        let begin = Instant::now();
+        drop(ring);
+        assert!(begin.elapsed() < PATIENCE / 2, "took {:?}", begin.elapsed());
+        assert_eq!(heap.stats(), HeapStats { live: 0, peak: LEN, buffers: 1 });
+    }
+
+    #[test]
+    fn memory_that_the_kernel_keeps_is_not_freed() {
+        let heap = AnonHeap::new();
+        let Some((mut ring, open)) = stuck(&heap) else { return };
+        let before = quarantined_bytes();
+        ring.quarantine();
+        assert_eq!((quarantined_bytes() - before, heap.stats().live), (LEN as u64, LEN));
+        std::io::Write::write_all(&mut &open, b"late").unwrap();
+        ring.enter(Some(Duration::from_secs(5))).unwrap();
+        assert!(ring.reap().is_none(), "nobody waits for it any more");
+        // The read did end, but the ring counts it as busy and would wait for it.
+        ring.free.push(0);
+    }
+
+    #[test]
+    fn a_dead_ring_gives_back_what_the_kernel_never_saw() {
+        let heap = AnonHeap::new();
+        let Some((mut ring, open)) = stuck(&heap) else { return };
+        let file = Arc::new(open.try_clone().unwrap());
+        for index in 1..4 {
+            let part = heap.allocate(LEN).unwrap().share().into_part();
+            let file = file.clone();
+            let read = Request { ask: Ask::Read, op: 0, index, direct: false, file, part, at: 0, done: 0 };
+            assert!(ring.push(read).is_ok());
+        }
+        let part = heap.allocate(LEN).unwrap().share().into_part();
+        let read = Request { ask: Ask::Read, op: 0, index: 4, direct: false, file, part, at: 0, done: 0 };
+        assert!(ring.push(read).is_err(), "full");
+        assert!(ring.take_back().is_none(), "not while it lives");
+        ring.fail_enter = true;
+        assert!(ring.enter(None).is_err());
+        let back: Vec<_> = std::iter::from_fn(|| ring.take_back()).map(|read| read.index).collect();
+        assert_eq!((back, ring.busy()), (vec![1, 2, 3], 1));
+        // The kernel still completes the one that it knows of.
+        std::io::Write::write_all(&mut &open, b"late").unwrap();
+        let deadline = Instant::now() + Duration::from_secs(5);
+        let (read, result) = loop {
+            ring.enter(Some(Duration::from_millis(1))).unwrap();
+            if let Some(ended) = ring.reap() {
+                break ended;
+            }
+            assert!(Instant::now() < deadline);
+        };
+        assert_eq!((read.index, result), (0, 4));
+    }
+}
