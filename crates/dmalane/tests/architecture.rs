@@ -50,12 +50,13 @@ const CRATES: &[Crate] = &[
     Crate::std("link", &["addr", "dma", "queue"]),
     Crate::std("file", &["addr", "dma", "queue"]),
     Crate::std("card", &["addr", "iopt", "dma", "queue"]),
-    Crate::std("vfio", &["addr", "dma", "queue"]),
+    Crate::std("vfio", &["addr", "dma"]).tests_use(&["queue"]),
+    Crate::std("vfio-user", &["addr", "dma"]),
     Crate::std("daemon", &["addr", "iopt", "dma", "queue", "card"]),
     Crate::std("load", &["addr", "iopt", "vm", "dma", "queue"]),
     Crate::std(
         "dmalane",
-        &["addr", "iopt", "vm", "trace", "dma", "queue", "link", "file", "card", "vfio", "daemon", "load"],
+        &["addr", "iopt", "vm", "trace", "dma", "queue", "link", "file", "card", "vfio", "vfio-user", "daemon", "load"],
     ),
     Crate::std("capi", &["addr", "iopt", "vm", "dmalane"]),
     Crate::std("cli", &["dmalane"]),
@@ -69,7 +70,7 @@ const UNSAFE_FILES: &[&str] = &[
     "crates/dma/src/sys.rs",
     "crates/dma/src/volatile.rs",
     "crates/file/src/ring.rs",
-    "crates/vfio/src/kernel/sys.rs",
+    "crates/vfio/src/sys.rs",
     "crates/vm/tests/allocations.rs",
 ];
 
