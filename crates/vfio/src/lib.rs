@@ -21,7 +21,6 @@
 //! println!("the device sees the buffer at {}", mapping.span());
 //! # Ok::<(), Box<dyn std::error::Error>>(())
 //! ```
-#![deny(unsafe_code)] // allowed in sys.rs only
 
 mod backend;
 mod bar;
@@ -33,7 +32,6 @@ mod error;
 mod faults;
 mod iommufd;
 mod pages;
-#[allow(unsafe_code)]
 mod sys;
 mod sysfs;
 
