@@ -1,7 +1,7 @@
 //! The driver of QEMU's `edu` device, a PCI device for teaching with a small DMA engine (docs/specs/edu.rst of QEMU).
 //!
 //! It copies between memory and a buffer of 4 KiB of its own, one copy at a time, each of which takes 100 ms, and raises an interrupt.
-//! It knows nothing of the port that it is driven through: any [`HostBus`] does.
+//! It knows nothing of the port that it is driven through: any [`Mmio`] does.
 
 use std::collections::VecDeque;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -9,7 +9,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
 use dmalane_addr::{Access, Address, CardAddr, Iova, PageSize};
-use dmalane_dma::{self as mem, DmaFault, FaultReason, HostBus};
+use dmalane_dma::{self as mem, DmaFault, FaultReason, Mmio};
 use dmalane_queue::{
     Channel, Completion, DeviceAddr, DeviceFar, Direction, Limits, OpError, Refusal, Refused, Ticket, Transfer,
 };
@@ -53,7 +53,7 @@ const NAP: Duration = Duration::from_millis(20);
 static QUARANTINE: Mutex<Vec<Transfer<DeviceFar>>> = Mutex::new(Vec::new());
 
 /// An `edu` device on a bus.
-pub struct Edu<B: HostBus> {
+pub struct Edu<B: Mmio> {
     bus: Arc<B>,
     /// It is at work for somebody.
     busy: Arc<AtomicBool>,
@@ -75,7 +75,7 @@ impl Edu<VfioBus> {
     }
 }
 
-impl<B: HostBus> Edu<B> {
+impl<B: Mmio> Edu<B> {
     /// Takes the device of a bus.
     ///
     /// # Errors
@@ -152,7 +152,7 @@ fn lost(error: mem::Error) -> OpError {
     OpError::Stopped(error.to_string())
 }
 
-fn start<B: HostBus + ?Sized>(
+fn start<B: Mmio + ?Sized>(
     bus: &B,
     direction: Direction,
     host: Iova,
@@ -174,12 +174,12 @@ fn start<B: HostBus + ?Sized>(
     Ok(())
 }
 
-fn is_running<B: HostBus + ?Sized>(bus: &B) -> Result<bool, mem::Error> {
+fn is_running<B: Mmio + ?Sized>(bus: &B) -> Result<bool, mem::Error> {
     Ok(u64::from(bus.read32(0, regs::DMA_COMMAND)?) & regs::RUN != 0)
 }
 
 /// Takes note of the interrupt: until then the device raises no further one.
-fn acknowledge<B: HostBus + ?Sized>(bus: &B) -> Result<(), mem::Error> {
+fn acknowledge<B: Mmio + ?Sized>(bus: &B) -> Result<(), mem::Error> {
     let raised = bus.read32(0, regs::INTERRUPTS)?;
     bus.write32(0, regs::ACKNOWLEDGE, raised)
 }
@@ -188,7 +188,7 @@ fn acknowledge<B: HostBus + ?Sized>(bus: &B) -> Result<(), mem::Error> {
 ///
 /// The far end is an address of the device's memory, 0 to 4094; one by which the device's MMU would go ends in an error, since there
 /// is none. A device that does not end an operation within 2 s is given up, with the memory of that operation.
-pub struct EduChannel<B: HostBus> {
+pub struct EduChannel<B: Mmio> {
     bus: Arc<B>,
     busy: Arc<AtomicBool>,
     faults: Option<(FaultLog, Bdf)>,
@@ -199,7 +199,7 @@ pub struct EduChannel<B: HostBus> {
     stopped: Option<String>,
 }
 
-impl<B: HostBus> EduChannel<B> {
+impl<B: Mmio> EduChannel<B> {
     /// Reports what the IOMMU stopped as the operation's fault. Without, nobody learns of it but the kernel's log: the device does not
     /// say.
     #[must_use]
@@ -296,7 +296,7 @@ impl<B: HostBus> EduChannel<B> {
     }
 }
 
-impl<B: HostBus> Channel for EduChannel<B> {
+impl<B: Mmio> Channel for EduChannel<B> {
     type Far = DeviceFar;
 
     fn limits(&self) -> Limits {
@@ -342,7 +342,7 @@ impl<B: HostBus> Channel for EduChannel<B> {
     }
 }
 
-impl<B: HostBus> Drop for EduChannel<B> {
+impl<B: Mmio> Drop for EduChannel<B> {
     /// Waits for what the device is doing; what it has not begun with is let go of.
     fn drop(&mut self) {
         self.waiting.clear();

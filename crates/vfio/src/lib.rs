@@ -1,10 +1,11 @@
 //! PCI devices that the kernel hands to user space.
 //!
 //! [`Container::open`] takes a device that is bound to `vfio-pci`; [`Device`] has its regions, interrupts and reset; [`VfioBus`] is the
-//! driver's side of it as the port [`dmalane_dma::HostBus`], so that a driver that was written for the software card runs on it.
-//! The kernel is asked by iommufd and the device's own file where it has them, else by container and group ([`Backend`], [`standings`]).
-//! Memory is mapped through the kernel's IOMMU driver, at IOVAs that the IOMMU has. [`BarMap`] is a BAR mapped at an address aligned
-//! to the largest pages that the kernel can map it with. [`Edu`] drives the `edu` device of QEMU.
+//! driver's side of it as the port [`dmalane_dma::Mmio`], so that a driver that was written for the software card
+//! runs on it. The kernel is asked by iommufd and the device's own file where it has them, else by container and
+//! group ([`Backend`], [`standings`]). Memory is mapped through the kernel's IOMMU driver, at IOVAs that the IOMMU
+//! has. [`BarMap`] is a BAR mapped at an address aligned to the largest pages that the kernel can map it with.
+//! [`Edu`] drives the `edu` device of QEMU.
 //!
 //! ```no_run
 //! use dmalane_addr::Access;

@@ -9,7 +9,6 @@ use dmalane_file::{FileDeviceOptions, FileDevicePaths};
 use dmalane_queue::{Channel, Completion, DeviceFar, Direction, Limits, Refused, Ticket, Transfer};
 
 use super::*;
-use crate::CardUse;
 
 const MIB: u64 = 1 << 20;
 
@@ -440,12 +439,7 @@ fn a_card_on_any_bus_can_be_measured() {
     let host: dmalane_dma::SoftHost = dmalane_dma::SoftHost::new(dmalane_dma::HostConfig::default()).unwrap();
     let card = CardConfig { ddr: 64 * MIB, hbm: 64 * MIB, ..CardConfig::default() };
     let bus: Arc<dmalane_card::SoftBus> = Arc::new(dmalane_card::SoftBus::new(host, card).unwrap());
-    // Channels may be balanced where they work at the same time.
-    for how in [CardUse::vfio(), CardUse::vfio_user()] {
-        assert!(Target::card("a card".to_owned(), bus.clone(), &how, None).unwrap().apart);
-    }
-    let target = Target::card("a card".to_owned(), bus, &CardUse::default(), Some(16)).unwrap();
-    assert!(!target.apart);
+    let target = Target::card("a card".to_owned(), bus, false, Some(16)).unwrap();
     assert_eq!((target.name.as_str(), target.notes[0].as_str()), ("a card", "2 channels, rings of 16"));
     let report = check(&target, &quick());
     assert!(report.figures.iter().any(|f| f.phase == Phase::Both));

@@ -6,7 +6,7 @@ use std::sync::OnceLock;
 use std::time::Duration;
 
 use dmalane_addr::Access;
-use dmalane_dma::{self as mem, BufferRef, HostBus, Mapping, Pinned};
+use dmalane_dma::{self as mem, BufferRef, Mapping, Mmio, Pinned, Registrar};
 use vfio_bindings::bindings::vfio as abi;
 
 use super::{BarMap, Device, Placement};
@@ -90,23 +90,23 @@ fn nowhere(bar: u8, offset: u64, bytes: usize) -> mem::Error {
     mem::Error::NoRegister { bar, offset, bytes: bytes as u64 }
 }
 
-impl HostBus for VfioBus {
+impl Registrar for VfioBus {
     /// Takes note of the buffer. The kernel pins what it maps.
-    fn pin(&self, share: &BufferRef) -> Result<Pinned, mem::Error> {
-        self.pin_range(share, 0..share.len())
+    fn pin(&self, buffer: &BufferRef) -> Result<Pinned, mem::Error> {
+        self.pin_range(buffer, 0..buffer.len())
     }
 
     fn map(&self, pinned: Pinned, access: Access) -> Result<Mapping, mem::Error> {
         self.map_list(vec![pinned], access)
     }
 
-    fn pin_range(&self, share: &BufferRef, range: Range<usize>) -> Result<Pinned, mem::Error> {
-        let len = share.len();
+    fn pin_range(&self, buffer: &BufferRef, range: Range<usize>) -> Result<Pinned, mem::Error> {
+        let len = buffer.len();
         let page = self.device.container().page_sizes().smallest().map_or(4096, |page| page.bytes() as usize);
         if range.is_empty() || range.end > len || !(range.start | range.end).is_multiple_of(page) {
             return Err(mem::Error::BadRange { range, len });
         }
-        Ok(Pinned::of_range(share.clone(), range, None, self.device.container().0.clone()))
+        Ok(Pinned::of_range(buffer.clone(), range, None, self.device.container().0.clone()))
     }
 
     fn map_list(&self, pinned: Vec<Pinned>, access: Access) -> Result<Mapping, mem::Error> {
@@ -127,7 +127,9 @@ impl HostBus for VfioBus {
     fn owns(&self, mapping: &Mapping) -> bool {
         mapping.pinned().is_from(&self.device.container().0)
     }
+}
 
+impl Mmio for VfioBus {
     fn read32(&self, bar: u8, offset: u64) -> Result<u32, mem::Error> {
         if let Some((area, at)) = self.area(bar, offset, 4) {
             return area.load_u32(at).ok_or(nowhere(bar, offset, 4));
@@ -157,7 +159,7 @@ impl HostBus for VfioBus {
         self.device.write_region(bar.into(), offset, bytes).map_err(|_| nowhere())
     }
 
-    /// Of an eventfd that was lent by [`HostBus::event`], only looks whether it has counted: whoever has it reads it.
+    /// Of an eventfd that was lent by [`Mmio::event`], only looks whether it has counted: whoever has it reads it.
     fn wait(&self, timeout: Duration) -> bool {
         self.interrupts.wait(timeout)
     }

@@ -301,14 +301,14 @@ fn map_file(
 pub(crate) fn ioas_map_share(
     iommufd: BorrowedFd<'_>,
     ioas: u32,
-    share: &BufferRef,
+    buffer: &BufferRef,
     start: u64,
     span: Span<Iova>,
     access: Access,
 ) -> Option<io::Result<()>> {
     // SAFETY: the descriptor goes to one request of the kernel, which takes hold of pages and of no descriptor that anybody could use, and is
     // not kept. Devices write as far as the caller has admitted them, see above.
-    let file = unsafe { share.lend_file() }?;
+    let file = unsafe { buffer.lend_file() }?;
     Some(map_file(iommufd, ioas, file, start, span, access))
 }
 
@@ -639,10 +639,10 @@ mod tests {
         assert!(ioas_map(fd, 1, 0, span, Access::RW).is_err() && ioas_unmap(fd, 1, span).is_err());
         assert!(ioas_map_dma_buf(fd, 1, fd, 0, span, Access::RW).is_err());
         assert!(bind(fd, fd).is_err() && attach(fd, 1).is_err() && dma_buf(fd, 0, 0, 4096).is_err());
-        let share = |heap: &dyn dmalane_dma::Heap| heap.allocate(4096).unwrap().share().share();
-        let lent = ioas_map_share(fd, 1, &share(&dmalane_dma::MemfdHeap::new()), 0, span, Access::RW);
+        let memory = |heap: &dyn dmalane_dma::Heap| heap.allocate(4096).unwrap().share().reference();
+        let lent = ioas_map_share(fd, 1, &memory(&dmalane_dma::MemfdHeap::new()), 0, span, Access::RW);
         assert!(lent.unwrap().is_err());
-        let none = ioas_map_share(fd, 1, &share(&dmalane_dma::AnonHeap::new()), 0, span, Access::RW);
+        let none = ioas_map_share(fd, 1, &memory(&dmalane_dma::AnonHeap::new()), 0, span, Access::RW);
         assert!(none.is_none(), "behind no file");
     }
 

@@ -11,7 +11,9 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use dmalane_addr::{Access, Iova, Lease, PageSize, PhysAddr, RangeAllocator, RangeCache, SgTable, Span};
-use dmalane_dma::{self as mem, BufferRef, HostBus, Mapping, Pinned, SharedBuf, Undo, VolatileSlice};
+use dmalane_dma::{
+    self as mem, BufferRef, Heap, Mapping, MemfdHeap, Mmio, PageKind, Pinned, Registrar, SharedBuf, Undo, VolatileSlice,
+};
 use vfio_bindings::bindings::vfio as abi;
 
 use super::wire::{Body, Command, ERROR, Fields, MAX_DATA, Message, REPLY, receive, send};
@@ -177,7 +179,7 @@ impl Inner {
     }
 
     fn dma_map(&self, pinned: &Pinned, span: Span<Iova>, access: Access) -> Result<(), Error> {
-        let fd = pinned.share().export().ok_or(Error::NotLendable)?;
+        let fd = pinned.reference().export().ok_or(Error::NotLendable)?;
         let mut flags = 0;
         if access.contains(Access::READ) {
             flags |= abi::VFIO_DMA_MAP_FLAG_READ;
@@ -366,21 +368,21 @@ fn why(error: Error, nowhere: mem::Error) -> mem::Error {
     }
 }
 
-impl HostBus for UserBus {
-    fn pin(&self, share: &BufferRef) -> Result<Pinned, mem::Error> {
-        self.pin_range(share, 0..share.len())
+impl Registrar for UserBus {
+    fn pin(&self, buffer: &BufferRef) -> Result<Pinned, mem::Error> {
+        self.pin_range(buffer, 0..buffer.len())
     }
 
     fn map(&self, pinned: Pinned, access: Access) -> Result<Mapping, mem::Error> {
         self.map_list(vec![pinned], access)
     }
 
-    fn pin_range(&self, share: &BufferRef, range: Range<usize>) -> Result<Pinned, mem::Error> {
-        let len = share.len();
+    fn pin_range(&self, buffer: &BufferRef, range: Range<usize>) -> Result<Pinned, mem::Error> {
+        let len = buffer.len();
         if range.is_empty() || range.end > len || !(range.start | range.end).is_multiple_of(4096) {
             return Err(mem::Error::BadRange { range, len });
         }
-        Ok(Pinned::of_range(share.clone(), range, None, self.inner.clone()))
+        Ok(Pinned::of_range(buffer.clone(), range, None, self.inner.clone()))
     }
 
     fn map_list(&self, mut list: Vec<Pinned>, access: Access) -> Result<Mapping, mem::Error> {
@@ -420,6 +422,13 @@ impl HostBus for UserBus {
         mapping.pinned().is_from(&self.inner)
     }
 
+    /// Memfds without reserved huge pages: another process has to map them.
+    fn heap(&self, best: Option<PageKind>) -> Arc<dyn Heap> {
+        Arc::new(MemfdHeap::importable(best))
+    }
+}
+
+impl Mmio for UserBus {
     fn read32(&self, bar: u8, offset: u64) -> Result<u32, mem::Error> {
         let mut bytes = [0; 4];
         let aligned = offset.is_multiple_of(4) && bar < 6;
@@ -504,14 +513,13 @@ mod tests {
 
     #[test]
     fn a_device_that_answers_late_loses_what_was_mapped() {
-        use dmalane_dma::{Heap, MemfdHeap, PageKind};
         let (ours, theirs) = UnixStream::pair().unwrap();
         let memory = ClientMemory::new();
         let seen = memory.clone();
         let server = std::thread::spawn(move || serve(theirs, &mut Slow(2 * SHORT), &memory));
         let bus = UserBus::patient(ours, SHORT).unwrap();
         let buf = MemfdHeap::starting_at(PageKind::Base).allocate(4096).unwrap().share();
-        let mapping = bus.map(bus.pin(&buf.share()).unwrap(), Access::RW).unwrap();
+        let mapping = bus.map(bus.pin(&buf.reference()).unwrap(), Access::RW).unwrap();
         assert_eq!(seen.mappings(), 1);
         assert!(bus.read32(0, 0).is_err());
         // While the bus is still there.

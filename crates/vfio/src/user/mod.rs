@@ -2,7 +2,7 @@
 //!
 //! The messages are those of QEMU's specification (docs/interop/vfio-user.rst), version 0.1. [`serve`] is the device's side: a [`Model`] answers
 //! for registers, [`ClientMemory`] is what the client has mapped for it. [`UserBus`] is the client's side, and a
-//! [`HostBus`](dmalane_dma::HostBus): a driver cannot tell it from a device of the kernel's.
+//! [`Mmio`](dmalane_dma::Mmio): a driver cannot tell it from a device of the kernel's.
 //!
 //! The protocol is small and the other side may send anything, so the messages are read here: the crate `vfio_user` 0.1.7 panics on a bad
 //! version message, allocates as many bytes as a client says, and its client does not look whether a mapping was refused.
