@@ -42,7 +42,6 @@
 //! assert_eq!(daemon.join().unwrap()?.released, 1);
 //! # Ok::<(), Box<dyn std::error::Error>>(())
 //! ```
-#![forbid(unsafe_code)]
 
 /// Where the daemon of a machine listens.
 pub const SOCKET: &str = "/run/dmalane/dmalaned.sock";
@@ -50,7 +49,7 @@ pub const SOCKET: &str = "/run/dmalane/dmalaned.sock";
 mod client;
 mod config;
 mod connection;
-mod disposal;
+mod deferred_close;
 mod function;
 pub mod fuzzing;
 mod page;
