@@ -1,0 +1,171 @@
+//! What is possible, measured next to a figure.
+
+use std::collections::HashMap;
+use std::os::unix::fs::FileExt;
+use std::time::{Duration, Instant};
+
+use crate::link::{Demand, Half, best_rate};
+use dmalane_dma::{AnonHeap, CopyHint, CpuBuf, Heap, SharedBuf};
+use dmalane_file::FileDevice;
+use dmalane_queue::Direction;
+
+use crate::lanes::Lane;
+use crate::target::{Ceiling, Target};
+use crate::{Directions, Stop, ValidateError};
+
+/// A ceiling is not measured for longer.
+const MOST: Duration = Duration::from_millis(500);
+
+impl Ceiling {
+    pub fn name(&self) -> &'static str {
+        match self {
+            Self::Copies => {
+                "the faster of plain and streaming copies of as many buffers by as many threads, in memory, both ways in turns"
+            }
+            Self::Files(_) => {
+                "plain pwrite and pread of as many buffers on the same files; both ways by as many threads in turns or by a thread for each \
+                 buffer, whichever is faster"
+            }
+            Self::Optimum { .. } => "the optimum of the modelled link, which no policy can exceed",
+        }
+    }
+}
+
+impl Target {
+    /// What is possible at best of what `lanes` (with the walks up and down) have just done, in bytes per second.
+    pub(crate) fn ceiling(
+        &self,
+        lanes: &[Lane],
+        way: Directions,
+        buffer: u64,
+        stop: Stop,
+        channels: &[usize],
+    ) -> Result<f64, ValidateError> {
+        let time = match stop {
+            Stop::For(time) => time.min(MOST),
+            Stop::After(_) => MOST / 5,
+        };
+        match &self.ceiling {
+            Ceiling::Optimum { link, halves } => {
+                let mut bytes: HashMap<(Half, bool), u64> = HashMap::new();
+                for (i, walk) in lanes.iter().flat_map(|lane| lane.walks.iter().enumerate()) {
+                    let up = i == 0;
+                    if (way != Directions::Read && up) || (way != Directions::Write && !up) {
+                        for (at, len) in walk.places() {
+                            *bytes.entry((halves.of(at), up)).or_default() += len;
+                        }
+                    }
+                }
+                let demand = |((half, up), bytes)| {
+                    let direction = if up { Direction::FromHost } else { Direction::ToHost };
+                    Demand { half, direction, bytes }
+                };
+                let demands: Vec<Demand> = bytes.into_iter().map(demand).collect();
+                Ok(best_rate(link, &demands, channels)?)
+            }
+            Ceiling::Copies => copies(lanes.len(), way, buffer as usize, time),
+            Ceiling::Files(node) => files(node, lanes, way, buffer as usize, time),
+        }
+    }
+}
+
+/// Copies between memory like the host's and memory like the card's.
+fn copies(threads: usize, way: Directions, len: usize, time: Duration) -> Result<f64, ValidateError> {
+    let heap = AnonHeap::new();
+    let pair = |_| -> Result<(SharedBuf, SharedBuf), dmalane_dma::Error> {
+        let card = SharedBuf::sparse("dmalane-ceiling", len)?;
+        let full = |source| dmalane_dma::Error::Allocate { len, kind: "sparse memfd memory", source };
+        card.populate(0, len).map_err(full)?;
+        let mut host = heap.allocate(len)?;
+        host.fill(1);
+        Ok((host.share(), card))
+    };
+    let mut pairs = (0..threads).map(pair).collect::<Result<Vec<_>, _>>().map_err(ValidateError::Memory)?;
+    let mut rate = |hint| {
+        let pass = |(host, card): &mut (SharedBuf, SharedBuf)| {
+            let mut bytes = 0;
+            if way != Directions::Read {
+                card.view().copy_from(part_of(host, len), hint);
+                bytes += len as u64;
+            }
+            if way != Directions::Write {
+                host.view().copy_from(part_of(card, len), hint);
+                bytes += len as u64;
+            }
+            Ok(bytes)
+        };
+        at_once(&mut pairs, time / 2, pass)
+    };
+    Ok(rate(CopyHint::Keep)?.max(rate(CopyHint::Stream)?))
+}
+
+/// Bytes per second of threads, one for each of `works`, that repeat `pass` for so long. It says how many bytes it has moved.
+fn at_once<W: Send>(
+    works: &mut [W],
+    time: Duration,
+    pass: impl Fn(&mut W) -> std::io::Result<u64> + Sync,
+) -> Result<f64, ValidateError> {
+    let start = Instant::now();
+    let repeat = |work: &mut W| -> std::io::Result<(u64, Duration)> {
+        let mut bytes = 0;
+        loop {
+            bytes += pass(work)?;
+            if start.elapsed() >= time {
+                return Ok((bytes, start.elapsed()));
+            }
+        }
+    };
+    let moved: Vec<std::io::Result<(u64, Duration)>> = std::thread::scope(|scope| {
+        let mut threads = Vec::new();
+        for (i, work) in works.iter_mut().enumerate() {
+            let (name, repeat) = (format!("dmalane-ceiling-{i}"), &repeat);
+            match std::thread::Builder::new().name(name).spawn_scoped(scope, move || repeat(work)) {
+                Ok(thread) => threads.push(thread),
+                Err(e) => return Err(ValidateError::Thread(e)),
+            }
+        }
+        let join = |t: std::thread::ScopedJoinHandle<'_, _>| t.join().unwrap_or_else(|p| std::panic::resume_unwind(p));
+        Ok(threads.into_iter().map(join).collect())
+    })?;
+    let moved = moved.into_iter().collect::<std::io::Result<Vec<_>>>().map_err(ValidateError::Ceiling)?;
+    let bytes: u64 = moved.iter().map(|m| m.0).sum();
+    let took = moved.iter().map(|m| m.1).max().unwrap_or_default();
+    Ok(bytes as f64 / took.as_secs_f64().max(1e-9))
+}
+
+fn part_of(buf: &SharedBuf, len: usize) -> dmalane_dma::VolatileSlice<'_> {
+    buf.view().sub(0, len).expect("buffers of at least this length")
+}
+
+/// Plain calls on the places of the lanes.
+fn files(node: &FileDevice, lanes: &[Lane], way: Directions, len: usize, time: Duration) -> Result<f64, ValidateError> {
+    let heap = AnonHeap::new();
+    let (h2c, c2h) = node.files();
+    let pass = |buffers: &mut Vec<(bool, u64, CpuBuf)>| {
+        for (up, at, buffer) in buffers.iter_mut() {
+            match up {
+                true => h2c.write_all_at(&buffer[..len], *at)?,
+                false => c2h.read_exact_at(&mut buffer[..len], *at)?,
+            }
+        }
+        Ok((buffers.len() * len) as u64)
+    };
+    let wanted = |up: bool| way == Directions::Both || up == (way == Directions::Write);
+    let mut works = Vec::new();
+    for lane in lanes {
+        let places = lane.walks.iter().enumerate().map(|(i, walk)| (i == 0, walk.places().next()));
+        let mut work = Vec::new();
+        for (up, at) in places.filter_map(|(up, place)| Some((up, place?.0.bits()))).filter(|(up, _)| wanted(*up)) {
+            work.push((up, at, heap.allocate(len).map_err(ValidateError::Memory)?));
+        }
+        works.push(work);
+    }
+    if way != Directions::Both {
+        return at_once(&mut works, time, pass);
+    }
+    // A device that does both ways at once has more to give than threads take that do one after the other; where the threads are the
+    // limit, more of them are slower.
+    let in_turns = at_once(&mut works, time / 2, pass)?;
+    let mut apart: Vec<Vec<_>> = works.into_iter().flatten().map(|work| vec![work]).collect();
+    Ok(at_once(&mut apart, time / 2, pass)?.max(in_turns))
+}

@@ -1,0 +1,146 @@
+//! Measuring what tells the limits of a card apart, and fitting a model to it.
+
+use std::time::Duration;
+
+use crate::link::Stream;
+use crate::link::fit::{Fit, Measured, fit, plan};
+use dmalane_addr::CardAddr;
+use dmalane_queue::Direction;
+
+use crate::lanes::{Job, Lane, go};
+use crate::target::Target;
+use crate::walk::Walk;
+use crate::{Event, Phase, Stop, ValidateError};
+
+/// Bytes of a transfer, and transfers that each stream keeps in flight.
+const CHUNK: u64 = 128 << 10;
+const DEPTH: u64 = 4;
+/// What ends before does not count: what was saved up while nothing moved is used up then.
+const WARM: Duration = Duration::from_millis(25);
+
+/// How limits are found.
+#[derive(Clone, Copy, PartialEq, Debug)]
+pub struct FitSettings {
+    /// Bytes at the front of each half that are left alone; a multiple of 4 KiB.
+    pub offset: u64,
+    /// How long each set of streams runs.
+    pub time: Duration,
+    /// How often it does, of which the median counts; at least 1.
+    pub runs: usize,
+    /// Rates that differ by less each way count as equal: 0.05 is 5 %.
+    pub noise: f64,
+}
+
+impl Default for FitSettings {
+    /// Three times 100 ms; 5 %.
+    fn default() -> Self {
+        Self { offset: 0, time: Duration::from_millis(100), runs: 3, noise: 0.05 }
+    }
+}
+
+/// Measured rates, and the limits that explain them.
+#[derive(Clone, Debug)]
+pub struct FitReport {
+    /// Streams that ran at once, with their rates.
+    pub points: Vec<Measured>,
+    /// What explains them.
+    pub fit: Fit,
+}
+
+/// Runs each set of streams of the plan of [`crate::link::fit`], compares the bytes, and fits limits to the rates.
+///
+/// # Errors
+/// [`ValidateError::NothingToFit`] for a device without halves; [`ValidateError::Wrong`], and what else keeps it from measuring.
+pub fn fit_link(
+    target: &Target,
+    settings: &FitSettings,
+    watch: &mut dyn FnMut(Event),
+) -> Result<FitReport, ValidateError> {
+    let channels = target.channels();
+    if target.halves().is_none() {
+        return Err(ValidateError::NothingToFit);
+    }
+    let sets = plan(channels);
+    watch(Event::Steps(sets.len()));
+    let mut points = Vec::new();
+    for streams in &sets {
+        let what = streams.iter().map(name).collect::<Vec<_>>().join(" + ");
+        watch(Event::Step(what.clone()));
+        points.push(point(target, streams, settings, &what)?);
+    }
+    let fit = fit(channels, &points, settings.noise);
+    Ok(FitReport { points, fit })
+}
+
+fn name(s: &Stream) -> String {
+    let way = if s.direction == Direction::ToHost { "reading" } else { "writing" };
+    format!("channel {} {way} {:?}", s.channel, s.half)
+}
+
+fn seed(lane: usize, walk: usize) -> u64 {
+    1 << 40 | (lane as u64) << 8 | walk as u64
+}
+
+fn point(target: &Target, streams: &[Stream], settings: &FitSettings, what: &str) -> Result<Measured, ValidateError> {
+    let halves = target.halves().ok_or(ValidateError::NothingToFit)?;
+    let FitSettings { offset, time, runs, .. } = *settings;
+    let heap = target.heap(None);
+    let mut lanes = Vec::new();
+    for (i, stream) in streams.iter().enumerate() {
+        let (first, have) = halves.span(stream.half);
+        let needed = offset + (i as u64 + 1) * DEPTH * CHUNK;
+        if needed > have {
+            return Err(ValidateError::TooSmall { memory: "a half", needed, have });
+        }
+        let mut walks = Vec::new();
+        for k in 0..DEPTH {
+            let at = CardAddr::new(first.bits() + offset + (i as u64 * DEPTH + k) * CHUNK);
+            let buf = heap.allocate(CHUNK as usize).map_err(ValidateError::Memory)?.share();
+            let mut walk = Walk::new(buf, &[(at, CHUNK)], &*target.bus)?;
+            walk.fill(seed(i, k as usize));
+            walks.push(walk);
+        }
+        lanes.push(Lane { channel: Box::new(target.desks[stream.channel].seat()), walks });
+    }
+    let all = |lanes: &mut [Lane], stop, after| {
+        let job =
+            Job { phase: Phase::Both, stop, registered: true, after, patience: target.patience, told: &target.told };
+        go(lanes, &*target.bus, job, |_| true)
+    };
+    // Everybody writes; who reads finds that, in a buffer that held something else.
+    all(&mut lanes, Stop::After(1), None)?;
+    for (lane, stream) in lanes.iter_mut().zip(streams).filter(|(_, s)| s.direction == Direction::ToHost) {
+        turn(lane, stream.direction);
+    }
+    let rate = |lane: &Lane| lane.walks.iter().map(|w| w.moved.bytes).sum::<u64>() as f64 / time.as_secs_f64();
+    let mut rates = vec![Vec::new(); lanes.len()];
+    for _ in 0..runs.max(1) {
+        all(&mut lanes, Stop::For(WARM + time), Some(WARM))?;
+        rates.iter_mut().zip(&lanes).for_each(|(rates, lane)| rates.push(rate(lane)));
+    }
+    let median = |mut rates: Vec<f64>| {
+        rates.sort_by(f64::total_cmp);
+        rates[rates.len() / 2]
+    };
+    let flows = streams.iter().copied().zip(rates.into_iter().map(median)).collect();
+    for (lane, _) in lanes.iter_mut().zip(streams).filter(|(_, s)| s.direction == Direction::FromHost) {
+        turn(lane, Direction::ToHost);
+    }
+    all(&mut lanes, Stop::After(1), None)?;
+    for (i, lane) in lanes.iter().enumerate() {
+        for (k, walk) in lane.walks.iter().enumerate() {
+            if let Some(byte) = walk.wrong(seed(i, k)) {
+                return Err(ValidateError::Wrong { what: what.to_owned(), at: byte });
+            }
+        }
+    }
+    Ok(Measured { flows })
+}
+
+/// Makes a lane move the other way, its buffers full of something else.
+fn turn(lane: &mut Lane, direction: Direction) {
+    for (k, walk) in lane.walks.iter_mut().enumerate() {
+        walk.direction = direction;
+        walk.fill(!seed(usize::MAX >> 32, k));
+    }
+}

@@ -1,0 +1,242 @@
+//! Threads that move their buffers, all at once.
+
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::{Condvar, Mutex, PoisonError};
+use std::time::{Duration, Instant};
+
+use dmalane_dma::HostBus;
+use dmalane_queue::{Channel, Completion, DeviceAddr, DeviceFar, Direction, HaltWatch};
+
+use crate::target::SLOWEST;
+use crate::walk::Walk;
+use crate::{Phase, Rate, Stop, ValidateError};
+
+/// How long a thread waits for a channel that it has stopped to let go of its buffers.
+const SETTLE: Duration = Duration::from_secs(if cfg!(test) { 1 } else { 5 });
+
+/// What a thread works with.
+pub(crate) struct Lane {
+    pub channel: Box<dyn Channel<Far = DeviceFar>>,
+    pub walks: Vec<Walk>,
+}
+
+/// What all threads do.
+#[derive(Clone, Copy)]
+pub(crate) struct Job<'a> {
+    /// For messages.
+    pub phase: Phase,
+    pub stop: Stop,
+    pub registered: bool,
+    /// Only what ends between this time and the end of a [`Stop::For`] counts: for rates of streams that share something as long as
+    /// all of them run.
+    pub after: Option<Duration>,
+    /// How long nothing may end, besides the time that a buffer takes.
+    pub patience: Duration,
+    /// Ends it early when true.
+    pub told: &'a AtomicBool,
+}
+
+/// What the threads of a job share.
+struct Common {
+    start: Instant,
+    /// Microseconds after `start` at which something last ended, whoever had asked for it.
+    progress: AtomicU64,
+    failed: AtomicBool,
+    patience: Duration,
+    gate: Gate,
+}
+
+/// Where threads wait for each other, or learn that one will never come.
+#[derive(Default)]
+struct Gate {
+    /// Threads that are missing; `None` when it was shut for good.
+    missing: Mutex<Option<usize>>,
+    changed: Condvar,
+}
+
+impl Gate {
+    fn for_threads(n: usize) -> Self {
+        Self { missing: Mutex::new(Some(n)), changed: Condvar::new() }
+    }
+
+    /// Waits for all, and says whether they came.
+    fn wait(&self) -> bool {
+        let mut missing = self.missing.lock().unwrap_or_else(PoisonError::into_inner);
+        *missing = missing.map(|n| n.saturating_sub(1));
+        self.changed.notify_all();
+        let still = |missing: &mut Option<usize>| missing.is_some_and(|n| n > 0);
+        self.changed.wait_while(missing, still).unwrap_or_else(PoisonError::into_inner).is_some()
+    }
+
+    fn shut(&self) {
+        *self.missing.lock().unwrap_or_else(PoisonError::into_inner) = None;
+        self.changed.notify_all();
+    }
+}
+
+impl Common {
+    fn moved(&self) {
+        self.progress.fetch_max(self.start.elapsed().as_micros() as u64, Ordering::Relaxed);
+    }
+
+    fn is_stuck(&self) -> bool {
+        let last = Duration::from_micros(self.progress.load(Ordering::Relaxed));
+        self.start.elapsed().saturating_sub(last) > self.patience
+    }
+}
+
+/// Lets each lane move those of its walks that `active` names (by their place in the lane).
+///
+/// # Errors
+/// The first failure of any; what the others move then still ends.
+pub(crate) fn go(
+    lanes: &mut [Lane],
+    bus: &dyn HostBus,
+    job: Job<'_>,
+    active: impl Fn(usize) -> bool + Sync,
+) -> Result<(), ValidateError> {
+    // A buffer counts when all of it has moved, which takes a slow device a while.
+    let longest = lanes.iter().flat_map(|lane| &lane.walks).map(Walk::len).max().unwrap_or(0);
+    let common = Common {
+        start: Instant::now(),
+        progress: AtomicU64::new(0),
+        failed: AtomicBool::new(false),
+        patience: job.patience + Duration::from_secs(longest / SLOWEST),
+        gate: Gate::for_threads(lanes.len()),
+    };
+    std::thread::scope(|scope| {
+        let run = |(thread, lane): (usize, &mut Lane)| {
+            let (common, active) = (&common, &active);
+            let result = lane.run(thread, bus, job, active, common);
+            if result.is_err() {
+                common.failed.store(true, Ordering::Relaxed);
+            }
+            result
+        };
+        let mut lanes = lanes.iter_mut().enumerate();
+        let first = lanes.next();
+        let mut threads = Vec::new();
+        for lane in lanes {
+            let name = format!("dmalane-lane-{}", lane.0);
+            match std::thread::Builder::new().name(name).spawn_scoped(scope, move || run(lane)) {
+                Ok(thread) => threads.push(thread),
+                Err(e) => {
+                    common.gate.shut();
+                    return Err(ValidateError::Thread(e));
+                }
+            }
+        }
+        // This thread is one of them.
+        let mut result = first.map_or(Ok(()), run);
+        for thread in threads {
+            let other = thread.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic));
+            // Who finds that nothing moves stops the channel, and others only see that it was stopped.
+            result = match (result, other) {
+                (
+                    Err(ValidateError::Failed { .. } | ValidateError::Refused { .. } | ValidateError::Halted { .. }),
+                    Err(stuck @ ValidateError::Stuck { .. }),
+                ) => Err(stuck),
+                (result, other) => result.and(other),
+            };
+        }
+        result
+    })
+}
+
+impl Lane {
+    fn run(
+        &mut self,
+        thread: usize,
+        bus: &dyn HostBus,
+        job: Job<'_>,
+        active: &(impl Fn(usize) -> bool + Sync),
+        common: &Common,
+    ) -> Result<(), ValidateError> {
+        let Self { channel, walks } = self;
+        walks.iter_mut().for_each(Walk::reset);
+        if !common.gate.wait() {
+            return Ok(()); // another thread's error is told
+        }
+        let start = Instant::now();
+        common.moved();
+        let mut done = Vec::new();
+        let goes_on = |walk: &Walk| match job.stop {
+            Stop::After(passes) => walk.moved.passes < passes,
+            Stop::For(time) => start.elapsed() < time || walk.moved.passes == 0 && job.after.is_none(),
+        };
+        let mut first_error = None;
+        let mut watch = HaltWatch::default();
+        loop {
+            let (mut busy, mut fed) = (false, false);
+            for (_, walk) in walks.iter_mut().enumerate().filter(|(i, _)| active(*i)) {
+                let stopped =
+                    first_error.is_some() || common.failed.load(Ordering::Relaxed) || job.told.load(Ordering::Relaxed);
+                if walk.is_idle() && !stopped && goes_on(walk) {
+                    walk.begin(bus)?;
+                }
+                if stopped {
+                    walk.give_up();
+                }
+                busy |= !walk.is_idle();
+                fed |= walk.feed(&mut **channel)?;
+            }
+            if !busy {
+                return match first_error {
+                    Some(error) => Err(error),
+                    None if job.told.load(Ordering::Relaxed) => Err(ValidateError::Interrupted),
+                    None => Ok(()),
+                };
+            }
+            channel.wait(&mut done, Duration::from_millis(10));
+            if !done.is_empty() {
+                common.moved();
+            } else if let Some(why) = watch.lost(&**channel) {
+                return Err(first_error.unwrap_or(ValidateError::Halted { phase: job.phase, thread, why }));
+            } else if common.is_stuck() {
+                let stuck = ValidateError::Stuck { phase: job.phase, thread, after: common.patience };
+                // So that buffers come back where the device can be made to let go of them.
+                channel.stop(&stuck.to_string());
+                let until = Instant::now() + SETTLE;
+                while channel.in_flight() > 0 && Instant::now() < until {
+                    channel.wait(&mut done, Duration::from_millis(100));
+                    done.clear();
+                }
+                return Err(first_error.unwrap_or(stuck));
+            } else if !fed && channel.in_flight() == 0 {
+                // The channel is full of what other threads move, and there was nothing to wait for.
+                std::thread::sleep(Duration::from_micros(50));
+            }
+            for Completion { ticket, transfer, result } in done.drain(..) {
+                let (direction, at) = (transfer.direction, transfer.far.at);
+                let counts = match (job.stop, job.after) {
+                    (Stop::For(time), Some(after)) => (after..time).contains(&start.elapsed()),
+                    _ => true,
+                };
+                let mut part = Some(transfer.part);
+                for walk in walks.iter_mut() {
+                    let Some(this) = part.take() else { break };
+                    part = walk.take(ticket, this, (start, counts), job.registered).err();
+                }
+                if let (Err(error), DeviceAddr::Card(at)) = (result, at) {
+                    let what = if direction == Direction::ToHost { "reading" } else { "writing" };
+                    first_error.get_or_insert(ValidateError::Failed { phase: job.phase, thread, what, at, error });
+                }
+            }
+        }
+    }
+}
+
+/// What the walks at this place of all lanes have moved together. All places are divided by the same time, until the last of any had
+/// ended: ways that run at once do not count as faster for ending earlier.
+pub(crate) fn rate(lanes: &[Lane], place: usize) -> Option<Rate> {
+    let took = lanes.iter().flat_map(|lane| &lane.walks).map(|walk| walk.moved.took).max()?;
+    let mut latency = dmalane_queue::Latency::default();
+    let (mut bytes, mut buffers) = (0, 0);
+    for walk in lanes.iter().filter_map(|lane| lane.walks.get(place)) {
+        latency.add(&walk.moved.latency);
+        bytes += walk.moved.bytes;
+        buffers += walk.moved.passes;
+    }
+    let bytes_per_s = bytes as f64 / took.as_secs_f64();
+    Some(Rate { bytes_per_s, p50: latency.p50()?, p99: latency.p99()?, buffers }).filter(|r| r.bytes_per_s.is_finite())
+}

@@ -1,0 +1,360 @@
+//! Measuring a device: what it moves, beside what is possible, and never a figure for bytes that were not compared.
+//!
+//! A [`Target`] is a device (the software card, one behind a modelled link, a file); [`run`] measures it as [`Settings`] say and
+//! gives a [`Report`]. First every thread writes and reads back its buffers, all of them before any is compared, so that threads that
+//! share addresses show. Then each figure is measured for a while and the bytes that it moved last are compared; where they are
+//! not right, the report has no figure. [`fit_link`] measures what tells the limits of a card apart, and fits a model to it.
+#![forbid(unsafe_code)]
+
+mod ceiling;
+mod desk;
+mod fit;
+mod kept;
+mod lanes;
+pub mod link;
+mod measure;
+mod place;
+mod sweep;
+mod target;
+#[cfg(test)]
+mod tests;
+mod walk;
+
+use std::time::Duration;
+
+use dmalane_addr::CardAddr;
+use dmalane_dma::PageKind;
+use dmalane_queue::{OpError, QueueChoice, Refusal};
+use thiserror::Error;
+
+pub use fit::{FitReport, FitSettings, fit_link};
+pub use measure::{run, run_into};
+pub use place::Phase;
+pub use sweep::{BadSweep, Step, Sweep};
+pub use target::{SLOWER, SoftTarget, Target, emulations};
+
+/// Which way the bytes of a figure go.
+#[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
+pub enum Directions {
+    /// From the device (C2H).
+    Read,
+    /// To the device (H2C).
+    Write,
+    /// Both at once.
+    Both,
+}
+
+/// Which channel a thread's bytes take.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum Allocation {
+    /// Those that the address policy says.
+    Auto,
+    /// Always the same: thread `i` the `i`-th in turns.
+    Paired,
+}
+
+/// When a figure has been measured for long enough.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum Stop {
+    /// Each thread has moved each of its buffers so often.
+    After(u64),
+    /// So much time has passed, and each buffer was moved once.
+    For(Duration),
+}
+
+/// The pages behind the buffers of a figure.
+#[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
+pub enum Pages {
+    /// Of 4 KiB.
+    Small,
+    /// Of 2 MiB: reserved ones, or transparent.
+    Huge,
+}
+
+/// What to measure.
+#[derive(Clone, Debug)]
+pub struct Settings {
+    /// Threads, 1 to 64, each with a buffer for either direction.
+    pub threads: usize,
+    /// Bytes of a buffer, multiples of 4 KiB; each is measured.
+    pub buffers: Vec<u64>,
+    /// Bytes at the front of each memory that are left alone; a multiple of 4 KiB.
+    pub offset: u64,
+    /// Which memories; an empty list for all that the device has.
+    pub phases: Vec<Phase>,
+    /// Which channels.
+    pub channels: QueueChoice,
+    /// How threads share them.
+    pub allocation: Allocation,
+    /// How long.
+    pub stop: Stop,
+    /// One transfer for each buffer, in one piece, over one channel: no stripes, no policy.
+    pub raw: bool,
+    /// Which ways, in this order.
+    pub ways: Vec<Directions>,
+    /// Buffers are registered once, and not for each transfer.
+    pub registered: bool,
+    /// Which pages.
+    pub pages: Vec<Pages>,
+}
+
+impl Default for Settings {
+    /// Eight threads with buffers of 16 MiB; everything, half a second each.
+    fn default() -> Self {
+        Self {
+            threads: 8,
+            buffers: vec![16 << 20],
+            offset: 0,
+            phases: Vec::new(),
+            channels: QueueChoice::Auto,
+            allocation: Allocation::Auto,
+            stop: Stop::For(Duration::from_millis(500)),
+            raw: false,
+            ways: vec![Directions::Read, Directions::Write, Directions::Both],
+            registered: true,
+            pages: vec![Pages::Small, Pages::Huge],
+        }
+    }
+}
+
+/// The comparison that comes before figures.
+#[derive(Clone, PartialEq, Debug)]
+pub struct Integrity {
+    /// Which memory.
+    pub phase: Phase,
+    /// Bytes of a buffer.
+    pub buffer: u64,
+    /// The pages behind it.
+    pub pages: Pages,
+    /// Threads whose buffers came back as they were.
+    pub ok: usize,
+    /// Threads in all.
+    pub threads: usize,
+    /// What is wrong with the others.
+    pub wrong: Vec<String>,
+}
+
+/// Bytes moved one way.
+#[derive(Clone, Copy, PartialEq, Debug)]
+pub struct Rate {
+    /// All threads together.
+    pub bytes_per_s: f64,
+    /// How long moving one buffer took: half of them less.
+    pub p50: Duration,
+    /// 99 of 100 of them less.
+    pub p99: Duration,
+    /// Buffers moved, all threads together.
+    pub buffers: u64,
+}
+
+/// What was measured, of bytes that were compared.
+#[derive(Clone, PartialEq, Debug)]
+pub struct Figure {
+    /// Which memory.
+    pub phase: Phase,
+    /// Bytes of a buffer.
+    pub buffer: u64,
+    /// The pages asked for, and those that there were.
+    pub pages: Pages,
+    /// See there.
+    pub kind: PageKind,
+    /// Which way.
+    pub way: Directions,
+    /// From the device.
+    pub read: Option<Rate>,
+    /// To the device.
+    pub write: Option<Rate>,
+    /// What is possible, in bytes per second both ways together, measured next to it.
+    pub ceiling: Option<f64>,
+}
+
+impl Figure {
+    /// Bytes per second both ways together.
+    pub fn total(&self) -> f64 {
+        self.read.iter().chain(&self.write).map(|r| r.bytes_per_s).sum()
+    }
+}
+
+/// What a validation found.
+#[derive(Clone, PartialEq, Debug, Default)]
+pub struct Report {
+    /// One for each memory, buffer and kind of pages.
+    pub integrity: Vec<Integrity>,
+    /// What was measured.
+    pub figures: Vec<Figure>,
+    /// What was not measured, and why.
+    pub left_out: Vec<String>,
+    /// What [`Figure::ceiling`] is.
+    pub ceiling: &'static str,
+}
+
+impl Report {
+    /// True when all bytes were right.
+    pub fn passed(&self) -> bool {
+        self.integrity.iter().all(|i| i.ok == i.threads && i.wrong.is_empty())
+    }
+}
+
+/// How far a validation is.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub enum Event {
+    /// So many steps there will be.
+    Steps(usize),
+    /// This one has begun.
+    Step(String),
+}
+
+/// Why a device could not be validated.
+#[derive(Debug, Error)]
+#[non_exhaustive]
+pub enum ValidateError {
+    /// Settings that make no sense.
+    #[error("{what} of {value} is {why}")]
+    Bad {
+        /// Which setting.
+        what: &'static str,
+        /// Its value.
+        value: u64,
+        /// What is wrong with it.
+        why: &'static str,
+    },
+    /// A channel that the device does not have.
+    #[error("the device has no channel {wanted}, it has {has}, numbered from 0")]
+    NoChannel {
+        /// Which was asked for.
+        wanted: usize,
+        /// How many there are.
+        has: usize,
+    },
+    /// More channels than the modelled link has.
+    #[error("the modelled link has {most} channels, not {wanted}")]
+    TooManyChannels {
+        /// Asked for.
+        wanted: usize,
+        /// There are.
+        most: usize,
+    },
+    /// A link that is not known.
+    #[error("no modelled link is called {name:?}; there are {}", known.join(", "))]
+    NoEmulation {
+        /// What was asked for.
+        name: String,
+        /// What there is.
+        known: Vec<String>,
+    },
+    /// A memory that the device does not have.
+    #[error("the device has no {0}")]
+    NoMemory(Phase),
+    /// The buffers do not fit.
+    #[error("{memory} has {have} bytes, and the buffers with the offset need {needed}")]
+    TooSmall {
+        /// Which memory.
+        memory: &'static str,
+        /// Bytes that the buffers take, the offset included.
+        needed: u64,
+        /// Bytes that there are.
+        have: u64,
+    },
+    /// The device has no halves to fit limits to.
+    #[error("the device is not a card with DDR and HBM, so there are no limits to find")]
+    NothingToFit,
+    /// A file as a device.
+    #[error(transparent)]
+    FileDevice(#[from] dmalane_file::FileDeviceError),
+    /// The software card.
+    #[error(transparent)]
+    Card(#[from] dmalane_card::Error),
+    /// Host memory.
+    #[error(transparent)]
+    Memory(dmalane_dma::Error),
+    /// The contents of a file cannot be kept.
+    #[error("what the device holds cannot be kept, so nothing was written: {0}")]
+    Keep(std::io::Error),
+    /// What a file held could not be put back.
+    #[error("what the device held could not be put back: {0}")]
+    PutBack(std::io::Error),
+    /// The device holds what cannot be put back, and nobody has said that it may be lost.
+    #[error("{} is a character device: what it holds would be overwritten and not put back", .0.display())]
+    Lost(std::path::PathBuf),
+    /// It was told to stop: see [`Target::stop_when`].
+    #[error("interrupted")]
+    Interrupted,
+    /// No thread could be started.
+    #[error("cannot start a thread: {0}")]
+    Thread(std::io::Error),
+    /// The device hung, so what it held was not put back.
+    #[error("{error}; transfers are still under way, so what the device held was not put back")]
+    Hung {
+        /// What was seen first.
+        error: Box<ValidateError>,
+    },
+    /// Not as much memory as buffers and ceilings take.
+    #[error("{needed} bytes of memory are needed, and there is room for {have} ({limited_by})")]
+    NoMemoryFor {
+        /// Bytes.
+        needed: u64,
+        /// Bytes.
+        have: u64,
+        /// What sets the limit.
+        limited_by: String,
+    },
+    /// No memory to keep a device's contents in.
+    #[error("there is no room for {0} bytes of the device's contents, which are put back at the end")]
+    NoRoom(u64),
+    /// A transfer was not accepted.
+    #[error("a transfer to {at} was refused: {reason}")]
+    Refused {
+        /// Where on the device.
+        at: CardAddr,
+        /// Why.
+        reason: Refusal,
+    },
+    /// A transfer failed.
+    #[error("{phase}, thread {thread}, {what} at {at}: {error}")]
+    Failed {
+        /// In which phase.
+        phase: Phase,
+        /// Which thread.
+        thread: usize,
+        /// "reading" or "writing".
+        what: &'static str,
+        /// Where on the device.
+        at: CardAddr,
+        /// How.
+        error: OpError,
+    },
+    /// A channel has halted, and its device lets go of nothing.
+    #[error("{phase}, thread {thread}: the channel has halted: {why}")]
+    Halted {
+        /// In which phase.
+        phase: Phase,
+        /// Which thread.
+        thread: usize,
+        /// Why it has halted.
+        why: String,
+    },
+    /// Nothing ends any more.
+    #[error("{phase}, thread {thread}: nothing has ended for {after:?}")]
+    Stuck {
+        /// In which phase.
+        phase: Phase,
+        /// Which thread.
+        thread: usize,
+        /// How long.
+        after: Duration,
+    },
+    /// Plain calls on the file failed while the ceiling was measured.
+    #[error("the ceiling could not be measured: {0}")]
+    Ceiling(std::io::Error),
+    /// The optimum of the link could not be found.
+    #[error(transparent)]
+    Optimum(#[from] crate::link::Unsolved),
+    /// Bytes that came back wrong while limits were measured.
+    #[error("{what}: byte {at} came back wrong, so there are no limits to find")]
+    Wrong {
+        /// What was measured.
+        what: String,
+        /// Which byte of the buffer.
+        at: u64,
+    },
+}

@@ -1,0 +1,345 @@
+//! A validation: for each memory, buffer and kind of pages first the comparison, then the figures.
+
+use std::sync::atomic::Ordering;
+
+use dmalane_dma::PageKind;
+use dmalane_queue::{AddressPolicy, BalancePolicy, Channel, DeviceFar, Direction, Policy, QueueChoice, Split};
+
+use crate::lanes::{Job, Lane, go, rate};
+use crate::place::Layout;
+use crate::target::{Ceiling, Target};
+use crate::walk::Walk;
+use crate::{Allocation, Directions, Event, Figure, Integrity, Pages, Phase, Report, Settings, Stop, ValidateError};
+
+const PAGE: u64 = 4096;
+const HUGE: u64 = 2 << 20;
+/// The place of the walks in a lane.
+const UP: usize = 0;
+const DOWN: usize = 1;
+/// What the round of a figure differs by from that of the pass after it.
+const LAST: u64 = 1 << 16;
+
+/// New bytes to write, and none of those to be read in the buffers.
+fn refill(lanes: &mut [Lane], round: u64) {
+    for (thread, lane) in lanes.iter_mut().enumerate() {
+        lane.walks[UP].direction = Direction::FromHost;
+        lane.walks[UP].fill(seed(thread, UP, round));
+        lane.walks[DOWN].direction = Direction::ToHost;
+        lane.walks[DOWN].fill(seed(thread, DOWN, round));
+    }
+}
+
+/// What the bytes of a buffer stand for: a number for each thread, walk and use, so that none is taken for another.
+fn seed(thread: usize, walk: usize, round: u64) -> u64 {
+    round << 16 | (thread as u64) << 1 | walk as u64
+}
+
+/// Measures a device. What it holds from [`Settings::offset`] on is overwritten; of a regular file or a block device it is put
+/// back at the end.
+///
+/// # Errors
+/// [`ValidateError`] when something cannot be measured. Bytes that are wrong are no error but a report that has not
+/// [passed](Report::passed).
+pub fn run(target: &Target, settings: &Settings, watch: &mut dyn FnMut(Event)) -> Result<Report, ValidateError> {
+    let mut report = Report::default();
+    run_into(target, settings, &mut report, watch).map(|()| report)
+}
+
+/// As [`run`], into a report that has what was measured before an error.
+///
+/// # Errors
+/// As [`run`].
+pub fn run_into(
+    target: &Target,
+    settings: &Settings,
+    report: &mut Report,
+    watch: &mut dyn FnMut(Event),
+) -> Result<(), ValidateError> {
+    let channels = check(target, settings)?;
+    let phases = if settings.phases.is_empty() { target.phases() } else { settings.phases.clone() };
+    let layout = Layout { memories: target.memories, offset: settings.offset, raw: settings.raw };
+    let slots = 2 * settings.threads as u64;
+    // Before anything is measured: do all of them fit?
+    for &phase in &phases {
+        for &buffer in &settings.buffers {
+            (0..slots).try_for_each(|slot| layout.places(phase, slot, slots, buffer).map(drop))?;
+        }
+    }
+    let largest = settings.buffers.iter().max().copied().unwrap_or(0);
+    *report = Report { ceiling: target.ceiling.name(), ..Report::default() };
+    let needed = room(target, settings, slots * largest)?;
+    let kept = target.keep(settings.offset, slots * largest, needed)?;
+    let result = cases(target, settings, (&channels, &phases, layout), report, watch);
+    let Some(kept) = kept else { return result };
+    match result {
+        Err(error) if target.hangs() => {
+            kept.give_up();
+            Err(ValidateError::Hung { error: Box::new(error) })
+        }
+        result => kept.put_back().and(result),
+    }
+}
+
+/// Bytes of memory that are needed, if there are as many: of buffers, what the ceiling takes, and a card of this process.
+fn room(target: &Target, settings: &Settings, buffers: u64) -> Result<u64, ValidateError> {
+    let needed = match target.ceiling {
+        Ceiling::Copies => buffers.saturating_mul(3),
+        _ => buffers.saturating_mul(2),
+    };
+    // Huge pages may be reserved ones, which are not part of what there is room for.
+    let small = settings.pages.contains(&Pages::Small);
+    match dmalane_dma::room().filter(|room| small && needed > room.bytes) {
+        Some(room) => Err(ValidateError::NoMemoryFor { needed, have: room.bytes, limited_by: room.limited_by }),
+        None => Ok(needed),
+    }
+}
+
+/// All of them, one after the other.
+fn cases(
+    target: &Target,
+    settings: &Settings,
+    (channels, phases, layout): (&[usize], &[Phase], Layout),
+    report: &mut Report,
+    watch: &mut dyn FnMut(Event),
+) -> Result<(), ValidateError> {
+    let cases = phases.len() * settings.buffers.len() * settings.pages.len();
+    watch(Event::Steps(cases * (settings.ways.len() + 1)));
+    for &phase in phases {
+        for &buffer in &settings.buffers {
+            if phase == Phase::Both && buffer == PAGE && settings.threads == 1 {
+                report
+                    .left_out
+                    .push("HBM+DDR with one thread and buffers of one page: there is nothing to share out".into());
+                continue;
+            }
+            for &pages in &settings.pages {
+                if pages == Pages::Huge && buffer < HUGE {
+                    let kibs = buffer >> 10;
+                    report.left_out.push(format!("{phase}, {kibs} KiB on pages of 2 MiB: a buffer is less than one"));
+                    continue;
+                }
+                let case = Case { target, settings, channels, layout, phase, buffer, pages };
+                case.run(report, watch)?;
+            }
+        }
+    }
+    Ok(())
+}
+
+/// Refuses settings that make no sense, and gives the channels that are used.
+fn check(target: &Target, settings: &Settings) -> Result<Vec<usize>, ValidateError> {
+    let bad = |what, value, why| Err(ValidateError::Bad { what, value, why });
+    if !(1..=64).contains(&settings.threads) {
+        return bad("a number of threads", settings.threads as u64, "not from 1 to 64");
+    }
+    for &buffer in &settings.buffers {
+        if buffer == 0 || !buffer.is_multiple_of(PAGE) {
+            return bad("a buffer size", buffer, "not a multiple of 4 KiB");
+        }
+        if buffer > 1 << 30 {
+            return bad("a buffer size", buffer, "more than 1 GiB");
+        }
+    }
+    if !settings.offset.is_multiple_of(PAGE) {
+        return bad("an offset", settings.offset, "not a multiple of 4 KiB");
+    }
+    match settings.stop {
+        Stop::After(0) => return bad("a number of iterations", 0, "less than 1"),
+        Stop::For(time) if time.is_zero() => return bad("a duration", 0, "no time to measure anything"),
+        _ => {}
+    }
+    let has = target.channels();
+    let channels: Vec<usize> = match &settings.channels {
+        QueueChoice::Auto => (0..has).collect(),
+        QueueChoice::Only(channel) => vec![*channel],
+        QueueChoice::List(list) => list.clone(),
+    };
+    if let Some(&wanted) = channels.iter().find(|c| **c >= has) {
+        return Err(ValidateError::NoChannel { wanted, has });
+    }
+    if let Some(twice) = channels.iter().enumerate().find(|(i, c)| channels[..*i].contains(c)) {
+        return bad("a channel", *twice.1 as u64, "named twice");
+    }
+    Ok(channels)
+}
+
+/// One memory, buffer and kind of pages.
+struct Case<'a> {
+    target: &'a Target,
+    settings: &'a Settings,
+    channels: &'a [usize],
+    layout: Layout,
+    phase: Phase,
+    buffer: u64,
+    pages: Pages,
+}
+
+impl Case<'_> {
+    fn run(&self, report: &mut Report, watch: &mut dyn FnMut(Event)) -> Result<(), ValidateError> {
+        let Self { phase, buffer, pages, .. } = *self;
+        let kibs = buffer >> 10;
+        watch(Event::Step(format!("{phase}, {kibs} KiB, {pages:?} pages: comparing")));
+        let (mut lanes, kind) = match self.lanes()? {
+            Ok(lanes) => lanes,
+            Err(why) => {
+                report.left_out.push(format!("{phase}, {kibs} KiB on pages of 2 MiB: {why}"));
+                return Ok(());
+            }
+        };
+        let mut integrity = self.compare(&mut lanes)?;
+        let result = self.figures(&mut lanes, kind, &mut integrity, report, watch);
+        report.integrity.push(integrity);
+        result
+    }
+
+    /// Measures each way, as long as the bytes are right.
+    fn figures(
+        &self,
+        lanes: &mut [Lane],
+        kind: PageKind,
+        integrity: &mut Integrity,
+        report: &mut Report,
+        watch: &mut dyn FnMut(Event),
+    ) -> Result<(), ValidateError> {
+        let Self { target, settings, phase, buffer, pages, .. } = *self;
+        let kibs = buffer >> 10;
+        let mut say = |what: &str| watch(Event::Step(format!("{phase}, {kibs} KiB, {pages:?} pages: {what}")));
+        for (round, &way) in (2..).zip(&settings.ways) {
+            if integrity.ok < integrity.threads {
+                break;
+            }
+            say(match way {
+                Directions::Read => "reading",
+                Directions::Write => "writing",
+                Directions::Both => "reading and writing",
+            });
+            let (up, down) = (way != Directions::Read, way != Directions::Write);
+            let active = |walk| if walk == UP { up } else { down };
+            refill(lanes, round);
+            self.go(lanes, settings.stop, active)?;
+            let (write, read) = (rate(lanes, UP).filter(|_| up), rate(lanes, DOWN).filter(|_| down));
+            let mut wrong = Vec::new();
+            if down {
+                wrong.extend(self.wrong(lanes, DOWN, 1, "read from"));
+            }
+            // Whether passes after the first have moved anything does not show in buffers that were right after it. So one more,
+            // with other bytes to write and none of those to be read in the buffers.
+            let last = round + LAST;
+            refill(lanes, last);
+            self.go(lanes, Stop::After(1), active)?;
+            if down {
+                wrong.extend(self.wrong(lanes, DOWN, 1, "read at last from"));
+            }
+            if up {
+                self.read_back(lanes, |walk| walk == UP)?;
+                wrong.extend(self.wrong(lanes, UP, last, "written at last to"));
+            }
+            if !wrong.is_empty() {
+                integrity.wrong.extend(wrong);
+                continue;
+            }
+            if target.told.load(Ordering::Relaxed) {
+                return Err(ValidateError::Interrupted);
+            }
+            let ceiling = target.ceiling(lanes, way, buffer, settings.stop, self.channels)?;
+            let ceiling = Some(ceiling).filter(|c| c.is_finite());
+            report.figures.push(Figure { phase, buffer, pages, kind, way, read, write, ceiling });
+        }
+        Ok(())
+    }
+
+    /// A lane for each thread; or why there are no such pages.
+    fn lanes(&self) -> Result<Result<(Vec<Lane>, PageKind), String>, ValidateError> {
+        let Self { target, settings, channels, layout, phase, buffer, pages } = self;
+        let heap = target.heap(match pages {
+            Pages::Small => Some(PageKind::Base),
+            Pages::Huge => None,
+        });
+        let slots = 2 * settings.threads as u64;
+        let (mut lanes, mut kind) = (Vec::new(), PageKind::Base);
+        for thread in 0..settings.threads {
+            let mut walks = Vec::new();
+            for walk in [UP, DOWN] {
+                let buf = heap.allocate(*buffer as usize).map_err(ValidateError::Memory)?.share();
+                kind = buf.backing().kind;
+                if *pages == Pages::Huge && kind == PageKind::Base {
+                    let why = buf.backing().passed_over.iter().map(|(kind, why)| format!("{kind}: {why}"));
+                    return Ok(Err(why.collect::<Vec<_>>().join("; ")));
+                }
+                let places = layout.places(*phase, 2 * thread as u64 + walk as u64, slots, *buffer)?;
+                walks.push(Walk::new(buf, &places, &*target.bus)?);
+            }
+            let paired = channels[thread % channels.len()];
+            let channel: Box<dyn Channel<Far = DeviceFar>> = match settings.allocation {
+                Allocation::Auto if !settings.raw => {
+                    let seats = channels.iter().map(|c| target.desks[*c].seat()).collect();
+                    let areas = target.areas_for(channels);
+                    let policy: Box<dyn Policy<DeviceFar>> = match &channels[..] {
+                        [_] => Box::new(AddressPolicy::only(0)),
+                        // Channels that are one thread must not be balanced (docs/bench/policy.md).
+                        _ if target.apart => Box::new(BalancePolicy::new(areas)),
+                        _ => Box::new(AddressPolicy::new(areas)),
+                    };
+                    Box::new(Split::new(seats, policy))
+                }
+                _ => Box::new(target.desks[paired].seat()),
+            };
+            lanes.push(Lane { channel, walks });
+        }
+        Ok(Ok((lanes, kind)))
+    }
+
+    fn go(&self, lanes: &mut [Lane], stop: Stop, active: impl Fn(usize) -> bool + Sync) -> Result<(), ValidateError> {
+        let job = Job {
+            phase: self.phase,
+            stop,
+            registered: self.settings.registered,
+            after: None,
+            patience: self.target.patience,
+            told: &self.target.told,
+        };
+        go(lanes, &*self.target.bus, job, active)
+    }
+
+    /// Writes all buffers, then reads all back.
+    fn compare(&self, lanes: &mut [Lane]) -> Result<Integrity, ValidateError> {
+        for (thread, lane) in lanes.iter_mut().enumerate() {
+            for walk in [UP, DOWN] {
+                lane.walks[walk].direction = Direction::FromHost;
+                lane.walks[walk].fill(seed(thread, walk, 1));
+            }
+        }
+        self.go(lanes, Stop::After(1), |_| true)?;
+        self.read_back(lanes, |_| true)?;
+        let mut wrong = Vec::new();
+        let mut ok = 0;
+        for (thread, lane) in lanes.iter().enumerate() {
+            let of_thread = [UP, DOWN].map(|walk| self.wrong_of(lane, thread, walk, 1, "written and read back at"));
+            ok += usize::from(of_thread.iter().all(Option::is_none));
+            wrong.extend(of_thread.into_iter().flatten());
+        }
+        let Self { phase, buffer, pages, .. } = *self;
+        Ok(Integrity { phase, buffer, pages, ok, threads: lanes.len(), wrong })
+    }
+
+    /// Reads what was written into buffers that held something else.
+    fn read_back(&self, lanes: &mut [Lane], which: impl Fn(usize) -> bool + Sync) -> Result<(), ValidateError> {
+        for (thread, lane) in lanes.iter_mut().enumerate() {
+            for (i, walk) in lane.walks.iter_mut().enumerate().filter(|(i, _)| which(*i)) {
+                walk.direction = Direction::ToHost;
+                walk.fill(!seed(thread, i, 0));
+            }
+        }
+        self.go(lanes, Stop::After(1), which)
+    }
+
+    fn wrong(&self, lanes: &[Lane], walk: usize, round: u64, what: &str) -> Vec<String> {
+        lanes.iter().enumerate().filter_map(|(t, lane)| self.wrong_of(lane, t, walk, round, what)).collect()
+    }
+
+    fn wrong_of(&self, lane: &Lane, thread: usize, walk: usize, round: u64, what: &str) -> Option<String> {
+        let byte = lane.walks[walk].wrong(seed(thread, walk, round))?;
+        let at = lane.walks[walk].address_of(byte);
+        Some(format!("thread {thread}: byte {byte} of the buffer, {what} {at}, is wrong"))
+    }
+}

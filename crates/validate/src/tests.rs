@@ -1,0 +1,499 @@
+//! Validations of devices whose truth is known: right ones, wrong ones, and links with known limits.
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::Duration;
+
+use dmalane_card::{CardConfig, Workers};
+use dmalane_file::{FileDeviceOptions, FileDevicePaths};
+use dmalane_queue::{Channel, Completion, DeviceFar, Direction, Limits, Refused, Ticket, Transfer};
+
+use super::*;
+
+const MIB: u64 = 1 << 20;
+
+fn quick() -> Settings {
+    Settings { threads: 2, buffers: vec![256 << 10], stop: Stop::After(3), ..Settings::default() }
+}
+
+fn soft(card: CardConfig, emulate: Option<&str>) -> Target {
+    let card = CardConfig { ddr: 64 * MIB, hbm: 64 * MIB, ..card };
+    let emulate = emulate.map(str::to_owned);
+    Target::soft(SoftTarget { card, emulate, ..SoftTarget::default() }).unwrap()
+}
+
+fn check(target: &Target, settings: &Settings) -> Report {
+    let (mut steps, mut said) = (0, 0);
+    let report = run(target, settings, &mut |event| match event {
+        Event::Steps(n) => steps = n,
+        Event::Step(_) => said += 1,
+    });
+    let report = report.unwrap();
+    assert!(report.passed(), "{report:?}");
+    assert!(said <= steps && said > 0, "{said} of {steps}");
+    for figure in &report.figures {
+        let Figure { way, read, write, ceiling, .. } = figure;
+        assert_eq!(
+            (read.is_some(), write.is_some()),
+            (*way != Directions::Write, *way != Directions::Read),
+            "{figure:?}"
+        );
+        assert!(ceiling.is_some_and(|c| c > 0.0) && figure.total() > 0.0, "{figure:?}");
+        for rate in read.iter().chain(write) {
+            assert!(rate.p50 <= rate.p99 && rate.bytes_per_s.is_finite() && rate.buffers > 0, "{figure:?}");
+        }
+    }
+    report
+}
+
+#[test]
+fn the_software_card_passes_in_every_way() {
+    for workers in [Workers::Inline, Workers::One, Workers::PerChannel] {
+        let target = soft(CardConfig { workers, ..CardConfig::default() }, None);
+        let report = check(&target, &quick());
+        let cases = report.integrity.len();
+        assert!((3..=6).contains(&cases), "three phases, one or two kinds of pages");
+        assert_eq!(report.figures.len(), 3 * cases);
+        assert!(report.figures.iter().all(|f| f.read.iter().chain(&f.write).all(|r| r.buffers == 6)));
+    }
+    let target = soft(CardConfig::default(), None);
+    for (raw, registered, allocation, channels, threads) in [
+        (true, true, Allocation::Auto, QueueChoice::Auto, 3),
+        (false, false, Allocation::Paired, QueueChoice::Auto, 5),
+        (true, false, Allocation::Paired, QueueChoice::Only(1), 1),
+        (false, true, Allocation::Auto, QueueChoice::List(vec![1, 0]), 4),
+        (false, true, Allocation::Auto, QueueChoice::Only(0), 1),
+    ] {
+        let buffers = vec![4096, 12288, 132 << 10];
+        let pages = vec![Pages::Small];
+        let settings =
+            Settings { raw, registered, allocation, channels, threads, buffers, pages, offset: 8192, ..quick() };
+        let report = check(&target, &settings);
+        // One thread cannot have one page in two memories.
+        let left_out = usize::from(threads == 1);
+        assert_eq!((report.figures.len(), report.left_out.len()), (3 * (9 - left_out), left_out), "{settings:?}");
+    }
+    let timed = Settings { stop: Stop::For(Duration::from_millis(5)), phases: vec![Phase::Ddr], ..quick() };
+    assert!(check(&target, &timed).figures.iter().all(|f| f.total() > 0.0));
+}
+
+#[test]
+fn files_pass_and_are_left_as_they_were() {
+    let file = tempfile::NamedTempFile::new().unwrap();
+    let before: Vec<u8> = (0..4 * MIB).map(|i| (i ^ i >> 8) as u8).collect();
+    std::fs::write(file.path(), &before).unwrap();
+    let paths = FileDevicePaths { h2c: file.path().into(), c2h: file.path().into() };
+    for probe_at in [None, Some(MIB)] {
+        let target =
+            Target::file(paths.clone(), FileDeviceOptions { probe_at, ..FileDeviceOptions::default() }, false).unwrap();
+        assert!(target.notes[0].contains(if probe_at.is_some() { "probed" } else { "not probed" }));
+        let report = check(&target, &Settings { offset: 4096, ..quick() });
+        assert!(report.integrity.iter().all(|i| i.phase == Phase::Device));
+        assert!(std::fs::read(file.path()).unwrap() == before);
+        let small = Settings { buffers: vec![MIB], ..quick() };
+        let Err(ValidateError::TooSmall { needed, have, .. }) =
+            run(&target, &Settings { offset: 4096, ..small }, &mut |_| {})
+        else {
+            panic!("it does not fit")
+        };
+        assert_eq!((needed, have), (4 * MIB + 4096, 4 * MIB));
+        assert!(matches!(
+            run(&target, &Settings { channels: QueueChoice::Only(1), ..quick() }, &mut |_| {}),
+            Err(ValidateError::NoChannel { wanted: 1, has: 1 })
+        ));
+        let hbm = run(&target, &Settings { phases: vec![Phase::Hbm], ..quick() }, &mut |_| {});
+        assert!(matches!(hbm, Err(ValidateError::NoMemory(Phase::Hbm))));
+        let fit = fit_link(&target, &FitSettings::default(), &mut |_| {});
+        assert!(matches!(fit, Err(ValidateError::NothingToFit)));
+    }
+}
+
+#[test]
+fn settings_that_make_no_sense_are_refused() {
+    let target = soft(CardConfig::default(), None);
+    let refused = |settings: Settings| run(&target, &settings, &mut |_| {}).unwrap_err().to_string();
+    for (settings, why) in [
+        (Settings { threads: 0, ..quick() }, "a number of threads of 0 is not from 1 to 64"),
+        (Settings { threads: 65, ..quick() }, "not from 1 to 64"),
+        (Settings { buffers: vec![0], ..quick() }, "not a multiple of 4 KiB"),
+        (Settings { buffers: vec![4096, 4097], ..quick() }, "a buffer size of 4097 is not a multiple of 4 KiB"),
+        (Settings { buffers: vec![2 << 30], ..quick() }, "more than 1 GiB"),
+        (Settings { offset: 1, ..quick() }, "an offset of 1 is not a multiple of 4 KiB"),
+        (Settings { offset: 1 << 40, ..quick() }, "HBM has 67108864 bytes"),
+        (Settings { buffers: vec![32 * MIB], ..quick() }, "the buffers with the offset need"),
+        (Settings { stop: Stop::After(0), ..quick() }, "a number of iterations of 0"),
+        (Settings { stop: Stop::For(Duration::ZERO), ..quick() }, "no time"),
+        (Settings { channels: QueueChoice::Only(2), ..quick() }, "no channel 2, it has 2"),
+        (Settings { channels: QueueChoice::List(vec![0, 0]), ..quick() }, "named twice"),
+        (Settings { phases: vec![Phase::Device], ..quick() }, "the device has no device"),
+    ] {
+        let said = refused(settings);
+        assert!(said.contains(why), "{said}");
+    }
+    let soft = SoftTarget { emulate: Some("fast".into()), ..SoftTarget::default() };
+    let error = Target::soft(soft).err().unwrap().to_string();
+    assert!(error.contains("no modelled link is called \"fast\"; there are half-egress-14, "), "{error}");
+}
+
+/// A channel that gets something wrong.
+struct Wrong {
+    inner: Box<dyn Channel<Far = DeviceFar>>,
+    fault: Fault,
+    done: u64,
+}
+
+#[derive(Clone, Copy, PartialEq, Debug)]
+enum Fault {
+    /// A bit of every read, from the so many-th operation on.
+    Flip(u64),
+    /// Writes that do nothing, from the so many-th operation on.
+    Deaf(u64),
+    /// Reads that do nothing.
+    Blind(u64),
+    /// An error.
+    Fails(u64),
+}
+
+impl Channel for Wrong {
+    type Far = DeviceFar;
+
+    fn limits(&self) -> Limits {
+        self.inner.limits()
+    }
+
+    fn in_flight(&self) -> usize {
+        self.inner.in_flight()
+    }
+
+    fn submit(&mut self, mut transfer: Transfer<DeviceFar>) -> Result<Ticket, Refused<DeviceFar>> {
+        self.done += 1;
+        let (down, done) = (transfer.direction == Direction::ToHost, self.done);
+        // The other way: the device's bytes stay, or the buffer's go back to where they should have come from.
+        match self.fault {
+            Fault::Deaf(from) if !down && done > from => transfer.direction = Direction::ToHost,
+            Fault::Blind(from) if down && done > from => transfer.direction = Direction::FromHost,
+            _ => {}
+        }
+        self.inner.submit(transfer)
+    }
+
+    fn poll(&mut self, done: &mut Vec<Completion<DeviceFar>>) -> usize {
+        let before = done.len();
+        self.inner.poll(done);
+        for completion in &mut done[before..] {
+            self.done += 1;
+            match self.fault {
+                Fault::Flip(from) if completion.transfer.direction == Direction::ToHost && self.done > from => {
+                    let part = &mut completion.transfer.part;
+                    let mut byte = [0];
+                    part.read(100, &mut byte).unwrap();
+                    part.write(100, &[byte[0] ^ 4]).unwrap();
+                }
+                Fault::Fails(from) if self.done > from => completion.result = Err(OpError::Device { status: 9 }),
+                _ => {}
+            }
+        }
+        done.len() - before
+    }
+
+    fn wait(&mut self, done: &mut Vec<Completion<DeviceFar>>, timeout: Duration) -> usize {
+        self.inner.wait(done, timeout)
+    }
+}
+
+/// The software card with both channels wrong.
+fn wrong(fault: Fault) -> Target {
+    let mut target = soft(CardConfig::default(), None);
+    for desk in &mut target.desks {
+        *desk = desk::Desk::new(Wrong { inner: Box::new(desk.seat()), fault, done: 0 });
+    }
+    target
+}
+
+#[test]
+fn there_is_no_figure_for_bytes_that_are_wrong() {
+    let settings = Settings { phases: vec![Phase::Ddr], pages: vec![Pages::Small], ..quick() };
+    // From the first operation on: the comparison finds it, and nothing is measured.
+    for fault in [Fault::Flip(0), Fault::Deaf(0), Fault::Blind(0)] {
+        let report = run(&wrong(fault), &settings, &mut |_| {}).unwrap();
+        assert!(!report.passed() && report.figures.is_empty(), "{fault:?}: {report:?}");
+        let Integrity { ok, threads: 2, wrong, .. } = &report.integrity[0] else { panic!("{report:?}") };
+        assert!(*ok < 2 && wrong[0].starts_with("thread "), "{fault:?}: {wrong:?}");
+    }
+    // Later: what was measured with it is not shown.
+    for fault in [Fault::Deaf(60), Fault::Blind(60), Fault::Flip(120)] {
+        let settings = Settings { stop: Stop::After(50), ..settings.clone() };
+        let report = run(&wrong(fault), &settings, &mut |_| {}).unwrap();
+        assert_eq!((report.integrity[0].ok, report.integrity[0].threads), (2, 2), "{fault:?}");
+        assert!(!report.passed() && report.figures.len() < 3, "{fault:?}: {report:?}");
+    }
+    // From the second pass on (a transfer counts when it begins and when it ends): the first has brought the right bytes, and nothing since has moved any.
+    for (fault, way) in [(Fault::Blind(10), Directions::Read), (Fault::Deaf(10), Directions::Write)] {
+        let settings = Settings { threads: 1, stop: Stop::After(3), ways: vec![way], ..settings.clone() };
+        let report = run(&wrong(fault), &settings, &mut |_| {}).unwrap();
+        assert_eq!((report.integrity[0].ok, report.figures.len()), (1, 0), "{fault:?}: {report:?}");
+        assert!(!report.passed(), "{fault:?}");
+    }
+    // An error is an error, with its place, and what was measured before it is there.
+    let mut report = Report::default();
+    let late = Settings { threads: 1, ways: vec![Directions::Read, Directions::Write], ..settings.clone() };
+    let error = run_into(&wrong(Fault::Fails(16)), &late, &mut report, &mut |_| {}).unwrap_err();
+    assert!(matches!(error, ValidateError::Failed { .. }), "{error}");
+    assert_eq!((report.integrity.len(), report.figures.len()), (1, 1), "{report:?}");
+    let error = run(&wrong(Fault::Fails(20)), &settings, &mut |_| {}).unwrap_err();
+    assert!(matches!(error, ValidateError::Failed { phase: Phase::Ddr, .. }), "{error}");
+    assert!(error.to_string().contains("status 0x9"), "{error}");
+}
+
+#[test]
+fn a_modelled_link_is_the_ceiling() {
+    let settings = Settings {
+        threads: 2,
+        buffers: vec![MIB],
+        stop: Stop::For(Duration::from_millis(60)),
+        pages: vec![Pages::Small],
+        ..Settings::default()
+    };
+    let target = soft(CardConfig::default(), Some("shared-23"));
+    let report = check(&target, &settings);
+    assert_eq!(report.figures.len(), 9);
+    for figure in &report.figures {
+        let ceiling = figure.ceiling.unwrap();
+        // What may be saved up in a millisecond; how close to it a figure comes depends on how busy this machine is.
+        assert!(figure.total() < 1.1 * ceiling, "{figure:?}");
+        let model = 23e9 / SLOWER;
+        assert!((ceiling / model - 1.0).abs() < 0.01, "{ceiling} {model}");
+    }
+    let three = SoftTarget {
+        card: CardConfig { channels: 3, ..CardConfig::default() },
+        emulate: Some("12-and-9".into()),
+        ..SoftTarget::default()
+    };
+    assert!(matches!(Target::soft(three), Err(ValidateError::TooManyChannels { wanted: 3, most: 2 })));
+}
+
+#[test]
+fn direct_io_and_two_names_leave_a_file_as_it_was() {
+    let folder = tempfile::tempdir_in(".").unwrap();
+    let (path, link) = (folder.path().join("memory"), folder.path().join("link"));
+    let before: Vec<u8> = (0..2 * MIB).map(|i| (i ^ i >> 8) as u8).collect();
+    std::fs::write(&path, &before).unwrap();
+    std::os::unix::fs::symlink(&path, &link).unwrap();
+    let settings = Settings { pages: vec![Pages::Small], ..quick() };
+    for (direct, c2h) in [(false, &link), (true, &path), (true, &link)] {
+        let paths = FileDevicePaths { h2c: path.clone(), c2h: c2h.clone() };
+        match Target::file(paths, FileDeviceOptions { direct, ..FileDeviceOptions::default() }, false) {
+            Ok(target) => drop(check(&target, &settings)),
+            Err(e) if direct => println!("SKIPPED: {e}"),
+            Err(e) => panic!("{e}"),
+        }
+        assert!(std::fs::read(&path).unwrap() == before, "direct {direct}");
+    }
+}
+
+#[test]
+fn what_is_told_to_stop_stops_and_puts_back() {
+    let file = tempfile::NamedTempFile::new().unwrap();
+    let before: Vec<u8> = (0..2 * MIB).map(|i| (i ^ i >> 8) as u8).collect();
+    std::fs::write(file.path(), &before).unwrap();
+    let paths = FileDevicePaths { h2c: file.path().into(), c2h: file.path().into() };
+    let mut target = Target::file(paths, FileDeviceOptions::default(), false).unwrap();
+    let told = Arc::new(AtomicBool::new(false));
+    target.stop_when(told.clone());
+    let settings = Settings { stop: Stop::For(Duration::from_secs(3600)), pages: vec![Pages::Small], ..quick() };
+    let mut written = false;
+    let result = run(&target, &settings, &mut |event| {
+        if matches!(&event, Event::Step(what) if what.ends_with(": reading")) {
+            written = std::fs::read(file.path()).unwrap() != before;
+            let told = told.clone();
+            std::thread::spawn(move || {
+                std::thread::sleep(Duration::from_millis(20));
+                told.store(true, Ordering::Relaxed);
+            });
+        }
+    });
+    assert!(matches!(result, Err(ValidateError::Interrupted)), "{result:?}");
+    assert!(written && std::fs::read(file.path()).unwrap() == before);
+    // The same for what limits a card.
+    let mut card = soft(CardConfig::default(), None);
+    card.stop_when(told);
+    assert!(matches!(fit_link(&card, &FitSettings::default(), &mut |_| {}), Err(ValidateError::Interrupted)));
+}
+
+#[test]
+fn a_character_device_is_not_overwritten_unasked() {
+    let paths = || FileDevicePaths { h2c: "/dev/zero".into(), c2h: "/dev/zero".into() };
+    let refused = Target::file(paths(), FileDeviceOptions::default(), false);
+    assert!(matches!(refused, Err(ValidateError::Lost(path)) if path.ends_with("zero")));
+    let report =
+        run(&Target::file(paths(), FileDeviceOptions::default(), true).unwrap(), &quick(), &mut |_| {}).unwrap();
+    assert!(!report.passed() && report.figures.is_empty());
+}
+
+/// Takes everything from the so many-th transfer on, and ends none of that.
+struct Hangs {
+    inner: Box<dyn Channel<Far = DeviceFar>>,
+    after: u64,
+    held: Vec<(Ticket, Transfer<DeviceFar>)>,
+    /// It can be stopped, and by what it was.
+    stops: bool,
+    stopped: Option<String>,
+    /// It is seen to have halted as soon as it has anything that it does not end, and then takes no more.
+    gone: bool,
+}
+
+impl Hangs {
+    fn new(inner: Box<dyn Channel<Far = DeviceFar>>, after: u64, stops: bool) -> Self {
+        Self { inner, after, held: Vec::new(), stops, stopped: None, gone: false }
+    }
+}
+
+impl Channel for Hangs {
+    type Far = DeviceFar;
+
+    fn limits(&self) -> Limits {
+        self.inner.limits()
+    }
+
+    fn in_flight(&self) -> usize {
+        self.inner.in_flight() + self.held.len()
+    }
+
+    fn submit(&mut self, transfer: Transfer<DeviceFar>) -> Result<Ticket, Refused<DeviceFar>> {
+        if self.after > 0 {
+            self.after -= 1;
+            return self.inner.submit(transfer);
+        }
+        if let Some(why) = self.stopped.clone().or_else(|| self.halted()) {
+            return Err(Refused { transfer, reason: Refusal::Stopped(why) });
+        }
+        let ticket = Ticket::new(1 << 40 | self.held.len() as u64);
+        self.held.push((ticket, transfer));
+        Ok(ticket)
+    }
+
+    fn poll(&mut self, done: &mut Vec<Completion<DeviceFar>>) -> usize {
+        let Some(why) = &self.stopped else { return self.inner.poll(done) };
+        let result = || Err(OpError::Stopped(why.clone()));
+        let before = done.len();
+        let held = self.held.drain(..);
+        done.extend(held.map(|(ticket, transfer)| Completion { ticket, transfer, result: result() }));
+        self.inner.poll(done);
+        done.len() - before
+    }
+
+    fn halted(&self) -> Option<String> {
+        Some("its registers read as ones".to_owned()).filter(|_| self.gone && !self.held.is_empty())
+    }
+
+    fn stop(&mut self, why: &str) {
+        self.stopped = Some(why.to_owned()).filter(|_| self.stops);
+    }
+
+    fn wait(&mut self, done: &mut Vec<Completion<DeviceFar>>, timeout: Duration) -> usize {
+        self.inner.wait(done, timeout)
+    }
+}
+
+#[test]
+fn a_device_that_hangs_is_left_alone_and_what_was_measured_is_there() {
+    let file = tempfile::NamedTempFile::new().unwrap();
+    std::fs::write(file.path(), vec![7; 2 * MIB as usize]).unwrap();
+    let paths = FileDevicePaths { h2c: file.path().into(), c2h: file.path().into() };
+    let mut target = Target::file(paths, FileDeviceOptions::default(), false).unwrap();
+    target.patience = Duration::from_millis(500);
+    let inner = Box::new(target.desks[0].seat());
+    // The comparison (4 transfers of a thread) and the reading (3 and the one more) end.
+    target.desks[0] = desk::Desk::new(Hangs::new(inner, 8, false));
+    let settings =
+        Settings { threads: 1, ways: vec![Directions::Read, Directions::Write], pages: vec![Pages::Small], ..quick() };
+    let mut report = Report::default();
+    let begun = std::time::Instant::now();
+    let error = run_into(&target, &settings, &mut report, &mut |_| {}).unwrap_err();
+    let ValidateError::Hung { error: inner } = &error else { panic!("{error}") };
+    assert!(matches!(**inner, ValidateError::Stuck { thread: 0, .. }), "{error}");
+    assert!(error.to_string().contains("was not put back"), "{error}");
+    assert!(begun.elapsed() > target.patience);
+    assert_eq!((report.integrity.len(), report.figures.len()), (1, 1), "{report:?}");
+    assert_ne!(std::fs::read(file.path()).unwrap()[..4096], [7; 4096]);
+}
+
+#[test]
+fn a_device_that_hangs_is_stopped_and_what_a_file_held_is_put_back() {
+    let file = tempfile::NamedTempFile::new().unwrap();
+    std::fs::write(file.path(), vec![7; 2 * MIB as usize]).unwrap();
+    let paths = FileDevicePaths { h2c: file.path().into(), c2h: file.path().into() };
+    let mut target = Target::file(paths, FileDeviceOptions::default(), false).unwrap();
+    target.patience = Duration::from_millis(200);
+    let inner = Box::new(target.desks[0].seat());
+    target.desks[0] = desk::Desk::new(Hangs::new(inner, 9, true));
+    let settings = Settings { threads: 3, pages: vec![Pages::Small], ..quick() };
+    let error = run(&target, &settings, &mut |_| {}).unwrap_err();
+    // Not one of the errors of the threads whose transfers it ended.
+    assert!(matches!(error, ValidateError::Stuck { .. }), "{error}");
+    assert!(!target.hangs() && std::fs::read(file.path()).unwrap() == vec![7; 2 * MIB as usize]);
+}
+
+#[test]
+fn a_card_on_any_bus_can_be_measured() {
+    let host: dmalane_dma::SoftHost = dmalane_dma::SoftHost::new(dmalane_dma::HostConfig::default()).unwrap();
+    let card = CardConfig { ddr: 64 * MIB, hbm: 64 * MIB, ..CardConfig::default() };
+    let bus: Arc<dmalane_card::SoftBus> = Arc::new(dmalane_card::SoftBus::new(host, card).unwrap());
+    // Channels may be balanced where they work at the same time.
+    let heap = dmalane_dma::AnonHeap::new();
+    assert!(Target::card("a card".to_owned(), bus.clone(), &heap, true, None).unwrap().apart);
+    let target = Target::card("a card".to_owned(), bus, &heap, false, Some(16)).unwrap();
+    assert!(!target.apart);
+    assert_eq!((target.name.as_str(), target.notes[0].as_str()), ("a card", "2 channels, rings of 16"));
+    let report = check(&target, &quick());
+    assert!(report.figures.iter().any(|f| f.phase == Phase::Both));
+}
+
+#[test]
+fn a_device_that_is_gone_is_told_of_soon() {
+    for (threads, raw) in [(1, true), (4, false)] {
+        let mut target = soft(CardConfig::default(), None);
+        for desk in &mut target.desks {
+            let inner = Box::new(desk.seat());
+            *desk = desk::Desk::new(Hangs { gone: true, ..Hangs::new(inner, 5, false) });
+        }
+        let settings = Settings { threads, raw, pages: vec![Pages::Small], ..quick() };
+        let begun = std::time::Instant::now();
+        let error = run(&target, &settings, &mut |_| {}).unwrap_err();
+        assert!(error.to_string().contains("registers read as ones"), "{error}");
+        assert!(begun.elapsed() < target.patience / 2, "{:?}", begun.elapsed());
+    }
+}
+
+#[test]
+fn an_error_before_a_device_hangs_is_the_one_that_is_told() {
+    let mut target = soft(CardConfig::default(), None);
+    target.patience = Duration::from_millis(200);
+    // Of the two transfers of a thread the first fails, and the second does not end.
+    let inner = Wrong { inner: Box::new(target.desks[0].seat()), fault: Fault::Fails(0), done: 0 };
+    target.desks[0] = desk::Desk::new(Hangs::new(Box::new(inner), 1, false));
+    let (channels, pages) = (QueueChoice::Only(0), vec![Pages::Small]);
+    let settings = Settings { threads: 1, raw: true, phases: vec![Phase::Ddr], channels, pages, ..quick() };
+    let error = run(&target, &settings, &mut |_| {}).unwrap_err();
+    assert!(matches!(error, ValidateError::Failed { .. }) && target.hangs(), "{error}");
+}
+
+#[test]
+fn seats_of_a_device_that_hangs_wait_together() {
+    let mut target = soft(CardConfig::default(), None);
+    target.patience = Duration::from_millis(100);
+    let inner = Box::new(target.desks[0].seat());
+    target.desks[0] = desk::Desk::new(Hangs::new(inner, 0, false));
+    let threads = 16;
+    let settings = Settings {
+        threads,
+        phases: vec![Phase::Ddr],
+        channels: QueueChoice::Only(0),
+        pages: vec![Pages::Small],
+        ..quick()
+    };
+    let begun = std::time::Instant::now();
+    let error = run(&target, &settings, &mut |_| {}).unwrap_err();
+    assert!(matches!(error, ValidateError::Stuck { .. }), "{error}");
+    assert!(begun.elapsed() < Duration::from_millis(threads as u64 * 500), "not one after the other");
+}

@@ -1,0 +1,201 @@
+//! A buffer that goes to and from its place on the device again and again, and the bytes that it must have.
+
+use std::collections::VecDeque;
+use std::time::{Duration, Instant};
+
+use dmalane_addr::{Access, CardAddr};
+use dmalane_dma::{BufferRef, BufferSlice, HostBus, SharedBuf};
+use dmalane_queue::{Channel, DeviceAddr, DeviceFar, Direction, Latency, Refusal, Registered, Ticket, Transfer};
+
+use crate::ValidateError;
+
+/// Bytes compared or filled at a time.
+const BLOCK: usize = 64 << 10;
+
+/// A piece of the device that a piece of a buffer goes to and from.
+pub(crate) struct Stretch {
+    pub at: CardAddr,
+    /// `None` while it is in flight.
+    part: Option<BufferSlice>,
+    /// Where in the buffer it begins.
+    offset: u64,
+}
+
+/// A buffer and its place.
+pub(crate) struct Walk {
+    pub stretches: Vec<Stretch>,
+    pub direction: Direction,
+    share: BufferRef,
+    via: Option<Registered>,
+    /// Of the pass under way: what the channel has not taken yet, and what it has.
+    todo: VecDeque<usize>,
+    flying: Vec<(Ticket, usize)>,
+    begun: Instant,
+    len: u64,
+    pub moved: Moved,
+}
+
+/// What a walk has moved.
+#[derive(Clone, Default)]
+pub(crate) struct Moved {
+    pub passes: u64,
+    pub bytes: u64,
+    /// From the first beginning to the last end.
+    pub took: Duration,
+    /// Of whole passes.
+    pub latency: Latency,
+}
+
+impl Walk {
+    /// A buffer against these places, which are together as long as it.
+    pub fn new(buf: SharedBuf, places: &[(CardAddr, u64)], bus: &dyn HostBus) -> Result<Self, ValidateError> {
+        let share = buf.share();
+        let via = Some(Registered::new(bus, &buf, Access::RW).map_err(ValidateError::Memory)?);
+        let (mut rest, mut offset, mut stretches) = (buf.into_part(), 0, Vec::new());
+        for (at, len) in places {
+            let part = rest.split_off_front(*len as usize);
+            stretches.push(Stretch { at: *at, part, offset });
+            offset += len;
+        }
+        let (todo, flying, begun) = (VecDeque::new(), Vec::new(), Instant::now());
+        let moved = Moved::default();
+        Ok(Self { stretches, direction: Direction::FromHost, share, via, todo, flying, begun, len: offset, moved })
+    }
+
+    /// Forgets what was moved so far.
+    pub fn reset(&mut self) {
+        self.moved = Moved::default();
+    }
+
+    /// Bytes of the buffer.
+    pub fn len(&self) -> u64 {
+        self.len
+    }
+
+    /// True between passes.
+    pub fn is_idle(&self) -> bool {
+        self.todo.is_empty() && self.flying.is_empty()
+    }
+
+    /// Begins a pass; registers the buffer for it, if it is not kept registered.
+    pub fn begin(&mut self, bus: &dyn HostBus) -> Result<(), ValidateError> {
+        self.begun = Instant::now();
+        if self.via.is_none() {
+            let range = 0..self.share.len();
+            self.via = Some(Registered::of_range(bus, &self.share, range, Access::RW).map_err(ValidateError::Memory)?);
+        }
+        self.todo.extend(0..self.stretches.len());
+        Ok(())
+    }
+
+    /// Gives the channel what it takes; says whether it took anything.
+    pub fn feed(&mut self, channel: &mut dyn Channel<Far = DeviceFar>) -> Result<bool, ValidateError> {
+        let mut any = false;
+        while let Some(i) = self.todo.pop_front() {
+            let stretch = &mut self.stretches[i];
+            let (Some(part), Some(via)) = (stretch.part.take(), &self.via) else { continue };
+            let far = DeviceFar { at: DeviceAddr::Card(stretch.at), via: via.clone() };
+            match channel.submit(Transfer { part, direction: self.direction, far }) {
+                Ok(ticket) => {
+                    any = true;
+                    self.flying.push((ticket, i));
+                }
+                Err(refused) => {
+                    stretch.part = Some(refused.transfer.part);
+                    if refused.reason != Refusal::Full {
+                        return Err(ValidateError::Refused { at: stretch.at, reason: refused.reason });
+                    }
+                    self.todo.push_front(i);
+                    return Ok(any);
+                }
+            }
+        }
+        Ok(any)
+    }
+
+    /// Submits nothing more of the pass under way.
+    pub fn give_up(&mut self) {
+        self.todo.clear();
+    }
+
+    /// The places on the device, and their lengths.
+    pub fn places(&self) -> impl Iterator<Item = (CardAddr, u64)> + '_ {
+        let ends = self.stretches.iter().skip(1).map(|s| s.offset).chain([self.len]);
+        self.stretches.iter().zip(ends).map(|(s, end)| (s.at, end - s.offset))
+    }
+
+    /// Where on the device a byte of the buffer belongs.
+    pub fn address_of(&self, byte: u64) -> CardAddr {
+        let stretch = self.stretches.iter().rev().find(|s| s.offset <= byte);
+        stretch.map_or(CardAddr::new(0), |s| CardAddr::new(s.at.bits() + byte - s.offset))
+    }
+
+    /// Takes a part back, if it is one of this walk's. At the end of a pass counts it, and gives the registration up unless it is
+    /// kept.
+    /// Unless it `counts`, it is as if it had not been.
+    pub fn take(
+        &mut self,
+        ticket: Ticket,
+        part: BufferSlice,
+        (start, counts): (Instant, bool),
+        registered: bool,
+    ) -> Result<(), BufferSlice> {
+        let Some(i) = self.flying.iter().position(|(t, _)| *t == ticket) else { return Err(part) };
+        let (_, stretch) = self.flying.swap_remove(i);
+        self.stretches[stretch].part = Some(part);
+        if self.is_idle() {
+            if !registered {
+                self.via = None;
+            }
+            if !counts {
+                return Ok(());
+            }
+            let now = Instant::now();
+            self.moved.passes += 1;
+            self.moved.bytes += self.len;
+            self.moved.took = now.duration_since(start);
+            self.moved.latency.record(now.duration_since(self.begun));
+        }
+        Ok(())
+    }
+
+    /// Fills the buffer with what `seed` stands for.
+    pub fn fill(&mut self, seed: u64) {
+        let mut block = vec![0; BLOCK];
+        for Stretch { part, offset, .. } in &mut self.stretches {
+            let Some(part) = part else { continue };
+            for at in (0..part.len()).step_by(BLOCK) {
+                let n = BLOCK.min(part.len() - at);
+                pattern(seed, *offset + at as u64, &mut block[..n]);
+                let written = part.write(at, &block[..n]);
+                debug_assert!(written.is_some(), "a block of the part");
+            }
+        }
+    }
+
+    /// The first byte of the buffer that is not what `seed` stands for; `None` when all are.
+    pub fn wrong(&self, seed: u64) -> Option<u64> {
+        let (mut block, mut got) = (vec![0; BLOCK], vec![0; BLOCK]);
+        for Stretch { part, offset, .. } in &self.stretches {
+            let Some(part) = part else { return Some(*offset) };
+            for at in (0..part.len()).step_by(BLOCK) {
+                let n = BLOCK.min(part.len() - at);
+                pattern(seed, offset + at as u64, &mut block[..n]);
+                if part.read(at, &mut got[..n]).is_none() || got[..n] != block[..n] {
+                    let first = got.iter().zip(&block).position(|(a, b)| a != b).unwrap_or(0);
+                    return Some(offset + (at + first) as u64);
+                }
+            }
+        }
+        None
+    }
+}
+
+/// The bytes from `offset` (a multiple of 8) on of what a seed stands for.
+fn pattern(seed: u64, offset: u64, into: &mut [u8]) {
+    let seed = seed.wrapping_add(1).wrapping_mul(0x9e37_79b9_7f4a_7c15);
+    for (i, word) in into.chunks_mut(8).enumerate() {
+        let x = (seed ^ (offset / 8 + i as u64)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+        word.copy_from_slice(&(x ^ x >> 29).to_le_bytes()[..word.len()]);
+    }
+}

@@ -1,0 +1,67 @@
+//! The software card behind a modelled link: real bytes, at the link's rates, shared out by the policy that ships.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use dmalane_addr::Access;
+use dmalane_card::{Card, CardConfig, SoftBus};
+use dmalane_dma::{AnonHeap, Heap, HostConfig, SoftHost};
+use dmalane_queue::{BalancePolicy, Channel, DeviceAddr, DeviceFar, Direction, Registered, Split, Transfer, run};
+use dmalane_validate::link::{Half, Limit, Link, Slow, Streams};
+
+const MIB: usize = 1 << 20;
+const PATIENCE: Duration = Duration::from_secs(60);
+
+#[test]
+fn a_slow_channel_gets_less_and_the_bytes_are_right() {
+    let host: SoftHost = SoftHost::new(HostConfig::default()).unwrap();
+    let config = CardConfig { ddr: 64 << 20, hbm: 4 << 20, ..CardConfig::default() };
+    let bus: Arc<SoftBus> = Arc::new(SoftBus::new(host, config).unwrap());
+    let heap = AnonHeap::new();
+    let card = Card::open(bus.clone(), &heap).unwrap();
+    let channels = vec![card.channel(0).unwrap(), card.channel(1).unwrap()];
+    let channel = |c, rate| Limit::constant(format!("channel {c}"), Streams { channel: Some(c), ..Streams::ALL }, rate);
+    // Far below what this machine copies, so that the link is what limits.
+    let link = Link::new(2, vec![channel(0, 400e6), channel(1, 100e6)], Duration::ZERO).unwrap();
+    let slow = Slow::new(channels, link, |_| Half::Ddr0);
+    let mut split = Split::new(slow, BalancePolicy::new(card.areas()));
+    let len = 16 * MIB;
+    let mut bytes: Vec<u8> = (0..len).map(|i| (i / 7 + i / 4096) as u8).collect();
+    let buf = heap.allocate(len).unwrap().share();
+    let via = Registered::new(&*bus, &buf, Access::RW).unwrap();
+    let mut part = buf.into_part();
+    let at = card.layout().ddr.first();
+    // On a busy machine both channels may be looked at equally late; not again and again.
+    let mut told_apart = [false; 2];
+    for round in 0..12 {
+        let direction = [Direction::FromHost, Direction::ToHost][round % 2];
+        if told_apart[round % 2] {
+            continue;
+        }
+        if direction == Direction::FromHost {
+            bytes.rotate_left(3);
+            part.write(0, &bytes).unwrap();
+        } else {
+            bytes.rotate_left(5);
+            bus.memory().write(at, &bytes).unwrap();
+        }
+        let began = std::time::Instant::now();
+        let far = DeviceFar { at: DeviceAddr::Card(at), via: via.clone() };
+        let back = run(&mut split, Transfer { part, direction, far }, PATIENCE).unwrap();
+        // Never faster than the link; but for what may be saved up, a millisecond each.
+        let fastest = (len as f64 - 0.5e6) / 500e6;
+        assert!(began.elapsed().as_secs_f64() > fastest, "{:?}", began.elapsed());
+        part = back.part;
+        let mut got = vec![0; len];
+        match direction {
+            Direction::FromHost => bus.memory().read(at, &mut got).unwrap(),
+            Direction::ToHost => part.read(0, &mut got).unwrap(),
+        }
+        assert!(got == bytes, "{direction:?}");
+        let rate = |c| split.policy().rate(c, direction).unwrap();
+        told_apart[round % 2] = rate(0) > 1.5 * rate(1);
+    }
+    assert_eq!(told_apart, [true; 2], "the channels are as four to one");
+    assert_eq!(split.in_flight(), 0);
+    assert_eq!(card.quarantined(), 0);
+}
