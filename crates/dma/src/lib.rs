@@ -37,6 +37,7 @@ mod error;
 mod footprint;
 mod heap;
 pub mod host;
+mod interrupts;
 mod mmio;
 mod pagemap;
 mod registrar;
@@ -54,6 +55,7 @@ pub use heap::{
     PoolStats, Reserved, export_dma_buf, pick,
 };
 pub use host::{HostConfig, SoftHost};
+pub use interrupts::InterruptEvents;
 pub use mmio::Mmio;
 pub use pagemap::{PageEntry, Pagemap, physical_runs};
 pub use registrar::{Mapping, Pinned, Registrar, Undo};
