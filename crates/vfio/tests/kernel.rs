@@ -12,7 +12,9 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
 use dmalane_addr::{Access, Address, CardAddr, Iova, PageSize, Span};
-use dmalane_dma::{self as mem, AnonHeap, BufferSlice, DmaHeap, Heap, Mapping, MemfdHeap, Mmio, PageKind, SharedBuf};
+use dmalane_dma::{
+    self as dma, AnonHeap, BufferSlice, DmaHeap, Heap, Mapping, MemfdHeap, Mmio, PageKind, Registrar, SharedBuf,
+};
 use dmalane_queue::conformance::{Fixture, suite};
 use dmalane_queue::{Channel, DeviceAddr, DeviceFar, Direction, OpError, Registered, Transfer, run};
 use dmalane_vfio::{
@@ -199,7 +201,7 @@ fn dma(heap: &dyn Heap, kind: PageKind, len: usize, page: usize) {
     let buf = heap.allocate(len).unwrap();
     assert_eq!(buf.backing().kind, kind, "{:?}", buf.backing().passed_over);
     let seams: Vec<usize> = (0..8).map(|i| (i * page) % len).chain([1000, len]).collect();
-    verify_dma(&edu(edus()[0]), &buf.reference(), &seams);
+    verify_dma(&edu(edus()[0]), &buf.share(), &seams);
 }
 
 #[test]
@@ -773,7 +775,8 @@ impl Fixture for EduFixture {
     }
 
     fn far(&mut self, offset: u64, part: &BufferSlice) -> DeviceFar {
-        let via = self.registered.iter().find(|r| r.mapping().pinned().share().holds(part)).expect("a buffer of ours");
+        let via =
+            self.registered.iter().find(|r| r.mapping().pinned().reference().holds(part)).expect("a buffer of ours");
         DeviceFar { at: DeviceAddr::Card(CardAddr::new(offset)), via: via.clone() }
     }
 

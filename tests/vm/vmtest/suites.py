@@ -40,7 +40,8 @@ def executables(messages):
 
 def test_binaries(*targets, options=(), env=None):
     """The paths of libtest binaries, each named by its package and target."""
-    found = executables(cargo("test", "--locked", "--no-run", "--message-format=json-render-diagnostics", *options, env=env))
+    command = ["test", "--locked", "--no-run", "--message-format=json-render-diagnostics"]
+    found = executables(cargo(*command, *options, env=env))
     missing = [" ".join(target) for target in targets if target not in found]
     if missing:
         raise Failed(f"cargo built no test {', '.join(missing)}")
