@@ -8,6 +8,7 @@ use crate::{Bdf, Error};
 
 /// How the kernel is asked for an address space, and for the devices in it.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
+#[cfg_attr(feature = "clap", derive(clap::ValueEnum))]
 #[non_exhaustive]
 pub enum Backend {
     /// iommufd, and the device's own file `/dev/vfio/devices/vfioN`: Linux 6.6 and later, where it was built with both.
