@@ -16,7 +16,8 @@ use dmalane::card::{CardConfig, SoftBus, regs};
 use dmalane::dma::{HostBus, HostConfig, PageBacking};
 use dmalane::file::{FileChannel, Mode};
 use dmalane::load::{self, Error, Input, Loaded, Placement, Report};
-use dmalane::{CardDevice, CardUse, FileOptions, MmChannel, SoftConfig, SoftDevice, open_as, open_file};
+use dmalane::queue::QueueChoice;
+use dmalane::{CardDevice, CardUse, FileOptions, SoftConfig, SoftDevice, open_as, open_file};
 
 use crate::device::{self, CARD_DDR, CARD_HBM, CHUNK, Device, OnBus, card_memory};
 use crate::failure::Failure;
@@ -95,7 +96,7 @@ pub struct Load {
 
     /// The DMA channels that move the bytes: auto, one, or several like 0,1
     #[arg(long, value_name = "CHANNELS", default_value = "auto")]
-    mm_channel: MmChannel,
+    mm_channel: QueueChoice,
 
     /// The device memory that gets them
     #[arg(long, value_enum, default_value_t)]
@@ -415,7 +416,7 @@ mod tests {
         let load = load("a b").unwrap();
         assert_eq!((&load.files[..], load.sample), (&["a", "b"].map(PathBuf::from)[..], None));
         assert_eq!((&load.device, load.file_options().mode), (&Device::Soft, Mode::Auto));
-        assert_eq!((&load.mm_channel, load.placement), (&MmChannel::Auto, Placement::Ddr));
+        assert_eq!((&load.mm_channel, load.placement), (&QueueChoice::Auto, Placement::Ddr));
         assert_eq!((load.gather.bytes(), load.card_ddr, load.card_hbm), (16 << 20, None, None));
         assert_eq!((load.fragmentation, load.seed, &load.save, &load.record), (None, 1, &None, &None));
         assert!(!(load.explain || load.verify || load.workers || load.json || load.quiet || load.list));
@@ -430,7 +431,7 @@ mod tests {
         )
         .unwrap();
         assert_eq!(load.sample.map(Size::bytes), Some(3 << 29));
-        assert_eq!((load.file_options().mode, &load.mm_channel), (Mode::Buffered, &MmChannel::Only(1)));
+        assert_eq!((load.file_options().mode, &load.mm_channel), (Mode::Buffered, &QueueChoice::Only(1)));
         assert_eq!(load.placement, Placement::Hbm);
         let sizes = [Some(load.gather), load.card_ddr, load.card_hbm].map(|size| size.map(Size::bytes));
         assert_eq!(sizes, [Some(2 << 20), Some(1_000_000_000), Some(4096)]);

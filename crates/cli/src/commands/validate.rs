@@ -11,19 +11,20 @@ use std::time::Duration;
 
 use clap::Args;
 use clap::builder::{PathBufValueParser, TypedValueParser};
+use dmalane::CardUse;
 use dmalane::card::{CardConfig, Workers};
 use dmalane::dma::HostBus;
 use dmalane::file::{FileDeviceError, FileDeviceOptions};
+use dmalane::queue::QueueChoice;
 use dmalane::validate::{
     Allocation, Directions, Event, FitReport, FitSettings, Pages, Phase, Report, Settings, SoftTarget, Stop, Sweep,
     Target, ValidateError, emulations, fit_link, run_into as measure,
 };
-use dmalane::{CardUse, MmChannel};
 use signal_hook::consts::{SIGINT, SIGTERM};
 use signal_hook::flag;
 
 use crate::device::{CARD_DDR, CARD_HBM, Device, OnBus, card_memory};
-use crate::failure::Failure;
+use crate::failure::{Failure, USAGE};
 use crate::output;
 use crate::progress::Steps;
 use crate::size::{Size, SizeError};
@@ -76,7 +77,7 @@ pub struct Validate {
 
     /// The DMA channels that move the bytes: auto, one, or several like 0,1
     #[arg(long, value_name = "CHANNELS", default_value = "auto")]
-    mm_channel: MmChannel,
+    mm_channel: QueueChoice,
 
     /// Only DDR
     #[arg(long, conflicts_with = "hbm_only")]
@@ -385,11 +386,18 @@ impl Validate {
         }
     }
 
-    /// The error with what helps against it.
+    /// The error with what helps against it. Settings that the device cannot have are usage errors.
     fn failure(&self, error: ValidateError) -> Failure {
+        let hint = self.hint(&error);
+        let usage = matches!(error, ValidateError::Bad { .. } | ValidateError::NoChannel { .. });
+        let failure = Failure::from(error).status(if usage { USAGE } else { 1 });
+        hint.into_iter().fold(failure, Failure::hint)
+    }
+
+    fn hint(&self, error: &ValidateError) -> Option<String> {
         use ValidateError as E;
         let (offset, threads) = (self.offset.map_or(0, Size::bytes), u64::from(self.threads));
-        let hint = match &error {
+        Some(match error {
             E::TooSmall { needed, have, memory } => {
                 let room = have.saturating_sub(offset) / (2 * threads) / 4096 * 4096;
                 let grow = match (&self.device, *memory) {
@@ -417,7 +425,7 @@ impl Validate {
                 std::io::ErrorKind::PermissionDenied | std::io::ErrorKind::ReadOnlyFilesystem => {
                     "validating writes to the device: it must be readable and writable for you".to_owned()
                 }
-                _ => return error.into(),
+                _ => return None,
             },
             E::FileDevice(FileDeviceError::InUse(_)) => "unmount it first; validating writes to it".to_owned(),
             E::FileDevice(FileDeviceError::ProbeAt { .. }) => "for example --probe-at 1MiB".to_owned(),
@@ -434,9 +442,8 @@ impl Validate {
             E::Memory(_) | E::NoRoom(_) | E::NoMemoryFor { .. } => {
                 "a smaller --buffer-size or fewer threads (-j) need less memory".to_owned()
             }
-            _ => return error.into(),
-        };
-        Failure::from(error).hint(hint)
+            _ => return None,
+        })
     }
 }
 
@@ -449,7 +456,7 @@ impl OnBus for Opening<'_> {
     fn run<B: HostBus + 'static>(self, bus: Arc<B>, how: CardUse) -> Result<Target, Failure> {
         let Self(validate) = self;
         let name = format!("the card {}", validate.device);
-        Target::card(name, bus, &how, validate.ring_size).map_err(|e| validate.failure(e))
+        Target::card(name, bus, &*how.heap, how.apart, validate.ring_size).map_err(|e| validate.failure(e))
     }
 }
 
