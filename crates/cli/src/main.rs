@@ -1,5 +1,4 @@
 //! The dmalane command line.
-#![forbid(unsafe_code)]
 
 mod commands;
 mod device;

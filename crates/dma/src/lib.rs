@@ -30,7 +30,6 @@
 //! let shared = AnonHeap::new().allocate(4096).unwrap().share();
 //! let first = shared[0];
 //! ```
-#![deny(unsafe_code)] // allowed again in slice.rs, sys.rs and volatile.rs, and nowhere else
 
 mod buf;
 mod bus;
@@ -41,11 +40,8 @@ mod heap;
 pub mod host;
 mod pagemap;
 mod room;
-#[allow(unsafe_code)]
 mod slice;
-#[allow(unsafe_code)]
 mod sys;
-#[allow(unsafe_code)]
 mod volatile;
 
 pub use buf::{BufferRef, CpuBuf, SharedBuf};

@@ -8,7 +8,6 @@ mod device;
 mod faults;
 mod iommufd;
 mod pages;
-#[allow(unsafe_code)]
 mod sys;
 mod sysfs;
 

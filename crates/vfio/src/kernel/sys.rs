@@ -2,6 +2,7 @@
 //!
 //! Invariant of [`BarMemory`]: `ptr..ptr + len` is one mapping of device memory that this value owns and nobody else unmaps. It is
 //! established by [`BarMemory::map`]. Nobody makes a reference into it: device memory changes by itself.
+#![allow(unsafe_code)]
 
 use std::ffi::CString;
 use std::io;
