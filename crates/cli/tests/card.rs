@@ -137,7 +137,7 @@ fn no_card_at_the_socket_is_an_error_with_a_hint() {
     }
     for verb in [&["load", "--sample", "1MiB"][..], &["validate"]] {
         let text = card.says(verb, 1);
-        assert!(text.contains("cannot connect to") && text.contains("hint: dmalane card serve --vfio-user"), "{text}");
+        assert!(text.contains("cannot connect to") && text.contains("hint: `dmalane card serve --vfio-user"), "{text}");
     }
 }
 
