@@ -7,8 +7,8 @@ use std::sync::Arc;
 use dmalane::daemon::{Client, Options, SOCKET};
 use dmalane::dma::{HostBus, HostConfig};
 use dmalane::file::{BadFileDevicePaths, FileDevicePaths};
-use dmalane::vfio::{BadBdf, Bdf, Error};
-use dmalane::{CardUse, SoftError, connect_pci_card, open_pci_card};
+use dmalane::vfio::{BadBdf, Bdf};
+use dmalane::{CardUse, PciCardError, SoftError, connect_pci_card, open_pci_card};
 
 use crate::failure::Failure;
 use crate::size::{self, Size, binary};
@@ -92,7 +92,7 @@ impl Device {
     /// # Panics
     /// On [`Device::Soft`] and [`Device::File`], which have no such bus.
     pub fn connect<T: OnBus>(&self, ddr: Option<u64>, hbm: Option<u64>, then: T) -> Result<T::Output, Failure> {
-        let refused = |e: Error| self.refused(&e);
+        let refused = |e: PciCardError| self.refused(&e);
         match self {
             Self::Daemon(socket) => then.run(Client::connect(share_of(socket, ddr, hbm))?.into(), CardUse::default()),
             Self::Vfio(bdf) => then.run(open_pci_card(bdf).map_err(refused)?.into(), CardUse::vfio()),
@@ -101,13 +101,13 @@ impl Device {
         }
     }
 
-    fn refused(&self, error: &Error) -> Failure {
+    fn refused(&self, error: &PciCardError) -> Failure {
         let failure = Failure::because(format!("cannot use {self}"), error);
         match (self, error) {
-            (Self::VfioUser(_), Error::Kernel { .. }) => {
+            (Self::VfioUser(_), PciCardError::VfioUser(_)) => {
                 failure.hint("`dmalane card serve --vfio-user SOCKET` serves a card, to one client at a time")
             }
-            (Self::Vfio(_), Error::WrongDevice { .. }) => {
+            (Self::Vfio(_), PciCardError::NotACard { .. }) => {
                 failure.hint("`dmalane devices` lists what is bound to vfio-pci")
             }
             _ => failure,

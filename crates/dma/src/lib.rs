@@ -38,6 +38,7 @@ mod error;
 mod footprint;
 mod heap;
 pub mod host;
+mod interrupts;
 mod pagemap;
 mod room;
 mod slice;
@@ -54,6 +55,7 @@ pub use heap::{
     PoolStats, Reserved, export_dma_buf, pick,
 };
 pub use host::{HostConfig, SoftHost};
+pub use interrupts::InterruptEvents;
 pub use pagemap::{PageEntry, Pagemap, physical_runs};
 pub use room::{Room, memlock_left, room};
 pub use slice::BufferSlice;

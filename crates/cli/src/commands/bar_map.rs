@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 
 use clap::Args;
 use dmalane::addr::{Access, PageSize};
-use dmalane::vfio::{Backend, Bdf, Container, Device, Placement, page_sizes};
+use dmalane::vfio::{Backend, BarAlignment, Bdf, Container, PciDevice, page_sizes};
 use serde::Serialize;
 
 use crate::failure::Failure;
@@ -46,7 +46,7 @@ pub struct BarMap {
     /// The alignment of the address: 4K, 2M, 1G (exactly that), auto (the largest page that this kernel has and that fits), none (where mmap
     /// puts it)
     #[arg(long, value_name = "ALIGN", default_value = "auto", value_parser = align)]
-    align: Placement,
+    align: BarAlignment,
 
     /// How many times it is mapped for DMA and unmapped, from 1 to 1000, as a guest does while it boots
     #[arg(long, value_name = "N", default_value_t = 1, value_parser = clap::value_parser!(u32).range(1..=1000))]
@@ -73,7 +73,7 @@ struct Report {
     /// What iommufd lacked, where it was not taken because of that.
     passed_over: Option<String>,
     /// How the BAR was mapped for DMA.
-    way: &'static str,
+    way: String,
     /// What the address was aligned to, relative to the BAR.
     alignment: u64,
     /// Into this process.
@@ -92,7 +92,7 @@ struct Run {
 impl BarMap {
     /// Maps, unmaps, and reports.
     pub fn run(self) -> Result<ExitCode, Failure> {
-        let container = self.way.map_or_else(Container::new, Container::only);
+        let container = self.way.map_or_else(Container::new, Container::with_backend);
         let device = container.open(&self.device)?;
         let region = match self.region {
             Some(region) => region,
@@ -102,15 +102,15 @@ impl BarMap {
         let began = Instant::now();
         let bar = Arc::new(device.map_bar(region, None, self.align)?);
         let mmap_ns = nanos(began.elapsed());
-        let mut way = "";
+        let mut way = String::new();
         let mut runs = Vec::new();
         for _ in 0..self.times {
             let peer = container.map_peer(&bar, 0..bar.len(), Access::RW)?;
-            let took = peer.took();
-            way = took.way;
+            way = peer.method().to_string();
+            let map_ns = nanos(peer.map_time());
             let began = Instant::now();
             drop(peer);
-            runs.push(Run { map_ns: nanos(took.time), unmap_ns: nanos(began.elapsed()) });
+            runs.push(Run { map_ns, unmap_ns: nanos(began.elapsed()) });
         }
         let (bytes, alignment) = (bar.len(), bar.alignment().bytes());
         let began = Instant::now();
@@ -124,8 +124,8 @@ impl BarMap {
             align: name(self.align),
             kernel: rustix::system::uname().release().to_string_lossy().into_owned(),
             kernel_page_sizes: page_sizes().iter().map(PageSize::bytes).collect(),
-            opened_by: container.way().map_or_else(String::new, |way| way.to_string()),
-            passed_over: container.passed_over().map(ToString::to_string),
+            opened_by: container.backend().map_or_else(String::new, |way| way.to_string()),
+            passed_over: container.iommufd_error().map(ToString::to_string),
             way,
             alignment,
             mmap_ns,
@@ -146,7 +146,7 @@ fn device(text: &str) -> Result<Bdf, String> {
     bdf.parse().map_err(|e: dmalane::vfio::BadBdf| e.to_string())
 }
 
-fn align(text: &str) -> Result<Placement, &'static str> {
+fn align(text: &str) -> Result<BarAlignment, &'static str> {
     let wrong = "not an alignment: 4K, 16K, 2M, 32M, 1G (a power of two), auto or none";
     let unit = |suffix: char| match suffix {
         'K' => Some(10),
@@ -155,14 +155,14 @@ fn align(text: &str) -> Result<Placement, &'static str> {
         _ => None,
     };
     match text {
-        "auto" => return Ok(Placement::Best),
-        "none" => return Ok(Placement::Anywhere),
+        "auto" => return Ok(BarAlignment::LargestPage),
+        "none" => return Ok(BarAlignment::Any),
         _ => {}
     }
     let shift = text.chars().last().and_then(unit).ok_or(wrong)?;
     let number: u64 = text[..text.len() - 1].parse().map_err(|_| wrong)?;
     let bytes = number.checked_mul(1 << shift).filter(|bytes| (4 << 10..=512 << 30).contains(bytes));
-    bytes.and_then(PageSize::new).map(Placement::Exactly).ok_or(wrong)
+    bytes.and_then(PageSize::new).map(BarAlignment::Exactly).ok_or(wrong)
 }
 
 fn nanos(time: Duration) -> u64 {
@@ -170,16 +170,16 @@ fn nanos(time: Duration) -> u64 {
 }
 
 /// The largest BAR all of which can be mapped.
-fn largest(device: &Device) -> Option<u32> {
+fn largest(device: &PciDevice) -> Option<u32> {
     let whole = device.regions().iter().filter(|r| r.index < 6 && r.mappable.contains(&(0..r.len)));
     whole.max_by_key(|r| r.len).map(|r| r.index)
 }
 
-fn name(placement: Placement) -> String {
+fn name(placement: BarAlignment) -> String {
     match placement {
-        Placement::Best => "auto".to_owned(),
-        Placement::Anywhere => "none".to_owned(),
-        Placement::Exactly(page) => page.to_string(),
+        BarAlignment::LargestPage => "auto".to_owned(),
+        BarAlignment::Any => "none".to_owned(),
+        BarAlignment::Exactly(page) => page.to_string(),
     }
 }
 
@@ -223,12 +223,12 @@ mod tests {
             device: "0000:01:00.0".into(),
             region: 2,
             bytes: 32 << 30,
-            align: name(Placement::Best),
+            align: name(BarAlignment::LargestPage),
             kernel: "7.2".into(),
             kernel_page_sizes: vec![4096, 1 << 21, 1 << 30],
             opened_by: Backend::Type1.to_string(),
             passed_over: Some("there is none".into()),
-            way: "type1",
+            way: "type1".into(),
             alignment: 1 << 30,
             mmap_ns: 12_000,
             munmap_ns: 5_400,
@@ -247,10 +247,10 @@ mod tests {
         assert_eq!(device("vfio:01:00.0").unwrap().to_string(), "0000:01:00.0");
         assert!(device("soft").unwrap_err().contains("vfio:0000:01:00.0"));
         assert!(device("vfio:x").is_err());
-        assert_eq!(align("auto"), Ok(Placement::Best));
-        assert_eq!(align("none"), Ok(Placement::Anywhere));
-        assert_eq!(align("4K"), Ok(Placement::Exactly(PageSize::SIZE_4K)));
-        assert_eq!(align("1024M"), Ok(Placement::Exactly(PageSize::SIZE_1G)));
+        assert_eq!(align("auto"), Ok(BarAlignment::LargestPage));
+        assert_eq!(align("none"), Ok(BarAlignment::Any));
+        assert_eq!(align("4K"), Ok(BarAlignment::Exactly(PageSize::SIZE_4K)));
+        assert_eq!(align("1024M"), Ok(BarAlignment::Exactly(PageSize::SIZE_1G)));
         for wrong in ["", "K", "3M", "1K", "-4K", "4", "4k", "1024G", "99999999999999999999G", "é", "0M"] {
             assert!(align(wrong).is_err(), "{wrong:?}");
         }

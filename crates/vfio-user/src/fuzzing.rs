@@ -1,0 +1,327 @@
+//! An entry point for fuzzers: a client of a served device that may send anything.
+//!
+//! Takes any bytes, panics when a promise is broken, and ends soon. Not for other use.
+
+use std::cell::RefCell;
+use std::io::{ErrorKind, Write};
+use std::net::Shutdown;
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::os::unix::net::UnixStream;
+
+use dmalane_addr::Iova;
+use dmalane_dma::{DeviceMem, Heap, MemfdHeap, PageKind, SharedBuf};
+use rustix::event::{EventfdFlags, eventfd};
+use rustix::fs::MemfdFlags;
+
+use crate::wire::{Body, ERROR, Fields, HEADER, MAX_DATA, NO_REPLY, REPLY, receive, send};
+use crate::{ClientMemory, ClientPort, MappableFile, RegionSpec, ServedDevice, serve};
+
+/// Most messages of one run; what they have in all fits into a socket that nobody reads.
+const MESSAGES: usize = 40;
+/// Most bytes that a message carries behind its fields.
+const TAIL: usize = 700;
+const INTERRUPTS: u32 = 4;
+const REGISTERS: u64 = 4096;
+const MEMORY: u64 = 64 << 10;
+
+/// What every run uses again.
+struct Fixed {
+    /// Lent to the device: memory of several lengths, and other files.
+    files: Vec<OwnedFd>,
+    /// What the device shows of its own.
+    shown: SharedBuf,
+    _memory: Vec<SharedBuf>,
+}
+
+fn fixed() -> Fixed {
+    let memfd = |len| MemfdHeap::starting_at(PageKind::Base).allocate(len).expect("a memfd").share();
+    let memory: Vec<_> = [4096, 16 << 10, 2 << 20].map(memfd).into();
+    let lent = |buf: &SharedBuf| buf.export().expect("a memfd").try_clone_to_owned().expect("a descriptor");
+    let unsealed = rustix::fs::memfd_create("unsealed", MemfdFlags::CLOEXEC).expect("a memfd");
+    rustix::fs::ftruncate(&unsealed, 8192).expect("a length");
+    let event = || eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK).expect("an eventfd");
+    let (pipe, _) = rustix::pipe::pipe().expect("a pipe");
+    let mut files: Vec<_> = memory.iter().map(lent).collect();
+    files.extend([unsealed, event(), event(), pipe, sparse()]);
+    Fixed { files, shown: memfd(MEMORY as usize), _memory: memory }
+}
+
+/// Sealed memory that would take half of a process's addresses.
+fn sparse() -> OwnedFd {
+    let file = rustix::fs::memfd_create("sparse", MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING).expect("a memfd");
+    rustix::fs::ftruncate(&file, 1 << 46).expect("a length");
+    rustix::fs::fcntl_add_seals(&file, rustix::fs::SealFlags::SHRINK).expect("a seal");
+    file
+}
+
+thread_local! {
+    static FIXED: RefCell<Fixed> = RefCell::new(fixed());
+}
+
+/// A device with registers, a memory that a client may map, and a DMA engine that does what the registers say at once.
+struct Device<'a> {
+    registers: Vec<u8>,
+    shown: &'a SharedBuf,
+    port: ClientPort,
+    events: Vec<Option<OwnedFd>>,
+    resets: u32,
+}
+
+impl Device<'_> {
+    /// The bytes that were just asked for lie within the region, which is one that may be used.
+    fn admit(&self, region: u32, offset: u64, len: usize) {
+        let spec = self.region(region);
+        let end = offset.checked_add(len as u64).expect("an end");
+        assert!(spec.accessible && end <= spec.len && len <= MAX_DATA, "region {region}: {len} bytes at {offset:#x}");
+    }
+
+    /// Registers 0 and 1: where and how much. What is there is read, turned round and written back.
+    fn run(&mut self) {
+        let mut fields = Fields(&self.registers);
+        let (at, len) = (fields.u64().unwrap_or(0), fields.u64().unwrap_or(0).min(64 << 10));
+        let mut bytes = vec![0; len as usize];
+        if self.port.read_bytes(Iova::new(at), &mut bytes).is_ok() {
+            bytes.iter_mut().for_each(|b| *b = !*b);
+            if let Err(fault) = self.port.write_bytes(Iova::new(at), &bytes) {
+                assert!(fault.at.bits() >= at && fault.at.bits() - at < len && fault.done <= len);
+            }
+        }
+    }
+}
+
+impl ServedDevice for Device<'_> {
+    fn region(&self, index: u32) -> RegionSpec {
+        let len = [REGISTERS, 0, MEMORY, 0, 0, 0, 0, 256, 1 << 20].get(index as usize).copied().unwrap_or(0);
+        RegionSpec { len, accessible: len > 0 && index != 8 }
+    }
+
+    fn mappable(&self, region: u32) -> Option<MappableFile<'_>> {
+        let file = self.shown.export()?;
+        (region == 2).then_some(MappableFile { file, areas: vec![0..0x1000, 0x2000..MEMORY] })
+    }
+
+    fn read(&mut self, region: u32, offset: u64, into: &mut [u8]) -> bool {
+        self.admit(region, offset, into.len());
+        let from = self.registers.get(offset as usize..offset as usize + into.len());
+        match (region, from) {
+            (0, Some(from)) => into.copy_from_slice(from),
+            (2, _) => self.shown.view().sub(offset as usize, into.len()).expect("within").read(into),
+            _ => return false,
+        }
+        true
+    }
+
+    fn write(&mut self, region: u32, offset: u64, from: &[u8]) -> bool {
+        self.admit(region, offset, from.len());
+        match region {
+            0 => self.registers[offset as usize..][..from.len()].copy_from_slice(from),
+            2 => self.shown.view().sub(offset as usize, from.len()).expect("within").write(from),
+            _ => return false,
+        }
+        if region == 0 && offset < 16 {
+            self.run();
+        }
+        true
+    }
+
+    fn interrupts(&self) -> u32 {
+        INTERRUPTS
+    }
+
+    fn set_interrupts(&mut self, first: u32, events: Vec<Option<OwnedFd>>) {
+        let first = first as usize;
+        assert!(first + events.len() <= self.events.len(), "interrupts {first} and {} more", events.len());
+        for (slot, event) in self.events[first..].iter_mut().zip(events) {
+            *slot = event;
+        }
+    }
+
+    fn reset(&mut self) -> bool {
+        self.resets += 1;
+        self.registers.fill(0);
+        true
+    }
+}
+
+/// The input, taken from the front. Past its end everything reads as 0.
+struct Input<'a>(&'a [u8]);
+
+impl<'a> Input<'a> {
+    fn u8(&mut self) -> u8 {
+        let Some((first, rest)) = self.0.split_first() else { return 0 };
+        self.0 = rest;
+        *first
+    }
+
+    fn u16(&mut self) -> u16 {
+        u16::from_le_bytes([self.u8(), self.u8()])
+    }
+
+    /// Mostly small, mostly a multiple of a page.
+    fn number(&mut self) -> u64 {
+        match self.u8() {
+            0 => u64::MAX - u64::from(self.u8()),
+            1 => u64::from(self.u16()),
+            2 => u64::from(self.u16()) << 48,
+            n => u64::from(n - 3) << 12,
+        }
+    }
+
+    fn bytes(&mut self, n: usize) -> &'a [u8] {
+        let (bytes, rest) = self.0.split_at(n.min(self.0.len()));
+        self.0 = rest;
+        bytes
+    }
+}
+
+/// A message as it is sent: number, flags, body, and which files go with it.
+struct Sent {
+    command: u16,
+    flags: u32,
+    body: Vec<u8>,
+    files: Vec<usize>,
+}
+
+/// A request with fields of the input's choice.
+fn request(input: &mut Input<'_>) -> Sent {
+    let body = Body::default;
+    let small = |input: &mut Input<'_>| u32::from(input.u8());
+    let (command, body) = match input.u8() % 12 {
+        0 => (1, body().u32(small(input)).bytes(b"{}\0")),
+        1 | 2 => {
+            let (flags, offset, at, len) = (small(input), input.number(), input.number(), input.number());
+            (2, body().u32(32).u32(flags).u64(offset).u64(at).u64(len))
+        }
+        3 => (3, body().u32(24).u32(small(input) % 4).u64(input.number()).u64(input.number())),
+        4 => (4, body().u32(16).u32(0).u32(0).u32(0)),
+        5 => (5, body().u32(small(input) * 4).u32(0).u32(small(input) % 12).u32(0).u64(0).u64(0)),
+        6 => (7, body().u32(16).u32(0).u32(small(input) % 8).u32(0)),
+        7 => {
+            // What of the data there is, and what to do: each bit of the header's, set or not.
+            let chosen = small(input);
+            let flags = (0..6).filter(|i| (chosen >> i) & 1 == 1).fold(0, |flags, i| flags | (1 << i));
+            let (index, start, count) = (small(input) % 8, small(input) % 8, small(input) % 8);
+            (8, body().u32(20).u32(flags).u32(index).u32(start).u32(count))
+        }
+        8 => (9, body().u64(input.number()).u32(small(input) % 10).u32(u32::from(input.u16()))),
+        9 => {
+            // Mostly to the registers that make the device work.
+            let offset = if input.u8() < 200 { 0 } else { input.number() };
+            let (region, count) = (small(input) % 10, 8 * (small(input) % 5));
+            let data: Vec<u8> = (0..count / 8).flat_map(|_| input.number().to_le_bytes()).collect();
+            let claimed = if input.u8() < 250 { count } else { u32::from(input.u16()) };
+            (10, body().u64(offset).u32(region).u32(claimed).bytes(&data))
+        }
+        10 => (13, body()),
+        _ => {
+            let command = input.u16();
+            let len = usize::from(input.u16()) % TAIL;
+            (command, body().bytes(input.bytes(len)))
+        }
+    };
+    let flags = if input.u8() == 7 { NO_REPLY | u32::from(input.u16()) << 16 } else { 0 };
+    let count = match command {
+        2 => 1 + input.u8() % 2,
+        8 => input.u8() % 6,
+        _ => u8::from(input.u8() == 1),
+    };
+    let files = (0..count).map(|_| usize::from(input.u8())).collect();
+    Sent { command, flags, body: body.0, files }
+}
+
+/// A client's messages, sent all at once: requests with fields of the input's choice, each with some descriptors, and whatever.
+///
+/// # Panics
+/// When the device is asked for what it does not have, an answer is not one, or something is left of the client.
+pub fn fuzz_client(data: &[u8]) {
+    FIXED.with_borrow(|fixed| run(fixed, Input(data)));
+}
+
+fn run(fixed: &Fixed, mut input: Input<'_>) {
+    let (mut client, server) = UnixStream::pair().expect("a socket");
+    let (mut asked, mut broken) = (Vec::new(), false);
+    if input.u8() & 7 != 0 {
+        send(&mut client, 0, 1, 0, 0, &Body::default().u32(u32::from(input.u8()) << 16).0, &[]).expect("room");
+        asked.push((0, 1));
+    }
+    for id in 1..=MESSAGES as u16 {
+        if input.0.is_empty() {
+            break;
+        }
+        let how = input.u8();
+        if how == 255 {
+            // No message at all.
+            broken = true;
+            let len = usize::from(input.u16()) % TAIL;
+            let sent = client.write_all(input.bytes(len));
+            sent.expect("room");
+            continue;
+        }
+        let mut sent = request(&mut input);
+        if how >= 250 && !sent.body.is_empty() {
+            let at = usize::from(input.u8()) % sent.body.len();
+            sent.body[at] ^= input.u8();
+        } else if how >= 240 {
+            sent.body.truncate(usize::from(input.u8()) % (sent.body.len() + 1));
+        }
+        let fds: Vec<BorrowedFd<'_>> = sent.files.iter().map(|i| fixed.files[i % fixed.files.len()].as_fd()).collect();
+        send(&mut client, id, sent.command, sent.flags, 0, &sent.body, &fds).expect("room");
+        // A greeting is answered whatever it says.
+        if (sent.flags & NO_REPLY == 0 || (asked.is_empty() && id == 1)) && !broken {
+            asked.push((id, sent.command));
+        }
+    }
+    client.shutdown(Shutdown::Write).expect("a socket");
+    let memory = ClientMemory::new();
+    let mut device = Device {
+        registers: vec![0; REGISTERS as usize],
+        shown: &fixed.shown,
+        port: memory.port(),
+        events: (0..INTERRUPTS).map(|_| None).collect(),
+        resets: 0,
+    };
+    let (served, answers) = std::thread::scope(|scope| {
+        let answers = scope.spawn(move || answers(&mut client));
+        (serve(server, &mut device, &memory), answers.join().expect("a reader"))
+    });
+    // One for each request, in their order, and for all of them when nothing was wrong with the messages.
+    let expected = asked.get(..answers.len()).unwrap_or(&asked);
+    assert!(broken || answers[..expected.len()] == *expected, "{answers:?} to {asked:?}");
+    assert!(broken || served.is_err() || answers == asked, "{answers:?} to {asked:?}");
+    assert!(device.resets > 0 && device.events.iter().all(Option::is_none), "nothing is left of a client");
+    assert_eq!(memory.mappings(), 0);
+}
+
+/// The answers, as (id, command), until the socket is closed; with a reset, when there was more that nobody wanted to read.
+fn answers(client: &mut UnixStream) -> Vec<(u16, u16)> {
+    let mut found = Vec::new();
+    loop {
+        let answer = match receive(client) {
+            Ok(Some(answer)) => answer,
+            Ok(None) => return found,
+            Err(e) if e.kind() == ErrorKind::ConnectionReset => return found,
+            Err(e) => panic!("no well-formed answer: {e}"),
+        };
+        assert!(answer.flags & REPLY != 0 && (answer.flags & ERROR != 0) == (answer.error != 0), "{answer:?}");
+        assert!(answer.error == 0 || answer.body.is_empty(), "{answer:?}");
+        assert!(HEADER + answer.body.len() <= MAX_DATA + 4096 && answer.fds.len() <= 1);
+        found.push((answer.id, answer.command));
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    #[test]
+    fn noise_is_survived() {
+        let mut x = 1u64;
+        for round in 0..300 {
+            let bytes: Vec<u8> = (0..round * 2)
+                .map(|_| {
+                    x = x.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
+                    (x >> 40) as u8
+                })
+                .collect();
+            super::fuzz_client(&bytes);
+        }
+    }
+}

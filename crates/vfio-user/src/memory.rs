@@ -1,0 +1,345 @@
+//! The memory that a client has mapped for its device, as the device accesses it.
+
+use std::collections::{BTreeMap, HashMap};
+use std::os::fd::OwnedFd;
+use std::sync::{Arc, PoisonError, RwLock, RwLockReadGuard, Weak};
+
+use dmalane_addr::{Access, Address, Iova, Span};
+use dmalane_dma::{CopyHint, DeviceMem, DmaFault, FaultReason, HeldMem, SharedBuf, VolatileSlice};
+use rustix::io::Errno;
+
+/// Maximum mappings of one client: the limit of the kernel's VFIO.
+const MAX_MAPPINGS: usize = 65_535;
+/// Maximum files of one client: each is a mapping of this process, which may have some 65 thousand in total.
+const MAX_FILES: usize = 4096;
+/// Maximum bytes of one client's files, mapped for the device or not: they use addresses of this process.
+const MAX_BYTES: u64 = 1 << 40;
+
+/// The memory that a client has mapped for a device. Clones share it.
+///
+/// The device takes a read lock for each access, an unmap takes the write lock: once an unmap is answered, no access to that memory is in
+/// progress and none can begin.
+#[derive(Clone, Default)]
+pub struct ClientMemory(Arc<RwLock<Mappings>>);
+
+#[derive(Default)]
+struct Mappings {
+    /// By first address; no two overlap.
+    by_iova: BTreeMap<Iova, ClientMapping>,
+    /// Each file once, however often the client sends it, by device and inode.
+    files: HashMap<(u64, u64), Weak<SharedBuf>>,
+}
+
+struct ClientMapping {
+    last: Iova,
+    access: Access,
+    /// The mapped file; `None` for memory without a file, which the device cannot access.
+    file: Option<Arc<SharedBuf>>,
+    /// Offset of the mapping in the file.
+    offset: u64,
+}
+
+impl ClientMemory {
+    /// Creates an empty set of mappings.
+    pub fn new() -> Self {
+        Self::default()
+    }
+
+    /// A port through which a device accesses the memory.
+    pub fn port(&self) -> ClientPort {
+        ClientPort(self.clone())
+    }
+
+    /// The number of mappings.
+    pub fn mappings(&self) -> usize {
+        self.read().by_iova.len()
+    }
+
+    /// Maps part of a client's file. A client may share [`MAX_FILES`] files with [`MAX_BYTES`] in total; beyond that the error is `ENOMEM`.
+    /// A mapping without a file only occupies addresses: a device access to it is a fault. QEMU makes such mappings for its firmware and for
+    /// BARs of other devices.
+    pub(crate) fn map(&self, span: Span<Iova>, access: Access, fd: Option<OwnedFd>, offset: u64) -> Result<(), Errno> {
+        let key = fd.as_ref().map(|fd| {
+            // Unsealed descriptors may be FUSE files; even `fstat` can block on them.
+            rustix::fs::fcntl_get_seals(fd)?;
+            rustix::fs::fstat(fd).map(|stat| (stat.st_dev, stat.st_ino))
+        });
+        let key = key.transpose()?;
+        let mut mappings = self.0.write().unwrap_or_else(PoisonError::into_inner);
+        if mappings.by_iova.len() >= MAX_MAPPINGS {
+            return Err(Errno::NOSPC);
+        }
+        if access.is_empty() || (span.first().bits() | span.len() | offset) & 0xfff != 0 {
+            return Err(Errno::INVAL);
+        }
+        if mappings.overlapping(span).next().is_some() {
+            return Err(Errno::EXIST);
+        }
+        let file = match fd.zip(key) {
+            None => None,
+            Some((fd, key)) => match mappings.files.get(&key).and_then(Weak::upgrade) {
+                Some(file) => Some(file),
+                None => {
+                    let file = Arc::new(mappings.import(fd)?);
+                    mappings.files.insert(key, Arc::downgrade(&file));
+                    Some(file)
+                }
+            },
+        };
+        let len = file.as_ref().map_or(u64::MAX, |file| file.len() as u64);
+        let end = offset.checked_add(span.len()).filter(|end| *end <= len);
+        end.ok_or(Errno::INVAL)?;
+        mappings.by_iova.insert(span.first(), ClientMapping { last: span.last(), access, file, offset });
+        Ok(())
+    }
+
+    /// Unmaps the mappings in the span, which must be whole ones. There may be none, as with the kernel's VFIO: QEMU unmaps everything that
+    /// a guest could have mapped.
+    pub(crate) fn unmap(&self, span: Span<Iova>) -> Result<(), Errno> {
+        let mut mappings = self.0.write().unwrap_or_else(PoisonError::into_inner);
+        let inside: Vec<_> = mappings.overlapping(span).map(|(first, mapping)| (first, mapping.last)).collect();
+        let (Some((first, _)), Some((_, last))) = (inside.first(), inside.last()) else { return Ok(()) };
+        if *first < span.first() || *last > span.last() {
+            return Err(Errno::INVAL);
+        }
+        inside.iter().for_each(|(first, _)| drop(mappings.by_iova.remove(first)));
+        Ok(())
+    }
+
+    /// Unmaps everything: the client has disconnected, or asked for it.
+    pub(crate) fn clear(&self) {
+        self.0.write().unwrap_or_else(PoisonError::into_inner).by_iova.clear();
+    }
+
+    fn read(&self) -> RwLockReadGuard<'_, Mappings> {
+        self.0.read().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl Mappings {
+    /// Maps another file of the client into this process, within the limits for a client.
+    fn import(&mut self, fd: OwnedFd) -> Result<SharedBuf, Errno> {
+        self.files.retain(|_, file| file.strong_count() > 0);
+        let used: u64 = self.files.values().filter_map(Weak::upgrade).map(|file| file.len() as u64).sum();
+        if self.files.len() >= MAX_FILES {
+            return Err(Errno::NOMEM);
+        }
+        SharedBuf::import_up_to(fd, MAX_BYTES.saturating_sub(used)).map_err(|e| match e {
+            dmalane_dma::Error::Import(e) if e.kind() == std::io::ErrorKind::OutOfMemory => Errno::NOMEM,
+            _ => Errno::INVAL,
+        })
+    }
+
+    /// The mappings that overlap the span, lowest first.
+    fn overlapping(&self, span: Span<Iova>) -> impl Iterator<Item = (Iova, &ClientMapping)> {
+        let before = self.by_iova.range(..span.first()).next_back().filter(|(_, mapping)| mapping.last >= span.first());
+        before
+            .into_iter()
+            .chain(self.by_iova.range(span.first()..=span.last()))
+            .map(|(first, mapping)| (*first, mapping))
+    }
+
+    /// The mapping that contains this address.
+    fn at(&self, at: Iova) -> Option<(Iova, &ClientMapping)> {
+        let (first, mapping) = self.by_iova.range(..=at).next_back()?;
+        (at <= mapping.last).then_some((*first, mapping))
+    }
+}
+
+/// A device's access to [`ClientMemory`].
+pub struct ClientPort(ClientMemory);
+
+impl DeviceMem for ClientPort {
+    type Held<'a> = HeldClient<'a>;
+
+    fn hold(&mut self) -> HeldClient<'_> {
+        HeldClient(self.0.read())
+    }
+}
+
+/// A [`ClientPort`] while it holds the mappings.
+pub struct HeldClient<'a>(RwLockReadGuard<'a, Mappings>);
+
+impl HeldClient<'_> {
+    /// Calls `each` with the memory of each mapping in the access and its offset in the access, until `each` returns false.
+    fn access(
+        &self,
+        at: Iova,
+        len: usize,
+        wanted: Access,
+        mut each: impl FnMut(usize, VolatileSlice<'_>) -> bool,
+    ) -> Result<(), DmaFault> {
+        let mut done = 0;
+        while done < len {
+            let fault = |at, reason| DmaFault { at, wanted, reason, done: done as u64 };
+            let here = at.checked_add(done as u64).ok_or_else(|| fault(at, FaultReason::PastTheTop))?;
+            let (first, found) = self.0.at(here).ok_or_else(|| fault(here, FaultReason::NotMapped))?;
+            if !found.access.contains(wanted) {
+                return Err(fault(here, FaultReason::NotPermitted));
+            }
+            let inside = here.bits() - first.bits();
+            let left = found.last.bits() - here.bits() + 1;
+            let n = left.min((len - done) as u64) as usize;
+            // `map` checked that the mapping lies within the file.
+            let slice = found.file.as_ref().and_then(|file| file.view().sub((found.offset + inside) as usize, n));
+            let slice = slice.ok_or_else(|| fault(here, FaultReason::NotMapped))?;
+            if !each(done, slice) {
+                return Ok(());
+            }
+            done += n;
+        }
+        Ok(())
+    }
+}
+
+const WITHIN: &str = "a fragment of the access";
+
+impl HeldMem for HeldClient<'_> {
+    fn read(&mut self, from: Iova, into: VolatileSlice<'_>, hint: CopyHint) -> Result<(), DmaFault> {
+        self.access(from, into.len(), Access::READ, |done, bytes| {
+            into.sub(done, bytes.len()).expect(WITHIN).copy_from(bytes, hint);
+            true
+        })
+    }
+
+    fn write(&mut self, into: Iova, from: VolatileSlice<'_>, hint: CopyHint) -> Result<(), DmaFault> {
+        self.access(into, from.len(), Access::WRITE, |done, bytes| {
+            bytes.copy_from(from.sub(done, bytes.len()).expect(WITHIN), hint);
+            true
+        })
+    }
+
+    fn compare(&mut self, at: Iova, with: VolatileSlice<'_>) -> Result<Option<usize>, DmaFault> {
+        let mut found = None;
+        self.access(at, with.len(), Access::READ, |done, bytes| {
+            let with = with.sub(done, bytes.len()).expect(WITHIN);
+            found = bytes.first_difference(with).map(|offset| done + offset);
+            found.is_none()
+        })?;
+        Ok(found)
+    }
+
+    fn read_bytes(&mut self, from: Iova, into: &mut [u8]) -> Result<(), DmaFault> {
+        self.access(from, into.len(), Access::READ, |done, bytes| {
+            bytes.read(&mut into[done..done + bytes.len()]);
+            true
+        })
+    }
+
+    fn write_bytes(&mut self, into: Iova, from: &[u8]) -> Result<(), DmaFault> {
+        self.access(into, from.len(), Access::WRITE, |done, bytes| {
+            bytes.write(&from[done..done + bytes.len()]);
+            true
+        })
+    }
+
+    fn write_word(&mut self, into: Iova, value: u64) -> Result<(), DmaFault> {
+        self.write_words(into, &[Some(value)])
+    }
+
+    fn write_words(&mut self, into: Iova, words: &[Option<u64>]) -> Result<(), DmaFault> {
+        if !into.bits().is_multiple_of(8) {
+            return Err(DmaFault { at: into, wanted: Access::WRITE, reason: FaultReason::Misaligned, done: 0 });
+        }
+        self.access(into, 8 * words.len(), Access::WRITE, |done, bytes| {
+            // Mappings begin and end at pages, so they are whole words.
+            for (i, word) in words[done / 8..][..bytes.len() / 8].iter().enumerate() {
+                if let Some(word) = word {
+                    bytes.store_u64(8 * i, *word).expect("an aligned word of the mapping");
+                }
+            }
+            true
+        })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use dmalane_dma::{Heap, MemfdHeap, PageKind};
+
+    use super::*;
+
+    fn span(first: u64, len: u64) -> Span<Iova> {
+        Span::new(Iova::new(first), len).unwrap()
+    }
+
+    /// A sealed memfd without pages.
+    fn sparse(len: u64) -> Option<OwnedFd> {
+        use rustix::fs::{MemfdFlags, SealFlags, fcntl_add_seals, ftruncate, memfd_create};
+        let file = memfd_create("sparse", MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING).unwrap();
+        ftruncate(&file, len).unwrap();
+        fcntl_add_seals(&file, SealFlags::SHRINK).unwrap();
+        Some(file)
+    }
+
+    #[test]
+    fn the_files_of_a_client_are_limited() {
+        let memory = ClientMemory::new();
+        let map = |page: u64, file| memory.map(span(page << 12, 4096), Access::RW, file, 0);
+        assert_eq!(map(1, sparse(1 << 46)), Err(Errno::NOMEM));
+        assert_eq!(map(1, sparse(MAX_BYTES + 4096)), Err(Errno::NOMEM));
+        map(1, sparse(MAX_BYTES - 4096)).unwrap();
+        assert_eq!(map(2, sparse(8192)), Err(Errno::NOMEM));
+        map(2, sparse(4096)).unwrap();
+        assert_eq!(map(3, sparse(4096)), Err(Errno::NOMEM), "the limit is reached");
+        // Unmapped files no longer count.
+        memory.unmap(span(1 << 12, 4096)).unwrap();
+        map(3, sparse(8192)).unwrap();
+        assert_eq!(memory.mappings(), 2);
+    }
+
+    #[test]
+    fn a_device_accesses_only_mapped_memory() {
+        let memory = ClientMemory::new();
+        let buf = MemfdHeap::starting_at(PageKind::Base).allocate(16 << 10).unwrap().share();
+        let fd = || Some(buf.export().unwrap().try_clone_to_owned().unwrap());
+        memory.map(span(0x1000, 0x1000), Access::RW, fd(), 0x2000).unwrap();
+        memory.map(span(0x2000, 0x1000), Access::READ, fd(), 0).unwrap();
+        memory.map(span(0x8000, 0x1000), Access::RW, fd(), 0x1000).unwrap();
+        assert_eq!(memory.mappings(), 3);
+        let mut port = memory.port();
+        // Across two mappings, whose offsets in the file are in reverse order.
+        buf.view().sub(0x2ffc, 4).unwrap().write(b"abcd");
+        buf.view().sub(0, 4).unwrap().write(b"efgh");
+        let mut bytes = [0; 8];
+        port.read_bytes(Iova::new(0x1ffc), &mut bytes).unwrap();
+        assert_eq!(&bytes, b"abcdefgh");
+        let fault = port.write_bytes(Iova::new(0x1ffc), &bytes).unwrap_err();
+        assert_eq!((fault.at, fault.reason, fault.done), (Iova::new(0x2000), FaultReason::NotPermitted, 4));
+        let fault = port.read_bytes(Iova::new(0x2ffc), &mut bytes).unwrap_err();
+        assert_eq!((fault.at, fault.reason), (Iova::new(0x3000), FaultReason::NotMapped));
+        port.write_word(Iova::new(0x8ff8), 7).unwrap();
+        assert_eq!(buf.view().load_u64(0x1ff8), Some(7));
+        assert!(
+            port.write_word(Iova::new(0x8ff4), 7).is_err() && port.read_bytes(Iova::new(u64::MAX), &mut bytes).is_err()
+        );
+        // Refused mappings.
+        let map = |first, len, offset| memory.map(span(first, len), Access::RW, fd(), offset);
+        assert_eq!(map(0x2000, 0x1000, 0), Err(Errno::EXIST));
+        assert_eq!(map(0, 0x9000, 0), Err(Errno::EXIST));
+        assert_eq!(map(0x9000, 0x5000, 0), Err(Errno::INVAL), "longer than the file");
+        assert_eq!(map(0x9000, 0x1000, u64::MAX - 0xfff), Err(Errno::INVAL));
+        assert_eq!(map(0x9008, 0x1000, 0), Err(Errno::INVAL));
+        assert_eq!(memory.map(span(0x9000, 0x1000), Access::empty(), fd(), 0), Err(Errno::INVAL));
+        let file = tempfile::tempfile().unwrap();
+        assert_eq!(
+            memory.map(span(0x9000, 0x1000), Access::RW, Some(file.into()), 0),
+            Err(Errno::INVAL),
+            "not a memfd"
+        );
+        assert_eq!(memory.unmap(span(0x1000, 0x800)), Err(Errno::INVAL));
+        assert_eq!(memory.unmap(span(0x1800, 0x1800)), Err(Errno::INVAL));
+        assert_eq!(memory.unmap(span(0x4000, 0x1000)), Ok(()), "nothing is mapped there");
+        assert_eq!(memory.mappings(), 3);
+        memory.unmap(span(0x1000, 0x2000)).unwrap();
+        assert!(port.read_bytes(Iova::new(0x1000), &mut bytes).is_err());
+        // Memory without a file occupies its addresses, and an access is a fault.
+        memory.map(span(0x1_0000, 0x1000), Access::RW, None, 0).unwrap();
+        assert_eq!(map(0x1_0000, 0x1000, 0), Err(Errno::EXIST));
+        let fault = port.read_bytes(Iova::new(0x1_0000), &mut bytes).unwrap_err();
+        assert_eq!((fault.at, fault.reason), (Iova::new(0x1_0000), FaultReason::NotMapped));
+        memory.unmap(span(0x1_0000, 0x1000)).unwrap();
+        memory.clear();
+        assert_eq!((memory.mappings(), port.read_bytes(Iova::new(0x8000), &mut bytes).is_err()), (0, true));
+    }
+}

@@ -1,0 +1,252 @@
+//! Encoding, sending and receiving of vfio-user messages.
+
+use std::io::{self, IoSlice, IoSliceMut, Read, Write};
+use std::mem::MaybeUninit;
+use std::os::fd::{BorrowedFd, OwnedFd};
+use std::os::unix::net::UnixStream;
+
+use rustix::net::{
+    RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, ReturnFlags, SendAncillaryBuffer, SendAncillaryMessage,
+    SendFlags, recvmsg, sendmsg,
+};
+
+/// A request of the protocol, with its number in the specification.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+#[non_exhaustive]
+#[repr(u16)]
+pub enum Command {
+    /// Negotiates the version; the first message of a connection.
+    Version = 1,
+    /// Maps memory of the client for the device.
+    DmaMap = 2,
+    /// Unmaps memory of the client.
+    DmaUnmap = 3,
+    /// Queries the device.
+    DeviceInfo = 4,
+    /// Queries a region.
+    RegionInfo = 5,
+    /// Queries a kind of interrupts.
+    IrqInfo = 7,
+    /// Sets the eventfds of interrupts.
+    SetIrqs = 8,
+    /// Reads a region.
+    RegionRead = 9,
+    /// Writes a region.
+    RegionWrite = 10,
+    /// Resets the device.
+    Reset = 13,
+}
+
+impl Command {
+    pub(crate) fn from_number(number: u16) -> Option<Self> {
+        use Command::*;
+        [Version, DmaMap, DmaUnmap, DeviceInfo, RegionInfo, IrqInfo, SetIrqs, RegionRead, RegionWrite, Reset]
+            .into_iter()
+            .find(|c| *c as u16 == number)
+    }
+}
+
+/// Bytes of a message's header: id, command, length of the message, flags, error number.
+pub(crate) const HEADER: usize = 16;
+/// Maximum bytes of a region in one message; both sides announce it in their version message.
+pub(crate) const MAX_DATA: usize = 1 << 20;
+/// Maximum bytes of a message.
+const MAX_MESSAGE: usize = MAX_DATA + 4096;
+/// Maximum descriptors of a message. QEMU accepts no more with an answer.
+pub(crate) const MAX_FDS: usize = 16;
+/// Flags of a header.
+pub(crate) const REPLY: u32 = 1;
+pub(crate) const NO_REPLY: u32 = 1 << 4;
+pub(crate) const ERROR: u32 = 1 << 5;
+
+/// A received message.
+#[derive(Debug)]
+pub(crate) struct Message {
+    pub(crate) id: u16,
+    pub(crate) command: u16,
+    pub(crate) flags: u32,
+    pub(crate) error: u32,
+    pub(crate) body: Vec<u8>,
+    pub(crate) fds: Vec<OwnedFd>,
+}
+
+/// Reads numbers from the front of a message's body.
+pub(crate) struct Fields<'a>(pub(crate) &'a [u8]);
+
+impl Fields<'_> {
+    pub(crate) fn u16(&mut self) -> Option<u16> {
+        self.take().map(u16::from_le_bytes)
+    }
+
+    pub(crate) fn u32(&mut self) -> Option<u32> {
+        self.take().map(u32::from_le_bytes)
+    }
+
+    pub(crate) fn u64(&mut self) -> Option<u64> {
+        self.take().map(u64::from_le_bytes)
+    }
+
+    fn take<const N: usize>(&mut self) -> Option<[u8; N]> {
+        let (field, rest) = self.0.split_first_chunk::<N>()?;
+        self.0 = rest;
+        Some(*field)
+    }
+}
+
+/// Builds a message's body, number after number.
+#[derive(Default)]
+pub(crate) struct Body(pub(crate) Vec<u8>);
+
+impl Body {
+    pub(crate) fn u32(mut self, value: u32) -> Self {
+        self.0.extend(value.to_le_bytes());
+        self
+    }
+
+    pub(crate) fn u64(mut self, value: u64) -> Self {
+        self.0.extend(value.to_le_bytes());
+        self
+    }
+
+    pub(crate) fn bytes(mut self, bytes: &[u8]) -> Self {
+        self.0.extend(bytes);
+        self
+    }
+}
+
+fn malformed(why: &str) -> io::Error {
+    io::Error::new(io::ErrorKind::InvalidData, why)
+}
+
+/// Receives the next message; `None` when the other side has closed the socket between two messages.
+///
+/// # Errors
+/// `InvalidData` for a malformed message; the socket's.
+pub(crate) fn receive(stream: &mut UnixStream) -> io::Result<Option<Message>> {
+    let mut header = [0; HEADER];
+    let mut fds = Vec::new();
+    let mut received = 0;
+    while received < HEADER {
+        let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(MAX_FDS))];
+        let mut control = RecvAncillaryBuffer::new(&mut space);
+        let into = &mut [IoSliceMut::new(&mut header[received..])];
+        let n = match recvmsg(&*stream, into, &mut control, RecvFlags::CMSG_CLOEXEC) {
+            Ok(message) if message.flags.contains(ReturnFlags::CTRUNC) => {
+                return Err(malformed("too many descriptors for a message or for this process"));
+            }
+            Ok(message) => message.bytes,
+            Err(rustix::io::Errno::INTR) => continue,
+            Err(e) => return Err(e.into()),
+        };
+        for message in control.drain() {
+            if let RecvAncillaryMessage::ScmRights(rights) = message {
+                fds.extend(rights);
+            }
+        }
+        if fds.len() > MAX_FDS {
+            return Err(malformed("too many descriptors"));
+        }
+        match n {
+            0 if received == 0 => return Ok(None),
+            0 => return Err(io::ErrorKind::UnexpectedEof.into()),
+            n => received += n,
+        }
+    }
+    let fields = &mut Fields(&header);
+    let truncated = || malformed("truncated header");
+    let (id, command) = (fields.u16().ok_or_else(truncated)?, fields.u16().ok_or_else(truncated)?);
+    let (len, flags, error) =
+        (fields.u32().ok_or_else(truncated)?, fields.u32().ok_or_else(truncated)?, fields.u32().ok_or_else(truncated)?);
+    let len = len as usize;
+    if !(HEADER..=MAX_MESSAGE).contains(&len) {
+        return Err(malformed("message length out of range"));
+    }
+    let mut body = vec![0; len - HEADER];
+    stream.read_exact(&mut body)?;
+    Ok(Some(Message { id, command, flags, error, body, fds }))
+}
+
+/// Sends a message.
+///
+/// # Errors
+/// The socket's.
+pub(crate) fn send(
+    stream: &mut UnixStream,
+    id: u16,
+    command: u16,
+    flags: u32,
+    error: u32,
+    body: &[u8],
+    fds: &[BorrowedFd<'_>],
+) -> io::Result<()> {
+    let len = u32::try_from(HEADER + body.len()).map_err(|_| malformed("message too long to send"))?;
+    let mut bytes = Vec::with_capacity(HEADER + body.len());
+    bytes.extend(id.to_le_bytes());
+    bytes.extend(command.to_le_bytes());
+    bytes.extend([len, flags, error].iter().flat_map(|word| word.to_le_bytes()));
+    bytes.extend(body);
+    let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(MAX_FDS))];
+    let mut control = SendAncillaryBuffer::new(&mut space);
+    if !fds.is_empty() && !control.push(SendAncillaryMessage::ScmRights(fds)) {
+        return Err(malformed("too many descriptors to send"));
+    }
+    // The descriptors go with the first bytes; the rest may need further calls.
+    let sent = loop {
+        match sendmsg(&*stream, &[IoSlice::new(&bytes)], &mut control, SendFlags::NOSIGNAL) {
+            Err(rustix::io::Errno::INTR) => {}
+            other => break other?,
+        }
+    };
+    stream.write_all(&bytes[sent..])
+}
+
+#[cfg(test)]
+mod tests {
+    use std::os::fd::AsFd;
+
+    use super::*;
+
+    #[test]
+    fn messages_are_sent_and_received() {
+        let (mut a, mut b) = UnixStream::pair().unwrap();
+        let file = tempfile::tempfile().unwrap();
+        let body = vec![7; 100_000];
+        std::thread::scope(|s| {
+            s.spawn(|| {
+                send(
+                    &mut a,
+                    5,
+                    Command::DmaMap as u16,
+                    0,
+                    0,
+                    &Body::default().u32(1).u64(2).bytes(b"x").0,
+                    &[file.as_fd(), file.as_fd()],
+                )
+                .unwrap();
+                send(&mut a, 6, 99, ERROR | REPLY, 22, &body, &[]).unwrap();
+                drop(a);
+            });
+            let first = receive(&mut b).unwrap().unwrap();
+            assert_eq!((first.id, first.command, first.fds.len()), (5, 2, 2));
+            let mut fields = Fields(&first.body);
+            assert_eq!((fields.u32(), fields.u64(), fields.0, fields.u32()), (Some(1), Some(2), &b"x"[..], None));
+            let second = receive(&mut b).unwrap().unwrap();
+            assert_eq!((second.flags, second.error, second.body.len()), (ERROR | REPLY, 22, 100_000));
+            assert!(Command::from_number(second.command).is_none());
+            assert!(receive(&mut b).unwrap().is_none(), "closed");
+        });
+    }
+
+    #[test]
+    fn malformed_messages_are_errors() {
+        let header = |len: u32| [&[0; 4][..], &len.to_le_bytes(), &[0; 8]].concat();
+        for bytes in
+            [vec![1, 2, 3], header(15), header(0), header(u32::MAX), header(MAX_MESSAGE as u32 + 1), header(40)]
+        {
+            let (mut a, mut b) = UnixStream::pair().unwrap();
+            a.write_all(&bytes).unwrap();
+            drop(a);
+            assert!(receive(&mut b).is_err(), "{bytes:?}");
+        }
+    }
+}

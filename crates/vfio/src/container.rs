@@ -1,0 +1,837 @@
+//! A container: devices that share one IOMMU address space, and what is mapped into it, whichever way the kernel was asked for it.
+
+use std::collections::BTreeMap;
+use std::fmt;
+use std::fs::File;
+use std::io;
+use std::ops::Range;
+use std::os::fd::{AsFd, OwnedFd};
+use std::path::Path;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError, Weak};
+use std::time::{Duration, Instant};
+
+use dmalane_addr::{
+    Access, Address, Iova, Lease, PageSize, PageSizes, PhysAddr, RangeAllocator, RangeCache, SgTable, Span,
+};
+use dmalane_dma::{self as dma, BufferRef, Mapping, Pinned, Undo};
+use rustix::io::Errno;
+
+use crate::backend::{Backend, more_specific};
+use crate::device;
+use crate::error::{RegionError, VfioOperation};
+use crate::iommufd::Iommufd;
+use crate::sysfs::Sysfs;
+use crate::{BarMap, Bdf, Error, PciDevice, sys};
+
+const VFIO: &str = "/dev/vfio/vfio";
+
+/// One IOMMU address space. What is mapped in it, every device that was opened through it can reach. Clones are handles to the same
+/// container.
+#[derive(Clone)]
+pub struct Container(pub(crate) Arc<Inner>);
+
+pub(crate) struct Inner {
+    sysfs: Sysfs,
+    /// The only backend that is tried.
+    only: Option<Backend>,
+    /// Memory behind a file is mapped by its address too.
+    by_address: AtomicBool,
+    /// From the first device on.
+    kernel: OnceLock<Kernel>,
+    /// Why iommufd was not used.
+    iommufd_error: OnceLock<Error>,
+    state: Mutex<State>,
+    /// Bytes mapped.
+    mapped: AtomicU64,
+    /// Mappings that the kernel refused to end; their addresses stay taken.
+    failed_unmaps: AtomicU64,
+}
+
+/// Who keeps the address space.
+enum Kernel {
+    /// A container of VFIO.
+    Type1(OwnedFd),
+    Iommufd(Iommufd),
+}
+
+#[derive(Default)]
+struct State {
+    /// Of type 1.
+    groups: BTreeMap<u32, OwnedFd>,
+    /// Of iommufd, which gives each device out once.
+    devices: BTreeMap<Bdf, Weak<device::Inner>>,
+    /// From the first device on.
+    space: Option<Space>,
+}
+
+/// The addresses that the IOMMU has.
+struct Space {
+    iovas: RangeCache<Iova>,
+    ranges: Vec<Span<Iova>>,
+    pages: PageSizes,
+}
+
+impl Space {
+    /// The IOMMU's smallest page.
+    fn page(&self) -> PageSize {
+        self.pages.smallest().unwrap_or(PageSize::SIZE_4K)
+    }
+}
+
+/// How a BAR was mapped for other devices.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+#[non_exhaustive]
+pub enum PeerMethod {
+    /// Type 1 walks the process's page table, page by page of the mapping of the BAR.
+    PageTable,
+    /// iommufd maps a dma-buf of the BAR, independent of its mapping in this process.
+    DmaBuf,
+}
+
+impl fmt::Display for PeerMethod {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Self::PageTable => "type1",
+            Self::DmaBuf => "dma-buf",
+        })
+    }
+}
+
+impl Default for Container {
+    fn default() -> Self {
+        Self::new()
+    }
+}
+
+impl Container {
+    /// A container without devices. The first device decides by which [`Backend`] the kernel is asked: iommufd where that is there and open to
+    /// this process, else type 1.
+    pub fn new() -> Self {
+        Self::create(None)
+    }
+
+    /// A container that uses this backend and no other.
+    pub fn with_backend(backend: Backend) -> Self {
+        Self::create(Some(backend))
+    }
+
+    fn create(only: Option<Backend>) -> Self {
+        Self(Arc::new(Inner {
+            sysfs: Sysfs::new("/"),
+            only,
+            by_address: AtomicBool::new(false),
+            kernel: OnceLock::new(),
+            iommufd_error: OnceLock::new(),
+            state: Mutex::default(),
+            mapped: AtomicU64::new(0),
+            failed_unmaps: AtomicU64::new(0),
+        }))
+    }
+
+    /// Opens a device that is bound to `vfio-pci`. The first one decides which IOMMU the container has.
+    ///
+    /// # Errors
+    /// What is missing, as its own kind each: [`Error::NoDevice`], [`Error::NoModule`], [`Error::NotBuilt`], [`Error::NoIommu`],
+    /// [`Error::NoProtection`], [`Error::NotBound`], [`Error::NoPermission`], [`Error::Busy`], [`Error::NotViable`]; by type 1 [`Error::NoType1`],
+    /// [`Error::Attach`]; by iommufd [`Error::NoDeviceFile`], [`Error::AttachDevice`].
+    pub fn open(&self, bdf: &Bdf) -> Result<PciDevice, Error> {
+        let group = self.0.sysfs.group(*bdf)?;
+        let mut state = self.0.lock();
+        let decided = self.0.kernel.get().map(Kernel::backend).or(self.0.only);
+        match decided {
+            Some(Backend::Iommufd) => self.open_by_iommufd(&mut state, *bdf, group)?,
+            Some(Backend::Type1) => self.open_by_type1(&mut state, *bdf, group),
+            None => self.open_by_iommufd(&mut state, *bdf, group).unwrap_or_else(|iommufd| {
+                match self.open_by_type1(&mut state, *bdf, group) {
+                    Ok(device) => {
+                        let _ = self.0.iommufd_error.set(iommufd);
+                        Ok(device)
+                    }
+                    Err(type1) => Err(more_specific(iommufd, type1)),
+                }
+            }),
+        }
+    }
+
+    fn open_by_type1(&self, state: &mut State, bdf: Bdf, group: u32) -> Result<PciDevice, Error> {
+        self.0.attach_group(state, group)?;
+        let fd = state.groups.get(&group).ok_or(Error::NoIommu(bdf))?;
+        let device =
+            sys::device(fd.as_fd(), &bdf.to_string()).map_err(Error::kernel(VfioOperation::OpenDevice(bdf)))?;
+        PciDevice::new(device, bdf, self.clone())
+    }
+
+    /// The outer error: iommufd does not take the device. The inner one: it does, and the device itself is of no use by any way.
+    fn open_by_iommufd(&self, state: &mut State, bdf: Bdf, group: u32) -> Result<Result<PciDevice, Error>, Error> {
+        if let Some(open) = state.devices.get(&bdf).and_then(Weak::upgrade) {
+            return Ok(Ok(PciDevice::again(open)));
+        }
+        let path = self.0.sysfs.device_file(bdf)?;
+        let mut new = None;
+        let space = match self.0.kernel.get() {
+            Some(Kernel::Iommufd(space)) => space,
+            _ => new.insert(Iommufd::new()?),
+        };
+        let file = open(&path, "vfio-pci")?;
+        let info = space.attach(file.as_fd()).map_err(|source| match Errno::from_io_error(&source) {
+            Some(Errno::BUSY | Errno::INVAL) => match self.0.sysfs.others(group) {
+                others if others.is_empty() => Error::Busy { path },
+                others => Error::NotViable { group, others },
+            },
+            _ => Error::AttachDevice { bdf, source },
+        })?;
+        // Before anything is decided: without a device the container is as it was.
+        let device = match PciDevice::new(file, bdf, self.clone()) {
+            Ok(device) => device,
+            Err(e) => return Ok(Err(e)),
+        };
+        state.learn(info);
+        if let Some(space) = new {
+            let _ = self.0.kernel.set(Kernel::Iommufd(space));
+        }
+        state.devices.insert(bdf, device.weak());
+        Ok(Ok(device))
+    }
+
+    /// The way by which the kernel was asked; `None` before the first device.
+    pub fn backend(&self) -> Option<Backend> {
+        self.0.kernel.get().map(Kernel::backend)
+    }
+
+    /// From now on maps by its address in this process also what iommufd could map by its file (a memfd), for measuring what that costs.
+    pub fn map_by_address(&self) {
+        self.0.by_address.store(true, Ordering::Relaxed);
+    }
+
+    /// What iommufd lacked, where type 1 was taken because of that.
+    pub fn iommufd_error(&self) -> Option<&Error> {
+        self.0.iommufd_error.get()
+    }
+
+    /// Where memory can be mapped, lowest first: the holes between belong to interrupts and to the firmware. Empty without a device.
+    pub fn iova_ranges(&self) -> Vec<Span<Iova>> {
+        self.0.lock().space.as_ref().map_or(Vec::new(), |space| space.ranges.clone())
+    }
+
+    /// The page sizes of the IOMMU, as its driver says; some say every multiple of 4 KiB and use the largest that fits.
+    pub fn page_sizes(&self) -> PageSizes {
+        self.0.lock().space.as_ref().map_or(PageSizes::from_bits(0), |space| space.pages)
+    }
+
+    /// How many more mappings the kernel takes; `None` where it does not say, or there is no such limit (iommufd).
+    ///
+    /// # Errors
+    /// [`Error::Kernel`].
+    pub fn mappings_left(&self) -> Result<Option<u32>, Error> {
+        let Some(Kernel::Type1(fd)) = self.0.kernel.get() else { return Ok(None) };
+        Ok(sys::iommu_info(fd.as_fd()).map_err(Error::kernel(VfioOperation::QueryContainer))?.left)
+    }
+
+    /// Bytes that are mapped now.
+    pub fn mapped_bytes(&self) -> u64 {
+        self.0.mapped.load(Ordering::Relaxed)
+    }
+
+    /// Mappings that the kernel refused to end. Always 0, unless something is wrong with the kernel.
+    pub fn failed_unmaps(&self) -> u64 {
+        self.0.failed_unmaps.load(Ordering::Relaxed)
+    }
+
+    /// Maps pinned buffers, or ranges of them, one behind the other at contiguous IOVAs of the container's choice. Each is a mapping of
+    /// the kernel's own, of which there may be only so many.
+    ///
+    /// # Errors
+    /// Those of the kernel by cause ([`Error`]), and [`Error::Iova`]; nothing stays mapped.
+    pub fn map_list(&self, list: Vec<Pinned>, access: Access) -> Result<Mapping, dma::Error> {
+        self.0.map_list(list, access, None)
+    }
+
+    /// Maps a pinned buffer at a given IOVA, as a device wants it that has addresses of its own.
+    ///
+    /// # Errors
+    /// As [`Container::map_list`]; [`Error::OutsideIova`], [`Error::Overlap`], [`Error::Unaligned`].
+    pub fn map_at(&self, pinned: Pinned, access: Access, at: Iova) -> Result<Mapping, dma::Error> {
+        self.0.map_list(vec![pinned], access, Some(at))
+    }
+
+    /// Lets the devices of this container reach part of a BAR of another one (or the same): peer to peer, past host memory.
+    ///
+    /// By type 1 the kernel walks what of the BAR is mapped in this process. By iommufd the BAR is given as a dma-buf; when its device is
+    /// reset, or its memory is switched off, the kernel takes that away for good, and it must be mapped anew.
+    ///
+    /// # Errors
+    /// As [`Container::map_list`]; [`Error::Region`] when the range does not lie within the BAR that is mapped; [`Error::NoDmaBuf`].
+    pub fn map_peer(&self, bar: &Arc<BarMap>, range: Range<u64>, access: Access) -> Result<PeerMapping, Error> {
+        let len = range.end.checked_sub(range.start).filter(|len| *len > 0 && range.end <= bar.len());
+        let len = len.ok_or_else(|| bar.error(RegionError::OutOfRange))?;
+        let va = bar.address() + range.start as usize;
+        let mut state = self.0.lock();
+        let kernel = self.0.kernel.get().ok_or(Error::NoType1)?;
+        let (method, like) = match kernel {
+            Kernel::Type1(_) => (PeerMethod::PageTable, va),
+            // A BAR lies at a multiple of its length.
+            Kernel::Iommufd(_) => (PeerMethod::DmaBuf, (bar.range().start + range.start) as usize),
+        };
+        let lease = state.allocate(like, len)?;
+        let span = lease.span();
+        let began = Instant::now();
+        let mapped = match kernel {
+            Kernel::Type1(_) => self.0.map_span(&state, va, None, span, access),
+            Kernel::Iommufd(space) => bar.dma_buf().and_then(|dma_buf| {
+                let mapped = space.map_dma_buf(dma_buf, range.start, span, access);
+                mapped.map_err(|source| match Errno::from_io_error(&source) {
+                    Some(Errno::NODEV) => bar.error(RegionError::Disabled),
+                    _ => explain(source, like, span, access, state.page(), &state.ranges()),
+                })
+            }),
+        };
+        match mapped {
+            Ok(()) => {
+                let map_time = began.elapsed();
+                self.0.mapped.fetch_add(span.len(), Ordering::Relaxed);
+                Ok(PeerMapping {
+                    span,
+                    lease: Some(lease),
+                    container: self.0.clone(),
+                    bar: bar.clone(),
+                    method,
+                    map_time,
+                })
+            }
+            Err(e) => {
+                state.free(lease);
+                Err(e)
+            }
+        }
+    }
+
+    /// Takes access to whole mappings away from the devices now, while their owners still hold them, and says how many bytes that
+    /// were: 0 where nothing is mapped. When it returns, no device reaches them; one that tries is stopped by the IOMMU and reported
+    /// in the kernel's log ([`FaultLog`](crate::FaultLog)).
+    ///
+    /// # Errors
+    /// [`Error::PartialUnmap`]; [`Error::Kernel`].
+    pub fn revoke(&self, span: Span<Iova>) -> Result<u64, Error> {
+        self.0.kernel.get().map_or(Ok(0), |kernel| kernel.unmap(span))
+    }
+}
+
+impl Kernel {
+    fn backend(&self) -> Backend {
+        match self {
+            Self::Type1(_) => Backend::Type1,
+            Self::Iommufd(_) => Backend::Iommufd,
+        }
+    }
+
+    fn unmap(&self, span: Span<Iova>) -> Result<u64, Error> {
+        match self {
+            Self::Type1(fd) => sys::dma_unmap(fd.as_fd(), span).map_err(|source| match Errno::from_io_error(&source) {
+                Some(Errno::INVAL) => Error::PartialUnmap(span),
+                _ => Error::Kernel { operation: VfioOperation::Unmap(span), source },
+            }),
+            Self::Iommufd(space) => space.unmap(span),
+        }
+    }
+}
+
+impl Inner {
+    fn lock(&self) -> MutexGuard<'_, State> {
+        // Consistent between statements; a panic elsewhere does not spoil it.
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Brings a group in, unless it is there.
+    fn attach_group(&self, state: &mut State, group: u32) -> Result<(), Error> {
+        if state.groups.contains_key(&group) {
+            return Ok(());
+        }
+        let path = self.sysfs.group_file(group)?;
+        let mut new = None;
+        let container = match self.kernel.get() {
+            Some(Kernel::Type1(container)) => container,
+            _ => new.insert(open_container()?),
+        };
+        let container = container.as_fd();
+        let file = open(&path, "vfio-pci")?;
+        let asked = Error::kernel(VfioOperation::QueryGroup(group));
+        if !sys::is_viable(file.as_fd()).map_err(asked)? {
+            return Err(Error::NotViable { group, others: self.sysfs.others(group) });
+        }
+        let refused = |source| Error::Attach { group, source };
+        sys::set_container(file.as_fd(), container).map_err(refused)?;
+        if state.space.is_none() {
+            sys::set_type1(container).map_err(refused)?;
+        }
+        let info = sys::iommu_info(container).map_err(Error::kernel(VfioOperation::QueryContainer))?;
+        state.learn(info);
+        state.groups.insert(group, file);
+        if let Some(container) = new {
+            let _ = self.kernel.set(Kernel::Type1(container));
+        }
+        Ok(())
+    }
+
+    fn map_list(
+        self: &Arc<Self>,
+        mut list: Vec<Pinned>,
+        access: Access,
+        at: Option<Iova>,
+    ) -> Result<Mapping, dma::Error> {
+        if list.iter().any(|pinned| !pinned.is_from(self)) {
+            return Err(dma::Error::ForeignPin);
+        }
+        if !access.intersects(Access::RW) {
+            return Err(dma::Error::NoAccess(access));
+        }
+        let Some(first) = list.first() else { return Err(dma::Error::WholeBuffers) };
+        let va = address(first);
+        // Of buffers that exist, all at once.
+        let len: u64 = list.iter().map(|pinned| pinned.range().len() as u64).sum();
+        list.iter_mut().for_each(|pinned| pinned.admit(access));
+        let mut state = self.lock();
+        let mut taken = None;
+        let first = match at {
+            Some(at) => at,
+            None => taken.insert(state.allocate(va, len)?).span().first(),
+        };
+        let mapped = self.map_pieces(&state, &list, first, access);
+        let span = match mapped {
+            Ok(span) => span,
+            Err((e, done)) => {
+                // Addresses that may still lead somewhere are nobody else's.
+                if done.is_none_or(|done| self.unmap_span(done)) {
+                    taken.into_iter().for_each(|lease| state.free(lease));
+                }
+                return Err(e.into());
+            }
+        };
+        let lease = match taken {
+            Some(lease) => lease,
+            // Nobody has these addresses, or the kernel had refused them.
+            None => state.reserve(span).inspect_err(|_| _ = self.unmap_span(span))?,
+        };
+        drop(state);
+        self.mapped.fetch_add(len, Ordering::Relaxed);
+        let more = list.split_off(1);
+        Ok(Mapping::of_list(list.remove(0), more, lease, access))
+    }
+
+    /// Maps one behind the other. With an error comes what was mapped before it, and still is.
+    fn map_pieces(
+        &self,
+        state: &State,
+        list: &[Pinned],
+        first: Iova,
+        access: Access,
+    ) -> Result<Span<Iova>, (Error, Option<Span<Iova>>)> {
+        let mut done: Option<Span<Iova>> = None;
+        for pinned in list {
+            let len = pinned.range().len() as u64;
+            let at = done.map_or(Some(first), |done| done.last().checked_add(1));
+            let span = at.and_then(|at| Span::new(at, len));
+            let mapped = match span {
+                Some(span) => {
+                    let by_file = !self.by_address.load(Ordering::Relaxed);
+                    let file = by_file.then(|| (pinned.share(), pinned.range().start as u64));
+                    self.map_span(state, address(pinned), file, span, access).map(|()| span)
+                }
+                // Past the top of 64 bits.
+                None => Err(Error::OutsideIova {
+                    span: Span::inclusive(first, first).expect("one byte"),
+                    ranges: state.ranges(),
+                }),
+            };
+            match mapped {
+                Ok(span) => done = Span::inclusive(first, span.last()),
+                Err(e) => return Err((e, done)),
+            }
+        }
+        done.ok_or((Error::TooMany, None)) // the list is not empty
+    }
+
+    /// One mapping of the kernel's: memory at an address of this process, and the file that it is behind, with its place in that.
+    fn map_span(
+        &self,
+        state: &State,
+        va: usize,
+        file: Option<(&BufferRef, u64)>,
+        span: Span<Iova>,
+        access: Access,
+    ) -> Result<(), Error> {
+        let mapped = match self.kernel.get().ok_or(Error::NoType1)? {
+            Kernel::Type1(container) => sys::dma_map(container.as_fd(), va, span.len(), span.first(), access),
+            Kernel::Iommufd(space) => space.map(va, file, span, access),
+        };
+        mapped.map_err(|source| explain(source, va, span, access, state.page(), &state.ranges()))
+    }
+
+    /// False when the kernel refused, and any of it may still be mapped.
+    fn unmap_span(&self, span: Span<Iova>) -> bool {
+        let ended = matches!(self.kernel.get().map(|kernel| kernel.unmap(span)), Some(Ok(_)));
+        if !ended {
+            self.failed_unmaps.fetch_add(1, Ordering::Relaxed);
+        }
+        ended
+    }
+
+    fn release(&self, lease: Lease<Iova>) {
+        let span = lease.span();
+        let ended = self.unmap_span(span);
+        self.mapped.fetch_sub(span.len(), Ordering::Relaxed);
+        // Addresses that may still lead somewhere are nobody else's.
+        if ended {
+            self.lock().free(lease);
+        }
+    }
+}
+
+impl Undo for Inner {
+    fn unmap(&self, lease: Lease<Iova>) {
+        self.release(lease);
+    }
+
+    /// Nothing: the kernel pins what it maps.
+    fn unpin(&self, _: &SgTable<PhysAddr>) {}
+}
+
+impl State {
+    /// The IOMMU's smallest page.
+    fn page(&self) -> PageSize {
+        self.space.as_ref().map_or(PageSize::SIZE_4K, Space::page)
+    }
+
+    fn ranges(&self) -> Vec<Span<Iova>> {
+        self.space.as_ref().map_or(Vec::new(), |space| space.ranges.clone())
+    }
+
+    /// Takes note of what the IOMMU can map, which a further group may have made less.
+    fn learn(&mut self, info: sys::IommuInfo) {
+        let pages = PageSizes::from_bits(info.pages);
+        let page = pages.smallest().unwrap_or(PageSize::SIZE_4K);
+        let ranges = match info.ranges.is_empty() {
+            // Kernels before 5.4 do not say. The first 4 GiB less the window of the interrupts are there on every machine.
+            true => [(page.bytes(), 0xfedf_ffff), (0xfef0_0000, 0xffff_ffff)]
+                .iter()
+                .filter_map(|(first, last)| Span::inclusive(Iova::new(*first), Iova::new(*last)))
+                .collect(),
+            false => info.ranges,
+        };
+        let iovas = match self.space.take() {
+            Some(space) => {
+                let mut iovas = space.iovas;
+                for hole in space.ranges.iter().flat_map(|old| holes(*old, &ranges)) {
+                    // Not free where something is mapped, which the kernel would have refused the group for.
+                    let _taken_for_good = iovas.reserve(hole);
+                }
+                iovas
+            }
+            None => {
+                // Not the page at 0: drivers and devices take 0 for "no address".
+                let first = ranges.iter().map(|r| r.first().bits()).min().unwrap_or(0).max(page.bytes());
+                let last = ranges.iter().map(|r| r.last().bits()).max().unwrap_or(u64::MAX);
+                let space = Span::inclusive(Iova::new(first), Iova::new(last.max(first)));
+                let space = space.expect("the first is not behind the last");
+                let mut iovas = RangeAllocator::new(space, page);
+                for hole in holes(space, &ranges) {
+                    let _taken_for_good = iovas.reserve(widen(hole, page));
+                }
+                RangeCache::new(iovas)
+            }
+        };
+        self.space = Some(Space { iovas, ranges, pages });
+    }
+
+    /// Addresses for `len` bytes at `va`: aligned so that the IOMMU can use pages as large as the memory has.
+    fn allocate(&mut self, va: usize, len: u64) -> Result<Lease<Iova>, Error> {
+        let space = self.space.as_mut().ok_or(Error::NoType1)?;
+        let page = space.page();
+        let most = PageSize::from_log2(va.trailing_zeros().min(63) as u8).unwrap_or(page);
+        let fits = PageSize::from_log2(len.max(1).ilog2() as u8).unwrap_or(page);
+        let align = most.min(fits).min(PageSize::SIZE_1G).max(page);
+        // Rather in pieces of less alignment than not at all.
+        Ok(space.iovas.allocate(len, align).or_else(|_| space.iovas.allocate(len, page))?)
+    }
+
+    fn reserve(&mut self, span: Span<Iova>) -> Result<Lease<Iova>, Error> {
+        let space = self.space.as_mut().ok_or(Error::NoType1)?;
+        Ok(space.iovas.reserve(span)?)
+    }
+
+    fn free(&mut self, lease: Lease<Iova>) {
+        if let Some(space) = &mut self.space {
+            space.iovas.free(lease);
+        }
+    }
+}
+
+/// What of `span` no range covers.
+fn holes(span: Span<Iova>, ranges: &[Span<Iova>]) -> Vec<Span<Iova>> {
+    let mut ranges: Vec<_> = ranges.iter().filter_map(|range| range.intersect(&span)).collect();
+    ranges.sort_by_key(Span::first);
+    let (mut holes, mut next) = (Vec::new(), Some(span.first()));
+    for range in ranges {
+        let Some(at) = next else { break };
+        if let Some(before) = range.first().bits().checked_sub(1).filter(|before| *before >= at.bits()) {
+            holes.extend(Span::inclusive(at, Iova::new(before)));
+        }
+        next = range.last().checked_add(1).map(|after| after.max(at));
+    }
+    holes.extend(next.filter(|at| *at <= span.last()).and_then(|at| Span::inclusive(at, span.last())));
+    holes
+}
+
+/// A hole with the pages that it begins and ends in.
+fn widen(span: Span<Iova>, page: PageSize) -> Span<Iova> {
+    let last = Iova::new(span.last().bits() | (page.bytes() - 1));
+    Span::inclusive(span.first().align_down(page), last).unwrap_or(span)
+}
+
+fn address(pinned: &Pinned) -> usize {
+    pinned.share().address() + pinned.range().start
+}
+
+/// A new container of VFIO, without groups.
+fn open_container() -> Result<OwnedFd, Error> {
+    let file = open(Path::new(VFIO), "vfio")?;
+    let has = sys::has_type1(file.as_fd()).map_err(Error::kernel(VfioOperation::Initialize(VFIO.into())))?;
+    if has { Ok(file) } else { Err(Error::NoType1) }
+}
+
+pub(crate) fn open(path: &Path, module: &'static str) -> Result<OwnedFd, Error> {
+    let opened = File::options().read(true).write(true).open(path).map(OwnedFd::from);
+    opened.map_err(|source| match Errno::from_io_error(&source) {
+        Some(Errno::NOENT | Errno::NODEV | Errno::NXIO) => Error::NoModule { path: path.to_owned(), module },
+        Some(Errno::ACCESS | Errno::PERM) => Error::NoPermission { path: path.to_owned() },
+        Some(Errno::BUSY) => Error::Busy { path: path.to_owned() },
+        _ => Error::Kernel { operation: VfioOperation::Open(path.to_owned()), source },
+    })
+}
+
+/// Why the kernel refused a mapping. It has one number for several causes; which it is can be told from what was asked.
+fn explain(
+    source: io::Error,
+    va: usize,
+    span: Span<Iova>,
+    access: Access,
+    page: PageSize,
+    ranges: &[Span<Iova>],
+) -> Error {
+    let (iova, len) = (span.first(), span.len());
+    match Errno::from_io_error(&source) {
+        Some(Errno::INVAL) if (va as u64 | iova.bits() | len) & (page.bytes() - 1) != 0 => {
+            Error::Unaligned { va, len, iova, page }
+        }
+        Some(Errno::INVAL) if !ranges.iter().any(|range| range.covers(&span)) => {
+            Error::OutsideIova { span, ranges: ranges.to_vec() }
+        }
+        Some(Errno::EXIST) => Error::Overlap(span),
+        Some(Errno::FAULT) => Error::NotMemory { va, len, writable: access.contains(Access::WRITE) },
+        Some(Errno::NOSPC) => Error::TooMany,
+        Some(Errno::NOMEM) => match dma::memlock_left() {
+            Some(left) if left < len => Error::Memlock { wanted: len, left },
+            _ => Error::Kernel { operation: VfioOperation::Map { va, span }, source },
+        },
+        _ => Error::Kernel { operation: VfioOperation::Map { va, span }, source },
+    }
+}
+
+/// Part of a BAR that the devices of a container can reach. Unmaps on drop; keeps the BAR mapped until then.
+pub struct PeerMapping {
+    span: Span<Iova>,
+    /// `None` only while it is dropped.
+    lease: Option<Lease<Iova>>,
+    container: Arc<Inner>,
+    /// Dropped after `PeerMapping::drop` has unmapped.
+    bar: Arc<BarMap>,
+    method: PeerMethod,
+    map_time: Duration,
+}
+
+impl PeerMapping {
+    /// Where the devices see it.
+    pub fn span(&self) -> Span<Iova> {
+        self.span
+    }
+
+    /// The BAR.
+    pub fn bar(&self) -> &BarMap {
+        &self.bar
+    }
+
+    /// How the BAR was mapped.
+    pub fn method(&self) -> PeerMethod {
+        self.method
+    }
+
+    /// How long the kernel took to map it.
+    pub fn map_time(&self) -> Duration {
+        self.map_time
+    }
+}
+
+impl Drop for PeerMapping {
+    fn drop(&mut self) {
+        self.lease.take().into_iter().for_each(|lease| self.container.release(lease));
+    }
+}
+
+impl fmt::Debug for PeerMapping {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("PeerMapping")
+            .field("span", &self.span)
+            .field("method", &self.method)
+            .field("map_time", &self.map_time)
+            .finish_non_exhaustive()
+    }
+}
+
+impl fmt::Debug for Container {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Container").field("mapped", &self.mapped_bytes()).finish_non_exhaustive()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use dmalane_addr::RangeError;
+
+    use super::*;
+
+    fn span(first: u64, last: u64) -> Span<Iova> {
+        Span::inclusive(Iova::new(first), Iova::new(last)).unwrap()
+    }
+
+    #[test]
+    fn holes_are_what_no_range_covers() {
+        let ranges = [span(0, 0xfedf_ffff), span(0xfef0_0000, 0x7f_ffff_ffff)];
+        assert_eq!(holes(span(0x1000, 0x7f_ffff_ffff), &ranges), [span(0xfee0_0000, 0xfeef_ffff)]);
+        assert_eq!(holes(span(1, u64::MAX), &ranges).len(), 2);
+        assert_eq!(holes(span(5, 9), &[]), [span(5, 9)]);
+        assert_eq!(holes(span(5, 9), &[span(1, u64::MAX)]), []);
+        assert_eq!(holes(span(1, u64::MAX), &[span(9, u64::MAX), span(2, 3), span(3, 5)]), [span(1, 1), span(6, 8)]);
+    }
+
+    #[test]
+    fn iovas_keep_out_of_the_holes() {
+        let info = |ranges: &[Span<Iova>]| sys::IommuInfo { pages: !0xfff, ranges: ranges.to_vec(), left: None };
+        let mut state = State::default();
+        let ranges = [span(0, 0x7fff), span(0xa000, 0xffff), span(0x10_0800, 0x10_3fff)];
+        state.learn(info(&ranges));
+        let mut got = Vec::new();
+        while let Ok(lease) = state.allocate(0x1000, 0x1000) {
+            assert!(ranges.iter().any(|r| r.covers(&lease.span())), "{}", lease.span());
+            got.push(lease);
+        }
+        assert_eq!(got.len(), 7 + 6 + 3, "all but the page at 0 and the one that is cut");
+        assert!(matches!(state.reserve(span(0x8000, 0x8fff)), Err(Error::Iova(RangeError::NotFree(_)))));
+        // A further group takes a page away.
+        got.into_iter().for_each(|lease| state.free(lease));
+        state.learn(info(&[span(0, 0x7fff), span(0xb000, 0xffff), span(0x10_0800, 0x10_3fff)]));
+        let mut count = 0;
+        while let Ok(lease) = state.allocate(0x1000, 0x1000) {
+            assert!(lease.span().first() != Iova::new(0xa000));
+            count += 1;
+        }
+        assert_eq!(count, 7 + 5 + 3);
+    }
+
+    #[test]
+    fn addresses_are_aligned_as_the_memory_is() {
+        let mut state = State::default();
+        state.learn(sys::IommuInfo { pages: !0xfff, ranges: vec![span(0, 1 << 39)], left: None });
+        for (va, len, align) in
+            [(0x20_0000, 2 << 20, 21), (0x4000_0000, 1 << 30, 30), (0x4000_0000, 3 << 20, 21), (0x3000, 5 << 20, 12)]
+        {
+            let lease = state.allocate(va, len).unwrap();
+            assert!(
+                lease.span().first().is_aligned(PageSize::from_log2(align).unwrap()),
+                "{va:#x} {len:#x}: {}",
+                lease.span()
+            );
+        }
+    }
+
+    #[test]
+    fn one_number_of_the_kernel_has_several_causes() {
+        let ranges = [span(0, 0xfedf_ffff), span(0xfef0_0000, 0x7f_ffff_ffff)];
+        let says = |errno: Errno, va: usize, at: Span<Iova>, access: Access| {
+            explain(io::Error::from(errno), va, at, access, PageSize::SIZE_4K, &ranges)
+        };
+        let page = span(0x1000, 0x1fff);
+        assert!(matches!(says(Errno::INVAL, 5, page, Access::RW), Error::Unaligned { va: 5, .. }));
+        assert!(matches!(says(Errno::INVAL, 0, span(0x1000, 0x1ffe), Access::RW), Error::Unaligned { .. }));
+        let msi = says(Errno::INVAL, 0x1000, span(0xfee0_0000, 0xfee0_0fff), Access::RW);
+        assert!(matches!(&msi, Error::OutsideIova { ranges, .. } if ranges.len() == 2), "{msi}");
+        assert!(msi.to_string().contains("0xfedfffff"), "{msi}");
+        assert!(matches!(says(Errno::INVAL, 0x1000, page, Access::RW), Error::Kernel { .. }));
+        assert!(matches!(says(Errno::EXIST, 0x1000, page, Access::RW), Error::Overlap(s) if s == page));
+        let read_only = says(Errno::FAULT, 0x1000, page, Access::RW);
+        assert!(matches!(read_only, Error::NotMemory { writable: true, .. }));
+        assert!(read_only.to_string().contains("read-only"));
+        assert!(!says(Errno::FAULT, 0x1000, page, Access::READ).to_string().contains("read-only"));
+        assert!(matches!(says(Errno::NOSPC, 0x1000, page, Access::RW), Error::TooMany));
+        assert!(matches!(says(Errno::PERM, 0x1000, page, Access::RW), Error::Kernel { .. }));
+    }
+
+    /// The largest page that a kernel has.
+    const PAGE: usize = 64 << 10;
+
+    /// Memory that no buffer can be made of: only the kernel knows these refusals. `scripts/vm` runs it with a device.
+    #[test]
+    fn what_the_kernel_says_of_addresses() {
+        #[repr(align(65536))]
+        struct Page([u8; PAGE]);
+        static READ_ONLY: Page = Page([7; PAGE]);
+        for backend in [Backend::Iommufd, Backend::Type1] {
+            let container = Container::with_backend(backend);
+            let Some(device) = Sysfs::new("/").bound().into_iter().find_map(|bdf| container.open(&bdf).ok()) else {
+                println!("SKIPPED: no PCI device can be opened by {backend} here");
+                continue;
+            };
+            addresses(&container, &device, READ_ONLY.0.as_ptr().addr());
+        }
+    }
+
+    fn addresses(container: &Container, device: &PciDevice, constant: usize) {
+        let inner = &container.0;
+        let at = span(0x20_0000, 0x20_ffff);
+        let map = |va: usize, span, access| inner.map_span(&inner.lock(), va, None, span, access);
+        let refused = map(constant, at, Access::RW).unwrap_err();
+        assert!(matches!(refused, Error::NotMemory { writable: true, .. }), "{refused}");
+        map(constant, at, Access::READ).unwrap();
+        assert_eq!(container.revoke(at).unwrap(), PAGE as u64);
+        // Nothing is mapped in the first page of a process.
+        assert!(matches!(map(0, at, Access::READ), Err(Error::NotMemory { writable: false, .. })));
+        assert!(matches!(map(constant + 8, at, Access::READ), Err(Error::Unaligned { .. })));
+        let odd = span(0x20_0000, 0x20_fffe);
+        assert!(matches!(map(constant, odd, Access::READ), Err(Error::Unaligned { len: 65535, .. })));
+        let Some(Kernel::Iommufd(space)) = inner.kernel.get() else { return };
+        let at = span(0x20_0000, 0x20_0fff);
+        // What only iommufd says, before it is explained: the table of the interface.
+        let says = |result: io::Result<()>| result.map_err(|e| Errno::from_io_error(&e).unwrap());
+        let heap = dma::DmaHeap::open("system").unwrap();
+        let dma_buf = dma::Heap::allocate(&heap, 4096).unwrap().share();
+        let (share, file) = (dma_buf.share(), dma_buf.export().unwrap());
+        assert_eq!(says(space.map_dma_buf(file, 0, at, Access::RW)), Err(Errno::OPNOTSUPP));
+        let can_map = |region: &&crate::PciRegion| region.index < 6 && region.mappable.contains(&(0..region.len));
+        let region = device.regions().iter().find(can_map).unwrap();
+        let bar = device.map_bar(region.index, None, crate::BarAlignment::LargestPage).unwrap();
+        assert_eq!(says(space.map(bar.address(), None, at, Access::RW)), Err(Errno::FAULT), "a BAR by its address");
+        assert_eq!(says(space.map(share.address(), Some((&share, 0)), at, Access::RW)), Err(Errno::FAULT));
+        let memfd = dma::Heap::allocate(&dma::MemfdHeap::new(), 8192).unwrap().share();
+        let share = memfd.share();
+        let map = |span| says(space.map(share.address(), Some((&share, 0)), span, Access::RW));
+        let two = span(0x20_0000, 0x20_1fff);
+        assert_eq!(map(two), Ok(()));
+        assert_eq!(map(at), Err(Errno::EXIST));
+        assert_eq!(space.half(at), Some(Errno::NOENT), "the kernel itself, of half a mapping");
+        assert!(matches!(container.revoke(at), Err(Error::PartialUnmap(_))), "we know better");
+        assert_eq!(container.revoke(two).unwrap(), 8192);
+        assert_eq!(space.half(at), Some(Errno::NOENT), "and of none");
+        assert_eq!(container.revoke(two).unwrap(), 0);
+        drop(share);
+        assert!(memfd.into_cpu().is_ok(), "a file that the kernel has mapped was not given away");
+    }
+}

@@ -1,0 +1,185 @@
+//! An address space of an iommufd, and the devices that are put into it by their own files.
+
+use std::collections::BTreeMap;
+use std::io;
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::path::Path;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::{Mutex, MutexGuard, PoisonError};
+
+use dmalane_addr::{Access, Iova, Span};
+use dmalane_dma::BufferRef;
+use iommufd_bindings::iommufd as abi;
+use rustix::io::Errno;
+
+use crate::container::open;
+use crate::sys::{self, IommuInfo};
+use crate::{Error, VfioOperation};
+
+const IOMMU: &str = "/dev/iommu";
+
+/// An address space.
+pub(crate) struct Iommufd {
+    fd: OwnedFd,
+    ioas: u32,
+    /// Bit n: every IOMMU of it can use pages of 2^n bytes.
+    pages: AtomicU64,
+    /// The kernel maps files by themselves, which spares it a walk of the process's page table.
+    files: AtomicBool,
+    /// What is mapped, by its first address: its last. The kernel has one error number for nothing and for half a mapping. Locked while the
+    /// kernel is asked, so that it agrees with the kernel whenever nobody has it.
+    mapped: Mutex<BTreeMap<u64, u64>>,
+}
+
+impl Iommufd {
+    /// A new one, empty.
+    pub(crate) fn new() -> Result<Self, Error> {
+        let fd = open(Path::new(IOMMU), "iommufd")?;
+        let ioas = sys::ioas_alloc(fd.as_fd()).map_err(Error::kernel(VfioOperation::Initialize(IOMMU.into())))?;
+        let (pages, files) = (AtomicU64::new(u64::MAX), AtomicBool::new(true));
+        Ok(Self { fd, ioas, pages, files, mapped: Mutex::default() })
+    }
+
+    /// Takes a device in, and says what can be mapped from now on.
+    pub(crate) fn attach(&self, device: BorrowedFd<'_>) -> io::Result<IommuInfo> {
+        let number = sys::bind(device, self.fd.as_fd())?;
+        sys::attach(device, self.ioas)?;
+        let (ranges, least) = sys::ioas_ranges(self.fd.as_fd(), self.ioas)?;
+        // The first kernels with iommufd do not say, nor does every driver.
+        let larger = sys::hw_info(self.fd.as_fd(), number).map_or(0, |(kind, data)| page_sizes(kind, &data));
+        let least = least.max(1).next_power_of_two();
+        let common = self.pages.fetch_and(larger, Ordering::Relaxed) & larger;
+        let pages = common & !(least - 1) | least;
+        Ok(IommuInfo { pages, ranges, left: None })
+    }
+
+    /// Maps memory of this process, at `va`; where it is behind a file, by that.
+    pub(crate) fn map(
+        &self,
+        va: usize,
+        file: Option<(&BufferRef, u64)>,
+        span: Span<Iova>,
+        access: Access,
+    ) -> io::Result<()> {
+        self.mapping(span, || match file.filter(|_| self.files.load(Ordering::Relaxed)) {
+            Some((share, start)) => self.map_file(va, share, start, span, access),
+            None => self.map_address(va, span, access),
+        })
+    }
+
+    fn map_address(&self, va: usize, span: Span<Iova>, access: Access) -> io::Result<()> {
+        sys::ioas_map(self.fd.as_fd(), self.ioas, va, span, access)
+    }
+
+    fn map_file(&self, va: usize, share: &BufferRef, start: u64, span: Span<Iova>, access: Access) -> io::Result<()> {
+        let mapped = sys::ioas_map_buffer(self.fd.as_fd(), self.ioas, share, start, span, access);
+        match mapped {
+            Some(Ok(())) => return Ok(()),
+            // Not every kernel with iommufd has it.
+            Some(Err(e)) if Errno::from_io_error(&e) == Some(Errno::NOTTY) => {
+                self.files.store(false, Ordering::Relaxed)
+            }
+            // Behind no file, or one of a kind that is not taken, such as the dma-buf of a heap (EOPNOTSUPP); or the fault is not the file's, and
+            // the kernel finds it again.
+            Some(Err(_)) | None => {}
+        }
+        self.map_address(va, span, access)
+    }
+
+    /// Maps part of a dma-buf of device memory.
+    pub(crate) fn map_dma_buf(
+        &self,
+        dma_buf: BorrowedFd<'_>,
+        start: u64,
+        span: Span<Iova>,
+        access: Access,
+    ) -> io::Result<()> {
+        self.mapping(span, || sys::ioas_map_dma_buf(self.fd.as_fd(), self.ioas, dma_buf, start, span, access))
+    }
+
+    /// Ends the mappings that lie within the span, and says how many bytes they were.
+    ///
+    /// # Errors
+    /// [`Error::PartialUnmap`], and nothing is unmapped, when one lies within it only in part.
+    pub(crate) fn unmap(&self, span: Span<Iova>) -> Result<u64, Error> {
+        let (first, last) = (span.first().bits(), span.last().bits());
+        let mut mapped = self.lock();
+        // The last that begins before it, and the last within it, may reach out.
+        let cut = |at: Option<(&u64, &u64)>, edge: u64| at.is_some_and(|(_, end)| *end >= edge);
+        let beyond = last.checked_add(1);
+        if cut(mapped.range(..first).next_back(), first)
+            || beyond.is_some_and(|beyond| cut(mapped.range(first..=last).next_back(), beyond))
+        {
+            return Err(Error::PartialUnmap(span));
+        }
+        let ended = match sys::ioas_unmap(self.fd.as_fd(), self.ioas, span) {
+            // There was none.
+            Err(e) if Errno::from_io_error(&e) == Some(Errno::NOENT) => 0,
+            other => other.map_err(Error::kernel(VfioOperation::Unmap(span)))?,
+        };
+        while let Some(start) = mapped.range(first..=last).next().map(|(start, _)| *start) {
+            mapped.remove(&start);
+        }
+        Ok(ended)
+    }
+
+    /// What the kernel says of unmapping this, unasked for.
+    #[cfg(test)]
+    pub(crate) fn half(&self, span: Span<Iova>) -> Option<Errno> {
+        sys::ioas_unmap(self.fd.as_fd(), self.ioas, span).err().and_then(|e| Errno::from_io_error(&e))
+    }
+
+    /// Has the kernel map a span, and takes note of it.
+    fn mapping(&self, span: Span<Iova>, map: impl FnOnce() -> io::Result<()>) -> io::Result<()> {
+        let mut mapped = self.lock();
+        map()?;
+        mapped.insert(span.first().bits(), span.last().bits());
+        Ok(())
+    }
+
+    fn lock(&self) -> MutexGuard<'_, BTreeMap<u64, u64>> {
+        self.mapped.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+/// The sizes of pages, bit n for 2^n bytes, as the registers of an IOMMU say: Intel's capability register (VT-d specification, 11.4.2: second-stage
+/// large pages, first-stage pages of 1 GiB), Arm's IDR5 (SMMUv3, 6.3.6: granules of 4, 16 and 64 KiB). 0 for others.
+fn page_sizes(kind: u32, data: &[u32; 16]) -> u64 {
+    let word = |at: usize| u64::from(data[at]) | u64::from(data[at + 1]) << 32;
+    let pages = |found: bool, sizes: &[u32]| if found { sizes.iter().map(|log2| 1 << log2).sum() } else { 0_u64 };
+    match kind {
+        abi::iommu_hw_info_type_IOMMU_HW_INFO_TYPE_INTEL_VTD => {
+            // struct iommu_hw_info_vtd: flags, __reserved, cap_reg.
+            let capabilities = word(2);
+            let has = |bit: u32| capabilities >> bit & 1 == 1;
+            pages(true, &[12]) | pages(has(34), &[21]) | pages(has(35) || has(56), &[30])
+        }
+        abi::iommu_hw_info_type_IOMMU_HW_INFO_TYPE_ARM_SMMUV3 => {
+            // struct iommu_hw_info_arm_smmuv3: flags, __reserved, idr[6].
+            let has = |bit: u32| data[2 + 5] >> bit & 1 == 1;
+            pages(has(4), &[12, 21, 30]) | pages(has(5), &[14, 25]) | pages(has(6), &[16, 29])
+        }
+        _ => 0,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn pages_from_registers() {
+        let intel = |capabilities: u64| {
+            let mut data = [0; 16];
+            (data[2], data[3]) = (capabilities as u32, (capabilities >> 32) as u32);
+            page_sizes(1, &data)
+        };
+        assert_eq!(intel(0), 1 << 12);
+        assert_eq!(intel(0b11 << 34), 1 << 12 | 1 << 21 | 1 << 30);
+        assert_eq!(intel(1 << 34 | 1 << 56), 1 << 12 | 1 << 21 | 1 << 30);
+        let mut data = [0; 16];
+        data[7] = 0b101 << 4;
+        assert_eq!(page_sizes(2, &data), 1 << 12 | 1 << 21 | 1 << 30 | 1 << 16 | 1 << 29);
+        assert_eq!(page_sizes(0, &[u32::MAX; 16]), 0);
+    }
+}

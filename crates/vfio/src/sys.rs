@@ -1,0 +1,855 @@
+//! The system calls of VFIO (linux/vfio.h) and of iommufd (linux/iommufd.h), and mappings of device memory.
+//!
+//! Invariant of [`BarMemory`]: `ptr..ptr + len` is one mapping of device memory that this value owns and nobody else unmaps. It is
+//! established by [`BarMemory::map`]. Nobody makes a reference into it: device memory changes by itself.
+#![allow(unsafe_code)]
+
+use std::ffi::CString;
+use std::io;
+use std::os::fd::{AsRawFd, BorrowedFd, FromRawFd, OwnedFd, RawFd};
+use std::ptr::NonNull;
+use std::sync::atomic::{Ordering, fence};
+
+use dmalane_addr::{Access, Iova, PageSize, Span};
+use dmalane_dma::BufferRef;
+use iommufd_bindings::iommufd as ioabi;
+use rustix::mm::{self, MapFlags, ProtFlags};
+use vfio_bindings::bindings::vfio as abi;
+
+/// The requests of linux/vfio.h, `_IO(';', 100 + n)`, and of linux/iommufd.h, `_IO(';', 128 + n)`.
+#[derive(Clone, Copy)]
+enum Request {
+    GetApiVersion = 100,
+    CheckExtension = 101,
+    SetIommu = 102,
+    GroupGetStatus = 103,
+    GroupSetContainer = 104,
+    GroupGetDeviceFd = 106,
+    DeviceGetInfo = 107,
+    DeviceGetRegionInfo = 108,
+    DeviceGetIrqInfo = 109,
+    DeviceSetIrqs = 110,
+    DeviceReset = 111,
+    IommuGetInfo = 112,
+    IommuMapDma = 113,
+    IommuUnmapDma = 114,
+    DeviceFeature = 117,
+    DeviceBindIommufd = 118,
+    DeviceAttachIommufdPt = 119,
+    IoasAlloc = 0x81,
+    IoasIovaRanges = 0x84,
+    IoasMap = 0x85,
+    IoasUnmap = 0x86,
+    GetHwInfo = 0x8a,
+    IoasMapFile = 0x8f,
+}
+
+impl Request {
+    fn number(self) -> libc::Ioctl {
+        (abi::VFIO_TYPE as libc::Ioctl) << 8 | self as libc::Ioctl
+    }
+}
+
+fn checked(result: libc::c_int) -> io::Result<i32> {
+    if result < 0 { Err(io::Error::last_os_error()) } else { Ok(result) }
+}
+
+/// A request whose argument is a number, or nothing.
+fn number(fd: BorrowedFd<'_>, request: Request, argument: libc::c_ulong) -> io::Result<i32> {
+    debug_assert!(matches!(
+        request,
+        Request::GetApiVersion | Request::CheckExtension | Request::SetIommu | Request::DeviceReset
+    ));
+    // SAFETY: the kernel takes the argument of these requests (checked above) as a number and touches no memory of ours. A file of another
+    // kind refuses the request.
+    checked(unsafe { libc::ioctl(fd.as_raw_fd(), request.number(), argument) })
+}
+
+/// A request whose argument begins with its own length in bytes, `argsz`, which this fills in.
+fn words(fd: BorrowedFd<'_>, request: Request, argument: &mut [u32]) -> io::Result<i32> {
+    argument[0] = size_of_val(argument) as u32;
+    debug_assert!(!matches!(
+        request,
+        Request::SetIommu
+            | Request::CheckExtension
+            | Request::GroupSetContainer
+            | Request::GroupGetDeviceFd
+            | Request::IoasIovaRanges
+            | Request::GetHwInfo
+    ));
+    // SAFETY: of these requests the kernel reads and writes at most `argsz` bytes (`size`, to iommufd), the length of the slice, and refuses
+    // one that is too short for it. What it reads has no pointers, but for the address of memory to map (see `dma_map`).
+    checked(unsafe { libc::ioctl(fd.as_raw_fd(), request.number(), argument.as_mut_ptr()) })
+}
+
+/// A 64-bit field that lies at a multiple of 32 bits.
+fn wide(words: &[u32], at: usize) -> u64 {
+    let half = |i| u64::from(words.get(i).copied().unwrap_or(0));
+    if cfg!(target_endian = "little") { half(at) | half(at + 1) << 32 } else { half(at) << 32 | half(at + 1) }
+}
+
+fn set_wide(words: &mut [u32], at: usize, value: u64) {
+    let (low, high) = (value as u32, (value >> 32) as u32);
+    (words[at], words[at + 1]) = if cfg!(target_endian = "little") { (low, high) } else { (high, low) };
+}
+
+// ---- container and group -------------------------------------------------------------------------------------------
+
+/// Does this container speak the interface that we do, and does it have the IOMMU of type 1, version 2?
+pub(crate) fn has_type1(container: BorrowedFd<'_>) -> io::Result<bool> {
+    let version = number(container, Request::GetApiVersion, 0)?;
+    let type1 = number(container, Request::CheckExtension, abi::VFIO_TYPE1v2_IOMMU.into())?;
+    Ok(version == abi::VFIO_API_VERSION as i32 && type1 == 1)
+}
+
+pub(crate) fn set_type1(container: BorrowedFd<'_>) -> io::Result<()> {
+    number(container, Request::SetIommu, abi::VFIO_TYPE1v2_IOMMU.into()).map(drop)
+}
+
+/// True when every device of the group is with VFIO or with no driver.
+pub(crate) fn is_viable(group: BorrowedFd<'_>) -> io::Result<bool> {
+    let mut status = [0; 2];
+    words(group, Request::GroupGetStatus, &mut status)?;
+    Ok(status[1] & abi::VFIO_GROUP_FLAGS_VIABLE != 0)
+}
+
+pub(crate) fn set_container(group: BorrowedFd<'_>, container: BorrowedFd<'_>) -> io::Result<()> {
+    let container: RawFd = container.as_raw_fd();
+    // SAFETY: the kernel reads one int, which lives through the call.
+    let done = unsafe { libc::ioctl(group.as_raw_fd(), Request::GroupSetContainer.number(), &raw const container) };
+    checked(done).map(drop)
+}
+
+pub(crate) fn device(group: BorrowedFd<'_>, name: &str) -> io::Result<OwnedFd> {
+    let name = CString::new(name).map_err(|_| io::ErrorKind::InvalidInput)?;
+    // SAFETY: the kernel reads a string that ends with a zero, which lives through the call.
+    let fd = unsafe { libc::ioctl(group.as_raw_fd(), Request::GroupGetDeviceFd.number(), name.as_ptr()) };
+    let fd = checked(fd)?;
+    // SAFETY: the kernel has just opened this descriptor for us, and nobody else knows it.
+    Ok(unsafe { OwnedFd::from_raw_fd(fd) })
+}
+
+/// Capabilities behind a structure of the kernel's: (id, its words from the header on). A chain that makes no sense ends early.
+fn capabilities(words: &[u32], first: u32) -> Vec<(u16, Vec<u32>)> {
+    let (mut found, mut at) = (Vec::new(), first as usize);
+    // Each may only lie behind the one before, so there is an end.
+    while at > 0 && at.is_multiple_of(4) && at / 4 + 2 <= words.len() && found.len() < 64 {
+        let here = &words[at / 4..];
+        let id = if cfg!(target_endian = "little") { here[0] as u16 } else { (here[0] >> 16) as u16 };
+        found.push((id, here.to_vec()));
+        let next = here[1] as usize;
+        at = if next > at { next } else { 0 };
+    }
+    found
+}
+
+/// What a container's IOMMU says of itself.
+pub(crate) struct IommuInfo {
+    /// Bit n: pages of 2^n bytes.
+    pub(crate) pages: u64,
+    /// Where memory may be mapped; empty where the kernel does not say.
+    pub(crate) ranges: Vec<Span<Iova>>,
+    /// Mappings that may still be made.
+    pub(crate) left: Option<u32>,
+}
+
+pub(crate) fn iommu_info(container: BorrowedFd<'_>) -> io::Result<IommuInfo> {
+    let mut info = vec![0; 6];
+    // The kernel says how long the answer is; then it is asked again.
+    words(container, Request::IommuGetInfo, &mut info)?;
+    let wanted = (info[0] as usize).div_ceil(4).clamp(6, 1 << 16);
+    info = vec![0; wanted];
+    words(container, Request::IommuGetInfo, &mut info)?;
+    let flags = info[1];
+    let pages = if flags & abi::VFIO_IOMMU_INFO_PGSIZES != 0 { wide(&info, 2) } else { 1 << 12 };
+    let (mut ranges, mut left) = (Vec::new(), None);
+    let first = if flags & abi::VFIO_IOMMU_INFO_CAPS != 0 { info[4] } else { 0 };
+    for (id, capability) in capabilities(&info, first) {
+        match u32::from(id) {
+            abi::VFIO_IOMMU_TYPE1_INFO_CAP_IOVA_RANGE => {
+                let count = capability.get(2).copied().unwrap_or(0) as usize;
+                let pairs = capability.get(4..).unwrap_or_default().chunks_exact(4).take(count);
+                ranges = pairs.filter_map(|p| Span::inclusive(Iova::new(wide(p, 0)), Iova::new(wide(p, 2)))).collect();
+            }
+            abi::VFIO_IOMMU_TYPE1_INFO_DMA_AVAIL => left = capability.get(2).copied(),
+            _ => {}
+        }
+    }
+    Ok(IommuInfo { pages, ranges, left })
+}
+
+/// Lets devices of the container reach `len` bytes at address `va` of this process from `iova` on.
+///
+/// The kernel holds the pages until they are unmapped, so a device never reaches pages that went to somebody else, whatever becomes of
+/// the address. That nobody has a slice of them while a device writes is for the caller to see to (`Pinned::admit`).
+pub(crate) fn dma_map(container: BorrowedFd<'_>, va: usize, len: u64, iova: Iova, access: Access) -> io::Result<()> {
+    let mut flags = 0;
+    if access.contains(Access::READ) {
+        flags |= abi::VFIO_DMA_MAP_FLAG_READ;
+    }
+    if access.contains(Access::WRITE) {
+        flags |= abi::VFIO_DMA_MAP_FLAG_WRITE;
+    }
+    // struct vfio_iommu_type1_dma_map: argsz, flags, vaddr, iova, size.
+    let mut map = [0; size_of::<abi::vfio_iommu_type1_dma_map>() / 4];
+    map[1] = flags;
+    set_wide(&mut map, 2, va as u64);
+    set_wide(&mut map, 4, iova.bits());
+    set_wide(&mut map, 6, len);
+    words(container, Request::IommuMapDma, &mut map).map(drop)
+}
+
+/// Ends mappings that lie wholly within the span, and says how many bytes that were. When it returns, no device reaches them.
+pub(crate) fn dma_unmap(container: BorrowedFd<'_>, span: Span<Iova>) -> io::Result<u64> {
+    // struct vfio_iommu_type1_dma_unmap: argsz, flags, iova, size.
+    let mut unmap = [0; size_of::<abi::vfio_iommu_type1_dma_unmap>() / 4];
+    set_wide(&mut unmap, 2, span.first().bits());
+    set_wide(&mut unmap, 4, span.len());
+    words(container, Request::IommuUnmapDma, &mut unmap)?;
+    Ok(wide(&unmap, 4))
+}
+
+// ---- iommufd -------------------------------------------------------------------------------------------------------
+
+/// A new address space of an iommufd, by its number.
+pub(crate) fn ioas_alloc(iommufd: BorrowedFd<'_>) -> io::Result<u32> {
+    // struct iommu_ioas_alloc: size, flags, out_ioas_id.
+    let mut alloc = [0; size_of::<ioabi::iommu_ioas_alloc>() / 4];
+    words(iommufd, Request::IoasAlloc, &mut alloc)?;
+    Ok(alloc[2])
+}
+
+/// Where memory may be mapped, and the least alignment of addresses and lengths.
+pub(crate) fn ioas_ranges(iommufd: BorrowedFd<'_>, ioas: u32) -> io::Result<(Vec<Span<Iova>>, u64)> {
+    let mut count = 16_usize;
+    loop {
+        let mut pairs = vec![[0_u64; 2]; count];
+        let mut ask = ioabi::iommu_ioas_iova_ranges {
+            size: size_of::<ioabi::iommu_ioas_iova_ranges>() as u32,
+            ioas_id: ioas,
+            num_iovas: count as u32,
+            __reserved: 0,
+            allowed_iovas: pairs.as_mut_ptr().expose_provenance() as u64,
+            out_iova_alignment: 0,
+        };
+        // SAFETY: the kernel reads and writes one structure, `ask`, and writes at most `num_iovas` pairs of 64 bits (struct iommu_iova_range) at
+        // `allowed_iovas`: as many as `pairs` has, which lives through the call.
+        let done = checked(unsafe { libc::ioctl(iommufd.as_raw_fd(), Request::IoasIovaRanges.number(), &raw mut ask) });
+        let wanted = ask.num_iovas as usize;
+        match done {
+            Ok(_) => {
+                pairs.truncate(wanted);
+                let span = |[first, last]: &[u64; 2]| Span::inclusive(Iova::new(*first), Iova::new(*last));
+                return Ok((pairs.iter().filter_map(span).collect(), ask.out_iova_alignment));
+            }
+            // More than there was room for; the kernel says how many.
+            Err(e) if e.raw_os_error() == Some(libc::EMSGSIZE) && (count + 1..1 << 16).contains(&wanted) => {
+                count = wanted;
+            }
+            Err(e) => return Err(e),
+        }
+    }
+}
+
+fn ioas_flags(access: Access) -> u32 {
+    let mut flags = ioabi::iommufd_ioas_map_flags_IOMMU_IOAS_MAP_FIXED_IOVA;
+    if access.contains(Access::READ) {
+        flags |= ioabi::iommufd_ioas_map_flags_IOMMU_IOAS_MAP_READABLE;
+    }
+    if access.contains(Access::WRITE) {
+        flags |= ioabi::iommufd_ioas_map_flags_IOMMU_IOAS_MAP_WRITEABLE;
+    }
+    flags
+}
+
+/// As [`dma_map`], into an address space of an iommufd.
+pub(crate) fn ioas_map(
+    iommufd: BorrowedFd<'_>,
+    ioas: u32,
+    va: usize,
+    span: Span<Iova>,
+    access: Access,
+) -> io::Result<()> {
+    // struct iommu_ioas_map: size, flags, ioas_id, __reserved, user_va, length, iova.
+    let mut map = [0; size_of::<ioabi::iommu_ioas_map>() / 4];
+    (map[1], map[2]) = (ioas_flags(access), ioas);
+    set_wide(&mut map, 4, va as u64);
+    set_wide(&mut map, 6, span.len());
+    set_wide(&mut map, 8, span.first().bits());
+    words(iommufd, Request::IoasMap, &mut map).map(drop)
+}
+
+fn map_file(
+    iommufd: BorrowedFd<'_>,
+    ioas: u32,
+    file: BorrowedFd<'_>,
+    start: u64,
+    span: Span<Iova>,
+    access: Access,
+) -> io::Result<()> {
+    // struct iommu_ioas_map_file: size, flags, ioas_id, fd, start, length, iova.
+    let mut map = [0; size_of::<ioabi::iommu_ioas_map_file>() / 4];
+    (map[1], map[2], map[3]) = (ioas_flags(access), ioas, file.as_raw_fd() as u32);
+    set_wide(&mut map, 4, start);
+    set_wide(&mut map, 6, span.len());
+    set_wide(&mut map, 8, span.first().bits());
+    words(iommufd, Request::IoasMapFile, &mut map).map(drop)
+}
+
+/// As [`ioas_map`], of the file that the memory is behind, from its byte `start` on; `None` when it is behind none.
+///
+/// As there, that nobody has a slice of the memory while a device writes is for the caller to see to (`Pinned::admit`).
+pub(crate) fn ioas_map_buffer(
+    iommufd: BorrowedFd<'_>,
+    ioas: u32,
+    share: &BufferRef,
+    start: u64,
+    span: Span<Iova>,
+    access: Access,
+) -> Option<io::Result<()>> {
+    // SAFETY: the descriptor goes to one request of the kernel, which takes hold of pages and of no descriptor that anybody could use, and is
+    // not kept. Devices write as far as the caller has admitted them, see above.
+    let file = unsafe { share.lend_file() }?;
+    Some(map_file(iommufd, ioas, file, start, span, access))
+}
+
+/// As [`ioas_map`], of the memory of another device, by the dma-buf of its BAR.
+pub(crate) fn ioas_map_dma_buf(
+    iommufd: BorrowedFd<'_>,
+    ioas: u32,
+    dma_buf: BorrowedFd<'_>,
+    start: u64,
+    span: Span<Iova>,
+    access: Access,
+) -> io::Result<()> {
+    map_file(iommufd, ioas, dma_buf, start, span, access)
+}
+
+/// As [`dma_unmap`]. The kernel may have unmapped some when it refuses; `ENOENT` also when there was nothing.
+pub(crate) fn ioas_unmap(iommufd: BorrowedFd<'_>, ioas: u32, span: Span<Iova>) -> io::Result<u64> {
+    // struct iommu_ioas_unmap: size, ioas_id, iova, length.
+    let mut unmap = [0; size_of::<ioabi::iommu_ioas_unmap>() / 4];
+    unmap[1] = ioas;
+    set_wide(&mut unmap, 2, span.first().bits());
+    set_wide(&mut unmap, 4, span.len());
+    words(iommufd, Request::IoasUnmap, &mut unmap)?;
+    Ok(wide(&unmap, 4))
+}
+
+/// What the IOMMU of a device that is bound says of itself: the kind (`enum iommu_hw_info_type`), and its registers.
+pub(crate) fn hw_info(iommufd: BorrowedFd<'_>, device: u32) -> io::Result<(u32, [u32; 16])> {
+    let mut data = [0_u32; 16];
+    // struct iommu_hw_info: size, flags, dev_id, data_len, data_uptr, out_data_type, out_max_pasid_log2, out_capabilities.
+    let mut info = [0; size_of::<ioabi::iommu_hw_info>() / 4];
+    info[0] = size_of_val(&info) as u32;
+    (info[2], info[3]) = (device, size_of_val(&data) as u32);
+    set_wide(&mut info, 4, data.as_mut_ptr().expose_provenance() as u64);
+    // SAFETY: the kernel reads and writes `size` bytes at most, the length of `info`, and writes at most `data_len` bytes at `data_uptr`: the
+    // length of `data`, which lives through the call.
+    checked(unsafe { libc::ioctl(iommufd.as_raw_fd(), Request::GetHwInfo.number(), info.as_mut_ptr()) })?;
+    Ok((info[6], data))
+}
+
+/// Puts a device, opened by its own file, under an iommufd, and says by which number that knows it.
+pub(crate) fn bind(device: BorrowedFd<'_>, iommufd: BorrowedFd<'_>) -> io::Result<u32> {
+    // struct vfio_device_bind_iommufd, as far as every kernel knows it: argsz, flags, iommufd, out_devid.
+    let mut bind = [0, 0, iommufd.as_raw_fd() as u32, 0];
+    words(device, Request::DeviceBindIommufd, &mut bind)?;
+    Ok(bind[3])
+}
+
+/// Gives a bound device an address space.
+pub(crate) fn attach(device: BorrowedFd<'_>, ioas: u32) -> io::Result<()> {
+    // struct vfio_device_attach_iommufd_pt, as far as every kernel knows it: argsz, flags, pt_id.
+    words(device, Request::DeviceAttachIommufdPt, &mut [0, 0, ioas]).map(drop)
+}
+
+/// Part of a BAR as a dma-buf, which keeps it from nobody.
+pub(crate) fn dma_buf(device: BorrowedFd<'_>, region: u32, start: u64, len: u64) -> io::Result<OwnedFd> {
+    // struct vfio_device_feature: argsz, flags; struct vfio_device_feature_dma_buf: region_index, open_flags, flags, nr_ranges; struct
+    // vfio_region_dma_range: offset, length.
+    let flags = abi::VFIO_DEVICE_FEATURE_GET | abi::VFIO_DEVICE_FEATURE_DMA_BUF;
+    let mut get = [0, flags, region, (libc::O_RDWR | libc::O_CLOEXEC) as u32, 0, 1, 0, 0, 0, 0];
+    set_wide(&mut get, 6, start);
+    set_wide(&mut get, 8, len);
+    let fd = words(device, Request::DeviceFeature, &mut get)?;
+    // SAFETY: the kernel has just opened this descriptor for us, and nobody else knows it.
+    Ok(unsafe { OwnedFd::from_raw_fd(fd) })
+}
+
+// ---- device --------------------------------------------------------------------------------------------------------
+
+/// `VFIO_DEVICE_GET_INFO`: flags, regions, kinds of interrupts.
+pub(crate) fn device_info(device: BorrowedFd<'_>) -> io::Result<(u32, u32, u32)> {
+    let mut info = [0; 6];
+    words(device, Request::DeviceGetInfo, &mut info)?;
+    Ok((info[1], info[2], info[3]))
+}
+
+/// `VFIO_DEVICE_GET_REGION_INFO`.
+pub(crate) struct RegionInfo {
+    pub(crate) flags: u32,
+    pub(crate) size: u64,
+    /// Where the region lies in the device's file.
+    pub(crate) offset: u64,
+    /// The areas (offset, length) that can be mapped, when not all of it can.
+    pub(crate) sparse: Option<Vec<(u64, u64)>>,
+}
+
+pub(crate) fn region_info(device: BorrowedFd<'_>, index: u32) -> io::Result<RegionInfo> {
+    let mut info = vec![0; 8];
+    info[2] = index;
+    words(device, Request::DeviceGetRegionInfo, &mut info)?;
+    let wanted = (info[0] as usize).div_ceil(4).clamp(8, 1 << 16);
+    info = vec![0; wanted];
+    info[2] = index;
+    words(device, Request::DeviceGetRegionInfo, &mut info)?;
+    let flags = info[1];
+    let first = if flags & abi::VFIO_REGION_INFO_FLAG_CAPS != 0 { info[3] } else { 0 };
+    let sparse = capabilities(&info, first).into_iter().find_map(|(id, capability)| {
+        let areas = || {
+            let count = capability.get(2).copied().unwrap_or(0) as usize;
+            let areas = capability.get(4..).unwrap_or_default().chunks_exact(4).take(count);
+            areas.map(|a| (wide(a, 0), wide(a, 2))).collect()
+        };
+        (u32::from(id) == abi::VFIO_REGION_INFO_CAP_SPARSE_MMAP).then(areas)
+    });
+    Ok(RegionInfo { flags, size: wide(&info, 4), offset: wide(&info, 6), sparse })
+}
+
+/// How many interrupts there are of a kind.
+pub(crate) fn irq_count(device: BorrowedFd<'_>, index: u32) -> io::Result<u32> {
+    let mut info = [0, 0, index, 0];
+    words(device, Request::DeviceGetIrqInfo, &mut info)?;
+    Ok(info[3])
+}
+
+/// Interrupts 0.. of a kind count up these eventfds; none turns the kind off.
+pub(crate) fn set_irqs(device: BorrowedFd<'_>, index: u32, events: &[OwnedFd]) -> io::Result<()> {
+    let data = if events.is_empty() { abi::VFIO_IRQ_SET_DATA_NONE } else { abi::VFIO_IRQ_SET_DATA_EVENTFD };
+    let mut set = vec![0, data | abi::VFIO_IRQ_SET_ACTION_TRIGGER, index, 0, events.len() as u32];
+    set.extend(events.iter().map(|e| e.as_raw_fd() as u32));
+    words(device, Request::DeviceSetIrqs, &mut set).map(drop)
+}
+
+pub(crate) fn reset(device: BorrowedFd<'_>) -> io::Result<()> {
+    number(device, Request::DeviceReset, 0).map(drop)
+}
+
+// ---- device memory -------------------------------------------------------------------------------------------------
+
+/// The size of the pages that this kernel manages memory in.
+pub(crate) fn base_page() -> u64 {
+    rustix::param::page_size() as u64
+}
+
+/// A piece of a BAR, mapped.
+pub(crate) struct BarMemory {
+    ptr: NonNull<u8>,
+    len: usize,
+}
+
+// SAFETY: device memory is not tied to a thread.
+unsafe impl Send for BarMemory {}
+// SAFETY: all access is volatile, by whole words; threads that use it at once may see each other's words in any order, as with
+// any device, and never a reference.
+unsafe impl Sync for BarMemory {}
+
+impl BarMemory {
+    /// Maps `len` bytes at `offset` of the device's file so that their address is `phase` modulo `align`; `None` leaves it to the
+    /// kernel where.
+    pub(crate) fn map(
+        device: BorrowedFd<'_>,
+        offset: u64,
+        len: usize,
+        align: Option<(PageSize, u64)>,
+    ) -> io::Result<Self> {
+        let access = ProtFlags::READ | ProtFlags::WRITE;
+        let Some((align, phase)) = align else {
+            // SAFETY: no address is asked for, so no existing mapping is replaced.
+            let ptr = unsafe { mm::mmap(std::ptr::null_mut(), len, access, MapFlags::SHARED, device, offset) }?;
+            return Ok(Self { ptr: NonNull::new(ptr.cast()).ok_or(io::ErrorKind::OutOfMemory)?, len });
+        };
+        let align = usize::try_from(align.bytes()).map_err(|_| io::ErrorKind::InvalidInput)?;
+        let phase = phase as usize & (align - 1);
+        let total = len.checked_add(align).ok_or(io::ErrorKind::OutOfMemory)?;
+        // SAFETY: no address is asked for, so no existing mapping is replaced.
+        let base = unsafe {
+            mm::mmap_anonymous(std::ptr::null_mut(), total, ProtFlags::empty(), MapFlags::PRIVATE | MapFlags::NORESERVE)
+        }?;
+        let base = base.cast::<u8>();
+        // The first address at or behind `base` that is `phase` modulo `align`: less than `align` behind it, so that `len` bytes fit.
+        let head = phase.wrapping_sub(base.addr()) & (align - 1);
+        let start = base.wrapping_add(head);
+        // SAFETY: `start..start + len` lies within the reservation made above (head < align, total = len + align), to which nothing refers: only
+        // that is replaced.
+        let mapped = unsafe { mm::mmap(start.cast(), len, access, MapFlags::SHARED | MapFlags::FIXED, device, offset) };
+        let end = len.next_multiple_of(base_page() as usize);
+        let cut = |ptr: *mut u8, len: usize| match len {
+            0 => Ok(()),
+            // SAFETY: what is cut off lies within the reservation made above and outside of what was mapped in it.
+            _ => unsafe { mm::munmap(ptr.cast(), len) },
+        };
+        match mapped {
+            Ok(ptr) => {
+                // What cannot be cut off stays reserved: addresses without memory.
+                let _ = cut(base, head);
+                let _ = cut(
+                    start.wrapping_add(end),
+                    total.next_multiple_of(base_page() as usize).saturating_sub(head + end),
+                );
+                Ok(Self { ptr: NonNull::new(ptr.cast()).ok_or(io::ErrorKind::OutOfMemory)?, len })
+            }
+            Err(e) => {
+                let _ = cut(base, total);
+                Err(e.into())
+            }
+        }
+    }
+
+    pub(crate) fn address(&self) -> usize {
+        self.ptr.as_ptr().addr()
+    }
+
+    pub(crate) fn len(&self) -> usize {
+        self.len
+    }
+
+    /// The place of a word, when it lies within and is aligned to its size.
+    fn word<T>(&self, offset: usize) -> Option<NonNull<T>> {
+        let end = offset.checked_add(size_of::<T>())?;
+        let fits = end <= self.len && (self.address() + offset).is_multiple_of(size_of::<T>());
+        // SAFETY: within the mapping, as just checked.
+        fits.then(|| unsafe { self.ptr.add(offset) }.cast())
+    }
+
+    /// Reads a word of 1, 2, 4 or 8 bytes in one access.
+    pub(crate) fn load<T: Word>(&self, offset: usize) -> Option<T> {
+        // SAFETY: within the mapping, aligned, and any bits are a value of a `Word`.
+        let value = self.word::<T>(offset).map(|at| unsafe { at.read_volatile() });
+        // What is read from memory next was written by the device before.
+        fence(Ordering::SeqCst);
+        value
+    }
+
+    /// Writes a word of 1, 2, 4 or 8 bytes in one access, behind everything that this thread wrote before.
+    pub(crate) fn store<T: Word>(&self, offset: usize, value: T) -> Option<()> {
+        let at = self.word::<T>(offset)?;
+        before_device();
+        // SAFETY: within the mapping, and aligned.
+        unsafe { at.write_volatile(value) };
+        Some(())
+    }
+}
+
+impl Drop for BarMemory {
+    fn drop(&mut self) {
+        // SAFETY: the range is this value's own mapping, and nothing refers to it: words are read and written by value.
+        let unmapped = unsafe { mm::munmap(self.ptr.as_ptr().cast(), self.len) };
+        debug_assert!(unmapped.is_ok(), "munmap of an own mapping: {unmapped:?}");
+    }
+}
+
+/// Orders what this thread wrote to memory before what it is going to write to a device.
+fn before_device() {
+    // On x86 stores to device memory stay behind earlier stores. Arm's barrier of a fence does not reach devices.
+    #[cfg(target_arch = "aarch64")]
+    // SAFETY: a barrier; it touches neither memory nor registers.
+    unsafe {
+        std::arch::asm!("dmb oshst", options(nostack, preserves_flags));
+    }
+    fence(Ordering::SeqCst);
+}
+
+/// An integer that a device reads and writes in one access.
+pub(crate) trait Word: Copy {}
+impl Word for u8 {}
+impl Word for u16 {}
+impl Word for u32 {}
+impl Word for u64 {}
+
+#[cfg(test)]
+mod tests {
+    use std::fs::File;
+    use std::os::fd::AsFd;
+
+    use super::*;
+
+    /// A file in place of a device: the same calls.
+    fn file(len: u64) -> File {
+        let file = tempfile::tempfile().unwrap();
+        file.set_len(len).unwrap();
+        file
+    }
+
+    #[test]
+    fn a_mapping_has_the_alignment_that_was_asked_for() {
+        let file = file(8 << 20);
+        // Whole pages of any kernel.
+        const PAGE: usize = 64 << 10;
+        for (log2, phase, len) in
+            [(16, 0, PAGE), (21, 0, 4 << 20), (21, 0x3_0000, 1 << 20), (30, 0, 8 << 20), (30, 0x40_0000, PAGE)]
+        {
+            let align = PageSize::from_log2(log2).unwrap();
+            let bar = BarMemory::map(file.as_fd(), 0, len, Some((align, phase))).unwrap();
+            assert_eq!(bar.address() as u64 % align.bytes(), phase);
+            assert_eq!(bar.len(), len);
+            bar.store(len - 4, 7u32).unwrap();
+            assert_eq!(bar.load::<u32>(len - 4), Some(7));
+        }
+        assert!(BarMemory::map(file.as_fd(), 0, usize::MAX - PAGE + 1, Some((PageSize::SIZE_2M, 0))).is_err());
+        // Nothing of the reservations is left behind.
+        let maps = || {
+            std::fs::read_to_string("/proc/self/maps")
+                .unwrap()
+                .lines()
+                .filter(|l| l.contains("---p 00000000 00:00 0"))
+                .count()
+        };
+        let before = maps();
+        let bars: Vec<_> =
+            (0..20).map(|_| BarMemory::map(file.as_fd(), 0, PAGE, Some((PageSize::SIZE_1G, 0))).unwrap()).collect();
+        drop(bars);
+        assert!(maps() <= before + 2, "{} then {}", before, maps());
+    }
+
+    #[test]
+    fn words_outside_or_across_are_refused() {
+        let file = file(4096);
+        let bar = BarMemory::map(file.as_fd(), 0, 4096, None).unwrap();
+        assert_eq!(bar.load::<u32>(4096), None);
+        assert_eq!(bar.load::<u64>(4092), None);
+        assert_eq!(bar.load::<u32>(2), None, "not aligned");
+        assert_eq!(bar.load::<u32>(usize::MAX - 1), None);
+        assert_eq!(bar.store(4093, 0u32), None);
+        bar.store(4095, 1u8).unwrap();
+        assert_eq!(bar.load::<u8>(4095), Some(1));
+    }
+
+    #[test]
+    fn other_files_refuse_the_requests() {
+        let file = file(4096);
+        let fd = file.as_fd();
+        let span = Span::new(Iova::new(0), 4096).unwrap();
+        assert!(has_type1(fd).is_err() && set_type1(fd).is_err() && is_viable(fd).is_err());
+        assert!(set_container(fd, fd).is_err() && device(fd, "0000:00:00.0").is_err() && device(fd, "a\0b").is_err());
+        assert!(iommu_info(fd).is_err() && device_info(fd).is_err() && region_info(fd, 0).is_err());
+        assert!(irq_count(fd, 0).is_err() && set_irqs(fd, 0, &[]).is_err() && reset(fd).is_err());
+        assert!(dma_map(fd, 0, 4096, span.first(), Access::RW).is_err() && dma_unmap(fd, span).is_err());
+        assert!(ioas_alloc(fd).is_err() && ioas_ranges(fd, 1).is_err() && hw_info(fd, 1).is_err());
+        assert!(ioas_map(fd, 1, 0, span, Access::RW).is_err() && ioas_unmap(fd, 1, span).is_err());
+        assert!(ioas_map_dma_buf(fd, 1, fd, 0, span, Access::RW).is_err());
+        assert!(bind(fd, fd).is_err() && attach(fd, 1).is_err() && dma_buf(fd, 0, 0, 4096).is_err());
+        let share = |heap: &dyn dmalane_dma::Heap| heap.allocate(4096).unwrap().share().share();
+        let lent = ioas_map_buffer(fd, 1, &share(&dmalane_dma::MemfdHeap::new()), 0, span, Access::RW);
+        assert!(lent.unwrap().is_err());
+        let none = ioas_map_buffer(fd, 1, &share(&dmalane_dma::AnonHeap::new()), 0, span, Access::RW);
+        assert!(none.is_none(), "behind no file");
+    }
+
+    #[test]
+    fn requests_have_the_numbers_of_the_headers() {
+        assert_eq!(Request::IommuMapDma.number() as u32, u32::from(b';') << 8 | (abi::VFIO_BASE + 13));
+        assert_eq!(Request::DeviceFeature as u32, abi::VFIO_BASE + 17);
+        assert_eq!(Request::IoasAlloc as u32, ioabi::IOMMUFD_CMD_IOAS_ALLOC);
+        assert_eq!(Request::IoasIovaRanges as u32, ioabi::IOMMUFD_CMD_IOAS_IOVA_RANGES);
+        assert_eq!(Request::IoasMap as u32, ioabi::IOMMUFD_CMD_IOAS_MAP);
+        assert_eq!(Request::IoasUnmap as u32, ioabi::IOMMUFD_CMD_IOAS_UNMAP);
+        assert_eq!(Request::GetHwInfo as u32, ioabi::IOMMUFD_CMD_GET_HW_INFO);
+        assert_eq!(Request::IoasMapFile as u32, ioabi::IOMMUFD_CMD_IOAS_MAP_FILE);
+        assert_eq!(ioabi::IOMMUFD_TYPE, abi::VFIO_TYPE);
+    }
+
+    #[test]
+    fn capabilities_that_make_no_sense_end_the_chain() {
+        // Two, the second of which points back.
+        let words = [0, 0, 0, 0, 1 | 1 << 16, 24, 2 | 1 << 16, 16];
+        let found = capabilities(&words, 16);
+        assert_eq!(found.iter().map(|(id, _)| *id).collect::<Vec<_>>(), [1, 2]);
+        for first in [0, 2, 30, 32, u32::MAX] {
+            assert!(capabilities(&words, first).is_empty(), "{first}");
+        }
+    }
+}
+
+/// What the kernel takes mappings of each kind for, asked by its own calls: no interface of ours lets one try what it says that it cannot do.
+/// `scripts/vm` runs it, in guests with a disk and with a BAR.
+#[cfg(test)]
+mod table {
+    use std::fs::{self, File};
+    use std::os::fd::AsFd;
+    use std::os::unix::fs::{FileExt, OpenOptionsExt};
+
+    use dmalane_dma::{AnonHeap, DmaHeap, Heap, MemfdHeap, PageKind, SharedBuf, export_dma_buf};
+    use io_uring::{IoUring, opcode, types};
+
+    use super::*;
+
+    const DISK: &str = "/dev/vda";
+    /// Bytes of each transfer, and where on the disk a write goes.
+    const LEN: usize = 1 << 20;
+    const AWAY: u64 = 4 << 20;
+
+    /// A mapping that lives through the test.
+    #[derive(Clone, Copy)]
+    struct Place(*mut u8);
+
+    /// The error number; 0 for success.
+    fn errno(result: io::Result<()>) -> i32 {
+        result.err().map_or(0, |e| e.raw_os_error().unwrap_or(-1))
+    }
+
+    fn whole(n: libc::ssize_t) -> io::Result<()> {
+        match n {
+            n if n < 0 => Err(io::Error::last_os_error()),
+            n => (n as usize == LEN).then_some(()).ok_or_else(|| io::ErrorKind::UnexpectedEof.into()),
+        }
+    }
+
+    fn read(file: &File, into: Place) -> io::Result<()> {
+        // SAFETY: each place is a mapping of at least LEN bytes that outlives the call, and no reference into it exists.
+        whole(unsafe { libc::pread(file.as_raw_fd(), into.0.cast(), LEN, 0) })
+    }
+
+    fn write(file: &File, from: Place) -> io::Result<()> {
+        // SAFETY: as in `read`.
+        whole(unsafe { libc::pwrite(file.as_raw_fd(), from.0.cast(), LEN, AWAY as libc::off_t) })
+    }
+
+    fn bytes(at: Place) -> Vec<u8> {
+        // SAFETY: as in `read`; the bytes are looked at one by one, and nobody writes them meanwhile.
+        (0..LEN).map(|i| unsafe { at.0.wrapping_add(i).read_volatile() }).collect()
+    }
+
+    fn clear(at: Place) {
+        // SAFETY: as in `bytes`.
+        (0..LEN).for_each(|i| unsafe { at.0.wrapping_add(i).write_volatile(0) });
+    }
+
+    fn register(ring: &IoUring, at: Place, len: usize) -> io::Result<()> {
+        let buffers = [libc::iovec { iov_base: at.0.cast(), iov_len: len }];
+        // SAFETY: the mapping outlives the ring, and what the kernel writes into it is read by `bytes` when that is done.
+        unsafe { ring.submitter().register_buffers(&buffers) }
+    }
+
+    fn read_fixed(ring: &mut IoUring, file: &File, into: Place) -> io::Result<()> {
+        let read = opcode::ReadFixed::new(types::Fd(file.as_raw_fd()), into.0, LEN as u32, 0).build();
+        // SAFETY: the buffer is registered, and the call below waits for the read.
+        unsafe { ring.submission().push(&read) }.map_err(io::Error::other)?;
+        ring.submit_and_wait(1)?;
+        match ring.completion().next().map(|entry| entry.result()) {
+            Some(n) if n < 0 => Err(io::Error::from_raw_os_error(-n)),
+            Some(n) => whole(n as libc::ssize_t),
+            None => Err(io::ErrorKind::UnexpectedEof.into()),
+        }
+    }
+
+    /// The device in front of a file, in a container of its own: container, group, device.
+    fn ivshmem() -> Option<(File, File, OwnedFd)> {
+        let ours =
+            |path: &std::path::Path| fs::read_to_string(path.join("device")).is_ok_and(|id| id.trim() == "0x1110");
+        let devices = fs::read_dir("/sys/bus/pci/drivers/vfio-pci").ok()?.filter_map(|e| Some(e.ok()?.path()));
+        let path = devices.into_iter().find(|path| ours(path))?;
+        let group = fs::read_link(path.join("iommu_group")).ok()?;
+        let open = |path: String| File::options().read(true).write(true).open(path).unwrap();
+        let container = open("/dev/vfio/vfio".into());
+        let group = open(format!("/dev/vfio/{}", group.file_name()?.to_str()?));
+        set_container(group.as_fd(), container.as_fd()).unwrap();
+        set_type1(container.as_fd()).unwrap();
+        let device = device(group.as_fd(), path.file_name()?.to_str()?).unwrap();
+        Some((container, group, device))
+    }
+
+    #[test]
+    fn what_the_kernel_does_with_each_kind_of_mapping() {
+        let Some((container, _group, device)) = ivshmem() else {
+            return println!("SKIPPED: no ivshmem device is bound to vfio-pci here");
+        };
+        let Ok(disk) = File::options().read(true).write(true).open(DISK) else {
+            return println!("SKIPPED: no disk {DISK}: this kernel was built without its driver");
+        };
+        let direct = File::options().read(true).write(true).custom_flags(libc::O_DIRECT).open(DISK).unwrap();
+        let mut there = vec![0; LEN];
+        disk.read_exact_at(&mut there, 0).unwrap();
+        assert!(there.starts_with(b"1000000\n1000001\n"));
+        // The device answers at its BARs.
+        let config = region_info(device.as_fd(), abi::VFIO_PCI_CONFIG_REGION_INDEX).unwrap().offset;
+        rustix::io::pwrite(&device, &6u16.to_le_bytes(), config + 4).unwrap();
+
+        let memfd = |kind| MemfdHeap::starting_at(kind).allocate(4 << 20).unwrap().share();
+        let shared = memfd(PageKind::Base);
+        let wrapped = memfd(PageKind::Base);
+        let wrapped = SharedBuf::import_dma_buf(export_dma_buf(&wrapped).unwrap()).unwrap();
+        let huge = memfd(PageKind::Hugetlb2M);
+        assert_eq!(huge.backing().kind, PageKind::Hugetlb2M);
+        let heap = DmaHeap::open("system").map(|heap| heap.allocate(4 << 20).unwrap().share());
+        let region = region_info(device.as_fd(), 2).unwrap();
+        // Away from what other tests leave there.
+        let at = region.offset + (256 << 20);
+        let bar = BarMemory::map(device.as_fd(), at, 4 << 20, Some((PageSize::SIZE_2M, 0))).unwrap();
+
+        const NO: i32 = libc::EFAULT;
+        // Buffered read, direct read and write, io_uring's registration, VFIO's mapping.
+        let of = |buf: &SharedBuf| Place(buf.view().as_ptr());
+        let mut rows = vec![
+            ("udmabuf", of(&wrapped), [0, NO, NO, NO, NO]),
+            ("memfd, the kernel's pages", of(&shared), [0, 0, 0, 0, 0]),
+            ("memfd, hugetlb 2M", of(&huge), [0, 0, 0, 0, 0]),
+            ("VFIO BAR", Place(bar.ptr.as_ptr()), [0, NO, NO, NO, 0]),
+        ];
+        match &heap {
+            Ok(heap) => rows.insert(0, ("/dev/dma_heap/system", of(heap), [0, NO, NO, NO, NO])),
+            Err(e) => println!("no row for the kernel's heap: {e}"),
+        }
+        for (name, at, expected) in rows {
+            clear(at);
+            let buffered = errno(read(&disk, at));
+            assert!(buffered != 0 || bytes(at) == there, "{name}: buffered");
+            clear(at);
+            let read_directly = errno(read(&direct, at));
+            assert!(read_directly != 0 || bytes(at) == there, "{name}: direct");
+            let written = errno(write(&direct, at));
+            if written == 0 {
+                let mut back = vec![0; LEN];
+                disk.read_exact_at(&mut back, AWAY).unwrap();
+                assert!(back == there, "{name}: written");
+            }
+            let mut ring = IoUring::new(4).unwrap();
+            let registered = errno(register(&ring, at, 4 << 20));
+            if registered == 0 {
+                clear(at);
+                read_fixed(&mut ring, &direct, at).unwrap();
+                assert!(bytes(at) == there, "{name}: READ_FIXED");
+            }
+            drop(ring);
+            let iova = Span::new(Iova::new(0x4000_0000), 4 << 20).unwrap();
+            let mapped = errno(dma_map(container.as_fd(), at.0.addr(), iova.len(), iova.first(), Access::RW));
+            if mapped == 0 {
+                assert_eq!(dma_unmap(container.as_fd(), iova).unwrap(), iova.len());
+            }
+            let got = [buffered, read_directly, written, registered, mapped];
+            println!("{name}: buffered read, direct read, direct write, registration, MAP_DMA: {got:?}");
+            assert_eq!(got, expected, "{name}");
+        }
+    }
+
+    /// Kernels before 6.15 or so take at most 1 GiB as one registered buffer.
+    #[test]
+    fn two_gib_as_one_registered_buffer() {
+        const TWO: usize = 2 << 30;
+        if ivshmem().is_none() {
+            return println!("SKIPPED: no guest of scripts/vm");
+        }
+        let buf = match AnonHeap::starting_at(PageKind::Transparent).allocate(TWO) {
+            Ok(buf) => buf.share(),
+            Err(e) => return println!("SKIPPED: not enough memory: {e}"),
+        };
+        let at = Place(buf.view().as_ptr());
+        let registered = |len| errno(register(&IoUring::new(4).unwrap(), at, len));
+        let release = fs::read_to_string("/proc/sys/kernel/osrelease").unwrap();
+        let numbers: Vec<u32> = release.split('.').map_while(|n| n.parse().ok()).collect();
+        let takes = numbers[..2] >= [6, 15][..];
+        assert_eq!((registered(1 << 30), registered(TWO)), (0, if takes { 0 } else { libc::EFAULT }), "{release}");
+        println!("Linux {}: 2 GiB as one buffer: {}", release.trim(), if takes { "taken" } else { "EFAULT" });
+    }
+}
