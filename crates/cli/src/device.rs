@@ -5,7 +5,7 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use dmalane::daemon::{Client, Options, SOCKET};
-use dmalane::dma::{HostBus, HostConfig};
+use dmalane::dma::{HostConfig, Mmio};
 use dmalane::file::{BadFileDevicePaths, FileDevicePaths};
 use dmalane::vfio::{BadBdf, Bdf};
 use dmalane::{CardUse, PciCardError, SoftError, connect_pci_card, open_pci_card};
@@ -95,8 +95,8 @@ impl Device {
         let refused = |e: PciCardError| self.refused(&e);
         match self {
             Self::Daemon(socket) => then.run(Client::connect(share_of(socket, ddr, hbm))?.into(), CardUse::default()),
-            Self::Vfio(bdf) => then.run(open_pci_card(bdf).map_err(refused)?.into(), CardUse::vfio()),
-            Self::VfioUser(socket) => then.run(connect_pci_card(socket).map_err(refused)?.into(), CardUse::vfio_user()),
+            Self::Vfio(bdf) => then.run(open_pci_card(bdf).map_err(refused)?.into(), CardUse::pci()),
+            Self::VfioUser(socket) => then.run(connect_pci_card(socket).map_err(refused)?.into(), CardUse::pci()),
             Self::Soft | Self::File(_) => unreachable!("{self} is opened by its command"),
         }
     }
@@ -134,7 +134,7 @@ pub trait OnBus {
     type Output;
 
     /// Runs on the card behind `bus`, driven as `how` says.
-    fn run<B: HostBus + 'static>(self, bus: Arc<B>, how: CardUse) -> Result<Self::Output, Failure>;
+    fn run<B: Mmio + 'static>(self, bus: Arc<B>, how: CardUse) -> Result<Self::Output, Failure>;
 }
 
 /// What a daemon is asked for: so many bytes of its card's memories, `None` for all that a client may have.

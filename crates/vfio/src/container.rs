@@ -434,7 +434,7 @@ impl Inner {
             let mapped = match span {
                 Some(span) => {
                     let by_file = !self.by_address.load(Ordering::Relaxed);
-                    let file = by_file.then(|| (pinned.share(), pinned.range().start as u64));
+                    let file = by_file.then(|| (pinned.reference(), pinned.range().start as u64));
                     self.map_span(state, address(pinned), file, span, access).map(|()| span)
                 }
                 // Past the top of 64 bits.
@@ -589,7 +589,7 @@ fn widen(span: Span<Iova>, page: PageSize) -> Span<Iova> {
 }
 
 fn address(pinned: &Pinned) -> usize {
-    pinned.share().address() + pinned.range().start
+    pinned.reference().address() + pinned.range().start
 }
 
 /// A new container of VFIO, without groups.
@@ -813,7 +813,7 @@ mod tests {
         let says = |result: io::Result<()>| result.map_err(|e| Errno::from_io_error(&e).unwrap());
         let heap = dma::DmaHeap::open("system").unwrap();
         let dma_buf = dma::Heap::allocate(&heap, 4096).unwrap().share();
-        let (share, file) = (dma_buf.share(), dma_buf.export().unwrap());
+        let (share, file) = (dma_buf.reference(), dma_buf.export().unwrap());
         assert_eq!(says(space.map_dma_buf(file, 0, at, Access::RW)), Err(Errno::OPNOTSUPP));
         let can_map = |region: &&crate::PciRegion| region.index < 6 && region.mappable.contains(&(0..region.len));
         let region = device.regions().iter().find(can_map).unwrap();
@@ -821,7 +821,7 @@ mod tests {
         assert_eq!(says(space.map(bar.address(), None, at, Access::RW)), Err(Errno::FAULT), "a BAR by its address");
         assert_eq!(says(space.map(share.address(), Some((&share, 0)), at, Access::RW)), Err(Errno::FAULT));
         let memfd = dma::Heap::allocate(&dma::MemfdHeap::new(), 8192).unwrap().share();
-        let share = memfd.share();
+        let share = memfd.reference();
         let map = |span| says(space.map(share.address(), Some((&share, 0)), span, Access::RW));
         let two = span(0x20_0000, 0x20_1fff);
         assert_eq!(map(two), Ok(()));

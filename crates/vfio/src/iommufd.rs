@@ -62,7 +62,7 @@ impl Iommufd {
         access: Access,
     ) -> io::Result<()> {
         self.mapping(span, || match file.filter(|_| self.files.load(Ordering::Relaxed)) {
-            Some((share, start)) => self.map_file(va, share, start, span, access),
+            Some((buffer, start)) => self.map_file(va, buffer, start, span, access),
             None => self.map_address(va, span, access),
         })
     }
@@ -71,8 +71,8 @@ impl Iommufd {
         sys::ioas_map(self.fd.as_fd(), self.ioas, va, span, access)
     }
 
-    fn map_file(&self, va: usize, share: &BufferRef, start: u64, span: Span<Iova>, access: Access) -> io::Result<()> {
-        let mapped = sys::ioas_map_buffer(self.fd.as_fd(), self.ioas, share, start, span, access);
+    fn map_file(&self, va: usize, buffer: &BufferRef, start: u64, span: Span<Iova>, access: Access) -> io::Result<()> {
+        let mapped = sys::ioas_map_buffer(self.fd.as_fd(), self.ioas, buffer, start, span, access);
         match mapped {
             Some(Ok(())) => return Ok(()),
             // Not every kernel with iommufd has it.

@@ -12,9 +12,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
 use dmalane_addr::{Access, Address, CardAddr, Iova, PageSize, Span};
-use dmalane_dma::{
-    self as mem, AnonHeap, BufferSlice, DmaHeap, Heap, HostBus, Mapping, MemfdHeap, PageKind, SharedBuf,
-};
+use dmalane_dma::{self as mem, AnonHeap, BufferSlice, DmaHeap, Heap, Mapping, MemfdHeap, Mmio, PageKind, SharedBuf};
 use dmalane_queue::conformance::{Fixture, suite};
 use dmalane_queue::{Channel, DeviceAddr, DeviceFar, Direction, OpError, Registered, Transfer, run};
 use dmalane_vfio::{
@@ -112,7 +110,7 @@ fn pattern(seed: u64, len: usize) -> Vec<u8> {
 }
 
 fn map(bus: &VfioBus, buf: &SharedBuf, access: Access) -> Mapping {
-    bus.map(bus.pin(&buf.share()).unwrap(), access).unwrap()
+    bus.map(bus.pin(&buf.reference()).unwrap(), access).unwrap()
 }
 
 /// The error of this crate inside one of `dma`.
@@ -201,7 +199,7 @@ fn dma(heap: &dyn Heap, kind: PageKind, len: usize, page: usize) {
     let buf = heap.allocate(len).unwrap();
     assert_eq!(buf.backing().kind, kind, "{:?}", buf.backing().passed_over);
     let seams: Vec<usize> = (0..8).map(|i| (i * page) % len).chain([1000, len]).collect();
-    verify_dma(&edu(edus()[0]), &buf.share(), &seams);
+    verify_dma(&edu(edus()[0]), &buf.reference(), &seams);
 }
 
 #[test]
@@ -422,7 +420,7 @@ fn the_kernels_numbers_become_errors_by_cause() {
     let buf = AnonHeap::starting_at(PageKind::Base).allocate(4 * page()).unwrap().share();
     let p = page() as u64;
     let before = container.mappings_left().unwrap();
-    let at = |iova: u64| container.map_at(bus.pin(&buf.share()).unwrap(), Access::RW, Iova::new(iova));
+    let at = |iova: u64| container.map_at(bus.pin(&buf.reference()).unwrap(), Access::RW, Iova::new(iova));
     let refused = |iova: u64| cause(at(iova).unwrap_err());
     let says = |error: Error, words: &str| assert!(error.to_string().contains(words), "{error}");
     assert!(matches!(refused(0x1234), Error::Unaligned { page, .. } if page == page_size()));
@@ -449,16 +447,16 @@ fn the_kernels_numbers_become_errors_by_cause() {
     drop(mapping);
     // The kernel does not pin a mapping of a dma-buf by its address.
     let dma_buf = unpinnable(1 << 20);
-    let error = cause(bus.map(bus.pin(&dma_buf.share()).unwrap(), Access::RW).unwrap_err());
+    let error = cause(bus.map(bus.pin(&dma_buf.reference()).unwrap(), Access::RW).unwrap_err());
     assert!(matches!(error, Error::NotMemory { writable: true, .. }), "{error}");
     says(error, "a mapping of a dma-buf");
     // Pins of another bus, no access, an empty list, a range that is not whole pages.
     let other = edu_in(&self::container(), edus()[1]);
-    let foreign = other.bus().pin(&buf.share()).unwrap();
+    let foreign = other.bus().pin(&buf.reference()).unwrap();
     assert!(matches!(bus.map(foreign, Access::RW), Err(dma::Error::ForeignPin)));
-    assert!(matches!(bus.map(bus.pin(&buf.share()).unwrap(), Access::EXEC), Err(dma::Error::NoAccess(_))));
+    assert!(matches!(bus.map(bus.pin(&buf.reference()).unwrap(), Access::EXEC), Err(dma::Error::NoAccess(_))));
     assert!(matches!(bus.map_list(Vec::new(), Access::RW), Err(dma::Error::WholeBuffers)));
-    assert!(matches!(bus.pin_range(&buf.share(), 5..page()), Err(dma::Error::BadRange { .. })));
+    assert!(matches!(bus.pin_range(&buf.reference(), 5..page()), Err(dma::Error::BadRange { .. })));
     assert_eq!((container.mappings_left().unwrap(), container.mapped_bytes()), (before, 0), "nothing stays mapped");
     assert_eq!(left_behind(&container), 0, "not even in the kernel");
     assert!(buf.into_cpu().is_ok(), "no reference is left");
@@ -498,7 +496,7 @@ fn more_mappings_than_the_kernel_takes() {
     let mut mappings = Vec::new();
     let Some(left) = container.mappings_left().unwrap() else {
         assert_eq!(backend(), Backend::Iommufd);
-        let map = |_| edu.bus().map(edu.bus().pin(&buf.share()).unwrap(), Access::READ).unwrap();
+        let map = |_| edu.bus().map(edu.bus().pin(&buf.reference()).unwrap(), Access::READ).unwrap();
         mappings.extend((0..70_000).map(map));
         println!("{} mappings without a limit", mappings.len());
         drop(mappings);
@@ -506,7 +504,7 @@ fn more_mappings_than_the_kernel_takes() {
         return;
     };
     let error = loop {
-        match edu.bus().map(edu.bus().pin(&buf.share()).unwrap(), Access::READ) {
+        match edu.bus().map(edu.bus().pin(&buf.reference()).unwrap(), Access::READ) {
             Ok(mapping) => mappings.push(mapping),
             Err(e) => break cause(e),
         }
@@ -691,7 +689,7 @@ mod child {
         assert_eq!(bus.pin_limit(), Some(limit));
         let map = |len: usize| {
             let buf = AnonHeap::starting_at(PageKind::Base).allocate(len).unwrap().share();
-            bus.map(bus.pin(&buf.share()).unwrap(), Access::RW)
+            bus.map(bus.pin(&buf.reference()).unwrap(), Access::RW)
         };
         let before = bus.device().container().mappings_left().unwrap();
         let some = map(512 << 10).unwrap();
@@ -911,7 +909,7 @@ mod measure {
         }
         let times: Vec<(u128, u128)> = (0..ROUNDS)
             .map(|round| {
-                let pinned = edu.bus().pin(&buf.share()).unwrap();
+                let pinned = edu.bus().pin(&buf.reference()).unwrap();
                 let began = Instant::now();
                 let mapping = edu.bus().map(pinned, Access::RW).unwrap();
                 let map = began.elapsed();

@@ -13,7 +13,7 @@ use clap::builder::{PathBufValueParser, TypedValueParser};
 use clap::{ArgGroup, Args};
 use dmalane::addr::PageSize;
 use dmalane::card::{CardConfig, SoftBus, regs};
-use dmalane::dma::{HostBus, HostConfig, PageBacking};
+use dmalane::dma::{HostConfig, Mmio, PageBacking};
 use dmalane::file::{FileChannel, Mode};
 use dmalane::load::{self, Error, Input, Loaded, Placement, Report};
 use dmalane::queue::QueueChoice;
@@ -222,7 +222,7 @@ impl Load {
     }
 
     /// Loads onto a card, of which `soft` tells what only a card in this process tells.
-    fn load_onto<B: HostBus + 'static>(
+    fn load_onto<B: Mmio + 'static>(
         &self,
         mut card: CardDevice<B>,
         soft: Option<&SoftBus>,
@@ -337,7 +337,7 @@ struct Onto<'a> {
 impl OnBus for Onto<'_> {
     type Output = ExitCode;
 
-    fn run<B: HostBus + 'static>(self, bus: Arc<B>, how: CardUse) -> Result<ExitCode, Failure> {
+    fn run<B: Mmio + 'static>(self, bus: Arc<B>, how: CardUse) -> Result<ExitCode, Failure> {
         let Self { load, files, targets } = self;
         let how = CardUse { gather: load.gather.bytes(), mm_channel: load.mm_channel.clone(), ..how };
         let card = CardDevice::on(bus, how).map_err(|e| device::cannot_open(&e))?;

@@ -13,7 +13,7 @@ use clap::Args;
 use clap::builder::{PathBufValueParser, TypedValueParser};
 use dmalane::CardUse;
 use dmalane::card::{CardConfig, Workers};
-use dmalane::dma::HostBus;
+use dmalane::dma::Mmio;
 use dmalane::file::{FileDeviceError, FileDeviceOptions};
 use dmalane::queue::QueueChoice;
 use dmalane::validate::{
@@ -453,10 +453,10 @@ struct Opening<'a>(&'a Validate);
 impl OnBus for Opening<'_> {
     type Output = Target;
 
-    fn run<B: HostBus + 'static>(self, bus: Arc<B>, how: CardUse) -> Result<Target, Failure> {
+    fn run<B: Mmio + 'static>(self, bus: Arc<B>, how: CardUse) -> Result<Target, Failure> {
         let Self(validate) = self;
         let name = format!("the card {}", validate.device);
-        Target::card(name, bus, &*how.heap, how.apart, validate.ring_size).map_err(|e| validate.failure(e))
+        Target::card(name, bus, how.apart, validate.ring_size).map_err(|e| validate.failure(e))
     }
 }
 

@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use dmalane::addr::{Access, PageSize};
 use dmalane::card::CardConfig;
-use dmalane::dma::{Heap, HostBus};
+use dmalane::dma::{Heap, Mmio};
 use dmalane::load::fill::{Filled, Job, Watch};
 use dmalane::queue::{self, Channel, DeviceAddr, DeviceFar, Direction, Far, Registered, Transfer};
 use dmalane::{
@@ -71,21 +71,21 @@ struct Opening<'a> {
 impl OnBus for Opening<'_> {
     type Output = Box<dyn Target>;
 
-    fn run<B: HostBus + 'static>(self, bus: Arc<B>, how: CardUse) -> Result<Box<dyn Target>, Failure> {
+    fn run<B: Mmio + 'static>(self, bus: Arc<B>, how: CardUse) -> Result<Box<dyn Target>, Failure> {
         let parts = CardDevice::parts_on(bus.clone(), how).map_err(|e| cannot_open(&e))?;
         Ok(Box::new(On::new(parts, bus, self.buffers, self.hint)?))
     }
 }
 
 /// A card on a bus.
-struct On<B: HostBus> {
+struct On<B: Mmio> {
     card: CardParts<B>,
     bus: Arc<B>,
     /// Where each buffer goes.
     to: Vec<DeviceAddr>,
 }
 
-impl<B: HostBus + 'static> On<B> {
+impl<B: Mmio + 'static> On<B> {
     fn new(mut card: CardParts<B>, bus: Arc<B>, buffers: &[u64], hint: &str) -> Result<Self, Failure> {
         let mut to = Vec::new();
         for len in buffers {
@@ -101,7 +101,7 @@ impl<B: HostBus + 'static> On<B> {
     }
 }
 
-impl<B: HostBus + 'static> Target for On<B> {
+impl<B: Mmio + 'static> Target for On<B> {
     fn read(
         &mut self,
         heap: &dyn Heap,
