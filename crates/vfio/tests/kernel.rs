@@ -1,5 +1,5 @@
-//! Tests on a real kernel with the devices of a guest; `scripts/vm` runs them and provides the devices. `DMALANE_VFIO_WAY` selects the
-//! backend (type1 by default).
+//! Tests on a real kernel with the devices of a guest; `scripts/vm` runs them and provides the devices.
+//! `DMALANE_VFIO_WAY` selects the backend (type1 by default).
 
 mod edu;
 
@@ -37,7 +37,8 @@ fn page_size() -> PageSize {
     PageSize::new(page() as u64).unwrap()
 }
 
-/// Memory that the kernel does not pin by its address: a mapping of a dma-buf, from the kernel's heap or else of a memfd.
+/// Memory that the kernel does not pin by its address: a mapping of a dma-buf, from the kernel's heap or else of a
+/// memfd.
 fn unpinnable(len: usize) -> SharedBuf {
     match DmaHeap::open("system") {
         Ok(heap) => heap.allocate(len).unwrap().share(),
@@ -341,7 +342,8 @@ fn dma_after_unmap_is_stopped_and_reported_while_others_run() {
     done[0].transfer.part.read(0, &mut bytes).unwrap();
     assert!(bytes.iter().all(|b| *b == 0x11), "nothing was written");
     drop((done, registered, channel));
-    // Unmapped by dropping the mapping. An SMMU reports each word of a copy, and the kernel prints ten reports in five seconds.
+    // Unmapped by dropping the mapping. An SMMU reports each word of a copy, and the kernel prints ten reports in five
+    // seconds.
     let pause = || std::thread::sleep(Duration::from_secs(6));
     pause();
     let buf = allocate();
@@ -729,7 +731,8 @@ fn a_bar_is_mapped_by_its_own_page_size() {
     if release() >= (6, 15) {
         assert!(plain.1 > best.1 * 500, "{:?} against {:?}", plain.1, best.1);
     } else {
-        // The kernel maps 4 KiB at a time whatever the alignment: no faster, but no slower either than at the address of `mmap`.
+        // The kernel maps 4 KiB at a time whatever the alignment: no faster, but no slower either than at the address
+        // of `mmap`.
         let anywhere = cost(BarAlignment::Any);
         println!("and aligned to {} by mmap: {:?}", anywhere.0, anywhere.1);
         assert!(best.1 <= plain.1 && best.1 <= anywhere.1 * 101 / 100, "{plain:?}, {anywhere:?} against {best:?}");
@@ -931,11 +934,9 @@ mod measure {
         assert_eq!((container.mapped_bytes(), container.failed_unmaps(), left_behind(&container)), (0, 0, 0));
         let (first, map) = (times[0].0, times.iter().map(|t| t.0).min().unwrap());
         let unmap = times.iter().map(|t| t.1).min().unwrap();
-        println!(
-            r#"ROW {{"kernel":"{}.{}","memory":"{memory}","call":"{call}","first_ns":{first},"map_ns":{map},"unmap_ns":{unmap}}}"#,
-            release().0,
-            release().1
-        );
+        let (major, minor) = release();
+        let times = format!(r#""first_ns":{first},"map_ns":{map},"unmap_ns":{unmap}"#);
+        println!(r#"ROW {{"kernel":"{major}.{minor}","memory":"{memory}","call":"{call}",{times}}}"#);
     }
 
     #[test]
