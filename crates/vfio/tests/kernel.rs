@@ -13,7 +13,7 @@ use std::time::{Duration, Instant};
 
 use dmalane_addr::{Access, Address, CardAddr, Iova, PageSize, Span};
 use dmalane_dma::{
-    self as mem, AnonHeap, BufferSlice, DmaHeap, Heap, HostBus, Mapping, MemfdHeap, PageKind, SharedBuf,
+    self as dma, AnonHeap, BufferSlice, DmaHeap, Heap, HostBus, Mapping, MemfdHeap, PageKind, SharedBuf,
 };
 use dmalane_queue::conformance::{Fixture, suite};
 use dmalane_queue::{Channel, DeviceAddr, DeviceFar, Direction, OpError, Registered, Transfer, run};
@@ -198,7 +198,7 @@ fn verify_dma(edu: &Edu, buf: &SharedBuf, seams: &[usize]) {
     assert_eq!(channel.poll(&mut Vec::new()), 0);
 }
 
-fn dma(heap: &dyn Heap, kind: PageKind, len: usize, page: usize) {
+fn check_dma(heap: &dyn Heap, kind: PageKind, len: usize, page: usize) {
     let buf = heap.allocate(len).unwrap();
     assert_eq!(buf.backing().kind, kind, "{:?}", buf.backing().passed_over);
     let seams: Vec<usize> = (0..8).map(|i| (i * page) % len).chain([1000, len]).collect();
@@ -207,23 +207,23 @@ fn dma(heap: &dyn Heap, kind: PageKind, len: usize, page: usize) {
 
 #[test]
 fn dma_over_pages_of_the_kernel() {
-    dma(&AnonHeap::starting_at(PageKind::Base), PageKind::Base, 1 << 20, page());
-    dma(&MemfdHeap::starting_at(PageKind::Base), PageKind::Base, 1 << 20, page());
+    check_dma(&AnonHeap::starting_at(PageKind::Base), PageKind::Base, 1 << 20, page());
+    check_dma(&MemfdHeap::starting_at(PageKind::Base), PageKind::Base, 1 << 20, page());
 }
 
 #[test]
 fn dma_over_pages_of_2m() {
-    dma(&AnonHeap::starting_at(PageKind::Hugetlb2M), PageKind::Hugetlb2M, 16 << 20, 2 << 20);
-    dma(&MemfdHeap::starting_at(PageKind::Hugetlb2M), PageKind::Hugetlb2M, 16 << 20, 2 << 20);
+    check_dma(&AnonHeap::starting_at(PageKind::Hugetlb2M), PageKind::Hugetlb2M, 16 << 20, 2 << 20);
+    check_dma(&MemfdHeap::starting_at(PageKind::Hugetlb2M), PageKind::Hugetlb2M, 16 << 20, 2 << 20);
     if page() == 4096 {
-        dma(&AnonHeap::starting_at(PageKind::Transparent), PageKind::Transparent, 16 << 20, 2 << 20);
+        check_dma(&AnonHeap::starting_at(PageKind::Transparent), PageKind::Transparent, 16 << 20, 2 << 20);
     }
 }
 
 #[test]
 fn dma_over_a_page_of_1g() {
-    dma(&AnonHeap::starting_at(PageKind::Hugetlb1G), PageKind::Hugetlb1G, 1 << 30, 100 << 20);
-    dma(&MemfdHeap::starting_at(PageKind::Hugetlb1G), PageKind::Hugetlb1G, 1 << 30, 100 << 20);
+    check_dma(&AnonHeap::starting_at(PageKind::Hugetlb1G), PageKind::Hugetlb1G, 1 << 30, 100 << 20);
+    check_dma(&MemfdHeap::starting_at(PageKind::Hugetlb1G), PageKind::Hugetlb1G, 1 << 30, 100 << 20);
 }
 
 /// Checks every byte of one page: only the copied bytes changed.
