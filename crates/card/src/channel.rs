@@ -6,7 +6,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
 use dmalane_addr::{Access, Address, CardAddr, DeviceVa, Iova, Span};
-use dmalane_dma::{DmaFault, FaultReason, HostBus, VolatileSlice};
+use dmalane_dma::{DmaFault, FaultReason, Mmio, VolatileSlice};
 use dmalane_queue::{
     Abilities, CacheHint, Cancelled, Copies, DeviceAddr, Direction, Ended, Gather, HostPart, Limits, OpError,
     Operation, Queue, Refusal, Rejected, Sampler, Stats, Ticket, Work,
@@ -35,7 +35,7 @@ pub type CardChannel<B> = Copies<CardQueue<B>>;
 /// Operations end in the order in which they were enqueued. Dropping the channel waits up to 2 s for what is in flight,
 /// then stops the card's side; memory is released once the card has confirmed that, and otherwise never
 /// ([`Card::quarantined`](crate::Card::quarantined)).
-pub struct CardQueue<B: HostBus> {
+pub struct CardQueue<B: Mmio> {
     bus: Arc<B>,
     shelf: Arc<Shelf>,
     /// `None` once given back.
@@ -81,7 +81,7 @@ enum State {
     Stopped(String),
 }
 
-impl<B: HostBus> CardQueue<B> {
+impl<B: Mmio> CardQueue<B> {
     pub(crate) fn start(
         bus: Arc<B>,
         shelf: Arc<Shelf>,
@@ -587,7 +587,7 @@ fn failure(status: Status, detail: u64, operation: &Operation, index: u32) -> (O
     (error, done.saturating_add(before).min(total))
 }
 
-impl<B: HostBus> Queue for CardQueue<B> {
+impl<B: Mmio> Queue for CardQueue<B> {
     fn limits(&self) -> Limits {
         Limits { capacity: self.capacity(), max_len: self.max_len }
     }
@@ -765,7 +765,7 @@ impl<B: HostBus> Queue for CardQueue<B> {
     }
 }
 
-impl<B: HostBus> Drop for CardQueue<B> {
+impl<B: Mmio> Drop for CardQueue<B> {
     fn drop(&mut self) {
         let mut done = Vec::new();
         let start = Instant::now();
@@ -786,7 +786,7 @@ impl<B: HostBus> Drop for CardQueue<B> {
     }
 }
 
-impl<B: HostBus> std::fmt::Debug for CardQueue<B> {
+impl<B: Mmio> std::fmt::Debug for CardQueue<B> {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         f.debug_struct("CardQueue")
             .field("index", &self.index)

@@ -2,8 +2,8 @@
 //!
 //! Three parts, joined by `docs/formats/card.md` alone: the formats ([`regs`], [`Descriptor`], [`Completion`]); the
 //! device ([`SoftCard`], which reaches host memory only through [`dmalane_dma::DeviceMem`]); the driver ([`Card`],
-//! [`CardQueue`] and [`CardChannel`], which reach the device only through [`dmalane_dma::HostBus`]). [`SoftBus`] puts a software card
-//! into a software host.
+//! [`CardQueue`] and [`CardChannel`], which reach the device only through [`dmalane_dma::Mmio`]). [`SoftBus`] puts a
+//! software card into a software host.
 //!
 //! ```
 //! use std::{sync::Arc, time::Duration};

@@ -7,8 +7,8 @@ use std::time::Duration;
 
 use rustix::event::{EventfdFlags, PollFd, PollFlags, eventfd};
 
-/// One eventfd for each interrupt of a device: what a bus needs to implement [`HostBus::wait`](crate::HostBus::wait)
-/// and [`HostBus::event`](crate::HostBus::event).
+/// One eventfd for each interrupt of a device: what a bus needs to implement [`Mmio::wait`](crate::Mmio::wait)
+/// and [`Mmio::event`](crate::Mmio::event).
 pub struct InterruptEvents {
     events: Vec<OwnedFd>,
     /// The eventfds that [`InterruptEvents::lend`] returned, which their borrowers read.

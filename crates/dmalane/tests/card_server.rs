@@ -9,7 +9,7 @@ use std::time::{Duration, Instant};
 
 use dmalane::addr::{Access, CardAddr};
 use dmalane::card::{Card, CardChannel, CardConfig, Workers, regs};
-use dmalane::dma::{AnonHeap, BufferSlice, Heap, HostBus, MemfdHeap, PageKind};
+use dmalane::dma::{AnonHeap, BufferSlice, Heap, MemfdHeap, Mmio, PageKind, Registrar};
 use dmalane::queue::conformance::{Fixture, suite};
 use dmalane::queue::{Channel, DeviceAddr, DeviceFar, Direction, OpError, Registered, Transfer, drain, run};
 use dmalane::vfio_user::UserBus;
@@ -69,7 +69,7 @@ impl Fixture for Under {
     }
 
     fn far(&mut self, offset: u64, part: &BufferSlice) -> DeviceFar {
-        let via = self.registered.iter().find(|r| r.mapping().pinned().share().holds(part)).unwrap().clone();
+        let via = self.registered.iter().find(|r| r.mapping().pinned().reference().holds(part)).unwrap().clone();
         DeviceFar { at: DeviceAddr::Card(CardAddr::new(self.at + offset)), via }
     }
 
@@ -141,7 +141,7 @@ fn it_is_a_pci_device() {
     bus.reset().unwrap();
     // Memory of no descriptor cannot be lent.
     let anonymous = AnonHeap::new().allocate(4096).unwrap().share();
-    let error = bus.map(bus.pin(&anonymous.share()).unwrap(), Access::RW).unwrap_err();
+    let error = bus.map(bus.pin(&anonymous.reference()).unwrap(), Access::RW).unwrap_err();
     assert!(error.to_string().contains("not from a memfd"), "{error}");
     drop(bus);
     assert_eq!(house.end(), [true]);

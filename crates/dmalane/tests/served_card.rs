@@ -74,7 +74,7 @@ impl Fixture for Under {
     }
 
     fn far(&mut self, offset: u64, part: &BufferSlice) -> DeviceFar {
-        let via = self.registered.iter().find(|r| r.mapping().pinned().share().holds(part)).unwrap().clone();
+        let via = self.registered.iter().find(|r| r.mapping().pinned().reference().holds(part)).unwrap().clone();
         DeviceFar { at: DeviceAddr::Card(CardAddr::new(self.at + offset)), via }
     }
 

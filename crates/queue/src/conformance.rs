@@ -233,11 +233,11 @@ fn may_be_dropped_with_work_in_flight<F: Fixture>(fixture: &mut F) {
         let len = some(fixture.far_len(), &channel) as usize / fixture.align() * fixture.align();
         // Writes to the far end where the channel can: there it shows when one comes late.
         let direction = *fixture.directions().last().expect("a direction");
-        let mut shares = Vec::new();
+        let mut memories = Vec::new();
         for i in 0..channel.limits().capacity.min((fixture.far_len() / len as u64) as usize) {
             let (mut part, _) = fixture.part(len).split_at(len).unwrap();
             part.write(0, &pattern(round + 1, len)).unwrap();
-            shares.push(part.share());
+            memories.push(part.reference());
             let far = fixture.far((i * len) as u64, &part);
             let _ticket = channel.submit(Transfer { part, direction, far }).unwrap();
         }
@@ -246,7 +246,7 @@ fn may_be_dropped_with_work_in_flight<F: Fixture>(fixture: &mut F) {
         fixture.forget();
         let far_len = fixture.far_len() as usize;
         let after = fixture.peek(0, far_len);
-        assert!(shares.iter().all(|s| s.is_last()), "every buffer was let go of");
+        assert!(memories.iter().all(|s| s.is_last()), "every buffer was let go of");
         std::thread::sleep(Duration::from_millis(5));
         assert!(fixture.peek(0, far_len) == after, "nothing is moved after the drop");
     }

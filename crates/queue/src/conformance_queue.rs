@@ -511,7 +511,7 @@ fn stops_and_starts_again<F: Fixture>(fixture: &mut F) {
     let mut queue = fixture.queue();
     assert!(!queue.restart() && queue.halted().is_none(), "it runs");
     let (part, via) = fixture.host(4096);
-    let share = part.share();
+    let memory = part.reference();
     let ticket = queue.enqueue(Operation::copy(Direction::ToHost, part, via, fixture.far(0))).unwrap();
     queue.stop("for a test");
     assert_eq!(queue.halted().as_deref(), Some("for a test"));
@@ -525,7 +525,7 @@ fn stops_and_starts_again<F: Fixture>(fixture: &mut F) {
     let end = ended.remove(0);
     assert_eq!((end.ticket, end.result), (ticket, Err(OpError::Stopped("for a test".into()))));
     let parts = end.operation.into_parts();
-    assert!(parts[0].part.share().same_memory(&share));
+    assert!(parts[0].part.reference().same_memory(&memory));
     assert_eq!(queue.halted().as_deref(), Some("for a test"), "until it is started again");
     assert!(queue.restart() && queue.halted().is_none(), "it starts again");
     let (part, via) = fixture.host(4096);

@@ -11,7 +11,10 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use dmalane_addr::{Access, Iova, Lease, PageSize, PhysAddr, RangeAllocator, RangeCache, SgTable, Span};
-use dmalane_dma::{self as dma, BufferRef, HostBus, InterruptEvents, Mapping, Pinned, SharedBuf, Undo, VolatileSlice};
+use dmalane_dma::{
+    self as dma, BufferRef, Heap, InterruptEvents, Mapping, MemfdHeap, Mmio, PageKind, Pinned, Registrar, SharedBuf,
+    Undo, VolatileSlice,
+};
 use vfio_bindings::bindings::vfio as abi;
 
 use crate::wire::{Body, Command, ERROR, Fields, MAX_DATA, Message, REPLY, receive, send};
@@ -171,7 +174,7 @@ impl Inner {
     }
 
     fn dma_map(&self, pinned: &Pinned, span: Span<Iova>, access: Access) -> Result<(), Error> {
-        let fd = pinned.share().export().ok_or(Error::NotMemfd)?;
+        let fd = pinned.reference().export().ok_or(Error::NotMemfd)?;
         let mut flags = 0;
         if access.contains(Access::READ) {
             flags |= abi::VFIO_DMA_MAP_FLAG_READ;
@@ -362,7 +365,7 @@ fn register_error(error: Error, no_register: dma::Error) -> dma::Error {
     }
 }
 
-impl HostBus for UserBus {
+impl Registrar for UserBus {
     fn pin(&self, buffer: &BufferRef) -> Result<Pinned, dma::Error> {
         self.pin_range(buffer, 0..buffer.len())
     }
@@ -416,6 +419,13 @@ impl HostBus for UserBus {
         mapping.pinned().is_from(&self.inner)
     }
 
+    /// Memfds without reserved huge pages: another process has to map them.
+    fn heap(&self, best: Option<PageKind>) -> Arc<dyn Heap> {
+        Arc::new(MemfdHeap::importable(best))
+    }
+}
+
+impl Mmio for UserBus {
     fn read32(&self, bar: u8, offset: u64) -> Result<u32, dma::Error> {
         let mut bytes = [0; 4];
         let aligned = offset.is_multiple_of(4) && bar < 6;
@@ -509,7 +519,7 @@ mod tests {
         let server = std::thread::spawn(move || serve(theirs, &mut Slow(2 * SHORT), &memory));
         let bus = UserBus::with_timeout(ours, SHORT).unwrap();
         let buf = MemfdHeap::starting_at(PageKind::Base).allocate(4096).unwrap().share();
-        let mapping = bus.map(bus.pin(&buf.share()).unwrap(), Access::RW).unwrap();
+        let mapping = bus.map(bus.pin(&buf.reference()).unwrap(), Access::RW).unwrap();
         assert_eq!(seen.mappings(), 1);
         assert!(bus.read32(0, 0).is_err());
         // While the bus still exists.

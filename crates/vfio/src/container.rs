@@ -441,7 +441,7 @@ impl Inner {
             let mapped = match span {
                 Some(span) => {
                     let by_file = !self.by_address.load(Ordering::Relaxed);
-                    let file = by_file.then(|| (pinned.share(), pinned.range().start as u64));
+                    let file = by_file.then(|| (pinned.reference(), pinned.range().start as u64));
                     self.map_span(state, address(pinned), file, span, access).map(|()| span)
                 }
                 // Past the end of 64 bits.
@@ -598,7 +598,7 @@ fn widen(span: Span<Iova>, page: PageSize) -> Span<Iova> {
 }
 
 fn address(pinned: &Pinned) -> usize {
-    pinned.share().address() + pinned.range().start
+    pinned.reference().address() + pinned.range().start
 }
 
 /// Opens a new VFIO container, without groups.
@@ -824,7 +824,7 @@ mod tests {
         let errno = |result: io::Result<()>| result.map_err(|e| Errno::from_io_error(&e).unwrap());
         let heap = dma::DmaHeap::open("system").unwrap();
         let dma_buf = dma::Heap::allocate(&heap, 4096).unwrap().share();
-        let (buffer, file) = (dma_buf.share(), dma_buf.export().unwrap());
+        let (buffer, file) = (dma_buf.reference(), dma_buf.export().unwrap());
         assert_eq!(errno(space.map_dma_buf(file, 0, at, Access::RW)), Err(Errno::OPNOTSUPP));
         let can_map = |region: &&crate::PciRegion| region.index < 6 && region.mappable.contains(&(0..region.len));
         let region = device.regions().iter().find(can_map).unwrap();
@@ -832,7 +832,7 @@ mod tests {
         assert_eq!(errno(space.map(bar.address(), None, at, Access::RW)), Err(Errno::FAULT), "a BAR by its address");
         assert_eq!(errno(space.map(buffer.address(), Some((&buffer, 0)), at, Access::RW)), Err(Errno::FAULT));
         let memfd = dma::Heap::allocate(&dma::MemfdHeap::new(), 8192).unwrap().share();
-        let buffer = memfd.share();
+        let buffer = memfd.reference();
         let map = |span| errno(space.map(buffer.address(), Some((&buffer, 0)), span, Access::RW));
         let two = span(0x20_0000, 0x20_1fff);
         assert_eq!(map(two), Ok(()));

@@ -645,7 +645,7 @@ mod tests {
         assert!(ioas_map(fd, 1, 0, span, Access::RW).is_err() && ioas_unmap(fd, 1, span).is_err());
         assert!(ioas_map_dma_buf(fd, 1, fd, 0, span, Access::RW).is_err());
         assert!(bind(fd, fd).is_err() && attach(fd, 1).is_err() && dma_buf(fd, 0, 0, 4096).is_err());
-        let buffer = |heap: &dyn dmalane_dma::Heap| heap.allocate(4096).unwrap().share().share();
+        let buffer = |heap: &dyn dmalane_dma::Heap| heap.allocate(4096).unwrap().share().reference();
         let memfd = ioas_map_buffer(fd, 1, &buffer(&dmalane_dma::MemfdHeap::new()), 0, span, Access::RW);
         assert!(memfd.unwrap().is_err());
         let anonymous = ioas_map_buffer(fd, 1, &buffer(&dmalane_dma::AnonHeap::new()), 0, span, Access::RW);

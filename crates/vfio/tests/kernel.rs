@@ -13,7 +13,7 @@ use std::time::{Duration, Instant};
 
 use dmalane_addr::{Access, Address, CardAddr, Iova, PageSize, Span};
 use dmalane_dma::{
-    self as dma, AnonHeap, BufferSlice, DmaHeap, Heap, HostBus, Mapping, MemfdHeap, PageKind, SharedBuf,
+    self as dma, AnonHeap, BufferSlice, DmaHeap, Heap, Mapping, MemfdHeap, Mmio, PageKind, Registrar, SharedBuf,
 };
 use dmalane_queue::conformance::{Fixture, suite};
 use dmalane_queue::{Channel, DeviceAddr, DeviceFar, Direction, OpError, Registered, Transfer, run};
@@ -113,7 +113,7 @@ fn pattern(seed: u64, len: usize) -> Vec<u8> {
 }
 
 fn map(bus: &VfioBus, buf: &SharedBuf, access: Access) -> Mapping {
-    bus.map(bus.pin(&buf.share()).unwrap(), access).unwrap()
+    bus.map(bus.pin(&buf.reference()).unwrap(), access).unwrap()
 }
 
 /// The error of this crate inside one of `dma`.
@@ -424,7 +424,7 @@ fn the_kernels_numbers_become_errors_by_cause() {
     let buf = AnonHeap::starting_at(PageKind::Base).allocate(4 * page()).unwrap().share();
     let p = page() as u64;
     let before = container.mappings_left().unwrap();
-    let at = |iova: u64| container.map_at(bus.pin(&buf.share()).unwrap(), Access::RW, Iova::new(iova));
+    let at = |iova: u64| container.map_at(bus.pin(&buf.reference()).unwrap(), Access::RW, Iova::new(iova));
     let refused = |iova: u64| cause(at(iova).unwrap_err());
     let says = |error: Error, words: &str| assert!(error.to_string().contains(words), "{error}");
     assert!(matches!(refused(0x1234), Error::Unaligned { page, .. } if page == page_size()));
@@ -451,16 +451,16 @@ fn the_kernels_numbers_become_errors_by_cause() {
     drop(mapping);
     // The kernel does not pin a mapping of a dma-buf by its address.
     let dma_buf = unpinnable(1 << 20);
-    let error = cause(bus.map(bus.pin(&dma_buf.share()).unwrap(), Access::RW).unwrap_err());
+    let error = cause(bus.map(bus.pin(&dma_buf.reference()).unwrap(), Access::RW).unwrap_err());
     assert!(matches!(error, Error::NotMemory { writable: true, .. }), "{error}");
     says(error, "a mapping of a dma-buf");
     // Pins of another bus, no access, an empty list, a range that is not whole pages.
     let other = edu_in(&self::container(), edus()[1]);
-    let foreign = other.bus().pin(&buf.share()).unwrap();
+    let foreign = other.bus().pin(&buf.reference()).unwrap();
     assert!(matches!(bus.map(foreign, Access::RW), Err(dma::Error::ForeignPin)));
-    assert!(matches!(bus.map(bus.pin(&buf.share()).unwrap(), Access::EXEC), Err(dma::Error::NoAccess(_))));
+    assert!(matches!(bus.map(bus.pin(&buf.reference()).unwrap(), Access::EXEC), Err(dma::Error::NoAccess(_))));
     assert!(matches!(bus.map_list(Vec::new(), Access::RW), Err(dma::Error::WholeBuffers)));
-    assert!(matches!(bus.pin_range(&buf.share(), 5..page()), Err(dma::Error::BadRange { .. })));
+    assert!(matches!(bus.pin_range(&buf.reference(), 5..page()), Err(dma::Error::BadRange { .. })));
     assert_eq!((container.mappings_left().unwrap(), container.mapped_bytes()), (before, 0), "nothing stays mapped");
     assert_eq!(left_behind(&container), 0, "not even in the kernel");
     assert!(buf.into_cpu().is_ok(), "no reference is left");
@@ -500,7 +500,7 @@ fn more_mappings_than_the_kernel_takes() {
     let mut mappings = Vec::new();
     let Some(left) = container.mappings_left().unwrap() else {
         assert_eq!(backend(), Backend::Iommufd);
-        let map = |_| edu.bus().map(edu.bus().pin(&buf.share()).unwrap(), Access::READ).unwrap();
+        let map = |_| edu.bus().map(edu.bus().pin(&buf.reference()).unwrap(), Access::READ).unwrap();
         mappings.extend((0..70_000).map(map));
         println!("{} mappings without a limit", mappings.len());
         drop(mappings);
@@ -508,7 +508,7 @@ fn more_mappings_than_the_kernel_takes() {
         return;
     };
     let error = loop {
-        match edu.bus().map(edu.bus().pin(&buf.share()).unwrap(), Access::READ) {
+        match edu.bus().map(edu.bus().pin(&buf.reference()).unwrap(), Access::READ) {
             Ok(mapping) => mappings.push(mapping),
             Err(e) => break cause(e),
         }
@@ -693,7 +693,7 @@ mod child {
         assert_eq!(bus.pin_limit(), Some(limit));
         let map = |len: usize| {
             let buf = AnonHeap::starting_at(PageKind::Base).allocate(len).unwrap().share();
-            bus.map(bus.pin(&buf.share()).unwrap(), Access::RW)
+            bus.map(bus.pin(&buf.reference()).unwrap(), Access::RW)
         };
         let before = bus.device().container().mappings_left().unwrap();
         let some = map(512 << 10).unwrap();
@@ -778,7 +778,8 @@ impl Fixture for EduFixture {
     }
 
     fn far(&mut self, offset: u64, part: &BufferSlice) -> DeviceFar {
-        let via = self.registered.iter().find(|r| r.mapping().pinned().share().holds(part)).expect("a buffer of ours");
+        let via =
+            self.registered.iter().find(|r| r.mapping().pinned().reference().holds(part)).expect("a buffer of ours");
         DeviceFar { at: DeviceAddr::Card(CardAddr::new(offset)), via: via.clone() }
     }
 
@@ -914,7 +915,7 @@ mod measure {
         }
         let times: Vec<(u128, u128)> = (0..ROUNDS)
             .map(|round| {
-                let pinned = edu.bus().pin(&buf.share()).unwrap();
+                let pinned = edu.bus().pin(&buf.reference()).unwrap();
                 let began = Instant::now();
                 let mapping = edu.bus().map(pinned, Access::RW).unwrap();
                 let map = began.elapsed();

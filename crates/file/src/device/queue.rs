@@ -5,7 +5,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use dmalane_addr::{Access, FileOffset};
-use dmalane_dma::{BufferSlice, HostBus};
+use dmalane_dma::{BufferSlice, Registrar};
 use dmalane_queue::{
     Abilities, CacheHint, Cancelled, DeviceAddr, Direction, Ended, HostPart, Limits, OpError, Operation, Queue,
     Refusal, Registered, Rejected, Sampler, Stats, Ticket, Work,

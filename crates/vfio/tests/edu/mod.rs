@@ -9,7 +9,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
 use dmalane_addr::{Access, Address, CardAddr, Iova, PageSize};
-use dmalane_dma::{self as dma, DmaFault, FaultReason, HostBus as _};
+use dmalane_dma::{self as dma, DmaFault, FaultReason, Mmio as _, Registrar as _};
 use dmalane_queue::{
     Channel, Completion, DeviceAddr, DeviceFar, Direction, Limits, OpError, Refusal, Refused, Ticket, Transfer,
 };
