@@ -1,0 +1,9 @@
+//! The integration tests of this crate, linked once.
+
+mod alloc_read;
+mod binds;
+mod card_server;
+mod fuse;
+mod fuse_device;
+mod path;
+mod read_to_device;
