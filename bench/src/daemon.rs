@@ -16,7 +16,7 @@ use std::time::{Duration, Instant};
 use dmalane::addr::{Access, Address, CardAddr};
 use dmalane::card::{Card, CardConfig, CardQueue, SoftBus, Workers};
 use dmalane::daemon::{Client, Config, Limits, Listener, Options as ClientOptions, Server};
-use dmalane::dma::{BufferSlice, Heap, HostConfig, Mmio, MemfdHeap, PageKind, SharedBuf, SoftHost};
+use dmalane::dma::{BufferSlice, Heap, HostConfig, MemfdHeap, Mmio, PageKind, SharedBuf, SoftHost};
 use dmalane::queue::{CacheHint, DeviceAddr, Direction, Ended, Operation, Queue, Registered};
 
 use crate::clock::{pin_to, time};
