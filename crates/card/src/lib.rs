@@ -1,10 +1,7 @@
-//! The software card, and the driver of every card with the same register map.
+//! The driver of every card with the register map of `docs/formats/card.md`.
 //!
-//! Three parts, joined by `docs/formats/card.md` alone: the formats ([`regs`], [`Descriptor`], [`Completion`]); the
-//! device ([`SoftCard`], which reaches host memory only through [`dmalane_dma::DeviceMem`]); the driver ([`Card`],
-//! [`CardQueue`] and [`CardChannel`], which reach the device only through [`dmalane_dma::Mmio`]). [`SoftBus`] puts a
-//! software card into a software host.
-//!
+//! The formats ([`regs`], [`Descriptor`], [`Completion`]) are shared with models of such a card. The driver ([`Card`],
+//! [`CardQueue`] and [`CardChannel`]) reaches the device only through [`dmalane_dma::Mmio`].
 //! ```
 //! use std::{sync::Arc, time::Duration};
 //! use dmalane_addr::Access;
@@ -35,26 +32,15 @@
 #[cfg(target_endian = "big")]
 compile_error!("rings are little-endian, and their words are stored as the processor has them");
 
-mod bus;
 mod channel;
 mod descriptor;
-mod device;
 mod driver;
 mod error;
-pub mod fuzzing;
-mod memory;
-mod mmu;
-mod queue;
-mod recent;
 pub mod regs;
 mod tables;
 
-pub use bus::SoftBus;
 pub use channel::{CardChannel, CardQueue};
 pub use descriptor::{Completion, Descriptor, Halt, Malformed, Status, Task};
-pub use device::{CardConfig, SoftCard, Workers};
 pub use driver::{Card, CardLayout};
 pub use error::Error;
-pub use memory::CardMemory;
-pub use queue::Stepped;
 pub use tables::CardTables;

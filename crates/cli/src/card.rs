@@ -4,7 +4,7 @@ use std::path::PathBuf;
 use std::process::ExitCode;
 use std::time::Duration;
 
-use dmalane::card::{CardConfig, Workers};
+use dmalane::sim::{CardConfig, Workers};
 use dmalane::{CardServer, CardServerError};
 
 use crate::failure::Failure;

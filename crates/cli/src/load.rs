@@ -11,12 +11,13 @@ use std::sync::Arc;
 
 use clap::ValueEnum;
 use dmalane::addr::PageSize;
-use dmalane::card::{CardConfig, SoftBus, regs};
+use dmalane::card::regs;
 use dmalane::daemon::{Client, Options};
-use dmalane::dma::{HostConfig, Mmio, PageBacking};
+use dmalane::dma::{Mmio, PageBacking};
 use dmalane::file::{FileChannel, Mode};
 use dmalane::load::{self, Error, Layout, Loaded, Report};
 use dmalane::queue::QueueChoice;
+use dmalane::sim::{CardConfig, HostConfig, SoftBus};
 use dmalane::{
     CardDevice, CardUse, FileOptions, SoftConfig, SoftDevice, SoftError, connect_pci_card, open_as, open_file,
     open_pci_card,

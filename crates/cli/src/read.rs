@@ -10,9 +10,9 @@ use std::sync::Arc;
 
 use clap::ValueEnum;
 use dmalane::addr::{Access, FileOffset};
-use dmalane::card::{CardConfig, SoftBus};
-use dmalane::dma::{AnonHeap, DmaHeap, HostConfig, MemfdHeap, Needs, PageKind, Picked, SoftHost, pick};
+use dmalane::dma::{AnonHeap, DmaHeap, MemfdHeap, Needs, PageKind, Picked, pick};
 use dmalane::load::fill::{Event, Extent, FillError, Filled, Job};
+use dmalane::sim::{HostConfig, SoftHost};
 use dmalane::{AllocAndRead, AllocRead, ReadError, ReadMethod, ReadOptions, ReadSource, read_all, read_mapped};
 
 use crate::failure::Failure;
@@ -244,9 +244,7 @@ fn read(args: &ReadArgs, heap: &dyn dmalane::dma::Heap, bar: &Progress) -> Resul
         // Synthetic memory costs nothing until it is pinned.
         let config = HostConfig { memory: 16 << 40, ..HostConfig::default() };
         let host: SoftHost = SoftHost::new(config).map_err(|e| Failure::because("no software host", &e))?;
-        let bus: SoftBus =
-            SoftBus::new(host, CardConfig::default()).map_err(|e| Failure::because("no software card", &e))?;
-        read_mapped(heap, &bus, Access::READ, &sources, &job, &args.options, &mut watch).map_err(failure)?
+        read_mapped(heap, &host, Access::READ, &sources, &job, &args.options, &mut watch).map_err(failure)?
     } else {
         let (filled, ways) = read_all(heap, &sources, &job, &args.options, &mut watch).map_err(failure)?;
         return Ok(Read { filled, ways, mappings: None, target: None });

@@ -10,9 +10,9 @@ use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::time::Duration;
 
 use clap::ValueEnum;
-use dmalane::card::{CardConfig, Workers};
 use dmalane::daemon::Client;
 use dmalane::file::{FileDeviceError, FileDeviceOptions, FileDevicePaths};
+use dmalane::sim::{CardConfig, Workers};
 use dmalane::validate::{
     Directions, Event, FitReport, FitSettings, Report, Settings, SoftTarget, Target, ValidateError, fit_link,
     run_into as measure,

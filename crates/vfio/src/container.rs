@@ -813,16 +813,16 @@ mod tests {
         let says = |result: io::Result<()>| result.map_err(|e| Errno::from_io_error(&e).unwrap());
         let heap = dma::DmaHeap::open("system").unwrap();
         let dma_buf = dma::Heap::allocate(&heap, 4096).unwrap().share();
-        let (share, file) = (dma_buf.reference(), dma_buf.export().unwrap());
+        let (memory, file) = (dma_buf.reference(), dma_buf.export().unwrap());
         assert_eq!(says(space.map_dma_buf(file, 0, at, Access::RW)), Err(Errno::OPNOTSUPP));
         let can_map = |region: &&crate::PciRegion| region.index < 6 && region.mappable.contains(&(0..region.len));
         let region = device.regions().iter().find(can_map).unwrap();
         let bar = device.map_bar(region.index, None, crate::BarAlignment::LargestPage).unwrap();
         assert_eq!(says(space.map(bar.address(), None, at, Access::RW)), Err(Errno::FAULT), "a BAR by its address");
-        assert_eq!(says(space.map(share.address(), Some((&share, 0)), at, Access::RW)), Err(Errno::FAULT));
+        assert_eq!(says(space.map(memory.address(), Some((&memory, 0)), at, Access::RW)), Err(Errno::FAULT));
         let memfd = dma::Heap::allocate(&dma::MemfdHeap::new(), 8192).unwrap().share();
-        let share = memfd.reference();
-        let map = |span| says(space.map(share.address(), Some((&share, 0)), span, Access::RW));
+        let memory = memfd.reference();
+        let map = |span| says(space.map(memory.address(), Some((&memory, 0)), span, Access::RW));
         let two = span(0x20_0000, 0x20_1fff);
         assert_eq!(map(two), Ok(()));
         assert_eq!(map(at), Err(Errno::EXIST));
@@ -831,7 +831,7 @@ mod tests {
         assert_eq!(container.revoke(two).unwrap(), 8192);
         assert_eq!(space.half(at), Some(Errno::NOENT), "and of none");
         assert_eq!(container.revoke(two).unwrap(), 0);
-        drop(share);
+        drop(memory);
         assert!(memfd.into_cpu().is_ok(), "a file that the kernel has mapped was not given away");
     }
 }

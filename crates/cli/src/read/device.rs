@@ -4,11 +4,11 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use dmalane::addr::{Access, PageSize};
-use dmalane::card::CardConfig;
 use dmalane::daemon::Client;
-use dmalane::dma::{Heap, HostConfig, Mmio};
+use dmalane::dma::{Heap, Mmio};
 use dmalane::load::fill::{Filled, Job, Watch};
 use dmalane::queue::{self, Channel, DeviceAddr, DeviceFar, Direction, Far, Registered, Transfer};
+use dmalane::sim::{CardConfig, HostConfig};
 use dmalane::{
     CardDevice, CardParts, CardUse, MappedRead, ReadError, ReadOptions, ReadSource, SoftConfig, SoftDevice,
     connect_pci_card, open_pci_card, read_to_device,
