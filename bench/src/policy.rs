@@ -4,9 +4,9 @@
 
 use std::time::Duration;
 
+use dmalane::queue::{AddressPolicy, BalancePolicy, Direction};
 use dmalane::validate::link::assumptions::{Assumption, Load, all, demands, loads, toggling};
 use dmalane::validate::link::{Copy, Half, Place, Rig, shortest};
-use dmalane::queue::{AddressPolicy, BalancePolicy, Direction};
 
 use crate::report::Report;
 

@@ -30,8 +30,8 @@ const TIMEOUT: Duration = Duration::from_secs(10);
 /// Maximum length of a region's file; a longer one is not mapped.
 const MAX_WINDOW: u64 = 1 << 40;
 
-/// A device that another process serves, as its driver sees it. Its memory must be from a memfd ([`dma::MemfdHeap`]), which can be sent to
-/// that process.
+/// A device that another process serves, as its driver sees it. Its memory must be from a memfd ([`dma::MemfdHeap`]),
+/// which can be sent to that process.
 pub struct UserBus {
     inner: Arc<Inner>,
     regions: Vec<Region>,
@@ -54,7 +54,8 @@ struct Window {
 }
 
 impl Window {
-    /// The slice of these bytes if they lie within one area. Populates them first: the device's process may not have touched them yet.
+    /// The slice of these bytes if they lie within one area. Populates them first: the device's process may not have
+    /// touched them yet.
     fn slice(&self, offset: u64, len: usize) -> Option<VolatileSlice<'_>> {
         let end = offset.checked_add(len as u64)?;
         self.areas.iter().find(|area| area.start <= offset && end <= area.end)?;
@@ -108,7 +109,8 @@ impl Socket {
         Ok(answer)
     }
 
-    /// Sends a request and returns its answer, which may be an error number. After an error of this function the socket is unusable.
+    /// Sends a request and returns its answer, which may be an error number. After an error of this function the socket
+    /// is unusable.
     fn exchange(&mut self, command: Command, body: &[u8], fds: &[BorrowedFd<'_>]) -> Result<Message, Error> {
         let lost = |source| Error::Unanswered { command, source };
         let id = self.next;
@@ -138,7 +140,8 @@ impl Socket {
         let Some(file) = fds.pop() else { return Ok(region) };
         let caps = if flags & abi::VFIO_REGION_INFO_FLAG_CAPS != 0 { at.unwrap_or(0) as usize } else { 0 };
         let areas = mappable_areas(&info, caps).unwrap_or_else(|| std::iter::once(0..len).collect());
-        // Unsealed memory could shrink under us, and a sparse file can be longer than the address space: those are not mapped.
+        // Unsealed memory could shrink under us, and a sparse file can be longer than the address space: those are not
+        // mapped.
         let Ok(file) = SharedBuf::import_up_to(file, MAX_WINDOW) else { return Ok(region) };
         let areas = areas.into_iter().filter(|a| a.start < a.end && a.end <= len.min(file.len() as u64));
         region.window = Some(Window { areas: areas.collect(), file });
@@ -211,7 +214,8 @@ impl UserBus {
     /// Connects to the socket of a device, and enables its interrupts.
     ///
     /// # Errors
-    /// [`Error::Connect`]; [`Error::Setup`]; [`Error::Unanswered`], [`Error::Refused`] and [`Error::Protocol`] of the first requests.
+    /// [`Error::Connect`]; [`Error::Setup`]; [`Error::Unanswered`], [`Error::Refused`] and [`Error::Protocol`] of the
+    /// first requests.
     pub fn connect(path: &Path) -> Result<Self, Error> {
         let stream = UnixStream::connect(path).map_err(|source| Error::Connect { path: path.to_owned(), source })?;
         Self::over(stream)
@@ -336,7 +340,8 @@ impl UserBus {
     }
 }
 
-/// Writes bytes at an offset of a region. Aligned words of 64 bits are written in one access, since the device may read them at any time.
+/// Writes bytes at an offset of a region. Aligned words of 64 bits are written in one access, since the device may read
+/// them at any time.
 fn store(slice: &VolatileSlice<'_>, offset: u64, from: &[u8]) {
     match from.as_chunks::<8>() {
         (words, []) if offset.is_multiple_of(8) => {

@@ -16,7 +16,8 @@ const BARS: u32 = 6;
 /// Maximum number of interrupts: one for each channel of a device.
 const VECTORS: u32 = 32;
 
-/// A device as its driver sees it: registers in mapped BARs, memory mapped through the kernel's IOMMU driver, interrupts as eventfds.
+/// A device as its driver sees it: registers in mapped BARs, memory mapped through the kernel's IOMMU driver,
+/// interrupts as eventfds.
 ///
 /// The device may access mapped memory until the bus is dropped.
 pub struct VfioBus {

@@ -1,5 +1,5 @@
-//! Tests on a real kernel with the devices of a guest; `scripts/vm` runs them and provides the devices. `DMALANE_VFIO_WAY` selects the
-//! backend (type1 by default).
+//! Tests on a real kernel with the devices of a guest; `scripts/vm` runs them and provides the devices.
+//! `DMALANE_VFIO_WAY` selects the backend (type1 by default).
 
 mod edu;
 
@@ -12,7 +12,9 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
 use dmalane_addr::{Access, Address, CardAddr, Iova, PageSize, Span};
-use dmalane_dma::{self as mem, AnonHeap, BufferSlice, DmaHeap, Heap, Mapping, MemfdHeap, Mmio, PageKind, SharedBuf};
+use dmalane_dma::{
+    self as dma, AnonHeap, BufferSlice, DmaHeap, Heap, Mapping, MemfdHeap, Mmio, PageKind, Registrar, SharedBuf,
+};
 use dmalane_queue::conformance::{Fixture, suite};
 use dmalane_queue::{Channel, DeviceAddr, DeviceFar, Direction, OpError, Registered, Transfer, run};
 use dmalane_vfio::{
@@ -35,7 +37,8 @@ fn page_size() -> PageSize {
     PageSize::new(page() as u64).unwrap()
 }
 
-/// Memory that the kernel does not pin by its address: a mapping of a dma-buf, from the kernel's heap or else of a memfd.
+/// Memory that the kernel does not pin by its address: a mapping of a dma-buf, from the kernel's heap or else of a
+/// memfd.
 fn unpinnable(len: usize) -> SharedBuf {
     match DmaHeap::open("system") {
         Ok(heap) => heap.allocate(len).unwrap().share(),
@@ -195,32 +198,32 @@ fn verify_dma(edu: &Edu, buf: &SharedBuf, seams: &[usize]) {
     assert_eq!(channel.poll(&mut Vec::new()), 0);
 }
 
-fn dma(heap: &dyn Heap, kind: PageKind, len: usize, page: usize) {
+fn check_dma(heap: &dyn Heap, kind: PageKind, len: usize, page: usize) {
     let buf = heap.allocate(len).unwrap();
     assert_eq!(buf.backing().kind, kind, "{:?}", buf.backing().passed_over);
     let seams: Vec<usize> = (0..8).map(|i| (i * page) % len).chain([1000, len]).collect();
-    verify_dma(&edu(edus()[0]), &buf.reference(), &seams);
+    verify_dma(&edu(edus()[0]), &buf.share(), &seams);
 }
 
 #[test]
 fn dma_over_pages_of_the_kernel() {
-    dma(&AnonHeap::starting_at(PageKind::Base), PageKind::Base, 1 << 20, page());
-    dma(&MemfdHeap::starting_at(PageKind::Base), PageKind::Base, 1 << 20, page());
+    check_dma(&AnonHeap::starting_at(PageKind::Base), PageKind::Base, 1 << 20, page());
+    check_dma(&MemfdHeap::starting_at(PageKind::Base), PageKind::Base, 1 << 20, page());
 }
 
 #[test]
 fn dma_over_pages_of_2m() {
-    dma(&AnonHeap::starting_at(PageKind::Hugetlb2M), PageKind::Hugetlb2M, 16 << 20, 2 << 20);
-    dma(&MemfdHeap::starting_at(PageKind::Hugetlb2M), PageKind::Hugetlb2M, 16 << 20, 2 << 20);
+    check_dma(&AnonHeap::starting_at(PageKind::Hugetlb2M), PageKind::Hugetlb2M, 16 << 20, 2 << 20);
+    check_dma(&MemfdHeap::starting_at(PageKind::Hugetlb2M), PageKind::Hugetlb2M, 16 << 20, 2 << 20);
     if page() == 4096 {
-        dma(&AnonHeap::starting_at(PageKind::Transparent), PageKind::Transparent, 16 << 20, 2 << 20);
+        check_dma(&AnonHeap::starting_at(PageKind::Transparent), PageKind::Transparent, 16 << 20, 2 << 20);
     }
 }
 
 #[test]
 fn dma_over_a_page_of_1g() {
-    dma(&AnonHeap::starting_at(PageKind::Hugetlb1G), PageKind::Hugetlb1G, 1 << 30, 100 << 20);
-    dma(&MemfdHeap::starting_at(PageKind::Hugetlb1G), PageKind::Hugetlb1G, 1 << 30, 100 << 20);
+    check_dma(&AnonHeap::starting_at(PageKind::Hugetlb1G), PageKind::Hugetlb1G, 1 << 30, 100 << 20);
+    check_dma(&MemfdHeap::starting_at(PageKind::Hugetlb1G), PageKind::Hugetlb1G, 1 << 30, 100 << 20);
 }
 
 /// Checks every byte of one page: only the copied bytes changed.
@@ -339,7 +342,8 @@ fn dma_after_unmap_is_stopped_and_reported_while_others_run() {
     done[0].transfer.part.read(0, &mut bytes).unwrap();
     assert!(bytes.iter().all(|b| *b == 0x11), "nothing was written");
     drop((done, registered, channel));
-    // Unmapped by dropping the mapping. An SMMU reports each word of a copy, and the kernel prints ten reports in five seconds.
+    // Unmapped by dropping the mapping. An SMMU reports each word of a copy, and the kernel prints ten reports in five
+    // seconds.
     let pause = || std::thread::sleep(Duration::from_secs(6));
     pause();
     let buf = allocate();
@@ -727,7 +731,8 @@ fn a_bar_is_mapped_by_its_own_page_size() {
     if release() >= (6, 15) {
         assert!(plain.1 > best.1 * 500, "{:?} against {:?}", plain.1, best.1);
     } else {
-        // The kernel maps 4 KiB at a time whatever the alignment: no faster, but no slower either than at the address of `mmap`.
+        // The kernel maps 4 KiB at a time whatever the alignment: no faster, but no slower either than at the address
+        // of `mmap`.
         let anywhere = cost(BarAlignment::Any);
         println!("and aligned to {} by mmap: {:?}", anywhere.0, anywhere.1);
         assert!(best.1 <= plain.1 && best.1 <= anywhere.1 * 101 / 100, "{plain:?}, {anywhere:?} against {best:?}");
@@ -773,7 +778,8 @@ impl Fixture for EduFixture {
     }
 
     fn far(&mut self, offset: u64, part: &BufferSlice) -> DeviceFar {
-        let via = self.registered.iter().find(|r| r.mapping().pinned().share().holds(part)).expect("a buffer of ours");
+        let via =
+            self.registered.iter().find(|r| r.mapping().pinned().reference().holds(part)).expect("a buffer of ours");
         DeviceFar { at: DeviceAddr::Card(CardAddr::new(offset)), via: via.clone() }
     }
 
@@ -929,11 +935,9 @@ mod measure {
         assert_eq!((container.mapped_bytes(), container.failed_unmaps(), left_behind(&container)), (0, 0, 0));
         let (first, map) = (times[0].0, times.iter().map(|t| t.0).min().unwrap());
         let unmap = times.iter().map(|t| t.1).min().unwrap();
-        println!(
-            r#"ROW {{"kernel":"{}.{}","memory":"{memory}","call":"{call}","first_ns":{first},"map_ns":{map},"unmap_ns":{unmap}}}"#,
-            release().0,
-            release().1
-        );
+        let (major, minor) = release();
+        let times = format!(r#""first_ns":{first},"map_ns":{map},"unmap_ns":{unmap}"#);
+        println!(r#"ROW {{"kernel":"{major}.{minor}","memory":"{memory}","call":"{call}",{times}}}"#);
     }
 
     #[test]
