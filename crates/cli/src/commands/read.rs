@@ -14,7 +14,7 @@ use dmalane::addr::{Access, FileOffset};
 use dmalane::dma::{AnonHeap, DmaHeap, MemfdHeap, Needs, PageKind, Picked, pick};
 use dmalane::file::Mode;
 use dmalane::load::fill::{Event, Extent, FillError, Filled, Job};
-use dmalane::sim::{HostConfig, SoftHost};
+use dmalane::sim::SoftHost;
 use dmalane::{AllocAndRead, AllocRead, ReadError, ReadMethod, ReadOptions, ReadSource, Scheme, read_all, read_mapped};
 
 use crate::device::{Device, card_memory, large_host};
