@@ -59,7 +59,7 @@ def test_an_mmu_agrees(dmalane, formats, tmp_path, machine):
 
 @BY_FORMAT
 def test_a_difference_is_found(dmalane, formats, tmp_path, monkeypatch, machine):
-    """A comparison that cannot fail would prove nothing: one mapping of the tables is not the one of the specification."""
+    """A comparison that cannot fail would prove nothing: one mapping of the tables is not that of the specification."""
     needs(formats, machine)
     written = Spec.json
     # Only the machine is to find it, not the checks that come before.
