@@ -1,7 +1,7 @@
 """QEMU's IOMMUs, without a guest: the device `edu` does DMA through page tables built by `dmalane iopt build`.
 
-Debian's QEMU has no `-accel qtest`. An idle processor and a virtual clock that jumps to its next timer serve as well:
-QEMU does what is typed into its test port, and nothing else.
+Debian's QEMU has no `-accel qtest`. An idle processor and a virtual clock that jumps to its next timer serve as well: QEMU
+does what is typed into its test port, and nothing else.
 """
 
 import mmap
@@ -33,8 +33,7 @@ class Qemu:
         command = [program, "-display", "none", "-nodefaults", "-serial", "none", "-monitor", "none"]
         command += ["-accel", "tcg", "-icount", "shift=0,sleep=off", "-qtest", "stdio", "-qtest-log", "none"]
         command += ["-m", f"{ram_bytes >> 20}M"]
-        path = f"/proc/{os.getpid()}/fd/{memory}"
-        command += ["-object", f"memory-backend-file,id=ram,size={ram_bytes},mem-path={path},share=on"]
+        command += ["-object", f"memory-backend-file,id=ram,size={ram_bytes},mem-path=/proc/{os.getpid()}/fd/{memory},share=on"]
         command += [a.format(halt=directory / "halt.bin") for a in args]
         with (directory / "qemu.log").open("w") as log:
             self.process = subprocess.Popen(
@@ -123,7 +122,7 @@ class Iommu(Machine):
     # Where the page tables go, and what is left of the memory behind them.
     tables: int = 0
     ram: tuple = ()
-    # The fault record of a refused access, given whether the address is mapped, "read" or "write", and the address.
+    # What the fault record of a refused access says, given whether the address is mapped, "read" or "write", and the address.
     refusal: Callable = None
 
     @property
@@ -184,10 +183,10 @@ class Smmu(Qemu):
         return found.pop() if found else None
 
 
-def smmu(name, leaves):
+def smmu(name):
     # Addresses above 48 bits do not reach the SMMU: QEMU gives it a window of that size.
     return Iommu(
-        name, Smmu, leaves, 48, 44, ("r", "rw", "rx", "rwx"), address_bits=48, tables=TABLES,
+        name, Smmu, machine_bits=44, address_bits=48, tables=TABLES,
         program="qemu-system-aarch64", package="qemu-system-arm", ram=(RAM + (256 << 20), RAM + RAM_BYTES),
         refusal=lambda mapped, _, at: ("permission" if mapped else "translation", at),
     )  # fmt: skip
@@ -259,16 +258,16 @@ class Vtd39(Vtd):
 
 def vtd(name, start, bits):
     return Iommu(
-        name, start, (12, 21, 30), bits, 39, ("r", "w", "rw"), address_bits=bits, tables=HIGH_TABLES,
+        name, start, machine_bits=39, address_bits=bits, tables=HIGH_TABLES,
         program="qemu-system-x86_64", package="qemu-system-x86", ram=(HIGH + (256 << 20), HIGH + HIGH_BYTES),
         refusal=lambda _, kind, at: (kind, at >> 12 << 12),
     )  # fmt: skip
 
 
 IOMMUS = [
-    smmu("arm64-s1-4k", (12, 21, 30)),
-    smmu("arm64-s1-16k", (14, 25)),
-    smmu("arm64-s1-64k", (16, 29)),
+    smmu("arm64-s1-4k"),
+    smmu("arm64-s1-16k"),
+    smmu("arm64-s1-64k"),
     vtd("vtd-second-39", Vtd39, 39),
     vtd("vtd-second-48", Vtd, 48),
 ]
