@@ -10,7 +10,7 @@ use dmalane::dma::{AnonHeap, BufferSlice, Heap};
 use dmalane::iopt::X86_64_4Level;
 use dmalane::load::{Placement, write_sample};
 use dmalane::queue::{Channel, Completion, DeviceAddr, DeviceFar, Direction, Fenced, OpError, Registered, Transfer};
-use dmalane::trace::{Header, Lines, Recorder, Replay};
+use dmalane::vm::trace::{Header, Lines, Recorder, Replay};
 use dmalane::vm::{AnyVm, BindQueue, Bo, Mapped, QueueError, Request, Submission};
 use dmalane::{FileOptions, SoftConfig, SoftDevice, open_file};
 
