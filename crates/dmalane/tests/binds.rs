@@ -17,7 +17,7 @@ use dmalane::{FileOptions, SoftConfig, SoftDevice, open_file};
 const MIB: u64 = 1 << 20;
 
 /// A registered buffer with the same byte everywhere.
-fn buffer(bus: &dmalane::card::SoftBus, len: usize, fill: u8) -> (BufferSlice, Registered) {
+fn buffer(bus: &dmalane::sim::SoftBus, len: usize, fill: u8) -> (BufferSlice, Registered) {
     let mut buf = AnonHeap::new().allocate(len).unwrap();
     buf.fill(fill);
     let buf = buf.share();
