@@ -23,6 +23,7 @@
 
 mod addr;
 mod balance;
+mod choice;
 #[cfg(feature = "conformance")]
 pub mod conformance;
 mod error;
@@ -39,6 +40,7 @@ mod wait;
 
 pub use addr::{DeviceAddr, QueueAddr};
 pub use balance::BalancePolicy;
+pub use choice::{BadQueueChoice, QueueChoice};
 pub use error::{OpError, Refusal, Refused};
 pub use fenced::Fenced;
 pub use operation::{Abilities, CacheHint, Completion, Gather, HostSlice, Operation, Shape, Work};
