@@ -11,7 +11,7 @@ use std::time::{Duration, Instant};
 use dmalane_addr::{Access, Address, CardAddr, Iova, PageSize};
 use dmalane_dma::{self as mem, DmaFault, FaultReason, HostBus};
 use dmalane_queue::{
-    Channel, Completion, DeviceAddr, DeviceFar, Direction, Limits, OpError, Refusal, Refused, Ticket, Transfer,
+    Abilities, Completion, DeviceAddr, Direction, Limits, OpError, Operation, Queue, Refusal, Refused, Ticket, Work,
 };
 
 use crate::{Bdf, Error, FaultLog, SeenFault, VfioBus};
@@ -50,7 +50,7 @@ const STUCK: Duration = Duration::from_secs(2);
 const NAP: Duration = Duration::from_millis(20);
 
 /// What a device that did not end its work may still write: kept for good.
-static QUARANTINE: Mutex<Vec<Transfer<DeviceFar>>> = Mutex::new(Vec::new());
+static QUARANTINE: Mutex<Vec<Operation>> = Mutex::new(Vec::new());
 
 /// An `edu` device on a bus.
 pub struct Edu<B: HostBus> {
@@ -99,9 +99,9 @@ impl<B: HostBus> Edu<B> {
         BUFFER_LEN
     }
 
-    /// A channel to the device's memory. There is one DMA engine, so channels take turns, operation by operation.
-    pub fn channel(&self) -> EduChannel<B> {
-        EduChannel {
+    /// A queue to the device's memory. There is one DMA engine, so queues take turns, operation by operation.
+    pub fn queue(&self) -> EduQueue<B> {
+        EduQueue {
             bus: self.bus.clone(),
             busy: self.busy.clone(),
             faults: None,
@@ -188,18 +188,18 @@ fn acknowledge<B: HostBus + ?Sized>(bus: &B) -> Result<(), mem::Error> {
 ///
 /// The far end is an address of the device's memory, 0 to 4094; one by which the device's MMU would go ends in an error, since there
 /// is none. A device that does not end an operation within 2 s is given up, with the memory of that operation.
-pub struct EduChannel<B: HostBus> {
+pub struct EduQueue<B: HostBus> {
     bus: Arc<B>,
     busy: Arc<AtomicBool>,
     faults: Option<(FaultLog, Bdf)>,
-    waiting: VecDeque<(Ticket, Transfer<DeviceFar>)>,
-    running: Option<(Ticket, Transfer<DeviceFar>, Instant)>,
-    ended: Vec<Completion<DeviceFar>>,
+    waiting: VecDeque<(Ticket, Operation)>,
+    running: Option<(Ticket, Operation, Instant)>,
+    ended: Vec<Completion>,
     next: u64,
     stopped: Option<String>,
 }
 
-impl<B: HostBus> EduChannel<B> {
+impl<B: HostBus> EduQueue<B> {
     /// Reports what the IOMMU stopped as the operation's fault. Without, nobody learns of it but the kernel's log: the device does not
     /// say.
     #[must_use]
@@ -214,33 +214,35 @@ impl<B: HostBus> EduChannel<B> {
             if self.stopped.is_none() && self.busy.swap(true, Ordering::Acquire) {
                 return; // another channel's turn
             }
-            let Some((ticket, transfer)) = self.waiting.pop_front() else { return };
-            match self.tell(&transfer) {
-                Ok(()) => self.running = Some((ticket, transfer, Instant::now())),
+            let Some((ticket, operation)) = self.waiting.pop_front() else { return };
+            match self.give(&operation) {
+                Ok(()) => self.running = Some((ticket, operation, Instant::now())),
                 Err(e) => {
                     if self.stopped.is_none() {
                         self.busy.store(false, Ordering::Release);
                     }
-                    self.ended.push(Completion { ticket, transfer, result: Err(e) });
+                    self.ended.push(Completion { ticket, operation, result: Err(e), bytes: 0 });
                 }
             }
         }
     }
 
-    fn tell(&self, transfer: &Transfer<DeviceFar>) -> Result<(), OpError> {
+    fn give(&self, operation: &Operation) -> Result<(), OpError> {
         if let Some(why) = &self.stopped {
             return Err(OpError::Stopped(why.clone()));
         }
-        let card = match transfer.far.at {
+        let Work::Copy { direction, host, at } = &operation.work else {
+            return Err(Refusal::Unsupported(operation.needs()).into());
+        };
+        let card = match *at {
             DeviceAddr::Card(card) => card,
             DeviceAddr::Va(va) => return Err(OpError::MmuFault(va)),
         };
-        let len = transfer.part.len() as u64;
+        let len = operation.bytes();
         check(card, len)?;
         // It was registered when it was submitted, and the operation holds the registration.
-        let host = transfer.far.via.iova_of(&transfer.part);
-        let host = host.ok_or_else(|| OpError::Stopped("the registration is gone".into()))?;
-        start(&*self.bus, transfer.direction, host.first(), card, len).map_err(lost)
+        let host = host.iova().ok_or(Refusal::NotRegistered)?;
+        start(&*self.bus, *direction, host.first(), card, len).map_err(lost)
     }
 
     /// Ends what the device has ended. Moves nothing while the device is at work; one that does not end stays in flight for good, since
@@ -260,16 +262,20 @@ impl<B: HostBus> EduChannel<B> {
             self.stopped = Some(e.to_string());
             return;
         }
-        let Some((ticket, transfer, _)) = self.running.take() else { return };
+        let Some((ticket, operation, _)) = self.running.take() else { return };
         self.busy.store(false, Ordering::Release);
-        let result = self.fault(&transfer).map_or(Ok(()), |fault| Err(fault.into()));
-        self.ended.push(Completion { ticket, transfer, result });
+        let (result, bytes) = match self.fault(&operation) {
+            None => (Ok(()), operation.bytes()),
+            Some(fault) => (Err(fault.into()), 0),
+        };
+        self.ended.push(Completion { ticket, operation, result, bytes });
     }
 
     /// What the kernel's log says of the operation that has just ended.
-    fn fault(&mut self, transfer: &Transfer<DeviceFar>) -> Option<DmaFault> {
+    fn fault(&mut self, operation: &Operation) -> Option<DmaFault> {
         let (log, bdf) = self.faults.as_mut()?;
-        let host = transfer.far.via.iova_of(&transfer.part)?;
+        let Work::Copy { host, .. } = &operation.work else { return None };
+        let host = host.iova()?;
         let page = host.first().align_down(PageSize::SIZE_4K);
         let ours = |f: &SeenFault| f.bdf == *bdf && f.at >= page && f.at <= host.last();
         let seen = log.take().into_iter().find(ours)?;
@@ -277,47 +283,49 @@ impl<B: HostBus> EduChannel<B> {
         Some(DmaFault { at: seen.at.max(host.first()), wanted, reason: FaultReason::NotMapped, done: 0 })
     }
 
-    fn refusal(&self, transfer: &Transfer<DeviceFar>) -> Option<Refusal> {
-        let (len, mapping) = (transfer.part.len() as u64, transfer.far.via.mapping());
-        let wanted = match transfer.direction {
-            Direction::ToHost => Access::WRITE,
-            Direction::FromHost => Access::READ,
-        };
-        Some(match () {
-            () if len == 0 => Refusal::Empty,
-            () if len > MAX_LEN => Refusal::TooLong { len, max: MAX_LEN },
-            () if transfer.far.at.advance(len - 1).is_none() => Refusal::PastTheTop,
-            () if !self.bus.owns(mapping) || mapping.iova_of(&transfer.part).is_none() => Refusal::NotRegistered,
-            () if !mapping.access().contains(wanted) => Refusal::NotPermitted,
-            () if self.stopped.is_some() => Refusal::Stopped(self.stopped.clone().unwrap_or_default()),
-            () if self.in_flight() >= DEPTH => Refusal::Full,
-            () => return None,
-        })
+    fn check(&self, operation: &Operation) -> Result<(), Refusal> {
+        operation.admit(self.abilities(), self.limits())?;
+        if let Work::Copy { direction, host, .. } = &operation.work {
+            host.check(&*self.bus, direction.host_access())?;
+        }
+        match &self.stopped {
+            Some(why) => Err(Refusal::Stopped(why.clone())),
+            None if self.in_flight() >= DEPTH => Err(Refusal::Full),
+            None => Ok(()),
+        }
     }
 }
 
-impl<B: HostBus> Channel for EduChannel<B> {
-    type Far = DeviceFar;
+impl<B: HostBus> Queue for EduQueue<B> {
+    type Addr = DeviceAddr;
 
     fn limits(&self) -> Limits {
         Limits { capacity: DEPTH, max_len: MAX_LEN }
+    }
+
+    fn abilities(&self) -> Abilities {
+        Abilities::FROM_HOST | Abilities::TO_HOST | Abilities::ORDERED
     }
 
     fn in_flight(&self) -> usize {
         self.waiting.len() + usize::from(self.running.is_some()) + self.ended.len()
     }
 
-    fn submit(&mut self, transfer: Transfer<DeviceFar>) -> Result<Ticket, Refused<DeviceFar>> {
-        if let Some(reason) = self.refusal(&transfer) {
-            return Err(Refused { transfer, reason });
+    fn submit(&mut self, operation: Operation) -> Result<Ticket, Refused<DeviceAddr>> {
+        if let Err(reason) = self.check(&operation) {
+            return Err(Refused { operation, reason });
         }
         let ticket = Ticket::new(self.next);
         self.next += 1;
-        self.waiting.push_back((ticket, transfer));
+        self.waiting.push_back((ticket, operation));
         Ok(ticket)
     }
 
-    fn poll(&mut self, done: &mut Vec<Completion<DeviceFar>>) -> usize {
+    fn flush(&mut self) {
+        self.begin();
+    }
+
+    fn poll(&mut self, done: &mut Vec<Completion>) -> usize {
         self.end();
         self.begin();
         let count = self.ended.len();
@@ -329,7 +337,7 @@ impl<B: HostBus> Channel for EduChannel<B> {
         self.stopped.clone()
     }
 
-    fn wait(&mut self, done: &mut Vec<Completion<DeviceFar>>, timeout: Duration) -> usize {
+    fn wait(&mut self, done: &mut Vec<Completion>, timeout: Duration) -> usize {
         let deadline = Instant::now().checked_add(timeout);
         loop {
             let count = self.poll(done);
@@ -342,7 +350,7 @@ impl<B: HostBus> Channel for EduChannel<B> {
     }
 }
 
-impl<B: HostBus> Drop for EduChannel<B> {
+impl<B: HostBus> Drop for EduQueue<B> {
     /// Waits for what the device is doing; what it has not begun with is let go of.
     fn drop(&mut self) {
         self.waiting.clear();
@@ -352,8 +360,8 @@ impl<B: HostBus> Drop for EduChannel<B> {
                 self.bus.wait(NAP);
             }
         }
-        if let Some((_, transfer, _)) = self.running.take() {
-            QUARANTINE.lock().unwrap_or_else(PoisonError::into_inner).push(transfer);
+        if let Some((_, operation, _)) = self.running.take() {
+            QUARANTINE.lock().unwrap_or_else(PoisonError::into_inner).push(operation);
         }
     }
 }

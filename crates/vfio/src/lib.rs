@@ -30,7 +30,7 @@ mod kernel;
 pub mod user;
 
 pub use bdf::{BadBdf, Bdf};
-pub use edu::{EDU_ID, Edu, EduChannel};
+pub use edu::{EDU_ID, Edu, EduQueue};
 pub use error::Error;
 pub use kernel::{
     Backend, BarMap, Container, Device, FaultLog, Peer, Placement, Region, SeenFault, Standing, Took, VfioBus,
