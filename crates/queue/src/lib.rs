@@ -19,7 +19,6 @@
 //!     operation.into_slice(); // moved into the queue
 //! }
 //! ```
-#![forbid(unsafe_code)]
 
 mod addr;
 mod balance;
