@@ -140,7 +140,7 @@ impl<B: HostBus + 'static> Target for On<B> {
                 };
                 let read = Operation::read((part, via.clone()), from);
                 let back = queue::run(&mut self.card.channel, read, PATIENCE).map_err(|e| cannot(&e))?.into_slice();
-                let same = |back: &BufferSlice| {
+                let same = |back: &dmalane::dma::BufferSlice| {
                     buffer.view().sub(at, n).is_some_and(|view| view.first_difference(back.view()).is_none())
                 };
                 let Some(back) = back.filter(same) else {
