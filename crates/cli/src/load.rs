@@ -13,7 +13,7 @@ use clap::ValueEnum;
 use dmalane::addr::PageSize;
 use dmalane::card::{CardConfig, SoftBus, regs};
 use dmalane::daemon::{Client, Options};
-use dmalane::dma::{HostBus, HostConfig, PageBacking};
+use dmalane::dma::{HostConfig, Mmio, PageBacking};
 use dmalane::file::{FileQueue, Mode};
 use dmalane::load::{self, Error, Layout, Loaded, Report};
 use dmalane::queue::QueueChoice;
@@ -205,19 +205,19 @@ pub fn run(args: LoadArgs) -> Result<ExitCode, Failure> {
         }
         Device::Pci(name @ PciCard::Vfio(bdf)) => {
             let bus = open_pci_card(bdf).map_err(|e| name.refused(&e))?;
-            let (card, sizes) = on_bus(bus, CardUse::vfio(), &args)?;
+            let (card, sizes) = on_bus(bus, CardUse::pci(), &args)?;
             load_onto(card, None, &args, sizes, inputs(sizes)?, &targets)
         }
         Device::Pci(name @ PciCard::VfioUser(socket)) => {
             let bus = connect_pci_card(socket).map_err(|e| name.refused(&e))?;
-            let (card, sizes) = on_bus(bus, CardUse::vfio_user(), &args)?;
+            let (card, sizes) = on_bus(bus, CardUse::pci(), &args)?;
             load_onto(card, None, &args, sizes, inputs(sizes)?, &targets)
         }
     }
 }
 
 /// Loads onto a card, of which `soft` tells what only a card in this process tells.
-fn load_onto<B: HostBus + 'static>(
+fn load_onto<B: Mmio + 'static>(
     mut card: CardDevice<B>,
     soft: Option<&SoftBus>,
     args: &LoadArgs,
@@ -291,7 +291,7 @@ fn channels(args: &LoadArgs) -> QueueChoice {
 }
 
 /// Opens the card on a bus, whose memories are as large as it says.
-fn on_bus<B: HostBus + 'static>(bus: B, how: CardUse, args: &LoadArgs) -> Result<(CardDevice<B>, Sizes), Failure> {
+fn on_bus<B: Mmio + 'static>(bus: B, how: CardUse, args: &LoadArgs) -> Result<(CardDevice<B>, Sizes), Failure> {
     let how = CardUse { gather: args.gather, mm_channel: channels(args), ..how };
     let card = CardDevice::on(Arc::new(bus), how).map_err(|e| Failure::because("cannot open the card", &e))?;
     let read = |register: u64| {

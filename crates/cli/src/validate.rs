@@ -17,7 +17,7 @@ use dmalane::validate::{
     Directions, Event, FitReport, FitSettings, Report, Settings, SoftTarget, Target, ValidateError, fit_link,
     run_into as measure,
 };
-use dmalane::{CardUse, connect_pci_card, open_pci_card};
+use dmalane::{connect_pci_card, open_pci_card};
 use signal_hook::consts::{SIGINT, SIGTERM};
 use signal_hook::flag;
 
@@ -254,21 +254,18 @@ fn targets(args: &ValidateArgs) -> Result<(Target, Option<Target>), Failure> {
         Device::Daemon(socket) => {
             let client = Client::connect(crate::load::share_of(socket, args.soft.ddr, args.soft.hbm))?;
             let name = format!("the card of the daemon at {}", socket.display());
-            let CardUse { heap, apart, .. } = CardUse::default();
-            Ok((Target::card(name, Arc::new(client), &*heap, apart, args.soft.ring)?, None))
+            Ok((Target::card(name, Arc::new(client), false, args.soft.ring)?, None))
         }
         Device::Pci(card) => {
             let (name, ring) = (format!("the card {card}"), args.soft.ring);
             let target = match card {
                 PciCard::Vfio(bdf) => {
                     let bus = open_pci_card(bdf).map_err(|e| card.refused(&e))?;
-                    let CardUse { heap, apart, .. } = CardUse::vfio();
-                    Target::card(name, Arc::new(bus), &*heap, apart, ring)
+                    Target::card(name, Arc::new(bus), true, ring)
                 }
                 PciCard::VfioUser(socket) => {
                     let bus = connect_pci_card(socket).map_err(|e| card.refused(&e))?;
-                    let CardUse { heap, apart, .. } = CardUse::vfio_user();
-                    Target::card(name, Arc::new(bus), &*heap, apart, ring)
+                    Target::card(name, Arc::new(bus), true, ring)
                 }
             };
             Ok((target.map_err(told)?, None))

@@ -4,7 +4,7 @@ use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
 
 use dmalane::card::regs;
-use dmalane::dma::HostBus;
+use dmalane::dma::Mmio;
 use dmalane::vfio_user::UserBus;
 
 #[test]

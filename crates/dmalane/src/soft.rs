@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use dmalane_addr::{CardAddr, DeviceVa, PageSize, Span};
 use dmalane_card::{Card, CardConfig, CardLayout, CardQueue, CardTables, SoftBus, Workers};
-use dmalane_dma::{AnonHeap, Heap, HostBus, HostConfig, MemfdHeap, PageKind, SoftHost};
+use dmalane_dma::{AnonHeap, Heap, HostConfig, Mmio, SoftHost};
 use dmalane_iopt::{Format, X86_64_4Level};
 use dmalane_load::{CardMemory, Device, DeviceParts};
 use dmalane_queue::{AddressPolicy, BalancePolicy, Policy, QueueChoice, Split};
@@ -55,8 +55,6 @@ impl Default for SoftConfig {
 /// How a card is driven whose bus there is already.
 #[derive(Clone)]
 pub struct CardUse {
-    /// Where staging buffers and rings come from: memory that the bus can map.
-    pub heap: Arc<dyn Heap>,
     /// Bytes of a staging buffer.
     pub gather: u64,
     /// Which channels move the bytes.
@@ -68,25 +66,19 @@ pub struct CardUse {
 }
 
 impl CardUse {
-    /// For a card behind [`open_pci_card`](crate::open_pci_card): its channels work at the same time, and the kernel pins any memory.
-    pub fn vfio() -> Self {
-        Self { heap: Arc::new(AnonHeap::new()), apart: true, ..Self::default() }
-    }
-
-    /// For a card behind [`connect_pci_card`](crate::connect_pci_card): its channels work at the same time, and its process must be able to
-    /// have the memory.
-    pub fn vfio_user() -> Self {
+    /// For a card that is a PCI device ([`open_pci_card`](crate::open_pci_card),
+    /// [`connect_pci_card`](crate::connect_pci_card)): its channels work at the same time.
+    pub fn pci() -> Self {
         Self { apart: true, ..Self::default() }
     }
 }
 
 impl Default for CardUse {
-    /// For a card that works by itself, one channel after the other, as a daemon's does; memfds of at most transparent huge pages, which
-    /// another process can have; the rest as in [`SoftConfig`].
+    /// For a card that works by itself, one channel after the other, as a daemon's does; the rest as in
+    /// [`SoftConfig`].
     fn default() -> Self {
         let SoftConfig { gather, mm_channel, .. } = SoftConfig::default();
-        let heap = Arc::new(MemfdHeap::starting_at(PageKind::Transparent));
-        Self { heap, gather, mm_channel, apart: false, inline: false }
+        Self { gather, mm_channel, apart: false, inline: false }
     }
 }
 
@@ -120,7 +112,7 @@ pub enum SoftError {
 }
 
 /// A card behind the bus `B`, ready to be loaded.
-pub struct CardDevice<B: HostBus> {
+pub struct CardDevice<B: Mmio> {
     /// What files are loaded onto.
     pub device: Device<JoinedChannel<B>, X86_64_4Level, CardTables<B>>,
     /// The bus between host and card. That of the software card has the host's counters and faults, and the card's memory behind its back.
@@ -160,17 +152,18 @@ impl CardDevice<SoftBus> {
         let bus = Arc::new(SoftBus::new(host, card)?);
         // Without a thread for each, what channels seem to differ in is only whom a thread looks at first.
         let (apart, inline) = (card.workers == Workers::PerChannel, card.workers == Workers::Inline);
-        Ok((parts(bus.clone(), CardUse { heap, gather, mm_channel, apart, inline })?, bus))
+        Ok((parts(bus.clone(), heap, CardUse { gather, mm_channel, apart, inline })?, bus))
     }
 }
 
-impl<B: HostBus + 'static> CardDevice<B> {
-    /// Finds the card on `bus`, resets it, and opens it. It has nothing loaded.
+impl<B: Mmio + 'static> CardDevice<B> {
+    /// Finds the card on `bus`, resets it, and opens it, with staging buffers and rings from the heap of the bus. It
+    /// has nothing loaded.
     ///
     /// # Errors
     /// [`SoftError`].
     pub fn on(bus: Arc<B>, how: CardUse) -> Result<Self, SoftError> {
-        Ok(Self { device: Device::new(parts(bus.clone(), how)?), bus })
+        Ok(Self { device: Device::new(Self::parts_on(bus.clone(), how)?), bus })
     }
 
     /// As [`CardDevice::on`], but before the parts become a [`Device`].
@@ -178,7 +171,8 @@ impl<B: HostBus + 'static> CardDevice<B> {
     /// # Errors
     /// [`SoftError`].
     pub fn parts_on(bus: Arc<B>, how: CardUse) -> Result<CardParts<B>, SoftError> {
-        parts(bus, how)
+        let heap = bus.heap(None);
+        parts(bus, heap, how)
     }
 }
 
@@ -187,8 +181,8 @@ fn whole(bytes: u64, to: u64) -> u64 {
     bytes.div_ceil(to).saturating_mul(to)
 }
 
-fn parts<B: HostBus + 'static>(bus: Arc<B>, how: CardUse) -> Result<CardParts<B>, SoftError> {
-    let CardUse { heap, gather, mm_channel, apart, inline } = how;
+fn parts<B: Mmio + 'static>(bus: Arc<B>, heap: Arc<dyn Heap>, how: CardUse) -> Result<CardParts<B>, SoftError> {
+    let CardUse { gather, mm_channel, apart, inline } = how;
     let driver = Card::open(bus.clone(), &*heap)?;
     if driver.mmu_format() != Some(X86_64_4Level::NAME) {
         return Err(SoftError::OtherMmu(driver.mmu_format()));

@@ -6,7 +6,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
 use dmalane_addr::{Access, Address, CardAddr, DeviceVa, PageSize, PhysAddr, RangeAllocator, SgIndex, SgTable, Span};
-use dmalane_dma::{BufferSlice, Heap, HostBus, PageBacking, footprint};
+use dmalane_dma::{BufferSlice, Heap, PageBacking, Registrar, footprint};
 use dmalane_iopt::{Format, Tables};
 use dmalane_queue::{DeviceAddr, Queue, Registered};
 use dmalane_vm::{Bo, Request, Vm};
@@ -17,7 +17,7 @@ use crate::{CardMemory, Error, Layout, Model, Tensor};
 /// What a [`Device`] is made of.
 pub struct DeviceParts<C, F, T: Tables> {
     /// The driver's side of the device: pins and maps staging buffers.
-    pub bus: Arc<dyn HostBus>,
+    pub bus: Arc<dyn Registrar>,
     /// Where staging buffers come from.
     pub heap: Arc<dyn Heap>,
     /// Moves bytes to and from the device.
@@ -233,7 +233,7 @@ where
         let len = usize::try_from(len.min(self.parts.gather)).map_err(|_| dmalane_dma::Error::BadLength(usize::MAX))?;
         let buf = clocks.time(Stage::Allocate, || self.parts.heap.allocate(len))?.share();
         let len = buf.len() as u64;
-        let pinned = clocks.time(Stage::Register, || self.parts.bus.pin(&buf.share()))?;
+        let pinned = clocks.time(Stage::Register, || self.parts.bus.pin(&buf.reference()))?;
         let mapping = clocks.time(Stage::Map, || self.parts.bus.map(pinned, access))?;
         for stage in [Stage::Allocate, Stage::Register, Stage::Map] {
             clocks.bytes(stage, len);

@@ -251,7 +251,7 @@ impl Case<'_> {
     /// A lane for each thread; or why there are no such pages.
     fn lanes(&self) -> Result<Result<(Vec<Lane>, PageKind), String>, ValidateError> {
         let Self { target, settings, channels, layout, phase, buffer, pages } = self;
-        let heap = target.heap(match pages {
+        let heap = target.registrar.heap(match pages {
             Pages::Small => Some(PageKind::Base),
             Pages::Huge => None,
         });
@@ -267,7 +267,7 @@ impl Case<'_> {
                     return Ok(Err(why.collect::<Vec<_>>().join("; ")));
                 }
                 let places = layout.places(*phase, 2 * thread as u64 + walk as u64, slots, *buffer)?;
-                walks.push(Walk::new(buf, &places, &*target.bus)?);
+                walks.push(Walk::new(buf, &places, &*target.registrar)?);
             }
             let paired = channels[thread % channels.len()];
             let queue: Box<DeviceQueue> = match settings.allocation {
@@ -298,7 +298,7 @@ impl Case<'_> {
             patience: self.target.patience,
             told: &self.target.told,
         };
-        go(lanes, &*self.target.bus, job, active)
+        go(lanes, &*self.target.registrar, job, active)
     }
 
     /// Writes all buffers, then reads all back.

@@ -9,7 +9,7 @@ use std::time::Duration;
 use crate::link::{Half, Limit, Link, Slow, assumptions};
 use dmalane_addr::{CardAddr, Span};
 use dmalane_card::{Card, CardConfig, CardQueue, SoftBus, Workers};
-use dmalane_dma::{AnonHeap, Heap, HostBus, HostConfig, MemfdHeap, PageKind, SoftHost};
+use dmalane_dma::{HostConfig, Mmio, Registrar, SoftHost};
 use dmalane_file::{FileDevice, FileDeviceOptions, FileDevicePaths};
 use dmalane_queue::{Area, Class, DeviceAddr, DeviceQueue, Queue, Route, SharedHandle, SharedLimits, SharedQueue};
 
@@ -26,15 +26,13 @@ pub struct Target {
     pub name: String,
     /// How it is driven, for people; a line each.
     pub notes: Vec<String>,
-    pub(crate) bus: Arc<dyn HostBus>,
+    pub(crate) registrar: Arc<dyn Registrar>,
     pub(crate) queues: Vec<SharedQueue<Box<DeviceQueue>>>,
     pub(crate) memories: Memories,
     pub(crate) areas: Vec<Area>,
     pub(crate) ceiling: Ceiling,
     /// Its channels work at the same time.
     pub(crate) apart: bool,
-    /// Its bus can map only what another process can have.
-    lent: bool,
     /// See [`PATIENCE`].
     pub(crate) patience: Duration,
     /// It is to be left alone.
@@ -110,7 +108,7 @@ fn slower(link: &Link) -> Link {
 }
 
 /// A card that was just opened.
-struct Opened<B: HostBus> {
+struct Opened<B: Mmio> {
     driver: Card<B>,
     channels: Vec<CardQueue<B>>,
     halves: Halves,
@@ -118,11 +116,12 @@ struct Opened<B: HostBus> {
     entries: usize,
 }
 
-impl<B: HostBus> Opened<B> {
-    fn new(bus: &Arc<B>, heap: &dyn Heap, ring: Option<usize>) -> Result<Self, ValidateError> {
+impl<B: Mmio> Opened<B> {
+    fn new(bus: &Arc<B>, ring: Option<usize>) -> Result<Self, ValidateError> {
+        let heap = bus.heap(None);
         let driver = match ring {
-            None => Card::open(bus.clone(), heap)?,
-            Some(entries) => Card::open_with_rings(bus.clone(), heap, entries)?,
+            None => Card::open(bus.clone(), &*heap)?,
+            Some(entries) => Card::open_with_rings(bus.clone(), &*heap, entries)?,
         };
         let layout = driver.layout();
         let channels = (0..driver.channels()).map(|i| driver.queue(i)).collect::<Result<Vec<_>, _>>()?;
@@ -154,7 +153,7 @@ impl Target {
         };
         let host: SoftHost = SoftHost::new(soft.host).map_err(ValidateError::Memory)?;
         let bus: Arc<SoftBus> = Arc::new(SoftBus::new(host, card)?);
-        let Opened { driver, channels, halves, entries } = Opened::new(&bus, &AnonHeap::new(), soft.ring)?;
+        let Opened { driver, channels, halves, entries } = Opened::new(&bus, soft.ring)?;
         let mut notes = vec![format!("{} channels, {:?} workers, rings of {entries}", channels.len(), card.workers)];
         let (queues, ceiling, name) = match emulated {
             None => (channels.into_iter().map(share).collect(), Ceiling::Copies, "software card".to_owned()),
@@ -176,28 +175,26 @@ impl Target {
         let memories = Memories::Card { ddr: halves.ddr, hbm: halves.hbm };
         let apart = soft.emulate.is_some() || card.workers == Workers::PerChannel;
         let (areas, patience, told) = (driver.areas(), PATIENCE, Arc::default());
-        Ok(Self { name, notes, bus, queues, memories, areas, ceiling, apart, lent: false, patience, told })
+        Ok(Self { name, notes, registrar: bus, queues, memories, areas, ceiling, apart, patience, told })
     }
 
-    /// A card behind any bus, such as that of a daemon, with rings of `ring` entries, `None` for the driver's choice. The heap is for
-    /// the rings; buffers are memfds of ordinary or transparent huge pages. `concurrent`: the channels work at the same time, so they
-    /// may be balanced.
+    /// A card behind any bus, such as that of a daemon; with rings of so many entries, `None` for what the driver
+    /// chooses. `concurrent`: its channels work at the same time, so that they may be balanced.
     ///
     /// # Errors
     /// [`ValidateError::Card`].
-    pub fn card<B: HostBus + 'static>(
+    pub fn card<B: Mmio + 'static>(
         name: String,
         bus: Arc<B>,
-        heap: &dyn Heap,
         concurrent: bool,
         ring: Option<usize>,
     ) -> Result<Self, ValidateError> {
-        let Opened { driver, channels, halves, entries } = Opened::new(&bus, heap, ring)?;
+        let Opened { driver, channels, halves, entries } = Opened::new(&bus, ring)?;
         let notes = vec![format!("{} channels, rings of {entries}", channels.len())];
         let queues = channels.into_iter().map(share).collect();
         let memories = Memories::Card { ddr: halves.ddr, hbm: halves.hbm };
         let (areas, patience, told, ceiling) = (driver.areas(), PATIENCE, Arc::default(), Ceiling::Copies);
-        Ok(Self { name, notes, bus, queues, memories, areas, ceiling, apart: concurrent, lent: true, patience, told })
+        Ok(Self { name, notes, registrar: bus, queues, memories, areas, ceiling, apart: concurrent, patience, told })
     }
 
     /// A device that is a file, or two. What a regular file or a block device holds is put back after a measurement; what a
@@ -217,21 +214,11 @@ impl Target {
         let node = FileDevice::open(paths, options)?;
         let notes = vec![format!("by {}", node.how())];
         let memories = Memories::One(node.memory_len());
-        let bus = Arc::new(node.bus().clone());
+        let registrar = Arc::new(node.bus().clone());
         let queues = vec![share(node.queue()?)];
         let ceiling = Ceiling::Files(node);
         let (areas, patience, told) = (Vec::new(), PATIENCE, Arc::default());
-        Ok(Self { name, notes, bus, queues, memories, areas, ceiling, apart: false, lent: false, patience, told })
-    }
-
-    /// Where buffers with the best pages of this kind come from; `None` for the best there are.
-    pub(crate) fn heap(&self, best: Option<PageKind>) -> Box<dyn Heap> {
-        match (self.lent, best) {
-            (false, None) => Box::new(AnonHeap::new()),
-            (false, Some(best)) => Box::new(AnonHeap::starting_at(best)),
-            // Reserved huge pages cannot be lent.
-            (true, best) => Box::new(MemfdHeap::starting_at(best.unwrap_or(PageKind::Transparent))),
-        }
+        Ok(Self { name, notes, registrar, queues, memories, areas, ceiling, apart: false, patience, told })
     }
 
     /// The number of channels.

@@ -6,7 +6,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 
 use dmalane::JoinedChannel;
 use dmalane::card::CardTables;
-use dmalane::dma::HostBus;
+use dmalane::dma::Mmio;
 use dmalane::iopt::X86_64_4Level;
 use dmalane::load::{Device, save_bytes};
 use dmalane::trace::{Header, Recorder};
@@ -22,7 +22,7 @@ pub struct Recording {
 
 impl Recording {
     /// Records what is bound on a device from now on, for the file `to`.
-    pub fn of<B: HostBus>(
+    pub fn of<B: Mmio>(
         device: &mut Device<JoinedChannel<B>, X86_64_4Level, CardTables<B>>,
         to: &Path,
     ) -> Result<Self, Failure> {

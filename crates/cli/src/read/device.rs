@@ -6,7 +6,7 @@ use std::time::Duration;
 use dmalane::addr::{Access, PageSize};
 use dmalane::card::CardConfig;
 use dmalane::daemon::Client;
-use dmalane::dma::{Heap, HostBus, HostConfig};
+use dmalane::dma::{Heap, HostConfig, Mmio};
 use dmalane::load::fill::{Filled, Job, Watch};
 use dmalane::queue::{self, DeviceAddr, Operation, Queue, QueueAddr, Registered};
 use dmalane::{
@@ -73,29 +73,29 @@ pub fn open(device: &Device, ddr: Option<u64>, buffers: &[u64]) -> Result<Box<dy
             on(client, CardUse::default(), buffers, hint)
         }
         Device::Pci(name @ PciCard::Vfio(bdf)) => {
-            on(open_pci_card(bdf).map_err(|e| name.refused(&e))?, CardUse::vfio(), buffers, AS_IT_IS)
+            on(open_pci_card(bdf).map_err(|e| name.refused(&e))?, CardUse::pci(), buffers, AS_IT_IS)
         }
         Device::Pci(name @ PciCard::VfioUser(socket)) => {
-            on(connect_pci_card(socket).map_err(|e| name.refused(&e))?, CardUse::vfio_user(), buffers, AS_IT_IS)
+            on(connect_pci_card(socket).map_err(|e| name.refused(&e))?, CardUse::pci(), buffers, AS_IT_IS)
         }
     }
 }
 
-fn on<B: HostBus + 'static>(bus: B, how: CardUse, buffers: &[u64], hint: &str) -> Result<Box<dyn Target>, Failure> {
+fn on<B: Mmio + 'static>(bus: B, how: CardUse, buffers: &[u64], hint: &str) -> Result<Box<dyn Target>, Failure> {
     let bus = Arc::new(bus);
     let parts = CardDevice::parts_on(bus.clone(), how).map_err(|e| Failure::because("cannot open the card", &e))?;
     Ok(Box::new(On::new(parts, bus, buffers, hint)?))
 }
 
 /// A card on a bus.
-struct On<B: HostBus> {
+struct On<B: Mmio> {
     card: CardParts<B>,
     bus: Arc<B>,
     /// Where each buffer goes.
     to: Vec<DeviceAddr>,
 }
 
-impl<B: HostBus + 'static> On<B> {
+impl<B: Mmio + 'static> On<B> {
     fn new(mut card: CardParts<B>, bus: Arc<B>, buffers: &[u64], hint: &str) -> Result<Self, Failure> {
         let mut to = Vec::new();
         for len in buffers {
@@ -111,7 +111,7 @@ impl<B: HostBus + 'static> On<B> {
     }
 }
 
-impl<B: HostBus + 'static> Target for On<B> {
+impl<B: Mmio + 'static> Target for On<B> {
     fn read(
         &mut self,
         heap: &dyn Heap,

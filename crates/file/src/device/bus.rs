@@ -4,15 +4,13 @@ use std::collections::BTreeSet;
 use std::ops::Range;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
-use std::time::Duration;
 
 use dmalane_addr::{Access, Iova, Lease, PageSize, PhysAddr, RangeAllocator, RangeCache, SgTable, Span};
-use dmalane_dma::{BufferRef, Error, HostBus, Mapping, Pinned, Undo};
+use dmalane_dma::{BufferRef, Error, Mapping, Pinned, Registrar, Undo};
 
 /// Makes registrations for the queues of one [`FileDevice`](super::FileDevice).
 ///
-/// Their IOVAs mean nothing to a device; no two registrations ever have the same, so that a queue can tell them apart. There are no
-/// registers.
+/// Their IOVAs mean nothing to a device; no two registrations ever have the same, so that a queue can tell them apart.
 #[derive(Clone)]
 pub struct FileDeviceBus(Arc<Names>);
 
@@ -73,18 +71,18 @@ impl Undo for Names {
     fn unpin(&self, _: &SgTable<PhysAddr>) {}
 }
 
-impl HostBus for FileDeviceBus {
+impl Registrar for FileDeviceBus {
     /// Pins nothing: the kernel pins the pages of each request, or those of fixed buffers.
-    fn pin(&self, share: &BufferRef) -> Result<Pinned, Error> {
-        Ok(Pinned::new(share.clone(), None, self.owner()))
+    fn pin(&self, buffer: &BufferRef) -> Result<Pinned, Error> {
+        Ok(Pinned::new(buffer.clone(), None, self.owner()))
     }
 
-    fn pin_range(&self, share: &BufferRef, range: Range<usize>) -> Result<Pinned, Error> {
-        let whole = |n: usize| n.is_multiple_of(PageSize::SIZE_4K.bytes() as usize) || n == share.len();
-        if range.start >= range.end || range.end > share.len() || !whole(range.start) || !whole(range.end) {
-            return Err(Error::BadRange { range, len: share.len() });
+    fn pin_range(&self, buffer: &BufferRef, range: Range<usize>) -> Result<Pinned, Error> {
+        let whole = |n: usize| n.is_multiple_of(PageSize::SIZE_4K.bytes() as usize) || n == buffer.len();
+        if range.start >= range.end || range.end > buffer.len() || !whole(range.start) || !whole(range.end) {
+            return Err(Error::BadRange { range, len: buffer.len() });
         }
-        Ok(Pinned::of_range(share.clone(), range, None, self.owner()))
+        Ok(Pinned::of_range(buffer.clone(), range, None, self.owner()))
     }
 
     fn map(&self, pinned: Pinned, access: Access) -> Result<Mapping, Error> {
@@ -104,24 +102,6 @@ impl HostBus for FileDeviceBus {
 
     fn owns(&self, mapping: &Mapping) -> bool {
         mapping.pinned().is_from(&self.0)
-    }
-
-    fn read32(&self, bar: u8, offset: u64) -> Result<u32, Error> {
-        Err(Error::NoRegister { bar, offset, bytes: 4 })
-    }
-
-    fn write32(&self, bar: u8, offset: u64, _: u32) -> Result<(), Error> {
-        Err(Error::NoRegister { bar, offset, bytes: 4 })
-    }
-
-    fn write_bytes(&self, bar: u8, offset: u64, bytes: &[u8]) -> Result<(), Error> {
-        Err(Error::NoRegister { bar, offset, bytes: bytes.len() as u64 })
-    }
-
-    /// There are no interrupts.
-    fn wait(&self, timeout: Duration) -> bool {
-        std::thread::sleep(timeout.min(Duration::from_millis(1)));
-        false
     }
 }
 
@@ -151,7 +131,7 @@ mod tests {
             drop(registered);
             assert!(!bus.is_live(first) && bus.given_up() == before + 1);
         }
-        assert!(buf.share().holds(&buf.into_part()), "no registration holds the memory");
+        assert!(buf.reference().holds(&buf.into_part()), "no registration holds the memory");
     }
 
     #[test]
@@ -159,13 +139,12 @@ mod tests {
         let bus = FileDeviceBus::new();
         let buf = AnonHeap::new().allocate(8192).unwrap().share();
         for range in [0..0, 1..4096, 0..4097, 4096..12288] {
-            assert!(matches!(bus.pin_range(&buf.share(), range), Err(Error::BadRange { .. })));
+            assert!(matches!(bus.pin_range(&buf.reference(), range), Err(Error::BadRange { .. })));
         }
-        let half = Registered::of_range(&bus, &buf.share(), 4096..8192, Access::READ).unwrap();
+        let half = Registered::of_range(&bus, &buf.reference(), 4096..8192, Access::READ).unwrap();
         assert_eq!(half.mapping().span().len(), 4096);
         let host: SoftHost = SoftHost::new(HostConfig::default()).unwrap();
-        assert!(bus.map(host.pin(&buf.share()).unwrap(), Access::RW).is_err());
+        assert!(bus.map(host.pin(&buf.reference()).unwrap(), Access::RW).is_err());
         assert!(!FileDeviceBus::new().owns(half.mapping()));
-        assert!(bus.read32(0, 0).is_err() && bus.write32(0, 0, 1).is_err() && bus.write_bytes(2, 0, &[1]).is_err());
     }
 }
