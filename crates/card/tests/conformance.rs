@@ -9,7 +9,7 @@ use dmalane_iopt::{Arm64S1_4k, Format, PageTable, X86_64_4Level};
 use dmalane_queue::conformance::{Fixture, suite};
 use dmalane_queue::{
     AddressPolicy, BalancePolicy, Class, DeviceAddr, DeviceQueue, Fenced, HostSlice, Queue, Registered, SharedHandle,
-    SharedLimits, SharedQueue, Split,
+    SharedOptions, SharedQueue, Split,
 };
 
 const MIB: u64 = 1 << 20;
@@ -114,7 +114,7 @@ impl<F: Format> Kind<F> for Balanced {
 impl<F: Format> Kind<F> for Shared {
     type Queue = SharedHandle<CardQueue<Bus<F>>>;
     fn queue(card: &Card<Bus<F>>) -> Self::Queue {
-        let limits = SharedLimits { inside: 16, total: 100 };
+        let limits = SharedOptions { inside: 16, total: 100, ..SharedOptions::default() };
         SharedQueue::new(card.queue(0).unwrap(), limits).handle(Class::Normal)
     }
 }

@@ -128,6 +128,15 @@ pub fn nonzero(text: &str) -> Result<Size, SizeError> {
     }
 }
 
+/// A parser of sizes from `least` to `most`.
+pub fn between(least: Size, most: Size) -> impl Fn(&str) -> Result<Size, String> + Clone + Send + Sync + 'static {
+    move |text| match text.parse::<Size>() {
+        Ok(size) if (least.0..=most.0).contains(&size.0) => Ok(size),
+        Ok(_) => Err(format!("not from {least} to {most}")),
+        Err(e) => Err(e.to_string()),
+    }
+}
+
 /// Upper case as printed, or all lower case: `Gb`, a gigabit, is neither.
 fn unit_bytes(unit: &str) -> Result<u128, SizeError> {
     if unit.is_empty() {

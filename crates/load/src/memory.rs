@@ -9,11 +9,13 @@ use crate::Error;
 
 /// Where buffers go on the card.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
+#[cfg_attr(feature = "clap", derive(clap::ValueEnum))]
 pub enum Placement {
     /// In DDR; transfers to it are shared between the channels.
     #[default]
     Ddr,
     /// In both halves of HBM, 2 MiB here and 2 MiB there, so that both channels are busy.
+    #[cfg_attr(feature = "clap", value(alias = "hbm-striped"))]
     Hbm,
     /// In one half of HBM, the one with more room; transfers take that half's channel.
     HbmHalf,

@@ -2,14 +2,42 @@
 
 use std::process::ExitCode;
 
+use clap::Args;
 use dmalane::CARD_PCI_ID;
 use dmalane::daemon::{self, SOCKET};
 use serde::Serialize;
 
-use crate::cli::{CARD_DDR, CARD_HBM};
+use crate::device::{CARD_DDR, CARD_HBM};
 use crate::failure::Failure;
 use crate::probe::Probe;
 use crate::{output, pci, size};
+
+const EXAMPLES: &str = "\
+Examples:
+  dmalane devices
+  dmalane devices --json | jq -r '.devices[].name'";
+
+/// List the devices that can be loaded to.
+#[derive(Args)]
+#[command(after_help = EXAMPLES)]
+pub struct Devices {
+    /// Print the list as JSON
+    #[arg(long)]
+    json: bool,
+}
+
+impl Devices {
+    /// Lists the devices.
+    pub fn run(self) -> Result<ExitCode, Failure> {
+        let listing = Listing { schema: 1, command: "devices", devices: list(&Probe::machine()) };
+        if self.json {
+            output::print_json(&listing)?;
+        } else {
+            output::print(&text(&listing.devices))?;
+        }
+        Ok(ExitCode::SUCCESS)
+    }
+}
 
 #[derive(Serialize)]
 struct Listing {
@@ -39,17 +67,6 @@ enum Kind {
 struct Memory {
     name: &'static str,
     default_bytes: u64,
-}
-
-/// Lists the devices.
-pub fn run(probe: &Probe, json: bool) -> Result<ExitCode, Failure> {
-    let listing = Listing { schema: 1, command: "devices", devices: list(probe) };
-    if json {
-        output::print_json(&listing)?;
-    } else {
-        output::print(&text(&listing.devices))?;
-    }
-    Ok(ExitCode::SUCCESS)
 }
 
 fn list(probe: &Probe) -> Vec<Device> {

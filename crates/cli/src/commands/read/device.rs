@@ -5,19 +5,16 @@ use std::time::Duration;
 
 use dmalane::addr::{Access, PageSize};
 use dmalane::card::CardConfig;
-use dmalane::daemon::Client;
-use dmalane::dma::{Heap, HostConfig, Mmio};
+use dmalane::dma::{Heap, Mmio};
 use dmalane::load::fill::{Filled, Job, Watch};
 use dmalane::queue::{self, DeviceAddr, Operation, Queue, QueueAddr, Registered};
 use dmalane::{
     CardDevice, CardParts, CardUse, MappedRead, ReadError, ReadOptions, ReadSource, SoftConfig, SoftDevice,
-    connect_pci_card, open_pci_card, read_to_device,
+    read_to_device,
 };
 
-use crate::cli::CARD_DDR;
+use crate::device::{CARD_DDR, Device, OnBus, cannot_open, large_host, no_soft_card};
 use crate::failure::Failure;
-use crate::load::{Device, no_card, share_of};
-use crate::pci_card::PciCard;
 use crate::size::binary;
 
 /// HBM of the software card, or asked of a daemon: what is read goes to DDR.
@@ -26,9 +23,6 @@ const HBM: u64 = 4 << 20;
 const STEP: usize = 2 << 20;
 /// A card in software ends what it has begun long before.
 const PATIENCE: Duration = Duration::from_secs(30);
-
-/// What to do when a card that is a PCI device is too small.
-const AS_IT_IS: &str = "read less at a time with --range";
 
 /// A card with room for some buffers, behind whichever bus.
 pub trait Target {
@@ -46,45 +40,41 @@ pub trait Target {
     fn verify(&mut self, filled: &Filled) -> Result<(), Failure>;
 }
 
-/// Memory for it has to be such that another process can map it.
-pub fn shares(device: &Device) -> bool {
-    matches!(device, Device::Daemon(_) | Device::Pci(PciCard::VfioUser(_)))
-}
-
 /// Opens the card, with or of so many bytes of DDR, and takes room for buffers of these lengths.
 pub fn open(device: &Device, ddr: Option<u64>, buffers: &[u64]) -> Result<Box<dyn Target>, Failure> {
-    match device {
+    let hint = match device {
         Device::Soft => {
             let ddr = ddr.unwrap_or(CARD_DDR.bytes());
             let config = SoftConfig {
                 card: CardConfig { ddr, hbm: HBM, ..CardConfig::default() },
-                // Synthetic memory costs nothing until it is pinned.
-                host: HostConfig { memory: 16 << 40, ..HostConfig::default() },
+                host: large_host(),
                 ..SoftConfig::default()
             };
-            let (card, bus) = SoftDevice::parts(config).map_err(|e| no_card(&e, ddr, HBM))?;
+            let (card, bus) = SoftDevice::parts(config).map_err(|e| no_soft_card(&e, ddr, HBM))?;
             let hint = format!("--card-ddr makes it larger than {}", binary(ddr));
-            Ok(Box::new(On::new(card, bus, buffers, &hint)?))
+            return Ok(Box::new(On::new(card, bus, buffers, &hint)?));
         }
-        Device::Daemon(socket) => {
-            let client = Client::connect(share_of(socket, ddr, Some(HBM)))?;
-            let hint =
-                "--card-ddr asks for more of the daemon's card, up to what a client may have (dmalaned --client-ddr)";
-            on(client, CardUse::default(), buffers, hint)
+        Device::Daemon(_) => {
+            "--card-ddr asks for more of the daemon's card, up to what a client may have (dmalaned --client-ddr)"
         }
-        Device::Pci(name @ PciCard::Vfio(bdf)) => {
-            on(open_pci_card(bdf).map_err(|e| name.refused(&e))?, CardUse::pci(), buffers, AS_IT_IS)
-        }
-        Device::Pci(name @ PciCard::VfioUser(socket)) => {
-            on(connect_pci_card(socket).map_err(|e| name.refused(&e))?, CardUse::pci(), buffers, AS_IT_IS)
-        }
-    }
+        _ => "read less at a time with --range",
+    };
+    device.connect(ddr, Some(HBM), Opening { buffers, hint })
 }
 
-fn on<B: Mmio + 'static>(bus: B, how: CardUse, buffers: &[u64], hint: &str) -> Result<Box<dyn Target>, Failure> {
-    let bus = Arc::new(bus);
-    let parts = CardDevice::parts_on(bus.clone(), how).map_err(|e| Failure::because("cannot open the card", &e))?;
-    Ok(Box::new(On::new(parts, bus, buffers, hint)?))
+/// Opens a card that is not in this process.
+struct Opening<'a> {
+    buffers: &'a [u64],
+    hint: &'a str,
+}
+
+impl OnBus for Opening<'_> {
+    type Output = Box<dyn Target>;
+
+    fn run<B: Mmio + 'static>(self, bus: Arc<B>, how: CardUse) -> Result<Box<dyn Target>, Failure> {
+        let parts = CardDevice::parts_on(bus.clone(), how).map_err(|e| cannot_open(&e))?;
+        Ok(Box::new(On::new(parts, bus, self.buffers, self.hint)?))
+    }
 }
 
 /// A card on a bus.
