@@ -8,10 +8,11 @@ use std::time::Duration;
 
 use crate::link::{Half, Limit, Link, Slow, assumptions};
 use dmalane_addr::{CardAddr, Span};
-use dmalane_card::{Card, CardConfig, CardQueue, SoftBus, Workers};
-use dmalane_dma::{HostConfig, Mmio, Registrar, SoftHost};
+use dmalane_card::{Card, CardQueue};
+use dmalane_dma::{Mmio, Registrar};
 use dmalane_file::{FileDevice, FileDeviceOptions, FileDevicePaths};
 use dmalane_queue::{Area, Class, DeviceAddr, DeviceQueue, Queue, Route, SharedHandle, SharedOptions, SharedQueue};
+use dmalane_sim::{CardConfig, HostConfig, SoftBus, SoftHost, Workers};
 
 use crate::kept::Kept;
 use crate::place::Memories;

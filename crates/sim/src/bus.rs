@@ -1,0 +1,156 @@
+//! The software card on the bus of a software host.
+
+use std::ops::Range;
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::sync::{Arc, Condvar, Mutex, OnceLock, PoisonError};
+use std::time::Duration;
+
+use crate::DevicePort;
+use crate::SoftHost;
+use dmalane_addr::{Access, CardAddr};
+use dmalane_dma::{self as mem, BufferRef, Mapping, Mmio, Pinned, Registrar};
+use dmalane_iopt::{Arm64S1_4k, Format, X86_64_4Level};
+
+use rustix::event::{EventfdFlags, eventfd};
+
+use crate::memory::CardMemory;
+use crate::{CardConfig, Error, SoftCard};
+use dmalane_card::regs::{BAR_MEMORY, MAX_CHANNELS};
+
+/// A [`SoftCard`] behind the IOMMU of a [`SoftHost`]. The IOMMU's tables have format `F`, those of the card's MMU
+/// format `M`.
+pub struct SoftBus<F: Format = Arm64S1_4k, M: Format = X86_64_4Level> {
+    card: SoftCard<DevicePort<F>, M>,
+    host: SoftHost<F>,
+    interrupts: Arc<Interrupts>,
+}
+
+impl<F: Format, M: Format> SoftBus<F, M> {
+    /// Puts a new card into `host`.
+    ///
+    /// # Errors
+    /// Those of [`SoftCard::new`].
+    pub fn new(host: SoftHost<F>, config: CardConfig) -> Result<Self, Error> {
+        let interrupts = Arc::<Interrupts>::default();
+        let raised = interrupts.clone();
+        let card = SoftCard::new(config, || host.port(), move |channel| raised.raise(channel))?;
+        Ok(Self { card, host, interrupts })
+    }
+
+    /// The host: its counters and faults.
+    pub fn host(&self) -> &SoftHost<F> {
+        &self.host
+    }
+
+    /// The card's memories, behind the back of its channels.
+    pub fn memory(&self) -> &CardMemory {
+        self.card.memory()
+    }
+}
+
+impl<F: Format, M: Format> Registrar for SoftBus<F, M> {
+    fn pin(&self, buffer: &BufferRef) -> Result<Pinned, mem::Error> {
+        self.host.pin(buffer)
+    }
+
+    fn map(&self, pinned: Pinned, access: Access) -> Result<Mapping, mem::Error> {
+        self.host.map(pinned, access)
+    }
+
+    fn pin_range(&self, buffer: &BufferRef, range: Range<usize>) -> Result<Pinned, mem::Error> {
+        self.host.pin_range(buffer, range)
+    }
+
+    fn map_list(&self, pinned: Vec<Pinned>, access: Access) -> Result<Mapping, mem::Error> {
+        self.host.map_list(pinned, access)
+    }
+
+    fn pin_limit(&self) -> Option<u64> {
+        self.host.pin_limit()
+    }
+
+    fn owns(&self, mapping: &Mapping) -> bool {
+        self.host.owns(mapping)
+    }
+}
+
+impl<F: Format, M: Format> Mmio for SoftBus<F, M> {
+    fn read32(&self, bar: u8, offset: u64) -> Result<u32, mem::Error> {
+        self.card.read32(bar, offset).ok_or(mem::Error::NoRegister { bar, offset, bytes: 4 })
+    }
+
+    fn write32(&self, bar: u8, offset: u64, value: u32) -> Result<(), mem::Error> {
+        self.card.write32(bar, offset, value).ok_or(mem::Error::NoRegister { bar, offset, bytes: 4 })
+    }
+
+    /// Writes card memory through BAR 2. Whole aligned 64-bit words are written each in one piece, in order.
+    fn write_bytes(&self, bar: u8, offset: u64, bytes: &[u8]) -> Result<(), mem::Error> {
+        let nowhere = mem::Error::NoRegister { bar, offset, bytes: bytes.len() as u64 };
+        if bar != BAR_MEMORY {
+            return Err(nowhere);
+        }
+        self.memory().write(CardAddr::new(offset), bytes).map_err(|e| match e {
+            Error::NoMemory { source, .. } => mem::Error::Allocate { len: bytes.len(), kind: "card memory", source },
+            _ => nowhere,
+        })
+    }
+
+    fn progress(&self) -> bool {
+        self.card.progress()
+    }
+
+    fn works_alone(&self) -> bool {
+        self.card.works_alone()
+    }
+
+    fn wait(&self, timeout: Duration) -> bool {
+        self.interrupts.wait(timeout)
+    }
+
+    fn event(&self, channel: usize) -> Option<BorrowedFd<'_>> {
+        self.interrupts.event(channel)
+    }
+}
+
+impl<F: Format, M: Format> std::fmt::Debug for SoftBus<F, M> {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("SoftBus").field("card", &self.card).finish_non_exhaustive()
+    }
+}
+
+/// The card's interrupts: one line, pending until somebody has waited for it, and an eventfd for each channel that somebody asked
+/// for.
+#[derive(Default)]
+struct Interrupts {
+    pending: Mutex<bool>,
+    raised: Condvar,
+    events: [OnceLock<OwnedFd>; MAX_CHANNELS as usize],
+}
+
+impl Interrupts {
+    fn raise(&self, channel: usize) {
+        if let Some(event) = self.events.get(channel).and_then(OnceLock::get) {
+            // It fails only when the counter is full: then the event is readable anyway.
+            let _ = rustix::io::write(event, &1u64.to_ne_bytes());
+        }
+        *self.pending.lock().unwrap_or_else(PoisonError::into_inner) = true;
+        self.raised.notify_all();
+    }
+
+    fn event(&self, channel: usize) -> Option<BorrowedFd<'_>> {
+        let slot = self.events.get(channel)?;
+        if slot.get().is_none() {
+            let made = eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK).ok()?;
+            // Another thread may have been faster: then its is the one.
+            let _ = slot.set(made);
+        }
+        slot.get().map(AsFd::as_fd)
+    }
+
+    fn wait(&self, timeout: Duration) -> bool {
+        let pending = self.pending.lock().unwrap_or_else(PoisonError::into_inner);
+        let (mut pending, _) =
+            self.raised.wait_timeout_while(pending, timeout, |p| !*p).unwrap_or_else(PoisonError::into_inner);
+        std::mem::take(&mut *pending)
+    }
+}

@@ -1,0 +1,152 @@
+//! The frame directory: which buffer's bytes a synthetic frame stands for.
+#![allow(unsafe_code)]
+
+use dmalane_addr::{PhysAddr, SgTable};
+use dmalane_dma::{BufferRef, VolatileSlice};
+
+use super::frames::{FRAME, ZONE, frame_of};
+
+/// Which page of which buffer; `FREE` when of none.
+#[derive(Clone, Copy)]
+struct Owner {
+    slot: u32,
+    page: u32,
+}
+
+/// Contiguous bytes of one buffer.
+#[derive(Clone, Copy)]
+pub(super) struct Stretch {
+    slot: u32,
+    offset: u64,
+    len: u64,
+}
+
+impl Stretch {
+    /// Bytes.
+    #[inline]
+    pub(super) fn len(&self) -> u64 {
+        self.len
+    }
+
+    /// What is left behind the first `bytes`, which are fewer than it has.
+    #[inline]
+    pub(super) fn skip(self, bytes: u64) -> Stretch {
+        Stretch { offset: self.offset + bytes, len: self.len - bytes, ..self }
+    }
+
+    /// The first `bytes` at most.
+    #[inline]
+    pub(super) fn at_most(self, bytes: u64) -> Stretch {
+        Stretch { len: self.len.min(bytes), ..self }
+    }
+
+    /// This stretch and `next` as one, when `next` continues it.
+    #[inline]
+    pub(super) fn join(self, next: Stretch) -> Option<Stretch> {
+        let continues = self.slot == next.slot && self.offset + self.len == next.offset;
+        continues.then_some(Stretch { len: self.len + next.len, ..self })
+    }
+}
+
+const FREE: Owner = Owner { slot: u32::MAX, page: 0 };
+
+#[derive(Default)]
+pub(super) struct Directory {
+    zones: Vec<Vec<Owner>>,
+    slots: Vec<Option<BufferRef>>,
+    vacant: Vec<u32>,
+    frames: u64,
+}
+
+impl Directory {
+    /// Enters the frames of a buffer from one of its pages on. `None`, and nothing entered, when it has more pages or the directory more buffers
+    /// than 32 bits count.
+    pub(super) fn enter(&mut self, buffer: BufferRef, first: u64, frames: &SgTable<PhysAddr>) -> Option<()> {
+        u32::try_from(first.checked_add(frames.len() / FRAME)?).ok()?;
+        let slot = match self.vacant.pop() {
+            Some(slot) => slot,
+            None => {
+                let slot = u32::try_from(self.slots.len()).ok().filter(|s| *s != FREE.slot)?;
+                self.slots.push(None);
+                slot
+            }
+        };
+        self.slots[slot as usize] = Some(buffer);
+        self.frames += frames.len() / FRAME;
+        let mut page = first as u32; // checked above, with all that follow
+        self.set(frames, || {
+            page += 1;
+            Owner { slot, page: page - 1 }
+        });
+        Some(())
+    }
+
+    /// Removes a buffer's frames again.
+    pub(super) fn remove(&mut self, frames: &SgTable<PhysAddr>) {
+        if let Some(first) = frames.segments().next()
+            && let Some(owner) = self.owner(first.addr)
+        {
+            self.slots[owner.slot as usize] = None;
+            self.vacant.push(owner.slot);
+        }
+        self.frames -= frames.len() / FRAME;
+        self.set(frames, || FREE);
+    }
+
+    /// Frames that stand for something.
+    pub(super) fn frames(&self) -> u64 {
+        self.frames
+    }
+
+    /// The buffer's bytes behind `addr`, up to `len` of them as far as they are contiguous in the buffer too. `None` for
+    /// a frame that stands for nothing.
+    pub(super) fn locate(&self, addr: PhysAddr, len: u64) -> Option<Stretch> {
+        let first = self.owner(addr)?;
+        let within = addr.bits() % FRAME;
+        let mut have = FRAME - within;
+        while have < len {
+            let next = PhysAddr::new(addr.bits().checked_add(have)?);
+            // `have + within` is a whole number of frames; a page number plus a length that fits a buffer fits 64 bits.
+            let page = u64::from(first.page) + (have + within) / FRAME;
+            match self.owner(next) {
+                Some(o) if o.slot == first.slot && u64::from(o.page) == page => have += FRAME,
+                _ => break,
+            }
+        }
+        Some(Stretch { slot: first.slot, offset: u64::from(first.page) * FRAME + within, len: have.min(len) })
+    }
+
+    /// The bytes of a stretch.
+    #[inline]
+    pub(super) fn view(&self, stretch: Stretch) -> Option<VolatileSlice<'_>> {
+        let buffer = self.slots.get(stretch.slot as usize)?.as_ref()?;
+        // SAFETY: `HeldPort::access` writes only where a leaf of the IOMMU permits it, under the lock that
+        // `Undo::unmap` takes to remove the leaf. `map_list` lets each `Pinned` admit the access before it makes the
+        // leaf, and `Mapping` drops them after the unmapping.
+        let bytes = unsafe { buffer.device_view() };
+        bytes.sub(usize::try_from(stretch.offset).ok()?, usize::try_from(stretch.len).ok()?)
+    }
+
+    fn owner(&self, addr: PhysAddr) -> Option<Owner> {
+        let frame = frame_of(addr)?;
+        let owner = *self.zones.get((frame / ZONE) as usize)?.get((frame % ZONE) as usize)?;
+        (owner.slot != FREE.slot).then_some(owner)
+    }
+
+    fn set(&mut self, frames: &SgTable<PhysAddr>, mut owner: impl FnMut() -> Owner) {
+        for segment in frames.segments() {
+            let first = frame_of(segment.addr).expect("frames of this host");
+            for frame in first..first + (segment.len / FRAME) as u32 {
+                let zone = (frame / ZONE) as usize;
+                if zone >= self.zones.len() {
+                    self.zones.resize_with(zone + 1, Vec::new);
+                }
+                let zone = &mut self.zones[zone];
+                if zone.is_empty() {
+                    zone.resize(ZONE as usize, FREE);
+                }
+                zone[(frame % ZONE) as usize] = owner();
+            }
+        }
+    }
+}

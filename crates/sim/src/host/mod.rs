@@ -1,0 +1,569 @@
+//! The software host: physical frames and an IOMMU, in process.
+//!
+//! A device model gets host memory only through [`DevicePort`]: IOVA, then the IOMMU's page tables (with a small IOTLB in
+//! front), then the frame directory, then bytes. What is not mapped cannot be reached; the refusal is recorded as a
+//! fault.
+//!
+//! Frames are synthetic (see `frames.rs`) and 4 KiB each whatever pages are really behind a buffer, so that the
+//! fragmentation asked for is the fragmentation had.
+//!
+//! One reader-writer lock orders devices against the driver: a device holds it for reading while it copies, unmapping
+//! takes it for writing. When [`Mapping`] has been dropped, no copy through it is under way and none can begin.
+
+mod directory;
+mod frames;
+mod iotlb;
+
+use std::collections::VecDeque;
+use std::ops::Range;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock, RwLockReadGuard, TryLockError};
+
+use dmalane_addr::{Access, Address, Iova, Lease, PageSize, PhysAddr, RangeAllocator, RangeCache, SgTable, Span};
+use dmalane_dma::{
+    BufferRef, CopyHint, DeviceMem, DmaFault, Error, FaultReason, HeldMem, Mapping, Pinned, Registrar, Undo,
+    VolatileSlice,
+};
+use dmalane_iopt::{Arm64S1_4k, Format, HeapTables, PageTable};
+
+use self::directory::{Directory, Stretch};
+use self::frames::{FRAME, Frames};
+use self::iotlb::Iotlb;
+
+/// How the software host is made.
+#[derive(Clone, Copy, Debug)]
+pub struct HostConfig {
+    /// Physical memory in bytes, at most 16 TiB; rounded down to whole 64 MiB. Only what is pinned costs anything.
+    pub memory: u64,
+    /// 0 (every buffer in one piece) to 1 (every frame on its own).
+    pub fragmentation: f64,
+    /// Same seed, same frames.
+    pub seed: u64,
+}
+
+impl Default for HostConfig {
+    /// 64 GiB, fragmented like a machine that has been up for a week.
+    fn default() -> Self {
+        Self { memory: 64 << 30, fragmentation: 0.5, seed: 1 }
+    }
+}
+
+/// The kernel's table memory starts here, well away from the frames: a walker that confuses the two hits nothing.
+const TABLES_BASE: u64 = 1 << 46;
+/// IOVAs: 39 bits as on small VT-d units, without the first MiB and the x86 interrupt window.
+const IOVA_FIRST: u64 = 1 << 20;
+const IOVA_LAST: u64 = (1 << 39) - 1;
+const MSI_WINDOW: u64 = 0xfee0_0000;
+const MSI_LEN: u64 = 1 << 20;
+/// Faults kept; older ones are only counted.
+const FAULT_LOG: usize = 256;
+
+/// What the device side reads and the driver side changes.
+struct Translation<F: Format> {
+    table: PageTable<F, Iova, PhysAddr, HeapTables<PhysAddr>>,
+    directory: Directory,
+}
+
+struct Inner<F: Format> {
+    translation: RwLock<Translation<F>>,
+    frames: Mutex<Frames>,
+    iovas: Mutex<RangeCache<Iova>>,
+    /// Counts invalidations; an IOTLB filled under another value is stale.
+    epoch: AtomicU64,
+    faults: Mutex<FaultLog>,
+    /// Bytes.
+    pin_limit: AtomicU64,
+    /// Of every port there is: a counter of one's own costs no locked instruction.
+    ports: Mutex<Vec<Arc<PortCounters>>>,
+    /// Hits and misses of ports that are gone.
+    retired: Mutex<(u64, u64)>,
+}
+
+/// Written by one port, read by anyone.
+#[derive(Default)]
+struct PortCounters {
+    hits: AtomicU64,
+    misses: AtomicU64,
+}
+
+#[derive(Default)]
+struct FaultLog {
+    recent: VecDeque<DmaFault>,
+    total: u64,
+}
+
+/// Counters of a [`SoftHost`].
+#[derive(Clone, PartialEq, Eq, Debug, Default)]
+pub struct HostStats {
+    /// Translations found in an IOTLB.
+    pub iotlb_hits: u64,
+    /// Translations that walked the page tables.
+    pub iotlb_misses: u64,
+    /// Accesses refused.
+    pub faults: u64,
+    /// Frames of 4 KiB pinned now.
+    pub pinned_frames: u64,
+    /// Live page-table leaves by size.
+    pub leaves: Vec<(PageSize, u64)>,
+    /// Tables in use, the root included.
+    pub tables: usize,
+}
+
+/// Synthetic physical memory behind an IOMMU of page-table format `F`. Clones are handles to the same host.
+///
+/// ```
+/// use dmalane_addr::{Access, Address};
+/// use dmalane_dma::{AnonHeap, CopyHint, DeviceMem, Heap};
+/// use crate::{HostConfig, SoftHost};
+/// let host: SoftHost = SoftHost::new(HostConfig::default())?;
+/// let buf = AnonHeap::new().allocate(1 << 20)?.share();
+/// let mapping = host.map(host.pin(&buf.reference())?, Access::READ)?;
+/// let mut device = host.port();
+/// let iova = mapping.span().first();
+/// let mut word = [0; 4];
+/// device.read_bytes(iova, &mut word).unwrap();
+/// device.write_bytes(iova, &word).unwrap_err(); // mapped for reading only
+/// drop(mapping);
+/// device.read_bytes(iova, &mut word).unwrap_err(); // no longer mapped
+/// assert_eq!(host.stats().faults, 2);
+/// # Ok::<(), dmalane_dma::Error>(())
+/// ```
+pub struct SoftHost<F: Format = Arm64S1_4k>(Arc<Inner<F>>);
+
+impl<F: Format> Clone for SoftHost<F> {
+    fn clone(&self) -> Self {
+        Self(self.0.clone())
+    }
+}
+
+impl<F: Format> SoftHost<F> {
+    /// A host with nothing pinned.
+    ///
+    /// # Errors
+    /// [`PageTable`](crate::Error::PageTable) when the root table cannot be made.
+    pub fn new(config: HostConfig) -> Result<Self, Error> {
+        let space = Span::inclusive(Iova::new(IOVA_FIRST), Iova::new(IOVA_LAST)).expect("a constant span");
+        // The window is never given back.
+        let mut iovas = RangeAllocator::new(space, PageSize::SIZE_4K);
+        let msi = Span::new(Iova::new(MSI_WINDOW), MSI_LEN).expect("a constant span");
+        iovas.reserve(msi).expect("the window lies within the space");
+        let table = PageTable::new(HeapTables::new(PhysAddr::new(TABLES_BASE)))
+            .map_err(|source| crate::Error::PageTable { span: space, source })?;
+        let limit = u32::try_from(config.memory.min(16 << 40) / FRAME).unwrap_or(u32::MAX);
+        Ok(Self(Arc::new(Inner {
+            translation: RwLock::new(Translation { table, directory: Directory::default() }),
+            frames: Mutex::new(Frames::new(limit, config.fragmentation, config.seed)),
+            iovas: Mutex::new(RangeCache::new(iovas)),
+            epoch: AtomicU64::new(0),
+            faults: Mutex::default(),
+            pin_limit: AtomicU64::new(u64::MAX),
+            ports: Mutex::default(),
+            retired: Mutex::default(),
+        })))
+    }
+
+    /// Refuses to have more bytes than this pinned at one time, as a kernel does that counts them against
+    /// RLIMIT_MEMLOCK. A software host pins nothing really, so it has no limit at first.
+    pub fn set_pin_limit(&self, bytes: u64) {
+        self.0.pin_limit.store(bytes, Ordering::Relaxed);
+    }
+
+    /// A device's access to this host's memory, with an IOTLB of its own.
+    pub fn port(&self) -> DevicePort<F> {
+        let counters = Arc::<PortCounters>::default();
+        lock(&self.0.ports).push(counters.clone());
+        DevicePort { host: self.0.clone(), tlb: Iotlb::new(), counters, hits: 0, misses: 0 }
+    }
+
+    /// The accesses refused so far, oldest first: the last 256 of them.
+    pub fn recent_faults(&self) -> Vec<DmaFault> {
+        lock(&self.0.faults).recent.iter().copied().collect()
+    }
+
+    /// Counters. A port's are brought up to date at the end of each access.
+    pub fn stats(&self) -> HostStats {
+        let translation = self.0.read();
+        let (ports, retired) = (lock(&self.0.ports), lock(&self.0.retired));
+        HostStats {
+            iotlb_hits: retired.0 + ports.iter().map(|p| p.hits.load(Ordering::Relaxed)).sum::<u64>(),
+            iotlb_misses: retired.1 + ports.iter().map(|p| p.misses.load(Ordering::Relaxed)).sum::<u64>(),
+            faults: lock(&self.0.faults).total,
+            pinned_frames: translation.directory.frames(),
+            leaves: translation.table.leaf_counts().collect(),
+            tables: translation.table.tables().in_use(),
+        }
+    }
+
+    fn owner(&self) -> Arc<dyn Undo> {
+        self.0.clone()
+    }
+}
+
+impl<F: Format> Registrar for SoftHost<F> {
+    /// Gives every page of the buffer a frame.
+    ///
+    /// # Errors
+    /// [`Error::OutOfFrames`].
+    fn pin(&self, buffer: &BufferRef) -> Result<Pinned, Error> {
+        // Buffers are whole 4 KiB pages (contract of `Heap::allocate`).
+        self.pin_range(buffer, 0..buffer.len())
+    }
+
+    /// Maps a pinned buffer at contiguous IOVAs, aligned to 2 MiB where it is that long.
+    ///
+    /// # Errors
+    /// [`Error::ForeignPin`], [`Error::NoAccess`], [`Error::Iova`], [`PageTable`](crate::Error::PageTable); nothing
+    /// stays mapped.
+    fn map(&self, pinned: Pinned, access: Access) -> Result<Mapping, Error> {
+        self.map_list(vec![pinned], access)
+    }
+
+    /// Gives some pages of the buffer frames.
+    ///
+    /// # Errors
+    /// [`Error::BadRange`] unless the range is whole 4 KiB pages of the buffer; [`Error::PinLimit`], [`Error::OutOfFrames`].
+    fn pin_range(&self, buffer: &BufferRef, range: Range<usize>) -> Result<Pinned, Error> {
+        let len = buffer.len();
+        let frame = FRAME as usize;
+        if range.is_empty() || range.end > len || !(range.start | range.end).is_multiple_of(frame) {
+            return Err(Error::BadRange { range, len });
+        }
+        let wanted = range.len() as u64 / FRAME;
+        let mut frames = lock(&self.0.frames);
+        let (pinned, limit) = (self.0.read().directory.frames() * FRAME, self.0.pin_limit.load(Ordering::Relaxed));
+        if range.len() as u64 > limit.saturating_sub(pinned) {
+            return Err(Error::PinLimit { wanted: range.len() as u64, pinned, limit });
+        }
+        let out = Error::OutOfFrames { wanted, limit: frames.limit() };
+        let Some(pages) = frames.allocate(wanted) else { return Err(out) };
+        if self.0.write().directory.enter(buffer.clone(), range.start as u64 / FRAME, &pages).is_none() {
+            frames.release(&pages);
+            return Err(out);
+        }
+        Ok(Pinned::of_range(buffer.clone(), range, Some(pages), self.owner()))
+    }
+
+    /// Maps several, one behind the other at contiguous IOVAs, in one batch of page-table entries.
+    ///
+    /// # Errors
+    /// As [`SoftHost::map`]; [`Error::WholeBuffers`] for an empty list.
+    fn map_list(&self, mut list: Vec<Pinned>, access: Access) -> Result<Mapping, Error> {
+        list.iter_mut().for_each(|pinned| pinned.admit(access));
+        let mut len = 0;
+        for pinned in &list {
+            let pages = pinned.pages().filter(|_| pinned.is_from(&self.0)).ok_or(Error::ForeignPin)?;
+            len += pages.len(); // of frames that exist
+        }
+        if !access.intersects(Access::RW) {
+            return Err(Error::NoAccess(access));
+        }
+        if list.is_empty() {
+            return Err(Error::WholeBuffers);
+        }
+        let align = if len >= PageSize::SIZE_2M.bytes() { PageSize::SIZE_2M } else { PageSize::SIZE_4K };
+        let lease = lock(&self.0.iovas).allocate(len, align)?;
+        let span = lease.span();
+        let segments = list.iter().filter_map(Pinned::pages).flat_map(SgTable::segments);
+        let mapped = self.0.write().table.map_sg(span.first(), segments, access);
+        match mapped {
+            Ok(_) => {
+                let more = list.split_off(1);
+                Ok(Mapping::of_list(list.remove(0), more, lease, access))
+            }
+            Err(source) => {
+                lock(&self.0.iovas).free(lease);
+                Err(crate::Error::PageTable { span, source }.into())
+            }
+        }
+    }
+
+    /// What [`SoftHost::set_pin_limit`] set.
+    fn pin_limit(&self) -> Option<u64> {
+        Some(self.0.pin_limit.load(Ordering::Relaxed)).filter(|limit| *limit < u64::MAX)
+    }
+
+    fn owns(&self, mapping: &Mapping) -> bool {
+        mapping.pinned().is_from(&self.0)
+    }
+}
+
+impl<F: Format> Inner<F> {
+    fn read(&self) -> std::sync::RwLockReadGuard<'_, Translation<F>> {
+        self.translation.read().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn write(&self) -> std::sync::RwLockWriteGuard<'_, Translation<F>> {
+        self.translation.write().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn record(&self, fault: DmaFault) -> DmaFault {
+        let mut log = lock(&self.faults);
+        log.total += 1;
+        if log.recent.len() == FAULT_LOG {
+            log.recent.pop_front();
+        }
+        log.recent.push_back(fault);
+        fault
+    }
+}
+
+impl<F: Format> Undo for Inner<F> {
+    fn unmap(&self, lease: Lease<Iova>) {
+        let mut translation = self.write();
+        // A mapping's span starts and ends at its own leaves, so nothing is split and no table is needed.
+        let list = translation.table.unmap(lease.span()).expect("unmapping whole leaves needs no memory");
+        self.epoch.fetch_add(1, Ordering::Release);
+        translation.table.free_tables(list);
+        drop(translation);
+        lock(&self.iovas).free(lease);
+    }
+
+    fn unpin(&self, pages: &SgTable<PhysAddr>) {
+        let mut frames = lock(&self.frames);
+        self.write().directory.remove(pages);
+        frames.release(pages);
+    }
+}
+
+/// A device's access to a [`SoftHost`]'s memory, through the IOMMU.
+pub struct DevicePort<F: Format = Arm64S1_4k> {
+    host: Arc<Inner<F>>,
+    tlb: Iotlb,
+    counters: Arc<PortCounters>,
+    hits: u64,
+    misses: u64,
+}
+
+impl<F: Format> Drop for DevicePort<F> {
+    fn drop(&mut self) {
+        // In the order that `stats` takes them.
+        let mut ports = lock(&self.host.ports);
+        let mut retired = lock(&self.host.retired);
+        ports.retain(|p| !Arc::ptr_eq(p, &self.counters));
+        *retired = (retired.0 + self.hits, retired.1 + self.misses);
+    }
+}
+
+impl<F: Format> DeviceMem for DevicePort<F> {
+    type Held<'a> = HeldPort<'a, F>;
+
+    fn hold(&mut self) -> HeldPort<'_, F> {
+        let translation = self.host.read();
+        Self::held(&self.host, translation, &mut self.tlb, &self.counters, (&mut self.hits, &mut self.misses))
+    }
+
+    fn try_hold(&mut self) -> Option<HeldPort<'_, F>> {
+        let translation = match self.host.translation.try_read() {
+            Ok(translation) => translation,
+            Err(TryLockError::Poisoned(poisoned)) => poisoned.into_inner(),
+            Err(TryLockError::WouldBlock) => return None,
+        };
+        Some(Self::held(&self.host, translation, &mut self.tlb, &self.counters, (&mut self.hits, &mut self.misses)))
+    }
+}
+
+impl<F: Format> DevicePort<F> {
+    #[inline]
+    fn held<'a>(
+        host: &'a Inner<F>,
+        translation: RwLockReadGuard<'a, Translation<F>>,
+        tlb: &'a mut Iotlb,
+        counters: &'a PortCounters,
+        (hits, misses): (&'a mut u64, &'a mut u64),
+    ) -> HeldPort<'a, F> {
+        // An invalidation counts up while it holds the lock for writing: under this lock the number stays as it is.
+        tlb.set_epoch(host.epoch.load(Ordering::Acquire));
+        HeldPort { host, translation, tlb, counters, hits, misses }
+    }
+}
+
+/// A [`DevicePort`] while it holds the host's translations: what it reaches stays mapped until it is dropped.
+pub struct HeldPort<'a, F: Format> {
+    host: &'a Inner<F>,
+    translation: RwLockReadGuard<'a, Translation<F>>,
+    tlb: &'a mut Iotlb,
+    counters: &'a PortCounters,
+    hits: &'a mut u64,
+    misses: &'a mut u64,
+}
+
+impl<F: Format> Drop for HeldPort<'_, F> {
+    fn drop(&mut self) {
+        self.counters.hits.store(*self.hits, Ordering::Relaxed);
+        self.counters.misses.store(*self.misses, Ordering::Relaxed);
+    }
+}
+
+impl<F: Format> HeldPort<'_, F> {
+    /// Translates `len` bytes from `at` and hands each contiguous piece of a buffer to `piece` with its offset, until that
+    /// says false.
+    ///
+    /// Every page has been translated and checked, now or since the last invalidation. What is contiguous in the buffer, as it is wherever
+    /// IOVAs are, is copied in one piece all the same: many small copies cost more than the translations.
+    #[inline]
+    fn access(
+        &mut self,
+        at: Iova,
+        len: usize,
+        wanted: Access,
+        mut piece: impl FnMut(usize, VolatileSlice<'_>) -> bool,
+    ) -> Result<(), DmaFault> {
+        // Nearly always: all of it behind one entry.
+        if let Some(entry) = self.tlb.find(at)
+            && entry.access().contains(wanted)
+            && let Some(all) = entry.bytes_at(at, len as u64)
+        {
+            *self.hits += 1;
+            piece(0, self.view(all));
+            return Ok(());
+        }
+        self.access_slowly(at, len as u64, wanted, &mut piece)
+    }
+
+    /// [`HeldPort::access`] of anything.
+    fn access_slowly(
+        &mut self,
+        at: Iova,
+        len: u64,
+        wanted: Access,
+        piece: &mut dyn FnMut(usize, VolatileSlice<'_>) -> bool,
+    ) -> Result<(), DmaFault> {
+        let mut done = 0;
+        let mut pending: Option<Stretch> = None;
+        while done < len {
+            match self.locate(at, done, len, wanted) {
+                Ok(next) => {
+                    pending = match pending.map(|p| (p, p.join(next))) {
+                        None => Some(next),
+                        Some((_, Some(joined))) => Some(joined),
+                        Some((before, None)) => {
+                            if !piece((done - before.len()) as usize, self.view(before)) {
+                                return Ok(());
+                            }
+                            Some(next)
+                        }
+                    };
+                    done += next.len();
+                }
+                Err(reason) => {
+                    if let Some(last) = pending
+                        && !piece((done - last.len()) as usize, self.view(last))
+                    {
+                        return Ok(());
+                    }
+                    let at = Iova::new(at.bits().wrapping_add(done));
+                    return Err(self.host.record(DmaFault { at, wanted, reason, done }));
+                }
+            }
+        }
+        if let Some(last) = pending {
+            piece((done - last.len()) as usize, self.view(last));
+        }
+        Ok(())
+    }
+
+    #[inline]
+    fn view(&self, stretch: Stretch) -> VolatileSlice<'_> {
+        // `locate` found the stretch under the same lock, or under no later invalidation.
+        self.translation.directory.view(stretch).expect("a stretch lies in its buffer")
+    }
+
+    /// What lies `done` bytes behind `at`, as far as one entry of the IOTLB reaches.
+    #[inline]
+    fn locate(&mut self, at: Iova, done: u64, len: u64, wanted: Access) -> Result<Stretch, FaultReason> {
+        let here = at.checked_add(done).ok_or(FaultReason::PastTheTop)?;
+        let entry = match self.tlb.find(here) {
+            Some(entry) => {
+                *self.hits += 1;
+                *entry
+            }
+            None => {
+                *self.misses += 1;
+                let Translation { table, directory } = &*self.translation;
+                self.tlb.fill(here, table, directory).ok_or(FaultReason::NotMapped)?
+            }
+        };
+        if !entry.access().contains(wanted) {
+            return Err(FaultReason::NotPermitted);
+        }
+        Ok(entry.bytes_from(here).at_most(len - done))
+    }
+}
+
+impl<F: Format> HeldMem for HeldPort<'_, F> {
+    #[inline]
+    fn read(&mut self, from: Iova, into: VolatileSlice<'_>, hint: CopyHint) -> Result<(), DmaFault> {
+        self.access(from, into.len(), Access::READ, |done, bytes| {
+            into.sub(done, bytes.len()).expect("a piece of `into`").copy_from(bytes, hint);
+            true
+        })
+    }
+
+    #[inline]
+    fn write(&mut self, into: Iova, from: VolatileSlice<'_>, hint: CopyHint) -> Result<(), DmaFault> {
+        self.access(into, from.len(), Access::WRITE, |done, bytes| {
+            bytes.copy_from(from.sub(done, bytes.len()).expect("a piece of `from`"), hint);
+            true
+        })
+    }
+
+    fn compare(&mut self, at: Iova, with: VolatileSlice<'_>) -> Result<Option<usize>, DmaFault> {
+        let mut found = None;
+        self.access(at, with.len(), Access::READ, |done, bytes| {
+            let with = with.sub(done, bytes.len()).expect("a piece of `with`");
+            found = bytes.first_difference(with).map(|offset| done + offset);
+            found.is_none()
+        })?;
+        Ok(found)
+    }
+
+    fn read_bytes(&mut self, from: Iova, into: &mut [u8]) -> Result<(), DmaFault> {
+        self.access(from, into.len(), Access::READ, |done, bytes| {
+            bytes.read(&mut into[done..done + bytes.len()]);
+            true
+        })
+    }
+
+    fn write_bytes(&mut self, into: Iova, from: &[u8]) -> Result<(), DmaFault> {
+        self.access(into, from.len(), Access::WRITE, |done, bytes| {
+            bytes.write(&from[done..done + bytes.len()]);
+            true
+        })
+    }
+
+    #[inline]
+    fn write_word(&mut self, into: Iova, value: u64) -> Result<(), DmaFault> {
+        if !into.bits().is_multiple_of(8) {
+            let fault = DmaFault { at: into, wanted: Access::WRITE, reason: FaultReason::Misaligned, done: 0 };
+            return Err(self.host.record(fault));
+        }
+        // Aligned, so it lies in one page and in one piece.
+        self.access(into, 8, Access::WRITE, |_, bytes| {
+            bytes.store_u64(0, value).expect("an aligned word of 8 bytes");
+            true
+        })
+    }
+
+    fn write_words(&mut self, into: Iova, words: &[Option<u64>]) -> Result<(), DmaFault> {
+        if !into.bits().is_multiple_of(8) {
+            return self.write_word(into, 0);
+        }
+        self.access(into, 8 * words.len(), Access::WRITE, |done, bytes| {
+            // Pieces end at pages, so they are whole words.
+            for (i, word) in words[done / 8..][..bytes.len() / 8].iter().enumerate() {
+                if let Some(word) = word {
+                    bytes.store_u64(8 * i, *word).expect("an aligned word of the piece");
+                }
+            }
+            true
+        })
+    }
+}
+
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    // The data behind these locks is consistent between statements; a panic elsewhere does not spoil it.
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,291 @@
+//! The card's own memory: DDR and HBM, sparse.
+
+use std::ops::Range;
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+
+use dmalane_addr::{Address, CardAddr, Span};
+use dmalane_dma::{SharedBuf, VolatileSlice};
+
+use crate::Error;
+
+/// Memory is made present in blocks of this many bytes.
+pub(crate) const BLOCK: u64 = 2 << 20;
+/// Where HBM starts: 256 GiB, as on the Alveo V80. DDR starts at 0.
+pub(crate) const HBM_BASE: u64 = 1 << 38;
+
+/// DDR and HBM of a card. What was never touched costs nothing and reads as zeros.
+pub struct CardMemory {
+    ddr: Bank,
+    hbm: Bank,
+    /// Both, each at its card address.
+    file: OwnedFd,
+    /// Others may have it mapped, and write where nothing is present yet.
+    lent: AtomicBool,
+}
+
+impl CardMemory {
+    /// `ddr` bytes at card address 0 and `hbm` bytes at card address 2^38.
+    ///
+    /// # Errors
+    /// [`Error::BadConfig`] unless `ddr` is a multiple of 2 MiB, `hbm` one of 4 MiB (so that its halves are whole
+    /// blocks), and each at least that and at most 256 GiB; [`Error::Memory`] when the machine refuses the address
+    /// space.
+    pub fn new(ddr: u64, hbm: u64) -> Result<Self, Error> {
+        Self::at(ddr, hbm, HBM_BASE)
+    }
+
+    /// The same with HBM as near as its own length and that of DDR let it begin at a power of two: a BAR that shows the memory is then
+    /// no longer than it must be (a machine has only so many addresses for BARs).
+    ///
+    /// # Errors
+    /// As [`CardMemory::new`].
+    pub fn compact(ddr: u64, hbm: u64) -> Result<Self, Error> {
+        Self::at(ddr, hbm, ddr.max(hbm).min(HBM_BASE).next_power_of_two())
+    }
+
+    fn at(ddr: u64, hbm: u64, hbm_base: u64) -> Result<Self, Error> {
+        let spans = [bank("ddr", 0, ddr, BLOCK)?, bank("hbm", hbm_base, hbm, 2 * BLOCK)?];
+        let pieces = spans.map(|span| span.first().bits()..span.first().bits() + span.len());
+        let (buffers, file) = SharedBuf::sparse_pieces("dmalane-card", &pieces)?;
+        let Ok([ddr, hbm]) = <[SharedBuf; 2]>::try_from(buffers) else { unreachable!("a buffer for each piece") };
+        let [ddr, hbm] = [Bank::new(spans[0], ddr), Bank::new(spans[1], hbm)];
+        Ok(Self { ddr, hbm, file, lent: AtomicBool::new(false) })
+    }
+
+    /// The memfd that is the memory, byte for byte at its card address, for another process to map; and which bytes of it are memory. The
+    /// others are nobody's: what is written there the card does not see.
+    pub fn lend(&self) -> (BorrowedFd<'_>, [Range<u64>; 2]) {
+        self.lent.store(true, Ordering::Relaxed);
+        let range = |span: Span<CardAddr>| span.first().bits()..span.first().bits() + span.len();
+        (self.file.as_fd(), [range(self.ddr.span), range(self.hbm.span)])
+    }
+
+    /// The addresses of DDR.
+    pub fn ddr(&self) -> Span<CardAddr> {
+        self.ddr.span
+    }
+
+    /// The addresses of HBM. Its second half starts in the middle.
+    pub fn hbm(&self) -> Span<CardAddr> {
+        self.hbm.span
+    }
+
+    /// Bytes of DDR and of HBM that are present, in blocks of 2 MiB.
+    pub fn touched(&self) -> (u64, u64) {
+        (self.ddr.touched.load(Ordering::Relaxed), self.hbm.touched.load(Ordering::Relaxed))
+    }
+
+    /// Makes a range present, so that a later first touch costs nothing.
+    ///
+    /// # Errors
+    /// [`Error::Outside`] unless the range lies in one of the memories, [`Error::NoMemory`].
+    pub fn populate(&self, span: Span<CardAddr>) -> Result<(), Error> {
+        self.view(span.first(), span.len()).map(drop)
+    }
+
+    /// Copies out what the card has at `at`, behind the back of every channel.
+    ///
+    /// # Errors
+    /// As [`CardMemory::populate`].
+    pub fn read(&self, at: CardAddr, into: &mut [u8]) -> Result<(), Error> {
+        self.view(at, into.len() as u64)?.read(into);
+        Ok(())
+    }
+
+    /// Copies bytes in, behind the back of every channel. Whole aligned 64-bit words are written one by one, each in one
+    /// piece: a page-table entry is never seen half written.
+    ///
+    /// # Errors
+    /// As [`CardMemory::populate`].
+    pub fn write(&self, at: CardAddr, bytes: &[u8]) -> Result<(), Error> {
+        let view = self.view(at, bytes.len() as u64)?;
+        match bytes.as_chunks::<8>() {
+            (words, []) if at.bits().is_multiple_of(8) => {
+                for (i, word) in words.iter().enumerate() {
+                    view.store_u64(8 * i, u64::from_le_bytes(*word)).expect("an aligned word within the view");
+                }
+            }
+            _ => view.write(bytes),
+        }
+        Ok(())
+    }
+
+    /// The bytes of a range, present.
+    ///
+    /// # Errors
+    /// As [`CardMemory::populate`].
+    #[inline]
+    pub(crate) fn view(&self, at: CardAddr, len: u64) -> Result<VolatileSlice<'_>, Error> {
+        let bank = self.bank(at).ok_or(Error::Outside { at, len })?;
+        bank.view(at, len)
+    }
+
+    /// True when the whole range lies in one of the memories.
+    #[inline]
+    pub(crate) fn holds(&self, at: CardAddr, len: u64) -> bool {
+        let span = Span::new(at, len);
+        span.is_some_and(|span| self.bank(at).is_some_and(|bank| bank.span.covers(&span)))
+    }
+
+    /// The 64-bit word at `at`: a page-table entry. A block that is not present reads as zeros and stays absent, unless somebody else may
+    /// have written it. `None` outside the memories, for an address that is not a multiple of 8, and where there is no memory
+    /// left to look with.
+    pub(crate) fn load(&self, at: CardAddr) -> Option<u64> {
+        let bank = self.bank(at)?;
+        let offset = at.offset_from(bank.span.first())?;
+        if !bank.is_present(offset / BLOCK) {
+            if !self.lent.load(Ordering::Relaxed) {
+                return offset.is_multiple_of(8).then_some(0);
+            }
+            bank.make_present(offset / BLOCK).ok()?;
+        }
+        bank.buf.view().load_u64(usize::try_from(offset).ok()?)
+    }
+
+    #[inline]
+    fn bank(&self, at: CardAddr) -> Option<&Bank> {
+        let bank = if at < self.hbm.span.first() { &self.ddr } else { &self.hbm };
+        bank.span.contains(at).then_some(bank)
+    }
+}
+
+impl std::fmt::Debug for CardMemory {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("CardMemory").field("ddr", &self.ddr.span).field("hbm", &self.hbm.span).finish_non_exhaustive()
+    }
+}
+
+struct Bank {
+    span: Span<CardAddr>,
+    buf: SharedBuf,
+    /// One bit per block: it is present.
+    present: Box<[AtomicU64]>,
+    touched: AtomicU64,
+}
+
+/// The addresses of a bank.
+fn bank(name: &'static str, base: u64, len: u64, multiple: u64) -> Result<Span<CardAddr>, Error> {
+    let bad = |rule| Error::BadConfig { what: name, value: len, rule };
+    if !len.is_multiple_of(multiple) {
+        return Err(bad("must be a multiple of 2 MiB (DDR) or 4 MiB (HBM)"));
+    }
+    usize::try_from(len).map_err(|_| bad("exceeds the address space"))?;
+    let span = Span::new(CardAddr::new(base), len).filter(|_| len <= HBM_BASE);
+    span.ok_or(bad("must be neither zero nor above 256 GiB"))
+}
+
+impl Bank {
+    fn new(span: Span<CardAddr>, buf: SharedBuf) -> Self {
+        let words = (span.len() / BLOCK).div_ceil(64);
+        Self { span, buf, present: (0..words).map(|_| AtomicU64::new(0)).collect(), touched: AtomicU64::new(0) }
+    }
+
+    #[inline]
+    fn view(&self, at: CardAddr, len: u64) -> Result<VolatileSlice<'_>, Error> {
+        let cut = |offset: u64| self.buf.view().sub(usize::try_from(offset).ok()?, usize::try_from(len).ok()?);
+        let Some((offset, view)) = at.offset_from(self.span.first()).and_then(|offset| Some((offset, cut(offset)?)))
+        else {
+            return Err(Error::Outside { at, len });
+        };
+        if len > 0 {
+            let (first, last) = (offset / BLOCK, (offset + len - 1) / BLOCK);
+            if first != last || !self.is_present(first) {
+                for block in first..=last {
+                    self.make_present(block)?;
+                }
+            }
+        }
+        Ok(view)
+    }
+
+    #[inline]
+    fn is_present(&self, block: u64) -> bool {
+        // Pairs with the release in `make_present`: whoever sees the bit sees the page.
+        self.present[(block / 64) as usize].load(Ordering::Acquire) >> (block % 64) & 1 == 1
+    }
+
+    /// Asks the kernel for the pages now, where a refusal is an error, instead of touching them, where it is a SIGBUS.
+    fn make_present(&self, block: u64) -> Result<(), Error> {
+        if self.is_present(block) {
+            return Ok(());
+        }
+        // Two channels may come here at once; the second call finds the pages and changes nothing.
+        self.buf.populate((block * BLOCK) as usize, BLOCK as usize).map_err(|source| Error::NoMemory {
+            at: CardAddr::new(self.span.first().bits() + block * BLOCK),
+            source,
+        })?;
+        let bit = 1 << (block % 64);
+        if self.present[(block / 64) as usize].fetch_or(bit, Ordering::Release) & bit == 0 {
+            self.touched.fetch_add(BLOCK, Ordering::Relaxed);
+        }
+        Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn reads_zeros_and_costs_what_is_touched() {
+        let memory = CardMemory::new(64 << 30, 32 << 30).unwrap();
+        assert_eq!(memory.load(CardAddr::new(8)), Some(0));
+        assert_eq!(memory.touched(), (0, 0), "looking at an entry makes nothing present");
+        let at = CardAddr::new((40 << 30) + BLOCK - 4);
+        memory.write(at, b"straddle").unwrap();
+        let mut got = [1; 10];
+        memory.read(at, &mut got).unwrap();
+        assert_eq!(&got, b"straddle\0\0");
+        assert_eq!(memory.touched(), (2 * BLOCK, 0));
+        memory.write(CardAddr::new(HBM_BASE), &7u64.to_le_bytes()).unwrap();
+        assert_eq!(memory.load(CardAddr::new(HBM_BASE)), Some(7));
+        assert_eq!(memory.load(CardAddr::new(HBM_BASE + 4)), None, "not a multiple of 8");
+        assert_eq!(memory.touched(), (2 * BLOCK, BLOCK));
+    }
+
+    #[test]
+    fn what_another_process_writes_is_memory() {
+        let memory = CardMemory::compact(6 * BLOCK, 2 * BLOCK).unwrap();
+        let base = 8 * BLOCK;
+        assert_eq!(memory.hbm().first(), CardAddr::new(base), "behind DDR, at a power of two");
+        let (file, [ddr, hbm]) = memory.lend();
+        assert_eq!((ddr, hbm), (0..6 * BLOCK, base..base + 2 * BLOCK));
+        // Nothing is present there; the card's MMU sees it all the same, and so does a copy.
+        for (at, value) in [(BLOCK + 8, 7u64), (base + BLOCK, 9)] {
+            rustix::io::pwrite(file, &value.to_le_bytes(), at).unwrap();
+            assert_eq!(memory.load(CardAddr::new(at)), Some(value));
+            let mut bytes = [0; 8];
+            memory.read(CardAddr::new(at), &mut bytes).unwrap();
+            assert_eq!(u64::from_le_bytes(bytes), value);
+        }
+        memory.write(CardAddr::new(base), &5u64.to_le_bytes()).unwrap();
+        let mut bytes = [0; 8];
+        rustix::io::pread(file, &mut bytes, base).unwrap();
+        assert_eq!(u64::from_le_bytes(bytes), 5);
+        assert_eq!(memory.load(CardAddr::new(6 * BLOCK)), None, "between the two is nothing");
+        let far = CardMemory::compact(BLOCK, 3 * BLOCK);
+        assert!(matches!(far, Err(Error::BadConfig { .. })), "HBM is a multiple of two blocks");
+        assert_eq!(CardMemory::compact(BLOCK, 4 * BLOCK).unwrap().hbm().first().bits(), 4 * BLOCK);
+        assert_eq!(CardMemory::compact(HBM_BASE, HBM_BASE).unwrap().hbm().first().bits(), HBM_BASE);
+        assert!(CardMemory::compact(u64::MAX, 4 * BLOCK).is_err());
+    }
+
+    #[test]
+    fn ends_where_it_ends() {
+        let memory = CardMemory::new(BLOCK, 2 * BLOCK).unwrap();
+        for (at, len) in
+            [(0, BLOCK + 1), (BLOCK, 1), (HBM_BASE - 1, 1), (HBM_BASE, 2 * BLOCK + 1), (u64::MAX, 1), (1, u64::MAX)]
+        {
+            assert!(matches!(memory.view(CardAddr::new(at), len), Err(Error::Outside { .. })), "{at:#x} + {len:#x}");
+            assert!(!memory.holds(CardAddr::new(at), len));
+        }
+        assert_eq!(memory.load(CardAddr::new(BLOCK)), None);
+        assert!(memory.holds(CardAddr::new(HBM_BASE), 2 * BLOCK));
+        assert_eq!(memory.touched(), (0, 0));
+        for (ddr, hbm) in [(0, 4), (3, 4), (2, 2), (2, 0), (512 << 10, 4)] {
+            let made = CardMemory::new(ddr << 20, hbm << 20);
+            assert!(matches!(made, Err(Error::BadConfig { .. })), "{ddr} {hbm}");
+        }
+    }
+}

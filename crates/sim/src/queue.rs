@@ -1,0 +1,679 @@
+//! One channel of the card: fetches descriptors, works, reports.
+//!
+//! A step holds the host's translations and those of the MMU once for all that it does, and writes the completions of what it
+//! did together at its end: locks, and the fence behind stores that bypass the cache, cost as much as copying 4 KiB.
+
+use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
+
+use dmalane_addr::{Access, Address, CardAddr, DeviceVa, Iova};
+use dmalane_dma::{CopyHint, DeviceMem, DmaFault, FaultReason, HeldMem, VolatileSlice, stream_fence};
+use dmalane_iopt::Format;
+use dmalane_queue::{CacheHint, DeviceAddr, Direction, QueueAddr};
+
+use crate::Error;
+use crate::memory::CardMemory;
+use crate::mmu::{self, Mmu, Tlb};
+use crate::recent::{Memory, Recent};
+use dmalane_card::regs::{MAX_LEN, MAX_RING_LOG2, STATUS_HALTED, STATUS_RUNNING};
+use dmalane_card::{Completion, Descriptor, Halt, Malformed, Status, Task};
+
+/// What one [`Queue::step`] does at most.
+const STEP_DESCRIPTORS: usize = 32;
+const STEP_BYTES: u64 = 1 << 20;
+/// What a row of a shape counts for at least in [`STEP_BYTES`]: rows of single bytes must not make a step long.
+const PIECE_COST: u64 = 512;
+/// Descriptors fetched at once.
+const FETCH: u32 = 32;
+/// Copies towards the card from this length on may bypass the cache: what goes to card memory, the CPU has done with. Copies
+/// towards the host do so only where they would not fit the second-level cache anyway.
+const STREAM_TO_CARD: u64 = 4 << 10;
+const STREAM_TO_HOST: u64 = 1 << 20;
+
+/// What a step of a channel did.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
+pub struct Stepped {
+    /// Bytes copied, filled or compared, at most 1 MiB; rows of a shape count as 512 at least.
+    pub bytes: u64,
+    /// Completions were written, or the channel halted: what an interrupt is for.
+    pub reported: bool,
+}
+
+/// A channel's registers, as both sides see them.
+#[derive(Default)]
+pub(crate) struct Registers {
+    /// What the driver wants: 1 is enabled.
+    pub control: AtomicU32,
+    /// What the channel does. Written by [`Queue::step`] alone.
+    pub status: AtomicU32,
+    pub error: AtomicU32,
+    pub error_iova: AtomicU64,
+    pub ring_log2: AtomicU32,
+    pub ring: AtomicU64,
+    pub completions: AtomicU64,
+    pub doorbell: AtomicU32,
+    pub head: AtomicU32,
+    pub interrupt: AtomicU32,
+    pub cancel: AtomicU64,
+    pub bytes_h2c: AtomicU64,
+    pub bytes_c2h: AtomicU64,
+    pub ok: AtomicU64,
+    pub failed: AtomicU64,
+}
+
+impl Registers {
+    /// False when a step would certainly do nothing: found out without the queue's lock.
+    #[inline]
+    pub(crate) fn want_a_step(&self) -> bool {
+        let status = self.status.load(Ordering::SeqCst);
+        match self.control.load(Ordering::SeqCst) & 1 {
+            0 => status != 0,
+            // To be started; or with descriptors that are not completed. A halted one waits to be stopped.
+            _ if status == 0 => true,
+            _ => status == STATUS_RUNNING && self.doorbell.load(Ordering::Acquire) != self.head.load(Ordering::Relaxed),
+        }
+    }
+}
+
+/// What all channels share.
+pub(crate) struct Inside<F> {
+    pub memory: CardMemory,
+    pub mmu: Mmu<F>,
+}
+
+enum State {
+    Stopped,
+    Running(Rings),
+    Halted,
+}
+
+#[derive(Clone, Copy)]
+struct Rings {
+    descriptors: Iova,
+    completions: Iova,
+    size: u32,
+}
+
+/// Rows.
+#[derive(Clone, Copy)]
+struct Shape {
+    near_pitch: u64,
+    far_pitch: u64,
+    rows: u32,
+}
+
+/// A descriptor under way.
+struct Job {
+    task: Task,
+    hint: CopyHint,
+    shape: Option<Shape>,
+    /// Bytes of a row, or of all.
+    len: u32,
+    /// Bytes in all, and how many of them are done.
+    total: u32,
+    done: u32,
+}
+
+/// Why a descriptor failed, and the address that it was about.
+struct Failure(Status, u64);
+
+/// How a descriptor ended; not reported yet.
+#[derive(Clone, Copy)]
+struct Finished {
+    cookie: u32,
+    status: Status,
+    detail: u64,
+}
+
+/// The part of a channel that works. Whoever steps it has it alone.
+pub(crate) struct Queue<M> {
+    mem: M,
+    engine: Engine,
+}
+
+/// A [`Queue`] but for its access to host memory.
+struct Engine {
+    tlb: Tlb,
+    recent: Recent,
+    state: State,
+    /// Descriptors reported, modulo 2^32.
+    head: u32,
+    /// Those taken from the ring since.
+    finished: Vec<Finished>,
+    /// Descriptors copied from the ring and not looked at yet: what the host does to the ring now no longer matters.
+    fetched: [[u8; Descriptor::BYTES]; FETCH as usize],
+    next: usize,
+    end: usize,
+    /// The one under way, with its cookie and whether it is chained.
+    job: Option<(Job, u32, bool)>,
+    /// What the next descriptor is to be shaped by.
+    shape: Option<Shape>,
+    /// The number of the descriptor with which the present operation began; `None` between operations.
+    first: Option<u32>,
+    /// An operation has failed: what is left of it is skipped.
+    skipping: bool,
+    /// Stores that bypass the cache since the last fence.
+    streamed: bool,
+}
+
+/// What a step works with.
+struct Work<'a, H, F> {
+    mem: H,
+    /// Held from the first device virtual address on.
+    mmu: Option<mmu::Held<'a>>,
+    inside: &'a Inside<F>,
+    regs: &'a Registers,
+    rings: Rings,
+    /// What [`Engine::copy_at_once`] did, to be added to the registers at the end.
+    h2c: u64,
+    c2h: u64,
+    ok: u64,
+}
+
+impl<M: DeviceMem> Queue<M> {
+    pub(crate) fn new(mem: M) -> Self {
+        let engine = Engine {
+            tlb: Tlb::new(),
+            recent: Recent::new(),
+            state: State::Stopped,
+            head: 0,
+            finished: Vec::with_capacity(STEP_DESCRIPTORS),
+            fetched: [[0; Descriptor::BYTES]; FETCH as usize],
+            next: 0,
+            end: 0,
+            job: None,
+            shape: None,
+            first: None,
+            skipping: false,
+            streamed: false,
+        };
+        Self { mem, engine }
+    }
+
+    /// Does a bounded amount of work, `None` when there was none. Calls `interrupt` when one is due. Unless it `waits`, there is none either
+    /// while the host is changing translations.
+    pub(crate) fn step<F: Format>(
+        &mut self,
+        regs: &Registers,
+        inside: &Inside<F>,
+        waits: bool,
+        interrupt: impl Fn(),
+    ) -> Option<Stepped> {
+        let Self { mem, engine } = self;
+        let enabled = regs.control.load(Ordering::SeqCst) & 1 == 1;
+        match engine.state {
+            State::Stopped if enabled => {
+                engine.start(regs);
+                // Nothing is done before the next step looks at the control register again. A driver that stopped the
+                // channel in between either saw the status change or is seen there: both sides use one total order.
+                Some(Stepped { bytes: 0, reported: matches!(engine.state, State::Halted) })
+            }
+            State::Stopped => None,
+            _ if !enabled => {
+                engine.stop(regs);
+                Some(Stepped::default())
+            }
+            State::Halted => None,
+            State::Running(_) if engine.is_idle(regs) => None,
+            State::Running(rings) => {
+                let before = engine.head;
+                let (h2c, c2h, ok) = (0, 0, 0);
+                let mem = if waits { mem.hold() } else { mem.try_hold()? };
+                let mut work = Work { mem, mmu: None, inside, regs, rings, h2c, c2h, ok };
+                let mut budget = STEP_BYTES;
+                let worked = engine.work(&mut work, &mut budget);
+                engine.report(&mut work);
+                add(&regs.bytes_h2c, work.h2c);
+                add(&regs.bytes_c2h, work.c2h);
+                add(&regs.ok, work.ok);
+                drop(work);
+                // After a halt too: the driver must not sleep through it.
+                let reported = engine.head != before || matches!(engine.state, State::Halted);
+                if reported {
+                    regs.head.store(engine.head, Ordering::Relaxed);
+                    // The completions before the look at the register. Both sides exchange: whoever comes second sees what the first one
+                    // wrote before (`CardQueue::wait`).
+                    if regs.interrupt.swap(0, Ordering::SeqCst) & 1 == 1 {
+                        interrupt();
+                    }
+                }
+                worked.then_some(Stepped { bytes: STEP_BYTES - budget, reported })
+            }
+        }
+    }
+}
+
+impl Engine {
+    fn start(&mut self, regs: &Registers) {
+        let log2 = regs.ring_log2.load(Ordering::Relaxed);
+        let descriptors = Iova::new(regs.ring.load(Ordering::Relaxed));
+        let completions = Iova::new(regs.completions.load(Ordering::Relaxed));
+        let fits =
+            |at: Iova, entry: usize| at.bits().is_multiple_of(4096) && at.checked_add((entry as u64) << log2).is_some();
+        regs.doorbell.store(0, Ordering::Relaxed);
+        regs.head.store(0, Ordering::Relaxed);
+        if !(1..=MAX_RING_LOG2).contains(&log2)
+            || !fits(descriptors, Descriptor::BYTES)
+            || !fits(completions, Completion::BYTES)
+        {
+            return self.halt(regs, Halt::BadRing, descriptors);
+        }
+        self.state = State::Running(Rings { descriptors, completions, size: 1 << log2 });
+        regs.status.store(STATUS_RUNNING, Ordering::SeqCst);
+    }
+
+    /// After this, the channel touches no host memory until it is started again.
+    fn stop(&mut self, regs: &Registers) {
+        self.state = State::Stopped;
+        (self.head, self.next, self.end) = (0, 0, 0);
+        (self.job, self.shape, self.first, self.skipping) = (None, None, None, false);
+        self.finished.clear();
+        regs.error.store(0, Ordering::Relaxed);
+        regs.error_iova.store(0, Ordering::Relaxed);
+        regs.interrupt.store(0, Ordering::Relaxed);
+        regs.cancel.store(0, Ordering::Relaxed);
+        regs.status.store(0, Ordering::SeqCst);
+    }
+
+    fn halt(&mut self, regs: &Registers, why: Halt, at: Iova) {
+        self.state = State::Halted;
+        regs.error_iova.store(at.bits(), Ordering::Relaxed);
+        regs.error.store(why.code(), Ordering::Relaxed);
+        regs.status.store(STATUS_HALTED, Ordering::SeqCst);
+    }
+
+    /// Nothing under way, and nothing new in the ring.
+    fn is_idle(&self, regs: &Registers) -> bool {
+        self.job.is_none() && self.next == self.end && regs.doorbell.load(Ordering::Acquire) == self.head
+    }
+
+    fn work<H: HeldMem, F: Format>(&mut self, work: &mut Work<'_, H, F>, budget: &mut u64) -> bool {
+        for done in 0..STEP_DESCRIPTORS {
+            let number = self.head.wrapping_add(self.finished.len() as u32);
+            let (mut job, cookie, chained) = match self.job.take() {
+                Some(job) => job,
+                None => {
+                    let descriptor = match self.fetch(work, number) {
+                        // Decoded where it lies: another copy, written and read in other portions, would wait for all stores before.
+                        Ok(Some(place)) => Descriptor::decode(&self.fetched[place]),
+                        Ok(None) => return done > 0,
+                        Err((why, at)) => {
+                            // What was done before is reported first.
+                            self.report(work);
+                            self.halt(work.regs, why, at);
+                            return true;
+                        }
+                    };
+                    if let Ok(descriptor) = &descriptor
+                        && let Some(moved) = self.copy_at_once(descriptor, work, *budget)
+                    {
+                        *budget -= moved;
+                        continue;
+                    }
+                    let (cookie, chained) = match &descriptor {
+                        Ok(d) => (d.cookie, d.chained),
+                        Err(m) => (m.cookie, m.chained),
+                    };
+                    self.first.get_or_insert(number);
+                    match descriptor.map_err(|Malformed { status, .. }| Failure(status, 0)).and_then(|d| self.begin(d))
+                    {
+                        Ok(Some(job)) => (job, cookie, chained),
+                        Ok(None) => {
+                            self.finish(work.regs, cookie, chained, Ok(()));
+                            continue;
+                        }
+                        Err(failure) => {
+                            self.finish(work.regs, cookie, chained, Err(failure));
+                            continue;
+                        }
+                    }
+                }
+            };
+            let result = match self.is_cancelled(work.regs) {
+                true => Err(Failure(Status::Cancelled, job.done.into())),
+                false => self.advance(&mut job, work, budget),
+            };
+            if result.is_ok() && job.done < job.total {
+                self.job = Some((job, cookie, chained));
+                return true;
+            }
+            count(&job, work.regs);
+            self.finish(work.regs, cookie, chained, result);
+        }
+        true
+    }
+
+    /// The next descriptor, copied: its place in `fetched`.
+    #[inline]
+    fn fetch<H: HeldMem, F>(&mut self, work: &mut Work<'_, H, F>, number: u32) -> Result<Option<usize>, (Halt, Iova)> {
+        let rings = work.rings;
+        if self.next == self.end {
+            let doorbell = work.regs.doorbell.load(Ordering::Acquire);
+            let slot = number & (rings.size - 1);
+            // `start` checked that no slot lies past the top of the space.
+            let at = Iova::new(rings.descriptors.bits() + u64::from(slot) * Descriptor::BYTES as u64);
+            if doorbell.wrapping_sub(self.head) > rings.size {
+                return Err((Halt::BadDoorbell, at));
+            }
+            // A doorbell that went back by less than what is not reported yet reads as more than the ring holds.
+            let waiting = doorbell.wrapping_sub(number);
+            if waiting == 0 {
+                return Ok(None);
+            }
+            if waiting > rings.size {
+                return Err((Halt::BadDoorbell, at));
+            }
+            let n = waiting.min(FETCH).min(rings.size - slot) as usize;
+            work.mem
+                .read_bytes(at, self.fetched[..n].as_flattened_mut())
+                .map_err(|fault| (Halt::RingFault, fault.at))?;
+            (self.next, self.end) = (0, n);
+        }
+        self.next += 1;
+        Ok(Some(self.next - 1))
+    }
+
+    /// What to do for a descriptor; `None` when that is nothing.
+    #[inline]
+    fn begin(&mut self, descriptor: Descriptor) -> Result<Option<Job>, Failure> {
+        if self.skipping {
+            return Err(Failure(Status::Skipped, 0));
+        }
+        let Descriptor { task, chained, cache, .. } = descriptor;
+        let shape = self.shape.take();
+        let bad_shape = Err(Failure(Status::BadShape, 0));
+        let (len, memory, at, from) = match task {
+            Task::Fence if shape.is_some() => return bad_shape,
+            Task::Fence => return Ok(None),
+            Task::Shape { near_pitch, far_pitch, rows } => {
+                if shape.is_some() || !chained {
+                    return bad_shape;
+                }
+                self.shape = Some(Shape { near_pitch, far_pitch, rows });
+                return Ok(None);
+            }
+            Task::Copy { direction: Direction::ToHost, host, len, .. } => {
+                (len, Memory::Host, host.bits(), STREAM_TO_HOST)
+            }
+            Task::Copy { card, len, .. } | Task::Fill { card, len, .. } | Task::Within { to: card, len, .. } => {
+                (len, Memory::Card, card.bits(), STREAM_TO_CARD)
+            }
+            Task::Compare { len, .. } => (len, Memory::Host, 0, u64::MAX),
+        };
+        let mut total = len;
+        if let Some(Shape { near_pitch, far_pitch, rows }) = shape {
+            match len.checked_mul(rows) {
+                Some(bytes) if bytes <= MAX_LEN => total = bytes,
+                _ => return bad_shape,
+            }
+            let extent = |pitch: u64| pitch.checked_mul(u64::from(rows) - 1)?.checked_add(u64::from(len) - 1);
+            let wraps = |at: u64, pitch: u64| extent(pitch).and_then(|extent| at.checked_add(extent)).is_none();
+            let (near, far) = match task {
+                Task::Copy { host, card, .. } | Task::Compare { host, card, .. } => (host.bits(), card.bits()),
+                Task::Within { from, to, .. } => (from.bits(), to.bits()),
+                Task::Fill { card, .. } => (0, card.bits()),
+                Task::Shape { .. } | Task::Fence => (0, 0),
+            };
+            if wraps(near, near_pitch) || wraps(far, far_pitch) {
+                return Err(Failure(Status::Wraps, 0));
+            }
+        }
+        let hint = match cache {
+            CacheHint::Auto => self.recent.hint(memory, at, total.into(), from),
+            CacheHint::Hot => CopyHint::Keep,
+            CacheHint::Cold => CopyHint::StreamUnordered,
+        };
+        self.streamed |= hint == CopyHint::StreamUnordered;
+        Ok(Some(Job { task, hint, shape, len, total, done: 0 }))
+    }
+
+    /// The shorter way for what is most common: a plain copy between host and card by card address, in one piece. Gives the bytes moved;
+    /// `None`, and nothing done, leaves it to the longer way.
+    #[inline]
+    fn copy_at_once<H: HeldMem, F: Format>(
+        &mut self,
+        descriptor: &Descriptor,
+        work: &mut Work<'_, H, F>,
+        budget: u64,
+    ) -> Option<u64> {
+        let Descriptor { task, chained, cache, cookie } = *descriptor;
+        let Task::Copy { direction, host, card: DeviceAddr::Card(card), len } = task else { return None };
+        let len = u64::from(len);
+        let alone = !chained && self.first.is_none() && self.shape.is_none() && !self.skipping;
+        if !alone || len > budget || work.regs.cancel.load(Ordering::Relaxed) != 0 {
+            return None;
+        }
+        let hint = match (cache, direction) {
+            (CacheHint::Hot, _) => CopyHint::Keep,
+            (CacheHint::Cold, _) => CopyHint::StreamUnordered,
+            (CacheHint::Auto, Direction::FromHost) => self.recent.hint(Memory::Card, card.bits(), len, STREAM_TO_CARD),
+            (CacheHint::Auto, Direction::ToHost) => self.recent.hint(Memory::Host, host.bits(), len, STREAM_TO_HOST),
+        };
+        self.streamed |= hint == CopyHint::StreamUnordered;
+        let there = work.inside.memory.view(card, len).ok()?;
+        let (moved, bytes) = match direction {
+            Direction::FromHost => (work.mem.read(host, there, hint), &mut work.h2c),
+            Direction::ToHost => (work.mem.write(host, there, hint), &mut work.c2h),
+        };
+        if let Err(fault) = moved {
+            let Failure(status, detail) = host_failure(fault);
+            add(&work.regs.failed, 1);
+            self.finished.push(Finished { cookie, status, detail });
+            return Some(0);
+        }
+        *bytes += len;
+        work.ok += 1;
+        self.finished.push(Finished { cookie, status: Status::Ok, detail: 0 });
+        Some(len)
+    }
+
+    /// The driver wants the present operation to end.
+    #[inline]
+    fn is_cancelled(&self, regs: &Registers) -> bool {
+        let wish = regs.cancel.load(Ordering::Relaxed);
+        wish != 0 && self.first.is_some_and(|first| wish == 1 << 32 | u64::from(first))
+    }
+
+    /// Does bytes of a job until it is done or the budget is used up.
+    #[inline]
+    fn advance<H: HeldMem, F: Format>(
+        &mut self,
+        job: &mut Job,
+        work: &mut Work<'_, H, F>,
+        budget: &mut u64,
+    ) -> Result<(), Failure> {
+        if job.done == 0 {
+            holds_all(job, &work.inside.memory)?;
+        }
+        while job.done < job.total && *budget > 0 {
+            // The row, and the place in it.
+            let (within, near, far) = match job.shape {
+                None => (job.done, u64::from(job.done), u64::from(job.done)),
+                Some(shape) => {
+                    let (row, within) = (u64::from(job.done / job.len), job.done % job.len);
+                    // `begin` checked that the last of these does not wrap.
+                    (within, row * shape.near_pitch + u64::from(within), row * shape.far_pitch + u64::from(within))
+                }
+            };
+            let want = u64::from(job.len - within).min(*budget);
+            let moved = self.piece(job, work, near, far, within, want)?;
+            job.done += moved as u32; // at most `len - within`
+            *budget = budget.saturating_sub(moved.max(PIECE_COST));
+        }
+        Ok(())
+    }
+
+    /// Does the bytes at these distances from the starts of both sides, as far as both reach in one piece; at most `want`.
+    #[inline]
+    fn piece<H: HeldMem, F: Format>(
+        &mut self,
+        job: &Job,
+        work: &mut Work<'_, H, F>,
+        near: u64,
+        far: u64,
+        within: u32,
+        want: u64,
+    ) -> Result<u64, Failure> {
+        let Work { mem, mmu, inside, .. } = work;
+        // `decode` and `begin` checked that no range wraps.
+        let iova = |host: Iova| Iova::new(host.bits() + near);
+        let (read, write) = (Access::READ, Access::WRITE);
+        match job.task {
+            Task::Copy { direction: Direction::FromHost, host, card, .. } => {
+                let there = card_view(&mut self.tlb, mmu, inside, card, far, want, write)?;
+                mem.read(iova(host), there, job.hint).map_err(host_failure)?;
+                Ok(there.len() as u64)
+            }
+            Task::Copy { direction: Direction::ToHost, host, card, .. } => {
+                let there = card_view(&mut self.tlb, mmu, inside, card, far, want, read)?;
+                mem.write(iova(host), there, job.hint).map_err(host_failure)?;
+                Ok(there.len() as u64)
+            }
+            Task::Compare { host, card, .. } => {
+                let there = card_view(&mut self.tlb, mmu, inside, card, far, want, read)?;
+                match mem.compare(iova(host), there).map_err(host_failure)? {
+                    None => Ok(there.len() as u64),
+                    Some(offset) => Err(Failure(Status::Differs, u64::from(job.done) + offset as u64)),
+                }
+            }
+            Task::Within { from, to, .. } => {
+                let source = card_view(&mut self.tlb, mmu, inside, from, near, want, read)?;
+                let there = card_view(&mut self.tlb, mmu, inside, to, far, source.len() as u64, write)?;
+                let source = source.sub(0, there.len()).expect("no longer than the source");
+                there.copy_from(source, job.hint);
+                Ok(there.len() as u64)
+            }
+            Task::Fill { pattern, card, .. } => {
+                let there = card_view(&mut self.tlb, mmu, inside, card, far, want, write)?;
+                there.fill_pattern(pattern.rotate_right(within % 8 * 8), job.hint);
+                Ok(there.len() as u64)
+            }
+            Task::Shape { .. } | Task::Fence => Ok(want), // `begin` makes no jobs of these
+        }
+    }
+
+    /// Notes how a descriptor ended.
+    #[inline]
+    fn finish(&mut self, regs: &Registers, cookie: u32, chained: bool, result: Result<(), Failure>) {
+        add(if result.is_ok() { &regs.ok } else { &regs.failed }, 1);
+        let (status, detail) = match result {
+            Ok(()) => (Status::Ok, 0),
+            Err(Failure(status, detail)) => {
+                self.shape = None;
+                self.skipping = true;
+                (status, detail)
+            }
+        };
+        self.finished.push(Finished { cookie, status, detail });
+        if !chained {
+            self.skipping = false;
+            if let Some(first) = self.first.take() {
+                // Only the wish that is meant: another may have come in the meantime.
+                let wish = 1 << 32 | u64::from(first);
+                if regs.cancel.load(Ordering::Relaxed) == wish {
+                    let _ = regs.cancel.compare_exchange(wish, 0, Ordering::Relaxed, Ordering::Relaxed);
+                }
+            }
+        }
+    }
+
+    /// Writes the completions of what has ended.
+    fn report<H: HeldMem, F>(&mut self, work: &mut Work<'_, H, F>) {
+        if std::mem::take(&mut self.streamed) {
+            // A job that goes on in the next step fences there again.
+            stream_fence();
+            self.streamed = self.job.as_ref().is_some_and(|(job, ..)| job.hint == CopyHint::StreamUnordered);
+        }
+        let mut reported = 0;
+        while reported < self.finished.len() {
+            // Up to the end of the ring at once. A detail lies before its word, and so is written before it.
+            let slot = self.head & (work.rings.size - 1);
+            let n = (self.finished.len() - reported).min((work.rings.size - slot) as usize);
+            let mut words = [None; 2 * STEP_DESCRIPTORS];
+            for (i, finished) in self.finished[reported..reported + n].iter().enumerate() {
+                let Finished { cookie, status, detail } = *finished;
+                let sequence = Completion::sequence_of(self.head.wrapping_add(i as u32));
+                words[2 * i] = (status != Status::Ok).then_some(detail);
+                words[2 * i + 1] = Some(Completion { cookie, status: status.code(), sequence }.word());
+            }
+            let at = work.rings.completions.bits() + u64::from(slot) * Completion::BYTES as u64;
+            if let Err(fault) = work.mem.write_words(Iova::new(at), &words[..2 * n]) {
+                self.finished.clear();
+                self.halt(work.regs, Halt::CompletionFault, fault.at);
+                return;
+            }
+            reported += n;
+            self.head = self.head.wrapping_add(n as u32);
+        }
+        self.finished.clear();
+    }
+}
+
+/// Refuses a job before its first byte when a range of card memory that it names does not exist.
+#[inline]
+fn holds_all(job: &Job, memory: &CardMemory) -> Result<(), Failure> {
+    let holds = |at: DeviceAddr, pitch: fn(&Shape) -> u64| {
+        let DeviceAddr::Card(at) = at else { return Ok(()) };
+        let rows = job.shape.as_ref().map_or(0, |s| pitch(s) * u64::from(s.rows - 1));
+        match memory.holds(at, rows.saturating_add(job.len.into())) {
+            true => Ok(()),
+            false => Err(Failure(Status::NoCardMemory, at.bits())),
+        }
+    };
+    match job.task {
+        Task::Copy { card, .. } | Task::Fill { card, .. } | Task::Compare { card, .. } => holds(card, |s| s.far_pitch),
+        Task::Within { from, to, .. } => {
+            holds(from, |s| s.near_pitch)?;
+            holds(to, |s| s.far_pitch)
+        }
+        Task::Shape { .. } | Task::Fence => Ok(()),
+    }
+}
+
+/// Card memory `offset` bytes behind `at`, as far as it reaches in one piece.
+#[inline]
+fn card_view<'m, F: Format>(
+    tlb: &mut Tlb,
+    mmu: &mut Option<mmu::Held<'m>>,
+    inside: &'m Inside<F>,
+    at: DeviceAddr,
+    offset: u64,
+    want: u64,
+    wanted: Access,
+) -> Result<VolatileSlice<'m>, Failure> {
+    let (card, len) = match at {
+        DeviceAddr::Card(at) => (CardAddr::new(at.bits() + offset), want),
+        DeviceAddr::Va(at) => {
+            let at = DeviceVa::new(at.bits() + offset);
+            let mmu = mmu.get_or_insert_with(|| inside.mmu.hold());
+            let found = inside.mmu.translate(mmu, tlb, &inside.memory, at, want, wanted);
+            found.map_err(|at| Failure(Status::MmuFault, at.bits()))?
+        }
+    };
+    inside.memory.view(card, len).map_err(|e| match e {
+        Error::NoMemory { at, .. } => Failure(Status::OutOfMemory, at.bits()),
+        _ => Failure(Status::NoCardMemory, card.bits()),
+    })
+}
+
+fn host_failure(fault: DmaFault) -> Failure {
+    let status = match fault.reason {
+        FaultReason::NotMapped => Status::HostNotMapped,
+        FaultReason::NotPermitted => Status::HostNotPermitted,
+        _ => Status::HostFault,
+    };
+    Failure(status, fault.at.bits())
+}
+
+fn count(job: &Job, regs: &Registers) {
+    let counter = match job.task {
+        Task::Copy { direction: Direction::FromHost, .. } => &regs.bytes_h2c,
+        Task::Copy { direction: Direction::ToHost, .. } => &regs.bytes_c2h,
+        _ => return,
+    };
+    add(counter, u64::from(job.done));
+}
+
+/// Only one thread at a time steps a queue, so its counters need no read-modify-write.
+fn add(counter: &AtomicU64, n: u64) {
+    counter.store(counter.load(Ordering::Relaxed).wrapping_add(n), Ordering::Relaxed);
+}

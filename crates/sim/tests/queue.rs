@@ -1,0 +1,685 @@
+//! Queues under random use, through a bus that can lose, stall and reset; shared queues; the registration cache.
+
+use std::future::Future;
+use std::pin::pin;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::{Arc, Mutex};
+use std::task::{Context, Poll, Wake, Waker};
+use std::time::Duration;
+
+use dmalane_addr::{Access, CardAddr, Iova};
+use dmalane_card::regs::{self, BAR_REGISTERS};
+use dmalane_card::{Card, CardQueue};
+use dmalane_dma::{self as mem, AnonHeap, BufferRef, DeviceMem, Heap, Mapping, Mmio, Pinned, Registrar, SharedBuf};
+use dmalane_queue::conformance::{Fixture, Model, Random, host_bytes, offset_of, operation};
+use dmalane_queue::{
+    CacheHint, Cancelled, Class, Completion, CopyError, DeviceAddr, Direction, HostSlice, OpError, Operation, Queue,
+    Refusal, Registered, Registry, RegistryError, RegistryLimits, SharedOptions, SharedQueue, Work, run,
+};
+use dmalane_sim::{CardConfig, HostConfig, SoftBus, SoftHost, Workers};
+
+const MIB: u64 = 1 << 20;
+const FAR_LEN: u64 = 128 << 10;
+const LONG: Duration = Duration::from_secs(60);
+
+/// A software card behind a bus with faults.
+struct Faulty {
+    bus: SoftBus,
+    /// The card does nothing, and hears nothing.
+    stalled: AtomicBool,
+    /// The completion of the descriptor with this number is undone, once.
+    lose: AtomicU64,
+    completions: AtomicU64,
+    port: Mutex<dmalane_sim::DevicePort>,
+}
+
+const NONE: u64 = u64::MAX;
+
+impl Faulty {
+    fn new(workers: Workers) -> Arc<Self> {
+        let host: SoftHost = SoftHost::new(HostConfig::default()).unwrap();
+        let config = CardConfig { ddr: 128 * MIB, hbm: 4 * MIB, channels: 2, workers };
+        let port = Mutex::new(host.port());
+        let bus = SoftBus::new(host, config).unwrap();
+        let (lose, completions) = (AtomicU64::new(NONE), AtomicU64::new(0));
+        Arc::new(Self { bus, stalled: AtomicBool::new(false), lose, completions, port })
+    }
+}
+
+impl Registrar for Faulty {
+    fn pin(&self, buffer: &BufferRef) -> Result<Pinned, mem::Error> {
+        self.bus.pin(buffer)
+    }
+    fn map(&self, pinned: Pinned, access: Access) -> Result<Mapping, mem::Error> {
+        self.bus.map(pinned, access)
+    }
+    fn pin_range(&self, buffer: &BufferRef, range: std::ops::Range<usize>) -> Result<Pinned, mem::Error> {
+        self.bus.pin_range(buffer, range)
+    }
+    fn map_list(&self, list: Vec<Pinned>, access: Access) -> Result<Mapping, mem::Error> {
+        self.bus.map_list(list, access)
+    }
+    fn owns(&self, mapping: &Mapping) -> bool {
+        self.bus.owns(mapping)
+    }
+}
+
+impl Mmio for Faulty {
+    fn read32(&self, bar: u8, offset: u64) -> Result<u32, mem::Error> {
+        self.bus.read32(bar, offset)
+    }
+    fn write32(&self, bar: u8, offset: u64, value: u32) -> Result<(), mem::Error> {
+        if offset == regs::channel(0, regs::CH_COMPLETIONS) {
+            self.completions.store(value.into(), Ordering::Relaxed);
+        }
+        if self.stalled.load(Ordering::Relaxed) { Ok(()) } else { self.bus.write32(bar, offset, value) }
+    }
+    fn write_bytes(&self, bar: u8, offset: u64, bytes: &[u8]) -> Result<(), mem::Error> {
+        self.bus.write_bytes(bar, offset, bytes)
+    }
+    fn progress(&self) -> bool {
+        if self.stalled.load(Ordering::Relaxed) {
+            return false;
+        }
+        let worked = self.bus.progress();
+        let lost = self.lose.load(Ordering::Relaxed);
+        if lost != NONE && u64::from(self.read32(0, regs::channel(0, regs::CH_HEAD)).unwrap()) > lost {
+            // Of the first lap: before, the slot was empty.
+            let at = self.completions.load(Ordering::Relaxed) + lost * 16 + 8;
+            self.port.lock().unwrap().write_word(Iova::new(at), 0).unwrap();
+            self.lose.store(NONE, Ordering::Relaxed);
+        }
+        worked
+    }
+    fn works_alone(&self) -> bool {
+        self.bus.works_alone()
+    }
+    fn wait(&self, timeout: Duration) -> bool {
+        self.bus.wait(timeout)
+    }
+    fn event(&self, channel: usize) -> Option<std::os::fd::BorrowedFd<'_>> {
+        self.bus.event(channel)
+    }
+}
+
+/// A card and what its operations need.
+struct Bench {
+    bus: Arc<Faulty>,
+    card: Card<Faulty>,
+    heap: AnonHeap,
+}
+
+impl Bench {
+    fn new(workers: Workers, entries: usize) -> Self {
+        let bus = Faulty::new(workers);
+        let heap = AnonHeap::new();
+        let card = Card::open_with_rings(bus.clone(), &heap, entries).unwrap();
+        Self { bus, card, heap }
+    }
+
+    fn buffer(&self, len: usize) -> (SharedBuf, Registered) {
+        let mut buf = self.heap.allocate(len).unwrap();
+        for (i, byte) in buf.iter_mut().enumerate() {
+            *byte = (i ^ i >> 8 ^ i >> 16) as u8;
+        }
+        let buf = buf.share();
+        let via = Registered::new(&*self.bus, &buf, Access::RW).unwrap();
+        (buf, via)
+    }
+
+    fn copy(&self, len: usize) -> Operation {
+        let (buf, via) = self.buffer(len);
+        Operation::copy(Direction::FromHost, (buf.into_part(), via), at(0))
+    }
+
+    /// Only the rings are pinned, nothing was given up.
+    fn assert_clean(&self) {
+        let rings = 4; // of at most 256 entries: one page each for completions, two for descriptors of 256
+        let pinned = self.bus.bus.host().stats().pinned_frames;
+        assert!((rings..=6).contains(&pinned), "{pinned} frames are pinned");
+        assert_eq!(self.card.quarantined(), 0);
+    }
+}
+
+impl Fixture for Bench {
+    type Queue = CardQueue<Faulty>;
+    fn queue(&mut self) -> Self::Queue {
+        self.card.queue(0).unwrap()
+    }
+    fn target_len(&self) -> u64 {
+        FAR_LEN
+    }
+    fn at(&self, offset: u64) -> DeviceAddr {
+        at(offset)
+    }
+    fn host(&mut self, len: usize) -> HostSlice {
+        let (buf, via) = self.buffer(len);
+        (buf.into_part().split_at(len).unwrap().0, via).into()
+    }
+
+    fn peek(&mut self) -> Vec<u8> {
+        let mut bytes = vec![0; FAR_LEN as usize];
+        self.bus.bus.memory().read(CardAddr::new(0), &mut bytes).unwrap();
+        bytes
+    }
+    fn poke(&mut self, bytes: &[u8]) {
+        self.bus.bus.memory().write(CardAddr::new(0), bytes).unwrap();
+    }
+}
+
+fn at(offset: u64) -> DeviceAddr {
+    DeviceAddr::Card(CardAddr::new(offset))
+}
+
+fn drain<Q: Queue>(queue: &mut Q) -> Vec<Completion<Q::Addr>> {
+    let mut ended = Vec::new();
+    while queue.in_flight() > 0 {
+        queue.wait(&mut ended, LONG);
+    }
+    ended
+}
+
+/// Random operations, cancellations, drops, stops and time-outs; each byte is compared with the model.
+fn survives(workers: Workers, operations: u64, seed: u64) {
+    let mut bench = Bench::new(workers, 16);
+    let mut random = Random(seed);
+    let mut model = Model { target: random.bytes(FAR_LEN as usize) };
+    bench.poke(&model.target);
+    let mut queue = bench.queue();
+    let place = offset_of(&bench);
+    let mut waiting = std::collections::HashMap::new();
+    let (mut ended, mut taken_back, mut cancelled, mut stopped, mut dropped) = (Vec::new(), 0, 0u64, 0u64, 0u64);
+    let mut shares: Vec<BufferRef> = Vec::new();
+    let mut count = 0;
+    while count < operations {
+        match random.below(100) {
+            0..70 => {
+                let (operation, bytes) = operation(&mut bench, &mut random, queue.abilities(), 4000);
+                match queue.submit(operation) {
+                    Ok(ticket) => {
+                        count += 1;
+                        assert!(waiting.insert(ticket, bytes).is_none(), "tickets are unique");
+                    }
+                    // Stopped with nothing in flight.
+                    Err(rejected) if matches!(rejected.reason, Refusal::Stopped(_)) => {
+                        assert_eq!(queue.in_flight(), 0);
+                        queue.restart();
+                    }
+                    Err(rejected) => assert_eq!(rejected.reason, Refusal::Full),
+                }
+            }
+            70..80 => queue.flush(),
+            80..85 => {
+                let tickets: Vec<_> = waiting.keys().copied().collect();
+                if !tickets.is_empty() {
+                    let ticket = tickets[random.below(tickets.len() as u64) as usize];
+                    if let Cancelled::TakenBack(operation) = queue.cancel(ticket) {
+                        taken_back += 1;
+                        let bytes = waiting.remove(&ticket).expect("in flight");
+                        assert!(host_bytes(&operation) == bytes, "untouched");
+                    }
+                }
+            }
+            85..96 => {
+                queue.poll(&mut ended);
+            }
+            96 => {
+                queue.wait(&mut ended, Duration::from_micros(random.below(300)));
+            }
+            97 if random.below(4) == 0 => {
+                // What is in flight is finished by the drop; nobody hears of it.
+                dropped += waiting.len() as u64;
+                shares.clear();
+                drop(queue);
+                queue = bench.queue();
+                bench.assert_clean();
+                waiting.clear();
+                ended.clear();
+                model.target = bench.peek();
+            }
+            98 if random.below(4) == 0 => {
+                // A stall that the time-out notices: stop, wait for the end of all, go on.
+                bench.bus.stalled.store(workers == Workers::Inline, Ordering::Relaxed);
+                queue.set_timeout(Some(Duration::from_micros(200)));
+                if workers != Workers::Inline {
+                    queue.stop("for a test");
+                }
+                queue.wait(&mut ended, Duration::from_millis(2));
+                bench.bus.stalled.store(false, Ordering::Relaxed);
+                ended.extend(drain(&mut queue));
+                queue.set_timeout(None);
+            }
+            _ => {}
+        }
+        let mut resync = false;
+        for Completion { ticket, operation, result, bytes: done } in ended.drain(..) {
+            let mut bytes = waiting.remove(&ticket).expect("each ends once");
+            let total = operation.bytes();
+            match result {
+                Ok(()) => {
+                    assert_eq!(done, total);
+                    assert_eq!(model.apply(&operation, &mut bytes, &place), None);
+                }
+                Err(OpError::Differs { offset }) => {
+                    assert_eq!(model.apply(&operation, &mut bytes, &place), Some(offset));
+                }
+                Err(OpError::Cancelled) => {
+                    cancelled += 1;
+                    model.apply_first(done, &operation, &mut bytes, &place);
+                }
+                Err(OpError::Stopped(_)) => {
+                    // Any part of it may have been done: nothing to compare with.
+                    stopped += 1;
+                    resync = true;
+                    continue;
+                }
+                Err(e) => panic!("{operation:?}: {e}"),
+            }
+            assert!(host_bytes(&operation) == bytes, "host memory: {operation:?}");
+        }
+        if resync {
+            assert_eq!(queue.in_flight(), 0);
+            assert!(queue.restart());
+            model.target = bench.peek();
+        } else if queue.in_flight() == 0 && random.below(20) == 0 {
+            assert!(bench.peek() == model.target, "device memory after {count} operations");
+        }
+    }
+    drop(drain(&mut queue));
+    drop(queue);
+    bench.assert_clean();
+    assert!(taken_back > 0 && stopped > 0 && dropped > 0, "{taken_back} {cancelled} {stopped} {dropped}");
+    println!(
+        "{workers:?}: {count} operations, {taken_back} taken back, {cancelled} cancelled, {stopped} stopped, {dropped} dropped"
+    );
+}
+
+#[test]
+fn ten_thousand_operations_inline() {
+    survives(Workers::Inline, 10_000, 1);
+}
+
+#[test]
+fn ten_thousand_operations_with_a_worker() {
+    survives(Workers::One, 10_000, 2);
+}
+
+#[test]
+fn ten_thousand_operations_with_workers() {
+    survives(Workers::PerChannel, 10_000, 3);
+}
+
+#[test]
+fn a_lost_completion_stops_the_channel_and_frees_nothing_early() {
+    let bench = Bench::new(Workers::Inline, 16);
+    let mut queue = bench.card.queue(0).unwrap();
+    queue.set_timeout(Some(Duration::from_millis(5)));
+    bench.bus.lose.store(2, Ordering::Relaxed);
+    for _ in 0..5 {
+        let _ticket = queue.submit(bench.copy(4096)).unwrap();
+    }
+    let ended = drain(&mut queue);
+    assert_eq!(ended.len(), 5);
+    assert!(ended[..2].iter().all(|e| e.result == Ok(())));
+    for end in &ended[2..] {
+        assert!(matches!(&end.result, Err(OpError::Stopped(why)) if why.contains("5ms")), "{:?}", end.result);
+    }
+    assert!(queue.restart());
+    let _ticket = queue.submit(bench.copy(4096)).unwrap();
+    assert_eq!(drain(&mut queue)[0].result, Ok(()));
+    drop((queue, ended));
+    bench.assert_clean();
+}
+
+#[test]
+fn a_stalled_channel_keeps_its_memory_until_it_has_stopped() {
+    let bench = Bench::new(Workers::Inline, 16);
+    let mut queue = bench.card.queue(0).unwrap();
+    queue.set_timeout(Some(Duration::from_millis(5)));
+    let _ticket = queue.submit(bench.copy(4096)).unwrap();
+    bench.bus.stalled.store(true, Ordering::Relaxed);
+    let mut ended = Vec::new();
+    assert_eq!(queue.wait(&mut ended, Duration::from_millis(50)), 0, "not before the card has confirmed");
+    assert_eq!((queue.in_flight(), queue.stats().unwrap().stops), (1, 1));
+    assert!(!queue.restart());
+    bench.bus.stalled.store(false, Ordering::Relaxed);
+    // It did not hear of the stop, so it is told again.
+    assert!(matches!(drain(&mut queue)[0].result, Err(OpError::Stopped(_))));
+    assert!(queue.restart());
+    drop(queue);
+    bench.assert_clean();
+}
+
+#[test]
+fn a_flipped_bit_is_found_by_a_comparison() {
+    let bench = Bench::new(Workers::Inline, 16);
+    let mut queue = bench.card.queue(0).unwrap();
+    let _ticket = queue.submit(bench.copy(3 << 20)).unwrap();
+    let mut host = drain(&mut queue).remove(0).operation.into_host();
+    let mut byte = [0];
+    bench.bus.bus.memory().read(CardAddr::new(2_345_678), &mut byte).unwrap();
+    bench.bus.bus.memory().write(CardAddr::new(2_345_678), &[byte[0] ^ 4]).unwrap();
+    let host = host.remove(0);
+    let _ticket = queue.submit(Operation::compare(host, at(0))).unwrap();
+    let end = drain(&mut queue).remove(0);
+    assert_eq!((end.result, end.bytes), (Err(OpError::Differs { offset: 2_345_678 }), 2_345_678));
+}
+
+#[test]
+fn a_reset_in_mid_transfer_ends_everything_and_the_channel_comes_back() {
+    for workers in [Workers::Inline, Workers::One, Workers::PerChannel] {
+        let bench = Bench::new(workers, 16);
+        let mut queue = bench.card.queue(0).unwrap();
+        for _ in 0..4 {
+            let _ticket = queue.submit(bench.copy(32 << 20)).unwrap();
+        }
+        let mut ended = Vec::new();
+        queue.poll(&mut ended);
+        bench.bus.write32(BAR_REGISTERS, regs::CONTROL, 1).unwrap();
+        ended.extend(drain(&mut queue));
+        assert_eq!(ended.len(), 4);
+        assert!(matches!(ended[3].result, Err(OpError::Stopped(_))), "{:?}", ended[3].result);
+        assert!(queue.restart());
+        let _ticket = queue.submit(bench.copy(4096)).unwrap();
+        assert_eq!(drain(&mut queue)[0].result, Ok(()));
+        drop((queue, ended));
+        bench.assert_clean();
+    }
+}
+
+#[test]
+fn a_long_copy_is_cancelled_in_the_middle() {
+    let bench = Bench::new(Workers::Inline, 16);
+    let mut queue = bench.card.queue(0).unwrap();
+    let long = queue.submit(bench.copy(64 << 20)).unwrap();
+    let next = queue.submit(bench.copy(32 << 20)).unwrap();
+    let mut ended = Vec::new();
+    queue.poll(&mut ended);
+    assert!(matches!(queue.cancel(long), Cancelled::Asked));
+    assert!(matches!(queue.cancel(next), Cancelled::Asked));
+    let ended = drain(&mut queue);
+    assert_eq!(ended[0].result, Err(OpError::Cancelled));
+    assert!(ended[0].bytes >= 1 << 20 && ended[0].bytes < 64 << 20, "{}", ended[0].bytes);
+    assert_eq!(ended[1].result, Err(OpError::Cancelled), "the next wish is told when the first has come true");
+    assert_eq!(queue.stats().unwrap().cancelled, 2);
+}
+
+#[test]
+fn an_event_comes_when_something_has_ended() {
+    let bench = Bench::new(Workers::PerChannel, 16);
+    let mut queue = bench.card.queue(0).unwrap();
+    for _ in 0..20 {
+        let _ticket = queue.submit(bench.copy(1 << 20)).unwrap();
+        if queue.arm() {
+            let event = queue.event().expect("an eventfd");
+            let mut fds = [rustix::event::PollFd::new(&event, rustix::event::PollFlags::IN)];
+            let wait = rustix::event::Timespec { tv_sec: 30, tv_nsec: 0 };
+            assert_eq!(rustix::event::poll(&mut fds, Some(&wait)).unwrap(), 1, "the event came");
+        }
+        // The event may belong to the copy, or to one before it.
+        assert_eq!(drain(&mut queue)[0].result, Ok(()));
+    }
+}
+
+#[test]
+fn nobody_sleeps_for_a_card_that_only_works_when_polled() {
+    let bench = Bench::new(Workers::Inline, 16);
+    let (mut queue, mut other) = (bench.card.queue(0).unwrap(), bench.card.queue(1).unwrap());
+    assert!(!queue.arm() && !other.arm(), "nothing is in flight, and nothing will come");
+    let _ticket = queue.submit(bench.copy(4096)).unwrap();
+    for _ in 0..10 {
+        assert!(!queue.arm() && !other.arm());
+    }
+    assert_eq!(drain(&mut queue)[0].result, Ok(()));
+    assert!(!queue.arm());
+    // One with a thread says so, idle as it is.
+    let bench = Bench::new(Workers::One, 16);
+    assert!(bench.card.queue(0).unwrap().arm());
+}
+
+#[test]
+fn sixty_four_threads_share_a_queue() {
+    for workers in [Workers::Inline, Workers::One] {
+        let bench = Bench::new(workers, 64);
+        let shared = SharedQueue::new(bench.card.queue(0).unwrap(), SharedOptions::default());
+        std::thread::scope(|s| {
+            for thread in 0..64u64 {
+                let (shared, bench) = (&shared, &bench);
+                s.spawn(move || {
+                    let mut random = Random(thread);
+                    let place = at(thread * 8192);
+                    for class in [Class::High, Class::Normal, Class::Low] {
+                        let mut handle = shared.handle(class);
+                        for _ in 0..7 {
+                            let bytes = random.bytes(8192);
+                            let (buf, via) = bench.buffer(8192);
+                            buf.view().write(&bytes);
+                            run(&mut handle, Operation::write((buf.into_part(), via), place), LONG).unwrap();
+                            let (buf, via) = bench.buffer(8192);
+                            let read = Operation::read((buf.into_part(), via), place);
+                            let read = run(&mut handle, read, LONG).unwrap();
+                            assert!(host_bytes(&read) == bytes, "thread {thread}");
+                        }
+                    }
+                });
+            }
+        });
+        assert_eq!((shared.in_flight(), shared.handle(Class::Low).stats().unwrap().ok), (0, 64 * 42));
+        drop(shared);
+        bench.assert_clean();
+    }
+}
+
+#[test]
+fn urgent_operations_overtake_and_none_starves() {
+    let bench = Bench::new(Workers::Inline, 2);
+    let shared = SharedQueue::new(
+        bench.card.queue(0).unwrap(),
+        SharedOptions { inside: 2, total: 200, ..SharedOptions::default() },
+    );
+    let mut handles = [Class::Low, Class::High].map(|class| shared.handle(class));
+    for (n, handle) in handles.iter_mut().enumerate() {
+        for i in 0..50 {
+            let _ticket = handle.submit(Operation::fill(at((50 * n as u64 + i) * 8), 8, i)).unwrap();
+        }
+    }
+    assert_eq!(handles[0].submit(Operation::fill(at(0), 0, 0)).unwrap_err().reason, Refusal::Empty);
+    let (mut order, mut done) = (Vec::new(), Vec::new());
+    while shared.in_flight() > 0 {
+        shared.poll();
+        // Two at most end at a time, and those are counted in the order of urgency.
+        for (n, handle) in handles.iter_mut().enumerate().rev() {
+            handle.poll(&mut done);
+            assert!(done.iter().all(|end| end.result == Ok(())));
+            order.extend(done.drain(..).map(|_| n));
+        }
+    }
+    assert_eq!(order.len(), 100);
+    let low_before = order.iter().take(40).filter(|n| **n == 0).count();
+    assert!((1..=8).contains(&low_before), "of the first 40, {low_before} were not urgent");
+}
+
+#[test]
+fn what_waits_outside_is_taken_back_and_detached_operations_go_on() {
+    let bench = Bench::new(Workers::Inline, 2);
+    let shared = SharedQueue::new(
+        bench.card.queue(0).unwrap(),
+        SharedOptions { inside: 1, total: 3, ..SharedOptions::default() },
+    );
+    let mut handles = [0, 1, 2].map(|_| shared.handle(Class::Normal));
+    let tickets = handles.each_mut().map(|handle| handle.submit(bench.copy(4096)).unwrap());
+    assert_eq!(handles[0].submit(bench.copy(4096)).unwrap_err().reason, Refusal::Full);
+    assert!(matches!(handles[0].cancel(tickets[1]), Cancelled::Unknown), "it belongs to another handle");
+    let Cancelled::TakenBack(operation) = handles[1].cancel(tickets[1]) else { panic!("it waits outside") };
+    assert_eq!((operation.bytes(), handles[1].in_flight()), (4096, 0));
+    let [first, second, mut third] = handles;
+    first.detach();
+    assert_eq!(drain(&mut third)[0].result, Ok(()));
+    assert_eq!((shared.in_flight(), second.stats().unwrap().ok, second.stats().unwrap().cancelled), (0, 2, 1));
+    drop((shared, operation, second, third));
+    bench.assert_clean();
+}
+
+#[test]
+fn a_refusal_that_only_the_queue_can_give_ends_the_operation() {
+    let bench = Bench::new(Workers::Inline, 2);
+    let shared = SharedQueue::new(bench.card.queue(0).unwrap(), SharedOptions::default());
+    let mut handle = shared.handle(Class::Normal);
+    let unregistered = bench.heap.allocate(4096).unwrap().share().into_part();
+    let _ticket = handle.submit(Operation::write(unregistered, at(0))).unwrap();
+    assert_eq!(drain(&mut handle)[0].result, Err(OpError::Refused(Refusal::NotRegistered)));
+}
+
+/// Runs a future, sleeping while it is pending.
+fn block_on<F: Future>(future: F) -> F::Output {
+    struct Unpark(std::thread::Thread);
+    impl Wake for Unpark {
+        fn wake(self: Arc<Self>) {
+            self.0.unpark();
+        }
+    }
+    let waker = Waker::from(Arc::new(Unpark(std::thread::current())));
+    let mut future = pin!(future);
+    loop {
+        match future.as_mut().poll(&mut Context::from_waker(&waker)) {
+            Poll::Ready(output) => return output,
+            Poll::Pending => std::thread::park_timeout(Duration::from_secs(20)),
+        }
+    }
+}
+
+#[test]
+fn operations_can_be_awaited() {
+    // Alone: the future keeps the card going.
+    let bench = Bench::new(Workers::Inline, 16);
+    let shared = SharedQueue::new(bench.card.queue(0).unwrap(), SharedOptions::default());
+    let copy = |len| {
+        let mut handle = shared.handle(Class::Normal);
+        let _ticket = handle.submit(bench.copy(len)).unwrap();
+        async move {
+            let end = handle.next().await.expect("one is in flight");
+            assert!(handle.next().await.is_none());
+            end.result
+        }
+    };
+    assert_eq!(block_on(copy(8 << 20)), Ok(()));
+    // Driven: another thread polls, and its polls wake the tasks.
+    shared.set_driven(true);
+    let stop = AtomicBool::new(false);
+    std::thread::scope(|s| {
+        let driver = s.spawn(|| {
+            while !stop.load(Ordering::Relaxed) {
+                shared.poll();
+                std::thread::yield_now();
+            }
+        });
+        let tasks: Vec<_> = (0..8).map(|_| s.spawn(|| block_on(copy(1 << 20)))).collect();
+        for task in tasks {
+            assert_eq!(task.join().unwrap(), Ok(()));
+        }
+        stop.store(true, Ordering::Relaxed);
+        driver.join().unwrap();
+    });
+}
+
+#[test]
+fn registrations_are_found_again_and_make_room() {
+    let bench = Bench::new(Workers::Inline, 16);
+    let before = bench.bus.bus.host().stats().pinned_frames;
+    let limits = RegistryLimits { bytes: 64 << 10, entries: 3 };
+    let mut registry = Registry::new(bench.bus.clone(), limits);
+    let bufs: Vec<SharedBuf> = (0..5).map(|_| bench.heap.allocate(32 << 10).unwrap().share()).collect();
+    let get = |registry: &mut Registry<Faulty>, i: usize, range| registry.get(&bufs[i].reference(), range, Access::RW);
+    let a = get(&mut registry, 0, 0..32 << 10).unwrap();
+    assert!(get(&mut registry, 0, 5000..6000).is_ok(), "covered");
+    get(&mut registry, 1, 100..200).unwrap();
+    let stats = registry.stats();
+    assert_eq!((stats.hits, stats.misses, stats.bytes, stats.entries), (1, 2, 36 << 10, 2));
+    assert!(matches!(registry.forget(&bufs[0].reference()), Err(RegistryError::Busy { bytes: 32768 })));
+    // No room beside the busy one: the other one goes, and then there is none to go.
+    get(&mut registry, 2, 0..32 << 10).unwrap();
+    assert_eq!((registry.stats().evictions, registry.stats().entries), (1, 2));
+    let c = get(&mut registry, 2, 0..1).unwrap();
+    assert!(matches!(get(&mut registry, 3, 0..1), Err(RegistryError::Busy { .. })));
+    drop(c);
+    for i in 0..100usize {
+        get(&mut registry, 3, (i % 8) * 4096..(i % 8 + 1) * 4096).unwrap();
+        assert!(registry.stats().entries <= 3);
+    }
+    assert!(get(&mut registry, 0, 0..1).is_ok(), "what is busy was not evicted");
+    drop(a);
+    assert_eq!(registry.forget(&bufs[0].reference()).unwrap(), 1);
+    assert_eq!(registry.forget(&bufs[0].reference()).unwrap(), 0);
+    assert!(matches!(get(&mut registry, 4, 0..65537), Err(RegistryError::BadRange { .. })));
+    let large = bench.heap.allocate(128 << 10).unwrap().share();
+    let refused = registry.get(&large.reference(), 0..128 << 10, Access::READ).unwrap_err();
+    assert!(refused.to_string().contains("ulimit -l"), "{refused}");
+    assert_eq!(registry.clear(), 0);
+    assert_eq!(bench.bus.bus.host().stats().pinned_frames, before);
+}
+
+#[test]
+fn eight_mebibytes_of_locked_memory_are_enough() {
+    let bench = Bench::new(Workers::Inline, 16);
+    bench.bus.bus.host().set_pin_limit(8 << 20);
+    let mut queue = bench.card.queue(0).unwrap();
+    let mut buf = bench.heap.allocate(64 << 20).unwrap();
+    for (i, byte) in buf.iter_mut().enumerate() {
+        *byte = (i ^ i >> 9 ^ i >> 17) as u8;
+    }
+    let buf = buf.share();
+    let refused = Registered::new(&*bench.bus, &buf, Access::READ).unwrap_err();
+    assert!(refused.to_string().contains("ulimit -l"), "{refused}");
+    let mut registry = Registry::new(bench.bus.clone(), RegistryLimits::for_bus(&bench.bus.bus));
+    assert_eq!((registry.limits().bytes, registry.fragment()), (7 << 20, 2 << 20));
+    let (_, part) = buf.into_part().split_at(777).unwrap();
+    let len = part.len();
+    let part = registry.copy(&mut queue, Direction::FromHost, part, at(5), CacheHint::Auto, LONG).unwrap();
+    assert_eq!(part.len(), len);
+    let stats = registry.stats();
+    assert!(stats.bytes_peak <= 7 << 20 && stats.evictions > 20, "{stats:?}");
+    let (mut there, mut here) = (vec![0; len], vec![0; len]);
+    bench.bus.bus.memory().read(CardAddr::new(5), &mut there).unwrap();
+    part.read(0, &mut here).unwrap();
+    assert!(there == here);
+    // And what fails says how far it came, and gives the part back.
+    let end = 128 * MIB - (20 << 20);
+    let (part, e) = registry.copy(&mut queue, Direction::FromHost, part, at(end), CacheHint::Auto, LONG).unwrap_err();
+    assert!(matches!(e, CopyError::Failed { bytes, .. } if (16 << 20..=20 << 20).contains(&bytes)), "{e}");
+    assert_eq!(part.map(|p| p.len()), Some(len));
+    registry.clear();
+}
+
+#[test]
+fn a_list_of_buffers_is_one_range_for_the_device() {
+    let bench = Bench::new(Workers::Inline, 16);
+    let bufs: Vec<SharedBuf> = [4096, 12 << 10, 3 << 20].map(|n| bench.heap.allocate(n).unwrap().share()).into();
+    let via = Registered::of_list(&*bench.bus, &bufs.iter().collect::<Vec<_>>(), Access::RW).unwrap();
+    assert_eq!(via.mapping().span().len(), (16 << 10) + (3 << 20));
+    let mut next = via.mapping().span().first().bits();
+    for buf in bufs {
+        let part = buf.into_part();
+        let span = via.iova_of(&part).expect("each is in it");
+        assert_eq!((span.first().bits(), span.len()), (next, part.len() as u64));
+        next += span.len();
+    }
+    let other = bench.heap.allocate(4096).unwrap().share().into_part();
+    assert!(via.iova_of(&other).is_none());
+    assert!(matches!(bench.bus.bus.map_list(Vec::new(), Access::RW), Err(mem::Error::WholeBuffers)));
+    // Ranges of one buffer, out of order.
+    let buf = bench.heap.allocate(64 << 10).unwrap().share();
+    let pin = |range| bench.bus.pin_range(&buf.reference(), range).unwrap();
+    let list = vec![pin(32 << 10..64 << 10), pin(0..4096)];
+    let via = Registered::from_mapping(bench.bus.map_list(list, Access::RW).unwrap());
+    let (head, rest) = buf.into_part().split_at(4096).unwrap();
+    let (middle, tail) = rest.split_at(28 << 10).unwrap();
+    let first = via.mapping().span().first().bits();
+    assert_eq!(via.iova_of(&tail).unwrap().first().bits(), first);
+    assert_eq!(via.iova_of(&head).unwrap().first().bits(), first + (32 << 10));
+    assert!(via.iova_of(&middle).is_none());
+    assert!(matches!(bench.bus.pin_range(&head.reference(), 1..4097), Err(mem::Error::BadRange { .. })));
+    let mut queue = bench.card.queue(0).unwrap();
+    let refused = queue.submit(Operation::copy(Direction::ToHost, (middle, via), at(0))).unwrap_err();
+    assert_eq!(refused.reason, Refusal::NotRegistered);
+    let Work::Copy { .. } = refused.operation.work else { panic!() };
+}

@@ -1,0 +1,42 @@
+//! Traces of what was bound in device virtual memory: recorded, and replayed into a VM.
+//!
+//! A trace is text, one JSON object a line; `docs/formats/vm-trace.md` says which. Nothing in it is trusted. [`Lines`] reads
+//! it without holding more than a line, [`Replay`] applies line after line, and [`Recorder`] writes what was asked of a
+//! VM.
+//!
+//! ```
+//! use dmalane_iopt::AgxUat;
+//! use dmalane_vm::trace::{Header, Line, Lines, Replay};
+//!
+//! let text = r#"{"trace":"dmalane-vm","version":1,"format":"agx-uat"}
+//! {"op":"bo","id":1,"segments":[{"pa":"0x100000000","len":"0x10000"}]}
+//! {"op":"bind","va":"0x4000","bo":1,"offset":0,"len":"0x10000","access":"rw"}
+//! {"op":"bind","va":"0x4000","bo":1,"offset":"0x4000","len":"0x10000","access":"rw"}
+//! "#;
+//! let mut lines = Lines::new(text.as_bytes());
+//! let header = Header::read(&mut lines)?;
+//! let mut replay = Replay::new(header.vm::<AgxUat>()?);
+//! let mut results = Vec::new();
+//! while let Some(line) = lines.next()? {
+//!     results.extend(replay.step(line).map(|outcome| outcome.name()));
+//! }
+//! assert_eq!(results, ["ok", "ok", "beyond_bo"]);
+//! # Ok::<(), Box<dyn std::error::Error>>(())
+//! ```
+
+mod buffers;
+mod error;
+mod header;
+mod lines;
+mod number;
+mod operation;
+mod record;
+mod replay;
+
+pub use buffers::{MAX_BOS, MAX_SCATTERED, MAX_SEGMENTS};
+pub use error::{Refusal, TraceError};
+pub use header::{FORMAT, Header, VERSION};
+pub use lines::{Line, Lines, MAX_LINE};
+pub use operation::{MAX_BATCH, Operation};
+pub use record::Recorder;
+pub use replay::{Done, Outcome, Replay};

@@ -1,0 +1,135 @@
+//! Operations of a trace, applied to a VM.
+
+use std::prelude::v1::*;
+
+use dmalane_addr::{DeviceVa, Span};
+
+use super::buffers::Buffers;
+use super::{Line, Operation, Refusal};
+use crate::{AnyVm, Committed, Error, PlanError, Request};
+
+/// A VM and the buffer objects of a trace.
+pub struct Replay {
+    vm: Box<dyn AnyVm + Send>,
+    bos: Buffers,
+}
+
+/// What became of a line.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub struct Outcome {
+    /// The operation; `None` for a line that is none.
+    pub op: Option<&'static str>,
+    /// What was done, or why not; then the VM is as it was.
+    pub result: Result<Done, Refusal>,
+    /// Which operation of a batch was refused, from 0, where it can be told.
+    pub index: Option<usize>,
+}
+
+impl Outcome {
+    /// `ok`, or the name of the refusal.
+    pub fn name(&self) -> &'static str {
+        self.result.as_ref().map_or_else(Refusal::name, |_| "ok")
+    }
+}
+
+/// What an operation did.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
+pub struct Done {
+    /// Bytes that were bound before, those that it bound anew included.
+    pub unmapped_bytes: u64,
+}
+
+impl Replay {
+    /// Replays into this VM.
+    pub fn new(vm: Box<dyn AnyVm + Send>) -> Self {
+        Self { vm, bos: Buffers::default() }
+    }
+
+    /// The VM.
+    pub fn vm(&self) -> &dyn AnyVm {
+        &*self.vm
+    }
+
+    /// Applies a line; `None` for one that is blank.
+    pub fn step(&mut self, line: Line<'_>) -> Option<Outcome> {
+        if matches!(line, Line::Bytes(bytes) if bytes.trim_ascii().is_empty()) {
+            return None;
+        }
+        Some(match Operation::parse(line) {
+            Ok(operation) => self.apply(&operation),
+            Err((index, refusal)) => Outcome { op: None, result: Err(refusal), index },
+        })
+    }
+
+    /// Applies an operation.
+    pub fn apply(&mut self, operation: &Operation) -> Outcome {
+        let (index, result) = match self.run(operation) {
+            Ok(done) => (None, Ok(done)),
+            Err((index, refusal)) => (index, Err(refusal)),
+        };
+        Outcome { op: Some(operation.name()), result, index }
+    }
+
+    fn run(&mut self, operation: &Operation) -> Result<Done, (Option<usize>, Refusal)> {
+        let whole = |refusal| (None, refusal);
+        match operation {
+            Operation::Bo { id, segments, more } => {
+                self.bos.add(*id, segments, *more).map(|()| Done::default()).map_err(whole)
+            }
+            Operation::Destroy { id } => self.bos.destroy(*id).map(|()| Done::default()).map_err(whole),
+            Operation::Batch(operations) => {
+                let requests = operations.iter().enumerate();
+                let requests = requests.map(|(i, o)| self.request(o).map_err(|refusal| (Some(i), refusal)));
+                let requests = requests.collect::<Result<_, _>>()?;
+                self.commit(requests, true)
+            }
+            single => {
+                let request = self.request(single).map_err(whole)?;
+                self.commit(vec![request], false)
+            }
+        }
+    }
+
+    fn request(&self, operation: &Operation) -> Result<Request, Refusal> {
+        let find = |bo: u64| self.bos.get(bo).cloned();
+        let span = |va: DeviceVa, len: u64| match Span::new(va, len) {
+            Some(span) => Ok(span),
+            None if len == 0 => Err(Error::Empty { va }),
+            None => Err(Error::Wraps { va, len }),
+        };
+        Ok(match *operation {
+            Operation::Bind { va, bo, offset, len, access } => Request::Bind { va, bo: find(bo)?, offset, len, access },
+            Operation::Repeat { va, bo, offset, page, len, access } => {
+                Request::Repeat { va, bo: find(bo)?, offset, page, len, access }
+            }
+            Operation::Null { va, len } => Request::Null { va, len },
+            Operation::Unbind { va, len } => Request::Unbind(span(va, len)?),
+            Operation::UnbindBo { bo } => Request::UnbindBo(find(bo)?),
+            Operation::Prefetch { va, len } => Request::Prefetch(span(va, len)?),
+            Operation::Bo { .. } | Operation::Destroy { .. } | Operation::Batch(_) => {
+                return Err(Refusal::NotInBatch { op: operation.name() });
+            }
+        })
+    }
+
+    fn commit(&mut self, requests: Vec<Request>, batch: bool) -> Result<Done, (Option<usize>, Refusal)> {
+        let committed = self.vm.apply(requests).map_err(|PlanError { index, error }| {
+            // Memory is missing for the whole, not for the operation that was looked at last.
+            let of_all = matches!(error, Error::NoTables { .. } | Error::NoMemory { .. });
+            ((batch && !of_all).then_some(index), error.into())
+        })?;
+        let done = Done { unmapped_bytes: Committed::unmapped_bytes(&committed) };
+        // No device walks these tables.
+        self.vm.invalidated(committed);
+        Ok(done)
+    }
+}
+
+impl std::fmt::Debug for Replay {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Replay")
+            .field("format", &self.vm.format())
+            .field("bos", &self.bos.len())
+            .finish_non_exhaustive()
+    }
+}
