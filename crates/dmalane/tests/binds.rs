@@ -10,8 +10,8 @@ use dmalane::dma::{AnonHeap, BufferSlice, Heap};
 use dmalane::iopt::X86_64_4Level;
 use dmalane::load::{Placement, write_sample};
 use dmalane::queue::{Completion, DeviceAddr, Direction, Fenced, OpError, Operation, Queue, Registered};
-use dmalane::vm::trace::{Header, Lines, Recorder, Replay};
-use dmalane::vm::{AnyVm, BindQueue, Bo, Mapped, QueueError, Request, Submission};
+use dmalane::vm::trace::{Lines, Recorder, Replay, TraceHeader};
+use dmalane::vm::{AnyVm, BindQueue, BindRequest, Bo, Mapped, QueueError, Submission};
 use dmalane::{FileOptions, SoftConfig, SoftDevice, open_file};
 
 const MIB: u64 = 1 << 20;
@@ -48,7 +48,7 @@ fn a_transfer_gates_a_bind_and_a_bind_gates_a_transfer() {
     sg.push(area.first(), area.len()).unwrap();
     let bo = Arc::new(Bo::new(1, SgIndex::from_table(&sg).unwrap()));
     let va = DeviceVa::new(parts.vm.range().first().bits() + 64 * MIB);
-    let bind = |offset| Request::Bind { va, bo: bo.clone(), offset, len: MIB, access: Access::RW };
+    let bind = |offset| BindRequest::Bind { va, bo: bo.clone(), offset, len: MIB, access: Access::RW };
     let mut ended = Vec::new();
 
     for (step, fill) in [(1, 0x11), (2, 0x22)] {
@@ -130,7 +130,7 @@ fn a_recorded_load_replays_to_the_same_mapping() {
     }
     for placement in [Placement::Ddr, Placement::Hbm] {
         let mut soft = SoftDevice::open(SoftConfig { gather: MIB, ..SoftConfig::default() }).unwrap();
-        let header = Header { range: Some(soft.device.vm().range()), ..Header::default() };
+        let header = TraceHeader { range: Some(soft.device.vm().range()), ..TraceHeader::default() };
         let recorder = Arc::new(Mutex::new(Some(Recorder::new(Vec::new(), &header).unwrap())));
         let shared = recorder.clone();
         soft.device.observe(move |requests| {
@@ -144,7 +144,7 @@ fn a_recorded_load_replays_to_the_same_mapping() {
 
         let text = recorder.lock().unwrap().take().unwrap().finish().unwrap();
         let mut lines = Lines::new(text.as_slice());
-        let header = Header::read(&mut lines).unwrap();
+        let header = TraceHeader::read(&mut lines).unwrap();
         let mut replay = Replay::new(header.vm::<X86_64_4Level>().unwrap());
         while let Some(line) = lines.next().unwrap() {
             assert_eq!(replay.step(line).unwrap().name(), "ok");
