@@ -8,7 +8,7 @@ use std::time::Duration;
 use dmalane_addr::{Access, Address, CardAddr, DeviceVa, PageSize, PhysAddr, RangeAllocator, SgIndex, SgTable, Span};
 use dmalane_dma::{BufferSlice, Heap, PageBacking, Registrar, footprint};
 use dmalane_iopt::{Format, Tables};
-use dmalane_queue::{Channel, DeviceFar, Registered};
+use dmalane_queue::{DeviceAddr, Queue, Registered};
 use dmalane_vm::{BindRequest, Bo, Vm};
 
 use crate::clock::{Clocks, Stage};
@@ -38,7 +38,7 @@ pub struct DeviceParts<C, F, T: Tables> {
 }
 
 /// A device that files can be loaded onto.
-pub struct Device<C: Channel<Far = DeviceFar>, F: Format, T: Tables<Addr = CardAddr>> {
+pub struct Device<C: Queue<Addr = DeviceAddr>, F: Format, T: Tables<Addr = CardAddr>> {
     pub(crate) parts: DeviceParts<C, F, T>,
     pub(crate) vas: RangeAllocator<DeviceVa>,
     /// The pieces of all staging buffers.
@@ -140,7 +140,7 @@ impl LoadedFile {
 
 impl<C, F, T> Device<C, F, T>
 where
-    C: Channel<Far = DeviceFar>,
+    C: Queue<Addr = DeviceAddr>,
     F: Format,
     T: Tables<Addr = CardAddr>,
 {

@@ -14,7 +14,7 @@ use clap::{ArgGroup, Args};
 use dmalane::addr::PageSize;
 use dmalane::card::regs;
 use dmalane::dma::{Mmio, PageBacking};
-use dmalane::file::{FileChannel, Mode};
+use dmalane::file::{FileQueue, Mode};
 use dmalane::load::{self, Error, Input, Loaded, Placement, Report};
 use dmalane::queue::QueueChoice;
 use dmalane::sim::{CardConfig, HostConfig, SoftBus};
@@ -145,7 +145,7 @@ pub struct Load {
 /// What was loaded, for the report.
 struct Outcome {
     device: String,
-    inputs: Vec<Input<FileChannel>>,
+    inputs: Vec<Input<FileQueue>>,
     loaded: Loaded,
     report: Report,
     verified: bool,
@@ -228,10 +228,10 @@ impl Load {
         mut card: CardDevice<B>,
         soft: Option<&SoftBus>,
         room: &Room<'_>,
-        mut inputs: Vec<Input<FileChannel>>,
+        mut inputs: Vec<Input<FileQueue>>,
         targets: &[PathBuf],
     ) -> Result<ExitCode, Failure> {
-        let bytes = |inputs: &[Input<FileChannel>]| {
+        let bytes = |inputs: &[Input<FileQueue>]| {
             inputs.iter().filter_map(|i| i.file.metadata().ok()).fold(0u64, |sum, m| sum.saturating_add(m.len()))
         };
         let touched = || {
@@ -289,14 +289,14 @@ impl Load {
         })
     }
 
-    fn open(&self, path: &PathBuf) -> Result<Input<FileChannel>, Failure> {
+    fn open(&self, path: &PathBuf) -> Result<Input<FileQueue>, Failure> {
         let input = open_file(path, self.file_options()).map_err(cannot_open)?;
         has_size(&input)?;
         Ok(input)
     }
 
     /// The files, or the sample that was asked for instead, if it fits the card.
-    fn with_sample(&self, files: Vec<Input<FileChannel>>, room: &Room<'_>) -> Result<Vec<Input<FileChannel>>, Failure> {
+    fn with_sample(&self, files: Vec<Input<FileQueue>>, room: &Room<'_>) -> Result<Vec<Input<FileQueue>>, Failure> {
         let Some(size) = self.sample else { return Ok(files) };
         room.check_sample(size.bytes())?;
         let file = sample::make(size.bytes(), self.seed, self.shows_progress())?;
@@ -331,7 +331,7 @@ impl Load {
 /// A load onto a card that is not in this process.
 struct Onto<'a> {
     load: &'a Load,
-    files: Vec<Input<FileChannel>>,
+    files: Vec<Input<FileQueue>>,
     targets: &'a [PathBuf],
 }
 
@@ -361,7 +361,7 @@ fn fraction(text: &str) -> Result<f64, String> {
 }
 
 /// Files that the kernel makes up as they are read say that they have no bytes.
-fn has_size(input: &Input<FileChannel>) -> Result<(), Failure> {
+fn has_size(input: &Input<FileQueue>) -> Result<(), Failure> {
     let made_up = rustix::fs::fstatfs(&input.file).is_ok_and(|s| MADE_UP.contains(&(s.f_type as u32)));
     let empty = input.file.metadata().is_ok_and(|m| m.is_file() && m.len() == 0);
     if !(made_up && empty) {
