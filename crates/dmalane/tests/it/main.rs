@@ -3,7 +3,5 @@
 mod alloc_read;
 mod binds;
 mod card_server;
-mod fuse;
-mod fuse_device;
 mod path;
 mod read_to_device;
