@@ -1,7 +1,8 @@
 //! The client: a bus whose card is in another process.
 //!
-//! Pinning and mapping are one message, starting and stopping are messages; doorbells, statuses and wishes to be woken are words of the register
-//! page. So a driver that polls makes no system call, but for a look now and then whether the daemon is still there.
+//! Pinning and mapping are one message, starting and stopping are messages; doorbells, statuses and wishes to be woken
+//! are words of the register page. So a driver that polls makes no system call, but for a look now and then whether the
+//! daemon is still there.
 
 use std::ops::Range;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
@@ -75,7 +76,8 @@ pub enum Error {
     },
     /// Memory that no other process can have.
     #[error(
-        "this memory cannot be lent to the daemon: take it from a MemfdHeap without reserved huge pages, or from Client::buffer"
+        "this memory cannot be lent to the daemon: take it from a MemfdHeap without reserved huge pages, or from \
+         Client::buffer"
     )]
     NotShareable,
     /// A mapping of more buffers, or more pieces of them, than fit a message.
@@ -146,7 +148,8 @@ impl Line {
         let address = SocketAddrUnix::new(path).map_err(failed)?;
         let kind = SocketType::SEQPACKET;
         let socket = rustix::net::socket_with(AddressFamily::UNIX, kind, SocketFlags::CLOEXEC, None).map_err(failed)?;
-        // A daemon that neither accepts nor reads is not waited for longer than one that does not answer. (0 would be for ever.)
+        // A daemon that neither accepts nor reads is not waited for longer than one that does not answer. (0 would be
+        // for ever.)
         let most = Some(patience.clamp(Duration::from_millis(1), Duration::from_secs(86400)));
         set_socket_timeout(&socket, Timeout::Send, most).map_err(failed)?;
         loop {
@@ -273,8 +276,8 @@ fn wait_for(fds: &[BorrowedFd<'_>], timeout: Duration) -> bool {
 /// A function of a daemon's card: an [`Mmio`], so that [`dmalane_card::Card`] drives it like a card in this process.
 /// Clones are handles to the same.
 ///
-/// Buffers are memfds: those of [`Client::buffer`], or any that a [`mem::MemfdHeap`] gives. The connection ends when the last handle and the last
-/// mapping are dropped; then the daemon stops the queues and releases everything.
+/// Buffers are memfds: those of [`Client::buffer`], or any that a [`mem::MemfdHeap`] gives. The connection ends when
+/// the last handle and the last mapping are dropped; then the daemon stops the queues and releases everything.
 #[derive(Clone)]
 pub struct Client(Arc<Inner>);
 
@@ -339,8 +342,8 @@ impl Client {
         })))
     }
 
-    /// A new connection to a daemon at the same place, with the same options: after [`Error::Disconnected`]. It has nothing of this one's:
-    /// card memory is zeros, and buffers are to be registered again.
+    /// A new connection to a daemon at the same place, with the same options: after [`Error::Disconnected`]. It has
+    /// nothing of this one's: card memory is zeros, and buffers are to be registered again.
     ///
     /// # Errors
     /// Those of [`Client::connect`], [`Error::Connect`] while there is no daemon.
@@ -391,9 +394,9 @@ impl Client {
         self.0.gone.get().cloned()
     }
 
-    /// A buffer of at least `len` bytes, zeroed, made by the daemon and counted against what this client may have. It can be mapped like any
-    /// other. When the last reference to it is dropped the daemon takes it back, at the next request; when the
-    /// connection ends its bytes are lost.
+    /// A buffer of at least `len` bytes, zeroed, made by the daemon and counted against what this client may have. It
+    /// can be mapped like any other. When the last reference to it is dropped the daemon takes it back, at the next
+    /// request; when the connection ends its bytes are lost.
     ///
     /// # Errors
     /// [`Error::Refused`] and the others.
@@ -552,8 +555,8 @@ impl Registrar for Client {
 }
 
 impl Mmio for Client {
-    /// A status comes from the register page. Once the daemon is gone it is 0: the daemon closes a connection when the queues have stopped, and
-    /// a process that has ended touches nothing.
+    /// A status comes from the register page. Once the daemon is gone it is 0: the daemon closes a connection when the
+    /// queues have stopped, and a process that has ended touches nothing.
     #[inline]
     fn read32(&self, bar: u8, offset: u64) -> Result<u32, mem::Error> {
         if let Some((queue, register)) = self.0.queue(bar, offset) {

@@ -39,7 +39,8 @@ pub struct Config {
     pub clients: usize,
     /// Those of one user; `None` for three quarters of them, so that no user can take all places.
     pub user_clients: Option<usize>,
-    /// Bytes of DDR that the clients of one user may have together; `None` for three quarters of it, but at least what one client may have.
+    /// Bytes of DDR that the clients of one user may have together; `None` for three quarters of it, but at least what
+    /// one client may have.
     pub user_ddr: Option<u64>,
     /// The same of HBM.
     pub user_hbm: Option<u64>,
@@ -142,23 +143,25 @@ impl Config {
         Ok(())
     }
 
-    /// What is going to be in the way of a daemon like this in a process that may have so many descriptors (`None` for any number), on a kernel
-    /// whose `vm.overcommit_memory` is so.
+    /// What is going to be in the way of a daemon like this in a process that may have so many descriptors (`None` for
+    /// any number), on a kernel whose `vm.overcommit_memory` is so.
     pub fn warnings(&self, descriptors: Option<u64>, overcommit: Option<&str>) -> Vec<String> {
         let mut warnings = Vec::new();
-        // Of a client: connection, register page, calls, the card's two memories, and its buffers. Of all: what waits to be closed, and
-        // some.
+        // Of a client: connection, register page, calls, the card's two memories, and its buffers. Of all: what waits
+        // to be closed, and some.
         let Limits { queues, buffers, .. } = self.limits;
         let needed = self.clients as u64 * (5 + u64::from(queues) + u64::from(buffers)) + 1024 + 64;
         if let Some(have) = descriptors.filter(|have| *have < needed) {
             warnings.push(format!(
-                "all clients with all their buffers need {needed} descriptors, and this process may have {have}; some would be refused: \
+                "all clients with all their buffers need {needed} descriptors, and this process may have {have}; some \
+                 would be refused: \
                  raise LimitNOFILE= of the unit (ulimit -Hn), or lower --clients or --client-buffers"
             ));
         }
         if overcommit.is_some_and(|mode| mode.trim() == "2") {
             warnings.push(
-                "vm.overcommit_memory is 2, so the kernel counts memory of the card that nobody has touched yet: lower --client-ddr and \
+                "vm.overcommit_memory is 2, so the kernel counts memory of the card that nobody has touched yet: \
+                 lower --client-ddr and \
                  --client-hbm, or clients are refused"
                     .to_owned(),
             );
@@ -219,7 +222,8 @@ impl Budget {
         let after = left.0.checked_sub(ddr).zip(left.1.checked_sub(hbm));
         let after = after.ok_or_else(|| {
             format!(
-                "the card has {} bytes of DDR and {} of HBM left, {ddr} and {hbm} were asked for: ask for less, or wait until another \
+                "the card has {} bytes of DDR and {} of HBM left, {ddr} and {hbm} were asked for: ask for less, or \
+                 wait until another \
                  client ends",
                 left.0, left.1
             )
@@ -228,7 +232,8 @@ impl Budget {
         let grown = has.0.checked_add(ddr).zip(has.1.checked_add(hbm)).filter(|(d, h)| *d <= most.0 && *h <= most.1);
         let grown = grown.ok_or_else(|| {
             format!(
-                "this user has {} bytes of DDR and {} of HBM, and may have {} and {} (--user-ddr, --user-hbm); {ddr} and {hbm} more \
+                "this user has {} bytes of DDR and {} of HBM, and may have {} and {} (--user-ddr, --user-hbm); {ddr} \
+                 and {hbm} more \
                  were asked for: ask for less, or wait until another client of the user ends",
                 has.0, has.1, most.0, most.1
             )

@@ -1,7 +1,8 @@
 //! Closing what a client could have made, where nobody waits for it.
 //!
-//! Closing a descriptor may block for as long as its maker likes: a TCP socket lingers, a file system in user space answers when it
-//! wants to. And closing a socket closes what was sent to it and not received. So each user's descriptors are closed by a thread of their own.
+//! Closing a descriptor may block for as long as its maker likes: a TCP socket lingers, a file system in user space
+//! answers when it wants to. And closing a socket closes what was sent to it and not received. So each user's
+//! descriptors are closed by a thread of their own.
 
 use std::collections::{HashMap, VecDeque};
 use std::os::fd::OwnedFd;

@@ -85,7 +85,8 @@ impl<'a> Input<'a> {
 /// A client's messages: raw bytes, or requests with fields of the input's choice, each with some descriptors.
 ///
 /// # Panics
-/// When an answer is not one, when a refusal changed anything, when a client has more than it may, or when something is left of it.
+/// When an answer is not one, when a refusal changed anything, when a client has more than it may, or when something is
+/// left of it.
 pub fn fuzz_messages(data: &[u8]) {
     FIXED.with_borrow(|fixed| run(fixed, Input(data)));
 }

@@ -1,7 +1,7 @@
 //! The register page: what both sides of a function look at without a message.
 //!
-//! Every word belongs to one side, but for the wish for a wake-up, which both swap. The daemon believes none of it: the doorbell is checked by
-//! the card, and what a client writes where the daemon writes only deceives the client.
+//! Every word belongs to one side, but for the wish for a wake-up, which both swap. The daemon believes none of it: the
+//! doorbell is checked by the card, and what a client writes where the daemon writes only deceives the client.
 
 use dmalane_dma::{Error, SharedBuf, VolatileSlice};
 
@@ -77,8 +77,8 @@ impl Page {
         self.load(queue * STRIDE + INTERRUPT)
     }
 
-    /// Sets the wish and gives the one before. The daemon takes it after it has written completions, the client sets it before its last look at
-    /// them.
+    /// Sets the wish and gives the one before. The daemon takes it after it has written completions, the client sets it
+    /// before its last look at them.
     #[inline]
     pub(crate) fn set_wish(&self, queue: usize, value: u32) -> u32 {
         self.swap(queue * STRIDE + INTERRUPT, value)

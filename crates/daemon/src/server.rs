@@ -1,8 +1,8 @@
 //! The server: takes connections, answers requests, and cleans up after who has gone.
 //!
-//! One thread answers, one message of each client after the other, so that nobody who sends many is served more; a second one, the worker, moves
-//! bytes. A connection is closed only when the card has let go of what was its client's: for a client, the end of the connection says the same as a
-//! status of 0.
+//! One thread answers, one message of each client after the other, so that nobody who sends many is served more; a
+//! second one, the worker, moves bytes. A connection is closed only when the card has let go of what was its client's:
+//! for a client, the end of the connection says the same as a status of 0.
 
 use std::collections::BTreeMap;
 use std::io;
@@ -56,7 +56,8 @@ pub enum ServeError {
     InUse(PathBuf),
     /// A socket that was handed over is of another kind.
     #[error(
-        "the socket that was handed over is not a listening Unix socket of type SEQPACKET (ListenSequentialPacket= in a unit)"
+        "the socket that was handed over is not a listening Unix socket of type SEQPACKET (ListenSequentialPacket= in \
+         a unit)"
     )]
     WrongSocket,
     /// The kernel refused what the server cannot do without.
@@ -77,7 +78,8 @@ pub struct Listener {
 }
 
 impl Listener {
-    /// Makes a socket at `path` that users may open as `mode` says (0o660: owner and group). What is left of a daemon that died is replaced.
+    /// Makes a socket at `path` that users may open as `mode` says (0o660: owner and group). What is left of a daemon
+    /// that died is replaced.
     ///
     /// # Errors
     /// [`ServeError::Listen`], [`ServeError::InUse`].
@@ -221,13 +223,15 @@ impl std::fmt::Display for Event {
                 let Released { buffers, bytes, mappings, card } = released;
                 write!(
                     f,
-                    "client {client}: {why}; stopped after {after:?}, released {buffers} buffers ({bytes} bytes), {mappings} mappings, \
+                    "client {client}: {why}; stopped after {after:?}, released {buffers} buffers ({bytes} bytes), \
+                     {mappings} mappings, \
                      {card} bytes of card memory"
                 )
             }
             Self::Quarantined { client, kept } => write!(
                 f,
-                "client {client}: its queues do not stop; kept for good: {} buffers ({} bytes), {} bytes of card memory",
+                "client {client}: its queues do not stop; kept for good: {} buffers ({} bytes), {} bytes of card \
+                 memory",
                 kept.buffers, kept.bytes, kept.card
             ),
             Self::Short(e) => write!(f, "cannot take a connection now: {e}"),
@@ -316,7 +320,8 @@ impl Server {
         })
     }
 
-    /// Serves until `stop` becomes readable or its other end is closed. Then every client's connection is ended, once its queues have stopped.
+    /// Serves until `stop` becomes readable or its other end is closed. Then every client's connection is ended, once
+    /// its queues have stopped.
     ///
     /// # Errors
     /// [`ServeError::Io`], [`ServeError::WorkerDied`].
@@ -463,8 +468,8 @@ impl Server {
         self.state.deferred_close.put(uid, [socket]);
     }
 
-    /// Ends the connections that take a client's place and do not become one. What the `ready` have said has not been looked at yet: they get
-    /// twice as long, and no longer, or one could stay by asking for the status without end.
+    /// Ends the connections that take a client's place and do not become one. What the `ready` have said has not been
+    /// looked at yet: they get twice as long, and no longer, or one could stay by asking for the status without end.
     fn expire(&mut self, ready: &[(u64, bool)]) {
         let Config { greeting, opening, .. } = self.state.config;
         let late = |c: &Entry| {
@@ -493,7 +498,8 @@ impl Server {
         let handled = match received {
             Ok(Received::Message(n)) => connection.handle(&self.state, &buffer[..n], fds),
             Ok(Received::TooMuch) => {
-                let why = "a message has at most 4096 bytes and 64 descriptors, and the daemon must be able to have these (RLIMIT_NOFILE)";
+                let why = "a message has at most 4096 bytes and 64 descriptors, and the daemon must be able to have \
+                           these (RLIMIT_NOFILE)";
                 connection.refuse(0, Code::Malformed, why)
             }
             Ok(Received::Nothing) => return,

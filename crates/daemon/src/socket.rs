@@ -12,7 +12,8 @@ use rustix::net::{
 
 use crate::wire::{MAX_FDS, MAX_MESSAGE};
 
-/// Descriptors that the kernel puts into one message at most (SCM_MAX_FD): with room for all of them it closes none itself.
+/// Descriptors that the kernel puts into one message at most (SCM_MAX_FD): with room for all of them it closes none
+/// itself.
 const KERNEL_FDS: usize = 253;
 
 /// What came out of a socket.
@@ -27,8 +28,8 @@ pub(crate) enum Received {
     Nothing,
 }
 
-/// Takes one message, if there is one. The descriptors that come with it are added to `fds`, also those of what is too much; they are closed on the
-/// next `exec`.
+/// Takes one message, if there is one. The descriptors that come with it are added to `fds`, also those of what is too
+/// much; they are closed on the next `exec`.
 pub(crate) fn receive(
     socket: impl AsFd,
     buffer: &mut [u8; MAX_MESSAGE],
@@ -71,7 +72,8 @@ pub(crate) fn send(socket: impl AsFd, message: &[u8], fds: &[BorrowedFd<'_>], wa
     }
 }
 
-/// Kicks the daemon. The write fails only when the eventfd's count is full, which takes a client that never stops kicking.
+/// Kicks the daemon. The write fails only when the eventfd's count is full, which takes a client that never stops
+/// kicking.
 pub(crate) fn kick(fd: impl AsFd) {
     let _ = rustix::io::write(fd, &1u64.to_ne_bytes());
 }

@@ -1,4 +1,5 @@
-//! A daemon for a test: in this process, so that what it holds can be counted, or in one of its own, so that it can be killed.
+//! A daemon for a test: in this process, so that what it holds can be counted, or in one of its own, so that it can be
+//! killed.
 #![allow(dead_code)] // each test file uses some of it
 
 use std::os::fd::AsFd;
@@ -95,8 +96,8 @@ impl Drop for Daemon {
     }
 }
 
-/// Waits until this process, daemon included, has so many descriptors and mappings of memfds: the daemon sees a moment later that
-/// somebody has gone.
+/// Waits until this process, daemon included, has so many descriptors and mappings of memfds: the daemon sees a moment
+/// later that somebody has gone.
 pub fn settles_at(want: (usize, usize)) {
     let start = Instant::now();
     while (open_files(), memfd_mappings()) != want {
