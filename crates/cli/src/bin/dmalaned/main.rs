@@ -13,23 +13,23 @@ use dmalane_cli::program::{self, Completions, Man};
 const EXAMPLES: &str = "\
 Examples:
   dmalaned                                            serve at /run/dmalane/dmalaned.sock
-  dmalaned --socket /tmp/card.sock --mode 600         for this user alone
-  dmalaned --ddr 64GiB --client-ddr 8GiB --clients 8  larger shares for fewer clients
-  dmalaned status                                     who has what
-  systemctl enable --now dmalaned.socket              by systemd, when the first client comes
+  dmalaned --socket /tmp/card.sock --mode 600         for this user only
+  dmalaned --ddr 64GiB --client-ddr 8GiB --clients 8  fewer clients with larger shares
+  dmalaned status                                     show the clients
+  systemctl enable --now dmalaned.socket              start by systemd on the first connection
 
 Sizes: MB and GB are powers of 10, MiB and GiB are powers of 2; without a unit, bytes.
-What was never touched of a memory of the card costs nothing.
+Card memory uses host memory only once it is touched.
 
 Exit status:
-  0  it was told to end (SIGTERM, SIGINT) and has let go of everything
-  1  it could not run; `status`: nobody listens
-  2  the command line was wrong";
+  0  stopped by SIGTERM or SIGINT, and everything is released
+  1  the daemon cannot run; `status`: no daemon answers
+  2  usage error";
 
 /// Shares a card between processes.
 ///
-/// Each client gets a function of the card: registers, queues, an MMU, memory and an IOMMU domain of its own. Bytes never pass through the
-/// daemon's socket. When a client ends, however it ends, its queues are stopped and everything of its is released.
+/// Each client gets its own function of the card: registers, queues, an MMU, memory and an IOMMU domain. Data never passes
+/// through the daemon's socket. When a client exits or dies, its queues are stopped and its resources are released.
 #[derive(Parser)]
 #[command(name = "dmalaned", version, after_help = EXAMPLES, max_term_width = 100, args_conflicts_with_subcommands = true)]
 struct Dmalaned {

@@ -1,4 +1,4 @@
-//! What the daemon does: it listens, and shares its card until it is told to end.
+//! The daemon: listens, and shares its card until it is stopped.
 
 use std::os::fd::AsFd;
 use std::path::{Path, PathBuf};
@@ -8,6 +8,7 @@ use std::time::Duration;
 use clap::Args;
 use dmalane::daemon::{Config, Event, Limits, Listener, SOCKET, Server};
 use dmalane_cli::failure::Failure;
+use dmalane_cli::number::within;
 use dmalane_cli::output;
 use dmalane_cli::size::{self, Size};
 
@@ -16,77 +17,77 @@ use crate::system;
 /// The options of the daemon.
 #[derive(Args)]
 pub struct Serve {
-    /// Where to listen; not used when systemd hands a socket over
+    /// Socket to listen on; not used when systemd passes a socket
     #[arg(long, value_name = "PATH", default_value = SOCKET)]
     socket: PathBuf,
 
-    /// Who may open the socket, as an octal mode
+    /// Permissions of the socket, as an octal mode
     #[arg(long, value_name = "MODE", default_value = "660", value_parser = mode)]
     mode: u32,
 
-    /// Let this user connect, by number, and only who is named so; may be repeated
-    #[arg(long = "allow-uid", value_name = "UID")]
+    /// Let only this user connect, by ID; may be repeated
+    #[arg(long = "allow-uid", value_name = "UID", value_parser = within::<u32>(0..=u32::MAX.into()))]
     uids: Vec<u32>,
 
-    /// Let users with this primary group connect, by number, and only who is named so; may be repeated
-    #[arg(long = "allow-gid", value_name = "GID")]
+    /// Let only users with this primary group connect, by ID; may be repeated
+    #[arg(long = "allow-gid", value_name = "GID", value_parser = within::<u32>(0..=u32::MAX.into()))]
     gids: Vec<u32>,
 
-    /// DDR of the card, in multiples of 2MiB
+    /// DDR size of the card, a multiple of 2MiB
     #[arg(long, value_name = "SIZE", default_value_t = Size::gib(32), value_parser = size::nonzero)]
     ddr: Size,
 
-    /// HBM of the card, in multiples of 4MiB
+    /// HBM size of the card, a multiple of 4MiB
     #[arg(long, value_name = "SIZE", default_value_t = Size::gib(32), value_parser = size::nonzero)]
     hbm: Size,
 
-    /// Clients at one time
-    #[arg(long, value_name = "N", default_value_t = 64)]
+    /// Most clients at a time
+    #[arg(long, value_name = "N", default_value_t = 64, value_parser = within::<usize>(1..=1024))]
     clients: usize,
 
-    /// Clients of one user at one time [default: three quarters of --clients; all, where only one user may connect]
-    #[arg(long, value_name = "N")]
+    /// Most clients of one user at a time [default: three quarters of --clients; all, where only one user may connect]
+    #[arg(long, value_name = "N", value_parser = within::<usize>(1..=1024))]
     user_clients: Option<usize>,
 
-    /// DDR that the clients of one user may have together [default: three quarters of --ddr; all, where only one user may connect]
+    /// Most DDR of one user's clients together [default: three quarters of --ddr; all, where only one user may connect]
     #[arg(long, value_name = "SIZE", value_parser = size::nonzero)]
     user_ddr: Option<Size>,
 
-    /// HBM that the clients of one user may have together [default: three quarters of --hbm; all, where only one user may connect]
+    /// Most HBM of one user's clients together [default: three quarters of --hbm; all, where only one user may connect]
     #[arg(long, value_name = "SIZE", value_parser = size::nonzero)]
     user_hbm: Option<Size>,
 
-    /// DDR that one client may have
+    /// Most DDR of one client
     #[arg(long, value_name = "SIZE", default_value_t = Size::gib(1), value_parser = size::nonzero)]
     client_ddr: Size,
 
-    /// HBM that one client may have
+    /// Most HBM of one client
     #[arg(long, value_name = "SIZE", default_value_t = Size::gib(1), value_parser = size::nonzero)]
     client_hbm: Size,
 
-    /// Queues that one client may have, 1 to 16
-    #[arg(long, value_name = "N", default_value_t = 2)]
+    /// Most queues of one client, 1 to 16
+    #[arg(long, value_name = "N", default_value_t = 2, value_parser = within::<u32>(1..=16))]
     client_queues: u32,
 
-    /// Buffers that one client may have registered
-    #[arg(long, value_name = "N", default_value_t = 256)]
+    /// Most registered buffers of one client
+    #[arg(long, value_name = "N", default_value_t = 256, value_parser = within::<u32>(0..=u32::MAX.into()))]
     client_buffers: u32,
 
-    /// Bytes that these may have together
+    /// Most bytes of these buffers together
     #[arg(long, value_name = "SIZE", default_value_t = Size::gib(4), value_parser = size::nonzero)]
     client_bytes: Size,
 
-    /// How long to look for work before sleeping, in microseconds
-    #[arg(long, value_name = "US", default_value_t = 100)]
+    /// Time to spin for work before sleeping, in microseconds
+    #[arg(long, value_name = "US", default_value_t = 100, value_parser = within::<u64>(0..=u64::MAX))]
     spin: u64,
 
-    /// Say nothing about clients that come and go
+    /// Do not log clients that connect and disconnect
     #[arg(short, long)]
     quiet: bool,
 }
 
 impl Serve {
-    /// Serves until the process is told to end.
+    /// Serves until the process is stopped.
     pub fn run(self) -> Result<ExitCode, Failure> {
         let Self { socket, mode, uids, gids, ddr, hbm, clients, spin, quiet, .. } = self;
         let limits = Limits {
@@ -97,8 +98,8 @@ impl Serve {
             bytes: self.client_bytes.bytes(),
         };
         // A mode for the owner alone, or a list with one user.
-        let handed = system::handed_over()?;
-        let alone = (handed.is_none() && mode & 0o077 == 0) || (uids.len() == 1 && gids.is_empty());
+        let passed = system::passed_socket()?;
+        let alone = (passed.is_none() && mode & 0o077 == 0) || (uids.len() == 1 && gids.is_empty());
         let config = Config {
             user_clients: self.user_clients.or(alone.then_some(clients)),
             user_ddr: self.user_ddr.or(alone.then_some(ddr)).map(Size::bytes),
@@ -119,9 +120,9 @@ impl Serve {
         for warning in config.warnings(descriptors, system::overcommit().as_deref()) {
             say(&format!("warning: {warning}"));
         }
-        let stop = system::until_told_to_end()?;
-        let (listener, place) = match handed {
-            Some(socket) => (Listener::from_socket(socket)?, "the socket that systemd handed over".to_owned()),
+        let stop = system::stop_signal()?;
+        let (listener, place) = match passed {
+            Some(socket) => (Listener::from_socket(socket)?, "the socket from systemd".to_owned()),
             None => (listen(&socket, mode)?, socket.display().to_string()),
         };
         let log = move |event: &Event| {
@@ -136,7 +137,7 @@ impl Serve {
         system::notify("READY=1");
         let totals = server.run(listener, stop.as_fd())?;
         if !quiet {
-            say(&format!("ended; {} clients served, {} released", totals.served, totals.released));
+            say(&format!("stopped; {} clients served, {} released", totals.served, totals.released));
         }
         Ok(ExitCode::SUCCESS)
     }
@@ -154,14 +155,14 @@ fn listen(path: &Path, mode: u32) -> Result<Listener, Failure> {
         let failure = Failure::because(e.to_string(), &e);
         match path.parent() {
             Some(parent) if !parent.as_os_str().is_empty() && !parent.exists() => {
-                failure.hint(format!("mkdir -p {}, or name another place with --socket", parent.display()))
+                failure.hint(format!("mkdir -p {}, or choose another path with --socket", parent.display()))
             }
             _ => failure,
         }
     })
 }
 
-/// A line for the log: stderr, which the journal keeps.
+/// Logs a line to stderr, which the journal keeps.
 fn say(line: &str) {
     let _ =
         std::io::Write::write_all(&mut std::io::stderr(), format!("dmalaned: {}\n", output::plain(line)).as_bytes());

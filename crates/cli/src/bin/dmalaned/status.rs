@@ -1,4 +1,4 @@
-//! `dmalaned status`: who has what.
+//! `dmalaned status`: the state of a daemon and its clients.
 
 use std::fmt::Write;
 use std::path::{Path, PathBuf};
@@ -16,9 +16,9 @@ Examples:
   dmalaned status
   dmalaned status --socket /tmp/card.sock --json | jq '.clients[].pid'
 
-Exit status: 0 the daemon answered, 1 it did not, 2 wrong command line.";
+Exit status: 0 the daemon answered, 1 it did not, 2 usage error.";
 
-/// Show what a daemon does and who uses it.
+/// Show the state of a daemon and its clients.
 #[derive(Args)]
 #[command(after_help = EXAMPLES)]
 pub struct Status {
@@ -26,7 +26,7 @@ pub struct Status {
     #[arg(long, value_name = "PATH", default_value = SOCKET)]
     socket: PathBuf,
 
-    /// Print it as JSON
+    /// Print the state as JSON
     #[arg(long)]
     json: bool,
 }
@@ -67,10 +67,10 @@ struct Client {
 }
 
 impl Status {
-    /// Asks the daemon and prints what it says.
+    /// Asks the daemon for its state and prints it.
     pub fn run(self) -> Result<ExitCode, Failure> {
         let mut report = report(&self.socket)?;
-        // The one that asks is none of interest.
+        // The connection that asks is left out.
         let me = std::process::id();
         report.clients.retain(|c| c.pid != me || c.queues > 0);
         if self.json {
