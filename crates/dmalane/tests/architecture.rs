@@ -121,6 +121,32 @@ fn every_crate_is_listed() {
 }
 
 #[test]
+fn every_crate_can_be_packaged() {
+    let mut wrong = Vec::new();
+    for c in CRATES {
+        let directory = root().join("crates").join(c.dir);
+        let manifest = manifest(c);
+        let package = &manifest["package"];
+        for key in ["version", "edition", "rust-version", "license", "readme"] {
+            if package.get(key).and_then(|v| v.get("workspace")).and_then(Value::as_bool) != Some(true) {
+                wrong.push(format!("crates/{}/Cargo.toml: no {key}.workspace = true", c.dir));
+            }
+        }
+        let description = package.get("description").and_then(Value::as_str).unwrap_or_default();
+        if description.is_empty() || words(description).any(|word| word == "and") {
+            wrong.push(format!("crates/{}: a description says one thing, without \"and\": {description:?}", c.dir));
+        }
+        // Links to those of the root, which a package has as files.
+        for license in ["LICENSE-MIT", "LICENSE-APACHE"] {
+            if fs::read(directory.join(license)).ok() != fs::read(root().join(license)).ok() {
+                wrong.push(format!("crates/{0}: no {license} (ln -s ../../{license} crates/{0}/)", c.dir));
+            }
+        }
+    }
+    report(&wrong);
+}
+
+#[test]
 fn edges_point_down() {
     let mut wrong = Vec::new();
     for c in CRATES {
