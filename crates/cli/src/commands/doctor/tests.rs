@@ -188,7 +188,7 @@ fn an_empty_machine_still_gets_a_report() {
     assert!(
         ours.contains("pagemap")
             && real.contains("note     udmabuf")
-            && real.contains("            fix: grep CONFIG_UDMABUF")
+            && real.contains("         fix: grep CONFIG_UDMABUF")
     );
 }
 
