@@ -14,9 +14,10 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
 use dmalane::addr::{Access, Address, CardAddr};
-use dmalane::card::{Card, CardConfig, CardQueue, SoftBus, Workers};
+use dmalane::card::{Card, CardQueue};
+use dmalane::sim::{CardConfig, HostConfig, SoftBus, SoftHost, Workers};
 use dmalane::daemon::{Client, Config, Limits, Listener, Options as ClientOptions, Server};
-use dmalane::dma::{BufferSlice, Heap, HostConfig, Mmio, MemfdHeap, PageKind, SharedBuf, SoftHost};
+use dmalane::dma::{BufferSlice, Heap, Mmio, MemfdHeap, PageKind, SharedBuf};
 use dmalane::queue::{CacheHint, DeviceAddr, Direction, Ended, Operation, Queue, Registered};
 
 use crate::clock::{pin_to, time};

@@ -5,8 +5,9 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use dmalane::daemon::{Client, Options, SOCKET};
-use dmalane::dma::{HostConfig, Mmio};
+use dmalane::dma::Mmio;
 use dmalane::file::{BadFileDevicePaths, FileDevicePaths};
+use dmalane::sim::HostConfig;
 use dmalane::vfio::{BadBdf, Bdf};
 use dmalane::{CardUse, PciCardError, SoftError, connect_pci_card, open_pci_card};
 

@@ -4,11 +4,12 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use dmalane_addr::{CardAddr, DeviceVa, PageSize, Span};
-use dmalane_card::{Card, CardChannel, CardConfig, CardLayout, CardTables, SoftBus, Workers};
-use dmalane_dma::{AnonHeap, Heap, HostConfig, Mmio, SoftHost};
+use dmalane_card::{Card, CardChannel, CardLayout, CardTables};
+use dmalane_dma::{AnonHeap, Heap, Mmio};
 use dmalane_iopt::{Format, X86_64_4Level};
 use dmalane_load::{CardMemory, Device, DeviceParts};
 use dmalane_queue::{AddressPolicy, BalancePolicy, DeviceFar, Policy, QueueChoice, Split};
+use dmalane_sim::{CardConfig, HostConfig, SoftBus, SoftHost, Workers};
 use dmalane_vm::Vm;
 use thiserror::Error;
 
@@ -92,6 +93,9 @@ pub enum SoftError {
     /// The card or its driver.
     #[error(transparent)]
     Card(#[from] dmalane_card::Error),
+    /// The software card cannot be made.
+    #[error(transparent)]
+    Model(#[from] dmalane_sim::Error),
     /// The card's memory has no room for page tables.
     #[error("the card is too small: {0}")]
     Memory(#[from] dmalane_load::Error),

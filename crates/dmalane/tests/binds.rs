@@ -10,14 +10,14 @@ use dmalane::dma::{AnonHeap, BufferSlice, Heap};
 use dmalane::iopt::X86_64_4Level;
 use dmalane::load::{Placement, write_sample};
 use dmalane::queue::{Channel, Completion, DeviceAddr, DeviceFar, Direction, Fenced, OpError, Registered, Transfer};
-use dmalane::trace::{Header, Lines, Recorder, Replay};
+use dmalane::vm::trace::{Header, Lines, Recorder, Replay};
 use dmalane::vm::{AnyVm, BindQueue, Bo, Mapped, QueueError, Request, Submission};
 use dmalane::{FileOptions, SoftConfig, SoftDevice, open_file};
 
 const MIB: u64 = 1 << 20;
 
 /// A registered buffer with the same byte everywhere.
-fn buffer(bus: &dmalane::card::SoftBus, len: usize, fill: u8) -> (BufferSlice, Registered) {
+fn buffer(bus: &dmalane::sim::SoftBus, len: usize, fill: u8) -> (BufferSlice, Registered) {
     let mut buf = AnonHeap::new().allocate(len).unwrap();
     buf.fill(fill);
     let buf = buf.share();

@@ -8,13 +8,14 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use dmalane::addr::FileOffset;
-use dmalane::card::{CardConfig, CardTables, SoftBus};
-use dmalane::dma::{AnonHeap, Heap, HostConfig, MemfdHeap, PageKind};
+use dmalane::card::CardTables;
+use dmalane::dma::{AnonHeap, Heap, MemfdHeap, PageKind};
 use dmalane::file::{FileChannel, Mode};
 use dmalane::iopt::X86_64_4Level;
 use dmalane::load::{Device, DeviceParts, Error, Input, Placement, write_sample};
 use dmalane::queue::QueueChoice;
 use dmalane::queue::{Channel, Completion, DeviceFar, Limits, OpError, Refusal, Refused, Ticket, Transfer};
+use dmalane::sim::{CardConfig, HostConfig, SoftBus};
 use dmalane::{FileOptions, SoftChannel, SoftConfig, SoftDevice, SoftParts, open_file};
 
 const MIB: u64 = 1 << 20;

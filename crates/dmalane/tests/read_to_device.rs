@@ -5,11 +5,11 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use dmalane::addr::{Access, CardAddr, FileOffset};
-use dmalane::card::{CardConfig, SoftBus, Workers};
 use dmalane::dma::{AnonHeap, Heap, Pool};
 use dmalane::load::fill::{Event, Extent, FillError, Job};
 use dmalane::load::{Stage, StageReport};
 use dmalane::queue::{Channel, DeviceAddr, DeviceFar, Direction, OpError, Registered, Transfer, run};
+use dmalane::sim::{CardConfig, SoftBus, Workers};
 use dmalane::{MappedRead, ReadError, ReadOptions, ReadSource, SoftConfig, SoftDevice, SoftParts, read_to_device};
 use tempfile::NamedTempFile;
 

@@ -268,6 +268,9 @@ pub enum ValidateError {
     /// The software card.
     #[error(transparent)]
     Card(#[from] dmalane_card::Error),
+    /// The software card cannot be made.
+    #[error(transparent)]
+    Model(#[from] dmalane_sim::Error),
     /// Host memory.
     #[error(transparent)]
     Memory(dmalane_dma::Error),

@@ -8,10 +8,11 @@ use std::time::Duration;
 
 use crate::link::{Half, Limit, Link, Slow, assumptions};
 use dmalane_addr::{CardAddr, Span};
-use dmalane_card::{Card, CardChannel, CardConfig, SoftBus, Workers};
-use dmalane_dma::{HostConfig, Mmio, Registrar, SoftHost};
+use dmalane_card::{Card, CardChannel};
+use dmalane_dma::{Mmio, Registrar};
 use dmalane_file::{FileDevice, FileDeviceOptions, FileDevicePaths};
 use dmalane_queue::{Area, Channel, DeviceAddr, DeviceFar, Route};
+use dmalane_sim::{CardConfig, HostConfig, SoftBus, SoftHost, Workers};
 
 use crate::desk::Desk;
 use crate::kept::Kept;

@@ -4,9 +4,9 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
-use dmalane_card::{CardConfig, Workers};
 use dmalane_file::{FileDeviceOptions, FileDevicePaths};
 use dmalane_queue::{Channel, Completion, DeviceFar, Direction, Limits, Refused, Ticket, Transfer};
+use dmalane_sim::{CardConfig, Workers};
 
 use super::*;
 
@@ -436,9 +436,9 @@ fn a_device_that_hangs_is_stopped_and_what_a_file_held_is_put_back() {
 
 #[test]
 fn a_card_on_any_bus_can_be_measured() {
-    let host: dmalane_dma::SoftHost = dmalane_dma::SoftHost::new(dmalane_dma::HostConfig::default()).unwrap();
+    let host: dmalane_sim::SoftHost = dmalane_sim::SoftHost::new(dmalane_sim::HostConfig::default()).unwrap();
     let card = CardConfig { ddr: 64 * MIB, hbm: 64 * MIB, ..CardConfig::default() };
-    let bus: Arc<dmalane_card::SoftBus> = Arc::new(dmalane_card::SoftBus::new(host, card).unwrap());
+    let bus: Arc<dmalane_sim::SoftBus> = Arc::new(dmalane_sim::SoftBus::new(host, card).unwrap());
     // Channels may be balanced where they work at the same time.
     assert!(Target::card("a card".to_owned(), bus.clone(), true, None).unwrap().apart);
     let target = Target::card("a card".to_owned(), bus, false, Some(16)).unwrap();

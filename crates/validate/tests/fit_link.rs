@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-use dmalane_card::CardConfig;
+use dmalane_sim::CardConfig;
 use dmalane_validate::link::fit::{Answer, Cause, Directions as Side, Memory, Question};
 use dmalane_validate::{FitSettings, SoftTarget, Target, fit_link};
 

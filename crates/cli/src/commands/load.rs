@@ -12,11 +12,12 @@ use std::sync::Arc;
 use clap::builder::{PathBufValueParser, TypedValueParser};
 use clap::{ArgGroup, Args};
 use dmalane::addr::PageSize;
-use dmalane::card::{CardConfig, SoftBus, regs};
-use dmalane::dma::{HostConfig, Mmio, PageBacking};
+use dmalane::card::regs;
+use dmalane::dma::{Mmio, PageBacking};
 use dmalane::file::{FileChannel, Mode};
 use dmalane::load::{self, Error, Input, Loaded, Placement, Report};
 use dmalane::queue::QueueChoice;
+use dmalane::sim::{CardConfig, HostConfig, SoftBus};
 use dmalane::{CardDevice, CardUse, FileOptions, SoftConfig, SoftDevice, open_as, open_file};
 
 use crate::device::{self, CARD_DDR, CARD_HBM, CHUNK, Device, OnBus, card_memory};

@@ -12,10 +12,10 @@ use std::time::Duration;
 use clap::Args;
 use clap::builder::{PathBufValueParser, TypedValueParser};
 use dmalane::CardUse;
-use dmalane::card::{CardConfig, Workers};
 use dmalane::dma::Mmio;
 use dmalane::file::{FileDeviceError, FileDeviceOptions};
 use dmalane::queue::QueueChoice;
+use dmalane::sim::{CardConfig, Workers};
 use dmalane::validate::{
     Allocation, Directions, Event, FitReport, FitSettings, Pages, Phase, Report, Settings, SoftTarget, Stop, Sweep,
     Target, ValidateError, emulations, fit_link, run_into as measure,

@@ -9,8 +9,8 @@ use dmalane::card::CardTables;
 use dmalane::dma::Mmio;
 use dmalane::iopt::X86_64_4Level;
 use dmalane::load::{Device, save_bytes};
-use dmalane::trace::{Header, Recorder};
 use dmalane::vm::AnyVm;
+use dmalane::vm::trace::{Header, Recorder};
 
 use crate::failure::Failure;
 

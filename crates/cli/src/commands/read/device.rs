@@ -4,10 +4,10 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use dmalane::addr::{Access, PageSize};
-use dmalane::card::CardConfig;
 use dmalane::dma::{Heap, Mmio};
 use dmalane::load::fill::{Filled, Job, Watch};
 use dmalane::queue::{self, Channel, DeviceAddr, DeviceFar, Direction, Far, Registered, Transfer};
+use dmalane::sim::CardConfig;
 use dmalane::{
     CardDevice, CardParts, CardUse, MappedRead, ReadError, ReadOptions, ReadSource, SoftConfig, SoftDevice,
     read_to_device,

@@ -3,12 +3,13 @@
 use std::sync::Arc;
 
 use dmalane_addr::{Access, Address, CardAddr, DeviceVa, Span};
-use dmalane_card::{Card, CardChannel, CardConfig, CardQueue, CardTables, SoftBus, Workers};
-use dmalane_dma::{AnonHeap, BufferSlice, Heap, HostConfig, SoftHost};
+use dmalane_card::{Card, CardChannel, CardQueue, CardTables};
+use dmalane_dma::{AnonHeap, BufferSlice, Heap};
 use dmalane_iopt::{Arm64S1_4k, Format, PageTable, X86_64_4Level};
 use dmalane_queue::conformance::{Fixture, suite};
 use dmalane_queue::conformance_queue;
 use dmalane_queue::{AddressPolicy, BalancePolicy, Channel, DeviceAddr, DeviceFar, Fenced, Registered, Split};
+use dmalane_sim::{CardConfig, HostConfig, SoftBus, SoftHost, Workers};
 
 const MIB: u64 = 1 << 20;
 const FAR_LEN: u64 = MIB;

@@ -9,16 +9,16 @@ use std::time::Duration;
 
 use dmalane_addr::{Access, CardAddr, Iova};
 use dmalane_card::regs::{self, BAR_REGISTERS};
-use dmalane_card::{Card, CardConfig, CardQueue, SoftBus, Workers};
+use dmalane_card::{Card, CardQueue};
 use dmalane_dma::{
-    self as mem, AnonHeap, BufferRef, BufferSlice, DeviceMem, Heap, HostConfig, Mapping, Mmio, Pinned, Registrar,
-    SharedBuf, SoftHost,
+    self as mem, AnonHeap, BufferRef, BufferSlice, DeviceMem, Heap, Mapping, Mmio, Pinned, Registrar, SharedBuf,
 };
 use dmalane_queue::conformance_queue::{Fixture, Model, Random, host_bytes, offset_of, operation};
 use dmalane_queue::{
     CacheHint, Cancelled, Class, CopyError, DeviceAddr, Direction, Ended, OpError, Operation, Queue, Refusal,
     Registered, Registry, RegistryError, RegistryLimits, Shared, Work,
 };
+use dmalane_sim::{CardConfig, HostConfig, SoftBus, SoftHost, Workers};
 
 const MIB: u64 = 1 << 20;
 const FAR_LEN: u64 = 128 << 10;
@@ -32,7 +32,7 @@ struct Faulty {
     /// The completion of the descriptor with this number is undone, once.
     lose: AtomicU64,
     completions: AtomicU64,
-    port: Mutex<dmalane_dma::host::DevicePort>,
+    port: Mutex<dmalane_sim::DevicePort>,
 }
 
 const NONE: u64 = u64::MAX;
