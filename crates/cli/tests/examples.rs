@@ -119,6 +119,10 @@ fn every_example_runs_as_printed() {
             false if example.contains("inspect") && error.contains("cachestat") => {
                 println!("SKIPPED: no cachestat for: {example}");
             }
+            // What jq prints for a field that is not there.
+            true if output.stdout.split(|b| *b == b'\n').any(|line| line == b"null") => {
+                wrong.push(format!("{example}\nprints null"));
+            }
             true => {}
             false => wrong.push(format!("{example}\n{error}")),
         }

@@ -29,6 +29,13 @@ Examples:
 
 Exit status: 0 success, 1 bad specification or image, 2 usage error.";
 
+const FORMATS_EXAMPLES: &str = "\
+Examples:
+  dmalane iopt formats
+  dmalane iopt formats --json | jq -r '.formats[].format'
+
+Exit status: 0 printed, 2 usage error.";
+
 const BUILD_EXAMPLES: &str = "\
 Examples:
   dmalane iopt build boot.json --format x86-64-4level -o boot.bin
@@ -73,6 +80,7 @@ enum IoptCommand {
 
 /// List the page-table formats: input and output bits, page sizes.
 #[derive(Args)]
+#[command(after_help = FORMATS_EXAMPLES)]
 struct Formats {
     /// Print the result as JSON
     #[arg(long)]
