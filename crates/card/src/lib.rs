@@ -1,7 +1,7 @@
 //! The driver of every card with the register map of `docs/formats/card.md`.
 //!
 //! The formats ([`regs`], [`Descriptor`], [`Completion`]) are shared with models of such a card. The driver ([`Card`],
-//! [`CardQueue`] and [`CardChannel`]) reaches the device only through [`dmalane_dma::Mmio`].
+//! [`CardQueue`]) reaches the device only through [`dmalane_dma::Mmio`].
 
 #[cfg(target_endian = "big")]
 compile_error!("rings are little-endian, and their words are stored as the processor has them");
@@ -13,7 +13,7 @@ mod error;
 pub mod regs;
 mod tables;
 
-pub use channel::{CardChannel, CardQueue};
+pub use channel::CardQueue;
 pub use descriptor::{Completion, Descriptor, Halt, Malformed, Status, Task};
 pub use driver::{Card, CardLayout};
 pub use error::Error;

@@ -23,7 +23,12 @@ const ELSEWHERE: &[(&str, &str)] = &[
 ];
 
 /// Arguments that shrink what takes long, with the same code: the first is replaced by the second.
-const SHORTER: &[(&str, &str)] = &[("--sample 1GiB", "--sample 8MiB"), ("--sample 64MiB", "--sample 8MiB")];
+const SHORTER: &[(&str, &str)] = &[
+    ("--sample 1GiB", "--sample 8MiB"),
+    ("--sample 64MiB", "--sample 8MiB"),
+    ("--buffer-size 64MiB", "--buffer-size 64KiB"),
+    ("--sweep 4KiB,16MiB,MUL4", "--sweep 4KiB,64KiB,MUL4"),
+];
 
 fn help(program: &str, words: &[String]) -> String {
     let output = Command::new(program).args(words).arg("--help").output().unwrap();

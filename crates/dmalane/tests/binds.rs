@@ -9,9 +9,9 @@ use dmalane::addr::{Access, Address, CardAddr, DeviceVa, SgIndex, SgTable, Span,
 use dmalane::dma::{AnonHeap, BufferSlice, Heap};
 use dmalane::iopt::X86_64_4Level;
 use dmalane::load::{Placement, write_sample};
-use dmalane::queue::{Channel, Completion, DeviceAddr, DeviceFar, Direction, Fenced, OpError, Registered, Transfer};
-use dmalane::vm::trace::{Header, Lines, Recorder, Replay};
-use dmalane::vm::{AnyVm, BindQueue, Bo, Mapped, QueueError, Request, Submission};
+use dmalane::queue::{Completion, DeviceAddr, Direction, Fenced, OpError, Operation, Queue, Registered};
+use dmalane::vm::trace::{Lines, Recorder, Replay, TraceHeader};
+use dmalane::vm::{AnyVm, BindQueue, BindRequest, Bo, Mapped, QueueError, Submission};
 use dmalane::{FileOptions, SoftConfig, SoftDevice, open_file};
 
 const MIB: u64 = 1 << 20;
@@ -25,11 +25,11 @@ fn buffer(bus: &dmalane::sim::SoftBus, len: usize, fill: u8) -> (BufferSlice, Re
     (buf.into_part(), via)
 }
 
-fn transfer(part: BufferSlice, direction: Direction, at: DeviceAddr, via: &Registered) -> Transfer<DeviceFar> {
-    Transfer { part, direction, far: DeviceFar { at, via: via.clone() } }
+fn transfer(part: BufferSlice, direction: Direction, at: DeviceAddr, via: &Registered) -> Operation {
+    Operation::copy(direction, (part, via.clone()), at)
 }
 
-fn wait<C: Channel<Far = DeviceFar>>(channel: &mut C) -> Vec<Completion<DeviceFar>> {
+fn wait(channel: &mut impl Queue<Addr = DeviceAddr>) -> Vec<Completion> {
     let mut done = Vec::new();
     while channel.in_flight() > 0 {
         channel.wait(&mut done, Duration::from_secs(10));
@@ -48,7 +48,7 @@ fn a_transfer_gates_a_bind_and_a_bind_gates_a_transfer() {
     sg.push(area.first(), area.len()).unwrap();
     let bo = Arc::new(Bo::new(1, SgIndex::from_table(&sg).unwrap()));
     let va = DeviceVa::new(parts.vm.range().first().bits() + 64 * MIB);
-    let bind = |offset| Request::Bind { va, bo: bo.clone(), offset, len: MIB, access: Access::RW };
+    let bind = |offset| BindRequest::Bind { va, bo: bo.clone(), offset, len: MIB, access: Access::RW };
     let mut ended = Vec::new();
 
     for (step, fill) in [(1, 0x11), (2, 0x22)] {
@@ -82,7 +82,7 @@ fn a_transfer_gates_a_bind_and_a_bind_gates_a_transfer() {
         let [done] = wait(&mut channel).try_into().unwrap_or_else(|_| panic!("one operation"));
         done.result.unwrap();
         let mut bytes = vec![0; MIB as usize];
-        done.transfer.part.view().read(&mut bytes);
+        done.operation.into_slice().unwrap().view().read(&mut bytes);
         assert!(bytes.iter().all(|b| *b == fill), "step {step}");
     }
 
@@ -130,7 +130,7 @@ fn a_recorded_load_replays_to_the_same_mapping() {
     }
     for placement in [Placement::Ddr, Placement::Hbm] {
         let mut soft = SoftDevice::open(SoftConfig { gather: MIB, ..SoftConfig::default() }).unwrap();
-        let header = Header { range: Some(soft.device.vm().range()), ..Header::default() };
+        let header = TraceHeader { range: Some(soft.device.vm().range()), ..TraceHeader::default() };
         let recorder = Arc::new(Mutex::new(Some(Recorder::new(Vec::new(), &header).unwrap())));
         let shared = recorder.clone();
         soft.device.observe(move |requests| {
@@ -144,7 +144,7 @@ fn a_recorded_load_replays_to_the_same_mapping() {
 
         let text = recorder.lock().unwrap().take().unwrap().finish().unwrap();
         let mut lines = Lines::new(text.as_slice());
-        let header = Header::read(&mut lines).unwrap();
+        let header = TraceHeader::read(&mut lines).unwrap();
         let mut replay = Replay::new(header.vm::<X86_64_4Level>().unwrap());
         while let Some(line) = lines.next().unwrap() {
             assert_eq!(replay.step(line).unwrap().name(), "ok");

@@ -10,11 +10,11 @@ use std::time::{Duration, Instant};
 use dmalane::addr::FileOffset;
 use dmalane::card::CardTables;
 use dmalane::dma::{AnonHeap, Heap, MemfdHeap, PageKind};
-use dmalane::file::{FileChannel, Mode};
+use dmalane::file::{FileQueue, Mode};
 use dmalane::iopt::X86_64_4Level;
 use dmalane::load::{Device, DeviceParts, Error, Input, Placement, write_sample};
 use dmalane::queue::QueueChoice;
-use dmalane::queue::{Channel, Completion, DeviceFar, Limits, OpError, Refusal, Refused, Ticket, Transfer};
+use dmalane::queue::{Abilities, Completion, DeviceAddr, Limits, OpError, Operation, Queue, Refusal, Refused, Ticket};
 use dmalane::sim::{CardConfig, HostConfig, SoftBus};
 use dmalane::{FileOptions, SoftChannel, SoftConfig, SoftDevice, SoftParts, open_file};
 
@@ -30,7 +30,7 @@ fn config(gather: u64) -> SoftConfig {
     SoftConfig { gather, ..SoftConfig::default() }
 }
 
-fn open(path: &Path) -> Input<FileChannel> {
+fn open(path: &Path) -> Input<FileQueue> {
     open_file(path, FileOptions::default()).unwrap()
 }
 
@@ -240,24 +240,32 @@ fn a_card_that_is_too_small() {
 
 /// A file channel whose operations do something else first.
 struct Meddling<F> {
-    inner: FileChannel,
+    inner: FileQueue,
     count: usize,
     meddle: F,
 }
 
-impl<F: FnMut(usize) -> Option<OpError> + Send> Channel for Meddling<F> {
-    type Far = FileOffset;
+impl<F: FnMut(usize) -> Option<OpError> + Send> Queue for Meddling<F> {
+    type Addr = FileOffset;
 
     fn limits(&self) -> Limits {
         self.inner.limits()
+    }
+
+    fn abilities(&self) -> Abilities {
+        self.inner.abilities()
     }
 
     fn in_flight(&self) -> usize {
         self.inner.in_flight()
     }
 
-    fn submit(&mut self, transfer: Transfer<FileOffset>) -> Result<Ticket, Refused<FileOffset>> {
-        self.inner.submit(transfer)
+    fn submit(&mut self, operation: Operation<FileOffset>) -> Result<Ticket, Refused<FileOffset>> {
+        self.inner.submit(operation)
+    }
+
+    fn flush(&mut self) {
+        self.inner.flush();
     }
 
     fn poll(&mut self, done: &mut Vec<Completion<FileOffset>>) -> usize {
@@ -355,35 +363,43 @@ fn a_disk_error_anywhere_names_the_place_and_leaks_nothing() {
 struct Faulty {
     inner: SoftChannel,
     keeps: usize,
-    kept: Vec<Completion<DeviceFar>>,
+    kept: Vec<Completion>,
     refuses: bool,
     /// It gives up what it keeps when it is stopped, and by what it was.
     lets_go: bool,
     stopped: Option<String>,
     /// How long one completion takes; they come while it is waited for, one at a time.
     takes: Duration,
-    late: VecDeque<Completion<DeviceFar>>,
+    late: VecDeque<Completion>,
 }
 
-impl Channel for Faulty {
-    type Far = DeviceFar;
+impl Queue for Faulty {
+    type Addr = DeviceAddr;
 
     fn limits(&self) -> Limits {
         self.inner.limits()
+    }
+
+    fn abilities(&self) -> Abilities {
+        self.inner.abilities()
     }
 
     fn in_flight(&self) -> usize {
         self.inner.in_flight() + self.kept.len() + self.late.len()
     }
 
-    fn submit(&mut self, transfer: Transfer<DeviceFar>) -> Result<Ticket, Refused<DeviceFar>> {
+    fn submit(&mut self, operation: Operation) -> Result<Ticket, Refused<DeviceAddr>> {
         if std::mem::take(&mut self.refuses) {
-            return Err(Refused { transfer, reason: Refusal::Stopped("for once".into()) });
+            return Err(Refused { operation, reason: Refusal::Stopped("for once".into()) });
         }
-        self.inner.submit(transfer)
+        self.inner.submit(operation)
     }
 
-    fn poll(&mut self, done: &mut Vec<Completion<DeviceFar>>) -> usize {
+    fn flush(&mut self) {
+        self.inner.flush();
+    }
+
+    fn poll(&mut self, done: &mut Vec<Completion>) -> usize {
         let from = done.len();
         self.inner.poll(done);
         let keep = self.keeps.min(done.len() - from);
@@ -402,7 +418,7 @@ impl Channel for Faulty {
         self.stopped = Some(why.to_owned());
     }
 
-    fn wait(&mut self, done: &mut Vec<Completion<DeviceFar>>, timeout: Duration) -> usize {
+    fn wait(&mut self, done: &mut Vec<Completion>, timeout: Duration) -> usize {
         let n = self.poll(done);
         if let Some(late) = self.late.pop_front() {
             std::thread::sleep(self.takes);
@@ -514,7 +530,7 @@ fn what_was_not_loaded_here_is_refused() {
     let (mut a, mut b) = (SoftDevice::open(config(MIB)).unwrap(), SoftDevice::open(config(MIB)).unwrap());
     let mut inputs = [open(&path)];
     let (loaded, _) = a.device.load(&mut inputs, Placement::Ddr, &mut |_| {}).unwrap();
-    let no_inputs: [Input<FileChannel>; 0] = [];
+    let no_inputs: [Input<FileQueue>; 0] = [];
     assert!(matches!(a.device.verify(&loaded, &no_inputs, &mut |_| {}), Err(Error::OtherInputs { .. })));
     assert!(matches!(b.device.verify(&loaded, &inputs, &mut |_| {}), Err(Error::OtherDevice { .. })));
     assert!(matches!(b.device.unload(loaded), Err(Error::OtherDevice { .. })));

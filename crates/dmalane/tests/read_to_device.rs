@@ -8,7 +8,7 @@ use dmalane::addr::{Access, CardAddr, FileOffset};
 use dmalane::dma::{AnonHeap, Heap, Pool};
 use dmalane::load::fill::{Event, Extent, FillError, Job};
 use dmalane::load::{Stage, StageReport};
-use dmalane::queue::{Channel, DeviceAddr, DeviceFar, Direction, OpError, Registered, Transfer, run};
+use dmalane::queue::{DeviceAddr, OpError, Operation, Queue, Registered, run};
 use dmalane::sim::{CardConfig, SoftBus, Workers};
 use dmalane::{MappedRead, ReadError, ReadOptions, ReadSource, SoftConfig, SoftDevice, SoftParts, read_to_device};
 use tempfile::NamedTempFile;
@@ -64,8 +64,9 @@ impl Card {
         let buf = AnonHeap::new().allocate(len).unwrap().share();
         let via = Registered::new(&*self.bus, &buf, Access::RW).unwrap();
         let (part, _rest) = buf.into_part().split_at(len).unwrap();
-        let transfer = Transfer { part, direction: Direction::ToHost, far: DeviceFar { at, via } };
-        let part = run(&mut self.parts.channel, transfer, Duration::from_secs(30)).unwrap().part;
+        let read = Operation::read((part, via), at);
+        let read = run(&mut self.parts.channel, read, Duration::from_secs(30)).unwrap();
+        let part = read.into_slice().unwrap();
         let mut bytes = vec![0; len];
         part.read(0, &mut bytes).unwrap();
         bytes

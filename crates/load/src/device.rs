@@ -8,8 +8,8 @@ use std::time::Duration;
 use dmalane_addr::{Access, Address, CardAddr, DeviceVa, PageSize, PhysAddr, RangeAllocator, SgIndex, SgTable, Span};
 use dmalane_dma::{BufferSlice, Heap, PageBacking, Registrar, footprint};
 use dmalane_iopt::{Format, Tables};
-use dmalane_queue::{Channel, DeviceFar, Registered};
-use dmalane_vm::{Bo, Request, Vm};
+use dmalane_queue::{DeviceAddr, Queue, Registered};
+use dmalane_vm::{BindRequest, Bo, Vm};
 
 use crate::clock::{Clocks, Stage};
 use crate::{CardMemory, Error, Layout, Model, Tensor};
@@ -38,7 +38,7 @@ pub struct DeviceParts<C, F, T: Tables> {
 }
 
 /// A device that files can be loaded onto.
-pub struct Device<C: Channel<Far = DeviceFar>, F: Format, T: Tables<Addr = CardAddr>> {
+pub struct Device<C: Queue<Addr = DeviceAddr>, F: Format, T: Tables<Addr = CardAddr>> {
     pub(crate) parts: DeviceParts<C, F, T>,
     pub(crate) vas: RangeAllocator<DeviceVa>,
     /// The pieces of all staging buffers.
@@ -57,7 +57,7 @@ pub struct Device<C: Channel<Far = DeviceFar>, F: Format, T: Tables<Addr = CardA
 }
 
 /// Sees what was asked of a device's VM.
-type Observer = Box<dyn FnMut(&[Request]) + Send>;
+type Observer = Box<dyn FnMut(&[BindRequest]) + Send>;
 
 /// The footprint is read once per this many bytes moved.
 const SAMPLE_EVERY: u64 = 16 << 20;
@@ -140,7 +140,7 @@ impl LoadedFile {
 
 impl<C, F, T> Device<C, F, T>
 where
-    C: Channel<Far = DeviceFar>,
+    C: Queue<Addr = DeviceAddr>,
     F: Format,
     T: Tables<Addr = CardAddr>,
 {
@@ -165,11 +165,11 @@ where
     }
 
     /// Calls `observer` with each batch of requests that is committed from now on, for example to write a trace.
-    pub fn observe(&mut self, observer: impl FnMut(&[Request]) + Send + 'static) {
+    pub fn observe(&mut self, observer: impl FnMut(&[BindRequest]) + Send + 'static) {
         self.observer = Some(Box::new(observer));
     }
 
-    fn observed(&mut self, request: Option<Request>) {
+    fn observed(&mut self, request: Option<BindRequest>) {
         if let (Some(observer), Some(request)) = (&mut self.observer, request) {
             observer(&[request]);
         }
@@ -300,7 +300,7 @@ where
     /// Makes a tensor visible at its device virtual address.
     pub(crate) fn bind(&mut self, file: &LoadedFile, index: usize) -> Result<(), Error> {
         let (Some(bo), Some(span)) = (&file.bo, file.bound(index)) else { return Ok(()) };
-        let request = Request::Bind {
+        let request = BindRequest::Bind {
             va: span.first(),
             bo: bo.clone(),
             offset: file.layout.places[index].bo_offset,
@@ -352,13 +352,13 @@ where
     fn unload_file(&mut self, file: LoadedFile) -> Result<(), Error> {
         self.check(&file)?;
         let (Some(bo), Some(range)) = (file.bo, file.range) else { return Ok(()) };
-        let plan = self.parts.vm.plan([Request::Unbind(range)]).map_err(|e| Error::Bind {
+        let plan = self.parts.vm.plan([BindRequest::Unbind(range)]).map_err(|e| Error::Bind {
             path: file.path.clone(),
             tensor: String::new(),
             source: e.error,
         })?;
         let committed = plan.commit();
-        self.observed(Some(Request::Unbind(range)));
+        self.observed(Some(BindRequest::Unbind(range)));
         (self.parts.invalidate)().map_err(Error::Invalidate)?;
         self.parts.vm.invalidated(committed);
         self.parts.memory.free(bo.sg().segments())?;

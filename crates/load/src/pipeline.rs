@@ -20,8 +20,8 @@ use dmalane_addr::{CardAddr, FileOffset, PageSize};
 use dmalane_dma::BufferSlice;
 use dmalane_iopt::{Format, Tables};
 use dmalane_queue::{
-    Channel, Completion, DeviceAddr, DeviceFar, Direction, HaltWatch, LETS_GO, OpError, Refusal, Refused, StallWatch,
-    Ticket, Transfer, drain,
+    Completion, DeviceAddr, HaltWatch, OpError, Operation, Queue, RELEASE_TIMEOUT, Refusal, Refused, StallWatch,
+    Ticket, drain,
 };
 use twox_hash::XxHash3_64;
 
@@ -107,7 +107,7 @@ struct Piece {
     tensor: usize,
 }
 
-struct Job<'a, S, C: Channel<Far = DeviceFar>, F: Format, T: Tables<Addr = CardAddr>> {
+struct Job<'a, S, C: Queue<Addr = DeviceAddr>, F: Format, T: Tables<Addr = CardAddr>> {
     device: &'a mut Device<C, F, T>,
     inputs: &'a mut [Input<S>],
     files: Vec<LoadedFile>,
@@ -119,8 +119,9 @@ struct Job<'a, S, C: Channel<Far = DeviceFar>, F: Format, T: Tables<Addr = CardA
     /// Chunks being read or full, oldest first, with their slots: they go on in this order.
     order: VecDeque<(Chunk, usize)>,
     states: Vec<State>,
-    reads: HashMap<(usize, Ticket), usize>,
-    backlog: VecDeque<(Piece, Transfer<DeviceFar>)>,
+    /// The slot of each read in flight, and its file offset.
+    reads: HashMap<(usize, Ticket), (usize, u64)>,
+    backlog: VecDeque<(Piece, Operation)>,
     moving: HashMap<Ticket, Piece>,
     /// Per file and tensor: bytes that have not arrived.
     missing: Vec<Vec<u64>>,
@@ -137,7 +138,7 @@ const NAP: Duration = Duration::from_millis(50);
 
 impl<C, F, T> Device<C, F, T>
 where
-    C: Channel<Far = DeviceFar>,
+    C: Queue<Addr = DeviceAddr>,
     F: Format,
     T: Tables<Addr = CardAddr>,
 {
@@ -148,7 +149,7 @@ where
     /// [`Error`]. Whatever was in flight has been waited for, and nothing stays bound or allocated on the device; only when
     /// the device does not finish its transfers within [`DeviceParts::patience`], their destination is never used again
     /// ([`Device::abandoned_bytes`]).
-    pub fn load<S: Channel<Far = FileOffset>>(
+    pub fn load<S: Queue<Addr = FileOffset>>(
         &mut self,
         inputs: &mut [Input<S>],
         placement: Placement,
@@ -202,8 +203,8 @@ where
 
 impl<'a, S, C, F, T> Job<'a, S, C, F, T>
 where
-    S: Channel<Far = FileOffset>,
-    C: Channel<Far = DeviceFar>,
+    S: Queue<Addr = FileOffset>,
+    C: Queue<Addr = DeviceAddr>,
     F: Format,
     T: Tables<Addr = CardAddr>,
 {
@@ -261,7 +262,8 @@ where
                 let channel = &mut self.device.parts.channel;
                 // A device that has halted has had its time; one that hangs lets go of what it has when it is stopped, if it can.
                 let gone = watch.lost(channel).map(|why| (why, Duration::ZERO));
-                let hangs = || stall.lost(self.device.parts.patience).map(|why| (why, self.patience.min(LETS_GO)));
+                let hangs =
+                    || stall.lost(self.device.parts.patience).map(|why| (why, self.patience.min(RELEASE_TIMEOUT)));
                 if let Some((why, patience)) = gone.or_else(hangs) {
                     channel.stop(&why);
                     self.patience = patience;
@@ -326,17 +328,16 @@ where
                 return Err(self.broken(file, "device", "a staging buffer is missing".into()));
             };
             let (front, rest) = whole.split_at(chunk.len as usize).expect("a chunk is no longer than its slot");
-            let transfer = Transfer { part: front, direction: Direction::ToHost, far: FileOffset::new(chunk.at) };
-            match self.inputs[chunk.file].channel.submit(transfer) {
+            match self.inputs[chunk.file].channel.submit(Operation::read(front, FileOffset::new(chunk.at))) {
                 Ok(ticket) => {
-                    self.reads.insert((chunk.file, ticket), slot);
+                    self.reads.insert((chunk.file, ticket), (slot, chunk.at));
                     self.states[slot] = State::Reading(rest);
                     self.order.push_back((chunk, slot));
                     self.advance(chunk.len);
                     self.clocks.in_flight(Stage::Read, true);
                 }
-                Err(Refused { transfer, reason }) => {
-                    self.device.staging[slot].part = transfer.part.join(rest).ok();
+                Err(Refused { operation, reason }) => {
+                    self.device.staging[slot].part = operation.into_slice().and_then(|front| front.join(rest).ok());
                     if reason == Refusal::Full {
                         return Ok(());
                     }
@@ -371,16 +372,14 @@ where
                 Duration::ZERO => channel.poll(read),
                 nap => channel.wait(read, nap),
             });
-            for Completion { ticket, transfer, result } in read.drain(..) {
+            for Completion { ticket, operation, result, bytes: len } in read.drain(..) {
                 any = true;
-                let Some(slot) = self.reads.remove(&(file, ticket)) else { continue };
+                let Some((slot, at)) = self.reads.remove(&(file, ticket)) else { continue };
                 let State::Reading(rest) = std::mem::replace(&mut self.states[slot], State::Free) else { continue };
-                let len = transfer.part.len() as u64;
-                let at = transfer.far;
-                let whole = transfer.part.join(rest).ok();
+                let whole = operation.into_slice().and_then(|front| front.join(rest).ok());
                 if let Err(source) = result {
                     self.device.staging[slot].part = whole;
-                    return Err(self.read_error(file, at, source));
+                    return Err(self.read_error(file, FileOffset::new(at), source));
                 }
                 self.clocks.bytes(Stage::Read, len);
                 if let Some(whole) = whole {
@@ -414,11 +413,11 @@ where
             self.clocks.bytes(Stage::Checksum, chunk.len);
             self.send(chunk, slot, whole);
         }
-        while let Some((piece, transfer)) = self.backlog.pop_front() {
+        while let Some((piece, operation)) = self.backlog.pop_front() {
             let channel = &mut self.device.parts.channel;
             let submitted = match self.device.parts.inline {
-                true => self.clocks.time(Stage::Transfer, || channel.submit(transfer)),
-                false => channel.submit(transfer),
+                true => self.clocks.time(Stage::Transfer, || channel.submit(operation)),
+                false => channel.submit(operation),
             };
             match submitted {
                 Ok(ticket) => {
@@ -426,13 +425,13 @@ where
                     self.transfers += 1;
                     self.moving.insert(ticket, piece);
                 }
-                Err(Refused { transfer, reason: Refusal::Full }) => {
-                    self.backlog.push_front((piece, transfer));
+                Err(Refused { operation, reason: Refusal::Full }) => {
+                    self.backlog.push_front((piece, operation));
                     break;
                 }
-                Err(Refused { transfer, reason }) => {
+                Err(Refused { operation, reason }) => {
                     let file = piece.file;
-                    self.put_back(&piece, transfer.part);
+                    self.put_back(&piece, operation);
                     return Err(self.broken(file, "device", reason.to_string()));
                 }
             }
@@ -455,9 +454,9 @@ where
                 pieces.push(Some(part));
                 continue;
             };
-            let far = DeviceFar { at: DeviceAddr::Card(to), via: self.device.staging[slot].via.clone() };
+            let via = self.device.staging[slot].via.clone();
             let piece = Piece { slot, index: pieces.len(), file: chunk.file, tensor };
-            outgoing.push((piece, Transfer { part, direction: Direction::FromHost, far }));
+            outgoing.push((piece, Operation::write((part, via), DeviceAddr::Card(to))));
             pieces.push(None);
         }
         let missing = outgoing.len();
@@ -471,7 +470,7 @@ where
     }
 
     /// Takes back pieces that have arrived, and binds tensors that are complete.
-    fn reap_transfers(&mut self, done: &mut Vec<Completion<DeviceFar>>, nap: Duration) -> Result<bool, Error> {
+    fn reap_transfers(&mut self, done: &mut Vec<Completion>, nap: Duration) -> Result<bool, Error> {
         let channel = &mut self.device.parts.channel;
         if channel.in_flight() == 0 {
             return Ok(false);
@@ -488,10 +487,9 @@ where
             self.clocks.hold(Stage::Transfer, poll);
         }
         let any = !done.is_empty();
-        for Completion { ticket, transfer, result } in done.drain(..) {
+        for Completion { ticket, operation, result, bytes: len } in done.drain(..) {
             let Some(piece) = self.moving.remove(&ticket) else { continue };
-            let len = transfer.part.len() as u64;
-            self.put_back(&piece, transfer.part);
+            self.put_back(&piece, operation);
             if let Err(source) = result {
                 return Err(self.transfer_error(&piece, source));
             }
@@ -513,9 +511,9 @@ where
     }
 
     /// Puts a piece back into its place; with the last one the slot is whole and free.
-    fn put_back(&mut self, piece: &Piece, part: BufferSlice) {
+    fn put_back(&mut self, piece: &Piece, operation: Operation) {
         let State::Moving(pieces, missing) = &mut self.states[piece.slot] else { return };
-        pieces[piece.index] = Some(part);
+        pieces[piece.index] = operation.into_slice();
         *missing -= 1;
         if *missing == 0 {
             self.finish(piece.slot);

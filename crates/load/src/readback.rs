@@ -9,7 +9,7 @@ use std::time::{Duration, Instant};
 use dmalane_addr::{Access, Address, CardAddr, FileOffset, Span};
 use dmalane_dma::VolatileSlice;
 use dmalane_iopt::{Format, Tables};
-use dmalane_queue::{Channel, DeviceAddr, DeviceFar, Direction, RunError, Transfer, run};
+use dmalane_queue::{DeviceAddr, Operation, Queue, Refused, RunError, run};
 use safetensors::tensor::{Dtype, TensorInfo};
 
 use crate::clock::Clocks;
@@ -21,7 +21,7 @@ const BLOCK: usize = 256 << 10;
 
 impl<C, F, T> Device<C, F, T>
 where
-    C: Channel<Far = DeviceFar>,
+    C: Queue<Addr = DeviceAddr>,
     F: Format,
     T: Tables<Addr = CardAddr>,
 {
@@ -60,18 +60,19 @@ where
                 return Err(broken("a tensor runs past the top of device virtual memory".into()));
             };
             let (part, rest) = whole.split_at(len as usize).map_err(|_| broken("a piece exceeds its buffer".into()))?;
-            let far = DeviceFar { at: DeviceAddr::Va(at), via: slot.via.clone() };
-            let back = match run(channel, Transfer { part, direction: Direction::ToHost, far }, patience) {
-                Ok(back) => back,
+            let read = Operation::read((part, slot.via.clone()), DeviceAddr::Va(at));
+            let lost = || broken("the buffer for reading back was lost".into());
+            let back = match run(channel, read, patience) {
+                Ok(back) => back.into_slice().ok_or_else(lost)?,
                 Err(RunError::Failed(back, source)) => {
-                    slot.part = back.part.join(rest).ok();
+                    slot.part = back.into_slice().and_then(|back| back.join(rest).ok());
                     let tensor = Some(loaded.tensor.name.clone());
                     let at = FileOffset::new(loaded.tensor.at.bits() + done);
                     return Err(Error::Transfer { path: file.path.clone(), at, tensor, source });
                 }
-                Err(RunError::Refused(refused)) => {
-                    slot.part = refused.transfer.part.join(rest).ok();
-                    return Err(broken(refused.reason.to_string()));
+                Err(RunError::Refused(Refused { operation, reason })) => {
+                    slot.part = operation.into_slice().and_then(|back| back.join(rest).ok());
+                    return Err(broken(reason.to_string()));
                 }
                 // The operation keeps its part and its registration; the next call makes another buffer.
                 Err(e) => {
@@ -80,8 +81,8 @@ where
                     return Err(e);
                 }
             };
-            let result = sink(done, back.part.view());
-            slot.part = back.part.join(rest).ok();
+            let result = sink(done, back.view());
+            slot.part = back.join(rest).ok();
             self.sample_resident(len);
             result?;
             done += len;

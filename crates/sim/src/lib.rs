@@ -9,7 +9,7 @@
 //! use std::{sync::Arc, time::Duration};
 //! use dmalane_addr::Access;
 //! use dmalane_card::Card;
-//! use dmalane_queue::{DeviceAddr, DeviceFar, Direction, Registered, Transfer, run};
+//! use dmalane_queue::{DeviceAddr, Operation, Registered, run};
 //! use dmalane_sim::{CardConfig, HostConfig, SoftBus, SoftHost};
 //! use dmalane_dma::{AnonHeap, Heap};
 //!
@@ -17,15 +17,15 @@
 //! let host: SoftHost = SoftHost::new(HostConfig::default())?;
 //! let bus: Arc<SoftBus> = Arc::new(SoftBus::new(host, CardConfig::default())?);
 //! let card = Card::open(bus.clone(), &heap)?;
-//! let mut channel = card.channel(0)?;
+//! let mut queue = card.queue(0)?;
 //!
 //! let mut buf = heap.allocate(4096)?;
 //! buf[..5].copy_from_slice(b"hello");
 //! let buf = buf.share();
 //! let via = Registered::new(&*bus, &buf, Access::RW)?;
 //! let at = card.layout().hbm.first();
-//! let far = DeviceFar { at: DeviceAddr::Card(at), via };
-//! run(&mut channel, Transfer { part: buf.into_part(), direction: Direction::FromHost, far }, Duration::from_secs(1))?;
+//! let write = Operation::write((buf.into_part(), via), DeviceAddr::Card(at));
+//! run(&mut queue, write, Duration::from_secs(1))?;
 //!
 //! let mut there = [0; 5];
 //! bus.memory().read(at, &mut there)?;

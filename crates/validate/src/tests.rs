@@ -5,15 +5,18 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
 use dmalane_file::{FileDeviceOptions, FileDevicePaths};
-use dmalane_queue::{Channel, Completion, DeviceFar, Direction, Limits, Refused, Ticket, Transfer};
+use dmalane_queue::{
+    Abilities, Class, Completion, DeviceAddr, DeviceQueue, Direction, Limits, Operation, Queue, Refused, Ticket, Work,
+};
 use dmalane_sim::{CardConfig, Workers};
 
 use super::*;
+use crate::target::share;
 
 const MIB: u64 = 1 << 20;
 
-fn quick() -> Settings {
-    Settings { threads: 2, buffers: vec![256 << 10], stop: Stop::After(3), ..Settings::default() }
+fn quick() -> ValidateSettings {
+    ValidateSettings { threads: 2, buffers: vec![256 << 10], stop: Stop::After(3), ..ValidateSettings::default() }
 }
 
 fn soft(card: CardConfig, emulate: Option<&str>) -> Target {
@@ -22,7 +25,7 @@ fn soft(card: CardConfig, emulate: Option<&str>) -> Target {
     Target::soft(SoftTarget { card, emulate, ..SoftTarget::default() }).unwrap()
 }
 
-fn check(target: &Target, settings: &Settings) -> Report {
+fn check(target: &Target, settings: &ValidateSettings) -> ValidateReport {
     let (mut steps, mut said) = (0, 0);
     let report = run(target, settings, &mut |event| match event {
         Event::Steps(n) => steps = n,
@@ -66,14 +69,23 @@ fn the_software_card_passes_in_every_way() {
     ] {
         let buffers = vec![4096, 12288, 132 << 10];
         let pages = vec![Pages::Small];
-        let settings =
-            Settings { raw, registered, allocation, channels, threads, buffers, pages, offset: 8192, ..quick() };
+        let settings = ValidateSettings {
+            raw,
+            registered,
+            allocation,
+            channels,
+            threads,
+            buffers,
+            pages,
+            offset: 8192,
+            ..quick()
+        };
         let report = check(&target, &settings);
         // One thread cannot have one page in two memories.
         let left_out = usize::from(threads == 1);
         assert_eq!((report.figures.len(), report.left_out.len()), (3 * (9 - left_out), left_out), "{settings:?}");
     }
-    let timed = Settings { stop: Stop::For(Duration::from_millis(5)), phases: vec![Phase::Ddr], ..quick() };
+    let timed = ValidateSettings { stop: Stop::For(Duration::from_millis(5)), phases: vec![Phase::Ddr], ..quick() };
     assert!(check(&target, &timed).figures.iter().all(|f| f.total() > 0.0));
 }
 
@@ -87,21 +99,21 @@ fn files_pass_and_are_left_as_they_were() {
         let target =
             Target::file(paths.clone(), FileDeviceOptions { probe_at, ..FileDeviceOptions::default() }, false).unwrap();
         assert!(target.notes[0].contains(if probe_at.is_some() { "probed" } else { "not probed" }));
-        let report = check(&target, &Settings { offset: 4096, ..quick() });
+        let report = check(&target, &ValidateSettings { offset: 4096, ..quick() });
         assert!(report.integrity.iter().all(|i| i.phase == Phase::Device));
         assert!(std::fs::read(file.path()).unwrap() == before);
-        let small = Settings { buffers: vec![MIB], ..quick() };
+        let small = ValidateSettings { buffers: vec![MIB], ..quick() };
         let Err(ValidateError::TooSmall { needed, have, .. }) =
-            run(&target, &Settings { offset: 4096, ..small }, &mut |_| {})
+            run(&target, &ValidateSettings { offset: 4096, ..small }, &mut |_| {})
         else {
             panic!("it does not fit")
         };
         assert_eq!((needed, have), (4 * MIB + 4096, 4 * MIB));
         assert!(matches!(
-            run(&target, &Settings { channels: QueueChoice::Only(1), ..quick() }, &mut |_| {}),
+            run(&target, &ValidateSettings { channels: QueueChoice::Only(1), ..quick() }, &mut |_| {}),
             Err(ValidateError::NoChannel { wanted: 1, has: 1 })
         ));
-        let hbm = run(&target, &Settings { phases: vec![Phase::Hbm], ..quick() }, &mut |_| {});
+        let hbm = run(&target, &ValidateSettings { phases: vec![Phase::Hbm], ..quick() }, &mut |_| {});
         assert!(matches!(hbm, Err(ValidateError::NoMemory(Phase::Hbm))));
         let fit = fit_link(&target, &FitSettings::default(), &mut |_| {});
         assert!(matches!(fit, Err(ValidateError::NothingToFit)));
@@ -111,21 +123,21 @@ fn files_pass_and_are_left_as_they_were() {
 #[test]
 fn settings_that_make_no_sense_are_refused() {
     let target = soft(CardConfig::default(), None);
-    let refused = |settings: Settings| run(&target, &settings, &mut |_| {}).unwrap_err().to_string();
+    let refused = |settings: ValidateSettings| run(&target, &settings, &mut |_| {}).unwrap_err().to_string();
     for (settings, why) in [
-        (Settings { threads: 0, ..quick() }, "a number of threads of 0 is not from 1 to 64"),
-        (Settings { threads: 65, ..quick() }, "not from 1 to 64"),
-        (Settings { buffers: vec![0], ..quick() }, "not a multiple of 4 KiB"),
-        (Settings { buffers: vec![4096, 4097], ..quick() }, "a buffer size of 4097 is not a multiple of 4 KiB"),
-        (Settings { buffers: vec![2 << 30], ..quick() }, "more than 1 GiB"),
-        (Settings { offset: 1, ..quick() }, "an offset of 1 is not a multiple of 4 KiB"),
-        (Settings { offset: 1 << 40, ..quick() }, "HBM has 67108864 bytes"),
-        (Settings { buffers: vec![32 * MIB], ..quick() }, "the buffers with the offset need"),
-        (Settings { stop: Stop::After(0), ..quick() }, "a number of iterations of 0"),
-        (Settings { stop: Stop::For(Duration::ZERO), ..quick() }, "no time"),
-        (Settings { channels: QueueChoice::Only(2), ..quick() }, "no channel 2, it has 2"),
-        (Settings { channels: QueueChoice::List(vec![0, 0]), ..quick() }, "named twice"),
-        (Settings { phases: vec![Phase::Device], ..quick() }, "the device has no device"),
+        (ValidateSettings { threads: 0, ..quick() }, "a number of threads of 0 is not from 1 to 64"),
+        (ValidateSettings { threads: 65, ..quick() }, "not from 1 to 64"),
+        (ValidateSettings { buffers: vec![0], ..quick() }, "not a multiple of 4 KiB"),
+        (ValidateSettings { buffers: vec![4096, 4097], ..quick() }, "a buffer size of 4097 is not a multiple of 4 KiB"),
+        (ValidateSettings { buffers: vec![2 << 30], ..quick() }, "more than 1 GiB"),
+        (ValidateSettings { offset: 1, ..quick() }, "an offset of 1 is not a multiple of 4 KiB"),
+        (ValidateSettings { offset: 1 << 40, ..quick() }, "HBM has 67108864 bytes"),
+        (ValidateSettings { buffers: vec![32 * MIB], ..quick() }, "the buffers with the offset need"),
+        (ValidateSettings { stop: Stop::After(0), ..quick() }, "a number of iterations of 0"),
+        (ValidateSettings { stop: Stop::For(Duration::ZERO), ..quick() }, "no time"),
+        (ValidateSettings { channels: QueueChoice::Only(2), ..quick() }, "no channel 2, it has 2"),
+        (ValidateSettings { channels: QueueChoice::List(vec![0, 0]), ..quick() }, "named twice"),
+        (ValidateSettings { phases: vec![Phase::Device], ..quick() }, "the device has no device"),
     ] {
         let said = refused(settings);
         assert!(said.contains(why), "{said}");
@@ -135,9 +147,9 @@ fn settings_that_make_no_sense_are_refused() {
     assert!(error.contains("no modelled link is called \"fast\"; there are half-egress-14, "), "{error}");
 }
 
-/// A channel that gets something wrong.
+/// A queue with a fault.
 struct Wrong {
-    inner: Box<dyn Channel<Far = DeviceFar>>,
+    inner: Box<DeviceQueue>,
     fault: Fault,
     done: u64,
 }
@@ -154,40 +166,49 @@ enum Fault {
     Fails(u64),
 }
 
-impl Channel for Wrong {
-    type Far = DeviceFar;
+impl Queue for Wrong {
+    type Addr = DeviceAddr;
 
     fn limits(&self) -> Limits {
         self.inner.limits()
+    }
+
+    fn abilities(&self) -> Abilities {
+        self.inner.abilities()
     }
 
     fn in_flight(&self) -> usize {
         self.inner.in_flight()
     }
 
-    fn submit(&mut self, mut transfer: Transfer<DeviceFar>) -> Result<Ticket, Refused<DeviceFar>> {
+    fn submit(&mut self, mut operation: Operation) -> Result<Ticket, Refused<DeviceAddr>> {
         self.done += 1;
-        let (down, done) = (transfer.direction == Direction::ToHost, self.done);
+        let Work::Copy { direction, .. } = &mut operation.work else { panic!("a copy") };
+        let (down, done) = (*direction == Direction::ToHost, self.done);
         // The other way: the device's bytes stay, or the buffer's go back to where they should have come from.
         match self.fault {
-            Fault::Deaf(from) if !down && done > from => transfer.direction = Direction::ToHost,
-            Fault::Blind(from) if down && done > from => transfer.direction = Direction::FromHost,
+            Fault::Deaf(from) if !down && done > from => *direction = Direction::ToHost,
+            Fault::Blind(from) if down && done > from => *direction = Direction::FromHost,
             _ => {}
         }
-        self.inner.submit(transfer)
+        self.inner.submit(operation)
     }
 
-    fn poll(&mut self, done: &mut Vec<Completion<DeviceFar>>) -> usize {
+    fn flush(&mut self) {
+        self.inner.flush();
+    }
+
+    fn poll(&mut self, done: &mut Vec<Completion>) -> usize {
         let before = done.len();
         self.inner.poll(done);
         for completion in &mut done[before..] {
             self.done += 1;
+            let Work::Copy { direction, host, .. } = &mut completion.operation.work else { panic!("a copy") };
             match self.fault {
-                Fault::Flip(from) if completion.transfer.direction == Direction::ToHost && self.done > from => {
-                    let part = &mut completion.transfer.part;
+                Fault::Flip(from) if *direction == Direction::ToHost && self.done > from => {
                     let mut byte = [0];
-                    part.read(100, &mut byte).unwrap();
-                    part.write(100, &[byte[0] ^ 4]).unwrap();
+                    host.slice.read(100, &mut byte).unwrap();
+                    host.slice.write(100, &[byte[0] ^ 4]).unwrap();
                 }
                 Fault::Fails(from) if self.done > from => completion.result = Err(OpError::Device { status: 9 }),
                 _ => {}
@@ -196,7 +217,7 @@ impl Channel for Wrong {
         done.len() - before
     }
 
-    fn wait(&mut self, done: &mut Vec<Completion<DeviceFar>>, timeout: Duration) -> usize {
+    fn wait(&mut self, done: &mut Vec<Completion>, timeout: Duration) -> usize {
         self.inner.wait(done, timeout)
     }
 }
@@ -204,15 +225,15 @@ impl Channel for Wrong {
 /// The software card with both channels wrong.
 fn wrong(fault: Fault) -> Target {
     let mut target = soft(CardConfig::default(), None);
-    for desk in &mut target.desks {
-        *desk = desk::Desk::new(Wrong { inner: Box::new(desk.seat()), fault, done: 0 });
+    for queue in &mut target.queues {
+        *queue = share(Wrong { inner: Box::new(queue.handle(Class::Normal)), fault, done: 0 });
     }
     target
 }
 
 #[test]
 fn there_is_no_figure_for_bytes_that_are_wrong() {
-    let settings = Settings { phases: vec![Phase::Ddr], pages: vec![Pages::Small], ..quick() };
+    let settings = ValidateSettings { phases: vec![Phase::Ddr], pages: vec![Pages::Small], ..quick() };
     // From the first operation on: the comparison finds it, and nothing is measured.
     for fault in [Fault::Flip(0), Fault::Deaf(0), Fault::Blind(0)] {
         let report = run(&wrong(fault), &settings, &mut |_| {}).unwrap();
@@ -222,21 +243,21 @@ fn there_is_no_figure_for_bytes_that_are_wrong() {
     }
     // Later: what was measured with it is not shown.
     for fault in [Fault::Deaf(60), Fault::Blind(60), Fault::Flip(120)] {
-        let settings = Settings { stop: Stop::After(50), ..settings.clone() };
+        let settings = ValidateSettings { stop: Stop::After(50), ..settings.clone() };
         let report = run(&wrong(fault), &settings, &mut |_| {}).unwrap();
         assert_eq!((report.integrity[0].ok, report.integrity[0].threads), (2, 2), "{fault:?}");
         assert!(!report.passed() && report.figures.len() < 3, "{fault:?}: {report:?}");
     }
     // From the second pass on (a transfer counts when it begins and when it ends): the first has brought the right bytes, and nothing since has moved any.
     for (fault, way) in [(Fault::Blind(10), Directions::Read), (Fault::Deaf(10), Directions::Write)] {
-        let settings = Settings { threads: 1, stop: Stop::After(3), ways: vec![way], ..settings.clone() };
+        let settings = ValidateSettings { threads: 1, stop: Stop::After(3), ways: vec![way], ..settings.clone() };
         let report = run(&wrong(fault), &settings, &mut |_| {}).unwrap();
         assert_eq!((report.integrity[0].ok, report.figures.len()), (1, 0), "{fault:?}: {report:?}");
         assert!(!report.passed(), "{fault:?}");
     }
     // An error is an error, with its place, and what was measured before it is there.
-    let mut report = Report::default();
-    let late = Settings { threads: 1, ways: vec![Directions::Read, Directions::Write], ..settings.clone() };
+    let mut report = ValidateReport::default();
+    let late = ValidateSettings { threads: 1, ways: vec![Directions::Read, Directions::Write], ..settings.clone() };
     let error = run_into(&wrong(Fault::Fails(16)), &late, &mut report, &mut |_| {}).unwrap_err();
     assert!(matches!(error, ValidateError::Failed { .. }), "{error}");
     assert_eq!((report.integrity.len(), report.figures.len()), (1, 1), "{report:?}");
@@ -247,12 +268,12 @@ fn there_is_no_figure_for_bytes_that_are_wrong() {
 
 #[test]
 fn a_modelled_link_is_the_ceiling() {
-    let settings = Settings {
+    let settings = ValidateSettings {
         threads: 2,
         buffers: vec![MIB],
         stop: Stop::For(Duration::from_millis(60)),
         pages: vec![Pages::Small],
-        ..Settings::default()
+        ..ValidateSettings::default()
     };
     let target = soft(CardConfig::default(), Some("shared-23"));
     let report = check(&target, &settings);
@@ -279,7 +300,7 @@ fn direct_io_and_two_names_leave_a_file_as_it_was() {
     let before: Vec<u8> = (0..2 * MIB).map(|i| (i ^ i >> 8) as u8).collect();
     std::fs::write(&path, &before).unwrap();
     std::os::unix::fs::symlink(&path, &link).unwrap();
-    let settings = Settings { pages: vec![Pages::Small], ..quick() };
+    let settings = ValidateSettings { pages: vec![Pages::Small], ..quick() };
     for (direct, c2h) in [(false, &link), (true, &path), (true, &link)] {
         let paths = FileDevicePaths { h2c: path.clone(), c2h: c2h.clone() };
         match Target::file(paths, FileDeviceOptions { direct, ..FileDeviceOptions::default() }, false) {
@@ -300,7 +321,8 @@ fn what_is_told_to_stop_stops_and_puts_back() {
     let mut target = Target::file(paths, FileDeviceOptions::default(), false).unwrap();
     let told = Arc::new(AtomicBool::new(false));
     target.stop_when(told.clone());
-    let settings = Settings { stop: Stop::For(Duration::from_secs(3600)), pages: vec![Pages::Small], ..quick() };
+    let settings =
+        ValidateSettings { stop: Stop::For(Duration::from_secs(3600)), pages: vec![Pages::Small], ..quick() };
     let mut written = false;
     let result = run(&target, &settings, &mut |event| {
         if matches!(&event, Event::Step(what) if what.ends_with(": reading")) {
@@ -332,9 +354,9 @@ fn a_character_device_is_not_overwritten_unasked() {
 
 /// Takes everything from the so many-th transfer on, and ends none of that.
 struct Hangs {
-    inner: Box<dyn Channel<Far = DeviceFar>>,
+    inner: Box<DeviceQueue>,
     after: u64,
-    held: Vec<(Ticket, Transfer<DeviceFar>)>,
+    held: Vec<(Ticket, Operation)>,
     /// It can be stopped, and by what it was.
     stops: bool,
     stopped: Option<String>,
@@ -343,41 +365,49 @@ struct Hangs {
 }
 
 impl Hangs {
-    fn new(inner: Box<dyn Channel<Far = DeviceFar>>, after: u64, stops: bool) -> Self {
+    fn new(inner: Box<DeviceQueue>, after: u64, stops: bool) -> Self {
         Self { inner, after, held: Vec::new(), stops, stopped: None, gone: false }
     }
 }
 
-impl Channel for Hangs {
-    type Far = DeviceFar;
+impl Queue for Hangs {
+    type Addr = DeviceAddr;
 
     fn limits(&self) -> Limits {
         self.inner.limits()
+    }
+
+    fn abilities(&self) -> Abilities {
+        self.inner.abilities()
     }
 
     fn in_flight(&self) -> usize {
         self.inner.in_flight() + self.held.len()
     }
 
-    fn submit(&mut self, transfer: Transfer<DeviceFar>) -> Result<Ticket, Refused<DeviceFar>> {
+    fn submit(&mut self, operation: Operation) -> Result<Ticket, Refused<DeviceAddr>> {
         if self.after > 0 {
             self.after -= 1;
-            return self.inner.submit(transfer);
+            return self.inner.submit(operation);
         }
         if let Some(why) = self.stopped.clone().or_else(|| self.halted()) {
-            return Err(Refused { transfer, reason: Refusal::Stopped(why) });
+            return Err(Refused { operation, reason: Refusal::Stopped(why) });
         }
         let ticket = Ticket::new(1 << 40 | self.held.len() as u64);
-        self.held.push((ticket, transfer));
+        self.held.push((ticket, operation));
         Ok(ticket)
     }
 
-    fn poll(&mut self, done: &mut Vec<Completion<DeviceFar>>) -> usize {
+    fn flush(&mut self) {
+        self.inner.flush();
+    }
+
+    fn poll(&mut self, done: &mut Vec<Completion>) -> usize {
         let Some(why) = &self.stopped else { return self.inner.poll(done) };
         let result = || Err(OpError::Stopped(why.clone()));
         let before = done.len();
         let held = self.held.drain(..);
-        done.extend(held.map(|(ticket, transfer)| Completion { ticket, transfer, result: result() }));
+        done.extend(held.map(|(ticket, operation)| Completion { ticket, operation, result: result(), bytes: 0 }));
         self.inner.poll(done);
         done.len() - before
     }
@@ -390,7 +420,7 @@ impl Channel for Hangs {
         self.stopped = Some(why.to_owned()).filter(|_| self.stops);
     }
 
-    fn wait(&mut self, done: &mut Vec<Completion<DeviceFar>>, timeout: Duration) -> usize {
+    fn wait(&mut self, done: &mut Vec<Completion>, timeout: Duration) -> usize {
         self.inner.wait(done, timeout)
     }
 }
@@ -402,12 +432,16 @@ fn a_device_that_hangs_is_left_alone_and_what_was_measured_is_there() {
     let paths = FileDevicePaths { h2c: file.path().into(), c2h: file.path().into() };
     let mut target = Target::file(paths, FileDeviceOptions::default(), false).unwrap();
     target.patience = Duration::from_millis(500);
-    let inner = Box::new(target.desks[0].seat());
+    let inner = Box::new(target.queue(0));
     // The comparison (4 transfers of a thread) and the reading (3 and the one more) end.
-    target.desks[0] = desk::Desk::new(Hangs::new(inner, 8, false));
-    let settings =
-        Settings { threads: 1, ways: vec![Directions::Read, Directions::Write], pages: vec![Pages::Small], ..quick() };
-    let mut report = Report::default();
+    target.queues[0] = share(Hangs::new(inner, 8, false));
+    let settings = ValidateSettings {
+        threads: 1,
+        ways: vec![Directions::Read, Directions::Write],
+        pages: vec![Pages::Small],
+        ..quick()
+    };
+    let mut report = ValidateReport::default();
     let begun = std::time::Instant::now();
     let error = run_into(&target, &settings, &mut report, &mut |_| {}).unwrap_err();
     let ValidateError::Hung { error: inner } = &error else { panic!("{error}") };
@@ -425,9 +459,9 @@ fn a_device_that_hangs_is_stopped_and_what_a_file_held_is_put_back() {
     let paths = FileDevicePaths { h2c: file.path().into(), c2h: file.path().into() };
     let mut target = Target::file(paths, FileDeviceOptions::default(), false).unwrap();
     target.patience = Duration::from_millis(200);
-    let inner = Box::new(target.desks[0].seat());
-    target.desks[0] = desk::Desk::new(Hangs::new(inner, 9, true));
-    let settings = Settings { threads: 3, pages: vec![Pages::Small], ..quick() };
+    let inner = Box::new(target.queue(0));
+    target.queues[0] = share(Hangs::new(inner, 9, true));
+    let settings = ValidateSettings { threads: 3, pages: vec![Pages::Small], ..quick() };
     let error = run(&target, &settings, &mut |_| {}).unwrap_err();
     // Not one of the errors of the threads whose transfers it ended.
     assert!(matches!(error, ValidateError::Stuck { .. }), "{error}");
@@ -452,11 +486,11 @@ fn a_card_on_any_bus_can_be_measured() {
 fn a_device_that_is_gone_is_told_of_soon() {
     for (threads, raw) in [(1, true), (4, false)] {
         let mut target = soft(CardConfig::default(), None);
-        for desk in &mut target.desks {
-            let inner = Box::new(desk.seat());
-            *desk = desk::Desk::new(Hangs { gone: true, ..Hangs::new(inner, 5, false) });
+        for queue in &mut target.queues {
+            let inner = Box::new(queue.handle(Class::Normal));
+            *queue = share(Hangs { gone: true, ..Hangs::new(inner, 5, false) });
         }
-        let settings = Settings { threads, raw, pages: vec![Pages::Small], ..quick() };
+        let settings = ValidateSettings { threads, raw, pages: vec![Pages::Small], ..quick() };
         let begun = std::time::Instant::now();
         let error = run(&target, &settings, &mut |_| {}).unwrap_err();
         assert!(error.to_string().contains("registers read as ones"), "{error}");
@@ -469,22 +503,22 @@ fn an_error_before_a_device_hangs_is_the_one_that_is_told() {
     let mut target = soft(CardConfig::default(), None);
     target.patience = Duration::from_millis(200);
     // Of the two transfers of a thread the first fails, and the second does not end.
-    let inner = Wrong { inner: Box::new(target.desks[0].seat()), fault: Fault::Fails(0), done: 0 };
-    target.desks[0] = desk::Desk::new(Hangs::new(Box::new(inner), 1, false));
+    let inner = Wrong { inner: Box::new(target.queue(0)), fault: Fault::Fails(0), done: 0 };
+    target.queues[0] = share(Hangs::new(Box::new(inner), 1, false));
     let (channels, pages) = (QueueChoice::Only(0), vec![Pages::Small]);
-    let settings = Settings { threads: 1, raw: true, phases: vec![Phase::Ddr], channels, pages, ..quick() };
+    let settings = ValidateSettings { threads: 1, raw: true, phases: vec![Phase::Ddr], channels, pages, ..quick() };
     let error = run(&target, &settings, &mut |_| {}).unwrap_err();
     assert!(matches!(error, ValidateError::Failed { .. }) && target.hangs(), "{error}");
 }
 
 #[test]
-fn seats_of_a_device_that_hangs_wait_together() {
+fn handles_of_a_device_that_hangs_wait_together() {
     let mut target = soft(CardConfig::default(), None);
     target.patience = Duration::from_millis(100);
-    let inner = Box::new(target.desks[0].seat());
-    target.desks[0] = desk::Desk::new(Hangs::new(inner, 0, false));
+    let inner = Box::new(target.queue(0));
+    target.queues[0] = share(Hangs::new(inner, 0, false));
     let threads = 16;
-    let settings = Settings {
+    let settings = ValidateSettings {
         threads,
         phases: vec![Phase::Ddr],
         channels: QueueChoice::Only(0),

@@ -14,7 +14,7 @@ use clap::{ArgGroup, Args};
 use dmalane::addr::PageSize;
 use dmalane::card::regs;
 use dmalane::dma::{Mmio, PageBacking};
-use dmalane::file::{FileChannel, Mode};
+use dmalane::file::{FileQueue, Mode};
 use dmalane::load::{self, Error, Input, Loaded, Placement, Report};
 use dmalane::queue::QueueChoice;
 use dmalane::sim::{CardConfig, HostConfig, SoftBus};
@@ -148,7 +148,7 @@ pub struct Load {
 /// The result of a load, for the report.
 struct Outcome {
     device: String,
-    inputs: Vec<Input<FileChannel>>,
+    inputs: Vec<Input<FileQueue>>,
     loaded: Loaded,
     report: Report,
     verified: bool,
@@ -231,10 +231,10 @@ impl Load {
         mut card: CardDevice<B>,
         soft: Option<&SoftBus>,
         room: &Room<'_>,
-        mut inputs: Vec<Input<FileChannel>>,
+        mut inputs: Vec<Input<FileQueue>>,
         targets: &[PathBuf],
     ) -> Result<ExitCode, Failure> {
-        let bytes = |inputs: &[Input<FileChannel>]| {
+        let bytes = |inputs: &[Input<FileQueue>]| {
             inputs.iter().filter_map(|i| i.file.metadata().ok()).fold(0u64, |sum, m| sum.saturating_add(m.len()))
         };
         let touched = || {
@@ -292,14 +292,14 @@ impl Load {
         })
     }
 
-    fn open(&self, path: &PathBuf) -> Result<Input<FileChannel>, Failure> {
+    fn open(&self, path: &PathBuf) -> Result<Input<FileQueue>, Failure> {
         let input = open_file(path, self.file_options()).map_err(cannot_open)?;
         has_size(&input)?;
         Ok(input)
     }
 
     /// The files, or the sample that was asked for instead, if it fits the card.
-    fn with_sample(&self, files: Vec<Input<FileChannel>>, room: &Room<'_>) -> Result<Vec<Input<FileChannel>>, Failure> {
+    fn with_sample(&self, files: Vec<Input<FileQueue>>, room: &Room<'_>) -> Result<Vec<Input<FileQueue>>, Failure> {
         let Some(size) = self.sample else { return Ok(files) };
         room.check_sample(size.bytes())?;
         let file = sample::make(size.bytes(), self.seed, self.shows_progress())?;
@@ -334,7 +334,7 @@ impl Load {
 /// A load onto a card that is not in this process.
 struct Onto<'a> {
     load: &'a Load,
-    files: Vec<Input<FileChannel>>,
+    files: Vec<Input<FileQueue>>,
     targets: &'a [PathBuf],
 }
 
@@ -364,7 +364,7 @@ fn fraction(text: &str) -> Result<f64, String> {
 }
 
 /// Refuses files that the kernel generates as they are read: they report a size of 0.
-fn has_size(input: &Input<FileChannel>) -> Result<(), Failure> {
+fn has_size(input: &Input<FileQueue>) -> Result<(), Failure> {
     let generated = rustix::fs::fstatfs(&input.file).is_ok_and(|s| GENERATED.contains(&(s.f_type as u32)));
     let empty = input.file.metadata().is_ok_and(|m| m.is_file() && m.len() == 0);
     if !(generated && empty) {

@@ -17,8 +17,8 @@ use dmalane::file::{FileDeviceError, FileDeviceOptions};
 use dmalane::queue::QueueChoice;
 use dmalane::sim::{CardConfig, Workers};
 use dmalane::validate::{
-    Allocation, Directions, Event, FitReport, FitSettings, Pages, Phase, Report, Settings, SoftTarget, Stop, Sweep,
-    Target, ValidateError, emulations, fit_link, run_into as measure,
+    Allocation, Directions, Event, FitReport, FitSettings, Pages, Phase, SoftTarget, Stop, Sweep, Target,
+    ValidateError, ValidateReport, ValidateSettings, emulations, fit_link, run_into as measure,
 };
 use signal_hook::consts::{SIGINT, SIGTERM};
 use signal_hook::flag;
@@ -189,8 +189,8 @@ pub struct Validate {
 struct Outcome {
     device: String,
     notes: Vec<String>,
-    settings: Settings,
-    report: Report,
+    settings: ValidateSettings,
+    report: ValidateReport,
     fit: Option<(FitReport, FitSettings)>,
     /// Everything that was asked for was measured.
     complete: bool,
@@ -241,7 +241,7 @@ impl Validate {
             Event::Steps(n) => bar.more(n),
             Event::Step(what) => bar.step(what),
         };
-        let mut report = Report::default();
+        let mut report = ValidateReport::default();
         let mut result = measure(&target, &settings, &mut report, &mut watch);
         let mut fit = None;
         if self.fit && result.is_ok() && report.passed() {
@@ -324,11 +324,11 @@ impl Validate {
         self.device.check_options(&here, &sized)
     }
 
-    fn settings(&self) -> Settings {
+    fn settings(&self) -> ValidateSettings {
         let chosen =
             [(self.read, Directions::Read), (self.write, Directions::Write), (self.bidirectional, Directions::Both)];
         let all = !chosen.iter().any(|(chosen, _)| *chosen);
-        Settings {
+        ValidateSettings {
             threads: self.threads.into(),
             buffers: match &self.sweep {
                 Some(sweep) => sweep.iter().collect(),

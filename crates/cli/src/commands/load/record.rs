@@ -10,7 +10,7 @@ use dmalane::dma::Mmio;
 use dmalane::iopt::X86_64_4Level;
 use dmalane::load::{Device, save_bytes};
 use dmalane::vm::AnyVm;
-use dmalane::vm::trace::{Header, Recorder};
+use dmalane::vm::trace::{Recorder, TraceHeader};
 
 use crate::failure::Failure;
 
@@ -27,7 +27,7 @@ impl Recording {
         to: &Path,
     ) -> Result<Self, Failure> {
         let vm = device.vm();
-        let header = Header {
+        let header = TraceHeader {
             format: Some(AnyVm::format(vm).to_owned()),
             range: Some(vm.range()),
             reserved: vm.reserved(),

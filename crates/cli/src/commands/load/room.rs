@@ -1,6 +1,6 @@
 //! What fits a card, and which option makes room.
 
-use dmalane::file::FileChannel;
+use dmalane::file::FileQueue;
 use dmalane::load::{Error, Input, Layout, Placement};
 
 use crate::device::{CARD_MOST, Device};
@@ -40,7 +40,7 @@ impl Room<'_> {
     }
 
     /// The error of a load, with what helps where the card is too small.
-    pub fn load_failure(&self, error: &Error, inputs: &[Input<FileChannel>]) -> Failure {
+    pub fn load_failure(&self, error: &Error, inputs: &[Input<FileQueue>]) -> Failure {
         let failure = Failure::because("the load failed, and nothing of it stays on the card", error);
         match error {
             Error::CardFull { .. } => {

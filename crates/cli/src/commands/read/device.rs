@@ -6,7 +6,7 @@ use std::time::Duration;
 use dmalane::addr::{Access, PageSize};
 use dmalane::dma::{Heap, Mmio};
 use dmalane::load::fill::{Filled, Job, Watch};
-use dmalane::queue::{self, Channel, DeviceAddr, DeviceFar, Direction, Far, Registered, Transfer};
+use dmalane::queue::{self, DeviceAddr, Operation, Queue, QueueAddr, Registered};
 use dmalane::sim::CardConfig;
 use dmalane::{
     CardDevice, CardParts, CardUse, MappedRead, ReadError, ReadOptions, ReadSource, SoftConfig, SoftDevice,
@@ -123,18 +123,20 @@ impl<B: Mmio + 'static> Target for On<B> {
             let mut at = 0;
             while at < buffer.len() {
                 let n = step.min(buffer.len() - at);
-                let far = DeviceFar { at: *to, via: via.clone() }.advance(at as u64);
+                let from = to.advance(at as u64);
                 let split = whole.take().and_then(|part| part.split_at(n).ok());
-                let (Some(far), Some((part, rest))) = (far, split) else {
+                let (Some(from), Some((part, rest))) = (from, split) else {
                     return Err(Failure::new("cannot read back from the card: a buffer is missing"));
                 };
-                let transfer = Transfer { part, direction: Direction::ToHost, far };
-                let back = queue::run(&mut self.card.channel, transfer, TIMEOUT).map_err(|e| cannot(&e))?.part;
-                let same = buffer.view().sub(at, n).is_some_and(|view| view.first_difference(back.view()).is_none());
-                if !same {
+                let read = Operation::read((part, via.clone()), from);
+                let back = queue::run(&mut self.card.channel, read, TIMEOUT).map_err(|e| cannot(&e))?.into_slice();
+                let same = |back: &dmalane::dma::BufferSlice| {
+                    buffer.view().sub(at, n).is_some_and(|view| view.first_difference(back.view()).is_none())
+                };
+                let Some(back) = back.filter(same) else {
                     let message = format!("the card's data differs from the data read, from byte {at} of a buffer on");
                     return Err(Failure::new(message).hint("please report it"));
-                }
+                };
                 whole = back.join(rest).ok();
                 at += n;
             }
