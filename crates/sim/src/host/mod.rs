@@ -113,8 +113,8 @@ pub struct HostStats {
 ///
 /// ```
 /// use dmalane_addr::{Access, Address};
-/// use dmalane_dma::{AnonHeap, CopyHint, DeviceMem, Heap};
-/// use crate::{HostConfig, SoftHost};
+/// use dmalane_dma::{AnonHeap, CopyHint, DeviceMem, Heap, Registrar};
+/// use dmalane_sim::{HostConfig, SoftHost};
 /// let host: SoftHost = SoftHost::new(HostConfig::default())?;
 /// let buf = AnonHeap::new().allocate(1 << 20)?.share();
 /// let mapping = host.map(host.pin(&buf.reference())?, Access::READ)?;

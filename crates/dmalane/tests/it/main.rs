@@ -1,0 +1,7 @@
+//! The integration tests of this crate, linked once.
+
+mod alloc_read;
+mod binds;
+mod card_server;
+mod path;
+mod read_to_device;
