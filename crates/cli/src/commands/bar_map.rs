@@ -26,9 +26,9 @@ Exit status: 0 mapped and unmapped, 1 no such device, no permission or the kerne
 
 /// Map a BAR of a device for DMA and measure how long that takes.
 ///
-/// Maps the BAR into this process, then through the IOMMU, as for another device or a guest. Linux 6.15 and later maps it with the page
-/// size of the process's mapping, so the time depends on the address. Through iommufd (Linux 7) the BAR is mapped as a dma-buf, and the
-/// address does not matter.
+/// Maps the BAR into this process, then through the IOMMU, as for another device or a guest. Linux 6.15 and later maps
+/// it with the page size of the process's mapping, so the time depends on the address. Through iommufd (Linux 7) the
+/// BAR is mapped as a dma-buf, and the address does not matter.
 #[derive(Args)]
 #[command(after_help = EXAMPLES)]
 pub struct BarMap {
@@ -40,12 +40,13 @@ pub struct BarMap {
     #[arg(long, value_name = "N", value_parser = within::<u32>(0..=5))]
     region: Option<u32>,
 
-    /// Kernel interface that opens the device [default: iommufd where this user can open it, else type1; see `dmalane doctor`]
+    /// Kernel interface that opens the device [default: iommufd where this user can open it, else type1; see `dmalane
+    /// doctor`]
     #[arg(long, value_enum)]
     backend: Option<Backend>,
 
-    /// Alignment of the address: 4K, 2M, 1G (exactly that), auto (the largest page size of this kernel that fits), none (the address
-    /// that mmap chooses)
+    /// Alignment of the address: 4K, 2M, 1G (exactly that), auto (the largest page size of this kernel that fits),
+    /// none (the address that mmap chooses)
     #[arg(long, value_name = "ALIGN", default_value = "auto", value_parser = align)]
     align: BarAlignment,
 

@@ -57,11 +57,13 @@ struct Serve {
     vfio_user: PathBuf,
 
     /// DDR size of the card, at most 256GiB, rounded up to 2MiB
-    #[arg(long, value_name = "SIZE", default_value_t = CARD_DDR, value_parser = card_memory, allow_hyphen_values = true)]
+    #[arg(long, value_name = "SIZE", default_value_t = CARD_DDR, value_parser = card_memory)]
+    #[arg(allow_hyphen_values = true)]
     card_ddr: Size,
 
     /// HBM size of the card (two halves), at most 256GiB, rounded up to 4MiB
-    #[arg(long, value_name = "SIZE", default_value_t = CARD_HBM, value_parser = card_memory, allow_hyphen_values = true)]
+    #[arg(long, value_name = "SIZE", default_value_t = CARD_HBM, value_parser = card_memory)]
+    #[arg(allow_hyphen_values = true)]
     card_hbm: Size,
 
     /// DMA channels, from 1 to 16

@@ -121,7 +121,8 @@ fn text(devices: &[Device]) -> String {
                 let sizes: Vec<_> =
                     memories.iter().map(|m| format!("{} {}", m.name, size::binary(m.default_bytes))).collect();
                 format!(
-                    "    memories {} (allocated as they fill; --card-ddr and --card-hbm set the sizes), {channels} channels\n",
+                    "    memories {} (allocated as they fill; --card-ddr and --card-hbm set the sizes), {channels} \
+                    channels\n",
                     sizes.join(", ")
                 )
             }
@@ -167,7 +168,8 @@ mod tests {
         let text = text(&devices);
         assert!(text.contains("soft\n") && text.contains("ddr 64 GiB, hbm 32 GiB") && text.contains("2 channels"));
         assert!(text.contains(
-            "vfio:0000:01:00.0\n    a PCI device bound to vfio-pci, but not a dmalane card; `dmalane bar-map` maps its BARs\n    id 10ee:50b4, IOMMU group 15\n"
+            "vfio:0000:01:00.0\n    a PCI device bound to vfio-pci, but not a dmalane card; `dmalane bar-map` maps \
+            its BARs\n    id 10ee:50b4, IOMMU group 15\n"
         ));
         let socket = root.path().join(SOCKET.trim_start_matches('/'));
         fs::create_dir_all(socket.parent().unwrap()).unwrap();

@@ -66,8 +66,8 @@ pub struct Load {
     #[arg(long, value_name = "SIZE", value_parser = sample::size, allow_hyphen_values = true)]
     sample: Option<Size>,
 
-    /// Target device: soft (the software card in this process), daemon or daemon:SOCKET (a share of a dmalaned's card),
-    /// vfio:BDF (a card bound to vfio-pci) or vfio-user:SOCKET (a card that another process serves)
+    /// Target device: soft (the software card in this process), daemon or daemon:SOCKET (a share of a dmalaned's
+    /// card), vfio:BDF (a card bound to vfio-pci) or vfio-user:SOCKET (a card that another process serves)
     #[arg(short, long, default_value = "soft", value_parser = Device::parse_card)]
     device: Device,
 
@@ -109,8 +109,8 @@ pub struct Load {
     #[arg(long, value_name = "F", value_parser = fraction, allow_negative_numbers = true)]
     fragmentation: Option<f64>,
 
-    /// Read the data back through the device's MMU and write it to this file, or into this directory for several files:
-    /// safetensors again, or the bytes of a raw file
+    /// Read the data back through the device's MMU and write it to this file, or into this directory for several
+    /// files: safetensors again, or the bytes of a raw file
     #[arg(long, value_name = "PATH", value_parser = PathBufValueParser::new().try_map(output::not_stdout))]
     save: Option<PathBuf>,
 
@@ -200,7 +200,8 @@ impl Load {
         if let Some(record) = &self.record {
             load::check_target(record).map_err(|e| Failure::because("cannot record", &e))?;
         }
-        // Before the card is touched: a file that cannot be opened resets none. A sample must know how large the card is.
+        // Before the card is touched: a file that cannot be opened resets none. A sample must know how large the card
+        // is.
         let files = self.files.iter().map(|path| self.open(path)).collect::<Result<_, _>>()?;
         let (ddr, hbm) = (self.card_ddr.map(Size::bytes), self.card_hbm.map(Size::bytes));
         if self.device != Device::Soft {
@@ -306,7 +307,8 @@ impl Load {
         Ok(vec![open_as(file, sample::NAME, self.file_options()).map_err(cannot_open)?])
     }
 
-    /// Where `--save` writes each file: the path itself for one file, files of the same names in that folder for several.
+    /// Where `--save` writes each file: the path itself for one file, files of the same names in that folder for
+    /// several.
     fn save_targets(&self) -> Result<Vec<PathBuf>, Failure> {
         let Some(save) = &self.save else { return Ok(Vec::new()) };
         let sample = [PathBuf::from(sample::NAME)];

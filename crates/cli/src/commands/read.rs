@@ -72,12 +72,14 @@ pub struct Read {
     #[arg(long)]
     map: bool,
 
-    /// Map each chunk for this device and transfer it while the rest is read: soft (the software card in this process), daemon or daemon:SOCKET (a share of a dmalaned's card),
-    /// vfio:BDF (a card bound to vfio-pci) or vfio-user:SOCKET (a card that another process serves)
+    /// Map each chunk for this device and transfer it while the rest is read: soft (the software card in this
+    /// process), daemon or daemon:SOCKET (a share of a dmalaned's card), vfio:BDF (a card bound to vfio-pci) or
+    /// vfio-user:SOCKET (a card that another process serves)
     #[arg(short, long, value_parser = Device::parse_card, conflicts_with = "map")]
     device: Option<Device>,
 
-    /// DDR size of the software card (default 64GiB), or of the share of a daemon's card; at most 256GiB, rounded up to 2MiB
+    /// DDR size of the software card (default 64GiB), or of the share of a daemon's card; at most 256GiB, rounded up
+    /// to 2MiB
     #[arg(long, value_name = "SIZE", value_parser = card_memory, allow_hyphen_values = true, requires = "device")]
     card_ddr: Option<Size>,
 
@@ -102,7 +104,8 @@ pub struct Read {
     buffered: bool,
 
     /// Chunk size, from 4KiB to 1GiB: bytes allocated before reading into them starts
-    #[arg(long, value_name = "SIZE", default_value_t = Size::mib(2), value_parser = between(Size::kib(4), Size::gib(1)))]
+    #[arg(long, value_name = "SIZE", default_value_t = Size::mib(2))]
+    #[arg(value_parser = between(Size::kib(4), Size::gib(1)))]
     #[arg(allow_hyphen_values = true)]
     chunk: Size,
 
@@ -111,7 +114,8 @@ pub struct Read {
     iodepth: u16,
 
     /// Bytes per read, from 64KiB to 1GiB
-    #[arg(long, value_name = "SIZE", default_value_t = Size::mib(2), value_parser = between(Size::kib(64), Size::gib(1)))]
+    #[arg(long, value_name = "SIZE", default_value_t = Size::mib(2))]
+    #[arg(value_parser = between(Size::kib(64), Size::gib(1)))]
     #[arg(allow_hyphen_values = true)]
     block_size: Size,
 

@@ -54,8 +54,8 @@ Exit status: 0 all data was equal, 1 data differed or the device could not be me
 #[derive(Args)]
 #[command(after_help = EXAMPLES)]
 pub struct Validate {
-    /// Device to measure: soft (the software card in this process), daemon or daemon:SOCKET (a share of a dmalaned's card),
-    /// vfio:BDF (a card bound to vfio-pci), vfio-user:SOCKET (a card that another process serves) or
+    /// Device to measure: soft (the software card in this process), daemon or daemon:SOCKET (a share of a dmalaned's
+    /// card), vfio:BDF (a card bound to vfio-pci), vfio-user:SOCKET (a card that another process serves) or
     /// file:PATH[,h2c=PATH,c2h=PATH] (files that are read and written at device addresses)
     #[arg(short, long, value_name = "DEVICE", default_value = "soft", value_parser = Device::parse)]
     device: Device,
@@ -65,7 +65,8 @@ pub struct Validate {
     threads: u8,
 
     /// Buffer size, a multiple of 4KiB
-    #[arg(long, value_name = "SIZE", default_value_t = Size::mib(16), value_parser = buffer, allow_hyphen_values = true)]
+    #[arg(long, value_name = "SIZE", default_value_t = Size::mib(16), value_parser = buffer)]
+    #[arg(allow_hyphen_values = true)]
     buffer_size: Size,
 
     /// Bytes at the start of each memory that are not used, a multiple of 4KiB [default: 0]
@@ -132,7 +133,8 @@ pub struct Validate {
     #[arg(long, value_enum, value_delimiter = ',', default_value = "4k,2m")]
     pages: Vec<Pages>,
 
-    /// Measure buffer sizes from FIRST to LAST, multiplied by 2 (MUL) or N (MULN), or increased by FIRST (ADD) or SIZE (ADDSIZE)
+    /// Measure buffer sizes from FIRST to LAST, multiplied by 2 (MUL) or N (MULN), or increased by FIRST (ADD) or SIZE
+    /// (ADDSIZE)
     #[arg(long, value_name = "FIRST,LAST,MUL|ADD", value_parser = sweep, conflicts_with = "buffer_size")]
     sweep: Option<Sweep>,
 

@@ -1,5 +1,5 @@
-//! A kernel that refuses io_uring, and cachestat: by a real seccomp filter, and by its own switch. Files are read all the same, and the reason is
-//! told.
+//! A kernel that refuses io_uring, and cachestat: by a real seccomp filter, and by its own switch. Files are read all
+//! the same, and the reason is told.
 
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};

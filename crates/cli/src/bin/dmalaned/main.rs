@@ -28,10 +28,12 @@ Exit status:
 
 /// Shares a card between processes.
 ///
-/// Each client gets its own function of the card: registers, queues, an MMU, memory and an IOMMU domain. Data never passes
-/// through the daemon's socket. When a client exits or dies, its queues are stopped and its resources are released.
+/// Each client gets its own function of the card: registers, queues, an MMU, memory and an IOMMU domain. Data never
+/// passes through the daemon's socket. When a client exits or dies, its queues are stopped and its resources are
+/// released.
 #[derive(Parser)]
-#[command(name = "dmalaned", version, after_help = EXAMPLES, max_term_width = 100, args_conflicts_with_subcommands = true)]
+#[command(name = "dmalaned", version, after_help = EXAMPLES, max_term_width = 100)]
+#[command(args_conflicts_with_subcommands = true)]
 struct Dmalaned {
     #[command(subcommand)]
     command: Option<Command>,

@@ -129,7 +129,8 @@ fn size(bytes: u64) -> String {
 fn text(report: &Report) -> String {
     let Report { uptime, totals, quarantined, ddr, hbm, clients } = report;
     let mut out = format!(
-        "up for {uptime} s; {} clients served, {} released, {} refused; {} requests, {} refused; {quarantined} quarantined\n\
+        "up for {uptime} s; {} clients served, {} released, {} refused; {} requests, {} refused; {quarantined} \
+        quarantined\n\
          DDR {} of {}, HBM {} of {}\n",
         totals.served,
         totals.released,

@@ -46,7 +46,8 @@ pub fn notify(state: &str) {
     drop(sent);
 }
 
-/// Raises the limit of open files to the hard limit, because each buffer is a descriptor. Returns it, `None` if unlimited.
+/// Raises the limit of open files to the hard limit, because each buffer is a descriptor. Returns it, `None` if
+/// unlimited.
 pub fn raise_file_limit() -> Option<u64> {
     let Rlimit { maximum, .. } = getrlimit(Resource::Nofile);
     // On an error some clients are refused later.

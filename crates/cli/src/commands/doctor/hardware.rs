@@ -33,7 +33,8 @@ pub fn udmabuf(probe: &Probe) -> Check {
 pub fn vfio(probe: &Probe) -> Check {
     let subject = Subject::for_real_devices(
         "vfio",
-        "drives a PCI device from user space: by iommufd and the device's own file, else by container and group (type 1)",
+        "drives a PCI device from user space: by iommufd and the device's own file, else by container and group \
+        (type 1)",
     );
     let backends = vfio::backends(&probe.place("/"));
     if backends.is_empty() {
@@ -85,7 +86,8 @@ fn fix(probe: &Probe, error: &vfio::Error) -> String {
 pub fn iommufd(probe: &Probe) -> Check {
     let subject = Subject::for_real_devices(
         "iommufd",
-        "maps memory for a PCI device by its file, and BARs as dma-bufs; without it type 1 does, and BARs by their pages",
+        "maps memory for a PCI device by its file, and BARs as dma-bufs; without it type 1 does, and BARs by their \
+        pages",
     );
     let path = "/dev/iommu";
     let bound = vfio::backends(&probe.place("/"));
@@ -120,7 +122,8 @@ pub fn iommu_groups(probe: &Probe) -> Check {
 
 fn switch_iommu_on(probe: &Probe) -> &'static str {
     if probe.field("/proc/cpuinfo", "vendor_id").as_deref() == Some("GenuineIntel") {
-        "sudo sed -i 's/^GRUB_CMDLINE_LINUX=\"/&intel_iommu=on /' /etc/default/grub && sudo update-grub && sudo reboot    \
+        "sudo sed -i 's/^GRUB_CMDLINE_LINUX=\"/&intel_iommu=on /' /etc/default/grub && sudo update-grub && sudo \
+        reboot    \
          # with VT-d on in the firmware"
     } else {
         "sudo dmesg | grep -iE 'iommu|smmu|amd-vi'    # and switch it on in the firmware"

@@ -126,7 +126,8 @@ fn read_block(file: &File, alignment: u32) -> io::Result<()> {
     file.read_at(block, 0).map(drop)
 }
 
-/// The file systems of which a load knows that there is no disk to read directly. (An overlay says only that it is one.)
+/// The file systems of which a load knows that there is no disk to read directly. (An overlay says only that it is
+/// one.)
 fn in_memory(magic: u32) -> Option<&'static str> {
     match magic {
         0x0102_1994 => Some("tmpfs"),

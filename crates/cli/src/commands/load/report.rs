@@ -107,8 +107,8 @@ fn tensors(o: &Outcome) -> usize {
 /// A rate over fewer bytes measures start-up time.
 const LEAST: u64 = 1 << 20;
 
-/// The reference rate of a stage. Only stages that move bytes through memory or from the disk have one. A transfer copies its
-/// bytes, and populates the card's memory where the load touches it first.
+/// The reference rate of a stage. Only stages that move bytes through memory or from the disk have one. A transfer
+/// copies its bytes, and populates the card's memory where the load touches it first.
 fn ceiling(s: &StageReport, o: &Outcome) -> Option<f64> {
     let c = o.report.ceilings.filter(|_| s.bytes >= LEAST)?;
     let best = match s.stage {
@@ -334,8 +334,10 @@ fn explain_stages(o: &Outcome, out: &mut String) {
     }
     let _ = writeln!(
         out,
-        "busy: time with work under way in the stage; stages overlap. wall: time in which the pipeline only worked on the stage \
-         or waited for it. of wall: that time as a share of the load. verify follows the load. -: less than 1 MiB moved."
+        "busy: time with work under way in the stage; stages overlap. wall: time in which the pipeline only worked \
+        on the stage \
+         or waited for it. of wall: that time as a share of the load. verify follows the load. -: less than 1 MiB \
+         moved."
     );
     if let Some(c) = o.report.ceilings {
         let _ = match o.touched {
@@ -348,7 +350,8 @@ fn explain_stages(o: &Outcome, out: &mut String) {
             ),
             None => writeln!(
                 out,
-                "The ceiling of transfer: copying its bytes ({}). Only the card knows how much of its memory is touched first, \
+                "The ceiling of transfer: copying its bytes ({}). Only the card knows how much of its memory is \
+                touched first, \
                  which takes longer.",
                 per_second(c.copy)
             ),
@@ -365,7 +368,8 @@ fn explain_stages(o: &Outcome, out: &mut String) {
     if let Some(c) = o.report.ceilings {
         let _ = writeln!(
             out,
-            "Ceilings of this run: reading the same files into the same buffers {}, copying memory {}, first touch of the \
+            "Ceilings of this run: reading the same files into the same buffers {}, copying memory {}, first touch \
+            of the \
              card's memory {}.",
             per_second(c.read),
             per_second(c.copy),
