@@ -4,7 +4,7 @@ use std::fmt;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-use dmalane::daemon::{Client, Options, SOCKET};
+use dmalane::daemon::{Client, ClientOptions, SOCKET};
 use dmalane::dma::Mmio;
 use dmalane::file::{BadFileDevicePaths, FileDevicePaths};
 use dmalane::sim::HostConfig;
@@ -140,9 +140,9 @@ pub trait OnBus {
 }
 
 /// What a daemon is asked for: so many bytes of its card's memories, `None` for all that a client may have.
-fn share_of(socket: &Path, ddr: Option<u64>, hbm: Option<u64>) -> Options {
+fn share_of(socket: &Path, ddr: Option<u64>, hbm: Option<u64>) -> ClientOptions {
     let whole = |bytes: Option<u64>, to: u64| bytes.map_or(0, |bytes| bytes.next_multiple_of(to));
-    Options { ddr: whole(ddr, 2 << 20), hbm: whole(hbm, 4 << 20), ..Options::new(socket) }
+    ClientOptions { ddr: whole(ddr, 2 << 20), hbm: whole(hbm, 4 << 20), ..ClientOptions::new(socket) }
 }
 
 /// The error of opening a card. A channel that the card does not have is a usage error.

@@ -98,7 +98,7 @@ fn list(probe: &Probe) -> Vec<Device> {
     });
     let socket = Some(probe.place(SOCKET)).filter(|socket| socket.exists()).map(|socket| {
         // A file may be there without a daemon: one that was killed leaves its socket.
-        let answer = daemon::report(&socket);
+        let answer = daemon::status(&socket);
         Device {
             name: format!("daemon:{SOCKET}"),
             supported: answer.is_ok(),

@@ -14,23 +14,23 @@ const EXAMPLES: &str = "\
 Examples:
   dmalaned                                            serve at /run/dmalane/dmalaned.sock
   dmalaned --socket /tmp/card.sock --mode 600         for this user only
-  dmalaned --ddr 64GiB --client-ddr 8GiB --clients 8  fewer clients with larger shares
-  dmalaned status                                     show the clients
-  systemctl enable --now dmalaned.socket              start by systemd on the first connection
+  dmalaned --ddr 64GiB --client-ddr 8GiB --clients 8  more memory for fewer clients
+  dmalaned status                                     clients and their resources
+  systemctl enable --now dmalaned.socket              by systemd, when the first client comes
 
 Sizes: MB and GB are powers of 10, MiB and GiB are powers of 2; without a unit, bytes.
-Card memory uses host memory only once it is touched.
+Card memory that was never touched takes no host memory.
 
 Exit status:
-  0  stopped by SIGTERM or SIGINT, and everything is released
-  1  the daemon cannot run; `status`: no daemon answers
+  0  terminated by SIGTERM or SIGINT, and all resources are released
+  1  the daemon could not run; `status`: no daemon is listening
   2  usage error";
 
 /// Shares a card between processes.
 ///
-/// Each client gets its own function of the card: registers, queues, an MMU, memory and an IOMMU domain. Data never
-/// passes through the daemon's socket. When a client exits or dies, its queues are stopped and its resources are
-/// released.
+/// Each client gets a function of the card: registers, queues, an MMU, memory and an IOMMU domain of its own. No
+/// payload passes through the daemon's socket. When a client exits or crashes, the daemon stops its queues and
+/// releases its resources.
 #[derive(Parser)]
 #[command(name = "dmalaned", version, after_help = EXAMPLES, max_term_width = 100)]
 #[command(args_conflicts_with_subcommands = true)]

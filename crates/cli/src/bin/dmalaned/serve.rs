@@ -1,4 +1,4 @@
-//! The daemon: listens, and shares its card until it is stopped.
+//! `dmalaned`: listens and shares its card until it is terminated.
 
 use std::os::fd::AsFd;
 use std::path::{Path, PathBuf};
@@ -6,7 +6,7 @@ use std::process::ExitCode;
 use std::time::Duration;
 
 use clap::Args;
-use dmalane::daemon::{Config, Event, Limits, Listener, SOCKET, Server};
+use dmalane::daemon::{ClientLimits, Config, Listener, SOCKET, Server, ServerEvent};
 use dmalane_cli::failure::Failure;
 use dmalane_cli::number::within;
 use dmalane_cli::output;
@@ -21,15 +21,15 @@ pub struct Serve {
     #[arg(long, value_name = "PATH", default_value = SOCKET)]
     socket: PathBuf,
 
-    /// Permissions of the socket, as an octal mode
+    /// File mode of the socket, in octal
     #[arg(long, value_name = "MODE", default_value = "660", value_parser = mode)]
     mode: u32,
 
-    /// Let only this user connect, by ID; may be repeated
+    /// Allow this user (by number) and refuse all that are not listed; may be repeated
     #[arg(long = "allow-uid", value_name = "UID", value_parser = within::<u32>(0..=u32::MAX.into()))]
     uids: Vec<u32>,
 
-    /// Let only users with this primary group connect, by ID; may be repeated
+    /// Allow users with this primary group (by number) and refuse all that are not listed; may be repeated
     #[arg(long = "allow-gid", value_name = "GID", value_parser = within::<u32>(0..=u32::MAX.into()))]
     gids: Vec<u32>,
 
@@ -49,35 +49,35 @@ pub struct Serve {
     #[arg(long, value_name = "N", value_parser = within::<usize>(1..=1024))]
     user_clients: Option<usize>,
 
-    /// Most DDR of one user's clients together [default: three quarters of --ddr; all, where only one user may connect]
+    /// DDR for all clients of one user [default: three quarters of --ddr; all, where only one user may connect]
     #[arg(long, value_name = "SIZE", value_parser = size::nonzero)]
     user_ddr: Option<Size>,
 
-    /// Most HBM of one user's clients together [default: three quarters of --hbm; all, where only one user may connect]
+    /// HBM for all clients of one user [default: three quarters of --hbm; all, where only one user may connect]
     #[arg(long, value_name = "SIZE", value_parser = size::nonzero)]
     user_hbm: Option<Size>,
 
-    /// Most DDR of one client
+    /// DDR for one client
     #[arg(long, value_name = "SIZE", default_value_t = Size::gib(1), value_parser = size::nonzero)]
     client_ddr: Size,
 
-    /// Most HBM of one client
+    /// HBM for one client
     #[arg(long, value_name = "SIZE", default_value_t = Size::gib(1), value_parser = size::nonzero)]
     client_hbm: Size,
 
-    /// Most queues of one client, 1 to 16
+    /// Queues of one client, 1 to 16
     #[arg(long, value_name = "N", default_value_t = 2, value_parser = within::<u32>(1..=16))]
     client_queues: u32,
 
-    /// Most registered buffers of one client
+    /// Registered buffers of one client
     #[arg(long, value_name = "N", default_value_t = 256, value_parser = within::<u32>(0..=u32::MAX.into()))]
     client_buffers: u32,
 
-    /// Most bytes of these buffers together
+    /// Bytes of all registered buffers of one client
     #[arg(long, value_name = "SIZE", default_value_t = Size::gib(4), value_parser = size::nonzero)]
     client_bytes: Size,
 
-    /// Time to spin for work before sleeping, in microseconds
+    /// How long to spin before sleeping, in microseconds
     #[arg(long, value_name = "US", default_value_t = 100, value_parser = within::<u64>(0..=u64::MAX))]
     spin: u64,
 
@@ -87,19 +87,19 @@ pub struct Serve {
 }
 
 impl Serve {
-    /// Serves until the process is stopped.
+    /// Serves until the process is terminated.
     pub fn run(self) -> Result<ExitCode, Failure> {
         let Self { socket, mode, uids, gids, ddr, hbm, clients, spin, quiet, .. } = self;
-        let limits = Limits {
+        let limits = ClientLimits {
             ddr: self.client_ddr.bytes(),
             hbm: self.client_hbm.bytes(),
             queues: self.client_queues,
             buffers: self.client_buffers,
             bytes: self.client_bytes.bytes(),
         };
-        // A mode for the owner alone, or a list with one user.
-        let passed = system::passed_socket()?;
-        let alone = (passed.is_none() && mode & 0o077 == 0) || (uids.len() == 1 && gids.is_empty());
+        // Only one user can connect: the mode admits the owner alone, or the list has one user.
+        let inherited = system::inherited_socket()?;
+        let alone = (inherited.is_none() && mode & 0o077 == 0) || (uids.len() == 1 && gids.is_empty());
         let config = Config {
             user_clients: self.user_clients.or(alone.then_some(clients)),
             user_ddr: self.user_ddr.or(alone.then_some(ddr)).map(Size::bytes),
@@ -120,12 +120,12 @@ impl Serve {
         for warning in config.warnings(descriptors, system::overcommit().as_deref()) {
             say(&format!("warning: {warning}"));
         }
-        let stop = system::stop_signal()?;
-        let (listener, place) = match passed {
+        let stop = system::termination()?;
+        let (listener, place) = match inherited {
             Some(socket) => (Listener::from_socket(socket)?, "the socket from systemd".to_owned()),
             None => (listen(&socket, mode)?, socket.display().to_string()),
         };
-        let log = move |event: &Event| {
+        let log = move |event: &ServerEvent| {
             if !quiet {
                 say(&event.to_string());
             }
@@ -162,7 +162,7 @@ fn listen(path: &Path, mode: u32) -> Result<Listener, Failure> {
     })
 }
 
-/// Logs a line to stderr, which the journal keeps.
+/// Writes a line to the log: stderr, which systemd's journal records.
 fn say(line: &str) {
     let _ =
         std::io::Write::write_all(&mut std::io::stderr(), format!("dmalaned: {}\n", output::plain(line)).as_bytes());
