@@ -73,7 +73,7 @@ impl fmt::Display for SizeError {
             Self::Unit(unit) => write!(
                 f,
                 "no such unit: {unit}; use kB, MB, GB, TB (powers of 10), KiB, MiB, GiB, TiB (powers of 2) or none \
-                for bytes"
+                 for bytes"
             ),
             Self::Ambiguous(prefix) => {
                 let upper = prefix.to_ascii_uppercase();
