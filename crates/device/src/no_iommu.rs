@@ -1,0 +1,156 @@
+//! The registrar of devices that reach host memory without an IOMMU of ours: mapping only gives a registration its name.
+
+use std::collections::BTreeSet;
+use std::ops::Range;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+use dmalane_addr::{Access, Iova, Lease, PageSize, PhysAddr, RangeAllocator, RangeCache, SgTable, Span};
+use dmalane_dma::{BufferRef, Error, Mapping, Pinned, Registrar, Undo};
+
+/// Registers memory for a device whose bytes are moved by this processor or by the kernel: nothing is pinned.
+///
+/// IOVAs are only names. No two registrations ever have the same, so that a queue can tell them apart.
+#[derive(Clone)]
+pub struct NoIommu(Arc<Names>);
+
+/// The names that are in use.
+struct Names {
+    state: Mutex<State>,
+    /// Grows whenever a name is given up.
+    given_up: AtomicU64,
+}
+
+struct State {
+    iovas: RangeCache<Iova>,
+    next: u64,
+    live: BTreeSet<Iova>,
+}
+
+/// As many addresses as user space has.
+const SPACE: u64 = 1 << 56;
+
+impl NoIommu {
+    /// A registrar of its own: registrations of another one are not known here.
+    pub fn new() -> Self {
+        let space = Span::new(Iova::new(0), SPACE).expect("a constant span");
+        let iovas = RangeCache::new(RangeAllocator::new(space, PageSize::SIZE_4K));
+        let state = State { iovas, next: 0, live: BTreeSet::new() };
+        Self(Arc::new(Names { state: Mutex::new(state), given_up: AtomicU64::new(0) }))
+    }
+
+    /// A number that changes whenever a registration was undone.
+    pub fn undone(&self) -> u64 {
+        self.0.given_up.load(Ordering::Acquire)
+    }
+
+    /// True while the registration that begins there exists.
+    pub fn is_live(&self, iova: Iova) -> bool {
+        self.0.lock().live.contains(&iova)
+    }
+
+    fn owner(&self) -> Arc<dyn Undo> {
+        self.0.clone()
+    }
+}
+
+impl Default for NoIommu {
+    fn default() -> Self {
+        Self::new()
+    }
+}
+
+impl Names {
+    fn lock(&self) -> MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl Undo for Names {
+    fn unmap(&self, lease: Lease<Iova>) {
+        let mut state = self.lock();
+        state.live.remove(&lease.span().first());
+        state.iovas.free(lease);
+        drop(state);
+        self.given_up.fetch_add(1, Ordering::Release);
+    }
+
+    fn unpin(&self, _: &SgTable<PhysAddr>) {}
+}
+
+impl Registrar for NoIommu {
+    /// Pins nothing.
+    fn pin(&self, buffer: &BufferRef) -> Result<Pinned, Error> {
+        Ok(Pinned::new(buffer.clone(), None, self.owner()))
+    }
+
+    fn pin_range(&self, buffer: &BufferRef, range: Range<usize>) -> Result<Pinned, Error> {
+        let whole = |n: usize| n.is_multiple_of(PageSize::SIZE_4K.bytes() as usize) || n == buffer.len();
+        if range.start >= range.end || range.end > buffer.len() || !whole(range.start) || !whole(range.end) {
+            return Err(Error::BadRange { range, len: buffer.len() });
+        }
+        Ok(Pinned::of_range(buffer.clone(), range, None, self.owner()))
+    }
+
+    fn map(&self, pinned: Pinned, access: Access) -> Result<Mapping, Error> {
+        if !pinned.is_from(&self.0) {
+            return Err(Error::ForeignPin);
+        }
+        let len = (pinned.range().len() as u64).next_multiple_of(PageSize::SIZE_4K.bytes());
+        let mut state = self.0.lock();
+        let first = Iova::new(state.next);
+        let span = Span::new(first, len).filter(|_| len > 0).ok_or(Error::BadLength(pinned.range().len()))?;
+        let lease = state.iovas.reserve(span)?;
+        state.next += len; // no overflow: the span lies in a space of 2^56
+        state.live.insert(first);
+        drop(state);
+        Ok(Mapping::new(pinned, lease, access))
+    }
+
+    fn owns(&self, mapping: &Mapping) -> bool {
+        mapping.pinned().is_from(&self.0)
+    }
+}
+
+impl std::fmt::Debug for NoIommu {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "NoIommu({} registered)", self.0.lock().live.len())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use dmalane_dma::{AnonHeap, Heap};
+    use dmalane_queue::Registered;
+
+    use super::*;
+
+    #[test]
+    fn names_are_never_given_twice() {
+        let registrar = NoIommu::new();
+        let buf = AnonHeap::new().allocate(8192).unwrap().share();
+        let mut seen = BTreeSet::new();
+        for _ in 0..10 {
+            let before = registrar.undone();
+            let registered = Registered::new(&registrar, &buf, Access::RW).unwrap();
+            let first = registered.mapping().span().first();
+            assert!(registrar.is_live(first) && registrar.owns(registered.mapping()) && seen.insert(first));
+            drop(registered);
+            assert!(!registrar.is_live(first) && registrar.undone() == before + 1);
+        }
+    }
+
+    #[test]
+    fn ranges_of_no_whole_pages_and_pins_of_others_are_refused() {
+        let registrar = NoIommu::new();
+        let buf = AnonHeap::new().allocate(8192).unwrap().share();
+        for range in [0..0, 1..4096, 0..4097, 4096..12288] {
+            assert!(matches!(registrar.pin_range(&buf.reference(), range), Err(Error::BadRange { .. })));
+        }
+        let half = Registered::of_range(&registrar, &buf.reference(), 4096..8192, Access::READ).unwrap();
+        assert_eq!(half.mapping().span().len(), 4096);
+        let other = NoIommu::new();
+        assert!(registrar.map(other.pin(&buf.reference()).unwrap(), Access::RW).is_err());
+        assert!(!other.owns(half.mapping()));
+    }
+}
