@@ -4,8 +4,8 @@
 
 use std::time::Duration;
 
-use dmalane::link::assumptions::{Assumption, Load, all, demands, loads, toggling};
-use dmalane::link::{Copy, Half, Place, Rig, shortest};
+use dmalane::validate::link::assumptions::{Assumption, Load, all, demands, loads, toggling};
+use dmalane::validate::link::{Copy, Half, Place, Rig, shortest};
 use dmalane::queue::{AddressPolicy, BalancePolicy, Direction};
 
 use crate::report::Report;

@@ -16,6 +16,7 @@ use dmalane::daemon::{Client, Options};
 use dmalane::dma::{HostBus, HostConfig, PageBacking};
 use dmalane::file::{FileChannel, Mode};
 use dmalane::load::{self, Error, Layout, Loaded, Report};
+use dmalane::queue::QueueChoice;
 use dmalane::{
     CardDevice, CardUse, FileOptions, SoftConfig, SoftDevice, SoftError, connect_pci_card, open_as, open_file,
     open_pci_card,
@@ -281,11 +282,11 @@ fn soft_sizes(args: &LoadArgs) -> Sizes {
     (args.card_ddr.unwrap_or(CARD_DDR.bytes()), args.card_hbm.unwrap_or(CARD_HBM.bytes()))
 }
 
-fn channels(args: &LoadArgs) -> dmalane::MmChannel {
+fn channels(args: &LoadArgs) -> QueueChoice {
     match args.mm_channel {
-        MmChannel::Auto => dmalane::MmChannel::Auto,
-        MmChannel::Zero => dmalane::MmChannel::Only(0),
-        MmChannel::One => dmalane::MmChannel::Only(1),
+        MmChannel::Auto => QueueChoice::Auto,
+        MmChannel::Zero => QueueChoice::Only(0),
+        MmChannel::One => QueueChoice::Only(1),
     }
 }
 

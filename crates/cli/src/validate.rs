@@ -254,18 +254,21 @@ fn targets(args: &ValidateArgs) -> Result<(Target, Option<Target>), Failure> {
         Device::Daemon(socket) => {
             let client = Client::connect(crate::load::share_of(socket, args.soft.ddr, args.soft.hbm))?;
             let name = format!("the card of the daemon at {}", socket.display());
-            Ok((Target::card(name, Arc::new(client), &CardUse::default(), args.soft.ring)?, None))
+            let CardUse { heap, apart, .. } = CardUse::default();
+            Ok((Target::card(name, Arc::new(client), &*heap, apart, args.soft.ring)?, None))
         }
         Device::Pci(card) => {
             let (name, ring) = (format!("the card {card}"), args.soft.ring);
             let target = match card {
                 PciCard::Vfio(bdf) => {
                     let bus = open_pci_card(bdf).map_err(|e| card.refused(&e))?;
-                    Target::card(name, Arc::new(bus), &CardUse::vfio(), ring)
+                    let CardUse { heap, apart, .. } = CardUse::vfio();
+                    Target::card(name, Arc::new(bus), &*heap, apart, ring)
                 }
                 PciCard::VfioUser(socket) => {
                     let bus = connect_pci_card(socket).map_err(|e| card.refused(&e))?;
-                    Target::card(name, Arc::new(bus), &CardUse::vfio_user(), ring)
+                    let CardUse { heap, apart, .. } = CardUse::vfio_user();
+                    Target::card(name, Arc::new(bus), &*heap, apart, ring)
                 }
             };
             Ok((target.map_err(told)?, None))

@@ -285,9 +285,9 @@ struct Inner {
     number: u64,
     page: Page,
     /// Wakes the daemon.
-    knock: OwnedFd,
+    kick: OwnedFd,
     /// Wake the client, one for each queue.
-    bells: Vec<OwnedFd>,
+    calls: Vec<OwnedFd>,
     /// Somebody waits for this one by its descriptor: [`HostBus::wait`] leaves it alone.
     lent: Vec<AtomicBool>,
     gone: OnceLock<Error>,
@@ -309,12 +309,12 @@ impl Client {
         let (answer, fds): (OpenAnswer, _) = line.ask_for(&Request::Open { ddr, hbm, queues }, &[])?;
         let queues = answer.queues.get();
         if !(1..=regs::MAX_CHANNELS).contains(&queues) || fds.len() != queues as usize + 2 {
-            return Err(line.bad("a function without its register page and bells"));
+            return Err(line.bad("a function without its register page, kick and call descriptors"));
         }
         let mut fds = fds.into_iter();
         let page = fds.next().and_then(|fd| SharedBuf::import(fd).ok()).and_then(Page::of);
         let page = page.ok_or_else(|| line.bad("a register page that is none"))?;
-        let knock = fds.next().ok_or_else(|| line.bad("a function without its bell"))?;
+        let kick = fds.next().ok_or_else(|| line.bad("a function without its kick descriptor"))?;
         let socket = line.socket.try_clone().map_err(|e| Error::System {
             what: "cannot keep a second descriptor of the connection",
             source: Errno::from_io_error(&e).unwrap_or(Errno::IO),
@@ -327,8 +327,8 @@ impl Client {
             limits,
             number: client,
             page,
-            knock,
-            bells: fds.collect(),
+            kick,
+            calls: fds.collect(),
             lent: (0..queues).map(|_| AtomicBool::new(false)).collect(),
             gone: OnceLock::new(),
             looks: AtomicU32::new(0),
@@ -380,7 +380,7 @@ impl Client {
 
     /// The number of queues of the function.
     pub fn queues(&self) -> usize {
-        self.0.bells.len()
+        self.0.calls.len()
     }
 
     /// The error that all requests end with once the daemon is gone.
@@ -458,7 +458,7 @@ impl Inner {
     #[inline]
     fn queue(&self, bar: u8, offset: u64) -> Option<(usize, u64)> {
         let offset = offset.checked_sub(regs::CHANNEL_BASE).filter(|_| bar == BAR_REGISTERS)?;
-        let queue = usize::try_from(offset / regs::CHANNEL_STRIDE).ok().filter(|q| *q < self.bells.len())?;
+        let queue = usize::try_from(offset / regs::CHANNEL_STRIDE).ok().filter(|q| *q < self.calls.len())?;
         Some((queue, offset % regs::CHANNEL_STRIDE))
     }
 }
@@ -575,7 +575,7 @@ impl HostBus for Client {
                 regs::CH_DOORBELL => {
                     self.0.alive()?;
                     if self.0.page.ring(queue, value) {
-                        socket::knock(&self.0.knock);
+                        socket::kick(&self.0.kick);
                     }
                     return Ok(());
                 }
@@ -602,23 +602,23 @@ impl HostBus for Client {
         Ok(())
     }
 
-    /// Waits for the bells whose descriptors nobody has asked for, and for the daemon's end.
+    /// Waits for the calls whose descriptors nobody has asked for, and for the daemon's end.
     fn wait(&self, timeout: Duration) -> bool {
         let lent = self.0.lent.iter().map(|lent| lent.load(Ordering::Relaxed));
-        let bells: Vec<&OwnedFd> =
-            self.0.bells.iter().zip(lent).filter(|(_, lent)| !lent).map(|(bell, _)| bell).collect();
-        let fds: Vec<BorrowedFd<'_>> = bells.iter().map(|bell| bell.as_fd()).chain([self.0.socket.as_fd()]).collect();
+        let calls: Vec<&OwnedFd> =
+            self.0.calls.iter().zip(lent).filter(|(_, lent)| !lent).map(|(call, _)| call).collect();
+        let fds: Vec<BorrowedFd<'_>> = calls.iter().map(|call| call.as_fd()).chain([self.0.socket.as_fd()]).collect();
         if self.0.gone.get().is_some() || !wait_for(&fds, timeout) {
             return false;
         }
-        bells.iter().for_each(socket::hush);
+        calls.iter().for_each(socket::drain);
         self.0.look_for_end();
         true
     }
 
     fn event(&self, channel: usize) -> Option<BorrowedFd<'_>> {
         self.0.lent.get(channel)?.store(true, Ordering::Relaxed);
-        Some(self.0.bells.get(channel)?.as_fd())
+        Some(self.0.calls.get(channel)?.as_fd())
     }
 }
 

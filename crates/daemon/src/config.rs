@@ -146,7 +146,7 @@ impl Config {
     /// whose `vm.overcommit_memory` is so.
     pub fn warnings(&self, descriptors: Option<u64>, overcommit: Option<&str>) -> Vec<String> {
         let mut warnings = Vec::new();
-        // Of a client: connection, register page, bells, the card's two memories, and its buffers. Of all: what waits to be closed, and
+        // Of a client: connection, register page, calls, the card's two memories, and its buffers. Of all: what waits to be closed, and
         // some.
         let Limits { queues, buffers, .. } = self.limits;
         let needed = self.clients as u64 * (5 + u64::from(queues) + u64::from(buffers)) + 1024 + 64;

@@ -13,13 +13,13 @@ use rustix::fs::{FallocateFlags, SealFlags};
 use zerocopy::IntoBytes;
 
 use crate::config::{Budget, Config};
-use crate::disposal::Disposal;
+use crate::deferred_close::DeferredClose;
 use crate::function::{Function, NoFunction};
 use crate::wire::{
     ANSWER, Code, HelloAnswer, MAX_FDS, Malformed, OpenAnswer, PairAnswer, Request, RowAnswer, Segment, VERSION,
     failed, message,
 };
-use crate::worker::Roster;
+use crate::worker::RunQueue;
 
 /// Who is at the other end, as the kernel says.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -30,11 +30,11 @@ pub(crate) struct Peer {
 }
 
 /// What connections share.
-pub(crate) struct House {
+pub(crate) struct ServerState {
     pub config: Config,
     pub budget: Arc<Budget>,
-    pub roster: Arc<Roster>,
-    pub disposal: Disposal,
+    pub run_queue: Arc<RunQueue>,
+    pub deferred_close: DeferredClose,
 }
 
 /// An answer, ready to be sent.
@@ -133,18 +133,18 @@ impl Connection {
     }
 
     /// Answers a message and the descriptors that came with it.
-    pub(crate) fn handle(&mut self, house: &House, bytes: &[u8], fds: Vec<OwnedFd>) -> Handled {
+    pub(crate) fn handle(&mut self, state: &ServerState, bytes: &[u8], fds: Vec<OwnedFd>) -> Handled {
         let (seqno, request) = match Request::decode(bytes) {
             Ok(decoded) => decoded,
             Err(Malformed { seqno, unknown, why }) => {
-                house.disposal.put(self.peer.uid, fds);
+                state.deferred_close.put(self.peer.uid, fds);
                 let code = if unknown { Code::Unknown } else { Code::Malformed };
                 return self.refuse(seqno, code, &format!("a message of {} bytes: {why}", bytes.len()));
             }
         };
         // What has no seals may be anything, and nothing may be asked of it, not even its length, that a file system of the client answers.
         if let Some(i) = fds.iter().position(|fd| rustix::fs::fcntl_get_seals(fd).is_err()) {
-            house.disposal.put(self.peer.uid, fds);
+            state.deferred_close.put(self.peer.uid, fds);
             return self.refuse(seqno, Code::BadDescriptor, &format!("descriptor {i} is not a memfd"));
         }
         if let Request::Status { first } = request
@@ -152,7 +152,7 @@ impl Connection {
         {
             return Handled::Status { seqno, first };
         }
-        match self.carry_out(house, request, fds) {
+        match self.carry_out(state, request, fds) {
             Ok((body, fds)) => Handled::Answer(Answer { bytes: message(request.opcode() | ANSWER, seqno, &body), fds }),
             Err(Refused(code, text)) => self.refuse(seqno, code, &text),
         }
@@ -166,11 +166,11 @@ impl Connection {
 
     fn carry_out(
         &mut self,
-        house: &House,
+        state: &ServerState,
         request: Request<'_>,
         fds: Vec<OwnedFd>,
     ) -> Result<(Vec<u8>, Vec<OwnedFd>), Refused> {
-        let limits = &house.config.limits;
+        let limits = &state.config.limits;
         let refused = |code, text: &str| Err(Refused(code, text.to_owned()));
         if !self.greeted && !matches!(request, Request::Hello { .. }) {
             return refused(Code::NotPermitted, "the first message must be a greeting");
@@ -198,7 +198,7 @@ impl Connection {
                 };
                 Ok((answer.as_bytes().to_vec(), Vec::new()))
             }
-            Request::Open { ddr, hbm, queues } => self.open(house, ddr, hbm, queues),
+            Request::Open { ddr, hbm, queues } => self.open(state, ddr, hbm, queues),
             Request::Read { bar, offset } => {
                 let value = self.function()?.card().read32(bar, offset).ok_or_else(|| no_register(bar, offset))?;
                 Ok((value.to_le_bytes().into_iter().chain([0; 4]).collect(), Vec::new()))
@@ -213,7 +213,7 @@ impl Connection {
                     function.forget_doorbell(queue as usize);
                 }
                 function.card().write32(bar, offset, value).ok_or_else(|| no_register(bar, offset))?;
-                house.roster.nudge();
+                state.run_queue.nudge();
                 Ok(nothing)
             }
             Request::WriteBytes { bar, offset, bytes } => {
@@ -222,8 +222,8 @@ impl Connection {
                 Ok(nothing)
             }
             Request::Map { access, segments } => {
-                let answer = self.map(house, access, segments, fds);
-                house.roster.nudge(); // it has passed this client by while tables were written
+                let answer = self.map(state, access, segments, fds);
+                state.run_queue.nudge(); // it has passed this client by while tables were written
                 answer
             }
             Request::Unmap { iova } => {
@@ -235,10 +235,10 @@ impl Connection {
                 for key in keys {
                     self.unuse(key);
                 }
-                house.roster.nudge(); // as above
+                state.run_queue.nudge(); // as above
                 Ok(nothing)
             }
-            Request::Buffer { len } => self.make(house, len),
+            Request::Buffer { len } => self.make(state, len),
             Request::Close { id } => {
                 let Some(key) = self.made.get(&id).copied() else {
                     return Err(Refused(Code::NoSuchThing, format!("there is no buffer {id}")));
@@ -260,8 +260,14 @@ impl Connection {
         self.function.as_ref().ok_or_else(|| Refused(Code::NotPermitted, "the client has not opened a function".into()))
     }
 
-    fn open(&mut self, house: &House, ddr: u64, hbm: u64, queues: u32) -> Result<(Vec<u8>, Vec<OwnedFd>), Refused> {
-        let limits = &house.config.limits;
+    fn open(
+        &mut self,
+        state: &ServerState,
+        ddr: u64,
+        hbm: u64,
+        queues: u32,
+    ) -> Result<(Vec<u8>, Vec<OwnedFd>), Refused> {
+        let limits = &state.config.limits;
         if let Some((code, why)) = self.barred {
             return Err(Refused(code, why.to_owned()));
         }
@@ -278,16 +284,16 @@ impl Connection {
                 return Err(Refused(Code::Quota, format!("{what}: {asked} asked for, a client may have {most}")));
             }
         }
-        let made = Function::new(limits, ddr, hbm, queues, self.peer.uid, &house.budget);
-        let (function, bells) = made.map_err(|NoFunction(code, text)| Refused(code, text))?;
+        let made = Function::new(limits, ddr, hbm, queues, self.peer.uid, &state.budget);
+        let (function, calls) = made.map_err(|NoFunction(code, text)| Refused(code, text))?;
         let failed = |e: std::io::Error| Refused(Code::Failed, format!("cannot make a function: {e}"));
         let page = function.page().buf().export().expect("a memfd").try_clone_to_owned().map_err(failed)?;
         let function = Arc::new(function);
-        house.roster.add(function.clone()).map_err(failed)?;
+        state.run_queue.add(function.clone()).map_err(failed)?;
         self.function = Some(function);
         let answer =
             OpenAnswer { ddr: ddr.into(), hbm: hbm.into(), queues: queues.into(), reserved: Default::default() };
-        Ok((answer.as_bytes().to_vec(), std::iter::once(page).chain(bells).collect()))
+        Ok((answer.as_bytes().to_vec(), std::iter::once(page).chain(calls).collect()))
     }
 
     /// Counts one mapping less, and forgets a buffer of the client's own that no mapping shows.
@@ -302,8 +308,8 @@ impl Connection {
     }
 
     /// Whether one more buffer of so many bytes may be had.
-    fn room_for(&self, house: &House, len: u64) -> Result<(), Refused> {
-        let limits = &house.config.limits;
+    fn room_for(&self, state: &ServerState, len: u64) -> Result<(), Refused> {
+        let limits = &state.config.limits;
         if self.buffers.len() >= limits.buffers as usize {
             let text = format!("a client may have {} buffers: unmap or close one", limits.buffers);
             return Err(Refused(Code::Quota, text));
@@ -318,9 +324,9 @@ impl Connection {
         Ok(())
     }
 
-    fn make(&mut self, house: &House, len: u64) -> Result<(Vec<u8>, Vec<OwnedFd>), Refused> {
+    fn make(&mut self, state: &ServerState, len: u64) -> Result<(Vec<u8>, Vec<OwnedFd>), Refused> {
         let len = len.max(1).checked_next_multiple_of(4096).unwrap_or(u64::MAX);
-        self.room_for(house, len)?;
+        self.room_for(state, len)?;
         let failed = |e: &dyn std::fmt::Display| Refused(Code::Failed, format!("cannot make a buffer: {e}"));
         // Reserved huge pages are not lent: `SharedBuf::import` says why.
         let heap = MemfdHeap::starting_at(PageKind::Transparent);
@@ -341,7 +347,7 @@ impl Connection {
 
     fn map(
         &mut self,
-        house: &House,
+        state: &ServerState,
         access: u32,
         segments: &[Segment],
         fds: Vec<OwnedFd>,
@@ -354,20 +360,20 @@ impl Connection {
         if fds.len() > MAX_FDS {
             return Err(Refused(Code::BadDescriptor, format!("at most {MAX_FDS} descriptors come with a mapping")));
         }
-        if self.mappings.len() >= 16 * house.config.limits.buffers as usize {
-            let text = format!("a client may have {} mappings", 16 * house.config.limits.buffers);
+        if self.mappings.len() >= 16 * state.config.limits.buffers as usize {
+            let text = format!("a client may have {} mappings", 16 * state.config.limits.buffers);
             return Err(Refused(Code::Quota, text));
         }
         // Nobody is answered while a mapping is written: one must not show a buffer over and over.
         let all = segments.iter().fold(0u64, |all, segment| all.saturating_add(segment.len.get()));
-        let possible = segments.iter().all(|segment| segment.len.get() <= house.config.limits.bytes);
-        if possible && all > house.config.limits.bytes {
-            let text = format!("a mapping of {all} bytes; one may show {} at most", house.config.limits.bytes);
+        let possible = segments.iter().all(|segment| segment.len.get() <= state.config.limits.bytes);
+        if possible && all > state.config.limits.bytes {
+            let text = format!("a mapping of {all} bytes; one may show {} at most", state.config.limits.bytes);
             return Err(Refused(Code::Quota, text));
         }
         // From here on every buffer that is new counts as mapped once too often, until the end.
         let mut taken: Vec<Key> = Vec::new();
-        let mapped = self.take_buffers(house, fds, &mut taken).and_then(|()| {
+        let mapped = self.take_buffers(state, fds, &mut taken).and_then(|()| {
             let failed = |e: dmalane_dma::Error| Refused(Code::Failed, e.to_string());
             let mut keys = Vec::new();
             let mut pinned = Vec::new();
@@ -412,19 +418,19 @@ impl Connection {
     }
 
     /// Looks up or takes in the buffers behind descriptors, each counted as mapped once more.
-    fn take_buffers(&mut self, house: &House, fds: Vec<OwnedFd>, taken: &mut Vec<Key>) -> Result<(), Refused> {
+    fn take_buffers(&mut self, state: &ServerState, fds: Vec<OwnedFd>, taken: &mut Vec<Key>) -> Result<(), Refused> {
         for (i, fd) in fds.into_iter().enumerate() {
             let key = key_of(&fd)?;
             if let Some(buffer) = self.buffers.get_mut(&key) {
                 buffer.maps += 1;
             } else {
                 let len = rustix::fs::fstat(&fd).map_or(0, |s| u64::try_from(s.st_size).unwrap_or(0));
-                self.room_for(house, len)?;
+                self.room_for(state, len)?;
                 let bad = |e| Refused(Code::BadDescriptor, format!("descriptor {i}: {e}"));
                 let buf = SharedBuf::import(fd).map_err(bad)?;
                 // Sealed against shrinking only: it may have grown since.
                 let len = buf.len() as u64;
-                self.room_for(house, len)?;
+                self.room_for(state, len)?;
                 self.bytes += len;
                 self.buffers.insert(key, Buffer { buf, maps: 1, made: None });
             }

@@ -27,9 +27,9 @@ pub(crate) struct Function {
     host: SoftHost,
     page: Page,
     /// Rung by the client. Never read: what one can read, or write, another can have block.
-    knock: OwnedFd,
+    kick: OwnedFd,
     /// The daemon's ends of those that wake the client. They receive nothing.
-    bells: Vec<OwnedFd>,
+    calls: Vec<OwnedFd>,
     pub(crate) ddr: u64,
     pub(crate) hbm: u64,
     /// The user whose share it is.
@@ -41,7 +41,7 @@ pub(crate) struct Function {
 pub(crate) struct NoFunction(pub Code, pub String);
 
 impl Function {
-    /// Makes one for a client of this user, and the client's ends of its bells: that of the daemon first, then one for each queue.
+    /// Makes one for a client of this user, and the client's ends of its calls: that of the daemon first, then one for each queue.
     pub(crate) fn new(
         limits: &Limits,
         ddr: u64,
@@ -58,20 +58,20 @@ impl Function {
         let page = Page::new().map_err(|e| failed(&e))?;
         let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
         let pairs = (0..queues).map(|_| socketpair(AddressFamily::UNIX, SocketType::SEQPACKET, flags, None));
-        let (bells, theirs): (Vec<_>, Vec<_>) =
+        let (calls, theirs): (Vec<_>, Vec<_>) =
             pairs.collect::<Result<Vec<_>, _>>().map_err(|e| failed(&e))?.into_iter().unzip();
-        for bell in &bells {
+        for call in &calls {
             // Nothing can be sent to it, so no descriptor of the client's is closed with it.
-            rustix::net::shutdown(bell, Shutdown::Read).map_err(|e| failed(&e))?;
+            rustix::net::shutdown(call, Shutdown::Read).map_err(|e| failed(&e))?;
         }
-        let knock = eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK).map_err(|e| failed(&e))?;
-        let theirs = std::iter::once(knock.try_clone().map_err(|e| failed(&e))?).chain(theirs).collect();
+        let kick = eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK).map_err(|e| failed(&e))?;
+        let theirs = std::iter::once(kick.try_clone().map_err(|e| failed(&e))?).chain(theirs).collect();
         let card = SoftCard::new(config, || host.port(), |_| {}).map_err(|e| match e {
             dmalane_card::Error::BadConfig { .. } => NoFunction(Code::Quota, e.to_string()),
             e => failed(&e),
         })?;
         budget.take(uid, ddr, hbm).map_err(|text| NoFunction(Code::Quota, text))?;
-        Ok((Self { card, host, page, knock, bells, ddr, hbm, uid, budget: budget.clone() }, theirs))
+        Ok((Self { card, host, page, kick, calls, ddr, hbm, uid, budget: budget.clone() }, theirs))
     }
 
     pub(crate) fn host(&self) -> &SoftHost {
@@ -87,12 +87,12 @@ impl Function {
     }
 
     /// Becomes readable, again and again, as the client rings it.
-    pub(crate) fn knock(&self) -> &OwnedFd {
-        &self.knock
+    pub(crate) fn kick(&self) -> &OwnedFd {
+        &self.kick
     }
 
     pub(crate) fn queues(&self) -> usize {
-        self.bells.len()
+        self.calls.len()
     }
 
     fn register(&self, queue: usize, register: u64) -> u32 {
@@ -143,7 +143,7 @@ impl Function {
         let stepped = self.card.step(queue)?;
         self.page.set_status(queue, self.register(queue, regs::CH_STATUS));
         if stepped.reported && self.page.set_wish(queue, 0) & 1 == 1 {
-            socket::ring(self.bells[queue].as_fd());
+            socket::call(self.calls[queue].as_fd());
         }
         Some((stepped.bytes as i64).max(LEAST)) // a step has at most 1 MiB
     }

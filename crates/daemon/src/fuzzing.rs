@@ -10,10 +10,10 @@ use dmalane_dma::{Heap, MemfdHeap, PageKind, SharedBuf};
 use rustix::fs::{MemfdFlags, SealFlags};
 
 use crate::config::{Budget, Config, Limits};
-use crate::connection::{Connection, Handled, House, Peer};
-use crate::disposal::Disposal;
+use crate::connection::{Connection, Handled, Peer, ServerState};
+use crate::deferred_close::DeferredClose;
 use crate::wire::{FAILED, Header, MAX_FDS, MAX_MESSAGE, Request, Segment};
-use crate::worker::Roster;
+use crate::worker::RunQueue;
 use zerocopy::FromBytes;
 
 /// Most messages of one run.
@@ -22,7 +22,7 @@ const BYTES: u64 = 1 << 20;
 
 /// What every run uses again.
 struct Fixed {
-    house: House,
+    state: ServerState,
     /// Buffers that a client may lend.
     memfds: Vec<SharedBuf>,
     /// Files that are none.
@@ -33,7 +33,7 @@ fn fixed() -> Fixed {
     let limits = Limits { ddr: 2 << 20, hbm: 4 << 20, queues: 2, buffers: 4, bytes: BYTES };
     let config = Config { ddr: 2 << 20, hbm: 4 << 20, limits, ..Config::default() };
     let budget = Arc::new(Budget::new(&config));
-    let roster = Arc::new(Roster::new().expect("an epoll"));
+    let run_queue = Arc::new(RunQueue::new().expect("an epoll"));
     let memfd = |len| MemfdHeap::starting_at(PageKind::Base).allocate(len).expect("a memfd").share();
     let odd = rustix::fs::memfd_create("odd", MemfdFlags::ALLOW_SEALING).expect("a memfd");
     rustix::fs::fcntl_add_seals(&odd, SealFlags::SHRINK).expect("a seal");
@@ -41,7 +41,7 @@ fn fixed() -> Fixed {
     rustix::fs::ftruncate(&unsealed, 8192).expect("a length");
     let event = rustix::event::eventfd(0, rustix::event::EventfdFlags::CLOEXEC).expect("an eventfd");
     Fixed {
-        house: House { config, budget, roster, disposal: Disposal::default() },
+        state: ServerState { config, budget, run_queue, deferred_close: DeferredClose::default() },
         memfds: [4096, 16 << 10, 64 << 10, 2 << 20].map(memfd).into(),
         wrong: vec![odd, unsealed, event],
     }
@@ -91,13 +91,13 @@ pub fn fuzz_messages(data: &[u8]) {
 }
 
 fn run(fixed: &Fixed, mut input: Input<'_>) {
-    let Fixed { house, memfds, wrong } = fixed;
+    let Fixed { state, memfds, wrong } = fixed;
     let mut connection = Connection::new(1, Peer { pid: 1, uid: 1, gid: 1 });
     if input.u8() & 1 == 0 {
         let hello = Request::Hello { min: 1, max: 1 }.encode(1);
-        assert!(matches!(connection.handle(house, &hello, Vec::new()), Handled::Answer(_)));
+        assert!(matches!(connection.handle(state, &hello, Vec::new()), Handled::Answer(_)));
         let open = Request::Open { ddr: 0, hbm: 0, queues: 0 }.encode(2);
-        assert!(matches!(connection.handle(house, &open, Vec::new()), Handled::Answer(a) if a.fds.len() == 4));
+        assert!(matches!(connection.handle(state, &open, Vec::new()), Handled::Answer(a) if a.fds.len() == 4));
     }
     let mut made: Vec<OwnedFd> = Vec::new();
     let mut iovas: Vec<u64> = Vec::new();
@@ -157,7 +157,7 @@ fn run(fixed: &Fixed, mut input: Input<'_>) {
         }
         assert!(fds.len() <= MAX_FDS);
         let before = connection.holds();
-        match connection.handle(house, &message, fds) {
+        match connection.handle(state, &message, fds) {
             Handled::Answer(answer) => {
                 let header = well_formed(&answer.bytes);
                 let body = &answer.bytes[size_of::<Header>()..];
@@ -185,11 +185,11 @@ fn run(fixed: &Fixed, mut input: Input<'_>) {
     drop(connection);
     if let Some(function) = function {
         assert_eq!(function.host().stats().pinned_frames, 0, "pinned for nobody");
-        house.roster.remove(&function);
+        state.run_queue.remove(&function);
         assert_eq!(Arc::strong_count(&function), 1, "nobody else has it");
         drop(function);
     }
-    assert_eq!(house.budget.left(), (2 << 20, 4 << 20), "card memory is left out");
+    assert_eq!(state.budget.left(), (2 << 20, 4 << 20), "card memory is left out");
 }
 
 fn well_formed(bytes: &[u8]) -> Header {

@@ -49,7 +49,7 @@ pub const SOCKET: &str = "/run/dmalane/dmalaned.sock";
 mod client;
 mod config;
 mod connection;
-mod disposal;
+mod deferred_close;
 mod function;
 pub mod fuzzing;
 mod page;

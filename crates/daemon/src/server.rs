@@ -20,11 +20,11 @@ use rustix::net::{AddressFamily, Shutdown, SocketAddrUnix, SocketFlags, SocketTy
 use zerocopy::IntoBytes;
 
 use crate::config::{BadConfig, Budget, Config};
-use crate::connection::{Answer, Connection, Handled, House, Peer, Released};
-use crate::disposal::Disposal;
+use crate::connection::{Answer, Connection, Handled, Peer, Released, ServerState};
+use crate::deferred_close::DeferredClose;
 use crate::socket::{self, Received};
 use crate::wire::{ANSWER, Code, MAX_MESSAGE, MAX_ROWS, Request, TotalsAnswer, failed, message};
-use crate::worker::Roster;
+use crate::worker::RunQueue;
 
 /// So many refusals are told one by one in so long a time; of more only the number is told.
 const REFUSALS: u32 = 8;
@@ -281,7 +281,7 @@ struct Closing {
 
 /// A daemon.
 pub struct Server {
-    house: House,
+    state: ServerState,
     connections: BTreeMap<u64, Entry>,
     closing: Vec<Closing>,
     next: u64,
@@ -299,12 +299,12 @@ impl Server {
     /// [`ServeError::Config`], [`ServeError::Io`].
     pub fn new(config: Config, log: impl FnMut(&Event) + Send + 'static) -> Result<Self, ServeError> {
         config.check()?;
-        let roster = Arc::new(Roster::new()?);
+        let run_queue = Arc::new(RunQueue::new()?);
         let budget = Arc::new(Budget::new(&config));
-        let (run, spin) = (roster.clone(), config.spin);
+        let (run, spin) = (run_queue.clone(), config.spin);
         let worker = thread::Builder::new().name("dmalaned-worker".to_owned()).spawn(move || run.run(spin))?;
         Ok(Self {
-            house: House { config, budget, roster, disposal: Disposal::default() },
+            state: ServerState { config, budget, run_queue, deferred_close: DeferredClose::default() },
             connections: BTreeMap::new(),
             closing: Vec::new(),
             next: 1,
@@ -323,7 +323,7 @@ impl Server {
     pub fn run(mut self, listener: Listener, stop: BorrowedFd<'_>) -> Result<Totals, ServeError> {
         let result = self.serve(&listener, stop);
         // Nobody new, and nobody's memory changes any more. Who was not taken yet may have sent descriptors.
-        self.house.disposal.put(u32::MAX, listener.close());
+        self.state.deferred_close.put(u32::MAX, listener.close());
         for id in self.connections.keys().copied().collect::<Vec<_>>() {
             self.close(id, "the daemon ends", true);
         }
@@ -331,7 +331,7 @@ impl Server {
             thread::sleep(LOOK);
             self.release();
         }
-        self.house.disposal.wait(CLOSING);
+        self.state.deferred_close.wait(CLOSING);
         result.map(|()| self.totals)
     }
 
@@ -347,16 +347,19 @@ impl Server {
         loop {
             short = short.filter(|until| Instant::now() < *until);
             // From whom nothing may be received, only the end is seen.
-            let disposal = &self.house.disposal;
-            let clients: Vec<(u64, bool)> =
-                self.connections.iter().map(|(id, c)| (*id, disposal.is_full_of(c.connection.peer.uid))).collect();
-            let full = disposal.is_full() || clients.iter().any(|(_, full)| *full);
+            let deferred_close = &self.state.deferred_close;
+            let clients: Vec<(u64, bool)> = self
+                .connections
+                .iter()
+                .map(|(id, c)| (*id, deferred_close.is_full_of(c.connection.peer.uid)))
+                .collect();
+            let full = deferred_close.is_full() || clients.iter().any(|(_, full)| *full);
             let (stopped, knocks, ready) = {
                 let sockets =
                     self.connections.values().map(|c| c.socket.as_fd()).zip(&clients).map(|(fd, (_, full))| {
                         PollFd::from_borrowed_fd(fd, if *full { PollFlags::empty() } else { PollFlags::IN })
                     });
-                let listening = (short.is_none() && !disposal.is_full()).then_some(listener.as_fd());
+                let listening = (short.is_none() && !deferred_close.is_full()).then_some(listener.as_fd());
                 let always = |fd| PollFd::from_borrowed_fd(fd, PollFlags::IN);
                 let mut fds: Vec<PollFd<'_>> =
                     std::iter::once(always(stop)).chain(sockets).chain(listening.map(always)).collect();
@@ -411,18 +414,18 @@ impl Server {
         let credentials = match getsockopt(&socket, PeerCredentials) {
             Ok(credentials) => credentials,
             Err(e) => {
-                self.house.disposal.put(u32::MAX, [socket]);
+                self.state.deferred_close.put(u32::MAX, [socket]);
                 return Err(Errno::from_raw_os_error(e as i32));
             }
         };
         let (uid, gid) = (credentials.uid(), credentials.gid());
         let peer = Peer { pid: u32::try_from(credentials.pid()).unwrap_or(0), uid, gid };
         let there = self.connections.len() + self.closing.len();
-        let barred = if !self.house.config.admits(uid, gid) {
+        let barred = if !self.state.config.admits(uid, gid) {
             Some((Code::NotPermitted, "this user may not use the daemon (--allow-uid, --allow-gid)"))
-        } else if there >= self.house.config.clients {
+        } else if there >= self.state.config.clients {
             Some((Code::Quota, "the daemon has as many clients as it takes (--clients)"))
-        } else if self.of_user(uid) >= self.house.config.of_one_user() {
+        } else if self.of_user(uid) >= self.state.config.of_one_user() {
             Some((Code::Quota, "this user has as many clients as one may have (--user-clients)"))
         } else {
             None
@@ -430,7 +433,7 @@ impl Server {
         // Who runs the daemon may always ask for its status.
         let operator = uid == 0 || uid == rustix::process::geteuid().as_raw();
         if let Some((code, why)) = barred
-            && !(operator && there < self.house.config.clients + SPARE)
+            && !(operator && there < self.state.config.clients + SPARE)
         {
             self.totals.refused += 1;
             if self.refusals.tell(Instant::now()) {
@@ -457,13 +460,13 @@ impl Server {
     /// Ends a connection, whatever lies unread in it.
     fn dispose(&self, uid: u32, socket: OwnedFd) {
         let _ = rustix::net::shutdown(&socket, Shutdown::Both);
-        self.house.disposal.put(uid, [socket]);
+        self.state.deferred_close.put(uid, [socket]);
     }
 
     /// Ends the connections that take a client's place and do not become one. What the `ready` have said has not been looked at yet: they get
     /// twice as long, and no longer, or one could stay by asking for the status without end.
     fn expire(&mut self, ready: &[(u64, bool)]) {
-        let Config { greeting, opening, .. } = self.house.config;
+        let Config { greeting, opening, .. } = self.state.config;
         let late = |c: &Entry| {
             let after = c.since.elapsed();
             c.connection.function.is_none() && (after > opening || (!c.connection.greeted && after > greeting))
@@ -485,10 +488,10 @@ impl Server {
         let mut fds = Vec::new();
         let received = socket::receive(&*socket, buffer, &mut fds);
         if !matches!(received, Ok(Received::Message(_))) {
-            self.house.disposal.put(connection.peer.uid, std::mem::take(&mut fds));
+            self.state.deferred_close.put(connection.peer.uid, std::mem::take(&mut fds));
         }
         let handled = match received {
-            Ok(Received::Message(n)) => connection.handle(&self.house, &buffer[..n], fds),
+            Ok(Received::Message(n)) => connection.handle(&self.state, &buffer[..n], fds),
             Ok(Received::TooMuch) => {
                 let why = "a message has at most 4096 bytes and 64 descriptors, and the daemon must be able to have these (RLIMIT_NOFILE)";
                 connection.refuse(0, Code::Malformed, why)
@@ -528,7 +531,7 @@ impl Server {
         rows.sort_by_key(|(connection, _)| connection.id);
         let more = rows.len() > MAX_ROWS;
         rows.truncate(MAX_ROWS);
-        let (config, left) = (&self.house.config, self.house.budget.left());
+        let (config, left) = (&self.state.config, self.state.budget.left());
         let totals = TotalsAnswer {
             uptime: self.started.elapsed().as_secs().into(),
             clients: (self.connections.len() as u32).into(),
@@ -560,7 +563,7 @@ impl Server {
         }
         if let Some(function) = &connection.connection.function {
             function.stop();
-            self.house.roster.nudge();
+            self.state.run_queue.nudge();
         }
         self.closing.push(Closing { connection, why, since: Instant::now(), quarantined: false });
         self.release();
@@ -576,7 +579,7 @@ impl Server {
             if stopped {
                 let released = connection.holds();
                 if let Some(function) = connection.function.take() {
-                    self.house.roster.remove(&function);
+                    self.state.run_queue.remove(&function);
                 }
                 // Mappings, buffers, and the connection last.
                 let Entry { socket, connection, counted, .. } = closing.connection;
@@ -589,7 +592,7 @@ impl Server {
                 }
                 continue;
             }
-            if !closing.quarantined && after > self.house.config.patience {
+            if !closing.quarantined && after > self.state.config.patience {
                 closing.quarantined = true;
                 self.totals.quarantined += 1;
                 (self.log)(&Event::Quarantined { client: connection.id, kept: connection.holds() });
@@ -602,7 +605,7 @@ impl Server {
 
 impl Drop for Server {
     fn drop(&mut self) {
-        self.house.roster.quit();
+        self.state.run_queue.quit();
         if let Some(worker) = self.worker.take() {
             let _ = worker.join();
         }
@@ -629,7 +632,7 @@ mod tests {
         let config = Config { patience: Duration::from_millis(50), ..Config::default() };
         let limits = config.limits;
         let server = Server::new(config, |_| {}).unwrap();
-        let roster = server.house.roster.clone();
+        let run_queue = server.state.run_queue.clone();
         let (stop, stopped) = UnixStream::pair().unwrap();
         let daemon = thread::spawn(move || server.run(listener, stopped.as_fd()).unwrap());
         let until = |what: &str, right: &dyn Fn(&crate::Report) -> bool| {
@@ -644,7 +647,7 @@ mod tests {
         let card = Card::open(Arc::new(client.clone()), &MemfdHeap::new()).unwrap();
         let queue = card.queue(0).unwrap();
         // The card stands still, and the client goes without a word: a queue that is dropped would wait for it.
-        roster.paused.store(true, Ordering::SeqCst);
+        run_queue.paused.store(true, Ordering::SeqCst);
         client.abandon();
         until("kept", &|r| r.quarantined == 1);
         let kept = report(&path).unwrap();
@@ -652,7 +655,7 @@ mod tests {
         assert!(row.closing && row.buffers == 4 && row.ddr == limits.ddr, "{row:?}");
         assert_eq!((kept.ddr.0, kept.totals.released, kept.totals.quarantined), (limits.ddr, 0, 1));
         // It stops after all.
-        roster.paused.store(false, Ordering::SeqCst);
+        run_queue.paused.store(false, Ordering::SeqCst);
         until("released", &|r| r.quarantined == 0 && r.ddr.0 == 0);
         drop(stop);
         let totals = daemon.join().unwrap();

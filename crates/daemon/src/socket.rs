@@ -71,20 +71,20 @@ pub(crate) fn send(socket: impl AsFd, message: &[u8], fds: &[BorrowedFd<'_>], wa
     }
 }
 
-/// Rings the daemon's bell. It fails only where the count is full, for a client that has backing without end.
-pub(crate) fn knock(bell: impl AsFd) {
-    let _ = rustix::io::write(bell, &1u64.to_ne_bytes());
+/// Kicks the daemon. The write fails only when the eventfd's count is full, which takes a client that never stops kicking.
+pub(crate) fn kick(fd: impl AsFd) {
+    let _ = rustix::io::write(fd, &1u64.to_ne_bytes());
 }
 
-/// Rings a client's bell: eight bytes, or nothing where the other side has many unread already.
-pub(crate) fn ring(bell: impl AsFd) {
-    let _ = rustix::net::send(bell, &1u64.to_ne_bytes(), SendFlags::DONTWAIT | SendFlags::NOSIGNAL);
+/// Calls a client: sends eight bytes, or nothing when its socket is full of unread calls.
+pub(crate) fn call(fd: impl AsFd) {
+    let _ = rustix::net::send(fd, &1u64.to_ne_bytes(), SendFlags::DONTWAIT | SendFlags::NOSIGNAL);
 }
 
-/// Takes what a client's bell has backing, a bounded number of times. For the client: what comes out of a socket can hold descriptors.
-pub(crate) fn hush(bell: impl AsFd) {
+/// Reads a bounded number of pending calls. For the client: a message from a socket can carry descriptors.
+pub(crate) fn drain(fd: impl AsFd) {
     let mut left = 64;
-    while left > 0 && rustix::net::recv(&bell, &mut [0u8; 8], RecvFlags::DONTWAIT).is_ok_and(|(n, _)| n > 0) {
+    while left > 0 && rustix::net::recv(&fd, &mut [0u8; 8], RecvFlags::DONTWAIT).is_ok_and(|(n, _)| n > 0) {
         left -= 1;
     }
 }

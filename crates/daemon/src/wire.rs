@@ -384,7 +384,7 @@ pub struct HelloAnswer {
     pub bytes: U64,
 }
 
-/// The answer to `Open`. With it come the register page and a bell for each queue.
+/// The answer to `Open`. With it come the register page, the kick descriptor and a call descriptor for each queue.
 #[derive(FromBytes, IntoBytes, Immutable, KnownLayout, Unaligned, Clone, Copy, Debug)]
 #[repr(C)]
 pub struct OpenAnswer {

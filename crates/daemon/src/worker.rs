@@ -18,7 +18,7 @@ const QUANTUM: i64 = 1 << 20;
 const NAP: Timespec = Timespec { tv_sec: 1, tv_nsec: 0 };
 
 /// The functions that the worker runs, and what wakes it.
-pub(crate) struct Roster {
+pub(crate) struct RunQueue {
     functions: Mutex<Vec<Arc<Function>>>,
     /// Counts changes of the list.
     changes: AtomicU64,
@@ -38,7 +38,7 @@ struct Turn {
     next: usize,
 }
 
-impl Roster {
+impl RunQueue {
     pub(crate) fn new() -> std::io::Result<Self> {
         let nudge = eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)?;
         let epoll = epoll::create(epoll::CreateFlags::CLOEXEC)?;
@@ -78,14 +78,14 @@ impl Roster {
         // By edges: each write to an eventfd is one, so that nobody needs to read it. Reading could block: whether it may is a flag that the
         // client shares.
         let flags = epoll::EventFlags::IN | epoll::EventFlags::ET;
-        epoll::add(&self.epoll, function.knock(), epoll::EventData::new_u64(0), flags)?;
+        epoll::add(&self.epoll, function.kick(), epoll::EventData::new_u64(0), flags)?;
         self.change(|functions| functions.push(function));
         Ok(())
     }
 
     /// Has the worker let go of a function.
     pub(crate) fn remove(&self, function: &Arc<Function>) {
-        let _ = epoll::delete(&self.epoll, function.knock());
+        let _ = epoll::delete(&self.epoll, function.kick());
         self.change(|functions| functions.retain(|f| !Arc::ptr_eq(f, function)));
     }
 
@@ -112,7 +112,7 @@ impl Roster {
                 std::hint::spin_loop();
                 continue;
             }
-            // First the word, then a last look, then sleep: a doorbell that the look does not see is one that comes with a bell.
+            // First the word, then a last look, then sleep: a doorbell that the look does not see is one that comes with a call.
             turns.iter().for_each(|turn| turn.function.page().set_asleep(true));
             if !turns.iter_mut().fold(false, |did, turn| turn.serve() | did) {
                 self.sleep();

@@ -481,7 +481,7 @@ fn a_client_that_does_not_listen_loses_its_connection() {
 struct Ringed {
     raw: Raw,
     page: SharedBuf,
-    bell: OwnedFd,
+    call: OwnedFd,
     ring: SharedBuf,
     completions: SharedBuf,
     /// What the noise may change.
@@ -499,7 +499,7 @@ impl Ringed {
         let mut said = raw.ask(&Request::Open { ddr: 64 << 20, hbm: 64 << 20, queues: 1 }, &[]);
         assert_eq!(said.fds.len(), 3);
         let wakes = said.fds.pop().unwrap();
-        let (bell, page) = (said.fds.pop().unwrap(), SharedBuf::import(said.fds.pop().unwrap()).unwrap());
+        let (call, page) = (said.fds.pop().unwrap(), SharedBuf::import(said.fds.pop().unwrap()).unwrap());
         // No descriptor comes to the daemon that way.
         let sent = rustix::net::send(&wakes, &[0; 8], SendFlags::DONTWAIT | SendFlags::NOSIGNAL);
         assert_eq!(sent, Err(rustix::io::Errno::PIPE));
@@ -507,12 +507,12 @@ impl Ringed {
         unmapped.view().fill(0x77);
         readonly.view().fill(0x78);
         let iovas = [(&ring, 1), (&completions, 3), (&mapped, 3), (&readonly, 1)].map(|(b, a)| raw.map_all(b, a));
-        Self { raw, page, bell, ring, completions, _mapped: mapped, readonly, unmapped, iovas }
+        Self { raw, page, call, ring, completions, _mapped: mapped, readonly, unmapped, iovas }
     }
 
     fn doorbell(&self, value: u32) {
         self.page.view().swap_u32(0, value).unwrap();
-        let _ = rustix::io::write(&self.bell, &1u64.to_ne_bytes());
+        let _ = rustix::io::write(&self.call, &1u64.to_ne_bytes());
     }
 
     fn untouched(&self) {
@@ -631,7 +631,7 @@ fn descriptors_that_change_while_they_are_read() {
             start(&mut ringed.raw, &iovas);
             for n in 1..=20u32 {
                 ringed.page.view().swap_u32(0, n * 3).unwrap();
-                let _ = rustix::io::write(&ringed.bell, &1u64.to_ne_bytes());
+                let _ = rustix::io::write(&ringed.call, &1u64.to_ne_bytes());
                 std::thread::sleep(Duration::from_micros(random.below(100)));
             }
             completed += u64::from(ringed.raw.read(0x1024));

@@ -394,7 +394,7 @@ fn who_waits_for_the_event_is_woken() {
                 let event = driven.queue.event().unwrap();
                 let mut fds = [rustix::event::PollFd::new(&event, rustix::event::PollFlags::IN)];
                 let timeout = rustix::event::Timespec { tv_sec: 30, tv_nsec: 0 };
-                assert_eq!(rustix::event::poll(&mut fds, Some(&timeout)), Ok(1), "the bell rings");
+                assert_eq!(rustix::event::poll(&mut fds, Some(&timeout)), Ok(1), "the call rings");
             }
         }
         driven.part = Some(ended.remove(0).operation.into_parts().remove(0).part);

@@ -59,7 +59,7 @@ pub trait HostBus: Send + Sync {
     fn read32(&self, bar: u8, offset: u64) -> Result<u32, Error>;
 
     /// Writes a 32-bit register. Everything that this thread wrote to mapped memory before is visible to the device
-    /// when it sees the write: this is how doorbells are backing.
+    /// when it sees the write: this is how a doorbell is rung.
     ///
     /// # Errors
     /// [`Error::NoRegister`].

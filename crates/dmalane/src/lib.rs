@@ -32,7 +32,6 @@ mod card_server;
 mod open_file;
 mod pci_card;
 mod soft;
-pub mod validate;
 
 pub use dmalane_addr as addr;
 pub use dmalane_card as card;
@@ -40,10 +39,10 @@ pub use dmalane_daemon as daemon;
 pub use dmalane_dma as dma;
 pub use dmalane_file as file;
 pub use dmalane_iopt as iopt;
-pub use dmalane_link as link;
 pub use dmalane_load as load;
 pub use dmalane_queue as queue;
 pub use dmalane_trace as trace;
+pub use dmalane_validate as validate;
 pub use dmalane_vfio as vfio;
 pub use dmalane_vm as vm;
 
@@ -56,6 +55,5 @@ pub use dmalane_file::Options as FileOptions;
 pub use open_file::{open_as, open_file};
 pub use pci_card::{connect_pci_card, open_pci_card};
 pub use soft::{
-    BadMmChannel, CardDevice, CardParts, CardUse, JoinedChannel, MmChannel, SoftChannel, SoftConfig, SoftDevice,
-    SoftError, SoftParts,
+    CardDevice, CardParts, CardUse, JoinedChannel, SoftChannel, SoftConfig, SoftDevice, SoftError, SoftParts,
 };

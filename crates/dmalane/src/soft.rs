@@ -1,6 +1,5 @@
 //! A card that is ready to be loaded: the software card, or one behind any bus.
 
-use std::str::FromStr;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -9,7 +8,7 @@ use dmalane_card::{Card, CardChannel, CardConfig, CardLayout, CardTables, SoftBu
 use dmalane_dma::{AnonHeap, Heap, HostBus, HostConfig, MemfdHeap, PageKind, SoftHost};
 use dmalane_iopt::{Format, X86_64_4Level};
 use dmalane_load::{CardMemory, Device, DeviceParts};
-use dmalane_queue::{AddressPolicy, BalancePolicy, DeviceFar, Policy, Split};
+use dmalane_queue::{AddressPolicy, BalancePolicy, DeviceFar, Policy, QueueChoice, Split};
 use dmalane_vm::Vm;
 use thiserror::Error;
 
@@ -25,50 +24,6 @@ pub type SoftChannel = JoinedChannel<SoftBus>;
 /// What a [`SoftDevice`] is made of.
 pub type SoftParts = CardParts<SoftBus>;
 
-/// Which of the card's channels move the bytes.
-#[derive(Clone, PartialEq, Eq, Debug, Default)]
-pub enum MmChannel {
-    /// All of them, by where the bytes go; with a worker for each also by how fast they turn out to be.
-    #[default]
-    Auto,
-    /// This one alone.
-    Only(usize),
-    /// These alone, by how fast they turn out to be.
-    List(Vec<usize>),
-}
-
-impl MmChannel {
-    /// The channels that may be used, an empty list for all of them.
-    fn list(&self) -> &[usize] {
-        match self {
-            Self::Auto => &[],
-            Self::Only(channel) => std::slice::from_ref(channel),
-            Self::List(channels) => channels,
-        }
-    }
-}
-
-impl FromStr for MmChannel {
-    type Err = BadMmChannel;
-
-    /// `auto`, a channel, or several with commas between them.
-    fn from_str(text: &str) -> Result<Self, BadMmChannel> {
-        if text == "auto" {
-            return Ok(Self::Auto);
-        }
-        let channels = text.split(',').map(str::parse).collect::<Result<Vec<usize>, _>>();
-        match channels.map_err(|_| BadMmChannel(text.to_owned()))?[..] {
-            [only] => Ok(Self::Only(only)),
-            ref list => Ok(Self::List(list.to_vec())),
-        }
-    }
-}
-
-/// Not a choice of channels.
-#[derive(Clone, PartialEq, Eq, Debug, Error)]
-#[error("{0:?} is neither `auto` nor a channel nor a list of channels like 0,1")]
-pub struct BadMmChannel(String);
-
 /// How the software card and its host are made.
 #[derive(Clone)]
 pub struct SoftConfig {
@@ -81,7 +36,7 @@ pub struct SoftConfig {
     /// Bytes of a staging buffer (`--gather`).
     pub gather: u64,
     /// Which channels move the bytes.
-    pub mm_channel: MmChannel,
+    pub mm_channel: QueueChoice,
 }
 
 impl Default for SoftConfig {
@@ -92,7 +47,7 @@ impl Default for SoftConfig {
             host: HostConfig::default(),
             heap: Arc::new(AnonHeap::new()),
             gather: 16 << 20,
-            mm_channel: MmChannel::Auto,
+            mm_channel: QueueChoice::Auto,
         }
     }
 }
@@ -105,7 +60,7 @@ pub struct CardUse {
     /// Bytes of a staging buffer.
     pub gather: u64,
     /// Which channels move the bytes.
-    pub mm_channel: MmChannel,
+    pub mm_channel: QueueChoice,
     /// The channels work at the same time, so that they may be balanced (`docs/bench/policy.md`).
     pub apart: bool,
     /// The card works in this thread, inside `poll`.
@@ -272,21 +227,10 @@ mod tests {
     use super::*;
 
     #[test]
-    fn channels_are_chosen_by_name() {
-        assert_eq!("auto".parse(), Ok(MmChannel::Auto));
-        assert_eq!("1".parse(), Ok(MmChannel::Only(1)));
-        assert_eq!("1,0".parse(), Ok(MmChannel::List(vec![1, 0])));
-        for bad in ["", "all", "0,", "-1", "0;1"] {
-            let error = bad.parse::<MmChannel>().unwrap_err();
-            assert_eq!(error, BadMmChannel(bad.to_owned()), "{error}");
-        }
-    }
-
-    #[test]
     fn a_channel_that_is_not_there_is_an_error() {
         let config = |mm_channel| SoftConfig { mm_channel, ..SoftConfig::default() };
-        let error = SoftDevice::open(config(MmChannel::List(vec![0, 5]))).err().unwrap();
+        let error = SoftDevice::open(config(QueueChoice::List(vec![0, 5]))).err().unwrap();
         assert!(matches!(error, SoftError::NoChannel { wanted: 5, has: 2 }), "{error}");
-        assert!(SoftDevice::open(config(MmChannel::List(vec![1, 0]))).is_ok());
+        assert!(SoftDevice::open(config(QueueChoice::List(vec![1, 0]))).is_ok());
     }
 }

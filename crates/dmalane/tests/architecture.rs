@@ -1,7 +1,6 @@
-//! Holds the shape of the house: which crate may use which, which files may say `unsafe`, how every file opens.
+//! Checks the structure of the workspace: which crate may use which, which files may say `unsafe`, how every file opens.
 //!
-//! Everything is read from the manifests and sources as they lie on disk. A rule that breaks is reported with every place
-//! that breaks it, not just the first.
+//! All checks read the manifests and sources on disk. A broken rule is reported with every place that breaks it.
 
 use std::collections::BTreeSet;
 use std::fs;
@@ -9,40 +8,60 @@ use std::path::{Path, PathBuf};
 
 use toml::{Table, Value};
 
-/// One crate of the house.
+/// One crate of the workspace.
 struct Crate {
-    /// The directory under `crates/`.
+    /// The directory under `crates/`. The package is `dmalane-DIR`, or `dmalane` itself.
     dir: &'static str,
-    /// The name in the manifest.
-    package: &'static str,
-    /// The directories of the crates that it may use, also in its tests.
+    /// The directories of the crates that it may depend on.
     uses: &'static [&'static str],
+    /// Those that only its tests may depend on.
+    tests_use: &'static [&'static str],
     /// True for the crates that need no operating system.
     no_std: bool,
 }
 
-/// The graph, drawn once. Edges point down only, and adapters (`uring`, `card`, `vfio`) do not know each other.
-#[rustfmt::skip] // a table reads better in columns
-const HOUSE: &[Crate] = &[
-    Crate { dir: "addr",    package: "dmalane-addr",   uses: &[],                                      no_std: true },
-    Crate { dir: "iopt",    package: "dmalane-iopt",   uses: &["addr"],                                no_std: true },
-    Crate { dir: "vm",      package: "dmalane-vm",     uses: &["addr", "iopt"],                        no_std: true },
-    Crate { dir: "trace",   package: "dmalane-trace",  uses: &["addr", "iopt", "vm"],                  no_std: false },
-    Crate { dir: "dma",     package: "dmalane-dma",    uses: &["addr", "iopt"],                        no_std: false },
-    Crate { dir: "queue",  package: "dmalane-queue", uses: &["addr", "dma"],                         no_std: false },
-    Crate { dir: "link",    package: "dmalane-link",   uses: &["addr", "dma", "queue"],               no_std: false },
-    Crate { dir: "file",   package: "dmalane-file",  uses: &["addr", "dma", "queue"],               no_std: false },
-    Crate { dir: "card",    package: "dmalane-card",   uses: &["addr", "iopt", "dma", "queue"],       no_std: false },
-    Crate { dir: "vfio",    package: "dmalane-vfio",   uses: &["addr", "dma", "queue"],               no_std: false },
-    Crate { dir: "daemon",  package: "dmalane-daemon", uses: &["addr", "iopt", "dma", "queue", "card"], no_std: false },
-    Crate { dir: "load",    package: "dmalane-load",   uses: &["addr", "iopt", "vm", "dma", "queue"], no_std: false },
-    Crate { dir: "dmalane", package: "dmalane",        no_std: false,
-            uses: &["addr", "iopt", "vm", "trace", "dma", "queue", "link", "file", "card", "vfio", "daemon", "load"] },
-    Crate { dir: "capi",    package: "dmalane-capi",   uses: &["addr", "iopt", "vm", "dmalane"],       no_std: false },
-    Crate { dir: "cli",     package: "dmalane-cli",    uses: &["dmalane"],                             no_std: false },
+impl Crate {
+    const fn std(dir: &'static str, uses: &'static [&'static str]) -> Self {
+        Self { dir, uses, tests_use: &[], no_std: false }
+    }
+
+    const fn no_std(dir: &'static str, uses: &'static [&'static str]) -> Self {
+        Self { no_std: true, ..Self::std(dir, uses) }
+    }
+
+    const fn tests_use(self, tests_use: &'static [&'static str]) -> Self {
+        Self { tests_use, ..self }
+    }
+
+    fn package(&self) -> String {
+        if self.dir == "dmalane" { "dmalane".to_owned() } else { format!("dmalane-{}", self.dir) }
+    }
+}
+
+/// The allowed dependencies. Each crate depends only on crates listed above it, and adapters (`file`, `card`, `vfio`,
+/// `vfio-user`) do not depend on each other.
+const CRATES: &[Crate] = &[
+    Crate::no_std("addr", &[]),
+    Crate::no_std("iopt", &["addr"]),
+    Crate::no_std("vm", &["addr", "iopt"]),
+    Crate::std("trace", &["addr", "iopt", "vm"]),
+    Crate::std("dma", &["addr", "iopt"]),
+    Crate::std("queue", &["addr", "dma"]),
+    Crate::std("file", &["addr", "dma", "queue"]),
+    Crate::std("card", &["addr", "iopt", "dma", "queue"]),
+    Crate::std("vfio", &["addr", "dma", "queue"]),
+    Crate::std("daemon", &["addr", "iopt", "dma", "queue", "card"]),
+    Crate::std("load", &["addr", "iopt", "vm", "dma", "queue"]),
+    Crate::std("validate", &["addr", "dma", "queue", "file", "card"]),
+    Crate::std(
+        "dmalane",
+        &["addr", "iopt", "vm", "trace", "dma", "queue", "file", "card", "vfio", "daemon", "load", "validate"],
+    ),
+    Crate::std("capi", &["addr", "iopt", "vm", "dmalane"]),
+    Crate::std("cli", &["dmalane"]),
 ];
 
-/// The files that may say `unsafe`. A new one needs a reason in its first lines and a reader for all of it.
+/// The files that may use `unsafe`. A new one needs a reason in its first lines and a full review.
 const UNSAFE_FILES: &[&str] = &[
     "bench/src/peers.rs",
     "crates/capi/src/abi.rs",
@@ -54,33 +73,33 @@ const UNSAFE_FILES: &[&str] = &[
     "crates/vm/tests/allocations.rs",
 ];
 
-/// Names that say nothing about what is inside.
+/// Names that say nothing about the contents.
 const EMPTY_NAMES: &[&str] = &["common", "util", "utils", "helpers", "misc", "shared"];
 
 #[test]
-fn every_crate_has_its_place() {
+fn every_crate_is_listed() {
     let mut wrong = Vec::new();
     let found: BTreeSet<String> = directories(&root().join("crates")).into_iter().collect();
-    let drawn: BTreeSet<String> = HOUSE.iter().map(|c| c.dir.to_owned()).collect();
-    for dir in found.difference(&drawn) {
-        wrong.push(format!("crates/{dir} is not in HOUSE: say what it may use"));
+    let listed: BTreeSet<String> = CRATES.iter().map(|c| c.dir.to_owned()).collect();
+    for dir in found.difference(&listed) {
+        wrong.push(format!("crates/{dir} is not in CRATES: add the crates that it may use"));
     }
-    for dir in drawn.difference(&found) {
-        wrong.push(format!("crates/{dir} is in HOUSE and not on disk"));
+    for dir in listed.difference(&found) {
+        wrong.push(format!("crates/{dir} is in CRATES but not on disk"));
     }
     for dir in &found {
         if EMPTY_NAMES.contains(&dir.as_str()) {
             wrong.push(format!("crates/{dir}: a crate is named after what it holds"));
         }
     }
-    for c in HOUSE.iter().filter(|c| found.contains(c.dir)) {
+    for c in CRATES.iter().filter(|c| found.contains(c.dir)) {
         let manifest = manifest(c);
         let name = manifest.get("package").and_then(|p| p.get("name")).and_then(Value::as_str).unwrap_or_default();
-        if name != c.package {
-            wrong.push(format!("crates/{} is the package {name:?}, not {:?}", c.dir, c.package));
+        if name != c.package() {
+            wrong.push(format!("crates/{} is the package {name:?}, not {:?}", c.dir, c.package()));
         }
         if manifest.get("lints").and_then(|l| l.get("workspace")).and_then(Value::as_bool) != Some(true) {
-            wrong.push(format!("crates/{}/Cargo.toml does not take the lints of the workspace", c.dir));
+            wrong.push(format!("crates/{}/Cargo.toml does not inherit the lints of the workspace", c.dir));
         }
     }
     report(&wrong);
@@ -89,17 +108,19 @@ fn every_crate_has_its_place() {
 #[test]
 fn edges_point_down() {
     let mut wrong = Vec::new();
-    for c in HOUSE {
+    for c in CRATES {
         for edge in edges(&manifest(c)) {
-            let Some(target) = HOUSE.iter().find(|t| t.package == edge.package) else {
+            let Some(target) = CRATES.iter().find(|t| t.package() == edge.package) else {
                 if edge.package.starts_with("dmalane") {
                     wrong.push(format!("crates/{}: [{}] names the unknown {}", c.dir, edge.section, edge.package));
                 }
                 continue; // not ours
             };
             // A crate may be its own dev-dependency, to test with a feature that is off by default.
-            let itself = target.dir == c.dir && edge.section.ends_with("dev-dependencies");
-            if !itself && !c.uses.contains(&target.dir) {
+            let is_test = edge.section.ends_with("dev-dependencies");
+            let allowed =
+                c.uses.contains(&target.dir) || is_test && (target.dir == c.dir || c.tests_use.contains(&target.dir));
+            if !allowed {
                 wrong.push(format!("crates/{}: [{}] may not use {}", c.dir, edge.section, edge.package));
             }
         }
@@ -108,18 +129,18 @@ fn edges_point_down() {
 }
 
 #[test]
-fn the_graph_as_drawn_has_no_cycle() {
-    // Listed from the bottom up, every crate uses only what stands above it in the list.
-    for (i, c) in HOUSE.iter().enumerate() {
-        for used in c.uses {
-            assert!(HOUSE[..i].iter().any(|below| below.dir == *used), "{} -> {used} does not point down", c.dir);
+fn the_listed_graph_has_no_cycle() {
+    // The list goes from the bottom up: every crate uses only crates above it in the list.
+    for (i, c) in CRATES.iter().enumerate() {
+        for used in c.uses.iter().chain(c.tests_use) {
+            assert!(CRATES[..i].iter().any(|below| below.dir == *used), "{} -> {used} does not point down", c.dir);
         }
     }
 }
 
 #[test]
-fn product_crates_stay_clear_of_the_benches() {
-    // bench/ and fuzz/ are workspaces of their own, so that what they compare with stays out of the product.
+fn product_crates_do_not_depend_on_benches() {
+    // bench/ and fuzz/ are separate workspaces, so that the projects they compare with stay out of the product.
     let top: Table = read(&root().join("Cargo.toml")).parse().expect("Cargo.toml");
     let list = |key: &str| -> Vec<String> {
         let array = top["workspace"].get(key).and_then(Value::as_array);
@@ -129,12 +150,12 @@ fn product_crates_stay_clear_of_the_benches() {
     for side in ["bench", "fuzz"] {
         assert!(list("exclude").iter().any(|e| e == side), "{side} is not excluded from the workspace");
         let manifest: Table = read(&root().join(side).join("Cargo.toml")).parse().expect(side);
-        assert!(manifest.contains_key("workspace"), "{side} is not a workspace of its own");
+        assert!(manifest.contains_key("workspace"), "{side} is not a separate workspace");
     }
 }
 
 #[test]
-fn unsafe_stays_where_it_is_listed() {
+fn unsafe_is_only_in_listed_files() {
     let mut wrong = Vec::new();
     for path in sources() {
         let name = relative(&path);
@@ -143,7 +164,7 @@ fn unsafe_stays_where_it_is_listed() {
         if !UNSAFE_FILES.contains(&name.as_str()) {
             for (i, line) in code.lines().enumerate() {
                 if words(line).any(|w| w == "unsafe") {
-                    wrong.push(format!("{name}:{}: says unsafe and is not in UNSAFE_FILES", i + 1));
+                    wrong.push(format!("{name}:{}: uses unsafe but is not in UNSAFE_FILES", i + 1));
                 }
             }
         } else {
@@ -157,8 +178,8 @@ fn unsafe_stays_where_it_is_listed() {
 #[test]
 fn crate_roots_refuse_unsafe() {
     let mut wrong = Vec::new();
-    for c in HOUSE {
-        // A crate with files in the list allows `unsafe` in those modules only, which `forbid` would not let it do.
+    for c in CRATES {
+        // A crate with listed files allows `unsafe` in those modules only; `forbid` would rule that out.
         let listed = UNSAFE_FILES.iter().any(|f| f.starts_with(&format!("crates/{}/src/", c.dir)));
         let level = if listed { "deny" } else { "forbid" };
         for root_file in ["src/lib.rs", "src/main.rs"] {
@@ -177,7 +198,7 @@ fn crate_roots_refuse_unsafe() {
 }
 
 #[test]
-fn every_file_opens_with_what_it_is() {
+fn every_file_opens_with_a_doc_sentence() {
     let mut wrong = Vec::new();
     for path in sources() {
         let text = read(&path);
@@ -194,22 +215,22 @@ fn the_ten_longest_files() {
     let mut lengths: Vec<(usize, String)> =
         sources().iter().map(|path| (read(path).lines().count(), relative(path))).collect();
     lengths.sort_by(|a, b| b.cmp(a));
-    // Fails on none: a number that everyone sees starts the conversation. scripts/check prints these lines.
+    // This never fails on a long file; scripts/check prints these lines for reviewers.
     println!("LONGEST {} files, {} lines", lengths.len(), lengths.iter().map(|(n, _)| n).sum::<usize>());
     for (lines, name) in lengths.iter().take(10) {
         println!("LONGEST {lines:5} {name}");
     }
-    assert!(lengths.len() > HOUSE.len(), "the sources were not found below {}", root().display());
+    assert!(lengths.len() > CRATES.len(), "the sources were not found below {}", root().display());
 }
 
-/// A dependency as a manifest has it.
+/// A dependency in a manifest.
 struct Edge {
-    /// `dependencies`, `dev-dependencies` or `build-dependencies`, with the target in front where there is one.
+    /// `dependencies`, `dev-dependencies` or `build-dependencies`, with the target as a prefix if there is one.
     section: String,
     package: String,
 }
 
-/// Every dependency of a manifest, those of its `[target]` tables too.
+/// Every dependency of a manifest, including those in `[target]` tables.
 fn edges(manifest: &Table) -> Vec<Edge> {
     let mut tables: Vec<(String, &Table)> = vec![(String::new(), manifest)];
     for (target, table) in manifest.get("target").and_then(Value::as_table).into_iter().flatten() {
@@ -228,7 +249,7 @@ fn edges(manifest: &Table) -> Vec<Edge> {
     edges
 }
 
-/// What is `unsafe` in a listed file and does not say why it holds. Clippy looks at blocks and impls too; this also wants
+/// The uses of `unsafe` in a listed file without a safety comment. Clippy checks blocks and impls too; this also requires
 /// a `# Safety` section on every unsafe function, private ones included.
 fn undocumented(name: &str, text: &str, code: &str) -> Vec<String> {
     let text: Vec<&str> = text.lines().collect();
@@ -252,7 +273,7 @@ fn undocumented(name: &str, text: &str, code: &str) -> Vec<String> {
     wrong
 }
 
-/// Every place that allows `unsafe_code` for something else than a module in the list.
+/// Every place that allows `unsafe_code` for an item that is not a listed module.
 fn permissions(name: &str, code: &str) -> Vec<String> {
     let lines: Vec<&str> = code.lines().collect();
     let mut wrong = Vec::new();
@@ -275,7 +296,7 @@ fn permissions(name: &str, code: &str) -> Vec<String> {
     wrong
 }
 
-/// The text with comments, strings and character literals blanked out; lines stay where they are.
+/// The text with comments, strings and character literals blanked out; line numbers stay the same.
 fn code_only(text: &str) -> String {
     let chars: Vec<char> = text.chars().collect();
     let at = |i: usize| chars.get(i).copied().unwrap_or('\0');
@@ -327,7 +348,7 @@ fn end_of_quoted(chars: &[char], start: usize, quote: char) -> usize {
     (i + 1).min(chars.len())
 }
 
-/// The number of hashes of the raw string whose `r` stands just before `i`, if it is one.
+/// The number of hashes of the raw string whose `r` is just before `i`, if there is one.
 fn raw_hashes(chars: &[char], i: usize) -> Option<usize> {
     let hashes = chars[i.min(chars.len())..].iter().take_while(|&&c| c == '#').count();
     (chars.get(i + hashes) == Some(&'"')).then_some(hashes)

@@ -13,8 +13,9 @@ use dmalane::dma::{AnonHeap, Heap, HostConfig, MemfdHeap, PageKind};
 use dmalane::file::{FileChannel, Mode};
 use dmalane::iopt::X86_64_4Level;
 use dmalane::load::{Device, DeviceParts, Error, Input, Placement, write_sample};
+use dmalane::queue::QueueChoice;
 use dmalane::queue::{Channel, Completion, DeviceFar, Limits, OpError, Refusal, Refused, Ticket, Transfer};
-use dmalane::{FileOptions, MmChannel, SoftChannel, SoftConfig, SoftDevice, SoftParts, open_file};
+use dmalane::{FileOptions, SoftChannel, SoftConfig, SoftDevice, SoftParts, open_file};
 
 const MIB: u64 = 1 << 20;
 
@@ -81,9 +82,9 @@ fn every_setting_delivers_every_byte() {
     for placement in [Placement::Ddr, Placement::HbmHalf, Placement::Hbm] {
         for fragmentation in [0.0, 0.5, 1.0] {
             for (mm_channel, mode, workers, gather) in [
-                (MmChannel::Auto, Mode::Auto, false, 4 * MIB),
-                (MmChannel::Only(1), Mode::Buffered, true, MIB + 4096),
-                (MmChannel::Only(0), Mode::Auto, false, 64 << 10),
+                (QueueChoice::Auto, Mode::Auto, false, 4 * MIB),
+                (QueueChoice::Only(1), Mode::Buffered, true, MIB + 4096),
+                (QueueChoice::Only(0), Mode::Auto, false, 64 << 10),
             ] {
                 let mut soft = SoftDevice::open(SoftConfig {
                     card: CardConfig { workers: workers.into(), ..CardConfig::default() },
@@ -554,6 +555,7 @@ fn any_heap_will_do() {
 
 #[test]
 fn a_channel_that_the_card_lacks() {
-    let error = SoftDevice::open(SoftConfig { mm_channel: MmChannel::Only(2), ..SoftConfig::default() }).err().unwrap();
+    let error =
+        SoftDevice::open(SoftConfig { mm_channel: QueueChoice::Only(2), ..SoftConfig::default() }).err().unwrap();
     assert_eq!(error.to_string(), "the card has no channel 2, it has 2");
 }

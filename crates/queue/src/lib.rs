@@ -24,6 +24,7 @@
 
 mod balance;
 mod channel;
+mod choice;
 #[cfg(feature = "conformance")]
 pub mod conformance;
 #[cfg(feature = "conformance")]
@@ -43,6 +44,7 @@ mod wait;
 
 pub use balance::BalancePolicy;
 pub use channel::{Channel, Completion, Direction, Far, Limits, OpError, Refusal, Refused, Ticket, Transfer};
+pub use choice::{BadQueueChoice, QueueChoice};
 pub use copies::Copies;
 pub use device::{DeviceAddr, DeviceFar};
 pub use fenced::Fenced;

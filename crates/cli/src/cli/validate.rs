@@ -5,8 +5,8 @@ use std::time::Duration;
 
 use clap::Args;
 use clap::builder::{PathBufValueParser, TypedValueParser};
-use dmalane::MmChannel;
 use dmalane::file::FileDevicePaths;
+use dmalane::queue::QueueChoice;
 use dmalane::validate::{Allocation, Directions, Pages, Phase, Settings, Stop, Sweep, emulations};
 
 use crate::pci_card::PciCard;
@@ -61,7 +61,7 @@ pub struct ValidateOptions {
 
     /// The DMA channels that move the bytes: auto, one, or several like 0,1
     #[arg(long, value_name = "CHANNELS", default_value = "auto", value_parser = mm_channel)]
-    mm_channel: MmChannel,
+    mm_channel: QueueChoice,
 
     /// Only DDR
     #[arg(long, conflicts_with = "hbm_only")]
@@ -280,8 +280,8 @@ fn device(text: &str) -> Result<Device, String> {
     }
 }
 
-fn mm_channel(text: &str) -> Result<MmChannel, String> {
-    text.parse().map_err(|e: dmalane::BadMmChannel| e.to_string())
+fn mm_channel(text: &str) -> Result<QueueChoice, String> {
+    text.parse().map_err(|e: dmalane::queue::BadQueueChoice| e.to_string())
 }
 
 fn pages(text: &str) -> Result<Size, String> {

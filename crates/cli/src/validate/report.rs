@@ -3,7 +3,7 @@
 use std::fmt::Write;
 use std::time::Duration;
 
-use dmalane::link::fit::{Answer, Cause, Question};
+use dmalane::validate::link::fit::{Answer, Cause, Question};
 use dmalane::validate::{Allocation, Directions, Figure, Pages, Phase, Rate, Stop};
 use serde::Serialize;
 
@@ -199,7 +199,7 @@ pub fn json(outcome: &Outcome) -> impl Serialize + '_ {
     }
 }
 
-fn flow((stream, rate): &(dmalane::link::Stream, f64)) -> JsonFlow {
+fn flow((stream, rate): &(dmalane::validate::link::Stream, f64)) -> JsonFlow {
     let way = if stream.direction == dmalane::queue::Direction::ToHost { "read" } else { "write" };
     JsonFlow { channel: stream.channel, half: format!("{:?}", stream.half), way, mb_per_s: mb(*rate) }
 }

@@ -11,7 +11,7 @@ use dmalane_queue::Direction;
 use microlp::{ComparisonOp, OptimizationDirection, Problem, Variable};
 use thiserror::Error;
 
-use crate::{Half, Link, Stream};
+use super::{Half, Link, Stream};
 
 /// Bytes to be moved between the host and a half.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]

@@ -4,12 +4,14 @@
 //! gives a [`Report`]. First every thread writes and reads back its buffers, all of them before any is compared, so that threads that
 //! share addresses show. Then each figure is measured for a while and the bytes that it moved last are compared; where they are
 //! not right, the report has no figure. [`fit_link`] measures what tells the limits of a card apart, and fits a model to it.
+#![forbid(unsafe_code)]
 
 mod ceiling;
 mod desk;
 mod fit;
 mod kept;
 mod lanes;
+pub mod link;
 mod measure;
 mod place;
 mod sweep;
@@ -22,10 +24,8 @@ use std::time::Duration;
 
 use dmalane_addr::CardAddr;
 use dmalane_dma::PageKind;
-use dmalane_queue::{OpError, Refusal};
+use dmalane_queue::{OpError, QueueChoice, Refusal};
 use thiserror::Error;
-
-use crate::MmChannel;
 
 pub use fit::{FitReport, FitSettings, fit_link};
 pub use measure::{run, run_into};
@@ -83,7 +83,7 @@ pub struct Settings {
     /// Which memories; an empty list for all that the device has.
     pub phases: Vec<Phase>,
     /// Which channels.
-    pub channels: MmChannel,
+    pub channels: QueueChoice,
     /// How threads share them.
     pub allocation: Allocation,
     /// How long.
@@ -106,7 +106,7 @@ impl Default for Settings {
             buffers: vec![16 << 20],
             offset: 0,
             phases: Vec::new(),
-            channels: MmChannel::Auto,
+            channels: QueueChoice::Auto,
             allocation: Allocation::Auto,
             stop: Stop::For(Duration::from_millis(500)),
             raw: false,
@@ -348,7 +348,7 @@ pub enum ValidateError {
     Ceiling(std::io::Error),
     /// The optimum of the link could not be found.
     #[error(transparent)]
-    Optimum(#[from] dmalane_link::Unsolved),
+    Optimum(#[from] crate::link::Unsolved),
     /// Bytes that came back wrong while limits were measured.
     #[error("{what}: byte {at} came back wrong, so there are no limits to find")]
     Wrong {

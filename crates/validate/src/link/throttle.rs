@@ -7,7 +7,7 @@
 
 use std::time::Duration;
 
-use crate::{Link, Stream};
+use super::{Link, Stream};
 
 /// Says when copies may go ahead.
 #[derive(Clone, Debug)]
@@ -57,9 +57,9 @@ impl Throttle {
 
 #[cfg(test)]
 mod tests {
+    use super::super::assumptions::all;
+    use super::super::{Half, Limit, Streams};
     use super::*;
-    use crate::assumptions::all;
-    use crate::{Half, Limit, Streams};
     use dmalane_queue::Direction;
 
     const SLICE: u64 = 64 << 10;

@@ -10,7 +10,7 @@ use std::time::Duration;
 
 use dmalane_queue::Direction;
 
-use crate::{Half, Limit, Link, ModelError, Stream, Streams};
+use super::{Half, Limit, Link, ModelError, Stream, Streams};
 
 /// Streams that ran at once, each with its rate (bytes per second).
 #[derive(Clone, PartialEq, Debug)]

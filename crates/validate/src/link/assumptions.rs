@@ -9,7 +9,7 @@ use std::time::Duration;
 use dmalane_addr::CardAddr;
 use dmalane_queue::Direction;
 
-use crate::{Copy, Demand, Half, Limit, Link, Streams};
+use super::{Copy, Demand, Half, Limit, Link, Streams};
 
 /// A link, and what it assumes.
 pub struct Assumption {

@@ -4,14 +4,14 @@ use std::collections::HashMap;
 use std::os::unix::fs::FileExt;
 use std::time::{Duration, Instant};
 
+use crate::link::{Demand, Half, best_rate};
 use dmalane_dma::{AnonHeap, CopyHint, CpuBuf, Heap, SharedBuf};
 use dmalane_file::FileDevice;
-use dmalane_link::{Demand, Half, best_rate};
 use dmalane_queue::Direction;
 
-use super::lanes::Lane;
-use super::target::{Ceiling, Target};
-use super::{Directions, Stop, ValidateError};
+use crate::lanes::Lane;
+use crate::target::{Ceiling, Target};
+use crate::{Directions, Stop, ValidateError};
 
 /// A ceiling is not measured for longer.
 const MOST: Duration = Duration::from_millis(500);
@@ -33,7 +33,7 @@ impl Ceiling {
 
 impl Target {
     /// What is possible at best of what `lanes` (with the walks up and down) have just done, in bytes per second.
-    pub(super) fn ceiling(
+    pub(crate) fn ceiling(
         &self,
         lanes: &[Lane],
         way: Directions,

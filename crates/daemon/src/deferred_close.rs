@@ -30,9 +30,9 @@ struct Users {
 
 /// What is still to be closed.
 #[derive(Clone, Default)]
-pub(crate) struct Disposal(Arc<Users>);
+pub(crate) struct DeferredClose(Arc<Users>);
 
-impl Disposal {
+impl DeferredClose {
     /// Has descriptors closed that came from this user, or over a connection of its.
     pub(crate) fn put(&self, uid: u32, fds: impl IntoIterator<Item = OwnedFd>) {
         let mut users = self.0.users.lock().unwrap_or_else(PoisonError::into_inner);

@@ -2,15 +2,15 @@
 
 use std::time::Duration;
 
+use crate::link::Stream;
+use crate::link::fit::{Fit, Measured, fit, plan};
 use dmalane_addr::CardAddr;
-use dmalane_link::Stream;
-use dmalane_link::fit::{Fit, Measured, fit, plan};
 use dmalane_queue::Direction;
 
-use super::lanes::{Job, Lane, go};
-use super::target::Target;
-use super::walk::Walk;
-use super::{Event, Phase, Stop, ValidateError};
+use crate::lanes::{Job, Lane, go};
+use crate::target::Target;
+use crate::walk::Walk;
+use crate::{Event, Phase, Stop, ValidateError};
 
 /// Bytes of a transfer, and transfers that each stream keeps in flight.
 const CHUNK: u64 = 128 << 10;
@@ -47,7 +47,7 @@ pub struct FitReport {
     pub fit: Fit,
 }
 
-/// Runs each set of streams of the plan of [`dmalane_link::fit`], compares the bytes, and fits limits to the rates.
+/// Runs each set of streams of the plan of [`crate::link::fit`], compares the bytes, and fits limits to the rates.
 ///
 /// # Errors
 /// [`ValidateError::NothingToFit`] for a device without halves; [`ValidateError::Wrong`], and what else keeps it from measuring.

@@ -7,13 +7,13 @@ use dmalane_addr::{Access, CardAddr};
 use dmalane_dma::{BufferRef, BufferSlice, HostBus, SharedBuf};
 use dmalane_queue::{Channel, DeviceAddr, DeviceFar, Direction, Latency, Refusal, Registered, Ticket, Transfer};
 
-use super::ValidateError;
+use crate::ValidateError;
 
 /// Bytes compared or filled at a time.
 const BLOCK: usize = 64 << 10;
 
 /// A piece of the device that a piece of a buffer goes to and from.
-pub(super) struct Stretch {
+pub(crate) struct Stretch {
     pub at: CardAddr,
     /// `None` while it is in flight.
     part: Option<BufferSlice>,
@@ -22,7 +22,7 @@ pub(super) struct Stretch {
 }
 
 /// A buffer and its place.
-pub(super) struct Walk {
+pub(crate) struct Walk {
     pub stretches: Vec<Stretch>,
     pub direction: Direction,
     share: BufferRef,
@@ -37,7 +37,7 @@ pub(super) struct Walk {
 
 /// What a walk has moved.
 #[derive(Clone, Default)]
-pub(super) struct Moved {
+pub(crate) struct Moved {
     pub passes: u64,
     pub bytes: u64,
     /// From the first beginning to the last end.

@@ -7,22 +7,22 @@ use std::time::{Duration, Instant};
 use dmalane_dma::HostBus;
 use dmalane_queue::{Channel, Completion, DeviceAddr, DeviceFar, Direction, HaltWatch};
 
-use super::target::SLOWEST;
-use super::walk::Walk;
-use super::{Phase, Rate, Stop, ValidateError};
+use crate::target::SLOWEST;
+use crate::walk::Walk;
+use crate::{Phase, Rate, Stop, ValidateError};
 
 /// How long a thread waits for a channel that it has stopped to let go of its buffers.
 const SETTLE: Duration = Duration::from_secs(if cfg!(test) { 1 } else { 5 });
 
 /// What a thread works with.
-pub(super) struct Lane {
+pub(crate) struct Lane {
     pub channel: Box<dyn Channel<Far = DeviceFar>>,
     pub walks: Vec<Walk>,
 }
 
 /// What all threads do.
 #[derive(Clone, Copy)]
-pub(super) struct Job<'a> {
+pub(crate) struct Job<'a> {
     /// For messages.
     pub phase: Phase,
     pub stop: Stop,
@@ -89,7 +89,7 @@ impl Common {
 ///
 /// # Errors
 /// The first failure of any; what the others move then still ends.
-pub(super) fn go(
+pub(crate) fn go(
     lanes: &mut [Lane],
     bus: &dyn HostBus,
     job: Job<'_>,
@@ -228,7 +228,7 @@ impl Lane {
 
 /// What the walks at this place of all lanes have moved together. All places are divided by the same time, until the last of any had
 /// ended: ways that run at once do not count as faster for ending earlier.
-pub(super) fn rate(lanes: &[Lane], place: usize) -> Option<Rate> {
+pub(crate) fn rate(lanes: &[Lane], place: usize) -> Option<Rate> {
     let took = lanes.iter().flat_map(|lane| &lane.walks).map(|walk| walk.moved.took).max()?;
     let mut latency = dmalane_queue::Latency::default();
     let (mut bytes, mut buffers) = (0, 0);

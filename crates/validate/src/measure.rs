@@ -3,14 +3,13 @@
 use std::sync::atomic::Ordering;
 
 use dmalane_dma::PageKind;
-use dmalane_queue::{AddressPolicy, BalancePolicy, Channel, DeviceFar, Direction, Policy, Split};
+use dmalane_queue::{AddressPolicy, BalancePolicy, Channel, DeviceFar, Direction, Policy, QueueChoice, Split};
 
-use super::lanes::{Job, Lane, go, rate};
-use super::place::Layout;
-use super::target::{Ceiling, Target};
-use super::walk::Walk;
-use super::{Allocation, Directions, Event, Figure, Integrity, Pages, Phase, Report, Settings, Stop, ValidateError};
-use crate::MmChannel;
+use crate::lanes::{Job, Lane, go, rate};
+use crate::place::Layout;
+use crate::target::{Ceiling, Target};
+use crate::walk::Walk;
+use crate::{Allocation, Directions, Event, Figure, Integrity, Pages, Phase, Report, Settings, Stop, ValidateError};
 
 const PAGE: u64 = 4096;
 const HUGE: u64 = 2 << 20;
@@ -151,9 +150,9 @@ fn check(target: &Target, settings: &Settings) -> Result<Vec<usize>, ValidateErr
     }
     let has = target.channels();
     let channels: Vec<usize> = match &settings.channels {
-        MmChannel::Auto => (0..has).collect(),
-        MmChannel::Only(channel) => vec![*channel],
-        MmChannel::List(list) => list.clone(),
+        QueueChoice::Auto => (0..has).collect(),
+        QueueChoice::Only(channel) => vec![*channel],
+        QueueChoice::List(list) => list.clone(),
     };
     if let Some(&wanted) = channels.iter().find(|c| **c >= has) {
         return Err(ValidateError::NoChannel { wanted, has });

@@ -9,7 +9,6 @@ use dmalane_file::{FileDeviceOptions, FileDevicePaths};
 use dmalane_queue::{Channel, Completion, DeviceFar, Direction, Limits, Refused, Ticket, Transfer};
 
 use super::*;
-use crate::CardUse;
 
 const MIB: u64 = 1 << 20;
 
@@ -59,11 +58,11 @@ fn the_software_card_passes_in_every_way() {
     }
     let target = soft(CardConfig::default(), None);
     for (raw, registered, allocation, channels, threads) in [
-        (true, true, Allocation::Auto, MmChannel::Auto, 3),
-        (false, false, Allocation::Paired, MmChannel::Auto, 5),
-        (true, false, Allocation::Paired, MmChannel::Only(1), 1),
-        (false, true, Allocation::Auto, MmChannel::List(vec![1, 0]), 4),
-        (false, true, Allocation::Auto, MmChannel::Only(0), 1),
+        (true, true, Allocation::Auto, QueueChoice::Auto, 3),
+        (false, false, Allocation::Paired, QueueChoice::Auto, 5),
+        (true, false, Allocation::Paired, QueueChoice::Only(1), 1),
+        (false, true, Allocation::Auto, QueueChoice::List(vec![1, 0]), 4),
+        (false, true, Allocation::Auto, QueueChoice::Only(0), 1),
     ] {
         let buffers = vec![4096, 12288, 132 << 10];
         let pages = vec![Pages::Small];
@@ -99,7 +98,7 @@ fn files_pass_and_are_left_as_they_were() {
         };
         assert_eq!((needed, have), (4 * MIB + 4096, 4 * MIB));
         assert!(matches!(
-            run(&target, &Settings { channels: MmChannel::Only(1), ..quick() }, &mut |_| {}),
+            run(&target, &Settings { channels: QueueChoice::Only(1), ..quick() }, &mut |_| {}),
             Err(ValidateError::NoChannel { wanted: 1, has: 1 })
         ));
         let hbm = run(&target, &Settings { phases: vec![Phase::Hbm], ..quick() }, &mut |_| {});
@@ -124,8 +123,8 @@ fn settings_that_make_no_sense_are_refused() {
         (Settings { buffers: vec![32 * MIB], ..quick() }, "the buffers with the offset need"),
         (Settings { stop: Stop::After(0), ..quick() }, "a number of iterations of 0"),
         (Settings { stop: Stop::For(Duration::ZERO), ..quick() }, "no time"),
-        (Settings { channels: MmChannel::Only(2), ..quick() }, "no channel 2, it has 2"),
-        (Settings { channels: MmChannel::List(vec![0, 0]), ..quick() }, "named twice"),
+        (Settings { channels: QueueChoice::Only(2), ..quick() }, "no channel 2, it has 2"),
+        (Settings { channels: QueueChoice::List(vec![0, 0]), ..quick() }, "named twice"),
         (Settings { phases: vec![Phase::Device], ..quick() }, "the device has no device"),
     ] {
         let said = refused(settings);
@@ -441,10 +440,9 @@ fn a_card_on_any_bus_can_be_measured() {
     let card = CardConfig { ddr: 64 * MIB, hbm: 64 * MIB, ..CardConfig::default() };
     let bus: Arc<dmalane_card::SoftBus> = Arc::new(dmalane_card::SoftBus::new(host, card).unwrap());
     // Channels may be balanced where they work at the same time.
-    for how in [CardUse::vfio(), CardUse::vfio_user()] {
-        assert!(Target::card("a card".to_owned(), bus.clone(), &how, None).unwrap().apart);
-    }
-    let target = Target::card("a card".to_owned(), bus, &CardUse::default(), Some(16)).unwrap();
+    let heap = dmalane_dma::AnonHeap::new();
+    assert!(Target::card("a card".to_owned(), bus.clone(), &heap, true, None).unwrap().apart);
+    let target = Target::card("a card".to_owned(), bus, &heap, false, Some(16)).unwrap();
     assert!(!target.apart);
     assert_eq!((target.name.as_str(), target.notes[0].as_str()), ("a card", "2 channels, rings of 16"));
     let report = check(&target, &quick());
@@ -474,7 +472,7 @@ fn an_error_before_a_device_hangs_is_the_one_that_is_told() {
     // Of the two transfers of a thread the first fails, and the second does not end.
     let inner = Wrong { inner: Box::new(target.desks[0].seat()), fault: Fault::Fails(0), done: 0 };
     target.desks[0] = desk::Desk::new(Hangs::new(Box::new(inner), 1, false));
-    let (channels, pages) = (MmChannel::Only(0), vec![Pages::Small]);
+    let (channels, pages) = (QueueChoice::Only(0), vec![Pages::Small]);
     let settings = Settings { threads: 1, raw: true, phases: vec![Phase::Ddr], channels, pages, ..quick() };
     let error = run(&target, &settings, &mut |_| {}).unwrap_err();
     assert!(matches!(error, ValidateError::Failed { .. }) && target.hangs(), "{error}");
@@ -490,7 +488,7 @@ fn seats_of_a_device_that_hangs_wait_together() {
     let settings = Settings {
         threads,
         phases: vec![Phase::Ddr],
-        channels: MmChannel::Only(0),
+        channels: QueueChoice::Only(0),
         pages: vec![Pages::Small],
         ..quick()
     };

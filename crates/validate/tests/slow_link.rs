@@ -3,11 +3,11 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use dmalane::addr::Access;
-use dmalane::card::{Card, CardConfig, SoftBus};
-use dmalane::dma::{AnonHeap, Heap, HostConfig, SoftHost};
-use dmalane::link::{Half, Limit, Link, Slow, Streams};
-use dmalane::queue::{BalancePolicy, Channel, DeviceAddr, DeviceFar, Direction, Registered, Split, Transfer, run};
+use dmalane_addr::Access;
+use dmalane_card::{Card, CardConfig, SoftBus};
+use dmalane_dma::{AnonHeap, Heap, HostConfig, SoftHost};
+use dmalane_queue::{BalancePolicy, Channel, DeviceAddr, DeviceFar, Direction, Registered, Split, Transfer, run};
+use dmalane_validate::link::{Half, Limit, Link, Slow, Streams};
 
 const MIB: usize = 1 << 20;
 const PATIENCE: Duration = Duration::from_secs(60);

@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 
 use dmalane_queue::{Channel, Completion, Direction, Limits, Refused, Ticket, Transfer};
 
-use crate::{Half, Link, Stream, Throttle};
+use super::{Half, Link, Stream, Throttle};
 
 /// What late polls may catch up with.
 const BURST: Duration = Duration::from_millis(1);

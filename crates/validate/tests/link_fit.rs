@@ -2,9 +2,9 @@
 
 use std::time::Duration;
 
-use dmalane_link::fit::{Answer, Cause, Directions, Measured, Memory, Question, emulate, fit, plan};
-use dmalane_link::{Half, Limit, Link, Stream, Streams};
 use dmalane_queue::Direction;
+use dmalane_validate::link::fit::{Answer, Cause, Directions, Measured, Memory, Question, emulate, fit, plan};
+use dmalane_validate::link::{Half, Limit, Link, Stream, Streams};
 
 const GB: f64 = 1e9;
 

@@ -2,8 +2,8 @@
 
 use std::time::Duration;
 
-use dmalane_link::{Copy, Demand, Half, Limit, Link, Rig, Stream, Streams, best_rate, shortest};
 use dmalane_queue::{AddressPolicy, Direction};
+use dmalane_validate::link::{Copy, Demand, Half, Limit, Link, Rig, Stream, Streams, best_rate, shortest};
 use proptest::prelude::*;
 
 const GB: f64 = 1e9;

@@ -2,9 +2,9 @@
 
 use std::time::Duration;
 
-use dmalane::card::CardConfig;
-use dmalane::link::fit::{Answer, Cause, Directions as Side, Memory, Question};
-use dmalane::validate::{FitSettings, SoftTarget, Target, fit_link};
+use dmalane_card::CardConfig;
+use dmalane_validate::link::fit::{Answer, Cause, Directions as Side, Memory, Question};
+use dmalane_validate::{FitSettings, SoftTarget, Target, fit_link};
 
 /// What the fit must say of each assumption of the policy study. A busy machine may need more than one try.
 #[test]

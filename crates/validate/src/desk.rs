@@ -20,7 +20,7 @@ type Any = dyn Channel<Far = DeviceFar>;
 
 /// A channel behind a lock. Whoever polls, polls for all.
 #[derive(Clone)]
-pub(super) struct Desk(Arc<Shared>);
+pub(crate) struct Desk(Arc<Shared>);
 
 struct Shared {
     limits: Limits,
@@ -50,7 +50,7 @@ struct State {
 }
 
 /// The right to use a [`Desk`].
-pub(super) struct Seat {
+pub(crate) struct Seat {
     desk: Desk,
     number: usize,
     in_flight: usize,

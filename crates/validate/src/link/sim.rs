@@ -13,7 +13,7 @@ use dmalane_queue::{
     Channel, Clock, Completion, Direction, Far, Limits, OpError, Policy, Refusal, Refused, Split, Ticket, Transfer,
 };
 
-use crate::{Half, Link, Stream};
+use super::{Half, Link, Stream};
 
 /// Operations in flight on a modelled channel, at most.
 const CAPACITY: usize = 256;

@@ -12,7 +12,7 @@
 //! ```
 //! use std::time::Duration;
 //! use dmalane_queue::{BalancePolicy, Direction};
-//! use dmalane_link::{Copy, Demand, Half, Limit, Link, Rig, Streams, best_rate};
+//! use dmalane_validate::link::{Copy, Demand, Half, Limit, Link, Rig, Streams, best_rate};
 //!
 //! // Two channels of which one is slower.
 //! let channel = |c, rate| Limit::constant(format!("channel {c}"), Streams { channel: Some(c), ..Streams::ALL }, rate);
@@ -27,7 +27,6 @@
 //! assert!((best - 18e9).abs() < 1.0 && got > 0.97 * best);
 //! # Ok::<(), Box<dyn std::error::Error>>(())
 //! ```
-#![forbid(unsafe_code)]
 
 pub mod assumptions;
 pub mod fit;

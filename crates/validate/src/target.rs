@@ -6,18 +6,17 @@ use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
 use std::time::Duration;
 
+use crate::link::{Half, Limit, Link, Slow, assumptions};
 use dmalane_addr::{CardAddr, Span};
 use dmalane_card::{Card, CardChannel, CardConfig, SoftBus, Workers};
 use dmalane_dma::{AnonHeap, Heap, HostBus, HostConfig, MemfdHeap, PageKind, SoftHost};
 use dmalane_file::{FileDevice, FileDeviceOptions, FileDevicePaths};
-use dmalane_link::{Half, Limit, Link, Slow, assumptions};
 use dmalane_queue::{Area, Channel, DeviceAddr, DeviceFar, Route};
 
-use super::desk::Desk;
-use super::kept::Kept;
-use super::place::Memories;
-use super::{Phase, ValidateError};
-use crate::CardUse;
+use crate::desk::Desk;
+use crate::kept::Kept;
+use crate::place::Memories;
+use crate::{Phase, ValidateError};
 
 /// A modelled link is this many times slower than what it stands for: its rates must be far below what the machine copies.
 pub const SLOWER: f64 = 50.0;
@@ -28,23 +27,23 @@ pub struct Target {
     pub name: String,
     /// How it is driven, for people; a line each.
     pub notes: Vec<String>,
-    pub(super) bus: Arc<dyn HostBus>,
-    pub(super) desks: Vec<Desk>,
-    pub(super) memories: Memories,
-    pub(super) areas: Vec<Area>,
-    pub(super) ceiling: Ceiling,
+    pub(crate) bus: Arc<dyn HostBus>,
+    pub(crate) desks: Vec<Desk>,
+    pub(crate) memories: Memories,
+    pub(crate) areas: Vec<Area>,
+    pub(crate) ceiling: Ceiling,
     /// Its channels work at the same time.
-    pub(super) apart: bool,
+    pub(crate) apart: bool,
     /// Its bus can map only what another process can have.
     lent: bool,
     /// See [`PATIENCE`].
-    pub(super) patience: Duration,
+    pub(crate) patience: Duration,
     /// It is to be left alone.
-    pub(super) told: Arc<AtomicBool>,
+    pub(crate) told: Arc<AtomicBool>,
 }
 
 /// What is measured beside a figure.
-pub(super) enum Ceiling {
+pub(crate) enum Ceiling {
     /// Copies in memory.
     Copies,
     /// Plain calls on the same files.
@@ -55,7 +54,7 @@ pub(super) enum Ceiling {
 
 /// The halves of a card's memories.
 #[derive(Clone, Copy, Debug)]
-pub(super) struct Halves {
+pub(crate) struct Halves {
     ddr: Span<CardAddr>,
     hbm: [Span<CardAddr>; 2],
 }
@@ -95,7 +94,7 @@ pub struct SoftTarget {
     /// The name of a link that the card seems to hang off, one of [`emulations`].
     pub emulate: Option<String>,
     /// With how much a modelled link catches up when its threads did not get to run; `None` for a millisecond. It moves as much
-    /// more after idle time. For [`fit_link`](super::fit_link) on busy machines.
+    /// more after idle time. For [`fit_link`](crate::fit_link) on busy machines.
     pub catch_up: Option<Duration>,
 }
 
@@ -181,24 +180,25 @@ impl Target {
         Ok(Self { name, notes, bus, desks, memories, areas, ceiling, apart, lent: false, patience, told })
     }
 
-    /// A card behind any bus, such as that of a daemon; with rings of so many entries, `None` for what the driver chooses. Of `how`, the heap is
-    /// for the rings, and `apart` says whether channels may be balanced. Buffers are memfds of ordinary or transparent huge pages.
+    /// A card behind any bus, such as that of a daemon, with rings of `ring` entries, `None` for the driver's choice. The heap is for
+    /// the rings; buffers are memfds of ordinary or transparent huge pages. `concurrent`: the channels work at the same time, so they
+    /// may be balanced.
     ///
     /// # Errors
     /// [`ValidateError::Card`].
     pub fn card<B: HostBus + 'static>(
         name: String,
         bus: Arc<B>,
-        how: &CardUse,
+        heap: &dyn Heap,
+        concurrent: bool,
         ring: Option<usize>,
     ) -> Result<Self, ValidateError> {
-        let Opened { driver, channels, halves, entries } = Opened::new(&bus, &*how.heap, ring)?;
+        let Opened { driver, channels, halves, entries } = Opened::new(&bus, heap, ring)?;
         let notes = vec![format!("{} channels, rings of {entries}", channels.len())];
         let desks = channels.into_iter().map(Desk::new).collect();
         let memories = Memories::Card { ddr: halves.ddr, hbm: halves.hbm };
         let (areas, patience, told, ceiling) = (driver.areas(), PATIENCE, Arc::default(), Ceiling::Copies);
-        let apart = how.apart;
-        Ok(Self { name, notes, bus, desks, memories, areas, ceiling, apart, lent: true, patience, told })
+        Ok(Self { name, notes, bus, desks, memories, areas, ceiling, apart: concurrent, lent: true, patience, told })
     }
 
     /// A device that is a file, or two. What a regular file or a block device holds is put back after a measurement; what a
@@ -227,7 +227,7 @@ impl Target {
     }
 
     /// Where buffers with the best pages of this kind come from; `None` for the best there are.
-    pub(super) fn heap(&self, best: Option<PageKind>) -> Box<dyn Heap> {
+    pub(crate) fn heap(&self, best: Option<PageKind>) -> Box<dyn Heap> {
         match (self.lent, best) {
             (false, None) => Box::new(AnonHeap::new()),
             (false, Some(best)) => Box::new(AnonHeap::starting_at(best)),
@@ -250,7 +250,7 @@ impl Target {
     }
 
     /// The halves of a card.
-    pub(super) fn halves(&self) -> Option<Halves> {
+    pub(crate) fn halves(&self) -> Option<Halves> {
         match self.memories {
             Memories::Card { ddr, hbm } => Some(Halves { ddr, hbm }),
             Memories::One(_) => None,
@@ -258,7 +258,7 @@ impl Target {
     }
 
     /// The areas as a policy over these channels sees them.
-    pub(super) fn areas_for(&self, channels: &[usize]) -> Vec<Area> {
+    pub(crate) fn areas_for(&self, channels: &[usize]) -> Vec<Area> {
         let route = |route| match route {
             Route::Channel(c) => channels.iter().position(|of| *of == c).map_or(Route::Shared, Route::Channel),
             Route::Shared => Route::Shared,
@@ -267,7 +267,7 @@ impl Target {
     }
 
     /// What the device holds there, if it is a file that holds something for good.
-    pub(super) fn keep(&self, offset: u64, len: u64, beside: u64) -> Result<Option<Kept>, ValidateError> {
+    pub(crate) fn keep(&self, offset: u64, len: u64, beside: u64) -> Result<Option<Kept>, ValidateError> {
         match &self.ceiling {
             Ceiling::Files(node) => Kept::read(node.files().0, offset, len, beside),
             _ => Ok(None),
@@ -275,7 +275,7 @@ impl Target {
     }
 
     /// True while the device still has what no thread waits for any more.
-    pub(super) fn hangs(&self) -> bool {
+    pub(crate) fn hangs(&self) -> bool {
         self.desks.iter().any(|desk| desk.in_flight() > 0)
     }
 
@@ -287,6 +287,6 @@ impl Target {
 }
 
 /// How long nothing may end before a device counts as stuck, besides the time that a buffer takes at [`SLOWEST`].
-pub(super) const PATIENCE: Duration = Duration::from_secs(20);
+pub(crate) const PATIENCE: Duration = Duration::from_secs(20);
 /// Bytes per second that a device moves at least, unless it is stuck.
-pub(super) const SLOWEST: u64 = 4_000_000;
+pub(crate) const SLOWEST: u64 = 4_000_000;

@@ -4,7 +4,7 @@ use std::fmt;
 
 use dmalane_addr::{CardAddr, Span};
 
-use super::ValidateError;
+use crate::ValidateError;
 
 /// The longest stripe: as long as `--placement hbm` makes them.
 const STRIPE: u64 = 2 << 20;
@@ -36,7 +36,7 @@ impl fmt::Display for Phase {
 
 /// The memories of a device.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub(super) enum Memories {
+pub(crate) enum Memories {
     Card {
         ddr: Span<CardAddr>,
         hbm: [Span<CardAddr>; 2],
@@ -47,7 +47,7 @@ pub(super) enum Memories {
 
 /// How buffers are laid out.
 #[derive(Clone, Copy, Debug)]
-pub(super) struct Layout {
+pub(crate) struct Layout {
     pub memories: Memories,
     /// Bytes at the front of each memory that are left alone.
     pub offset: u64,

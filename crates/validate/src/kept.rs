@@ -7,10 +7,10 @@ use std::os::unix::fs::{FileExt, FileTypeExt};
 
 use rustix::fs::{FallocateFlags, SeekFrom, fallocate, seek};
 
-use super::ValidateError;
+use crate::ValidateError;
 
 /// Bytes that are put back when this is dropped.
-pub(super) struct Kept {
+pub(crate) struct Kept {
     file: File,
     pieces: Vec<(u64, Piece)>,
     done: bool,
