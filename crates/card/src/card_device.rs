@@ -26,6 +26,8 @@ pub struct CardDevice<B: Mmio> {
 pub struct CardUse {
     /// What to call it, for people.
     pub name: String,
+    /// More about it, for people.
+    pub notes: Vec<String>,
     /// Its queues work at the same time, so that they may be balanced (`docs/bench/policy.md`).
     pub concurrent: bool,
     /// Entries of each ring; `None` for what the driver chooses.
@@ -56,7 +58,7 @@ impl<B: Mmio + 'static> CardDevice<B> {
         let entries = queues.first().map_or(0, |q| q.limits().capacity);
         let info = DeviceInfo {
             name: how.name,
-            notes: vec![format!("{} channels, rings of {entries}", queues.len())],
+            notes: std::iter::once(format!("{} channels, rings of {entries}", queues.len())).chain(how.notes).collect(),
             polled: !bus.works_alone(),
             concurrent: how.concurrent,
         };

@@ -154,6 +154,19 @@ impl DeviceMemory {
         Ok(table)
     }
 
+    /// The largest buffer that could be allocated there now, in bytes; 0 where there is no such region.
+    pub fn room(&self, placement: &Placement) -> u64 {
+        let free = |name: &str| self.areas.iter().filter(move |(r, _)| r.group == name).map(|(_, a)| a.largest_free());
+        match placement {
+            Placement::Default => self.areas.first().map_or(0, |(_, a)| a.largest_free()),
+            Placement::OneOf(group) => free(group).max().unwrap_or(0),
+            Placement::Named(name) => match self.areas.iter().find(|(r, _)| r.name == *name) {
+                Some((_, area)) => area.largest_free(),
+                None => free(name).min().map_or(0, |least| least * free(name).count() as u64),
+            },
+        }
+    }
+
     /// Gives back what was allocated.
     ///
     /// # Errors
@@ -274,6 +287,9 @@ mod tests {
         m.free(all.segments()).unwrap();
         assert_eq!(m.free_bytes(), free);
         assert!(m.free([Segment { addr: CardAddr::new(64 * MIB), len: 4096 }]).is_err(), "no such memory");
+        for (placement, room) in [("default", 64), ("hbm", 64), ("hbm-half", 32), ("hbm0", 32), ("nvm", 0)] {
+            assert_eq!(m.room(&placement.parse().unwrap()), room * MIB, "{placement}");
+        }
         // The roomiest region, and of equals the first.
         assert_eq!(m.reserve(63 * MIB).unwrap().first().bits(), 0);
         assert_eq!(m.reserve(5000).unwrap().len(), 8192);
