@@ -1,5 +1,4 @@
 //! Benchmarks of dmalane: each checks its answer and prints ratios of one run.
-#![deny(unsafe_code)]
 
 mod alloc_read;
 mod bar_map;
@@ -18,7 +17,6 @@ mod map_sg;
 mod memory;
 mod mt19937;
 // Only what the peers' interfaces demand.
-#[allow(unsafe_code)]
 mod peers;
 mod policy;
 mod report;

@@ -7,6 +7,7 @@
 //!
 //! All of them take their tables from [`Frames`]: a warm stack of 4 KiB frames whose addresses are also their physical
 //! ones. That is the cheapest table memory they can have, so it flatters none of ours.
+#![allow(unsafe_code)]
 
 use std::cell::{Cell, RefCell};
 use std::ptr::{NonNull, with_exposed_provenance_mut};

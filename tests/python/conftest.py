@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
+sys.path.insert(0, str(Path(__file__).parents[1] / "vm"))  # for vmtest, the package behind scripts/vm
 
 from harness import Dmalane  # noqa: E402
 

@@ -31,7 +31,6 @@
 //! let a: dmalane_addr::Iova = 0x1000u64.into();
 //! ```
 #![no_std]
-#![forbid(unsafe_code)]
 
 extern crate alloc;
 

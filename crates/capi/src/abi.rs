@@ -3,6 +3,7 @@
 //! `unsafe` is what this file is for: pointers come from C. Each is looked at in [`bytes`], [`put`] or [`config`], which
 //! refuse null and lengths that no object can have; that there is as much memory as C says is the contract of every function
 //! here. Nothing keeps a pointer beyond the call but the callbacks of a VM with their `user`.
+#![allow(unsafe_code)]
 
 use std::ffi::{c_char, c_void};
 use std::os::fd::{BorrowedFd, IntoRawFd};

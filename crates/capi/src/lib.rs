@@ -5,9 +5,7 @@
 //! read or written within the length that it says, and nowhere kept. A panic ends in an error number too.
 //!
 //! The functions lock what they use, so they may be called from any thread.
-#![deny(unsafe_code)]
 
-#[allow(unsafe_code)]
 mod abi;
 mod buffers;
 mod objects;

@@ -31,7 +31,6 @@
 //! assert_eq!(&there, b"hello");
 //! # Ok::<(), Box<dyn std::error::Error>>(())
 //! ```
-#![forbid(unsafe_code)]
 
 #[cfg(target_endian = "big")]
 compile_error!("rings are little-endian, and their words are stored as the processor has them");

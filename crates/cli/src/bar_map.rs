@@ -5,7 +5,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use dmalane::addr::{Access, PageSize};
-use dmalane::vfio::{Backend, Bdf, Container, Device, Placement, page_sizes};
+use dmalane::vfio::{Backend, BarAlignment, Bdf, Container, PciDevice, page_sizes};
 use serde::Serialize;
 
 use crate::failure::Failure;
@@ -21,7 +21,7 @@ pub struct BarMapArgs {
     /// How the kernel is asked; the best way that there is otherwise.
     pub way: Option<Backend>,
     /// Where in this process.
-    pub align: Placement,
+    pub align: BarAlignment,
     /// How many times for DMA.
     pub times: u32,
     /// As JSON.
@@ -44,7 +44,7 @@ struct Report {
     /// What iommufd lacked, where it was not taken because of that.
     passed_over: Option<String>,
     /// How the BAR was mapped for DMA.
-    way: &'static str,
+    way: String,
     /// What the address was aligned to, relative to the BAR.
     alignment: u64,
     /// Into this process.
@@ -62,7 +62,7 @@ struct Run {
 
 /// Maps, unmaps, and reports.
 pub fn run(args: &BarMapArgs) -> Result<ExitCode, Failure> {
-    let container = args.way.map_or_else(Container::new, Container::only);
+    let container = args.way.map_or_else(Container::new, Container::with_backend);
     let device = container.open(&args.device)?;
     let region = match args.region {
         Some(region) => region,
@@ -73,15 +73,15 @@ pub fn run(args: &BarMapArgs) -> Result<ExitCode, Failure> {
     let began = Instant::now();
     let bar = Arc::new(device.map_bar(region, None, args.align)?);
     let mmap_ns = nanos(began.elapsed());
-    let mut way = "";
+    let mut way = String::new();
     let mut runs = Vec::new();
     for _ in 0..args.times {
         let peer = container.map_peer(&bar, 0..bar.len(), Access::RW)?;
-        let took = peer.took();
-        way = took.way;
+        way = peer.method().to_string();
+        let map_ns = nanos(peer.map_time());
         let began = Instant::now();
         drop(peer);
-        runs.push(Run { map_ns: nanos(took.time), unmap_ns: nanos(began.elapsed()) });
+        runs.push(Run { map_ns, unmap_ns: nanos(began.elapsed()) });
     }
     let (bytes, alignment) = (bar.len(), bar.alignment().bytes());
     let began = Instant::now();
@@ -95,8 +95,8 @@ pub fn run(args: &BarMapArgs) -> Result<ExitCode, Failure> {
         align: name(args.align),
         kernel: rustix::system::uname().release().to_string_lossy().into_owned(),
         kernel_page_sizes: page_sizes().iter().map(PageSize::bytes).collect(),
-        opened_by: container.way().map_or_else(String::new, |way| way.to_string()),
-        passed_over: container.passed_over().map(ToString::to_string),
+        opened_by: container.backend().map_or_else(String::new, |way| way.to_string()),
+        passed_over: container.iommufd_error().map(ToString::to_string),
         way,
         alignment,
         mmap_ns,
@@ -116,16 +116,16 @@ fn nanos(time: Duration) -> u64 {
 }
 
 /// The largest BAR all of which can be mapped.
-fn largest(device: &Device) -> Option<u32> {
+fn largest(device: &PciDevice) -> Option<u32> {
     let whole = device.regions().iter().filter(|r| r.index < 6 && r.mappable.contains(&(0..r.len)));
     whole.max_by_key(|r| r.len).map(|r| r.index)
 }
 
-fn name(placement: Placement) -> String {
+fn name(placement: BarAlignment) -> String {
     match placement {
-        Placement::Best => "auto".to_owned(),
-        Placement::Anywhere => "none".to_owned(),
-        Placement::Exactly(page) => page.to_string(),
+        BarAlignment::LargestPage => "auto".to_owned(),
+        BarAlignment::Any => "none".to_owned(),
+        BarAlignment::Exactly(page) => page.to_string(),
     }
 }
 
@@ -169,12 +169,12 @@ mod tests {
             device: "0000:01:00.0".into(),
             region: 2,
             bytes: 32 << 30,
-            align: name(Placement::Best),
+            align: name(BarAlignment::LargestPage),
             kernel: "7.2".into(),
             kernel_page_sizes: vec![4096, 1 << 21, 1 << 30],
             opened_by: Backend::Type1.to_string(),
             passed_over: Some("there is none".into()),
-            way: "type1",
+            way: "type1".into(),
             alignment: 1 << 30,
             mmap_ns: 12_000,
             munmap_ns: 5_400,

@@ -1,5 +1,4 @@
 //! The dmalane command line.
-#![forbid(unsafe_code)]
 
 mod bar_map;
 mod card;

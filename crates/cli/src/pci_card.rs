@@ -3,7 +3,8 @@
 use std::fmt;
 use std::path::PathBuf;
 
-use dmalane::vfio::{BadBdf, Bdf, Error};
+use dmalane::PciCardError;
+use dmalane::vfio::{BadBdf, Bdf};
 
 use crate::failure::Failure;
 
@@ -28,13 +29,13 @@ impl PciCard {
     }
 
     /// Says what kept it from being opened.
-    pub fn refused(&self, error: &Error) -> Failure {
+    pub fn refused(&self, error: &PciCardError) -> Failure {
         let failure = Failure::because(format!("cannot use {self}"), error);
         match (self, error) {
-            (Self::VfioUser(_), Error::Kernel { .. }) => {
+            (Self::VfioUser(_), PciCardError::VfioUser(_)) => {
                 failure.hint("dmalane card serve --vfio-user SOCKET serves one, to one client at a time")
             }
-            (Self::Vfio(_), Error::WrongDevice { .. }) => {
+            (Self::Vfio(_), PciCardError::NotACard { .. }) => {
                 failure.hint("`dmalane devices` lists what is bound to vfio-pci")
             }
             _ => failure,

@@ -5,7 +5,7 @@ use std::time::{Duration, Instant};
 
 use dmalane::card::regs;
 use dmalane::dma::HostBus;
-use dmalane::vfio::user::UserBus;
+use dmalane::vfio_user::UserBus;
 
 #[test]
 fn a_card_is_served_to_one_client() {

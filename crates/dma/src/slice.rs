@@ -1,4 +1,5 @@
 //! Owned pieces of a shared buffer.
+#![allow(unsafe_code)]
 
 use std::sync::Arc;
 

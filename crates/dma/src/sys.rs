@@ -4,6 +4,7 @@
 //! that is readable and writable until the value is dropped. It is established by [`Region::anonymous`], [`Region::memfd`],
 //! [`Region::memfd_pieces`], [`Region::import`] and [`Region::dma_buf`]; [`Region::cut`] hands it on to disjoint pieces, which hold the mapping that they are of; a
 //! drop unmaps a whole mapping, lets go of that of a piece, or moves either, whole, into a new value for the region's home.
+#![allow(unsafe_code)]
 
 use std::io;
 use std::num::NonZeroUsize;

@@ -3,6 +3,7 @@
 //! No reference is ever made into such memory. Single words go through atomics; bulk copies on x86-64 are inline
 //! assembly, which to the compiler is an outside agent like the device itself, so a torn copy is torn data and nothing
 //! worse. On other processors bulk copies are `ptr::copy`; there the same holds in practice but not by the letter.
+#![allow(unsafe_code)]
 
 use std::marker::PhantomData;
 use std::ptr::NonNull;

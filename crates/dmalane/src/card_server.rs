@@ -11,7 +11,7 @@ use std::time::{Duration, Instant};
 
 use dmalane_card::{CardConfig, CardMemory, SoftCard, regs};
 use dmalane_iopt::X86_64_4Level;
-use dmalane_vfio::user::{ClientMemory, ClientPort, Mappable, Model, RegionSpec, ServeError, serve};
+use dmalane_vfio_user::{ClientMemory, ClientPort, MappableFile, RegionSpec, ServeError, ServedDevice, serve};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::fs::Mode;
 use rustix::io::ReadWriteFlags;
@@ -57,7 +57,7 @@ pub enum CardServerError {
 
 /// Serves software cards at a socket: each client gets a new one, with its memory empty. One client at a time.
 ///
-/// QEMU from 10.1 on attaches it as `vfio-user-pci`; [`UserBus`](dmalane_vfio::user::UserBus) is a client in Rust. What a client sends is not
+/// QEMU from 10.1 on attaches it as `vfio-user-pci`; [`UserBus`](dmalane_vfio_user::UserBus) is a client in Rust. What a client sends is not
 /// trusted: at worst its own connection ends. Its memory must be memfds that are sealed against shrinking, as QEMU's are.
 pub struct CardServer {
     listener: UnixListener,
@@ -221,7 +221,7 @@ impl CardModel {
     }
 }
 
-impl Model for CardModel {
+impl ServedDevice for CardModel {
     fn region(&self, index: u32) -> RegionSpec {
         let len = match index {
             i if i == u32::from(regs::BAR_REGISTERS) => REGISTERS_LEN,
@@ -230,14 +230,14 @@ impl Model for CardModel {
             CONFIG => CONFIG_LEN as u64,
             _ => 0,
         };
-        RegionSpec { len, usable: len > 0 }
+        RegionSpec { len, accessible: len > 0 }
     }
 
     /// The card's memory. What a client changes in it by itself is as what a processor writes through a BAR.
-    fn mappable(&self, region: u32) -> Option<Mappable<'_>> {
+    fn mappable(&self, region: u32) -> Option<MappableFile<'_>> {
         (region == u32::from(regs::BAR_MEMORY)).then(|| {
             let (file, areas) = self.card.memory().lend();
-            Mappable { file, areas: areas.to_vec() }
+            MappableFile { file, areas: areas.to_vec() }
         })
     }
 

@@ -25,7 +25,6 @@
 //!
 //! [`validate`] measures a device beside its ceiling, and fits a model of its link.
 //! [`AllocAndRead`] is the first half of the path alone: an open file in, a filled buffer out.
-#![forbid(unsafe_code)]
 
 mod alloc_read;
 mod card_server;
@@ -44,6 +43,7 @@ pub use dmalane_queue as queue;
 pub use dmalane_trace as trace;
 pub use dmalane_validate as validate;
 pub use dmalane_vfio as vfio;
+pub use dmalane_vfio_user as vfio_user;
 pub use dmalane_vm as vm;
 
 pub use alloc_read::{
@@ -53,7 +53,7 @@ pub use alloc_read::{
 pub use card_server::{CARD_PCI_ID, CardServer, CardServerError};
 pub use dmalane_file::Options as FileOptions;
 pub use open_file::{open_as, open_file};
-pub use pci_card::{connect_pci_card, open_pci_card};
+pub use pci_card::{PciCardError, connect_pci_card, open_pci_card};
 pub use soft::{
     CardDevice, CardParts, CardUse, JoinedChannel, SoftChannel, SoftConfig, SoftDevice, SoftError, SoftParts,
 };

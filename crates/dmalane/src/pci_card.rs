@@ -1,40 +1,66 @@
-//! A card as a PCI device: one that the kernel hands out, or one that another process serves.
+//! The card as a PCI device: bound to vfio-pci, or served by another process.
 
-use std::path::Path;
+use std::path::{Path, PathBuf};
 
-use dmalane_vfio::user::UserBus;
-use dmalane_vfio::{Bdf, Container, Error, VfioBus};
+use dmalane_vfio::{Bdf, Container, VfioBus};
+use dmalane_vfio_user::UserBus;
+use thiserror::Error;
 
 use crate::CARD_PCI_ID;
 
-const WANTED: &str = "a dmalane card (PCI ID 4c44:0001)";
+/// Why a PCI device cannot be opened as a card.
+#[derive(Debug, Error)]
+#[non_exhaustive]
+pub enum PciCardError {
+    /// The device cannot be opened through the kernel's VFIO.
+    #[error(transparent)]
+    Vfio(#[from] dmalane_vfio::Error),
+    /// The device cannot be opened over vfio-user.
+    #[error(transparent)]
+    VfioUser(#[from] dmalane_vfio_user::Error),
+    /// The PCI function is another device.
+    #[error("{bdf} is not a dmalane card (PCI ID {}): {}", id(CARD_PCI_ID), id(*found))]
+    NotACard {
+        /// The function.
+        bdf: Bdf,
+        /// Its vendor and device number.
+        found: (u16, u16),
+    },
+    /// The process serves another device.
+    #[error("the device behind {} is not a dmalane card (PCI ID {}): {}", path.display(), id(CARD_PCI_ID), id(*found))]
+    NotAServedCard {
+        /// The socket.
+        path: PathBuf,
+        /// Vendor and device number of the device.
+        found: (u16, u16),
+    },
+}
 
-/// The card that is this PCI function, bound to vfio-pci: memory is mapped for it through the kernel's IOMMU.
+/// Opens the card that is bound to vfio-pci. Its memory is mapped through the kernel's IOMMU driver.
 ///
 /// # Errors
-/// Those of [`Container::open`], each with what helps; [`Error::WrongDevice`] for a function that is something else, which stays untouched;
-/// those of [`VfioBus::new`].
-pub fn open_pci_card(bdf: &Bdf) -> Result<VfioBus, Error> {
+/// Those of [`Container::open`] and [`VfioBus::new`]; [`PciCardError::NotACard`] for another device, which is not touched.
+pub fn open_pci_card(bdf: &Bdf) -> Result<VfioBus, PciCardError> {
     let device = Container::new().open(bdf)?;
     match device.id()? {
-        CARD_PCI_ID => VfioBus::new(device),
-        other => Err(Error::WrongDevice { bdf: *bdf, wanted: WANTED, found: number(other) }),
+        CARD_PCI_ID => Ok(VfioBus::new(device)?),
+        found => Err(PciCardError::NotACard { bdf: *bdf, found }),
     }
 }
 
-/// The card that a process serves at this socket over vfio-user, as `dmalane card serve` does.
+/// Connects to the card that a process serves over vfio-user, as `dmalane card serve` does.
 ///
 /// # Errors
-/// Those of [`UserBus::connect`]; [`Error::WrongServed`] for another device.
-pub fn connect_pci_card(socket: &Path) -> Result<UserBus, Error> {
+/// Those of [`UserBus::connect`]; [`PciCardError::NotAServedCard`] for another device.
+pub fn connect_pci_card(socket: &Path) -> Result<UserBus, PciCardError> {
     let bus = UserBus::connect(socket)?;
     match bus.id()? {
         CARD_PCI_ID => Ok(bus),
-        other => Err(Error::WrongServed { path: socket.to_owned(), wanted: WANTED, found: number(other) }),
+        found => Err(PciCardError::NotAServedCard { path: socket.to_owned(), found }),
     }
 }
 
-fn number((vendor, device): (u16, u16)) -> String {
+fn id((vendor, device): (u16, u16)) -> String {
     format!("{vendor:04x}:{device:04x}")
 }
 
@@ -43,7 +69,8 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_message_names_the_number() {
-        assert!(WANTED.contains(&number(CARD_PCI_ID)));
+    fn the_message_names_both_ids() {
+        let error = PciCardError::NotACard { bdf: "0000:01:00.0".parse().unwrap(), found: (0x10ee, 0x50b4) };
+        assert_eq!(error.to_string(), "0000:01:00.0 is not a dmalane card (PCI ID 4c44:0001): 10ee:50b4");
     }
 }

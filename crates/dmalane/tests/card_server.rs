@@ -12,7 +12,7 @@ use dmalane::card::{Card, CardChannel, CardConfig, Workers, regs};
 use dmalane::dma::{AnonHeap, BufferSlice, Heap, HostBus, MemfdHeap, PageKind};
 use dmalane::queue::conformance::{Fixture, suite};
 use dmalane::queue::{Channel, DeviceAddr, DeviceFar, Direction, OpError, Registered, Transfer, drain, run};
-use dmalane::vfio::user::UserBus;
+use dmalane::vfio_user::UserBus;
 use dmalane::{CARD_PCI_ID, CardServer, CardServerError};
 
 const MIB: u64 = 1 << 20;

@@ -15,8 +15,8 @@ use dmalane::queue::conformance::{Fixture, suite};
 use dmalane::queue::{
     DeviceAddr, DeviceFar, Direction, Ended, OpError, Operation, Queue, Registered, Transfer, Work, run,
 };
-use dmalane::vfio::{BarMap, Bdf, Container, Error, Placement, VfioBus};
-use dmalane::{CARD_PCI_ID, open_pci_card};
+use dmalane::vfio::{BarAlignment, BarMap, Bdf, Container, Error, VfioBus};
+use dmalane::{CARD_PCI_ID, PciCardError, open_pci_card};
 
 const MIB: u64 = 1 << 20;
 const LONG: Duration = Duration::from_secs(60);
@@ -108,7 +108,7 @@ fn the_suite_that_every_channel_takes() {
     let (bus, card) = card();
     // The end of HBM, so that one byte more is one too many.
     let at = card.layout().hbm.last().bits() + 1 - MIB;
-    let window = bus.device().map_bar(2, Some(at..at + MIB), Placement::Best).unwrap();
+    let window = bus.device().map_bar(2, Some(at..at + MIB), BarAlignment::LargestPage).unwrap();
     let mut fixture = Under { bus: bus.clone(), card, registered: Vec::new(), window, at };
     suite(&mut fixture);
     drop(fixture);
@@ -129,7 +129,7 @@ fn it_is_a_pci_device_with_large_mappable_memory() {
     // What the processor writes through the BAR the card copies, and the other way round; where nothing was touched are zeros.
     let ddr = layout.ddr.last().bits() + 1;
     for at in [ddr / 2 - MIB, ddr - MIB, layout.hbm_half.bits() - MIB] {
-        let window = bus.device().map_bar(2, Some(at..at + MIB), Placement::Best).unwrap();
+        let window = bus.device().map_bar(2, Some(at..at + MIB), BarAlignment::LargestPage).unwrap();
         let mut bytes = vec![1; 4096];
         window.read(MIB - 4096, &mut bytes).unwrap();
         assert!(bytes.iter().all(|byte| *byte == 0), "{at:#x}");
@@ -178,7 +178,7 @@ fn reset_in_mid_transfer() {
         drop((done, queue));
         let again = transfer(&bus, filled(0xc0 | round, 4096), Direction::FromHost, 0);
         run(&mut card.channel(0).unwrap(), again, LONG).unwrap();
-        let window = bus.device().map_bar(2, Some(0..4096), Placement::Best).unwrap();
+        let window = bus.device().map_bar(2, Some(0..4096), BarAlignment::LargestPage).unwrap();
         let mut there = [0; 4096];
         window.read(0, &mut there).unwrap();
         assert_eq!(there, [0xc0 | round; 4096]);
@@ -205,7 +205,7 @@ fn a_card_that_is_unbound_while_open_is_asked_for() {
     run(&mut card.channel(0).unwrap(), transfer(&bus, filled(1, 4096), Direction::FromHost, 0), LONG).unwrap();
     drop((card, bus));
     unbinder.join().unwrap();
-    assert!(matches!(open_pci_card(&bdf), Err(Error::NotBound { driver: None, .. })));
+    assert!(matches!(open_pci_card(&bdf), Err(PciCardError::Vfio(Error::NotBound { driver: None, .. }))));
     let refused = load(&["-d", &format!("vfio:{bdf}"), "--sample", "1MiB"]);
     says(&refused, 1, &["is bound to no driver, not to vfio-pci", "driver_override"]);
     fs::write("/sys/bus/pci/drivers_probe", bdf.to_string()).unwrap();

@@ -5,6 +5,7 @@
 //! lies in `slots` under the number that the kernel will name, and with it the [`BufferSlice`] that keeps the memory mapped. Begins
 //! in [`Ring::push`]; ended only by [`Ring::reap`] (the completion was seen), [`Ring::take_back`] (the kernel never saw
 //! the request) or [`Ring::quarantine`] (the memory is never freed).
+#![allow(unsafe_code)]
 
 use std::collections::VecDeque;
 use std::fs::File;

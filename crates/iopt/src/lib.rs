@@ -28,7 +28,6 @@
 //! # Ok::<(), dmalane_iopt::Error>(())
 //! ```
 #![no_std]
-#![forbid(unsafe_code)]
 
 extern crate alloc;
 

@@ -20,7 +20,6 @@
 //!     transfer.part.view(); // moved into the channel
 //! }
 //! ```
-#![forbid(unsafe_code)]
 
 mod balance;
 mod channel;

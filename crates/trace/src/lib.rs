@@ -23,7 +23,6 @@
 //! assert_eq!(results, ["ok", "ok", "beyond_bo"]);
 //! # Ok::<(), Box<dyn std::error::Error>>(())
 //! ```
-#![forbid(unsafe_code)]
 
 mod buffers;
 mod error;

@@ -1,5 +1,6 @@
-//! What can go wrong with a device of the kernel's.
+//! Errors of PCI devices behind the kernel's VFIO.
 
+use std::fmt;
 use std::io;
 use std::path::PathBuf;
 
@@ -8,39 +9,40 @@ use thiserror::Error;
 
 use crate::Bdf;
 
-/// An error of a container, a device or its bus. The message says what helps, where something does.
+/// An error of a container, a device or its bus. The message names a fix where there is one.
 #[derive(Debug, Error)]
 #[non_exhaustive]
 pub enum Error {
-    /// There is no such PCI function.
+    /// The PCI function does not exist.
     #[error("there is no PCI device {0} (lspci -D lists them)")]
     NoDevice(Bdf),
     /// A kernel module is not loaded, or the kernel was built without it.
     #[error("{} is missing: {module} is not loaded (modprobe {module})", path.display())]
     NoModule {
-        /// What is missing.
+        /// The missing file.
         path: PathBuf,
-        /// The module that makes it.
+        /// The module that creates it.
         module: &'static str,
     },
-    /// The kernel was built without something: no module can be loaded for it.
-    #[error("{} is missing: this kernel was built without {option} ({config} says so)", path.display())]
+    /// The kernel was built without an option, so no module can be loaded for it.
+    #[error("{} is missing: this kernel was built without {option} (according to {config})", path.display())]
     NotBuilt {
-        /// What is missing.
+        /// The missing file.
         path: PathBuf,
         /// The option of the kernel's configuration.
         option: &'static str,
-        /// The file that says so.
+        /// The file with the kernel's configuration.
         config: String,
     },
-    /// The device has no file of its own, by which iommufd would take it.
+    /// The device has no file of its own, which iommufd needs.
     #[error(
-        "{0} has no file below /dev/vfio/devices: the kernel has iommufd, but not this way to a device (CONFIG_VFIO_DEVICE_CDEV, Linux 6.6)"
+        "{0} has no file below /dev/vfio/devices: the kernel has iommufd, but not device files \
+         (CONFIG_VFIO_DEVICE_CDEV, Linux 6.6)"
     )]
     NoDeviceFile(Bdf),
-    /// The device is given away without an IOMMU: it could write all memory of the machine.
+    /// The device is in VFIO's no-IOMMU mode: it could write all memory of the machine.
     #[error(
-        "{0} is in VFIO's no-IOMMU mode, in which nothing keeps the device from any memory: switch the IOMMU on instead \
+        "{0} is in VFIO's no-IOMMU mode, in which the device can access all memory: enable the IOMMU instead \
          (firmware: VT-d or AMD-Vi; kernel: intel_iommu=on; without enable_unsafe_noiommu_mode of module vfio)"
     )]
     NoProtection(Bdf),
@@ -54,183 +56,269 @@ pub enum Error {
     NotBound {
         /// The device.
         bdf: Bdf,
-        /// The driver that has it.
+        /// The driver that is bound to it.
         driver: Option<String>,
     },
     /// The device is behind no IOMMU.
     #[error(
-        "{0} is in no IOMMU group: the machine has no IOMMU or it is off (firmware: VT-d or AMD-Vi; kernel: intel_iommu=on)"
+        "{0} is in no IOMMU group: the machine has no IOMMU or it is off \
+         (firmware: VT-d or AMD-Vi; kernel: intel_iommu=on)"
     )]
     NoIommu(Bdf),
     /// This process may not open a file of VFIO.
-    #[error("no permission to open {0} (as root: chown USER {0}, or a udev rule for SUBSYSTEM==\"vfio\")", path.display())]
+    #[error(
+        "no permission to open {0} (as root: chown USER {0}, or a udev rule for SUBSYSTEM==\"vfio\")",
+        path.display()
+    )]
     NoPermission {
         /// The file.
         path: PathBuf,
     },
-    /// Another process, or another container of this one, has the group or the device.
+    /// Another process, or another container of this process, has opened the group or the device.
     #[error("{} is in use: a device, or an IOMMU group, can be opened once", path.display())]
     Busy {
         /// The file.
         path: PathBuf,
     },
-    /// Devices of the same IOMMU group are with drivers of the kernel.
-    #[error(
-        "IOMMU group {group} cannot be used while drivers of the kernel have some of its devices: {}",
-        list(others)
-    )]
+    /// Kernel drivers are bound to other devices of the same IOMMU group.
+    #[error("IOMMU group {group} cannot be used while kernel drivers use some of its devices: {}", list(others))]
     NotViable {
         /// The group.
         group: u32,
-        /// Devices of it that are not with vfio-pci, each with its driver.
+        /// The devices that are not bound to vfio-pci, each with its driver.
         others: Vec<(String, String)>,
     },
-    /// This kernel's VFIO has no IOMMU of type 1.
+    /// The kernel's VFIO has no IOMMU of type 1.
     #[error("the kernel's VFIO has no type 1 IOMMU (modprobe vfio_iommu_type1)")]
     NoType1,
-    /// The IOMMU cannot remap interrupts, so a device could forge them.
+    /// The kernel refuses the IOMMU of a group; without interrupt remapping a device could forge interrupts.
     #[error(
-        "the kernel refuses the IOMMU of group {group}: {source} (without interrupt remapping it wants \
+        "the kernel refuses the IOMMU of group {group}: {source} (without interrupt remapping it requires \
          allow_unsafe_interrupts=1 of module vfio_iommu_type1)"
     )]
     Attach {
         /// The group.
         group: u32,
-        /// The kernel's answer.
+        /// The kernel's error.
         source: io::Error,
     },
-    /// The kernel does not let iommufd have the device.
+    /// The kernel refuses to attach the device to iommufd.
     #[error(
-        "the kernel refuses {bdf} to iommufd: {source} (without interrupt remapping it wants allow_unsafe_interrupts=1 of module iommufd)"
+        "the kernel refuses to attach {bdf} to iommufd: {source} (without interrupt remapping it requires \
+         allow_unsafe_interrupts=1 of module iommufd)"
     )]
     AttachDevice {
         /// The device.
         bdf: Bdf,
-        /// The kernel's answer.
+        /// The kernel's error.
         source: io::Error,
     },
-    /// Device memory that iommufd cannot be given: it takes dma-bufs alone, and the kernel makes none of this BAR.
+    /// iommufd maps device memory as dma-bufs only, and the kernel does not export this BAR as one.
     #[error(
-        "{bdf} does not give its BARs as dma-bufs ({source}; Linux 7 with CONFIG_VFIO_PCI_DMABUF does), and iommufd takes them no other way: \
-         open both devices by type1 (--way type1)"
+        "the kernel does not export the BARs of {bdf} as dma-bufs ({source}; Linux 7 with CONFIG_VFIO_PCI_DMABUF does), \
+         and iommufd maps them no other way: open both devices by container and group (type1)"
     )]
     NoDmaBuf {
         /// The device.
         bdf: Bdf,
-        /// The kernel's answer.
+        /// The kernel's error.
         source: io::Error,
     },
-    /// An address or length to map is not whole pages of the IOMMU.
+    /// An address or length to map is not a multiple of the IOMMU's page.
     #[error("cannot map {len} bytes at {va:#x} to {iova}: all three must be multiples of {page}")]
     Unaligned {
-        /// Where the memory is in this process.
+        /// Address of the memory in this process.
         va: usize,
         /// Bytes.
         len: u64,
-        /// Where it was to appear.
+        /// Requested IOVA.
         iova: Iova,
         /// The smallest page of the IOMMU.
         page: PageSize,
     },
-    /// The IOMMU does not have all of these addresses: interrupts are there, or it is not wide enough.
-    #[error("{span} does not lie in what the IOMMU can map: {}", spans(ranges))]
+    /// The IOMMU cannot map all of these addresses: interrupts are among them, or the IOMMU is not wide enough.
+    #[error("{span} is not within the ranges that the IOMMU can map: {}", spans(ranges))]
     OutsideIova {
-        /// What was asked for.
+        /// The requested IOVAs.
         span: Span<Iova>,
-        /// What there is.
+        /// The available ranges.
         ranges: Vec<Span<Iova>>,
     },
-    /// Part of the span is mapped already.
-    #[error("part of {0} is mapped already")]
+    /// Part of the span is already mapped.
+    #[error("part of {0} is already mapped")]
     Overlap(Span<Iova>),
-    /// There is no memory at an address of this process, not all of it, or it may not be written; or it is memory of a kind that the
-    /// kernel does not pin, such as a dma-buf's mapping.
+    /// The kernel cannot pin memory: it is not mapped in this process, it is read-only, or it is of a kind that the kernel does
+    /// not pin, such as a mapping of a dma-buf.
     #[error(
         "{len} bytes at {va:#x} cannot be pinned{}: not mapped, or a mapping of a dma-buf",
         if *writable { " for writing: read-only memory" } else { "" }
     )]
     NotMemory {
-        /// Where, in this process.
+        /// Address in this process.
         va: usize,
         /// Bytes.
         len: u64,
-        /// The device was to write it.
+        /// The device should be able to write it.
         writable: bool,
     },
-    /// As many mappings as a container may have.
+    /// The container has the maximum number of mappings.
     #[error(
-        "the container has no room for one more mapping (dma_entry_limit of module vfio_iommu_type1, 65535 unless raised): map larger pieces"
+        "the container is at its limit of mappings (dma_entry_limit of module vfio_iommu_type1, 65535 unless raised): \
+         map larger buffers"
     )]
     TooMany,
-    /// More memory would be pinned than this process may lock.
+    /// The mapping would pin more memory than this process may lock.
     #[error(
-        "cannot pin {wanted} bytes: {left} are left of what may be locked (ulimit -l; raise it in /etc/security/limits.conf or LimitMEMLOCK=)"
+        "cannot pin {wanted} bytes: {left} are left of the limit on locked memory \
+         (ulimit -l; raise it in /etc/security/limits.conf or LimitMEMLOCK=)"
     )]
     Memlock {
-        /// Bytes asked for.
+        /// Bytes requested.
         wanted: u64,
         /// Bytes that may still be locked.
         left: u64,
     },
-    /// A span cuts a mapping in two; only whole ones can be unmapped.
-    #[error("{0} is not whole mappings: one can only be unmapped as it was made")]
+    /// A span covers a mapping only in part; mappings are unmapped whole.
+    #[error("{0} covers a mapping only in part: mappings can only be unmapped whole")]
     PartialUnmap(Span<Iova>),
     /// No range of IOVAs is free.
     #[error(transparent)]
     Iova(#[from] RangeError<Iova>),
-    /// The device has no such region, it has no memory, or the kernel does not let it be mapped.
-    #[error("region {region} of {bdf} {what}")]
+    /// An access to a region of a device, or a mapping of it, is not possible.
+    #[error("region {region} of {bdf} {reason}")]
     Region {
         /// The device.
         bdf: Bdf,
         /// Which region: 0 to 5 are BARs.
         region: u32,
-        /// What is wrong with it.
-        what: &'static str,
+        /// Why not.
+        reason: RegionError,
     },
-    /// A device that cannot be reset by itself.
+    /// The device cannot be reset without others.
     #[error("{0} cannot be reset alone: it has no function-level reset, and other devices are on its bus")]
     NoReset(Bdf),
-    /// A device without message-signalled interrupts.
+    /// The device has no message-signalled interrupts.
     #[error("{0} has neither MSI nor MSI-X")]
     NoInterrupts(Bdf),
-    /// The device is not what a driver drives.
-    #[error("{bdf} is not {wanted}: {found}")]
-    WrongDevice {
-        /// The device.
-        bdf: Bdf,
-        /// What the driver drives.
-        wanted: &'static str,
-        /// What was found.
-        found: String,
-    },
-    /// The device that a process serves is not what a driver drives.
-    #[error("the device behind {} is not {wanted}: {found}", path.display())]
-    WrongServed {
-        /// The socket.
-        path: PathBuf,
-        /// What the driver drives.
-        wanted: &'static str,
-        /// What was found.
-        found: String,
-    },
-    /// Memory that cannot be lent to the process of a device: it is not a memfd's.
-    #[error("the memory cannot be lent to the device's process: it is not from a memfd (MemfdHeap; --heap memfd)")]
-    NotLendable,
-    /// Everything else that the kernel, or a device's process, refused.
-    #[error("{what}: {source}")]
+    /// The kernel refused an operation for a reason without a variant of its own.
+    #[error("cannot {operation}: {source}")]
     Kernel {
-        /// What was asked.
-        what: String,
-        /// The kernel's answer.
+        /// What was attempted.
+        operation: VfioOperation,
+        /// The kernel's error.
         source: io::Error,
     },
 }
 
+/// Why a region of a device cannot be accessed or mapped.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Error)]
+#[non_exhaustive]
+pub enum RegionError {
+    /// The device has no such region.
+    #[error("does not exist")]
+    Missing,
+    /// The range is empty, or ends after the region or its mapping.
+    #[error("does not contain the requested range")]
+    OutOfRange,
+    /// The kernel read fewer bytes than requested.
+    #[error("was read only in part")]
+    ShortRead,
+    /// The kernel wrote fewer bytes than requested.
+    #[error("was written only in part")]
+    ShortWrite,
+    /// The kernel maps no part of it into processes.
+    #[error("cannot be mapped, only read and written through the kernel")]
+    NotMappable,
+    /// The kernel maps parts of the region, but not all of the requested range.
+    #[error("cannot be mapped as a whole (it holds the interrupt table): name a range")]
+    PartlyMappable,
+    /// The region, with its alignment, is longer than the address space.
+    #[error("is longer than the address space")]
+    TooLong,
+    /// The requested alignment is smaller than the pages of the running kernel.
+    #[error("cannot be aligned to less than a page of the running kernel")]
+    AlignmentBelowPage,
+    /// The range to export as a dma-buf is not whole pages.
+    #[error("can only be exported as a dma-buf in whole pages")]
+    NotWholePages,
+    /// The device's memory is disabled in its command register.
+    #[error("does not respond: the memory of its device is disabled")]
+    Disabled,
+}
+
+/// An operation that the kernel may refuse.
+#[derive(Clone, PartialEq, Eq, Debug)]
+#[non_exhaustive]
+pub enum VfioOperation {
+    /// Opening a file of VFIO or iommufd.
+    Open(PathBuf),
+    /// Querying a new container, or creating an address space in iommufd.
+    Initialize(PathBuf),
+    /// Opening a device through its group.
+    OpenDevice(Bdf),
+    /// Querying the IOMMU of a container.
+    QueryContainer,
+    /// Querying an IOMMU group.
+    QueryGroup(u32),
+    /// Querying a device.
+    QueryDevice(Bdf),
+    /// Querying the regions of a device.
+    QueryRegions(Bdf),
+    /// Querying the interrupts of a device.
+    QueryInterrupts(Bdf),
+    /// Enabling or disabling the interrupts of a device.
+    SetInterrupts(Bdf),
+    /// Creating an eventfd.
+    CreateEventFd,
+    /// Reading a region of a device.
+    ReadRegion(Bdf, u32),
+    /// Writing a region of a device.
+    WriteRegion(Bdf, u32),
+    /// Mapping a region of a device into this process.
+    MapRegion(Bdf, u32),
+    /// Exporting a region of a device as a dma-buf.
+    ExportRegion(Bdf, u32),
+    /// Resetting a device.
+    Reset(Bdf),
+    /// Mapping memory at an address of this process for the devices of a container.
+    Map {
+        /// Address in this process.
+        va: usize,
+        /// Where the devices would see it.
+        span: Span<Iova>,
+    },
+    /// Unmapping memory.
+    Unmap(Span<Iova>),
+}
+
+impl fmt::Display for VfioOperation {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Open(path) => write!(f, "open {}", path.display()),
+            Self::Initialize(path) => write!(f, "initialize {}", path.display()),
+            Self::OpenDevice(bdf) => write!(f, "open {bdf}"),
+            Self::QueryContainer => f.write_str("query the container"),
+            Self::QueryGroup(group) => write!(f, "query IOMMU group {group}"),
+            Self::QueryDevice(bdf) => write!(f, "query {bdf}"),
+            Self::QueryRegions(bdf) => write!(f, "query the regions of {bdf}"),
+            Self::QueryInterrupts(bdf) => write!(f, "query the interrupts of {bdf}"),
+            Self::SetInterrupts(bdf) => write!(f, "set the interrupts of {bdf}"),
+            Self::CreateEventFd => f.write_str("create an eventfd"),
+            Self::ReadRegion(bdf, region) => write!(f, "read region {region} of {bdf}"),
+            Self::WriteRegion(bdf, region) => write!(f, "write region {region} of {bdf}"),
+            Self::MapRegion(bdf, region) => write!(f, "map region {region} of {bdf}"),
+            Self::ExportRegion(bdf, region) => write!(f, "export region {region} of {bdf} as a dma-buf"),
+            Self::Reset(bdf) => write!(f, "reset {bdf}"),
+            Self::Map { va, span } => write!(f, "map {} bytes at {va:#x} to {}", span.len(), span.first()),
+            Self::Unmap(span) => write!(f, "unmap {span}"),
+        }
+    }
+}
+
 impl Error {
-    pub(crate) fn kernel(what: impl Into<String>) -> impl FnOnce(io::Error) -> Self {
-        let what = what.into();
-        move |source| Self::Kernel { what, source }
+    /// Wraps an error of the kernel with the operation that it refused, for `map_err`.
+    pub(crate) fn kernel(operation: VfioOperation) -> impl FnOnce(io::Error) -> Self {
+        move |source| Self::Kernel { operation, source }
     }
 }
 

@@ -1,38 +1,46 @@
-//! PCI devices that the kernel hands to user space.
+//! PCI devices through the Linux kernel's VFIO.
 //!
-//! [`Container::open`] takes a device that is bound to `vfio-pci`; [`Device`] has its regions, interrupts and reset; [`VfioBus`] is the
-//! driver's side of it as the port [`dmalane_dma::HostBus`], so that a driver that was written for the software card runs on it.
-//! The kernel is asked by iommufd and the device's own file where it has them, else by container and group ([`Backend`], [`standings`]).
-//! Memory is mapped through the kernel's IOMMU driver, at IOVAs that the IOMMU has. [`BarMap`] is a BAR mapped at an address aligned
-//! to the largest pages that the kernel can map it with. [`Edu`] drives the `edu` device of QEMU.
+//! [`Container::open`] opens a device that is bound to `vfio-pci`. [`PciDevice`] has its regions, interrupts and reset.
+//! [`VfioBus`] is the device as a driver sees it, through the port [`dmalane_dma::HostBus`]: a driver written for the software
+//! card runs on it.
+//!
+//! The kernel offers VFIO through two interfaces ([`Backend`]): iommufd with the device's own file, or a container with the
+//! device's IOMMU group. [`Container::new`] prefers iommufd; [`backends`] shows which one opens each device, and why. Memory is
+//! mapped through the kernel's IOMMU driver, at IOVAs that the IOMMU supports. [`BarMap`] is a BAR mapped at an address that is
+//! aligned to the largest pages that the kernel can map it with.
 //!
 //! ```no_run
 //! use dmalane_addr::Access;
-//! use dmalane_queue::Registered;
-//! use dmalane_dma::{AnonHeap, Heap};
+//! use dmalane_dma::{AnonHeap, Heap, HostBus};
 //! use dmalane_vfio::{Container, VfioBus};
 //!
-//! let container = Container::new();
-//! let device = container.open(&"0000:01:00.0".parse()?)?;
+//! let device = Container::new().open(&"0000:01:00.0".parse()?)?;
 //! let bus = VfioBus::new(device)?;
 //! let buf = AnonHeap::new().allocate(1 << 20)?.share();
-//! let registered = Registered::new(&bus, &buf, Access::RW)?;
-//! println!("the device sees the buffer at {}", registered.mapping().span());
+//! let mapping = bus.map(bus.pin(&buf.share())?, Access::RW)?;
+//! println!("the device sees the buffer at {}", mapping.span());
 //! # Ok::<(), Box<dyn std::error::Error>>(())
 //! ```
-#![deny(unsafe_code)] // allowed again in kernel/sys.rs, and nowhere else
 
+mod backend;
+mod bar;
 mod bdf;
-mod edu;
+mod bus;
+mod container;
+mod device;
 mod error;
-mod interrupts;
-mod kernel;
-pub mod user;
+mod faults;
+mod iommufd;
+mod pages;
+mod sys;
+mod sysfs;
 
+pub use backend::{Backend, BackendStatus, backends, check_iommufd};
+pub use bar::{BarAlignment, BarMap};
 pub use bdf::{BadBdf, Bdf};
-pub use edu::{EDU_ID, Edu, EduChannel};
-pub use error::Error;
-pub use kernel::{
-    Backend, BarMap, Container, Device, FaultLog, Peer, Placement, Region, SeenFault, Standing, Took, VfioBus,
-    no_iommufd, page_sizes, standings,
-};
+pub use bus::VfioBus;
+pub use container::{Container, PeerMapping, PeerMethod};
+pub use device::{PciDevice, PciRegion};
+pub use error::{Error, RegionError, VfioOperation};
+pub use faults::{FaultLog, IommuFault};
+pub use pages::page_sizes;

@@ -1,5 +1,7 @@
-//! What a real kernel does with the devices of a guest; run by `scripts/vm`, which says what devices there are, and by which way the kernel is
-//! asked (`DMALANE_VFIO_WAY`; type1 where it says nothing).
+//! Tests on a real kernel with the devices of a guest; `scripts/vm` runs them and provides the devices. `DMALANE_VFIO_WAY` selects the
+//! backend (type1 by default).
+
+mod edu;
 
 use std::fs;
 use std::os::unix::process::CommandExt;
@@ -15,15 +17,18 @@ use dmalane_dma::{
 };
 use dmalane_queue::conformance::{Fixture, suite};
 use dmalane_queue::{Channel, DeviceAddr, DeviceFar, Direction, OpError, Registered, Transfer, run};
-use dmalane_vfio::{Backend, Bdf, Container, Edu, EduChannel, Error, FaultLog, Placement, VfioBus, standings};
+use dmalane_vfio::{
+    Backend, BarAlignment, Bdf, Container, Error, FaultLog, PeerMethod, RegionError, VfioBus, backends,
+};
+use edu::{Edu, EduChannel};
 
 const LONG: Duration = Duration::from_secs(30);
 
-/// Where the interrupts of this machine are, which memory cannot be mapped to: x86 says where, and Linux decides it for Arm.
+/// The addresses of interrupts, to which memory cannot be mapped: fixed on x86, chosen by Linux on Arm.
 const INTERRUPTS: (u64, u64) =
     if cfg!(target_arch = "aarch64") { (0x0800_0000, 0x080f_ffff) } else { (0xfee0_0000, 0xfeef_ffff) };
 
-/// Bytes of the running kernel's pages; IOMMUs that also have smaller ones use these.
+/// Bytes of the running kernel's pages, which IOMMUs use even if they also have smaller ones.
 fn page() -> usize {
     rustix::param::page_size()
 }
@@ -32,20 +37,20 @@ fn page_size() -> PageSize {
     PageSize::new(page() as u64).unwrap()
 }
 
-/// Memory that the kernel does not pin by its address: a mapping of a dma-buf, from the kernel's heap or, where it has none, of a memfd.
+/// Memory that the kernel does not pin by its address: a mapping of a dma-buf, from the kernel's heap or else of a memfd.
 fn unpinnable(len: usize) -> SharedBuf {
     match DmaHeap::open("system") {
         Ok(heap) => heap.allocate(len).unwrap().share(),
         Err(e) => {
             println!("{e}");
             let memfd = MemfdHeap::starting_at(PageKind::Base).allocate(len).unwrap().share();
-            SharedBuf::import_dma_buf(mem::export_dma_buf(&memfd).unwrap()).unwrap()
+            SharedBuf::import_dma_buf(dma::export_dma_buf(&memfd).unwrap()).unwrap()
         }
     }
 }
 
-/// The way that is tested.
-fn way() -> Backend {
+/// The backend under test.
+fn backend() -> Backend {
     match std::env::var("DMALANE_VFIO_WAY").as_deref() {
         Ok("iommufd") => Backend::Iommufd,
         Ok("type1") | Err(_) => Backend::Type1,
@@ -54,10 +59,10 @@ fn way() -> Backend {
 }
 
 fn container() -> Container {
-    Container::only(way())
+    Container::with_backend(backend())
 }
 
-/// Bytes that the kernel still has mapped, whatever the container believes. Unmaps them.
+/// Unmaps everything, and returns how many bytes the kernel still had mapped, whatever the container's own count is.
 fn left_behind(container: &Container) -> u64 {
     container.iova_ranges().into_iter().map(|range| container.revoke(range).unwrap()).sum()
 }
@@ -82,17 +87,17 @@ fn edus() -> [Bdf; 2] {
     functions("1234:11e8").try_into().expect("two edu devices")
 }
 
-/// A BAR of 1 GiB in front of a file of the host's.
+/// A BAR of 1 GiB that is backed by a file of the host.
 const FILE_BAR: (&str, u32) = ("1af4:1110", 2);
-/// A BAR of 32 GiB that nothing is behind.
+/// A BAR of 32 GiB without memory behind it.
 const LARGE_BAR: (&str, u32) = ("1b36:0005", 2);
 
-fn edu(bdf: Bdf) -> Edu<VfioBus> {
+fn edu(bdf: Bdf) -> Edu {
     edu_in(&container(), bdf)
 }
 
-fn edu_in(container: &Container, bdf: Bdf) -> Edu<VfioBus> {
-    Edu::open(Arc::new(VfioBus::new(container.open(&bdf).unwrap()).unwrap())).unwrap()
+fn edu_in(container: &Container, bdf: Bdf) -> Edu {
+    Edu::open(Arc::new(VfioBus::new(container.open(&bdf).unwrap()).unwrap()))
 }
 
 fn pattern(seed: u64, len: usize) -> Vec<u8> {
@@ -110,10 +115,10 @@ fn map(bus: &VfioBus, buf: &SharedBuf, access: Access) -> Mapping {
     bus.map(bus.pin(&buf.share()).unwrap(), access).unwrap()
 }
 
-/// The kind of error that a bus hid in one of `mem`'s.
-fn cause(error: mem::Error) -> Error {
+/// The error of this crate inside one of `dma`.
+fn cause(error: dma::Error) -> Error {
     match error {
-        mem::Error::Bus(error) => *error.downcast().expect("an error of this crate"),
+        dma::Error::Bus(error) => *error.downcast().expect("an error of this crate"),
         other => panic!("{other}"),
     }
 }
@@ -125,28 +130,35 @@ fn release() -> (u32, u32) {
 }
 
 #[test]
-fn devices_open_and_say_what_they_are() {
+fn devices_open_and_describe_themselves() {
     for bdf in edus() {
         let device = container().open(&bdf).unwrap();
         assert_eq!(device.id().unwrap(), (0x1234, 0x11e8));
         let regions = device.regions();
         assert_eq!((regions[0].len, regions[0].mappable.len()), (1 << 20, 1), "{regions:?}");
         assert_eq!(regions[1].len, 0);
-        assert!(matches!(device.map_bar(1, None, Placement::Best), Err(Error::Region { region: 1, .. })));
-        assert!(matches!(device.map_bar(99, None, Placement::Best), Err(Error::Region { region: 99, .. })));
-        assert!(matches!(device.map_bar(0, Some(0..2 << 20), Placement::Best), Err(Error::Region { .. })));
+        assert!(matches!(
+            device.map_bar(1, None, BarAlignment::LargestPage),
+            Err(Error::Region { region: 1, reason: RegionError::Missing, .. })
+        ));
+        assert!(matches!(
+            device.map_bar(99, None, BarAlignment::LargestPage),
+            Err(Error::Region { region: 99, reason: RegionError::Missing, .. })
+        ));
+        let outside = device.map_bar(0, Some(0..2 << 20), BarAlignment::LargestPage);
+        assert!(matches!(outside, Err(Error::Region { reason: RegionError::OutOfRange, .. })));
         assert!(device.read_region(7, 1 << 20, &mut [0; 4]).is_err());
     }
     let bus = edu(edus()[0]).bus().clone();
     assert_eq!(bus.interrupts(), (1, false), "MSI");
     for (bar, offset) in [(0, 2), (0, 1 << 20), (0, u64::MAX), (1, 0), (6, 0), (255, 0)] {
-        assert!(matches!(bus.read32(bar, offset), Err(mem::Error::NoRegister { .. })), "{bar} {offset:#x}");
+        assert!(matches!(bus.read32(bar, offset), Err(dma::Error::NoRegister { .. })), "{bar} {offset:#x}");
         assert!(bus.write32(bar, offset, 0).is_err());
     }
 }
 
 #[test]
-fn iova_ranges_leave_the_interrupts_out() {
+fn iova_ranges_exclude_the_interrupts() {
     let container = container();
     assert!(container.iova_ranges().is_empty());
     let _edu = edu_in(&container, edus()[0]);
@@ -158,14 +170,14 @@ fn iova_ranges_leave_the_interrupts_out() {
     assert!(ranges.iter().any(|r| r.last().bits() >= (1 << 39) - 1));
 }
 
-/// Copies out of one place and into another, and compares all around with what should be there.
-fn verify_dma(edu: &Edu<VfioBus>, buf: &SharedBuf, seams: &[usize]) {
+/// Copies from one address to another, and compares the destination and its surroundings with the expected bytes.
+fn verify_dma(edu: &Edu, buf: &SharedBuf, seams: &[usize]) {
     let mapping = map(edu.bus(), buf, Access::RW);
     let len = buf.len();
     let mut channel = edu.channel();
     let at = |offset: usize| mapping.span().first().checked_add(offset as u64).unwrap();
     for (round, &seam) in seams.iter().enumerate() {
-        // From before the seam to behind it, into a place far away.
+        // From before the seam to after it, to a distant address.
         let (from, n) = (seam.saturating_sub(777).min(len - 2048), 2048 - round % 7);
         let to = (seam + len / 2 + 4097 * round) % (len - 4096);
         let around = 1 << 16;
@@ -213,7 +225,7 @@ fn dma_over_a_page_of_1g() {
     dma(&MemfdHeap::starting_at(PageKind::Hugetlb1G), PageKind::Hugetlb1G, 1 << 30, 100 << 20);
 }
 
-/// One page, all of it: what was copied changed, and nothing else did.
+/// Checks every byte of one page: only the copied bytes changed.
 #[test]
 fn a_page_of_1g_byte_by_byte() {
     const CHUNK: usize = 1 << 20;
@@ -224,7 +236,7 @@ fn a_page_of_1g_byte_by_byte() {
     let container = edu.bus().device().container().clone();
     let mut buf = heap.allocate(LEN).unwrap();
     assert_eq!((buf.backing().kind, buf.len()), (PageKind::Hugetlb1G, LEN), "{:?}", buf.backing().passed_over);
-    // Each MiB is told from the others by its first bytes.
+    // The first bytes of each MiB are its number.
     let number = |bytes: &mut [u8], i: usize| bytes[..8].copy_from_slice(&i.to_le_bytes());
     for (i, chunk) in buf.chunks_mut(CHUNK).enumerate() {
         number(&mut expected, i);
@@ -240,9 +252,9 @@ fn a_page_of_1g_byte_by_byte() {
         edu.copy(Direction::ToHost, at(to), CardAddr::new(1), len as u64).unwrap();
     }
     drop(mapping);
-    assert_eq!((container.mapped_bytes(), container.stuck()), (0, 0));
+    assert_eq!((container.mapped_bytes(), container.failed_unmaps()), (0, 0));
     let buf = buf.into_cpu().unwrap();
-    // Where a byte was before the copies.
+    // The offset of a byte before the copies.
     let origin = |at: usize| {
         let mut place = at;
         for (from, to, len) in copies.into_iter().rev() {
@@ -272,7 +284,7 @@ fn a_page_of_1g_byte_by_byte() {
 }
 
 #[test]
-fn an_interrupt_counts_up_its_eventfd() {
+fn an_interrupt_increments_its_eventfd() {
     let edu = edu(edus()[0]);
     let buf = AnonHeap::new().allocate(page()).unwrap().share();
     let mapping = map(edu.bus(), &buf, Access::RW);
@@ -287,7 +299,7 @@ fn an_interrupt_counts_up_its_eventfd() {
     }
 }
 
-/// A registration of its own, and a transfer of all of it.
+/// A new registration, and a transfer of its first 1024 bytes.
 fn transfer(bus: &VfioBus, buf: SharedBuf, direction: Direction) -> (Registered, Transfer<DeviceFar>) {
     let registered = Registered::new(bus, &buf, Access::RW).unwrap();
     let part = buf.into_part().split_at(1024).unwrap().0;
@@ -302,7 +314,7 @@ fn dma_after_unmap_is_stopped_and_reported_while_others_run() {
     let allocate = || AnonHeap::new().allocate(page()).unwrap().share();
     let before = container.mappings_left().unwrap();
     let mut log = FaultLog::open().unwrap();
-    // Unmapped by force, under a registration that is still held.
+    // Revoked while the registration still exists.
     let buf = allocate();
     buf.view().fill(0x11);
     let (registered, write) = transfer(bad.bus(), buf, Direction::ToHost);
@@ -311,7 +323,7 @@ fn dma_after_unmap_is_stopped_and_reported_while_others_run() {
     let mut channel = bad.channel().with_faults(FaultLog::open().unwrap(), bad.bus().bdf());
     let _ticket = channel.submit(write).unwrap();
     channel.poll(&mut Vec::new());
-    // The other device works meanwhile.
+    // The other device works in the meantime.
     let (_registered, other) = transfer(good.bus(), allocate(), Direction::FromHost);
     run(&mut good.channel(), other, LONG).unwrap();
     let mut done = Vec::new();
@@ -329,7 +341,7 @@ fn dma_after_unmap_is_stopped_and_reported_while_others_run() {
     done[0].transfer.part.read(0, &mut bytes).unwrap();
     assert!(bytes.iter().all(|b| *b == 0x11), "nothing was written");
     drop((done, registered, channel));
-    // Unmapped by dropping the mapping. An SMMU reports each word of a copy, of which the kernel prints ten in five seconds.
+    // Unmapped by dropping the mapping. An SMMU reports each word of a copy, and the kernel prints ten reports in five seconds.
     let pause = || std::thread::sleep(Duration::from_secs(6));
     pause();
     let buf = allocate();
@@ -353,7 +365,10 @@ fn dma_after_unmap_is_stopped_and_reported_while_others_run() {
     assert_eq!(seen.iter().map(|f| f.write).collect::<Vec<_>>(), [true, false, true]);
     assert_eq!(seen[1].at, at);
     drop((mapping, _registered));
-    assert_eq!((container.mappings_left().unwrap(), container.mapped_bytes(), container.stuck()), (before, 0, 0));
+    assert_eq!(
+        (container.mappings_left().unwrap(), container.mapped_bytes(), container.failed_unmaps()),
+        (before, 0, 0)
+    );
 }
 
 #[test]
@@ -362,12 +377,13 @@ fn peer_to_peer_reaches_the_file_behind_the_bar() {
     let edu = edu_in(&container, edus()[0]);
     let device = container.open(&functions(FILE_BAR.0)[0]).unwrap();
     device.set_bus_master(true).unwrap();
-    let bar = Arc::new(device.map_bar(FILE_BAR.1, None, Placement::Best).unwrap());
+    let bar = Arc::new(device.map_bar(FILE_BAR.1, None, BarAlignment::LargestPage).unwrap());
     assert_eq!((bar.len(), bar.alignment() >= PageSize::SIZE_1G), (1 << 30, true), "{bar:?}");
     let before = container.mappings_left().unwrap();
     let peer = container.map_peer(&bar, 0..bar.len(), Access::RW).unwrap();
-    println!("{peer:?} {:?}", peer.took());
-    assert_eq!(peer.took().way, if way() == Backend::Iommufd { "dma-buf" } else { "type1" });
+    println!("{peer:?}");
+    let expected = if backend() == Backend::Iommufd { PeerMethod::DmaBuf } else { PeerMethod::PageTable };
+    assert_eq!(peer.method(), expected);
     let buf = AnonHeap::new().allocate(page()).unwrap().share();
     let host = map(edu.bus(), &buf, Access::RW);
     for (round, offset) in [0u64, 4097, (512 << 20) - 100, (1 << 30) - 2000].into_iter().enumerate() {
@@ -379,7 +395,7 @@ fn peer_to_peer_reaches_the_file_behind_the_bar() {
         let mut got = vec![0; 2000];
         bar.read(offset, &mut got).unwrap();
         assert!(got == bytes, "by the processor, at {offset:#x}");
-        // And the other way, from what the processor wrote.
+        // And in the other direction, from bytes that the processor wrote.
         let back: Vec<u8> = bytes.iter().map(|b| !b).collect();
         bar.write(offset, &back).unwrap();
         edu.copy(Direction::FromHost, there, CardAddr::new(1), 2000).unwrap();
@@ -391,7 +407,7 @@ fn peer_to_peer_reaches_the_file_behind_the_bar() {
     }
     drop((peer, host));
     assert_eq!(container.mappings_left().unwrap(), before, "unmapped on drop");
-    assert_eq!((container.mapped_bytes(), container.stuck(), left_behind(&container)), (0, 0, 0));
+    assert_eq!((container.mapped_bytes(), container.failed_unmaps(), left_behind(&container)), (0, 0, 0));
     assert!(container.map_peer(&bar, 0..bar.len() + 1, Access::RW).is_err());
     #[allow(clippy::reversed_empty_ranges)]
     let backward = 5..4;
@@ -419,34 +435,33 @@ fn the_kernels_numbers_become_errors_by_cause() {
             other => panic!("{what}: {other}"),
         }
     }
-    says(refused(u64::MAX - p + 1), "does not lie in what the IOMMU can map");
+    says(refused(u64::MAX - p + 1), "is not within the ranges that the IOMMU can map");
     let mapping = at(0x10_0000).unwrap();
     assert_eq!(mapping.span().first(), Iova::new(0x10_0000));
     let last = 0x10_0000 + 3 * p;
     assert!(matches!(refused(last), Error::Overlap(span) if span.first().bits() == last));
-    // Only whole mappings can be unmapped, and nothing where there is nothing.
+    // Only whole mappings can be unmapped; where nothing is mapped, unmapping does nothing.
     let half = mapping.span().sub(0, 2 * p).unwrap();
     assert!(matches!(container.revoke(half), Err(Error::PartialUnmap(span)) if span == half));
     assert_eq!(container.revoke(Span::new(Iova::new(0x4000_0000), p).unwrap()).unwrap(), 0);
     let both = Span::new(Iova::new(0), 0x20_0000).unwrap();
     assert_eq!(container.revoke(both).unwrap(), 4 * p, "more than one whole mapping");
     drop(mapping);
-    // A heap's dma-buf is memory that the kernel does not pin by address.
+    // The kernel does not pin a mapping of a dma-buf by its address.
     let dma_buf = unpinnable(1 << 20);
     let error = cause(bus.map(bus.pin(&dma_buf.share()).unwrap(), Access::RW).unwrap_err());
     assert!(matches!(error, Error::NotMemory { writable: true, .. }), "{error}");
     says(error, "a mapping of a dma-buf");
-    // Not this bus's, or nothing at all.
+    // Pins of another bus, no access, an empty list, a range that is not whole pages.
     let other = edu_in(&self::container(), edus()[1]);
     let foreign = other.bus().pin(&buf.share()).unwrap();
-    assert!(matches!(bus.map(foreign, Access::RW), Err(mem::Error::ForeignPin)));
-    assert!(matches!(bus.map(bus.pin(&buf.share()).unwrap(), Access::EXEC), Err(mem::Error::NoAccess(_))));
-    assert!(matches!(bus.map_list(Vec::new(), Access::RW), Err(mem::Error::WholeBuffers)));
-    assert!(matches!(bus.pin_range(&buf.share(), 5..page()), Err(mem::Error::BadRange { .. })));
-    assert_eq!((container.mappings_left().unwrap(), container.mapped_bytes()), (before, 0), "nothing is left behind");
-    assert_eq!(left_behind(&container), 0, "nor does the kernel know of anything");
-    let shared = buf.into_cpu();
-    assert!(shared.is_ok(), "no share is left behind");
+    assert!(matches!(bus.map(foreign, Access::RW), Err(dma::Error::ForeignPin)));
+    assert!(matches!(bus.map(bus.pin(&buf.share()).unwrap(), Access::EXEC), Err(dma::Error::NoAccess(_))));
+    assert!(matches!(bus.map_list(Vec::new(), Access::RW), Err(dma::Error::WholeBuffers)));
+    assert!(matches!(bus.pin_range(&buf.share(), 5..page()), Err(dma::Error::BadRange { .. })));
+    assert_eq!((container.mappings_left().unwrap(), container.mapped_bytes()), (before, 0), "nothing stays mapped");
+    assert_eq!(left_behind(&container), 0, "not even in the kernel");
+    assert!(buf.into_cpu().is_ok(), "no reference is left");
 }
 
 #[test]
@@ -467,7 +482,7 @@ fn several_buffers_are_one_range() {
     let mut got = vec![0; 2000];
     bufs[2].view().sub(2 * page(), 2000).unwrap().read(&mut got);
     assert!(got == bytes);
-    // One that cannot be mapped takes the others down with it.
+    // When one buffer cannot be mapped, the others are unmapped again.
     let dma_buf = unpinnable(page());
     let container = edu.bus().device().container();
     let before = container.mappings_left().unwrap();
@@ -482,12 +497,12 @@ fn more_mappings_than_the_kernel_takes() {
     let buf = AnonHeap::starting_at(PageKind::Base).allocate(page()).unwrap().share();
     let mut mappings = Vec::new();
     let Some(left) = container.mappings_left().unwrap() else {
-        assert_eq!(way(), Backend::Iommufd);
+        assert_eq!(backend(), Backend::Iommufd);
         let map = |_| edu.bus().map(edu.bus().pin(&buf.share()).unwrap(), Access::READ).unwrap();
         mappings.extend((0..70_000).map(map));
-        println!("{} mappings, and no end", mappings.len());
+        println!("{} mappings without a limit", mappings.len());
         drop(mappings);
-        assert_eq!((container.mapped_bytes(), container.stuck(), left_behind(&container)), (0, 0, 0));
+        assert_eq!((container.mapped_bytes(), container.failed_unmaps(), left_behind(&container)), (0, 0, 0));
         return;
     };
     let error = loop {
@@ -504,7 +519,7 @@ fn more_mappings_than_the_kernel_takes() {
 }
 
 #[test]
-fn a_device_is_opened_once_and_by_its_own_driver() {
+fn a_device_is_opened_once_and_only_with_vfio_pci() {
     let [first, second] = edus();
     let container = container();
     let device = container.open(&first).unwrap();
@@ -512,21 +527,21 @@ fn a_device_is_opened_once_and_by_its_own_driver() {
         Err(Error::Busy { path }) => assert!(path.starts_with("/dev/vfio")),
         other => panic!("{other:?}"),
     }
-    // In the same container twice, and with others beside it.
+    // Twice in the same container, and together with another device.
     let again = container.open(&first).unwrap();
     let beside = container.open(&second).unwrap();
     drop((device, again, beside));
     assert!(matches!(container.open(&"00:1e.7".parse().unwrap()), Err(Error::NoDevice(_))));
-    // One that the kernel keeps: the bridge, or what this test speaks through.
+    // A device that is bound to another driver: the bridge, or the console of this test.
     let others = fs::read_dir("/sys/bus/pci/devices").unwrap().map(|entry| entry.unwrap().path());
     let not_ours = |path: &std::path::PathBuf| {
         let driver = fs::read_link(path.join("driver")).unwrap_or_default();
         path.join("iommu_group").exists() && !driver.ends_with("vfio-pci")
     };
-    let kept = others.filter(not_ours).min().expect("a device of another driver");
-    let kept: Bdf = kept.file_name().unwrap().to_str().unwrap().parse().unwrap();
-    match container.open(&kept) {
-        Err(Error::NotBound { bdf, .. }) => assert_eq!(bdf, kept),
+    let bound = others.filter(not_ours).min().expect("a device of another driver");
+    let bound: Bdf = bound.file_name().unwrap().to_str().unwrap().parse().unwrap();
+    match container.open(&bound) {
+        Err(Error::NotBound { bdf, .. }) => assert_eq!(bdf, bound),
         other => panic!("{other:?}"),
     }
     let testdev = container.open(&functions(LARGE_BAR.0)[0]).unwrap();
@@ -549,11 +564,15 @@ fn reset_in_mid_transfer() {
     channel.poll(&mut Vec::new());
     let began = Instant::now();
     edu.bus().device().reset().unwrap();
-    // Whatever becomes of the operation, it ends or is given up within the stated time, and the device works again.
+    // The operation ends, or the channel stops within its timeout; then the device works again.
     let mut done = Vec::new();
     channel.wait(&mut done, Duration::from_secs(3));
     println!("after {:?}: {:?}", began.elapsed(), done.first().map(|c| &c.result));
-    assert!(done.len() == 1 || channel.halted().is_some(), "{} in flight, and not given up", channel.in_flight());
+    assert!(
+        done.len() == 1 || channel.halted().is_some(),
+        "{} in flight, and the channel is not stopped",
+        channel.in_flight()
+    );
     drop(channel);
     assert!(began.elapsed() < Duration::from_secs(4), "{:?}", began.elapsed());
     drop((done, registered));
@@ -562,11 +581,14 @@ fn reset_in_mid_transfer() {
         transfer(edu.bus(), AnonHeap::new().allocate(page()).unwrap().share(), Direction::FromHost);
     run(&mut edu.channel(), read, LONG).unwrap();
     drop(registered);
-    assert_eq!((container.mappings_left().unwrap(), container.mapped_bytes(), container.stuck()), (before, 0, 0));
+    assert_eq!(
+        (container.mappings_left().unwrap(), container.mapped_bytes(), container.failed_unmaps()),
+        (before, 0, 0)
+    );
 }
 
 #[test]
-fn a_device_that_is_unbound_while_open_is_asked_for() {
+fn unbinding_an_open_device_requests_its_release() {
     let bdf = edus()[1];
     let container = container();
     let edu = edu_in(&container, bdf);
@@ -575,24 +597,27 @@ fn a_device_that_is_unbound_while_open_is_asked_for() {
     let mapping = map(edu.bus(), &buf, Access::RW);
     assert_eq!(container.mappings_left().unwrap(), before.map(|n| n - 1));
     let began = Instant::now();
-    assert!(!edu.bus().device().wanted_back(Duration::from_millis(1)));
+    assert!(!edu.bus().device().release_requested(Duration::from_millis(1)));
     let gone = Arc::new(AtomicBool::new(false));
     let unbound = gone.clone();
     let unbinder = std::thread::spawn(move || {
         fs::write("/sys/bus/pci/drivers/vfio-pci/unbind", bdf.to_string()).unwrap();
         unbound.store(true, Ordering::SeqCst);
     });
-    assert!(edu.bus().device().wanted_back(LONG));
+    assert!(edu.bus().device().release_requested(LONG));
     assert!(!gone.load(Ordering::SeqCst), "the kernel waits");
     edu.copy(Direction::FromHost, mapping.span().first(), CardAddr::new(0), 64).unwrap();
     drop(mapping);
-    assert_eq!((container.mappings_left().unwrap(), container.mapped_bytes(), container.stuck()), (before, 0, 0));
+    assert_eq!(
+        (container.mappings_left().unwrap(), container.mapped_bytes(), container.failed_unmaps()),
+        (before, 0, 0)
+    );
     drop(edu);
     unbinder.join().unwrap();
     assert!(began.elapsed() < Duration::from_secs(5), "{:?}", began.elapsed());
     assert!(gone.load(Ordering::SeqCst));
     assert!(matches!(container.open(&bdf), Err(Error::NotBound { driver: None, .. })));
-    // What the message tells to do.
+    // The fix that the message names.
     fs::write("/sys/bus/pci/drivers_probe", bdf.to_string()).unwrap();
     drop(container);
     edu_in(&self::container(), bdf);
@@ -612,10 +637,10 @@ fn as_user(test: &str) {
     assert!(output.status.success() && text.contains("1 passed"), "{}", text.replace("test ", "child "));
 }
 
-/// What root gives away for a device.
+/// The files that root has to give to a user of the device.
 fn files(bdf: Bdf) -> Vec<String> {
     let device = format!("/sys/bus/pci/devices/{bdf}");
-    match way() {
+    match backend() {
         Backend::Iommufd => {
             let name = fs::read_dir(format!("{device}/vfio-dev")).unwrap().next().unwrap().unwrap().file_name();
             vec!["/dev/iommu".into(), format!("/dev/vfio/devices/{}", name.to_str().unwrap())]
@@ -684,45 +709,45 @@ fn a_bar_is_mapped_by_its_own_page_size() {
     let container = container();
     let _edu = edu_in(&container, edus()[0]);
     let device = container.open(&functions(FILE_BAR.0)[0]).unwrap();
-    // The guest's clock counts instructions, so these are the same every time.
-    let cost = |placement| {
-        let bar = Arc::new(device.map_bar(FILE_BAR.1, None, placement).unwrap());
-        let times = (0..2).map(|_| container.map_peer(&bar, 0..bar.len(), Access::RW).unwrap().took().time);
+    // The guest's clock counts instructions, so these times are the same in every run.
+    let cost = |alignment| {
+        let bar = Arc::new(device.map_bar(FILE_BAR.1, None, alignment).unwrap());
+        let times = (0..2).map(|_| container.map_peer(&bar, 0..bar.len(), Access::RW).unwrap().map_time());
         (bar.alignment(), times.min().unwrap())
     };
-    let (best, plain) = (cost(Placement::Best), cost(Placement::Exactly(page_size())));
-    println!("1 GiB, {}: aligned to {} {:?}, to {} {:?}", way(), best.0, best.1, plain.0, plain.1);
+    let (best, plain) = (cost(BarAlignment::LargestPage), cost(BarAlignment::Exactly(page_size())));
+    println!("1 GiB, {}: aligned to {} {:?}, to {} {:?}", backend(), best.0, best.1, plain.0, plain.1);
     assert!(best.0 >= PageSize::SIZE_1G && plain.0 == page_size());
     let half = PageSize::new(page() as u64 / 2).unwrap();
-    let refused = device.map_bar(FILE_BAR.1, None, Placement::Exactly(half)).unwrap_err();
-    assert!(matches!(refused, Error::Region { region: 2, .. }), "{refused}");
-    if way() == Backend::Iommufd {
-        // A dma-buf is physical: the address in this process says nothing.
+    let refused = device.map_bar(FILE_BAR.1, None, BarAlignment::Exactly(half)).unwrap_err();
+    assert!(matches!(refused, Error::Region { reason: RegionError::AlignmentBelowPage, .. }), "{refused}");
+    if backend() == Backend::Iommufd {
+        // A dma-buf is physical: the address in this process has no effect.
         assert!(plain.1 < best.1 * 2 && best.1 < Duration::from_millis(5), "{:?} against {:?}", plain.1, best.1);
         return;
     }
     if release() >= (6, 15) {
         assert!(plain.1 > best.1 * 500, "{:?} against {:?}", plain.1, best.1);
     } else {
-        // It goes by 4 KiB whatever the alignment: no faster, but no slower either than where `mmap` puts it.
-        let anywhere = cost(Placement::Anywhere);
+        // The kernel maps 4 KiB at a time whatever the alignment: no faster, but no slower either than at the address of `mmap`.
+        let anywhere = cost(BarAlignment::Any);
         println!("and aligned to {} by mmap: {:?}", anywhere.0, anywhere.1);
         assert!(best.1 <= plain.1 && best.1 <= anywhere.1 * 101 / 100, "{plain:?}, {anywhere:?} against {best:?}");
     }
 }
 
-/// An `edu` under the suite.
-struct Under {
-    edu: Edu<VfioBus>,
+/// An `edu` in the conformance suite.
+struct EduFixture {
+    edu: Edu,
     heap: AnonHeap,
-    /// To look at the device's memory behind the channel's back.
+    /// To access the device's memory without the channel.
     spare: SharedBuf,
     window: Mapping,
     registered: Vec<Registered>,
 }
 
-impl Under {
-    fn pieces(&self, offset: u64, len: usize, direction: Direction, mut each: impl FnMut(&SharedBuf, usize, usize)) {
+impl EduFixture {
+    fn fragments(&self, offset: u64, len: usize, direction: Direction, mut each: impl FnMut(&SharedBuf, usize, usize)) {
         for start in (0..len).step_by(2048) {
             let n = (len - start).min(2048);
             if direction == Direction::FromHost {
@@ -737,8 +762,8 @@ impl Under {
     }
 }
 
-impl Fixture for Under {
-    type Channel = EduChannel<VfioBus>;
+impl Fixture for EduFixture {
+    type Channel = EduChannel;
 
     fn channel(&mut self) -> Self::Channel {
         self.registered.clear();
@@ -757,20 +782,20 @@ impl Fixture for Under {
     fn part(&mut self, len: usize) -> BufferSlice {
         let buf = self.heap.allocate(len).unwrap().share();
         self.registered.push(Registered::new(&**self.edu.bus(), &buf, Access::RW).unwrap());
-        // No more than that: an operation has at most 2048 bytes.
+        // Exactly `len` bytes: an operation has at most 2048.
         buf.into_part().split_at(len).unwrap().0
     }
 
     fn peek(&mut self, offset: u64, len: usize) -> Vec<u8> {
         let mut bytes = vec![0; len];
-        self.pieces(offset, len, Direction::ToHost, |spare, start, n| {
+        self.fragments(offset, len, Direction::ToHost, |spare, start, n| {
             spare.view().sub(0, n).unwrap().read(&mut bytes[start..start + n]);
         });
         bytes
     }
 
     fn poke(&mut self, offset: u64, bytes: &[u8]) {
-        self.pieces(offset, bytes.len(), Direction::FromHost, |spare, start, n| {
+        self.fragments(offset, bytes.len(), Direction::FromHost, |spare, start, n| {
             spare.view().sub(0, n).unwrap().write(&bytes[start..start + n]);
         });
     }
@@ -785,83 +810,86 @@ impl Fixture for Under {
 }
 
 #[test]
-fn the_suite_that_every_channel_takes() {
+fn conformance() {
     let edu = edu(edus()[0]);
     let heap = AnonHeap::new();
     let spare = heap.allocate(page()).unwrap().share();
     let window = map(edu.bus(), &spare, Access::RW);
     let container = edu.bus().device().container().clone();
-    let mut fixture = Under { edu, heap, spare, window, registered: Vec::new() };
+    let mut fixture = EduFixture { edu, heap, spare, window, registered: Vec::new() };
     suite(&mut fixture);
     drop(fixture);
-    assert_eq!((container.mapped_bytes(), container.stuck(), left_behind(&container)), (0, 0, 0));
+    assert_eq!((container.mapped_bytes(), container.failed_unmaps(), left_behind(&container)), (0, 0, 0));
 }
 
 #[test]
-fn the_ladder_takes_the_best_way_that_there_is() {
+fn a_container_selects_the_preferred_backend() {
     let bdf = edus()[0];
-    let all = standings(Path::new("/"));
+    let all = backends(Path::new("/"));
     assert!(all.len() >= 2, "{all:?}");
-    let here = all.iter().find(|standing| standing.bdf == bdf).unwrap();
+    let here = all.iter().find(|status| status.bdf == bdf).unwrap();
     println!("{here:?}");
     let container = Container::new();
-    assert_eq!(container.way(), None);
+    assert_eq!(container.backend(), None);
     let device = container.open(&bdf).unwrap();
-    let (taken, file) = here.way.as_ref().unwrap();
-    assert_eq!(container.way(), Some(*taken), "doctor and the container agree");
+    let (selected, file) = here.selected.as_ref().unwrap();
+    assert_eq!(container.backend(), Some(*selected), "doctor and the container agree");
     assert!(file.exists());
-    match taken {
-        Backend::Iommufd => assert!(container.passed_over().is_none() && here.passed_over.is_empty()),
+    match selected {
+        Backend::Iommufd => assert!(container.iommufd_error().is_none() && here.unavailable.is_empty()),
         _ => {
-            let why = container.passed_over().unwrap().to_string();
-            assert_eq!(why, here.passed_over[0].1.to_string());
+            let why = container.iommufd_error().unwrap().to_string();
+            assert_eq!(why, here.unavailable[0].1.to_string());
             println!("say: {why}");
         }
     }
-    // The other way has the same device, one at a time.
-    match Container::only(Backend::Type1).open(&bdf) {
+    // The other backend can open the same device, but not at the same time.
+    match Container::with_backend(Backend::Type1).open(&bdf) {
         Err(Error::Busy { .. }) => {}
         other => panic!("{other:?}"),
     }
     drop((device, container));
-    edu_in(&Container::only(Backend::Type1), bdf);
+    edu_in(&Container::with_backend(Backend::Type1), bdf);
 }
 
 #[test]
 fn a_dma_buf_of_a_bar_ends_with_a_reset() {
     let container = container();
     let device = container.open(&edus()[1]).unwrap();
-    let bar = Arc::new(device.map_bar(0, None, Placement::Best).unwrap());
+    let bar = Arc::new(device.map_bar(0, None, BarAlignment::LargestPage).unwrap());
     let dma_buf = match bar.dma_buf() {
         Ok(fd) => fd,
         // Debian's kernels have none.
         Err(e @ Error::NoDmaBuf { .. }) => {
-            assert!(way() == Backend::Type1 && e.to_string().contains("CONFIG_VFIO_PCI_DMABUF"), "{e}");
+            assert!(backend() == Backend::Type1 && e.to_string().contains("CONFIG_VFIO_PCI_DMABUF"), "{e}");
             return println!("say: {e}");
         }
         Err(e) => panic!("{e}"),
     };
     assert_eq!(rustix::fs::seek(dma_buf, rustix::fs::SeekFrom::End(0)).unwrap(), 1 << 20);
-    if way() == Backend::Type1 {
+    if backend() == Backend::Type1 {
         return;
     }
     let peer = container.map_peer(&bar, 0..bar.len(), Access::RW).unwrap();
     device.reset().unwrap();
-    assert_eq!(container.mapped_bytes(), 1 << 20, "the addresses stay taken");
+    assert_eq!(container.mapped_bytes(), 1 << 20, "the addresses stay allocated");
     drop(peer);
-    assert_eq!((container.mapped_bytes(), container.stuck(), left_behind(&container)), (0, 0, 0));
-    // The memory off, and on again.
+    assert_eq!((container.mapped_bytes(), container.failed_unmaps(), left_behind(&container)), (0, 0, 0));
+    // Disable the device's memory, and enable it again.
     device.write_region(7, 4, &[0, 0]).unwrap();
     match container.map_peer(&bar, 0..bar.len(), Access::RW) {
-        Err(e @ Error::Region { region: 0, .. }) => assert!(e.to_string().contains("switched off"), "{e}"),
+        Err(Error::Region { region: 0, reason: RegionError::Disabled, .. }) => {}
         other => panic!("{other:?}"),
     }
     device.set_bus_master(true).unwrap();
     drop(container.map_peer(&bar, 0..bar.len(), Access::RW).unwrap());
-    assert!(matches!(device.map_bar(0, Some(0..100), Placement::Best).unwrap().dma_buf(), Err(Error::Region { .. })));
+    assert!(matches!(
+        device.map_bar(0, Some(0..100), BarAlignment::LargestPage).unwrap().dma_buf(),
+        Err(Error::Region { reason: RegionError::NotWholePages, .. })
+    ));
 }
 
-/// What it costs to map host memory: `scripts/vm dma-map` prints the table.
+/// The cost of mapping host memory: `scripts/vm dma-map` prints the table.
 mod measure {
     use super::*;
 
@@ -869,11 +897,11 @@ mod measure {
     const ROUNDS: usize = 3;
     const POOL: &str = "/sys/kernel/mm/hugepages/hugepages-2048kB/nr_hugepages";
 
-    /// Maps and unmaps, and prints a line for the table. The device reaches the last bytes while they are mapped.
-    fn row(way: Backend, by_address: bool, memory: &str, buf: &SharedBuf) {
-        let container = Container::only(way);
+    /// Maps and unmaps, and prints a row of the table. The device accesses the memory while it is mapped.
+    fn row(backend: Backend, by_address: bool, memory: &str, buf: &SharedBuf) {
+        let container = Container::with_backend(backend);
         let edu = edu_in(&container, edus()[0]);
-        let call = match (way, by_address || buf.export().is_none()) {
+        let call = match (backend, by_address || buf.export().is_none()) {
             (Backend::Type1, _) => "VFIO_IOMMU_MAP_DMA",
             (_, true) => "IOMMU_IOAS_MAP",
             (_, false) => "IOMMU_IOAS_MAP_FILE",
@@ -894,13 +922,13 @@ mod measure {
                 edu.copy(Direction::ToHost, at(LEN / 2 + 5), CardAddr::new(0), 2000).unwrap();
                 let mut got = vec![0; 2000];
                 buf.view().sub(LEN / 2 + 5, 2000).unwrap().read(&mut got);
-                assert!(got == bytes, "{way} {memory}");
+                assert!(got == bytes, "{backend} {memory}");
                 let began = Instant::now();
                 drop(mapping);
                 (map.as_nanos(), began.elapsed().as_nanos())
             })
             .collect();
-        assert_eq!((container.mapped_bytes(), container.stuck(), left_behind(&container)), (0, 0, 0));
+        assert_eq!((container.mapped_bytes(), container.failed_unmaps(), left_behind(&container)), (0, 0, 0));
         let (first, map) = (times[0].0, times.iter().map(|t| t.0).min().unwrap());
         let unmap = times.iter().map(|t| t.1).min().unwrap();
         println!(
@@ -938,7 +966,7 @@ mod measure {
     }
 }
 
-/// With everything but `vfio_iommu_type1`.
+/// With all modules but `vfio_iommu_type1`.
 mod untyped {
     use super::*;
 

@@ -26,7 +26,6 @@
 //! # Ok::<(), Box<dyn std::error::Error>>(())
 //! ```
 #![no_std]
-#![forbid(unsafe_code)]
 
 extern crate alloc;
 

@@ -1,4 +1,5 @@
 //! Memory that runs out: at every allocation of a plan in turn, and never in a commit.
+#![allow(unsafe_code)]
 
 use std::alloc::{GlobalAlloc, Layout, System};
 use std::cell::Cell;

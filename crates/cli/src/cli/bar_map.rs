@@ -2,7 +2,7 @@
 
 use clap::Args;
 use dmalane::addr::PageSize;
-use dmalane::vfio::{Backend, Bdf, Placement};
+use dmalane::vfio::{Backend, BarAlignment, Bdf};
 
 use crate::bar_map::BarMapArgs;
 
@@ -40,7 +40,7 @@ pub struct BarMapOptions {
     /// The alignment of the address: 4K, 2M, 1G (exactly that), auto (the largest page that this kernel has and that fits), none (where mmap
     /// puts it)
     #[arg(long, value_name = "ALIGN", default_value = "auto", value_parser = align)]
-    align: Placement,
+    align: BarAlignment,
 
     /// How many times it is mapped for DMA and unmapped, from 1 to 1000, as a guest does while it boots
     #[arg(long, value_name = "N", default_value_t = 1, value_parser = clap::value_parser!(u32).range(1..=1000))]
@@ -76,7 +76,7 @@ fn way(text: &str) -> Result<Chosen, &'static str> {
     }
 }
 
-fn align(text: &str) -> Result<Placement, &'static str> {
+fn align(text: &str) -> Result<BarAlignment, &'static str> {
     let wrong = "not an alignment: 4K, 16K, 2M, 32M, 1G (a power of two), auto or none";
     let unit = |suffix: char| match suffix {
         'K' => Some(10),
@@ -85,14 +85,14 @@ fn align(text: &str) -> Result<Placement, &'static str> {
         _ => None,
     };
     match text {
-        "auto" => return Ok(Placement::Best),
-        "none" => return Ok(Placement::Anywhere),
+        "auto" => return Ok(BarAlignment::LargestPage),
+        "none" => return Ok(BarAlignment::Any),
         _ => {}
     }
     let shift = text.chars().last().and_then(unit).ok_or(wrong)?;
     let number: u64 = text[..text.len() - 1].parse().map_err(|_| wrong)?;
     let bytes = number.checked_mul(1 << shift).filter(|bytes| (4 << 10..=512 << 30).contains(bytes));
-    bytes.and_then(PageSize::new).map(Placement::Exactly).ok_or(wrong)
+    bytes.and_then(PageSize::new).map(BarAlignment::Exactly).ok_or(wrong)
 }
 
 #[cfg(test)]
@@ -108,10 +108,10 @@ mod tests {
         assert_eq!(way("iommufd"), Ok(Chosen(Some(Backend::Iommufd))));
         assert_eq!(way("type1"), Ok(Chosen(Some(Backend::Type1))));
         assert!(way("Type1").is_err());
-        assert_eq!(align("auto"), Ok(Placement::Best));
-        assert_eq!(align("none"), Ok(Placement::Anywhere));
-        assert_eq!(align("4K"), Ok(Placement::Exactly(PageSize::SIZE_4K)));
-        assert_eq!(align("1024M"), Ok(Placement::Exactly(PageSize::SIZE_1G)));
+        assert_eq!(align("auto"), Ok(BarAlignment::LargestPage));
+        assert_eq!(align("none"), Ok(BarAlignment::Any));
+        assert_eq!(align("4K"), Ok(BarAlignment::Exactly(PageSize::SIZE_4K)));
+        assert_eq!(align("1024M"), Ok(BarAlignment::Exactly(PageSize::SIZE_1G)));
         for wrong in ["", "K", "3M", "1K", "-4K", "4", "4k", "1024G", "99999999999999999999G", "é", "0M"] {
             assert!(align(wrong).is_err(), "{wrong:?}");
         }

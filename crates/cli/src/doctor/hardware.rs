@@ -35,36 +35,36 @@ pub fn vfio(probe: &Probe) -> Check {
         "vfio",
         "drives a PCI device from user space: by iommufd and the device's own file, else by container and group (type 1)",
     );
-    let standings = vfio::standings(&probe.place("/"));
-    if standings.is_empty() {
+    let backends = vfio::backends(&probe.place("/"));
+    if backends.is_empty() {
         let path = "/dev/vfio/vfio";
         return match probe.node(path) {
             Node::Open => subject.ok(format!("{path}; no device is bound to vfio-pci")),
             _ => node(probe, subject, path, "sudo modprobe vfio-pci".to_owned()),
         };
     }
-    let lines: Vec<_> = standings.iter().map(how).collect();
+    let lines: Vec<_> = backends.iter().map(how).collect();
     let found = format!("bound to vfio-pci: {}", list(&lines));
     // What leads nowhere first; then what root could open up, or load.
-    let last = standings.iter().find(|s| s.way.is_none()).and_then(|s| s.passed_over.last());
+    let last = backends.iter().find(|s| s.selected.is_none()).and_then(|s| s.unavailable.last());
     match last {
         Some((_, error)) => subject.lack(found, mend(probe, error)),
         None => subject.ok(found),
     }
 }
 
-/// Which way leads to a device, and why not a better one.
-fn how(standing: &vfio::Standing) -> String {
-    let mut text = match &standing.way {
-        Some((way, file)) => format!("{} by {way} ({})", standing.bdf, file.display()),
-        None => format!("{} by no way", standing.bdf),
+/// Which backend opens a device, and why not a preferred one.
+fn how(status: &vfio::BackendStatus) -> String {
+    let mut text = match &status.selected {
+        Some((backend, file)) => format!("{} by {backend} ({})", status.bdf, file.display()),
+        None => format!("{} by no backend", status.bdf),
     };
-    // The same reason, of a device that neither way leads to, once.
+    // A reason that applies to both backends is printed once.
     let mut said = String::new();
-    for (way, error) in &standing.passed_over {
+    for (backend, error) in &status.unavailable {
         let why = error.to_string();
         if why != said {
-            text += &format!(", not by {way}: {why}");
+            text += &format!(", not by {backend}: {why}");
             said = why;
         }
     }
@@ -88,11 +88,11 @@ pub fn iommufd(probe: &Probe) -> Check {
         "maps memory for a PCI device by its file, and BARs as dma-bufs; without it type 1 does, and BARs by their pages",
     );
     let path = "/dev/iommu";
-    let bound = vfio::standings(&probe.place("/"));
+    let bound = vfio::backends(&probe.place("/"));
     let files = probe.names("/dev/vfio/devices");
-    match (probe.node(path), vfio::no_iommufd(&probe.place("/"))) {
-        (_, Some(error)) => subject.lack(error.to_string(), mend(probe, &error)),
-        (Node::Open, None) if !bound.is_empty() && files.is_empty() => subject.lack(
+    match (probe.node(path), vfio::check_iommufd(&probe.place("/"))) {
+        (_, Err(error)) => subject.lack(error.to_string(), mend(probe, &error)),
+        (Node::Open, Ok(())) if !bound.is_empty() && files.is_empty() => subject.lack(
             format!("{path}, but no files of devices (/dev/vfio/devices)"),
             kernel_option("CONFIG_VFIO_DEVICE_CDEV"),
         ),

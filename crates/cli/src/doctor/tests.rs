@@ -134,7 +134,7 @@ fn devices_that_are_bound_to_vfio_are_named() {
     };
     let (status, found, mend) = vfio(&probe, "vfio");
     assert!(
-        status == Status::Note && found.starts_with("bound to vfio-pci: 0000:01:00.0 by no way, not by iommufd: "),
+        status == Status::Note && found.starts_with("bound to vfio-pci: 0000:01:00.0 by no backend, not by iommufd: "),
         "{found}"
     );
     assert!(

@@ -1,5 +1,4 @@
 //! The dmalaned command line: a daemon that shares a card between processes.
-#![forbid(unsafe_code)]
 
 // What the two programs say in the same way.
 #[allow(dead_code)]

@@ -1,4 +1,4 @@
-//! What the file systems of the kernel say of a device, before VFIO is asked: which way leads to it, and why the other does not.
+//! The state of a device in sysfs and /dev, read before VFIO opens it: which backend can open it, and why another cannot.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -9,13 +9,13 @@ use crate::{Bdf, Error};
 
 const DRIVER: &str = "vfio-pci";
 
-/// The file systems of the kernel, below a root that tests replace.
-pub(super) struct Sysfs {
+/// The kernel's file systems, below a root directory that tests replace.
+pub(crate) struct Sysfs {
     root: PathBuf,
 }
 
 impl Sysfs {
-    pub(super) fn new(root: impl Into<PathBuf>) -> Self {
+    pub(crate) fn new(root: impl Into<PathBuf>) -> Self {
         Self { root: root.into() }
     }
 
@@ -23,8 +23,8 @@ impl Sysfs {
         self.root.join("sys/bus/pci/devices").join(bdf.to_string())
     }
 
-    /// The IOMMU group of a device that vfio-pci has.
-    pub(super) fn group(&self, bdf: Bdf) -> Result<u32, Error> {
+    /// The IOMMU group of a device that is bound to vfio-pci.
+    pub(crate) fn group(&self, bdf: Bdf) -> Result<u32, Error> {
         let device = self.device(bdf);
         if !device.exists() {
             return Err(Error::NoDevice(bdf));
@@ -45,45 +45,45 @@ impl Sysfs {
         }
     }
 
-    /// Is there an iommufd, for this process?
-    pub(super) fn iommufd(&self) -> Result<(), Error> {
+    /// Checks that iommufd exists and that this process may open it.
+    pub(crate) fn iommufd(&self) -> Result<(), Error> {
         let iommu = Path::new("/dev/iommu");
-        if !self.place(iommu).exists() {
+        if !self.path(iommu).exists() {
             return Err(self.missing(iommu, "iommufd", "CONFIG_IOMMUFD"));
         }
-        self.permitted(iommu)
+        self.check_access(iommu)
     }
 
-    /// The file by which iommufd takes a device: that of the device itself.
-    pub(super) fn by_iommufd(&self, bdf: Bdf) -> Result<PathBuf, Error> {
+    /// The device's own file, which iommufd uses.
+    pub(crate) fn device_file(&self, bdf: Bdf) -> Result<PathBuf, Error> {
         self.iommufd()?;
         let entries = fs::read_dir(self.device(bdf).join("vfio-dev")).into_iter().flatten();
         let name = entries.filter_map(|e| e.ok()?.file_name().into_string().ok()).find(|name| name.starts_with("vfio"));
         let file = Path::new("/dev/vfio/devices").join(name.ok_or(Error::NoDeviceFile(bdf))?);
-        if !self.place(&file).exists() {
+        if !self.path(&file).exists() {
             return Err(Error::NoDeviceFile(bdf));
         }
-        self.permitted(&file)?;
+        self.check_access(&file)?;
         Ok(file)
     }
 
-    /// The file by which type 1 takes a device: that of its group.
-    pub(super) fn by_type1(&self, group: u32) -> Result<PathBuf, Error> {
+    /// The file of an IOMMU group, which type 1 uses.
+    pub(crate) fn group_file(&self, group: u32) -> Result<PathBuf, Error> {
         let container = Path::new("/dev/vfio/vfio");
-        if !self.place(container).exists() {
+        if !self.path(container).exists() {
             return Err(self.missing(container, "vfio", "CONFIG_VFIO_CONTAINER"));
         }
-        self.permitted(container)?;
+        self.check_access(container)?;
         let file = PathBuf::from(format!("/dev/vfio/{group}"));
-        if !self.place(&file).exists() {
+        if !self.path(&file).exists() {
             return Err(self.missing(&file, "vfio-pci", "CONFIG_VFIO_GROUP"));
         }
-        self.permitted(&file)?;
+        self.check_access(&file)?;
         Ok(file)
     }
 
-    /// Every function that vfio-pci has, in order.
-    pub(super) fn bound(&self) -> Vec<Bdf> {
+    /// Every function that is bound to vfio-pci, sorted.
+    pub(crate) fn bound(&self) -> Vec<Bdf> {
         let driver = self.root.join("sys/bus/pci/drivers").join(DRIVER);
         let names = fs::read_dir(driver).into_iter().flatten();
         let mut bound: Vec<Bdf> = names.filter_map(|entry| entry.ok()?.file_name().to_str()?.parse().ok()).collect();
@@ -91,21 +91,21 @@ impl Sysfs {
         bound
     }
 
-    /// Where a path of the machine is below the root.
-    fn place(&self, path: &Path) -> PathBuf {
+    /// An absolute path of the machine, below the root.
+    fn path(&self, path: &Path) -> PathBuf {
         self.root.join(path.strip_prefix("/").unwrap_or(path))
     }
 
-    fn permitted(&self, path: &Path) -> Result<(), Error> {
-        let may = accessat(CWD, self.place(path), Access::READ_OK | Access::WRITE_OK, AtFlags::EACCESS);
-        may.map_err(|_| Error::NoPermission { path: path.to_owned() })
+    fn check_access(&self, path: &Path) -> Result<(), Error> {
+        let access = accessat(CWD, self.path(path), Access::READ_OK | Access::WRITE_OK, AtFlags::EACCESS);
+        access.map_err(|_| Error::NoPermission { path: path.to_owned() })
     }
 
-    /// Why a file is not there: its module is not loaded, or there is none.
+    /// Why a file does not exist: its module is not loaded, or the kernel was built without it.
     fn missing(&self, path: &Path, module: &'static str, option: &'static str) -> Error {
         let release = fs::read_to_string(self.root.join("proc/sys/kernel/osrelease")).unwrap_or_default();
         let config = format!("/boot/config-{}", release.trim());
-        let text = fs::read_to_string(self.place(Path::new(&config)));
+        let text = fs::read_to_string(self.path(Path::new(&config)));
         let has = |text: &str| text.lines().any(|l| l.strip_prefix(option).is_some_and(|rest| rest.starts_with('=')));
         match text {
             Ok(text) if !has(&text) => Error::NotBuilt { path: path.to_owned(), option, config },
@@ -113,8 +113,8 @@ impl Sysfs {
         }
     }
 
-    /// The devices of a group that drivers of the kernel have, each with its driver.
-    pub(super) fn others(&self, group: u32) -> Vec<(String, String)> {
+    /// The devices of a group that are bound to kernel drivers, each with its driver.
+    pub(crate) fn others(&self, group: u32) -> Vec<(String, String)> {
         let devices = self.root.join(format!("sys/kernel/iommu_groups/{group}/devices"));
         let names = fs::read_dir(&devices).into_iter().flatten().filter_map(|e| e.ok()?.file_name().into_string().ok());
         let mut others: Vec<_> = names
@@ -128,7 +128,7 @@ impl Sysfs {
     }
 }
 
-/// The last part of where a link points.
+/// The last component of a link's target.
 fn target(link: &Path) -> Option<String> {
     Some(fs::read_link(link).ok()?.file_name()?.to_str()?.to_owned())
 }
@@ -140,7 +140,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn each_rung_has_its_error() {
+    fn each_missing_condition_has_its_error() {
         let root = tempfile::tempdir().unwrap();
         let sysfs = Sysfs::new(root.path());
         let bdf: Bdf = "0000:01:00.0".parse().unwrap();

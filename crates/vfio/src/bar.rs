@@ -1,9 +1,10 @@
-//! A BAR mapped by the page size that the kernel can map it with.
+//! A BAR mapped into this process, aligned so that the kernel can use large pages.
 //!
 //! The kernel maps device memory with one entry for a whole 2 MiB or 1 GiB where address and offset agree modulo that size, and
-//! later steps over the mapping entry by entry: to map a BAR of 32 GiB for another device takes 8 million steps at 4 KiB and 32 at
+//! later walks the mapping entry by entry: mapping a BAR of 32 GiB for another device takes 8 million steps at 4 KiB and 32 at
 //! 1 GiB (`vfio: Improve DMA mapping performance for huge pfnmaps`, Linux 6.15). But `mmap` returns an address that is aligned to a few pages only
-//! (as measured on 7.2: 4 KiB to 64 KiB). So the address is chosen here: more is reserved than needed, and the BAR put where it is aligned.
+//! (measured on 7.2: 4 KiB to 64 KiB). So this module chooses the address: it reserves more than needed and maps the BAR at an aligned
+//! address inside.
 
 use std::ops::Range;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
@@ -12,141 +13,138 @@ use std::sync::OnceLock;
 use dmalane_addr::{PageSize, PageSizes};
 use rustix::io::Errno;
 
-use super::{Device, page_sizes, sys};
-use crate::Error;
+use crate::error::{RegionError, VfioOperation};
+use crate::{Error, PciDevice, page_sizes, sys};
 
-/// At which address a BAR is mapped.
+/// The alignment of a mapped BAR's address.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub enum Placement {
+pub enum BarAlignment {
     /// Aligned to the largest page of the running kernel that fits into the range.
-    Best,
-    /// Aligned to this and to no more, for measuring what that costs.
+    LargestPage,
+    /// Aligned to exactly this page size and no more, to measure its cost.
     Exactly(PageSize),
-    /// Where the kernel likes.
-    Anywhere,
+    /// Wherever the kernel maps it.
+    Any,
 }
 
-/// A BAR, or part of one, mapped into this process: device memory, in the device's own state at any time. Keeps the device open.
+/// A BAR, or part of one, mapped into this process. The device may change it at any time. Keeps the device open.
 pub struct BarMap {
     memory: sys::BarMemory,
-    device: Device,
+    device: PciDevice,
     region: u32,
     range: Range<u64>,
-    /// The same piece for other drivers of the kernel, once it was asked for.
+    /// The same range as a dma-buf, created on first use.
     dma_buf: OnceLock<OwnedFd>,
 }
 
 impl BarMap {
-    pub(super) fn new(
-        device: Device,
+    pub(crate) fn new(
+        device: PciDevice,
         region: u32,
         range: Range<u64>,
         file_offset: u64,
-        placement: Placement,
+        alignment: BarAlignment,
     ) -> Result<Self, Error> {
         let len = range.end - range.start;
-        let too_long = || device.region_error(region, "is longer than the address space");
+        let too_long = || device.region_error(region, RegionError::TooLong);
         let size = usize::try_from(len).map_err(|_| too_long())?;
-        let align = match placement {
-            // A BAR lies at a multiple of its length, so offsets in it and physical addresses agree.
-            Placement::Best => Some((best(page_sizes(), &range), range.start)),
-            Placement::Exactly(page) => {
+        let align = match alignment {
+            // The physical address of a BAR is a multiple of its length, so offsets are congruent to physical addresses.
+            BarAlignment::LargestPage => Some((largest_page(page_sizes(), &range), range.start)),
+            BarAlignment::Exactly(page) => {
                 let twice = PageSize::from_log2(page.log2() + 1).ok_or_else(too_long)?;
                 Some((twice, range.start ^ page.bytes()))
             }
-            Placement::Anywhere => None,
+            BarAlignment::Any => None,
         };
-        if let Placement::Exactly(page) = placement
+        if let BarAlignment::Exactly(page) = alignment
             && page.bytes() < sys::base_page()
         {
-            return Err(
-                device.region_error(region, "cannot be aligned to that: the running kernel has no pages as small")
-            );
+            return Err(device.region_error(region, RegionError::AlignmentBelowPage));
         }
         let memory = sys::BarMemory::map(device.fd(), file_offset + range.start, size, align);
-        let memory = memory.map_err(Error::kernel(format!("cannot map region {region} of {}", device.bdf())))?;
+        let memory = memory.map_err(Error::kernel(VfioOperation::MapRegion(device.bdf(), region)))?;
         Ok(Self { memory, device, region, range, dma_buf: OnceLock::new() })
     }
 
-    /// This piece of the BAR as a dma-buf, which other drivers of the kernel can import. The kernel takes it from all who have it when the device is
-    /// reset or closed.
+    /// Exports the range as a dma-buf, which other kernel drivers can import. The kernel revokes it when the device is reset or closed.
     ///
     /// # Errors
-    /// [`Error::NoDmaBuf`] where the kernel makes none; [`Error::Region`] when the piece is not whole pages; [`Error::Kernel`].
+    /// [`Error::NoDmaBuf`] where the kernel exports none; [`Error::Region`] when the range is not whole pages; [`Error::Kernel`].
     pub fn dma_buf(&self) -> Result<BorrowedFd<'_>, Error> {
         if let Some(fd) = self.dma_buf.get() {
             return Ok(fd.as_fd());
         }
         if !(self.range.start | self.range.end).is_multiple_of(sys::base_page()) {
-            return Err(self.error("can be a dma-buf in whole pages only"));
+            return Err(self.error(RegionError::NotWholePages));
         }
         let bdf = self.device.bdf();
         let made = sys::dma_buf(self.device.fd(), self.region, self.range.start, self.len());
         let made = made.map_err(|source| match Errno::from_io_error(&source) {
-            // Not of this kernel; not of this driver of VFIO; not without peer to peer in the kernel.
+            // Not supported by this kernel, by this VFIO driver, or without peer-to-peer DMA in the kernel.
             Some(Errno::NOTTY | Errno::OPNOTSUPP | Errno::INVAL) => Error::NoDmaBuf { bdf, source },
-            _ => Error::Kernel { what: format!("cannot make region {} of {bdf} a dma-buf", self.region), source },
+            _ => Error::Kernel { operation: VfioOperation::ExportRegion(bdf, self.region), source },
         })?;
-        // Another thread may have been quicker; then this one is closed.
+        // If another thread was faster, this one is closed.
         Ok(self.dma_buf.get_or_init(|| made).as_fd())
     }
 
     /// The device.
-    pub fn device(&self) -> &Device {
+    pub fn device(&self) -> &PciDevice {
         &self.device
     }
 
-    /// Which region.
+    /// The number of the region.
     pub fn region(&self) -> u32 {
         self.region
     }
 
-    /// Which bytes of it.
+    /// The mapped range of the region.
     pub fn range(&self) -> Range<u64> {
         self.range.clone()
     }
 
-    /// Bytes.
+    /// Length in bytes.
     #[allow(clippy::len_without_is_empty)] // never empty
     pub fn len(&self) -> u64 {
         self.memory.len() as u64
     }
 
-    /// Where it is in this process.
+    /// Address in this process.
     pub fn address(&self) -> usize {
         self.memory.address()
     }
 
-    /// The largest power of two modulo which address and place in the BAR agree: no page of the mapping can be larger.
+    /// The largest power of two modulo which the address and the offset in the BAR are congruent: the upper limit of the page size.
     pub fn alignment(&self) -> PageSize {
-        let apart = self.memory.address() as u64 ^ self.range.start;
-        PageSize::from_log2(apart.trailing_zeros().min(63) as u8).unwrap_or(PageSize::SIZE_4K)
+        let difference = self.memory.address() as u64 ^ self.range.start;
+        PageSize::from_log2(difference.trailing_zeros().min(63) as u8).unwrap_or(PageSize::SIZE_4K)
     }
 
-    /// Reads a word; `None` when it does not lie within, or not at a multiple of its size.
+    /// Reads a word of 32 bits in one access; `None` when it is out of range or unaligned.
     pub fn load_u32(&self, offset: u64) -> Option<u32> {
         self.memory.load(usize::try_from(offset).ok()?)
     }
 
-    /// Reads a word of 64 bits, in one access.
+    /// Reads a word of 64 bits in one access; `None` when it is out of range or unaligned.
     pub fn load_u64(&self, offset: u64) -> Option<u64> {
         self.memory.load(usize::try_from(offset).ok()?)
     }
 
-    /// Writes a word, behind everything that this thread wrote before.
+    /// Writes a word of 32 bits in one access, after all earlier writes of this thread; `None` when it is out of range or unaligned.
     pub fn store_u32(&self, offset: u64, value: u32) -> Option<()> {
         self.memory.store(usize::try_from(offset).ok()?, value)
     }
 
-    /// Writes a word of 64 bits, in one access.
+    /// Writes a word of 64 bits in one access, after all earlier writes of this thread; `None` when it is out of range or unaligned.
     pub fn store_u64(&self, offset: u64, value: u64) -> Option<()> {
         self.memory.store(usize::try_from(offset).ok()?, value)
     }
 
-    /// Reads bytes, aligned words of 64 bits in one access each; `None`, and nothing read, when they do not lie within.
-    #[must_use = "None says that nothing was read"]
+    /// Reads bytes, aligned words of 64 bits in one access each. `None`, and nothing is read, when the range is out of bounds.
+    #[must_use = "None means that nothing was read"]
     pub fn read(&self, offset: u64, into: &mut [u8]) -> Option<()> {
-        let at = self.place(offset, into.len())?;
+        let at = self.checked_offset(offset, into.len())?;
         let mut done = 0;
         while done < into.len() {
             let n = match into.len() - done {
@@ -164,10 +162,10 @@ impl BarMap {
         Some(())
     }
 
-    /// Writes bytes, aligned words of 64 bits whole and in their order; `None`, and nothing written, when they do not lie within.
-    #[must_use = "None says that nothing was written"]
+    /// Writes bytes in order, aligned words in one access each. `None`, and nothing is written, when the range is out of bounds.
+    #[must_use = "None means that nothing was written"]
     pub fn write(&self, offset: u64, from: &[u8]) -> Option<()> {
-        let at = self.place(offset, from.len())?;
+        let at = self.checked_offset(offset, from.len())?;
         let mut done = 0;
         while done < from.len() {
             let (at, rest) = (at + done, &from[done..]);
@@ -189,19 +187,20 @@ impl BarMap {
         Some(())
     }
 
-    fn place(&self, offset: u64, len: usize) -> Option<usize> {
+    /// The offset of a range that is within the mapping.
+    fn checked_offset(&self, offset: u64, len: usize) -> Option<usize> {
         let at = usize::try_from(offset).ok()?;
         at.checked_add(len).filter(|end| *end <= self.memory.len())?;
         Some(at)
     }
 
-    pub(super) fn error(&self, what: &'static str) -> Error {
-        self.device.region_error(self.region, what)
+    pub(crate) fn error(&self, reason: RegionError) -> Error {
+        self.device.region_error(self.region, reason)
     }
 }
 
-/// The largest page of which at least one lies whole within the range.
-fn best(sizes: PageSizes, range: &Range<u64>) -> PageSize {
+/// The largest page size of which at least one whole page is within the range.
+fn largest_page(sizes: PageSizes, range: &Range<u64>) -> PageSize {
     let holds_one = |page: &PageSize| {
         let first = page.round_up(range.start);
         first.and_then(|first| first.checked_add(page.bytes())).is_some_and(|end| end <= range.end)
@@ -220,7 +219,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_largest_page_that_lies_within() {
+    fn the_largest_page_within_a_range() {
         let sizes = PageSizes::from_bits(1 << 12 | 1 << 21 | 1 << 30);
         let gib = 1 << 30;
         for (range, page) in [
@@ -233,8 +232,8 @@ mod tests {
             (0..256, PageSize::SIZE_4K),
             (u64::MAX - 4095..u64::MAX, PageSize::SIZE_4K),
         ] {
-            assert_eq!(best(sizes, &range), page, "{range:#x?}");
+            assert_eq!(largest_page(sizes, &range), page, "{range:#x?}");
         }
-        assert_eq!(best(PageSizes::from_bits(1 << 14 | 1 << 25), &(0..64 << 20)).log2(), 25, "16 KiB pages");
+        assert_eq!(largest_page(PageSizes::from_bits(1 << 14 | 1 << 25), &(0..64 << 20)).log2(), 25, "16 KiB pages");
     }
 }

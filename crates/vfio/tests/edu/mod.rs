@@ -1,7 +1,7 @@
-//! The driver of QEMU's `edu` device, a PCI device for teaching with a small DMA engine (docs/specs/edu.rst of QEMU).
+//! A driver for QEMU's `edu` device, a PCI device for teaching with a small DMA engine (docs/specs/edu.rst of QEMU).
 //!
-//! It copies between memory and a buffer of 4 KiB of its own, one copy at a time, each of which takes 100 ms, and raises an interrupt.
-//! It knows nothing of the port that it is driven through: any [`HostBus`] does.
+//! The device copies between host memory and its own buffer of 4 KiB. It does one copy at a time, which takes 100 ms, and then raises
+//! an interrupt.
 
 use std::collections::VecDeque;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -9,15 +9,12 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
 use dmalane_addr::{Access, Address, CardAddr, Iova, PageSize};
-use dmalane_dma::{self as mem, DmaFault, FaultReason, HostBus};
+use dmalane_dma::{self as dma, DmaFault, FaultReason, HostBus as _};
 use dmalane_queue::{
     Channel, Completion, DeviceAddr, DeviceFar, Direction, Limits, OpError, Refusal, Refused, Ticket, Transfer,
 };
 
-use crate::{Bdf, Error, FaultLog, SeenFault, VfioBus};
-
-/// Vendor and device number of an `edu`.
-pub const EDU_ID: (u16, u16) = (0x1234, 0x11e8);
+use dmalane_vfio::{Bdf, FaultLog, IommuFault, VfioBus};
 
 /// The registers, all in BAR 0.
 mod regs {
@@ -36,71 +33,53 @@ mod regs {
     pub(super) const INTERRUPT: u64 = 4;
 }
 
-/// Where the device's own buffer is, as its DMA engine sees it.
+/// The address of the device's own buffer, as its DMA engine sees it.
 const BUFFER: u64 = 0x4_0000;
-/// Bytes of it that can be used. It has 4096, but QEMU up to 7.2 takes a copy that reaches the last one for one that runs past the end, and ends.
+/// Usable bytes of the buffer. It has 4096, but QEMU up to 7.2 aborts on a copy that reaches the last one, as if it ran past the end.
 const BUFFER_LEN: u64 = 4095;
-/// Bytes of one operation, so that two fit.
+/// Maximum bytes of one operation, so that two fit into the buffer.
 const MAX_LEN: u64 = 2048;
-/// Operations that wait in the channel; the device has one at a time.
+/// Operations that a channel queues; the device runs one at a time.
 const DEPTH: usize = 4;
-/// Twenty times what an operation takes.
-const STUCK: Duration = Duration::from_secs(2);
-/// The longest sleep for an interrupt: another may have taken ours.
-const NAP: Duration = Duration::from_millis(20);
+/// After this time an operation has failed: 20 times its duration.
+const TIMEOUT: Duration = Duration::from_secs(2);
+/// The longest wait for an interrupt, since another channel may have consumed ours.
+const POLL_INTERVAL: Duration = Duration::from_millis(20);
 
-/// What a device that did not end its work may still write: kept for good.
+/// Memory that a stuck device may still write; never freed.
 static QUARANTINE: Mutex<Vec<Transfer<DeviceFar>>> = Mutex::new(Vec::new());
 
-/// An `edu` device on a bus.
-pub struct Edu<B: HostBus> {
-    bus: Arc<B>,
-    /// It is at work for somebody.
+/// An `edu` device.
+pub struct Edu {
+    bus: Arc<VfioBus>,
+    /// A channel, or [`Edu::copy`], is using the device.
     busy: Arc<AtomicBool>,
 }
 
-impl Edu<VfioBus> {
-    /// Takes a device of the kernel's that is an `edu`.
-    ///
-    /// # Errors
-    /// [`Error::WrongDevice`]; those of the bus.
-    pub fn open(bus: Arc<VfioBus>) -> Result<Self, Error> {
-        let bdf = bus.bdf();
-        let wrong = |found: String| Error::WrongDevice { bdf, wanted: "an edu device", found };
-        let (vendor, device) = bus.device().id()?;
-        if (vendor, device) != EDU_ID {
-            return Err(wrong(format!("{vendor:04x}:{device:04x}")));
-        }
-        Self::new(bus).map_err(|e| wrong(e.to_string()))
-    }
-}
-
-impl<B: HostBus> Edu<B> {
+impl Edu {
     /// Takes the device of a bus.
     ///
-    /// # Errors
-    /// Those of the bus; [`mem::Error::NoRegister`] when its registers are not those of an `edu`.
-    pub fn new(bus: Arc<B>) -> Result<Self, mem::Error> {
-        let id = bus.read32(0, regs::ID)?;
-        bus.write32(0, regs::LIVENESS, 0x1234_5678)?;
-        if id & 0xff != 0xed || bus.read32(0, regs::LIVENESS)? != !0x1234_5678 {
-            return Err(mem::Error::NoRegister { bar: 0, offset: regs::ID, bytes: 4 });
-        }
-        Ok(Self { bus, busy: Arc::default() })
+    /// # Panics
+    /// When the bus fails, or its registers are not those of an `edu`.
+    pub fn open(bus: Arc<VfioBus>) -> Self {
+        assert_eq!(bus.read32(0, regs::ID).unwrap() & 0xff, 0xed, "{} is not an edu", bus.bdf());
+        bus.write32(0, regs::LIVENESS, 0x1234_5678).unwrap();
+        assert_eq!(bus.read32(0, regs::LIVENESS).unwrap(), !0x1234_5678, "{} is not an edu", bus.bdf());
+        Self { bus, busy: Arc::default() }
     }
 
     /// The bus.
-    pub fn bus(&self) -> &Arc<B> {
+    pub fn bus(&self) -> &Arc<VfioBus> {
         &self.bus
     }
 
-    /// Bytes of the device's own memory, from [`CardAddr`] 0 on.
+    /// Bytes of the device's own memory, from [`CardAddr`] 0.
     pub fn memory(&self) -> u64 {
         BUFFER_LEN
     }
 
-    /// A channel to the device's memory. There is one DMA engine, so channels take turns, operation by operation.
-    pub fn channel(&self) -> EduChannel<B> {
+    /// A channel to the device's memory. Channels share the one DMA engine: they take turns, operation by operation.
+    pub fn channel(&self) -> EduChannel {
         EduChannel {
             bus: self.bus.clone(),
             busy: self.busy.clone(),
@@ -113,83 +92,77 @@ impl<B: HostBus> Edu<B> {
         }
     }
 
-    /// Copies by any bus address: registrations are not asked, nor does anybody own the memory. `at` may be of a BAR of another device
-    /// ([`Container::map_peer`](crate::Container::map_peer)). Waits for the end.
+    /// Copies to or from any bus address and waits for the end. Checks no registration and owns no memory; `at` may be in a BAR of
+    /// another device ([`Container::map_peer`](dmalane_vfio::Container::map_peer)).
     ///
     /// # Errors
-    /// [`OpError::NoCardMemory`]; [`OpError::Stopped`] when the device does not end, after which nobody gets it any more.
+    /// [`OpError::NoCardMemory`]; [`OpError::Stopped`] when the device does not end, after which it stays busy.
     pub fn copy(&self, direction: Direction, at: Iova, card: CardAddr, len: u64) -> Result<(), OpError> {
         check(card, len)?;
         let began = Instant::now();
-        let late = || began.elapsed() > STUCK;
+        let late = || began.elapsed() > TIMEOUT;
         while self.busy.swap(true, Ordering::Acquire) {
             if late() {
-                return Err(OpError::Stopped("another channel keeps the device".into()));
+                return Err(OpError::Stopped("another channel uses the device for too long".into()));
             }
-            std::thread::sleep(NAP);
+            std::thread::sleep(POLL_INTERVAL);
         }
-        start(&*self.bus, direction, at, card, len).map_err(lost)?;
+        start(&self.bus, direction, at, card, len).map_err(lost)?;
         let began = Instant::now();
-        while is_running(&*self.bus).map_err(lost)? {
-            if began.elapsed() > STUCK {
-                return Err(OpError::Stopped(format!("the device did not end an operation within {STUCK:?}")));
+        while is_running(&self.bus).map_err(lost)? {
+            if began.elapsed() > TIMEOUT {
+                return Err(OpError::Stopped(format!("the device did not end an operation within {TIMEOUT:?}")));
             }
-            self.bus.wait(NAP);
+            self.bus.wait(POLL_INTERVAL);
         }
-        acknowledge(&*self.bus).map_err(lost)?;
+        acknowledge(&self.bus).map_err(lost)?;
         self.busy.store(false, Ordering::Release);
         Ok(())
     }
 }
 
-/// Does the device have this memory? It ends QEMU when told to copy what it does not have.
+/// Checks that the device has this memory: QEMU aborts on a copy outside of it.
 fn check(card: CardAddr, len: u64) -> Result<(), OpError> {
     let end = card.bits().checked_add(len).filter(|end| *end <= BUFFER_LEN && len <= MAX_LEN);
     end.map(drop).ok_or(OpError::NoCardMemory(card))
 }
 
-fn lost(error: mem::Error) -> OpError {
+fn lost(error: dma::Error) -> OpError {
     OpError::Stopped(error.to_string())
 }
 
-fn start<B: HostBus + ?Sized>(
-    bus: &B,
-    direction: Direction,
-    host: Iova,
-    card: CardAddr,
-    len: u64,
-) -> Result<(), mem::Error> {
+fn start(bus: &VfioBus, direction: Direction, host: Iova, card: CardAddr, len: u64) -> Result<(), dma::Error> {
     let device = BUFFER + card.bits();
-    let (from, to, way) = match direction {
+    let (from, to, direction) = match direction {
         Direction::FromHost => (host.bits(), device, 0),
         Direction::ToHost => (device, host.bits(), regs::TO_HOST),
     };
-    let command = regs::RUN | regs::INTERRUPT | way;
+    let command = regs::RUN | regs::INTERRUPT | direction;
     for (register, value) in
         [(regs::DMA_FROM, from), (regs::DMA_TO, to), (regs::DMA_LEN, len), (regs::DMA_COMMAND, command)]
     {
-        // These take a word of 64 bits in one piece.
+        // These registers take a word of 64 bits in one access.
         bus.write_bytes(0, register, &value.to_le_bytes())?;
     }
     Ok(())
 }
 
-fn is_running<B: HostBus + ?Sized>(bus: &B) -> Result<bool, mem::Error> {
+fn is_running(bus: &VfioBus) -> Result<bool, dma::Error> {
     Ok(u64::from(bus.read32(0, regs::DMA_COMMAND)?) & regs::RUN != 0)
 }
 
-/// Takes note of the interrupt: until then the device raises no further one.
-fn acknowledge<B: HostBus + ?Sized>(bus: &B) -> Result<(), mem::Error> {
+/// Acknowledges the interrupt: until then the device raises no other one.
+fn acknowledge(bus: &VfioBus) -> Result<(), dma::Error> {
     let raised = bus.read32(0, regs::INTERRUPTS)?;
     bus.write32(0, regs::ACKNOWLEDGE, raised)
 }
 
 /// Copies between registered memory and the buffer of an [`Edu`]: at most 2048 bytes an operation, 100 ms each.
 ///
-/// The far end is an address of the device's memory, 0 to 4094; one by which the device's MMU would go ends in an error, since there
-/// is none. A device that does not end an operation within 2 s is given up, with the memory of that operation.
-pub struct EduChannel<B: HostBus> {
-    bus: Arc<B>,
+/// The target is a card address from 0 to 4094; a device virtual address is refused, since the device has no MMU. When an operation takes
+/// more than 2 s, the channel stops and its memory is never freed.
+pub struct EduChannel {
+    bus: Arc<VfioBus>,
     busy: Arc<AtomicBool>,
     faults: Option<(FaultLog, Bdf)>,
     waiting: VecDeque<(Ticket, Transfer<DeviceFar>)>,
@@ -199,23 +172,22 @@ pub struct EduChannel<B: HostBus> {
     stopped: Option<String>,
 }
 
-impl<B: HostBus> EduChannel<B> {
-    /// Reports what the IOMMU stopped as the operation's fault. Without, nobody learns of it but the kernel's log: the device does not
-    /// say.
+impl EduChannel {
+    /// Reports accesses that the IOMMU stopped as faults of their operations. The device itself does not report them.
     #[must_use]
     pub fn with_faults(mut self, log: FaultLog, bdf: Bdf) -> Self {
         self.faults = Some((log, bdf));
         self
     }
 
-    /// Begins with the next operation, if the device is free. One that the device cannot do ends at once.
-    fn begin(&mut self) {
+    /// Starts the next operation if the device is free. One that the device cannot do ends at once.
+    fn start_next(&mut self) {
         while self.running.is_none() && !self.waiting.is_empty() {
             if self.stopped.is_none() && self.busy.swap(true, Ordering::Acquire) {
-                return; // another channel's turn
+                return; // another channel uses the device
             }
             let Some((ticket, transfer)) = self.waiting.pop_front() else { return };
-            match self.tell(&transfer) {
+            match self.start(&transfer) {
                 Ok(()) => self.running = Some((ticket, transfer, Instant::now())),
                 Err(e) => {
                     if self.stopped.is_none() {
@@ -227,7 +199,7 @@ impl<B: HostBus> EduChannel<B> {
         }
     }
 
-    fn tell(&self, transfer: &Transfer<DeviceFar>) -> Result<(), OpError> {
+    fn start(&self, transfer: &Transfer<DeviceFar>) -> Result<(), OpError> {
         if let Some(why) = &self.stopped {
             return Err(OpError::Stopped(why.clone()));
         }
@@ -237,21 +209,21 @@ impl<B: HostBus> EduChannel<B> {
         };
         let len = transfer.part.len() as u64;
         check(card, len)?;
-        // It was registered when it was submitted, and the operation holds the registration.
+        // The slice was registered at submit, and the operation holds the registration.
         let host = transfer.far.via.iova_of(&transfer.part);
         let host = host.ok_or_else(|| OpError::Stopped("the registration is gone".into()))?;
-        start(&*self.bus, transfer.direction, host.first(), card, len).map_err(lost)
+        start(&self.bus, transfer.direction, host.first(), card, len).map_err(lost)
     }
 
-    /// Ends what the device has ended. Moves nothing while the device is at work; one that does not end stays in flight for good, since
-    /// the device may still write its memory.
-    fn end(&mut self) {
+    /// Completes the running operation if the device is done. A stuck operation stays in flight, since the device may still write its
+    /// memory.
+    fn complete(&mut self) {
         let Some((_, _, began)) = &self.running else { return };
-        let done = match is_running(&*self.bus) {
-            Ok(false) => acknowledge(&*self.bus),
-            Ok(true) if began.elapsed() <= STUCK => return,
+        let done = match is_running(&self.bus) {
+            Ok(false) => acknowledge(&self.bus),
+            Ok(true) if began.elapsed() <= TIMEOUT => return,
             Ok(true) => {
-                self.stopped.get_or_insert_with(|| format!("the device did not end an operation within {STUCK:?}"));
+                self.stopped.get_or_insert_with(|| format!("the device did not end an operation within {TIMEOUT:?}"));
                 return;
             }
             Err(e) => Err(e),
@@ -266,12 +238,12 @@ impl<B: HostBus> EduChannel<B> {
         self.ended.push(Completion { ticket, transfer, result });
     }
 
-    /// What the kernel's log says of the operation that has just ended.
+    /// The fault of the operation that has just ended, from the kernel's log.
     fn fault(&mut self, transfer: &Transfer<DeviceFar>) -> Option<DmaFault> {
         let (log, bdf) = self.faults.as_mut()?;
         let host = transfer.far.via.iova_of(&transfer.part)?;
         let page = host.first().align_down(PageSize::SIZE_4K);
-        let ours = |f: &SeenFault| f.bdf == *bdf && f.at >= page && f.at <= host.last();
+        let ours = |f: &IommuFault| f.bdf == *bdf && f.at >= page && f.at <= host.last();
         let seen = log.take().into_iter().find(ours)?;
         let wanted = if seen.write { Access::WRITE } else { Access::READ };
         Some(DmaFault { at: seen.at.max(host.first()), wanted, reason: FaultReason::NotMapped, done: 0 })
@@ -296,7 +268,7 @@ impl<B: HostBus> EduChannel<B> {
     }
 }
 
-impl<B: HostBus> Channel for EduChannel<B> {
+impl Channel for EduChannel {
     type Far = DeviceFar;
 
     fn limits(&self) -> Limits {
@@ -318,8 +290,8 @@ impl<B: HostBus> Channel for EduChannel<B> {
     }
 
     fn poll(&mut self, done: &mut Vec<Completion<DeviceFar>>) -> usize {
-        self.end();
-        self.begin();
+        self.complete();
+        self.start_next();
         let count = self.ended.len();
         done.append(&mut self.ended);
         count
@@ -333,23 +305,23 @@ impl<B: HostBus> Channel for EduChannel<B> {
         let deadline = Instant::now().checked_add(timeout);
         loop {
             let count = self.poll(done);
-            let left = deadline.map_or(NAP, |deadline| deadline.saturating_duration_since(Instant::now()));
+            let left = deadline.map_or(POLL_INTERVAL, |deadline| deadline.saturating_duration_since(Instant::now()));
             if count > 0 || self.in_flight() == 0 || left.is_zero() {
                 return count;
             }
-            self.bus.wait(left.min(NAP));
+            self.bus.wait(left.min(POLL_INTERVAL));
         }
     }
 }
 
-impl<B: HostBus> Drop for EduChannel<B> {
-    /// Waits for what the device is doing; what it has not begun with is let go of.
+impl Drop for EduChannel {
+    /// Waits for the running operation; queued ones are dropped.
     fn drop(&mut self) {
         self.waiting.clear();
         while self.running.is_some() && self.stopped.is_none() {
-            self.end();
+            self.complete();
             if self.running.is_some() {
-                self.bus.wait(NAP);
+                self.bus.wait(POLL_INTERVAL);
             }
         }
         if let Some((_, transfer, _)) = self.running.take() {
@@ -363,7 +335,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn only_what_the_device_has() {
+    fn only_memory_of_the_device() {
         for (at, len, ok) in [
             (0, 2048, true),
             (2047, 2048, true),

@@ -13,8 +13,8 @@ use dmalane_dma::{DeviceMem, Heap, MemfdHeap, PageKind, SharedBuf};
 use rustix::event::{EventfdFlags, eventfd};
 use rustix::fs::MemfdFlags;
 
-use super::wire::{Body, ERROR, Fields, HEADER, MAX_DATA, NO_REPLY, REPLY, receive, send};
-use super::{ClientMemory, ClientPort, Mappable, Model, RegionSpec, serve};
+use crate::wire::{Body, ERROR, Fields, HEADER, MAX_DATA, NO_REPLY, REPLY, receive, send};
+use crate::{ClientMemory, ClientPort, MappableFile, RegionSpec, ServedDevice, serve};
 
 /// Most messages of one run; what they have in all fits into a socket that nobody reads.
 const MESSAGES: usize = 40;
@@ -72,7 +72,7 @@ impl Device<'_> {
     fn admit(&self, region: u32, offset: u64, len: usize) {
         let spec = self.region(region);
         let end = offset.checked_add(len as u64).expect("an end");
-        assert!(spec.usable && end <= spec.len && len <= MAX_DATA, "region {region}: {len} bytes at {offset:#x}");
+        assert!(spec.accessible && end <= spec.len && len <= MAX_DATA, "region {region}: {len} bytes at {offset:#x}");
     }
 
     /// Registers 0 and 1: where and how much. What is there is read, turned round and written back.
@@ -89,15 +89,15 @@ impl Device<'_> {
     }
 }
 
-impl Model for Device<'_> {
+impl ServedDevice for Device<'_> {
     fn region(&self, index: u32) -> RegionSpec {
         let len = [REGISTERS, 0, MEMORY, 0, 0, 0, 0, 256, 1 << 20].get(index as usize).copied().unwrap_or(0);
-        RegionSpec { len, usable: len > 0 && index != 8 }
+        RegionSpec { len, accessible: len > 0 && index != 8 }
     }
 
-    fn mappable(&self, region: u32) -> Option<Mappable<'_>> {
+    fn mappable(&self, region: u32) -> Option<MappableFile<'_>> {
         let file = self.shown.export()?;
-        (region == 2).then_some(Mappable { file, areas: vec![0..0x1000, 0x2000..MEMORY] })
+        (region == 2).then_some(MappableFile { file, areas: vec![0..0x1000, 0x2000..MEMORY] })
     }
 
     fn read(&mut self, region: u32, offset: u64, into: &mut [u8]) -> bool {

@@ -2,6 +2,7 @@
 //!
 //! Invariant of [`BarMemory`]: `ptr..ptr + len` is one mapping of device memory that this value owns and nobody else unmaps. It is
 //! established by [`BarMemory::map`]. Nobody makes a reference into it: device memory changes by itself.
+#![allow(unsafe_code)]
 
 use std::ffi::CString;
 use std::io;
@@ -298,7 +299,7 @@ fn map_file(
 /// As [`ioas_map`], of the file that the memory is behind, from its byte `start` on; `None` when it is behind none.
 ///
 /// As there, that nobody has a slice of the memory while a device writes is for the caller to see to (`Pinned::admit`).
-pub(crate) fn ioas_map_share(
+pub(crate) fn ioas_map_buffer(
     iommufd: BorrowedFd<'_>,
     ioas: u32,
     share: &BufferRef,
@@ -640,9 +641,9 @@ mod tests {
         assert!(ioas_map_dma_buf(fd, 1, fd, 0, span, Access::RW).is_err());
         assert!(bind(fd, fd).is_err() && attach(fd, 1).is_err() && dma_buf(fd, 0, 0, 4096).is_err());
         let share = |heap: &dyn dmalane_dma::Heap| heap.allocate(4096).unwrap().share().share();
-        let lent = ioas_map_share(fd, 1, &share(&dmalane_dma::MemfdHeap::new()), 0, span, Access::RW);
+        let lent = ioas_map_buffer(fd, 1, &share(&dmalane_dma::MemfdHeap::new()), 0, span, Access::RW);
         assert!(lent.unwrap().is_err());
-        let none = ioas_map_share(fd, 1, &share(&dmalane_dma::AnonHeap::new()), 0, span, Access::RW);
+        let none = ioas_map_buffer(fd, 1, &share(&dmalane_dma::AnonHeap::new()), 0, span, Access::RW);
         assert!(none.is_none(), "behind no file");
     }
 

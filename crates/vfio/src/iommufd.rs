@@ -12,14 +12,14 @@ use dmalane_dma::BufferRef;
 use iommufd_bindings::iommufd as abi;
 use rustix::io::Errno;
 
-use super::container::open;
-use super::sys::{self, IommuInfo};
-use crate::Error;
+use crate::container::open;
+use crate::sys::{self, IommuInfo};
+use crate::{Error, VfioOperation};
 
 const IOMMU: &str = "/dev/iommu";
 
 /// An address space.
-pub(super) struct Iommufd {
+pub(crate) struct Iommufd {
     fd: OwnedFd,
     ioas: u32,
     /// Bit n: every IOMMU of it can use pages of 2^n bytes.
@@ -33,15 +33,15 @@ pub(super) struct Iommufd {
 
 impl Iommufd {
     /// A new one, empty.
-    pub(super) fn new() -> Result<Self, Error> {
+    pub(crate) fn new() -> Result<Self, Error> {
         let fd = open(Path::new(IOMMU), "iommufd")?;
-        let ioas = sys::ioas_alloc(fd.as_fd()).map_err(Error::kernel(format!("{IOMMU} does not answer")))?;
+        let ioas = sys::ioas_alloc(fd.as_fd()).map_err(Error::kernel(VfioOperation::Initialize(IOMMU.into())))?;
         let (pages, files) = (AtomicU64::new(u64::MAX), AtomicBool::new(true));
         Ok(Self { fd, ioas, pages, files, mapped: Mutex::default() })
     }
 
     /// Takes a device in, and says what can be mapped from now on.
-    pub(super) fn attach(&self, device: BorrowedFd<'_>) -> io::Result<IommuInfo> {
+    pub(crate) fn attach(&self, device: BorrowedFd<'_>) -> io::Result<IommuInfo> {
         let number = sys::bind(device, self.fd.as_fd())?;
         sys::attach(device, self.ioas)?;
         let (ranges, least) = sys::ioas_ranges(self.fd.as_fd(), self.ioas)?;
@@ -54,7 +54,7 @@ impl Iommufd {
     }
 
     /// Maps memory of this process, at `va`; where it is behind a file, by that.
-    pub(super) fn map(
+    pub(crate) fn map(
         &self,
         va: usize,
         file: Option<(&BufferRef, u64)>,
@@ -72,7 +72,7 @@ impl Iommufd {
     }
 
     fn map_file(&self, va: usize, share: &BufferRef, start: u64, span: Span<Iova>, access: Access) -> io::Result<()> {
-        let mapped = sys::ioas_map_share(self.fd.as_fd(), self.ioas, share, start, span, access);
+        let mapped = sys::ioas_map_buffer(self.fd.as_fd(), self.ioas, share, start, span, access);
         match mapped {
             Some(Ok(())) => return Ok(()),
             // Not every kernel with iommufd has it.
@@ -87,7 +87,7 @@ impl Iommufd {
     }
 
     /// Maps part of a dma-buf of device memory.
-    pub(super) fn map_dma_buf(
+    pub(crate) fn map_dma_buf(
         &self,
         dma_buf: BorrowedFd<'_>,
         start: u64,
@@ -101,7 +101,7 @@ impl Iommufd {
     ///
     /// # Errors
     /// [`Error::PartialUnmap`], and nothing is unmapped, when one lies within it only in part.
-    pub(super) fn unmap(&self, span: Span<Iova>) -> Result<u64, Error> {
+    pub(crate) fn unmap(&self, span: Span<Iova>) -> Result<u64, Error> {
         let (first, last) = (span.first().bits(), span.last().bits());
         let mut mapped = self.lock();
         // The last that begins before it, and the last within it, may reach out.
@@ -115,7 +115,7 @@ impl Iommufd {
         let ended = match sys::ioas_unmap(self.fd.as_fd(), self.ioas, span) {
             // There was none.
             Err(e) if Errno::from_io_error(&e) == Some(Errno::NOENT) => 0,
-            other => other.map_err(Error::kernel(format!("cannot unmap {span}")))?,
+            other => other.map_err(Error::kernel(VfioOperation::Unmap(span)))?,
         };
         while let Some(start) = mapped.range(first..=last).next().map(|(start, _)| *start) {
             mapped.remove(&start);
@@ -125,7 +125,7 @@ impl Iommufd {
 
     /// What the kernel says of unmapping this, unasked for.
     #[cfg(test)]
-    pub(super) fn half(&self, span: Span<Iova>) -> Option<Errno> {
+    pub(crate) fn half(&self, span: Span<Iova>) -> Option<Errno> {
         sys::ioas_unmap(self.fd.as_fd(), self.ioas, span).err().and_then(|e| Errno::from_io_error(&e))
     }
 

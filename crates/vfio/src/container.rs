@@ -1,6 +1,7 @@
 //! A container: devices that share one IOMMU address space, and what is mapped into it, whichever way the kernel was asked for it.
 
 use std::collections::BTreeMap;
+use std::fmt;
 use std::fs::File;
 use std::io;
 use std::ops::Range;
@@ -13,38 +14,38 @@ use std::time::{Duration, Instant};
 use dmalane_addr::{
     Access, Address, Iova, Lease, PageSize, PageSizes, PhysAddr, RangeAllocator, RangeCache, SgTable, Span,
 };
-use dmalane_dma::{self as mem, BufferRef, Mapping, Pinned, Undo};
+use dmalane_dma::{self as dma, BufferRef, Mapping, Pinned, Undo};
 use rustix::io::Errno;
 
-use super::backend::{Backend, telling};
-use super::device;
-use super::iommufd::Iommufd;
-use super::sysfs::Sysfs;
-use super::{BarMap, Device, sys};
-use crate::{Bdf, Error};
+use crate::backend::{Backend, more_specific};
+use crate::device;
+use crate::error::{RegionError, VfioOperation};
+use crate::iommufd::Iommufd;
+use crate::sysfs::Sysfs;
+use crate::{BarMap, Bdf, Error, PciDevice, sys};
 
 const VFIO: &str = "/dev/vfio/vfio";
 
 /// One IOMMU address space. What is mapped in it, every device that was opened through it can reach. Clones are handles to the same
 /// container.
 #[derive(Clone)]
-pub struct Container(pub(super) Arc<Inner>);
+pub struct Container(pub(crate) Arc<Inner>);
 
-pub(super) struct Inner {
+pub(crate) struct Inner {
     sysfs: Sysfs,
-    /// The only way that is tried.
+    /// The only backend that is tried.
     only: Option<Backend>,
     /// Memory behind a file is mapped by its address too.
     by_address: AtomicBool,
     /// From the first device on.
     kernel: OnceLock<Kernel>,
-    /// Why iommufd was not taken.
-    passed_over: OnceLock<Error>,
+    /// Why iommufd was not used.
+    iommufd_error: OnceLock<Error>,
     state: Mutex<State>,
     /// Bytes mapped.
     mapped: AtomicU64,
     /// Mappings that the kernel refused to end; their addresses stay taken.
-    stuck: AtomicU64,
+    failed_unmaps: AtomicU64,
 }
 
 /// Who keeps the address space.
@@ -78,15 +79,23 @@ impl Space {
     }
 }
 
-/// How a mapping of device memory was made.
+/// How a BAR was mapped for other devices.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 #[non_exhaustive]
-pub struct Took {
-    /// The way: `type1` walks the process's page table, page by page of what the BAR is mapped with; `dma-buf` gives the BAR itself to
-    /// iommufd, whatever it is mapped with.
-    pub way: &'static str,
-    /// How long the kernel took.
-    pub time: Duration,
+pub enum PeerMethod {
+    /// Type 1 walks the process's page table, page by page of the mapping of the BAR.
+    PageTable,
+    /// iommufd maps a dma-buf of the BAR, independent of its mapping in this process.
+    DmaBuf,
+}
+
+impl fmt::Display for PeerMethod {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Self::PageTable => "type1",
+            Self::DmaBuf => "dma-buf",
+        })
+    }
 }
 
 impl Default for Container {
@@ -99,24 +108,24 @@ impl Container {
     /// A container without devices. The first device decides by which [`Backend`] the kernel is asked: iommufd where that is there and open to
     /// this process, else type 1.
     pub fn new() -> Self {
-        Self::made(None)
+        Self::create(None)
     }
 
-    /// A container that takes this way and no other.
-    pub fn only(way: Backend) -> Self {
-        Self::made(Some(way))
+    /// A container that uses this backend and no other.
+    pub fn with_backend(backend: Backend) -> Self {
+        Self::create(Some(backend))
     }
 
-    fn made(only: Option<Backend>) -> Self {
+    fn create(only: Option<Backend>) -> Self {
         Self(Arc::new(Inner {
             sysfs: Sysfs::new("/"),
             only,
             by_address: AtomicBool::new(false),
             kernel: OnceLock::new(),
-            passed_over: OnceLock::new(),
+            iommufd_error: OnceLock::new(),
             state: Mutex::default(),
             mapped: AtomicU64::new(0),
-            stuck: AtomicU64::new(0),
+            failed_unmaps: AtomicU64::new(0),
         }))
     }
 
@@ -126,38 +135,39 @@ impl Container {
     /// What is missing, as its own kind each: [`Error::NoDevice`], [`Error::NoModule`], [`Error::NotBuilt`], [`Error::NoIommu`],
     /// [`Error::NoProtection`], [`Error::NotBound`], [`Error::NoPermission`], [`Error::Busy`], [`Error::NotViable`]; by type 1 [`Error::NoType1`],
     /// [`Error::Attach`]; by iommufd [`Error::NoDeviceFile`], [`Error::AttachDevice`].
-    pub fn open(&self, bdf: &Bdf) -> Result<Device, Error> {
+    pub fn open(&self, bdf: &Bdf) -> Result<PciDevice, Error> {
         let group = self.0.sysfs.group(*bdf)?;
         let mut state = self.0.lock();
-        let decided = self.0.kernel.get().map(Kernel::way).or(self.0.only);
+        let decided = self.0.kernel.get().map(Kernel::backend).or(self.0.only);
         match decided {
             Some(Backend::Iommufd) => self.open_by_iommufd(&mut state, *bdf, group)?,
             Some(Backend::Type1) => self.open_by_type1(&mut state, *bdf, group),
             None => self.open_by_iommufd(&mut state, *bdf, group).unwrap_or_else(|iommufd| {
                 match self.open_by_type1(&mut state, *bdf, group) {
                     Ok(device) => {
-                        let _ = self.0.passed_over.set(iommufd);
+                        let _ = self.0.iommufd_error.set(iommufd);
                         Ok(device)
                     }
-                    Err(type1) => Err(telling(iommufd, type1)),
+                    Err(type1) => Err(more_specific(iommufd, type1)),
                 }
             }),
         }
     }
 
-    fn open_by_type1(&self, state: &mut State, bdf: Bdf, group: u32) -> Result<Device, Error> {
+    fn open_by_type1(&self, state: &mut State, bdf: Bdf, group: u32) -> Result<PciDevice, Error> {
         self.0.attach_group(state, group)?;
         let fd = state.groups.get(&group).ok_or(Error::NoIommu(bdf))?;
-        let device = sys::device(fd.as_fd(), &bdf.to_string()).map_err(Error::kernel(format!("cannot open {bdf}")))?;
-        Device::new(device, bdf, self.clone())
+        let device =
+            sys::device(fd.as_fd(), &bdf.to_string()).map_err(Error::kernel(VfioOperation::OpenDevice(bdf)))?;
+        PciDevice::new(device, bdf, self.clone())
     }
 
     /// The outer error: iommufd does not take the device. The inner one: it does, and the device itself is of no use by any way.
-    fn open_by_iommufd(&self, state: &mut State, bdf: Bdf, group: u32) -> Result<Result<Device, Error>, Error> {
+    fn open_by_iommufd(&self, state: &mut State, bdf: Bdf, group: u32) -> Result<Result<PciDevice, Error>, Error> {
         if let Some(open) = state.devices.get(&bdf).and_then(Weak::upgrade) {
-            return Ok(Ok(Device::again(open)));
+            return Ok(Ok(PciDevice::again(open)));
         }
-        let path = self.0.sysfs.by_iommufd(bdf)?;
+        let path = self.0.sysfs.device_file(bdf)?;
         let mut new = None;
         let space = match self.0.kernel.get() {
             Some(Kernel::Iommufd(space)) => space,
@@ -172,7 +182,7 @@ impl Container {
             _ => Error::AttachDevice { bdf, source },
         })?;
         // Before anything is decided: without a device the container is as it was.
-        let device = match Device::new(file, bdf, self.clone()) {
+        let device = match PciDevice::new(file, bdf, self.clone()) {
             Ok(device) => device,
             Err(e) => return Ok(Err(e)),
         };
@@ -185,8 +195,8 @@ impl Container {
     }
 
     /// The way by which the kernel was asked; `None` before the first device.
-    pub fn way(&self) -> Option<Backend> {
-        self.0.kernel.get().map(Kernel::way)
+    pub fn backend(&self) -> Option<Backend> {
+        self.0.kernel.get().map(Kernel::backend)
     }
 
     /// From now on maps by its address in this process also what iommufd could map by its file (a memfd), for measuring what that costs.
@@ -195,8 +205,8 @@ impl Container {
     }
 
     /// What iommufd lacked, where type 1 was taken because of that.
-    pub fn passed_over(&self) -> Option<&Error> {
-        self.0.passed_over.get()
+    pub fn iommufd_error(&self) -> Option<&Error> {
+        self.0.iommufd_error.get()
     }
 
     /// Where memory can be mapped, lowest first: the holes between belong to interrupts and to the firmware. Empty without a device.
@@ -215,7 +225,7 @@ impl Container {
     /// [`Error::Kernel`].
     pub fn mappings_left(&self) -> Result<Option<u32>, Error> {
         let Some(Kernel::Type1(fd)) = self.0.kernel.get() else { return Ok(None) };
-        Ok(sys::iommu_info(fd.as_fd()).map_err(Error::kernel("cannot ask the container"))?.left)
+        Ok(sys::iommu_info(fd.as_fd()).map_err(Error::kernel(VfioOperation::QueryContainer))?.left)
     }
 
     /// Bytes that are mapped now.
@@ -224,8 +234,8 @@ impl Container {
     }
 
     /// Mappings that the kernel refused to end. Always 0, unless something is wrong with the kernel.
-    pub fn stuck(&self) -> u64 {
-        self.0.stuck.load(Ordering::Relaxed)
+    pub fn failed_unmaps(&self) -> u64 {
+        self.0.failed_unmaps.load(Ordering::Relaxed)
     }
 
     /// Maps pinned buffers, or ranges of them, one behind the other at contiguous IOVAs of the container's choice. Each is a mapping of
@@ -233,7 +243,7 @@ impl Container {
     ///
     /// # Errors
     /// Those of the kernel by cause ([`Error`]), and [`Error::Iova`]; nothing stays mapped.
-    pub fn map_list(&self, list: Vec<Pinned>, access: Access) -> Result<Mapping, mem::Error> {
+    pub fn map_list(&self, list: Vec<Pinned>, access: Access) -> Result<Mapping, dma::Error> {
         self.0.map_list(list, access, None)
     }
 
@@ -241,7 +251,7 @@ impl Container {
     ///
     /// # Errors
     /// As [`Container::map_list`]; [`Error::OutsideIova`], [`Error::Overlap`], [`Error::Unaligned`].
-    pub fn map_at(&self, pinned: Pinned, access: Access, at: Iova) -> Result<Mapping, mem::Error> {
+    pub fn map_at(&self, pinned: Pinned, access: Access, at: Iova) -> Result<Mapping, dma::Error> {
         self.0.map_list(vec![pinned], access, Some(at))
     }
 
@@ -252,16 +262,16 @@ impl Container {
     ///
     /// # Errors
     /// As [`Container::map_list`]; [`Error::Region`] when the range does not lie within the BAR that is mapped; [`Error::NoDmaBuf`].
-    pub fn map_peer(&self, bar: &Arc<BarMap>, range: Range<u64>, access: Access) -> Result<Peer, Error> {
+    pub fn map_peer(&self, bar: &Arc<BarMap>, range: Range<u64>, access: Access) -> Result<PeerMapping, Error> {
         let len = range.end.checked_sub(range.start).filter(|len| *len > 0 && range.end <= bar.len());
-        let len = len.ok_or_else(|| bar.error("does not have all of this range"))?;
+        let len = len.ok_or_else(|| bar.error(RegionError::OutOfRange))?;
         let va = bar.address() + range.start as usize;
         let mut state = self.0.lock();
         let kernel = self.0.kernel.get().ok_or(Error::NoType1)?;
-        let (way, like) = match kernel {
-            Kernel::Type1(_) => ("type1", va),
+        let (method, like) = match kernel {
+            Kernel::Type1(_) => (PeerMethod::PageTable, va),
             // A BAR lies at a multiple of its length.
-            Kernel::Iommufd(_) => ("dma-buf", (bar.range().start + range.start) as usize),
+            Kernel::Iommufd(_) => (PeerMethod::DmaBuf, (bar.range().start + range.start) as usize),
         };
         let lease = state.allocate(like, len)?;
         let span = lease.span();
@@ -271,16 +281,23 @@ impl Container {
             Kernel::Iommufd(space) => bar.dma_buf().and_then(|dma_buf| {
                 let mapped = space.map_dma_buf(dma_buf, range.start, span, access);
                 mapped.map_err(|source| match Errno::from_io_error(&source) {
-                    Some(Errno::NODEV) => bar.error("answers nobody: the memory of its device is switched off"),
+                    Some(Errno::NODEV) => bar.error(RegionError::Disabled),
                     _ => explain(source, like, span, access, state.page(), &state.ranges()),
                 })
             }),
         };
         match mapped {
             Ok(()) => {
-                let took = Took { way, time: began.elapsed() };
+                let map_time = began.elapsed();
                 self.0.mapped.fetch_add(span.len(), Ordering::Relaxed);
-                Ok(Peer { span, lease: Some(lease), container: self.0.clone(), bar: bar.clone(), took })
+                Ok(PeerMapping {
+                    span,
+                    lease: Some(lease),
+                    container: self.0.clone(),
+                    bar: bar.clone(),
+                    method,
+                    map_time,
+                })
             }
             Err(e) => {
                 state.free(lease);
@@ -301,7 +318,7 @@ impl Container {
 }
 
 impl Kernel {
-    fn way(&self) -> Backend {
+    fn backend(&self) -> Backend {
         match self {
             Self::Type1(_) => Backend::Type1,
             Self::Iommufd(_) => Backend::Iommufd,
@@ -312,7 +329,7 @@ impl Kernel {
         match self {
             Self::Type1(fd) => sys::dma_unmap(fd.as_fd(), span).map_err(|source| match Errno::from_io_error(&source) {
                 Some(Errno::INVAL) => Error::PartialUnmap(span),
-                _ => Error::Kernel { what: format!("cannot unmap {span}"), source },
+                _ => Error::Kernel { operation: VfioOperation::Unmap(span), source },
             }),
             Self::Iommufd(space) => space.unmap(span),
         }
@@ -330,7 +347,7 @@ impl Inner {
         if state.groups.contains_key(&group) {
             return Ok(());
         }
-        let path = self.sysfs.by_type1(group)?;
+        let path = self.sysfs.group_file(group)?;
         let mut new = None;
         let container = match self.kernel.get() {
             Some(Kernel::Type1(container)) => container,
@@ -338,7 +355,7 @@ impl Inner {
         };
         let container = container.as_fd();
         let file = open(&path, "vfio-pci")?;
-        let asked = Error::kernel(format!("cannot ask IOMMU group {group}"));
+        let asked = Error::kernel(VfioOperation::QueryGroup(group));
         if !sys::is_viable(file.as_fd()).map_err(asked)? {
             return Err(Error::NotViable { group, others: self.sysfs.others(group) });
         }
@@ -347,7 +364,7 @@ impl Inner {
         if state.space.is_none() {
             sys::set_type1(container).map_err(refused)?;
         }
-        let info = sys::iommu_info(container).map_err(Error::kernel("cannot ask the container"))?;
+        let info = sys::iommu_info(container).map_err(Error::kernel(VfioOperation::QueryContainer))?;
         state.learn(info);
         state.groups.insert(group, file);
         if let Some(container) = new {
@@ -361,14 +378,14 @@ impl Inner {
         mut list: Vec<Pinned>,
         access: Access,
         at: Option<Iova>,
-    ) -> Result<Mapping, mem::Error> {
+    ) -> Result<Mapping, dma::Error> {
         if list.iter().any(|pinned| !pinned.is_from(self)) {
-            return Err(mem::Error::ForeignPin);
+            return Err(dma::Error::ForeignPin);
         }
         if !access.intersects(Access::RW) {
-            return Err(mem::Error::NoAccess(access));
+            return Err(dma::Error::NoAccess(access));
         }
-        let Some(first) = list.first() else { return Err(mem::Error::WholeBuffers) };
+        let Some(first) = list.first() else { return Err(dma::Error::WholeBuffers) };
         let va = address(first);
         // Of buffers that exist, all at once.
         let len: u64 = list.iter().map(|pinned| pinned.range().len() as u64).sum();
@@ -454,7 +471,7 @@ impl Inner {
     fn unmap_span(&self, span: Span<Iova>) -> bool {
         let ended = matches!(self.kernel.get().map(|kernel| kernel.unmap(span)), Some(Ok(_)));
         if !ended {
-            self.stuck.fetch_add(1, Ordering::Relaxed);
+            self.failed_unmaps.fetch_add(1, Ordering::Relaxed);
         }
         ended
     }
@@ -578,17 +595,17 @@ fn address(pinned: &Pinned) -> usize {
 /// A new container of VFIO, without groups.
 fn open_container() -> Result<OwnedFd, Error> {
     let file = open(Path::new(VFIO), "vfio")?;
-    let has = sys::has_type1(file.as_fd()).map_err(Error::kernel(format!("{VFIO} does not answer")))?;
+    let has = sys::has_type1(file.as_fd()).map_err(Error::kernel(VfioOperation::Initialize(VFIO.into())))?;
     if has { Ok(file) } else { Err(Error::NoType1) }
 }
 
-pub(super) fn open(path: &Path, module: &'static str) -> Result<OwnedFd, Error> {
+pub(crate) fn open(path: &Path, module: &'static str) -> Result<OwnedFd, Error> {
     let opened = File::options().read(true).write(true).open(path).map(OwnedFd::from);
     opened.map_err(|source| match Errno::from_io_error(&source) {
         Some(Errno::NOENT | Errno::NODEV | Errno::NXIO) => Error::NoModule { path: path.to_owned(), module },
         Some(Errno::ACCESS | Errno::PERM) => Error::NoPermission { path: path.to_owned() },
         Some(Errno::BUSY) => Error::Busy { path: path.to_owned() },
-        _ => Error::Kernel { what: format!("cannot open {}", path.display()), source },
+        _ => Error::Kernel { operation: VfioOperation::Open(path.to_owned()), source },
     })
 }
 
@@ -612,26 +629,27 @@ fn explain(
         Some(Errno::EXIST) => Error::Overlap(span),
         Some(Errno::FAULT) => Error::NotMemory { va, len, writable: access.contains(Access::WRITE) },
         Some(Errno::NOSPC) => Error::TooMany,
-        Some(Errno::NOMEM) => match mem::memlock_left() {
+        Some(Errno::NOMEM) => match dma::memlock_left() {
             Some(left) if left < len => Error::Memlock { wanted: len, left },
-            _ => Error::Kernel { what: format!("cannot map {len} bytes"), source },
+            _ => Error::Kernel { operation: VfioOperation::Map { va, span }, source },
         },
-        _ => Error::Kernel { what: format!("cannot map {len} bytes at {va:#x} to {iova}"), source },
+        _ => Error::Kernel { operation: VfioOperation::Map { va, span }, source },
     }
 }
 
 /// Part of a BAR that the devices of a container can reach. Unmaps on drop; keeps the BAR mapped until then.
-pub struct Peer {
+pub struct PeerMapping {
     span: Span<Iova>,
     /// `None` only while it is dropped.
     lease: Option<Lease<Iova>>,
     container: Arc<Inner>,
-    /// Dropped after `Peer::drop` has unmapped.
+    /// Dropped after `PeerMapping::drop` has unmapped.
     bar: Arc<BarMap>,
-    took: Took,
+    method: PeerMethod,
+    map_time: Duration,
 }
 
-impl Peer {
+impl PeerMapping {
     /// Where the devices see it.
     pub fn span(&self) -> Span<Iova> {
         self.span
@@ -642,26 +660,35 @@ impl Peer {
         &self.bar
     }
 
-    /// How it was mapped, and how long that took.
-    pub fn took(&self) -> Took {
-        self.took
+    /// How the BAR was mapped.
+    pub fn method(&self) -> PeerMethod {
+        self.method
+    }
+
+    /// How long the kernel took to map it.
+    pub fn map_time(&self) -> Duration {
+        self.map_time
     }
 }
 
-impl Drop for Peer {
+impl Drop for PeerMapping {
     fn drop(&mut self) {
         self.lease.take().into_iter().for_each(|lease| self.container.release(lease));
     }
 }
 
-impl std::fmt::Debug for Peer {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.debug_struct("Peer").field("span", &self.span).field("took", &self.took).finish_non_exhaustive()
+impl fmt::Debug for PeerMapping {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("PeerMapping")
+            .field("span", &self.span)
+            .field("method", &self.method)
+            .field("map_time", &self.map_time)
+            .finish_non_exhaustive()
     }
 }
 
-impl std::fmt::Debug for Container {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+impl fmt::Debug for Container {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("Container").field("mapped", &self.mapped_bytes()).finish_non_exhaustive()
     }
 }
@@ -757,17 +784,17 @@ mod tests {
         #[repr(align(65536))]
         struct Page([u8; PAGE]);
         static READ_ONLY: Page = Page([7; PAGE]);
-        for way in [Backend::Iommufd, Backend::Type1] {
-            let container = Container::only(way);
+        for backend in [Backend::Iommufd, Backend::Type1] {
+            let container = Container::with_backend(backend);
             let Some(device) = Sysfs::new("/").bound().into_iter().find_map(|bdf| container.open(&bdf).ok()) else {
-                println!("SKIPPED: no PCI device can be opened by {way} here");
+                println!("SKIPPED: no PCI device can be opened by {backend} here");
                 continue;
             };
             addresses(&container, &device, READ_ONLY.0.as_ptr().addr());
         }
     }
 
-    fn addresses(container: &Container, device: &Device, constant: usize) {
+    fn addresses(container: &Container, device: &PciDevice, constant: usize) {
         let inner = &container.0;
         let at = span(0x20_0000, 0x20_ffff);
         let map = |va: usize, span, access| inner.map_span(&inner.lock(), va, None, span, access);
@@ -784,16 +811,16 @@ mod tests {
         let at = span(0x20_0000, 0x20_0fff);
         // What only iommufd says, before it is explained: the table of the interface.
         let says = |result: io::Result<()>| result.map_err(|e| Errno::from_io_error(&e).unwrap());
-        let heap = mem::DmaHeap::open("system").unwrap();
-        let dma_buf = mem::Heap::allocate(&heap, 4096).unwrap().share();
+        let heap = dma::DmaHeap::open("system").unwrap();
+        let dma_buf = dma::Heap::allocate(&heap, 4096).unwrap().share();
         let (share, file) = (dma_buf.share(), dma_buf.export().unwrap());
         assert_eq!(says(space.map_dma_buf(file, 0, at, Access::RW)), Err(Errno::OPNOTSUPP));
-        let can_map = |region: &&crate::Region| region.index < 6 && region.mappable.contains(&(0..region.len));
+        let can_map = |region: &&crate::PciRegion| region.index < 6 && region.mappable.contains(&(0..region.len));
         let region = device.regions().iter().find(can_map).unwrap();
-        let bar = device.map_bar(region.index, None, crate::Placement::Best).unwrap();
+        let bar = device.map_bar(region.index, None, crate::BarAlignment::LargestPage).unwrap();
         assert_eq!(says(space.map(bar.address(), None, at, Access::RW)), Err(Errno::FAULT), "a BAR by its address");
         assert_eq!(says(space.map(share.address(), Some((&share, 0)), at, Access::RW)), Err(Errno::FAULT));
-        let memfd = mem::Heap::allocate(&mem::MemfdHeap::new(), 8192).unwrap().share();
+        let memfd = dma::Heap::allocate(&dma::MemfdHeap::new(), 8192).unwrap().share();
         let share = memfd.share();
         let map = |span| says(space.map(share.address(), Some((&share, 0)), span, Access::RW));
         let two = span(0x20_0000, 0x20_1fff);

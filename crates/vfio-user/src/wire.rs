@@ -1,4 +1,4 @@
-//! The messages of vfio-user, and their way over a socket.
+//! Encoding, sending and receiving of vfio-user messages.
 
 use std::io::{self, IoSlice, IoSliceMut, Read, Write};
 use std::mem::MaybeUninit;
@@ -10,24 +10,35 @@ use rustix::net::{
     SendFlags, recvmsg, sendmsg,
 };
 
-/// What a message is about.
+/// A request of the protocol, with its number in the specification.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
+#[non_exhaustive]
 #[repr(u16)]
-pub(super) enum Command {
+pub enum Command {
+    /// Negotiates the version; the first message of a connection.
     Version = 1,
+    /// Maps memory of the client for the device.
     DmaMap = 2,
+    /// Unmaps memory of the client.
     DmaUnmap = 3,
+    /// Queries the device.
     DeviceInfo = 4,
+    /// Queries a region.
     RegionInfo = 5,
+    /// Queries a kind of interrupts.
     IrqInfo = 7,
+    /// Sets the eventfds of interrupts.
     SetIrqs = 8,
+    /// Reads a region.
     RegionRead = 9,
+    /// Writes a region.
     RegionWrite = 10,
+    /// Resets the device.
     Reset = 13,
 }
 
 impl Command {
-    pub(super) fn from_number(number: u16) -> Option<Self> {
+    pub(crate) fn from_number(number: u16) -> Option<Self> {
         use Command::*;
         [Version, DmaMap, DmaUnmap, DeviceInfo, RegionInfo, IrqInfo, SetIrqs, RegionRead, RegionWrite, Reset]
             .into_iter()
@@ -35,43 +46,43 @@ impl Command {
     }
 }
 
-/// Bytes in front of each message: id, command, length of all, flags, error number.
-pub(super) const HEADER: usize = 16;
-/// Bytes of a region in one message, at most; both sides say so at the beginning.
-pub(super) const MAX_DATA: usize = 1 << 20;
-/// Bytes of a message, at most.
+/// Bytes of a message's header: id, command, length of the message, flags, error number.
+pub(crate) const HEADER: usize = 16;
+/// Maximum bytes of a region in one message; both sides announce it in their version message.
+pub(crate) const MAX_DATA: usize = 1 << 20;
+/// Maximum bytes of a message.
 const MAX_MESSAGE: usize = MAX_DATA + 4096;
-/// Descriptors that come with a message, at most. QEMU takes no more for an answer.
-pub(super) const MAX_FDS: usize = 16;
+/// Maximum descriptors of a message. QEMU accepts no more with an answer.
+pub(crate) const MAX_FDS: usize = 16;
 /// Flags of a header.
-pub(super) const REPLY: u32 = 1;
-pub(super) const NO_REPLY: u32 = 1 << 4;
-pub(super) const ERROR: u32 = 1 << 5;
+pub(crate) const REPLY: u32 = 1;
+pub(crate) const NO_REPLY: u32 = 1 << 4;
+pub(crate) const ERROR: u32 = 1 << 5;
 
-/// A message, as it came.
+/// A received message.
 #[derive(Debug)]
-pub(super) struct Message {
-    pub(super) id: u16,
-    pub(super) command: u16,
-    pub(super) flags: u32,
-    pub(super) error: u32,
-    pub(super) body: Vec<u8>,
-    pub(super) fds: Vec<OwnedFd>,
+pub(crate) struct Message {
+    pub(crate) id: u16,
+    pub(crate) command: u16,
+    pub(crate) flags: u32,
+    pub(crate) error: u32,
+    pub(crate) body: Vec<u8>,
+    pub(crate) fds: Vec<OwnedFd>,
 }
 
-/// Reads numbers off the front of a message's body.
-pub(super) struct Fields<'a>(pub(super) &'a [u8]);
+/// Reads numbers from the front of a message's body.
+pub(crate) struct Fields<'a>(pub(crate) &'a [u8]);
 
 impl Fields<'_> {
-    pub(super) fn u16(&mut self) -> Option<u16> {
+    pub(crate) fn u16(&mut self) -> Option<u16> {
         self.take().map(u16::from_le_bytes)
     }
 
-    pub(super) fn u32(&mut self) -> Option<u32> {
+    pub(crate) fn u32(&mut self) -> Option<u32> {
         self.take().map(u32::from_le_bytes)
     }
 
-    pub(super) fn u64(&mut self) -> Option<u64> {
+    pub(crate) fn u64(&mut self) -> Option<u64> {
         self.take().map(u64::from_le_bytes)
     }
 
@@ -82,48 +93,48 @@ impl Fields<'_> {
     }
 }
 
-/// Writes numbers one behind the other.
+/// Builds a message's body, number after number.
 #[derive(Default)]
-pub(super) struct Body(pub(super) Vec<u8>);
+pub(crate) struct Body(pub(crate) Vec<u8>);
 
 impl Body {
-    pub(super) fn u32(mut self, value: u32) -> Self {
+    pub(crate) fn u32(mut self, value: u32) -> Self {
         self.0.extend(value.to_le_bytes());
         self
     }
 
-    pub(super) fn u64(mut self, value: u64) -> Self {
+    pub(crate) fn u64(mut self, value: u64) -> Self {
         self.0.extend(value.to_le_bytes());
         self
     }
 
-    pub(super) fn bytes(mut self, bytes: &[u8]) -> Self {
+    pub(crate) fn bytes(mut self, bytes: &[u8]) -> Self {
         self.0.extend(bytes);
         self
     }
 }
 
-fn broken(why: &str) -> io::Error {
+fn malformed(why: &str) -> io::Error {
     io::Error::new(io::ErrorKind::InvalidData, why)
 }
 
-/// The next message; `None` when the other side has closed the socket between two.
+/// Receives the next message; `None` when the other side has closed the socket between two messages.
 ///
 /// # Errors
-/// `InvalidData` for a length that cannot be; the socket's.
-pub(super) fn receive(stream: &mut UnixStream) -> io::Result<Option<Message>> {
+/// `InvalidData` for a malformed message; the socket's.
+pub(crate) fn receive(stream: &mut UnixStream) -> io::Result<Option<Message>> {
     let mut header = [0; HEADER];
     let mut fds = Vec::new();
-    let mut got = 0;
-    while got < HEADER {
+    let mut received = 0;
+    while received < HEADER {
         let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(MAX_FDS))];
         let mut control = RecvAncillaryBuffer::new(&mut space);
-        let into = &mut [IoSliceMut::new(&mut header[got..])];
+        let into = &mut [IoSliceMut::new(&mut header[received..])];
         let n = match recvmsg(&*stream, into, &mut control, RecvFlags::CMSG_CLOEXEC) {
-            Ok(received) if received.flags.contains(ReturnFlags::CTRUNC) => {
-                return Err(broken("too many descriptors, for a message or for this process"));
+            Ok(message) if message.flags.contains(ReturnFlags::CTRUNC) => {
+                return Err(malformed("too many descriptors for a message or for this process"));
             }
-            Ok(received) => received.bytes,
+            Ok(message) => message.bytes,
             Err(rustix::io::Errno::INTR) => continue,
             Err(e) => return Err(e.into()),
         };
@@ -133,22 +144,22 @@ pub(super) fn receive(stream: &mut UnixStream) -> io::Result<Option<Message>> {
             }
         }
         if fds.len() > MAX_FDS {
-            return Err(broken("too many descriptors"));
+            return Err(malformed("too many descriptors"));
         }
         match n {
-            0 if got == 0 => return Ok(None),
+            0 if received == 0 => return Ok(None),
             0 => return Err(io::ErrorKind::UnexpectedEof.into()),
-            n => got += n,
+            n => received += n,
         }
     }
     let fields = &mut Fields(&header);
-    let cut = || broken("a header that is cut");
-    let (id, command) = (fields.u16().ok_or_else(cut)?, fields.u16().ok_or_else(cut)?);
+    let truncated = || malformed("truncated header");
+    let (id, command) = (fields.u16().ok_or_else(truncated)?, fields.u16().ok_or_else(truncated)?);
     let (len, flags, error) =
-        (fields.u32().ok_or_else(cut)?, fields.u32().ok_or_else(cut)?, fields.u32().ok_or_else(cut)?);
+        (fields.u32().ok_or_else(truncated)?, fields.u32().ok_or_else(truncated)?, fields.u32().ok_or_else(truncated)?);
     let len = len as usize;
     if !(HEADER..=MAX_MESSAGE).contains(&len) {
-        return Err(broken("a message shorter than its header, or longer than any may be"));
+        return Err(malformed("message length out of range"));
     }
     let mut body = vec![0; len - HEADER];
     stream.read_exact(&mut body)?;
@@ -159,7 +170,7 @@ pub(super) fn receive(stream: &mut UnixStream) -> io::Result<Option<Message>> {
 ///
 /// # Errors
 /// The socket's.
-pub(super) fn send(
+pub(crate) fn send(
     stream: &mut UnixStream,
     id: u16,
     command: u16,
@@ -168,7 +179,7 @@ pub(super) fn send(
     body: &[u8],
     fds: &[BorrowedFd<'_>],
 ) -> io::Result<()> {
-    let len = u32::try_from(HEADER + body.len()).map_err(|_| broken("a message too long to send"))?;
+    let len = u32::try_from(HEADER + body.len()).map_err(|_| malformed("message too long to send"))?;
     let mut bytes = Vec::with_capacity(HEADER + body.len());
     bytes.extend(id.to_le_bytes());
     bytes.extend(command.to_le_bytes());
@@ -177,9 +188,9 @@ pub(super) fn send(
     let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(MAX_FDS))];
     let mut control = SendAncillaryBuffer::new(&mut space);
     if !fds.is_empty() && !control.push(SendAncillaryMessage::ScmRights(fds)) {
-        return Err(broken("too many descriptors to send"));
+        return Err(malformed("too many descriptors to send"));
     }
-    // The descriptors go with the first byte; the rest may need further calls.
+    // The descriptors go with the first bytes; the rest may need further calls.
     let sent = loop {
         match sendmsg(&*stream, &[IoSlice::new(&bytes)], &mut control, SendFlags::NOSIGNAL) {
             Err(rustix::io::Errno::INTR) => {}
@@ -196,7 +207,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn messages_go_and_come() {
+    fn messages_are_sent_and_received() {
         let (mut a, mut b) = UnixStream::pair().unwrap();
         let file = tempfile::tempfile().unwrap();
         let body = vec![7; 100_000];
@@ -227,7 +238,7 @@ mod tests {
     }
 
     #[test]
-    fn nonsense_is_an_error() {
+    fn malformed_messages_are_errors() {
         let header = |len: u32| [&[0; 4][..], &len.to_le_bytes(), &[0; 8]].concat();
         for bytes in
             [vec![1, 2, 3], header(15), header(0), header(u32::MAX), header(MAX_MESSAGE as u32 + 1), header(40)]

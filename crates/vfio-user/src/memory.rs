@@ -1,4 +1,4 @@
-//! What a client of vfio-user has mapped for its device: host memory as the device model sees it.
+//! The memory that a client has mapped for its device, as the device accesses it.
 
 use std::collections::{BTreeMap, HashMap};
 use std::os::fd::OwnedFd;
@@ -8,79 +8,80 @@ use dmalane_addr::{Access, Address, Iova, Span};
 use dmalane_dma::{CopyHint, DeviceMem, DmaFault, FaultReason, HeldMem, SharedBuf, VolatileSlice};
 use rustix::io::Errno;
 
-/// Mappings of one client, at most: what VFIO of the kernel takes.
-const MOST: usize = 65_535;
-/// Files that one client lends, at most: each is a mapping of this process, which may have some 65 thousand for all that it does.
-const MOST_FILES: usize = 4096;
-/// Bytes of the files that one client lends, at most, whether mapped for the device or not: they take addresses of this process.
-const MOST_BYTES: u64 = 1 << 40;
+/// Maximum mappings of one client: the limit of the kernel's VFIO.
+const MAX_MAPPINGS: usize = 65_535;
+/// Maximum files of one client: each is a mapping of this process, which may have some 65 thousand in total.
+const MAX_FILES: usize = 4096;
+/// Maximum bytes of one client's files, mapped for the device or not: they use addresses of this process.
+const MAX_BYTES: u64 = 1 << 40;
 
-/// The memory that a client has mapped for a device. Clones are handles to the same.
+/// The memory that a client has mapped for a device. Clones share it.
 ///
-/// A device that works holds it for reading, an unmap takes it for writing: when an unmap has been answered, no access through it is
-/// under way and none can begin.
+/// The device takes a read lock for each access, an unmap takes the write lock: once an unmap is answered, no access to that memory is in
+/// progress and none can begin.
 #[derive(Clone, Default)]
-pub struct ClientMemory(Arc<RwLock<Maps>>);
+pub struct ClientMemory(Arc<RwLock<Mappings>>);
 
 #[derive(Default)]
-struct Maps {
+struct Mappings {
     /// By first address; no two overlap.
-    pieces: BTreeMap<Iova, Piece>,
-    /// Each file once, however often the client sends it: by device and inode.
+    by_iova: BTreeMap<Iova, ClientMapping>,
+    /// Each file once, however often the client sends it, by device and inode.
     files: HashMap<(u64, u64), Weak<SharedBuf>>,
 }
 
-struct Piece {
+struct ClientMapping {
     last: Iova,
     access: Access,
-    /// Its bytes; `None` for memory that the client has in no file, which nothing is done with.
+    /// The mapped file; `None` for memory without a file, which the device cannot access.
     file: Option<Arc<SharedBuf>>,
-    /// Where it begins in the file.
+    /// Offset of the mapping in the file.
     offset: u64,
 }
 
 impl ClientMemory {
-    /// Nothing mapped.
+    /// Creates an empty set of mappings.
     pub fn new() -> Self {
         Self::default()
     }
 
-    /// A device's way to the memory.
+    /// A port through which a device accesses the memory.
     pub fn port(&self) -> ClientPort {
         ClientPort(self.clone())
     }
 
-    /// Mappings there are.
+    /// The number of mappings.
     pub fn mappings(&self) -> usize {
-        self.read().pieces.len()
+        self.read().by_iova.len()
     }
 
-    /// Maps part of a file that the client lends, of which there may be [`MOST_FILES`] with [`MOST_BYTES`] (`ENOMEM`). Memory without one is taken note of, and is no memory to the device: an access to it is a
-    /// fault. QEMU maps so what a guest has no DMA to: its firmware, and BARs of other devices.
-    pub(super) fn map(&self, span: Span<Iova>, access: Access, fd: Option<OwnedFd>, offset: u64) -> Result<(), Errno> {
+    /// Maps part of a client's file. A client may share [`MAX_FILES`] files with [`MAX_BYTES`] in total; beyond that the error is `ENOMEM`.
+    /// A mapping without a file only occupies addresses: a device access to it is a fault. QEMU makes such mappings for its firmware and for
+    /// BARs of other devices.
+    pub(crate) fn map(&self, span: Span<Iova>, access: Access, fd: Option<OwnedFd>, offset: u64) -> Result<(), Errno> {
         let key = fd.as_ref().map(|fd| {
-            // What has no seals is no memory; a file system that the client makes might take its time with any other question.
+            // Unsealed descriptors may be FUSE files; even `fstat` can block on them.
             rustix::fs::fcntl_get_seals(fd)?;
             rustix::fs::fstat(fd).map(|stat| (stat.st_dev, stat.st_ino))
         });
         let key = key.transpose()?;
-        let mut maps = self.0.write().unwrap_or_else(PoisonError::into_inner);
-        if maps.pieces.len() >= MOST {
+        let mut mappings = self.0.write().unwrap_or_else(PoisonError::into_inner);
+        if mappings.by_iova.len() >= MAX_MAPPINGS {
             return Err(Errno::NOSPC);
         }
         if access.is_empty() || (span.first().bits() | span.len() | offset) & 0xfff != 0 {
             return Err(Errno::INVAL);
         }
-        if maps.overlapping(span).next().is_some() {
+        if mappings.overlapping(span).next().is_some() {
             return Err(Errno::EXIST);
         }
         let file = match fd.zip(key) {
             None => None,
-            Some((fd, key)) => match maps.files.get(&key).and_then(Weak::upgrade) {
+            Some((fd, key)) => match mappings.files.get(&key).and_then(Weak::upgrade) {
                 Some(file) => Some(file),
                 None => {
-                    let file = Arc::new(maps.import(fd)?);
-                    maps.files.insert(key, Arc::downgrade(&file));
+                    let file = Arc::new(mappings.import(fd)?);
+                    mappings.files.insert(key, Arc::downgrade(&file));
                     Some(file)
                 }
             },
@@ -88,57 +89,60 @@ impl ClientMemory {
         let len = file.as_ref().map_or(u64::MAX, |file| file.len() as u64);
         let end = offset.checked_add(span.len()).filter(|end| *end <= len);
         end.ok_or(Errno::INVAL)?;
-        maps.pieces.insert(span.first(), Piece { last: span.last(), access, file, offset });
+        mappings.by_iova.insert(span.first(), ClientMapping { last: span.last(), access, file, offset });
         Ok(())
     }
 
-    /// Ends the mappings that make up the span, which must be whole ones. There may be none, as with VFIO of the kernel: QEMU unmaps whatever
+    /// Unmaps the mappings in the span, which must be whole ones. There may be none, as with the kernel's VFIO: QEMU unmaps everything that
     /// a guest could have mapped.
-    pub(super) fn unmap(&self, span: Span<Iova>) -> Result<(), Errno> {
-        let mut maps = self.0.write().unwrap_or_else(PoisonError::into_inner);
-        let inside: Vec<_> = maps.overlapping(span).map(|(first, piece)| (first, piece.last)).collect();
+    pub(crate) fn unmap(&self, span: Span<Iova>) -> Result<(), Errno> {
+        let mut mappings = self.0.write().unwrap_or_else(PoisonError::into_inner);
+        let inside: Vec<_> = mappings.overlapping(span).map(|(first, mapping)| (first, mapping.last)).collect();
         let (Some((first, _)), Some((_, last))) = (inside.first(), inside.last()) else { return Ok(()) };
         if *first < span.first() || *last > span.last() {
             return Err(Errno::INVAL);
         }
-        inside.iter().for_each(|(first, _)| drop(maps.pieces.remove(first)));
+        inside.iter().for_each(|(first, _)| drop(mappings.by_iova.remove(first)));
         Ok(())
     }
 
-    /// Ends all mappings: the client is gone, or says so.
-    pub(super) fn clear(&self) {
-        self.0.write().unwrap_or_else(PoisonError::into_inner).pieces.clear();
+    /// Unmaps everything: the client has disconnected, or asked for it.
+    pub(crate) fn clear(&self) {
+        self.0.write().unwrap_or_else(PoisonError::into_inner).by_iova.clear();
     }
 
-    fn read(&self) -> RwLockReadGuard<'_, Maps> {
+    fn read(&self) -> RwLockReadGuard<'_, Mappings> {
         self.0.read().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
-impl Maps {
-    /// A further file of the client's, whole, within what a client may lend.
+impl Mappings {
+    /// Maps another file of the client into this process, within the limits for a client.
     fn import(&mut self, fd: OwnedFd) -> Result<SharedBuf, Errno> {
         self.files.retain(|_, file| file.strong_count() > 0);
-        let lent: u64 = self.files.values().filter_map(Weak::upgrade).map(|file| file.len() as u64).sum();
-        if self.files.len() >= MOST_FILES {
+        let used: u64 = self.files.values().filter_map(Weak::upgrade).map(|file| file.len() as u64).sum();
+        if self.files.len() >= MAX_FILES {
             return Err(Errno::NOMEM);
         }
-        SharedBuf::import_up_to(fd, MOST_BYTES.saturating_sub(lent)).map_err(|e| match e {
+        SharedBuf::import_up_to(fd, MAX_BYTES.saturating_sub(used)).map_err(|e| match e {
             dmalane_dma::Error::Import(e) if e.kind() == std::io::ErrorKind::OutOfMemory => Errno::NOMEM,
             _ => Errno::INVAL,
         })
     }
 
-    /// The pieces that have an address in common with the span, lowest first.
-    fn overlapping(&self, span: Span<Iova>) -> impl Iterator<Item = (Iova, &Piece)> {
-        let before = self.pieces.range(..span.first()).next_back().filter(|(_, piece)| piece.last >= span.first());
-        before.into_iter().chain(self.pieces.range(span.first()..=span.last())).map(|(first, piece)| (*first, piece))
+    /// The mappings that overlap the span, lowest first.
+    fn overlapping(&self, span: Span<Iova>) -> impl Iterator<Item = (Iova, &ClientMapping)> {
+        let before = self.by_iova.range(..span.first()).next_back().filter(|(_, mapping)| mapping.last >= span.first());
+        before
+            .into_iter()
+            .chain(self.by_iova.range(span.first()..=span.last()))
+            .map(|(first, mapping)| (*first, mapping))
     }
 
-    /// The piece that has this address.
-    fn at(&self, at: Iova) -> Option<(Iova, &Piece)> {
-        let (first, piece) = self.pieces.range(..=at).next_back()?;
-        (at <= piece.last).then_some((*first, piece))
+    /// The mapping that contains this address.
+    fn at(&self, at: Iova) -> Option<(Iova, &ClientMapping)> {
+        let (first, mapping) = self.by_iova.range(..=at).next_back()?;
+        (at <= mapping.last).then_some((*first, mapping))
     }
 }
 
@@ -154,16 +158,16 @@ impl DeviceMem for ClientPort {
 }
 
 /// A [`ClientPort`] while it holds the mappings.
-pub struct HeldClient<'a>(RwLockReadGuard<'a, Maps>);
+pub struct HeldClient<'a>(RwLockReadGuard<'a, Mappings>);
 
 impl HeldClient<'_> {
-    /// Hands each piece of memory from `at` on to `piece` with its place in the access, until that says false.
+    /// Calls `each` with the memory of each mapping in the access and its offset in the access, until `each` returns false.
     fn access(
         &self,
         at: Iova,
         len: usize,
         wanted: Access,
-        mut piece: impl FnMut(usize, VolatileSlice<'_>) -> bool,
+        mut each: impl FnMut(usize, VolatileSlice<'_>) -> bool,
     ) -> Result<(), DmaFault> {
         let mut done = 0;
         while done < len {
@@ -176,10 +180,10 @@ impl HeldClient<'_> {
             let inside = here.bits() - first.bits();
             let left = found.last.bits() - here.bits() + 1;
             let n = left.min((len - done) as u64) as usize;
-            // What was mapped lies within the file.
-            let view = found.file.as_ref().and_then(|file| file.view().sub((found.offset + inside) as usize, n));
-            let view = view.ok_or_else(|| fault(here, FaultReason::NotMapped))?;
-            if !piece(done, view) {
+            // `map` checked that the mapping lies within the file.
+            let slice = found.file.as_ref().and_then(|file| file.view().sub((found.offset + inside) as usize, n));
+            let slice = slice.ok_or_else(|| fault(here, FaultReason::NotMapped))?;
+            if !each(done, slice) {
                 return Ok(());
             }
             done += n;
@@ -188,7 +192,7 @@ impl HeldClient<'_> {
     }
 }
 
-const WITHIN: &str = "a piece of the access";
+const WITHIN: &str = "a fragment of the access";
 
 impl HeldMem for HeldClient<'_> {
     fn read(&mut self, from: Iova, into: VolatileSlice<'_>, hint: CopyHint) -> Result<(), DmaFault> {
@@ -238,10 +242,10 @@ impl HeldMem for HeldClient<'_> {
             return Err(DmaFault { at: into, wanted: Access::WRITE, reason: FaultReason::Misaligned, done: 0 });
         }
         self.access(into, 8 * words.len(), Access::WRITE, |done, bytes| {
-            // Pieces begin and end at pages, so they are whole words.
+            // Mappings begin and end at pages, so they are whole words.
             for (i, word) in words[done / 8..][..bytes.len() / 8].iter().enumerate() {
                 if let Some(word) = word {
-                    bytes.store_u64(8 * i, *word).expect("an aligned word of the piece");
+                    bytes.store_u64(8 * i, *word).expect("an aligned word of the mapping");
                 }
             }
             true
@@ -259,7 +263,7 @@ mod tests {
         Span::new(Iova::new(first), len).unwrap()
     }
 
-    /// Memory that is long and not there.
+    /// A sealed memfd without pages.
     fn sparse(len: u64) -> Option<OwnedFd> {
         use rustix::fs::{MemfdFlags, SealFlags, fcntl_add_seals, ftruncate, memfd_create};
         let file = memfd_create("sparse", MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING).unwrap();
@@ -269,23 +273,23 @@ mod tests {
     }
 
     #[test]
-    fn a_client_takes_only_so_many_addresses_of_this_process() {
+    fn the_files_of_a_client_are_limited() {
         let memory = ClientMemory::new();
         let map = |page: u64, file| memory.map(span(page << 12, 4096), Access::RW, file, 0);
         assert_eq!(map(1, sparse(1 << 46)), Err(Errno::NOMEM));
-        assert_eq!(map(1, sparse(MOST_BYTES + 4096)), Err(Errno::NOMEM));
-        map(1, sparse(MOST_BYTES - 4096)).unwrap();
+        assert_eq!(map(1, sparse(MAX_BYTES + 4096)), Err(Errno::NOMEM));
+        map(1, sparse(MAX_BYTES - 4096)).unwrap();
         assert_eq!(map(2, sparse(8192)), Err(Errno::NOMEM));
         map(2, sparse(4096)).unwrap();
-        assert_eq!(map(3, sparse(4096)), Err(Errno::NOMEM), "all are lent");
-        // What was unmapped counts no more.
+        assert_eq!(map(3, sparse(4096)), Err(Errno::NOMEM), "the limit is reached");
+        // Unmapped files no longer count.
         memory.unmap(span(1 << 12, 4096)).unwrap();
         map(3, sparse(8192)).unwrap();
         assert_eq!(memory.mappings(), 2);
     }
 
     #[test]
-    fn only_what_is_mapped_and_as_it_is() {
+    fn a_device_accesses_only_mapped_memory() {
         let memory = ClientMemory::new();
         let buf = MemfdHeap::starting_at(PageKind::Base).allocate(16 << 10).unwrap().share();
         let fd = || Some(buf.export().unwrap().try_clone_to_owned().unwrap());
@@ -294,7 +298,7 @@ mod tests {
         memory.map(span(0x8000, 0x1000), Access::RW, fd(), 0x1000).unwrap();
         assert_eq!(memory.mappings(), 3);
         let mut port = memory.port();
-        // Across two mappings, whose places in the file are the other way round.
+        // Across two mappings, whose offsets in the file are in reverse order.
         buf.view().sub(0x2ffc, 4).unwrap().write(b"abcd");
         buf.view().sub(0, 4).unwrap().write(b"efgh");
         let mut bytes = [0; 8];
@@ -309,7 +313,7 @@ mod tests {
         assert!(
             port.write_word(Iova::new(0x8ff4), 7).is_err() && port.read_bytes(Iova::new(u64::MAX), &mut bytes).is_err()
         );
-        // What is refused.
+        // Refused mappings.
         let map = |first, len, offset| memory.map(span(first, len), Access::RW, fd(), offset);
         assert_eq!(map(0x2000, 0x1000, 0), Err(Errno::EXIST));
         assert_eq!(map(0, 0x9000, 0), Err(Errno::EXIST));
@@ -329,7 +333,7 @@ mod tests {
         assert_eq!(memory.mappings(), 3);
         memory.unmap(span(0x1000, 0x2000)).unwrap();
         assert!(port.read_bytes(Iova::new(0x1000), &mut bytes).is_err());
-        // Memory in no file is in the way of others, and a fault.
+        // Memory without a file occupies its addresses, and an access is a fault.
         memory.map(span(0x1_0000, 0x1000), Access::RW, None, 0).unwrap();
         assert_eq!(map(0x1_0000, 0x1000, 0), Err(Errno::EXIST));
         let fault = port.read_bytes(Iova::new(0x1_0000), &mut bytes).unwrap_err();

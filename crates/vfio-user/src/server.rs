@@ -11,50 +11,50 @@ use rustix::io::Errno;
 use thiserror::Error;
 use vfio_bindings::bindings::vfio as abi;
 
-use super::ClientMemory;
-use super::wire::{Body, Command, ERROR, Fields, MAX_DATA, Message, NO_REPLY, REPLY, receive, send};
+use crate::ClientMemory;
+use crate::wire::{Body, Command, ERROR, Fields, MAX_DATA, Message, NO_REPLY, REPLY, receive, send};
 
-/// A region of a device that is served: its length, and what may be done with it.
+/// A region of a served device.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
 pub struct RegionSpec {
     /// Bytes; 0 for one that the device does not have.
     pub len: u64,
-    /// It may be read and written.
-    pub usable: bool,
+    /// The client may read and write it.
+    pub accessible: bool,
 }
 
-/// A file that shows a region, byte for byte at the same offsets, and which parts of it can be mapped; the rest is read and written by
-/// messages.
-pub struct Mappable<'a> {
-    /// The file: sealed memory, which a client can map without fear of what it becomes.
+/// A file that contains a region at the same offsets, and the areas of it that clients can map. They access the rest through messages.
+pub struct MappableFile<'a> {
+    /// The file: a memfd sealed against shrinking, which is safe for a client to map.
     pub file: BorrowedFd<'a>,
     /// Multiples of 4 KiB, within the region, in order.
     pub areas: Vec<Range<u64>>,
 }
 
-/// A device that is served. Regions are numbered as VFIO numbers those of PCI: 0 to 5 are BARs, 7 is the configuration space.
-pub trait Model {
+/// The implementation of a served device. Regions have the numbers of VFIO for PCI: 0 to 5 are BARs, 7 is the configuration space.
+pub trait ServedDevice {
     /// The region with this number.
     fn region(&self, index: u32) -> RegionSpec;
 
-    /// What of a region a client may map instead of sending messages. What it writes there nobody tells the device of.
-    fn mappable(&self, _region: u32) -> Option<Mappable<'_>> {
+    /// The areas of a region that a client may map instead of sending messages. The device is not notified of writes to them.
+    fn mappable(&self, _region: u32) -> Option<MappableFile<'_>> {
         None
     }
 
-    /// Reads a region, whose length has been checked. `false` where there is nothing to read.
+    /// Reads a region; the range has been checked. `false` where nothing can be read.
     fn read(&mut self, region: u32, offset: u64, into: &mut [u8]) -> bool;
 
-    /// Writes a region, whose length has been checked. `false` where there is nothing to write.
+    /// Writes a region; the range has been checked. `false` where nothing can be written.
     fn write(&mut self, region: u32, offset: u64, from: &[u8]) -> bool;
 
-    /// How many MSI-X interrupts there are.
+    /// The number of MSI-X interrupts.
     fn interrupts(&self) -> u32;
 
-    /// Interrupts from `first` on raise these eventfds from now on; `None` for one that is off.
+    /// Sets the eventfds of the interrupts from `first`; `None` disables an interrupt.
     fn set_interrupts(&mut self, first: u32, events: Vec<Option<OwnedFd>>);
 
-    /// Ends whatever the device is doing. After `true` the device accesses no memory until it is told to; `false` when it did not end in time.
+    /// Stops and resets the device. After `true` the device accesses no memory until it is started again; `false` when it did not stop in
+    /// time.
     fn reset(&mut self) -> bool;
 }
 
@@ -62,63 +62,64 @@ pub trait Model {
 #[derive(Debug, Error)]
 #[non_exhaustive]
 pub enum ServeError {
-    /// The socket failed, or what came over it are no messages.
+    /// The socket failed, or the client sent a malformed message ([`io::ErrorKind::InvalidData`]).
     #[error("the client's socket: {0}")]
     Socket(#[from] io::Error),
-    /// The first message was not a greeting in a version that this speaks.
-    #[error("the client did not begin with a version that this speaks (0.x)")]
+    /// The first message was not a version message with a supported version.
+    #[error("the client's first message has no supported version (0.x)")]
     Version,
 }
 
-/// Regions that VFIO has for PCI, and kinds of interrupts.
+/// The numbers of regions and of interrupt kinds that VFIO defines for PCI.
 const REGIONS: u32 = abi::VFIO_PCI_NUM_REGIONS;
 const KINDS: u32 = abi::VFIO_PCI_NUM_IRQS;
-/// The version that this speaks: 0.1.
+/// The minor version of the protocol: 0.1.
 const MINOR: u16 = 1;
 
-/// How long a client may take to greet, and at any time to read an answer. After the greeting it may be silent for as long as it likes.
-const PATIENCE: Duration = Duration::from_secs(10);
+/// Timeout for a client's version message, and for a client to read an answer. Between requests a client may wait as long as it likes.
+const TIMEOUT: Duration = Duration::from_secs(10);
 
-/// Answers a client until it closes the socket, or does not greet or read for ten seconds. Whatever becomes of it, the device is reset at the end and nothing stays mapped.
+/// Serves a client until it closes the socket, or until it takes more than ten seconds to send its version or to read an answer. At the end
+/// the device is reset and everything is unmapped.
 ///
-/// A request that cannot be carried out is answered with an error number and changes nothing.
+/// An invalid request is answered with an error number and has no effect.
 ///
 /// # Errors
 /// [`ServeError`]
-pub fn serve(stream: UnixStream, model: &mut dyn Model, memory: &ClientMemory) -> Result<(), ServeError> {
-    serve_with(PATIENCE, stream, model, memory)
+pub fn serve(stream: UnixStream, device: &mut dyn ServedDevice, memory: &ClientMemory) -> Result<(), ServeError> {
+    serve_with(TIMEOUT, stream, device, memory)
 }
 
 fn serve_with(
-    patience: Duration,
+    timeout: Duration,
     mut stream: UnixStream,
-    model: &mut dyn Model,
+    device: &mut dyn ServedDevice,
     memory: &ClientMemory,
 ) -> Result<(), ServeError> {
-    let mut server = Server { model, memory };
-    let served = server.run(&mut stream, patience);
-    // One that does not end loses its memory below all the same: that waits for what is under way.
-    let _ = server.model.reset();
-    server.model.set_interrupts(0, (0..server.model.interrupts()).map(|_| None).collect());
+    let mut server = Server { device, memory };
+    let served = server.run(&mut stream, timeout);
+    // A device that does not stop loses its memory too: `clear` waits for accesses in progress.
+    let _ = server.device.reset();
+    server.device.set_interrupts(0, (0..server.device.interrupts()).map(|_| None).collect());
     memory.clear();
     served
 }
 
-/// What is sent back.
+/// The answer to a request.
 struct Answer {
     body: Vec<u8>,
     file: Option<OwnedFd>,
 }
 
 struct Server<'a> {
-    model: &'a mut dyn Model,
+    device: &'a mut dyn ServedDevice,
     memory: &'a ClientMemory,
 }
 
 impl Server<'_> {
-    fn run(&mut self, stream: &mut UnixStream, patience: Duration) -> Result<(), ServeError> {
-        stream.set_write_timeout(Some(patience))?;
-        stream.set_read_timeout(Some(patience))?;
+    fn run(&mut self, stream: &mut UnixStream, timeout: Duration) -> Result<(), ServeError> {
+        stream.set_write_timeout(Some(timeout))?;
+        stream.set_read_timeout(Some(timeout))?;
         let Some(first) = receive(stream)? else { return Ok(()) };
         stream.set_read_timeout(None)?;
         let mut fields = Fields(&first.body);
@@ -127,19 +128,18 @@ impl Server<'_> {
             refuse(stream, &first, Errno::INVAL)?;
             return Err(ServeError::Version);
         }
-        // Major 0, no higher minor than the client's (QEMU's is 0.0, and it takes no other), and what we can take, as JSON that ends with
-        // a zero.
+        // Major 0, a minor no higher than the client's (QEMU sends 0.0 and accepts no other), and our limits as JSON that ends with a zero.
         let version = u32::from(minor.min(MINOR)) << 16;
         let text = format!(
             r#"{{"capabilities":{{"max_msg_fds":{},"max_data_xfer_size":{MAX_DATA},"pgsizes":4096}}}}"#,
-            super::wire::MAX_FDS
+            crate::wire::MAX_FDS
         );
         let body = Body::default().u32(version).bytes(text.as_bytes()).bytes(&[0]);
         send(stream, first.id, first.command, REPLY, 0, &body.0, &[])?;
         while let Some(mut message) = receive(stream)? {
             let fds = std::mem::take(&mut message.fds);
             let done = Command::from_number(message.command).ok_or(Errno::NOTSUP);
-            match done.and_then(|command| self.carry_out(command, &message, fds)) {
+            match done.and_then(|command| self.handle(command, &message, fds)) {
                 _ if message.flags & NO_REPLY != 0 => {}
                 Ok(Answer { body, file }) => {
                     let file = file.as_ref().map(AsFd::as_fd);
@@ -151,7 +151,7 @@ impl Server<'_> {
         Ok(())
     }
 
-    fn carry_out(&mut self, command: Command, message: &Message, fds: Vec<OwnedFd>) -> Result<Answer, Errno> {
+    fn handle(&mut self, command: Command, message: &Message, fds: Vec<OwnedFd>) -> Result<Answer, Errno> {
         let mut fields = Fields(&message.body);
         match command {
             Command::RegionInfo => self.region_info(&mut fields),
@@ -159,8 +159,8 @@ impl Server<'_> {
         }
     }
 
-    /// A structure as the kernel's, with a capability that lists what can be mapped. A client that has no room for that learns how much
-    /// it takes, and asks again.
+    /// Answers with the kernel's structure and a capability that lists the mappable areas. A client without room for it learns the required
+    /// size and asks again.
     fn region_info(&mut self, fields: &mut Fields<'_>) -> Result<Answer, Errno> {
         const CUT: Errno = Errno::INVAL;
         const PLAIN: u32 = 32;
@@ -168,11 +168,11 @@ impl Server<'_> {
         if index >= REGIONS {
             return Err(Errno::INVAL);
         }
-        let region = self.model.region(index);
+        let region = self.device.region(index);
         let mut flags =
-            if region.usable { abi::VFIO_REGION_INFO_FLAG_READ | abi::VFIO_REGION_INFO_FLAG_WRITE } else { 0 };
-        let mappable = self.model.mappable(index).filter(|m| !m.areas.is_empty());
-        let Some(Mappable { file, areas }) = mappable else {
+            if region.accessible { abi::VFIO_REGION_INFO_FLAG_READ | abi::VFIO_REGION_INFO_FLAG_WRITE } else { 0 };
+        let mappable = self.device.mappable(index).filter(|m| !m.areas.is_empty());
+        let Some(MappableFile { file, areas }) = mappable else {
             let body = Body::default().u32(PLAIN).u32(flags).u32(index).u32(0).u64(region.len).u64(0);
             return Ok(Answer { body: body.0, file: None });
         };
@@ -208,7 +208,7 @@ impl Server<'_> {
                 if index >= KINDS {
                     return Err(Errno::INVAL);
                 }
-                let count = if index == abi::VFIO_PCI_MSIX_IRQ_INDEX { self.model.interrupts() } else { 0 };
+                let count = if index == abi::VFIO_PCI_MSIX_IRQ_INDEX { self.device.interrupts() } else { 0 };
                 let flags = abi::VFIO_IRQ_INFO_EVENTFD | abi::VFIO_IRQ_INFO_NORESIZE;
                 Ok(body.u32(16).u32(flags).u32(index).u32(count).0)
             }
@@ -241,24 +241,24 @@ impl Server<'_> {
             Command::RegionRead | Command::RegionWrite => {
                 let offset = fields.u64().ok_or(CUT)?;
                 let (region, count) = (fields.u32().ok_or(CUT)?, fields.u32().ok_or(CUT)?);
-                let spec = if region < REGIONS { self.model.region(region) } else { RegionSpec::default() };
+                let spec = if region < REGIONS { self.device.region(region) } else { RegionSpec::default() };
                 let end = offset.checked_add(count.into()).filter(|end| *end <= spec.len);
-                if count as usize > MAX_DATA || end.is_none() || !spec.usable {
+                if count as usize > MAX_DATA || end.is_none() || !spec.accessible {
                     return Err(Errno::INVAL);
                 }
                 let answer = body.u64(offset).u32(region).u32(count);
                 if command == Command::RegionRead {
                     let mut data = vec![0; count as usize];
-                    return match self.model.read(region, offset, &mut data) {
+                    return match self.device.read(region, offset, &mut data) {
                         true => Ok(answer.bytes(&data).0),
                         false => Err(Errno::IO),
                     };
                 }
                 let data = fields.0.get(..count as usize).ok_or(CUT)?;
-                if self.model.write(region, offset, data) { Ok(answer.0) } else { Err(Errno::IO) }
+                if self.device.write(region, offset, data) { Ok(answer.0) } else { Err(Errno::IO) }
             }
             Command::Reset => {
-                if self.model.reset() {
+                if self.device.reset() {
                     Ok(Vec::new())
                 } else {
                     Err(Errno::TIMEDOUT)
@@ -272,19 +272,19 @@ impl Server<'_> {
             // Nothing to set, so nothing to refuse when it is turned off.
             return if fds.is_empty() && index < KINDS { Ok(()) } else { Err(Errno::INVAL) };
         }
-        let there = self.model.interrupts();
+        let there = self.device.interrupts();
         let end = start.checked_add(count).filter(|end| *end <= there).ok_or(Errno::INVAL)?;
         match flags & abi::VFIO_IRQ_SET_DATA_TYPE_MASK {
             abi::VFIO_IRQ_SET_DATA_NONE if flags & abi::VFIO_IRQ_SET_ACTION_TRIGGER != 0 && count == 0 => {
-                self.model.set_interrupts(0, (0..there).map(|_| None).collect());
+                self.device.set_interrupts(0, (0..there).map(|_| None).collect());
             }
             // Masking is the client's: it leaves its eventfd alone.
             abi::VFIO_IRQ_SET_DATA_NONE => {}
             abi::VFIO_IRQ_SET_DATA_EVENTFD if fds.len() as u32 == end - start => {
-                self.model.set_interrupts(start, fds.into_iter().map(Some).collect());
+                self.device.set_interrupts(start, fds.into_iter().map(Some).collect());
             }
             abi::VFIO_IRQ_SET_DATA_EVENTFD if fds.is_empty() => {
-                self.model.set_interrupts(start, (start..end).map(|_| None).collect());
+                self.device.set_interrupts(start, (start..end).map(|_| None).collect());
             }
             _ => return Err(Errno::INVAL),
         }
@@ -308,13 +308,13 @@ mod tests {
         file: OwnedFd,
     }
 
-    impl Model for Stuck {
+    impl ServedDevice for Stuck {
         fn region(&self, index: u32) -> RegionSpec {
-            RegionSpec { len: if index == 2 { 64 << 10 } else { 0 }, usable: index == 2 }
+            RegionSpec { len: if index == 2 { 64 << 10 } else { 0 }, accessible: index == 2 }
         }
 
-        fn mappable(&self, index: u32) -> Option<Mappable<'_>> {
-            (index == 2).then(|| Mappable { file: self.file.as_fd(), areas: vec![0..0x1000, 0x2000..0x1_0000] })
+        fn mappable(&self, index: u32) -> Option<MappableFile<'_>> {
+            (index == 2).then(|| MappableFile { file: self.file.as_fd(), areas: vec![0..0x1000, 0x2000..0x1_0000] })
         }
 
         fn read(&mut self, _: u32, offset: u64, into: &mut [u8]) -> bool {

@@ -1,4 +1,4 @@
-//! The client's side of vfio-user: a device in another process as a bus.
+//! The client's side of vfio-user: a bus whose device is in another process.
 
 use std::io;
 use std::net::Shutdown;
@@ -11,29 +11,28 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use dmalane_addr::{Access, Iova, Lease, PageSize, PhysAddr, RangeAllocator, RangeCache, SgTable, Span};
-use dmalane_dma::{self as mem, BufferRef, HostBus, Mapping, Pinned, SharedBuf, Undo, VolatileSlice};
+use dmalane_dma::{self as dma, BufferRef, HostBus, InterruptEvents, Mapping, Pinned, SharedBuf, Undo, VolatileSlice};
 use vfio_bindings::bindings::vfio as abi;
 
-use super::wire::{Body, Command, ERROR, Fields, MAX_DATA, Message, REPLY, receive, send};
-use crate::Error;
-use crate::interrupts::Interrupts;
+use crate::wire::{Body, Command, ERROR, Fields, MAX_DATA, Message, REPLY, receive, send};
+use crate::{Error, ProtocolError};
 
-/// Interrupts that are asked for, at most.
+/// Maximum number of interrupts.
 const VECTORS: u32 = 16;
-/// Bytes that the description of a region may take; areas of it that are mapped, at most.
+/// Maximum bytes of a region's description, and the mappable areas that fit.
 const REGION_INFO: u32 = 4096;
-const MOST_AREAS: u32 = (REGION_INFO - 48) / 16;
-/// Longer than this no device takes to read a message, or for an answer.
-const PATIENCE: Duration = Duration::from_secs(10);
-/// The longest file that a region is seen through; a longer one is not mapped.
-const MOST_WINDOW: u64 = 1 << 40;
+const MAX_AREAS: u32 = (REGION_INFO - 48) / 16;
+/// Timeout for the device to read a message, and to answer it.
+const TIMEOUT: Duration = Duration::from_secs(10);
+/// Maximum length of a region's file; a longer one is not mapped.
+const MAX_WINDOW: u64 = 1 << 40;
 
-/// A device that another process serves, as its driver sees it. Memory for it must be such that it can be lent to that process: a memfd's
-/// ([`mem::MemfdHeap`]).
+/// A device that another process serves, as its driver sees it. Its memory must be from a memfd ([`dma::MemfdHeap`]), which can be sent to
+/// that process.
 pub struct UserBus {
     inner: Arc<Inner>,
     regions: Vec<Region>,
-    interrupts: Interrupts,
+    interrupts: InterruptEvents,
 }
 
 /// A region of the device.
@@ -43,23 +42,23 @@ struct Region {
     window: Option<Window>,
 }
 
-/// What of a region is mapped here: no message is needed for it.
+/// The areas of a region that are mapped into this process, which are accessed without messages.
 #[derive(Debug)]
 struct Window {
-    /// The file that shows the region from its start on.
+    /// The file that contains the region, from its start.
     file: SharedBuf,
     areas: Vec<Range<u64>>,
 }
 
 impl Window {
-    /// Bytes that lie whole within an area, present: what the device's process has not made so yet could be missing.
-    fn view(&self, offset: u64, len: usize) -> Option<VolatileSlice<'_>> {
+    /// The slice of these bytes if they lie within one area. Populates them first: the device's process may not have touched them yet.
+    fn slice(&self, offset: u64, len: usize) -> Option<VolatileSlice<'_>> {
         let end = offset.checked_add(len as u64)?;
         self.areas.iter().find(|area| area.start <= offset && end <= area.end)?;
         let at = usize::try_from(offset).ok()?;
-        let view = self.file.view().sub(at, len)?;
+        let slice = self.file.view().sub(at, len)?;
         self.file.populate(at, len).ok()?;
-        Some(view)
+        Some(slice)
     }
 }
 
@@ -72,89 +71,81 @@ struct Inner {
 struct Socket {
     stream: UnixStream,
     next: u16,
-    /// Shut down: after an error nothing that comes can be told from what should.
+    /// Shut down: after an error, answers can no longer be matched to requests.
     broken: bool,
 }
 
-fn protocol(what: &str) -> Error {
-    Error::kernel("the device's process")(io::Error::new(io::ErrorKind::InvalidData, what.to_owned()))
-}
-
-fn unanswered(command: Command, source: io::Error) -> Error {
-    Error::kernel(format!("the device's process does not answer to {command:?}"))(source)
-}
-
 impl Socket {
-    /// One whose other side may take so long to read a message, and to answer.
-    fn new(stream: UnixStream, patience: Duration) -> io::Result<Self> {
-        stream.set_read_timeout(Some(patience))?;
-        stream.set_write_timeout(Some(patience))?;
+    /// A socket with a timeout for reading a message and for answering it.
+    fn new(stream: UnixStream, timeout: Duration) -> io::Result<Self> {
+        stream.set_read_timeout(Some(timeout))?;
+        stream.set_write_timeout(Some(timeout))?;
         Ok(Self { stream, next: 0, broken: false })
     }
 
-    /// Sends a request and waits for the body of its answer.
+    /// Sends a request and returns the body of its answer.
     fn ask(&mut self, command: Command, body: &[u8], fds: &[BorrowedFd<'_>]) -> Result<Vec<u8>, Error> {
-        Ok(self.converse(command, body, fds)?.body)
+        Ok(self.request(command, body, fds)?.body)
     }
 
-    /// Sends a request and waits for its answer.
-    fn converse(&mut self, command: Command, body: &[u8], fds: &[BorrowedFd<'_>]) -> Result<Message, Error> {
+    /// Sends a request and returns its answer.
+    fn request(&mut self, command: Command, body: &[u8], fds: &[BorrowedFd<'_>]) -> Result<Message, Error> {
         if self.broken {
-            return Err(unanswered(command, io::ErrorKind::NotConnected.into()));
+            return Err(Error::Unanswered { command, source: io::ErrorKind::NotConnected.into() });
         }
         let answer = self.exchange(command, body, fds).inspect_err(|_| {
-            // The device's process sees the end of it, and lets go of what was mapped: nobody will tell it to.
+            // The device's process sees the end of the stream and unmaps everything; no unmap requests will follow.
             self.broken = true;
             let _ = self.stream.shutdown(Shutdown::Both);
         })?;
         if answer.flags & ERROR != 0 {
-            let errno = io::Error::from_raw_os_error(i32::try_from(answer.error).unwrap_or(0));
-            return Err(Error::kernel(format!("the device's process refuses {command:?}"))(errno));
+            let source = io::Error::from_raw_os_error(i32::try_from(answer.error).unwrap_or(0));
+            return Err(Error::Refused { command, source });
         }
         Ok(answer)
     }
 
-    /// The same, whatever the answer says. After an error nothing can be asked any more.
+    /// Sends a request and returns its answer, which may be an error number. After an error of this function the socket is unusable.
     fn exchange(&mut self, command: Command, body: &[u8], fds: &[BorrowedFd<'_>]) -> Result<Message, Error> {
-        let lost = |e| unanswered(command, e);
+        let lost = |source| Error::Unanswered { command, source };
         let id = self.next;
         self.next = self.next.wrapping_add(1);
         send(&mut self.stream, id, command as u16, 0, 0, body, fds).map_err(lost)?;
         let answer = receive(&mut self.stream).map_err(lost)?;
         let answer = answer.ok_or_else(|| lost(io::ErrorKind::UnexpectedEof.into()))?;
         if (answer.id, answer.command) != (id, command as u16) || answer.flags & REPLY == 0 {
-            return Err(protocol("it answered something else than it was asked"));
+            return Err(ProtocolError::WrongAnswer.into());
         }
         Ok(answer)
     }
 
-    /// Asks about a region, and maps what of it can be.
+    /// Queries a region, and maps its mappable areas.
     fn region(&mut self, index: u32) -> Result<Region, Error> {
         let body = Body::default().u32(REGION_INFO).u32(0).u32(index).u32(0).u64(0).u64(0);
-        let Message { body: info, mut fds, .. } = self.converse(Command::RegionInfo, &body.0, &[])?;
+        let Message { body: info, mut fds, .. } = self.request(Command::RegionInfo, &body.0, &[])?;
         let mut fields = Fields(&info);
         let (_argsz, flags, _index, at) = (fields.u32(), fields.u32().unwrap_or(0), fields.u32(), fields.u32());
-        let len = fields.u64().ok_or_else(|| protocol("a region without a length"))?;
+        let len = fields.u64().ok_or(ProtocolError::NoRegionLength)?;
         let offset = fields.u64().unwrap_or(0);
         let mut region = Region { len, window: None };
-        // A file that shows the region elsewhere than at its own offsets is left alone: messages do as well.
+        // A file with the region at other offsets is not mapped; messages work too.
         if flags & abi::VFIO_REGION_INFO_FLAG_MMAP == 0 || offset != 0 {
             return Ok(region);
         }
         let Some(file) = fds.pop() else { return Ok(region) };
         let caps = if flags & abi::VFIO_REGION_INFO_FLAG_CAPS != 0 { at.unwrap_or(0) as usize } else { 0 };
-        let areas = sparse(&info, caps).unwrap_or_else(|| std::iter::once(0..len).collect());
-        // What is no sealed memory could vanish under us; and a sparse file can be longer than this process has addresses.
-        let Ok(file) = SharedBuf::import_up_to(file, MOST_WINDOW) else { return Ok(region) };
+        let areas = mappable_areas(&info, caps).unwrap_or_else(|| std::iter::once(0..len).collect());
+        // Unsealed memory could shrink under us, and a sparse file can be longer than the address space: those are not mapped.
+        let Ok(file) = SharedBuf::import_up_to(file, MAX_WINDOW) else { return Ok(region) };
         let areas = areas.into_iter().filter(|a| a.start < a.end && a.end <= len.min(file.len() as u64));
         region.window = Some(Window { areas: areas.collect(), file });
         Ok(region)
     }
 }
 
-/// The areas that can be mapped, from the chain of capabilities that begins at a place in the answer; `None` when it lists none.
-fn sparse(info: &[u8], mut at: usize) -> Option<Vec<Range<u64>>> {
-    // Each capability lies behind the one before, so there is an end.
+/// The mappable areas, from the chain of capabilities at offset `at` of the answer; `None` without such a capability.
+fn mappable_areas(info: &[u8], mut at: usize) -> Option<Vec<Range<u64>>> {
+    // Each capability must be after the previous one, so the loop ends.
     while at >= 32 {
         let mut fields = Fields(info.get(at..)?);
         let (id, _version, next) = (fields.u16()?, fields.u16()?, fields.u32()? as usize);
@@ -164,7 +155,7 @@ fn sparse(info: &[u8], mut at: usize) -> Option<Vec<Range<u64>>> {
                 let (first, len) = (fields.u64()?, fields.u64()?);
                 Some(first..first.checked_add(len)?)
             };
-            return (0..count.min(MOST_AREAS)).map(area).collect();
+            return (0..count.min(MAX_AREAS)).map(area).collect();
         }
         at = if next > at { next } else { 0 };
     }
@@ -177,7 +168,7 @@ impl Inner {
     }
 
     fn dma_map(&self, pinned: &Pinned, span: Span<Iova>, access: Access) -> Result<(), Error> {
-        let fd = pinned.share().export().ok_or(Error::NotLendable)?;
+        let fd = pinned.share().export().ok_or(Error::NotMemfd)?;
         let mut flags = 0;
         if access.contains(Access::READ) {
             flags |= abi::VFIO_DMA_MAP_FLAG_READ;
@@ -200,7 +191,7 @@ impl Undo for Inner {
     fn unmap(&self, lease: Lease<Iova>) {
         let span = lease.span();
         self.mapped.fetch_sub(span.len(), Ordering::Relaxed);
-        // The addresses of a device that does not answer are nobody's any more. Its process unmaps when the socket is shut down.
+        // If the device does not answer, its addresses stay allocated. Its process unmaps when the socket is shut down.
         if self.dma_unmap(span).is_ok() {
             lock(&self.iovas).free(lease);
         }
@@ -214,49 +205,49 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
 }
 
 impl UserBus {
-    /// Connects to the socket of a device, and turns its interrupts on.
+    /// Connects to the socket of a device, and enables its interrupts.
     ///
     /// # Errors
-    /// [`Error::Kernel`] when nobody is there, or what is there does not speak vfio-user.
+    /// [`Error::Connect`]; [`Error::Setup`]; [`Error::Unanswered`], [`Error::Refused`] and [`Error::Protocol`] of the first requests.
     pub fn connect(path: &Path) -> Result<Self, Error> {
-        let refused = Error::kernel(format!("cannot connect to {}", path.display()));
-        Self::over(UnixStream::connect(path).map_err(refused)?)
+        let stream = UnixStream::connect(path).map_err(|source| Error::Connect { path: path.to_owned(), source })?;
+        Self::over(stream)
     }
 
-    /// The same over a socket that is connected.
+    /// As [`UserBus::connect`], over a connected socket.
     ///
     /// # Errors
     /// As [`UserBus::connect`].
     pub fn over(stream: UnixStream) -> Result<Self, Error> {
-        Self::patient(stream, PATIENCE)
+        Self::with_timeout(stream, TIMEOUT)
     }
 
-    fn patient(stream: UnixStream, patience: Duration) -> Result<Self, Error> {
-        let mut socket = Socket::new(stream, patience).map_err(Error::kernel("the socket"))?;
+    fn with_timeout(stream: UnixStream, timeout: Duration) -> Result<Self, Error> {
+        let mut socket = Socket::new(stream, timeout).map_err(Error::Setup)?;
         let text = format!(r#"{{"capabilities":{{"max_msg_fds":{VECTORS},"max_data_xfer_size":{MAX_DATA}}}}}"#);
         let hello = Body::default().u32(1 << 16).bytes(text.as_bytes()).bytes(&[0]);
         let version = socket.ask(Command::Version, &hello.0, &[])?;
         if Fields(&version).u16() != Some(0) {
-            return Err(protocol("it speaks another version than 0.x"));
+            return Err(ProtocolError::Version.into());
         }
         let info = socket.ask(Command::DeviceInfo, &Body::default().u32(16).u32(0).u32(0).u32(0).0, &[])?;
         let mut fields = Fields(&info);
         let (_argsz, flags, count) = (fields.u32(), fields.u32(), fields.u32());
         if flags.is_none_or(|flags| flags & abi::VFIO_DEVICE_FLAGS_PCI == 0) {
-            return Err(protocol("it is no PCI device"));
+            return Err(ProtocolError::NotPci.into());
         }
         let count = count.unwrap_or(0).min(abi::VFIO_PCI_NUM_REGIONS);
         let regions = (0..count).map(|index| socket.region(index)).collect::<Result<Vec<_>, _>>()?;
         let kind = abi::VFIO_PCI_MSIX_IRQ_INDEX;
         let info = socket.ask(Command::IrqInfo, &Body::default().u32(16).u32(0).u32(kind).u32(0).0, &[])?;
         let vectors = Fields(info.get(12..).unwrap_or_default()).u32().unwrap_or(0).min(VECTORS);
-        let interrupts = Interrupts::new(vectors).map_err(Error::kernel("cannot make eventfds"))?;
+        let interrupts = InterruptEvents::new(vectors).map_err(Error::Setup)?;
         if vectors > 0 {
             let fds: Vec<_> = interrupts.events().iter().map(AsFd::as_fd).collect();
             let flags = abi::VFIO_IRQ_SET_DATA_EVENTFD | abi::VFIO_IRQ_SET_ACTION_TRIGGER;
             socket.ask(Command::SetIrqs, &Body::default().u32(20).u32(flags).u32(kind).u32(0).u32(vectors).0, &fds)?;
         }
-        // 39 bits, without the first MiB and the window that x86 has for interrupts: what a device behind a small IOMMU has too.
+        // 39 bits as of a small IOMMU, without the first MiB and x86's window of interrupts.
         let space = Span::inclusive(Iova::new(1 << 20), Iova::new((1 << 39) - 1)).expect("a constant span");
         let mut iovas = RangeAllocator::new(space, PageSize::SIZE_4K);
         let window = Span::new(Iova::new(0xfee0_0000), 1 << 20).expect("a constant span");
@@ -271,7 +262,7 @@ impl UserBus {
         self.regions.get(region as usize).map_or(0, |region| region.len)
     }
 
-    /// What of a region is mapped into this process, so that no message is sent for it.
+    /// The areas of a region that are mapped into this process and accessed without messages.
     pub fn mapped_areas(&self, region: u32) -> &[Range<u64>] {
         self.window(region).map_or(&[], |window| &window.areas)
     }
@@ -280,17 +271,17 @@ impl UserBus {
         self.regions.get(region as usize)?.window.as_ref()
     }
 
-    /// What the device is: vendor and device number.
+    /// Vendor and device number.
     ///
     /// # Errors
-    /// [`Error::Kernel`].
+    /// As [`UserBus::read_region`].
     pub fn id(&self) -> Result<(u16, u16), Error> {
         let mut bytes = [0; 4];
         self.read_region(abi::VFIO_PCI_CONFIG_REGION_INDEX, 0, &mut bytes)?;
         Ok((u16::from_le_bytes([bytes[0], bytes[1]]), u16::from_le_bytes([bytes[2], bytes[3]])))
     }
 
-    /// Bytes that are mapped now.
+    /// Bytes of host memory that are mapped for the device.
     pub fn mapped_bytes(&self) -> u64 {
         self.inner.mapped.load(Ordering::Relaxed)
     }
@@ -298,19 +289,19 @@ impl UserBus {
     /// Reads part of a region.
     ///
     /// # Errors
-    /// [`Error::Kernel`] when the device has no such bytes.
+    /// [`Error::Refused`] when the device has no such bytes; [`Error::Unanswered`], [`Error::Protocol`].
     pub fn read_region(&self, region: u32, offset: u64, into: &mut [u8]) -> Result<(), Error> {
-        if let Some(view) = self.window(region).and_then(|window| window.view(offset, into.len())) {
-            view.read(into);
+        if let Some(slice) = self.window(region).and_then(|window| window.slice(offset, into.len())) {
+            slice.read(into);
             return Ok(());
         }
         let mut at = offset;
-        for piece in into.chunks_mut(MAX_DATA) {
-            let body = Body::default().u64(at).u32(region).u32(piece.len() as u32);
+        for chunk in into.chunks_mut(MAX_DATA) {
+            let body = Body::default().u64(at).u32(region).u32(chunk.len() as u32);
             let answer = self.inner.ask(Command::RegionRead, body, &[])?;
-            let data = answer.get(16..).filter(|data| data.len() == piece.len());
-            piece.copy_from_slice(data.ok_or_else(|| protocol("it answered with more or less than was asked for"))?);
-            at = at.saturating_add(piece.len() as u64);
+            let data = answer.get(16..).filter(|data| data.len() == chunk.len());
+            chunk.copy_from_slice(data.ok_or(ProtocolError::ReadLength)?);
+            at = at.saturating_add(chunk.len() as u64);
         }
         Ok(())
     }
@@ -320,15 +311,15 @@ impl UserBus {
     /// # Errors
     /// As [`UserBus::read_region`].
     pub fn write_region(&self, region: u32, offset: u64, from: &[u8]) -> Result<(), Error> {
-        if let Some(view) = self.window(region).and_then(|window| window.view(offset, from.len())) {
-            store(&view, offset, from);
+        if let Some(slice) = self.window(region).and_then(|window| window.slice(offset, from.len())) {
+            store(&slice, offset, from);
             return Ok(());
         }
         let mut at = offset;
-        for piece in from.chunks(MAX_DATA) {
-            let body = Body::default().u64(at).u32(region).u32(piece.len() as u32).bytes(piece);
+        for chunk in from.chunks(MAX_DATA) {
+            let body = Body::default().u64(at).u32(region).u32(chunk.len() as u32).bytes(chunk);
             self.inner.ask(Command::RegionWrite, body, &[])?;
-            at = at.saturating_add(piece.len() as u64);
+            at = at.saturating_add(chunk.len() as u64);
         }
         Ok(())
     }
@@ -336,62 +327,62 @@ impl UserBus {
     /// Resets the device.
     ///
     /// # Errors
-    /// [`Error::Kernel`].
+    /// [`Error::Refused`] when it did not stop in time; [`Error::Unanswered`], [`Error::Protocol`].
     pub fn reset(&self) -> Result<(), Error> {
         self.inner.ask(Command::Reset, Body::default(), &[]).map(drop)
     }
 }
 
-/// Writes bytes at an offset of a region: aligned words of 64 bits each in one piece, as the device may look at them at any time.
-fn store(view: &VolatileSlice<'_>, offset: u64, from: &[u8]) {
+/// Writes bytes at an offset of a region. Aligned words of 64 bits are written in one access, since the device may read them at any time.
+fn store(slice: &VolatileSlice<'_>, offset: u64, from: &[u8]) {
     match from.as_chunks::<8>() {
         (words, []) if offset.is_multiple_of(8) => {
             for (i, word) in words.iter().enumerate() {
-                view.store_u64(8 * i, u64::from_le_bytes(*word)).expect("an aligned word within the view");
+                slice.store_u64(8 * i, u64::from_le_bytes(*word)).expect("an aligned word within the slice");
             }
         }
-        _ => view.write(from),
+        _ => slice.write(from),
     }
 }
 
-fn nowhere(bar: u8, offset: u64, bytes: usize) -> mem::Error {
-    mem::Error::NoRegister { bar, offset, bytes: bytes as u64 }
+fn no_register(bar: u8, offset: u64, bytes: usize) -> dma::Error {
+    dma::Error::NoRegister { bar, offset, bytes: bytes as u64 }
 }
 
-/// What the device refused is not there; anything else is the connection's fault.
-fn why(error: Error, nowhere: mem::Error) -> mem::Error {
+/// An access that the device refused is `no_register`; other errors are of the connection.
+fn register_error(error: Error, no_register: dma::Error) -> dma::Error {
     match &error {
-        Error::Kernel { source, .. } if matches!(source.raw_os_error(), Some(libc::EINVAL | libc::EIO)) => nowhere,
+        Error::Refused { source, .. } if matches!(source.raw_os_error(), Some(libc::EINVAL | libc::EIO)) => no_register,
         _ => error.into(),
     }
 }
 
 impl HostBus for UserBus {
-    fn pin(&self, share: &BufferRef) -> Result<Pinned, mem::Error> {
-        self.pin_range(share, 0..share.len())
+    fn pin(&self, buffer: &BufferRef) -> Result<Pinned, dma::Error> {
+        self.pin_range(buffer, 0..buffer.len())
     }
 
-    fn map(&self, pinned: Pinned, access: Access) -> Result<Mapping, mem::Error> {
+    fn map(&self, pinned: Pinned, access: Access) -> Result<Mapping, dma::Error> {
         self.map_list(vec![pinned], access)
     }
 
-    fn pin_range(&self, share: &BufferRef, range: Range<usize>) -> Result<Pinned, mem::Error> {
-        let len = share.len();
+    fn pin_range(&self, buffer: &BufferRef, range: Range<usize>) -> Result<Pinned, dma::Error> {
+        let len = buffer.len();
         if range.is_empty() || range.end > len || !(range.start | range.end).is_multiple_of(4096) {
-            return Err(mem::Error::BadRange { range, len });
+            return Err(dma::Error::BadRange { range, len });
         }
-        Ok(Pinned::of_range(share.clone(), range, None, self.inner.clone()))
+        Ok(Pinned::of_range(buffer.clone(), range, None, self.inner.clone()))
     }
 
-    fn map_list(&self, mut list: Vec<Pinned>, access: Access) -> Result<Mapping, mem::Error> {
+    fn map_list(&self, mut list: Vec<Pinned>, access: Access) -> Result<Mapping, dma::Error> {
         if list.iter().any(|pinned| !pinned.is_from(&self.inner)) {
-            return Err(mem::Error::ForeignPin);
+            return Err(dma::Error::ForeignPin);
         }
         if !access.intersects(Access::RW) {
-            return Err(mem::Error::NoAccess(access));
+            return Err(dma::Error::NoAccess(access));
         }
         if list.is_empty() {
-            return Err(mem::Error::WholeBuffers);
+            return Err(dma::Error::WholeBuffers);
         }
         list.iter_mut().for_each(|pinned| pinned.admit(access));
         let len: u64 = list.iter().map(|pinned| pinned.range().len() as u64).sum();
@@ -401,8 +392,8 @@ impl HostBus for UserBus {
         let mut done = 0;
         for pinned in &list {
             let n = pinned.range().len() as u64;
-            let mapped = span.sub(done, n).ok_or(Error::OutsideIova { span, ranges: vec![span] });
-            if let Err(e) = mapped.and_then(|piece| self.inner.dma_map(pinned, piece, access)) {
+            let part = span.sub(done, n).expect("the lengths add up to the span's");
+            if let Err(e) = self.inner.dma_map(pinned, part, access) {
                 let undone = span.sub(0, done).map_or(Ok(()), |before| self.inner.dma_unmap(before));
                 if undone.is_ok() {
                     lock(&self.inner.iovas).free(lease);
@@ -420,23 +411,25 @@ impl HostBus for UserBus {
         mapping.pinned().is_from(&self.inner)
     }
 
-    fn read32(&self, bar: u8, offset: u64) -> Result<u32, mem::Error> {
+    fn read32(&self, bar: u8, offset: u64) -> Result<u32, dma::Error> {
         let mut bytes = [0; 4];
         let aligned = offset.is_multiple_of(4) && bar < 6;
-        aligned.then_some(()).ok_or(nowhere(bar, offset, 4))?;
-        self.read_region(bar.into(), offset, &mut bytes).map_err(|e| why(e, nowhere(bar, offset, 4)))?;
+        aligned.then_some(()).ok_or(no_register(bar, offset, 4))?;
+        self.read_region(bar.into(), offset, &mut bytes).map_err(|e| register_error(e, no_register(bar, offset, 4)))?;
         Ok(u32::from_le_bytes(bytes))
     }
 
-    fn write32(&self, bar: u8, offset: u64, value: u32) -> Result<(), mem::Error> {
+    fn write32(&self, bar: u8, offset: u64, value: u32) -> Result<(), dma::Error> {
         let aligned = offset.is_multiple_of(4) && bar < 6;
-        aligned.then_some(()).ok_or(nowhere(bar, offset, 4))?;
-        self.write_region(bar.into(), offset, &value.to_le_bytes()).map_err(|e| why(e, nowhere(bar, offset, 4)))
+        aligned.then_some(()).ok_or(no_register(bar, offset, 4))?;
+        self.write_region(bar.into(), offset, &value.to_le_bytes())
+            .map_err(|e| register_error(e, no_register(bar, offset, 4)))
     }
 
-    fn write_bytes(&self, bar: u8, offset: u64, bytes: &[u8]) -> Result<(), mem::Error> {
-        (bar < 6).then_some(()).ok_or(nowhere(bar, offset, bytes.len()))?;
-        self.write_region(bar.into(), offset, bytes).map_err(|e| why(e, nowhere(bar, offset, bytes.len())))
+    fn write_bytes(&self, bar: u8, offset: u64, bytes: &[u8]) -> Result<(), dma::Error> {
+        (bar < 6).then_some(()).ok_or(no_register(bar, offset, bytes.len()))?;
+        self.write_region(bar.into(), offset, bytes)
+            .map_err(|e| register_error(e, no_register(bar, offset, bytes.len())))
     }
 
     fn wait(&self, timeout: Duration) -> bool {
@@ -459,15 +452,15 @@ mod tests {
     use std::os::fd::OwnedFd;
     use std::time::Instant;
 
-    use super::super::{ClientMemory, Model, RegionSpec, serve};
     use super::*;
+    use crate::{ClientMemory, RegionSpec, ServedDevice, serve};
 
-    /// A device of nothing but one BAR, which takes its time to be read.
+    /// A device with one BAR that is slow to read.
     struct Slow(Duration);
 
-    impl Model for Slow {
+    impl ServedDevice for Slow {
         fn region(&self, index: u32) -> RegionSpec {
-            if index == 0 { RegionSpec { len: 4096, usable: true } } else { RegionSpec::default() }
+            if index == 0 { RegionSpec { len: 4096, accessible: true } } else { RegionSpec::default() }
         }
 
         fn read(&mut self, _: u32, _: u64, _: &mut [u8]) -> bool {
@@ -493,28 +486,28 @@ mod tests {
     const SHORT: Duration = Duration::from_millis(200);
 
     #[test]
-    fn a_device_that_does_not_read_is_an_error() {
+    fn a_device_that_does_not_read_times_out() {
         let (ours, _theirs) = UnixStream::pair().unwrap();
         let mut socket = Socket::new(ours, SHORT).unwrap();
         let began = Instant::now();
         let error = socket.ask(Command::RegionWrite, &vec![0; MAX_DATA], &[]).unwrap_err().to_string();
         assert!(error.contains("does not answer to RegionWrite"), "{error}");
-        assert!(began.elapsed() >= SHORT && began.elapsed() < PATIENCE, "{:?}", began.elapsed());
+        assert!(began.elapsed() >= SHORT && began.elapsed() < TIMEOUT, "{:?}", began.elapsed());
     }
 
     #[test]
-    fn a_device_that_answers_late_loses_what_was_mapped() {
+    fn a_device_that_answers_late_loses_its_mappings() {
         use dmalane_dma::{Heap, MemfdHeap, PageKind};
         let (ours, theirs) = UnixStream::pair().unwrap();
         let memory = ClientMemory::new();
         let seen = memory.clone();
         let server = std::thread::spawn(move || serve(theirs, &mut Slow(2 * SHORT), &memory));
-        let bus = UserBus::patient(ours, SHORT).unwrap();
+        let bus = UserBus::with_timeout(ours, SHORT).unwrap();
         let buf = MemfdHeap::starting_at(PageKind::Base).allocate(4096).unwrap().share();
         let mapping = bus.map(bus.pin(&buf.share()).unwrap(), Access::RW).unwrap();
         assert_eq!(seen.mappings(), 1);
         assert!(bus.read32(0, 0).is_err());
-        // While the bus is still there.
+        // While the bus still exists.
         let _ended = server.join().unwrap();
         assert_eq!(seen.mappings(), 0);
         drop(mapping);

