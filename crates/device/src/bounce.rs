@@ -5,7 +5,8 @@ use std::time::Duration;
 use dmalane_addr::Access;
 use dmalane_dma::{BufferSlice, Heap, Registrar, VolatileSlice};
 use dmalane_queue::{
-    Abilities, DeviceAddr, Direction, OpError, Operation, Queue, QueueAddr, Refusal, Refused, Registered, RunError, run,
+    Abilities, DeviceAddr, DeviceQueue, Direction, OpError, Operation, QueueAddr, Refusal, Refused, Registered, RunError,
+    run,
 };
 use thiserror::Error;
 
@@ -78,9 +79,9 @@ impl Bounce {
     ///
     /// # Errors
     /// [`IoError`]; some of the bytes may have been written.
-    pub fn write<Q: Queue<Addr = DeviceAddr> + ?Sized>(
+    pub fn write(
         &mut self,
-        queue: &mut Q,
+        queue: &mut DeviceQueue,
         at: DeviceAddr,
         bytes: &[u8],
     ) -> Result<(), IoError> {
@@ -95,9 +96,9 @@ impl Bounce {
     ///
     /// # Errors
     /// [`IoError`]; some of the bytes may have been read.
-    pub fn read<Q: Queue<Addr = DeviceAddr> + ?Sized>(
+    pub fn read(
         &mut self,
-        queue: &mut Q,
+        queue: &mut DeviceQueue,
         at: DeviceAddr,
         into: &mut [u8],
     ) -> Result<(), IoError> {
@@ -112,9 +113,9 @@ impl Bounce {
     ///
     /// # Errors
     /// [`IoError`], and what `sink` returns.
-    pub fn read_each<Q: Queue<Addr = DeviceAddr> + ?Sized, E: From<IoError>>(
+    pub fn read_each<E: From<IoError>>(
         &mut self,
-        queue: &mut Q,
+        queue: &mut DeviceQueue,
         at: DeviceAddr,
         len: u64,
         sink: &mut dyn FnMut(u64, VolatileSlice<'_>) -> Result<(), E>,
@@ -126,9 +127,9 @@ impl Bounce {
     ///
     /// # Errors
     /// [`IoError`]; some of the bytes may have been copied.
-    pub fn copy<Q: Queue<Addr = DeviceAddr> + ?Sized>(
+    pub fn copy(
         &mut self,
-        queue: &mut Q,
+        queue: &mut DeviceQueue,
         from: DeviceAddr,
         to: DeviceAddr,
         len: u64,
@@ -151,9 +152,9 @@ impl Bounce {
     }
 
     /// Moves `len` bytes chunk after chunk: `work` fills each before it is written, or uses it after it was read.
-    fn each<Q: Queue<Addr = DeviceAddr> + ?Sized, E: From<IoError>>(
+    fn each<E: From<IoError>>(
         &mut self,
-        queue: &mut Q,
+        queue: &mut DeviceQueue,
         direction: Direction,
         at: DeviceAddr,
         len: u64,
@@ -181,15 +182,15 @@ impl Bounce {
     }
 
     /// Bytes of one operation.
-    fn step<Q: Queue<Addr = DeviceAddr> + ?Sized>(&self, queue: &Q) -> Result<u64, IoError> {
+    fn step(&self, queue: &DeviceQueue) -> Result<u64, IoError> {
         let slice = self.slice.as_ref().ok_or_else(lost)?;
         Ok(queue.limits().max_len.min(slice.len() as u64))
     }
 
     /// Moves the first `n` bytes of the buffer, and gives it back.
-    fn one<Q: Queue<Addr = DeviceAddr> + ?Sized>(
+    fn one(
         &mut self,
-        queue: &mut Q,
+        queue: &mut DeviceQueue,
         direction: Direction,
         at: DeviceAddr,
         n: usize,

@@ -8,7 +8,7 @@ use std::time::Duration;
 use dmalane_addr::{Access, Address, CardAddr, DeviceVa, SgIndex, SgTable, Span};
 use dmalane_dma::{BufferSlice, Heap, Registrar};
 use dmalane_queue::{
-    Abilities, Completion, DeviceAddr, DeviceQueue, Direction, OpError, Operation, Queue, Refusal, Registered, Route,
+    Abilities, Completion, DeviceAddr, DeviceQueue, Direction, OpError, Operation, Refusal, Registered, Route,
     RunError, drain, run,
 };
 use dmalane_vm::Bo;
@@ -229,7 +229,7 @@ fn blocking_calls_move_bytes(device: &mut dyn Device, align: u64) {
     let mut bounce = Bounce::new(&*taken.registrar, &*taken.heap, 8192, LONG).unwrap();
     let bytes = noise(9, 20_000u64.next_multiple_of(align));
     let at = |offset: u64| DeviceAddr::Card(region.span.sub(offset, 1).unwrap().first());
-    let queue = &mut *taken.queues[0];
+    let queue: &mut DeviceQueue = &mut *taken.queues[0];
     bounce.write(queue, at(0), &bytes).unwrap();
     bounce.copy(queue, at(0), at(24 << 10), bytes.len() as u64).unwrap();
     let mut back = vec![0; bytes.len()];

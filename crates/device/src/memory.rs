@@ -156,13 +156,18 @@ impl DeviceMemory {
 
     /// The largest buffer that could be allocated there now, in bytes; 0 where there is no such region.
     pub fn room(&self, placement: &Placement) -> u64 {
-        let free = |name: &str| self.areas.iter().filter(move |(r, _)| r.group == name).map(|(_, a)| a.largest_free());
+        let group = |name: &str| -> Vec<u64> {
+            self.areas.iter().filter(|(r, _)| r.group == name).map(|(_, a)| a.largest_free()).collect()
+        };
         match placement {
             Placement::Default => self.areas.first().map_or(0, |(_, a)| a.largest_free()),
-            Placement::OneOf(group) => free(group).max().unwrap_or(0),
+            Placement::OneOf(name) => group(name).into_iter().max().unwrap_or(0),
             Placement::Named(name) => match self.areas.iter().find(|(r, _)| r.name == *name) {
                 Some((_, area)) => area.largest_free(),
-                None => free(name).min().map_or(0, |least| least * free(name).count() as u64),
+                None => {
+                    let free = group(name);
+                    free.iter().min().map_or(0, |least| least * free.len() as u64)
+                }
             },
         }
     }

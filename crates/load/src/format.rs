@@ -193,7 +193,8 @@ impl Model {
     pub fn tensor_at(&self, at: FileOffset) -> Option<&Tensor> {
         // Zero-size tensors sort in front of or behind a neighbour that starts at the same place; step over them.
         let end = self.tensors.partition_point(|t| t.at <= at);
-        self.tensors[..end].iter().rev().find(|t| t.len > 0).filter(|t| at.bits() - t.at.bits() < t.len)
+        let found = self.tensors[..end].iter().rev().find(|t| t.len > 0);
+        found.filter(|t| at.bits() - t.at.bits() < t.len).map(|t| &**t)
     }
 }
 

@@ -1,6 +1,6 @@
 //! The pipeline: read, checksum, transfer and bind, chunk after chunk, all under way at once.
 //!
-//! Staging buffers of `gather` bytes are made one by one while the first of them are already being read into. Each is cut
+//! Staging buffers of `chunk` bytes are made one by one while the first of them are already being read into. Each is cut
 //! into slots. A chunk is the next bytes of a file, as many as a slot holds. It is read into the slot and is then cut: at
 //! tensor boundaries, and where the tensor's card memory has a discontinuity. Each piece is one transfer; bytes between
 //! tensors (the header) have no destination. When the last piece has arrived, the slot is free for the next chunk.
@@ -16,21 +16,19 @@ use std::os::unix::fs::{FileExt, FileTypeExt};
 use std::path::PathBuf;
 use std::time::{Duration, Instant};
 
-use dmalane_addr::{CardAddr, FileOffset, PageSize};
+use dmalane_addr::{FileOffset, PageSize};
+use dmalane_device::Placement;
 use dmalane_dma::BufferSlice;
-use dmalane_iopt::{Format, Tables};
 use dmalane_queue::{
-    Channel, Completion, DeviceAddr, DeviceFar, Direction, HaltWatch, LETS_GO, OpError, Refusal, Refused, StallWatch,
-    Ticket, Transfer, drain,
+    Completion, DeviceAddr, HaltWatch, OpError, Operation, Queue, RELEASE_TIMEOUT, Refusal, Refused, StallWatch,
+    Ticket, drain,
 };
 use twox_hash::XxHash3_64;
 
-#[cfg(doc)]
-use crate::DeviceParts;
 use crate::clock::{Clocks, Stage};
 use crate::cut::{Cut, cut};
 use crate::device::{STAGING, Slot};
-use crate::{Device, Error, Loaded, LoadedFile, Model, Placement, Report};
+use crate::{Error, Loaded, LoadedFile, Model, OpenDevice, Report};
 
 /// A file to load.
 pub struct Input<S> {
@@ -107,8 +105,8 @@ struct Piece {
     tensor: usize,
 }
 
-struct Job<'a, S, C: Channel<Far = DeviceFar>, F: Format, T: Tables<Addr = CardAddr>> {
-    device: &'a mut Device<C, F, T>,
+struct Job<'a, S> {
+    device: &'a mut OpenDevice,
     inputs: &'a mut [Input<S>],
     files: Vec<LoadedFile>,
     clocks: Clocks,
@@ -119,8 +117,9 @@ struct Job<'a, S, C: Channel<Far = DeviceFar>, F: Format, T: Tables<Addr = CardA
     /// Chunks being read or full, oldest first, with their slots: they go on in this order.
     order: VecDeque<(Chunk, usize)>,
     states: Vec<State>,
-    reads: HashMap<(usize, Ticket), usize>,
-    backlog: VecDeque<(Piece, Transfer<DeviceFar>)>,
+    /// The slot of each read in flight, and its file offset.
+    reads: HashMap<(usize, Ticket), (usize, u64)>,
+    backlog: VecDeque<(Piece, Operation)>,
     moving: HashMap<Ticket, Piece>,
     /// Per file and tensor: bytes that have not arrived.
     missing: Vec<Vec<u64>>,
@@ -128,30 +127,25 @@ struct Job<'a, S, C: Channel<Far = DeviceFar>, F: Format, T: Tables<Addr = CardA
     transfers: u64,
     progress: &'a mut dyn FnMut(u64),
     /// How long to wait in the end for what the device has.
-    patience: Duration,
+    timeout: Duration,
 }
 
 const MIB: u64 = 1 << 20;
 /// How long to sleep at most before looking at everything again.
 const NAP: Duration = Duration::from_millis(50);
 
-impl<C, F, T> Device<C, F, T>
-where
-    C: Channel<Far = DeviceFar>,
-    F: Format,
-    T: Tables<Addr = CardAddr>,
-{
+impl OpenDevice {
     /// Loads files: when this returns, every tensor is on the card and bound, for reading, at its own device virtual
     /// address. `progress` is told how many more bytes are on their way to the device; it must not panic.
     ///
     /// # Errors
     /// [`Error`]. Whatever was in flight has been waited for, and nothing stays bound or allocated on the device; only when
-    /// the device does not finish its transfers within [`DeviceParts::patience`], their destination is never used again
-    /// ([`Device::abandoned_bytes`]).
-    pub fn load<S: Channel<Far = FileOffset>>(
+    /// the device does not finish its transfers within [`DriveOptions::timeout`](crate::DriveOptions::timeout), their destination is never used again
+    /// ([`OpenDevice::abandoned_bytes`]).
+    pub fn load<S: Queue<Addr = FileOffset>>(
         &mut self,
         inputs: &mut [Input<S>],
-        placement: Placement,
+        placement: &Placement,
         progress: &mut dyn FnMut(u64),
     ) -> Result<(Loaded, Report), Error> {
         let mut files: Vec<LoadedFile> = Vec::new();
@@ -189,7 +183,7 @@ where
             stages: Stage::ALL.iter().map(|&stage| clocks.get(stage)).collect(),
             segments: self.staging_pages().map(|p| p.segment_count() as u64).sum(),
             staging: (self.buffers, self.staging.first().map_or(0, |s| s.via.mapping().span().len())),
-            device_leaves: self.vm().page_table().leaf_counts().collect(),
+            device_leaves: self.address_space().leaf_counts(),
             transfers,
             heap_peak: self.heap().stats().peak as u64,
             resident_before,
@@ -200,25 +194,19 @@ where
     }
 }
 
-impl<'a, S, C, F, T> Job<'a, S, C, F, T>
-where
-    S: Channel<Far = FileOffset>,
-    C: Channel<Far = DeviceFar>,
-    F: Format,
-    T: Tables<Addr = CardAddr>,
-{
+impl<'a, S: Queue<Addr = FileOffset>> Job<'a, S> {
     fn new(
-        device: &'a mut Device<C, F, T>,
+        device: &'a mut OpenDevice,
         inputs: &'a mut [Input<S>],
         files: Vec<LoadedFile>,
         progress: &'a mut dyn FnMut(u64),
     ) -> Self {
         // Small files take small buffers, but whole huge pages where that is no more than was asked for.
-        let gather = device.parts.gather;
-        let largest = files.iter().map(|f| f.model.len).max().unwrap_or(0).min(gather);
-        let huge = PageSize::SIZE_2M.round_up(largest).filter(|len| *len <= gather && largest > MIB);
+        let chunk = device.chunk;
+        let largest = files.iter().map(|f| f.model.len).max().unwrap_or(0).min(chunk);
+        let huge = PageSize::SIZE_2M.round_up(largest).filter(|len| *len <= chunk && largest > MIB);
         // What is left of a load of smaller files, or of a load that failed, is of no use.
-        let usable = |s: &Slot| s.part.is_some() && s.via.mapping().span().len() >= largest;
+        let usable = |s: &Slot| s.slice.is_some() && s.via.mapping().span().len() >= largest;
         if !device.staging.iter().all(usable) {
             device.staging.clear();
             device.buffers = 0;
@@ -229,7 +217,7 @@ where
             missing: files.iter().map(|f| f.model.tensors.iter().map(|t| t.len).collect()).collect(),
             hashes: files.iter().map(|_| XxHash3_64::with_seed(0)).collect(),
             states: device.staging.iter().map(|_| State::Free).collect(),
-            patience: device.parts.patience,
+            timeout: device.timeout,
             device,
             inputs,
             files,
@@ -257,20 +245,21 @@ where
                 stall.moved();
                 continue;
             }
-            if self.device.parts.channel.in_flight() > 0 {
-                let channel = &mut self.device.parts.channel;
+            if self.device.queue.in_flight() > 0 {
+                let channel = &mut self.device.queue;
                 // A device that has halted has had its time; one that hangs lets go of what it has when it is stopped, if it can.
                 let gone = watch.lost(channel).map(|why| (why, Duration::ZERO));
-                let hangs = || stall.lost(self.device.parts.patience).map(|why| (why, self.patience.min(LETS_GO)));
-                if let Some((why, patience)) = gone.or_else(hangs) {
+                let hangs =
+                    || stall.lost(self.device.timeout).map(|why| (why, self.timeout.min(RELEASE_TIMEOUT)));
+                if let Some((why, timeout)) = gone.or_else(hangs) {
                     channel.stop(&why);
-                    self.patience = patience;
+                    self.timeout = timeout;
                     let file = self.moving.values().next().map_or(0, |piece| piece.file);
                     return Err(self.broken(file, "device", why));
                 }
             }
             // Nothing to do here: sleep on whatever ends first. A device that works inline works in its wait.
-            if self.device.parts.channel.in_flight() > 0 {
+            if self.device.queue.in_flight() > 0 {
                 if self.reap_transfers(&mut done, NAP)? {
                     stall.moved();
                 }
@@ -321,22 +310,21 @@ where
                 None => return Ok(()),
             };
             let buffer = &mut self.device.staging[slot];
-            let (len, part) = (buffer.len, buffer.part.take());
+            let (len, part) = (buffer.len, buffer.slice.take());
             let (Some(chunk), Some(whole)) = (self.next_chunk(len), part) else {
                 return Err(self.broken(file, "device", "a staging buffer is missing".into()));
             };
             let (front, rest) = whole.split_at(chunk.len as usize).expect("a chunk is no longer than its slot");
-            let transfer = Transfer { part: front, direction: Direction::ToHost, far: FileOffset::new(chunk.at) };
-            match self.inputs[chunk.file].channel.submit(transfer) {
+            match self.inputs[chunk.file].channel.submit(Operation::read(front, FileOffset::new(chunk.at))) {
                 Ok(ticket) => {
-                    self.reads.insert((chunk.file, ticket), slot);
+                    self.reads.insert((chunk.file, ticket), (slot, chunk.at));
                     self.states[slot] = State::Reading(rest);
                     self.order.push_back((chunk, slot));
                     self.advance(chunk.len);
                     self.clocks.in_flight(Stage::Read, true);
                 }
-                Err(Refused { transfer, reason }) => {
-                    self.device.staging[slot].part = transfer.part.join(rest).ok();
+                Err(Refused { operation, reason }) => {
+                    self.device.staging[slot].slice = operation.into_slice().and_then(|front| front.join(rest).ok());
                     if reason == Refusal::Full {
                         return Ok(());
                     }
@@ -371,16 +359,14 @@ where
                 Duration::ZERO => channel.poll(read),
                 nap => channel.wait(read, nap),
             });
-            for Completion { ticket, transfer, result } in read.drain(..) {
+            for Completion { ticket, operation, result, bytes: len } in read.drain(..) {
                 any = true;
-                let Some(slot) = self.reads.remove(&(file, ticket)) else { continue };
+                let Some((slot, at)) = self.reads.remove(&(file, ticket)) else { continue };
                 let State::Reading(rest) = std::mem::replace(&mut self.states[slot], State::Free) else { continue };
-                let len = transfer.part.len() as u64;
-                let at = transfer.far;
-                let whole = transfer.part.join(rest).ok();
+                let whole = operation.into_slice().and_then(|front| front.join(rest).ok());
                 if let Err(source) = result {
-                    self.device.staging[slot].part = whole;
-                    return Err(self.read_error(file, at, source));
+                    self.device.staging[slot].slice = whole;
+                    return Err(self.read_error(file, FileOffset::new(at), source));
                 }
                 self.clocks.bytes(Stage::Read, len);
                 if let Some(whole) = whole {
@@ -414,11 +400,11 @@ where
             self.clocks.bytes(Stage::Checksum, chunk.len);
             self.send(chunk, slot, whole);
         }
-        while let Some((piece, transfer)) = self.backlog.pop_front() {
-            let channel = &mut self.device.parts.channel;
-            let submitted = match self.device.parts.inline {
-                true => self.clocks.time(Stage::Transfer, || channel.submit(transfer)),
-                false => channel.submit(transfer),
+        while let Some((piece, operation)) = self.backlog.pop_front() {
+            let channel = &mut self.device.queue;
+            let submitted = match self.device.info.polled {
+                true => self.clocks.time(Stage::Transfer, || channel.submit(operation)),
+                false => channel.submit(operation),
             };
             match submitted {
                 Ok(ticket) => {
@@ -426,13 +412,13 @@ where
                     self.transfers += 1;
                     self.moving.insert(ticket, piece);
                 }
-                Err(Refused { transfer, reason: Refusal::Full }) => {
-                    self.backlog.push_front((piece, transfer));
+                Err(Refused { operation, reason: Refusal::Full }) => {
+                    self.backlog.push_front((piece, operation));
                     break;
                 }
-                Err(Refused { transfer, reason }) => {
+                Err(Refused { operation, reason }) => {
                     let file = piece.file;
-                    self.put_back(&piece, transfer.part);
+                    self.put_back(&piece, operation);
                     return Err(self.broken(file, "device", reason.to_string()));
                 }
             }
@@ -443,7 +429,7 @@ where
     /// Cuts a full slot into pieces with one destination each.
     fn send(&mut self, chunk: Chunk, slot: usize, whole: BufferSlice) {
         let file = &self.files[chunk.file];
-        let max = self.device.parts.channel.limits().max_len;
+        let max = self.device.queue.limits().max_len;
         let cuts = cut(&file.model, &file.layout, file.bo.as_ref().map(|bo| bo.sg()), chunk.at, chunk.len, max);
         let mut pieces = Vec::with_capacity(cuts.len() + 1);
         let mut outgoing = Vec::with_capacity(cuts.len());
@@ -455,9 +441,9 @@ where
                 pieces.push(Some(part));
                 continue;
             };
-            let far = DeviceFar { at: DeviceAddr::Card(to), via: self.device.staging[slot].via.clone() };
+            let via = self.device.staging[slot].via.clone();
             let piece = Piece { slot, index: pieces.len(), file: chunk.file, tensor };
-            outgoing.push((piece, Transfer { part, direction: Direction::FromHost, far }));
+            outgoing.push((piece, Operation::write((part, via), DeviceAddr::Card(to))));
             pieces.push(None);
         }
         let missing = outgoing.len();
@@ -471,12 +457,12 @@ where
     }
 
     /// Takes back pieces that have arrived, and binds tensors that are complete.
-    fn reap_transfers(&mut self, done: &mut Vec<Completion<DeviceFar>>, nap: Duration) -> Result<bool, Error> {
-        let channel = &mut self.device.parts.channel;
+    fn reap_transfers(&mut self, done: &mut Vec<Completion>, nap: Duration) -> Result<bool, Error> {
+        let channel = &mut self.device.queue;
         if channel.in_flight() == 0 {
             return Ok(false);
         }
-        let inline = self.device.parts.inline;
+        let inline = self.device.info.polled;
         let poll = || match nap {
             Duration::ZERO => channel.poll(done),
             nap => channel.wait(done, nap),
@@ -488,10 +474,9 @@ where
             self.clocks.hold(Stage::Transfer, poll);
         }
         let any = !done.is_empty();
-        for Completion { ticket, transfer, result } in done.drain(..) {
+        for Completion { ticket, operation, result, bytes: len } in done.drain(..) {
             let Some(piece) = self.moving.remove(&ticket) else { continue };
-            let len = transfer.part.len() as u64;
-            self.put_back(&piece, transfer.part);
+            self.put_back(&piece, operation);
             if let Err(source) = result {
                 return Err(self.transfer_error(&piece, source));
             }
@@ -513,9 +498,9 @@ where
     }
 
     /// Puts a piece back into its place; with the last one the slot is whole and free.
-    fn put_back(&mut self, piece: &Piece, part: BufferSlice) {
+    fn put_back(&mut self, piece: &Piece, operation: Operation) {
         let State::Moving(pieces, missing) = &mut self.states[piece.slot] else { return };
-        pieces[piece.index] = Some(part);
+        pieces[piece.index] = operation.into_slice();
         *missing -= 1;
         if *missing == 0 {
             self.finish(piece.slot);
@@ -525,7 +510,7 @@ where
     fn finish(&mut self, slot: usize) {
         if let State::Moving(pieces, _) = std::mem::replace(&mut self.states[slot], State::Free) {
             let whole = pieces.into_iter().flatten().reduce(|a, b| a.join(b).expect("pieces are in their order"));
-            self.device.staging[slot].part = whole;
+            self.device.staging[slot].slice = whole;
         }
         let len = self.device.staging[slot].len;
         self.device.sample_resident(len);
@@ -535,15 +520,15 @@ where
     /// device are still under way.
     fn quiesce(&mut self) -> bool {
         self.backlog.clear();
-        let patience = self.device.parts.patience;
+        let timeout = self.device.timeout;
         for input in self.inputs.iter_mut() {
-            drain(&mut input.channel, patience);
+            drain(&mut input.channel, timeout);
         }
-        drain(&mut self.device.parts.channel, self.patience);
+        drain(&mut self.device.queue, self.timeout);
         // Slots that were cut may be incomplete now. They are cheap to make again.
         self.device.staging.clear();
         self.device.buffers = 0;
-        self.device.parts.channel.in_flight() == 0
+        self.device.queue.in_flight() == 0
     }
 
     fn read_error(&self, file: usize, at: FileOffset, source: OpError) -> Error {

@@ -4,7 +4,7 @@ use std::collections::{HashMap, VecDeque};
 use std::time::{Duration, Instant};
 
 use dmalane_addr::FileOffset;
-use dmalane_queue::{Channel, Completion, Direction, Refusal, Refused, Ticket, Transfer};
+use dmalane_queue::{Completion, Operation, Queue, Refusal, Refused, Ticket};
 
 use super::FillError;
 use super::state::{Piece, State};
@@ -30,9 +30,10 @@ pub(super) struct Lane<'l, 'a, 'w, 'o, S> {
 struct Flight {
     buffer: usize,
     extent: usize,
+    at: FileOffset,
 }
 
-impl<'l, 'a, 'w, 'o, S: Channel<Far = FileOffset>> Lane<'l, 'a, 'w, 'o, S> {
+impl<'l, 'a, 'w, 'o, S: Queue<Addr = FileOffset>> Lane<'l, 'a, 'w, 'o, S> {
     pub fn new(state: &'l State<'a, 'w, 'o>, channels: &'l mut [S]) -> Self {
         Self {
             state,
@@ -77,20 +78,21 @@ impl<'l, 'a, 'w, 'o, S: Channel<Far = FileOffset>> Lane<'l, 'a, 'w, 'o, S> {
     fn submit(&mut self) {
         while let Some(Piece { buffer, extent, source, at, part }) = self.queue.pop_front() {
             let (offset, len) = (part.offset(), part.len());
-            match self.channels[source].submit(Transfer { part, direction: Direction::ToHost, far: at }) {
+            match self.channels[source].submit(Operation::read(part, at)) {
                 Ok(ticket) => {
                     if self.flying.is_empty() {
                         self.state.reading();
                     }
                     self.queued -= len;
-                    self.flying.insert((source, ticket), Flight { buffer, extent });
+                    self.flying.insert((source, ticket), Flight { buffer, extent, at });
                     if !self.active.contains(&source) {
                         self.active.push(source);
                     }
                     self.clocks.in_flight(Stage::Read, true);
                 }
-                Err(Refused { transfer, reason: Refusal::Full }) => {
-                    return self.queue.push_front(Piece { buffer, extent, source, at, part: transfer.part });
+                Err(Refused { operation, reason: Refusal::Full }) => {
+                    let Some(part) = operation.into_slice() else { return };
+                    return self.queue.push_front(Piece { buffer, extent, source, at, part });
                 }
                 Err(Refused { reason, .. }) => {
                     let error = FillError::Channel { source_index: source, reason: reason.to_string() };
@@ -126,12 +128,13 @@ impl<'l, 'a, 'w, 'o, S: Channel<Far = FileOffset>> Lane<'l, 'a, 'w, 'o, S> {
     }
 
     fn settle(&mut self, source: usize, completion: Completion<FileOffset>) {
-        let Completion { ticket, transfer, result } = completion;
-        let Some(Flight { buffer, extent }) = self.flying.remove(&(source, ticket)) else {
+        let Completion { ticket, operation, result, .. } = completion;
+        let (Some(Flight { buffer, extent, at }), Some(part)) =
+            (self.flying.remove(&(source, ticket)), operation.into_slice())
+        else {
             let reason = format!("an operation ended that was not begun: {ticket:?}");
             return self.state.fail((0, 0), FillError::Channel { source_index: source, reason });
         };
-        let Transfer { part, far: at, .. } = transfer;
         match result {
             Ok(()) => {
                 self.clocks.bytes(Stage::Read, part.len() as u64);

@@ -19,7 +19,7 @@ use std::time::{Duration, Instant};
 
 use dmalane_addr::FileOffset;
 use dmalane_dma::{BufferRef, Heap, PageBacking, SharedBuf, VolatileSlice};
-use dmalane_queue::{Channel, OpError, Refusal};
+use dmalane_queue::{OpError, Queue, Refusal};
 use thiserror::Error;
 
 pub use job::{BadJob, Extent, Job};
@@ -260,7 +260,7 @@ pub struct Filled {
 ///
 /// # Panics
 /// When there is no lane.
-pub fn fill<S: Channel<Far = FileOffset>>(
+pub fn fill<S: Queue<Addr = FileOffset>>(
     heap: &dyn Heap,
     job: &Job,
     lanes: &mut [Vec<S>],

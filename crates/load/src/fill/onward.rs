@@ -6,8 +6,8 @@ use std::time::Duration;
 
 use dmalane_dma::BufferSlice;
 use dmalane_queue::{
-    Channel, Completion, DeviceAddr, DeviceFar, Direction, Far, HaltWatch, LETS_GO, OpError, Refusal, Refused,
-    Registered, StallWatch, Ticket, Transfer, drain,
+    Completion, DeviceAddr, HaltWatch, OpError, Operation, Queue, QueueAddr, RELEASE_TIMEOUT, Refusal, Refused,
+    Registered, StallWatch, Ticket, drain,
 };
 
 use super::FillError;
@@ -17,7 +17,7 @@ use crate::clock::{Clocks, Stage};
 /// are still being read or allocated.
 pub struct Onward<'a> {
     /// The device's channel, with nothing in flight. What a job that has failed could not wait for stays in flight on it.
-    pub channel: &'a mut dyn Channel<Far = DeviceFar>,
+    pub channel: &'a mut dyn Queue<Addr = DeviceAddr>,
     /// True when the channel works inside `poll`, so that only time spent there is its time.
     pub inline: bool,
     /// For each buffer where its first byte goes; the others follow. Bytes that no extent names go there too, as zeroes.
@@ -49,7 +49,7 @@ pub(super) struct Outlet<'a> {
 struct End<'a> {
     onward: Onward<'a>,
     /// The first of the queue, cut to what the channel takes; waiting for room in it.
-    next: Option<(Away, Transfer<DeviceFar>)>,
+    next: Option<(Away, Operation)>,
     flying: HashMap<Ticket, Away>,
     watch: HaltWatch,
     stall: StallWatch,
@@ -118,7 +118,7 @@ impl<'a> Outlet<'a> {
 impl End<'_> {
     fn submit(&mut self, queue: &Mutex<VecDeque<Back>>) -> Result<(), Failed> {
         loop {
-            let (away, transfer) = match self.next.take() {
+            let (away, operation) = match self.next.take() {
                 Some(next) => next,
                 None => match self.cut(queue)? {
                     Some(next) => next,
@@ -127,8 +127,8 @@ impl End<'_> {
             };
             let Onward { channel, inline, .. } = &mut self.onward;
             let submitted = match inline {
-                true => self.clocks.time(Stage::Transfer, || channel.submit(transfer)),
-                false => channel.submit(transfer),
+                true => self.clocks.time(Stage::Transfer, || channel.submit(operation)),
+                false => channel.submit(operation),
             };
             match submitted {
                 Ok(ticket) => {
@@ -137,17 +137,20 @@ impl End<'_> {
                     }
                     self.flying.insert(ticket, away);
                 }
-                Err(Refused { transfer, reason: Refusal::Full }) => {
-                    self.next = Some((away, transfer));
+                Err(Refused { operation, reason: Refusal::Full }) => {
+                    self.next = Some((away, operation));
                     return Ok(());
                 }
-                Err(Refused { transfer, reason }) => return Err(refused(away.buffer, transfer.part.offset(), reason)),
+                Err(Refused { operation, reason }) => {
+                    let offset = operation.into_slice().map_or(0, |part| part.offset());
+                    return Err(refused(away.buffer, offset, reason));
+                }
             }
         }
     }
 
     /// The next transfer: as much of the first part of the queue as the channel takes at once.
-    fn cut(&mut self, queue: &Mutex<VecDeque<Back>>) -> Result<Option<(Away, Transfer<DeviceFar>)>, Failed> {
+    fn cut(&mut self, queue: &Mutex<VecDeque<Back>>) -> Result<Option<(Away, Operation)>, Failed> {
         let most = usize::try_from(self.onward.channel.limits().max_len).unwrap_or(usize::MAX).max(1);
         let mut queue = locked(queue);
         let Some(Back { buffer, extent, mut part }) = queue.pop_front() else { return Ok(None) };
@@ -160,11 +163,10 @@ impl End<'_> {
         let Some(via) = (self.onward.via)(buffer, &front) else {
             return Err(refused(buffer, offset, Refusal::NotRegistered));
         };
-        let first = self.onward.to.get(buffer).map(|at| DeviceFar { at: *at, via });
-        let Some(far) = first.and_then(|far| far.advance(offset as u64)) else {
+        let Some(at) = self.onward.to.get(buffer).and_then(|at| at.advance(offset as u64)) else {
             return Err(refused(buffer, offset, Refusal::PastTheTop));
         };
-        Ok(Some((Away { buffer, extent }, Transfer { part: front, direction: Direction::FromHost, far })))
+        Ok(Some((Away { buffer, extent }, Operation::write((front, via), at))))
     }
 
     fn reap(&mut self, back: &mut Vec<Back>, timeout: Duration) -> Result<(), Failed> {
@@ -172,7 +174,7 @@ impl End<'_> {
             self.stall.moved();
             return Ok(());
         }
-        let mut done: Vec<Completion<DeviceFar>> = Vec::new();
+        let mut done: Vec<Completion> = Vec::new();
         let Onward { channel, inline, .. } = &mut self.onward;
         let poll = || match timeout {
             Duration::ZERO => channel.poll(&mut done),
@@ -187,8 +189,8 @@ impl End<'_> {
             self.stall.moved();
         }
         let mut failed: Option<Failed> = None;
-        for Completion { ticket, transfer, result } in done {
-            let part = transfer.part;
+        for Completion { ticket, operation, result, .. } in done {
+            let Some(part) = operation.into_slice() else { continue };
             let error = match (self.flying.remove(&ticket), result) {
                 (Some(Away { buffer, extent }), Ok(())) => {
                     self.clocks.bytes(Stage::Transfer, part.len() as u64);
@@ -221,7 +223,7 @@ impl End<'_> {
             if let Some(why) = &lost {
                 // So that it lets go of what it has, if it can.
                 self.onward.channel.stop(why);
-                self.patience = self.patience.min(LETS_GO);
+                self.patience = self.patience.min(RELEASE_TIMEOUT);
             }
         }
         let Some(why) = lost else { return Ok(()) };
