@@ -8,12 +8,12 @@ use std::time::{Duration, Instant};
 use dmalane_addr::{Access, Address, CardAddr, DeviceVa, Iova, Span};
 use dmalane_dma::{DmaFault, FaultReason, HostBus, VolatileSlice};
 use dmalane_queue::{
-    Abilities, CacheHint, Cancelled, Copies, DeviceAddr, Direction, Ended, Gather, HostPart, Limits, OpError,
-    Operation, Queue, Refusal, Rejected, Sampler, Stats, Ticket, Work,
+    Abilities, CacheHint, Cancelled, Completion, DeviceAddr, Gather, HostSlice, Limits, OpError, Operation, Queue,
+    QueueAddr, Refusal, Refused, Sampler, Stats, Ticket, Work,
 };
 
 use crate::driver::{Device, Rings, Shelf};
-use crate::{Completion, Descriptor, Error, Halt, Status, Task, regs};
+use crate::{Completion as Entry, Descriptor, Error, Halt, Status, Task, regs};
 
 /// How long a dropped channel waits for its operations before it stops the card under them.
 const DRAIN: Duration = Duration::from_secs(2);
@@ -22,17 +22,14 @@ const NAP: Duration = Duration::from_millis(1);
 /// Looks at the ring before sleeping.
 const SPINS: u32 = 200;
 /// Reading a register of a real card takes a microsecond, so a quiet ring is asked about only so often.
-const LOOKS_PER_STATUS: u32 = 64;
+const POLLS_PER_STATUS: u32 = 64;
 
 /// Rings and buffers of channels whose card did not stop: it may still touch them, so they stay as they are for good.
 static QUARANTINE: Mutex<Vec<(Rings, VecDeque<Operation>)>> = Mutex::new(Vec::new());
 
-/// A channel of plain copies: [`CardQueue`] behind the narrow port.
-pub type CardChannel<B> = Copies<CardQueue<B>>;
-
 /// A DMA channel of a card. At most 1 GiB per operation.
 ///
-/// Operations end in the order in which they were enqueued. Dropping the channel waits up to 2 s for what is in flight,
+/// Operations end in the order of their submission. Dropping the channel waits up to 2 s for what is in flight,
 /// then stops the card's side; memory is released once the card has confirmed that, and otherwise never
 /// ([`Card::quarantined`](crate::Card::quarantined)).
 pub struct CardQueue<B: HostBus> {
@@ -47,8 +44,8 @@ pub struct CardQueue<B: HostBus> {
     head: u64,
     /// Descriptors written since the start.
     tail: u64,
-    /// What the card was told of `tail`.
-    backing: u64,
+    /// The `tail` that the card knows by its doorbell.
+    submitted: u64,
     /// Operations accepted so far; also the ticket of the next.
     next: u64,
     /// The last of them is number `next - 1`. One that was taken back left a fence behind, which holds its places in the ring.
@@ -62,7 +59,7 @@ pub struct CardQueue<B: HostBus> {
     collected: u32,
     failed: Option<(OpError, u64)>,
     /// Tickets of operations that shall end, oldest first. The card has been told of the first.
-    wishes: VecDeque<u64>,
+    cancels: VecDeque<u64>,
     quiet: u32,
     timeout: Option<Duration>,
     /// Since when nothing has ended, as far as anybody looked.
@@ -101,12 +98,12 @@ impl<B: HostBus> CardQueue<B> {
             abilities,
             head: 0,
             tail: 0,
-            backing: 0,
+            submitted: 0,
             next: 0,
             taken_back: BTreeSet::new(),
             collected: 0,
             failed: None,
-            wishes: VecDeque::new(),
+            cancels: VecDeque::new(),
             quiet: 0,
             timeout: None,
             stalled: None,
@@ -114,13 +111,13 @@ impl<B: HostBus> CardQueue<B> {
             stats: Stats::default(),
             sampler: Sampler::default(),
         };
-        this.set_going()?;
+        this.start_channel()?;
         Ok(this) // on an error the drop stops the card and puts the rings back
     }
 
     /// Starts a card's channel that has stopped.
-    fn set_going(&mut self) -> Result<(), Error> {
-        (self.head, self.tail, self.backing) = (0, 0, 0);
+    fn start_channel(&mut self) -> Result<(), Error> {
+        (self.head, self.tail, self.submitted) = (0, 0, 0);
         (self.collected, self.failed, self.stalled, self.quiet) = (0, None, None, 0);
         let device = self.device();
         // What an earlier user of the rings left there would look like completions.
@@ -173,20 +170,19 @@ impl<B: HostBus> CardQueue<B> {
     /// one, which says what is wrong.
     #[inline]
     fn plain_copy(&self, operation: &Operation) -> Option<Descriptor> {
-        let Operation { work: Work::Copy { direction, host: HostPart { part, via }, at }, shape: None, cache } =
-            operation
-        else {
+        let Operation { work: Work::Copy { direction, host, at }, shape: None, cache } = operation else {
             return None;
         };
-        let len = part.len() as u64;
-        let span = via.iova_of(part)?; // of no bytes there is none
+        let len = host.slice.len() as u64;
+        let mapping = host.via.as_ref()?.mapping();
+        let span = mapping.iova_of(&host.slice)?; // of no bytes there is none
         // A card of version 1.0 refuses the hint.
         let cache = if self.abilities.contains(Abilities::CANCEL) { *cache } else { CacheHint::Auto };
         let good = self.state == State::Running
             && len <= self.max_len
             && at.advance(len - 1).is_some()
-            && via.mapping().access().contains(host_access(*direction))
-            && self.bus.owns(via.mapping())
+            && mapping.access().contains(direction.host_access())
+            && self.bus.owns(mapping)
             && self.tail - self.head < self.capacity() as u64;
         let task = Task::Copy { direction: *direction, host: span.first(), card: *at, len: len as u32 };
         good.then_some(Descriptor { task, chained: false, cache, cookie: self.tail as u32 })
@@ -197,19 +193,11 @@ impl<B: HostBus> CardQueue<B> {
         if let State::Stopping(why) | State::Stopped(why) = &self.state {
             return Err(Refusal::Stopped(why.clone()));
         }
-        let missing = operation.needs() - self.abilities;
-        if !missing.is_empty() {
-            return Err(Refusal::Unable(missing));
-        }
-        operation.check()?;
-        let len = operation.bytes();
-        if len > self.max_len {
-            return Err(Refusal::TooLong { len, max: self.max_len });
-        }
+        operation.admit(self.abilities, self.limits())?;
         match &operation.work {
-            Work::Copy { direction, host, .. } => self.check_host(host, host_access(*direction))?,
-            Work::Compare { host, .. } => self.check_host(host, Access::READ)?,
-            Work::Gather(g) => g.host.iter().try_for_each(|host| self.check_host(host, host_access(g.direction)))?,
+            Work::Copy { direction, host, .. } => host.check(&*self.bus, direction.host_access())?,
+            Work::Compare { host, .. } => host.check(&*self.bus, Access::READ)?,
+            Work::Gather(g) => g.host.iter().try_for_each(|host| host.check(&*self.bus, g.direction.host_access()))?,
             Work::Within { .. } | Work::Fill { .. } | Work::Fence => {}
         }
         let slots = match (&operation.shape, &operation.work) {
@@ -227,15 +215,6 @@ impl<B: HostBus> CardQueue<B> {
         Ok(slots as u32)
     }
 
-    #[inline]
-    fn check_host(&self, host: &HostPart, wanted: Access) -> Result<(), Refusal> {
-        let HostPart { part, via } = host;
-        if via.iova_of(part).is_none() || !self.bus.owns(via.mapping()) {
-            return Err(Refusal::NotRegistered);
-        }
-        if via.mapping().access().contains(wanted) { Ok(()) } else { Err(Refusal::NotPermitted) }
-    }
-
     /// Writes the descriptors of an operation that was checked.
     fn write(&mut self, operation: &Operation) {
         let put = |at: u64, task: Task, chained: bool| {
@@ -243,14 +222,14 @@ impl<B: HostBus> CardQueue<B> {
         };
         let mut at = self.tail;
         if let Some(shape) = &operation.shape {
-            let (near_pitch, far_pitch) = (shape.near_pitch, shape.far_pitch);
+            let (near_pitch, far_pitch) = (shape.host_pitch, shape.device_pitch);
             let task = Task::Shape { near_pitch, far_pitch, rows: shape.rows };
             self.put(at, Descriptor { chained: true, cookie: at as u32, ..task.into() });
             at += 1;
         }
         // `check`: no more than `max_len`, which fits, and no row is longer than all of them.
         let len = operation.shape.as_ref().map_or(operation.bytes(), |s| s.row) as u32;
-        let iova = |host: &HostPart| host.via.iova_of(&host.part).expect("`check` looked").first();
+        let iova = |host: &HostSlice| host.iova().expect("`check` looked").first();
         match &operation.work {
             Work::Copy { direction, host, at: card } => {
                 put(at, Task::Copy { direction: *direction, host: iova(host), card: *card, len }, false);
@@ -281,11 +260,11 @@ impl<B: HostBus> CardQueue<B> {
 
     /// Tells the card about new work, lets it work, and collects what has ended. Gives the number collected, and
     /// whether the card did anything.
-    fn advance(&mut self, done: &mut Vec<Ended>) -> (usize, bool) {
+    fn advance(&mut self, done: &mut Vec<Completion>) -> (usize, bool) {
         if self.flying.is_empty() {
             return (0, false);
         }
-        self.doorbell();
+        self.flush();
         let worked = self.bus.progress();
         let (before, head) = (done.len(), self.head);
         self.collect(done);
@@ -294,9 +273,9 @@ impl<B: HostBus> CardQueue<B> {
         } else {
             self.quiet += 1;
         }
-        if self.quiet >= LOOKS_PER_STATUS || self.state != State::Running {
+        if self.quiet >= POLLS_PER_STATUS || self.state != State::Running {
             self.quiet = 0;
-            self.look_at_status(done);
+            self.check_status(done);
         }
         (done.len() - before, worked)
     }
@@ -304,12 +283,12 @@ impl<B: HostBus> CardQueue<B> {
     /// The completion of the next descriptor, once the card has written it.
     fn next_completion(&mut self) -> Option<(Status, usize)> {
         let number = self.head;
-        let offset = (number as usize & (self.capacity() - 1)) * Completion::BYTES;
+        let offset = (number as usize & (self.capacity() - 1)) * Entry::BYTES;
         let word = self.completions().load_u64(offset + 8).expect("a slot lies within the ring");
-        let got = Completion::from_word(word);
-        if got.sequence != Completion::sequence_of(number as u32) {
+        let got = Entry::from_word(word);
+        if got.sequence != Entry::sequence_of(number as u32) {
             let before = match number.checked_sub(self.capacity() as u64) {
-                Some(lap_before) => Completion::sequence_of(lap_before as u32),
+                Some(lap_before) => Entry::sequence_of(lap_before as u32),
                 None => 0,
             };
             if got.sequence != before {
@@ -318,7 +297,7 @@ impl<B: HostBus> CardQueue<B> {
             return None;
         }
         let status = Status::from_code(got.status);
-        let (Some(status), true, true) = (status, got.cookie == number as u32, number < self.backing) else {
+        let (Some(status), true, true) = (status, got.cookie == number as u32, number < self.submitted) else {
             self.halt(format!("the card completed descriptor {number} with {word:#x}"));
             return None;
         };
@@ -327,23 +306,23 @@ impl<B: HostBus> CardQueue<B> {
 
     /// The shorter way for what is most common: operations of one descriptor that ended well, as many as there are now. The
     /// first that is anything else is left to the longer way.
-    fn collect_plain(&mut self, done: &mut Vec<Ended>) {
-        let Self { rings: Some(rings), flying, firsts, head, backing, tail, next, stats, sampler, .. } = self else {
+    fn collect_plain(&mut self, done: &mut Vec<Completion>) {
+        let Self { rings: Some(rings), flying, firsts, head, submitted, tail, next, stats, sampler, .. } = self else {
             return;
         };
         let special =
-            self.collected != 0 || self.failed.is_some() || !self.wishes.is_empty() || !self.taken_back.is_empty();
+            self.collected != 0 || self.failed.is_some() || !self.cancels.is_empty() || !self.taken_back.is_empty();
         if self.state != State::Running || special {
             return;
         }
         let ring = rings.completions.view();
         let mask = (1usize << rings.log2) - 1;
         let mut n = 0;
-        while *head < *backing && n < flying.len() {
+        while *head < *submitted && n < flying.len() {
             let number = *head as u32;
-            let sequence = Completion::sequence_of(number);
-            let good = Completion { cookie: number, status: Status::Ok.code(), sequence }.word();
-            let word = ring.load_u64((*head as usize & mask) * Completion::BYTES + 8);
+            let sequence = Entry::sequence_of(number);
+            let good = Entry { cookie: number, status: Status::Ok.code(), sequence }.word();
+            let word = ring.load_u64((*head as usize & mask) * Entry::BYTES + 8);
             if word != Some(good) || firsts.get(n + 1).unwrap_or(tail) - *head != 1 {
                 break;
             }
@@ -358,12 +337,12 @@ impl<B: HostBus> CardQueue<B> {
             stats.bytes += bytes;
             sampler.ended(ticket, &mut stats.latency);
             ticket += 1;
-            Ended { ticket: Ticket::new(ticket - 1), operation, result: Ok(()), bytes }
+            Completion { ticket: Ticket::new(ticket - 1), operation, result: Ok(()), bytes }
         }));
     }
 
     /// Collects the operations that the card has reported.
-    fn collect(&mut self, done: &mut Vec<Ended>) {
+    fn collect(&mut self, done: &mut Vec<Completion>) {
         self.collect_plain(done);
         while self.state == State::Running && !self.flying.is_empty() {
             let Some((status, offset)) = self.next_completion() else { return };
@@ -383,9 +362,9 @@ impl<B: HostBus> CardQueue<B> {
             self.firsts.pop_front();
             self.collected = 0;
             let failed = self.failed.take();
-            if self.wishes.front() == Some(&number) {
-                self.wishes.pop_front();
-                self.tell_wish();
+            if self.cancels.front() == Some(&number) {
+                self.cancels.pop_front();
+                self.send_cancel();
             }
             if self.taken_back.remove(&number) {
                 continue;
@@ -400,7 +379,7 @@ impl<B: HostBus> CardQueue<B> {
 
     /// Counts the end of an operation.
     #[inline]
-    fn end(&mut self, number: u64, operation: Operation, result: Result<(), OpError>, bytes: u64) -> Ended {
+    fn end(&mut self, number: u64, operation: Operation, result: Result<(), OpError>, bytes: u64) -> Completion {
         match &result {
             Ok(()) => self.stats.ok += 1,
             Err(e) => {
@@ -410,7 +389,7 @@ impl<B: HostBus> CardQueue<B> {
         }
         self.stats.bytes += bytes;
         self.sampler.ended(number, &mut self.stats.latency);
-        Ended { ticket: Ticket::new(number), operation, result, bytes }
+        Completion { ticket: Ticket::new(number), operation, result, bytes }
     }
 
     /// Tells the card to stop. The memory of what is in flight stays here until it has.
@@ -425,7 +404,7 @@ impl<B: HostBus> CardQueue<B> {
 
     /// Notices that nothing has ended for too long, that the card has halted, or that it has stopped as it was told; then everything
     /// in flight has ended.
-    fn look_at_status(&mut self, done: &mut Vec<Ended>) {
+    fn check_status(&mut self, done: &mut Vec<Completion>) {
         if let (State::Running, Some(timeout)) = (&self.state, self.timeout) {
             let since = *self.stalled.get_or_insert_with(Instant::now);
             if since.elapsed() >= timeout {
@@ -454,7 +433,7 @@ impl<B: HostBus> CardQueue<B> {
                         done.push(ended);
                     }
                 }
-                self.wishes.clear();
+                self.cancels.clear();
                 self.state = State::Stopped(why);
             }
             State::Stopping(_) => {
@@ -482,9 +461,9 @@ impl<B: HostBus> CardQueue<B> {
     }
 
     /// Tells the card of the oldest wish, if there is one.
-    fn tell_wish(&mut self) {
+    fn send_cancel(&mut self) {
         let first = self.next - self.flying.len() as u64;
-        if let Some(number) = self.wishes.front()
+        if let Some(number) = self.cancels.front()
             && let Some(descriptor) = number.checked_sub(first).and_then(|i| self.firsts.get(i as usize))
         {
             let (register, descriptor) = (self.register(regs::CH_CANCEL), *descriptor as u32);
@@ -505,17 +484,9 @@ impl<B: HostBus> CardQueue<B> {
     }
 }
 
-/// What the card does to host memory.
-fn host_access(direction: Direction) -> Access {
-    match direction {
-        Direction::ToHost => Access::WRITE,
-        Direction::FromHost => Access::READ,
-    }
-}
-
 /// The copies of a gather list that was checked: where in host memory, where on the card, how many bytes.
 fn pieces(gather: &Gather) -> impl Iterator<Item = (Iova, DeviceAddr, u64)> {
-    let mut host = gather.host.iter().filter_map(|h| h.via.iova_of(&h.part)).map(Some);
+    let mut host = gather.host.iter().filter_map(HostSlice::iova).map(Some);
     let mut device = gather.device.iter().copied();
     let (mut near, mut far): (Option<Span<Iova>>, Option<(DeviceAddr, u64)>) = (None, None);
     std::iter::from_fn(move || {
@@ -535,14 +506,12 @@ fn failure(status: Status, detail: u64, operation: &Operation, index: u32) -> (O
     let total = operation.bytes();
     // The part of the operation that the descriptor stands for: where its sides begin, and the bytes before.
     let (host, card, before, wanted) = match &operation.work {
-        Work::Copy { direction, host, at } => {
-            (host.via.iova_of(&host.part).map(|s| s.first()), Some(*at), 0, host_access(*direction))
-        }
-        Work::Compare { host, at } => (host.via.iova_of(&host.part).map(|s| s.first()), Some(*at), 0, Access::READ),
+        Work::Copy { direction, host, at } => (host.iova().map(|s| s.first()), Some(*at), 0, direction.host_access()),
+        Work::Compare { host, at } => (host.iova().map(|s| s.first()), Some(*at), 0, Access::READ),
         Work::Gather(g) => {
             let before = pieces(g).take(index as usize).map(|(_, _, len)| len).sum();
             let piece = pieces(g).nth(index as usize);
-            (piece.map(|p| p.0), piece.map(|p| p.1), before, host_access(g.direction))
+            (piece.map(|p| p.0), piece.map(|p| p.1), before, g.direction.host_access())
         }
         Work::Within { to, .. } => (None, Some(*to), 0, Access::READ),
         Work::Fill { at, .. } => (None, Some(*at), 0, Access::READ),
@@ -556,16 +525,12 @@ fn failure(status: Status, detail: u64, operation: &Operation, index: u32) -> (O
     };
     let near = |at: u64| {
         let distance = host.and_then(|first| Iova::new(at).offset_from(first)).unwrap_or(0);
-        shape.map_or(distance, |s| rows(distance, s.near_pitch, s.row))
+        shape.map_or(distance, |s| rows(distance, s.host_pitch, s.row))
     };
     let far = |at: u64| {
-        let first = match card {
-            Some(DeviceAddr::Card(a)) => a.bits(),
-            Some(DeviceAddr::Va(a)) => a.bits(),
-            None => return 0,
-        };
-        let distance = at.saturating_sub(first);
-        shape.map_or(distance, |s| rows(distance, s.far_pitch, s.row))
+        let Some(first) = card else { return 0 };
+        let distance = at.saturating_sub(first.bits());
+        shape.map_or(distance, |s| rows(distance, s.device_pitch, s.row))
     };
     let fault = |reason| {
         let done = near(detail);
@@ -588,6 +553,8 @@ fn failure(status: Status, detail: u64, operation: &Operation, index: u32) -> (O
 }
 
 impl<B: HostBus> Queue for CardQueue<B> {
+    type Addr = DeviceAddr;
+
     fn limits(&self) -> Limits {
         Limits { capacity: self.capacity(), max_len: self.max_len }
     }
@@ -601,7 +568,7 @@ impl<B: HostBus> Queue for CardQueue<B> {
     }
 
     #[inline]
-    fn enqueue(&mut self, operation: Operation) -> Result<Ticket, Rejected> {
+    fn submit(&mut self, operation: Operation) -> Result<Ticket, Refused<DeviceAddr>> {
         let slots = match self.plain_copy(&operation) {
             Some(descriptor) => {
                 self.put(self.tail, descriptor);
@@ -614,7 +581,7 @@ impl<B: HostBus> Queue for CardQueue<B> {
                 }
                 Err(reason) => {
                     self.stats.full += u64::from(reason == Refusal::Full);
-                    return Err(Rejected { operation, reason });
+                    return Err(Refused { operation, reason });
                 }
             },
         };
@@ -632,10 +599,10 @@ impl<B: HostBus> Queue for CardQueue<B> {
     }
 
     #[inline]
-    fn doorbell(&mut self) {
-        if self.backing != self.tail && self.state == State::Running {
+    fn flush(&mut self) {
+        if self.submitted != self.tail && self.state == State::Running {
             // Before the write: one that fails may have arrived, and what the card may know of is not taken back.
-            self.backing = self.tail;
+            self.submitted = self.tail;
             match self.device().write(self.register(regs::CH_DOORBELL), self.tail as u32) {
                 Ok(()) => self.stats.doorbells += 1,
                 Err(e) => self.halt(e.to_string()),
@@ -643,11 +610,11 @@ impl<B: HostBus> Queue for CardQueue<B> {
         }
     }
 
-    fn poll(&mut self, done: &mut Vec<Ended>) -> usize {
+    fn poll(&mut self, done: &mut Vec<Completion>) -> usize {
         self.advance(done).0
     }
 
-    fn wait(&mut self, done: &mut Vec<Ended>, timeout: Duration) -> usize {
+    fn wait(&mut self, done: &mut Vec<Completion>, timeout: Duration) -> usize {
         let before = done.len();
         let (_, mut worked) = self.advance(done);
         if done.len() > before || self.flying.is_empty() {
@@ -666,7 +633,7 @@ impl<B: HostBus> Queue for CardQueue<B> {
                 spins += 1;
                 std::hint::spin_loop();
             } else {
-                self.look_at_status(done);
+                self.check_status(done);
                 // First the register, then a last look at the ring, then sleep: a completion that the look does not see
                 // is one that comes with an interrupt.
                 let armed = self.device().write(self.register(regs::CH_INTERRUPT), 1);
@@ -695,7 +662,7 @@ impl<B: HostBus> Queue for CardQueue<B> {
         if !self.abilities.contains(Abilities::CANCEL) {
             return Cancelled::TooLate;
         }
-        if first >= self.backing {
+        if first >= self.submitted {
             // Its place in the ring stays: what comes after it has its number already.
             let operation = std::mem::replace(&mut self.flying[index], Operation::fence());
             for at in first..end {
@@ -706,17 +673,18 @@ impl<B: HostBus> Queue for CardQueue<B> {
             self.sampler.ended(number, &mut self.stats.latency);
             return Cancelled::TakenBack(operation);
         }
-        if let Err(place) = self.wishes.binary_search(&number) {
-            self.wishes.insert(place, number);
+        if let Err(place) = self.cancels.binary_search(&number) {
+            self.cancels.insert(place, number);
             if place == 0 {
-                self.tell_wish();
+                self.send_cancel();
             }
         }
         Cancelled::Asked
     }
 
-    fn set_timeout(&mut self, timeout: Option<Duration>) {
+    fn set_timeout(&mut self, timeout: Option<Duration>) -> bool {
         (self.timeout, self.stalled) = (timeout, None);
+        true
     }
 
     fn stop(&mut self, why: &str) {
@@ -735,15 +703,15 @@ impl<B: HostBus> Queue for CardQueue<B> {
             && self.flying.is_empty()
         {
             // Nothing in flight that a poll would have waited for.
-            self.look_at_status(&mut Vec::new());
+            self.check_status(&mut Vec::new());
             self.bus.progress();
-            self.look_at_status(&mut Vec::new());
+            self.check_status(&mut Vec::new());
         }
-        matches!(self.state, State::Stopped(_)) && self.flying.is_empty() && self.set_going().is_ok()
+        matches!(self.state, State::Stopped(_)) && self.flying.is_empty() && self.start_channel().is_ok()
     }
 
-    fn stats(&self) -> Stats {
-        self.stats.clone()
+    fn stats(&self) -> Option<Stats> {
+        Some(self.stats.clone())
     }
 
     fn event(&self) -> Option<BorrowedFd<'_>> {
@@ -751,7 +719,7 @@ impl<B: HostBus> Queue for CardQueue<B> {
     }
 
     fn arm(&mut self) -> bool {
-        self.doorbell();
+        self.flush();
         if let Some(event) = self.bus.event(self.index) {
             // Empty is as good as emptied.
             let _ = rustix::io::read(event, &mut [0u8; 8]);

@@ -6,10 +6,10 @@ use std::time::{Duration, Instant};
 
 use dmalane_addr::{Access, Address, CardAddr, PageSize, Span};
 use dmalane_dma::{self as mem, Heap, HostBus, SharedBuf};
-use dmalane_queue::{Abilities, Area, Copies, Registered, Route};
+use dmalane_queue::{Abilities, Area, Registered, Route};
 
 use crate::regs::{self, BAR_REGISTERS};
-use crate::{CardChannel, CardQueue, CardTables, Completion, Descriptor, Error};
+use crate::{CardQueue, CardTables, Completion, Descriptor, Error};
 
 /// How long the driver waits for the card to stop, start or reset.
 pub(crate) const ANSWER: Duration = Duration::from_secs(1);
@@ -89,7 +89,7 @@ impl<B: HostBus> Card<B> {
         let rings = (0..channels).map(|_| Rings::new(&*bus, heap, entries).map(Some)).collect::<Result<_, _>>()?;
         let rings = Arc::new(Shelf { rings: Mutex::new(rings), quarantined: AtomicUsize::new(0) });
         // A card of version 1.0 copies and does nothing else.
-        let copies = Abilities::FROM_HOST | Abilities::TO_HOST;
+        let copies = Abilities::FROM_HOST | Abilities::TO_HOST | Abilities::STOP | Abilities::ORDERED;
         let abilities = if version & 0xffff == 0 { copies } else { Abilities::all() };
         Ok(Self { bus, layout, max_len: max_len.into(), abilities, mmu_format, rings })
     }
@@ -121,15 +121,7 @@ impl<B: HostBus> Card<B> {
             .collect()
     }
 
-    /// Starts a channel of plain copies. It can be had again once it was dropped.
-    ///
-    /// # Errors
-    /// As [`Card::queue`].
-    pub fn channel(&self, index: usize) -> Result<CardChannel<B>, Error> {
-        Ok(Copies::new(self.queue(index)?))
-    }
-
-    /// Starts a channel with all that it does. It can be had again once it was dropped.
+    /// Starts a DMA channel and gives its queue. After the queue was dropped it can be started again.
     ///
     /// # Errors
     /// [`Error::NoChannel`], [`Error::ChannelTaken`]; [`Error::Timeout`] or [`Error::Bus`] when the card does not

@@ -10,7 +10,7 @@ use dmalane_dma::host::DevicePort;
 use dmalane_dma::{
     AnonHeap, BufferRef, DeviceMem, Error, Heap, HostBus, HostConfig, Mapping, Pinned, SharedBuf, SoftHost,
 };
-use dmalane_queue::{Cancelled, DeviceAddr, Direction, HostPart, Operation, Queue, Registered, Shape, Ticket};
+use dmalane_queue::{Cancelled, DeviceAddr, Direction, HostSlice, Operation, Queue, Registered, Shape, Ticket};
 
 use crate::memory::HBM_BASE;
 use crate::regs::{self, BAR_MEMORY, BAR_REGISTERS};
@@ -217,19 +217,19 @@ pub fn fuzz_driver(bytes: &[u8]) {
         };
         let direction = if i & 1 == 0 { Direction::FromHost } else { Direction::ToHost };
         let operation = match i % 6 {
-            0..3 => Operation::copy(direction, part(), via.clone(), at),
+            0..3 => Operation::copy(direction, (part(), via.clone()), at),
             3 => {
-                let host = (0..2).map(|_| HostPart { part: part(), via: via.clone() }).collect();
+                let host = (0..2).map(|_| HostSlice::from((part(), via.clone()))).collect();
                 Operation::gather(direction, host, vec![(at, 1000), (at, 2048), (at, 1048)])
             }
             4 => {
-                let shape = Shape { row: 48, rows: 32, near_pitch: 64, far_pitch: 100 };
+                let shape = Shape { row: 48, rows: 32, host_pitch: 64, device_pitch: 100 };
                 let (front, _) = part().split_at(31 * 64 + 48).expect("short enough");
-                Operation::compare(front, via.clone(), at).shaped(shape)
+                Operation::compare((front, via.clone()), at).shaped(shape)
             }
             _ => Operation::fence(),
         };
-        let ticket = queue.enqueue(operation);
+        let ticket = queue.submit(operation);
         taken += usize::from(ticket.is_ok());
         if i % 3 == 1
             && let Ok(ticket) = ticket

@@ -8,7 +8,7 @@ use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 use dmalane_addr::{Access, Address, CardAddr, DeviceVa, Iova};
 use dmalane_dma::{CopyHint, DeviceMem, DmaFault, FaultReason, HeldMem, VolatileSlice, stream_fence};
 use dmalane_iopt::Format;
-use dmalane_queue::{CacheHint, DeviceAddr, Direction};
+use dmalane_queue::{CacheHint, DeviceAddr, Direction, QueueAddr};
 
 use crate::memory::CardMemory;
 use crate::mmu::{self, Mmu, Tlb};
@@ -394,7 +394,7 @@ impl Engine {
                 (len, Memory::Host, host.bits(), STREAM_TO_HOST)
             }
             Task::Copy { card, len, .. } | Task::Fill { card, len, .. } | Task::Within { to: card, len, .. } => {
-                (len, Memory::Card, bits(card), STREAM_TO_CARD)
+                (len, Memory::Card, card.bits(), STREAM_TO_CARD)
             }
             Task::Compare { len, .. } => (len, Memory::Host, 0, u64::MAX),
         };
@@ -407,9 +407,9 @@ impl Engine {
             let extent = |pitch: u64| pitch.checked_mul(u64::from(rows) - 1)?.checked_add(u64::from(len) - 1);
             let wraps = |at: u64, pitch: u64| extent(pitch).and_then(|extent| at.checked_add(extent)).is_none();
             let (near, far) = match task {
-                Task::Copy { host, card, .. } | Task::Compare { host, card, .. } => (host.bits(), bits(card)),
-                Task::Within { from, to, .. } => (bits(from), bits(to)),
-                Task::Fill { card, .. } => (0, bits(card)),
+                Task::Copy { host, card, .. } | Task::Compare { host, card, .. } => (host.bits(), card.bits()),
+                Task::Within { from, to, .. } => (from.bits(), to.bits()),
+                Task::Fill { card, .. } => (0, card.bits()),
                 Task::Shape { .. } | Task::Fence => (0, 0),
             };
             if wraps(near, near_pitch) || wraps(far, far_pitch) {
@@ -604,13 +604,6 @@ impl Engine {
             self.head = self.head.wrapping_add(n as u32);
         }
         self.finished.clear();
-    }
-}
-
-fn bits(at: DeviceAddr) -> u64 {
-    match at {
-        DeviceAddr::Card(a) => a.bits(),
-        DeviceAddr::Va(a) => a.bits(),
     }
 }
 

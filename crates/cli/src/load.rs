@@ -14,7 +14,7 @@ use dmalane::addr::PageSize;
 use dmalane::card::{CardConfig, SoftBus, regs};
 use dmalane::daemon::{Client, Options};
 use dmalane::dma::{HostBus, HostConfig, PageBacking};
-use dmalane::file::{FileChannel, Mode};
+use dmalane::file::{FileQueue, Mode};
 use dmalane::load::{self, Error, Layout, Loaded, Report};
 use dmalane::queue::QueueChoice;
 use dmalane::{
@@ -138,7 +138,7 @@ pub enum Placement {
 /// What was loaded, for the report.
 pub(crate) struct Outcome {
     device: String,
-    inputs: Vec<dmalane::load::Input<FileChannel>>,
+    inputs: Vec<dmalane::load::Input<FileQueue>>,
     loaded: Loaded,
     report: Report,
     verified: bool,
@@ -222,7 +222,7 @@ fn load_onto<B: HostBus + 'static>(
     soft: Option<&SoftBus>,
     args: &LoadArgs,
     sizes: Sizes,
-    mut inputs: Vec<dmalane::load::Input<FileChannel>>,
+    mut inputs: Vec<dmalane::load::Input<FileQueue>>,
     targets: &[PathBuf],
 ) -> Result<ExitCode, Failure> {
     let shown = !args.quiet && !args.json;
@@ -231,7 +231,7 @@ fn load_onto<B: HostBus + 'static>(
         Placement::HbmHalf => load::Placement::HbmHalf,
         Placement::Hbm => load::Placement::Hbm,
     };
-    let bytes = |inputs: &[dmalane::load::Input<FileChannel>]| {
+    let bytes = |inputs: &[dmalane::load::Input<FileQueue>]| {
         inputs.iter().filter_map(|i| i.file.metadata().ok()).fold(0u64, |sum, m| sum.saturating_add(m.len()))
     };
     let touched = || {
@@ -354,7 +354,7 @@ fn options(args: &LoadArgs) -> FileOptions {
     })
 }
 
-fn open(paths: &[PathBuf], args: &LoadArgs) -> Result<Vec<dmalane::load::Input<FileChannel>>, Failure> {
+fn open(paths: &[PathBuf], args: &LoadArgs) -> Result<Vec<dmalane::load::Input<FileQueue>>, Failure> {
     let open = |path| {
         let input = open_file(path, options(args)).map_err(cannot_open)?;
         has_size(&input)?;
@@ -369,7 +369,7 @@ fn sample_input(
     args: &LoadArgs,
     sizes: Sizes,
     shown: bool,
-) -> Result<Vec<dmalane::load::Input<FileChannel>>, Failure> {
+) -> Result<Vec<dmalane::load::Input<FileQueue>>, Failure> {
     sample_fits(size, args, sizes)?;
     let file = sample(size, args.seed, shown)?;
     Ok(vec![open_as(file, SAMPLE, options(args)).map_err(cannot_open)?])
@@ -379,7 +379,7 @@ fn sample_input(
 const SAMPLE: &str = "sample.safetensors";
 
 /// Files that the kernel makes up as they are read say that they have no bytes.
-fn has_size(input: &dmalane::load::Input<FileChannel>) -> Result<(), Failure> {
+fn has_size(input: &dmalane::load::Input<FileQueue>) -> Result<(), Failure> {
     let made_up = rustix::fs::fstatfs(&input.file).is_ok_and(|s| MADE_UP.contains(&(s.f_type as u32)));
     let empty = input.file.metadata().is_ok_and(|m| m.is_file() && m.len() == 0);
     if !(made_up && empty) {
@@ -541,7 +541,7 @@ fn cannot_open(error: dmalane::file::Error) -> Failure {
     }
 }
 
-fn load_failure(error: &Error, args: &LoadArgs, sizes: Sizes, inputs: &[dmalane::load::Input<FileChannel>]) -> Failure {
+fn load_failure(error: &Error, args: &LoadArgs, sizes: Sizes, inputs: &[dmalane::load::Input<FileQueue>]) -> Failure {
     let failure = Failure::because("the load failed, and nothing of it stays on the card", error);
     match error {
         Error::CardFull { .. } => {

@@ -3,26 +3,26 @@
 use std::fs::File;
 use std::path::Path;
 
-use dmalane_file::{Error, FileChannel, Options};
+use dmalane_file::{Error, FileQueue, Options};
 use dmalane_load::Input;
 
 /// Opens a file once, for its header, its bytes and comparisons alike.
 ///
 /// # Errors
-/// Those of [`FileChannel::open`].
-pub fn open_file(path: impl AsRef<Path>, options: Options) -> Result<Input<FileChannel>, Error> {
-    input(FileChannel::open(path, options)?)
+/// Those of [`FileQueue::open`].
+pub fn open_file(path: impl AsRef<Path>, options: Options) -> Result<Input<FileQueue>, Error> {
+    input(FileQueue::open(path, options)?)
 }
 
 /// Takes a file that is open already and calls it `name`, which decides whether it is read as safetensors.
 ///
 /// # Errors
-/// Those of [`FileChannel::from_file`].
-pub fn open_as(file: File, name: impl AsRef<Path>, options: Options) -> Result<Input<FileChannel>, Error> {
-    input(FileChannel::from_file(file, name.as_ref(), options)?)
+/// Those of [`FileQueue::from_file`].
+pub fn open_as(file: File, name: impl AsRef<Path>, options: Options) -> Result<Input<FileQueue>, Error> {
+    input(FileQueue::from_file(file, name.as_ref(), options)?)
 }
 
-fn input(channel: FileChannel) -> Result<Input<FileChannel>, Error> {
+fn input(channel: FileQueue) -> Result<Input<FileQueue>, Error> {
     let path = channel.path().to_owned();
     match channel.file().try_clone() {
         Ok(file) => Ok(Input { path, file, channel }),

@@ -4,16 +4,16 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use dmalane_addr::{CardAddr, DeviceVa, PageSize, Span};
-use dmalane_card::{Card, CardChannel, CardConfig, CardLayout, CardTables, SoftBus, Workers};
+use dmalane_card::{Card, CardConfig, CardLayout, CardQueue, CardTables, SoftBus, Workers};
 use dmalane_dma::{AnonHeap, Heap, HostBus, HostConfig, MemfdHeap, PageKind, SoftHost};
 use dmalane_iopt::{Format, X86_64_4Level};
 use dmalane_load::{CardMemory, Device, DeviceParts};
-use dmalane_queue::{AddressPolicy, BalancePolicy, DeviceFar, Policy, QueueChoice, Split};
+use dmalane_queue::{AddressPolicy, BalancePolicy, Policy, QueueChoice, Split};
 use dmalane_vm::Vm;
 use thiserror::Error;
 
 /// The channel of a card behind the bus `B`: its queues driven as one.
-pub type JoinedChannel<B> = Split<CardChannel<B>, Box<dyn Policy<DeviceFar>>>;
+pub type JoinedChannel<B> = Split<CardQueue<B>, Box<dyn Policy>>;
 
 /// What a [`CardDevice`] is made of.
 pub type CardParts<B> = DeviceParts<JoinedChannel<B>, X86_64_4Level, CardTables<B>>;
@@ -193,11 +193,11 @@ fn parts<B: HostBus + 'static>(bus: Arc<B>, how: CardUse) -> Result<CardParts<B>
     if driver.mmu_format() != Some(X86_64_4Level::NAME) {
         return Err(SoftError::OtherMmu(driver.mmu_format()));
     }
-    let channels = (0..driver.channels()).map(|i| driver.channel(i)).collect::<Result<Vec<_>, _>>()?;
+    let channels = (0..driver.channels()).map(|i| driver.queue(i)).collect::<Result<Vec<_>, _>>()?;
     if let Some(&wanted) = mm_channel.list().iter().find(|&&c| c >= channels.len()) {
         return Err(SoftError::NoChannel { wanted, has: channels.len() });
     }
-    let policy: Box<dyn Policy<DeviceFar>> = match mm_channel.list() {
+    let policy: Box<dyn Policy> = match mm_channel.list() {
         [] if !apart => Box::new(AddressPolicy::new(driver.areas())),
         [] => Box::new(BalancePolicy::new(driver.areas())),
         list => Box::new(BalancePolicy::only(list)),

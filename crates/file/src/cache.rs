@@ -107,7 +107,7 @@ mod tests {
         }
     }
 
-    /// Both ways of asking say the same of random ranges of a file that is cached in part.
+    /// Both ways of asking say the same of random ranges of a file that is partly cached.
     #[test]
     fn without_cachestat_the_pages_are_counted() {
         let file = tempfile::NamedTempFile::new_in(env!("CARGO_MANIFEST_DIR")).unwrap();

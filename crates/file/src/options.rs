@@ -20,9 +20,9 @@ pub enum Io {
     /// io_uring where the kernel allows it, else `pread`.
     #[default]
     Auto,
-    /// io_uring, or an error when the channel is opened.
+    /// io_uring, or an error when the queue is opened.
     Uring,
-    /// One `pread` after the other, made by [`Channel::poll`](dmalane_queue::Channel::poll): no thread, nothing in
+    /// One `pread` after the other, made by [`Queue::poll`](dmalane_queue::Queue::poll): no thread, nothing in
     /// flight between calls.
     Pread,
 }
@@ -66,7 +66,7 @@ impl Options {
 /// How a file is being read, and why not better.
 ///
 /// io_uring is asked for at the first operation and direct I/O may be refused as late as at a read, so this can change
-/// while the channel is used.
+/// while the queue is used.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub struct How {
     /// Aligned reads go past the page cache.

@@ -30,10 +30,10 @@ static QUARANTINE: Mutex<Vec<BufferSlice>> = Mutex::new(Vec::new());
 static STUCK: AtomicU64 = AtomicU64::new(0);
 
 /// Bytes of memory that this process will never free, because the kernel was not done with them within some seconds of their
-/// channel being dropped: a sign of a hanging disk, device or network file system.
+/// queue being dropped: a sign of a hanging disk, device or network file system.
 pub fn quarantined_bytes() -> u64 {
-    let parts = QUARANTINE.lock().unwrap_or_else(PoisonError::into_inner);
-    parts.iter().map(|part| part.len() as u64).sum::<u64>() + STUCK.load(Ordering::Relaxed)
+    let slices = QUARANTINE.lock().unwrap_or_else(PoisonError::into_inner);
+    slices.iter().map(|slice| slice.len() as u64).sum::<u64>() + STUCK.load(Ordering::Relaxed)
 }
 
 /// Counts memory that a thread holds which is stuck in a call.
@@ -42,9 +42,9 @@ pub(crate) fn stuck(bytes: u64) {
 }
 
 /// Keeps memory for ever that was counted as [`stuck`] until now: the call came back, but nobody knows what the device still does.
-pub(crate) fn keep(part: BufferSlice) {
-    STUCK.fetch_sub(part.len() as u64, Ordering::Relaxed);
-    QUARANTINE.lock().unwrap_or_else(PoisonError::into_inner).push(part);
+pub(crate) fn keep(slice: BufferSlice) {
+    STUCK.fetch_sub(slice.len() as u64, Ordering::Relaxed);
+    QUARANTINE.lock().unwrap_or_else(PoisonError::into_inner).push(slice);
 }
 
 /// What a request asks for.
@@ -67,10 +67,10 @@ impl Ask {
     }
 }
 
-/// The requests of a [`FileChannel`](crate::FileChannel), which only reads.
+/// The requests of a [`FileQueue`](crate::FileQueue), which only reads.
 pub(crate) type Read = Request;
 
-/// One kernel read or write: `part` is to be filled or written out from `at` on, and its first `done` bytes are.
+/// One kernel read or write: `slice` is to be filled or written out from `at` on, and its first `done` bytes are.
 pub(crate) struct Request {
     /// Which of both.
     pub ask: Ask,
@@ -81,7 +81,7 @@ pub(crate) struct Request {
     /// Whether `file` is the descriptor for direct I/O.
     pub direct: bool,
     pub file: Arc<File>,
-    pub part: BufferSlice,
+    pub slice: BufferSlice,
     pub at: u64,
     pub done: usize,
 }
@@ -89,7 +89,7 @@ pub(crate) struct Request {
 impl Request {
     /// The memory that is still to be moved.
     pub fn rest(&self) -> VolatileSlice<'_> {
-        self.part.len().checked_sub(self.done).and_then(|n| self.part.view().sub(self.done, n)).expect("done <= len")
+        self.slice.len().checked_sub(self.done).and_then(|n| self.slice.view().sub(self.done, n)).expect("done <= len")
     }
 
     /// The file offset of the first byte that is still to be moved.
@@ -246,21 +246,21 @@ impl Ring {
         Ok(this)
     }
 
-    /// Pins memory under a number, in place of what was there: `range` of the memory that `part` is a part of. Requests that were
+    /// Pins memory under a number, in place of what was there: `range` of the memory that `slice` is a slice of. Requests that were
     /// pushed before keep what they use.
     ///
     /// # Errors
     /// The kernel's: no such number, no such memory, more than may be locked (RLIMIT_MEMLOCK) or than 1 GiB.
-    pub fn fix(&self, number: u16, part: &BufferSlice, range: Range<usize>) -> io::Result<()> {
-        if range.start > range.end || range.end > part.share().len() {
+    pub fn fix(&self, number: u16, slice: &BufferSlice, range: Range<usize>) -> io::Result<()> {
+        if range.start > range.end || range.end > slice.share().len() {
             return Err(io::ErrorKind::InvalidInput.into());
         }
-        let view = part.view();
-        // The memory begins this far before the part.
-        let base = view.as_ptr().wrapping_sub(part.offset()).wrapping_add(range.start);
+        let view = slice.view();
+        // The memory begins this far before the slice.
+        let base = view.as_ptr().wrapping_sub(slice.offset()).wrapping_add(range.start);
         let iovec = libc::iovec { iov_base: base.cast(), iov_len: range.len() };
         // SAFETY: the kernel looks the pages of the range up and takes a reference to each, which keeps them from being freed
-        // whatever becomes of the mapping; the range lies in the part's memory (checked above), which `part` keeps mapped meanwhile.
+        // whatever becomes of the mapping; the range lies in the slice's memory (checked above), which `slice` keeps mapped meanwhile.
         unsafe { self.uring.submitter().register_buffers_update(number.into(), &[iovec], None) }
     }
 
@@ -393,8 +393,8 @@ impl Ring {
 
     /// Keeps the memory of requests that the kernel has not finished, for ever.
     fn quarantine(&mut self) {
-        let parts = self.slots.iter_mut().filter_map(Option::take).map(|read| read.part);
-        QUARANTINE.lock().unwrap_or_else(PoisonError::into_inner).extend(parts);
+        let slices = self.slots.iter_mut().filter_map(Option::take).map(|read| read.slice);
+        QUARANTINE.lock().unwrap_or_else(PoisonError::into_inner).extend(slices);
     }
 }
 
@@ -416,10 +416,10 @@ mod tests {
     /// A ring with one read of a pipe that nobody writes to, which does not end by itself.
     fn stuck(heap: &AnonHeap) -> Option<(Ring, File)> {
         let (from, to) = rustix::pipe::pipe().unwrap();
-        let part = heap.allocate(LEN).unwrap().share().into_part();
+        let slice = heap.allocate(LEN).unwrap().share().into_part();
         let mut ring = Ring::new(4).inspect_err(|reason| eprintln!("skipped: {reason}")).ok()?;
         let file = Arc::new(from.into());
-        let read = Request { ask: Ask::Read, op: 0, index: 0, direct: false, file, part, at: 0, done: 0 };
+        let read = Request { ask: Ask::Read, op: 0, index: 0, direct: false, file, slice, at: 0, done: 0 };
         assert!(ring.push(read).is_ok());
         ring.enter(None).unwrap();
         ring.enter(Some(Duration::from_millis(5))).unwrap();
@@ -457,13 +457,13 @@ mod tests {
         let Some((mut ring, open)) = stuck(&heap) else { return };
         let file = Arc::new(open.try_clone().unwrap());
         for index in 1..4 {
-            let part = heap.allocate(LEN).unwrap().share().into_part();
+            let slice = heap.allocate(LEN).unwrap().share().into_part();
             let file = file.clone();
-            let read = Request { ask: Ask::Read, op: 0, index, direct: false, file, part, at: 0, done: 0 };
+            let read = Request { ask: Ask::Read, op: 0, index, direct: false, file, slice, at: 0, done: 0 };
             assert!(ring.push(read).is_ok());
         }
-        let part = heap.allocate(LEN).unwrap().share().into_part();
-        let read = Request { ask: Ask::Read, op: 0, index: 4, direct: false, file, part, at: 0, done: 0 };
+        let slice = heap.allocate(LEN).unwrap().share().into_part();
+        let read = Request { ask: Ask::Read, op: 0, index: 4, direct: false, file, slice, at: 0, done: 0 };
         assert!(ring.push(read).is_err(), "full");
         assert!(ring.take_back().is_none(), "not while it lives");
         ring.fail_enter = true;

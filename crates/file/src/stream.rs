@@ -1,4 +1,4 @@
-//! Pipes, sockets and terminals as a channel: plain reads, one after the other.
+//! Pipes, sockets and terminals as a queue: plain reads, one after the other.
 
 use std::collections::BTreeMap;
 use std::fs::File;
@@ -6,7 +6,7 @@ use std::io::Read;
 use std::time::{Duration, Instant};
 
 use dmalane_addr::FileOffset;
-use dmalane_queue::{Channel, Completion, Direction, Limits, OpError, Refusal, Refused, Ticket, Transfer};
+use dmalane_queue::{Abilities, Completion, Limits, OpError, Operation, Queue, Refusal, Refused, Ticket, Work};
 use rustix::event::{PollFd, PollFlags, Timespec};
 use rustix::io::Errno;
 
@@ -15,18 +15,18 @@ const BOUNCE: usize = 64 << 10;
 
 /// A source that has no offsets, read in order: offset 0 is the next byte that comes.
 ///
-/// Operations are served in the order of their offsets. Bytes that nobody asked for are skipped when an operation further on is the
-/// first one there is; an operation for bytes that have passed fails. Bytes take one copy more than from a file.
-pub struct StreamChannel {
+/// Operations are served in the order of their offsets. Bytes before the first operation are skipped; an operation for bytes that
+/// have passed fails. Bytes are copied once more than from a file.
+pub struct StreamQueue {
     file: File,
     capacity: usize,
-    ops: BTreeMap<(u64, u64), (Transfer<FileOffset>, usize)>,
+    ops: BTreeMap<(u64, u64), (Operation<FileOffset>, usize)>,
     position: u64,
     next: u64,
     bounce: Box<[u8]>,
 }
 
-impl StreamChannel {
+impl StreamQueue {
     /// Reads from `file` on from where it is.
     pub fn new(file: File, capacity: usize) -> Self {
         let bounce = vec![0; BOUNCE].into_boxed_slice();
@@ -39,8 +39,8 @@ impl StreamChannel {
     }
 
     fn end(&mut self, key: (u64, u64), result: Result<(), OpError>, done: &mut Vec<Completion<FileOffset>>) {
-        if let Some((transfer, _)) = self.ops.remove(&key) {
-            done.push(Completion { ticket: Ticket::new(key.1), transfer, result });
+        if let Some((operation, filled)) = self.ops.remove(&key) {
+            done.push(Completion { ticket: Ticket::new(key.1), operation, result, bytes: filled as u64 });
         }
     }
 
@@ -54,8 +54,9 @@ impl StreamChannel {
 
     /// One read, for the first operation.
     fn step(&mut self, done: &mut Vec<Completion<FileOffset>>) {
-        let Some((&key, (transfer, filled))) = self.ops.iter_mut().next() else { return };
-        let (start, len) = (key.0, transfer.part.len());
+        let Some((&key, (operation, filled))) = self.ops.iter_mut().next() else { return };
+        let Work::Copy { host, .. } = &mut operation.work else { return };
+        let (start, len) = (key.0, host.slice.len());
         let at = start + *filled as u64;
         if at < self.position {
             let error = OpError::Stopped(format!("the stream is at {} already", FileOffset::new(self.position)));
@@ -72,7 +73,7 @@ impl StreamChannel {
             Ok(n) => {
                 self.position += n as u64;
                 if skip == 0 {
-                    let written = transfer.part.write(*filled, &self.bounce[..n]);
+                    let written = host.slice.write(*filled, &self.bounce[..n]);
                     debug_assert!(written.is_some(), "no more was read than fits");
                     *filled += n;
                     if *filled == len {
@@ -89,33 +90,37 @@ impl StreamChannel {
     }
 }
 
-impl Channel for StreamChannel {
-    type Far = FileOffset;
+impl Queue for StreamQueue {
+    type Addr = FileOffset;
 
     fn limits(&self) -> Limits {
         Limits { capacity: self.capacity, max_len: i64::MAX as u64 }
+    }
+
+    fn abilities(&self) -> Abilities {
+        Abilities::TO_HOST
     }
 
     fn in_flight(&self) -> usize {
         self.ops.len()
     }
 
-    fn submit(&mut self, transfer: Transfer<FileOffset>) -> Result<Ticket, Refused<FileOffset>> {
-        let end = transfer.far.bits().checked_add(transfer.part.len() as u64);
-        let reason = match end {
-            _ if transfer.direction != Direction::ToHost => Refusal::Unsupported(transfer.direction),
-            _ if transfer.part.is_empty() => Refusal::Empty,
-            None => Refusal::PastTheTop,
+    fn submit(&mut self, operation: Operation<FileOffset>) -> Result<Ticket, Refused<FileOffset>> {
+        let reason = match (operation.admit(self.abilities(), self.limits()), &operation.work) {
+            (Err(reason), _) => reason,
             _ if self.ops.len() >= self.capacity => Refusal::Full,
-            _ => {
+            (_, Work::Copy { host, at, .. }) if at.bits().checked_add(host.slice.len() as u64).is_some() => {
                 let id = self.next;
                 self.next += 1;
-                self.ops.insert((transfer.far.bits(), id), (transfer, 0));
+                self.ops.insert((at.bits(), id), (operation, 0));
                 return Ok(Ticket::new(id));
             }
+            _ => Refusal::PastTheTop,
         };
-        Err(Refused { transfer, reason })
+        Err(Refused { operation, reason })
     }
+
+    fn flush(&mut self) {}
 
     fn poll(&mut self, done: &mut Vec<Completion<FileOffset>>) -> usize {
         let before = done.len();
@@ -138,8 +143,8 @@ impl Channel for StreamChannel {
     }
 }
 
-impl std::fmt::Debug for StreamChannel {
+impl std::fmt::Debug for StreamQueue {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        write!(f, "StreamChannel(at {}, {} in flight)", FileOffset::new(self.position), self.ops.len())
+        write!(f, "StreamQueue(at {}, {} in flight)", FileOffset::new(self.position), self.ops.len())
     }
 }

@@ -1,60 +1,61 @@
-//! Shares transfers out by the rates that the channels turn out to have.
+//! Distributes transfers by the measured rates of the channels.
 //!
-//! Work waits in one queue per direction and area of card memory; a channel that has room is given a piece. How large a
-//! piece may be follows from one idea, the *level*: if all bytes that are waiting or under way were shared out in
-//! proportion to the channels' rates, all channels would end at the same time, and what a channel lacks to its share is
-//! what it may still take.
+//! Work waits in one list per direction and area of card memory; a channel that has room is given a fragment. The size of a
+//! fragment follows from one idea, the *level*: if all bytes that are waiting or in flight were divided in proportion to the
+//! channels' rates, all channels would end at the same time. The *deficit* of a channel is what is missing to its proportion.
 //!
-//! - Little work (below 8 MiB): the channel takes all that it lacks. That is a split in proportion to the rates.
-//! - Much work: a fraction of it, so that pieces shrink as the end comes near, from 4 MiB to 256 KiB, two under way on each
-//!   channel. That is guided self-scheduling (Polychronopoulos and Kuck, "Guided Self-Scheduling", IEEE Transactions on
-//!   Computers, 1987), and it needs no rate to be known: a faster channel comes back sooner.
+//! - Little work (below 8 MiB): the channel takes all of its deficit. That is a split in proportion to the rates.
+//! - Much work: a fraction of it, so that fragments shrink towards the end, from 4 MiB to 256 KiB, two in flight on each channel.
+//!   That is guided self-scheduling (Polychronopoulos and Kuck, "Guided Self-Scheduling", IEEE Transactions on Computers, 1987),
+//!   and it needs no known rate: a faster channel asks again sooner.
 //!
-//! Before there are rates, the address policy holds: areas that are shared are halved, the others belong to their
-//! channel, and only much work, whose pieces are small, brings another channel in to help.
+//! While no rates are known, the address policy applies: areas that are shared are halved, the others belong to their channel, and
+//! only much work, whose fragments are small, lets another channel help.
 
 use std::collections::VecDeque;
 use std::time::Duration;
 
-use crate::policy::{WHOLE_BELOW, stretches};
-use crate::{Area, Direction, Far, Piece, Policy, Route};
+use dmalane_addr::CardAddr;
+
+use crate::policy::{WHOLE_BELOW, for_each_area};
+use crate::{Area, Direction, Fragment, Policy, Route};
 
 /// Since whenever the clock began; a difference is enough for 584 years.
 type Nanos = u64;
 
-/// From so many bytes waiting on, work is handed out in pieces.
+/// From so many bytes waiting on, work is handed out in fragments.
 const BULK: u64 = 8 << 20;
-/// The largest and the smallest piece of much work.
+/// The largest and the smallest fragment of much work.
 const LARGEST: u64 = 4 << 20;
 const SMALLEST: u64 = 256 << 10;
-/// The largest piece while there is work on several areas: channels that change places meet for as long as pieces take.
+/// The largest fragment while several areas have work: channels that swap areas overlap for the time of a fragment.
 const SPREAD: u64 = 512 << 10;
-/// So many times more must be left on another area before channels change places, at most.
+/// So many times more must be left in another area before channels swap areas, at most.
 const BEHIND: f64 = 1.1;
-/// The part of what a channel lacks that one piece may be.
+/// The part of what a channel deficit that one fragment may be.
 const FRACTION: f64 = 6.0;
-/// Pieces under way on a channel and direction: one that runs and one that follows.
+/// Fragments in flight on a channel and direction: one that runs and one that follows.
 const DEPTH: usize = 2;
-/// Short pieces do not count as long as they are no more than this together, so that many small transfers can be in flight.
+/// Short fragments do not count as long as they are no more than this together, so that many small transfers can be in flight.
 const SHORT: u64 = 512 << 10;
-/// Only pieces of this length say something about a rate; shorter ones measure latency.
+/// Only fragments of this length say something about a rate; shorter ones measure latency.
 const TELLING: u64 = 64 << 10;
-/// A rate that was not measured again for so long is forgotten. What was slow then gets a chance again.
+/// A rate expires when it was not measured again for so long. A channel that was slow then gets another chance.
 const FORGET: Nanos = 100_000_000;
 /// How much of a new measurement goes into a rate.
 const NEW: f64 = 0.5;
 
-/// Starts with the rule of [`AddressPolicy`](crate::AddressPolicy) and goes on with measured rates: a split in proportion
-/// to them below 8 MiB, guided self-scheduling above.
+/// Starts with the rule of [`AddressPolicy`](crate::AddressPolicy), then uses measured rates: a split in proportion to them below
+/// 8 MiB, guided self-scheduling above.
 #[derive(Clone, Debug)]
 pub struct BalancePolicy {
     rules: Rules,
-    lanes: [Lane; 2],
+    backlogs: [Backlog; 2],
     /// The direction that is looked at first, so that neither starves.
     first: usize,
 }
 
-/// What is known beforehand.
+/// The fixed configuration.
 #[derive(Clone, Debug)]
 struct Rules {
     areas: Vec<Area>,
@@ -64,9 +65,9 @@ struct Rules {
 
 /// One direction.
 #[derive(Clone, Debug, Default)]
-struct Lane {
+struct Backlog {
     /// Per area, the last one for what lies in none: what no channel was given yet.
-    queues: Vec<VecDeque<Piece>>,
+    queues: Vec<VecDeque<Fragment>>,
     /// Per area: the bytes of its queue.
     left: Vec<u64>,
     /// The bytes of all queues.
@@ -74,17 +75,17 @@ struct Lane {
     /// Much work came in, and not all of it was handed out yet.
     bulk: bool,
     channels: Vec<Load>,
-    /// How often a channel left work to another in a row although nothing was under way.
+    /// How often in a row a channel left work to another although nothing was in flight.
     declined: usize,
 }
 
-/// What a channel is doing in one direction.
+/// The work of one channel in one direction.
 #[derive(Clone, Debug, Default)]
 struct Load {
     flights: VecDeque<Flight>,
     /// The bytes of all flights.
     bytes: u64,
-    /// When the last piece ended.
+    /// When the last fragment ended.
     idle_since: Nanos,
     /// Per area, then once for all of them together.
     rates: Vec<Option<Rate>>,
@@ -92,13 +93,13 @@ struct Load {
 
 #[derive(Clone, Copy, Debug)]
 struct Flight {
-    piece: Piece,
+    fragment: Fragment,
     area: usize,
     since: Nanos,
 }
 
-/// How well an area suits a channel; the greatest is best: nobody else is there; not everybody's; it is where the channel is
-/// already; what is left there, per head; the channel is its own.
+/// How well an area suits a channel; the greatest is best: no other channel works there; it is not shared; the channel works there
+/// already; the bytes left there per channel; it is the channel's own.
 type Merit = (bool, bool, bool, f64, bool);
 
 /// Bytes per nanosecond, and when it was measured.
@@ -111,7 +112,7 @@ struct Rate {
 impl BalancePolicy {
     /// A policy for a card with these areas, over all channels.
     pub fn new(areas: Vec<Area>) -> Self {
-        Self { rules: Rules { areas, only: Vec::new() }, lanes: Default::default(), first: 0 }
+        Self { rules: Rules { areas, only: Vec::new() }, backlogs: Default::default(), first: 0 }
     }
 
     /// Uses these channels alone, wherever the bytes go. Channels that do not exist are passed over; when none is left, all
@@ -122,7 +123,7 @@ impl BalancePolicy {
 
     /// The rate (bytes per second) that was last measured for a channel in one direction, over all areas.
     pub fn rate(&self, channel: usize, direction: Direction) -> Option<f64> {
-        let load = self.lanes[lane_of(direction)].channels.get(channel)?;
+        let load = self.backlogs[index_of(direction)].channels.get(channel)?;
         load.rates.last()?.map(|r| r.value * 1e9)
     }
 }
@@ -141,7 +142,7 @@ impl Rules {
     }
 }
 
-fn lane_of(direction: Direction) -> usize {
+fn index_of(direction: Direction) -> usize {
     match direction {
         Direction::ToHost => 0,
         Direction::FromHost => 1,
@@ -159,11 +160,11 @@ impl Load {
         self.rates[area].is_some_and(|r| now.saturating_sub(r.at) < FORGET)
     }
 
-    /// The bytes under way that have not been moved yet, by the rate.
+    /// The bytes in flight that have not been moved yet, by the rate.
     fn unmoved(&self, rate: Option<f64>, now: Nanos) -> f64 {
         let head = self.flights.front().map_or(0.0, |f| {
             let ran = now.saturating_sub(f.since.max(self.idle_since)) as f64;
-            (ran * rate.unwrap_or(0.0)).min(f.piece.len as f64)
+            (ran * rate.unwrap_or(0.0)).min(f.fragment.len as f64)
         });
         self.bytes as f64 - head
     }
@@ -182,7 +183,7 @@ impl Load {
     }
 }
 
-impl Lane {
+impl Backlog {
     fn fit(&mut self, areas: usize, channels: usize) {
         self.queues.resize_with(areas, VecDeque::new);
         self.left.resize(areas, 0);
@@ -193,7 +194,7 @@ impl Lane {
     }
 
     /// What `channel` is to move next in this direction.
-    fn next(&mut self, rules: &Rules, channel: usize, now: Nanos) -> Option<Piece> {
+    fn next(&mut self, rules: &Rules, channel: usize, now: Nanos) -> Option<Fragment> {
         if self.waiting == 0 || !self.channels.get(channel)?.has_room() {
             return None;
         }
@@ -207,24 +208,24 @@ impl Lane {
             return None;
         };
         self.declined = 0;
-        let piece = Piece { len, ..front };
+        let fragment = Fragment { len, ..front };
         let queue = &mut self.queues[area];
         if len == front.len {
             queue.pop_front();
         } else {
-            queue[0] = Piece { offset: front.offset + len, len: front.len - len, ..front };
+            queue[0] = Fragment { offset: front.offset + len, len: front.len - len, ..front };
         }
         self.left[area] -= len;
         self.waiting -= len;
         self.bulk &= self.waiting > 0;
         let load = &mut self.channels[channel];
-        load.flights.push_back(Flight { piece, area, since: now });
+        load.flights.push_back(Flight { fragment, area, since: now });
         load.bytes += len;
-        Some(piece)
+        Some(fragment)
     }
 
-    /// Everybody leaves the work to somebody else: then whoever is asked takes it.
-    fn desperate(&self) -> bool {
+    /// Every channel has left the work to another one: then the channel that is asked takes it.
+    fn all_declined(&self) -> bool {
         self.declined + 1 >= self.channels.len()
     }
 
@@ -235,14 +236,14 @@ impl Lane {
         rules.uses(channel, channels) && (own || self.bulk || self.channels[channel].explored(area, now))
     }
 
-    /// The area that a channel is to work on. Channels spread over the areas, each stays where it is, and who runs out of work
-    /// helps where most is left.
+    /// The area that a channel is to work on. Channels spread over the areas, each stays where it is, and one without work helps
+    /// where most bytes are left.
     ///
-    /// When a fast channel would be done with its area long before a slow one with its own, both would end up on the slow
-    /// one's, where the memory may not keep up. So they change places at the moment from which both end together (the idea of
-    /// the level algorithm for machines of different speeds: Horvath, Lam and Sethi, Journal of the ACM, 1977).
+    /// When a fast channel would be done with its area long before a slow one with its own, both would end up in the slow one's,
+    /// whose memory may be too slow for both. So they swap areas at the moment from which both end together (the level algorithm for
+    /// machines of different speeds: Horvath, Lam and Sethi, Journal of the ACM, 1977).
     fn choose(&self, rules: &Rules, channel: usize, now: Nanos) -> Option<usize> {
-        // The piece that was given last says where a channel is going.
+        // The area of the fragment that the channel was given last.
         let place = |c: usize| self.channels[c].flights.back().map(|f| f.area);
         let others = |area: usize| {
             let there = move |c: &usize| *c != channel && place(*c) == Some(area);
@@ -261,13 +262,13 @@ impl Lane {
                 && company == 0
                 && self.channels[home].flights.is_empty()
                 && self.reaches(rules, home, area, now)
-                && !self.desperate()
+                && !self.all_declined()
             {
-                continue; // its own channel will be asked, and has nothing else to do
+                continue; // its own channel is idle and will be asked
             }
             let alone = company == 0;
             let per_head = self.left[area] as f64 / (1 + company) as f64;
-            // What all reach equally well is left for the end, when they have to work side by side.
+            // Shared areas are left for the end, when the channels have to work side by side.
             let key = (alone, home.is_some(), here == Some(area), per_head, home == Some(channel));
             if best.is_none_or(|(k, _)| key > k) {
                 best = Some((key, area));
@@ -290,7 +291,7 @@ impl Lane {
         Some(area)
     }
 
-    /// How much of a stretch of `len` bytes a channel takes; `None` when another should.
+    /// How many of `len` bytes a channel takes; `None` when another channel should.
     fn length(&self, rules: &Rules, channel: usize, area: usize, len: u64, now: Nanos) -> Option<u64> {
         let peers = || (0..self.channels.len()).filter(|&c| self.reaches(rules, c, area, now));
         if peers().count() < 2 {
@@ -305,92 +306,92 @@ impl Lane {
             }
             total += load.unmoved(rate, now);
         }
-        // Who has no rate yet is taken to be as fast as the others are on average.
+        // A channel without a rate counts as fast as the others on average.
         let mean = if known == 0.0 { 1.0 } else { sum / known };
         sum += unknown * mean;
-        let lacks = |load: &Load| {
+        let deficit = |load: &Load| {
             let rate = load.rate(area, now);
             total * rate.unwrap_or(mean) / sum - load.unmoved(rate, now)
         };
         let me = &self.channels[channel];
-        let mine = lacks(me);
-        // In turn where all are equal: who was idle longest comes first.
+        let mine = deficit(me);
+        // In turn where all are equal: the channel that was idle longest comes first.
         let after = |c: usize| {
             let it = &self.channels[c];
-            let by_need = lacks(it).total_cmp(&mine);
+            let by_need = deficit(it).total_cmp(&mine);
             by_need.then(me.idle_since.cmp(&it.idle_since)).then(channel.cmp(&c)).is_le()
         };
-        let neediest = peers().all(|c| c == channel || after(c));
+        let most_behind = peers().all(|c| c == channel || after(c));
         if len < WHOLE_BELOW {
-            return (neediest || self.desperate()).then_some(len);
+            return (most_behind || self.all_declined()).then_some(len);
         }
         let least = if self.bulk { SMALLEST } else { WHOLE_BELOW / 2 };
-        if mine < least as f64 / 2.0 && !neediest && !self.desperate() {
+        if mine < least as f64 / 2.0 && !most_behind && !self.all_declined() {
             return None;
         }
         let spread = (0..self.queues.len()).filter(|&a| self.left[a] > 0).count() > 1;
         let want = match (self.bulk, me.rate(area, now)) {
             (false, _) => mine,
-            // A slow channel would be long at its first piece.
+            // A slow channel would take long for its first fragment.
             (true, None) => least as f64,
             (true, Some(_)) => (mine / FRACTION).min(if spread { SPREAD } else { LARGEST } as f64),
         };
-        // Cut at 4 KiB so that no page is split between channels. A rest that is not worth a piece goes along.
+        // Cut at 4 KiB so that no page is split between channels. A short rest goes along.
         let want = (want.max(least as f64) as u64).next_multiple_of(4096);
         Some(if want.saturating_add(least / 2) >= len { len } else { want })
     }
 }
 
-impl<F: Far> Policy<F> for BalancePolicy {
-    fn arrive(&mut self, transfer: u64, direction: Direction, far: &F, len: u64, channels: usize) {
-        let Self { rules: Rules { areas, .. }, lanes, .. } = self;
-        if lanes[0].channels.len() < channels || lanes[0].queues.is_empty() {
-            lanes.iter_mut().for_each(|lane| lane.fit(areas.len() + 1, channels));
+impl Policy for BalancePolicy {
+    fn arrive(&mut self, transfer: u64, direction: Direction, at: Option<CardAddr>, len: u64, channels: usize) {
+        let Self { rules: Rules { areas, .. }, backlogs, .. } = self;
+        if backlogs[0].channels.len() < channels || backlogs[0].queues.is_empty() {
+            backlogs.iter_mut().for_each(|backlog| backlog.fit(areas.len() + 1, channels));
         }
-        let lane = &mut lanes[lane_of(direction)];
-        stretches(areas, far, len, |area, offset, len| {
+        let backlog = &mut backlogs[index_of(direction)];
+        for_each_area(areas, at, len, |area, offset, len| {
             let area = area.unwrap_or(areas.len());
-            lane.queues[area].push_back(Piece { transfer, offset, len });
-            lane.left[area] += len;
-            lane.waiting += len;
+            backlog.queues[area].push_back(Fragment { transfer, offset, len });
+            backlog.left[area] += len;
+            backlog.waiting += len;
         });
-        lane.bulk |= lane.waiting >= BULK;
+        backlog.bulk |= backlog.waiting >= BULK;
     }
 
-    fn next(&mut self, channel: usize, now: Duration) -> Option<Piece> {
-        let Self { rules, lanes, first } = self;
+    fn next(&mut self, channel: usize, now: Duration) -> Option<Fragment> {
+        let Self { rules, backlogs, first } = self;
         let now = now.as_nanos() as Nanos;
-        let found = [*first, 1 - *first].into_iter().find_map(|i| Some((i, lanes[i].next(rules, channel, now)?)));
-        let (i, piece) = found?;
+        let found = [*first, 1 - *first].into_iter().find_map(|i| Some((i, backlogs[i].next(rules, channel, now)?)));
+        let (i, fragment) = found?;
         *first = 1 - i;
-        Some(piece)
+        Some(fragment)
     }
 
-    fn ended(&mut self, channel: usize, piece: &Piece, now: Duration, moved: bool) {
+    fn ended(&mut self, channel: usize, fragment: &Fragment, now: Duration, moved: bool) {
         let now = now.as_nanos() as Nanos;
-        for lane in &mut self.lanes {
-            let Some(load) = lane.channels.get_mut(channel) else { continue };
-            let Some(i) = load.flights.iter().position(|f| f.piece == *piece) else { continue };
+        for backlog in &mut self.backlogs {
+            let Some(load) = backlog.channels.get_mut(channel) else { continue };
+            let Some(i) = load.flights.iter().position(|f| f.fragment == *fragment) else { continue };
             let Some(flight) = load.flights.remove(i) else { continue };
-            load.bytes -= piece.len;
+            load.bytes -= fragment.len;
             let took = now.saturating_sub(flight.since.max(load.idle_since));
             load.idle_since = now;
-            if moved && piece.len >= TELLING && took > 0 {
-                load.measure(flight.area, piece.len as f64 / took as f64, now);
+            if moved && fragment.len >= TELLING && took > 0 {
+                load.measure(flight.area, fragment.len as f64 / took as f64, now);
             }
             return;
         }
     }
 
     fn forget(&mut self, transfer: u64) {
-        for lane in &mut self.lanes {
-            for (queue, left) in lane.queues.iter_mut().zip(&mut lane.left) {
+        for backlog in &mut self.backlogs {
+            for (queue, left) in backlog.queues.iter_mut().zip(&mut backlog.left) {
                 queue.retain(|p| p.transfer != transfer);
                 let kept = queue.iter().map(|p| p.len).sum();
-                lane.waiting -= *left - kept;
+                backlog.waiting -= *left - kept;
                 *left = kept;
             }
-            lane.bulk &= lane.waiting > 0;
+            backlog.bulk &= backlog.waiting > 0;
         }
     }
 }
@@ -398,23 +399,11 @@ impl<F: Far> Policy<F> for BalancePolicy {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use dmalane_addr::{Address, CardAddr, Span};
+    use dmalane_addr::Span;
     use proptest::prelude::*;
     use std::collections::HashMap;
 
     const MIB: u64 = 1 << 20;
-
-    #[derive(Clone, Debug)]
-    struct At(CardAddr);
-
-    impl Far for At {
-        fn advance(&self, bytes: u64) -> Option<Self> {
-            self.0.checked_add(bytes).map(At)
-        }
-        fn card_addr(&self) -> Option<CardAddr> {
-            Some(self.0)
-        }
-    }
 
     fn areas() -> Vec<Area> {
         let area = |start, route| Area { span: Span::new(CardAddr::new(start), 256 * MIB).unwrap(), route };
@@ -422,15 +411,15 @@ mod tests {
     }
 
     fn arrive(p: &mut BalancePolicy, transfer: u64, at: u64, len: u64) {
-        p.arrive(transfer, Direction::ToHost, &At(CardAddr::new(at)), len, 2);
+        p.arrive(transfer, Direction::ToHost, Some(CardAddr::new(at)), len, 2);
     }
 
-    fn next(p: &mut BalancePolicy, c: usize, us: u64) -> Option<Piece> {
-        Policy::<At>::next(p, c, Duration::from_micros(us))
+    fn next(p: &mut BalancePolicy, c: usize, us: u64) -> Option<Fragment> {
+        p.next(c, Duration::from_micros(us))
     }
 
-    fn ended(p: &mut BalancePolicy, c: usize, piece: Piece, us: u64) {
-        Policy::<At>::ended(p, c, &piece, Duration::from_micros(us), true);
+    fn ended(p: &mut BalancePolicy, c: usize, fragment: Fragment, us: u64) {
+        p.ended(c, &fragment, Duration::from_micros(us), true);
     }
 
     #[test]
@@ -452,9 +441,9 @@ mod tests {
     fn little_work_is_split_by_the_rates() {
         let mut p = BalancePolicy::new(areas());
         arrive(&mut p, 1, 0, 4 * MIB);
-        let pieces = [next(&mut p, 0, 0).unwrap(), next(&mut p, 1, 0).unwrap()];
-        ended(&mut p, 0, pieces[0], 100);
-        ended(&mut p, 1, pieces[1], 300);
+        let fragments = [next(&mut p, 0, 0).unwrap(), next(&mut p, 1, 0).unwrap()];
+        ended(&mut p, 0, fragments[0], 100);
+        ended(&mut p, 1, fragments[1], 300);
         assert!(p.rate(0, Direction::ToHost).unwrap() > 2.9 * p.rate(1, Direction::ToHost).unwrap());
         assert_eq!(p.rate(0, Direction::FromHost), None);
         arrive(&mut p, 2, 0, 4 * MIB);
@@ -465,9 +454,9 @@ mod tests {
     fn an_old_rate_is_forgotten() {
         let mut p = BalancePolicy::new(areas());
         arrive(&mut p, 1, 0, 4 * MIB);
-        let pieces = [next(&mut p, 0, 0).unwrap(), next(&mut p, 1, 0).unwrap()];
-        ended(&mut p, 0, pieces[0], 100);
-        ended(&mut p, 1, pieces[1], 100_000);
+        let fragments = [next(&mut p, 0, 0).unwrap(), next(&mut p, 1, 0).unwrap()];
+        ended(&mut p, 0, fragments[0], 100);
+        ended(&mut p, 1, fragments[1], 100_000);
         arrive(&mut p, 2, 0, 4 * MIB);
         let late = 100_000 + FORGET / 1000;
         assert_eq!([next(&mut p, 0, late).unwrap().len, next(&mut p, 1, late).unwrap().len], [2 * MIB, 2 * MIB]);
@@ -478,7 +467,7 @@ mod tests {
         let mut p = BalancePolicy::only(&[1]);
         arrive(&mut p, 1, 1 << 30, 4 * MIB);
         assert_eq!(next(&mut p, 0, 0), None);
-        assert_eq!(next(&mut p, 1, 0), Some(Piece { transfer: 1, offset: 0, len: 4 * MIB }));
+        assert_eq!(next(&mut p, 1, 0), Some(Fragment { transfer: 1, offset: 0, len: 4 * MIB }));
         let mut p = BalancePolicy::only(&[9]);
         arrive(&mut p, 1, 1 << 30, 4 * MIB);
         assert!(next(&mut p, 0, 0).is_some(), "a channel that does not exist is passed over");
@@ -508,22 +497,22 @@ mod tests {
         ) {
             let mut p = if restricted { BalancePolicy::only(&only) } else { BalancePolicy::new(areas()) };
             let mut seen: HashMap<u64, Vec<(u64, u64)>> = HashMap::new();
-            let mut flying: Vec<Vec<Piece>> = vec![Vec::new(); channels];
+            let mut flying: Vec<Vec<Fragment>> = vec![Vec::new(); channels];
             let (mut now, mut step) = (0, steps.iter().cycle());
             let mut arriving = transfers.iter().enumerate();
             let mut left: u64 = transfers.iter().map(|t| t.1).sum();
             while left > 0 || flying.iter().any(|f| !f.is_empty()) {
                 if let Some((i, &(at, len, to_host))) = arriving.next() {
                     let direction = if to_host { Direction::ToHost } else { Direction::FromHost };
-                    p.arrive(i as u64, direction, &At(CardAddr::new(at)), len, channels);
+                    p.arrive(i as u64, direction, Some(CardAddr::new(at)), len, channels);
                 }
                 // Two rounds, as a poll makes them.
                 for c in (0..channels).chain(0..channels) {
-                    while let Some(piece) = next(&mut p, c, now) {
-                        prop_assert!(piece.len > 0 && piece.len <= left);
-                        left -= piece.len;
-                        seen.entry(piece.transfer).or_default().push((piece.offset, piece.len));
-                        flying[c].push(piece);
+                    while let Some(fragment) = next(&mut p, c, now) {
+                        prop_assert!(fragment.len > 0 && fragment.len <= left);
+                        left -= fragment.len;
+                        seen.entry(fragment.transfer).or_default().push((fragment.offset, fragment.len));
+                        flying[c].push(fragment);
                     }
                 }
                 let busy: Vec<usize> = (0..channels).filter(|&c| !flying[c].is_empty()).collect();
@@ -533,14 +522,14 @@ mod tests {
                 if !busy.is_empty() {
                     let c = busy[pick % busy.len()];
                     let k = pick % flying[c].len();
-                    let piece = flying[c].remove(k);
-                    ended(&mut p, c, piece, now);
+                    let fragment = flying[c].remove(k);
+                    ended(&mut p, c, fragment, now);
                 }
             }
             for (i, t) in transfers.iter().enumerate() {
-                let mut pieces = seen.remove(&(i as u64)).unwrap();
-                pieces.sort_unstable();
-                let end = pieces.iter().try_fold(0, |end, &(at, len)| (at == end).then_some(end + len));
+                let mut fragments = seen.remove(&(i as u64)).unwrap();
+                fragments.sort_unstable();
+                let end = fragments.iter().try_fold(0, |end, &(at, len)| (at == end).then_some(end + len));
                 prop_assert_eq!(end, Some(t.1));
             }
         }

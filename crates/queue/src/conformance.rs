@@ -1,253 +1,706 @@
-//! The test suite that every channel takes.
+//! The test suite that every queue takes.
 //!
-//! A channel joins by describing itself as a [`Fixture`] and calling [`suite`] from one test.
+//! A queue joins by describing itself as a [`Fixture`] and calling [`suite`] from one test. Abilities that it has are compared with
+//! a [`Model`] that moves one byte after the other in two plain vectors; abilities that it lacks must be refused.
 
+use std::collections::HashMap;
 use std::time::Duration;
 
 use dmalane_dma::BufferSlice;
 
-use crate::{Channel, Direction, Far, OpError, Refusal, Transfer, drain, run};
+use crate::{
+    Abilities, CacheHint, Cancelled, Completion, Direction, HostSlice, OpError, Operation, Queue, QueueAddr, Refusal,
+    Shape, Ticket, Work, drain, run,
+};
 
-/// A channel under test and what lies at its far end.
+/// A queue under test, and the memory that its operations target.
 pub trait Fixture {
-    /// The channel's type.
-    type Channel: Channel;
+    /// The queue's type.
+    type Queue: Queue;
 
-    /// A channel to a far end of [`Fixture::far_len`] bytes.
-    fn channel(&mut self) -> Self::Channel;
+    /// A queue to a target of [`Fixture::target_len`] bytes.
+    fn queue(&mut self) -> Self::Queue;
 
-    /// Bytes at the far end, at least two alignments; at least 1 MiB where the channel has that.
-    fn far_len(&self) -> u64;
+    /// Bytes of the target: at least 4 KiB and two alignments, better 1 MiB.
+    fn target_len(&self) -> u64;
 
-    /// The far end at this offset. A transfer past `far_len` must fail, not be refused.
-    fn far(&mut self, offset: u64, part: &BufferSlice) -> <Self::Channel as Channel>::Far;
+    /// The address at this offset of the target. What runs past `target_len` must fail, not be refused.
+    fn at(&self, offset: u64) -> AddrOf<Self>;
 
-    /// A buffer of host memory that this channel can use, of at least `len` bytes.
-    fn part(&mut self, len: usize) -> BufferSlice;
+    /// A slice of exactly so many bytes of a buffer of its own, registered where the queue needs that.
+    fn host(&mut self, len: usize) -> HostSlice;
 
-    /// Reads the far end behind the channel's back.
-    fn peek(&mut self, offset: u64, len: usize) -> Vec<u8>;
+    /// Reads the target without the queue.
+    fn peek(&mut self) -> Vec<u8>;
 
-    /// Writes the far end behind the channel's back.
-    fn poke(&mut self, offset: u64, bytes: &[u8]);
+    /// Writes the target without the queue, from its start on.
+    fn poke(&mut self, bytes: &[u8]);
 
-    /// Lets go of whatever the fixture itself holds of the buffers that it handed out, such as registrations.
-    fn forget(&mut self) {}
-
-    /// Transfers start and end at multiples of this.
+    /// Addresses, lengths and memory are multiples of this.
     fn align(&self) -> usize {
         1
     }
 
-    /// How many random transfers each way: fewer for a device that takes long for each.
+    /// The number of random copies in each direction: fewer for a device that takes long for each.
     fn rounds(&self) -> u64 {
         60
     }
-
-    /// The directions that the channel does.
-    fn directions(&self) -> &[Direction] {
-        &[Direction::ToHost, Direction::FromHost]
-    }
 }
 
-const LONG: Duration = Duration::from_secs(30);
+/// The addresses of a fixture's queue.
+pub type AddrOf<F> = <<F as Fixture>::Queue as Queue>::Addr;
+
+const LONG: Duration = Duration::from_secs(60);
 
 /// Runs all tests.
 ///
 /// # Panics
 /// When a test fails.
 pub fn suite<F: Fixture>(fixture: &mut F) {
-    moves_exactly_what_it_is_told(fixture);
-    gives_back_what_it_refuses(fixture);
-    reports_a_far_end_that_is_not_there(fixture);
+    copies_exactly_what_it_is_told(fixture);
+    refuses_what_makes_no_sense(fixture);
+    refuses_what_it_lacks(fixture);
+    reports_a_target_that_does_not_exist(fixture);
+    holds_its_capacity(fixture);
     keeps_many_in_flight(fixture);
-    may_be_dropped_with_work_in_flight(fixture);
+    if fixture.align() == 1 {
+        does_what_the_model_does(fixture);
+        compares_to_the_byte(fixture);
+        skips_the_rest_of_a_failed_operation(fixture);
+    }
+    takes_back_and_cancels(fixture);
+    stops_and_starts_again(fixture);
+    waits_when_dropped(fixture);
 }
 
-fn pattern(seed: u64, len: usize) -> Vec<u8> {
-    let mut x = seed.wrapping_mul(0x9e37_79b9_7f4a_7c15) | 1;
-    let mut next = || {
-        x ^= x << 13;
-        x ^= x >> 7;
-        x ^= x << 17;
-        x
+/// Pseudo-random numbers (SplitMix64).
+#[derive(Clone, Debug)]
+pub struct Random(pub u64);
+
+impl Random {
+    /// A number below `n`, which is not 0.
+    pub fn below(&mut self, n: u64) -> u64 {
+        self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
+        let mut z = self.0;
+        z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+        z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
+        ((u128::from(z ^ (z >> 31)) * u128::from(n)) >> 64) as u64
+    }
+
+    /// Bytes.
+    pub fn bytes(&mut self, len: usize) -> Vec<u8> {
+        (0..len).map(|_| self.below(256) as u8).collect()
+    }
+}
+
+/// What an operation does, byte by byte.
+#[derive(Clone, Debug)]
+pub struct Model {
+    /// The memory at the other end.
+    pub target: Vec<u8>,
+}
+
+impl Model {
+    /// Does an operation on the model. `host` are the bytes of the operation's slices, one behind the other; `at` gives the offset of
+    /// an address. Gives the offset at which a comparison found a difference.
+    ///
+    /// # Panics
+    /// When the operation does not lie within the memory.
+    pub fn apply<A: QueueAddr>(
+        &mut self,
+        operation: &Operation<A>,
+        host: &mut [u8],
+        at: &dyn Fn(A) -> u64,
+    ) -> Option<u64> {
+        self.apply_first(u64::MAX, operation, host, at)
+    }
+
+    /// The same for the first bytes of the operation only.
+    ///
+    /// # Panics
+    /// As [`Model::apply`].
+    pub fn apply_first<A: QueueAddr>(
+        &mut self,
+        bytes: u64,
+        operation: &Operation<A>,
+        host: &mut [u8],
+        at: &dyn Fn(A) -> u64,
+    ) -> Option<u64> {
+        let total = operation.bytes().min(bytes);
+        // The offset of the payload's byte `i` on either side.
+        let shape = operation.shape.as_deref().copied();
+        let near = |i: u64| shape.map_or(i, |s| i / s.row * s.host_pitch + i % s.row) as usize;
+        let device = |i: u64| shape.map_or(i, |s| i / s.row * s.device_pitch + i % s.row) as usize;
+        match &operation.work {
+            Work::Copy { direction, at: place, .. } => {
+                let base = at(*place) as usize;
+                for i in 0..total {
+                    match direction {
+                        Direction::FromHost => self.target[base + device(i)] = host[near(i)],
+                        Direction::ToHost => host[near(i)] = self.target[base + device(i)],
+                    }
+                }
+            }
+            Work::Compare { at: place, .. } => {
+                let base = at(*place) as usize;
+                return (0..total).find(|i| self.target[base + device(*i)] != host[near(*i)]);
+            }
+            Work::Gather(g) => {
+                let places = g.device.iter().flat_map(|(place, len)| {
+                    let base = at(*place);
+                    (0..*len).map(move |i| (base + i) as usize)
+                });
+                for (i, place) in places.take(total as usize).enumerate() {
+                    match g.direction {
+                        Direction::FromHost => self.target[place] = host[i],
+                        Direction::ToHost => host[i] = self.target[place],
+                    }
+                }
+            }
+            Work::Within { from, to, .. } => {
+                let (from, to) = (at(*from) as usize, at(*to) as usize);
+                for i in 0..total {
+                    self.target[to + device(i)] = self.target[from + near(i)];
+                }
+            }
+            Work::Fill { at: place, pattern, .. } => {
+                let base = at(*place) as usize;
+                let row = shape.map_or(u64::MAX, |s| s.row);
+                for i in 0..total {
+                    self.target[base + device(i)] = pattern.to_le_bytes()[(i % row % 8) as usize];
+                }
+            }
+            Work::Fence => {}
+        }
+        None
+    }
+}
+
+/// A random operation that lies within the memory and moves at most about `most` bytes, and the bytes of its host side, in order.
+/// Copies within the device never overlap, and rows that are written do not either.
+pub fn operation<F: Fixture>(
+    fixture: &mut F,
+    random: &mut Random,
+    abilities: Abilities,
+    most: u64,
+) -> (Operation<AddrOf<F>>, Vec<u8>) {
+    let target_len = fixture.target_len();
+    loop {
+        let kind = random.below(8);
+        let shaped = abilities.contains(Abilities::SHAPE) && random.below(3) == 0 && kind < 6;
+        let len = random.below(most.min(target_len / 4)) + 1;
+        let (shape, near, far) = match shaped {
+            false => (None, len, len),
+            true => {
+                let row = random.below(len.min(3000)) + 1;
+                let rows = (len / row).clamp(1, 200) as u32;
+                let (host_pitch, device_pitch) = (row + random.below(100), row + random.below(100));
+                let shape = Shape { row, rows, host_pitch, device_pitch };
+                let (near, far) = (shape.extent(host_pitch), shape.extent(device_pitch));
+                (Some(shape), near.expect("short"), far.expect("short"))
+            }
+        };
+        if near > target_len / 2 || far > target_len / 2 {
+            continue;
+        }
+        let payload = shape.map_or(len, |s| s.row * u64::from(s.rows));
+        // Two halves, so that a source and a destination do not overlap.
+        let (low, high) =
+            (random.below(target_len / 2 - near + 1), target_len / 2 + random.below(target_len / 2 - far + 1));
+        let anywhere = random.below(target_len - far + 1);
+        let direction = if random.below(2) == 0 { Direction::FromHost } else { Direction::ToHost };
+        let bytes = random.bytes(near as usize);
+        let mut host = |bytes: &[u8]| {
+            let mut host = fixture.host(bytes.len());
+            host.slice.write(0, bytes).expect("as long as it");
+            host
+        };
+        let (work, bytes): (Work<_>, Vec<u8>) = match kind {
+            0..=2 => (Work::Copy { direction, host: host(&bytes), at: fixture.at(anywhere) }, bytes),
+            3 => (Work::Compare { host: host(&bytes), at: fixture.at(anywhere) }, bytes),
+            4 => (Work::Within { from: fixture.at(low), to: fixture.at(high), len: payload }, Vec::new()),
+            5 => {
+                let pattern = random.below(u64::MAX);
+                (Work::Fill { at: fixture.at(anywhere), len: payload, pattern }, Vec::new())
+            }
+            6 => {
+                // Both sides cut at random; the device's fragments in one of the four quarters each, so that none overlap.
+                let cut = |random: &mut Random| {
+                    let mut left = len;
+                    let mut fragments = Vec::new();
+                    while left > 0 {
+                        let n = if fragments.len() == 3 { left } else { random.below(left) + 1 };
+                        fragments.push(n);
+                        left -= n;
+                    }
+                    fragments
+                };
+                let mut at = 0;
+                let host: Vec<HostSlice> = cut(random)
+                    .into_iter()
+                    .map(|n| {
+                        at += n as usize;
+                        host(&bytes[at - n as usize..at])
+                    })
+                    .collect();
+                let fragments = cut(random);
+                let quarter = target_len / 4;
+                let device = fragments.into_iter().enumerate().map(|(i, n)| {
+                    let place = i as u64 * quarter + random.below(quarter - n + 1);
+                    (fixture.at(place), n)
+                });
+                let device = device.collect();
+                (Operation::gather(direction, host, device).work, bytes)
+            }
+            _ => (Work::Fence, Vec::new()),
+        };
+        let mut operation = Operation::from(work);
+        operation.shape = shape.map(Box::new);
+        operation.cache =
+            [crate::CacheHint::Auto, crate::CacheHint::Hot, crate::CacheHint::Cold][random.below(3) as usize];
+        if abilities.contains(operation.needs()) {
+            return (operation, bytes);
+        }
+    }
+}
+
+/// The bytes of an operation's slices, in order.
+pub fn host_bytes<A>(operation: &Operation<A>) -> Vec<u8> {
+    let slices: Vec<&HostSlice> = match &operation.work {
+        Work::Copy { host, .. } | Work::Compare { host, .. } => vec![host],
+        Work::Gather(g) => g.host.iter().collect(),
+        _ => Vec::new(),
     };
-    (0..len).map(|_| next() as u8).collect()
+    slices.into_iter().flat_map(|host| bytes_of(&host.slice)).collect()
+}
+
+fn bytes_of(slice: &BufferSlice) -> Vec<u8> {
+    let mut bytes = vec![0; slice.len()];
+    slice.read(0, &mut bytes).expect("all of it");
+    bytes
+}
+
+/// Offsets of addresses, as [`Fixture::at`] makes them.
+pub fn offset_of<F: Fixture>(fixture: &F) -> impl Fn(AddrOf<F>) -> u64 + use<F> {
+    let base = fixture.at(0).bits();
+    move |at| at.bits() - base
 }
 
 /// A number below `n` and a multiple of `align`.
-fn pick(seed: &mut u64, n: u64, align: usize) -> u64 {
-    *seed = seed.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
-    let align = align as u64;
-    (*seed >> 33) % n.max(1) / align * align
+fn pick(random: &mut Random, n: u64, align: usize) -> u64 {
+    random.below(n.max(1)) / align as u64 * align as u64
 }
 
-fn moves_exactly_what_it_is_told<F: Fixture>(fixture: &mut F) {
-    let mut channel = fixture.channel();
-    let (far_len, align) = (fixture.far_len(), fixture.align());
-    let mut seed = 1;
+/// The directions that a queue copies in.
+fn directions(queue: &impl Queue) -> Vec<Direction> {
+    let all = [Direction::ToHost, Direction::FromHost];
+    all.into_iter().filter(|d| queue.abilities().contains(Abilities::copy(*d))).collect()
+}
+
+/// The length of a copy of which many are made: 64 KiB, or what the queue does.
+fn medium<F: Fixture>(fixture: &F, queue: &F::Queue) -> u64 {
+    let len = (64 << 10).min(queue.limits().max_len).min(fixture.target_len());
+    len / fixture.align() as u64 * fixture.align() as u64
+}
+
+/// A copy of the first bytes of the target, as few as possible.
+fn small<F: Fixture>(fixture: &mut F, direction: Direction) -> Operation<AddrOf<F>> {
+    let align = fixture.align();
+    Operation::copy(direction, fixture.host(align), fixture.at(0))
+}
+
+fn one<Q: Queue>(queue: &mut Q, operation: Operation<Q::Addr>) -> Completion<Q::Addr> {
+    let ticket = queue.submit(operation).expect("there is room");
+    let mut done = drain(queue, LONG);
+    assert_eq!((done.len(), done[0].ticket, queue.in_flight()), (1, ticket, 0));
+    done.remove(0)
+}
+
+fn copies_exactly_what_it_is_told<F: Fixture>(fixture: &mut F) {
+    let mut queue = fixture.queue();
+    let (target_len, align) = (fixture.target_len(), fixture.align());
+    let mut random = Random(1);
     for round in 0..fixture.rounds() {
         let len = match round {
             0 => align as u64,
-            1 => far_len.min(channel.limits().max_len) / align as u64 * align as u64,
-            _ => pick(&mut seed, (far_len / 2).min(channel.limits().max_len - align as u64), align) + align as u64,
+            1 => target_len.min(queue.limits().max_len) / align as u64 * align as u64,
+            _ => {
+                let most = (target_len / 2).min(queue.limits().max_len - align as u64);
+                pick(&mut random, most, align) + align as u64
+            }
         };
-        let at = pick(&mut seed, far_len - len + 1, align);
-        let before = pattern(round, far_len as usize);
-        for &direction in fixture.directions().to_vec().iter() {
-            fixture.poke(0, &before);
-            let mut part = fixture.part(len as usize + 2 * align);
-            let inside = pattern(round + 1000, part.len());
-            part.write(0, &inside).unwrap();
-            let (head, rest) = part.split_at(align).unwrap();
+        let at = pick(&mut random, target_len - len + 1, align);
+        let before = random.bytes(target_len as usize);
+        for direction in directions(&queue) {
+            fixture.poke(&before);
+            let HostSlice { mut slice, via } = fixture.host(len as usize + 2 * align);
+            let inside = random.bytes(slice.len());
+            slice.write(0, &inside).unwrap();
+            let (head, rest) = slice.split_at(align).unwrap();
             let (middle, tail) = rest.split_at(len as usize).unwrap();
-            let far = fixture.far(at, &middle);
-            let transfer = run(&mut channel, Transfer { part: middle, direction, far }, LONG).unwrap();
-            let whole = head.join(transfer.part).unwrap().join(tail).unwrap();
-            let mut got = vec![0; whole.len()];
-            whole.read(0, &mut got).unwrap();
-            let (mut host, mut there) = (inside.clone(), before.clone());
+            let copy = Operation::copy(direction, HostSlice { slice: middle, via }, fixture.at(at));
+            let copied = run(&mut queue, copy.hint(CacheHint::Hot), LONG).unwrap();
+            assert_eq!(copied.cache, CacheHint::Hot, "the operation comes back as it was");
+            let Work::Copy { direction: way, host, at: place } = copied.work else { panic!("another operation") };
+            assert_eq!((way, place.bits()), (direction, fixture.at(at).bits()));
+            let whole = head.join(host.slice).unwrap().join(tail).unwrap();
+            let (mut expected, mut there) = (inside.clone(), before.clone());
             let (h, t) = (align..align + len as usize, at as usize..(at + len) as usize);
             match direction {
-                Direction::ToHost => host[h].copy_from_slice(&before[t]),
+                Direction::ToHost => expected[h].copy_from_slice(&before[t]),
                 Direction::FromHost => there[t].copy_from_slice(&inside[h]),
             }
-            assert!(got == host, "host memory, round {round} {direction:?} {len} at {at}");
-            assert!(fixture.peek(0, far_len as usize) == there, "far end, round {round} {direction:?} {len} at {at}");
+            assert!(bytes_of(&whole) == expected, "host memory, round {round} {direction:?} {len} at {at}");
+            assert!(fixture.peek() == there, "target, round {round} {direction:?} {len} at {at}");
         }
     }
 }
 
-fn gives_back_what_it_refuses<F: Fixture>(fixture: &mut F) {
-    let mut channel = fixture.channel();
-    let direction = fixture.directions()[0];
-    let align = fixture.align();
-    let part = fixture.part(align);
-    let far = fixture.far(0, &part);
-    let (empty, rest) = part.split_at(0).unwrap();
-    let refused = channel.submit(Transfer { part: empty, direction, far: far.clone() }).unwrap_err();
+fn refuses_what_makes_no_sense<F: Fixture>(fixture: &mut F) {
+    let mut queue = fixture.queue();
+    let at = fixture.at(0);
+    let shape = |row, rows, host_pitch, device_pitch| Shape { row, rows, host_pitch, device_pitch };
+    let direction = directions(&queue)[0];
+    let HostSlice { slice, via } = fixture.host(fixture.align());
+    let (empty, rest) = slice.split_at(0).unwrap();
+    let refused = queue.submit(Operation::copy(direction, HostSlice { slice: empty, via }, at)).unwrap_err();
     assert_eq!(refused.reason, Refusal::Empty);
-    assert!(refused.transfer.part.join(rest).is_ok(), "the part comes back");
-    for direction in [Direction::ToHost, Direction::FromHost] {
-        if !fixture.directions().contains(&direction) {
-            let part = fixture.part(align);
-            let far = fixture.far(0, &part);
-            let refused = channel.submit(Transfer { part, direction, far }).unwrap_err();
-            assert_eq!(refused.reason, Refusal::Unsupported(direction));
+    assert!(refused.operation.into_slice().unwrap().join(rest).is_ok(), "the slice comes back");
+    let a = fixture.host(100);
+    let b = fixture.host(100);
+    let cases: Vec<(Operation<AddrOf<F>>, Refusal)> = vec![
+        (Operation::fill(at, 0, 1), Refusal::Empty),
+        (Operation::within(at, at, 0), Refusal::Empty),
+        (Operation::fill(at, u64::MAX, 1), Refusal::PastTheTop),
+        (Operation::fill(at, 10, 1).shaped(shape(3, 3, 3, 3)), Refusal::Mismatch),
+        (Operation::fill(at, 9, 1).shaped(shape(3, 0, 3, 3)), Refusal::Empty),
+        (Operation::fill(at, 9, 1).shaped(shape(3, 3, 3, u64::MAX)), Refusal::PastTheTop),
+        // 100 bytes of host memory for rows that cover 101.
+        (Operation::write(a, at).shaped(shape(1, 2, 100, 1)), Refusal::Mismatch),
+        (Operation::gather(Direction::FromHost, vec![b], vec![(at, 99)]), Refusal::Mismatch),
+        (Operation::gather(Direction::FromHost, vec![], vec![]), Refusal::Empty),
+        (Operation::fence().shaped(shape(1, 1, 1, 1)), Refusal::Mismatch),
+    ];
+    for (operation, reason) in cases {
+        if queue.abilities().contains(operation.needs()) {
+            assert_eq!(queue.submit(operation).expect_err("refused").reason, reason);
         }
     }
-    // Fill it up: the one too many comes back as Full, and after a drain there is room again.
-    let capacity = channel.limits().capacity;
-    let mut refused = None;
-    for _ in 0..=capacity {
-        let part = fixture.part(align);
-        let far = fixture.far(0, &part);
-        match channel.submit(Transfer { part, direction, far }) {
-            Ok(_ticket) => assert!(channel.in_flight() <= capacity),
-            Err(r) => {
-                assert_eq!(r.reason, Refusal::Full);
-                refused = Some(r.transfer);
-                break;
-            }
-        }
-    }
-    let transfer = refused.expect("a channel refuses more than its capacity");
-    assert_eq!(drain(&mut channel, LONG).len(), capacity);
-    assert_eq!(channel.in_flight(), 0);
-    run(&mut channel, transfer, LONG).unwrap();
+    assert_eq!(queue.in_flight(), 0);
 }
 
-fn reports_a_far_end_that_is_not_there<F: Fixture>(fixture: &mut F) {
-    let mut channel = fixture.channel();
-    let (far_len, align) = (fixture.far_len(), fixture.align() as u64);
-    let direction = fixture.directions()[0];
-    for at in [far_len, far_len - align, far_len + (1 << 40)] {
-        let part = fixture.part(2 * align as usize);
-        let (part, _) = part.split_at(2 * align as usize).unwrap();
-        let far = fixture.far(at / align * align, &part);
-        let _ticket = channel.submit(Transfer { part, direction, far }).unwrap();
-        let done = drain(&mut channel, LONG);
-        assert_eq!(done.len(), 1);
-        assert!(done[0].result.is_err(), "{direction:?} at {at} of {far_len}");
+fn refuses_what_it_lacks<F: Fixture>(fixture: &mut F) {
+    let mut queue = fixture.queue();
+    let (at, align) = (fixture.at(0), fixture.align());
+    let len = align as u64;
+    let row = Shape { row: len, rows: 1, host_pitch: len, device_pitch: len };
+    let operations = [
+        small(fixture, Direction::ToHost),
+        small(fixture, Direction::FromHost),
+        Operation::within(at, fixture.at(len), len),
+        Operation::fill(at, len, 1),
+        Operation::compare(fixture.host(align), at),
+        small(fixture, directions(&queue)[0]).shaped(row),
+        Operation::gather(directions(&queue)[0], vec![fixture.host(align)], vec![(at, len)]),
+        Operation::fence(),
+    ];
+    for operation in operations {
+        let (missing, bytes) = (operation.needs() - queue.abilities(), operation.bytes());
+        if !missing.is_empty() {
+            let refused = queue.submit(operation).expect_err("refused");
+            assert_eq!((refused.reason, refused.operation.bytes()), (Refusal::Unsupported(missing), bytes));
+        }
     }
-    // The channel still works.
-    let part = fixture.part(align as usize);
-    let far = fixture.far(0, &part);
-    assert!(far.advance(1).is_some());
-    let _: Result<(), OpError> = run(&mut channel, Transfer { part, direction, far }, LONG).map(drop).map_err(|e| {
-        panic!("after a failed operation: {e}");
-    });
+    assert_eq!(queue.in_flight(), 0);
+    assert!(!matches!(queue.cancel(Ticket::new(u64::MAX)), Cancelled::TakenBack(_) | Cancelled::Asked));
+}
+
+fn reports_a_target_that_does_not_exist<F: Fixture>(fixture: &mut F) {
+    let mut queue = fixture.queue();
+    let (target_len, align) = (fixture.target_len(), fixture.align() as u64);
+    for direction in directions(&queue) {
+        for at in [target_len, target_len - align, target_len + (1 << 40)] {
+            let at = at / align * align;
+            let host = fixture.host(2 * align as usize);
+            let end = one(&mut queue, Operation::copy(direction, host, fixture.at(at)));
+            assert!(end.result.is_err() && end.bytes <= align, "{direction:?} at {at} of {target_len}");
+        }
+        // The queue still works.
+        let operation = small(fixture, direction);
+        assert_eq!(one(&mut queue, operation).result, Ok(()));
+    }
+}
+
+fn holds_its_capacity<F: Fixture>(fixture: &mut F) {
+    let mut queue = fixture.queue();
+    let (capacity, direction) = (queue.limits().capacity, directions(&queue)[0]);
+    let full = queue.stats().map(|stats| stats.full);
+    let mut taken = 0;
+    let refused = loop {
+        match queue.submit(small(fixture, direction)) {
+            Ok(_ticket) => taken += 1,
+            Err(refused) => break refused,
+        }
+        assert!(taken <= capacity && queue.in_flight() == taken);
+    };
+    assert_eq!((refused.reason, taken), (Refusal::Full, capacity));
+    if let Some(full) = full {
+        assert_eq!(queue.stats().map(|stats| stats.full), Some(full + 1));
+    }
+    assert_eq!(drain(&mut queue, LONG).len(), capacity);
+    assert_eq!(queue.in_flight(), 0);
+    assert_eq!(one(&mut queue, refused.operation).result, Ok(()));
 }
 
 fn keeps_many_in_flight<F: Fixture>(fixture: &mut F) {
-    let mut channel = fixture.channel();
-    let align = fixture.align();
-    let (far_len, direction) = (fixture.far_len(), Direction::ToHost);
-    if !fixture.directions().contains(&direction) {
+    let mut queue = fixture.queue();
+    let (align, target_len) = (fixture.align(), fixture.target_len());
+    if !queue.abilities().contains(Abilities::TO_HOST) {
         return;
     }
-    let there = pattern(77, far_len as usize);
-    fixture.poke(0, &there);
-    let count = 4 * channel.limits().capacity.min(200);
-    let mut seed = 5;
+    let mut random = Random(5);
+    let there = random.bytes(target_len as usize);
+    fixture.poke(&there);
+    let count = 4 * queue.limits().capacity.min(200);
     let mut done = Vec::new();
-    let mut expected = std::collections::HashMap::new();
+    let mut expected = HashMap::new();
     for _ in 0..count {
-        let len = pick(&mut seed, some(far_len, &channel) - align as u64, align) as usize + align;
-        let at = pick(&mut seed, far_len - len as u64 + 1, align);
-        let (part, _) = fixture.part(len).split_at(len).unwrap();
-        let far = fixture.far(at, &part);
-        let mut transfer = Transfer { part, direction, far };
+        let len = pick(&mut random, medium(fixture, &queue) - align as u64, align) as usize + align;
+        let at = pick(&mut random, target_len - len as u64 + 1, align);
+        let mut operation = Operation::read(fixture.host(len), fixture.at(at));
         let ticket = loop {
-            match channel.submit(transfer) {
+            match queue.submit(operation) {
                 Ok(ticket) => break ticket,
-                Err(r) => {
-                    assert_eq!(r.reason, Refusal::Full);
-                    assert!(channel.wait(&mut done, LONG) > 0, "a full channel makes progress");
-                    transfer = r.transfer;
+                Err(refused) => {
+                    assert_eq!(refused.reason, Refusal::Full);
+                    assert!(queue.wait(&mut done, LONG) > 0, "a full queue makes progress");
+                    operation = refused.operation;
                 }
             }
         };
         assert!(expected.insert(ticket, (at, len)).is_none(), "tickets are unique");
     }
-    done.extend(drain(&mut channel, LONG));
+    done.extend(drain(&mut queue, LONG));
     assert_eq!(done.len(), count);
-    for c in done {
-        let (at, len) = expected.remove(&c.ticket).expect("each operation ends once");
-        assert_eq!(c.result, Ok(()));
-        let mut got = vec![0; len];
-        c.transfer.part.read(0, &mut got).unwrap();
-        assert!(got == there[at as usize..at as usize + len]);
+    for end in done {
+        let (at, len) = expected.remove(&end.ticket).expect("each operation ends once");
+        assert_eq!((end.result, end.bytes), (Ok(()), len as u64));
+        assert!(host_bytes(&end.operation) == there[at as usize..at as usize + len]);
     }
     assert!(expected.is_empty());
 }
 
-/// The length of a transfer of which many are made: 64 KiB, or what the channel does.
-fn some(far_len: u64, channel: &impl Channel) -> u64 {
-    (64 << 10).min(channel.limits().max_len).min(far_len)
+fn does_what_the_model_does<F: Fixture>(fixture: &mut F) {
+    let mut queue = fixture.queue();
+    let mut random = Random(1);
+    let mut model = Model { target: random.bytes(fixture.target_len() as usize) };
+    fixture.poke(&model.target);
+    let at = offset_of(fixture);
+    let abilities = queue.abilities();
+    let before = queue.stats();
+    let (mut bytes_done, mut failed, mut count) = (0, 0, 0);
+    let (mut done, mut expected) = (Vec::new(), HashMap::new());
+    let mut last = None;
+    // One by one; then many at once, where they end in order, so that the model may run ahead.
+    for round in 0..6 * fixture.rounds() {
+        let most = 9000.min(queue.limits().max_len);
+        let (operation, mut bytes) = operation(fixture, &mut random, abilities, most);
+        let differs = model.apply(&operation, &mut bytes, &at);
+        let total = operation.bytes();
+        let mut operation = Some(operation);
+        let ticket = loop {
+            match queue.submit(operation.take().expect("given back")) {
+                Ok(ticket) => break ticket,
+                Err(refused) => {
+                    assert_eq!(refused.reason, Refusal::Full);
+                    assert!(queue.wait(&mut done, LONG) > 0, "a full queue makes progress");
+                    operation = Some(refused.operation);
+                }
+            }
+        };
+        expected.insert(ticket, (bytes, differs, total));
+        if !abilities.contains(Abilities::ORDERED) || round < 100 || random.below(8) == 0 {
+            done.extend(drain(&mut queue, LONG));
+        }
+        if round + 1 == 6 * fixture.rounds() {
+            done.extend(drain(&mut queue, LONG));
+        }
+        for end in done.drain(..) {
+            let (bytes, differs, total) = expected.remove(&end.ticket).expect("each ends once");
+            let in_order = last.replace(end.ticket).is_none_or(|before| before < end.ticket);
+            assert!(in_order || !abilities.contains(Abilities::ORDERED), "in order");
+            let (result, moved) = match differs {
+                None => (Ok(()), total),
+                Some(offset) => (Err(OpError::Differs { offset }), offset),
+            };
+            assert_eq!((end.result, end.bytes), (result, moved), "{:?}", end.operation);
+            assert!(host_bytes(&end.operation) == bytes, "host memory, {:?}", end.operation);
+            bytes_done += moved;
+            failed += u64::from(differs.is_some());
+            count += 1;
+        }
+        if queue.in_flight() == 0 {
+            assert!(fixture.peek() == model.target, "target, round {round}");
+        }
+    }
+    assert!(expected.is_empty());
+    let (Some(before), Some(stats)) = (before, queue.stats()) else { return };
+    let did = |f: fn(&crate::Stats) -> u64| f(&stats) - f(&before);
+    assert_eq!((did(|s| s.submitted), did(|s| s.ok), did(|s| s.failed)), (count, count - failed, failed));
+    assert_eq!(did(|s| s.bytes), bytes_done);
+    assert!(stats.latency.count() > 0 && stats.latency.p50() <= stats.latency.p99());
 }
 
-fn may_be_dropped_with_work_in_flight<F: Fixture>(fixture: &mut F) {
-    for round in 0..8 {
-        let mut channel = fixture.channel();
-        let len = some(fixture.far_len(), &channel) as usize / fixture.align() * fixture.align();
-        // Writes to the far end where the channel can: there it shows when one comes late.
-        let direction = *fixture.directions().last().expect("a direction");
-        let mut shares = Vec::new();
-        for i in 0..channel.limits().capacity.min((fixture.far_len() / len as u64) as usize) {
-            let (mut part, _) = fixture.part(len).split_at(len).unwrap();
-            part.write(0, &pattern(round + 1, len)).unwrap();
-            shares.push(part.share());
-            let far = fixture.far((i * len) as u64, &part);
-            let _ticket = channel.submit(Transfer { part, direction, far }).unwrap();
+fn compares_to_the_byte<F: Fixture>(fixture: &mut F) {
+    let mut queue = fixture.queue();
+    if !queue.abilities().contains(Abilities::COMPARE) {
+        return;
+    }
+    let mut random = Random(2);
+    let target = random.bytes(fixture.target_len() as usize);
+    fixture.poke(&target);
+    for flip in [0, 1, 4095, 4096, 20_000, 29_999] {
+        let mut host = fixture.host(30_000);
+        host.slice.write(0, &target[77..30_077]).unwrap();
+        let end = one(&mut queue, Operation::compare(host, fixture.at(77)));
+        assert_eq!((end.result, end.bytes), (Ok(()), 30_000));
+        let mut host = end.operation.into_host().remove(0);
+        host.slice.write(flip, &[target[77 + flip] ^ 0x10]).unwrap();
+        let end = one(&mut queue, Operation::compare(host, fixture.at(77)));
+        assert_eq!(end.result, Err(OpError::Differs { offset: flip as u64 }));
+        assert_eq!(end.bytes, flip as u64);
+    }
+    assert!(fixture.peek() == target, "nothing was changed");
+}
+
+fn skips_the_rest_of_a_failed_operation<F: Fixture>(fixture: &mut F) {
+    let mut queue = fixture.queue();
+    if !queue.abilities().contains(Abilities::GATHER) {
+        return;
+    }
+    let target_len = fixture.target_len();
+    fixture.poke(&vec![1; target_len as usize]);
+    let mut host = fixture.host(300);
+    host.slice.write(0, &[2; 300]).unwrap();
+    let device = vec![(fixture.at(0), 100), (fixture.at(target_len), 100), (fixture.at(1000), 100)];
+    let gather = Operation::gather(Direction::FromHost, vec![host], device);
+    let after = Operation::fill(fixture.at(2000), 10, u64::MAX);
+    let (a, b) = (queue.submit(gather).unwrap(), queue.submit(after).unwrap());
+    let done = drain(&mut queue, LONG);
+    assert_eq!((done[0].ticket, done[1].ticket), (a, b));
+    assert!(done[0].result.is_err() && done[0].bytes == 100, "{:?}", done[0]);
+    assert_eq!(done[1].result, Ok(()), "the next operation does not depend on it");
+    let target = fixture.peek();
+    assert!(
+        target[..100].iter().all(|b| *b == 2) && target[1000..1100].iter().all(|b| *b == 1),
+        "the third range is skipped"
+    );
+}
+
+fn takes_back_and_cancels<F: Fixture>(fixture: &mut F) {
+    let mut queue = fixture.queue();
+    if !queue.abilities().contains(Abilities::CANCEL | Abilities::FILL) {
+        return;
+    }
+    fixture.poke(&vec![0; fixture.target_len() as usize]);
+    let cancelled_before = queue.stats().map(|stats| stats.cancelled);
+    let mut random = Random(3);
+    for round in 0..60u64 {
+        let byte = round as u8 + 1;
+        let pattern = u64::from_le_bytes([byte; 8]);
+        let fills: Vec<_> =
+            (0..8).map(|i| queue.submit(Operation::fill(fixture.at(i * 4096), 4096, pattern)).expect("room")).collect();
+        let victim = random.below(8) as usize;
+        if round & 1 == 1 {
+            queue.flush();
         }
-        channel.poll(&mut Vec::new());
-        drop(channel);
-        fixture.forget();
-        let far_len = fixture.far_len() as usize;
-        let after = fixture.peek(0, far_len);
-        assert!(shares.iter().all(|s| s.is_last()), "every buffer was let go of");
+        let before = fixture.peek();
+        let (mut asked, mut taken) = (false, false);
+        match queue.cancel(fills[victim]) {
+            Cancelled::TakenBack(operation) => {
+                taken = true;
+                assert!(round & 1 == 0 && matches!(operation.work, Work::Fill { .. }));
+                assert!(matches!(queue.cancel(fills[victim]), Cancelled::Unknown), "it is back");
+            }
+            Cancelled::Asked => asked = true,
+            other => assert!(matches!(other, Cancelled::TooLate | Cancelled::Unknown), "{other:?}"),
+        }
+        assert!(taken || round & 1 == 1, "the device has not received it");
+        assert_eq!(queue.in_flight(), 8 - usize::from(taken));
+        let done = drain(&mut queue, LONG);
+        let target = fixture.peek();
+        for end in done {
+            let i = fills.iter().position(|t| *t == end.ticket).expect("one of these");
+            let there = &target[i * 4096..(i + 1) * 4096];
+            match end.result {
+                Ok(()) => assert!(there.iter().all(|b| *b == byte)),
+                Err(OpError::Cancelled) => assert!(asked && i == victim && end.bytes < 4096),
+                Err(e) => panic!("{e}"),
+            }
+        }
+        if taken {
+            let there = victim * 4096..(victim + 1) * 4096;
+            assert!(target[there.clone()] == before[there], "it did not happen");
+        }
+    }
+    assert!(matches!(queue.cancel(Ticket::new(u64::MAX)), Cancelled::Unknown));
+    if let Some(before) = cancelled_before {
+        assert!(queue.stats().is_some_and(|stats| stats.cancelled >= before + 30), "{:?}", queue.stats());
+    }
+}
+
+fn stops_and_starts_again<F: Fixture>(fixture: &mut F) {
+    let mut queue = fixture.queue();
+    let direction = directions(&queue)[0];
+    assert!(!queue.restart() && queue.halted().is_none(), "it runs");
+    if !queue.abilities().contains(Abilities::STOP) {
+        queue.stop("for a test");
+        assert!(queue.halted().is_none() && !queue.restart(), "it ignores that");
+        let operation = small(fixture, direction);
+        assert_eq!(one(&mut queue, operation).result, Ok(()));
+        return;
+    }
+    let stops = queue.stats().map(|stats| stats.stops);
+    let operation = small(fixture, direction);
+    let Work::Copy { host, .. } = &operation.work else { panic!("a copy") };
+    let share = host.slice.share();
+    let ticket = queue.submit(operation).unwrap();
+    queue.stop("for a test");
+    let refused = queue.submit(small(fixture, direction)).expect_err("stopped");
+    assert!(matches!(refused.reason, Refusal::Stopped(_)), "{}", refused.reason);
+    let end = drain(&mut queue, LONG).remove(0);
+    assert_eq!((end.ticket, end.result), (ticket, Err(OpError::Stopped("for a test".into()))));
+    assert!(end.operation.into_slice().unwrap().share().same_memory(&share));
+    assert_eq!(queue.halted().as_deref(), Some("for a test"), "until it is started again");
+    assert!(queue.restart() && queue.halted().is_none(), "it starts again");
+    let operation = small(fixture, direction);
+    let end = one(&mut queue, operation);
+    assert!(end.result == Ok(()) && end.ticket > ticket, "tickets go on");
+    if let Some(stops) = stops {
+        assert_eq!(queue.stats().map(|stats| stats.stops), Some(stops + 1));
+    }
+}
+
+fn waits_when_dropped<F: Fixture>(fixture: &mut F) {
+    for round in 0..8 {
+        let mut queue = fixture.queue();
+        let len = medium(fixture, &queue) as usize;
+        // Writes to the target where the queue can: there it shows when one comes late.
+        let direction = *directions(&queue).last().expect("a direction");
+        let mut random = Random(round);
+        let mut shares = Vec::new();
+        for i in 0..queue.limits().capacity.min((fixture.target_len() / len as u64) as usize) {
+            let mut host = fixture.host(len);
+            host.slice.write(0, &random.bytes(len)).unwrap();
+            shares.push(host.slice.share());
+            let at = fixture.at((i * len) as u64);
+            let _ticket = queue.submit(Operation::copy(direction, host, at)).unwrap();
+        }
+        queue.poll(&mut Vec::new());
+        drop(queue);
+        let after = fixture.peek();
+        assert!(shares.iter().all(|s| s.is_last()), "every buffer was released");
         std::thread::sleep(Duration::from_millis(5));
-        assert!(fixture.peek(0, far_len) == after, "nothing is moved after the drop");
+        assert!(fixture.peek() == after, "nothing is moved after the drop");
     }
 }

@@ -1,39 +1,40 @@
-//! A channel whose operations signal fences.
+//! A queue whose operations signal fences.
 
 use std::collections::HashMap;
+use std::os::fd::BorrowedFd;
 use std::time::Duration;
 
 use dmalane_addr::Promise;
 
-use crate::{Channel, Completion, Limits, Refused, Ticket, Transfer};
+use crate::{Abilities, Cancelled, Completion, Limits, Operation, Queue, Refused, Stats, Ticket};
 
-/// A channel that signals a fence when an operation has ended: kept when every byte was moved, failed otherwise. Fences are
+/// A queue that signals a fence when an operation has ended: kept when every byte was moved, failed otherwise. Fences are
 /// those of [`dmalane_addr::Timeline`], so a bind queue may wait for a transfer.
 ///
-/// Fences are signalled by [`Channel::poll`] and [`Channel::wait`]. Dropped with operations in flight, it fails what it
-/// has not seen end.
-pub struct Fenced<C> {
-    channel: C,
+/// Fences are signalled by [`Queue::poll`] and [`Queue::wait`]. Dropped with operations in flight, it fails the fences of those that
+/// it has not seen end; so does a cancellation that takes an operation back.
+pub struct Fenced<Q> {
+    queue: Q,
     promises: HashMap<Ticket, Promise>,
 }
 
-impl<C: Channel> Fenced<C> {
-    /// Signals fences for this channel.
-    pub fn new(channel: C) -> Self {
-        Self { channel, promises: HashMap::new() }
+impl<Q: Queue> Fenced<Q> {
+    /// Signals fences for this queue.
+    pub fn new(queue: Q) -> Self {
+        Self { queue, promises: HashMap::new() }
     }
 
-    /// As [`Channel::submit`], and keeps `promise` when the operation has moved every byte.
+    /// As [`Queue::submit`], and keeps `promise` when the operation has moved every byte.
     ///
     /// # Errors
     /// [`Refused`] gives the operation back, and the promise comes with it.
     #[allow(clippy::result_large_err)] // as that of `submit`, and a promise
     pub fn submit_with(
         &mut self,
-        transfer: Transfer<C::Far>,
+        operation: Operation<Q::Addr>,
         promise: Promise,
-    ) -> Result<Ticket, (Refused<C::Far>, Promise)> {
-        match self.channel.submit(transfer) {
+    ) -> Result<Ticket, (Refused<Q::Addr>, Promise)> {
+        match self.queue.submit(operation) {
             Ok(ticket) => {
                 self.promises.insert(ticket, promise);
                 Ok(ticket)
@@ -42,7 +43,7 @@ impl<C: Channel> Fenced<C> {
         }
     }
 
-    fn signal(&mut self, ended: &[Completion<C::Far>]) {
+    fn signal(&mut self, ended: &[Completion<Q::Addr>]) {
         for completion in ended {
             let promise = self.promises.remove(&completion.ticket);
             if let (Some(promise), Ok(())) = (promise, &completion.result) {
@@ -52,45 +53,81 @@ impl<C: Channel> Fenced<C> {
     }
 }
 
-impl<C: Channel> Channel for Fenced<C> {
-    type Far = C::Far;
+impl<Q: Queue> Queue for Fenced<Q> {
+    type Addr = Q::Addr;
 
     fn limits(&self) -> Limits {
-        self.channel.limits()
+        self.queue.limits()
+    }
+
+    fn abilities(&self) -> Abilities {
+        self.queue.abilities()
     }
 
     fn in_flight(&self) -> usize {
-        self.channel.in_flight()
+        self.queue.in_flight()
     }
 
-    fn submit(&mut self, transfer: Transfer<C::Far>) -> Result<Ticket, Refused<C::Far>> {
-        self.channel.submit(transfer)
+    fn submit(&mut self, operation: Operation<Q::Addr>) -> Result<Ticket, Refused<Q::Addr>> {
+        self.queue.submit(operation)
     }
 
-    fn poll(&mut self, done: &mut Vec<Completion<C::Far>>) -> usize {
-        let ended = self.channel.poll(done);
+    fn flush(&mut self) {
+        self.queue.flush();
+    }
+
+    fn poll(&mut self, done: &mut Vec<Completion<Q::Addr>>) -> usize {
+        let ended = self.queue.poll(done);
         self.signal(&done[done.len() - ended..]);
         ended
     }
 
-    fn wait(&mut self, done: &mut Vec<Completion<C::Far>>, timeout: Duration) -> usize {
-        let ended = self.channel.wait(done, timeout);
+    fn wait(&mut self, done: &mut Vec<Completion<Q::Addr>>, timeout: Duration) -> usize {
+        let ended = self.queue.wait(done, timeout);
         self.signal(&done[done.len() - ended..]);
         ended
     }
 
     fn halted(&self) -> Option<String> {
-        self.channel.halted()
+        self.queue.halted()
     }
 
     fn stop(&mut self, why: &str) {
-        self.channel.stop(why);
+        self.queue.stop(why);
+    }
+
+    fn restart(&mut self) -> bool {
+        self.queue.restart()
+    }
+
+    fn cancel(&mut self, ticket: Ticket) -> Cancelled<Q::Addr> {
+        let cancelled = self.queue.cancel(ticket);
+        if let Cancelled::TakenBack(_) = &cancelled {
+            self.promises.remove(&ticket);
+        }
+        cancelled
+    }
+
+    fn set_timeout(&mut self, timeout: Option<Duration>) -> bool {
+        self.queue.set_timeout(timeout)
+    }
+
+    fn stats(&self) -> Option<Stats> {
+        self.queue.stats()
+    }
+
+    fn event(&self) -> Option<BorrowedFd<'_>> {
+        self.queue.event()
+    }
+
+    fn arm(&mut self) -> bool {
+        self.queue.arm()
     }
 }
 
-impl<C: std::fmt::Debug> std::fmt::Debug for Fenced<C> {
+impl<Q: std::fmt::Debug> std::fmt::Debug for Fenced<Q> {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.debug_struct("Fenced").field("channel", &self.channel).field("promises", &self.promises.len()).finish()
+        f.debug_struct("Fenced").field("queue", &self.queue).field("promises", &self.promises.len()).finish()
     }
 }
 
@@ -100,10 +137,10 @@ mod tests {
     use crate::wait::fake::Fake;
 
     #[test]
-    fn the_channel_within_is_stopped_and_says_why_it_halted() {
+    fn the_queue_within_is_stopped_and_says_why_it_halted() {
         let mut fenced = Fenced::new(Fake::default());
         assert_eq!(fenced.halted(), None);
         fenced.stop("enough");
-        assert_eq!((fenced.halted().as_deref(), fenced.channel.halted.as_deref()), (Some("enough"), Some("enough")));
+        assert_eq!((fenced.halted().as_deref(), fenced.queue.halted.as_deref()), (Some("enough"), Some("enough")));
     }
 }

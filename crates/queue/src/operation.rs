@@ -1,23 +1,56 @@
 //! Everything that a DMA engine can be asked for, and how it ends.
 
-use dmalane_addr::Address;
-use dmalane_dma::BufferSlice;
-use thiserror::Error;
+use dmalane_addr::{Access, Iova, Span};
+use dmalane_dma::{BufferSlice, HostBus};
 
-use crate::{DeviceAddr, Direction, OpError, Refusal, Registered, Ticket};
+use crate::{DeviceAddr, Direction, Limits, OpError, QueueAddr, Refusal, Registered, Ticket};
 
-/// A part of host memory, and the registration through which the device reaches it.
+/// A slice of host memory, and the registration through which the device reaches it.
 ///
-/// The operation owns a share of the registration, so a buffer cannot be deregistered while it is in flight.
+/// The operation holds the registration, so a buffer cannot be deregistered while it is in flight.
 #[derive(Debug)]
-pub struct HostPart {
+pub struct HostSlice {
     /// The bytes.
-    pub part: BufferSlice,
-    /// The registration that they lie in.
-    pub via: Registered,
+    pub slice: BufferSlice,
+    /// The registration that they lie in; `None` for a queue that needs none.
+    pub via: Option<Registered>,
 }
 
-/// What is known about the processor's cache: which of two ways to copy is the faster one.
+impl HostSlice {
+    /// Where the device sees the bytes; `None` when there are none, or the registration is missing or of other memory.
+    #[inline]
+    pub fn iova(&self) -> Option<Span<Iova>> {
+        self.via.as_ref()?.iova_of(&self.slice)
+    }
+
+    /// For queues that need registrations: checks that the one of this slice is for the device behind `bus` and permits `wanted`.
+    ///
+    /// # Errors
+    /// [`Refusal::NotRegistered`], [`Refusal::NotPermitted`].
+    #[inline]
+    pub fn check(&self, bus: &(impl HostBus + ?Sized), wanted: Access) -> Result<(), Refusal> {
+        let mapping = self.via.as_ref().ok_or(Refusal::NotRegistered)?.mapping();
+        if mapping.iova_of(&self.slice).is_none() || !bus.owns(mapping) {
+            return Err(Refusal::NotRegistered);
+        }
+        if mapping.access().contains(wanted) { Ok(()) } else { Err(Refusal::NotPermitted) }
+    }
+}
+
+impl From<BufferSlice> for HostSlice {
+    /// Without a registration.
+    fn from(slice: BufferSlice) -> Self {
+        Self { slice, via: None }
+    }
+}
+
+impl From<(BufferSlice, Registered)> for HostSlice {
+    fn from((slice, via): (BufferSlice, Registered)) -> Self {
+        Self { slice, via: Some(via) }
+    }
+}
+
+/// What the caller knows about the processor's cache: which of two kinds of stores is faster.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
 pub enum CacheHint {
     /// The device decides, by the length and by what it has moved lately.
@@ -40,9 +73,9 @@ pub struct Shape {
     /// Rows.
     pub rows: u32,
     /// Pitch in host memory, and of the source of [`Work::Within`].
-    pub near_pitch: u64,
+    pub host_pitch: u64,
     /// Pitch in device memory, and of the destination of [`Work::Within`].
-    pub far_pitch: u64,
+    pub device_pitch: u64,
 }
 
 impl Shape {
@@ -58,97 +91,109 @@ impl Shape {
     }
 }
 
-/// Host memory in several pieces against device memory in several pieces: the first bytes of the one list go with the first
-/// bytes of the other, wherever either is cut.
+/// A list of slices of host memory and a list of ranges of device memory, of the same length in bytes. The fragments of the two
+/// lists need not match.
 #[derive(Debug)]
-pub struct Gather {
+pub struct Gather<A = DeviceAddr> {
     /// Which way.
     pub direction: Direction,
     /// Host memory, in order.
-    pub host: Vec<HostPart>,
-    /// Device memory, in order: where, and how many bytes. As many bytes in all as the host's side.
-    pub device: Vec<(DeviceAddr, u64)>,
+    pub host: Vec<HostSlice>,
+    /// Device memory, in order: addresses and bytes.
+    pub device: Vec<(A, u64)>,
 }
 
-/// What is to be done.
+/// What an operation does.
 #[derive(Debug)]
-pub enum Work {
+pub enum Work<A = DeviceAddr> {
     /// Copy between host and device.
     Copy {
         /// Which way.
         direction: Direction,
         /// The host's side. With a [`Shape`], all of its rows.
-        host: HostPart,
+        host: HostSlice,
         /// The device's side.
-        at: DeviceAddr,
+        at: A,
     },
     /// Compare host memory with device memory; neither is changed. Ends with [`OpError::Differs`] where they differ.
     Compare {
         /// The host's side. With a [`Shape`], all of its rows.
-        host: HostPart,
+        host: HostSlice,
         /// The device's side.
-        at: DeviceAddr,
+        at: A,
     },
-    /// Copy between two lists of pieces, as one operation.
-    Gather(Box<Gather>),
+    /// Copy between two lists, as one operation.
+    Gather(Box<Gather<A>>),
     /// Copy from device memory to device memory. Overlapping ranges give unspecified bytes.
     Within {
         /// The source.
-        from: DeviceAddr,
+        from: A,
         /// The destination.
-        to: DeviceAddr,
+        to: A,
         /// Bytes, with a [`Shape`] those of all rows.
         len: u64,
     },
-    /// Fill device memory with eight bytes again and again, beginning with the first (the lowest of `pattern`) at `at`, and at
-    /// the start of every row.
+    /// Fill device memory with a repeated pattern of eight bytes, whose first (the lowest of `pattern`) lies at `at`, and at the
+    /// start of every row.
     Fill {
         /// Where.
-        at: DeviceAddr,
+        at: A,
         /// Bytes, with a [`Shape`] those of all rows. Any number: the last repetition may be cut short.
         len: u64,
         /// The eight bytes.
         pattern: u64,
     },
-    /// Nothing: it ends when everything that was submitted to the channel before it has, and what is submitted after it
-    /// begins later.
+    /// Nothing: it ends when everything that was submitted before it has, and what is submitted after it begins later.
     Fence,
 }
 
 /// Something for a [`Queue`](crate::Queue) to do. Owns the host memory that it is about.
 #[derive(Debug)]
-pub struct Operation {
+pub struct Operation<A = DeviceAddr> {
     /// What.
-    pub work: Work,
+    pub work: Work<A>,
     /// Two-dimensional; not for [`Work::Gather`] and [`Work::Fence`].
     pub shape: Option<Box<Shape>>,
     /// How to copy.
     pub cache: CacheHint,
 }
 
-impl Operation {
-    /// Copies between host and device, `part` whole.
-    pub fn copy(direction: Direction, part: BufferSlice, via: Registered, at: DeviceAddr) -> Self {
-        Work::Copy { direction, host: HostPart { part, via }, at }.into()
+impl<A: QueueAddr> Operation<A> {
+    /// Copies between `host` and as many bytes at `at`.
+    #[inline]
+    pub fn copy(direction: Direction, host: impl Into<HostSlice>, at: A) -> Self {
+        Work::Copy { direction, host: host.into(), at }.into()
     }
 
-    /// Compares `part` with device memory.
-    pub fn compare(part: BufferSlice, via: Registered, at: DeviceAddr) -> Self {
-        Work::Compare { host: HostPart { part, via }, at }.into()
+    /// Reads from `at` into `host`.
+    #[inline]
+    pub fn read(host: impl Into<HostSlice>, at: A) -> Self {
+        Self::copy(Direction::ToHost, host, at)
+    }
+
+    /// Writes `host` to `at`.
+    #[inline]
+    pub fn write(host: impl Into<HostSlice>, at: A) -> Self {
+        Self::copy(Direction::FromHost, host, at)
+    }
+
+    /// Compares `host` with device memory.
+    pub fn compare(host: impl Into<HostSlice>, at: A) -> Self {
+        Work::Compare { host: host.into(), at }.into()
     }
 
     /// Copies within the device.
-    pub fn within(from: DeviceAddr, to: DeviceAddr, len: u64) -> Self {
+    pub fn within(from: A, to: A, len: u64) -> Self {
         Work::Within { from, to, len }.into()
     }
 
     /// Fills device memory.
-    pub fn fill(at: DeviceAddr, len: u64, pattern: u64) -> Self {
+    pub fn fill(at: A, len: u64, pattern: u64) -> Self {
         Work::Fill { at, len, pattern }.into()
     }
 
     /// Copies between two lists.
-    pub fn gather(direction: Direction, host: Vec<HostPart>, device: Vec<(DeviceAddr, u64)>) -> Self {
+    pub fn gather(direction: Direction, host: Vec<HostSlice>, device: Vec<(A, u64)>) -> Self {
         Work::Gather(Box::new(Gather { direction, host, device })).into()
     }
 
@@ -174,8 +219,8 @@ impl Operation {
     pub fn bytes(&self) -> u64 {
         match (&self.shape, &self.work) {
             (Some(shape), _) => shape.bytes().unwrap_or(u64::MAX),
-            (None, Work::Copy { host, .. } | Work::Compare { host, .. }) => host.part.len() as u64,
-            (None, Work::Gather(g)) => g.host.iter().map(|h| h.part.len() as u64).sum(),
+            (None, Work::Copy { host, .. } | Work::Compare { host, .. }) => host.slice.len() as u64,
+            (None, Work::Gather(g)) => g.host.iter().map(|h| h.slice.len() as u64).sum(),
             (None, Work::Within { len, .. } | Work::Fill { len, .. }) => *len,
             (None, Work::Fence) => 0,
         }
@@ -197,7 +242,7 @@ impl Operation {
     }
 
     /// The host memory back, in the order in which it was given.
-    pub fn into_parts(self) -> Vec<HostPart> {
+    pub fn into_host(self) -> Vec<HostSlice> {
         match self.work {
             Work::Copy { host, .. } | Work::Compare { host, .. } => vec![host],
             Work::Gather(g) => g.host,
@@ -205,13 +250,37 @@ impl Operation {
         }
     }
 
-    /// Refuses what no queue can do: no bytes, sides of different lengths, a range past the top of its space, a shape that is none.
-    /// What is left to a queue is whether it *can*, and whether the registration lets it.
+    /// The host memory of a copy or comparison; `None` for other work.
+    #[inline]
+    pub fn into_slice(self) -> Option<BufferSlice> {
+        match self.work {
+            Work::Copy { host, .. } | Work::Compare { host, .. } => Some(host.slice),
+            _ => None,
+        }
+    }
+
+    /// For implementations of [`Queue`](crate::Queue): refuses what a queue with these abilities and limits cannot do, and what
+    /// [`Operation::check`] says.
+    ///
+    /// # Errors
+    /// [`Refusal::Unsupported`], those of [`Operation::check`], [`Refusal::TooLong`].
+    pub fn admit(&self, abilities: Abilities, limits: Limits) -> Result<(), Refusal> {
+        let missing = self.needs() - abilities;
+        if !missing.is_empty() {
+            return Err(Refusal::Unsupported(missing));
+        }
+        self.check()?;
+        let (len, max) = (self.bytes(), limits.max_len);
+        if len > max { Err(Refusal::TooLong { len, max }) } else { Ok(()) }
+    }
+
+    /// Refuses what no queue can do: no bytes, sides of different lengths, a range past the top of its space, a shape
+    /// without rows.
     ///
     /// # Errors
     /// [`Refusal`]: [`Empty`](Refusal::Empty), [`Mismatch`](Refusal::Mismatch), [`PastTheTop`](Refusal::PastTheTop).
     pub fn check(&self) -> Result<(), Refusal> {
-        let fits = |at: &DeviceAddr, extent: u64| match extent.checked_sub(1) {
+        let fits = |at: &A, extent: u64| match extent.checked_sub(1) {
             None => Err(Refusal::Empty),
             Some(last) if at.advance(last).is_none() => Err(Refusal::PastTheTop),
             Some(_) => Ok(()),
@@ -226,19 +295,19 @@ impl Operation {
         let rows_add_up = |len: u64| shape.is_none_or(|s| s.bytes() == Some(len));
         match &self.work {
             Work::Copy { host, at, .. } | Work::Compare { host, at } => {
-                let len = host.part.len() as u64;
-                if extent(|s| s.near_pitch, len)? != len {
+                let len = host.slice.len() as u64;
+                if extent(|s| s.host_pitch, len)? != len {
                     return Err(Refusal::Mismatch);
                 }
-                fits(at, extent(|s| s.far_pitch, len)?)
+                fits(at, extent(|s| s.device_pitch, len)?)
             }
             Work::Within { from, to, len } => {
-                fits(from, extent(|s| s.near_pitch, *len)?)?;
-                fits(to, extent(|s| s.far_pitch, *len)?)?;
+                fits(from, extent(|s| s.host_pitch, *len)?)?;
+                fits(to, extent(|s| s.device_pitch, *len)?)?;
                 if rows_add_up(*len) { Ok(()) } else { Err(Refusal::Mismatch) }
             }
             Work::Fill { at, len, .. } => {
-                fits(at, extent(|s| s.far_pitch, *len)?)?;
+                fits(at, extent(|s| s.device_pitch, *len)?)?;
                 if rows_add_up(*len) { Ok(()) } else { Err(Refusal::Mismatch) }
             }
             Work::Gather(_) | Work::Fence if shape.is_some() => Err(Refusal::Mismatch),
@@ -248,7 +317,7 @@ impl Operation {
                     fits(at, *len)?;
                     device = device.checked_add(*len).ok_or(Refusal::Mismatch)?;
                 }
-                if g.host.is_empty() || g.host.iter().any(|h| h.part.is_empty()) {
+                if g.host.is_empty() || g.host.iter().any(|h| h.slice.is_empty()) {
                     return Err(Refusal::Empty);
                 }
                 if device == self.bytes() { Ok(()) } else { Err(Refusal::Mismatch) }
@@ -258,8 +327,8 @@ impl Operation {
     }
 }
 
-impl From<Work> for Operation {
-    fn from(work: Work) -> Self {
+impl<A> From<Work<A>> for Operation<A> {
+    fn from(work: Work<A>) -> Self {
         Self { work, shape: None, cache: CacheHint::Auto }
     }
 }
@@ -286,6 +355,10 @@ bitflags::bitflags! {
         const FENCE = 1 << 7;
         /// [`Queue::cancel`](crate::Queue::cancel) of what the device has begun with.
         const CANCEL = 1 << 8;
+        /// [`Queue::stop`](crate::Queue::stop) and [`Queue::restart`](crate::Queue::restart).
+        const STOP = 1 << 9;
+        /// Operations end in the order in which they were submitted, and have the effect that they have one after the other.
+        const ORDERED = 1 << 10;
     }
 }
 
@@ -301,34 +374,16 @@ impl Abilities {
 
 /// An operation that ended, with its host memory.
 #[derive(Debug)]
-pub struct Ended {
-    /// What [`Queue::enqueue`](crate::Queue::enqueue) returned.
+pub struct Completion<A = DeviceAddr> {
+    /// What [`Queue::submit`](crate::Queue::submit) returned.
     pub ticket: Ticket,
     /// The operation, exactly as it was submitted.
-    pub operation: Operation,
+    pub operation: Operation<A>,
     /// Ok when every byte was done.
     pub result: Result<(), OpError>,
     /// Bytes, counted from the front, that are known to be done: all of them when the result is Ok.
     pub bytes: u64,
 }
 
-/// An operation that was not accepted, given back whole.
-#[derive(Debug, Error)]
-#[error("{reason}")]
-pub struct Rejected {
-    /// The operation as it was submitted.
-    pub operation: Operation,
-    /// Why.
-    pub reason: Refusal,
-}
-
-impl DeviceAddr {
-    /// The place `bytes` further on, or `None` past the top of its space.
-    #[inline]
-    pub fn advance(self, bytes: u64) -> Option<Self> {
-        Some(match self {
-            Self::Card(a) => Self::Card(a.checked_add(bytes)?),
-            Self::Va(a) => Self::Va(a.checked_add(bytes)?),
-        })
-    }
-}
+// Operations are moved on the way of every transfer: into the queue, and out of it with the completion.
+const _: () = assert!(size_of::<Operation>() <= 72 && size_of::<Completion>() <= 144);

@@ -5,11 +5,11 @@ use std::time::Duration;
 
 use dmalane_addr::{Address, CardAddr, Span};
 
-use crate::{Direction, Far};
+use crate::Direction;
 
 /// Bytes of a transfer for one channel.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub struct Piece {
+pub struct Fragment {
     /// Which transfer, by the number that [`Policy::arrive`] was given.
     pub transfer: u64,
     /// The first byte, counted from the start of the transfer.
@@ -18,38 +18,38 @@ pub struct Piece {
     pub len: u64,
 }
 
-/// Shares transfers out between channels. Knows neither buffers nor channels, only numbers and the time, so that the same
-/// policy runs over a card and in a simulation.
+/// Distributes transfers over channels. Knows neither buffers nor queues, only numbers and the time, so that the same policy runs
+/// over a card and in a simulation.
 ///
-/// Whoever drives it ([`Split`](crate::Split)) announces each transfer, asks for the next piece of every channel that has
-/// room until there are none, and tells when a piece has ended.
-pub trait Policy<F>: Send {
-    /// A transfer of `len` bytes (at least 1) at `far` has arrived; there are `channels` channels. From now on its bytes
-    /// are handed out by [`Policy::next`], each exactly once.
-    fn arrive(&mut self, transfer: u64, direction: Direction, far: &F, len: u64, channels: usize);
+/// Its driver ([`Split`](crate::Split)) announces each transfer, asks for the next fragment of every channel that has room until
+/// there are none, and reports when a fragment has ended.
+pub trait Policy: Send {
+    /// A transfer of `len` bytes (at least 1) at `at` (`None`: it has no address of card memory) has arrived; there are `channels`
+    /// channels. From now on its bytes are handed out by [`Policy::next`], each exactly once.
+    fn arrive(&mut self, transfer: u64, direction: Direction, at: Option<CardAddr>, len: u64, channels: usize);
 
-    /// What `channel` is to move next; `None` when nothing for now. Once every piece that was handed out has ended, some
-    /// channel must be given a piece as long as there are bytes left.
-    fn next(&mut self, channel: usize, now: Duration) -> Option<Piece>;
+    /// What `channel` is to move next; `None` when nothing for now. Once every fragment that was handed out has ended, some
+    /// channel must be given a fragment as long as there are bytes left.
+    fn next(&mut self, channel: usize, now: Duration) -> Option<Fragment>;
 
-    /// A piece that `channel` was given is over; `moved` says whether its bytes were moved.
-    fn ended(&mut self, channel: usize, piece: &Piece, now: Duration, moved: bool);
+    /// A fragment that `channel` was given is over; `moved` says whether its bytes were moved.
+    fn ended(&mut self, channel: usize, fragment: &Fragment, now: Duration, moved: bool);
 
-    /// Hands out no more of this transfer. Pieces that were handed out still end.
+    /// Hands out no more of this transfer. Fragments that were handed out still end.
     fn forget(&mut self, transfer: u64);
 }
 
-impl<F, P: Policy<F> + ?Sized> Policy<F> for Box<P> {
-    fn arrive(&mut self, transfer: u64, direction: Direction, far: &F, len: u64, channels: usize) {
-        (**self).arrive(transfer, direction, far, len, channels);
+impl<P: Policy + ?Sized> Policy for Box<P> {
+    fn arrive(&mut self, transfer: u64, direction: Direction, at: Option<CardAddr>, len: u64, channels: usize) {
+        (**self).arrive(transfer, direction, at, len, channels);
     }
 
-    fn next(&mut self, channel: usize, now: Duration) -> Option<Piece> {
+    fn next(&mut self, channel: usize, now: Duration) -> Option<Fragment> {
         (**self).next(channel, now)
     }
 
-    fn ended(&mut self, channel: usize, piece: &Piece, now: Duration, moved: bool) {
-        (**self).ended(channel, piece, now, moved);
+    fn ended(&mut self, channel: usize, fragment: &Fragment, now: Duration, moved: bool) {
+        (**self).ended(channel, fragment, now, moved);
     }
 
     fn forget(&mut self, transfer: u64) {
@@ -66,22 +66,27 @@ pub enum Route {
     Channel(usize),
 }
 
-/// An area of card memory and the way to it.
+/// An area of card memory and its route.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct Area {
     /// Which addresses.
     pub span: Span<CardAddr>,
-    /// Which way.
+    /// How transfers reach it.
     pub route: Route,
 }
 
 /// Transfers shorter than this (bytes) are not worth cutting.
 pub(crate) const WHOLE_BELOW: u64 = 128 << 10;
 
-/// Calls `each` with the index of the area, `None` outside of all, the offset and the length of every stretch of a
-/// transfer that lies in one area.
-pub(crate) fn stretches<F: Far>(areas: &[Area], far: &F, len: u64, mut each: impl FnMut(Option<usize>, u64, u64)) {
-    let (mut at, mut offset) = (far.card_addr(), 0);
+/// Calls `each` for every range of a transfer that lies in one area: with the index of the area (`None` outside of all), the
+/// offset and the length.
+pub(crate) fn for_each_area(
+    areas: &[Area],
+    mut at: Option<CardAddr>,
+    len: u64,
+    mut each: impl FnMut(Option<usize>, u64, u64),
+) {
+    let mut offset = 0;
     while offset < len {
         let found = at.and_then(|a| areas.iter().position(|area| area.span.contains(a)).map(|i| (a, i)));
         let Some((a, i)) = found else {
@@ -106,7 +111,7 @@ pub struct AddressPolicy {
     only: Option<usize>,
     turn: usize,
     /// Per channel: what it was given and has not taken yet.
-    queues: Vec<VecDeque<Piece>>,
+    queues: Vec<VecDeque<Fragment>>,
 }
 
 impl AddressPolicy {
@@ -115,54 +120,54 @@ impl AddressPolicy {
         Self { areas, only: None, turn: 0, queues: Vec::new() }
     }
 
-    /// Sends everything over one channel instead.
+    /// A policy that sends everything over one channel.
     pub fn only(channel: usize) -> Self {
         Self { only: Some(channel), ..Self::new(Vec::new()) }
     }
 
-    fn share_out(turn: &mut usize, piece: Piece, queues: &mut [VecDeque<Piece>]) {
+    fn distribute(turn: &mut usize, fragment: Fragment, queues: &mut [VecDeque<Fragment>]) {
         let channels = queues.len();
         let first = *turn % channels;
         *turn = first + 1;
-        if piece.len < WHOLE_BELOW {
-            queues[first].push_back(piece);
+        if fragment.len < WHOLE_BELOW {
+            queues[first].push_back(fragment);
             return;
         }
         // Cut at 4 KiB so that no page is split between channels.
-        let step = (piece.len / channels as u64).next_multiple_of(4096);
-        let mut left = piece;
+        let step = (fragment.len / channels as u64).next_multiple_of(4096);
+        let mut left = fragment;
         for (channel, queue) in queues.iter_mut().enumerate() {
             let len = if channel + 1 == channels { left.len } else { step.min(left.len) };
             if len > 0 {
-                queue.push_back(Piece { len, ..left });
-                left = Piece { offset: left.offset + len, len: left.len - len, ..left };
+                queue.push_back(Fragment { len, ..left });
+                left = Fragment { offset: left.offset + len, len: left.len - len, ..left };
             }
         }
     }
 }
 
-impl<F: Far> Policy<F> for AddressPolicy {
-    fn arrive(&mut self, transfer: u64, _: Direction, far: &F, len: u64, channels: usize) {
+impl Policy for AddressPolicy {
+    fn arrive(&mut self, transfer: u64, _: Direction, at: Option<CardAddr>, len: u64, channels: usize) {
         let Self { areas, only, turn, queues } = self;
         queues.resize_with(channels.max(1), VecDeque::new);
         let last = queues.len() - 1;
         if let Some(only) = *only {
-            return queues[only.min(last)].push_back(Piece { transfer, offset: 0, len });
+            return queues[only.min(last)].push_back(Fragment { transfer, offset: 0, len });
         }
-        stretches(areas, far, len, |area, offset, len| {
-            let piece = Piece { transfer, offset, len };
+        for_each_area(areas, at, len, |area, offset, len| {
+            let fragment = Fragment { transfer, offset, len };
             match area.map(|i| areas[i].route) {
-                Some(Route::Channel(c)) => queues[c.min(last)].push_back(piece),
-                Some(Route::Shared) | None => Self::share_out(turn, piece, queues),
+                Some(Route::Channel(c)) => queues[c.min(last)].push_back(fragment),
+                Some(Route::Shared) | None => Self::distribute(turn, fragment, queues),
             }
         });
     }
 
-    fn next(&mut self, channel: usize, _: Duration) -> Option<Piece> {
+    fn next(&mut self, channel: usize, _: Duration) -> Option<Fragment> {
         self.queues.get_mut(channel)?.pop_front()
     }
 
-    fn ended(&mut self, _: usize, _: &Piece, _: Duration, _: bool) {}
+    fn ended(&mut self, _: usize, _: &Fragment, _: Duration, _: bool) {}
 
     fn forget(&mut self, transfer: u64) {
         for queue in &mut self.queues {
@@ -176,18 +181,6 @@ mod tests {
     use super::*;
     use proptest::prelude::*;
 
-    #[derive(Clone, Debug)]
-    struct At(CardAddr);
-
-    impl Far for At {
-        fn advance(&self, bytes: u64) -> Option<Self> {
-            self.0.checked_add(bytes).map(At)
-        }
-        fn card_addr(&self) -> Option<CardAddr> {
-            Some(self.0)
-        }
-    }
-
     const MIB: u64 = 1 << 20;
 
     fn policy() -> AddressPolicy {
@@ -199,17 +192,17 @@ mod tests {
         ])
     }
 
-    /// The pieces in the order of their offsets, each with its channel.
-    fn cut(p: &mut AddressPolicy, at: u64, len: u64) -> Vec<(usize, Piece)> {
-        p.arrive(7, Direction::FromHost, &At(CardAddr::new(at)), len, 2);
-        let mut pieces = Vec::new();
+    /// The fragments in the order of their offsets, each with its channel.
+    fn cut(p: &mut AddressPolicy, at: u64, len: u64) -> Vec<(usize, Fragment)> {
+        p.arrive(7, Direction::FromHost, Some(CardAddr::new(at)), len, 2);
+        let mut fragments = Vec::new();
         for c in 0..2 {
-            while let Some(piece) = Policy::<At>::next(p, c, Duration::ZERO) {
-                pieces.push((c, piece));
+            while let Some(fragment) = p.next(c, Duration::ZERO) {
+                fragments.push((c, fragment));
             }
         }
-        pieces.sort_by_key(|(_, p)| p.offset);
-        pieces
+        fragments.sort_by_key(|(_, p)| p.offset);
+        fragments
     }
 
     fn lengths(p: &mut AddressPolicy, at: u64, len: u64) -> Vec<(usize, u64)> {
@@ -231,10 +224,10 @@ mod tests {
     #[test]
     fn what_is_forgotten_is_not_handed_out() {
         let mut p = policy();
-        p.arrive(1, Direction::ToHost, &At(CardAddr::new(0)), MIB, 2);
-        p.arrive(2, Direction::ToHost, &At(CardAddr::new(0)), MIB, 2);
-        Policy::<At>::forget(&mut p, 1);
-        let next = |p: &mut AddressPolicy, c| Policy::<At>::next(p, c, Duration::ZERO).map(|p| p.transfer);
+        p.arrive(1, Direction::ToHost, Some(CardAddr::new(0)), MIB, 2);
+        p.arrive(2, Direction::ToHost, Some(CardAddr::new(0)), MIB, 2);
+        p.forget(1);
+        let next = |p: &mut AddressPolicy, c| p.next(c, Duration::ZERO).map(|p| p.transfer);
         assert_eq!([next(&mut p, 0), next(&mut p, 0), next(&mut p, 1)], [Some(2), None, Some(2)]);
     }
 
@@ -243,9 +236,9 @@ mod tests {
         fn pieces_add_up(at in 0u64..500 * MIB, len in 1u64..400 * MIB, top: bool) {
             let at = if top { u64::MAX - len + 1 } else { at };
             let mut expected = 0;
-            for (channel, piece) in cut(&mut policy(), at, len) {
-                prop_assert!(channel < 2 && piece.len > 0 && piece.offset == expected && piece.transfer == 7);
-                expected += piece.len;
+            for (channel, fragment) in cut(&mut policy(), at, len) {
+                prop_assert!(channel < 2 && fragment.len > 0 && fragment.offset == expected && fragment.transfer == 7);
+                expected += fragment.len;
             }
             prop_assert_eq!(expected, len);
         }

@@ -1,91 +1,239 @@
-//! The wide port: a channel with everything that a DMA engine does.
+//! The port of everything that moves bytes.
 
 use std::os::fd::BorrowedFd;
 use std::time::Duration;
 
-use crate::{Abilities, Ended, Limits, Operation, Rejected, Stats, Ticket};
+use dmalane_addr::Access;
 
-/// What became of a wish to cancel.
+use crate::{Abilities, Completion, DeviceAddr, Operation, QueueAddr, Refused, Stats};
+
+/// The direction of a copy, seen from host memory.
+#[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
+pub enum Direction {
+    /// Into host memory: a file read; device to host (C2H).
+    ToHost,
+    /// Out of host memory: a file write; host to device (H2C).
+    FromHost,
+}
+
+impl Direction {
+    /// What the device does to host memory.
+    #[inline]
+    pub fn host_access(self) -> Access {
+        match self {
+            Self::ToHost => Access::WRITE,
+            Self::FromHost => Access::READ,
+        }
+    }
+}
+
+/// Names an operation in flight; unique within its queue.
+///
+/// It is only a name: dropping it neither cancels the operation nor frees its memory.
+#[must_use = "only the ticket tells one completion from another"]
+#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Debug)]
+pub struct Ticket(u64);
+
+impl Ticket {
+    /// For implementations of [`Queue`]: the ticket with this number.
+    pub const fn new(number: u64) -> Self {
+        Self(number)
+    }
+
+    /// The number.
+    pub const fn number(self) -> u64 {
+        self.0
+    }
+}
+
+/// The capacity of a queue.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct Limits {
+    /// Operations in flight, at most. A gather list or a shape may count as more than one.
+    pub capacity: usize,
+    /// Bytes per operation, at most.
+    pub max_len: u64,
+}
+
+/// The outcome of [`Queue::cancel`].
 #[derive(Debug)]
-pub enum Cancelled {
-    /// The device had not been told of it: here it is back, and no completion will come.
-    TakenBack(Operation),
-    /// The device has it. It ends as it would have, or with [`OpError::Cancelled`](crate::OpError::Cancelled).
+pub enum Cancelled<A = DeviceAddr> {
+    /// The device had not received it: here it is back, and no completion will follow.
+    TakenBack(Operation<A>),
+    /// The device has it and was asked to end it. It ends normally or with [`OpError::Cancelled`](crate::OpError::Cancelled).
     Asked,
-    /// The device has it and cannot be asked. It ends as it would have.
+    /// The device has it and cannot be asked. It ends normally.
     TooLate,
     /// No operation in flight has this ticket.
     Unknown,
 }
 
-/// A channel of a DMA engine.
+/// Moves bytes between host memory and one address space, asynchronously.
 ///
-/// `enqueue` only writes down what to do; `doorbell` tells the device; `poll` collects what has ended. None of the three makes a
-/// system call (a doorbell wakes a worker that has gone to sleep). Operations end in the order in which they were enqueued.
+/// [`submit`](Queue::submit) writes an operation down; [`flush`](Queue::flush) tells the device; [`poll`](Queue::poll) collects what
+/// has ended. Operations may end in any order, unless the queue has the ability [`ORDERED`](Abilities::ORDERED).
 ///
-/// An operation owns its host memory until it is given back by `poll`, `wait` or a cancellation that took it back.
-/// An implementation that is dropped with operations in flight waits for them; what cannot be waited for keeps its memory for ever.
+/// An operation owns its host memory until a completion, a refusal or a cancellation gives it back. A queue that is dropped with
+/// operations in flight waits for them; memory that a device does not let go of is never freed.
+///
+/// Queues that wrap others forward every method. So do `Box<Q>` and `&mut Q`.
 pub trait Queue: Send {
-    /// Operations in flight, and bytes per operation, at most. A gather list or a shape takes more than one place.
+    /// The address space of the targets. A queue of a device does not take file offsets:
+    ///
+    /// ```compile_fail,E0271
+    /// use dmalane_addr::FileOffset;
+    /// use dmalane_queue::{DeviceAddr, Queue};
+    /// fn file<Q: Queue<Addr = FileOffset>>(q: Q) {}
+    /// fn device<Q: Queue<Addr = DeviceAddr>>(q: Q) { file(q) }
+    /// ```
+    type Addr: QueueAddr;
+
+    /// Operations in flight, and bytes per operation, at most.
     fn limits(&self) -> Limits;
 
-    /// What it can do.
+    /// What [`Queue::submit`] accepts, and what else the queue can do.
     fn abilities(&self) -> Abilities;
 
     /// Operations that were accepted and not yet given back.
     fn in_flight(&self) -> usize;
 
-    /// Takes an operation. The device begins with it after the next [`Queue::doorbell`], [`Queue::poll`] or [`Queue::wait`].
+    /// Takes an operation. The device begins with it after the next [`Queue::flush`], [`Queue::poll`] or [`Queue::wait`], if not
+    /// before.
     ///
     /// # Errors
-    /// [`Rejected`] gives the operation back: [`Refusal::Full`](crate::Refusal::Full) asks for a poll and another try, all
-    /// others are final.
-    fn enqueue(&mut self, operation: Operation) -> Result<Ticket, Rejected>;
+    /// [`Refused`] gives the operation back. [`Refusal::Full`](crate::Refusal::Full) asks for a poll and another try; all others
+    /// are final.
+    fn submit(&mut self, operation: Operation<Self::Addr>) -> Result<Ticket, Refused<Self::Addr>>;
 
-    /// Tells the device about everything that was enqueued.
-    fn doorbell(&mut self);
+    /// Tells the device about everything that was submitted (the doorbell). May make a system call.
+    fn flush(&mut self);
 
-    /// Rings the doorbell, lets a device without threads of its own work, appends the operations that have ended to `done`
-    /// and says how many. Does not block.
-    fn poll(&mut self, done: &mut Vec<Ended>) -> usize;
+    /// Flushes, lets a device without threads of its own work, appends the operations that have ended to `done` and says how many.
+    /// Does not block.
+    fn poll(&mut self, done: &mut Vec<Completion<Self::Addr>>) -> usize;
 
-    /// As [`Queue::poll`], but blocks until at least one operation has ended, none is in flight, or `timeout` has
-    /// passed.
-    fn wait(&mut self, done: &mut Vec<Ended>, timeout: Duration) -> usize;
+    /// As [`Queue::poll`], but blocks until at least one operation has ended, none is in flight, or `timeout` has passed.
+    fn wait(&mut self, done: &mut Vec<Completion<Self::Addr>>, timeout: Duration) -> usize;
 
-    /// Takes an operation back that the device has not been told of, or asks the device to end it.
-    fn cancel(&mut self, ticket: Ticket) -> Cancelled;
-
-    /// Stops the channel when nothing has ended for so long although something is in flight; `None`: waits for ever.
-    ///
-    /// Memory is released only once the device has confirmed that it stopped. Then everything in flight ends with
-    /// [`OpError::Stopped`](crate::OpError::Stopped), and only [`Queue::restart`] makes the channel take operations again.
-    fn set_timeout(&mut self, timeout: Option<Duration>);
-
-    /// Stops the channel now, as a time-out does.
-    fn stop(&mut self, why: &str);
-
-    /// Why the channel takes nothing any more, when it has halted by itself or was stopped, until it is restarted.
+    /// Why the queue accepts nothing any more: it halted by itself or was stopped, and was not restarted since. Operations in
+    /// flight then end once the device has let go of them, which a device that is gone never confirms.
     fn halted(&self) -> Option<String> {
         None
     }
 
-    /// Starts a channel that has stopped. Tickets go on where they were. True when it runs again, false while it has not
-    /// stopped, has operations in flight, or the device does not answer.
-    fn restart(&mut self) -> bool;
+    /// Stops the queue, with the ability [`STOP`](Abilities::STOP); others ignore it. What is in flight ends with
+    /// [`OpError::Stopped`](crate::OpError::Stopped) once the device has let go of it.
+    fn stop(&mut self, why: &str) {
+        let _ = why;
+    }
 
-    /// Counters.
-    fn stats(&self) -> Stats;
+    /// Starts a queue that has stopped. Tickets go on where they were. True when it runs again; false while it has not stopped, has
+    /// operations in flight, or the device does not answer, and always without the ability [`STOP`](Abilities::STOP).
+    fn restart(&mut self) -> bool {
+        false
+    }
 
-    /// Becomes readable after [`Queue::arm`] when something has ended; for an event loop. Shared by whoever asks, so it may be
-    /// readable for nothing. `None` where the device has no interrupts that a file descriptor could stand for.
+    /// Takes an operation back that the device has not received, or asks the device to end it.
+    fn cancel(&mut self, ticket: Ticket) -> Cancelled<Self::Addr> {
+        let _ = ticket;
+        Cancelled::TooLate
+    }
+
+    /// Makes the queue stop when nothing has ended for so long although something is in flight; `None`: it waits for ever. False
+    /// where the queue does not watch the time.
+    fn set_timeout(&mut self, timeout: Option<Duration>) -> bool {
+        let _ = timeout;
+        false
+    }
+
+    /// Counters; `None` where the queue does not count.
+    fn stats(&self) -> Option<Stats> {
+        None
+    }
+
+    /// Becomes readable after [`Queue::arm`] when something has ended; for an event loop. Other queues may share it, so it may be
+    /// readable without reason. `None` where the device has no interrupts that a file descriptor could stand for.
     fn event(&self) -> Option<BorrowedFd<'_>> {
         None
     }
 
-    /// Asks for an event at the next end, and takes back one that has come. False when something has ended already, or when
-    /// the device only works while it is polled: then poll instead of waiting for an event.
+    /// Asks for an event at the next completion, and clears one that has come. False when something has ended already, or when the
+    /// device only works while it is polled: then poll instead of waiting for an event.
     fn arm(&mut self) -> bool {
         false
     }
 }
+
+/// Any queue of a device.
+pub type DeviceQueue = dyn Queue<Addr = DeviceAddr>;
+
+macro_rules! forward {
+    ($pointer:ty) => {
+        impl<Q: Queue + ?Sized> Queue for $pointer {
+            type Addr = Q::Addr;
+
+            fn limits(&self) -> Limits {
+                (**self).limits()
+            }
+
+            fn abilities(&self) -> Abilities {
+                (**self).abilities()
+            }
+
+            fn in_flight(&self) -> usize {
+                (**self).in_flight()
+            }
+
+            fn submit(&mut self, operation: Operation<Self::Addr>) -> Result<Ticket, Refused<Self::Addr>> {
+                (**self).submit(operation)
+            }
+
+            fn flush(&mut self) {
+                (**self).flush();
+            }
+
+            fn poll(&mut self, done: &mut Vec<Completion<Self::Addr>>) -> usize {
+                (**self).poll(done)
+            }
+
+            fn wait(&mut self, done: &mut Vec<Completion<Self::Addr>>, timeout: Duration) -> usize {
+                (**self).wait(done, timeout)
+            }
+
+            fn halted(&self) -> Option<String> {
+                (**self).halted()
+            }
+
+            fn stop(&mut self, why: &str) {
+                (**self).stop(why);
+            }
+
+            fn restart(&mut self) -> bool {
+                (**self).restart()
+            }
+
+            fn cancel(&mut self, ticket: Ticket) -> Cancelled<Self::Addr> {
+                (**self).cancel(ticket)
+            }
+
+            fn set_timeout(&mut self, timeout: Option<Duration>) -> bool {
+                (**self).set_timeout(timeout)
+            }
+
+            fn stats(&self) -> Option<Stats> {
+                (**self).stats()
+            }
+
+            fn event(&self) -> Option<BorrowedFd<'_>> {
+                (**self).event()
+            }
+
+            fn arm(&mut self) -> bool {
+                (**self).arm()
+            }
+        }
+    };
+}
+
+forward!(Box<Q>);
+forward!(&mut Q);

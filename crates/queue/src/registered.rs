@@ -6,7 +6,7 @@ use std::sync::Arc;
 use dmalane_addr::{Access, Iova, Span};
 use dmalane_dma::{BufferRef, BufferSlice, Error, HostBus, Mapping, SharedBuf};
 
-/// A buffer that a device can reach until the last clone is dropped. Owns a share of the memory.
+/// A buffer that a device can reach until the last clone is dropped. Holds a reference to the memory.
 #[derive(Clone, Debug)]
 pub struct Registered(Arc<Mapping>);
 
@@ -58,10 +58,10 @@ impl Registered {
         &self.0
     }
 
-    /// Where the device sees a part of the buffer; `None` when the part is empty or belongs to another buffer.
+    /// Where the device sees a slice of the buffer; `None` when the slice is empty or belongs to another buffer.
     #[inline]
-    pub fn iova_of(&self, part: &BufferSlice) -> Option<Span<Iova>> {
-        self.0.iova_of(part)
+    pub fn iova_of(&self, slice: &BufferSlice) -> Option<Span<Iova>> {
+        self.0.iova_of(slice)
     }
 
     /// Unmaps and unpins the buffer now.

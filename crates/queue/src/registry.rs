@@ -9,7 +9,10 @@ use dmalane_addr::Access;
 use dmalane_dma::{BufferRef, BufferSlice, Error, HostBus};
 use thiserror::Error as Derive;
 
-use crate::{CacheHint, DeviceAddr, Direction, Ended, OpError, Operation, Queue, Refusal, Registered, Rejected};
+use crate::{
+    Abilities, CacheHint, Completion, DeviceAddr, Direction, OpError, Operation, Queue, QueueAddr, Refusal, Refused,
+    Registered,
+};
 
 /// What the kernel allows to be locked where nobody has changed it.
 const USUAL_MEMLOCK: u64 = 8 << 20;
@@ -33,7 +36,7 @@ pub struct RegistryStats {
     pub misses: u64,
     /// Registrations undone to make room.
     pub evictions: u64,
-    /// Wishes that failed because everything that could have made room was busy.
+    /// Requests that failed because every registration that could have made room was busy.
     pub busy: u64,
     /// Bytes registered now, and at most so far.
     pub bytes: u64,
@@ -47,9 +50,9 @@ pub struct RegistryStats {
 #[derive(Debug, Derive)]
 #[non_exhaustive]
 pub enum RegistryError {
-    /// More than may be registered in all. [`Registry::copy`] copies in pieces.
+    /// More than may be registered in all. [`Registry::copy`] copies in fragments.
     #[error(
-        "{wanted} bytes are more than may be registered at one time ({limit}): register pieces, or raise the limit \
+        "{wanted} bytes are more than may be registered at one time ({limit}): register fragments, or raise the limit \
          (ulimit -l, LimitMEMLOCK=)"
     )]
     TooMuch {
@@ -58,7 +61,7 @@ pub enum RegistryError {
         /// [`RegistryLimits::bytes`].
         limit: u64,
     },
-    /// Operations in flight, or clones of registrations, hold what is in the way.
+    /// Operations in flight, or clones of registrations, hold what would have to be evicted.
     #[error("{bytes} bytes of registrations are busy")]
     Busy {
         /// How many.
@@ -81,13 +84,13 @@ pub enum RegistryError {
 #[derive(Debug, Derive)]
 #[non_exhaustive]
 pub enum CopyError {
-    /// A piece could not be registered.
+    /// A fragment could not be registered.
     #[error(transparent)]
     Register(#[from] RegistryError),
-    /// The queue did not take a piece.
+    /// The queue refused a fragment.
     #[error("{0}")]
     Refused(Refusal),
-    /// A piece failed.
+    /// A fragment failed.
     #[error("{error}, after {bytes} bytes")]
     Failed {
         /// How.
@@ -95,17 +98,17 @@ pub enum CopyError {
         /// Bytes that are known to be done, counted from the front.
         bytes: u64,
     },
-    /// The queue has other operations in flight: it is needed alone.
-    #[error("other operations are in flight")]
+    /// The queue has other operations in flight, or does not end operations in order.
+    #[error("other operations are in flight, or may end out of order")]
     NotAlone,
-    /// Nothing ended in time. The queue still owns part of the memory; the rest is lost with it until it gives that back.
+    /// Nothing ended in time. The queue still owns a part of the memory.
     #[error("nothing ended within {0:?}")]
     TimedOut(Duration),
 }
 
 /// Registers ranges of memory, keeps them registered, and undoes the one not used for longest when there is no more room.
 ///
-/// It holds a share of the memory behind each registration: memory stays allocated until it is evicted or
+/// It holds a reference to the memory of each registration: memory stays allocated until it is evicted or
 /// [forgotten](Registry::forget).
 pub struct Registry<B: HostBus> {
     bus: Arc<B>,
@@ -269,70 +272,70 @@ impl<B: HostBus> Registry<B> {
         self.stats.bytes -= entry.range.len() as u64;
     }
 
-    /// The longest piece of which two can be registered at one time: whole 2 MiB where that is possible, else whole pages.
-    pub fn piece(&self) -> usize {
+    /// The longest fragment of which two can be registered at one time: whole 2 MiB where that is possible, else whole pages.
+    pub fn fragment(&self) -> usize {
         let half = usize::try_from(self.limits.bytes / 2).unwrap_or(usize::MAX);
         let unit = if half >= 2 << 20 { 2 << 20 } else { PAGE };
         (half / unit * unit).max(PAGE)
     }
 
-    /// Copies a part that may be larger than everything that can be registered at one time: piece by piece, the next one being registered while
-    /// the one before is copied. The queue must have nothing in flight. `timeout` is for each piece.
+    /// Copies a slice that may be larger than all that can be registered at one time: fragment by fragment, the next one being
+    /// registered while the one before is copied. The queue must be [`ORDERED`](crate::Abilities::ORDERED) with nothing in flight.
+    /// `timeout` is for each fragment.
     ///
     /// # Errors
-    /// [`CopyError`], with the part, unless the queue still has some of it.
-    pub fn copy<Q: Queue>(
+    /// [`CopyError`], with the slice, unless the queue still has some of it.
+    pub fn copy(
         &mut self,
-        queue: &mut Q,
+        queue: &mut dyn Queue<Addr = DeviceAddr>,
         direction: Direction,
-        part: BufferSlice,
+        slice: BufferSlice,
         at: DeviceAddr,
         cache: CacheHint,
         timeout: Duration,
     ) -> Result<BufferSlice, (Option<BufferSlice>, CopyError)> {
-        if queue.in_flight() > 0 {
-            return Err((Some(part), CopyError::NotAlone));
+        if queue.in_flight() > 0 || !queue.abilities().contains(Abilities::ORDERED) {
+            return Err((Some(slice), CopyError::NotAlone));
         }
-        if part.is_empty() {
-            return Err((Some(part), CopyError::Refused(Refusal::Empty)));
+        if slice.is_empty() {
+            return Err((Some(slice), CopyError::Refused(Refusal::Empty)));
         }
-        let access = if direction == Direction::ToHost { Access::WRITE } else { Access::READ };
-        let longest = self.piece().min(usize::try_from(queue.limits().max_len).unwrap_or(usize::MAX));
-        // Parts that are done, joined; and those that are not even begun.
-        let (mut front, mut rest): (Option<BufferSlice>, Option<BufferSlice>) = (None, Some(part));
+        let access = direction.host_access();
+        let longest = self.fragment().min(usize::try_from(queue.limits().max_len).unwrap_or(usize::MAX));
+        // The fragments that are done, joined; and the rest that was not submitted.
+        let (mut front, mut rest): (Option<BufferSlice>, Option<BufferSlice>) = (None, Some(slice));
         let (mut begun, mut bytes, mut failed) = (0u64, 0, None);
-        let mut ended: Vec<Ended> = Vec::new();
+        let mut done: Vec<Completion> = Vec::new();
         loop {
             while failed.is_none()
                 && queue.in_flight() < queue.limits().capacity.min(2)
-                && let Some(part) = rest.take().filter(|p| !p.is_empty())
+                && let Some(slice) = rest.take().filter(|slice| !slice.is_empty())
             {
-                // To the next multiple of a piece in the buffer, so that a second time finds the same ranges.
-                let len = (longest - part.offset() % longest).min(part.len());
-                let range = part.offset()..part.offset() + len;
-                let via = match self.get(&part.share(), range, access) {
+                // To the next multiple in the buffer, so that a second copy finds the same ranges.
+                let len = (longest - slice.offset() % longest).min(slice.len());
+                let range = slice.offset()..slice.offset() + len;
+                let via = match self.get(&slice.share(), range, access) {
                     Ok(via) => via,
                     Err(RegistryError::Busy { .. }) if queue.in_flight() > 0 => {
-                        rest = Some(part); // the piece in flight is in the way
+                        rest = Some(slice); // the fragment in flight holds what would be evicted
                         break;
                     }
                     Err(e) => {
                         failed = Some(CopyError::Register(e));
-                        rest = Some(part);
+                        rest = Some(slice);
                         break;
                     }
                 };
-                let (piece, after) = part.split_at(len).expect("no longer than the part");
-                // A place past the top is the queue's to refuse.
+                let (front_slice, after) = slice.split_at(len).expect("no longer than the slice");
+                // The queue refuses an address past the top.
                 let to = at.advance(begun).unwrap_or(at);
-                match queue.enqueue(Operation::copy(direction, piece, via, to).hint(cache)) {
+                match queue.submit(Operation::copy(direction, (front_slice, via), to).hint(cache)) {
                     Ok(_ticket) => {
                         begun += len as u64;
                         rest = Some(after);
                     }
-                    Err(Rejected { operation, reason }) => {
-                        let piece = operation.into_parts().pop().map(|h| h.part);
-                        rest = piece.and_then(|piece| piece.join(after).ok());
+                    Err(Refused { operation, reason }) => {
+                        rest = operation.into_slice().and_then(|slice| slice.join(after).ok());
                         failed = Some(CopyError::Refused(reason));
                     }
                 }
@@ -340,23 +343,22 @@ impl<B: HostBus> Registry<B> {
             if queue.in_flight() == 0 {
                 break;
             }
-            if queue.wait(&mut ended, timeout) == 0 {
+            if queue.wait(&mut done, timeout) == 0 {
                 return Err((None, CopyError::TimedOut(timeout)));
             }
-            // In the order in which they were enqueued.
-            for Ended { operation, result, bytes: done, .. } in ended.drain(..) {
+            // In the order of their submission: `copy` asks for an ordered queue.
+            for Completion { operation, result, bytes: moved, .. } in done.drain(..) {
                 if failed.is_none() {
-                    bytes += done;
+                    bytes += moved;
                 }
                 if let Err(error) = result
                     && failed.is_none()
                 {
                     failed = Some(CopyError::Failed { error, bytes });
                 }
-                let piece = operation.into_parts().pop().map(|h| h.part);
-                front = match (front.take(), piece) {
-                    (Some(front), Some(piece)) => front.join(piece).ok(),
-                    (front, piece) => front.or(piece),
+                front = match (front.take(), operation.into_slice()) {
+                    (Some(front), Some(slice)) => front.join(slice).ok(),
+                    (front, slice) => front.or(slice),
                 };
             }
         }

@@ -1,484 +1,544 @@
-//! One queue for many threads: handles, classes of priority, futures.
+//! One queue for many threads and tasks.
 //!
-//! A queue belongs to one thread. [`Shared`] puts it behind a lock. What is submitted waits in one list for each
-//! [`Class`] and goes to the queue as far as that is not full of it already: the classes only mean something as long as what is more
-//! urgent has little in front of it. Whoever polls or waits, by a handle or by a [`Pending`], does so for all: it feeds the queue,
-//! collects what has ended, puts it where its owner finds it, and wakes the owner's task. There is no thread behind this.
+//! A queue belongs to one thread. A [`SharedQueue`] puts it behind a lock and hands out [`SharedHandle`]s, which are queues
+//! themselves. Whoever polls a handle polls for all, and no thread waits for another one that polls: submitted operations lie in
+//! lists, one for each [`Class`], until the next poll moves them into the queue; completions lie in the inbox of their handle. The
+//! two locks are taken in one order: the queue's first, then that of lists and inboxes, which is held for moments only.
 
-use std::collections::{HashMap, VecDeque};
-use std::future::Future;
-use std::os::fd::OwnedFd;
-use std::pin::Pin;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError, TryLockError};
+use std::collections::VecDeque;
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError, TryLockError};
 use std::task::{Context, Poll, Waker};
 use std::time::{Duration, Instant};
 
-use crate::{Cancelled, Ended, OpError, Operation, Queue, Refusal, Rejected, Stats, Ticket};
+use crate::{
+    Abilities, Cancelled, Completion, Limits, OpError, Operation, Queue, RELEASE_TIMEOUT, Refusal, Refused, Stats,
+    Ticket,
+};
 
-/// How urgent an operation is.
+/// The urgency of the operations of a handle.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug, Default)]
 pub enum Class {
-    /// Before everything else.
+    /// Before all others.
     High,
-    /// As ever.
+    /// The usual.
     #[default]
     Normal,
-    /// When nothing else waits, and once in a while all the same.
+    /// After all others, except for one operation in sixteen.
     Low,
 }
 
 const CLASSES: usize = 3;
-/// One operation in so many comes from the least urgent class that has any: nothing starves.
+/// One operation in so many comes from the least urgent class that has any, so that none starves.
 const FAIR_EVERY: u64 = 16;
-/// A waiter's sleep between polls, once it has spun and yielded for nothing.
+/// Polls of a waiting handle before its first sleep, and how long it sleeps.
+const SPINS: u32 = 64;
 const NAP: Duration = Duration::from_micros(50);
+/// How long dropped handles wait for something to end.
+const DROP_TIMEOUT: Duration = Duration::from_millis(if cfg!(test) { 500 } else { 10_000 });
 
-/// A queue shared by any number of threads, as one of its handles. Clones are handles to the same queue.
-///
-/// The queue is dropped, and so drained, with the last handle and the last [`Pending`].
-pub struct Shared<Q: Queue>(Arc<Inner<Q>>);
-
-struct Inner<Q> {
-    state: Mutex<State<Q>>,
+/// The capacity of a [`SharedQueue`].
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct SharedLimits {
+    /// Operations that the queue has at most, or its own capacity. An urgent operation waits for these, so few make classes
+    /// effective; too few let the device run dry.
+    pub inside: usize,
+    /// Operations of all handles together, those in the queue included.
+    pub total: usize,
 }
 
-struct State<Q> {
+impl Default for SharedLimits {
+    /// 64 in the queue, 1024 in all.
+    fn default() -> Self {
+        Self { inside: 64, total: 1024 }
+    }
+}
+
+/// A queue that any number of threads and tasks use, each through a [`SharedHandle`]. Clones share the same queue, which is dropped
+/// with the last clone and the last handle.
+pub struct SharedQueue<Q: Queue>(Arc<Inner<Q>>);
+
+struct Inner<Q: Queue> {
+    limits: Limits,
+    inside: usize,
+    abilities: Abilities,
+    event: OnceLock<Option<OwnedFd>>,
+    back: Mutex<Back<Q>>,
+    front: Mutex<Front<Q::Addr>>,
+}
+
+/// Locked while the queue is polled.
+struct Back<Q: Queue> {
     queue: Q,
-    window: usize,
-    waiting: [VecDeque<Waiting>; CLASSES],
-    places: HashMap<u64, Place>,
-    /// By the queue's tickets.
-    flying: HashMap<Ticket, u64>,
-    next: u64,
-    limit: usize,
-    fed: u64,
-    ended: Vec<Ended>,
-    full: u64,
-    /// Somebody polls without being asked: futures need not wake themselves.
-    driven: bool,
-    /// Of tasks whose operation has ended, to be woken without the lock: a waker may run its task at once.
-    woken: Vec<Waker>,
-}
-
-struct Waiting {
-    id: u64,
-    operation: Operation,
-}
-
-/// What has become of an operation.
-enum Place {
-    Waiting {
-        class: Class,
-        waker: Option<Waker>,
-    },
-    Flying {
-        ticket: Ticket,
-        waker: Option<Waker>,
-    },
-    /// Nobody wants to know.
-    Forgotten,
-    Ended(Box<Ended>),
-}
-
-/// An operation on its way through a [`Shared`] queue: to be polled, waited for, awaited, or dropped.
-///
-/// It is a [`Future`] for any executor: the task is woken by whoever collects the operation's end. Each time it is polled it polls for all,
-/// and asks to be polled again, so that it ends whether or not anybody else polls; with [`Shared::set_driven`] it leaves
-/// that to whoever said so.
-///
-/// Dropping it lets the operation go on; its memory is dropped when it has ended.
-#[must_use = "dropping it drops the buffers when the operation has ended"]
-pub struct Pending<Q: Queue> {
-    inner: Arc<Inner<Q>>,
-    id: u64,
-    done: bool,
-}
-
-impl<Q: Queue> Shared<Q> {
-    /// Shares a queue. At most `limit` operations may wait outside of it.
-    ///
-    /// # Panics
-    /// When the queue has operations in flight.
-    pub fn new(queue: Q, limit: usize) -> Self {
-        assert_eq!(queue.in_flight(), 0, "a shared queue is nobody else's");
-        // Few enough that an urgent operation is soon at the front, many enough that the device does not run dry.
-        let window = queue.limits().capacity.min(64);
-        let state = State {
-            queue,
-            window,
-            waiting: Default::default(),
-            places: HashMap::new(),
-            flying: HashMap::new(),
-            next: 0,
-            limit,
-            fed: 0,
-            ended: Vec::new(),
-            full: 0,
-            driven: false,
-            woken: Vec::new(),
-        };
-        Self(Arc::new(Inner { state: Mutex::new(state) }))
-    }
-
-    /// Accepts an operation; the next poll of anybody gives it to the queue.
-    ///
-    /// # Errors
-    /// [`Rejected`]: [`Refusal::Full`] when as many wait as may; what [`Operation::check`] says; [`Refusal::Unable`]. What only the queue itself finds wrong
-    /// ends the operation with [`OpError::Stopped`].
-    pub fn submit(&self, class: Class, operation: Operation) -> Result<Pending<Q>, Rejected> {
-        let mut state = self.0.lock();
-        let missing = operation.needs() - state.queue.abilities();
-        let reason = match operation.check() {
-            _ if !missing.is_empty() => Refusal::Unable(missing),
-            Err(reason) => reason,
-            Ok(()) if state.waiting.iter().map(VecDeque::len).sum::<usize>() >= state.limit => {
-                state.full += 1;
-                Refusal::Full
-            }
-            Ok(()) => {
-                let id = state.next;
-                state.next += 1;
-                state.places.insert(id, Place::Waiting { class, waker: None });
-                state.waiting[class as usize].push_back(Waiting { id, operation });
-                return Ok(Pending { inner: self.0.clone(), id, done: false });
-            }
-        };
-        Err(Rejected { operation, reason })
-    }
-
-    /// Feeds the queue, lets it work, and hands out what has ended; says how many operations that were. Returns at once when another
-    /// thread is doing that.
-    pub fn poll(&self) -> usize {
-        let mut state = match self.0.state.try_lock() {
-            Ok(state) => state,
-            Err(TryLockError::Poisoned(poisoned)) => poisoned.into_inner(),
-            Err(TryLockError::WouldBlock) => return 0,
-        };
-        let n = state.turn();
-        release(state);
-        n
-    }
-
-    /// Operations that were accepted and have not ended.
-    pub fn in_flight(&self) -> usize {
-        let state = self.0.lock();
-        state.flying.len() + state.waiting.iter().map(VecDeque::len).sum::<usize>()
-    }
-
-    /// The queue's counters, refusals of this layer included.
-    pub fn stats(&self) -> Stats {
-        let state = self.0.lock();
-        let mut stats = state.queue.stats();
-        stats.full += state.full;
-        stats
-    }
-
-    /// Says whether somebody polls without being asked (a thread, a loop around [`Shared::event`]). Then a [`Pending`] that is awaited sleeps until
-    /// that wakes it, instead of keeping its executor busy.
-    pub fn set_driven(&self, driven: bool) {
-        let mut state = self.0.lock();
-        state.driven = driven;
-        if !driven {
-            // Whoever sleeps has to poll again.
-            let State { places, woken, .. } = &mut *state;
-            woken.extend(places.values_mut().filter_map(|place| match place {
-                Place::Waiting { waker, .. } | Place::Flying { waker, .. } => waker.take(),
-                Place::Forgotten | Place::Ended(_) => None,
-            }));
-        }
-        release(state);
-    }
-
-    /// A file descriptor to wait for, as [`Queue::event`].
-    pub fn event(&self) -> Option<OwnedFd> {
-        self.0.lock().queue.event().and_then(|fd| fd.try_clone_to_owned().ok())
-    }
-
-    /// Gives the queue what it may have and asks for an event, as [`Queue::arm`]. False: poll instead of waiting.
-    pub fn arm(&self) -> bool {
-        let mut state = self.0.lock();
-        state.feed();
-        let armed = state.queue.arm();
-        release(state);
-        armed
-    }
-
-    /// Lets `f` use the queue, for what is not passed on here: time-outs, stopping, events. It must neither enqueue nor collect.
-    pub fn with_queue<T>(&self, f: impl FnOnce(&mut Q) -> T) -> T {
-        f(&mut self.0.lock().queue)
-    }
-
-    /// Polls until nothing is in flight or the time is up; true when nothing is.
-    pub fn drain(&self, timeout: Duration) -> bool {
-        let mut patience = Patience::new(timeout);
-        while self.in_flight() > 0 {
-            let collected = self.poll();
-            if !patience.pause(collected > 0) {
-                return false;
-            }
-        }
-        true
-    }
-}
-
-/// Pauses between polls, ever longer, without the lock: spins, gives the processor away, sleeps.
-struct Patience {
+    /// The operations in the queue, oldest first: its ticket, ours, and the handle.
+    owners: VecDeque<(Ticket, Ticket, usize)>,
+    scratch: Vec<Completion<Q::Addr>>,
+    /// Until when dropped handles wait, all together.
     deadline: Option<Instant>,
-    idle: u32,
 }
 
-impl Patience {
-    fn new(timeout: Duration) -> Self {
-        Self { deadline: Instant::now().checked_add(timeout), idle: 0 }
-    }
+/// Locked for moments.
+struct Front<A> {
+    /// Submitted operations that the queue has not got yet, oldest first.
+    waiting: [VecDeque<Waiting<A>>; CLASSES],
+    handles: Vec<Inbox<A>>,
+    free: Vec<usize>,
+    next: u64,
+    in_flight: usize,
+    /// Operations that the queue was given, for the rule of [`FAIR_EVERY`].
+    given: u64,
+    /// Refusals because of [`SharedLimits::total`], and operations taken back before the queue had them.
+    full: u64,
+    taken_back: u64,
+    halted: Option<String>,
+    /// Another thread polls without being asked: tasks need not keep themselves awake.
+    driven: bool,
+}
 
-    /// False when the time is up.
-    fn pause(&mut self, worked: bool) -> bool {
-        self.idle = if worked { 0 } else { self.idle + 1 };
-        match self.idle {
-            0 => return true,
-            1..100 => std::hint::spin_loop(),
-            100..200 => std::thread::yield_now(),
-            _ => std::thread::sleep(NAP),
-        }
-        self.deadline.is_none_or(|deadline| Instant::now() < deadline)
+struct Waiting<A> {
+    ticket: Ticket,
+    handle: usize,
+    operation: Operation<A>,
+}
+
+/// What belongs to one handle.
+struct Inbox<A> {
+    completions: VecDeque<Completion<A>>,
+    /// Operations that have not ended.
+    in_flight: usize,
+    waker: Option<Waker>,
+    /// The handle is gone: completions are dropped.
+    detached: bool,
+}
+
+impl<A> Default for Inbox<A> {
+    fn default() -> Self {
+        Self { completions: VecDeque::new(), in_flight: 0, waker: None, detached: false }
     }
 }
 
-impl<Q: Queue> Clone for Shared<Q> {
+/// A handle of a [`SharedQueue`]: a queue with its own operations and completions.
+///
+/// A refusal that only the queue itself can give ends the operation with [`OpError::Refused`]. [`Queue::stop`],
+/// [`Queue::restart`] and [`Queue::set_timeout`] are for all handles, [`Queue::stats`] of all. A fence is for the operations of
+/// handles of the same class.
+///
+/// Tasks await completions by [`SharedHandle::next`]. A dropped handle waits for its operations, as every queue does, but no longer
+/// than something ends every ten seconds; [`SharedHandle::detach`] does not wait.
+pub struct SharedHandle<Q: Queue> {
+    shared: SharedQueue<Q>,
+    class: Class,
+    number: usize,
+    /// Accepted and not given back.
+    in_flight: usize,
+}
+
+impl<Q: Queue> Clone for SharedQueue<Q> {
     fn clone(&self) -> Self {
         Self(self.0.clone())
     }
 }
 
-/// Unlocks, then wakes.
-fn release<Q>(mut state: MutexGuard<'_, State<Q>>) {
-    let woken = std::mem::take(&mut state.woken);
-    drop(state);
-    woken.into_iter().for_each(Waker::wake);
-}
-
-impl<Q> Inner<Q> {
-    fn lock(&self) -> MutexGuard<'_, State<Q>> {
-        // What a panic elsewhere left is consistent: every operation is in one place.
-        self.state.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-}
-
-impl<Q: Queue> State<Q> {
-    /// One round.
-    fn turn(&mut self) -> usize {
-        self.feed();
-        let mut ended = std::mem::take(&mut self.ended);
-        self.queue.poll(&mut ended);
-        let n = ended.len();
-        for end in ended.drain(..) {
-            if let Some(id) = self.flying.remove(&end.ticket) {
-                self.settle(id, end);
-            }
-        }
-        self.ended = ended;
-        if n > 0 {
-            self.feed();
-            self.queue.doorbell();
-        }
-        n
+impl<Q: Queue> SharedQueue<Q> {
+    /// Shares a queue.
+    ///
+    /// # Panics
+    /// When the queue has operations in flight.
+    pub fn new(queue: Q, limits: SharedLimits) -> Self {
+        assert_eq!(queue.in_flight(), 0, "a shared queue needs its queue for itself");
+        let Limits { capacity, max_len } = queue.limits();
+        let front = Front {
+            waiting: Default::default(),
+            handles: Vec::new(),
+            free: Vec::new(),
+            next: 0,
+            in_flight: 0,
+            given: 0,
+            full: 0,
+            taken_back: 0,
+            halted: queue.halted(),
+            driven: false,
+        };
+        Self(Arc::new(Inner {
+            limits: Limits { capacity: limits.total, max_len },
+            inside: limits.inside.min(capacity),
+            // Classes change the order of operations of different handles only.
+            abilities: queue.abilities(),
+            event: OnceLock::new(),
+            back: Mutex::new(Back { queue, owners: VecDeque::new(), scratch: Vec::new(), deadline: None }),
+            front: Mutex::new(front),
+        }))
     }
 
-    /// Puts the end of an operation where its owner looks.
-    fn settle(&mut self, id: u64, end: Ended) {
-        match self.places.insert(id, Place::Ended(Box::new(end))) {
-            Some(Place::Forgotten) => {
-                self.places.remove(&id);
-            }
-            Some(Place::Waiting { waker, .. } | Place::Flying { waker, .. }) => {
-                self.woken.extend(waker);
-            }
-            Some(Place::Ended(_)) | None => {}
-        }
+    /// A new handle, for operations of this class.
+    pub fn handle(&self, class: Class) -> SharedHandle<Q> {
+        let mut front = self.front();
+        let number = front.free.pop().unwrap_or_else(|| {
+            front.handles.push(Inbox::default());
+            front.handles.len() - 1
+        });
+        drop(front);
+        SharedHandle { shared: self.clone(), class, number, in_flight: 0 }
     }
 
-    /// The class whose turn it is.
-    fn turn_of(&self) -> Option<usize> {
-        let mut classes = 0..CLASSES;
-        let some = |c: &usize| !self.waiting[*c].is_empty();
-        if self.fed % FAIR_EVERY == FAIR_EVERY - 1 { classes.rfind(some) } else { classes.find(some) }
+    /// Operations of all handles that have not ended.
+    pub fn in_flight(&self) -> usize {
+        self.front().in_flight
+    }
+
+    /// Gives the queue what waits, lets it work, and puts completions into inboxes; says how many. Returns at once when another
+    /// thread is doing that.
+    pub fn poll(&self) -> usize {
+        let mut back = match self.0.back.try_lock() {
+            Ok(back) => back,
+            Err(TryLockError::Poisoned(poisoned)) => poisoned.into_inner(),
+            Err(TryLockError::WouldBlock) => return 0,
+        };
+        let mut wakers = self.feed(&mut back);
+        let Back { queue, owners, scratch, deadline } = &mut *back;
+        queue.poll(scratch);
+        let ended = scratch.len();
+        if ended > 0 {
+            *deadline = None;
+            let mut front = self.front();
+            for completion in scratch.drain(..) {
+                let place = owners.iter().position(|(theirs, ..)| *theirs == completion.ticket);
+                let Some((_, ticket, handle)) = place.and_then(|place| owners.remove(place)) else { continue };
+                wakers.extend(front.end(handle, Completion { ticket, ..completion }));
+            }
+            drop(front);
+            // The queue has room again.
+            wakers.extend(self.feed(&mut back));
+            back.queue.flush();
+        }
+        let halted = back.queue.halted();
+        if halted.is_some() {
+            self.front().halted = halted;
+        }
+        drop(back);
+        // Without a lock: a waker may run its task at once.
+        wakers.into_iter().for_each(Waker::wake);
+        ended
+    }
+
+    /// Says whether a thread polls without being asked (one around [`SharedQueue::poll`], or with the [`Queue::event`] of a handle).
+    /// Then tasks that await completions sleep until that wakes them, instead of keeping their executor busy.
+    pub fn set_driven(&self, driven: bool) {
+        let mut front = self.front();
+        front.driven = driven;
+        // Tasks that sleep have to poll again.
+        let sleepers: Vec<Waker> = match driven {
+            true => Vec::new(),
+            false => front.handles.iter_mut().filter_map(|inbox| inbox.waker.take()).collect(),
+        };
+        drop(front);
+        sleepers.into_iter().for_each(Waker::wake);
     }
 
     /// Gives the queue what it may have of what waits.
-    fn feed(&mut self) {
-        while self.queue.in_flight() < self.window
-            && let Some(class) = self.turn_of()
-            && let Some(Waiting { id, operation }) = self.waiting[class].pop_front()
-        {
-            match self.queue.enqueue(operation) {
-                Ok(ticket) => {
-                    self.fed += 1;
-                    self.flying.insert(ticket, id);
-                    if let Some(place) = self.places.get_mut(&id)
-                        && let Place::Waiting { waker, .. } = place
-                    {
-                        *place = Place::Flying { ticket, waker: waker.take() };
-                    }
-                }
-                Err(Rejected { operation, reason: Refusal::Full }) => {
-                    self.waiting[class].push_front(Waiting { id, operation });
-                    return;
+    fn feed(&self, back: &mut Back<Q>) -> Vec<Waker> {
+        let mut wakers = Vec::new();
+        while back.queue.in_flight() < self.0.inside {
+            let Some((class, Waiting { ticket, handle, operation })) = self.front().pop() else { break };
+            match back.queue.submit(operation) {
+                Ok(theirs) => back.owners.push_back((theirs, ticket, handle)),
+                Err(Refused { operation, reason: Refusal::Full }) => {
+                    self.front().waiting[class].push_front(Waiting { ticket, handle, operation });
+                    break;
                 }
                 // It was accepted before, so this is reported as its end.
-                Err(Rejected { operation, reason }) => {
-                    let result = Err(OpError::Stopped(reason.to_string()));
-                    self.settle(id, Ended { ticket: Ticket::new(u64::MAX), operation, result, bytes: 0 });
+                Err(Refused { operation, reason }) => {
+                    let result = Err(OpError::from(reason));
+                    wakers.extend(self.front().end(handle, Completion { ticket, operation, result, bytes: 0 }));
                 }
             }
         }
+        wakers
+    }
+
+    fn back(&self) -> MutexGuard<'_, Back<Q>> {
+        // A panic elsewhere leaves it consistent: every operation is in one place.
+        self.0.back.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn front(&self) -> MutexGuard<'_, Front<Q::Addr>> {
+        self.0.front.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
-impl<Q: Queue> Pending<Q> {
-    /// The operation when it has ended, after one poll for all; `None` while it has not.
-    ///
-    /// # Panics
-    /// When it was given out before.
-    pub fn poll_once(&mut self) -> Option<Ended> {
-        let inner = self.inner.clone();
-        let mut state = inner.lock();
-        if let Some(end) = self.take(&mut state) {
-            return Some(end);
-        }
-        state.turn();
-        let end = self.take(&mut state);
-        release(state);
-        end
+impl<A> Front<A> {
+    /// The operation whose turn it is.
+    fn pop(&mut self) -> Option<(usize, Waiting<A>)> {
+        let mut classes = 0..CLASSES;
+        let some = |class: &usize| !self.waiting[*class].is_empty();
+        let fair = self.given % FAIR_EVERY == FAIR_EVERY - 1;
+        let class = if fair { classes.rfind(some) } else { classes.find(some) }?;
+        self.given += 1;
+        Some((class, self.waiting[class].pop_front()?))
     }
 
-    /// Waits for the operation.
-    ///
-    /// # Errors
-    /// Itself when the time was not enough.
-    pub fn wait(mut self, timeout: Duration) -> Result<Ended, Self> {
-        let mut patience = Patience::new(timeout);
-        let inner = self.inner.clone();
-        loop {
-            let mut state = inner.lock();
-            let collected = state.turn();
-            let end = self.take(&mut state);
-            release(state);
-            match end {
-                Some(end) => return Ok(end),
-                None if patience.pause(collected > 0) => {}
-                None => return Err(self),
-            }
+    /// Delivers a completion, and gives the waker of the task that waits for it.
+    fn end(&mut self, handle: usize, completion: Completion<A>) -> Option<Waker> {
+        self.in_flight -= 1;
+        let inbox = &mut self.handles[handle];
+        inbox.in_flight -= 1;
+        if !inbox.detached {
+            inbox.completions.push_back(completion);
+            return inbox.waker.take();
         }
+        if inbox.in_flight == 0 {
+            self.release(handle);
+        }
+        None
     }
 
-    /// Takes the operation back when the device has not been told of it; else asks for its end.
-    ///
-    /// # Errors
-    /// Itself when it was not taken back: it ends as it would have, or with [`OpError::Cancelled`].
-    pub fn cancel(mut self) -> Result<Operation, Self> {
-        let inner = self.inner.clone();
-        let mut state = inner.lock();
-        let taken = match state.places.get(&self.id) {
-            Some(Place::Waiting { class, .. }) => {
-                let class = *class as usize;
-                let list = &mut state.waiting[class];
-                let place = list.iter().position(|w| w.id == self.id);
-                place.and_then(|place| list.remove(place)).map(|w| w.operation)
-            }
-            Some(Place::Flying { ticket, .. }) => {
-                let ticket = *ticket;
-                match state.queue.cancel(ticket) {
-                    Cancelled::TakenBack(operation) => {
-                        state.flying.remove(&ticket);
-                        Some(operation)
-                    }
-                    _ => None,
-                }
-            }
-            _ => None,
-        };
-        match taken {
-            Some(operation) => {
-                state.places.remove(&self.id);
-                self.done = true;
-                drop(state);
-                Ok(operation)
-            }
-            None => {
-                drop(state);
-                Err(self)
-            }
-        }
-    }
-
-    /// Its end, if that has come.
-    fn take(&mut self, state: &mut State<Q>) -> Option<Ended> {
-        assert!(!self.done, "an operation ends once");
-        match state.places.get(&self.id) {
-            Some(Place::Ended(_)) => {}
-            _ => return None,
-        }
-        self.done = true;
-        match state.places.remove(&self.id) {
-            Some(Place::Ended(end)) => Some(*end),
-            _ => None,
-        }
+    fn release(&mut self, handle: usize) {
+        self.handles[handle] = Inbox::default();
+        self.free.push(handle);
     }
 }
 
-impl<Q: Queue> Future for Pending<Q> {
-    type Output = Ended;
+impl<Q: Queue> SharedHandle<Q> {
+    /// The shared queue, for further handles.
+    pub fn shared(&self) -> &SharedQueue<Q> {
+        &self.shared
+    }
 
-    fn poll(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Ended> {
-        let inner = self.inner.clone();
-        let mut state = inner.lock();
-        // Known before the poll, which may be the one that ends it.
-        if let Some(Place::Waiting { waker, .. } | Place::Flying { waker, .. }) = state.places.get_mut(&self.id)
-            && !waker.as_ref().is_some_and(|known| known.will_wake(cx.waker()))
-        {
+    /// The next completion of this handle, for any executor; `None` when nothing is in flight.
+    ///
+    /// Each time it is polled it polls for all, and asks to be polled again, so that operations end whether or not others poll;
+    /// with [`SharedQueue::set_driven`] it sleeps until a completion has come. Dropping the future loses nothing.
+    pub async fn next(&mut self) -> Option<Completion<Q::Addr>> {
+        std::future::poll_fn(|cx| self.poll_next(cx)).await
+    }
+
+    fn poll_next(&mut self, cx: &mut Context<'_>) -> Poll<Option<Completion<Q::Addr>>> {
+        if self.in_flight == 0 {
+            return Poll::Ready(None);
+        }
+        let mut front = self.shared.front();
+        // Registered before the poll, which may be the one that ends the operation.
+        let waker = &mut front.handles[self.number].waker;
+        if !waker.as_ref().is_some_and(|known| known.will_wake(cx.waker())) {
             *waker = Some(cx.waker().clone());
         }
-        state.turn();
-        let end = self.take(&mut state);
-        let driven = state.driven;
-        release(state);
-        match end {
-            Some(end) => Poll::Ready(end),
+        drop(front);
+        self.shared.poll();
+        let mut front = self.shared.front();
+        if let Some(completion) = front.handles[self.number].completions.pop_front() {
+            self.in_flight -= 1;
+            return Poll::Ready(Some(completion));
+        }
+        let driven = front.driven;
+        drop(front);
+        if !driven {
+            cx.waker().wake_by_ref();
+        }
+        Poll::Pending
+    }
+
+    /// Drops the handle without waiting: its operations go on, and their memory is dropped when they have ended.
+    pub fn detach(mut self) {
+        self.leave();
+    }
+
+    fn leave(&mut self) {
+        let mut front = self.shared.front();
+        let inbox = &mut front.handles[self.number];
+        (inbox.detached, inbox.waker) = (true, None);
+        let dropped = std::mem::take(&mut inbox.completions);
+        if inbox.in_flight == 0 {
+            front.release(self.number);
+        }
+        drop(front);
+        drop(dropped);
+        self.in_flight = 0;
+    }
+
+    fn collect(&mut self, done: &mut Vec<Completion<Q::Addr>>) -> usize {
+        let mut front = self.shared.front();
+        let inbox = &mut front.handles[self.number].completions;
+        let n = inbox.len();
+        done.extend(inbox.drain(..));
+        self.in_flight -= n;
+        n
+    }
+}
+
+impl<Q: Queue> Queue for SharedHandle<Q> {
+    type Addr = Q::Addr;
+
+    fn limits(&self) -> Limits {
+        self.shared.0.limits
+    }
+
+    fn abilities(&self) -> Abilities {
+        self.shared.0.abilities
+    }
+
+    fn in_flight(&self) -> usize {
+        self.in_flight
+    }
+
+    fn submit(&mut self, operation: Operation<Q::Addr>) -> Result<Ticket, Refused<Q::Addr>> {
+        if let Err(reason) = operation.admit(self.shared.0.abilities, self.shared.0.limits) {
+            return Err(Refused { operation, reason });
+        }
+        let mut front = self.shared.front();
+        let reason = match () {
+            () if front.halted.is_some() => Refusal::Stopped(front.halted.clone().unwrap_or_default()),
+            () if front.in_flight >= self.shared.0.limits.capacity => {
+                front.full += 1;
+                Refusal::Full
+            }
+            () => {
+                let ticket = Ticket::new(front.next);
+                front.next += 1;
+                front.in_flight += 1;
+                front.handles[self.number].in_flight += 1;
+                let handle = self.number;
+                front.waiting[self.class as usize].push_back(Waiting { ticket, handle, operation });
+                self.in_flight += 1;
+                return Ok(ticket);
+            }
+        };
+        Err(Refused { operation, reason })
+    }
+
+    /// Leaves it to another thread that is polling.
+    fn flush(&mut self) {
+        if let Ok(mut back) = self.shared.0.back.try_lock() {
+            let wakers = self.shared.feed(&mut back);
+            back.queue.flush();
+            drop(back);
+            wakers.into_iter().for_each(Waker::wake);
+        }
+    }
+
+    fn poll(&mut self, done: &mut Vec<Completion<Q::Addr>>) -> usize {
+        self.shared.poll();
+        self.collect(done)
+    }
+
+    fn wait(&mut self, done: &mut Vec<Completion<Q::Addr>>, timeout: Duration) -> usize {
+        let deadline = Instant::now().checked_add(timeout);
+        let mut spins = 0;
+        loop {
+            let n = self.poll(done);
+            if n > 0 || self.in_flight == 0 || deadline.is_some_and(|d| Instant::now() >= d) {
+                return n;
+            }
+            spins += 1;
+            // Without a lock: others submit meanwhile.
+            if spins > SPINS { std::thread::sleep(NAP) } else { std::thread::yield_now() }
+        }
+    }
+
+    fn halted(&self) -> Option<String> {
+        self.shared.front().halted.clone()
+    }
+
+    fn stop(&mut self, why: &str) {
+        let mut back = self.shared.back();
+        back.queue.stop(why);
+        let halted = back.queue.halted();
+        self.shared.front().halted = halted;
+    }
+
+    fn restart(&mut self) -> bool {
+        let mut back = self.shared.back();
+        let runs = back.queue.restart();
+        if runs {
+            self.shared.front().halted = None;
+        }
+        runs
+    }
+
+    fn cancel(&mut self, ticket: Ticket) -> Cancelled<Q::Addr> {
+        let mut back = self.shared.back();
+        let mut front = self.shared.front();
+        let list = &mut front.waiting[self.class as usize];
+        let ours = |waiting: &Waiting<Q::Addr>| waiting.ticket == ticket && waiting.handle == self.number;
+        let taken = match list.iter().position(ours).and_then(|place| list.remove(place)) {
+            Some(waiting) => {
+                front.taken_back += 1;
+                waiting.operation
+            }
             None => {
-                if !driven {
-                    cx.waker().wake_by_ref();
+                let Back { queue, owners, .. } = &mut *back;
+                let owner = |(_, ours, handle): &(Ticket, Ticket, usize)| *ours == ticket && *handle == self.number;
+                let Some(place) = owners.iter().position(owner) else {
+                    let ended = front.handles[self.number].completions.iter().any(|c| c.ticket == ticket);
+                    return if ended { Cancelled::TooLate } else { Cancelled::Unknown };
+                };
+                match queue.cancel(owners[place].0) {
+                    Cancelled::TakenBack(operation) => {
+                        owners.remove(place);
+                        operation
+                    }
+                    other => return other,
                 }
-                Poll::Pending
             }
-        }
+        };
+        front.in_flight -= 1;
+        front.handles[self.number].in_flight -= 1;
+        self.in_flight -= 1;
+        Cancelled::TakenBack(taken)
+    }
+
+    fn set_timeout(&mut self, timeout: Option<Duration>) -> bool {
+        self.shared.back().queue.set_timeout(timeout)
+    }
+
+    fn stats(&self) -> Option<Stats> {
+        let mut stats = self.shared.back().queue.stats()?;
+        let front = self.shared.front();
+        // These it accepted, and ended without the queue.
+        stats.submitted += front.taken_back;
+        (stats.full, stats.cancelled) = (stats.full + front.full, stats.cancelled + front.taken_back);
+        Some(stats)
+    }
+
+    fn event(&self) -> Option<BorrowedFd<'_>> {
+        let dup = || self.shared.back().queue.event().and_then(|fd| fd.try_clone_to_owned().ok());
+        self.shared.0.event.get_or_init(dup).as_ref().map(AsFd::as_fd)
+    }
+
+    fn arm(&mut self) -> bool {
+        let mut back = self.shared.back();
+        let wakers = self.shared.feed(&mut back);
+        let armed = back.queue.arm();
+        drop(back);
+        let ended = !wakers.is_empty() || !self.shared.front().handles[self.number].completions.is_empty();
+        wakers.into_iter().for_each(Waker::wake);
+        armed && !ended
     }
 }
 
-impl<Q: Queue> Drop for Pending<Q> {
+impl<Q: Queue> Drop for SharedHandle<Q> {
     fn drop(&mut self) {
-        if self.done {
-            return;
-        }
-        let mut state = self.inner.lock();
-        match state.places.get_mut(&self.id) {
-            Some(Place::Ended(_)) => {
-                state.places.remove(&self.id);
+        let mut done = Vec::new();
+        while self.in_flight > 0 {
+            let now = Instant::now();
+            let timeout = if self.halted().is_some() { DROP_TIMEOUT.min(RELEASE_TIMEOUT) } else { DROP_TIMEOUT };
+            if now >= *self.shared.back().deadline.get_or_insert(now + timeout) {
+                break;
             }
-            Some(place) => *place = Place::Forgotten,
-            None => {}
+            self.wait(&mut done, Duration::from_millis(100));
+            done.clear();
         }
+        self.leave();
     }
 }
 
-impl<Q: Queue> std::fmt::Debug for Pending<Q> {
+impl<Q: Queue> std::fmt::Debug for SharedQueue<Q> {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        write!(f, "Pending({})", self.id)
+        write!(f, "SharedQueue({} in flight)", self.in_flight())
     }
 }
 
-impl<Q: Queue> std::fmt::Debug for Shared<Q> {
+impl<Q: Queue> std::fmt::Debug for SharedHandle<Q> {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        write!(f, "Shared({} in flight)", self.in_flight())
+        write!(f, "SharedHandle({:?}, {} in flight)", self.class, self.in_flight)
     }
 }

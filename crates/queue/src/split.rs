@@ -1,19 +1,22 @@
-//! Several channels driven as one.
+//! Several queues driven as one.
 
-use std::collections::HashMap;
+use std::collections::{BTreeMap, VecDeque};
 use std::time::{Duration, Instant};
 
 use dmalane_dma::BufferSlice;
 
-use crate::{Channel, Completion, Direction, Far, Limits, OpError, Piece, Policy, Refusal, Refused, Ticket, Transfer};
+use crate::{
+    Abilities, CacheHint, Completion, Direction, Fragment, HostSlice, Limits, OpError, Operation, Policy, Queue,
+    QueueAddr, Refusal, Refused, Registered, Ticket, Work,
+};
 
-/// Where a [`Split`] has the time from, for the rates that its policy measures.
+/// The clock of a [`Split`], for the rates that its policy measures.
 pub trait Clock: Send {
     /// The time since some fixed moment. Never goes back.
     fn now(&self) -> Duration;
 }
 
-/// The time that passes for everyone.
+/// The system's monotonic clock.
 #[derive(Clone, Copy, Debug)]
 pub struct WallClock(Instant);
 
@@ -30,91 +33,100 @@ impl Clock for WallClock {
     }
 }
 
-/// The longest sleep on one channel while others are at work too: as long as the smallest two pieces of a fast channel
-/// take (2 x 256 KiB at 12 GB/s), so that no channel runs dry for long.
+/// The longest sleep on one queue while others have operations in flight: the time of the two smallest fragments of a fast queue
+/// (2 x 256 KiB at 12 GB/s), so that no queue runs dry for long.
 const NAP: Duration = Duration::from_micros(50);
 
-/// Drives several channels as one: a [`Policy`] says which channel moves which piece of a transfer, and a transfer
-/// completes when its last piece has.
-pub struct Split<C: Channel, P, K = WallClock> {
-    channels: Vec<C>,
+/// Drives several queues as one: a [`Policy`] says which queue moves which fragment of a copy, and a copy ends when its last
+/// fragment has. Copies only.
+pub struct Split<Q: Queue, P, K = WallClock> {
+    queues: Vec<Q>,
     policy: P,
     clock: K,
-    parents: HashMap<u64, Parent<C::Far>>,
-    /// Per channel: its tickets, and the piece that each stands for.
-    children: Vec<HashMap<Ticket, Piece>>,
-    /// Per channel: a piece that it had no room for after all.
-    held: Vec<Option<(Piece, Transfer<C::Far>)>>,
-    /// Parents that miss nothing any more.
+    copies: BTreeMap<u64, Copy<Q::Addr>>,
+    /// Per queue: the fragments in flight, oldest first.
+    flying: Vec<VecDeque<(Ticket, Fragment)>>,
+    /// Per queue: a fragment that it had no room for.
+    held: Vec<Option<(Fragment, Operation<Q::Addr>)>>,
+    /// Copies whose fragments have all ended.
     ended: Vec<u64>,
     next: u64,
-    /// The channel that [`Channel::wait`] sleeps on next.
+    /// The queue that [`Queue::wait`] sleeps on next.
     nap: usize,
-    scratch: Vec<Completion<C::Far>>,
+    scratch: Vec<Completion<Q::Addr>>,
 }
 
-struct Parent<F> {
-    far: F,
+/// A copy in flight.
+struct Copy<A> {
+    at: A,
     direction: Direction,
-    /// What no channel was given yet, and what came back: each with its offset.
+    via: Option<Registered>,
+    cache: CacheHint,
+    /// What no queue was given yet, and what came back: each with its offset.
     waiting: Vec<(u64, BufferSlice)>,
     back: Vec<(u64, BufferSlice)>,
     missing: u64,
-    result: Result<(), OpError>,
+    /// The failure that lies first, and the bytes before it.
+    failed: Option<(u64, OpError)>,
 }
 
-impl<F> Parent<F> {
-    /// Takes a piece out of what is waiting.
-    fn take(&mut self, piece: &Piece) -> BufferSlice {
-        let holds = |(at, part): &(u64, BufferSlice)| (*at..*at + part.len() as u64).contains(&piece.offset);
+impl<A: QueueAddr> Copy<A> {
+    /// Takes a fragment out of what is waiting.
+    fn take(&mut self, fragment: &Fragment) -> Operation<A> {
+        let holds = |(at, slice): &(u64, BufferSlice)| (*at..*at + slice.len() as u64).contains(&fragment.offset);
         let i = self.waiting.iter().position(holds).expect("a policy hands out each byte once");
-        let (at, part) = self.waiting.swap_remove(i);
-        let (before, rest) = part.split_at((piece.offset - at) as usize).expect("the piece starts in this part");
-        let (part, after) = rest.split_at(piece.len as usize).expect("a policy hands out each byte once");
-        if !before.is_empty() {
+        let (at, mut slice) = self.waiting.swap_remove(i);
+        if at < fragment.offset {
+            let (before, rest) = slice.split_at((fragment.offset - at) as usize).expect("it starts in this slice");
             self.waiting.push((at, before));
+            slice = rest;
         }
-        if !after.is_empty() {
-            self.waiting.push((piece.offset + piece.len, after));
+        if fragment.len < slice.len() as u64 {
+            let (front, after) = slice.split_at(fragment.len as usize).expect("shorter than the slice");
+            self.waiting.push((fragment.offset + fragment.len, after));
+            slice = front;
         }
-        part
+        assert_eq!(slice.len() as u64, fragment.len, "a policy hands out each byte once");
+        let at = self.at.advance(fragment.offset).expect("within the copy, whose end was checked");
+        let host = HostSlice { slice, via: self.via.clone() };
+        Operation::copy(self.direction, host, at).hint(self.cache)
     }
 
-    /// All of the parts, joined again.
-    fn whole(&mut self) -> BufferSlice {
-        let mut parts = std::mem::take(&mut self.back);
-        parts.append(&mut self.waiting);
-        parts.sort_unstable_by_key(|(at, _)| *at);
-        let parts = parts.into_iter().map(|(_, part)| part);
-        parts.reduce(|a, b| a.join(b).expect("neighbours")).expect("a transfer is not empty")
+    /// The whole operation again.
+    fn into_operation(mut self) -> Operation<A> {
+        self.back.append(&mut self.waiting);
+        self.back.sort_unstable_by_key(|(at, _)| *at);
+        let slices = self.back.into_iter().map(|(_, slice)| slice);
+        let slice = slices.reduce(|a, b| a.join(b).expect("neighbours")).expect("a copy is not empty");
+        Operation::copy(self.direction, HostSlice { slice, via: self.via }, self.at).hint(self.cache)
     }
 }
 
-impl<C: Channel, P: Policy<C::Far>> Split<C, P> {
-    /// Drives `channels` as one.
+impl<Q: Queue, P: Policy> Split<Q, P> {
+    /// Drives `queues` as one.
     ///
     /// # Panics
-    /// When there are no channels, or one of them has operations in flight.
-    pub fn new(channels: Vec<C>, policy: P) -> Self {
-        Self::with_clock(channels, policy, WallClock::default())
+    /// When there are no queues, or one of them has operations in flight.
+    pub fn new(queues: Vec<Q>, policy: P) -> Self {
+        Self::with_clock(queues, policy, WallClock::default())
     }
 }
 
-impl<C: Channel, P: Policy<C::Far>, K: Clock> Split<C, P, K> {
-    /// As [`Split::new`], with a clock of one's own.
+impl<Q: Queue, P: Policy, K: Clock> Split<Q, P, K> {
+    /// As [`Split::new`], with another clock.
     ///
     /// # Panics
     /// As [`Split::new`].
-    pub fn with_clock(channels: Vec<C>, policy: P, clock: K) -> Self {
-        assert!(!channels.is_empty(), "a split needs a channel");
-        assert!(channels.iter().all(|c| c.in_flight() == 0), "a split needs its channels for itself");
-        let n = channels.len();
+    pub fn with_clock(queues: Vec<Q>, policy: P, clock: K) -> Self {
+        assert!(!queues.is_empty(), "a split needs a queue");
+        assert!(queues.iter().all(|q| q.in_flight() == 0), "a split needs its queues for itself");
+        let n = queues.len();
         Self {
-            channels,
+            queues,
             policy,
             clock,
-            parents: HashMap::new(),
-            children: (0..n).map(|_| HashMap::new()).collect(),
+            copies: BTreeMap::new(),
+            flying: (0..n).map(|_| VecDeque::new()).collect(),
             held: (0..n).map(|_| None).collect(),
             ended: Vec::new(),
             next: 0,
@@ -123,9 +135,9 @@ impl<C: Channel, P: Policy<C::Far>, K: Clock> Split<C, P, K> {
         }
     }
 
-    /// The channels.
-    pub fn channels(&self) -> &[C] {
-        &self.channels
+    /// The queues.
+    pub fn queues(&self) -> &[Q] {
+        &self.queues
     }
 
     /// The policy, with what it has learned.
@@ -133,48 +145,45 @@ impl<C: Channel, P: Policy<C::Far>, K: Clock> Split<C, P, K> {
         &self.policy
     }
 
-    /// Gives the channels what the policy has for them. `fresh` is a transfer that has only just arrived: when the first of
-    /// its pieces is refused, nothing of it is under way, and the reason is returned. When it is accepted, the rest waits for
-    /// the next poll: nothing begins before, and by then the policy knows what else has arrived.
+    /// Gives the queues what the policy has for them. `fresh` is a copy that was just submitted: when its first fragment is
+    /// refused, nothing of it is in flight, and the reason is returned. When that is accepted, the rest waits for the next poll:
+    /// nothing begins before, and by then the policy knows what else was submitted.
     fn feed(&mut self, fresh: Option<u64>) -> Result<(), Refusal> {
         let mut now = None;
         loop {
             let mut any = false;
-            for i in 0..self.channels.len() {
-                let channel = &mut self.channels[i];
-                let (piece, transfer) = match self.held[i].take() {
+            for i in 0..self.queues.len() {
+                let queue = &mut self.queues[i];
+                let (fragment, operation) = match self.held[i].take() {
                     Some(held) => held,
-                    // A full channel is not asked for, so that its work stays free for others to take.
-                    None if channel.in_flight() >= channel.limits().capacity => continue,
+                    // A full queue is not asked for, so that its work stays free for others to take.
+                    None if queue.in_flight() >= queue.limits().capacity => continue,
                     None => {
                         let now = *now.get_or_insert_with(|| self.clock.now());
-                        let Some(piece) = self.policy.next(i, now) else { continue };
-                        let parent = self.parents.get_mut(&piece.transfer).expect("a transfer that arrived");
-                        let far = parent.far.advance(piece.offset).expect("within the transfer, whose end was checked");
-                        (piece, Transfer { part: parent.take(&piece), direction: parent.direction, far })
+                        let Some(fragment) = self.policy.next(i, now) else { continue };
+                        let copy = self.copies.get_mut(&fragment.transfer).expect("a copy in flight");
+                        (fragment, copy.take(&fragment))
                     }
                 };
-                match channel.submit(transfer) {
+                match queue.submit(operation) {
                     Ok(ticket) => {
-                        self.children[i].insert(ticket, piece);
-                        if fresh == Some(piece.transfer) {
+                        self.flying[i].push_back((ticket, fragment));
+                        if fresh == Some(fragment.transfer) {
                             return Ok(());
                         }
                         any = true;
                     }
-                    Err(Refused { transfer, reason: Refusal::Full }) => {
-                        self.held[i] = Some((piece, transfer));
-                        // Accepted as far as anyone can tell.
-                        if fresh == Some(piece.transfer) {
+                    Err(Refused { operation, reason: Refusal::Full }) => {
+                        self.held[i] = Some((fragment, operation));
+                        // The queue would have accepted it, as far as is known.
+                        if fresh == Some(fragment.transfer) {
                             return Ok(());
                         }
                     }
-                    Err(Refused { transfer, reason }) => {
+                    Err(Refused { operation, reason }) => {
                         any = true;
-                        let refused = fresh == Some(piece.transfer);
-                        let result = Err(OpError::Stopped(reason.to_string()));
-                        self.settle(i, piece, transfer.part, result);
-                        if refused {
+                        self.settle(i, fragment, operation, Err(reason.clone().into()), 0);
+                        if fresh == Some(fragment.transfer) {
                             return Err(reason);
                         }
                     }
@@ -186,172 +195,213 @@ impl<C: Channel, P: Policy<C::Far>, K: Clock> Split<C, P, K> {
         }
     }
 
-    /// A piece is over.
-    fn settle(&mut self, channel: usize, piece: Piece, part: BufferSlice, result: Result<(), OpError>) {
-        self.policy.ended(channel, &piece, self.clock.now(), result.is_ok());
-        let parent = self.parents.get_mut(&piece.transfer).expect("a parent outlives its pieces");
-        parent.back.push((piece.offset, part));
-        parent.missing -= piece.len;
-        if parent.missing == 0 {
-            self.ended.push(piece.transfer);
+    /// A fragment has ended.
+    fn settle(
+        &mut self,
+        queue: usize,
+        fragment: Fragment,
+        operation: Operation<Q::Addr>,
+        result: Result<(), OpError>,
+        bytes: u64,
+    ) {
+        self.policy.ended(queue, &fragment, self.clock.now(), result.is_ok());
+        let copy = self.copies.get_mut(&fragment.transfer).expect("a copy outlives its fragments");
+        copy.back.push((fragment.offset, operation.into_slice().expect("fragments are copies")));
+        copy.missing -= fragment.len;
+        if copy.missing == 0 {
+            self.ended.push(fragment.transfer);
         }
-        if parent.result.is_ok() {
-            parent.result = result;
+        let bytes = fragment.offset + bytes;
+        if let Err(error) = result
+            && copy.failed.as_ref().is_none_or(|(first, _)| bytes < *first)
+        {
+            copy.failed = Some((bytes, error));
         }
     }
 
-    /// What the channel in `scratch` gave back.
-    fn absorb(&mut self, channel: usize) {
+    /// Settles the completions in `scratch`, all of one queue.
+    fn absorb(&mut self, queue: usize) {
         let mut scratch = std::mem::take(&mut self.scratch);
-        for c in scratch.drain(..) {
-            let piece = self.children[channel].remove(&c.ticket).expect("a ticket of this channel");
-            self.settle(channel, piece, c.transfer.part, c.result);
+        for Completion { ticket, operation, result, bytes } in scratch.drain(..) {
+            let flying = &mut self.flying[queue];
+            let place = flying.iter().position(|(known, _)| *known == ticket);
+            let (_, fragment) = place.and_then(|i| flying.remove(i)).expect("a ticket of this queue");
+            self.settle(queue, fragment, operation, result, bytes);
         }
         self.scratch = scratch;
     }
 
-    fn collect(&mut self, done: &mut Vec<Completion<C::Far>>) -> usize {
-        // Only a fresh transfer can be refused.
+    fn collect(&mut self, done: &mut Vec<Completion<Q::Addr>>) -> usize {
+        // Only a fresh copy can be refused.
         let _ = self.feed(None);
-        for i in 0..self.channels.len() {
-            self.channels[i].poll(&mut self.scratch);
+        for i in 0..self.queues.len() {
+            self.queues[i].poll(&mut self.scratch);
             self.absorb(i);
         }
         let _ = self.feed(None);
         let n = self.ended.len();
         for id in self.ended.drain(..) {
-            let mut p = self.parents.remove(&id).expect("a transfer ends once");
-            let transfer = Transfer { part: p.whole(), direction: p.direction, far: p.far };
-            done.push(Completion { ticket: Ticket::new(id), transfer, result: p.result });
+            let mut copy = self.copies.remove(&id).expect("a copy ends once");
+            let failed = copy.failed.take();
+            let operation = copy.into_operation();
+            let (result, bytes) = match failed {
+                None => (Ok(()), operation.bytes()),
+                Some((bytes, error)) => (Err(error), bytes),
+            };
+            done.push(Completion { ticket: Ticket::new(id), operation, result, bytes });
         }
         n
     }
 }
 
-impl<C: Channel, P: Policy<C::Far>, K: Clock> Channel for Split<C, P, K> {
-    type Far = C::Far;
+impl<Q: Queue, P: Policy, K: Clock> Queue for Split<Q, P, K> {
+    type Addr = Q::Addr;
 
-    /// The channels' capacities together; the shortest of their longest operations.
+    /// The queues' capacities together; the shortest of their longest operations.
     fn limits(&self) -> Limits {
-        let limits = self.channels.iter().map(Channel::limits);
+        let limits = self.queues.iter().map(Queue::limits);
         limits
             .reduce(|a, b| Limits { capacity: a.capacity + b.capacity, max_len: a.max_len.min(b.max_len) })
-            .expect("at least one channel")
+            .expect("at least one queue")
+    }
+
+    /// Copies in the directions of all queues; stopping where all can be stopped.
+    fn abilities(&self) -> Abilities {
+        let ours = Abilities::FROM_HOST | Abilities::TO_HOST | Abilities::STOP;
+        self.queues.iter().fold(ours, |all, queue| all & queue.abilities())
     }
 
     fn in_flight(&self) -> usize {
-        self.parents.len()
+        self.copies.len()
     }
 
-    fn submit(&mut self, transfer: Transfer<C::Far>) -> Result<Ticket, Refused<C::Far>> {
+    fn submit(&mut self, operation: Operation<Q::Addr>) -> Result<Ticket, Refused<Q::Addr>> {
         let limits = self.limits();
-        let len = transfer.part.len() as u64;
-        let refuse = |transfer, reason| Err(Refused { transfer, reason });
-        match len {
-            _ if self.parents.len() >= limits.capacity => return refuse(transfer, Refusal::Full),
-            0 => return refuse(transfer, Refusal::Empty),
-            _ if len > limits.max_len => {
-                return refuse(transfer, Refusal::TooLong { len, max: limits.max_len });
-            }
-            _ if transfer.far.advance(len - 1).is_none() => return refuse(transfer, Refusal::PastTheTop),
-            _ => {}
+        if let Err(reason) = operation.admit(self.abilities(), limits) {
+            return Err(Refused { operation, reason });
         }
+        if self.copies.len() >= limits.capacity {
+            return Err(Refused { operation, reason: Refusal::Full });
+        }
+        let Operation { work: Work::Copy { direction, host: HostSlice { slice, via }, at }, cache, .. } = operation
+        else {
+            let reason = Refusal::Unsupported(operation.needs());
+            return Err(Refused { operation, reason });
+        };
         let id = self.next;
         self.next += 1;
-        let Transfer { part, direction, far } = transfer;
-        self.policy.arrive(id, direction, &far, len, self.channels.len());
-        let parent =
-            Parent { far, direction, waiting: vec![(0, part)], back: Vec::new(), missing: len, result: Ok(()) };
-        self.parents.insert(id, parent);
-        // The first piece decides whether the transfer is acceptable at all; the rest differ only in where they lie.
+        let missing = slice.len() as u64;
+        self.policy.arrive(id, direction, at.card_addr(), missing, self.queues.len());
+        let (waiting, back) = (vec![(0, slice)], Vec::new());
+        self.copies.insert(id, Copy { at, direction, via, cache, waiting, back, missing, failed: None });
+        // The first fragment decides whether the copy is acceptable at all; the rest differ only in their addresses.
         match self.feed(Some(id)) {
             Ok(()) => Ok(Ticket::new(id)),
             Err(reason) => {
                 self.policy.forget(id);
                 self.ended.retain(|&ended| ended != id);
-                let mut p = self.parents.remove(&id).expect("just inserted");
-                refuse(Transfer { part: p.whole(), direction: p.direction, far: p.far }, reason)
+                let operation = self.copies.remove(&id).expect("just inserted").into_operation();
+                Err(Refused { operation, reason })
             }
         }
     }
 
-    fn poll(&mut self, done: &mut Vec<Completion<C::Far>>) -> usize {
+    fn flush(&mut self) {
+        // Only a fresh copy can be refused.
+        let _ = self.feed(None);
+        self.queues.iter_mut().for_each(Queue::flush);
+    }
+
+    fn poll(&mut self, done: &mut Vec<Completion<Q::Addr>>) -> usize {
         self.collect(done)
     }
 
-    fn wait(&mut self, done: &mut Vec<Completion<C::Far>>, timeout: Duration) -> usize {
+    fn wait(&mut self, done: &mut Vec<Completion<Q::Addr>>, timeout: Duration) -> usize {
         let deadline = Instant::now().checked_add(timeout);
         loop {
             let n = self.collect(done);
             let left = deadline.map_or(Duration::MAX, |d| d.saturating_duration_since(Instant::now()));
-            if n > 0 || self.parents.is_empty() || left.is_zero() {
+            if n > 0 || self.copies.is_empty() || left.is_zero() {
                 return n;
             }
-            // No way to sleep on several channels at once: sleep briefly on each in turn. One alone is slept on in peace.
-            let n = self.channels.len();
-            let busy = |i: &usize| self.channels[*i].in_flight() > 0;
+            // There is no sleep on several queues at once: sleep briefly on each in turn, or as long as allowed on the only one.
+            let n = self.queues.len();
+            let busy = |i: &usize| self.queues[*i].in_flight() > 0;
             let Some(i) = (0..n).map(|k| (self.nap + k) % n).find(busy) else { continue };
             let alone = (0..n).filter(busy).count() == 1;
             self.nap = (i + 1) % n;
-            self.channels[i].wait(&mut self.scratch, if alone { left } else { left.min(NAP) });
+            self.queues[i].wait(&mut self.scratch, if alone { left } else { left.min(NAP) });
             self.absorb(i);
         }
     }
 
-    /// One that has halted is enough, since no transfer can do without its pieces; but not while another one still has something to end.
+    /// Halted when one queue has, since every copy may need it; but not while another one still has operations to end.
     fn halted(&self) -> Option<String> {
-        let works = |channel: &C| channel.in_flight() > 0 && channel.halted().is_none();
-        if self.channels.iter().any(works) { None } else { self.channels.iter().find_map(Channel::halted) }
+        let works = |queue: &Q| queue.in_flight() > 0 && queue.halted().is_none();
+        if self.queues.iter().any(works) { None } else { self.queues.iter().find_map(Queue::halted) }
     }
 
     fn stop(&mut self, why: &str) {
-        self.channels.iter_mut().for_each(|channel| channel.stop(why));
+        self.queues.iter_mut().for_each(|queue| queue.stop(why));
+    }
+
+    /// Restarts all queues that have stopped.
+    fn restart(&mut self) -> bool {
+        if self.copies.is_empty() && self.queues.iter().any(|queue| queue.halted().is_some()) {
+            return self.queues.iter_mut().all(|queue| queue.halted().is_none() || queue.restart());
+        }
+        false
     }
 }
 
 #[cfg(test)]
 mod tests {
+    use dmalane_addr::CardAddr;
+
     use super::*;
     use crate::drain;
-    use crate::wait::LETS_GO;
-    use crate::wait::fake::{Anywhere, Fake, transfer};
+    use crate::wait::RELEASE_TIMEOUT;
+    use crate::wait::fake::{Fake, operation};
 
-    /// Half of a transfer for each of two channels.
+    /// Half of a copy for each of two queues.
     #[derive(Default)]
-    struct Halves(Vec<Option<Piece>>);
+    struct Halves(Vec<Option<Fragment>>);
 
-    impl Policy<Anywhere> for Halves {
-        fn arrive(&mut self, transfer: u64, _: Direction, _: &Anywhere, len: u64, _: usize) {
-            self.0 = [0, len / 2].map(|offset| Some(Piece { transfer, offset, len: len / 2 })).into();
+    impl Policy for Halves {
+        fn arrive(&mut self, transfer: u64, _: Direction, _: Option<CardAddr>, len: u64, _: usize) {
+            self.0 = [0, len / 2].map(|offset| Some(Fragment { transfer, offset, len: len / 2 })).into();
         }
 
-        fn next(&mut self, channel: usize, _: Duration) -> Option<Piece> {
-            self.0[channel].take()
+        fn next(&mut self, queue: usize, _: Duration) -> Option<Fragment> {
+            self.0[queue].take()
         }
 
-        fn ended(&mut self, _: usize, _: &Piece, _: Duration, _: bool) {}
+        fn ended(&mut self, _: usize, _: &Fragment, _: Duration, _: bool) {}
 
         fn forget(&mut self, _: u64) {}
     }
 
     #[test]
-    fn one_that_has_halted_condemns_no_other_that_works() {
+    fn a_halted_queue_does_not_condemn_one_that_works() {
         let mut split = Split::new(vec![Fake::default(), Fake::default()], Halves::default());
-        let _only = split.submit(transfer()).unwrap();
+        let _only = split.submit(operation()).unwrap();
         split.poll(&mut Vec::new());
-        assert_eq!(split.channels.iter().map(Channel::in_flight).collect::<Vec<_>>(), [1, 1]);
+        assert_eq!(split.queues.iter().map(Queue::in_flight).collect::<Vec<_>>(), [1, 1]);
         assert_eq!(split.halted(), None);
-        split.channels[0].stop("gone");
+        split.queues[0].stop("gone");
         assert_eq!(split.halted(), None, "the other one works");
         let begun = Instant::now();
-        assert!(drain(&mut split, 3 * LETS_GO).is_empty() && begun.elapsed() >= 3 * LETS_GO, "it is waited for");
-        // Once it has ended what it had, nothing comes any more.
-        split.channels[1].ends = true;
+        assert!(
+            drain(&mut split, 3 * RELEASE_TIMEOUT).is_empty() && begun.elapsed() >= 3 * RELEASE_TIMEOUT,
+            "it is waited for"
+        );
+        // Once it has ended its operations, nothing more is to be expected.
+        split.queues[1].ends = true;
         split.poll(&mut Vec::new());
         assert_eq!(split.halted().as_deref(), Some("gone"));
         let (begun, long) = (Instant::now(), Duration::from_secs(60));
         assert!(drain(&mut split, long).is_empty() && begun.elapsed() < long / 2);
-        split.channels[0].ends = true;
+        split.queues[0].ends = true;
         assert_eq!(drain(&mut split, long).len(), 1);
     }
 }

@@ -1,8 +1,8 @@
-//! What a channel has done, counted cheaply.
+//! Counters of a queue, kept cheaply.
 
 use std::time::{Duration, Instant};
 
-/// Counters of one channel.
+/// Counters of one queue.
 #[derive(Clone, PartialEq, Eq, Debug, Default)]
 pub struct Stats {
     /// Operations accepted.
@@ -11,17 +11,17 @@ pub struct Stats {
     pub ok: u64,
     /// Operations that ended with an error, cancelled ones included.
     pub failed: u64,
-    /// Operations that ended because they were cancelled, or were taken back.
+    /// Operations that ended because they were cancelled or taken back.
     pub cancelled: u64,
     /// Bytes done, also by operations that failed later.
     pub bytes: u64,
-    /// Operations refused because the channel was full.
+    /// Operations refused because the queue was full.
     pub full: u64,
-    /// Doorbells rung.
+    /// Flushes that told the device of something.
     pub doorbells: u64,
-    /// Times the channel was stopped by an error or a time-out.
+    /// Times the queue was stopped by an error or a time-out.
     pub stops: u64,
-    /// From enqueue to collection, of one operation in [`Latency::ONE_IN`].
+    /// From submission to collection, of one operation in [`Latency::ONE_IN`].
     pub latency: Latency,
 }
 
@@ -44,7 +44,7 @@ impl Default for Latency {
 }
 
 impl Latency {
-    /// Reading the clock twice costs more than enqueueing, so only one operation in so many is timed, the first among them.
+    /// Reading the clock twice costs more than submitting, so only one operation in so many is timed, the first among them.
     pub const ONE_IN: u64 = 32;
 
     /// Counts one.
@@ -96,7 +96,7 @@ impl Latency {
 }
 
 impl Stats {
-    /// Adds another channel's counters.
+    /// Adds another queue's counters.
     pub fn add(&mut self, other: &Self) {
         self.submitted += other.submitted;
         self.ok += other.ok;
@@ -115,7 +115,7 @@ impl Stats {
 pub struct Sampler(std::collections::VecDeque<(u64, Instant)>);
 
 impl Sampler {
-    /// Operation `number` was enqueued.
+    /// Operation `number` was submitted.
     #[inline]
     pub fn begun(&mut self, number: u64) {
         if number.is_multiple_of(Latency::ONE_IN) {

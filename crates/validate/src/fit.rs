@@ -100,7 +100,7 @@ fn point(target: &Target, streams: &[Stream], settings: &FitSettings, what: &str
             walk.fill(seed(i, k as usize));
             walks.push(walk);
         }
-        lanes.push(Lane { channel: Box::new(target.desks[stream.channel].seat()), walks });
+        lanes.push(Lane { queue: Box::new(target.queue(stream.channel)), walks });
     }
     let all = |lanes: &mut [Lane], stop, after| {
         let job =

@@ -5,18 +5,18 @@ use std::sync::{Condvar, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
 use dmalane_dma::HostBus;
-use dmalane_queue::{Channel, Completion, DeviceAddr, DeviceFar, Direction, HaltWatch};
+use dmalane_queue::{Completion, DeviceAddr, DeviceQueue, Direction, HaltWatch, Work};
 
 use crate::target::SLOWEST;
 use crate::walk::Walk;
 use crate::{Phase, Rate, Stop, ValidateError};
 
-/// How long a thread waits for a channel that it has stopped to let go of its buffers.
+/// How long a thread waits for a queue that it has stopped to release its buffers.
 const SETTLE: Duration = Duration::from_secs(if cfg!(test) { 1 } else { 5 });
 
 /// What a thread works with.
 pub(crate) struct Lane {
-    pub channel: Box<dyn Channel<Far = DeviceFar>>,
+    pub queue: Box<DeviceQueue>,
     pub walks: Vec<Walk>,
 }
 
@@ -130,7 +130,7 @@ pub(crate) fn go(
         let mut result = first.map_or(Ok(()), run);
         for thread in threads {
             let other = thread.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic));
-            // Who finds that nothing moves stops the channel, and others only see that it was stopped.
+            // Who finds that nothing moves stops the queue, and others only see that it was stopped.
             result = match (result, other) {
                 (
                     Err(ValidateError::Failed { .. } | ValidateError::Refused { .. } | ValidateError::Halted { .. }),
@@ -152,7 +152,7 @@ impl Lane {
         active: &(impl Fn(usize) -> bool + Sync),
         common: &Common,
     ) -> Result<(), ValidateError> {
-        let Self { channel, walks } = self;
+        let Self { queue, walks } = self;
         walks.iter_mut().for_each(Walk::reset);
         if !common.gate.wait() {
             return Ok(()); // another thread's error is told
@@ -178,7 +178,7 @@ impl Lane {
                     walk.give_up();
                 }
                 busy |= !walk.is_idle();
-                fed |= walk.feed(&mut **channel)?;
+                fed |= walk.feed(&mut **queue)?;
             }
             if !busy {
                 return match first_error {
@@ -187,32 +187,32 @@ impl Lane {
                     None => Ok(()),
                 };
             }
-            channel.wait(&mut done, Duration::from_millis(10));
+            queue.wait(&mut done, Duration::from_millis(10));
             if !done.is_empty() {
                 common.moved();
-            } else if let Some(why) = watch.lost(&**channel) {
+            } else if let Some(why) = watch.lost(&**queue) {
                 return Err(first_error.unwrap_or(ValidateError::Halted { phase: job.phase, thread, why }));
             } else if common.is_stuck() {
                 let stuck = ValidateError::Stuck { phase: job.phase, thread, after: common.patience };
                 // So that buffers come back where the device can be made to let go of them.
-                channel.stop(&stuck.to_string());
+                queue.stop(&stuck.to_string());
                 let until = Instant::now() + SETTLE;
-                while channel.in_flight() > 0 && Instant::now() < until {
-                    channel.wait(&mut done, Duration::from_millis(100));
+                while queue.in_flight() > 0 && Instant::now() < until {
+                    queue.wait(&mut done, Duration::from_millis(100));
                     done.clear();
                 }
                 return Err(first_error.unwrap_or(stuck));
-            } else if !fed && channel.in_flight() == 0 {
-                // The channel is full of what other threads move, and there was nothing to wait for.
+            } else if !fed && queue.in_flight() == 0 {
+                // The queue is full of what other threads move, and there was nothing to wait for.
                 std::thread::sleep(Duration::from_micros(50));
             }
-            for Completion { ticket, transfer, result } in done.drain(..) {
-                let (direction, at) = (transfer.direction, transfer.far.at);
+            for Completion { ticket, operation, result, .. } in done.drain(..) {
+                let Work::Copy { direction, host, at } = operation.work else { continue };
                 let counts = match (job.stop, job.after) {
                     (Stop::For(time), Some(after)) => (after..time).contains(&start.elapsed()),
                     _ => true,
                 };
-                let mut part = Some(transfer.part);
+                let mut part = Some(host.slice);
                 for walk in walks.iter_mut() {
                     let Some(this) = part.take() else { break };
                     part = walk.take(ticket, this, (start, counts), job.registered).err();

@@ -7,7 +7,6 @@
 #![forbid(unsafe_code)]
 
 mod ceiling;
-mod desk;
 mod fit;
 mod kept;
 mod lanes;

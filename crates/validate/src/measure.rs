@@ -3,7 +3,7 @@
 use std::sync::atomic::Ordering;
 
 use dmalane_dma::PageKind;
-use dmalane_queue::{AddressPolicy, BalancePolicy, Channel, DeviceFar, Direction, Policy, QueueChoice, Split};
+use dmalane_queue::{AddressPolicy, BalancePolicy, DeviceQueue, Direction, Policy, QueueChoice, Split};
 
 use crate::lanes::{Job, Lane, go, rate};
 use crate::place::Layout;
@@ -270,21 +270,21 @@ impl Case<'_> {
                 walks.push(Walk::new(buf, &places, &*target.bus)?);
             }
             let paired = channels[thread % channels.len()];
-            let channel: Box<dyn Channel<Far = DeviceFar>> = match settings.allocation {
+            let queue: Box<DeviceQueue> = match settings.allocation {
                 Allocation::Auto if !settings.raw => {
-                    let seats = channels.iter().map(|c| target.desks[*c].seat()).collect();
+                    let queues = channels.iter().map(|c| target.queue(*c)).collect();
                     let areas = target.areas_for(channels);
-                    let policy: Box<dyn Policy<DeviceFar>> = match &channels[..] {
+                    let policy: Box<dyn Policy> = match &channels[..] {
                         [_] => Box::new(AddressPolicy::only(0)),
                         // Channels that are one thread must not be balanced (docs/bench/policy.md).
                         _ if target.apart => Box::new(BalancePolicy::new(areas)),
                         _ => Box::new(AddressPolicy::new(areas)),
                     };
-                    Box::new(Split::new(seats, policy))
+                    Box::new(Split::new(queues, policy))
                 }
-                _ => Box::new(target.desks[paired].seat()),
+                _ => Box::new(target.queue(paired)),
             };
-            lanes.push(Lane { channel, walks });
+            lanes.push(Lane { queue, walks });
         }
         Ok(Ok((lanes, kind)))
     }

@@ -8,12 +8,11 @@ use std::time::Duration;
 
 use crate::link::{Half, Limit, Link, Slow, assumptions};
 use dmalane_addr::{CardAddr, Span};
-use dmalane_card::{Card, CardChannel, CardConfig, SoftBus, Workers};
+use dmalane_card::{Card, CardConfig, CardQueue, SoftBus, Workers};
 use dmalane_dma::{AnonHeap, Heap, HostBus, HostConfig, MemfdHeap, PageKind, SoftHost};
 use dmalane_file::{FileDevice, FileDeviceOptions, FileDevicePaths};
-use dmalane_queue::{Area, Channel, DeviceAddr, DeviceFar, Route};
+use dmalane_queue::{Area, Class, DeviceAddr, DeviceQueue, Queue, Route, SharedHandle, SharedLimits, SharedQueue};
 
-use crate::desk::Desk;
 use crate::kept::Kept;
 use crate::place::Memories;
 use crate::{Phase, ValidateError};
@@ -28,7 +27,7 @@ pub struct Target {
     /// How it is driven, for people; a line each.
     pub notes: Vec<String>,
     pub(crate) bus: Arc<dyn HostBus>,
-    pub(crate) desks: Vec<Desk>,
+    pub(crate) queues: Vec<SharedQueue<Box<DeviceQueue>>>,
     pub(crate) memories: Memories,
     pub(crate) areas: Vec<Area>,
     pub(crate) ceiling: Ceiling,
@@ -113,7 +112,7 @@ fn slower(link: &Link) -> Link {
 /// A card that was just opened.
 struct Opened<B: HostBus> {
     driver: Card<B>,
-    channels: Vec<CardChannel<B>>,
+    channels: Vec<CardQueue<B>>,
     halves: Halves,
     /// Of each ring.
     entries: usize,
@@ -126,7 +125,7 @@ impl<B: HostBus> Opened<B> {
             Some(entries) => Card::open_with_rings(bus.clone(), heap, entries)?,
         };
         let layout = driver.layout();
-        let channels = (0..driver.channels()).map(|i| driver.channel(i)).collect::<Result<Vec<_>, _>>()?;
+        let channels = (0..driver.channels()).map(|i| driver.queue(i)).collect::<Result<Vec<_>, _>>()?;
         let lower = Span::inclusive(layout.hbm.first(), CardAddr::new(layout.hbm_half.bits() - 1));
         let upper = Span::inclusive(layout.hbm_half, layout.hbm.last());
         let hbm = [lower, upper].map(|half| half.expect("the driver has checked the boundary"));
@@ -157,27 +156,27 @@ impl Target {
         let bus: Arc<SoftBus> = Arc::new(SoftBus::new(host, card)?);
         let Opened { driver, channels, halves, entries } = Opened::new(&bus, &AnonHeap::new(), soft.ring)?;
         let mut notes = vec![format!("{} channels, {:?} workers, rings of {entries}", channels.len(), card.workers)];
-        let (desks, ceiling, name) = match emulated {
-            None => (channels.into_iter().map(Desk::new).collect(), Ceiling::Copies, "software card".to_owned()),
+        let (queues, ceiling, name) = match emulated {
+            None => (channels.into_iter().map(share).collect(), Ceiling::Copies, "software card".to_owned()),
             Some((name, link)) => {
                 if channels.len() > link.channels() {
                     return Err(ValidateError::TooManyChannels { wanted: channels.len(), most: link.channels() });
                 }
                 notes.push(format!("the rates of the link {name} are those of its assumption divided by {SLOWER}"));
-                let half = move |far: &DeviceFar| match far.at {
+                let half = move |at: DeviceAddr| match at {
                     DeviceAddr::Card(at) => halves.of(at),
                     DeviceAddr::Va(_) => Half::Ddr0,
                 };
                 let burst = soft.catch_up.unwrap_or(Duration::from_millis(1));
                 let slow = Slow::catching_up(channels, link.clone(), burst, half);
-                let desks = slow.into_iter().map(Desk::new).collect();
-                (desks, Ceiling::Optimum { link, halves }, format!("software card behind the modelled link {name}"))
+                let queues = slow.into_iter().map(share).collect();
+                (queues, Ceiling::Optimum { link, halves }, format!("software card behind the modelled link {name}"))
             }
         };
         let memories = Memories::Card { ddr: halves.ddr, hbm: halves.hbm };
         let apart = soft.emulate.is_some() || card.workers == Workers::PerChannel;
         let (areas, patience, told) = (driver.areas(), PATIENCE, Arc::default());
-        Ok(Self { name, notes, bus, desks, memories, areas, ceiling, apart, lent: false, patience, told })
+        Ok(Self { name, notes, bus, queues, memories, areas, ceiling, apart, lent: false, patience, told })
     }
 
     /// A card behind any bus, such as that of a daemon, with rings of `ring` entries, `None` for the driver's choice. The heap is for
@@ -195,10 +194,10 @@ impl Target {
     ) -> Result<Self, ValidateError> {
         let Opened { driver, channels, halves, entries } = Opened::new(&bus, heap, ring)?;
         let notes = vec![format!("{} channels, rings of {entries}", channels.len())];
-        let desks = channels.into_iter().map(Desk::new).collect();
+        let queues = channels.into_iter().map(share).collect();
         let memories = Memories::Card { ddr: halves.ddr, hbm: halves.hbm };
         let (areas, patience, told, ceiling) = (driver.areas(), PATIENCE, Arc::default(), Ceiling::Copies);
-        Ok(Self { name, notes, bus, desks, memories, areas, ceiling, apart: concurrent, lent: true, patience, told })
+        Ok(Self { name, notes, bus, queues, memories, areas, ceiling, apart: concurrent, lent: true, patience, told })
     }
 
     /// A device that is a file, or two. What a regular file or a block device holds is put back after a measurement; what a
@@ -216,14 +215,13 @@ impl Target {
             false => format!("file:h2c={},c2h={}", paths.h2c.display(), paths.c2h.display()),
         };
         let node = FileDevice::open(paths, options)?;
-        let queue = node.channel()?;
         let notes = vec![format!("by {}", node.how())];
         let memories = Memories::One(node.memory_len());
         let bus = Arc::new(node.bus().clone());
-        let desks = vec![Desk::new(queue)];
+        let queues = vec![share(node.queue()?)];
         let ceiling = Ceiling::Files(node);
         let (areas, patience, told) = (Vec::new(), PATIENCE, Arc::default());
-        Ok(Self { name, notes, bus, desks, memories, areas, ceiling, apart: false, lent: false, patience, told })
+        Ok(Self { name, notes, bus, queues, memories, areas, ceiling, apart: false, lent: false, patience, told })
     }
 
     /// Where buffers with the best pages of this kind come from; `None` for the best there are.
@@ -238,7 +236,12 @@ impl Target {
 
     /// The number of channels.
     pub fn channels(&self) -> usize {
-        self.desks.len()
+        self.queues.len()
+    }
+
+    /// A handle of one of the queues.
+    pub(crate) fn queue(&self, channel: usize) -> SharedHandle<Box<DeviceQueue>> {
+        self.queues[channel].handle(Class::Normal)
     }
 
     /// What can be measured, in the order of a report.
@@ -276,7 +279,7 @@ impl Target {
 
     /// True while the device still has what no thread waits for any more.
     pub(crate) fn hangs(&self) -> bool {
-        self.desks.iter().any(|desk| desk.in_flight() > 0)
+        self.queues.iter().any(|queue| queue.in_flight() > 0)
     }
 
     /// Ends what is measured, with [`ValidateError::Interrupted`], as soon as this is true. What was under way ends, and what is
@@ -284,6 +287,12 @@ impl Target {
     pub fn stop_when(&mut self, told: Arc<AtomicBool>) {
         self.told = told;
     }
+}
+
+/// Lets threads share a queue, with as many operations as it holds.
+pub(crate) fn share(queue: impl Queue<Addr = DeviceAddr> + 'static) -> SharedQueue<Box<DeviceQueue>> {
+    let capacity = queue.limits().capacity;
+    SharedQueue::new(Box::new(queue), SharedLimits { inside: capacity, total: capacity })
 }
 
 /// How long nothing may end before a device counts as stuck, besides the time that a buffer takes at [`SLOWEST`].

@@ -5,7 +5,7 @@ use std::time::{Duration, Instant};
 
 use dmalane_addr::{Access, CardAddr};
 use dmalane_dma::{BufferRef, BufferSlice, HostBus, SharedBuf};
-use dmalane_queue::{Channel, DeviceAddr, DeviceFar, Direction, Latency, Refusal, Registered, Ticket, Transfer};
+use dmalane_queue::{DeviceAddr, DeviceQueue, Direction, Latency, Operation, Refusal, Registered, Ticket};
 
 use crate::ValidateError;
 
@@ -27,7 +27,7 @@ pub(crate) struct Walk {
     pub direction: Direction,
     share: BufferRef,
     via: Option<Registered>,
-    /// Of the pass under way: what the channel has not taken yet, and what it has.
+    /// Of the pass under way: what the queue has not taken yet, and what it has.
     todo: VecDeque<usize>,
     flying: Vec<(Ticket, usize)>,
     begun: Instant,
@@ -88,20 +88,20 @@ impl Walk {
         Ok(())
     }
 
-    /// Gives the channel what it takes; says whether it took anything.
-    pub fn feed(&mut self, channel: &mut dyn Channel<Far = DeviceFar>) -> Result<bool, ValidateError> {
+    /// Gives the queue what it takes; says whether it took anything.
+    pub fn feed(&mut self, queue: &mut DeviceQueue) -> Result<bool, ValidateError> {
         let mut any = false;
         while let Some(i) = self.todo.pop_front() {
             let stretch = &mut self.stretches[i];
             let (Some(part), Some(via)) = (stretch.part.take(), &self.via) else { continue };
-            let far = DeviceFar { at: DeviceAddr::Card(stretch.at), via: via.clone() };
-            match channel.submit(Transfer { part, direction: self.direction, far }) {
+            let at = DeviceAddr::Card(stretch.at);
+            match queue.submit(Operation::copy(self.direction, (part, via.clone()), at)) {
                 Ok(ticket) => {
                     any = true;
                     self.flying.push((ticket, i));
                 }
                 Err(refused) => {
-                    stretch.part = Some(refused.transfer.part);
+                    stretch.part = refused.operation.into_slice();
                     if refused.reason != Refusal::Full {
                         return Err(ValidateError::Refused { at: stretch.at, reason: refused.reason });
                     }

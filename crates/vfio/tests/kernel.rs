@@ -16,11 +16,11 @@ use dmalane_dma::{
     self as mem, AnonHeap, BufferSlice, DmaHeap, Heap, HostBus, Mapping, MemfdHeap, PageKind, SharedBuf,
 };
 use dmalane_queue::conformance::{Fixture, suite};
-use dmalane_queue::{Channel, DeviceAddr, DeviceFar, Direction, OpError, Registered, Transfer, run};
+use dmalane_queue::{DeviceAddr, Direction, OpError, Operation, Queue, Registered, run};
 use dmalane_vfio::{
     Backend, BarAlignment, Bdf, Container, Error, FaultLog, PeerMethod, RegionError, VfioBus, backends,
 };
-use edu::{Edu, EduChannel};
+use edu::{Edu, EduQueue};
 
 const LONG: Duration = Duration::from_secs(30);
 
@@ -174,7 +174,7 @@ fn iova_ranges_exclude_the_interrupts() {
 fn verify_dma(edu: &Edu, buf: &SharedBuf, seams: &[usize]) {
     let mapping = map(edu.bus(), buf, Access::RW);
     let len = buf.len();
-    let mut channel = edu.channel();
+    let mut channel = edu.queue();
     let at = |offset: usize| mapping.span().first().checked_add(offset as u64).unwrap();
     for (round, &seam) in seams.iter().enumerate() {
         // From before the seam to after it, to a distant address.
@@ -300,11 +300,11 @@ fn an_interrupt_increments_its_eventfd() {
 }
 
 /// A new registration, and a transfer of its first 1024 bytes.
-fn transfer(bus: &VfioBus, buf: SharedBuf, direction: Direction) -> (Registered, Transfer<DeviceFar>) {
+fn transfer(bus: &VfioBus, buf: SharedBuf, direction: Direction) -> (Registered, Operation) {
     let registered = Registered::new(bus, &buf, Access::RW).unwrap();
     let part = buf.into_part().split_at(1024).unwrap().0;
-    let far = DeviceFar { at: DeviceAddr::Card(CardAddr::new(0)), via: registered.clone() };
-    (registered, Transfer { part, direction, far })
+    let copy = Operation::copy(direction, (part, registered.clone()), DeviceAddr::Card(CardAddr::new(0)));
+    (registered, copy)
 }
 
 #[test]
@@ -320,12 +320,12 @@ fn dma_after_unmap_is_stopped_and_reported_while_others_run() {
     let (registered, write) = transfer(bad.bus(), buf, Direction::ToHost);
     let span = registered.mapping().span();
     assert_eq!(container.revoke(span).unwrap(), page() as u64);
-    let mut channel = bad.channel().with_faults(FaultLog::open().unwrap(), bad.bus().bdf());
+    let mut channel = bad.queue().with_faults(FaultLog::open().unwrap(), bad.bus().bdf());
     let _ticket = channel.submit(write).unwrap();
     channel.poll(&mut Vec::new());
     // The other device works in the meantime.
     let (_registered, other) = transfer(good.bus(), allocate(), Direction::FromHost);
-    run(&mut good.channel(), other, LONG).unwrap();
+    run(&mut good.queue(), other, LONG).unwrap();
     let mut done = Vec::new();
     while done.is_empty() {
         channel.wait(&mut done, LONG);
@@ -338,7 +338,7 @@ fn dma_after_unmap_is_stopped_and_reported_while_others_run() {
         other => panic!("{other:?}"),
     }
     let mut bytes = vec![0; 1024];
-    done[0].transfer.part.read(0, &mut bytes).unwrap();
+    done.remove(0).operation.into_slice().unwrap().read(0, &mut bytes).unwrap();
     assert!(bytes.iter().all(|b| *b == 0x11), "nothing was written");
     drop((done, registered, channel));
     // Unmapped by dropping the mapping. An SMMU reports each word of a copy, and the kernel prints ten reports in five seconds.
@@ -559,7 +559,7 @@ fn reset_in_mid_transfer() {
     let before = container.mappings_left().unwrap();
     let buf = AnonHeap::new().allocate(page()).unwrap().share();
     let (registered, write) = transfer(edu.bus(), buf, Direction::ToHost);
-    let mut channel = edu.channel();
+    let mut channel = edu.queue();
     let _ticket = channel.submit(write).unwrap();
     channel.poll(&mut Vec::new());
     let began = Instant::now();
@@ -579,7 +579,7 @@ fn reset_in_mid_transfer() {
     edu.bus().device().set_bus_master(true).unwrap();
     let (registered, read) =
         transfer(edu.bus(), AnonHeap::new().allocate(page()).unwrap().share(), Direction::FromHost);
-    run(&mut edu.channel(), read, LONG).unwrap();
+    run(&mut edu.queue(), read, LONG).unwrap();
     drop(registered);
     assert_eq!(
         (container.mappings_left().unwrap(), container.mapped_bytes(), container.failed_unmaps()),
@@ -763,11 +763,11 @@ impl EduFixture {
 }
 
 impl Fixture for EduFixture {
-    type Channel = EduChannel;
+    type Channel = EduQueue;
 
     fn channel(&mut self) -> Self::Channel {
         self.registered.clear();
-        self.edu.channel()
+        self.edu.queue()
     }
 
     fn far_len(&self) -> u64 {

@@ -8,7 +8,7 @@ use dmalane::card::CardConfig;
 use dmalane::daemon::Client;
 use dmalane::dma::{Heap, HostBus, HostConfig};
 use dmalane::load::fill::{Filled, Job, Watch};
-use dmalane::queue::{self, Channel, DeviceAddr, DeviceFar, Direction, Far, Registered, Transfer};
+use dmalane::queue::{self, DeviceAddr, Operation, Queue, QueueAddr, Registered};
 use dmalane::{
     CardDevice, CardParts, CardUse, MappedRead, ReadError, ReadOptions, ReadSource, SoftConfig, SoftDevice,
     connect_pci_card, open_pci_card, read_to_device,
@@ -133,18 +133,20 @@ impl<B: HostBus + 'static> Target for On<B> {
             let mut at = 0;
             while at < buffer.len() {
                 let n = step.min(buffer.len() - at);
-                let far = DeviceFar { at: *to, via: via.clone() }.advance(at as u64);
+                let from = to.advance(at as u64);
                 let split = whole.take().and_then(|part| part.split_at(n).ok());
-                let (Some(far), Some((part, rest))) = (far, split) else {
+                let (Some(from), Some((part, rest))) = (from, split) else {
                     return Err(Failure::new("cannot read back from the card: a buffer is missing"));
                 };
-                let transfer = Transfer { part, direction: Direction::ToHost, far };
-                let back = queue::run(&mut self.card.channel, transfer, PATIENCE).map_err(|e| cannot(&e))?.part;
-                let same = buffer.view().sub(at, n).is_some_and(|view| view.first_difference(back.view()).is_none());
-                if !same {
+                let read = Operation::read((part, via.clone()), from);
+                let back = queue::run(&mut self.card.channel, read, PATIENCE).map_err(|e| cannot(&e))?.into_slice();
+                let same = |back: &BufferSlice| {
+                    buffer.view().sub(at, n).is_some_and(|view| view.first_difference(back.view()).is_none())
+                };
+                let Some(back) = back.filter(same) else {
                     let message = format!("the card does not have what was read, from byte {at} of a buffer on");
                     return Err(Failure::new(message).hint("please report it"));
-                }
+                };
                 whole = back.join(rest).ok();
                 at += n;
             }

@@ -9,7 +9,7 @@ use dmalane_addr::Access;
 use dmalane_dma::{BufferSlice, Error, Heap, HostBus};
 use dmalane_load::fill::{Event, Filled, Job, Onward, Watch};
 use dmalane_load::{Stage, StageReport};
-use dmalane_queue::{Channel, DeviceAddr, DeviceFar, Registered};
+use dmalane_queue::{DeviceAddr, Queue, Registered};
 
 use super::{ReadError, ReadMethod, ReadOptions, ReadSource, all};
 
@@ -96,7 +96,7 @@ pub fn read_mapped(
 pub fn read_to_device(
     heap: &dyn Heap,
     bus: &dyn HostBus,
-    channel: &mut dyn Channel<Far = DeviceFar>,
+    channel: &mut dyn Queue<Addr = DeviceAddr>,
     to: &[DeviceAddr],
     sources: &[ReadSource],
     job: &Job,
@@ -114,7 +114,7 @@ fn mapped(
     heap: &dyn Heap,
     bus: &dyn HostBus,
     access: Access,
-    device: Option<(&mut dyn Channel<Far = DeviceFar>, &[DeviceAddr])>,
+    device: Option<(&mut dyn Queue<Addr = DeviceAddr>, &[DeviceAddr])>,
     sources: &[ReadSource],
     job: &Job,
     options: &ReadOptions,

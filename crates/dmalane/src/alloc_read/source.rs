@@ -8,8 +8,8 @@ use std::path::PathBuf;
 use std::time::Duration;
 
 use dmalane_addr::FileOffset;
-use dmalane_file::{FileChannel, How, Moved, StreamChannel};
-use dmalane_queue::{Channel, Completion, Limits, Refused, Ticket, Transfer};
+use dmalane_file::{FileQueue, How, Moved, StreamQueue};
+use dmalane_queue::{Abilities, Completion, Limits, Operation, Queue, Refused, Ticket};
 
 use super::choose::Choice;
 use super::{ReadError, ReadSource};
@@ -28,17 +28,17 @@ pub(super) fn name(file: &File) -> PathBuf {
 }
 
 pub(super) enum Source {
-    File(Box<FileChannel>),
-    Stream(StreamChannel),
+    File(Box<FileQueue>),
+    Stream(StreamQueue),
 }
 
 impl Source {
     pub fn open(source: &ReadSource, choice: &Choice) -> Result<Self, ReadError> {
         let file = source.file.try_clone().map_err(|e| ReadError::Open { path: source.path.clone(), source: e })?;
         if choice.stream {
-            return Ok(Self::Stream(StreamChannel::new(file, choice.options.depth)));
+            return Ok(Self::Stream(StreamQueue::new(file, choice.options.depth)));
         }
-        Ok(Self::File(Box::new(FileChannel::from_file(file, source.path.clone(), choice.options)?)))
+        Ok(Self::File(Box::new(FileQueue::from_file(file, source.path.clone(), choice.options)?)))
     }
 
     pub fn how(&self) -> How {
@@ -56,41 +56,50 @@ impl Source {
     }
 }
 
-impl Channel for Source {
-    type Far = FileOffset;
+impl Source {
+    fn queue(&self) -> &dyn Queue<Addr = FileOffset> {
+        match self {
+            Self::File(queue) => &**queue,
+            Self::Stream(queue) => queue,
+        }
+    }
+
+    fn queue_mut(&mut self) -> &mut dyn Queue<Addr = FileOffset> {
+        match self {
+            Self::File(queue) => &mut **queue,
+            Self::Stream(queue) => queue,
+        }
+    }
+}
+
+impl Queue for Source {
+    type Addr = FileOffset;
 
     fn limits(&self) -> Limits {
-        match self {
-            Self::File(channel) => channel.limits(),
-            Self::Stream(channel) => channel.limits(),
-        }
+        self.queue().limits()
+    }
+
+    fn abilities(&self) -> Abilities {
+        self.queue().abilities()
     }
 
     fn in_flight(&self) -> usize {
-        match self {
-            Self::File(channel) => channel.in_flight(),
-            Self::Stream(channel) => channel.in_flight(),
-        }
+        self.queue().in_flight()
     }
 
-    fn submit(&mut self, transfer: Transfer<FileOffset>) -> Result<Ticket, Refused<FileOffset>> {
-        match self {
-            Self::File(channel) => channel.submit(transfer),
-            Self::Stream(channel) => channel.submit(transfer),
-        }
+    fn submit(&mut self, operation: Operation<FileOffset>) -> Result<Ticket, Refused<FileOffset>> {
+        self.queue_mut().submit(operation)
+    }
+
+    fn flush(&mut self) {
+        self.queue_mut().flush();
     }
 
     fn poll(&mut self, done: &mut Vec<Completion<FileOffset>>) -> usize {
-        match self {
-            Self::File(channel) => channel.poll(done),
-            Self::Stream(channel) => channel.poll(done),
-        }
+        self.queue_mut().poll(done)
     }
 
     fn wait(&mut self, done: &mut Vec<Completion<FileOffset>>, timeout: Duration) -> usize {
-        match self {
-            Self::File(channel) => channel.wait(done, timeout),
-            Self::Stream(channel) => channel.wait(done, timeout),
-        }
+        self.queue_mut().wait(done, timeout)
     }
 }

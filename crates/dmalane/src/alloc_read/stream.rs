@@ -6,9 +6,9 @@ use std::time::{Duration, Instant};
 
 use dmalane_addr::FileOffset;
 use dmalane_dma::{BufferSlice, CopyHint, Error, Heap, SharedBuf};
-use dmalane_file::{How, Moved, StreamChannel};
+use dmalane_file::{How, Moved, StreamQueue};
 use dmalane_load::fill::{FillError, FillReport, FilledBuf};
-use dmalane_queue::{Channel, Direction, OpError, Transfer};
+use dmalane_queue::{Completion, OpError, Operation, Queue};
 use twox_hash::XxHash3_64;
 
 use super::{AllocRead, ReadError, ReadMethod, ReadOptions, ReadSource};
@@ -26,7 +26,7 @@ pub(super) fn to_end(
 ) -> Result<AllocRead, ReadError> {
     let start = Instant::now();
     let deadline = options.timeout.and_then(|timeout| start.checked_add(timeout));
-    let mut channel = StreamChannel::new(source.file, 1);
+    let mut channel = StreamQueue::new(source.file, 1);
     let (mut chunks, mut len) = (VecDeque::new(), 0);
     loop {
         let part = allocate(heap, CHUNK)?.into_part();
@@ -104,26 +104,27 @@ enum Stopped {
 
 /// Fills a part as far as bytes come; says how far, and whether that was the end.
 fn next(
-    channel: &mut StreamChannel,
+    channel: &mut StreamQueue,
     part: BufferSlice,
     at: u64,
     deadline: Option<Instant>,
 ) -> Result<(BufferSlice, usize, bool), Stopped> {
     let full = part.len();
-    let transfer = Transfer { part, direction: Direction::ToHost, far: FileOffset::new(at) };
-    let _only = channel.submit(transfer).map_err(|r| Stopped::Failed(OpError::Stopped(r.reason.to_string())))?;
+    let read = Operation::read(part, FileOffset::new(at));
+    let _only = channel.submit(read).map_err(|refused| Stopped::Failed(refused.reason.into()))?;
     let mut done = Vec::new();
     while channel.wait(&mut done, NAP) == 0 {
         if deadline.is_some_and(|deadline| Instant::now() >= deadline) {
             return Err(Stopped::Late);
         }
     }
-    let ended = done.pop().ok_or(Stopped::Late)?;
-    match ended.result {
-        Ok(()) => Ok((ended.transfer.part, full, false)),
+    let Completion { operation, result, .. } = done.pop().ok_or(Stopped::Late)?;
+    let part = operation.into_slice().ok_or(Stopped::Late)?;
+    match result {
+        Ok(()) => Ok((part, full, false)),
         Err(OpError::EndOfFile { at: end, .. }) => {
             let n = usize::try_from(end.bits().saturating_sub(at)).unwrap_or(full).min(full);
-            Ok((ended.transfer.part, n, true))
+            Ok((part, n, true))
         }
         Err(error) => Err(Stopped::Failed(error)),
     }

@@ -1,4 +1,4 @@
-//! The rungs of the ladder, by which requests reach the kernel.
+//! The I/O backends, by which requests reach the kernel.
 
 use std::collections::HashMap;
 use std::fmt;
@@ -11,7 +11,7 @@ use super::FileDeviceBus;
 use super::workers::Workers;
 use crate::ring::{Ask, Request, Ring};
 
-/// How the kernel is asked, best last.
+/// How requests reach the kernel, best last.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Debug)]
 pub enum IoBackend {
     /// `pread` and `pwrite` on threads.
@@ -37,20 +37,20 @@ impl fmt::Display for IoBackend {
     }
 }
 
-/// Registrations that a ring keeps as fixed buffers, at most.
+/// Fixed buffers of a ring, at most.
 const FIXED: u16 = 64;
 
-/// What moves requests: one of the rungs at work.
+/// Moves requests: a backend at work.
 pub(crate) enum Mover {
     Workers { workers: Workers, depth: usize, busy: usize },
     Ring { ring: Box<Ring>, fixed: Option<Fixed> },
 }
 
-/// Which registrations a ring keeps.
+/// The registrations that a ring has as fixed buffers.
 #[derive(Default)]
 pub(crate) struct Fixed {
     numbers: HashMap<Iova, u16>,
-    /// Requests under way with each.
+    /// Requests in flight with each.
     uses: HashMap<u16, usize>,
     /// Refused by the kernel: not asked again.
     refused: Vec<Iova>,
@@ -92,7 +92,7 @@ impl Mover {
         }
     }
 
-    /// Takes a request of a registered buffer; gives it back when there is no room.
+    /// Takes a request, with the registration of its buffer if there is one; gives it back when there is no room.
     pub fn push(&mut self, mut request: Request, via: Option<(&Registered, &FileDeviceBus)>) -> Result<(), Request> {
         match self {
             Self::Workers { .. } if self.is_full() => Err(request),
@@ -111,10 +111,10 @@ impl Mover {
         }
     }
 
-    /// Tells the kernel about everything that was pushed, and waits for an end if told how long.
+    /// Tells the kernel about everything that was pushed, and waits for a completion at most as long as `wait` says.
     ///
     /// # Errors
-    /// When the kernel refuses: nothing goes this way any more.
+    /// When the kernel refuses: this backend is not usable any more.
     pub fn enter(&mut self, wait: Option<Duration>) -> Result<(), String> {
         match self {
             Self::Workers { workers, .. } => {
@@ -127,7 +127,7 @@ impl Mover {
         }
     }
 
-    /// The next request that has ended: what the kernel says of it.
+    /// The next request that has ended, with its result.
     pub fn reap(&mut self) -> Option<(Request, i32)> {
         match self {
             Self::Workers { workers, busy, .. } => workers.reap().inspect(|_| *busy -= 1),
@@ -141,7 +141,7 @@ impl Mover {
         }
     }
 
-    /// Asks the kernel to give up what it can, and gives back what it had not begun with.
+    /// Asks the kernel to cancel what it can, and gives back what it has not begun.
     pub fn cancel_all(&mut self) -> Vec<Request> {
         match self {
             Self::Workers { workers, busy, .. } => {
@@ -156,14 +156,14 @@ impl Mover {
         }
     }
 
-    /// Lets go of fixed buffers whose registrations are no more.
+    /// Frees fixed buffers whose registrations are gone.
     pub fn tidy(&mut self, bus: &FileDeviceBus) {
         if let Self::Ring { ring, fixed: Some(fixed) } = self {
             fixed.tidy(ring, bus);
         }
     }
 
-    /// Why requests do not go by fixed buffers although they should.
+    /// Why requests do not use fixed buffers although they should.
     pub fn complaint(&self) -> Option<&str> {
         match self {
             Self::Ring { fixed: Some(fixed), .. } => fixed.why.as_deref(),
@@ -175,8 +175,8 @@ impl Mover {
     ///
     /// # Errors
     /// When one has not ended in time; the mover still has it.
-    pub fn all(&mut self, requests: Vec<Request>, patience: Duration) -> Result<Vec<(Request, i32)>, String> {
-        let deadline = Instant::now() + patience;
+    pub fn all(&mut self, requests: Vec<Request>, timeout: Duration) -> Result<Vec<(Request, i32)>, String> {
+        let deadline = Instant::now() + timeout;
         let (mut left, mut ended) = (requests.into_iter().peekable(), Vec::new());
         while left.peek().is_some() || self.busy() > 0 {
             while !self.is_full()
@@ -189,7 +189,7 @@ impl Mover {
             ended.extend(std::iter::from_fn(|| self.reap()));
             if self.busy() > 0 && Instant::now() >= deadline {
                 self.cancel_all();
-                return Err(format!("no answer within {patience:?}"));
+                return Err(format!("no answer within {timeout:?}"));
             }
         }
         Ok(ended)
@@ -197,15 +197,15 @@ impl Mover {
 }
 
 impl Mover {
-    /// Waits for all that was pushed and drops it, whatever became of it; false when some has not ended in time.
-    pub fn settle(&mut self, patience: Duration) -> bool {
-        let deadline = Instant::now() + patience;
+    /// Cancels and drops all that was pushed; false when some has not ended in time.
+    pub fn settle(&mut self, timeout: Duration) -> bool {
+        let deadline = Instant::now() + timeout;
         if self.busy() > 0 {
             self.cancel_all();
         }
         while self.busy() > 0 {
             let left = deadline.saturating_duration_since(Instant::now());
-            // A ring that cannot be entered has not said what became of its requests.
+            // A ring that cannot be entered does not report its requests.
             if left.is_zero() || self.enter(Some(left.min(Duration::from_millis(100)))).is_err() {
                 while self.reap().is_some() {}
                 return self.busy() == 0;
@@ -228,7 +228,7 @@ impl Fixed {
                 let Some(free) = (0..FIXED).find(|n| !self.numbers.values().any(|used| used == n)) else {
                     return request.ask;
                 };
-                if let Err(e) = ring.fix(free, &request.part, via.mapping().pinned().range()) {
+                if let Err(e) = ring.fix(free, &request.slice, via.mapping().pinned().range()) {
                     self.why.get_or_insert(format!("a fixed buffer was refused: {e}"));
                     self.refused.push(iova);
                     return request.ask;
@@ -253,7 +253,7 @@ impl Fixed {
             if bus.is_live(*iova) {
                 return true;
             }
-            // A request that is still under way keeps the pages by itself; its number is free once it has ended.
+            // A request in flight keeps the pages itself; its number is free once it has ended.
             let idle = self.uses.get(number).is_none_or(|n| *n == 0);
             all &= idle;
             !(idle && ring.unfix(*number).is_ok())

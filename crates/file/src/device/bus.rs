@@ -1,4 +1,4 @@
-//! The bus of a node: the kernel reaches host memory by itself, so mapping only gives a registration its name.
+//! Registrations of a file device: the kernel reaches host memory by itself, so a mapping only names a registration.
 
 use std::collections::BTreeSet;
 use std::ops::Range;

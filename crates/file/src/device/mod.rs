@@ -1,10 +1,10 @@
-//! Files that take reads and writes at device addresses, as a device with queues.
+//! Files that are read and written at device addresses, as a device with queues.
 //!
 //! The character devices of DMA drivers (QDMA, XDMA) are such files, and so are block devices, files of `/dev/shm` and memfds. A
-//! [`FileDevice`] opens one, or one for each direction; its [`queue`](FileDevice::queue)s copy both ways and refuse everything else.
+//! [`FileDevice`] opens one, or one for each direction; its [`queue`](FileDevice::queue)s copy in both directions.
 //!
-//! Drivers get asynchronous calls wrong in ways that no error tells ([`probe`] names them). So a node goes by `pread` and
-//! `pwrite` on threads unless it was [probed](FileDeviceOptions::probe_at); [`FileDevice::how`] says which way it goes and why.
+//! Some drivers do asynchronous calls wrong without an error ([`probe`] names how). So a file device uses `pread` and `pwrite` on
+//! threads unless it was [probed](FileDeviceOptions::probe_at); [`FileDevice::how`] gives its I/O backend and the reasons.
 
 mod backend;
 mod bus;
@@ -21,7 +21,6 @@ use std::path::{Path, PathBuf};
 use std::str::FromStr;
 use std::sync::Arc;
 
-use dmalane_queue::Copies;
 use rustix::fs::{Mode as Permissions, OFlags};
 use rustix::io::Errno;
 use thiserror::Error;
@@ -90,23 +89,23 @@ impl FromStr for FileDevicePaths {
     }
 }
 
-/// How a node is used.
+/// How a file device is used.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct FileDeviceOptions {
-    /// Where the device may be written to and read back to find out what works: a multiple of 4 KiB, 16 KiB or more, with 16 KiB of
-    /// memory behind it. What was there, and at 0, is put back. `None`: `pread` and `pwrite`.
+    /// Where the probe may write 16 KiB and read them back: a multiple of 4 KiB, at least 16 KiB. The bytes there, and at 0, are
+    /// restored. `None`: no probe, `pread` and `pwrite`.
     pub probe_at: Option<u64>,
     /// The best backend that a probe tries.
     pub best: IoBackend,
-    /// Take this backend without a probe. For devices that are known to be right.
+    /// Use this backend without a probe. For devices that are known to work.
     pub trust: Option<IoBackend>,
-    /// Past the page cache. Then addresses, lengths and memory are multiples of [`FileDevice::alignment`].
+    /// Bypass the page cache. Then addresses, lengths and memory are multiples of [`FileDevice::alignment`].
     pub direct: bool,
-    /// Operations, and requests to the kernel, in flight on a queue. Brought into 1..=4096.
+    /// Operations, and requests to the kernel, in flight on a queue. Clamped to 1..=4096.
     pub depth: usize,
-    /// Threads of a queue that goes by `pread` and `pwrite`. Brought into 1..=64.
+    /// Threads of a queue that uses `pread` and `pwrite`. Clamped to 1..=64.
     pub threads: usize,
-    /// Bytes of a request at most; a longer operation is cut. Brought into 64 KiB..=1 GiB and rounded up to a power of two.
+    /// Bytes of a request at most; a longer operation is cut. Clamped to 64 KiB..=1 GiB and rounded up to a power of two.
     pub block: usize,
 }
 
@@ -118,14 +117,14 @@ impl Default for FileDeviceOptions {
     }
 }
 
-/// Which way a node goes, and why not a better one.
+/// The I/O backend of a file device, and why not a better one.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub struct FileDeviceHow {
     /// The backend.
     pub backend: IoBackend,
-    /// Past the page cache.
+    /// Bypasses the page cache.
     pub direct: bool,
-    /// A probe has found it right.
+    /// A probe has found that it works.
     pub probed: bool,
     /// Why not a better one; empty when it is the best.
     pub reasons: Vec<String>,
@@ -159,7 +158,7 @@ pub enum FileDeviceError {
         /// The kernel's answer.
         source: io::Error,
     },
-    /// It takes no reads and writes at addresses.
+    /// It cannot be read and written at addresses.
     #[error("{} is a {kind}, which has no addresses", path.display())]
     NoAddresses {
         /// The file.
@@ -170,7 +169,7 @@ pub enum FileDeviceError {
     /// A block device that a file system or something else uses.
     #[error("{} is in use (mounted, or part of another device)", .0.display())]
     InUse(PathBuf),
-    /// [`FileDeviceOptions::direct`] cannot be had.
+    /// [`FileDeviceOptions::direct`] is not possible.
     #[error("no direct I/O on {}: {reason}", path.display())]
     NoDirect {
         /// The file.
@@ -178,15 +177,15 @@ pub enum FileDeviceError {
         /// Why not.
         reason: String,
     },
-    /// [`FileDeviceOptions::probe_at`] is no place to probe at.
+    /// [`FileDeviceOptions::probe_at`] is not usable.
     #[error("cannot probe at {at:#x}: {why}")]
     ProbeAt {
-        /// The place.
+        /// The address.
         at: u64,
         /// What is wrong with it.
         why: String,
     },
-    /// Even plain calls do not read back what was written.
+    /// Even synchronous calls do not read back what was written.
     #[error("{} does not keep what is written to it: {why}", path.display())]
     NotMemory {
         /// The file.
@@ -194,9 +193,9 @@ pub enum FileDeviceError {
         /// What the probe saw.
         why: String,
     },
-    /// The backend that is to be trusted cannot be had.
+    /// The backend of [`FileDeviceOptions::trust`] is not available.
     #[error("no {backend}: {reason}")]
-    NoRung {
+    NoBackend {
         /// Which.
         backend: IoBackend,
         /// Why not.
@@ -223,10 +222,10 @@ struct Opened {
 }
 
 impl FileDevice {
-    /// Opens the files, and probes them if told where.
+    /// Opens the files, and probes them if the options say where.
     ///
-    /// A block device is taken exclusively, so that none is overwritten that is mounted. The length of a file is the length that it
-    /// has now: nothing is written past it.
+    /// A block device is opened exclusively, so that a mounted one is not overwritten. The length of a file is its length now: nothing
+    /// is written past it.
     ///
     /// # Errors
     /// [`FileDeviceError`].
@@ -267,12 +266,11 @@ impl FileDevice {
             count: Count::Bytes,
         };
         let mut this = Opened { h2c, c2h, paths, len, align, options, how, bus: FileDeviceBus::new() };
-        this.climb()?;
+        this.choose_backend()?;
         Ok(Self(Arc::new(this)))
     }
 
-    /// For a file that was opened before: its descriptor is opened again, so that what is done with it here does not touch what its
-    /// owner does with it. `path` names it in messages.
+    /// For a file that is open: it is opened again, so that the position and flags of `file` stay as they are.
     ///
     /// # Errors
     /// As [`FileDevice::open`].
@@ -281,7 +279,7 @@ impl FileDevice {
         Self::open(FileDevicePaths { h2c: path.clone(), c2h: path }, options)
     }
 
-    /// The bus that registers memory for this device's queues.
+    /// Registers memory for fixed buffers of io_uring; queues also take memory without a registration.
     pub fn bus(&self) -> &FileDeviceBus {
         &self.0.bus
     }
@@ -291,7 +289,7 @@ impl FileDevice {
         &self.0.paths
     }
 
-    /// What is written to, and what is read from: for measuring beside a queue.
+    /// The files for writing and for reading, to measure the plain calls.
     pub fn files(&self) -> (&File, &File) {
         (&self.0.h2c, &self.0.c2h)
     }
@@ -306,12 +304,12 @@ impl FileDevice {
         self.0.align.map_or(1, |a| a.memory.max(a.offset))
     }
 
-    /// Which way it goes, and why.
+    /// The I/O backend, and the reasons for it.
     pub fn how(&self) -> &FileDeviceHow {
         &self.0.how
     }
 
-    /// A queue. There can be any number; only within one queue do operations wait for others on the same addresses.
+    /// A queue. There can be any number of them; only within one queue do operations wait for others on the same addresses.
     ///
     /// # Errors
     /// [`FileDeviceError::NoQueue`] when the kernel refuses threads or rings.
@@ -319,14 +317,6 @@ impl FileDevice {
         let FileDeviceOptions { depth, threads, .. } = self.0.options;
         let mover = Mover::new(self.0.how.backend, depth, threads).map_err(FileDeviceError::NoQueue)?;
         Ok(FileDeviceQueue::new(self.0.clone(), mover))
-    }
-
-    /// A queue as a channel of plain copies.
-    ///
-    /// # Errors
-    /// As [`FileDevice::queue`].
-    pub fn channel(&self) -> Result<Copies<FileDeviceQueue>, FileDeviceError> {
-        Ok(Copies::new(self.queue()?))
     }
 }
 
@@ -337,11 +327,11 @@ impl fmt::Debug for FileDevice {
 }
 
 impl Opened {
-    /// Chooses the backend.
-    fn climb(&mut self) -> Result<(), FileDeviceError> {
+    /// Chooses the backend: the best that the probe finds to work.
+    fn choose_backend(&mut self) -> Result<(), FileDeviceError> {
         let FileDeviceOptions { probe_at, best, trust, depth, .. } = self.options;
         if let Some(backend) = trust {
-            Mover::new(backend, depth, 1).map_err(|reason| FileDeviceError::NoRung { backend, reason })?;
+            Mover::new(backend, depth, 1).map_err(|reason| FileDeviceError::NoBackend { backend, reason })?;
             self.how.backend = backend;
             self.how.reasons.push("trusted without a probe".into());
             return Ok(());
@@ -350,7 +340,7 @@ impl Opened {
             self.how.reasons.push("not probed: with an address to probe at, io_uring is tried".into());
             return Ok(());
         };
-        self.check_place(at)?;
+        self.check_probe_at(at)?;
         let target = probe::Target { h2c: &self.h2c, c2h: &self.c2h, at };
         let no_queue = FileDeviceError::NoQueue;
         let mut safe = Mover::new(IoBackend::Workers, depth, 1).map_err(no_queue)?;
@@ -383,8 +373,8 @@ impl Opened {
         Ok(())
     }
 
-    /// Refuses what is no place to probe at.
-    fn check_place(&self, at: u64) -> Result<(), FileDeviceError> {
+    /// Refuses an address that the probe cannot use.
+    fn check_probe_at(&self, at: u64) -> Result<(), FileDeviceError> {
         let len = probe::LEN as u64;
         let why = match at.checked_add(len) {
             _ if at < len => {
@@ -408,7 +398,7 @@ fn open(path: &Path, access: OFlags, direct: bool) -> Result<File, FileDeviceErr
         _ => "reading and writing",
     };
     let failed = |e: Errno| FileDeviceError::Open { path: path.to_owned(), what, source: e.into() };
-    // Looked at first: opening a FIFO or a device may do something or wait.
+    // The type first: opening a FIFO or some devices blocks or has side effects.
     let kind = rustix::fs::stat(path).map_err(failed)?;
     let kind = rustix::fs::FileType::from_raw_mode(kind.st_mode);
     let mut flags = access | OFlags::CLOEXEC | OFlags::NOCTTY;
@@ -416,7 +406,7 @@ fn open(path: &Path, access: OFlags, direct: bool) -> Result<File, FileDeviceErr
     use rustix::fs::FileType as Kind;
     let other = match kind {
         Kind::RegularFile | Kind::CharacterDevice => None,
-        // Exclusively: refused where the device is mounted. Who only reads does no harm.
+        // Exclusively: refused where the device is mounted. Reading does no harm.
         Kind::BlockDevice => {
             flags.set(OFlags::EXCL, access != OFlags::RDONLY);
             None
@@ -439,7 +429,7 @@ fn open(path: &Path, access: OFlags, direct: bool) -> Result<File, FileDeviceErr
     }
 }
 
-/// Bytes of a file or block device; `None` for what does not say.
+/// Bytes of a file or block device; `None` for character devices.
 fn len(file: &File, path: &Path) -> Result<Option<u64>, FileDeviceError> {
     let failed = |source| FileDeviceError::Open { path: path.to_owned(), what: "its length", source };
     let meta = file.metadata().map_err(failed)?;
@@ -462,7 +452,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn paths_are_told_apart() {
+    fn paths_are_parsed() {
         let of = |text: &str| {
             text.parse::<FileDevicePaths>().map(|p| (p.h2c.display().to_string(), p.c2h.display().to_string()))
         };

@@ -2,7 +2,7 @@
 //!
 //! What drivers are known to get wrong is asked for: data at the wrong address (a stock XDMA driver's asynchronous calls use the
 //! offset within the memory instead of that within the file, so they go to address 0), completions that count something else than
-//! bytes (a stock QDMA driver's say 1 for one piece of memory), requests that never end. What was there is put back.
+//! bytes (a stock QDMA driver's say 1 for one range of memory), requests that never end. What was there is put back.
 
 use std::fs::File;
 use std::sync::Arc;
@@ -17,7 +17,7 @@ use crate::ring::{Ask, Request};
 const BLOCK: usize = 4096;
 pub(crate) const LEN: usize = 4 * BLOCK;
 /// How long a probe waits for each step.
-const PATIENCE: Duration = Duration::from_secs(5);
+const TIMEOUT: Duration = Duration::from_secs(5);
 
 /// What a completion's number counts.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -37,7 +37,7 @@ pub(crate) trait Moves {
         true
     }
 
-    /// Makes requests of this part go by fixed buffers, where that is what is tried.
+    /// Makes requests of this slice use fixed buffers, where those are probed.
     fn fix(&mut self, _: &BufferSlice) -> Result<bool, String> {
         Ok(false)
     }
@@ -45,17 +45,17 @@ pub(crate) trait Moves {
 
 impl Moves for Mover {
     fn all(&mut self, requests: Vec<Request>) -> Result<Vec<(Request, i32)>, String> {
-        Mover::all(self, requests, PATIENCE)
+        Mover::all(self, requests, TIMEOUT)
     }
 
     fn settle(&mut self) -> bool {
-        Mover::settle(self, PATIENCE)
+        Mover::settle(self, TIMEOUT)
     }
 
-    fn fix(&mut self, part: &BufferSlice) -> Result<bool, String> {
+    fn fix(&mut self, slice: &BufferSlice) -> Result<bool, String> {
         match self {
             Self::Ring { ring, fixed: Some(_) } => {
-                let fixed = ring.fix(0, part, 0..part.share().len());
+                let fixed = ring.fix(0, slice, 0..slice.share().len());
                 fixed.map(|()| true).map_err(|e| format!("a fixed buffer was refused: {e}"))
             }
             _ => Ok(false),
@@ -127,9 +127,9 @@ impl Probe<'_> {
         let at = self.target.at;
         let zero = self.safe_read(0)?;
         // In one request of several blocks, and in several at once.
-        for (seed, pieces) in [(1, 1), (2, LEN / BLOCK)] {
+        for (seed, fragments) in [(1, 1), (2, LEN / BLOCK)] {
             let bytes = pattern(seed);
-            self.try_all(true, &bytes, pieces)?;
+            self.try_all(true, &bytes, fragments)?;
             let (there, at_zero) = (self.safe_read(at)?, self.safe_read(0)?);
             if at_zero != zero {
                 return Err(format!("a write to {at:#x} went to address 0"));
@@ -140,7 +140,7 @@ impl Probe<'_> {
             // Other bytes than the request would find if it read what was just written.
             let bytes = pattern(seed + 100);
             self.safe_write(at, &bytes)?;
-            let got = self.try_all(false, &bytes, pieces)?;
+            let got = self.try_all(false, &bytes, fragments)?;
             if got != bytes {
                 let from_zero = if got == zero { " but those at address 0" } else { "" };
                 return Err(format!("a read from {at:#x} did not bring the bytes that are there{from_zero}"));
@@ -150,17 +150,17 @@ impl Probe<'_> {
     }
 
     /// Moves the bytes by the backend under trial, and gives those that it read.
-    fn try_all(&mut self, write: bool, bytes: &[u8], pieces: usize) -> Result<Vec<u8>, String> {
-        let mut part = fresh()?;
+    fn try_all(&mut self, write: bool, bytes: &[u8], fragments: usize) -> Result<Vec<u8>, String> {
+        let mut slice = fresh()?;
         if write {
-            part.write(0, bytes).ok_or("a probe is as long as its buffer")?;
+            slice.write(0, bytes).ok_or("a probe is as long as its buffer")?;
         }
-        let fixed = self.tried.fix(&part)?;
-        let requests = self.requests(part, self.target.at, pieces, write, fixed);
+        let fixed = self.tried.fix(&slice)?;
+        let requests = self.requests(slice, self.target.at, fragments, write, fixed);
         let what = if write { "write" } else { "read" };
         let mut ended = self.tried.all(requests).map_err(|e| format!("a {what} at {:#x}: {e}", self.target.at))?;
         for (request, result) in &ended {
-            let (len, at) = (request.part.len(), request.at);
+            let (len, at) = (request.slice.len(), request.at);
             let count = match *result {
                 n if n < 0 => {
                     let e = std::io::Error::from_raw_os_error(-n);
@@ -186,14 +186,14 @@ impl Probe<'_> {
     }
 
     fn safe_write(&mut self, at: u64, bytes: &[u8]) -> Result<(), String> {
-        let mut part = fresh()?;
-        part.write(0, bytes).ok_or("a probe is as long as its buffer")?;
-        let requests = self.requests(part, at, 1, true, false);
+        let mut slice = fresh()?;
+        slice.write(0, bytes).ok_or("a probe is as long as its buffer")?;
+        let requests = self.requests(slice, at, 1, true, false);
         let ended = self.safe.all(requests).map_err(|e| format!("pwrite at {at:#x}: {e}"))?;
         whole(&ended, "pwrite")
     }
 
-    fn requests(&self, part: BufferSlice, at: u64, pieces: usize, write: bool, fixed: bool) -> Vec<Request> {
+    fn requests(&self, slice: BufferSlice, at: u64, fragments: usize, write: bool, fixed: bool) -> Vec<Request> {
         let ask = match (write, fixed) {
             (true, true) => Ask::WriteFixed(0),
             (true, false) => Ask::Write,
@@ -201,13 +201,13 @@ impl Probe<'_> {
             (false, false) => Ask::Read,
         };
         let file = if write { self.target.h2c } else { self.target.c2h };
-        let (step, mut rest) = (part.len() / pieces, part);
+        let (step, mut rest) = (slice.len() / fragments, slice);
         let mut cut = || rest.split_off_front(step);
-        let cut = (0..pieces).map_while(|_| cut());
+        let cut = (0..fragments).map_while(|_| cut());
         cut.enumerate()
-            .map(|(index, part)| {
+            .map(|(index, slice)| {
                 let at = at + (index * step) as u64;
-                Request { ask, op: 0, index, direct: false, file: file.clone(), part, at, done: 0 }
+                Request { ask, op: 0, index, direct: false, file: file.clone(), slice, at, done: 0 }
             })
             .collect()
     }
@@ -226,8 +226,8 @@ fn whole(ended: &[(Request, i32)], what: &str) -> Result<(), String> {
                 let e = std::io::Error::from_raw_os_error(-n);
                 return Err(format!("{what} at {:#x} failed: {e}", request.at));
             }
-            n if n as usize != request.part.len() => {
-                let len = request.part.len();
+            n if n as usize != request.slice.len() => {
+                let len = request.slice.len();
                 return Err(format!("{what} of {len} bytes at {:#x} was answered with {n}", request.at));
             }
             _ => {}
@@ -239,8 +239,8 @@ fn whole(ended: &[(Request, i32)], what: &str) -> Result<(), String> {
 fn bytes_of(ended: Vec<(Request, i32)>) -> Result<Vec<u8>, String> {
     let mut bytes = Vec::with_capacity(LEN);
     for (request, _) in ended {
-        let mut these = vec![0; request.part.len()];
-        request.part.read(0, &mut these).ok_or("a part is as long as it is")?;
+        let mut these = vec![0; request.slice.len()];
+        request.slice.read(0, &mut these).ok_or("a slice is as long as it is")?;
         bytes.extend(these);
     }
     Ok(bytes)
@@ -266,7 +266,7 @@ mod tests {
         /// As stock XDMA's asynchronous calls: the device address is the offset in the memory.
         AddressZero,
         ReadsFromZero,
-        /// As stock QDMA's: the number of pieces of memory.
+        /// As stock QDMA's: the number of fragments of memory.
         CountsRequests,
         CountsRequestsOfReads,
         CountsShort,
@@ -295,7 +295,7 @@ mod tests {
             let mut memory = self.1.borrow_mut();
             let mut ended = Vec::new();
             for mut request in requests {
-                let (len, write) = (request.part.len(), request.ask.is_write());
+                let (len, write) = (request.slice.len(), request.ask.is_write());
                 let first = request.index * len;
                 let (mut at, mut n, mut result) = (request.at as usize, len, len as i32);
                 match self.0 {
@@ -320,10 +320,10 @@ mod tests {
                 }
                 if write {
                     let mut bytes = vec![0; n];
-                    request.part.read(0, &mut bytes).unwrap();
+                    request.slice.read(0, &mut bytes).unwrap();
                     memory[at..at + n].copy_from_slice(&bytes);
                 } else {
-                    request.part.write(0, &memory[at..at + n]).unwrap();
+                    request.slice.write(0, &memory[at..at + n]).unwrap();
                 }
                 ended.push((request, result));
             }
@@ -334,7 +334,7 @@ mod tests {
         fn settle(&mut self) -> bool {
             if let Some(late) = self.2.take() {
                 let at = late.at as usize;
-                late.part.read(0, &mut self.1.borrow_mut()[at..at + late.part.len()]).unwrap();
+                late.slice.read(0, &mut self.1.borrow_mut()[at..at + late.slice.len()]).unwrap();
             }
             self.0 != Fault::Never
         }

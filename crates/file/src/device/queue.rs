@@ -1,14 +1,15 @@
-//! A queue of a node: operations cut into requests, done in any order where they do not touch the same bytes, ended in order.
+//! A queue of a file device: operations are cut into requests, done at the same time unless they touch the same bytes, and ended in
+//! order.
 
 use std::collections::VecDeque;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use dmalane_addr::{Access, FileOffset};
-use dmalane_dma::{BufferSlice, HostBus};
+use dmalane_addr::FileOffset;
+use dmalane_dma::BufferSlice;
 use dmalane_queue::{
-    Abilities, CacheHint, Cancelled, DeviceAddr, Direction, Ended, HostPart, Limits, OpError, Operation, Queue,
-    Refusal, Registered, Rejected, Sampler, Stats, Ticket, Work,
+    Abilities, CacheHint, Cancelled, Completion, DeviceAddr, Direction, HostSlice, Limits, OpError, Operation, Queue,
+    QueueAddr, Refusal, Refused, Registered, Sampler, Stats, Ticket, Work,
 };
 use rustix::io::Errno;
 
@@ -17,28 +18,28 @@ use super::probe::Count;
 use super::{FileDeviceHow, Opened};
 use crate::ring::{Ask, Request};
 
-/// The longest sleep in a wait: a time-out is looked for in between.
+/// The longest sleep in a wait: the timeout is checked in between.
 const NAP: Duration = Duration::from_millis(100);
 
-/// A queue of a [`FileDevice`](super::FileDevice): copies both ways and fences, and refuses the rest.
+/// A queue of a [`FileDevice`](super::FileDevice): copies in both directions and fences.
 ///
-/// Its `doorbell` and `poll` make system calls. Operations may be done at the same time unless they touch the same bytes of the
-/// device and one of them writes; they end in order. One that the kernel has not been given is taken back by
-/// [`Queue::cancel`], one that it has runs to its end. After a time-out what the kernel has not begun is given back at once, the rest
-/// when the kernel lets go of it. What it does not let go of within some seconds of the queue being dropped stays allocated for
-/// good and is counted by [`quarantined_bytes`](crate::quarantined_bytes).
+/// It needs no registrations; with one, io_uring can use fixed buffers. `flush` and `poll` make system calls. Operations may be done
+/// at the same time unless they touch the same bytes of the device and one of them writes; they end in order. [`Queue::cancel`] takes
+/// back an operation that the kernel has not got; one that it has runs to its end. After a timeout the operations that the kernel has
+/// not begun end at once, the rest when the kernel releases them. Memory that it does not release within some seconds after the queue
+/// was dropped stays allocated and is counted by [`quarantined_bytes`](crate::quarantined_bytes).
 pub struct FileDeviceQueue {
-    node: Arc<Opened>,
+    device: Arc<Opened>,
     mover: Mover,
-    /// Movers that failed, until what the kernel has of theirs has come back.
+    /// Movers that failed, until the kernel has returned their requests.
     retired: Vec<Mover>,
     how: FileDeviceHow,
     ops: VecDeque<Op>,
     /// Requests to be made again, of operations that have begun.
     again: VecDeque<Request>,
-    /// The number of the next operation, and of the first that the device was not told of.
+    /// The number of the next operation, and of the first that was not flushed.
     next: u64,
-    told: u64,
+    flushed: u64,
     state: State,
     timeout: Option<Duration>,
     /// Since when nothing has come back.
@@ -58,32 +59,32 @@ struct Op {
     number: u64,
     work: Kind,
     cache: CacheHint,
-    /// What is not cut off yet.
+    /// The bytes that are not cut into requests yet.
     rest: Option<BufferSlice>,
-    /// What was cut off, in order.
-    pieces: Vec<Piece>,
+    /// The others, in order.
+    fragments: Vec<Fragment>,
     out: usize,
     begun: bool,
     /// The failure that lies first, and where.
     failed: Option<(u64, OpError)>,
     /// It has ended, and waits for those before it.
-    over: bool,
+    ended: bool,
 }
 
 enum Kind {
-    Copy { direction: Direction, via: Registered, at: DeviceAddr, first: u64, end: u64 },
+    Copy { direction: Direction, via: Option<Registered>, at: DeviceAddr, first: u64, end: u64 },
     Fence,
 }
 
-struct Piece {
+struct Fragment {
     /// `None` while a request has it.
-    part: Option<BufferSlice>,
+    slice: Option<BufferSlice>,
     len: usize,
     done: usize,
 }
 
 impl Op {
-    /// True when the one may not begin before the other has ended.
+    /// True when one may not begin before the other has ended.
     fn conflicts(&self, other: &Self) -> bool {
         let (Kind::Copy { direction: a, first, end, .. }, Kind::Copy { direction: b, first: f, end: e, .. }) =
             (&self.work, &other.work)
@@ -96,28 +97,28 @@ impl Op {
     /// Bytes, counted from the front, that are known to be done.
     fn bytes(&self) -> u64 {
         let mut bytes = 0;
-        for piece in &self.pieces {
-            bytes += piece.done as u64;
-            if piece.done < piece.len {
+        for fragment in &self.fragments {
+            bytes += fragment.done as u64;
+            if fragment.done < fragment.len {
                 break;
             }
         }
         bytes
     }
 
-    fn into_ended(self, result: Result<(), OpError>) -> Ended {
+    fn into_completion(self, result: Result<(), OpError>) -> Completion {
         let bytes = self.bytes();
         let ticket = Ticket::new(self.number);
-        Ended { ticket, operation: self.into_operation(), result, bytes }
+        Completion { ticket, operation: self.into_operation(), result, bytes }
     }
 
     fn into_operation(self) -> Operation {
         let work = match self.work {
             Kind::Fence => Work::Fence,
             Kind::Copy { direction, via, at, .. } => {
-                let parts = self.pieces.into_iter().filter_map(|piece| piece.part).chain(self.rest);
-                let part = parts.reduce(|a, b| a.join(b).expect("pieces of one part, in order"));
-                Work::Copy { direction, host: HostPart { part: part.expect("at least one piece"), via }, at }
+                let slices = self.fragments.into_iter().filter_map(|fragment| fragment.slice).chain(self.rest);
+                let slice = slices.reduce(|a, b| a.join(b).expect("fragments in order"));
+                Work::Copy { direction, host: HostSlice { slice: slice.expect("at least one fragment"), via }, at }
             }
         };
         Operation { work, shape: None, cache: self.cache }
@@ -125,16 +126,16 @@ impl Op {
 }
 
 impl FileDeviceQueue {
-    pub(super) fn new(node: Arc<Opened>, mover: Mover) -> Self {
+    pub(super) fn new(device: Arc<Opened>, mover: Mover) -> Self {
         Self {
-            how: node.how.clone(),
-            node,
+            how: device.how.clone(),
+            device,
             mover,
             retired: Vec::new(),
             ops: VecDeque::new(),
             again: VecDeque::new(),
             next: 0,
-            told: 0,
+            flushed: 0,
             state: State::Running,
             timeout: None,
             stalled: None,
@@ -143,7 +144,7 @@ impl FileDeviceQueue {
         }
     }
 
-    /// Which way it goes now, and why: the kernel may refuse later what it took at first.
+    /// The I/O backend in use and why: the kernel may refuse later what it accepted at first.
     pub fn how(&self) -> FileDeviceHow {
         let mut how = self.how.clone();
         how.reasons.extend(self.mover.complaint().map(str::to_owned));
@@ -155,42 +156,31 @@ impl FileDeviceQueue {
         if let State::Stopping(why) | State::Stopped(why) = &self.state {
             return Err(Refusal::Stopped(why.clone()));
         }
-        let missing = operation.needs() - self.abilities();
-        if !missing.is_empty() {
-            return Err(Refusal::Unable(missing));
-        }
-        operation.check()?;
-        if let Work::Copy { direction, host: HostPart { part, via }, at } = &operation.work {
-            let wanted = match direction {
-                Direction::ToHost => Access::WRITE,
-                Direction::FromHost => Access::READ,
-            };
-            if via.iova_of(part).is_none() || !self.node.bus.owns(via.mapping()) {
-                return Err(Refusal::NotRegistered);
+        operation.admit(self.abilities(), self.limits())?;
+        if let Work::Copy { direction, host, at } = &operation.work {
+            if host.via.is_some() {
+                host.check(&self.device.bus, direction.host_access())?;
             }
-            if !via.mapping().access().contains(wanted) {
-                return Err(Refusal::NotPermitted);
-            }
-            let first = bits(*at);
+            let first = at.bits();
             // The kernel counts file offsets with a sign.
-            if first.checked_add(part.len() as u64).is_none_or(|end| end > i64::MAX as u64) {
+            if first.checked_add(host.slice.len() as u64).is_none_or(|end| end > i64::MAX as u64) {
                 return Err(Refusal::PastTheTop);
             }
-            if let Some(align) = self.node.align
-                && !align.allows(part.view().as_ptr().addr(), first, part.len())
+            if let Some(align) = self.device.align
+                && !align.allows(host.slice.view().as_ptr().addr(), first, host.slice.len())
             {
                 return Err(Refusal::Misaligned { align: align.memory.max(align.offset) as u64 });
             }
         }
-        if self.ops.len() >= self.node.options.depth {
+        if self.ops.len() >= self.device.options.depth {
             return Err(Refusal::Full);
         }
         Ok(())
     }
 
-    /// Gives the kernel what may begin, as far as it takes it.
+    /// Gives the kernel as much as it takes of what may begin.
     fn feed(&mut self) {
-        // What was pushed is entered when stopping too, or it would never come back.
+        // Requests that were pushed are entered when stopping too, or they would never end.
         let running = self.state == State::Running;
         while running
             && !self.mover.is_full()
@@ -199,34 +189,34 @@ impl FileDeviceQueue {
             self.push(request);
         }
         for i in 0..self.ops.len() {
-            if !running || self.mover.is_full() || self.ops[i].number >= self.told {
+            if !running || self.mover.is_full() || self.ops[i].number >= self.flushed {
                 break;
             }
             self.begin(i);
         }
         if let Err(why) = self.mover.enter(None) {
-            self.fall(&why);
+            self.fall_back(&why);
         }
     }
 
-    /// Begins with an operation, or goes on cutting it.
+    /// Begins an operation, or goes on cutting it into requests.
     fn begin(&mut self, i: usize) {
         let op = &self.ops[i];
-        if op.over || op.failed.is_some() || op.begun && op.rest.is_none() {
+        if op.ended || op.failed.is_some() || op.begun && op.rest.is_none() {
             return;
         }
-        if !op.begun && self.ops.range(..i).any(|before| !before.over && op.conflicts(before)) {
+        if !op.begun && self.ops.range(..i).any(|before| !before.ended && op.conflicts(before)) {
             return;
         }
-        let (node, op) = (&self.node, &mut self.ops[i]);
+        let (device, op) = (&self.device, &mut self.ops[i]);
         let Kind::Copy { direction, at, first, end, .. } = &op.work else {
-            (op.begun, op.over) = (true, true);
+            (op.begun, op.ended) = (true, true);
             return;
         };
         if !op.begun {
             op.begun = true;
-            // Never grows a file, and says where a device ends instead of moving half.
-            let error = match (at, node.len) {
+            // A file never grows, and an operation past the end of the device moves nothing.
+            let error = match (at, device.len) {
                 (DeviceAddr::Va(va), _) => Some(OpError::MmuFault(*va)),
                 (_, Some(len)) if *end > len => {
                     let at = len.max(*first);
@@ -235,7 +225,7 @@ impl FileDeviceQueue {
                 _ => None,
             };
             if let Some(error) = error {
-                (op.failed, op.over) = (Some((*first, error)), true);
+                (op.failed, op.ended) = (Some((*first, error)), true);
                 return;
             }
         }
@@ -243,27 +233,27 @@ impl FileDeviceQueue {
         while !self.mover.is_full() {
             let op = &mut self.ops[i];
             let Some(mut rest) = op.rest.take() else { return };
-            let (at, len) = (end - rest.len() as u64, rest.len().min(node.options.block));
-            let part = rest.split_off_front(len).expect("no more than there is");
+            let (at, len) = (end - rest.len() as u64, rest.len().min(device.options.block));
+            let slice = rest.split_off_front(len).expect("no more than there is");
             op.rest = Some(rest).filter(|rest| !rest.is_empty());
-            op.pieces.push(Piece { part: None, len, done: 0 });
+            op.fragments.push(Fragment { slice: None, len, done: 0 });
             op.out += 1;
             let (ask, file) = match direction {
-                Direction::ToHost => (Ask::Read, &node.c2h),
-                Direction::FromHost => (Ask::Write, &node.h2c),
+                Direction::ToHost => (Ask::Read, &device.c2h),
+                Direction::FromHost => (Ask::Write, &device.h2c),
             };
-            let (op, index) = (op.number, op.pieces.len() - 1);
+            let (op, index) = (op.number, op.fragments.len() - 1);
             let file = file.clone();
-            let request = Request { ask, op, index, direct: node.options.direct, file, part, at, done: 0 };
+            let request = Request { ask, op, index, direct: device.options.direct, file, slice, at, done: 0 };
             let via = self.ops[i].via();
-            let pushed = self.mover.push(request, via.map(|via| (via, &node.bus)));
+            let pushed = self.mover.push(request, via.map(|via| (via, &device.bus)));
             self.again.extend(pushed.err());
         }
     }
 
     fn push(&mut self, request: Request) {
         let via = self.find(request.op).and_then(|i| self.ops[i].via());
-        if let Err(request) = self.mover.push(request, via.map(|via| (via, &self.node.bus))) {
+        if let Err(request) = self.mover.push(request, via.map(|via| (via, &self.device.bus))) {
             self.again.push_front(request);
         }
     }
@@ -272,15 +262,15 @@ impl FileDeviceQueue {
         self.ops.binary_search_by_key(&number, |op| op.number).ok()
     }
 
-    /// Goes on by threads when the kernel does not want its ring to be entered any more.
-    fn fall(&mut self, why: &str) {
+    /// Falls back to threads when the kernel refuses to enter its ring.
+    fn fall_back(&mut self, why: &str) {
         let back = self.mover.cancel_all();
         self.how.reasons.push(why.to_owned());
         if self.state != State::Running {
             return back.into_iter().for_each(|request| self.give_back(request, None));
         }
         self.again.extend(back);
-        match Mover::new(IoBackend::Workers, self.node.options.depth, self.node.options.threads) {
+        match Mover::new(IoBackend::Workers, self.device.options.depth, self.device.options.threads) {
             Ok(mover) => {
                 self.how.backend = IoBackend::Workers;
                 self.retired.push(std::mem::replace(&mut self.mover, mover));
@@ -290,21 +280,21 @@ impl FileDeviceQueue {
         }
     }
 
-    /// Collects what the kernel has done.
+    /// Collects the requests that the kernel has done.
     fn reap(&mut self) {
         while let Some((request, result)) = self.retired.iter_mut().find_map(Mover::reap) {
-            self.settle(request, result, self.node.how.count);
+            self.settle(request, result, self.device.how.count);
         }
-        // The threads that took over from a ring count bytes, whatever the driver does with a ring's requests.
-        let count = if self.how.backend == IoBackend::Workers { Count::Bytes } else { self.node.how.count };
+        // Threads count bytes, even where the driver miscounts the requests of a ring.
+        let count = if self.how.backend == IoBackend::Workers { Count::Bytes } else { self.device.how.count };
         while let Some((request, result)) = self.mover.reap() {
             self.settle(request, result, count);
         }
         self.retired.retain(|mover| mover.busy() > 0);
-        self.mover.tidy(&self.node.bus);
+        self.mover.tidy(&self.device.bus);
     }
 
-    /// Decides what a result means: the piece is done, goes on, or has failed.
+    /// Interprets a result: the fragment is done, continues, or has failed.
     fn settle(&mut self, mut request: Request, result: i32, count: Count) {
         let (next, asked) = (request.next(), request.rest().len());
         let at = FileOffset::new(next);
@@ -322,7 +312,7 @@ impl FileDeviceQueue {
                 };
             }
             n if n as usize == asked => asked,
-            // One piece of memory for each request: where those are counted, 1 is all of it, and 0 an error that got lost.
+            // One range of memory per request: where requests are counted, 1 is all of it, and 0 an error that got lost.
             1 if count == Count::Requests => asked,
             n if count == Count::Requests || n as usize > asked => {
                 let error = OpError::BadCount { at, asked: asked as u64, got: n as u64 };
@@ -342,27 +332,27 @@ impl FileDeviceQueue {
         }
     }
 
-    /// Returns a piece to its operation.
+    /// Returns a fragment to its operation.
     fn give_back(&mut self, request: Request, failed: Option<(u64, OpError)>) {
         let Some(i) = self.find(request.op) else { return };
         self.stalled = None;
         let op = &mut self.ops[i];
-        let piece = &mut op.pieces[request.index];
-        (piece.done, piece.part) = (request.done, Some(request.part));
+        let fragment = &mut op.fragments[request.index];
+        (fragment.done, fragment.slice) = (request.done, Some(request.slice));
         op.out -= 1;
         if let Some((at, _)) = &failed
             && op.failed.as_ref().is_none_or(|(first, _)| at < first)
         {
             op.failed = failed;
         }
-        op.over =
-            op.out == 0 && (op.failed.is_some() || op.rest.is_none() && op.pieces.iter().all(|p| p.done == p.len));
+        op.ended =
+            op.out == 0 && (op.failed.is_some() || op.rest.is_none() && op.fragments.iter().all(|f| f.done == f.len));
     }
 
-    /// Gives out what has ended: in order, but when stopping all that the kernel has let go of.
-    fn deliver(&mut self, done: &mut Vec<Ended>) {
+    /// Delivers the operations that have ended: in order, but when stopping all that the kernel has released.
+    fn deliver(&mut self, done: &mut Vec<Completion>) {
         if self.state == State::Running {
-            while self.ops.front().is_some_and(|op| op.over)
+            while self.ops.front().is_some_and(|op| op.ended)
                 && let Some(op) = self.ops.pop_front()
             {
                 let result = op.failed.clone().map_or(Ok(()), |(_, error)| Err(error));
@@ -377,7 +367,7 @@ impl FileDeviceQueue {
         for op in ended {
             let result = match &op.failed {
                 Some((_, error)) => Err(error.clone()),
-                None if op.over => Ok(()),
+                None if op.ended => Ok(()),
                 None => Err(OpError::Stopped(why.clone())),
             };
             self.end(op, result, done);
@@ -387,18 +377,18 @@ impl FileDeviceQueue {
         }
     }
 
-    fn end(&mut self, op: Op, result: Result<(), OpError>, done: &mut Vec<Ended>) {
+    fn end(&mut self, op: Op, result: Result<(), OpError>, done: &mut Vec<Completion>) {
         match &result {
             Ok(()) => self.stats.ok += 1,
             Err(_) => self.stats.failed += 1,
         }
         self.sampler.ended(op.number, &mut self.stats.latency);
-        let ended = op.into_ended(result);
-        self.stats.bytes += ended.bytes;
-        done.push(ended);
+        let completion = op.into_completion(result);
+        self.stats.bytes += completion.bytes;
+        done.push(completion);
     }
 
-    /// Begins nothing more, and asks the kernel for what it has not begun.
+    /// Begins nothing more, and takes back what the kernel has not begun.
     fn halt(&mut self, why: String) {
         if self.state == State::Running {
             self.stats.stops += 1;
@@ -408,7 +398,7 @@ impl FileDeviceQueue {
         }
     }
 
-    fn look_at_the_clock(&mut self) {
+    fn check_timeout(&mut self) {
         if let (State::Running, Some(timeout), false) = (&self.state, self.timeout, self.ops.is_empty()) {
             let since = *self.stalled.get_or_insert_with(Instant::now);
             if since.elapsed() >= timeout {
@@ -421,7 +411,7 @@ impl FileDeviceQueue {
 impl Op {
     fn via(&self) -> Option<&Registered> {
         match &self.work {
-            Kind::Copy { via, .. } => Some(via),
+            Kind::Copy { via, .. } => via.as_ref(),
             Kind::Fence => None,
         }
     }
@@ -434,36 +424,31 @@ impl Op {
     }
 }
 
-fn bits(at: DeviceAddr) -> u64 {
-    match at {
-        DeviceAddr::Card(a) => a.bits(),
-        DeviceAddr::Va(a) => a.bits(),
-    }
-}
-
 impl Queue for FileDeviceQueue {
+    type Addr = DeviceAddr;
+
     /// Any length, since operations are cut.
     fn limits(&self) -> Limits {
-        Limits { capacity: self.node.options.depth, max_len: i64::MAX as u64 }
+        Limits { capacity: self.device.options.depth, max_len: i64::MAX as u64 }
     }
 
     fn abilities(&self) -> Abilities {
-        Abilities::FROM_HOST | Abilities::TO_HOST | Abilities::FENCE
+        Abilities::FROM_HOST | Abilities::TO_HOST | Abilities::FENCE | Abilities::STOP | Abilities::ORDERED
     }
 
     fn in_flight(&self) -> usize {
         self.ops.len()
     }
 
-    fn enqueue(&mut self, operation: Operation) -> Result<Ticket, Rejected> {
+    fn submit(&mut self, operation: Operation) -> Result<Ticket, Refused<DeviceAddr>> {
         if let Err(reason) = self.check(&operation) {
             self.stats.full += u64::from(reason == Refusal::Full);
-            return Err(Rejected { operation, reason });
+            return Err(Refused { operation, reason });
         }
         let (work, rest) = match operation.work {
-            Work::Copy { direction, host: HostPart { part, via }, at } => {
-                let first = bits(at);
-                (Kind::Copy { direction, via, at, first, end: first + part.len() as u64 }, Some(part))
+            Work::Copy { direction, host: HostSlice { slice, via }, at } => {
+                let first = at.bits();
+                (Kind::Copy { direction, via, at, first, end: first + slice.len() as u64 }, Some(slice))
             }
             // `check` lets nothing else pass.
             _ => (Kind::Fence, None),
@@ -473,36 +458,37 @@ impl Queue for FileDeviceQueue {
         if self.ops.is_empty() {
             self.stalled = None;
         }
-        let (pieces, cache) = (Vec::new(), operation.cache);
-        self.ops.push_back(Op { number, work, cache, rest, pieces, out: 0, begun: false, failed: None, over: false });
+        let (fragments, cache) = (Vec::new(), operation.cache);
+        let (out, begun, failed, ended) = (0, false, None, false);
+        self.ops.push_back(Op { number, work, cache, rest, fragments, out, begun, failed, ended });
         self.stats.submitted += 1;
         self.sampler.begun(number);
         Ok(Ticket::new(number))
     }
 
-    fn doorbell(&mut self) {
-        if self.told != self.next && self.state == State::Running {
-            self.told = self.next;
+    fn flush(&mut self) {
+        if self.flushed != self.next && self.state == State::Running {
+            self.flushed = self.next;
             self.stats.doorbells += 1;
             self.feed();
         }
     }
 
-    fn poll(&mut self, done: &mut Vec<Ended>) -> usize {
+    fn poll(&mut self, done: &mut Vec<Completion>) -> usize {
         let before = done.len();
-        self.doorbell();
+        self.flush();
         self.reap();
         self.feed();
         self.reap();
         self.deliver(done);
-        self.look_at_the_clock();
+        self.check_timeout();
         if done.len() == before && self.state != State::Running {
-            self.deliver(done); // what the clock has stopped
+            self.deliver(done); // what the timeout has stopped
         }
         done.len() - before
     }
 
-    fn wait(&mut self, done: &mut Vec<Ended>, timeout: Duration) -> usize {
+    fn wait(&mut self, done: &mut Vec<Completion>, timeout: Duration) -> usize {
         let deadline = Instant::now().checked_add(timeout);
         loop {
             let ended = self.poll(done);
@@ -510,18 +496,18 @@ impl Queue for FileDeviceQueue {
             if ended > 0 || self.ops.is_empty() || left.is_zero() {
                 return ended;
             }
-            // Until the time-out may strike, no longer.
-            let patience = match (self.timeout, self.stalled) {
+            // Not past the moment of the timeout.
+            let until_timeout = match (self.timeout, self.stalled) {
                 (Some(timeout), Some(since)) => timeout.saturating_sub(since.elapsed()).max(Duration::from_millis(1)),
                 _ => NAP,
             };
-            let nap = left.min(NAP).min(patience);
-            // What movers that failed still have is looked for more often.
+            let nap = left.min(NAP).min(until_timeout);
+            // Requests of movers that failed are polled for more often.
             let nap = if self.retired.is_empty() { nap } else { nap.min(Duration::from_millis(1)) };
             if self.mover.busy() == 0 {
                 std::thread::sleep(nap.min(Duration::from_millis(1)));
             } else if let Err(why) = self.mover.enter(Some(nap)) {
-                self.fall(&why);
+                self.fall_back(&why);
             }
         }
     }
@@ -541,8 +527,9 @@ impl Queue for FileDeviceQueue {
         }
     }
 
-    fn set_timeout(&mut self, timeout: Option<Duration>) {
+    fn set_timeout(&mut self, timeout: Option<Duration>) -> bool {
         (self.timeout, self.stalled) = (timeout, None);
+        true
     }
 
     fn stop(&mut self, why: &str) {
@@ -560,17 +547,17 @@ impl Queue for FileDeviceQueue {
         if self.state == State::Running || !self.ops.is_empty() {
             return false;
         }
-        (self.state, self.stalled, self.told) = (State::Running, None, self.next);
+        (self.state, self.stalled, self.flushed) = (State::Running, None, self.next);
         true
     }
 
-    fn stats(&self) -> Stats {
-        self.stats.clone()
+    fn stats(&self) -> Option<Stats> {
+        Some(self.stats.clone())
     }
 }
 
 impl std::fmt::Debug for FileDeviceQueue {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        write!(f, "FileDeviceQueue({}: {}, {} in flight)", self.node.paths.h2c.display(), self.how, self.ops.len())
+        write!(f, "FileDeviceQueue({}: {}, {} in flight)", self.device.paths.h2c.display(), self.how, self.ops.len())
     }
 }

@@ -1,4 +1,4 @@
-//! Threads that make one `pread` or `pwrite` after the other: the backend that asks least of a driver.
+//! Threads that make one `pread` or `pwrite` after the other: the I/O backend that needs least of a driver.
 
 use std::collections::VecDeque;
 use std::io;
@@ -8,22 +8,21 @@ use std::time::{Duration, Instant};
 
 use crate::ring::{self, Request};
 
-/// How long threads that are dropped are waited for before what they hold is given up for lost.
-const PATIENCE: Duration = Duration::from_secs(2);
+/// How long a drop waits for the threads before it abandons their requests.
+const DROP_TIMEOUT: Duration = Duration::from_secs(2);
 
-/// Threads and what they were given. A thread that is stuck in a call when this is dropped stays behind, with the memory that the
-/// call is about.
+/// Threads and their requests. A thread that is stuck in a call when this is dropped is left behind, with the memory of the call.
 pub(crate) struct Workers {
-    desk: Arc<Desk>,
+    shared: Arc<Shared>,
     threads: Vec<JoinHandle<()>>,
 }
 
 #[derive(Default)]
-struct Desk {
+struct Shared {
     state: Mutex<State>,
-    /// There is something to do, or nothing ever more.
+    /// A request was pushed, or the threads shall exit.
     work: Condvar,
-    /// Something has ended.
+    /// A request has ended.
     ended: Condvar,
 }
 
@@ -31,11 +30,11 @@ struct Desk {
 struct State {
     todo: VecDeque<Request>,
     ended: VecDeque<(Request, i32)>,
-    /// Calls under way, and the bytes that they are about.
+    /// Calls in progress, and their bytes.
     calls: usize,
     bytes: u64,
     quit: bool,
-    /// Nobody waits for the calls under way any more.
+    /// The owner does not wait for the calls in progress any more.
     abandoned: bool,
 }
 
@@ -45,10 +44,10 @@ impl Workers {
     /// # Errors
     /// The kernel's, when it starts none of them; fewer than asked for are no error.
     pub fn new(count: usize) -> io::Result<Self> {
-        let mut this = Self { desk: Arc::default(), threads: Vec::new() };
+        let mut this = Self { shared: Arc::default(), threads: Vec::new() };
         for i in 0..count.max(1) {
-            let desk = this.desk.clone();
-            match std::thread::Builder::new().name(format!("dmalane-node-{i}")).spawn(move || desk.run()) {
+            let shared = this.shared.clone();
+            match std::thread::Builder::new().name(format!("dmalane-io-{i}")).spawn(move || shared.run()) {
                 Ok(thread) => this.threads.push(thread),
                 Err(_) if !this.threads.is_empty() => break,
                 Err(e) => return Err(e),
@@ -59,30 +58,30 @@ impl Workers {
 
     /// Takes a request.
     pub fn push(&self, request: Request) {
-        self.desk.lock().todo.push_back(request);
-        self.desk.work.notify_one();
+        self.shared.lock().todo.push_back(request);
+        self.shared.work.notify_one();
     }
 
     /// The next request that has ended: bytes, or a negative error number.
     pub fn reap(&self) -> Option<(Request, i32)> {
-        self.desk.lock().ended.pop_front()
+        self.shared.lock().ended.pop_front()
     }
 
-    /// Gives back what no thread has begun.
+    /// Takes back the requests that no thread has begun.
     pub fn take_back(&self) -> Vec<Request> {
-        self.desk.lock().todo.drain(..).collect()
+        self.shared.lock().todo.drain(..).collect()
     }
 
     /// Waits until something has ended or the time is over.
     pub fn wait(&self, timeout: Duration) {
-        let state = self.desk.lock();
+        let state = self.shared.lock();
         let idle = |s: &mut State| s.ended.is_empty() && (s.calls > 0 || !s.todo.is_empty());
-        // What a panic elsewhere left is consistent; how the wait ended shows in what there is to reap.
-        let _ = self.desk.ended.wait_timeout_while(state, timeout, idle);
+        // A panic elsewhere leaves the state consistent; whether the wait timed out shows in what there is to reap.
+        let _ = self.shared.ended.wait_timeout_while(state, timeout, idle);
     }
 }
 
-impl Desk {
+impl Shared {
     fn lock(&self) -> MutexGuard<'_, State> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
@@ -97,7 +96,7 @@ impl Desk {
                 state = self.work.wait(state).unwrap_or_else(PoisonError::into_inner);
                 continue;
             };
-            let bytes = request.part.len() as u64;
+            let bytes = request.slice.len() as u64;
             (state.calls, state.bytes) = (state.calls + 1, state.bytes + bytes);
             drop(state);
             let result = match request.ask.is_write() {
@@ -107,7 +106,7 @@ impl Desk {
             state = self.lock();
             (state.calls, state.bytes) = (state.calls - 1, state.bytes - bytes);
             match state.abandoned {
-                true => ring::keep(request.part),
+                true => ring::keep(request.slice),
                 false => state.ended.push_back((request, result)),
             }
             self.ended.notify_all();
@@ -117,11 +116,11 @@ impl Desk {
 
 impl Drop for Workers {
     fn drop(&mut self) {
-        let deadline = Instant::now() + PATIENCE;
-        let mut state = self.desk.lock();
+        let deadline = Instant::now() + DROP_TIMEOUT;
+        let mut state = self.shared.lock();
         state.quit = true;
         state.todo.clear();
-        self.desk.work.notify_all();
+        self.shared.work.notify_all();
         while state.calls > 0 {
             let left = deadline.saturating_duration_since(Instant::now());
             if left.is_zero() {
@@ -129,7 +128,7 @@ impl Drop for Workers {
                 ring::stuck(state.bytes);
                 return; // threads without a handle go on by themselves
             }
-            (state, _) = self.desk.ended.wait_timeout(state, left).unwrap_or_else(PoisonError::into_inner);
+            (state, _) = self.shared.ended.wait_timeout(state, left).unwrap_or_else(PoisonError::into_inner);
         }
         drop(state);
         for thread in self.threads.drain(..) {
@@ -147,12 +146,12 @@ mod tests {
     use super::*;
     use crate::ring::Ask;
 
-    fn part(heap: &AnonHeap) -> BufferSlice {
+    fn slice(heap: &AnonHeap) -> BufferSlice {
         heap.allocate(4096).unwrap().share().into_part()
     }
 
-    fn request(file: &Arc<File>, part: BufferSlice, ask: Ask) -> Request {
-        Request { ask, op: 0, index: 0, direct: false, file: file.clone(), part, at: 0, done: 0 }
+    fn request(file: &Arc<File>, slice: BufferSlice, ask: Ask) -> Request {
+        Request { ask, op: 0, index: 0, direct: false, file: file.clone(), slice, at: 0, done: 0 }
     }
 
     #[test]
@@ -160,16 +159,16 @@ mod tests {
         let heap = AnonHeap::new();
         let file = Arc::new(tempfile::tempfile().unwrap());
         let workers = Workers::new(2).unwrap();
-        let mut ours = part(&heap);
+        let mut ours = slice(&heap);
         ours.write(0, &[7; 4096]).unwrap();
         workers.push(request(&file, ours, Ask::Write));
         workers.wait(Duration::from_secs(10));
         assert_eq!(workers.reap().unwrap().1, 4096);
-        workers.push(request(&file, part(&heap), Ask::Read));
+        workers.push(request(&file, slice(&heap), Ask::Read));
         workers.wait(Duration::from_secs(10));
         let (read, n) = workers.reap().unwrap();
         let mut bytes = [0; 4096];
-        read.part.read(0, &mut bytes).unwrap();
+        read.slice.read(0, &mut bytes).unwrap();
         assert_eq!((n, bytes), (4096, [7; 4096]));
         workers.wait(Duration::from_secs(100)); // for nothing, so not at all
         assert!(workers.reap().is_none() && workers.take_back().is_empty());
@@ -182,7 +181,7 @@ mod tests {
         for count in [1, 3] {
             let workers = Workers::new(count).unwrap();
             for _ in 0..50 {
-                workers.push(request(&file, part(&heap), Ask::Write));
+                workers.push(request(&file, slice(&heap), Ask::Write));
             }
             drop(workers);
             assert_eq!(heap.stats().live, 0);

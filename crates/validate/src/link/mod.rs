@@ -38,6 +38,6 @@ mod throttle;
 
 pub use model::{Half, Limit, Link, ModelError, Stream, Streams};
 pub use optimum::{Demand, Unsolved, best_rate, shortest};
-pub use sim::{Copy, Place, Rig, Run, Sim, SimChannel};
+pub use sim::{Copy, Rig, Run, Sim, SimQueue};
 pub use slow::Slow;
 pub use throttle::Throttle;

@@ -1,7 +1,7 @@
 //! Transfers over a modelled link in virtual time.
 //!
-//! The channels here are channels like any other ([`Channel`]), except that they move no bytes and that time passes only
-//! when somebody waits. So a [`Split`] and its policy run over them exactly as they run over a card.
+//! The queues here are [`Queue`]s, except that they move no bytes and that time passes only while a thread waits. So a [`Split`] and
+//! its policy run over them exactly as over a card.
 
 use std::collections::VecDeque;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -10,34 +10,21 @@ use std::time::Duration;
 use dmalane_addr::{Address, CardAddr};
 use dmalane_dma::SharedBuf;
 use dmalane_queue::{
-    Channel, Clock, Completion, Direction, Far, Limits, OpError, Policy, Refusal, Refused, Split, Ticket, Transfer,
+    Abilities, Clock, Completion, DeviceAddr, Direction, Limits, OpError, Operation, Policy, Queue, QueueAddr, Refusal,
+    Refused, Split, Ticket, Work,
 };
 
 use super::{Half, Link, Stream};
 
-/// Operations in flight on a modelled channel, at most.
+/// Operations in flight on a modelled queue, at most.
 const CAPACITY: usize = 256;
-
-/// The far end of a modelled transfer.
-#[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub struct Place(pub CardAddr);
-
-impl Far for Place {
-    fn advance(&self, bytes: u64) -> Option<Self> {
-        self.0.checked_add(bytes).map(Self)
-    }
-
-    fn card_addr(&self) -> Option<CardAddr> {
-        Some(self.0)
-    }
-}
 
 /// A link in virtual time, which begins at 0.
 #[derive(Clone)]
 pub struct Sim(Arc<Mutex<World>>);
 
-/// A channel of a [`Sim`]. Its two directions are independent; in each, one operation moves after the other.
-pub struct SimChannel {
+/// The queue of one channel of a [`Sim`]. Its two directions are independent; in each, one operation moves after the other.
+pub struct SimQueue {
     world: Sim,
     index: usize,
 }
@@ -46,15 +33,16 @@ struct World {
     link: Link,
     now: Duration,
     /// Per channel and direction.
-    lanes: Vec<[VecDeque<Op>; 2]>,
+    flying: Vec<[VecDeque<Op>; 2]>,
     /// Per channel.
-    done: Vec<Vec<Completion<Place>>>,
+    done: Vec<Vec<Completion>>,
     next: u64,
 }
 
 struct Op {
     ticket: Ticket,
-    transfer: Transfer<Place>,
+    operation: Operation,
+    at: CardAddr,
     /// When its first byte can move, if it does not have to wait for others.
     ready: Duration,
     /// What is left: bytes per half, in order. `None` is memory that does not exist.
@@ -67,15 +55,15 @@ impl Sim {
     /// A link with nothing on it.
     pub fn new(link: Link) -> Self {
         let n = link.channels();
-        let lanes = (0..n).map(|_| Default::default()).collect();
+        let flying = (0..n).map(|_| Default::default()).collect();
         let done = (0..n).map(|_| Vec::new()).collect();
-        Self(Arc::new(Mutex::new(World { link, now: Duration::ZERO, lanes, done, next: 0 })))
+        Self(Arc::new(Mutex::new(World { link, now: Duration::ZERO, flying, done, next: 0 })))
     }
 
-    /// The channels of the link.
-    pub fn channels(&self) -> Vec<SimChannel> {
+    /// The queues of the link's channels.
+    pub fn queues(&self) -> Vec<SimQueue> {
         let n = self.lock().link.channels();
-        (0..n).map(|index| SimChannel { world: self.clone(), index }).collect()
+        (0..n).map(|index| SimQueue { world: self.clone(), index }).collect()
     }
 
     /// Lets time pass until the next operation ends, but not past `until`. Says whether one ended.
@@ -102,12 +90,12 @@ impl World {
             let rates = self.link.fair_shares(&streams, self.now);
             // What happens first: a stretch is over, a capacity changes, an operation becomes ready.
             let over = |((c, d), rate): (&(usize, usize), &f64)| {
-                let (_, left) = self.lanes[*c][*d].front()?.left.front()?;
+                let (_, left) = self.flying[*c][*d].front()?.left.front()?;
                 Some(self.now + Duration::from_nanos((left / rate * 1e9).ceil() as u64))
             };
-            let lanes: Vec<(usize, usize)> = heads.iter().map(|h| h.0).collect();
-            let ends = lanes.iter().zip(&rates).filter_map(over);
-            let fronts = self.lanes.iter().flatten().filter_map(|ops| ops.front());
+            let moving: Vec<(usize, usize)> = heads.iter().map(|h| h.0).collect();
+            let ends = moving.iter().zip(&rates).filter_map(over);
+            let fronts = self.flying.iter().flatten().filter_map(|ops| ops.front());
             let ready = fronts.map(|op| op.ready).filter(|t| *t > self.now);
             let change = self.link.next_change(self.now).filter(|_| !heads.is_empty());
             let event = ends.chain(ready).chain(change).min();
@@ -119,7 +107,7 @@ impl World {
             let seconds = (next.saturating_sub(self.now)).as_secs_f64();
             self.now = self.now.max(next);
             let mut ended = false;
-            for ((c, d), rate) in lanes.into_iter().zip(rates) {
+            for ((c, d), rate) in moving.into_iter().zip(rates) {
                 ended |= self.pass(c, d, rate * seconds);
             }
             ended |= self.refuse_missing();
@@ -132,8 +120,8 @@ impl World {
     /// The operations that move now, one per channel and direction at most.
     fn heads(&self) -> Vec<((usize, usize), Stream)> {
         let mut heads = Vec::new();
-        for (channel, lanes) in self.lanes.iter().enumerate() {
-            for (d, ops) in lanes.iter().enumerate() {
+        for (channel, directions) in self.flying.iter().enumerate() {
+            for (d, ops) in directions.iter().enumerate() {
                 let Some(op) = ops.front().filter(|op| op.ready <= self.now) else { continue };
                 if let Some((Some(half), _)) = op.left.front() {
                     heads.push(((channel, d), Stream { channel, half: *half, direction: DIRECTIONS[d] }));
@@ -143,9 +131,9 @@ impl World {
         heads
     }
 
-    /// Moves bytes of the operation at the head of a lane.
+    /// Moves bytes of the operation at the head of a direction.
     fn pass(&mut self, channel: usize, direction: usize, bytes: f64) -> bool {
-        let ops = &mut self.lanes[channel][direction];
+        let ops = &mut self.flying[channel][direction];
         let Some(op) = ops.front_mut() else { return false };
         if let Some((_, left)) = op.left.front_mut() {
             *left -= bytes;
@@ -157,21 +145,22 @@ impl World {
         if !op.left.is_empty() {
             return false;
         }
-        let Op { ticket, transfer, .. } = ops.pop_front().expect("looked at before");
-        self.done[channel].push(Completion { ticket, transfer, result: Ok(()) });
+        let Op { ticket, operation, .. } = ops.pop_front().expect("it has a front");
+        let bytes = operation.bytes();
+        self.done[channel].push(Completion { ticket, operation, result: Ok(()), bytes });
         true
     }
 
     /// Fails operations that have come to memory that does not exist.
     fn refuse_missing(&mut self) -> bool {
         let mut any = false;
-        for (lanes, done) in self.lanes.iter_mut().zip(&mut self.done) {
-            for ops in lanes {
+        for (directions, done) in self.flying.iter_mut().zip(&mut self.done) {
+            for ops in directions {
                 let lost = |op: &Op| op.ready <= self.now && matches!(op.left.front(), Some((None, _)));
                 while ops.front().is_some_and(lost) {
-                    let Op { ticket, transfer, .. } = ops.pop_front().expect("looked at");
-                    let result = Err(OpError::NoCardMemory(transfer.far.0));
-                    done.push(Completion { ticket, transfer, result });
+                    let Op { ticket, operation, at, .. } = ops.pop_front().expect("it has a front");
+                    let result = Err(OpError::NoCardMemory(at));
+                    done.push(Completion { ticket, operation, result, bytes: 0 });
                     any = true;
                 }
             }
@@ -197,40 +186,44 @@ fn by_half(at: CardAddr, len: u64) -> VecDeque<(Option<Half>, f64)> {
     pieces
 }
 
-impl Channel for SimChannel {
-    type Far = Place;
+impl Queue for SimQueue {
+    type Addr = DeviceAddr;
 
     fn limits(&self) -> Limits {
         Limits { capacity: CAPACITY, max_len: u64::MAX }
     }
 
+    fn abilities(&self) -> Abilities {
+        Abilities::FROM_HOST | Abilities::TO_HOST
+    }
+
     fn in_flight(&self) -> usize {
         let world = self.world.lock();
-        world.lanes[self.index].iter().map(VecDeque::len).sum::<usize>() + world.done[self.index].len()
+        world.flying[self.index].iter().map(VecDeque::len).sum::<usize>() + world.done[self.index].len()
     }
 
-    fn submit(&mut self, transfer: Transfer<Place>) -> Result<Ticket, Refused<Place>> {
-        let len = transfer.part.len() as u64;
-        let reason = match len {
-            0 => Some(Refusal::Empty),
-            _ if self.in_flight() >= CAPACITY => Some(Refusal::Full),
-            _ if transfer.far.advance(len - 1).is_none() => Some(Refusal::PastTheTop),
-            _ => None,
+    fn submit(&mut self, operation: Operation) -> Result<Ticket, Refused<DeviceAddr>> {
+        let reason = match (operation.admit(self.abilities(), self.limits()), &operation.work) {
+            (Err(reason), _) => reason,
+            _ if self.in_flight() >= CAPACITY => Refusal::Full,
+            (_, Work::Copy { direction, at, .. }) => {
+                let (direction, at) = (usize::from(*direction == DIRECTIONS[1]), CardAddr::new(at.bits()));
+                let mut world = self.world.lock();
+                let ticket = Ticket::new(world.next);
+                world.next += 1;
+                let left = by_half(at, operation.bytes());
+                let op = Op { ticket, operation, at, ready: world.now + world.link.latency(), left };
+                world.flying[self.index][direction].push_back(op);
+                return Ok(ticket);
+            }
+            _ => Refusal::Unsupported(operation.needs()),
         };
-        if let Some(reason) = reason {
-            return Err(Refused { transfer, reason });
-        }
-        let mut world = self.world.lock();
-        let ticket = Ticket::new(world.next);
-        world.next += 1;
-        let left = by_half(transfer.far.0, len);
-        let lane = usize::from(transfer.direction == DIRECTIONS[1]);
-        let op = Op { ticket, transfer, ready: world.now + world.link.latency(), left };
-        world.lanes[self.index][lane].push_back(op);
-        Ok(ticket)
+        Err(Refused { operation, reason })
     }
 
-    fn poll(&mut self, done: &mut Vec<Completion<Place>>) -> usize {
+    fn flush(&mut self) {}
+
+    fn poll(&mut self, done: &mut Vec<Completion>) -> usize {
         let mine = &mut self.world.lock().done[self.index];
         let n = mine.len();
         done.append(mine);
@@ -238,7 +231,7 @@ impl Channel for SimChannel {
     }
 
     /// Lets virtual time pass.
-    fn wait(&mut self, done: &mut Vec<Completion<Place>>, timeout: Duration) -> usize {
+    fn wait(&mut self, done: &mut Vec<Completion>, timeout: Duration) -> usize {
         let until = self.world.now().saturating_add(timeout);
         loop {
             let n = self.poll(done);
@@ -275,14 +268,14 @@ pub struct Run {
 /// A policy over a modelled link, batch after batch.
 pub struct Rig<P> {
     sim: Sim,
-    split: Split<SimChannel, P, Sim>,
+    split: Split<SimQueue, P, Sim>,
 }
 
-impl<P: Policy<Place>> Rig<P> {
+impl<P: Policy> Rig<P> {
     /// Drives the channels of `link` by `policy`.
     pub fn new(link: Link, policy: P) -> Self {
         let sim = Sim::new(link);
-        Self { split: Split::with_clock(sim.channels(), policy, sim.clone()), sim }
+        Self { split: Split::with_clock(sim.queues(), policy, sim.clone()), sim }
     }
 
     /// The policy, with what it has learned.
@@ -303,23 +296,23 @@ impl<P: Policy<Place>> Rig<P> {
         let mut waiting = VecDeque::new();
         for c in copies {
             // The bytes are never touched, so the pages never exist.
-            let part = SharedBuf::sparse("dmalane-link", usize::try_from(c.bytes)?)?.into_part();
-            let (part, _) = part.split_at(c.bytes as usize).map_err(|_| "the heap gave less than was asked for")?;
-            waiting.push_back(Transfer { part, direction: c.direction, far: Place(c.at) });
+            let slice = SharedBuf::sparse("dmalane-link", usize::try_from(c.bytes)?)?.into_part();
+            let (slice, _) = slice.split_at(c.bytes as usize).map_err(|_| "the heap gave less than was asked for")?;
+            waiting.push_back(Operation::copy(c.direction, slice, DeviceAddr::Card(c.at)));
         }
         while !waiting.is_empty() || self.split.in_flight() > 0 {
-            while let Some(transfer) = waiting.pop_front() {
-                match self.split.submit(transfer) {
+            while let Some(operation) = waiting.pop_front() {
+                match self.split.submit(operation) {
                     Ok(_ticket) => {}
-                    Err(Refused { transfer, reason: Refusal::Full }) => {
-                        waiting.push_front(transfer);
+                    Err(Refused { operation, reason: Refusal::Full }) => {
+                        waiting.push_front(operation);
                         break;
                     }
                     Err(Refused { reason, .. }) => return Err(reason.into()),
                 }
             }
             if self.split.poll(&mut done) == 0 {
-                let busy = self.split.channels().iter().any(|c| c.in_flight() > 0);
+                let busy = self.split.queues().iter().any(|c| c.in_flight() > 0);
                 assert!(busy, "the policy leaves bytes lying");
                 self.sim.advance(None);
             }

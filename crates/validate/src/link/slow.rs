@@ -1,29 +1,31 @@
-//! Real channels that seem to hang off a modelled link.
+//! Queues slowed down to the rates of a modelled link.
 
 use std::collections::{HashMap, VecDeque};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
-use dmalane_queue::{Channel, Completion, Direction, Limits, Refused, Ticket, Transfer};
+use dmalane_queue::{
+    Abilities, Completion, Direction, Limits, Operation, Queue, Refusal, Refused, Stats, Ticket, Work,
+};
 
 use super::{Half, Link, Stream, Throttle};
 
 /// What late polls may catch up with.
 const BURST: Duration = Duration::from_millis(1);
 
-/// A channel whose operations end no sooner than a modelled link would let them.
+/// A queue whose operations end no sooner than on a modelled link. Copies only.
 ///
-/// The bytes are moved by the real channel at its own pace; what is held back are completions. So the link must be slower
-/// than the channel for its model to hold. Each direction does one operation after the other, as on a card.
-pub struct Slow<C: Channel> {
-    inner: C,
+/// The inner queue moves the bytes at its own rate; completions are delayed. So the link must be slower than the queue for its model
+/// to hold. Each direction does one operation after the other, as on a card.
+pub struct Slow<Q: Queue> {
+    inner: Q,
     index: usize,
-    shared: Arc<Shared<C>>,
+    shared: Arc<Shared<Q::Addr>>,
     /// Per direction: what is under way on the modelled link, in order. The first one's end is known.
-    lanes: [VecDeque<Op>; 2],
-    /// Ended on the real channel.
-    arrived: HashMap<Ticket, Completion<C::Far>>,
-    scratch: Vec<Completion<C::Far>>,
+    directions: [VecDeque<Op>; 2],
+    /// Ended on the inner queue.
+    arrived: HashMap<Ticket, Completion<Q::Addr>>,
+    scratch: Vec<Completion<Q::Addr>>,
 }
 
 struct Op {
@@ -33,25 +35,25 @@ struct Op {
     end: Option<Duration>,
 }
 
-/// Which half a far end lies in.
-type HalfOf<F> = dyn Fn(&F) -> Half + Send + Sync;
+/// The half of the memory that an address lies in.
+type HalfOf<A> = dyn Fn(A) -> Half + Send + Sync;
 
-/// What the channels of a link share.
-struct Shared<C: Channel> {
+/// What the queues of a link share.
+struct Shared<A> {
     throttle: Mutex<Throttle>,
     began: Instant,
-    half: Box<HalfOf<C::Far>>,
+    half: Box<HalfOf<A>>,
 }
 
-impl<C: Channel> Slow<C> {
-    /// Hangs `channels` off `link`. `half` says which half a far end lies in.
+impl<Q: Queue> Slow<Q> {
+    /// Slows `queues` down to `link`. `half` gives the half of the memory that an address lies in.
     ///
     /// Late polls may catch up with a millisecond.
     ///
     /// # Panics
-    /// When there are more channels than the link has, or one of them has operations in flight.
-    pub fn new(channels: Vec<C>, link: Link, half: impl Fn(&C::Far) -> Half + Send + Sync + 'static) -> Vec<Self> {
-        Self::catching_up(channels, link, BURST, half)
+    /// When there are more queues than the link has channels, or one of them has operations in flight.
+    pub fn new(queues: Vec<Q>, link: Link, half: impl Fn(Q::Addr) -> Half + Send + Sync + 'static) -> Vec<Self> {
+        Self::catching_up(queues, link, BURST, half)
     }
 
     /// The same where polls may be later than that, because threads do not get to run. After idle time as much more moves at once.
@@ -59,57 +61,72 @@ impl<C: Channel> Slow<C> {
     /// # Panics
     /// As [`Slow::new`].
     pub fn catching_up(
-        channels: Vec<C>,
+        queues: Vec<Q>,
         link: Link,
         burst: Duration,
-        half: impl Fn(&C::Far) -> Half + Send + Sync + 'static,
+        half: impl Fn(Q::Addr) -> Half + Send + Sync + 'static,
     ) -> Vec<Self> {
-        assert!(channels.len() <= link.channels(), "the link has {} channels", link.channels());
-        assert!(channels.iter().all(|c| c.in_flight() == 0), "a slow channel needs its channel for itself");
+        assert!(queues.len() <= link.channels(), "the link has {} channels", link.channels());
+        assert!(queues.iter().all(|q| q.in_flight() == 0), "a slow queue needs its queue for itself");
         let throttle = Mutex::new(Throttle::new(link, burst));
         let shared = Arc::new(Shared { throttle, began: Instant::now(), half: Box::new(half) });
         let slow = |(index, inner)| {
-            let lanes = Default::default();
-            Self { inner, index, shared: shared.clone(), lanes, arrived: HashMap::new(), scratch: Vec::new() }
+            let directions = Default::default();
+            Self { inner, index, shared: shared.clone(), directions, arrived: HashMap::new(), scratch: Vec::new() }
         };
-        channels.into_iter().enumerate().map(slow).collect()
+        queues.into_iter().enumerate().map(slow).collect()
     }
 
     /// When something may end next.
     fn next_end(&self) -> Option<Duration> {
-        self.lanes.iter().filter_map(|ops| ops.front()?.end).min()
+        self.directions.iter().filter_map(|ops| ops.front()?.end).min()
     }
 }
 
-impl<C: Channel> Channel for Slow<C> {
-    type Far = C::Far;
+impl<Q: Queue> Queue for Slow<Q> {
+    type Addr = Q::Addr;
 
     fn limits(&self) -> Limits {
         self.inner.limits()
     }
 
-    fn in_flight(&self) -> usize {
-        self.lanes.iter().map(VecDeque::len).sum()
+    fn abilities(&self) -> Abilities {
+        self.inner.abilities() & (Abilities::FROM_HOST | Abilities::TO_HOST | Abilities::STOP)
     }
 
-    fn submit(&mut self, transfer: Transfer<C::Far>) -> Result<Ticket, Refused<C::Far>> {
-        if self.in_flight() >= self.limits().capacity {
-            return Err(Refused { transfer, reason: dmalane_queue::Refusal::Full });
+    fn in_flight(&self) -> usize {
+        self.directions.iter().map(VecDeque::len).sum()
+    }
+
+    fn submit(&mut self, operation: Operation<Q::Addr>) -> Result<Ticket, Refused<Q::Addr>> {
+        let missing = operation.needs() - self.abilities();
+        let Work::Copy { direction, at, .. } = &operation.work else {
+            return Err(Refused { operation, reason: Refusal::Unsupported(missing) });
+        };
+        if !missing.is_empty() {
+            return Err(Refused { operation, reason: Refusal::Unsupported(missing) });
         }
-        let direction = transfer.direction;
-        let stream = Stream { channel: self.index, half: (self.shared.half)(&transfer.far), direction };
-        let bytes = transfer.part.len() as u64;
-        let ticket = self.inner.submit(transfer)?;
-        self.lanes[usize::from(direction == Direction::FromHost)].push_back(Op { ticket, stream, bytes, end: None });
+        if self.in_flight() >= self.limits().capacity {
+            return Err(Refused { operation, reason: Refusal::Full });
+        }
+        let (direction, bytes) = (*direction, operation.bytes());
+        let stream = Stream { channel: self.index, half: (self.shared.half)(*at), direction };
+        let ticket = self.inner.submit(operation)?;
+        let ops = &mut self.directions[usize::from(direction == Direction::FromHost)];
+        ops.push_back(Op { ticket, stream, bytes, end: None });
         Ok(ticket)
     }
 
-    fn poll(&mut self, done: &mut Vec<Completion<C::Far>>) -> usize {
+    fn flush(&mut self) {
+        self.inner.flush();
+    }
+
+    fn poll(&mut self, done: &mut Vec<Completion<Q::Addr>>) -> usize {
         self.inner.poll(&mut self.scratch);
         self.arrived.extend(self.scratch.drain(..).map(|c| (c.ticket, c)));
         let before = done.len();
         let mut throttle = self.shared.throttle.lock().unwrap_or_else(PoisonError::into_inner);
-        for ops in &mut self.lanes {
+        for ops in &mut self.directions {
             while let Some(op) = ops.front_mut() {
                 let now = self.shared.began.elapsed();
                 let end = *op.end.get_or_insert_with(|| {
@@ -128,7 +145,7 @@ impl<C: Channel> Channel for Slow<C> {
         done.len() - before
     }
 
-    fn wait(&mut self, done: &mut Vec<Completion<C::Far>>, timeout: Duration) -> usize {
+    fn wait(&mut self, done: &mut Vec<Completion<Q::Addr>>, timeout: Duration) -> usize {
         let deadline = Instant::now().checked_add(timeout);
         loop {
             let n = self.poll(done);
@@ -151,5 +168,17 @@ impl<C: Channel> Channel for Slow<C> {
 
     fn stop(&mut self, why: &str) {
         self.inner.stop(why);
+    }
+
+    fn restart(&mut self) -> bool {
+        self.in_flight() == 0 && self.inner.restart()
+    }
+
+    fn set_timeout(&mut self, timeout: Option<Duration>) -> bool {
+        self.inner.set_timeout(timeout)
+    }
+
+    fn stats(&self) -> Option<Stats> {
+        self.inner.stats()
     }
 }

@@ -11,7 +11,7 @@ use std::time::{Duration, Instant};
 use dmalane_addr::{Access, Address, CardAddr, Iova, PageSize};
 use dmalane_dma::{self as dma, DmaFault, FaultReason, HostBus as _};
 use dmalane_queue::{
-    Channel, Completion, DeviceAddr, DeviceFar, Direction, Limits, OpError, Refusal, Refused, Ticket, Transfer,
+    Abilities, Completion, DeviceAddr, Direction, Limits, OpError, Operation, Queue, Refusal, Refused, Ticket, Work,
 };
 
 use dmalane_vfio::{Bdf, FaultLog, IommuFault, VfioBus};
@@ -47,7 +47,7 @@ const TIMEOUT: Duration = Duration::from_secs(2);
 const POLL_INTERVAL: Duration = Duration::from_millis(20);
 
 /// Memory that a stuck device may still write; never freed.
-static QUARANTINE: Mutex<Vec<Transfer<DeviceFar>>> = Mutex::new(Vec::new());
+static QUARANTINE: Mutex<Vec<Operation>> = Mutex::new(Vec::new());
 
 /// An `edu` device.
 pub struct Edu {
@@ -78,9 +78,9 @@ impl Edu {
         BUFFER_LEN
     }
 
-    /// A channel to the device's memory. Channels share the one DMA engine: they take turns, operation by operation.
-    pub fn channel(&self) -> EduChannel {
-        EduChannel {
+    /// A queue to the device's memory. Queues share the one DMA engine: they take turns, operation by operation.
+    pub fn queue(&self) -> EduQueue {
+        EduQueue {
             bus: self.bus.clone(),
             busy: self.busy.clone(),
             faults: None,
@@ -161,18 +161,18 @@ fn acknowledge(bus: &VfioBus) -> Result<(), dma::Error> {
 ///
 /// The target is a card address from 0 to 4094; a device virtual address is refused, since the device has no MMU. When an operation takes
 /// more than 2 s, the channel stops and its memory is never freed.
-pub struct EduChannel {
+pub struct EduQueue {
     bus: Arc<VfioBus>,
     busy: Arc<AtomicBool>,
     faults: Option<(FaultLog, Bdf)>,
-    waiting: VecDeque<(Ticket, Transfer<DeviceFar>)>,
-    running: Option<(Ticket, Transfer<DeviceFar>, Instant)>,
-    ended: Vec<Completion<DeviceFar>>,
+    waiting: VecDeque<(Ticket, Operation)>,
+    running: Option<(Ticket, Operation, Instant)>,
+    ended: Vec<Completion>,
     next: u64,
     stopped: Option<String>,
 }
 
-impl EduChannel {
+impl EduQueue {
     /// Reports accesses that the IOMMU stopped as faults of their operations. The device itself does not report them.
     #[must_use]
     pub fn with_faults(mut self, log: FaultLog, bdf: Bdf) -> Self {
@@ -186,33 +186,35 @@ impl EduChannel {
             if self.stopped.is_none() && self.busy.swap(true, Ordering::Acquire) {
                 return; // another channel uses the device
             }
-            let Some((ticket, transfer)) = self.waiting.pop_front() else { return };
-            match self.start(&transfer) {
-                Ok(()) => self.running = Some((ticket, transfer, Instant::now())),
+            let Some((ticket, operation)) = self.waiting.pop_front() else { return };
+            match self.start(&operation) {
+                Ok(()) => self.running = Some((ticket, operation, Instant::now())),
                 Err(e) => {
                     if self.stopped.is_none() {
                         self.busy.store(false, Ordering::Release);
                     }
-                    self.ended.push(Completion { ticket, transfer, result: Err(e) });
+                    self.ended.push(Completion { ticket, operation, result: Err(e), bytes: 0 });
                 }
             }
         }
     }
 
-    fn start(&self, transfer: &Transfer<DeviceFar>) -> Result<(), OpError> {
+    fn start(&self, operation: &Operation) -> Result<(), OpError> {
         if let Some(why) = &self.stopped {
             return Err(OpError::Stopped(why.clone()));
         }
-        let card = match transfer.far.at {
+        let Work::Copy { direction, host, at } = &operation.work else {
+            return Err(Refusal::Unsupported(operation.needs()).into());
+        };
+        let card = match *at {
             DeviceAddr::Card(card) => card,
             DeviceAddr::Va(va) => return Err(OpError::MmuFault(va)),
         };
-        let len = transfer.part.len() as u64;
+        let len = operation.bytes();
         check(card, len)?;
         // The slice was registered at submit, and the operation holds the registration.
-        let host = transfer.far.via.iova_of(&transfer.part);
-        let host = host.ok_or_else(|| OpError::Stopped("the registration is gone".into()))?;
-        start(&self.bus, transfer.direction, host.first(), card, len).map_err(lost)
+        let host = host.iova().ok_or(Refusal::NotRegistered)?;
+        start(&self.bus, *direction, host.first(), card, len).map_err(lost)
     }
 
     /// Completes the running operation if the device is done. A stuck operation stays in flight, since the device may still write its
@@ -232,16 +234,20 @@ impl EduChannel {
             self.stopped = Some(e.to_string());
             return;
         }
-        let Some((ticket, transfer, _)) = self.running.take() else { return };
+        let Some((ticket, operation, _)) = self.running.take() else { return };
         self.busy.store(false, Ordering::Release);
-        let result = self.fault(&transfer).map_or(Ok(()), |fault| Err(fault.into()));
-        self.ended.push(Completion { ticket, transfer, result });
+        let (result, bytes) = match self.fault(&operation) {
+            None => (Ok(()), operation.bytes()),
+            Some(fault) => (Err(fault.into()), 0),
+        };
+        self.ended.push(Completion { ticket, operation, result, bytes });
     }
 
     /// The fault of the operation that has just ended, from the kernel's log.
-    fn fault(&mut self, transfer: &Transfer<DeviceFar>) -> Option<DmaFault> {
+    fn fault(&mut self, operation: &Operation) -> Option<DmaFault> {
         let (log, bdf) = self.faults.as_mut()?;
-        let host = transfer.far.via.iova_of(&transfer.part)?;
+        let Work::Copy { host, .. } = &operation.work else { return None };
+        let host = host.iova()?;
         let page = host.first().align_down(PageSize::SIZE_4K);
         let ours = |f: &IommuFault| f.bdf == *bdf && f.at >= page && f.at <= host.last();
         let seen = log.take().into_iter().find(ours)?;
@@ -249,47 +255,49 @@ impl EduChannel {
         Some(DmaFault { at: seen.at.max(host.first()), wanted, reason: FaultReason::NotMapped, done: 0 })
     }
 
-    fn refusal(&self, transfer: &Transfer<DeviceFar>) -> Option<Refusal> {
-        let (len, mapping) = (transfer.part.len() as u64, transfer.far.via.mapping());
-        let wanted = match transfer.direction {
-            Direction::ToHost => Access::WRITE,
-            Direction::FromHost => Access::READ,
-        };
-        Some(match () {
-            () if len == 0 => Refusal::Empty,
-            () if len > MAX_LEN => Refusal::TooLong { len, max: MAX_LEN },
-            () if transfer.far.at.advance(len - 1).is_none() => Refusal::PastTheTop,
-            () if !self.bus.owns(mapping) || mapping.iova_of(&transfer.part).is_none() => Refusal::NotRegistered,
-            () if !mapping.access().contains(wanted) => Refusal::NotPermitted,
-            () if self.stopped.is_some() => Refusal::Stopped(self.stopped.clone().unwrap_or_default()),
-            () if self.in_flight() >= DEPTH => Refusal::Full,
-            () => return None,
-        })
+    fn check(&self, operation: &Operation) -> Result<(), Refusal> {
+        operation.admit(self.abilities(), self.limits())?;
+        if let Work::Copy { direction, host, .. } = &operation.work {
+            host.check(&*self.bus, direction.host_access())?;
+        }
+        match &self.stopped {
+            Some(why) => Err(Refusal::Stopped(why.clone())),
+            None if self.in_flight() >= DEPTH => Err(Refusal::Full),
+            None => Ok(()),
+        }
     }
 }
 
-impl Channel for EduChannel {
-    type Far = DeviceFar;
+impl Queue for EduQueue {
+    type Addr = DeviceAddr;
 
     fn limits(&self) -> Limits {
         Limits { capacity: DEPTH, max_len: MAX_LEN }
+    }
+
+    fn abilities(&self) -> Abilities {
+        Abilities::FROM_HOST | Abilities::TO_HOST | Abilities::ORDERED
     }
 
     fn in_flight(&self) -> usize {
         self.waiting.len() + usize::from(self.running.is_some()) + self.ended.len()
     }
 
-    fn submit(&mut self, transfer: Transfer<DeviceFar>) -> Result<Ticket, Refused<DeviceFar>> {
-        if let Some(reason) = self.refusal(&transfer) {
-            return Err(Refused { transfer, reason });
+    fn submit(&mut self, operation: Operation) -> Result<Ticket, Refused<DeviceAddr>> {
+        if let Err(reason) = self.check(&operation) {
+            return Err(Refused { operation, reason });
         }
         let ticket = Ticket::new(self.next);
         self.next += 1;
-        self.waiting.push_back((ticket, transfer));
+        self.waiting.push_back((ticket, operation));
         Ok(ticket)
     }
 
-    fn poll(&mut self, done: &mut Vec<Completion<DeviceFar>>) -> usize {
+    fn flush(&mut self) {
+        self.start_next();
+    }
+
+    fn poll(&mut self, done: &mut Vec<Completion>) -> usize {
         self.complete();
         self.start_next();
         let count = self.ended.len();
@@ -301,7 +309,7 @@ impl Channel for EduChannel {
         self.stopped.clone()
     }
 
-    fn wait(&mut self, done: &mut Vec<Completion<DeviceFar>>, timeout: Duration) -> usize {
+    fn wait(&mut self, done: &mut Vec<Completion>, timeout: Duration) -> usize {
         let deadline = Instant::now().checked_add(timeout);
         loop {
             let count = self.poll(done);
@@ -314,7 +322,7 @@ impl Channel for EduChannel {
     }
 }
 
-impl Drop for EduChannel {
+impl Drop for EduQueue {
     /// Waits for the running operation; queued ones are dropped.
     fn drop(&mut self) {
         self.waiting.clear();
@@ -324,8 +332,8 @@ impl Drop for EduChannel {
                 self.bus.wait(POLL_INTERVAL);
             }
         }
-        if let Some((_, transfer, _)) = self.running.take() {
-            QUARANTINE.lock().unwrap_or_else(PoisonError::into_inner).push(transfer);
+        if let Some((_, operation, _)) = self.running.take() {
+            QUARANTINE.lock().unwrap_or_else(PoisonError::into_inner).push(operation);
         }
     }
 }

@@ -1,4 +1,4 @@
-//! A file as a channel: operations are cut into kernel reads, and complete when all of theirs have.
+//! A file as a queue: operations are cut into kernel reads, and end when all of theirs have.
 
 use std::collections::{HashMap, VecDeque};
 use std::fs::File;
@@ -7,14 +7,17 @@ use std::time::{Duration, Instant};
 
 use dmalane_addr::FileOffset;
 use dmalane_dma::BufferSlice;
-use dmalane_queue::{Channel, Completion, Direction, Limits, OpError, Refusal, Refused, Ticket, Transfer};
+use dmalane_queue::{
+    Abilities, CacheHint, Completion, HostSlice, Limits, OpError, Operation, Queue, Refusal, Refused, Registered,
+    Ticket, Work,
+};
 use rustix::io::Errno;
 
 use crate::ring::{self, Ask, Read, Ring};
 use crate::source::{FUSE, Source, is_fuse};
 use crate::{Error, How, Io, Mode, Options, cut};
 
-/// Bytes that a channel has read.
+/// Bytes that a queue has read.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
 pub struct Moved {
     /// Past the page cache.
@@ -23,19 +26,18 @@ pub struct Moved {
     pub buffered: u64,
 }
 
-/// A file, opened for reading, as a [`Channel`].
+/// A file, opened for reading, as a [`Queue`].
 ///
-/// Reads only: an operation [`FromHost`](Direction::FromHost) is refused as [`Refusal::Unsupported`]. An operation may lie
-/// anywhere in the file and in memory, but direct I/O wants both aligned: an operation goes past the page cache, but for
-/// less than [`FileChannel::alignment`] bytes at each end, when its file offset and its memory address are the same number
-/// modulo that alignment. Reading past the end of the file is [`OpError::EndOfFile`], not a refusal.
+/// It only reads, and needs no registrations. An operation may lie anywhere in the file and in memory, but direct I/O needs both
+/// aligned: an operation bypasses the page cache, but for less than [`FileQueue::alignment`] bytes at each end, when its file
+/// offset and its memory address are equal modulo that alignment. Reading past the end of the file is [`OpError::EndOfFile`], not a refusal.
 ///
 /// Dropped with operations in flight, it cancels what the kernel has not begun and waits for the rest; memory that the
 /// kernel has not let go of after 10 seconds is never freed, and counted by
 /// [`quarantined_bytes`](crate::quarantined_bytes).
 ///
 /// Costs two file descriptors, and from the first operation on a third, and some 60 us, for the ring.
-pub struct FileChannel {
+pub struct FileQueue {
     source: Source,
     options: Options,
     how: How,
@@ -50,18 +52,21 @@ pub struct FileChannel {
 }
 
 struct Op {
-    far: FileOffset,
+    at: FileOffset,
+    via: Option<Registered>,
+    cache: CacheHint,
     end: u64,
-    /// What is not cut off yet.
+    /// The bytes that are not cut into reads yet.
     rest: Option<BufferSlice>,
-    /// What was cut off, in order, and came back.
-    pieces: Vec<Option<BufferSlice>>,
-    out: usize,
+    /// The fragments of the others, in order; `None` while one is being read.
+    fragments: Vec<Option<BufferSlice>>,
+    /// Fragments that are being read.
+    reading: usize,
     /// The failure that lies first in the file, and where.
     failed: Option<(u64, OpError)>,
 }
 
-impl FileChannel {
+impl FileQueue {
     /// Opens a regular file or a block device.
     ///
     /// # Errors
@@ -75,7 +80,7 @@ impl FileChannel {
     /// `path` names it in messages. Clears `O_DIRECT` and `O_NONBLOCK` of the file.
     ///
     /// # Errors
-    /// As [`FileChannel::open`].
+    /// As [`FileQueue::open`].
     pub fn from_file(file: File, path: impl Into<PathBuf>, options: Options) -> Result<Self, Error> {
         let options = options.normal();
         let (source, reason) = Source::new(file, path.into(), options.mode)?;
@@ -148,13 +153,13 @@ impl FileChannel {
             let direct = self.source.direct.as_ref();
             let (addr, align) = (rest.view().as_ptr().addr(), direct.map(|(_, align)| *align));
             let (len, is_direct) = cut::first(addr, at, rest.len(), self.options.block, align);
-            let (part, rest) = rest.split_at(len).expect("a cut lies within the rest");
+            let (slice, rest) = rest.split_at(len).expect("a cut lies within the rest");
             op.rest = Some(rest).filter(|rest| !rest.is_empty());
-            op.out += 1;
-            op.pieces.push(None);
+            op.reading += 1;
+            op.fragments.push(None);
             let file = direct.filter(|_| is_direct).map_or(&self.source.buffered, |(file, _)| file).clone();
-            let index = op.pieces.len() - 1;
-            return Some(Read { ask: Ask::Read, op: id, index, direct: is_direct, file, part, at, done: 0 });
+            let index = op.fragments.len() - 1;
+            return Some(Read { ask: Ask::Read, op: id, index, direct: is_direct, file, slice, at, done: 0 });
         }
     }
 
@@ -191,7 +196,7 @@ impl FileChannel {
         }
     }
 
-    /// Decides what a result means: the piece is done, goes on, or failed.
+    /// Interprets a result: the fragment is done, continues, or failed.
     fn settle(&mut self, mut read: Read, result: i32, done: &mut Vec<Completion<FileOffset>>) {
         let next = read.next();
         if result > 0 {
@@ -242,27 +247,29 @@ impl FileChannel {
         self.again.push_back(Read { direct: false, file: self.source.buffered.clone(), ..read });
     }
 
-    /// Returns a piece to its operation, which is over when it was the last.
+    /// Returns a fragment to its operation, which has ended when it was the last.
     fn give_back(&mut self, read: Read, failed: Option<(u64, OpError)>, done: &mut Vec<Completion<FileOffset>>) {
-        let op = self.ops.get_mut(&read.op).expect("an operation outlives its pieces");
-        op.pieces[read.index] = Some(read.part);
-        op.out -= 1;
+        let op = self.ops.get_mut(&read.op).expect("an operation outlives its fragments");
+        op.fragments[read.index] = Some(read.slice);
+        op.reading -= 1;
         if let Some((at, _)) = &failed
             && op.failed.as_ref().is_none_or(|(first, _)| at < first)
         {
             op.failed = failed;
         }
-        if op.out > 0 || op.rest.is_some() && op.failed.is_none() {
+        if op.reading > 0 || op.rest.is_some() && op.failed.is_none() {
             return;
         }
         let op = self.ops.remove(&read.op).expect("just found");
-        let parts = op.pieces.into_iter().flatten().chain(op.rest);
-        let part = parts.reduce(|a, b| a.join(b).expect("pieces of one part, in order")).expect("at least one piece");
-        done.push(Completion {
-            ticket: Ticket::new(read.op),
-            transfer: Transfer { part, direction: Direction::ToHost, far: op.far },
-            result: op.failed.map_or(Ok(()), |(_, error)| Err(error)),
-        });
+        let slices = op.fragments.into_iter().flatten().chain(op.rest);
+        let slice = slices.reduce(|a, b| a.join(b).expect("fragments in order")).expect("at least one fragment");
+        let (len, first) = (slice.len() as u64, op.at.bits());
+        let (result, bytes) = match op.failed {
+            None => (Ok(()), len),
+            Some((at, error)) => (Err(error), at - first),
+        };
+        let operation = Operation::read(HostSlice { slice, via: op.via }, op.at).hint(op.cache);
+        done.push(Completion { ticket: Ticket::new(read.op), operation, result, bytes });
     }
 
     fn make_ring(&mut self) {
@@ -278,39 +285,54 @@ impl FileChannel {
     }
 }
 
-impl Channel for FileChannel {
-    type Far = FileOffset;
+impl Queue for FileQueue {
+    type Addr = FileOffset;
 
     /// Any length, since operations are cut.
     fn limits(&self) -> Limits {
         Limits { capacity: self.options.depth, max_len: i64::MAX as u64 }
     }
 
+    fn abilities(&self) -> Abilities {
+        Abilities::TO_HOST
+    }
+
     fn in_flight(&self) -> usize {
         self.ops.len()
     }
 
-    fn submit(&mut self, transfer: Transfer<FileOffset>) -> Result<Ticket, Refused<FileOffset>> {
-        let Transfer { part, direction, far } = transfer;
+    fn submit(&mut self, operation: Operation<FileOffset>) -> Result<Ticket, Refused<FileOffset>> {
+        let refuse = |operation, reason| Err(Refused { operation, reason });
+        if let Err(reason) = operation.admit(self.abilities(), self.limits()) {
+            return refuse(operation, reason);
+        }
         // The kernel counts file offsets with a sign.
-        let end = far.bits().checked_add(part.len() as u64).filter(|end| *end <= i64::MAX as u64);
-        let reason = match end {
-            _ if direction != Direction::ToHost => Refusal::Unsupported(direction),
-            _ if part.is_empty() => Refusal::Empty,
-            None => Refusal::PastTheTop,
-            Some(_) if self.ops.len() >= self.options.depth => Refusal::Full,
-            Some(end) => {
+        let end = |at: FileOffset, len: u64| at.bits().checked_add(len).filter(|end| *end <= i64::MAX as u64);
+        match operation {
+            operation if self.ops.len() >= self.options.depth => refuse(operation, Refusal::Full),
+            Operation { work: Work::Copy { host: HostSlice { slice, via }, at, direction }, shape, cache } => {
+                let Some(end) = end(at, slice.len() as u64) else {
+                    let work = Work::Copy { host: HostSlice { slice, via }, at, direction };
+                    return refuse(Operation { work, shape, cache }, Refusal::PastTheTop);
+                };
                 self.make_ring();
                 let id = self.next;
                 self.next += 1;
-                let op = Op { far, end, rest: Some(part), pieces: Vec::new(), out: 0, failed: None };
+                let rest = Some(slice);
+                let op = Op { at, via, cache, end, rest, fragments: Vec::new(), reading: 0, failed: None };
                 self.ops.insert(id, op);
                 self.uncut.push_back(id);
-                return Ok(Ticket::new(id));
+                Ok(Ticket::new(id))
             }
-        };
-        Err(Refused { transfer: Transfer { part, direction, far }, reason })
+            operation => {
+                let reason = Refusal::Unsupported(operation.needs());
+                refuse(operation, reason)
+            }
+        }
     }
+
+    /// Does nothing: reads are begun by [`Queue::poll`], each batch by one system call.
+    fn flush(&mut self) {}
 
     /// Through a ring, does not wait for the disk; copies from the page cache happen here all the same. With `pread`,
     /// makes one read of at most a block, however long that takes.
@@ -339,9 +361,9 @@ impl Channel for FileChannel {
     }
 }
 
-impl std::fmt::Debug for FileChannel {
+impl std::fmt::Debug for FileQueue {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        write!(f, "FileChannel({}: {}, {} in flight)", self.source.path.display(), self.how, self.ops.len())
+        write!(f, "FileQueue({}: {}, {} in flight)", self.source.path.display(), self.how, self.ops.len())
     }
 }
 
@@ -365,50 +387,51 @@ mod tests {
         (file, data)
     }
 
-    fn read_of(at: u64, len: usize) -> Transfer<FileOffset> {
+    fn read_of(at: u64, len: usize) -> Operation<FileOffset> {
         let whole = AnonHeap::new().allocate(len).unwrap().share().into_part();
-        let (part, _) = whole.split_at(len).unwrap();
-        Transfer { part, direction: Direction::ToHost, far: FileOffset::new(at) }
+        let (slice, _) = whole.split_at(len).unwrap();
+        Operation::read(slice, FileOffset::new(at))
     }
 
-    fn bytes(part: &BufferSlice) -> Vec<u8> {
-        let mut bytes = vec![0; part.len()];
-        part.read(0, &mut bytes).unwrap();
+    fn bytes(operation: Operation<FileOffset>) -> Vec<u8> {
+        let slice = operation.into_slice().unwrap();
+        let mut bytes = vec![0; slice.len()];
+        slice.read(0, &mut bytes).unwrap();
         bytes
     }
 
-    /// A channel that believes in direct I/O at any address and offset, which the file system will refuse.
-    fn deceived(path: &Path, mode: Mode, io: Io) -> Option<FileChannel> {
-        let mut channel = FileChannel::open(path, Options { io, ..Options::default() }).unwrap();
-        let Some((_, align)) = &mut channel.source.direct else {
-            eprintln!("skipped: {}", channel.how());
+    /// A queue that expects direct I/O at any address and offset, which the file system will refuse.
+    fn deceived(path: &Path, mode: Mode, io: Io) -> Option<FileQueue> {
+        let mut queue = FileQueue::open(path, Options { io, ..Options::default() }).unwrap();
+        let Some((_, align)) = &mut queue.source.direct else {
+            eprintln!("skipped: {}", queue.how());
             return None;
         };
         *align = Align { memory: 1, offset: 1 };
-        channel.options.mode = mode;
-        Some(channel)
+        queue.options.mode = mode;
+        Some(queue)
     }
 
     #[test]
     fn direct_io_refused_at_a_read_is_given_up() {
         let (file, data) = file();
         for io in [Io::Auto, Io::Pread] {
-            let Some(mut channel) = deceived(file.path(), Mode::Auto, io) else { return };
-            assert!(channel.how().direct);
-            let read = run(&mut channel, read_of(1, LEN - 1), LONG).unwrap();
-            assert!(bytes(&read.part) == data[1..]);
-            assert!(!channel.how().direct && channel.alignment() == 1);
-            let said = channel.how().reasons.iter().filter(|r| r.starts_with("O_DIRECT refused at file offset 0x1"));
-            assert_eq!(said.count(), 1, "{}", channel.how());
-            assert_eq!(channel.moved(), Moved { direct: 0, buffered: LEN as u64 - 1 });
+            let Some(mut queue) = deceived(file.path(), Mode::Auto, io) else { return };
+            assert!(queue.how().direct);
+            let read = run(&mut queue, read_of(1, LEN - 1), LONG).unwrap();
+            assert!(bytes(read) == data[1..]);
+            assert!(!queue.how().direct && queue.alignment() == 1);
+            let said = queue.how().reasons.iter().filter(|r| r.starts_with("O_DIRECT refused at file offset 0x1"));
+            assert_eq!(said.count(), 1, "{}", queue.how());
+            assert_eq!(queue.moved(), Moved { direct: 0, buffered: LEN as u64 - 1 });
         }
     }
 
     #[test]
     fn direct_io_refused_at_a_read_fails_where_it_was_demanded() {
         let (file, _) = file();
-        let Some(mut channel) = deceived(file.path(), Mode::Direct, Io::Auto) else { return };
-        let failed = run(&mut channel, read_of(1, LEN - 1), LONG).unwrap_err();
+        let Some(mut queue) = deceived(file.path(), Mode::Direct, Io::Auto) else { return };
+        let failed = run(&mut queue, read_of(1, LEN - 1), LONG).unwrap_err();
         let RunError::Failed(_, OpError::Io { at, errno }) = failed else { panic!("{failed}") };
         assert_eq!((at.bits(), errno), (1, Errno::INVAL.raw_os_error()));
     }
@@ -417,60 +440,60 @@ mod tests {
     fn a_ring_that_dies_is_replaced_by_pread() {
         let (file, data) = file();
         let options = Options { io: Io::Uring, depth: 4, block: 65536, ..Options::default() };
-        let mut channel = match FileChannel::open(file.path(), options) {
+        let mut queue = match FileQueue::open(file.path(), options) {
             Err(e @ Error::NoUring { .. }) => return eprintln!("skipped: {e}"),
             opened => opened.unwrap(),
         };
         let mut done = Vec::new();
         for _ in 0..3 {
-            let _ticket = channel.submit(read_of(0, LEN)).unwrap();
+            let _ticket = queue.submit(read_of(0, LEN)).unwrap();
         }
-        channel.poll(&mut done);
-        channel.ring.as_mut().unwrap().fail_enter = true;
-        done.extend(drain(&mut channel, LONG));
+        queue.poll(&mut done);
+        queue.ring.as_mut().unwrap().fail_enter = true;
+        done.extend(drain(&mut queue, LONG));
         assert_eq!(done.len(), 3);
         for c in done {
             assert_eq!(c.result, Ok(()));
-            assert!(bytes(&c.transfer.part) == data);
+            assert!(bytes(c.operation) == data);
         }
-        assert!(!channel.how().uring && channel.how().reasons[0].contains("io_uring failed"), "{}", channel.how());
-        let read = run(&mut channel, read_of(5, 100), LONG).unwrap();
-        assert!(bytes(&read.part) == data[5..105]);
+        assert!(!queue.how().uring && queue.how().reasons[0].contains("io_uring failed"), "{}", queue.how());
+        let read = run(&mut queue, read_of(5, 100), LONG).unwrap();
+        assert!(bytes(read) == data[5..105]);
     }
 
     #[test]
     fn a_cancelled_read_is_issued_again() {
         let (file, data) = file();
-        let mut channel = FileChannel::open(file.path(), Options { io: Io::Pread, ..Options::default() }).unwrap();
+        let mut queue = FileQueue::open(file.path(), Options { io: Io::Pread, ..Options::default() }).unwrap();
         let mut done = Vec::new();
-        let _ticket = channel.submit(read_of(0, 1000)).unwrap();
+        let _ticket = queue.submit(read_of(0, 1000)).unwrap();
         for errno in [Errno::CANCELED, Errno::INTR, Errno::AGAIN] {
-            let read = channel.next_read().unwrap();
-            channel.settle(read, -errno.raw_os_error(), &mut done);
+            let read = queue.next_read().unwrap();
+            queue.settle(read, -errno.raw_os_error(), &mut done);
             assert!(done.is_empty());
         }
-        done.extend(drain(&mut channel, LONG));
-        assert!(bytes(&done[0].transfer.part) == data[..1000]);
+        done.extend(drain(&mut queue, LONG));
+        assert!(bytes(done.remove(0).operation) == data[..1000]);
     }
 
     #[test]
     fn the_failure_that_lies_first_in_the_file_is_reported() {
         let (file, _) = file();
         let options = Options { io: Io::Pread, mode: Mode::Buffered, block: 65536, ..Options::default() };
-        let mut channel = FileChannel::open(file.path(), options).unwrap();
-        let _ticket = channel.submit(read_of(0, LEN)).unwrap();
-        let reads: Vec<_> = (0..3).map(|_| channel.next_read().unwrap()).collect();
-        assert!(channel.source.direct.is_none() && Arc::ptr_eq(&reads[0].file, &channel.source.buffered));
+        let mut queue = FileQueue::open(file.path(), options).unwrap();
+        let _ticket = queue.submit(read_of(0, LEN)).unwrap();
+        let reads: Vec<_> = (0..3).map(|_| queue.next_read().unwrap()).collect();
+        assert!(queue.source.direct.is_none() && Arc::ptr_eq(&reads[0].file, &queue.source.buffered));
         let mut done = Vec::new();
         for (read, errno) in reads.into_iter().zip([None, Some(Errno::IO), Some(Errno::NXIO)]).rev() {
-            assert!(done.is_empty(), "waits for all pieces");
-            channel.settle(read, errno.map_or(65536, |e| -e.raw_os_error()), &mut done);
+            assert!(done.is_empty(), "waits for all fragments");
+            queue.settle(read, errno.map_or(65536, |e| -e.raw_os_error()), &mut done);
         }
-        let [Completion { transfer, result: Err(OpError::Io { at, errno }), .. }] = &done[..] else {
+        let [Completion { operation, bytes: 65536, result: Err(OpError::Io { at, errno }), .. }] = &done[..] else {
             panic!("{done:?}")
         };
-        assert_eq!((at.bits(), *errno, transfer.part.len()), (65536, Errno::IO.raw_os_error(), LEN));
-        assert_eq!(channel.poll(&mut done), 0, "the rest is not read");
-        assert_eq!(channel.in_flight(), 0);
+        assert_eq!((at.bits(), *errno, operation.bytes()), (65536, Errno::IO.raw_os_error(), LEN as u64));
+        assert_eq!(queue.poll(&mut done), 0, "the rest is not read");
+        assert_eq!(queue.in_flight(), 0);
     }
 }

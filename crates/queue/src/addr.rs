@@ -1,0 +1,64 @@
+//! The addresses that operations of a queue name.
+
+use std::fmt::Debug;
+
+use dmalane_addr::{Address, CardAddr, DeviceVa, FileOffset};
+
+/// The address space at the far side of a queue: [`FileOffset`] for files, [`DeviceAddr`] for devices.
+pub trait QueueAddr: Copy + Debug + Send + Sync + 'static {
+    /// The address `bytes` further on, or `None` past the top of its space.
+    fn advance(self, bytes: u64) -> Option<Self>;
+
+    /// The address as a number.
+    fn bits(self) -> u64;
+
+    /// The address as one of card memory, for policies that route by placement.
+    fn card_addr(self) -> Option<CardAddr> {
+        None
+    }
+}
+
+impl QueueAddr for FileOffset {
+    fn advance(self, bytes: u64) -> Option<Self> {
+        self.checked_add(bytes)
+    }
+
+    fn bits(self) -> u64 {
+        Address::bits(self)
+    }
+}
+
+/// An address of device memory.
+#[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
+pub enum DeviceAddr {
+    /// The address of the memory itself.
+    Card(CardAddr),
+    /// An address that the device's MMU translates.
+    Va(DeviceVa),
+}
+
+impl QueueAddr for DeviceAddr {
+    #[inline]
+    fn advance(self, bytes: u64) -> Option<Self> {
+        Some(match self {
+            Self::Card(a) => Self::Card(a.checked_add(bytes)?),
+            Self::Va(a) => Self::Va(a.checked_add(bytes)?),
+        })
+    }
+
+    #[inline]
+    fn bits(self) -> u64 {
+        match self {
+            Self::Card(a) => a.bits(),
+            Self::Va(a) => a.bits(),
+        }
+    }
+
+    #[inline]
+    fn card_addr(self) -> Option<CardAddr> {
+        match self {
+            Self::Card(a) => Some(a),
+            Self::Va(_) => None,
+        }
+    }
+}

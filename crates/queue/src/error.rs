@@ -1,0 +1,132 @@
+//! Why an operation was refused, and why one failed.
+
+use dmalane_addr::{CardAddr, DeviceVa, FileOffset};
+use dmalane_dma::DmaFault;
+use thiserror::Error;
+
+use crate::{Abilities, Operation};
+
+/// Why an operation failed. The bytes that were moved before are unspecified, but for the count in its completion.
+#[derive(Clone, PartialEq, Eq, Debug, Error)]
+#[non_exhaustive]
+pub enum OpError {
+    /// The IOMMU refused the device an access to host memory.
+    #[error(transparent)]
+    Fault(#[from] DmaFault),
+    /// The device has no memory at this address.
+    #[error("the device has no memory at {0}")]
+    NoCardMemory(CardAddr),
+    /// The device's MMU does not translate this address, or not for this access.
+    #[error("the device's MMU refused {0}")]
+    MmuFault(DeviceVa),
+    /// The device refused or failed the operation with a status of its own.
+    #[error("the device failed the operation with status {status:#x}")]
+    Device {
+        /// The status as the device gave it.
+        status: u32,
+    },
+    /// The file ended early: it is shorter than the read, perhaps because another process truncated it.
+    #[error("the file ended at {at}, {missing} bytes early")]
+    EndOfFile {
+        /// Where it ended.
+        at: FileOffset,
+        /// Bytes that were expected from there on.
+        missing: u64,
+    },
+    /// The kernel failed a file operation.
+    #[error("I/O error at {at}: {}", std::io::Error::from_raw_os_error(*errno))]
+    Io {
+        /// The first byte of the request that failed.
+        at: FileOffset,
+        /// The error number.
+        errno: i32,
+    },
+    /// The device answered a request with an impossible count: its effect is unknown.
+    #[error("the device answered a request for {asked} bytes at {at} with {got}")]
+    BadCount {
+        /// The first byte of the request.
+        at: FileOffset,
+        /// Its bytes.
+        asked: u64,
+        /// The answer.
+        got: u64,
+    },
+    /// A comparison found a difference.
+    #[error("the memories differ at byte {offset}")]
+    Differs {
+        /// The first byte that differs, counted over what is compared.
+        offset: u64,
+    },
+    /// The operation was cancelled before it was done.
+    #[error("the operation was cancelled")]
+    Cancelled,
+    /// The queue was stopped or reset before the operation ended.
+    #[error("the queue stopped: {0}")]
+    Stopped(String),
+    /// A queue inside this one refused the operation after this one had accepted it.
+    #[error("{0}")]
+    Refused(Refusal),
+}
+
+impl From<Refusal> for OpError {
+    fn from(reason: Refusal) -> Self {
+        match reason {
+            Refusal::Stopped(why) => Self::Stopped(why),
+            reason => Self::Refused(reason),
+        }
+    }
+}
+
+/// An operation that was not accepted, given back whole.
+#[derive(Debug, Error)]
+#[error("{reason}")]
+pub struct Refused<A: std::fmt::Debug> {
+    /// The operation as it was submitted.
+    pub operation: Operation<A>,
+    /// Why.
+    pub reason: Refusal,
+}
+
+/// Why a queue did not accept an operation.
+#[derive(Clone, PartialEq, Eq, Debug, Error)]
+#[non_exhaustive]
+pub enum Refusal {
+    /// As many operations are in flight as the queue holds; poll, then try again.
+    #[error("the queue is full")]
+    Full,
+    /// An operation on no bytes.
+    #[error("the operation is empty")]
+    Empty,
+    /// More bytes than one operation may move.
+    #[error("an operation of {len} bytes is longer than {max}")]
+    TooLong {
+        /// Bytes asked for.
+        len: u64,
+        /// [`Limits::max_len`](crate::Limits::max_len).
+        max: u64,
+    },
+    /// The target would run past the top of its address space.
+    #[error("the target runs past the top of its address space")]
+    PastTheTop,
+    /// The host memory has no registration, or one of other memory or of another device.
+    #[error("the host memory is not registered with this device")]
+    NotRegistered,
+    /// The registration does not let the device write (device to host) or read (host to device).
+    #[error("the registration does not permit this direction")]
+    NotPermitted,
+    /// The queue lacks these abilities.
+    #[error("the queue does not support {0:?}")]
+    Unsupported(Abilities),
+    /// The device moves whole blocks only (direct I/O): address, length and host memory must be multiples of this.
+    #[error("addresses, lengths and memory must be multiples of {align} bytes here")]
+    Misaligned {
+        /// Bytes.
+        align: u64,
+    },
+    /// The two sides of an operation are not of the same length, or its shape does not cover them.
+    #[error("the two sides of the operation do not match")]
+    Mismatch,
+    /// The queue has stopped: for good, or until it is restarted.
+    #[error("the queue has stopped: {0}")]
+    Stopped(String),
+}
