@@ -41,7 +41,7 @@ mod stream;
 
 pub use cache::{Residency, residency};
 pub use device::{
-    BadFileDevicePaths, FileDevice, FileDeviceBus, FileDeviceError, FileDeviceHow, FileDeviceOptions, FileDevicePaths,
+    BadFileDevicePaths, FileDevice, FileDeviceError, FileDeviceHow, FileDeviceOptions, FileDevicePaths,
     FileDeviceQueue, IoBackend,
 };
 pub use error::Error;

@@ -46,7 +46,7 @@ impl Fixture {
 
     fn buffer(&mut self, len: usize) -> (BufferSlice, Registered) {
         let buf = AnonHeap::new().allocate(len).unwrap().share();
-        let via = Registered::new(self.node.bus(), &buf, Access::RW).unwrap();
+        let via = Registered::new(&*self.node.registrar(), &buf, Access::RW).unwrap();
         (buf.into_part().split_off_front(len).unwrap(), via)
     }
 
@@ -306,7 +306,7 @@ fn what_has_no_addresses_or_cannot_be_written_is_refused() {
         Ok(node) => {
             let mut queue = node.queue().unwrap();
             let buf = AnonHeap::new().allocate(4096).unwrap().share();
-            let via = Registered::new(node.bus(), &buf, Access::RW).unwrap();
+            let via = Registered::new(&*node.registrar(), &buf, Access::RW).unwrap();
             let at = DeviceAddr::Card(CardAddr::new(8192));
             let _ticket = queue.enqueue(Operation::copy(Direction::FromHost, buf.into_part(), via, at)).unwrap();
             let end = drain(&mut queue).remove(0);
@@ -373,7 +373,7 @@ fn what_a_node_cannot_do_is_refused_or_fails() {
     assert_eq!(queue.enqueue(other).unwrap_err().reason, Refusal::NotRegistered);
     // Only to be read by the device.
     let buf = AnonHeap::new().allocate(4096).unwrap().share();
-    let via = Registered::new(fixture.node.bus(), &buf, Access::READ).unwrap();
+    let via = Registered::new(&*fixture.node.registrar(), &buf, Access::READ).unwrap();
     let down = Operation::copy(Direction::ToHost, buf.into_part(), via, at);
     assert_eq!(queue.enqueue(down).unwrap_err().reason, Refusal::NotPermitted);
     let top = fixture.copy(Direction::ToHost, &[0; 16], i64::MAX as u64 - 15);

@@ -159,7 +159,7 @@ impl FileDeviceQueue {
         operation.admit(self.abilities(), self.limits())?;
         if let Work::Copy { direction, host, at } = &operation.work {
             if host.via.is_some() {
-                host.check(&self.device.bus, direction.host_access())?;
+                host.check(&self.device.registrar, direction.host_access())?;
             }
             let first = at.bits();
             // The kernel counts file offsets with a sign.
@@ -246,14 +246,14 @@ impl FileDeviceQueue {
             let file = file.clone();
             let request = Request { ask, op, index, direct: device.options.direct, file, slice, at, done: 0 };
             let via = self.ops[i].via();
-            let pushed = self.mover.push(request, via.map(|via| (via, &device.bus)));
+            let pushed = self.mover.push(request, via.map(|via| (via, &device.registrar)));
             self.again.extend(pushed.err());
         }
     }
 
     fn push(&mut self, request: Request) {
         let via = self.find(request.op).and_then(|i| self.ops[i].via());
-        if let Err(request) = self.mover.push(request, via.map(|via| (via, &self.device.bus))) {
+        if let Err(request) = self.mover.push(request, via.map(|via| (via, &self.device.registrar))) {
             self.again.push_front(request);
         }
     }
@@ -291,7 +291,7 @@ impl FileDeviceQueue {
             self.settle(request, result, count);
         }
         self.retired.retain(|mover| mover.busy() > 0);
-        self.mover.tidy(&self.device.bus);
+        self.mover.tidy(&self.device.registrar);
     }
 
     /// Interprets a result: the fragment is done, continues, or has failed.
