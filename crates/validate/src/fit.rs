@@ -96,7 +96,7 @@ fn point(target: &Target, streams: &[Stream], settings: &FitSettings, what: &str
         for k in 0..DEPTH {
             let at = CardAddr::new(first.bits() + offset + (i as u64 * DEPTH + k) * CHUNK);
             let buf = heap.allocate(CHUNK as usize).map_err(ValidateError::Memory)?.share();
-            let mut walk = Walk::new(buf, &[(at, CHUNK)], &*target.bus)?;
+            let mut walk = Walk::new(buf, &[(at, CHUNK)], &*target.registrar)?;
             walk.fill(seed(i, k as usize));
             walks.push(walk);
         }
@@ -105,7 +105,7 @@ fn point(target: &Target, streams: &[Stream], settings: &FitSettings, what: &str
     let all = |lanes: &mut [Lane], stop, after| {
         let job =
             Job { phase: Phase::Both, stop, registered: true, after, patience: target.patience, told: &target.told };
-        go(lanes, &*target.bus, job, |_| true)
+        go(lanes, &*target.registrar, job, |_| true)
     };
     // Everybody writes; who reads finds that, in a buffer that held something else.
     all(&mut lanes, Stop::After(1), None)?;

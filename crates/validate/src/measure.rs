@@ -267,7 +267,7 @@ impl Case<'_> {
                     return Ok(Err(why.collect::<Vec<_>>().join("; ")));
                 }
                 let places = layout.places(*phase, 2 * thread as u64 + walk as u64, slots, *buffer)?;
-                walks.push(Walk::new(buf, &places, &*target.bus)?);
+                walks.push(Walk::new(buf, &places, &*target.registrar)?);
             }
             let paired = channels[thread % channels.len()];
             let queue: Box<DeviceQueue> = match settings.allocation {
@@ -277,7 +277,7 @@ impl Case<'_> {
                     let policy: Box<dyn Policy> = match &channels[..] {
                         [_] => Box::new(AddressPolicy::only(0)),
                         // Channels that are one thread must not be balanced (docs/bench/policy.md).
-                        _ if target.apart => Box::new(BalancePolicy::new(areas)),
+                        _ if target.concurrent => Box::new(BalancePolicy::new(areas)),
                         _ => Box::new(AddressPolicy::new(areas)),
                     };
                     Box::new(Split::new(queues, policy))
@@ -298,7 +298,7 @@ impl Case<'_> {
             patience: self.target.patience,
             told: &self.target.told,
         };
-        go(lanes, &*self.target.bus, job, active)
+        go(lanes, &*self.target.registrar, job, active)
     }
 
     /// Writes all buffers, then reads all back.
