@@ -62,16 +62,15 @@ pub fn read_mapped(
 /// use dmalane::queue::DeviceAddr;
 /// use dmalane::load::fill::Job;
 /// use dmalane::dma::AnonHeap;
-/// use dmalane::{ReadOptions, ReadSource, SoftConfig, SoftDevice, read_to_device};
+/// use dmalane::{ReadOptions, ReadSource, read_to_device};
 ///
 /// # let folder = tempfile::tempdir()?;
 /// # let path = folder.path().join("model.bin");
 /// std::fs::write(&path, vec![7; 5_000_000])?;
 /// let source = ReadSource::open(&path)?;
 /// let job = Job::whole(&[source.size()?]);
-/// let (mut card, bus) = SoftDevice::parts(SoftConfig::default())?;
-/// let place = card.memory.reserve(job.bytes().next_multiple_of(4096))?;
-/// let to = [DeviceAddr::Card(place.first())];
+/// let mut device = dmalane::open("soft")?;
+/// let to = [DeviceAddr::Card(device.memory_mut().reserve(job.bytes())?.first())];
 /// let mut started = 0;
 /// let mut watch = |event| {
 ///     if let dmalane::load::fill::Event::OnDevice { .. } = event {
@@ -79,9 +78,8 @@ pub fn read_mapped(
 ///     }
 ///     std::ops::ControlFlow::Continue(())
 /// };
-/// let read = read_to_device(
-///     &AnonHeap::new(), &*bus, &mut card.channel, &to, &[source], &job, &ReadOptions::default(), &mut watch,
-/// )?;
+/// let heap = AnonHeap::new();
+/// let read = read_to_device(&heap, &mut device, &to, &[source], &job, &ReadOptions::default(), &mut watch)?;
 /// println!("{}", read.filled.report);
 /// assert!(started >= 3, "in pieces of at most 2 MiB");
 /// # Ok::<(), Box<dyn std::error::Error>>(())
