@@ -1,4 +1,4 @@
-//! What a command says when it gives up.
+//! The error of a command: message, causes, hints and exit status.
 
 use std::error::Error;
 use std::io::Write;
@@ -8,17 +8,26 @@ use rustix::io::Errno;
 
 use crate::output::plain;
 
-/// A message, what caused it, and what may help. Any error turns into one with `?`.
+/// The exit status of a command line that cannot be run.
+pub const USAGE: u8 = 2;
+
+/// A message, what caused it, what may help, and the exit status. Any error turns into one with `?`.
 pub struct Failure {
     message: String,
     causes: Vec<String>,
     hints: Vec<String>,
+    status: u8,
 }
 
 impl Failure {
-    /// A failure that nothing else caused.
+    /// A failure that nothing else caused, with exit status 1.
     pub fn new(message: impl Into<String>) -> Self {
-        Self { message: message.into(), causes: Vec::new(), hints: Vec::new() }
+        Self { message: message.into(), causes: Vec::new(), hints: Vec::new(), status: 1 }
+    }
+
+    /// Options that contradict each other or the device, with exit status [`USAGE`].
+    pub fn usage(message: impl Into<String>) -> Self {
+        Self::new(message).status(USAGE)
     }
 
     /// A failure with the error that caused it, and the errors that caused that one.
@@ -39,7 +48,7 @@ impl Failure {
         failure
     }
 
-    /// Adds something that led to it.
+    /// Adds a cause.
     #[must_use]
     pub fn cause(mut self, cause: impl Into<String>) -> Self {
         self.causes.push(cause.into());
@@ -59,22 +68,30 @@ impl Failure {
         false
     }
 
-    /// Adds something that the user can do.
+    /// Adds something that the user can do about it.
     #[must_use]
     pub fn hint(mut self, hint: impl Into<String>) -> Self {
         self.hints.push(hint.into());
         self
     }
 
-    /// Tells the user on stderr; the job failed.
-    pub fn report(&self) -> ExitCode {
-        // Nobody is left to hear that stderr is closed.
-        let _ = std::io::stderr().lock().write_all(self.text().as_bytes());
-        ExitCode::FAILURE
+    /// Replaces the exit status.
+    #[must_use]
+    pub fn status(mut self, status: u8) -> Self {
+        self.status = status;
+        self
     }
 
-    fn text(&self) -> String {
-        let mut text = format!("{}: {}\n", env!("CARGO_BIN_NAME"), plain(&self.message));
+    /// Prints the failure of this program to stderr, and gives its exit status.
+    pub fn report(&self, program: &str) -> ExitCode {
+        // A closed stderr leaves nobody to tell.
+        let _ = std::io::stderr().lock().write_all(self.text(program).as_bytes());
+        ExitCode::from(self.status)
+    }
+
+    /// What is printed of it.
+    pub fn text(&self, program: &str) -> String {
+        let mut text = format!("{program}: {}\n", plain(&self.message));
         for (label, lines) in [("cause", &self.causes), ("hint", &self.hints)] {
             for line in lines {
                 text.push_str(&format!("{label}: {}\n", plain(line)));
@@ -126,15 +143,17 @@ mod tests {
         let inner = io::Error::other("end of file at 4096");
         let failure = Failure::because("cannot load a.safetensors", &Outer(inner)).hint("fetch it again");
         assert_eq!(
-            failure.text(),
+            failure.text("dmalane"),
             "dmalane: cannot load a.safetensors\ncause: shard 3 is cut short\ncause: end of file at 4096\n\
              hint: fetch it again\n"
         );
         let failure = Failure::because("cannot open x", &io::Error::from_raw_os_error(Errno::MFILE.raw_os_error()));
         assert!(
-            failure.text().contains("\nhint: each process may have only so many files open: raise it with ulimit -n")
+            failure
+                .text("dmalane")
+                .contains("\nhint: each process may have only so many files open: raise it with ulimit -n")
         );
         let failure: Failure = Outer(io::Error::other("x\x1b[2Jy\nz")).into();
-        assert_eq!(failure.text(), "dmalane: shard 3 is cut short\ncause: x\u{fffd}[2Jy\u{fffd}z\n");
+        assert_eq!(failure.text("dmalane"), "dmalane: shard 3 is cut short\ncause: x\u{fffd}[2Jy\u{fffd}z\n");
     }
 }

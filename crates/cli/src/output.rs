@@ -1,6 +1,7 @@
 //! Writing results to stdout, whose reader may have left.
 
 use std::io::{self, ErrorKind, Write};
+use std::path::PathBuf;
 
 use serde::Serialize;
 
@@ -24,6 +25,14 @@ pub fn written(result: io::Result<()>) -> Result<(), Failure> {
     match result {
         Err(e) if e.kind() != ErrorKind::BrokenPipe => Err(Failure::because("cannot write to stdout", &e)),
         _ => Ok(()),
+    }
+}
+
+/// Accepts the path of a file to write, which `-` is not: stdout is for the report.
+pub fn not_stdout(path: PathBuf) -> Result<PathBuf, &'static str> {
+    match path.as_os_str() == "-" {
+        true => Err("stdout is for the report\nhint: name a file, or ./- for a file of that name"),
+        false => Ok(path),
     }
 }
 

@@ -4,7 +4,7 @@ use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
 
 use dmalane::card::regs;
-use dmalane::dma::HostBus;
+use dmalane::dma::Mmio;
 use dmalane::vfio_user::UserBus;
 
 #[test]
@@ -122,7 +122,7 @@ fn files_are_loaded_onto_a_served_card_and_come_back() {
     for words in
         [&["load", "--sample", "1MiB", "--workers"][..], &["validate", ddr[0], ddr[1]], &["read", to, ddr[0], ddr[1]]]
     {
-        assert!(card.says(words, 2).contains("is for a card in this process"));
+        assert!(card.says(words, 2).contains("is for the software card in this process"));
     }
 }
 
@@ -137,7 +137,7 @@ fn no_card_at_the_socket_is_an_error_with_a_hint() {
     }
     for verb in [&["load", "--sample", "1MiB"][..], &["validate"]] {
         let text = card.says(verb, 1);
-        assert!(text.contains("cannot connect to") && text.contains("hint: dmalane card serve --vfio-user"), "{text}");
+        assert!(text.contains("cannot connect to") && text.contains("hint: `dmalane card serve --vfio-user"), "{text}");
     }
 }
 

@@ -55,7 +55,7 @@ fn every_help_has_an_example_and_the_exit_status() {
         }
     }
     assert!(stdout(&general).contains("Examples:\n  dmalane load --sample 1GiB --explain --verify"));
-    assert!(stdout(&general).contains("Exit status:\n  0  it worked\n  1  the job failed"));
+    assert!(stdout(&general).contains("Exit status:\n  0  success\n  1  the job failed"));
     let version = run(&["--version"]);
     assert_eq!(stdout(&version), format!("dmalane {}\n", env!("CARGO_PKG_VERSION")));
 }

@@ -34,12 +34,13 @@ impl Placement {
 impl FromStr for Placement {
     type Err = BadPlacement;
 
-    /// `default`, the name of a region or a group, or `GROUP-half` for one region of a group.
+    /// `default`; the name of a region, or of a group, which can also be written `GROUP-striped`; or `GROUP-half` for one
+    /// region of a group.
     fn from_str(text: &str) -> Result<Self, BadPlacement> {
-        match text.strip_suffix("-half") {
-            _ if text == "default" => Ok(Self::Default),
-            None if !text.is_empty() => Ok(Self::Named(text.to_owned().into())),
-            Some(group) if !group.is_empty() => Ok(Self::OneOf(group.to_owned().into())),
+        match (text.strip_suffix("-half"), text.strip_suffix("-striped").unwrap_or(text)) {
+            (_, "default") => Ok(Self::Default),
+            (None, name) if !name.is_empty() => Ok(Self::Named(name.to_owned().into())),
+            (Some(group), _) if !group.is_empty() => Ok(Self::OneOf(group.to_owned().into())),
             _ => Err(BadPlacement),
         }
     }
@@ -320,6 +321,7 @@ mod tests {
         ] {
             assert_eq!((text.parse(), placement.to_string()), (Ok(placement.clone()), text.to_owned()));
         }
+        assert_eq!("hbm-striped".parse(), Ok(Placement::HBM));
         assert!("".parse::<Placement>().is_err() && "-half".parse::<Placement>().is_err());
         for missing in ["nvm", "nvm-half"] {
             let error = memory().allocate(1, &missing.parse().unwrap()).unwrap_err().to_string();

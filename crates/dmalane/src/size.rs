@@ -12,6 +12,11 @@ const BINARY: [&str; 7] = ["B", "KiB", "MiB", "GiB", "TiB", "PiB", "EiB"];
 pub struct Size(u64);
 
 impl Size {
+    /// So many bytes.
+    pub const fn new(bytes: u64) -> Self {
+        Self(bytes)
+    }
+
     /// `n` GiB.
     pub const fn gib(n: u32) -> Self {
         Self((n as u64) << 30)
@@ -125,6 +130,15 @@ pub fn nonzero(text: &str) -> Result<Size, SizeError> {
     match text.parse()? {
         Size(0) => Err(SizeError::Zero),
         size => Ok(size),
+    }
+}
+
+/// A parser of sizes from `least` to `most`.
+pub fn between(least: Size, most: Size) -> impl Fn(&str) -> Result<Size, String> + Clone + Send + Sync + 'static {
+    move |text| match text.parse::<Size>() {
+        Ok(size) if (least.0..=most.0).contains(&size.0) => Ok(size),
+        Ok(_) => Err(format!("not from {least} to {most}")),
+        Err(e) => Err(e.to_string()),
     }
 }
 

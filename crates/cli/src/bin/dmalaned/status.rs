@@ -1,18 +1,38 @@
 //! `dmalaned status`: who has what.
 
 use std::fmt::Write;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 
-use dmalane::daemon::{ClientReport, Report, report};
+use clap::Args;
+use dmalane::daemon::{ClientReport, Report, SOCKET, report};
+use dmalane_cli::failure::Failure;
+use dmalane_cli::output;
+use dmalane_cli::size::Size;
 use serde::Serialize;
 
-use crate::failure::Failure;
-use crate::output;
-use crate::size::Size;
+const EXAMPLES: &str = "\
+Examples:
+  dmalaned status
+  dmalaned status --socket /tmp/card.sock --json | jq '.clients[].pid'
+
+Exit status: 0 the daemon answered, 1 it did not, 2 wrong command line.";
+
+/// Show what a daemon does and who uses it.
+#[derive(Args)]
+#[command(after_help = EXAMPLES)]
+pub struct Status {
+    /// The daemon's socket
+    #[arg(long, value_name = "PATH", default_value = SOCKET)]
+    socket: PathBuf,
+
+    /// Print it as JSON
+    #[arg(long)]
+    json: bool,
+}
 
 #[derive(Serialize)]
-struct Status {
+struct Json {
     schema: u32,
     command: &'static str,
     socket: String,
@@ -46,20 +66,23 @@ struct Client {
     closing: bool,
 }
 
-pub fn run(socket: &Path, json: bool) -> Result<ExitCode, Failure> {
-    let mut report = report(socket)?;
-    // The one that asks is none of interest.
-    let me = std::process::id();
-    report.clients.retain(|c| c.pid != me || c.queues > 0);
-    if json {
-        output::print_json(&status(socket, &report))?;
-    } else {
-        output::print(&text(&report))?;
+impl Status {
+    /// Asks the daemon and prints what it says.
+    pub fn run(self) -> Result<ExitCode, Failure> {
+        let mut report = report(&self.socket)?;
+        // The one that asks is none of interest.
+        let me = std::process::id();
+        report.clients.retain(|c| c.pid != me || c.queues > 0);
+        if self.json {
+            output::print_json(&json(&self.socket, &report))?;
+        } else {
+            output::print(&text(&report))?;
+        }
+        Ok(ExitCode::SUCCESS)
     }
-    Ok(ExitCode::SUCCESS)
 }
 
-fn status(socket: &Path, report: &Report) -> Status {
+fn json(socket: &Path, report: &Report) -> Json {
     let Report { uptime, totals, quarantined, ddr, hbm, clients } = report;
     let client = |c: &ClientReport| Client {
         client: c.client,
@@ -75,7 +98,7 @@ fn status(socket: &Path, report: &Report) -> Status {
         errors: c.errors,
         closing: c.closing,
     };
-    Status {
+    Json {
         schema: 1,
         command: "status",
         socket: socket.display().to_string(),

@@ -6,11 +6,10 @@ use std::os::linux::net::SocketAddrExt;
 use std::os::unix::ffi::OsStrExt;
 use std::os::unix::net::{SocketAddr, UnixDatagram, UnixStream};
 
+use dmalane_cli::failure::Failure;
 use listenfd::ListenFd;
 use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 use signal_hook::consts::{SIGINT, SIGTERM};
-
-use crate::failure::Failure;
 
 /// What becomes readable when the process is told to end.
 pub fn until_told_to_end() -> Result<UnixStream, Failure> {

@@ -4,40 +4,58 @@ use std::collections::BTreeMap;
 use std::fmt::Write;
 use std::fs::File;
 use std::io;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 
+use clap::Args;
 use dmalane::dma::Pagemap;
 use dmalane::file::residency;
 use serde::Serialize;
 
 use crate::failure::Failure;
 use crate::output::{self, plain};
-use crate::size::{binary, decimal};
+use crate::size::{self, Size, binary, decimal};
 
-/// What to look at.
-pub struct InspectArgs {
-    /// A file, or the number of a process.
-    pub what: PathBuf,
-    /// Smaller mappings are left out.
-    pub least: u64,
-    /// Result as JSON.
-    pub json: bool,
+const EXAMPLES: &str = "\
+Examples:
+  dmalane inspect model.safetensors    how much of it is in the page cache
+  dmalane inspect $(pidof trainer)     the pages of a process's large buffers
+  dmalane inspect ./4711               a file whose name is a number
+
+Exit status: 0 looked at, 1 no such file or process, 2 wrong command line.";
+
+/// Show what of a file is in the page cache, or what pages the buffers of a process have.
+#[derive(Args)]
+#[command(after_help = EXAMPLES)]
+pub struct Inspect {
+    /// A file, or the number of a process
+    #[arg(value_name = "FILE|PID")]
+    what: PathBuf,
+
+    /// Mappings of at least this size count as buffers
+    #[arg(long, value_name = "SIZE", default_value_t = Size::mib(1), value_parser = size::nonzero)]
+    least: Size,
+
+    /// Print the result as JSON
+    #[arg(long)]
+    json: bool,
 }
 
-/// Looks, and prints what is there.
-pub fn run(args: &InspectArgs) -> Result<ExitCode, Failure> {
-    match args.what.to_str().and_then(|text| text.parse::<u32>().ok()) {
-        Some(pid) => {
-            let found = process(pid, args.least)?;
-            if args.json { output::print_json(&found)? } else { output::print(&found.text())? }
+impl Inspect {
+    /// Looks, and prints what is there.
+    pub fn run(self) -> Result<ExitCode, Failure> {
+        match self.what.to_str().and_then(|text| text.parse::<u32>().ok()) {
+            Some(pid) => {
+                let found = process(pid, self.least.bytes())?;
+                if self.json { output::print_json(&found)? } else { output::print(&found.text())? }
+            }
+            None => {
+                let found = file(&self.what)?;
+                if self.json { output::print_json(&found)? } else { output::print(&found.text())? }
+            }
         }
-        None => {
-            let found = file(args)?;
-            if args.json { output::print_json(&found)? } else { output::print(&found.text())? }
-        }
+        Ok(ExitCode::SUCCESS)
     }
-    Ok(ExitCode::SUCCESS)
 }
 
 /// A file in the page cache.
@@ -58,17 +76,17 @@ struct FileReport {
 /// Pieces of the map of a file.
 const PIECES: u64 = 64;
 
-fn file(args: &InspectArgs) -> Result<FileReport, Failure> {
-    let path = args.what.display();
-    let file = File::open(&args.what).map_err(|e| Failure::because(format!("cannot open {path}"), &e))?;
-    let meta = file.metadata().map_err(|e| Failure::because(format!("cannot look at {path}"), &e))?;
+fn file(path: &Path) -> Result<FileReport, Failure> {
+    let name = path.display();
+    let file = File::open(path).map_err(|e| Failure::because(format!("cannot open {name}"), &e))?;
+    let meta = file.metadata().map_err(|e| Failure::because(format!("cannot look at {name}"), &e))?;
     if !meta.is_file() {
-        return Err(Failure::new(format!("cannot look at {path}: it is not a regular file")));
+        return Err(Failure::new(format!("cannot look at {name}: it is not a regular file")));
     }
     let bytes = meta.len();
     let ask = |offset, len| {
         residency(&file, offset, len).map_err(|e| {
-            let failure = Failure::because(format!("the kernel does not say what of {path} is cached"), &e);
+            let failure = Failure::because(format!("the kernel does not say what of {name} is cached"), &e);
             if e.raw_os_error() == Some(rustix::io::Errno::NOSYS.raw_os_error()) {
                 return failure.hint("this needs Linux 6.5 or later (cachestat)");
             }
@@ -88,7 +106,7 @@ fn file(args: &InspectArgs) -> Result<FileReport, Failure> {
         schema: 1,
         command: "inspect",
         kind: "file",
-        path: args.what.to_string_lossy().into_owned(),
+        path: path.to_string_lossy().into_owned(),
         bytes,
         cached_bytes: whole.cached.min(bytes),
         dirty_bytes: whole.dirty.min(bytes),

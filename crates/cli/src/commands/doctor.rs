@@ -5,14 +5,49 @@ mod host;
 mod io;
 mod pages;
 
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 
+use clap::Args;
 use serde::Serialize;
 
 use crate::failure::Failure;
 use crate::output::{self, plain};
 use crate::probe::Probe;
+
+const EXAMPLES: &str = "\
+Examples:
+  dmalane doctor
+  dmalane doctor /mnt/models
+  dmalane doctor --json | jq '.checks[] | select(.status == \"lack\") | .mend'
+
+Exit status: 0 `dmalane load` can run here on the software card, whatever else is lacking; 1 it cannot.";
+
+/// Say what this machine offers and lacks, and how to mend it.
+#[derive(Args)]
+#[command(after_help = EXAMPLES)]
+pub struct Doctor {
+    /// The directory or file whose file system is tried for direct I/O
+    #[arg(value_name = "PATH", default_value = ".")]
+    path: PathBuf,
+
+    /// Print the checks as JSON
+    #[arg(long)]
+    json: bool,
+}
+
+impl Doctor {
+    /// Looks at this machine, and at the file system of the path.
+    pub fn run(self) -> Result<ExitCode, Failure> {
+        let report = report(&Probe::machine(), &self.path)?;
+        if self.json {
+            output::print_json(&report)?;
+        } else {
+            output::print(&text(&report))?;
+        }
+        Ok(if report.can_load { ExitCode::SUCCESS } else { ExitCode::FAILURE })
+    }
+}
 
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Serialize)]
 #[serde(rename_all = "snake_case")]
@@ -97,17 +132,6 @@ struct Report {
     path: String,
     can_load: bool,
     checks: Vec<Check>,
-}
-
-/// Looks at the machine, and at the file system of `path`.
-pub fn run(probe: &Probe, path: &Path, json: bool) -> Result<ExitCode, Failure> {
-    let report = report(probe, path)?;
-    if json {
-        output::print_json(&report)?;
-    } else {
-        output::print(&text(&report))?;
-    }
-    Ok(if report.can_load { ExitCode::SUCCESS } else { ExitCode::FAILURE })
 }
 
 fn report(probe: &Probe, path: &Path) -> Result<Report, Failure> {

@@ -7,7 +7,7 @@ use dmalane::trace::Outcome;
 use dmalane::vm::{AnyVm, Mapped, Source};
 use serde::Serialize;
 
-use crate::iopt::Format;
+use super::super::iopt::Format;
 use crate::output::plain;
 use crate::size;
 

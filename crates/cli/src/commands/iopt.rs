@@ -1,5 +1,11 @@
-//! The options of `dmalane iopt` and their help.
+//! `dmalane iopt`: page tables as memory images, built, walked and dumped.
 
+mod formats;
+mod image;
+mod report;
+mod spec;
+
+use std::fs;
 use std::path::PathBuf;
 use std::process::ExitCode;
 
@@ -7,7 +13,10 @@ use clap::builder::{PossibleValuesParser, TypedValueParser};
 use clap::{Args, Subcommand};
 
 use crate::failure::Failure;
-use crate::iopt::{self, Format, Source};
+
+pub use formats::{FORMATS, Format};
+use image::Image;
+use spec::number;
 
 /// Where `build` puts the tables unless told otherwise.
 const BASE: u64 = 0x8000_0000;
@@ -49,16 +58,16 @@ Exit status: 0 printed, 1 bad image, 2 wrong command line.";
 /// Build page tables as a memory image, and read such images.
 #[derive(Args)]
 #[command(after_help = EXAMPLES)]
-pub struct IoptOptions {
+pub struct Iopt {
     #[command(subcommand)]
     command: IoptCommand,
 }
 
 #[derive(Subcommand)]
 enum IoptCommand {
-    Build(BuildOptions),
-    Walk(WalkOptions),
-    Dump(DumpOptions),
+    Build(Build),
+    Walk(Walk),
+    Dump(Dump),
 }
 
 /// Write the page tables of a specification as a memory image.
@@ -66,7 +75,7 @@ enum IoptCommand {
 /// Prints the root address and the register values to program. Where alignment allows, larger pages are used.
 #[derive(Args)]
 #[command(after_help = BUILD_EXAMPLES)]
-struct BuildOptions {
+struct Build {
     /// The mappings, as JSON
     #[arg(value_name = "SPEC")]
     spec: PathBuf,
@@ -91,9 +100,9 @@ struct BuildOptions {
 /// Translate addresses by the tables in an image, as the device would.
 #[derive(Args)]
 #[command(after_help = WALK_EXAMPLES)]
-struct WalkOptions {
+struct Walk {
     #[command(flatten)]
-    image: ImageOptions,
+    source: Source,
 
     /// The addresses to translate
     #[arg(value_name = "VA", value_parser = address, required = true)]
@@ -103,13 +112,13 @@ struct WalkOptions {
 /// Print what the tables in an image map, neighbours with the same page size and access as one run.
 #[derive(Args)]
 #[command(after_help = DUMP_EXAMPLES)]
-struct DumpOptions {
+struct Dump {
     #[command(flatten)]
-    image: ImageOptions,
+    source: Source,
 }
 
 #[derive(Args)]
-struct ImageOptions {
+struct Source {
     /// The image: page tables, written by `dmalane iopt build` or a piece of memory from elsewhere
     #[arg(value_name = "IMAGE")]
     image: PathBuf,
@@ -131,31 +140,76 @@ struct ImageOptions {
     json: bool,
 }
 
-impl ImageOptions {
-    fn source(self) -> (Source, bool) {
-        let base = self.base.unwrap_or(self.root).0;
-        (Source { path: self.image, format: self.format, root: self.root.0, base }, self.json)
+impl Source {
+    fn base(&self) -> u64 {
+        self.base.unwrap_or(self.root).0
+    }
+
+    fn read(&self) -> Result<Image, Failure> {
+        let image = Image::read(&self.image, self.base())?;
+        if image.entry(self.root.0).is_none() {
+            return Err(Failure::new(format!(
+                "the root at {:#x} is not in {}, which holds {:#x} bytes from {:#x} on",
+                self.root.0,
+                self.image.display(),
+                image.len(),
+                self.base()
+            ))
+            .hint("--base is the address of the first byte of the image"));
+        }
+        Ok(image)
     }
 }
 
-/// Runs `dmalane iopt`.
-pub fn run(options: IoptOptions) -> Result<ExitCode, Failure> {
-    match options.command {
-        IoptCommand::Build(o) => iopt::build(&o.spec, o.format, &o.output, o.base.0, o.json),
-        IoptCommand::Walk(o) => {
-            let (source, json) = o.image.source();
-            iopt::walk(&source, o.at.iter().map(|at| at.0), json)
-        }
-        IoptCommand::Dump(o) => {
-            let (source, json) = o.image.source();
-            iopt::dump(&source, json)
+impl Iopt {
+    /// Runs the subcommand.
+    pub fn run(self) -> Result<ExitCode, Failure> {
+        match self.command {
+            IoptCommand::Build(build) => build.run(),
+            IoptCommand::Walk(walk) => walk.run(),
+            IoptCommand::Dump(dump) => dump.run(),
         }
     }
 }
 
-pub(super) fn formats() -> impl TypedValueParser<Value = &'static Format> {
-    PossibleValuesParser::new(iopt::FORMATS.iter().map(|f| f.name))
-        .map(|name| iopt::FORMATS.iter().find(|f| f.name == name).expect("clap lets only these names pass"))
+impl Build {
+    /// Writes the tables of the specification to the image.
+    fn run(self) -> Result<ExitCode, Failure> {
+        let (format, base) = (self.format, self.base.0);
+        let mappings = spec::read(&self.spec)?;
+        let built = (format.build)(&mappings, base).map_err(|refused| refused.failure(&self.spec, &mappings))?;
+        fs::write(&self.output, &built.bytes)
+            .map_err(|e| Failure::because(format!("cannot write {}", self.output.display()), &e))?;
+        report::built(format, &self.output, base, &built, self.json)
+    }
+}
+
+impl Walk {
+    /// Translates addresses by the tables of an image.
+    fn run(self) -> Result<ExitCode, Failure> {
+        let Self { source, at } = self;
+        let image = source.read()?;
+        let walk = |at: &Address| (at.0, (source.format.walk)(&image, source.root.0, at.0));
+        report::walked(&source, &at.iter().map(walk).collect::<Vec<_>>())
+    }
+}
+
+impl Dump {
+    /// Prints what the tables of an image map.
+    fn run(self) -> Result<ExitCode, Failure> {
+        let Self { source } = self;
+        let image = source.read()?;
+        let runs = (source.format.dump)(&image, source.root.0).map_err(|endless| {
+            Failure::new(format!("{}: {endless}", source.image.display()))
+                .hint("tables that lead back to themselves map without end; is this the right format and root?")
+        })?;
+        report::dumped(&source, &runs)
+    }
+}
+
+pub fn formats() -> impl TypedValueParser<Value = &'static Format> {
+    PossibleValuesParser::new(FORMATS.iter().map(|f| f.name))
+        .map(|name| FORMATS.iter().find(|f| f.name == name).expect("clap lets only these names pass"))
 }
 
 /// An address on the command line. A type of its own, so that the default is printed in hexadecimal.
@@ -169,5 +223,5 @@ impl std::fmt::Display for Address {
 }
 
 fn address(text: &str) -> Result<Address, String> {
-    iopt::number(text).map(Address)
+    number(text).map(Address)
 }

@@ -1,13 +1,16 @@
-//! The options of `dmalane card` and their help.
+//! `dmalane card serve`: the software card as a device of another process.
 
 use std::path::PathBuf;
 use std::process::ExitCode;
+use std::time::Duration;
 
 use clap::{Args, Subcommand};
+use dmalane::card::{CardConfig, Workers};
+use dmalane::{CardServer, CardServerError};
 
-use super::{CARD_DDR, CARD_HBM, card_memory};
-use crate::card::{self, ServeArgs};
+use crate::device::{CARD_DDR, CARD_HBM, card_memory};
 use crate::failure::Failure;
+use crate::output;
 use crate::size::Size;
 
 const EXAMPLES: &str = "\
@@ -32,14 +35,14 @@ Exit status: 0 the client of --once has gone, 1 no socket or no memory, 2 wrong 
 /// The software card in a process of its own.
 #[derive(Args)]
 #[command(after_help = EXAMPLES)]
-pub struct CardOptions {
+pub struct Card {
     #[command(subcommand)]
     command: CardCommand,
 }
 
 #[derive(Subcommand)]
 enum CardCommand {
-    Serve(ServeOptions),
+    Serve(Serve),
 }
 
 /// Serve the software card as a PCI device, over vfio-user.
@@ -47,7 +50,7 @@ enum CardCommand {
 /// Serves one client at a time, each with a new card, until it is stopped. Prints a line for each.
 #[derive(Args)]
 #[command(after_help = SERVE_EXAMPLES)]
-struct ServeOptions {
+struct Serve {
     /// Where to listen; only this user can connect
     #[arg(long, value_name = "SOCKET")]
     vfio_user: PathBuf,
@@ -69,14 +72,42 @@ struct ServeOptions {
     once: bool,
 }
 
-/// Runs `dmalane card`.
-pub fn run(options: CardOptions) -> Result<ExitCode, Failure> {
-    let CardCommand::Serve(serve) = options.command;
-    card::serve(&ServeArgs {
-        socket: serve.vfio_user,
-        ddr: serve.card_ddr.bytes(),
-        hbm: serve.card_hbm.bytes(),
-        channels: serve.channels,
-        once: serve.once,
-    })
+impl Card {
+    /// Runs the subcommand.
+    pub fn run(self) -> Result<ExitCode, Failure> {
+        let CardCommand::Serve(serve) = self.command;
+        serve.run()
+    }
+}
+
+impl Serve {
+    /// Serves clients, one after the other.
+    fn run(self) -> Result<ExitCode, Failure> {
+        let up = |bytes: u64, unit: u64| bytes.next_multiple_of(unit);
+        let config = CardConfig {
+            ddr: up(self.card_ddr.bytes(), 2 << 20),
+            hbm: up(self.card_hbm.bytes(), 4 << 20),
+            channels: self.channels,
+            workers: Workers::PerChannel,
+        };
+        let server = CardServer::bind(&self.vfio_user, config)?;
+        output::print(&format!("listening at {}\n", output::plain(&self.vfio_user.to_string_lossy())))?;
+        for client in 1u64.. {
+            let line = match server.serve_one() {
+                Ok(Ok(())) => format!("client {client}: gone\n"),
+                Ok(Err(e)) => format!("client {client}: {e}\n"),
+                // Such as too many open files: that may pass.
+                Err(CardServerError::Accept(e)) if !self.once => {
+                    std::thread::sleep(Duration::from_millis(100));
+                    format!("client {client}: cannot be accepted: {e}\n")
+                }
+                Err(e) => return Err(e.into()),
+            };
+            output::print(&line)?;
+            if self.once {
+                break;
+            }
+        }
+        Ok(ExitCode::SUCCESS)
+    }
 }

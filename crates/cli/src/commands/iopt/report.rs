@@ -130,8 +130,8 @@ struct Fault {
 }
 
 /// Where addresses lead.
-pub fn walked(source: &Source, walks: &[(u64, Result<Walked, WalkFault>)], json: bool) -> Result<ExitCode, Failure> {
-    if json {
+pub fn walked(source: &Source, walks: &[(u64, Result<Walked, WalkFault>)]) -> Result<ExitCode, Failure> {
+    if source.json {
         let translations = walks.iter().map(|&(va, walk)| translation(va, walk)).collect();
         output::print_json(&report("iopt walk", source, WalkedResult { translations }))?;
     } else {
@@ -149,9 +149,9 @@ fn report<'a, T>(command: &'static str, source: &'a Source, result: T) -> Report
         schema: 1,
         command,
         format: source.format.name,
-        image: source.path.to_string_lossy(),
-        root: source.root,
-        base: source.base,
+        image: source.image.to_string_lossy(),
+        root: source.root.0,
+        base: source.base(),
         result,
     }
 }
@@ -196,10 +196,10 @@ struct DumpedRun {
 }
 
 /// What the tables map.
-pub fn dumped(source: &Source, runs: &[Run], json: bool) -> Result<ExitCode, Failure> {
+pub fn dumped(source: &Source, runs: &[Run]) -> Result<ExitCode, Failure> {
     // A table that is reached by many ways is mapped as often: the sum may be more than 64 bits hold.
     let mapped_bytes = runs.iter().fold(0u64, |sum, run| sum.saturating_add(run.len));
-    if json {
+    if source.json {
         let runs = runs.iter().map(|run| DumpedRun {
             va: run.va,
             pa: run.pa,

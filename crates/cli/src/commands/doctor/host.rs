@@ -7,12 +7,12 @@ use std::path::Path;
 use rustix::fs::{MemfdFlags, SealFlags, fcntl_add_seals, ftruncate, memfd_create};
 
 use super::{Check, Subject, quote};
-use crate::cli::GATHER;
+use crate::device::CHUNK;
 use crate::probe::{CAP_IPC_LOCK, Probe};
 use crate::size::binary;
 
 /// Host buffers of a load with the default `--gather`.
-pub const HOST_BUFFERS: u64 = 4 * GATHER.bytes();
+pub const HOST_BUFFERS: u64 = 4 * CHUNK.bytes();
 /// Host buffers, and as much again for a small file on the card.
 const LEAST_MEMORY: u64 = 2 * HOST_BUFFERS;
 /// statx tells the alignment that direct I/O needs.

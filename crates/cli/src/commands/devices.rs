@@ -1,0 +1,187 @@
+//! `dmalane devices`: what can be loaded to.
+
+use std::process::ExitCode;
+
+use clap::Args;
+use dmalane::registry::{KINDS, Listed};
+use serde::Serialize;
+use serde_json::{Map, Value, json};
+
+use crate::failure::Failure;
+use crate::probe::Probe;
+use crate::{output, size};
+
+const EXAMPLES: &str = "\
+Examples:
+  dmalane devices
+  dmalane devices --json | jq -r '.devices[].name'";
+
+/// List the devices that can be loaded to.
+#[derive(Args)]
+#[command(after_help = EXAMPLES)]
+pub struct Devices {
+    /// Print the list as JSON
+    #[arg(long)]
+    json: bool,
+}
+
+impl Devices {
+    /// Lists the devices.
+    pub fn run(self) -> Result<ExitCode, Failure> {
+        let devices = list(&Probe::machine());
+        match self.json {
+            true => output::print_json(&Listing {
+                schema: 1,
+                command: "devices",
+                devices: devices.iter().map(json).collect(),
+                kinds: kinds(),
+            })?,
+            false => output::print(&text(&devices))?,
+        }
+        Ok(ExitCode::SUCCESS)
+    }
+}
+
+#[derive(Serialize)]
+struct Listing {
+    schema: u32,
+    command: &'static str,
+    devices: Vec<Value>,
+    kinds: Vec<Kind>,
+}
+
+/// A kind of device, and how one is named.
+#[derive(Serialize)]
+struct Kind {
+    syntax: &'static str,
+    description: &'static str,
+}
+
+fn list(probe: &Probe) -> Vec<Listed> {
+    KINDS.iter().flat_map(|kind| (kind.list)(&probe.place("/"))).collect()
+}
+
+fn kinds() -> Vec<Kind> {
+    KINDS.iter().map(|kind| Kind { syntax: kind.syntax, description: kind.about }).collect()
+}
+
+fn json(device: &Listed) -> Value {
+    let Listed { name, kind, supported, about, memories, channels, facts } = device;
+    let mut map = Map::new();
+    let mut put = |key: &str, value: Value| drop(map.insert(key.to_owned(), value));
+    put("name", json!(name));
+    put("supported", json!(supported));
+    put("description", json!(about));
+    put("kind", json!(kind));
+    if !memories.is_empty() {
+        let memory = |(name, bytes): &(&str, u64)| json!({ "name": name, "default_bytes": bytes });
+        put("memories", memories.iter().map(memory).collect());
+    }
+    if let Some(channels) = channels {
+        put("channels", json!(channels));
+    }
+    facts.iter().for_each(|(key, value)| put(key, json!(value)));
+    Value::Object(map)
+}
+
+fn text(devices: &[Listed]) -> String {
+    let mut text = String::new();
+    for Listed { name, about, memories, channels, facts, .. } in devices {
+        text += &format!("{name}\n    {about}\n");
+        if let (false, Some(channels)) = (memories.is_empty(), channels) {
+            let sizes: Vec<_> = memories.iter().map(|(name, bytes)| format!("{name} {}", size::binary(*bytes))).collect();
+            text += &format!(
+                "    memories {} (taken only as they fill; --card-ddr and --card-hbm change them), {channels} channels\n",
+                sizes.join(", ")
+            );
+        }
+        let facts: Vec<_> = facts
+            .iter()
+            .map(|(key, value)| {
+                let label = match *key {
+                    "pci_id" => "id",
+                    "iommu_group" => "IOMMU group",
+                    other => other,
+                };
+                format!("{label} {}", value.as_deref().unwrap_or("none"))
+            })
+            .collect();
+        if !facts.is_empty() {
+            text += &format!("    {}\n", facts.join(", "));
+        }
+    }
+    text += "\nEvery kind, as -d names it:\n";
+    for Kind { syntax, description } in kinds() {
+        text += &format!("    {syntax:<32}{description}\n");
+    }
+    text
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::fs;
+    use std::os::fd::AsFd;
+    use std::os::unix::fs::symlink;
+    use std::os::unix::net::{UnixListener, UnixStream};
+    use std::thread;
+
+    #[test]
+    fn the_software_card_is_always_there_and_vfio_devices_are_marked() {
+        let root = tempfile::tempdir().unwrap();
+        let probe = Probe::new(root.path());
+        assert_eq!(list(&probe).len(), 1);
+
+        for (bdf, driver, class) in [
+            ("0000:01:00.0", "vfio-pci", "0x120000"),
+            ("0000:02:00.0", "nvme", "0x010802"),
+            ("0000:03:00.0", "vfio-pci", "?"),
+        ] {
+            let dir = root.path().join("sys/bus/pci/devices").join(bdf);
+            fs::create_dir_all(&dir).unwrap();
+            for (file, content) in [("vendor", "0x10ee\n"), ("device", "0x50b4\n"), ("class", class)] {
+                fs::write(dir.join(file), content).unwrap();
+            }
+            symlink(format!("../../../bus/pci/drivers/{driver}"), dir.join("driver")).unwrap();
+            symlink("../../../kernel/iommu_groups/15", dir.join("iommu_group")).unwrap();
+        }
+        let devices = list(&probe);
+        assert_eq!(devices.len(), 2, "not the one of another driver, not the one with a bad class");
+        let text = text(&devices);
+        assert!(text.contains("soft\n") && text.contains("ddr 64 GiB, hbm 32 GiB") && text.contains("2 channels"));
+        assert!(text.contains(
+            "vfio:0000:01:00.0\n    a PCI device bound to vfio-pci, but no card that can be loaded to; `dmalane bar-map` maps its BARs\n    id 10ee:50b4, IOMMU group 15\n"
+        ));
+        let socket = root.path().join(SOCKET.trim_start_matches('/'));
+        fs::create_dir_all(socket.parent().unwrap()).unwrap();
+        let daemon = |supported: bool| {
+            let daemon = json(&list(&probe)[1]);
+            assert_eq!((&daemon["kind"], &daemon["supported"]), (&"daemon".into(), &supported.into()), "{daemon}");
+            assert_eq!(daemon["name"], "daemon:/run/dmalane/dmalaned.sock");
+            daemon["description"].as_str().unwrap().to_owned()
+        };
+        fs::write(&socket, "").unwrap();
+        assert!(daemon(false).contains("Connection refused"));
+        fs::remove_file(&socket).unwrap();
+        // As a daemon that was killed leaves it.
+        drop(UnixListener::bind(&socket).unwrap());
+        assert!(daemon(false).contains("Connection refused"));
+        fs::remove_file(&socket).unwrap();
+        let listener = daemon::Listener::bind(&socket, 0o600).unwrap();
+        let server = daemon::Server::new(daemon::Config::default(), |_| {}).unwrap();
+        let (stop, stopped) = UnixStream::pair().unwrap();
+        let server = thread::spawn(move || server.run(listener, stopped.as_fd()).unwrap());
+        assert!(daemon(true).contains("`dmalaned status`"));
+        drop(stop);
+        server.join().unwrap();
+        assert_eq!(list(&probe).len(), 2, "one that ends takes its socket along");
+        let ours = root.path().join("sys/bus/pci/devices/0000:01:00.0");
+        fs::write(ours.join("vendor"), "0x4c44\n").unwrap();
+        fs::write(ours.join("device"), "0x0001\n").unwrap();
+        let card = list(&probe).pop().unwrap();
+        assert_eq!((card.name.as_str(), card.supported), ("vfio:0000:01:00.0", true));
+        let json = json(&devices[1]);
+        assert_eq!(json["kind"], "vfio_pci");
+        assert_eq!((&json["supported"], &json["iommu_group"]), (&false.into(), &"15".into()));
+    }
+}

@@ -1,0 +1,424 @@
+//! `dmalane load`: files into device memory.
+
+mod record;
+mod report;
+mod room;
+mod sample;
+
+use std::path::PathBuf;
+use std::process::ExitCode;
+
+use clap::builder::{PathBufValueParser, TypedValueParser};
+use clap::{ArgGroup, Args};
+use dmalane::card::Workers;
+use dmalane::device::IommuCounters;
+use dmalane::dma::PageBacking;
+use dmalane::file::{FileQueue, Mode};
+use dmalane::load::{self, DriveOptions, Error, Input, Loaded, Report};
+use dmalane::queue::QueueChoice;
+use dmalane::{DeviceSpec, FileOptions, OpenDevice, OpenOptions, Placement, open_as, open_file};
+
+use crate::device::{self, CHUNK, card_memory};
+use crate::failure::Failure;
+use crate::output;
+use crate::progress::Progress;
+use crate::size::{Size, between};
+use record::Recording;
+use room::Room;
+
+const EXAMPLES: &str = "\
+Examples:
+  dmalane load --sample 1GiB --explain --verify
+  dmalane load model.safetensors --verify --json
+  dmalane load shard-*.safetensors --placement hbm --explain
+  dmalane load weights.bin --buffered --gather 4MiB
+  dmalane load model.safetensors --save copy.safetensors
+  dmalane load model.safetensors --record binds.jsonl && dmalane vm replay binds.jsonl
+  dmalane load model.safetensors -d vfio:0000:01:00.0 --verify
+  dmalane load model.safetensors -d vfio-user:/tmp/card   after: dmalane card serve --vfio-user /tmp/card
+  dmalane load model.safetensors --list           a line per tensor, with its device addresses:
+    tensor           dtype  shape      bytes   device VA
+    encoder.0.bias   F32    [384]       1536   0x100000000-0x1000005ff
+
+Files named *.safetensors are parsed; any other file is loaded as one run of bytes.
+
+Exit status: 0 loaded (and verified), 1 bad file or mismatch, 2 wrong command line.";
+
+/// Load files into device memory.
+///
+/// Files named *.safetensors are parsed and loaded tensor by tensor, each bound at a device address of its own; any other
+/// file, whatever is in it, is loaded as one run of bytes.
+#[derive(Args)]
+#[command(
+    after_help = EXAMPLES,
+    group(ArgGroup::new("input").args(["files", "sample"]).required(true)),
+    override_usage = "dmalane load [OPTIONS] <FILE>...\n       dmalane load [OPTIONS] --sample <SIZE>"
+)]
+pub struct Load {
+    /// Files to load, several shards at once
+    #[arg(value_name = "FILE")]
+    files: Vec<PathBuf>,
+
+    /// Make a safetensors file of this size, 4KiB or more, and load that
+    #[arg(long, value_name = "SIZE", value_parser = sample::size, allow_hyphen_values = true)]
+    sample: Option<Size>,
+
+    /// The device to load to, such as soft, daemon, vfio:BDF, vfio-user:SOCKET, file:PATH or ram:SIZE; `dmalane devices` lists the kinds
+    #[arg(short, long, default_value = "soft", value_parser = device::parse)]
+    device: DeviceSpec,
+
+    /// Show where the time went: a table of the stages, each beside its measured ceiling
+    #[arg(long)]
+    explain: bool,
+
+    /// List the tensors: dtype, shape, bytes and device addresses (with --json they are always there)
+    #[arg(long)]
+    list: bool,
+
+    /// Read every tensor back through the device's MMU and compare it with the file
+    #[arg(long)]
+    verify: bool,
+
+    /// Read through the page cache (by default: direct I/O where the file system takes it)
+    #[arg(long, conflicts_with = "direct")]
+    buffered: bool,
+
+    /// Read with direct I/O or fail
+    #[arg(long)]
+    direct: bool,
+
+    /// Bytes allocated together before reading into them starts, from 4KiB to 1GiB; host memory is at most four times this
+    #[arg(long, value_name = "SIZE", default_value_t = CHUNK, value_parser = between(Size::kib(4), Size::gib(1)))]
+    #[arg(allow_hyphen_values = true)]
+    gather: Size,
+
+    /// The DMA channels that move the bytes: auto, one, or several like 0,1
+    #[arg(long, value_name = "CHANNELS", default_value = "auto")]
+    mm_channel: QueueChoice,
+
+    /// The device memory that gets them: a region by its name, such as ddr; a group, such as hbm, to stripe over its regions; or
+    /// hbm-half for one region of a group [default: the first region]
+    #[arg(long, value_name = "REGION", default_value = "default", hide_default_value = true)]
+    placement: Placement,
+
+    /// How scattered the host's physical memory is, from 0 to 1
+    /// [default: 0.5]
+    #[arg(long, value_name = "F", value_parser = fraction, allow_negative_numbers = true)]
+    fragmentation: Option<f64>,
+
+    /// Write what the device holds, read back through its MMU: a safetensors file again, or the bytes for a raw file; to
+    /// this file, or into this directory if there are several
+    #[arg(long, value_name = "PATH", value_parser = PathBufValueParser::new().try_map(output::not_stdout))]
+    save: Option<PathBuf>,
+
+    /// Write a trace of what was bound to this file, for `dmalane vm replay`
+    #[arg(long, value_name = "FILE", value_parser = PathBufValueParser::new().try_map(output::not_stdout))]
+    record: Option<PathBuf>,
+
+    /// DDR of the software card, at most 256GiB; rounded up to 2MiB [default: 64GiB, or all that a daemon gives a client]
+    #[arg(long, value_name = "SIZE", value_parser = card_memory, allow_hyphen_values = true)]
+    card_ddr: Option<Size>,
+
+    /// HBM of the software card, in two halves, at most 256GiB; rounded up to 4MiB [default: 32GiB, or all that a daemon gives]
+    #[arg(long, value_name = "SIZE", value_parser = card_memory, allow_hyphen_values = true)]
+    card_hbm: Option<Size>,
+
+    /// Run the software card on threads of its own
+    #[arg(long)]
+    workers: bool,
+
+    /// Same number, same physical frames and same sample
+    #[arg(long, value_name = "N", default_value_t = 1)]
+    seed: u64,
+
+    /// Print the result as JSON
+    #[arg(long)]
+    json: bool,
+
+    /// No progress bar
+    #[arg(short, long)]
+    quiet: bool,
+}
+
+/// What was loaded, for the report.
+struct Outcome {
+    device: String,
+    inputs: Vec<Input<FileQueue>>,
+    loaded: Loaded,
+    report: Report,
+    verified: bool,
+    /// The pages behind the staging buffers.
+    backing: Option<PageBacking>,
+    /// At the end of the load, before reading back; of a card in this process.
+    iommu: Option<IommuCounters>,
+    /// Bytes of card memory that the load touched first; of a card in this process.
+    touched: Option<u64>,
+    /// The heap's high-water mark, reading back included.
+    heap_peak: u64,
+    /// That of the process, reading back included.
+    resident_peak: u64,
+}
+
+impl Load {
+    /// Loads, and prints the result.
+    pub fn run(self) -> Result<ExitCode, Failure> {
+        let options = self.open_options();
+        device::check(&self.device, &options)?;
+        let targets = self.save_targets()?;
+        for target in &targets {
+            load::check_target(target).map_err(|e| Failure::because("cannot save", &e))?;
+        }
+        if let Some(record) = &self.record {
+            load::check_target(record).map_err(|e| Failure::because("cannot record", &e))?;
+        }
+        // Before the card is touched: a file that cannot be opened resets none. A sample must know how large the card is.
+        let files = self.files.iter().map(|path| self.open(path)).collect::<Result<_, _>>()?;
+        let mut device = device::open(&self.device, &options)?;
+        let unknown = device.memory_mut().allocate(0, &self.placement).err();
+        if let Some(unknown) = unknown {
+            return Err(Failure::usage(format!("--placement {}: {unknown}", self.placement)));
+        }
+        let room = Room::of(&device, &self.device, &self.placement);
+        let inputs = self.with_sample(files, &room)?;
+        self.load_onto(device, &room, inputs, &targets)
+    }
+
+    /// How the device is opened.
+    fn open_options(&self) -> OpenOptions {
+        let soft = self.device.kind().name == "soft";
+        OpenOptions {
+            drive: DriveOptions {
+                chunk: self.gather.bytes(),
+                queues: self.mm_channel.clone(),
+                ..DriveOptions::default()
+            },
+            card_ddr: self.card_ddr.map(Size::bytes),
+            card_hbm: self.card_hbm.map(Size::bytes),
+            workers: self.workers.then_some(Workers::PerChannel),
+            fragmentation: self.fragmentation,
+            // The seed is also that of the sample.
+            seed: soft.then_some(self.seed),
+            ..OpenOptions::default()
+        }
+    }
+
+    /// Loads onto a device.
+    fn load_onto(
+        &self,
+        mut device: OpenDevice,
+        room: &Room<'_>,
+        mut inputs: Vec<Input<FileQueue>>,
+        targets: &[PathBuf],
+    ) -> Result<ExitCode, Failure> {
+        let bytes = |inputs: &[Input<FileQueue>]| {
+            inputs.iter().filter_map(|i| i.file.metadata().ok()).fold(0u64, |sum, m| sum.saturating_add(m.len()))
+        };
+        let recording = self.record.as_deref().map(|to| Recording::of(&mut device, to)).transpose()?;
+        let before = device.counters().touched;
+        let bar = Progress::new("load", self.shows_progress());
+        bar.set_length(bytes(&inputs));
+        let result = device.load(&mut inputs, &self.placement, &mut |n| bar.advance(n));
+        let (loaded, mut report) = result.map_err(|e| room.load_failure(&e, &inputs))?;
+        bar.finish();
+        let counters = device.counters();
+        let iommu = counters.iommu;
+        let touched = counters.touched.zip(before).map(|(now, then)| now.saturating_sub(then));
+        if let Some(recording) = recording {
+            recording.save()?;
+        }
+        if self.verify {
+            let bar = Progress::new("verify", self.shows_progress());
+            bar.set_length(report.bytes);
+            let result = device.verify(&loaded, &inputs, &mut |n| bar.advance(n));
+            report.verify_wall = result.map_err(|e| verify_failure(&e))?;
+            bar.finish();
+        }
+        for (saved, (file, to)) in loaded.files.iter().zip(targets).enumerate() {
+            device.save(file, to).map_err(|e| save_failure(&e, saved, targets.len()))?;
+        }
+        let (heap_peak, resident_peak) = (device.heap().stats().peak as u64, device.resident_peak());
+        if self.explain {
+            let ceilings = device.ceilings(&mut inputs);
+            let trouble = |e| Failure::because("cannot measure the ceilings (the files are loaded)", &e);
+            report.ceilings = Some(ceilings.map_err(trouble)?);
+        }
+        let (name, verified, backing) = (self.device.to_string(), self.verify, device.staging_backing().cloned());
+        let outcome =
+            Outcome { device: name, inputs, loaded, report, verified, backing, iommu, touched, heap_peak, resident_peak };
+        match self.json {
+            true => output::print_json(&report::json(&outcome))?,
+            false => output::print(&report::text(&outcome, self.explain, self.list))?,
+        }
+        Ok(ExitCode::SUCCESS)
+    }
+
+    fn shows_progress(&self) -> bool {
+        !self.quiet && !self.json
+    }
+
+    fn file_options(&self) -> FileOptions {
+        FileOptions::for_mode(match (self.buffered, self.direct) {
+            (true, _) => Mode::Buffered,
+            (_, true) => Mode::Direct,
+            _ => Mode::Auto,
+        })
+    }
+
+    fn open(&self, path: &PathBuf) -> Result<Input<FileQueue>, Failure> {
+        let input = open_file(path, self.file_options()).map_err(cannot_open)?;
+        has_size(&input)?;
+        Ok(input)
+    }
+
+    /// The files, or the sample that was asked for instead, if it fits the card.
+    fn with_sample(&self, files: Vec<Input<FileQueue>>, room: &Room<'_>) -> Result<Vec<Input<FileQueue>>, Failure> {
+        let Some(size) = self.sample else { return Ok(files) };
+        room.check_sample(size.bytes())?;
+        let file = sample::make(size.bytes(), self.seed, self.shows_progress())?;
+        Ok(vec![open_as(file, sample::NAME, self.file_options()).map_err(cannot_open)?])
+    }
+
+    /// Where `--save` writes each file: the path itself for one file, files of the same names in that folder for several.
+    fn save_targets(&self) -> Result<Vec<PathBuf>, Failure> {
+        let Some(save) = &self.save else { return Ok(Vec::new()) };
+        let sample = [PathBuf::from(sample::NAME)];
+        let files = if self.sample.is_some() { &sample[..] } else { &self.files };
+        if files.len() == 1 && !save.is_dir() {
+            return Ok(vec![save.clone()]);
+        }
+        if !save.is_dir() {
+            return Err(Failure::new(format!("--save {}: not a folder, and there are several files", save.display()))
+                .hint(format!("make it with: mkdir -p {}", save.display())));
+        }
+        let mut targets: Vec<PathBuf> = Vec::new();
+        for file in files {
+            let name = file.file_name().ok_or_else(|| Failure::new(format!("{}: not a file name", file.display())))?;
+            let target = save.join(name);
+            if targets.contains(&target) {
+                return Err(Failure::new(format!("two files would be saved as {}", target.display())));
+            }
+            targets.push(target);
+        }
+        Ok(targets)
+    }
+}
+
+fn fraction(text: &str) -> Result<f64, String> {
+    match text.parse() {
+        Ok(f) if (0.0..=1.0).contains(&f) => Ok(f),
+        _ => Err("not a number from 0 to 1".to_owned()),
+    }
+}
+
+/// Files that the kernel makes up as they are read say that they have no bytes.
+fn has_size(input: &Input<FileQueue>) -> Result<(), Failure> {
+    let made_up = rustix::fs::fstatfs(&input.file).is_ok_and(|s| MADE_UP.contains(&(s.f_type as u32)));
+    let empty = input.file.metadata().is_ok_and(|m| m.is_file() && m.len() == 0);
+    if !(made_up && empty) {
+        return Ok(());
+    }
+    let path = input.path.display();
+    Err(Failure::new(format!("{path} has no size: the kernel makes it up as it is read"))
+        .hint(format!("copy it first: cat {path} > copy")))
+}
+
+/// The file systems proc, sysfs, cgroup2, debugfs and tracefs.
+const MADE_UP: [u32; 5] = [0x9fa0, 0x6265_6572, 0x6367_7270, 0x6462_6720, 0x7472_6163];
+
+/// The path stands in the first line, once.
+fn cannot_open(error: dmalane::file::Error) -> Failure {
+    match &error {
+        dmalane::file::Error::Open { path, source } => {
+            Failure::because(format!("cannot open {}", path.display()), source)
+        }
+        dmalane::file::Error::NoDirect { .. } => {
+            Failure::from(error).hint("without --direct it is read through the page cache")
+        }
+        _ => error.into(),
+    }
+}
+
+fn verify_failure(error: &Error) -> Failure {
+    let failure = Failure::because("the verification failed", error);
+    match error {
+        Error::Mismatch { .. } => failure.hint("was the file changed meanwhile? If not, please report it"),
+        _ => failure,
+    }
+}
+
+fn save_failure(error: &Error, saved: usize, of: usize) -> Failure {
+    let before = if of > 1 { format!(", {saved} of {of} saved before") } else { String::new() };
+    Failure::because(format!("cannot save (the files are loaded{before})"), error)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use clap::FromArgMatches;
+
+    fn load(line: &str) -> Result<Load, clap::Error> {
+        let words = std::iter::once("load").chain(line.split_whitespace());
+        let command = Load::augment_args(clap::Command::new("load"));
+        Load::from_arg_matches(&command.try_get_matches_from(words)?)
+    }
+
+    #[test]
+    fn defaults() {
+        let load = load("a b").unwrap();
+        assert_eq!((&load.files[..], load.sample), (&["a", "b"].map(PathBuf::from)[..], None));
+        assert_eq!((load.device.to_string(), load.file_options().mode), ("soft".to_owned(), Mode::Auto));
+        assert_eq!((&load.mm_channel, load.placement.clone()), (&QueueChoice::Auto, Placement::Default));
+        assert_eq!((load.gather.bytes(), load.card_ddr, load.card_hbm), (16 << 20, None, None));
+        assert_eq!((load.fragmentation, load.seed, &load.save, &load.record), (None, 1, &None, &None));
+        assert!(!(load.explain || load.verify || load.workers || load.json || load.quiet || load.list));
+    }
+
+    #[test]
+    fn every_option() {
+        let load = load(
+            "--sample 1.5GiB -d soft --explain --verify --buffered --gather 2MiB --mm-channel 1 --placement hbm-striped \
+             --fragmentation 1 --save out --record trace --card-ddr 1GB --card-hbm 4096 --workers --seed 7 --json -q \
+             --list",
+        )
+        .unwrap();
+        assert_eq!(load.sample.map(Size::bytes), Some(3 << 29));
+        assert_eq!((load.file_options().mode, &load.mm_channel), (Mode::Buffered, &QueueChoice::Only(1)));
+        assert_eq!(load.placement, Placement::HBM);
+        let sizes = [Some(load.gather), load.card_ddr, load.card_hbm].map(|size| size.map(Size::bytes));
+        assert_eq!(sizes, [Some(2 << 20), Some(1_000_000_000), Some(4096)]);
+        assert_eq!((load.fragmentation, load.seed, load.save), (Some(1.0), 7, Some("out".into())));
+        assert_eq!(load.record, Some("trace".into()));
+        assert!(load.explain && load.verify && load.workers && load.json && load.quiet && load.list);
+    }
+
+    #[test]
+    fn direct_io_is_an_option() {
+        assert_eq!(load("a --direct").unwrap().file_options().mode, Mode::Direct);
+    }
+
+    #[test]
+    fn usage_errors() {
+        for line in [
+            "",
+            "a --sample 1MB",
+            "a --direct --buffered",
+            "a --gather 0",
+            "a --fragmentation 1.1",
+            "a --fragmentation -0.5",
+            "a --fragmentation NaN",
+            "a --mm-channel both",
+            "a --placement -half",
+            "a -d gpu0",
+            "a -d file:",
+            "a --seed -1",
+            "--sample 0",
+            "--sample 4095",
+            "a --save -",
+            "a --record -",
+            "a --card-ddr 257GiB",
+            "a --card-hbm 274877906945",
+        ] {
+            assert!(load(line).is_err(), "{line}");
+        }
+    }
+}

@@ -1,0 +1,52 @@
+//! The commands. A new one is a file here, its `mod` line, and a line in `commands!`.
+
+mod bar_map;
+mod card;
+mod devices;
+mod doctor;
+mod inspect;
+mod iopt;
+mod load;
+mod read;
+mod validate;
+mod vm;
+
+use std::process::ExitCode;
+
+use crate::failure::Failure;
+
+/// Makes the enum of all commands, in the order of the help. Each holds its options and has `run(self)`.
+macro_rules! commands {
+    ($($module:ident::$Command:ident,)+) => {
+        /// A command with its options.
+        #[derive(clap::Subcommand)]
+        pub enum Command {
+            $($Command(Box<$module::$Command>),)+
+        }
+
+        impl Command {
+            /// Runs the command.
+            ///
+            /// # Errors
+            /// Whatever kept it from doing its job.
+            pub fn run(self) -> Result<ExitCode, Failure> {
+                match self {
+                    $(Self::$Command(command) => command.run(),)+
+                }
+            }
+        }
+    };
+}
+
+commands! {
+    load::Load,
+    read::Read,
+    inspect::Inspect,
+    validate::Validate,
+    doctor::Doctor,
+    devices::Devices,
+    bar_map::BarMap,
+    card::Card,
+    iopt::Iopt,
+    vm::Vm,
+}

@@ -1,0 +1,379 @@
+//! `dmalane read`: files into DMA-ready memory.
+
+mod device;
+mod report;
+
+use std::ops::{Bound, ControlFlow};
+use std::path::PathBuf;
+use std::process::ExitCode;
+use std::sync::Arc;
+use std::time::Duration;
+
+use clap::{Args, ValueEnum};
+use dmalane::addr::{Access, FileOffset};
+use dmalane::card::{CardConfig, SoftBus};
+use dmalane::dma::{AnonHeap, DmaHeap, MemfdHeap, Needs, PageKind, Picked, SoftHost, pick};
+use dmalane::file::Mode;
+use dmalane::load::fill::{Event, Extent, FillError, Filled, Job};
+use dmalane::{AllocAndRead, AllocRead, ReadError, ReadMethod, ReadOptions, ReadSource, Scheme, read_all, read_mapped};
+
+use crate::device::{self as opening, LARGE_HOST, card_memory};
+use crate::failure::Failure;
+use crate::output;
+use crate::progress::Progress;
+use crate::size::{self, Size, between, binary};
+use device::Target;
+
+const EXAMPLES: &str = "\
+Examples:
+  dmalane read model.safetensors --explain       how it was read, and why that way
+  dmalane read shard-*.safetensors --json        a buffer for each file
+  dmalane read model.bin --heap memfd --pages thp --gather 16MiB
+  dmalane read model.bin --scheme sequential     allocate all of it first, to compare
+  dmalane read model.bin --range 1GiB..2GiB --direct
+  dmalane read model.bin --map --explain         what registering and mapping each gather costs
+  dmalane read model.bin -d soft --verify        and onto the software card, piece by piece; or daemon, vfio:BDF, vfio-user:SOCKET
+  zcat model.bin.gz | dmalane read /dev/stdin
+
+Reads files into memory that devices can use, while it is still being allocated, and lets go of it again.
+
+Exit status: 0 read, 1 bad file or no memory, 2 wrong command line.";
+
+/// Read files into DMA-ready memory while it is being allocated.
+#[derive(Args)]
+#[command(after_help = EXAMPLES)]
+pub struct Read {
+    /// Files to read, each into a buffer of its own
+    #[arg(value_name = "FILE", required = true)]
+    files: Vec<PathBuf>,
+
+    /// Where the memory comes from; by default the fastest that gives what is asked for
+    #[arg(long, value_enum, default_value_t = Heap::Auto)]
+    heap: Heap,
+
+    /// The best pages to try
+    #[arg(long, value_enum, default_value_t = PageKind::Hugetlb2M)]
+    pages: PageKind,
+
+    /// The buffers must be such that another process can map them
+    #[arg(long)]
+    shareable: bool,
+
+    /// The buffers must be such that a driver can import them as a dma-buf
+    #[arg(long)]
+    dma_buf: bool,
+
+    /// The NUMA node whose memory it must be
+    #[arg(long, value_name = "N")]
+    node: Option<u32>,
+
+    /// Pin and map each gather for a device as soon as it is there, with the software host's IOMMU
+    #[arg(long)]
+    map: bool,
+
+    /// Send what has arrived on to this device at once, while the rest is read; each gather is mapped for it: soft, daemon or daemon:SOCKET,
+    /// vfio:BDF or vfio-user:SOCKET
+    #[arg(short, long, value_parser = opening::parse, conflicts_with = "map")]
+    device: Option<DeviceSpec>,
+
+    /// DDR of the software card, by default 64GiB, or asked of a daemon; at most 256GiB; rounded up to 2MiB
+    #[arg(long, value_name = "SIZE", value_parser = card_memory, allow_hyphen_values = true, requires = "device")]
+    card_ddr: Option<Size>,
+
+    /// Read back what the device got, and compare it
+    #[arg(long, requires = "device")]
+    verify: bool,
+
+    /// The order of allocating and reading
+    #[arg(long, value_enum, default_value_t)]
+    scheme: Scheme,
+
+    /// Choose for each file: through the page cache what is in it, past it what is not; this is the default
+    #[arg(long, conflicts_with_all = ["direct", "buffered"])]
+    auto: bool,
+
+    /// Read with direct I/O or fail
+    #[arg(long, conflicts_with = "buffered")]
+    direct: bool,
+
+    /// Read through the page cache
+    #[arg(long)]
+    buffered: bool,
+
+    /// Bytes allocated together before reading into them starts, from 4KiB to 1GiB
+    #[arg(long, value_name = "SIZE", default_value_t = Size::mib(2), value_parser = between(Size::kib(4), Size::gib(1)))]
+    #[arg(allow_hyphen_values = true)]
+    gather: Size,
+
+    /// Reads in flight, from 1 to 4096
+    #[arg(long, value_name = "N", default_value_t = 16, value_parser = clap::value_parser!(u16).range(1..=4096))]
+    depth: u16,
+
+    /// Bytes per read, from 64KiB to 1GiB
+    #[arg(long, value_name = "SIZE", default_value_t = Size::mib(2), value_parser = between(Size::kib(64), Size::gib(1)))]
+    #[arg(allow_hyphen_values = true)]
+    block: Size,
+
+    /// Threads that allocate and read, from 1 to 64; by default one for direct reads, and as many as processors, 4 at most, for copies
+    /// out of the page cache
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u8).range(1..=64))]
+    threads: Option<u8>,
+
+    /// Only these bytes of each file, for example 0..4096, 1GiB.. or ..1MiB
+    #[arg(long, value_name = "START..END", value_parser = range)]
+    range: Option<Range>,
+
+    /// Refuse what needs more memory than this
+    #[arg(long, value_name = "SIZE", value_parser = size::nonzero, allow_hyphen_values = true)]
+    limit: Option<Size>,
+
+    /// Give up after this many seconds
+    #[arg(long, value_name = "SECONDS", value_parser = seconds)]
+    timeout: Option<Duration>,
+
+    /// Do not hash what is read
+    #[arg(long)]
+    no_checksum: bool,
+
+    /// Say how it was read, why that way, and how long what took
+    #[arg(long)]
+    explain: bool,
+
+    /// Print the result as JSON
+    #[arg(long)]
+    json: bool,
+
+    /// No progress bar
+    #[arg(short, long)]
+    quiet: bool,
+}
+
+/// Bytes of a file.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+struct Range {
+    /// The first.
+    start: u64,
+    /// The first that is not read any more; all to the end of the file without.
+    end: Option<u64>,
+}
+
+/// Where memory comes from.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, ValueEnum)]
+enum Heap {
+    /// The fastest that gives what is asked for.
+    Auto,
+    /// Private memory of this process.
+    Anonymous,
+    /// Memory behind a sealed file descriptor.
+    Memfd,
+    /// The kernel's dma-buf heap, /dev/dma_heap/system.
+    #[value(name = "dma-heap")]
+    Dma,
+}
+
+/// What was read, for the report.
+struct Outcome {
+    files: Vec<PathBuf>,
+    picked: Picked,
+    filled: Filled,
+    ways: Vec<ReadMethod>,
+    /// Physically contiguous segments of the buffers, where the kernel tells.
+    segments: Option<u64>,
+    /// How many mappings a device has of them, and whether it was asked for any.
+    mappings: Option<usize>,
+    /// The device that got them.
+    device: Option<DeviceSpec>,
+    /// What it got was read back and compared.
+    verified: bool,
+}
+
+impl Read {
+    /// Reads, and prints the result.
+    pub fn run(self) -> Result<ExitCode, Failure> {
+        let picked = self.pick_heap()?;
+        let bar = Progress::new("read", !self.quiet && !self.json);
+        let Done { filled, ways, mappings, target } = self.read(&*picked.heap, &bar)?;
+        bar.finish();
+        if let Some(mut target) = target.filter(|_| self.verify) {
+            target.verify(&filled)?;
+        }
+        let runs = filled.buffers.iter().map(|b| dmalane::dma::physical_runs(b.shared()).ok());
+        let segments = runs.map(|runs| Some(runs?.segment_count() as u64)).sum();
+        let (files, device, verified) = (self.files, self.device, self.verify);
+        let outcome = Outcome { files, picked, filled, ways, segments, mappings, device, verified };
+        match self.json {
+            true => output::print_json(&report::json(&outcome))?,
+            false => output::print(&report::text(&outcome, self.explain))?,
+        }
+        Ok(ExitCode::SUCCESS)
+    }
+
+    fn options(&self) -> ReadOptions {
+        ReadOptions {
+            mode: match (self.buffered, self.direct) {
+                (true, _) => Mode::Buffered,
+                (_, true) => Mode::Direct,
+                _ => Mode::Auto,
+            },
+            scheme: self.scheme,
+            gather: self.gather.bytes(),
+            depth: self.depth.into(),
+            block: self.block.bytes() as usize,
+            threads: self.threads.map(usize::from),
+            checksum: !self.no_checksum,
+            timeout: self.timeout,
+            limit: self.limit.map(Size::bytes),
+        }
+    }
+
+    fn pick_heap(&self) -> Result<Picked, Failure> {
+        let shareable = self.shareable || self.device.as_ref().is_some_and(opening::shares);
+        let (dma_buf, node) = (self.dma_buf, self.node);
+        let needs = Needs { shareable, dma_buf, node, pages: Some(self.pages), ..Needs::default() };
+        let heap: Arc<dyn dmalane::dma::Heap> = match self.heap {
+            Heap::Auto => return pick(needs).map_err(|e| Failure::because("no such memory on this machine", &e)),
+            Heap::Anonymous => Arc::new(AnonHeap::starting_at(self.pages).bound_to(node)),
+            Heap::Memfd => Arc::new(MemfdHeap::starting_at(self.pages).bound_to(node)),
+            Heap::Dma if node.is_some() => {
+                return Err(Failure::usage("the kernel's dma-buf heap cannot be bound to a NUMA node"));
+            }
+            Heap::Dma => {
+                let opened = DmaHeap::open("system");
+                let opened = opened.map_err(|e| Failure::because("no dma-buf heap on this machine", &e));
+                Arc::new(opened.map_err(|f| f.hint("dmalane doctor says what the kernel lacks"))?)
+            }
+        };
+        let can = heap.abilities();
+        for (needed, had, what) in
+            [(shareable, can.shareable, "shared with another process"), (dma_buf, can.dma_buf, "a dma-buf")]
+        {
+            if needed && !had {
+                let message = format!("memory of the heap {:?} cannot be {what} here: {can}", heap.name());
+                return Err(Failure::new(message).hint("without --heap a heap that can is chosen, if there is one"));
+            }
+        }
+        Ok(Picked { heap, passed_over: Vec::new() })
+    }
+
+    fn read(&self, heap: &dyn dmalane::dma::Heap, bar: &Progress) -> Result<Done, Failure> {
+        let options = self.options();
+        let sources = self.files.iter().map(ReadSource::open).collect::<Result<Vec<_>, _>>().map_err(failure)?;
+        let range = self.range.unwrap_or(Range { start: 0, end: None });
+        if let [only] = &sources[..]
+            && only.file.metadata().is_ok_and(|meta| is_stream(&meta.file_type()))
+        {
+            if self.map || self.device.is_some() {
+                return Err(Failure::new("a pipe or socket cannot be mapped while it is read")
+                    .hint("without --map and --device it is read into memory, which can be mapped afterwards"));
+            }
+            let bounds = (Bound::Included(range.start), range.end.map_or(Bound::Unbounded, Bound::Excluded));
+            let AllocRead { buffer, way, report } =
+                heap.alloc_and_read(&only.file, bounds, &options).map_err(failure)?;
+            let filled = Filled { buffers: vec![buffer], report };
+            return Ok(Done { filled, ways: vec![way], mappings: None, target: None });
+        }
+        let mut job = Job::default();
+        for (source, file) in sources.iter().enumerate() {
+            let size = file.size().map_err(failure)?;
+            let end = range.end.unwrap_or(size.max(range.start));
+            let (at, len) = (FileOffset::new(range.start), end.saturating_sub(range.start));
+            job.extents.push(Extent { source, at, len, buffer: source, to: 0 });
+            job.buffers.push(len);
+        }
+        bar.set_length(job.bytes());
+        let mut watch = |event: Event| {
+            if let Event::Arrived { len, .. } = event {
+                bar.advance(len);
+            }
+            ControlFlow::Continue(())
+        };
+        let mut target = match &self.device {
+            Some(spec) => Some(Target::open(spec, self.card_ddr.map(Size::bytes), &job.buffers)?),
+            None => None,
+        };
+        let read = if let Some(Target { device, to }) = &mut target {
+            read_to_device(heap, device, to, &sources, &job, &options, &mut watch).map_err(failure)?
+        } else if self.map {
+            let host: SoftHost = SoftHost::new(HostConfig { memory: LARGE_HOST, ..HostConfig::default() }).map_err(|e| Failure::because("no software host", &e))?;
+            let bus: SoftBus =
+                SoftBus::new(host, CardConfig::default()).map_err(|e| Failure::because("no software card", &e))?;
+            read_mapped(heap, &bus, Access::READ, &sources, &job, &options, &mut watch).map_err(failure)?
+        } else {
+            let (filled, ways) = read_all(heap, &sources, &job, &options, &mut watch).map_err(failure)?;
+            return Ok(Done { filled, ways, mappings: None, target: None });
+        };
+        let mappings = Some(read.gathers.iter().map(Vec::len).sum());
+        Ok(Done { filled: read.filled, ways: read.ways, mappings, target })
+    }
+}
+
+/// What was read.
+struct Done {
+    filled: Filled,
+    ways: Vec<ReadMethod>,
+    mappings: Option<usize>,
+    /// The device that has it.
+    target: Option<Target>,
+}
+
+fn range(text: &str) -> Result<Range, String> {
+    let (start, end) = text.split_once("..").ok_or("write START..END, and leave out what is not bounded")?;
+    let bound = |text: &str| match text {
+        "" => Ok(None),
+        text => text.parse::<Size>().map(|size| Some(size.bytes())).map_err(|e| format!("{text}: {e}")),
+    };
+    match (bound(start)?.unwrap_or(0), bound(end)?) {
+        (start, Some(end)) if start >= end => Err("it ends before it starts".to_owned()),
+        (start, end) => Ok(Range { start, end }),
+    }
+}
+
+fn seconds(text: &str) -> Result<Duration, String> {
+    let seconds: f64 = text.parse().map_err(|_| "not a number of seconds".to_owned())?;
+    match Duration::try_from_secs_f64(seconds) {
+        Ok(time) if !time.is_zero() => Ok(time),
+        _ => Err("not a time".to_owned()),
+    }
+}
+
+fn is_stream(kind: &std::fs::FileType) -> bool {
+    use std::os::unix::fs::FileTypeExt;
+    !kind.is_file() && !kind.is_block_device() && !kind.is_dir()
+}
+
+fn failure(error: ReadError) -> Failure {
+    match &error {
+        ReadError::Open { path, source } => Failure::because(format!("cannot open {}", path.display()), source),
+        ReadError::Channel(dmalane::file::Error::NoDirect { .. }) => {
+            Failure::from(error).hint("without --direct it is read through the page cache")
+        }
+        ReadError::Fill(FillError::NoRoom { wanted, left, limited_by }) => {
+            let message = format!("the files need {}, and {limited_by} has {} left", binary(*wanted), binary(*left));
+            Failure::new(message).hint("read less at a time with --range")
+        }
+        ReadError::Limit { wanted, limit } => {
+            Failure::new(format!("the files need {}, and --limit is {}", binary(*wanted), binary(*limit)))
+        }
+        _ => Failure::from(error),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn ranges() {
+        assert_eq!(range("4096..1MiB"), Ok(Range { start: 4096, end: Some(1 << 20) }));
+        assert_eq!(range("1GiB.."), Ok(Range { start: 1 << 30, end: None }));
+        assert_eq!(range("..9"), Ok(Range { start: 0, end: Some(9) }));
+        assert_eq!(range(".."), Ok(Range { start: 0, end: None }));
+        for bad in ["", "5", "5..5", "6..5", "x..", "..16M", "-1.."] {
+            assert!(range(bad).is_err(), "{bad}");
+        }
+        assert_eq!(seconds("0.5"), Ok(Duration::from_millis(500)));
+        for bad in ["0", "-1", "NaN", "1e99", "soon"] {
+            assert!(seconds(bad).is_err(), "{bad}");
+        }
+    }
+}

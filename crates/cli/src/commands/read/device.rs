@@ -1,0 +1,72 @@
+//! The device that gets what `dmalane read --device` has read.
+
+use dmalane::load::fill::Filled;
+use dmalane::queue::{DeviceAddr, QueueAddr};
+use dmalane::{DeviceSpec, OpenDevice, OpenOptions};
+
+use crate::device::{self, CARD_DDR, LARGE_HOST};
+use crate::failure::Failure;
+use crate::size::binary;
+
+/// HBM of the software card, or asked of a daemon: what is read goes to DDR.
+const HBM: u64 = 4 << 20;
+/// Bytes that are read back at a time.
+const STEP: usize = 2 << 20;
+
+/// A device with room for some buffers.
+pub struct Target {
+    /// The device.
+    pub device: OpenDevice,
+    /// Where each buffer goes.
+    pub to: Vec<DeviceAddr>,
+}
+
+impl Target {
+    /// Opens the device, a card with or of so many bytes of DDR, and takes room for buffers of these lengths.
+    pub fn open(spec: &DeviceSpec, ddr: Option<u64>, buffers: &[u64]) -> Result<Self, Failure> {
+        let mut options = OpenOptions { card_ddr: ddr, ..OpenOptions::default() };
+        device::check(spec, &options)?;
+        let takes = |option| spec.kind().options.contains(&option);
+        options.card_hbm = takes("card-hbm").then_some(HBM);
+        options.host_memory = takes("host-memory").then_some(LARGE_HOST);
+        let mut device = device::open(spec, &options)?;
+        let hint = match spec.kind().name {
+            "soft" => format!("--card-ddr makes it larger than {}", binary(ddr.unwrap_or(CARD_DDR.bytes()))),
+            "daemon" => {
+                "--card-ddr asks for more of the daemon's card, up to what a client may have (dmalaned --client-ddr)"
+                    .to_owned()
+            }
+            _ => "read less at a time with --range".to_owned(),
+        };
+        let mut to = Vec::new();
+        for len in buffers {
+            // A buffer of no bytes goes nowhere.
+            let place = device.memory_mut().reserve((*len).max(1)).map_err(|_| {
+                Failure::new(format!("the device has no {} left for a file", binary(*len))).hint(&hint)
+            })?;
+            to.push(DeviceAddr::Card(place.first()));
+        }
+        Ok(Self { device, to })
+    }
+
+    /// Reads everything back from the device and compares it.
+    pub fn verify(&mut self, filled: &Filled) -> Result<(), Failure> {
+        let (mut back, mut here) = (vec![0; STEP], vec![0; STEP]);
+        for (buffer, to) in filled.buffers.iter().zip(&self.to) {
+            for at in (0..buffer.len()).step_by(STEP) {
+                let n = STEP.min(buffer.len() - at);
+                let place = to.advance(at as u64).ok_or_else(|| Failure::new("a buffer runs past the device"))?;
+                let read = self.device.read(place, &mut back[..n]);
+                read.map_err(|e| Failure::because("cannot read back from the device", &e))?;
+                if let Some(view) = buffer.view().sub(at, n) {
+                    view.read(&mut here[..n]);
+                }
+                if back[..n] != here[..n] {
+                    let message = format!("the device does not have what was read, from byte {at} of a buffer on");
+                    return Err(Failure::new(message).hint("please report it"));
+                }
+            }
+        }
+        Ok(())
+    }
+}

@@ -1,0 +1,511 @@
+//! `dmalane validate`: a device measured.
+
+mod plot;
+mod report;
+
+use std::path::{Path, PathBuf};
+use std::process::ExitCode;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::time::Duration;
+
+use clap::Args;
+use clap::builder::{PathBufValueParser, TypedValueParser};
+use dmalane::card::Workers;
+use dmalane::file::{FileDeviceError, FileDeviceOptions};
+use dmalane::queue::QueueChoice;
+use dmalane::validate::{
+    Allocation, Directions, Event, FitReport, FitSettings, Pages, Phase, Report, Settings, Stop, Sweep,
+    Target, ValidateError, emulations, fit_link, run_into as measure,
+};
+use dmalane::{DeviceSpec, OpenError, OpenOptions};
+use signal_hook::consts::{SIGINT, SIGTERM};
+use signal_hook::flag;
+
+use crate::device::{self, card_memory};
+use crate::failure::{Failure, USAGE};
+use crate::output;
+use crate::progress::Steps;
+use crate::size::{Size, SizeError};
+
+const EXAMPLES: &str = "\
+Examples:
+  dmalane validate                                 the software card: HBM, DDR, both
+  dmalane validate -j 2 --ddr-only --buffer-size 64MiB --bidirectional
+  dmalane validate --sweep 4KiB,16MiB,MUL4 --plot sizes.svg
+  dmalane validate --unregistered --iterations 100 --csv
+  dmalane validate --emulate shared-23 --fit       what limits a modelled card?
+  dmalane validate -d daemon:/run/dmalane/dmalaned.sock
+  dmalane validate -d file:/dev/shm/memory --probe-at 1MiB --explain
+  dmalane validate -d file:/dev/xdma0_h2c_0,c2h=/dev/xdma0_c2h_0 --buffer-size 4MiB
+
+Writes to the device's memory from --offset on, and reads it back. What a file or a block device
+held there is put back at the end, also after an error, Ctrl-C or SIGTERM, but not after SIGKILL, a
+second Ctrl-C, or when the device hangs. What a card held is lost, and so is what a character
+device held: one is measured only with --offset or --overwrite.
+MB/s are 10^6 bytes per second. There is no figure for bytes that did not compare.
+
+Exit status: 0 all bytes were right, 1 some were not or it could not be measured, 2 wrong command line,
+130 or 143 interrupted by SIGINT or SIGTERM. What was measured before an error or a signal is printed.";
+
+/// Measure a device: integrity, bandwidth and latency, each figure beside what is possible.
+#[derive(Args)]
+#[command(after_help = EXAMPLES)]
+pub struct Validate {
+    /// The device, such as soft, daemon, vfio:BDF, vfio-user:SOCKET, file:PATH[,h2c=PATH,c2h=PATH] or ram:SIZE; `dmalane devices` lists the
+    /// kinds
+    #[arg(short, long, value_name = "DEVICE", default_value = "soft", value_parser = device::parse)]
+    device: DeviceSpec,
+
+    /// Threads, from 1 to 64, each with a buffer for either direction
+    #[arg(short = 'j', long, value_name = "N", default_value_t = 8, value_parser = clap::value_parser!(u8).range(1..=64))]
+    threads: u8,
+
+    /// Bytes of a buffer, a multiple of 4KiB
+    #[arg(long, value_name = "SIZE", default_value_t = Size::mib(16), value_parser = buffer, allow_hyphen_values = true)]
+    buffer_size: Size,
+
+    /// Bytes at the front of each memory that are left alone, a multiple of 4KiB [default: 0]
+    #[arg(long, value_name = "SIZE", value_parser = pages, allow_hyphen_values = true)]
+    offset: Option<Size>,
+
+    /// Measure a device whose contents are not put back (a character device), from its first address on
+    #[arg(long)]
+    overwrite: bool,
+
+    /// The DMA channels that move the bytes: auto, one, or several like 0,1
+    #[arg(long, value_name = "CHANNELS", default_value = "auto")]
+    mm_channel: QueueChoice,
+
+    /// Only DDR
+    #[arg(long, conflicts_with = "hbm_only")]
+    ddr_only: bool,
+
+    /// Only HBM
+    #[arg(long)]
+    hbm_only: bool,
+
+    /// Which channel a thread's bytes take: by where they go, or the threads in turns
+    #[arg(long, value_enum, default_value_t = Allocation::Auto)]
+    channel_allocation: Allocation,
+
+    /// Entries of each ring of the card, a power of two from 2 to 65536
+    #[arg(long, value_name = "N", value_parser = ring_size)]
+    ring_size: Option<usize>,
+
+    /// Measure until each thread has moved each of its buffers so often
+    #[arg(long, value_name = "N", conflicts_with = "duration", value_parser = clap::value_parser!(u64).range(1..))]
+    iterations: Option<u64>,
+
+    /// Measure each figure for so many seconds
+    #[arg(long, value_name = "SECONDS", default_value = "0.5", value_parser = seconds, allow_negative_numbers = true)]
+    duration: Duration,
+
+    /// One transfer for each buffer, in one piece over one channel: no stripes and no policy
+    #[arg(long)]
+    raw_transfer_test: bool,
+
+    /// Measure reading (by default reading, writing and both at once)
+    #[arg(long)]
+    read: bool,
+
+    /// Measure writing
+    #[arg(long)]
+    write: bool,
+
+    /// Measure reading and writing at once
+    #[arg(long)]
+    bidirectional: bool,
+
+    /// Register each buffer once; this is the default
+    #[arg(long, conflicts_with = "unregistered")]
+    registered: bool,
+
+    /// Register a buffer for each transfer
+    #[arg(long)]
+    unregistered: bool,
+
+    /// The pages behind the buffers, each measured: 4k, 2m, or both
+    #[arg(long, value_enum, value_delimiter = ',', default_value = "4k,2m")]
+    pages: Vec<Pages>,
+
+    /// Measure several buffer sizes: from FIRST to LAST, each times 2 (MUL) or N (MULN) the one before, or plus FIRST (ADD) or SIZE (ADDSIZE)
+    #[arg(long, value_name = "FIRST,LAST,MUL|ADD", value_parser = sweep, conflicts_with = "buffer_size")]
+    sweep: Option<Sweep>,
+
+    /// Hang the software card off a modelled link with known limits
+    #[arg(long, value_name = "LINK", value_parser = emulate)]
+    emulate: Option<String>,
+
+    /// Measure what tells the limits of the link apart, and name those that explain the rates
+    #[arg(long)]
+    fit: bool,
+
+    /// Where a file may be written to and read back to find out whether io_uring can be trusted with it: 16KiB or more
+    #[arg(long, value_name = "OFFSET", value_parser = pages, allow_hyphen_values = true)]
+    probe_at: Option<Size>,
+
+    /// Past the page cache, for files
+    #[arg(long)]
+    direct: bool,
+
+    /// DDR of the software card, at most 256GiB; rounded up to 4MiB
+    #[arg(long, value_name = "SIZE", value_parser = card_memory, allow_hyphen_values = true)]
+    card_ddr: Option<Size>,
+
+    /// HBM of the software card, in two halves, at most 256GiB; rounded up to 4MiB
+    #[arg(long, value_name = "SIZE", value_parser = card_memory, allow_hyphen_values = true)]
+    card_hbm: Option<Size>,
+
+    /// Run the software card on threads of its own, one for each channel
+    #[arg(long)]
+    workers: bool,
+
+    /// Say how the device is driven
+    #[arg(long)]
+    explain: bool,
+
+    /// Print the result as JSON
+    #[arg(long, conflicts_with = "csv")]
+    json: bool,
+
+    /// Print the figures as CSV
+    #[arg(long)]
+    csv: bool,
+
+    /// Draw the figures into this file, as SVG
+    #[arg(long, value_name = "FILE", value_parser = PathBufValueParser::new().try_map(output::not_stdout))]
+    plot: Option<PathBuf>,
+
+    /// No progress bar
+    #[arg(short, long)]
+    quiet: bool,
+}
+
+/// What was found, for the report.
+struct Outcome {
+    device: String,
+    notes: Vec<String>,
+    settings: Settings,
+    report: Report,
+    fit: Option<(FitReport, FitSettings)>,
+    /// Everything was measured that was asked for.
+    complete: bool,
+}
+
+/// SIGINT and SIGTERM, caught.
+struct Signals {
+    stop: Arc<AtomicBool>,
+    which: Arc<AtomicUsize>,
+}
+
+impl Signals {
+    /// The first signal raises the flag; the second ends the process at once.
+    fn catch() -> Result<Self, Failure> {
+        let this = Self { stop: Arc::default(), which: Arc::default() };
+        for signal in [SIGINT, SIGTERM] {
+            // In this order: the first signal finds the flag down.
+            flag::register_conditional_shutdown(signal, 128 + signal, this.stop.clone())?;
+            flag::register_usize(signal, this.which.clone(), signal as usize)?;
+            flag::register(signal, this.stop.clone())?;
+        }
+        Ok(this)
+    }
+
+    /// Gives a failure the exit status of the signal that stopped the measurement, where one did.
+    fn mark(&self, failure: Failure) -> Failure {
+        match self.which.load(Ordering::Relaxed) {
+            0 => failure,
+            signal => failure.status(128 + signal as u8),
+        }
+    }
+}
+
+impl Validate {
+    /// Measures, and prints the result.
+    pub fn run(self) -> Result<ExitCode, Failure> {
+        self.check_options()?;
+        // Before anything is written: from here on a signal ends this after what was overwritten is put back.
+        let signals = Signals::catch()?;
+        if let Some(path) = &self.plot {
+            writable(path)?;
+        }
+        let settings = self.settings();
+        let (mut target, mut fitted) = self.targets()?;
+        [Some(&mut target), fitted.as_mut()].into_iter().flatten().for_each(|t| t.stop_when(signals.stop.clone()));
+        let bar = Steps::new(!self.quiet);
+        let mut watch = |event| match event {
+            Event::Steps(n) => bar.more(n),
+            Event::Step(what) => bar.step(what),
+        };
+        let mut report = Report::default();
+        let mut result = measure(&target, &settings, &mut report, &mut watch);
+        let mut fit = None;
+        if self.fit && result.is_ok() && report.passed() {
+            let target = fitted.as_ref().unwrap_or(&target);
+            let settings = FitSettings { offset: settings.offset, ..FitSettings::default() };
+            match fit_link(target, &settings, &mut watch) {
+                Ok(found) => fit = Some((found, settings)),
+                Err(e) => result = Err(e),
+            }
+        }
+        bar.finish();
+        let failed = result.err().map(|e| self.failure(e));
+        let (device, notes) = (target.name.clone(), target.notes.clone());
+        // Waits for what a device that hangs still has, and counts what it keeps.
+        drop(target);
+        let kept = dmalane::file::quarantined_bytes();
+        let failed = failed.map(|failure| match kept {
+            0 => signals.mark(failure),
+            n => signals.mark(failure).cause(format!("the kernel has not let go of {n} bytes of buffers")),
+        });
+        let complete = failed.is_none();
+        let outcome = Outcome { device, notes, settings, report, fit, complete };
+        if complete || !outcome.report.integrity.is_empty() {
+            self.print(&outcome)?;
+        }
+        if let Some(failure) = failed {
+            return Err(failure);
+        }
+        if outcome.report.integrity.is_empty() {
+            let failure = Failure::new("nothing was measured");
+            return Err(outcome.report.left_out.iter().fold(failure, Failure::cause));
+        }
+        if !outcome.report.passed() {
+            let failure = Failure::new("the integrity check failed: bytes came back wrong, and have no figures");
+            let wrong =
+                outcome.report.integrity.iter().flat_map(|i| i.wrong.iter().map(move |w| format!("{}: {w}", i.phase)));
+            return Err(wrong.take(8).fold(failure, Failure::cause));
+        }
+        Ok(ExitCode::SUCCESS)
+    }
+
+    /// Prints the figures, and draws them.
+    fn print(&self, outcome: &Outcome) -> Result<(), Failure> {
+        match (self.json, self.csv) {
+            (true, _) => output::print_json(&report::json(outcome))?,
+            (_, true) => output::print(&report::csv(outcome))?,
+            _ => output::print(&report::text(outcome, self.explain))?,
+        }
+        if let Some(path) = self.plot.as_ref().filter(|_| !outcome.report.figures.is_empty()) {
+            let svg = plot::svg(outcome).map_err(|e| Failure::new(format!("cannot draw the figures: {e}")))?;
+            std::fs::write(path, svg).map_err(|e| Failure::because(format!("cannot write {}", path.display()), &e))?;
+        }
+        Ok(())
+    }
+
+    /// Refuses options that do not fit the device.
+    fn check_options(&self) -> Result<(), Failure> {
+        let card = [
+            ("--emulate", self.emulate.is_some()),
+            ("--fit", self.fit),
+            ("--ring-size", self.ring_size.is_some()),
+            ("--ddr-only", self.ddr_only),
+            ("--hbm-only", self.hbm_only),
+            ("--channel-allocation", self.channel_allocation == Allocation::Paired),
+            ("--raw-transfer-test", self.raw_transfer_test),
+        ];
+        let file =
+            [("--probe-at", self.probe_at.is_some()), ("--direct", self.direct), ("--overwrite", self.overwrite)];
+        let given = |options: &[(&'static str, bool)]| options.iter().find(|o| o.1).map(|o| o.0);
+        let takes = |option| self.device.kind().options.contains(&option);
+        if let Some(option) = given(&card).filter(|_| !takes("ring")) {
+            return Err(Failure::usage(format!("{option} is for a card, and {} is none", self.device)));
+        }
+        if let Some(option) = given(&file).filter(|_| !takes("file")) {
+            return Err(Failure::usage(format!("{option} is for a file: -d file:PATH")));
+        }
+        if self.emulate.is_some() && !takes("workers") {
+            return Err(Failure::usage(format!("--emulate is for soft, not for {}", self.device)));
+        }
+        device::check(&self.device, &self.open_options())
+    }
+
+    /// How the device is opened.
+    fn open_options(&self) -> OpenOptions {
+        let takes = |option| self.device.kind().options.contains(&option);
+        // As many calls at once as the reference makes.
+        let both = if self.settings().ways.contains(&Directions::Both) { 2 } else { 1 };
+        let file = FileDeviceOptions {
+            probe_at: self.probe_at.map(Size::bytes),
+            direct: self.direct,
+            threads: usize::from(self.threads) * both,
+            ..FileDeviceOptions::default()
+        };
+        OpenOptions {
+            // All memory is measured, and nothing is bound.
+            flat: true,
+            ring: self.ring_size,
+            card_ddr: self.card_ddr.map(Size::bytes),
+            card_hbm: self.card_hbm.map(Size::bytes),
+            workers: self.workers.then_some(Workers::PerChannel),
+            file: takes("file").then_some(file),
+            ..OpenOptions::default()
+        }
+    }
+
+    fn settings(&self) -> Settings {
+        let chosen =
+            [(self.read, Directions::Read), (self.write, Directions::Write), (self.bidirectional, Directions::Both)];
+        let all = !chosen.iter().any(|(chosen, _)| *chosen);
+        Settings {
+            threads: self.threads.into(),
+            buffers: match &self.sweep {
+                Some(sweep) => sweep.iter().collect(),
+                None => vec![self.buffer_size.bytes()],
+            },
+            offset: self.offset.map_or(0, Size::bytes),
+            phases: match (self.ddr_only, self.hbm_only) {
+                (true, _) => vec![Phase::Ddr],
+                (_, true) => vec![Phase::Hbm],
+                _ => Vec::new(),
+            },
+            channels: self.mm_channel.clone(),
+            allocation: self.channel_allocation,
+            stop: self.iterations.map_or(Stop::For(self.duration), Stop::After),
+            raw: self.raw_transfer_test,
+            ways: chosen.iter().filter(|(chosen, _)| all || *chosen).map(|(_, directions)| *directions).collect(),
+            registered: !self.unregistered,
+            pages: self.pages.clone(),
+        }
+    }
+
+    /// The device to measure, and the one to find the limits of.
+    fn targets(&self) -> Result<(Target, Option<Target>), Failure> {
+        let options = self.open_options();
+        let open = || options.device(&self.device).map_err(|e| self.cannot_open(&e, &options));
+        let target = |catch_up| match &self.emulate {
+            Some(link) => Target::emulated(open()?, link, catch_up).map_err(|e| self.failure(e)),
+            None => Target::new(open()?, self.overwrite || self.offset.is_some()).map_err(|e| self.failure(e)),
+        };
+        // A busy machine's late threads shall not look like a limit.
+        let fitted = self.emulate.as_ref().filter(|_| self.fit).map(|_| target(Some(Duration::from_millis(20))));
+        let fitted = fitted.transpose()?;
+        Ok((target(None)?, fitted))
+    }
+
+    /// The error of opening the device, with what helps against it.
+    fn cannot_open(&self, error: &OpenError, options: &OpenOptions) -> Failure {
+        let failure = device::cannot_open(error, options);
+        let OpenError::Device { source, .. } = error else { return failure };
+        let hint = match source.downcast_ref::<FileDeviceError>() {
+            Some(FileDeviceError::Open { source, .. }) => match source.kind() {
+                std::io::ErrorKind::NotFound => "make a file to measure with: truncate -s 1GiB /dev/shm/memory",
+                std::io::ErrorKind::PermissionDenied | std::io::ErrorKind::ReadOnlyFilesystem => {
+                    "validating writes to the device: it must be readable and writable for you"
+                }
+                _ => return failure,
+            },
+            Some(FileDeviceError::InUse(_)) => "unmount it first; validating writes to it",
+            Some(FileDeviceError::ProbeAt { .. }) => "for example --probe-at 1MiB",
+            Some(FileDeviceError::NotMemory { .. }) => "name the file of each direction: file:PATH,h2c=PATH,c2h=PATH",
+            Some(FileDeviceError::NoDirect { .. }) => "without --direct it is used through the page cache",
+            _ => return failure,
+        };
+        failure.hint(hint)
+    }
+
+    /// The error with what helps against it. Settings that the device cannot have are usage errors.
+    fn failure(&self, error: ValidateError) -> Failure {
+        let hint = self.hint(&error);
+        let usage = matches!(error, ValidateError::Bad { .. } | ValidateError::NoChannel { .. });
+        let failure = Failure::from(error).status(if usage { USAGE } else { 1 });
+        hint.into_iter().fold(failure, Failure::hint)
+    }
+
+    fn hint(&self, error: &ValidateError) -> Option<String> {
+        use ValidateError as E;
+        let (offset, threads) = (self.offset.map_or(0, Size::bytes), u64::from(self.threads));
+        Some(match error {
+            E::TooSmall { needed, have, memory } => {
+                let room = have.saturating_sub(offset) / (2 * threads) / 4096 * 4096;
+                let grow = match (self.device.kind().name, *memory) {
+                    ("file", _) => format!("a file of {needed} bytes"),
+                    ("ram", _) => format!("ram:{}", Size::about(*needed)),
+                    ("soft", "DDR") => format!("--card-ddr {}", Size::about(*needed)),
+                    ("soft", _) => format!("--card-hbm {}", Size::about(needed.saturating_mul(2))),
+                    ("daemon", _) => {
+                        "a daemon that gives a client more (dmalaned --client-ddr, --client-hbm)".to_owned()
+                    }
+                    _ => "a device with more memory".to_owned(),
+                };
+                let smaller = match room {
+                    0 if offset > 0 => "a smaller --offset".to_owned(),
+                    0 => "smaller buffers".to_owned(),
+                    room => format!("--buffer-size {}", Size::from(room)),
+                };
+                format!("each thread needs two buffers: {smaller}, fewer threads (-j), or {grow}")
+            }
+            E::NoChannel { has: 1, .. } => "without --mm-channel its only channel is used".to_owned(),
+            E::NoChannel { .. } => "--mm-channel auto uses all of them".to_owned(),
+            E::Lost(_) => {
+                "say from which address on it may be overwritten: --offset SIZE, or --overwrite for all of it"
+                    .to_owned()
+            }
+            E::Memory(_) | E::NoRoom(_) | E::NoMemoryFor { .. } => {
+                "a smaller --buffer-size or fewer threads (-j) need less memory".to_owned()
+            }
+            _ => return None,
+        })
+    }
+}
+
+fn pages(text: &str) -> Result<Size, String> {
+    let size: Size = text.parse().map_err(|e: SizeError| e.to_string())?;
+    match size.bytes().is_multiple_of(4096) {
+        true => Ok(size),
+        false => Err("not a multiple of 4KiB".to_owned()),
+    }
+}
+
+fn buffer(text: &str) -> Result<Size, String> {
+    match pages(text)? {
+        size if (4096..=1 << 30).contains(&size.bytes()) => Ok(size),
+        _ => Err("not from 4KiB to 1GiB".to_owned()),
+    }
+}
+
+fn sweep(text: &str) -> Result<Sweep, String> {
+    let sweep = Sweep::parse(text, |size| size.parse().map(Size::bytes).map_err(|e: SizeError| e.to_string()));
+    let sweep = sweep.map_err(|e| e.to_string())?;
+    match sweep.iter().find(|size| !size.is_multiple_of(4096) || *size > 1 << 30) {
+        Some(size) => Err(format!("{size} is not a multiple of 4KiB up to 1GiB")),
+        None => Ok(sweep),
+    }
+}
+
+fn ring_size(text: &str) -> Result<usize, String> {
+    match text.parse::<usize>() {
+        Ok(entries) if entries.is_power_of_two() && (2..=1 << 16).contains(&entries) => Ok(entries),
+        _ => Err("not a power of two from 2 to 65536".to_owned()),
+    }
+}
+
+fn emulate(text: &str) -> Result<String, String> {
+    let known: Vec<String> = emulations().into_iter().map(|(name, _)| name).collect();
+    match known.iter().any(|name| name == text) {
+        true => Ok(text.to_owned()),
+        false => Err(format!("no such link\nhint: there are {}", known.join(", "))),
+    }
+}
+
+fn seconds(text: &str) -> Result<Duration, String> {
+    let bad = "not a number of seconds above 0 and up to 3600, such as 0.5";
+    let seconds: f64 = text.parse().map_err(|_| bad.to_owned())?;
+    match seconds > 0.0 && seconds <= 3600.0 {
+        true => Duration::try_from_secs_f64(seconds).map_err(|_| bad.to_owned()),
+        false => Err(bad.to_owned()),
+    }
+}
+
+/// Finds out now, and not after minutes of measuring.
+fn writable(path: &Path) -> Result<(), Failure> {
+    let new = !path.exists();
+    let opened = std::fs::File::options().write(true).create(true).truncate(false).open(path);
+    opened.map(drop).map_err(|e| Failure::because(format!("cannot write {}", path.display()), &e))?;
+    if new {
+        // Not an empty one when nothing is drawn. Whoever took it away meanwhile has done the same.
+        let _ = std::fs::remove_file(path);
+    }
+    Ok(())
+}

@@ -1,0 +1,138 @@
+//! `dmalane vm`: binds and unbinds without a device.
+
+mod report;
+
+use std::fs::File;
+use std::io::{self, BufRead, BufReader};
+use std::path::PathBuf;
+use std::process::ExitCode;
+
+use clap::{Args, Subcommand};
+use dmalane::trace::{self, Header, Lines, TraceError};
+
+use super::iopt::{FORMATS, Format, formats};
+use crate::failure::Failure;
+use crate::output;
+use report::Report;
+
+const EXAMPLES: &str = "\
+Examples:
+  dmalane vm replay binds.jsonl
+  dmalane vm replay binds.jsonl --format agx-uat --json
+
+Exit status: 0 replayed, 1 bad trace or a refused operation, 2 wrong command line.";
+
+const REPLAY_EXAMPLES: &str = "\
+Examples:
+  dmalane load --sample 64MiB --record binds.jsonl && dmalane vm replay binds.jsonl
+  dmalane vm replay - --json < binds.jsonl | jq '.results[] | select(.result != \"ok\")'
+  dmalane vm replay binds.jsonl --format agx-uat
+
+A trace, one JSON object a line, with numbers or \"0x\" texts (docs/formats/vm-trace.md):
+  {\"trace\": \"dmalane-vm\", \"version\": 1, \"format\": \"agx-uat\"}
+  {\"op\": \"bo\", \"id\": 1, \"segments\": [{\"pa\": \"0x100000000\", \"len\": \"0x200000\"}]}
+  {\"op\": \"bind\", \"va\": \"0x40000000\", \"bo\": 1, \"offset\": 0, \"len\": 65536, \"access\": \"rw\"}
+  {\"op\": \"unbind\", \"va\": \"0x40004000\", \"len\": 16384}
+
+Exit status: 0 replayed, 1 bad trace or a refused operation, 2 wrong command line.";
+
+/// Bind and unbind in a device's virtual memory, without a device.
+#[derive(Args)]
+#[command(after_help = EXAMPLES)]
+pub struct Vm {
+    #[command(subcommand)]
+    command: VmCommand,
+}
+
+#[derive(Subcommand)]
+enum VmCommand {
+    Replay(Replay),
+}
+
+/// Replay a trace of binds and unbinds, and print what is mapped at the end.
+///
+/// Prints the result of each line. A line that is refused has no effect, and the replay goes on.
+#[derive(Args)]
+#[command(after_help = REPLAY_EXAMPLES)]
+struct Replay {
+    /// The trace, or - for stdin
+    #[arg(value_name = "TRACE")]
+    trace: PathBuf,
+
+    /// The page-table format [default: that of the trace]
+    #[arg(short, long, value_parser = formats())]
+    format: Option<&'static Format>,
+
+    /// Print the result as JSON
+    #[arg(long)]
+    json: bool,
+}
+
+impl Vm {
+    /// Runs the subcommand.
+    pub fn run(self) -> Result<ExitCode, Failure> {
+        let VmCommand::Replay(replay) = self.command;
+        replay.run()
+    }
+}
+
+impl Replay {
+    /// Replays a trace and prints what became of it.
+    fn run(self) -> Result<ExitCode, Failure> {
+        let (name, from): (_, Box<dyn BufRead>) = if self.trace.as_os_str() == "-" {
+            ("stdin".to_owned(), Box::new(io::stdin().lock()))
+        } else {
+            let name = self.trace.display().to_string();
+            let file = File::open(&self.trace).map_err(|e| Failure::because(format!("cannot read {name}"), &e))?;
+            (name, Box::new(BufReader::with_capacity(1 << 16, file)))
+        };
+        let wrong = |e: TraceError| Failure::because(format!("{name} cannot be replayed"), &e);
+        let mut lines = Lines::new(from);
+        let header = Header::read(&mut lines).map_err(wrong)?;
+        let format = self.format.map_or_else(|| of_trace(&header, &name), Ok)?;
+        let mut replay = trace::Replay::new((format.vm)(&header).map_err(wrong)?);
+
+        let mut report = Report::new(&name, format, replay.vm(), self.json);
+        let (mut operations, mut refused, mut first_refused) = (0u64, 0u64, 0);
+        let mut stopped = None;
+        loop {
+            let line = match lines.next() {
+                Ok(Some(line)) => line,
+                Ok(None) => break,
+                Err(e) => {
+                    stopped = Some(e);
+                    break;
+                }
+            };
+            let Some(outcome) = replay.step(line) else { continue };
+            operations += 1;
+            if outcome.result.is_err() {
+                refused += 1;
+                first_refused = if refused == 1 { lines.number() } else { first_refused };
+            }
+            report.outcome(lines.number(), &outcome);
+        }
+        output::written(report.finish(replay.vm(), operations, refused, stopped.as_ref()))?;
+        if let Some(error) = stopped {
+            return Err(Failure::because(format!("{name} cannot be read to its end"), &error));
+        }
+        if refused > 0 {
+            let plural = if operations == 1 { "" } else { "s" };
+            let message = format!("{name}: {refused} of {operations} operation{plural} refused");
+            return Err(Failure::new(format!("{message}, the first in line {first_refused}")));
+        }
+        Ok(ExitCode::SUCCESS)
+    }
+}
+
+/// The format that a trace names.
+fn of_trace(header: &Header, name: &str) -> Result<&'static Format, Failure> {
+    let Some(format) = &header.format else {
+        return Err(Failure::new(format!("{name} does not say which page-table format it is for"))
+            .hint("name one with --format; --help lists them"));
+    };
+    FORMATS.iter().find(|f| f.name == format).ok_or_else(|| {
+        Failure::new(format!("{name} is for the page-table format {format:?}, which is unknown"))
+            .hint("name another with --format; --help lists them")
+    })
+}

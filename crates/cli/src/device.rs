@@ -1,0 +1,100 @@
+//! Devices by name, and how they are opened.
+
+use dmalane::registry::{self, KINDS};
+use dmalane::{DeviceSpec, OpenDevice, OpenError, OpenOptions, PciCardError, load};
+
+use crate::failure::Failure;
+use crate::size::{self, Size, binary};
+
+/// Default size of the software card's DDR.
+pub const CARD_DDR: Size = Size::new(registry::CARD_DDR);
+/// Default size of the software card's HBM.
+pub const CARD_HBM: Size = Size::new(registry::CARD_HBM);
+/// Largest size of either memory of the software card.
+pub const CARD_MOST: Size = Size::gib(256);
+
+/// Default size of a chunk that `dmalane load` reads and transfers.
+pub const CHUNK: Size = Size::mib(16);
+
+/// Synthetic memory of the software host, so much that it never runs out; it costs nothing until it is pinned.
+pub const LARGE_HOST: u64 = 16 << 40;
+
+/// Parses the name of a device.
+pub fn parse(text: &str) -> Result<DeviceSpec, String> {
+    text.parse().map_err(|e| format!("{e}\nhint: `dmalane devices` lists the devices of this machine"))
+}
+
+/// True when another process must be able to map the memory that is transferred.
+pub fn shares(spec: &DeviceSpec) -> bool {
+    matches!(spec.kind().name, "daemon" | "vfio-user")
+}
+
+/// Refuses options that devices of this kind do not have. To be called before anything else is touched.
+pub fn check(spec: &DeviceSpec, options: &OpenOptions) -> Result<(), Failure> {
+    match options.refused(spec) {
+        Some(option) => Err(refused(spec, option)),
+        None => Ok(()),
+    }
+}
+
+/// The error of an option that devices of this kind do not have.
+fn refused(spec: &DeviceSpec, option: &str) -> Failure {
+    let have: Vec<_> = KINDS.iter().filter(|kind| kind.options.contains(&option)).map(|kind| kind.name).collect();
+    Failure::usage(format!("--{option} is for {}, not for {spec}", have.join(" and ")))
+}
+
+/// Opens a device.
+pub fn open(spec: &DeviceSpec, options: &OpenOptions) -> Result<OpenDevice, Failure> {
+    options.open(spec).map_err(|e| cannot_open(&e, options))
+}
+
+/// The error of opening a device, with what helps against it.
+pub fn cannot_open(error: &OpenError, options: &OpenOptions) -> Failure {
+    let (spec, source) = match error {
+        OpenError::Option { option, .. } => return Failure::usage(format!("--{option}: {error}")),
+        OpenError::Drive(load::Error::NoQueue { .. }) => {
+            return Failure::usage(error.to_string()).hint("--mm-channel auto uses all channels");
+        }
+        OpenError::Device { spec, source } => (spec, &**source),
+        _ => return Failure::because("cannot open the device", error),
+    };
+    let failure = Failure::because(format!("cannot open {spec}"), source);
+    let hint = match source.downcast_ref::<PciCardError>() {
+        Some(PciCardError::VfioUser(_)) => {
+            "`dmalane card serve --vfio-user SOCKET` serves a card, to one client at a time".to_owned()
+        }
+        Some(PciCardError::NotACard { .. }) => "`dmalane devices` lists what is bound to vfio-pci".to_owned(),
+        _ if spec.kind().name == "soft" && Failure::is_out_of_memory(source) => format!(
+            "the card reserves address space for all of its memory (ulimit -v): make it smaller with --card-ddr and \
+             --card-hbm, now {} and {}",
+            binary(options.card_ddr.unwrap_or(CARD_DDR.bytes())),
+            binary(options.card_hbm.unwrap_or(CARD_HBM.bytes()))
+        ),
+        _ => return failure,
+    };
+    failure.hint(hint)
+}
+
+/// Parses the size of a memory of the software card.
+pub fn card_memory(text: &str) -> Result<Size, String> {
+    match size::nonzero(text) {
+        Ok(size) if size.bytes() <= CARD_MOST.bytes() => Ok(size),
+        Ok(_) => Err(format!("a memory of the card has at most {CARD_MOST}")),
+        Err(e) => Err(e.to_string()),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn an_option_of_another_kind_is_refused_with_the_kinds_that_have_it() {
+        let options = OpenOptions { card_ddr: Some(1), ..OpenOptions::default() };
+        let spec = parse("vfio:0000:01:00.0").unwrap();
+        let Err(failure) = check(&spec, &options) else { panic!("vfio takes sizes") };
+        assert!(failure.text("x").contains("--card-ddr is for soft and daemon, not for vfio:0000:01:00.0"));
+        assert!(check(&parse("soft").unwrap(), &options).is_ok());
+        assert!(parse("gpu0").unwrap_err().contains("`dmalane devices`"));
+    }
+}

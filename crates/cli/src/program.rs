@@ -1,0 +1,99 @@
+//! The life of a program: its command line is parsed, it runs, and it says what failed.
+
+use std::io::Write;
+use std::path::PathBuf;
+use std::process::ExitCode;
+
+use clap::error::ErrorKind;
+use clap::{Args, CommandFactory, Parser};
+use clap_complete::Shell;
+
+use crate::failure::{Failure, USAGE};
+use crate::output;
+
+/// Parses the command line of this process as `P` and runs it; reports what fails.
+pub fn start<P: Parser>(run: impl FnOnce(P) -> Result<ExitCode, Failure>) -> ExitCode {
+    let result = match P::try_parse() {
+        Ok(program) => run(program),
+        Err(error) => not_run::<P>(&error),
+    };
+    result.unwrap_or_else(|failure| failure.report(P::command().get_name()))
+}
+
+/// Prints the help or version that was asked for, or reports the usage error in the form of a [`Failure`].
+fn not_run<P: Parser>(error: &clap::Error) -> Result<ExitCode, Failure> {
+    if matches!(error.kind(), ErrorKind::DisplayHelp | ErrorKind::DisplayVersion) {
+        output::written(error.print())?;
+        return Ok(ExitCode::SUCCESS);
+    }
+    let text = error.render().to_string();
+    let name = P::command().get_name().to_owned();
+    let text = text.strip_prefix("error: ").map_or(text.clone(), |rest| format!("{name}: {rest}"));
+    // A closed stderr leaves nobody to tell.
+    let _ = std::io::stderr().write_all(text.replace("\n  tip: ", "\nhint: ").as_bytes());
+    Ok(ExitCode::from(USAGE))
+}
+
+/// Print a completion script for a shell.
+#[derive(Args)]
+pub struct Completions {
+    /// The shell
+    #[arg(value_enum)]
+    shell: Shell,
+}
+
+impl Completions {
+    /// Prints the script for the program `P`.
+    ///
+    /// # Errors
+    /// Stdout cannot be written.
+    pub fn run<P: CommandFactory>(self) -> Result<ExitCode, Failure> {
+        // Into memory first: the generator panics when a pipe breaks.
+        let mut script = Vec::new();
+        let mut program = P::command();
+        let name = program.get_name().to_owned();
+        clap_complete::generate(self.shell, &mut program, name, &mut script);
+        output::print(&String::from_utf8_lossy(&script))?;
+        Ok(ExitCode::SUCCESS)
+    }
+}
+
+/// The examples in the help of [`Completions`], for the program of this name.
+#[macro_export]
+macro_rules! completion_examples {
+    ($name:literal) => {
+        concat!(
+            "Examples:\n  ",
+            $name,
+            " completions bash > ~/.local/share/bash-completion/completions/",
+            $name,
+            "\n  ",
+            $name,
+            " completions zsh > \"${fpath[1]}/_",
+            $name,
+            "\"\n  ",
+            $name,
+            " completions fish > ~/.config/fish/completions/",
+            $name,
+            ".fish"
+        )
+    };
+}
+
+/// Write manual pages.
+#[derive(Args)]
+pub struct Man {
+    /// The directory to write to
+    directory: PathBuf,
+}
+
+impl Man {
+    /// Writes a page for each command of the program `P`.
+    ///
+    /// # Errors
+    /// The directory cannot be written.
+    pub fn run<P: CommandFactory>(self) -> Result<ExitCode, Failure> {
+        clap_mangen::generate_to(P::command(), self.directory)?;
+        Ok(ExitCode::SUCCESS)
+    }
+}
