@@ -6,7 +6,7 @@ use dmalane_addr::Access;
 use dmalane_dma::{BufferSlice, Heap, Registrar, VolatileSlice};
 use dmalane_queue::{
     Abilities, DeviceAddr, DeviceQueue, Direction, OpError, Operation, QueueAddr, Refusal, Refused, Registered, RunError,
-    run,
+    drain, run,
 };
 use thiserror::Error;
 
@@ -200,6 +200,10 @@ impl Bounce {
             self.slice = Some(whole);
             lost()
         })?;
+        // What did not end in time before may have ended since.
+        if queue.in_flight() > 0 {
+            drain(queue, Duration::ZERO);
+        }
         let operation = Operation::copy(direction, (front, self.via.clone()), at);
         let joined = |front: Option<BufferSlice>| front.and_then(|front| front.join(rest).ok());
         match run(queue, operation, self.timeout) {

@@ -12,10 +12,13 @@ use std::time::Duration;
 use clap::{Args, ValueEnum};
 use dmalane::addr::{Access, FileOffset};
 use dmalane::card::{CardConfig, SoftBus};
-use dmalane::dma::{AnonHeap, DmaHeap, MemfdHeap, Needs, PageKind, Picked, SoftHost, pick};
+use dmalane::dma::{AnonHeap, DmaHeap, HostConfig, MemfdHeap, Needs, PageKind, Picked, SoftHost, pick};
 use dmalane::file::Mode;
 use dmalane::load::fill::{Event, Extent, FillError, Filled, Job};
-use dmalane::{AllocAndRead, AllocRead, ReadError, ReadMethod, ReadOptions, ReadSource, Scheme, read_all, read_mapped};
+use dmalane::{
+    AllocAndRead, AllocRead, DeviceSpec, ReadError, ReadMethod, ReadOptions, ReadSource, Scheme, read_all, read_mapped,
+    read_to_device,
+};
 
 use crate::device::{self as opening, LARGE_HOST, card_memory};
 use crate::failure::Failure;

@@ -1,9 +1,8 @@
 //! Checks of what other devices and other programs need.
 
-use dmalane::vfio;
+use dmalane::{pci, vfio};
 
 use super::{Check, Subject};
-use dmalane::pci;
 use crate::probe::{Node, Probe};
 
 /// How many names are listed before the rest is counted.
