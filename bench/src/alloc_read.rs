@@ -16,8 +16,8 @@ use dmalane::addr::FileOffset;
 use dmalane::dma::{
     AnonHeap, BufferSlice, Heap, MemfdHeap, PageKind, Pool, SharedBuf, VolatileSlice, export_dma_buf, footprint,
 };
-use dmalane::file::{FileChannel, Io, Mode, read_now};
-use dmalane::queue::{Channel, Direction, Transfer};
+use dmalane::file::{FileQueue, Io, Mode, read_now};
+use dmalane::queue::{Operation, Queue};
 use dmalane::{AllocAndRead, AllocRead, FileOptions, ReadOptions, Scheme};
 use rustix::time::{ClockId, clock_gettime};
 use twox_hash::XxHash3_64;
@@ -443,10 +443,10 @@ impl Bench {
     fn mmap_read(&self, mode: Mode) -> Result<SharedBuf> {
         let buf = SharedBuf::sparse("normal", self.size as usize)?;
         let options = FileOptions { mode, io: Io::Pread, depth: 1, block: 1 << 30 };
-        let mut channel = FileChannel::open(&self.path, options)?;
-        let transfer = Transfer { part: buf.into_part(), direction: Direction::ToHost, far: FileOffset::new(0) };
+        let mut channel = FileQueue::open(&self.path, options)?;
+        let transfer = Operation::read(buf.into_part(), FileOffset::new(0));
         let back = dmalane::queue::run(&mut channel, transfer, Duration::from_secs(300))?;
-        back.part.into_whole().map_err(|_| "a part of a buffer".into())
+        back.into_slice().and_then(|slice| slice.into_whole().ok()).ok_or_else(|| "a part of a buffer".into())
     }
 
     fn sendfile(&self, direct: bool) -> Result<File> {
@@ -511,21 +511,23 @@ impl Bench {
         let part = self.ready()?; // not counted
         let start = Instant::now();
         let options = FileOptions { mode: Mode::Direct, io: Io::Auto, depth: self.read.depth, block: self.read.block };
-        let mut channel = FileChannel::open(&self.path, options)?;
+        let mut channel = FileQueue::open(&self.path, options)?;
         let (mut rest, mut at, mut done) = (part, 0, Vec::new());
         let mut back: BTreeMap<usize, BufferSlice> = BTreeMap::new();
         while at < self.size || channel.in_flight() > 0 {
             while at < self.size && channel.in_flight() < channel.limits().capacity {
                 let len = (self.size - at).min(self.read.block as u64);
                 let part = rest.split_off_front(len as usize).ok_or("a short buffer")?;
-                let transfer = Transfer { part, direction: Direction::ToHost, far: FileOffset::new(at) };
+                let transfer = Operation::read(part, FileOffset::new(at));
                 let _ticket = channel.submit(transfer)?;
                 at += len;
             }
             channel.wait(&mut done, Duration::from_secs(1));
             for c in done.drain(..) {
                 c.result?;
-                back.insert(c.transfer.part.offset(), c.transfer.part);
+                if let Some(slice) = c.operation.into_slice() {
+                    back.insert(slice.offset(), slice);
+                }
             }
         }
         let seconds = start.elapsed().as_secs_f64();

@@ -17,7 +17,7 @@ use dmalane::addr::{Access, Address, CardAddr};
 use dmalane::card::{Card, CardConfig, CardQueue, SoftBus, Workers};
 use dmalane::daemon::{Client, Config, Limits, Listener, Options as ClientOptions, Server};
 use dmalane::dma::{BufferSlice, Heap, HostBus, HostConfig, MemfdHeap, PageKind, SharedBuf, SoftHost};
-use dmalane::queue::{CacheHint, DeviceAddr, Direction, Ended, Operation, Queue, Registered};
+use dmalane::queue::{CacheHint, Completion, DeviceAddr, Direction, Operation, Queue, Registered};
 
 use crate::clock::{pin_to, time};
 use crate::report::{Details, Report};
@@ -124,7 +124,7 @@ impl<B: HostBus> Side<B> {
             let (part, more) = rest.split_at(size).map_err(|_| "a region of whole copies")?;
             rest = more;
             let place = self.card.layout().ddr.first().checked_add(at as u64).ok_or("no such place")?;
-            ready.push(Operation::copy(direction, part, self.via.clone(), DeviceAddr::Card(place)).hint(hint));
+            ready.push(Operation::copy(direction, (part, self.via.clone()), DeviceAddr::Card(place)).hint(hint));
         }
         Ok(Walk { queue: self.card.queue(0)?, back: Vec::with_capacity(ready.len()), ready, ended: Vec::new(), tail })
     }
@@ -134,10 +134,10 @@ impl<B: HostBus> Side<B> {
         let Walk { mut queue, ready, tail, .. } = walk;
         let mut whole: Option<BufferSlice> = None;
         for operation in ready {
-            let host = operation.into_parts().pop().ok_or("an operation without a part")?;
+            let part = operation.into_slice().ok_or("an operation without a part")?;
             whole = Some(match whole {
-                None => host.part,
-                Some(whole) => whole.join(host.part).map_err(|_| "parts out of order")?,
+                None => part,
+                Some(whole) => whole.join(part).map_err(|_| "parts out of order")?,
             });
         }
         let whole = whole.ok_or("no parts")?;
@@ -145,14 +145,14 @@ impl<B: HostBus> Side<B> {
         let via = Registered::new(&*self.bus, &other, Access::RW)?;
         let at = DeviceAddr::Card(self.card.layout().ddr.first());
         let _ticket =
-            queue.enqueue(Operation::copy(Direction::ToHost, other.into_part(), via, at)).map_err(|e| e.reason)?;
+            queue.submit(Operation::copy(Direction::ToHost, (other.into_part(), via), at)).map_err(|e| e.reason)?;
         let mut ended = Vec::new();
         while ended.is_empty() {
             queue.wait(&mut ended, Duration::from_secs(10));
         }
         let end = ended.pop().ok_or("one")?;
         end.result?;
-        let there = end.operation.into_parts().pop().ok_or("its part")?.part;
+        let there = end.operation.into_slice().ok_or("its part")?;
         if let Some(at) = whole.view().first_difference(there.view()) {
             return Err(format!("byte {at} differs").into());
         }
@@ -180,7 +180,7 @@ struct Walk<B: HostBus> {
     queue: CardQueue<B>,
     ready: Vec<Operation>,
     back: Vec<Operation>,
-    ended: Vec<Ended>,
+    ended: Vec<Completion>,
     tail: BufferSlice,
 }
 
@@ -188,7 +188,7 @@ impl<B: HostBus> Walk<B> {
     /// Over the region, at most 32 operations in flight, polling.
     fn once(&mut self) {
         let Self { queue, ready, back, ended, .. } = self;
-        let mut collect = |ended: &mut Vec<Ended>| {
+        let mut collect = |ended: &mut Vec<Completion>| {
             back.extend(ended.drain(..).map(|e| {
                 assert_eq!(e.result, Ok(()));
                 e.operation
@@ -199,7 +199,7 @@ impl<B: HostBus> Walk<B> {
                 queue.poll(ended);
                 collect(ended);
             }
-            let _ticket = queue.enqueue(operation).expect("room");
+            let _ticket = queue.submit(operation).expect("room");
         }
         while queue.in_flight() > 0 {
             queue.poll(ended);
@@ -320,7 +320,7 @@ fn two_clients(options: &Options, daemon: &Daemon, name: &str, sizes: [usize; 2]
                     while walk.queue.in_flight() < DEPTH
                         && let Some(operation) = waiting.pop_front()
                     {
-                        let _ticket = walk.queue.enqueue(operation).map_err(|e| e.reason)?;
+                        let _ticket = walk.queue.submit(operation).map_err(|e| e.reason)?;
                     }
                     walk.queue.wait(&mut walk.ended, Duration::from_millis(100));
                     for end in walk.ended.drain(..) {

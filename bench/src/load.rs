@@ -11,9 +11,9 @@ use std::time::{Duration, Instant};
 
 use dmalane::addr::FileOffset;
 use dmalane::dma::{AnonHeap, BufferSlice, CopyHint, Heap, SharedBuf};
-use dmalane::file::{FileChannel, Mode};
+use dmalane::file::{FileQueue, Mode};
 use dmalane::load::{Placement, write_sample};
-use dmalane::queue::{Channel, Direction, Transfer};
+use dmalane::queue::{Operation, Queue};
 use dmalane::{FileOptions, SoftConfig, SoftDevice, open_file};
 
 use crate::report::Report;
@@ -138,8 +138,8 @@ impl Bench {
         Ok(rustix::fs::fadvise(&file, 0, None, rustix::fs::Advice::DontNeed)?)
     }
 
-    fn channel(&self, mode: Mode) -> Result<FileChannel> {
-        Ok(FileChannel::open(&self.path, FileOptions { mode, ..FileOptions::default() })?)
+    fn channel(&self, mode: Mode) -> Result<FileQueue> {
+        Ok(FileQueue::open(&self.path, FileOptions { mode, ..FileOptions::default() })?)
     }
 
     /// The whole path, from opening the file to the last bind.
@@ -170,7 +170,7 @@ impl Bench {
             {
                 let len = (self.size - at).min(part.len() as u64);
                 let (part, tail) = part.split_at(len as usize).map_err(|_| "a short buffer")?;
-                let transfer = Transfer { part, direction: Direction::ToHost, far: FileOffset::new(at) };
+                let transfer = Operation::read(part, FileOffset::new(at));
                 tails.push((channel.submit(transfer)?, tail));
                 at += len;
             }
@@ -179,7 +179,8 @@ impl Bench {
                 c.result?;
                 let i = tails.iter().position(|(t, _)| *t == c.ticket).ok_or("an unknown ticket")?;
                 let (_, tail) = tails.swap_remove(i);
-                self.parts.push(c.transfer.part.join(tail).map_err(|_| "parts of two buffers")?);
+                let part = c.operation.into_slice().ok_or("a read")?;
+                self.parts.push(part.join(tail).map_err(|_| "parts of two buffers")?);
             }
         }
         Ok(start.elapsed().as_secs_f64())
@@ -190,15 +191,16 @@ impl Bench {
         let start = Instant::now();
         let options =
             FileOptions { io: dmalane::file::Io::Pread, block: 2 << 20, mode: Mode::Direct, ..FileOptions::default() };
-        let mut channel = FileChannel::open(&self.path, options)?;
+        let mut channel = FileQueue::open(&self.path, options)?;
         let mut at = 0;
         while at < self.size {
             let part = self.parts.pop().ok_or("no buffer")?;
             let len = (self.size - at).min(part.len() as u64);
             let (part, tail) = part.split_at(len as usize).map_err(|_| "a short buffer")?;
-            let transfer = Transfer { part, direction: Direction::ToHost, far: FileOffset::new(at) };
+            let transfer = Operation::read(part, FileOffset::new(at));
             let back = dmalane::queue::run(&mut channel, transfer, Duration::from_secs(60))?;
-            self.parts.push(back.part.join(tail).map_err(|_| "parts of two buffers")?);
+            let back = back.into_slice().ok_or("a read")?;
+            self.parts.push(back.join(tail).map_err(|_| "parts of two buffers")?);
             at += len;
         }
         Ok(start.elapsed().as_secs_f64())
@@ -212,9 +214,13 @@ impl Bench {
         let heap = AnonHeap::new();
         let old = std::mem::replace(&mut self.whole, heap.allocate(4096)?.share());
         let (part, tail) = old.into_part().split_at(self.size as usize).map_err(|_| "a short buffer")?;
-        let transfer = Transfer { part, direction: Direction::ToHost, far: FileOffset::new(0) };
+        let transfer = Operation::read(part, FileOffset::new(0));
         let back = dmalane::queue::run(&mut channel, transfer, Duration::from_secs(60))?;
-        let whole = back.part.join(tail).ok().and_then(|p| p.into_whole().ok()).ok_or("parts of two buffers")?;
+        let whole = back
+            .into_slice()
+            .and_then(|back| back.join(tail).ok())
+            .and_then(|p| p.into_whole().ok())
+            .ok_or("parts of two buffers")?;
         self.whole = whole;
         let bytes = self.whole.view().sub(0, self.size as usize).ok_or("a short buffer")?;
         self.card.view().copy_from(bytes, CopyHint::Stream);

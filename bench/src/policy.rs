@@ -4,9 +4,9 @@
 
 use std::time::Duration;
 
-use dmalane::validate::link::assumptions::{Assumption, Load, all, demands, loads, toggling};
-use dmalane::validate::link::{Copy, Half, Place, Rig, shortest};
 use dmalane::queue::{AddressPolicy, BalancePolicy, Direction};
+use dmalane::validate::link::assumptions::{Assumption, Load, all, demands, loads, toggling};
+use dmalane::validate::link::{Copy, Half, Rig, shortest};
 
 use crate::report::Report;
 
@@ -24,7 +24,7 @@ const SIZES: [u64; 3] = [64 << 20, 256 << 20, 1 << 30];
 type Seconds = Vec<f64>;
 
 /// What each batch took, and the shortest that it could have taken.
-fn batches<P: dmalane::queue::Policy<Place>>(
+fn batches<P: dmalane::queue::Policy>(
     a: &Assumption,
     copies: &[Copy],
     policy: P,

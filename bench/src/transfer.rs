@@ -12,7 +12,7 @@ use std::time::Duration;
 use dmalane::addr::{Access, CardAddr, Span};
 use dmalane::card::{Card, CardConfig, CardQueue, SoftBus, Workers};
 use dmalane::dma::{AnonHeap, BufferSlice, CopyHint, CpuBuf, Heap, HostConfig, SharedBuf, SoftHost};
-use dmalane::queue::{CacheHint, DeviceAddr, Direction, Ended, Operation, Queue, Registered};
+use dmalane::queue::{CacheHint, Completion, DeviceAddr, Direction, Operation, Queue, Registered};
 
 use crate::clock::{pin, time};
 use crate::report::{Details, Report};
@@ -113,7 +113,7 @@ struct Walk {
     queue: CardQueue<SoftBus>,
     ready: Vec<Operation>,
     back: Vec<Operation>,
-    ended: Vec<Ended>,
+    ended: Vec<Completion>,
 }
 
 impl Walk {
@@ -133,7 +133,7 @@ impl Walk {
             let (part, more) = rest.split_at(size).map_err(|_| "a region of whole copies")?;
             rest = more;
             let at = DeviceAddr::Card(CardAddr::new(at + place as u64));
-            ready.push(Operation::copy(direction, part, via.clone(), at).hint(hint));
+            ready.push(Operation::copy(direction, (part, via.clone()), at).hint(hint));
         }
         Ok(Self { queue, back: Vec::with_capacity(ready.len()), ready, ended: Vec::new() })
     }
@@ -147,7 +147,7 @@ impl Walk {
     /// Once over the region, at most 32 operations in flight: those that end first make room for the next.
     fn once(&mut self) {
         let Self { queue, ready, back, ended } = self;
-        let mut collect = |ended: &mut Vec<Ended>| {
+        let mut collect = |ended: &mut Vec<Completion>| {
             back.extend(ended.drain(..).map(|e| {
                 assert_eq!(e.result, Ok(()));
                 e.operation
@@ -158,7 +158,7 @@ impl Walk {
                 while queue.poll(ended) == 0 {}
                 collect(ended);
             }
-            let _ticket = queue.enqueue(operation).expect("room");
+            let _ticket = queue.submit(operation).expect("room");
         }
         while queue.in_flight() > 0 {
             queue.poll(ended);
@@ -303,10 +303,10 @@ fn inline(options: &Options, direction: Direction, name: &str, report: &mut Repo
 fn check(mut walk: Walk, bench: &Bench, rest: BufferSlice, direction: Direction) -> Result<SharedBuf> {
     let mut whole: Option<BufferSlice> = None;
     for operation in std::mem::take(&mut walk.ready) {
-        let Some(host) = operation.into_parts().pop() else { return Err("an operation without a part".into()) };
+        let Some(part) = operation.into_slice() else { return Err("an operation without a part".into()) };
         whole = Some(match whole {
-            None => host.part,
-            Some(whole) => whole.join(host.part).map_err(|_| "parts out of order")?,
+            None => part,
+            Some(whole) => whole.join(part).map_err(|_| "parts out of order")?,
         });
     }
     let whole = whole.ok_or("no parts")?;
@@ -366,9 +366,9 @@ fn both(walks: &mut [Walk]) {
             while walk.queue.in_flight() < 32
                 && let Some(operation) = waiting.next()
             {
-                let _ticket = walk.queue.enqueue(operation).expect("room");
+                let _ticket = walk.queue.submit(operation).expect("room");
             }
-            walk.queue.doorbell();
+            walk.queue.flush();
         }
         for (walk, waiting) in walks.iter_mut().zip(&mut waiting) {
             walk.queue.poll(&mut walk.ended);
@@ -415,9 +415,9 @@ fn doorbell(options: &Options, report: &mut Report) -> Result<()> {
             let took = time(|| {
                 while ready.len() > 0 {
                     for operation in ready.by_ref().take(batch) {
-                        let _ticket = walk.queue.enqueue(operation).expect("room");
+                        let _ticket = walk.queue.submit(operation).expect("room");
                     }
-                    walk.queue.doorbell();
+                    walk.queue.flush();
                 }
             });
             samples[how].push(took);
@@ -429,10 +429,10 @@ fn doorbell(options: &Options, report: &mut Report) -> Result<()> {
     }
     let items = Details { items: Some(256), ..Details::default() };
     let row = |report: &mut Report, name, s: &[f64]| report.detailed_row("doorbell", name, 0, s, items) * 1e9 / 256.0;
-    let one = row(report, "enqueue + doorbell", &samples[0]);
-    let batch = row(report, "enqueue, a doorbell for 32", &samples[1]);
-    report.at_most_in("enqueue + doorbell", 50.0, one, "ns, at most");
-    report.at_most_in("enqueue in a batch of 32", 20.0, batch, "ns, at most");
+    let one = row(report, "submit + flush", &samples[0]);
+    let batch = row(report, "submit, a flush for 32", &samples[1]);
+    report.at_most_in("submit + flush", 50.0, one, "ns, at most");
+    report.at_most_in("submit in a batch of 32", 20.0, batch, "ns, at most");
     Ok(())
 }
 
@@ -446,13 +446,13 @@ fn registered(options: &Options, report: &mut Report) -> Result<()> {
             let mut part = Some(buf.into_part());
             let mut copy = |via: Registered| {
                 let at = DeviceAddr::Card(CardAddr::new(0));
-                let operation = Operation::copy(Direction::FromHost, part.take().expect("the part"), via, at);
-                let _ticket = queue.enqueue(operation).expect("room");
+                let operation = Operation::copy(Direction::FromHost, (part.take().expect("the part"), via), at);
+                let _ticket = queue.submit(operation).expect("room");
                 let mut ended = Vec::new();
                 queue.wait(&mut ended, LONG);
                 let ended = ended.pop().expect("one");
                 assert_eq!(ended.result, Ok(()));
-                part = ended.operation.into_parts().pop().map(|h| h.part);
+                part = ended.operation.into_slice();
             };
             let share = via.mapping().pinned().share().clone();
             let times = (16 * MIB / size).clamp(2, 256);

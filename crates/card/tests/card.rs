@@ -5,12 +5,12 @@ use std::time::{Duration, Instant};
 
 use dmalane_addr::{Access, CardAddr, DeviceVa, Iova, Span};
 use dmalane_card::regs::{self, BAR_MEMORY, BAR_REGISTERS};
-use dmalane_card::{Card, CardChannel, CardConfig, CardTables, Descriptor, Error, SoftBus, Task, Workers};
+use dmalane_card::{Card, CardConfig, CardQueue, CardTables, Descriptor, Error, SoftBus, Task, Workers};
 use dmalane_dma::{AnonHeap, FaultReason, Heap, HostBus, HostConfig, SharedBuf, SoftHost};
 use dmalane_iopt::{Format, PageTable, Tables, X86_64_4Level};
 use dmalane_queue::{
-    AddressPolicy, Channel, DeviceAddr, DeviceFar, Direction, OpError, Refusal, Registered, Route, RunError, Split,
-    Transfer, drain, run,
+    AddressPolicy, DeviceAddr, Direction, OpError, Operation, Queue, Refusal, Registered, Route, RunError, Split,
+    drain, run,
 };
 
 const MIB: u64 = 1 << 20;
@@ -40,14 +40,14 @@ fn buffer(bus: &Bus, len: usize, access: Access) -> (SharedBuf, Registered) {
     (buf, via)
 }
 
-fn to_card(buf: SharedBuf, via: &Registered, at: DeviceAddr) -> Transfer<DeviceFar> {
-    Transfer { part: buf.into_part(), direction: Direction::FromHost, far: DeviceFar { at, via: via.clone() } }
+fn to_card(buf: SharedBuf, via: &Registered, at: DeviceAddr) -> Operation {
+    Operation::write((buf.into_part(), via.clone()), at)
 }
 
 /// Runs one transfer of a new buffer; the error when it fails.
-fn copy(channel: &mut CardChannel<Bus>, bus: &Bus, direction: Direction, at: DeviceAddr) -> Result<(), OpError> {
+fn copy(channel: &mut CardQueue<Bus>, bus: &Bus, direction: Direction, at: DeviceAddr) -> Result<(), OpError> {
     let (buf, via) = buffer(bus, 8192, Access::RW);
-    match run(channel, Transfer { direction, ..to_card(buf, &via, at) }, SECOND) {
+    match run(channel, Operation::copy(direction, (buf.into_part(), via), at), SECOND) {
         Ok(_) => Ok(()),
         Err(RunError::Failed(_, e)) => Err(e),
         Err(e) => panic!("{e}"),
@@ -69,12 +69,12 @@ fn says_what_it_has() {
     let routes: Vec<_> = card.areas().into_iter().map(|a| (a.route, a.span.len())).collect();
     assert_eq!(routes, [(Route::Shared, 8 * MIB), (Route::Channel(0), 4 * MIB), (Route::Channel(1), 4 * MIB)]);
     assert_eq!((card.channels(), card.mmu_format()), (2, Some(X86_64_4Level::NAME)));
-    let channel = card.channel(1).unwrap();
+    let channel = card.queue(1).unwrap();
     assert_eq!((channel.limits().capacity, channel.limits().max_len), (16, 1 << 30));
-    assert!(matches!(card.channel(1), Err(Error::ChannelTaken(1))));
-    assert!(matches!(card.channel(2), Err(Error::NoChannel { index: 2, channels: 2 })));
+    assert!(matches!(card.queue(1), Err(Error::ChannelTaken(1))));
+    assert!(matches!(card.queue(2), Err(Error::NoChannel { index: 2, channels: 2 })));
     drop(channel);
-    card.channel(1).unwrap();
+    card.queue(1).unwrap();
     for entries in [0, 1, 3, 1 << 17] {
         let card = Card::open_with_rings(bus.clone(), &AnonHeap::new(), entries);
         assert!(matches!(card, Err(Error::RingSize { .. })));
@@ -89,15 +89,16 @@ fn says_what_it_has() {
 fn refuses_what_the_registration_does_not_permit() {
     let bus = bus(false);
     let card = card(&bus, 16);
-    let mut channel = card.channel(0).unwrap();
+    let mut channel = card.queue(0).unwrap();
     let (buf, via) = buffer(&bus, 4096, Access::READ);
-    let wrong_way = Transfer { direction: Direction::ToHost, ..to_card(buf, &via, at(0)) };
-    let refused = channel.submit(wrong_way).unwrap_err();
+    let refused = channel.submit(Operation::read((buf.into_part(), via), at(0))).unwrap_err();
     assert_eq!(refused.reason, Refusal::NotPermitted);
     let (_, other) = buffer(&bus, 4096, Access::RW);
-    let mut transfer = refused.transfer;
-    transfer.far.via = other;
-    assert_eq!(channel.submit(transfer).unwrap_err().reason, Refusal::NotRegistered);
+    let part = refused.operation.into_slice().unwrap();
+    let refused = channel.submit(Operation::read((part, other), at(0))).unwrap_err();
+    assert_eq!(refused.reason, Refusal::NotRegistered);
+    let refused = channel.submit(Operation::read(refused.operation.into_slice().unwrap(), at(0))).unwrap_err();
+    assert_eq!(refused.reason, Refusal::NotRegistered, "not at all");
     // Registered, but with the bus of another card: its IOVA would be somebody else's memory here.
     let (buf, via) = buffer(&self::bus(false), 4096, Access::RW);
     assert_eq!(channel.submit(to_card(buf, &via, at(0))).unwrap_err().reason, Refusal::NotRegistered);
@@ -111,18 +112,17 @@ fn refuses_what_the_registration_does_not_permit() {
 fn a_tiny_ring_goes_round_many_times() {
     for workers in [false, true] {
         let bus = bus(workers);
-        let mut channel = card(&bus, 2).channel(0).unwrap();
+        let mut channel = card(&bus, 2).queue(0).unwrap();
         let (buf, via) = buffer(&bus, 1000 * 8, Access::RW);
         let (mut rest, mut done, mut ended) = (buf.into_part(), Vec::new(), 0);
         for i in 0..1000u64 {
             let (part, more) = rest.split_at(8).unwrap();
             rest = more;
-            let mut transfer = to_card(AnonHeap::new().allocate(1).unwrap().share(), &via, at(i * 8));
-            transfer.part = part;
+            let mut operation = Operation::write((part, via.clone()), at(i * 8));
             loop {
-                match channel.submit(transfer) {
+                match channel.submit(operation) {
                     Ok(ticket) => break assert_eq!(ticket.number(), i),
-                    Err(refused) => transfer = refused.transfer,
+                    Err(refused) => operation = refused.operation,
                 }
                 ended += channel.wait(&mut done, SECOND);
             }
@@ -139,7 +139,7 @@ fn a_tiny_ring_goes_round_many_times() {
 fn errors_say_where() {
     let bus = bus(false);
     let card = card(&bus, 16);
-    let mut channel = card.channel(0).unwrap();
+    let mut channel = card.queue(0).unwrap();
     let outside = 8 * MIB - 4096;
     let e = copy(&mut channel, &bus, Direction::FromHost, at(outside)).unwrap_err();
     assert_eq!(e, OpError::NoCardMemory(CardAddr::new(outside)));
@@ -210,7 +210,7 @@ fn a_halted_channel_stops_and_a_new_one_works() {
     for workers in [false, true] {
         let bus = bus(workers);
         let card = card(&bus, 16);
-        let mut channel = card.channel(0).unwrap();
+        let mut channel = card.queue(0).unwrap();
         copy(&mut channel, &bus, Direction::FromHost, at(0)).unwrap();
         // Somebody else writes the doorbell: the card halts.
         bus.write32(BAR_REGISTERS, regs::channel(0, regs::CH_DOORBELL), 1000).unwrap();
@@ -226,7 +226,7 @@ fn a_halted_channel_stops_and_a_new_one_works() {
         let (buf, via) = buffer(&bus, 4096, Access::RW);
         assert!(matches!(channel.submit(to_card(buf, &via, at(0))).unwrap_err().reason, Refusal::Stopped(_)));
         drop(channel);
-        let mut channel = card.channel(0).unwrap();
+        let mut channel = card.queue(0).unwrap();
         copy(&mut channel, &bus, Direction::ToHost, at(0)).unwrap();
         assert_eq!(card.quarantined(), 0);
     }
@@ -237,7 +237,7 @@ fn the_mmu_walks_what_the_page_table_wrote() {
     for workers in [false, true] {
         let bus = bus(workers);
         let card = card(&bus, 16);
-        let mut channel = card.channel(0).unwrap();
+        let mut channel = card.queue(0).unwrap();
         let mut mmu = Mmu::new(card.tables(Span::new(CardAddr::new(7 * MIB), MIB).unwrap()).unwrap()).unwrap();
         card.set_mmu_root(mmu.root()).unwrap();
         let va = DeviceVa::new(0x7000_0000);
@@ -283,7 +283,7 @@ fn the_mmu_walks_what_the_page_table_wrote() {
 fn invalidation_waits_for_copies_by_old_translations() {
     let bus = bus(true);
     let card = card(&bus, 16);
-    let mut channel = card.channel(0).unwrap();
+    let mut channel = card.queue(0).unwrap();
     let mut mmu = Mmu::new(card.tables(Span::new(CardAddr::new(7 * MIB), MIB).unwrap()).unwrap()).unwrap();
     card.set_mmu_root(mmu.root()).unwrap();
     let va = DeviceVa::new(0x4000_0000);
@@ -294,7 +294,7 @@ fn invalidation_waits_for_copies_by_old_translations() {
         let buf = buf.share();
         let via = Registered::new(&*bus, &buf, Access::READ).unwrap();
         let _ticket = channel.submit(to_card(buf, &via, DeviceAddr::Va(va))).unwrap();
-        channel.ring_doorbell();
+        channel.flush();
         std::thread::sleep(Duration::from_micros(u64::from(round) * 40));
         let flush = mmu.unmap(Span::new(va, 4 * MIB).unwrap()).unwrap();
         card.invalidate_mmu().unwrap();
@@ -343,12 +343,12 @@ fn a_drop_in_the_middle_waits() {
         let bus = bus(workers);
         let card = card(&bus, 16);
         for _ in 0..3 {
-            let mut channel = card.channel(0).unwrap();
+            let mut channel = card.queue(0).unwrap();
             for _ in 0..8 {
                 let (buf, via) = buffer(&bus, 4 << 20, Access::RW);
                 let _ticket = channel.submit(to_card(buf, &via, at(0))).unwrap();
             }
-            channel.ring_doorbell();
+            channel.flush();
             drop(channel);
             assert_eq!(bus.host().stats().pinned_frames, 4, "only the rings are pinned");
         }
@@ -360,7 +360,7 @@ fn a_drop_in_the_middle_waits() {
 fn hbm_halves_go_their_own_ways() {
     let bus = bus(false);
     let card = card(&bus, 16);
-    let channels = vec![card.channel(0).unwrap(), card.channel(1).unwrap()];
+    let channels = vec![card.queue(0).unwrap(), card.queue(1).unwrap()];
     let mut split = Split::new(channels, AddressPolicy::new(card.areas()));
     let (buf, via) = buffer(&bus, 2 << 20, Access::RW);
     let start = card.layout().hbm_half.bits() - (1 << 19);
@@ -373,7 +373,7 @@ fn hbm_halves_go_their_own_ways() {
 #[test]
 fn waits_no_longer_than_told_and_sleeps_through_long_copies() {
     let bus = bus(true);
-    let mut channel = card(&bus, 16).channel(0).unwrap();
+    let mut channel = card(&bus, 16).queue(0).unwrap();
     let start = Instant::now();
     assert_eq!(channel.wait(&mut Vec::new(), Duration::from_secs(100)), 0, "nothing is in flight");
     assert!(start.elapsed() < SECOND);

@@ -7,9 +7,9 @@ use std::time::Duration;
 
 use dmalane_addr::{Access, CardAddr, Iova};
 use dmalane_card::fuzzing::{fuzz_driver, fuzz_ring};
-use dmalane_card::{Card, CardChannel, CardConfig, Completion, Error, SoftBus, Workers, regs};
+use dmalane_card::{Card, CardConfig, CardQueue, Completion, Error, SoftBus, Workers, regs};
 use dmalane_dma::{self as mem, AnonHeap, BufferRef, DeviceMem, Heap, HostBus, HostConfig, Mapping, Pinned, SoftHost};
-use dmalane_queue::{Channel, DeviceAddr, DeviceFar, Direction, OpError, Refusal, Registered, Transfer, drain};
+use dmalane_queue::{DeviceAddr, OpError, Operation, Queue, Refusal, Registered, drain};
 use proptest::prelude::*;
 
 proptest! {
@@ -109,12 +109,11 @@ impl HostBus for Liar {
     }
 }
 
-fn submit(bus: &Arc<Liar>, channel: &mut CardChannel<Liar>) -> Result<(), Refusal> {
+fn submit(bus: &Arc<Liar>, channel: &mut CardQueue<Liar>) -> Result<(), Refusal> {
     let buf = AnonHeap::new().allocate(4096).unwrap().share();
     let via = Registered::new(&**bus, &buf, Access::RW).unwrap();
-    let far = DeviceFar { at: DeviceAddr::Card(CardAddr::new(0)), via };
-    let transfer = Transfer { part: buf.into_part(), direction: Direction::ToHost, far };
-    channel.submit(transfer).map(drop).map_err(|refused| refused.reason)
+    let read = Operation::read((buf.into_part(), via), DeviceAddr::Card(CardAddr::new(0)));
+    channel.submit(read).map(drop).map_err(|refused| refused.reason)
 }
 
 #[test]
@@ -152,7 +151,7 @@ fn a_completion_that_was_not_asked_for_stops_the_channel() {
     let mut port = bus.bus.host().port();
     // As (cookie, status, descriptor number): another cookie, a status that does not exist, a mark of another lap.
     for (cookie, status, number) in [(7, 0, 0), (0, 200, 0), (0, 0, 12)] {
-        let mut channel = card.channel(0).unwrap();
+        let mut channel = card.queue(0).unwrap();
         submit(&bus, &mut channel).unwrap();
         let at = Iova::new(bus.completions.load(Ordering::Relaxed) + 8);
         let word = Completion { cookie, status, sequence: Completion::sequence_of(number) }.word();
@@ -175,13 +174,13 @@ fn a_completion_that_was_not_asked_for_stops_the_channel() {
 fn what_a_dead_card_may_still_touch_is_never_released() {
     let bus = Liar::new();
     let card = bus.open().unwrap();
-    let mut channel = card.channel(0).unwrap();
+    let mut channel = card.queue(0).unwrap();
     bus.dead.store(true, Ordering::Relaxed);
     submit(&bus, &mut channel).unwrap();
     submit(&bus, &mut channel).unwrap();
     drop(channel);
     assert_eq!(card.quarantined(), 2);
-    assert!(matches!(card.channel(0), Err(Error::ChannelTaken(0))));
+    assert!(matches!(card.queue(0), Err(Error::ChannelTaken(0))));
     drop(card);
     assert_eq!(bus.bus.host().stats().pinned_frames, 4, "two rings and two buffers");
 }

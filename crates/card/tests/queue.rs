@@ -11,13 +11,12 @@ use dmalane_addr::{Access, CardAddr, Iova};
 use dmalane_card::regs::{self, BAR_REGISTERS};
 use dmalane_card::{Card, CardConfig, CardQueue, SoftBus, Workers};
 use dmalane_dma::{
-    self as mem, AnonHeap, BufferRef, BufferSlice, DeviceMem, Heap, HostBus, HostConfig, Mapping, Pinned, SharedBuf,
-    SoftHost,
+    self as mem, AnonHeap, BufferRef, DeviceMem, Heap, HostBus, HostConfig, Mapping, Pinned, SharedBuf, SoftHost,
 };
-use dmalane_queue::conformance_queue::{Fixture, Model, Random, host_bytes, offset_of, operation};
+use dmalane_queue::conformance::{Fixture, Model, Random, host_bytes, offset_of, operation};
 use dmalane_queue::{
-    CacheHint, Cancelled, Class, CopyError, DeviceAddr, Direction, Ended, OpError, Operation, Queue, Refusal,
-    Registered, Registry, RegistryError, RegistryLimits, Shared, Work,
+    CacheHint, Cancelled, Class, Completion, CopyError, DeviceAddr, Direction, HostSlice, OpError, Operation, Queue,
+    Refusal, Registered, Registry, RegistryError, RegistryLimits, SharedLimits, SharedQueue, Work, run,
 };
 
 const MIB: u64 = 1 << 20;
@@ -129,7 +128,7 @@ impl Bench {
 
     fn copy(&self, len: usize) -> Operation {
         let (buf, via) = self.buffer(len);
-        Operation::copy(Direction::FromHost, buf.into_part(), via, at(0))
+        Operation::copy(Direction::FromHost, (buf.into_part(), via), at(0))
     }
 
     /// Only the rings are pinned, nothing was given up.
@@ -146,16 +145,17 @@ impl Fixture for Bench {
     fn queue(&mut self) -> Self::Queue {
         self.card.queue(0).unwrap()
     }
-    fn far_len(&self) -> u64 {
+    fn target_len(&self) -> u64 {
         FAR_LEN
     }
-    fn far(&self, offset: u64) -> DeviceAddr {
+    fn at(&self, offset: u64) -> DeviceAddr {
         at(offset)
     }
-    fn host(&mut self, len: usize) -> (BufferSlice, Registered) {
+    fn host(&mut self, len: usize) -> HostSlice {
         let (buf, via) = self.buffer(len);
-        (buf.into_part().split_at(len).unwrap().0, via)
+        (buf.into_part().split_at(len).unwrap().0, via).into()
     }
+
     fn peek(&mut self) -> Vec<u8> {
         let mut bytes = vec![0; FAR_LEN as usize];
         self.bus.bus.memory().read(CardAddr::new(0), &mut bytes).unwrap();
@@ -170,7 +170,7 @@ fn at(offset: u64) -> DeviceAddr {
     DeviceAddr::Card(CardAddr::new(offset))
 }
 
-fn drain<Q: Queue>(queue: &mut Q) -> Vec<Ended> {
+fn drain<Q: Queue>(queue: &mut Q) -> Vec<Completion<Q::Addr>> {
     let mut ended = Vec::new();
     while queue.in_flight() > 0 {
         queue.wait(&mut ended, LONG);
@@ -182,8 +182,8 @@ fn drain<Q: Queue>(queue: &mut Q) -> Vec<Ended> {
 fn survives(workers: Workers, operations: u64, seed: u64) {
     let mut bench = Bench::new(workers, 16);
     let mut random = Random(seed);
-    let mut model = Model { far: random.bytes(FAR_LEN as usize) };
-    bench.poke(&model.far);
+    let mut model = Model { target: random.bytes(FAR_LEN as usize) };
+    bench.poke(&model.target);
     let mut queue = bench.queue();
     let place = offset_of(&bench);
     let mut waiting = std::collections::HashMap::new();
@@ -194,7 +194,7 @@ fn survives(workers: Workers, operations: u64, seed: u64) {
         match random.below(100) {
             0..70 => {
                 let (operation, bytes) = operation(&mut bench, &mut random, queue.abilities(), 4000);
-                match queue.enqueue(operation) {
+                match queue.submit(operation) {
                     Ok(ticket) => {
                         count += 1;
                         assert!(waiting.insert(ticket, bytes).is_none(), "tickets are unique");
@@ -207,7 +207,7 @@ fn survives(workers: Workers, operations: u64, seed: u64) {
                     Err(rejected) => assert_eq!(rejected.reason, Refusal::Full),
                 }
             }
-            70..80 => queue.doorbell(),
+            70..80 => queue.flush(),
             80..85 => {
                 let tickets: Vec<_> = waiting.keys().copied().collect();
                 if !tickets.is_empty() {
@@ -234,7 +234,7 @@ fn survives(workers: Workers, operations: u64, seed: u64) {
                 bench.assert_clean();
                 waiting.clear();
                 ended.clear();
-                model.far = bench.peek();
+                model.target = bench.peek();
             }
             98 if random.below(4) == 0 => {
                 // A stall that the time-out notices: stop, wait for the end of all, go on.
@@ -251,7 +251,7 @@ fn survives(workers: Workers, operations: u64, seed: u64) {
             _ => {}
         }
         let mut resync = false;
-        for Ended { ticket, operation, result, bytes: done } in ended.drain(..) {
+        for Completion { ticket, operation, result, bytes: done } in ended.drain(..) {
             let mut bytes = waiting.remove(&ticket).expect("each ends once");
             let total = operation.bytes();
             match result {
@@ -279,9 +279,9 @@ fn survives(workers: Workers, operations: u64, seed: u64) {
         if resync {
             assert_eq!(queue.in_flight(), 0);
             assert!(queue.restart());
-            model.far = bench.peek();
+            model.target = bench.peek();
         } else if queue.in_flight() == 0 && random.below(20) == 0 {
-            assert!(bench.peek() == model.far, "device memory after {count} operations");
+            assert!(bench.peek() == model.target, "device memory after {count} operations");
         }
     }
     drop(drain(&mut queue));
@@ -315,7 +315,7 @@ fn a_lost_completion_stops_the_channel_and_frees_nothing_early() {
     queue.set_timeout(Some(Duration::from_millis(5)));
     bench.bus.lose.store(2, Ordering::Relaxed);
     for _ in 0..5 {
-        let _ticket = queue.enqueue(bench.copy(4096)).unwrap();
+        let _ticket = queue.submit(bench.copy(4096)).unwrap();
     }
     let ended = drain(&mut queue);
     assert_eq!(ended.len(), 5);
@@ -324,7 +324,7 @@ fn a_lost_completion_stops_the_channel_and_frees_nothing_early() {
         assert!(matches!(&end.result, Err(OpError::Stopped(why)) if why.contains("5ms")), "{:?}", end.result);
     }
     assert!(queue.restart());
-    let _ticket = queue.enqueue(bench.copy(4096)).unwrap();
+    let _ticket = queue.submit(bench.copy(4096)).unwrap();
     assert_eq!(drain(&mut queue)[0].result, Ok(()));
     drop((queue, ended));
     bench.assert_clean();
@@ -335,11 +335,11 @@ fn a_stalled_channel_keeps_its_memory_until_it_has_stopped() {
     let bench = Bench::new(Workers::Inline, 16);
     let mut queue = bench.card.queue(0).unwrap();
     queue.set_timeout(Some(Duration::from_millis(5)));
-    let _ticket = queue.enqueue(bench.copy(4096)).unwrap();
+    let _ticket = queue.submit(bench.copy(4096)).unwrap();
     bench.bus.stalled.store(true, Ordering::Relaxed);
     let mut ended = Vec::new();
     assert_eq!(queue.wait(&mut ended, Duration::from_millis(50)), 0, "not before the card has confirmed");
-    assert_eq!((queue.in_flight(), queue.stats().stops), (1, 1));
+    assert_eq!((queue.in_flight(), queue.stats().unwrap().stops), (1, 1));
     assert!(!queue.restart());
     bench.bus.stalled.store(false, Ordering::Relaxed);
     // It did not hear of the stop, so it is told again.
@@ -353,13 +353,13 @@ fn a_stalled_channel_keeps_its_memory_until_it_has_stopped() {
 fn a_flipped_bit_is_found_by_a_comparison() {
     let bench = Bench::new(Workers::Inline, 16);
     let mut queue = bench.card.queue(0).unwrap();
-    let _ticket = queue.enqueue(bench.copy(3 << 20)).unwrap();
-    let mut host = drain(&mut queue).remove(0).operation.into_parts();
+    let _ticket = queue.submit(bench.copy(3 << 20)).unwrap();
+    let mut host = drain(&mut queue).remove(0).operation.into_host();
     let mut byte = [0];
     bench.bus.bus.memory().read(CardAddr::new(2_345_678), &mut byte).unwrap();
     bench.bus.bus.memory().write(CardAddr::new(2_345_678), &[byte[0] ^ 4]).unwrap();
     let host = host.remove(0);
-    let _ticket = queue.enqueue(Operation::compare(host.part, host.via, at(0))).unwrap();
+    let _ticket = queue.submit(Operation::compare(host, at(0))).unwrap();
     let end = drain(&mut queue).remove(0);
     assert_eq!((end.result, end.bytes), (Err(OpError::Differs { offset: 2_345_678 }), 2_345_678));
 }
@@ -370,7 +370,7 @@ fn a_reset_in_mid_transfer_ends_everything_and_the_channel_comes_back() {
         let bench = Bench::new(workers, 16);
         let mut queue = bench.card.queue(0).unwrap();
         for _ in 0..4 {
-            let _ticket = queue.enqueue(bench.copy(32 << 20)).unwrap();
+            let _ticket = queue.submit(bench.copy(32 << 20)).unwrap();
         }
         let mut ended = Vec::new();
         queue.poll(&mut ended);
@@ -379,7 +379,7 @@ fn a_reset_in_mid_transfer_ends_everything_and_the_channel_comes_back() {
         assert_eq!(ended.len(), 4);
         assert!(matches!(ended[3].result, Err(OpError::Stopped(_))), "{:?}", ended[3].result);
         assert!(queue.restart());
-        let _ticket = queue.enqueue(bench.copy(4096)).unwrap();
+        let _ticket = queue.submit(bench.copy(4096)).unwrap();
         assert_eq!(drain(&mut queue)[0].result, Ok(()));
         drop((queue, ended));
         bench.assert_clean();
@@ -390,8 +390,8 @@ fn a_reset_in_mid_transfer_ends_everything_and_the_channel_comes_back() {
 fn a_long_copy_is_cancelled_in_the_middle() {
     let bench = Bench::new(Workers::Inline, 16);
     let mut queue = bench.card.queue(0).unwrap();
-    let long = queue.enqueue(bench.copy(64 << 20)).unwrap();
-    let next = queue.enqueue(bench.copy(32 << 20)).unwrap();
+    let long = queue.submit(bench.copy(64 << 20)).unwrap();
+    let next = queue.submit(bench.copy(32 << 20)).unwrap();
     let mut ended = Vec::new();
     queue.poll(&mut ended);
     assert!(matches!(queue.cancel(long), Cancelled::Asked));
@@ -400,7 +400,7 @@ fn a_long_copy_is_cancelled_in_the_middle() {
     assert_eq!(ended[0].result, Err(OpError::Cancelled));
     assert!(ended[0].bytes >= 1 << 20 && ended[0].bytes < 64 << 20, "{}", ended[0].bytes);
     assert_eq!(ended[1].result, Err(OpError::Cancelled), "the next wish is told when the first has come true");
-    assert_eq!(queue.stats().cancelled, 2);
+    assert_eq!(queue.stats().unwrap().cancelled, 2);
 }
 
 #[test]
@@ -408,7 +408,7 @@ fn an_event_comes_when_something_has_ended() {
     let bench = Bench::new(Workers::PerChannel, 16);
     let mut queue = bench.card.queue(0).unwrap();
     for _ in 0..20 {
-        let _ticket = queue.enqueue(bench.copy(1 << 20)).unwrap();
+        let _ticket = queue.submit(bench.copy(1 << 20)).unwrap();
         if queue.arm() {
             let event = queue.event().expect("an eventfd");
             let mut fds = [rustix::event::PollFd::new(&event, rustix::event::PollFlags::IN)];
@@ -425,7 +425,7 @@ fn nobody_sleeps_for_a_card_that_only_works_when_polled() {
     let bench = Bench::new(Workers::Inline, 16);
     let (mut queue, mut other) = (bench.card.queue(0).unwrap(), bench.card.queue(1).unwrap());
     assert!(!queue.arm() && !other.arm(), "nothing is in flight, and nothing will come");
-    let _ticket = queue.enqueue(bench.copy(4096)).unwrap();
+    let _ticket = queue.submit(bench.copy(4096)).unwrap();
     for _ in 0..10 {
         assert!(!queue.arm() && !other.arm());
     }
@@ -440,31 +440,30 @@ fn nobody_sleeps_for_a_card_that_only_works_when_polled() {
 fn sixty_four_threads_share_a_queue() {
     for workers in [Workers::Inline, Workers::One] {
         let bench = Bench::new(workers, 64);
-        let shared = Shared::new(bench.card.queue(0).unwrap(), 1024);
+        let shared = SharedQueue::new(bench.card.queue(0).unwrap(), SharedLimits::default());
         std::thread::scope(|s| {
             for thread in 0..64u64 {
-                let (shared, bench) = (shared.clone(), &bench);
+                let (shared, bench) = (&shared, &bench);
                 s.spawn(move || {
                     let mut random = Random(thread);
-                    let place = thread * 8192;
-                    for round in 0..20u8 {
-                        let bytes = random.bytes(8192);
-                        let (buf, via) = bench.buffer(8192);
-                        buf.view().write(&bytes);
-                        let class = [Class::High, Class::Normal, Class::Low][usize::from(round) % 3];
-                        let up = Operation::copy(Direction::FromHost, buf.into_part(), via, at(place));
-                        let up = shared.submit(class, up).expect("room");
-                        let end = up.wait(LONG).expect("in time");
-                        assert_eq!(end.result, Ok(()));
-                        let (buf, via) = bench.buffer(8192);
-                        let down = Operation::copy(Direction::ToHost, buf.into_part(), via, at(place));
-                        let end = shared.submit(class, down).expect("room").wait(LONG).expect("in time");
-                        assert!(end.result == Ok(()) && host_bytes(&end.operation) == bytes, "thread {thread}");
+                    let place = at(thread * 8192);
+                    for class in [Class::High, Class::Normal, Class::Low] {
+                        let mut handle = shared.handle(class);
+                        for _ in 0..7 {
+                            let bytes = random.bytes(8192);
+                            let (buf, via) = bench.buffer(8192);
+                            buf.view().write(&bytes);
+                            run(&mut handle, Operation::write((buf.into_part(), via), place), LONG).unwrap();
+                            let (buf, via) = bench.buffer(8192);
+                            let read = Operation::read((buf.into_part(), via), place);
+                            let read = run(&mut handle, read, LONG).unwrap();
+                            assert!(host_bytes(&read) == bytes, "thread {thread}");
+                        }
                     }
                 });
             }
         });
-        assert_eq!((shared.in_flight(), shared.stats().ok), (0, 64 * 40));
+        assert_eq!((shared.in_flight(), shared.handle(Class::Low).stats().unwrap().ok), (0, 64 * 42));
         drop(shared);
         bench.assert_clean();
     }
@@ -473,45 +472,55 @@ fn sixty_four_threads_share_a_queue() {
 #[test]
 fn urgent_operations_overtake_and_none_starves() {
     let bench = Bench::new(Workers::Inline, 2);
-    let shared = Shared::new(bench.card.queue(0).unwrap(), 200);
-    // The last eight bytes written stay: the order is seen in the order of ends.
-    let mut pending: Vec<_> = (0..100)
-        .map(|i| {
-            let class = if i < 50 { Class::Low } else { Class::High };
-            (i, shared.submit(class, Operation::fill(at(i * 8), 8, i)).unwrap())
-        })
-        .collect();
-    assert!(matches!(shared.submit(Class::Low, Operation::fill(at(0), 0, 0)), Err(r) if r.reason == Refusal::Empty));
-    let mut order = Vec::new();
-    while !pending.is_empty() {
-        pending.retain_mut(|(i, p)| match p.poll_once() {
-            Some(end) => {
-                assert_eq!(end.result, Ok(()));
-                order.push(*i);
-                false
-            }
-            None => true,
-        });
+    let shared = SharedQueue::new(bench.card.queue(0).unwrap(), SharedLimits { inside: 2, total: 200 });
+    let mut handles = [Class::Low, Class::High].map(|class| shared.handle(class));
+    for (n, handle) in handles.iter_mut().enumerate() {
+        for i in 0..50 {
+            let _ticket = handle.submit(Operation::fill(at((50 * n as u64 + i) * 8), 8, i)).unwrap();
+        }
     }
-    let low_before = order.iter().take(40).filter(|i| **i < 50).count();
+    assert_eq!(handles[0].submit(Operation::fill(at(0), 0, 0)).unwrap_err().reason, Refusal::Empty);
+    let (mut order, mut done) = (Vec::new(), Vec::new());
+    while shared.in_flight() > 0 {
+        shared.poll();
+        // Two at most end at a time, and those are counted in the order of urgency.
+        for (n, handle) in handles.iter_mut().enumerate().rev() {
+            handle.poll(&mut done);
+            assert!(done.iter().all(|end| end.result == Ok(())));
+            order.extend(done.drain(..).map(|_| n));
+        }
+    }
+    assert_eq!(order.len(), 100);
+    let low_before = order.iter().take(40).filter(|n| **n == 0).count();
     assert!((1..=8).contains(&low_before), "of the first 40, {low_before} were not urgent");
 }
 
 #[test]
-fn pending_operations_are_cancelled_and_forgotten() {
+fn what_waits_outside_is_taken_back_and_detached_operations_go_on() {
     let bench = Bench::new(Workers::Inline, 2);
-    let shared = Shared::new(bench.card.queue(0).unwrap(), 3);
-    let all: Vec<_> = (0..3).map(|_| shared.submit(Class::Normal, bench.copy(4096)).unwrap()).collect();
-    assert!(matches!(shared.submit(Class::High, bench.copy(4096)), Err(r) if r.reason == Refusal::Full));
-    let [first, second, third] = <[_; 3]>::try_from(all).unwrap();
-    let operation = second.cancel().expect("nobody has heard of it");
-    assert_eq!(operation.bytes(), 4096);
-    drop(first); // goes on
-    assert_eq!(third.wait(LONG).expect("in time").result, Ok(()));
-    assert!(shared.drain(LONG));
-    assert_eq!(shared.stats().ok, 2);
-    drop((shared, operation));
+    let shared = SharedQueue::new(bench.card.queue(0).unwrap(), SharedLimits { inside: 1, total: 3 });
+    let mut handles = [0, 1, 2].map(|_| shared.handle(Class::Normal));
+    let tickets = handles.each_mut().map(|handle| handle.submit(bench.copy(4096)).unwrap());
+    assert_eq!(handles[0].submit(bench.copy(4096)).unwrap_err().reason, Refusal::Full);
+    assert!(matches!(handles[0].cancel(tickets[1]), Cancelled::Unknown), "it belongs to another handle");
+    let Cancelled::TakenBack(operation) = handles[1].cancel(tickets[1]) else { panic!("it waits outside") };
+    assert_eq!((operation.bytes(), handles[1].in_flight()), (4096, 0));
+    let [first, second, mut third] = handles;
+    first.detach();
+    assert_eq!(drain(&mut third)[0].result, Ok(()));
+    assert_eq!((shared.in_flight(), second.stats().unwrap().ok, second.stats().unwrap().cancelled), (0, 2, 1));
+    drop((shared, operation, second, third));
     bench.assert_clean();
+}
+
+#[test]
+fn a_refusal_that_only_the_queue_can_give_ends_the_operation() {
+    let bench = Bench::new(Workers::Inline, 2);
+    let shared = SharedQueue::new(bench.card.queue(0).unwrap(), SharedLimits::default());
+    let mut handle = shared.handle(Class::Normal);
+    let unregistered = bench.heap.allocate(4096).unwrap().share().into_part();
+    let _ticket = handle.submit(Operation::write(unregistered, at(0))).unwrap();
+    assert_eq!(drain(&mut handle)[0].result, Err(OpError::Refused(Refusal::NotRegistered)));
 }
 
 /// Runs a future, sleeping while it is pending.
@@ -536,9 +545,17 @@ fn block_on<F: Future>(future: F) -> F::Output {
 fn operations_can_be_awaited() {
     // Alone: the future keeps the card going.
     let bench = Bench::new(Workers::Inline, 16);
-    let shared = Shared::new(bench.card.queue(0).unwrap(), 16);
-    let copy = shared.submit(Class::Normal, bench.copy(8 << 20)).unwrap();
-    assert_eq!(block_on(copy).result, Ok(()));
+    let shared = SharedQueue::new(bench.card.queue(0).unwrap(), SharedLimits::default());
+    let copy = |len| {
+        let mut handle = shared.handle(Class::Normal);
+        let _ticket = handle.submit(bench.copy(len)).unwrap();
+        async move {
+            let end = handle.next().await.expect("one is in flight");
+            assert!(handle.next().await.is_none());
+            end.result
+        }
+    };
+    assert_eq!(block_on(copy(8 << 20)), Ok(()));
     // Driven: another thread polls, and its polls wake the tasks.
     shared.set_driven(true);
     let stop = AtomicBool::new(false);
@@ -549,9 +566,7 @@ fn operations_can_be_awaited() {
                 std::thread::yield_now();
             }
         });
-        let tasks: Vec<_> = (0..8)
-            .map(|_| s.spawn(|| block_on(shared.submit(Class::Normal, bench.copy(1 << 20)).unwrap()).result))
-            .collect();
+        let tasks: Vec<_> = (0..8).map(|_| s.spawn(|| block_on(copy(1 << 20)))).collect();
         for task in tasks {
             assert_eq!(task.join().unwrap(), Ok(()));
         }
@@ -609,7 +624,7 @@ fn eight_mebibytes_of_locked_memory_are_enough() {
     let refused = Registered::new(&*bench.bus, &buf, Access::READ).unwrap_err();
     assert!(refused.to_string().contains("ulimit -l"), "{refused}");
     let mut registry = Registry::new(bench.bus.clone(), RegistryLimits::for_bus(&bench.bus.bus));
-    assert_eq!((registry.limits().bytes, registry.piece()), (7 << 20, 2 << 20));
+    assert_eq!((registry.limits().bytes, registry.fragment()), (7 << 20, 2 << 20));
     let (_, part) = buf.into_part().split_at(777).unwrap();
     let len = part.len();
     let part = registry.copy(&mut queue, Direction::FromHost, part, at(5), CacheHint::Auto, LONG).unwrap();
@@ -657,7 +672,7 @@ fn a_list_of_buffers_is_one_range_for_the_device() {
     assert!(via.iova_of(&middle).is_none());
     assert!(matches!(bench.bus.pin_range(&head.share(), 1..4097), Err(mem::Error::BadRange { .. })));
     let mut queue = bench.card.queue(0).unwrap();
-    let refused = queue.enqueue(Operation::copy(Direction::ToHost, middle, via, at(0))).unwrap_err();
+    let refused = queue.submit(Operation::copy(Direction::ToHost, (middle, via), at(0))).unwrap_err();
     assert_eq!(refused.reason, Refusal::NotRegistered);
     let Work::Copy { .. } = refused.operation.work else { panic!() };
 }

@@ -28,8 +28,8 @@
 //! buf.view().write(b"hello");
 //! let via = Registered::new(&client, &buf, Access::RW)?;
 //! let at = DeviceAddr::Card(card.layout().hbm.first());
-//! let _ticket = queue.enqueue(Operation::copy(Direction::FromHost, buf.into_part(), via, at)).unwrap();
-//! queue.doorbell();
+//! let _ticket = queue.submit(Operation::copy(Direction::FromHost, (buf.into_part(), via), at)).unwrap();
+//! queue.flush();
 //! let mut ended = Vec::new();
 //! while queue.in_flight() > 0 {
 //!     queue.wait(&mut ended, Duration::from_secs(1));

@@ -1,4 +1,4 @@
-//! Queues and channels over the daemon take the suites that every queue and every channel takes.
+//! Queues over the daemon take the suite that every queue takes.
 
 mod daemon;
 
@@ -7,17 +7,15 @@ use std::time::Duration;
 
 use daemon::Daemon;
 use dmalane_addr::{Access, Address, CardAddr, DeviceVa, Span};
-use dmalane_card::{Card, CardChannel, CardQueue, CardTables};
+use dmalane_card::{Card, CardQueue, CardTables};
 use dmalane_daemon::{Client, Config};
 use dmalane_dma::{BufferSlice, Heap, MemfdHeap};
 use dmalane_iopt::{PageTable, X86_64_4Level};
-use dmalane_queue::{
-    Channel, DeviceAddr, DeviceFar, Direction, Operation, Queue, Registered, conformance, conformance_queue,
-};
+use dmalane_queue::{DeviceAddr, Direction, HostSlice, Operation, Queue, Registered, conformance};
 
 const MIB: u64 = 1 << 20;
-const FAR_LEN: u64 = MIB;
-/// Device virtual addresses under test; nothing is mapped above `FAR_LEN`.
+const TARGET_LEN: u64 = MIB;
+/// Device virtual addresses under test; nothing is mapped above `TARGET_LEN`.
 const VA: DeviceVa = DeviceVa::new(0x12_3456_0000);
 
 type Mmu = PageTable<X86_64_4Level, DeviceVa, CardAddr, CardTables<Client>>;
@@ -27,11 +25,10 @@ struct Bench {
     client: Client,
     card: Card<Client>,
     heap: MemfdHeap,
-    registered: Vec<Registered>,
-    /// Where the far end is in card memory, in pieces of equal length.
-    pieces: Vec<CardAddr>,
+    /// Where the target is in card memory, in fragments of equal length.
+    fragments: Vec<CardAddr>,
     mmu: Option<Mmu>,
-    /// Looks at the far end behind the back of the queue under test.
+    /// Reads and writes the target without the queue under test.
     back: Option<(CardQueue<Client>, BufferSlice, Registered)>,
 }
 
@@ -42,50 +39,50 @@ impl Bench {
         let heap = MemfdHeap::new();
         let card = Card::open_with_rings(Arc::new(client.clone()), &heap, 32).unwrap();
         let ddr_end = card.layout().ddr.last().bits() + 1;
-        let buf = client.buffer(FAR_LEN as usize).unwrap();
+        let buf = client.buffer(TARGET_LEN as usize).unwrap();
         let via = Registered::new(&client, &buf, Access::RW).unwrap();
         let back = Some((card.queue(0).unwrap(), buf.into_part(), via));
-        let (pieces, mmu, registered) = (Vec::new(), None, Vec::new());
-        let mut this = Self { daemon, client, card, heap, registered, pieces, mmu, back };
+        let (fragments, mmu) = (Vec::new(), None);
+        let mut this = Self { daemon, client, card, heap, fragments, mmu, back };
         if virtually {
             let tables = this.card.tables(Span::new(this.card.layout().hbm.first(), MIB).unwrap()).unwrap();
             let mut mmu = Mmu::new(tables).unwrap();
-            for page in 0..FAR_LEN / 4096 {
+            for page in 0..TARGET_LEN / 4096 {
                 let to = CardAddr::new(ddr_end - (page + 1) * 4096);
                 mmu.map(VA.checked_add(page * 4096).unwrap(), to, 4096, Access::RW).unwrap();
-                this.pieces.push(to);
+                this.fragments.push(to);
             }
             this.card.set_mmu_root(mmu.root()).unwrap();
             this.mmu = Some(mmu);
         } else {
             // The end of DDR, so that one byte more is one too many.
-            this.pieces.push(CardAddr::new(ddr_end - FAR_LEN));
+            this.fragments.push(CardAddr::new(ddr_end - TARGET_LEN));
         }
         this
     }
 
-    fn at(&self, offset: u64) -> DeviceAddr {
+    fn target(&self, offset: u64) -> DeviceAddr {
         match self.mmu {
-            None => DeviceAddr::Card(self.pieces[0].checked_add(offset).unwrap()),
+            None => DeviceAddr::Card(self.fragments[0].checked_add(offset).unwrap()),
             Some(_) => DeviceAddr::Va(VA.checked_add(offset).unwrap()),
         }
     }
 
-    /// Moves all of the far end, piece by piece.
+    /// Moves all of the target, fragment by fragment.
     fn all(&mut self, direction: Direction) {
         let (mut queue, mut rest, via) = self.back.take().unwrap();
-        let size = FAR_LEN as usize / self.pieces.len();
+        let size = TARGET_LEN as usize / self.fragments.len();
         let (mut ended, mut whole): (Vec<_>, Option<BufferSlice>) = (Vec::new(), None);
-        for at in &self.pieces {
+        for at in &self.fragments {
             let (part, more) = rest.split_at(size).unwrap();
             rest = more;
-            let _ticket = queue.enqueue(Operation::copy(direction, part, via.clone(), DeviceAddr::Card(*at))).unwrap();
+            let _ticket = queue.submit(Operation::copy(direction, (part, via.clone()), DeviceAddr::Card(*at))).unwrap();
             while queue.in_flight() == 32 || (queue.in_flight() > 0 && rest.is_empty()) {
                 queue.wait(&mut ended, Duration::from_secs(10));
             }
             for end in ended.drain(..) {
                 assert_eq!(end.result, Ok(()));
-                let part = end.operation.into_parts().remove(0).part;
+                let part = end.operation.into_slice().unwrap();
                 whole = Some(match whole.take() {
                     None => part,
                     Some(whole) => whole.join(part).unwrap(),
@@ -97,7 +94,7 @@ impl Bench {
 
     fn peek_all(&mut self) -> Vec<u8> {
         self.all(Direction::ToHost);
-        let mut bytes = vec![0; FAR_LEN as usize];
+        let mut bytes = vec![0; TARGET_LEN as usize];
         self.back.as_ref().unwrap().1.read(0, &mut bytes).unwrap();
         bytes
     }
@@ -109,12 +106,12 @@ impl Bench {
 
     /// Ends the client, and counts what is left of it.
     fn end(self) {
-        let Self { daemon, client, card, registered, mmu, back, .. } = self;
+        let Self { daemon, client, card, mmu, back, .. } = self;
         assert_eq!(card.quarantined(), 0);
         let report = dmalane_daemon::report(&daemon.path).unwrap();
         let row = report.clients.iter().find(|c| c.client == client.number()).unwrap();
         assert_eq!((row.errors, row.closing), (0, false));
-        drop((registered, mmu, back));
+        drop((mmu, back));
         let report = dmalane_daemon::report(&daemon.path).unwrap();
         let row = report.clients.iter().find(|c| c.client == client.number()).unwrap();
         assert_eq!(row.mappings, 4, "only the rings are left");
@@ -123,27 +120,27 @@ impl Bench {
     }
 }
 
-impl conformance_queue::Fixture for Bench {
+impl conformance::Fixture for Bench {
     type Queue = CardQueue<Client>;
 
     fn queue(&mut self) -> Self::Queue {
         self.card.queue(1).unwrap()
     }
 
-    fn far_len(&self) -> u64 {
-        FAR_LEN
+    fn target_len(&self) -> u64 {
+        TARGET_LEN
     }
 
-    fn far(&self, offset: u64) -> DeviceAddr {
-        self.at(offset)
+    fn at(&self, offset: u64) -> DeviceAddr {
+        self.target(offset)
     }
 
-    fn host(&mut self, len: usize) -> (BufferSlice, Registered) {
+    fn host(&mut self, len: usize) -> HostSlice {
         // Neither at the start nor at the end of its buffer.
         let buf = self.heap.allocate(len + 30).unwrap().share();
         let via = Registered::new(&self.client, &buf, Access::RW).unwrap();
         let (_, rest) = buf.into_part().split_at(13).unwrap();
-        (rest.split_at(len).unwrap().0, via)
+        (rest.split_at(len).unwrap().0, via).into()
     }
 
     fn peek(&mut self) -> Vec<u8> {
@@ -159,56 +156,7 @@ impl conformance_queue::Fixture for Bench {
 fn queues() {
     for virtually in [false, true] {
         let mut bench = Bench::new(virtually);
-        conformance_queue::suite(&mut bench);
-        bench.end();
-    }
-}
-
-struct Plain(Bench);
-
-impl conformance::Fixture for Plain {
-    type Channel = CardChannel<Client>;
-
-    fn channel(&mut self) -> Self::Channel {
-        self.0.registered.clear();
-        self.0.card.channel(1).unwrap()
-    }
-
-    fn far_len(&self) -> u64 {
-        FAR_LEN
-    }
-
-    fn far(&mut self, offset: u64, part: &BufferSlice) -> <Self::Channel as Channel>::Far {
-        let registered = self.0.registered.iter().find(|r| r.iova_of(part).is_some());
-        DeviceFar { at: self.0.at(offset), via: registered.expect("a part of a registered buffer").clone() }
-    }
-
-    fn part(&mut self, len: usize) -> BufferSlice {
-        let buf = self.0.heap.allocate(len).unwrap().share();
-        self.0.registered.push(Registered::new(&self.0.client, &buf, Access::RW).unwrap());
-        buf.into_part().split_at(len).unwrap().0
-    }
-
-    fn forget(&mut self) {
-        self.0.registered.clear();
-    }
-
-    fn peek(&mut self, offset: u64, len: usize) -> Vec<u8> {
-        self.0.peek_all()[offset as usize..][..len].to_vec()
-    }
-
-    fn poke(&mut self, offset: u64, bytes: &[u8]) {
-        let mut all = self.0.peek_all();
-        all[offset as usize..][..bytes.len()].copy_from_slice(bytes);
-        self.0.poke_all(&all);
-    }
-}
-
-#[test]
-fn channels() {
-    for virtually in [false, true] {
-        let mut bench = Plain(Bench::new(virtually));
         conformance::suite(&mut bench);
-        bench.0.end();
+        bench.end();
     }
 }

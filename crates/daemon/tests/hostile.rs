@@ -18,7 +18,7 @@ use dmalane_card::Card;
 use dmalane_daemon::wire::{Code, FAILED, FailedAnswer, Header, MAX_MESSAGE, Request, Segment};
 use dmalane_daemon::{Client, Config, Limits};
 use dmalane_dma::{Heap, MemfdHeap, PageKind, SharedBuf};
-use dmalane_queue::conformance_queue::Random;
+use dmalane_queue::conformance::Random;
 use dmalane_queue::{DeviceAddr, Direction, Operation, Queue, Registered};
 use rustix::fs::{MemfdFlags, SealFlags};
 use rustix::net::{
@@ -157,15 +157,15 @@ impl Bystander {
             let layout = self.card.layout();
             let at = if memory < directions.len() { layout.ddr.first() } else { layout.hbm.first() };
             let part = self.buf.take().unwrap().into_part();
-            let operation = Operation::copy(direction, part, self.via.clone(), DeviceAddr::Card(at));
-            let _ticket = queue.enqueue(operation).unwrap();
+            let operation = Operation::copy(direction, (part, self.via.clone()), DeviceAddr::Card(at));
+            let _ticket = queue.submit(operation).unwrap();
             let mut ended = Vec::new();
             while ended.is_empty() {
                 queue.wait(&mut ended, LONG);
             }
             let end = ended.remove(0);
             assert_eq!(end.result, Ok(()));
-            self.buf = end.operation.into_parts().remove(0).part.into_whole().ok();
+            self.buf = end.operation.into_slice().unwrap().into_whole().ok();
         }
     }
 

@@ -19,7 +19,7 @@ use dmalane_daemon::wire::Code;
 use dmalane_daemon::{Client, Config, Error, Limits, Listener, Options, Server};
 use dmalane_dma::{BufferSlice, Heap, MemfdHeap, SharedBuf};
 use dmalane_queue::conformance_queue::Random;
-use dmalane_queue::{Cancelled, DeviceAddr, Direction, Ended, OpError, Operation, Queue, Refusal, Registered};
+use dmalane_queue::{Cancelled, Completion, DeviceAddr, Direction, OpError, Operation, Queue, Refusal, Registered};
 
 const SOCKET: &str = "DMALANE_TEST_SOCKET";
 const MIB: usize = 1 << 20;
@@ -67,14 +67,14 @@ impl Driven {
 
     fn copy(&mut self, direction: Direction) -> Result<(), OpError> {
         let part = self.part.take().unwrap();
-        let operation = Operation::copy(direction, part, self.via.clone(), self.at(0));
-        let _ticket = self.queue.enqueue(operation).unwrap();
+        let operation = Operation::copy(direction, (part, self.via.clone()), self.at(0));
+        let _ticket = self.queue.submit(operation).unwrap();
         let mut ended = Vec::new();
         while ended.is_empty() {
             self.queue.wait(&mut ended, LONG);
         }
-        let Ended { operation, result, .. } = ended.remove(0);
-        self.part = Some(operation.into_parts().remove(0).part);
+        let Completion { operation, result, .. } = ended.remove(0);
+        self.part = Some(operation.into_slice().unwrap());
         result
     }
 
@@ -127,16 +127,16 @@ fn client_to_be_killed(socket: &Path) -> ! {
             while let Some((part, via)) = ready.pop() {
                 let direction = if random.below(2) == 0 { Direction::FromHost } else { Direction::ToHost };
                 let place = at.advance(random.below(64) * MIB as u64).unwrap();
-                match queue.enqueue(Operation::copy(direction, part, via, place)) {
+                match queue.submit(Operation::copy(direction, (part, via), place)) {
                     Ok(ticket) if random.below(16) == 0 => {
                         if let Cancelled::TakenBack(operation) = queue.cancel(ticket) {
-                            ready.extend(operation.into_parts().into_iter().map(|h| (h.part, h.via)));
+                            ready.extend(operation.into_host());
                         }
                     }
                     Ok(_) => {}
                     Err(rejected) => {
                         assert_eq!(rejected.reason, Refusal::Full);
-                        ready.extend(rejected.operation.into_parts().into_iter().map(|h| (h.part, h.via)));
+                        ready.extend(rejected.operation.into_host());
                         break;
                     }
                 }
@@ -150,7 +150,7 @@ fn client_to_be_killed(socket: &Path) -> ! {
                 queue.poll(&mut ended);
             }
             for end in ended.drain(..) {
-                ready.extend(end.operation.into_parts().into_iter().map(|h| (h.part, h.via)));
+                ready.extend(end.operation.into_host());
             }
         }
         // Mappings come and go meanwhile.
@@ -236,9 +236,10 @@ fn many_in_flight(driven: &mut Driven, count: usize) -> usize {
         let (part, more) = rest.split_at(size).unwrap();
         rest = more;
         let at = driven.at((i * size) as u64);
-        let _ticket = driven.queue.enqueue(Operation::copy(Direction::FromHost, part, driven.via.clone(), at)).unwrap();
+        let _ticket =
+            driven.queue.submit(Operation::copy(Direction::FromHost, (part, driven.via.clone()), at)).unwrap();
     }
-    driven.queue.doorbell();
+    driven.queue.flush();
     count
 }
 
@@ -273,13 +274,13 @@ fn a_daemon_is_killed_and_started_again() {
         // Each comes back once; those that did not end say what has happened and what to do.
         assert_eq!(ended.len(), count);
         let mut whole: Option<BufferSlice> = None;
-        for Ended { operation, result, .. } in ended {
+        for Completion { operation, result, .. } in ended {
             match result {
                 Ok(()) => {}
                 Err(OpError::Stopped(why)) => assert!(why.contains("is gone") && why.contains("reconnect"), "{why}"),
                 Err(e) => panic!("{e}"),
             }
-            let part = operation.into_parts().remove(0).part;
+            let part = operation.into_slice().unwrap();
             whole = Some(match whole {
                 None => part,
                 Some(whole) => whole.join(part).unwrap(),
@@ -341,7 +342,7 @@ fn a_daemon_that_ends_lets_go_first() {
     }
     assert_eq!(ended.len(), count);
     let mut bytes = [0; 5];
-    ended.remove(0).operation.into_parts().remove(0).part.read(0, &mut bytes).unwrap();
+    ended.remove(0).operation.into_slice().unwrap().read(0, &mut bytes).unwrap();
     assert_eq!(&bytes, b"stays", "buffers keep their bytes");
     assert!(matches!(driven.client.gone(), Some(Error::Disconnected(_))));
 }
@@ -386,8 +387,8 @@ fn who_waits_for_the_event_is_woken() {
     let mut random = Random(5);
     for _ in 0..200 {
         let part = driven.part.take().unwrap();
-        let operation = Operation::copy(Direction::FromHost, part, driven.via.clone(), driven.at(0));
-        let _ticket = driven.queue.enqueue(operation).unwrap();
+        let operation = Operation::copy(Direction::FromHost, (part, driven.via.clone()), driven.at(0));
+        let _ticket = driven.queue.submit(operation).unwrap();
         let mut ended = Vec::new();
         while driven.queue.poll(&mut ended) == 0 {
             if driven.queue.arm() {
@@ -397,7 +398,7 @@ fn who_waits_for_the_event_is_woken() {
                 assert_eq!(rustix::event::poll(&mut fds, Some(&timeout)), Ok(1), "the call rings");
             }
         }
-        driven.part = Some(ended.remove(0).operation.into_parts().remove(0).part);
+        driven.part = Some(ended.remove(0).operation.into_slice().unwrap());
         std::thread::sleep(Duration::from_micros(random.below(300)));
     }
     drop(driven);

@@ -12,7 +12,7 @@ use dmalane::addr::Access;
 use dmalane::card::{Card, CardConfig, SoftBus};
 use dmalane::daemon::{Client, Config, Listener, Options, Server};
 use dmalane::dma::{Heap, HostBus, HostConfig, MemfdHeap, SoftHost};
-use dmalane::queue::{DeviceAddr, Direction, Operation, Queue, Registered};
+use dmalane::queue::{DeviceAddr, Direction, Operation, Queue, QueueAddr, Registered};
 
 /// Sends a message to the card, doubles it there, and reads it back. Knows no daemon.
 fn there_and_back<B: HostBus>(bus: Arc<B>) -> Result<String, Box<dyn Error>> {
@@ -25,15 +25,15 @@ fn there_and_back<B: HostBus>(bus: Arc<B>) -> Result<String, Box<dyn Error>> {
     let via = Registered::new(&*bus, &buf, Access::RW)?;
     let at = |offset| DeviceAddr::Card(card.layout().hbm.first()).advance(offset).ok_or("beyond the card");
     let mut ended = Vec::new();
-    let up = Operation::copy(Direction::FromHost, buf.into_part(), via.clone(), at(0)?);
+    let up = Operation::copy(Direction::FromHost, (buf.into_part(), via.clone()), at(0)?);
     for operation in [up, Operation::within(at(0)?, at(6)?, 6)] {
-        let _ticket = queue.enqueue(operation).map_err(|e| e.reason)?;
+        let _ticket = queue.submit(operation).map_err(|e| e.reason)?;
     }
     while ended.len() < 2 {
         queue.wait(&mut ended, Duration::from_secs(5));
     }
-    let part = ended.swap_remove(0).operation.into_parts().remove(0).part;
-    let _ticket = queue.enqueue(Operation::copy(Direction::ToHost, part, via, at(0)?)).map_err(|e| e.reason)?;
+    let part = ended.swap_remove(0).operation.into_slice().unwrap();
+    let _ticket = queue.submit(Operation::copy(Direction::ToHost, (part, via), at(0)?)).map_err(|e| e.reason)?;
     ended.clear();
     while ended.is_empty() {
         queue.wait(&mut ended, Duration::from_secs(5));
@@ -41,7 +41,7 @@ fn there_and_back<B: HostBus>(bus: Arc<B>) -> Result<String, Box<dyn Error>> {
     let end = ended.remove(0);
     end.result?;
     let mut bytes = [0; 11];
-    end.operation.into_parts().remove(0).part.read(0, &mut bytes).ok_or("a short part")?;
+    end.operation.into_slice().unwrap().read(0, &mut bytes).ok_or("a short part")?;
     Ok(String::from_utf8_lossy(&bytes).into_owned())
 }
 

@@ -9,7 +9,7 @@ use dmalane::addr::{Access, Address, CardAddr, DeviceVa, SgIndex, SgTable, Span,
 use dmalane::dma::{AnonHeap, BufferSlice, Heap};
 use dmalane::iopt::X86_64_4Level;
 use dmalane::load::{Placement, write_sample};
-use dmalane::queue::{Channel, Completion, DeviceAddr, DeviceFar, Direction, Fenced, OpError, Registered, Transfer};
+use dmalane::queue::{Completion, DeviceAddr, Direction, Fenced, OpError, Operation, Queue, Registered};
 use dmalane::trace::{Header, Lines, Recorder, Replay};
 use dmalane::vm::{AnyVm, BindQueue, Bo, Mapped, QueueError, Request, Submission};
 use dmalane::{FileOptions, SoftConfig, SoftDevice, open_file};
@@ -25,11 +25,11 @@ fn buffer(bus: &dmalane::card::SoftBus, len: usize, fill: u8) -> (BufferSlice, R
     (buf.into_part(), via)
 }
 
-fn transfer(part: BufferSlice, direction: Direction, at: DeviceAddr, via: &Registered) -> Transfer<DeviceFar> {
-    Transfer { part, direction, far: DeviceFar { at, via: via.clone() } }
+fn transfer(part: BufferSlice, direction: Direction, at: DeviceAddr, via: &Registered) -> Operation {
+    Operation::copy(direction, (part, via.clone()), at)
 }
 
-fn wait<C: Channel<Far = DeviceFar>>(channel: &mut C) -> Vec<Completion<DeviceFar>> {
+fn wait(channel: &mut impl Queue<Addr = DeviceAddr>) -> Vec<Completion> {
     let mut done = Vec::new();
     while channel.in_flight() > 0 {
         channel.wait(&mut done, Duration::from_secs(10));
@@ -82,7 +82,7 @@ fn a_transfer_gates_a_bind_and_a_bind_gates_a_transfer() {
         let [done] = wait(&mut channel).try_into().unwrap_or_else(|_| panic!("one operation"));
         done.result.unwrap();
         let mut bytes = vec![0; MIB as usize];
-        done.transfer.part.view().read(&mut bytes);
+        done.operation.into_slice().unwrap().view().read(&mut bytes);
         assert!(bytes.iter().all(|b| *b == fill), "step {step}");
     }
 

@@ -8,10 +8,10 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use dmalane::addr::{Access, CardAddr};
-use dmalane::card::{Card, CardChannel, CardConfig, Workers, regs};
-use dmalane::dma::{AnonHeap, BufferSlice, Heap, HostBus, MemfdHeap, PageKind};
+use dmalane::card::{Card, CardConfig, CardQueue, Workers, regs};
+use dmalane::dma::{AnonHeap, Heap, HostBus, MemfdHeap, PageKind};
 use dmalane::queue::conformance::{Fixture, suite};
-use dmalane::queue::{Channel, DeviceAddr, DeviceFar, Direction, OpError, Registered, Transfer, drain, run};
+use dmalane::queue::{DeviceAddr, HostSlice, OpError, Operation, Queue, Registered, drain, run};
 use dmalane::vfio_user::UserBus;
 use dmalane::{CARD_PCI_ID, CardServer, CardServerError};
 
@@ -52,45 +52,38 @@ fn heap() -> MemfdHeap {
 struct Under {
     bus: Arc<UserBus>,
     card: Card<UserBus>,
-    registered: Vec<Registered>,
     at: u64,
 }
 
 impl Fixture for Under {
-    type Channel = CardChannel<UserBus>;
+    type Queue = CardQueue<UserBus>;
 
-    fn channel(&mut self) -> Self::Channel {
-        self.registered.clear();
-        self.card.channel(1).unwrap()
+    fn queue(&mut self) -> Self::Queue {
+        self.card.queue(1).unwrap()
     }
 
-    fn far_len(&self) -> u64 {
+    fn target_len(&self) -> u64 {
         MIB
     }
 
-    fn far(&mut self, offset: u64, part: &BufferSlice) -> DeviceFar {
-        let via = self.registered.iter().find(|r| r.mapping().pinned().share().holds(part)).unwrap().clone();
-        DeviceFar { at: DeviceAddr::Card(CardAddr::new(self.at + offset)), via }
+    fn at(&self, offset: u64) -> DeviceAddr {
+        DeviceAddr::Card(CardAddr::new(self.at + offset))
     }
 
-    fn part(&mut self, len: usize) -> BufferSlice {
+    fn host(&mut self, len: usize) -> HostSlice {
         let buf = heap().allocate(len).unwrap().share();
-        self.registered.push(Registered::new(&*self.bus, &buf, Access::RW).unwrap());
-        buf.into_part()
+        let via = Registered::new(&*self.bus, &buf, Access::RW).unwrap();
+        (buf.into_part().split_at(len).unwrap().0, via).into()
     }
 
-    fn peek(&mut self, offset: u64, len: usize) -> Vec<u8> {
-        let mut bytes = vec![0; len];
-        self.bus.read_region(2, self.at + offset, &mut bytes).unwrap();
+    fn peek(&mut self) -> Vec<u8> {
+        let mut bytes = vec![0; MIB as usize];
+        self.bus.read_region(2, self.at, &mut bytes).unwrap();
         bytes
     }
 
-    fn poke(&mut self, offset: u64, bytes: &[u8]) {
-        self.bus.write_bytes(2, self.at + offset, bytes).unwrap();
-    }
-
-    fn forget(&mut self) {
-        self.registered.clear();
+    fn poke(&mut self, bytes: &[u8]) {
+        self.bus.write_bytes(2, self.at, bytes).unwrap();
     }
 
     fn rounds(&self) -> u64 {
@@ -99,13 +92,13 @@ impl Fixture for Under {
 }
 
 #[test]
-fn the_suite_that_every_channel_takes() {
+fn the_suite_that_every_queue_takes() {
     let house = House::new(1);
     let bus = house.connect();
     let card = Card::open_with_rings(bus.clone(), &heap(), 16).unwrap();
     // The end of HBM, so that one byte more is one too many.
     let at = card.layout().hbm.last().bits() + 1 - MIB;
-    let mut fixture = Under { bus: bus.clone(), card, registered: Vec::new(), at };
+    let mut fixture = Under { bus: bus.clone(), card, at };
     suite(&mut fixture);
     drop(fixture);
     assert_eq!(bus.mapped_bytes(), 0, "rings and buffers are unmapped");
@@ -156,9 +149,8 @@ fn each_client_gets_an_empty_card_and_leaves_nothing() {
     let card = Card::open(first.clone(), &heap()).unwrap();
     let buf = heap().allocate(8 << 20).unwrap().share();
     let via = Registered::new(&*first, &buf, Access::RW).unwrap();
-    let far = DeviceFar { at: DeviceAddr::Card(CardAddr::new(0)), via: via.clone() };
-    run(&mut card.channel(0).unwrap(), Transfer { part: buf.into_part(), direction: Direction::FromHost, far }, LONG)
-        .unwrap();
+    let at = DeviceAddr::Card(CardAddr::new(0));
+    run(&mut card.queue(0).unwrap(), Operation::write((buf.into_part(), via.clone()), at), LONG).unwrap();
     drop((card, via, first));
     let second = house.connect();
     let mut bytes = [1; 8];
@@ -176,9 +168,9 @@ fn a_dma_to_what_is_not_mapped_is_a_fault() {
     let buf = heap().allocate(4096).unwrap().share();
     // Mapped for reading; the card is to write it.
     let via = Registered::new(&*bus, &buf, Access::READ).unwrap();
-    let far = DeviceFar { at: DeviceAddr::Card(CardAddr::new(0)), via };
-    let mut channel = card.channel(0).unwrap();
-    let refused = run(&mut channel, Transfer { part: buf.into_part(), direction: Direction::ToHost, far }, LONG);
+    let (at, via) = (DeviceAddr::Card(CardAddr::new(0)), via);
+    let mut channel = card.queue(0).unwrap();
+    let refused = run(&mut channel, Operation::read((buf.into_part(), via), at), LONG);
     assert!(refused.unwrap_err().to_string().contains("does not permit"));
     drop((channel, card, bus));
     assert_eq!(house.end(), [true]);
@@ -224,13 +216,13 @@ fn a_server_that_goes_away_is_an_error_and_no_hang() {
     let cut = ours.try_clone().unwrap();
     let bus = Arc::new(UserBus::over(ours).unwrap());
     let card = Card::open(bus.clone(), &heap()).unwrap();
-    let mut channel = card.channel(0).unwrap();
+    let mut channel = card.queue(0).unwrap();
     let buf = heap().allocate(1 << 20).unwrap().share();
     let via = Registered::new(&*bus, &buf, Access::RW).unwrap();
-    let far = DeviceFar { at: DeviceAddr::Card(CardAddr::new(0)), via };
+    let (at, via) = (DeviceAddr::Card(CardAddr::new(0)), via);
     cut.shutdown(std::net::Shutdown::Both).unwrap();
     let began = Instant::now();
-    let error = run(&mut channel, Transfer { part: buf.into_part(), direction: Direction::FromHost, far }, LONG);
+    let error = run(&mut channel, Operation::write((buf.into_part(), via), at), LONG);
     let error = error.unwrap_err().to_string();
     assert!(error.contains("halted") && error.contains("does not answer"), "{error}");
     assert!(began.elapsed() < Duration::from_secs(5), "{:?}", began.elapsed());
@@ -249,13 +241,13 @@ fn a_reset_in_mid_transfer() {
     let house = House::new(1);
     let bus = house.connect();
     let card = Card::open(bus.clone(), &heap()).unwrap();
-    let mut channel = card.channel(0).unwrap();
+    let mut channel = card.queue(0).unwrap();
     let fill = |byte: u8, len: usize| {
         let buf = heap().allocate(len).unwrap().share();
         buf.view().fill(byte);
         let via = Registered::new(&*bus, &buf, Access::RW).unwrap();
-        let far = DeviceFar { at: DeviceAddr::Card(CardAddr::new(0)), via };
-        Transfer { part: buf.into_part(), direction: Direction::FromHost, far }
+        let (at, via) = (DeviceAddr::Card(CardAddr::new(0)), via);
+        Operation::write((buf.into_part(), via), at)
     };
     let mut all = 0;
     for round in 0..20 {
@@ -275,7 +267,7 @@ fn a_reset_in_mid_transfer() {
         assert!(done.iter().filter(|c| c.result.is_ok()).count() + stopped == 4, "round {round}: {:?}", done[0].result);
         all += stopped;
         drop((done, channel));
-        channel = card.channel(0).unwrap();
+        channel = card.queue(0).unwrap();
         run(&mut channel, fill(0xc0 | round, 1 << 20), LONG).unwrap();
         let mut there = vec![0; 1 << 20];
         bus.read_region(2, 0, &mut there).unwrap();
@@ -346,9 +338,8 @@ fn noise_in_every_region_ends_nothing() {
     assert!(written > 4000 && ran > 100 && resets > 5, "{written} {ran} {resets}");
     bus.reset().unwrap();
     let card = Card::open(bus.clone(), &heap()).unwrap();
-    let far = DeviceFar { at: DeviceAddr::Card(CardAddr::new(0)), via: via.clone() };
-    run(&mut card.channel(0).unwrap(), Transfer { part: buf.into_part(), direction: Direction::FromHost, far }, LONG)
-        .unwrap();
+    let at = DeviceAddr::Card(CardAddr::new(0));
+    run(&mut card.queue(0).unwrap(), Operation::write((buf.into_part(), via.clone()), at), LONG).unwrap();
     drop((card, via, bus));
     assert_eq!(house.end(), [true]);
 }

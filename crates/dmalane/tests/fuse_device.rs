@@ -11,7 +11,7 @@ use dmalane::dma::{AnonHeap, Heap};
 use dmalane::file::{
     FileDevice, FileDeviceError, FileDeviceOptions, FileDevicePaths, FileDeviceQueue, IoBackend, quarantined_bytes,
 };
-use dmalane::queue::{Cancelled, DeviceAddr, Direction, Ended, OpError, Operation, Queue, Refusal, Registered};
+use dmalane::queue::{Cancelled, Completion, DeviceAddr, Direction, OpError, Operation, Queue, Refusal, Registered};
 use fuser::{
     BackgroundSession, Config, Errno, FileAttr, FileHandle, FileType, Filesystem, FopenFlags, Generation, INodeNo,
     LockOwner, OpenFlags, ReplyAttr, ReplyData, ReplyEntry, ReplyOpen, ReplyWrite, Request, WriteFlags,
@@ -212,17 +212,17 @@ fn copy(node: &FileDevice, heap: &AnonHeap, direction: Direction, bytes: &[u8], 
     let via = Registered::new(&*node.registrar(), &buf, Access::RW).unwrap();
     let mut part = buf.into_part().split_off_front(bytes.len()).unwrap();
     part.write(0, bytes).unwrap();
-    Operation::copy(direction, part, via, DeviceAddr::Card(CardAddr::new(at)))
+    Operation::copy(direction, (part, via), DeviceAddr::Card(CardAddr::new(at)))
 }
 
-fn host_bytes(end: Ended) -> Vec<u8> {
-    let part = end.operation.into_parts().remove(0).part;
+fn host_bytes(end: Completion) -> Vec<u8> {
+    let part = end.operation.into_slice().unwrap();
     let mut bytes = vec![0; part.len()];
     part.read(0, &mut bytes).unwrap();
     bytes
 }
 
-fn drain(queue: &mut FileDeviceQueue) -> Vec<Ended> {
+fn drain(queue: &mut FileDeviceQueue) -> Vec<Completion> {
     let mut ended = Vec::new();
     while queue.in_flight() > 0 {
         assert!(queue.wait(&mut ended, LONG) > 0, "it ends");
@@ -230,8 +230,8 @@ fn drain(queue: &mut FileDeviceQueue) -> Vec<Ended> {
     ended
 }
 
-fn one(queue: &mut FileDeviceQueue, operation: Operation) -> Ended {
-    let _ticket = queue.enqueue(operation).unwrap();
+fn one(queue: &mut FileDeviceQueue, operation: Operation) -> Completion {
+    let _ticket = queue.submit(operation).unwrap();
     drain(queue).remove(0)
 }
 
@@ -320,12 +320,12 @@ fn stuck(fs: &Mounted, node: &FileDevice, heap: &AnonHeap, data: &[u8]) {
     fs.fresh();
     fs.order(Fault::Stuck(BAD));
     let mut queue = node.queue().unwrap();
-    queue.set_timeout(Some(Duration::from_millis(300)));
+    assert!(queue.set_timeout(Some(Duration::from_millis(300))));
     // A read: the kernel lets one write to a file of FUSE wait for the other.
-    let hangs = queue.enqueue(copy(node, heap, Direction::ToHost, &data[..4096], BAD)).unwrap();
-    let good = queue.enqueue(copy(node, heap, Direction::FromHost, data, 0)).unwrap();
-    let waits = queue.enqueue(copy(node, heap, Direction::FromHost, data, BAD - 8)).unwrap();
-    let fence = queue.enqueue(Operation::fence()).unwrap();
+    let hangs = queue.submit(copy(node, heap, Direction::ToHost, &data[..4096], BAD)).unwrap();
+    let good = queue.submit(copy(node, heap, Direction::FromHost, data, 0)).unwrap();
+    let waits = queue.submit(copy(node, heap, Direction::FromHost, data, BAD - 8)).unwrap();
+    let fence = queue.submit(Operation::fence()).unwrap();
     let mut ended = Vec::new();
     let start = Instant::now();
     while queue.in_flight() > 1 {
@@ -340,7 +340,7 @@ fn stuck(fs: &Mounted, node: &FileDevice, heap: &AnonHeap, data: &[u8]) {
     assert_eq!(result(hangs), None, "the kernel still has it");
     assert!(matches!(queue.cancel(hangs), Cancelled::TooLate));
     assert!(!queue.restart(), "not while something is in flight");
-    let refused = queue.enqueue(Operation::fence()).unwrap_err().reason;
+    let refused = queue.submit(Operation::fence()).unwrap_err().reason;
     assert!(matches!(refused, Refusal::Stopped(_)));
     // It comes back after all: then it has ended, and the queue can be used again.
     fs.order(Fault::None);
@@ -356,9 +356,9 @@ fn stuck(fs: &Mounted, node: &FileDevice, heap: &AnonHeap, data: &[u8]) {
 
     // Dropped while it hangs: the memory stays for good, also when the call comes back later.
     fs.order(Fault::Stuck(BAD));
-    let _ticket = queue.enqueue(copy(node, heap, Direction::ToHost, &[0; 8192], BAD - 4096)).unwrap();
-    let _ticket = queue.enqueue(copy(node, heap, Direction::ToHost, &[0; 8192], 0)).unwrap();
-    queue.doorbell();
+    let _ticket = queue.submit(copy(node, heap, Direction::ToHost, &[0; 8192], BAD - 4096)).unwrap();
+    let _ticket = queue.submit(copy(node, heap, Direction::ToHost, &[0; 8192], 0)).unwrap();
+    queue.flush();
     while queue.poll(&mut ended) == 0 && start.elapsed() < Duration::from_millis(500) {}
     drop(queue);
     ended.clear();

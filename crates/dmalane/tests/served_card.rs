@@ -9,12 +9,10 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
 use dmalane::addr::{Access, CardAddr};
-use dmalane::card::{Card, CardChannel};
+use dmalane::card::{Card, CardQueue};
 use dmalane::dma::{AnonHeap, BufferSlice, Heap, SharedBuf};
 use dmalane::queue::conformance::{Fixture, suite};
-use dmalane::queue::{
-    DeviceAddr, DeviceFar, Direction, Ended, OpError, Operation, Queue, Registered, Transfer, Work, run,
-};
+use dmalane::queue::{Completion, DeviceAddr, Direction, HostSlice, OpError, Operation, Queue, Registered, Work, run};
 use dmalane::vfio::{BarAlignment, BarMap, Bdf, Container, Error, VfioBus};
 use dmalane::{CARD_PCI_ID, PciCardError, open_pci_card};
 
@@ -41,9 +39,9 @@ fn card() -> (Arc<VfioBus>, Card<VfioBus>) {
     (bus, card)
 }
 
-fn transfer(bus: &VfioBus, buf: SharedBuf, direction: Direction, at: u64) -> Transfer<DeviceFar> {
+fn transfer(bus: &VfioBus, buf: SharedBuf, direction: Direction, at: u64) -> Operation {
     let via = Registered::new(bus, &buf, Access::RW).unwrap();
-    Transfer { part: buf.into_part(), direction, far: DeviceFar { at: DeviceAddr::Card(CardAddr::new(at)), via } }
+    Operation::copy(direction, (buf.into_part(), via), DeviceAddr::Card(CardAddr::new(at)))
 }
 
 fn filled(byte: u8, len: usize) -> SharedBuf {
@@ -55,47 +53,40 @@ fn filled(byte: u8, len: usize) -> SharedBuf {
 struct Under {
     bus: Arc<VfioBus>,
     card: Card<VfioBus>,
-    registered: Vec<Registered>,
-    /// The far end: card memory, as the guest has it mapped through BAR 2.
+    /// The target: card memory, as the guest has it mapped through BAR 2.
     window: BarMap,
     at: u64,
 }
 
 impl Fixture for Under {
-    type Channel = CardChannel<VfioBus>;
+    type Queue = CardQueue<VfioBus>;
 
-    fn channel(&mut self) -> Self::Channel {
-        self.registered.clear();
-        self.card.channel(1).unwrap()
+    fn queue(&mut self) -> Self::Queue {
+        self.card.queue(1).unwrap()
     }
 
-    fn far_len(&self) -> u64 {
+    fn target_len(&self) -> u64 {
         MIB
     }
 
-    fn far(&mut self, offset: u64, part: &BufferSlice) -> DeviceFar {
-        let via = self.registered.iter().find(|r| r.mapping().pinned().share().holds(part)).unwrap().clone();
-        DeviceFar { at: DeviceAddr::Card(CardAddr::new(self.at + offset)), via }
+    fn at(&self, offset: u64) -> DeviceAddr {
+        DeviceAddr::Card(CardAddr::new(self.at + offset))
     }
 
-    fn part(&mut self, len: usize) -> BufferSlice {
+    fn host(&mut self, len: usize) -> HostSlice {
         let buf = AnonHeap::new().allocate(len).unwrap().share();
-        self.registered.push(Registered::new(&*self.bus, &buf, Access::RW).unwrap());
-        buf.into_part()
+        let via = Registered::new(&*self.bus, &buf, Access::RW).unwrap();
+        (buf.into_part().split_at(len).unwrap().0, via).into()
     }
 
-    fn peek(&mut self, offset: u64, len: usize) -> Vec<u8> {
-        let mut bytes = vec![0; len];
-        self.window.read(offset, &mut bytes).unwrap();
+    fn peek(&mut self) -> Vec<u8> {
+        let mut bytes = vec![0; MIB as usize];
+        self.window.read(0, &mut bytes).unwrap();
         bytes
     }
 
-    fn poke(&mut self, offset: u64, bytes: &[u8]) {
-        self.window.write(offset, bytes).unwrap();
-    }
-
-    fn forget(&mut self) {
-        self.registered.clear();
+    fn poke(&mut self, bytes: &[u8]) {
+        self.window.write(0, bytes).unwrap();
     }
 
     fn rounds(&self) -> u64 {
@@ -104,12 +95,12 @@ impl Fixture for Under {
 }
 
 #[test]
-fn the_suite_that_every_channel_takes() {
+fn the_suite_that_every_queue_takes() {
     let (bus, card) = card();
     // The end of HBM, so that one byte more is one too many.
     let at = card.layout().hbm.last().bits() + 1 - MIB;
     let window = bus.device().map_bar(2, Some(at..at + MIB), BarAlignment::LargestPage).unwrap();
-    let mut fixture = Under { bus: bus.clone(), card, registered: Vec::new(), window, at };
+    let mut fixture = Under { bus: bus.clone(), card, window, at };
     suite(&mut fixture);
     drop(fixture);
     let container = bus.device().container();
@@ -135,11 +126,11 @@ fn it_is_a_pci_device_with_large_mappable_memory() {
         assert!(bytes.iter().all(|byte| *byte == 0), "{at:#x}");
         window.write(0, b"through the BAR").unwrap();
         let back = transfer(&bus, filled(0, 4096), Direction::ToHost, at);
-        let back = run(&mut card.channel(0).unwrap(), back, LONG).unwrap();
+        let back = run(&mut card.queue(0).unwrap(), back, LONG).unwrap();
         let mut got = [0; 15];
-        back.part.view().sub(0, 15).unwrap().read(&mut got);
+        back.into_slice().unwrap().view().sub(0, 15).unwrap().read(&mut got);
         assert_eq!(&got, b"through the BAR");
-        run(&mut card.channel(0).unwrap(), transfer(&bus, filled(0xa5, 4096), Direction::FromHost, at), LONG).unwrap();
+        run(&mut card.queue(0).unwrap(), transfer(&bus, filled(0xa5, 4096), Direction::FromHost, at), LONG).unwrap();
         window.read(0, &mut bytes).unwrap();
         assert!(bytes.iter().all(|byte| *byte == 0xa5), "{at:#x}");
     }
@@ -153,16 +144,13 @@ fn reset_in_mid_transfer() {
         let mut queue = card.queue(0).unwrap();
         // The card is faster than the guest: it has something to do first, for as long as the reset takes to come.
         let busy = (0..64).map(|_| Operation::fill(DeviceAddr::Card(CardAddr::new(0)), 64 << 20, round.into()));
-        let copies = (0..3).map(|_| {
-            let Transfer { part, direction, far } = transfer(&bus, filled(round, 4 << 20), Direction::FromHost, 0);
-            Operation::copy(direction, part, far.via, far.at)
-        });
+        let copies = (0..3).map(|_| transfer(&bus, filled(round, 4 << 20), Direction::FromHost, 0));
         let operations: Vec<Operation> = busy.chain(copies).collect();
         let began = Instant::now();
         for operation in operations {
-            let _ticket = queue.enqueue(operation).unwrap();
+            let _ticket = queue.submit(operation).unwrap();
         }
-        queue.doorbell();
+        queue.flush();
         bus.device().reset().unwrap();
         // The kernel gives the configuration back as it was; the command register with it.
         bus.device().set_bus_master(true).unwrap();
@@ -173,11 +161,11 @@ fn reset_in_mid_transfer() {
         assert!(began.elapsed() < Duration::from_secs(10), "{:?}", began.elapsed());
         assert_eq!(done.len(), 67);
         assert!(done.iter().all(|e| matches!(e.result, Ok(()) | Err(OpError::Stopped(_)))), "{:?}", done[0].result);
-        let is_stopped = |e: &&Ended| matches!((&e.operation.work, &e.result), (Work::Copy { .. }, Err(_)));
+        let is_stopped = |e: &&Completion| matches!((&e.operation.work, &e.result), (Work::Copy { .. }, Err(_)));
         stopped += done.iter().filter(is_stopped).count();
         drop((done, queue));
         let again = transfer(&bus, filled(0xc0 | round, 4096), Direction::FromHost, 0);
-        run(&mut card.channel(0).unwrap(), again, LONG).unwrap();
+        run(&mut card.queue(0).unwrap(), again, LONG).unwrap();
         let window = bus.device().map_bar(2, Some(0..4096), BarAlignment::LargestPage).unwrap();
         let mut there = [0; 4096];
         window.read(0, &mut there).unwrap();
@@ -202,7 +190,7 @@ fn a_card_that_is_unbound_while_open_is_asked_for() {
     assert!(bus.device().wanted_back(LONG));
     assert!(!gone.load(Ordering::SeqCst), "the kernel waits");
     // Until it is given back, it works.
-    run(&mut card.channel(0).unwrap(), transfer(&bus, filled(1, 4096), Direction::FromHost, 0), LONG).unwrap();
+    run(&mut card.queue(0).unwrap(), transfer(&bus, filled(1, 4096), Direction::FromHost, 0), LONG).unwrap();
     drop((card, bus));
     unbinder.join().unwrap();
     assert!(matches!(open_pci_card(&bdf), Err(PciCardError::Vfio(Error::NotBound { driver: None, .. }))));
@@ -292,7 +280,7 @@ mod last {
     #[test]
     fn a_card_whose_process_is_killed_is_an_error_and_no_hang() {
         let (bus, card) = card();
-        let mut channel = card.channel(0).unwrap();
+        let mut channel = card.queue(0).unwrap();
         run(&mut channel, transfer(&bus, filled(1, 4096), Direction::FromHost, 0), LONG).unwrap();
         let next = transfer(&bus, filled(2, 4096), Direction::FromHost, 0);
         // Not by a macro: the harness would keep it.

@@ -8,8 +8,8 @@ use std::time::{Duration, Instant};
 
 use dmalane_addr::FileOffset;
 use dmalane_dma::{AnonHeap, BufferSlice, Heap};
-use dmalane_file::{FileChannel, Io, Mode, Options};
-use dmalane_queue::{Channel, Completion, Direction, Transfer};
+use dmalane_file::{FileQueue, Io, Mode, Options};
+use dmalane_queue::{Completion, Operation, Queue};
 
 const GATHER: usize = 16 << 20;
 
@@ -34,7 +34,7 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
             buffers.push(heap.allocate(GATHER)?.share().into_part());
         }
         let begin = Instant::now();
-        let mut channel = FileChannel::open(path, Options { mode, io, ..Options::default() })?;
+        let mut channel = FileQueue::open(path, Options { mode, io, ..Options::default() })?;
         let len = channel.file().metadata()?.len();
         read(&mut channel, len, buffers)?;
         let seconds = begin.elapsed().as_secs_f64();
@@ -43,19 +43,19 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
     Ok(())
 }
 
-fn read(channel: &mut FileChannel, len: u64, mut buffers: Vec<BufferSlice>) -> Result<(), Box<dyn std::error::Error>> {
+fn read(channel: &mut FileQueue, len: u64, mut buffers: Vec<BufferSlice>) -> Result<(), Box<dyn std::error::Error>> {
     let (mut at, mut done) = (0, Vec::new());
     while at < len || channel.in_flight() > 0 {
         while let Some(buffer) = buffers.pop_if(|_| at < len) {
             let n = (buffer.len() as u64).min(len - at);
             let (part, _) = buffer.split_at(n as usize).expect("n <= len");
-            let _ticket = channel.submit(Transfer { part, direction: Direction::ToHost, far: FileOffset::new(at) })?;
+            let _ticket = channel.submit(Operation::read(part, FileOffset::new(at)))?;
             at += n;
         }
         channel.wait(&mut done, Duration::from_secs(60));
-        for Completion { transfer, result, .. } in done.drain(..) {
+        for Completion { operation, result, .. } in done.drain(..) {
             result?;
-            buffers.push(transfer.part);
+            buffers.extend(operation.into_slice());
         }
     }
     Ok(())

@@ -1,12 +1,12 @@
-//! The suite that every channel takes, over every way to read a file.
+//! The suite that every queue takes, over every way to read a file.
 
 use std::os::unix::fs::FileExt;
 use std::path::Path;
 
 use dmalane_addr::FileOffset;
-use dmalane_dma::{AnonHeap, BufferSlice, Heap};
-use dmalane_file::{Error, FileChannel, Io, Mode, Options};
-use dmalane_queue::{Direction, conformance};
+use dmalane_dma::{AnonHeap, Heap};
+use dmalane_file::{Error, FileQueue, Io, Mode, Options};
+use dmalane_queue::{HostSlice, conformance};
 use tempfile::NamedTempFile;
 
 struct Fixture {
@@ -19,40 +19,36 @@ struct Fixture {
 const LEN: u64 = (1 << 20) + 777;
 
 impl conformance::Fixture for Fixture {
-    type Channel = FileChannel;
+    type Queue = FileQueue;
 
-    fn channel(&mut self) -> FileChannel {
-        FileChannel::open(self.file.path(), self.options).unwrap()
+    fn queue(&mut self) -> FileQueue {
+        FileQueue::open(self.file.path(), self.options).unwrap()
     }
 
-    fn far_len(&self) -> u64 {
+    fn target_len(&self) -> u64 {
         LEN
     }
 
-    fn far(&mut self, offset: u64, _: &BufferSlice) -> FileOffset {
+    fn at(&self, offset: u64) -> FileOffset {
         FileOffset::new(offset)
     }
 
-    fn part(&mut self, len: usize) -> BufferSlice {
-        AnonHeap::new().allocate(len).unwrap().share().into_part()
+    fn host(&mut self, len: usize) -> HostSlice {
+        AnonHeap::new().allocate(len).unwrap().share().into_part().split_at(len).unwrap().0.into()
     }
 
-    fn peek(&mut self, offset: u64, len: usize) -> Vec<u8> {
-        let mut bytes = vec![0; len];
-        self.file.as_file().read_exact_at(&mut bytes, offset).unwrap();
+    fn peek(&mut self) -> Vec<u8> {
+        let mut bytes = vec![0; LEN as usize];
+        self.file.as_file().read_exact_at(&mut bytes, 0).unwrap();
         bytes
     }
 
-    fn poke(&mut self, offset: u64, bytes: &[u8]) {
-        self.file.as_file().write_all_at(bytes, offset).unwrap();
+    fn poke(&mut self, bytes: &[u8]) {
+        self.file.as_file().write_all_at(bytes, 0).unwrap();
     }
 
     fn align(&self) -> usize {
         self.align
-    }
-
-    fn directions(&self) -> &[Direction] {
-        &[Direction::ToHost]
     }
 }
 
@@ -60,7 +56,7 @@ fn suite(dir: &str, mode: Mode, io: Io) {
     let file = NamedTempFile::new_in(dir).unwrap();
     file.as_file().set_len(LEN).unwrap();
     let options = Options { mode, io, depth: 32, block: 64 << 10 };
-    match FileChannel::open(file.path(), options) {
+    match FileQueue::open(file.path(), options) {
         Err(e @ (Error::NoDirect { .. } | Error::NoUring { .. })) => return eprintln!("skipped: {e}"),
         opened => println!("{}", opened.unwrap().how()),
     }

@@ -6,8 +6,8 @@ use std::time::Duration;
 
 use dmalane_addr::FileOffset;
 use dmalane_dma::{AnonHeap, BufferSlice, Heap};
-use dmalane_file::{Error, FileChannel, Io, Mode, Moved, Options};
-use dmalane_queue::{Channel, Direction, OpError, Refusal, RunError, Transfer, drain, run};
+use dmalane_file::{Error, FileQueue, Io, Mode, Moved, Options};
+use dmalane_queue::{Abilities, OpError, Operation, Queue, Refusal, RunError, conformance::host_bytes, drain, run};
 use proptest::prelude::*;
 use tempfile::{NamedTempFile, TempDir};
 
@@ -28,8 +28,8 @@ fn part(len: usize) -> BufferSlice {
     AnonHeap::new().allocate(len).unwrap().share().into_part().split_at(len).unwrap().0
 }
 
-fn to_host(part: BufferSlice, at: u64) -> Transfer<FileOffset> {
-    Transfer { part, direction: Direction::ToHost, far: FileOffset::new(at) }
+fn to_host(part: BufferSlice, at: u64) -> Operation<FileOffset> {
+    Operation::read(part, FileOffset::new(at))
 }
 
 fn bytes(part: &BufferSlice) -> Vec<u8> {
@@ -60,7 +60,7 @@ proptest! {
     ) {
         let file = file(&noise(size));
         let (mode, io) = (if buffered { Mode::Buffered } else { Mode::Auto }, if pread { Io::Pread } else { Io::Auto });
-        let mut channel = FileChannel::open(file.path(), Options { mode, io, depth, block: 1 }).unwrap();
+        let mut channel = FileQueue::open(file.path(), Options { mode, io, depth, block: 1 }).unwrap();
         let align = channel.alignment();
         let offset = if congruent { offset / align * align + at % align } else { offset };
         let mut whole = part(offset + len + 100);
@@ -68,8 +68,8 @@ proptest! {
         let (head, rest) = whole.split_at(offset).unwrap();
         let (middle, tail) = rest.split_at(len).unwrap();
         let (middle, error) = match run(&mut channel, to_host(middle, at as u64), LONG) {
-            Ok(transfer) => (transfer.part, None),
-            Err(RunError::Failed(transfer, error)) => (transfer.part, Some(error)),
+            Ok(read) => (read.into_slice().unwrap(), None),
+            Err(RunError::Failed(read, error)) => (read.into_slice().unwrap(), Some(error)),
             Err(e) => panic!("{e}"),
         };
         let (expected, early) = naive(file.path(), at, len);
@@ -96,14 +96,14 @@ fn ways() -> impl Iterator<Item = Options> {
 fn a_tmpfs_file_says_why_it_is_not_read_directly() {
     let Ok(file) = NamedTempFile::new_in("/dev/shm") else { return eprintln!("skipped: no /dev/shm") };
     std::fs::write(file.path(), noise(100_000)).unwrap();
-    let mut channel = FileChannel::open(file.path(), Options::default()).unwrap();
+    let mut channel = FileQueue::open(file.path(), Options::default()).unwrap();
     let how = channel.how();
     assert!(!how.direct && how.reasons.len() == 1 && how.reasons[0].contains("tmpfs"), "{how}");
     assert!(how.to_string().starts_with("buffered I/O, io_uring (tmpfs keeps"), "{how}");
     assert_eq!(channel.alignment(), 1);
     let read = run(&mut channel, to_host(part(90_000), 7), LONG).unwrap();
-    assert!(bytes(&read.part) == noise(100_000)[7..90_007]);
-    let demanded = FileChannel::open(file.path(), Options { mode: Mode::Direct, ..Options::default() });
+    assert!(host_bytes(&read) == noise(100_000)[7..90_007]);
+    let demanded = FileQueue::open(file.path(), Options { mode: Mode::Direct, ..Options::default() });
     let message = demanded.unwrap_err().to_string();
     assert!(message.contains("no direct I/O on /dev/shm/") && message.contains("tmpfs"), "{message}");
 }
@@ -112,15 +112,15 @@ fn a_tmpfs_file_says_why_it_is_not_read_directly() {
 fn one_byte_and_none() {
     for options in ways() {
         let one = file(b"x");
-        let mut channel = FileChannel::open(one.path(), options).unwrap();
+        let mut channel = FileQueue::open(one.path(), options).unwrap();
         let read = run(&mut channel, to_host(part(1), 0), LONG).unwrap();
-        assert_eq!(bytes(&read.part), b"x");
+        assert_eq!(host_bytes(&read), b"x");
         let empty = file(b"");
         for (path, size) in [(one.path(), 1), (empty.path(), 0)] {
-            let mut channel = FileChannel::open(path, options).unwrap();
+            let mut channel = FileQueue::open(path, options).unwrap();
             let e = run(&mut channel, to_host(part(8192), 0), LONG).unwrap_err();
             let RunError::Failed(read, OpError::EndOfFile { at, missing }) = e else { panic!("{e}") };
-            assert_eq!((at.bits(), missing, read.part.len()), (size, 8192 - size, 8192));
+            assert_eq!((at.bits(), missing, read.bytes()), (size, 8192 - size, 8192));
         }
     }
 }
@@ -130,7 +130,7 @@ fn a_file_truncated_while_it_is_read_ends_where_it_was_cut() {
     for options in ways() {
         for end in [300_007, 262_144, 1, 0] {
             let file = file(&noise(1 << 20));
-            let mut channel = FileChannel::open(file.path(), options).unwrap();
+            let mut channel = FileQueue::open(file.path(), options).unwrap();
             let mut done = Vec::new();
             // Submitted: one to read before the cut, one that has to notice it.
             let _first = channel.submit(to_host(part(65_536), 0)).unwrap();
@@ -143,7 +143,7 @@ fn a_file_truncated_while_it_is_read_ends_where_it_was_cut() {
             assert_eq!(done[0].result, Ok(()));
             let missing = (1 << 20) - end;
             assert_eq!(done[1].result, Err(OpError::EndOfFile { at: FileOffset::new(end), missing }), "{options:?}");
-            assert_eq!(done[1].transfer.part.len(), 1 << 20, "the whole part comes back");
+            assert_eq!(done[1].operation.bytes(), 1 << 20, "the whole part comes back");
         }
     }
 }
@@ -152,7 +152,7 @@ fn a_file_truncated_while_it_is_read_ends_where_it_was_cut() {
 fn a_file_truncated_between_the_reads_of_one_operation() {
     let file = file(&noise(1 << 20));
     let options = Options { io: Io::Pread, block: 64 << 10, ..Options::default() };
-    let mut channel = FileChannel::open(file.path(), options).unwrap();
+    let mut channel = FileQueue::open(file.path(), options).unwrap();
     let _ticket = channel.submit(to_host(part(1 << 20), 0)).unwrap();
     let mut done = Vec::new();
     for _ in 0..4 {
@@ -168,22 +168,22 @@ fn a_file_truncated_between_the_reads_of_one_operation() {
 #[test]
 fn refusals() {
     let file = file(&noise(5000));
-    let mut channel = FileChannel::open(file.path(), Options::default()).unwrap();
+    let mut channel = FileQueue::open(file.path(), Options::default()).unwrap();
     let alignment = channel.alignment();
     for (at, len) in [(u64::MAX, 1), (i64::MAX as u64, 1), (u64::MAX - 10, 4096)] {
         assert_eq!(channel.submit(to_host(part(len), at)).unwrap_err().reason, Refusal::PastTheTop);
     }
     let e = run(&mut channel, to_host(part(4096), i64::MAX as u64 - 4096), LONG).unwrap_err();
     assert!(matches!(e, RunError::Failed(_, OpError::EndOfFile { .. })), "{e}");
-    let write = Transfer { direction: Direction::FromHost, ..to_host(part(1), 0) };
-    assert_eq!(channel.submit(write).unwrap_err().reason, Refusal::Unsupported(Direction::FromHost));
+    let write = Operation::write(part(1), FileOffset::new(0));
+    assert_eq!(channel.submit(write).unwrap_err().reason, Refusal::Unsupported(Abilities::FROM_HOST));
     assert_eq!(channel.alignment(), alignment, "a place past every file says nothing about direct I/O");
 }
 
 #[test]
 fn what_is_not_a_file_is_named() {
     let dir = TempDir::new_in(DISK).unwrap();
-    let open = |path: &Path| FileChannel::open(path, Options::default()).unwrap_err();
+    let open = |path: &Path| FileQueue::open(path, Options::default()).unwrap_err();
     assert!(matches!(open(dir.path()), Error::NotAFile { kind: "directory", .. }));
     assert!(matches!(open(Path::new("/dev/null")), Error::NotAFile { kind: "character device", .. }));
     let fifo = dir.path().join("fifo");
@@ -217,35 +217,34 @@ fn a_file_that_may_not_be_read() {
     let file = file(&noise(100_000));
     let perms = std::os::unix::fs::PermissionsExt::from_mode(0o0);
     let opened = File::open(file.path()).unwrap();
-    let direct = FileChannel::open(file.path(), Options::default()).unwrap().how().direct;
+    let direct = FileQueue::open(file.path(), Options::default()).unwrap().how().direct;
     std::fs::set_permissions(file.path(), perms).unwrap();
     as_nobody(|| {
-        let e = FileChannel::open(file.path(), Options::default()).unwrap_err();
+        let e = FileQueue::open(file.path(), Options::default()).unwrap_err();
         assert!(
             matches!(&e, Error::Open { source, .. } if source.kind() == std::io::ErrorKind::PermissionDenied),
             "{e}"
         );
         // Opened by somebody who may, it can be read, but not be opened once more for direct I/O.
-        let mut channel = FileChannel::from_file(opened, "lent", Options::default()).unwrap();
+        let mut channel = FileQueue::from_file(opened, "lent", Options::default()).unwrap();
         assert_eq!(channel.path(), Path::new("lent"));
         let reasons = &channel.how().reasons;
         assert_eq!(reasons.len(), 1, "{reasons:?}");
         assert!(!direct || reasons[0].contains("refused at open: Permission denied"), "{reasons:?}");
         let read = run(&mut channel, to_host(part(99_000), 1), LONG).unwrap();
-        assert!(bytes(&read.part) == noise(100_000)[1..99_001]);
+        assert!(host_bytes(&read) == noise(100_000)[1..99_001]);
     });
 }
 
 #[test]
 fn an_opened_file_is_the_one_that_is_read() {
     let file = file(&noise(100_000));
-    let mut channel =
-        FileChannel::from_file(File::open(file.path()).unwrap(), file.path(), Options::default()).unwrap();
+    let mut channel = FileQueue::from_file(File::open(file.path()).unwrap(), file.path(), Options::default()).unwrap();
     let other = TempDir::new_in(DISK).unwrap();
     std::fs::write(other.path().join("impostor"), vec![0; 100_000]).unwrap();
     std::fs::rename(other.path().join("impostor"), file.path()).unwrap();
     let read = run(&mut channel, to_host(part(100_000), 0), LONG).unwrap();
-    assert!(bytes(&read.part) == noise(100_000));
+    assert!(host_bytes(&read) == noise(100_000));
 }
 
 #[test]
@@ -255,7 +254,7 @@ fn a_channel_may_be_dropped_or_moved_while_it_reads() {
     for mode in [Mode::Auto, Mode::Buffered] {
         let heap = AnonHeap::new();
         for round in 0..20u64 {
-            let mut channel = FileChannel::open(file.path(), Options { mode, depth: 8, ..Options::default() }).unwrap();
+            let mut channel = FileQueue::open(file.path(), Options { mode, depth: 8, ..Options::default() }).unwrap();
             for i in 0..8 {
                 let part = heap.allocate(2 << 20).unwrap().share().into_part();
                 let _ticket = channel.submit(to_host(part, i * (2 << 20))).unwrap();
@@ -274,11 +273,11 @@ fn a_channel_may_be_dropped_or_moved_while_it_reads() {
             .join()
             .unwrap();
             let mut done = drain(&mut channel, LONG);
-            done.sort_by_key(|c| c.transfer.far);
-            for c in done {
+            done.sort_by_key(|c| c.ticket);
+            for (i, c) in done.into_iter().enumerate() {
                 assert_eq!(c.result, Ok(()));
-                let at = c.transfer.far.bits() as usize;
-                assert!(bytes(&c.transfer.part) == data[at..at + (2 << 20)]);
+                let at = i * (2 << 20);
+                assert!(host_bytes(&c.operation) == data[at..at + (2 << 20)]);
             }
         }
         assert_eq!(dmalane_file::quarantined_bytes(), 0);

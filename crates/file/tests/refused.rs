@@ -4,8 +4,8 @@ use std::time::Duration;
 
 use dmalane_addr::FileOffset;
 use dmalane_dma::{AnonHeap, Heap};
-use dmalane_file::{Error, FileChannel, Io, Options};
-use dmalane_queue::{Direction, Transfer, run};
+use dmalane_file::{Error, FileQueue, Io, Options};
+use dmalane_queue::{Operation, run};
 use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 use tempfile::NamedTempFile;
 
@@ -14,21 +14,21 @@ fn without_a_ring_files_are_read_one_block_at_a_time() {
     let data: Vec<u8> = (0..1_000_000u32).map(|i| (i ^ i >> 8) as u8).collect();
     let file = NamedTempFile::new_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
     std::fs::write(file.path(), &data).unwrap();
-    let mut channel = FileChannel::open(file.path(), Options::default()).unwrap();
+    let mut channel = FileQueue::open(file.path(), Options::default()).unwrap();
     let opened = file.reopen().unwrap();
     let mode = dmalane_file::Mode::Buffered;
 
     let limit = getrlimit(Resource::Nofile);
     setrlimit(Resource::Nofile, Rlimit { current: Some(3), ..limit }).unwrap();
-    let demanded = FileChannel::from_file(opened, file.path(), Options { io: Io::Uring, mode, ..Options::default() });
+    let demanded = FileQueue::from_file(opened, file.path(), Options { io: Io::Uring, mode, ..Options::default() });
     let part = AnonHeap::new().allocate(data.len()).unwrap().share().into_part().split_at(data.len()).unwrap().0;
-    let read = Transfer { part, direction: Direction::ToHost, far: FileOffset::new(0) };
+    let read = Operation::read(part, FileOffset::new(0));
     let read = run(&mut channel, read, Duration::from_secs(30)).unwrap();
     setrlimit(Resource::Nofile, limit).unwrap();
 
     assert!(matches!(demanded, Err(Error::NoUring { .. })));
     let mut bytes = vec![0; data.len()];
-    read.part.read(0, &mut bytes).unwrap();
+    read.into_slice().unwrap().read(0, &mut bytes).unwrap();
     assert!(bytes == data);
     let how = channel.how();
     assert!(!how.uring && how.reasons.last().unwrap().contains("io_uring refused: "), "{how}");

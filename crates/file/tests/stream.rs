@@ -6,26 +6,26 @@ use std::os::fd::OwnedFd;
 use std::time::{Duration, Instant};
 
 use dmalane_addr::FileOffset;
-use dmalane_dma::{AnonHeap, BufferSlice, Heap};
-use dmalane_file::StreamChannel;
-use dmalane_queue::{Channel, Direction, OpError, Refusal, Transfer, drain};
+use dmalane_dma::{AnonHeap, Heap};
+use dmalane_file::StreamQueue;
+use dmalane_queue::{Abilities, OpError, Operation, Queue, Refusal, Work, conformance, drain};
 
 const LONG: Duration = Duration::from_secs(30);
 
-fn to_host(at: u64, len: usize) -> Transfer<FileOffset> {
+fn to_host(at: u64, len: usize) -> Operation<FileOffset> {
     let part = AnonHeap::new().allocate(len).unwrap().share().into_part().split_at(len).unwrap().0;
-    Transfer { part, direction: Direction::ToHost, far: FileOffset::new(at) }
+    Operation::read(part, FileOffset::new(at))
 }
 
-fn bytes(part: &BufferSlice) -> Vec<u8> {
-    let mut bytes = vec![0; part.len()];
-    part.read(0, &mut bytes).unwrap();
-    bytes
+/// The offset of a read, and its bytes.
+fn parts(operation: &Operation<FileOffset>) -> (usize, Vec<u8>) {
+    let Work::Copy { at, .. } = &operation.work else { panic!("a read") };
+    (at.bits() as usize, conformance::host_bytes(operation))
 }
 
 fn reads_in_order(from: OwnedFd, to: OwnedFd) {
     let data: Vec<u8> = (0..1_000_000u32).map(|i| (i ^ i >> 8) as u8).collect();
-    let mut channel = StreamChannel::new(File::from(from), 4);
+    let mut channel = StreamQueue::new(File::from(from), 4);
     // Submitted in no order, with a gap that nobody asks for.
     for (at, len) in [(500_000, 100_000), (0, 200_000), (200_000, 1), (900_000, 200_000)] {
         let _ticket = channel.submit(to_host(at, len)).unwrap();
@@ -39,12 +39,12 @@ fn reads_in_order(from: OwnedFd, to: OwnedFd) {
         });
         drain(&mut channel, LONG)
     });
-    let order: Vec<u64> = done.iter().map(|c| c.transfer.far.bits()).collect();
+    let order: Vec<u64> = done.iter().map(|c| parts(&c.operation).0 as u64).collect();
     assert_eq!(order, [0, 200_000, 500_000, 900_000]);
     for c in &done[..3] {
-        let at = c.transfer.far.bits() as usize;
-        assert_eq!(c.result, Ok(()));
-        assert!(bytes(&c.transfer.part) == data[at..at + c.transfer.part.len()]);
+        let (at, bytes) = parts(&c.operation);
+        assert_eq!((&c.result, c.bytes), (&Ok(()), bytes.len() as u64));
+        assert!(bytes == data[at..at + bytes.len()]);
     }
     let early = OpError::EndOfFile { at: FileOffset::new(1_000_000), missing: 100_000 };
     assert_eq!((&done[3].result, channel.position()), (&Err(early), 1_000_000));
@@ -69,12 +69,12 @@ fn sockets() {
 #[test]
 fn a_writer_that_says_nothing_does_not_hold_a_reader_for_ever() {
     let (from, _to) = rustix::pipe::pipe().unwrap();
-    let mut channel = StreamChannel::new(File::from(from), 4);
+    let mut channel = StreamQueue::new(File::from(from), 4);
     let _ticket = channel.submit(to_host(0, 10)).unwrap();
     let start = Instant::now();
     assert_eq!(channel.wait(&mut Vec::new(), Duration::from_millis(20)), 0);
     assert!(start.elapsed() >= Duration::from_millis(20) && start.elapsed() < LONG);
-    let write = Transfer { direction: Direction::FromHost, ..to_host(0, 1) };
-    assert_eq!(channel.submit(write).unwrap_err().reason, Refusal::Unsupported(Direction::FromHost));
+    let write = Operation::write(to_host(0, 1).into_slice().unwrap(), FileOffset::new(0));
+    assert_eq!(channel.submit(write).unwrap_err().reason, Refusal::Unsupported(Abilities::FROM_HOST));
     assert_eq!(channel.submit(to_host(u64::MAX, 1)).unwrap_err().reason, Refusal::PastTheTop);
 }

@@ -15,8 +15,7 @@ use dmalane_dma::{AnonHeap, BufferSlice, DeviceMem, Heap, HostConfig, MemfdHeap,
 use dmalane_load::Stage;
 use dmalane_load::fill::{BadJob, Event, Extent, FillError, FillOptions, Filled, Job, Onward, Watch, fill};
 use dmalane_queue::{
-    Channel, Completion, DeviceAddr, DeviceFar, Direction, Limits, OpError, Refusal, Refused, Registered, Ticket,
-    Transfer,
+    Abilities, Completion, DeviceAddr, Limits, OpError, Operation, Queue, Refusal, Refused, Registered, Ticket, Work,
 };
 use script::{Fault, Random, Script, naive, noise, random_job};
 use twox_hash::XxHash3_64;
@@ -39,8 +38,8 @@ struct Card {
     capacity: usize,
     max_len: u64,
     random: Random,
-    waiting: Vec<(Ticket, Transfer<DeviceFar>)>,
-    hung: Vec<(Ticket, Transfer<DeviceFar>)>,
+    waiting: Vec<(Ticket, Operation)>,
+    hung: Vec<(Ticket, Operation)>,
     next: u64,
     broken: Option<(u64, Broken)>,
     dead: bool,
@@ -73,70 +72,77 @@ impl Card {
         }
     }
 
-    fn end_one(&mut self, done: &mut Vec<Completion<DeviceFar>>) {
-        let (ticket, transfer) = self.waiting.swap_remove(self.random.below(self.waiting.len() as u64) as usize);
-        let DeviceAddr::Card(at) = transfer.far.at else { panic!("not by VA") };
-        let (at, len) = (at.bits(), transfer.part.len() as u64);
+    fn end_one(&mut self, done: &mut Vec<Completion>) {
+        let (ticket, operation) = self.waiting.swap_remove(self.random.below(self.waiting.len() as u64) as usize);
+        let Work::Copy { at: DeviceAddr::Card(at), host, .. } = &operation.work else { panic!("not by VA") };
+        let (at, len) = (at.bits(), operation.bytes());
         let hit = self.broken.filter(|(place, _)| (at..at + len).contains(place)).map(|(_, how)| how);
         if hit == Some(Broken::Hangs) {
-            return self.hung.push((ticket, transfer));
+            return self.hung.push((ticket, operation));
         }
         let mut result = Ok(());
         if hit.is_some() {
             self.dead |= hit == Some(Broken::Refuses);
             result = Err(OpError::Device { status: 7 });
         } else {
-            let seen = transfer.far.via.iova_of(&transfer.part).expect("the part lies in its registration");
+            let seen = host.iova().expect("the part lies in its registration");
             self.port.read_bytes(seen.first(), &mut self.memory[at as usize..(at + len) as usize]).unwrap();
         }
         self.ended += 1;
-        done.push(Completion { ticket, transfer, result });
+        let bytes = if result.is_ok() { len } else { 0 };
+        done.push(Completion { ticket, operation, result, bytes });
     }
 }
 
-impl Channel for Card {
-    type Far = DeviceFar;
+impl Queue for Card {
+    type Addr = DeviceAddr;
 
     fn limits(&self) -> Limits {
         Limits { capacity: self.capacity, max_len: self.max_len }
+    }
+
+    fn abilities(&self) -> Abilities {
+        Abilities::FROM_HOST
     }
 
     fn in_flight(&self) -> usize {
         self.waiting.len() + self.hung.len()
     }
 
-    fn submit(&mut self, transfer: Transfer<DeviceFar>) -> Result<Ticket, Refused<DeviceFar>> {
-        let len = transfer.part.len() as u64;
-        assert_eq!(transfer.direction, Direction::FromHost);
+    fn submit(&mut self, operation: Operation) -> Result<Ticket, Refused<DeviceAddr>> {
+        let len = operation.bytes();
+        assert_eq!(operation.needs(), Abilities::FROM_HOST);
         assert!(len > 0 && len <= self.max_len);
         let reason = match () {
             () if self.dead => Refusal::Stopped("by script".into()),
             () if self.in_flight() >= self.capacity => Refusal::Full,
             () => {
                 self.next += 1;
-                self.waiting.push((Ticket::new(self.next), transfer));
+                self.waiting.push((Ticket::new(self.next), operation));
                 return Ok(Ticket::new(self.next));
             }
         };
-        Err(Refused { transfer, reason })
+        Err(Refused { operation, reason })
     }
 
-    fn poll(&mut self, done: &mut Vec<Completion<DeviceFar>>) -> usize {
+    fn flush(&mut self) {}
+
+    fn poll(&mut self, done: &mut Vec<Completion>) -> usize {
         let before = done.len();
         while !self.waiting.is_empty() && self.random.below(3) > 0 {
             self.end_one(done);
         }
         if let (true, Some(why)) = (self.lets_go, &self.stopped) {
-            let stopped = |(ticket, transfer)| {
+            let stopped = |(ticket, operation)| {
                 let result = Err(OpError::Stopped(why.clone()));
-                Completion { ticket, transfer, result }
+                Completion { ticket, operation, result, bytes: 0 }
             };
             done.extend(self.hung.drain(..).map(stopped));
         }
         done.len() - before
     }
 
-    fn wait(&mut self, done: &mut Vec<Completion<DeviceFar>>, timeout: Duration) -> usize {
+    fn wait(&mut self, done: &mut Vec<Completion>, timeout: Duration) -> usize {
         let before = done.len();
         if !self.waiting.is_empty() {
             self.end_one(done);
@@ -356,7 +362,7 @@ fn faults_in_the_middle() {
         }
         in_the_middle += usize::from(result.is_err() && case.card.ended > 0);
         drop(result);
-        assert_eq!((case.card.in_flight(), lanes.iter().flatten().map(Channel::in_flight).sum()), (0, 0usize));
+        assert_eq!((case.card.in_flight(), lanes.iter().flatten().map(Queue::in_flight).sum()), (0, 0usize));
         assert_eq!((host.stats().pinned_frames, heap.stats().live), (0, 0), "seed {seed}");
     }
     assert!(in_the_middle > 200, "{in_the_middle} had transfers behind them");

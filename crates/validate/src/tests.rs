@@ -6,7 +6,9 @@ use std::time::Duration;
 
 use dmalane_card::{CardConfig, Workers};
 use dmalane_file::{FileDeviceOptions, FileDevicePaths};
-use dmalane_queue::{Channel, Completion, DeviceFar, Direction, Limits, Refused, Ticket, Transfer};
+use dmalane_queue::{
+    Abilities, Class, Completion, DeviceAddr, DeviceQueue, Direction, Limits, Operation, Queue, Refused, Ticket, Work,
+};
 
 use super::*;
 
@@ -135,9 +137,9 @@ fn settings_that_make_no_sense_are_refused() {
     assert!(error.contains("no modelled link is called \"fast\"; there are half-egress-14, "), "{error}");
 }
 
-/// A channel that gets something wrong.
+/// A queue with a fault.
 struct Wrong {
-    inner: Box<dyn Channel<Far = DeviceFar>>,
+    inner: Box<DeviceQueue>,
     fault: Fault,
     done: u64,
 }
@@ -154,40 +156,49 @@ enum Fault {
     Fails(u64),
 }
 
-impl Channel for Wrong {
-    type Far = DeviceFar;
+impl Queue for Wrong {
+    type Addr = DeviceAddr;
 
     fn limits(&self) -> Limits {
         self.inner.limits()
+    }
+
+    fn abilities(&self) -> Abilities {
+        self.inner.abilities()
     }
 
     fn in_flight(&self) -> usize {
         self.inner.in_flight()
     }
 
-    fn submit(&mut self, mut transfer: Transfer<DeviceFar>) -> Result<Ticket, Refused<DeviceFar>> {
+    fn submit(&mut self, mut operation: Operation) -> Result<Ticket, Refused<DeviceAddr>> {
         self.done += 1;
-        let (down, done) = (transfer.direction == Direction::ToHost, self.done);
+        let Work::Copy { direction, .. } = &mut operation.work else { panic!("a copy") };
+        let (down, done) = (*direction == Direction::ToHost, self.done);
         // The other way: the device's bytes stay, or the buffer's go back to where they should have come from.
         match self.fault {
-            Fault::Deaf(from) if !down && done > from => transfer.direction = Direction::ToHost,
-            Fault::Blind(from) if down && done > from => transfer.direction = Direction::FromHost,
+            Fault::Deaf(from) if !down && done > from => *direction = Direction::ToHost,
+            Fault::Blind(from) if down && done > from => *direction = Direction::FromHost,
             _ => {}
         }
-        self.inner.submit(transfer)
+        self.inner.submit(operation)
     }
 
-    fn poll(&mut self, done: &mut Vec<Completion<DeviceFar>>) -> usize {
+    fn flush(&mut self) {
+        self.inner.flush();
+    }
+
+    fn poll(&mut self, done: &mut Vec<Completion>) -> usize {
         let before = done.len();
         self.inner.poll(done);
         for completion in &mut done[before..] {
             self.done += 1;
+            let Work::Copy { direction, host, .. } = &mut completion.operation.work else { panic!("a copy") };
             match self.fault {
-                Fault::Flip(from) if completion.transfer.direction == Direction::ToHost && self.done > from => {
-                    let part = &mut completion.transfer.part;
+                Fault::Flip(from) if *direction == Direction::ToHost && self.done > from => {
                     let mut byte = [0];
-                    part.read(100, &mut byte).unwrap();
-                    part.write(100, &[byte[0] ^ 4]).unwrap();
+                    host.slice.read(100, &mut byte).unwrap();
+                    host.slice.write(100, &[byte[0] ^ 4]).unwrap();
                 }
                 Fault::Fails(from) if self.done > from => completion.result = Err(OpError::Device { status: 9 }),
                 _ => {}
@@ -196,7 +207,7 @@ impl Channel for Wrong {
         done.len() - before
     }
 
-    fn wait(&mut self, done: &mut Vec<Completion<DeviceFar>>, timeout: Duration) -> usize {
+    fn wait(&mut self, done: &mut Vec<Completion>, timeout: Duration) -> usize {
         self.inner.wait(done, timeout)
     }
 }
@@ -204,8 +215,8 @@ impl Channel for Wrong {
 /// The software card with both channels wrong.
 fn wrong(fault: Fault) -> Target {
     let mut target = soft(CardConfig::default(), None);
-    for desk in &mut target.desks {
-        *desk = desk::Desk::new(Wrong { inner: Box::new(desk.seat()), fault, done: 0 });
+    for queue in &mut target.queues {
+        *queue = share(Wrong { inner: Box::new(queue.handle(Class::Normal)), fault, done: 0 });
     }
     target
 }
@@ -332,9 +343,9 @@ fn a_character_device_is_not_overwritten_unasked() {
 
 /// Takes everything from the so many-th transfer on, and ends none of that.
 struct Hangs {
-    inner: Box<dyn Channel<Far = DeviceFar>>,
+    inner: Box<DeviceQueue>,
     after: u64,
-    held: Vec<(Ticket, Transfer<DeviceFar>)>,
+    held: Vec<(Ticket, Operation)>,
     /// It can be stopped, and by what it was.
     stops: bool,
     stopped: Option<String>,
@@ -343,41 +354,49 @@ struct Hangs {
 }
 
 impl Hangs {
-    fn new(inner: Box<dyn Channel<Far = DeviceFar>>, after: u64, stops: bool) -> Self {
+    fn new(inner: Box<DeviceQueue>, after: u64, stops: bool) -> Self {
         Self { inner, after, held: Vec::new(), stops, stopped: None, gone: false }
     }
 }
 
-impl Channel for Hangs {
-    type Far = DeviceFar;
+impl Queue for Hangs {
+    type Addr = DeviceAddr;
 
     fn limits(&self) -> Limits {
         self.inner.limits()
+    }
+
+    fn abilities(&self) -> Abilities {
+        self.inner.abilities()
     }
 
     fn in_flight(&self) -> usize {
         self.inner.in_flight() + self.held.len()
     }
 
-    fn submit(&mut self, transfer: Transfer<DeviceFar>) -> Result<Ticket, Refused<DeviceFar>> {
+    fn submit(&mut self, operation: Operation) -> Result<Ticket, Refused<DeviceAddr>> {
         if self.after > 0 {
             self.after -= 1;
-            return self.inner.submit(transfer);
+            return self.inner.submit(operation);
         }
         if let Some(why) = self.stopped.clone().or_else(|| self.halted()) {
-            return Err(Refused { transfer, reason: Refusal::Stopped(why) });
+            return Err(Refused { operation, reason: Refusal::Stopped(why) });
         }
         let ticket = Ticket::new(1 << 40 | self.held.len() as u64);
-        self.held.push((ticket, transfer));
+        self.held.push((ticket, operation));
         Ok(ticket)
     }
 
-    fn poll(&mut self, done: &mut Vec<Completion<DeviceFar>>) -> usize {
+    fn flush(&mut self) {
+        self.inner.flush();
+    }
+
+    fn poll(&mut self, done: &mut Vec<Completion>) -> usize {
         let Some(why) = &self.stopped else { return self.inner.poll(done) };
         let result = || Err(OpError::Stopped(why.clone()));
         let before = done.len();
         let held = self.held.drain(..);
-        done.extend(held.map(|(ticket, transfer)| Completion { ticket, transfer, result: result() }));
+        done.extend(held.map(|(ticket, operation)| Completion { ticket, operation, result: result(), bytes: 0 }));
         self.inner.poll(done);
         done.len() - before
     }
@@ -390,7 +409,7 @@ impl Channel for Hangs {
         self.stopped = Some(why.to_owned()).filter(|_| self.stops);
     }
 
-    fn wait(&mut self, done: &mut Vec<Completion<DeviceFar>>, timeout: Duration) -> usize {
+    fn wait(&mut self, done: &mut Vec<Completion>, timeout: Duration) -> usize {
         self.inner.wait(done, timeout)
     }
 }
@@ -402,9 +421,9 @@ fn a_device_that_hangs_is_left_alone_and_what_was_measured_is_there() {
     let paths = FileDevicePaths { h2c: file.path().into(), c2h: file.path().into() };
     let mut target = Target::file(paths, FileDeviceOptions::default(), false).unwrap();
     target.patience = Duration::from_millis(500);
-    let inner = Box::new(target.desks[0].seat());
+    let inner = Box::new(target.queue(0));
     // The comparison (4 transfers of a thread) and the reading (3 and the one more) end.
-    target.desks[0] = desk::Desk::new(Hangs::new(inner, 8, false));
+    target.queues[0] = share(Hangs::new(inner, 8, false));
     let settings =
         Settings { threads: 1, ways: vec![Directions::Read, Directions::Write], pages: vec![Pages::Small], ..quick() };
     let mut report = Report::default();
@@ -425,8 +444,8 @@ fn a_device_that_hangs_is_stopped_and_what_a_file_held_is_put_back() {
     let paths = FileDevicePaths { h2c: file.path().into(), c2h: file.path().into() };
     let mut target = Target::file(paths, FileDeviceOptions::default(), false).unwrap();
     target.patience = Duration::from_millis(200);
-    let inner = Box::new(target.desks[0].seat());
-    target.desks[0] = desk::Desk::new(Hangs::new(inner, 9, true));
+    let inner = Box::new(target.queue(0));
+    target.queues[0] = share(Hangs::new(inner, 9, true));
     let settings = Settings { threads: 3, pages: vec![Pages::Small], ..quick() };
     let error = run(&target, &settings, &mut |_| {}).unwrap_err();
     // Not one of the errors of the threads whose transfers it ended.
@@ -453,9 +472,9 @@ fn a_card_on_any_bus_can_be_measured() {
 fn a_device_that_is_gone_is_told_of_soon() {
     for (threads, raw) in [(1, true), (4, false)] {
         let mut target = soft(CardConfig::default(), None);
-        for desk in &mut target.desks {
-            let inner = Box::new(desk.seat());
-            *desk = desk::Desk::new(Hangs { gone: true, ..Hangs::new(inner, 5, false) });
+        for queue in &mut target.queues {
+            let inner = Box::new(queue.handle(Class::Normal));
+            *queue = share(Hangs { gone: true, ..Hangs::new(inner, 5, false) });
         }
         let settings = Settings { threads, raw, pages: vec![Pages::Small], ..quick() };
         let begun = std::time::Instant::now();
@@ -470,8 +489,8 @@ fn an_error_before_a_device_hangs_is_the_one_that_is_told() {
     let mut target = soft(CardConfig::default(), None);
     target.patience = Duration::from_millis(200);
     // Of the two transfers of a thread the first fails, and the second does not end.
-    let inner = Wrong { inner: Box::new(target.desks[0].seat()), fault: Fault::Fails(0), done: 0 };
-    target.desks[0] = desk::Desk::new(Hangs::new(Box::new(inner), 1, false));
+    let inner = Wrong { inner: Box::new(target.queue(0)), fault: Fault::Fails(0), done: 0 };
+    target.queues[0] = share(Hangs::new(Box::new(inner), 1, false));
     let (channels, pages) = (QueueChoice::Only(0), vec![Pages::Small]);
     let settings = Settings { threads: 1, raw: true, phases: vec![Phase::Ddr], channels, pages, ..quick() };
     let error = run(&target, &settings, &mut |_| {}).unwrap_err();
@@ -479,11 +498,11 @@ fn an_error_before_a_device_hangs_is_the_one_that_is_told() {
 }
 
 #[test]
-fn seats_of_a_device_that_hangs_wait_together() {
+fn handles_of_a_device_that_hangs_wait_together() {
     let mut target = soft(CardConfig::default(), None);
     target.patience = Duration::from_millis(100);
-    let inner = Box::new(target.desks[0].seat());
-    target.desks[0] = desk::Desk::new(Hangs::new(inner, 0, false));
+    let inner = Box::new(target.queue(0));
+    target.queues[0] = share(Hangs::new(inner, 0, false));
     let threads = 16;
     let settings = Settings {
         threads,

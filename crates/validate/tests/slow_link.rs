@@ -6,7 +6,7 @@ use std::time::Duration;
 use dmalane_addr::Access;
 use dmalane_card::{Card, CardConfig, SoftBus};
 use dmalane_dma::{AnonHeap, Heap, HostConfig, SoftHost};
-use dmalane_queue::{BalancePolicy, Channel, DeviceAddr, DeviceFar, Direction, Registered, Split, Transfer, run};
+use dmalane_queue::{BalancePolicy, DeviceAddr, Direction, Operation, Queue, Registered, Split, run};
 use dmalane_validate::link::{Half, Limit, Link, Slow, Streams};
 
 const MIB: usize = 1 << 20;
@@ -19,7 +19,7 @@ fn a_slow_channel_gets_less_and_the_bytes_are_right() {
     let bus: Arc<SoftBus> = Arc::new(SoftBus::new(host, config).unwrap());
     let heap = AnonHeap::new();
     let card = Card::open(bus.clone(), &heap).unwrap();
-    let channels = vec![card.channel(0).unwrap(), card.channel(1).unwrap()];
+    let channels = vec![card.queue(0).unwrap(), card.queue(1).unwrap()];
     let channel = |c, rate| Limit::constant(format!("channel {c}"), Streams { channel: Some(c), ..Streams::ALL }, rate);
     // Far below what this machine copies, so that the link is what limits.
     let link = Link::new(2, vec![channel(0, 400e6), channel(1, 100e6)], Duration::ZERO).unwrap();
@@ -46,12 +46,12 @@ fn a_slow_channel_gets_less_and_the_bytes_are_right() {
             bus.memory().write(at, &bytes).unwrap();
         }
         let began = std::time::Instant::now();
-        let far = DeviceFar { at: DeviceAddr::Card(at), via: via.clone() };
-        let back = run(&mut split, Transfer { part, direction, far }, PATIENCE).unwrap();
+        let copy = Operation::copy(direction, (part, via.clone()), DeviceAddr::Card(at));
+        let back = run(&mut split, copy, PATIENCE).unwrap();
         // Never faster than the link; but for what may be saved up, a millisecond each.
         let fastest = (len as f64 - 0.5e6) / 500e6;
         assert!(began.elapsed().as_secs_f64() > fastest, "{:?}", began.elapsed());
-        part = back.part;
+        part = back.into_slice().unwrap();
         let mut got = vec![0; len];
         match direction {
             Direction::FromHost => bus.memory().read(at, &mut got).unwrap(),

@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use dmalane_addr::FileOffset;
 use dmalane_load::fill::{Extent, Job};
-use dmalane_queue::{Channel, Completion, Limits, OpError, Refusal, Refused, Ticket, Transfer};
+use dmalane_queue::{Abilities, Completion, Limits, OpError, Operation, Queue, Refusal, Refused, Ticket, Work};
 
 /// What goes wrong when the byte at an offset is read.
 #[derive(Clone, PartialEq, Debug)]
@@ -29,7 +29,7 @@ pub struct Script {
     faults: Vec<(u64, Fault)>,
     capacity: usize,
     random: u64,
-    waiting: Vec<(Ticket, Transfer<FileOffset>)>,
+    waiting: Vec<(Ticket, Operation<FileOffset>)>,
     next: u64,
     dead: bool,
 }
@@ -55,9 +55,10 @@ impl Script {
 
     fn end_one(&mut self) -> Completion<FileOffset> {
         let i = self.pick(self.waiting.len());
-        let (ticket, mut transfer) = self.waiting.swap_remove(i);
-        let at = transfer.far.bits();
-        let end = at + transfer.part.len() as u64;
+        let (ticket, mut operation) = self.waiting.swap_remove(i);
+        let len = operation.bytes();
+        let Work::Copy { at, host, .. } = &mut operation.work else { panic!("a read") };
+        let (at, end) = (at.bits(), at.bits() + len);
         let hit = self.faults.iter().filter(|(place, _)| (at..end).contains(place)).min_by_key(|(place, _)| *place);
         let result = match hit {
             Some((place, fault)) => {
@@ -65,39 +66,46 @@ impl Script {
                 Err(Self::error(fault, *place, end))
             }
             None => {
-                transfer.part.write(0, &self.bytes[at as usize..end as usize]).unwrap();
+                host.slice.write(0, &self.bytes[at as usize..end as usize]).unwrap();
                 Ok(())
             }
         };
         HELD.fetch_sub(1, Ordering::Relaxed);
-        Completion { ticket, transfer, result }
+        let bytes = if result.is_ok() { len } else { 0 };
+        Completion { ticket, operation, result, bytes }
     }
 }
 
-impl Channel for Script {
-    type Far = FileOffset;
+impl Queue for Script {
+    type Addr = FileOffset;
 
     fn limits(&self) -> Limits {
         Limits { capacity: self.capacity, max_len: u64::MAX }
+    }
+
+    fn abilities(&self) -> Abilities {
+        Abilities::TO_HOST
     }
 
     fn in_flight(&self) -> usize {
         self.waiting.len()
     }
 
-    fn submit(&mut self, transfer: Transfer<FileOffset>) -> Result<Ticket, Refused<FileOffset>> {
+    fn submit(&mut self, operation: Operation<FileOffset>) -> Result<Ticket, Refused<FileOffset>> {
         let reason = match () {
             () if self.dead => Refusal::Stopped("by script".into()),
             () if self.waiting.len() >= self.capacity => Refusal::Full,
             () => {
                 self.next += 1;
                 HELD.fetch_add(1, Ordering::Relaxed);
-                self.waiting.push((Ticket::new(self.next), transfer));
+                self.waiting.push((Ticket::new(self.next), operation));
                 return Ok(Ticket::new(self.next));
             }
         };
-        Err(Refused { transfer, reason })
+        Err(Refused { operation, reason })
     }
+
+    fn flush(&mut self) {}
 
     fn poll(&mut self, done: &mut Vec<Completion<FileOffset>>) -> usize {
         if self.waiting.is_empty() || self.pick(3) == 0 {
