@@ -457,7 +457,11 @@ impl OpenDevice {
         if file.device == self.number { Ok(()) } else { Err(Error::OtherDevice { path: file.path.clone() }) }
     }
 
-    fn unload_file(&mut self, file: LoadedFile) -> Result<(), Error> {
+    /// As [`OpenDevice::unload`], one file of a load.
+    ///
+    /// # Errors
+    /// As there.
+    pub fn unload_file(&mut self, file: LoadedFile) -> Result<(), Error> {
         self.check(&file)?;
         let (Some(bo), Some(range)) = (file.bo, file.range) else { return Ok(()) };
         let unbound = self.device.address_space().unbind(range);
