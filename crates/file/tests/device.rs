@@ -47,7 +47,7 @@ impl Fixture {
 
     fn buffer(&mut self, len: usize) -> (BufferSlice, Registered) {
         let buf = AnonHeap::new().allocate(len).unwrap().share();
-        let via = Registered::new(self.&*device.registrar(), &buf, Access::RW).unwrap();
+        let via = Registered::new(&*self.device.registrar(), &buf, Access::RW).unwrap();
         (buf.into_part().split_off_front(len).unwrap(), via)
     }
 
@@ -339,7 +339,7 @@ fn what_a_device_cannot_do_is_refused_or_fails() {
     assert_eq!(queue.submit(other).unwrap_err().reason, Refusal::NotRegistered);
     // Only to be read by the device.
     let buf = AnonHeap::new().allocate(4096).unwrap().share();
-    let via = Registered::new(fixture.&*device.registrar(), &buf, Access::READ).unwrap();
+    let via = Registered::new(&*fixture.device.registrar(), &buf, Access::READ).unwrap();
     let down = Operation::copy(Direction::ToHost, (buf.into_part(), via), at);
     assert_eq!(queue.submit(down).unwrap_err().reason, Refusal::NotPermitted);
     let top = fixture.copy(Direction::ToHost, &[0; 16], i64::MAX as u64 - 15);
