@@ -16,7 +16,7 @@ use std::time::{Duration, Instant};
 use dmalane::addr::{Access, Address, CardAddr};
 use dmalane::card::{Card, CardConfig, CardQueue, SoftBus, Workers};
 use dmalane::daemon::{Client, Config, Limits, Listener, Options as ClientOptions, Server};
-use dmalane::dma::{BufferSlice, Heap, HostBus, HostConfig, MemfdHeap, PageKind, SharedBuf, SoftHost};
+use dmalane::dma::{BufferSlice, Heap, Mmio, HostConfig, MemfdHeap, PageKind, SharedBuf, SoftHost};
 use dmalane::queue::{CacheHint, Completion, DeviceAddr, Direction, Operation, Queue, Registered};
 
 use crate::clock::{pin_to, time};
@@ -99,17 +99,17 @@ fn serve(path: &Path) -> Result<()> {
 }
 
 /// A card on some bus, and a buffer.
-struct Side<B: HostBus> {
+struct Side<B: Mmio> {
     bus: Arc<B>,
     card: Card<B>,
     via: Registered,
     part: Option<BufferSlice>,
 }
 
-impl<B: HostBus> Side<B> {
+impl<B: Mmio> Side<B> {
     fn new(bus: B, len: usize) -> Result<Self> {
         let bus = Arc::new(bus);
-        let card = Card::open(bus.clone(), &MemfdHeap::starting_at(PageKind::Transparent))?;
+        let card = Card::open(bus.clone(), &*bus.heap(None))?;
         let buf = buffer(len)?;
         let via = Registered::new(&*bus, &buf, Access::RW)?;
         Ok(Self { bus, card, via, part: Some(buf.into_part()) })
@@ -176,7 +176,7 @@ fn buffer(len: usize) -> Result<SharedBuf> {
 }
 
 /// A walk by a queue: its operations in the order of their addresses.
-struct Walk<B: HostBus> {
+struct Walk<B: Mmio> {
     queue: CardQueue<B>,
     ready: Vec<Operation>,
     back: Vec<Operation>,
@@ -184,7 +184,7 @@ struct Walk<B: HostBus> {
     tail: BufferSlice,
 }
 
-impl<B: HostBus> Walk<B> {
+impl<B: Mmio> Walk<B> {
     /// Over the region, at most 32 operations in flight, polling.
     fn once(&mut self) {
         let Self { queue, ready, back, ended, .. } = self;

@@ -454,15 +454,15 @@ fn registered(options: &Options, report: &mut Report) -> Result<()> {
                 assert_eq!(ended.result, Ok(()));
                 part = ended.operation.into_slice();
             };
-            let share = via.mapping().pinned().share().clone();
+            let memory = via.mapping().pinned().reference().clone();
             let times = (16 * MIB / size).clamp(2, 256);
             let (mut once, mut each) = (Vec::new(), Vec::new());
             for _ in 0..options.rounds {
                 once.push(time(|| (0..times).for_each(|_| copy(via.clone()))));
                 each.push(time(|| {
                     (0..times).for_each(|_| {
-                        let pinned = dmalane::dma::HostBus::pin(&*bench.bus, &share).expect("frames");
-                        let mapping = dmalane::dma::HostBus::map(&*bench.bus, pinned, Access::RW).expect("a mapping");
+                        let pinned = dmalane::dma::Registrar::pin(&*bench.bus, &memory).expect("frames");
+                        let mapping = dmalane::dma::Registrar::map(&*bench.bus, pinned, Access::RW).expect("a mapping");
                         copy(Registered::from_mapping(mapping));
                     });
                 }));

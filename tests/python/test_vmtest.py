@@ -76,8 +76,9 @@ def test_the_environment_sets_what_the_help_lists(tmp_path):
     plain = settings(tmp_path)
     assert (plain.cache, plain.seconds, plain.filter, plain.jobs) == (tmp_path / "vm", None, "", 1)
     env = {
-        "DMALANE_VM_CACHE": "/cache", "DMALANE_VM_SECONDS": "9", "DMALANE_VM_FILTER": "heap", "DMALANE_VM_GIB": "1 32",
-        "DMALANE_VM_ALIGN": "2M none", "DMALANE_VM_ROUNDS": "3", "DMALANE_VM_JOBS": "2", "DMALANE_VM_MIRROR": "http://x",
+        "DMALANE_VM_CACHE": "/cache", "DMALANE_VM_SECONDS": "9", "DMALANE_VM_FILTER": "heap",
+        "DMALANE_VM_GIB": "1 32", "DMALANE_VM_ALIGN": "2M none", "DMALANE_VM_ROUNDS": "3", "DMALANE_VM_JOBS": "2",
+        "DMALANE_VM_MIRROR": "http://x",
     }  # fmt: skip
     found = settings(tmp_path, **env)
     assert found == Settings(tmp_path, Path("/cache"), False, 9, "heap", (1, 32), ("2M", "none"), 3, 2, "http://x")
@@ -281,7 +282,7 @@ def test_a_guest_that_takes_too_long_is_ended(tmp_path):
     command = [sys.executable, "-c", f"import os,time; open({str(pid)!r},'w').write(str(os.getpid())); time.sleep(600)"]
     looked = []
     with pytest.raises(Failed, match="qemu was stopped after 1 s"):
-        qemu.boot(command, tmp_path, 1, watch=lambda: looked.append(1))
+        qemu.boot("k", command, tmp_path, 1, watch=lambda: looked.append(1))
     assert looked
     assert not Path(f"/proc/{pid.read_text()}").exists()
 
@@ -289,7 +290,7 @@ def test_a_guest_that_takes_too_long_is_ended(tmp_path):
 @pytest.mark.parametrize(("code", "message"), [("raise SystemExit(3)", "status 3"), ("os.abort()", "by SIGABRT")])
 def test_how_qemu_ended_is_said(tmp_path, code, message):
     with pytest.raises(qemu.QemuFailed, match=message):
-        qemu.boot([sys.executable, "-c", f"import os; print('no device'); {code}"], tmp_path, 60)
+        qemu.boot("k", [sys.executable, "-c", f"import os; print('no device'); {code}"], tmp_path, 60)
     if "System" in code:
         assert (tmp_path / "qemu.log").read_text() == "no device\n"
 
@@ -346,13 +347,21 @@ def test_bytes_that_only_the_host_sees_are_compared(tmp_path, capsys, content, p
     assert ("the kernel's log" in printed) == (not passed)
 
 
-def test_the_last_test_binary_is_taken():
-    def artifact(test, path):
-        return json.dumps({"reason": "compiler-artifact", "profile": {"test": test}, "executable": path})
+def artifact(package_id, target, path, test=True):
+    message = {"reason": "compiler-artifact", "package_id": package_id, "target": {"name": target}, "executable": path}
+    return json.dumps(message | {"profile": {"test": test}})
 
-    text = "\n".join([artifact(False, "/a"), artifact(True, "/b"), artifact(True, None), '{"reason": "build-finished"}'])
-    assert suites.executable(text) == "/b"
-    assert suites.executable(artifact(False, "/a")) is None
+
+def test_test_binaries_are_found_by_package_and_target():
+    messages = [
+        artifact("path+file:///w/crates/vfio#dmalane-vfio@0.1.0", "kernel", "/kernel"),
+        artifact("path+file:///w/crates/dmalane#0.1.0", "dmalane", "/lib"),
+        artifact("path+file:///w/crates/dmalane#0.1.0", "dmalane", "/program", test=False),
+        artifact("path+file:///w/crates/dma#dmalane-dma@0.1.0", "dmalane_dma", None),
+        '{"reason": "build-finished"}', "warning: not JSON",
+    ]  # fmt: skip
+    found = suites.executables("\n".join(messages))
+    assert found == {("dmalane-vfio", "kernel"): "/kernel", ("dmalane", "dmalane"): "/lib"}
 
 
 def test_the_model_file_is_the_one_of_the_python_tests():
@@ -395,6 +404,24 @@ def test_the_table_of_host_memory(tmp_path):
 # ---- the script ----
 
 
+def test_guests_run_side_by_side_and_end_together(tmp_path):
+    def guest(number, code):
+        return qemu.Guest(str(number), [sys.executable, "-c", code], tmp_path, 60)
+
+    # Neither ends before both have begun.
+    meet = "import os,sys,time; open('{}','w'); \nwhile not os.path.exists('{}'): time.sleep(.01)"
+    paths = tmp_path / "a", tmp_path / "b"
+    both = [guest(1, meet.format(*paths)), guest(2, meet.format(*reversed(paths)))]
+    assert {one.name for one in qemu.run(both)} == {"1", "2"}
+    assert [one.failure for one in both] == [None, None]
+    # Whoever stops looking ends the others.
+    guests = [guest(0, ""), guest(1, "import time; time.sleep(600)")]
+    for one in qemu.run(guests):
+        assert one.name == "0"
+        break
+    assert guests[1].process.returncode == -signal.SIGTERM
+
+
 class Script:
     """scripts/vm with a cache that has a kernel, a cargo that builds nothing, and a QEMU that says what it is told."""
 
@@ -411,8 +438,9 @@ class Script:
         busybox = self.cache / "busybox/root/bin/busybox"
         busybox.parent.mkdir(parents=True)
         busybox.write_bytes(b"busybox")
-        message = json.dumps({"profile": {"test": True}, "executable": sys.executable})
-        fake_program(programs, "cargo", [f"print({message!r})"])
+        built = [("vfio", "kernel"), ("vfio", "dmalane_vfio"), ("dma", "dmalane_dma")]
+        messages = [artifact(f"path+file:///w#dmalane-{name}@0.1.0", target, sys.executable) for name, target in built]
+        fake_program(programs, "cargo", [f"print({chr(10).join(messages)!r})"])
 
     def qemu(self, *lines):
         """The guest's text is in `said`; it goes where `-serial` says."""
@@ -434,8 +462,9 @@ class Script:
 
     def run(self, *args, **env):
         return subprocess.run(
-            self.command(*args), env=self.env(**env), capture_output=True, text=True, timeout=120, stdin=subprocess.DEVNULL
-        )
+            self.command(*args), env=self.env(**env),
+            stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=120,
+        )  # fmt: skip
 
 
 @pytest.fixture
@@ -476,6 +505,10 @@ def test_the_script_fails_where_cargo_fails(script):
     done = script.run("run", "6.12")
     assert done.returncode == 1
     assert "exit status 101" in done.stdout
+    fake_program(script.programs, "cargo", [])
+    done = script.run("run", "6.12")
+    assert done.returncode == 1
+    assert "cargo built no test dmalane-vfio kernel" in done.stdout
 
 
 def test_the_script_skips_a_kernel_that_cannot_be_had(script):

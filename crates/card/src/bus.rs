@@ -7,7 +7,7 @@ use std::time::Duration;
 
 use dmalane_addr::{Access, CardAddr};
 use dmalane_dma::host::DevicePort;
-use dmalane_dma::{self as mem, BufferRef, HostBus, Mapping, Pinned, SoftHost};
+use dmalane_dma::{self as mem, BufferRef, Mapping, Mmio, Pinned, Registrar, SoftHost};
 use dmalane_iopt::{Arm64S1_4k, Format, X86_64_4Level};
 
 use rustix::event::{EventfdFlags, eventfd};
@@ -47,17 +47,17 @@ impl<F: Format, M: Format> SoftBus<F, M> {
     }
 }
 
-impl<F: Format, M: Format> HostBus for SoftBus<F, M> {
-    fn pin(&self, share: &BufferRef) -> Result<Pinned, mem::Error> {
-        self.host.pin(share)
+impl<F: Format, M: Format> Registrar for SoftBus<F, M> {
+    fn pin(&self, buffer: &BufferRef) -> Result<Pinned, mem::Error> {
+        self.host.pin(buffer)
     }
 
     fn map(&self, pinned: Pinned, access: Access) -> Result<Mapping, mem::Error> {
         self.host.map(pinned, access)
     }
 
-    fn pin_range(&self, share: &BufferRef, range: Range<usize>) -> Result<Pinned, mem::Error> {
-        self.host.pin_range(share, range)
+    fn pin_range(&self, buffer: &BufferRef, range: Range<usize>) -> Result<Pinned, mem::Error> {
+        self.host.pin_range(buffer, range)
     }
 
     fn map_list(&self, pinned: Vec<Pinned>, access: Access) -> Result<Mapping, mem::Error> {
@@ -71,7 +71,9 @@ impl<F: Format, M: Format> HostBus for SoftBus<F, M> {
     fn owns(&self, mapping: &Mapping) -> bool {
         self.host.owns(mapping)
     }
+}
 
+impl<F: Format, M: Format> Mmio for SoftBus<F, M> {
     fn read32(&self, bar: u8, offset: u64) -> Result<u32, mem::Error> {
         self.card.read32(bar, offset).ok_or(mem::Error::NoRegister { bar, offset, bytes: 4 })
     }

@@ -6,7 +6,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
 use dmalane_addr::{Access, Address, CardAddr, DeviceVa, Iova, Span};
-use dmalane_dma::{DmaFault, FaultReason, HostBus, VolatileSlice};
+use dmalane_dma::{DmaFault, FaultReason, Mmio, VolatileSlice};
 use dmalane_queue::{
     Abilities, CacheHint, Cancelled, Completion, DeviceAddr, Gather, HostSlice, Limits, OpError, Operation, Queue,
     QueueAddr, Refusal, Refused, Sampler, Stats, Ticket, Work,
@@ -32,7 +32,7 @@ static QUARANTINE: Mutex<Vec<(Rings, VecDeque<Operation>)>> = Mutex::new(Vec::ne
 /// Operations end in the order of their submission. Dropping the channel waits up to 2 s for what is in flight,
 /// then stops the card's side; memory is released once the card has confirmed that, and otherwise never
 /// ([`Card::quarantined`](crate::Card::quarantined)).
-pub struct CardQueue<B: HostBus> {
+pub struct CardQueue<B: Mmio> {
     bus: Arc<B>,
     shelf: Arc<Shelf>,
     /// `None` once given back.
@@ -78,7 +78,7 @@ enum State {
     Stopped(String),
 }
 
-impl<B: HostBus> CardQueue<B> {
+impl<B: Mmio> CardQueue<B> {
     pub(crate) fn start(
         bus: Arc<B>,
         shelf: Arc<Shelf>,
@@ -552,7 +552,7 @@ fn failure(status: Status, detail: u64, operation: &Operation, index: u32) -> (O
     (error, done.saturating_add(before).min(total))
 }
 
-impl<B: HostBus> Queue for CardQueue<B> {
+impl<B: Mmio> Queue for CardQueue<B> {
     type Addr = DeviceAddr;
 
     fn limits(&self) -> Limits {
@@ -733,7 +733,7 @@ impl<B: HostBus> Queue for CardQueue<B> {
     }
 }
 
-impl<B: HostBus> Drop for CardQueue<B> {
+impl<B: Mmio> Drop for CardQueue<B> {
     fn drop(&mut self) {
         let mut done = Vec::new();
         let start = Instant::now();
@@ -754,7 +754,7 @@ impl<B: HostBus> Drop for CardQueue<B> {
     }
 }
 
-impl<B: HostBus> std::fmt::Debug for CardQueue<B> {
+impl<B: Mmio> std::fmt::Debug for CardQueue<B> {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         f.debug_struct("CardQueue")
             .field("index", &self.index)

@@ -5,7 +5,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
 use dmalane_addr::{Access, Address, CardAddr, PageSize, Span};
-use dmalane_dma::{self as mem, Heap, HostBus, SharedBuf};
+use dmalane_dma::{self as mem, Heap, Mmio, SharedBuf};
 use dmalane_queue::{Abilities, Area, Registered, Route};
 
 use crate::regs::{self, BAR_REGISTERS};
@@ -28,7 +28,7 @@ pub struct CardLayout {
 }
 
 /// A card that was found, checked and reset. One at a time: opening a card again resets it under the first.
-pub struct Card<B: HostBus> {
+pub struct Card<B: Mmio> {
     bus: Arc<B>,
     layout: CardLayout,
     max_len: u64,
@@ -51,7 +51,7 @@ pub(crate) struct Rings {
     registered: [Registered; 2],
 }
 
-impl<B: HostBus> Card<B> {
+impl<B: Mmio> Card<B> {
     /// Finds the card on `bus`, resets it, and takes memory from `heap` for rings of 256 entries.
     ///
     /// # Errors
@@ -179,7 +179,7 @@ impl<B: HostBus> Card<B> {
     }
 }
 
-impl<B: HostBus> std::fmt::Debug for Card<B> {
+impl<B: Mmio> std::fmt::Debug for Card<B> {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         f.debug_struct("Card").field("layout", &self.layout).field("channels", &self.channels()).finish_non_exhaustive()
     }
@@ -204,7 +204,7 @@ impl Shelf {
 }
 
 impl Rings {
-    fn new(bus: &impl HostBus, heap: &dyn Heap, entries: usize) -> Result<Self, mem::Error> {
+    fn new(bus: &impl Mmio, heap: &dyn Heap, entries: usize) -> Result<Self, mem::Error> {
         let descriptors = heap.allocate(entries * Descriptor::BYTES)?.share();
         let completions = heap.allocate(entries * Completion::BYTES)?.share();
         let registered =
@@ -221,7 +221,7 @@ impl Rings {
 /// A card's registers.
 pub(crate) struct Device<'a, B>(pub &'a B);
 
-impl<B: HostBus> Device<'_, B> {
+impl<B: Mmio> Device<'_, B> {
     pub(crate) fn read(&self, offset: u64) -> Result<u32, mem::Error> {
         self.0.read32(BAR_REGISTERS, offset)
     }

@@ -8,7 +8,7 @@ use std::time::Duration;
 use dmalane_addr::{Access, CardAddr, Iova};
 use dmalane_dma::host::DevicePort;
 use dmalane_dma::{
-    AnonHeap, BufferRef, DeviceMem, Error, Heap, HostBus, HostConfig, Mapping, Pinned, SharedBuf, SoftHost,
+    AnonHeap, BufferRef, DeviceMem, Error, Heap, HostConfig, Mapping, Mmio, Pinned, Registrar, SharedBuf, SoftHost,
 };
 use dmalane_queue::{Cancelled, DeviceAddr, Direction, HostSlice, Operation, Queue, Registered, Shape, Ticket};
 
@@ -75,7 +75,7 @@ pub fn fuzz_ring(bytes: &[u8]) {
     let (readable, hidden) = (patterned(&heap, 16 << 10, 0x5a), patterned(&heap, 16 << 10, 0xa5));
     let config = CardConfig { ddr: 4 << 20, hbm: 4 << 20, channels: 2, workers: Workers::Inline };
     let bus: SoftBus = SoftBus::new(host(), config).expect("a card");
-    let map = |buf: &SharedBuf, access| bus.map(bus.pin(&buf.share())?, access);
+    let map = |buf: &SharedBuf, access| bus.map(bus.pin(&buf.reference())?, access);
     let mapped = map(&open, Access::RW).expect("a mapping");
     let readonly = map(&readable, Access::READ).expect("a mapping");
     let gone = map(&hidden, Access::RW).expect("a mapping").span().first();
@@ -277,9 +277,9 @@ impl Script {
     }
 }
 
-impl HostBus for HostileBus {
-    fn pin(&self, share: &BufferRef) -> Result<Pinned, Error> {
-        self.host.pin(share)
+impl Registrar for HostileBus {
+    fn pin(&self, buffer: &BufferRef) -> Result<Pinned, Error> {
+        self.host.pin(buffer)
     }
 
     fn map(&self, pinned: Pinned, access: Access) -> Result<Mapping, Error> {
@@ -289,7 +289,9 @@ impl HostBus for HostileBus {
     fn owns(&self, mapping: &Mapping) -> bool {
         self.host.owns(mapping)
     }
+}
 
+impl Mmio for HostileBus {
     fn read32(&self, bar: u8, offset: u64) -> Result<u32, Error> {
         let script = &mut self.script.lock().expect("no panic so far").0;
         let good = match offset {

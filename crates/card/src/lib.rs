@@ -2,7 +2,7 @@
 //!
 //! Three parts, joined by `docs/formats/card.md` alone: the formats ([`regs`], [`Descriptor`], [`Completion`]); the
 //! device ([`SoftCard`], which reaches host memory only through [`dmalane_dma::DeviceMem`]); the driver ([`Card`],
-//! [`CardQueue`], which reach the device only through [`dmalane_dma::HostBus`]). [`SoftBus`] puts a software card
+//! [`CardQueue`], which reach the device only through [`dmalane_dma::Mmio`]). [`SoftBus`] puts a software card
 //! into a software host.
 //!
 //! ```

@@ -4,7 +4,7 @@ use std::ops::Range;
 use std::sync::Arc;
 
 use dmalane_addr::{Address, CardAddr, PageSize, Span};
-use dmalane_dma::{self as mem, HostBus};
+use dmalane_dma::{self as mem, Mmio};
 use dmalane_iopt::Tables;
 
 use crate::regs::BAR_MEMORY;
@@ -17,7 +17,7 @@ const ENTRIES: usize = 512;
 ///
 /// Whoever allocates tables has them zeroed, and so present, on the card. A store cannot say that the card did not take
 /// it; [`CardTables::error`] does.
-pub struct CardTables<B: HostBus> {
+pub struct CardTables<B: Mmio> {
     bus: Arc<B>,
     first: CardAddr,
     limit: usize,
@@ -28,7 +28,7 @@ pub struct CardTables<B: HostBus> {
     error: Option<mem::Error>,
 }
 
-impl<B: HostBus> CardTables<B> {
+impl<B: Mmio> CardTables<B> {
     /// Tables in the whole pages of `span`; `None` when there is none.
     pub(crate) fn new(bus: Arc<B>, span: Span<CardAddr>) -> Option<Self> {
         let first = span.first().align_up(PageSize::SIZE_4K)?;
@@ -96,7 +96,7 @@ impl<B: HostBus> CardTables<B> {
     }
 }
 
-impl<B: HostBus> Tables for CardTables<B> {
+impl<B: Mmio> Tables for CardTables<B> {
     type Addr = CardAddr;
 
     fn allocate(&mut self) -> Option<CardAddr> {
@@ -185,7 +185,7 @@ impl<B: HostBus> Tables for CardTables<B> {
     }
 }
 
-impl<B: HostBus> std::fmt::Debug for CardTables<B> {
+impl<B: Mmio> std::fmt::Debug for CardTables<B> {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         f.debug_struct("CardTables")
             .field("first", &self.first)

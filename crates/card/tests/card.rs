@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 use dmalane_addr::{Access, CardAddr, DeviceVa, Iova, Span};
 use dmalane_card::regs::{self, BAR_MEMORY, BAR_REGISTERS};
 use dmalane_card::{Card, CardConfig, CardQueue, CardTables, Descriptor, Error, SoftBus, Task, Workers};
-use dmalane_dma::{AnonHeap, FaultReason, Heap, HostBus, HostConfig, SharedBuf, SoftHost};
+use dmalane_dma::{AnonHeap, FaultReason, Heap, HostConfig, Mmio, SharedBuf, SoftHost};
 use dmalane_iopt::{Format, PageTable, Tables, X86_64_4Level};
 use dmalane_queue::{
     AddressPolicy, DeviceAddr, Direction, OpError, Operation, Queue, Refusal, Registered, Route, RunError, Split,

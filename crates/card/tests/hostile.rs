@@ -8,7 +8,9 @@ use std::time::Duration;
 use dmalane_addr::{Access, CardAddr, Iova};
 use dmalane_card::fuzzing::{fuzz_driver, fuzz_ring};
 use dmalane_card::{Card, CardConfig, CardQueue, Completion, Error, SoftBus, Workers, regs};
-use dmalane_dma::{self as mem, AnonHeap, BufferRef, DeviceMem, Heap, HostBus, HostConfig, Mapping, Pinned, SoftHost};
+use dmalane_dma::{
+    self as mem, AnonHeap, BufferRef, DeviceMem, Heap, HostConfig, Mapping, Mmio, Pinned, Registrar, SoftHost,
+};
 use dmalane_queue::{DeviceAddr, OpError, Operation, Queue, Refusal, Registered, drain};
 use proptest::prelude::*;
 
@@ -71,9 +73,9 @@ impl Liar {
     }
 }
 
-impl HostBus for Liar {
-    fn pin(&self, share: &BufferRef) -> Result<Pinned, mem::Error> {
-        self.bus.pin(share)
+impl Registrar for Liar {
+    fn pin(&self, buffer: &BufferRef) -> Result<Pinned, mem::Error> {
+        self.bus.pin(buffer)
     }
 
     fn map(&self, pinned: Pinned, access: Access) -> Result<Mapping, mem::Error> {
@@ -83,7 +85,9 @@ impl HostBus for Liar {
     fn owns(&self, mapping: &Mapping) -> bool {
         self.bus.owns(mapping)
     }
+}
 
+impl Mmio for Liar {
     fn read32(&self, bar: u8, offset: u64) -> Result<u32, mem::Error> {
         let truth = self.bus.read32(bar, offset)?;
         Ok(self.lies.lock().unwrap().get(&offset).copied().unwrap_or(truth))

@@ -11,7 +11,8 @@ use dmalane_addr::{Access, CardAddr, Iova};
 use dmalane_card::regs::{self, BAR_REGISTERS};
 use dmalane_card::{Card, CardConfig, CardQueue, SoftBus, Workers};
 use dmalane_dma::{
-    self as mem, AnonHeap, BufferRef, DeviceMem, Heap, HostBus, HostConfig, Mapping, Pinned, SharedBuf, SoftHost,
+    self as mem, AnonHeap, BufferRef, DeviceMem, Heap, HostConfig, Mapping, Mmio, Pinned, Registrar, SharedBuf,
+    SoftHost,
 };
 use dmalane_queue::conformance::{Fixture, Model, Random, host_bytes, offset_of, operation};
 use dmalane_queue::{
@@ -47,15 +48,15 @@ impl Faulty {
     }
 }
 
-impl HostBus for Faulty {
-    fn pin(&self, share: &BufferRef) -> Result<Pinned, mem::Error> {
-        self.bus.pin(share)
+impl Registrar for Faulty {
+    fn pin(&self, buffer: &BufferRef) -> Result<Pinned, mem::Error> {
+        self.bus.pin(buffer)
     }
     fn map(&self, pinned: Pinned, access: Access) -> Result<Mapping, mem::Error> {
         self.bus.map(pinned, access)
     }
-    fn pin_range(&self, share: &BufferRef, range: std::ops::Range<usize>) -> Result<Pinned, mem::Error> {
-        self.bus.pin_range(share, range)
+    fn pin_range(&self, buffer: &BufferRef, range: std::ops::Range<usize>) -> Result<Pinned, mem::Error> {
+        self.bus.pin_range(buffer, range)
     }
     fn map_list(&self, list: Vec<Pinned>, access: Access) -> Result<Mapping, mem::Error> {
         self.bus.map_list(list, access)
@@ -63,6 +64,9 @@ impl HostBus for Faulty {
     fn owns(&self, mapping: &Mapping) -> bool {
         self.bus.owns(mapping)
     }
+}
+
+impl Mmio for Faulty {
     fn read32(&self, bar: u8, offset: u64) -> Result<u32, mem::Error> {
         self.bus.read32(bar, offset)
     }
@@ -89,7 +93,6 @@ impl HostBus for Faulty {
         }
         worked
     }
-
     fn works_alone(&self) -> bool {
         self.bus.works_alone()
     }
@@ -582,13 +585,13 @@ fn registrations_are_found_again_and_make_room() {
     let limits = RegistryLimits { bytes: 64 << 10, entries: 3 };
     let mut registry = Registry::new(bench.bus.clone(), limits);
     let bufs: Vec<SharedBuf> = (0..5).map(|_| bench.heap.allocate(32 << 10).unwrap().share()).collect();
-    let get = |registry: &mut Registry<Faulty>, i: usize, range| registry.get(&bufs[i].share(), range, Access::RW);
+    let get = |registry: &mut Registry<Faulty>, i: usize, range| registry.get(&bufs[i].reference(), range, Access::RW);
     let a = get(&mut registry, 0, 0..32 << 10).unwrap();
     assert!(get(&mut registry, 0, 5000..6000).is_ok(), "covered");
     get(&mut registry, 1, 100..200).unwrap();
     let stats = registry.stats();
     assert_eq!((stats.hits, stats.misses, stats.bytes, stats.entries), (1, 2, 36 << 10, 2));
-    assert!(matches!(registry.forget(&bufs[0].share()), Err(RegistryError::Busy { bytes: 32768 })));
+    assert!(matches!(registry.forget(&bufs[0].reference()), Err(RegistryError::Busy { bytes: 32768 })));
     // No room beside the busy one: the other one goes, and then there is none to go.
     get(&mut registry, 2, 0..32 << 10).unwrap();
     assert_eq!((registry.stats().evictions, registry.stats().entries), (1, 2));
@@ -601,11 +604,11 @@ fn registrations_are_found_again_and_make_room() {
     }
     assert!(get(&mut registry, 0, 0..1).is_ok(), "what is busy was not evicted");
     drop(a);
-    assert_eq!(registry.forget(&bufs[0].share()).unwrap(), 1);
-    assert_eq!(registry.forget(&bufs[0].share()).unwrap(), 0);
+    assert_eq!(registry.forget(&bufs[0].reference()).unwrap(), 1);
+    assert_eq!(registry.forget(&bufs[0].reference()).unwrap(), 0);
     assert!(matches!(get(&mut registry, 4, 0..65537), Err(RegistryError::BadRange { .. })));
     let large = bench.heap.allocate(128 << 10).unwrap().share();
-    let refused = registry.get(&large.share(), 0..128 << 10, Access::READ).unwrap_err();
+    let refused = registry.get(&large.reference(), 0..128 << 10, Access::READ).unwrap_err();
     assert!(refused.to_string().contains("ulimit -l"), "{refused}");
     assert_eq!(registry.clear(), 0);
     assert_eq!(bench.bus.bus.host().stats().pinned_frames, before);
@@ -661,7 +664,7 @@ fn a_list_of_buffers_is_one_range_for_the_device() {
     assert!(matches!(bench.bus.bus.map_list(Vec::new(), Access::RW), Err(mem::Error::WholeBuffers)));
     // Ranges of one buffer, out of order.
     let buf = bench.heap.allocate(64 << 10).unwrap().share();
-    let pin = |range| bench.bus.pin_range(&buf.share(), range).unwrap();
+    let pin = |range| bench.bus.pin_range(&buf.reference(), range).unwrap();
     let list = vec![pin(32 << 10..64 << 10), pin(0..4096)];
     let via = Registered::from_mapping(bench.bus.map_list(list, Access::RW).unwrap());
     let (head, rest) = buf.into_part().split_at(4096).unwrap();
@@ -670,7 +673,7 @@ fn a_list_of_buffers_is_one_range_for_the_device() {
     assert_eq!(via.iova_of(&tail).unwrap().first().bits(), first);
     assert_eq!(via.iova_of(&head).unwrap().first().bits(), first + (32 << 10));
     assert!(via.iova_of(&middle).is_none());
-    assert!(matches!(bench.bus.pin_range(&head.share(), 1..4097), Err(mem::Error::BadRange { .. })));
+    assert!(matches!(bench.bus.pin_range(&head.reference(), 1..4097), Err(mem::Error::BadRange { .. })));
     let mut queue = bench.card.queue(0).unwrap();
     let refused = queue.submit(Operation::copy(Direction::ToHost, (middle, via), at(0))).unwrap_err();
     assert_eq!(refused.reason, Refusal::NotRegistered);

@@ -12,7 +12,9 @@ use std::time::{Duration, Instant};
 
 use dmalane_addr::{Access, Iova, Lease, PageSize, PhysAddr, RangeAllocator, RangeCache, SgTable, Span};
 use dmalane_card::regs::{self, BAR_REGISTERS};
-use dmalane_dma::{self as mem, BufferRef, HostBus, Mapping, Pinned, SharedBuf, Undo};
+use dmalane_dma::{
+    self as mem, BufferRef, Heap, Mapping, MemfdHeap, Mmio, PageKind, Pinned, Registrar, SharedBuf, Undo,
+};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::io::Errno;
 use rustix::net::sockopt::{Timeout, set_socket_timeout};
@@ -268,8 +270,8 @@ fn wait_for(fds: &[BorrowedFd<'_>], timeout: Duration) -> bool {
     poll(&mut fds, Some(&timeout)).is_ok_and(|n| n > 0)
 }
 
-/// A function of a daemon's card: a [`HostBus`], so that [`dmalane_card::Card`] drives it like a card in this process. Clones are handles to
-/// the same.
+/// A function of a daemon's card: an [`Mmio`], so that [`dmalane_card::Card`] drives it like a card in this process.
+/// Clones are handles to the same.
 ///
 /// Buffers are memfds: those of [`Client::buffer`], or any that a [`mem::MemfdHeap`] gives. The connection ends when the last handle and the last
 /// mapping are dropped; then the daemon stops the queues and releases everything.
@@ -288,7 +290,7 @@ struct Inner {
     kick: OwnedFd,
     /// Wake the client, one for each queue.
     calls: Vec<OwnedFd>,
-    /// Somebody waits for this one by its descriptor: [`HostBus::wait`] leaves it alone.
+    /// Somebody waits for this one by its descriptor: [`Mmio::wait`] leaves it alone.
     lent: Vec<AtomicBool>,
     gone: OnceLock<Error>,
     looks: AtomicU32,
@@ -390,7 +392,8 @@ impl Client {
     }
 
     /// A buffer of at least `len` bytes, zeroed, made by the daemon and counted against what this client may have. It can be mapped like any
-    /// other. When the last share of it is dropped the daemon takes it back, at the next request; when the connection ends its bytes are lost.
+    /// other. When the last reference to it is dropped the daemon takes it back, at the next request; when the
+    /// connection ends its bytes are lost.
     ///
     /// # Errors
     /// [`Error::Refused`] and the others.
@@ -400,7 +403,7 @@ impl Client {
         let bad = || Error::BadAnswer { path: self.0.options.path.clone(), what: "a buffer that is none" };
         let fd = fds.into_iter().next().ok_or_else(bad)?;
         let buf = SharedBuf::import(fd).ok().filter(|buf| buf.len() >= len).ok_or_else(bad)?;
-        lock(&self.0.made).push((answer.first.get(), buf.share()));
+        lock(&self.0.made).push((answer.first.get(), buf.reference()));
         Ok(buf)
     }
 }
@@ -445,7 +448,7 @@ impl Inner {
     /// Has the daemon take back the buffers that nobody holds.
     fn sweep(&self) {
         let mut made = lock(&self.made);
-        let dropped: Vec<u64> = made.iter().filter(|(_, share)| share.is_last()).map(|(id, _)| *id).collect();
+        let dropped: Vec<u64> = made.iter().filter(|(_, memory)| memory.is_last()).map(|(id, _)| *id).collect();
         made.retain(|(id, _)| !dropped.contains(id));
         drop(made);
         for id in dropped {
@@ -463,22 +466,22 @@ impl Inner {
     }
 }
 
-impl HostBus for Client {
+impl Registrar for Client {
     /// Notes what is to be pinned: the daemon pins as it maps.
-    fn pin(&self, share: &BufferRef) -> Result<Pinned, mem::Error> {
-        self.pin_range(share, 0..share.len())
+    fn pin(&self, buffer: &BufferRef) -> Result<Pinned, mem::Error> {
+        self.pin_range(buffer, 0..buffer.len())
     }
 
     /// [`Error::NotShareable`] for memory that is not a memfd's.
-    fn pin_range(&self, share: &BufferRef, range: Range<usize>) -> Result<Pinned, mem::Error> {
-        let len = share.len();
+    fn pin_range(&self, buffer: &BufferRef, range: Range<usize>) -> Result<Pinned, mem::Error> {
+        let len = buffer.len();
         if range.is_empty() || range.end > len || !(range.start | range.end).is_multiple_of(4096) {
             return Err(mem::Error::BadRange { range, len });
         }
-        if share.export().is_none() {
+        if buffer.export().is_none() {
             return Err(Error::NotShareable.into());
         }
-        Ok(Pinned::of_range(share.clone(), range, None, self.0.clone()))
+        Ok(Pinned::of_range(buffer.clone(), range, None, self.0.clone()))
     }
 
     fn map(&self, pinned: Pinned, access: Access) -> Result<Mapping, mem::Error> {
@@ -502,9 +505,9 @@ impl HostBus for Client {
             let mut memories: Vec<&BufferRef> = Vec::new();
             let mut segments = Vec::new();
             for pinned in &list {
-                let known = memories.iter().position(|m| m.same_memory(pinned.share()));
+                let known = memories.iter().position(|m| m.same_memory(pinned.reference()));
                 let fd = known.unwrap_or_else(|| {
-                    memories.push(pinned.share());
+                    memories.push(pinned.reference());
                     memories.len() - 1
                 });
                 segments.push(Segment {
@@ -542,6 +545,13 @@ impl HostBus for Client {
         mapping.pinned().is_from(&self.0)
     }
 
+    /// Memfds without reserved huge pages: another process has to map them.
+    fn heap(&self, best: Option<PageKind>) -> Arc<dyn Heap> {
+        Arc::new(MemfdHeap::importable(best))
+    }
+}
+
+impl Mmio for Client {
     /// A status comes from the register page. Once the daemon is gone it is 0: the daemon closes a connection when the queues have stopped, and
     /// a process that has ended touches nothing.
     #[inline]

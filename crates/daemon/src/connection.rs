@@ -395,7 +395,7 @@ impl Connection {
                 // Now, where a refusal is an error: in the middle of a transfer it would be a signal.
                 buf.populate(first, end - first)
                     .map_err(|e| Refused(Code::Failed, format!("no memory for segment {i}: {e}")))?;
-                pinned.push(host.pin_range(&buf.share(), first..end).map_err(failed)?);
+                pinned.push(host.pin_range(&buf.reference(), first..end).map_err(failed)?);
                 keys.push(key);
             }
             let mapping = host.map_list(pinned, access).map_err(failed)?;

@@ -1,9 +1,10 @@
 //! A card shared by processes: the daemon that serves it, and the client that is a bus.
 //!
 //! A [`Server`] gives each [`Client`] a function of its card: registers, queues, an MMU, card memory and an IOMMU domain of its own. A client is
-//! a [`dmalane_dma::HostBus`], so the driver of the card ([`dmalane_card::Card`]) and everything above it runs over it as over a card in the same
-//! process. Bytes never pass through the socket: rings and buffers are memfds that both processes map, and polling needs no system call.
-//! How that is done: `docs/how-to/share-a-card.md`; the messages: [`wire`] and `docs/formats/daemon.md`.
+//! an [`dmalane_dma::Mmio`], so the driver of the card ([`dmalane_card::Card`]) and everything above it runs over it
+//! as over a card in the same process. Bytes never pass through the socket: rings and buffers are memfds that both
+//! processes map, and polling needs no system call. How that is done: `docs/how-to/share-a-card.md`; the messages: [`wire`] and
+//! `docs/formats/daemon.md`.
 //!
 //! ```
 //! use std::{sync::Arc, time::Duration};

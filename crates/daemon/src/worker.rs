@@ -208,7 +208,7 @@ mod tests {
             let mut map = |len: usize| {
                 let buf = MemfdHeap::new().allocate(len).unwrap().share();
                 let host = function.host();
-                mappings.push(host.map(host.pin(&buf.share()).unwrap(), Access::RW).unwrap());
+                mappings.push(host.map(host.pin(&buf.reference()).unwrap(), Access::RW).unwrap());
                 (mappings.last().unwrap().span().first(), buf)
             };
             let (data, _) = map(len as usize);

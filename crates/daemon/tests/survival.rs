@@ -357,7 +357,8 @@ fn a_client_that_lets_go_of_everything_has_nothing_left() {
     let via = Registered::new(&client, &buf, Access::RW).unwrap();
     // Two ranges of one memfd are one buffer.
     let own = MemfdHeap::new().allocate(MIB).unwrap().share();
-    let ranges = [0..4096, 8192..16384].map(|r| Registered::of_range(&client, &own.share(), r, Access::READ).unwrap());
+    let ranges =
+        [0..4096, 8192..16384].map(|r| Registered::of_range(&client, &own.reference(), r, Access::READ).unwrap());
     // Both, one behind the other.
     let both = Registered::of_list(&client, &[&own, &buf], Access::RW).unwrap();
     assert_eq!(both.mapping().span().len(), 2 * MIB as u64);

@@ -78,7 +78,7 @@ impl Memory {
     }
 }
 
-/// A share of a buffer's memory: keeps it alive, gives no access to it. Mappings and registrations hold one.
+/// A reference to a buffer's memory: keeps it alive, gives no access to it. Mappings and registrations hold one.
 #[derive(Clone)]
 pub struct BufferRef(pub(crate) Arc<Memory>);
 
@@ -89,12 +89,12 @@ impl BufferRef {
         self.0.region.len()
     }
 
-    /// True when both are shares of the same memory.
+    /// True when both refer to the same memory.
     pub fn same_memory(&self, other: &BufferRef) -> bool {
         Arc::ptr_eq(&self.0, &other.0)
     }
 
-    /// Tells the memory from every other as long as a share of it is held.
+    /// Tells the memory from every other as long as a reference to it is held.
     pub fn id(&self) -> usize {
         Arc::as_ptr(&self.0).addr()
     }
@@ -123,7 +123,7 @@ impl BufferRef {
         self.0.region.export()
     }
 
-    /// True when nothing else holds the memory: no buffer or part of it, no mapping, no other share.
+    /// True when nothing else holds the memory: no buffer or part of it, no mapping, no other reference.
     pub fn is_last(&self) -> bool {
         Arc::strong_count(&self.0) == 1
     }
@@ -264,9 +264,9 @@ impl SharedBuf {
         self.part.len()
     }
 
-    /// A share of the memory, for pinning and mapping.
-    pub fn share(&self) -> BufferRef {
-        self.part.share()
+    /// A reference to the memory, for pinning and mapping.
+    pub fn reference(&self) -> BufferRef {
+        self.part.reference()
     }
 
     /// The kind of pages behind the buffer.
@@ -294,7 +294,7 @@ impl SharedBuf {
     /// Takes the memory back from the devices.
     ///
     /// # Errors
-    /// Gives the buffer back while a mapping or registration still holds a share of it, and for good once it was
+    /// Gives the buffer back while a mapping or registration still holds a reference to it, and for good once it was
     /// exported.
     pub fn into_cpu(self) -> Result<CpuBuf, SharedBuf> {
         if self.part.memory().region.is_exported() {
@@ -333,11 +333,11 @@ mod tests {
     }
 
     #[test]
-    fn a_share_keeps_the_memory_from_the_cpu() {
+    fn a_reference_keeps_the_memory_from_the_cpu() {
         let shared = AnonHeap::new().allocate(4096).unwrap().share();
-        let share = shared.share();
+        let reference = shared.reference();
         let shared = shared.into_cpu().unwrap_err();
-        drop(share);
+        drop(reference);
         let mut cpu = shared.into_cpu().unwrap();
         cpu[0] = 1;
     }

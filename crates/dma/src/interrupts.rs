@@ -7,8 +7,8 @@ use std::time::Duration;
 
 use rustix::event::{EventfdFlags, PollFd, PollFlags, eventfd};
 
-/// One eventfd for each interrupt of a device: what a bus needs to implement [`HostBus::wait`](crate::HostBus::wait) and
-/// [`HostBus::event`](crate::HostBus::event).
+/// One eventfd for each interrupt of a device: what a bus needs to implement [`Mmio::wait`](crate::Mmio::wait)
+/// and [`Mmio::event`](crate::Mmio::event).
 pub struct InterruptEvents {
     events: Vec<OwnedFd>,
     /// The eventfds that [`InterruptEvents::lend`] returned, which their borrowers read.
@@ -32,8 +32,8 @@ impl InterruptEvents {
         &self.events
     }
 
-    /// Waits until an interrupt is raised, for at most `timeout`; true when one was. Resets the counts, except those of lent
-    /// eventfds, which their borrowers read.
+    /// Waits until an interrupt is raised, for at most `timeout`; true when one was. Resets the counts, except those of
+    /// lent eventfds, which their borrowers read.
     pub fn wait(&self, timeout: Duration) -> bool {
         let mut polls: Vec<_> = self.events.iter().map(|event| PollFd::new(event, PollFlags::IN)).collect();
         let timeout = timeout.try_into().ok();
@@ -50,8 +50,8 @@ impl InterruptEvents {
         true
     }
 
-    /// Lends the eventfd of an interrupt to a caller that will read it; numbers past the end share the last one. `None` when
-    /// there are no interrupts.
+    /// Lends the eventfd of an interrupt to a caller that will read it; numbers past the end share the last one. `None`
+    /// when there are no interrupts.
     pub fn lend(&self, number: usize) -> Option<BorrowedFd<'_>> {
         let at = number.min(self.events.len().checked_sub(1)?);
         self.lent[at].store(true, Ordering::Relaxed);

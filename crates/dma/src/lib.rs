@@ -4,9 +4,9 @@
 //! [`SharedBuf`], which a device may reach and which therefore has no references into it, only volatile [`VolatileSlice`]s. A
 //! `SharedBuf` splits into disjoint owned [`BufferSlice`]s, so that several operations can each own a piece at once.
 //!
-//! [`HostBus`] is the driver's side of a device (pin, map, registers), [`DeviceMem`] the device's side (access by
-//! IOVA). [`SoftHost`] joins them in one process: synthetic physical frames behind an IOMMU whose page tables are those of
-//! `dmalane-iopt`.
+//! [`Registrar`] and [`Mmio`] are the driver's side of a device (pin and map; registers), [`DeviceMem`] the device's
+//! side (access by IOVA). [`SoftHost`] joins them in one process: synthetic physical frames behind an IOMMU whose
+//! page tables are those of `dmalane-iopt`.
 //!
 //! ```
 //! use dmalane_dma::{AnonHeap, Heap};
@@ -32,21 +32,21 @@
 //! ```
 
 mod buf;
-mod bus;
 mod device;
 mod error;
 mod footprint;
 mod heap;
 pub mod host;
 mod interrupts;
+mod mmio;
 mod pagemap;
+mod registrar;
 mod room;
 mod slice;
 mod sys;
 mod volatile;
 
 pub use buf::{BufferRef, CpuBuf, SharedBuf};
-pub use bus::{HostBus, Mapping, Pinned, Undo};
 pub use device::{DeviceMem, DmaFault, FaultReason, HeldMem};
 pub use error::Error;
 pub use footprint::{Footprint, footprint};
@@ -56,7 +56,9 @@ pub use heap::{
 };
 pub use host::{HostConfig, SoftHost};
 pub use interrupts::InterruptEvents;
+pub use mmio::Mmio;
 pub use pagemap::{PageEntry, Pagemap, physical_runs};
+pub use registrar::{Mapping, Pinned, Registrar, Undo};
 pub use room::{Room, memlock_left, room};
 pub use slice::BufferSlice;
 pub use volatile::{CopyHint, VolatileSlice, stream_fence};

@@ -65,8 +65,8 @@ impl BufferSlice {
         self.len == 0
     }
 
-    /// A share of the memory that the part is a part of.
-    pub fn share(&self) -> BufferRef {
+    /// A reference to the memory that the part is a part of.
+    pub fn reference(&self) -> BufferRef {
         BufferRef(self.memory.clone())
     }
 
@@ -158,18 +158,18 @@ mod tests {
     fn bytes_are_lent_only_while_nobody_can_write_them() {
         let host: SoftHost = SoftHost::new(HostConfig::default()).unwrap();
         let buf = AnonHeap::new().allocate(8192).unwrap().share();
-        let share = buf.share();
+        let reference = buf.reference();
         let (mut part, _rest) = buf.into_part().split_at(4096).unwrap();
         part.write(5, b"x").unwrap();
         assert_eq!(part.with_bytes(|b| (b.len(), b[5])), Some((4096, b'x')));
-        let reader = host.map(host.pin(&share).unwrap(), Access::READ).unwrap();
+        let reader = host.map(host.pin(&reference).unwrap(), Access::READ).unwrap();
         assert!(part.with_bytes(|_| ()).is_some());
-        let writer = host.map(host.pin(&share).unwrap(), Access::RW).unwrap();
+        let writer = host.map(host.pin(&reference).unwrap(), Access::RW).unwrap();
         assert!(part.with_bytes(|_| ()).is_none());
         drop(writer);
         assert!(part.with_bytes(|_| ()).is_some());
         // A pin that could not be mapped leaves nothing behind.
-        assert!(host.map(host.pin(&share).unwrap(), Access::EXEC).is_err());
+        assert!(host.map(host.pin(&reference).unwrap(), Access::EXEC).is_err());
         assert!(part.with_bytes(|_| ()).is_some());
         drop(reader);
         let buf = MemfdHeap::new().allocate(4096).unwrap().share();
@@ -180,11 +180,11 @@ mod tests {
     #[test]
     fn no_other_process_gets_the_memory_while_bytes_are_lent() {
         let buf = MemfdHeap::new().allocate(4096).unwrap().share();
-        let share = buf.share();
+        let reference = buf.reference();
         let mut part = buf.into_part();
         std::thread::scope(|s| {
             part.with_bytes(|_| {
-                let exporter = s.spawn(|| share.export().is_some());
+                let exporter = s.spawn(|| reference.export().is_some());
                 std::thread::sleep(std::time::Duration::from_millis(30));
                 assert!(!exporter.is_finished(), "waits until the bytes are given back");
             })
@@ -197,11 +197,11 @@ mod tests {
     fn a_device_gets_no_permission_to_write_while_bytes_are_lent() {
         let host: SoftHost = SoftHost::new(HostConfig::default()).unwrap();
         let buf = AnonHeap::new().allocate(4096).unwrap().share();
-        let share = buf.share();
+        let reference = buf.reference();
         let mut part = buf.into_part();
         std::thread::scope(|s| {
             part.with_bytes(|_| {
-                let mapper = s.spawn(|| host.map(host.pin(&share).unwrap(), Access::RW).unwrap());
+                let mapper = s.spawn(|| host.map(host.pin(&reference).unwrap(), Access::RW).unwrap());
                 std::thread::sleep(std::time::Duration::from_millis(30));
                 assert!(!mapper.is_finished(), "waits until the bytes are given back");
             })

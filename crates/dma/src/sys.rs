@@ -385,9 +385,9 @@ impl crate::BufferRef {
     /// its pool.
     ///
     /// # Safety
-    /// The descriptor, or a copy of it, must not outlive the share, go to another process, be mapped, or be written. Who lets a device
-    /// write by it holds a [`Pinned`](crate::Pinned) of the memory that has admitted that ([`Pinned::admit`](crate::Pinned::admit)) for as long as the
-    /// device can.
+    /// The descriptor, or a copy of it, must not outlive the reference, go to another process, be mapped, or be
+    /// written. Who lets a device write by it holds a [`Pinned`](crate::Pinned) of the memory that has admitted that
+    /// ([`Pinned::admit`](crate::Pinned::admit)) for as long as the device can.
     pub unsafe fn lend_file(&self) -> Option<BorrowedFd<'_>> {
         // SAFETY: the caller's promise is the same.
         unsafe { self.0.region.lend_file() }
@@ -402,7 +402,7 @@ pub(crate) struct Exclusive(Region);
 
 impl Exclusive {
     /// Takes a region back from being shared. Having it by value shows that no view is left (views borrow it) and no
-    /// device (mappings hold a share of it).
+    /// device (mappings hold a reference to it).
     ///
     /// # Errors
     /// Gives the region back when its file descriptor was lent out, since another process may have it mapped.

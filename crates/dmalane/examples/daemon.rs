@@ -11,13 +11,13 @@ use std::time::Duration;
 use dmalane::addr::Access;
 use dmalane::card::{Card, CardConfig, SoftBus};
 use dmalane::daemon::{Client, Config, Listener, Options, Server};
-use dmalane::dma::{Heap, HostBus, HostConfig, MemfdHeap, SoftHost};
+use dmalane::dma::{Heap, HostConfig, MemfdHeap, Mmio, SoftHost};
 use dmalane::queue::{DeviceAddr, Direction, Operation, Queue, QueueAddr, Registered};
 
 /// Sends a message to the card, doubles it there, and reads it back. Knows no daemon.
-fn there_and_back<B: HostBus>(bus: Arc<B>) -> Result<String, Box<dyn Error>> {
-    let heap = MemfdHeap::new();
-    let card = Card::open(bus.clone(), &heap)?;
+fn there_and_back<B: Mmio>(bus: Arc<B>) -> Result<String, Box<dyn Error>> {
+    let heap = bus.heap(None);
+    let card = Card::open(bus.clone(), &*heap)?;
     let mut queue = card.queue(0)?;
     let mut buf = heap.allocate(4096)?;
     buf[..6].copy_from_slice(b"hello ");

@@ -12,7 +12,7 @@ fn main() -> Result<(), Box<dyn Error>> {
     println!("4 MiB of {}", buf.backing().kind);
 
     let host: SoftHost = SoftHost::new(HostConfig::default())?;
-    let mapping = host.map(host.pin(&buf.share().share())?, Access::READ)?;
+    let mapping = host.map(host.pin(&buf.share().reference())?, Access::READ)?;
     let pages = mapping.pinned().pages().map_or(0, |p| p.segment_count());
     println!("{pages} segments, mapped at {} by {:?}", mapping.span(), host.stats().leaves);
 

@@ -39,7 +39,8 @@ pub enum PciCardError {
 /// Opens the card that is bound to vfio-pci. Its memory is mapped through the kernel's IOMMU driver.
 ///
 /// # Errors
-/// Those of [`Container::open`] and [`VfioBus::new`]; [`PciCardError::NotACard`] for another device, which is not touched.
+/// Those of [`Container::open`] and [`VfioBus::new`]; [`PciCardError::NotACard`] for another device, which is not
+/// touched.
 pub fn open_pci_card(bdf: &Bdf) -> Result<VfioBus, PciCardError> {
     let device = Container::new().open(bdf)?;
     match device.id()? {

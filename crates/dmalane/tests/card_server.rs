@@ -9,7 +9,7 @@ use std::time::{Duration, Instant};
 
 use dmalane::addr::{Access, CardAddr};
 use dmalane::card::{Card, CardConfig, CardQueue, Workers, regs};
-use dmalane::dma::{AnonHeap, Heap, HostBus, MemfdHeap, PageKind};
+use dmalane::dma::{AnonHeap, Heap, MemfdHeap, Mmio, PageKind, Registrar};
 use dmalane::queue::conformance::{Fixture, suite};
 use dmalane::queue::{DeviceAddr, HostSlice, OpError, Operation, Queue, Registered, drain, run};
 use dmalane::vfio_user::UserBus;
@@ -134,7 +134,7 @@ fn it_is_a_pci_device() {
     bus.reset().unwrap();
     // Memory of no descriptor cannot be lent.
     let anonymous = AnonHeap::new().allocate(4096).unwrap().share();
-    let error = bus.map(bus.pin(&anonymous.share()).unwrap(), Access::RW).unwrap_err();
+    let error = bus.map(bus.pin(&anonymous.reference()).unwrap(), Access::RW).unwrap_err();
     assert!(error.to_string().contains("not from a memfd"), "{error}");
     drop(bus);
     assert_eq!(house.end(), [true]);

@@ -1,13 +1,11 @@
 //! Reading with every gather mapped for a device as soon as it is there, and with faults at every step of that.
 
 use std::ops::{ControlFlow, Range};
-use std::os::fd::BorrowedFd;
 use std::sync::atomic::{AtomicUsize, Ordering};
-use std::time::Duration;
 
 use dmalane::addr::{Access, FileOffset};
 use dmalane::card::{CardConfig, SoftBus};
-use dmalane::dma::{AnonHeap, BufferRef, DeviceMem, Error, Heap, HostBus, HostConfig, Mapping, Pinned, SoftHost};
+use dmalane::dma::{AnonHeap, BufferRef, DeviceMem, Error, Heap, HostConfig, Mapping, Pinned, Registrar, SoftHost};
 use dmalane::load::Stage;
 use dmalane::load::fill::{Event, Extent, Job};
 use dmalane::{MappedRead, ReadError, ReadOptions, ReadSource, read_mapped};
@@ -59,18 +57,18 @@ impl Failing {
     }
 }
 
-impl HostBus for Failing {
-    fn pin(&self, share: &BufferRef) -> Result<Pinned, Error> {
-        self.bus.pin(share)
+impl Registrar for Failing {
+    fn pin(&self, buffer: &BufferRef) -> Result<Pinned, Error> {
+        self.bus.pin(buffer)
     }
 
     fn map(&self, pinned: Pinned, access: Access) -> Result<Mapping, Error> {
         self.bus.map(pinned, access)
     }
 
-    fn pin_range(&self, share: &BufferRef, range: Range<usize>) -> Result<Pinned, Error> {
+    fn pin_range(&self, buffer: &BufferRef, range: Range<usize>) -> Result<Pinned, Error> {
         self.call()?;
-        self.bus.pin_range(share, range)
+        self.bus.pin_range(buffer, range)
     }
 
     fn map_list(&self, pinned: Vec<Pinned>, access: Access) -> Result<Mapping, Error> {
@@ -84,26 +82,6 @@ impl HostBus for Failing {
 
     fn owns(&self, mapping: &Mapping) -> bool {
         self.bus.owns(mapping)
-    }
-
-    fn read32(&self, bar: u8, offset: u64) -> Result<u32, Error> {
-        self.bus.read32(bar, offset)
-    }
-
-    fn write32(&self, bar: u8, offset: u64, value: u32) -> Result<(), Error> {
-        self.bus.write32(bar, offset, value)
-    }
-
-    fn write_bytes(&self, bar: u8, offset: u64, bytes: &[u8]) -> Result<(), Error> {
-        self.bus.write_bytes(bar, offset, bytes)
-    }
-
-    fn wait(&self, timeout: Duration) -> bool {
-        self.bus.wait(timeout)
-    }
-
-    fn event(&self, channel: usize) -> Option<BorrowedFd<'_>> {
-        self.bus.event(channel)
     }
 }
 

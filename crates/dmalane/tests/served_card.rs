@@ -104,7 +104,7 @@ fn the_suite_that_every_queue_takes() {
     suite(&mut fixture);
     drop(fixture);
     let container = bus.device().container();
-    assert_eq!((container.mapped_bytes(), container.stuck()), (0, 0), "rings and buffers are unmapped");
+    assert_eq!((container.mapped_bytes(), container.failed_unmaps()), (0, 0), "rings and buffers are unmapped");
 }
 
 #[test]
@@ -174,7 +174,7 @@ fn reset_in_mid_transfer() {
     println!("{stopped} of 15 transfers were stopped by the reset");
     assert!(stopped > 0, "no reset came in mid-transfer");
     drop(card);
-    assert_eq!((container.mapped_bytes(), container.stuck()), (0, 0));
+    assert_eq!((container.mapped_bytes(), container.failed_unmaps()), (0, 0));
 }
 
 #[test]
@@ -187,7 +187,7 @@ fn a_card_that_is_unbound_while_open_is_asked_for() {
         fs::write("/sys/bus/pci/drivers/vfio-pci/unbind", bdf.to_string()).unwrap();
         unbound.store(true, Ordering::SeqCst);
     });
-    assert!(bus.device().wanted_back(LONG));
+    assert!(bus.device().release_requested(LONG));
     assert!(!gone.load(Ordering::SeqCst), "the kernel waits");
     // Until it is given back, it works.
     run(&mut card.queue(0).unwrap(), transfer(&bus, filled(1, 4096), Direction::FromHost, 0), LONG).unwrap();

@@ -252,7 +252,7 @@ impl Ring {
     /// # Errors
     /// The kernel's: no such number, no such memory, more than may be locked (RLIMIT_MEMLOCK) or than 1 GiB.
     pub fn fix(&self, number: u16, slice: &BufferSlice, range: Range<usize>) -> io::Result<()> {
-        if range.start > range.end || range.end > slice.share().len() {
+        if range.start > range.end || range.end > slice.reference().len() {
             return Err(io::ErrorKind::InvalidInput.into());
         }
         let view = slice.view();

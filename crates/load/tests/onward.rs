@@ -205,9 +205,9 @@ impl<'a> Case<'a> {
             gathers.range(..=(buffer, part.offset())).next_back().map(|(_, gather)| gather.clone())
         };
         let mut watch = |event: Event| {
-            if let Event::Allocated { buffer, offset, len, share } = &event {
+            if let Event::Allocated { buffer, offset, len, reference } = &event {
                 let pages = *offset as usize..(offset + len) as usize;
-                let mapping = host.map(host.pin_range(share, pages).unwrap(), Access::READ).unwrap();
+                let mapping = host.map(host.pin_range(reference, pages).unwrap(), Access::READ).unwrap();
                 gathers.lock().unwrap().insert((*buffer, *offset as usize), Registered::from_mapping(mapping));
             }
             saw(event)
@@ -420,7 +420,7 @@ fn what_cannot_go_there_is_refused() {
     let run = |to: &[DeviceAddr], registered: bool| {
         let mut card = Card::new(&host, 20_000, 1, None);
         let share = heap.allocate(4096).unwrap().share();
-        let other = Registered::from_mapping(host.map(host.pin(&share.share()).unwrap(), Access::READ).unwrap());
+        let other = Registered::from_mapping(host.map(host.pin(&share.reference()).unwrap(), Access::READ).unwrap());
         let via = |_: usize, _: &BufferSlice| registered.then(|| other.clone());
         let onward = Onward { channel: &mut card, inline: true, to, via: &via };
         let mut lanes = vec![vec![Script::new(source[0].clone(), 2, 1, Vec::new())]];

@@ -672,14 +672,14 @@ fn stops_and_starts_again<F: Fixture>(fixture: &mut F) {
     let stops = queue.stats().map(|stats| stats.stops);
     let operation = small(fixture, direction);
     let Work::Copy { host, .. } = &operation.work else { panic!("a copy") };
-    let share = host.slice.share();
+    let share = host.slice.reference();
     let ticket = queue.submit(operation).unwrap();
     queue.stop("for a test");
     let refused = queue.submit(small(fixture, direction)).expect_err("stopped");
     assert!(matches!(refused.reason, Refusal::Stopped(_)), "{}", refused.reason);
     let end = drain(&mut queue, LONG).remove(0);
     assert_eq!((end.ticket, end.result), (ticket, Err(OpError::Stopped("for a test".into()))));
-    assert!(end.operation.into_slice().unwrap().share().same_memory(&share));
+    assert!(end.operation.into_slice().unwrap().reference().same_memory(&share));
     assert_eq!(queue.halted().as_deref(), Some("for a test"), "until it is started again");
     let begun = Instant::now();
     while !queue.restart() {
@@ -706,7 +706,7 @@ fn waits_when_dropped<F: Fixture>(fixture: &mut F) {
         for i in 0..queue.limits().capacity.min((fixture.target_len() / len as u64) as usize) {
             let mut host = fixture.host(len);
             host.slice.write(0, &random.bytes(len)).unwrap();
-            shares.push(host.slice.share());
+            shares.push(host.slice.reference());
             let at = fixture.at((i * len) as u64);
             let _ticket = queue.submit(Operation::copy(direction, host, at)).unwrap();
         }

@@ -4,7 +4,7 @@ use std::ops::Range;
 use std::sync::Arc;
 
 use dmalane_addr::{Access, Iova, Span};
-use dmalane_dma::{BufferRef, BufferSlice, Error, HostBus, Mapping, SharedBuf};
+use dmalane_dma::{BufferRef, BufferSlice, Error, Mapping, Registrar, SharedBuf};
 
 /// A buffer that a device can reach until the last clone is dropped. Holds a reference to the memory.
 #[derive(Clone, Debug)]
@@ -14,31 +14,31 @@ impl Registered {
     /// Pins `buf` and maps it for the device on `bus`.
     ///
     /// # Errors
-    /// Those of [`HostBus::pin`] and [`HostBus::map`].
-    pub fn new(bus: &(impl HostBus + ?Sized), buf: &SharedBuf, access: Access) -> Result<Self, Error> {
-        Ok(Self::from_mapping(bus.map(bus.pin(&buf.share())?, access)?))
+    /// Those of [`Registrar::pin`] and [`Registrar::map`].
+    pub fn new(bus: &(impl Registrar + ?Sized), buf: &SharedBuf, access: Access) -> Result<Self, Error> {
+        Ok(Self::from_mapping(bus.map(bus.pin(&buf.reference())?, access)?))
     }
 
     /// Pins some whole 4 KiB pages of a memory and maps them.
     ///
     /// # Errors
-    /// Those of [`HostBus::pin_range`] and [`HostBus::map`].
+    /// Those of [`Registrar::pin_range`] and [`Registrar::map`].
     pub fn of_range(
-        bus: &(impl HostBus + ?Sized),
-        share: &BufferRef,
+        bus: &(impl Registrar + ?Sized),
+        buffer: &BufferRef,
         range: Range<usize>,
         access: Access,
     ) -> Result<Self, Error> {
-        Ok(Self::from_mapping(bus.map(bus.pin_range(share, range)?, access)?))
+        Ok(Self::from_mapping(bus.map(bus.pin_range(buffer, range)?, access)?))
     }
 
     /// Pins several buffers and maps them one behind the other, at contiguous IOVAs: a gather list that the device sees as one
     /// buffer.
     ///
     /// # Errors
-    /// Those of [`HostBus::pin`] and [`HostBus::map_list`]; nothing stays pinned.
-    pub fn of_list(bus: &(impl HostBus + ?Sized), bufs: &[&SharedBuf], access: Access) -> Result<Self, Error> {
-        let pinned = bufs.iter().map(|buf| bus.pin(&buf.share())).collect::<Result<_, _>>()?;
+    /// Those of [`Registrar::pin`] and [`Registrar::map_list`]; nothing stays pinned.
+    pub fn of_list(bus: &(impl Registrar + ?Sized), bufs: &[&SharedBuf], access: Access) -> Result<Self, Error> {
+        let pinned = bufs.iter().map(|buf| bus.pin(&buf.reference())).collect::<Result<_, _>>()?;
         Ok(Self::from_mapping(bus.map_list(pinned, access)?))
     }
 

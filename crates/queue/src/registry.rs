@@ -6,7 +6,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use dmalane_addr::Access;
-use dmalane_dma::{BufferRef, BufferSlice, Error, HostBus};
+use dmalane_dma::{BufferRef, BufferSlice, Error, Registrar};
 use thiserror::Error as Derive;
 
 use crate::{
@@ -110,7 +110,7 @@ pub enum CopyError {
 ///
 /// It holds a reference to the memory of each registration: memory stays allocated until it is evicted or
 /// [forgotten](Registry::forget).
-pub struct Registry<B: HostBus> {
+pub struct Registry<B: Registrar> {
     bus: Arc<B>,
     limits: RegistryLimits,
     entries: HashMap<u64, Entry>,
@@ -132,7 +132,7 @@ struct Entry {
 impl RegistryLimits {
     /// For a bus: seven eighths of what it allows to be pinned, since rings are pinned too; where it knows no limit, as much as
     /// half a million pages.
-    pub fn for_bus(bus: &(impl HostBus + ?Sized)) -> Self {
+    pub fn for_bus(bus: &(impl Registrar + ?Sized)) -> Self {
         let bytes = bus.pin_limit().map_or(2 << 30, |limit| limit / 8 * 7) / PAGE as u64 * PAGE as u64;
         Self { bytes, entries: 1024 }
     }
@@ -145,7 +145,7 @@ impl Default for RegistryLimits {
     }
 }
 
-impl<B: HostBus> Registry<B> {
+impl<B: Registrar> Registry<B> {
     /// An empty one.
     pub fn new(bus: Arc<B>, limits: RegistryLimits) -> Self {
         Self {
@@ -174,8 +174,13 @@ impl<B: HostBus> Registry<B> {
     ///
     /// # Errors
     /// [`RegistryError`]; nothing new stays registered, though others may have been evicted.
-    pub fn get(&mut self, share: &BufferRef, range: Range<usize>, access: Access) -> Result<Registered, RegistryError> {
-        let memory = share.id();
+    pub fn get(
+        &mut self,
+        buffer: &BufferRef,
+        range: Range<usize>,
+        access: Access,
+    ) -> Result<Registered, RegistryError> {
+        let memory = buffer.id();
         self.clock += 1;
         let covers = |e: &Entry| {
             e.range.start <= range.start && range.end <= e.range.end && e.via.mapping().access().contains(access)
@@ -190,7 +195,7 @@ impl<B: HostBus> Registry<B> {
             self.stats.hits += 1;
             return Ok(entry.via.clone());
         }
-        let len = share.len();
+        let len = buffer.len();
         if range.is_empty() || range.end > len {
             return Err(RegistryError::BadRange { range, len });
         }
@@ -205,7 +210,7 @@ impl<B: HostBus> Registry<B> {
             self.evict()?;
         }
         let via = loop {
-            match Registered::of_range(&*self.bus, share, range.clone(), access) {
+            match Registered::of_range(&*self.bus, buffer, range.clone(), access) {
                 Ok(via) => break via,
                 // Somebody else has pinned much: a limit of one's own may not be enough.
                 Err(Error::PinLimit { .. }) if !self.entries.is_empty() => self.evict()?,
@@ -226,8 +231,8 @@ impl<B: HostBus> Registry<B> {
     ///
     /// # Errors
     /// [`RegistryError::Busy`] while an operation in flight uses one of them; then all of them stay.
-    pub fn forget(&mut self, share: &BufferRef) -> Result<usize, RegistryError> {
-        let ids = self.by_memory.get(&share.id()).cloned().unwrap_or_default();
+    pub fn forget(&mut self, buffer: &BufferRef) -> Result<usize, RegistryError> {
+        let ids = self.by_memory.get(&buffer.id()).cloned().unwrap_or_default();
         let busy = ids.iter().filter_map(|id| self.entries.get(id)).filter(|e| e.via.is_busy());
         let bytes: u64 = busy.map(|e| e.range.len() as u64).sum();
         if bytes > 0 {
@@ -314,7 +319,7 @@ impl<B: HostBus> Registry<B> {
                 // To the next multiple in the buffer, so that a second copy finds the same ranges.
                 let len = (longest - slice.offset() % longest).min(slice.len());
                 let range = slice.offset()..slice.offset() + len;
-                let via = match self.get(&slice.share(), range, access) {
+                let via = match self.get(&slice.reference(), range, access) {
                     Ok(via) => via,
                     Err(RegistryError::Busy { .. }) if queue.in_flight() > 0 => {
                         rest = Some(slice); // the fragment in flight holds what would be evicted
@@ -373,7 +378,7 @@ impl<B: HostBus> Registry<B> {
     }
 }
 
-impl<B: HostBus> std::fmt::Debug for Registry<B> {
+impl<B: Registrar> std::fmt::Debug for Registry<B> {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         f.debug_struct("Registry").field("limits", &self.limits).field("stats", &self.stats()).finish_non_exhaustive()
     }

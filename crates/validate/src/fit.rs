@@ -84,7 +84,7 @@ fn seed(lane: usize, walk: usize) -> u64 {
 fn point(target: &Target, streams: &[Stream], settings: &FitSettings, what: &str) -> Result<Measured, ValidateError> {
     let halves = target.halves().ok_or(ValidateError::NothingToFit)?;
     let FitSettings { offset, time, runs, .. } = *settings;
-    let heap = target.heap(None);
+    let heap = target.registrar.heap(None);
     let mut lanes = Vec::new();
     for (i, stream) in streams.iter().enumerate() {
         let (first, have) = halves.span(stream.half);

@@ -4,7 +4,7 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Condvar, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
-use dmalane_dma::HostBus;
+use dmalane_dma::Registrar;
 use dmalane_queue::{Completion, DeviceAddr, DeviceQueue, Direction, HaltWatch, Work};
 
 use crate::target::SLOWEST;
@@ -91,7 +91,7 @@ impl Common {
 /// The first failure of any; what the others move then still ends.
 pub(crate) fn go(
     lanes: &mut [Lane],
-    bus: &dyn HostBus,
+    registrar: &dyn Registrar,
     job: Job<'_>,
     active: impl Fn(usize) -> bool + Sync,
 ) -> Result<(), ValidateError> {
@@ -107,7 +107,7 @@ pub(crate) fn go(
     std::thread::scope(|scope| {
         let run = |(thread, lane): (usize, &mut Lane)| {
             let (common, active) = (&common, &active);
-            let result = lane.run(thread, bus, job, active, common);
+            let result = lane.run(thread, registrar, job, active, common);
             if result.is_err() {
                 common.failed.store(true, Ordering::Relaxed);
             }
@@ -147,7 +147,7 @@ impl Lane {
     fn run(
         &mut self,
         thread: usize,
-        bus: &dyn HostBus,
+        registrar: &dyn Registrar,
         job: Job<'_>,
         active: &(impl Fn(usize) -> bool + Sync),
         common: &Common,
@@ -172,7 +172,7 @@ impl Lane {
                 let stopped =
                     first_error.is_some() || common.failed.load(Ordering::Relaxed) || job.told.load(Ordering::Relaxed);
                 if walk.is_idle() && !stopped && goes_on(walk) {
-                    walk.begin(bus)?;
+                    walk.begin(registrar)?;
                 }
                 if stopped {
                     walk.give_up();

@@ -251,7 +251,7 @@ impl Case<'_> {
     /// A lane for each thread; or why there are no such pages.
     fn lanes(&self) -> Result<Result<(Vec<Lane>, PageKind), String>, ValidateError> {
         let Self { target, settings, channels, layout, phase, buffer, pages } = self;
-        let heap = target.heap(match pages {
+        let heap = target.registrar.heap(match pages {
             Pages::Small => Some(PageKind::Base),
             Pages::Huge => None,
         });

@@ -459,9 +459,8 @@ fn a_card_on_any_bus_can_be_measured() {
     let card = CardConfig { ddr: 64 * MIB, hbm: 64 * MIB, ..CardConfig::default() };
     let bus: Arc<dmalane_card::SoftBus> = Arc::new(dmalane_card::SoftBus::new(host, card).unwrap());
     // Channels may be balanced where they work at the same time.
-    let heap = dmalane_dma::AnonHeap::new();
-    assert!(Target::card("a card".to_owned(), bus.clone(), &heap, true, None).unwrap().apart);
-    let target = Target::card("a card".to_owned(), bus, &heap, false, Some(16)).unwrap();
+    assert!(Target::card("a card".to_owned(), bus.clone(), true, None).unwrap().apart);
+    let target = Target::card("a card".to_owned(), bus, false, Some(16)).unwrap();
     assert!(!target.apart);
     assert_eq!((target.name.as_str(), target.notes[0].as_str()), ("a card", "2 channels, rings of 16"));
     let report = check(&target, &quick());

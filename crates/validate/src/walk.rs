@@ -4,7 +4,7 @@ use std::collections::VecDeque;
 use std::time::{Duration, Instant};
 
 use dmalane_addr::{Access, CardAddr};
-use dmalane_dma::{BufferRef, BufferSlice, HostBus, SharedBuf};
+use dmalane_dma::{BufferRef, BufferSlice, Registrar, SharedBuf};
 use dmalane_queue::{DeviceAddr, DeviceQueue, Direction, Latency, Operation, Refusal, Registered, Ticket};
 
 use crate::ValidateError;
@@ -25,7 +25,7 @@ pub(crate) struct Stretch {
 pub(crate) struct Walk {
     pub stretches: Vec<Stretch>,
     pub direction: Direction,
-    share: BufferRef,
+    memory: BufferRef,
     via: Option<Registered>,
     /// Of the pass under way: what the queue has not taken yet, and what it has.
     todo: VecDeque<usize>,
@@ -48,9 +48,9 @@ pub(crate) struct Moved {
 
 impl Walk {
     /// A buffer against these places, which are together as long as it.
-    pub fn new(buf: SharedBuf, places: &[(CardAddr, u64)], bus: &dyn HostBus) -> Result<Self, ValidateError> {
-        let share = buf.share();
-        let via = Some(Registered::new(bus, &buf, Access::RW).map_err(ValidateError::Memory)?);
+    pub fn new(buf: SharedBuf, places: &[(CardAddr, u64)], registrar: &dyn Registrar) -> Result<Self, ValidateError> {
+        let memory = buf.reference();
+        let via = Some(Registered::new(registrar, &buf, Access::RW).map_err(ValidateError::Memory)?);
         let (mut rest, mut offset, mut stretches) = (buf.into_part(), 0, Vec::new());
         for (at, len) in places {
             let part = rest.split_off_front(*len as usize);
@@ -59,7 +59,7 @@ impl Walk {
         }
         let (todo, flying, begun) = (VecDeque::new(), Vec::new(), Instant::now());
         let moved = Moved::default();
-        Ok(Self { stretches, direction: Direction::FromHost, share, via, todo, flying, begun, len: offset, moved })
+        Ok(Self { stretches, direction: Direction::FromHost, memory, via, todo, flying, begun, len: offset, moved })
     }
 
     /// Forgets what was moved so far.
@@ -78,11 +78,12 @@ impl Walk {
     }
 
     /// Begins a pass; registers the buffer for it, if it is not kept registered.
-    pub fn begin(&mut self, bus: &dyn HostBus) -> Result<(), ValidateError> {
+    pub fn begin(&mut self, registrar: &dyn Registrar) -> Result<(), ValidateError> {
         self.begun = Instant::now();
         if self.via.is_none() {
-            let range = 0..self.share.len();
-            self.via = Some(Registered::of_range(bus, &self.share, range, Access::RW).map_err(ValidateError::Memory)?);
+            let range = 0..self.memory.len();
+            self.via =
+                Some(Registered::of_range(registrar, &self.memory, range, Access::RW).map_err(ValidateError::Memory)?);
         }
         self.todo.extend(0..self.stretches.len());
         Ok(())

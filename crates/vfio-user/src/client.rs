@@ -11,7 +11,10 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use dmalane_addr::{Access, Iova, Lease, PageSize, PhysAddr, RangeAllocator, RangeCache, SgTable, Span};
-use dmalane_dma::{self as dma, BufferRef, HostBus, InterruptEvents, Mapping, Pinned, SharedBuf, Undo, VolatileSlice};
+use dmalane_dma::{
+    self as dma, BufferRef, Heap, InterruptEvents, Mapping, MemfdHeap, Mmio, PageKind, Pinned, Registrar, SharedBuf,
+    Undo, VolatileSlice,
+};
 use vfio_bindings::bindings::vfio as abi;
 
 use crate::wire::{Body, Command, ERROR, Fields, MAX_DATA, Message, REPLY, receive, send};
@@ -27,8 +30,8 @@ const TIMEOUT: Duration = Duration::from_secs(10);
 /// Maximum length of a region's file; a longer one is not mapped.
 const MAX_WINDOW: u64 = 1 << 40;
 
-/// A device that another process serves, as its driver sees it. Its memory must be from a memfd ([`dma::MemfdHeap`]), which can be sent to
-/// that process.
+/// A device that another process serves, as its driver sees it. Its memory must be from a memfd ([`dma::MemfdHeap`]),
+/// which can be sent to that process.
 pub struct UserBus {
     inner: Arc<Inner>,
     regions: Vec<Region>,
@@ -51,7 +54,8 @@ struct Window {
 }
 
 impl Window {
-    /// The slice of these bytes if they lie within one area. Populates them first: the device's process may not have touched them yet.
+    /// The slice of these bytes if they lie within one area. Populates them first: the device's process may not have
+    /// touched them yet.
     fn slice(&self, offset: u64, len: usize) -> Option<VolatileSlice<'_>> {
         let end = offset.checked_add(len as u64)?;
         self.areas.iter().find(|area| area.start <= offset && end <= area.end)?;
@@ -105,7 +109,8 @@ impl Socket {
         Ok(answer)
     }
 
-    /// Sends a request and returns its answer, which may be an error number. After an error of this function the socket is unusable.
+    /// Sends a request and returns its answer, which may be an error number. After an error of this function the socket
+    /// is unusable.
     fn exchange(&mut self, command: Command, body: &[u8], fds: &[BorrowedFd<'_>]) -> Result<Message, Error> {
         let lost = |source| Error::Unanswered { command, source };
         let id = self.next;
@@ -135,7 +140,8 @@ impl Socket {
         let Some(file) = fds.pop() else { return Ok(region) };
         let caps = if flags & abi::VFIO_REGION_INFO_FLAG_CAPS != 0 { at.unwrap_or(0) as usize } else { 0 };
         let areas = mappable_areas(&info, caps).unwrap_or_else(|| std::iter::once(0..len).collect());
-        // Unsealed memory could shrink under us, and a sparse file can be longer than the address space: those are not mapped.
+        // Unsealed memory could shrink under us, and a sparse file can be longer than the address space: those are not
+        // mapped.
         let Ok(file) = SharedBuf::import_up_to(file, MAX_WINDOW) else { return Ok(region) };
         let areas = areas.into_iter().filter(|a| a.start < a.end && a.end <= len.min(file.len() as u64));
         region.window = Some(Window { areas: areas.collect(), file });
@@ -168,7 +174,7 @@ impl Inner {
     }
 
     fn dma_map(&self, pinned: &Pinned, span: Span<Iova>, access: Access) -> Result<(), Error> {
-        let fd = pinned.share().export().ok_or(Error::NotMemfd)?;
+        let fd = pinned.reference().export().ok_or(Error::NotMemfd)?;
         let mut flags = 0;
         if access.contains(Access::READ) {
             flags |= abi::VFIO_DMA_MAP_FLAG_READ;
@@ -208,7 +214,8 @@ impl UserBus {
     /// Connects to the socket of a device, and enables its interrupts.
     ///
     /// # Errors
-    /// [`Error::Connect`]; [`Error::Setup`]; [`Error::Unanswered`], [`Error::Refused`] and [`Error::Protocol`] of the first requests.
+    /// [`Error::Connect`]; [`Error::Setup`]; [`Error::Unanswered`], [`Error::Refused`] and [`Error::Protocol`] of the
+    /// first requests.
     pub fn connect(path: &Path) -> Result<Self, Error> {
         let stream = UnixStream::connect(path).map_err(|source| Error::Connect { path: path.to_owned(), source })?;
         Self::over(stream)
@@ -333,7 +340,8 @@ impl UserBus {
     }
 }
 
-/// Writes bytes at an offset of a region. Aligned words of 64 bits are written in one access, since the device may read them at any time.
+/// Writes bytes at an offset of a region. Aligned words of 64 bits are written in one access, since the device may read
+/// them at any time.
 fn store(slice: &VolatileSlice<'_>, offset: u64, from: &[u8]) {
     match from.as_chunks::<8>() {
         (words, []) if offset.is_multiple_of(8) => {
@@ -357,7 +365,7 @@ fn register_error(error: Error, no_register: dma::Error) -> dma::Error {
     }
 }
 
-impl HostBus for UserBus {
+impl Registrar for UserBus {
     fn pin(&self, buffer: &BufferRef) -> Result<Pinned, dma::Error> {
         self.pin_range(buffer, 0..buffer.len())
     }
@@ -411,6 +419,13 @@ impl HostBus for UserBus {
         mapping.pinned().is_from(&self.inner)
     }
 
+    /// Memfds without reserved huge pages: another process has to map them.
+    fn heap(&self, best: Option<PageKind>) -> Arc<dyn Heap> {
+        Arc::new(MemfdHeap::importable(best))
+    }
+}
+
+impl Mmio for UserBus {
     fn read32(&self, bar: u8, offset: u64) -> Result<u32, dma::Error> {
         let mut bytes = [0; 4];
         let aligned = offset.is_multiple_of(4) && bar < 6;
@@ -504,7 +519,7 @@ mod tests {
         let server = std::thread::spawn(move || serve(theirs, &mut Slow(2 * SHORT), &memory));
         let bus = UserBus::with_timeout(ours, SHORT).unwrap();
         let buf = MemfdHeap::starting_at(PageKind::Base).allocate(4096).unwrap().share();
-        let mapping = bus.map(bus.pin(&buf.share()).unwrap(), Access::RW).unwrap();
+        let mapping = bus.map(bus.pin(&buf.reference()).unwrap(), Access::RW).unwrap();
         assert_eq!(seen.mappings(), 1);
         assert!(bus.read32(0, 0).is_err());
         // While the bus still exists.

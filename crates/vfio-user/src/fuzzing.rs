@@ -1,6 +1,6 @@
-//! An entry point for fuzzers: a client of a served device that may send anything.
+//! Entry point of the fuzz target: a hostile client of a served device.
 //!
-//! Takes any bytes, panics when a promise is broken, and ends soon. Not for other use.
+//! Accepts any bytes, panics when a guarantee is broken, and ends quickly. Only for fuzzing.
 
 use std::cell::RefCell;
 use std::io::{ErrorKind, Write};
@@ -16,37 +16,37 @@ use rustix::fs::MemfdFlags;
 use crate::wire::{Body, ERROR, Fields, HEADER, MAX_DATA, NO_REPLY, REPLY, receive, send};
 use crate::{ClientMemory, ClientPort, MappableFile, RegionSpec, ServedDevice, serve};
 
-/// Most messages of one run; what they have in all fits into a socket that nobody reads.
+/// Maximum messages of one run; all of them fit into a socket that is not read.
 const MESSAGES: usize = 40;
-/// Most bytes that a message carries behind its fields.
+/// Maximum bytes of a message after its fields.
 const TAIL: usize = 700;
 const INTERRUPTS: u32 = 4;
 const REGISTERS: u64 = 4096;
 const MEMORY: u64 = 64 << 10;
 
-/// What every run uses again.
-struct Fixed {
-    /// Lent to the device: memory of several lengths, and other files.
+/// Resources that all runs share.
+struct Resources {
+    /// Files to send: memory of several lengths, and other kinds of files.
     files: Vec<OwnedFd>,
-    /// What the device shows of its own.
-    shown: SharedBuf,
-    _memory: Vec<SharedBuf>,
+    /// The mappable memory of the device.
+    memory: SharedBuf,
+    _files_memory: Vec<SharedBuf>,
 }
 
-fn fixed() -> Fixed {
+fn resources() -> Resources {
     let memfd = |len| MemfdHeap::starting_at(PageKind::Base).allocate(len).expect("a memfd").share();
-    let memory: Vec<_> = [4096, 16 << 10, 2 << 20].map(memfd).into();
+    let buffers: Vec<_> = [4096, 16 << 10, 2 << 20].map(memfd).into();
     let lent = |buf: &SharedBuf| buf.export().expect("a memfd").try_clone_to_owned().expect("a descriptor");
     let unsealed = rustix::fs::memfd_create("unsealed", MemfdFlags::CLOEXEC).expect("a memfd");
     rustix::fs::ftruncate(&unsealed, 8192).expect("a length");
     let event = || eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK).expect("an eventfd");
     let (pipe, _) = rustix::pipe::pipe().expect("a pipe");
-    let mut files: Vec<_> = memory.iter().map(lent).collect();
+    let mut files: Vec<_> = buffers.iter().map(lent).collect();
     files.extend([unsealed, event(), event(), pipe, sparse()]);
-    Fixed { files, shown: memfd(MEMORY as usize), _memory: memory }
+    Resources { files, memory: memfd(MEMORY as usize), _files_memory: buffers }
 }
 
-/// Sealed memory that would take half of a process's addresses.
+/// A sealed memfd as long as half of the address space.
 fn sparse() -> OwnedFd {
     let file = rustix::fs::memfd_create("sparse", MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING).expect("a memfd");
     rustix::fs::ftruncate(&file, 1 << 46).expect("a length");
@@ -55,27 +55,28 @@ fn sparse() -> OwnedFd {
 }
 
 thread_local! {
-    static FIXED: RefCell<Fixed> = RefCell::new(fixed());
+    static RESOURCES: RefCell<Resources> = RefCell::new(resources());
 }
 
-/// A device with registers, a memory that a client may map, and a DMA engine that does what the registers say at once.
+/// A device with registers, a memory that a client may map, and a DMA engine that runs as soon as its registers are
+/// written.
 struct Device<'a> {
     registers: Vec<u8>,
-    shown: &'a SharedBuf,
+    memory: &'a SharedBuf,
     port: ClientPort,
     events: Vec<Option<OwnedFd>>,
     resets: u32,
 }
 
 impl Device<'_> {
-    /// The bytes that were just asked for lie within the region, which is one that may be used.
-    fn admit(&self, region: u32, offset: u64, len: usize) {
+    /// Checks that the requested bytes are within an accessible region.
+    fn check_request(&self, region: u32, offset: u64, len: usize) {
         let spec = self.region(region);
         let end = offset.checked_add(len as u64).expect("an end");
         assert!(spec.accessible && end <= spec.len && len <= MAX_DATA, "region {region}: {len} bytes at {offset:#x}");
     }
 
-    /// Registers 0 and 1: where and how much. What is there is read, turned round and written back.
+    /// Registers 0 and 1 are an address and a length. Inverts these bytes of host memory.
     fn run(&mut self) {
         let mut fields = Fields(&self.registers);
         let (at, len) = (fields.u64().unwrap_or(0), fields.u64().unwrap_or(0).min(64 << 10));
@@ -96,26 +97,26 @@ impl ServedDevice for Device<'_> {
     }
 
     fn mappable(&self, region: u32) -> Option<MappableFile<'_>> {
-        let file = self.shown.export()?;
+        let file = self.memory.export()?;
         (region == 2).then_some(MappableFile { file, areas: vec![0..0x1000, 0x2000..MEMORY] })
     }
 
     fn read(&mut self, region: u32, offset: u64, into: &mut [u8]) -> bool {
-        self.admit(region, offset, into.len());
+        self.check_request(region, offset, into.len());
         let from = self.registers.get(offset as usize..offset as usize + into.len());
         match (region, from) {
             (0, Some(from)) => into.copy_from_slice(from),
-            (2, _) => self.shown.view().sub(offset as usize, into.len()).expect("within").read(into),
+            (2, _) => self.memory.view().sub(offset as usize, into.len()).expect("within").read(into),
             _ => return false,
         }
         true
     }
 
     fn write(&mut self, region: u32, offset: u64, from: &[u8]) -> bool {
-        self.admit(region, offset, from.len());
+        self.check_request(region, offset, from.len());
         match region {
             0 => self.registers[offset as usize..][..from.len()].copy_from_slice(from),
-            2 => self.shown.view().sub(offset as usize, from.len()).expect("within").write(from),
+            2 => self.memory.view().sub(offset as usize, from.len()).expect("within").write(from),
             _ => return false,
         }
         if region == 0 && offset < 16 {
@@ -143,7 +144,7 @@ impl ServedDevice for Device<'_> {
     }
 }
 
-/// The input, taken from the front. Past its end everything reads as 0.
+/// The input, read from the front. Past its end everything reads as 0.
 struct Input<'a>(&'a [u8]);
 
 impl<'a> Input<'a> {
@@ -157,7 +158,7 @@ impl<'a> Input<'a> {
         u16::from_le_bytes([self.u8(), self.u8()])
     }
 
-    /// Mostly small, mostly a multiple of a page.
+    /// A number, mostly small and a multiple of the page.
     fn number(&mut self) -> u64 {
         match self.u8() {
             0 => u64::MAX - u64::from(self.u8()),
@@ -174,7 +175,7 @@ impl<'a> Input<'a> {
     }
 }
 
-/// A message as it is sent: number, flags, body, and which files go with it.
+/// A message to send: command, flags, body, and the files that go with it.
 struct Sent {
     command: u16,
     flags: u32,
@@ -182,7 +183,7 @@ struct Sent {
     files: Vec<usize>,
 }
 
-/// A request with fields of the input's choice.
+/// Builds a request from the input.
 fn request(input: &mut Input<'_>) -> Sent {
     let body = Body::default;
     let small = |input: &mut Input<'_>| u32::from(input.u8());
@@ -197,7 +198,7 @@ fn request(input: &mut Input<'_>) -> Sent {
         5 => (5, body().u32(small(input) * 4).u32(0).u32(small(input) % 12).u32(0).u64(0).u64(0)),
         6 => (7, body().u32(16).u32(0).u32(small(input) % 8).u32(0)),
         7 => {
-            // What of the data there is, and what to do: each bit of the header's, set or not.
+            // Each flag of the header (data type and action), set or not.
             let chosen = small(input);
             let flags = (0..6).filter(|i| (chosen >> i) & 1 == 1).fold(0, |flags, i| flags | (1 << i));
             let (index, start, count) = (small(input) % 8, small(input) % 8, small(input) % 8);
@@ -205,7 +206,7 @@ fn request(input: &mut Input<'_>) -> Sent {
         }
         8 => (9, body().u64(input.number()).u32(small(input) % 10).u32(u32::from(input.u16()))),
         9 => {
-            // Mostly to the registers that make the device work.
+            // Mostly to the registers that start the DMA engine.
             let offset = if input.u8() < 200 { 0 } else { input.number() };
             let (region, count) = (small(input) % 10, 8 * (small(input) % 5));
             let data: Vec<u8> = (0..count / 8).flat_map(|_| input.number().to_le_bytes()).collect();
@@ -229,20 +230,20 @@ fn request(input: &mut Input<'_>) -> Sent {
     Sent { command, flags, body: body.0, files }
 }
 
-/// A client's messages, sent all at once: requests with fields of the input's choice, each with some descriptors, and whatever.
+/// Sends a client's messages all at once: requests built from the input, some with descriptors, and arbitrary bytes.
 ///
 /// # Panics
-/// When the device is asked for what it does not have, an answer is not one, or something is left of the client.
+/// When a request outside of the device reaches it, an answer is malformed, or state of the client is left.
 pub fn fuzz_client(data: &[u8]) {
-    FIXED.with_borrow(|fixed| run(fixed, Input(data)));
+    RESOURCES.with_borrow(|resources| run(resources, Input(data)));
 }
 
-fn run(fixed: &Fixed, mut input: Input<'_>) {
+fn run(resources: &Resources, mut input: Input<'_>) {
     let (mut client, server) = UnixStream::pair().expect("a socket");
-    let (mut asked, mut broken) = (Vec::new(), false);
+    let (mut requested, mut broken) = (Vec::new(), false);
     if input.u8() & 7 != 0 {
         send(&mut client, 0, 1, 0, 0, &Body::default().u32(u32::from(input.u8()) << 16).0, &[]).expect("room");
-        asked.push((0, 1));
+        requested.push((0, 1));
     }
     for id in 1..=MESSAGES as u16 {
         if input.0.is_empty() {
@@ -250,7 +251,7 @@ fn run(fixed: &Fixed, mut input: Input<'_>) {
         }
         let how = input.u8();
         if how == 255 {
-            // No message at all.
+            // Bytes that are not a message.
             broken = true;
             let len = usize::from(input.u16()) % TAIL;
             let sent = client.write_all(input.bytes(len));
@@ -264,18 +265,19 @@ fn run(fixed: &Fixed, mut input: Input<'_>) {
         } else if how >= 240 {
             sent.body.truncate(usize::from(input.u8()) % (sent.body.len() + 1));
         }
-        let fds: Vec<BorrowedFd<'_>> = sent.files.iter().map(|i| fixed.files[i % fixed.files.len()].as_fd()).collect();
+        let fds: Vec<BorrowedFd<'_>> =
+            sent.files.iter().map(|i| resources.files[i % resources.files.len()].as_fd()).collect();
         send(&mut client, id, sent.command, sent.flags, 0, &sent.body, &fds).expect("room");
-        // A greeting is answered whatever it says.
-        if (sent.flags & NO_REPLY == 0 || (asked.is_empty() && id == 1)) && !broken {
-            asked.push((id, sent.command));
+        // The first message is answered whatever its flags.
+        if (sent.flags & NO_REPLY == 0 || (requested.is_empty() && id == 1)) && !broken {
+            requested.push((id, sent.command));
         }
     }
     client.shutdown(Shutdown::Write).expect("a socket");
     let memory = ClientMemory::new();
     let mut device = Device {
         registers: vec![0; REGISTERS as usize],
-        shown: &fixed.shown,
+        memory: &resources.memory,
         port: memory.port(),
         events: (0..INTERRUPTS).map(|_| None).collect(),
         resets: 0,
@@ -284,15 +286,15 @@ fn run(fixed: &Fixed, mut input: Input<'_>) {
         let answers = scope.spawn(move || answers(&mut client));
         (serve(server, &mut device, &memory), answers.join().expect("a reader"))
     });
-    // One for each request, in their order, and for all of them when nothing was wrong with the messages.
-    let expected = asked.get(..answers.len()).unwrap_or(&asked);
-    assert!(broken || answers[..expected.len()] == *expected, "{answers:?} to {asked:?}");
-    assert!(broken || served.is_err() || answers == asked, "{answers:?} to {asked:?}");
-    assert!(device.resets > 0 && device.events.iter().all(Option::is_none), "nothing is left of a client");
+    // One answer for each request, in order, and for all of them if no message was malformed.
+    let expected = requested.get(..answers.len()).unwrap_or(&requested);
+    assert!(broken || answers[..expected.len()] == *expected, "{answers:?} to {requested:?}");
+    assert!(broken || served.is_err() || answers == requested, "{answers:?} to {requested:?}");
+    assert!(device.resets > 0 && device.events.iter().all(Option::is_none), "state of the client is left");
     assert_eq!(memory.mappings(), 0);
 }
 
-/// The answers, as (id, command), until the socket is closed; with a reset, when there was more that nobody wanted to read.
+/// Returns the answers as (id, command) until the socket is closed, or reset because unread messages were left.
 fn answers(client: &mut UnixStream) -> Vec<(u16, u16)> {
     let mut found = Vec::new();
     loop {
@@ -312,7 +314,7 @@ fn answers(client: &mut UnixStream) -> Vec<(u16, u16)> {
 #[cfg(test)]
 mod tests {
     #[test]
-    fn noise_is_survived() {
+    fn random_input_breaks_no_guarantee() {
         let mut x = 1u64;
         for round in 0..300 {
             let bytes: Vec<u8> = (0..round * 2)

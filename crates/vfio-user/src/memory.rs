@@ -17,8 +17,8 @@ const MAX_BYTES: u64 = 1 << 40;
 
 /// The memory that a client has mapped for a device. Clones share it.
 ///
-/// The device takes a read lock for each access, an unmap takes the write lock: once an unmap is answered, no access to that memory is in
-/// progress and none can begin.
+/// The device takes a read lock for each access, an unmap takes the write lock: once an unmap is answered, no access to
+/// that memory is in progress and none can begin.
 #[derive(Clone, Default)]
 pub struct ClientMemory(Arc<RwLock<Mappings>>);
 
@@ -55,9 +55,9 @@ impl ClientMemory {
         self.read().by_iova.len()
     }
 
-    /// Maps part of a client's file. A client may share [`MAX_FILES`] files with [`MAX_BYTES`] in total; beyond that the error is `ENOMEM`.
-    /// A mapping without a file only occupies addresses: a device access to it is a fault. QEMU makes such mappings for its firmware and for
-    /// BARs of other devices.
+    /// Maps part of a client's file. A client may share [`MAX_FILES`] files with [`MAX_BYTES`] in total; beyond that
+    /// the error is `ENOMEM`. A mapping without a file only occupies addresses: a device access to it is a fault. QEMU
+    /// makes such mappings for its firmware and for BARs of other devices.
     pub(crate) fn map(&self, span: Span<Iova>, access: Access, fd: Option<OwnedFd>, offset: u64) -> Result<(), Errno> {
         let key = fd.as_ref().map(|fd| {
             // Unsealed descriptors may be FUSE files; even `fstat` can block on them.
@@ -93,8 +93,8 @@ impl ClientMemory {
         Ok(())
     }
 
-    /// Unmaps the mappings in the span, which must be whole ones. There may be none, as with the kernel's VFIO: QEMU unmaps everything that
-    /// a guest could have mapped.
+    /// Unmaps the mappings in the span, which must be whole ones. There may be none, as with the kernel's VFIO: QEMU
+    /// unmaps everything that a guest could have mapped.
     pub(crate) fn unmap(&self, span: Span<Iova>) -> Result<(), Errno> {
         let mut mappings = self.0.write().unwrap_or_else(PoisonError::into_inner);
         let inside: Vec<_> = mappings.overlapping(span).map(|(first, mapping)| (first, mapping.last)).collect();
@@ -161,7 +161,8 @@ impl DeviceMem for ClientPort {
 pub struct HeldClient<'a>(RwLockReadGuard<'a, Mappings>);
 
 impl HeldClient<'_> {
-    /// Calls `each` with the memory of each mapping in the access and its offset in the access, until `each` returns false.
+    /// Calls `each` with the memory of each mapping in the access and its offset in the access, until `each` returns
+    /// false.
     fn access(
         &self,
         at: Iova,

@@ -23,7 +23,8 @@ pub struct RegionSpec {
     pub accessible: bool,
 }
 
-/// A file that contains a region at the same offsets, and the areas of it that clients can map. They access the rest through messages.
+/// A file that contains a region at the same offsets, and the areas of it that clients can map. They access the rest
+/// through messages.
 pub struct MappableFile<'a> {
     /// The file: a memfd sealed against shrinking, which is safe for a client to map.
     pub file: BorrowedFd<'a>,
@@ -31,12 +32,14 @@ pub struct MappableFile<'a> {
     pub areas: Vec<Range<u64>>,
 }
 
-/// The implementation of a served device. Regions have the numbers of VFIO for PCI: 0 to 5 are BARs, 7 is the configuration space.
+/// The implementation of a served device. Regions have the numbers of VFIO for PCI: 0 to 5 are BARs, 7 is the
+/// configuration space.
 pub trait ServedDevice {
     /// The region with this number.
     fn region(&self, index: u32) -> RegionSpec;
 
-    /// The areas of a region that a client may map instead of sending messages. The device is not notified of writes to them.
+    /// The areas of a region that a client may map instead of sending messages. The device is not notified of writes to
+    /// them.
     fn mappable(&self, _region: u32) -> Option<MappableFile<'_>> {
         None
     }
@@ -53,8 +56,8 @@ pub trait ServedDevice {
     /// Sets the eventfds of the interrupts from `first`; `None` disables an interrupt.
     fn set_interrupts(&mut self, first: u32, events: Vec<Option<OwnedFd>>);
 
-    /// Stops and resets the device. After `true` the device accesses no memory until it is started again; `false` when it did not stop in
-    /// time.
+    /// Stops and resets the device. After `true` the device accesses no memory until it is started again; `false` when
+    /// it did not stop in time.
     fn reset(&mut self) -> bool;
 }
 
@@ -76,11 +79,12 @@ const KINDS: u32 = abi::VFIO_PCI_NUM_IRQS;
 /// The minor version of the protocol: 0.1.
 const MINOR: u16 = 1;
 
-/// Timeout for a client's version message, and for a client to read an answer. Between requests a client may wait as long as it likes.
+/// Timeout for a client's version message, and for a client to read an answer. Between requests a client may wait as
+/// long as it likes.
 const TIMEOUT: Duration = Duration::from_secs(10);
 
-/// Serves a client until it closes the socket, or until it takes more than ten seconds to send its version or to read an answer. At the end
-/// the device is reset and everything is unmapped.
+/// Serves a client until it closes the socket, or until it takes more than ten seconds to send its version or to read
+/// an answer. At the end the device is reset and everything is unmapped.
 ///
 /// An invalid request is answered with an error number and has no effect.
 ///
@@ -128,7 +132,8 @@ impl Server<'_> {
             refuse(stream, &first, Errno::INVAL)?;
             return Err(ServeError::Version);
         }
-        // Major 0, a minor no higher than the client's (QEMU sends 0.0 and accepts no other), and our limits as JSON that ends with a zero.
+        // Major 0, a minor no higher than the client's (QEMU sends 0.0 and accepts no other), and our limits as JSON
+        // that ends with a zero.
         let version = u32::from(minor.min(MINOR)) << 16;
         let text = format!(
             r#"{{"capabilities":{{"max_msg_fds":{},"max_data_xfer_size":{MAX_DATA},"pgsizes":4096}}}}"#,
@@ -159,8 +164,8 @@ impl Server<'_> {
         }
     }
 
-    /// Answers with the kernel's structure and a capability that lists the mappable areas. A client without room for it learns the required
-    /// size and asks again.
+    /// Answers with the kernel's structure and a capability that lists the mappable areas. A client without room for it
+    /// learns the required size and asks again.
     fn region_info(&mut self, fields: &mut Fields<'_>) -> Result<Answer, Errno> {
         const CUT: Errno = Errno::INVAL;
         const PLAIN: u32 = 32;
@@ -302,7 +307,7 @@ mod tests {
 
     use super::*;
 
-    /// A region 2 of 64 KiB whose second page is not memory, and a device that does not end what it is doing.
+    /// A device with a region 2 of 64 KiB, whose second page is not mappable, that never stops.
     struct Stuck {
         memory: Vec<SharedBuf>,
         file: OwnedFd,
@@ -318,13 +323,13 @@ mod tests {
         }
 
         fn read(&mut self, _: u32, offset: u64, into: &mut [u8]) -> bool {
-            let view = self.memory[0].view().sub(offset as usize, into.len());
-            view.map(|view| view.read(into)).is_some()
+            let slice = self.memory[0].view().sub(offset as usize, into.len());
+            slice.map(|slice| slice.read(into)).is_some()
         }
 
         fn write(&mut self, _: u32, offset: u64, from: &[u8]) -> bool {
-            let view = self.memory[0].view().sub(offset as usize, from.len());
-            view.map(|view| view.write(from)).is_some()
+            let slice = self.memory[0].view().sub(offset as usize, from.len());
+            slice.map(|slice| slice.write(from)).is_some()
         }
 
         fn interrupts(&self) -> u32 {
@@ -338,7 +343,7 @@ mod tests {
         }
     }
 
-    /// A client that writes its messages by hand.
+    /// Runs a test with a client that encodes its messages itself.
     fn with_client(test: impl FnOnce(&mut dyn FnMut(Command, &[u8]) -> Message)) {
         if rustix::param::page_size() > 4096 {
             return println!("SKIPPED: areas of 4 KiB cannot be mapped on a kernel with larger pages");
@@ -362,7 +367,7 @@ mod tests {
     }
 
     #[test]
-    fn the_version_is_no_higher_than_the_clients() {
+    fn the_version_is_at_most_the_clients() {
         for (minor, wanted) in [(0, 0), (1, 1), (9, 1)] {
             with_client(|ask| {
                 let answer = ask(Command::Version, &Body::default().u32(minor << 16).bytes(b"{}\0").0);
@@ -373,10 +378,10 @@ mod tests {
     }
 
     #[test]
-    fn what_can_be_mapped_is_told_where_there_is_room_for_it() {
+    fn mappable_areas_are_listed_if_the_client_has_room() {
         with_client(|ask| {
             ask(Command::Version, &Body::default().u32(0).bytes(b"{}\0").0);
-            // As the kernel: without room for all, how much it takes, and nothing that would have to be closed.
+            // As in the kernel: without room for the list, the answer is the required size, and no descriptor.
             let short = ask(Command::RegionInfo, &info(32, 2));
             let mut fields = Fields(&short.body);
             let (argsz, flags) = (fields.u32().unwrap(), fields.u32().unwrap());
@@ -389,7 +394,7 @@ mod tests {
             assert_eq!(capability, [0x1_0001, 0, 2, 0]);
             let areas: Vec<_> = (0..4).map(|_| fields.u64().unwrap()).collect();
             assert_eq!((areas, fields.0.len(), whole.fds.len()), (vec![0, 0x1000, 0x2000, 0xe000], 0, 1));
-            // The file and the messages show the same bytes.
+            // The file and the messages access the same bytes.
             let write = Body::default().u64(8).u32(2).u32(4).bytes(b"sent").0;
             assert_eq!(ask(Command::RegionWrite, &write).flags, REPLY);
             let mut bytes = [0; 4];
@@ -398,7 +403,7 @@ mod tests {
             rustix::io::pwrite(&whole.fds[0], b"seen", 16).unwrap();
             let read = ask(Command::RegionRead, &Body::default().u64(16).u32(2).u32(4).0);
             assert_eq!(&read.body[16..], b"seen");
-            // A region that nothing of can be mapped, and none at all.
+            // A region without mappable areas, and one that does not exist.
             let plain = ask(Command::RegionInfo, &info(4096, 1));
             assert_eq!((&plain.body[..8], plain.fds.len()), (&[32, 0, 0, 0, 0, 0, 0, 0][..], 0));
             assert_eq!(ask(Command::RegionInfo, &info(4096, 99)).flags, REPLY | ERROR);
@@ -406,7 +411,7 @@ mod tests {
     }
 
     #[test]
-    fn a_client_that_does_not_greet_or_does_not_read_is_let_go() {
+    fn a_client_that_does_not_send_or_read_times_out() {
         let serve = |stream| {
             let (memory, file) = SharedBuf::sparse_pieces("test", &[0..0x1000, 0x2000..0x1_0000]).unwrap();
             serve_with(Duration::from_millis(200), stream, &mut Stuck { memory, file }, &ClientMemory::new())
@@ -421,7 +426,7 @@ mod tests {
         let server = std::thread::spawn(move || serve(stream));
         send(&mut client, 1, Command::Version as u16, 0, 0, &Body::default().u32(0).0, &[]).unwrap();
         receive(&mut client).unwrap().unwrap();
-        // Silent once it has greeted, and then without an ear.
+        // After the version message the client is silent, and then it does not read.
         std::thread::sleep(Duration::from_millis(400));
         assert!(!server.is_finished());
         let read = Body::default().u64(0).u32(2).u32(0x1000).0;
@@ -430,7 +435,7 @@ mod tests {
     }
 
     #[test]
-    fn a_reset_that_did_not_happen_is_an_error() {
+    fn a_failed_reset_is_an_error() {
         with_client(|ask| {
             ask(Command::Version, &Body::default().u32(0).bytes(b"{}\0").0);
             let answer = ask(Command::Reset, &[]);

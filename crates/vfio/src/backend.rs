@@ -30,15 +30,15 @@ impl fmt::Display for Backend {
 pub struct BackendStatus {
     /// The device.
     pub bdf: Bdf,
-    /// The backend that [`Container::new`](crate::Container::new) selects, and the file that it opens; `None` when no backend can open
-    /// the device.
+    /// The backend that [`Container::new`](crate::Container::new) selects, and the file that it opens; `None` when no
+    /// backend can open the device.
     pub selected: Option<(Backend, PathBuf)>,
     /// The preferred backends that cannot open the device, best first, and why.
     pub unavailable: Vec<(Backend, Error)>,
 }
 
-/// The backend that would open each device that is bound to vfio-pci, and what is missing or not permitted for the others. Opens no
-/// device. `root` is the root of the machine's files, `/`.
+/// The backend that would open each device that is bound to vfio-pci, and what is missing or not permitted for the
+/// others. Opens no device. `root` is the root of the machine's files, `/`.
 pub fn backends(root: &Path) -> Vec<BackendStatus> {
     let sysfs = Sysfs::new(root);
     sysfs.bound().into_iter().map(|bdf| status(&sysfs, bdf)).collect()
@@ -68,7 +68,8 @@ fn status(sysfs: &Sysfs, bdf: Bdf) -> BackendStatus {
     BackendStatus { bdf, selected: None, unavailable }
 }
 
-/// The more specific of two errors when no backend opens a device: that of type 1, unless the kernel does not have type 1 at all.
+/// The more specific of two errors when no backend opens a device: that of type 1, unless the kernel does not have type
+/// 1 at all.
 pub(crate) fn more_specific(iommufd: Error, type1: Error) -> Error {
     let absent = |e: &Error| matches!(e, Error::NoModule { .. } | Error::NotBuilt { .. } | Error::NoType1);
     if absent(&type1) && !absent(&iommufd) { iommufd } else { type1 }

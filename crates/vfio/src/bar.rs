@@ -1,10 +1,10 @@
 //! A BAR mapped into this process, aligned so that the kernel can use large pages.
 //!
-//! The kernel maps device memory with one entry for a whole 2 MiB or 1 GiB where address and offset agree modulo that size, and
-//! later walks the mapping entry by entry: mapping a BAR of 32 GiB for another device takes 8 million steps at 4 KiB and 32 at
-//! 1 GiB (`vfio: Improve DMA mapping performance for huge pfnmaps`, Linux 6.15). But `mmap` returns an address that is aligned to a few pages only
-//! (measured on 7.2: 4 KiB to 64 KiB). So this module chooses the address: it reserves more than needed and maps the BAR at an aligned
-//! address inside.
+//! The kernel maps device memory with one entry for a whole 2 MiB or 1 GiB where address and offset agree modulo that
+//! size, and later walks the mapping entry by entry: mapping a BAR of 32 GiB for another device takes 8 million steps
+//! at 4 KiB and 32 at 1 GiB (`vfio: Improve DMA mapping performance for huge pfnmaps`, Linux 6.15). But `mmap` returns
+//! an address that is aligned to a few pages only (measured on 7.2: 4 KiB to 64 KiB). So this module chooses the
+//! address: it reserves more than needed and maps the BAR at an aligned address inside.
 
 use std::ops::Range;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
@@ -49,7 +49,8 @@ impl BarMap {
         let too_long = || device.region_error(region, RegionError::TooLong);
         let size = usize::try_from(len).map_err(|_| too_long())?;
         let align = match alignment {
-            // The physical address of a BAR is a multiple of its length, so offsets are congruent to physical addresses.
+            // The physical address of a BAR is a multiple of its length, so offsets are congruent to physical
+            // addresses.
             BarAlignment::LargestPage => Some((largest_page(page_sizes(), &range), range.start)),
             BarAlignment::Exactly(page) => {
                 let twice = PageSize::from_log2(page.log2() + 1).ok_or_else(too_long)?;
@@ -67,10 +68,12 @@ impl BarMap {
         Ok(Self { memory, device, region, range, dma_buf: OnceLock::new() })
     }
 
-    /// Exports the range as a dma-buf, which other kernel drivers can import. The kernel revokes it when the device is reset or closed.
+    /// Exports the range as a dma-buf, which other kernel drivers can import. The kernel revokes it when the device is
+    /// reset or closed.
     ///
     /// # Errors
-    /// [`Error::NoDmaBuf`] where the kernel exports none; [`Error::Region`] when the range is not whole pages; [`Error::Kernel`].
+    /// [`Error::NoDmaBuf`] where the kernel exports none; [`Error::Region`] when the range is not whole pages;
+    /// [`Error::Kernel`].
     pub fn dma_buf(&self) -> Result<BorrowedFd<'_>, Error> {
         if let Some(fd) = self.dma_buf.get() {
             return Ok(fd.as_fd());
@@ -115,7 +118,8 @@ impl BarMap {
         self.memory.address()
     }
 
-    /// The largest power of two modulo which the address and the offset in the BAR are congruent: the upper limit of the page size.
+    /// The largest power of two modulo which the address and the offset in the BAR are congruent: the upper limit of
+    /// the page size.
     pub fn alignment(&self) -> PageSize {
         let difference = self.memory.address() as u64 ^ self.range.start;
         PageSize::from_log2(difference.trailing_zeros().min(63) as u8).unwrap_or(PageSize::SIZE_4K)
@@ -131,17 +135,20 @@ impl BarMap {
         self.memory.load(usize::try_from(offset).ok()?)
     }
 
-    /// Writes a word of 32 bits in one access, after all earlier writes of this thread; `None` when it is out of range or unaligned.
+    /// Writes a word of 32 bits in one access, after all earlier writes of this thread; `None` when it is out of range
+    /// or unaligned.
     pub fn store_u32(&self, offset: u64, value: u32) -> Option<()> {
         self.memory.store(usize::try_from(offset).ok()?, value)
     }
 
-    /// Writes a word of 64 bits in one access, after all earlier writes of this thread; `None` when it is out of range or unaligned.
+    /// Writes a word of 64 bits in one access, after all earlier writes of this thread; `None` when it is out of range
+    /// or unaligned.
     pub fn store_u64(&self, offset: u64, value: u64) -> Option<()> {
         self.memory.store(usize::try_from(offset).ok()?, value)
     }
 
-    /// Reads bytes, aligned words of 64 bits in one access each. `None`, and nothing is read, when the range is out of bounds.
+    /// Reads bytes, aligned words of 64 bits in one access each. `None`, and nothing is read, when the range is out of
+    /// bounds.
     #[must_use = "None means that nothing was read"]
     pub fn read(&self, offset: u64, into: &mut [u8]) -> Option<()> {
         let at = self.checked_offset(offset, into.len())?;
@@ -162,7 +169,8 @@ impl BarMap {
         Some(())
     }
 
-    /// Writes bytes in order, aligned words in one access each. `None`, and nothing is written, when the range is out of bounds.
+    /// Writes bytes in order, aligned words in one access each. `None`, and nothing is written, when the range is out
+    /// of bounds.
     #[must_use = "None means that nothing was written"]
     pub fn write(&self, offset: u64, from: &[u8]) -> Option<()> {
         let at = self.checked_offset(offset, from.len())?;

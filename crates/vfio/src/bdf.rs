@@ -1,11 +1,11 @@
-//! The name of a PCI function.
+//! Addresses of PCI functions.
 
 use std::fmt;
 use std::str::FromStr;
 
 use thiserror::Error;
 
-/// Domain, bus, device and function: `0000:01:00.0`.
+/// The address of a PCI function, domain, bus, device and function: `0000:01:00.0`.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct Bdf {
     domain: u32,
@@ -14,24 +14,25 @@ pub struct Bdf {
     function: u8,
 }
 
-/// A text that does not name a PCI function.
+/// A text that is not the address of a PCI function.
 #[derive(Clone, PartialEq, Eq, Debug, Error)]
 #[error(
-    "{0:?} does not name a PCI function: DOMAIN:BUS:DEVICE.FUNCTION in hexadecimal, as in 0000:01:00.0 (lspci -D shows them)"
+    "{0:?} is not a PCI function: write DOMAIN:BUS:DEVICE.FUNCTION in hexadecimal, as in 0000:01:00.0 \
+     (lspci -D lists them)"
 )]
 pub struct BadBdf(String);
 
 impl FromStr for Bdf {
     type Err = BadBdf;
 
-    /// With or without the domain, which is 0 then.
+    /// Parses an address; the domain is 0 if it is omitted.
     fn from_str(text: &str) -> Result<Self, BadBdf> {
         parse(text).ok_or_else(|| BadBdf(text.chars().take(40).collect()))
     }
 }
 
 fn parse(text: &str) -> Option<Bdf> {
-    // Digits only: from_str_radix takes a sign.
+    // Check the digits, since from_str_radix accepts a sign.
     let hex = |digits: &str, most: usize| {
         let all = !digits.is_empty() && digits.len() <= most && digits.bytes().all(|b| b.is_ascii_hexdigit());
         all.then(|| u32::from_str_radix(digits, 16).ok()).flatten()
@@ -48,7 +49,7 @@ fn parse(text: &str) -> Option<Bdf> {
 }
 
 impl fmt::Display for Bdf {
-    /// As sysfs names it.
+    /// Formats the address as in sysfs.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "{:04x}:{:02x}:{:02x}.{}", self.domain, self.bus, self.device, self.function)
     }
@@ -65,7 +66,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn names_and_back() {
+    fn addresses_round_trip() {
         for (text, name) in
             [("0000:01:00.0", "0000:01:00.0"), ("3a:1f.7", "0000:3a:1f.7"), ("10000:E1:00.0", "10000:e1:00.0")]
         {

@@ -6,7 +6,7 @@ use std::sync::OnceLock;
 use std::time::Duration;
 
 use dmalane_addr::Access;
-use dmalane_dma::{self as dma, BufferRef, HostBus, InterruptEvents, Mapping, Pinned};
+use dmalane_dma::{self as dma, BufferRef, InterruptEvents, Mapping, Mmio, Pinned, Registrar};
 use vfio_bindings::bindings::vfio as abi;
 
 use crate::{BarAlignment, BarMap, Bdf, Error, PciDevice, VfioOperation};
@@ -16,7 +16,8 @@ const BARS: u32 = 6;
 /// Maximum number of interrupts: one for each channel of a device.
 const VECTORS: u32 = 32;
 
-/// A device as its driver sees it: registers in mapped BARs, memory mapped through the kernel's IOMMU driver, interrupts as eventfds.
+/// A device as its driver sees it: registers in mapped BARs, memory mapped through the kernel's IOMMU driver,
+/// interrupts as eventfds.
 ///
 /// The device may access mapped memory until the bus is dropped.
 pub struct VfioBus {
@@ -90,7 +91,7 @@ fn no_register(bar: u8, offset: u64, bytes: usize) -> dma::Error {
     dma::Error::NoRegister { bar, offset, bytes: bytes as u64 }
 }
 
-impl HostBus for VfioBus {
+impl Registrar for VfioBus {
     /// Only records the buffer: the kernel pins memory when it is mapped.
     fn pin(&self, buffer: &BufferRef) -> Result<Pinned, dma::Error> {
         self.pin_range(buffer, 0..buffer.len())
@@ -127,7 +128,9 @@ impl HostBus for VfioBus {
     fn owns(&self, mapping: &Mapping) -> bool {
         mapping.pinned().is_from(&self.device.container().0)
     }
+}
 
+impl Mmio for VfioBus {
     fn read32(&self, bar: u8, offset: u64) -> Result<u32, dma::Error> {
         if let Some((area, at)) = self.area(bar, offset, 4) {
             return area.load_u32(at).ok_or(no_register(bar, offset, 4));
@@ -157,7 +160,7 @@ impl HostBus for VfioBus {
         self.device.write_region(bar.into(), offset, bytes).map_err(|_| no_register())
     }
 
-    /// Does not reset eventfds that [`HostBus::event`] has lent: their borrowers read them.
+    /// Does not reset eventfds that [`Mmio::event`] has lent: their borrowers read them.
     fn wait(&self, timeout: Duration) -> bool {
         self.interrupts.wait(timeout)
     }

@@ -1,4 +1,4 @@
-//! A container: devices that share one IOMMU address space, and what is mapped into it, whichever way the kernel was asked for it.
+//! Containers: devices that share one IOMMU address space, and the memory mapped into it, with either backend.
 
 use std::collections::BTreeMap;
 use std::fmt;
@@ -26,8 +26,8 @@ use crate::{BarMap, Bdf, Error, PciDevice, sys};
 
 const VFIO: &str = "/dev/vfio/vfio";
 
-/// One IOMMU address space. What is mapped in it, every device that was opened through it can reach. Clones are handles to the same
-/// container.
+/// One IOMMU address space. Every device that was opened through it can access all memory that is mapped in it. Clones
+/// share the container.
 #[derive(Clone)]
 pub struct Container(pub(crate) Arc<Inner>);
 
@@ -35,20 +35,20 @@ pub(crate) struct Inner {
     sysfs: Sysfs,
     /// The only backend that is tried.
     only: Option<Backend>,
-    /// Memory behind a file is mapped by its address too.
+    /// Map file-backed memory by its address, not by its file.
     by_address: AtomicBool,
-    /// From the first device on.
+    /// Set when the first device is opened.
     kernel: OnceLock<Kernel>,
     /// Why iommufd was not used.
     iommufd_error: OnceLock<Error>,
     state: Mutex<State>,
     /// Bytes mapped.
     mapped: AtomicU64,
-    /// Mappings that the kernel refused to end; their addresses stay taken.
+    /// Mappings that the kernel refused to unmap; their IOVAs stay allocated.
     failed_unmaps: AtomicU64,
 }
 
-/// Who keeps the address space.
+/// The kernel object of the address space.
 enum Kernel {
     /// A container of VFIO.
     Type1(OwnedFd),
@@ -57,15 +57,15 @@ enum Kernel {
 
 #[derive(Default)]
 struct State {
-    /// Of type 1.
+    /// The open groups, with type 1.
     groups: BTreeMap<u32, OwnedFd>,
-    /// Of iommufd, which gives each device out once.
+    /// The open devices, with iommufd, which opens each device once.
     devices: BTreeMap<Bdf, Weak<device::Inner>>,
-    /// From the first device on.
+    /// Set when the first device is opened.
     space: Option<Space>,
 }
 
-/// The addresses that the IOMMU has.
+/// The IOVAs of the IOMMU.
 struct Space {
     iovas: RangeCache<Iova>,
     ranges: Vec<Span<Iova>>,
@@ -105,8 +105,8 @@ impl Default for Container {
 }
 
 impl Container {
-    /// A container without devices. The first device decides by which [`Backend`] the kernel is asked: iommufd where that is there and open to
-    /// this process, else type 1.
+    /// A container without devices. The first device selects the [`Backend`]: iommufd if it exists and this process may
+    /// open it, else type 1.
     pub fn new() -> Self {
         Self::create(None)
     }
@@ -129,21 +129,21 @@ impl Container {
         }))
     }
 
-    /// Opens a device that is bound to `vfio-pci`. The first one decides which IOMMU the container has.
+    /// Opens a device that is bound to `vfio-pci`. The first device selects the backend of the container.
     ///
     /// # Errors
-    /// What is missing, as its own kind each: [`Error::NoDevice`], [`Error::NoModule`], [`Error::NotBuilt`], [`Error::NoIommu`],
-    /// [`Error::NoProtection`], [`Error::NotBound`], [`Error::NoPermission`], [`Error::Busy`], [`Error::NotViable`]; by type 1 [`Error::NoType1`],
-    /// [`Error::Attach`]; by iommufd [`Error::NoDeviceFile`], [`Error::AttachDevice`].
+    /// [`Error::NoDevice`], [`Error::NoModule`], [`Error::NotBuilt`], [`Error::NoIommu`], [`Error::NoProtection`],
+    /// [`Error::NotBound`], [`Error::NoPermission`], [`Error::Busy`], [`Error::NotViable`], [`Error::Kernel`]; with
+    /// type 1 [`Error::NoType1`], [`Error::Attach`]; with iommufd [`Error::NoDeviceFile`], [`Error::AttachDevice`].
     pub fn open(&self, bdf: &Bdf) -> Result<PciDevice, Error> {
         let group = self.0.sysfs.group(*bdf)?;
         let mut state = self.0.lock();
-        let decided = self.0.kernel.get().map(Kernel::backend).or(self.0.only);
-        match decided {
-            Some(Backend::Iommufd) => self.open_by_iommufd(&mut state, *bdf, group)?,
-            Some(Backend::Type1) => self.open_by_type1(&mut state, *bdf, group),
-            None => self.open_by_iommufd(&mut state, *bdf, group).unwrap_or_else(|iommufd| {
-                match self.open_by_type1(&mut state, *bdf, group) {
+        let selected = self.0.kernel.get().map(Kernel::backend).or(self.0.only);
+        match selected {
+            Some(Backend::Iommufd) => self.open_with_iommufd(&mut state, *bdf, group)?,
+            Some(Backend::Type1) => self.open_with_type1(&mut state, *bdf, group),
+            None => self.open_with_iommufd(&mut state, *bdf, group).unwrap_or_else(|iommufd| {
+                match self.open_with_type1(&mut state, *bdf, group) {
                     Ok(device) => {
                         let _ = self.0.iommufd_error.set(iommufd);
                         Ok(device)
@@ -154,7 +154,7 @@ impl Container {
         }
     }
 
-    fn open_by_type1(&self, state: &mut State, bdf: Bdf, group: u32) -> Result<PciDevice, Error> {
+    fn open_with_type1(&self, state: &mut State, bdf: Bdf, group: u32) -> Result<PciDevice, Error> {
         self.0.attach_group(state, group)?;
         let fd = state.groups.get(&group).ok_or(Error::NoIommu(bdf))?;
         let device =
@@ -162,10 +162,11 @@ impl Container {
         PciDevice::new(device, bdf, self.clone())
     }
 
-    /// The outer error: iommufd does not take the device. The inner one: it does, and the device itself is of no use by any way.
-    fn open_by_iommufd(&self, state: &mut State, bdf: Bdf, group: u32) -> Result<Result<PciDevice, Error>, Error> {
+    /// The outer error: iommufd cannot open the device, type 1 may. The inner error: the device is unusable with any
+    /// backend.
+    fn open_with_iommufd(&self, state: &mut State, bdf: Bdf, group: u32) -> Result<Result<PciDevice, Error>, Error> {
         if let Some(open) = state.devices.get(&bdf).and_then(Weak::upgrade) {
-            return Ok(Ok(PciDevice::again(open)));
+            return Ok(Ok(PciDevice::from_open(open)));
         }
         let path = self.0.sysfs.device_file(bdf)?;
         let mut new = None;
@@ -181,12 +182,12 @@ impl Container {
             },
             _ => Error::AttachDevice { bdf, source },
         })?;
-        // Before anything is decided: without a device the container is as it was.
+        // Before the container changes, so that it stays unchanged on an error.
         let device = match PciDevice::new(file, bdf, self.clone()) {
             Ok(device) => device,
             Err(e) => return Ok(Err(e)),
         };
-        state.learn(info);
+        state.update(info);
         if let Some(space) = new {
             let _ = self.0.kernel.set(Kernel::Iommufd(space));
         }
@@ -194,32 +195,35 @@ impl Container {
         Ok(Ok(device))
     }
 
-    /// The way by which the kernel was asked; `None` before the first device.
+    /// The backend in use; `None` before the first device.
     pub fn backend(&self) -> Option<Backend> {
         self.0.kernel.get().map(Kernel::backend)
     }
 
-    /// From now on maps by its address in this process also what iommufd could map by its file (a memfd), for measuring what that costs.
+    /// From now on maps memfds by their address in this process, which iommufd otherwise maps by their file, to measure
+    /// the difference.
     pub fn map_by_address(&self) {
         self.0.by_address.store(true, Ordering::Relaxed);
     }
 
-    /// What iommufd lacked, where type 1 was taken because of that.
+    /// Why iommufd was unavailable, if that is why type 1 was selected.
     pub fn iommufd_error(&self) -> Option<&Error> {
         self.0.iommufd_error.get()
     }
 
-    /// Where memory can be mapped, lowest first: the holes between belong to interrupts and to the firmware. Empty without a device.
+    /// The IOVAs to which memory can be mapped, lowest first; the gaps belong to interrupts and firmware. Empty before
+    /// the first device.
     pub fn iova_ranges(&self) -> Vec<Span<Iova>> {
         self.0.lock().space.as_ref().map_or(Vec::new(), |space| space.ranges.clone())
     }
 
-    /// The page sizes of the IOMMU, as its driver says; some say every multiple of 4 KiB and use the largest that fits.
+    /// The page sizes of the IOMMU, as its driver reports them; some report every multiple of 4 KiB and use the largest
+    /// that fits.
     pub fn page_sizes(&self) -> PageSizes {
         self.0.lock().space.as_ref().map_or(PageSizes::from_bits(0), |space| space.pages)
     }
 
-    /// How many more mappings the kernel takes; `None` where it does not say, or there is no such limit (iommufd).
+    /// How many more mappings the kernel accepts; `None` if it does not report that, or has no limit (iommufd).
     ///
     /// # Errors
     /// [`Error::Kernel`].
@@ -228,26 +232,27 @@ impl Container {
         Ok(sys::iommu_info(fd.as_fd()).map_err(Error::kernel(VfioOperation::QueryContainer))?.left)
     }
 
-    /// Bytes that are mapped now.
+    /// Bytes that are currently mapped.
     pub fn mapped_bytes(&self) -> u64 {
         self.0.mapped.load(Ordering::Relaxed)
     }
 
-    /// Mappings that the kernel refused to end. Always 0, unless something is wrong with the kernel.
+    /// The number of mappings that the kernel refused to unmap: 0, unless the kernel has a bug.
     pub fn failed_unmaps(&self) -> u64 {
         self.0.failed_unmaps.load(Ordering::Relaxed)
     }
 
-    /// Maps pinned buffers, or ranges of them, one behind the other at contiguous IOVAs of the container's choice. Each is a mapping of
-    /// the kernel's own, of which there may be only so many.
+    /// Maps pinned buffers, or ranges of them, at contiguous IOVAs that the container chooses. Each counts as one
+    /// mapping towards the kernel's limit ([`Container::mappings_left`]).
     ///
     /// # Errors
-    /// Those of the kernel by cause ([`Error`]), and [`Error::Iova`]; nothing stays mapped.
+    /// [`Error`] by cause, such as [`Error::NotMemory`], [`Error::Memlock`], [`Error::TooMany`] and [`Error::Iova`];
+    /// nothing stays mapped.
     pub fn map_list(&self, list: Vec<Pinned>, access: Access) -> Result<Mapping, dma::Error> {
         self.0.map_list(list, access, None)
     }
 
-    /// Maps a pinned buffer at a given IOVA, as a device wants it that has addresses of its own.
+    /// Maps a pinned buffer at a given IOVA, for a device that requires certain addresses.
     ///
     /// # Errors
     /// As [`Container::map_list`]; [`Error::OutsideIova`], [`Error::Overlap`], [`Error::Unaligned`].
@@ -255,25 +260,27 @@ impl Container {
         self.0.map_list(vec![pinned], access, Some(at))
     }
 
-    /// Lets the devices of this container reach part of a BAR of another one (or the same): peer to peer, past host memory.
+    /// Maps part of a BAR of a device (the same or another one) for the devices of this container, for peer-to-peer
+    /// DMA.
     ///
-    /// By type 1 the kernel walks what of the BAR is mapped in this process. By iommufd the BAR is given as a dma-buf; when its device is
-    /// reset, or its memory is switched off, the kernel takes that away for good, and it must be mapped anew.
+    /// With type 1 the kernel walks the mapping of the BAR in this process. With iommufd the BAR is mapped as a
+    /// dma-buf; when its device is reset, or its memory is disabled, the kernel revokes the mapping permanently, and
+    /// the BAR must be mapped again.
     ///
     /// # Errors
-    /// As [`Container::map_list`]; [`Error::Region`] when the range does not lie within the BAR that is mapped; [`Error::NoDmaBuf`].
+    /// As [`Container::map_list`]; [`Error::Region`] when the range is not within `bar`; [`Error::NoDmaBuf`].
     pub fn map_peer(&self, bar: &Arc<BarMap>, range: Range<u64>, access: Access) -> Result<PeerMapping, Error> {
         let len = range.end.checked_sub(range.start).filter(|len| *len > 0 && range.end <= bar.len());
         let len = len.ok_or_else(|| bar.error(RegionError::OutOfRange))?;
         let va = bar.address() + range.start as usize;
         let mut state = self.0.lock();
         let kernel = self.0.kernel.get().ok_or(Error::NoType1)?;
-        let (method, like) = match kernel {
+        let (method, congruent) = match kernel {
             Kernel::Type1(_) => (PeerMethod::PageTable, va),
-            // A BAR lies at a multiple of its length.
+            // The physical address of a BAR is a multiple of its length.
             Kernel::Iommufd(_) => (PeerMethod::DmaBuf, (bar.range().start + range.start) as usize),
         };
-        let lease = state.allocate(like, len)?;
+        let lease = state.allocate(congruent, len)?;
         let span = lease.span();
         let began = Instant::now();
         let mapped = match kernel {
@@ -282,7 +289,7 @@ impl Container {
                 let mapped = space.map_dma_buf(dma_buf, range.start, span, access);
                 mapped.map_err(|source| match Errno::from_io_error(&source) {
                     Some(Errno::NODEV) => bar.error(RegionError::Disabled),
-                    _ => explain(source, like, span, access, state.page(), &state.ranges()),
+                    _ => explain(source, congruent, span, access, state.page(), &state.ranges()),
                 })
             }),
         };
@@ -306,9 +313,9 @@ impl Container {
         }
     }
 
-    /// Takes access to whole mappings away from the devices now, while their owners still hold them, and says how many bytes that
-    /// were: 0 where nothing is mapped. When it returns, no device reaches them; one that tries is stopped by the IOMMU and reported
-    /// in the kernel's log ([`FaultLog`](crate::FaultLog)).
+    /// Unmaps whole mappings now, while their owners still hold them, and returns their bytes: 0 if nothing is mapped.
+    /// After it returns, no device can access them; the IOMMU stops such an access, and the kernel's log reports it
+    /// ([`FaultLog`](crate::FaultLog)).
     ///
     /// # Errors
     /// [`Error::PartialUnmap`]; [`Error::Kernel`].
@@ -338,11 +345,11 @@ impl Kernel {
 
 impl Inner {
     fn lock(&self) -> MutexGuard<'_, State> {
-        // Consistent between statements; a panic elsewhere does not spoil it.
+        // Every statement leaves the state consistent, so a panic of another thread does not matter.
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Brings a group in, unless it is there.
+    /// Attaches a group, unless it is already attached.
     fn attach_group(&self, state: &mut State, group: u32) -> Result<(), Error> {
         if state.groups.contains_key(&group) {
             return Ok(());
@@ -365,7 +372,7 @@ impl Inner {
             sys::set_type1(container).map_err(refused)?;
         }
         let info = sys::iommu_info(container).map_err(Error::kernel(VfioOperation::QueryContainer))?;
-        state.learn(info);
+        state.update(info);
         state.groups.insert(group, file);
         if let Some(container) = new {
             let _ = self.kernel.set(Kernel::Type1(container));
@@ -387,7 +394,7 @@ impl Inner {
         }
         let Some(first) = list.first() else { return Err(dma::Error::WholeBuffers) };
         let va = address(first);
-        // Of buffers that exist, all at once.
+        // The buffers exist, so the sum does not overflow.
         let len: u64 = list.iter().map(|pinned| pinned.range().len() as u64).sum();
         list.iter_mut().for_each(|pinned| pinned.admit(access));
         let mut state = self.lock();
@@ -396,11 +403,11 @@ impl Inner {
             Some(at) => at,
             None => taken.insert(state.allocate(va, len)?).span().first(),
         };
-        let mapped = self.map_pieces(&state, &list, first, access);
+        let mapped = self.map_contiguous(&state, &list, first, access);
         let span = match mapped {
             Ok(span) => span,
             Err((e, done)) => {
-                // Addresses that may still lead somewhere are nobody else's.
+                // IOVAs that may still be mapped are not reused.
                 if done.is_none_or(|done| self.unmap_span(done)) {
                     taken.into_iter().for_each(|lease| state.free(lease));
                 }
@@ -409,7 +416,7 @@ impl Inner {
         };
         let lease = match taken {
             Some(lease) => lease,
-            // Nobody has these addresses, or the kernel had refused them.
+            // These IOVAs are free, or the kernel would have refused the mapping.
             None => state.reserve(span).inspect_err(|_| _ = self.unmap_span(span))?,
         };
         drop(state);
@@ -418,8 +425,8 @@ impl Inner {
         Ok(Mapping::of_list(list.remove(0), more, lease, access))
     }
 
-    /// Maps one behind the other. With an error comes what was mapped before it, and still is.
-    fn map_pieces(
+    /// Maps the list at contiguous IOVAs. An error comes with the span that is still mapped.
+    fn map_contiguous(
         &self,
         state: &State,
         list: &[Pinned],
@@ -434,10 +441,10 @@ impl Inner {
             let mapped = match span {
                 Some(span) => {
                     let by_file = !self.by_address.load(Ordering::Relaxed);
-                    let file = by_file.then(|| (pinned.share(), pinned.range().start as u64));
+                    let file = by_file.then(|| (pinned.reference(), pinned.range().start as u64));
                     self.map_span(state, address(pinned), file, span, access).map(|()| span)
                 }
-                // Past the top of 64 bits.
+                // Past the end of 64 bits.
                 None => Err(Error::OutsideIova {
                     span: Span::inclusive(first, first).expect("one byte"),
                     ranges: state.ranges(),
@@ -451,7 +458,7 @@ impl Inner {
         done.ok_or((Error::TooMany, None)) // the list is not empty
     }
 
-    /// One mapping of the kernel's: memory at an address of this process, and the file that it is behind, with its place in that.
+    /// Makes one mapping in the kernel: of memory at an address of this process, or of its file at an offset.
     fn map_span(
         &self,
         state: &State,
@@ -467,7 +474,7 @@ impl Inner {
         mapped.map_err(|source| explain(source, va, span, access, state.page(), &state.ranges()))
     }
 
-    /// False when the kernel refused, and any of it may still be mapped.
+    /// Unmaps a span; false when the kernel refused, so that any of it may still be mapped.
     fn unmap_span(&self, span: Span<Iova>) -> bool {
         let ended = matches!(self.kernel.get().map(|kernel| kernel.unmap(span)), Some(Ok(_)));
         if !ended {
@@ -480,7 +487,7 @@ impl Inner {
         let span = lease.span();
         let ended = self.unmap_span(span);
         self.mapped.fetch_sub(span.len(), Ordering::Relaxed);
-        // Addresses that may still lead somewhere are nobody else's.
+        // IOVAs that may still be mapped are not reused.
         if ended {
             self.lock().free(lease);
         }
@@ -492,7 +499,7 @@ impl Undo for Inner {
         self.release(lease);
     }
 
-    /// Nothing: the kernel pins what it maps.
+    /// Does nothing: the kernel unpins what it unmaps.
     fn unpin(&self, _: &SgTable<PhysAddr>) {}
 }
 
@@ -506,12 +513,13 @@ impl State {
         self.space.as_ref().map_or(Vec::new(), |space| space.ranges.clone())
     }
 
-    /// Takes note of what the IOMMU can map, which a further group may have made less.
-    fn learn(&mut self, info: sys::IommuInfo) {
+    /// Updates the IOVAs and page sizes of the IOMMU, which another group may have reduced.
+    fn update(&mut self, info: sys::IommuInfo) {
         let pages = PageSizes::from_bits(info.pages);
         let page = pages.smallest().unwrap_or(PageSize::SIZE_4K);
         let ranges = match info.ranges.is_empty() {
-            // Kernels before 5.4 do not say. The first 4 GiB less the window of the interrupts are there on every machine.
+            // Kernels before 5.4 do not report ranges. Every machine has the first 4 GiB without the window of the
+            // interrupts.
             true => [(page.bytes(), 0xfedf_ffff), (0xfef0_0000, 0xffff_ffff)]
                 .iter()
                 .filter_map(|(first, last)| Span::inclusive(Iova::new(*first), Iova::new(*last)))
@@ -522,20 +530,20 @@ impl State {
             Some(space) => {
                 let mut iovas = space.iovas;
                 for hole in space.ranges.iter().flat_map(|old| holes(*old, &ranges)) {
-                    // Not free where something is mapped, which the kernel would have refused the group for.
-                    let _taken_for_good = iovas.reserve(hole);
+                    // Fails where something is mapped; then the kernel would have refused the group.
+                    let _reserved_permanently = iovas.reserve(hole);
                 }
                 iovas
             }
             None => {
-                // Not the page at 0: drivers and devices take 0 for "no address".
+                // Without the page at 0: drivers and devices use 0 as "no address".
                 let first = ranges.iter().map(|r| r.first().bits()).min().unwrap_or(0).max(page.bytes());
                 let last = ranges.iter().map(|r| r.last().bits()).max().unwrap_or(u64::MAX);
                 let space = Span::inclusive(Iova::new(first), Iova::new(last.max(first)));
                 let space = space.expect("the first is not behind the last");
                 let mut iovas = RangeAllocator::new(space, page);
                 for hole in holes(space, &ranges) {
-                    let _taken_for_good = iovas.reserve(widen(hole, page));
+                    let _reserved_permanently = iovas.reserve(widen(hole, page));
                 }
                 RangeCache::new(iovas)
             }
@@ -543,14 +551,15 @@ impl State {
         self.space = Some(Space { iovas, ranges, pages });
     }
 
-    /// Addresses for `len` bytes at `va`: aligned so that the IOMMU can use pages as large as the memory has.
+    /// Allocates IOVAs for `len` bytes at `va`, aligned so that the IOMMU can use pages as large as those of the
+    /// memory.
     fn allocate(&mut self, va: usize, len: u64) -> Result<Lease<Iova>, Error> {
         let space = self.space.as_mut().ok_or(Error::NoType1)?;
         let page = space.page();
-        let most = PageSize::from_log2(va.trailing_zeros().min(63) as u8).unwrap_or(page);
+        let of_va = PageSize::from_log2(va.trailing_zeros().min(63) as u8).unwrap_or(page);
         let fits = PageSize::from_log2(len.max(1).ilog2() as u8).unwrap_or(page);
-        let align = most.min(fits).min(PageSize::SIZE_1G).max(page);
-        // Rather in pieces of less alignment than not at all.
+        let align = of_va.min(fits).min(PageSize::SIZE_1G).max(page);
+        // Less aligned rather than not at all.
         Ok(space.iovas.allocate(len, align).or_else(|_| space.iovas.allocate(len, page))?)
     }
 
@@ -566,7 +575,7 @@ impl State {
     }
 }
 
-/// What of `span` no range covers.
+/// The parts of `span` that no range covers.
 fn holes(span: Span<Iova>, ranges: &[Span<Iova>]) -> Vec<Span<Iova>> {
     let mut ranges: Vec<_> = ranges.iter().filter_map(|range| range.intersect(&span)).collect();
     ranges.sort_by_key(Span::first);
@@ -582,17 +591,17 @@ fn holes(span: Span<Iova>, ranges: &[Span<Iova>]) -> Vec<Span<Iova>> {
     holes
 }
 
-/// A hole with the pages that it begins and ends in.
+/// A span extended to whole pages.
 fn widen(span: Span<Iova>, page: PageSize) -> Span<Iova> {
     let last = Iova::new(span.last().bits() | (page.bytes() - 1));
     Span::inclusive(span.first().align_down(page), last).unwrap_or(span)
 }
 
 fn address(pinned: &Pinned) -> usize {
-    pinned.share().address() + pinned.range().start
+    pinned.reference().address() + pinned.range().start
 }
 
-/// A new container of VFIO, without groups.
+/// Opens a new VFIO container, without groups.
 fn open_container() -> Result<OwnedFd, Error> {
     let file = open(Path::new(VFIO), "vfio")?;
     let has = sys::has_type1(file.as_fd()).map_err(Error::kernel(VfioOperation::Initialize(VFIO.into())))?;
@@ -609,7 +618,8 @@ pub(crate) fn open(path: &Path, module: &'static str) -> Result<OwnedFd, Error> 
     })
 }
 
-/// Why the kernel refused a mapping. It has one number for several causes; which it is can be told from what was asked.
+/// The error for a mapping that the kernel refused. One error number has several causes, which the arguments of the
+/// mapping tell apart.
 fn explain(
     source: io::Error,
     va: usize,
@@ -637,10 +647,11 @@ fn explain(
     }
 }
 
-/// Part of a BAR that the devices of a container can reach. Unmaps on drop; keeps the BAR mapped until then.
+/// Part of a BAR that is mapped for the devices of a container. Unmapped on drop; keeps the BAR mapped in this process
+/// until then.
 pub struct PeerMapping {
     span: Span<Iova>,
-    /// `None` only while it is dropped.
+    /// `None` only during drop.
     lease: Option<Lease<Iova>>,
     container: Arc<Inner>,
     /// Dropped after `PeerMapping::drop` has unmapped.
@@ -650,7 +661,7 @@ pub struct PeerMapping {
 }
 
 impl PeerMapping {
-    /// Where the devices see it.
+    /// The IOVAs of the range.
     pub fn span(&self) -> Span<Iova> {
         self.span
     }
@@ -704,7 +715,7 @@ mod tests {
     }
 
     #[test]
-    fn holes_are_what_no_range_covers() {
+    fn holes_between_ranges() {
         let ranges = [span(0, 0xfedf_ffff), span(0xfef0_0000, 0x7f_ffff_ffff)];
         assert_eq!(holes(span(0x1000, 0x7f_ffff_ffff), &ranges), [span(0xfee0_0000, 0xfeef_ffff)]);
         assert_eq!(holes(span(1, u64::MAX), &ranges).len(), 2);
@@ -714,21 +725,21 @@ mod tests {
     }
 
     #[test]
-    fn iovas_keep_out_of_the_holes() {
+    fn iovas_are_outside_of_holes() {
         let info = |ranges: &[Span<Iova>]| sys::IommuInfo { pages: !0xfff, ranges: ranges.to_vec(), left: None };
         let mut state = State::default();
         let ranges = [span(0, 0x7fff), span(0xa000, 0xffff), span(0x10_0800, 0x10_3fff)];
-        state.learn(info(&ranges));
+        state.update(info(&ranges));
         let mut got = Vec::new();
         while let Ok(lease) = state.allocate(0x1000, 0x1000) {
             assert!(ranges.iter().any(|r| r.covers(&lease.span())), "{}", lease.span());
             got.push(lease);
         }
-        assert_eq!(got.len(), 7 + 6 + 3, "all but the page at 0 and the one that is cut");
+        assert_eq!(got.len(), 7 + 6 + 3, "all but the page at 0 and the partial one");
         assert!(matches!(state.reserve(span(0x8000, 0x8fff)), Err(Error::Iova(RangeError::NotFree(_)))));
-        // A further group takes a page away.
+        // Another group removes a page.
         got.into_iter().for_each(|lease| state.free(lease));
-        state.learn(info(&[span(0, 0x7fff), span(0xb000, 0xffff), span(0x10_0800, 0x10_3fff)]));
+        state.update(info(&[span(0, 0x7fff), span(0xb000, 0xffff), span(0x10_0800, 0x10_3fff)]));
         let mut count = 0;
         while let Ok(lease) = state.allocate(0x1000, 0x1000) {
             assert!(lease.span().first() != Iova::new(0xa000));
@@ -738,9 +749,9 @@ mod tests {
     }
 
     #[test]
-    fn addresses_are_aligned_as_the_memory_is() {
+    fn iovas_are_aligned_like_the_memory() {
         let mut state = State::default();
-        state.learn(sys::IommuInfo { pages: !0xfff, ranges: vec![span(0, 1 << 39)], left: None });
+        state.update(sys::IommuInfo { pages: !0xfff, ranges: vec![span(0, 1 << 39)], left: None });
         for (va, len, align) in
             [(0x20_0000, 2 << 20, 21), (0x4000_0000, 1 << 30, 30), (0x4000_0000, 3 << 20, 21), (0x3000, 5 << 20, 12)]
         {
@@ -754,33 +765,33 @@ mod tests {
     }
 
     #[test]
-    fn one_number_of_the_kernel_has_several_causes() {
+    fn one_error_number_has_several_causes() {
         let ranges = [span(0, 0xfedf_ffff), span(0xfef0_0000, 0x7f_ffff_ffff)];
-        let says = |errno: Errno, va: usize, at: Span<Iova>, access: Access| {
+        let explained = |errno: Errno, va: usize, at: Span<Iova>, access: Access| {
             explain(io::Error::from(errno), va, at, access, PageSize::SIZE_4K, &ranges)
         };
         let page = span(0x1000, 0x1fff);
-        assert!(matches!(says(Errno::INVAL, 5, page, Access::RW), Error::Unaligned { va: 5, .. }));
-        assert!(matches!(says(Errno::INVAL, 0, span(0x1000, 0x1ffe), Access::RW), Error::Unaligned { .. }));
-        let msi = says(Errno::INVAL, 0x1000, span(0xfee0_0000, 0xfee0_0fff), Access::RW);
+        assert!(matches!(explained(Errno::INVAL, 5, page, Access::RW), Error::Unaligned { va: 5, .. }));
+        assert!(matches!(explained(Errno::INVAL, 0, span(0x1000, 0x1ffe), Access::RW), Error::Unaligned { .. }));
+        let msi = explained(Errno::INVAL, 0x1000, span(0xfee0_0000, 0xfee0_0fff), Access::RW);
         assert!(matches!(&msi, Error::OutsideIova { ranges, .. } if ranges.len() == 2), "{msi}");
         assert!(msi.to_string().contains("0xfedfffff"), "{msi}");
-        assert!(matches!(says(Errno::INVAL, 0x1000, page, Access::RW), Error::Kernel { .. }));
-        assert!(matches!(says(Errno::EXIST, 0x1000, page, Access::RW), Error::Overlap(s) if s == page));
-        let read_only = says(Errno::FAULT, 0x1000, page, Access::RW);
+        assert!(matches!(explained(Errno::INVAL, 0x1000, page, Access::RW), Error::Kernel { .. }));
+        assert!(matches!(explained(Errno::EXIST, 0x1000, page, Access::RW), Error::Overlap(s) if s == page));
+        let read_only = explained(Errno::FAULT, 0x1000, page, Access::RW);
         assert!(matches!(read_only, Error::NotMemory { writable: true, .. }));
         assert!(read_only.to_string().contains("read-only"));
-        assert!(!says(Errno::FAULT, 0x1000, page, Access::READ).to_string().contains("read-only"));
-        assert!(matches!(says(Errno::NOSPC, 0x1000, page, Access::RW), Error::TooMany));
-        assert!(matches!(says(Errno::PERM, 0x1000, page, Access::RW), Error::Kernel { .. }));
+        assert!(!explained(Errno::FAULT, 0x1000, page, Access::READ).to_string().contains("read-only"));
+        assert!(matches!(explained(Errno::NOSPC, 0x1000, page, Access::RW), Error::TooMany));
+        assert!(matches!(explained(Errno::PERM, 0x1000, page, Access::RW), Error::Kernel { .. }));
     }
 
-    /// The largest page that a kernel has.
+    /// The largest base page of any kernel.
     const PAGE: usize = 64 << 10;
 
-    /// Memory that no buffer can be made of: only the kernel knows these refusals. `scripts/vm` runs it with a device.
+    /// The kernel's errors for memory that no buffer consists of. `scripts/vm` runs this with a device.
     #[test]
-    fn what_the_kernel_says_of_addresses() {
+    fn the_kernels_errors_for_addresses() {
         #[repr(align(65536))]
         struct Page([u8; PAGE]);
         static READ_ONLY: Page = Page([7; PAGE]);
@@ -809,29 +820,29 @@ mod tests {
         assert!(matches!(map(constant, odd, Access::READ), Err(Error::Unaligned { len: 65535, .. })));
         let Some(Kernel::Iommufd(space)) = inner.kernel.get() else { return };
         let at = span(0x20_0000, 0x20_0fff);
-        // What only iommufd says, before it is explained: the table of the interface.
-        let says = |result: io::Result<()>| result.map_err(|e| Errno::from_io_error(&e).unwrap());
+        // The error numbers of iommufd, before they are explained.
+        let errno = |result: io::Result<()>| result.map_err(|e| Errno::from_io_error(&e).unwrap());
         let heap = dma::DmaHeap::open("system").unwrap();
         let dma_buf = dma::Heap::allocate(&heap, 4096).unwrap().share();
-        let (share, file) = (dma_buf.share(), dma_buf.export().unwrap());
-        assert_eq!(says(space.map_dma_buf(file, 0, at, Access::RW)), Err(Errno::OPNOTSUPP));
+        let (buffer, file) = (dma_buf.reference(), dma_buf.export().unwrap());
+        assert_eq!(errno(space.map_dma_buf(file, 0, at, Access::RW)), Err(Errno::OPNOTSUPP));
         let can_map = |region: &&crate::PciRegion| region.index < 6 && region.mappable.contains(&(0..region.len));
         let region = device.regions().iter().find(can_map).unwrap();
         let bar = device.map_bar(region.index, None, crate::BarAlignment::LargestPage).unwrap();
-        assert_eq!(says(space.map(bar.address(), None, at, Access::RW)), Err(Errno::FAULT), "a BAR by its address");
-        assert_eq!(says(space.map(share.address(), Some((&share, 0)), at, Access::RW)), Err(Errno::FAULT));
+        assert_eq!(errno(space.map(bar.address(), None, at, Access::RW)), Err(Errno::FAULT), "a BAR by its address");
+        assert_eq!(errno(space.map(buffer.address(), Some((&buffer, 0)), at, Access::RW)), Err(Errno::FAULT));
         let memfd = dma::Heap::allocate(&dma::MemfdHeap::new(), 8192).unwrap().share();
-        let share = memfd.share();
-        let map = |span| says(space.map(share.address(), Some((&share, 0)), span, Access::RW));
+        let buffer = memfd.reference();
+        let map = |span| errno(space.map(buffer.address(), Some((&buffer, 0)), span, Access::RW));
         let two = span(0x20_0000, 0x20_1fff);
         assert_eq!(map(two), Ok(()));
         assert_eq!(map(at), Err(Errno::EXIST));
-        assert_eq!(space.half(at), Some(Errno::NOENT), "the kernel itself, of half a mapping");
-        assert!(matches!(container.revoke(at), Err(Error::PartialUnmap(_))), "we know better");
+        assert_eq!(space.unmap_error(at), Some(Errno::NOENT), "the kernel's error for half a mapping");
+        assert!(matches!(container.revoke(at), Err(Error::PartialUnmap(_))), "our error for it");
         assert_eq!(container.revoke(two).unwrap(), 8192);
-        assert_eq!(space.half(at), Some(Errno::NOENT), "and of none");
+        assert_eq!(space.unmap_error(at), Some(Errno::NOENT), "the kernel's error for no mapping");
         assert_eq!(container.revoke(two).unwrap(), 0);
-        drop(share);
-        assert!(memfd.into_cpu().is_ok(), "a file that the kernel has mapped was not given away");
+        drop(buffer);
+        assert!(memfd.into_cpu().is_ok(), "the kernel's mapping did not export the file");
     }
 }

@@ -70,7 +70,7 @@ impl PciDevice {
     }
 
     /// Another handle to an open device.
-    pub(crate) fn again(inner: Arc<Inner>) -> Self {
+    pub(crate) fn from_open(inner: Arc<Inner>) -> Self {
         Self(inner)
     }
 
@@ -143,8 +143,8 @@ impl PciDevice {
         Error::Region { bdf: self.bdf(), region, reason }
     }
 
-    /// Enables or disables bus mastering: when disabled, the device does neither DMA nor message-signalled interrupts. Also makes the device
-    /// respond at its BARs.
+    /// Enables or disables bus mastering: when disabled, the device does neither DMA nor message-signalled interrupts.
+    /// Also makes the device respond at its BARs.
     ///
     /// # Errors
     /// [`Error::Kernel`].
@@ -156,7 +156,8 @@ impl PciDevice {
         self.write_region(abi::VFIO_PCI_CONFIG_REGION_INDEX, COMMAND, &command.to_le_bytes())
     }
 
-    /// Resets the device: it stops, and its registers are as after power-on. Its configuration space and its interrupts are restored.
+    /// Resets the device: it stops, and its registers are as after power-on. Its configuration space and its interrupts
+    /// are restored.
     ///
     /// # Errors
     /// [`Error::NoReset`] when it cannot be reset without other devices; [`Error::Kernel`].
@@ -167,7 +168,8 @@ impl PciDevice {
         sys::reset(self.0.fd.as_fd()).map_err(Error::kernel(VfioOperation::Reset(self.bdf())))
     }
 
-    /// Maps a BAR into this process. With [`BarAlignment::LargestPage`] the kernel can use large pages. `range: None` maps the whole BAR.
+    /// Maps a BAR into this process. With [`BarAlignment::LargestPage`] the kernel can use large pages. `range: None`
+    /// maps the whole BAR.
     ///
     /// # Errors
     /// [`Error::Region`] when the BAR does not exist, or not all of the range can be mapped; [`Error::Kernel`].
@@ -186,8 +188,8 @@ impl PciDevice {
         Err(self.region_error(region, reason))
     }
 
-    /// Waits for at most `timeout` until the kernel requests the release of the device, because it is being unbound or removed. The kernel then
-    /// waits until the device is dropped. True when it was requested.
+    /// Waits for at most `timeout` until the kernel requests the release of the device, because it is being unbound or
+    /// removed. The kernel then waits until the device is dropped. True when it was requested.
     pub fn release_requested(&self, timeout: Duration) -> bool {
         let Some([event]) = self.0.release_requests.get() else {
             std::thread::sleep(timeout);

@@ -51,7 +51,7 @@ pub enum Error {
         "{bdf} is bound to {}, not to vfio-pci (echo vfio-pci > /sys/bus/pci/devices/{bdf}/driver_override{}; \
          echo {bdf} > /sys/bus/pci/drivers_probe)",
         driver.as_deref().unwrap_or("no driver"),
-        if driver.is_some() { format!("; echo {bdf} > /sys/bus/pci/devices/{bdf}/driver/unbind") } else { String::new() }
+        driver.as_ref().map_or(String::new(), |_| format!("; echo {bdf} > /sys/bus/pci/devices/{bdf}/driver/unbind"))
     )]
     NotBound {
         /// The device.
@@ -115,7 +115,8 @@ pub enum Error {
     },
     /// iommufd maps device memory as dma-bufs only, and the kernel does not export this BAR as one.
     #[error(
-        "the kernel does not export the BARs of {bdf} as dma-bufs ({source}; Linux 7 with CONFIG_VFIO_PCI_DMABUF does), \
+        "the kernel does not export the BARs of {bdf} as dma-bufs \
+         ({source}; Linux 7 with CONFIG_VFIO_PCI_DMABUF does), \
          and iommufd maps them no other way: open both devices by container and group (type1)"
     )]
     NoDmaBuf {
@@ -147,8 +148,8 @@ pub enum Error {
     /// Part of the span is already mapped.
     #[error("part of {0} is already mapped")]
     Overlap(Span<Iova>),
-    /// The kernel cannot pin memory: it is not mapped in this process, it is read-only, or it is of a kind that the kernel does
-    /// not pin, such as a mapping of a dma-buf.
+    /// The kernel cannot pin memory: it is not mapped in this process, it is read-only, or it is of a kind that the
+    /// kernel does not pin, such as a mapping of a dma-buf.
     #[error(
         "{len} bytes at {va:#x} cannot be pinned{}: not mapped, or a mapping of a dma-buf",
         if *writable { " for writing: read-only memory" } else { "" }

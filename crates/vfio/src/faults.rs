@@ -1,7 +1,7 @@
 //! IOMMU faults, from the kernel's log.
 //!
-//! VFIO does not report an access that the IOMMU stopped. The kernel's log does (`/dev/kmsg`, which usually only root may read), at a
-//! limited rate.
+//! VFIO does not report an access that the IOMMU stopped. The kernel's log does (`/dev/kmsg`, which usually only root
+//! may read), at a limited rate.
 
 use std::fs::File;
 use std::io::{self, Read, Seek, SeekFrom};
@@ -41,12 +41,14 @@ impl FaultLog {
         Ok(Self { log, parser: Parser::default() })
     }
 
-    /// Returns the faults since the last call. One copy may cause many faults, and the kernel drops reports above its rate limit.
+    /// Returns the faults since the last call. One copy may cause many faults, and the kernel drops reports above its
+    /// rate limit.
     pub fn take(&mut self) -> Vec<IommuFault> {
         let mut faults = Vec::new();
         let mut record = [0; 8192];
         loop {
-            // Each read returns one record. EPIPE: records were overwritten before they were read; the next read continues after them.
+            // Each read returns one record. EPIPE: records were overwritten before they were read; the next read
+            // continues after them.
             match self.log.read(&mut record) {
                 Ok(0) => return faults,
                 Ok(n) => faults.extend(self.parser.fault(&String::from_utf8_lossy(&record[..n]))),
@@ -65,9 +67,9 @@ struct Parser {
 }
 
 impl Parser {
-    /// Parses a record ("priority,number,time,flags;text") and returns a fault if the record completes one. Supports Intel's driver
-    /// (drivers/iommu/intel/dmar.c) and Arm's for the SMMUv3 (drivers/iommu/arm/arm-smmu-v3/arm-smmu-v3.c, since Linux 6.14; before, its
-    /// messages did not name the device).
+    /// Parses a record ("priority,number,time,flags;text") and returns a fault if the record completes one. Supports
+    /// Intel's driver (drivers/iommu/intel/dmar.c) and Arm's for the SMMUv3
+    /// (drivers/iommu/arm/arm-smmu-v3/arm-smmu-v3.c, since Linux 6.14; before, its messages did not name the device).
     fn fault(&mut self, record: &str) -> Option<IommuFault> {
         let line = record.split_once(';')?.1.lines().next()?;
         if let Some(rest) = line.strip_prefix("arm-smmu-v3 ") {
@@ -121,14 +123,17 @@ mod tests {
         let records = [
             "3,1,2,-;arm-smmu-v3 9050000.smmuv3: event 0x10 received:\n SUBSYSTEM=platform\n",
             "3,2,2,-;arm-smmu-v3 9050000.smmuv3: \t0x0000001000000010",
-            "3,3,2,-;arm-smmu-v3 9050000.smmuv3: event: F_TRANSLATION client: 0000:00:02.0 sid: 0x10 ssid: 0x0 iova: 0x1010 ipa: 0x0\n SUBSYSTEM=platform",
+            "3,3,2,-;arm-smmu-v3 9050000.smmuv3: event: F_TRANSLATION client: 0000:00:02.0 \
+             sid: 0x10 ssid: 0x0 iova: 0x1010 ipa: 0x0\n SUBSYSTEM=platform",
             "6,4,2,-;usb 1-1: something else between",
             "3,5,2,-;arm-smmu-v3 9050000.smmuv3: unpriv data write s1 \"CD fetch\" stag: 0x0",
             "3,6,2,-;arm-smmu-v3 9050000.smmuv3: unpriv data write s1 \"CD fetch\" stag: 0x0",
-            "3,7,2,-;arm-smmu-v3 9050000.smmuv3: event: F_PERMISSION client: 0000:01:00.0 sid: 0x100 ssid: 0x0 iova: 0xffffffff0 ipa: 0x0",
+            "3,7,2,-;arm-smmu-v3 9050000.smmuv3: event: F_PERMISSION client: 0000:01:00.0 \
+             sid: 0x100 ssid: 0x0 iova: 0xffffffff0 ipa: 0x0",
             "3,8,2,-;arm-smmu-v3 9050000.smmuv3: unpriv data read s1 \"\" stag: 0x0",
             "3,9,2,-;arm-smmu-v3 9050000.smmuv3: event: C_BAD_STE client: (unassigned sid) sid: 0x1 ssid: 0x0",
-            "3,9,2,-;arm-smmu-v3 9050000.smmuv3: event: F_TRANSLATION client: (unassigned sid) sid: 0x1 ssid: 0x0 iova: 0x0 ipa: 0x0",
+            "3,9,2,-;arm-smmu-v3 9050000.smmuv3: event: F_TRANSLATION client: (unassigned sid) \
+             sid: 0x1 ssid: 0x0 iova: 0x0 ipa: 0x0",
             "3,9,2,-;arm-smmu-v3 9050000.smmuv3: unpriv data read s1 \"\" stag: 0x0",
         ];
         let mut parser = Parser::default();
@@ -143,7 +148,8 @@ mod tests {
     #[test]
     fn records_of_intel() {
         let seen = fault(
-            "3,412,5120000,-;DMAR: [DMA Write NO_PASID] Request device [00:03.0] fault addr 0x7f000 [fault reason 0x05] PTE Write access is not set\n",
+            "3,412,5120000,-;DMAR: [DMA Write NO_PASID] Request device [00:03.0] \
+             fault addr 0x7f000 [fault reason 0x05] PTE Write access is not set\n",
         );
         let seen = seen.unwrap();
         assert_eq!((seen.bdf.to_string().as_str(), seen.at, seen.write), ("0000:00:03.0", Iova::new(0x7f000), true));

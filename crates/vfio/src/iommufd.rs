@@ -1,4 +1,4 @@
-//! An address space of an iommufd, and the devices that are put into it by their own files.
+//! The iommufd backend: one address space, to which devices are attached by their own files.
 
 use std::collections::BTreeMap;
 use std::io;
@@ -18,21 +18,21 @@ use crate::{Error, VfioOperation};
 
 const IOMMU: &str = "/dev/iommu";
 
-/// An address space.
+/// An address space of an iommufd.
 pub(crate) struct Iommufd {
     fd: OwnedFd,
     ioas: u32,
-    /// Bit n: every IOMMU of it can use pages of 2^n bytes.
+    /// Bit n: all IOMMUs of the address space can use pages of 2^n bytes.
     pages: AtomicU64,
-    /// The kernel maps files by themselves, which spares it a walk of the process's page table.
+    /// The kernel can map files directly, without walking the process's page table.
     files: AtomicBool,
-    /// What is mapped, by its first address: its last. The kernel has one error number for nothing and for half a mapping. Locked while the
-    /// kernel is asked, so that it agrees with the kernel whenever nobody has it.
+    /// The mappings: first to last address. The kernel has the same error number for no mapping and for half a mapping.
+    /// Locked during calls to the kernel, so it agrees with the kernel whenever it is unlocked.
     mapped: Mutex<BTreeMap<u64, u64>>,
 }
 
 impl Iommufd {
-    /// A new one, empty.
+    /// Creates an empty address space.
     pub(crate) fn new() -> Result<Self, Error> {
         let fd = open(Path::new(IOMMU), "iommufd")?;
         let ioas = sys::ioas_alloc(fd.as_fd()).map_err(Error::kernel(VfioOperation::Initialize(IOMMU.into())))?;
@@ -40,20 +40,20 @@ impl Iommufd {
         Ok(Self { fd, ioas, pages, files, mapped: Mutex::default() })
     }
 
-    /// Takes a device in, and says what can be mapped from now on.
+    /// Attaches a device, and returns what can be mapped from now on.
     pub(crate) fn attach(&self, device: BorrowedFd<'_>) -> io::Result<IommuInfo> {
         let number = sys::bind(device, self.fd.as_fd())?;
         sys::attach(device, self.ioas)?;
-        let (ranges, least) = sys::ioas_ranges(self.fd.as_fd(), self.ioas)?;
-        // The first kernels with iommufd do not say, nor does every driver.
+        let (ranges, smallest) = sys::ioas_ranges(self.fd.as_fd(), self.ioas)?;
+        // The first kernels with iommufd do not report this, nor does every driver.
         let larger = sys::hw_info(self.fd.as_fd(), number).map_or(0, |(kind, data)| page_sizes(kind, &data));
-        let least = least.max(1).next_power_of_two();
+        let smallest = smallest.max(1).next_power_of_two();
         let common = self.pages.fetch_and(larger, Ordering::Relaxed) & larger;
-        let pages = common & !(least - 1) | least;
+        let pages = common & !(smallest - 1) | smallest;
         Ok(IommuInfo { pages, ranges, left: None })
     }
 
-    /// Maps memory of this process, at `va`; where it is behind a file, by that.
+    /// Maps memory of this process at `va`, by its file if it has one.
     pub(crate) fn map(
         &self,
         va: usize,
@@ -61,8 +61,8 @@ impl Iommufd {
         span: Span<Iova>,
         access: Access,
     ) -> io::Result<()> {
-        self.mapping(span, || match file.filter(|_| self.files.load(Ordering::Relaxed)) {
-            Some((share, start)) => self.map_file(va, share, start, span, access),
+        self.record(span, || match file.filter(|_| self.files.load(Ordering::Relaxed)) {
+            Some((buffer, start)) => self.map_file(va, buffer, start, span, access),
             None => self.map_address(va, span, access),
         })
     }
@@ -71,16 +71,16 @@ impl Iommufd {
         sys::ioas_map(self.fd.as_fd(), self.ioas, va, span, access)
     }
 
-    fn map_file(&self, va: usize, share: &BufferRef, start: u64, span: Span<Iova>, access: Access) -> io::Result<()> {
-        let mapped = sys::ioas_map_buffer(self.fd.as_fd(), self.ioas, share, start, span, access);
+    fn map_file(&self, va: usize, buffer: &BufferRef, start: u64, span: Span<Iova>, access: Access) -> io::Result<()> {
+        let mapped = sys::ioas_map_buffer(self.fd.as_fd(), self.ioas, buffer, start, span, access);
         match mapped {
             Some(Ok(())) => return Ok(()),
-            // Not every kernel with iommufd has it.
+            // Not every kernel with iommufd can map files.
             Some(Err(e)) if Errno::from_io_error(&e) == Some(Errno::NOTTY) => {
                 self.files.store(false, Ordering::Relaxed)
             }
-            // Behind no file, or one of a kind that is not taken, such as the dma-buf of a heap (EOPNOTSUPP); or the fault is not the file's, and
-            // the kernel finds it again.
+            // No file, or one of an unsupported kind, such as the dma-buf of a heap (EOPNOTSUPP). Any other error
+            // occurs again below.
             Some(Err(_)) | None => {}
         }
         self.map_address(va, span, access)
@@ -94,17 +94,17 @@ impl Iommufd {
         span: Span<Iova>,
         access: Access,
     ) -> io::Result<()> {
-        self.mapping(span, || sys::ioas_map_dma_buf(self.fd.as_fd(), self.ioas, dma_buf, start, span, access))
+        self.record(span, || sys::ioas_map_dma_buf(self.fd.as_fd(), self.ioas, dma_buf, start, span, access))
     }
 
-    /// Ends the mappings that lie within the span, and says how many bytes they were.
+    /// Unmaps the mappings within the span, and returns their bytes.
     ///
     /// # Errors
-    /// [`Error::PartialUnmap`], and nothing is unmapped, when one lies within it only in part.
+    /// [`Error::PartialUnmap`], and nothing is unmapped, when the span covers a mapping only in part.
     pub(crate) fn unmap(&self, span: Span<Iova>) -> Result<u64, Error> {
         let (first, last) = (span.first().bits(), span.last().bits());
         let mut mapped = self.lock();
-        // The last that begins before it, and the last within it, may reach out.
+        // The last mapping before the span and the last one in it may cross its ends.
         let cut = |at: Option<(&u64, &u64)>, edge: u64| at.is_some_and(|(_, end)| *end >= edge);
         let beyond = last.checked_add(1);
         if cut(mapped.range(..first).next_back(), first)
@@ -113,7 +113,7 @@ impl Iommufd {
             return Err(Error::PartialUnmap(span));
         }
         let ended = match sys::ioas_unmap(self.fd.as_fd(), self.ioas, span) {
-            // There was none.
+            // Nothing was mapped.
             Err(e) if Errno::from_io_error(&e) == Some(Errno::NOENT) => 0,
             other => other.map_err(Error::kernel(VfioOperation::Unmap(span)))?,
         };
@@ -123,14 +123,14 @@ impl Iommufd {
         Ok(ended)
     }
 
-    /// What the kernel says of unmapping this, unasked for.
+    /// The kernel's error number for unmapping a span, without checks of our own.
     #[cfg(test)]
-    pub(crate) fn half(&self, span: Span<Iova>) -> Option<Errno> {
+    pub(crate) fn unmap_error(&self, span: Span<Iova>) -> Option<Errno> {
         sys::ioas_unmap(self.fd.as_fd(), self.ioas, span).err().and_then(|e| Errno::from_io_error(&e))
     }
 
-    /// Has the kernel map a span, and takes note of it.
-    fn mapping(&self, span: Span<Iova>, map: impl FnOnce() -> io::Result<()>) -> io::Result<()> {
+    /// Maps a span in the kernel and records it.
+    fn record(&self, span: Span<Iova>, map: impl FnOnce() -> io::Result<()>) -> io::Result<()> {
         let mut mapped = self.lock();
         map()?;
         mapped.insert(span.first().bits(), span.last().bits());
@@ -142,8 +142,9 @@ impl Iommufd {
     }
 }
 
-/// The sizes of pages, bit n for 2^n bytes, as the registers of an IOMMU say: Intel's capability register (VT-d specification, 11.4.2: second-stage
-/// large pages, first-stage pages of 1 GiB), Arm's IDR5 (SMMUv3, 6.3.6: granules of 4, 16 and 64 KiB). 0 for others.
+/// The page sizes, bit n for 2^n bytes, according to the registers of an IOMMU: Intel's capability register (VT-d
+/// specification, 11.4.2: second-stage large pages, first-stage pages of 1 GiB), Arm's IDR5 (SMMUv3, 6.3.6: granules of
+/// 4, 16 and 64 KiB). 0 for others.
 fn page_sizes(kind: u32, data: &[u32; 16]) -> u64 {
     let word = |at: usize| u64::from(data[at]) | u64::from(data[at + 1]) << 32;
     let pages = |found: bool, sizes: &[u32]| if found { sizes.iter().map(|log2| 1 << log2).sum() } else { 0_u64 };

@@ -7,8 +7,9 @@ use dmalane_addr::{PageSize, PageSizes};
 
 use crate::sys;
 
-/// The page sizes with which the running kernel can map memory: its base page, its transparent huge page, and those of hugetlbfs. They
-/// depend on the architecture and the configuration (4 KiB, 2 MiB, 1 GiB on x86-64; 16 KiB and 32 MiB on some arm64).
+/// The page sizes with which the running kernel can map memory: its base page, its transparent huge page, and those of
+/// hugetlbfs. They depend on the architecture and the configuration (4 KiB, 2 MiB, 1 GiB on x86-64; 16 KiB and 32 MiB
+/// on some arm64).
 pub fn page_sizes() -> PageSizes {
     read(Path::new("/"), sys::base_page())
 }

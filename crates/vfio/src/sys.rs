@@ -1,7 +1,7 @@
 //! The system calls of VFIO (linux/vfio.h) and of iommufd (linux/iommufd.h), and mappings of device memory.
 //!
-//! Invariant of [`BarMemory`]: `ptr..ptr + len` is one mapping of device memory that this value owns and nobody else unmaps. It is
-//! established by [`BarMemory::map`]. Nobody makes a reference into it: device memory changes by itself.
+//! Invariant of [`BarMemory`]: `ptr..ptr + len` is one mapping of device memory that this value owns and nobody else
+//! unmaps. It is established by [`BarMemory::map`]. Nobody makes a reference into it: device memory changes by itself.
 #![allow(unsafe_code)]
 
 use std::ffi::CString;
@@ -54,18 +54,18 @@ fn checked(result: libc::c_int) -> io::Result<i32> {
     if result < 0 { Err(io::Error::last_os_error()) } else { Ok(result) }
 }
 
-/// A request whose argument is a number, or nothing.
+/// Makes a request whose argument is a number, or that has none.
 fn number(fd: BorrowedFd<'_>, request: Request, argument: libc::c_ulong) -> io::Result<i32> {
     debug_assert!(matches!(
         request,
         Request::GetApiVersion | Request::CheckExtension | Request::SetIommu | Request::DeviceReset
     ));
-    // SAFETY: the kernel takes the argument of these requests (checked above) as a number and touches no memory of ours. A file of another
-    // kind refuses the request.
+    // SAFETY: the kernel takes the argument of these requests (checked above) as a number and touches no memory of
+    // ours. A file of another kind refuses the request.
     checked(unsafe { libc::ioctl(fd.as_raw_fd(), request.number(), argument) })
 }
 
-/// A request whose argument begins with its own length in bytes, `argsz`, which this fills in.
+/// Makes a request whose argument begins with its own length in bytes, `argsz`, which this function fills in.
 fn words(fd: BorrowedFd<'_>, request: Request, argument: &mut [u32]) -> io::Result<i32> {
     argument[0] = size_of_val(argument) as u32;
     debug_assert!(!matches!(
@@ -77,12 +77,13 @@ fn words(fd: BorrowedFd<'_>, request: Request, argument: &mut [u32]) -> io::Resu
             | Request::IoasIovaRanges
             | Request::GetHwInfo
     ));
-    // SAFETY: of these requests the kernel reads and writes at most `argsz` bytes (`size`, to iommufd), the length of the slice, and refuses
-    // one that is too short for it. What it reads has no pointers, but for the address of memory to map (see `dma_map`).
+    // SAFETY: of these requests the kernel reads and writes at most `argsz` bytes (`size`, to iommufd), the length of
+    // the slice, and refuses one that is too short for it. What it reads has no pointers, but for the address of memory
+    // to map (see `dma_map`).
     checked(unsafe { libc::ioctl(fd.as_raw_fd(), request.number(), argument.as_mut_ptr()) })
 }
 
-/// A 64-bit field that lies at a multiple of 32 bits.
+/// Reads a 64-bit field at a multiple of 32 bits.
 fn wide(words: &[u32], at: usize) -> u64 {
     let half = |i| u64::from(words.get(i).copied().unwrap_or(0));
     if cfg!(target_endian = "little") { half(at) | half(at + 1) << 32 } else { half(at) << 32 | half(at + 1) }
@@ -95,7 +96,7 @@ fn set_wide(words: &mut [u32], at: usize, value: u64) {
 
 // ---- container and group -------------------------------------------------------------------------------------------
 
-/// Does this container speak the interface that we do, and does it have the IOMMU of type 1, version 2?
+/// True when the container has our version of the interface and the IOMMU of type 1, version 2.
 pub(crate) fn has_type1(container: BorrowedFd<'_>) -> io::Result<bool> {
     let version = number(container, Request::GetApiVersion, 0)?;
     let type1 = number(container, Request::CheckExtension, abi::VFIO_TYPE1v2_IOMMU.into())?;
@@ -106,7 +107,7 @@ pub(crate) fn set_type1(container: BorrowedFd<'_>) -> io::Result<()> {
     number(container, Request::SetIommu, abi::VFIO_TYPE1v2_IOMMU.into()).map(drop)
 }
 
-/// True when every device of the group is with VFIO or with no driver.
+/// True when every device of the group is bound to VFIO or to no driver.
 pub(crate) fn is_viable(group: BorrowedFd<'_>) -> io::Result<bool> {
     let mut status = [0; 2];
     words(group, Request::GroupGetStatus, &mut status)?;
@@ -129,10 +130,11 @@ pub(crate) fn device(group: BorrowedFd<'_>, name: &str) -> io::Result<OwnedFd> {
     Ok(unsafe { OwnedFd::from_raw_fd(fd) })
 }
 
-/// Capabilities behind a structure of the kernel's: (id, its words from the header on). A chain that makes no sense ends early.
+/// The capabilities after a structure of the kernel: (id, words from the capability's header). An invalid chain ends
+/// early.
 fn capabilities(words: &[u32], first: u32) -> Vec<(u16, Vec<u32>)> {
     let (mut found, mut at) = (Vec::new(), first as usize);
-    // Each may only lie behind the one before, so there is an end.
+    // Each must be after the previous one, so the loop ends.
     while at > 0 && at.is_multiple_of(4) && at / 4 + 2 <= words.len() && found.len() < 64 {
         let here = &words[at / 4..];
         let id = if cfg!(target_endian = "little") { here[0] as u16 } else { (here[0] >> 16) as u16 };
@@ -143,19 +145,19 @@ fn capabilities(words: &[u32], first: u32) -> Vec<(u16, Vec<u32>)> {
     found
 }
 
-/// What a container's IOMMU says of itself.
+/// What a container's IOMMU can map.
 pub(crate) struct IommuInfo {
     /// Bit n: pages of 2^n bytes.
     pub(crate) pages: u64,
-    /// Where memory may be mapped; empty where the kernel does not say.
+    /// The mappable IOVAs; empty if the kernel does not report them.
     pub(crate) ranges: Vec<Span<Iova>>,
-    /// Mappings that may still be made.
+    /// Mappings left until the limit.
     pub(crate) left: Option<u32>,
 }
 
 pub(crate) fn iommu_info(container: BorrowedFd<'_>) -> io::Result<IommuInfo> {
     let mut info = vec![0; 6];
-    // The kernel says how long the answer is; then it is asked again.
+    // The first answer has the required length.
     words(container, Request::IommuGetInfo, &mut info)?;
     let wanted = (info[0] as usize).div_ceil(4).clamp(6, 1 << 16);
     info = vec![0; wanted];
@@ -178,10 +180,10 @@ pub(crate) fn iommu_info(container: BorrowedFd<'_>) -> io::Result<IommuInfo> {
     Ok(IommuInfo { pages, ranges, left })
 }
 
-/// Lets devices of the container reach `len` bytes at address `va` of this process from `iova` on.
+/// Maps `len` bytes at address `va` of this process to `iova` for the devices of the container.
 ///
-/// The kernel holds the pages until they are unmapped, so a device never reaches pages that went to somebody else, whatever becomes of
-/// the address. That nobody has a slice of them while a device writes is for the caller to see to (`Pinned::admit`).
+/// The kernel pins the pages until they are unmapped, so a device never accesses pages with a new owner, even if `va`
+/// is unmapped. The caller must ensure that no slice of them exists while a device writes (`Pinned::admit`).
 pub(crate) fn dma_map(container: BorrowedFd<'_>, va: usize, len: u64, iova: Iova, access: Access) -> io::Result<()> {
     let mut flags = 0;
     if access.contains(Access::READ) {
@@ -199,7 +201,8 @@ pub(crate) fn dma_map(container: BorrowedFd<'_>, va: usize, len: u64, iova: Iova
     words(container, Request::IommuMapDma, &mut map).map(drop)
 }
 
-/// Ends mappings that lie wholly within the span, and says how many bytes that were. When it returns, no device reaches them.
+/// Unmaps the mappings that are wholly within the span, and returns their bytes. After it returns, no device can access
+/// them.
 pub(crate) fn dma_unmap(container: BorrowedFd<'_>, span: Span<Iova>) -> io::Result<u64> {
     // struct vfio_iommu_type1_dma_unmap: argsz, flags, iova, size.
     let mut unmap = [0; size_of::<abi::vfio_iommu_type1_dma_unmap>() / 4];
@@ -211,7 +214,7 @@ pub(crate) fn dma_unmap(container: BorrowedFd<'_>, span: Span<Iova>) -> io::Resu
 
 // ---- iommufd -------------------------------------------------------------------------------------------------------
 
-/// A new address space of an iommufd, by its number.
+/// Creates an address space of an iommufd, and returns its id.
 pub(crate) fn ioas_alloc(iommufd: BorrowedFd<'_>) -> io::Result<u32> {
     // struct iommu_ioas_alloc: size, flags, out_ioas_id.
     let mut alloc = [0; size_of::<ioabi::iommu_ioas_alloc>() / 4];
@@ -219,7 +222,7 @@ pub(crate) fn ioas_alloc(iommufd: BorrowedFd<'_>) -> io::Result<u32> {
     Ok(alloc[2])
 }
 
-/// Where memory may be mapped, and the least alignment of addresses and lengths.
+/// The mappable IOVAs, and the smallest alignment of addresses and lengths.
 pub(crate) fn ioas_ranges(iommufd: BorrowedFd<'_>, ioas: u32) -> io::Result<(Vec<Span<Iova>>, u64)> {
     let mut count = 16_usize;
     loop {
@@ -232,8 +235,8 @@ pub(crate) fn ioas_ranges(iommufd: BorrowedFd<'_>, ioas: u32) -> io::Result<(Vec
             allowed_iovas: pairs.as_mut_ptr().expose_provenance() as u64,
             out_iova_alignment: 0,
         };
-        // SAFETY: the kernel reads and writes one structure, `ask`, and writes at most `num_iovas` pairs of 64 bits (struct iommu_iova_range) at
-        // `allowed_iovas`: as many as `pairs` has, which lives through the call.
+        // SAFETY: the kernel reads and writes one structure, `ask`, and writes at most `num_iovas` pairs of 64 bits
+        // (struct iommu_iova_range) at `allowed_iovas`: as many as `pairs` has, which lives through the call.
         let done = checked(unsafe { libc::ioctl(iommufd.as_raw_fd(), Request::IoasIovaRanges.number(), &raw mut ask) });
         let wanted = ask.num_iovas as usize;
         match done {
@@ -242,7 +245,7 @@ pub(crate) fn ioas_ranges(iommufd: BorrowedFd<'_>, ioas: u32) -> io::Result<(Vec
                 let span = |[first, last]: &[u64; 2]| Span::inclusive(Iova::new(*first), Iova::new(*last));
                 return Ok((pairs.iter().filter_map(span).collect(), ask.out_iova_alignment));
             }
-            // More than there was room for; the kernel says how many.
+            // More ranges than `pairs` has room for; the kernel returns their number.
             Err(e) if e.raw_os_error() == Some(libc::EMSGSIZE) && (count + 1..1 << 16).contains(&wanted) => {
                 count = wanted;
             }
@@ -262,7 +265,7 @@ fn ioas_flags(access: Access) -> u32 {
     flags
 }
 
-/// As [`dma_map`], into an address space of an iommufd.
+/// Like [`dma_map`], into an address space of an iommufd.
 pub(crate) fn ioas_map(
     iommufd: BorrowedFd<'_>,
     ioas: u32,
@@ -296,24 +299,24 @@ fn map_file(
     words(iommufd, Request::IoasMapFile, &mut map).map(drop)
 }
 
-/// As [`ioas_map`], of the file that the memory is behind, from its byte `start` on; `None` when it is behind none.
+/// Like [`ioas_map`], but maps the memory's file from its byte `start`; `None` when the memory has no file.
 ///
-/// As there, that nobody has a slice of the memory while a device writes is for the caller to see to (`Pinned::admit`).
+/// As there, the caller must ensure that no slice of the memory exists while a device writes (`Pinned::admit`).
 pub(crate) fn ioas_map_buffer(
     iommufd: BorrowedFd<'_>,
     ioas: u32,
-    share: &BufferRef,
+    buffer: &BufferRef,
     start: u64,
     span: Span<Iova>,
     access: Access,
 ) -> Option<io::Result<()>> {
-    // SAFETY: the descriptor goes to one request of the kernel, which takes hold of pages and of no descriptor that anybody could use, and is
-    // not kept. Devices write as far as the caller has admitted them, see above.
-    let file = unsafe { share.lend_file() }?;
+    // SAFETY: the descriptor goes to one request of the kernel, which takes hold of pages and of no descriptor that
+    // anybody could use, and is not kept. Devices write as far as the caller has admitted them, see above.
+    let file = unsafe { buffer.lend_file() }?;
     Some(map_file(iommufd, ioas, file, start, span, access))
 }
 
-/// As [`ioas_map`], of the memory of another device, by the dma-buf of its BAR.
+/// Like [`ioas_map`], but maps device memory by the dma-buf of its BAR.
 pub(crate) fn ioas_map_dma_buf(
     iommufd: BorrowedFd<'_>,
     ioas: u32,
@@ -325,7 +328,7 @@ pub(crate) fn ioas_map_dma_buf(
     map_file(iommufd, ioas, dma_buf, start, span, access)
 }
 
-/// As [`dma_unmap`]. The kernel may have unmapped some when it refuses; `ENOENT` also when there was nothing.
+/// Like [`dma_unmap`]. On an error the kernel may have unmapped some mappings; `ENOENT` also when nothing was mapped.
 pub(crate) fn ioas_unmap(iommufd: BorrowedFd<'_>, ioas: u32, span: Span<Iova>) -> io::Result<u64> {
     // struct iommu_ioas_unmap: size, ioas_id, iova, length.
     let mut unmap = [0; size_of::<ioabi::iommu_ioas_unmap>() / 4];
@@ -336,21 +339,22 @@ pub(crate) fn ioas_unmap(iommufd: BorrowedFd<'_>, ioas: u32, span: Span<Iova>) -
     Ok(wide(&unmap, 4))
 }
 
-/// What the IOMMU of a device that is bound says of itself: the kind (`enum iommu_hw_info_type`), and its registers.
+/// The kind (`enum iommu_hw_info_type`) and the registers of the IOMMU of a bound device.
 pub(crate) fn hw_info(iommufd: BorrowedFd<'_>, device: u32) -> io::Result<(u32, [u32; 16])> {
     let mut data = [0_u32; 16];
-    // struct iommu_hw_info: size, flags, dev_id, data_len, data_uptr, out_data_type, out_max_pasid_log2, out_capabilities.
+    // struct iommu_hw_info: size, flags, dev_id, data_len, data_uptr, out_data_type, out_max_pasid_log2,
+    // out_capabilities.
     let mut info = [0; size_of::<ioabi::iommu_hw_info>() / 4];
     info[0] = size_of_val(&info) as u32;
     (info[2], info[3]) = (device, size_of_val(&data) as u32);
     set_wide(&mut info, 4, data.as_mut_ptr().expose_provenance() as u64);
-    // SAFETY: the kernel reads and writes `size` bytes at most, the length of `info`, and writes at most `data_len` bytes at `data_uptr`: the
-    // length of `data`, which lives through the call.
+    // SAFETY: the kernel reads and writes `size` bytes at most, the length of `info`, and writes at most `data_len`
+    // bytes at `data_uptr`: the length of `data`, which lives through the call.
     checked(unsafe { libc::ioctl(iommufd.as_raw_fd(), Request::GetHwInfo.number(), info.as_mut_ptr()) })?;
     Ok((info[6], data))
 }
 
-/// Puts a device, opened by its own file, under an iommufd, and says by which number that knows it.
+/// Binds a device, opened by its own file, to an iommufd, and returns its id there.
 pub(crate) fn bind(device: BorrowedFd<'_>, iommufd: BorrowedFd<'_>) -> io::Result<u32> {
     // struct vfio_device_bind_iommufd, as far as every kernel knows it: argsz, flags, iommufd, out_devid.
     let mut bind = [0, 0, iommufd.as_raw_fd() as u32, 0];
@@ -358,16 +362,16 @@ pub(crate) fn bind(device: BorrowedFd<'_>, iommufd: BorrowedFd<'_>) -> io::Resul
     Ok(bind[3])
 }
 
-/// Gives a bound device an address space.
+/// Attaches a bound device to an address space.
 pub(crate) fn attach(device: BorrowedFd<'_>, ioas: u32) -> io::Result<()> {
     // struct vfio_device_attach_iommufd_pt, as far as every kernel knows it: argsz, flags, pt_id.
     words(device, Request::DeviceAttachIommufdPt, &mut [0, 0, ioas]).map(drop)
 }
 
-/// Part of a BAR as a dma-buf, which keeps it from nobody.
+/// Exports part of a BAR as a dma-buf, without exclusive access.
 pub(crate) fn dma_buf(device: BorrowedFd<'_>, region: u32, start: u64, len: u64) -> io::Result<OwnedFd> {
-    // struct vfio_device_feature: argsz, flags; struct vfio_device_feature_dma_buf: region_index, open_flags, flags, nr_ranges; struct
-    // vfio_region_dma_range: offset, length.
+    // struct vfio_device_feature: argsz, flags; struct vfio_device_feature_dma_buf: region_index, open_flags, flags,
+    // nr_ranges; struct vfio_region_dma_range: offset, length.
     let flags = abi::VFIO_DEVICE_FEATURE_GET | abi::VFIO_DEVICE_FEATURE_DMA_BUF;
     let mut get = [0, flags, region, (libc::O_RDWR | libc::O_CLOEXEC) as u32, 0, 1, 0, 0, 0, 0];
     set_wide(&mut get, 6, start);
@@ -390,9 +394,9 @@ pub(crate) fn device_info(device: BorrowedFd<'_>) -> io::Result<(u32, u32, u32)>
 pub(crate) struct RegionInfo {
     pub(crate) flags: u32,
     pub(crate) size: u64,
-    /// Where the region lies in the device's file.
+    /// Offset of the region in the device's file.
     pub(crate) offset: u64,
-    /// The areas (offset, length) that can be mapped, when not all of it can.
+    /// The mappable areas (offset, length), if not all of the region is mappable.
     pub(crate) sparse: Option<Vec<(u64, u64)>>,
 }
 
@@ -417,14 +421,14 @@ pub(crate) fn region_info(device: BorrowedFd<'_>, index: u32) -> io::Result<Regi
     Ok(RegionInfo { flags, size: wide(&info, 4), offset: wide(&info, 6), sparse })
 }
 
-/// How many interrupts there are of a kind.
+/// The number of interrupts of a kind.
 pub(crate) fn irq_count(device: BorrowedFd<'_>, index: u32) -> io::Result<u32> {
     let mut info = [0, 0, index, 0];
     words(device, Request::DeviceGetIrqInfo, &mut info)?;
     Ok(info[3])
 }
 
-/// Interrupts 0.. of a kind count up these eventfds; none turns the kind off.
+/// Sets the eventfds of the interrupts of a kind, from interrupt 0; an empty list disables the kind.
 pub(crate) fn set_irqs(device: BorrowedFd<'_>, index: u32, events: &[OwnedFd]) -> io::Result<()> {
     let data = if events.is_empty() { abi::VFIO_IRQ_SET_DATA_NONE } else { abi::VFIO_IRQ_SET_DATA_EVENTFD };
     let mut set = vec![0, data | abi::VFIO_IRQ_SET_ACTION_TRIGGER, index, 0, events.len() as u32];
@@ -438,12 +442,12 @@ pub(crate) fn reset(device: BorrowedFd<'_>) -> io::Result<()> {
 
 // ---- device memory -------------------------------------------------------------------------------------------------
 
-/// The size of the pages that this kernel manages memory in.
+/// The kernel's base page size.
 pub(crate) fn base_page() -> u64 {
     rustix::param::page_size() as u64
 }
 
-/// A piece of a BAR, mapped.
+/// A range of a BAR, mapped into this process.
 pub(crate) struct BarMemory {
     ptr: NonNull<u8>,
     len: usize,
@@ -451,13 +455,13 @@ pub(crate) struct BarMemory {
 
 // SAFETY: device memory is not tied to a thread.
 unsafe impl Send for BarMemory {}
-// SAFETY: all access is volatile, by whole words; threads that use it at once may see each other's words in any order, as with
-// any device, and never a reference.
+// SAFETY: all access is volatile, by whole words; threads that use it at once may see each other's words in any order,
+// as with any device, and never a reference.
 unsafe impl Sync for BarMemory {}
 
 impl BarMemory {
-    /// Maps `len` bytes at `offset` of the device's file so that their address is `phase` modulo `align`; `None` leaves it to the
-    /// kernel where.
+    /// Maps `len` bytes at `offset` of the device's file at an address congruent to `phase` modulo `align`; with `None`
+    /// the kernel chooses the address.
     pub(crate) fn map(
         device: BorrowedFd<'_>,
         offset: u64,
@@ -478,11 +482,12 @@ impl BarMemory {
             mm::mmap_anonymous(std::ptr::null_mut(), total, ProtFlags::empty(), MapFlags::PRIVATE | MapFlags::NORESERVE)
         }?;
         let base = base.cast::<u8>();
-        // The first address at or behind `base` that is `phase` modulo `align`: less than `align` behind it, so that `len` bytes fit.
+        // The first address at or after `base` that is `phase` modulo `align`: less than `align` after it, so that
+        // `len` bytes fit.
         let head = phase.wrapping_sub(base.addr()) & (align - 1);
         let start = base.wrapping_add(head);
-        // SAFETY: `start..start + len` lies within the reservation made above (head < align, total = len + align), to which nothing refers: only
-        // that is replaced.
+        // SAFETY: `start..start + len` lies within the reservation made above (head < align, total = len + align), to
+        // which nothing refers: only that is replaced.
         let mapped = unsafe { mm::mmap(start.cast(), len, access, MapFlags::SHARED | MapFlags::FIXED, device, offset) };
         let end = len.next_multiple_of(base_page() as usize);
         let cut = |ptr: *mut u8, len: usize| match len {
@@ -492,7 +497,7 @@ impl BarMemory {
         };
         match mapped {
             Ok(ptr) => {
-                // What cannot be cut off stays reserved: addresses without memory.
+                // On an error the rest stays reserved: addresses without memory.
                 let _ = cut(base, head);
                 let _ = cut(
                     start.wrapping_add(end),
@@ -515,7 +520,7 @@ impl BarMemory {
         self.len
     }
 
-    /// The place of a word, when it lies within and is aligned to its size.
+    /// The address of a word, if it is in range and aligned to its size.
     fn word<T>(&self, offset: usize) -> Option<NonNull<T>> {
         let end = offset.checked_add(size_of::<T>())?;
         let fits = end <= self.len && (self.address() + offset).is_multiple_of(size_of::<T>());
@@ -527,15 +532,15 @@ impl BarMemory {
     pub(crate) fn load<T: Word>(&self, offset: usize) -> Option<T> {
         // SAFETY: within the mapping, aligned, and any bits are a value of a `Word`.
         let value = self.word::<T>(offset).map(|at| unsafe { at.read_volatile() });
-        // What is read from memory next was written by the device before.
+        // Later reads of memory see what the device wrote before.
         fence(Ordering::SeqCst);
         value
     }
 
-    /// Writes a word of 1, 2, 4 or 8 bytes in one access, behind everything that this thread wrote before.
+    /// Writes a word of 1, 2, 4 or 8 bytes in one access, after all earlier writes of this thread.
     pub(crate) fn store<T: Word>(&self, offset: usize, value: T) -> Option<()> {
         let at = self.word::<T>(offset)?;
-        before_device();
+        order_device_write();
         // SAFETY: within the mapping, and aligned.
         unsafe { at.write_volatile(value) };
         Some(())
@@ -550,9 +555,9 @@ impl Drop for BarMemory {
     }
 }
 
-/// Orders what this thread wrote to memory before what it is going to write to a device.
-fn before_device() {
-    // On x86 stores to device memory stay behind earlier stores. Arm's barrier of a fence does not reach devices.
+/// Orders this thread's earlier writes to memory before its later writes to a device.
+fn order_device_write() {
+    // On x86 stores to device memory stay after earlier stores. On Arm the barrier of a fence does not include devices.
     #[cfg(target_arch = "aarch64")]
     // SAFETY: a barrier; it touches neither memory nor registers.
     unsafe {
@@ -575,7 +580,7 @@ mod tests {
 
     use super::*;
 
-    /// A file in place of a device: the same calls.
+    /// A file in place of a device, for the same calls.
     fn file(len: u64) -> File {
         let file = tempfile::tempfile().unwrap();
         file.set_len(len).unwrap();
@@ -583,7 +588,7 @@ mod tests {
     }
 
     #[test]
-    fn a_mapping_has_the_alignment_that_was_asked_for() {
+    fn a_mapping_has_the_requested_alignment() {
         let file = file(8 << 20);
         // Whole pages of any kernel.
         const PAGE: usize = 64 << 10;
@@ -598,7 +603,7 @@ mod tests {
             assert_eq!(bar.load::<u32>(len - 4), Some(7));
         }
         assert!(BarMemory::map(file.as_fd(), 0, usize::MAX - PAGE + 1, Some((PageSize::SIZE_2M, 0))).is_err());
-        // Nothing of the reservations is left behind.
+        // No reservation is left.
         let maps = || {
             std::fs::read_to_string("/proc/self/maps")
                 .unwrap()
@@ -614,7 +619,7 @@ mod tests {
     }
 
     #[test]
-    fn words_outside_or_across_are_refused() {
+    fn out_of_range_or_unaligned_words_are_refused() {
         let file = file(4096);
         let bar = BarMemory::map(file.as_fd(), 0, 4096, None).unwrap();
         assert_eq!(bar.load::<u32>(4096), None);
@@ -627,7 +632,7 @@ mod tests {
     }
 
     #[test]
-    fn other_files_refuse_the_requests() {
+    fn other_files_refuse_requests() {
         let file = file(4096);
         let fd = file.as_fd();
         let span = Span::new(Iova::new(0), 4096).unwrap();
@@ -640,15 +645,15 @@ mod tests {
         assert!(ioas_map(fd, 1, 0, span, Access::RW).is_err() && ioas_unmap(fd, 1, span).is_err());
         assert!(ioas_map_dma_buf(fd, 1, fd, 0, span, Access::RW).is_err());
         assert!(bind(fd, fd).is_err() && attach(fd, 1).is_err() && dma_buf(fd, 0, 0, 4096).is_err());
-        let share = |heap: &dyn dmalane_dma::Heap| heap.allocate(4096).unwrap().share().share();
-        let lent = ioas_map_buffer(fd, 1, &share(&dmalane_dma::MemfdHeap::new()), 0, span, Access::RW);
-        assert!(lent.unwrap().is_err());
-        let none = ioas_map_buffer(fd, 1, &share(&dmalane_dma::AnonHeap::new()), 0, span, Access::RW);
-        assert!(none.is_none(), "behind no file");
+        let buffer = |heap: &dyn dmalane_dma::Heap| heap.allocate(4096).unwrap().share().reference();
+        let memfd = ioas_map_buffer(fd, 1, &buffer(&dmalane_dma::MemfdHeap::new()), 0, span, Access::RW);
+        assert!(memfd.unwrap().is_err());
+        let anonymous = ioas_map_buffer(fd, 1, &buffer(&dmalane_dma::AnonHeap::new()), 0, span, Access::RW);
+        assert!(anonymous.is_none(), "no file");
     }
 
     #[test]
-    fn requests_have_the_numbers_of_the_headers() {
+    fn request_numbers_match_the_headers() {
         assert_eq!(Request::IommuMapDma.number() as u32, u32::from(b';') << 8 | (abi::VFIO_BASE + 13));
         assert_eq!(Request::DeviceFeature as u32, abi::VFIO_BASE + 17);
         assert_eq!(Request::IoasAlloc as u32, ioabi::IOMMUFD_CMD_IOAS_ALLOC);
@@ -661,8 +666,8 @@ mod tests {
     }
 
     #[test]
-    fn capabilities_that_make_no_sense_end_the_chain() {
-        // Two, the second of which points back.
+    fn invalid_capabilities_end_the_chain() {
+        // Two capabilities, the second of which points back.
         let words = [0, 0, 0, 0, 1 | 1 << 16, 24, 2 | 1 << 16, 16];
         let found = capabilities(&words, 16);
         assert_eq!(found.iter().map(|(id, _)| *id).collect::<Vec<_>>(), [1, 2]);
@@ -672,10 +677,10 @@ mod tests {
     }
 }
 
-/// What the kernel takes mappings of each kind for, asked by its own calls: no interface of ours lets one try what it says that it cannot do.
-/// `scripts/vm` runs it, in guests with a disk and with a BAR.
+/// Which calls of the kernel accept which kinds of mappings, tested with the calls themselves, since our interfaces
+/// refuse some of them. `scripts/vm` runs this in guests with a disk and with a BAR.
 #[cfg(test)]
-mod table {
+mod mapping_kinds {
     use std::fs::{self, File};
     use std::os::fd::AsFd;
     use std::os::unix::fs::{FileExt, OpenOptionsExt};
@@ -686,11 +691,11 @@ mod table {
     use super::*;
 
     const DISK: &str = "/dev/vda";
-    /// Bytes of each transfer, and where on the disk a write goes.
+    /// Bytes of each transfer, and the offset of writes on the disk.
     const LEN: usize = 1 << 20;
-    const AWAY: u64 = 4 << 20;
+    const WRITE_OFFSET: u64 = 4 << 20;
 
-    /// A mapping that lives through the test.
+    /// The address of a mapping that outlives the test.
     #[derive(Clone, Copy)]
     struct Place(*mut u8);
 
@@ -707,13 +712,14 @@ mod table {
     }
 
     fn read(file: &File, into: Place) -> io::Result<()> {
-        // SAFETY: each place is a mapping of at least LEN bytes that outlives the call, and no reference into it exists.
+        // SAFETY: each place is a mapping of at least LEN bytes that outlives the call, and no reference into it
+        // exists.
         whole(unsafe { libc::pread(file.as_raw_fd(), into.0.cast(), LEN, 0) })
     }
 
     fn write(file: &File, from: Place) -> io::Result<()> {
         // SAFETY: as in `read`.
-        whole(unsafe { libc::pwrite(file.as_raw_fd(), from.0.cast(), LEN, AWAY as libc::off_t) })
+        whole(unsafe { libc::pwrite(file.as_raw_fd(), from.0.cast(), LEN, WRITE_OFFSET as libc::off_t) })
     }
 
     fn bytes(at: Place) -> Vec<u8> {
@@ -728,7 +734,8 @@ mod table {
 
     fn register(ring: &IoUring, at: Place, len: usize) -> io::Result<()> {
         let buffers = [libc::iovec { iov_base: at.0.cast(), iov_len: len }];
-        // SAFETY: the mapping outlives the ring, and what the kernel writes into it is read by `bytes` when that is done.
+        // SAFETY: the mapping outlives the ring, and what the kernel writes into it is read by `bytes` when that is
+        // done.
         unsafe { ring.submitter().register_buffers(&buffers) }
     }
 
@@ -744,7 +751,7 @@ mod table {
         }
     }
 
-    /// The device in front of a file, in a container of its own: container, group, device.
+    /// The device whose BAR is backed by a file, in a container of its own: container, group, device.
     fn ivshmem() -> Option<(File, File, OwnedFd)> {
         let ours =
             |path: &std::path::Path| fs::read_to_string(path.join("device")).is_ok_and(|id| id.trim() == "0x1110");
@@ -769,10 +776,10 @@ mod table {
             return println!("SKIPPED: no disk {DISK}: this kernel was built without its driver");
         };
         let direct = File::options().read(true).write(true).custom_flags(libc::O_DIRECT).open(DISK).unwrap();
-        let mut there = vec![0; LEN];
-        disk.read_exact_at(&mut there, 0).unwrap();
-        assert!(there.starts_with(b"1000000\n1000001\n"));
-        // The device answers at its BARs.
+        let mut on_disk = vec![0; LEN];
+        disk.read_exact_at(&mut on_disk, 0).unwrap();
+        assert!(on_disk.starts_with(b"1000000\n1000001\n"));
+        // Make the device respond at its BARs.
         let config = region_info(device.as_fd(), abi::VFIO_PCI_CONFIG_REGION_INDEX).unwrap().offset;
         rustix::io::pwrite(&device, &6u16.to_le_bytes(), config + 4).unwrap();
 
@@ -784,12 +791,12 @@ mod table {
         assert_eq!(huge.backing().kind, PageKind::Hugetlb2M);
         let heap = DmaHeap::open("system").map(|heap| heap.allocate(4 << 20).unwrap().share());
         let region = region_info(device.as_fd(), 2).unwrap();
-        // Away from what other tests leave there.
+        // Outside of the bytes that other tests write.
         let at = region.offset + (256 << 20);
         let bar = BarMemory::map(device.as_fd(), at, 4 << 20, Some((PageSize::SIZE_2M, 0))).unwrap();
 
         const NO: i32 = libc::EFAULT;
-        // Buffered read, direct read and write, io_uring's registration, VFIO's mapping.
+        // Errors of: buffered read, direct read, direct write, io_uring registration, VFIO mapping.
         let of = |buf: &SharedBuf| Place(buf.view().as_ptr());
         let mut rows = vec![
             ("udmabuf", of(&wrapped), [0, NO, NO, NO, NO]),
@@ -804,22 +811,22 @@ mod table {
         for (name, at, expected) in rows {
             clear(at);
             let buffered = errno(read(&disk, at));
-            assert!(buffered != 0 || bytes(at) == there, "{name}: buffered");
+            assert!(buffered != 0 || bytes(at) == on_disk, "{name}: buffered");
             clear(at);
             let read_directly = errno(read(&direct, at));
-            assert!(read_directly != 0 || bytes(at) == there, "{name}: direct");
+            assert!(read_directly != 0 || bytes(at) == on_disk, "{name}: direct");
             let written = errno(write(&direct, at));
             if written == 0 {
                 let mut back = vec![0; LEN];
-                disk.read_exact_at(&mut back, AWAY).unwrap();
-                assert!(back == there, "{name}: written");
+                disk.read_exact_at(&mut back, WRITE_OFFSET).unwrap();
+                assert!(back == on_disk, "{name}: written");
             }
             let mut ring = IoUring::new(4).unwrap();
             let registered = errno(register(&ring, at, 4 << 20));
             if registered == 0 {
                 clear(at);
                 read_fixed(&mut ring, &direct, at).unwrap();
-                assert!(bytes(at) == there, "{name}: READ_FIXED");
+                assert!(bytes(at) == on_disk, "{name}: READ_FIXED");
             }
             drop(ring);
             let iova = Span::new(Iova::new(0x4000_0000), 4 << 20).unwrap();
@@ -848,8 +855,8 @@ mod table {
         let registered = |len| errno(register(&IoUring::new(4).unwrap(), at, len));
         let release = fs::read_to_string("/proc/sys/kernel/osrelease").unwrap();
         let numbers: Vec<u32> = release.split('.').map_while(|n| n.parse().ok()).collect();
-        let takes = numbers[..2] >= [6, 15][..];
-        assert_eq!((registered(1 << 30), registered(TWO)), (0, if takes { 0 } else { libc::EFAULT }), "{release}");
-        println!("Linux {}: 2 GiB as one buffer: {}", release.trim(), if takes { "taken" } else { "EFAULT" });
+        let accepted = numbers[..2] >= [6, 15][..];
+        assert_eq!((registered(1 << 30), registered(TWO)), (0, if accepted { 0 } else { libc::EFAULT }), "{release}");
+        println!("Linux {}: 2 GiB as one buffer: {}", release.trim(), if accepted { "taken" } else { "EFAULT" });
     }
 }

@@ -1,4 +1,5 @@
-//! The state of a device in sysfs and /dev, read before VFIO opens it: which backend can open it, and why another cannot.
+//! The state of a device in sysfs and /dev, read before VFIO opens it: which backend can open it, and why another
+//! cannot.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -158,7 +159,8 @@ mod tests {
         says("bound to no driver");
         symlink("../../../bus/pci/drivers/nvme", device.join("driver")).unwrap();
         says(
-            "bound to nvme, not to vfio-pci (echo vfio-pci > /sys/bus/pci/devices/0000:01:00.0/driver_override; echo 0000:01:00.0 >",
+            "bound to nvme, not to vfio-pci (echo vfio-pci > /sys/bus/pci/devices/0000:01:00.0/driver_override; \
+             echo 0000:01:00.0 >",
         );
         let members = root.path().join("sys/kernel/iommu_groups/15/devices");
         fs::create_dir_all(&members).unwrap();

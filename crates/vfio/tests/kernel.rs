@@ -1,5 +1,5 @@
-//! Tests on a real kernel with the devices of a guest; `scripts/vm` runs them and provides the devices. `DMALANE_VFIO_WAY` selects the
-//! backend (type1 by default).
+//! Tests on a real kernel with the devices of a guest; `scripts/vm` runs them and provides the devices.
+//! `DMALANE_VFIO_WAY` selects the backend (type1 by default).
 
 mod edu;
 
@@ -13,7 +13,7 @@ use std::time::{Duration, Instant};
 
 use dmalane_addr::{Access, Address, CardAddr, Iova, PageSize, Span};
 use dmalane_dma::{
-    self as mem, AnonHeap, BufferSlice, DmaHeap, Heap, HostBus, Mapping, MemfdHeap, PageKind, SharedBuf,
+    self as dma, AnonHeap, BufferSlice, DmaHeap, Heap, Mapping, MemfdHeap, Mmio, PageKind, Registrar, SharedBuf,
 };
 use dmalane_queue::conformance::{Fixture, suite};
 use dmalane_queue::{DeviceAddr, Direction, OpError, Operation, Queue, Registered, run};
@@ -37,7 +37,8 @@ fn page_size() -> PageSize {
     PageSize::new(page() as u64).unwrap()
 }
 
-/// Memory that the kernel does not pin by its address: a mapping of a dma-buf, from the kernel's heap or else of a memfd.
+/// Memory that the kernel does not pin by its address: a mapping of a dma-buf, from the kernel's heap or else of a
+/// memfd.
 fn unpinnable(len: usize) -> SharedBuf {
     match DmaHeap::open("system") {
         Ok(heap) => heap.allocate(len).unwrap().share(),
@@ -112,7 +113,7 @@ fn pattern(seed: u64, len: usize) -> Vec<u8> {
 }
 
 fn map(bus: &VfioBus, buf: &SharedBuf, access: Access) -> Mapping {
-    bus.map(bus.pin(&buf.share()).unwrap(), access).unwrap()
+    bus.map(bus.pin(&buf.reference()).unwrap(), access).unwrap()
 }
 
 /// The error of this crate inside one of `dma`.
@@ -197,7 +198,7 @@ fn verify_dma(edu: &Edu, buf: &SharedBuf, seams: &[usize]) {
     assert_eq!(channel.poll(&mut Vec::new()), 0);
 }
 
-fn dma(heap: &dyn Heap, kind: PageKind, len: usize, page: usize) {
+fn check_dma(heap: &dyn Heap, kind: PageKind, len: usize, page: usize) {
     let buf = heap.allocate(len).unwrap();
     assert_eq!(buf.backing().kind, kind, "{:?}", buf.backing().passed_over);
     let seams: Vec<usize> = (0..8).map(|i| (i * page) % len).chain([1000, len]).collect();
@@ -206,23 +207,23 @@ fn dma(heap: &dyn Heap, kind: PageKind, len: usize, page: usize) {
 
 #[test]
 fn dma_over_pages_of_the_kernel() {
-    dma(&AnonHeap::starting_at(PageKind::Base), PageKind::Base, 1 << 20, page());
-    dma(&MemfdHeap::starting_at(PageKind::Base), PageKind::Base, 1 << 20, page());
+    check_dma(&AnonHeap::starting_at(PageKind::Base), PageKind::Base, 1 << 20, page());
+    check_dma(&MemfdHeap::starting_at(PageKind::Base), PageKind::Base, 1 << 20, page());
 }
 
 #[test]
 fn dma_over_pages_of_2m() {
-    dma(&AnonHeap::starting_at(PageKind::Hugetlb2M), PageKind::Hugetlb2M, 16 << 20, 2 << 20);
-    dma(&MemfdHeap::starting_at(PageKind::Hugetlb2M), PageKind::Hugetlb2M, 16 << 20, 2 << 20);
+    check_dma(&AnonHeap::starting_at(PageKind::Hugetlb2M), PageKind::Hugetlb2M, 16 << 20, 2 << 20);
+    check_dma(&MemfdHeap::starting_at(PageKind::Hugetlb2M), PageKind::Hugetlb2M, 16 << 20, 2 << 20);
     if page() == 4096 {
-        dma(&AnonHeap::starting_at(PageKind::Transparent), PageKind::Transparent, 16 << 20, 2 << 20);
+        check_dma(&AnonHeap::starting_at(PageKind::Transparent), PageKind::Transparent, 16 << 20, 2 << 20);
     }
 }
 
 #[test]
 fn dma_over_a_page_of_1g() {
-    dma(&AnonHeap::starting_at(PageKind::Hugetlb1G), PageKind::Hugetlb1G, 1 << 30, 100 << 20);
-    dma(&MemfdHeap::starting_at(PageKind::Hugetlb1G), PageKind::Hugetlb1G, 1 << 30, 100 << 20);
+    check_dma(&AnonHeap::starting_at(PageKind::Hugetlb1G), PageKind::Hugetlb1G, 1 << 30, 100 << 20);
+    check_dma(&MemfdHeap::starting_at(PageKind::Hugetlb1G), PageKind::Hugetlb1G, 1 << 30, 100 << 20);
 }
 
 /// Checks every byte of one page: only the copied bytes changed.
@@ -341,7 +342,8 @@ fn dma_after_unmap_is_stopped_and_reported_while_others_run() {
     done.remove(0).operation.into_slice().unwrap().read(0, &mut bytes).unwrap();
     assert!(bytes.iter().all(|b| *b == 0x11), "nothing was written");
     drop((done, registered, channel));
-    // Unmapped by dropping the mapping. An SMMU reports each word of a copy, and the kernel prints ten reports in five seconds.
+    // Unmapped by dropping the mapping. An SMMU reports each word of a copy, and the kernel prints ten reports in five
+    // seconds.
     let pause = || std::thread::sleep(Duration::from_secs(6));
     pause();
     let buf = allocate();
@@ -422,7 +424,7 @@ fn the_kernels_numbers_become_errors_by_cause() {
     let buf = AnonHeap::starting_at(PageKind::Base).allocate(4 * page()).unwrap().share();
     let p = page() as u64;
     let before = container.mappings_left().unwrap();
-    let at = |iova: u64| container.map_at(bus.pin(&buf.share()).unwrap(), Access::RW, Iova::new(iova));
+    let at = |iova: u64| container.map_at(bus.pin(&buf.reference()).unwrap(), Access::RW, Iova::new(iova));
     let refused = |iova: u64| cause(at(iova).unwrap_err());
     let says = |error: Error, words: &str| assert!(error.to_string().contains(words), "{error}");
     assert!(matches!(refused(0x1234), Error::Unaligned { page, .. } if page == page_size()));
@@ -449,16 +451,16 @@ fn the_kernels_numbers_become_errors_by_cause() {
     drop(mapping);
     // The kernel does not pin a mapping of a dma-buf by its address.
     let dma_buf = unpinnable(1 << 20);
-    let error = cause(bus.map(bus.pin(&dma_buf.share()).unwrap(), Access::RW).unwrap_err());
+    let error = cause(bus.map(bus.pin(&dma_buf.reference()).unwrap(), Access::RW).unwrap_err());
     assert!(matches!(error, Error::NotMemory { writable: true, .. }), "{error}");
     says(error, "a mapping of a dma-buf");
     // Pins of another bus, no access, an empty list, a range that is not whole pages.
     let other = edu_in(&self::container(), edus()[1]);
-    let foreign = other.bus().pin(&buf.share()).unwrap();
+    let foreign = other.bus().pin(&buf.reference()).unwrap();
     assert!(matches!(bus.map(foreign, Access::RW), Err(dma::Error::ForeignPin)));
-    assert!(matches!(bus.map(bus.pin(&buf.share()).unwrap(), Access::EXEC), Err(dma::Error::NoAccess(_))));
+    assert!(matches!(bus.map(bus.pin(&buf.reference()).unwrap(), Access::EXEC), Err(dma::Error::NoAccess(_))));
     assert!(matches!(bus.map_list(Vec::new(), Access::RW), Err(dma::Error::WholeBuffers)));
-    assert!(matches!(bus.pin_range(&buf.share(), 5..page()), Err(dma::Error::BadRange { .. })));
+    assert!(matches!(bus.pin_range(&buf.reference(), 5..page()), Err(dma::Error::BadRange { .. })));
     assert_eq!((container.mappings_left().unwrap(), container.mapped_bytes()), (before, 0), "nothing stays mapped");
     assert_eq!(left_behind(&container), 0, "not even in the kernel");
     assert!(buf.into_cpu().is_ok(), "no reference is left");
@@ -498,7 +500,7 @@ fn more_mappings_than_the_kernel_takes() {
     let mut mappings = Vec::new();
     let Some(left) = container.mappings_left().unwrap() else {
         assert_eq!(backend(), Backend::Iommufd);
-        let map = |_| edu.bus().map(edu.bus().pin(&buf.share()).unwrap(), Access::READ).unwrap();
+        let map = |_| edu.bus().map(edu.bus().pin(&buf.reference()).unwrap(), Access::READ).unwrap();
         mappings.extend((0..70_000).map(map));
         println!("{} mappings without a limit", mappings.len());
         drop(mappings);
@@ -506,7 +508,7 @@ fn more_mappings_than_the_kernel_takes() {
         return;
     };
     let error = loop {
-        match edu.bus().map(edu.bus().pin(&buf.share()).unwrap(), Access::READ) {
+        match edu.bus().map(edu.bus().pin(&buf.reference()).unwrap(), Access::READ) {
             Ok(mapping) => mappings.push(mapping),
             Err(e) => break cause(e),
         }
@@ -691,7 +693,7 @@ mod child {
         assert_eq!(bus.pin_limit(), Some(limit));
         let map = |len: usize| {
             let buf = AnonHeap::starting_at(PageKind::Base).allocate(len).unwrap().share();
-            bus.map(bus.pin(&buf.share()).unwrap(), Access::RW)
+            bus.map(bus.pin(&buf.reference()).unwrap(), Access::RW)
         };
         let before = bus.device().container().mappings_left().unwrap();
         let some = map(512 << 10).unwrap();
@@ -729,7 +731,8 @@ fn a_bar_is_mapped_by_its_own_page_size() {
     if release() >= (6, 15) {
         assert!(plain.1 > best.1 * 500, "{:?} against {:?}", plain.1, best.1);
     } else {
-        // The kernel maps 4 KiB at a time whatever the alignment: no faster, but no slower either than at the address of `mmap`.
+        // The kernel maps 4 KiB at a time whatever the alignment: no faster, but no slower either than at the address
+        // of `mmap`.
         let anywhere = cost(BarAlignment::Any);
         println!("and aligned to {} by mmap: {:?}", anywhere.0, anywhere.1);
         assert!(best.1 <= plain.1 && best.1 <= anywhere.1 * 101 / 100, "{plain:?}, {anywhere:?} against {best:?}");
@@ -775,7 +778,8 @@ impl Fixture for EduFixture {
     }
 
     fn far(&mut self, offset: u64, part: &BufferSlice) -> DeviceFar {
-        let via = self.registered.iter().find(|r| r.mapping().pinned().share().holds(part)).expect("a buffer of ours");
+        let via =
+            self.registered.iter().find(|r| r.mapping().pinned().reference().holds(part)).expect("a buffer of ours");
         DeviceFar { at: DeviceAddr::Card(CardAddr::new(offset)), via: via.clone() }
     }
 
@@ -911,7 +915,7 @@ mod measure {
         }
         let times: Vec<(u128, u128)> = (0..ROUNDS)
             .map(|round| {
-                let pinned = edu.bus().pin(&buf.share()).unwrap();
+                let pinned = edu.bus().pin(&buf.reference()).unwrap();
                 let began = Instant::now();
                 let mapping = edu.bus().map(pinned, Access::RW).unwrap();
                 let map = began.elapsed();
@@ -931,11 +935,9 @@ mod measure {
         assert_eq!((container.mapped_bytes(), container.failed_unmaps(), left_behind(&container)), (0, 0, 0));
         let (first, map) = (times[0].0, times.iter().map(|t| t.0).min().unwrap());
         let unmap = times.iter().map(|t| t.1).min().unwrap();
-        println!(
-            r#"ROW {{"kernel":"{}.{}","memory":"{memory}","call":"{call}","first_ns":{first},"map_ns":{map},"unmap_ns":{unmap}}}"#,
-            release().0,
-            release().1
-        );
+        let (major, minor) = release();
+        let times = format!(r#""first_ns":{first},"map_ns":{map},"unmap_ns":{unmap}"#);
+        println!(r#"ROW {{"kernel":"{major}.{minor}","memory":"{memory}","call":"{call}",{times}}}"#);
     }
 
     #[test]

@@ -6,7 +6,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 
 from . import report, served, suites, tables
 from .kernels import Store, all_kernels
@@ -21,9 +20,9 @@ COMMANDS = {
     "iommufd": "builds a kernel with iommufd, once (6 minutes of a processor, 3 GB meanwhile), and runs the suites on "
     "both backends of VFIO",
     "arm64": "the suites on arm64, with an SMMUv3 and pages of 4 and 16 KiB; cross-built (5 minutes)",
-    "vfio-user": "the served card in a guest: `dmalane card serve` on this machine, a QEMU from 10.1 on out of Debian's "
-    "sid in a folder of its own, and in the guest the driver's tests, `dmalane load --verify` with a real model file, "
-    "and the card's process killed",
+    "vfio-user": "the served card in a guest: `dmalane card serve` on this machine, a QEMU from 10.1 on out of "
+    "Debian's sid in a folder of its own, and in the guest the driver's tests, `dmalane load --verify` with a real "
+    "model file, and the card's process killed",
     "bar-map": "prints the table of docs/bench/bar-map.md: BARs of 1, 8 and 32 GiB, aligned in several ways (an hour)",
     "dma-map": "prints the table of docs/bench/dma-map.md: memory of each page size, mapped by type1 and by iommufd",
 }
@@ -102,17 +101,16 @@ def require_target(target):
         raise Skip(f"rustup cannot fetch the target {target}")
 
 
-def run_kernel(command, store, kernel, logs):
-    """Runs one kernel; True where all of it passed. Logs for a table are added to `logs`."""
+def run_kernels(command, store, kernels):
+    """Runs a command on kernels that are there; True where all of it passed."""
     match command:
         case "run" | "iommufd" | "arm64":
-            return suites.run_suites(store, kernel)
+            return suites.run_suites(store, kernels)
         case "vfio-user":
-            return served.run(store, kernel)
-        case "bar-map":
-            logs.append(suites.bar_map(store, kernel))
-        case "dma-map":
-            logs.append(suites.dma_map(store, kernel))
+            return all([served.run(store, kernel) for kernel in kernels])
+        case "bar-map" | "dma-map":
+            measure = suites.bar_map if command == "bar-map" else suites.dma_map
+            print("\n".join(tables.TABLES[command]([measure(store, kernel) for kernel in kernels])))
     return True
 
 
@@ -122,27 +120,23 @@ def execute(command, kernels, settings):
     store = Store(settings)
     if command == "vfio-user":
         print(f"== {served.fetch_qemu(store)}")
-    passed, reasons, logs = True, [], []
+    fetched, reasons = [], []
     for kernel in kernels:
         try:
             store.fetch(kernel)
         except Skip as reason:
             reasons.append(f"kernel {kernel.name}: {reason}")
             print("\n".join(report.ignored(f"kernel_{kernel.name}", reason)))
-            continue
-        print(f"== kernel {kernel.name}: {' '.join(store.versions(kernel))}")
-        began = time.monotonic()
-        try:
-            passed &= run_kernel(command, store, kernel, logs)
-        except Failed as failure:
-            print(failure)
-            passed = False
-        print(f"== kernel {kernel.name}: {time.monotonic() - began:.0f} s")
-    if len(reasons) == len(kernels):
+        else:
+            fetched.append(kernel)
+            print(f"== kernel {kernel.name}: {' '.join(store.versions(kernel))}")
+    if not fetched:
         raise Skip("; ".join(reasons))
-    if logs:
-        print("\n".join(tables.TABLES[command](logs)))
-    return 0 if passed else 1
+    try:
+        return 0 if run_kernels(command, store, fetched) else 1
+    except Failed as failure:
+        print(failure)
+        return 1
 
 
 def main(arguments):

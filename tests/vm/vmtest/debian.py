@@ -1,4 +1,4 @@
-"""Packages from Debian's archive as this machine's apt knows it, unpacked into folders of our own: nothing is installed."""
+"""Packages from Debian's archive as this machine's apt knows it, unpacked into private folders, not installed."""
 
 import getpass
 import re

@@ -74,26 +74,61 @@ def suite_devices(work):
     ]  # fmt: skip
 
 
-def boot(command, work, seconds, env=None, watch=None):
-    """Runs a guest to its end, which leaves the two logs in `work`. `watch` is called five times a second meanwhile."""
-    end = time.monotonic() + seconds
-    with (work / "qemu.log").open("wb") as log:
-        process = subprocess.Popen(
-            command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=os.environ | (env or {})
-        )
-        try:
-            while process.poll() is None:
-                if watch is not None:
-                    watch()
-                try:
-                    process.wait(timeout=0.2)
-                except subprocess.TimeoutExpired:
-                    if time.monotonic() > end:
-                        raise Failed(f"qemu was stopped after {seconds} s") from None
-        finally:
-            stop(process)
-    if process.returncode != 0:
-        raise QemuFailed(process.returncode)
+class Guest:
+    """A QEMU that runs until its time is over. It leaves its logs in `work`; `watch` is called as long as it runs."""
+
+    def __init__(self, name, command, work, seconds, env=None, watch=lambda: None):
+        self.name, self.command, self.work, self.env = name, command, work, os.environ | (env or {})
+        self.seconds, self.watch, self.failure = seconds, watch, None
+
+    def start(self):
+        self.began = time.monotonic()
+        with (self.work / "qemu.log").open("wb") as log:
+            self.process = subprocess.Popen(
+                self.command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=self.env
+            )
+
+    def is_running(self):
+        """False at the end, with the reason in `failure` where it failed."""
+        status = self.process.poll()
+        if status is None:
+            self.watch()
+            if self.took() < self.seconds:
+                return True
+            stop(self.process)
+            self.failure = Failed(f"qemu was stopped after {self.seconds} s")
+        elif status != 0:
+            self.failure = QemuFailed(status)
+        return False
+
+    def took(self):
+        """Seconds since the start."""
+        return time.monotonic() - self.began
+
+
+def run(guests):
+    """Runs guests to their ends, side by side, and yields each that has ended. What ends this function ends them."""
+    running = []
+    try:
+        for guest in guests:
+            guest.start()
+            running.append(guest)
+        while running:
+            for guest in list(running):
+                if not guest.is_running():
+                    running.remove(guest)
+                    yield guest
+            time.sleep(0.2)
+    finally:
+        for guest in running:
+            stop(guest.process)
+
+
+def boot(*arguments, **named):
+    """Runs one guest to its end; raises where it failed."""
+    for guest in run([Guest(*arguments, **named)]):
+        if guest.failure is not None:
+            raise guest.failure
 
 
 class QemuFailed(Failed):

@@ -1,4 +1,4 @@
-"""The served card in a guest: `dmalane card serve` on this machine, and a QEMU that speaks vfio-user (10.1 or later)."""
+"""The served card in a guest: `dmalane card serve` on this machine, and a QEMU that speaks vfio-user (from 10.1 on)."""
 
 import ast
 import hashlib
@@ -12,7 +12,7 @@ from pathlib import Path
 
 from . import debian, initramfs, qemu, report
 from .settings import ROOT, Failed, Skip
-from .suites import LIBTEST, cargo, test_binary
+from .suites import LIBTEST, cargo, test_binaries
 
 SECONDS = 600
 
@@ -129,11 +129,12 @@ class Card:
 
 
 def run(store, kernel):
-    """Boots the kernel with the served card and an edu beside it, and runs crates/dmalane/tests/served_card.rs there."""
+    """Boots the kernel with the served card and an edu, and runs crates/dmalane/tests/served_card.rs there."""
     settings = store.settings
     work = initramfs.fresh(settings.cache / f"served-{kernel.name}")
     dmalane = settings.target / "release/dmalane"
-    binary = test_binary("dmalane", "--release", "--test", "served_card")
+    options = ["--package", "dmalane", "--release", "--test", "served_card"]
+    [binary] = test_binaries(("dmalane", "served_card"), options=options)
     cargo("build", "--locked", "--release", "--package", "dmalane-cli")
     extra = []
     try:
@@ -150,7 +151,7 @@ def run(store, kernel):
     with Card(dmalane, work) as card:
         command = qemu.served(program, store.folder(kernel) / "vmlinuz", work, card.socket)
         try:
-            qemu.boot(command, work, settings.seconds or SECONDS, env, card.obey)
+            qemu.boot(kernel.name, command, work, settings.seconds or SECONDS, env, card.obey)
         except Failed as failure:
             print(failure)
             # QEMU 11.1 aborts when it must map memory for a device whose process is gone: here, as the guest lets go

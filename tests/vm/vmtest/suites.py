@@ -24,30 +24,44 @@ def cargo(*arguments, env=None):
     return done.stdout
 
 
-def executable(messages):
-    """The last test binary in what `cargo test --message-format=json` prints; None where it built none."""
-    found = None
+def executables(messages):
+    """The test binaries in what `cargo test --message-format=json` prints, by package and target: {("dmalane-dma",
+    "dmalane_dma"): path}."""
+    found = {}
     for line in messages.splitlines():
         message = json.loads(line) if line.startswith("{") else {}
-        if message.get("profile", {}).get("test"):
-            found = message.get("executable") or found
+        if message.get("profile", {}).get("test") and message.get("executable"):
+            # "path+file:///DIRECTORY#NAME@VERSION", or "...DIRECTORY/NAME#VERSION" where the directory has that name.
+            location, _, fragment = message["package_id"].rpartition("#")
+            package = fragment.split("@")[0] if "@" in fragment else location.rpartition("/")[2]
+            found[package, message["target"]["name"]] = message["executable"]
     return found
 
 
-def test_binary(package, *arguments, arch=None):
-    """The path of the libtest binary of a package; cross-built and linked statically for another architecture."""
-    command = ["test", "--locked", "--no-run", "--message-format=json", "--package", package, *arguments]
-    env = {}
-    if arch is not None:
-        command += ["--target", ARM64]
+def test_binaries(*targets, options=(), env=None):
+    """The paths of libtest binaries, each named by its package and target."""
+    command = ["test", "--locked", "--no-run", "--message-format=json-render-diagnostics"]
+    found = executables(cargo(*command, *options, env=env))
+    missing = [" ".join(target) for target in targets if target not in found]
+    if missing:
+        raise Failed(f"cargo built no test {', '.join(missing)}")
+    return [found[target] for target in targets]
+
+
+def suite_programs(arch):
+    """The test binaries that the suites run; cross-built and linked statically for another architecture."""
+    if arch is None:
+        # The features of part "test" of scripts/check, so that nothing is built again.
+        options, env = ["--workspace", "--all-features"], {}
+    else:
+        options = ["--package", "dmalane-vfio", "--package", "dmalane-dma", "--target", ARM64]
         env = {
             "CARGO_TARGET_AARCH64_UNKNOWN_LINUX_MUSL_LINKER": "rust-lld",
             "CARGO_TARGET_AARCH64_UNKNOWN_LINUX_MUSL_RUSTFLAGS": "-C strip=debuginfo",
         }
-    found = executable(cargo(*command, env=env))
-    if found is None:
-        raise Failed(f"cargo built no test of {package}")
-    return found
+    targets = [("dmalane-vfio", "kernel"), ("dmalane-vfio", "dmalane_vfio"), ("dmalane-dma", "dmalane_dma")]
+    paths = test_binaries(*targets, options=["--lib", "--test", "kernel", *options], env=env)
+    return dict(zip(("kernel", "unit", "mem"), paths, strict=True))
 
 
 def suite_lines(kernel, name_filter):
@@ -73,33 +87,31 @@ def suite_lines(kernel, name_filter):
     ]
 
 
-def run_suites(store, kernel):
-    """Boots the kernel and runs the suites of the driver and of the heaps; True where all passed."""
+def run_suites(store, kernels):
+    """Boots kernels of one architecture side by side, and runs the suites of the driver and of the heaps in them.
+
+    True where all passed.
+    """
     settings = store.settings
-    work = initramfs.fresh(settings.cache / f"run-{kernel.name}")
-    programs = {
-        "kernel": test_binary("dmalane-vfio", "--test", "kernel", arch=kernel.arch),
-        "unit": test_binary("dmalane-vfio", "--lib", arch=kernel.arch),
-        "mem": test_binary("dmalane-dma", "--lib", arch=kernel.arch),
-    }
-    initramfs.build(store, kernel, work, suite_lines(kernel, settings.filter), programs)
-    machine = qemu.x86 if kernel.arch is None else qemu.arm64
-    command = machine(store.folder(kernel) / "vmlinuz", work, qemu.suite_devices(work))
-    passed = booted(command, work, settings.seconds or SUITE_SECONDS)
-    passed &= report.show(kernel.name, work)
-    for name in ("bar", "disk", "initramfs"):
-        (work / name).unlink(missing_ok=True)
+    programs = suite_programs(kernels[0].arch)
+    guests = []
+    for kernel in kernels:
+        work = initramfs.fresh(settings.cache / f"run-{kernel.name}")
+        initramfs.build(store, kernel, work, suite_lines(kernel, settings.filter), programs)
+        machine = qemu.x86 if kernel.arch is None else qemu.arm64
+        command = machine(store.folder(kernel) / "vmlinuz", work, qemu.suite_devices(work))
+        guests.append(qemu.Guest(kernel.name, command, work, settings.seconds or SUITE_SECONDS))
+    passed = True
+    for guest in qemu.run(guests):
+        print(f"== kernel {guest.name}: {guest.took():.0f} s")
+        if guest.failure is not None:
+            print(guest.failure)
+            passed = False
+        # What it said may be worth reading all the same.
+        passed &= report.show(guest.name, guest.work)
+        for file in ("bar", "disk", "initramfs"):
+            (guest.work / file).unlink(missing_ok=True)
     return passed
-
-
-def booted(command, work, seconds):
-    """Runs a guest; says why and gives False where that failed. What the guest said may still be worth reading."""
-    try:
-        qemu.boot(command, work, seconds)
-    except Failed as failure:
-        print(failure)
-        return False
-    return True
 
 
 def measured(store, kernel, name, work, devices, seconds):
@@ -107,7 +119,7 @@ def measured(store, kernel, name, work, devices, seconds):
     command = qemu.x86(store.folder(kernel) / "vmlinuz", work, devices)
     text = ""
     try:
-        qemu.boot(command, work, store.settings.seconds or seconds)
+        qemu.boot(kernel.name, command, work, store.settings.seconds or seconds)
         text = report.text_of(work / qemu.TESTS).replace("\r", "")
         if not report.read(kernel.name, text).passed:
             raise Failed("the guest did not run to its end")
@@ -151,8 +163,9 @@ def dma_map(store, kernel):
     if not kernel.is_built:
         raise Failed("only a kernel with iommufd can compare the two: scripts/vm dma-map")
     work = initramfs.fresh(store.settings.cache / f"dma-{kernel.name}")
-    programs = {"kernel": test_binary("dmalane-vfio", "--test", "kernel", "--release")}
+    options = ["--package", "dmalane-vfio", "--test", "kernel", "--release"]
+    [binary] = test_binaries(("dmalane-vfio", "kernel"), options=options)
     lines = ["dma-map devices kernel --exact --nocapture measure::mapping_of_host_memory"]
-    initramfs.build(store, kernel, work, lines, programs)
+    initramfs.build(store, kernel, work, lines, {"kernel": binary})
     devices = ["-device", qemu.EDU, *qemu.EDU_BEHIND_BRIDGE]
     return measured(store, kernel, "dma-map", work, devices, DMA_MAP_SECONDS)

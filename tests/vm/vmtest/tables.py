@@ -38,8 +38,9 @@ def bar_map_reports(log):
 
 def bar_map(logs):
     """The lines of the table, and of how much faster the best alignment is."""
-    yield "| kernel | BAR | way | `--align` | aligned to | map, first | map, least | unmap, least | rounds | all of them |"
-    yield "|---|---|---|---|---|---|---|---|---|---|"
+    heads = "kernel, BAR, way, `--align`, aligned to, map first, map least, unmap least, rounds, all rounds".split(", ")
+    yield f"| {' | '.join(heads)} |"
+    yield "|---" * len(heads) + "|"
     rows = {}
     for report in (report for log in logs for report in bar_map_reports(log)):
         kernel = ".".join(report["kernel"].split(".")[:2])

@@ -229,6 +229,12 @@ impl MemfdHeap {
         Self(Ladder::new(best, SHARED))
     }
 
+    /// A heap whose memory another process can import ([`SharedBuf::import`](crate::SharedBuf::import)): its ladder
+    /// starts at `best`, but at transparent huge pages at most.
+    pub fn importable(best: Option<PageKind>) -> Self {
+        Self::starting_at(if best == Some(PageKind::Base) { PageKind::Base } else { PageKind::Transparent })
+    }
+
     /// The heap, with all of its memory from one NUMA node, if one is named; a node that there is not fails when memory is asked
     /// for.
     #[must_use]

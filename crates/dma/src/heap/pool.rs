@@ -19,8 +19,8 @@ const SLAB_UP_TO: usize = HUGE / 2;
 /// A heap over another one, which keeps what is dropped instead of giving it back to the kernel: the next buffer of about that
 /// size has its pages already.
 ///
-/// A buffer comes back when the last share of it is dropped. One whose descriptor was lent out does not: another process may still
-/// have it mapped. Buffers that outlive their pool are freed.
+/// A buffer comes back when the last reference to it is dropped. One whose descriptor was lent out does not: another
+/// process may still have it mapped. Buffers that outlive their pool are freed.
 #[derive(Clone)]
 pub struct Pool(Arc<Shelf>);
 

@@ -60,7 +60,7 @@ pub(super) struct Directory {
 impl Directory {
     /// Enters the frames of a buffer from one of its pages on. `None`, and nothing entered, when it has more pages or the directory more buffers
     /// than 32 bits count.
-    pub(super) fn enter(&mut self, share: BufferRef, first: u64, frames: &SgTable<PhysAddr>) -> Option<()> {
+    pub(super) fn enter(&mut self, buffer: BufferRef, first: u64, frames: &SgTable<PhysAddr>) -> Option<()> {
         u32::try_from(first.checked_add(frames.len() / FRAME)?).ok()?;
         let slot = match self.vacant.pop() {
             Some(slot) => slot,
@@ -70,7 +70,7 @@ impl Directory {
                 slot
             }
         };
-        self.slots[slot as usize] = Some(share);
+        self.slots[slot as usize] = Some(buffer);
         self.frames += frames.len() / FRAME;
         let mut page = first as u32; // checked above, with all that follow
         self.set(frames, || {
@@ -118,8 +118,8 @@ impl Directory {
     /// The bytes of a stretch.
     #[inline]
     pub(super) fn view(&self, stretch: Stretch) -> Option<VolatileSlice<'_>> {
-        let share = self.slots.get(stretch.slot as usize)?.as_ref()?;
-        share.view().sub(usize::try_from(stretch.offset).ok()?, usize::try_from(stretch.len).ok()?)
+        let buffer = self.slots.get(stretch.slot as usize)?.as_ref()?;
+        buffer.view().sub(usize::try_from(stretch.offset).ok()?, usize::try_from(stretch.len).ok()?)
     }
 
     fn owner(&self, addr: PhysAddr) -> Option<Owner> {

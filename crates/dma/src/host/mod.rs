@@ -115,7 +115,7 @@ pub struct HostStats {
 /// use dmalane_dma::{AnonHeap, CopyHint, DeviceMem, Heap, HostConfig, SoftHost};
 /// let host: SoftHost = SoftHost::new(HostConfig::default())?;
 /// let buf = AnonHeap::new().allocate(1 << 20)?.share();
-/// let mapping = host.map(host.pin(&buf.share())?, Access::READ)?;
+/// let mapping = host.map(host.pin(&buf.reference())?, Access::READ)?;
 /// let mut device = host.port();
 /// let iova = mapping.span().first();
 /// let mut word = [0; 4];
@@ -164,17 +164,17 @@ impl<F: Format> SoftHost<F> {
     ///
     /// # Errors
     /// [`Error::OutOfFrames`].
-    pub fn pin(&self, share: &BufferRef) -> Result<Pinned, Error> {
+    pub fn pin(&self, buffer: &BufferRef) -> Result<Pinned, Error> {
         // Buffers are whole 4 KiB pages (contract of `Heap::allocate`).
-        self.pin_range(share, 0..share.len())
+        self.pin_range(buffer, 0..buffer.len())
     }
 
     /// Gives some pages of the buffer frames.
     ///
     /// # Errors
     /// [`Error::BadRange`] unless the range is whole 4 KiB pages of the buffer; [`Error::PinLimit`], [`Error::OutOfFrames`].
-    pub fn pin_range(&self, share: &BufferRef, range: Range<usize>) -> Result<Pinned, Error> {
-        let len = share.len();
+    pub fn pin_range(&self, buffer: &BufferRef, range: Range<usize>) -> Result<Pinned, Error> {
+        let len = buffer.len();
         let frame = FRAME as usize;
         if range.is_empty() || range.end > len || !(range.start | range.end).is_multiple_of(frame) {
             return Err(Error::BadRange { range, len });
@@ -187,11 +187,11 @@ impl<F: Format> SoftHost<F> {
         }
         let out = Error::OutOfFrames { wanted, limit: frames.limit() };
         let Some(pages) = frames.allocate(wanted) else { return Err(out) };
-        if self.0.write().directory.enter(share.clone(), range.start as u64 / FRAME, &pages).is_none() {
+        if self.0.write().directory.enter(buffer.clone(), range.start as u64 / FRAME, &pages).is_none() {
             frames.release(&pages);
             return Err(out);
         }
-        Ok(Pinned::of_range(share.clone(), range, Some(pages), self.owner()))
+        Ok(Pinned::of_range(buffer.clone(), range, Some(pages), self.owner()))
     }
 
     /// Refuses to have more bytes than this pinned at one time, as a kernel does that counts them against RLIMIT_MEMLOCK. A software

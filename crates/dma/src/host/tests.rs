@@ -21,8 +21,8 @@ fn reaches_what_is_mapped_and_nothing_else<F: Format>() {
     for fragmentation in [0.0, 0.5, 1.0] {
         let host = host::<F>(fragmentation);
         let (buf, other) = (buffer(5 << 20), buffer(1 << 20));
-        let mapping = host.map(host.pin(&buf.share()).unwrap(), Access::RW).unwrap();
-        let readonly = host.map(host.pin(&other.share()).unwrap(), Access::READ).unwrap();
+        let mapping = host.map(host.pin(&buf.reference()).unwrap(), Access::RW).unwrap();
+        let readonly = host.map(host.pin(&other.reference()).unwrap(), Access::READ).unwrap();
         let mut port = host.port();
         let mut got = vec![0; buf.len()];
         port.read_bytes(mapping.span().first(), &mut got).unwrap();
@@ -62,7 +62,7 @@ fn reaches_what_is_mapped_and_nothing_else<F: Format>() {
         assert!(stats.leaves.iter().all(|(_, n)| *n == 0));
         assert_eq!(stats.faults, host.recent_faults().len() as u64);
         let (frames, iovas) = (lock(&host.0.frames).free_frames(), lock(&host.0.iovas).free_bytes());
-        drop(host.map(host.pin(&buf.share()).unwrap(), Access::RW).unwrap());
+        drop(host.map(host.pin(&buf.reference()).unwrap(), Access::RW).unwrap());
         assert_eq!((lock(&host.0.frames).free_frames(), lock(&host.0.iovas).free_bytes()), (frames, iovas));
     }
 }
@@ -82,7 +82,7 @@ fn leaves_follow_the_fragmentation() {
     let buf = buffer(8 << 20);
     let leaves = |f| {
         let host = host::<Arm64S1_4k>(f);
-        let _mapping = host.map(host.pin(&buf.share()).unwrap(), Access::RW).unwrap();
+        let _mapping = host.map(host.pin(&buf.reference()).unwrap(), Access::RW).unwrap();
         host.stats().leaves.into_iter().filter(|(_, n)| *n > 0).collect::<Vec<_>>()
     };
     assert_eq!(leaves(0.0), [(PageSize::SIZE_2M, 4)]);
@@ -93,12 +93,12 @@ fn leaves_follow_the_fragmentation() {
 fn refusals() {
     let host = host::<Arm64S1_4k>(0.0);
     let buf = buffer(4096);
-    let pinned = host.pin(&buf.share()).unwrap();
+    let pinned = host.pin(&buf.reference()).unwrap();
     assert!(matches!(host.map(pinned, Access::EXEC), Err(Error::NoAccess(_))));
-    let elsewhere = self::host::<Arm64S1_4k>(0.0).pin(&buf.share()).unwrap();
+    let elsewhere = self::host::<Arm64S1_4k>(0.0).pin(&buf.reference()).unwrap();
     assert!(matches!(host.map(elsewhere, Access::RW), Err(Error::ForeignPin)));
     let small: SoftHost = SoftHost::new(HostConfig { memory: 0, ..HostConfig::default() }).unwrap();
-    assert!(matches!(small.pin(&buf.share()), Err(Error::OutOfFrames { .. })));
+    assert!(matches!(small.pin(&buf.reference()), Err(Error::OutOfFrames { .. })));
     assert_eq!(host.stats().pinned_frames, 0);
 }
 
@@ -119,7 +119,7 @@ fn unmapping_waits_for_copies_under_way() {
     let buf = buffer(4 << 20);
     std::thread::scope(|s| {
         for round in 0..20u8 {
-            let mapping = host.map(host.pin(&buf.share()).unwrap(), Access::RW).unwrap();
+            let mapping = host.map(host.pin(&buf.reference()).unwrap(), Access::RW).unwrap();
             let iova = mapping.span().first();
             let mut port = host.port();
             let writer = s.spawn(move || while port.write_bytes(iova, &vec![round; 4 << 20]).is_ok() {});
@@ -140,13 +140,13 @@ fn pins_no_more_than_it_may() {
     let host = host::<Arm64S1_4k>(0.5);
     host.set_pin_limit(1 << 20);
     let (small, large) = (buffer(768 << 10), buffer(2 << 20));
-    let pinned = host.pin(&small.share()).unwrap();
-    let refused = host.pin_range(&large.share(), 0..512 << 10).unwrap_err();
+    let pinned = host.pin(&small.reference()).unwrap();
+    let refused = host.pin_range(&large.reference(), 0..512 << 10).unwrap_err();
     assert!(matches!(refused, Error::PinLimit { wanted: 0x80000, pinned: 0xc0000, limit: 0x100000 }), "{refused}");
     drop(pinned);
-    host.pin_range(&large.share(), 0..512 << 10).unwrap();
+    host.pin_range(&large.reference(), 0..512 << 10).unwrap();
     for range in [0..4095, 1..4096, 0..0, 2 << 20..(2 << 20) + 4096] {
-        assert!(matches!(host.pin_range(&large.share(), range), Err(Error::BadRange { .. })));
+        assert!(matches!(host.pin_range(&large.reference(), range), Err(Error::BadRange { .. })));
     }
     assert_eq!(host.stats().pinned_frames, 0);
 }
@@ -174,7 +174,7 @@ fn the_iotlb_never_mixes_buffers_up() {
                     buf.view().fill(byte);
                     model.extend(std::iter::repeat_n(byte, buf.len()));
                 }
-                let pinned = bufs.iter().map(|buf| host.pin(&buf.share()).unwrap()).collect();
+                let pinned = bufs.iter().map(|buf| host.pin(&buf.reference()).unwrap()).collect();
                 mapped.push((host.map_list(pinned, Access::RW).unwrap(), model, bufs));
             }
             if mapped.len() > 60 {
@@ -221,7 +221,7 @@ proptest! {
         let buf = buffer(3 << 20);
         let mut model = vec![0; buf.len()];
         buf.view().read(&mut model);
-        let mapping = host.map(host.pin(&buf.share()).unwrap(), Access::RW).unwrap();
+        let mapping = host.map(host.pin(&buf.reference()).unwrap(), Access::RW).unwrap();
         let mut port = host.port();
         for (write, at, len, byte) in ops {
             let len = len.min(buf.len() - at);
@@ -245,7 +245,7 @@ proptest! {
 fn translations_that_are_being_changed_are_not_waited_for() {
     let host: SoftHost = SoftHost::new(HostConfig::default()).unwrap();
     let buf = AnonHeap::new().allocate(4096).unwrap().share();
-    let mapping = host.map(host.pin(&buf.share()).unwrap(), Access::RW).unwrap();
+    let mapping = host.map(host.pin(&buf.reference()).unwrap(), Access::RW).unwrap();
     let mut port = host.port();
     let mut word = [1; 4];
     port.try_hold().unwrap().read_bytes(mapping.span().first(), &mut word).unwrap();

@@ -6,9 +6,9 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 use dmalane_addr::Access;
-use dmalane_dma::{BufferSlice, Error, Heap, HostBus};
+use dmalane_dma::{BufferSlice, Error, Heap, Registrar};
 use dmalane_load::fill::{Event, Filled, Job, Onward, Watch};
-use dmalane_load::{Stage, StageReport};
+use dmalane_load::{OpenDevice, Stage, StageReport};
 use dmalane_queue::{DeviceAddr, Queue, Registered};
 
 use super::{ReadError, ReadMethod, ReadOptions, ReadSource, all};
@@ -29,34 +29,34 @@ pub struct MappedRead {
 /// are longer where there would be more.
 const MAPPINGS: u64 = 1 << 14;
 
-/// [`read_all`](super::read_all), with every gather pinned and mapped for the device of `bus` as soon as its memory is there: one call of each for a
-/// gather, while reads into the gathers before it are in flight.
+/// [`read_all`](super::read_all), with every gather pinned and mapped by `registrar` as soon as its memory is there:
+/// one call of each for a gather, while reads into the gathers before it are in flight.
 ///
 /// The device sees a gather from the moment that `watch` is told that it was allocated, and may use the bytes of an extent from the moment
 /// that it is told that it is complete. With an access that lets the device write, checksums are of what it has left there.
 ///
 /// # Errors
-/// [`ReadError`]; [`ReadError::Map`] where the bus refuses, and then as after any other error nothing is left mapped, pinned or in
-/// flight.
+/// [`ReadError`]; [`ReadError::Map`] where the registrar refuses, and then as after any other error nothing is left
+/// mapped, pinned or in flight.
 pub fn read_mapped(
     heap: &dyn Heap,
-    bus: &dyn HostBus,
+    registrar: &dyn Registrar,
     access: Access,
     sources: &[ReadSource],
     job: &Job,
     options: &ReadOptions,
     watch: &mut Watch<'_>,
 ) -> Result<MappedRead, ReadError> {
-    mapped(heap, bus, access, None, sources, job, options, watch)
+    mapped(heap, registrar, access, None, sources, job, options, watch)
 }
 
 /// [`read_mapped`], and the device gets the buffers: the transfer of a piece to it begins as soon as its bytes have arrived (and were hashed,
 /// with [`ReadOptions::checksum`]), while what lies behind it is being read or allocated. The first byte of a buffer goes to the place in `to`
 /// that has its number, the others follow; bytes that no extent names go there as zeroes. The device may only read.
 ///
-/// `channel` is one of the device of `bus`, and has nothing in flight. `watch` is told of what the device has, by [`Event::OnDevice`], and
-/// of an extent that is complete when the device has all of it. When this returns, it has everything; the buffers are there too, and still
-/// mapped.
+/// The device's queue has nothing in flight. `watch` is called with what has arrived on the device ([`Event::OnDevice`]), and with an
+/// extent that is complete when the device has all of it. When this returns, it has everything; the buffers are there too, and
+/// still mapped.
 ///
 /// ```
 /// use dmalane::queue::DeviceAddr;
@@ -87,21 +87,20 @@ pub fn read_mapped(
 ///
 /// # Errors
 /// Those of [`read_mapped`], and [`FillError::Transfer`](dmalane_load::fill::FillError::Transfer) or
-/// [`FillError::Refused`](dmalane_load::fill::FillError::Refused) where the device fails, or ends nothing for half a minute: then `channel` is
-/// stopped. Reads and transfers in flight have ended by then; a transfer that the device does not let go of stays in flight on `channel`,
+/// [`FillError::Refused`](dmalane_load::fill::FillError::Refused) where the device fails, or ends nothing for half a minute: then its
+/// queue is stopped. Reads and transfers in flight have ended by then; a transfer that the device does not let go of stays in flight,
 /// and keeps its memory and its mapping.
-#[allow(clippy::too_many_arguments)] // a device, a job, and how: each is needed
 pub fn read_to_device(
     heap: &dyn Heap,
-    bus: &dyn HostBus,
-    channel: &mut dyn Queue<Addr = DeviceAddr>,
+    device: &mut OpenDevice,
     to: &[DeviceAddr],
     sources: &[ReadSource],
     job: &Job,
     options: &ReadOptions,
     watch: &mut Watch<'_>,
 ) -> Result<MappedRead, ReadError> {
-    mapped(heap, bus, Access::READ, Some((channel, to)), sources, job, options, watch)
+    let (registrar, polled) = (device.registrar().clone(), device.info().polled);
+    mapped(heap, &*registrar, Access::READ, Some((device.queue_mut(), polled, to)), sources, job, options, watch)
 }
 
 /// For each buffer its gathers by where they begin.
@@ -110,9 +109,9 @@ type Gathers = Vec<BTreeMap<u64, Registered>>;
 #[allow(clippy::too_many_arguments)]
 fn mapped(
     heap: &dyn Heap,
-    bus: &dyn HostBus,
+    registrar: &dyn Registrar,
     access: Access,
-    device: Option<(&mut dyn Queue<Addr = DeviceAddr>, &[DeviceAddr])>,
+    device: Option<(&mut dyn Queue<Addr = DeviceAddr>, bool, &[DeviceAddr])>,
     sources: &[ReadSource],
     job: &Job,
     options: &ReadOptions,
@@ -122,18 +121,18 @@ fn mapped(
     let locked = || -> MutexGuard<'_, Gathers> { gathers.lock().unwrap_or_else(PoisonError::into_inner) };
     let (mut registering, mut mapping, mut bytes) = (Duration::ZERO, Duration::ZERO, 0);
     let wanted = job.buffers.iter().fold(0u64, |sum, len| sum.saturating_add(*len));
-    within_pin_limit(bus, wanted).map_err(|source| ReadError::Map { buffer: 0, offset: 0, source })?;
+    within_pin_limit(registrar, wanted).map_err(|source| ReadError::Map { buffer: 0, offset: 0, source })?;
     let gather = options.gather.max(wanted.div_ceil(MAPPINGS).checked_next_power_of_two().unwrap_or(u64::MAX));
     let options = &ReadOptions { gather, ..options.clone() };
     let mut refused = None;
     let mut each = |event: Event| {
-        if let Event::Allocated { buffer, offset, len, share } = &event {
+        if let Event::Allocated { buffer, offset, len, reference } = &event {
             let range = *offset as usize..(*offset + *len) as usize;
             let start = Instant::now();
-            let mapped = bus.pin_range(share, range).and_then(|pinned| {
+            let mapped = registrar.pin_range(reference, range).and_then(|pinned| {
                 registering += start.elapsed();
                 let start = Instant::now();
-                let mapped = bus.map_list(vec![pinned], access);
+                let mapped = registrar.map_list(vec![pinned], access);
                 mapping += start.elapsed();
                 mapped
             });
@@ -152,7 +151,7 @@ fn mapped(
     let via = |buffer: usize, part: &BufferSlice| {
         locked().get(buffer)?.range(..=part.offset() as u64).next_back().map(|(_, gather)| gather.clone())
     };
-    let onward = device.map(|(channel, to)| Onward { channel, inline: !bus.works_alone(), to, via: &via });
+    let onward = device.map(|(channel, inline, to)| Onward { channel, inline, to, via: &via });
     let read = all(heap, sources, job, options, onward, &mut each, true);
     if let Some((buffer, offset, source)) = refused {
         return Err(ReadError::Map { buffer, offset, source });
@@ -167,8 +166,8 @@ fn mapped(
 }
 
 /// Refuses what could never be pinned, before any of it is read.
-fn within_pin_limit(bus: &dyn HostBus, wanted: u64) -> Result<(), Error> {
-    match bus.pin_limit() {
+fn within_pin_limit(registrar: &dyn Registrar, wanted: u64) -> Result<(), Error> {
+    match registrar.pin_limit() {
         Some(limit) if wanted > limit => Err(Error::PinLimit { wanted, pinned: 0, limit }),
         _ => Ok(()),
     }

@@ -55,7 +55,7 @@ impl Moves for Mover {
     fn fix(&mut self, slice: &BufferSlice) -> Result<bool, String> {
         match self {
             Self::Ring { ring, fixed: Some(_) } => {
-                let fixed = ring.fix(0, slice, 0..slice.share().len());
+                let fixed = ring.fix(0, slice, 0..slice.reference().len());
                 fixed.map(|()| true).map_err(|e| format!("a fixed buffer was refused: {e}"))
             }
             _ => Ok(false),

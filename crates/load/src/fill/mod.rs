@@ -65,8 +65,8 @@ pub enum Event {
         offset: u64,
         /// How many bytes.
         len: u64,
-        /// A share of the buffer.
-        share: BufferRef,
+        /// A reference to the buffer.
+        reference: BufferRef,
     },
     /// Bytes have arrived.
     Arrived {

@@ -217,7 +217,7 @@ impl<'a, 'w, 'o> State<'a, 'w, 'o> {
             }
         };
         clocks.bytes(Stage::Allocate, len as u64);
-        self.tell(Event::Allocated { buffer, offset: offset as u64, len: len as u64, share: part.share() });
+        self.tell(Event::Allocated { buffer, offset: offset as u64, len: len as u64, reference: part.reference() });
         let mut rest = part;
         let mut pieces = Vec::new();
         for (extent, e) in &self.plan[buffer][extents] {

@@ -1,7 +1,7 @@
 //! A driver for QEMU's `edu` device, a PCI device for teaching with a small DMA engine (docs/specs/edu.rst of QEMU).
 //!
-//! The device copies between host memory and its own buffer of 4 KiB. It does one copy at a time, which takes 100 ms, and then raises
-//! an interrupt.
+//! The device copies between host memory and its own buffer of 4 KiB. It does one copy at a time, which takes 100 ms,
+//! and then raises an interrupt.
 
 use std::collections::VecDeque;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -9,7 +9,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
 use dmalane_addr::{Access, Address, CardAddr, Iova, PageSize};
-use dmalane_dma::{self as dma, DmaFault, FaultReason, HostBus as _};
+use dmalane_dma::{self as dma, DmaFault, FaultReason, Mmio as _, Registrar as _};
 use dmalane_queue::{
     Abilities, Completion, DeviceAddr, Direction, Limits, OpError, Operation, Queue, Refusal, Refused, Ticket, Work,
 };
@@ -35,7 +35,8 @@ mod regs {
 
 /// The address of the device's own buffer, as its DMA engine sees it.
 const BUFFER: u64 = 0x4_0000;
-/// Usable bytes of the buffer. It has 4096, but QEMU up to 7.2 aborts on a copy that reaches the last one, as if it ran past the end.
+/// Usable bytes of the buffer. It has 4096, but QEMU up to 7.2 aborts on a copy that reaches the last one, as if it ran
+/// past the end.
 const BUFFER_LEN: u64 = 4095;
 /// Maximum bytes of one operation, so that two fit into the buffer.
 const MAX_LEN: u64 = 2048;
@@ -92,8 +93,8 @@ impl Edu {
         }
     }
 
-    /// Copies to or from any bus address and waits for the end. Checks no registration and owns no memory; `at` may be in a BAR of
-    /// another device ([`Container::map_peer`](dmalane_vfio::Container::map_peer)).
+    /// Copies to or from any bus address and waits for the end. Checks no registration and owns no memory; `at` may be
+    /// in a BAR of another device ([`Container::map_peer`](dmalane_vfio::Container::map_peer)).
     ///
     /// # Errors
     /// [`OpError::NoCardMemory`]; [`OpError::Stopped`] when the device does not end, after which it stays busy.
@@ -217,8 +218,8 @@ impl EduQueue {
         start(&self.bus, *direction, host.first(), card, len).map_err(lost)
     }
 
-    /// Completes the running operation if the device is done. A stuck operation stays in flight, since the device may still write its
-    /// memory.
+    /// Completes the running operation if the device is done. A stuck operation stays in flight, since the device may
+    /// still write its memory.
     fn complete(&mut self) {
         let Some((_, _, began)) = &self.running else { return };
         let done = match is_running(&self.bus) {

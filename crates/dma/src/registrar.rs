@@ -1,42 +1,40 @@
-//! The driver's side of a device.
+//! The port that makes host memory reachable for a device.
 
 use std::ops::Range;
-use std::os::fd::BorrowedFd;
 use std::sync::Arc;
-use std::time::Duration;
 
 use dmalane_addr::{Access, Iova, Lease, PhysAddr, SgTable, Span};
 
-use crate::{BufferRef, BufferSlice, Error};
+use crate::{AnonHeap, BufferRef, BufferSlice, Error, Heap, PageKind};
 
-/// A device as its driver sees it: memory can be mapped for it, and its registers be read and written.
+/// Makes host memory reachable for a device: pins it, maps it, and offers a heap whose memory can be mapped.
 ///
-/// Implemented by the software card's bus; made so that VFIO can implement it. All methods may be called from several threads.
-pub trait HostBus: Send + Sync {
+/// Every device has one. All methods may be called from several threads.
+pub trait Registrar: Send + Sync {
     /// Pins a buffer: its pages stay where they are until the result is dropped.
     ///
     /// # Errors
     /// [`Error::OutOfFrames`] and the like when the host cannot hold that much.
-    fn pin(&self, share: &BufferRef) -> Result<Pinned, Error>;
+    fn pin(&self, buffer: &BufferRef) -> Result<Pinned, Error>;
 
-    /// Maps a pinned buffer at IOVAs of the bus's choice, contiguous, until the result is dropped.
+    /// Maps a pinned buffer at IOVAs of the registrar's choice, contiguous, until the result is dropped.
     ///
     /// # Errors
     /// When no IOVAs or no page tables are left, or the buffer was pinned elsewhere.
     fn map(&self, pinned: Pinned, access: Access) -> Result<Mapping, Error>;
 
-    /// As [`HostBus::pin`], only these bytes of the buffer: whole 4 KiB pages.
+    /// As [`Registrar::pin`], only these bytes of the buffer: whole 4 KiB pages.
     ///
     /// # Errors
-    /// Those of [`HostBus::pin`]; [`Error::BadRange`], [`Error::WholeBuffers`].
-    fn pin_range(&self, share: &BufferRef, range: Range<usize>) -> Result<Pinned, Error> {
-        if range == (0..share.len()) { self.pin(share) } else { Err(Error::WholeBuffers) }
+    /// Those of [`Registrar::pin`]; [`Error::BadRange`], [`Error::WholeBuffers`].
+    fn pin_range(&self, buffer: &BufferRef, range: Range<usize>) -> Result<Pinned, Error> {
+        if range == (0..buffer.len()) { self.pin(buffer) } else { Err(Error::WholeBuffers) }
     }
 
-    /// As [`HostBus::map`], several pinned buffers, or ranges of one, one behind the other at contiguous IOVAs.
+    /// As [`Registrar::map`], several pinned buffers, or ranges of one, one behind the other at contiguous IOVAs.
     ///
     /// # Errors
-    /// Those of [`HostBus::map`]; [`Error::WholeBuffers`], also for an empty list.
+    /// Those of [`Registrar::map`]; [`Error::WholeBuffers`], also for an empty list.
     fn map_list(&self, mut pinned: Vec<Pinned>, access: Access) -> Result<Mapping, Error> {
         match (pinned.pop(), pinned.is_empty()) {
             (Some(only), true) => self.map(only, access),
@@ -44,56 +42,21 @@ pub trait HostBus: Send + Sync {
         }
     }
 
-    /// Bytes that may be pinned at one time, all buffers together, as far as the bus knows (RLIMIT_MEMLOCK).
+    /// Bytes that may be pinned at one time, all buffers together, as far as the registrar knows (RLIMIT_MEMLOCK).
     fn pin_limit(&self) -> Option<u64> {
         None
     }
 
-    /// True when this bus made the mapping: an IOVA of another bus means something else here.
+    /// True when this registrar made the mapping: an IOVA of another one means something else here.
     fn owns(&self, mapping: &Mapping) -> bool;
 
-    /// Reads a 32-bit register.
-    ///
-    /// # Errors
-    /// [`Error::NoRegister`].
-    fn read32(&self, bar: u8, offset: u64) -> Result<u32, Error>;
-
-    /// Writes a 32-bit register. Everything that this thread wrote to mapped memory before is visible to the device
-    /// when it sees the write: this is how a doorbell is rung.
-    ///
-    /// # Errors
-    /// [`Error::NoRegister`].
-    fn write32(&self, bar: u8, offset: u64, value: u32) -> Result<(), Error>;
-
-    /// Writes bytes into a memory BAR. Aligned 64-bit words are written whole and in their order.
-    ///
-    /// # Errors
-    /// [`Error::NoRegister`] when they do not lie within it.
-    fn write_bytes(&self, bar: u8, offset: u64, bytes: &[u8]) -> Result<(), Error>;
-
-    /// Lets a device that has no threads of its own do some of its work, and says whether it did any. A device that
-    /// runs by itself does nothing here.
-    fn progress(&self) -> bool {
-        false
-    }
-
-    /// False for a device that works only in [`HostBus::progress`]: nobody may sleep until it is done.
-    fn works_alone(&self) -> bool {
-        true
-    }
-
-    /// Waits for an interrupt, at most `timeout`, and says whether one came. May return early without.
-    fn wait(&self, timeout: Duration) -> bool;
-
-    /// An eventfd, non-blocking, that counts the interrupts of a channel from now on; `None` when there can be none. Everybody
-    /// who asks gets the same.
-    fn event(&self, channel: usize) -> Option<BorrowedFd<'_>> {
-        let _ = channel;
-        None
+    /// Memory that this device can reach, in pages of at most the kind `best`; `None` for the best there are.
+    fn heap(&self, best: Option<PageKind>) -> Arc<dyn Heap> {
+        Arc::new(best.map_or_else(AnonHeap::new, AnonHeap::starting_at))
     }
 }
 
-/// How a [`Pinned`] or [`Mapping`] undoes itself; implemented by each bus.
+/// How a [`Pinned`] or [`Mapping`] undoes itself; implemented by each registrar.
 pub trait Undo: Send + Sync {
     /// Removes a mapping and takes its addresses back. When this returns, the device can no longer reach it.
     fn unmap(&self, lease: Lease<Iova>);
@@ -102,32 +65,32 @@ pub trait Undo: Send + Sync {
     fn unpin(&self, pages: &SgTable<PhysAddr>);
 }
 
-/// A buffer, or a range of one, whose pages stay where they are. Holds a share of the memory; unpins on drop.
+/// A buffer, or a range of one, whose pages stay where they are. Holds a reference to the memory; unpins on drop.
 pub struct Pinned {
-    share: BufferRef,
+    buffer: BufferRef,
     range: Range<usize>,
     pages: Option<SgTable<PhysAddr>>,
     owner: Arc<dyn Undo>,
-    /// A device may write: the share counts it.
+    /// A device may write: the reference counts it.
     writable: bool,
 }
 
 impl Pinned {
-    /// Made by the bus that has pinned `pages`, once, and by nobody else: dropping it unpins them. `pages` is the scatter-gather table where the bus knows it; a kernel that pins and maps in one
-    /// step tells nobody.
-    pub fn new(share: BufferRef, pages: Option<SgTable<PhysAddr>>, owner: Arc<dyn Undo>) -> Self {
-        let range = 0..share.len();
-        Self { share, range, pages, owner, writable: false }
+    /// Made by the registrar that has pinned `pages`, once, and by nobody else: dropping it unpins them. `pages` is the
+    /// scatter-gather table where the registrar knows it; a kernel that pins and maps in one step tells nobody.
+    pub fn new(buffer: BufferRef, pages: Option<SgTable<PhysAddr>>, owner: Arc<dyn Undo>) -> Self {
+        let range = 0..buffer.len();
+        Self { buffer, range, pages, owner, writable: false }
     }
 
     /// The same for a range of the buffer, which lies within it.
     pub fn of_range(
-        share: BufferRef,
+        buffer: BufferRef,
         range: Range<usize>,
         pages: Option<SgTable<PhysAddr>>,
         owner: Arc<dyn Undo>,
     ) -> Self {
-        Self { share, range, pages, owner, writable: false }
+        Self { buffer, range, pages, owner, writable: false }
     }
 
     /// Which bytes of the memory.
@@ -138,25 +101,25 @@ impl Pinned {
     /// Where a part lies behind the first pinned byte; `None` when it is not all pinned here.
     #[inline]
     fn place_of(&self, part: &BufferSlice) -> Option<u64> {
-        let inside = self.share.holds(part) && part.offset() >= self.range.start;
+        let inside = self.buffer.holds(part) && part.offset() >= self.range.start;
         (inside && part.offset() + part.len() <= self.range.end).then(|| (part.offset() - self.range.start) as u64)
     }
 
-    /// A share of the memory.
-    pub fn share(&self) -> &BufferRef {
-        &self.share
+    /// A reference to the memory.
+    pub fn reference(&self) -> &BufferRef {
+        &self.buffer
     }
 
-    /// The physical pages, where the bus knows them.
+    /// The physical pages, where the registrar knows them.
     pub fn pages(&self) -> Option<&SgTable<PhysAddr>> {
         self.pages.as_ref()
     }
 
-    /// Announces that a device is going to have this access. A bus calls it *before* the device has it; until this is dropped
-    /// nobody borrows the memory as a slice. Waits while somebody does.
+    /// Announces that a device is going to have this access. A registrar calls it *before* the device has it; until
+    /// this is dropped nobody borrows the memory as a slice. Waits while somebody does.
     pub fn admit(&mut self, access: Access) {
         if access.contains(Access::WRITE) && !self.writable {
-            self.share.admit_writer();
+            self.buffer.admit_writer();
             self.writable = true;
         }
     }
@@ -174,14 +137,14 @@ impl Drop for Pinned {
             self.owner.unpin(pages);
         }
         if self.writable {
-            self.share.retire_writer();
+            self.buffer.retire_writer();
         }
     }
 }
 
 impl std::fmt::Debug for Pinned {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.debug_struct("Pinned").field("share", &self.share).finish_non_exhaustive()
+        f.debug_struct("Pinned").field("buffer", &self.buffer).finish_non_exhaustive()
     }
 }
 
@@ -199,8 +162,8 @@ pub struct Mapping {
 }
 
 impl Mapping {
-    /// Made by the bus that has pinned the pages, once the range of `lease` translates to them, and by nobody else:
-    /// dropping it unmaps the range. The range is as long as the buffer.
+    /// Made by the registrar that has pinned the pages, once the range of `lease` translates to them, and by nobody
+    /// else: dropping it unmaps the range. The range is as long as the buffer.
     pub fn new(mut pinned: Pinned, lease: Lease<Iova>, access: Access) -> Self {
         pinned.admit(access);
         Self { span: lease.span(), lease: Some(lease), access, pinned, more: Vec::new() }

@@ -1,0 +1,52 @@
+//! The port of drivers of register-mapped hardware.
+
+use std::os::fd::BorrowedFd;
+use std::time::Duration;
+
+use crate::{Error, Registrar};
+
+/// A PCI device as its driver sees it: its registers, its interrupts, and the turn of a device model that has no
+/// thread.
+///
+/// All methods may be called from several threads.
+pub trait Mmio: Registrar {
+    /// Reads a 32-bit register.
+    ///
+    /// # Errors
+    /// [`Error::NoRegister`].
+    fn read32(&self, bar: u8, offset: u64) -> Result<u32, Error>;
+
+    /// Writes a 32-bit register. Everything that this thread wrote to mapped memory before is visible to the device
+    /// when it sees the write: this is how a doorbell is rung.
+    ///
+    /// # Errors
+    /// [`Error::NoRegister`].
+    fn write32(&self, bar: u8, offset: u64, value: u32) -> Result<(), Error>;
+
+    /// Writes bytes into a memory BAR. Aligned 64-bit words are written whole and in their order.
+    ///
+    /// # Errors
+    /// [`Error::NoRegister`] when they do not lie within it.
+    fn write_bytes(&self, bar: u8, offset: u64, bytes: &[u8]) -> Result<(), Error>;
+
+    /// Lets a device that has no threads of its own do some of its work, and says whether it did any. A device that
+    /// runs by itself does nothing here.
+    fn progress(&self) -> bool {
+        false
+    }
+
+    /// False for a device that works only in [`Mmio::progress`]: nobody may sleep until it is done.
+    fn works_alone(&self) -> bool {
+        true
+    }
+
+    /// Waits for an interrupt, at most `timeout`, and says whether one came. May return early without.
+    fn wait(&self, timeout: Duration) -> bool;
+
+    /// An eventfd, non-blocking, that counts the interrupts of a channel from now on; `None` when there can be none.
+    /// Everybody who asks gets the same.
+    fn event(&self, channel: usize) -> Option<BorrowedFd<'_>> {
+        let _ = channel;
+        None
+    }
+}
