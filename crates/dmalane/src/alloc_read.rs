@@ -24,6 +24,7 @@ use source::{Source, size};
 
 /// The order of allocating and reading, to compare by.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
+#[cfg_attr(feature = "clap", derive(clap::ValueEnum))]
 pub enum Scheme {
     /// Reads are in flight into the memory that is there while the next of it is being allocated.
     #[default]

@@ -45,6 +45,7 @@ pub enum Directions {
 
 /// Which channel a thread's bytes take.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
+#[cfg_attr(feature = "clap", derive(clap::ValueEnum))]
 pub enum Allocation {
     /// Those that the address policy says.
     Auto,
@@ -63,10 +64,13 @@ pub enum Stop {
 
 /// The pages behind the buffers of a figure.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
+#[cfg_attr(feature = "clap", derive(clap::ValueEnum))]
 pub enum Pages {
     /// Of 4 KiB.
+    #[cfg_attr(feature = "clap", value(name = "4k"))]
     Small,
     /// Of 2 MiB: reserved ones, or transparent.
+    #[cfg_attr(feature = "clap", value(name = "2m"))]
     Huge,
 }
 

@@ -8,6 +8,7 @@ use crate::{Bdf, Error};
 
 /// The kernel interface that provides an address space and opens the devices in it.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
+#[cfg_attr(feature = "clap", derive(clap::ValueEnum))]
 #[non_exhaustive]
 pub enum Backend {
     /// iommufd with the device's own file `/dev/vfio/devices/vfioN`: Linux 6.6 and later, if built with both.

@@ -21,15 +21,20 @@ use crate::{CpuBuf, Error};
 
 /// The pages behind a buffer.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
+#[cfg_attr(feature = "clap", derive(clap::ValueEnum))]
 #[non_exhaustive]
 pub enum PageKind {
     /// Reserved 1 GiB pages (hugetlbfs).
+    #[cfg_attr(feature = "clap", value(name = "1g"))]
     Hugetlb1G,
     /// Reserved 2 MiB pages (hugetlbfs).
+    #[cfg_attr(feature = "clap", value(name = "2m"))]
     Hugetlb2M,
     /// Transparent huge pages: 2 MiB where the kernel has them to give, 4 KiB elsewhere.
+    #[cfg_attr(feature = "clap", value(name = "thp"))]
     Transparent,
     /// 4 KiB pages.
+    #[cfg_attr(feature = "clap", value(name = "4k"))]
     Base,
 }
 
