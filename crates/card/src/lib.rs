@@ -36,6 +36,7 @@
 compile_error!("rings are little-endian, and their words are stored as the processor has them");
 
 mod bus;
+mod card_device;
 mod channel;
 mod descriptor;
 mod device;
@@ -50,6 +51,7 @@ pub mod regs;
 mod tables;
 
 pub use bus::SoftBus;
+pub use card_device::{CardDevice, CardUse};
 pub use channel::CardQueue;
 pub use descriptor::{Completion, Descriptor, Halt, Malformed, Status, Task};
 pub use device::{CardConfig, SoftCard, Workers};

@@ -5,7 +5,7 @@ use std::io::{self, Read};
 use std::path::{Component, Path, PathBuf};
 
 use dmalane::FileOptions;
-use dmalane::file::{FileChannel, Io, Mode};
+use dmalane::file::{FileQueue, Io, Mode};
 use rustix::fs::{Access, access};
 
 use crate::output::plain;
@@ -23,7 +23,7 @@ pub struct Probe {
 /// Sets up a ring to read this program with.
 fn ring() -> io::Result<()> {
     let options = FileOptions { io: Io::Uring, mode: Mode::Buffered, depth: 1, ..FileOptions::default() };
-    FileChannel::open("/proc/self/exe", options).map(drop).map_err(io::Error::other)
+    FileQueue::open("/proc/self/exe", options).map(drop).map_err(io::Error::other)
 }
 
 impl Probe {

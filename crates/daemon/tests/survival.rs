@@ -18,8 +18,10 @@ use dmalane_card::{Card, CardQueue};
 use dmalane_daemon::wire::Code;
 use dmalane_daemon::{Client, Config, Error, Limits, Listener, Options, Server};
 use dmalane_dma::{BufferSlice, Heap, MemfdHeap, SharedBuf};
-use dmalane_queue::conformance_queue::Random;
-use dmalane_queue::{Cancelled, Completion, DeviceAddr, Direction, OpError, Operation, Queue, Refusal, Registered};
+use dmalane_queue::conformance::Random;
+use dmalane_queue::{
+    Cancelled, Completion, DeviceAddr, Direction, HostSlice, OpError, Operation, Queue, QueueAddr, Refusal, Registered,
+};
 
 const SOCKET: &str = "DMALANE_TEST_SOCKET";
 const MIB: usize = 1 << 20;
@@ -110,24 +112,24 @@ fn client_to_be_killed(socket: &Path) -> ! {
     let mut queues: Vec<_> = (0..card.channels()).map(|i| card.queue(i).unwrap()).collect();
     let at = DeviceAddr::Card(card.layout().ddr.first());
     // Half of its memory is its own, half the daemon's.
-    let mut ready: Vec<(BufferSlice, Registered)> = Vec::new();
+    let mut ready: Vec<HostSlice> = Vec::new();
     for i in 0..8 {
         let buf = match i % 2 {
             0 => client.buffer(MIB).unwrap(),
             _ => MemfdHeap::new().allocate(MIB).unwrap().share(),
         };
         let via = Registered::new(&client, &buf, Access::RW).unwrap();
-        ready.push((buf.into_part(), via));
+        ready.push((buf.into_part(), via).into());
     }
     println!("begun");
     let mut ended = Vec::new();
     let mut registered = Vec::new();
     loop {
         for queue in &mut queues {
-            while let Some((part, via)) = ready.pop() {
+            while let Some(host) = ready.pop() {
                 let direction = if random.below(2) == 0 { Direction::FromHost } else { Direction::ToHost };
                 let place = at.advance(random.below(64) * MIB as u64).unwrap();
-                match queue.submit(Operation::copy(direction, (part, via), place)) {
+                match queue.submit(Operation::copy(direction, host, place)) {
                     Ok(ticket) if random.below(16) == 0 => {
                         if let Cancelled::TakenBack(operation) = queue.cancel(ticket) {
                             ready.extend(operation.into_host());

@@ -84,7 +84,8 @@ fn every_kind_is_loaded_to_verified_saved_and_unloaded() {
         device.verify(&loaded, &inputs, &mut |_| {}).unwrap();
         let copy = folder.path().join(names.fetch_add(1, Ordering::Relaxed).to_string());
         device.save(&loaded.files[0], &copy).unwrap();
-        assert_eq!(std::fs::metadata(&copy).unwrap().len() / MIB, 5);
+        let saved = std::fs::metadata(&copy).unwrap().len();
+        assert!(saved.abs_diff(5 * MIB) < 16 << 10, "all but spaces of the header: {saved}");
         // A tensor by its name, and its bytes at its address.
         let file = &loaded.files[0];
         let largest = file.tensors().max_by_key(|t| t.tensor.len).unwrap();

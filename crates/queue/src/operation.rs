@@ -1,7 +1,7 @@
 //! Everything that a DMA engine can be asked for, and how it ends.
 
 use dmalane_addr::{Access, Iova, Span};
-use dmalane_dma::{BufferSlice, HostBus};
+use dmalane_dma::{BufferSlice, Registrar};
 
 use crate::{DeviceAddr, Direction, Limits, OpError, QueueAddr, Refusal, Registered, Ticket};
 
@@ -28,7 +28,7 @@ impl HostSlice {
     /// # Errors
     /// [`Refusal::NotRegistered`], [`Refusal::NotPermitted`].
     #[inline]
-    pub fn check(&self, bus: &(impl HostBus + ?Sized), wanted: Access) -> Result<(), Refusal> {
+    pub fn check(&self, bus: &(impl Registrar + ?Sized), wanted: Access) -> Result<(), Refusal> {
         let mapping = self.via.as_ref().ok_or(Refusal::NotRegistered)?.mapping();
         if mapping.iova_of(&self.slice).is_none() || !bus.owns(mapping) {
             return Err(Refusal::NotRegistered);
