@@ -11,7 +11,7 @@ use std::time::Duration;
 use dmalane::addr::Access;
 use dmalane::card::{Card, CardConfig, SoftBus};
 use dmalane::daemon::{Client, Config, Listener, Options, Server};
-use dmalane::dma::{Heap, HostConfig, MemfdHeap, Mmio, SoftHost};
+use dmalane::dma::{Heap, HostConfig, Mmio, SoftHost};
 use dmalane::queue::{DeviceAddr, Direction, Operation, Queue, QueueAddr, Registered};
 
 /// Sends a message to the card, doubles it there, and reads it back. Knows no daemon.

@@ -7,7 +7,7 @@ use std::time::Duration;
 
 use dmalane_addr::{CardAddr, Span};
 use dmalane_device::{BackingFiles, Device, Region, areas};
-use dmalane_dma::{Heap, PageKind, Registrar};
+use dmalane_dma::Registrar;
 use dmalane_queue::{Area, Class, DeviceAddr, DeviceQueue, Queue, Route, SharedHandle, SharedLimits, SharedQueue};
 
 use crate::kept::Kept;
@@ -181,11 +181,6 @@ impl Target {
             told: Arc::default(),
             _device: device,
         })
-    }
-
-    /// Where buffers with the best pages of this kind come from; `None` for the best there are.
-    pub(crate) fn heap(&self, best: Option<PageKind>) -> Arc<dyn Heap> {
-        self.registrar.heap(best)
     }
 
     /// The number of channels.

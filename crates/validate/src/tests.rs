@@ -11,6 +11,7 @@ use dmalane_queue::{
 };
 
 use super::*;
+use crate::target::share;
 
 const MIB: u64 = 1 << 20;
 
@@ -461,7 +462,7 @@ fn a_card_on_any_bus_can_be_measured() {
     // Channels may be balanced where they work at the same time.
     assert!(Target::card("a card".to_owned(), bus.clone(), true, None).unwrap().apart);
     let target = Target::card("a card".to_owned(), bus, false, Some(16)).unwrap();
-    assert!(!target.apart);
+    assert!(!target.concurrent);
     assert_eq!((target.name.as_str(), target.notes[0].as_str()), ("a card", "2 channels, rings of 16"));
     let report = check(&target, &quick());
     assert!(report.figures.iter().any(|f| f.phase == Phase::Both));
