@@ -137,7 +137,8 @@ fn page_tables<B: Mmio + 'static>(
     let bytes = (all / 128).max(TABLES_AT_LEAST).next_multiple_of(PageSize::SIZE_4K.bytes());
     // The last of equals is taken by `max_by_key`: the first region.
     let longest = regions.iter_mut().rev().max_by_key(|r| r.span.len()).ok_or(Error::TooSmall { needed: bytes })?;
-    let rest = longest.span.len().checked_sub(bytes).filter(|rest| *rest > 0).ok_or(Error::TooSmall { needed: bytes })?;
+    let rest =
+        longest.span.len().checked_sub(bytes).filter(|rest| *rest > 0).ok_or(Error::TooSmall { needed: bytes })?;
     let split = (longest.span.sub(0, rest), longest.span.sub(rest, bytes));
     let (Some(front), Some(tables)) = split else { return Err(Error::TooSmall { needed: bytes }) };
     longest.span = front;

@@ -5,8 +5,8 @@ use std::time::Duration;
 use dmalane_addr::Access;
 use dmalane_dma::{BufferSlice, Heap, Registrar, VolatileSlice};
 use dmalane_queue::{
-    Abilities, DeviceAddr, DeviceQueue, Direction, OpError, Operation, QueueAddr, Refusal, Refused, Registered, RunError,
-    drain, run,
+    Abilities, DeviceAddr, DeviceQueue, Direction, OpError, Operation, QueueAddr, Refusal, Refused, Registered,
+    RunError, drain, run,
 };
 use thiserror::Error;
 
@@ -79,12 +79,7 @@ impl Bounce {
     ///
     /// # Errors
     /// [`IoError`]; some of the bytes may have been written.
-    pub fn write(
-        &mut self,
-        queue: &mut DeviceQueue,
-        at: DeviceAddr,
-        bytes: &[u8],
-    ) -> Result<(), IoError> {
+    pub fn write(&mut self, queue: &mut DeviceQueue, at: DeviceAddr, bytes: &[u8]) -> Result<(), IoError> {
         let mut fill = |done: u64, view: VolatileSlice<'_>| -> Result<(), IoError> {
             view.write(&bytes[done as usize..][..view.len()]);
             Ok(())
@@ -96,12 +91,7 @@ impl Bounce {
     ///
     /// # Errors
     /// [`IoError`]; some of the bytes may have been read.
-    pub fn read(
-        &mut self,
-        queue: &mut DeviceQueue,
-        at: DeviceAddr,
-        into: &mut [u8],
-    ) -> Result<(), IoError> {
+    pub fn read(&mut self, queue: &mut DeviceQueue, at: DeviceAddr, into: &mut [u8]) -> Result<(), IoError> {
         let len = into.len() as u64;
         self.read_each(queue, at, len, &mut |done, view| -> Result<(), IoError> {
             view.read(&mut into[done as usize..][..view.len()]);
@@ -127,13 +117,7 @@ impl Bounce {
     ///
     /// # Errors
     /// [`IoError`]; some of the bytes may have been copied.
-    pub fn copy(
-        &mut self,
-        queue: &mut DeviceQueue,
-        from: DeviceAddr,
-        to: DeviceAddr,
-        len: u64,
-    ) -> Result<(), IoError> {
+    pub fn copy(&mut self, queue: &mut DeviceQueue, from: DeviceAddr, to: DeviceAddr, len: u64) -> Result<(), IoError> {
         let within = queue.abilities().contains(Abilities::WITHIN);
         let step = if within { queue.limits().max_len } else { self.step(queue)? };
         let mut done = 0;

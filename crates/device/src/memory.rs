@@ -306,7 +306,9 @@ mod tests {
         let mut m = memory();
         let most = m.allocate(30 * MIB, &"hbm1".parse().unwrap()).unwrap();
         let free = m.free_bytes();
-        assert!(matches!(m.allocate(8 * MIB, &Placement::HBM), Err(MemoryError::Full { largest, .. }) if largest < 4 * MIB));
+        assert!(
+            matches!(m.allocate(8 * MIB, &Placement::HBM), Err(MemoryError::Full { largest, .. }) if largest < 4 * MIB)
+        );
         assert_eq!(m.free_bytes(), free);
         m.free(most.segments()).unwrap();
     }

@@ -67,7 +67,9 @@ impl<F: FnMut(&Operation) -> Result<(), OpError> + Send> Queue for PolledQueue<F
 
     fn poll(&mut self, done: &mut Vec<Completion>) -> usize {
         let (mut ended, mut moved) = (0, 0);
-        while moved < TURN && let Some((ticket, operation)) = self.waiting.pop_front() {
+        while moved < TURN
+            && let Some((ticket, operation)) = self.waiting.pop_front()
+        {
             let result = match (&self.stopped, &operation.work) {
                 (Some(why), _) => Err(OpError::Stopped(why.clone())),
                 (None, Work::Fence) => Ok(()),

@@ -113,7 +113,7 @@ fn striped_buffers_need_an_mmu() {
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("model.safetensors");
     write_sample(&mut File::create(&path).unwrap(), 5 * MIB, 1).unwrap();
-    let mut load = |flat, placement: &str| {
+    let load = |flat, placement: &str| {
         let mut device = OpenOptions { flat, ..small(None) }.open(&"soft".parse().unwrap()).unwrap();
         let mut inputs = [open_file(&path, FileOptions::default()).unwrap()];
         let loaded = device.load(&mut inputs, &placement.parse().unwrap(), &mut |_| {});

@@ -7,6 +7,7 @@ use std::sync::{Arc, Condvar, Mutex};
 use std::time::{Duration, Instant, UNIX_EPOCH};
 
 use dmalane::addr::{Access, Address, CardAddr, FileOffset};
+use dmalane::device::Device as _;
 use dmalane::dma::{AnonHeap, Heap};
 use dmalane::file::{
     FileDevice, FileDeviceError, FileDeviceOptions, FileDevicePaths, FileDeviceQueue, IoBackend, quarantined_bytes,

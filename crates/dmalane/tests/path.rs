@@ -14,8 +14,8 @@ use dmalane::dma::{AnonHeap, Heap, HostConfig, MemfdHeap, PageKind, Registrar, S
 use dmalane::file::{FileQueue, Mode};
 use dmalane::load::{DriveOptions, Error, Input, OpenDevice, Placement, write_sample};
 use dmalane::queue::{
-    Abilities, AddressPolicy, Completion, DeviceAddr, DeviceQueue, Limits, OpError, Operation, Queue, QueueChoice, Refusal,
-    Refused, Split, Ticket,
+    Abilities, AddressPolicy, Completion, DeviceAddr, DeviceQueue, Limits, OpError, Operation, Queue, QueueChoice,
+    Refusal, Refused, Split, Ticket,
 };
 use dmalane::{FileOptions, open_file};
 

@@ -12,9 +12,7 @@ use dmalane_device::{
     Placement, Region, areas,
 };
 use dmalane_dma::{BufferSlice, Heap, PageBacking, Registrar, footprint};
-use dmalane_queue::{
-    AddressPolicy, BalancePolicy, DeviceAddr, DeviceQueue, Policy, QueueChoice, Registered, Split,
-};
+use dmalane_queue::{AddressPolicy, BalancePolicy, DeviceAddr, DeviceQueue, Policy, QueueChoice, Registered, Split};
 use dmalane_vm::Bo;
 
 use crate::clock::{Clocks, Stage};

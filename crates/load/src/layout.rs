@@ -83,13 +83,15 @@ mod tests {
     use proptest::prelude::*;
 
     fn model(sizes: &[u64]) -> Model {
-        let tensor = |len: &u64| Arc::new(Tensor {
-            name: String::new(),
-            dtype: String::new(),
-            shape: vec![],
-            at: FileOffset::new(0),
-            len: *len,
-        });
+        let tensor = |len: &u64| {
+            Arc::new(Tensor {
+                name: String::new(),
+                dtype: String::new(),
+                shape: vec![],
+                at: FileOffset::new(0),
+                len: *len,
+            })
+        };
         Model { len: 0, tensors: sizes.iter().map(tensor).collect(), metadata: None, safetensors: true }
     }
 

@@ -249,8 +249,7 @@ impl<'a, S: Queue<Addr = FileOffset>> Job<'a, S> {
                 let channel = &mut self.device.queue;
                 // A device that has halted has had its time; one that hangs lets go of what it has when it is stopped, if it can.
                 let gone = watch.lost(channel).map(|why| (why, Duration::ZERO));
-                let hangs =
-                    || stall.lost(self.device.timeout).map(|why| (why, self.timeout.min(RELEASE_TIMEOUT)));
+                let hangs = || stall.lost(self.device.timeout).map(|why| (why, self.timeout.min(RELEASE_TIMEOUT)));
                 if let Some((why, timeout)) = gone.or_else(hangs) {
                     channel.stop(&why);
                     self.timeout = timeout;

@@ -138,7 +138,13 @@ fn part_of(buf: &SharedBuf, len: usize) -> dmalane_dma::VolatileSlice<'_> {
 }
 
 /// Plain calls on the places of the lanes.
-fn files(files: &BackingFiles, lanes: &[Lane], way: Directions, len: usize, time: Duration) -> Result<f64, ValidateError> {
+fn files(
+    files: &BackingFiles,
+    lanes: &[Lane],
+    way: Directions,
+    len: usize,
+    time: Duration,
+) -> Result<f64, ValidateError> {
     let heap = AnonHeap::new();
     let pass = |buffers: &mut Vec<(bool, u64, CpuBuf)>| {
         for (up, at, buffer) in buffers.iter_mut() {

@@ -94,8 +94,7 @@ impl Layout {
         let half = halves[0].len().min(halves[1].len());
         if self.raw {
             // In one piece, the buffers of neighbouring threads in different halves.
-            let first =
-                self.within("a half of HBM", half, slot / 4 * 2 + slot % 2, slots.div_ceil(4) * 2, len)?;
+            let first = self.within("a half of HBM", half, slot / 4 * 2 + slot % 2, slots.div_ceil(4) * 2, len)?;
             return Ok(vec![(CardAddr::new(halves[(slot / 2 % 2) as usize].first().bits() + first), len)]);
         }
         // A buffer of two pages or more lies in both halves.
@@ -116,14 +115,7 @@ impl Layout {
     }
 
     /// Where the buffer begins in a memory that must have room for all.
-    fn within(
-        &self,
-        memory: &'static str,
-        have: u64,
-        slot: u64,
-        slots: u64,
-        len: u64,
-    ) -> Result<u64, ValidateError> {
+    fn within(&self, memory: &'static str, have: u64, slot: u64, slots: u64, len: u64) -> Result<u64, ValidateError> {
         let needed = slots.checked_mul(len).and_then(|all| all.checked_add(self.offset)).unwrap_or(u64::MAX);
         match needed > have {
             true => Err(ValidateError::TooSmall { memory, needed, have }),

@@ -89,7 +89,8 @@ fn text(devices: &[Listed]) -> String {
     for Listed { name, about, memories, channels, facts, .. } in devices {
         text += &format!("{name}\n    {about}\n");
         if let (false, Some(channels)) = (memories.is_empty(), channels) {
-            let sizes: Vec<_> = memories.iter().map(|(name, bytes)| format!("{name} {}", size::binary(*bytes))).collect();
+            let sizes: Vec<_> =
+                memories.iter().map(|(name, bytes)| format!("{name} {}", size::binary(*bytes))).collect();
             text += &format!(
                 "    memories {} (taken only as they fill; --card-ddr and --card-hbm change them), {channels} channels\n",
                 sizes.join(", ")
@@ -120,6 +121,7 @@ fn text(devices: &[Listed]) -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use dmalane::daemon::{self, SOCKET};
     use std::fs;
     use std::os::fd::AsFd;
     use std::os::unix::fs::symlink;

@@ -243,8 +243,18 @@ impl Load {
             report.ceilings = Some(ceilings.map_err(trouble)?);
         }
         let (name, verified, backing) = (self.device.to_string(), self.verify, device.staging_backing().cloned());
-        let outcome =
-            Outcome { device: name, inputs, loaded, report, verified, backing, iommu, touched, heap_peak, resident_peak };
+        let outcome = Outcome {
+            device: name,
+            inputs,
+            loaded,
+            report,
+            verified,
+            backing,
+            iommu,
+            touched,
+            heap_peak,
+            resident_peak,
+        };
         match self.json {
             true => output::print_json(&report::json(&outcome))?,
             false => output::print(&report::text(&outcome, self.explain, self.list))?,

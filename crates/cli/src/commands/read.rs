@@ -297,7 +297,8 @@ impl Read {
         let read = if let Some(Target { device, to }) = &mut target {
             read_to_device(heap, device, to, &sources, &job, &options, &mut watch).map_err(failure)?
         } else if self.map {
-            let host: SoftHost = SoftHost::new(HostConfig { memory: LARGE_HOST, ..HostConfig::default() }).map_err(|e| Failure::because("no software host", &e))?;
+            let host: SoftHost = SoftHost::new(HostConfig { memory: LARGE_HOST, ..HostConfig::default() })
+                .map_err(|e| Failure::because("no software host", &e))?;
             let bus: SoftBus =
                 SoftBus::new(host, CardConfig::default()).map_err(|e| Failure::because("no software card", &e))?;
             read_mapped(heap, &bus, Access::READ, &sources, &job, &options, &mut watch).map_err(failure)?

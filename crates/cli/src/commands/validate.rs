@@ -15,8 +15,8 @@ use dmalane::card::Workers;
 use dmalane::file::{FileDeviceError, FileDeviceOptions};
 use dmalane::queue::QueueChoice;
 use dmalane::validate::{
-    Allocation, Directions, Event, FitReport, FitSettings, Pages, Phase, Report, Settings, Stop, Sweep,
-    Target, ValidateError, emulations, fit_link, run_into as measure,
+    Allocation, Directions, Event, FitReport, FitSettings, Pages, Phase, Report, Settings, Stop, Sweep, Target,
+    ValidateError, emulations, fit_link, run_into as measure,
 };
 use dmalane::{DeviceSpec, OpenError, OpenOptions};
 use signal_hook::consts::{SIGINT, SIGTERM};

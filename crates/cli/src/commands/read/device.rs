@@ -41,9 +41,10 @@ impl Target {
         let mut to = Vec::new();
         for len in buffers {
             // A buffer of no bytes goes nowhere.
-            let place = device.memory_mut().reserve((*len).max(1)).map_err(|_| {
-                Failure::new(format!("the device has no {} left for a file", binary(*len))).hint(&hint)
-            })?;
+            let place = device
+                .memory_mut()
+                .reserve((*len).max(1))
+                .map_err(|_| Failure::new(format!("the device has no {} left for a file", binary(*len))).hint(&hint))?;
             to.push(DeviceAddr::Card(place.first()));
         }
         Ok(Self { device, to })
