@@ -6,7 +6,7 @@ use std::ops::ControlFlow;
 
 use dmalane_addr::{Access, Address, CardAddr, DeviceVa, PageSize, Segment, Span};
 use dmalane_iopt::{AgxUat, Format, X86_64_4Level};
-use dmalane_trace::{Header, Line, Lines, Operation, Replay};
+use dmalane_vm::trace::{Header, Line, Lines, Operation, Replay};
 use dmalane_vm::{Mapped, Source};
 use libfuzzer_sys::arbitrary::{self, Arbitrary, Unstructured};
 use libfuzzer_sys::fuzz_target;

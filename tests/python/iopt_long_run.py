@@ -43,12 +43,12 @@ def shard(binary, side, index, count, seed):
     """One part, in a process of its own."""
     module, machines = SIDES[side][:2]
     with tempfile.TemporaryDirectory() as directory:
-        return module.compare(Dmalane(binary), machines[index], count, seed, Path(directory))
+        dmalane = Dmalane(binary)
+        machine = machines[index].of(iopt_oracle.formats(dmalane))
+        return module.compare(dmalane, machine, count, seed, Path(directory))
 
 
-def unusable(machine, known):
-    if machine.format not in known:
-        return "the program does not have this format"
+def unusable(machine):
     program = getattr(machine, "program", None)
     if program is not None and shutil.which(program) is None:
         return f"skipped: no {program} (Debian: apt-get install {machine.package})"
@@ -65,7 +65,6 @@ def main():
     parser.add_argument("--seed", type=int, default=int(time.time()))
     args = parser.parse_args()
     failed = False
-    known = iopt_oracle.formats(Dmalane(args.binary))
     print(f"seed {args.seed}", flush=True)
     with ProcessPoolExecutor(args.jobs) as pool:
         for side, (_, machines, share, says) in SIDES.items():
@@ -73,7 +72,7 @@ def main():
                 if (args.format and machine.format not in args.format) or (args.side and side not in args.side):
                     continue
                 name = f"{machine.format}, {side}"
-                if why := unusable(machine, known):
+                if why := unusable(machine):
                     print(f"{name}: {why}", flush=True)
                     continue
                 began, count = time.monotonic(), -(-args.count // share)

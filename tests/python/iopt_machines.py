@@ -4,7 +4,7 @@ Unicorn is GPL-2.0: a tool of the tests, no part of the product.
 """
 
 import ctypes
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Callable
 
 import numpy as np
@@ -36,13 +36,15 @@ class Machine:
     format: str
     # Takes the registers that `iopt build` gives, by name, and the address and bytes of the image.
     start: Callable
+    # What the program says of the format; see `of`.
     # Logarithms of the page sizes.
-    leaves: tuple
-    input_bits: int
-    # Of the format or of Unicorn, whichever has fewer.
-    output_bits: int
+    leaves: tuple = ()
+    input_bits: int = 0
+    output_bits: int = 64
     # What the format can express.
-    accesses: tuple
+    accesses: tuple = ()
+    # Output bits that the machine has; the format may have more.
+    machine_bits: int = 64
     # The MMU's space has two halves: an address whose highest bit is set has all bits above it set as well.
     signed: bool = False
     # Bits of an address as the MMU takes it.
@@ -57,6 +59,17 @@ class Machine:
     table_bits: int = 36
     # Where Unicorn is known to differ from the architecture.
     differs: str = ""
+
+    def of(self, formats):
+        """The same with what `dmalane iopt formats` says of the format."""
+        said = formats[self.format]
+        return replace(
+            self,
+            leaves=tuple(size.bit_length() - 1 for size in said["page_bytes"]),
+            input_bits=said["input_bits"],
+            output_bits=min(said["output_bits"], self.machine_bits),
+            accesses=tuple(access.replace("-", "") for access in said["access"]),
+        )
 
     @property
     def outputs(self):
@@ -181,44 +194,34 @@ def x86_64(registers, base, image):
     return uc
 
 
-# What stage 1 and its like can express: nothing can be reached that cannot be read.
-READABLE = ("r", "rw", "rx", "rwx")
-EVERY = ("r", "w", "x", "rw", "rx", "wx", "rwx")
+def stage2(name):
+    # The processor has 44 bits of physical address, and takes no more of intermediate address.
+    return Machine(name, arm64_stage2, machine_bits=44, root_align=1 << 18)
 
 
-def stage2(name, leaves):
-    # 40 bits: the processor has 44 bits of physical address, and takes no more of intermediate address.
-    return Machine(name, arm64_stage2, leaves, 40, 44, (*READABLE, "w"), root_align=1 << 18)
-
-
-def sv(bits, *leaves):
-    # Write without read is reserved.
-    return Machine(f"riscv-sv{bits}", riscv64, leaves, bits, 56, (*READABLE, "x"), signed=True)
-
-
-# A format that the program does not have is skipped, and said to be.
+# What Unicorn can walk, a line each. Geometry and rights of each format are what the program says.
 MACHINES = [
-    Machine("arm64-s1-4k", arm64_stage1, (12, 21, 30), 48, 48, READABLE),
-    Machine("arm64-s1-4k-39", arm64_stage1, (12, 21, 30), 39, 48, READABLE),
-    Machine("arm64-s1-16k", arm64_stage1, (14, 25), 48, 48, READABLE),
-    Machine("arm64-s1-64k", arm64_stage1, (16, 29), 48, 48, READABLE),
-    Machine("arm64-s1-4k-contiguous", arm64_stage1, (12, 16, 21, 25, 30, 34), 48, 48, READABLE),
-    Machine("arm64-s1-16k-contiguous", arm64_stage1, (14, 21, 25, 30), 48, 48, READABLE),
-    Machine("arm64-s1-64k-contiguous", arm64_stage1, (16, 21, 29, 34), 48, 48, READABLE),
-    stage2("arm64-s2-4k-40", (12, 21, 30)),
-    stage2("arm64-s2-16k-40", (14, 25)),
-    stage2("arm64-s2-64k-40", (16, 29)),
-    stage2("arm64-s2-4k-40-contiguous", (12, 16, 21, 25, 30, 34)),
-    stage2("arm64-s2-16k-40-contiguous", (14, 21, 25, 30)),
-    stage2("arm64-s2-64k-40-contiguous", (16, 21, 29, 34)),
-    Machine("armv7-short", arm_short, (12, 16, 20, 24), 32, 32, READABLE, table_bits=32, address_bits=32),
-    Machine("x86-64-4level", x86_64, (12, 21, 30), 48, 40, READABLE, signed=True),
-    Machine("x86-64-5level", x86_64, (12, 21, 30), 57, 40, READABLE, signed=True),
-    sv(39, 12, 21, 30),
-    sv(48, 12, 21, 30, 39),
-    sv(57, 12, 21, 30, 39, 48),
+    Machine("arm64-s1-4k", arm64_stage1),
+    Machine("arm64-s1-4k-39", arm64_stage1),
+    Machine("arm64-s1-16k", arm64_stage1),
+    Machine("arm64-s1-64k", arm64_stage1),
+    Machine("arm64-s1-4k-contiguous", arm64_stage1),
+    Machine("arm64-s1-16k-contiguous", arm64_stage1),
+    Machine("arm64-s1-64k-contiguous", arm64_stage1),
+    stage2("arm64-s2-4k-40"),
+    stage2("arm64-s2-16k-40"),
+    stage2("arm64-s2-64k-40"),
+    stage2("arm64-s2-4k-40-contiguous"),
+    stage2("arm64-s2-16k-40-contiguous"),
+    stage2("arm64-s2-64k-40-contiguous"),
+    Machine("armv7-short", arm_short, table_bits=32, address_bits=32),
+    Machine("x86-64-4level", x86_64, machine_bits=40, signed=True),
+    Machine("x86-64-5level", x86_64, machine_bits=40, signed=True),
+    Machine("riscv-sv39", riscv64, signed=True),
+    Machine("riscv-sv48", riscv64, signed=True),
+    Machine("riscv-sv57", riscv64, signed=True),
     Machine(
-        "agx-uat", agx, (14,), 39, 48, ("r", "w", "rw"), kinds=("r",), permits=lambda _: "r",
+        "agx-uat", agx, machine_bits=48, kinds=("r",), permits=lambda _: "r",
         differs="permissions follow rules of the GPU and are not compared",
     ),
 ]  # fmt: skip

@@ -2,7 +2,6 @@
 
 import ctypes
 import json
-import re
 import zlib
 from collections import Counter
 
@@ -122,7 +121,5 @@ def run(dmalane, *args):
 
 
 def formats(dmalane):
-    """The names of the formats that the program has."""
-    help_text = dmalane.run("iopt", "build", "--help").stdout
-    found = re.search(r"--format.*?\[possible values: ([^\]]*)\]", help_text, re.DOTALL)
-    return set(re.split(r",\s*", found[1].strip()))
+    """What the program says of its formats, by name."""
+    return {said["format"]: said for said in run(dmalane, "formats")["formats"]}

@@ -183,10 +183,10 @@ class Smmu(Qemu):
         return found.pop() if found else None
 
 
-def smmu(name, leaves):
+def smmu(name):
     # Addresses above 48 bits do not reach the SMMU: QEMU gives it a window of that size.
     return Iommu(
-        name, Smmu, leaves, 48, 44, ("r", "rw", "rx", "rwx"), address_bits=48, tables=TABLES,
+        name, Smmu, machine_bits=44, address_bits=48, tables=TABLES,
         program="qemu-system-aarch64", package="qemu-system-arm", ram=(RAM + (256 << 20), RAM + RAM_BYTES),
         refusal=lambda mapped, _, at: ("permission" if mapped else "translation", at),
     )  # fmt: skip
@@ -258,16 +258,16 @@ class Vtd39(Vtd):
 
 def vtd(name, start, bits):
     return Iommu(
-        name, start, (12, 21, 30), bits, 39, ("r", "w", "rw"), address_bits=bits, tables=HIGH_TABLES,
+        name, start, machine_bits=39, address_bits=bits, tables=HIGH_TABLES,
         program="qemu-system-x86_64", package="qemu-system-x86", ram=(HIGH + (256 << 20), HIGH + HIGH_BYTES),
         refusal=lambda _, kind, at: (kind, at >> 12 << 12),
     )  # fmt: skip
 
 
 IOMMUS = [
-    smmu("arm64-s1-4k", (12, 21, 30)),
-    smmu("arm64-s1-16k", (14, 25)),
-    smmu("arm64-s1-64k", (16, 29)),
+    smmu("arm64-s1-4k"),
+    smmu("arm64-s1-16k"),
+    smmu("arm64-s1-64k"),
     vtd("vtd-second-39", Vtd39, 39),
     vtd("vtd-second-48", Vtd, 48),
 ]

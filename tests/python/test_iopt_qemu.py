@@ -13,15 +13,15 @@ import iopt_oracle  # noqa: E402
 import iopt_qemu  # noqa: E402
 from iopt_spec import Spec  # noqa: E402
 
-BY_FORMAT = pytest.mark.parametrize("iommu", iopt_qemu.IOMMUS, ids=lambda i: i.format)
+BY_FORMAT = pytest.mark.parametrize("iommu", iopt_qemu.IOMMUS, ids=lambda i: i.format, indirect=True)
 
 
-@pytest.fixture(autouse=True)
-def needs(dmalane, iommu):
-    if iommu.format not in iopt_oracle.formats(dmalane):
-        pytest.skip(f"the program does not have the format {iommu.format}")
-    if shutil.which(iommu.program) is None:
-        pytest.skip(f"no {iommu.program} (Debian: apt-get install {iommu.package})")
+@pytest.fixture
+def iommu(request, dmalane):
+    """An IOMMU, with what the program says of its format."""
+    if shutil.which(request.param.program) is None:
+        pytest.skip(f"no {request.param.program} (Debian: apt-get install {request.param.package})")
+    return request.param.of(iopt_oracle.formats(dmalane))
 
 
 @BY_FORMAT

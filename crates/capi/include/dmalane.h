@@ -34,16 +34,10 @@ struct dml_segment {
 	uint64_t len; /* not 0 */
 };
 
-enum dml_format {
-	DML_FORMAT_AGX_UAT = 1,       /* 16 KiB pages, 39 bits of address */
-	DML_FORMAT_X86_64_4LEVEL = 2, /* 4 KiB, 2 MiB and 1 GiB pages, 48 bits of address */
-};
-
 /* What a VM is to be. Zero it, set `size`, then what is wanted. */
 struct dml_vm_config {
 	uint64_t size; /* sizeof(struct dml_vm_config) */
-	uint32_t format; /* enum dml_format */
-	uint32_t zero; /* 0 */
+	const char *format; /* name of the page-table format: "agx-uat", "x86-64-4level" and so on (`dmalane iopt formats`) */
 	uint64_t va; /* the first address, and bytes: multiples of the page size */
 	uint64_t len;
 	uint64_t reserved_va; /* a part in which nothing may be bound; both 0 for none */

@@ -1,11 +1,11 @@
 //! The functions that C calls, as `include/dmalane.h` declares them.
 //!
-//! `unsafe` is what this file is for: pointers come from C. Each is looked at in [`bytes`], [`put`] or [`config`], which
+//! `unsafe` is what this file is for: pointers come from C. Each is looked at in [`bytes`], [`put`], [`text`] or [`config`], which
 //! refuse null and lengths that no object can have; that there is as much memory as C says is the contract of every function
 //! here. Nothing keeps a pointer beyond the call but the callbacks of a VM with their `user`.
 #![allow(unsafe_code)]
 
-use std::ffi::{c_char, c_void};
+use std::ffi::{CStr, c_char, c_void};
 use std::os::fd::{BorrowedFd, IntoRawFd};
 use std::sync::Arc;
 
@@ -37,10 +37,8 @@ pub type Function = extern "C" fn(user: *mut c_void, va: u64, len: u64);
 pub struct DmlVmConfig {
     /// `sizeof(struct dml_vm_config)` as the caller knows it.
     pub size: u64,
-    /// `enum dml_format`.
-    pub format: u32,
-    /// 0.
-    pub zero: u32,
+    /// The name of the page-table format, such as "x86-64-4level".
+    pub format: *const c_char,
     /// The first address.
     pub va: u64,
     /// Bytes.
@@ -160,6 +158,19 @@ unsafe fn put<T>(to: *mut T, value: T) -> Result<(), Refused> {
     Ok(())
 }
 
+/// A text of C's.
+///
+/// # Safety
+/// `at` is null, or the address of a text that ends with a zero byte and is not written to while the slice is in use.
+unsafe fn text<'a>(at: *const c_char) -> Result<&'a str, Refused> {
+    if at.is_null() {
+        return Err(fault(format_args!("a null pointer instead of a text")));
+    }
+    // SAFETY: not null, checked above; the caller says that a zero byte ends it and that it stays as it is.
+    let text = unsafe { CStr::from_ptr(at) };
+    text.to_str().map_err(|e| refused(Errno::Inval, format_args!("{text:?}: {e}")))
+}
+
 /// Reads a configuration of the caller's size.
 ///
 /// # Safety
@@ -250,16 +261,15 @@ exported! {
         unsafe { put(vm, 0)? };
         // SAFETY: the contract of the function; the header says that `size` is the first field.
         let c = unsafe { self::config(config)? };
-        if c.zero != 0 {
-            return Err(refused(Errno::Inval, format_args!("zero is {:#x}", c.zero)));
-        }
+        // SAFETY: the contract of the function: the text stays as it is during the call.
+        let format = unsafe { text(c.format)? };
         let user = c.user.expose_provenance(); // a number, so that it may go from thread to thread
         let callback = |function: Function| -> Callback {
             Arc::new(move |va, len| function(std::ptr::with_exposed_provenance_mut(user), va.bits(), len))
         };
         let tell = Callbacks { invalidate: c.invalidate.map(callback), prefetch: c.prefetch.map(callback) };
         let reserved = (c.reserved_va, c.reserved_len);
-        let made = objects::create_vm(device, c.format, (c.va, c.len), reserved, c.table_limit, tell)?;
+        let made = objects::create_vm(device, format, (c.va, c.len), reserved, c.table_limit, tell)?;
         // SAFETY: the contract of the function.
         unsafe { put(vm, made) }
     }

@@ -8,7 +8,7 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use dmalane_addr::{Access, Address, CardAddr, DeviceVa, Segment, SgIndex, SgTable, Span};
-use dmalane_iopt::{AgxUat, Format, HeapTables, X86_64_4Level};
+use dmalane_iopt::{Format, FormatId, HeapTables, UnknownFormat, with_format};
 use dmalane_vm::array::{ArrayError, decode};
 use dmalane_vm::{AnyVm, Bo, Errno, Handles, Mapped, Source, Vm};
 
@@ -158,10 +158,10 @@ pub(crate) fn destroy_device(device: u64) -> Result<(), Refused> {
     lock(&DEVICES).remove(device, "device")
 }
 
-/// The formats, in the order of `enum dml_format`, from 1.
+/// Makes an empty VM of the format of this name.
 pub(crate) fn create_vm(
     device: u64,
-    format: u32,
+    format: &str,
     (va, len): (u64, u64),
     reserved: (u64, u64),
     tables: u64,
@@ -174,11 +174,8 @@ pub(crate) fn create_vm(
     };
     let range = span(va, len)?;
     let reserved = if reserved == (0, 0) { None } else { Some(span(reserved.0, reserved.1)?) };
-    let vm = match format {
-        1 => vm::<AgxUat>(range, reserved, tables)?,
-        2 => vm::<X86_64_4Level>(range, reserved, tables)?,
-        other => return Err(Refused::new(Errno::Inval, format_args!("there is no format {other}"))),
-    };
+    let format: FormatId = format.parse().map_err(|e: UnknownFormat| Refused::new(Errno::Inval, e))?;
+    let vm = with_format!(format, F => vm::<F>(range, reserved, tables)?);
     Ok(lock(&VMS).add(OneVm { device, vm: Mutex::new(vm), tell }))
 }
 

@@ -65,7 +65,7 @@ static void agx(void)
 	dml_vm vm;
 	uint32_t bo, other;
 	struct dml_segment segments[] = {{1ull << 32, 4 * 16384}, {1ull << 33, 4 * 16384}};
-	struct dml_vm_config config = {.size = sizeof config, .format = DML_FORMAT_AGX_UAT, .va = K, .len = 1ull << 36,
+	struct dml_vm_config config = {.size = sizeof config, .format = "agx-uat", .va = K, .len = 1ull << 36,
 		.reserved_va = 1ull << 30, .reserved_len = K, .invalidate = invalidate, .prefetch = prefetch, .user = &seen};
 	struct dml_leaf leaf;
 	struct dml_run runs[8];
@@ -169,7 +169,7 @@ static void x86(void)
 	dml_vm vm, second;
 	uint32_t bo;
 	struct dml_segment segments[] = {{1ull << 30, 4 << 20}};
-	struct dml_vm_config config = {.size = sizeof config, .format = DML_FORMAT_X86_64_4LEVEL, .va = 4096, .len = 1ull << 40,
+	struct dml_vm_config config = {.size = sizeof config, .format = "x86-64-4level", .va = 4096, .len = 1ull << 40,
 		.table_limit = 16};
 	struct dml_leaf leaf;
 	CHECK(!dml_device_create(&device));
@@ -195,7 +195,7 @@ static void refused(void)
 	dml_vm vm = 7;
 	uint32_t bo = 7;
 	struct { struct dml_vm_config config; uint64_t more; } config = {
-		{.size = sizeof config.config, .format = DML_FORMAT_AGX_UAT, .va = K, .len = K}, 0};
+		{.size = sizeof config.config, .format = "agx-uat", .va = K, .len = K}, 0};
 	struct dml_segment wraps[] = {{UINT64_MAX, 2}}, empty[] = {{4096, 0}};
 	char text[8];
 	CHECK(dml_device_create(NULL) == -EFAULT);
@@ -217,12 +217,15 @@ static void refused(void)
 	config.config.size = UINT64_MAX;
 	CHECK(dml_vm_create(device, &config.config, &vm) == -EFAULT);
 	config.config.size = sizeof config.config;
-	config.config.zero = 1;
+	config.config.format = NULL;
+	CHECK(dml_vm_create(device, &config.config, &vm) == -EFAULT);
+	config.config.format = "\xff";
 	CHECK(dml_vm_create(device, &config.config, &vm) == -EINVAL);
-	config.config.zero = 0;
-	config.config.format = 3;
-	CHECK(dml_vm_create(device, &config.config, &vm) == -EINVAL && says("EINVAL", "no format 3"));
-	config.config.format = DML_FORMAT_AGX_UAT;
+	config.config.format = "vax";
+	CHECK(dml_vm_create(device, &config.config, &vm) == -EINVAL && says("EINVAL", "format \"vax\" is unknown"));
+	config.config.format = "riscv-sv39-napot";
+	CHECK(!dml_vm_create(device, &config.config, &vm) && !dml_vm_destroy(vm));
+	config.config.format = "agx-uat";
 	config.config.len = 0;
 	CHECK(dml_vm_create(device, &config.config, &vm) == -EOVERFLOW);
 	config.config.len = 1ull << 39;
@@ -267,7 +270,7 @@ static void threads(void)
 	dml_device device;
 	dml_vm vm;
 	size_t count = 1;
-	struct dml_vm_config config = {.size = sizeof config, .format = DML_FORMAT_AGX_UAT, .va = K, .len = 1ull << 36};
+	struct dml_vm_config config = {.size = sizeof config, .format = "agx-uat", .va = K, .len = 1ull << 36};
 	CHECK(!dml_device_create(&device) && !dml_vm_create(device, &config, &vm));
 	for (int i = 0; i < 4; i++) {
 		work[i] = (struct work){device, vm, (i + 1) * 100 * K, 0};

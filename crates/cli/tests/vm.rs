@@ -146,7 +146,7 @@ fn what_is_no_trace() {
         (&[deep.as_str()], "line 1 is not the first line"),
         (&[r#"{"trace":"dmalane-vm","version":7}"#], "version 7; only 1 is known"),
         (&[r#"{"trace":"dmalane-vm","version":1}"#], "does not say which page-table format"),
-        (&[r#"{"trace":"dmalane-vm","version":1,"format":"vax"}"#], "\"vax\", which is unknown"),
+        (&[r#"{"trace":"dmalane-vm","version":1,"format":"vax"}"#], "the page-table format \"vax\" is unknown"),
         (&[r#"{"trace":"dmalane-vm","version":1,"format":"agx-uat","range":{"va":1,"len":2}}"#], "cannot be made"),
         (
             &[r#"{"trace":"dmalane-vm","version":1,"format":"agx-uat","range":{"va":0,"len":"0x8000004000"}}"#],

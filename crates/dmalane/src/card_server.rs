@@ -1,4 +1,4 @@
-//! The software card as a PCI device in a process of its own, over vfio-user.
+//! Serves the software card as a PCI device to another process, over vfio-user.
 
 use std::fs;
 use std::io::{self, IoSliceMut};
@@ -18,47 +18,49 @@ use rustix::io::ReadWriteFlags;
 use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType, socket_with};
 use thiserror::Error;
 
-/// Vendor and device number of the card. Nobody gave us the vendor: it is not on the list of PCI-SIG.
+/// Vendor and device number of the card. The vendor number is not assigned by PCI-SIG.
 pub const CARD_PCI_ID: (u16, u16) = (0x4c44, 0x0001);
 
-/// Regions beside those of the card itself: the table of MSI-X, and the configuration space.
+/// The regions besides those of the card: the table of MSI-X, and the configuration space.
 const TABLE: u32 = 4;
 const CONFIG: u32 = 7;
 const CONFIG_LEN: usize = 256;
 const TABLE_LEN: u64 = 4096;
 const PENDING: u32 = 2048;
-/// Where the capability of "advanced features" is, by which a function of conventional PCI is reset alone, and its control and status.
+/// Offsets of the capability "advanced features", with which a function of conventional PCI is reset alone, and of its
+/// control and status.
 const FEATURES: usize = 0x50;
 const FEATURES_CONTROL: usize = FEATURES + 4;
 const FEATURES_STATUS: usize = FEATURES + 5;
 const REGISTERS_LEN: u64 = 64 << 10;
-/// How long a reset may take.
-const RESET: Duration = Duration::from_secs(5);
+/// Timeout of a reset.
+const RESET_TIMEOUT: Duration = Duration::from_secs(5);
 
 /// Why the card cannot be served.
 #[derive(Debug, Error)]
 #[non_exhaustive]
 pub enum CardServerError {
-    /// The socket cannot be made.
+    /// The socket cannot be created.
     #[error("cannot listen at {}: {source}", path.display())]
     Listen {
-        /// Where.
+        /// The path of the socket.
         path: PathBuf,
-        /// The kernel's answer.
+        /// The kernel's error.
         source: io::Error,
     },
-    /// No client can be had any more.
+    /// Accepting a client failed.
     #[error("cannot accept a client: {0}")]
     Accept(io::Error),
-    /// The card cannot be made.
+    /// The card cannot be created.
     #[error(transparent)]
     Card(#[from] dmalane_card::Error),
 }
 
-/// Serves software cards at a socket: each client gets a new one, with its memory empty. One client at a time.
+/// Serves software cards at a socket, to one client at a time. Each client gets a new card, with empty memory.
 ///
-/// QEMU from 10.1 on attaches it as `vfio-user-pci`; [`UserBus`](dmalane_vfio_user::UserBus) is a client in Rust. What a client sends is not
-/// trusted: at worst its own connection ends. Its memory must be memfds that are sealed against shrinking, as QEMU's are.
+/// QEMU from 10.1 on attaches it as `vfio-user-pci`; [`UserBus`](dmalane_vfio_user::UserBus) is a client in Rust.
+/// Clients are not trusted: a bad message ends at most its own connection. The memory of a client must be memfds that
+/// are sealed against shrinking, as QEMU's are.
 pub struct CardServer {
     listener: UnixListener,
     path: PathBuf,
@@ -66,12 +68,13 @@ pub struct CardServer {
 }
 
 impl CardServer {
-    /// Listens at a path, which only this user may connect to. A socket that was left there by nobody who still listens is replaced.
+    /// Listens at a path, to which only this user may connect. A socket file that no process listens at is replaced.
     ///
     /// # Errors
-    /// [`CardServerError::Listen`], also when there is anything else at the path; [`CardServerError::Card`] for a card that cannot be.
+    /// [`CardServerError::Listen`], also when another file is at the path; [`CardServerError::Card`] for an invalid
+    /// configuration.
     pub fn bind(path: &Path, config: CardConfig) -> Result<Self, CardServerError> {
-        // Not later, when a client is waiting.
+        // Check the configuration now, not when a client is waiting.
         drop(CardModel::new(config, &ClientMemory::new())?);
         let listen = |source| CardServerError::Listen { path: path.to_owned(), source };
         let left = fs::symlink_metadata(path).is_ok_and(|m| m.file_type().is_socket());
@@ -82,7 +85,7 @@ impl CardServer {
         Ok(Self { listener, path: path.to_owned(), config })
     }
 
-    /// Waits for a client and serves it to its end. The inner result is that of the client.
+    /// Waits for a client and serves it until it disconnects. The inner result is that of the connection.
     ///
     /// # Errors
     /// [`CardServerError::Accept`], [`CardServerError::Card`].
@@ -100,7 +103,7 @@ impl Drop for CardServer {
     }
 }
 
-/// Listens at a path, which nobody but this user may connect to from the moment that it is there: `bind` gives it the mode of the socket.
+/// Listens at a path, to which only this user may ever connect: `bind` creates the file with the mode of the socket.
 fn private_listener(path: &Path) -> io::Result<UnixListener> {
     let socket = socket_with(AddressFamily::UNIX, SocketType::STREAM, SocketFlags::CLOEXEC, None)?;
     rustix::fs::fchmod(&socket, Mode::RUSR | Mode::WUSR)?;
@@ -116,7 +119,7 @@ struct Events(Arc<Mutex<Vec<Vector>>>);
 #[derive(Clone, Default)]
 struct Vector {
     event: Option<Arc<OwnedFd>>,
-    /// Which one a channel is raising.
+    /// The eventfd to which a channel is writing.
     raising: Option<Arc<OwnedFd>>,
 }
 
@@ -125,17 +128,18 @@ impl Events {
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// What a channel does for an interrupt.
+    /// Raises the interrupt of a channel.
     ///
-    /// It may block: whether a write to a full eventfd does is a flag that the client shares, and may set back at any time. No other
-    /// call raises one. So only a channel's worker does this, holding nothing that the server waits for, and [`Events::release`] ends it.
+    /// The write may block: `O_NONBLOCK` is a flag of the file, which the client shares and may clear at any time, and
+    /// no other call raises an eventfd. So only a channel's worker calls this, without locks that the server needs, and
+    /// [`Events::release`] unblocks it.
     fn raise(&self, channel: usize) {
         let event = self.lock().get_mut(channel).and_then(|vector| {
             vector.raising = vector.event.clone();
             vector.raising.clone()
         });
         let Some(event) = event else { return };
-        // Of one that takes no more, the client has enough unread.
+        // A full eventfd is already readable for the client.
         if has_room(&event) {
             let _ = rustix::io::write(&*event, &1u64.to_ne_bytes());
         }
@@ -144,12 +148,12 @@ impl Events {
         }
     }
 
-    /// Makes room where a channel may be waiting for it, and says whether one may still be. Of full eventfds only, as no client has that
-    /// reads them.
+    /// Drains the full eventfds to which a channel may be writing; true while a channel may still be blocked. A client
+    /// that reads its eventfds has no full ones.
     fn release(&self) -> bool {
         let raising: Vec<_> = self.lock().iter().filter_map(|vector| vector.raising.clone()).collect();
         for event in raising.iter().filter(|event| !has_room(event)) {
-            // At no place in the file, since it has none. This call does not block, whatever the flag says.
+            // Offset -1, since an eventfd has no position. This call never blocks, whatever the flag.
             let mut count = [0; 8];
             let _ = rustix::io::preadv2(event, &mut [IoSliceMut::new(&mut count)], u64::MAX, ReadWriteFlags::NOWAIT);
         }
@@ -157,12 +161,12 @@ impl Events {
     }
 }
 
-/// A write to an eventfd would not block now.
+/// True when a write to an eventfd would not block now.
 fn has_room(event: &OwnedFd) -> bool {
     poll(&mut [PollFd::new(event, PollFlags::OUT)], Some(&Timespec::default())).is_ok_and(|n| n > 0)
 }
 
-/// It is an eventfd, and not another file that takes its time with what is written to it.
+/// True for an eventfd: writes to other files could block.
 fn is_eventfd(file: &OwnedFd) -> bool {
     let link = format!("/proc/self/fd/{}", file.as_raw_fd());
     fs::read_link(link).is_ok_and(|what| what.as_os_str() == "anon_inode:[eventfd]")
@@ -177,7 +181,7 @@ struct CardModel {
 }
 
 impl Drop for CardModel {
-    /// Ends what the workers wait for, whom the card's drop then joins.
+    /// Unblocks the workers, which the card's drop then joins.
     fn drop(&mut self) {
         self.events.lock().iter_mut().for_each(|vector| vector.event = None);
         while self.events.release() {
@@ -192,7 +196,7 @@ impl CardModel {
         let events = Events(Arc::new(Mutex::new(vec![Vector::default(); channels as usize])));
         let raised = events.clone();
         let interrupt = move |channel: usize| raised.raise(channel);
-        // A machine has few addresses for a BAR of 512 GiB, as HBM at its usual place would make it.
+        // Compact, since HBM at its usual address would need a BAR of 512 GiB.
         let compact = CardMemory::compact(config.ddr, config.hbm)?;
         let card = SoftCard::with_memory(compact, config, || memory.port(), interrupt)?;
         let end = card.memory().hbm().last().bits().max(card.memory().ddr().last().bits());
@@ -207,12 +211,12 @@ impl CardModel {
         })
     }
 
-    /// The card was told to stop, and has not yet.
+    /// True while the card has not yet stopped after a request to stop.
     fn is_stopping(&self) -> bool {
         self.card.read32(regs::BAR_REGISTERS, regs::CONTROL) != Some(0)
     }
 
-    /// Words of 32 bits, which is what registers and the card's memory take, one for one.
+    /// Reads registers, as words of 32 bits.
     fn words(&self, bar: u8, offset: u64, into: &mut [u8]) -> bool {
         into.len().is_multiple_of(4)
             && into.chunks_exact_mut(4).zip((offset..).step_by(4)).all(|(word, at)| {
@@ -233,7 +237,7 @@ impl ServedDevice for CardModel {
         RegionSpec { len, accessible: len > 0 }
     }
 
-    /// The card's memory. What a client changes in it by itself is as what a processor writes through a BAR.
+    /// The card's memory. A client's writes to the mapping have the same effect as a processor's writes through a BAR.
     fn mappable(&self, region: u32) -> Option<MappableFile<'_>> {
         (region == u32::from(regs::BAR_MEMORY)).then(|| {
             let (file, areas) = self.card.memory().lend();
@@ -245,7 +249,7 @@ impl ServedDevice for CardModel {
         let at = offset as usize..(offset as usize).saturating_add(into.len());
         match region {
             CONFIG => {
-                // A reset may take longer than whoever asked for it was kept waiting.
+                // A reset may take longer than its request.
                 self.config[FEATURES_STATUS] = u8::from(self.is_stopping());
                 into.copy_from_slice(&self.config[at]);
             }
@@ -261,7 +265,7 @@ impl ServedDevice for CardModel {
     fn write(&mut self, region: u32, offset: u64, from: &[u8]) -> bool {
         let at = offset as usize..(offset as usize).saturating_add(from.len());
         match region {
-            // The command register and the BARs; what the client makes of them is its own business.
+            // The command register and the BARs only store what the client writes.
             CONFIG => {
                 for (at, byte) in at.zip(from) {
                     match at {
@@ -304,7 +308,7 @@ impl ServedDevice for CardModel {
         let _ = self.card.write32(regs::BAR_REGISTERS, regs::CONTROL, 1);
         let began = Instant::now();
         while self.is_stopping() {
-            if began.elapsed() >= RESET {
+            if began.elapsed() >= RESET_TIMEOUT {
                 return false;
             }
             self.events.release();
@@ -315,13 +319,13 @@ impl ServedDevice for CardModel {
     }
 }
 
-/// The configuration space of PCI 3.0, with the capabilities of MSI-X and of a reset of this function alone.
+/// The configuration space of PCI 3.0, with the capabilities for MSI-X and for a reset of this function alone.
 fn config_space(vectors: u32) -> [u8; CONFIG_LEN] {
     let mut space = [0; CONFIG_LEN];
     let mut put = |at: usize, bytes: &[u8]| space[at..at + bytes.len()].copy_from_slice(bytes);
     put(0x00, &CARD_PCI_ID.0.to_le_bytes());
     put(0x02, &CARD_PCI_ID.1.to_le_bytes());
-    // There are capabilities.
+    // The status register: a list of capabilities exists.
     put(0x06, &0x10u16.to_le_bytes());
     // Revision 0; a processing accelerator.
     put(0x08, &0x1200_0000u32.to_le_bytes());
@@ -329,12 +333,12 @@ fn config_space(vectors: u32) -> [u8; CONFIG_LEN] {
     put(0x18, &0xcu32.to_le_bytes());
     put(0x2c, &CARD_PCI_ID.0.to_le_bytes());
     put(0x34, &[0x40]);
-    // MSI-X: as many entries as channels (one less is written), the table and the pending bits in BAR 4.
+    // MSI-X: one entry for each channel (the field is their number less one), the table and the pending bits in BAR 4.
     put(0x40, &[0x11, FEATURES as u8]);
     put(0x42, &(vectors.clamp(1, 2048) as u16 - 1).to_le_bytes());
     put(0x44, &TABLE.to_le_bytes());
     put(0x48, &(PENDING | TABLE).to_le_bytes());
-    // Advanced features, the last: six bytes; it says whether accesses are pending, and it can be reset.
+    // Advanced features, the last capability: six bytes, with the pending bit and the reset.
     put(FEATURES, &[0x13, 0, 6, 0b11]);
     space
 }
@@ -346,9 +350,9 @@ mod tests {
 
     use super::*;
 
-    /// As between the look at an eventfd and the write, when the client has filled it and set its flag back.
+    /// The client fills an eventfd and clears its flag between the poll and the write.
     #[test]
-    fn a_full_eventfd_does_not_keep_the_card() {
+    fn a_full_eventfd_does_not_block_the_card() {
         for flags in [EventfdFlags::empty(), EventfdFlags::SEMAPHORE] {
             let config = CardConfig { ddr: 2 << 20, hbm: 4 << 20, channels: 1, workers: Workers::PerChannel };
             let mut model = CardModel::new(config, &ClientMemory::new()).unwrap();

@@ -44,25 +44,25 @@ const CRATES: &[Crate] = &[
     Crate::no_std("addr", &[]),
     Crate::no_std("iopt", &["addr"]),
     Crate::no_std("vm", &["addr", "iopt"]),
-    Crate::std("trace", &["addr", "iopt", "vm"]),
     Crate::std("dma", &["addr", "iopt"]),
     Crate::std("queue", &["addr", "dma"]),
-    Crate::std("file", &["addr", "dma", "queue"]),
-    Crate::std("card", &["addr", "iopt", "dma", "queue"]),
+    Crate::std("device", &["addr", "iopt", "vm", "dma", "queue"]),
+    Crate::std("file", &["addr", "dma", "queue", "device"]),
+    Crate::std("card", &["addr", "iopt", "vm", "dma", "queue", "device"]),
     Crate::std("vfio", &["addr", "dma"]).tests_use(&["queue"]),
     Crate::std("vfio-user", &["addr", "dma"]),
     Crate::std("daemon", &["addr", "iopt", "dma", "queue", "card"]),
-    Crate::std("load", &["addr", "iopt", "vm", "dma", "queue"]),
-    Crate::std("validate", &["addr", "dma", "queue", "file", "card"]),
+    Crate::std("load", &["addr", "vm", "dma", "queue", "device"]),
+    Crate::std("validate", &["addr", "dma", "queue", "device"]).tests_use(&["file", "card"]),
     Crate::std(
         "dmalane",
         &[
             "addr",
             "iopt",
             "vm",
-            "trace",
             "dma",
             "queue",
+            "device",
             "file",
             "card",
             "vfio",
@@ -115,6 +115,32 @@ fn every_crate_is_listed() {
         }
         if manifest.get("lints").and_then(|l| l.get("workspace")).and_then(Value::as_bool) != Some(true) {
             wrong.push(format!("crates/{}/Cargo.toml does not inherit the lints of the workspace", c.dir));
+        }
+    }
+    report(&wrong);
+}
+
+#[test]
+fn every_crate_can_be_packaged() {
+    let mut wrong = Vec::new();
+    for c in CRATES {
+        let directory = root().join("crates").join(c.dir);
+        let manifest = manifest(c);
+        let package = &manifest["package"];
+        for key in ["version", "edition", "rust-version", "license", "readme"] {
+            if package.get(key).and_then(|v| v.get("workspace")).and_then(Value::as_bool) != Some(true) {
+                wrong.push(format!("crates/{}/Cargo.toml: no {key}.workspace = true", c.dir));
+            }
+        }
+        let description = package.get("description").and_then(Value::as_str).unwrap_or_default();
+        if description.is_empty() || words(description).any(|word| word == "and") {
+            wrong.push(format!("crates/{}: a description says one thing, without \"and\": {description:?}", c.dir));
+        }
+        // Links to those of the root, which a package has as files.
+        for license in ["LICENSE-MIT", "LICENSE-APACHE"] {
+            if fs::read(directory.join(license)).ok() != fs::read(root().join(license)).ok() {
+                wrong.push(format!("crates/{0}: no {license} (ln -s ../../{license} crates/{0}/)", c.dir));
+            }
         }
     }
     report(&wrong);

@@ -11,7 +11,7 @@ use dmalane::dma::{AnonHeap, BufferSlice, Heap, HostConfig, SoftHost};
 use dmalane::iopt::X86_64_4Level;
 use dmalane::load::{Placement, write_sample};
 use dmalane::queue::{Completion, DeviceAddr, Direction, Fenced, OpError, Operation, Queue, Registered};
-use dmalane::trace::{Header, Lines, Recorder, Replay};
+use dmalane::vm::trace::{Header, Lines, Recorder, Replay};
 use dmalane::vm::{AnyVm, BindQueue, Bo, Mapped, QueueError, Request, Submission, Vm};
 use dmalane::{FileOptions, open_file};
 

@@ -8,6 +8,7 @@ use std::process::Command;
 use std::time::Duration;
 
 use dmalane_addr::{Access, CardAddr, DeviceVa, FileOffset};
+use dmalane_device::Device as _;
 use dmalane_dma::{AnonHeap, BufferSlice, Heap};
 use dmalane_file::{
     FileDevice, FileDeviceError, FileDeviceOptions, FileDevicePaths, FileDeviceQueue, IoBackend, quarantined_bytes,
@@ -200,7 +201,7 @@ fn a_block_device_takes_the_suite_buffered_and_direct() {
     suites(&device.0, len, trusted);
     suites(&device.0, len, |backend| FileDeviceOptions { direct: true, ..trusted(backend) });
     let first = FileDevice::open(paths(&device.0), FileDeviceOptions::default()).unwrap();
-    assert_eq!(first.memory_len(), Some(len));
+    assert_eq!(first.regions()[0].span.len(), len);
     let second = FileDevice::open(paths(&device.0), FileDeviceOptions::default());
     assert!(matches!(second, Err(FileDeviceError::InUse(_))), "{second:?}");
     drop(first);
@@ -287,7 +288,7 @@ fn two_files_are_a_device_too() {
     let (up, down) = (file_in(DISK, 1 << 20), file_in(DISK, 1 << 19));
     let both = FileDevicePaths { h2c: up.path().into(), c2h: down.path().into() };
     let device = FileDevice::open(both.clone(), FileDeviceOptions::default()).unwrap();
-    assert_eq!(device.memory_len(), Some(1 << 19), "what both have");
+    assert_eq!(device.regions()[0].span.len(), 1 << 19, "what both have");
     // Different files are no memory, which a probe finds out.
     let probed = FileDevice::open(both, FileDeviceOptions { probe_at: Some(1 << 16), ..FileDeviceOptions::default() });
     assert!(

@@ -44,8 +44,8 @@ impl<F: Format, I: Address, O: Address, T: Tables> PageTable<F, I, O, T> {
     /// and permit the same. Gives the number of tables that this freed. What is mapped stays the same; a
     /// leaf counts as written to when one of its parts did.
     ///
-    /// `invalidate` is called once for each table that goes, with the span that it translates, while its entry is clear:
-    /// it returns when no device remembers the table or what it held. The table is freed then.
+    /// `invalidate` is called once for each table that goes and each group that forms, with the span that it translates, while its
+    /// entries are clear: it returns when no device remembers them or what they held. The table is freed then.
     ///
     /// # Errors
     /// [`Error::Misaligned`], [`Error::InputRange`].

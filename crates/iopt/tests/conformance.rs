@@ -1,7 +1,6 @@
 //! One suite for every format: random calls against a slow, obvious model. A format joins with one line in
 //! `formats/mod.rs`.
 
-#[macro_use]
 mod formats;
 
 use std::collections::{BTreeMap, BTreeSet};
@@ -666,7 +665,7 @@ fn cases<F: Format>() -> u32 {
 }
 
 macro_rules! conformance {
-    ($module:ident, $format:ty) => {
+    ($($module:ident: $format:ty;)*) => {$(
         mod $module {
             use super::*;
             type F = $format;
@@ -742,7 +741,7 @@ macro_rules! conformance {
                 super::refused_fetch::<F>();
             }
         }
-    };
+    )*};
 }
 
-for_each_format!(conformance);
+dmalane_iopt::formats!(conformance);

@@ -3,14 +3,13 @@
 //! The random calls of `conformance.rs` do the same without counting. Here the scenarios are fixed, so that it can be said how
 //! many failures there were, and every word is compared instead of what can be seen through the interface.
 
-#[macro_use]
 mod formats;
 
 use std::collections::BTreeMap;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
 use dmalane_addr::{Access, Iova, PhysAddr, Segment, Span};
-use dmalane_iopt::{Entry, Error, Format, HeapTables, PageTable, TableShape};
+use dmalane_iopt::{Entry, Error, Format, FormatId, HeapTables, PageTable, TableShape, with_format};
 use formats::{Failing, Sizes, sizes};
 
 type Table<F> = PageTable<F, Iova, PhysAddr, Failing>;
@@ -238,14 +237,8 @@ fn sweep_all<F: Format>() {
 /// One test for all formats, for the sake of the sum.
 #[test]
 fn every_allocation_fails_once() {
-    let mut formats = 0;
-    macro_rules! one {
-        ($module:ident, $format:ty) => {
-            sweep_all::<$format>();
-            formats += 1;
-        };
-    }
-    for_each_format!(one);
+    FormatId::ALL.iter().for_each(|format| with_format!(*format, F => sweep_all::<F>()));
+    let formats = FormatId::ALL.len();
     let scenarios = scenarios::<dmalane_iopt::Arm64S1_4k>().len();
     let failures = FAILURES.load(Ordering::Relaxed);
     println!("{failures} allocations failed, in {scenarios} scenarios for each of {formats} formats");

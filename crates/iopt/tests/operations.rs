@@ -1,6 +1,5 @@
 //! The operations beyond mapping and unmapping, for every format.
 
-#[macro_use]
 mod formats;
 
 use std::cell::{Cell, RefCell};
@@ -533,7 +532,7 @@ fn stops_at_the_right_page<F: Format, T: Tables>(tables: impl Fn() -> T) {
 }
 
 macro_rules! operations {
-    ($module:ident, $format:ty) => {
+    ($($module:ident: $format:ty;)*) => {$(
         mod $module {
             type F = $format;
 
@@ -585,7 +584,7 @@ macro_rules! operations {
                 super::take_dirty::<F>();
             }
         }
-    };
+    )*};
 }
 
-for_each_format!(operations);
+dmalane_iopt::formats!(operations);

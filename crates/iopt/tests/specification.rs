@@ -3,7 +3,6 @@
 //!
 //! Every entry that `decode` may meet is compared: random bits at every level, and whole tables that were mapped.
 
-#[macro_use]
 mod formats;
 
 use dmalane_addr::{Access, Iova, PhysAddr, Segment};
@@ -89,7 +88,8 @@ fn arm64(stage: u32, granule: u32, input: u32, contiguous: bool) -> Specificatio
     let first = match (stage, granule, input) {
         (1, 12, 52) | (_, 14 | 16, 48 | 52) if (stage, granule, input) != (2, 14, 48) => 0,
         (_, 12, 48) | (2, 12, 52) | (2, 14, 48) => 1,
-        (1, 12, 39) | (2, 12, 40) => 2,
+        (2, 16, 40) => 1,
+        (1, 12, 39) | (2, 12 | 14, 40) => 2,
         _ => panic!("not in the table"),
     };
     let rows = move |low: u32| {
@@ -282,6 +282,27 @@ fn riscv(shifts: &[u32], napot: bool) -> Specification {
     Specification { entry_bytes: 8, levels: levels(shifts[0] + 9, shifts, rows) }
 }
 
+/// The table for `arm64-STAGE-GRANULE`, then bits of input and of output unless they are 48, then `contiguous` and `dirty`.
+fn arm64_by_name(name: &str) -> Option<Specification> {
+    let mut words = name.strip_prefix("arm64-s")?.split('-');
+    let stage = words.next()?.parse().ok()?;
+    let granule = words.next()?.strip_suffix('k')?.parse::<u32>().ok()?.ilog2() + 10;
+    let (mut bits, mut contiguous, mut dirty) = (Vec::new(), false, false);
+    for word in words {
+        match word {
+            "contiguous" => contiguous = true,
+            "dirty" => dirty = true,
+            number => bits.push(number.parse().ok()?),
+        }
+    }
+    let input = *bits.first().unwrap_or(&48);
+    let mut specification = arm64(stage, granule, input, contiguous);
+    if bits.last() == Some(&52) {
+        specification = if granule == 16 { with_lpa(specification) } else { with_lpa2(specification) };
+    }
+    Some(if dirty { with_dbm(specification) } else { specification })
+}
+
 /// The table for a format, by its name.
 fn specification<F: Format>() -> Specification {
     const SHIFTS: [u32; 6] = [57, 48, 39, 30, 21, 12];
@@ -290,30 +311,10 @@ fn specification<F: Format>() -> Specification {
         "agx-uat" => agx(),
         "amd-v1-3level" => amd(39, last(3), false),
         "amd-v1-4level" => amd(48, last(4), false),
+        "amd-v1-5level" => amd(57, last(5), false),
         "amd-v1-6level" => amd(63, last(6), false),
         "amd-v1-3level-groups" => amd(39, last(3), true),
         "amd-v1-4level-groups" => amd(48, last(4), true),
-        "arm64-s1-4k" => arm64(1, 12, F::INPUT_BITS, false),
-        "arm64-s1-4k-contiguous" => arm64(1, 12, F::INPUT_BITS, true),
-        "arm64-s1-16k" => arm64(1, 14, 48, false),
-        "arm64-s1-16k-contiguous" => arm64(1, 14, 48, true),
-        "arm64-s1-64k" => arm64(1, 16, 48, false),
-        "arm64-s1-64k-contiguous" => arm64(1, 16, 48, true),
-        "arm64-s2-4k" => arm64(2, 12, F::INPUT_BITS, false),
-        "arm64-s2-4k-contiguous" => arm64(2, 12, F::INPUT_BITS, true),
-        "arm64-s2-16k" => arm64(2, 14, 48, false),
-        "arm64-s2-16k-contiguous" => arm64(2, 14, 48, true),
-        "arm64-s2-64k" => arm64(2, 16, 48, false),
-        "arm64-s2-64k-contiguous" => arm64(2, 16, 48, true),
-        "arm64-s1-4k-dirty" => with_dbm(arm64(1, 12, 48, false)),
-        "arm64-s1-64k-52-contiguous-dirty" => with_dbm(with_lpa(arm64(1, 16, 48, true))),
-        "arm64-s2-4k-contiguous-dirty" => with_dbm(arm64(2, 12, 40, true)),
-        "arm64-s1-4k-52" => with_lpa2(arm64(1, 12, 52, false)),
-        "arm64-s1-16k-52-contiguous" => with_lpa2(arm64(1, 14, 52, true)),
-        "arm64-s2-4k-52-contiguous" => with_lpa2(arm64(2, 12, 52, true)),
-        "arm64-s2-16k-52" => with_lpa2(arm64(2, 14, 52, false)),
-        "arm64-s1-64k-52" => with_lpa(arm64(1, 16, 52, false)),
-        "arm64-s2-64k-52-contiguous" => with_lpa(arm64(2, 16, 48, true)),
         "armv7-short" => armv7(),
         "riscv-sv39" => riscv(last(3), false),
         "riscv-sv39-napot" => riscv(last(3), true),
@@ -326,7 +327,7 @@ fn specification<F: Format>() -> Specification {
         "vtd-second-57" => vtd(last(5)),
         "x86-64-4level" => x86_64(last(4)),
         "x86-64-5level" => x86_64(last(5)),
-        name => panic!("no table for {name}"),
+        name => arm64_by_name(name).unwrap_or_else(|| panic!("no table for {name}")),
     }
 }
 
@@ -462,7 +463,7 @@ fn list<F: Format>() -> impl Strategy<Value = List> {
 }
 
 macro_rules! by_table {
-    ($module:ident, $format:ty) => {
+    ($($module:ident: $format:ty;)*) => {$(
         mod $module {
             use super::*;
             type F = $format;
@@ -488,7 +489,7 @@ macro_rules! by_table {
                 }
             }
         }
-    };
+    )*};
 }
 
-for_each_format!(by_table);
+dmalane_iopt::formats!(by_table);

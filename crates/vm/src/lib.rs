@@ -28,6 +28,9 @@
 #![no_std]
 
 extern crate alloc;
+#[cfg(feature = "trace")]
+#[macro_use]
+extern crate std;
 
 mod any;
 pub mod array;
@@ -44,6 +47,8 @@ mod records;
 mod request;
 mod segments;
 mod slots;
+#[cfg(feature = "trace")]
+pub mod trace;
 mod vm;
 
 pub use any::AnyVm;

@@ -567,9 +567,9 @@ impl<F: Format, T: Tables> Vm<F, T> {
     /// Makes larger leaves within the span where what is bound, by many requests perhaps, continues in the buffer object and
     /// on the card, for whole tables at a time. Gives the number of tables that this freed. What is bound stays the same.
     ///
-    /// `invalidate` is called once for each table that goes, while its addresses are not mapped, and returns when the device
-    /// has forgotten them: the break-before-make order of the Arm architecture, in which a device that uses them
-    /// meanwhile sees a fault.
+    /// `invalidate` is called once for each table that goes and each group of leaves that forms, while its addresses are
+    /// not mapped, and returns when the device has forgotten them: the break-before-make order of the Arm architecture, in
+    /// which a device that uses them meanwhile sees a fault.
     ///
     /// # Errors
     /// [`Error::Misaligned`], [`Error::OutsideVm`].

@@ -143,7 +143,7 @@ fn a_failure_marks_the_vm() {
     assert_eq!(bound(&vm), [3, 7]);
     let committed = vm.plan([Request::Unbind(vm.range())]).unwrap().commit();
     vm.invalidated(committed);
-    assert_eq!(bound(&vm), []);
+    assert!(bound(&vm).is_empty());
 }
 
 #[test]

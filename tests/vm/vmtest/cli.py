@@ -34,7 +34,7 @@ Kernels come from Debian's archive as this machine's apt knows it, into private 
 kept in $DMALANE_VM_CACHE (default target/vm). Exit status 77: nothing could be run, with the reason in the last line.
 
 environment:
-  DMALANE_VM_SECONDS=420  a guest that takes longer has failed
+  DMALANE_VM_SECONDS=600  a guest that takes longer has failed
   DMALANE_VM_FILTER=      only tests whose name contains this
   DMALANE_VM_GIB="1 8 32", DMALANE_VM_ALIGN="auto 1G 2M 4K none": the rows of the table of bar-map
   DMALANE_VM_ROUNDS=10    how often each row maps and unmaps

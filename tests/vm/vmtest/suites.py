@@ -10,7 +10,7 @@ from .settings import ROOT, Failed
 ARM64 = "aarch64-unknown-linux-musl"
 LIBTEST = "--test-threads=1 --show-output"
 # What this machine's processor takes for a table of `bar-map` is an hour.
-BAR_MAP_SECONDS, DMA_MAP_SECONDS, SUITE_SECONDS = 7200, 3600, 420
+BAR_MAP_SECONDS, DMA_MAP_SECONDS, SUITE_SECONDS = 7200, 3600, 600
 
 
 def cargo(*arguments, env=None):

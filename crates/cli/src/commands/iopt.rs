@@ -11,10 +11,10 @@ use std::process::ExitCode;
 
 use clap::builder::{PossibleValuesParser, TypedValueParser};
 use clap::{Args, Subcommand};
+use dmalane::iopt::FormatId;
 
 use crate::failure::Failure;
 
-pub use formats::{FORMATS, Format};
 use image::Image;
 use spec::number;
 
@@ -65,9 +65,18 @@ pub struct Iopt {
 
 #[derive(Subcommand)]
 enum IoptCommand {
+    Formats(Formats),
     Build(Build),
     Walk(Walk),
     Dump(Dump),
+}
+
+/// List the page-table formats: input and output bits, page sizes.
+#[derive(Args)]
+struct Formats {
+    /// Print the result as JSON
+    #[arg(long)]
+    json: bool,
 }
 
 /// Write the page tables of a specification as a memory image.
@@ -81,8 +90,8 @@ struct Build {
     spec: PathBuf,
 
     /// The page-table format
-    #[arg(short, long, value_parser = formats())]
-    format: &'static Format,
+    #[arg(short, long, value_parser = format())]
+    format: FormatId,
 
     /// The image to write; it replaces what is there
     #[arg(short, long, value_name = "IMAGE")]
@@ -124,8 +133,8 @@ struct Source {
     image: PathBuf,
 
     /// The page-table format
-    #[arg(short, long, value_parser = formats())]
-    format: &'static Format,
+    #[arg(short, long, value_parser = format())]
+    format: FormatId,
 
     /// The address of the root table
     #[arg(long, value_name = "ADDR", value_parser = address)]
@@ -165,6 +174,7 @@ impl Iopt {
     /// Runs the subcommand.
     pub fn run(self) -> Result<ExitCode, Failure> {
         match self.command {
+            IoptCommand::Formats(formats) => report::formats(formats.json),
             IoptCommand::Build(build) => build.run(),
             IoptCommand::Walk(walk) => walk.run(),
             IoptCommand::Dump(dump) => dump.run(),
@@ -177,7 +187,8 @@ impl Build {
     fn run(self) -> Result<ExitCode, Failure> {
         let (format, base) = (self.format, self.base.0);
         let mappings = spec::read(&self.spec)?;
-        let built = (format.build)(&mappings, base).map_err(|refused| refused.failure(&self.spec, &mappings))?;
+        let built =
+            formats::build(format, &mappings, base).map_err(|refused| refused.failure(&self.spec, &mappings))?;
         fs::write(&self.output, &built.bytes)
             .map_err(|e| Failure::because(format!("cannot write {}", self.output.display()), &e))?;
         report::built(format, &self.output, base, &built, self.json)
@@ -189,7 +200,7 @@ impl Walk {
     fn run(self) -> Result<ExitCode, Failure> {
         let Self { source, at } = self;
         let image = source.read()?;
-        let walk = |at: &Address| (at.0, (source.format.walk)(&image, source.root.0, at.0));
+        let walk = |at: &Address| (at.0, formats::walk(source.format, &image, source.root.0, at.0));
         report::walked(&source, &at.iter().map(walk).collect::<Vec<_>>())
     }
 }
@@ -199,7 +210,7 @@ impl Dump {
     fn run(self) -> Result<ExitCode, Failure> {
         let Self { source } = self;
         let image = source.read()?;
-        let runs = (source.format.dump)(&image, source.root.0).map_err(|endless| {
+        let runs = formats::dump(source.format, &image, source.root.0).map_err(|endless| {
             Failure::new(format!("{}: {endless}", source.image.display()))
                 .hint("tables that lead back to themselves map without end; is this the right format and root?")
         })?;
@@ -207,9 +218,9 @@ impl Dump {
     }
 }
 
-pub fn formats() -> impl TypedValueParser<Value = &'static Format> {
-    PossibleValuesParser::new(FORMATS.iter().map(|f| f.name))
-        .map(|name| FORMATS.iter().find(|f| f.name == name).expect("clap lets only these names pass"))
+/// Parses the name of a page-table format.
+pub fn format() -> impl TypedValueParser<Value = FormatId> {
+    PossibleValuesParser::new(FormatId::ALL.iter().map(|format| format.name())).try_map(|name| name.parse::<FormatId>())
 }
 
 /// An address on the command line. A type of its own, so that the default is printed in hexadecimal.

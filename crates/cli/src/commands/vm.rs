@@ -8,9 +8,10 @@ use std::path::PathBuf;
 use std::process::ExitCode;
 
 use clap::{Args, Subcommand};
-use dmalane::trace::{self, Header, Lines, TraceError};
+use dmalane::iopt::{FormatId, UnknownFormat, with_format};
+use dmalane::vm::trace::{self, Header, Lines, TraceError};
 
-use super::iopt::{FORMATS, Format, formats};
+use super::iopt::format;
 use crate::failure::Failure;
 use crate::output;
 use report::Report;
@@ -60,8 +61,8 @@ struct Replay {
     trace: PathBuf,
 
     /// The page-table format [default: that of the trace]
-    #[arg(short, long, value_parser = formats())]
-    format: Option<&'static Format>,
+    #[arg(short, long, value_parser = format())]
+    format: Option<FormatId>,
 
     /// Print the result as JSON
     #[arg(long)]
@@ -90,7 +91,7 @@ impl Replay {
         let mut lines = Lines::new(from);
         let header = Header::read(&mut lines).map_err(wrong)?;
         let format = self.format.map_or_else(|| of_trace(&header, &name), Ok)?;
-        let mut replay = trace::Replay::new((format.vm)(&header).map_err(wrong)?);
+        let mut replay = trace::Replay::new(with_format!(format, F => header.vm::<F>()).map_err(wrong)?);
 
         let mut report = Report::new(&name, format, replay.vm(), self.json);
         let (mut operations, mut refused, mut first_refused) = (0u64, 0u64, 0);
@@ -126,13 +127,12 @@ impl Replay {
 }
 
 /// The format that a trace names.
-fn of_trace(header: &Header, name: &str) -> Result<&'static Format, Failure> {
+fn of_trace(header: &Header, name: &str) -> Result<FormatId, Failure> {
     let Some(format) = &header.format else {
         return Err(Failure::new(format!("{name} does not say which page-table format it is for"))
             .hint("name one with --format; --help lists them"));
     };
-    FORMATS.iter().find(|f| f.name == format).ok_or_else(|| {
-        Failure::new(format!("{name} is for the page-table format {format:?}, which is unknown"))
-            .hint("name another with --format; --help lists them")
+    format.parse().map_err(|e: UnknownFormat| {
+        Failure::because(format!("{name} cannot be replayed"), &e).hint("name another with --format; --help lists them")
     })
 }

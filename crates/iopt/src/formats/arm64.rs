@@ -146,37 +146,68 @@ pub(super) const fn ds(granule: u32, output: u32) -> u64 {
 /// The dirty bit modifier, with `HD = 1`: a leaf that may not be written to may, and the device then says so in the entry.
 pub(super) const DBM: u64 = 1 << 51;
 
-/// The names of the formats of a stage, as [`variant`] counts them.
-macro_rules! names {
-    ($stage:literal) => {
-        names!(@ $stage, "", "-contiguous", "-52", "-52-contiguous", "-dirty", "-contiguous-dirty", "-52-dirty",
-            "-52-contiguous-dirty")
-    };
-    (@ $stage:literal, $($rest:literal),*) => {
-        [$([
-            concat!("arm64-", $stage, "-4k", $rest),
-            concat!("arm64-", $stage, "-16k", $rest),
-            concat!("arm64-", $stage, "-64k", $rest),
-        ]),*]
-    };
+/// The name of a format, put together at compile time.
+pub(super) struct Name {
+    text: [u8; Self::MOST],
+    len: usize,
 }
-pub(super) use names;
 
-/// Where the name of a format is among [`names`]: one of eight rows, and the granule. Evaluated at compile time.
-///
-/// # Panics
-/// When there is no such format.
-pub(super) const fn variant(granule: u32, input: u32, contiguous: bool, output: u32, dirty: bool) -> (usize, usize) {
-    let of_granule = match granule {
-        12 => 0,
-        14 => 1,
-        16 => 2,
-        _ => panic!("granules are of 4, 16 and 64 KiB"),
-    };
-    assert!(output == 48 || output == 52, "output is of 48 or 52 bits");
-    assert!(input <= 48 || granule == 16 || output == 52, "input beyond 48 bits takes 52 bits of output (FEAT_LPA2)");
-    assert!(input <= 52, "input is of 52 bits at most");
-    (contiguous as usize + 2 * (output == 52) as usize + 4 * dirty as usize, of_granule)
+impl Name {
+    const MOST: usize = 48;
+
+    /// `arm64-STAGE-GRANULE`; then the bits of input and output, of equal ones one, of 48 none; then the options.
+    ///
+    /// # Panics
+    /// When there is no such format.
+    pub(super) const fn new(stage: &str, granule: u32, input: u32, contiguous: bool, output: u32, dirty: bool) -> Self {
+        assert!(output == 48 || output == 52, "output is of 48 or 52 bits");
+        assert!(
+            input <= 48 || granule == 16 || output == 52,
+            "input beyond 48 bits takes 52 bits of output (FEAT_LPA2)"
+        );
+        assert!(input <= 52, "input is of 52 bits at most");
+        let granule = match granule {
+            12 => "-4k",
+            14 => "-16k",
+            16 => "-64k",
+            _ => panic!("granules are of 4, 16 and 64 KiB"),
+        };
+        let mut name = Self { text: [0; Self::MOST], len: 0 }.then("arm64-").then(stage).then(granule);
+        if input != 48 || output != 48 {
+            name = name.then_number(input);
+        }
+        if output != 48 && output != input {
+            name = name.then_number(output);
+        }
+        name.then(if contiguous { "-contiguous" } else { "" }).then(if dirty { "-dirty" } else { "" })
+    }
+
+    const fn then(mut self, more: &str) -> Self {
+        let mut i = 0;
+        while i < more.len() {
+            self.text[self.len] = more.as_bytes()[i];
+            self.len += 1;
+            i += 1;
+        }
+        self
+    }
+
+    /// Of two digits.
+    const fn then_number(self, number: u32) -> Self {
+        let digits = [b'-', b'0' + (number / 10) as u8, b'0' + (number % 10) as u8];
+        match core::str::from_utf8(&digits) {
+            Ok(digits) => self.then(digits),
+            Err(_) => panic!("digits are text"),
+        }
+    }
+
+    /// The name.
+    pub(super) const fn as_str(&'static self) -> &'static str {
+        match core::str::from_utf8(self.text.split_at(self.len).0) {
+            Ok(name) => name,
+            Err(_) => panic!("made of text"),
+        }
+    }
 }
 
 /// The type of a descriptor.

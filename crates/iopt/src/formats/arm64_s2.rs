@@ -64,11 +64,12 @@ const WRITE: u64 = 1 << 7;
 const XN: u64 = 0b10 << 53;
 const XN_FIELD: u64 = 0b11 << 53;
 
+impl<const G: u32, const I: u32, const C: bool, const O: u32, const D: bool> Arm64S2<G, I, C, O, D> {
+    const BUILT_NAME: &'static Name = &Name::new("s2", G, I, C, O, D);
+}
+
 impl<const G: u32, const I: u32, const C: bool, const O: u32, const D: bool> Format for Arm64S2<G, I, C, O, D> {
-    const NAME: &'static str = {
-        let (row, granule) = variant(G, I, C, O, D);
-        names!("s2")[row][granule]
-    };
+    const NAME: &'static str = Self::BUILT_NAME.as_str();
     const LEVELS: u32 = levels(G, I, 4);
     const INDEX_BITS: u32 = index_bits(G);
     const GRANULE: PageSize = granule_size(G);

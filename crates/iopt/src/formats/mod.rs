@@ -1,4 +1,4 @@
-//! The formats, one file each.
+//! The formats, one file each, and the list of them.
 
 mod agx_uat;
 mod amd_v1;
@@ -6,6 +6,7 @@ mod arm64;
 mod arm64_s1;
 mod arm64_s2;
 mod armv7;
+mod list;
 mod riscv;
 mod vtd;
 mod x86_64;
@@ -15,6 +16,7 @@ pub use amd_v1::{AmdV1, AmdV1_4Level};
 pub use arm64_s1::{Arm64S1, Arm64S1_4k, Arm64S1_16k, Arm64S1_64k};
 pub use arm64_s2::{Arm64S2, Arm64S2_4k, Arm64S2_16k, Arm64S2_64k};
 pub use armv7::Armv7;
+pub use list::{FormatId, UnknownFormat};
 pub use riscv::{RiscvSv, RiscvSv39, RiscvSv48, RiscvSv57};
 pub use vtd::{VtdSecond, VtdSecond39, VtdSecond48, VtdSecond57};
 pub use x86_64::{X86_64, X86_64_4Level, X86_64_5Level};

@@ -1,51 +1,8 @@
-//! The list of formats, and what the suites over them share.
+//! Sizes of a format, and table memory that fails: what the suites over all formats share.
 #![allow(dead_code)] // each suite uses a part
 
 use dmalane_addr::PhysAddr;
 use dmalane_iopt::{Format, HeapTables, TableShape, Tables};
-
-/// A format joins all suites with one line here.
-macro_rules! for_each_format {
-    ($suite:ident) => {
-        $suite!(agx_uat, dmalane_iopt::AgxUat);
-        $suite!(amd_v1_3level, dmalane_iopt::AmdV1<3>);
-        $suite!(amd_v1_4level, dmalane_iopt::AmdV1_4Level);
-        $suite!(amd_v1_6level, dmalane_iopt::AmdV1<6>);
-        $suite!(amd_v1_3level_groups, dmalane_iopt::AmdV1<3, true>);
-        $suite!(amd_v1_4level_groups, dmalane_iopt::AmdV1<4, true>);
-        $suite!(arm64_s1_4k, dmalane_iopt::Arm64S1_4k);
-        $suite!(arm64_s1_4k_39, dmalane_iopt::Arm64S1<12, 39>);
-        $suite!(arm64_s1_16k, dmalane_iopt::Arm64S1_16k);
-        $suite!(arm64_s1_64k, dmalane_iopt::Arm64S1_64k);
-        $suite!(arm64_s1_4k_dirty, dmalane_iopt::Arm64S1<12, 48, false, 48, true>);
-        $suite!(arm64_s1_64k_52_contiguous_dirty, dmalane_iopt::Arm64S1<16, 48, true, 52, true>);
-        $suite!(arm64_s2_4k_40_contiguous_dirty, dmalane_iopt::Arm64S2<12, 40, true, 48, true>);
-        $suite!(arm64_s1_4k_52, dmalane_iopt::Arm64S1<12, 52, false, 52>);
-        $suite!(arm64_s1_16k_52_contiguous, dmalane_iopt::Arm64S1<14, 52, true, 52>);
-        $suite!(arm64_s2_4k_52_contiguous, dmalane_iopt::Arm64S2<12, 52, true, 52>);
-        $suite!(arm64_s2_16k_52, dmalane_iopt::Arm64S2<14, 52, false, 52>);
-        $suite!(arm64_s1_64k_52, dmalane_iopt::Arm64S1<16, 52, false, 52>);
-        $suite!(arm64_s2_64k_52, dmalane_iopt::Arm64S2<16, 48, true, 52>);
-        $suite!(arm64_s2_4k, dmalane_iopt::Arm64S2_4k);
-        $suite!(arm64_s2_4k_40, dmalane_iopt::Arm64S2<12, 40>);
-        $suite!(arm64_s2_16k, dmalane_iopt::Arm64S2_16k);
-        $suite!(arm64_s2_64k, dmalane_iopt::Arm64S2_64k);
-        $suite!(arm64_s1_4k_contiguous, dmalane_iopt::Arm64S1<12, 48, true>);
-        $suite!(arm64_s1_16k_contiguous, dmalane_iopt::Arm64S1<14, 48, true>);
-        $suite!(arm64_s1_64k_contiguous, dmalane_iopt::Arm64S1<16, 48, true>);
-        $suite!(arm64_s2_4k_contiguous, dmalane_iopt::Arm64S2<12, 40, true>);
-        $suite!(armv7, dmalane_iopt::Armv7);
-        $suite!(riscv_sv39, dmalane_iopt::RiscvSv39);
-        $suite!(riscv_sv39_napot, dmalane_iopt::RiscvSv<3, true>);
-        $suite!(riscv_sv48, dmalane_iopt::RiscvSv48);
-        $suite!(riscv_sv57, dmalane_iopt::RiscvSv57);
-        $suite!(vtd_second_39, dmalane_iopt::VtdSecond39);
-        $suite!(vtd_second_48, dmalane_iopt::VtdSecond48);
-        $suite!(vtd_second_57, dmalane_iopt::VtdSecond57);
-        $suite!(x86_64_4level, dmalane_iopt::X86_64_4Level);
-        $suite!(x86_64_5level, dmalane_iopt::X86_64_5Level);
-    };
-}
 
 /// The sizes that a format's cases are built from, and where the spaces end.
 pub struct Sizes {

@@ -1,87 +1,17 @@
-//! Which formats there are, each as functions that know it by its type.
+//! Page tables of a format that is known at run time.
 
 use std::fmt;
 use std::path::Path;
 
 use dmalane::addr::{Access, Iova, PageSize, PhysAddr};
-use dmalane::iopt::{self, *};
-use dmalane::trace::{Header, TraceError};
-use dmalane::vm::AnyVm;
+use dmalane::iopt::{
+    self, Error, FaultKind, Format, FormatId, PageTable, Register, TableShape, WalkFault, Walked, with_format,
+};
 
 use super::image::{Image, ImageTables};
 use super::spec::{Mapping, wrong};
 use crate::failure::Failure;
 use crate::size;
-
-/// Every format. A new one joins by a line.
-pub const FORMATS: &[Format] = &[
-    Format::of::<Arm64S1_4k>(),
-    Format::named::<Arm64S1<12, 39>>("arm64-s1-4k-39"),
-    Format::of::<Arm64S1_16k>(),
-    Format::of::<Arm64S1_64k>(),
-    Format::of::<Arm64S1<12, 48, true>>(),
-    Format::of::<Arm64S1<14, 48, true>>(),
-    Format::of::<Arm64S1<16, 48, true>>(),
-    Format::of::<Arm64S1<12, 52, false, 52>>(),
-    Format::of::<Arm64S1<14, 52, false, 52>>(),
-    Format::of::<Arm64S1<16, 52, false, 52>>(),
-    Format::of::<Arm64S2_4k>(),
-    Format::of::<Arm64S2_16k>(),
-    Format::of::<Arm64S2_64k>(),
-    Format::of::<Arm64S2<12, 52, false, 52>>(),
-    Format::of::<Arm64S2<14, 52, false, 52>>(),
-    Format::of::<Arm64S2<16, 52, false, 52>>(),
-    Format::named::<Arm64S2<12, 40>>("arm64-s2-4k-40"),
-    Format::named::<Arm64S2<14, 40>>("arm64-s2-16k-40"),
-    Format::named::<Arm64S2<16, 40>>("arm64-s2-64k-40"),
-    Format::named::<Arm64S2<12, 40, true>>("arm64-s2-4k-40-contiguous"),
-    Format::named::<Arm64S2<14, 40, true>>("arm64-s2-16k-40-contiguous"),
-    Format::named::<Arm64S2<16, 40, true>>("arm64-s2-64k-40-contiguous"),
-    Format::of::<Armv7>(),
-    Format::of::<X86_64_4Level>(),
-    Format::of::<X86_64_5Level>(),
-    Format::of::<VtdSecond39>(),
-    Format::of::<VtdSecond48>(),
-    Format::of::<VtdSecond57>(),
-    Format::of::<AmdV1<3>>(),
-    Format::of::<AmdV1_4Level>(),
-    Format::of::<AmdV1<5>>(),
-    Format::of::<AmdV1<6>>(),
-    Format::of::<AmdV1<4, true>>(),
-    Format::of::<RiscvSv39>(),
-    Format::of::<RiscvSv48>(),
-    Format::of::<RiscvSv57>(),
-    Format::of::<RiscvSv<3, true>>(),
-    Format::of::<RiscvSv<4, true>>(),
-    Format::of::<RiscvSv<5, true>>(),
-    Format::of::<AgxUat>(),
-];
-
-/// A format by name.
-#[derive(Clone, Copy)]
-pub struct Format {
-    /// As on the command line.
-    pub name: &'static str,
-    /// Builds tables from `base` on.
-    pub build: fn(&[Mapping], base: u64) -> Result<Built, Refused>,
-    /// Translates one address by the tables below `root`.
-    pub walk: fn(&Image, root: u64, at: u64) -> Result<Walked, WalkFault>,
-    /// Everything that the tables below `root` map.
-    pub dump: fn(&Image, root: u64) -> Result<Vec<Run>, Endless>,
-    /// An empty VM as the first line of a trace says.
-    pub vm: fn(&Header) -> Result<Box<dyn AnyVm + Send>, TraceError>,
-}
-
-impl Format {
-    const fn of<F: iopt::Format>() -> Self {
-        Self::named::<F>(F::NAME)
-    }
-
-    /// For a format with another number of bits, which the crate does not name.
-    const fn named<F: iopt::Format>(name: &'static str) -> Self {
-        Self { name, build: build::<F>, walk: walk::<F>, dump: dump::<F>, vm: Header::vm::<F> }
-    }
-}
 
 /// Tables, ready to be written.
 pub struct Built {
@@ -133,7 +63,22 @@ impl Refused {
     }
 }
 
-fn build<F: iopt::Format>(mappings: &[Mapping], base: u64) -> Result<Built, Refused> {
+/// Builds tables from `base` on.
+pub fn build(format: FormatId, mappings: &[Mapping], base: u64) -> Result<Built, Refused> {
+    with_format!(format, F => build_as::<F>(mappings, base))
+}
+
+/// Translates one address by the tables below `root`.
+pub fn walk(format: FormatId, image: &Image, root: u64, at: u64) -> Result<Walked, WalkFault> {
+    with_format!(format, F => walk_as::<F>(image, root, at))
+}
+
+/// Everything that the tables below `root` map.
+pub fn dump(format: FormatId, image: &Image, root: u64) -> Result<Vec<Run>, Endless> {
+    with_format!(format, F => dump_as::<F>(image, root))
+}
+
+fn build_as<F: Format>(mappings: &[Mapping], base: u64) -> Result<Built, Refused> {
     let tables = ImageTables::new(base);
     let mut table =
         PageTable::<F, Iova, PhysAddr, _>::new(tables).map_err(|e| Refused::Base(e, TableShape::of::<F>().root))?;
@@ -156,7 +101,7 @@ fn build<F: iopt::Format>(mappings: &[Mapping], base: u64) -> Result<Built, Refu
     })
 }
 
-fn walk<F: iopt::Format>(image: &Image, root: u64, at: u64) -> Result<Walked, WalkFault> {
+fn walk_as<F: Format>(image: &Image, root: u64, at: u64) -> Result<Walked, WalkFault> {
     iopt::walk::<F>(root, at, |entry| image.entry(entry))
 }
 
@@ -216,11 +161,11 @@ fn most_entries(image: &Image) -> u64 {
 
 /// Walks from each leaf or hole to the next. That is a few loads more than a descent of its own would take, and leaves a
 /// single piece of code that says what tables mean.
-fn dump<F: iopt::Format>(image: &Image, root: u64) -> Result<Vec<Run>, Endless> {
+fn dump_as<F: Format>(image: &Image, root: u64) -> Result<Vec<Run>, Endless> {
     let mut runs: Vec<Run> = Vec::new();
     let mut at = 0;
     for _ in 0..most_entries(image) {
-        let step = match walk::<F>(image, root, at) {
+        let step = match walk_as::<F>(image, root, at) {
             Ok(leaf) => {
                 let len = leaf.size.bytes() - (at & (leaf.size.bytes() - 1));
                 let run = Run { va: at, pa: leaf.to, len, page: leaf.size, count: 1, access: leaf.access };
@@ -248,6 +193,6 @@ fn dump<F: iopt::Format>(image: &Image, root: u64) -> Result<Vec<Run>, Endless> 
 }
 
 /// Input bytes that one entry of a level is for.
-const fn entry_bytes<F: iopt::Format>(level: u32) -> u64 {
+const fn entry_bytes<F: Format>(level: u32) -> u64 {
     F::GRANULE.bytes() << ((F::LEVELS - 1 - level) * F::INDEX_BITS)
 }

@@ -3,12 +3,12 @@
 use std::path::Path;
 use std::process::ExitCode;
 
-use dmalane::addr::PageSize;
-use dmalane::iopt::{FaultKind, WalkFault, Walked};
+use dmalane::addr::{Access, PageSize};
+use dmalane::iopt::{FaultKind, FormatId, WalkFault, Walked};
 use serde::{Serialize, Serializer};
 
 use super::Source;
-use super::formats::{self, Format, Run};
+use super::formats::{self, Run};
 use crate::failure::Failure;
 use crate::{output, size};
 
@@ -29,6 +29,52 @@ struct Report<'a, T> {
     base: u64,
     #[serde(flatten)]
     result: T,
+}
+
+#[derive(Serialize)]
+struct FormatsReport {
+    schema: u32,
+    command: &'static str,
+    formats: Vec<FormatReport>,
+}
+
+#[derive(Serialize)]
+struct FormatReport {
+    format: &'static str,
+    page_bytes: Vec<u64>,
+    input_bits: u32,
+    output_bits: u32,
+    access: Vec<String>,
+}
+
+/// The page-table formats.
+pub fn formats(json: bool) -> Result<ExitCode, Failure> {
+    if json {
+        let format = |format: &FormatId| FormatReport {
+            format: format.name(),
+            page_bytes: format.page_sizes().iter().map(PageSize::bytes).collect(),
+            input_bits: format.input_bits(),
+            output_bits: format.output_bits(),
+            access: accesses(*format),
+        };
+        let formats = FormatId::ALL.iter().map(format).collect();
+        output::print_json(&FormatsReport { schema: 1, command: "iopt formats", formats })?;
+    } else {
+        let width = FormatId::ALL.iter().map(|format| format.name().len()).max().unwrap_or(0);
+        let line = |format: &FormatId| {
+            let pages: Vec<_> = format.page_sizes().iter().map(|size| size.to_string()).collect();
+            let (input, output) = (format.input_bits(), format.output_bits());
+            format!("{format:<width$}  {input} to {output} bits  {}\n", pages.join(" "))
+        };
+        output::print(&FormatId::ALL.iter().map(line).collect::<String>())?;
+    }
+    Ok(ExitCode::SUCCESS)
+}
+
+/// The rights that a leaf can grant.
+fn accesses(format: FormatId) -> Vec<String> {
+    let all = (1..=Access::all().bits()).map(Access::from_bits_truncate);
+    all.filter(|access| format.supports(*access)).map(|access| access.to_string()).collect()
 }
 
 #[derive(Serialize)]
@@ -55,7 +101,7 @@ struct Leaves {
 
 /// What was built.
 pub fn built(
-    format: &Format,
+    format: FormatId,
     output: &Path,
     base: u64,
     built: &formats::Built,
@@ -66,7 +112,7 @@ pub fn built(
         output::print_json(&Report {
             schema: 1,
             command: "iopt build",
-            format: format.name,
+            format: format.name(),
             image: output.to_string_lossy(),
             root: built.root,
             base,
@@ -88,7 +134,7 @@ fn mapped_bytes(leaves: &[(PageSize, u64)]) -> u64 {
     leaves.iter().map(|&(page, count)| page.bytes() * count).sum()
 }
 
-fn built_text(format: &Format, output: &Path, base: u64, built: &formats::Built) -> String {
+fn built_text(format: FormatId, output: &Path, base: u64, built: &formats::Built) -> String {
     let bytes = size::binary(built.bytes.len() as u64);
     let leaves: Vec<_> =
         built.leaves.iter().filter(|l| l.1 > 0).map(|&(page, count)| format!("{count} x {page}")).collect();
@@ -96,7 +142,7 @@ fn built_text(format: &Format, output: &Path, base: u64, built: &formats::Built)
     let mut text = format!(
         "image      {}, {bytes} at {base:#x}\nformat     {}\ntables     {}\nleaves     {leaves}\nroot       {:#x}\n",
         output::plain(&output.to_string_lossy()),
-        format.name,
+        format.name(),
         built.tables,
         built.root
     );
@@ -148,7 +194,7 @@ fn report<'a, T>(command: &'static str, source: &'a Source, result: T) -> Report
     Report {
         schema: 1,
         command,
-        format: source.format.name,
+        format: source.format.name(),
         image: source.image.to_string_lossy(),
         root: source.root.0,
         base: source.base(),

@@ -6,7 +6,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 
 use dmalane::OpenDevice;
 use dmalane::load::save_bytes;
-use dmalane::trace::{Header, Recorder};
+use dmalane::vm::trace::{Header, Recorder};
 
 use crate::failure::Failure;
 

@@ -3,11 +3,11 @@
 use std::io::{self, BufWriter, Stdout, Write};
 use std::ops::ControlFlow;
 
-use dmalane::trace::Outcome;
+use dmalane::iopt::FormatId;
+use dmalane::vm::trace::Outcome;
 use dmalane::vm::{AnyVm, Mapped, Source};
 use serde::Serialize;
 
-use super::super::iopt::Format;
 use crate::output::plain;
 use crate::size;
 
@@ -68,11 +68,11 @@ fn hex(number: u64) -> String {
 
 impl Report {
     /// Begins the report.
-    pub fn new(trace: &str, format: &Format, vm: &dyn AnyVm, json: bool) -> Self {
+    pub fn new(trace: &str, format: FormatId, vm: &dyn AnyVm, json: bool) -> Self {
         let mut report = Self { out: BufWriter::new(io::stdout()), json, first: true, result: Ok(()) };
         if json {
             let range = Range { va: hex(vm.range().first().bits()), len: vm.range().len() };
-            let head = Head { schema: 1, command: "vm replay", trace, format: format.name, range };
+            let head = Head { schema: 1, command: "vm replay", trace, format: format.name(), range };
             report.head(&head);
         }
         report

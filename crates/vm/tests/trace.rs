@@ -6,7 +6,7 @@ use std::sync::Arc;
 
 use dmalane_addr::{Access, CardAddr, DeviceVa, SgIndex, SgTable, Span};
 use dmalane_iopt::{AgxUat, HeapTables, X86_64_4Level};
-use dmalane_trace::{Header, Line, Lines, MAX_BATCH, MAX_BOS, MAX_LINE, Operation, Recorder, Refusal, Replay};
+use dmalane_vm::trace::{Header, Line, Lines, MAX_BATCH, MAX_BOS, MAX_LINE, Operation, Recorder, Refusal, Replay};
 use dmalane_vm::{AnyVm, Bo, Mapped, Request, Source, Vm};
 use proptest::prelude::*;
 
@@ -323,9 +323,9 @@ fn every_error_and_operation_is_documented() {
         std::fs::read_to_string(format!("{}/../../docs/formats/{name}", env!("CARGO_MANIFEST_DIR"))).unwrap()
     };
     let (array, trace) = (page("vm-array.md"), page("vm-trace.md"));
-    let vm = names(include_str!("../../vm/src/errno.rs"));
-    let of_array = names(include_str!("../../vm/src/array.rs"));
-    let of_trace = names(include_str!("../src/error.rs"));
+    let vm = names(include_str!("../src/errno.rs"));
+    let of_array = names(include_str!("../src/array.rs"));
+    let of_trace = names(include_str!("../src/trace/error.rs"));
     assert!(vm.len() >= 17 && of_array.len() >= 8 && of_trace.len() >= 11, "the tables were not found");
     for (page, list) in [(&array, &vm), (&array, &of_array), (&trace, &of_trace)] {
         for (name, number) in list {

@@ -1,10 +1,12 @@
 //! Operations of a trace, applied to a VM.
 
-use dmalane_addr::{DeviceVa, Span};
-use dmalane_vm::{AnyVm, Committed, Error, PlanError, Request};
+use std::prelude::v1::*;
 
-use crate::buffers::Buffers;
-use crate::{Line, Operation, Refusal};
+use dmalane_addr::{DeviceVa, Span};
+
+use super::buffers::Buffers;
+use super::{Line, Operation, Refusal};
+use crate::{AnyVm, Committed, Error, PlanError, Request};
 
 /// A VM and the buffer objects of a trace.
 pub struct Replay {

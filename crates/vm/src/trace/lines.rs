@@ -1,6 +1,7 @@
 //! Lines of a text, of which none takes more memory than it may.
 
 use std::io::{self, BufRead, ErrorKind};
+use std::prelude::v1::*;
 
 /// Bytes of a line, at most. A longer one is skipped without being held.
 pub const MAX_LINE: usize = 16 << 20;

@@ -6,7 +6,7 @@
 //!
 //! ```
 //! use dmalane_iopt::AgxUat;
-//! use dmalane_trace::{Header, Line, Lines, Replay};
+//! use dmalane_vm::trace::{Header, Line, Lines, Replay};
 //!
 //! let text = r#"{"trace":"dmalane-vm","version":1,"format":"agx-uat"}
 //! {"op":"bo","id":1,"segments":[{"pa":"0x100000000","len":"0x10000"}]}

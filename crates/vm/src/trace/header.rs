@@ -1,14 +1,15 @@
 //! The first line of a trace.
 
 use std::io::BufRead;
+use std::prelude::v1::*;
 
 use dmalane_addr::{CardAddr, DeviceVa, Segment, Span};
 use dmalane_iopt::{Format, HeapTables, TableShape};
-use dmalane_vm::{AnyVm, Vm};
 use serde::{Deserialize, Serialize};
 
-use crate::number::Number;
-use crate::{Line, Lines, TraceError};
+use super::number::Number;
+use super::{Line, Lines, TraceError};
+use crate::{AnyVm, Vm};
 
 /// What the field `trace` of the first line says.
 pub const FORMAT: &str = "dmalane-vm";

@@ -1,10 +1,12 @@
 //! Why a trace, or one line of it, was refused.
 
+use std::prelude::v1::*;
+
 use dmalane_addr::{CardAddr, SgError};
-use dmalane_vm::Errno;
 use thiserror::Error;
 
-use crate::{MAX_BATCH, MAX_BOS, MAX_LINE, MAX_SCATTERED, MAX_SEGMENTS, VERSION};
+use super::{MAX_BATCH, MAX_BOS, MAX_LINE, MAX_SCATTERED, MAX_SEGMENTS, VERSION};
+use crate::Errno;
 
 /// Why a trace cannot be replayed at all.
 #[derive(Debug, Error)]
@@ -29,7 +31,7 @@ pub enum TraceError {
     },
     /// The VM that it asks for cannot be made.
     #[error("the VM that the trace asks for cannot be made")]
-    Vm(#[from] dmalane_vm::Error),
+    Vm(#[from] crate::Error),
 }
 
 /// Why a line was refused. The VM is as it was before the line.
@@ -113,7 +115,7 @@ pub enum Refusal {
     },
     /// The VM refused.
     #[error(transparent)]
-    Vm(#[from] dmalane_vm::Error),
+    Vm(#[from] crate::Error),
 }
 
 impl Refusal {

@@ -1,6 +1,7 @@
 //! Numbers of a trace: JSON numbers, or texts that may be hexadecimal.
 
 use std::fmt;
+use std::prelude::v1::*;
 
 use serde::de::{Error, Visitor};
 use serde::{Deserialize, Deserializer, Serialize, Serializer};

@@ -1,12 +1,13 @@
 //! The buffer objects of a trace, and the memory that they may take.
 
 use std::collections::BTreeMap;
+use std::prelude::v1::*;
 use std::sync::{Arc, Weak};
 
 use dmalane_addr::{Address, CardAddr, Segment, SgIndex, SgTable};
-use dmalane_vm::Bo;
 
-use crate::Refusal;
+use super::Refusal;
+use crate::Bo;
 
 /// Buffer objects at once, at most; those that were destroyed count as long as they are bound.
 pub const MAX_BOS: usize = 1 << 16;

@@ -2,13 +2,13 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::io::{self, Write};
+use std::prelude::v1::*;
 use std::sync::Arc;
 
-use dmalane_vm::{Bo, Request};
+use super::{Header, MAX_BATCH, Operation};
+use crate::{Bo, Request};
 
-use crate::{Header, MAX_BATCH, Operation};
-
-/// Segments on a line of a buffer object, at most: no line may be longer than [`MAX_LINE`](crate::MAX_LINE).
+/// Segments on a line of a buffer object, at most: no line may be longer than [`MAX_LINE`](super::MAX_LINE).
 const SEGMENTS_PER_LINE: usize = 1 << 14;
 
 /// Writes requests as lines of a trace, and each buffer object before it is first used: under its id, or under another when
@@ -35,7 +35,7 @@ impl<W: Write> Recorder<W> {
     /// Writes a batch that was committed; one of a single request without the word batch.
     ///
     /// # Errors
-    /// When writing fails, or for a request that this version of the trace cannot say.
+    /// When writing fails, or for more than [`MAX_BATCH`] requests.
     pub fn record(&mut self, requests: &[Request]) -> io::Result<()> {
         if requests.len() > MAX_BATCH {
             let what = format!("a batch of {} requests; a trace has at most {MAX_BATCH}", requests.len());
@@ -56,10 +56,6 @@ impl<W: Write> Recorder<W> {
                 Request::Unbind(span) => Operation::Unbind { va: span.first(), len: span.len() },
                 Request::UnbindBo(bo) => Operation::UnbindBo { bo: self.bo(bo)? },
                 Request::Prefetch(span) => Operation::Prefetch { va: span.first(), len: span.len() },
-                other => {
-                    let what = format!("a trace cannot say {other:?}");
-                    return Err(io::Error::new(io::ErrorKind::Unsupported, what));
-                }
             });
         }
         match <[Operation; 1]>::try_from(operations) {

@@ -1,13 +1,14 @@
 //! One line of a trace as an operation.
 
 use std::fmt;
+use std::prelude::v1::*;
 
 use dmalane_addr::{Access, CardAddr, DeviceVa, Segment};
 use serde::de::{IgnoredAny, SeqAccess, Visitor};
 use serde::{Deserialize, Deserializer, Serialize, Serializer};
 
-use crate::number::{Number, decimal};
-use crate::{Line, Refusal};
+use super::number::{Number, decimal};
+use super::{Line, Refusal};
 
 /// Operations of a batch, at most.
 pub const MAX_BATCH: usize = 1 << 16;
