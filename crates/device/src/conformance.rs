@@ -38,7 +38,9 @@ pub fn suite_aligned(open: &mut dyn FnMut() -> Box<dyn Device>, align: u64) {
     every_queue_reaches_the_edges_of_its_regions(&mut *open(), align);
     impossible_operations_come_back(&mut *open(), align);
     blocking_calls_move_bytes(&mut *open(), align);
-    match open().address_space().kind() {
+    // One device at a time: some have no room for two.
+    let kind = open().address_space().kind();
+    match kind {
         AddressSpaceKind::Flat => a_flat_space_shows_memory_where_it_lies(&mut *open()),
         _ => binds_are_seen_until_they_are_unbound(&mut *open(), align),
     }

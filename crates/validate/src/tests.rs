@@ -24,7 +24,8 @@ fn quick() -> Settings {
 /// A software card with 64 MiB of each memory.
 fn card(config: CardConfig, how: CardUse) -> Box<dyn Device> {
     let host: SoftHost = SoftHost::new(HostConfig::default()).unwrap();
-    let bus: Arc<SoftBus> = Arc::new(SoftBus::new(host, CardConfig { ddr: 64 * MIB, hbm: 64 * MIB, ..config }).unwrap());
+    let bus: Arc<SoftBus> =
+        Arc::new(SoftBus::new(host, CardConfig { ddr: 64 * MIB, hbm: 64 * MIB, ..config }).unwrap());
     Box::new(CardDevice::open(bus, CardUse { flat: true, ..how }).unwrap())
 }
 
