@@ -9,7 +9,7 @@ use dmalane_iopt::{Format, X86_64_4Level};
 use dmalane_queue::{DeviceQueue, Route};
 use dmalane_vm::Vm;
 
-use crate::{Card, CardLayout, Error};
+use crate::{Card, CardLayout, Error, Workers};
 
 /// Our card behind a bus `B`: the software card, a PCI function, a card that another process serves.
 pub struct CardDevice<B: Mmio> {
@@ -26,8 +26,8 @@ pub struct CardDevice<B: Mmio> {
 pub struct CardUse {
     /// What to call it, for people.
     pub name: String,
-    /// More about it, for people.
-    pub notes: Vec<String>,
+    /// The threads of a card in software, for people; `None` for another card.
+    pub workers: Option<Workers>,
     /// Its queues work at the same time, so that they may be balanced (`docs/bench/policy.md`).
     pub concurrent: bool,
     /// Entries of each ring; `None` for what the driver chooses.
@@ -56,9 +56,10 @@ impl<B: Mmio + 'static> CardDevice<B> {
         let queue = |i| Ok::<Box<DeviceQueue>, Error>(Box::new(driver.queue(i)?));
         let queues = (0..driver.channels()).map(queue).collect::<Result<Vec<_>, _>>()?;
         let entries = queues.first().map_or(0, |q| q.limits().capacity);
+        let threads = how.workers.map_or(String::new(), |workers| format!("{workers:?} workers, "));
         let info = DeviceInfo {
             name: how.name,
-            notes: std::iter::once(format!("{} channels, rings of {entries}", queues.len())).chain(how.notes).collect(),
+            notes: vec![format!("{} channels, {threads}rings of {entries}", queues.len())],
             polled: !bus.works_alone(),
             concurrent: how.concurrent,
         };

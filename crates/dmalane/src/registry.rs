@@ -107,7 +107,7 @@ fn none(_: &Path) -> Vec<Listed> {
 
 /// How a card called `name` is driven.
 fn used(name: &str, concurrent: bool, options: &OpenOptions) -> CardUse {
-    CardUse { name: name.to_owned(), concurrent, notes: Vec::new(), ring: options.ring, flat: options.flat }
+    CardUse { name: name.to_owned(), concurrent, workers: None, ring: options.ring, flat: options.flat }
 }
 
 fn soft(_: &str, options: &OpenOptions) -> Opened {
@@ -115,8 +115,9 @@ fn soft(_: &str, options: &OpenOptions) -> Opened {
     let host: SoftHost = SoftHost::new(host)?;
     let bus = Arc::new(SoftBus::new(host, card)?);
     // Without a thread for each, what channels seem to differ in is only whom a thread looks at first.
-    let notes = vec![format!("{:?} workers", card.workers)];
-    let how = CardUse { notes, ..used("software card", card.workers == Workers::PerChannel, options) };
+    let workers = card.workers;
+    let used = used("software card", workers == Workers::PerChannel, options);
+    let how = CardUse { workers: Some(workers), ..used };
     Ok(Box::new(CardDevice::open(bus.clone(), how)?.counted(move || soft_counters(&bus))))
 }
 
@@ -168,7 +169,7 @@ fn daemon(rest: &str, options: &OpenOptions) -> Opened {
     let whole = |bytes: Option<u64>, to: u64| bytes.map_or(0, |bytes| bytes.div_ceil(to).saturating_mul(to));
     let (ddr, hbm) = (whole(options.card_ddr, 2 << 20), whole(options.card_hbm, 4 << 20));
     let client = Client::connect(dmalane_daemon::Options { ddr, hbm, ..dmalane_daemon::Options::new(&path) })?;
-    let name = format!("share of the card of the daemon at {}", path.display());
+    let name = format!("the card daemon:{}", path.display());
     Ok(Box::new(CardDevice::open(Arc::new(client), used(&name, false, options))?))
 }
 
@@ -195,7 +196,7 @@ fn list_daemon(root: &Path) -> Vec<Listed> {
 
 fn vfio(rest: &str, options: &OpenOptions) -> Opened {
     let bdf: Bdf = rest.parse()?;
-    let how = used(&format!("card at {bdf}"), true, options);
+    let how = used(&format!("the card vfio:{bdf}"), true, options);
     Ok(Box::new(CardDevice::open(Arc::new(open_pci_card(&bdf)?), how)?))
 }
 
@@ -221,7 +222,7 @@ fn list_vfio(root: &Path) -> Vec<Listed> {
 }
 
 fn vfio_user(rest: &str, options: &OpenOptions) -> Opened {
-    let how = used(&format!("card served at {rest}"), true, options);
+    let how = used(&format!("the card vfio-user:{rest}"), true, options);
     Ok(Box::new(CardDevice::open(Arc::new(connect_pci_card(Path::new(rest))?), how)?))
 }
 

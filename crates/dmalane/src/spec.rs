@@ -67,9 +67,9 @@ impl FromStr for DeviceSpec {
         let (name, rest) = text.split_once(':').unwrap_or((text, ""));
         let kind = KINDS.iter().find(|kind| kind.name == name);
         let kind = kind.ok_or_else(|| BadDeviceSpec::Kind { text: text.to_owned() })?;
-        let checked = match text.ends_with(':') && rest.is_empty() {
-            true => Err("nothing follows the colon".to_owned()),
-            false => (kind.check)(rest),
+        let checked = match (kind.check)(rest) {
+            Ok(()) if text.ends_with(':') && rest.is_empty() => Err("nothing follows the colon".to_owned()),
+            checked => checked,
         };
         match checked {
             Ok(()) => Ok(Self { kind, rest: rest.to_owned() }),
