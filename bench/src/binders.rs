@@ -10,7 +10,7 @@ use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 
 use dmalane::addr::{Access, Address, CardAddr, DeviceVa, PageSize, Segment, SgIndex, Span};
 use dmalane::iopt::{AgxUat, Entry, Format, HeapTables};
-use dmalane::vm::{Bo, Request, Vm};
+use dmalane::vm::{BindRequest, Bo, Vm};
 use rangemap::RangeMap;
 
 use crate::buffers::PAGE;
@@ -356,16 +356,16 @@ impl Ours {
         Some(Self { vm, bo: Arc::new(Bo::new(1, sg)) })
     }
 
-    fn request((va, offset): Job, bo: &Arc<Bo>) -> Request {
-        Request::Bind { va: DeviceVa::new(va), bo: bo.clone(), offset, len: PAGE, access: Access::RW }
+    fn request((va, offset): Job, bo: &Arc<Bo>) -> BindRequest {
+        BindRequest::Bind { va: DeviceVa::new(va), bo: bo.clone(), offset, len: PAGE, access: Access::RW }
     }
 
-    fn unbind_request(va: u64, len: u64) -> Request {
-        Request::Unbind(Span::new(DeviceVa::new(va), len).expect("within the VM"))
+    fn unbind_request(va: u64, len: u64) -> BindRequest {
+        BindRequest::Unbind(Span::new(DeviceVa::new(va), len).expect("within the VM"))
     }
 
     #[inline]
-    fn commit(&mut self, requests: impl IntoIterator<Item = Request>) {
+    fn commit(&mut self, requests: impl IntoIterator<Item = BindRequest>) {
         let committed = self.vm.plan(requests).expect("a sound request").commit();
         self.vm.invalidated(committed);
     }

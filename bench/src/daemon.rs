@@ -14,10 +14,11 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
 use dmalane::addr::{Access, Address, CardAddr};
-use dmalane::card::{Card, CardConfig, CardQueue, SoftBus, Workers};
+use dmalane::card::{Card, CardQueue};
 use dmalane::daemon::{Client, Config, Limits, Listener, Options as ClientOptions, Server};
-use dmalane::dma::{BufferSlice, Heap, Mmio, HostConfig, MemfdHeap, PageKind, SharedBuf, SoftHost};
+use dmalane::dma::{BufferSlice, Heap, MemfdHeap, Mmio, PageKind, SharedBuf};
 use dmalane::queue::{CacheHint, Completion, DeviceAddr, Direction, Operation, Queue, Registered};
+use dmalane::sim::{CardConfig, HostConfig, SoftBus, SoftHost, Workers};
 
 use crate::clock::{pin_to, time};
 use crate::report::{Details, Report};

@@ -12,8 +12,8 @@ use std::time::{Duration, Instant};
 use dmalane::addr::FileOffset;
 use dmalane::dma::{AnonHeap, BufferSlice, CopyHint, Heap, SharedBuf};
 use dmalane::file::{FileQueue, Mode};
-use dmalane::card::Workers;
 use dmalane::load::{DriveOptions, write_sample};
+use dmalane::sim::Workers;
 use dmalane::queue::{Operation, Queue};
 use dmalane::{FileOptions, OpenDevice, OpenOptions, Placement, open_file};
 

@@ -11,7 +11,7 @@ use std::thread;
 use std::time::Instant;
 
 use dmalane::addr::{Access, Iova, PhysAddr, Segment, Span};
-use dmalane::iopt::{Arm64S1_4k, HeapTables, PageTable, Pool, Tables};
+use dmalane::iopt::{Arm64S1_4k, HeapTables, PageTable, TablePool, Tables};
 
 use crate::clock::{cpu_seconds, pin_to};
 use crate::job::{BASE, PAGE, discrete};
@@ -200,7 +200,7 @@ pub fn run(options: &Options) -> Result<Report, Box<dyn std::error::Error>> {
         let mut samples: [[Vec<Took>; THREADS]; VARIANTS.len()] = Default::default();
         for _ in 0..options.rounds {
             for n in 1..=THREADS {
-                let pool = Pool::new::<Arm64S1_4k>(TABLES_AT, memory);
+                let pool = TablePool::new::<Arm64S1_4k>(TABLES_AT, memory);
                 let root = Table::new(&pool)?.root();
                 let stocked = sample(n, case.goes, &shares, || Table::attach(pool.stock(STOCK), root))?;
                 let plain = sample(n, case.goes, &shares, || Table::attach(&pool, root))?;

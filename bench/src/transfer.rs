@@ -10,9 +10,10 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
 use dmalane::addr::{Access, CardAddr, Span};
-use dmalane::card::{Card, CardConfig, CardQueue, SoftBus, Workers};
-use dmalane::dma::{AnonHeap, BufferSlice, CopyHint, CpuBuf, Heap, HostConfig, SharedBuf, SoftHost};
+use dmalane::card::{Card, CardQueue};
+use dmalane::dma::{AnonHeap, BufferSlice, CopyHint, CpuBuf, Heap, SharedBuf};
 use dmalane::queue::{CacheHint, Completion, DeviceAddr, Direction, Operation, Queue, Registered};
+use dmalane::sim::{CardConfig, HostConfig, SoftBus, SoftHost, Workers};
 
 use crate::clock::{pin, time};
 use crate::report::{Details, Report};

@@ -3,4 +3,4 @@
 
 use libfuzzer_sys::fuzz_target;
 
-fuzz_target!(|bytes: &[u8]| dmalane_card::fuzzing::fuzz_ring(bytes));
+fuzz_target!(|bytes: &[u8]| dmalane_sim::fuzzing::fuzz_ring(bytes));

@@ -6,7 +6,7 @@ use std::ops::ControlFlow;
 
 use dmalane_addr::{Access, Address, CardAddr, DeviceVa, PageSize, Segment, Span};
 use dmalane_iopt::{AgxUat, Format, X86_64_4Level};
-use dmalane_vm::trace::{Header, Line, Lines, Operation, Replay};
+use dmalane_vm::trace::{Line, Lines, Replay, TraceHeader, TraceOperation};
 use dmalane_vm::{Mapped, Source};
 use libfuzzer_sys::arbitrary::{self, Arbitrary, Unstructured};
 use libfuzzer_sys::fuzz_target;
@@ -76,7 +76,7 @@ fn access(n: u8) -> Access {
 }
 
 impl Op {
-    fn operation(&self, granule: u64) -> Operation {
+    fn operation(&self, granule: u64) -> TraceOperation {
         let va = |at: &Number| DeviceVa::new(at.bytes(granule));
         let id = |n: &u8| u64::from(n % 4);
         match self {
@@ -88,10 +88,10 @@ impl Op {
                         len: (u64::from(p.pages) << (p.page % 4)) * granule,
                     },
                 };
-                Operation::Bo { id: id(n), segments: pieces.iter().take(40).map(segment).collect(), more: *more }
+                TraceOperation::Bo { id: id(n), segments: pieces.iter().take(40).map(segment).collect(), more: *more }
             }
-            Self::Destroy { id: n } => Operation::Destroy { id: id(n) },
-            Self::Bind { at, bo, offset, len, access: a } => Operation::Bind {
+            Self::Destroy { id: n } => TraceOperation::Destroy { id: id(n) },
+            Self::Bind { at, bo, offset, len, access: a } => TraceOperation::Bind {
                 va: va(at),
                 bo: id(bo),
                 offset: offset.bytes(granule),
@@ -102,7 +102,7 @@ impl Op {
                 let again = granule << (page % 11);
                 // Half of them aligned, or nearly all would be refused.
                 let align = |n: u64| if *page >= 128 { n & !(again - 1) } else { n };
-                Operation::Repeat {
+                TraceOperation::Repeat {
                     va: DeviceVa::new(align(at.bytes(granule))),
                     bo: id(bo),
                     offset: offset.bytes(granule),
@@ -111,11 +111,11 @@ impl Op {
                     access: access(*a),
                 }
             }
-            Self::Null { at, len } => Operation::Null { va: va(at), len: len.bytes(granule) },
-            Self::Unbind { at, len } => Operation::Unbind { va: va(at), len: len.bytes(granule) },
-            Self::UnbindBo { bo } => Operation::UnbindBo { bo: id(bo) },
-            Self::Prefetch { at, len } => Operation::Prefetch { va: va(at), len: len.bytes(granule) },
-            Self::Batch(ops) => Operation::Batch(ops.iter().take(12).map(|op| op.operation(granule)).collect()),
+            Self::Null { at, len } => TraceOperation::Null { va: va(at), len: len.bytes(granule) },
+            Self::Unbind { at, len } => TraceOperation::Unbind { va: va(at), len: len.bytes(granule) },
+            Self::UnbindBo { bo } => TraceOperation::UnbindBo { bo: id(bo) },
+            Self::Prefetch { at, len } => TraceOperation::Prefetch { va: va(at), len: len.bytes(granule) },
+            Self::Batch(ops) => TraceOperation::Batch(ops.iter().take(12).map(|op| op.operation(granule)).collect()),
         }
     }
 }
@@ -133,7 +133,7 @@ fuzz_target!(|data: &[u8]| {
 /// The input is a trace as it is.
 fn text(data: &[u8]) {
     let mut lines = Lines::new(data);
-    if let Ok(header) = Header::read(&mut lines) {
+    if let Ok(header) = TraceHeader::read(&mut lines) {
         // What it says of a VM is another one than the model's.
         let _ = (header.vm::<AgxUat>(), header.vm::<X86_64_4Level>());
     } else {
@@ -154,7 +154,7 @@ fn operations<F: Format>(ops: &[Op]) {
     let segment = |page: u64, pages: u64| Segment { addr: CardAddr::new(page * granule), len: pages * granule };
     let scattered = (0..80).map(|i| segment(1 << 20 | (i * 37 % 80) << 6, 1 + i % 30)).collect();
     for (id, segments) in [(0, vec![segment(1 << 12, 1 << 12)]), (1, scattered)] {
-        let bo = Operation::Bo { id, segments, more: false };
+        let bo = TraceOperation::Bo { id, segments, more: false };
         under.line(Line::Bytes(bo.line().as_bytes()));
     }
     for op in ops.iter().take(48) {
@@ -228,7 +228,7 @@ impl<F: Format> Under<F> {
 
     fn new() -> Self {
         let span = |first: u64, pages: u64| Span::new(DeviceVa::new(first * Self::GRANULE), pages * Self::GRANULE);
-        let header = Header {
+        let header = TraceHeader {
             format: None,
             range: span(FIRST, PAGES),
             reserved: span(RESERVED.start, RESERVED.end - RESERVED.start),
@@ -240,7 +240,7 @@ impl<F: Format> Under<F> {
     }
 
     fn line(&mut self, line: Line<'_>) {
-        let parsed = Operation::parse(line);
+        let parsed = TraceOperation::parse(line);
         let Some(outcome) = self.replay.step(line) else { return };
         match &parsed {
             Err((_, refusal)) => {
@@ -248,12 +248,12 @@ impl<F: Format> Under<F> {
                 assert!(!refusal.name().is_empty() && refusal.errno().number() > 0);
             }
             // A limit of the replay that the model does not count.
-            Ok(Operation::Bo { .. }) if outcome.name() == "too_scattered" => {}
+            Ok(TraceOperation::Bo { .. }) if outcome.name() == "too_scattered" => {}
             Ok(operation) => {
-                assert_eq!(Operation::parse(Line::Bytes(operation.line().as_bytes())).as_ref(), Ok(operation));
+                assert_eq!(TraceOperation::parse(Line::Bytes(operation.line().as_bytes())).as_ref(), Ok(operation));
                 let mut after = self.model.clone();
                 let right = match operation {
-                    Operation::Batch(batch) => batch.iter().all(|o| self.request(&mut after, o)),
+                    TraceOperation::Batch(batch) => batch.iter().all(|o| self.request(&mut after, o)),
                     single => self.request(&mut after, single),
                 };
                 assert_eq!(outcome.result.is_ok(), right, "{operation:?}: {outcome:?}");
@@ -283,14 +283,14 @@ impl<F: Format> Under<F> {
     }
 
     /// What an operation does to the model; false when it must be refused.
-    fn request(&self, model: &mut Model, operation: &Operation) -> bool {
+    fn request(&self, model: &mut Model, operation: &TraceOperation) -> bool {
         self.try_request(model, operation).is_some()
     }
 
-    fn try_request(&self, model: &mut Model, operation: &Operation) -> Option<()> {
+    fn try_request(&self, model: &mut Model, operation: &TraceOperation) -> Option<()> {
         let granule = Self::GRANULE;
         match operation {
-            Operation::Bo { id, segments, more } => {
+            TraceOperation::Bo { id, segments, more } => {
                 if model.bos.contains_key(id) {
                     return None;
                 }
@@ -309,10 +309,10 @@ impl<F: Format> Under<F> {
                 let list = if *more { &mut model.unfinished } else { &mut model.bos };
                 list.insert(*id, bo);
             }
-            Operation::Destroy { id } => {
+            TraceOperation::Destroy { id } => {
                 model.unfinished.remove(id).or_else(|| model.bos.remove(id))?;
             }
-            Operation::Bind { va, bo: id, offset, len, access } => {
+            TraceOperation::Bind { va, bo: id, offset, len, access } => {
                 let bo = model.bos.get(id)?;
                 let pages = self.bind(bo, *va, *offset, *len, *len, *access)?;
                 for (i, page) in pages.enumerate() {
@@ -321,7 +321,7 @@ impl<F: Format> Under<F> {
                     model.pages[page] = Some(Page { pa, access: *access, source, serial: bo.serial });
                 }
             }
-            Operation::Repeat { va, bo: id, offset, page: again, len, access } => {
+            TraceOperation::Repeat { va, bo: id, offset, page: again, len, access } => {
                 let bo = model.bos.get(id)?;
                 if !again.is_power_of_two() || *again < granule || (va.bits() | len) % again != 0 {
                     return None;
@@ -336,18 +336,18 @@ impl<F: Format> Under<F> {
                     model.pages[page] = Some(Page { pa, access: *access, source, serial: bo.serial });
                 }
             }
-            Operation::Null { va, len } => {
+            TraceOperation::Null { va, len } => {
                 for page in self.span(*va, *len)? {
                     let pa = NULL_PAGE + (FIRST + page as u64) % 2 * granule;
                     model.pages[page] = Some(Page { pa, access: Access::READ, source: Source::Null, serial: 0 });
                 }
             }
-            Operation::Unbind { va, len } => model.pages[self.span(*va, *len)?].fill(None),
-            Operation::UnbindBo { bo } => {
+            TraceOperation::Unbind { va, len } => model.pages[self.span(*va, *len)?].fill(None),
+            TraceOperation::UnbindBo { bo } => {
                 let serial = model.bos.get(bo)?.serial;
                 model.pages.iter_mut().filter(|p| p.is_some_and(|p| p.serial == serial)).for_each(|p| *p = None);
             }
-            Operation::Prefetch { va, len } => {
+            TraceOperation::Prefetch { va, len } => {
                 self.span(*va, *len)?;
             }
             other => panic!("{other:?} cannot stand in a batch"),
@@ -412,7 +412,7 @@ impl<F: Format> Under<F> {
         let size = PageSize::new(Self::GRANULE).unwrap();
         for part in [FIRST..RESERVED.start, RESERVED.end..FIRST + PAGES] {
             let (first, pages) = (part.start << size.log2(), part.end - part.start);
-            let unbind = Operation::Unbind { va: DeviceVa::new(first), len: pages << size.log2() };
+            let unbind = TraceOperation::Unbind { va: DeviceVa::new(first), len: pages << size.log2() };
             self.replay.apply(&unbind).result.unwrap();
         }
         assert_eq!(self.replay.vm().binding_count(), 0);

@@ -9,7 +9,7 @@ use dmalane_iopt::{Format, X86_64_4Level};
 use dmalane_queue::{DeviceQueue, Route};
 use dmalane_vm::Vm;
 
-use crate::{Card, CardLayout, Error, Workers};
+use crate::{Card, CardLayout, Error};
 
 /// Our card behind a bus `B`: the software card, a PCI function, a card that another process serves.
 pub struct CardDevice<B: Mmio> {
@@ -27,7 +27,7 @@ pub struct CardUse {
     /// What to call it, for people.
     pub name: String,
     /// The threads of a card in software, for people; `None` for another card.
-    pub workers: Option<Workers>,
+    pub threads: Option<String>,
     /// Its queues work at the same time, so that they may be balanced (`docs/bench/policy.md`).
     pub concurrent: bool,
     /// Entries of each ring; `None` for what the driver chooses.
@@ -56,7 +56,7 @@ impl<B: Mmio + 'static> CardDevice<B> {
         let queue = |i| Ok::<Box<DeviceQueue>, Error>(Box::new(driver.queue(i)?));
         let queues = (0..driver.channels()).map(queue).collect::<Result<Vec<_>, _>>()?;
         let entries = queues.first().map_or(0, |q| q.limits().capacity);
-        let threads = how.workers.map_or(String::new(), |workers| format!("{workers:?} workers, "));
+        let threads = how.threads.map_or(String::new(), |threads| format!("{threads}, "));
         let info = DeviceInfo {
             name: how.name,
             notes: vec![format!("{} channels, {threads}rings of {entries}", queues.len())],

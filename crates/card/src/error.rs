@@ -6,7 +6,7 @@ use dmalane_addr::{CardAddr, Span};
 use dmalane_iopt::{Format, X86_64_4Level};
 use thiserror::Error;
 
-/// An error of the software card or of the driver.
+/// An error of the driver.
 #[derive(Debug, Error)]
 #[non_exhaustive]
 pub enum Error {
@@ -26,16 +26,6 @@ pub enum Error {
         register: &'static str,
         /// What it reads as.
         value: u64,
-    },
-    /// A card that cannot be made.
-    #[error("a card with {what} of {value}: {rule}")]
-    BadConfig {
-        /// Which setting.
-        what: &'static str,
-        /// Its value.
-        value: u64,
-        /// What it should be.
-        rule: &'static str,
     },
     /// A ring must have a power of two of entries, from 2 to what the card takes.
     #[error("a ring of {entries} entries; the card takes powers of two from 2 to {max}")]
@@ -64,25 +54,6 @@ pub enum Error {
         /// How long the driver waited.
         after: Duration,
     },
-    /// Card memory that does not exist.
-    #[error("the card has no {len} bytes of memory at {at}")]
-    Outside {
-        /// Where the access starts.
-        at: CardAddr,
-        /// Its length in bytes.
-        len: u64,
-    },
-    /// The machine has no memory left to stand for the card's.
-    #[error("no memory for the card's at {at}: {source}")]
-    NoMemory {
-        /// The start of the block that could not be had.
-        at: CardAddr,
-        /// The kernel's answer.
-        source: std::io::Error,
-    },
-    /// No thread for a channel's worker.
-    #[error("cannot start a worker: {0}")]
-    NoThread(std::io::Error),
     /// A span for page tables that is not in the card's memory or holds no whole table.
     #[error("{0} is no place for page tables")]
     NoTables(Span<CardAddr>),

@@ -8,7 +8,7 @@ use std::sync::Arc;
 
 use dmalane_addr::Access;
 use dmalane_card::regs::{self, BAR_REGISTERS};
-use dmalane_dma::{Heap, Mapping, MemfdHeap, PageKind, SharedBuf};
+use dmalane_dma::{Heap, Mapping, MemfdHeap, PageKind, Registrar, SharedBuf};
 use rustix::fs::{FallocateFlags, SealFlags};
 use zerocopy::IntoBytes;
 

@@ -5,9 +5,7 @@ use std::sync::Arc;
 
 use dmalane_addr::CardAddr;
 use dmalane_card::regs::{self, BAR_MEMORY, BAR_REGISTERS};
-use dmalane_card::{CardConfig, SoftCard, Workers};
-use dmalane_dma::host::DevicePort;
-use dmalane_dma::{HostConfig, SoftHost};
+use dmalane_sim::{CardConfig, DevicePort, HostConfig, SoftCard, SoftHost, Workers};
 use rustix::event::{EventfdFlags, eventfd};
 use rustix::net::{AddressFamily, Shutdown, SocketFlags, SocketType, socketpair};
 
@@ -67,7 +65,7 @@ impl Function {
         let kick = eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK).map_err(|e| failed(&e))?;
         let theirs = std::iter::once(kick.try_clone().map_err(|e| failed(&e))?).chain(theirs).collect();
         let card = SoftCard::new(config, || host.port(), |_| {}).map_err(|e| match e {
-            dmalane_card::Error::BadConfig { .. } => NoFunction(Code::Quota, e.to_string()),
+            dmalane_sim::Error::BadConfig { .. } => NoFunction(Code::Quota, e.to_string()),
             e => failed(&e),
         })?;
         budget.take(uid, ddr, hbm).map_err(|text| NoFunction(Code::Quota, text))?;

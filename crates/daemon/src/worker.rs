@@ -178,7 +178,7 @@ mod tests {
     use dmalane_addr::{Access, CardAddr, Iova};
     use dmalane_card::regs::{self, BAR_REGISTERS};
     use dmalane_card::{Descriptor, Task};
-    use dmalane_dma::{Heap, Mapping, MemfdHeap};
+    use dmalane_dma::{Heap, Mapping, MemfdHeap, Registrar};
     use dmalane_queue::{DeviceAddr, Direction};
 
     use super::*;

@@ -295,7 +295,7 @@ fn binds_are_seen_until_they_are_unbound(device: &mut dyn Device, align: u64) {
     let seen = Arc::new(Mutex::new(0));
     let counts = seen.clone();
     let observes = {
-        let observer = move |requests: &[dmalane_vm::Request]| *counts.lock().unwrap() += requests.len();
+        let observer = move |requests: &[dmalane_vm::BindRequest]| *counts.lock().unwrap() += requests.len();
         taken.device.address_space().observe(Box::new(observer))
     };
     let bytes = noise(11, 16 << 10);

@@ -5,7 +5,7 @@ use std::error::Error;
 use dmalane_addr::{CardAddr, DeviceVa, PageSize, RangeAllocator, SgTable, Span};
 use dmalane_iopt::{Format, Tables};
 use dmalane_queue::DeviceAddr;
-use dmalane_vm::{AnyVm, Request, Vm};
+use dmalane_vm::{AnyVm, BindRequest, Vm};
 
 use crate::{AddressSpace, AddressSpaceKind, Bind, Observer, SpaceError};
 
@@ -33,7 +33,7 @@ impl<F: Format, T: Tables<Addr = CardAddr>> PageTableSpace<F, T> {
         Self { vm, free, invalidate: Box::new(invalidate), observer: None }
     }
 
-    fn observed(&mut self, request: Option<Request>) {
+    fn observed(&mut self, request: Option<BindRequest>) {
         if let (Some(observer), Some(request)) = (&mut self.observer, request) {
             observer(&[request]);
         }
@@ -56,14 +56,14 @@ impl<F: Format, T: Tables<Addr = CardAddr> + Send> AddressSpace for PageTableSpa
         // Nothing was bound there before, so there is nothing that the device would have to forget.
         debug_assert!(committed.is_empty());
         self.vm.invalidated(committed);
-        let seen = || Request::Bind { va, bo: bo.clone(), offset, len, access };
+        let seen = || BindRequest::Bind { va, bo: bo.clone(), offset, len, access };
         self.observed(self.observer.is_some().then(seen));
         Ok(())
     }
 
     fn unbind(&mut self, range: Span<DeviceVa>) -> Result<(), SpaceError> {
         let committed = self.vm.unbind(range)?;
-        self.observed(Some(Request::Unbind(range)));
+        self.observed(Some(BindRequest::Unbind(range)));
         (self.invalidate)().map_err(SpaceError::Invalidate)?;
         self.vm.invalidated(committed);
         self.free.free(range).map_err(|_| SpaceError::NotReserved(range))

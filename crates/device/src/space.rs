@@ -5,7 +5,7 @@ use std::sync::Arc;
 
 use dmalane_addr::{Access, CardAddr, DeviceVa, PageSize, SgTable, Span};
 use dmalane_queue::DeviceAddr;
-use dmalane_vm::{AnyVm, Bo, Request};
+use dmalane_vm::{AnyVm, BindRequest, Bo};
 use thiserror::Error;
 
 /// A device's virtual addresses: reserve a range for a buffer, bind parts of the buffer there, unbind the range.
@@ -55,7 +55,7 @@ pub trait AddressSpace: Send {
 }
 
 /// Sees what was bound and unbound.
-pub type Observer = Box<dyn FnMut(&[Request]) + Send>;
+pub type Observer = Box<dyn FnMut(&[BindRequest]) + Send>;
 
 /// What stands behind a device's virtual addresses.
 #[derive(Clone, PartialEq, Eq, Debug)]

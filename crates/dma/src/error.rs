@@ -1,9 +1,9 @@
 //! What can go wrong with memory.
 
-use dmalane_addr::{Access, Iova, RangeError, Span};
+use dmalane_addr::{Access, Iova, RangeError};
 use thiserror::Error;
 
-/// An error of a heap, a bus or the software host.
+/// An error of a heap or a registrar.
 #[derive(Debug, Error)]
 #[non_exhaustive]
 pub enum Error {
@@ -29,7 +29,7 @@ pub enum Error {
     /// No heap of this machine gives what is needed; each with what it lacks.
     #[error("no heap gives what is needed: {}", list(.0))]
     NoHeap(Vec<(&'static str, String)>),
-    /// The synthetic physical memory of the software host is full.
+    /// The physical memory of a software host is full.
     #[error("the host has no {wanted} free frames of 4 KiB ({limit} at most)")]
     OutOfFrames {
         /// Frames asked for.
@@ -40,14 +40,6 @@ pub enum Error {
     /// No range of IOVAs is free.
     #[error(transparent)]
     Iova(#[from] RangeError<Iova>),
-    /// The IOMMU's page tables refused the mapping.
-    #[error("cannot map {span}: {source}")]
-    PageTable {
-        /// Where the buffer was to appear.
-        span: Span<Iova>,
-        /// What the page table said.
-        source: dmalane_iopt::Error,
-    },
     /// A range of a buffer that is not whole 4 KiB pages of it.
     #[error("bytes {}..{} of a buffer of {len} are not whole pages of it", range.start, range.end)]
     BadRange {

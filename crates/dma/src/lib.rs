@@ -5,8 +5,7 @@
 //! `SharedBuf` splits into disjoint owned [`BufferSlice`]s, so that several operations can each own a piece at once.
 //!
 //! [`Registrar`] and [`Mmio`] are the driver's side of a device (pin and map; registers), [`DeviceMem`] the device's
-//! side (access by IOVA). [`SoftHost`] joins them in one process: synthetic physical frames behind an IOMMU whose
-//! page tables are those of `dmalane-iopt`.
+//! side (access by IOVA).
 //!
 //! ```
 //! use dmalane_dma::{AnonHeap, Heap};
@@ -36,7 +35,6 @@ mod device;
 mod error;
 mod footprint;
 mod heap;
-pub mod host;
 mod interrupts;
 mod mmio;
 mod pagemap;
@@ -54,7 +52,6 @@ pub use heap::{
     Abilities, Absent, AnonHeap, DmaHeap, Heap, HeapStats, MemfdHeap, Needs, PageBacking, PageKind, Picked, Pool,
     PoolStats, Reserved, export_dma_buf, pick,
 };
-pub use host::{HostConfig, SoftHost};
 pub use interrupts::InterruptEvents;
 pub use mmio::Mmio;
 pub use pagemap::{PageEntry, Pagemap, physical_runs};

@@ -91,7 +91,8 @@ impl BufferSlice {
             // could write without one need a mapping with that right, which `while_unwritten` has just ruled out and keeps
             // out. Nor does another process: `while_unwritten` refuses an exported buffer, and none becomes exported meanwhile:
             // `SharedBuf::export` takes a `SharedBuf`, which does not exist beside a part of it, and `BufferRef::export` waits for the lock
-            // that `while_unwritten` holds; `BufferRef::lend_file` is unsafe, and what it lends lets nobody write without a mapping.
+            // that `while_unwritten` holds; `BufferRef::lend_file` and `BufferRef::device_view` are unsafe, and what
+            // they lend lets nobody write without an admission that `while_unwritten` has ruled out.
             f(unsafe { std::slice::from_raw_parts(view.as_ptr(), view.len()) })
         })
     }
@@ -150,26 +151,40 @@ impl std::fmt::Debug for BufferSlice {
 
 #[cfg(test)]
 mod tests {
-    use dmalane_addr::Access;
+    use std::sync::Arc;
 
-    use crate::{AnonHeap, Heap, HostConfig, MemfdHeap, SoftHost};
+    use dmalane_addr::{Access, Iova, Lease, PhysAddr, SgTable};
+
+    use crate::{AnonHeap, BufferRef, Heap, MemfdHeap, Pinned, Undo};
+
+    /// A registrar that pins and maps nothing.
+    struct Nothing;
+
+    impl Undo for Nothing {
+        fn unmap(&self, _: Lease<Iova>) {}
+
+        fn unpin(&self, _: &SgTable<PhysAddr>) {}
+    }
+
+    /// What a device with this access holds.
+    fn admitted(reference: &BufferRef, access: Access) -> Pinned {
+        let mut pinned = Pinned::new(reference.clone(), None, Arc::new(Nothing));
+        pinned.admit(access);
+        pinned
+    }
 
     #[test]
     fn bytes_are_lent_only_while_nobody_can_write_them() {
-        let host: SoftHost = SoftHost::new(HostConfig::default()).unwrap();
         let buf = AnonHeap::new().allocate(8192).unwrap().share();
         let reference = buf.reference();
         let (mut part, _rest) = buf.into_part().split_at(4096).unwrap();
         part.write(5, b"x").unwrap();
         assert_eq!(part.with_bytes(|b| (b.len(), b[5])), Some((4096, b'x')));
-        let reader = host.map(host.pin(&reference).unwrap(), Access::READ).unwrap();
+        let reader = admitted(&reference, Access::READ);
         assert!(part.with_bytes(|_| ()).is_some());
-        let writer = host.map(host.pin(&reference).unwrap(), Access::RW).unwrap();
+        let writer = admitted(&reference, Access::RW);
         assert!(part.with_bytes(|_| ()).is_none());
         drop(writer);
-        assert!(part.with_bytes(|_| ()).is_some());
-        // A pin that could not be mapped leaves nothing behind.
-        assert!(host.map(host.pin(&reference).unwrap(), Access::EXEC).is_err());
         assert!(part.with_bytes(|_| ()).is_some());
         drop(reader);
         let buf = MemfdHeap::new().allocate(4096).unwrap().share();
@@ -195,13 +210,12 @@ mod tests {
 
     #[test]
     fn a_device_gets_no_permission_to_write_while_bytes_are_lent() {
-        let host: SoftHost = SoftHost::new(HostConfig::default()).unwrap();
         let buf = AnonHeap::new().allocate(4096).unwrap().share();
         let reference = buf.reference();
         let mut part = buf.into_part();
         std::thread::scope(|s| {
             part.with_bytes(|_| {
-                let mapper = s.spawn(|| host.map(host.pin(&reference).unwrap(), Access::RW).unwrap());
+                let mapper = s.spawn(|| admitted(&reference, Access::RW));
                 std::thread::sleep(std::time::Duration::from_millis(30));
                 assert!(!mapper.is_finished(), "waits until the bytes are given back");
             })

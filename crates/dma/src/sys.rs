@@ -392,6 +392,16 @@ impl crate::BufferRef {
         // SAFETY: the caller's promise is the same.
         unsafe { self.0.region.lend_file() }
     }
+
+    /// The bytes as a device reaches them, for a software IOMMU.
+    ///
+    /// # Safety
+    /// Who writes through it holds a [`Pinned`](crate::Pinned) of the memory that has admitted that
+    /// ([`Pinned::admit`](crate::Pinned::admit)), from before the write begins until it has ended.
+    #[inline]
+    pub unsafe fn device_view(&self) -> VolatileSlice<'_> {
+        self.view()
+    }
 }
 
 /// A region that nobody else can reach, and that therefore may be borrowed as a slice.

@@ -9,10 +9,11 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use dmalane::addr::Access;
-use dmalane::card::{Card, CardConfig, SoftBus};
+use dmalane::card::Card;
 use dmalane::daemon::{Client, Config, Listener, Options, Server};
-use dmalane::dma::{Heap, HostConfig, Mmio, SoftHost};
+use dmalane::dma::{Heap, Mmio};
 use dmalane::queue::{DeviceAddr, Direction, Operation, Queue, QueueAddr, Registered};
+use dmalane::sim::{CardConfig, HostConfig, SoftBus, SoftHost};
 
 /// Sends a message to the card, doubles it there, and reads it back. Knows no daemon.
 fn there_and_back<B: Mmio>(bus: Arc<B>) -> Result<String, Box<dyn Error>> {

@@ -3,7 +3,8 @@
 use std::error::Error;
 
 use dmalane::addr::{Access, Iova};
-use dmalane::dma::{AnonHeap, DeviceMem, Heap, HostConfig, SoftHost};
+use dmalane::dma::{AnonHeap, DeviceMem, Heap, Registrar};
+use dmalane::sim::{HostConfig, SoftHost};
 
 fn main() -> Result<(), Box<dyn Error>> {
     let heap = AnonHeap::new();

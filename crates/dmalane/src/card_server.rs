@@ -9,8 +9,9 @@ use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
-use dmalane_card::{CardConfig, CardMemory, SoftCard, regs};
+use dmalane_card::regs;
 use dmalane_iopt::X86_64_4Level;
+use dmalane_sim::{CardConfig, CardMemory, SoftCard};
 use dmalane_vfio_user::{ClientMemory, ClientPort, MappableFile, RegionSpec, ServeError, ServedDevice, serve};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::fs::Mode;
@@ -53,7 +54,7 @@ pub enum CardServerError {
     Accept(io::Error),
     /// The card cannot be created.
     #[error(transparent)]
-    Card(#[from] dmalane_card::Error),
+    Card(#[from] dmalane_sim::Error),
 }
 
 /// Serves software cards at a socket, to one client at a time. Each client gets a new card, with empty memory.
@@ -191,7 +192,7 @@ impl Drop for CardModel {
 }
 
 impl CardModel {
-    fn new(config: CardConfig, memory: &ClientMemory) -> Result<Self, dmalane_card::Error> {
+    fn new(config: CardConfig, memory: &ClientMemory) -> Result<Self, dmalane_sim::Error> {
         let channels = config.channels.min(regs::MAX_CHANNELS);
         let events = Events(Arc::new(Mutex::new(vec![Vector::default(); channels as usize])));
         let raised = events.clone();
@@ -345,7 +346,7 @@ fn config_space(vectors: u32) -> [u8; CONFIG_LEN] {
 
 #[cfg(test)]
 mod tests {
-    use dmalane_card::Workers;
+    use dmalane_sim::Workers;
     use rustix::event::{EventfdFlags, eventfd};
 
     use super::*;

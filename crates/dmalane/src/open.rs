@@ -2,10 +2,10 @@
 
 use std::error::Error;
 
-use dmalane_card::Workers;
 use dmalane_device::Device;
 use dmalane_file::FileDeviceOptions;
 use dmalane_load::{DriveOptions, OpenDevice};
+use dmalane_sim::Workers;
 use thiserror::Error;
 
 use crate::{BadDeviceSpec, DeviceSpec};

@@ -4,11 +4,11 @@ use std::error::Error;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-use dmalane_card::{CardConfig, CardDevice, CardUse, SoftBus, Workers};
+use dmalane_card::{CardDevice, CardUse};
 use dmalane_daemon::{Client, SOCKET};
 use dmalane_device::{Counters, Device, IommuCounters, RamDevice};
-use dmalane_dma::{HostConfig, SoftHost};
 use dmalane_file::{FileDevice, FileDevicePaths};
+use dmalane_sim::{CardConfig, HostConfig, SoftBus, SoftHost, Workers};
 use dmalane_vfio::Bdf;
 
 use crate::pci::{self, PciDevice};
@@ -107,7 +107,7 @@ fn none(_: &Path) -> Vec<Listed> {
 
 /// How a card called `name` is driven.
 fn used(name: &str, concurrent: bool, options: &OpenOptions) -> CardUse {
-    CardUse { name: name.to_owned(), concurrent, workers: None, ring: options.ring, flat: options.flat }
+    CardUse { name: name.to_owned(), concurrent, threads: None, ring: options.ring, flat: options.flat }
 }
 
 fn soft(_: &str, options: &OpenOptions) -> Opened {
@@ -117,7 +117,7 @@ fn soft(_: &str, options: &OpenOptions) -> Opened {
     // Without a thread for each, what channels seem to differ in is only whom a thread looks at first.
     let workers = card.workers;
     let used = used("software card", workers == Workers::PerChannel, options);
-    let how = CardUse { workers: Some(workers), ..used };
+    let how = CardUse { threads: Some(format!("{workers:?} workers")), ..used };
     Ok(Box::new(CardDevice::open(bus.clone(), how)?.counted(move || soft_counters(&bus))))
 }
 

@@ -6,19 +6,20 @@ use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use dmalane::addr::{Access, Address, CardAddr, DeviceVa, SgIndex, SgTable, Span, Timeline};
-use dmalane::card::{Card, CardConfig, SoftBus};
-use dmalane::dma::{AnonHeap, BufferSlice, Heap, HostConfig, SoftHost};
+use dmalane::card::Card;
+use dmalane::dma::{AnonHeap, BufferSlice, Heap};
 use dmalane::iopt::X86_64_4Level;
 use dmalane::load::{Placement, write_sample};
 use dmalane::queue::{Completion, DeviceAddr, Direction, Fenced, OpError, Operation, Queue, Registered};
-use dmalane::vm::trace::{Header, Lines, Recorder, Replay};
-use dmalane::vm::{AnyVm, BindQueue, Bo, Mapped, QueueError, Request, Submission, Vm};
+use dmalane::sim::{CardConfig, HostConfig, SoftBus, SoftHost};
+use dmalane::vm::trace::{Lines, Recorder, Replay, TraceHeader};
+use dmalane::vm::{AnyVm, BindQueue, BindRequest, Bo, Mapped, QueueError, Submission, Vm};
 use dmalane::{FileOptions, open_file};
 
 const MIB: u64 = 1 << 20;
 
 /// A registered buffer with the same byte everywhere.
-fn buffer(bus: &dmalane::card::SoftBus, len: usize, fill: u8) -> (BufferSlice, Registered) {
+fn buffer(bus: &SoftBus, len: usize, fill: u8) -> (BufferSlice, Registered) {
     let mut buf = AnonHeap::new().allocate(len).unwrap();
     buf.fill(fill);
     let buf = buf.share();
@@ -56,7 +57,7 @@ fn a_transfer_gates_a_bind_and_a_bind_gates_a_transfer() {
     sg.push(area.first(), area.len()).unwrap();
     let bo = Arc::new(Bo::new(1, SgIndex::from_table(&sg).unwrap()));
     let va = DeviceVa::new(vm.range().first().bits() + 64 * MIB);
-    let bind = |offset| Request::Bind { va, bo: bo.clone(), offset, len: MIB, access: Access::RW };
+    let bind = |offset| BindRequest::Bind { va, bo: bo.clone(), offset, len: MIB, access: Access::RW };
     let mut ended = Vec::new();
 
     for (step, fill) in [(1, 0x11), (2, 0x22)] {
@@ -139,7 +140,7 @@ fn a_recorded_load_replays_to_the_same_mapping() {
     for placement in [Placement::DDR, Placement::HBM] {
         let mut device = dmalane::open("soft").unwrap();
         let space = device.address_space();
-        let header = Header { range: Some(space.vm().unwrap().range()), ..Header::default() };
+        let header = TraceHeader { range: Some(space.vm().unwrap().range()), ..TraceHeader::default() };
         let recorder = Arc::new(Mutex::new(Some(Recorder::new(Vec::new(), &header).unwrap())));
         let shared = recorder.clone();
         let observes = space.observe(Box::new(move |requests| {
@@ -154,7 +155,7 @@ fn a_recorded_load_replays_to_the_same_mapping() {
 
         let text = recorder.lock().unwrap().take().unwrap().finish().unwrap();
         let mut lines = Lines::new(text.as_slice());
-        let header = Header::read(&mut lines).unwrap();
+        let header = TraceHeader::read(&mut lines).unwrap();
         let mut replay = Replay::new(header.vm::<X86_64_4Level>().unwrap());
         while let Some(line) = lines.next().unwrap() {
             assert_eq!(replay.step(line).unwrap().name(), "ok");

@@ -8,10 +8,11 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use dmalane::addr::{Access, CardAddr};
-use dmalane::card::{Card, CardConfig, CardQueue, Workers, regs};
+use dmalane::card::{Card, CardQueue, regs};
 use dmalane::dma::{AnonHeap, Heap, MemfdHeap, Mmio, PageKind, Registrar};
 use dmalane::queue::conformance::{Fixture, suite};
 use dmalane::queue::{DeviceAddr, HostSlice, OpError, Operation, Queue, Registered, drain, run};
+use dmalane::sim::{CardConfig, Workers};
 use dmalane::vfio_user::UserBus;
 use dmalane::{CARD_PCI_ID, CardServer, CardServerError};
 

@@ -8,12 +8,12 @@ use std::path::PathBuf;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::thread;
 
-use dmalane::card::{CardConfig, Workers};
 use dmalane::daemon::{Config, Listener, Server};
 use dmalane::device::conformance::suite;
 use dmalane::device::{AddressSpaceKind, Placement};
 use dmalane::load::write_sample;
 use dmalane::registry::KINDS;
+use dmalane::sim::{CardConfig, Workers};
 use dmalane::{CardServer, DeviceSpec, FileOptions, OpenError, OpenOptions, open_file};
 
 const MIB: u64 = 1 << 20;

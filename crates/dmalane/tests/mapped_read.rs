@@ -4,10 +4,10 @@ use std::ops::{ControlFlow, Range};
 use std::sync::atomic::{AtomicUsize, Ordering};
 
 use dmalane::addr::{Access, FileOffset};
-use dmalane::card::{CardConfig, SoftBus};
-use dmalane::dma::{AnonHeap, BufferRef, DeviceMem, Error, Heap, HostConfig, Mapping, Pinned, Registrar, SoftHost};
+use dmalane::dma::{AnonHeap, BufferRef, DeviceMem, Error, Heap, Mapping, Pinned, Registrar};
 use dmalane::load::Stage;
 use dmalane::load::fill::{Event, Extent, Job};
+use dmalane::sim::{HostConfig, SoftHost};
 use dmalane::{MappedRead, ReadError, ReadOptions, ReadSource, read_mapped};
 use tempfile::NamedTempFile;
 
@@ -34,17 +34,16 @@ fn options(threads: usize) -> ReadOptions {
     }
 }
 
-/// A bus that refuses its n-th call of `pin_range` and `map_list`, counted together.
+/// A host that refuses its n-th call of `pin_range` and `map_list`, counted together.
 struct Failing {
-    bus: SoftBus,
+    host: SoftHost,
     calls: AtomicUsize,
     fail: usize,
 }
 
 impl Failing {
     fn new(fail: usize) -> Self {
-        let host: SoftHost = SoftHost::new(HostConfig::default()).unwrap();
-        Self { bus: SoftBus::new(host, CardConfig::default()).unwrap(), calls: AtomicUsize::new(0), fail }
+        Self { host: SoftHost::new(HostConfig::default()).unwrap(), calls: AtomicUsize::new(0), fail }
     }
 
     fn call(&self) -> Result<(), Error> {
@@ -53,40 +52,40 @@ impl Failing {
     }
 
     fn pinned(&self) -> u64 {
-        self.bus.host().stats().pinned_frames
+        self.host.stats().pinned_frames
     }
 }
 
 impl Registrar for Failing {
     fn pin(&self, buffer: &BufferRef) -> Result<Pinned, Error> {
-        self.bus.pin(buffer)
+        self.host.pin(buffer)
     }
 
     fn map(&self, pinned: Pinned, access: Access) -> Result<Mapping, Error> {
-        self.bus.map(pinned, access)
+        self.host.map(pinned, access)
     }
 
     fn pin_range(&self, buffer: &BufferRef, range: Range<usize>) -> Result<Pinned, Error> {
         self.call()?;
-        self.bus.pin_range(buffer, range)
+        self.host.pin_range(buffer, range)
     }
 
     fn map_list(&self, pinned: Vec<Pinned>, access: Access) -> Result<Mapping, Error> {
         self.call()?;
-        self.bus.map_list(pinned, access)
+        self.host.map_list(pinned, access)
     }
 
     fn pin_limit(&self) -> Option<u64> {
-        self.bus.pin_limit()
+        self.host.pin_limit()
     }
 
     fn owns(&self, mapping: &Mapping) -> bool {
-        self.bus.owns(mapping)
+        self.host.owns(mapping)
     }
 }
 
 fn read(
-    bus: &Failing,
+    registrar: &Failing,
     heap: &AnonHeap,
     paths: &[&NamedTempFile],
     access: Access,
@@ -94,16 +93,16 @@ fn read(
 ) -> Result<MappedRead, ReadError> {
     let sources: Vec<_> = paths.iter().map(|f| ReadSource::open(f.path()).unwrap()).collect();
     let job = Job::whole(&vec![LEN as u64; paths.len()]);
-    read_mapped(heap, bus, access, &sources, &job, &options(threads), &mut |_| ControlFlow::Continue(()))
+    read_mapped(heap, registrar, access, &sources, &job, &options(threads), &mut |_| ControlFlow::Continue(()))
 }
 
 #[test]
 fn the_device_sees_every_gather() {
     let ((a, a_bytes), (b, b_bytes)) = (file(1), file(2));
     for (access, threads) in [(Access::READ, 1), (Access::RW, 1), (Access::READ, 3)] {
-        let (bus, heap) = (Failing::new(usize::MAX), AnonHeap::new());
-        let read = read(&bus, &heap, &[&a, &b], access, threads).unwrap();
-        let mut device = bus.bus.host().port();
+        let (registrar, heap) = (Failing::new(usize::MAX), AnonHeap::new());
+        let read = read(&registrar, &heap, &[&a, &b], access, threads).unwrap();
+        let mut device = registrar.host.port();
         for ((gathers, data), buffer) in read.gathers.iter().zip([&a_bytes, &b_bytes]).zip(&read.filled.buffers) {
             assert!(gathers.len() > LEN / GATHER as usize, "one for each gather");
             let mut seen = Vec::new();
@@ -121,16 +120,16 @@ fn the_device_sees_every_gather() {
             let reported = read.filled.report.stages.iter().find(|s| s.stage == stage).unwrap();
             assert!(reported.bytes == bytes && !reported.busy.is_zero());
         }
-        assert_eq!(bus.pinned() * 4096, bytes);
+        assert_eq!(registrar.pinned() * 4096, bytes);
         drop(read);
-        assert_eq!((bus.pinned(), heap.stats().live), (0, 0));
+        assert_eq!((registrar.pinned(), heap.stats().live), (0, 0));
     }
 }
 
 #[test]
 fn it_is_mapped_before_it_is_announced_and_while_the_rest_is_read() {
     let (a, _) = file(3);
-    let (bus, heap) = (Failing::new(usize::MAX), AnonHeap::new());
+    let (registrar, heap) = (Failing::new(usize::MAX), AnonHeap::new());
     let source = [ReadSource::open(a.path()).unwrap()];
     let half = LEN as u64 / 2;
     let extent = |at, len| Extent { source: 0, at: FileOffset::new(at), len, buffer: 0, to: at };
@@ -139,16 +138,16 @@ fn it_is_mapped_before_it_is_announced_and_while_the_rest_is_read() {
     let mut watch = |event: Event| {
         match event {
             Event::Allocated { offset, len, .. } => {
-                assert!(bus.pinned() * 4096 >= offset + len, "pinned when it is told of");
+                assert!(registrar.pinned() * 4096 >= offset + len, "pinned when it is told of");
                 last_mapped = offset;
             }
-            Event::Arrived { .. } if first_arrival == 0 => first_arrival = bus.pinned() * 4096,
+            Event::Arrived { .. } if first_arrival == 0 => first_arrival = registrar.pinned() * 4096,
             Event::Complete { extent } => order.push(extent),
             _ => {}
         }
         ControlFlow::Continue(())
     };
-    read_mapped(&heap, &bus, Access::READ, &source, &job, &options(1), &mut watch).unwrap();
+    read_mapped(&heap, &registrar, Access::READ, &source, &job, &options(1), &mut watch).unwrap();
     assert_eq!(order, [0, 1], "the first half is ready first");
     assert!(first_arrival < LEN as u64, "bytes had arrived before the last gather was mapped");
     assert!(last_mapped > half);
@@ -161,13 +160,13 @@ fn a_refusal_at_any_step_undoes_everything() {
     for threads in [1, 3] {
         // Twelve gathers or a little more, two calls for each.
         for fail in 0..24 {
-            let (bus, heap) = (Failing::new(fail), AnonHeap::new());
-            let error = read(&bus, &heap, &[&a], Access::RW, threads).unwrap_err();
+            let (registrar, heap) = (Failing::new(fail), AnonHeap::new());
+            let error = read(&registrar, &heap, &[&a], Access::RW, threads).unwrap_err();
             let ReadError::Map { buffer: 0, offset, source: Error::OutOfFrames { limit, .. } } = error else {
                 panic!("{error}");
             };
             assert!(limit == fail as u64 && offset <= LEN as u64 && offset.is_multiple_of(4096));
-            assert_eq!((bus.pinned(), heap.stats().live), (0, 0), "call {fail}");
+            assert_eq!((registrar.pinned(), heap.stats().live), (0, 0), "call {fail}");
         }
     }
     // Other tests of this process open files too, so only a leak at each of the 48 would be seen.
@@ -177,20 +176,20 @@ fn a_refusal_at_any_step_undoes_everything() {
 #[test]
 fn what_can_never_be_pinned_is_not_read() {
     let (a, _) = file(5);
-    let (bus, heap) = (Failing::new(usize::MAX), AnonHeap::new());
-    bus.bus.host().set_pin_limit(1 << 20);
-    let error = read(&bus, &heap, &[&a], Access::READ, 1).unwrap_err();
+    let (registrar, heap) = (Failing::new(usize::MAX), AnonHeap::new());
+    registrar.host.set_pin_limit(1 << 20);
+    let error = read(&registrar, &heap, &[&a], Access::READ, 1).unwrap_err();
     assert!(error.to_string().contains("ulimit -l"), "{error}");
-    assert_eq!((bus.calls.load(Ordering::Relaxed), heap.stats().buffers), (0, 0));
+    assert_eq!((registrar.calls.load(Ordering::Relaxed), heap.stats().buffers), (0, 0));
     // An error of the file comes as it is, and whatever was mapped goes.
-    bus.bus.host().set_pin_limit(u64::MAX);
+    registrar.host.set_pin_limit(u64::MAX);
     let sources = [ReadSource::open(a.path()).unwrap()];
     let mut cancel = |event: Event| match event {
         Event::Arrived { .. } => ControlFlow::Break(()),
         _ => ControlFlow::Continue(()),
     };
     let job = Job::whole(&[LEN as u64]);
-    let error = read_mapped(&heap, &bus, Access::READ, &sources, &job, &options(1), &mut cancel).unwrap_err();
+    let error = read_mapped(&heap, &registrar, Access::READ, &sources, &job, &options(1), &mut cancel).unwrap_err();
     assert!(error.to_string().contains("cancelled"), "{error}");
-    assert_eq!((bus.pinned(), heap.stats().live), (0, 0));
+    assert_eq!((registrar.pinned(), heap.stats().live), (0, 0));
 }

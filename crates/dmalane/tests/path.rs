@@ -8,15 +8,16 @@ use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
 use dmalane::addr::{CardAddr, DeviceVa, FileOffset, SgTable, Span};
-use dmalane::card::{CardConfig, CardDevice, CardUse, SoftBus, Workers};
+use dmalane::card::{CardDevice, CardUse};
 use dmalane::device::{AddressSpace, Bind, Device, DeviceInfo, MemoryError, Region, SpaceError};
-use dmalane::dma::{AnonHeap, Heap, HostConfig, MemfdHeap, PageKind, Registrar, SoftHost};
+use dmalane::dma::{AnonHeap, Heap, MemfdHeap, PageKind, Registrar};
 use dmalane::file::{FileQueue, Mode};
 use dmalane::load::{DriveOptions, Error, Input, OpenDevice, Placement, write_sample};
 use dmalane::queue::{
     Abilities, AddressPolicy, Completion, DeviceAddr, DeviceQueue, Limits, OpError, Operation, Queue, QueueChoice,
     Refusal, Refused, Split, Ticket,
 };
+use dmalane::sim::{CardConfig, HostConfig, SoftBus, SoftHost, Workers};
 use dmalane::{FileOptions, open_file};
 
 const MIB: u64 = 1 << 20;

@@ -4,11 +4,12 @@ use std::ops::ControlFlow;
 use std::sync::Arc;
 
 use dmalane::addr::{CardAddr, FileOffset};
-use dmalane::card::{CardConfig, CardDevice, CardUse, SoftBus, Workers};
-use dmalane::dma::{AnonHeap, Heap, HostConfig, Pool, SoftHost};
+use dmalane::card::{CardDevice, CardUse};
+use dmalane::dma::{AnonHeap, Heap, Pool};
 use dmalane::load::fill::{Event, Extent, FillError, Job};
 use dmalane::load::{DriveOptions, OpenDevice, Stage, StageReport};
 use dmalane::queue::{DeviceAddr, OpError, Queue};
+use dmalane::sim::{CardConfig, HostConfig, SoftBus, SoftHost, Workers};
 use dmalane::{MappedRead, ReadError, ReadOptions, ReadSource, read_to_device};
 use tempfile::NamedTempFile;
 

@@ -6,7 +6,7 @@
 //!
 //! Beyond that: [`map_through`](PageTable::map_through) maps what another table translates, [`cut`](PageTable::cut) and
 //! [`merge`](PageTable::merge) change the size of leaves under a running device, [`take_dirty`](PageTable::take_dirty)
-//! says what it wrote. [`HeapTables`] is memory for one owner; with a [`Pool`], threads share a tree without a lock.
+//! says what it wrote. [`HeapTables`] is memory for one owner; with a [`TablePool`], threads share a tree without a lock.
 //!
 //! ```
 //! use dmalane_addr::{Access, Iova, PageSize, PhysAddr, Segment, Span};
@@ -60,7 +60,7 @@ pub use flush::FlushList;
 pub use format::{Entry, Format, MAX_LEVELS, Register};
 pub use formats::*;
 #[cfg(target_has_atomic = "64")]
-pub use pool::{Pool, Stock};
+pub use pool::{Stock, TablePool};
 pub use runs::{Run, Runs};
 pub use table::{Leaf, PageTable};
 pub use tables::{HeapTables, TableShape, Tables};

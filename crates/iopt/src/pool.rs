@@ -11,7 +11,7 @@ use crate::{Format, TableShape, Tables};
 
 /// Tables in a slice of words: a guest's memory, a region set aside at boot, or a `Vec` of the worst case.
 ///
-/// `&Pool` is the [`Tables`]. Copies of it serve threads at the same time ([`PageTable::attach`](crate::PageTable::attach)),
+/// `&TablePool` is the [`Tables`]. Copies of it serve threads at the same time ([`PageTable::attach`](crate::PageTable::attach)),
 /// without a lock: tables that were never used are counted off, freed ones are a stack linked through their first words.
 /// Threads that free and take tables all the time each want a [`Stock`] of their own in front of that.
 /// Entries are stored in the machine's byte order, which is the devices' on little-endian ones.
@@ -19,9 +19,9 @@ use crate::{Format, TableShape, Tables};
 /// ```
 /// # use std::sync::atomic::AtomicU64;
 /// # use dmalane_addr::{Access, Address, Iova, PhysAddr};
-/// # use dmalane_iopt::{PageTable, Pool, X86_64_4Level};
+/// # use dmalane_iopt::{PageTable, TablePool, X86_64_4Level};
 /// let memory: Vec<AtomicU64> = (0..64 * 512).map(|_| AtomicU64::new(0)).collect();
-/// let pool = Pool::new::<X86_64_4Level>(PhysAddr::new(0x10_0000), &memory);
+/// let pool = TablePool::new::<X86_64_4Level>(PhysAddr::new(0x10_0000), &memory);
 /// let root = PageTable::<X86_64_4Level, Iova, PhysAddr, _>::new(&pool)?.root();
 /// std::thread::scope(|threads| {
 ///     for n in 0..4 {
@@ -35,7 +35,7 @@ use crate::{Format, TableShape, Tables};
 /// assert_eq!(pool.in_use(), 1 + 1 + 4 + 4); // one table of the second level serves all four
 /// # Ok::<(), dmalane_iopt::Error>(())
 /// ```
-pub struct Pool<'m, A> {
+pub struct TablePool<'m, A> {
     base: A,
     shape: TableShape,
     words: &'m [AtomicU64],
@@ -54,7 +54,7 @@ struct Counters {
     in_use: AtomicUsize,
 }
 
-impl<'m, A: Address> Pool<'m, A> {
+impl<'m, A: Address> TablePool<'m, A> {
     /// Tables for format `F` in `words`, which a device finds at `base`. What the words hold does not matter. Memory from
     /// 2^32 - 1 tables up is not used.
     pub fn new<F: Format>(base: A, words: &'m [AtomicU64]) -> Self {
@@ -161,14 +161,14 @@ impl<'m, A: Address> Pool<'m, A> {
     }
 }
 
-impl<A: Address> fmt::Debug for Pool<'_, A> {
+impl<A: Address> fmt::Debug for TablePool<'_, A> {
     /// Where and how many; not the entries.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Pool").field("base", &self.base).field("in_use", &self.in_use()).finish_non_exhaustive()
+        f.debug_struct("TablePool").field("base", &self.base).field("in_use", &self.in_use()).finish_non_exhaustive()
     }
 }
 
-impl<A: Address> Tables for &Pool<'_, A> {
+impl<A: Address> Tables for &TablePool<'_, A> {
     type Addr = A;
     const SHARED: bool = true;
 
@@ -269,7 +269,7 @@ impl<A: Address> Tables for &Pool<'_, A> {
     }
 }
 
-/// One handle's stock of tables, in front of a [`Pool`]: made by [`Pool::stock`] for
+/// One handle's stock of tables, in front of a [`TablePool`]: made by [`TablePool::stock`] for
 /// [`PageTable::attach`](crate::PageTable::attach), one for each thread.
 ///
 /// It takes tables that lie side by side, keeps freed ones and hands them out again: so a table, and what a processor
@@ -278,7 +278,7 @@ impl<A: Address> Tables for &Pool<'_, A> {
 /// stock, [`reserve`](Tables::reserve) is a promise that no other handle can break.
 #[derive(Debug)]
 pub struct Stock<'p, A: Address> {
-    pool: &'p Pool<'p, A>,
+    pool: &'p TablePool<'p, A>,
     /// Tables at hand, not zeroed; the last one was used last.
     tables: Vec<A>,
     /// How many of them stay.

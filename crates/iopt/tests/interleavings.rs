@@ -4,7 +4,7 @@
 //! another value, of those that their orderings allow, for each load. So a mistake in an ordering shows on x86-64 too.
 //! `tests/shared.rs` is the same with real threads and real formats.
 //!
-//! The source of [`Pool`] is compiled once more here, with loom's atomics; the walkers are those of the crate. Tests named
+//! The source of [`TablePool`] is compiled once more here, with loom's atomics; the walkers are those of the crate. Tests named
 //! `caught_...` break something on purpose, and pass when loom finds it. More was broken by hand, and each time two or more
 //! of these tests failed (with the stack's number, one): `install`, `push`, `pop`, `load` and `read` with `Relaxed`, the
 //! stack's number left as it is, tables not zeroed, the table of who comes late not freed.
@@ -25,7 +25,7 @@ use loom::thread;
 #[path = "../src/pool.rs"]
 mod pool;
 
-use pool::{Pool, Stock};
+use pool::{Stock, TablePool};
 
 /// Tables of two entries, so that a thread has few steps: bit 0 valid, bit 1 in a leaf.
 #[derive(Clone, Copy, Debug)]
@@ -66,7 +66,7 @@ const RUBBISH: u64 = 0x6666_6003;
 const BASE: u64 = 0x1_0000;
 const PAGE: u64 = 4096;
 
-type Shared = &'static Pool<'static, PhysAddr>;
+type Shared = &'static TablePool<'static, PhysAddr>;
 type Table<F, T> = PageTable<F, Iova, PhysAddr, T>;
 
 /// A pool of so many tables, and its memory. Loom's threads want `'static`, so every run leaks some hundred bytes.
@@ -74,7 +74,7 @@ fn pool<F: Format>(tables: usize) -> (Shared, &'static [AtomicU64]) {
     assert_eq!(TableShape::of::<F>().table.bytes(), 16);
     let memory: Vec<AtomicU64> = (0..2 * tables).map(|_| AtomicU64::new(RUBBISH)).collect();
     let memory: &'static [AtomicU64] = Box::leak(memory.into_boxed_slice());
-    (Box::leak(Box::new(Pool::new::<F>(PhysAddr::new(BASE), memory))), memory)
+    (Box::leak(Box::new(TablePool::new::<F>(PhysAddr::new(BASE), memory))), memory)
 }
 
 /// Runs the model in every order; with `most`, only those with at most so many changes of thread where none is needed.

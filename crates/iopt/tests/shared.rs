@@ -5,10 +5,11 @@ use std::thread;
 
 use dmalane_addr::{Access, Iova, PhysAddr, Segment, Span};
 use dmalane_iopt::{
-    Arm64S1, Arm64S1_4k, Arm64S2_16k, Error, Format, PageTable, Pool, Stock, TableShape, Tables, X86_64_4Level, walk,
+    Arm64S1, Arm64S1_4k, Arm64S2_16k, Error, Format, PageTable, Stock, TablePool, TableShape, Tables, X86_64_4Level,
+    walk,
 };
 
-type Table<'p, F> = PageTable<F, Iova, PhysAddr, &'p Pool<'p, PhysAddr>>;
+type Table<'p, F> = PageTable<F, Iova, PhysAddr, &'p TablePool<'p, PhysAddr>>;
 
 fn memory<F: Format>(tables: usize) -> Vec<AtomicU64> {
     let words = TableShape::of::<F>().table.bytes() as usize / 8;
@@ -39,7 +40,7 @@ fn stripes_of<F: Format>(stripe: u64, rounds: u64) {
     const THREADS: u64 = 4;
     let page = F::GRANULE.bytes();
     let memory = memory::<F>(400);
-    let pool = Pool::new::<F>(PhysAddr::new(0x1_0000), &memory);
+    let pool = TablePool::new::<F>(PhysAddr::new(0x1_0000), &memory);
     let first = Table::<F>::new(&pool).unwrap();
     let root = first.root();
     let mapped = AtomicU64::new(0);
@@ -99,7 +100,7 @@ fn one_table_for_all() {
     type F = X86_64_4Level;
     const THREADS: u64 = 4;
     let memory = memory::<F>(64);
-    let pool = Pool::new::<F>(PhysAddr::new(0), &memory);
+    let pool = TablePool::new::<F>(PhysAddr::new(0), &memory);
     let mut first = Table::<F>::new(&pool).unwrap();
     let root = first.root();
     for round in 0..500u64 {
@@ -151,7 +152,7 @@ fn stripes_with_a_large_root() {
 fn counts_add_up() {
     type F = X86_64_4Level;
     let memory = memory::<F>(16);
-    let pool = Pool::new::<F>(PhysAddr::new(0), &memory);
+    let pool = TablePool::new::<F>(PhysAddr::new(0), &memory);
     let mut first = Table::<F>::new(&pool).unwrap();
     let mut second = Table::<F>::attach(&pool, first.root());
     first.map(Iova::new(0), PhysAddr::new(0), 4 << 20, Access::RW).unwrap();
@@ -176,7 +177,7 @@ fn counts_add_up() {
 fn an_empty_table_in_the_way() {
     type F = X86_64_4Level;
     let memory = memory::<F>(16);
-    let pool = Pool::new::<F>(PhysAddr::new(0), &memory);
+    let pool = TablePool::new::<F>(PhysAddr::new(0), &memory);
     let mut table = Table::<F>::new(&pool).unwrap();
     let page = Span::new(Iova::new((4 << 20) + 4096), 4096).unwrap();
     table.map(page.first(), PhysAddr::new(0), 4096, Access::RW).unwrap();
@@ -197,7 +198,7 @@ fn an_empty_table_in_the_way() {
 #[test]
 fn a_stock_keeps_reserves_and_gives_back() {
     let memory = memory::<X86_64_4Level>(12);
-    let pool = Pool::new::<X86_64_4Level>(PhysAddr::new(0x1_0000), &memory);
+    let pool = TablePool::new::<X86_64_4Level>(PhysAddr::new(0x1_0000), &memory);
     let (mut a, mut b) = (pool.stock(4), pool.stock(0));
     let first = a.allocate().unwrap();
     assert_eq!((first.bits(), pool.in_use()), (0x1_0000, 2), "and its neighbour");

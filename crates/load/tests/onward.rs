@@ -10,13 +10,13 @@ use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
 use dmalane_addr::{Access, CardAddr};
-use dmalane_dma::host::DevicePort;
-use dmalane_dma::{AnonHeap, BufferSlice, DeviceMem, Heap, HostConfig, MemfdHeap, PageKind, Pool, SoftHost};
+use dmalane_dma::{AnonHeap, BufferSlice, DeviceMem, Heap, MemfdHeap, PageKind, Pool, Registrar};
 use dmalane_load::Stage;
 use dmalane_load::fill::{BadJob, Event, Extent, FillError, FillOptions, Filled, Job, Onward, Watch, fill};
 use dmalane_queue::{
     Abilities, Completion, DeviceAddr, Limits, OpError, Operation, Queue, Refusal, Refused, Registered, Ticket, Work,
 };
+use dmalane_sim::{DevicePort, HostConfig, SoftHost};
 use script::{Fault, Random, Script, naive, noise, random_job};
 use twox_hash::XxHash3_64;
 

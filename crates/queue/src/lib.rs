@@ -47,7 +47,7 @@ pub use policy::{AddressPolicy, Area, Fragment, Policy, Route};
 pub use queue::{Cancelled, DeviceQueue, Direction, Limits, Queue, Ticket};
 pub use registered::Registered;
 pub use registry::{CopyError, Registry, RegistryError, RegistryLimits, RegistryStats};
-pub use shared::{Class, SharedHandle, SharedLimits, SharedQueue};
+pub use shared::{Class, SharedHandle, SharedOptions, SharedQueue};
 pub use split::{Clock, Split, WallClock};
 pub use stats::{Latency, Sampler, Stats};
 pub use wait::{HaltWatch, RELEASE_TIMEOUT, RunError, StallWatch, drain, run};

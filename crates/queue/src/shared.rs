@@ -34,23 +34,22 @@ const FAIR_EVERY: u64 = 16;
 /// Polls of a waiting handle before its first sleep, and how long it sleeps.
 const SPINS: u32 = 64;
 const NAP: Duration = Duration::from_micros(50);
-/// How long dropped handles wait for something to end.
-const DROP_TIMEOUT: Duration = Duration::from_millis(if cfg!(test) { 500 } else { 10_000 });
-
-/// The capacity of a [`SharedQueue`].
+/// How a [`SharedQueue`] is shared.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub struct SharedLimits {
+pub struct SharedOptions {
     /// Operations that the queue has at most, or its own capacity. An urgent operation waits for these, so few make classes
     /// effective; too few let the device run dry.
     pub inside: usize,
     /// Operations of all handles together, those in the queue included.
     pub total: usize,
+    /// How long dropped handles wait, all together, for the next operation to end.
+    pub drop_timeout: Duration,
 }
 
-impl Default for SharedLimits {
-    /// 64 in the queue, 1024 in all.
+impl Default for SharedOptions {
+    /// 64 in the queue, 1024 in all; 10 s.
     fn default() -> Self {
-        Self { inside: 64, total: 1024 }
+        Self { inside: 64, total: 1024, drop_timeout: Duration::from_secs(10) }
     }
 }
 
@@ -61,6 +60,7 @@ pub struct SharedQueue<Q: Queue>(Arc<Inner<Q>>);
 struct Inner<Q: Queue> {
     limits: Limits,
     inside: usize,
+    drop_timeout: Duration,
     abilities: Abilities,
     event: OnceLock<Option<OwnedFd>>,
     back: Mutex<Back<Q>>,
@@ -87,7 +87,7 @@ struct Front<A> {
     in_flight: usize,
     /// Operations that the queue was given, for the rule of [`FAIR_EVERY`].
     given: u64,
-    /// Refusals because of [`SharedLimits::total`], and operations taken back before the queue had them.
+    /// Refusals because of [`SharedOptions::total`], and operations taken back before the queue had them.
     full: u64,
     taken_back: u64,
     halted: Option<String>,
@@ -124,7 +124,7 @@ impl<A> Default for Inbox<A> {
 /// handles of the same class.
 ///
 /// Tasks await completions by [`SharedHandle::next`]. A dropped handle waits for its operations, as every queue does, but no longer
-/// than something ends every ten seconds; [`SharedHandle::detach`] does not wait.
+/// than [`SharedOptions::drop_timeout`] for the next of them to end; [`SharedHandle::detach`] does not wait.
 pub struct SharedHandle<Q: Queue> {
     shared: SharedQueue<Q>,
     class: Class,
@@ -144,7 +144,7 @@ impl<Q: Queue> SharedQueue<Q> {
     ///
     /// # Panics
     /// When the queue has operations in flight.
-    pub fn new(queue: Q, limits: SharedLimits) -> Self {
+    pub fn new(queue: Q, options: SharedOptions) -> Self {
         assert_eq!(queue.in_flight(), 0, "a shared queue needs its queue for itself");
         let Limits { capacity, max_len } = queue.limits();
         let front = Front {
@@ -160,8 +160,9 @@ impl<Q: Queue> SharedQueue<Q> {
             driven: false,
         };
         Self(Arc::new(Inner {
-            limits: Limits { capacity: limits.total, max_len },
-            inside: limits.inside.min(capacity),
+            limits: Limits { capacity: options.total, max_len },
+            inside: options.inside.min(capacity),
+            drop_timeout: options.drop_timeout,
             // Classes change the order of operations of different handles only.
             abilities: queue.abilities(),
             event: OnceLock::new(),
@@ -520,7 +521,8 @@ impl<Q: Queue> Drop for SharedHandle<Q> {
         let mut done = Vec::new();
         while self.in_flight > 0 {
             let now = Instant::now();
-            let timeout = if self.halted().is_some() { DROP_TIMEOUT.min(RELEASE_TIMEOUT) } else { DROP_TIMEOUT };
+            let timeout = self.shared.0.drop_timeout;
+            let timeout = if self.halted().is_some() { timeout.min(RELEASE_TIMEOUT) } else { timeout };
             if now >= *self.shared.back().deadline.get_or_insert(now + timeout) {
                 break;
             }

@@ -1,7 +1,7 @@
 //! Measuring a device: what it moves, beside what is possible, and never a figure for bytes that were not compared.
 //!
-//! A [`Target`] is a device (the software card, one behind a modelled link, a file); [`run`] measures it as [`Settings`] say and
-//! gives a [`Report`]. First every thread writes and reads back its buffers, all of them before any is compared, so that threads that
+//! A [`Target`] is a device (the software card, one behind a modelled link, a file); [`run`] measures it as [`ValidateSettings`] say and
+//! gives a [`ValidateReport`]. First every thread writes and reads back its buffers, all of them before any is compared, so that threads that
 //! share addresses show. Then each figure is measured for a while and the bytes that it moved last are compared; where they are
 //! not right, the report has no figure. [`fit_link`] measures what tells the limits of a card apart, and fits a model to it.
 #![forbid(unsafe_code)]
@@ -76,7 +76,7 @@ pub enum Pages {
 
 /// What to measure.
 #[derive(Clone, Debug)]
-pub struct Settings {
+pub struct ValidateSettings {
     /// Threads, 1 to 64, each with a buffer for either direction.
     pub threads: usize,
     /// Bytes of a buffer, multiples of 4 KiB; each is measured.
@@ -101,7 +101,7 @@ pub struct Settings {
     pub pages: Vec<Pages>,
 }
 
-impl Default for Settings {
+impl Default for ValidateSettings {
     /// Eight threads with buffers of 16 MiB; everything, half a second each.
     fn default() -> Self {
         Self {
@@ -180,7 +180,7 @@ impl Figure {
 
 /// What a validation found.
 #[derive(Clone, PartialEq, Debug, Default)]
-pub struct Report {
+pub struct ValidateReport {
     /// One for each memory, buffer and kind of pages.
     pub integrity: Vec<Integrity>,
     /// What was measured.
@@ -191,7 +191,7 @@ pub struct Report {
     pub ceiling: &'static str,
 }
 
-impl Report {
+impl ValidateReport {
     /// True when all bytes were right.
     pub fn passed(&self) -> bool {
         self.integrity.iter().all(|i| i.ok == i.threads && i.wrong.is_empty())

@@ -9,7 +9,10 @@ use crate::lanes::{Job, Lane, go, rate};
 use crate::place::Layout;
 use crate::target::{Ceiling, Target};
 use crate::walk::Walk;
-use crate::{Allocation, Directions, Event, Figure, Integrity, Pages, Phase, Report, Settings, Stop, ValidateError};
+use crate::{
+    Allocation, Directions, Event, Figure, Integrity, Pages, Phase, Stop, ValidateError, ValidateReport,
+    ValidateSettings,
+};
 
 const PAGE: u64 = 4096;
 const HUGE: u64 = 2 << 20;
@@ -34,14 +37,18 @@ fn seed(thread: usize, walk: usize, round: u64) -> u64 {
     round << 16 | (thread as u64) << 1 | walk as u64
 }
 
-/// Measures a device. What it holds from [`Settings::offset`] on is overwritten; of a regular file or a block device it is put
+/// Measures a device. What it holds from [`ValidateSettings::offset`] on is overwritten; of a regular file or a block device it is put
 /// back at the end.
 ///
 /// # Errors
 /// [`ValidateError`] when something cannot be measured. Bytes that are wrong are no error but a report that has not
-/// [passed](Report::passed).
-pub fn run(target: &Target, settings: &Settings, watch: &mut dyn FnMut(Event)) -> Result<Report, ValidateError> {
-    let mut report = Report::default();
+/// [passed](ValidateReport::passed).
+pub fn run(
+    target: &Target,
+    settings: &ValidateSettings,
+    watch: &mut dyn FnMut(Event),
+) -> Result<ValidateReport, ValidateError> {
+    let mut report = ValidateReport::default();
     run_into(target, settings, &mut report, watch).map(|()| report)
 }
 
@@ -51,8 +58,8 @@ pub fn run(target: &Target, settings: &Settings, watch: &mut dyn FnMut(Event)) -
 /// As [`run`].
 pub fn run_into(
     target: &Target,
-    settings: &Settings,
-    report: &mut Report,
+    settings: &ValidateSettings,
+    report: &mut ValidateReport,
     watch: &mut dyn FnMut(Event),
 ) -> Result<(), ValidateError> {
     let channels = check(target, settings)?;
@@ -66,7 +73,7 @@ pub fn run_into(
         }
     }
     let largest = settings.buffers.iter().max().copied().unwrap_or(0);
-    *report = Report { ceiling: target.ceiling.name(), ..Report::default() };
+    *report = ValidateReport { ceiling: target.ceiling.name(), ..ValidateReport::default() };
     let needed = room(target, settings, slots * largest)?;
     let kept = target.keep(settings.offset, slots * largest, needed)?;
     let result = cases(target, settings, (&channels, &phases, layout), report, watch);
@@ -81,7 +88,7 @@ pub fn run_into(
 }
 
 /// Bytes of memory that are needed, if there are as many: of buffers, what the ceiling takes, and a card of this process.
-fn room(target: &Target, settings: &Settings, buffers: u64) -> Result<u64, ValidateError> {
+fn room(target: &Target, settings: &ValidateSettings, buffers: u64) -> Result<u64, ValidateError> {
     let needed = match target.ceiling {
         Ceiling::Copies => buffers.saturating_mul(3),
         _ => buffers.saturating_mul(2),
@@ -97,9 +104,9 @@ fn room(target: &Target, settings: &Settings, buffers: u64) -> Result<u64, Valid
 /// All of them, one after the other.
 fn cases(
     target: &Target,
-    settings: &Settings,
+    settings: &ValidateSettings,
     (channels, phases, layout): (&[usize], &[Phase], Layout),
-    report: &mut Report,
+    report: &mut ValidateReport,
     watch: &mut dyn FnMut(Event),
 ) -> Result<(), ValidateError> {
     let cases = phases.len() * settings.buffers.len() * settings.pages.len();
@@ -127,7 +134,7 @@ fn cases(
 }
 
 /// Refuses settings that make no sense, and gives the channels that are used.
-fn check(target: &Target, settings: &Settings) -> Result<Vec<usize>, ValidateError> {
+fn check(target: &Target, settings: &ValidateSettings) -> Result<Vec<usize>, ValidateError> {
     let bad = |what, value, why| Err(ValidateError::Bad { what, value, why });
     if !(1..=64).contains(&settings.threads) {
         return bad("a number of threads", settings.threads as u64, "not from 1 to 64");
@@ -166,7 +173,7 @@ fn check(target: &Target, settings: &Settings) -> Result<Vec<usize>, ValidateErr
 /// One memory, buffer and kind of pages.
 struct Case<'a> {
     target: &'a Target,
-    settings: &'a Settings,
+    settings: &'a ValidateSettings,
     channels: &'a [usize],
     layout: Layout,
     phase: Phase,
@@ -175,7 +182,7 @@ struct Case<'a> {
 }
 
 impl Case<'_> {
-    fn run(&self, report: &mut Report, watch: &mut dyn FnMut(Event)) -> Result<(), ValidateError> {
+    fn run(&self, report: &mut ValidateReport, watch: &mut dyn FnMut(Event)) -> Result<(), ValidateError> {
         let Self { phase, buffer, pages, .. } = *self;
         let kibs = buffer >> 10;
         watch(Event::Step(format!("{phase}, {kibs} KiB, {pages:?} pages: comparing")));
@@ -198,7 +205,7 @@ impl Case<'_> {
         lanes: &mut [Lane],
         kind: PageKind,
         integrity: &mut Integrity,
-        report: &mut Report,
+        report: &mut ValidateReport,
         watch: &mut dyn FnMut(Event),
     ) -> Result<(), ValidateError> {
         let Self { target, settings, phase, buffer, pages, .. } = *self;

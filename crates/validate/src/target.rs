@@ -8,7 +8,7 @@ use std::time::Duration;
 use dmalane_addr::{CardAddr, Span};
 use dmalane_device::{BackingFiles, Device, Region, areas};
 use dmalane_dma::Registrar;
-use dmalane_queue::{Area, Class, DeviceAddr, DeviceQueue, Queue, Route, SharedHandle, SharedLimits, SharedQueue};
+use dmalane_queue::{Area, Class, DeviceAddr, DeviceQueue, Queue, Route, SharedHandle, SharedOptions, SharedQueue};
 
 use crate::kept::Kept;
 use crate::link::{Half, Limit, Link, Slow, assumptions};
@@ -235,10 +235,13 @@ impl Target {
     }
 }
 
+/// How long threads that end wait for their buffers.
+const DROP_TIMEOUT: Duration = Duration::from_millis(if cfg!(test) { 500 } else { 10_000 });
+
 /// Lets threads share a queue, with as many operations as it holds.
 pub(crate) fn share(queue: impl Queue<Addr = DeviceAddr> + 'static) -> SharedQueue<Box<DeviceQueue>> {
     let capacity = queue.limits().capacity;
-    SharedQueue::new(Box::new(queue), SharedLimits { inside: capacity, total: capacity })
+    SharedQueue::new(Box::new(queue), SharedOptions { inside: capacity, total: capacity, drop_timeout: DROP_TIMEOUT })
 }
 
 /// How long nothing may end before a device counts as stuck, besides the time that a buffer takes at [`SLOWEST`].

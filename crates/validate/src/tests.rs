@@ -4,21 +4,21 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
-use dmalane_card::{CardConfig, CardDevice, CardUse, SoftBus, Workers};
+use dmalane_card::{CardDevice, CardUse};
 use dmalane_device::Device;
-use dmalane_dma::{HostConfig, SoftHost};
 use dmalane_file::{FileDevice, FileDeviceError, FileDeviceOptions, FileDevicePaths};
 use dmalane_queue::{
     Abilities, Class, Completion, DeviceAddr, DeviceQueue, Direction, Limits, Operation, Queue, Refused, Ticket, Work,
 };
+use dmalane_sim::{CardConfig, HostConfig, SoftBus, SoftHost, Workers};
 
 use super::*;
 use crate::target::share;
 
 const MIB: u64 = 1 << 20;
 
-fn quick() -> Settings {
-    Settings { threads: 2, buffers: vec![256 << 10], stop: Stop::After(3), ..Settings::default() }
+fn quick() -> ValidateSettings {
+    ValidateSettings { threads: 2, buffers: vec![256 << 10], stop: Stop::After(3), ..ValidateSettings::default() }
 }
 
 /// A software card with 64 MiB of each memory.
@@ -41,7 +41,7 @@ fn file(paths: FileDevicePaths, options: FileDeviceOptions) -> Result<Target, Fi
     Ok(Target::new(Box::new(FileDevice::open(paths, options)?), false).unwrap())
 }
 
-fn check(target: &Target, settings: &Settings) -> Report {
+fn check(target: &Target, settings: &ValidateSettings) -> ValidateReport {
     let (mut steps, mut said) = (0, 0);
     let report = run(target, settings, &mut |event| match event {
         Event::Steps(n) => steps = n,
@@ -85,14 +85,23 @@ fn the_software_card_passes_in_every_way() {
     ] {
         let buffers = vec![4096, 12288, 132 << 10];
         let pages = vec![Pages::Small];
-        let settings =
-            Settings { raw, registered, allocation, channels, threads, buffers, pages, offset: 8192, ..quick() };
+        let settings = ValidateSettings {
+            raw,
+            registered,
+            allocation,
+            channels,
+            threads,
+            buffers,
+            pages,
+            offset: 8192,
+            ..quick()
+        };
         let report = check(&target, &settings);
         // One thread cannot have one page in two memories.
         let left_out = usize::from(threads == 1);
         assert_eq!((report.figures.len(), report.left_out.len()), (3 * (9 - left_out), left_out), "{settings:?}");
     }
-    let timed = Settings { stop: Stop::For(Duration::from_millis(5)), phases: vec![Phase::Ddr], ..quick() };
+    let timed = ValidateSettings { stop: Stop::For(Duration::from_millis(5)), phases: vec![Phase::Ddr], ..quick() };
     assert!(check(&target, &timed).figures.iter().all(|f| f.total() > 0.0));
 }
 
@@ -105,21 +114,21 @@ fn files_pass_and_are_left_as_they_were() {
     for probe_at in [None, Some(MIB)] {
         let target = file(paths.clone(), FileDeviceOptions { probe_at, ..FileDeviceOptions::default() }).unwrap();
         assert!(target.notes[0].contains(if probe_at.is_some() { "probed" } else { "not probed" }));
-        let report = check(&target, &Settings { offset: 4096, ..quick() });
+        let report = check(&target, &ValidateSettings { offset: 4096, ..quick() });
         assert!(report.integrity.iter().all(|i| i.phase == Phase::Device));
         assert!(std::fs::read(memory.path()).unwrap() == before);
-        let small = Settings { buffers: vec![MIB], ..quick() };
+        let small = ValidateSettings { buffers: vec![MIB], ..quick() };
         let Err(ValidateError::TooSmall { needed, have, .. }) =
-            run(&target, &Settings { offset: 4096, ..small }, &mut |_| {})
+            run(&target, &ValidateSettings { offset: 4096, ..small }, &mut |_| {})
         else {
             panic!("it does not fit")
         };
         assert_eq!((needed, have), (4 * MIB + 4096, 4 * MIB));
         assert!(matches!(
-            run(&target, &Settings { channels: QueueChoice::Only(1), ..quick() }, &mut |_| {}),
+            run(&target, &ValidateSettings { channels: QueueChoice::Only(1), ..quick() }, &mut |_| {}),
             Err(ValidateError::NoChannel { wanted: 1, has: 1 })
         ));
-        let hbm = run(&target, &Settings { phases: vec![Phase::Hbm], ..quick() }, &mut |_| {});
+        let hbm = run(&target, &ValidateSettings { phases: vec![Phase::Hbm], ..quick() }, &mut |_| {});
         assert!(matches!(hbm, Err(ValidateError::NoMemory(Phase::Hbm))));
         let fit = fit_link(&target, &FitSettings::default(), &mut |_| {});
         assert!(matches!(fit, Err(ValidateError::NothingToFit)));
@@ -129,21 +138,21 @@ fn files_pass_and_are_left_as_they_were() {
 #[test]
 fn settings_that_make_no_sense_are_refused() {
     let target = soft(CardConfig::default(), None);
-    let refused = |settings: Settings| run(&target, &settings, &mut |_| {}).unwrap_err().to_string();
+    let refused = |settings: ValidateSettings| run(&target, &settings, &mut |_| {}).unwrap_err().to_string();
     for (settings, why) in [
-        (Settings { threads: 0, ..quick() }, "a number of threads of 0 is not from 1 to 64"),
-        (Settings { threads: 65, ..quick() }, "not from 1 to 64"),
-        (Settings { buffers: vec![0], ..quick() }, "not a multiple of 4 KiB"),
-        (Settings { buffers: vec![4096, 4097], ..quick() }, "a buffer size of 4097 is not a multiple of 4 KiB"),
-        (Settings { buffers: vec![2 << 30], ..quick() }, "more than 1 GiB"),
-        (Settings { offset: 1, ..quick() }, "an offset of 1 is not a multiple of 4 KiB"),
-        (Settings { offset: 1 << 40, ..quick() }, "HBM has 67108864 bytes"),
-        (Settings { buffers: vec![32 * MIB], ..quick() }, "the buffers with the offset need"),
-        (Settings { stop: Stop::After(0), ..quick() }, "a number of iterations of 0"),
-        (Settings { stop: Stop::For(Duration::ZERO), ..quick() }, "no time"),
-        (Settings { channels: QueueChoice::Only(2), ..quick() }, "no channel 2, it has 2"),
-        (Settings { channels: QueueChoice::List(vec![0, 0]), ..quick() }, "named twice"),
-        (Settings { phases: vec![Phase::Device], ..quick() }, "the device has no device"),
+        (ValidateSettings { threads: 0, ..quick() }, "a number of threads of 0 is not from 1 to 64"),
+        (ValidateSettings { threads: 65, ..quick() }, "not from 1 to 64"),
+        (ValidateSettings { buffers: vec![0], ..quick() }, "not a multiple of 4 KiB"),
+        (ValidateSettings { buffers: vec![4096, 4097], ..quick() }, "a buffer size of 4097 is not a multiple of 4 KiB"),
+        (ValidateSettings { buffers: vec![2 << 30], ..quick() }, "more than 1 GiB"),
+        (ValidateSettings { offset: 1, ..quick() }, "an offset of 1 is not a multiple of 4 KiB"),
+        (ValidateSettings { offset: 1 << 40, ..quick() }, "HBM has 67108864 bytes"),
+        (ValidateSettings { buffers: vec![32 * MIB], ..quick() }, "the buffers with the offset need"),
+        (ValidateSettings { stop: Stop::After(0), ..quick() }, "a number of iterations of 0"),
+        (ValidateSettings { stop: Stop::For(Duration::ZERO), ..quick() }, "no time"),
+        (ValidateSettings { channels: QueueChoice::Only(2), ..quick() }, "no channel 2, it has 2"),
+        (ValidateSettings { channels: QueueChoice::List(vec![0, 0]), ..quick() }, "named twice"),
+        (ValidateSettings { phases: vec![Phase::Device], ..quick() }, "the device has no device"),
     ] {
         let said = refused(settings);
         assert!(said.contains(why), "{said}");
@@ -239,7 +248,7 @@ fn wrong(fault: Fault) -> Target {
 
 #[test]
 fn there_is_no_figure_for_bytes_that_are_wrong() {
-    let settings = Settings { phases: vec![Phase::Ddr], pages: vec![Pages::Small], ..quick() };
+    let settings = ValidateSettings { phases: vec![Phase::Ddr], pages: vec![Pages::Small], ..quick() };
     // From the first operation on: the comparison finds it, and nothing is measured.
     for fault in [Fault::Flip(0), Fault::Deaf(0), Fault::Blind(0)] {
         let report = run(&wrong(fault), &settings, &mut |_| {}).unwrap();
@@ -249,21 +258,21 @@ fn there_is_no_figure_for_bytes_that_are_wrong() {
     }
     // Later: what was measured with it is not shown.
     for fault in [Fault::Deaf(60), Fault::Blind(60), Fault::Flip(120)] {
-        let settings = Settings { stop: Stop::After(50), ..settings.clone() };
+        let settings = ValidateSettings { stop: Stop::After(50), ..settings.clone() };
         let report = run(&wrong(fault), &settings, &mut |_| {}).unwrap();
         assert_eq!((report.integrity[0].ok, report.integrity[0].threads), (2, 2), "{fault:?}");
         assert!(!report.passed() && report.figures.len() < 3, "{fault:?}: {report:?}");
     }
     // From the second pass on (a transfer counts when it begins and when it ends): the first has brought the right bytes, and nothing since has moved any.
     for (fault, way) in [(Fault::Blind(10), Directions::Read), (Fault::Deaf(10), Directions::Write)] {
-        let settings = Settings { threads: 1, stop: Stop::After(3), ways: vec![way], ..settings.clone() };
+        let settings = ValidateSettings { threads: 1, stop: Stop::After(3), ways: vec![way], ..settings.clone() };
         let report = run(&wrong(fault), &settings, &mut |_| {}).unwrap();
         assert_eq!((report.integrity[0].ok, report.figures.len()), (1, 0), "{fault:?}: {report:?}");
         assert!(!report.passed(), "{fault:?}");
     }
     // An error is an error, with its place, and what was measured before it is there.
-    let mut report = Report::default();
-    let late = Settings { threads: 1, ways: vec![Directions::Read, Directions::Write], ..settings.clone() };
+    let mut report = ValidateReport::default();
+    let late = ValidateSettings { threads: 1, ways: vec![Directions::Read, Directions::Write], ..settings.clone() };
     let error = run_into(&wrong(Fault::Fails(16)), &late, &mut report, &mut |_| {}).unwrap_err();
     assert!(matches!(error, ValidateError::Failed { .. }), "{error}");
     assert_eq!((report.integrity.len(), report.figures.len()), (1, 1), "{report:?}");
@@ -274,12 +283,12 @@ fn there_is_no_figure_for_bytes_that_are_wrong() {
 
 #[test]
 fn a_modelled_link_is_the_ceiling() {
-    let settings = Settings {
+    let settings = ValidateSettings {
         threads: 2,
         buffers: vec![MIB],
         stop: Stop::For(Duration::from_millis(60)),
         pages: vec![Pages::Small],
-        ..Settings::default()
+        ..ValidateSettings::default()
     };
     let target = soft(CardConfig::default(), Some("shared-23"));
     let report = check(&target, &settings);
@@ -308,7 +317,7 @@ fn direct_io_and_two_names_leave_a_file_as_it_was() {
     let before: Vec<u8> = (0..2 * MIB).map(|i| (i ^ i >> 8) as u8).collect();
     std::fs::write(&path, &before).unwrap();
     std::os::unix::fs::symlink(&path, &link).unwrap();
-    let settings = Settings { pages: vec![Pages::Small], ..quick() };
+    let settings = ValidateSettings { pages: vec![Pages::Small], ..quick() };
     for (direct, c2h) in [(false, &link), (true, &path), (true, &link)] {
         let paths = FileDevicePaths { h2c: path.clone(), c2h: c2h.clone() };
         match file(paths, FileDeviceOptions { direct, ..FileDeviceOptions::default() }) {
@@ -329,7 +338,8 @@ fn what_is_told_to_stop_stops_and_puts_back() {
     let mut target = file(paths, FileDeviceOptions::default()).unwrap();
     let told = Arc::new(AtomicBool::new(false));
     target.stop_when(told.clone());
-    let settings = Settings { stop: Stop::For(Duration::from_secs(3600)), pages: vec![Pages::Small], ..quick() };
+    let settings =
+        ValidateSettings { stop: Stop::For(Duration::from_secs(3600)), pages: vec![Pages::Small], ..quick() };
     let mut written = false;
     let result = run(&target, &settings, &mut |event| {
         if matches!(&event, Event::Step(what) if what.ends_with(": reading")) {
@@ -442,9 +452,13 @@ fn a_device_that_hangs_is_left_alone_and_what_was_measured_is_there() {
     let inner = Box::new(target.queue(0));
     // The comparison (4 transfers of a thread) and the reading (3 and the one more) end.
     target.queues[0] = share(Hangs::new(inner, 8, false));
-    let settings =
-        Settings { threads: 1, ways: vec![Directions::Read, Directions::Write], pages: vec![Pages::Small], ..quick() };
-    let mut report = Report::default();
+    let settings = ValidateSettings {
+        threads: 1,
+        ways: vec![Directions::Read, Directions::Write],
+        pages: vec![Pages::Small],
+        ..quick()
+    };
+    let mut report = ValidateReport::default();
     let begun = std::time::Instant::now();
     let error = run_into(&target, &settings, &mut report, &mut |_| {}).unwrap_err();
     let ValidateError::Hung { error: inner } = &error else { panic!("{error}") };
@@ -464,7 +478,7 @@ fn a_device_that_hangs_is_stopped_and_what_a_file_held_is_put_back() {
     target.patience = Duration::from_millis(200);
     let inner = Box::new(target.queue(0));
     target.queues[0] = share(Hangs::new(inner, 9, true));
-    let settings = Settings { threads: 3, pages: vec![Pages::Small], ..quick() };
+    let settings = ValidateSettings { threads: 3, pages: vec![Pages::Small], ..quick() };
     let error = run(&target, &settings, &mut |_| {}).unwrap_err();
     // Not one of the errors of the threads whose transfers it ended.
     assert!(matches!(error, ValidateError::Stuck { .. }), "{error}");
@@ -497,7 +511,7 @@ fn a_device_that_is_gone_is_told_of_soon() {
             let inner = Box::new(queue.handle(Class::Normal));
             *queue = share(Hangs { gone: true, ..Hangs::new(inner, 5, false) });
         }
-        let settings = Settings { threads, raw, pages: vec![Pages::Small], ..quick() };
+        let settings = ValidateSettings { threads, raw, pages: vec![Pages::Small], ..quick() };
         let begun = std::time::Instant::now();
         let error = run(&target, &settings, &mut |_| {}).unwrap_err();
         assert!(error.to_string().contains("registers read as ones"), "{error}");
@@ -513,7 +527,7 @@ fn an_error_before_a_device_hangs_is_the_one_that_is_told() {
     let inner = Wrong { inner: Box::new(target.queue(0)), fault: Fault::Fails(0), done: 0 };
     target.queues[0] = share(Hangs::new(Box::new(inner), 1, false));
     let (channels, pages) = (QueueChoice::Only(0), vec![Pages::Small]);
-    let settings = Settings { threads: 1, raw: true, phases: vec![Phase::Ddr], channels, pages, ..quick() };
+    let settings = ValidateSettings { threads: 1, raw: true, phases: vec![Phase::Ddr], channels, pages, ..quick() };
     let error = run(&target, &settings, &mut |_| {}).unwrap_err();
     assert!(matches!(error, ValidateError::Failed { .. }) && target.hangs(), "{error}");
 }
@@ -525,7 +539,7 @@ fn handles_of_a_device_that_hangs_wait_together() {
     let inner = Box::new(target.queue(0));
     target.queues[0] = share(Hangs::new(inner, 0, false));
     let threads = 16;
-    let settings = Settings {
+    let settings = ValidateSettings {
         threads,
         phases: vec![Phase::Ddr],
         channels: QueueChoice::Only(0),

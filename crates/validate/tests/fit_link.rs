@@ -3,8 +3,8 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use dmalane_card::{CardConfig, CardDevice, CardUse, SoftBus};
-use dmalane_dma::{HostConfig, SoftHost};
+use dmalane_card::{CardDevice, CardUse};
+use dmalane_sim::{CardConfig, HostConfig, SoftBus, SoftHost};
 use dmalane_validate::link::fit::{Answer, Cause, Directions as Side, Memory, Question};
 use dmalane_validate::{FitSettings, Target, fit_link};
 

@@ -4,9 +4,10 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use dmalane_addr::Access;
-use dmalane_card::{Card, CardConfig, SoftBus};
-use dmalane_dma::{AnonHeap, Heap, HostConfig, SoftHost};
+use dmalane_card::Card;
+use dmalane_dma::{AnonHeap, Heap};
 use dmalane_queue::{BalancePolicy, DeviceAddr, Direction, Operation, Queue, Registered, Split, run};
+use dmalane_sim::{CardConfig, HostConfig, SoftBus, SoftHost};
 use dmalane_validate::link::{Half, Limit, Link, Slow, Streams};
 
 const MIB: usize = 1 << 20;

@@ -6,7 +6,7 @@ use core::ops::ControlFlow;
 use dmalane_addr::{CardAddr, DeviceVa, PageSize, Span};
 use dmalane_iopt::{Format, Leaf, Tables};
 
-use crate::{Committed, Error, Mapped, PlanError, Request, Vm, mapped};
+use crate::{BindRequest, Committed, Error, Mapped, PlanError, Vm, mapped};
 
 /// A [`Vm`] of any format, for callers that choose the format at run time. Each function is that of the VM.
 pub trait AnyVm {
@@ -23,7 +23,7 @@ pub trait AnyVm {
     ///
     /// # Errors
     /// As of [`Vm::plan`]; the VM is as it was.
-    fn apply(&mut self, requests: Vec<Request>) -> Result<Committed<CardAddr>, PlanError>;
+    fn apply(&mut self, requests: Vec<BindRequest>) -> Result<Committed<CardAddr>, PlanError>;
 
     /// [`Vm::invalidated`].
     fn invalidated(&mut self, committed: Committed<CardAddr>);
@@ -57,7 +57,7 @@ impl<F: Format, T: Tables<Addr = CardAddr>> AnyVm for Vm<F, T> {
         self.range()
     }
 
-    fn apply(&mut self, requests: Vec<Request>) -> Result<Committed<CardAddr>, PlanError> {
+    fn apply(&mut self, requests: Vec<BindRequest>) -> Result<Committed<CardAddr>, PlanError> {
         Ok(self.plan(requests)?.commit())
     }
 

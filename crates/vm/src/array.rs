@@ -12,12 +12,12 @@ use dmalane_iopt::{Format, Tables};
 use zerocopy::little_endian::{U32, U64};
 use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout, Unaligned};
 
-use crate::{Errno, Error, Handles, Plan, PlanError, Request, Vm};
+use crate::{BindRequest, Errno, Error, Handles, Plan, PlanError, Vm};
 
 /// One operation of an array, little-endian, without padding.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default, FromBytes, IntoBytes, KnownLayout, Immutable, Unaligned)]
 #[repr(C)]
-pub struct Operation {
+pub struct ArrayOperation {
     /// What to do and how: see the constants.
     pub flags: U32,
     /// Which buffer object; 0 where the operation has none.
@@ -30,7 +30,7 @@ pub struct Operation {
     pub addr: U64,
 }
 
-impl Operation {
+impl ArrayOperation {
     /// Bytes of an operation.
     pub const BYTES: usize = size_of::<Self>();
 
@@ -76,7 +76,7 @@ impl Operation {
     }
 
     /// What it asks for, as far as that can be said without the VM.
-    fn request(&self, granule: PageSize, handles: &Handles) -> Result<Request, Reason> {
+    fn request(&self, granule: PageSize, handles: &Handles) -> Result<BindRequest, Reason> {
         let flags = self.flags.get();
         let (offset, range) = (self.offset.get(), self.range.get());
         let va = DeviceVa::new(self.addr.get());
@@ -125,17 +125,17 @@ impl Operation {
             return Err(Reason::NoAccess);
         }
         Ok(match kind {
-            Self::BIND => Request::Bind { va, bo: bo()?, offset, len: range, access },
-            Self::UNBIND => Request::Unbind(span()?),
-            Self::UNBIND_BO => Request::UnbindBo(bo()?),
-            Self::NULL => Request::Null { va, len: range },
-            Self::PREFETCH => Request::Prefetch(span()?),
+            Self::BIND => BindRequest::Bind { va, bo: bo()?, offset, len: range, access },
+            Self::UNBIND => BindRequest::Unbind(span()?),
+            Self::UNBIND_BO => BindRequest::UnbindBo(bo()?),
+            Self::NULL => BindRequest::Null { va, len: range },
+            Self::PREFETCH => BindRequest::Prefetch(span()?),
             Self::REPEAT => {
                 let page = match (flags & Self::PAGE_MASK) >> Self::PAGE_SHIFT {
                     0 => granule.bytes(),
                     log2 => 1 << log2, // of at most 63
                 };
-                Request::Repeat { va, bo: bo()?, offset, page, len: range, access }
+                BindRequest::Repeat { va, bo: bo()?, offset, page, len: range, access }
             }
             _ => return Err(Reason::UnknownFlags { flags }),
         })
@@ -147,7 +147,7 @@ impl Operation {
 #[non_exhaustive]
 pub enum Reason {
     /// A stride below the size of an operation.
-    #[error("a stride of {stride} bytes, below the {} of an operation", Operation::BYTES)]
+    #[error("a stride of {stride} bytes, below the {} of an operation", ArrayOperation::BYTES)]
     Stride {
         /// Bytes from one operation to the next.
         stride: usize,
@@ -276,12 +276,12 @@ pub fn decode(
     count: usize,
     granule: PageSize,
     handles: &Handles,
-) -> Result<Vec<Request>, ArrayError> {
+) -> Result<Vec<BindRequest>, ArrayError> {
     let whole = |reason| ArrayError { index: None, reason };
     if count == 0 {
         return Ok(Vec::new());
     }
-    if stride < Operation::BYTES {
+    if stride < ArrayOperation::BYTES {
         return Err(whole(Reason::Stride { stride }));
     }
     let bytes = count.checked_mul(stride).and_then(|len| bytes.get(..len)).ok_or(whole(Reason::Short {
@@ -293,9 +293,10 @@ pub fn decode(
     requests.try_reserve_exact(count).map_err(|_| whole(Reason::NoMemory { count }))?;
     for (index, bytes) in bytes.chunks_exact(stride).enumerate() {
         let at = |reason| ArrayError { index: Some(index), reason };
-        let (operation, tail) = Operation::read_from_prefix(bytes).map_err(|_| whole(Reason::Stride { stride }))?;
+        let (operation, tail) =
+            ArrayOperation::read_from_prefix(bytes).map_err(|_| whole(Reason::Stride { stride }))?;
         if let Some((i, &value)) = tail.iter().enumerate().find(|(_, byte)| **byte != 0) {
-            return Err(at(Reason::UnknownField { at: Operation::BYTES + i, value }));
+            return Err(at(Reason::UnknownField { at: ArrayOperation::BYTES + i, value }));
         }
         requests.push(operation.request(granule, handles).map_err(at)?);
     }

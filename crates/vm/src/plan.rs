@@ -282,7 +282,7 @@ impl<A: Address> Committed<A> {
         self.first.into_iter().chain(self.lists.iter().flat_map(|lists| lists.spans.iter().copied()))
     }
 
-    /// The spans of the batch's [`Prefetch`](crate::Request::Prefetch) requests.
+    /// The spans of the batch's [`Prefetch`](crate::BindRequest::Prefetch) requests.
     pub fn prefetches(&self) -> impl Iterator<Item = Span<DeviceVa>> {
         self.lists.iter().flat_map(|lists| lists.prefetches.iter().copied())
     }

@@ -16,13 +16,13 @@ use alloc::vec::Vec;
 use dmalane_addr::{Address, CardAddr, Fence, Promise};
 use dmalane_iopt::{Format, Tables};
 
-use crate::{Committed, PlanError, Request, Vm};
+use crate::{BindRequest, Committed, PlanError, Vm};
 
 /// A batch for a queue.
 #[derive(Debug, Default)]
 pub struct Submission {
     /// The batch; it is applied whole or not at all.
-    pub requests: Vec<Request>,
+    pub requests: Vec<BindRequest>,
     /// Fences that must be signalled before it is applied.
     pub wait: Vec<Fence>,
     /// What is signalled once it is applied and the device has forgotten what it took away; failed when it fails.
@@ -82,13 +82,13 @@ pub struct Ended {
 /// ```
 /// use dmalane_addr::{CardAddr, DeviceVa, Span, Timeline};
 /// use dmalane_iopt::{HeapTables, X86_64_4Level};
-/// use dmalane_vm::{BindQueue, Request, Submission, Vm};
+/// use dmalane_vm::{BindQueue, BindRequest, Submission, Vm};
 ///
 /// let range = Span::new(DeviceVa::new(0), 1 << 40).unwrap();
 /// let mut vm = Vm::<X86_64_4Level, _>::new(range, HeapTables::new(CardAddr::new(0)))?;
 /// let mut queue = BindQueue::new(0, 16);
 /// let (copied, bound) = (Timeline::new(), Timeline::new());
-/// let unbind = Request::Unbind(range);
+/// let unbind = BindRequest::Unbind(range);
 /// let batch = Submission { requests: vec![unbind], wait: vec![copied.fence(1)], signal: vec![bound.promise(1)] };
 /// queue.submit(batch).unwrap();
 ///
@@ -208,7 +208,7 @@ impl<A: Address> BindQueue<A> {
 
 fn apply<F: Format, T: Tables>(
     vm: &mut Vm<F, T>,
-    requests: Vec<Request>,
+    requests: Vec<BindRequest>,
     wait: &[Fence],
 ) -> Result<Committed<T::Addr>, QueueError> {
     if wait.iter().any(Fence::has_failed) {

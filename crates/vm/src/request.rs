@@ -12,7 +12,7 @@ use crate::Bo;
 /// `DRM_IOCTL_NOUVEAU_VM_BIND`) and of Vulkan's sparse binding.
 #[derive(Clone, Debug)]
 #[non_exhaustive]
-pub enum Request {
+pub enum BindRequest {
     /// Makes part of a buffer object visible. What was bound there before is replaced; bindings that reach out of the
     /// new one are cut and keep the rest.
     Bind {

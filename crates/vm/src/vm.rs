@@ -11,7 +11,7 @@ use crate::record::Record;
 use crate::records::Records;
 use crate::segments::segments;
 use crate::slots::{Full, NONE, NULL, Slots};
-use crate::{Binding, Bo, Committed, Error, Plan, PlanError, Request, Target};
+use crate::{BindRequest, Binding, Bo, Committed, Error, Plan, PlanError, Target};
 
 /// A device's virtual address space: what is bound, and the page table that the device's MMU walks.
 ///
@@ -121,11 +121,11 @@ impl<F: Format, T: Tables> Vm<F, T> {
     /// was, on failure and until the plan is committed; memory that was reserved stays with the VM and its [`Tables`] for
     /// later use.
     #[inline]
-    pub fn plan(&mut self, requests: impl IntoIterator<Item = Request>) -> Result<Plan<'_, F, T>, PlanError> {
+    pub fn plan(&mut self, requests: impl IntoIterator<Item = BindRequest>) -> Result<Plan<'_, F, T>, PlanError> {
         self.plan_batch(requests, false)
     }
 
-    /// Binds `len` bytes from `offset` of a buffer object at `va`, now: a batch of one [`Request::Bind`].
+    /// Binds `len` bytes from `offset` of a buffer object at `va`, now: a batch of one [`BindRequest::Bind`].
     ///
     /// # Errors
     /// What [`plan`](Self::plan) would say of it. The VM is then as it was.
@@ -165,7 +165,7 @@ impl<F: Format, T: Tables> Vm<F, T> {
         self.finish(planned, &batch)
     }
 
-    /// Unbinds a span, now: a batch of one [`Request::Unbind`].
+    /// Unbinds a span, now: a batch of one [`BindRequest::Unbind`].
     ///
     /// # Errors
     /// What [`plan`](Self::plan) would say of it. The VM is then as it was.
@@ -260,14 +260,17 @@ impl<F: Format, T: Tables> Vm<F, T> {
     /// # Errors
     /// As [`plan`](Self::plan); [`Error::Reserved`] for a span that is not within the reserved part, [`Error::OutsideVm`]
     /// when there is none.
-    pub fn plan_reserved(&mut self, requests: impl IntoIterator<Item = Request>) -> Result<Plan<'_, F, T>, PlanError> {
+    pub fn plan_reserved(
+        &mut self,
+        requests: impl IntoIterator<Item = BindRequest>,
+    ) -> Result<Plan<'_, F, T>, PlanError> {
         self.plan_batch(requests, true)
     }
 
     #[inline]
     fn plan_batch(
         &mut self,
-        requests: impl IntoIterator<Item = Request>,
+        requests: impl IntoIterator<Item = BindRequest>,
         reserved: bool,
     ) -> Result<Plan<'_, F, T>, PlanError> {
         self.begin();
@@ -276,7 +279,7 @@ impl<F: Format, T: Tables> Vm<F, T> {
         let mut index = 0;
         for (i, request) in requests.into_iter().enumerate() {
             index = i;
-            if plan.vm.failed && !matches!(request, Request::Unbind(_) | Request::UnbindBo(_)) {
+            if plan.vm.failed && !matches!(request, BindRequest::Unbind(_) | BindRequest::UnbindBo(_)) {
                 return Err(PlanError { index, error: Error::Failed });
             }
             if let Err(error) = plan.vm.plan_request(request, &mut batch) {
@@ -291,10 +294,10 @@ impl<F: Format, T: Tables> Vm<F, T> {
 
     /// Checks one request and makes the nodes of the tree for it.
     #[inline]
-    fn plan_request(&mut self, request: Request, batch: &mut Batch) -> Result<(), Error> {
+    fn plan_request(&mut self, request: BindRequest, batch: &mut Batch) -> Result<(), Error> {
         match request {
-            Request::Bind { va, bo, offset, len, access } => self.plan_bind(va, &bo, offset, len, 0, access, batch),
-            Request::Repeat { va, bo, offset, page, len, access } => {
+            BindRequest::Bind { va, bo, offset, len, access } => self.plan_bind(va, &bo, offset, len, 0, access, batch),
+            BindRequest::Repeat { va, bo, offset, page, len, access } => {
                 let pages = page >> F::GRANULE.log2();
                 let span = self.check_bind(va, len, access, batch)?;
                 if !page.is_power_of_two() || pages == 0 || (va.bits() | len) & (page - 1) != 0 {
@@ -302,7 +305,7 @@ impl<F: Format, T: Tables> Vm<F, T> {
                 }
                 self.plan_bind(va, &bo, offset, len, pages, access, batch)
             }
-            Request::Null { va, len } => {
+            BindRequest::Null { va, len } => {
                 let span = self.check_bind(va, len, Access::READ, batch)?;
                 if self.null.is_none() {
                     return Err(Error::NoNullPage { va });
@@ -310,8 +313,8 @@ impl<F: Format, T: Tables> Vm<F, T> {
                 self.slots.hold(NULL).map_err(|_| self.no_memory())?;
                 self.add_bind(span, Record::new(NULL, 0, Access::READ, true), batch)
             }
-            Request::Unbind(span) => self.plan_unbind(span, batch),
-            Request::UnbindBo(bo) => match self.slots.first_of(&bo) {
+            BindRequest::Unbind(span) => self.plan_unbind(span, batch),
+            BindRequest::UnbindBo(bo) => match self.slots.first_of(&bo) {
                 NONE => Ok(()),
                 slot => {
                     self.records.will_unlink();
@@ -319,7 +322,7 @@ impl<F: Format, T: Tables> Vm<F, T> {
                     self.add_step(Step::UnbindBo { slot })
                 }
             },
-            Request::Prefetch(span) => {
+            BindRequest::Prefetch(span) => {
                 self.check_span(span, batch)?;
                 self.scratch.lists.prefetches.try_reserve(1).map_err(|_| self.no_memory())?;
                 self.scratch.lists.prefetches.push(span);

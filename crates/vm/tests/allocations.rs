@@ -7,7 +7,7 @@ use std::sync::Arc;
 
 use dmalane_addr::{Access, CardAddr, DeviceVa, SgIndex, SgTable, Span};
 use dmalane_iopt::{Format, FormatId, HeapTables, with_format};
-use dmalane_vm::{Bo, Error, Request, Vm};
+use dmalane_vm::{BindRequest, Bo, Error, Vm};
 
 /// The system's allocator, until it is told to fail.
 struct Failing;
@@ -103,7 +103,7 @@ fn run_out<F: Format>() -> u64 {
     let mut failures = 0;
     // Fewer where a table, and so a batch, is larger.
     for _ in 0..(30 * 512 / chunk).clamp(10, 30) {
-        let batch: Vec<Request> = (0..1 + random.below(5))
+        let batch: Vec<BindRequest> = (0..1 + random.below(5))
             .map(|_| {
                 let first = random.below(pages);
                 let most = if random.below(3) == 0 { 3 } else { 2 * chunk };
@@ -113,10 +113,10 @@ fn run_out<F: Format>() -> u64 {
                     0..5 => {
                         let (offset, len) = (random.below(chunk), len.min(chunk));
                         let offset = offset.min(chunk - len) * granule;
-                        Request::Bind { va: va(first), bo, offset, len: len * granule, access: Access::RW }
+                        BindRequest::Bind { va: va(first), bo, offset, len: len * granule, access: Access::RW }
                     }
-                    5 => Request::Null { va: va(first), len: len * granule },
-                    6 => Request::Repeat {
+                    5 => BindRequest::Null { va: va(first), len: len * granule },
+                    6 => BindRequest::Repeat {
                         va: va(first),
                         bo,
                         offset: 0,
@@ -124,8 +124,8 @@ fn run_out<F: Format>() -> u64 {
                         len: len * granule,
                         access: Access::RW,
                     },
-                    7 => Request::UnbindBo(bo),
-                    _ => Request::Unbind(Span::new(va(first), len * granule).unwrap()),
+                    7 => BindRequest::UnbindBo(bo),
+                    _ => BindRequest::Unbind(Span::new(va(first), len * granule).unwrap()),
                 }
             })
             .collect();

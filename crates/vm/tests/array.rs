@@ -5,16 +5,16 @@ use std::sync::Arc;
 
 use dmalane_addr::{Access, CardAddr, DeviceVa, SgIndex, SgTable, Span};
 use dmalane_iopt::{AgxUat, HeapTables};
-use dmalane_vm::array::{ArrayError, Operation, Reason, decode};
-use dmalane_vm::{AnyVm, Bo, Errno, Error, Handles, Request, Source, Vm};
+use dmalane_vm::array::{ArrayError, ArrayOperation, Reason, decode};
+use dmalane_vm::{AnyVm, BindRequest, Bo, Errno, Error, Handles, Source, Vm};
 use zerocopy::IntoBytes;
 
 const PAGE: u64 = 16 << 10;
-const STRIDE: usize = Operation::BYTES;
-const RW: u32 = Operation::READ | Operation::WRITE;
+const STRIDE: usize = ArrayOperation::BYTES;
+const RW: u32 = ArrayOperation::READ | ArrayOperation::WRITE;
 
-fn operation(flags: u32, handle: u32, offset: u64, range: u64, addr: u64) -> Operation {
-    Operation {
+fn operation(flags: u32, handle: u32, offset: u64, range: u64, addr: u64) -> ArrayOperation {
+    ArrayOperation {
         flags: flags.into(),
         handle: handle.into(),
         offset: offset.into(),
@@ -41,16 +41,16 @@ fn setup() -> (Vm<AgxUat, HeapTables<CardAddr>>, Handles, u32, u32) {
 fn the_layout_is_the_documented_one() {
     let op = operation(0x0403_0201, 0x0807_0605, 0x100f_0e0d_0c0b_0a09, 0x1817_1615_1413_1211, 0x201f_1e1d_1c1b_1a19);
     assert_eq!(op.as_bytes(), (1..=32).collect::<Vec<u8>>());
-    assert_eq!(align_of::<Operation>(), 1, "an array may lie anywhere");
+    assert_eq!(align_of::<ArrayOperation>(), 1, "an array may lie anywhere");
 }
 
 #[test]
 fn an_array_binds_and_unbinds() {
     let (mut vm, handles, handle, _) = setup();
     let ops = [
-        operation(Operation::BIND | RW, handle, 0, 64 * PAGE, 32 * PAGE),
-        operation(Operation::UNBIND, 0, 0, PAGE, 40 * PAGE),
-        operation(Operation::BIND | Operation::READ, handle, 63 * PAGE, PAGE, 41 * PAGE),
+        operation(ArrayOperation::BIND | RW, handle, 0, 64 * PAGE, 32 * PAGE),
+        operation(ArrayOperation::UNBIND, 0, 0, PAGE, 40 * PAGE),
+        operation(ArrayOperation::BIND | ArrayOperation::READ, handle, 63 * PAGE, PAGE, 41 * PAGE),
     ];
     // At an odd address, with a stride that is longer by a tail of zeros.
     for (stride, shift) in [(STRIDE, 1), (STRIDE + 8, 3), (STRIDE + 1, 0)] {
@@ -76,11 +76,11 @@ fn every_kind() {
     let (mut vm, handles, bo, _) = setup();
     vm.set_null_page(CardAddr::new(1 << 30), PAGE).unwrap();
     let ops = [
-        operation(Operation::BIND | RW, bo, 0, 4 * PAGE, 32 * PAGE),
-        operation(Operation::NULL, 0, 0, 2 * PAGE, 33 * PAGE),
-        operation(Operation::REPEAT | RW, bo, 9 * PAGE, 4 * PAGE, 40 * PAGE),
-        operation(Operation::REPEAT | Operation::READ | 15 << 16, bo, 10 * PAGE, 4 * PAGE, 48 * PAGE),
-        operation(Operation::PREFETCH, 0, 0, PAGE, 32 * PAGE),
+        operation(ArrayOperation::BIND | RW, bo, 0, 4 * PAGE, 32 * PAGE),
+        operation(ArrayOperation::NULL, 0, 0, 2 * PAGE, 33 * PAGE),
+        operation(ArrayOperation::REPEAT | RW, bo, 9 * PAGE, 4 * PAGE, 40 * PAGE),
+        operation(ArrayOperation::REPEAT | ArrayOperation::READ | 15 << 16, bo, 10 * PAGE, 4 * PAGE, 48 * PAGE),
+        operation(ArrayOperation::PREFETCH, 0, 0, PAGE, 32 * PAGE),
     ];
     let bytes = ops.as_bytes();
     let committed = vm.plan_array(bytes, STRIDE, ops.len(), &handles).unwrap().commit();
@@ -106,7 +106,7 @@ fn every_kind() {
     let expected =
         [(32, 1, from(0)), (33, 2, Source::Null), (35, 1, from(3)), (40, 4, repeat(9, 1)), (48, 4, repeat(10, 2))];
     assert_eq!(runs, expected);
-    let unbind = operation(Operation::UNBIND_BO, bo, 0, 0, 0);
+    let unbind = operation(ArrayOperation::UNBIND_BO, bo, 0, 0, 0);
     let committed = vm.plan_array(unbind.as_bytes(), STRIDE, 1, &handles).unwrap().commit();
     vm.invalidated(committed);
     assert_eq!(vm.bindings().map(|b| b.span.first().bits() / PAGE).collect::<Vec<_>>(), [33]);
@@ -124,47 +124,57 @@ fn an_empty_array_is_fine_whatever_else_is_said() {
 fn refusals_by_name_and_number() {
     let (mut vm, handles, bo, stale) = setup();
     let at = 32 * PAGE;
-    let table: &[(&str, Operation, &str, Errno)] = &[
+    let table: &[(&str, ArrayOperation, &str, Errno)] = &[
         ("bit 3", operation(RW | 8, bo, 0, PAGE, at), "unknown_flags", Errno::Inval),
         ("bit 31", operation(RW | 1 << 31, bo, 0, PAGE, at), "unknown_flags", Errno::Inval),
         ("bit 23", operation(RW | 1 << 23, bo, 0, PAGE, at), "unknown_flags", Errno::Inval),
         ("kind 15", operation(RW | 15 << 8, bo, 0, PAGE, at), "unknown_flags", Errno::Inval),
         ("kind 6", operation(6 << 8, 0, 0, PAGE, at), "unknown_flags", Errno::Inval),
         ("a page on a bind", operation(RW | 14 << 16, bo, 0, PAGE, at), "not_zero", Errno::Inval),
-        ("no access", operation(Operation::BIND, bo, 0, PAGE, at), "no_access", Errno::Inval),
-        ("unbind with a handle", operation(Operation::UNBIND, bo, 0, PAGE, at), "not_zero", Errno::Inval),
-        ("unbind with an offset", operation(Operation::UNBIND, 0, PAGE, PAGE, at), "not_zero", Errno::Inval),
-        ("unbind with access", operation(Operation::UNBIND | RW, 0, 0, PAGE, at), "not_zero", Errno::Inval),
-        ("unbind all with an address", operation(Operation::UNBIND_BO, bo, 0, 0, at), "not_zero", Errno::Inval),
-        ("unbind all with a length", operation(Operation::UNBIND_BO, bo, 0, PAGE, 0), "not_zero", Errno::Inval),
-        ("null with access", operation(Operation::NULL | 1, 0, 0, PAGE, at), "not_zero", Errno::Inval),
-        ("prefetch with a handle", operation(Operation::PREFETCH, bo, 0, PAGE, at), "not_zero", Errno::Inval),
+        ("no access", operation(ArrayOperation::BIND, bo, 0, PAGE, at), "no_access", Errno::Inval),
+        ("unbind with a handle", operation(ArrayOperation::UNBIND, bo, 0, PAGE, at), "not_zero", Errno::Inval),
+        ("unbind with an offset", operation(ArrayOperation::UNBIND, 0, PAGE, PAGE, at), "not_zero", Errno::Inval),
+        ("unbind with access", operation(ArrayOperation::UNBIND | RW, 0, 0, PAGE, at), "not_zero", Errno::Inval),
+        ("unbind all with an address", operation(ArrayOperation::UNBIND_BO, bo, 0, 0, at), "not_zero", Errno::Inval),
+        ("unbind all with a length", operation(ArrayOperation::UNBIND_BO, bo, 0, PAGE, 0), "not_zero", Errno::Inval),
+        ("null with access", operation(ArrayOperation::NULL | 1, 0, 0, PAGE, at), "not_zero", Errno::Inval),
+        ("prefetch with a handle", operation(ArrayOperation::PREFETCH, bo, 0, PAGE, at), "not_zero", Errno::Inval),
         ("handle 0", operation(RW, 0, 0, PAGE, at), "no_bo", Errno::NoEnt),
         ("a stale handle", operation(RW, stale, 0, PAGE, at), "no_bo", Errno::NoEnt),
         ("a handle of nobody", operation(RW, u32::MAX, 0, PAGE, at), "no_bo", Errno::NoEnt),
         ("no bytes", operation(RW, bo, 0, 0, at), "empty", Errno::Inval),
-        ("unbind of no bytes", operation(Operation::UNBIND, 0, 0, 0, at), "empty", Errno::Inval),
+        ("unbind of no bytes", operation(ArrayOperation::UNBIND, 0, 0, 0, at), "empty", Errno::Inval),
         ("wraps", operation(RW, bo, 0, PAGE, u64::MAX), "wraps", Errno::Overflow),
-        ("unbind that wraps", operation(Operation::UNBIND, 0, 0, u64::MAX, at), "wraps", Errno::Overflow),
+        ("unbind that wraps", operation(ArrayOperation::UNBIND, 0, 0, u64::MAX, at), "wraps", Errno::Overflow),
         ("outside", operation(RW, bo, 0, PAGE, 15 * PAGE), "outside_vm", Errno::Range),
         ("far outside", operation(RW, bo, 0, PAGE, 1 << 63), "outside_vm", Errno::Range),
-        ("unbind outside", operation(Operation::UNBIND, 0, 0, PAGE, 0), "outside_vm", Errno::Range),
+        ("unbind outside", operation(ArrayOperation::UNBIND, 0, 0, PAGE, 0), "outside_vm", Errno::Range),
         ("beyond", operation(RW, bo, PAGE, 64 * PAGE, at), "beyond_bo", Errno::Range),
         ("offset 2^63", operation(RW, bo, 1 << 63, PAGE, at), "beyond_bo", Errno::Range),
         ("offset and length wrap", operation(RW, bo, !(PAGE - 1), PAGE, at), "beyond_bo", Errno::Range),
-        ("repeat beyond", operation(Operation::REPEAT | RW, bo, 64 * PAGE, PAGE, at), "beyond_bo", Errno::Range),
+        ("repeat beyond", operation(ArrayOperation::REPEAT | RW, bo, 64 * PAGE, PAGE, at), "beyond_bo", Errno::Range),
         (
             "repeat of half a page",
-            operation(Operation::REPEAT | RW | 13 << 16, bo, 0, PAGE, at),
+            operation(ArrayOperation::REPEAT | RW | 13 << 16, bo, 0, PAGE, at),
             "bad_repeat",
             Errno::Inval,
         ),
-        ("repeat of 2^63", operation(Operation::REPEAT | RW | 63 << 16, bo, 0, PAGE, at), "bad_repeat", Errno::Inval),
-        ("null outside", operation(Operation::NULL, 0, 0, PAGE, 0), "outside_vm", Errno::Range),
-        ("null without a null page", operation(Operation::NULL, 0, 0, PAGE, at), "no_null_page", Errno::NotSup),
-        ("prefetch outside", operation(Operation::PREFETCH, 0, 0, PAGE, 0), "outside_vm", Errno::Range),
+        (
+            "repeat of 2^63",
+            operation(ArrayOperation::REPEAT | RW | 63 << 16, bo, 0, PAGE, at),
+            "bad_repeat",
+            Errno::Inval,
+        ),
+        ("null outside", operation(ArrayOperation::NULL, 0, 0, PAGE, 0), "outside_vm", Errno::Range),
+        ("null without a null page", operation(ArrayOperation::NULL, 0, 0, PAGE, at), "no_null_page", Errno::NotSup),
+        ("prefetch outside", operation(ArrayOperation::PREFETCH, 0, 0, PAGE, 0), "outside_vm", Errno::Range),
         ("in the reserved part", operation(RW, bo, 0, 2 * PAGE, 19 * PAGE), "reserved", Errno::Perm),
-        ("unbind in the reserved part", operation(Operation::UNBIND, 0, 0, PAGE, 20 * PAGE), "reserved", Errno::Perm),
+        (
+            "unbind in the reserved part",
+            operation(ArrayOperation::UNBIND, 0, 0, PAGE, 20 * PAGE),
+            "reserved",
+            Errno::Perm,
+        ),
         ("4 KiB", operation(RW, bo, 0, 4096, at), "misaligned", Errno::Inval),
         ("an odd address", operation(RW, bo, 0, PAGE, at + 4096), "misaligned", Errno::Inval),
         ("an odd offset", operation(RW, bo, 4096, PAGE, at), "misaligned_offset", Errno::Inval),
@@ -209,10 +219,10 @@ fn the_array_itself() {
 #[test]
 fn requests_are_what_the_operations_say() {
     let (_, handles, bo, _) = setup();
-    let access = Operation::READ | Operation::EXEC;
-    let op = operation(Operation::BIND | access, bo, 1, 2, 3); // not checked against any VM yet
+    let access = ArrayOperation::READ | ArrayOperation::EXEC;
+    let op = operation(ArrayOperation::BIND | access, bo, 1, 2, 3); // not checked against any VM yet
     let requests = decode(op.as_bytes(), STRIDE, 1, dmalane_addr::PageSize::SIZE_16K, &handles).unwrap();
-    let [Request::Bind { va, bo, offset: 1, len: 2, access }] = &requests[..] else { panic!("{requests:?}") };
+    let [BindRequest::Bind { va, bo, offset: 1, len: 2, access }] = &requests[..] else { panic!("{requests:?}") };
     assert_eq!((va.bits(), bo.id(), *access), (3, 7, Access::READ | Access::EXEC));
 }
 

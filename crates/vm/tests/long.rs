@@ -7,7 +7,7 @@ use std::sync::Arc;
 
 use dmalane_addr::{Access, Address, CardAddr, DeviceVa, SgIndex, SgTable, Span};
 use dmalane_iopt::{Format, HeapTables, Tables};
-use dmalane_vm::{Bo, Error, Request, Target, Vm};
+use dmalane_vm::{BindRequest, Bo, Error, Target, Vm};
 
 struct Random(u64);
 
@@ -123,7 +123,7 @@ impl<F: Format> Run<F> {
         bo.sg().segment_at(page * F::GRANULE.bytes()).unwrap().addr
     }
 
-    fn request(&mut self, model: &mut [Page]) -> Request {
+    fn request(&mut self, model: &mut [Page]) -> BindRequest {
         let (granule, pages) = (F::GRANULE.bytes(), model.len() as u64);
         let mut first = self.random.below(pages);
         if self.random.below(4) == 0 {
@@ -148,7 +148,7 @@ impl<F: Format> Run<F> {
                 for i in 0..len {
                     model[(first + i) as usize] = Some((bo.id(), offset + i, Self::card(&bo, offset + i), access));
                 }
-                Request::Bind { va, bo, offset: offset * granule, len: len * granule, access }
+                BindRequest::Bind { va, bo, offset: offset * granule, len: len * granule, access }
             }
             8 => {
                 let repeat = 1 << self.random.below(4).min(u64::from(bo_pages.ilog2()));
@@ -160,22 +160,22 @@ impl<F: Format> Run<F> {
                     model[at as usize] = Some((bo.id(), page, Self::card(&bo, page), access));
                 }
                 let (va, offset) = (self.va(first), offset * granule);
-                Request::Repeat { va, bo, offset, page: repeat * granule, len: len * granule, access }
+                BindRequest::Repeat { va, bo, offset, page: repeat * granule, len: len * granule, access }
             }
             9 => {
                 model[first as usize..(first + len) as usize].fill(Some((NULL, 0, Self::NULL_PAGE, Access::READ)));
-                Request::Null { va, len: len * granule }
+                BindRequest::Null { va, len: len * granule }
             }
             10 => {
                 for page in model.iter_mut() {
                     *page = page.filter(|(id, ..)| *id != bo.id());
                 }
-                Request::UnbindBo(bo)
+                BindRequest::UnbindBo(bo)
             }
-            11 => Request::Prefetch(span),
+            11 => BindRequest::Prefetch(span),
             _ => {
                 model[first as usize..(first + len) as usize].fill(None);
-                Request::Unbind(span)
+                BindRequest::Unbind(span)
             }
         }
     }
@@ -261,10 +261,10 @@ impl<F: Format> Run<F> {
             }
             let committed = match &batch[..] {
                 // These have a way of their own.
-                [Request::Bind { va, bo, offset, len, access }] => {
+                [BindRequest::Bind { va, bo, offset, len, access }] => {
                     self.vm.bind(*va, bo, *offset, *len, *access).unwrap()
                 }
-                [Request::Unbind(span)] => self.vm.unbind(*span).unwrap(),
+                [BindRequest::Unbind(span)] => self.vm.unbind(*span).unwrap(),
                 _ => self.vm.plan(batch).unwrap().commit(),
             };
             // Whatever changed, the device is told to forget.
@@ -285,7 +285,7 @@ impl<F: Format> Run<F> {
             self.check("after a commit");
         }
         let range = self.vm.range();
-        let committed = self.vm.plan([Request::Unbind(range)]).unwrap().commit();
+        let committed = self.vm.plan([BindRequest::Unbind(range)]).unwrap().commit();
         self.vm.invalidated(committed);
         assert_eq!(self.vm.page_table().tables().heap.in_use(), 1, "only the root is left");
         assert!(self.bos.iter().all(|bo| Arc::strong_count(bo) == 1), "a buffer is held");

@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use dmalane_addr::{Access, CardAddr, DeviceVa, Fence, SgIndex, SgTable, Span, Timeline};
 use dmalane_iopt::{HeapTables, X86_64_4Level};
-use dmalane_vm::{BindQueue, Bo, Ended, Error, QueueError, Request, Submission, Vm};
+use dmalane_vm::{BindQueue, BindRequest, Bo, Ended, Error, QueueError, Submission, Vm};
 use proptest::prelude::*;
 
 const PAGE: u64 = 4096;
@@ -25,8 +25,8 @@ fn bo() -> Arc<Bo> {
     Arc::new(Bo::new(1, SgIndex::from_table(&sg).unwrap()))
 }
 
-fn bind(bo: &Arc<Bo>, page: u64, offset: u64) -> Request {
-    Request::Bind {
+fn bind(bo: &Arc<Bo>, page: u64, offset: u64) -> BindRequest {
+    BindRequest::Bind {
         va: DeviceVa::new(page * PAGE),
         bo: bo.clone(),
         offset: offset * PAGE,
@@ -35,11 +35,11 @@ fn bind(bo: &Arc<Bo>, page: u64, offset: u64) -> Request {
     }
 }
 
-fn unbind(page: u64) -> Request {
-    Request::Unbind(span(page, 1))
+fn unbind(page: u64) -> BindRequest {
+    BindRequest::Unbind(span(page, 1))
 }
 
-fn after(requests: Vec<Request>, wait: &[Fence]) -> Submission {
+fn after(requests: Vec<BindRequest>, wait: &[Fence]) -> Submission {
     Submission { requests, wait: wait.to_vec(), signal: Vec::new() }
 }
 
@@ -100,7 +100,7 @@ fn fences_are_signalled_only_when_the_device_has_forgotten() {
 fn hints_are_passed_on() {
     let (mut vm, bo) = (vm(), bo());
     let mut queue = BindQueue::new(0, 8);
-    let ticket = queue.submit(after(vec![bind(&bo, 5, 0), Request::Prefetch(span(5, 1))], &[])).unwrap();
+    let ticket = queue.submit(after(vec![bind(&bo, 5, 0), BindRequest::Prefetch(span(5, 1))], &[])).unwrap();
     let mut ended = Vec::new();
     queue.poll(&mut vm, &mut ended);
     let committed = queue.to_invalidate().unwrap();
@@ -141,7 +141,7 @@ fn a_failure_marks_the_vm() {
     let refused = vm.plan([unbind(3), good]).map(drop).unwrap_err();
     assert_eq!((refused.index, refused.error), (1, Error::Failed));
     assert_eq!(bound(&vm), [3, 7]);
-    let committed = vm.plan([Request::Unbind(vm.range())]).unwrap().commit();
+    let committed = vm.plan([BindRequest::Unbind(vm.range())]).unwrap().commit();
     vm.invalidated(committed);
     assert!(bound(&vm).is_empty());
 }
@@ -237,7 +237,7 @@ proptest! {
         // One timeline for each batch; a batch waits for one before it, so there is no ring.
         let done: Vec<Timeline> = batches.iter().map(|_| Timeline::new()).collect();
         let mut tickets = Vec::new();
-        let requests: Vec<Vec<Request>> = batches.iter().map(|(_, ops, _)| ops.iter().map(
+        let requests: Vec<Vec<BindRequest>> = batches.iter().map(|(_, ops, _)| ops.iter().map(
             |&(binds, page, offset)| if binds { bind(&bo, page, offset) } else { unbind(page) }).collect()).collect();
         for (i, (queue, _, wait)) in batches.iter().enumerate() {
             let wait = if i == 0 { vec![] } else { vec![done[wait.index(i)].fence(1)] };

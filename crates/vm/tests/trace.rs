@@ -6,8 +6,10 @@ use std::sync::Arc;
 
 use dmalane_addr::{Access, CardAddr, DeviceVa, SgIndex, SgTable, Span};
 use dmalane_iopt::{AgxUat, HeapTables, X86_64_4Level};
-use dmalane_vm::trace::{Header, Line, Lines, MAX_BATCH, MAX_BOS, MAX_LINE, Operation, Recorder, Refusal, Replay};
-use dmalane_vm::{AnyVm, Bo, Mapped, Request, Source, Vm};
+use dmalane_vm::trace::{
+    Line, Lines, MAX_BATCH, MAX_BOS, MAX_LINE, Recorder, Replay, TraceHeader, TraceOperation, TraceRefusal,
+};
+use dmalane_vm::{AnyVm, BindRequest, Bo, Mapped, Source, Vm};
 use proptest::prelude::*;
 
 const PAGE: u64 = 16 << 10;
@@ -16,7 +18,8 @@ fn replay() -> Replay {
     let range = Span::new(DeviceVa::new(PAGE), (1 << 39) - PAGE);
     let reserved = Span::new(DeviceVa::new(1 << 30), 1 << 20);
     let null_page = Some(dmalane_addr::Segment { addr: CardAddr::new(1 << 33), len: PAGE });
-    let mut replay = Replay::new(Header { range, reserved, null_page, ..Header::default() }.vm::<AgxUat>().unwrap());
+    let mut replay =
+        Replay::new(TraceHeader { range, reserved, null_page, ..TraceHeader::default() }.vm::<AgxUat>().unwrap());
     let bo = r#"{"op":"bo","id":1,"segments":[{"pa":"0x100000000","len":"0x40000"}]}"#;
     assert_eq!(step(&mut replay, bo), "ok");
     replay
@@ -176,7 +179,7 @@ fn a_batch_has_a_most_and_a_line_too() {
     assert_eq!(step(&mut replay, &batch(0)), "ok");
     assert_eq!(step(&mut replay, &batch(MAX_BATCH)), "ok");
     let outcome = replay.step(Line::Bytes(batch(MAX_BATCH + 7).as_bytes())).unwrap();
-    assert_eq!(outcome.result, Err(Refusal::BatchTooLong { count: MAX_BATCH + 7 }));
+    assert_eq!(outcome.result, Err(TraceRefusal::BatchTooLong { count: MAX_BATCH + 7 }));
     // A million operations in one batch, read as a stream.
     let million = batch(1_000_000);
     assert!(million.len() > MAX_LINE);
@@ -191,29 +194,29 @@ fn a_batch_has_a_most_and_a_line_too() {
 
 #[test]
 fn memory_has_a_most() {
-    let mut replay = Replay::new(Header::default().vm::<X86_64_4Level>().unwrap());
+    let mut replay = Replay::new(TraceHeader::default().vm::<X86_64_4Level>().unwrap());
     for id in 0..MAX_BOS as u64 {
-        let bo = Operation::Bo { id, segments: Vec::new(), more: id % 2 == 0 };
+        let bo = TraceOperation::Bo { id, segments: Vec::new(), more: id % 2 == 0 };
         assert_eq!(replay.apply(&bo).name(), "ok");
     }
-    let bo = |id| Operation::Bo { id, segments: Vec::new(), more: false };
+    let bo = |id| TraceOperation::Bo { id, segments: Vec::new(), more: false };
     assert_eq!(replay.apply(&bo(1 << 40)).name(), "too_many_bos");
     assert_eq!(replay.apply(&bo(0)).name(), "ok", "the rest of one that is there");
-    assert_eq!(replay.apply(&Operation::Destroy { id: 0 }).name(), "ok");
+    assert_eq!(replay.apply(&TraceOperation::Destroy { id: 0 }).name(), "ok");
     // A buffer whose pages all need leaves of their own: more tables than there may be, and an error before any is made.
     let len = 1 << 42;
     let segment = dmalane_addr::Segment { addr: CardAddr::new(4096), len };
-    let huge = Operation::Bo { id: 0, segments: vec![segment], more: false };
+    let huge = TraceOperation::Bo { id: 0, segments: vec![segment], more: false };
     assert_eq!(replay.apply(&huge).name(), "ok");
-    let bind = Operation::Bind { va: DeviceVa::new(0), bo: 0, offset: 0, len, access: Access::RW };
+    let bind = TraceOperation::Bind { va: DeviceVa::new(0), bo: 0, offset: 0, len, access: Access::RW };
     assert_eq!(replay.apply(&bind).name(), "no_tables");
     // One page over all of the VM: not gone through to the end.
     for (page, len) in [(4096, 1 << 47), (2 << 20, 1 << 40), (4096, 1 << 39)] {
         let (va, offset, access) = (DeviceVa::new(0), (2 << 20) - 4096, Access::RW);
-        let repeat = Operation::Repeat { va, bo: 0, offset, page, len, access };
+        let repeat = TraceOperation::Repeat { va, bo: 0, offset, page, len, access };
         assert_eq!(replay.apply(&repeat).name(), if page == 4096 { "no_tables" } else { "ok" });
     }
-    assert_eq!(replay.apply(&Operation::UnbindBo { bo: 0 }).name(), "ok");
+    assert_eq!(replay.apply(&TraceOperation::UnbindBo { bo: 0 }).name(), "ok");
     assert_eq!((replay.vm().binding_count(), mapping(replay.vm())), (0, vec![]));
 }
 
@@ -258,28 +261,28 @@ proptest! {
         let mut vm: TestVm = Vm::new(range, HeapTables::new(CardAddr::new(0))).unwrap();
         let null_page = dmalane_addr::Segment { addr: CardAddr::new(1 << 33), len: PAGE };
         vm.set_null_page(null_page.addr, null_page.len).unwrap();
-        let header = Header { format: Some("agx-uat".into()), range: Some(range), null_page: Some(null_page), reserved: None };
+        let header = TraceHeader { format: Some("agx-uat".into()), range: Some(range), null_page: Some(null_page), reserved: None };
         let mut recorder = Recorder::new(Vec::new(), &header).unwrap();
         for batch in batches {
-            let requests: Vec<Request> = batch.into_iter().map(|(which, page, offset, pages)| {
+            let requests: Vec<BindRequest> = batch.into_iter().map(|(which, page, offset, pages)| {
                 let va = DeviceVa::new(page * PAGE);
                 let span = Span::new(va, pages * PAGE).unwrap();
                 match which {
                     0..3 => {
                         let len = (pages * PAGE).min(bos[which].len() - offset * PAGE);
                         let access = if offset % 2 == 0 { Access::RW } else { Access::READ };
-                        Request::Bind { va, bo: bos[which].clone(), offset: offset * PAGE, len, access }
+                        BindRequest::Bind { va, bo: bos[which].clone(), offset: offset * PAGE, len, access }
                     }
                     3..6 => {
                         let page = PAGE << (offset % 3);
                         let (va, len) = (DeviceVa::new(va.bits() & !(page - 1) | page), pages * page);
                         let bo = bos[which - 3].clone();
-                        Request::Repeat { va, bo, offset: offset % 32 * PAGE, page, len, access: Access::READ }
+                        BindRequest::Repeat { va, bo, offset: offset % 32 * PAGE, page, len, access: Access::READ }
                     }
-                    6 => Request::Null { va, len: span.len() },
-                    7 => Request::UnbindBo(bos[offset as usize % 3].clone()),
-                    8 => Request::Prefetch(span),
-                    _ => Request::Unbind(span),
+                    6 => BindRequest::Null { va, len: span.len() },
+                    7 => BindRequest::UnbindBo(bos[offset as usize % 3].clone()),
+                    8 => BindRequest::Prefetch(span),
+                    _ => BindRequest::Unbind(span),
                 }
             }).collect();
             let committed = vm.plan(requests.clone()).unwrap().commit();
@@ -288,7 +291,7 @@ proptest! {
         }
         let text = recorder.finish().unwrap();
         let mut lines = Lines::new(text.as_slice());
-        let read = Header::read(&mut lines).unwrap();
+        let read = TraceHeader::read(&mut lines).unwrap();
         prop_assert_eq!(&read, &header);
         let mut replay = Replay::new(read.vm::<AgxUat>().unwrap());
         while let Some(line) = lines.next().unwrap() {

@@ -5,7 +5,7 @@ use std::sync::Arc;
 
 use dmalane_addr::{Access, CardAddr, DeviceVa, PageSize, Segment, SgIndex, Span};
 use dmalane_iopt::{Arm64S1_4k, Format, HeapTables, Tables, X86_64_4Level};
-use dmalane_vm::{Bo, Committed, Error, PlanError, Request, Target, Vm};
+use dmalane_vm::{BindRequest, Bo, Committed, Error, PlanError, Target, Vm};
 use proptest::prelude::*;
 use proptest::test_runner::TestCaseError;
 
@@ -66,8 +66,8 @@ fn bo(id: u64, runs: &[(u64, u64)]) -> Arc<Bo> {
     Arc::new(Bo::of_segments(id, runs.iter().map(segment)).unwrap())
 }
 
-fn bind(page: u64, bo: &Arc<Bo>, offset: u64, pages: u64, access: Access) -> Request {
-    Request::Bind { va: va(page), bo: bo.clone(), offset: offset * PAGE, len: pages * PAGE, access }
+fn bind(page: u64, bo: &Arc<Bo>, offset: u64, pages: u64, access: Access) -> BindRequest {
+    BindRequest::Bind { va: va(page), bo: bo.clone(), offset: offset * PAGE, len: pages * PAGE, access }
 }
 
 /// First page, pages, buffer, page of the buffer, access.
@@ -102,35 +102,35 @@ fn snapshot<F: Format>(vm: &Vm<F, Strict>) -> impl PartialEq + use<F> {
     (bindings(vm), runs, vm.page_table().tables().heap.in_use())
 }
 
-fn run<F: Format, T: Tables>(vm: &mut Vm<F, T>, requests: impl IntoIterator<Item = Request>) -> Committed<T::Addr> {
+fn run<F: Format, T: Tables>(vm: &mut Vm<F, T>, requests: impl IntoIterator<Item = BindRequest>) -> Committed<T::Addr> {
     vm.plan(requests).unwrap().commit()
 }
 
 /// Page of the VM -> buffer, page of the buffer, access.
 type Model = BTreeMap<u64, (u64, u64, Access)>;
 
-fn apply(model: &mut Model, request: &Request) {
+fn apply(model: &mut Model, request: &BindRequest) {
     match request {
-        Request::Bind { va, bo, offset, len, access } => {
+        BindRequest::Bind { va, bo, offset, len, access } => {
             for i in 0..len / PAGE {
                 model.insert(va.bits() / PAGE + i, (bo.id(), offset / PAGE + i, *access));
             }
         }
-        Request::Repeat { va, bo, offset, page, len, access } => {
+        BindRequest::Repeat { va, bo, offset, page, len, access } => {
             for i in 0..len / PAGE {
                 model.insert(va.bits() / PAGE + i, (bo.id(), offset / PAGE + i % (page / PAGE), *access));
             }
         }
-        Request::Null { va, len } => {
+        BindRequest::Null { va, len } => {
             for at in va.bits() / PAGE..(va.bits() + len) / PAGE {
                 model.insert(at, (NULL_BO, at % NULL_PAGES, Access::READ));
             }
         }
-        Request::Unbind(span) => {
+        BindRequest::Unbind(span) => {
             model.retain(|page, _| !span.contains(va(*page)));
         }
-        Request::UnbindBo(bo) => model.retain(|_, (id, ..)| *id != bo.id()),
-        Request::Prefetch(_) => {}
+        BindRequest::UnbindBo(bo) => model.retain(|_, (id, ..)| *id != bo.id()),
+        BindRequest::Prefetch(_) => {}
         _ => unreachable!("no other requests"),
     }
 }
@@ -223,7 +223,7 @@ fn ask(bad: u32) -> impl Strategy<Value = Ask> {
     ]
 }
 
-fn request(ask: &Ask, bos: &[Arc<Bo>]) -> Request {
+fn request(ask: &Ask, bos: &[Arc<Bo>]) -> BindRequest {
     match *ask {
         Ask::Bind { page, bo, offset, pages, access } => {
             // Fit into the buffer and the VM; refusals have a test of their own.
@@ -232,10 +232,10 @@ fn request(ask: &Ask, bos: &[Arc<Bo>]) -> Request {
             let pages = pages.min(size - offset).min(RANGE_PAGES - page);
             bind(FIRST + page, &bos[bo], offset, pages, access)
         }
-        Ask::Unbind { page, pages } => Request::Unbind(span(FIRST + page, pages.min(RANGE_PAGES - page))),
+        Ask::Unbind { page, pages } => BindRequest::Unbind(span(FIRST + page, pages.min(RANGE_PAGES - page))),
         Ask::Repeat { page, bo, offset, repeat, times } => {
             let (page, repeat) = ((FIRST + page) >> repeat << repeat, 1 << repeat);
-            Request::Repeat {
+            BindRequest::Repeat {
                 va: va(page),
                 bo: bos[bo].clone(),
                 offset: (offset % (bos[bo].len() / PAGE - repeat + 1)) * PAGE,
@@ -244,8 +244,10 @@ fn request(ask: &Ask, bos: &[Arc<Bo>]) -> Request {
                 access: Access::RW,
             }
         }
-        Ask::Null { page, pages } => Request::Null { va: va(FIRST + page), len: pages.min(RANGE_PAGES - page) * PAGE },
-        Ask::UnbindBo(bo) => Request::UnbindBo(bos[bo].clone()),
+        Ask::Null { page, pages } => {
+            BindRequest::Null { va: va(FIRST + page), len: pages.min(RANGE_PAGES - page) * PAGE }
+        }
+        Ask::UnbindBo(bo) => BindRequest::UnbindBo(bos[bo].clone()),
         Ask::Bad(n) => bad(n, bos).0,
     }
 }
@@ -253,13 +255,18 @@ fn request(ask: &Ask, bos: &[Arc<Bo>]) -> Request {
 type Expected = fn(&Error) -> bool;
 
 /// A bad request and the error it must give.
-fn bad(n: u8, bos: &[Arc<Bo>]) -> (Request, Expected) {
+fn bad(n: u8, bos: &[Arc<Bo>]) -> (BindRequest, Expected) {
     let odd = [(0x1000, 100), (0x8000, 2 * PAGE - 100)].map(|(at, len)| Segment { addr: CardAddr::new(at), len });
     let odd = Arc::new(Bo::of_segments(9, odd).unwrap());
     let far = bo(8, &[((1 << 40) - 1, 2)]); // reaches 2^52
     let (good, at) = (&bos[0], va(FIRST));
-    let bind_bytes =
-        |va: DeviceVa, bo: &Arc<Bo>, offset, len| Request::Bind { va, bo: bo.clone(), offset, len, access: Access::RW };
+    let bind_bytes = |va: DeviceVa, bo: &Arc<Bo>, offset, len| BindRequest::Bind {
+        va,
+        bo: bo.clone(),
+        offset,
+        len,
+        access: Access::RW,
+    };
     match n {
         0 => (bind(FIRST, good, 0, 0, Access::RW), |e| matches!(e, Error::Empty { .. })),
         1 => (bind_bytes(at, good, 0, PAGE + 1), |e| matches!(e, Error::Misaligned { .. })),
@@ -271,12 +278,12 @@ fn bad(n: u8, bos: &[Arc<Bo>]) -> (Request, Expected) {
         }
         6 => (bind(FIRST, &odd, 0, 2, Access::RW), |e| matches!(e, Error::Segment { bo: 9, .. })),
         7 => (bind(FIRST, &far, 0, 2, Access::RW), |e| matches!(e, Error::Segment { bo: 8, .. })),
-        8 => (Request::Unbind(Span::new(at, 5).unwrap()), |e| matches!(e, Error::Misaligned { .. })),
+        8 => (BindRequest::Unbind(Span::new(at, 5).unwrap()), |e| matches!(e, Error::Misaligned { .. })),
         9 => (bind_bytes(DeviceVa::new(!0xfff), good, 0, 2 * PAGE), |e| matches!(e, Error::Wraps { .. })),
         10 => (bind_bytes(DeviceVa::new(!0xfff), good, 0, PAGE), |e| matches!(e, Error::OutsideVm { .. })),
         11 => (bind_bytes(at, good, PAGE, good.len()), |e| matches!(e, Error::BeyondBo { .. })),
         12 => (bind_bytes(at, good, 0, u64::MAX), |e| matches!(e, Error::Wraps { .. } | Error::BeyondBo { .. })),
-        13 => (Request::Unbind(span(FIRST, RANGE_PAGES + 1)), |e| matches!(e, Error::OutsideVm { .. })),
+        13 => (BindRequest::Unbind(span(FIRST, RANGE_PAGES + 1)), |e| matches!(e, Error::OutsideVm { .. })),
         _ => (bind_bytes(DeviceVa::new(at.bits() + 8), good, 0, PAGE), |e| matches!(e, Error::Misaligned { .. })),
     }
 }
@@ -292,7 +299,7 @@ fn random_batches<F: Format>(batches: &[Vec<Ask>]) -> Result<(), TestCaseError> 
     let mut vm = new_vm::<F>();
     let mut model = Model::new();
     for batch in batches {
-        let requests: Vec<Request> = batch.iter().map(|a| request(a, &bos)).collect();
+        let requests: Vec<BindRequest> = batch.iter().map(|a| request(a, &bos)).collect();
         let before = snapshot(&vm);
         if batch.iter().any(|a| matches!(a, Ask::Bad(_))) {
             prop_assert!(vm.plan(requests).is_err());
@@ -329,7 +336,7 @@ fn random_batches<F: Format>(batches: &[Vec<Ask>]) -> Result<(), TestCaseError> 
     }
     vm.tables_mut().allow = usize::MAX;
     let range = vm.range();
-    let committed = run(&mut vm, [Request::Unbind(range)]);
+    let committed = run(&mut vm, [BindRequest::Unbind(range)]);
     vm.invalidated(committed);
     agree(&vm, &Model::new(), &bos)?;
     prop_assert_eq!(vm.page_table().tables().heap.in_use(), 1, "only the root is left");
@@ -361,7 +368,7 @@ fn every_refusal_leaves_the_vm_as_it_was() {
     for n in 0..15 {
         let (request, expected) = bad(n, &bos);
         // After requests that would change much.
-        let batch = [Request::Unbind(vm.range()), bind(FIRST + 3, &bos[1], 0, 9, Access::READ), request];
+        let batch = [BindRequest::Unbind(vm.range()), bind(FIRST + 3, &bos[1], 0, 9, Access::READ), request];
         let e = vm.plan(batch).unwrap_err();
         assert_eq!(e.index, 2);
         assert!(expected(&e.error), "{n}: {e:?}");
@@ -415,7 +422,7 @@ fn split_cases() {
     let bos = [bo(0, &[(100, 20)]), bo(1, &[(200, 20)])];
     for &(name, page, pages, bound, unbound) in cases {
         for (request, expected) in
-            [(bind(page, &bos[1], 0, pages, NEW), bound), (Request::Unbind(span(page, pages)), unbound)]
+            [(bind(page, &bos[1], 0, pages, NEW), bound), (BindRequest::Unbind(span(page, pages)), unbound)]
         {
             let mut vm = Vm::<X86_64_4Level, _>::new(span(0, 100), Strict::new()).unwrap();
             let first = run(&mut vm, [bind(4, &bos[0], 10, 4, OLD)]);
@@ -471,7 +478,7 @@ fn contiguous_cases() {
             let at = vm.binding_at(va(middle)).unwrap();
             assert!(vm.bindings().any(|b| b.span == at.span && b.offset() == at.offset()), "{middle}");
             // Both halves of a request in the middle of one binding, and back.
-            let committed = run(&mut vm, [Request::Unbind(span(middle, 1))]);
+            let committed = run(&mut vm, [BindRequest::Unbind(span(middle, 1))]);
             vm.invalidated(committed);
             let access = if shift == 0 { access } else { RW };
             let committed = run(&mut vm, [bind(middle, &bo, 10 + middle + shift, 1, access)]);
@@ -510,7 +517,7 @@ fn large_leaves_where_both_sides_are_aligned() {
 
     // One page out of the middle of a leaf: the flush covers the whole leaf, which a TLB may hold as one.
     let hole = span((1 << 18) + 512 + 1, 1);
-    let committed = run(&mut vm, [Request::Unbind(hole)]);
+    let committed = run(&mut vm, [BindRequest::Unbind(hole)]);
     assert_eq!(committed.spans().collect::<Vec<_>>(), [Span::new(DeviceVa::new(1 << 30), 1 << 30).unwrap()]);
     assert_eq!(committed.unmapped_bytes(), PAGE);
     vm.invalidated(committed);
@@ -524,7 +531,7 @@ fn large_leaves_where_both_sides_are_aligned() {
     );
 
     // Not aligned to each other: no large leaf.
-    let committed = run(&mut vm, [Request::Unbind(vm_range()), bind(512, &big, 1, 1024, Access::RW)]);
+    let committed = run(&mut vm, [BindRequest::Unbind(vm_range()), bind(512, &big, 1, 1024, Access::RW)]);
     vm.invalidated(committed);
     assert_eq!(counts(&vm), [1024, 0, 0]);
 }
@@ -550,7 +557,7 @@ fn pages_bound_one_by_one_become_a_large_leaf_again() {
     assert_eq!(gone, [span(FIRST + 512, 512), span(FIRST + 1024, 512)]);
     assert_eq!(counts(&vm), [512, 2, 0]);
     assert_eq!(bindings(&vm), before);
-    let committed = run(&mut vm, [Request::Unbind(span(FIRST + 600, 1)), Request::UnbindBo(other.clone())]);
+    let committed = run(&mut vm, [BindRequest::Unbind(span(FIRST + 600, 1)), BindRequest::UnbindBo(other.clone())]);
     vm.invalidated(committed);
     assert_eq!(bindings(&vm), [(FIRST, 600, 1, 0, Access::RW), (FIRST + 601, 423, 1, 601, Access::RW)]);
     assert!(matches!(vm.merge(span(0, 600), |_| ()), Err(Error::OutsideVm { .. })));
@@ -562,7 +569,8 @@ fn a_repetition_of_pieces_that_cannot_be() {
     let scattered: Vec<_> = (0..2048).map(|i| (2 * i, 1)).collect();
     let (bo, tables) = (bo(1, &scattered), HeapTables::with_limit(CardAddr::new(0), 1000));
     let mut vm = Vm::<X86_64_4Level, _>::new(span(0, 1 << 35), tables).unwrap();
-    let repeat = |len| Request::Repeat { va: va(0), bo: bo.clone(), offset: 0, page: 8 << 20, len, access: Access::RW };
+    let repeat =
+        |len| BindRequest::Repeat { va: va(0), bo: bo.clone(), offset: 0, page: 8 << 20, len, access: Access::RW };
     let e = vm.plan([repeat(1 << 47)]).unwrap_err();
     // Four tables for each of 2^24 times, less those above them that may be shared.
     assert!(matches!(e.error, Error::NoTables { tables, .. } if tables >= 1 << 24), "{e:?}");
@@ -578,9 +586,9 @@ fn later_requests_of_a_batch_see_earlier_ones() {
     let rw = Access::RW;
     let batch = [
         bind(FIRST, &bos[0], 0, 512, rw),
-        Request::Unbind(span(FIRST + 10, 1)),
+        BindRequest::Unbind(span(FIRST + 10, 1)),
         bind(FIRST + 11, &bos[1], 0, 1, rw),
-        Request::Unbind(span(FIRST, 1)),
+        BindRequest::Unbind(span(FIRST, 1)),
     ];
     let committed = run(&mut vm, batch);
     vm.invalidated(committed);
@@ -591,7 +599,7 @@ fn later_requests_of_a_batch_see_earlier_ones() {
     let batch = [
         bind(FIRST + 1024, &bos[0], 0, 512, rw),
         bind(FIRST, &bos[0], 0, 512, rw),
-        Request::Unbind(span(FIRST + 1024 + 7, 1)),
+        BindRequest::Unbind(span(FIRST + 1024 + 7, 1)),
     ];
     let committed = run(&mut vm, batch);
     vm.invalidated(committed);
@@ -614,7 +622,7 @@ fn a_long_batch_reserves_no_more_than_it_needs() {
     let committed = run(&mut vm, [bind(0, &bos[0], 0, 2048, Access::RW)]);
     vm.invalidated(committed);
     vm.tables_mut().allow = 4;
-    let committed = run(&mut vm, [Request::Unbind(Span::new(va(1), (1 << 40) - BLOCK).unwrap())]);
+    let committed = run(&mut vm, [BindRequest::Unbind(Span::new(va(1), (1 << 40) - BLOCK).unwrap())]);
     vm.invalidated(committed);
     assert_eq!(bindings(&vm), [(0, 1, 0, 0, Access::RW)]);
 }
@@ -625,7 +633,7 @@ fn a_batch_that_binds_unbinds_and_binds_again() {
     const GIB: u64 = 1 << 18; // pages
     let bos = buffers();
     let mut vm = Vm::<X86_64_4Level, _>::new(span(0, 4 * GIB), Strict::new()).unwrap();
-    let again = || [bind(GIB, &bos[1], 0, 1, Access::RW), Request::Unbind(span(GIB, GIB))];
+    let again = || [bind(GIB, &bos[1], 0, 1, Access::RW), BindRequest::Unbind(span(GIB, GIB))];
     let committed = run(&mut vm, [again(), again(), again()].into_iter().flatten());
     assert_eq!(committed.tables().len(), 2 + 2 + 2 + 1, "two below the gigabyte each time, one above it at the end");
     vm.invalidated(committed);
@@ -659,7 +667,7 @@ fn a_leaked_plan_is_taken_back() {
             vm.invalidated(done);
         }),
         ("plan", |vm, small| {
-            let plan = vm.plan([Request::Prefetch(span(0, 1)), Request::UnbindBo(small.clone())]).unwrap();
+            let plan = vm.plan([BindRequest::Prefetch(span(0, 1)), BindRequest::UnbindBo(small.clone())]).unwrap();
             let done = plan.commit();
             assert_eq!(done.prefetches().count(), 1);
             vm.invalidated(done);
@@ -685,10 +693,10 @@ fn a_leaked_plan_is_taken_back() {
                 let other = bo(3, &[(1 << 20, 1)]);
                 std::mem::forget(vm.plan([
                     bind(512 * 9, &small, 0, 1, Access::RW),
-                    Request::Unbind(span(512 * 4 + 5, 1)),
+                    BindRequest::Unbind(span(512 * 4 + 5, 1)),
                     bind(512 * 12, &other, 0, 1, Access::RW),
-                    Request::UnbindBo(small.clone()),
-                    Request::Prefetch(span(3, 1)),
+                    BindRequest::UnbindBo(small.clone()),
+                    BindRequest::Prefetch(span(3, 1)),
                 ]));
             }
             next(&mut vm, &small);

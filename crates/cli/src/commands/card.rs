@@ -5,7 +5,7 @@ use std::process::ExitCode;
 use std::time::Duration;
 
 use clap::{Args, Subcommand};
-use dmalane::card::{CardConfig, Workers};
+use dmalane::sim::{CardConfig, Workers};
 use dmalane::{CardServer, CardServerError};
 
 use crate::device::{CARD_DDR, CARD_HBM, card_memory};

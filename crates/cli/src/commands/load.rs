@@ -10,12 +10,12 @@ use std::process::ExitCode;
 
 use clap::builder::{PathBufValueParser, TypedValueParser};
 use clap::{ArgGroup, Args};
-use dmalane::card::Workers;
 use dmalane::device::IommuCounters;
 use dmalane::dma::PageBacking;
 use dmalane::file::{FileQueue, Mode};
 use dmalane::load::{self, DriveOptions, Error, Input, Loaded, Report};
 use dmalane::queue::QueueChoice;
+use dmalane::sim::Workers;
 use dmalane::{DeviceSpec, FileOptions, OpenDevice, OpenOptions, Placement, open_as, open_file};
 
 use crate::device::{self, CHUNK, card_memory};

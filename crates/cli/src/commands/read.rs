@@ -11,10 +11,10 @@ use std::time::Duration;
 
 use clap::{Args, ValueEnum};
 use dmalane::addr::{Access, FileOffset};
-use dmalane::card::{CardConfig, SoftBus};
-use dmalane::dma::{AnonHeap, DmaHeap, HostConfig, MemfdHeap, Needs, PageKind, Picked, SoftHost, pick};
+use dmalane::dma::{AnonHeap, DmaHeap, MemfdHeap, Needs, PageKind, Picked, pick};
 use dmalane::file::Mode;
 use dmalane::load::fill::{Event, Extent, FillError, Filled, Job};
+use dmalane::sim::{HostConfig, SoftHost};
 use dmalane::{
     AllocAndRead, AllocRead, DeviceSpec, ReadError, ReadMethod, ReadOptions, ReadSource, Scheme, read_all, read_mapped,
     read_to_device,
@@ -299,9 +299,7 @@ impl Read {
         } else if self.map {
             let host: SoftHost = SoftHost::new(HostConfig { memory: LARGE_HOST, ..HostConfig::default() })
                 .map_err(|e| Failure::because("no software host", &e))?;
-            let bus: SoftBus =
-                SoftBus::new(host, CardConfig::default()).map_err(|e| Failure::because("no software card", &e))?;
-            read_mapped(heap, &bus, Access::READ, &sources, &job, &options, &mut watch).map_err(failure)?
+            read_mapped(heap, &host, Access::READ, &sources, &job, &options, &mut watch).map_err(failure)?
         } else {
             let (filled, ways) = read_all(heap, &sources, &job, &options, &mut watch).map_err(failure)?;
             return Ok(Done { filled, ways, mappings: None, target: None });

@@ -11,12 +11,12 @@ use std::time::Duration;
 
 use clap::Args;
 use clap::builder::{PathBufValueParser, TypedValueParser};
-use dmalane::card::Workers;
 use dmalane::file::{FileDeviceError, FileDeviceOptions};
 use dmalane::queue::QueueChoice;
+use dmalane::sim::Workers;
 use dmalane::validate::{
-    Allocation, Directions, Event, FitReport, FitSettings, Pages, Phase, Report, Settings, Stop, Sweep, Target,
-    ValidateError, emulations, fit_link, run_into as measure,
+    Allocation, Directions, Event, FitReport, FitSettings, Pages, Phase, Stop, Sweep, Target, ValidateError,
+    ValidateReport, ValidateSettings, emulations, fit_link, run_into as measure,
 };
 use dmalane::{DeviceSpec, OpenError, OpenOptions};
 use signal_hook::consts::{SIGINT, SIGTERM};
@@ -186,8 +186,8 @@ pub struct Validate {
 struct Outcome {
     device: String,
     notes: Vec<String>,
-    settings: Settings,
-    report: Report,
+    settings: ValidateSettings,
+    report: ValidateReport,
     fit: Option<(FitReport, FitSettings)>,
     /// Everything was measured that was asked for.
     complete: bool,
@@ -238,7 +238,7 @@ impl Validate {
             Event::Steps(n) => bar.more(n),
             Event::Step(what) => bar.step(what),
         };
-        let mut report = Report::default();
+        let mut report = ValidateReport::default();
         let mut result = measure(&target, &settings, &mut report, &mut watch);
         let mut fit = None;
         if self.fit && result.is_ok() && report.passed() {
@@ -344,11 +344,11 @@ impl Validate {
         }
     }
 
-    fn settings(&self) -> Settings {
+    fn settings(&self) -> ValidateSettings {
         let chosen =
             [(self.read, Directions::Read), (self.write, Directions::Write), (self.bidirectional, Directions::Both)];
         let all = !chosen.iter().any(|(chosen, _)| *chosen);
-        Settings {
+        ValidateSettings {
             threads: self.threads.into(),
             buffers: match &self.sweep {
                 Some(sweep) => sweep.iter().collect(),
@@ -405,7 +405,7 @@ impl Validate {
         failure.hint(hint)
     }
 
-    /// The error with what helps against it. Settings that the device cannot have are usage errors.
+    /// The error with what helps against it. ValidateSettings that the device cannot have are usage errors.
     fn failure(&self, error: ValidateError) -> Failure {
         let hint = self.hint(&error);
         let usage = matches!(error, ValidateError::Bad { .. } | ValidateError::NoChannel { .. });

@@ -9,7 +9,7 @@ use std::process::ExitCode;
 
 use clap::{Args, Subcommand};
 use dmalane::iopt::{FormatId, UnknownFormat, with_format};
-use dmalane::vm::trace::{self, Header, Lines, TraceError};
+use dmalane::vm::trace::{self, Lines, TraceError, TraceHeader};
 
 use super::iopt::format;
 use crate::failure::Failure;
@@ -89,7 +89,7 @@ impl Replay {
         };
         let wrong = |e: TraceError| Failure::because(format!("{name} cannot be replayed"), &e);
         let mut lines = Lines::new(from);
-        let header = Header::read(&mut lines).map_err(wrong)?;
+        let header = TraceHeader::read(&mut lines).map_err(wrong)?;
         let format = self.format.map_or_else(|| of_trace(&header, &name), Ok)?;
         let mut replay = trace::Replay::new(with_format!(format, F => header.vm::<F>()).map_err(wrong)?);
 
@@ -127,7 +127,7 @@ impl Replay {
 }
 
 /// The format that a trace names.
-fn of_trace(header: &Header, name: &str) -> Result<FormatId, Failure> {
+fn of_trace(header: &TraceHeader, name: &str) -> Result<FormatId, Failure> {
     let Some(format) = &header.format else {
         return Err(Failure::new(format!("{name} does not say which page-table format it is for"))
             .hint("name one with --format; --help lists them"));

@@ -6,7 +6,7 @@ use std::sync::{Arc, Weak};
 
 use dmalane_addr::{Address, CardAddr, Segment, SgIndex, SgTable};
 
-use super::Refusal;
+use super::TraceRefusal;
 use crate::Bo;
 
 /// Buffer objects at once, at most; those that were destroyed count as long as they are bound.
@@ -48,11 +48,11 @@ impl Takes {
         }
     }
 
-    fn check(self) -> Result<Self, Refusal> {
+    fn check(self) -> Result<Self, TraceRefusal> {
         match self {
-            t if t.count > MAX_BOS => Err(Refusal::TooManyBos),
-            t if t.segments > MAX_SEGMENTS => Err(Refusal::TooManySegments),
-            t if t.scattered > MAX_SCATTERED => Err(Refusal::TooScattered),
+            t if t.count > MAX_BOS => Err(TraceRefusal::TooManyBos),
+            t if t.segments > MAX_SEGMENTS => Err(TraceRefusal::TooManySegments),
+            t if t.scattered > MAX_SCATTERED => Err(TraceRefusal::TooScattered),
             t => Ok(t),
         }
     }
@@ -64,8 +64,8 @@ fn scattered(segments: usize, len: u64) -> u64 {
 }
 
 impl Buffers {
-    pub(crate) fn get(&self, id: u64) -> Result<&Arc<Bo>, Refusal> {
-        self.whole.get(&id).ok_or(Refusal::NoBo { bo: id })
+    pub(crate) fn get(&self, id: u64) -> Result<&Arc<Bo>, TraceRefusal> {
+        self.whole.get(&id).ok_or(TraceRefusal::NoBo { bo: id })
     }
 
     pub(crate) fn len(&self) -> usize {
@@ -74,14 +74,14 @@ impl Buffers {
 
     /// Makes a buffer object, or adds to one. A line that is refused changes nothing; but when there is no memory for the
     /// index, what earlier lines said of the buffer is gone too.
-    pub(crate) fn add(&mut self, id: u64, segments: &[Segment<CardAddr>], more: bool) -> Result<(), Refusal> {
+    pub(crate) fn add(&mut self, id: u64, segments: &[Segment<CardAddr>], more: bool) -> Result<(), TraceRefusal> {
         if self.whole.contains_key(&id) {
-            return Err(Refusal::DuplicateBo { bo: id });
+            return Err(TraceRefusal::DuplicateBo { bo: id });
         }
         // All of the line is checked before any of it is kept.
         let (mut len, mut count) = self.unfinished.get(&id).map_or((0, 0), |sg| (sg.len(), sg.segment_count()));
         for (index, s) in segments.iter().enumerate() {
-            let bad = || Refusal::BadSegment { bo: id, index, pa: s.addr.bits(), len: s.len };
+            let bad = || TraceRefusal::BadSegment { bo: id, index, pa: s.addr.bits(), len: s.len };
             let last = s.len.checked_sub(1).and_then(|last| s.addr.checked_add(last));
             len = len.checked_add(s.len).filter(|_| last.is_some()).ok_or_else(bad)?;
         }
@@ -101,16 +101,16 @@ impl Buffers {
         if more {
             self.unfinished.insert(id, sg);
         } else {
-            let index = SgIndex::from_table(&sg).map_err(|source| Refusal::NoMemory { bo: id, source })?;
+            let index = SgIndex::from_table(&sg).map_err(|source| TraceRefusal::NoMemory { bo: id, source })?;
             self.whole.insert(id, Arc::new(Bo::new(id, index)));
         }
         Ok(())
     }
 
-    pub(crate) fn destroy(&mut self, id: u64) -> Result<(), Refusal> {
+    pub(crate) fn destroy(&mut self, id: u64) -> Result<(), TraceRefusal> {
         match self.whole.remove(&id) {
             Some(bo) => self.destroyed.push(Arc::downgrade(&bo)),
-            None => drop(self.unfinished.remove(&id).ok_or(Refusal::NoBo { bo: id })?),
+            None => drop(self.unfinished.remove(&id).ok_or(TraceRefusal::NoBo { bo: id })?),
         }
         Ok(())
     }
@@ -146,11 +146,11 @@ mod tests {
         for id in 0..MAX_BOS as u64 {
             all.add(id, &one, false).unwrap();
         }
-        assert_eq!(all.add(1 << 20, &one, false), Err(Refusal::TooManyBos));
+        assert_eq!(all.add(1 << 20, &one, false), Err(TraceRefusal::TooManyBos));
         // Destroyed and still held somewhere.
         let held = all.get(7).unwrap().clone();
         all.destroy(7).unwrap();
-        assert_eq!(all.add(1 << 20, &one, false), Err(Refusal::TooManyBos));
+        assert_eq!(all.add(1 << 20, &one, false), Err(TraceRefusal::TooManyBos));
         drop(held);
         assert_eq!(all.add(1 << 20, &one, false), Ok(()));
     }
@@ -161,17 +161,17 @@ mod tests {
         let half = segments(MAX_SEGMENTS / 2, 4096);
         all.add(1, &half, true).unwrap();
         all.add(1, &half, true).unwrap();
-        assert_eq!(all.add(1, &half[..1], true), Err(Refusal::TooManySegments));
-        assert_eq!(all.add(2, &half[..1], true), Err(Refusal::TooManySegments));
+        assert_eq!(all.add(1, &half[..1], true), Err(TraceRefusal::TooManySegments));
+        assert_eq!(all.add(2, &half[..1], true), Err(TraceRefusal::TooManySegments));
         all.destroy(1).unwrap();
 
         // Five segments make an index that grows with their length; four do not.
         all.add(3, &segments(4, 1 << 50), false).unwrap();
         let fifth = (MAX_SCATTERED / 5) & !4095;
         all.add(4, &segments(5, fifth), false).unwrap();
-        assert_eq!(all.add(5, &segments(5, 4096), false), Err(Refusal::TooScattered));
+        assert_eq!(all.add(5, &segments(5, 4096), false), Err(TraceRefusal::TooScattered));
         all.destroy(4).unwrap();
         all.add(5, &segments(5, 4096), false).unwrap();
-        assert_eq!(all.add(6, &segments(5, 1 << 60), false), Err(Refusal::TooScattered));
+        assert_eq!(all.add(6, &segments(5, 1 << 60), false), Err(TraceRefusal::TooScattered));
     }
 }

@@ -37,7 +37,7 @@ pub enum TraceError {
 /// Why a line was refused. The VM is as it was before the line.
 #[derive(Clone, PartialEq, Eq, Debug, Error)]
 #[non_exhaustive]
-pub enum Refusal {
+pub enum TraceRefusal {
     /// A line longer than [`MAX_LINE`] bytes.
     #[error("a line of more than {MAX_LINE} bytes")]
     LineTooLong,
@@ -118,7 +118,7 @@ pub enum Refusal {
     Vm(#[from] crate::Error),
 }
 
-impl Refusal {
+impl TraceRefusal {
     /// A name for programs, which stays when the message changes.
     pub fn name(&self) -> &'static str {
         self.name_and_number().0

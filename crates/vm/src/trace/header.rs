@@ -21,7 +21,7 @@ const TABLE_BYTES: u64 = 256 << 20;
 
 /// The first line of a trace: which VM it was recorded from.
 #[derive(Clone, PartialEq, Eq, Debug, Default)]
-pub struct Header {
+pub struct TraceHeader {
     /// The name of the page-table format, if it matters.
     pub format: Option<String>,
     /// What the VM covers; the whole input range of the format if it does not say.
@@ -72,7 +72,7 @@ struct RawSegment {
     len: Number,
 }
 
-impl Header {
+impl TraceHeader {
     /// Reads the first line.
     ///
     /// # Errors
@@ -148,15 +148,15 @@ mod tests {
     #[test]
     fn there_and_back() {
         for header in [
-            Header::default(),
-            Header {
+            TraceHeader::default(),
+            TraceHeader {
                 format: Some("agx-uat".to_owned()),
                 range: Span::new(DeviceVa::new(1 << 63), 1 << 63),
                 reserved: Span::new(DeviceVa::new(3), 4),
                 null_page: Some(Segment { addr: CardAddr::new(1 << 32), len: 1 << 14 }),
             },
         ] {
-            assert_eq!(Header::parse(header.line().unwrap().as_bytes()).unwrap(), header);
+            assert_eq!(TraceHeader::parse(header.line().unwrap().as_bytes()).unwrap(), header);
         }
     }
 
@@ -173,7 +173,7 @@ mod tests {
             (r#"{"trace":"dmalane-vm","version":1,"range":{"va":1,"len":0}}"#, "cannot be"),
             (r#"{"trace":"dmalane-vm","version":1,"reserved":{"va":2,"len":"0xffffffffffffffff"}}"#, "cannot be"),
         ] {
-            let error = Header::parse(line.as_bytes()).unwrap_err().to_string();
+            let error = TraceHeader::parse(line.as_bytes()).unwrap_err().to_string();
             assert!(error.contains(says), "{line}: {error}");
         }
     }
@@ -182,17 +182,17 @@ mod tests {
     fn a_vm_as_the_header_says() {
         let span = |va, len| Span::new(DeviceVa::new(va), len);
         let page = |len| Some(Segment { addr: CardAddr::new(1 << 32), len });
-        let header = |range, reserved, null_page| Header { format: None, range, reserved, null_page };
-        let vm = |h: Header| h.vm::<dmalane_iopt::AgxUat>().map(|vm| vm.range());
-        assert_eq!(vm(Header::default()).unwrap(), span(0, 1 << 39).unwrap());
+        let header = |range, reserved, null_page| TraceHeader { format: None, range, reserved, null_page };
+        let vm = |h: TraceHeader| h.vm::<dmalane_iopt::AgxUat>().map(|vm| vm.range());
+        assert_eq!(vm(TraceHeader::default()).unwrap(), span(0, 1 << 39).unwrap());
         let good = header(span(1 << 20, 1 << 30), span(1 << 20, 1 << 14), page(1 << 14));
         assert_eq!(vm(good.clone()).unwrap(), span(1 << 20, 1 << 30).unwrap());
         for bad in [
-            Header { range: span(1 << 20, 4096), ..good.clone() },
-            Header { range: span(0, 1 << 40), ..good.clone() },
-            Header { reserved: span(0, 1 << 14), ..good.clone() },
-            Header { null_page: page(4096), ..good.clone() },
-            Header { null_page: page(0), ..good },
+            TraceHeader { range: span(1 << 20, 4096), ..good.clone() },
+            TraceHeader { range: span(0, 1 << 40), ..good.clone() },
+            TraceHeader { reserved: span(0, 1 << 14), ..good.clone() },
+            TraceHeader { null_page: page(4096), ..good.clone() },
+            TraceHeader { null_page: page(0), ..good },
         ] {
             assert!(matches!(vm(bad.clone()), Err(TraceError::Vm(_))), "{bad:?}");
         }

@@ -6,7 +6,7 @@
 //!
 //! ```
 //! use dmalane_iopt::AgxUat;
-//! use dmalane_vm::trace::{Header, Line, Lines, Replay};
+//! use dmalane_vm::trace::{TraceHeader, Line, Lines, Replay};
 //!
 //! let text = r#"{"trace":"dmalane-vm","version":1,"format":"agx-uat"}
 //! {"op":"bo","id":1,"segments":[{"pa":"0x100000000","len":"0x10000"}]}
@@ -14,7 +14,7 @@
 //! {"op":"bind","va":"0x4000","bo":1,"offset":"0x4000","len":"0x10000","access":"rw"}
 //! "#;
 //! let mut lines = Lines::new(text.as_bytes());
-//! let header = Header::read(&mut lines)?;
+//! let header = TraceHeader::read(&mut lines)?;
 //! let mut replay = Replay::new(header.vm::<AgxUat>()?);
 //! let mut results = Vec::new();
 //! while let Some(line) = lines.next()? {
@@ -34,9 +34,9 @@ mod record;
 mod replay;
 
 pub use buffers::{MAX_BOS, MAX_SCATTERED, MAX_SEGMENTS};
-pub use error::{Refusal, TraceError};
-pub use header::{FORMAT, Header, VERSION};
+pub use error::{TraceError, TraceRefusal};
+pub use header::{FORMAT, TraceHeader, VERSION};
 pub use lines::{Line, Lines, MAX_LINE};
-pub use operation::{MAX_BATCH, Operation};
+pub use operation::{MAX_BATCH, TraceOperation};
 pub use record::Recorder;
 pub use replay::{Done, Outcome, Replay};

@@ -8,7 +8,7 @@ use serde::de::{IgnoredAny, SeqAccess, Visitor};
 use serde::{Deserialize, Deserializer, Serialize, Serializer};
 
 use super::number::{Number, decimal};
-use super::{Line, Refusal};
+use super::{Line, TraceRefusal};
 
 /// Operations of a batch, at most.
 pub const MAX_BATCH: usize = 1 << 16;
@@ -16,7 +16,7 @@ pub const MAX_BATCH: usize = 1 << 16;
 /// What a line says. Buffer objects are named by their ids; nothing has been looked up or checked against a VM.
 #[derive(Clone, PartialEq, Eq, Debug)]
 #[non_exhaustive]
-pub enum Operation {
+pub enum TraceOperation {
     /// Makes a buffer object, or goes on making it.
     Bo {
         /// Its id.
@@ -86,7 +86,7 @@ pub enum Operation {
         len: u64,
     },
     /// Several of these, applied whole or not at all.
-    Batch(Vec<Operation>),
+    Batch(Vec<TraceOperation>),
 }
 
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Serialize, Deserialize)]
@@ -225,20 +225,20 @@ impl Fields {
         all.into_iter().filter_map(|(name, there)| there.then_some(name))
     }
 
-    fn operation(self, in_batch: bool) -> Result<Operation, (Option<usize>, Refusal)> {
+    fn operation(self, in_batch: bool) -> Result<TraceOperation, (Option<usize>, TraceRefusal)> {
         let op = self.op.name();
         let here = |refusal| (None, refusal);
         if in_batch && matches!(self.op, Op::Bo | Op::Destroy | Op::Batch) {
-            return Err(here(Refusal::NotInBatch { op }));
+            return Err(here(TraceRefusal::NotInBatch { op }));
         }
         if let Some(field) = self.present().find(|field| !self.op.fields().contains(field)) {
-            return Err(here(Refusal::UnexpectedField { op, field }));
+            return Err(here(TraceRefusal::UnexpectedField { op, field }));
         }
         let need = |value: Option<Number>, field| match value {
             Some(Number(value)) => Ok(value),
-            None => Err(here(Refusal::MissingField { op, field })),
+            None => Err(here(TraceRefusal::MissingField { op, field })),
         };
-        let missing = |field| here(Refusal::MissingField { op, field });
+        let missing = |field| here(TraceRefusal::MissingField { op, field });
         let va = || need(self.va, "va").map(DeviceVa::new);
         Ok(match self.op {
             Op::Bo => {
@@ -246,17 +246,17 @@ impl Fields {
                 let pieces = self.segments.ok_or(missing("segments"))?;
                 let segment = |p: Piece| Segment { addr: CardAddr::new(p.pa.0), len: p.len.0 };
                 let segments = pieces.into_iter().map(segment).collect();
-                Operation::Bo { id, segments, more: self.more.unwrap_or(false) }
+                TraceOperation::Bo { id, segments, more: self.more.unwrap_or(false) }
             }
-            Op::Destroy => Operation::Destroy { id: need(self.id, "id")? },
-            Op::Bind => Operation::Bind {
+            Op::Destroy => TraceOperation::Destroy { id: need(self.id, "id")? },
+            Op::Bind => TraceOperation::Bind {
                 va: va()?,
                 bo: need(self.bo, "bo")?,
                 offset: self.offset.map_or(0, |n| n.0),
                 len: need(self.len, "len")?,
                 access: self.access.ok_or(missing("access"))?.0,
             },
-            Op::Repeat => Operation::Repeat {
+            Op::Repeat => TraceOperation::Repeat {
                 va: va()?,
                 bo: need(self.bo, "bo")?,
                 offset: self.offset.map_or(0, |n| n.0),
@@ -264,41 +264,41 @@ impl Fields {
                 len: need(self.len, "len")?,
                 access: self.access.ok_or(missing("access"))?.0,
             },
-            Op::Null => Operation::Null { va: va()?, len: need(self.len, "len")? },
-            Op::Unbind => Operation::Unbind { va: va()?, len: need(self.len, "len")? },
-            Op::UnbindBo => Operation::UnbindBo { bo: need(self.bo, "bo")? },
-            Op::Prefetch => Operation::Prefetch { va: va()?, len: need(self.len, "len")? },
+            Op::Null => TraceOperation::Null { va: va()?, len: need(self.len, "len")? },
+            Op::Unbind => TraceOperation::Unbind { va: va()?, len: need(self.len, "len")? },
+            Op::UnbindBo => TraceOperation::UnbindBo { bo: need(self.bo, "bo")? },
+            Op::Prefetch => TraceOperation::Prefetch { va: va()?, len: need(self.len, "len")? },
             Op::Batch => {
                 let ops = self.ops.ok_or(missing("ops"))?;
                 if ops.count > MAX_BATCH {
-                    return Err(here(Refusal::BatchTooLong { count: ops.count }));
+                    return Err(here(TraceRefusal::BatchTooLong { count: ops.count }));
                 }
                 let each = ops.list.into_iter().enumerate();
                 let each = each.map(|(i, f)| f.operation(true).map_err(|(_, refusal)| (Some(i), refusal)));
-                Operation::Batch(each.collect::<Result<_, _>>()?)
+                TraceOperation::Batch(each.collect::<Result<_, _>>()?)
             }
         })
     }
 
-    fn of(operation: &Operation) -> Self {
+    fn of(operation: &TraceOperation) -> Self {
         let number = |n: u64| Some(Number(n));
         let mut fields = Self::new(operation.op());
         match operation {
-            Operation::Bo { id, segments, more } => {
+            TraceOperation::Bo { id, segments, more } => {
                 fields.id = number(*id);
                 let piece = |s: &Segment<CardAddr>| Piece { pa: Number(s.addr.bits()), len: Number(s.len) };
                 fields.segments = Some(segments.iter().map(piece).collect());
                 fields.more = more.then_some(true);
             }
-            Operation::Destroy { id } => fields.id = number(*id),
-            Operation::Bind { va, bo, offset, len, access } => {
+            TraceOperation::Destroy { id } => fields.id = number(*id),
+            TraceOperation::Bind { va, bo, offset, len, access } => {
                 fields.va = number(va.bits());
                 fields.bo = number(*bo);
                 fields.offset = number(*offset);
                 fields.len = number(*len);
                 fields.access = Some(Letters(*access));
             }
-            Operation::Repeat { va, bo, offset, page, len, access } => {
+            TraceOperation::Repeat { va, bo, offset, page, len, access } => {
                 fields.va = number(va.bits());
                 fields.bo = number(*bo);
                 fields.offset = number(*offset);
@@ -306,12 +306,14 @@ impl Fields {
                 fields.len = number(*len);
                 fields.access = Some(Letters(*access));
             }
-            Operation::UnbindBo { bo } => fields.bo = number(*bo),
-            Operation::Null { va, len } | Operation::Unbind { va, len } | Operation::Prefetch { va, len } => {
+            TraceOperation::UnbindBo { bo } => fields.bo = number(*bo),
+            TraceOperation::Null { va, len }
+            | TraceOperation::Unbind { va, len }
+            | TraceOperation::Prefetch { va, len } => {
                 fields.va = number(va.bits());
                 fields.len = number(*len);
             }
-            Operation::Batch(ops) => {
+            TraceOperation::Batch(ops) => {
                 fields.ops = Some(Ops { list: ops.iter().map(Self::of).collect(), count: ops.len() });
             }
         }
@@ -348,7 +350,7 @@ impl Op {
     }
 }
 
-impl Operation {
+impl TraceOperation {
     /// The name that stands in the field `op`.
     pub fn name(&self) -> &'static str {
         self.op().name()
@@ -372,16 +374,16 @@ impl Operation {
     ///
     /// # Errors
     /// What is wrong with it, and with which operation of a batch, from 0.
-    pub fn parse(line: Line<'_>) -> Result<Self, (Option<usize>, Refusal)> {
+    pub fn parse(line: Line<'_>) -> Result<Self, (Option<usize>, TraceRefusal)> {
         let bytes = match line {
             Line::Bytes(bytes) => bytes,
-            Line::TooLong => return Err((None, Refusal::LineTooLong)),
+            Line::TooLong => return Err((None, TraceRefusal::LineTooLong)),
         };
         // serde would take a list of the fields' values too.
         if !bytes.trim_ascii_start().starts_with(b"{") {
-            return Err((None, Refusal::BadLine("not an object".to_owned())));
+            return Err((None, TraceRefusal::BadLine("not an object".to_owned())));
         }
-        let fields: Fields = serde_json::from_slice(bytes).map_err(|e| (None, Refusal::BadLine(e.to_string())))?;
+        let fields: Fields = serde_json::from_slice(bytes).map_err(|e| (None, TraceRefusal::BadLine(e.to_string())))?;
         fields.operation(false)
     }
 

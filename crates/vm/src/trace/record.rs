@@ -5,8 +5,8 @@ use std::io::{self, Write};
 use std::prelude::v1::*;
 use std::sync::Arc;
 
-use super::{Header, MAX_BATCH, Operation};
-use crate::{Bo, Request};
+use super::{MAX_BATCH, TraceHeader, TraceOperation};
+use crate::{BindRequest, Bo};
 
 /// Segments on a line of a buffer object, at most: no line may be longer than [`MAX_LINE`](super::MAX_LINE).
 const SEGMENTS_PER_LINE: usize = 1 << 14;
@@ -27,7 +27,7 @@ impl<W: Write> Recorder<W> {
     ///
     /// # Errors
     /// When writing fails.
-    pub fn new(mut out: W, header: &Header) -> io::Result<Self> {
+    pub fn new(mut out: W, header: &TraceHeader) -> io::Result<Self> {
         writeln!(out, "{}", header.line()?)?;
         Ok(Self { out, written: BTreeMap::new(), taken: BTreeSet::new() })
     }
@@ -36,7 +36,7 @@ impl<W: Write> Recorder<W> {
     ///
     /// # Errors
     /// When writing fails, or for more than [`MAX_BATCH`] requests.
-    pub fn record(&mut self, requests: &[Request]) -> io::Result<()> {
+    pub fn record(&mut self, requests: &[BindRequest]) -> io::Result<()> {
         if requests.len() > MAX_BATCH {
             let what = format!("a batch of {} requests; a trace has at most {MAX_BATCH}", requests.len());
             return Err(io::Error::new(io::ErrorKind::Unsupported, what));
@@ -44,23 +44,23 @@ impl<W: Write> Recorder<W> {
         let mut operations = Vec::with_capacity(requests.len());
         for request in requests {
             operations.push(match request {
-                Request::Bind { va, bo, offset, len, access } => {
+                BindRequest::Bind { va, bo, offset, len, access } => {
                     let bo = self.bo(bo)?;
-                    Operation::Bind { va: *va, bo, offset: *offset, len: *len, access: *access }
+                    TraceOperation::Bind { va: *va, bo, offset: *offset, len: *len, access: *access }
                 }
-                Request::Repeat { va, bo, offset, page, len, access } => {
+                BindRequest::Repeat { va, bo, offset, page, len, access } => {
                     let bo = self.bo(bo)?;
-                    Operation::Repeat { va: *va, bo, offset: *offset, page: *page, len: *len, access: *access }
+                    TraceOperation::Repeat { va: *va, bo, offset: *offset, page: *page, len: *len, access: *access }
                 }
-                Request::Null { va, len } => Operation::Null { va: *va, len: *len },
-                Request::Unbind(span) => Operation::Unbind { va: span.first(), len: span.len() },
-                Request::UnbindBo(bo) => Operation::UnbindBo { bo: self.bo(bo)? },
-                Request::Prefetch(span) => Operation::Prefetch { va: span.first(), len: span.len() },
+                BindRequest::Null { va, len } => TraceOperation::Null { va: *va, len: *len },
+                BindRequest::Unbind(span) => TraceOperation::Unbind { va: span.first(), len: span.len() },
+                BindRequest::UnbindBo(bo) => TraceOperation::UnbindBo { bo: self.bo(bo)? },
+                BindRequest::Prefetch(span) => TraceOperation::Prefetch { va: span.first(), len: span.len() },
             });
         }
-        match <[Operation; 1]>::try_from(operations) {
+        match <[TraceOperation; 1]>::try_from(operations) {
             Ok([single]) => writeln!(self.out, "{}", single.line()),
-            Err(operations) => writeln!(self.out, "{}", Operation::Batch(operations).line()),
+            Err(operations) => writeln!(self.out, "{}", TraceOperation::Batch(operations).line()),
         }
     }
 
@@ -75,7 +75,7 @@ impl<W: Write> Recorder<W> {
         let mut rest = segments.as_slice();
         loop {
             let (piece, behind) = rest.split_at(rest.len().min(SEGMENTS_PER_LINE));
-            let line = Operation::Bo { id, segments: piece.to_vec(), more: !behind.is_empty() };
+            let line = TraceOperation::Bo { id, segments: piece.to_vec(), more: !behind.is_empty() };
             writeln!(self.out, "{}", line.line())?;
             rest = behind;
             if rest.is_empty() {

@@ -5,8 +5,8 @@ use std::prelude::v1::*;
 use dmalane_addr::{DeviceVa, Span};
 
 use super::buffers::Buffers;
-use super::{Line, Operation, Refusal};
-use crate::{AnyVm, Committed, Error, PlanError, Request};
+use super::{Line, TraceOperation, TraceRefusal};
+use crate::{AnyVm, BindRequest, Committed, Error, PlanError};
 
 /// A VM and the buffer objects of a trace.
 pub struct Replay {
@@ -20,7 +20,7 @@ pub struct Outcome {
     /// The operation; `None` for a line that is none.
     pub op: Option<&'static str>,
     /// What was done, or why not; then the VM is as it was.
-    pub result: Result<Done, Refusal>,
+    pub result: Result<Done, TraceRefusal>,
     /// Which operation of a batch was refused, from 0, where it can be told.
     pub index: Option<usize>,
 }
@@ -28,7 +28,7 @@ pub struct Outcome {
 impl Outcome {
     /// `ok`, or the name of the refusal.
     pub fn name(&self) -> &'static str {
-        self.result.as_ref().map_or_else(Refusal::name, |_| "ok")
+        self.result.as_ref().map_or_else(TraceRefusal::name, |_| "ok")
     }
 }
 
@@ -55,14 +55,14 @@ impl Replay {
         if matches!(line, Line::Bytes(bytes) if bytes.trim_ascii().is_empty()) {
             return None;
         }
-        Some(match Operation::parse(line) {
+        Some(match TraceOperation::parse(line) {
             Ok(operation) => self.apply(&operation),
             Err((index, refusal)) => Outcome { op: None, result: Err(refusal), index },
         })
     }
 
     /// Applies an operation.
-    pub fn apply(&mut self, operation: &Operation) -> Outcome {
+    pub fn apply(&mut self, operation: &TraceOperation) -> Outcome {
         let (index, result) = match self.run(operation) {
             Ok(done) => (None, Ok(done)),
             Err((index, refusal)) => (index, Err(refusal)),
@@ -70,14 +70,14 @@ impl Replay {
         Outcome { op: Some(operation.name()), result, index }
     }
 
-    fn run(&mut self, operation: &Operation) -> Result<Done, (Option<usize>, Refusal)> {
+    fn run(&mut self, operation: &TraceOperation) -> Result<Done, (Option<usize>, TraceRefusal)> {
         let whole = |refusal| (None, refusal);
         match operation {
-            Operation::Bo { id, segments, more } => {
+            TraceOperation::Bo { id, segments, more } => {
                 self.bos.add(*id, segments, *more).map(|()| Done::default()).map_err(whole)
             }
-            Operation::Destroy { id } => self.bos.destroy(*id).map(|()| Done::default()).map_err(whole),
-            Operation::Batch(operations) => {
+            TraceOperation::Destroy { id } => self.bos.destroy(*id).map(|()| Done::default()).map_err(whole),
+            TraceOperation::Batch(operations) => {
                 let requests = operations.iter().enumerate();
                 let requests = requests.map(|(i, o)| self.request(o).map_err(|refusal| (Some(i), refusal)));
                 let requests = requests.collect::<Result<_, _>>()?;
@@ -90,7 +90,7 @@ impl Replay {
         }
     }
 
-    fn request(&self, operation: &Operation) -> Result<Request, Refusal> {
+    fn request(&self, operation: &TraceOperation) -> Result<BindRequest, TraceRefusal> {
         let find = |bo: u64| self.bos.get(bo).cloned();
         let span = |va: DeviceVa, len: u64| match Span::new(va, len) {
             Some(span) => Ok(span),
@@ -98,21 +98,23 @@ impl Replay {
             None => Err(Error::Wraps { va, len }),
         };
         Ok(match *operation {
-            Operation::Bind { va, bo, offset, len, access } => Request::Bind { va, bo: find(bo)?, offset, len, access },
-            Operation::Repeat { va, bo, offset, page, len, access } => {
-                Request::Repeat { va, bo: find(bo)?, offset, page, len, access }
+            TraceOperation::Bind { va, bo, offset, len, access } => {
+                BindRequest::Bind { va, bo: find(bo)?, offset, len, access }
             }
-            Operation::Null { va, len } => Request::Null { va, len },
-            Operation::Unbind { va, len } => Request::Unbind(span(va, len)?),
-            Operation::UnbindBo { bo } => Request::UnbindBo(find(bo)?),
-            Operation::Prefetch { va, len } => Request::Prefetch(span(va, len)?),
-            Operation::Bo { .. } | Operation::Destroy { .. } | Operation::Batch(_) => {
-                return Err(Refusal::NotInBatch { op: operation.name() });
+            TraceOperation::Repeat { va, bo, offset, page, len, access } => {
+                BindRequest::Repeat { va, bo: find(bo)?, offset, page, len, access }
+            }
+            TraceOperation::Null { va, len } => BindRequest::Null { va, len },
+            TraceOperation::Unbind { va, len } => BindRequest::Unbind(span(va, len)?),
+            TraceOperation::UnbindBo { bo } => BindRequest::UnbindBo(find(bo)?),
+            TraceOperation::Prefetch { va, len } => BindRequest::Prefetch(span(va, len)?),
+            TraceOperation::Bo { .. } | TraceOperation::Destroy { .. } | TraceOperation::Batch(_) => {
+                return Err(TraceRefusal::NotInBatch { op: operation.name() });
             }
         })
     }
 
-    fn commit(&mut self, requests: Vec<Request>, batch: bool) -> Result<Done, (Option<usize>, Refusal)> {
+    fn commit(&mut self, requests: Vec<BindRequest>, batch: bool) -> Result<Done, (Option<usize>, TraceRefusal)> {
         let committed = self.vm.apply(requests).map_err(|PlanError { index, error }| {
             // Memory is missing for the whole, not for the operation that was looked at last.
             let of_all = matches!(error, Error::NoTables { .. } | Error::NoMemory { .. });

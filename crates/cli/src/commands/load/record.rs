@@ -6,7 +6,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 
 use dmalane::OpenDevice;
 use dmalane::load::save_bytes;
-use dmalane::vm::trace::{Header, Recorder};
+use dmalane::vm::trace::{Recorder, TraceHeader};
 
 use crate::failure::Failure;
 
@@ -23,8 +23,12 @@ impl Recording {
         let Some(vm) = space.vm() else {
             return Err(Failure::usage("--record is for devices with an MMU: on this one nothing is bound"));
         };
-        let header =
-            Header { format: Some(vm.format().to_owned()), range: Some(vm.range()), reserved: None, null_page: None };
+        let header = TraceHeader {
+            format: Some(vm.format().to_owned()),
+            range: Some(vm.range()),
+            reserved: None,
+            null_page: None,
+        };
         let recorder = Arc::new(Mutex::new(Recorder::new(Vec::new(), &header)));
         let shared = recorder.clone();
         space.observe(Box::new(move |requests| {

@@ -5,16 +5,16 @@
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
+use crate::DevicePort;
+use crate::{HostConfig, SoftHost};
 use dmalane_addr::{Access, CardAddr, Iova};
-use dmalane_dma::host::DevicePort;
-use dmalane_dma::{
-    AnonHeap, BufferRef, DeviceMem, Error, Heap, HostConfig, Mapping, Mmio, Pinned, Registrar, SharedBuf, SoftHost,
-};
+use dmalane_dma::{AnonHeap, BufferRef, DeviceMem, Error, Heap, Mapping, Mmio, Pinned, Registrar, SharedBuf};
 use dmalane_queue::{Cancelled, DeviceAddr, Direction, HostSlice, Operation, Queue, Registered, Shape, Ticket};
 
 use crate::memory::HBM_BASE;
-use crate::regs::{self, BAR_MEMORY, BAR_REGISTERS};
-use crate::{Card, CardConfig, Completion, SoftBus, Workers};
+use crate::{CardConfig, SoftBus, Workers};
+use dmalane_card::regs::{self, BAR_MEMORY, BAR_REGISTERS};
+use dmalane_card::{Card, Completion};
 
 /// Most operations of one run, and most steps of the card.
 const OPERATIONS: usize = 200;

@@ -20,14 +20,15 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock, RwLockReadGuard, TryLockError};
 
 use dmalane_addr::{Access, Address, Iova, Lease, PageSize, PhysAddr, RangeAllocator, RangeCache, SgTable, Span};
+use dmalane_dma::{
+    BufferRef, CopyHint, DeviceMem, DmaFault, Error, FaultReason, HeldMem, Mapping, Pinned, Registrar, Undo,
+    VolatileSlice,
+};
 use dmalane_iopt::{Arm64S1_4k, Format, HeapTables, PageTable};
 
 use self::directory::{Directory, Stretch};
 use self::frames::{FRAME, Frames};
 use self::iotlb::Iotlb;
-use crate::{
-    BufferRef, CopyHint, DeviceMem, DmaFault, Error, FaultReason, HeldMem, Mapping, Pinned, Undo, VolatileSlice,
-};
 
 /// How the software host is made.
 #[derive(Clone, Copy, Debug)]
@@ -112,7 +113,8 @@ pub struct HostStats {
 ///
 /// ```
 /// use dmalane_addr::{Access, Address};
-/// use dmalane_dma::{AnonHeap, CopyHint, DeviceMem, Heap, HostConfig, SoftHost};
+/// use dmalane_dma::{AnonHeap, CopyHint, DeviceMem, Heap, Registrar};
+/// use dmalane_sim::{HostConfig, SoftHost};
 /// let host: SoftHost = SoftHost::new(HostConfig::default())?;
 /// let buf = AnonHeap::new().allocate(1 << 20)?.share();
 /// let mapping = host.map(host.pin(&buf.reference())?, Access::READ)?;
@@ -138,7 +140,7 @@ impl<F: Format> SoftHost<F> {
     /// A host with nothing pinned.
     ///
     /// # Errors
-    /// [`Error::PageTable`] when the root table cannot be made.
+    /// [`PageTable`](crate::Error::PageTable) when the root table cannot be made.
     pub fn new(config: HostConfig) -> Result<Self, Error> {
         let space = Span::inclusive(Iova::new(IOVA_FIRST), Iova::new(IOVA_LAST)).expect("a constant span");
         // The window is never given back.
@@ -146,7 +148,7 @@ impl<F: Format> SoftHost<F> {
         let msi = Span::new(Iova::new(MSI_WINDOW), MSI_LEN).expect("a constant span");
         iovas.reserve(msi).expect("the window lies within the space");
         let table = PageTable::new(HeapTables::new(PhysAddr::new(TABLES_BASE)))
-            .map_err(|source| Error::PageTable { span: space, source })?;
+            .map_err(|source| crate::Error::PageTable { span: space, source })?;
         let limit = u32::try_from(config.memory.min(16 << 40) / FRAME).unwrap_or(u32::MAX);
         Ok(Self(Arc::new(Inner {
             translation: RwLock::new(Translation { table, directory: Directory::default() }),
@@ -160,96 +162,10 @@ impl<F: Format> SoftHost<F> {
         })))
     }
 
-    /// Gives every page of the buffer a frame.
-    ///
-    /// # Errors
-    /// [`Error::OutOfFrames`].
-    pub fn pin(&self, buffer: &BufferRef) -> Result<Pinned, Error> {
-        // Buffers are whole 4 KiB pages (contract of `Heap::allocate`).
-        self.pin_range(buffer, 0..buffer.len())
-    }
-
-    /// Gives some pages of the buffer frames.
-    ///
-    /// # Errors
-    /// [`Error::BadRange`] unless the range is whole 4 KiB pages of the buffer; [`Error::PinLimit`], [`Error::OutOfFrames`].
-    pub fn pin_range(&self, buffer: &BufferRef, range: Range<usize>) -> Result<Pinned, Error> {
-        let len = buffer.len();
-        let frame = FRAME as usize;
-        if range.is_empty() || range.end > len || !(range.start | range.end).is_multiple_of(frame) {
-            return Err(Error::BadRange { range, len });
-        }
-        let wanted = range.len() as u64 / FRAME;
-        let mut frames = lock(&self.0.frames);
-        let (pinned, limit) = (self.0.read().directory.frames() * FRAME, self.0.pin_limit.load(Ordering::Relaxed));
-        if range.len() as u64 > limit.saturating_sub(pinned) {
-            return Err(Error::PinLimit { wanted: range.len() as u64, pinned, limit });
-        }
-        let out = Error::OutOfFrames { wanted, limit: frames.limit() };
-        let Some(pages) = frames.allocate(wanted) else { return Err(out) };
-        if self.0.write().directory.enter(buffer.clone(), range.start as u64 / FRAME, &pages).is_none() {
-            frames.release(&pages);
-            return Err(out);
-        }
-        Ok(Pinned::of_range(buffer.clone(), range, Some(pages), self.owner()))
-    }
-
-    /// Refuses to have more bytes than this pinned at one time, as a kernel does that counts them against RLIMIT_MEMLOCK. A software
-    /// host pins nothing really, so it has no limit at first.
+    /// Refuses to have more bytes than this pinned at one time, as a kernel does that counts them against
+    /// RLIMIT_MEMLOCK. A software host pins nothing really, so it has no limit at first.
     pub fn set_pin_limit(&self, bytes: u64) {
         self.0.pin_limit.store(bytes, Ordering::Relaxed);
-    }
-
-    /// What [`SoftHost::set_pin_limit`] set.
-    pub fn pin_limit(&self) -> Option<u64> {
-        Some(self.0.pin_limit.load(Ordering::Relaxed)).filter(|limit| *limit < u64::MAX)
-    }
-
-    /// Maps a pinned buffer at contiguous IOVAs, aligned to 2 MiB where it is that long.
-    ///
-    /// # Errors
-    /// [`Error::ForeignPin`], [`Error::NoAccess`], [`Error::Iova`], [`Error::PageTable`]; nothing stays mapped.
-    pub fn map(&self, pinned: Pinned, access: Access) -> Result<Mapping, Error> {
-        self.map_list(vec![pinned], access)
-    }
-
-    /// Maps several, one behind the other at contiguous IOVAs, in one batch of page-table entries.
-    ///
-    /// # Errors
-    /// As [`SoftHost::map`]; [`Error::WholeBuffers`] for an empty list.
-    pub fn map_list(&self, mut list: Vec<Pinned>, access: Access) -> Result<Mapping, Error> {
-        list.iter_mut().for_each(|pinned| pinned.admit(access));
-        let mut len = 0;
-        for pinned in &list {
-            let pages = pinned.pages().filter(|_| pinned.is_from(&self.0)).ok_or(Error::ForeignPin)?;
-            len += pages.len(); // of frames that exist
-        }
-        if !access.intersects(Access::RW) {
-            return Err(Error::NoAccess(access));
-        }
-        if list.is_empty() {
-            return Err(Error::WholeBuffers);
-        }
-        let align = if len >= PageSize::SIZE_2M.bytes() { PageSize::SIZE_2M } else { PageSize::SIZE_4K };
-        let lease = lock(&self.0.iovas).allocate(len, align)?;
-        let span = lease.span();
-        let segments = list.iter().filter_map(Pinned::pages).flat_map(SgTable::segments);
-        let mapped = self.0.write().table.map_sg(span.first(), segments, access);
-        match mapped {
-            Ok(_) => {
-                let more = list.split_off(1);
-                Ok(Mapping::of_list(list.remove(0), more, lease, access))
-            }
-            Err(source) => {
-                lock(&self.0.iovas).free(lease);
-                Err(Error::PageTable { span, source })
-            }
-        }
-    }
-
-    /// True when this host made the mapping.
-    pub fn owns(&self, mapping: &Mapping) -> bool {
-        mapping.pinned().is_from(&self.0)
     }
 
     /// A device's access to this host's memory, with an IOTLB of its own.
@@ -280,6 +196,94 @@ impl<F: Format> SoftHost<F> {
 
     fn owner(&self) -> Arc<dyn Undo> {
         self.0.clone()
+    }
+}
+
+impl<F: Format> Registrar for SoftHost<F> {
+    /// Gives every page of the buffer a frame.
+    ///
+    /// # Errors
+    /// [`Error::OutOfFrames`].
+    fn pin(&self, buffer: &BufferRef) -> Result<Pinned, Error> {
+        // Buffers are whole 4 KiB pages (contract of `Heap::allocate`).
+        self.pin_range(buffer, 0..buffer.len())
+    }
+
+    /// Maps a pinned buffer at contiguous IOVAs, aligned to 2 MiB where it is that long.
+    ///
+    /// # Errors
+    /// [`Error::ForeignPin`], [`Error::NoAccess`], [`Error::Iova`], [`PageTable`](crate::Error::PageTable); nothing
+    /// stays mapped.
+    fn map(&self, pinned: Pinned, access: Access) -> Result<Mapping, Error> {
+        self.map_list(vec![pinned], access)
+    }
+
+    /// Gives some pages of the buffer frames.
+    ///
+    /// # Errors
+    /// [`Error::BadRange`] unless the range is whole 4 KiB pages of the buffer; [`Error::PinLimit`], [`Error::OutOfFrames`].
+    fn pin_range(&self, buffer: &BufferRef, range: Range<usize>) -> Result<Pinned, Error> {
+        let len = buffer.len();
+        let frame = FRAME as usize;
+        if range.is_empty() || range.end > len || !(range.start | range.end).is_multiple_of(frame) {
+            return Err(Error::BadRange { range, len });
+        }
+        let wanted = range.len() as u64 / FRAME;
+        let mut frames = lock(&self.0.frames);
+        let (pinned, limit) = (self.0.read().directory.frames() * FRAME, self.0.pin_limit.load(Ordering::Relaxed));
+        if range.len() as u64 > limit.saturating_sub(pinned) {
+            return Err(Error::PinLimit { wanted: range.len() as u64, pinned, limit });
+        }
+        let out = Error::OutOfFrames { wanted, limit: frames.limit() };
+        let Some(pages) = frames.allocate(wanted) else { return Err(out) };
+        if self.0.write().directory.enter(buffer.clone(), range.start as u64 / FRAME, &pages).is_none() {
+            frames.release(&pages);
+            return Err(out);
+        }
+        Ok(Pinned::of_range(buffer.clone(), range, Some(pages), self.owner()))
+    }
+
+    /// Maps several, one behind the other at contiguous IOVAs, in one batch of page-table entries.
+    ///
+    /// # Errors
+    /// As [`SoftHost::map`]; [`Error::WholeBuffers`] for an empty list.
+    fn map_list(&self, mut list: Vec<Pinned>, access: Access) -> Result<Mapping, Error> {
+        list.iter_mut().for_each(|pinned| pinned.admit(access));
+        let mut len = 0;
+        for pinned in &list {
+            let pages = pinned.pages().filter(|_| pinned.is_from(&self.0)).ok_or(Error::ForeignPin)?;
+            len += pages.len(); // of frames that exist
+        }
+        if !access.intersects(Access::RW) {
+            return Err(Error::NoAccess(access));
+        }
+        if list.is_empty() {
+            return Err(Error::WholeBuffers);
+        }
+        let align = if len >= PageSize::SIZE_2M.bytes() { PageSize::SIZE_2M } else { PageSize::SIZE_4K };
+        let lease = lock(&self.0.iovas).allocate(len, align)?;
+        let span = lease.span();
+        let segments = list.iter().filter_map(Pinned::pages).flat_map(SgTable::segments);
+        let mapped = self.0.write().table.map_sg(span.first(), segments, access);
+        match mapped {
+            Ok(_) => {
+                let more = list.split_off(1);
+                Ok(Mapping::of_list(list.remove(0), more, lease, access))
+            }
+            Err(source) => {
+                lock(&self.0.iovas).free(lease);
+                Err(crate::Error::PageTable { span, source }.into())
+            }
+        }
+    }
+
+    /// What [`SoftHost::set_pin_limit`] set.
+    fn pin_limit(&self) -> Option<u64> {
+        Some(self.0.pin_limit.load(Ordering::Relaxed)).filter(|limit| *limit < u64::MAX)
+    }
+
+    fn owns(&self, mapping: &Mapping) -> bool {
+        mapping.pinned().is_from(&self.0)
     }
 }
 

@@ -9,10 +9,11 @@ use dmalane_addr::CardAddr;
 use dmalane_dma::DeviceMem;
 use dmalane_iopt::{Format, X86_64_4Level};
 
+use crate::Error;
 use crate::memory::CardMemory;
 use crate::mmu::Mmu;
 use crate::queue::{Inside, Queue, Registers, Stepped};
-use crate::{Error, regs};
+use dmalane_card::regs;
 
 /// Looks for work so often before a worker sleeps: some tens of microseconds, as long as it takes to wake it.
 const SPINS: u32 = 1024;
@@ -85,7 +86,7 @@ impl<M: DeviceMem + 'static, F: Format> SoftCard<M, F> {
     /// a channel for an interrupt, from any thread.
     ///
     /// # Errors
-    /// [`Error::BadConfig`]; [`Error::Bus`] when the memories cannot be had, [`Error::NoThread`].
+    /// [`Error::BadConfig`]; [`Error::Memory`] when the memories cannot be had, [`Error::NoThread`].
     pub fn new(
         config: CardConfig,
         port: impl FnMut() -> M,

@@ -1,9 +1,10 @@
 //! The frame directory: which buffer's bytes a synthetic frame stands for.
+#![allow(unsafe_code)]
 
 use dmalane_addr::{PhysAddr, SgTable};
+use dmalane_dma::{BufferRef, VolatileSlice};
 
 use super::frames::{FRAME, ZONE, frame_of};
-use crate::{BufferRef, VolatileSlice};
 
 /// Which page of which buffer; `FREE` when of none.
 #[derive(Clone, Copy)]
@@ -119,7 +120,11 @@ impl Directory {
     #[inline]
     pub(super) fn view(&self, stretch: Stretch) -> Option<VolatileSlice<'_>> {
         let buffer = self.slots.get(stretch.slot as usize)?.as_ref()?;
-        buffer.view().sub(usize::try_from(stretch.offset).ok()?, usize::try_from(stretch.len).ok()?)
+        // SAFETY: `HeldPort::access` writes only where a leaf of the IOMMU permits it, under the lock that
+        // `Undo::unmap` takes to remove the leaf. `map_list` lets each `Pinned` admit the access before it makes the
+        // leaf, and `Mapping` drops them after the unmapping.
+        let bytes = unsafe { buffer.device_view() };
+        bytes.sub(usize::try_from(stretch.offset).ok()?, usize::try_from(stretch.len).ok()?)
     }
 
     fn owner(&self, addr: PhysAddr) -> Option<Owner> {

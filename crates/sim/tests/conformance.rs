@@ -3,14 +3,15 @@
 use std::sync::Arc;
 
 use dmalane_addr::{Access, Address, CardAddr, DeviceVa, Span};
-use dmalane_card::{Card, CardConfig, CardQueue, CardTables, SoftBus, Workers};
-use dmalane_dma::{AnonHeap, Heap, HostConfig, SoftHost};
+use dmalane_card::{Card, CardQueue, CardTables};
+use dmalane_dma::{AnonHeap, Heap};
 use dmalane_iopt::{Arm64S1_4k, Format, PageTable, X86_64_4Level};
 use dmalane_queue::conformance::{Fixture, suite};
 use dmalane_queue::{
     AddressPolicy, BalancePolicy, Class, DeviceAddr, DeviceQueue, Fenced, HostSlice, Queue, Registered, SharedHandle,
-    SharedLimits, SharedQueue, Split,
+    SharedOptions, SharedQueue, Split,
 };
+use dmalane_sim::{CardConfig, HostConfig, SoftBus, SoftHost, Workers};
 
 const MIB: u64 = 1 << 20;
 const TARGET_LEN: u64 = MIB / 2;
@@ -114,7 +115,7 @@ impl<F: Format> Kind<F> for Balanced {
 impl<F: Format> Kind<F> for Shared {
     type Queue = SharedHandle<CardQueue<Bus<F>>>;
     fn queue(card: &Card<Bus<F>>) -> Self::Queue {
-        let limits = SharedLimits { inside: 16, total: 100 };
+        let limits = SharedOptions { inside: 16, total: 100, ..SharedOptions::default() };
         SharedQueue::new(card.queue(0).unwrap(), limits).handle(Class::Normal)
     }
 }

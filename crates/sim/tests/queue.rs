@@ -9,16 +9,14 @@ use std::time::Duration;
 
 use dmalane_addr::{Access, CardAddr, Iova};
 use dmalane_card::regs::{self, BAR_REGISTERS};
-use dmalane_card::{Card, CardConfig, CardQueue, SoftBus, Workers};
-use dmalane_dma::{
-    self as mem, AnonHeap, BufferRef, DeviceMem, Heap, HostConfig, Mapping, Mmio, Pinned, Registrar, SharedBuf,
-    SoftHost,
-};
+use dmalane_card::{Card, CardQueue};
+use dmalane_dma::{self as mem, AnonHeap, BufferRef, DeviceMem, Heap, Mapping, Mmio, Pinned, Registrar, SharedBuf};
 use dmalane_queue::conformance::{Fixture, Model, Random, host_bytes, offset_of, operation};
 use dmalane_queue::{
     CacheHint, Cancelled, Class, Completion, CopyError, DeviceAddr, Direction, HostSlice, OpError, Operation, Queue,
-    Refusal, Registered, Registry, RegistryError, RegistryLimits, SharedLimits, SharedQueue, Work, run,
+    Refusal, Registered, Registry, RegistryError, RegistryLimits, SharedOptions, SharedQueue, Work, run,
 };
+use dmalane_sim::{CardConfig, HostConfig, SoftBus, SoftHost, Workers};
 
 const MIB: u64 = 1 << 20;
 const FAR_LEN: u64 = 128 << 10;
@@ -32,7 +30,7 @@ struct Faulty {
     /// The completion of the descriptor with this number is undone, once.
     lose: AtomicU64,
     completions: AtomicU64,
-    port: Mutex<dmalane_dma::host::DevicePort>,
+    port: Mutex<dmalane_sim::DevicePort>,
 }
 
 const NONE: u64 = u64::MAX;
@@ -443,7 +441,7 @@ fn nobody_sleeps_for_a_card_that_only_works_when_polled() {
 fn sixty_four_threads_share_a_queue() {
     for workers in [Workers::Inline, Workers::One] {
         let bench = Bench::new(workers, 64);
-        let shared = SharedQueue::new(bench.card.queue(0).unwrap(), SharedLimits::default());
+        let shared = SharedQueue::new(bench.card.queue(0).unwrap(), SharedOptions::default());
         std::thread::scope(|s| {
             for thread in 0..64u64 {
                 let (shared, bench) = (&shared, &bench);
@@ -475,7 +473,10 @@ fn sixty_four_threads_share_a_queue() {
 #[test]
 fn urgent_operations_overtake_and_none_starves() {
     let bench = Bench::new(Workers::Inline, 2);
-    let shared = SharedQueue::new(bench.card.queue(0).unwrap(), SharedLimits { inside: 2, total: 200 });
+    let shared = SharedQueue::new(
+        bench.card.queue(0).unwrap(),
+        SharedOptions { inside: 2, total: 200, ..SharedOptions::default() },
+    );
     let mut handles = [Class::Low, Class::High].map(|class| shared.handle(class));
     for (n, handle) in handles.iter_mut().enumerate() {
         for i in 0..50 {
@@ -501,7 +502,10 @@ fn urgent_operations_overtake_and_none_starves() {
 #[test]
 fn what_waits_outside_is_taken_back_and_detached_operations_go_on() {
     let bench = Bench::new(Workers::Inline, 2);
-    let shared = SharedQueue::new(bench.card.queue(0).unwrap(), SharedLimits { inside: 1, total: 3 });
+    let shared = SharedQueue::new(
+        bench.card.queue(0).unwrap(),
+        SharedOptions { inside: 1, total: 3, ..SharedOptions::default() },
+    );
     let mut handles = [0, 1, 2].map(|_| shared.handle(Class::Normal));
     let tickets = handles.each_mut().map(|handle| handle.submit(bench.copy(4096)).unwrap());
     assert_eq!(handles[0].submit(bench.copy(4096)).unwrap_err().reason, Refusal::Full);
@@ -519,7 +523,7 @@ fn what_waits_outside_is_taken_back_and_detached_operations_go_on() {
 #[test]
 fn a_refusal_that_only_the_queue_can_give_ends_the_operation() {
     let bench = Bench::new(Workers::Inline, 2);
-    let shared = SharedQueue::new(bench.card.queue(0).unwrap(), SharedLimits::default());
+    let shared = SharedQueue::new(bench.card.queue(0).unwrap(), SharedOptions::default());
     let mut handle = shared.handle(Class::Normal);
     let unregistered = bench.heap.allocate(4096).unwrap().share().into_part();
     let _ticket = handle.submit(Operation::write(unregistered, at(0))).unwrap();
@@ -548,7 +552,7 @@ fn block_on<F: Future>(future: F) -> F::Output {
 fn operations_can_be_awaited() {
     // Alone: the future keeps the card going.
     let bench = Bench::new(Workers::Inline, 16);
-    let shared = SharedQueue::new(bench.card.queue(0).unwrap(), SharedLimits::default());
+    let shared = SharedQueue::new(bench.card.queue(0).unwrap(), SharedOptions::default());
     let copy = |len| {
         let mut handle = shared.handle(Class::Normal);
         let _ticket = handle.submit(bench.copy(len)).unwrap();

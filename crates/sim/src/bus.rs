@@ -5,16 +5,17 @@ use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::{Arc, Condvar, Mutex, OnceLock, PoisonError};
 use std::time::Duration;
 
+use crate::DevicePort;
+use crate::SoftHost;
 use dmalane_addr::{Access, CardAddr};
-use dmalane_dma::host::DevicePort;
-use dmalane_dma::{self as mem, BufferRef, Mapping, Mmio, Pinned, Registrar, SoftHost};
+use dmalane_dma::{self as mem, BufferRef, Mapping, Mmio, Pinned, Registrar};
 use dmalane_iopt::{Arm64S1_4k, Format, X86_64_4Level};
 
 use rustix::event::{EventfdFlags, eventfd};
 
 use crate::memory::CardMemory;
-use crate::regs::{BAR_MEMORY, MAX_CHANNELS};
 use crate::{CardConfig, Error, SoftCard};
+use dmalane_card::regs::{BAR_MEMORY, MAX_CHANNELS};
 
 /// A [`SoftCard`] behind the IOMMU of a [`SoftHost`]. The IOMMU's tables have format `F`, those of the card's MMU
 /// format `M`.

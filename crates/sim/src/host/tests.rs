@@ -1,7 +1,7 @@
 //! The software host against a plain copy of the memory.
 
 use super::*;
-use crate::{AnonHeap, Heap, SharedBuf};
+use dmalane_dma::{AnonHeap, Heap, SharedBuf};
 use dmalane_iopt::X86_64_4Level;
 use proptest::prelude::*;
 
@@ -258,4 +258,20 @@ fn translations_that_are_being_changed_are_not_waited_for() {
     let held = other.hold();
     assert!(port.try_hold().is_some());
     drop(held);
+}
+
+#[test]
+fn only_a_mapping_that_lets_the_device_write_keeps_bytes_from_the_processor() {
+    let host: SoftHost = SoftHost::new(HostConfig::default()).unwrap();
+    let buf = AnonHeap::new().allocate(4096).unwrap().share();
+    let reference = buf.reference();
+    let mut part = buf.into_part();
+    let _reader = host.map(host.pin(&reference).unwrap(), Access::READ).unwrap();
+    assert!(part.with_bytes(|_| ()).is_some());
+    let writer = host.map(host.pin(&reference).unwrap(), Access::RW).unwrap();
+    assert!(part.with_bytes(|_| ()).is_none());
+    drop(writer);
+    // A pin that could not be mapped leaves nothing behind.
+    assert!(host.map(host.pin(&reference).unwrap(), Access::EXEC).is_err());
+    assert!(part.with_bytes(|_| ()).is_some());
 }

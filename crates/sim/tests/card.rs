@@ -5,13 +5,14 @@ use std::time::{Duration, Instant};
 
 use dmalane_addr::{Access, CardAddr, DeviceVa, Iova, Span};
 use dmalane_card::regs::{self, BAR_MEMORY, BAR_REGISTERS};
-use dmalane_card::{Card, CardConfig, CardQueue, CardTables, Descriptor, Error, SoftBus, Task, Workers};
-use dmalane_dma::{AnonHeap, FaultReason, Heap, HostConfig, Mmio, SharedBuf, SoftHost};
+use dmalane_card::{Card, CardQueue, CardTables, Descriptor, Error, Task};
+use dmalane_dma::{AnonHeap, FaultReason, Heap, Mmio, SharedBuf};
 use dmalane_iopt::{Format, PageTable, Tables, X86_64_4Level};
 use dmalane_queue::{
     AddressPolicy, DeviceAddr, Direction, OpError, Operation, Queue, Refusal, Registered, Route, RunError, Split,
     drain, run,
 };
+use dmalane_sim::{CardConfig, HostConfig, SoftBus, SoftHost, Workers};
 
 const MIB: u64 = 1 << 20;
 const SECOND: Duration = Duration::from_secs(1);
@@ -81,7 +82,7 @@ fn says_what_it_has() {
     }
     for (channels, hbm) in [(0, 8 * MIB), (17, 8 * MIB), (2, 2 * MIB)] {
         let config = CardConfig { ddr: 8 * MIB, hbm, channels, workers: Workers::Inline };
-        assert!(matches!(Bus::new(bus.host().clone(), config), Err(Error::BadConfig { .. })));
+        assert!(matches!(Bus::new(bus.host().clone(), config), Err(dmalane_sim::Error::BadConfig { .. })));
     }
 }
 

@@ -6,12 +6,11 @@ use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use dmalane_addr::{Access, CardAddr, Iova};
-use dmalane_card::fuzzing::{fuzz_driver, fuzz_ring};
-use dmalane_card::{Card, CardConfig, CardQueue, Completion, Error, SoftBus, Workers, regs};
-use dmalane_dma::{
-    self as mem, AnonHeap, BufferRef, DeviceMem, Heap, HostConfig, Mapping, Mmio, Pinned, Registrar, SoftHost,
-};
+use dmalane_card::{Card, CardQueue, Completion, Error, regs};
+use dmalane_dma::{self as mem, AnonHeap, BufferRef, DeviceMem, Heap, Mapping, Mmio, Pinned, Registrar};
 use dmalane_queue::{DeviceAddr, OpError, Operation, Queue, Refusal, Registered, drain};
+use dmalane_sim::fuzzing::{fuzz_driver, fuzz_ring};
+use dmalane_sim::{CardConfig, HostConfig, SoftBus, SoftHost, Workers};
 use proptest::prelude::*;
 
 proptest! {

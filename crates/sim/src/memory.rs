@@ -29,7 +29,8 @@ impl CardMemory {
     ///
     /// # Errors
     /// [`Error::BadConfig`] unless `ddr` is a multiple of 2 MiB, `hbm` one of 4 MiB (so that its halves are whole
-    /// blocks), and each at least that and at most 256 GiB; [`Error::Bus`] when the machine refuses the address space.
+    /// blocks), and each at least that and at most 256 GiB; [`Error::Memory`] when the machine refuses the address
+    /// space.
     pub fn new(ddr: u64, hbm: u64) -> Result<Self, Error> {
         Self::at(ddr, hbm, HBM_BASE)
     }

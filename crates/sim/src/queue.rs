@@ -10,11 +10,12 @@ use dmalane_dma::{CopyHint, DeviceMem, DmaFault, FaultReason, HeldMem, VolatileS
 use dmalane_iopt::Format;
 use dmalane_queue::{CacheHint, DeviceAddr, Direction, QueueAddr};
 
+use crate::Error;
 use crate::memory::CardMemory;
 use crate::mmu::{self, Mmu, Tlb};
 use crate::recent::{Memory, Recent};
-use crate::regs::{MAX_LEN, MAX_RING_LOG2, STATUS_HALTED, STATUS_RUNNING};
-use crate::{Completion, Descriptor, Error, Halt, Malformed, Status, Task};
+use dmalane_card::regs::{MAX_LEN, MAX_RING_LOG2, STATUS_HALTED, STATUS_RUNNING};
+use dmalane_card::{Completion, Descriptor, Halt, Malformed, Status, Task};
 
 /// What one [`Queue::step`] does at most.
 const STEP_DESCRIPTORS: usize = 32;
