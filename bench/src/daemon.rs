@@ -15,7 +15,7 @@ use std::time::{Duration, Instant};
 
 use dmalane::addr::{Access, Address, CardAddr};
 use dmalane::card::{Card, CardQueue};
-use dmalane::daemon::{Client, Config, Limits, Listener, Options as ClientOptions, Server};
+use dmalane::daemon::{Client, ClientLimits, ClientOptions, Config, Listener, Server};
 use dmalane::dma::{BufferSlice, Heap, MemfdHeap, Mmio, PageKind, SharedBuf};
 use dmalane::queue::{CacheHint, Completion, DeviceAddr, Direction, Operation, Queue, Registered};
 use dmalane::sim::{CardConfig, HostConfig, SoftBus, SoftHost, Workers};
@@ -86,7 +86,7 @@ impl Drop for Daemon {
 /// Serves until stdin ends, on the processor of workers.
 fn serve(path: &Path) -> Result<()> {
     pin_to(1);
-    let limits = Limits { ddr: 2 * COLD as u64, hbm: 4 << 20, queues: 1, ..Limits::default() };
+    let limits = ClientLimits { ddr: 2 * COLD as u64, hbm: 4 << 20, queues: 1, ..ClientLimits::default() };
     let listener = Listener::bind(path, 0o600)?;
     let server = Server::new(Config { limits, ..Config::default() }, |_| {})?;
     let (stop, stopped) = std::os::unix::net::UnixStream::pair()?;
@@ -228,7 +228,7 @@ pub fn run(options: &Options) -> Result<Report> {
             two_clients(options, &daemon, &name, sizes, &mut report)?;
         }
     }
-    let left = dmalane::daemon::report(&daemon.path)?;
+    let left = dmalane::daemon::status(&daemon.path)?;
     if left.quarantined > 0 || left.totals.errors > 0 {
         return Err(format!("the daemon counted errors: {left:?}").into());
     }

@@ -1,7 +1,8 @@
-//! The client: a bus whose card is in another process.
+//! The client: gives a driver access to a card in another process.
 //!
-//! Pinning and mapping are one message, starting and stopping are messages; doorbells, statuses and wishes to be woken are words of the register
-//! page. So a driver that polls makes no system call, but for a look now and then whether the daemon is still there.
+//! One message pins and maps a buffer; starting and stopping a queue are messages too. Doorbells, statuses and wake-up
+//! requests are words of the register page. A driver that polls therefore makes no system call, except for an
+//! occasional check that the daemon is still running.
 
 use std::ops::Range;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
@@ -22,190 +23,199 @@ use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType};
 use thiserror::Error;
 use zerocopy::{FromBytes, Immutable, KnownLayout};
 
-use crate::config::Limits;
+use crate::config::ClientLimits;
 use crate::page::Page;
 use crate::server::Totals;
 use crate::socket::{self, Received};
 use crate::wire::{
-    ANSWER, Code, FAILED, FailedAnswer, Header, HelloAnswer, MAX_BYTES, MAX_FDS, MAX_MESSAGE, MAX_SEGMENTS, OpenAnswer,
-    PairAnswer, Request, RowAnswer, Segment, TotalsAnswer, VERSION,
+    ANSWER, ClientRequest, Code, FAILED, FailedAnswer, HelloAnswer, MAX_BYTES, MAX_FDS, MAX_MESSAGE, MAX_SEGMENTS,
+    MapSegment, MessageHeader, OpenAnswer, PairAnswer, RowAnswer, TotalsAnswer, VERSION,
 };
 
-/// Looks at a status between two looks at whether the daemon is still there.
-const LOOKS: u32 = 64;
+/// Status reads between two checks that the daemon is still running.
+const STATUS_READS_PER_CHECK: u32 = 64;
 
 /// An error of a client.
 #[derive(Clone, Debug, Error)]
 #[non_exhaustive]
-pub enum Error {
-    /// Nobody listens.
+pub enum ClientError {
+    /// The socket cannot be opened, or no daemon listens on it.
     #[error("cannot connect to {}: {source} (is dmalaned running, and may this user open the socket?)", path.display())]
     Connect {
-        /// Where.
+        /// The daemon's socket.
         path: PathBuf,
-        /// The kernel's answer.
+        /// The kernel's error.
         source: Errno,
     },
-    /// The daemon has ended, or closed the connection. What was on the card is gone; buffers and their bytes are not.
+    /// The daemon has exited or closed the connection. Card memory is lost; buffers keep their contents.
     #[error("the daemon at {} is gone: connect again (Client::reconnect) and register buffers anew", .0.display())]
     Disconnected(PathBuf),
     /// The daemon has not answered in time.
     #[error("the daemon at {} has not answered within {after:?}", path.display())]
     Timeout {
-        /// Where.
+        /// The daemon's socket.
         path: PathBuf,
         /// How long the client waited.
         after: Duration,
     },
-    /// The daemon refused.
+    /// The daemon refused a request.
     #[error("the daemon refused: {text}")]
     Refused {
-        /// Why.
+        /// The reason, as a code.
         code: Code,
-        /// Why, in its words.
+        /// The reason, as the daemon's text.
         text: String,
     },
-    /// The daemon does not keep to the format.
-    #[error("the daemon at {} answered what cannot be: {what}", path.display())]
+    /// The daemon sent an answer that violates the protocol.
+    #[error("invalid answer from the daemon at {}: {what}", path.display())]
     BadAnswer {
-        /// Where.
+        /// The daemon's socket.
         path: PathBuf,
-        /// What is wrong.
+        /// The violation.
         what: &'static str,
     },
-    /// Memory that no other process can have.
+    /// Memory that another process cannot map.
     #[error(
-        "this memory cannot be lent to the daemon: take it from a MemfdHeap without reserved huge pages, or from Client::buffer"
+        "this memory cannot be shared with the daemon: allocate it from a MemfdHeap without reserved huge pages, or \
+         with Client::buffer"
     )]
     NotShareable,
-    /// A mapping of more buffers, or more pieces of them, than fit a message.
-    #[error("a mapping of {pieces} pieces of {buffers} buffers; at most {MAX_SEGMENTS} of {MAX_FDS} are possible")]
-    TooManyPieces {
-        /// How many.
-        pieces: usize,
-        /// How many.
+    /// A mapping of more buffers, or more segments of them, than fit a message.
+    #[error(
+        "a mapping of {segments} segments from {buffers} buffers; at most {MAX_SEGMENTS} segments from {MAX_FDS} \
+         buffers are possible"
+    )]
+    TooManySegments {
+        /// Segments to be mapped.
+        segments: usize,
+        /// Buffers that they are from.
         buffers: usize,
     },
-    /// The kernel refused what the client needs.
+    /// A system call of the client failed.
     #[error("{what}: {source}")]
     System {
-        /// What could not be done.
+        /// The operation that failed.
         what: &'static str,
-        /// The kernel's answer.
+        /// The kernel's error.
         source: Errno,
     },
 }
 
-impl From<Error> for mem::Error {
-    fn from(error: Error) -> Self {
+impl From<ClientError> for mem::Error {
+    fn from(error: ClientError) -> Self {
         Self::Other(Box::new(error))
     }
 }
 
-/// How to connect.
+/// Options of a connection.
 #[derive(Clone, PartialEq, Eq, Debug)]
-pub struct Options {
+pub struct ClientOptions {
     /// The daemon's socket.
     pub path: PathBuf,
-    /// Bytes of DDR; 0 for as many as a client may have.
+    /// Bytes of DDR; 0 for the per-client limit.
     pub ddr: u64,
-    /// Bytes of HBM; 0 for as many as a client may have.
+    /// Bytes of HBM; 0 for the per-client limit.
     pub hbm: u64,
-    /// Queues; 0 for as many as a client may have.
+    /// Queues; 0 for the per-client limit.
     pub queues: u32,
-    /// How long to wait for an answer.
-    pub patience: Duration,
+    /// Longest time to wait for an answer.
+    pub timeout: Duration,
 }
 
-impl Options {
-    /// As much as a client may have of the daemon at `path`, with 10 s of patience.
+impl ClientOptions {
+    /// Options for the daemon at `path`: per-client limits for all resources, and a timeout of 10 s.
     pub fn new(path: impl AsRef<Path>) -> Self {
         let path = path.as_ref().to_owned();
-        Self { path, ddr: 0, hbm: 0, queues: 0, patience: Duration::from_secs(10) }
+        Self { path, ddr: 0, hbm: 0, queues: 0, timeout: Duration::from_secs(10) }
     }
 }
 
-/// What is said over the socket, one request at a time.
-struct Line {
+/// The socket, with one request at a time in flight.
+struct Transport {
     socket: OwnedFd,
     path: PathBuf,
     next: u64,
-    patience: Duration,
+    timeout: Duration,
 }
 
-/// A connection to a daemon, and what its greeting said.
-struct Greeted {
-    line: Line,
-    limits: Limits,
+/// A connection to a daemon, with the contents of its hello answer.
+struct Handshake {
+    transport: Transport,
+    limits: ClientLimits,
     client: u64,
 }
 
-impl Line {
-    fn connect(path: &Path, patience: Duration) -> Result<Greeted, Error> {
-        let failed = |source| Error::Connect { path: path.to_owned(), source };
+impl Transport {
+    fn connect(path: &Path, timeout: Duration) -> Result<Handshake, ClientError> {
+        let failed = |source| ClientError::Connect { path: path.to_owned(), source };
         let address = SocketAddrUnix::new(path).map_err(failed)?;
         let kind = SocketType::SEQPACKET;
         let socket = rustix::net::socket_with(AddressFamily::UNIX, kind, SocketFlags::CLOEXEC, None).map_err(failed)?;
-        // A daemon that neither accepts nor reads is not waited for longer than one that does not answer. (0 would be for ever.)
-        let most = Some(patience.clamp(Duration::from_millis(1), Duration::from_secs(86400)));
+        // Connecting to a daemon that never accepts must time out too. (0 would wait for ever.)
+        let most = Some(timeout.clamp(Duration::from_millis(1), Duration::from_secs(86400)));
         set_socket_timeout(&socket, Timeout::Send, most).map_err(failed)?;
         loop {
             match rustix::net::connect(&socket, &address) {
                 Err(Errno::INTR) => {}
-                Err(Errno::AGAIN) => return Err(Error::Timeout { path: path.to_owned(), after: patience }),
+                Err(Errno::AGAIN) => return Err(ClientError::Timeout { path: path.to_owned(), after: timeout }),
                 other => break other.map_err(failed)?,
             }
         }
-        let mut line = Self { socket, path: path.to_owned(), next: 1, patience };
-        let (hello, _): (HelloAnswer, _) = line.ask_for(&Request::Hello { min: VERSION, max: VERSION }, &[])?;
+        let mut transport = Self { socket, path: path.to_owned(), next: 1, timeout };
+        let (hello, _): (HelloAnswer, _) =
+            transport.ask_for(&ClientRequest::Hello { min: VERSION, max: VERSION }, &[])?;
         if hello.version.get() != VERSION {
-            return Err(line.bad("a version that was not offered"));
+            return Err(transport.bad("a protocol version that the client did not offer"));
         }
-        let limits = Limits {
+        let limits = ClientLimits {
             ddr: hello.ddr.get(),
             hbm: hello.hbm.get(),
             queues: hello.queues.get(),
             buffers: hello.buffers.get(),
             bytes: hello.bytes.get(),
         };
-        Ok(Greeted { line, limits, client: hello.client.get() })
+        Ok(Handshake { transport, limits, client: hello.client.get() })
     }
 
-    fn bad(&self, what: &'static str) -> Error {
-        Error::BadAnswer { path: self.path.clone(), what }
+    fn bad(&self, what: &'static str) -> ClientError {
+        ClientError::BadAnswer { path: self.path.clone(), what }
     }
 
-    fn gone(&self) -> Error {
-        Error::Disconnected(self.path.clone())
+    fn gone(&self) -> ClientError {
+        ClientError::Disconnected(self.path.clone())
     }
 
-    /// Asks, and waits for the answer: its body, and the descriptors that come with it.
-    fn ask(&mut self, request: &Request<'_>, fds: &[BorrowedFd<'_>]) -> Result<(Vec<u8>, Vec<OwnedFd>), Error> {
-        let deadline = Instant::now().checked_add(self.patience);
+    /// Sends a request and waits for the answer; returns its body and the descriptors that came with it.
+    fn ask(
+        &mut self,
+        request: &ClientRequest<'_>,
+        fds: &[BorrowedFd<'_>],
+    ) -> Result<(Vec<u8>, Vec<OwnedFd>), ClientError> {
+        let deadline = Instant::now().checked_add(self.timeout);
         self.ask_until(request, fds, deadline)
     }
 
-    /// The same; `None` waits until there is an answer or the daemon is gone.
+    /// As [`Transport::ask`], until `deadline`; `None` waits until the daemon answers or the connection ends.
     fn ask_until(
         &mut self,
-        request: &Request<'_>,
+        request: &ClientRequest<'_>,
         fds: &[BorrowedFd<'_>],
         deadline: Option<Instant>,
-    ) -> Result<(Vec<u8>, Vec<OwnedFd>), Error> {
+    ) -> Result<(Vec<u8>, Vec<OwnedFd>), ClientError> {
         let seqno = self.next;
         self.next += 1;
         match socket::send(&self.socket, &request.encode(seqno), fds, true) {
             Ok(()) => {}
-            // It may have said why before it closed.
+            // The daemon may have sent a reason before it closed the connection.
             Err(Errno::PIPE | Errno::CONNRESET) => {}
-            Err(Errno::AGAIN) => return Err(Error::Timeout { path: self.path.clone(), after: self.patience }),
-            Err(source) => return Err(Error::System { what: "cannot send to the daemon", source }),
+            Err(Errno::AGAIN) => return Err(ClientError::Timeout { path: self.path.clone(), after: self.timeout }),
+            Err(source) => return Err(ClientError::System { what: "cannot send to the daemon", source }),
         }
         let mut buffer = [0; MAX_MESSAGE];
         loop {
             let left = deadline.map(|d| d.saturating_duration_since(Instant::now()));
             if left.is_some_and(|left| left.is_zero()) {
-                return Err(Error::Timeout { path: self.path.clone(), after: self.patience });
+                return Err(ClientError::Timeout { path: self.path.clone(), after: self.timeout });
             }
             wait_for(&[self.socket.as_fd()], left.unwrap_or(Duration::from_secs(1)));
             let mut fds = Vec::new();
@@ -215,52 +225,52 @@ impl Line {
                 Ok(Received::End) => return Err(self.gone()),
                 Ok(Received::TooMuch) => {
                     return Err(self.bad(
-                        "a message that is too long, or descriptors that this process may not have (RLIMIT_NOFILE)",
+                        "a message that is too long, or more descriptors than this process may open (RLIMIT_NOFILE)",
                     ));
                 }
-                Err(source) => return Err(Error::System { what: "cannot receive from the daemon", source }),
+                Err(source) => return Err(ClientError::System { what: "cannot receive from the daemon", source }),
             };
-            let Ok((header, body)) = Header::ref_from_prefix(&buffer[..n]) else {
+            let Ok((header, body)) = MessageHeader::ref_from_prefix(&buffer[..n]) else {
                 return Err(self.bad("a message shorter than a header"));
             };
             if header.size.get() as usize != n {
-                return Err(self.bad("a message of another size than its header says"));
+                return Err(self.bad("a message whose size differs from its header"));
             }
             let (opcode, number) = (header.opcode.get(), header.seqno.get());
             if opcode == FAILED && (number == seqno || number == 0) {
                 return Err(self.refused(body));
             }
             if number < seqno {
-                continue; // too late: nobody waits for it any more
+                continue; // the answer to an earlier request that timed out
             }
             if number != seqno || opcode != request.opcode() | ANSWER {
-                return Err(self.bad("an answer to what was not asked"));
+                return Err(self.bad("an answer to another request"));
             }
             return Ok((body.to_vec(), fds));
         }
     }
 
-    fn refused(&self, body: &[u8]) -> Error {
+    fn refused(&self, body: &[u8]) -> ClientError {
         let Ok((failed, text)) = FailedAnswer::ref_from_prefix(body) else {
-            return self.bad("a refusal that is too short");
+            return self.bad("an error answer that is too short");
         };
         let text = &text[..text.len().min(failed.len.get() as usize)];
         let code = Code::from_number(failed.code.get()).unwrap_or(Code::Failed);
-        Error::Refused { code, text: String::from_utf8_lossy(text).into_owned() }
+        ClientError::Refused { code, text: String::from_utf8_lossy(text).into_owned() }
     }
 
     fn ask_for<T: FromBytes + KnownLayout + Immutable>(
         &mut self,
-        request: &Request<'_>,
+        request: &ClientRequest<'_>,
         fds: &[BorrowedFd<'_>],
-    ) -> Result<(T, Vec<OwnedFd>), Error> {
+    ) -> Result<(T, Vec<OwnedFd>), ClientError> {
         let (body, fds) = self.ask(request, fds)?;
         let answer = T::read_from_bytes(&body).map_err(|_| self.bad("an answer of the wrong length"))?;
         Ok((answer, fds))
     }
 }
 
-/// Waits until one of them is readable or at its end, at most so long. Says whether one is.
+/// Waits until one of the descriptors is readable or at its end, for at most `timeout`; true when one is.
 fn wait_for(fds: &[BorrowedFd<'_>], timeout: Duration) -> bool {
     let mut fds: Vec<PollFd<'_>> = fds.iter().map(|fd| PollFd::from_borrowed_fd(*fd, PollFlags::IN)).collect();
     let timeout = Timespec {
@@ -270,93 +280,96 @@ fn wait_for(fds: &[BorrowedFd<'_>], timeout: Duration) -> bool {
     poll(&mut fds, Some(&timeout)).is_ok_and(|n| n > 0)
 }
 
-/// A function of a daemon's card: an [`Mmio`], so that [`dmalane_card::Card`] drives it like a card in this process.
-/// Clones are handles to the same.
+/// A function of a daemon's card. It implements [`Mmio`], so [`dmalane_card::Card`] drives it like a card in this
+/// process. Clones are handles to the same function.
 ///
-/// Buffers are memfds: those of [`Client::buffer`], or any that a [`mem::MemfdHeap`] gives. The connection ends when the last handle and the last
-/// mapping are dropped; then the daemon stops the queues and releases everything.
+/// Buffers are memfds, from [`Client::buffer`] or from a [`mem::MemfdHeap`]. The connection ends when the last handle
+/// and the last mapping are dropped; then the daemon stops the queues and releases all resources of the client.
 #[derive(Clone)]
 pub struct Client(Arc<Inner>);
 
 struct Inner {
-    options: Options,
-    line: Mutex<Line>,
-    /// The line's socket again: to be looked at while somebody waits for an answer.
+    options: ClientOptions,
+    transport: Mutex<Transport>,
+    /// A second descriptor of the transport's socket, to poll while another thread waits for an answer.
     socket: OwnedFd,
-    limits: Limits,
+    limits: ClientLimits,
     number: u64,
     page: Page,
     /// Wakes the daemon.
     kick: OwnedFd,
     /// Wake the client, one for each queue.
     calls: Vec<OwnedFd>,
-    /// Somebody waits for this one by its descriptor: [`Mmio::wait`] leaves it alone.
-    lent: Vec<AtomicBool>,
-    gone: OnceLock<Error>,
-    looks: AtomicU32,
-    /// The IOVAs that the daemon has given out.
+    /// True for each call descriptor that [`Mmio::event`] has returned: [`Mmio::wait`] does not read those.
+    event_taken: Vec<AtomicBool>,
+    gone: OnceLock<ClientError>,
+    status_reads: AtomicU32,
+    /// The IOVAs that the daemon has assigned.
     iovas: Mutex<RangeCache<Iova>>,
-    /// Buffers that the daemon made, until nobody holds them.
-    made: Mutex<Vec<(u64, BufferRef)>>,
+    /// Buffers that the daemon allocated and that may still be in use, each with its number.
+    allocated: Mutex<Vec<(u64, BufferRef)>>,
 }
 
 impl Client {
-    /// Connects to a daemon, and opens a function of its card.
+    /// Connects to a daemon and opens a function of its card.
     ///
     /// # Errors
-    /// [`Error::Connect`]; [`Error::Refused`], with [`Code::Quota`] when the card is shared out; the others.
-    pub fn connect(options: Options) -> Result<Self, Error> {
-        let Greeted { mut line, limits, client } = Line::connect(&options.path, options.patience)?;
-        let Options { ddr, hbm, queues, .. } = options;
-        let (answer, fds): (OpenAnswer, _) = line.ask_for(&Request::Open { ddr, hbm, queues }, &[])?;
+    /// [`ClientError::Connect`]; [`ClientError::Refused`], with [`Code::Quota`] when the card has too little left; the
+    /// other errors of the connection.
+    pub fn connect(options: ClientOptions) -> Result<Self, ClientError> {
+        let Handshake { mut transport, limits, client } = Transport::connect(&options.path, options.timeout)?;
+        let ClientOptions { ddr, hbm, queues, .. } = options;
+        let (answer, fds): (OpenAnswer, _) = transport.ask_for(&ClientRequest::Open { ddr, hbm, queues }, &[])?;
         let queues = answer.queues.get();
         if !(1..=regs::MAX_CHANNELS).contains(&queues) || fds.len() != queues as usize + 2 {
-            return Err(line.bad("a function without its register page, kick and call descriptors"));
+            return Err(transport.bad("a function without its register page, kick and call descriptors"));
         }
         let mut fds = fds.into_iter();
         let page = fds.next().and_then(|fd| SharedBuf::import(fd).ok()).and_then(Page::of);
-        let page = page.ok_or_else(|| line.bad("a register page that is none"))?;
-        let kick = fds.next().ok_or_else(|| line.bad("a function without its kick descriptor"))?;
-        let socket = line.socket.try_clone().map_err(|e| Error::System {
-            what: "cannot keep a second descriptor of the connection",
+        let page = page.ok_or_else(|| transport.bad("an invalid register page"))?;
+        let kick = fds.next().ok_or_else(|| transport.bad("a function without its kick descriptor"))?;
+        let socket = transport.socket.try_clone().map_err(|e| ClientError::System {
+            what: "cannot duplicate the socket",
             source: Errno::from_io_error(&e).unwrap_or(Errno::IO),
         })?;
         let space = Span::inclusive(Iova::new(0), Iova::new((1 << 52) - 1)).expect("a constant span");
         Ok(Self(Arc::new(Inner {
             options,
-            line: Mutex::new(line),
+            transport: Mutex::new(transport),
             socket,
             limits,
             number: client,
             page,
             kick,
             calls: fds.collect(),
-            lent: (0..queues).map(|_| AtomicBool::new(false)).collect(),
+            event_taken: (0..queues).map(|_| AtomicBool::new(false)).collect(),
             gone: OnceLock::new(),
-            looks: AtomicU32::new(0),
+            status_reads: AtomicU32::new(0),
             iovas: Mutex::new(RangeCache::new(RangeAllocator::new(space, PageSize::SIZE_4K))),
-            made: Mutex::default(),
+            allocated: Mutex::default(),
         })))
     }
 
-    /// A new connection to a daemon at the same place, with the same options: after [`Error::Disconnected`]. It has nothing of this one's:
-    /// card memory is zeros, and buffers are to be registered again.
+    /// Opens a new connection to the same socket with the same options, after [`ClientError::Disconnected`]. The new
+    /// function shares no state with this one: its card memory is zero, and buffers have to be registered again.
     ///
     /// # Errors
-    /// Those of [`Client::connect`], [`Error::Connect`] while there is no daemon.
-    pub fn reconnect(&self) -> Result<Self, Error> {
+    /// Those of [`Client::connect`]; [`ClientError::Connect`] while no daemon is running.
+    pub fn reconnect(&self) -> Result<Self, ClientError> {
         Self::connect(self.0.options.clone())
     }
 
-    /// The same, trying again for so long while there is no daemon.
+    /// As [`Client::reconnect`], retrying for up to `timeout` while no daemon is running.
     ///
     /// # Errors
     /// As [`Client::reconnect`].
-    pub fn reconnect_within(&self, patience: Duration) -> Result<Self, Error> {
-        let deadline = Instant::now().checked_add(patience);
+    pub fn reconnect_within(&self, timeout: Duration) -> Result<Self, ClientError> {
+        let deadline = Instant::now().checked_add(timeout);
         loop {
             match self.reconnect() {
-                Err(Error::Connect { .. } | Error::Disconnected(_)) if deadline.is_none_or(|d| Instant::now() < d) => {
+                Err(ClientError::Connect { .. } | ClientError::Disconnected(_))
+                    if deadline.is_none_or(|d| Instant::now() < d) =>
+                {
                     std::thread::sleep(Duration::from_millis(20));
                 }
                 other => return other,
@@ -364,18 +377,18 @@ impl Client {
         }
     }
 
-    /// For a test: the connection ends as when the process does.
+    /// For a test: ends the connection as the end of the process would.
     #[cfg(test)]
     pub(crate) fn abandon(&self) {
         let _ = rustix::net::shutdown(&self.0.socket, rustix::net::Shutdown::Both);
     }
 
-    /// What this client may have.
-    pub fn limits(&self) -> Limits {
+    /// The resource limits of this client.
+    pub fn limits(&self) -> ClientLimits {
         self.0.limits
     }
 
-    /// The number that the daemon knows this client by.
+    /// The number by which the daemon identifies this client.
     pub fn number(&self) -> u64 {
         self.0.number
     }
@@ -385,79 +398,79 @@ impl Client {
         self.0.calls.len()
     }
 
-    /// The error that all requests end with once the daemon is gone.
-    pub fn gone(&self) -> Option<Error> {
-        self.0.look_for_end();
+    /// The error with which every request fails once the connection has ended; `None` while it is open.
+    pub fn gone(&self) -> Option<ClientError> {
+        self.0.check_connection();
         self.0.gone.get().cloned()
     }
 
-    /// A buffer of at least `len` bytes, zeroed, made by the daemon and counted against what this client may have. It can be mapped like any
-    /// other. When the last reference to it is dropped the daemon takes it back, at the next request; when the
-    /// connection ends its bytes are lost.
+    /// Has the daemon allocate a zeroed buffer of at least `len` bytes, which counts against this client's limits. It
+    /// can be mapped like any other. Once the last reference to it is dropped, the next request returns it to the
+    /// daemon. Its contents are lost when the connection ends.
     ///
     /// # Errors
-    /// [`Error::Refused`] and the others.
-    pub fn buffer(&self, len: usize) -> Result<SharedBuf, Error> {
+    /// [`ClientError::Refused`]; the errors of the connection.
+    pub fn buffer(&self, len: usize) -> Result<SharedBuf, ClientError> {
         self.0.sweep();
-        let (answer, fds): (PairAnswer, _) = self.0.ask_for(&Request::Buffer { len: len as u64 }, &[])?;
-        let bad = || Error::BadAnswer { path: self.0.options.path.clone(), what: "a buffer that is none" };
+        let (answer, fds): (PairAnswer, _) = self.0.ask_for(&ClientRequest::Buffer { len: len as u64 }, &[])?;
+        let bad = || ClientError::BadAnswer { path: self.0.options.path.clone(), what: "an invalid buffer" };
         let fd = fds.into_iter().next().ok_or_else(bad)?;
         let buf = SharedBuf::import(fd).ok().filter(|buf| buf.len() >= len).ok_or_else(bad)?;
-        lock(&self.0.made).push((answer.first.get(), buf.reference()));
+        lock(&self.0.allocated).push((answer.first.get(), buf.reference()));
         Ok(buf)
     }
 }
 
 impl Inner {
-    fn lost(&self, error: Error) -> Error {
-        if let Error::Disconnected(_) = error {
+    fn lost(&self, error: ClientError) -> ClientError {
+        if let ClientError::Disconnected(_) = error {
             let _ = self.gone.set(error.clone());
         }
         error
     }
 
-    fn alive(&self) -> Result<(), Error> {
+    fn alive(&self) -> Result<(), ClientError> {
         self.gone.get().map_or(Ok(()), |e| Err(e.clone()))
     }
 
-    fn ask(&self, request: &Request<'_>, fds: &[BorrowedFd<'_>]) -> Result<Vec<u8>, Error> {
+    fn ask(&self, request: &ClientRequest<'_>, fds: &[BorrowedFd<'_>]) -> Result<Vec<u8>, ClientError> {
         self.alive()?;
-        let asked = lock(&self.line).ask(request, fds);
+        let asked = lock(&self.transport).ask(request, fds);
         asked.map(|(body, _)| body).map_err(|e| self.lost(e))
     }
 
     fn ask_for<T: FromBytes + KnownLayout + Immutable>(
         &self,
-        request: &Request<'_>,
+        request: &ClientRequest<'_>,
         fds: &[BorrowedFd<'_>],
-    ) -> Result<(T, Vec<OwnedFd>), Error> {
+    ) -> Result<(T, Vec<OwnedFd>), ClientError> {
         self.alive()?;
-        let asked = lock(&self.line).ask_for(request, fds);
+        let asked = lock(&self.transport).ask_for(request, fds);
         asked.map_err(|e| self.lost(e))
     }
 
-    /// Notices that the daemon has closed the connection.
-    fn look_for_end(&self) {
+    /// Checks whether the daemon has closed the connection.
+    fn check_connection(&self) {
         let mut fds = [PollFd::new(&self.socket, PollFlags::RDHUP)];
         let end = PollFlags::HUP | PollFlags::RDHUP | PollFlags::ERR;
         if poll(&mut fds, Some(&Timespec::default())).is_ok() && fds[0].revents().intersects(end) {
-            let _ = self.gone.set(Error::Disconnected(self.options.path.clone()));
+            let _ = self.gone.set(ClientError::Disconnected(self.options.path.clone()));
         }
     }
 
-    /// Has the daemon take back the buffers that nobody holds.
+    /// Returns buffers without references to the daemon.
     fn sweep(&self) {
-        let mut made = lock(&self.made);
-        let dropped: Vec<u64> = made.iter().filter(|(_, memory)| memory.is_last()).map(|(id, _)| *id).collect();
-        made.retain(|(id, _)| !dropped.contains(id));
-        drop(made);
+        let mut allocated = lock(&self.allocated);
+        let dropped: Vec<u64> = allocated.iter().filter(|(_, memory)| memory.is_last()).map(|(id, _)| *id).collect();
+        allocated.retain(|(id, _)| !dropped.contains(id));
+        drop(allocated);
         for id in dropped {
-            // One that the daemon does not take back it counts on; and it says so when there are too many.
-            let _ = self.ask(&Request::Close { id }, &[]);
+            // After a failure the buffer still counts against the limit, and a later request reports that.
+            let _ = self.ask(&ClientRequest::Close { id }, &[]);
         }
     }
 
-    /// Which queue's register lies at an offset, and which register it is.
+    /// The queue whose register is at this offset, and the register's offset within the queue's block.
     #[inline]
     fn queue(&self, bar: u8, offset: u64) -> Option<(usize, u64)> {
         let offset = offset.checked_sub(regs::CHANNEL_BASE).filter(|_| bar == BAR_REGISTERS)?;
@@ -467,19 +480,19 @@ impl Inner {
 }
 
 impl Registrar for Client {
-    /// Notes what is to be pinned: the daemon pins as it maps.
+    /// Records the buffer; the daemon pins it when it maps it.
     fn pin(&self, buffer: &BufferRef) -> Result<Pinned, mem::Error> {
         self.pin_range(buffer, 0..buffer.len())
     }
 
-    /// [`Error::NotShareable`] for memory that is not a memfd's.
+    /// As [`Client::pin`](Registrar::pin). [`ClientError::NotShareable`] for memory without a descriptor.
     fn pin_range(&self, buffer: &BufferRef, range: Range<usize>) -> Result<Pinned, mem::Error> {
         let len = buffer.len();
         if range.is_empty() || range.end > len || !(range.start | range.end).is_multiple_of(4096) {
             return Err(mem::Error::BadRange { range, len });
         }
         if buffer.export().is_none() {
-            return Err(Error::NotShareable.into());
+            return Err(ClientError::NotShareable.into());
         }
         Ok(Pinned::of_range(buffer.clone(), range, None, self.0.clone()))
     }
@@ -499,7 +512,7 @@ impl Registrar for Client {
         if !access.intersects(Access::RW) {
             return Err(mem::Error::NoAccess(access));
         }
-        // Before the device can write: who borrows the bytes as a slice must have ended.
+        // Before the device can write: waits until no thread borrows the bytes as a slice.
         list.iter_mut().for_each(|pinned| pinned.admit(access));
         let answer = {
             let mut memories: Vec<&BufferRef> = Vec::new();
@@ -510,7 +523,7 @@ impl Registrar for Client {
                     memories.push(pinned.reference());
                     memories.len() - 1
                 });
-                segments.push(Segment {
+                segments.push(MapSegment {
                     fd: (fd as u32).into(),
                     reserved: Default::default(),
                     offset: (pinned.range().start as u64).into(),
@@ -518,11 +531,12 @@ impl Registrar for Client {
                 });
             }
             if segments.len() > MAX_SEGMENTS || memories.len() > MAX_FDS {
-                return Err(Error::TooManyPieces { pieces: segments.len(), buffers: memories.len() }.into());
+                let (segments, buffers) = (segments.len(), memories.len());
+                return Err(ClientError::TooManySegments { segments, buffers }.into());
             }
             let fds: Vec<BorrowedFd<'_>> = memories.iter().filter_map(|m| m.export()).collect();
             let access = u32::from((access & Access::RW).bits());
-            let asked = self.0.ask_for::<PairAnswer>(&Request::Map { access, segments: &segments }, &fds);
+            let asked = self.0.ask_for::<PairAnswer>(&ClientRequest::Map { access, segments: &segments }, &fds);
             asked?.0
         };
         let len: u64 = list.iter().map(|pinned| pinned.range().len() as u64).sum();
@@ -530,8 +544,8 @@ impl Registrar for Client {
         let span = Span::new(Iova::new(first), answer.len.get()).filter(|span| span.len() == len);
         let lease = span.and_then(|span| lock(&self.0.iovas).reserve(span).ok());
         let Some(lease) = lease else {
-            let what = "a mapping where one is, or of another length";
-            return Err(Error::BadAnswer { path: self.0.options.path.clone(), what }.into());
+            let what = "a mapping of the wrong length, or one that overlaps another";
+            return Err(ClientError::BadAnswer { path: self.0.options.path.clone(), what }.into());
         };
         let more = list.split_off(1);
         Ok(Mapping::of_list(list.remove(0), more, lease, access))
@@ -545,35 +559,38 @@ impl Registrar for Client {
         mapping.pinned().is_from(&self.0)
     }
 
-    /// Memfds without reserved huge pages: another process has to map them.
+    /// A heap of memfds without reserved huge pages, which another process can map.
     fn heap(&self, best: Option<PageKind>) -> Arc<dyn Heap> {
         Arc::new(MemfdHeap::importable(best))
     }
 }
 
 impl Mmio for Client {
-    /// A status comes from the register page. Once the daemon is gone it is 0: the daemon closes a connection when the queues have stopped, and
-    /// a process that has ended touches nothing.
+    /// Reads a status from the register page, without a message. Once the connection has ended the status is 0: the
+    /// daemon closes it only after the queues have stopped, and a daemon that has exited accesses no memory.
     #[inline]
     fn read32(&self, bar: u8, offset: u64) -> Result<u32, mem::Error> {
         if let Some((queue, register)) = self.0.queue(bar, offset) {
             match register {
                 regs::CH_STATUS => {
-                    if self.0.looks.fetch_add(1, Ordering::Relaxed) % LOOKS == LOOKS - 1 {
-                        self.0.look_for_end();
+                    if self.0.status_reads.fetch_add(1, Ordering::Relaxed) % STATUS_READS_PER_CHECK
+                        == STATUS_READS_PER_CHECK - 1
+                    {
+                        self.0.check_connection();
                     }
                     return Ok(if self.0.gone.get().is_some() { 0 } else { self.0.page.status(queue) });
                 }
                 regs::CH_DOORBELL => return Ok(self.0.page.doorbell(queue)),
-                regs::CH_INTERRUPT => return Ok(self.0.page.wish(queue)),
+                regs::CH_INTERRUPT => return Ok(self.0.page.wakeup_wanted(queue)),
                 _ => {}
             }
         }
-        let body = self.0.ask(&Request::Read { bar, offset }, &[]).map_err(|e| no_register(e, bar, offset, 4))?;
+        let body = self.0.ask(&ClientRequest::Read { bar, offset }, &[]).map_err(|e| no_register(e, bar, offset, 4))?;
         match body.first_chunk::<4>() {
             Some(value) => Ok(u32::from_le_bytes(*value)),
             None => {
-                Err(Error::BadAnswer { path: self.0.options.path.clone(), what: "a register without a value" }.into())
+                Err(ClientError::BadAnswer { path: self.0.options.path.clone(), what: "a register without a value" }
+                    .into())
             }
         }
     }
@@ -591,64 +608,64 @@ impl Mmio for Client {
                 }
                 regs::CH_INTERRUPT => {
                     self.0.alive()?;
-                    self.0.page.set_wish(queue, value & 1);
+                    self.0.page.swap_wakeup_wanted(queue, value & 1);
                     return Ok(());
                 }
                 _ => {}
             }
         }
-        self.0.ask(&Request::Write { bar, offset, value }, &[]).map_err(|e| no_register(e, bar, offset, 4))?;
+        self.0.ask(&ClientRequest::Write { bar, offset, value }, &[]).map_err(|e| no_register(e, bar, offset, 4))?;
         Ok(())
     }
 
-    /// By messages: for page tables, not for data.
+    /// Sends the bytes in messages: suitable for page tables, not for payload.
     fn write_bytes(&self, bar: u8, offset: u64, bytes: &[u8]) -> Result<(), mem::Error> {
-        // A multiple of 8, so that words stay whole.
-        for (at, piece) in (0..).step_by(MAX_BYTES).zip(bytes.chunks(MAX_BYTES)) {
+        // MAX_BYTES is a multiple of 8, so no word is split.
+        for (at, chunk) in (0..).step_by(MAX_BYTES).zip(bytes.chunks(MAX_BYTES)) {
             let offset = offset.saturating_add(at);
-            let written = self.0.ask(&Request::WriteBytes { bar, offset, bytes: piece }, &[]);
+            let written = self.0.ask(&ClientRequest::WriteBytes { bar, offset, bytes: chunk }, &[]);
             written.map_err(|e| no_register(e, bar, offset, bytes.len() as u64))?;
         }
         Ok(())
     }
 
-    /// Waits for the calls whose descriptors nobody has asked for, and for the daemon's end.
+    /// Waits for the calls whose descriptors [`Mmio::event`] has not returned, and for the end of the connection.
     fn wait(&self, timeout: Duration) -> bool {
-        let lent = self.0.lent.iter().map(|lent| lent.load(Ordering::Relaxed));
+        let taken = self.0.event_taken.iter().map(|taken| taken.load(Ordering::Relaxed));
         let calls: Vec<&OwnedFd> =
-            self.0.calls.iter().zip(lent).filter(|(_, lent)| !lent).map(|(call, _)| call).collect();
+            self.0.calls.iter().zip(taken).filter(|(_, taken)| !taken).map(|(call, _)| call).collect();
         let fds: Vec<BorrowedFd<'_>> = calls.iter().map(|call| call.as_fd()).chain([self.0.socket.as_fd()]).collect();
         if self.0.gone.get().is_some() || !wait_for(&fds, timeout) {
             return false;
         }
         calls.iter().for_each(socket::drain);
-        self.0.look_for_end();
+        self.0.check_connection();
         true
     }
 
     fn event(&self, channel: usize) -> Option<BorrowedFd<'_>> {
-        self.0.lent.get(channel)?.store(true, Ordering::Relaxed);
+        self.0.event_taken.get(channel)?.store(true, Ordering::Relaxed);
         Some(self.0.calls.get(channel)?.as_fd())
     }
 }
 
 impl Undo for Inner {
-    /// Waits for the daemon's answer, or its end, however long that takes: until then the card may reach the memory.
+    /// Waits without a timeout for the answer or the end of the connection: until then the card may access the memory.
     fn unmap(&self, lease: Lease<Iova>) {
         if self.alive().is_ok() {
-            let request = Request::Unmap { iova: lease.span().first().bits() };
-            let answer = lock(&self.line).ask_until(&request, &[], None);
+            let request = ClientRequest::Unmap { iova: lease.span().first().bits() };
+            let answer = lock(&self.transport).ask_until(&request, &[], None);
             if let Err(e) = answer
-                && !matches!(self.lost(e), Error::Disconnected(_))
+                && !matches!(self.lost(e), ClientError::Disconnected(_))
             {
-                return; // nobody knows whether it is still there: its addresses stay taken
+                return; // the mapping may still exist, so its addresses stay reserved
             }
         }
         lock(&self.iovas).free(lease);
         self.sweep();
     }
 
-    fn unpin(&self, _pages: &SgTable<PhysAddr>) {} // nothing of a client's is pinned but by a mapping
+    fn unpin(&self, _pages: &SgTable<PhysAddr>) {} // the daemon pins only what is mapped
 }
 
 impl std::fmt::Debug for Client {
@@ -661,51 +678,51 @@ impl std::fmt::Debug for Client {
     }
 }
 
-fn no_register(error: Error, bar: u8, offset: u64, bytes: u64) -> mem::Error {
+fn no_register(error: ClientError, bar: u8, offset: u64, bytes: u64) -> mem::Error {
     match error {
-        Error::Refused { code: Code::NoSuchThing, .. } => mem::Error::NoRegister { bar, offset, bytes },
+        ClientError::Refused { code: Code::NoSuchThing, .. } => mem::Error::NoRegister { bar, offset, bytes },
         other => other.into(),
     }
 }
 
 fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-    // What these hold is consistent between statements.
+    // The values are consistent after every statement, so a panic of another holder does no harm.
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// What a daemon does and who uses it.
+/// The state of a daemon, with its clients.
 #[derive(Clone, PartialEq, Eq, Debug)]
-pub struct Report {
+pub struct DaemonStatus {
     /// Seconds since the daemon was started.
     pub uptime: u64,
-    /// What it has done.
+    /// Counters since the start.
     pub totals: Totals,
-    /// Clients whose queues do not stop, now.
+    /// Disconnected clients whose queues have not stopped yet.
     pub quarantined: u32,
-    /// DDR that clients have, and that there is, in bytes.
+    /// Bytes of DDR in use, and in total.
     pub ddr: (u64, u64),
-    /// HBM that clients have, and that there is, in bytes.
+    /// Bytes of HBM in use, and in total.
     pub hbm: (u64, u64),
-    /// The clients, by number; the one that asks is among them.
-    pub clients: Vec<ClientReport>,
+    /// The clients, by number; the connection that asks for the status is one of them.
+    pub clients: Vec<ClientStatus>,
 }
 
-/// One client of a daemon.
+/// The state of one client.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub struct ClientReport {
-    /// Its number.
+pub struct ClientStatus {
+    /// Number of the client.
     pub client: u64,
-    /// Its process, as it was when it connected.
+    /// Process that connected.
     pub pid: u32,
-    /// Its user.
+    /// User that connected.
     pub uid: u32,
-    /// Its queues; 0 for one that has opened no function.
+    /// Queues; 0 for a client that has opened no function.
     pub queues: u32,
-    /// Its buffers.
+    /// Buffers.
     pub buffers: u32,
-    /// Its mappings.
+    /// Mappings.
     pub mappings: u32,
-    /// It has gone, and what it had is being released.
+    /// The client has disconnected, and its resources are being released.
     pub closing: bool,
     /// Bytes of its buffers.
     pub bytes: u64,
@@ -713,29 +730,29 @@ pub struct ClientReport {
     pub ddr: u64,
     /// HBM, in bytes.
     pub hbm: u64,
-    /// Bytes moved between host and card for it.
+    /// Bytes copied between host and card for this client.
     pub moved: u64,
-    /// Requests of it that were refused.
+    /// Refused requests of this client.
     pub errors: u64,
 }
 
-/// Asks the daemon at `path` what it does, without opening a function.
+/// Queries the status of the daemon at `path` without opening a function.
 ///
 /// # Errors
 /// Those of [`Client::connect`].
-pub fn report(path: &Path) -> Result<Report, Error> {
-    let Greeted { mut line, .. } = Line::connect(path, Duration::from_secs(10))?;
+pub fn status(path: &Path) -> Result<DaemonStatus, ClientError> {
+    let Handshake { mut transport, .. } = Transport::connect(path, Duration::from_secs(10))?;
     let mut first = 0;
     let mut clients = Vec::new();
     loop {
-        let (body, _) = line.ask(&Request::Status { first }, &[])?;
-        let short = "a report that is too short";
-        let Ok((totals, rest)) = TotalsAnswer::read_from_prefix(&body) else { return Err(line.bad(short)) };
-        let rows = <[RowAnswer]>::ref_from_bytes(rest).map_err(|_| line.bad(short))?;
+        let (body, _) = transport.ask(&ClientRequest::Status { first }, &[])?;
+        let short = "a status answer that is too short";
+        let Ok((totals, rest)) = TotalsAnswer::read_from_prefix(&body) else { return Err(transport.bad(short)) };
+        let rows = <[RowAnswer]>::ref_from_bytes(rest).map_err(|_| transport.bad(short))?;
         if rows.len() != totals.rows.get() as usize {
-            return Err(line.bad(short));
+            return Err(transport.bad(short));
         }
-        clients.extend(rows.iter().map(|row| ClientReport {
+        clients.extend(rows.iter().map(|row| ClientStatus {
             client: row.client.get(),
             pid: row.pid.get(),
             uid: row.uid.get(),
@@ -750,10 +767,10 @@ pub fn report(path: &Path) -> Result<Report, Error> {
             errors: row.errors.get(),
         }));
         match clients.last() {
-            // Numbers go up, so this ends.
+            // Numbers increase, so the loop ends.
             Some(last) if totals.more.get() != 0 && last.client >= first => first = last.client.saturating_add(1),
             _ => {
-                return Ok(Report {
+                return Ok(DaemonStatus {
                     uptime: totals.uptime.get(),
                     totals: Totals {
                         served: totals.served.get(),

@@ -1,69 +1,70 @@
-//! What a daemon shares out, and how much of it anybody gets.
+//! The daemon's configuration, with the limits of clients and users.
 
 use std::collections::HashMap;
 use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
-/// What one client may have.
+/// The most resources that one client may use.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub struct Limits {
+pub struct ClientLimits {
     /// Bytes of DDR: a multiple of 2 MiB.
     pub ddr: u64,
     /// Bytes of HBM: a multiple of 4 MiB.
     pub hbm: u64,
     /// Queues: 1 to 16.
     pub queues: u32,
-    /// Buffers that are mapped, or made by the daemon.
+    /// Buffers that are mapped or that the daemon has allocated.
     pub buffers: u32,
-    /// Bytes of all of them together.
+    /// Bytes of all buffers together.
     pub bytes: u64,
 }
 
-impl Default for Limits {
+impl Default for ClientLimits {
     /// 1 GiB of DDR and of HBM, 2 queues, 256 buffers with 4 GiB.
     fn default() -> Self {
         Self { ddr: 1 << 30, hbm: 1 << 30, queues: 2, buffers: 256, bytes: 4 << 30 }
     }
 }
 
-/// How a daemon serves.
+/// Configuration of a daemon.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub struct Config {
     /// Bytes of DDR to share out.
     pub ddr: u64,
     /// Bytes of HBM to share out.
     pub hbm: u64,
-    /// What one client may have.
-    pub limits: Limits,
-    /// Clients at one time.
+    /// Limits of one client.
+    pub limits: ClientLimits,
+    /// Most clients at one time.
     pub clients: usize,
-    /// Those of one user; `None` for three quarters of them, so that no user can take all places.
+    /// Most clients of one user; `None` for three quarters of `clients`, so that no user can take all connections.
     pub user_clients: Option<usize>,
-    /// Bytes of DDR that the clients of one user may have together; `None` for three quarters of it, but at least what one client may have.
+    /// Bytes of DDR for all clients of one user; `None` for three quarters of `ddr`, but at least the limit of one
+    /// client.
     pub user_ddr: Option<u64>,
-    /// The same of HBM.
+    /// Bytes of HBM for all clients of one user; `None` as for `user_ddr`.
     pub user_hbm: Option<u64>,
-    /// Users who may connect, by number. With this and the next empty: everybody whom the socket's mode lets in.
+    /// Users who may connect, by number. When `uids` and `gids` are empty, only the socket's mode decides.
     pub uids: Vec<u32>,
-    /// Groups (primary ones) whose members may connect, by number.
+    /// Primary groups whose members may connect, by number.
     pub gids: Vec<u32>,
-    /// How long the worker looks for work before it sleeps.
+    /// How long the worker spins before it sleeps.
     pub spin: Duration,
-    /// How long a client's queues get to stop when it has gone.
-    pub patience: Duration,
-    /// How long a client has to greet.
-    pub greeting: Duration,
-    /// How long it has to open a function.
-    pub opening: Duration,
+    /// Time within which the queues of a disconnected client must stop.
+    pub stop_timeout: Duration,
+    /// Time within which a client must send its hello message.
+    pub hello_timeout: Duration,
+    /// Time within which a client must open a function.
+    pub open_timeout: Duration,
 }
 
 impl Default for Config {
-    /// 32 GiB of each memory, 64 clients, 100 us of looking, 5 s of patience, 5 s to greet and 30 s to open a function.
+    /// 32 GiB of each memory, 64 clients, 100 us spin, 5 s to stop, 5 s for the hello message, 30 s to open a function.
     fn default() -> Self {
         Self {
             ddr: 32 << 30,
             hbm: 32 << 30,
-            limits: Limits::default(),
+            limits: ClientLimits::default(),
             clients: 64,
             user_clients: None,
             user_ddr: None,
@@ -71,31 +72,33 @@ impl Default for Config {
             uids: Vec::new(),
             gids: Vec::new(),
             spin: Duration::from_micros(100),
-            patience: Duration::from_secs(5),
-            greeting: Duration::from_secs(5),
-            opening: Duration::from_secs(30),
+            stop_timeout: Duration::from_secs(5),
+            hello_timeout: Duration::from_secs(5),
+            open_timeout: Duration::from_secs(30),
         }
     }
 }
 
-/// A setting that cannot be.
+/// An invalid setting.
 #[derive(Clone, PartialEq, Eq, Debug, thiserror::Error)]
 #[error("{what} of {value}: {rule}")]
 pub struct BadConfig {
-    /// Which setting.
+    /// Name of the setting.
     pub what: &'static str,
-    /// Its value.
+    /// The invalid value.
     pub value: u64,
-    /// What it should be.
+    /// The rule that the value violates.
     pub rule: &'static str,
 }
 
 impl Config {
+    /// Checks all settings.
+    ///
     /// # Errors
-    /// The first setting that cannot be.
+    /// The first invalid setting.
     pub fn check(&self) -> Result<(), BadConfig> {
         let bad = |what, value, rule| Err(BadConfig { what, value, rule });
-        let Limits { ddr, hbm, queues, buffers, bytes } = self.limits;
+        let ClientLimits { ddr, hbm, queues, buffers, bytes } = self.limits;
         let most = 256 << 30;
         let memories = [
             (
@@ -103,14 +106,14 @@ impl Config {
                 ddr,
                 self.ddr,
                 2 << 20,
-                "must be a multiple of 2 MiB, at most 256 GiB and all there is",
+                "must be a multiple of 2 MiB, at most 256 GiB and at most the card's DDR",
             ),
             (
                 "HBM of a client",
                 hbm,
                 self.hbm,
                 4 << 20,
-                "must be a multiple of 4 MiB, at most 256 GiB and all there is",
+                "must be a multiple of 4 MiB, at most 256 GiB and at most the card's HBM",
             ),
         ];
         for (what, value, all, multiple, rule) in memories {
@@ -136,100 +139,103 @@ impl Config {
         let of_one = [("DDR of a user", self.user_ddr, ddr, self.ddr), ("HBM of a user", self.user_hbm, hbm, self.hbm)];
         for (what, value, least, all) in of_one {
             if let Some(value) = value.filter(|value| !(least..=all).contains(value)) {
-                return bad(what, value, "must be at least what one client may have, and at most all there is");
+                return bad(what, value, "must be at least the limit of one client and at most the card's memory");
             }
         }
         Ok(())
     }
 
-    /// What is going to be in the way of a daemon like this in a process that may have so many descriptors (`None` for any number), on a kernel
-    /// whose `vm.overcommit_memory` is so.
+    /// Warnings about resource limits of the process and the kernel. `descriptors`: how many this process may open
+    /// (`None` for no limit). `overcommit`: contents of `vm.overcommit_memory`.
     pub fn warnings(&self, descriptors: Option<u64>, overcommit: Option<&str>) -> Vec<String> {
         let mut warnings = Vec::new();
-        // Of a client: connection, register page, calls, the card's two memories, and its buffers. Of all: what waits to be closed, and
-        // some.
-        let Limits { queues, buffers, .. } = self.limits;
+        // Each client: socket, register page, kick, call descriptors, the card's two memories, and its buffers. In all:
+        // descriptors that wait for the deferred close, and a reserve of 64.
+        let ClientLimits { queues, buffers, .. } = self.limits;
         let needed = self.clients as u64 * (5 + u64::from(queues) + u64::from(buffers)) + 1024 + 64;
         if let Some(have) = descriptors.filter(|have| *have < needed) {
             warnings.push(format!(
-                "all clients with all their buffers need {needed} descriptors, and this process may have {have}; some would be refused: \
-                 raise LimitNOFILE= of the unit (ulimit -Hn), or lower --clients or --client-buffers"
+                "all clients with all their buffers need {needed} descriptors, and this process may have {have}; some \
+                 would be refused: raise LimitNOFILE= of the unit (ulimit -Hn), or lower --clients or --client-buffers"
             ));
         }
         if overcommit.is_some_and(|mode| mode.trim() == "2") {
             warnings.push(
-                "vm.overcommit_memory is 2, so the kernel counts memory of the card that nobody has touched yet: lower --client-ddr and \
-                 --client-hbm, or clients are refused"
+                "vm.overcommit_memory is 2, so the kernel counts card memory that was never touched: lower \
+                 --client-ddr and --client-hbm, or clients are refused"
                     .to_owned(),
             );
         }
         warnings
     }
 
-    /// Clients that one user may have.
-    pub(crate) fn of_one_user(&self) -> usize {
+    /// Most clients of one user.
+    pub(crate) fn clients_per_user(&self) -> usize {
         self.user_clients.unwrap_or(self.clients - self.clients / 4)
     }
 
-    /// DDR and HBM that one user may have.
-    fn memory_of_one_user(&self) -> (u64, u64) {
+    /// Most DDR and HBM of one user.
+    fn memory_per_user(&self) -> (u64, u64) {
         let most = |asked: Option<u64>, all: u64, client: u64| asked.unwrap_or((all - all / 4).max(client));
         (most(self.user_ddr, self.ddr, self.limits.ddr), most(self.user_hbm, self.hbm, self.limits.hbm))
     }
 
-    /// Whether this user may connect.
+    /// True when this user may connect.
     pub(crate) fn admits(&self, uid: u32, gid: u32) -> bool {
         (self.uids.is_empty() && self.gids.is_empty()) || self.uids.contains(&uid) || self.gids.contains(&gid)
     }
 }
 
-/// The card's memory, and who has how much of it.
+/// Accounts for the card's memory, by user.
 pub(crate) struct Budget {
-    /// DDR and HBM that one user may have.
-    of_one_user: (u64, u64),
+    /// Most DDR and HBM of one user.
+    user_limit: (u64, u64),
     shares: Mutex<Shares>,
 }
 
 struct Shares {
-    /// DDR and HBM that nobody has.
+    /// Free DDR and HBM.
     left: (u64, u64),
-    /// Those that users have, by number; nobody who has nothing.
+    /// DDR and HBM in use by each user; no entry for a user without any.
     users: HashMap<u32, (u64, u64)>,
 }
 
 impl Budget {
     pub(crate) fn new(config: &Config) -> Self {
         let shares = Shares { left: (config.ddr, config.hbm), users: HashMap::new() };
-        Self { of_one_user: config.memory_of_one_user(), shares: Mutex::new(shares) }
+        Self { user_limit: config.memory_per_user(), shares: Mutex::new(shares) }
     }
 
     fn shares(&self) -> MutexGuard<'_, Shares> {
         self.shares.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// DDR and HBM that are left.
+    /// Free DDR and HBM.
     pub(crate) fn left(&self) -> (u64, u64) {
         self.shares().left
     }
 
-    /// Takes both for a user, or nothing, and says why.
+    /// Takes DDR and HBM for a user.
+    ///
+    /// # Errors
+    /// Why the user cannot have both; then nothing is taken.
     pub(crate) fn take(&self, uid: u32, ddr: u64, hbm: u64) -> Result<(), String> {
         let mut shares = self.shares();
         let left = shares.left;
         let after = left.0.checked_sub(ddr).zip(left.1.checked_sub(hbm));
         let after = after.ok_or_else(|| {
             format!(
-                "the card has {} bytes of DDR and {} of HBM left, {ddr} and {hbm} were asked for: ask for less, or wait until another \
-                 client ends",
+                "the card has {} bytes of DDR and {} of HBM left, {ddr} and {hbm} were requested: request less, or \
+                 wait until another client ends",
                 left.0, left.1
             )
         })?;
-        let (has, most) = (shares.users.get(&uid).copied().unwrap_or_default(), self.of_one_user);
+        let (has, most) = (shares.users.get(&uid).copied().unwrap_or_default(), self.user_limit);
         let grown = has.0.checked_add(ddr).zip(has.1.checked_add(hbm)).filter(|(d, h)| *d <= most.0 && *h <= most.1);
         let grown = grown.ok_or_else(|| {
             format!(
-                "this user has {} bytes of DDR and {} of HBM, and may have {} and {} (--user-ddr, --user-hbm); {ddr} and {hbm} more \
-                 were asked for: ask for less, or wait until another client of the user ends",
+                "this user has {} bytes of DDR and {} of HBM, and may have {} and {} (--user-ddr, --user-hbm); {ddr} \
+                 and {hbm} more were requested: request less, or wait until another client of the user ends",
                 has.0, has.1, most.0, most.1
             )
         })?;
@@ -238,7 +244,7 @@ impl Budget {
         Ok(())
     }
 
-    /// Gives both of a user back.
+    /// Returns DDR and HBM of a user.
     pub(crate) fn give(&self, uid: u32, ddr: u64, hbm: u64) {
         let mut shares = self.shares();
         shares.left = (shares.left.0 + ddr, shares.left.1 + hbm);
@@ -256,7 +262,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_cannot_be_is_named() {
+    fn invalid_settings_are_named() {
         let check = |change: fn(&mut Config)| {
             let mut config = Config::default();
             change(&mut config);
@@ -272,12 +278,12 @@ mod tests {
         assert_eq!(check(|c| c.user_clients = Some(65)).unwrap_err().what, "clients of a user");
         assert_eq!(check(|c| c.user_ddr = Some(c.ddr + 1)).unwrap_err().what, "DDR of a user");
         assert_eq!(check(|c| c.user_hbm = Some(c.limits.hbm - 1)).unwrap_err().what, "HBM of a user");
-        let shares = [1, 2, 3, 4, 64].map(|clients| Config { clients, ..Config::default() }.of_one_user());
+        let shares = [1, 2, 3, 4, 64].map(|clients| Config { clients, ..Config::default() }.clients_per_user());
         assert_eq!(shares, [1, 2, 3, 3, 48]);
     }
 
     #[test]
-    fn no_user_takes_all_memory() {
+    fn one_user_cannot_take_all_memory() {
         let gib = 1 << 30;
         let budget = Budget::new(&Config::default());
         for _ in 0..24 {
@@ -285,10 +291,10 @@ mod tests {
         }
         let refused = budget.take(7, gib, gib).unwrap_err();
         assert!(refused.contains("--user-ddr"), "{refused}");
-        // The refused took nothing, and the other memory is counted by itself.
+        // A refusal takes nothing, and the two memories are counted separately.
         budget.take(7, 0, 24 * gib).unwrap();
         assert!(budget.take(7, 0, 1).is_err());
-        // The others have the rest.
+        // The rest is left for other users.
         budget.take(8, 8 * gib, 8 * gib).unwrap();
         let refused = budget.take(8, gib, 0).unwrap_err();
         assert!(refused.contains("the card has 0 bytes of DDR"), "{refused}");
@@ -297,13 +303,13 @@ mod tests {
         budget.give(7, 24 * gib, 24 * gib);
         budget.give(8, 8 * gib, 8 * gib);
         assert_eq!((budget.left(), budget.shares().users.len()), ((32 * gib, 32 * gib), 0));
-        // A card for one client: that one has all of it.
+        // On a card with room for one client, that client gets all of it.
         let small = Config { ddr: gib, hbm: gib, ..Config::default() };
         Budget::new(&small).take(7, gib, gib).unwrap();
     }
 
     #[test]
-    fn what_is_going_to_be_in_the_way_is_said() {
+    fn warns_about_resource_limits() {
         let config = Config::default();
         let needed = 64 * (5 + 2 + 256) + 1024 + 64;
         for (descriptors, overcommit) in [(None, None), (Some(needed), Some("0\n")), (Some(1 << 20), Some("1"))] {
@@ -316,7 +322,7 @@ mod tests {
     }
 
     #[test]
-    fn who_is_named_may_connect() {
+    fn admits_listed_users_and_groups() {
         let mut config = Config::default();
         assert!(config.admits(7, 7));
         config.uids.push(7);

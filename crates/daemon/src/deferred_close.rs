@@ -1,7 +1,8 @@
-//! Closing what a client could have made, where nobody waits for it.
+//! Closes descriptors that came from clients, on separate threads.
 //!
-//! Closing a descriptor may block for as long as its maker likes: a TCP socket lingers, a file system in user space answers when it
-//! wants to. And closing a socket closes what was sent to it and not received. So each user's descriptors are closed by a thread of their own.
+//! Closing a descriptor can block for any time: a TCP socket may linger, and a FUSE file system may delay its answer.
+//! Closing a socket also closes the descriptors in messages that were not received. Therefore one thread for each
+//! user closes that user's descriptors.
 
 use std::collections::{HashMap, VecDeque};
 use std::os::fd::OwnedFd;
@@ -9,16 +10,16 @@ use std::sync::{Arc, Condvar, Mutex, PoisonError};
 use std::thread;
 use std::time::Duration;
 
-/// From so many descriptors of one user on, no more are received from that user.
-const OF_ONE: usize = 256;
-/// From so many in all on, no connection is taken.
-const OF_ALL: usize = 1024;
+/// While so many descriptors of one user wait to be closed, none are received from that user.
+const USER_LIMIT: usize = 256;
+/// While so many descriptors wait in all, no connection is accepted.
+const TOTAL_LIMIT: usize = 1024;
 
 #[derive(Default)]
 struct User {
-    /// The one that is being closed is the first.
+    /// Descriptors to close; the first is `None` while it is being closed.
     left: VecDeque<Option<OwnedFd>>,
-    /// A thread closes them.
+    /// True while a thread closes them.
     served: bool,
 }
 
@@ -28,12 +29,12 @@ struct Users {
     empty: Condvar,
 }
 
-/// What is still to be closed.
+/// Descriptors that are still to be closed, by user.
 #[derive(Clone, Default)]
 pub(crate) struct DeferredClose(Arc<Users>);
 
 impl DeferredClose {
-    /// Has descriptors closed that came from this user, or over a connection of its.
+    /// Queues descriptors that came from this user, or over a connection of this user.
     pub(crate) fn put(&self, uid: u32, fds: impl IntoIterator<Item = OwnedFd>) {
         let mut users = self.0.users.lock().unwrap_or_else(PoisonError::into_inner);
         let mut fds = fds.into_iter().map(Some).peekable();
@@ -45,27 +46,27 @@ impl DeferredClose {
         if !user.served {
             let shared = self.0.clone();
             let name = "dmalaned-closes".to_owned();
-            // Without a thread they stay until the next ones come.
+            // When no thread can be started, the next call tries again.
             user.served = thread::Builder::new().name(name).spawn(move || shared.close(uid)).is_ok();
         }
     }
 
-    /// Nothing more should be received from this user.
+    /// True while nothing should be received from this user.
     pub(crate) fn is_full_of(&self, uid: u32) -> bool {
         let users = self.0.users.lock().unwrap_or_else(PoisonError::into_inner);
-        users.get(&uid).is_some_and(|user| user.left.len() >= OF_ONE)
+        users.get(&uid).is_some_and(|user| user.left.len() >= USER_LIMIT)
     }
 
-    /// No connection should be taken.
+    /// True while no connection should be accepted.
     pub(crate) fn is_full(&self) -> bool {
         let users = self.0.users.lock().unwrap_or_else(PoisonError::into_inner);
-        users.values().map(|user| user.left.len()).sum::<usize>() >= OF_ALL
+        users.values().map(|user| user.left.len()).sum::<usize>() >= TOTAL_LIMIT
     }
 
-    /// Waits until all are closed, at most so long.
-    pub(crate) fn wait(&self, patience: Duration) {
+    /// Waits until all descriptors are closed, for at most `timeout`.
+    pub(crate) fn wait(&self, timeout: Duration) {
         let users = self.0.users.lock().unwrap_or_else(PoisonError::into_inner);
-        drop(self.0.empty.wait_timeout_while(users, patience, |users| !users.is_empty()));
+        drop(self.0.empty.wait_timeout_while(users, timeout, |users| !users.is_empty()));
     }
 }
 

@@ -1,4 +1,4 @@
-//! A function: one client's share of the card.
+//! A function: the registers, queues and memory of the card that one client gets.
 
 use std::os::fd::{AsFd, OwnedFd};
 use std::sync::Arc;
@@ -9,47 +9,48 @@ use dmalane_sim::{CardConfig, DevicePort, HostConfig, SoftCard, SoftHost, Worker
 use rustix::event::{EventfdFlags, eventfd};
 use rustix::net::{AddressFamily, Shutdown, SocketFlags, SocketType, socketpair};
 
-use crate::config::{Budget, Limits};
+use crate::config::{Budget, ClientLimits};
 use crate::page::Page;
 use crate::socket;
 use crate::wire::Code;
 
-/// What a step costs at least, in bytes: as long as 32 short copies take.
-const LEAST: i64 = 64 << 10;
+/// The least that a step costs, in bytes: about the time of 32 short copies.
+const MIN_COST: i64 = 64 << 10;
 
-/// Registers, queues, an MMU, card memory and an IOMMU domain, reached by one client and by nobody else.
+/// Registers, queues, an MMU, card memory and an IOMMU domain for one client.
 ///
-/// Memory is the function's own, so nothing of another client's has an address in it, and it is zeros at first.
+/// The memory belongs to this function alone: no address in it reaches another client's data, and it starts as zeros.
 pub(crate) struct Function {
     card: SoftCard<DevicePort>,
     host: SoftHost,
     page: Page,
-    /// Rung by the client. Never read: what one can read, or write, another can have block.
+    /// Written by the client to wake the daemon. Never read: the client shares the file and could make a read block.
     kick: OwnedFd,
-    /// The daemon's ends of those that wake the client. They receive nothing.
+    /// The daemon's ends of the socket pairs that wake the client. They receive nothing.
     calls: Vec<OwnedFd>,
     pub(crate) ddr: u64,
     pub(crate) hbm: u64,
-    /// The user whose share it is.
+    /// The user whose budget is charged.
     uid: u32,
     budget: Arc<Budget>,
 }
 
-/// Why there is no function.
+/// Why a function could not be created.
 pub(crate) struct NoFunction(pub Code, pub String);
 
 impl Function {
-    /// Makes one for a client of this user, and the client's ends of its calls: that of the daemon first, then one for each queue.
+    /// Creates a function for a client of this user. Returns it with the client's descriptors: the kick descriptor,
+    /// then one call descriptor for each queue.
     pub(crate) fn new(
-        limits: &Limits,
+        limits: &ClientLimits,
         ddr: u64,
         hbm: u64,
         queues: u32,
         uid: u32,
         budget: &Arc<Budget>,
     ) -> Result<(Self, Vec<OwnedFd>), NoFunction> {
-        let failed = |e: &dyn std::fmt::Display| NoFunction(Code::Failed, format!("cannot make a function: {e}"));
-        // Frames are strewn among others that "somebody else" holds: four times as many are enough.
+        let failed = |e: &dyn std::fmt::Display| NoFunction(Code::Failed, format!("cannot create a function: {e}"));
+        // The software host scatters frames among occupied ones: four times as many are enough.
         let memory = limits.bytes.saturating_mul(4).saturating_add(256 << 20);
         let host: SoftHost = SoftHost::new(HostConfig { memory, ..HostConfig::default() }).map_err(|e| failed(&e))?;
         let config = CardConfig { ddr, hbm, channels: queues, workers: Workers::Inline };
@@ -59,7 +60,7 @@ impl Function {
         let (calls, theirs): (Vec<_>, Vec<_>) =
             pairs.collect::<Result<Vec<_>, _>>().map_err(|e| failed(&e))?.into_iter().unzip();
         for call in &calls {
-            // Nothing can be sent to it, so no descriptor of the client's is closed with it.
+            // The client cannot send to it, so closing it never closes a descriptor of the client's.
             rustix::net::shutdown(call, Shutdown::Read).map_err(|e| failed(&e))?;
         }
         let kick = eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK).map_err(|e| failed(&e))?;
@@ -84,7 +85,7 @@ impl Function {
         &self.page
     }
 
-    /// Becomes readable, again and again, as the client rings it.
+    /// Becomes readable each time the client kicks.
     pub(crate) fn kick(&self) -> &OwnedFd {
         &self.kick
     }
@@ -97,19 +98,19 @@ impl Function {
         self.card.read32(BAR_REGISTERS, regs::channel(queue as u32, register)).unwrap_or(0)
     }
 
-    /// Bytes that went over the link so far.
+    /// Bytes copied over the link so far.
     pub(crate) fn moved(&self) -> u64 {
         let both = [regs::CH_BYTES_H2C, regs::CH_BYTES_C2H];
         let wide = |queue, r| u64::from(self.register(queue, r)) | u64::from(self.register(queue, r + 4)) << 32;
         (0..self.queues()).flat_map(|queue| both.map(|r| wide(queue, r))).fold(0, u64::wrapping_add)
     }
 
-    /// Before a queue is started: what its last life left in the page would be taken for doorbells of the next.
+    /// Resets the doorbell word before a queue is started, so that the value of its previous run is not taken as new.
     pub(crate) fn forget_doorbell(&self, queue: usize) {
         self.page.ring(queue, 0);
     }
 
-    /// True while a queue is neither running nor told to run.
+    /// True while a queue is neither running nor requested to run.
     pub(crate) fn is_at_rest(&self, queue: usize) -> bool {
         self.register(queue, regs::CH_STATUS) == 0 && self.register(queue, regs::CH_CONTROL) == 0
     }
@@ -117,22 +118,22 @@ impl Function {
     /// Writes card memory through its BAR.
     pub(crate) fn write_bytes(&self, bar: u8, offset: u64, bytes: &[u8]) -> Result<(), String> {
         if bar != BAR_MEMORY {
-            return Err(format!("BAR {bar} is not one of memory"));
+            return Err(format!("BAR {bar} is not a memory BAR"));
         }
         self.card.memory().write(CardAddr::new(offset), bytes).map_err(|e| e.to_string())
     }
 
-    /// Tells all queues to stop.
+    /// Requests that all queues stop.
     pub(crate) fn stop(&self) {
         let _ = self.card.write32(BAR_REGISTERS, regs::CONTROL, 1);
     }
 
-    /// True when no queue touches host memory any more: the card says so, not the page.
+    /// True when no queue accesses host memory any more, according to the card's registers, not to the page.
     pub(crate) fn has_stopped(&self) -> bool {
         (0..self.queues()).all(|queue| self.register(queue, regs::CH_STATUS) == 0)
     }
 
-    /// Lets a queue do a bounded amount of work. Gives what that cost, `None` when there was nothing to do.
+    /// Lets a queue do a bounded amount of work. Returns its cost in bytes, or `None` when there was nothing to do.
     pub(crate) fn step(&self, queue: usize) -> Option<i64> {
         let doorbell = self.page.doorbell(queue);
         if doorbell != self.register(queue, regs::CH_DOORBELL) {
@@ -140,10 +141,10 @@ impl Function {
         }
         let stepped = self.card.step(queue)?;
         self.page.set_status(queue, self.register(queue, regs::CH_STATUS));
-        if stepped.reported && self.page.set_wish(queue, 0) & 1 == 1 {
+        if stepped.reported && self.page.swap_wakeup_wanted(queue, 0) & 1 == 1 {
             socket::call(self.calls[queue].as_fd());
         }
-        Some((stepped.bytes as i64).max(LEAST)) // a step has at most 1 MiB
+        Some((stepped.bytes as i64).max(MIN_COST)) // a step copies at most 1 MiB
     }
 }
 

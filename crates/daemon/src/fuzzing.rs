@@ -1,6 +1,6 @@
-//! An entry point for fuzzers: a client that may say anything.
+//! An entry point for fuzzers: a client that sends arbitrary messages.
 //!
-//! Takes any bytes, panics when a promise is broken, and ends soon. Not for other use.
+//! Accepts any bytes, panics when a guarantee is broken, and ends quickly. Only for fuzzing.
 
 use std::cell::RefCell;
 use std::os::fd::OwnedFd;
@@ -9,28 +9,28 @@ use std::sync::Arc;
 use dmalane_dma::{Heap, MemfdHeap, PageKind, SharedBuf};
 use rustix::fs::{MemfdFlags, SealFlags};
 
-use crate::config::{Budget, Config, Limits};
+use crate::config::{Budget, ClientLimits, Config};
 use crate::connection::{Connection, Handled, Peer, ServerState};
 use crate::deferred_close::DeferredClose;
-use crate::wire::{FAILED, Header, MAX_FDS, MAX_MESSAGE, Request, Segment};
+use crate::wire::{ClientRequest, FAILED, MAX_FDS, MAX_MESSAGE, MapSegment, MessageHeader};
 use crate::worker::RunQueue;
 use zerocopy::FromBytes;
 
-/// Most messages of one run.
+/// Most messages in one run.
 const MESSAGES: usize = 64;
 const BYTES: u64 = 1 << 20;
 
-/// What every run uses again.
+/// State that all runs share.
 struct Fixed {
     state: ServerState,
-    /// Buffers that a client may lend.
+    /// Buffers that a client may send.
     memfds: Vec<SharedBuf>,
-    /// Files that are none.
+    /// Files that the daemon must refuse.
     wrong: Vec<OwnedFd>,
 }
 
 fn fixed() -> Fixed {
-    let limits = Limits { ddr: 2 << 20, hbm: 4 << 20, queues: 2, buffers: 4, bytes: BYTES };
+    let limits = ClientLimits { ddr: 2 << 20, hbm: 4 << 20, queues: 2, buffers: 4, bytes: BYTES };
     let config = Config { ddr: 2 << 20, hbm: 4 << 20, limits, ..Config::default() };
     let budget = Arc::new(Budget::new(&config));
     let run_queue = Arc::new(RunQueue::new().expect("an epoll"));
@@ -51,7 +51,7 @@ thread_local! {
     static FIXED: RefCell<Fixed> = RefCell::new(fixed());
 }
 
-/// The input, taken from the front. Past its end everything reads as 0.
+/// The input, consumed from the front. Past its end everything reads as 0.
 struct Input<'a>(&'a [u8]);
 
 impl<'a> Input<'a> {
@@ -82,10 +82,10 @@ impl<'a> Input<'a> {
     }
 }
 
-/// A client's messages: raw bytes, or requests with fields of the input's choice, each with some descriptors.
+/// Handles messages of one client: raw bytes, or requests with fields from the input, each with some descriptors.
 ///
 /// # Panics
-/// When an answer is not one, when a refusal changed anything, when a client has more than it may, or when something is left of it.
+/// When an answer is malformed, a refusal changed anything, a client exceeds a limit, or resources leak.
 pub fn fuzz_messages(data: &[u8]) {
     FIXED.with_borrow(|fixed| run(fixed, Input(data)));
 }
@@ -94,9 +94,9 @@ fn run(fixed: &Fixed, mut input: Input<'_>) {
     let Fixed { state, memfds, wrong } = fixed;
     let mut connection = Connection::new(1, Peer { pid: 1, uid: 1, gid: 1 });
     if input.u8() & 1 == 0 {
-        let hello = Request::Hello { min: 1, max: 1 }.encode(1);
+        let hello = ClientRequest::Hello { min: 1, max: 1 }.encode(1);
         assert!(matches!(connection.handle(state, &hello, Vec::new()), Handled::Answer(_)));
-        let open = Request::Open { ddr: 0, hbm: 0, queues: 0 }.encode(2);
+        let open = ClientRequest::Open { ddr: 0, hbm: 0, queues: 0 }.encode(2);
         assert!(matches!(connection.handle(state, &open, Vec::new()), Handled::Answer(a) if a.fds.len() == 4));
     }
     let mut made: Vec<OwnedFd> = Vec::new();
@@ -110,7 +110,7 @@ fn run(fixed: &Fixed, mut input: Input<'_>) {
         let count = if kind == 6 { usize::from(input.u8() % 4) } else { 0 };
         for _ in 0..count {
             let fd = u32::from(input.u8() % 4);
-            segments.push(Segment {
+            segments.push(MapSegment {
                 fd: fd.into(),
                 reserved: 0.into(),
                 offset: input.number().into(),
@@ -118,19 +118,23 @@ fn run(fixed: &Fixed, mut input: Input<'_>) {
             });
         }
         let request = match kind {
-            0 => Request::Hello { min: input.u16(), max: input.u16() },
-            1 => Request::Open { ddr: input.number(), hbm: input.number(), queues: u32::from(input.u8()) },
-            2 => Request::Read { bar: input.u8() % 4, offset: u64::from(input.u16()) },
-            // The card's queues are never run here: whatever they are told stays a wish.
-            3 => Request::Write { bar: input.u8() % 4, offset: u64::from(input.u16()), value: u32::from(input.u16()) },
-            4 => Request::WriteBytes { bar: input.u8() % 4, offset: input.number(), bytes: &[7; 64] },
-            5 | 7 => {
-                Request::Unmap { iova: iovas.get(usize::from(input.u8())).copied().unwrap_or_else(|| input.number()) }
-            }
-            6 => Request::Map { access: u32::from(input.u8()), segments: &segments },
-            8 => Request::Buffer { len: input.number() },
-            9 => Request::Close { id: u64::from(input.u8() % 8) },
-            _ => Request::Status { first: input.number() },
+            0 => ClientRequest::Hello { min: input.u16(), max: input.u16() },
+            1 => ClientRequest::Open { ddr: input.number(), hbm: input.number(), queues: u32::from(input.u8()) },
+            2 => ClientRequest::Read { bar: input.u8() % 4, offset: u64::from(input.u16()) },
+            // No worker runs the card's queues here, so register writes have no further effect.
+            3 => ClientRequest::Write {
+                bar: input.u8() % 4,
+                offset: u64::from(input.u16()),
+                value: u32::from(input.u16()),
+            },
+            4 => ClientRequest::WriteBytes { bar: input.u8() % 4, offset: input.number(), bytes: &[7; 64] },
+            5 | 7 => ClientRequest::Unmap {
+                iova: iovas.get(usize::from(input.u8())).copied().unwrap_or_else(|| input.number()),
+            },
+            6 => ClientRequest::Map { access: u32::from(input.u8()), segments: &segments },
+            8 => ClientRequest::Buffer { len: input.number() },
+            9 => ClientRequest::Close { id: u64::from(input.u8() % 8) },
+            _ => ClientRequest::Status { first: input.number() },
         };
         let message = match kind {
             10 => {
@@ -156,27 +160,27 @@ fn run(fixed: &Fixed, mut input: Input<'_>) {
             fds.extend(fd);
         }
         assert!(fds.len() <= MAX_FDS);
-        let before = connection.holds();
+        let before = connection.resources();
         match connection.handle(state, &message, fds) {
             Handled::Answer(answer) => {
                 let header = well_formed(&answer.bytes);
-                let body = &answer.bytes[size_of::<Header>()..];
+                let body = &answer.bytes[size_of::<MessageHeader>()..];
                 let first = body.first_chunk::<8>().map_or(0, |b| u64::from_le_bytes(*b));
-                match Request::decode(&message).map(|(_, request)| request) {
-                    Ok(Request::Map { .. }) => iovas.push(first),
-                    Ok(Request::Buffer { .. }) => made.extend(answer.fds),
+                match ClientRequest::decode(&message).map(|(_, request)| request) {
+                    Ok(ClientRequest::Map { .. }) => iovas.push(first),
+                    Ok(ClientRequest::Buffer { .. }) => made.extend(answer.fds),
                     Ok(_) => {}
-                    Err(_) => panic!("{header:?} is the answer to no request"),
+                    Err(_) => panic!("{header:?} answers a malformed request"),
                 }
             }
             Handled::Refused(answer) => {
                 assert_eq!(well_formed(&answer.bytes).opcode.get(), FAILED);
                 assert!(answer.fds.is_empty());
-                assert_eq!(connection.holds(), before, "a refusal changes nothing");
+                assert_eq!(connection.resources(), before, "a refusal changes nothing");
             }
             Handled::Status { .. } => {}
         }
-        let now = connection.holds();
+        let now = connection.resources();
         assert!(now.buffers <= 4 && now.bytes <= BYTES && now.mappings <= 64 && now.card <= 6 << 20, "{now:?}");
         let frames = connection.function.as_ref().map_or(0, |f| f.host().stats().pinned_frames);
         assert!(now.mappings > 0 || frames == 0, "frames without a mapping");
@@ -184,17 +188,17 @@ fn run(fixed: &Fixed, mut input: Input<'_>) {
     let function = connection.function.take();
     drop(connection);
     if let Some(function) = function {
-        assert_eq!(function.host().stats().pinned_frames, 0, "pinned for nobody");
+        assert_eq!(function.host().stats().pinned_frames, 0, "frames stay pinned");
         state.run_queue.remove(&function);
-        assert_eq!(Arc::strong_count(&function), 1, "nobody else has it");
+        assert_eq!(Arc::strong_count(&function), 1, "the function is still referenced");
         drop(function);
     }
-    assert_eq!(state.budget.left(), (2 << 20, 4 << 20), "card memory is left out");
+    assert_eq!(state.budget.left(), (2 << 20, 4 << 20), "card memory leaked");
 }
 
-fn well_formed(bytes: &[u8]) -> Header {
+fn well_formed(bytes: &[u8]) -> MessageHeader {
     assert!(bytes.len() <= MAX_MESSAGE);
-    let (header, _) = Header::read_from_prefix(bytes).expect("a header");
+    let (header, _) = MessageHeader::read_from_prefix(bytes).expect("a header");
     assert_eq!(header.size.get() as usize, bytes.len());
     header
 }
@@ -202,7 +206,7 @@ fn well_formed(bytes: &[u8]) -> Header {
 #[cfg(test)]
 mod tests {
     #[test]
-    fn noise_is_survived() {
+    fn random_input_is_handled() {
         let mut x = 1u64;
         for round in 0..300 {
             let bytes: Vec<u8> = (0..round * 2)

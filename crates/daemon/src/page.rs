@@ -1,32 +1,32 @@
-//! The register page: what both sides of a function look at without a message.
+//! The register page: the words that client and daemon share without messages.
 //!
-//! Every word belongs to one side, but for the wish for a wake-up, which both swap. The daemon believes none of it: the doorbell is checked by
-//! the card, and what a client writes where the daemon writes only deceives the client.
+//! Each word has one writer, except the wake-up request, which both sides swap. The daemon trusts none of them: the
+//! card checks the doorbell, and a client that overwrites the daemon's words only misleads itself.
 
 use dmalane_dma::{Error, SharedBuf, VolatileSlice};
 
 /// Bytes of the page.
 pub(crate) const BYTES: usize = 8192;
-/// Bytes from one queue's words to the next's, so that no two sides write to one cache line.
+/// Bytes from the words of one queue to those of the next, so that no two writers share a cache line.
 const STRIDE: usize = 256;
 const DOORBELL: usize = 0;
 const STATUS: usize = 64;
 const INTERRUPT: usize = 128;
-/// Behind 16 queues.
+/// After the words of 16 queues.
 const ASLEEP: usize = 4096;
 
 /// The register page of a function.
 pub(crate) struct Page(SharedBuf);
 
 impl Page {
-    /// A new one, all zeros.
+    /// A new page, all zeros.
     pub(crate) fn new() -> Result<Self, Error> {
         let buf = SharedBuf::sparse("dmalane-registers", BYTES)?;
         buf.populate(0, BYTES).map_err(|source| Error::Allocate { len: BYTES, kind: "a register page", source })?;
         Ok(Self(buf))
     }
 
-    /// The one of the other side; `None` when it is too short.
+    /// The page that the daemon sent; `None` when it is too short.
     pub(crate) fn of(buf: SharedBuf) -> Option<Self> {
         (buf.len() >= BYTES).then_some(Self(buf))
     }
@@ -54,10 +54,10 @@ impl Page {
         self.load(queue * STRIDE + DOORBELL)
     }
 
-    /// Writes the doorbell, and says whether the daemon sleeps and wants to be woken.
+    /// Writes the doorbell; true when the daemon sleeps and needs a kick.
     #[inline]
     pub(crate) fn ring(&self, queue: usize, value: u32) -> bool {
-        // A swap, so that either the daemon sees the doorbell on its last look or this sees that it sleeps.
+        // A swap, so that either the daemon sees the doorbell in its last check or this sees that it sleeps.
         self.swap(queue * STRIDE + DOORBELL, value);
         self.load(ASLEEP) != 0
     }
@@ -72,19 +72,19 @@ impl Page {
         self.view().store_u32(queue * STRIDE + STATUS, value).expect("an aligned word of the page");
     }
 
-    /// The client's wish to be woken when something has ended, as it is now.
-    pub(crate) fn wish(&self, queue: usize) -> u32 {
+    /// 1 while the client requests to be woken by the next completion.
+    pub(crate) fn wakeup_wanted(&self, queue: usize) -> u32 {
         self.load(queue * STRIDE + INTERRUPT)
     }
 
-    /// Sets the wish and gives the one before. The daemon takes it after it has written completions, the client sets it before its last look at
-    /// them.
+    /// Replaces the wake-up request and returns the old one. The daemon clears it after it has written completions; the
+    /// client sets it before its last check for them.
     #[inline]
-    pub(crate) fn set_wish(&self, queue: usize, value: u32) -> u32 {
+    pub(crate) fn swap_wakeup_wanted(&self, queue: usize, value: u32) -> u32 {
         self.swap(queue * STRIDE + INTERRUPT, value)
     }
 
-    /// Says whether the daemon looks at doorbells.
+    /// Announces whether the daemon sleeps, and so does not poll the doorbells.
     pub(crate) fn set_asleep(&self, asleep: bool) {
         self.swap(ASLEEP, asleep.into());
     }

@@ -1,8 +1,8 @@
-//! The server: takes connections, answers requests, and cleans up after who has gone.
+//! The server: accepts connections, answers requests, and releases the resources of disconnected clients.
 //!
-//! One thread answers, one message of each client after the other, so that nobody who sends many is served more; a second one, the worker, moves
-//! bytes. A connection is closed only when the card has let go of what was its client's: for a client, the end of the connection says the same as a
-//! status of 0.
+//! One thread answers requests, one message of each client in turn, so that a client with many requests does not delay
+//! the others. A second thread, the worker, copies data. A connection is closed only after the card has stopped
+//! accessing the client's memory: to a client, the end of the connection means the same as a status of 0.
 
 use std::collections::BTreeMap;
 use std::io;
@@ -20,88 +20,89 @@ use rustix::net::{AddressFamily, Shutdown, SocketAddrUnix, SocketFlags, SocketTy
 use zerocopy::IntoBytes;
 
 use crate::config::{BadConfig, Budget, Config};
-use crate::connection::{Answer, Connection, Handled, Peer, Released, ServerState};
+use crate::connection::{Answer, ClientResources, Connection, Handled, Peer, ServerState};
 use crate::deferred_close::DeferredClose;
 use crate::socket::{self, Received};
-use crate::wire::{ANSWER, Code, MAX_MESSAGE, MAX_ROWS, Request, TotalsAnswer, failed, message};
+use crate::wire::{ANSWER, ClientRequest, Code, MAX_MESSAGE, MAX_ROWS, TotalsAnswer, failed, message};
 use crate::worker::RunQueue;
 
-/// So many refusals are told one by one in so long a time; of more only the number is told.
-const REFUSALS: u32 = 8;
-const WHILE: Duration = Duration::from_secs(10);
-/// Connections beyond those of clients, for who runs the daemon to ask what goes on.
-const SPARE: usize = 4;
-/// How long the end waits for descriptors of clients to be closed.
-const CLOSING: Duration = Duration::from_secs(1);
-/// How often a queue that is to stop is looked at.
-const LOOK: Duration = Duration::from_millis(1);
+/// Refusals that are logged one by one within [`LOG_WINDOW`]; further ones are only counted.
+const MAX_LOGGED_REFUSALS: u32 = 8;
+const LOG_WINDOW: Duration = Duration::from_secs(10);
+/// Connections beyond the limit, reserved for status requests of the operator.
+const OPERATOR_CONNECTIONS: usize = 4;
+/// How long shutdown waits until the descriptors of clients are closed.
+const CLOSE_TIMEOUT: Duration = Duration::from_secs(1);
+/// Interval of the checks whether a queue has stopped.
+const STOP_POLL_INTERVAL: Duration = Duration::from_millis(1);
 
-/// Why a daemon cannot run.
+/// Why a daemon cannot start or continue.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
-pub enum ServeError {
-    /// A setting that cannot be.
+pub enum ServerError {
+    /// An invalid setting.
     #[error(transparent)]
     Config(#[from] BadConfig),
-    /// The socket could not be made.
+    /// The socket could not be created.
     #[error("cannot listen at {}: {source}", path.display())]
     Listen {
-        /// Where.
+        /// Path of the socket.
         path: PathBuf,
-        /// The kernel's answer.
+        /// The kernel's error.
         source: io::Error,
     },
-    /// Another daemon listens there.
+    /// Another process listens on this path.
     #[error("another process is listening at {}", .0.display())]
     InUse(PathBuf),
-    /// A socket that was handed over is of another kind.
+    /// The inherited socket has the wrong type.
     #[error(
-        "the socket that was handed over is not a listening Unix socket of type SEQPACKET (ListenSequentialPacket= in a unit)"
+        "the inherited socket is not a listening Unix socket of type SEQPACKET (ListenSequentialPacket= in a unit)"
     )]
     WrongSocket,
-    /// The kernel refused what the server cannot do without.
+    /// A system call that the server needs failed.
     #[error("cannot serve: {0}")]
     Io(#[from] io::Error),
-    /// The worker has died: a defect.
-    #[error("the worker has died")]
+    /// The worker thread has ended, which is a bug.
+    #[error("the worker thread has ended unexpectedly")]
     WorkerDied,
 }
 
-/// A socket to listen at.
+/// A listening socket.
 #[derive(Debug)]
 pub struct Listener {
-    /// There until the end.
+    /// `None` only after [`Listener::close`].
     socket: Option<OwnedFd>,
-    /// To be removed in the end.
+    /// File to remove on drop.
     path: Option<PathBuf>,
 }
 
 impl Listener {
-    /// Makes a socket at `path` that users may open as `mode` says (0o660: owner and group). What is left of a daemon that died is replaced.
+    /// Creates a socket at `path` with this file mode (0o660: owner and group may connect). Replaces the socket of a
+    /// daemon that no longer runs.
     ///
     /// # Errors
-    /// [`ServeError::Listen`], [`ServeError::InUse`].
-    pub fn bind(path: &Path, mode: u32) -> Result<Self, ServeError> {
-        let failed = |e: Errno| ServeError::Listen { path: path.to_owned(), source: e.into() };
+    /// [`ServerError::Listen`], [`ServerError::InUse`].
+    pub fn bind(path: &Path, mode: u32) -> Result<Self, ServerError> {
+        let failed = |e: Errno| ServerError::Listen { path: path.to_owned(), source: e.into() };
         let address = SocketAddrUnix::new(path).map_err(failed)?;
         let make = || rustix::net::socket_with(AddressFamily::UNIX, SocketType::SEQPACKET, SocketFlags::CLOEXEC, None);
         let socket = make().map_err(failed)?;
         let mode = Mode::from_bits_truncate(mode & 0o777);
-        // Before it has a name, so that there is no moment at which more is allowed.
+        // Set the mode before the socket has a name, so that it is never too permissive.
         rustix::fs::fchmod(&socket, mode).map_err(failed)?;
         match rustix::net::bind(&socket, &address) {
             Err(Errno::ADDRINUSE) => {
-                // Connecting to a file that is no socket is refused too.
+                // Connecting to a file that is no socket fails with ECONNREFUSED too.
                 let there = rustix::fs::lstat(path).map_err(failed)?;
                 if FileType::from_raw_mode(there.st_mode) != FileType::Socket {
                     return Err(failed(Errno::EXIST));
                 }
-                // Without waiting: one whose backlog is full is there all the same.
+                // Non-blocking: a listener whose backlog is full answers EAGAIN.
                 let probe = make().map_err(failed)?;
                 rustix::io::ioctl_fionbio(&probe, true).map_err(failed)?;
                 match rustix::net::connect(probe, &address) {
                     Err(Errno::CONNREFUSED) => {}
-                    Ok(()) | Err(Errno::AGAIN) => return Err(ServeError::InUse(path.to_owned())),
+                    Ok(()) | Err(Errno::AGAIN) => return Err(ServerError::InUse(path.to_owned())),
                     Err(e) => return Err(failed(e)),
                 }
                 rustix::fs::unlink(path).map_err(failed)?;
@@ -109,27 +110,27 @@ impl Listener {
             }
             other => other.map_err(failed)?,
         }
-        // What the umask took away.
+        // Restore the bits that the umask cleared.
         rustix::fs::chmod(path, mode).map_err(failed)?;
         rustix::net::listen(&socket, 64).map_err(failed)?;
         Ok(Self { socket: Some(socket), path: Some(path.to_owned()) })
     }
 
-    /// A socket that somebody else made and listens at (socket activation).
+    /// Uses an inherited listening socket (socket activation).
     ///
     /// # Errors
-    /// [`ServeError::WrongSocket`].
-    pub fn from_socket(socket: OwnedFd) -> Result<Self, ServeError> {
+    /// [`ServerError::WrongSocket`].
+    pub fn from_socket(socket: OwnedFd) -> Result<Self, ServerError> {
         use rustix::net::sockopt::{socket_acceptconn, socket_domain, socket_type};
         let right = socket_type(&socket) == Ok(SocketType::SEQPACKET)
             && socket_domain(&socket) == Ok(AddressFamily::UNIX)
             && socket_acceptconn(&socket) == Ok(true);
-        if right { Ok(Self { socket: Some(socket), path: None }) } else { Err(ServeError::WrongSocket) }
+        if right { Ok(Self { socket: Some(socket), path: None }) } else { Err(ServerError::WrongSocket) }
     }
 }
 
 impl Listener {
-    /// Ends it: its socket, for who closes it, and no file any more.
+    /// Removes the socket's file and returns the socket, which the caller closes.
     fn close(mut self) -> Option<OwnedFd> {
         self.unlink();
         self.socket.take()
@@ -148,12 +149,12 @@ impl Drop for Listener {
     }
 }
 
-/// What a daemon has done.
+/// Counters of a daemon since its start.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
 pub struct Totals {
-    /// Clients that have come and opened a function.
+    /// Clients that have opened a function.
     pub served: u64,
-    /// Those of them that have gone, and everything of theirs was released.
+    /// Clients among them that have disconnected and whose resources were released.
     pub released: u64,
     /// Connections refused.
     pub refused: u64,
@@ -161,117 +162,118 @@ pub struct Totals {
     pub requests: u64,
     /// Requests refused.
     pub errors: u64,
-    /// Clients whose queues did not confirm in time that they stopped.
+    /// Disconnected clients whose queues did not stop in time.
     pub quarantined: u64,
 }
 
-/// Something that a daemon tells its log.
+/// An event for the daemon's log.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 #[non_exhaustive]
-pub enum Event {
-    /// A client has come.
-    Came {
-        /// Its number.
+pub enum ServerEvent {
+    /// A client has connected and opened a function.
+    Connected {
+        /// Number of the client.
         client: u64,
-        /// Its process.
+        /// Process of the client.
         pid: u32,
-        /// Its user.
+        /// User of the client.
         uid: u32,
     },
     /// A connection was refused.
     Refused {
-        /// The process.
+        /// Process that connected.
         pid: u32,
-        /// The user.
+        /// User that connected.
         uid: u32,
-        /// Why.
+        /// Reason.
         why: &'static str,
     },
-    /// So many more connections were refused than were told of one by one.
+    /// This many further connections were refused without a log entry each.
     RefusedMore(u64),
-    /// A client has gone, and everything of its was released.
-    Gone {
-        /// Its number.
+    /// A client has disconnected, and its resources were released.
+    Disconnected {
+        /// Number of the client.
         client: u64,
         /// Why the connection ended.
         why: &'static str,
-        /// What was released.
-        released: Released,
+        /// Released resources.
+        released: ClientResources,
         /// How long its queues took to stop.
         after: Duration,
     },
-    /// A client has gone, and its queues have not stopped: what it had is kept.
+    /// A client has disconnected, but its queues have not stopped; its resources stay allocated until they do.
     Quarantined {
-        /// Its number.
+        /// Number of the client.
         client: u64,
-        /// What is kept.
-        kept: Released,
+        /// Resources that stay allocated.
+        resources: ClientResources,
     },
-    /// A connection could not be taken for want of descriptors or memory; it will be tried again.
-    Short(Errno),
+    /// A connection could not be accepted for lack of descriptors or memory; the daemon will try again.
+    AcceptFailed(Errno),
 }
 
-impl std::fmt::Display for Event {
+impl std::fmt::Display for ServerEvent {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         match self {
-            Self::Came { client, pid, uid } => write!(f, "client {client}: process {pid} of user {uid}"),
+            Self::Connected { client, pid, uid } => write!(f, "client {client}: process {pid} of user {uid}"),
             Self::Refused { pid, uid, why } => write!(f, "refused process {pid} of user {uid}: {why}"),
-            Self::RefusedMore(n) => write!(f, "refused {n} more connections within {WHILE:?}"),
-            Self::Gone { client, why, released, after } => {
-                let Released { buffers, bytes, mappings, card } = released;
+            Self::RefusedMore(n) => write!(f, "refused {n} more connections within {LOG_WINDOW:?}"),
+            Self::Disconnected { client, why, released, after } => {
+                let ClientResources { buffers, bytes, mappings, card } = released;
                 write!(
                     f,
-                    "client {client}: {why}; stopped after {after:?}, released {buffers} buffers ({bytes} bytes), {mappings} mappings, \
-                     {card} bytes of card memory"
+                    "client {client}: {why}; stopped after {after:?}, released {buffers} buffers ({bytes} bytes), \
+                     {mappings} mappings, {card} bytes of card memory"
                 )
             }
-            Self::Quarantined { client, kept } => write!(
+            Self::Quarantined { client, resources } => write!(
                 f,
-                "client {client}: its queues do not stop; kept for good: {} buffers ({} bytes), {} bytes of card memory",
-                kept.buffers, kept.bytes, kept.card
+                "client {client}: its queues have not stopped; still allocated: {} buffers ({} bytes), {} bytes of \
+                 card memory",
+                resources.buffers, resources.bytes, resources.card
             ),
-            Self::Short(e) => write!(f, "cannot take a connection now: {e}"),
+            Self::AcceptFailed(e) => write!(f, "cannot accept a connection now: {e}"),
         }
     }
 }
 
-/// What keeps somebody who knocks without end from filling the log.
+/// Limits the log entries about refused connections, so that repeated attempts do not flood the log.
 #[derive(Default)]
 struct Refusals {
     since: Option<Instant>,
-    told: u32,
-    untold: u64,
+    logged: u32,
+    suppressed: u64,
 }
 
 impl Refusals {
-    /// Whether this one is to be told.
-    fn tell(&mut self, now: Instant) -> bool {
+    /// True when this refusal should be logged.
+    fn should_log(&mut self, now: Instant) -> bool {
         self.since.get_or_insert(now);
-        let tell = self.told < REFUSALS;
-        if tell {
-            self.told += 1
+        let log = self.logged < MAX_LOGGED_REFUSALS;
+        if log {
+            self.logged += 1
         } else {
-            self.untold += 1
+            self.suppressed += 1
         }
-        tell
+        log
     }
 
-    /// How many were not told, once their time is over.
-    fn untold(&mut self, now: Instant) -> Option<u64> {
-        self.since.filter(|since| now.duration_since(*since) >= WHILE)?;
-        Some(std::mem::take(self).untold).filter(|n| *n > 0)
+    /// The number of refusals that were not logged, once the window has ended.
+    fn suppressed(&mut self, now: Instant) -> Option<u64> {
+        self.since.filter(|since| now.duration_since(*since) >= LOG_WINDOW)?;
+        Some(std::mem::take(self).suppressed).filter(|n| *n > 0)
     }
 }
 
 struct Entry {
     socket: OwnedFd,
     connection: Connection,
-    /// It has opened a function: what only asks is not counted.
+    /// The connection has opened a function and is counted in the totals.
     counted: bool,
     since: Instant,
 }
 
-/// A client that has gone, until the card has let go of what it had.
+/// A disconnected client, until the card has stopped accessing its memory.
 struct Closing {
     connection: Entry,
     why: &'static str,
@@ -289,15 +291,15 @@ pub struct Server {
     refusals: Refusals,
     started: Instant,
     worker: Option<JoinHandle<()>>,
-    log: Box<dyn FnMut(&Event) + Send>,
+    log: Box<dyn FnMut(&ServerEvent) + Send>,
 }
 
 impl Server {
     /// A daemon with a software card, and its worker.
     ///
     /// # Errors
-    /// [`ServeError::Config`], [`ServeError::Io`].
-    pub fn new(config: Config, log: impl FnMut(&Event) + Send + 'static) -> Result<Self, ServeError> {
+    /// [`ServerError::Config`], [`ServerError::Io`].
+    pub fn new(config: Config, log: impl FnMut(&ServerEvent) + Send + 'static) -> Result<Self, ServerError> {
         config.check()?;
         let run_queue = Arc::new(RunQueue::new()?);
         let budget = Arc::new(Budget::new(&config));
@@ -316,22 +318,23 @@ impl Server {
         })
     }
 
-    /// Serves until `stop` becomes readable or its other end is closed. Then every client's connection is ended, once its queues have stopped.
+    /// Serves until `stop` becomes readable or its other end is closed. Then closes each client's connection once the
+    /// client's queues have stopped.
     ///
     /// # Errors
-    /// [`ServeError::Io`], [`ServeError::WorkerDied`].
-    pub fn run(mut self, listener: Listener, stop: BorrowedFd<'_>) -> Result<Totals, ServeError> {
+    /// [`ServerError::Io`], [`ServerError::WorkerDied`].
+    pub fn run(mut self, listener: Listener, stop: BorrowedFd<'_>) -> Result<Totals, ServerError> {
         let result = self.serve(&listener, stop);
-        // Nobody new, and nobody's memory changes any more. Who was not taken yet may have sent descriptors.
+        // No new connections, and no more changes of clients' memory. Pending connections may carry descriptors.
         self.state.deferred_close.put(u32::MAX, listener.close());
         for id in self.connections.keys().copied().collect::<Vec<_>>() {
-            self.close(id, "the daemon ends", true);
+            self.close(id, "the daemon is shutting down", true);
         }
         while self.closing.iter().any(|c| !c.quarantined) && self.worker_lives() {
-            thread::sleep(LOOK);
+            thread::sleep(STOP_POLL_INTERVAL);
             self.release();
         }
-        self.state.deferred_close.wait(CLOSING);
+        self.state.deferred_close.wait(CLOSE_TIMEOUT);
         result.map(|()| self.totals)
     }
 
@@ -339,14 +342,14 @@ impl Server {
         self.worker.as_ref().is_some_and(|w| !w.is_finished())
     }
 
-    fn serve(&mut self, listener: &Listener, stop: BorrowedFd<'_>) -> Result<(), ServeError> {
+    fn serve(&mut self, listener: &Listener, stop: BorrowedFd<'_>) -> Result<(), ServerError> {
         let listener = listener.socket.as_ref().expect("a listener that is not closed");
         let mut buffer = [0; MAX_MESSAGE];
-        // Until then no connection is taken.
-        let mut short: Option<Instant> = None;
+        // No connection is accepted before this time.
+        let mut accept_retry: Option<Instant> = None;
         loop {
-            short = short.filter(|until| Instant::now() < *until);
-            // From whom nothing may be received, only the end is seen.
+            accept_retry = accept_retry.filter(|until| Instant::now() < *until);
+            // From users with too many descriptors to close, only the end of a connection is noticed.
             let deferred_close = &self.state.deferred_close;
             let clients: Vec<(u64, bool)> = self
                 .connections
@@ -354,18 +357,18 @@ impl Server {
                 .map(|(id, c)| (*id, deferred_close.is_full_of(c.connection.peer.uid)))
                 .collect();
             let full = deferred_close.is_full() || clients.iter().any(|(_, full)| *full);
-            let (stopped, knocks, ready) = {
+            let (stopped, incoming, ready) = {
                 let sockets =
                     self.connections.values().map(|c| c.socket.as_fd()).zip(&clients).map(|(fd, (_, full))| {
                         PollFd::from_borrowed_fd(fd, if *full { PollFlags::empty() } else { PollFlags::IN })
                     });
-                let listening = (short.is_none() && !deferred_close.is_full()).then_some(listener.as_fd());
+                let listening = (accept_retry.is_none() && !deferred_close.is_full()).then_some(listener.as_fd());
                 let always = |fd| PollFd::from_borrowed_fd(fd, PollFlags::IN);
                 let mut fds: Vec<PollFd<'_>> =
                     std::iter::once(always(stop)).chain(sockets).chain(listening.map(always)).collect();
                 let wait = if self.closing.iter().any(|c| !c.quarantined) {
-                    LOOK
-                } else if short.is_some() || full {
+                    STOP_POLL_INTERVAL
+                } else if accept_retry.is_some() || full {
                     Duration::from_millis(20)
                 } else {
                     Duration::from_millis(500)
@@ -383,21 +386,21 @@ impl Server {
                 return Ok(());
             }
             if !self.worker_lives() {
-                return Err(ServeError::WorkerDied);
+                return Err(ServerError::WorkerDied);
             }
-            if let Some(untold) = self.refusals.untold(Instant::now()) {
-                (self.log)(&Event::RefusedMore(untold));
+            if let Some(suppressed) = self.refusals.suppressed(Instant::now()) {
+                (self.log)(&ServerEvent::RefusedMore(suppressed));
             }
             self.expire(&ready);
             for (id, full) in ready {
                 match full {
-                    true => self.close(id, "the client has gone", false),
+                    true => self.close(id, "the client disconnected", false),
                     false => self.receive(id, &mut buffer),
                 }
             }
-            if knocks && let Err(e) = self.accept(listener) {
-                (self.log)(&Event::Short(e));
-                short = Some(Instant::now() + Duration::from_millis(100));
+            if incoming && let Err(e) = self.accept(listener) {
+                (self.log)(&ServerEvent::AcceptFailed(e));
+                accept_retry = Some(Instant::now() + Duration::from_millis(100));
             }
             self.release();
         }
@@ -406,11 +409,11 @@ impl Server {
     fn accept(&mut self, listener: &OwnedFd) -> Result<(), Errno> {
         let socket = match rustix::net::accept_with(listener, SocketFlags::CLOEXEC | SocketFlags::NONBLOCK) {
             Ok(socket) => socket,
-            // Gone again.
+            // The peer has already disconnected.
             Err(Errno::CONNABORTED | Errno::AGAIN | Errno::INTR) => return Ok(()),
             Err(e) => return Err(e),
         };
-        // Not rustix's: it knows no process 0, which is what the kernel says of one in another namespace.
+        // Not rustix's version: it rejects process 0, which the kernel reports for a process in another namespace.
         let credentials = match getsockopt(&socket, PeerCredentials) {
             Ok(credentials) => credentials,
             Err(e) => {
@@ -420,69 +423,70 @@ impl Server {
         };
         let (uid, gid) = (credentials.uid(), credentials.gid());
         let peer = Peer { pid: u32::try_from(credentials.pid()).unwrap_or(0), uid, gid };
-        let there = self.connections.len() + self.closing.len();
-        let barred = if !self.state.config.admits(uid, gid) {
+        let connected = self.connections.len() + self.closing.len();
+        let status_only = if !self.state.config.admits(uid, gid) {
             Some((Code::NotPermitted, "this user may not use the daemon (--allow-uid, --allow-gid)"))
-        } else if there >= self.state.config.clients {
-            Some((Code::Quota, "the daemon has as many clients as it takes (--clients)"))
-        } else if self.of_user(uid) >= self.state.config.of_one_user() {
-            Some((Code::Quota, "this user has as many clients as one may have (--user-clients)"))
+        } else if connected >= self.state.config.clients {
+            Some((Code::Quota, "the daemon has reached its limit of clients (--clients)"))
+        } else if self.connections_of_user(uid) >= self.state.config.clients_per_user() {
+            Some((Code::Quota, "this user has reached the limit of clients (--user-clients)"))
         } else {
             None
         };
-        // Who runs the daemon may always ask for its status.
+        // The operator may always request the status.
         let operator = uid == 0 || uid == rustix::process::geteuid().as_raw();
-        if let Some((code, why)) = barred
-            && !(operator && there < self.state.config.clients + SPARE)
+        if let Some((code, why)) = status_only
+            && !(operator && connected < self.state.config.clients + OPERATOR_CONNECTIONS)
         {
             self.totals.refused += 1;
-            if self.refusals.tell(Instant::now()) {
-                (self.log)(&Event::Refused { pid: peer.pid, uid, why });
+            if self.refusals.should_log(Instant::now()) {
+                (self.log)(&ServerEvent::Refused { pid: peer.pid, uid, why });
             }
             let _ = socket::send(&socket, &failed(0, code, why), &[], false);
-            self.dispose(uid, socket);
+            self.disconnect(uid, socket);
             return Ok(());
         }
         let id = self.next;
         self.next += 1;
         let mut connection = Connection::new(id, peer);
-        connection.barred = barred;
+        connection.status_only = status_only;
         self.connections.insert(id, Entry { socket, connection, counted: false, since: Instant::now() });
         Ok(())
     }
 
-    /// Connections of a user, with those that are being closed.
-    fn of_user(&self, uid: u32) -> usize {
+    /// Connections of a user, including those that are being closed.
+    fn connections_of_user(&self, uid: u32) -> usize {
         let closing = self.closing.iter().map(|c| &c.connection);
         self.connections.values().chain(closing).filter(|c| c.connection.peer.uid == uid).count()
     }
 
-    /// Ends a connection, whatever lies unread in it.
-    fn dispose(&self, uid: u32, socket: OwnedFd) {
+    /// Ends a connection, with messages left unread.
+    fn disconnect(&self, uid: u32, socket: OwnedFd) {
         let _ = rustix::net::shutdown(&socket, Shutdown::Both);
         self.state.deferred_close.put(uid, [socket]);
     }
 
-    /// Ends the connections that take a client's place and do not become one. What the `ready` have said has not been looked at yet: they get
-    /// twice as long, and no longer, or one could stay by asking for the status without end.
+    /// Closes connections that have not sent a hello message or opened a function in time. Those in `ready` have unread
+    /// messages and get twice the time, but no more: repeated status requests must not keep a connection open.
     fn expire(&mut self, ready: &[(u64, bool)]) {
-        let Config { greeting, opening, .. } = self.state.config;
+        let Config { hello_timeout, open_timeout, .. } = self.state.config;
         let late = |c: &Entry| {
             let after = c.since.elapsed();
-            c.connection.function.is_none() && (after > opening || (!c.connection.greeted && after > greeting))
+            c.connection.function.is_none()
+                && (after > open_timeout || (!c.connection.greeted && after > hello_timeout))
         };
         let late: Vec<u64> = {
             let quiet = |id: u64| ready.iter().all(|(r, _)| *r != id);
-            let too_late = |c: &Entry| c.since.elapsed() > opening.saturating_mul(2);
+            let too_late = |c: &Entry| c.since.elapsed() > open_timeout.saturating_mul(2);
             let expired = |(id, c): &(&u64, &Entry)| late(c) && (quiet(**id) || too_late(c));
             self.connections.iter().filter(expired).map(|(id, _)| *id).collect()
         };
         for id in late {
-            self.close(id, "the client has not opened a function in time", false);
+            self.close(id, "the client did not open a function in time", false);
         }
     }
 
-    /// Takes and answers one message.
+    /// Receives and answers one message.
     fn receive(&mut self, id: u64, buffer: &mut [u8; MAX_MESSAGE]) {
         let Some(Entry { socket, connection, counted, .. }) = self.connections.get_mut(&id) else { return };
         let mut fds = Vec::new();
@@ -493,18 +497,19 @@ impl Server {
         let handled = match received {
             Ok(Received::Message(n)) => connection.handle(&self.state, &buffer[..n], fds),
             Ok(Received::TooMuch) => {
-                let why = "a message has at most 4096 bytes and 64 descriptors, and the daemon must be able to have these (RLIMIT_NOFILE)";
+                let why = "a message has at most 4096 bytes and 64 descriptors, and the daemon must be able to open \
+                           them (RLIMIT_NOFILE)";
                 connection.refuse(0, Code::Malformed, why)
             }
             Ok(Received::Nothing) => return,
-            Ok(Received::End) => return self.close(id, "the client has gone", false),
-            Err(_) => return self.close(id, "the connection broke", false),
+            Ok(Received::End) => return self.close(id, "the client disconnected", false),
+            Err(_) => return self.close(id, "the connection failed", false),
         };
         self.totals.requests += 1;
         if !*counted && connection.function.is_some() {
             *counted = true;
             self.totals.served += 1;
-            (self.log)(&Event::Came { client: id, pid: connection.peer.pid, uid: connection.peer.uid });
+            (self.log)(&ServerEvent::Connected { client: id, pid: connection.peer.pid, uid: connection.peer.uid });
         }
         let answer = match handled {
             Handled::Answer(answer) => answer,
@@ -519,7 +524,7 @@ impl Server {
         match socket::send(socket, &answer.bytes, &fds, false) {
             Ok(()) => {}
             Err(Errno::AGAIN) => self.close(id, "the client does not read its answers", false),
-            Err(_) => self.close(id, "the client has gone", false),
+            Err(_) => self.close(id, "the client disconnected", false),
         }
     }
 
@@ -552,24 +557,25 @@ impl Server {
         for (connection, closing) in rows {
             body.extend_from_slice(connection.row(closing).as_bytes());
         }
-        Answer { bytes: message(Request::Status { first }.opcode() | ANSWER, seqno, &body), fds: Vec::new() }
+        Answer { bytes: message(ClientRequest::Status { first }.opcode() | ANSWER, seqno, &body), fds: Vec::new() }
     }
 
-    /// Begins to let go of a client.
-    fn close(&mut self, id: u64, why: &'static str, keep: bool) {
+    /// Stops a client's queues, and releases its resources once they have stopped. `keep_memory`: the client may
+    /// continue to use the buffers that the daemon allocated.
+    fn close(&mut self, id: u64, why: &'static str, keep_memory: bool) {
         let Some(mut connection) = self.connections.remove(&id) else { return };
-        if keep {
-            connection.connection.leave_memory();
+        if keep_memory {
+            connection.connection.keep_memory();
         }
         if let Some(function) = &connection.connection.function {
             function.stop();
-            self.state.run_queue.nudge();
+            self.state.run_queue.wake();
         }
         self.closing.push(Closing { connection, why, since: Instant::now(), quarantined: false });
         self.release();
     }
 
-    /// Lets go of the clients whose queues have stopped.
+    /// Releases the resources of disconnected clients whose queues have stopped.
     fn release(&mut self) {
         let mut waiting = Vec::new();
         for mut closing in std::mem::take(&mut self.closing) {
@@ -577,25 +583,25 @@ impl Server {
             let stopped = connection.function.as_ref().is_none_or(|f| f.has_stopped());
             let after = closing.since.elapsed();
             if stopped {
-                let released = connection.holds();
+                let released = connection.resources();
                 if let Some(function) = connection.function.take() {
                     self.state.run_queue.remove(&function);
                 }
-                // Mappings, buffers, and the connection last.
+                // The socket is closed last, after mappings and buffers.
                 let Entry { socket, connection, counted, .. } = closing.connection;
                 let (client, uid) = (connection.id, connection.peer.uid);
                 drop(connection);
-                self.dispose(uid, socket);
+                self.disconnect(uid, socket);
                 if counted {
                     self.totals.released += 1;
-                    (self.log)(&Event::Gone { client, why: closing.why, released, after });
+                    (self.log)(&ServerEvent::Disconnected { client, why: closing.why, released, after });
                 }
                 continue;
             }
-            if !closing.quarantined && after > self.state.config.patience {
+            if !closing.quarantined && after > self.state.config.stop_timeout {
                 closing.quarantined = true;
                 self.totals.quarantined += 1;
-                (self.log)(&Event::Quarantined { client: connection.id, kept: connection.holds() });
+                (self.log)(&ServerEvent::Quarantined { client: connection.id, resources: connection.resources() });
             }
             waiting.push(closing);
         }
@@ -609,7 +615,7 @@ impl Drop for Server {
         if let Some(worker) = self.worker.take() {
             let _ = worker.join();
         }
-        // What is quarantined goes with the process: nothing moves bytes any more.
+        // Quarantined resources end with the process: without the worker nothing accesses them.
     }
 }
 
@@ -622,39 +628,39 @@ mod tests {
     use dmalane_dma::MemfdHeap;
 
     use super::*;
-    use crate::{Client, Options, report};
+    use crate::{Client, ClientOptions, status};
 
     #[test]
-    fn what_does_not_stop_is_kept() {
+    fn clients_whose_queues_do_not_stop_are_quarantined() {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("socket");
         let listener = Listener::bind(&path, 0o600).unwrap();
-        let config = Config { patience: Duration::from_millis(50), ..Config::default() };
+        let config = Config { stop_timeout: Duration::from_millis(50), ..Config::default() };
         let limits = config.limits;
         let server = Server::new(config, |_| {}).unwrap();
         let run_queue = server.state.run_queue.clone();
         let (stop, stopped) = UnixStream::pair().unwrap();
         let daemon = thread::spawn(move || server.run(listener, stopped.as_fd()).unwrap());
-        let until = |what: &str, right: &dyn Fn(&crate::Report) -> bool| {
+        let until = |what: &str, right: &dyn Fn(&crate::DaemonStatus) -> bool| {
             let start = Instant::now();
-            while !right(&report(&path).unwrap()) {
-                assert!(start.elapsed() < Duration::from_secs(20), "{what}: {:?}", report(&path));
-                thread::sleep(LOOK);
+            while !right(&status(&path).unwrap()) {
+                assert!(start.elapsed() < Duration::from_secs(20), "{what}: {:?}", status(&path));
+                thread::sleep(STOP_POLL_INTERVAL);
             }
         };
-        let client = Client::connect(Options::new(&path)).unwrap();
+        let client = Client::connect(ClientOptions::new(&path)).unwrap();
         let number = client.number();
         let card = Card::open(Arc::new(client.clone()), &MemfdHeap::new()).unwrap();
         let queue = card.queue(0).unwrap();
-        // The card stands still, and the client goes without a word: a queue that is dropped would wait for it.
+        // The worker is paused, and the client disconnects abruptly: dropping the queue would wait for the worker.
         run_queue.paused.store(true, Ordering::SeqCst);
         client.abandon();
-        until("kept", &|r| r.quarantined == 1);
-        let kept = report(&path).unwrap();
-        let row = kept.clients.iter().find(|c| c.client == number).unwrap();
+        until("quarantined", &|r| r.quarantined == 1);
+        let held = status(&path).unwrap();
+        let row = held.clients.iter().find(|c| c.client == number).unwrap();
         assert!(row.closing && row.buffers == 4 && row.ddr == limits.ddr, "{row:?}");
-        assert_eq!((kept.ddr.0, kept.totals.released, kept.totals.quarantined), (limits.ddr, 0, 1));
-        // It stops after all.
+        assert_eq!((held.ddr.0, held.totals.released, held.totals.quarantined), (limits.ddr, 0, 1));
+        // The queues stop later.
         run_queue.paused.store(false, Ordering::SeqCst);
         until("released", &|r| r.quarantined == 0 && r.ddr.0 == 0);
         drop(stop);
@@ -664,29 +670,29 @@ mod tests {
     }
 
     #[test]
-    fn who_knocks_without_end_does_not_fill_the_log() {
+    fn repeated_refusals_do_not_flood_the_log() {
         let mut refusals = Refusals::default();
         let start = Instant::now();
-        let told = (0..1000).filter(|i| refusals.tell(start + Duration::from_millis(*i))).count();
-        assert_eq!(told, REFUSALS as usize);
-        assert_eq!(refusals.untold(start + WHILE / 2), None);
-        assert_eq!(refusals.untold(start + WHILE), Some(1000 - u64::from(REFUSALS)));
-        assert_eq!(refusals.untold(start + WHILE), None);
-        assert!(refusals.tell(start + WHILE), "and again");
-        assert_eq!(refusals.untold(start + 2 * WHILE), None, "there were no more");
+        let logged = (0..1000).filter(|i| refusals.should_log(start + Duration::from_millis(*i))).count();
+        assert_eq!(logged, MAX_LOGGED_REFUSALS as usize);
+        assert_eq!(refusals.suppressed(start + LOG_WINDOW / 2), None);
+        assert_eq!(refusals.suppressed(start + LOG_WINDOW), Some(1000 - u64::from(MAX_LOGGED_REFUSALS)));
+        assert_eq!(refusals.suppressed(start + LOG_WINDOW), None);
+        assert!(refusals.should_log(start + LOG_WINDOW), "a new window");
+        assert_eq!(refusals.suppressed(start + 2 * LOG_WINDOW), None, "none were suppressed");
     }
 
     #[test]
-    fn a_socket_belongs_to_one() {
+    fn only_one_daemon_listens_on_a_socket() {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("socket");
         let first = Listener::bind(&path, 0o640).unwrap();
         let mode = std::os::unix::fs::PermissionsExt::mode(&std::fs::metadata(&path).unwrap().permissions());
         assert_eq!(mode & 0o777, 0o640);
-        assert!(matches!(Listener::bind(&path, 0o600), Err(ServeError::InUse(_))));
+        assert!(matches!(Listener::bind(&path, 0o600), Err(ServerError::InUse(_))));
         drop(first);
         assert!(!path.exists());
-        // What one leaves that was killed is replaced; what is no socket is not.
+        // The socket of a killed daemon is replaced; another file is not.
         let left = rustix::net::socket(AddressFamily::UNIX, SocketType::SEQPACKET, None).unwrap();
         rustix::net::bind(&left, &SocketAddrUnix::new(&path).unwrap()).unwrap();
         drop(left);
@@ -695,6 +701,6 @@ mod tests {
         assert!(Listener::bind(&path, 0o600).is_err());
         assert_eq!(std::fs::read(&path).unwrap(), b"precious");
         let wrong = UnixStream::pair().unwrap().0;
-        assert!(matches!(Listener::from_socket(wrong.into()), Err(ServeError::WrongSocket)));
+        assert!(matches!(Listener::from_socket(wrong.into()), Err(ServerError::WrongSocket)));
     }
 }

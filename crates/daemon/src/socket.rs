@@ -1,4 +1,4 @@
-//! Messages with descriptors over a SEQPACKET socket.
+//! Sends and receives messages with descriptors over a SEQPACKET socket.
 
 use std::io::{IoSlice, IoSliceMut};
 use std::mem::MaybeUninit;
@@ -12,23 +12,23 @@ use rustix::net::{
 
 use crate::wire::{MAX_FDS, MAX_MESSAGE};
 
-/// Descriptors that the kernel puts into one message at most (SCM_MAX_FD): with room for all of them it closes none itself.
+/// Most descriptors that the kernel passes in one message (SCM_MAX_FD): with room for all, the kernel closes none.
 const KERNEL_FDS: usize = 253;
 
-/// What came out of a socket.
+/// Result of receiving from a socket.
 pub(crate) enum Received {
-    /// A message: its bytes are the first so many of the buffer.
+    /// A message with this many bytes.
     Message(usize),
-    /// Longer than a message may be, or with more descriptors than may come with one, or than this process may have.
+    /// A message that is too long, or has more descriptors than the format or the process's limit allows.
     TooMuch,
-    /// The other side is gone, or says that it wants to go.
+    /// The peer has closed the connection, or sent an empty message.
     End,
-    /// Nothing now.
+    /// No message is available now.
     Nothing,
 }
 
-/// Takes one message, if there is one. The descriptors that come with it are added to `fds`, also those of what is too much; they are closed on the
-/// next `exec`.
+/// Receives one message if one is available. Adds its descriptors, with close-on-exec set, to `fds`, also those of a
+/// message that is too long.
 pub(crate) fn receive(
     socket: impl AsFd,
     buffer: &mut [u8; MAX_MESSAGE],
@@ -71,17 +71,17 @@ pub(crate) fn send(socket: impl AsFd, message: &[u8], fds: &[BorrowedFd<'_>], wa
     }
 }
 
-/// Kicks the daemon. The write fails only when the eventfd's count is full, which takes a client that never stops kicking.
+/// Kicks the daemon. The write fails only when the eventfd's count is full, and then the daemon is awake anyway.
 pub(crate) fn kick(fd: impl AsFd) {
     let _ = rustix::io::write(fd, &1u64.to_ne_bytes());
 }
 
-/// Calls a client: sends eight bytes, or nothing when its socket is full of unread calls.
+/// Calls a client: sends eight bytes, or nothing while the socket is full of unread calls.
 pub(crate) fn call(fd: impl AsFd) {
     let _ = rustix::net::send(fd, &1u64.to_ne_bytes(), SendFlags::DONTWAIT | SendFlags::NOSIGNAL);
 }
 
-/// Reads a bounded number of pending calls. For the client: a message from a socket can carry descriptors.
+/// Reads a bounded number of pending calls. Only for the client: a message from a client could carry descriptors.
 pub(crate) fn drain(fd: impl AsFd) {
     let mut left = 64;
     while left > 0 && rustix::net::recv(&fd, &mut [0u8; 8], RecvFlags::DONTWAIT).is_ok_and(|(n, _)| n > 0) {

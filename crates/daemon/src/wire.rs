@@ -1,26 +1,26 @@
-//! The messages between daemon and client: `docs/formats/daemon.md` in code.
+//! The messages between daemon and client, as `docs/formats/daemon.md` describes them.
 
 use zerocopy::little_endian::{U16, U32, U64};
 use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout, Unaligned};
 
-/// The version of the messages that this crate speaks.
+/// Protocol version of this crate.
 pub const VERSION: u16 = 1;
-/// "DMLD": the first field of a greeting.
+/// "DMLD": the first field of a hello request.
 pub const MAGIC: u32 = 0x444c_4d44;
-/// Bytes of a message, at most.
+/// Most bytes of a message.
 pub const MAX_MESSAGE: usize = 4096;
-/// Descriptors that come with a message, at most.
+/// Most descriptors in a message.
 pub const MAX_FDS: usize = 64;
-/// Segments of a mapping, at most.
+/// Most segments of a mapping.
 pub const MAX_SEGMENTS: usize = 128;
-/// Bytes that one message writes to card memory, at most.
+/// Most bytes that one message writes to card memory.
 pub const MAX_BYTES: usize = 2048;
-/// Rows in an answer about the daemon's clients, at most.
+/// Most rows in a status answer.
 pub const MAX_ROWS: usize = 32;
 
-/// Set in the opcode of an answer.
+/// Bit that is set in the opcode of an answer.
 pub const ANSWER: u32 = 1 << 31;
-/// The opcode of an answer that says what was wrong.
+/// Opcode of the answer to a refused request.
 pub const FAILED: u32 = u32::MAX;
 
 const HELLO: u32 = 1;
@@ -34,29 +34,29 @@ const BUFFER: u32 = 8;
 const CLOSE: u32 = 9;
 const STATUS: u32 = 10;
 
-/// How every message begins.
+/// The header of every message.
 #[derive(FromBytes, IntoBytes, Immutable, KnownLayout, Unaligned, Clone, Copy, Debug)]
 #[repr(C)]
-pub struct Header {
-    /// Bytes of the message, this included.
+pub struct MessageHeader {
+    /// Bytes of the message, including the header.
     pub size: U32,
-    /// What it is.
+    /// Kind of message.
     pub opcode: U32,
-    /// Of a request: a number of the client's choice. Of an answer: that of the request.
+    /// In a request: a number that the client chooses. In an answer: the number of its request.
     pub seqno: U64,
 }
 
-/// Which bytes of which descriptor a mapping shows.
+/// A range of a memfd, as part of a mapping.
 #[derive(FromBytes, IntoBytes, Immutable, KnownLayout, Unaligned, Clone, Copy, PartialEq, Eq, Debug)]
 #[repr(C)]
-pub struct Segment {
-    /// The place of the memfd among the descriptors of the message, from 0.
+pub struct MapSegment {
+    /// Index of the memfd among the descriptors of the message.
     pub fd: U32,
     /// 0.
     pub reserved: U32,
-    /// The first byte; a multiple of 4096.
+    /// Offset of the first byte; a multiple of 4096.
     pub offset: U64,
-    /// Bytes; a multiple of 4096.
+    /// Length in bytes; a multiple of 4096.
     pub len: U64,
 }
 
@@ -82,7 +82,7 @@ struct OpenBody {
 struct RegisterBody {
     offset: U64,
     bar: U32,
-    /// The value of a write, the bytes that follow, or 0.
+    /// The value of a write, the number of bytes that follow, or 0.
     value: U32,
 }
 
@@ -93,17 +93,17 @@ struct MapBody {
     count: U32,
 }
 
-/// What a client asks for.
+/// A request of a client.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub enum Request<'a> {
-    /// First of all: which versions the client speaks.
+pub enum ClientRequest<'a> {
+    /// Negotiates the version; must be the first request.
     Hello {
-        /// The lowest.
+        /// Lowest version that the client supports.
         min: u16,
-        /// The highest.
+        /// Highest version that the client supports.
         max: u16,
     },
-    /// A function of the card. 0 asks for as much as a client may have.
+    /// Opens a function of the card. 0 requests the limit of a client.
     Open {
         /// Bytes of DDR.
         ddr: u64,
@@ -112,87 +112,87 @@ pub enum Request<'a> {
         /// Queues.
         queues: u32,
     },
-    /// A register.
+    /// Reads a register.
     Read {
-        /// Which base address register.
+        /// Number of the BAR.
         bar: u8,
-        /// Offset in it.
+        /// Offset in the BAR, in bytes.
         offset: u64,
     },
-    /// A register to be written.
+    /// Writes a register.
     Write {
-        /// Which base address register.
+        /// Number of the BAR.
         bar: u8,
-        /// Offset in it.
+        /// Offset in the BAR, in bytes.
         offset: u64,
-        /// What to write.
+        /// Value to write.
         value: u32,
     },
-    /// Bytes to be written through a memory BAR.
+    /// Writes bytes through a memory BAR.
     WriteBytes {
-        /// Which base address register.
+        /// Number of the BAR.
         bar: u8,
-        /// Offset in it.
+        /// Offset in the BAR, in bytes.
         offset: u64,
-        /// The bytes.
+        /// Bytes to write.
         bytes: &'a [u8],
     },
-    /// Memory to be shown to the card, one segment behind the other, with a descriptor for each memfd.
+    /// Maps segments at contiguous IOVAs, with one descriptor for each memfd.
     Map {
         /// Bit 0: the card may read; bit 1: it may write.
         access: u32,
-        /// What to show.
-        segments: &'a [Segment],
+        /// Segments to map, in order.
+        segments: &'a [MapSegment],
     },
-    /// A mapping to be taken away, by its first IOVA.
+    /// Removes a mapping.
     Unmap {
-        /// Where it begins.
+        /// First IOVA of the mapping.
         iova: u64,
     },
-    /// A buffer to be made.
+    /// Allocates a buffer.
     Buffer {
-        /// Its bytes.
+        /// Length in bytes.
         len: u64,
     },
-    /// A buffer to be forgotten.
+    /// Frees a buffer that the daemon allocated.
     Close {
-        /// Its number.
+        /// Number of the buffer.
         id: u64,
     },
-    /// What the daemon is doing.
+    /// Queries the daemon's status.
     Status {
-        /// Clients with a smaller number are left out.
+        /// Lowest client number to include.
         first: u64,
     },
 }
 
-/// A message that is none.
+/// Why a message is not a valid request.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub struct Malformed {
-    /// The number that it carries, if it is long enough to carry one.
+pub struct MalformedRequest {
+    /// Number of the request; 0 when the message is too short to have one.
     pub seqno: u64,
-    /// The opcode is not known; else what is wrong.
+    /// True when the opcode is unknown.
     pub unknown: bool,
-    /// What is wrong with it.
+    /// What is wrong with the message.
     pub why: &'static str,
 }
 
-impl<'a> Request<'a> {
-    /// Takes a message apart, as it came out of the socket.
+impl<'a> ClientRequest<'a> {
+    /// Decodes a message, and returns its number and the request.
     ///
     /// # Errors
-    /// [`Malformed`]: whatever is not exactly as the format says.
-    pub fn decode(message: &'a [u8]) -> Result<(u64, Self), Malformed> {
-        let Ok((header, body)) = Header::ref_from_prefix(message) else {
-            return Err(Malformed { seqno: 0, unknown: false, why: "shorter than a header" });
+    /// [`MalformedRequest`] for every deviation from the format.
+    pub fn decode(message: &'a [u8]) -> Result<(u64, Self), MalformedRequest> {
+        let Ok((header, body)) = MessageHeader::ref_from_prefix(message) else {
+            return Err(MalformedRequest { seqno: 0, unknown: false, why: "shorter than a header" });
         };
         let seqno = header.seqno.get();
-        let bad = |why| Malformed { seqno, unknown: false, why };
+        let bad = |why| MalformedRequest { seqno, unknown: false, why };
         if header.size.get() as usize != message.len() {
-            return Err(bad("its size is not what its header says"));
+            return Err(bad("its size differs from its header"));
         }
-        let length = "its length is wrong for what it asks";
-        let register = |body: &'a [u8]| -> Result<(u8, u64, u32, &'a [u8]), Malformed> {
+        let length = "its length is wrong for its opcode";
+        let register = |body: &'a [u8]| -> Result<(u8, u64, u32, &'a [u8]), MalformedRequest> {
             let (b, rest) = RegisterBody::ref_from_prefix(body).map_err(|_| bad(length))?;
             let bar = u8::try_from(b.bar.get()).map_err(|_| bad("there is no such BAR"))?;
             Ok((bar, b.offset.get(), b.value.get(), rest))
@@ -202,7 +202,7 @@ impl<'a> Request<'a> {
             HELLO => {
                 let b = HelloBody::ref_from_bytes(body).map_err(|_| bad(length))?;
                 if b.magic.get() != MAGIC {
-                    return Err(bad("its greeting is not that of a client of dmalaned"));
+                    return Err(bad("a hello message without the magic number"));
                 }
                 Self::Hello { min: b.min.get(), max: b.max.get() }
             }
@@ -234,7 +234,7 @@ impl<'a> Request<'a> {
                     return Err(bad("a mapping has 1 to 128 segments"));
                 }
                 let segments =
-                    <[Segment]>::ref_from_bytes(rest).ok().filter(|s| s.len() == count).ok_or(bad(length))?;
+                    <[MapSegment]>::ref_from_bytes(rest).ok().filter(|s| s.len() == count).ok_or(bad(length))?;
                 if segments.iter().any(|s| s.reserved.get() != 0) {
                     return Err(bad("a reserved field is not 0"));
                 }
@@ -244,7 +244,7 @@ impl<'a> Request<'a> {
             BUFFER => Self::Buffer { len: number(body)? },
             CLOSE => Self::Close { id: number(body)? },
             STATUS => Self::Status { first: number(body)? },
-            _ => return Err(Malformed { seqno, unknown: true, why: "there is no such request" }),
+            _ => return Err(MalformedRequest { seqno, unknown: true, why: "there is no such request" }),
         };
         Ok((seqno, request))
     }
@@ -265,7 +265,7 @@ impl<'a> Request<'a> {
         }
     }
 
-    /// The message, ready to be sent. Lists longer than a message may have make one that is refused.
+    /// Encodes the message. The receiver refuses it when a list exceeds the limits of the format.
     pub fn encode(&self, seqno: u64) -> Vec<u8> {
         let mut body = Vec::new();
         let mut put = |bytes: &[u8]| body.extend_from_slice(bytes);
@@ -300,10 +300,10 @@ impl<'a> Request<'a> {
     }
 }
 
-/// A message of a header and what follows it.
+/// Builds a message from its header fields and body.
 pub fn message(opcode: u32, seqno: u64, body: &[u8]) -> Vec<u8> {
-    let size = (size_of::<Header>() + body.len()) as u32;
-    let mut out = Header { size: size.into(), opcode: opcode.into(), seqno: seqno.into() }.as_bytes().to_vec();
+    let size = (size_of::<MessageHeader>() + body.len()) as u32;
+    let mut out = MessageHeader { size: size.into(), opcode: opcode.into(), seqno: seqno.into() }.as_bytes().to_vec();
     out.extend_from_slice(body);
     out
 }
@@ -313,23 +313,23 @@ pub fn message(opcode: u32, seqno: u64, body: &[u8]) -> Vec<u8> {
 #[repr(u32)]
 #[non_exhaustive]
 pub enum Code {
-    /// The message is not as the format says.
+    /// The message violates the format.
     Malformed = 1,
-    /// There is no such request.
+    /// The opcode is unknown.
     Unknown = 2,
-    /// No version that both speak.
+    /// Client and daemon have no common version.
     Version = 3,
-    /// This user may not, or not yet.
+    /// The user may not do this, or not yet.
     NotPermitted = 4,
-    /// More than the client, or all of them together, may have.
+    /// A limit of the client, of its user or of the card is exceeded.
     Quota = 5,
     /// There is no such register, mapping or buffer.
     NoSuchThing = 6,
-    /// A descriptor that is not what it should be.
+    /// A descriptor is missing or of the wrong kind.
     BadDescriptor = 7,
-    /// It is in use.
+    /// The object is in use.
     Busy = 8,
-    /// The machine could not.
+    /// The daemon's machine could not do it.
     Failed = 9,
 }
 
@@ -346,13 +346,13 @@ impl Code {
         Self::Failed,
     ];
 
-    /// The code of this number.
+    /// The code with this number.
     pub fn from_number(number: u32) -> Option<Self> {
         Self::ALL.into_iter().find(|code| *code as u32 == number)
     }
 }
 
-/// The answer that a request was refused; its text follows.
+/// The answer to a refused request; a text follows.
 #[derive(FromBytes, IntoBytes, Immutable, KnownLayout, Unaligned, Debug)]
 #[repr(C)]
 pub struct FailedAnswer {
@@ -362,29 +362,29 @@ pub struct FailedAnswer {
     pub len: U32,
 }
 
-/// The answer to a greeting.
+/// The answer to `Hello`.
 #[derive(FromBytes, IntoBytes, Immutable, KnownLayout, Unaligned, Clone, Copy, Debug)]
 #[repr(C)]
 pub struct HelloAnswer {
-    /// The version from here on.
+    /// The version to use from now on.
     pub version: U16,
     /// 0.
     pub reserved: [U16; 3],
     /// The number of this client.
     pub client: U64,
-    /// Bytes of DDR that a client may have.
+    /// Limit of a client: bytes of DDR.
     pub ddr: U64,
-    /// Bytes of HBM that a client may have.
+    /// Limit of a client: bytes of HBM.
     pub hbm: U64,
-    /// Queues that a client may have.
+    /// Limit of a client: queues.
     pub queues: U32,
-    /// Buffers that a client may have.
+    /// Limit of a client: buffers.
     pub buffers: U32,
-    /// Bytes of buffers that a client may have.
+    /// Limit of a client: bytes of all buffers.
     pub bytes: U64,
 }
 
-/// The answer to `Open`. With it come the register page, the kick descriptor and a call descriptor for each queue.
+/// The answer to `Open`. It carries the register page, the kick descriptor and a call descriptor for each queue.
 #[derive(FromBytes, IntoBytes, Immutable, KnownLayout, Unaligned, Clone, Copy, Debug)]
 #[repr(C)]
 pub struct OpenAnswer {
@@ -408,7 +408,7 @@ pub struct PairAnswer {
     pub len: U64,
 }
 
-/// What the daemon has done and holds, in an answer to `Status`; rows follow.
+/// Totals of the daemon, in an answer to `Status`; rows follow.
 #[derive(FromBytes, IntoBytes, Immutable, KnownLayout, Unaligned, Clone, Copy, Debug)]
 #[repr(C)]
 pub struct TotalsAnswer {
@@ -416,11 +416,11 @@ pub struct TotalsAnswer {
     pub uptime: U64,
     /// Connections now.
     pub clients: U32,
-    /// Clients whose queues have not confirmed that they stopped: what they had is kept.
+    /// Disconnected clients whose queues have not stopped; their resources stay allocated.
     pub quarantined: U32,
-    /// Clients that have come and opened a function.
+    /// Clients that have opened a function.
     pub served: U64,
-    /// Those of them that have gone, and everything of theirs was released.
+    /// Clients among them that have disconnected and whose resources were released.
     pub released: U64,
     /// Connections refused: not permitted, or too many.
     pub refused: U64,
@@ -428,17 +428,17 @@ pub struct TotalsAnswer {
     pub requests: U64,
     /// Requests refused.
     pub errors: U64,
-    /// Card memory that clients have: DDR, in bytes.
+    /// Bytes of DDR in use.
     pub ddr: U64,
-    /// HBM, in bytes.
+    /// Bytes of HBM in use.
     pub hbm: U64,
-    /// Card memory that there is: DDR, in bytes.
+    /// Bytes of DDR in total.
     pub ddr_total: U64,
-    /// HBM, in bytes.
+    /// Bytes of HBM in total.
     pub hbm_total: U64,
-    /// Rows that follow.
+    /// Number of rows that follow.
     pub rows: U32,
-    /// 1 when there are clients behind the last row.
+    /// 1 when there are clients after the last row.
     pub more: U32,
 }
 
@@ -446,11 +446,11 @@ pub struct TotalsAnswer {
 #[derive(FromBytes, IntoBytes, Immutable, KnownLayout, Unaligned, Clone, Copy, Debug)]
 #[repr(C)]
 pub struct RowAnswer {
-    /// Its number.
+    /// Number of the client.
     pub client: U64,
-    /// Process, as it was when it connected.
+    /// Process that connected.
     pub pid: U32,
-    /// User.
+    /// User that connected.
     pub uid: U32,
     /// Queues.
     pub queues: U32,
@@ -458,7 +458,7 @@ pub struct RowAnswer {
     pub buffers: U32,
     /// Mappings.
     pub mappings: U32,
-    /// 1 while it is being released.
+    /// 1 while the client's resources are being released.
     pub closing: U32,
     /// Bytes of its buffers.
     pub bytes: U64,
@@ -466,13 +466,13 @@ pub struct RowAnswer {
     pub ddr: U64,
     /// HBM, in bytes.
     pub hbm: U64,
-    /// Bytes moved for it.
+    /// Bytes copied between host and card for this client.
     pub moved: U64,
-    /// Requests of it that were refused.
+    /// Refused requests of this client.
     pub errors: U64,
 }
 
-/// The message that a request was refused.
+/// Builds the answer to a refused request. The text is cut to 1024 bytes.
 pub fn failed(seqno: u64, code: Code, text: &str) -> Vec<u8> {
     let mut len = text.len().min(1024);
     while !text.is_char_boundary(len) {
@@ -487,64 +487,67 @@ pub fn failed(seqno: u64, code: Code, text: &str) -> Vec<u8> {
 mod tests {
     use super::*;
 
-    fn all() -> Vec<Request<'static>> {
-        const SEGMENTS: [Segment; 2] = [
-            Segment { fd: U32::ZERO, reserved: U32::ZERO, offset: U64::new(4096), len: U64::new(8192) },
-            Segment { fd: U32::new(1), reserved: U32::ZERO, offset: U64::ZERO, len: U64::new(4096) },
+    fn all() -> Vec<ClientRequest<'static>> {
+        const SEGMENTS: [MapSegment; 2] = [
+            MapSegment { fd: U32::ZERO, reserved: U32::ZERO, offset: U64::new(4096), len: U64::new(8192) },
+            MapSegment { fd: U32::new(1), reserved: U32::ZERO, offset: U64::ZERO, len: U64::new(4096) },
         ];
         vec![
-            Request::Hello { min: 1, max: 3 },
-            Request::Open { ddr: 1 << 40, hbm: 5, queues: 2 },
-            Request::Read { bar: 0, offset: 0x1004 },
-            Request::Write { bar: 2, offset: u64::MAX, value: 7 },
-            Request::WriteBytes { bar: 2, offset: 8, bytes: b"some bytes" },
-            Request::Map { access: 3, segments: &SEGMENTS },
-            Request::Unmap { iova: 0x10_0000 },
-            Request::Buffer { len: 4096 },
-            Request::Close { id: 9 },
-            Request::Status { first: 0 },
+            ClientRequest::Hello { min: 1, max: 3 },
+            ClientRequest::Open { ddr: 1 << 40, hbm: 5, queues: 2 },
+            ClientRequest::Read { bar: 0, offset: 0x1004 },
+            ClientRequest::Write { bar: 2, offset: u64::MAX, value: 7 },
+            ClientRequest::WriteBytes { bar: 2, offset: 8, bytes: b"some bytes" },
+            ClientRequest::Map { access: 3, segments: &SEGMENTS },
+            ClientRequest::Unmap { iova: 0x10_0000 },
+            ClientRequest::Buffer { len: 4096 },
+            ClientRequest::Close { id: 9 },
+            ClientRequest::Status { first: 0 },
         ]
     }
 
     #[test]
-    fn requests_survive_the_way() {
+    fn requests_decode_as_encoded() {
         for (i, request) in all().into_iter().enumerate() {
             let bytes = request.encode(i as u64 + 5);
-            assert_eq!(Request::decode(&bytes), Ok((i as u64 + 5, request)));
+            assert_eq!(ClientRequest::decode(&bytes), Ok((i as u64 + 5, request)));
             assert!(bytes.len() <= MAX_MESSAGE);
             // Neither shorter nor longer.
             for cut in 0..bytes.len() {
-                assert!(Request::decode(&bytes[..cut]).is_err());
+                assert!(ClientRequest::decode(&bytes[..cut]).is_err());
             }
             let mut longer = bytes.clone();
             longer.push(0);
-            assert!(Request::decode(&longer).is_err());
+            assert!(ClientRequest::decode(&longer).is_err());
             longer[0] += 1;
-            assert!(Request::decode(&longer).is_err(), "{request:?}");
+            assert!(ClientRequest::decode(&longer).is_err(), "{request:?}");
         }
     }
 
     #[test]
     fn the_longest_lists_fit_a_message() {
-        let segment = Segment { fd: U32::ZERO, reserved: U32::ZERO, offset: U64::ZERO, len: U64::new(4096) };
-        let map = Request::Map { access: 1, segments: &[segment; MAX_SEGMENTS] }.encode(0);
-        assert!(map.len() <= MAX_MESSAGE && Request::decode(&map).is_ok());
-        let map = Request::Map { access: 1, segments: &[segment; MAX_SEGMENTS + 1] }.encode(0);
-        assert!(Request::decode(&map).is_err());
-        let bytes = Request::WriteBytes { bar: 2, offset: 0, bytes: &[1; MAX_BYTES] }.encode(0);
-        assert!(bytes.len() <= MAX_MESSAGE && Request::decode(&bytes).is_ok());
+        let segment = MapSegment { fd: U32::ZERO, reserved: U32::ZERO, offset: U64::ZERO, len: U64::new(4096) };
+        let map = ClientRequest::Map { access: 1, segments: &[segment; MAX_SEGMENTS] }.encode(0);
+        assert!(map.len() <= MAX_MESSAGE && ClientRequest::decode(&map).is_ok());
+        let map = ClientRequest::Map { access: 1, segments: &[segment; MAX_SEGMENTS + 1] }.encode(0);
+        assert!(ClientRequest::decode(&map).is_err());
+        let bytes = ClientRequest::WriteBytes { bar: 2, offset: 0, bytes: &[1; MAX_BYTES] }.encode(0);
+        assert!(bytes.len() <= MAX_MESSAGE && ClientRequest::decode(&bytes).is_ok());
         assert!(
-            Request::decode(&Request::WriteBytes { bar: 2, offset: 0, bytes: &[1; MAX_BYTES + 1] }.encode(0)).is_err()
+            ClientRequest::decode(
+                &ClientRequest::WriteBytes { bar: 2, offset: 0, bytes: &[1; MAX_BYTES + 1] }.encode(0)
+            )
+            .is_err()
         );
         assert_eq!((size_of::<TotalsAnswer>(), size_of::<RowAnswer>(), size_of::<HelloAnswer>()), (96, 72, 48));
-        let status = size_of::<Header>() + size_of::<TotalsAnswer>() + MAX_ROWS * size_of::<RowAnswer>();
+        let status = size_of::<MessageHeader>() + size_of::<TotalsAnswer>() + MAX_ROWS * size_of::<RowAnswer>();
         assert!(status <= MAX_MESSAGE, "{status}");
     }
 
     #[test]
-    fn a_text_is_cut_between_characters() {
+    fn a_long_text_is_cut_between_characters() {
         let message = failed(3, Code::Quota, &"ä".repeat(600));
-        let (header, body) = Header::ref_from_prefix(&message).unwrap();
+        let (header, body) = MessageHeader::ref_from_prefix(&message).unwrap();
         assert_eq!((header.opcode.get(), header.seqno.get(), header.size.get() as usize), (FAILED, 3, message.len()));
         let (failed, text) = FailedAnswer::ref_from_prefix(body).unwrap();
         assert_eq!(Code::from_number(failed.code.get()), Some(Code::Quota));
@@ -552,11 +555,11 @@ mod tests {
     }
 
     #[test]
-    fn bytes_are_where_the_format_has_them() {
-        let bytes = Request::Write { bar: 0, offset: 0x1020, value: 9 }.encode(0x1122);
+    fn encodes_fields_at_the_documented_offsets() {
+        let bytes = ClientRequest::Write { bar: 0, offset: 0x1020, value: 9 }.encode(0x1122);
         let want = [32, 0, 0, 0, 4, 0, 0, 0, 0x22, 0x11, 0, 0, 0, 0, 0, 0];
         assert_eq!(bytes[..16], want);
         assert_eq!(bytes[16..], [0x20, 0x10, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 9, 0, 0, 0]);
-        assert_eq!(Request::Hello { min: 1, max: 1 }.encode(0)[16..20], *b"DMLD");
+        assert_eq!(ClientRequest::Hello { min: 1, max: 1 }.encode(0)[16..20], *b"DMLD");
     }
 }

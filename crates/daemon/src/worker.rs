@@ -1,7 +1,8 @@
-//! The worker: one thread that runs the queues of all functions, in turns.
+//! The worker: one thread that runs the queues of all functions in turn.
 //!
-//! Deficit round robin (Shreedhar, Varghese: "Efficient Fair Queuing Using Deficit Round Robin", 1995): in each round a function may
-//! spend a quantum of bytes, and what it spends too much it lacks in the next. A function with nothing to do saves nothing up.
+//! Deficit round robin (Shreedhar, Varghese: "Efficient Fair Queuing Using Deficit Round Robin", 1995): in each round a
+//! function may spend a quantum of bytes, and overspend is carried into the next round. An idle function accumulates
+//! no credit.
 
 use std::os::fd::OwnedFd;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
@@ -12,42 +13,42 @@ use rustix::event::{EventfdFlags, PollFd, Timespec, epoll, eventfd};
 
 use crate::function::Function;
 
-/// Bytes of a round: as many as the largest step.
+/// Bytes of a round: the size of the largest step.
 const QUANTUM: i64 = 1 << 20;
-/// The longest sleep: nothing depends on it.
-const NAP: Timespec = Timespec { tv_sec: 1, tv_nsec: 0 };
+/// The longest sleep, in case a wake-up is lost.
+const MAX_SLEEP: Timespec = Timespec { tv_sec: 1, tv_nsec: 0 };
 
-/// The functions that the worker runs, and what wakes it.
+/// The functions that the worker runs, with the descriptors that wake it.
 pub(crate) struct RunQueue {
     functions: Mutex<Vec<Arc<Function>>>,
-    /// Counts changes of the list.
+    /// Number of changes of the list.
     changes: AtomicU64,
     quit: AtomicBool,
-    /// Written by the control thread; nobody else has it.
-    nudge: OwnedFd,
+    /// Eventfd that the control thread writes; not shared with clients.
+    wake: OwnedFd,
     epoll: OwnedFd,
-    /// For a test: the worker stands still.
+    /// For a test: the worker runs no queue.
     #[cfg(test)]
     pub(crate) paused: AtomicBool,
 }
 
 struct Turn {
     function: Arc<Function>,
-    /// What is left of this round; less than nothing, but by no more than a quantum, where the last step cost more than that.
+    /// Bytes left in this round; negative, by at most a quantum, after a step that cost more than was left.
     deficit: i64,
     next: usize,
 }
 
 impl RunQueue {
     pub(crate) fn new() -> std::io::Result<Self> {
-        let nudge = eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)?;
+        let wake = eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)?;
         let epoll = epoll::create(epoll::CreateFlags::CLOEXEC)?;
-        epoll::add(&epoll, &nudge, epoll::EventData::new_u64(u64::MAX), epoll::EventFlags::IN)?;
+        epoll::add(&epoll, &wake, epoll::EventData::new_u64(u64::MAX), epoll::EventFlags::IN)?;
         Ok(Self {
             functions: Mutex::default(),
             changes: AtomicU64::new(1),
             quit: AtomicBool::new(false),
-            nudge,
+            wake,
             epoll,
             #[cfg(test)]
             paused: AtomicBool::new(false),
@@ -55,14 +56,14 @@ impl RunQueue {
     }
 
     /// Wakes the worker.
-    pub(crate) fn nudge(&self) {
-        // It fails only when the counter is full: then it is readable anyway.
-        let _ = rustix::io::write(&self.nudge, &1u64.to_ne_bytes());
+    pub(crate) fn wake(&self) {
+        // The write fails only when the counter is full, and then the eventfd is readable anyway.
+        let _ = rustix::io::write(&self.wake, &1u64.to_ne_bytes());
     }
 
     pub(crate) fn quit(&self) {
         self.quit.store(true, Ordering::SeqCst);
-        self.nudge();
+        self.wake();
     }
 
     fn change(&self, change: impl FnOnce(&mut Vec<Arc<Function>>)) {
@@ -70,26 +71,26 @@ impl RunQueue {
         change(&mut functions);
         self.changes.fetch_add(1, Ordering::SeqCst);
         drop(functions);
-        self.nudge();
+        self.wake();
     }
 
-    /// Has the worker run a function from now on.
+    /// Adds a function to those that the worker runs.
     pub(crate) fn add(&self, function: Arc<Function>) -> std::io::Result<()> {
-        // By edges: each write to an eventfd is one, so that nobody needs to read it. Reading could block: whether it may is a flag that the
-        // client shares.
+        // Edge-triggered: each write to the eventfd is an edge, so it need not be read. A read could block, because
+        // the client shares the file and can clear O_NONBLOCK.
         let flags = epoll::EventFlags::IN | epoll::EventFlags::ET;
         epoll::add(&self.epoll, function.kick(), epoll::EventData::new_u64(0), flags)?;
         self.change(|functions| functions.push(function));
         Ok(())
     }
 
-    /// Has the worker let go of a function.
+    /// Removes a function.
     pub(crate) fn remove(&self, function: &Arc<Function>) {
         let _ = epoll::delete(&self.epoll, function.kick());
         self.change(|functions| functions.retain(|f| !Arc::ptr_eq(f, function)));
     }
 
-    /// Runs until told to quit.
+    /// Runs the queues until [`RunQueue::quit`]. Spins for `spin` before it sleeps.
     pub(crate) fn run(&self, spin: Duration) {
         let mut turns: Vec<Turn> = Vec::new();
         let mut seen = 0;
@@ -112,7 +113,7 @@ impl RunQueue {
                 std::hint::spin_loop();
                 continue;
             }
-            // First the word, then a last look, then sleep: a doorbell that the look does not see is one that comes with a call.
+            // Announce the sleep, check once more, then sleep: a doorbell that the check misses comes with a kick.
             turns.iter().for_each(|turn| turn.function.page().set_asleep(true));
             if !turns.iter_mut().fold(false, |did, turn| turn.serve() | did) {
                 self.sleep();
@@ -138,16 +139,16 @@ impl RunQueue {
 
     fn sleep(&self) {
         let mut events = [const { std::mem::MaybeUninit::uninit() }; 16];
-        let _ = epoll::wait(&self.epoll, &mut events, Some(&NAP));
-        let mut ready = [PollFd::new(&self.nudge, rustix::event::PollFlags::IN)];
+        let _ = epoll::wait(&self.epoll, &mut events, Some(&MAX_SLEEP));
+        let mut ready = [PollFd::new(&self.wake, rustix::event::PollFlags::IN)];
         if rustix::event::poll(&mut ready, Some(&Timespec::default())).is_ok_and(|n| n > 0) {
-            let _ = rustix::io::read(&self.nudge, &mut [0u8; 8]);
+            let _ = rustix::io::read(&self.wake, &mut [0u8; 8]);
         }
     }
 }
 
 impl Turn {
-    /// One round of a function.
+    /// Runs one round of a function; true when it did any work.
     fn serve(&mut self) -> bool {
         let queues = self.function.queues();
         self.deficit += QUANTUM;
@@ -182,9 +183,9 @@ mod tests {
     use dmalane_queue::{DeviceAddr, Direction};
 
     use super::*;
-    use crate::config::{Budget, Config, Limits};
+    use crate::config::{Budget, ClientLimits, Config};
 
-    /// A function whose queues are full of copies of this length, as long as it is told so.
+    /// A function whose queues are full of copies of this length while the test refills them.
     struct Backlog {
         turn: Turn,
         len: u32,
@@ -199,11 +200,11 @@ mod tests {
             Self::of(len, None, queues, budget)
         }
 
-        /// With `rows`, every second descriptor gives the next a shape of so many rows, and `len` is that of a row.
+        /// With `rows`, every second descriptor gives the next a shape with this many rows of `len` bytes.
         fn of(len: u32, rows: Option<u32>, queues: u32, budget: &Arc<Budget>) -> Self {
-            let limits = Limits::default();
+            let limits = ClientLimits::default();
             let made = Function::new(&limits, 4 << 20, 4 << 20, queues, 0, budget);
-            let (function, _bells) = made.map_err(|e| e.1).unwrap();
+            let (function, _client_fds) = made.map_err(|e| e.1).unwrap();
             let mut mappings = Vec::new();
             let mut map = |len: usize| {
                 let buf = MemfdHeap::new().allocate(len).unwrap().share();
@@ -243,7 +244,7 @@ mod tests {
             Self { turn, len, tails: vec![0; queues as usize], _mappings: mappings }
         }
 
-        /// Fills the rings again, and gives the bytes moved so far.
+        /// Refills the rings and returns the bytes copied so far.
         fn refill(&mut self) -> u64 {
             let mut moved = 0;
             for (queue, tail) in self.tails.iter_mut().enumerate() {
@@ -259,7 +260,7 @@ mod tests {
     }
 
     #[test]
-    fn who_always_has_work_gets_as_much_as_another() {
+    fn busy_clients_get_equal_shares() {
         let budget = Arc::new(Budget::new(&Config::default()));
         // Many short copies or few long ones, over one queue or several.
         for lens in [[16 << 10, 1 << 20], [64 << 10, 64 << 10], [1 << 20, 700_000], [4 << 20, 32 << 10]] {
@@ -274,14 +275,14 @@ mod tests {
                     }
                 }
                 let [a, b] = moved.map(|m| m as f64);
-                // What is under way is not counted: of four MiB in 64.
+                // Unfinished copies are not counted: up to 4 MiB of 64.
                 assert!(a.min(b) / a.max(b) > 0.9, "{lens:?} {queues:?}: {moved:?}");
             }
         }
     }
 
     #[test]
-    fn who_copies_single_bytes_gets_no_more_time_than_who_copies_much() {
+    fn single_byte_copies_get_no_extra_time() {
         let budget = Arc::new(Budget::new(&Config::default()));
         let mut rows = Backlog::of(1, Some(4096), 1, &budget);
         let mut much = Backlog::new(1 << 20, 1, &budget);
@@ -293,13 +294,13 @@ mod tests {
             much.turn.serve();
         }
         assert!(copied >= 60 << 20, "{copied}");
-        let pieces = rows.turn.function.moved();
+        let copied_rows = rows.turn.function.moved();
         // 2048 rows in a round: each counts as 512 bytes.
-        assert!((60 << 11..=66 << 11).contains(&pieces), "{pieces} rows in 64 rounds");
+        assert!((60 << 11..=66 << 11).contains(&copied_rows), "{copied_rows} rows in 64 rounds");
     }
 
     #[test]
-    fn who_has_nothing_to_do_saves_nothing_up() {
+    fn idle_functions_accumulate_no_credit() {
         let budget = Arc::new(Budget::new(&Config::default()));
         let mut one = Backlog::new(64 << 10, 1, &budget);
         for _ in 0..100 {
@@ -308,6 +309,6 @@ mod tests {
         assert_eq!(one.turn.deficit, 0);
         one.refill();
         one.turn.serve();
-        assert!(one.refill() <= 2 << 20, "a round's worth, after a hundred idle ones");
+        assert!(one.refill() <= 2 << 20, "at most one round after a hundred idle ones");
     }
 }

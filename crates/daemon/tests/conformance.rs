@@ -104,17 +104,17 @@ impl Bench {
         self.all(Direction::FromHost);
     }
 
-    /// Ends the client, and counts what is left of it.
+    /// Drops the client's objects and checks that the daemon releases them.
     fn end(self) {
         let Self { daemon, client, card, mmu, back, .. } = self;
         assert_eq!(card.quarantined(), 0);
-        let report = dmalane_daemon::report(&daemon.path).unwrap();
+        let report = dmalane_daemon::status(&daemon.path).unwrap();
         let row = report.clients.iter().find(|c| c.client == client.number()).unwrap();
         assert_eq!((row.errors, row.closing), (0, false));
         drop((mmu, back));
-        let report = dmalane_daemon::report(&daemon.path).unwrap();
+        let report = dmalane_daemon::status(&daemon.path).unwrap();
         let row = report.clients.iter().find(|c| c.client == client.number()).unwrap();
-        assert_eq!(row.mappings, 4, "only the rings are left");
+        assert_eq!(row.mappings, 4, "only the rings stay mapped");
         drop((card, client));
         daemon.end_empty();
     }

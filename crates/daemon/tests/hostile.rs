@@ -1,6 +1,6 @@
-//! A client that does what it should not: errors to that client alone, and another's bytes as they were.
+//! A hostile client: only that client gets errors, and the data of others stays intact.
 //!
-//! What it says is made by hand, by the format page, and not by the client of this crate.
+//! It builds its messages itself from the format's description, without the client of this crate.
 
 mod daemon;
 
@@ -15,8 +15,8 @@ use std::time::{Duration, Instant};
 use daemon::{Daemon, memfd_mappings, open_files, settles_at};
 use dmalane_addr::Access;
 use dmalane_card::Card;
-use dmalane_daemon::wire::{Code, FAILED, FailedAnswer, Header, MAX_MESSAGE, Request, Segment};
-use dmalane_daemon::{Client, Config, Limits};
+use dmalane_daemon::wire::{ClientRequest, Code, FAILED, FailedAnswer, MAX_MESSAGE, MapSegment, MessageHeader};
+use dmalane_daemon::{Client, ClientLimits, Config};
 use dmalane_dma::{Heap, MemfdHeap, PageKind, SharedBuf};
 use dmalane_queue::conformance::Random;
 use dmalane_queue::{DeviceAddr, Direction, Operation, Queue, Registered};
@@ -29,20 +29,20 @@ use zerocopy::FromBytes;
 
 const LONG: Duration = Duration::from_secs(30);
 
-/// A connection without a client.
+/// A connection without the client library.
 struct Raw {
     socket: OwnedFd,
     seqno: u64,
 }
 
-struct Said {
+struct Reply {
     opcode: u32,
     seqno: u64,
     body: Vec<u8>,
     fds: Vec<OwnedFd>,
 }
 
-impl Said {
+impl Reply {
     fn code(&self) -> Option<Code> {
         let failed = FailedAnswer::ref_from_prefix(&self.body).ok().filter(|_| self.opcode == FAILED)?;
         Code::from_number(failed.0.code.get())
@@ -62,7 +62,7 @@ impl Raw {
 
     fn greeted(path: &Path) -> Self {
         let mut raw = Self::new(path);
-        assert_eq!(raw.ask(&Request::Hello { min: 0, max: 9 }, &[]).code(), None);
+        assert_eq!(raw.ask(&ClientRequest::Hello { min: 0, max: 9 }, &[]).code(), None);
         raw
     }
 
@@ -74,7 +74,7 @@ impl Raw {
     }
 
     /// `None` at the end of the connection.
-    fn hear(&self) -> Option<Said> {
+    fn receive(&self) -> Option<Reply> {
         let mut buffer = [0; MAX_MESSAGE];
         let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(64))];
         let mut control = RecvAncillaryBuffer::new(&mut space);
@@ -86,25 +86,25 @@ impl Raw {
             _ => None,
         });
         let fds = rights.flatten().collect();
-        let (header, body) = Header::ref_from_prefix(&buffer[..n]).ok()?;
+        let (header, body) = MessageHeader::ref_from_prefix(&buffer[..n]).ok()?;
         assert_eq!(header.size.get() as usize, n);
-        Some(Said { opcode: header.opcode.get(), seqno: header.seqno.get(), body: body.to_vec(), fds })
+        Some(Reply { opcode: header.opcode.get(), seqno: header.seqno.get(), body: body.to_vec(), fds })
     }
 
-    fn ask(&mut self, request: &Request<'_>, fds: &[BorrowedFd<'_>]) -> Said {
+    fn ask(&mut self, request: &ClientRequest<'_>, fds: &[BorrowedFd<'_>]) -> Reply {
         self.seqno += 1;
         self.send(&request.encode(self.seqno), fds).unwrap();
-        let said = self.hear().expect("an answer");
+        let said = self.receive().expect("an answer");
         assert_eq!(said.seqno, self.seqno);
         assert!(said.opcode == FAILED || said.opcode == request.opcode() | 1 << 31);
         said
     }
 
-    fn map(&mut self, access: u32, segments: &[Segment], fds: &[BorrowedFd<'_>]) -> Said {
-        self.ask(&Request::Map { access, segments }, fds)
+    fn map(&mut self, access: u32, segments: &[MapSegment], fds: &[BorrowedFd<'_>]) -> Reply {
+        self.ask(&ClientRequest::Map { access, segments }, fds)
     }
 
-    /// Shows a whole memfd to the card.
+    /// Maps a whole memfd for the card.
     fn map_all(&mut self, buf: &SharedBuf, access: u32) -> u64 {
         let said = self.map(access, &[segment(0, 0, buf.len() as u64)], &[buf.export().unwrap()]);
         assert_eq!(said.code(), None);
@@ -112,23 +112,23 @@ impl Raw {
     }
 
     fn write(&mut self, offset: u64, value: u32) {
-        assert_eq!(self.ask(&Request::Write { bar: 0, offset, value }, &[]).code(), None);
+        assert_eq!(self.ask(&ClientRequest::Write { bar: 0, offset, value }, &[]).code(), None);
     }
 
     fn read(&mut self, offset: u64) -> u32 {
-        self.ask(&Request::Read { bar: 0, offset }, &[]).word(0) as u32
+        self.ask(&ClientRequest::Read { bar: 0, offset }, &[]).word(0) as u32
     }
 }
 
-fn segment(fd: u32, offset: u64, len: u64) -> Segment {
-    Segment { fd: fd.into(), reserved: 0.into(), offset: offset.into(), len: len.into() }
+fn segment(fd: u32, offset: u64, len: u64) -> MapSegment {
+    MapSegment { fd: fd.into(), reserved: 0.into(), offset: offset.into(), len: len.into() }
 }
 
 fn memfd(len: usize) -> SharedBuf {
     MemfdHeap::starting_at(PageKind::Base).allocate(len).unwrap().share()
 }
 
-/// Another client, with bytes on the card and in its memory.
+/// Another client, with known bytes on the card and in its memory.
 struct Bystander {
     client: Client,
     card: Card<Client>,
@@ -169,7 +169,7 @@ impl Bystander {
         }
     }
 
-    /// Both memories of the card have what was written there, and so has the buffer.
+    /// Checks that both memories of the card and the buffer still contain the bytes written.
     fn check(&mut self) {
         let mut got = vec![0; self.bytes.len()];
         self.buf.as_ref().unwrap().view().read(&mut got);
@@ -180,9 +180,9 @@ impl Bystander {
             self.buf.as_ref().unwrap().view().read(&mut got);
             assert!(got == self.bytes, "the card");
         }
-        let report = dmalane_daemon::report(&self.path).unwrap();
+        let report = dmalane_daemon::status(&self.path).unwrap();
         let row = report.clients.iter().find(|c| c.client == self.client.number()).unwrap();
-        assert_eq!(row.errors, 0, "errors go to who makes them");
+        assert_eq!(row.errors, 0, "errors are counted for the client that causes them");
     }
 }
 
@@ -194,12 +194,12 @@ fn end(daemon: Daemon, bystander: Bystander, before: (usize, usize)) {
 }
 
 #[test]
-fn messages_that_are_none() {
+fn malformed_messages() {
     let daemon = Daemon::start(Config::default());
     let before = (open_files(), memfd_mappings());
     let mut bystander = Bystander::new(&daemon);
     let mut random = Random(11);
-    // Noise, before and after a greeting; and messages with noise in them.
+    // Random bytes, before and after the hello message; and messages with random bytes in them.
     for round in 0..40u64 {
         let mut raw = if round % 2 == 0 { Raw::new(&daemon.path) } else { Raw::greeted(&daemon.path) };
         for i in 0..50u64 {
@@ -208,8 +208,9 @@ fn messages_that_are_none() {
                     let len = random.below(4096) as usize + 1;
                     random.bytes(len)
                 }
-                1 => Request::Map { access: 3, segments: &[segment(0, 0, 4096); 5] }.encode(i),
-                _ => Request::Write { bar: 0, offset: random.below(0x1300), value: random.below(4) as u32 }.encode(i),
+                1 => ClientRequest::Map { access: 3, segments: &[segment(0, 0, 4096); 5] }.encode(i),
+                _ => ClientRequest::Write { bar: 0, offset: random.below(0x1300), value: random.below(4) as u32 }
+                    .encode(i),
             };
             if i % 3 > 0 && random.below(2) == 0 {
                 let at = random.below(bytes.len() as u64) as usize;
@@ -219,33 +220,33 @@ fn messages_that_are_none() {
             let fds = [buf.export().unwrap(), raw.socket.as_fd()];
             let fds = &fds[..random.below(3) as usize];
             raw.send(&bytes, fds).unwrap();
-            assert!(raw.hear().is_some(), "an answer to each");
+            assert!(raw.receive().is_some(), "an answer to each");
         }
         if round % 2 == 1 {
-            let said = raw.ask(&Request::Open { ddr: 2 << 20, hbm: 4 << 20, queues: 1 }, &[]);
-            assert!(matches!(said.code(), None | Some(Code::Busy)), "it may go on: {:?}", said.code());
+            let said = raw.ask(&ClientRequest::Open { ddr: 2 << 20, hbm: 4 << 20, queues: 1 }, &[]);
+            assert!(matches!(said.code(), None | Some(Code::Busy)), "the connection continues: {:?}", said.code());
         }
     }
-    // What is longer than a message, what has too many descriptors, and what says that it is longer.
+    // A message that is too long, one with too many descriptors, and one with a wrong size in its header.
     let mut raw = Raw::greeted(&daemon.path);
     raw.send(&[1; 5000], &[]).unwrap();
-    assert_eq!(raw.hear().unwrap().code(), Some(Code::Malformed));
+    assert_eq!(raw.receive().unwrap().code(), Some(Code::Malformed));
     let buf = memfd(4096);
-    let message = Request::Map { access: 3, segments: &[segment(0, 0, 4096)] }.encode(1);
+    let message = ClientRequest::Map { access: 3, segments: &[segment(0, 0, 4096)] }.encode(1);
     raw.send(&message, &vec![buf.export().unwrap(); 100]).unwrap();
-    assert_eq!(raw.hear().unwrap().code(), Some(Code::Malformed));
-    let mut message = Request::Unmap { iova: 0 }.encode(1);
+    assert_eq!(raw.receive().unwrap().code(), Some(Code::Malformed));
+    let mut message = ClientRequest::Unmap { iova: 0 }.encode(1);
     message[0] = 0xff;
     raw.send(&message, &[]).unwrap();
-    assert_eq!(raw.hear().unwrap().code(), Some(Code::Malformed));
-    let mut hello = Request::Hello { min: 1, max: 1 }.encode(1);
+    assert_eq!(raw.receive().unwrap().code(), Some(Code::Malformed));
+    let mut hello = ClientRequest::Hello { min: 1, max: 1 }.encode(1);
     hello[16] = b'X';
     raw.send(&hello, &[]).unwrap();
-    assert_eq!(raw.hear().unwrap().code(), Some(Code::Malformed));
-    assert_eq!(raw.ask(&Request::Hello { min: 7, max: 9 }, &[]).code(), Some(Code::Version));
-    // A message of no bytes is a farewell.
+    assert_eq!(raw.receive().unwrap().code(), Some(Code::Malformed));
+    assert_eq!(raw.ask(&ClientRequest::Hello { min: 7, max: 9 }, &[]).code(), Some(Code::Version));
+    // An empty message ends the connection.
     raw.send(&[], &[]).unwrap();
-    assert!(raw.hear().is_none());
+    assert!(raw.receive().is_none());
     bystander.check();
     drop((raw, buf));
     end(daemon, bystander, before);
@@ -253,25 +254,25 @@ fn messages_that_are_none() {
 
 #[test]
 fn requests_that_must_be_refused() {
-    let limits = Limits { buffers: 16, bytes: 8 << 20, ..Limits::default() };
+    let limits = ClientLimits { buffers: 16, bytes: 8 << 20, ..ClientLimits::default() };
     let daemon = Daemon::start(Config { limits, ..Config::default() });
     let before = (open_files(), memfd_mappings());
     let mut bystander = Bystander::new(&daemon);
     let mut raw = Raw::new(&daemon.path);
-    assert_eq!(raw.ask(&Request::Buffer { len: 4096 }, &[]).code(), Some(Code::NotPermitted), "no greeting");
-    assert_eq!(raw.ask(&Request::Status { first: 0 }, &[]).code(), Some(Code::NotPermitted));
+    assert_eq!(raw.ask(&ClientRequest::Buffer { len: 4096 }, &[]).code(), Some(Code::NotPermitted), "no hello message");
+    assert_eq!(raw.ask(&ClientRequest::Status { first: 0 }, &[]).code(), Some(Code::NotPermitted));
     drop(raw);
     let mut raw = Raw::greeted(&daemon.path);
     let page = segment(0, 0, 4096);
     let buf = memfd(16 << 10);
     let fd = buf.export().unwrap();
     assert_eq!(raw.map(3, &[page], &[fd]).code(), Some(Code::NotPermitted), "no function");
-    assert_eq!(raw.ask(&Request::Read { bar: 0, offset: 0 }, &[]).code(), Some(Code::NotPermitted));
-    assert_eq!(raw.ask(&Request::Open { ddr: 0, hbm: 0, queues: 17 }, &[]).code(), Some(Code::Quota));
-    assert_eq!(raw.ask(&Request::Open { ddr: 0, hbm: 0, queues: 0 }, &[fd]).code(), Some(Code::BadDescriptor));
-    assert_eq!(raw.ask(&Request::Open { ddr: 0, hbm: 0, queues: 0 }, &[]).code(), None);
-    assert_eq!(raw.ask(&Request::Open { ddr: 0, hbm: 0, queues: 0 }, &[]).code(), Some(Code::Busy));
-    // Wrong sizes and places.
+    assert_eq!(raw.ask(&ClientRequest::Read { bar: 0, offset: 0 }, &[]).code(), Some(Code::NotPermitted));
+    assert_eq!(raw.ask(&ClientRequest::Open { ddr: 0, hbm: 0, queues: 17 }, &[]).code(), Some(Code::Quota));
+    assert_eq!(raw.ask(&ClientRequest::Open { ddr: 0, hbm: 0, queues: 0 }, &[fd]).code(), Some(Code::BadDescriptor));
+    assert_eq!(raw.ask(&ClientRequest::Open { ddr: 0, hbm: 0, queues: 0 }, &[]).code(), None);
+    assert_eq!(raw.ask(&ClientRequest::Open { ddr: 0, hbm: 0, queues: 0 }, &[]).code(), Some(Code::Busy));
+    // Wrong sizes and offsets.
     for (offset, len) in
         [(0, 0), (1, 4096), (0, 4097), (0, 20 << 10), (16 << 10, 4096), (u64::MAX - 4095, 4096), (4096, u64::MAX)]
     {
@@ -314,44 +315,48 @@ fn requests_that_must_be_refused() {
     for (i, fd) in wrong.iter().enumerate() {
         let said = raw.map(3, &[page], &[fd.as_fd()]);
         assert_eq!(said.code(), Some(Code::BadDescriptor), "file {i}");
-        // In a list with a good one nothing is kept either. (The one for reading only is the good one again.)
+        // In a list with a valid file nothing is kept either. (The read-only descriptor refers to that same file.)
         if i == 3 {
             continue;
         }
         let said = raw.map(3, &[page, segment(1, 0, 4096)], &[buf.export().unwrap(), fd.as_fd()]);
         assert_eq!(said.code(), Some(Code::BadDescriptor), "file {i}");
     }
-    let row = |daemon: &Daemon| daemon.report().clients.into_iter().find(|c| c.errors > 10).unwrap();
+    let row = |daemon: &Daemon| daemon.status().clients.into_iter().find(|c| c.errors > 10).unwrap();
     assert_eq!(
         (row(&daemon).buffers, row(&daemon).mappings, row(&daemon).bytes),
         (0, 0, 0),
-        "nothing is left of a refusal"
+        "a refusal leaves nothing behind"
     );
-    // Things that are not there.
-    assert_eq!(raw.ask(&Request::Unmap { iova: 0x10_0000 }, &[]).code(), Some(Code::NoSuchThing));
-    assert_eq!(raw.ask(&Request::Close { id: 1 }, &[]).code(), Some(Code::NoSuchThing));
+    // Objects that do not exist.
+    assert_eq!(raw.ask(&ClientRequest::Unmap { iova: 0x10_0000 }, &[]).code(), Some(Code::NoSuchThing));
+    assert_eq!(raw.ask(&ClientRequest::Close { id: 1 }, &[]).code(), Some(Code::NoSuchThing));
     for (bar, offset) in [(0, 0x7c), (0, 3), (1, 0), (2, u64::MAX), (0, u64::MAX - 3), (0, 0x1200)] {
-        assert_eq!(raw.ask(&Request::Read { bar, offset }, &[]).code(), Some(Code::NoSuchThing), "{bar} {offset:#x}");
-        assert_eq!(raw.ask(&Request::Write { bar, offset, value: 1 }, &[]).code(), Some(Code::NoSuchThing));
-        let bytes = Request::WriteBytes { bar, offset, bytes: &[1; 64] };
+        assert_eq!(
+            raw.ask(&ClientRequest::Read { bar, offset }, &[]).code(),
+            Some(Code::NoSuchThing),
+            "{bar} {offset:#x}"
+        );
+        assert_eq!(raw.ask(&ClientRequest::Write { bar, offset, value: 1 }, &[]).code(), Some(Code::NoSuchThing));
+        let bytes = ClientRequest::WriteBytes { bar, offset, bytes: &[1; 64] };
         assert_eq!(raw.ask(&bytes, &[]).code(), Some(Code::NoSuchThing));
     }
-    // Shrunk under the card: sealed.
+    // The memory cannot be shrunk while the card uses it: it is sealed.
     let iova = raw.map_all(&buf, 3);
     assert_eq!(rustix::fs::ftruncate(buf.export().unwrap(), 4096), Err(rustix::io::Errno::PERM));
-    let said = raw.ask(&Request::Buffer { len: 8192 }, &[]);
+    let said = raw.ask(&ClientRequest::Buffer { len: 8192 }, &[]);
     let made = said.fds.first().unwrap();
     assert_eq!(rustix::fs::ftruncate(made, 0), Err(rustix::io::Errno::PERM));
     assert_eq!(rustix::fs::ftruncate(made, 1 << 30), Err(rustix::io::Errno::PERM));
     let id = said.word(0);
     assert_eq!(raw.map(1, &[segment(0, 0, 8192)], &[made.as_fd()]).code(), None);
-    assert_eq!(raw.ask(&Request::Close { id }, &[]).code(), Some(Code::Busy));
-    assert_eq!(raw.ask(&Request::Unmap { iova }, &[]).code(), None);
-    assert_eq!(raw.ask(&Request::Unmap { iova }, &[]).code(), Some(Code::NoSuchThing));
-    // A flood of buffers, of mappings, of bytes.
+    assert_eq!(raw.ask(&ClientRequest::Close { id }, &[]).code(), Some(Code::Busy));
+    assert_eq!(raw.ask(&ClientRequest::Unmap { iova }, &[]).code(), None);
+    assert_eq!(raw.ask(&ClientRequest::Unmap { iova }, &[]).code(), Some(Code::NoSuchThing));
+    // Too many buffers, mappings and bytes.
     let mut kept = Vec::new();
     let refused = loop {
-        let said = raw.ask(&Request::Buffer { len: 4096 }, &[]);
+        let said = raw.ask(&ClientRequest::Buffer { len: 4096 }, &[]);
         match said.code() {
             None => kept.push(said),
             Some(code) => break code,
@@ -368,13 +373,13 @@ fn requests_that_must_be_refused() {
     };
     assert_eq!((refused, mappings), (Code::Quota, 16 * 16 - 1));
     for said in kept.drain(1..) {
-        assert_eq!(raw.ask(&Request::Close { id: said.word(0) }, &[]).code(), None);
+        assert_eq!(raw.ask(&ClientRequest::Close { id: said.word(0) }, &[]).code(), None);
     }
     for len in [8 << 20, u64::MAX, u64::MAX - 5000] {
-        assert_eq!(raw.ask(&Request::Buffer { len }, &[]).code(), Some(Code::Quota));
+        assert_eq!(raw.ask(&ClientRequest::Buffer { len }, &[]).code(), Some(Code::Quota));
     }
     let large = memfd(9 << 20);
-    assert_eq!(raw.map(1, &[page], &[large.export().unwrap()]).code(), Some(Code::Quota), "it counts whole");
+    assert_eq!(raw.map(1, &[page], &[large.export().unwrap()]).code(), Some(Code::Quota), "the whole memfd counts");
     bystander.check();
     drop((raw, said, kept, large, buf, unsealed, growing, huge, readonly, event, file, null, wrong));
     end(daemon, bystander, before);
@@ -394,7 +399,7 @@ fn memfds_with_more_seals_than_needed() {
         fd
     };
     let all = [segment(0, 0, 8192)];
-    // Against shrinking, and against more seals: no more is asked for, and none can be added.
+    // Sealed against shrinking and against further seals: this is all that the daemon requires.
     let good = sealed(SealFlags::SHRINK | SealFlags::SEAL);
     let said = ringed.raw.map(3, &all, &[good.as_fd()]);
     assert_eq!(said.code(), None);
@@ -411,8 +416,8 @@ fn memfds_with_more_seals_than_needed() {
     let mut bytes = [1; 8192];
     rustix::io::pread(&good, &mut bytes, 0).unwrap();
     assert!(bytes.iter().all(|b| *b == 0), "card memory is zeros at first");
-    assert_eq!(ringed.raw.ask(&Request::Unmap { iova: said.word(0) }, &[]).code(), None);
-    // Nobody can seal this one against shrinking any more, and these cannot be mapped for writing.
+    assert_eq!(ringed.raw.ask(&ClientRequest::Unmap { iova: said.word(0) }, &[]).code(), None);
+    // The first can no longer be sealed against shrinking, and the others cannot be mapped for writing.
     for seals in [SealFlags::SEAL, SealFlags::SHRINK | SealFlags::WRITE, SealFlags::SHRINK | SealFlags::FUTURE_WRITE] {
         let bad = sealed(seals);
         for access in [1, 3] {
@@ -427,28 +432,28 @@ fn memfds_with_more_seals_than_needed() {
 }
 
 #[test]
-fn who_does_not_greet_or_open_is_dropped() {
-    let (greeting, opening) = (Duration::from_millis(200), Duration::from_millis(900));
-    let daemon = Daemon::start(Config { greeting, opening, ..Config::default() });
+fn idle_connections_time_out() {
+    let (hello_timeout, open_timeout) = (Duration::from_millis(200), Duration::from_millis(900));
+    let daemon = Daemon::start(Config { hello_timeout, open_timeout, ..Config::default() });
     let before = (open_files(), memfd_mappings());
     let mut bystander = Bystander::new(&daemon);
     let (silent, greeted) = (Raw::new(&daemon.path), Raw::greeted(&daemon.path));
     let begun = Instant::now();
-    assert!(silent.hear().is_none() && begun.elapsed() >= greeting - Duration::from_millis(50));
-    // Asking for the status is no reason to stay.
+    assert!(silent.receive().is_none() && begun.elapsed() >= hello_timeout - Duration::from_millis(50));
+    // Status requests do not keep a connection open.
     let mut asking = greeted;
-    let end_of_it = loop {
-        match asking.send(&Request::Status { first: 0 }.encode(1), &[]) {
-            Ok(()) if asking.hear().is_some() => std::thread::sleep(Duration::from_millis(20)),
+    let ended_after = loop {
+        match asking.send(&ClientRequest::Status { first: 0 }.encode(1), &[]) {
+            Ok(()) if asking.receive().is_some() => std::thread::sleep(Duration::from_millis(20)),
             _ => break begun.elapsed(),
         }
         assert!(begun.elapsed() < LONG);
     };
-    assert!(end_of_it >= opening - Duration::from_millis(50), "{end_of_it:?}");
+    assert!(ended_after >= open_timeout - Duration::from_millis(50), "{ended_after:?}");
     let mut late = Raw::greeted(&daemon.path);
-    assert_eq!(late.ask(&Request::Open { ddr: 2 << 20, hbm: 4 << 20, queues: 1 }, &[]).code(), None);
-    std::thread::sleep(opening + greeting);
-    assert_eq!(late.read(0), dmalane_card::regs::ID_VALUE, "who has opened one stays");
+    assert_eq!(late.ask(&ClientRequest::Open { ddr: 2 << 20, hbm: 4 << 20, queues: 1 }, &[]).code(), None);
+    std::thread::sleep(open_timeout + hello_timeout);
+    assert_eq!(late.read(0), dmalane_card::regs::ID_VALUE, "a client with a function stays");
     bystander.check();
     asking.seqno = 0;
     drop((silent, asking, late));
@@ -456,14 +461,14 @@ fn who_does_not_greet_or_open_is_dropped() {
 }
 
 #[test]
-fn a_client_that_does_not_listen_loses_its_connection() {
+fn a_client_that_does_not_read_answers_is_disconnected() {
     let daemon = Daemon::start(Config::default());
     let before = (open_files(), memfd_mappings());
     let mut bystander = Bystander::new(&daemon);
-    let deaf = Raw::greeted(&daemon.path);
+    let unread = Raw::greeted(&daemon.path);
     let start = Instant::now();
     while start.elapsed() < LONG {
-        match deaf.send(&Request::Status { first: 0 }.encode(1), &[]) {
+        match unread.send(&ClientRequest::Status { first: 0 }.encode(1), &[]) {
             Ok(()) => {}
             Err(e) => {
                 assert!(matches!(e, rustix::io::Errno::PIPE | rustix::io::Errno::CONNRESET), "{e}");
@@ -473,18 +478,18 @@ fn a_client_that_does_not_listen_loses_its_connection() {
     }
     assert!(start.elapsed() < LONG);
     bystander.check();
-    drop(deaf);
+    drop(unread);
     end(daemon, bystander, before);
 }
 
-/// A function opened by hand: its rings, some memory that is mapped, and some that is not.
+/// A function opened without the client library: its rings, with mapped and unmapped memory.
 struct Ringed {
     raw: Raw,
     page: SharedBuf,
     call: OwnedFd,
     ring: SharedBuf,
     completions: SharedBuf,
-    /// What the noise may change.
+    /// Memory that random descriptors may change.
     _mapped: SharedBuf,
     readonly: SharedBuf,
     unmapped: SharedBuf,
@@ -496,11 +501,11 @@ const LOG2: u32 = 6;
 impl Ringed {
     fn new(path: &Path) -> Self {
         let mut raw = Raw::greeted(path);
-        let mut said = raw.ask(&Request::Open { ddr: 64 << 20, hbm: 64 << 20, queues: 1 }, &[]);
+        let mut said = raw.ask(&ClientRequest::Open { ddr: 64 << 20, hbm: 64 << 20, queues: 1 }, &[]);
         assert_eq!(said.fds.len(), 3);
         let wakes = said.fds.pop().unwrap();
         let (call, page) = (said.fds.pop().unwrap(), SharedBuf::import(said.fds.pop().unwrap()).unwrap());
-        // No descriptor comes to the daemon that way.
+        // The client cannot send descriptors to the daemon through this socket.
         let sent = rustix::net::send(&wakes, &[0; 8], SendFlags::DONTWAIT | SendFlags::NOSIGNAL);
         assert_eq!(sent, Err(rustix::io::Errno::PIPE));
         let [ring, completions, mapped, readonly, unmapped] = [4096, 4096, 64 << 10, 64 << 10, 64 << 10].map(memfd);
@@ -539,7 +544,7 @@ fn start(raw: &mut Raw, iovas: &[u64; 4]) {
     while raw.read(0x1004) == 0 {}
 }
 
-/// A descriptor: noise, or one that makes some sense.
+/// A descriptor: random bits, or plausible fields.
 fn descriptor(random: &mut Random, iovas: &[u64; 4]) -> [u64; 4] {
     let noise = |random: &mut Random| random.below(u64::MAX);
     if random.below(4) == 0 {
@@ -561,7 +566,7 @@ fn descriptor(random: &mut Random, iovas: &[u64; 4]) -> [u64; 4] {
 }
 
 #[test]
-fn rings_of_noise() {
+fn random_descriptors() {
     let daemon = Daemon::start(Config::default());
     let before = (open_files(), memfd_mappings());
     let mut bystander = Bystander::new(&daemon);
@@ -577,7 +582,7 @@ fn rings_of_noise() {
         }
         ringed.doorbell(if random.below(8) == 0 { random.below(1 << 32) as u32 } else { 1 << LOG2 });
         let deadline = Instant::now() + Duration::from_millis(20);
-        // A halt, everything done, or long enough: a GiB within the card takes its time.
+        // Until the queue halts, all is done, or the time is over: a copy of 1 GiB within the card is slow.
         while Instant::now() < deadline {
             let (status, head) = (ringed.raw.read(0x1004), ringed.raw.read(0x1024));
             if status != 1 || head == 1 << LOG2 {
@@ -587,7 +592,7 @@ fn rings_of_noise() {
         halts += u32::from(ringed.raw.read(0x1004) == 2);
         completed += u64::from(ringed.raw.read(0x1024));
         ringed.untouched();
-        // The words of the page that are the daemon's.
+        // Overwrite the words of the page that the daemon writes.
         if round % 3 == 0 {
             for at in [64, 128, 4096, 4100, 256, 320] {
                 ringed.page.view().store_u32(at, random.below(1 << 32) as u32).unwrap();
@@ -645,7 +650,7 @@ fn descriptors_that_change_while_they_are_read() {
     end(daemon, bystander, before);
 }
 
-/// A TCP socket whose closing takes so long: its other end takes nothing.
+/// A TCP socket whose `close` blocks for `linger`, since its peer reads nothing.
 fn lingering(listener: &std::net::TcpListener, linger: Duration) -> (std::net::TcpStream, std::net::TcpStream) {
     use std::io::Write;
     let mut socket = std::net::TcpStream::connect(listener.local_addr().unwrap()).unwrap();
@@ -657,7 +662,7 @@ fn lingering(listener: &std::net::TcpListener, linger: Duration) -> (std::net::T
 }
 
 #[test]
-fn what_blocks_when_it_is_closed_blocks_nobody_else() {
+fn a_blocking_close_does_not_delay_other_clients() {
     let daemon = Daemon::start(Config::default());
     let before = (open_files(), memfd_mappings());
     let listener = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
@@ -668,23 +673,23 @@ fn what_blocks_when_it_is_closed_blocks_nobody_else() {
     };
     let (socket, _other) = lingering(&listener, Duration::from_secs(1));
     let mut socket = Some(socket);
-    assert!(timed(&mut || drop(socket.take())) > Duration::from_millis(900), "it does block");
+    assert!(timed(&mut || drop(socket.take())) > Duration::from_millis(900), "close blocks");
     let mut bystander = Bystander::new(&daemon);
     let buf = memfd(4096);
     let linger = Duration::from_secs(20);
-    let map = Request::Map { access: 3, segments: &[segment(0, 0, 4096)] }.encode(1);
+    let map = ClientRequest::Map { access: 3, segments: &[segment(0, 0, 4096)] }.encode(1);
     let mut others = Vec::new();
     let began = Instant::now();
-    for way in 0..6 {
-        let mut raw = if way == 0 { Raw::new(&daemon.path) } else { Raw::greeted(&daemon.path) };
-        if way == 1 {
-            assert_eq!(raw.ask(&Request::Open { ddr: 0, hbm: 0, queues: 1 }, &[]).code(), None);
+    for case in 0..6 {
+        let mut raw = if case == 0 { Raw::new(&daemon.path) } else { Raw::greeted(&daemon.path) };
+        if case == 1 {
+            assert_eq!(raw.ask(&ClientRequest::Open { ddr: 0, hbm: 0, queues: 1 }, &[]).code(), None);
         }
         let (socket, other) = lingering(&listener, linger);
         others.push(other);
-        // With a request that is refused, one that is not a request, one with too many, one that is never looked at, a farewell.
-        let (bytes, mut fds) = match way {
-            0 => (Request::Status { first: 0 }.encode(1), vec![]),
+        // With a refused request, a malformed one, too many descriptors, a message that is never read, an empty one.
+        let (bytes, mut fds) = match case {
+            0 => (ClientRequest::Status { first: 0 }.encode(1), vec![]),
             1 => (map.clone(), vec![buf.export().unwrap()]),
             2 => (b"nonsense".to_vec(), vec![]),
             3 => (map.clone(), vec![buf.export().unwrap(); 99]),
@@ -697,19 +702,19 @@ fn what_blocks_when_it_is_closed_blocks_nobody_else() {
         };
         fds.push(socket.as_fd());
         let sent = raw.send(&bytes, &fds);
-        // Should the daemon have closed its own already, this is the one that blocks.
+        // If the daemon has already closed its descriptor, this is the last one, and its close blocks.
         std::thread::spawn(move || drop(socket));
-        assert!(sent.is_ok() || way == 4);
-        if way < 4 {
-            let code = if way < 2 { Code::BadDescriptor } else { Code::Malformed };
-            assert_eq!(raw.hear().unwrap().code(), Some(code), "way {way}");
+        assert!(sent.is_ok() || case == 4);
+        if case < 4 {
+            let code = if case < 2 { Code::BadDescriptor } else { Code::Malformed };
+            assert_eq!(raw.receive().unwrap().code(), Some(code), "case {case}");
         }
         drop(raw);
         let took = timed(&mut || bystander.check());
-        assert!(took < Duration::from_secs(2), "way {way}: another client waited for {took:?}");
+        assert!(took < Duration::from_secs(2), "case {case}: another client waited for {took:?}");
     }
-    assert!(began.elapsed() < linger, "while the first was being closed");
-    // The other ends end it.
+    assert!(began.elapsed() < linger, "the first descriptor was still being closed");
+    // Closing the peers ends the linger.
     drop((others, listener, _other, buf));
     end(daemon, bystander, before);
 }

@@ -1,6 +1,6 @@
-//! Clients are killed in mid-transfer, daemons too: what is left behind is nothing, and who is left is told.
+//! Clients and daemons are killed during transfers: nothing leaks, and the survivor gets an error.
 //!
-//! Processes to kill are this program again, with the test that kills them: told of a socket, it is the one to be killed.
+//! The processes to be killed run this program with the same test; the environment variable with a socket marks them.
 
 mod daemon;
 
@@ -16,7 +16,7 @@ use daemon::{Daemon, memfd_mappings, one, open_files, settles_at};
 use dmalane_addr::Access;
 use dmalane_card::{Card, CardQueue};
 use dmalane_daemon::wire::Code;
-use dmalane_daemon::{Client, Config, Error, Limits, Listener, Options, Server};
+use dmalane_daemon::{Client, ClientError, ClientLimits, ClientOptions, Config, Listener, Server};
 use dmalane_dma::{BufferSlice, Heap, MemfdHeap, SharedBuf};
 use dmalane_queue::conformance::Random;
 use dmalane_queue::{
@@ -27,7 +27,7 @@ const SOCKET: &str = "DMALANE_TEST_SOCKET";
 const MIB: usize = 1 << 20;
 const LONG: Duration = Duration::from_secs(30);
 
-/// This test again, as another process; it prints a line when it has begun.
+/// Starts the same test as another process, and waits until it prints that it has begun.
 fn spawn(what: &str, socket: &Path) -> (Child, impl BufRead + use<>) {
     let mut command = Command::new(std::env::current_exe().unwrap());
     command.args(["--exact", what, "--nocapture", "--test-threads=1"]).env(SOCKET, socket);
@@ -41,7 +41,7 @@ fn spawn(what: &str, socket: &Path) -> (Child, impl BufRead + use<>) {
     (child, lines)
 }
 
-/// All that a client needs.
+/// A client with its card, queue and registered buffer.
 struct Driven {
     client: Client,
     card: Card<Client>,
@@ -80,7 +80,7 @@ impl Driven {
         result
     }
 
-    /// New bytes to the card and back, compared.
+    /// Writes new bytes to the card, reads them back and compares.
     fn round(&mut self, random: &mut Random) {
         let len = self.part.as_ref().unwrap().len();
         let block: Vec<u8> = random.bytes(4096);
@@ -106,12 +106,12 @@ impl Driven {
 
 /// A client that moves bytes, cancels, maps and unmaps until it is killed.
 fn client_to_be_killed(socket: &Path) -> ! {
-    let client = Client::connect(Options::new(socket)).unwrap();
+    let client = Client::connect(ClientOptions::new(socket)).unwrap();
     let mut random = Random(client.number());
     let card = Card::open(Arc::new(client.clone()), &MemfdHeap::new()).unwrap();
     let mut queues: Vec<_> = (0..card.channels()).map(|i| card.queue(i).unwrap()).collect();
     let at = DeviceAddr::Card(card.layout().ddr.first());
-    // Half of its memory is its own, half the daemon's.
+    // Half of the buffers are its own, half are allocated by the daemon.
     let mut ready: Vec<HostSlice> = Vec::new();
     for i in 0..8 {
         let buf = match i % 2 {
@@ -155,7 +155,7 @@ fn client_to_be_killed(socket: &Path) -> ! {
                 ready.extend(end.operation.into_host());
             }
         }
-        // Mappings come and go meanwhile.
+        // Map and unmap other memory meanwhile.
         if random.below(64) == 0 {
             let buf = MemfdHeap::new().allocate(64 << 10).unwrap().share();
             registered.push(Registered::new(&client, &buf, Access::READ).unwrap());
@@ -166,7 +166,7 @@ fn client_to_be_killed(socket: &Path) -> ! {
     }
 }
 
-/// A daemon until it is killed.
+/// Runs a daemon until it is killed.
 fn daemon_to_be_killed(socket: &Path) {
     let listener = Listener::bind(socket, 0o600).unwrap();
     let server = Server::new(Config::default(), |event| println!("{event}")).unwrap();
@@ -175,9 +175,9 @@ fn daemon_to_be_killed(socket: &Path) {
     server.run(listener, stopped.as_fd()).unwrap();
 }
 
-/// How often (`DMALANE_KILLS`); `scripts/kill-clients` does it longer.
+/// Kills 200 clients, or as many as `DMALANE_KILLS` says; `scripts/kill-clients` runs it longer.
 #[test]
-fn clients_are_killed_in_mid_transfer() {
+fn clients_are_killed_during_transfers() {
     if let Some(socket) = std::env::var_os(SOCKET) {
         client_to_be_killed(Path::new(&socket));
     }
@@ -186,7 +186,7 @@ fn clients_are_killed_in_mid_transfer() {
     let (files, mappings) = (open_files(), memfd_mappings());
     let going = AtomicBool::new(true);
     let rounds = std::thread::scope(|s| {
-        // Somebody else, whose bytes must not change.
+        // Another client, whose bytes must not change.
         let other = s.spawn(|| {
             let mut driven = Driven::new(daemon.connect(), 512 << 10);
             let (mut random, mut rounds) = (Random(1), 0u64);
@@ -200,20 +200,20 @@ fn clients_are_killed_in_mid_transfer() {
         let mut random = Random(7);
         let (mut busy, start) = (0, Instant::now());
         for _ in 0..kills {
-            let (mut child, _lines) = spawn("clients_are_killed_in_mid_transfer", &daemon.path);
+            let (mut child, _lines) = spawn("clients_are_killed_during_transfers", &daemon.path);
             std::thread::sleep(Duration::from_micros(random.below(4000)));
             let pid = child.id();
-            busy += u64::from(daemon.report().clients.iter().any(|c| c.pid == pid && c.moved > 0));
+            busy += u64::from(daemon.status().clients.iter().any(|c| c.pid == pid && c.moved > 0));
             child.kill().unwrap();
             child.wait().unwrap();
-            let what = "what a killed client had is released";
+            let what = "the resources of a killed client are released";
             let report = daemon.wait_for(what, |r| r.clients.iter().all(|c| c.pid != pid));
             assert_eq!((report.quarantined, report.totals.quarantined), (0, 0));
         }
         going.store(false, Ordering::Relaxed);
         let rounds = other.join().unwrap();
         println!(
-            "{kills} killed in {:?}, {busy} while bytes were moving; another client went {rounds} rounds",
+            "{kills} killed in {:?}, {busy} during a transfer; another client completed {rounds} rounds",
             start.elapsed()
         );
         assert!(busy >= kills / 2, "{busy}");
@@ -227,10 +227,10 @@ fn clients_are_killed_in_mid_transfer() {
 }
 
 fn is_disconnected(error: &dmalane_dma::Error) -> bool {
-    matches!(error, dmalane_dma::Error::Other(e) if matches!(e.downcast_ref(), Some(Error::Disconnected(_))))
+    matches!(error, dmalane_dma::Error::Other(e) if matches!(e.downcast_ref(), Some(ClientError::Disconnected(_))))
 }
 
-/// Starts many copies and gives what has not ended.
+/// Submits `count` copies and returns `count`.
 fn many_in_flight(driven: &mut Driven, count: usize) -> usize {
     let mut rest = driven.part.take().unwrap();
     let size = rest.len() / count;
@@ -256,7 +256,7 @@ fn a_daemon_is_killed_and_started_again() {
     let files = open_files();
     let mut random = Random(3);
     let (mut child, mut lines) = spawn("a_daemon_is_killed_and_started_again", &path);
-    let mut driven = Driven::new(Client::connect(Options::new(&path)).unwrap(), 64 * MIB);
+    let mut driven = Driven::new(Client::connect(ClientOptions::new(&path)).unwrap(), 64 * MIB);
     for round in 0..10 {
         let bytes = random.bytes(4096);
         driven.part.as_mut().unwrap().write(0, &bytes).unwrap();
@@ -273,7 +273,7 @@ fn a_daemon_is_killed_and_started_again() {
             assert!(start.elapsed() < LONG);
         }
         child.wait().unwrap();
-        // Each comes back once; those that did not end say what has happened and what to do.
+        // Each completes once; errors say what happened and what to do.
         assert_eq!(ended.len(), count);
         let mut whole: Option<BufferSlice> = None;
         for Completion { operation, result, .. } in ended {
@@ -293,14 +293,14 @@ fn a_daemon_is_killed_and_started_again() {
         let buf = whole.unwrap().into_whole().unwrap();
         let error = Registered::new(&client, &buf, Access::RW).map(drop).unwrap_err();
         assert!(is_disconnected(&error), "{error}");
-        assert!(matches!(client.buffer(1), Err(Error::Disconnected(_))));
-        assert!(matches!(client.reconnect(), Err(Error::Connect { .. })), "there is no daemon");
+        assert!(matches!(client.buffer(1), Err(ClientError::Disconnected(_))));
+        assert!(matches!(client.reconnect(), Err(ClientError::Connect { .. })), "no daemon is running");
         let start = Instant::now();
         drop((queue, via));
-        assert!(start.elapsed() < Duration::from_millis(500), "nobody to wait for");
+        assert!(start.elapsed() < Duration::from_millis(500), "no daemon to wait for");
         assert_eq!(card.quarantined(), 0);
         drop(card);
-        // A new daemon over the socket that the old one left, and the same buffer.
+        // A new daemon replaces the socket of the old one, and the client uses the same buffer.
         let (new, reconnected) = std::thread::scope(|s| {
             let reconnecting = s.spawn(|| client.reconnect_within(LONG).unwrap());
             (spawn("a_daemon_is_killed_and_started_again", &path), reconnecting.join().unwrap())
@@ -311,7 +311,7 @@ fn a_daemon_is_killed_and_started_again() {
         let queue = card.queue(0).unwrap();
         let mut there = vec![0; 4096];
         buf.view().read(&mut there);
-        assert!(there == bytes, "what was in the buffer still is");
+        assert!(there == bytes, "the buffer keeps its contents");
         driven = Driven::with(reconnected, card, queue, buf);
         driven.copy(Direction::FromHost).unwrap();
         driven.part.as_mut().unwrap().write(0, &[0; 4096]).unwrap();
@@ -327,7 +327,7 @@ fn a_daemon_is_killed_and_started_again() {
 }
 
 #[test]
-fn a_daemon_that_ends_lets_go_first() {
+fn a_daemon_that_shuts_down_stops_queues_first() {
     let mut daemon = Daemon::start(Config::default());
     let client = daemon.connect();
     let card = Card::open(Arc::new(client.clone()), &MemfdHeap::new()).unwrap();
@@ -346,22 +346,22 @@ fn a_daemon_that_ends_lets_go_first() {
     let mut bytes = [0; 5];
     ended.remove(0).operation.into_slice().unwrap().read(0, &mut bytes).unwrap();
     assert_eq!(&bytes, b"stays", "buffers keep their bytes");
-    assert!(matches!(driven.client.gone(), Some(Error::Disconnected(_))));
+    assert!(matches!(driven.client.gone(), Some(ClientError::Disconnected(_))));
 }
 
 #[test]
-fn a_client_that_lets_go_of_everything_has_nothing_left() {
+fn dropped_objects_are_released_in_the_daemon() {
     let daemon = Daemon::start(Config::default());
     let (files, mappings) = (open_files(), memfd_mappings());
     let client = daemon.connect();
-    let row = |daemon: &Daemon| daemon.report().clients.into_iter().find(|c| c.client == client.number()).unwrap();
+    let row = |daemon: &Daemon| daemon.status().clients.into_iter().find(|c| c.client == client.number()).unwrap();
     let buf = client.buffer(MIB).unwrap();
     let via = Registered::new(&client, &buf, Access::RW).unwrap();
     // Two ranges of one memfd are one buffer.
     let own = MemfdHeap::new().allocate(MIB).unwrap().share();
     let ranges =
         [0..4096, 8192..16384].map(|r| Registered::of_range(&client, &own.reference(), r, Access::READ).unwrap());
-    // Both, one behind the other.
+    // Both in one mapping.
     let both = Registered::of_list(&client, &[&own, &buf], Access::RW).unwrap();
     assert_eq!(both.mapping().span().len(), 2 * MIB as u64);
     let now = row(&daemon);
@@ -376,7 +376,7 @@ fn a_client_that_lets_go_of_everything_has_nothing_left() {
     drop(client.buffer(4096).unwrap());
     drop(client.buffer(4096).unwrap());
     let now = row(&daemon);
-    assert_eq!((now.buffers, now.bytes), (1, 4096), "those that nobody holds were given back");
+    assert_eq!((now.buffers, now.bytes), (1, 4096), "unreferenced buffers were returned");
     drop((client, own));
     daemon.wait_until_empty();
     settles_at((files, mappings));
@@ -384,7 +384,7 @@ fn a_client_that_lets_go_of_everything_has_nothing_left() {
 }
 
 #[test]
-fn who_waits_for_the_event_is_woken() {
+fn completions_wake_a_waiter() {
     let daemon = Daemon::start(Config { spin: Duration::ZERO, ..Config::default() });
     let mut driven = Driven::new(daemon.connect(), MIB);
     let mut random = Random(5);
@@ -398,7 +398,7 @@ fn who_waits_for_the_event_is_woken() {
                 let event = driven.queue.event().unwrap();
                 let mut fds = [rustix::event::PollFd::new(&event, rustix::event::PollFlags::IN)];
                 let timeout = rustix::event::Timespec { tv_sec: 30, tv_nsec: 0 };
-                assert_eq!(rustix::event::poll(&mut fds, Some(&timeout)), Ok(1), "the call rings");
+                assert_eq!(rustix::event::poll(&mut fds, Some(&timeout)), Ok(1), "the call arrives");
             }
         }
         driven.part = Some(ended.remove(0).operation.into_slice().unwrap());
@@ -409,55 +409,55 @@ fn who_waits_for_the_event_is_woken() {
 }
 
 #[test]
-fn nobody_gets_more_than_there_is() {
-    let limits = Limits { ddr: 64 << 20, hbm: 64 << 20, queues: 2, buffers: 8, bytes: 16 << 20 };
-    // All of it for one user: this one is the only one.
+fn limits_are_enforced() {
+    let limits = ClientLimits { ddr: 64 << 20, hbm: 64 << 20, queues: 2, buffers: 8, bytes: 16 << 20 };
+    // One user may have all of it, since all clients here are of one user.
     let user_ddr = Some(128 << 20);
     let config = Config { ddr: 128 << 20, hbm: 256 << 20, limits, clients: 3, user_ddr, ..Config::default() };
     let daemon = Daemon::start(config);
-    let refused = |options: Options| match Client::connect(options) {
-        Err(Error::Refused { text, .. }) => text,
+    let refused = |options: ClientOptions| match Client::connect(options) {
+        Err(ClientError::Refused { text, .. }) => text,
         other => panic!("{other:?}"),
     };
-    assert!(refused(Options { ddr: 66 << 20, ..daemon.options() }).contains("a client may have 67108864"));
-    assert!(refused(Options { queues: 3, ..daemon.options() }).contains("queues"));
-    assert!(refused(Options { hbm: 5, ..daemon.options() }).contains("multiple of 2 MiB (DDR) or 4 MiB (HBM)"));
+    assert!(refused(ClientOptions { ddr: 66 << 20, ..daemon.options() }).contains("a client may have 67108864"));
+    assert!(refused(ClientOptions { queues: 3, ..daemon.options() }).contains("queues"));
+    assert!(refused(ClientOptions { hbm: 5, ..daemon.options() }).contains("multiple of 2 MiB (DDR) or 4 MiB (HBM)"));
     let first = daemon.connect();
     assert_eq!(first.limits(), limits);
-    let second = Client::connect(Options { hbm: 4 << 20, queues: 1, ..daemon.options() }).unwrap();
+    let second = Client::connect(ClientOptions { hbm: 4 << 20, queues: 1, ..daemon.options() }).unwrap();
     assert_eq!(second.queues(), 1);
-    let report = daemon.report();
+    let report = daemon.status();
     assert_eq!((report.ddr, report.hbm), ((128 << 20, 128 << 20), (68 << 20, 256 << 20)));
     let text = refused(daemon.options());
     assert!(text.contains("0 bytes of DDR") && text.contains("wait until"), "{text}");
     drop(second);
-    daemon.wait_for("a share is given back", |r| r.ddr.0 == 64 << 20);
+    daemon.wait_for("card memory is released", |r| r.ddr.0 == 64 << 20);
     let second = daemon.connect();
     // Buffers.
-    assert!(matches!(first.buffer(17 << 20), Err(Error::Refused { .. })));
+    assert!(matches!(first.buffer(17 << 20), Err(ClientError::Refused { .. })));
     let large = first.buffer(16 << 20).unwrap();
-    assert!(matches!(first.buffer(1), Err(Error::Refused { .. })));
+    assert!(matches!(first.buffer(1), Err(ClientError::Refused { .. })));
     drop(large);
     let many: Vec<_> = (0..8).map(|_| first.buffer(4096).unwrap()).collect();
-    assert!(matches!(first.buffer(1), Err(Error::Refused { .. })));
+    assert!(matches!(first.buffer(1), Err(ClientError::Refused { .. })));
     drop(many);
     // Clients.
-    let third = dmalane_daemon::Client::connect(Options { ddr: 2 << 20, hbm: 4 << 20, ..daemon.options() });
-    assert!(matches!(third, Err(Error::Refused { .. })), "no DDR");
+    let third = dmalane_daemon::Client::connect(ClientOptions { ddr: 2 << 20, hbm: 4 << 20, ..daemon.options() });
+    assert!(matches!(third, Err(ClientError::Refused { .. })), "no DDR");
     drop((first, second));
     daemon.end_empty();
 }
 
 #[test]
-fn one_user_does_not_take_all_places() {
-    let small = |path: &Path| Options { ddr: 2 << 20, hbm: 4 << 20, queues: 1, ..Options::new(path) };
+fn one_user_cannot_take_all_connections() {
+    let small = |path: &Path| ClientOptions { ddr: 2 << 20, hbm: 4 << 20, queues: 1, ..ClientOptions::new(path) };
     let daemon = Daemon::start(Config { clients: 4, ..Config::default() });
     let three: Vec<_> = (0..3).map(|_| Client::connect(small(&daemon.path)).unwrap()).collect();
     match Client::connect(small(&daemon.path)) {
-        Err(Error::Refused { code: Code::Quota, text }) => assert!(text.contains("--user-clients"), "{text}"),
+        Err(ClientError::Refused { code: Code::Quota, text }) => assert!(text.contains("--user-clients"), "{text}"),
         other => panic!("{other:?}"),
     }
-    // Who runs the daemon sees why.
+    // The operator can still request the status.
     daemon.wait_for("three", |r| r.clients.iter().filter(|c| c.queues == 1).count() == 3);
     drop(three);
     daemon.end_empty();
@@ -467,23 +467,23 @@ fn one_user_does_not_take_all_places() {
 }
 
 #[test]
-fn one_user_does_not_take_all_card_memory() {
+fn one_user_cannot_take_all_card_memory() {
     let daemon = Daemon::start(Config::default());
     let mut most: Vec<_> = (0..24).map(|_| daemon.connect()).collect();
     match Client::connect(daemon.options()) {
-        Err(Error::Refused { code: Code::Quota, text }) => assert!(text.contains("--user-ddr"), "{text}"),
+        Err(ClientError::Refused { code: Code::Quota, text }) => assert!(text.contains("--user-ddr"), "{text}"),
         other => panic!("{other:?}"),
     }
-    let report = daemon.report();
+    let report = daemon.status();
     assert_eq!((report.ddr, report.hbm), ((24 << 30, 32 << 30), (24 << 30, 32 << 30)));
     drop(most.pop());
-    daemon.wait_for("a share is given back", |r| r.ddr.0 == 23 << 30);
+    daemon.wait_for("card memory is released", |r| r.ddr.0 == 23 << 30);
     most.push(daemon.connect());
     drop(most);
     daemon.end_empty();
 }
 
-/// Where the kernel cannot tell the daemon a client's number: it says 0.
+/// The kernel reports process 0 for a client in another namespace.
 #[test]
 fn a_client_outside_of_the_daemons_pid_namespace_is_served() {
     if let Some(socket) = std::env::var_os(SOCKET) {
@@ -505,9 +505,9 @@ fn a_client_outside_of_the_daemons_pid_namespace_is_served() {
         let output = child.wait_with_output().unwrap();
         return println!("SKIPPED: no pid namespace: {}", String::from_utf8_lossy(&output.stderr));
     }
-    let mut driven = Driven::new(Client::connect(Options::new(&path)).unwrap(), MIB);
+    let mut driven = Driven::new(Client::connect(ClientOptions::new(&path)).unwrap(), MIB);
     driven.round(&mut Random(5));
-    let report = dmalane_daemon::report(&path).unwrap();
+    let report = dmalane_daemon::status(&path).unwrap();
     let row = report.clients.iter().find(|c| c.client == driven.client.number()).unwrap();
     assert_eq!((row.pid, row.queues), (0, 2), "{row:?}");
     drop(driven);
@@ -515,9 +515,9 @@ fn a_client_outside_of_the_daemons_pid_namespace_is_served() {
     child.wait().unwrap();
 }
 
-/// Whoever listens and never accepts, as a daemon that hangs, is given up after the client's patience.
+/// Connecting to a process that listens but never accepts, such as a hanging daemon, ends with a timeout.
 #[test]
-fn a_daemon_that_never_accepts_is_given_up() {
+fn connecting_to_a_daemon_that_never_accepts_times_out() {
     let _one = one();
     use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType, bind, connect, listen, socket_with};
 
@@ -536,7 +536,7 @@ fn a_daemon_that_never_accepts_is_given_up() {
             Err(e) => break assert_eq!(e, rustix::io::Errno::AGAIN),
         }
     }
-    let patience = Duration::from_millis(200);
-    let refused = Client::connect(Options { patience, ..Options::new(&path) }).err();
-    assert!(matches!(refused, Some(Error::Timeout { after, .. }) if after == patience), "{refused:?}");
+    let timeout = Duration::from_millis(200);
+    let refused = Client::connect(ClientOptions { timeout, ..ClientOptions::new(&path) }).err();
+    assert!(matches!(refused, Some(ClientError::Timeout { after, .. }) if after == timeout), "{refused:?}");
 }

@@ -10,7 +10,7 @@ use std::time::Duration;
 
 use dmalane::addr::Access;
 use dmalane::card::Card;
-use dmalane::daemon::{Client, Config, Listener, Options, Server};
+use dmalane::daemon::{Client, ClientOptions, Config, Listener, Server};
 use dmalane::dma::{Heap, Mmio};
 use dmalane::queue::{DeviceAddr, Direction, Operation, Queue, QueueAddr, Registered};
 use dmalane::sim::{CardConfig, HostConfig, SoftBus, SoftHost};
@@ -54,7 +54,7 @@ fn main() -> Result<(), Box<dyn Error>> {
     if let Some(socket) = std::env::args_os().nth(1) {
         println!(
             "through the daemon: {}",
-            there_and_back(Arc::new(Client::connect(Options::new(PathBuf::from(socket)))?))?
+            there_and_back(Arc::new(Client::connect(ClientOptions::new(PathBuf::from(socket)))?))?
         );
         return Ok(());
     }
@@ -64,7 +64,7 @@ fn main() -> Result<(), Box<dyn Error>> {
     let server = Server::new(Config::default(), |event| println!("  daemon: {event}"))?;
     let (stop, stopped) = std::os::unix::net::UnixStream::pair()?;
     let daemon = std::thread::spawn(move || server.run(listener, stopped.as_fd()));
-    let client = Client::connect(Options::new(&path))?;
+    let client = Client::connect(ClientOptions::new(&path))?;
     println!("through the daemon: {}", there_and_back(Arc::new(client))?);
     drop(stop);
     let totals = daemon.join().map_err(|_| "the daemon panicked")??;

@@ -168,7 +168,8 @@ fn daemon(rest: &str, options: &OpenOptions) -> Opened {
     let path = PathBuf::from(if rest.is_empty() { SOCKET } else { rest });
     let whole = |bytes: Option<u64>, to: u64| bytes.map_or(0, |bytes| bytes.div_ceil(to).saturating_mul(to));
     let (ddr, hbm) = (whole(options.card_ddr, 2 << 20), whole(options.card_hbm, 4 << 20));
-    let client = Client::connect(dmalane_daemon::Options { ddr, hbm, ..dmalane_daemon::Options::new(&path) })?;
+    let client =
+        Client::connect(dmalane_daemon::ClientOptions { ddr, hbm, ..dmalane_daemon::ClientOptions::new(&path) })?;
     let name = format!("the card daemon:{}", path.display());
     Ok(Box::new(CardDevice::open(Arc::new(client), used(&name, false, options))?))
 }
@@ -179,7 +180,7 @@ fn list_daemon(root: &Path) -> Vec<Listed> {
         return Vec::new();
     }
     // A file may be there without a daemon: one that was killed leaves its socket.
-    let answer = dmalane_daemon::report(&socket);
+    let answer = dmalane_daemon::status(&socket);
     vec![Listed {
         name: format!("daemon:{SOCKET}"),
         kind: "daemon",

@@ -276,7 +276,7 @@ mod last {
     use super::*;
 
     /// QEMU 11.1 itself ends when it must map memory for a device whose process is gone, or when that dies under a message. So here all
-    /// is mapped before, and for a while no register is touched; `crates/cli/tests/card.rs` kills the card in the midst of a load.
+    /// is mapped before, and for a while no register is touched; `crates/cli/tests/it/card.rs` kills the card in the midst of a load.
     #[test]
     fn a_card_whose_process_is_killed_is_an_error_and_no_hang() {
         let (bus, card) = card();

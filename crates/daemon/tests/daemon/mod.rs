@@ -1,4 +1,4 @@
-//! A daemon for a test: in this process, so that what it holds can be counted, or in one of its own, so that it can be killed.
+//! A daemon for tests, in this process so that its descriptors and mappings can be counted.
 #![allow(dead_code)] // each test file uses some of it
 
 use std::os::fd::AsFd;
@@ -8,9 +8,9 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
-use dmalane_daemon::{Client, Config, Listener, Options, Report, Server, Totals, report};
+use dmalane_daemon::{Client, ClientOptions, Config, DaemonStatus, Listener, Server, Totals, status};
 
-/// One test at a time, so that what is left is left by this one.
+/// Runs one test at a time, so that a leak is attributed to the right test.
 static ONE: Mutex<()> = Mutex::new(());
 
 pub struct Daemon {
@@ -18,13 +18,13 @@ pub struct Daemon {
     folder: tempfile::TempDir,
     stop: Option<UnixStream>,
     thread: Option<JoinHandle<Totals>>,
-    /// Descriptors of this process before it began.
+    /// Open descriptors of this process before the daemon started.
     fds: usize,
     /// Dropped last.
     _one: MutexGuard<'static, ()>,
 }
 
-/// Waits for the test before.
+/// Waits for the previous test.
 pub fn one() -> MutexGuard<'static, ()> {
     ONE.lock().unwrap_or_else(PoisonError::into_inner)
 }
@@ -42,27 +42,27 @@ impl Daemon {
         Self { path, folder, stop: Some(stop), thread: Some(thread), fds, _one }
     }
 
-    pub fn options(&self) -> Options {
-        Options::new(&self.path)
+    pub fn options(&self) -> ClientOptions {
+        ClientOptions::new(&self.path)
     }
 
     pub fn connect(&self) -> Client {
         Client::connect(self.options()).unwrap()
     }
 
-    pub fn report(&self) -> Report {
-        report(&self.path).unwrap()
+    pub fn status(&self) -> DaemonStatus {
+        status(&self.path).unwrap()
     }
 
-    /// Waits until nobody but who asks is there, and nothing of theirs.
-    pub fn wait_until_empty(&self) -> Report {
+    /// Waits until only the status connection is left, and all card memory is free.
+    pub fn wait_until_empty(&self) -> DaemonStatus {
         self.wait_for("everything is released", |r| r.clients.len() == 1 && r.ddr.0 == 0 && r.hbm.0 == 0)
     }
 
-    pub fn wait_for(&self, what: &str, right: impl Fn(&Report) -> bool) -> Report {
+    pub fn wait_for(&self, what: &str, right: impl Fn(&DaemonStatus) -> bool) -> DaemonStatus {
         let start = Instant::now();
         loop {
-            let report = self.report();
+            let report = self.status();
             if right(&report) {
                 return report;
             }
@@ -76,13 +76,13 @@ impl Daemon {
         self.thread.take().unwrap().join().unwrap()
     }
 
-    /// Ends a daemon that has no clients, and finds nothing of it left.
+    /// Stops a daemon without clients, and checks that it leaks nothing.
     pub fn end_empty(mut self) -> Totals {
         self.wait_until_empty();
         let totals = self.stop();
         assert_eq!((totals.served, totals.quarantined), (totals.released, 0));
         assert!(!self.path.exists());
-        assert_eq!(open_files(), self.fds, "descriptors are left");
+        assert_eq!(open_files(), self.fds, "descriptors leaked");
         totals
     }
 }
@@ -95,8 +95,8 @@ impl Drop for Daemon {
     }
 }
 
-/// Waits until this process, daemon included, has so many descriptors and mappings of memfds: the daemon sees a moment later that
-/// somebody has gone.
+/// Waits until this process, including the daemon, has this many descriptors and mappings of memfds: the daemon notices
+/// a disconnect a little later.
 pub fn settles_at(want: (usize, usize)) {
     let start = Instant::now();
     while (open_files(), memfd_mappings()) != want {
@@ -106,12 +106,12 @@ pub fn settles_at(want: (usize, usize)) {
     }
 }
 
-/// Descriptors that this process has open.
+/// Number of open descriptors of this process.
 pub fn open_files() -> usize {
     std::fs::read_dir("/proc/self/fd").unwrap().count()
 }
 
-/// Mappings of memfds that this process has.
+/// Number of memfd mappings of this process.
 pub fn memfd_mappings() -> usize {
     std::fs::read_to_string("/proc/self/maps").unwrap().lines().filter(|line| line.contains("/memfd:dmalane")).count()
 }

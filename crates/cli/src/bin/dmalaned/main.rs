@@ -14,22 +14,23 @@ const EXAMPLES: &str = "\
 Examples:
   dmalaned                                            serve at /run/dmalane/dmalaned.sock
   dmalaned --socket /tmp/card.sock --mode 600         for this user alone
-  dmalaned --ddr 64GiB --client-ddr 8GiB --clients 8  larger shares for fewer clients
-  dmalaned status                                     who has what
+  dmalaned --ddr 64GiB --client-ddr 8GiB --clients 8  more memory for fewer clients
+  dmalaned status                                     clients and their resources
   systemctl enable --now dmalaned.socket              by systemd, when the first client comes
 
 Sizes: MB and GB are powers of 10, MiB and GiB are powers of 2; without a unit, bytes.
-What was never touched of a memory of the card costs nothing.
+Card memory that was never touched takes no host memory.
 
 Exit status:
-  0  it was told to end (SIGTERM, SIGINT) and has let go of everything
-  1  it could not run; `status`: nobody listens
-  2  the command line was wrong";
+  0  terminated by SIGTERM or SIGINT, and all resources are released
+  1  the daemon could not run; `status`: no daemon is listening
+  2  wrong command line";
 
 /// Shares a card between processes.
 ///
-/// Each client gets a function of the card: registers, queues, an MMU, memory and an IOMMU domain of its own. Bytes never pass through the
-/// daemon's socket. When a client ends, however it ends, its queues are stopped and everything of its is released.
+/// Each client gets a function of the card: registers, queues, an MMU, memory and an IOMMU domain of its own. No
+/// payload passes through the daemon's socket. When a client exits or crashes, the daemon stops its queues and
+/// releases its resources.
 #[derive(Parser)]
 #[command(name = "dmalaned", version, after_help = EXAMPLES, max_term_width = 100, args_conflicts_with_subcommands = true)]
 struct Dmalaned {

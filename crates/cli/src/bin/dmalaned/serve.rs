@@ -1,4 +1,4 @@
-//! What the daemon does: it listens, and shares its card until it is told to end.
+//! `dmalaned`: listens and shares its card until it is terminated.
 
 use std::os::fd::AsFd;
 use std::path::{Path, PathBuf};
@@ -6,7 +6,7 @@ use std::process::ExitCode;
 use std::time::Duration;
 
 use clap::Args;
-use dmalane::daemon::{Config, Event, Limits, Listener, SOCKET, Server};
+use dmalane::daemon::{ClientLimits, Config, Listener, SOCKET, Server, ServerEvent};
 use dmalane_cli::failure::Failure;
 use dmalane_cli::output;
 use dmalane_cli::size::{self, Size};
@@ -16,19 +16,19 @@ use crate::system;
 /// The options of the daemon.
 #[derive(Args)]
 pub struct Serve {
-    /// Where to listen; not used when systemd hands a socket over
+    /// Socket to listen on; not used when systemd passes a socket
     #[arg(long, value_name = "PATH", default_value = SOCKET)]
     socket: PathBuf,
 
-    /// Who may open the socket, as an octal mode
+    /// File mode of the socket, in octal
     #[arg(long, value_name = "MODE", default_value = "660", value_parser = mode)]
     mode: u32,
 
-    /// Let this user connect, by number, and only who is named so; may be repeated
+    /// Allow this user (by number) and refuse all that are not listed; may be repeated
     #[arg(long = "allow-uid", value_name = "UID")]
     uids: Vec<u32>,
 
-    /// Let users with this primary group connect, by number, and only who is named so; may be repeated
+    /// Allow users with this primary group (by number) and refuse all that are not listed; may be repeated
     #[arg(long = "allow-gid", value_name = "GID")]
     gids: Vec<u32>,
 
@@ -48,57 +48,57 @@ pub struct Serve {
     #[arg(long, value_name = "N")]
     user_clients: Option<usize>,
 
-    /// DDR that the clients of one user may have together [default: three quarters of --ddr; all, where only one user may connect]
+    /// DDR for all clients of one user [default: three quarters of --ddr; all, where only one user may connect]
     #[arg(long, value_name = "SIZE", value_parser = size::nonzero)]
     user_ddr: Option<Size>,
 
-    /// HBM that the clients of one user may have together [default: three quarters of --hbm; all, where only one user may connect]
+    /// HBM for all clients of one user [default: three quarters of --hbm; all, where only one user may connect]
     #[arg(long, value_name = "SIZE", value_parser = size::nonzero)]
     user_hbm: Option<Size>,
 
-    /// DDR that one client may have
+    /// DDR for one client
     #[arg(long, value_name = "SIZE", default_value_t = Size::gib(1), value_parser = size::nonzero)]
     client_ddr: Size,
 
-    /// HBM that one client may have
+    /// HBM for one client
     #[arg(long, value_name = "SIZE", default_value_t = Size::gib(1), value_parser = size::nonzero)]
     client_hbm: Size,
 
-    /// Queues that one client may have, 1 to 16
+    /// Queues of one client, 1 to 16
     #[arg(long, value_name = "N", default_value_t = 2)]
     client_queues: u32,
 
-    /// Buffers that one client may have registered
+    /// Registered buffers of one client
     #[arg(long, value_name = "N", default_value_t = 256)]
     client_buffers: u32,
 
-    /// Bytes that these may have together
+    /// Bytes of all registered buffers of one client
     #[arg(long, value_name = "SIZE", default_value_t = Size::gib(4), value_parser = size::nonzero)]
     client_bytes: Size,
 
-    /// How long to look for work before sleeping, in microseconds
+    /// How long to spin before sleeping, in microseconds
     #[arg(long, value_name = "US", default_value_t = 100)]
     spin: u64,
 
-    /// Say nothing about clients that come and go
+    /// Do not log clients that connect and disconnect
     #[arg(short, long)]
     quiet: bool,
 }
 
 impl Serve {
-    /// Serves until the process is told to end.
+    /// Serves until the process is terminated.
     pub fn run(self) -> Result<ExitCode, Failure> {
         let Self { socket, mode, uids, gids, ddr, hbm, clients, spin, quiet, .. } = self;
-        let limits = Limits {
+        let limits = ClientLimits {
             ddr: self.client_ddr.bytes(),
             hbm: self.client_hbm.bytes(),
             queues: self.client_queues,
             buffers: self.client_buffers,
             bytes: self.client_bytes.bytes(),
         };
-        // A mode for the owner alone, or a list with one user.
-        let handed = system::handed_over()?;
-        let alone = (handed.is_none() && mode & 0o077 == 0) || (uids.len() == 1 && gids.is_empty());
+        // Only one user can connect: the mode admits the owner alone, or the list has one user.
+        let inherited = system::inherited_socket()?;
+        let alone = (inherited.is_none() && mode & 0o077 == 0) || (uids.len() == 1 && gids.is_empty());
         let config = Config {
             user_clients: self.user_clients.or(alone.then_some(clients)),
             user_ddr: self.user_ddr.or(alone.then_some(ddr)).map(Size::bytes),
@@ -119,12 +119,12 @@ impl Serve {
         for warning in config.warnings(descriptors, system::overcommit().as_deref()) {
             say(&format!("warning: {warning}"));
         }
-        let stop = system::until_told_to_end()?;
-        let (listener, place) = match handed {
-            Some(socket) => (Listener::from_socket(socket)?, "the socket that systemd handed over".to_owned()),
+        let stop = system::termination()?;
+        let (listener, place) = match inherited {
+            Some(socket) => (Listener::from_socket(socket)?, "the socket from systemd".to_owned()),
             None => (listen(&socket, mode)?, socket.display().to_string()),
         };
-        let log = move |event: &Event| {
+        let log = move |event: &ServerEvent| {
             if !quiet {
                 say(&event.to_string());
             }
@@ -161,7 +161,7 @@ fn listen(path: &Path, mode: u32) -> Result<Listener, Failure> {
     })
 }
 
-/// A line for the log: stderr, which the journal keeps.
+/// Writes a line to the log: stderr, which systemd's journal records.
 fn say(line: &str) {
     let _ =
         std::io::Write::write_all(&mut std::io::stderr(), format!("dmalaned: {}\n", output::plain(line)).as_bytes());

@@ -1,11 +1,11 @@
-//! `dmalaned status`: who has what.
+//! `dmalaned status`: clients and their resources.
 
 use std::fmt::Write;
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 
 use clap::Args;
-use dmalane::daemon::{ClientReport, Report, SOCKET, report};
+use dmalane::daemon::{ClientStatus, DaemonStatus, SOCKET, status};
 use dmalane_cli::failure::Failure;
 use dmalane_cli::output;
 use dmalane_cli::size::Size;
@@ -18,7 +18,7 @@ Examples:
 
 Exit status: 0 the daemon answered, 1 it did not, 2 wrong command line.";
 
-/// Show what a daemon does and who uses it.
+/// Show a daemon's clients and counters.
 #[derive(Args)]
 #[command(after_help = EXAMPLES)]
 pub struct Status {
@@ -26,7 +26,7 @@ pub struct Status {
     #[arg(long, value_name = "PATH", default_value = SOCKET)]
     socket: PathBuf,
 
-    /// Print it as JSON
+    /// Print JSON
     #[arg(long)]
     json: bool,
 }
@@ -67,24 +67,24 @@ struct Client {
 }
 
 impl Status {
-    /// Asks the daemon and prints what it says.
+    /// Queries the daemon and prints the answer.
     pub fn run(self) -> Result<ExitCode, Failure> {
-        let mut report = report(&self.socket)?;
-        // The one that asks is none of interest.
+        let mut status = status(&self.socket)?;
+        // Leave out the connection of this query.
         let me = std::process::id();
-        report.clients.retain(|c| c.pid != me || c.queues > 0);
+        status.clients.retain(|c| c.pid != me || c.queues > 0);
         if self.json {
-            output::print_json(&json(&self.socket, &report))?;
+            output::print_json(&json(&self.socket, &status))?;
         } else {
-            output::print(&text(&report))?;
+            output::print(&text(&status))?;
         }
         Ok(ExitCode::SUCCESS)
     }
 }
 
-fn json(socket: &Path, report: &Report) -> Json {
-    let Report { uptime, totals, quarantined, ddr, hbm, clients } = report;
-    let client = |c: &ClientReport| Client {
+fn json(socket: &Path, status: &DaemonStatus) -> Json {
+    let DaemonStatus { uptime, totals, quarantined, ddr, hbm, clients } = status;
+    let client = |c: &ClientStatus| Client {
         client: c.client,
         pid: c.pid,
         uid: c.uid,
@@ -118,7 +118,7 @@ fn json(socket: &Path, report: &Report) -> Json {
 }
 
 fn size(bytes: u64) -> String {
-    // Whole units where there are some: what is shared out mostly is a power of two.
+    // Binary units where the size is a whole number of them, which is usual for limits.
     let unit = [(30, "GiB"), (20, "MiB"), (10, "KiB")].into_iter().find(|(shift, _)| bytes >> shift > 0);
     match unit {
         Some((shift, name)) if bytes.is_multiple_of(1 << shift) => format!("{} {name}", bytes >> shift),
@@ -126,8 +126,8 @@ fn size(bytes: u64) -> String {
     }
 }
 
-fn text(report: &Report) -> String {
-    let Report { uptime, totals, quarantined, ddr, hbm, clients } = report;
+fn text(status: &DaemonStatus) -> String {
+    let DaemonStatus { uptime, totals, quarantined, ddr, hbm, clients } = status;
     let mut out = format!(
         "up for {uptime} s; {} clients served, {} released, {} refused; {} requests, {} refused; {quarantined} quarantined\n\
          DDR {} of {}, HBM {} of {}\n",

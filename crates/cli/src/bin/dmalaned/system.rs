@@ -1,4 +1,4 @@
-//! What a service manager gives a daemon, and wants to hear from it.
+//! The interface to the service manager and the kernel: signals, inherited sockets, notifications and limits.
 
 use std::io;
 use std::os::fd::OwnedFd;
@@ -11,50 +11,51 @@ use listenfd::ListenFd;
 use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 use signal_hook::consts::{SIGINT, SIGTERM};
 
-/// What becomes readable when the process is told to end.
-pub fn until_told_to_end() -> Result<UnixStream, Failure> {
-    let (told, tell) = UnixStream::pair()?;
+/// A socket that becomes readable on SIGTERM or SIGINT.
+pub fn termination() -> Result<UnixStream, Failure> {
+    let (receiver, sender) = UnixStream::pair()?;
     for signal in [SIGTERM, SIGINT] {
-        signal_hook::low_level::pipe::register(signal, tell.try_clone()?)?;
+        signal_hook::low_level::pipe::register(signal, sender.try_clone()?)?;
     }
-    Ok(told)
+    Ok(receiver)
 }
 
-/// The socket that was handed over (`LISTEN_FDS` of sd_listen_fds(3)), if one was.
-pub fn handed_over() -> Result<Option<OwnedFd>, Failure> {
-    let mut handed = ListenFd::from_env();
-    if handed.len() > 1 {
-        return Err(Failure::new(format!("{} sockets were handed over, and one is expected", handed.len())));
+/// The socket that the service manager passed (`LISTEN_FDS` of sd_listen_fds(3)), if any.
+pub fn inherited_socket() -> Result<Option<OwnedFd>, Failure> {
+    let mut inherited = ListenFd::from_env();
+    if inherited.len() > 1 {
+        return Err(Failure::new(format!("{} sockets were passed, but one is expected", inherited.len())));
     }
     let (unix, seqpacket) = (1, 5); // AF_UNIX and SOCK_SEQPACKET of linux/socket.h and linux/net.h
-    match handed.take_custom(0, unix, seqpacket, "a listening Unix socket of type SEQPACKET") {
+    match inherited.take_custom(0, unix, seqpacket, "a listening Unix socket of type SEQPACKET") {
         Ok(socket) => Ok(socket),
-        Err(e) => Err(Failure::because("the socket that was handed over is of another kind", &e)
+        Err(e) => Err(Failure::because("the inherited socket has the wrong type", &e)
             .hint("the unit needs ListenSequentialPacket=")),
     }
 }
 
-/// Tells a service manager (sd_notify(3)), if there is one.
+/// Notifies the service manager (sd_notify(3)), if there is one.
 pub fn notify(state: &str) {
     let Some(path) = std::env::var_os("NOTIFY_SOCKET") else { return };
     let address = match path.as_bytes().strip_prefix(b"@") {
         Some(name) => SocketAddr::from_abstract_name(name),
         None => SocketAddr::from_pathname(&path),
     };
-    // It is only news: without it the service manager waits until its own time-out.
+    // Errors are ignored: the service manager then waits until its own timeout.
     let sent: io::Result<usize> = address.and_then(|to| UnixDatagram::unbound()?.send_to_addr(state.as_bytes(), &to));
     drop(sent);
 }
 
-/// Buffers are descriptors, so that many clients need many: as many as this user may have. Gives how many that are, `None` without a limit.
+/// Raises the limit of open files to the maximum, since each buffer needs a descriptor. Returns the limit; `None`
+/// when there is none.
 pub fn raise_file_limit() -> Option<u64> {
     let Rlimit { maximum, .. } = getrlimit(Resource::Nofile);
-    // With fewer, some clients are refused.
+    // On failure the lower limit stays, and some clients may be refused.
     let _ = setrlimit(Resource::Nofile, Rlimit { current: maximum, maximum });
     getrlimit(Resource::Nofile).current
 }
 
-/// What the kernel says of `vm.overcommit_memory`.
+/// Contents of `vm.overcommit_memory`.
 pub fn overcommit() -> Option<String> {
     std::fs::read_to_string("/proc/sys/vm/overcommit_memory").ok()
 }

@@ -1,18 +1,16 @@
 //! The operations beyond mapping and unmapping, for every format.
 
-mod formats;
-
 use std::cell::{Cell, RefCell};
 use std::collections::BTreeMap;
 use std::ops::Range;
 use std::rc::Rc;
 
+use crate::formats::{Failing, Sizes, leaf_levels, sizes};
 use dmalane_addr::{Access, Iova, PageSize, PhysAddr, Segment, Span};
 use dmalane_iopt::{
     Arm64S1_16k, Error, Format, HeapTables, PageTable, Place, TableShape, Tables, WalkFault, Walked, X86_64_4Level,
     walk,
 };
-use formats::{Failing, Sizes, leaf_levels, sizes};
 
 type Table<F, T> = PageTable<F, Iova, PhysAddr, T>;
 

@@ -1,16 +1,14 @@
 //! One suite for every format: random calls against a slow, obvious model. A format joins with one line in
 //! `formats/mod.rs`.
 
-mod formats;
-
 use std::collections::{BTreeMap, BTreeSet};
 use std::ops::Range;
 
+use crate::formats::{Failing, Sizes, leaf_levels, shift, sizes};
 use dmalane_addr::{Access, Address, Iova, PageSize, PhysAddr, Segment, Span};
 use dmalane_iopt::{
     Armv7, Entry, Error, FaultKind, Format, HeapTables, PageTable, Place, TableEstimate, TableShape, Tables, walk,
 };
-use formats::{Failing, Sizes, leaf_levels, shift, sizes};
 use proptest::prelude::*;
 use proptest::test_runner::TestCaseError;
 

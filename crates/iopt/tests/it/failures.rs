@@ -3,14 +3,12 @@
 //! The random calls of `conformance.rs` do the same without counting. Here the scenarios are fixed, so that it can be said how
 //! many failures there were, and every word is compared instead of what can be seen through the interface.
 
-mod formats;
-
 use std::collections::BTreeMap;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
+use crate::formats::{Failing, Sizes, sizes};
 use dmalane_addr::{Access, Iova, PhysAddr, Segment, Span};
 use dmalane_iopt::{Entry, Error, Format, FormatId, HeapTables, PageTable, TableShape, with_format};
-use formats::{Failing, Sizes, sizes};
 
 type Table<F> = PageTable<F, Iova, PhysAddr, Failing>;
 

@@ -3,11 +3,9 @@
 //!
 //! Every entry that `decode` may meet is compared: random bits at every level, and whole tables that were mapped.
 
-mod formats;
-
+use crate::formats::{Sizes, sizes};
 use dmalane_addr::{Access, Iova, PhysAddr, Segment};
 use dmalane_iopt::{Entry, FaultKind, Format, HeapTables, PageTable, walk};
-use formats::{Sizes, sizes};
 use proptest::prelude::*;
 use proptest::test_runner::TestCaseError;
 

@@ -5,7 +5,7 @@ use std::path::Path;
 use std::process::{Child, Command, Output, Stdio};
 use std::time::{Duration, Instant};
 
-use dmalane::daemon::{Client, Options};
+use dmalane::daemon::{Client, ClientOptions};
 use rustix::process::{Pid, Signal, kill_process};
 use serde_json::Value;
 
@@ -25,10 +25,10 @@ fn text(bytes: &[u8]) -> &str {
 
 /// Waits until something listens.
 fn wait_for(path: &Path) -> Client {
-    connected(&Options::new(path))
+    connected(&ClientOptions::new(path))
 }
 
-fn connected(options: &Options) -> Client {
+fn connected(options: &ClientOptions) -> Client {
     let start = Instant::now();
     loop {
         match Client::connect(options.clone()) {
@@ -190,7 +190,7 @@ fn reading_onto_a_card_asks_for_no_hbm_that_others_want() {
     let socket = path.to_str().unwrap();
     let sizes = ["--hbm", "64MiB", "--client-hbm", "64MiB", "--client-ddr", "64MiB"];
     let child = command(&[&["--socket", socket, "-q"], &sizes[..]].concat()).spawn().unwrap();
-    let other = connected(&Options { hbm: 56 << 20, ..Options::new(&path) });
+    let other = connected(&ClientOptions { hbm: 56 << 20, ..ClientOptions::new(&path) });
     let file = folder.path().join("file");
     std::fs::write(&file, [7; 5000]).unwrap();
     let device = format!("daemon:{socket}");

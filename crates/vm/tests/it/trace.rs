@@ -326,9 +326,9 @@ fn every_error_and_operation_is_documented() {
         std::fs::read_to_string(format!("{}/../../docs/formats/{name}", env!("CARGO_MANIFEST_DIR"))).unwrap()
     };
     let (array, trace) = (page("vm-array.md"), page("vm-trace.md"));
-    let vm = names(include_str!("../src/errno.rs"));
-    let of_array = names(include_str!("../src/array.rs"));
-    let of_trace = names(include_str!("../src/trace/error.rs"));
+    let vm = names(include_str!("../../src/errno.rs"));
+    let of_array = names(include_str!("../../src/array.rs"));
+    let of_trace = names(include_str!("../../src/trace/error.rs"));
     assert!(vm.len() >= 17 && of_array.len() >= 8 && of_trace.len() >= 11, "the tables were not found");
     for (page, list) in [(&array, &vm), (&array, &of_array), (&trace, &of_trace)] {
         for (name, number) in list {

@@ -1,0 +1,9 @@
+//! The integration tests of this crate, linked once.
+
+mod card;
+mod cli;
+mod dmalaned;
+mod iopt;
+mod refused;
+mod validate;
+mod vm;

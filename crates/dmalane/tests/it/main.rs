@@ -1,0 +1,8 @@
+//! The integration tests of this crate, linked once.
+
+mod alloc_read;
+mod binds;
+mod card_server;
+mod devices;
+mod path;
+mod read_to_device;

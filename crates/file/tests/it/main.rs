@@ -1,0 +1,7 @@
+//! The integration tests of this crate, linked once.
+
+mod as_device;
+mod conformance;
+mod device;
+mod reads;
+mod stream;

@@ -1,0 +1,8 @@
+//! The integration tests of this crate, linked once.
+
+mod conformance;
+mod failures;
+mod formats;
+mod operations;
+mod shared;
+mod specification;

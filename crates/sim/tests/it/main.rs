@@ -1,0 +1,6 @@
+//! The integration tests of this crate, linked once.
+
+mod card;
+mod conformance;
+mod hostile;
+mod queue;

@@ -1,0 +1,7 @@
+//! The integration tests of this crate, linked once.
+
+mod fit_link;
+mod link_fit;
+mod link_optimum;
+mod link_policy;
+mod slow_link;

@@ -1,0 +1,8 @@
+//! The integration tests of this crate, linked once.
+
+mod array;
+mod long;
+mod queue;
+#[cfg(feature = "trace")]
+mod trace;
+mod vm;
