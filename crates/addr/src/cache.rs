@@ -9,8 +9,9 @@ const STACKS: usize = 16;
 /// Ranges that a stack keeps.
 const DEPTH: usize = 64;
 
-/// A range that a [`RangeCache`] has handed out: whoever holds this has the range. There is one for each, and giving it back
-/// takes it away, so a range cannot be given back twice, nor in part. One that is dropped leaves its range taken for good.
+/// A range that a [`RangeCache`] has handed out: whoever holds this has the range. There is one for each, and giving it
+/// back takes it away, so a range cannot be given back twice, nor in part. One that is dropped leaves its range taken
+/// for good.
 #[derive(PartialEq, Eq, Debug)]
 #[must_use = "dropped, the range stays taken"]
 pub struct Lease<A: Address>(Span<A>);

@@ -18,8 +18,8 @@ use core::sync::atomic::{AtomicU64, Ordering};
 /// ```
 ///
 /// Work that fails signals too, or whoever waits would wait for ever: [`Timeline::fail`] moves the timeline like
-/// [`Timeline::signal`] and marks its fences from there on as failed, for good. What was to follow on a timeline is expected to
-/// build on what came before; work that does not belongs on another timeline.
+/// [`Timeline::signal`] and marks its fences from there on as failed, for good. What was to follow on a timeline is
+/// expected to build on what came before; work that does not belongs on another timeline.
 #[derive(Clone, Debug)]
 pub struct Timeline(Arc<State>);
 
@@ -96,8 +96,8 @@ impl Fence {
     }
 }
 
-/// The duty to signal a point on a [`Timeline`]. Dropped, it fails the point: work that nobody will do any more must not
-/// leave anybody waiting.
+/// The duty to signal a point on a [`Timeline`]. Dropped, it fails the point: work that nobody will do any more must
+/// not leave anybody waiting.
 ///
 /// ```
 /// use dmalane_addr::Timeline;

@@ -1,15 +1,14 @@
-/* dmalane for programs in C: files into DMA-ready memory, read while it is being allocated; and the bind manager, buffer objects and
- * device address spaces that bind them page by page.
+/* dmalane for programs in C: files into DMA-ready memory, read while it is being allocated; and the bind manager,
+ * buffer objects and device address spaces that bind them page by page.
  *
- * Functions give 0, or a negative error number as <errno.h> has it on Linux (-EINVAL); dml_last_error() says more. After an
- * error nothing has changed. They may be called from any thread. Objects are numbers: one that was destroyed, or never was,
- * is -ENOENT. A null pointer where one is needed is -EFAULT; that there is as much memory as the call says is for the
- * caller to see to.
+ * Functions give 0, or a negative error number as <errno.h> has it on Linux (-EINVAL); dml_last_error() says more.
+ * After an error nothing has changed. They may be called from any thread. Objects are numbers: one that was
+ * destroyed, or never was, is -ENOENT. A null pointer where one is needed is -EFAULT; that there is as much memory
+ * as the call says is for the caller to see to.
  *
  * The tables of a VM are memory of this library. Link with -ldmalane_capi.
  *
- * SPDX-License-Identifier: MIT OR Apache-2.0
- */
+ * SPDX-License-Identifier: MIT OR Apache-2.0 */
 #ifndef DMALANE_H
 #define DMALANE_H
 
@@ -98,7 +97,8 @@ struct dml_run {
 
 uint32_t dml_abi_version(void);
 
-/* The text of this thread's last error, cut to `size` bytes with the zero at its end. Gives the length that it has, or 0. */
+/* The text of this thread's last error, cut to `size` bytes with the zero at its end. Gives the length that it has,
+ * or 0. */
 size_t dml_last_error(char *text, size_t size);
 
 int32_t dml_device_create(dml_device *device);
@@ -116,8 +116,8 @@ int32_t dml_vm_destroy(dml_vm vm);
 /* What DML_NULL shows from now on: `len` bytes of zeroes at `pa`, a power of two of pages, aligned to itself. */
 int32_t dml_vm_set_null_page(dml_vm vm, uint64_t pa, uint64_t len);
 
-/* Applies `count` operations, all or none. They begin `stride` bytes apart: sizeof(struct dml_vm_op), or more, what is more
- * being 0. */
+/* Applies `count` operations, all or none. They begin `stride` bytes apart: sizeof(struct dml_vm_op), or more, what
+ * is more being 0. */
 int32_t dml_vm_bind(dml_vm vm, const void *operations, size_t stride, size_t count);
 
 /* -ENOENT where nothing is bound. */
@@ -153,12 +153,13 @@ struct dml_filled {
 	uint64_t checksum; /* 0 unless asked for */
 };
 
-/* Allocates a buffer and reads the open file `fd` into it while it is being allocated. Clears O_DIRECT and O_NONBLOCK of the file. Pipes and
- * sockets are read from where they are. -ENODATA when the file ends early, -ESTALE when it changed its size meanwhile, -ENOMEM, or
- * what the kernel said. After an error nothing is in flight, and nothing allocated. */
+/* Allocates a buffer and reads the open file `fd` into it while it is being allocated. Clears O_DIRECT and
+ * O_NONBLOCK of the file. Pipes and sockets are read from where they are. -ENODATA when the file ends early, -ESTALE
+ * when it changed its size meanwhile, -ENOMEM, or what the kernel said. After an error nothing is in flight, and
+ * nothing allocated. */
 int32_t dml_alloc_and_read(int fd, const struct dml_read_config *config, dml_buffer *buffer, struct dml_filled *filled);
-/* A new descriptor of the buffer's memory, sealed against changes of its size, to be closed by the caller; -EOPNOTSUPP without
- * DML_READ_SHAREABLE. */
+/* A new descriptor of the buffer's memory, sealed against changes of its size, to be closed by the caller;
+ * -EOPNOTSUPP without DML_READ_SHAREABLE. */
 int32_t dml_buffer_export(dml_buffer buffer, int *fd);
 int32_t dml_buffer_destroy(dml_buffer buffer);
 

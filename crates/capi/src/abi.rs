@@ -1,8 +1,9 @@
 //! The functions that C calls, as `include/dmalane.h` declares them.
 //!
-//! `unsafe` is what this file is for: pointers come from C. Each is looked at in [`bytes`], [`put`], [`text`] or [`config`], which
-//! refuse null and lengths that no object can have; that there is as much memory as C says is the contract of every function
-//! here. Nothing keeps a pointer beyond the call but the callbacks of a VM with their `user`.
+//! `unsafe` is what this file is for: pointers come from C. Each is looked at in [`bytes`], [`put`], [`text`] or
+//! [`config`], which refuse null and lengths that no object can have; that there is as much memory as C says is the
+//! contract of every function here. Nothing keeps a pointer beyond the call but the callbacks of a VM with their
+//! `user`.
 #![allow(unsafe_code)]
 
 use std::ffi::{CStr, c_char, c_void};
@@ -174,8 +175,9 @@ unsafe fn text<'a>(at: *const c_char) -> Result<&'a str, Refused> {
 /// Reads a configuration of the caller's size.
 ///
 /// # Safety
-/// `at` is null, or there are as many bytes as the 64-bit number there says, and nobody writes to them during the call. `T` is one
-/// of the structures of the header that begin with their size: numbers, pointers, and callbacks that may be null.
+/// `at` is null, or there are as many bytes as the 64-bit number there says, and nobody writes to them during the call.
+/// `T` is one of the structures of the header that begin with their size: numbers, pointers, and callbacks that may be
+/// null.
 unsafe fn config<T: Copy>(at: *const T) -> Result<T, Refused> {
     // SAFETY: of the caller: at least the size is there.
     let head = unsafe { bytes(at.cast(), size_of::<u64>())? };
@@ -334,7 +336,8 @@ exported! {
         };
         let (number, made) = buffers::alloc_and_read(file, &request)?;
         let view = made.view();
-        let data = DmlFilled { data: view.as_ptr().cast(), len: view.len() as u64, checksum: made.checksum().unwrap_or(0) };
+        let checksum = made.checksum().unwrap_or(0);
+        let data = DmlFilled { data: view.as_ptr().cast(), len: view.len() as u64, checksum };
         // SAFETY: the contract of the function.
         unsafe { put(filled, data)? };
         // SAFETY: the contract of the function.
@@ -396,8 +399,8 @@ pub extern "C" fn dml_abi_version() -> u32 {
     DML_ABI_VERSION
 }
 
-/// Writes what the last error of this thread was, cut to `size` bytes with the zero at the end, and gives the length that
-/// it has without that. Gives 0 when there was none.
+/// Writes what the last error of this thread was, cut to `size` bytes with the zero at the end, and gives the length
+/// that it has without that. Gives 0 when there was none.
 ///
 /// # Safety
 /// `text` is null, or there is room for `size` bytes that nobody else uses during the call.

@@ -71,7 +71,8 @@ impl Memory {
         Self { region, backing, account, writers: RwLock::default() }
     }
 
-    /// Runs `f` while no mapping lets a device write; `None` when one does, or when another process may have the memory.
+    /// Runs `f` while no mapping lets a device write; `None` when one does, or when another process may have the
+    /// memory.
     pub(crate) fn while_unwritten<T>(&self, f: impl FnOnce() -> T) -> Option<T> {
         let writers = self.writers.read().unwrap_or_else(PoisonError::into_inner);
         (*writers == 0 && !self.region.is_exported()).then(f)
@@ -115,8 +116,8 @@ impl BufferRef {
         part.is_of(&self.0)
     }
 
-    /// As [`SharedBuf::export`], for who registers memory that somebody else holds. Waits while a [`BufferSlice`] of it is lent as a slice
-    /// ([`BufferSlice::with_bytes`]).
+    /// As [`SharedBuf::export`], for who registers memory that somebody else holds. Waits while a [`BufferSlice`] of it
+    /// is lent as a slice ([`BufferSlice::with_bytes`]).
     pub fn export(&self) -> Option<BorrowedFd<'_>> {
         // Under this lock no slice is lent, and none will be once the descriptor was.
         let _writers = self.0.writers.write().unwrap_or_else(PoisonError::into_inner);
@@ -177,12 +178,13 @@ impl SharedBuf {
         Ok(Self { part: BufferSlice::whole(Arc::new(Memory::new(region, backing, Account::none()))) })
     }
 
-    /// Pieces of one memory as that of [`SharedBuf::sparse`], each a buffer, and the sealed memfd that has them all, at these offsets: for what
-    /// other processes map at the places where it has it, with nothing between. Only the pieces take address space. The buffers
-    /// themselves lend no descriptor ([`SharedBuf::export`]).
+    /// Pieces of one memory as that of [`SharedBuf::sparse`], each a buffer, and the sealed memfd that has them all, at
+    /// these offsets: for what other processes map at the places where it has it, with nothing between. Only the pieces
+    /// take address space. The buffers themselves lend no descriptor ([`SharedBuf::export`]).
     ///
     /// # Errors
-    /// [`Error::BadLength`] for a piece that is empty, or does not begin and end at multiples of 4 KiB; [`Error::Allocate`].
+    /// [`Error::BadLength`] for a piece that is empty, or does not begin and end at multiples of 4 KiB;
+    /// [`Error::Allocate`].
     pub fn sparse_pieces(name: &str, pieces: &[Range<u64>]) -> Result<(Vec<Self>, OwnedFd), Error> {
         if let Some(bad) = pieces.iter().find(|p| p.is_empty() || (p.start | p.end) & 0xfff != 0) {
             return Err(Error::BadLength(usize::try_from(bad.end.saturating_sub(bad.start)).unwrap_or(usize::MAX)));
@@ -198,28 +200,30 @@ impl SharedBuf {
         Ok((regions.into_iter().map(buffer).collect(), fd))
     }
 
-    /// Memory that another process made and lends by its descriptor: a memfd, mapped whole. The other process may change the bytes at any time.
+    /// Memory that another process made and lends by its descriptor: a memfd, mapped whole. The other process may
+    /// change the bytes at any time.
     ///
     /// # Errors
-    /// [`Error::Import`] unless it is a memfd of ordinary pages, sealed against shrinking, and a whole number of 4 KiB pages long: what it
-    /// lends must stay there.
+    /// [`Error::Import`] unless it is a memfd of ordinary pages, sealed against shrinking, and a whole number of 4 KiB
+    /// pages long: what it lends must stay there.
     pub fn import(fd: OwnedFd) -> Result<Self, Error> {
         Self::import_up_to(fd, u64::MAX)
     }
 
-    /// The same for one of at most so many bytes: a memfd takes no memory for its length, but the addresses of a process end, and with them
-    /// whatever else it must map.
+    /// The same for one of at most so many bytes: a memfd takes no memory for its length, but the addresses of a
+    /// process end, and with them whatever else it must map.
     ///
     /// # Errors
-    /// As [`SharedBuf::import`]; [`Error::Import`] of the kind `OutOfMemory` for a longer one, of which nothing is mapped.
+    /// As [`SharedBuf::import`]; [`Error::Import`] of the kind `OutOfMemory` for a longer one, of which nothing is
+    /// mapped.
     pub fn import_up_to(fd: OwnedFd, most: u64) -> Result<Self, Error> {
         let region = Region::import(fd, most).map_err(Error::Import)?;
         let backing = PageBacking { kind: PageKind::Base, passed_over: Vec::new() };
         Ok(Self { part: BufferSlice::whole(Arc::new(Memory::new(region, backing, Account::none()))) })
     }
 
-    /// A dma-buf that a driver or a heap of the kernel made, mapped whole. Devices may write it at any time; around what the processor
-    /// does with it, see [`SharedBuf::cpu_access`].
+    /// A dma-buf that a driver or a heap of the kernel made, mapped whole. Devices may write it at any time; around
+    /// what the processor does with it, see [`SharedBuf::cpu_access`].
     ///
     /// # Errors
     /// [`Error::Import`] for a file that is no dma-buf, or one that its exporter does not let be mapped.
@@ -229,8 +233,8 @@ impl SharedBuf {
         Ok(Self { part: BufferSlice::whole(Arc::new(Memory::new(region, backing, Account::none()))) })
     }
 
-    /// Lets the processor look at a dma-buf, or also write it (`writes`), while `f` runs: its exporter moves what lies in caches, and waits for
-    /// devices that are still writing.
+    /// Lets the processor look at a dma-buf, or also write it (`writes`), while `f` runs: its exporter moves what lies
+    /// in caches, and waits for devices that are still writing.
     ///
     /// # Errors
     /// `Unsupported`, and `f` is not called, for memory that is no dma-buf; the exporter's error.

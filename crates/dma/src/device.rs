@@ -7,19 +7,20 @@ use crate::{CopyHint, VolatileSlice};
 
 /// Host memory as a device model sees it: by IOVA, and only where the IOMMU lets it.
 ///
-/// A device that has much to do holds its translations for a while ([`DeviceMem::hold`]) and makes many accesses; the other
-/// methods make one.
+/// A device that has much to do holds its translations for a while ([`DeviceMem::hold`]) and makes many accesses; the
+/// other methods make one.
 pub trait DeviceMem: Send {
     /// Translations that are held.
     type Held<'a>: HeldMem
     where
         Self: 'a;
 
-    /// Keeps translations as they are until the result is dropped. Whoever wants to take one away waits so long, so no longer
-    /// than it takes to move some MiB.
+    /// Keeps translations as they are until the result is dropped. Whoever wants to take one away waits so long, so no
+    /// longer than it takes to move some MiB.
     fn hold(&mut self) -> Self::Held<'_>;
 
-    /// The same without waiting: `None` while somebody is changing translations. For a thread that serves others meanwhile.
+    /// The same without waiting: `None` while somebody is changing translations. For a thread that serves others
+    /// meanwhile.
     fn try_hold(&mut self) -> Option<Self::Held<'_>> {
         Some(self.hold())
     }

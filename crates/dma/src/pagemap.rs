@@ -31,7 +31,8 @@ impl PageEntry {
         self.0 >> 62 & 1 == 1
     }
 
-    /// Where it is; `None` when it is not in memory, or the kernel does not tell this process (it needs `CAP_SYS_ADMIN`).
+    /// Where it is; `None` when it is not in memory, or the kernel does not tell this process (it needs
+    /// `CAP_SYS_ADMIN`).
     pub fn frame(self) -> Option<PhysAddr> {
         let frame = self.0 & ((1 << 55) - 1);
         (self.is_present() && frame != 0).then(|| PhysAddr::new(frame * page()))
@@ -58,7 +59,8 @@ impl Pagemap {
         File::open(format!("/proc/{pid}/pagemap")).map(Self)
     }
 
-    /// Calls `each` for every page (4 KiB, on x86-64) of a range of virtual addresses, widened to whole pages, in order.
+    /// Calls `each` for every page (4 KiB, on x86-64) of a range of virtual addresses, widened to whole pages, in
+    /// order.
     ///
     /// # Errors
     /// The kernel's.
@@ -81,12 +83,12 @@ impl Pagemap {
     }
 }
 
-/// The physical runs of a buffer, for a device without an IOMMU. The kernel may move pages that nobody has pinned: what is to stay true has
-/// to be pinned first.
+/// The physical runs of a buffer, for a device without an IOMMU. The kernel may move pages that nobody has pinned: what
+/// is to stay true has to be pinned first.
 ///
 /// # Errors
-/// `PermissionDenied` when the kernel does not tell this process where its pages are (it needs `CAP_SYS_ADMIN`); `NotFound` when a page
-/// is not in memory.
+/// `PermissionDenied` when the kernel does not tell this process where its pages are (it needs `CAP_SYS_ADMIN`);
+/// `NotFound` when a page is not in memory.
 pub fn physical_runs(buf: &SharedBuf) -> io::Result<SgTable<PhysAddr>> {
     let start = buf.view().as_ptr().addr() as u64;
     let mut table = SgTable::new();

@@ -201,7 +201,8 @@ impl Mapping {
         std::iter::once(&self.pinned).chain(&self.more)
     }
 
-    /// Where the device sees a part of the memory; `None` when the part is empty or does not lie in one of the buffers that are mapped.
+    /// Where the device sees a part of the memory; `None` when the part is empty or does not lie in one of the buffers
+    /// that are mapped.
     #[inline]
     pub fn iova_of(&self, part: &BufferSlice) -> Option<Span<Iova>> {
         match self.pinned.place_of(part) {

@@ -14,10 +14,10 @@ pub struct Room {
 
 /// What can be taken now, reserved huge pages aside; `None` where the kernel does not say.
 ///
-/// The least of: memory that is available in the machine; for each memory cgroup of this process (version 1 or 2) and those above
-/// it, its limit less what it uses and cannot give up; and where the kernel does not overcommit (`vm.overcommit_memory` = 2) what it
-/// may still promise. Others take memory too, so this is a snapshot: enough to refuse what cannot be, since a cgroup that runs full has its
-/// processes killed and gives no error.
+/// The least of: memory that is available in the machine; for each memory cgroup of this process (version 1 or 2) and
+/// those above it, its limit less what it uses and cannot give up; and where the kernel does not overcommit
+/// (`vm.overcommit_memory` = 2) what it may still promise. Others take memory too, so this is a snapshot: enough to
+/// refuse what cannot be, since a cgroup that runs full has its processes killed and gives no error.
 pub fn room() -> Option<Room> {
     room_at(Path::new("/"))
 }
@@ -60,7 +60,8 @@ fn cgroup(root: &Path, line: &str) -> Vec<Room> {
         _ => return vec![],
     };
     let mount: PathBuf = root.join("sys/fs/cgroup").join(mount);
-    // In a container the path may be that of the host, and what is mounted is the cgroup itself: then only the mount is there.
+    // In a container the path may be that of the host, and what is mounted is the cgroup itself: then only the mount is
+    // there.
     let mut inside = PathBuf::from(path.trim_start_matches('/'));
     let mut rooms = Vec::new();
     loop {
@@ -82,8 +83,8 @@ fn number(path: &Path) -> Option<u64> {
     fs::read_to_string(path).ok()?.trim().parse().ok()
 }
 
-/// Bytes that this process may still lock into memory, for what is to be registered with io_uring or pinned by a driver (`RLIMIT_MEMLOCK`
-/// less `VmLck` and `VmPin`); `None` where there is no limit, as for a process with `CAP_IPC_LOCK`.
+/// Bytes that this process may still lock into memory, for what is to be registered with io_uring or pinned by a driver
+/// (`RLIMIT_MEMLOCK` less `VmLck` and `VmPin`); `None` where there is no limit, as for a process with `CAP_IPC_LOCK`.
 pub fn memlock_left() -> Option<u64> {
     let limit = rustix::process::getrlimit(rustix::process::Resource::Memlock).current?;
     lockable(limit, &fs::read_to_string("/proc/self/status").unwrap_or_default())

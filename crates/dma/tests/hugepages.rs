@@ -1,4 +1,5 @@
-//! Reserved huge pages that run out. Alone in its process, since it reserves some for the whole machine: only when told to.
+//! Reserved huge pages that run out. Alone in its process, since it reserves some for the whole machine: only when told
+//! to.
 
 use std::fs;
 

@@ -44,8 +44,8 @@ pub enum SgKind {
     Rank,
     /// The same with 8 bytes a segment, for segments more than 2^32 granules apart.
     WideRank,
-    /// 16 bytes a segment and a binary search, as an [`SgTable`] has it: for granules below 4 KiB, of which the others would
-    /// need too many, and for segments of more than 256 granules on average.
+    /// 16 bytes a segment and a binary search, as an [`SgTable`] has it: for granules below 4 KiB, of which the others
+    /// would need too many, and for segments of more than 256 granules on average.
     List,
 }
 
@@ -81,11 +81,11 @@ const MOST_PAGES_A_SEGMENT: u64 = 256;
 /// The smallest granule that gets a bitmap. From here on it is at most 1/16384 of the buffer.
 const RANK_GRANULE: u32 = 12;
 
-/// A buffer as a list of segments that does not change any more, with an index: finding a byte costs one or two loads, for
-/// the last page of a buffer in a million pieces as for the first.
+/// A buffer as a list of segments that does not change any more, with an index: finding a byte costs one or two loads,
+/// for the last page of a buffer in a million pieces as for the first.
 ///
-/// Neighbours that continue each other are one segment, as in an [`SgTable`]. Use a table while segments are still coming
-/// or when all of them are walked once; make an index of it when pages are looked up.
+/// Neighbours that continue each other are one segment, as in an [`SgTable`]. Use a table while segments are still
+/// coming or when all of them are walked once; make an index of it when pages are looked up.
 ///
 /// ```
 /// use dmalane_addr::{PageSize, PhysAddr, Segment, SgIndex};
@@ -176,8 +176,8 @@ fn starts<A: Address>(table: &SgTable<A>) -> impl ExactSizeIterator<Item = (u64,
 }
 
 impl<A: Address> SgIndex<A> {
-    /// The index of these segments in one pass over them; those of no bytes are left out. While it runs, it also needs 16
-    /// bytes for each segment.
+    /// The index of these segments in one pass over them; those of no bytes are left out. While it runs, it also needs
+    /// 16 bytes for each segment.
     ///
     /// # Errors
     /// Any of [`SgError`].
@@ -247,8 +247,9 @@ impl<A: Address> SgIndex<A> {
         self.segments
     }
 
-    /// The largest page size of which all segments start at a multiple, in the buffer as in memory. (The last segment may
-    /// end anywhere.) A page of this size or below, at a multiple of its size, never crosses from a segment into the next.
+    /// The largest page size of which all segments start at a multiple, in the buffer as in memory. (The last segment
+    /// may end anywhere.) A page of this size or below, at a multiple of its size, never crosses from a segment into
+    /// the next.
     #[inline]
     pub fn granule(&self) -> PageSize {
         self.granule
@@ -306,8 +307,8 @@ impl<A: Address> SgIndex<A> {
 
     /// The address of the whole page at `offset`; `None` where it reaches beyond the end or is not contiguous.
     ///
-    /// Faster than [`segment_at`](Self::segment_at) for a multiple of a page up to the [granule](Self::granule): where the
-    /// segment ends need not be found out.
+    /// Faster than [`segment_at`](Self::segment_at) for a multiple of a page up to the [granule](Self::granule): where
+    /// the segment ends need not be found out.
     #[inline]
     pub fn page_at(&self, offset: u64, page: PageSize) -> Option<A> {
         if self.len.checked_sub(offset)? < page.bytes() {
@@ -341,8 +342,8 @@ impl<A: Address> SgIndex<A> {
         SgRuns { index: self, range: 0..self.len }
     }
 
-    /// The address of each page of a sub-range; `None` when the range is not within the buffer, is no multiple of the page
-    /// size, or holds a page that is not contiguous. An empty range has no pages.
+    /// The address of each page of a sub-range; `None` when the range is not within the buffer, is no multiple of the
+    /// page size, or holds a page that is not contiguous. An empty range has no pages.
     ///
     /// Where the page is larger than the [granule](Self::granule), the runs of the range are looked through first.
     pub fn pages(&self, range: Range<u64>, page: PageSize) -> Option<SgPages<'_, A>> {

@@ -17,8 +17,8 @@ const SIZE_LIMIT: &str = "/sys/module/udmabuf/parameters/size_limit_mb";
 
 /// A heap of the kernel, `/dev/dma_heap/NAME`: its buffers are dma-bufs, which drivers import.
 ///
-/// Their mappings take no direct I/O and no registration with io_uring (both `EFAULT`): what is to be read directly belongs into a
-/// memfd, which [`export_dma_buf`] wraps afterwards.
+/// Their mappings take no direct I/O and no registration with io_uring (both `EFAULT`): what is to be read directly
+/// belongs into a memfd, which [`export_dma_buf`] wraps afterwards.
 pub struct DmaHeap {
     device: File,
     counters: Arc<Counters>,
@@ -38,8 +38,8 @@ impl DmaHeap {
     fn map(&self, len: usize) -> Result<(Region, PageBacking, Account), Error> {
         let size = len.checked_next_multiple_of(page()).and_then(NonZeroUsize::new).ok_or(Error::BadLength(len))?;
         let kind = "dma-buf heap memory";
-        // The kernel (6.12, 7.2) takes page after page until the OOM killer comes, and such memory is not counted as this process's:
-        // it would be killed before others, or others before it.
+        // The kernel (6.12, 7.2) takes page after page until the OOM killer comes, and such memory is not counted as
+        // this process's: it would be killed before others, or others before it.
         if let Some(room) = crate::room().filter(|room| room.bytes < size.get() as u64) {
             let left = format!("{} bytes are left, limited by {}", room.bytes, room.limited_by);
             return Err(Error::Allocate { len, kind, source: io::Error::new(io::ErrorKind::OutOfMemory, left) });
@@ -86,8 +86,8 @@ pub(super) fn has_udmabuf() -> bool {
 /// The pages of a memfd buffer as a dma-buf that drivers import. From then on the buffer counts as exported.
 ///
 /// # Errors
-/// `NotFound` where the kernel has no `/dev/udmabuf`; `Unsupported` for a buffer without a descriptor; `InvalidInput` from the kernel for
-/// more than `size_limit_mb` of its module udmabuf (64 MiB unless raised).
+/// `NotFound` where the kernel has no `/dev/udmabuf`; `Unsupported` for a buffer without a descriptor; `InvalidInput`
+/// from the kernel for more than `size_limit_mb` of its module udmabuf (64 MiB unless raised).
 pub fn export_dma_buf(buf: &SharedBuf) -> io::Result<OwnedFd> {
     let named = |e: io::Error| io::Error::new(e.kind(), format!("{UDMABUF}: {e}"));
     let device = File::options().read(true).write(true).open(UDMABUF).map_err(named)?;

@@ -9,7 +9,8 @@ use super::{Abilities, Account, Counters, Heap, HeapStats, PageBacking, PageKind
 use crate::sys::{Exclusive, HUGE, Pages, Region, page};
 use crate::{CpuBuf, Error};
 
-/// From this many bytes on, a reservation may be rounded up to whole huge pages: that is never more than half as much again.
+/// From this many bytes on, a reservation may be rounded up to whole huge pages: that is never more than half as much
+/// again.
 const ROUND_FROM: usize = 4 << 20;
 
 impl PageKind {
@@ -178,8 +179,8 @@ impl AnonHeap {
         Self(Ladder::new(best, ANONYMOUS))
     }
 
-    /// The heap, with all of its memory from one NUMA node, if one is named; a node that there is not fails when memory is asked
-    /// for.
+    /// The heap, with all of its memory from one NUMA node, if one is named; a node that there is not fails when memory
+    /// is asked for.
     #[must_use]
     pub fn bound_to(mut self, node: Option<u32>) -> Self {
         self.0.node = node;
@@ -235,8 +236,8 @@ impl MemfdHeap {
         Self::starting_at(if best == Some(PageKind::Base) { PageKind::Base } else { PageKind::Transparent })
     }
 
-    /// The heap, with all of its memory from one NUMA node, if one is named; a node that there is not fails when memory is asked
-    /// for.
+    /// The heap, with all of its memory from one NUMA node, if one is named; a node that there is not fails when memory
+    /// is asked for.
     #[must_use]
     pub fn bound_to(mut self, node: Option<u32>) -> Self {
         self.0.node = node;

@@ -78,8 +78,8 @@ pub trait Heap: Send + Sync {
     /// ladder fails too.
     fn allocate(&self, len: usize) -> Result<CpuBuf, Error>;
 
-    /// A buffer whose pages are not there yet: to be made present piece by piece, while the first pieces are in use already.
-    /// `len` is rounded up to 4 KiB, or, from 4 MiB on, to the pages of the heap.
+    /// A buffer whose pages are not there yet: to be made present piece by piece, while the first pieces are in use
+    /// already. `len` is rounded up to 4 KiB, or, from 4 MiB on, to the pages of the heap.
     ///
     /// # Errors
     /// As [`Heap::allocate`]. The ladder ends here: when pages run out later, [`Absent::populate`] fails.

@@ -46,8 +46,8 @@ pub struct Needs {
     pub direct_io: bool,
     /// It is to be registered with io_uring.
     pub registrable: bool,
-    /// So many bytes are to be registered or pinned at one time. More than this process may lock (RLIMIT_MEMLOCK) is refused, whatever
-    /// the heap.
+    /// So many bytes are to be registered or pinned at one time. More than this process may lock (RLIMIT_MEMLOCK) is
+    /// refused, whatever the heap.
     pub pinned: u64,
     /// A driver is to import it as a dma-buf.
     pub dma_buf: bool,
@@ -89,11 +89,12 @@ impl fmt::Display for Picked {
     }
 }
 
-/// The fastest heap that gives what is needed: anonymous memory, then a memfd (which `/dev/udmabuf` makes a dma-buf), then the
-/// kernel's own dma-buf heap.
+/// The fastest heap that gives what is needed: anonymous memory, then a memfd (which `/dev/udmabuf` makes a dma-buf),
+/// then the kernel's own dma-buf heap.
 ///
 /// # Errors
-/// [`Error::NoHeap`] with what each lacks; [`Error::PinLimit`], with what would help, when less may be locked than is to be pinned.
+/// [`Error::NoHeap`] with what each lacks; [`Error::PinLimit`], with what would help, when less may be locked than is
+/// to be pinned.
 pub fn pick(needs: Needs) -> Result<Picked, Error> {
     pick_within(needs, memlock_left())
 }

@@ -1,7 +1,8 @@
 //! A heap that keeps the buffers that were given up, and hands them out again.
 //!
-//! Small buffers are cut out of huge pages. Half a megabyte in pages of 4 KiB is a list of 128 places for a disk, and reading it into those
-//! takes about three times as long as into one (`docs/bench/alloc-read.md`); a huge page for each would waste most of it.
+//! Small buffers are cut out of huge pages. Half a megabyte in pages of 4 KiB is a list of 128 places for a disk, and
+//! reading it into those takes about three times as long as into one (`docs/bench/alloc-read.md`); a huge page for each
+//! would waste most of it.
 
 use std::collections::VecDeque;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -16,8 +17,8 @@ const SLAB_FROM: usize = 64 << 10;
 /// Of more than this, two would not fit a huge page.
 const SLAB_UP_TO: usize = HUGE / 2;
 
-/// A heap over another one, which keeps what is dropped instead of giving it back to the kernel: the next buffer of about that
-/// size has its pages already.
+/// A heap over another one, which keeps what is dropped instead of giving it back to the kernel: the next buffer of
+/// about that size has its pages already.
 ///
 /// A buffer comes back when the last reference to it is dropped. One whose descriptor was lent out does not: another
 /// process may still have it mapped. Buffers that outlive their pool are freed.
@@ -33,8 +34,8 @@ pub struct PoolStats {
     pub kept_buffers: usize,
     /// Requests that were met from what was kept.
     pub hits: usize,
-    /// Requests that went to the heap below. A small one, of 64 KiB to 1 MiB, takes a huge page from there and leaves the rest of it
-    /// for the next.
+    /// Requests that went to the heap below. A small one, of 64 KiB to 1 MiB, takes a huge page from there and leaves
+    /// the rest of it for the next.
     pub misses: usize,
     /// Buffers given back to the kernel: to stay within the bound, by trimming, or because their pages were incomplete.
     pub freed: usize,
@@ -77,7 +78,8 @@ impl Shelf {
         self.kept.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// The kept buffer that fits best: not much larger than asked for. The most recent of equals, since the cache knows it.
+    /// The kept buffer that fits best: not much larger than asked for. The most recent of equals, since the cache knows
+    /// it.
     fn take(&self, len: usize) -> Option<(Region, PageBacking)> {
         let mut kept = self.kept();
         let most = len.saturating_add(len / 8);
@@ -165,8 +167,8 @@ impl Heap for Pool {
         buf.into_cpu().map_err(taken)
     }
 
-    /// A kept buffer that is no more than an eighth too large, or else a new one; of 64 KiB to 1 MiB one that is a piece of a huge page,
-    /// where the heap below has private huge pages.
+    /// A kept buffer that is no more than an eighth too large, or else a new one; of 64 KiB to 1 MiB one that is a
+    /// piece of a huge page, where the heap below has private huge pages.
     fn reserve(&self, len: usize) -> Result<Reserved, Error> {
         let base = len.checked_next_multiple_of(page()).filter(|n| *n > 0).ok_or(Error::BadLength(len))?;
         let home = |backing: &PageBacking, absent| Home {

@@ -56,8 +56,8 @@ impl Reserved {
         &self.rest.memory().backing
     }
 
-    /// True when the pages are new and therefore zero; false for recycled memory, which is present already and holds whatever
-    /// this process had in it.
+    /// True when the pages are new and therefore zero; false for recycled memory, which is present already and holds
+    /// whatever this process had in it.
     pub fn is_fresh(&self) -> bool {
         self.fresh
     }
@@ -103,8 +103,8 @@ impl Absent {
         self.part.len()
     }
 
-    /// Makes the pages present: touching them cannot fail from then on. The piece shares its first and last 4 KiB page (or huge
-    /// page) with its neighbours if it was not cut at one.
+    /// Makes the pages present: touching them cannot fail from then on. The piece shares its first and last 4 KiB page
+    /// (or huge page) with its neighbours if it was not cut at one.
     ///
     /// # Errors
     /// [`Error::Allocate`] when the kernel has no more pages.
