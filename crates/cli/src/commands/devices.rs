@@ -1,4 +1,4 @@
-//! `dmalane devices`: what can be loaded to.
+//! `dmalane devices`: the devices of this machine.
 
 use std::process::ExitCode;
 
@@ -16,7 +16,7 @@ Examples:
   dmalane devices
   dmalane devices --json | jq -r '.devices[].name'";
 
-/// List the devices that can be loaded to.
+/// List the devices that files can be loaded to.
 #[derive(Args)]
 #[command(after_help = EXAMPLES)]
 pub struct Devices {
@@ -152,7 +152,8 @@ mod tests {
         let text = text(&devices);
         assert!(text.contains("soft\n") && text.contains("ddr 64 GiB, hbm 32 GiB") && text.contains("2 channels"));
         assert!(text.contains(
-            "vfio:0000:01:00.0\n    a PCI device bound to vfio-pci, but no card that can be loaded to; `dmalane bar-map` maps its BARs\n    id 10ee:50b4, IOMMU group 15\n"
+            "vfio:0000:01:00.0\n    a PCI device bound to vfio-pci, but not a dmalane card; `dmalane bar-map` maps \
+            its BARs\n    id 10ee:50b4, IOMMU group 15\n"
         ));
         let socket = root.path().join(SOCKET.trim_start_matches('/'));
         fs::create_dir_all(socket.parent().unwrap()).unwrap();
