@@ -192,7 +192,7 @@ impl Load {
         let soft = self.device.kind().name == "soft";
         OpenOptions {
             drive: DriveOptions {
-                chunk: self.gather.bytes(),
+                chunk: self.chunk.bytes(),
                 queues: self.mm_channel.clone(),
                 ..DriveOptions::default()
             },
@@ -383,7 +383,7 @@ mod tests {
         assert_eq!((&load.files[..], load.sample), (&["a", "b"].map(PathBuf::from)[..], None));
         assert_eq!((load.device.to_string(), load.file_options().mode), ("soft".to_owned(), Mode::Auto));
         assert_eq!((&load.mm_channel, load.placement.clone()), (&QueueChoice::Auto, Placement::Default));
-        assert_eq!((load.gather.bytes(), load.card_ddr, load.card_hbm), (16 << 20, None, None));
+        assert_eq!((load.chunk.bytes(), load.card_ddr, load.card_hbm), (16 << 20, None, None));
         assert_eq!((load.fragmentation, load.seed, &load.save, &load.record), (None, 1, &None, &None));
         assert!(!(load.explain || load.verify || load.workers || load.json || load.quiet || load.list));
     }
@@ -399,7 +399,7 @@ mod tests {
         assert_eq!(load.sample.map(Size::bytes), Some(3 << 29));
         assert_eq!((load.file_options().mode, &load.mm_channel), (Mode::Buffered, &QueueChoice::Only(1)));
         assert_eq!(load.placement, Placement::HBM);
-        let sizes = [Some(load.gather), load.card_ddr, load.card_hbm].map(|size| size.map(Size::bytes));
+        let sizes = [Some(load.chunk), load.card_ddr, load.card_hbm].map(|size| size.map(Size::bytes));
         assert_eq!(sizes, [Some(2 << 20), Some(1_000_000_000), Some(4096)]);
         assert_eq!((load.fragmentation, load.seed, load.save), (Some(1.0), 7, Some("out".into())));
         assert_eq!(load.record, Some("trace".into()));

@@ -75,8 +75,8 @@ pub struct Read {
     #[arg(long)]
     map: bool,
 
-    /// Send what has arrived on to this device at once, while the rest is read; each gather is mapped for it: soft, daemon or daemon:SOCKET,
-    /// vfio:BDF or vfio-user:SOCKET
+    /// Map each chunk for this device and transfer it while the rest is read: soft, daemon, vfio:BDF, vfio-user:SOCKET,
+    /// file:PATH or ram:SIZE; `dmalane devices` lists the kinds
     #[arg(short, long, value_parser = opening::parse, conflicts_with = "map")]
     device: Option<DeviceSpec>,
 
