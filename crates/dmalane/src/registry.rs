@@ -186,8 +186,8 @@ fn list_daemon(root: &Path) -> Vec<Listed> {
         kind: "daemon",
         supported: answer.is_ok(),
         about: match answer {
-            Ok(_) => "a share of the card of the dmalaned there; `dmalaned status` says who has what".to_owned(),
-            Err(e) => format!("no daemon that can be used: {e}"),
+            Ok(_) => "a share of a dmalaned's card; `dmalaned status` shows its clients".to_owned(),
+            Err(e) => format!("the daemon cannot be used: {e}"),
         },
         memories: Vec::new(),
         channels: None,
@@ -209,10 +209,9 @@ fn list_vfio(root: &Path) -> Vec<Listed> {
         kind: "vfio_pci",
         supported: d.id == card,
         about: match d.id == card {
-            true => "a card that is a PCI device, bound to vfio-pci".to_owned(),
+            true => "a card bound to vfio-pci".to_owned(),
             false => {
-                "a PCI device bound to vfio-pci, but no card that can be loaded to; `dmalane bar-map` maps its BARs"
-                    .to_owned()
+                "a PCI device bound to vfio-pci, but not a dmalane card; `dmalane bar-map` maps its BARs".to_owned()
             }
         },
         memories: Vec::new(),

@@ -247,7 +247,7 @@ fn a_bad_command_line_is_explained() {
         (&["--ddr-only", "--hbm-only"], "cannot be used with"),
         (&["--registered", "--unregistered"], "cannot be used with"),
         (&["--json", "--csv"], "cannot be used with"),
-        (&["--emulate", "wire"], "there are half-egress-14"),
+        (&["--emulate", "wire"], "the links are half-egress-14"),
         (&["-d", "gpu0"], "vfio:BDF, vfio-user:SOCKET, file:PATH[,h2c=PATH,c2h=PATH], ram:SIZE"),
         (&["-d", "file:"], "a path is empty"),
         (&["-d", "file:x,c2h="], "a path is empty"),
