@@ -1,8 +1,9 @@
 //! The functions that C calls, as `include/dmalane.h` declares them.
 //!
-//! `unsafe` is what this file is for: pointers come from C. Each is looked at in [`bytes`], [`put`], [`text`] or [`config`], which
-//! refuse null and lengths that no object can have; that there is as much memory as C says is the contract of every function
-//! here. Nothing keeps a pointer beyond the call but the callbacks of a VM with their `user`.
+//! `unsafe` is what this file is for: pointers come from C. Each is looked at in [`bytes`], [`put`], [`text`] or
+//! [`config`], which refuse null and lengths that no object can have; that there is as much memory as C says is the
+//! contract of every function here. Nothing keeps a pointer beyond the call but the callbacks of a VM with their
+//! `user`.
 #![allow(unsafe_code)]
 
 use std::ffi::{CStr, c_char, c_void};
@@ -28,7 +29,7 @@ pub struct DmlSegment {
     pub len: u64,
 }
 
-/// A function of C's that is told of `len` bytes at `va`.
+/// A callback of C for `len` bytes at `va`.
 pub type Function = extern "C" fn(user: *mut c_void, va: u64, len: u64);
 
 /// `struct dml_vm_config`.
@@ -51,9 +52,9 @@ pub struct DmlVmConfig {
     pub table_limit: u64,
     /// Makes the device forget `len` bytes at `va`; null when there is no device.
     pub invalidate: Option<Function>,
-    /// Is told of `DML_PREFETCH`; null when nobody wants to know.
+    /// Called for each `DML_PREFETCH`; may be null.
     pub prefetch: Option<Function>,
-    /// What both get.
+    /// First argument of both callbacks.
     pub user: *mut c_void,
 }
 
@@ -61,7 +62,7 @@ pub struct DmlVmConfig {
 #[repr(C)]
 #[derive(Clone, Copy, Debug, Default)]
 pub struct DmlLeaf {
-    /// Where the address leads.
+    /// Physical address.
     pub pa: u64,
     /// Bytes from there to the end of the leaf.
     pub left: u64,
@@ -103,13 +104,13 @@ pub struct DmlReadConfig {
     pub size: u64,
     /// `DML_READ_SHAREABLE` and its like.
     pub flags: u32,
-    /// Lanes; 0 for as many as fit.
+    /// Worker threads; 0 to choose automatically.
     pub threads: u32,
-    /// From where on in the file.
+    /// Offset in the file, in bytes.
     pub offset: u64,
     /// Bytes; 0 for all to the end.
     pub len: u64,
-    /// Bytes allocated together; 0 for the default.
+    /// Chunk size in bytes; 0 for the default.
     pub gather: u64,
     /// Bytes of memory at most; 0 for no limit.
     pub limit: u64,
@@ -123,13 +124,13 @@ pub struct DmlReadConfig {
 pub struct DmlFilled {
     /// The bytes, until the buffer is destroyed.
     pub data: *mut c_void,
-    /// How many.
+    /// Length in bytes.
     pub len: u64,
     /// XXH3-64 of them; 0 unless asked for.
     pub checksum: u64,
 }
 
-/// What C says is memory to read from.
+/// Memory that C passes for reading, as a slice.
 ///
 /// # Safety
 /// `at` is null, or there are `len` bytes that are not written to while the slice is in use.
@@ -145,10 +146,10 @@ unsafe fn bytes<'a>(at: *const c_void, len: usize) -> Result<&'a [u8], Refused> 
     Ok(unsafe { std::slice::from_raw_parts(at.cast(), len) })
 }
 
-/// Writes where C says that there is room.
+/// Writes a result to memory of C.
 ///
 /// # Safety
-/// `to` is null, or there is room for a `T` that nobody else uses during the call.
+/// `to` is null, or points to writable memory for a `T` that no other code accesses during the call.
 unsafe fn put<T>(to: *mut T, value: T) -> Result<(), Refused> {
     if to.is_null() {
         return Err(fault(format_args!("no room for the result: a null pointer")));
@@ -174,8 +175,9 @@ unsafe fn text<'a>(at: *const c_char) -> Result<&'a str, Refused> {
 /// Reads a configuration of the caller's size.
 ///
 /// # Safety
-/// `at` is null, or there are as many bytes as the 64-bit number there says, and nobody writes to them during the call. `T` is one
-/// of the structures of the header that begin with their size: numbers, pointers, and callbacks that may be null.
+/// `at` is null, or there are as many bytes as the 64-bit number there says, and nobody writes to them during the call.
+/// `T` is one of the structures of the header that begin with their size: numbers, pointers, and callbacks that may be
+/// null.
 unsafe fn config<T: Copy>(at: *const T) -> Result<T, Refused> {
     // SAFETY: of the caller: at least the size is there.
     let head = unsafe { bytes(at.cast(), size_of::<u64>())? };
@@ -220,7 +222,7 @@ macro_rules! exported {
 }
 
 exported! {
-    /// Makes a device: buffer objects, and VMs that bind them.
+    /// Creates a device: buffer objects, and VMs that bind them.
     fn dml_device_create(device: *mut u64) {
         // SAFETY: the contract of the function.
         unsafe { put(device, 0)? };
@@ -228,12 +230,12 @@ exported! {
         unsafe { put(device, objects::create_device()) }
     }
 
-    /// Gives a device up. VMs of it live on until they are destroyed.
+    /// Destroys a device. Its VMs exist until they are destroyed.
     fn dml_device_destroy(device: u64) {
         objects::destroy_device(device)
     }
 
-    /// Makes a buffer object of `count` segments.
+    /// Creates a buffer object of `count` segments.
     fn dml_bo_create(device: u64, segments: *const DmlSegment, count: usize, handle: *mut u32) {
         // SAFETY: the contract of the function.
         unsafe { put(handle, 0)? };
@@ -250,12 +252,12 @@ exported! {
         unsafe { put(handle, made) }
     }
 
-    /// Gives a buffer object up. It lives on where it is bound.
+    /// Destroys a buffer object's handle. The object exists while it is bound.
     fn dml_bo_destroy(device: u64, handle: u32) {
         objects::destroy_bo(device, handle)
     }
 
-    /// Makes an empty VM.
+    /// Creates an empty VM.
     fn dml_vm_create(device: u64, config: *const DmlVmConfig, vm: *mut u64) {
         // SAFETY: the contract of the function.
         unsafe { put(vm, 0)? };
@@ -334,7 +336,8 @@ exported! {
         };
         let (number, made) = buffers::alloc_and_read(file, &request)?;
         let view = made.view();
-        let data = DmlFilled { data: view.as_ptr().cast(), len: view.len() as u64, checksum: made.checksum().unwrap_or(0) };
+        let checksum = made.checksum().unwrap_or(0);
+        let data = DmlFilled { data: view.as_ptr().cast(), len: view.len() as u64, checksum };
         // SAFETY: the contract of the function.
         unsafe { put(filled, data)? };
         // SAFETY: the contract of the function.
@@ -396,8 +399,8 @@ pub extern "C" fn dml_abi_version() -> u32 {
     DML_ABI_VERSION
 }
 
-/// Writes what the last error of this thread was, cut to `size` bytes with the zero at the end, and gives the length that
-/// it has without that. Gives 0 when there was none.
+/// Writes what the last error of this thread was, cut to `size` bytes with the zero at the end, and gives the length
+/// that it has without that. Gives 0 when there was none.
 ///
 /// # Safety
 /// `text` is null, or there is room for `size` bytes that nobody else uses during the call.

@@ -1,8 +1,9 @@
 //! Access to memory that a device or another thread may change at any time.
 //!
-//! No reference is ever made into such memory. Single words go through atomics; bulk copies on x86-64 are inline
-//! assembly, which to the compiler is an outside agent like the device itself, so a torn copy is torn data and nothing
-//! worse. On other processors bulk copies are `ptr::copy`; there the same holds in practice but not by the letter.
+//! No reference into such memory is ever created. Single words are accessed with atomics. Bulk copies on x86-64 are
+//! inline assembly, which the compiler treats as an external agent like the device itself: a race yields torn data but
+//! no undefined behaviour. On other processors bulk copies are `ptr::copy`, which works in practice but is formally a
+//! data race.
 #![allow(unsafe_code)]
 
 use std::marker::PhantomData;
@@ -17,12 +18,13 @@ pub enum CopyHint {
     Keep,
     /// The destination will not be used soon: stores that bypass the cache, where the processor has them.
     Stream,
-    /// As [`CopyHint::Stream`], but what this thread stores next may become visible to others before these bytes do, until it
-    /// calls [`stream_fence`]: for many copies that are published together.
+    /// As [`CopyHint::Stream`], but what this thread stores next may become visible to others before these bytes do,
+    /// until it calls [`stream_fence`]: for many copies that are published together.
     StreamUnordered,
 }
 
-/// Makes everything that this thread copied with [`CopyHint::StreamUnordered`] visible before what it stores from now on.
+/// Makes everything that this thread copied with [`CopyHint::StreamUnordered`] visible before what it stores from now
+/// on.
 pub fn stream_fence() {
     #[cfg(target_arch = "x86_64")]
     // SAFETY: a fence touches no memory; SSE is part of x86-64.
@@ -31,7 +33,7 @@ pub fn stream_fence() {
     }
 }
 
-/// A piece of shared memory: bounds-checked, copyable, without references into it.
+/// A range of shared memory: bounds-checked and copyable, accessed without references.
 #[derive(Clone, Copy)]
 pub struct VolatileSlice<'a> {
     ptr: NonNull<u8>,
@@ -39,8 +41,8 @@ pub struct VolatileSlice<'a> {
     memory: PhantomData<&'a ()>,
 }
 
-// SAFETY: a view is a pointer to memory that outlives `'a` (contract of `from_raw`); every access goes through atomics or
-// copies that are made for memory that others change.
+// SAFETY: a view is a pointer to memory that outlives `'a` (contract of `from_raw`); every access goes through atomics
+// or copies that are made for memory that others change.
 unsafe impl Send for VolatileSlice<'_> {}
 // SAFETY: as above.
 unsafe impl Sync for VolatileSlice<'_> {}
@@ -70,7 +72,7 @@ impl<'a> VolatileSlice<'a> {
         self.ptr.as_ptr()
     }
 
-    /// The part from `offset`, `len` bytes long; `None` unless it lies within.
+    /// The sub-range of `len` bytes at `offset`; `None` unless it lies within.
     #[inline]
     pub fn sub(&self, offset: usize, len: usize) -> Option<VolatileSlice<'a>> {
         if offset.checked_add(len)? > self.len {
@@ -138,8 +140,8 @@ impl<'a> VolatileSlice<'a> {
         }
     }
 
-    /// The offset of the first byte that differs from the other view's, over the length of the shorter one; `None` when they
-    /// are alike. Bytes that change meanwhile may count as either.
+    /// The offset of the first byte that differs, over the length of the shorter range; `None` when they are equal.
+    /// Bytes that change meanwhile may count as either.
     pub fn first_difference(&self, other: VolatileSlice<'_>) -> Option<usize> {
         let (mut mine, mut theirs) = ([0u8; 4096], [0u8; 4096]);
         let len = self.len.min(other.len);
@@ -156,7 +158,7 @@ impl<'a> VolatileSlice<'a> {
         None
     }
 
-    /// Sets the bytes to eight again and again, the lowest of `pattern` first. With [`CopyHint::Stream`] past the cache.
+    /// Fills the range with the repeated little-endian bytes of `pattern`. [`CopyHint::Stream`] bypasses the cache.
     pub fn fill_pattern(&self, pattern: u64, hint: CopyHint) {
         let mut block = [0u8; 8192];
         for eight in block.as_chunks_mut::<8>().0 {
@@ -171,8 +173,8 @@ impl<'a> VolatileSlice<'a> {
         }
     }
 
-    /// Reads an aligned 32-bit word; what was written before the matching [`VolatileSlice::store_u32`] is visible. `None` when
-    /// it does not lie within, or is not aligned.
+    /// Reads an aligned 32-bit word; what was written before the matching [`VolatileSlice::store_u32`] is visible.
+    /// `None` when it does not lie within, or is not aligned.
     pub fn load_u32(&self, offset: usize) -> Option<u32> {
         Some(self.atomic_u32(offset)?.load(Ordering::Acquire))
     }
@@ -199,8 +201,9 @@ impl<'a> VolatileSlice<'a> {
         Some(())
     }
 
-    /// Replaces an aligned 32-bit word and gives the old one. One total order with all other swaps: of two sides that each swap a word of
-    /// their own and then look at the other's, one sees what the other wrote. `None` as for [`VolatileSlice::load_u32`].
+    /// Replaces an aligned 32-bit word and returns the old one, in one total order with all other swaps: when two sides
+    /// each swap their own word and then read the other's, at least one sees the other's write. `None` as for
+    /// [`VolatileSlice::load_u32`].
     #[must_use = "None says that nothing was written"]
     pub fn swap_u32(&self, offset: usize, value: u32) -> Option<u32> {
         Some(self.atomic_u32(offset)?.swap(value, Ordering::SeqCst))
@@ -218,9 +221,9 @@ impl<'a> VolatileSlice<'a> {
         if !ptr.addr().is_multiple_of(4) {
             return None;
         }
-        // SAFETY: in bounds (`sub`), aligned (checked above), and mapped for the view's life (contract of `from_raw`). What else
-        // touches the word meanwhile is another such atomic, or a bulk copy, which is outside of what Rust's rules speak of
-        // (see the top of this file for processors where it is not).
+        // SAFETY: in bounds (`sub`), aligned (checked above), and mapped for the view's life (contract of `from_raw`).
+        // What else touches the word meanwhile is another such atomic, or a bulk copy, which is outside of what Rust's
+        // rules speak of (see the top of this file for processors where it is not).
         Some(unsafe { AtomicU32::from_ptr(ptr.cast()) })
     }
 
@@ -298,8 +301,8 @@ unsafe fn copy_stream(to: *mut u8, from: *const u8, len: usize) {
     if len == 0 {
         return;
     }
-    // SAFETY: the loop reads and writes exactly `len` bytes, 128 at a time, which the caller vouches for. SSE2 is part of
-    // x86-64.
+    // SAFETY: the loop reads and writes exactly `len` bytes, 128 at a time, which the caller vouches for. SSE2 is part
+    // of x86-64.
     unsafe {
         std::arch::asm!(
             "2:",
@@ -333,7 +336,7 @@ unsafe fn copy_stream(to: *mut u8, from: *const u8, len: usize) {
     }
 }
 
-/// The same by registers of 32 bytes: a quarter faster from memory to memory where it was measured.
+/// As [`copy_stream`] with 32-byte registers: measured a quarter faster from memory to memory.
 ///
 /// # Safety
 /// As for [`copy`]; `to` is a multiple of 32, `len` a multiple of 128 and not 0, and the processor has AVX.
@@ -383,7 +386,7 @@ mod tests {
     use proptest::prelude::*;
 
     #[test]
-    fn refuses_what_lies_outside() {
+    fn refuses_access_out_of_range() {
         let buf = AnonHeap::new().allocate(4096).unwrap().share();
         let part = buf.into_part();
         let view = part.view();

@@ -69,8 +69,8 @@ impl Flat {
         self.deltas.get((offset >> shift) as usize).map(|d| d.address(offset, self.base, shift))
     }
 
-    /// The address of the byte at `offset`, and the page behind its segment, which is looked for page by page: this form
-    /// is for short segments.
+    /// The address of the byte at `offset`, and the page behind its segment, which is looked for page by page: this
+    /// form is for short segments.
     #[inline]
     pub(super) fn segment(&self, offset: u64, shift: u32) -> Option<(u64, u32)> {
         let page = (offset >> shift) as usize;

@@ -1,9 +1,9 @@
 //! The rank form of an index: a bitmap of breaks, and where each segment lies.
 //!
-//! The buffer is cut into granules, here called pages, and 64 of them share a block of 16 bytes. A bit of the block says
-//! that another segment begins with that page. The segment of a page is the number of breaks up to it: those before
-//! the block, which the block knows, plus a population count. Two loads that depend on each other, the block and the
-//! segment, whatever the buffer is made of; 0.25 bytes a page and one delta a segment.
+//! The buffer is cut into granules, here called pages, and 64 of them share a block of 16 bytes. A bit of the block
+//! says that another segment begins with that page. The segment of a page is the number of breaks up to it: those
+//! before the block, which the block knows, plus a population count. Two loads that depend on each other, the block and
+//! the segment, whatever the buffer is made of; 0.25 bytes a page and one delta a segment.
 
 use alloc::vec::Vec;
 

@@ -16,8 +16,8 @@ struct Entry<A> {
 /// A buffer as a list of segments, merged while it is built.
 ///
 /// Segments that continue each other in memory become one, so a table has as many segments as the buffer has
-/// discontinuities. A lookup by offset is a binary search; make an [`SgIndex`](crate::SgIndex) of a table that is complete
-/// and looked up often.
+/// discontinuities. A lookup by offset is a binary search; make an [`SgIndex`](crate::SgIndex) of a table that is
+/// complete and looked up often.
 ///
 /// ```
 /// use dmalane_addr::{PhysAddr, SgTable};

@@ -40,7 +40,8 @@ fn forms(table: &SgTable<PhysAddr>) -> Vec<SgIndex<PhysAddr>> {
     forms
 }
 
-/// The address of each unit of a buffer and the units from there to the end of its segment; the last unit perhaps cut short.
+/// The address of each unit of a buffer and the units from there to the end of its segment; the last unit perhaps cut
+/// short.
 struct Units {
     unit: u64,
     units: Vec<(u64, u64)>,
