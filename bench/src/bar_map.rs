@@ -84,7 +84,8 @@ fn check(target: &Target) -> Result<(), String> {
     Ok(())
 }
 
-/// Maps and unmaps in a row; the tables of the target are taken down and made again each time, as for a guest that boots.
+/// Maps and unmaps in a row; the tables of the target are taken down and made again each time, as for a guest that
+/// boots.
 struct Rounds {
     map: Vec<f64>,
     unmap: Vec<f64>,

@@ -33,8 +33,8 @@ pub fn time(job: impl FnOnce()) -> f64 {
     start.elapsed().as_secs_f64()
 }
 
-/// How much of the processor it takes, in seconds, less what looking costs: for samples in which other programs get their
-/// turn.
+/// How much of the processor it takes, in seconds, less what looking costs: for samples in which other programs get
+/// their turn.
 pub fn cpu_time(job: impl FnOnce()) -> f64 {
     static LOOK: OnceLock<f64> = OnceLock::new();
     let took = |job: &mut dyn FnMut()| {

@@ -1,10 +1,10 @@
 //! The bookkeeping of Linux's `drm_gpuvm` as far as binds and unbinds of pages need it, emulated.
 //!
-//! As in `drivers/gpu/drm/drm_gpuvm.c`: an object for each mapping, from the allocator and back to it; a red-black tree of
-//! the mappings by address; a list of all of them in order, and one for each buffer; a count of references of the buffer. A
-//! map looks for what it overlaps, takes that away and puts back what sticks out; an unmap does the same. On request the
-//! objects of the worst case are allocated in advance and those that were not needed freed, three for a map and two for
-//! an unmap, as Asahi's driver does it (`bind_object` and `unmap_range` of its `mmu.rs`).
+//! As in `drivers/gpu/drm/drm_gpuvm.c`: an object for each mapping, from the allocator and back to it; a red-black tree
+//! of the mappings by address; a list of all of them in order, and one for each buffer; a count of references of the
+//! buffer. A map looks for what it overlaps, takes that away and puts back what sticks out; an unmap does the same. On
+//! request the objects of the worst case are allocated in advance and those that were not needed freed, three for a map
+//! and two for an unmap, as Asahi's driver does it (`bind_object` and `unmap_range` of its `mmu.rs`).
 //!
 //! It is cheaper than the original in several ways: keys and links lie in one array; the tree does not keep the highest
 //! end below each node; there are no locks.

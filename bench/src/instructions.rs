@@ -1,7 +1,7 @@
 //! Instructions, counted by callgrind: a column without noise.
 //!
-//! A run under valgrind of the hidden subcommand `one CASE VARIANT OPERATION` warms the variant up, then does the operation
-//! once through the function that is timed; callgrind counts only what happens inside of that.
+//! A run under valgrind of the hidden subcommand `one CASE VARIANT OPERATION` warms the variant up, then does the
+//! operation once through the function that is timed; callgrind counts only what happens inside of that.
 
 use std::error::Error;
 use std::process::Command;

@@ -1,8 +1,8 @@
 //! The two shapes of the seed: every page through core, driver and format, or the whole list in one call.
 //!
 //! Modelled on Linux 5.11, where the seed's patches start from: `iommu_map` (the core) checks and picks a page size,
-//! `arm_smmu_map` (the driver) holds the device's power, `arm_lpae_map` (the format) walks from the root and ends with a
-//! write barrier. Each layer is generic over the next, so the same code runs behind `Box<dyn ..>` and inlined. The
+//! `arm_smmu_map` (the driver) holds the device's power, `arm_lpae_map` (the format) walks from the root and ends with
+//! a write barrier. Each layer is generic over the next, so the same code runs behind `Box<dyn ..>` and inlined. The
 //! geometry of the format is data, as it is there. What the model leaves out (accounting, retpolines, tracing) would
 //! only add to `before`.
 
@@ -331,7 +331,8 @@ impl CommandQueue {
     }
 }
 
-/// The format of `before`: Arm long descriptors with their geometry as data, each page by a recursive walk from the root.
+/// The format of `before`: Arm long descriptors with their geometry as data, each page by a recursive walk from the
+/// root.
 struct LongDescriptors<const COUNT: bool> {
     tables: Vec<[AtomicU64; 512]>,
     free: Vec<usize>,

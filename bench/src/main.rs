@@ -66,7 +66,8 @@ enum Bench {
     Threads(threads::Options),
     /// Find a page of a scattered buffer: the seed's way, the usual structures, ours
     SgIndex(sg_index::Options),
-    /// Bind and unbind single pages of a large buffer: the seed's program, by the driver before it, the seed, maps, ours
+    /// Bind and unbind single pages of a large buffer: the seed's program, by the driver before it, the seed, maps,
+    /// ours
     VmBind(vm_bind::Options),
     /// One variant of vm-bind, to be counted by callgrind or weighed
     #[command(hide = true)]

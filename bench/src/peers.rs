@@ -217,8 +217,8 @@ impl Subject for Aarch64Paging {
     }
 }
 
-/// page_table_multiarch: one cursor for each call and `map_region`, which asks a closure for every page. A list of 4 KiB
-/// pages is one such call; other lists are a call for each segment, with large pages allowed.
+/// page_table_multiarch: one cursor for each call and `map_region`, which asks a closure for every page. A list of 4
+/// KiB pages is one such call; other lists are a call for each segment, with large pages allowed.
 struct Multiarch {
     table: Option<multiarch::x86_64::X64PageTable<MultiarchFrames>>,
 }

@@ -66,7 +66,8 @@ pub trait Structure {
     }
 }
 
-/// The loop that is timed and counted. The next offset waits for what was found, by a zero that the compiler cannot see.
+/// The loop that is timed and counted. The next offset waits for what was found, by a zero that the compiler cannot
+/// see.
 #[inline(never)]
 fn timed_look_ups(offsets: &[u64], find: impl Fn(u64) -> Found) -> u64 {
     let zero = std::hint::black_box(0);
@@ -369,7 +370,8 @@ pub fn run(options: &Options) -> Result<Report, Box<dyn std::error::Error>> {
             let first = report.detailed_row(&case("cold"), name, PAGE, &cold[k], one);
             medians.insert((layout, name), (warm / n as f64, first));
             if name == INDEX {
-                // 0.25 bytes a page, where a block of 64 pages is never cut, and 4 a segment. The object itself is apart.
+                // 0.25 bytes a page, where a block of 64 pages is never cut, and 4 a segment. The object itself is
+                // apart.
                 let goal = pages_of(&segments).div_ceil(64) as f64 * 16.0 + segments.len() as f64 * 4.0;
                 size = size.max((bytes - size_of::<SgIndex<CardAddr>>() as f64) / goal);
                 report.note(layout.name(), &format!("SgIndex is {}, bytes", index_kind(&segments)?), bytes);

@@ -289,8 +289,8 @@ fn live(report: &mut Report, options: &Options) -> Result<Vec<f64>, Box<dyn std:
         let mut random = Mt19937::new(7);
         let mut samples = vec![[const { Vec::new() }; 2]; binders.len()];
         for round in 0..=options.rounds {
-            // Others each time, with other pages of the buffer. Many times in a row, the first ones not timed: who had its
-            // turn before has left its own memory in the caches.
+            // Others each time, with other pages of the buffer. Many times in a row, the first ones not timed: who had
+            // its turn before has left its own memory in the caches.
             let times: Vec<Vec<Job>> = (0..TIMES)
                 .map(|_| {
                     for i in 0..FEW {

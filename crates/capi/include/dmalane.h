@@ -8,8 +8,7 @@
  *
  * The page tables of a VM are allocated by this library. Link with -ldmalane_capi.
  *
- * SPDX-License-Identifier: MIT OR Apache-2.0
- */
+ * SPDX-License-Identifier: MIT OR Apache-2.0 */
 #ifndef DMALANE_H
 #define DMALANE_H
 

@@ -10,7 +10,13 @@
 #include <unistd.h>
 
 static int line_of_failure;
-#define CHECK(what) do { if (!(what) && !line_of_failure) { line_of_failure = __LINE__; printf("%s:%d: %s\n", __FILE__, __LINE__, #what); } } while (0)
+#define CHECK(what) \
+    do { \
+        if (!(what) && !line_of_failure) { \
+            line_of_failure = __LINE__; \
+            printf("%s:%d: %s\n", __FILE__, __LINE__, #what); \
+        } \
+    } while (0)
 
 static const uint64_t K = 16384;
 

@@ -206,7 +206,9 @@ impl Descriptor {
 }
 
 macro_rules! codes {
-    ($(#[doc = $doc:literal])* $name:ident: $repr:ty { $($(#[doc = $d:literal])* $variant:ident = $code:literal, $text:literal;)* }) => {
+    ($(#[doc = $doc:literal])* $name:ident: $repr:ty {
+        $($(#[doc = $d:literal])* $variant:ident = $code:literal, $text:literal;)*
+    }) => {
         $(#[doc = $doc])*
         #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
         #[non_exhaustive]

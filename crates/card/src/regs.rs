@@ -40,8 +40,8 @@ pub const HBM_HALF: u64 = 0x30;
 pub const LEN_MAX: u64 = 0x38;
 /// Read-only: the format of the MMU's tables, see [`format_code`].
 pub const MMU_FORMAT: u64 = 0x3c;
-/// Bit 0: a write of 1 stops all channels and turns the MMU off. Reads as 1 while a channel was told to stop (here or by
-/// [`CH_CONTROL`]) and has not stopped yet. Card memory keeps its contents.
+/// Bit 0: a write of 1 stops all channels and turns the MMU off. Reads as 1 while a channel was told to stop (here or
+/// by [`CH_CONTROL`]) and has not stopped yet. Card memory keeps its contents.
 pub const CONTROL: u64 = 0x40;
 /// 64 bits: card address of the MMU's root table. Takes effect with the next write to [`MMU_CONTROL`].
 pub const MMU_ROOT: u64 = 0x48;
@@ -85,8 +85,8 @@ pub const CH_BYTES_C2H: u64 = 0x40;
 pub const CH_OK: u64 = 0x48;
 /// Per channel, read-only, 64 bits: descriptors that completed with an error.
 pub const CH_FAILED: u64 = 0x50;
-/// Per channel, 64 bits, since 1.1: a number of a descriptor, and 1 in the upper half. When the operation that begins with that
-/// descriptor has not ended, the card ends it as soon as it comes to it. Cleared by the card, and by a stop.
+/// Per channel, 64 bits, since 1.1: a number of a descriptor, and 1 in the upper half. When the operation that begins
+/// with that descriptor has not ended, the card ends it as soon as it comes to it. Cleared by the card, and by a stop.
 pub const CH_CANCEL: u64 = 0x58;
 
 /// Bit of [`CH_STATUS`]: takes descriptors.

@@ -12,8 +12,8 @@ use crate::regs::BAR_MEMORY;
 const TABLE: u64 = 4096;
 const ENTRIES: usize = 512;
 
-/// Tables of 4 KiB in card memory, written through BAR 2 and read from a copy in host memory, since reading over PCIe is
-/// slow.
+/// Tables of 4 KiB in card memory, written through BAR 2 and read from a copy in host memory, since reading over PCIe
+/// is slow.
 ///
 /// Whoever allocates tables has them zeroed, and so present, on the card. A store cannot say that the card did not take
 /// it; [`CardTables::error`] does.

@@ -72,7 +72,8 @@ impl fmt::Display for SizeError {
             Self::Zero => f.write_str("the size must be at least 1 byte"),
             Self::Unit(unit) => write!(
                 f,
-                "no such unit: {unit}; use kB, MB, GB, TB (powers of 10), KiB, MiB, GiB, TiB (powers of 2) or none for bytes"
+                "no such unit: {unit}; use kB, MB, GB, TB (powers of 10), KiB, MiB, GiB, TiB (powers of 2) or none \
+                 for bytes"
             ),
             Self::Ambiguous(prefix) => {
                 let upper = prefix.to_ascii_uppercase();

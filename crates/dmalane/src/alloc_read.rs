@@ -48,8 +48,8 @@ pub struct ReadOptions {
     pub depth: usize,
     /// Bytes per read.
     pub block: usize,
-    /// Lanes that allocate and read, each a thread; by default one for direct reads, which the disk does, and as many as there are
-    /// processors, 4 at most, for copies out of the page cache.
+    /// Lanes that allocate and read, each a thread; by default one for direct reads, which the disk does, and as many
+    /// as there are processors, 4 at most, for copies out of the page cache.
     pub threads: Option<usize>,
     /// Hash each buffer (XXH3-64) while its bytes are in the processor's cache.
     pub checksum: bool,
@@ -204,8 +204,9 @@ pub enum ReadError {
 
 /// Every heap can do it.
 pub trait AllocAndRead: Heap {
-    /// Allocates a buffer and reads a range of an open file into it, at once: T(first gather) + max(T(rest of the allocation), T(I/O)).
-    /// Pipes and sockets are read from where they are, by plain reads; of them `..` means all that comes.
+    /// Allocates a buffer and reads a range of an open file into it, at once: T(first gather) + max(T(rest of the
+    /// allocation), T(I/O)). Pipes and sockets are read from where they are, by plain reads; of them `..` means all
+    /// that comes.
     ///
     /// Clears `O_DIRECT` and `O_NONBLOCK` of the file. Small files take a short path: no thread, no ring; a
     /// [`Pool`](dmalane_dma::Pool) gives them memory that is present already.
@@ -288,7 +289,8 @@ fn one(
     }
 }
 
-/// Reads many files, or pieces of them, into many buffers, as `job` says; its sources are `sources`. Tells how each was read.
+/// Reads many files, or pieces of them, into many buffers, as `job` says; its sources are `sources`. Tells how each was
+/// read.
 ///
 /// # Errors
 /// [`ReadError`]. A source that is read to its present end, by an extent, and has changed its size meanwhile is

@@ -89,6 +89,9 @@ const UNSAFE_FILES: &[&str] = &[
     "crates/vm/tests/allocations.rs",
 ];
 
+/// The columns of a line at most; tables and addresses of pages may be longer.
+const COLUMNS: usize = 120;
+
 /// Names that say nothing about the contents.
 const EMPTY_NAMES: &[&str] = &["common", "util", "utils", "helpers", "misc", "shared"];
 
@@ -243,6 +246,22 @@ fn every_file_opens_with_a_doc_sentence() {
         let first = text.lines().next().unwrap_or_default();
         if !first.starts_with("//! ") {
             wrong.push(format!("{}:1: opens with {first:?}, not with a `//!` sentence", relative(&path)));
+        }
+    }
+    report(&wrong);
+}
+
+#[test]
+#[ignore = "comments of the branches under way are still to be wrapped"]
+fn lines_end_at_column_120() {
+    let mut wrong = Vec::new();
+    for path in texts() {
+        // rustfmt holds code to this as well, but neither comments nor strings. scripts/docs does it for pages.
+        for (i, line) in read(&path).lines().enumerate().filter(|(_, line)| line.chars().count() > COLUMNS) {
+            let comment = line.trim_start().trim_start_matches(['/', '!', '#', '*']).trim_start();
+            if !comment.starts_with('|') && !line.contains("https://") {
+                wrong.push(format!("{}:{}: {} columns", relative(&path), i + 1, line.chars().count()));
+            }
         }
     }
     report(&wrong);
@@ -417,16 +436,36 @@ fn directories(of: &Path) -> Vec<String> {
 
 /// Every Rust file of the repository: crates with their tests and examples, benches, fuzz targets, bindings.
 fn sources() -> Vec<PathBuf> {
+    let mut found = files(&["crates", "bench", "fuzz", "tests", "bindings", "docs", "scripts"]);
+    found.retain(|path| path.extension().is_some_and(|e| e == "rs"));
+    found
+}
+
+/// The files that people write: sources, manifests, scripts; no pages, seeds or lists.
+fn texts() -> Vec<PathBuf> {
+    let mut found = files(&["crates", "bench", "fuzz", "tests", "bindings", "scripts", "packaging"]);
+    found.retain(|path| {
+        let written = ["rs", "py", "c", "h", "toml", "config"];
+        path.extension().map_or(path.starts_with(root().join("scripts")), |e| written.iter().any(|w| e == *w))
+    });
+    found.extend(["Cargo.toml", "tests/vm/init"].map(|name| root().join(name)));
+    found
+}
+
+/// Every file below these directories, without what is built or hidden.
+fn files(directories: &[&str]) -> Vec<PathBuf> {
     let mut found = Vec::new();
-    let mut pending: Vec<PathBuf> =
-        ["crates", "bench", "fuzz", "tests", "bindings", "docs", "scripts"].iter().map(|d| root().join(d)).collect();
+    let mut pending: Vec<PathBuf> = directories.iter().map(|d| root().join(d)).collect();
     while let Some(directory) = pending.pop() {
         for entry in fs::read_dir(directory).into_iter().flatten().filter_map(Result::ok) {
             let (path, name) = (entry.path(), entry.file_name());
             let name = name.to_string_lossy();
-            if path.is_dir() && name != "target" && !name.starts_with('.') {
+            if name == "target" || name.starts_with('.') {
+                continue;
+            }
+            if path.is_dir() {
                 pending.push(path);
-            } else if name.ends_with(".rs") {
+            } else {
                 found.push(path);
             }
         }

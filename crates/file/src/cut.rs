@@ -81,7 +81,8 @@ mod tests {
     proptest! {
         #[test]
         fn cuts_add_up_and_keep_the_rules(
-            addr in 0usize..1 << 20, at in 0u64..1 << 20, len in 1usize..1 << 20, memory in 0u32..=12, offset in 9u32..=16,
+            addr in 0usize..1 << 20, at in 0u64..1 << 20, len in 1usize..1 << 20,
+            memory in 0u32..=12, offset in 9u32..=16,
             congruent: bool,
         ) {
             let align = Align { memory: 1 << memory, offset: 1 << offset };

@@ -116,8 +116,9 @@ fn memory_file_system(file: &File) -> Option<&'static str> {
     }
 }
 
-/// Linux (6.18 at least) completes an asynchronous direct read on FUSE as if it were whole when the server answered with fewer bytes, as it
-/// does where the file was truncated meanwhile: what is missing would be silent zeroes. A synchronous read says how far it came.
+/// Linux (6.18 at least) completes an asynchronous direct read on FUSE as if it were whole when the server answered
+/// with fewer bytes, as it does where the file was truncated meanwhile: what is missing would be silent zeroes. A
+/// synchronous read says how far it came.
 pub(crate) const FUSE: &str = "FUSE completes asynchronous direct reads as whole that are not";
 
 /// True for a file on a FUSE file system.

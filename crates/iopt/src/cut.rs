@@ -1,7 +1,7 @@
 //! Splitting leaves and merging them again, while what they map stays mapped.
 //!
-//! Both follow the break-before-make order: the old entry is cleared, the device forgets it, the new entry is written. So a
-//! device that uses the addresses in between sees a fault, never two translations at once.
+//! Both follow the break-before-make order: the old entry is cleared, the device forgets it, the new entry is written.
+//! So a device that uses the addresses in between sees a fault, never two translations at once.
 
 use alloc::vec::Vec;
 use core::ops::Range;
@@ -27,8 +27,8 @@ impl<F: Format, I: Address, O: Address, T: Tables> PageTable<F, I, O, T> {
     /// may put that off until the call returns.
     ///
     /// # Errors
-    /// [`Error::Misaligned`], [`Error::InputRange`]; [`Error::NoTables`] and [`Error::TableAddress`], before anything has
-    /// changed: all tables are taken first.
+    /// [`Error::Misaligned`], [`Error::InputRange`]; [`Error::NoTables`] and [`Error::TableAddress`], before anything
+    /// has changed: all tables are taken first.
     pub fn cut(&mut self, at: I, mut invalidate: impl FnMut(Span<I>)) -> Result<(), Error> {
         crate::map::check_start::<F, I>(at)?;
         let Some(cut) = self.find_cut(at.bits()) else { return Ok(()) };
@@ -40,12 +40,13 @@ impl<F: Format, I: Address, O: Address, T: Tables> PageTable<F, I, O, T> {
         Ok(())
     }
 
-    /// Makes larger leaves of smaller ones within the span, wherever a table is filled by leaves that continue each other
-    /// and permit the same. Gives the number of tables that this freed. What is mapped stays the same; a
-    /// leaf counts as written to when one of its parts did.
+    /// Makes larger leaves of smaller ones within the span, wherever a table is filled by leaves that continue each
+    /// other and permit the same. Gives the number of tables that this freed. What is mapped stays the same; a leaf
+    /// counts as written to when one of its parts did.
     ///
-    /// `invalidate` is called once for each table that goes and each group that forms, with the span that it translates, while its
-    /// entries are clear: it returns when no device remembers them or what they held. The table is freed then.
+    /// `invalidate` is called once for each table that goes and each group that forms, with the span that it
+    /// translates, while its entries are clear: it returns when no device remembers them or what they held. The table
+    /// is freed then.
     ///
     /// # Errors
     /// [`Error::Misaligned`], [`Error::InputRange`].
@@ -137,8 +138,8 @@ impl<F: Format, I: Address, O: Address, T: Tables> PageTable<F, I, O, T> {
         self.uncount(level, entries as u64, members as u64);
     }
 
-    /// Clears the entries of leaves or of a table, and has the device forget what they were. True when it has written through
-    /// one of the leaves.
+    /// Clears the entries of leaves or of a table, and has the device forget what they were. True when it has written
+    /// through one of the leaves.
     fn break_entries(
         &mut self,
         table: T::Addr,

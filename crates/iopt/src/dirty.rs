@@ -10,10 +10,10 @@ impl<F: Format, I: Address, O: Address, T: Tables> PageTable<F, I, O, T> {
     /// written. Gives the number of such leaves.
     ///
     /// A leaf that sticks out of the span is given whole, since its mark stands for all of it; [`cut`](Self::cut) makes
-    /// marks finer. Afterwards invalidate the device's translations of the span: until then it may write without setting
-    /// the mark again. A leaf may count as written from the start (x86-64 and RISC-V leaves are made so, which spares the
-    /// walker the write; for devices that never set the bit it must stay so). Arm's formats have marks only with their
-    /// parameter `DIRTY`.
+    /// marks finer. Afterwards invalidate the device's translations of the span: until then it may write without
+    /// setting the mark again. A leaf may count as written from the start (x86-64 and RISC-V leaves are made so, which
+    /// spares the walker the write; for devices that never set the bit it must stay so). Arm's formats have marks only
+    /// with their parameter `DIRTY`.
     ///
     /// # Errors
     /// [`Error::NoDirtyBit`], [`Error::Misaligned`], [`Error::InputRange`].

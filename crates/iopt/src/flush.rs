@@ -20,8 +20,8 @@ pub struct FlushList<I: Address, A> {
 }
 
 impl<I: Address, A> FlushList<I, A> {
-    /// What to invalidate: the span asked for, widened to the whole of each large leaf that was split at its ends, since
-    /// a cache may hold that leaf as one entry.
+    /// What to invalidate: the span asked for, widened to the whole of each large leaf that was split at its ends,
+    /// since a cache may hold that leaf as one entry.
     pub fn span(&self) -> Span<I> {
         self.span
     }

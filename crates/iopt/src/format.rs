@@ -42,9 +42,9 @@ pub enum Entry {
 /// A page-table format: the geometry of the tree and the bits of an entry. It knows nothing of walking.
 ///
 /// Levels are numbered from the root, which is level 0 whatever the architecture calls it. The all-zero entry is
-/// [`Entry::Invalid`] at every level. A table has two to the power of [`INDEX_BITS`](Self::INDEX_BITS) entries; the root
-/// translates what is left of [`INPUT_BITS`](Self::INPUT_BITS) and may be smaller or larger. The walkers check this
-/// geometry at compile time.
+/// [`Entry::Invalid`] at every level. A table has two to the power of [`INDEX_BITS`](Self::INDEX_BITS) entries; the
+/// root translates what is left of [`INPUT_BITS`](Self::INPUT_BITS) and may be smaller or larger. The walkers check
+/// this geometry at compile time.
 pub trait Format: Copy + Debug + 'static {
     /// The name of the format as it stands in messages.
     const NAME: &'static str;
@@ -72,8 +72,8 @@ pub trait Format: Copy + Debug + 'static {
     /// True when the device *clears* that bit, of a leaf that permits writing.
     const DIRTY_IS_CLEAR: bool = false;
 
-    /// A bit that is set in every valid entry of the last level, and in no other entry that a page table writes there; 0
-    /// when there is none. Counting entries is faster with it.
+    /// A bit that is set in every valid entry of the last level, and in no other entry that a page table writes there;
+    /// 0 when there is none. Counting entries is faster with it.
     const VALID: u64 = 0;
 
     /// True when a leaf can grant exactly this access.
@@ -87,8 +87,8 @@ pub trait Format: Copy + Debug + 'static {
     /// page size is one of `PAGE_SIZES`, and `access` is supported.
     fn encode_leaf(level: u32, out: u64, access: Access) -> u64;
 
-    /// The entry of a group at `level` that maps `out`, the output address of this very entry. Called for levels that have
-    /// groups.
+    /// The entry of a group at `level` that maps `out`, the output address of this very entry. Called for levels that
+    /// have groups.
     fn encode_member(level: u32, out: u64, access: Access) -> u64 {
         Self::encode_leaf(level, out, access)
     }
@@ -204,8 +204,8 @@ pub(crate) fn encode_template<F: Format>(kind: Kind, access: Access) -> u64 {
     if kind.group { F::encode_member(kind.level, 0, access) } else { F::encode_leaf(kind.level, 0, access) }
 }
 
-/// What an output address adds to the template of its entry, whatever the access: so a loop over entries need not encode
-/// the same access for each.
+/// What an output address adds to the template of its entry, whatever the access: so a loop over entries need not
+/// encode the same access for each.
 #[inline]
 pub(crate) fn encode_output<F: Format>(kind: Kind, out: u64) -> u64 {
     const ANY: Access = Access::RW;

@@ -2,8 +2,8 @@
 //!
 //! The walk from the root happens once per table, not once per page. Within one table all leaves have one size (a
 //! larger one can only start where the table does, but for a group). So one loop fills a table: single pages are taken
-//! straight from the list, several to a turn; pages that continue each other are counted, and that all their entries are
-//! free is one question.
+//! straight from the list, several to a turn; pages that continue each other are counted, and that all their entries
+//! are free is one question.
 
 use core::iter::{empty, once};
 use core::marker::PhantomData;
@@ -24,8 +24,8 @@ const STEP: usize = 8;
 /// Pages that continue each other from which on it pays to ask first whether all their entries are free.
 const LONG: usize = 8;
 
-/// The tables down to where the last leaf was written, so that the next table is found from the nearest common one. Kept
-/// from call to call, and forgotten whenever tables leave the tree.
+/// The tables down to where the last leaf was written, so that the next table is found from the nearest common one.
+/// Kept from call to call, and forgotten whenever tables leave the tree.
 #[derive(Debug)]
 pub(crate) struct Cursor<A> {
     path: [A; MAX_LEVELS],
@@ -105,8 +105,9 @@ impl<F: Format, I: Address, O: Address, T: Tables> PageTable<F, I, O, T> {
         true
     }
 
-    /// Maps `count` pages of `size` that follow each other in both spaces, each by a leaf of exactly that size: they can
-    /// be unmapped one by one and nothing is split. (By smaller ones where [`clear`](Self::clear) has left an empty table.)
+    /// Maps `count` pages of `size` that follow each other in both spaces, each by a leaf of exactly that size: they
+    /// can be unmapped one by one and nothing is split. (By smaller ones where [`clear`](Self::clear) has left an empty
+    /// table.)
     ///
     /// # Errors
     /// [`Error::PageSize`] for a size that has no leaf; [`Error::Misaligned`] when an address is not a multiple of it;
@@ -129,8 +130,8 @@ impl<F: Format, I: Address, O: Address, T: Tables> PageTable<F, I, O, T> {
     /// Maps a list of segments one after another from `at` on, and gives the number of bytes mapped. An empty list maps
     /// nothing.
     ///
-    /// Segments that continue each other are mapped as one, so a leaf may span several. Each leaf is the largest that the
-    /// alignment of both addresses and the rest of the segment allow.
+    /// Segments that continue each other are mapped as one, so a leaf may span several. Each leaf is the largest that
+    /// the alignment of both addresses and the rest of the segment allow.
     ///
     /// New mappings need no invalidation, provided that the device does not cache faults.
     ///
@@ -381,7 +382,8 @@ impl<F: Format, I: Address, O: Address, T: Tables> PageTable<F, I, O, T> {
         range.find(|&i| F::decode(level, self.load(table, i)) != Entry::Invalid)
     }
 
-    /// The table at `level` that translates `at`, made if need be, and whether it is blank: just made, and nobody else's.
+    /// The table at `level` that translates `at`, made if need be, and whether it is blank: just made, and nobody
+    /// else's.
     #[inline]
     fn table_for(&mut self, at: u64, level: u32) -> Result<(T::Addr, bool), Error> {
         let known = self.cursor.level == level && same_table::<F>(at, self.cursor.at, level);
@@ -583,8 +585,8 @@ impl<F: Format, O: Address, S: Iterator<Item = Segment<O>>> Source<F, O, S> {
         next.map(checked::<F, O>)
     }
 
-    /// Puts pages into entries of the last level, of which the first has index `first`, until they are full, the source is
-    /// at its end, or a group may start (other than with the first page, if that was `decided`). Gives the number of
+    /// Puts pages into entries of the last level, of which the first has index `first`, until they are full, the source
+    /// is at its end, or a group may start (other than with the first page, if that was `decided`). Gives the number of
     /// entries written.
     #[inline]
     fn fill(
@@ -632,8 +634,8 @@ impl<F: Format, O: Address, S: Iterator<Item = Segment<O>>> Source<F, O, S> {
     }
 
     /// Puts short segments into entries, of which the last has index `end - 1`, straight from the list: the loop that
-    /// counts. Gives a segment that is something else, or that was better looked at more closely; `None` when the entries
-    /// are full or the list is at its end.
+    /// counts. Gives a segment that is something else, or that was better looked at more closely; `None` when the
+    /// entries are full or the list is at its end.
     #[inline(never)] // with all that surrounds it, the loop would not fit into the registers
     fn fill_short<const BLANK: bool>(
         &mut self,

@@ -2,8 +2,8 @@
 
 use core::ops::Range;
 
-/// [`Tables::edit`](crate::Tables::edit) by loads and stores, of words or of entries. Nobody knows how far it will go, so a piece is as large as
-/// all before it.
+/// [`Tables::edit`](crate::Tables::edit) by loads and stores, of words or of entries. Nobody knows how far it will go,
+/// so a piece is as large as all before it.
 pub(crate) fn in_pieces<T: ?Sized>(
     tables: &mut T,
     range: Range<usize>,

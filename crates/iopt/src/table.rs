@@ -14,8 +14,8 @@ use crate::{Entry, Error, FlushList, Format, Place, Register, Runs, TableShape, 
 /// A page table in format `F` that translates `I` to `O`, its tables in `T`.
 ///
 /// The methods that walk are in `map.rs`, `unmap.rs` and `runs.rs`. A table can be linked and empty only where
-/// [`clear`](Self::clear) has left it, or an [`unmap`](Self::unmap) of tables that threads share: it takes smaller leaves
-/// then. A map that fails frees the tables that it made itself and no other.
+/// [`clear`](Self::clear) has left it, or an [`unmap`](Self::unmap) of tables that threads share: it takes smaller
+/// leaves then. A map that fails frees the tables that it made itself and no other.
 ///
 /// A table can be walked by a device at any time. An entry is written once its table is complete, and a table is linked
 /// after it was zeroed; ordering those writes for the device, and cleaning caches for one that does not snoop, is the
@@ -76,13 +76,14 @@ impl<F: Format, I: Address, O: Address, T: Tables> PageTable<F, I, O, T> {
 
     /// Another handle on the tree at `root`, for another thread: `tables` are those of the first handle.
     ///
-    /// Handles map, unmap and look up at the same time without a lock, as long as each call's range, and every large leaf
-    /// that it splits or merges, belongs to its caller alone, as a range of IOVAs from an allocator does. Tables that two of
-    /// them need are linked by whoever comes first. An unmap unlinks a table only when its span covers all that the table
-    /// translates; others are left behind empty and used again. Leaves are counted by the handle that made or unmade
-    /// them: the sum over all handles, wrapping, is that of the tree.
+    /// Handles map, unmap and look up at the same time without a lock, as long as each call's range, and every large
+    /// leaf that it splits or merges, belongs to its caller alone, as a range of IOVAs from an allocator does. Tables
+    /// that two of them need are linked by whoever comes first. An unmap unlinks a table only when its span covers all
+    /// that the table translates; others are left behind empty and used again. Leaves are counted by the handle that
+    /// made or unmade them: the sum over all handles, wrapping, is that of the tree.
     ///
-    /// Drop all handles but one before [`into_tables`](Self::into_tables). Formats with 4-byte entries cannot be shared.
+    /// Drop all handles but one before [`into_tables`](Self::into_tables). Formats with 4-byte entries cannot be
+    /// shared.
     pub fn attach(tables: T, root: T::Addr) -> Self {
         const { assert!(T::SHARED && F::ENTRY_BYTES == 8, "these tables cannot be shared") }
         Self::at_root(tables, root)

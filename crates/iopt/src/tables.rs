@@ -38,10 +38,11 @@ impl TableShape {
 
 /// Memory for tables, as the walkers use it.
 ///
-/// An address passed to `free`, `load` or `store` came from `allocate` or `allocate_root` of the same object and has not
-/// been freed since; an implementation may panic on any other. Indices lie within the table.
+/// An address passed to `free`, `load` or `store` came from `allocate` or `allocate_root` of the same object and has
+/// not been freed since; an implementation may panic on any other. Indices lie within the table.
 ///
-/// Memory that knows 4 KiB tables only serves most formats and leaves `prepare` and the functions of the root as they are.
+/// Memory that knows 4 KiB tables only serves most formats and leaves `prepare` and the functions of the root as they
+/// are.
 pub trait Tables {
     /// The space that entries point into: what a device uses to fetch a table.
     type Addr: Address;
@@ -85,8 +86,8 @@ pub trait Tables {
         range.all(|index| self.load(table, index) == 0)
     }
 
-    /// Links a table: replaces the word at `index`, which is 0, by `entry`. Where tables are shared, the word that another
-    /// handle has put there in the meantime is given as an error, and stays.
+    /// Links a table: replaces the word at `index`, which is 0, by `entry`. Where tables are shared, the word that
+    /// another handle has put there in the meantime is given as an error, and stays.
     ///
     /// # Errors
     /// The word that was there.
@@ -136,9 +137,9 @@ pub trait Tables {
         len
     }
 
-    /// Rewrites words from the start of `range` on, many at a time: `each` is given what the next words are, changes some
-    /// of them from the first on, and says how many. When that is not all of them, it is not called again. Gives the
-    /// number of words replaced; the others are not stored to.
+    /// Rewrites words from the start of `range` on, many at a time: `each` is given what the next words are, changes
+    /// some of them from the first on, and says how many. When that is not all of them, it is not called again. Gives
+    /// the number of words replaced; the others are not stored to.
     ///
     /// The same as loads and stores. An implementation overrides it to hand out words where they are, or larger pieces.
     fn edit(&mut self, table: Self::Addr, range: Range<usize>, each: impl FnMut(&mut [u64]) -> usize) -> usize {
@@ -178,8 +179,8 @@ impl<A: Address> HeapTables<A> {
         self.slots() - self.free.len() - self.extra
     }
 
-    /// The word that starts at byte address `at`, for [`walk`](crate::walk()); `None` when no table was ever there or the
-    /// address is not a multiple of 8.
+    /// The word that starts at byte address `at`, for [`walk`](crate::walk()); `None` when no table was ever there or
+    /// the address is not a multiple of 8.
     #[inline]
     pub fn read(&self, at: u64) -> Option<u64> {
         let offset = at.checked_sub(self.base.bits())?;

@@ -12,12 +12,12 @@ impl<F: Format, I: Address, O: Address, T: Tables> PageTable<F, I, O, T> {
     /// Maps from `at` on what `source` translates `span` to, and gives the number of bytes: what a process may see of a
     /// device's memory becomes reachable for another device, or two stages become one.
     ///
-    /// This goes through the source leaf by leaf, whatever its format: 32 GiB in leaves of 1 GiB are 32 steps. The leaves
-    /// made here are as large as alignment allows, and may be larger or smaller than those of the source.
+    /// This goes through the source leaf by leaf, whatever its format: 32 GiB in leaves of 1 GiB are 32 steps. The
+    /// leaves made here are as large as alignment allows, and may be larger or smaller than those of the source.
     ///
     /// # Errors
-    /// [`Error::NotMapped`] at the first hole of the source; [`Error::Denied`] where it does not permit all of `access`;
-    /// otherwise as [`map_sg`](Self::map_sg). The table is then as it was.
+    /// [`Error::NotMapped`] at the first hole of the source; [`Error::Denied`] where it does not permit all of
+    /// `access`; otherwise as [`map_sg`](Self::map_sg). The table is then as it was.
     pub fn map_through<G: Format, M: Address, U: Tables>(
         &mut self,
         at: I,

@@ -58,8 +58,8 @@ pub(crate) struct Split<A> {
 /// Which tables go with what was mapped in them.
 #[derive(Clone, Copy, PartialEq)]
 pub(crate) enum Detach {
-    /// Those that become empty. (Where tables are shared: those that the span covers, since a neighbour may be about to use
-    /// any other.)
+    /// Those that become empty. (Where tables are shared: those that the span covers, since a neighbour may be about to
+    /// use any other.)
     Emptied,
     /// Those that the span covers.
     Covered,
@@ -93,8 +93,8 @@ impl<A> Spare<A> {
 impl<F: Format, I: Address, O: Address, T: Tables> PageTable<F, I, O, T> {
     /// Takes away everything mapped within the span.
     ///
-    /// Holes are skipped; [`FlushList::bytes`] says how much was mapped. A larger leaf that reaches across an end of the
-    /// span is first split into a table of smaller ones. (The leaf is replaced by a table with one store. Where the
+    /// Holes are skipped; [`FlushList::bytes`] says how much was mapped. A larger leaf that reaches across an end of
+    /// the span is first split into a table of smaller ones. (The leaf is replaced by a table with one store. Where the
     /// architecture wants break-before-make, the device must be quiet on that leaf.) Tables that become empty are
     /// unlinked and handed out in the list; give it to [`free_tables`](Self::free_tables) after invalidation.
     ///
@@ -109,8 +109,8 @@ impl<F: Format, I: Address, O: Address, T: Tables> PageTable<F, I, O, T> {
         Ok(FlushList { span, bytes, tables })
     }
 
-    /// The same, but a table that the span covers only in part stays linked even when it becomes empty: whoever maps there
-    /// again does not need another one. Tables that the span covers are detached as ever.
+    /// The same, but a table that the span covers only in part stays linked even when it becomes empty: whoever maps
+    /// there again does not need another one. Tables that the span covers are detached as ever.
     ///
     /// An empty table stands in the way of a leaf as large as what it translates; smaller leaves are mapped in it.
     /// [`prune`](Self::prune) takes such tables away.
@@ -124,8 +124,8 @@ impl<F: Format, I: Address, O: Address, T: Tables> PageTable<F, I, O, T> {
         Ok(FlushList { span, bytes, tables })
     }
 
-    /// The same into a list of the caller's, who may have made room in it for [`tables_within`](Self::tables_within) the
-    /// span: then this asks for no memory. Gives what [`FlushList::span`] and [`FlushList::bytes`] would be.
+    /// The same into a list of the caller's, who may have made room in it for [`tables_within`](Self::tables_within)
+    /// the span: then this asks for no memory. Gives what [`FlushList::span`] and [`FlushList::bytes`] would be.
     ///
     /// # Errors
     /// As [`unmap`](Self::unmap).
@@ -134,8 +134,8 @@ impl<F: Format, I: Address, O: Address, T: Tables> PageTable<F, I, O, T> {
         self.unmap_and(span, Detach::Covered, tables)
     }
 
-    /// Unmaps the page at `at` if a leaf of its own maps it, and gives true; otherwise changes nothing. No table is detached, as
-    /// with [`clear`](Self::clear), which does the same and all the rest.
+    /// Unmaps the page at `at` if a leaf of its own maps it, and gives true; otherwise changes nothing. No table is
+    /// detached, as with [`clear`](Self::clear), which does the same and all the rest.
     #[inline]
     pub fn clear_leaf(&mut self, at: I) -> bool {
         self.clear_page(at.bits(), Detach::Covered)
@@ -144,8 +144,8 @@ impl<F: Format, I: Address, O: Address, T: Tables> PageTable<F, I, O, T> {
     /// Detaches every table that translates some of the span and is empty, those above it that become empty included.
     /// What is mapped stays the same, so [`FlushList::bytes`] is 0.
     ///
-    /// For one page this is a walk, and a search of the last table for an entry that is in use. Where tables are shared,
-    /// only tables that the span covers are detached.
+    /// For one page this is a walk, and a search of the last table for an entry that is in use. Where tables are
+    /// shared, only tables that the span covers are detached.
     pub fn prune(&mut self, span: Span<I>) -> FlushList<I, T::Addr> {
         let mut tables = Vec::new();
         self.prune_into(span, &mut tables);
@@ -165,7 +165,8 @@ impl<F: Format, I: Address, O: Address, T: Tables> PageTable<F, I, O, T> {
         tables.len() - before
     }
 
-    /// The number of tables below the root that translate some of the span: the most that a call with this span can detach.
+    /// The number of tables below the root that translate some of the span: the most that a call with this span can
+    /// detach.
     pub fn tables_within(&self, span: Span<I>) -> usize {
         let (first, last) = (span.first().bits(), span.last().bits().min(input_len::<F>() - 1));
         if first > last { 0 } else { self.tables_below(self.root, 0, first, last) }
@@ -268,8 +269,8 @@ impl<F: Format, I: Address, O: Address, T: Tables> PageTable<F, I, O, T> {
         }
     }
 
-    /// Clears a part of one table of the last level, if that is all there is to do: nothing to split, no table to detach.
-    /// Gives the bytes that were mapped. Otherwise nothing has changed.
+    /// Clears a part of one table of the last level, if that is all there is to do: nothing to split, no table to
+    /// detach. Gives the bytes that were mapped. Otherwise nothing has changed.
     fn clear_pages(&mut self, first: u64, last: u64, detach: Detach) -> Option<u64> {
         let level = F::LEVELS - 1;
         let (i, j, end) = (index::<F>(first, level), index::<F>(last, level), entries::<F>(level));
@@ -290,8 +291,8 @@ impl<F: Format, I: Address, O: Address, T: Tables> PageTable<F, I, O, T> {
         Some(pages << shift::<F>(level))
     }
 
-    /// Clears entries of a table of the last level, or leaves them as they are in one that goes as a whole. Gives the number of
-    /// those that were valid, and of members of groups among them.
+    /// Clears entries of a table of the last level, or leaves them as they are in one that goes as a whole. Gives the
+    /// number of those that were valid, and of members of groups among them.
     fn take_out(&mut self, table: T::Addr, range: Range<usize>, whole: bool) -> (u64, u64) {
         let valid = |entry: u64| entry != 0 && F::decode(F::LEVELS - 1, entry) != Entry::Invalid;
         let (mut pages, mut members, mut seen) = (0, 0, 0);
@@ -396,8 +397,8 @@ impl<F: Format, I: Address, O: Address, T: Tables> PageTable<F, I, O, T> {
     }
 
     /// Splits leaves on the path to `at` until one starts there, with tables from `spare`. `ready` is called between
-    /// filling a table and linking it, with the table and the index of the leaf's entry, and says whether the device has
-    /// written through the leaf in the meantime. (Or else it counts as written to if it did before.)
+    /// filling a table and linking it, with the table and the index of the leaf's entry, and says whether the device
+    /// has written through the leaf in the meantime. (Or else it counts as written to if it did before.)
     pub(crate) fn split(
         &mut self,
         at: u64,
@@ -475,8 +476,8 @@ impl<F: Format, I: Address, O: Address, T: Tables> PageTable<F, I, O, T> {
         });
     }
 
-    /// Clears all leaves in the range, none of which reaches outside, and adds the tables that are detached to the list.
-    /// Gives the bytes that were mapped.
+    /// Clears all leaves in the range, none of which reaches outside, and adds the tables that are detached to the
+    /// list. Gives the bytes that were mapped.
     pub(crate) fn clear_span(&mut self, first: u64, last: u64, detach: Detach, tables: &mut Vec<T::Addr>) -> u64 {
         let mut cleared = Cleared { bytes: 0, tables };
         let detach = if T::SHARED && detach == Detach::Emptied { Detach::Covered } else { detach };

@@ -77,8 +77,8 @@ impl Clocks {
         result
     }
 
-    /// Runs `f`, in which the pipeline waits for a stage or does its work, but which says nothing about how long the stage
-    /// was busy: [`Clocks::in_flight`] does.
+    /// Runs `f`, in which the pipeline waits for a stage or does its work, but which says nothing about how long the
+    /// stage was busy: [`Clocks::in_flight`] does.
     pub(crate) fn hold<T>(&mut self, stage: Stage, f: impl FnOnce() -> T) -> T {
         let start = Instant::now();
         let result = f();

@@ -13,8 +13,8 @@ pub struct StageReport {
     pub stage: Stage,
     /// Time in which the stage had work under way. Stages overlap, so these may add up to more than the wall time.
     pub busy: Duration,
-    /// Time in which the pipeline did this stage's work or waited for it, and nothing else. These add up to about the wall
-    /// time, and say what it went into.
+    /// Time in which the pipeline did this stage's work or waited for it, and nothing else. These add up to about the
+    /// wall time, and say what it went into.
     pub held: Duration,
     /// Bytes that went through.
     pub bytes: u64,

@@ -2,8 +2,8 @@
 
 use std::io::{self, Write};
 
-/// Writes a safetensors file of exactly `size` bytes: embeddings, layers of large and small tensors, an empty tensor, and
-/// bytes that do not repeat. The same seed gives the same bytes.
+/// Writes a safetensors file of exactly `size` bytes: embeddings, layers of large and small tensors, an empty tensor,
+/// and bytes that do not repeat. The same seed gives the same bytes.
 ///
 /// # Errors
 /// `InvalidInput` when `size` is too small for the header (4 KiB is enough); what `out` returns.

@@ -11,8 +11,9 @@ use rustix::fs::{AtFlags, CWD, Mode, OFlags};
 
 use crate::Error;
 
-/// Whether [`Device::save`](crate::Device::save) can save to `path`: in a folder that exists, a new file, or a regular file
-/// that is then replaced (through a symbolic link, the file that it names). What is seen here can change before the save.
+/// Whether [`Device::save`](crate::Device::save) can save to `path`: in a folder that exists, a new file, or a regular
+/// file that is then replaced (through a symbolic link, the file that it names). What is seen here can change before
+/// the save.
 ///
 /// # Errors
 /// [`Error::File`] names `path` and what is in the way.
@@ -88,8 +89,8 @@ fn kind(of: fs::FileType) -> &'static str {
     }
 }
 
-/// A file being written that has no name yet where the file system can do that, so that nothing is left of it however this
-/// process ends; elsewhere a hidden one beside the target.
+/// A file being written that has no name yet where the file system can do that, so that nothing is left of it however
+/// this process ends; elsewhere a hidden one beside the target.
 pub(crate) struct Saving {
     target: Target,
     file: File,

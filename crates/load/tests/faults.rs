@@ -1,5 +1,5 @@
-//! A thousand scripted faults: exactly the right error each time, and nothing leaked. Alone in its process, since it counts what the
-//! process has.
+//! A thousand scripted faults: exactly the right error each time, and nothing leaked. Alone in its process, since it
+//! counts what the process has.
 
 mod script;
 

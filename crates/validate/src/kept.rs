@@ -24,8 +24,8 @@ enum Piece {
 impl Kept {
     /// Reads what a regular file or a block device holds there; `None` for anything else.
     ///
-    /// It opens `written` once more, through the page cache, whatever that was opened for: so direct I/O's alignment is no matter
-    /// here, and what is only written to can be kept. `beside` is memory that is going to be needed as well.
+    /// It opens `written` once more, through the page cache, whatever that was opened for: so direct I/O's alignment is
+    /// no matter here, and what is only written to can be kept. `beside` is memory that is going to be needed as well.
     pub fn read(written: &File, offset: u64, len: u64, beside: u64) -> Result<Option<Self>, ValidateError> {
         let kind = written.metadata().map_err(ValidateError::Keep)?.file_type();
         if !kind.is_file() && !kind.is_block_device() {

@@ -73,7 +73,8 @@ pub enum Error {
         /// The format's smallest page.
         granule: PageSize,
     },
-    /// A repetition whose size is not a power of two of whole pages, or that does not begin and end at a multiple of it.
+    /// A repetition whose size is not a power of two of whole pages, or that does not begin and end at a multiple of
+    /// it.
     #[error(
         "{page} bytes cannot repeat over {span}: it takes a power of two of {granule} pages that divides both ends"
     )]

@@ -12,8 +12,8 @@ const LAST_USE: u32 = u32::MAX >> SLOT_BITS;
 
 /// Buffer objects by handle.
 ///
-/// No handle is given twice, so one that is used after it was removed names nothing, not somebody else's buffer. There is
-/// no handle 0.
+/// No handle is given twice, so one that is used after it was removed names nothing, not somebody else's buffer. There
+/// is no handle 0.
 ///
 /// ```
 /// use std::sync::Arc;

@@ -1,15 +1,15 @@
 //! What is bound where: a tree of [`Record`]s in the shape of the page table.
 //!
-//! A node has an entry for each entry of the page table's table in its place. An entry is empty, a record that holds for
-//! all of its pages, or a node one level down. So binding a page is one store, a large binding takes as few entries as its
-//! ends allow, and bindings need not be kept as objects: a binding is a run of entries that continue each other.
+//! A node has an entry for each entry of the page table's table in its place. An entry is empty, a record that holds
+//! for all of its pages, or a node one level down. So binding a page is one store, a large binding takes as few entries
+//! as its ends allow, and bindings need not be kept as objects: a binding is a run of entries that continue each other.
 //!
-//! Between plans every node but the root holds something, and where there is a node, the page table has a table: what is
-//! below it is smaller than its entry. So a plan knows from the nodes which tables are missing.
+//! Between plans every node but the root holds something, and where there is a node, the page table has a table: what
+//! is below it is smaller than its entry. So a plan knows from the nodes which tables are missing.
 //!
-//! A plan makes the nodes that its requests will need ([`touch`](Records::touch)), which changes nothing that is bound; its
-//! commit only stores. Nodes that were touched stay until the batch is over, whatever its requests do to them, and are
-//! taken away or joined to a record afterwards ([`settle`](Records::settle)).
+//! A plan makes the nodes that its requests will need ([`touch`](Records::touch)), which changes nothing that is bound;
+//! its commit only stores. Nodes that were touched stay until the batch is over, whatever its requests do to them, and
+//! are taken away or joined to a record afterwards ([`settle`](Records::settle)).
 
 use alloc::boxed::Box;
 use alloc::vec::Vec;
@@ -221,8 +221,8 @@ impl<F: Format> Records<F> {
         self.unlinking += 1;
     }
 
-    /// Makes the nodes that changing pages `first..=last` needs at the end `at`, one of the two. Where nothing is bound, and
-    /// `make` is false, none is needed.
+    /// Makes the nodes that changing pages `first..=last` needs at the end `at`, one of the two. Where nothing is
+    /// bound, and `make` is false, none is needed.
     #[inline(always)]
     pub(crate) fn touch(&mut self, at: u64, first: u64, last: u64, make: bool) -> Result<(), Full> {
         let chunk = Self::chunk(at);
@@ -524,8 +524,8 @@ impl<F: Format> Records<F> {
         had
     }
 
-    /// Unbinds everything of a slot within `first..=last` and gives each maximal entry of it to `gone`, with the pages of
-    /// the node that became empty in the same step, if one did.
+    /// Unbinds everything of a slot within `first..=last` and gives each maximal entry of it to `gone`, with the pages
+    /// of the node that became empty in the same step, if one did.
     pub(crate) fn take_slot(
         &mut self,
         slots: &mut Slots,
@@ -576,8 +576,8 @@ impl<F: Format> Records<F> {
         }
     }
 
-    /// Ends a plan at a chunk that was touched: empty nodes are taken away, nodes that are all one record may become it.
-    /// True when the node of the chunk, or one above it, was empty.
+    /// Ends a plan at a chunk that was touched: empty nodes are taken away, nodes that are all one record may become
+    /// it. True when the node of the chunk, or one above it, was empty.
     #[inline(always)]
     pub(crate) fn settle(&mut self, chunk: u64, join: Join) -> bool {
         if join == Join::No
@@ -627,8 +627,8 @@ impl<F: Format> Records<F> {
         emptied
     }
 
-    /// Makes one record of each node within pages `first..=last` that is all one, lower ones first, and gives first and last
-    /// page of each to `joined`. Not while there is a plan.
+    /// Makes one record of each node within pages `first..=last` that is all one, lower ones first, and gives first and
+    /// last page of each to `joined`. Not while there is a plan.
     pub(crate) fn join(&mut self, first: u64, last: u64, joined: &mut impl FnMut(u64, u64)) {
         self.join_below(ROOT, 0, first, last, joined);
     }

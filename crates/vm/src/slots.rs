@@ -90,7 +90,8 @@ impl Slots {
         self.last.1
     }
 
-    /// Counts one page of a buffer that is bound from now on in this chunk, if that takes no memory, and gives its slot.
+    /// Counts one page of a buffer that is bound from now on in this chunk, if that takes no memory, and gives its
+    /// slot.
     #[inline(always)]
     pub(crate) fn bound_page(&mut self, bo: &Arc<Bo>, chunk: u64) -> Option<u32> {
         let (known, number) = self.last;

@@ -89,7 +89,11 @@ fn what_was_built_is_found_again() {
         let image = format!("image.bin --format {format} --root 0x80000000");
         let walk = place.json(&format!("walk {image} 0x5fffff 0x600fff 0x601000 4096 0 0x7fffffff 0xffffffffffffffff"));
         let translations = walk["translations"].as_array().unwrap();
-        let found = |va: &str, pa: &str, page: u64, access: &str| json!({"va": va, "pa": pa, "page_bytes": page, "access": access, "fault": null});
+        let found = |va: &str, pa: &str, page: u64, access: &str| {
+            json!({
+                "va": va, "pa": pa, "page_bytes": page, "access": access, "fault": null,
+            })
+        };
         assert_eq!(translations[0], found("0x5fffff", "0x403fffff", 2 << 20, "rw-"));
         assert_eq!(translations[1], found("0x600fff", "0x40400fff", 4096, "rw-"));
         assert_eq!(translations[2]["fault"], json!({"level": 3, "kind": "not_present"}));
@@ -99,7 +103,11 @@ fn what_was_built_is_found_again() {
         assert_eq!(translations[5], found("0x7fffffff", "0xbfffffff", 1 << 30, "r-x"));
         assert_eq!(translations[6]["fault"], json!({"level": 0, "kind": "out_of_range"}));
 
-        let run = |va: &str, pa: &str, len: u64, access: &str, page: u64, count: u64| json!({"va": va, "pa": pa, "len": len, "access": access, "page_bytes": page, "count": count});
+        let run = |va: &str, pa: &str, len: u64, access: &str, page: u64, count: u64| {
+            json!({
+                "va": va, "pa": pa, "len": len, "access": access, "page_bytes": page, "count": count,
+            })
+        };
         let dump = place.json(&format!("dump {image}"));
         assert_eq!(dump["mapped_bytes"], built["mapped_bytes"]);
         assert_eq!(

@@ -66,7 +66,10 @@ fn a_replay_prints_results_and_the_mapping() {
         r#"{"op":"bind","va":"0x8000","bo":1,"len":"0x4000","access":"r"}"#,
         r#"{"op":"repeat","va":"0x40000","bo":1,"offset":"0x8000","page":16384,"len":"0x10000","access":"r"}"#,
         r#"{"op":"null","va":"0x80000","len":32768}"#,
-        r#"{"op":"batch","ops":[{"op":"unbind_bo","bo":1},{"op":"bind","va":"0x8000","bo":1,"offset":"0x40000","len":16384,"access":"rw"}]}"#,
+        concat!(
+            r#"{"op":"batch","ops":[{"op":"unbind_bo","bo":1},"#,
+            r#"{"op":"bind","va":"0x8000","bo":1,"offset":"0x40000","len":16384,"access":"rw"}]}"#
+        ),
         r#"{"op":"prefetch","va":"0x8000","len":16384}"#,
         "not JSON",
     ]);

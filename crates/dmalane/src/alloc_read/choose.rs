@@ -7,12 +7,14 @@ use dmalane_load::fill::Job;
 
 use super::{ReadError, ReadOptions, ReadSource, Scheme, size};
 
-/// At most this many bytes take the short path: a ring costs as much as copying half a megabyte, a thread as much as a megabyte.
+/// At most this many bytes take the short path: a ring costs as much as copying half a megabyte, a thread as much as a
+/// megabyte.
 pub(super) const SHORT: u64 = 1 << 20;
-/// Less than this the kernel fetches in one go, through the page cache too: there is nothing to be gained by going past it.
+/// Less than this the kernel fetches in one go, through the page cache too: there is nothing to be gained by going past
+/// it.
 pub(super) const DIRECT_FROM: u64 = 64 << 10;
-/// From this share of cached bytes on, copying what is cached and reading the rest through the cache is faster than reading
-/// everything from the disk.
+/// From this share of cached bytes on, copying what is cached and reading the rest through the cache is faster than
+/// reading everything from the disk.
 pub(super) const MOSTLY: f64 = 7.0 / 8.0;
 /// Below this, starting a thread costs more than it saves.
 const LANES_FROM: u64 = 32 << 20;

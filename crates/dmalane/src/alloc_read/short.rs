@@ -15,9 +15,11 @@ use twox_hash::XxHash3_64;
 use super::choose::{DIRECT_FROM, MOSTLY, SHORT};
 use super::{AllocRead, ReadError, ReadMethod, ReadOptions, Scheme, source};
 
-/// Reads a small file if it is cached, or so small that it does not matter; `None` for everything else, which takes the pipeline.
+/// Reads a small file if it is cached, or so small that it does not matter; `None` for everything else, which takes the
+/// pipeline.
 ///
-/// Three system calls where `read()` has one or two: each further one is a hundredth of the time that half a megabyte takes.
+/// Three system calls where `read()` has one or two: each further one is a hundredth of the time that half a megabyte
+/// takes.
 pub(super) fn try_short(
     heap: &dyn Heap,
     file: &File,

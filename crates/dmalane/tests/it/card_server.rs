@@ -1,4 +1,5 @@
-//! The software card in another process's place: every message goes over a socket, every byte through the client's mappings.
+//! The software card in another process's place: every message goes over a socket, every byte through the client's
+//! mappings.
 
 use std::io::Write;
 use std::os::unix::fs::PermissionsExt;
@@ -209,7 +210,8 @@ fn a_client_that_talks_nonsense_ends_its_own_connection_only() {
     assert_eq!((served[..4].iter().any(|ok| *ok), served[4..].iter().all(|ok| *ok)), (false, true), "{served:?}");
 }
 
-/// A server that dies while a client's transfer is on its way: it is told, soon, and nothing is released under a device that may live.
+/// A server that dies while a client's transfer is on its way: it is told, soon, and nothing is released under a device
+/// that may live.
 #[test]
 fn a_server_that_goes_away_is_an_error_and_no_hang() {
     let house = House::new(1);
@@ -282,7 +284,8 @@ fn a_reset_in_mid_transfer() {
     assert_eq!(house.end(), [true]);
 }
 
-/// Registers, configuration space and interrupt table filled with noise, among it what makes channels run on rings of noise.
+/// Registers, configuration space and interrupt table filled with noise, among it what makes channels run on rings of
+/// noise.
 #[test]
 fn noise_in_every_region_ends_nothing() {
     let house = House::new(1);

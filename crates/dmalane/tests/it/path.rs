@@ -475,7 +475,8 @@ fn a_device_that_ends_nothing_is_stopped() {
 fn a_device_that_is_slow_is_waited_for() {
     let folder = tempfile::tempdir().unwrap();
     let path = sample(folder.path(), "model.safetensors", 10 * MIB);
-    // All that is read fits into one buffer, so for long nothing but transfers end, each well within the device's patience.
+    // All that is read fits into one buffer, so for long nothing but transfers end, each well within the device's
+    // patience.
     let mut device = faulty(0, |parts| parts.gather = 16 * MIB);
     device.channel_mut().takes = Duration::from_millis(20);
     let mut inputs = [open(&path)];

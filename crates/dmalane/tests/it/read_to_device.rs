@@ -1,4 +1,5 @@
-//! Files go on to the software card while they are read: everything gets there, and whatever fails in the middle leaves nothing under way.
+//! Files go on to the software card while they are read: everything gets there, and whatever fails in the middle leaves
+//! nothing under way.
 
 use std::ops::ControlFlow;
 use std::sync::Arc;

@@ -7,8 +7,8 @@ use dmalane_addr::{Access, PageSize, PageSizes};
 use super::arm64::*;
 use crate::{Entry, Format, Register};
 
-/// The tables of Apple's AGX GPU (UAT), for memory that the GPU alone reaches: geometry and descriptors of VMSAv8-64 with
-/// 16 KiB granules and 39 bits, three levels, and rules of its own for permissions.
+/// The tables of Apple's AGX GPU (UAT), for memory that the GPU alone reaches: geometry and descriptors of VMSAv8-64
+/// with 16 KiB granules and 39 bits, three levels, and rules of its own for permissions.
 ///
 /// Source: Apple publishes nothing. The Asahi Linux project describes the format: m1n1's `hw/uat.py` (geometry, fields)
 /// and "iommu/io-pgtable: Add the Apple UAT variant" on the Linux IOMMU list (permissions).

@@ -7,8 +7,8 @@ use dmalane_addr::{Access, PageSize, PageSizes};
 use crate::format::MAX_LEVELS;
 use crate::{Entry, Format, Register};
 
-/// AMD I/O page tables for host translations ("v1") with 3 to 6 levels: 39, 48, 57 or 63-bit input, 52-bit output, leaves
-/// of 1 GiB, 2 MiB and 4 KiB; with `GROUPS` also of 16 times these: 16 GiB, 32 MiB and 64 KiB.
+/// AMD I/O page tables for host translations ("v1") with 3 to 6 levels: 39, 48, 57 or 63-bit input, 52-bit output,
+/// leaves of 1 GiB, 2 MiB and 4 KiB; with `GROUPS` also of 16 times these: 16 GiB, 32 MiB and 64 KiB.
 ///
 /// Source: AMD I/O Virtualization Technology (IOMMU) Specification (48882), section "I/O Page Tables for Host
 /// Translations" with its tables "Page Table Level Parameters", "I/O Page Translation Entry (PTE)", "I/O Page Directory
@@ -25,13 +25,13 @@ use crate::{Entry, Format, Register};
 /// | 61 | IR | [`Access::READ`]; 1 in table entries |
 /// | 62 | IW | [`Access::WRITE`]; 1 in table entries |
 ///
-/// All 16 entries of a group are the same. A table of the last level is level 1 in the specification. Two things that it
-/// allows are neither written nor understood, and count as invalid: entries that skip levels, and yet other page sizes. The rights of all
-/// levels are combined by a walker; table entries here grant both, and are not looked at. Write-only leaves exist;
-/// [`Access::EXEC`] is not supported.
+/// All 16 entries of a group are the same. A table of the last level is level 1 in the specification. Two things that
+/// it allows are neither written nor understood, and count as invalid: entries that skip levels, and yet other page
+/// sizes. The rights of all levels are combined by a walker; table entries here grant both, and are not looked at.
+/// Write-only leaves exist; [`Access::EXEC`] is not supported.
 ///
-/// What to program beside it, in the device table entry: bits 63:0 = the root | V | TV, Mode (bits 11:9) = levels, IR and
-/// IW; the domain number in bits 79:64 to be added.
+/// What to program beside it, in the device table entry: bits 63:0 = the root | V | TV, Mode (bits 11:9) = levels, IR
+/// and IW; the domain number in bits 79:64 to be added.
 #[derive(Clone, Copy, Debug)]
 pub struct AmdV1<const LEVELS: u32, const GROUPS: bool = false>;
 

@@ -95,8 +95,8 @@ const fn high_bits(granule: u32, output: u32) -> (u64, u32, u32) {
     if lpa2(granule, output) { (0b11, 8, 50) } else { (0xf, 12, 48) }
 }
 
-/// Descriptor bits for an address. Of 52 bits, 51:48 are in bits 15:12 with 64 KiB granules (FEAT_LPA), and 51:50 in bits
-/// 9:8 with smaller ones (FEAT_LPA2).
+/// Descriptor bits for an address. Of 52 bits, 51:48 are in bits 15:12 with 64 KiB granules (FEAT_LPA), and 51:50 in
+/// bits 9:8 with smaller ones (FEAT_LPA2).
 #[inline]
 pub(super) const fn put_address(granule: u32, output: u32, address: u64) -> u64 {
     let low = address & address_field(granule, output);
@@ -122,8 +122,8 @@ pub(super) const fn ttbr(root: u64) -> u64 {
     root & ((1 << 48) - 1) | (root >> 48 & 0xf) << 2
 }
 
-/// The fields that `TCR_EL1` and `VTCR_EL2` have at the same place: `T0SZ`, `IRGN0` and `ORGN0` (write-back), `SH0` (inner
-/// shareable), `TG0`.
+/// The fields that `TCR_EL1` and `VTCR_EL2` have at the same place: `T0SZ`, `IRGN0` and `ORGN0` (write-back), `SH0`
+/// (inner shareable), `TG0`.
 pub(super) const fn table_control(granule: u32, input: u32) -> u64 {
     let tg0 = match granule {
         12 => 0b00,
@@ -143,7 +143,8 @@ pub(super) const fn ds(granule: u32, output: u32) -> u64 {
     lpa2(granule, output) as u64
 }
 
-/// The dirty bit modifier, with `HD = 1`: a leaf that may not be written to may, and the device then says so in the entry.
+/// The dirty bit modifier, with `HD = 1`: a leaf that may not be written to may, and the device then says so in the
+/// entry.
 pub(super) const DBM: u64 = 1 << 51;
 
 /// The name of a format, put together at compile time.

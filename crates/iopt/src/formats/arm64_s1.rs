@@ -8,9 +8,9 @@ use super::arm64::*;
 use crate::format::MAX_LEVELS;
 use crate::{Entry, Format, Register};
 
-/// VMSAv8-64 stage 1 with granules of 2^`GRANULE` bytes (12, 14 or 16), `INPUT` bits of input address and `OUTPUT` bits of output:
-/// 48, or 52 with FEAT_LPA2 (with 64 KiB granules FEAT_LPA). Input of more than 48 bits, at most 52, takes FEAT_LPA2 too
-/// (FEAT_LVA). The blocks of 512 GiB, 64 GiB and 4 TiB that come with 52 bits are not used.
+/// VMSAv8-64 stage 1 with granules of 2^`GRANULE` bytes (12, 14 or 16), `INPUT` bits of input address and `OUTPUT` bits
+/// of output: 48, or 52 with FEAT_LPA2 (with 64 KiB granules FEAT_LPA). Input of more than 48 bits, at most 52, takes
+/// FEAT_LPA2 too (FEAT_LVA). The blocks of 512 GiB, 64 GiB and 4 TiB that come with 52 bits are not used.
 ///
 /// | granule | levels for 48 bits | page sizes |
 /// |---|---|---|
@@ -41,19 +41,20 @@ use crate::{Entry, Format, Register};
 /// | 52 | Contiguous | 1 in the entries of a group, if `CONTIGUOUS` |
 ///
 /// With `CONTIGUOUS`, 16 neighbours with 4 KiB granules (128 pages or 32 blocks with 16 KiB, 32 with 64 KiB) that map
-/// aligned, contiguous memory are written as a group, which a device may cache as one: the page sizes are then 4K 64K 2M
-/// 32M 1G 16G, or 16K 2M 32M 1G, or 64K 2M 512M 16G. Without it the bit is ignored, as hardware may do.
+/// aligned, contiguous memory are written as a group, which a device may cache as one: the page sizes are then 4K 64K
+/// 2M 32M 1G 16G, or 16K 2M 32M 1G, or 64K 2M 512M 16G. Without it the bit is ignored, as hardware may do.
 ///
-/// With `DIRTY` a device that updates the tables (FEAT_HAFDBS with `HD = 1`; `SMMU_IDR0.HTTU`) says which leaves it has written
-/// through, by clearing AP\[2\]: [`take_dirty`](crate::PageTable::take_dirty). A device that does not would fault instead.
+/// With `DIRTY` a device that updates the tables (FEAT_HAFDBS with `HD = 1`; `SMMU_IDR0.HTTU`) says which leaves it has
+/// written through, by clearing AP\[2\]: [`take_dirty`](crate::PageTable::take_dirty). A device that does not would
+/// fault instead.
 ///
 /// Table descriptors carry none of the hierarchical limits (bits 63:59), and these are not looked at either.
 ///
-/// What to program beside it: `TTBR0_EL1` = the root; `TCR_EL1` (SMMU: the context descriptor) `T0SZ = 64 - INPUT`, `TG0`
-/// = the granule, `IPS = 0b101` (48 bits; `0b110` for 52), `SH0 = 0b11`, `IRGN0 = ORGN0 = 0b01` (write-back tables), `EPD1 = 1`, `HPD0 =
-/// 1`, `HA = HD = 0` (1 if `DIRTY`), `DS = 1` with FEAT_LPA2; `MAIR_EL1` attribute 0 = `0xff` (normal memory, write-back). The upper half (`TTBR1`)
-/// walks the same tables, with addresses counted from its own start. Without `IDR3.BBML` of 1 or more the device must
-/// be quiet on a block while an unmap splits it.
+/// What to program beside it: `TTBR0_EL1` = the root; `TCR_EL1` (SMMU: the context descriptor) `T0SZ = 64 - INPUT`,
+/// `TG0` = the granule, `IPS = 0b101` (48 bits; `0b110` for 52), `SH0 = 0b11`, `IRGN0 = ORGN0 = 0b01` (write-back
+/// tables), `EPD1 = 1`, `HPD0 = 1`, `HA = HD = 0` (1 if `DIRTY`), `DS = 1` with FEAT_LPA2; `MAIR_EL1` attribute 0 =
+/// `0xff` (normal memory, write-back). The upper half (`TTBR1`) walks the same tables, with addresses counted from its
+/// own start. Without `IDR3.BBML` of 1 or more the device must be quiet on a block while an unmap splits it.
 ///
 /// Stage 1 has no write-only and no execute-only entry for this use: an access without [`Access::READ`] is not
 /// supported.
@@ -246,7 +247,8 @@ mod tests {
         assert_eq!(value(&Arm64S1::<12, 39>::registers(0), "TCR_EL1"), Some(0x0000_0205_8080_3519));
         assert_eq!(value(&Arm64S1_16k::registers(0), "TCR_EL1"), Some(0x0000_0205_4080_b510));
         assert_eq!(value(&Arm64S1_64k::registers(0), "TCR_EL1"), Some(0x0000_0205_c080_7510));
-        assert_eq!(value(&Arm64S1::<12, 52, false, 52>::registers(0), "TCR_EL1"), Some(0x0800_0206_8080_350c)); // DS: bit 59
+        // DS: bit 59.
+        assert_eq!(value(&Arm64S1::<12, 52, false, 52>::registers(0), "TCR_EL1"), Some(0x0800_0206_8080_350c));
     }
 
     #[test]

@@ -11,13 +11,13 @@ use crate::{Entry, Format, Register};
 /// VMSAv8-64 stage 2 with granules of 2^`GRANULE` bytes (12, 14 or 16) and `INPUT` bits of intermediate physical
 /// address; output as [`Arm64S1`](crate::Arm64S1) has it.
 ///
-/// The walk starts at the lowest level that up to 16 *concatenated* root tables can reach, which saves a level: with
-/// 4 KiB granules and 40 bits the root is two tables, 8 KiB, and with 52 bits it is 16 tables at level 0. The root is aligned to its whole size. Page sizes are those
-/// of [`Arm64S1`](crate::Arm64S1).
+/// The walk starts at the lowest level that up to 16 *concatenated* root tables can reach, which saves a level: with 4
+/// KiB granules and 40 bits the root is two tables, 8 KiB, and with 52 bits it is 16 tables at level 0. The root is
+/// aligned to its whole size. Page sizes are those of [`Arm64S1`](crate::Arm64S1).
 ///
-/// Source: Arm Architecture Reference Manual for A-profile (DDI 0487), chapter D8, sections "Translation table descriptor
-/// formats", "Stage 2 data access permissions", "Stage 2 instruction execution permissions", "Stage 2 memory attributes"
-/// and "Concatenated translation tables"; Arm SMMUv3 (IHI 0070), section "Stream Table Entry".
+/// Source: Arm Architecture Reference Manual for A-profile (DDI 0487), chapter D8, sections "Translation table
+/// descriptor formats", "Stage 2 data access permissions", "Stage 2 instruction execution permissions", "Stage 2 memory
+/// attributes" and "Concatenated translation tables"; Arm SMMUv3 (IHI 0070), section "Stream Table Entry".
 ///
 /// | bits | field | written as |
 /// |---|---|---|
@@ -33,12 +33,12 @@ use crate::{Entry, Format, Register};
 /// | 54:53 | XN | `0b10` without [`Access::EXEC`], `0b00` with it |
 ///
 /// What to program beside it: `VTTBR_EL2` = the root; `VTCR_EL2` (SMMU: the stream table entry) `T0SZ = 64 - INPUT`,
-/// `SL0` = the level to start at, `TG0` = the granule, `PS = 0b101` (48 bits; `0b110` for 52), `SH0 = 0b11`, `IRGN0 = ORGN0 = 0b01`, `HA =
-/// HD = 0` (1 if `DIRTY`), `DS = 1` with FEAT_LPA2, bit 31 = 1; `HCR_EL2.VM = 1` with `FWB = 0`. An implementation may have fewer bits of physical address, and
-/// then takes an `INPUT` up to that many only.
+/// `SL0` = the level to start at, `TG0` = the granule, `PS = 0b101` (48 bits; `0b110` for 52), `SH0 = 0b11`, `IRGN0 =
+/// ORGN0 = 0b01`, `HA = HD = 0` (1 if `DIRTY`), `DS = 1` with FEAT_LPA2, bit 31 = 1; `HCR_EL2.VM = 1` with `FWB = 0`.
+/// An implementation may have fewer bits of physical address, and then takes an `INPUT` up to that many only.
 ///
-/// Write-only entries exist, but not with `DIRTY`. Fetching instructions takes the right to read: [`Access::EXEC`] without [`Access::READ`] is
-/// not supported.
+/// Write-only entries exist, but not with `DIRTY`. Fetching instructions takes the right to read: [`Access::EXEC`]
+/// without [`Access::READ`] is not supported.
 #[derive(Clone, Copy, Debug)]
 pub struct Arm64S2<
     const GRANULE: u32,

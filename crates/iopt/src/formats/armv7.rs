@@ -7,8 +7,8 @@ use dmalane_addr::{Access, PageSize, PageSizes};
 use crate::format::MAX_LEVELS;
 use crate::{Entry, Format, Register};
 
-/// ARMv7-A short descriptors: 32-bit input and output, two levels of 32-bit entries (a root of 16 KiB, tables of 1 KiB),
-/// supersections of 16 MiB, sections of 1 MiB, large pages of 64 KiB and small pages of 4 KiB.
+/// ARMv7-A short descriptors: 32-bit input and output, two levels of 32-bit entries (a root of 16 KiB, tables of 1
+/// KiB), supersections of 16 MiB, sections of 1 MiB, large pages of 64 KiB and small pages of 4 KiB.
 ///
 /// Source: Arm Architecture Reference Manual, ARMv7-A and ARMv7-R edition (DDI 0406), section B3.5 "Short-descriptor
 /// translation table format"; the same tables serve SMMUv1 and v2 contexts with `CBA2R.VA64 = 0`, `TTBCR.EAE = 0`.

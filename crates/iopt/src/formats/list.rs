@@ -12,8 +12,8 @@ use crate::{Format, TableShape};
 
 /// Calls the macro of a name with the list of all formats: a line `name: Type;` each.
 ///
-/// This list is the only one. The test suites, [`FormatId`] and what chooses a format at run time are made from it. A name is
-/// [`Format::NAME`] with `_` for `-`, which is checked at compile time.
+/// This list is the only one. The test suites, [`FormatId`] and what chooses a format at run time are made from it. A
+/// name is [`Format::NAME`] with `_` for `-`, which is checked at compile time.
 ///
 /// ```
 /// macro_rules! count {
@@ -106,8 +106,8 @@ macro_rules! with_format {
 
 macro_rules! ids {
     ($($name:ident: $format:ty;)*) => {
-        /// One of the formats of [`formats!`](crate::formats), for callers that choose it at run time. [`with_format!`] leads from
-        /// it to the type; it is parsed from and displayed as [`Format::NAME`].
+        /// One of the formats of [`formats!`](crate::formats), for callers that choose it at run time. [`with_format!`]
+        /// leads from it to the type; it is parsed from and displayed as [`Format::NAME`].
         #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
         #[allow(non_camel_case_types)] // as in the list
         pub enum FormatId {

@@ -10,9 +10,9 @@ use crate::{Entry, Format, Register};
 /// RISC-V Sv39, Sv48 and Sv57: 3, 4 or 5 levels, 56-bit output, a leaf at every level (4 KiB, 2 MiB, 1 GiB, 512 GiB,
 /// 256 TiB).
 ///
-/// Source: The RISC-V Instruction Set Manual, Volume II: Privileged Architecture, chapter "Supervisor-Level ISA", sections
-/// "Sv32/Sv39/Sv48/Sv57", "Svnapot", "Supervisor Address Translation and Protection (satp) Register"; RISC-V IOMMU Architecture
-/// Specification, section "Process context" (the same tables by `fsc`).
+/// Source: The RISC-V Instruction Set Manual, Volume II: Privileged Architecture, chapter "Supervisor-Level ISA",
+/// sections "Sv32/Sv39/Sv48/Sv57", "Svnapot", "Supervisor Address Translation and Protection (satp) Register"; RISC-V
+/// IOMMU Architecture Specification, section "Process context" (the same tables by `fsc`).
 ///
 /// | bits | field | written as |
 /// |---|---|---|
@@ -30,8 +30,8 @@ use crate::{Entry, Format, Register};
 /// Input addresses are what the mode translates, zero-extended; a processor wants the highest of these bits extended to
 /// 64 (the upper half of the table is its upper half).
 ///
-/// What to program beside it: `satp` (or `iosatp`) = MODE 8, 9 or 10 in bits 63:60, the address-space number in bits 59:44
-/// to be added, the page number of the root.
+/// What to program beside it: `satp` (or `iosatp`) = MODE 8, 9 or 10 in bits 63:60, the address-space number in bits
+/// 59:44 to be added, the page number of the root.
 ///
 /// Every access that is not empty has an entry, but for those with [`Access::WRITE`] and without [`Access::READ`].
 #[derive(Clone, Copy, Debug)]

@@ -9,9 +9,9 @@ use crate::{Entry, Format, Register};
 /// VT-d second-stage translation with 3, 4 or 5 levels: 39, 48 or 57-bit input, up to 52-bit output, leaves of 1 GiB,
 /// 2 MiB and 4 KiB.
 ///
-/// Source: Intel Virtualization Technology for Directed I/O, Architecture Specification, chapter "DMA Remapping", section
-/// "Second-Stage Translation", and chapter "Translation Structure Formats", sections "Second-Stage Paging Entries",
-/// "Context Entry" and "Scalable-Mode PASID Table Entry".
+/// Source: Intel Virtualization Technology for Directed I/O, Architecture Specification, chapter "DMA Remapping",
+/// section "Second-Stage Translation", and chapter "Translation Structure Formats", sections "Second-Stage Paging
+/// Entries", "Context Entry" and "Scalable-Mode PASID Table Entry".
 ///
 /// | bits | field | written as |
 /// |---|---|---|
@@ -29,9 +29,9 @@ use crate::{Entry, Format, Register};
 /// grant both, and are not looked at. Write-only leaves exist; [`Access::EXEC`] is not supported.
 ///
 /// What to program beside it, in a legacy context entry: low word = the root | P, with TT = `0b00`; high word AW = the
-/// levels less 2, the domain number in bits 23:8 to be added. In a PASID entry of scalable mode the same pointer is SSPTPTR, the
-/// same AW is in bits 4:2, and PGTT = `0b010`. `CAP.SAGAW` says which numbers of levels an IOMMU has, `CAP.SSLPS` which
-/// large pages, `CAP.MGAW` and the host's address width how many bits of address.
+/// levels less 2, the domain number in bits 23:8 to be added. In a PASID entry of scalable mode the same pointer is
+/// SSPTPTR, the same AW is in bits 4:2, and PGTT = `0b010`. `CAP.SAGAW` says which numbers of levels an IOMMU has,
+/// `CAP.SSLPS` which large pages, `CAP.MGAW` and the host's address width how many bits of address.
 #[derive(Clone, Copy, Debug)]
 pub struct VtdSecond<const LEVELS: u32>;
 

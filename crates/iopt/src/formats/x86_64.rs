@@ -8,9 +8,9 @@ use crate::{Entry, Format, Register};
 
 /// x86-64 paging with 4 or 5 levels: 48 or 57-bit input, up to 52-bit output, leaves of 1 GiB, 2 MiB and 4 KiB.
 ///
-/// Source: Intel 64 and IA-32 Architectures Software Developer's Manual, volume 3A, chapter 4 "Paging", section "4-Level
-/// Paging and 5-Level Paging" and its tables of entry formats; the same entries serve the first stage of VT-d (Intel
-/// VT-d specification, chapter "DMA Remapping", "First-Stage Translation") and AMD's IOMMU guest tables.
+/// Source: Intel 64 and IA-32 Architectures Software Developer's Manual, volume 3A, chapter 4 "Paging", section
+/// "4-Level Paging and 5-Level Paging" and its tables of entry formats; the same entries serve the first stage of VT-d
+/// (Intel VT-d specification, chapter "DMA Remapping", "First-Stage Translation") and AMD's IOMMU guest tables.
 ///
 /// | bits | field | written as |
 /// |---|---|---|

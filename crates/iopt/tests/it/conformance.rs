@@ -98,8 +98,8 @@ impl Model {
         self.link::<F>();
     }
 
-    /// Splits what is in the way one size at a time. Gives bytes removed and the span to flush. Tables within the span go,
-    /// and those that become empty unless they are to `stay`.
+    /// Splits what is in the way one size at a time. Gives bytes removed and the span to flush. Tables within the span
+    /// go, and those that become empty unless they are to `stay`.
     fn unmap<F: Format>(&mut self, at: u64, len: u64, stay: bool) -> (u64, Range<u64>) {
         let sizes: Vec<u64> = F::PAGE_SIZES.iter().map(|p| p.bytes()).collect();
         let mut flush = at..at + len;
@@ -340,7 +340,9 @@ fn op<F: Format>() -> impl Strategy<Value = Op> {
             .prop_map(|(at, segments, access)| Op::Map { at, segments, access }),
         // Output congruent to input in a block: large leaves wherever the length allows.
         3 => (input::<F>(), 0u64..4, length::<F>(), access::<F>())
-            .prop_map(move |(at, b, len, access)| Op::Map { at, segments: vec![(at % block + b * block, len)], access }),
+            .prop_map(move |(at, b, len, access)| {
+                Op::Map { at, segments: vec![(at % block + b * block, len)], access }
+            }),
         // A leaf of the largest size with something on either side.
         1 => (1u64..3, 0u64..3, 0u64..3, access::<F>()).prop_map(move |(n, below, above, access)| {
             let (below, above) = (below * page, above * block);

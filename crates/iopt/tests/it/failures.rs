@@ -1,7 +1,7 @@
 //! Every allocation of every kind of call fails once, in every format: the words of all tables are as they were.
 //!
-//! The random calls of `conformance.rs` do the same without counting. Here the scenarios are fixed, so that it can be said how
-//! many failures there were, and every word is compared instead of what can be seen through the interface.
+//! The random calls of `conformance.rs` do the same without counting. Here the scenarios are fixed, so that it can be
+//! said how many failures there were, and every word is compared instead of what can be seen through the interface.
 
 use std::collections::BTreeMap;
 use std::sync::atomic::{AtomicUsize, Ordering};

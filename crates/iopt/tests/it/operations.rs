@@ -387,8 +387,8 @@ fn write_through<F: Format>(table: &mut Table<F, HeapTables<PhysAddr>>, at: u64)
     table.tables_mut().store(PhysAddr::new(entry), 0, marked);
 }
 
-/// The parts of a leaf count as written to when it did, by a cut and by an unmap of some of it; a merged leaf when one of its
-/// parts did.
+/// The parts of a leaf count as written to when it did, by a cut and by an unmap of some of it; a merged leaf when one
+/// of its parts did.
 fn dirty_parts<F: Format>(mut table: Table<F, HeapTables<PhysAddr>>) {
     let Sizes { page, large, top, .. } = sizes::<F>();
     let all = span(0, top);
@@ -415,8 +415,8 @@ fn dirty_parts<F: Format>(mut table: Table<F, HeapTables<PhysAddr>>) {
     assert_eq!((flush.bytes(), dirty(&mut table)), (page, large - page));
 }
 
-/// Two pages bound and unbound again: the table stays for the next, smaller leaves go into it, and pruning makes room for
-/// a large one.
+/// Two pages bound and unbound again: the table stays for the next, smaller leaves go into it, and pruning makes room
+/// for a large one.
 fn clear_and_prune<F: Format>() {
     let Sizes { page, block, large, .. } = sizes::<F>();
     let mut table = Table::<F, _>::new(Failing::new()).unwrap();

@@ -280,7 +280,8 @@ fn riscv(shifts: &[u32], napot: bool) -> Specification {
     Specification { entry_bytes: 8, levels: levels(shifts[0] + 9, shifts, rows) }
 }
 
-/// The table for `arm64-STAGE-GRANULE`, then bits of input and of output unless they are 48, then `contiguous` and `dirty`.
+/// The table for `arm64-STAGE-GRANULE`, then bits of input and of output unless they are 48, then `contiguous` and
+/// `dirty`.
 fn arm64_by_name(name: &str) -> Option<Specification> {
     let mut words = name.strip_prefix("arm64-s")?.split('-');
     let stage = words.next()?.parse().ok()?;

@@ -55,7 +55,8 @@ struct Progress {
 
 /// What of a buffer is there.
 struct Arrived {
-    /// By offset, each with the extent that it is of, if any. While one is being hashed or is on its way to the device, it is not here.
+    /// By offset, each with the extent that it is of, if any. While one is being hashed or is on its way to the device,
+    /// it is not here.
     parts: BTreeMap<usize, (BufferSlice, Option<usize>)>,
     len: usize,
     hash: Option<XxHash3_64>,
@@ -288,8 +289,8 @@ impl<'a, 'w, 'o> State<'a, 'w, 'o> {
         }
     }
 
-    /// Hashes what follows what was hashed already, as far as it is there, and sends it on. Without the lock: whoever holds the next part
-    /// hashes it.
+    /// Hashes what follows what was hashed already, as far as it is there, and sends it on. Without the lock: whoever
+    /// holds the next part hashes it.
     fn hash(&self, buffer: usize, clocks: &mut Clocks) {
         loop {
             let mut progress = self.progress();
@@ -401,8 +402,8 @@ impl Progress {
 /// Less than this is not worth asking the kernel about.
 const WORTH_ASKING: usize = 32 << 20;
 
-/// Makes sure that there is memory for what was reserved: where the kernel overcommits, a reservation promises nothing, and a cgroup that
-/// runs full has somebody killed. Recycled memory is there, and so are huge pages once reserved.
+/// Makes sure that there is memory for what was reserved: where the kernel overcommits, a reservation promises nothing,
+/// and a cgroup that runs full has somebody killed. Recycled memory is there, and so are huge pages once reserved.
 fn enough(reserved: &[Reserved]) -> Result<(), FillError> {
     let promised =
         |r: &Reserved| matches!(r.backing().kind, PageKind::Hugetlb2M | PageKind::Hugetlb1G) || !r.is_fresh();

@@ -26,8 +26,8 @@ proptest! {
     fn the_card_survives_a_plausible_driver(
         ops in prop::collection::vec((prop::sample::select(b"222222334446701".to_vec()), any::<[u8; 8]>()), 1..120),
     ) {
-        // The rings of both channels in the buffer that may be written, of 2^8 entries; an MMU whose root is its own only
-        // table.
+        // The rings of both channels in the buffer that may be written, of 2^8 entries; an MMU whose root is its own
+        // only table.
         let mut bytes = vec![5, 8, 0, 5 | 0x80, 8, 0, 6, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 7, 0, 0];
         for (kind, mut rest) in ops {
             if kind == b'2' {

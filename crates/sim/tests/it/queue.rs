@@ -290,7 +290,8 @@ fn survives(workers: Workers, operations: u64, seed: u64) {
     bench.assert_clean();
     assert!(taken_back > 0 && stopped > 0 && dropped > 0, "{taken_back} {cancelled} {stopped} {dropped}");
     println!(
-        "{workers:?}: {count} operations, {taken_back} taken back, {cancelled} cancelled, {stopped} stopped, {dropped} dropped"
+        "{workers:?}: {count} operations, {taken_back} taken back, {cancelled} cancelled, {stopped} stopped, \
+         {dropped} dropped"
     );
 }
 

@@ -49,8 +49,8 @@ fn constant(rates: [f64; 2]) -> impl Fn(usize, Direction) -> Limit {
     move |c, d| Limit::constant(format!("channel {c} {d:?}"), streams(Some(c), None, Some(d)), rates[c])
 }
 
-/// The four of the policy study (half egress 14 and 24, all shared 23, a channel contended to 6), then channel 1 contended
-/// every other millisecond, and two channels that are a little and very unequal.
+/// The four of the policy study (half egress 14 and 24, all shared 23, a channel contended to 6), then channel 1
+/// contended every other millisecond, and two channels that are a little and very unequal.
 pub fn all() -> Vec<Assumption> {
     let of = |name, link, equal| Assumption { name, link, equal };
     vec![
@@ -100,8 +100,8 @@ fn striped(direction: Direction, bytes: u64) -> Vec<Copy> {
     (0..bytes.div_ceil(STRIPE)).map(stripe).collect()
 }
 
-/// The five columns of the policy study, and two more with HBM beside DDR. `bytes` in all, read from the card; as much again
-/// written to it in the duplex case.
+/// The five columns of the policy study, and two more with HBM beside DDR. `bytes` in all, read from the card; as much
+/// again written to it in the duplex case.
 pub fn loads(bytes: u64) -> Vec<Load> {
     let d = Direction::ToHost;
     let [ddr, hbm] = [Half::Ddr0, Half::Hbm0].map(|h| h.at(0));

@@ -1,9 +1,10 @@
 //! From measured rates to the limits that explain them.
 //!
 //! Streams that run together share what there is until each of them is held by a limit that is used up. So an
-//! explanation is a set of limits such that in every measurement every stream goes through one that carries all it can, and
-//! what a limit can carry is the most that it was ever seen to carry. Among all kinds of limits, the fewest that explain
-//! everything are taken to be true; where several sets of that size do, the measurements cannot tell them apart.
+//! explanation is a set of limits such that in every measurement every stream goes through one that carries all it can,
+//! and what a limit can carry is the most that it was ever seen to carry. Among all kinds of limits, the fewest that
+//! explain everything are taken to be true; where several sets of that size do, the measurements cannot tell them
+//! apart.
 
 use std::fmt;
 use std::time::Duration;
@@ -308,8 +309,8 @@ fn total(p: &Measured) -> f64 {
     carried(p, &Streams::ALL)
 }
 
-/// Whether what a question asks about is so, and the measurements that it is about: those where it shows, or, where it does
-/// not show, all that bear on it.
+/// Whether what a question asks about is so, and the measurements that it is about: those where it shows, or, where it
+/// does not show, all that bear on it.
 fn bears_on<'a>(question: Question, points: &[&'a Measured], close: f64) -> (bool, Vec<&'a Measured>) {
     let same = |a: &Measured, mut like: Vec<Stream>| {
         let mut streams: Vec<Stream> = a.flows.iter().map(|(s, _)| *s).collect();
@@ -362,8 +363,8 @@ fn bears_on<'a>(question: Question, points: &[&'a Measured], close: f64) -> (boo
     if shows.is_empty() { (false, not) } else { (true, shows) }
 }
 
-/// The sets of streams that tell the kinds of limits apart, for a card with `channels` channels: each channel alone and all
-/// together; on DDR, one half of HBM, both halves, HBM with DDR; reading, writing and both.
+/// The sets of streams that tell the kinds of limits apart, for a card with `channels` channels: each channel alone and
+/// all together; on DDR, one half of HBM, both halves, HBM with DDR; reading, writing and both.
 pub fn plan(channels: usize) -> Vec<Vec<Stream>> {
     let mut places: Vec<Vec<(usize, Half)>> = Vec::new();
     let halves = |h: [Half; 2]| (0..channels).map(move |c| (c, h[c % 2])).collect();

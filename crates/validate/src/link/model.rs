@@ -50,7 +50,8 @@ impl Half {
         Self::ALL.into_iter().find(|h| h.span().contains(at))
     }
 
-    /// The areas of a modelled card, as its driver would name them: DDR is shared, each half of HBM hangs off a channel.
+    /// The areas of a modelled card, as its driver would name them: DDR is shared, each half of HBM hangs off a
+    /// channel.
     pub fn areas() -> Vec<Area> {
         let ddr = Span::inclusive(Self::Ddr0.at(0), Self::Ddr1.span().last()).expect("neighbours");
         vec![
@@ -112,8 +113,8 @@ impl Limit {
         Self { name: name.into(), streams, capacity: vec![(Duration::ZERO, bytes_per_s)] }
     }
 
-    /// A limit that alternates between two capacities, `first` to begin with, each for `period`, for `times` periods; then it
-    /// stays as it is.
+    /// A limit that alternates between two capacities, `first` to begin with, each for `period`, for `times` periods;
+    /// then it stays as it is.
     pub fn toggling(
         name: impl Into<String>,
         streams: Streams,
@@ -225,8 +226,8 @@ impl Link {
         self.limits.iter().filter_map(next).min()
     }
 
-    /// What each of these streams gets at time `t` when all run at once: max-min fair shares (bytes per second), found by
-    /// filling all of them equally until a limit is full, fixing those, and going on (Bertsekas and Gallager, "Data
+    /// What each of these streams gets at time `t` when all run at once: max-min fair shares (bytes per second), found
+    /// by filling all of them equally until a limit is full, fixing those, and going on (Bertsekas and Gallager, "Data
     /// Networks", 6.5.2).
     pub fn fair_shares(&self, streams: &[Stream], t: Duration) -> Vec<f64> {
         let mut rates = vec![0.0; streams.len()];

@@ -1,9 +1,9 @@
 //! The shortest time in which a link can move a set of bytes, whatever the policy.
 //!
-//! Bytes may be shared out between the channels at will and moment by moment, which makes it a linear programme: for each
-//! period in which the capacities do not change, each half and direction, each channel, the bytes that go that way. No
-//! limit may move more than its capacity times the length of the period, every byte must be moved, and the length of the
-//! last period is to be as small as possible.
+//! Bytes may be shared out between the channels at will and moment by moment, which makes it a linear programme: for
+//! each period in which the capacities do not change, each half and direction, each channel, the bytes that go that
+//! way. No limit may move more than its capacity times the length of the period, every byte must be moved, and the
+//! length of the last period is to be as small as possible.
 
 use std::time::Duration;
 
@@ -29,8 +29,8 @@ pub struct Demand {
 #[error("the linear programme could not be solved: {0}")]
 pub struct Unsolved(String);
 
-/// The shortest time, in seconds, in which `link` can move all of `demands` over `channels` (an empty list for all of them),
-/// from time 0 on. Latency is not counted.
+/// The shortest time, in seconds, in which `link` can move all of `demands` over `channels` (an empty list for all of
+/// them), from time 0 on. Latency is not counted.
 ///
 /// # Errors
 /// [`Unsolved`] when the solver fails.

@@ -1,9 +1,9 @@
 //! Token buckets that make copies as slow as a link would.
 //!
-//! Each limit of the link has a bucket that fills at its capacity. A copy takes its bytes from the buckets of all limits that
-//! it goes through at once, and goes ahead when what they owed before is paid: so copies of any size pass, in the order in
-//! which they asked, and over time no limit is exceeded. Whoever copies asks before each piece, in real or in virtual time,
-//! one piece at a time for each stream; small pieces (64 KiB) give the smoothest shares.
+//! Each limit of the link has a bucket that fills at its capacity. A copy takes its bytes from the buckets of all
+//! limits that it goes through at once, and goes ahead when what they owed before is paid: so copies of any size pass,
+//! in the order in which they asked, and over time no limit is exceeded. Whoever copies asks before each piece, in real
+//! or in virtual time, one piece at a time for each stream; small pieces (64 KiB) give the smoothest shares.
 
 use std::time::Duration;
 
@@ -27,8 +27,8 @@ impl Throttle {
         Self { link, burst, buckets, filled: Duration::ZERO }
     }
 
-    /// Counts a copy of `bytes` that is asked for at time `now` (not before those of earlier calls), and says how long it has
-    /// to wait before it goes ahead.
+    /// Counts a copy of `bytes` that is asked for at time `now` (not before those of earlier calls), and says how long
+    /// it has to wait before it goes ahead.
     pub fn ask(&mut self, stream: &Stream, bytes: u64, now: Duration) -> Duration {
         self.fill(now);
         let mut wait = 0.0f64;

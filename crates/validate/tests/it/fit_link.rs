@@ -1,4 +1,5 @@
-//! Limits named from measurements of cards behind modelled links, where the truth is known. Alone in its process, since it takes time.
+//! Limits named from measurements of cards behind modelled links, where the truth is known. Alone in its process, since
+//! it takes time.
 
 use std::time::Duration;
 
@@ -11,8 +12,8 @@ use dmalane_validate::{FitSettings, SoftTarget, Target, fit_link};
 fn the_limits_of_emulated_cards_are_named() {
     let channel = |way| Cause::Channel(way);
     let cases: [(&str, [Vec<Cause>; 3]); 4] = [
-        // No card of these is half duplex; both memories at once are held by the channels; and a half that gives 14 to two
-        // channels of 12 each is slow to read.
+        // No card of these is half duplex; both memories at once are held by the channels; and a half that gives 14 to
+        // two channels of 12 each is slow to read.
         (
             "half-egress-14",
             [vec![], vec![channel(Side::Read), channel(Side::Write)], vec![Cause::Half(Memory::Hbm, Side::Read)]],

@@ -13,8 +13,8 @@ fn channel(c: usize, rate: f64) -> Limit {
     Limit::constant(format!("channel {c}"), Streams { channel: Some(c), ..Streams::ALL }, rate)
 }
 
-/// The shortest time over all ways to share each demand out between two channels in steps of 1/`steps`: for fixed shares,
-/// a move takes as long as its slowest limit needs for what goes through it.
+/// The shortest time over all ways to share each demand out between two channels in steps of 1/`steps`: for fixed
+/// shares, a move takes as long as its slowest limit needs for what goes through it.
 fn brute_force(link: &Link, demands: &[Demand], steps: u64) -> f64 {
     let mut best = f64::INFINITY;
     let n = (steps + 1).pow(demands.len() as u32);

@@ -203,7 +203,8 @@ fn memory_has_a_most() {
     assert_eq!(replay.apply(&bo(1 << 40)).name(), "too_many_bos");
     assert_eq!(replay.apply(&bo(0)).name(), "ok", "the rest of one that is there");
     assert_eq!(replay.apply(&TraceOperation::Destroy { id: 0 }).name(), "ok");
-    // A buffer whose pages all need leaves of their own: more tables than there may be, and an error before any is made.
+    // A buffer whose pages all need leaves of their own: more tables than there may be, and an error before any is
+    // made.
     let len = 1 << 42;
     let segment = dmalane_addr::Segment { addr: CardAddr::new(4096), len };
     let huge = TraceOperation::Bo { id: 0, segments: vec![segment], more: false };
@@ -261,7 +262,8 @@ proptest! {
         let mut vm: TestVm = Vm::new(range, HeapTables::new(CardAddr::new(0))).unwrap();
         let null_page = dmalane_addr::Segment { addr: CardAddr::new(1 << 33), len: PAGE };
         vm.set_null_page(null_page.addr, null_page.len).unwrap();
-        let header = TraceHeader { format: Some("agx-uat".into()), range: Some(range), null_page: Some(null_page), reserved: None };
+        let (range, null_page) = (Some(range), Some(null_page));
+        let header = TraceHeader { format: Some("agx-uat".into()), range, null_page, reserved: None };
         let mut recorder = Recorder::new(Vec::new(), &header).unwrap();
         for batch in batches {
             let requests: Vec<BindRequest> = batch.into_iter().map(|(which, page, offset, pages)| {

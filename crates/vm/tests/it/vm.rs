@@ -393,8 +393,9 @@ fn a_vm_that_cannot_be() {
     assert!(matches!(e, Error::New { source: dmalane_iopt::Error::NoTables { .. }, .. }));
 }
 
-/// The cases that Linux lists for its GPU VA manager (kernel documentation, "DRM GPUVM", "Split and Merge"), without its
-/// merging. One binding of buffer 0 is at pages 4 to 7 from page 10 of the buffer; request pages; what must be there.
+/// The cases that Linux lists for its GPU VA manager (kernel documentation, "DRM GPUVM", "Split and Merge"), without
+/// its merging. One binding of buffer 0 is at pages 4 to 7 from page 10 of the buffer; request pages; what must be
+/// there.
 #[test]
 fn split_cases() {
     const OLD: Access = Access::RW;
