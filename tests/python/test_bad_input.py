@@ -173,8 +173,8 @@ def test_save_to_a_place_that_is_not_there(dmalane, files):
 
 @pytest.mark.parametrize(
     "options",
-    [["--placement", "cache"], ["--fragmentation", "2"], ["--fragmentation", "x"], ["--gather", "0"],
-     ["--gather", "1XiB"], ["--mm-channel", "2"], ["--buffered", "--direct"], ["--no-such-option"]],
+    [["--placement", "cache"], ["--fragmentation", "2"], ["--fragmentation", "x"], ["--chunk", "0"],
+     ["--chunk", "1XiB"], ["--mm-channel", "2"], ["--buffered", "--direct"], ["--no-such-option"]],
     ids=lambda o: " ".join(o),
 )  # fmt: skip
 def test_an_impossible_option(dmalane, files, options):
@@ -198,7 +198,7 @@ def test_truncated_while_being_read(dmalane, files):
     with file.open("wb") as f:
         f.write(content)
         f.truncate(len(content) + length)  # sparse: the card gets zeros
-    command = dmalane.command("load", file, "--json", "--gather", "1MiB", "--save", files / "out" / "saved.safetensors")
+    command = dmalane.command("load", file, "--json", "--chunk", "1MiB", "--save", files / "out" / "saved.safetensors")
     process = subprocess.Popen(
         command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )

@@ -94,9 +94,9 @@ def test_the_real_file_read_both_ways(dmalane, minilm, whole, shards, out, how):
 
 
 def test_the_real_file_in_small_chunks(dmalane, minilm, whole, shards, out):
-    load_whole(dmalane, minilm, whole, out, "--gather", "1MiB", "--fragmentation", "1")
+    load_whole(dmalane, minilm, whole, out, "--chunk", "1MiB", "--fragmentation", "1")
     (out / "saved.safetensors").unlink()
-    load_shards(dmalane, shards, out, "--gather", "1MiB")
+    load_shards(dmalane, shards, out, "--chunk", "1MiB")
 
 
 def test_the_real_file_verifies(dmalane, minilm, whole):
@@ -105,8 +105,8 @@ def test_the_real_file_verifies(dmalane, minilm, whole):
 
 
 def test_the_checksum_is_that_of_the_file(dmalane, minilm, shards):
-    for placement, gather in [("ddr", "16MiB"), ("hbm", "1MiB")]:
-        summary = dmalane.load(minilm, *shards, "--placement", placement, "--gather", gather)
+    for placement, chunk in [("ddr", "16MiB"), ("hbm", "1MiB")]:
+        summary = dmalane.load(minilm, *shards, "--placement", placement, "--chunk", chunk)
         expected = [xxhash.xxh3_64(file.read_bytes()).hexdigest() for file in [minilm, *shards]]
         assert summary.checksums == expected
 
@@ -133,7 +133,7 @@ def test_tensors_at_odd_places(dmalane, tmp_path, out, pad):
         at += size
     file = tmp_path / "odd.safetensors"
     file.write_bytes(build(header, pattern(at), pad=pad))
-    load_whole(dmalane, file, tensors_of(file), out, "--gather", "1MiB")
+    load_whole(dmalane, file, tensors_of(file), out, "--chunk", "1MiB")
 
 
 def test_zero_size_tensors_and_scalars(dmalane, tmp_path, out):

@@ -72,8 +72,8 @@ impl Device {
         matches!(self, Self::Daemon(_) | Self::VfioUser(_))
     }
 
-    /// Refuses options of the card in this process (`soft`) and sizes of a card whose size can be chosen (`sized`), where this device takes
-    /// none. Each is a name and whether it was given.
+    /// Refuses options of the card in this process (`soft`) and sizes of a card whose size can be chosen (`sized`),
+    /// where this device takes none. Each is a name and whether it was given.
     pub fn check_options(&self, soft: &[(&str, bool)], sized: &[(&str, bool)]) -> Result<(), Failure> {
         let refused = match self {
             Self::Soft => &[][..],
@@ -88,7 +88,8 @@ impl Device {
         }
     }
 
-    /// Connects to a card that is not in this process and hands its bus to `then`. `ddr` and `hbm` are what a daemon is asked for.
+    /// Connects to a card that is not in this process and hands its bus to `then`. `ddr` and `hbm` are what a daemon is
+    /// asked for.
     ///
     /// # Panics
     /// On [`Device::Soft`] and [`Device::File`], which have no such bus.

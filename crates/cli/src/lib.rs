@@ -1,7 +1,8 @@
-//! What the programs `dmalane` and `dmalaned` share: how they start, fail, print and write sizes.
+//! Shared parts of the programs `dmalane` and `dmalaned`: start, failures, output, numbers and sizes.
 #![forbid(unsafe_code)]
 
 pub mod failure;
+pub mod number;
 pub mod output;
 pub mod program;
 pub mod size;

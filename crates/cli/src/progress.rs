@@ -1,4 +1,4 @@
-//! A bar on stderr that shows how far a load is.
+//! Progress bars on stderr.
 
 use std::fmt::Write;
 use std::io::IsTerminal;
@@ -9,7 +9,7 @@ use indicatif::{HumanDuration, ProgressBar, ProgressFinish, ProgressState, Progr
 /// As wide as the terminal, however wide that is.
 const TEMPLATE: &str = "{prefix} [{wide_bar}] {decimal_bytes}/{decimal_total_bytes} {decimal_bytes_per_sec}{left}";
 const STEPS: &str = "[{bar:30}] {pos}/{len} {wide_msg}";
-/// What is said earlier about the time left is a guess.
+/// Estimates of the remaining time are guesses before this.
 const SETTLED: Duration = Duration::from_millis(500);
 
 /// Bytes done of bytes known, with rate and time left. It disappears when finished or dropped, so that what is printed
@@ -32,12 +32,12 @@ impl Progress {
         )
     }
 
-    /// How many bytes there are in all.
+    /// Sets the total number of bytes.
     pub fn set_length(&self, bytes: u64) {
         self.0.set_length(bytes);
     }
 
-    /// That many more are done.
+    /// Adds to the bytes that are done.
     pub fn advance(&self, bytes: u64) {
         self.0.inc(bytes);
     }
@@ -61,12 +61,12 @@ impl Steps {
         Self(ProgressBar::new(0).with_style(style.progress_chars("=> ")).with_finish(ProgressFinish::AndClear))
     }
 
-    /// So many more there will be.
+    /// Adds to the total number of steps.
     pub fn more(&self, steps: usize) {
         self.0.inc_length(steps as u64);
     }
 
-    /// One is done, if one had begun, and this one begins.
+    /// Completes the current step, if any, and begins this one.
     pub fn step(&self, what: String) {
         self.0.set_message(what);
         self.0.inc(1);
@@ -80,7 +80,7 @@ impl Steps {
 
 fn left(state: &ProgressState, out: &mut dyn Write) {
     if state.elapsed() >= SETTLED {
-        // Of a bar, which tells nobody that it could not be drawn.
+        // An error means that the bar cannot be drawn, which needs no report.
         let _ = write!(out, " {:#} left", HumanDuration(state.eta()));
     }
 }

@@ -141,10 +141,10 @@ def bar_map_lines(settings, backends):
         for backend in backends:
             for align in settings.align:
                 rounds = f"--times {settings.rounds} --json"
-                lines.append(f"{backend}-{gib}-{align} {command} --way {backend} --align {align} {rounds}")
+                lines.append(f"{backend}-{gib}-{align} {command} --backend {backend} --align {align} {rounds}")
         # Where mmap puts it differs from process to process.
         if gib == 1:
-            again = [f"none-again-{i} {command} --way type1 --align none --json" for i in range(1, 6)]
+            again = [f"none-again-{i} {command} --backend type1 --align none --json" for i in range(1, 6)]
     return lines + (again if 1 in settings.gib else []), devices
 
 

@@ -1,4 +1,4 @@
-//! `dmalane bar-map`: what it costs to map a BAR for DMA.
+//! `dmalane bar-map`: the time that it takes to map a BAR for DMA.
 
 use std::process::ExitCode;
 use std::sync::Arc;
@@ -10,23 +10,25 @@ use dmalane::vfio::{Backend, BarAlignment, Bdf, Container, PciDevice, page_sizes
 use serde::Serialize;
 
 use crate::failure::Failure;
+use crate::number::within;
 use crate::{output, size};
 
 const EXAMPLES: &str = "\
 Examples:
-  dmalane bar-map -d vfio:0000:01:00.0                          aligned to the largest page that fits
-  dmalane bar-map -d vfio:0000:01:00.0 --align none --times 10  where mmap puts it, ten times
+  dmalane bar-map -d vfio:0000:01:00.0                          aligned to the largest page
+  dmalane bar-map -d vfio:0000:01:00.0 --align none --times 10  where mmap puts it, 10 times
   dmalane bar-map -d vfio:0000:01:00.0 --region 2 --align 2M --json
-  dmalane bar-map -d vfio:0000:01:00.0 --way type1              by container and group, where iommufd would be taken
+  dmalane bar-map -d vfio:0000:01:00.0 --backend type1          not through iommufd
 
 The device must be bound to vfio-pci; `dmalane devices` lists those that are.
 
-Exit status: 0 mapped and unmapped, 1 no such device, no permission or the kernel refused, 2 wrong command line.";
+Exit status: 0 mapped and unmapped, 1 no such device, no permission or the kernel refused, 2 usage error.";
 
-/// Map a BAR of a device for DMA, and say how long that takes.
+/// Map a BAR of a device for DMA and measure how long that takes.
 ///
-/// A BAR is first mapped into this process, then through the IOMMU, as for another device or a guest. Kernels from 6.15 on do that by the
-/// pages that the BAR is mapped with, so it depends on the address. By iommufd (Linux 7) the BAR is given as a dma-buf, and the address does not matter.
+/// Maps the BAR into this process, then through the IOMMU, as for another device or a guest. Linux 6.15 and later maps
+/// it with the page size of the process's mapping, so the time depends on the address. Through iommufd (Linux 7) the
+/// BAR is mapped as a dma-buf, and the address does not matter.
 #[derive(Args)]
 #[command(after_help = EXAMPLES)]
 pub struct BarMap {
@@ -34,22 +36,22 @@ pub struct BarMap {
     #[arg(short, long, value_name = "DEVICE", value_parser = device)]
     device: Bdf,
 
-    /// The BAR, from 0 to 5; by default the largest that can be mapped
-    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(0..=5))]
+    /// The BAR, from 0 to 5 [default: the largest that can be mapped]
+    #[arg(long, value_name = "N", value_parser = within::<u32>(0..=5))]
     region: Option<u32>,
 
-    /// How the kernel is asked for the device: iommufd, type1, or auto (iommufd where that is there and open to this user; `dmalane doctor`
-    /// explains which it is)
+    /// Kernel interface that opens the device [default: iommufd where this user can open it, else type1; see `dmalane
+    /// doctor`]
     #[arg(long, value_enum)]
-    way: Option<Backend>,
+    backend: Option<Backend>,
 
-    /// The alignment of the address: 4K, 2M, 1G (exactly that), auto (the largest page that this kernel has and that fits), none (where mmap
-    /// puts it)
+    /// Alignment of the address: 4K, 2M, 1G (exactly that), auto (the largest page size of this kernel that fits),
+    /// none (the address that mmap chooses)
     #[arg(long, value_name = "ALIGN", default_value = "auto", value_parser = align)]
     align: BarAlignment,
 
-    /// How many times it is mapped for DMA and unmapped, from 1 to 1000, as a guest does while it boots
-    #[arg(long, value_name = "N", default_value_t = 1, value_parser = clap::value_parser!(u32).range(1..=1000))]
+    /// Times to map for DMA and unmap, from 1 to 1000, as a guest does while it boots
+    #[arg(long, value_name = "N", default_value_t = 1, value_parser = within::<u32>(1..=1000))]
     times: u32,
 
     /// Print the result as JSON
@@ -69,11 +71,11 @@ struct Report {
     kernel: String,
     kernel_page_sizes: Vec<u64>,
     /// How the device was opened.
-    opened_by: String,
-    /// What iommufd lacked, where it was not taken because of that.
-    passed_over: Option<String>,
+    backend: String,
+    /// Why iommufd was not used, where that is not what was asked for.
+    iommufd_error: Option<String>,
     /// How the BAR was mapped for DMA.
-    way: String,
+    method: String,
     /// What the address was aligned to, relative to the BAR.
     alignment: u64,
     /// Into this process.
@@ -92,7 +94,7 @@ struct Run {
 impl BarMap {
     /// Maps, unmaps, and reports.
     pub fn run(self) -> Result<ExitCode, Failure> {
-        let container = self.way.map_or_else(Container::new, Container::with_backend);
+        let container = self.backend.map_or_else(Container::new, Container::with_backend);
         let device = container.open(&self.device)?;
         let region = match self.region {
             Some(region) => region,
@@ -102,11 +104,11 @@ impl BarMap {
         let began = Instant::now();
         let bar = Arc::new(device.map_bar(region, None, self.align)?);
         let mmap_ns = nanos(began.elapsed());
-        let mut way = String::new();
+        let mut method = String::new();
         let mut runs = Vec::new();
         for _ in 0..self.times {
             let peer = container.map_peer(&bar, 0..bar.len(), Access::RW)?;
-            way = peer.method().to_string();
+            method = peer.method().to_string();
             let map_ns = nanos(peer.map_time());
             let began = Instant::now();
             drop(peer);
@@ -116,7 +118,7 @@ impl BarMap {
         let began = Instant::now();
         drop(bar);
         let report = Report {
-            schema: 1,
+            schema: 2,
             command: "bar-map",
             device: device.bdf().to_string(),
             region,
@@ -124,9 +126,9 @@ impl BarMap {
             align: name(self.align),
             kernel: rustix::system::uname().release().to_string_lossy().into_owned(),
             kernel_page_sizes: page_sizes().iter().map(PageSize::bytes).collect(),
-            opened_by: container.backend().map_or_else(String::new, |way| way.to_string()),
-            passed_over: container.iommufd_error().map(ToString::to_string),
-            way,
+            backend: container.backend().map_or_else(String::new, |backend| backend.to_string()),
+            iommufd_error: container.iommufd_error().map(ToString::to_string),
+            method,
             alignment,
             mmap_ns,
             munmap_ns: nanos(began.elapsed()),
@@ -142,7 +144,7 @@ impl BarMap {
 }
 
 fn device(text: &str) -> Result<Bdf, String> {
-    let bdf = text.strip_prefix("vfio:").ok_or("not a device of VFIO: write vfio:0000:01:00.0")?;
+    let bdf = text.strip_prefix("vfio:").ok_or("not a VFIO device: write vfio:0000:01:00.0")?;
     bdf.parse().map_err(|e: dmalane::vfio::BadBdf| e.to_string())
 }
 
@@ -192,9 +194,9 @@ fn text(report: &Report) -> String {
         report.region,
         size::binary(report.bytes),
         output::plain(&report.kernel),
-        report.opened_by,
+        report.backend,
     );
-    if let Some(why) = &report.passed_over {
+    if let Some(why) = &report.iommufd_error {
         text += &format!("not by iommufd: {}\n", output::plain(why));
     }
     text += &format!(
@@ -206,7 +208,7 @@ fn text(report: &Report) -> String {
         ms(report.munmap_ns)
     );
     for run in &report.runs {
-        text += &format!("for DMA by {}: map {}, unmap {}\n", report.way, ms(run.map_ns), ms(run.unmap_ns));
+        text += &format!("for DMA by {}: map {}, unmap {}\n", report.method, ms(run.map_ns), ms(run.unmap_ns));
     }
     text
 }
@@ -218,7 +220,7 @@ mod tests {
     #[test]
     fn a_line_for_each_run() {
         let report = Report {
-            schema: 1,
+            schema: 2,
             command: "bar-map",
             device: "0000:01:00.0".into(),
             region: 2,
@@ -226,9 +228,9 @@ mod tests {
             align: name(BarAlignment::LargestPage),
             kernel: "7.2".into(),
             kernel_page_sizes: vec![4096, 1 << 21, 1 << 30],
-            opened_by: Backend::Type1.to_string(),
-            passed_over: Some("there is none".into()),
-            way: "type1".into(),
+            backend: Backend::Type1.to_string(),
+            iommufd_error: Some("there is none".into()),
+            method: "type1".into(),
             alignment: 1 << 30,
             mmap_ns: 12_000,
             munmap_ns: 5_400,

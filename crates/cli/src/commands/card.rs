@@ -10,6 +10,7 @@ use dmalane::{CardServer, CardServerError};
 
 use crate::device::{CARD_DDR, CARD_HBM, card_memory};
 use crate::failure::Failure;
+use crate::number::within;
 use crate::output;
 use crate::size::Size;
 
@@ -17,22 +18,22 @@ const EXAMPLES: &str = "\
 Examples:
   dmalane card serve --vfio-user /tmp/card
 
-Exit status: 0 it worked, 1 no socket or no memory, 2 wrong command line.";
+Exit status: 0 success, 1 no socket or no memory, 2 usage error.";
 
 const SERVE_EXAMPLES: &str = "\
 Examples:
   dmalane card serve --vfio-user /tmp/card
   dmalane card serve --vfio-user /tmp/card --card-ddr 1GiB --card-hbm 512MiB --once
 
-QEMU from 10.1 on attaches it, where its memory is a memfd:
+QEMU 10.1 and later attaches it, if the guest memory is a memfd:
   -object memory-backend-memfd,id=ram,size=1G,share=on -machine memory-backend=ram
   -device '{\"driver\":\"vfio-user-pci\",\"socket\":{\"type\":\"unix\",\"path\":\"/tmp/card\"}}'
-For VFIO in the guest also: -machine q35,kernel-irqchip=split -device intel-iommu,intremap=on,caching-mode=on
-There, bound to vfio-pci: dmalane load -d vfio:BDF. Without QEMU: dmalane load -d vfio-user:/tmp/card
+For VFIO in the guest, add: -machine q35,kernel-irqchip=split -device intel-iommu,intremap=on,caching-mode=on
+In the guest, bound to vfio-pci: dmalane load -d vfio:BDF. Without QEMU: dmalane load -d vfio-user:/tmp/card
 
-Exit status: 0 the client of --once has gone, 1 no socket or no memory, 2 wrong command line.";
+Exit status: 0 the client of --once has disconnected, 1 no socket or no memory, 2 usage error.";
 
-/// The software card in a process of its own.
+/// Run the software card in its own process.
 #[derive(Args)]
 #[command(after_help = EXAMPLES)]
 pub struct Card {
@@ -47,27 +48,29 @@ enum CardCommand {
 
 /// Serve the software card as a PCI device, over vfio-user.
 ///
-/// Serves one client at a time, each with a new card, until it is stopped. Prints a line for each.
+/// Serves one client at a time, each with a new card, until it is stopped. Prints a line per client.
 #[derive(Args)]
 #[command(after_help = SERVE_EXAMPLES)]
 struct Serve {
-    /// Where to listen; only this user can connect
+    /// Socket to listen on; only this user can connect
     #[arg(long, value_name = "SOCKET")]
     vfio_user: PathBuf,
 
-    /// DDR of the card, at most 256GiB; rounded up to 2MiB
-    #[arg(long, value_name = "SIZE", default_value_t = CARD_DDR, value_parser = card_memory, allow_hyphen_values = true)]
+    /// DDR size of the card, at most 256GiB, rounded up to 2MiB
+    #[arg(long, value_name = "SIZE", default_value_t = CARD_DDR, value_parser = card_memory)]
+    #[arg(allow_hyphen_values = true)]
     card_ddr: Size,
 
-    /// HBM of the card, in two halves, at most 256GiB; rounded up to 4MiB
-    #[arg(long, value_name = "SIZE", default_value_t = CARD_HBM, value_parser = card_memory, allow_hyphen_values = true)]
+    /// HBM size of the card (two halves), at most 256GiB, rounded up to 4MiB
+    #[arg(long, value_name = "SIZE", default_value_t = CARD_HBM, value_parser = card_memory)]
+    #[arg(allow_hyphen_values = true)]
     card_hbm: Size,
 
     /// DMA channels, from 1 to 16
-    #[arg(long, value_name = "N", default_value_t = 2, value_parser = clap::value_parser!(u32).range(1..=16))]
+    #[arg(long, value_name = "N", default_value_t = 2, value_parser = within::<u32>(1..=16))]
     channels: u32,
 
-    /// End when the first client has gone
+    /// Exit after the first client
     #[arg(long)]
     once: bool,
 }
@@ -94,9 +97,9 @@ impl Serve {
         output::print(&format!("listening at {}\n", output::plain(&self.vfio_user.to_string_lossy())))?;
         for client in 1u64.. {
             let line = match server.serve_one() {
-                Ok(Ok(())) => format!("client {client}: gone\n"),
+                Ok(Ok(())) => format!("client {client}: disconnected\n"),
                 Ok(Err(e)) => format!("client {client}: {e}\n"),
-                // Such as too many open files: that may pass.
+                // An error such as too many open files may be temporary.
                 Err(CardServerError::Accept(e)) if !self.once => {
                     std::thread::sleep(Duration::from_millis(100));
                     format!("client {client}: cannot be accepted: {e}\n")

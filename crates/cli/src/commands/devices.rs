@@ -1,4 +1,4 @@
-//! `dmalane devices`: what can be loaded to.
+//! `dmalane devices`: the devices of this machine.
 
 use std::process::ExitCode;
 
@@ -17,7 +17,7 @@ Examples:
   dmalane devices
   dmalane devices --json | jq -r '.devices[].name'";
 
-/// List the devices that can be loaded to.
+/// List the devices that files can be loaded to.
 #[derive(Args)]
 #[command(after_help = EXAMPLES)]
 pub struct Devices {
@@ -89,10 +89,9 @@ fn list(probe: &Probe) -> Vec<Device> {
         name: format!("vfio:{}", d.bdf),
         supported: d.id == card,
         description: match d.id == card {
-            true => "a card that is a PCI device, bound to vfio-pci".to_owned(),
+            true => "a card bound to vfio-pci".to_owned(),
             false => {
-                "a PCI device bound to vfio-pci, but no card that can be loaded to; `dmalane bar-map` maps its BARs"
-                    .to_owned()
+                "a PCI device bound to vfio-pci, but not a dmalane card; `dmalane bar-map` maps its BARs".to_owned()
             }
         },
         kind: Kind::VfioPci { pci_id: d.id, iommu_group: d.iommu_group },
@@ -104,8 +103,8 @@ fn list(probe: &Probe) -> Vec<Device> {
             name: format!("daemon:{SOCKET}"),
             supported: answer.is_ok(),
             description: match answer {
-                Ok(_) => "a share of the card of the dmalaned there; `dmalaned status` says who has what".to_owned(),
-                Err(e) => format!("no daemon that can be used: {e}"),
+                Ok(_) => "a share of a dmalaned's card; `dmalaned status` shows its clients".to_owned(),
+                Err(e) => format!("the daemon cannot be used: {e}"),
             },
             kind: Kind::Daemon,
         }
@@ -122,7 +121,8 @@ fn text(devices: &[Device]) -> String {
                 let sizes: Vec<_> =
                     memories.iter().map(|m| format!("{} {}", m.name, size::binary(m.default_bytes))).collect();
                 format!(
-                    "    memories {} (taken only as they fill; --card-ddr and --card-hbm change them), {channels} channels\n",
+                    "    memories {} (allocated as they fill; --card-ddr and --card-hbm set the sizes), {channels} \
+                    channels\n",
                     sizes.join(", ")
                 )
             }
@@ -168,7 +168,8 @@ mod tests {
         let text = text(&devices);
         assert!(text.contains("soft\n") && text.contains("ddr 64 GiB, hbm 32 GiB") && text.contains("2 channels"));
         assert!(text.contains(
-            "vfio:0000:01:00.0\n    a PCI device bound to vfio-pci, but no card that can be loaded to; `dmalane bar-map` maps its BARs\n    id 10ee:50b4, IOMMU group 15\n"
+            "vfio:0000:01:00.0\n    a PCI device bound to vfio-pci, but not a dmalane card; `dmalane bar-map` maps \
+            its BARs\n    id 10ee:50b4, IOMMU group 15\n"
         ));
         let socket = root.path().join(SOCKET.trim_start_matches('/'));
         fs::create_dir_all(socket.parent().unwrap()).unwrap();

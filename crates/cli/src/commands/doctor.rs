@@ -1,4 +1,4 @@
-//! `dmalane doctor`: what this machine offers and lacks.
+//! `dmalane doctor`: checks of this machine, with fixes.
 
 mod hardware;
 mod host;
@@ -19,15 +19,16 @@ const EXAMPLES: &str = "\
 Examples:
   dmalane doctor
   dmalane doctor /mnt/models
-  dmalane doctor --json | jq '.checks[] | select(.status == \"lack\") | .mend'
+  dmalane doctor --json | jq '.checks[] | select(.status == \"missing\") | .fix'
 
-Exit status: 0 `dmalane load` can run here on the software card, whatever else is lacking; 1 it cannot.";
+Exit status: 0 `dmalane load` can run here with the software card, even if other things are missing;
+1 it cannot; 2 usage error.";
 
-/// Say what this machine offers and lacks, and how to mend it.
+/// Check what this machine offers and lacks, and how to fix it.
 #[derive(Args)]
 #[command(after_help = EXAMPLES)]
 pub struct Doctor {
-    /// The directory or file whose file system is tried for direct I/O
+    /// Directory or file whose file system is tested for direct I/O
     #[arg(value_name = "PATH", default_value = ".")]
     path: PathBuf,
 
@@ -37,7 +38,7 @@ pub struct Doctor {
 }
 
 impl Doctor {
-    /// Looks at this machine, and at the file system of the path.
+    /// Checks this machine and the file system of the path.
     pub fn run(self) -> Result<ExitCode, Failure> {
         let report = report(&Probe::machine(), &self.path)?;
         if self.json {
@@ -53,26 +54,26 @@ impl Doctor {
 #[serde(rename_all = "snake_case")]
 enum Status {
     Ok,
-    Lack,
+    Missing,
     Note,
 }
 
-/// One thing that was looked at.
+/// The result of one check.
 #[derive(Debug, Serialize)]
 struct Check {
     name: &'static str,
     status: Status,
-    /// Without it `dmalane load` does not run at all.
+    /// `dmalane load` does not run without it.
     needed: bool,
-    /// Only real devices want it; a load to the software card does not.
+    /// Only hardware needs it; a load to the software card does not.
     real_devices: bool,
     found: String,
     why: &'static str,
-    /// The command that mends it: with a lack always, with a note where real devices want it.
-    mend: Option<String>,
+    /// The command that fixes it: always set with `Missing`, and with a note about something that hardware needs.
+    fix: Option<String>,
 }
 
-/// What is looked at, before it is known how it stands.
+/// What is checked, before the result is known.
 struct Subject {
     name: &'static str,
     why: &'static str,
@@ -86,19 +87,19 @@ impl Subject {
         Self { name, why, needed: false, real_devices: false }
     }
 
-    /// Something that only real devices want: missing, it is no lack.
+    /// Something that only hardware needs: if it is missing, that is a note.
     const fn for_real_devices(name: &'static str, why: &'static str) -> Self {
         Self { name, why, needed: false, real_devices: true }
     }
 
-    /// Something without which no load runs.
+    /// Something that every load needs.
     const fn needed(name: &'static str, why: &'static str) -> Self {
         Self { name, why, needed: true, real_devices: false }
     }
 
-    fn check(self, status: Status, found: &str, mend: Option<String>) -> Check {
+    fn check(self, status: Status, found: &str, fix: Option<String>) -> Check {
         let Self { name, why, needed, real_devices } = self;
-        Check { name, status, needed, real_devices, found: plain(found), why, mend }
+        Check { name, status, needed, real_devices, found: plain(found), why, fix }
     }
 
     fn ok(self, found: impl AsRef<str>) -> Check {
@@ -109,9 +110,9 @@ impl Subject {
         self.check(Status::Note, found.as_ref(), None)
     }
 
-    fn lack(self, found: impl AsRef<str>, mend: impl Into<String>) -> Check {
-        let status = if self.real_devices { Status::Note } else { Status::Lack };
-        self.check(status, found.as_ref(), Some(plain(&mend.into())))
+    fn missing(self, found: impl AsRef<str>, fix: impl Into<String>) -> Check {
+        let status = if self.real_devices { Status::Note } else { Status::Missing };
+        self.check(status, found.as_ref(), Some(plain(&fix.into())))
     }
 }
 
@@ -157,10 +158,10 @@ fn report(probe: &Probe, path: &Path) -> Result<Report, Failure> {
         hardware::gpus(probe),
     ];
     Ok(Report {
-        schema: 1,
+        schema: 2,
         command: "doctor",
         path: path.to_string_lossy().into_owned(),
-        can_load: !checks.iter().any(|c| c.needed && c.status == Status::Lack),
+        can_load: !checks.iter().any(|c| c.needed && c.status == Status::Missing),
         checks,
     })
 }
@@ -172,28 +173,28 @@ fn text(report: &Report) -> String {
     let first_real = real.first().map(|c| c.name);
     for check in ours.into_iter().chain(real) {
         if first_real == Some(check.name) {
-            text += "\nfor real devices (not needed by the software card):\n";
+            text += "\nfor hardware (not needed by the software card):\n";
         }
         let status = match check.status {
             Status::Ok => "ok",
-            Status::Lack => "LACK",
+            Status::Missing => "MISSING",
             Status::Note => "note",
         };
-        text += &format!("{status:<4}  {:width$}  {}\n", check.name, check.found);
-        // What is in order needs no reason.
+        text += &format!("{status:<7}  {:width$}  {}\n", check.name, check.found);
+        // The reason matters only where something is not ok.
         if check.status != Status::Ok {
-            text += &format!("      why:  {}\n", check.why);
+            text += &format!("         why: {}\n", check.why);
         }
-        if let Some(mend) = &check.mend {
-            text += &format!("      mend: {mend}\n");
+        if let Some(fix) = &check.fix {
+            text += &format!("         fix: {fix}\n");
         }
     }
     let count = |status| report.checks.iter().filter(|c| c.status == status).count();
-    text += &format!("\n{} ok, {} lacking, {} to note. ", count(Status::Ok), count(Status::Lack), count(Status::Note));
+    text += &format!("\n{} ok, {} missing, {} notes. ", count(Status::Ok), count(Status::Missing), count(Status::Note));
     text += if report.can_load {
         "The software card runs here: dmalane load --sample 1GiB --explain --verify\n"
     } else {
-        "`dmalane load` cannot run here before what is needed is mended.\n"
+        "`dmalane load` cannot run here until what is needed is fixed.\n"
     };
     text
 }

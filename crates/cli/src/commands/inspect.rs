@@ -1,4 +1,4 @@
-//! `dmalane inspect`: what of a file is cached, what pages a process has.
+//! `dmalane inspect`: the cached part of a file, the page backing of a process.
 
 use std::collections::BTreeMap;
 use std::fmt::Write;
@@ -18,21 +18,21 @@ use crate::size::{self, Size, binary, decimal};
 
 const EXAMPLES: &str = "\
 Examples:
-  dmalane inspect model.safetensors    how much of it is in the page cache
-  dmalane inspect $(pidof trainer)     the pages of a process's large buffers
+  dmalane inspect model.safetensors    how much of the file is in the page cache
+  dmalane inspect $(pidof trainer)     the page backing of a process's large buffers
   dmalane inspect ./4711               a file whose name is a number
 
-Exit status: 0 looked at, 1 no such file or process, 2 wrong command line.";
+Exit status: 0 inspected, 1 no such file or process, 2 usage error.";
 
-/// Show what of a file is in the page cache, or what pages the buffers of a process have.
+/// Show how much of a file is in the page cache, or the page backing of a process's buffers.
 #[derive(Args)]
 #[command(after_help = EXAMPLES)]
 pub struct Inspect {
-    /// A file, or the number of a process
+    /// A file, or the ID of a process
     #[arg(value_name = "FILE|PID")]
     what: PathBuf,
 
-    /// Mappings of at least this size count as buffers
+    /// Smallest mapping that counts as a buffer
     #[arg(long, value_name = "SIZE", default_value_t = Size::mib(1), value_parser = size::nonzero)]
     least: Size,
 
@@ -42,7 +42,7 @@ pub struct Inspect {
 }
 
 impl Inspect {
-    /// Looks, and prints what is there.
+    /// Inspects and prints.
     pub fn run(self) -> Result<ExitCode, Failure> {
         match self.what.to_str().and_then(|text| text.parse::<u32>().ok()) {
             Some(pid) => {
@@ -79,14 +79,14 @@ const PIECES: u64 = 64;
 fn file(path: &Path) -> Result<FileReport, Failure> {
     let name = path.display();
     let file = File::open(path).map_err(|e| Failure::because(format!("cannot open {name}"), &e))?;
-    let meta = file.metadata().map_err(|e| Failure::because(format!("cannot look at {name}"), &e))?;
+    let meta = file.metadata().map_err(|e| Failure::because(format!("cannot inspect {name}"), &e))?;
     if !meta.is_file() {
-        return Err(Failure::new(format!("cannot look at {name}: it is not a regular file")));
+        return Err(Failure::new(format!("cannot inspect {name}: it is not a regular file")));
     }
     let bytes = meta.len();
     let ask = |offset, len| {
         residency(&file, offset, len).map_err(|e| {
-            let failure = Failure::because(format!("the kernel does not say what of {name} is cached"), &e);
+            let failure = Failure::because(format!("the kernel does not report which part of {name} is cached"), &e);
             if e.raw_os_error() == Some(rustix::io::Errno::NOSYS.raw_os_error()) {
                 return failure.hint("this needs Linux 6.5 or later (cachestat)");
             }
@@ -134,7 +134,7 @@ impl FileReport {
         };
         let map: String = self.map.iter().map(mark).collect();
         if !map.is_empty() {
-            let _ = write!(out, "\n[{map}]\n# cached, + in part, . not");
+            let _ = write!(out, "\n[{map}]\n# cached, + partly, . not");
         }
         out.push('\n');
         out
@@ -200,9 +200,9 @@ fn transparent_page() -> u64 {
 
 fn process(pid: u32, least: u64) -> Result<ProcessReport, Failure> {
     let trouble = |e: &io::Error| {
-        let failure = Failure::because(format!("cannot look at process {pid}"), e);
+        let failure = Failure::because(format!("cannot inspect process {pid}"), e);
         match e.kind() {
-            io::ErrorKind::PermissionDenied => failure.hint("it belongs to somebody else: try sudo"),
+            io::ErrorKind::PermissionDenied => failure.hint("it belongs to another user: try sudo"),
             io::ErrorKind::NotFound => failure.hint(format!("for a file of that name write ./{pid}")),
             _ => failure,
         }
@@ -344,7 +344,7 @@ impl ProcessReport {
             let _ = writeln!(out, "{:<10} {}", binary(p.page_bytes), binary(p.bytes));
         }
         if !self.frames_known {
-            let _ = writeln!(out, "\nThe kernel tells only root where pages are: no runs.");
+            let _ = writeln!(out, "\nOnly root can see physical addresses: no runs.");
             return out;
         }
         let _ = writeln!(out, "\n{:<22} {:>9} {:>10}", "contiguous runs", "count", "bytes");
@@ -364,8 +364,10 @@ mod tests {
 
     #[test]
     fn smaps() {
-        let text = "55d0-55f0 rw-p 00000000 00:00 0    [heap]\nSize:  128 kB\nKernelPageSize:        4 kB\nVmFlags: rd wr\n\
-                    7f00-7f10 rw-s 00000000 00:01 99 /memfd:my buffer (deleted)\nAnonHugePages: 0 kB\nnonsense\n-\n9-1 x\n";
+        let text = "55d0-55f0 rw-p 00000000 00:00 0    [heap]\nSize:  128 kB\nKernelPageSize:        4 kB\nVmFlags: \
+                    rd wr\n\
+                    7f00-7f10 rw-s 00000000 00:01 99 /memfd:my buffer (deleted)\nAnonHugePages: 0 \
+                    kB\nnonsense\n-\n9-1 x\n";
         let found = parse(text);
         assert_eq!(found.len(), 2);
         assert_eq!((found[0].start, found[0].end, found[0].name.as_str()), (0x55d0, 0x55f0, "[heap]"));

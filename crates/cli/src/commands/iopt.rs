@@ -18,7 +18,7 @@ use crate::failure::Failure;
 use image::Image;
 use spec::number;
 
-/// Where `build` puts the tables unless told otherwise.
+/// Default address of the tables that `build` writes.
 const BASE: u64 = 0x8000_0000;
 
 const EXAMPLES: &str = "\
@@ -27,7 +27,14 @@ Examples:
   dmalane iopt walk boot.bin --format arm64-s1-4k --root 0x80000000 0x40001234
   dmalane iopt dump boot.bin --format arm64-s1-4k --root 0x80000000
 
-Exit status: 0 it worked, 1 bad specification or image, 2 wrong command line.";
+Exit status: 0 success, 1 bad specification or image, 2 usage error.";
+
+const FORMATS_EXAMPLES: &str = "\
+Examples:
+  dmalane iopt formats
+  dmalane iopt formats --json | jq -r '.formats[].format'
+
+Exit status: 0 printed, 2 usage error.";
 
 const BUILD_EXAMPLES: &str = "\
 Examples:
@@ -39,23 +46,23 @@ A specification, with numbers or \"0x\" texts (docs/formats/iopt-image.md):
     {\"va\": \"0x80000000\", \"pa\": \"0x80000000\", \"len\": \"0x40000000\", \"access\": \"rwx\"},
     {\"va\": \"0x09000000\", \"pa\": \"0x09000000\", \"len\": 4096, \"access\": \"rw\"}]}
 
-Exit status: 0 the image is written, 1 bad specification, 2 wrong command line.";
+Exit status: 0 the image is written, 1 bad specification, 2 usage error.";
 
 const WALK_EXAMPLES: &str = "\
 Examples:
   dmalane iopt walk boot.bin --format arm64-s1-4k --root 0x80000000 0x40001234 0x9000000
   dmalane iopt walk ram.bin --base 0 --format x86-64-4level --root 0x1a3000 0x401000 --json
 
-Exit status: 0 each address has its answer, be it a fault; 1 bad image; 2 wrong command line.";
+Exit status: 0 each address was translated or faulted; 1 bad image; 2 usage error.";
 
 const DUMP_EXAMPLES: &str = "\
 Examples:
   dmalane iopt dump boot.bin --format arm64-s1-4k --root 0x80000000
   dmalane iopt dump ram.bin --base 0 --format x86-64-4level --root 0x1a3000 --json
 
-Exit status: 0 printed, 1 bad image, 2 wrong command line.";
+Exit status: 0 printed, 1 bad image, 2 usage error.";
 
-/// Build page tables as a memory image, and read such images.
+/// Build page tables as memory images, and read them.
 #[derive(Args)]
 #[command(after_help = EXAMPLES)]
 pub struct Iopt {
@@ -73,6 +80,7 @@ enum IoptCommand {
 
 /// List the page-table formats: input and output bits, page sizes.
 #[derive(Args)]
+#[command(after_help = FORMATS_EXAMPLES)]
 struct Formats {
     /// Print the result as JSON
     #[arg(long)]
@@ -81,7 +89,7 @@ struct Formats {
 
 /// Write the page tables of a specification as a memory image.
 ///
-/// Prints the root address and the register values to program. Where alignment allows, larger pages are used.
+/// Prints the root address and the register values to program. Uses larger pages where alignment allows.
 #[derive(Args)]
 #[command(after_help = BUILD_EXAMPLES)]
 struct Build {
@@ -93,11 +101,11 @@ struct Build {
     #[arg(short, long, value_parser = format())]
     format: FormatId,
 
-    /// The image to write; it replaces what is there
+    /// The image to write; an existing file is replaced
     #[arg(short, long, value_name = "IMAGE")]
     output: PathBuf,
 
-    /// The address at which the device will find the image
+    /// The address at which the device finds the image
     #[arg(long, value_name = "ADDR", value_parser = address, default_value_t = Address(BASE))]
     base: Address,
 
@@ -118,7 +126,7 @@ struct Walk {
     at: Vec<Address>,
 }
 
-/// Print what the tables in an image map, neighbours with the same page size and access as one run.
+/// Print the mappings in an image; neighbours with the same page size and access are one run.
 #[derive(Args)]
 #[command(after_help = DUMP_EXAMPLES)]
 struct Dump {
@@ -128,7 +136,7 @@ struct Dump {
 
 #[derive(Args)]
 struct Source {
-    /// The image: page tables, written by `dmalane iopt build` or a piece of memory from elsewhere
+    /// The image: page tables, written by `dmalane iopt build` or dumped from memory
     #[arg(value_name = "IMAGE")]
     image: PathBuf,
 

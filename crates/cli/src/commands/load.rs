@@ -22,6 +22,7 @@ use dmalane::{CardDevice, CardUse, FileOptions, SoftConfig, SoftDevice, open_as,
 
 use crate::device::{self, CARD_DDR, CARD_HBM, CHUNK, Device, OnBus, card_memory};
 use crate::failure::Failure;
+use crate::number::within;
 use crate::output;
 use crate::progress::Progress;
 use crate::size::{Size, between};
@@ -33,23 +34,23 @@ Examples:
   dmalane load --sample 1GiB --explain --verify
   dmalane load model.safetensors --verify --json
   dmalane load shard-*.safetensors --placement hbm --explain
-  dmalane load weights.bin --buffered --gather 4MiB
+  dmalane load weights.bin --buffered --chunk 4MiB
   dmalane load model.safetensors --save copy.safetensors
   dmalane load model.safetensors --record binds.jsonl && dmalane vm replay binds.jsonl
   dmalane load model.safetensors -d vfio:0000:01:00.0 --verify
-  dmalane load model.safetensors -d vfio-user:/tmp/card   after: dmalane card serve --vfio-user /tmp/card
+  dmalane load model.safetensors -d vfio-user:/tmp/card   see dmalane card serve --help
   dmalane load model.safetensors --list           a line per tensor, with its device addresses:
     tensor           dtype  shape      bytes   device VA
     encoder.0.bias   F32    [384]       1536   0x100000000-0x1000005ff
 
 Files named *.safetensors are parsed; any other file is loaded as one run of bytes.
 
-Exit status: 0 loaded (and verified), 1 bad file or mismatch, 2 wrong command line.";
+Exit status: 0 loaded (and verified), 1 bad file or mismatch, 2 usage error.";
 
 /// Load files into device memory.
 ///
-/// Files named *.safetensors are parsed and loaded tensor by tensor, each bound at a device address of its own; any other
-/// file, whatever is in it, is loaded as one run of bytes.
+/// Parses files named *.safetensors and binds each tensor at its own device address. Loads any other file as one run of
+/// bytes.
 #[derive(Args)]
 #[command(
     after_help = EXAMPLES,
@@ -65,16 +66,16 @@ pub struct Load {
     #[arg(long, value_name = "SIZE", value_parser = sample::size, allow_hyphen_values = true)]
     sample: Option<Size>,
 
-    /// The device to load to: soft; daemon or daemon:SOCKET for a share of the card of a dmalaned; vfio:BDF for a card that is bound to vfio-pci;
-    /// vfio-user:SOCKET for one that a process serves
+    /// Target device: soft (the software card in this process), daemon or daemon:SOCKET (a share of a dmalaned's
+    /// card), vfio:BDF (a card bound to vfio-pci) or vfio-user:SOCKET (a card that another process serves)
     #[arg(short, long, default_value = "soft", value_parser = Device::parse_card)]
     device: Device,
 
-    /// Show where the time went: a table of the stages, each beside its measured ceiling
+    /// Show the time and rate of each stage beside its measured ceiling
     #[arg(long)]
     explain: bool,
 
-    /// List the tensors: dtype, shape, bytes and device addresses (with --json they are always there)
+    /// List the tensors with dtype, shape, bytes and device addresses; --json always does
     #[arg(long)]
     list: bool,
 
@@ -82,67 +83,69 @@ pub struct Load {
     #[arg(long)]
     verify: bool,
 
-    /// Read through the page cache (by default: direct I/O where the file system takes it)
+    /// Read through the page cache [default: direct I/O where the file system supports it]
     #[arg(long, conflicts_with = "direct")]
     buffered: bool,
 
-    /// Read with direct I/O or fail
+    /// Read with direct I/O, or fail
     #[arg(long)]
     direct: bool,
 
-    /// Bytes allocated together before reading into them starts, from 4KiB to 1GiB; host memory is at most four times this
+    /// Chunk size, from 4KiB to 1GiB: bytes read and transferred together; at most four chunks are in host memory
     #[arg(long, value_name = "SIZE", default_value_t = CHUNK, value_parser = between(Size::kib(4), Size::gib(1)))]
     #[arg(allow_hyphen_values = true)]
-    gather: Size,
+    chunk: Size,
 
-    /// The DMA channels that move the bytes: auto, one, or several like 0,1
+    /// DMA channels to use: auto, one, or several like 0,1
     #[arg(long, value_name = "CHANNELS", default_value = "auto")]
     mm_channel: QueueChoice,
 
-    /// The device memory that gets them
+    /// Device memory that holds the tensors
     #[arg(long, value_enum, default_value_t)]
     placement: Placement,
 
-    /// How scattered the host's physical memory is, from 0 to 1
+    /// Fragmentation of the software host's physical memory, from 0 to 1
     /// [default: 0.5]
     #[arg(long, value_name = "F", value_parser = fraction, allow_negative_numbers = true)]
     fragmentation: Option<f64>,
 
-    /// Write what the device holds, read back through its MMU: a safetensors file again, or the bytes for a raw file; to
-    /// this file, or into this directory if there are several
+    /// Read the data back through the device's MMU and write it to this file, or into this directory for several
+    /// files: safetensors again, or the bytes of a raw file
     #[arg(long, value_name = "PATH", value_parser = PathBufValueParser::new().try_map(output::not_stdout))]
     save: Option<PathBuf>,
 
-    /// Write a trace of what was bound to this file, for `dmalane vm replay`
+    /// Write a trace of the binds to this file, for `dmalane vm replay`
     #[arg(long, value_name = "FILE", value_parser = PathBufValueParser::new().try_map(output::not_stdout))]
     record: Option<PathBuf>,
 
-    /// DDR of the software card, at most 256GiB; rounded up to 2MiB [default: 64GiB, or all that a daemon gives a client]
+    /// DDR size of the software card, at most 256GiB, rounded up to 2MiB
+    /// [default: 64GiB, or the most that a daemon gives a client]
     #[arg(long, value_name = "SIZE", value_parser = card_memory, allow_hyphen_values = true)]
     card_ddr: Option<Size>,
 
-    /// HBM of the software card, in two halves, at most 256GiB; rounded up to 4MiB [default: 32GiB, or all that a daemon gives]
+    /// HBM size of the software card (two halves), at most 256GiB, rounded up to 4MiB
+    /// [default: 32GiB, or the most that a daemon gives a client]
     #[arg(long, value_name = "SIZE", value_parser = card_memory, allow_hyphen_values = true)]
     card_hbm: Option<Size>,
 
-    /// Run the software card on threads of its own
+    /// Run the software card on its own threads
     #[arg(long)]
     workers: bool,
 
-    /// Same number, same physical frames and same sample
-    #[arg(long, value_name = "N", default_value_t = 1)]
+    /// Seed of the physical memory layout and of the sample
+    #[arg(long, value_name = "N", default_value_t = 1, value_parser = within::<u64>(0..=u64::MAX))]
     seed: u64,
 
     /// Print the result as JSON
     #[arg(long)]
     json: bool,
 
-    /// No progress bar
+    /// Show no progress bar
     #[arg(short, long)]
     quiet: bool,
 }
 
-/// What was loaded, for the report.
+/// The result of a load, for the report.
 struct Outcome {
     device: String,
     inputs: Vec<Input<FileQueue>>,
@@ -151,13 +154,13 @@ struct Outcome {
     verified: bool,
     /// The pages behind the staging buffers.
     backing: Option<PageBacking>,
-    /// At the end of the load, before reading back; of a card in this process.
+    /// At the end of the load, before reading back; only of a card in this process.
     iommu: Option<Iommu>,
-    /// Bytes of card memory that the load touched first; of a card in this process.
+    /// Bytes of card memory that the load touched first; only of a card in this process.
     touched: Option<u64>,
-    /// The heap's high-water mark, reading back included.
+    /// High-water mark of the heap, reading back included.
     heap_peak: u64,
-    /// That of the process, reading back included.
+    /// High-water mark of the process, reading back included.
     resident_peak: u64,
 }
 
@@ -197,7 +200,8 @@ impl Load {
         if let Some(record) = &self.record {
             load::check_target(record).map_err(|e| Failure::because("cannot record", &e))?;
         }
-        // Before the card is touched: a file that cannot be opened resets none. A sample must know how large the card is.
+        // Before the card is touched: a file that cannot be opened resets none. A sample must know how large the card
+        // is.
         let files = self.files.iter().map(|path| self.open(path)).collect::<Result<_, _>>()?;
         let (ddr, hbm) = (self.card_ddr.map(Size::bytes), self.card_hbm.map(Size::bytes));
         if self.device != Device::Soft {
@@ -213,7 +217,7 @@ impl Load {
                 seed: self.seed,
                 ..HostConfig::default()
             },
-            gather: self.gather.bytes(),
+            gather: self.chunk.bytes(),
             mm_channel: self.mm_channel.clone(),
             ..SoftConfig::default()
         };
@@ -222,7 +226,7 @@ impl Load {
         self.load_onto(soft, Some(&bus), &room, inputs, &targets)
     }
 
-    /// Loads onto a card, of which `soft` tells what only a card in this process tells.
+    /// Loads onto a card; `soft` is the bus of a card in this process, which has counters.
     fn load_onto<B: Mmio + 'static>(
         &self,
         mut card: CardDevice<B>,
@@ -303,7 +307,8 @@ impl Load {
         Ok(vec![open_as(file, sample::NAME, self.file_options()).map_err(cannot_open)?])
     }
 
-    /// Where `--save` writes each file: the path itself for one file, files of the same names in that folder for several.
+    /// Where `--save` writes each file: the path itself for one file, files of the same names in that folder for
+    /// several.
     fn save_targets(&self) -> Result<Vec<PathBuf>, Failure> {
         let Some(save) = &self.save else { return Ok(Vec::new()) };
         let sample = [PathBuf::from(sample::NAME)];
@@ -340,7 +345,7 @@ impl OnBus for Onto<'_> {
 
     fn run<B: Mmio + 'static>(self, bus: Arc<B>, how: CardUse) -> Result<ExitCode, Failure> {
         let Self { load, files, targets } = self;
-        let how = CardUse { gather: load.gather.bytes(), mm_channel: load.mm_channel.clone(), ..how };
+        let how = CardUse { gather: load.chunk.bytes(), mm_channel: load.mm_channel.clone(), ..how };
         let card = CardDevice::on(bus, how).map_err(|e| device::cannot_open(&e))?;
         let read = |register: u64| {
             let half = |offset| card.bus.read32(regs::BAR_REGISTERS, offset).map(u64::from);
@@ -360,22 +365,22 @@ fn fraction(text: &str) -> Result<f64, String> {
     }
 }
 
-/// Files that the kernel makes up as they are read say that they have no bytes.
+/// Refuses files that the kernel generates as they are read: they report a size of 0.
 fn has_size(input: &Input<FileQueue>) -> Result<(), Failure> {
-    let made_up = rustix::fs::fstatfs(&input.file).is_ok_and(|s| MADE_UP.contains(&(s.f_type as u32)));
+    let generated = rustix::fs::fstatfs(&input.file).is_ok_and(|s| GENERATED.contains(&(s.f_type as u32)));
     let empty = input.file.metadata().is_ok_and(|m| m.is_file() && m.len() == 0);
-    if !(made_up && empty) {
+    if !(generated && empty) {
         return Ok(());
     }
     let path = input.path.display();
-    Err(Failure::new(format!("{path} has no size: the kernel makes it up as it is read"))
+    Err(Failure::new(format!("{path} has no size: the kernel generates it as it is read"))
         .hint(format!("copy it first: cat {path} > copy")))
 }
 
 /// The file systems proc, sysfs, cgroup2, debugfs and tracefs.
-const MADE_UP: [u32; 5] = [0x9fa0, 0x6265_6572, 0x6367_7270, 0x6462_6720, 0x7472_6163];
+const GENERATED: [u32; 5] = [0x9fa0, 0x6265_6572, 0x6367_7270, 0x6462_6720, 0x7472_6163];
 
-/// The path stands in the first line, once.
+/// The error with the path in its first line, once.
 fn cannot_open(error: dmalane::file::Error) -> Failure {
     match &error {
         dmalane::file::Error::Open { path, source } => {
@@ -418,7 +423,7 @@ mod tests {
         assert_eq!((&load.files[..], load.sample), (&["a", "b"].map(PathBuf::from)[..], None));
         assert_eq!((&load.device, load.file_options().mode), (&Device::Soft, Mode::Auto));
         assert_eq!((&load.mm_channel, load.placement), (&QueueChoice::Auto, Placement::Ddr));
-        assert_eq!((load.gather.bytes(), load.card_ddr, load.card_hbm), (16 << 20, None, None));
+        assert_eq!((load.chunk.bytes(), load.card_ddr, load.card_hbm), (16 << 20, None, None));
         assert_eq!((load.fragmentation, load.seed, &load.save, &load.record), (None, 1, &None, &None));
         assert!(!(load.explain || load.verify || load.workers || load.json || load.quiet || load.list));
     }
@@ -426,7 +431,7 @@ mod tests {
     #[test]
     fn every_option() {
         let load = load(
-            "--sample 1.5GiB -d soft --explain --verify --buffered --gather 2MiB --mm-channel 1 --placement hbm-striped \
+            "--sample 1.5GiB -d soft --explain --verify --buffered --chunk 2MiB --mm-channel 1 --placement hbm-striped \
              --fragmentation 1 --save out --record trace --card-ddr 1GB --card-hbm 4096 --workers --seed 7 --json -q \
              --list",
         )
@@ -434,7 +439,7 @@ mod tests {
         assert_eq!(load.sample.map(Size::bytes), Some(3 << 29));
         assert_eq!((load.file_options().mode, &load.mm_channel), (Mode::Buffered, &QueueChoice::Only(1)));
         assert_eq!(load.placement, Placement::Hbm);
-        let sizes = [Some(load.gather), load.card_ddr, load.card_hbm].map(|size| size.map(Size::bytes));
+        let sizes = [Some(load.chunk), load.card_ddr, load.card_hbm].map(|size| size.map(Size::bytes));
         assert_eq!(sizes, [Some(2 << 20), Some(1_000_000_000), Some(4096)]);
         assert_eq!((load.fragmentation, load.seed, load.save), (Some(1.0), 7, Some("out".into())));
         assert_eq!(load.record, Some("trace".into()));
@@ -452,7 +457,7 @@ mod tests {
             "",
             "a --sample 1MB",
             "a --direct --buffered",
-            "a --gather 0",
+            "a --chunk 0",
             "a --fragmentation 1.1",
             "a --fragmentation -0.5",
             "a --fragmentation NaN",

@@ -19,6 +19,7 @@ use dmalane::{AllocAndRead, AllocRead, ReadError, ReadMethod, ReadOptions, ReadS
 
 use crate::device::{Device, card_memory, large_host};
 use crate::failure::Failure;
+use crate::number::within;
 use crate::output;
 use crate::progress::Progress;
 use crate::size::{self, Size, between, binary};
@@ -26,73 +27,75 @@ use device::Target;
 
 const EXAMPLES: &str = "\
 Examples:
-  dmalane read model.safetensors --explain       how it was read, and why that way
+  dmalane read model.safetensors --explain       how the file was read, and why
   dmalane read shard-*.safetensors --json        a buffer for each file
-  dmalane read model.bin --heap memfd --pages thp --gather 16MiB
-  dmalane read model.bin --scheme sequential     allocate all of it first, to compare
-  dmalane read model.bin --range 1GiB..2GiB --direct
-  dmalane read model.bin --map --explain         what registering and mapping each gather costs
-  dmalane read model.bin -d soft --verify        and onto the software card, piece by piece; or daemon, vfio:BDF, vfio-user:SOCKET
+  dmalane read model.bin --heap memfd --pages thp --chunk 16MiB
+  dmalane read model.bin --scheme sequential     allocate everything first, to compare
+  dmalane read model.bin --range 1MiB..2MiB --direct
+  dmalane read model.bin --map --explain         the cost of registering and mapping each chunk
+  dmalane read model.bin -d soft --verify        transfer it to the software card meanwhile
   zcat model.bin.gz | dmalane read /dev/stdin
 
-Reads files into memory that devices can use, while it is still being allocated, and lets go of it again.
+Reads files into memory that devices can use while the memory is still being allocated, then frees it.
 
-Exit status: 0 read, 1 bad file or no memory, 2 wrong command line.";
+Exit status: 0 read, 1 bad file or no memory, 2 usage error.";
 
 /// Read files into DMA-ready memory while it is being allocated.
 #[derive(Args)]
 #[command(after_help = EXAMPLES)]
 pub struct Read {
-    /// Files to read, each into a buffer of its own
+    /// Files to read, each into its own buffer
     #[arg(value_name = "FILE", required = true)]
     files: Vec<PathBuf>,
 
-    /// Where the memory comes from; by default the fastest that gives what is asked for
+    /// Heap to allocate from
     #[arg(long, value_enum, default_value_t = Heap::Auto)]
     heap: Heap,
 
-    /// The best pages to try
+    /// Best page backing to try; smaller pages take over where there are too few
     #[arg(long, value_enum, default_value_t = PageKind::Hugetlb2M)]
     pages: PageKind,
 
-    /// The buffers must be such that another process can map them
+    /// Require buffers that another process can map
     #[arg(long)]
     shareable: bool,
 
-    /// The buffers must be such that a driver can import them as a dma-buf
+    /// Require buffers that a driver can import as dma-bufs
     #[arg(long)]
     dma_buf: bool,
 
-    /// The NUMA node whose memory it must be
-    #[arg(long, value_name = "N")]
+    /// NUMA node of the memory
+    #[arg(long, value_name = "N", value_parser = within::<u32>(0..=u32::MAX.into()))]
     node: Option<u32>,
 
-    /// Pin and map each gather for a device as soon as it is there, with the software host's IOMMU
+    /// Pin and map each chunk for a device as soon as it is allocated, with the software host's IOMMU
     #[arg(long)]
     map: bool,
 
-    /// Send what has arrived on to this device at once, while the rest is read; each gather is mapped for it: soft, daemon or daemon:SOCKET,
-    /// vfio:BDF or vfio-user:SOCKET
+    /// Map each chunk for this device and transfer it while the rest is read: soft (the software card in this
+    /// process), daemon or daemon:SOCKET (a share of a dmalaned's card), vfio:BDF (a card bound to vfio-pci) or
+    /// vfio-user:SOCKET (a card that another process serves)
     #[arg(short, long, value_parser = Device::parse_card, conflicts_with = "map")]
     device: Option<Device>,
 
-    /// DDR of the software card, by default 64GiB, or asked of a daemon; at most 256GiB; rounded up to 2MiB
+    /// DDR size of the software card (default 64GiB), or of the share of a daemon's card; at most 256GiB, rounded up
+    /// to 2MiB
     #[arg(long, value_name = "SIZE", value_parser = card_memory, allow_hyphen_values = true, requires = "device")]
     card_ddr: Option<Size>,
 
-    /// Read back what the device got, and compare it
+    /// Read the data back from the device and compare it
     #[arg(long, requires = "device")]
     verify: bool,
 
-    /// The order of allocating and reading
+    /// Order of allocation and reading
     #[arg(long, value_enum, default_value_t)]
     scheme: Scheme,
 
-    /// Choose for each file: through the page cache what is in it, past it what is not; this is the default
+    /// Choose for each file: the page cache for cached files, direct I/O for others; this is the default
     #[arg(long, conflicts_with_all = ["direct", "buffered"])]
     auto: bool,
 
-    /// Read with direct I/O or fail
+    /// Read with direct I/O, or fail
     #[arg(long, conflicts_with = "buffered")]
     direct: bool,
 
@@ -100,30 +103,32 @@ pub struct Read {
     #[arg(long)]
     buffered: bool,
 
-    /// Bytes allocated together before reading into them starts, from 4KiB to 1GiB
-    #[arg(long, value_name = "SIZE", default_value_t = Size::mib(2), value_parser = between(Size::kib(4), Size::gib(1)))]
+    /// Chunk size, from 4KiB to 1GiB: bytes allocated before reading into them starts
+    #[arg(long, value_name = "SIZE", default_value_t = Size::mib(2))]
+    #[arg(value_parser = between(Size::kib(4), Size::gib(1)))]
     #[arg(allow_hyphen_values = true)]
-    gather: Size,
+    chunk: Size,
 
     /// Reads in flight, from 1 to 4096
-    #[arg(long, value_name = "N", default_value_t = 16, value_parser = clap::value_parser!(u16).range(1..=4096))]
-    depth: u16,
+    #[arg(long, value_name = "N", default_value_t = 16, value_parser = within::<u16>(1..=4096))]
+    iodepth: u16,
 
     /// Bytes per read, from 64KiB to 1GiB
-    #[arg(long, value_name = "SIZE", default_value_t = Size::mib(2), value_parser = between(Size::kib(64), Size::gib(1)))]
+    #[arg(long, value_name = "SIZE", default_value_t = Size::mib(2))]
+    #[arg(value_parser = between(Size::kib(64), Size::gib(1)))]
     #[arg(allow_hyphen_values = true)]
-    block: Size,
+    block_size: Size,
 
-    /// Threads that allocate and read, from 1 to 64; by default one for direct reads, and as many as processors, 4 at most, for copies
-    /// out of the page cache
-    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u8).range(1..=64))]
+    /// Threads that allocate and read, from 1 to 64
+    /// [default: 1 for direct I/O; for copies out of the page cache one per processor, at most 4]
+    #[arg(long, value_name = "N", value_parser = within::<u8>(1..=64))]
     threads: Option<u8>,
 
-    /// Only these bytes of each file, for example 0..4096, 1GiB.. or ..1MiB
+    /// Read only these bytes of each file, for example 0..4096, 1GiB.. or ..1MiB
     #[arg(long, value_name = "START..END", value_parser = range)]
     range: Option<Range>,
 
-    /// Refuse what needs more memory than this
+    /// Refuse to use more memory than this
     #[arg(long, value_name = "SIZE", value_parser = size::nonzero, allow_hyphen_values = true)]
     limit: Option<Size>,
 
@@ -131,11 +136,11 @@ pub struct Read {
     #[arg(long, value_name = "SECONDS", value_parser = seconds)]
     timeout: Option<Duration>,
 
-    /// Do not hash what is read
+    /// Do not hash the data
     #[arg(long)]
     no_checksum: bool,
 
-    /// Say how it was read, why that way, and how long what took
+    /// Show how each file was read and why, and the time of each stage
     #[arg(long)]
     explain: bool,
 
@@ -143,7 +148,7 @@ pub struct Read {
     #[arg(long)]
     json: bool,
 
-    /// No progress bar
+    /// Show no progress bar
     #[arg(short, long)]
     quiet: bool,
 }
@@ -151,16 +156,16 @@ pub struct Read {
 /// Bytes of a file.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 struct Range {
-    /// The first.
+    /// The first byte.
     start: u64,
-    /// The first that is not read any more; all to the end of the file without.
+    /// The byte after the last; the end of the file if `None`.
     end: Option<u64>,
 }
 
-/// Where memory comes from.
+/// A heap to allocate from.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, ValueEnum)]
 enum Heap {
-    /// The fastest that gives what is asked for.
+    /// The fastest that meets the other options.
     Auto,
     /// Private memory of this process.
     Anonymous,
@@ -171,19 +176,19 @@ enum Heap {
     Dma,
 }
 
-/// What was read, for the report.
+/// The result of reading, for the report.
 struct Outcome {
     files: Vec<PathBuf>,
     picked: Picked,
     filled: Filled,
-    ways: Vec<ReadMethod>,
+    methods: Vec<ReadMethod>,
     /// Physically contiguous segments of the buffers, where the kernel tells.
     segments: Option<u64>,
-    /// How many mappings a device has of them, and whether it was asked for any.
+    /// Device mappings of the buffers; `None` if none were asked for.
     mappings: Option<usize>,
-    /// The device that got them.
+    /// The device that received them.
     device: Option<Device>,
-    /// What it got was read back and compared.
+    /// The device's copy was read back and compared.
     verified: bool,
 }
 
@@ -195,7 +200,7 @@ impl Read {
         }
         let picked = self.pick_heap()?;
         let bar = Progress::new("read", !self.quiet && !self.json);
-        let Done { filled, ways, mappings, target } = self.read(&*picked.heap, &bar)?;
+        let Done { filled, methods, mappings, target } = self.read(&*picked.heap, &bar)?;
         bar.finish();
         if let Some(mut target) = target.filter(|_| self.verify) {
             target.verify(&filled)?;
@@ -203,7 +208,7 @@ impl Read {
         let runs = filled.buffers.iter().map(|b| dmalane::dma::physical_runs(b.shared()).ok());
         let segments = runs.map(|runs| Some(runs?.segment_count() as u64)).sum();
         let (files, device, verified) = (self.files, self.device, self.verify);
-        let outcome = Outcome { files, picked, filled, ways, segments, mappings, device, verified };
+        let outcome = Outcome { files, picked, filled, methods, segments, mappings, device, verified };
         match self.json {
             true => output::print_json(&report::json(&outcome))?,
             false => output::print(&report::text(&outcome, self.explain))?,
@@ -219,9 +224,9 @@ impl Read {
                 _ => Mode::Auto,
             },
             scheme: self.scheme,
-            gather: self.gather.bytes(),
-            depth: self.depth.into(),
-            block: self.block.bytes() as usize,
+            gather: self.chunk.bytes(),
+            depth: self.iodepth.into(),
+            block: self.block_size.bytes() as usize,
             threads: self.threads.map(usize::from),
             checksum: !self.no_checksum,
             timeout: self.timeout,
@@ -234,7 +239,7 @@ impl Read {
         let (dma_buf, node) = (self.dma_buf, self.node);
         let needs = Needs { shareable, dma_buf, node, pages: Some(self.pages), ..Needs::default() };
         let heap: Arc<dyn dmalane::dma::Heap> = match self.heap {
-            Heap::Auto => return pick(needs).map_err(|e| Failure::because("no such memory on this machine", &e)),
+            Heap::Auto => return pick(needs).map_err(|e| Failure::because("this machine has no such memory", &e)),
             Heap::Anonymous => Arc::new(AnonHeap::starting_at(self.pages).bound_to(node)),
             Heap::Memfd => Arc::new(MemfdHeap::starting_at(self.pages).bound_to(node)),
             Heap::Dma if node.is_some() => {
@@ -243,7 +248,7 @@ impl Read {
             Heap::Dma => {
                 let opened = DmaHeap::open("system");
                 let opened = opened.map_err(|e| Failure::because("no dma-buf heap on this machine", &e));
-                Arc::new(opened.map_err(|f| f.hint("dmalane doctor says what the kernel lacks"))?)
+                Arc::new(opened.map_err(|f| f.hint("`dmalane doctor` shows what the kernel lacks"))?)
             }
         };
         let can = heap.abilities();
@@ -273,7 +278,7 @@ impl Read {
             let AllocRead { buffer, way, report } =
                 heap.alloc_and_read(&only.file, bounds, &options).map_err(failure)?;
             let filled = Filled { buffers: vec![buffer], report };
-            return Ok(Done { filled, ways: vec![way], mappings: None, target: None });
+            return Ok(Done { filled, methods: vec![way], mappings: None, target: None });
         }
         let mut job = Job::default();
         for (source, file) in sources.iter().enumerate() {
@@ -300,25 +305,25 @@ impl Read {
             let host: SoftHost = SoftHost::new(large_host()).map_err(|e| Failure::because("no software host", &e))?;
             read_mapped(heap, &host, Access::READ, &sources, &job, &options, &mut watch).map_err(failure)?
         } else {
-            let (filled, ways) = read_all(heap, &sources, &job, &options, &mut watch).map_err(failure)?;
-            return Ok(Done { filled, ways, mappings: None, target: None });
+            let (filled, methods) = read_all(heap, &sources, &job, &options, &mut watch).map_err(failure)?;
+            return Ok(Done { filled, methods, mappings: None, target: None });
         };
         let mappings = Some(read.gathers.iter().map(Vec::len).sum());
-        Ok(Done { filled: read.filled, ways: read.ways, mappings, target })
+        Ok(Done { filled: read.filled, methods: read.ways, mappings, target })
     }
 }
 
-/// What was read.
+/// The buffers and how they were filled.
 struct Done {
     filled: Filled,
-    ways: Vec<ReadMethod>,
+    methods: Vec<ReadMethod>,
     mappings: Option<usize>,
-    /// The device that has it.
+    /// The device that received them.
     target: Option<Box<dyn Target>>,
 }
 
 fn range(text: &str) -> Result<Range, String> {
-    let (start, end) = text.split_once("..").ok_or("write START..END, and leave out what is not bounded")?;
+    let (start, end) = text.split_once("..").ok_or("write START..END; either may be left out")?;
     let bound = |text: &str| match text {
         "" => Ok(None),
         text => text.parse::<Size>().map(|size| Some(size.bytes())).map_err(|e| format!("{text}: {e}")),

@@ -1,4 +1,4 @@
-//! `dmalane validate`: a device measured.
+//! `dmalane validate`: data integrity and speed of a device.
 
 mod plot;
 mod report;
@@ -25,89 +25,91 @@ use signal_hook::flag;
 
 use crate::device::{CARD_DDR, CARD_HBM, Device, OnBus, card_memory};
 use crate::failure::{Failure, USAGE};
+use crate::number::within;
 use crate::output;
 use crate::progress::Steps;
 use crate::size::{Size, SizeError};
 
 const EXAMPLES: &str = "\
 Examples:
-  dmalane validate                                 the software card: HBM, DDR, both
+  dmalane validate                                 the software card: HBM, DDR, and both at once
   dmalane validate -j 2 --ddr-only --buffer-size 64MiB --bidirectional
   dmalane validate --sweep 4KiB,16MiB,MUL4 --plot sizes.svg
   dmalane validate --unregistered --iterations 100 --csv
-  dmalane validate --emulate shared-23 --fit       what limits a modelled card?
+  dmalane validate --emulate shared-23 --fit       find what limits a modelled card
   dmalane validate -d daemon:/run/dmalane/dmalaned.sock
   dmalane validate -d file:/dev/shm/memory --probe-at 1MiB --explain
   dmalane validate -d file:/dev/xdma0_h2c_0,c2h=/dev/xdma0_c2h_0 --buffer-size 4MiB
 
-Writes to the device's memory from --offset on, and reads it back. What a file or a block device
-held there is put back at the end, also after an error, Ctrl-C or SIGTERM, but not after SIGKILL, a
-second Ctrl-C, or when the device hangs. What a card held is lost, and so is what a character
-device held: one is measured only with --offset or --overwrite.
-MB/s are 10^6 bytes per second. There is no figure for bytes that did not compare.
+Writes to the device's memory from --offset on and reads it back. The previous contents of a file
+or a block device are restored at the end, also after an error, Ctrl-C or SIGTERM, but not after
+SIGKILL, a second Ctrl-C, or when the device hangs. The contents of a card are lost, and so are those
+of a character device, which is measured only with --offset or --overwrite.
+MB/s are 10^6 bytes per second. Bandwidth is reported only where the data read back was equal.
 
-Exit status: 0 all bytes were right, 1 some were not or it could not be measured, 2 wrong command line,
-130 or 143 interrupted by SIGINT or SIGTERM. What was measured before an error or a signal is printed.";
+Exit status: 0 all data was equal, 1 data differed or the device could not be measured, 2 usage error,
+130 or 143 interrupted by SIGINT or SIGTERM. Results from before an error or a signal are printed.";
 
-/// Measure a device: integrity, bandwidth and latency, each figure beside what is possible.
+/// Measure a device: data integrity, then bandwidth and latency, each beside a reference rate.
 #[derive(Args)]
 #[command(after_help = EXAMPLES)]
 pub struct Validate {
-    /// The device: soft; daemon or daemon:SOCKET for a share of the card of a dmalaned; vfio:BDF for a card that is bound to vfio-pci;
-    /// vfio-user:SOCKET for one that a process serves; or file:PATH[,h2c=PATH,c2h=PATH] for files that take reads and writes at device
-    /// addresses
+    /// Device to measure: soft (the software card in this process), daemon or daemon:SOCKET (a share of a dmalaned's
+    /// card), vfio:BDF (a card bound to vfio-pci), vfio-user:SOCKET (a card that another process serves) or
+    /// file:PATH[,h2c=PATH,c2h=PATH] (files that are read and written at device addresses)
     #[arg(short, long, value_name = "DEVICE", default_value = "soft", value_parser = Device::parse)]
     device: Device,
 
-    /// Threads, from 1 to 64, each with a buffer for either direction
-    #[arg(short = 'j', long, value_name = "N", default_value_t = 8, value_parser = clap::value_parser!(u8).range(1..=64))]
+    /// Threads, from 1 to 64, each with a buffer per direction
+    #[arg(short = 'j', long, value_name = "N", default_value_t = 8, value_parser = within::<u8>(1..=64))]
     threads: u8,
 
-    /// Bytes of a buffer, a multiple of 4KiB
-    #[arg(long, value_name = "SIZE", default_value_t = Size::mib(16), value_parser = buffer, allow_hyphen_values = true)]
+    /// Buffer size, a multiple of 4KiB
+    #[arg(long, value_name = "SIZE", default_value_t = Size::mib(16), value_parser = buffer)]
+    #[arg(allow_hyphen_values = true)]
     buffer_size: Size,
 
-    /// Bytes at the front of each memory that are left alone, a multiple of 4KiB [default: 0]
+    /// Bytes at the start of each memory that are not used, a multiple of 4KiB [default: 0]
     #[arg(long, value_name = "SIZE", value_parser = pages, allow_hyphen_values = true)]
     offset: Option<Size>,
 
-    /// Measure a device whose contents are not put back (a character device), from its first address on
+    /// Measure a device whose contents cannot be restored (a character device), from its first address on
     #[arg(long)]
     overwrite: bool,
 
-    /// The DMA channels that move the bytes: auto, one, or several like 0,1
+    /// DMA channels to use: auto, one, or several like 0,1
     #[arg(long, value_name = "CHANNELS", default_value = "auto")]
     mm_channel: QueueChoice,
 
-    /// Only DDR
+    /// Measure only DDR
     #[arg(long, conflicts_with = "hbm_only")]
     ddr_only: bool,
 
-    /// Only HBM
+    /// Measure only HBM
     #[arg(long)]
     hbm_only: bool,
 
-    /// Which channel a thread's bytes take: by where they go, or the threads in turns
+    /// How threads share the channels
     #[arg(long, value_enum, default_value_t = Allocation::Auto)]
     channel_allocation: Allocation,
 
-    /// Entries of each ring of the card, a power of two from 2 to 65536
+    /// Entries per ring of the card, a power of two from 2 to 65536
     #[arg(long, value_name = "N", value_parser = ring_size)]
     ring_size: Option<usize>,
 
-    /// Measure until each thread has moved each of its buffers so often
-    #[arg(long, value_name = "N", conflicts_with = "duration", value_parser = clap::value_parser!(u64).range(1..))]
+    /// Transfers of each buffer per figure, instead of a duration
+    #[arg(long, value_name = "N", conflicts_with = "duration", value_parser = within::<u64>(1..=u64::MAX))]
     iterations: Option<u64>,
 
-    /// Measure each figure for so many seconds
+    /// Seconds per figure
     #[arg(long, value_name = "SECONDS", default_value = "0.5", value_parser = seconds, allow_negative_numbers = true)]
     duration: Duration,
 
-    /// One transfer for each buffer, in one piece over one channel: no stripes and no policy
+    /// Transfer each buffer whole over one channel, without striping and channel policy
     #[arg(long)]
     raw_transfer_test: bool,
 
-    /// Measure reading (by default reading, writing and both at once)
+    /// Measure reading [default: reading, writing, and both at once]
     #[arg(long)]
     read: bool,
 
@@ -115,55 +117,56 @@ pub struct Validate {
     #[arg(long)]
     write: bool,
 
-    /// Measure reading and writing at once
+    /// Measure reading and writing at the same time
     #[arg(long)]
     bidirectional: bool,
 
-    /// Register each buffer once; this is the default
+    /// Register each buffer once (default)
     #[arg(long, conflicts_with = "unregistered")]
     registered: bool,
 
-    /// Register a buffer for each transfer
+    /// Register the buffer for each transfer
     #[arg(long)]
     unregistered: bool,
 
-    /// The pages behind the buffers, each measured: 4k, 2m, or both
+    /// Page sizes of the buffers; each is measured
     #[arg(long, value_enum, value_delimiter = ',', default_value = "4k,2m")]
     pages: Vec<Pages>,
 
-    /// Measure several buffer sizes: from FIRST to LAST, each times 2 (MUL) or N (MULN) the one before, or plus FIRST (ADD) or SIZE (ADDSIZE)
+    /// Measure buffer sizes from FIRST to LAST, multiplied by 2 (MUL) or N (MULN), or increased by FIRST (ADD) or SIZE
+    /// (ADDSIZE)
     #[arg(long, value_name = "FIRST,LAST,MUL|ADD", value_parser = sweep, conflicts_with = "buffer_size")]
     sweep: Option<Sweep>,
 
-    /// Hang the software card off a modelled link with known limits
+    /// Put the software card behind a modelled link with known limits
     #[arg(long, value_name = "LINK", value_parser = emulate)]
     emulate: Option<String>,
 
-    /// Measure what tells the limits of the link apart, and name those that explain the rates
+    /// Find the limits of the link that explain the measured rates
     #[arg(long)]
     fit: bool,
 
-    /// Where a file may be written to and read back to find out whether io_uring can be trusted with it: 16KiB or more
+    /// Offset, 16KiB or more, at which a file may be written to test whether io_uring works on it
     #[arg(long, value_name = "OFFSET", value_parser = pages, allow_hyphen_values = true)]
     probe_at: Option<Size>,
 
-    /// Past the page cache, for files
+    /// Use direct I/O, for files
     #[arg(long)]
     direct: bool,
 
-    /// DDR of the software card, at most 256GiB; rounded up to 4MiB
+    /// DDR size of the software card, at most 256GiB, rounded up to 4MiB
     #[arg(long, value_name = "SIZE", value_parser = card_memory, allow_hyphen_values = true)]
     card_ddr: Option<Size>,
 
-    /// HBM of the software card, in two halves, at most 256GiB; rounded up to 4MiB
+    /// HBM size of the software card (two halves), at most 256GiB, rounded up to 4MiB
     #[arg(long, value_name = "SIZE", value_parser = card_memory, allow_hyphen_values = true)]
     card_hbm: Option<Size>,
 
-    /// Run the software card on threads of its own, one for each channel
+    /// Run the software card on its own threads, one per channel
     #[arg(long)]
     workers: bool,
 
-    /// Say how the device is driven
+    /// Show how the device is driven
     #[arg(long)]
     explain: bool,
 
@@ -171,27 +174,27 @@ pub struct Validate {
     #[arg(long, conflicts_with = "csv")]
     json: bool,
 
-    /// Print the figures as CSV
+    /// Print the results as CSV
     #[arg(long)]
     csv: bool,
 
-    /// Draw the figures into this file, as SVG
+    /// Draw the results into this file, as SVG
     #[arg(long, value_name = "FILE", value_parser = PathBufValueParser::new().try_map(output::not_stdout))]
     plot: Option<PathBuf>,
 
-    /// No progress bar
+    /// Show no progress bar
     #[arg(short, long)]
     quiet: bool,
 }
 
-/// What was found, for the report.
+/// The result, for the report.
 struct Outcome {
     device: String,
     notes: Vec<String>,
     settings: ValidateSettings,
     report: ValidateReport,
     fit: Option<(FitReport, FitSettings)>,
-    /// Everything was measured that was asked for.
+    /// Everything that was asked for was measured.
     complete: bool,
 }
 
@@ -254,12 +257,12 @@ impl Validate {
         bar.finish();
         let failed = result.err().map(|e| self.failure(e));
         let (device, notes) = (target.name.clone(), target.notes.clone());
-        // Waits for what a device that hangs still has, and counts what it keeps.
+        // Waits for transfers that a hung device has not completed, and counts the buffers that it keeps.
         drop(target);
-        let kept = dmalane::file::quarantined_bytes();
-        let failed = failed.map(|failure| match kept {
+        let held = dmalane::file::quarantined_bytes();
+        let failed = failed.map(|failure| match held {
             0 => signals.mark(failure),
-            n => signals.mark(failure).cause(format!("the kernel has not let go of {n} bytes of buffers")),
+            n => signals.mark(failure).cause(format!("the kernel still holds {n} bytes of buffers")),
         });
         let complete = failed.is_none();
         let outcome = Outcome { device, notes, settings, report, fit, complete };
@@ -274,7 +277,7 @@ impl Validate {
             return Err(outcome.report.left_out.iter().fold(failure, Failure::cause));
         }
         if !outcome.report.passed() {
-            let failure = Failure::new("the integrity check failed: bytes came back wrong, and have no figures");
+            let failure = Failure::new("the integrity check failed: data read back differs; no bandwidth reported");
             let wrong =
                 outcome.report.integrity.iter().flat_map(|i| i.wrong.iter().map(move |w| format!("{}: {w}", i.phase)));
             return Err(wrong.take(8).fold(failure, Failure::cause));
@@ -313,7 +316,7 @@ impl Validate {
         let given = |options: &[(&'static str, bool)]| options.iter().find(|o| o.1).map(|o| o.0);
         if matches!(self.device, Device::File(_)) {
             return match given(&card).or(given(&here)).or(given(&sized)) {
-                Some(option) => Err(Failure::usage(format!("{option} is for a card, and a file is none"))),
+                Some(option) => Err(Failure::usage(format!("{option} is for a card, not for a file"))),
                 None => Ok(()),
             };
         }
@@ -349,13 +352,13 @@ impl Validate {
         }
     }
 
-    /// The device to measure, and the one to find the limits of.
+    /// The device to measure, and the device whose limits --fit finds.
     fn targets(&self) -> Result<(Target, Option<Target>), Failure> {
         let failed = |e| self.failure(e);
         let (ddr, hbm) = (self.card_ddr.map(Size::bytes), self.card_hbm.map(Size::bytes));
         match &self.device {
             Device::File(paths) => {
-                // As many calls at once as the ceiling makes.
+                // As many concurrent calls as the reference makes.
                 let ways = if self.settings().ways.contains(&Directions::Both) { 2 } else { 1 };
                 let options = FileDeviceOptions {
                     probe_at: self.probe_at.map(Size::bytes),
@@ -377,7 +380,7 @@ impl Validate {
                     catch_up,
                     ..SoftTarget::default()
                 };
-                // A busy machine's late threads shall not look like a limit.
+                // Late threads on a busy machine must not look like a limit.
                 let fitted = self.fit.then(|| Target::soft(soft(Some(Duration::from_millis(20)))));
                 let fitted = fitted.transpose().map_err(failed)?;
                 Ok((Target::soft(soft(None)).map_err(failed)?, fitted))
@@ -436,7 +439,7 @@ impl Validate {
                 "without --direct it is used through the page cache".to_owned()
             }
             E::Lost(_) => {
-                "say from which address on it may be overwritten: --offset SIZE, or --overwrite for all of it"
+                "name the first address that may be overwritten with --offset SIZE, or --overwrite for all of them"
                     .to_owned()
             }
             E::Memory(_) | E::NoRoom(_) | E::NoMemoryFor { .. } => {
@@ -495,7 +498,7 @@ fn emulate(text: &str) -> Result<String, String> {
     let known: Vec<String> = emulations().into_iter().map(|(name, _)| name).collect();
     match known.iter().any(|name| name == text) {
         true => Ok(text.to_owned()),
-        false => Err(format!("no such link\nhint: there are {}", known.join(", "))),
+        false => Err(format!("no such link\nhint: the links are {}", known.join(", "))),
     }
 }
 
@@ -508,13 +511,13 @@ fn seconds(text: &str) -> Result<Duration, String> {
     }
 }
 
-/// Finds out now, and not after minutes of measuring.
+/// Checks that a file can be written, before minutes of measuring.
 fn writable(path: &Path) -> Result<(), Failure> {
     let new = !path.exists();
     let opened = std::fs::File::options().write(true).create(true).truncate(false).open(path);
     opened.map(drop).map_err(|e| Failure::because(format!("cannot write {}", path.display()), &e))?;
     if new {
-        // Not an empty one when nothing is drawn. Whoever took it away meanwhile has done the same.
+        // No empty file is left when nothing is drawn; an error means that it is gone already.
         let _ = std::fs::remove_file(path);
     }
     Ok(())

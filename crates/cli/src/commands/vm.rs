@@ -1,4 +1,4 @@
-//! `dmalane vm`: binds and unbinds without a device.
+//! `dmalane vm`: device virtual memory without a device.
 
 mod report;
 
@@ -19,15 +19,15 @@ use report::Report;
 const EXAMPLES: &str = "\
 Examples:
   dmalane vm replay binds.jsonl
-  dmalane vm replay binds.jsonl --format agx-uat --json
+  dmalane vm replay binds.jsonl --format x86-64-5level --json
 
-Exit status: 0 replayed, 1 bad trace or a refused operation, 2 wrong command line.";
+Exit status: 0 replayed, 1 bad trace or a refused operation, 2 usage error.";
 
 const REPLAY_EXAMPLES: &str = "\
 Examples:
   dmalane load --sample 64MiB --record binds.jsonl && dmalane vm replay binds.jsonl
   dmalane vm replay - --json < binds.jsonl | jq '.results[] | select(.result != \"ok\")'
-  dmalane vm replay binds.jsonl --format agx-uat
+  dmalane vm replay binds.jsonl --format x86-64-5level
 
 A trace, one JSON object a line, with numbers or \"0x\" texts (docs/formats/vm-trace.md):
   {\"trace\": \"dmalane-vm\", \"version\": 1, \"format\": \"agx-uat\"}
@@ -35,9 +35,9 @@ A trace, one JSON object a line, with numbers or \"0x\" texts (docs/formats/vm-t
   {\"op\": \"bind\", \"va\": \"0x40000000\", \"bo\": 1, \"offset\": 0, \"len\": 65536, \"access\": \"rw\"}
   {\"op\": \"unbind\", \"va\": \"0x40004000\", \"len\": 16384}
 
-Exit status: 0 replayed, 1 bad trace or a refused operation, 2 wrong command line.";
+Exit status: 0 replayed, 1 bad trace or a refused operation, 2 usage error.";
 
-/// Bind and unbind in a device's virtual memory, without a device.
+/// Bind and unbind in device virtual memory, without a device.
 #[derive(Args)]
 #[command(after_help = EXAMPLES)]
 pub struct Vm {
@@ -52,7 +52,7 @@ enum VmCommand {
 
 /// Replay a trace of binds and unbinds, and print what is mapped at the end.
 ///
-/// Prints the result of each line. A line that is refused has no effect, and the replay goes on.
+/// Prints the result of each line. A refused line has no effect, and the replay continues.
 #[derive(Args)]
 #[command(after_help = REPLAY_EXAMPLES)]
 struct Replay {
@@ -78,7 +78,7 @@ impl Vm {
 }
 
 impl Replay {
-    /// Replays a trace and prints what became of it.
+    /// Replays a trace and prints the results.
     fn run(self) -> Result<ExitCode, Failure> {
         let (name, from): (_, Box<dyn BufRead>) = if self.trace.as_os_str() == "-" {
             ("stdin".to_owned(), Box::new(io::stdin().lock()))

@@ -32,7 +32,7 @@ fn a_card_is_served_to_one_client() {
     let output = output.unwrap();
     assert!(output.status.success());
     let text = String::from_utf8(output.stdout).unwrap();
-    assert_eq!(text, format!("listening at {}\nclient 1: gone\n", path.display()));
+    assert_eq!(text, format!("listening at {}\nclient 1: disconnected\n", path.display()));
     assert!(!path.exists());
     // Somebody else's file stays.
     std::fs::write(&path, "x").unwrap();
@@ -110,10 +110,10 @@ fn files_are_loaded_onto_a_served_card_and_come_back() {
         assert!(soft.status.success());
         assert!(std::fs::read(&saved).unwrap() == std::fs::read(&again).unwrap());
     }
-    let text = card.says(&["load", "--sample", "1MiB", "--explain", "--gather", "64KiB"], 0);
+    let text = card.says(&["load", "--sample", "1MiB", "--explain", "--chunk", "64KiB"], 0);
     assert!(text.contains("IOMMU      not in this process: vfio-user:"), "{text}");
     let text = card.says(&["read", to, "--verify"], 0);
-    assert!(text.contains("onto vfio-user:") && text.contains("it has every byte"), "{text}");
+    assert!(text.contains("onto vfio-user:") && text.contains("compared: equal"), "{text}");
     let text = card.says(&["load", "--sample", "65MiB", "--placement", "hbm-half"], 1);
     assert!(text.contains("does not fit the card: the card has 32 MiB"), "{text}");
     let text = card.says(&["validate", "-j", "2", "--buffer-size", "256KiB", "--iterations", "2"], 0);

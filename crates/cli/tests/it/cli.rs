@@ -76,10 +76,10 @@ fn wrong_usage_is_2() {
         &["read", "a", "--auto", "--direct"],
         &["read", "a", "--heap", "stack"],
         &["read", "a", "--pages", "3m"],
-        &["read", "a", "--depth", "0"],
+        &["read", "a", "--iodepth", "0"],
         &["read", "a", "--threads", "65"],
-        &["read", "a", "--block", "4KiB"],
-        &["read", "a", "--gather", "2GiB"],
+        &["read", "a", "--block-size", "4KiB"],
+        &["read", "a", "--chunk", "2GiB"],
         &["read", "a", "--range", "5..5"],
         &["read", "a", "--timeout", "never"],
         &["read", "a", "--map", "-d", "soft"],
@@ -104,7 +104,7 @@ fn a_bad_size_is_explained() {
         ("many", "not a size; write for example 16MiB, 1.5GiB, 90MB or 4096"),
         ("99999999999GiB", "too large"),
     ] {
-        for option in ["--sample", "--gather", "--card-ddr", "--card-hbm"] {
+        for option in ["--sample", "--chunk", "--card-ddr", "--card-hbm"] {
             let text = complains(&["load", option, size], 2);
             assert!(text.starts_with(&format!("dmalane: invalid value '{size}' for '{option} <SIZE>': ")), "{text}");
             assert!(text.contains(why), "{text}");
@@ -113,9 +113,9 @@ fn a_bad_size_is_explained() {
     for (option, size, why) in [
         ("--sample", "0", "a sample needs at least 4KiB"),
         ("--sample", "4095", "a sample needs at least 4KiB"),
-        ("--gather", "0", "not from 4KiB to 1GiB"),
-        ("--gather", "1", "not from 4KiB to 1GiB"),
-        ("--gather", "2GiB", "not from 4KiB to 1GiB"),
+        ("--chunk", "0", "not from 4KiB to 1GiB"),
+        ("--chunk", "1", "not from 4KiB to 1GiB"),
+        ("--chunk", "2GiB", "not from 4KiB to 1GiB"),
         ("--card-ddr", "0", "at least 1 byte"),
         ("--card-ddr", "257GiB", "a memory of the card has at most 256GiB"),
         ("--card-hbm", "1EiB", "a memory of the card has at most 256GiB"),
@@ -128,7 +128,7 @@ fn a_bad_size_is_explained() {
 #[test]
 fn doctor_reports_this_machine() {
     let report = json(&["doctor", "--json"]);
-    assert_eq!((&report["schema"], &report["command"]), (&1.into(), &"doctor".into()));
+    assert_eq!((&report["schema"], &report["command"]), (&2.into(), &"doctor".into()));
     assert_eq!(report["can_load"], true);
     let checks = report["checks"].as_array().unwrap();
     let names: Vec<_> = checks.iter().map(|c| c["name"].as_str().unwrap()).collect();
@@ -147,10 +147,10 @@ fn doctor_reports_this_machine() {
         assert!(names.contains(&name), "{name}");
     }
     for check in checks {
-        assert!(["ok", "lack", "note"].contains(&check["status"].as_str().unwrap()));
-        let mends = check["status"] == "lack" || check["status"] == "note" && check["real_devices"] == true;
-        assert!(mends || check["mend"].is_null(), "{check}");
-        assert!(check["status"] != "lack" || check["mend"].is_string(), "{check}");
+        assert!(["ok", "missing", "note"].contains(&check["status"].as_str().unwrap()));
+        let fixable = check["status"] == "missing" || check["status"] == "note" && check["real_devices"] == true;
+        assert!(fixable || check["fix"].is_null(), "{check}");
+        assert!(check["status"] != "missing" || check["fix"].is_string(), "{check}");
         assert!(check["why"].is_string() && check["found"].is_string() && check["needed"].is_boolean());
     }
     let text = run(&["doctor", env!("CARGO_MANIFEST_DIR")]);
@@ -392,29 +392,29 @@ fn what_reading_says() {
         assert!(output.status.success() && output.stderr.is_empty(), "{}", stderr(&output));
         serde_json::from_slice(&output.stdout).unwrap()
     };
-    // Every way gives the same bytes, and `dmalane load` agrees.
+    // Every method gives the same bytes, and `dmalane load` agrees.
     let loaded = command(&["load", "a", "--json"]).current_dir(&folder).output().unwrap();
     let hash = serde_json::from_slice::<Value>(&loaded.stdout).unwrap()["files"][0]["xxh3"].clone();
     for args in [
         ["a"].as_slice(),
         &["a", "b", "a"],
         &["a", "--buffered", "--threads", "3"],
-        &["a", "--gather", "4096", "--block", "64KiB", "--depth", "3"],
+        &["a", "--chunk", "4096", "--block-size", "64KiB", "--iodepth", "3"],
         &["a", "--scheme", "sequential", "--heap", "memfd"],
         &["a", "--scheme", "plain", "--pages", "4k"],
         &["a", "--pages", "1g", "--shareable"],
         &["a", "--map"],
         &["a", "b", "a", "-d", "soft", "--verify"],
-        &["a", "-d", "soft", "--verify", "--gather", "64KiB", "--block", "64KiB", "--threads", "3"],
+        &["a", "-d", "soft", "--verify", "--chunk", "64KiB", "--block-size", "64KiB", "--threads", "3"],
     ] {
         let report = json(args);
-        assert_eq!((&report["schema"], &report["command"]), (&1.into(), &"read".into()));
+        assert_eq!((&report["schema"], &report["command"]), (&2.into(), &"read".into()));
         assert_eq!((&report["files"][0]["xxh3"], &report["files"][0]["bytes"]), (&hash, &5_000_000.into()), "{args:?}");
         let file = &report["files"][0];
         let moved = file["direct_bytes"].as_u64().unwrap() + file["buffered_bytes"].as_u64().unwrap();
         assert_eq!(moved, 5_000_000, "{args:?}");
     }
-    let sent = json(&["a", "-d", "soft", "--no-checksum", "--verify", "--gather", "1MiB"]);
+    let sent = json(&["a", "-d", "soft", "--no-checksum", "--verify", "--chunk", "1MiB"]);
     assert_eq!((&sent["device"]["name"], &sent["device"]["verified"]), (&"soft".into(), &true.into()));
     assert_eq!(sent["memory"]["mappings"], 5);
     let moved = sent["stages"].as_array().unwrap().iter().find(|s| s["stage"] == "transfer").unwrap();

@@ -64,7 +64,7 @@ fn mistakes_are_told() {
     let nowhere = "/nonexistent/place/socket";
     for (args, status, said) in [
         (&["--mode", "999"][..], 2, "octal"),
-        (&["--client-queues", "17"], 2, "queues of a client of 17: must be 1 to 16"),
+        (&["--client-queues", "17"], 2, "not a whole number from 1 to 16"),
         (&["--client-ddr", "3"], 2, "multiple of 2 MiB"),
         (&["--ddr", "1GiB", "--client-ddr", "2GiB"], 2, "DDR of a client"),
         (&["--socket", nowhere], 1, "hint: mkdir -p /nonexistent/place"),
@@ -137,7 +137,7 @@ fn files_are_loaded_and_the_card_is_measured_through_it() {
     let file = folder.path().join("weights.bin");
     std::fs::write(&file, &bytes).unwrap();
     let (file, to) = (file.to_str().unwrap(), saved.to_str().unwrap());
-    let output = load(&[file, "--verify", "--gather", "1MiB", "--placement", "hbm-striped", "--save", to, "--json"]);
+    let output = load(&[file, "--verify", "--chunk", "1MiB", "--placement", "hbm-striped", "--save", to, "--json"]);
     assert!(output.status.success(), "{}", text(&output.stderr));
     let json: Value = serde_json::from_slice(&output.stdout).unwrap();
     assert_eq!((&json["device"], &json["verified"]), (&device.as_str().into(), &true.into()));

@@ -3,6 +3,7 @@
 mod card;
 mod cli;
 mod dmalaned;
+mod examples;
 mod iopt;
 mod refused;
 mod validate;

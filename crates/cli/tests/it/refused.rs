@@ -1,5 +1,5 @@
-//! A kernel that refuses io_uring, and cachestat: by a real seccomp filter, and by its own switch. Files are read all the same, and the reason is
-//! told.
+//! A kernel that refuses io_uring, and cachestat: by a real seccomp filter, and by its own switch. Files are read all
+//! the same, and the reason is told.
 
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
@@ -56,7 +56,7 @@ fn a_seccomp_filter_that_forbids_io_uring() {
     for (errno, said) in [(EPERM, "seccomp profile forbids it"), (ENOSYS, "a seccomp profile hides it")] {
         for calls in [&[IO_URING_SETUP][..], &[IO_URING_SETUP, CACHESTAT]] {
             for mode in ["--direct", "--buffered", "--auto"] {
-                let args = [path, "--json", mode, "--threads", "2", "--gather", "256KiB", "--block", "64KiB"];
+                let args = [path, "--json", mode, "--threads", "2", "--chunk", "256KiB", "--block-size", "64KiB"];
                 let read = json(&read_where(calls, errno, &args));
                 let file = &read["files"][0];
                 assert_eq!((&file["xxh3"], &file["bytes"]), (&free["xxh3"], &LEN.into()), "{errno} {mode}");

@@ -13,7 +13,7 @@ use dmalane_cli::program::{self, Completions, Man};
 const EXAMPLES: &str = "\
 Examples:
   dmalaned                                            serve at /run/dmalane/dmalaned.sock
-  dmalaned --socket /tmp/card.sock --mode 600         for this user alone
+  dmalaned --socket /tmp/card.sock --mode 600         for this user only
   dmalaned --ddr 64GiB --client-ddr 8GiB --clients 8  more memory for fewer clients
   dmalaned status                                     clients and their resources
   systemctl enable --now dmalaned.socket              by systemd, when the first client comes
@@ -24,7 +24,7 @@ Card memory that was never touched takes no host memory.
 Exit status:
   0  terminated by SIGTERM or SIGINT, and all resources are released
   1  the daemon could not run; `status`: no daemon is listening
-  2  wrong command line";
+  2  usage error";
 
 /// Shares a card between processes.
 ///
@@ -32,7 +32,8 @@ Exit status:
 /// payload passes through the daemon's socket. When a client exits or crashes, the daemon stops its queues and
 /// releases its resources.
 #[derive(Parser)]
-#[command(name = "dmalaned", version, after_help = EXAMPLES, max_term_width = 100, args_conflicts_with_subcommands = true)]
+#[command(name = "dmalaned", version, after_help = EXAMPLES, max_term_width = 100)]
+#[command(args_conflicts_with_subcommands = true)]
 struct Dmalaned {
     #[command(subcommand)]
     command: Option<Command>,

@@ -8,6 +8,7 @@ use std::time::Duration;
 use clap::Args;
 use dmalane::daemon::{ClientLimits, Config, Listener, SOCKET, Server, ServerEvent};
 use dmalane_cli::failure::Failure;
+use dmalane_cli::number::within;
 use dmalane_cli::output;
 use dmalane_cli::size::{self, Size};
 
@@ -25,27 +26,27 @@ pub struct Serve {
     mode: u32,
 
     /// Allow this user (by number) and refuse all that are not listed; may be repeated
-    #[arg(long = "allow-uid", value_name = "UID")]
+    #[arg(long = "allow-uid", value_name = "UID", value_parser = within::<u32>(0..=u32::MAX.into()))]
     uids: Vec<u32>,
 
     /// Allow users with this primary group (by number) and refuse all that are not listed; may be repeated
-    #[arg(long = "allow-gid", value_name = "GID")]
+    #[arg(long = "allow-gid", value_name = "GID", value_parser = within::<u32>(0..=u32::MAX.into()))]
     gids: Vec<u32>,
 
-    /// DDR of the card, in multiples of 2MiB
+    /// DDR size of the card, a multiple of 2MiB
     #[arg(long, value_name = "SIZE", default_value_t = Size::gib(32), value_parser = size::nonzero)]
     ddr: Size,
 
-    /// HBM of the card, in multiples of 4MiB
+    /// HBM size of the card, a multiple of 4MiB
     #[arg(long, value_name = "SIZE", default_value_t = Size::gib(32), value_parser = size::nonzero)]
     hbm: Size,
 
-    /// Clients at one time
-    #[arg(long, value_name = "N", default_value_t = 64)]
+    /// Most clients at a time
+    #[arg(long, value_name = "N", default_value_t = 64, value_parser = within::<usize>(1..=1024))]
     clients: usize,
 
-    /// Clients of one user at one time [default: three quarters of --clients; all, where only one user may connect]
-    #[arg(long, value_name = "N")]
+    /// Most clients of one user at a time [default: three quarters of --clients; all, where only one user may connect]
+    #[arg(long, value_name = "N", value_parser = within::<usize>(1..=1024))]
     user_clients: Option<usize>,
 
     /// DDR for all clients of one user [default: three quarters of --ddr; all, where only one user may connect]
@@ -65,11 +66,11 @@ pub struct Serve {
     client_hbm: Size,
 
     /// Queues of one client, 1 to 16
-    #[arg(long, value_name = "N", default_value_t = 2)]
+    #[arg(long, value_name = "N", default_value_t = 2, value_parser = within::<u32>(1..=16))]
     client_queues: u32,
 
     /// Registered buffers of one client
-    #[arg(long, value_name = "N", default_value_t = 256)]
+    #[arg(long, value_name = "N", default_value_t = 256, value_parser = within::<u32>(0..=u32::MAX.into()))]
     client_buffers: u32,
 
     /// Bytes of all registered buffers of one client
@@ -77,7 +78,7 @@ pub struct Serve {
     client_bytes: Size,
 
     /// How long to spin before sleeping, in microseconds
-    #[arg(long, value_name = "US", default_value_t = 100)]
+    #[arg(long, value_name = "US", default_value_t = 100, value_parser = within::<u64>(0..=u64::MAX))]
     spin: u64,
 
     /// Do not log clients that connect and disconnect
@@ -136,7 +137,7 @@ impl Serve {
         system::notify("READY=1");
         let totals = server.run(listener, stop.as_fd())?;
         if !quiet {
-            say(&format!("ended; {} clients served, {} released", totals.served, totals.released));
+            say(&format!("stopped; {} clients served, {} released", totals.served, totals.released));
         }
         Ok(ExitCode::SUCCESS)
     }
@@ -154,7 +155,7 @@ fn listen(path: &Path, mode: u32) -> Result<Listener, Failure> {
         let failure = Failure::because(e.to_string(), &e);
         match path.parent() {
             Some(parent) if !parent.as_os_str().is_empty() && !parent.exists() => {
-                failure.hint(format!("mkdir -p {}, or name another place with --socket", parent.display()))
+                failure.hint(format!("mkdir -p {}, or choose another path with --socket", parent.display()))
             }
             _ => failure,
         }

@@ -16,7 +16,7 @@ Examples:
   dmalaned status
   dmalaned status --socket /tmp/card.sock --json | jq '.clients[].pid'
 
-Exit status: 0 the daemon answered, 1 it did not, 2 wrong command line.";
+Exit status: 0 the daemon answered, 1 it did not, 2 usage error.";
 
 /// Show a daemon's clients and counters.
 #[derive(Args)]
@@ -129,7 +129,8 @@ fn size(bytes: u64) -> String {
 fn text(status: &DaemonStatus) -> String {
     let DaemonStatus { uptime, totals, quarantined, ddr, hbm, clients } = status;
     let mut out = format!(
-        "up for {uptime} s; {} clients served, {} released, {} refused; {} requests, {} refused; {quarantined} quarantined\n\
+        "up for {uptime} s; {} clients served, {} released, {} refused; {} requests, {} refused; {quarantined} \
+        quarantined\n\
          DDR {} of {}, HBM {} of {}\n",
         totals.served,
         totals.released,

@@ -13,11 +13,11 @@ pub fn dma_heaps(probe: &Probe) -> Check {
     let subject = Subject::for_real_devices("dma_heap", "buffers that other drivers import as dma-bufs");
     let names = probe.names("/dev/dma_heap");
     if names.is_empty() {
-        return subject.lack("no /dev/dma_heap", kernel_option("DMABUF_HEAPS"));
+        return subject.missing("no /dev/dma_heap", kernel_option("DMABUF_HEAPS"));
     }
     let closed = names.iter().find(|n| probe.node(format!("/dev/dma_heap/{n}")) == Node::Closed);
     match closed {
-        Some(name) => subject.lack(
+        Some(name) => subject.missing(
             format!("{}; {name} is closed to this user", list(&names)),
             open_up(&format!("/dev/dma_heap/{name}")),
         ),
@@ -33,7 +33,8 @@ pub fn udmabuf(probe: &Probe) -> Check {
 pub fn vfio(probe: &Probe) -> Check {
     let subject = Subject::for_real_devices(
         "vfio",
-        "drives a PCI device from user space: by iommufd and the device's own file, else by container and group (type 1)",
+        "drives a PCI device from user space: by iommufd and the device's own file, else by container and group \
+        (type 1)",
     );
     let backends = vfio::backends(&probe.place("/"));
     if backends.is_empty() {
@@ -48,7 +49,7 @@ pub fn vfio(probe: &Probe) -> Check {
     // What leads nowhere first; then what root could open up, or load.
     let last = backends.iter().find(|s| s.selected.is_none()).and_then(|s| s.unavailable.last());
     match last {
-        Some((_, error)) => subject.lack(found, mend(probe, error)),
+        Some((_, error)) => subject.missing(found, fix(probe, error)),
         None => subject.ok(found),
     }
 }
@@ -71,7 +72,7 @@ fn how(status: &vfio::BackendStatus) -> String {
     text
 }
 
-fn mend(probe: &Probe, error: &vfio::Error) -> String {
+fn fix(probe: &Probe, error: &vfio::Error) -> String {
     match error {
         vfio::Error::NoModule { module, .. } => format!("sudo modprobe {module}"),
         vfio::Error::NotBuilt { option, .. } => kernel_option(option),
@@ -85,14 +86,15 @@ fn mend(probe: &Probe, error: &vfio::Error) -> String {
 pub fn iommufd(probe: &Probe) -> Check {
     let subject = Subject::for_real_devices(
         "iommufd",
-        "maps memory for a PCI device by its file, and BARs as dma-bufs; without it type 1 does, and BARs by their pages",
+        "maps memory for a PCI device by its file, and BARs as dma-bufs; without it type 1 does, and BARs by their \
+        pages",
     );
     let path = "/dev/iommu";
     let bound = vfio::backends(&probe.place("/"));
     let files = probe.names("/dev/vfio/devices");
     match (probe.node(path), vfio::check_iommufd(&probe.place("/"))) {
-        (_, Err(error)) => subject.lack(error.to_string(), mend(probe, &error)),
-        (Node::Open, Ok(())) if !bound.is_empty() && files.is_empty() => subject.lack(
+        (_, Err(error)) => subject.missing(error.to_string(), fix(probe, &error)),
+        (Node::Open, Ok(())) if !bound.is_empty() && files.is_empty() => subject.missing(
             format!("{path}, but no files of devices (/dev/vfio/devices)"),
             kernel_option("CONFIG_VFIO_DEVICE_CDEV"),
         ),
@@ -103,8 +105,8 @@ pub fn iommufd(probe: &Probe) -> Check {
 fn node(probe: &Probe, subject: Subject, path: &str, make: String) -> Check {
     match probe.node(path) {
         Node::Open => subject.ok(path),
-        Node::Closed => subject.lack(format!("{path} is closed to this user"), open_up(path)),
-        Node::Missing => subject.lack(format!("no {path}"), make),
+        Node::Closed => subject.missing(format!("{path} is closed to this user"), open_up(path)),
+        Node::Missing => subject.missing(format!("no {path}"), make),
     }
 }
 
@@ -112,7 +114,7 @@ pub fn iommu_groups(probe: &Probe) -> Check {
     let subject =
         Subject::for_real_devices("iommu_groups", "without an IOMMU no PCI device can be given to a program safely");
     match probe.names("/sys/kernel/iommu_groups").len() {
-        0 => subject.lack("none: no IOMMU, or it is switched off", switch_iommu_on(probe)),
+        0 => subject.missing("none: no IOMMU, or it is switched off", switch_iommu_on(probe)),
         1 => subject.ok("1 group"),
         groups => subject.ok(format!("{groups} groups")),
     }
@@ -120,7 +122,8 @@ pub fn iommu_groups(probe: &Probe) -> Check {
 
 fn switch_iommu_on(probe: &Probe) -> &'static str {
     if probe.field("/proc/cpuinfo", "vendor_id").as_deref() == Some("GenuineIntel") {
-        "sudo sed -i 's/^GRUB_CMDLINE_LINUX=\"/&intel_iommu=on /' /etc/default/grub && sudo update-grub && sudo reboot    \
+        "sudo sed -i 's/^GRUB_CMDLINE_LINUX=\"/&intel_iommu=on /' /etc/default/grub && sudo update-grub && sudo \
+        reboot    \
          # with VT-d on in the firmware"
     } else {
         "sudo dmesg | grep -iE 'iommu|smmu|amd-vi'    # and switch it on in the firmware"

@@ -11,7 +11,7 @@ use crate::device::CHUNK;
 use crate::probe::{CAP_IPC_LOCK, Probe};
 use crate::size::binary;
 
-/// Host buffers of a load with the default `--gather`.
+/// Host buffers of a load with the default `--chunk`.
 pub const HOST_BUFFERS: u64 = 4 * CHUNK.bytes();
 /// Host buffers, and as much again for a small file on the card.
 const LEAST_MEMORY: u64 = 2 * HOST_BUFFERS;
@@ -56,7 +56,7 @@ fn count(list: &str) -> Option<u64> {
 
 pub fn memory(probe: &Probe) -> Check {
     let subject =
-        Subject::needed("memory", "the software card keeps what is loaded in it, besides 4 x --gather of host buffers");
+        Subject::needed("memory", "the software card keeps what is loaded in it, besides 4 x --chunk of host buffers");
     let kib = |key| {
         let number: u64 = probe.field("/proc/meminfo", key)?.strip_suffix("kB")?.trim().parse().ok()?;
         number.checked_mul(1024)
@@ -67,7 +67,7 @@ pub fn memory(probe: &Probe) -> Check {
     let found = format!("{} available of {}", binary(available), binary(total));
     if available < LEAST_MEMORY {
         let mend = "ps -eo pid,rss,comm --sort=-rss | head    # and end what is not needed";
-        return subject.lack(format!("{found}; {} are needed", binary(LEAST_MEMORY)), mend);
+        return subject.missing(format!("{found}; {} are needed", binary(LEAST_MEMORY)), mend);
     }
     subject.ok(found)
 }
@@ -79,7 +79,7 @@ pub fn cgroup_memory(probe: &Probe) -> Check {
     );
     match cgroup_limit(probe) {
         None => subject.ok("no limit"),
-        Some((limit, file)) if limit < LEAST_MEMORY => subject.lack(
+        Some((limit, file)) if limit < LEAST_MEMORY => subject.missing(
             format!("{}; {} are needed", binary(limit), binary(LEAST_MEMORY)),
             format!("echo {LEAST_MEMORY} | sudo tee {}", quote(&file)),
         ),
@@ -116,7 +116,7 @@ pub fn memfd() -> Check {
     };
     match attempt() {
         Ok(()) => subject.ok("created and sealed"),
-        Err(e) => subject.lack(
+        Err(e) => subject.missing(
             format!("refused: {e}"),
             "docker run --security-opt seccomp=unconfined ...    # or allow memfd_create in the sandbox that is in use",
         ),
@@ -142,11 +142,11 @@ pub fn memlock(probe: &Probe) -> Check {
     } else if soft >= HOST_BUFFERS {
         subject.ok(found)
     } else if hard == u64::MAX {
-        subject.lack(found, "ulimit -l unlimited")
+        subject.missing(found, "ulimit -l unlimited")
     } else if hard >= HOST_BUFFERS {
-        subject.lack(found, format!("ulimit -l {}", hard / 1024))
+        subject.missing(found, format!("ulimit -l {}", hard / 1024))
     } else {
-        subject.lack(found, "sudo prlimit --pid $$ --memlock=unlimited")
+        subject.missing(found, "sudo prlimit --pid $$ --memlock=unlimited")
     }
 }
 

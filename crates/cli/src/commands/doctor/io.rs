@@ -22,14 +22,14 @@ pub fn io_uring(probe: &Probe) -> Check {
     let tried = probe.ring.map(|set_up| set_up());
     match (tried, disabled) {
         (Some(Ok(())), _) => subject.ok("a ring was set up"),
-        (_, Some(2)) => subject.lack("switched off (kernel.io_uring_disabled = 2)", allow),
+        (_, Some(2)) => subject.missing("switched off (kernel.io_uring_disabled = 2)", allow),
         (_, Some(1)) if !probe.capable(CAP_SYS_ADMIN) => {
-            subject.lack("switched off for this user (kernel.io_uring_disabled = 1)", allow)
+            subject.missing("switched off for this user (kernel.io_uring_disabled = 1)", allow)
         }
-        (Some(Err(e)), _) if filtered => subject.lack(format!("refused, likely by a seccomp filter: {e}"), sandbox),
-        (Some(Err(e)), _) => subject.lack(format!("refused: {e}"), "grep IO_URING /boot/config-$(uname -r)"),
+        (Some(Err(e)), _) if filtered => subject.missing(format!("refused, likely by a seccomp filter: {e}"), sandbox),
+        (Some(Err(e)), _) => subject.missing(format!("refused: {e}"), "grep IO_URING /boot/config-$(uname -r)"),
         (None, _) if host::version(probe).is_some_and(|v| v < (5, 1)) => {
-            subject.lack("the kernel is older than 5.1", "uname -r    # and boot a newer one")
+            subject.missing("the kernel is older than 5.1", "uname -r    # and boot a newer one")
         }
         (None, _) if filtered => subject.note("not switched off, but a seccomp filter is on and may refuse it"),
         (None, Some(_)) => subject.ok("allowed"),
@@ -60,7 +60,7 @@ pub fn direct(path: &Path) -> Result<Check, Failure> {
         }
         Err(Trouble::Open(e)) if e.kind() == ErrorKind::PermissionDenied => {
             return Ok(
-                subject.lack(format!("not tried: {at}: {e}"), format!("sudo chmod a+r {}", quote(&at.to_string())))
+                subject.missing(format!("not tried: {at}: {e}"), format!("sudo chmod a+r {}", quote(&at.to_string())))
             );
         }
         Err(Trouble::Open(e)) => return Ok(refused(subject, &format!("{at} cannot be opened with O_DIRECT: {e}"))),
@@ -88,7 +88,7 @@ pub fn direct(path: &Path) -> Result<Check, Failure> {
 }
 
 fn refused(subject: Subject, found: &str) -> Check {
-    subject.lack(found, "dmalane load --buffered FILE    # or move the files to ext4 or xfs")
+    subject.missing(found, "dmalane load --buffered FILE    # or move the files to ext4 or xfs")
 }
 
 enum Trouble {
@@ -126,7 +126,8 @@ fn read_block(file: &File, alignment: u32) -> io::Result<()> {
     file.read_at(block, 0).map(drop)
 }
 
-/// The file systems of which a load knows that there is no disk to read directly. (An overlay says only that it is one.)
+/// The file systems of which a load knows that there is no disk to read directly. (An overlay says only that it is
+/// one.)
 fn in_memory(magic: u32) -> Option<&'static str> {
     match magic {
         0x0102_1994 => Some("tmpfs"),

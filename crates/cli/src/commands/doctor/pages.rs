@@ -31,7 +31,7 @@ pub fn reserved_2m(probe: &Probe) -> Check {
         "the best buffers for direct I/O: few segments, few page-table leaves, zeroed fastest",
     );
     let Some(Pool { total, free, usable }) = pool(probe, 2048) else {
-        return subject.lack(
+        return subject.missing(
             "the kernel has none",
             "grep -E 'HUGETLB|THP' /boot/config-$(uname -r)    # CONFIG_HUGETLBFS is off",
         );
@@ -42,8 +42,8 @@ pub fn reserved_2m(probe: &Probe) -> Check {
         return subject.ok(format!("{found} ({} usable)", binary(usable.saturating_mul(2 << 20))));
     }
     let wanted = total.saturating_add(need - usable);
-    subject.lack(
-        format!("{found}; a load with the default --gather takes {need}"),
+    subject.missing(
+        format!("{found}; a load with the default --chunk takes {need}"),
         format!("echo {wanted} | sudo tee {POOLS}/hugepages-2048kB/nr_hugepages"),
     )
 }
@@ -74,10 +74,12 @@ fn setting(probe: &Probe, subject: Subject, file: &str, best: &str, good: &[&str
     match (probe.choice(format!("{TRANSPARENT}/{file}")), probe.text(format!("{TRANSPARENT}/{file}"))) {
         (Some(choice), _) if good.contains(&choice.as_str()) => subject.ok(choice),
         (Some(choice), _) if ["never", "deny"].contains(&choice.as_str()) => {
-            subject.lack(choice, format!("echo {best} | sudo tee {TRANSPARENT}/{file}"))
+            subject.missing(choice, format!("echo {best} | sudo tee {TRANSPARENT}/{file}"))
         }
         (_, Some(_)) => subject.note("a setting that this program does not know"),
-        (_, None) => subject
-            .lack("the kernel has none", "grep TRANSPARENT_HUGEPAGE /boot/config-$(uname -r)    # the option is off"),
+        (_, None) => subject.missing(
+            "the kernel has none",
+            "grep TRANSPARENT_HUGEPAGE /boot/config-$(uname -r)    # the option is off",
+        ),
     }
 }

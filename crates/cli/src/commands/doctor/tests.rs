@@ -27,7 +27,11 @@ fn good() -> Vec<(&'static str, &'static [u8])> {
         ("proc/sys/kernel/osrelease", b"6.12.3-amd64\n"),
         ("proc/sys/kernel/io_uring_disabled", b"0\n"),
         ("proc/self/status", b"Name:\tdmalane\nCapEff:\t0000000000000000\nSeccomp:\t0\nCpus_allowed_list:\t0-3,8\n"),
-        ("proc/self/limits", b"Limit  Soft Limit  Hard Limit  Units\nMax locked memory         unlimited            unlimited            bytes\n"),
+        (
+            "proc/self/limits",
+            b"Limit  Soft Limit  Hard Limit  Units\nMax locked memory         unlimited            \
+                               unlimited            bytes\n",
+        ),
         ("proc/self/cgroup", b"0::/user/session\n"),
         ("proc/meminfo", b"MemTotal:       16314408 kB\nMemFree: 1 kB\nMemAvailable:   12000000 kB\n"),
         ("proc/cpuinfo", b"processor\t: 0\nvendor_id\t: GenuineIntel\n"),
@@ -67,15 +71,15 @@ fn find<'a>(report: &'a Report, name: &str) -> &'a Check {
 fn consistent(report: &Report) {
     for check in &report.checks {
         match (check.status, check.real_devices) {
-            (Status::Lack, real) => assert!(check.mend.is_some() && !real, "{check:?}"),
+            (Status::Missing, real) => assert!(check.fix.is_some() && !real, "{check:?}"),
             (Status::Note, true) => {}
-            _ => assert_eq!(check.mend, None, "{check:?}"),
+            _ => assert_eq!(check.fix, None, "{check:?}"),
         }
         assert!(!check.found.is_empty() && !check.why.is_empty());
         assert!(!check.found.contains(char::is_control));
     }
     let json = serde_json::to_value(report).unwrap();
-    assert_eq!((&json["schema"], &json["command"]), (&1.into(), &"doctor".into()));
+    assert_eq!((&json["schema"], &json["command"]), (&2.into(), &"doctor".into()));
     assert!(!text(report).is_empty());
 }
 
@@ -87,19 +91,19 @@ fn with(changes: &[(&str, &[u8])], name: &str) -> (Status, String, String) {
     let report = look(&probe);
     consistent(&report);
     let check = find(&report, name);
-    (check.status, check.found.clone(), check.mend.clone().unwrap_or_default())
+    (check.status, check.found.clone(), check.fix.clone().unwrap_or_default())
 }
 
 #[test]
-fn a_good_machine_lacks_nothing() {
+fn a_good_machine_has_everything() {
     let (root, probe) = machine(&good());
     symlink("../../drivers/nvidia", root.path().join("sys/bus/pci/devices/0000:01:00.0/driver")).unwrap();
     let report = look(&probe);
     consistent(&report);
     assert!(report.can_load);
     // Direct I/O and the kernel's page size are this machine's own.
-    let lacks = report.checks.iter().filter(|c| c.status == Status::Lack && c.name != "direct_io");
-    assert_eq!(lacks.map(|c| c.name).collect::<Vec<_>>(), [""; 0]);
+    let missing = report.checks.iter().filter(|c| c.status == Status::Missing && c.name != "direct_io");
+    assert_eq!(missing.map(|c| c.name).collect::<Vec<_>>(), [""; 0]);
     for (name, found) in [
         ("cores", "5"),
         ("memory", "11.4 GiB available of 15.6 GiB"),
@@ -130,9 +134,9 @@ fn devices_that_are_bound_to_vfio_are_named() {
     let vfio = |probe: &Probe, name: &str| {
         let report = look(probe);
         let check = find(&report, name);
-        (check.status, check.found.clone(), check.mend.clone())
+        (check.status, check.found.clone(), check.fix.clone())
     };
-    let (status, found, mend) = vfio(&probe, "vfio");
+    let (status, found, fix) = vfio(&probe, "vfio");
     assert!(
         status == Status::Note && found.starts_with("bound to vfio-pci: 0000:01:00.0 by no backend, not by iommufd: "),
         "{found}"
@@ -140,10 +144,10 @@ fn devices_that_are_bound_to_vfio_are_named() {
     assert!(
         found.contains("no file below /dev/vfio/devices") && found.contains("not by type1: /dev/vfio/15 is missing")
     );
-    assert_eq!(mend.unwrap(), "sudo modprobe vfio-pci");
-    let (status, found, mend) = vfio(&probe, "iommufd");
+    assert_eq!(fix.unwrap(), "sudo modprobe vfio-pci");
+    let (status, found, fix) = vfio(&probe, "iommufd");
     assert!(status == Status::Note && found.contains("no files of devices"), "{found}");
-    assert!(mend.unwrap().contains("CONFIG_VFIO_DEVICE_CDEV"));
+    assert!(fix.unwrap().contains("CONFIG_VFIO_DEVICE_CDEV"));
 
     let group = root.path().join("dev/vfio/15");
     std::fs::write(&group, "").unwrap();
@@ -154,9 +158,9 @@ fn devices_that_are_bound_to_vfio_are_named() {
     if !rustix::process::geteuid().is_root() {
         let closed = std::os::unix::fs::PermissionsExt::from_mode(0o000);
         std::fs::set_permissions(&group, closed).unwrap();
-        let (status, found, mend) = vfio(&probe, "vfio");
+        let (status, found, fix) = vfio(&probe, "vfio");
         assert!(status == Status::Note && found.contains("no permission to open /dev/vfio/15"), "{found}");
-        assert!(mend.unwrap().ends_with("/dev/vfio/15"));
+        assert!(fix.unwrap().ends_with("/dev/vfio/15"));
     }
 
     std::fs::create_dir_all(device.join("vfio-dev/vfio0")).unwrap();
@@ -167,9 +171,9 @@ fn devices_that_are_bound_to_vfio_are_named() {
     assert_eq!(vfio(&probe, "iommufd"), (Status::Ok, "/dev/iommu".to_owned(), None));
 
     std::fs::remove_file(device.join("iommu_group")).unwrap();
-    let (status, found, mend) = vfio(&probe, "vfio");
+    let (status, found, fix) = vfio(&probe, "vfio");
     assert!(status == Status::Note && found.matches("is in no IOMMU group").count() == 1, "{found}");
-    assert!(mend.unwrap().contains("iommu"));
+    assert!(fix.unwrap().contains("iommu"));
 }
 
 #[test]
@@ -181,12 +185,14 @@ fn an_empty_machine_still_gets_a_report() {
     assert_eq!(find(&report, "gpus").status, Status::Note);
     for name in ["dma_heap", "udmabuf", "vfio", "iommufd", "iommu_groups"] {
         let check = find(&report, name);
-        assert!(check.status == Status::Note && check.mend.is_some(), "{check:?}");
+        assert!(check.status == Status::Note && check.fix.is_some(), "{check:?}");
     }
     let text = text(&report);
-    let (ours, real) = text.split_once("\nfor real devices (not needed by the software card):\n").unwrap();
+    let (ours, real) = text.split_once("\nfor hardware (not needed by the software card):\n").unwrap();
     assert!(
-        ours.contains("pagemap") && real.contains("note  udmabuf") && real.contains("      mend: grep CONFIG_UDMABUF")
+        ours.contains("pagemap")
+            && real.contains("note     udmabuf")
+            && real.contains("         fix: grep CONFIG_UDMABUF")
     );
 }
 
@@ -201,8 +207,10 @@ fn garbage_is_no_panic() {
         b"18446744073709551615",
         b"[[[]]]",
         b"::::::\n:::\n0::/../../../etc\n1:memory:/\xff\n",
-        b"MemTotal: 18446744073709551615 kB\nMemAvailable: -5 kB\nCapEff: zz\nMax locked memory x y\nCpus_allowed_list: 0-18446744073709551615",
-        b"MemTotal: 18446744073709551 kB\nMemAvailable: 18446744073709551 kB\nMax locked memory 18446744073709551615 18446744073709551615\n\x1b[2J",
+        b"MemTotal: 18446744073709551615 kB\nMemAvailable: -5 kB\nCapEff: zz\nMax locked memory x \
+          y\nCpus_allowed_list: 0-18446744073709551615",
+        b"MemTotal: 18446744073709551 kB\nMemAvailable: 18446744073709551 kB\nMax locked memory 18446744073709551615 \
+          18446744073709551615\n\x1b[2J",
     ];
     for content in contents {
         let files: Vec<_> = good().into_iter().map(|(path, _)| (path, content)).collect();
@@ -219,12 +227,12 @@ fn garbage_is_no_panic() {
 }
 
 #[test]
-fn each_lack_comes_with_its_command() {
-    let (status, found, mend) =
+fn each_missing_item_comes_with_a_fix() {
+    let (status, found, fix) =
         with(&[(&format!("{POOL}/nr_hugepages"), b"10"), (&format!("{POOL}/free_hugepages"), b"5")], "hugepages_2m");
-    assert_eq!((status, found.as_str()), (Status::Lack, "5 free of 10; a load with the default --gather takes 32"));
+    assert_eq!((status, found.as_str()), (Status::Missing, "5 free of 10; a load with the default --chunk takes 32"));
     // 5 free of which 2 are promised: 29 more are wanted.
-    assert_eq!(mend, format!("echo 39 | sudo tee /{POOL}/nr_hugepages"));
+    assert_eq!(fix, format!("echo 39 | sudo tee /{POOL}/nr_hugepages"));
     let on_demand = with(
         &[(&format!("{POOL}/free_hugepages"), b"0"), (&format!("{POOL}/nr_overcommit_hugepages"), b"512")],
         "hugepages_2m",
@@ -243,7 +251,7 @@ fn each_lack_comes_with_its_command() {
 
     let switch = "proc/sys/kernel/io_uring_disabled";
     assert_eq!(with(&[(switch, b"2"), root], "io_uring").2, "sudo sysctl kernel.io_uring_disabled=0");
-    assert_eq!(with(&[(switch, b"1")], "io_uring").0, Status::Lack);
+    assert_eq!(with(&[(switch, b"1")], "io_uring").0, Status::Missing);
     assert_eq!(with(&[(switch, b"1"), root], "io_uring").0, Status::Ok);
     assert_eq!(with(&[("proc/self/status", b"Seccomp:\t2")], "io_uring").0, Status::Note);
 }
@@ -257,7 +265,7 @@ fn a_ring_that_was_tried_counts_for_more_than_what_proc_says() {
         consistent(&report);
         find(&report, "io_uring").status
     };
-    assert_eq!(check(&probe), Status::Lack);
+    assert_eq!(check(&probe), Status::Missing);
     probe.ring = Some(|| Ok(()));
     assert_eq!(check(&probe), Status::Ok);
 }
@@ -295,7 +303,7 @@ fn direct_io_is_tried_on_directories_and_files_and_leaves_nothing_behind() {
 }
 
 #[test]
-fn a_file_system_in_memory_is_no_lack() {
+fn a_file_system_in_memory_is_a_note() {
     let shm = Path::new("/dev/shm");
     if rustix::fs::statfs(shm).is_ok_and(|s| s.f_type as u32 == 0x0102_1994) {
         let check = super::io::direct(shm).unwrap_or_else(|_| panic!("it is there"));

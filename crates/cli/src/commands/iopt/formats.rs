@@ -159,8 +159,8 @@ fn most_entries(image: &Image) -> u64 {
     image.len() + 4096
 }
 
-/// Walks from each leaf or hole to the next. That is a few loads more than a descent of its own would take, and leaves a
-/// single piece of code that says what tables mean.
+/// Walks from each leaf or hole to the next. That is a few loads more than a descent of its own would take, and leaves
+/// a single piece of code that says what tables mean.
 fn dump_as<F: Format>(image: &Image, root: u64) -> Result<Vec<Run>, Endless> {
     let mut runs: Vec<Run> = Vec::new();
     let mut at = 0;

@@ -11,7 +11,7 @@ use super::Outcome;
 use crate::output::plain;
 use crate::size::{binary, decimal, duration, per_second, rate};
 
-/// What `--json` prints; described in `docs/formats/json.md`.
+/// The output of `--json`, described in `docs/formats/json.md`.
 #[derive(Serialize)]
 struct Json {
     schema: u32,
@@ -35,7 +35,7 @@ struct Json {
 struct JsonStage {
     stage: String,
     busy_s: f64,
-    held_s: f64,
+    wall_s: f64,
     share: Option<f64>,
     bytes: u64,
     bytes_per_s: Option<f64>,
@@ -53,8 +53,8 @@ struct JsonCeilings {
 struct JsonHost {
     staging_buffers: usize,
     staging_bytes: u64,
-    pages: Option<String>,
-    pages_passed_over: Vec<String>,
+    page_backing: Option<String>,
+    page_backing_fallbacks: Vec<String>,
     heap_peak_bytes: u64,
     resident_before_bytes: u64,
     resident_peak_bytes: u64,
@@ -104,11 +104,11 @@ fn tensors(o: &Outcome) -> usize {
     o.loaded.files.iter().map(|f| f.model.tensors.len()).sum()
 }
 
-/// A rate over fewer bytes says how long it takes to begin.
+/// A rate over fewer bytes measures start-up time.
 const LEAST: u64 = 1 << 20;
 
-/// What a stage could do at best. Only stages that move bytes through memory or from the disk have a ceiling. What is
-/// transferred is copied, and the card's memory is made present where the load is the first to touch it.
+/// The reference rate of a stage. Only stages that move bytes through memory or from the disk have one. A transfer
+/// copies its bytes, and populates the card's memory where the load touches it first.
 fn ceiling(s: &StageReport, o: &Outcome) -> Option<f64> {
     let c = o.report.ceilings.filter(|_| s.bytes >= LEAST)?;
     let best = match s.stage {
@@ -119,13 +119,13 @@ fn ceiling(s: &StageReport, o: &Outcome) -> Option<f64> {
     (best.is_finite() && best > 0.0).then_some(best)
 }
 
-/// What a stage did, where it moved bytes.
+/// The rate of a stage that moved bytes.
 fn reached(s: &StageReport) -> Option<f64> {
     let moves = !matches!(s.stage, Stage::Register | Stage::Map | Stage::Bind);
     (moves && s.bytes >= LEAST && !s.busy.is_zero()).then(|| s.bytes as f64 / s.busy.as_secs_f64())
 }
 
-/// What of the wall time the pipeline spent on a stage; verification comes after it.
+/// The share of the wall time that the pipeline spent on a stage; verification follows the wall time.
 fn share(s: &StageReport, wall: Duration) -> Option<f64> {
     (s.stage != Stage::Verify && !wall.is_zero()).then(|| s.held.as_secs_f64() / wall.as_secs_f64())
 }
@@ -153,7 +153,7 @@ pub(super) fn json(o: &Outcome) -> impl Serialize + use<> {
     let (backing, iommu) = (o.backing.as_ref(), o.iommu.as_ref());
     let ceilings = o.report.ceilings;
     Json {
-        schema: 1,
+        schema: 2,
         command: "load",
         device: o.device.clone(),
         bytes: o.report.bytes,
@@ -168,7 +168,7 @@ pub(super) fn json(o: &Outcome) -> impl Serialize + use<> {
             .map(|s| JsonStage {
                 stage: s.stage.to_string(),
                 busy_s: s.busy.as_secs_f64(),
-                held_s: s.held.as_secs_f64(),
+                wall_s: s.held.as_secs_f64(),
                 share: share(s, o.report.wall),
                 bytes: s.bytes,
                 bytes_per_s: reached(s),
@@ -183,8 +183,8 @@ pub(super) fn json(o: &Outcome) -> impl Serialize + use<> {
         host: JsonHost {
             staging_buffers: o.report.staging.0,
             staging_bytes: o.report.staging.1,
-            pages: backing.map(|r| r.kind.to_string()),
-            pages_passed_over: backing
+            page_backing: backing.map(|r| r.kind.to_string()),
+            page_backing_fallbacks: backing
                 .map_or(Vec::new(), |r| r.passed_over.iter().map(|(kind, why)| format!("{kind}: {why}")).collect()),
             heap_peak_bytes: o.heap_peak,
             resident_before_bytes: o.report.resident_before,
@@ -313,7 +313,7 @@ fn cut(text: &str) -> String {
 
 fn explain_stages(o: &Outcome, out: &mut String) {
     let none = || "-".to_owned();
-    let _ = writeln!(out, "\nstage       busy ms   held ms   of wall       bytes        rate   ceiling");
+    let _ = writeln!(out, "\nstage       busy ms   wall ms   of wall       bytes        rate   ceiling");
     // So many digits that something is left of a short load.
     let digits = if o.report.wall < Duration::from_millis(10) { 3 } else { 1 };
     for s in stages(o) {
@@ -334,33 +334,42 @@ fn explain_stages(o: &Outcome, out: &mut String) {
     }
     let _ = writeln!(
         out,
-        "busy: the stage had work under way (stages overlap). held: the pipeline worked on it or waited for it, and did nothing \
-         else; the share of the wall time is of that. verify comes after the wall time. -: nothing moved, or less than 1 MiB."
+        "busy: time with work under way in the stage; stages overlap. wall: time in which the pipeline only worked \
+        on the stage \
+         or waited for it. of wall: that time as a share of the load. verify follows the load. -: less than 1 MiB \
+         moved."
     );
     if let Some(c) = o.report.ceilings {
         let _ = match o.touched {
             Some(touched) => writeln!(
                 out,
-                "transfer at best copies its bytes ({}), after the first touch of {} of the card's memory ({}).",
+                "The ceiling of transfer: copying its bytes ({}) plus the first touch of {} of the card's memory ({}).",
                 per_second(c.copy),
                 decimal(touched),
                 per_second(c.first_touch)
             ),
             None => writeln!(
                 out,
-                "transfer at best copies its bytes ({}); what of the card's memory is touched first, which takes longer, only the \
-                 card knows.",
+                "The ceiling of transfer: copying its bytes ({}). Only the card knows how much of its memory is \
+                touched first, \
+                 which takes longer.",
                 per_second(c.copy)
             ),
         };
     }
     if let Some(s) = o.report.slowest() {
-        let _ = writeln!(out, "The stage that cost most: {}.", s.stage);
+        let _ = writeln!(
+            out,
+            "Bottleneck: {} ({:.0} % of the wall time).",
+            s.stage,
+            share(s, o.report.wall).unwrap_or(0.0) * 100.0
+        );
     }
     if let Some(c) = o.report.ceilings {
         let _ = writeln!(
             out,
-            "Ceilings of this run: reading the same files into the same buffers {}, copying memory {}, first touch of the \
+            "Ceilings of this run: reading the same files into the same buffers {}, copying memory {}, first touch \
+            of the \
              card's memory {}.",
             per_second(c.read),
             per_second(c.copy),
@@ -380,8 +389,8 @@ fn explain_memory(o: &Outcome, out: &mut String) {
     }
     let _ = writeln!(
         out,
-        "           heap at most {}; RssAnon + HugetlbPages {} before, {} at most (before the \
-         ceilings were measured; the card's memory is apart)",
+        "           heap peak {}; RssAnon + HugetlbPages {} before, {} peak (before the \
+         ceilings were measured; without the card's memory)",
         binary(o.heap_peak),
         binary(r.resident_before),
         binary(o.resident_peak)
@@ -400,7 +409,8 @@ fn explain_memory(o: &Outcome, out: &mut String) {
         None if o.device.starts_with("daemon") => writeln!(out, "IOMMU      in the daemon: {}", plain(&o.device)),
         None => writeln!(out, "IOMMU      not in this process: {}", plain(&o.device)),
     };
-    let touched = o.touched.map_or(String::new(), |touched| format!("; {} touched first", binary(touched)));
+    let touched =
+        o.touched.map_or(String::new(), |touched| format!("; {} touched for the first time", binary(touched)));
     let transfers = count(r.transfers as usize, "transfer");
     let _ = writeln!(out, "card       {transfers}{touched}; bound by {}", leaves(&r.device_leaves));
 }

@@ -80,7 +80,8 @@ impl Room<'_> {
         let total = padded().fold(0, u64::saturating_add);
         let (option, needed, other) = match self.placement {
             Placement::Ddr => ("--card-ddr", total, self.hbm),
-            // Each file goes to the half with more room, which then has at most half of the largest file more than half of all.
+            // Each file goes to the half with more room, which then has at most half of the largest file more than half
+            // of all.
             Placement::HbmHalf => ("--card-hbm", total.saturating_add(padded().max().unwrap_or(0)), self.ddr),
             Placement::Hbm => ("--card-hbm", total, self.ddr),
         };

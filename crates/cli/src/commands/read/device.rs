@@ -1,4 +1,4 @@
-//! The device that what has arrived goes on to, with `dmalane read --device`.
+//! The target device of `dmalane read --device`.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -21,12 +21,12 @@ use crate::size::binary;
 const HBM: u64 = 4 << 20;
 /// Bytes that are read back at a time.
 const STEP: usize = 2 << 20;
-/// A card in software ends what it has begun long before.
-const PATIENCE: Duration = Duration::from_secs(30);
+/// A software card completes a transfer long before this.
+const TIMEOUT: Duration = Duration::from_secs(30);
 
 /// A card with room for some buffers, behind whichever bus.
 pub trait Target {
-    /// Reads, and lets the card have what has arrived.
+    /// Reads, and transfers each chunk to the card once it has arrived.
     fn read(
         &mut self,
         heap: &dyn Heap,
@@ -129,12 +129,12 @@ impl<B: Mmio + 'static> Target for On<B> {
                     return Err(Failure::new("cannot read back from the card: a buffer is missing"));
                 };
                 let read = Operation::read((part, via.clone()), from);
-                let back = queue::run(&mut self.card.channel, read, PATIENCE).map_err(|e| cannot(&e))?.into_slice();
+                let back = queue::run(&mut self.card.channel, read, TIMEOUT).map_err(|e| cannot(&e))?.into_slice();
                 let same = |back: &dmalane::dma::BufferSlice| {
                     buffer.view().sub(at, n).is_some_and(|view| view.first_difference(back.view()).is_none())
                 };
                 let Some(back) = back.filter(same) else {
-                    let message = format!("the card does not have what was read, from byte {at} of a buffer on");
+                    let message = format!("the card's data differs from the data read, from byte {at} of a buffer on");
                     return Err(Failure::new(message).hint("please report it"));
                 };
                 whole = back.join(rest).ok();

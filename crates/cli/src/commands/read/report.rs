@@ -9,7 +9,7 @@ use super::Outcome;
 use crate::output::plain;
 use crate::size::{binary, decimal, duration, per_second, rate};
 
-/// What `--json` prints; described in `docs/formats/json.md`.
+/// The output of `--json`, described in `docs/formats/json.md`.
 #[derive(Serialize)]
 struct Json {
     schema: u32,
@@ -17,8 +17,8 @@ struct Json {
     bytes: u64,
     wall_s: f64,
     bytes_per_s: f64,
-    first_gather_s: f64,
-    lanes: usize,
+    first_chunk_s: f64,
+    workers: usize,
     stages: Vec<JsonStage>,
     memory: JsonMemory,
     device: Option<JsonDevice>,
@@ -29,7 +29,7 @@ struct Json {
 struct JsonStage {
     stage: String,
     busy_s: f64,
-    held_s: f64,
+    wall_s: f64,
     bytes: u64,
     bytes_per_s: Option<f64>,
 }
@@ -43,11 +43,11 @@ struct JsonDevice {
 #[derive(Serialize)]
 struct JsonMemory {
     heap: &'static str,
-    heaps_passed_over: Vec<String>,
+    heap_fallbacks: Vec<String>,
     shareable: bool,
     dma_buf: bool,
-    pages: Option<String>,
-    pages_passed_over: Vec<String>,
+    page_backing: Option<String>,
+    page_backing_fallbacks: Vec<String>,
     segments: Option<u64>,
     mappings: Option<usize>,
 }
@@ -78,26 +78,26 @@ pub(super) fn json(o: &Outcome) -> impl Serialize + use<> {
     let stage = |s: &StageReport| JsonStage {
         stage: s.stage.to_string(),
         busy_s: s.busy.as_secs_f64(),
-        held_s: s.held.as_secs_f64(),
+        wall_s: s.held.as_secs_f64(),
         bytes: s.bytes,
         bytes_per_s: per_stage(s),
     };
     Json {
-        schema: 1,
+        schema: 2,
         command: "read",
         bytes: r.bytes,
         wall_s: wall,
         bytes_per_s: if wall > 0.0 { r.bytes as f64 / wall } else { 0.0 },
-        first_gather_s: r.first_gather.as_secs_f64(),
-        lanes: r.lanes,
+        first_chunk_s: r.first_gather.as_secs_f64(),
+        workers: r.lanes,
         stages: r.stages.iter().map(stage).collect(),
         memory: JsonMemory {
             heap: o.picked.heap.name(),
-            heaps_passed_over: o.picked.passed_over.iter().map(|(heap, why)| format!("{heap}: {why}")).collect(),
+            heap_fallbacks: o.picked.passed_over.iter().map(|(heap, why)| format!("{heap}: {why}")).collect(),
             shareable: can.shareable,
             dma_buf: can.dma_buf,
-            pages: r.backing.as_ref().map(|backing| backing.kind.to_string()),
-            pages_passed_over: r
+            page_backing: r.backing.as_ref().map(|backing| backing.kind.to_string()),
+            page_backing_fallbacks: r
                 .backing
                 .iter()
                 .flat_map(|backing| &backing.passed_over)
@@ -111,18 +111,18 @@ pub(super) fn json(o: &Outcome) -> impl Serialize + use<> {
             .files
             .iter()
             .zip(&o.filled.buffers)
-            .zip(&o.ways)
-            .map(|((path, buffer), way)| JsonFile {
+            .zip(&o.methods)
+            .map(|((path, buffer), method)| JsonFile {
                 path: path.to_string_lossy().into_owned(),
                 bytes: buffer.len() as u64,
                 xxh3: buffer.checksum().map(|hash| format!("{hash:016x}")),
-                direct: way.how.direct,
-                io_uring: way.how.uring,
-                direct_bytes: way.moved.direct,
-                buffered_bytes: way.moved.buffered,
-                reason: way.reason.clone(),
-                fallbacks: way.how.reasons.clone(),
-                cached_before: way.cached.map(|cached| cached.share()),
+                direct: method.how.direct,
+                io_uring: method.how.uring,
+                direct_bytes: method.moved.direct,
+                buffered_bytes: method.moved.buffered,
+                reason: method.reason.clone(),
+                fallbacks: method.how.reasons.clone(),
+                cached_before: method.cached.map(|cached| cached.share()),
             })
             .collect(),
     }
@@ -146,19 +146,19 @@ pub(super) fn text(o: &Outcome, explain: bool) -> String {
         duration(r.wall),
         rate(r.bytes, r.wall)
     );
-    for ((path, buffer), way) in o.files.iter().zip(&o.filled.buffers).zip(&o.ways) {
+    for ((path, buffer), method) in o.files.iter().zip(&o.filled.buffers).zip(&o.methods) {
         let hash = buffer.checksum().map_or(String::new(), |hash| format!("XXH3 {hash:016x}; "));
         let path = plain(&path.to_string_lossy());
-        let _ = writeln!(out, "  {path}: {}; {hash}{way}", decimal(buffer.len() as u64));
+        let _ = writeln!(out, "  {path}: {}; {hash}{method}", decimal(buffer.len() as u64));
     }
     if o.verified {
-        let _ = writeln!(out, "  read back from the device and compared: it has every byte");
+        let _ = writeln!(out, "  read back from the device and compared: equal");
     }
     if !explain {
         return out;
     }
     if !r.stages.is_empty() {
-        let _ = writeln!(out, "\nstage       busy ms   held ms       bytes        rate");
+        let _ = writeln!(out, "\nstage       busy ms   wall ms       bytes        rate");
     }
     for s in &r.stages {
         let _ = writeln!(
@@ -171,11 +171,11 @@ pub(super) fn text(o: &Outcome, explain: bool) -> String {
             per_stage(s).map_or("-".to_owned(), per_second)
         );
     }
-    let lanes = match r.lanes {
-        1 => "one lane".to_owned(),
-        n => format!("{n} lanes, whose times are added up"),
+    let workers = match r.lanes {
+        1 => "one worker".to_owned(),
+        n => format!("{n} workers, whose times are summed"),
     };
-    let _ = writeln!(out, "The first read began after {}; {lanes}. Stages overlap.", duration(r.first_gather));
+    let _ = writeln!(out, "The first read began after {}; {workers}. Stages overlap.", duration(r.first_gather));
     let _ = writeln!(out, "\nheap       {}", o.picked);
     if let Some(backing) = &r.backing {
         let recycled = if r.recycled { ", recycled" } else { "" };
@@ -186,14 +186,14 @@ pub(super) fn text(o: &Outcome, explain: bool) -> String {
     }
     let _ = match o.segments {
         Some(n) => writeln!(out, "physical   {n} contiguous segments"),
-        None => writeln!(out, "physical   the kernel does not tell this process where its pages are"),
+        None => writeln!(out, "physical   the kernel does not report physical addresses to this process"),
     };
     if let Some(n) = o.mappings {
-        let sent = if o.device.is_some() { "; it got what had arrived while the rest was read" } else { "" };
-        let _ = writeln!(out, "device     mapped in {n} pieces, each as soon as its memory was there{sent}");
+        let sent = if o.device.is_some() { "; transferred while the rest was read" } else { "" };
+        let _ = writeln!(out, "device     mapped in {n} pieces, each as soon as its memory was allocated{sent}");
     }
-    for (path, way) in o.files.iter().zip(&o.ways) {
-        let moved = format!("{} direct, {} buffered", decimal(way.moved.direct), decimal(way.moved.buffered));
+    for (path, method) in o.files.iter().zip(&o.methods) {
+        let moved = format!("{} direct, {} buffered", decimal(method.moved.direct), decimal(method.moved.buffered));
         let _ = writeln!(out, "file       {}: {moved}", plain(&path.to_string_lossy()));
     }
     out

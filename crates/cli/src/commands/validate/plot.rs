@@ -10,7 +10,7 @@ use crate::size::binary;
 /// Width and height in pixels.
 const SIZE: (u32, u32) = (1000, 600);
 
-/// The drawing as SVG: a line for each memory, way and kind of pages, and a thin one for its ceiling.
+/// The drawing as SVG: a line for each memory, direction and page size, and a thin one for its ceiling.
 pub fn svg(outcome: &Outcome) -> Result<String, String> {
     let mut text = String::new();
     {

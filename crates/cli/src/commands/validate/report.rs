@@ -1,4 +1,4 @@
-//! What a validation found, as text, JSON and CSV.
+//! The results of a validation as text, JSON and CSV.
 
 use std::fmt::Write;
 use std::time::Duration;
@@ -11,7 +11,7 @@ use super::Outcome;
 use crate::output::plain;
 use crate::size::binary;
 
-/// What `--json` prints; described in `docs/formats/json.md`.
+/// The output of `--json`, described in `docs/formats/json.md`.
 #[derive(Serialize)]
 struct Json<'a> {
     schema: u32,
@@ -24,7 +24,7 @@ struct Json<'a> {
     integrity: Vec<JsonIntegrity<'a>>,
     figures: Vec<JsonFigure>,
     ceiling: &'a str,
-    left_out: &'a [String],
+    skipped: &'a [String],
     fit: Option<JsonFit>,
 }
 
@@ -46,7 +46,7 @@ struct JsonIntegrity<'a> {
     pages: &'static str,
     ok: usize,
     threads: usize,
-    wrong: &'a [String],
+    mismatches: &'a [String],
 }
 
 #[derive(Serialize)]
@@ -55,7 +55,7 @@ struct JsonFigure {
     buffer_bytes: u64,
     pages: &'static str,
     page_kind: String,
-    way: &'static str,
+    direction: &'static str,
     read: Option<JsonRate>,
     write: Option<JsonRate>,
     total_mb_per_s: f64,
@@ -83,7 +83,7 @@ struct JsonFit {
 struct JsonFlow {
     channel: usize,
     half: String,
-    way: &'static str,
+    direction: &'static str,
     mb_per_s: f64,
 }
 
@@ -102,8 +102,8 @@ struct JsonAnswer {
 
 const MB: f64 = 1e6;
 
-pub fn way(way: Directions) -> &'static str {
-    match way {
+fn direction(directions: Directions) -> &'static str {
+    match directions {
         Directions::Read => "read",
         Directions::Write => "write",
         Directions::Both => "both",
@@ -121,7 +121,7 @@ fn us(time: Duration) -> f64 {
     (time.as_secs_f64() * 1e9).round() / 1e3
 }
 
-/// To a kilobyte per second: what comes after it is noise.
+/// Rounded to a kilobyte per second; finer digits are noise.
 fn mb(rate: f64) -> f64 {
     (rate / 1e3).round() / 1e3
 }
@@ -131,7 +131,7 @@ pub fn json(outcome: &Outcome) -> impl Serialize + '_ {
     let rate =
         |r: &Rate| JsonRate { mb_per_s: mb(r.bytes_per_s), p50_us: us(r.p50), p99_us: us(r.p99), buffers: r.buffers };
     Json {
-        schema: 1,
+        schema: 2,
         command: "validate",
         device: &outcome.device,
         notes: &outcome.notes,
@@ -164,7 +164,7 @@ pub fn json(outcome: &Outcome) -> impl Serialize + '_ {
                 pages: pages(i.pages),
                 ok: i.ok,
                 threads: i.threads,
-                wrong: &i.wrong,
+                mismatches: &i.wrong,
             })
             .collect(),
         figures: report
@@ -175,7 +175,7 @@ pub fn json(outcome: &Outcome) -> impl Serialize + '_ {
                 buffer_bytes: f.buffer,
                 pages: pages(f.pages),
                 page_kind: f.kind.to_string(),
-                way: way(f.way),
+                direction: direction(f.way),
                 read: f.read.as_ref().map(rate),
                 write: f.write.as_ref().map(rate),
                 total_mb_per_s: mb(f.total()),
@@ -183,7 +183,7 @@ pub fn json(outcome: &Outcome) -> impl Serialize + '_ {
             })
             .collect(),
         ceiling: report.ceiling,
-        left_out: &report.left_out,
+        skipped: &report.left_out,
         fit: outcome.fit.as_ref().map(|(fit, settings)| JsonFit {
             noise: settings.noise,
             points: fit.points.iter().map(|p| p.flows.iter().map(flow).collect()).collect(),
@@ -200,8 +200,8 @@ pub fn json(outcome: &Outcome) -> impl Serialize + '_ {
 }
 
 fn flow((stream, rate): &(dmalane::validate::link::Stream, f64)) -> JsonFlow {
-    let way = if stream.direction == dmalane::queue::Direction::ToHost { "read" } else { "write" };
-    JsonFlow { channel: stream.channel, half: format!("{:?}", stream.half), way, mb_per_s: mb(*rate) }
+    let direction = if stream.direction == dmalane::queue::Direction::ToHost { "read" } else { "write" };
+    JsonFlow { channel: stream.channel, half: format!("{:?}", stream.half), direction, mb_per_s: mb(*rate) }
 }
 
 fn names(causes: &[Cause]) -> Vec<String> {
@@ -225,7 +225,7 @@ fn json_answer(question: Question, answer: &Answer) -> JsonAnswer {
 
 pub fn csv(outcome: &Outcome) -> String {
     let mut out = String::from(
-        "memory,buffer_bytes,pages,way,read_mb_per_s,write_mb_per_s,total_mb_per_s,ceiling_mb_per_s,\
+        "memory,buffer_bytes,pages,direction,read_mb_per_s,write_mb_per_s,total_mb_per_s,ceiling_mb_per_s,\
          read_p50_us,read_p99_us,write_p50_us,write_p99_us,buffers\n",
     );
     let cell = |value: Option<f64>| value.map_or(String::new(), |v| v.to_string());
@@ -236,7 +236,7 @@ pub fn csv(outcome: &Outcome) -> String {
             f.phase.to_string(),
             f.buffer.to_string(),
             pages(f.pages).to_owned(),
-            way(f.way).to_owned(),
+            direction(f.way).to_owned(),
             of(&f.read, |r| mb(r.bytes_per_s)),
             of(&f.write, |r| mb(r.bytes_per_s)),
             mb(f.total()).to_string(),
@@ -289,11 +289,11 @@ fn write_text(out: &mut String, outcome: &Outcome, explain: bool) -> std::fmt::R
         writeln!(
             out,
             "{:8} {:>9}  {:6} {:>9} {:>9} {:>9}  {:>17} {:>10} {:>10}  2 MiB pages",
-            "memory", "buffer", "way", "Read", "Write", "Total", "ceiling", "p50 us", "p99 us"
+            "memory", "buffer", "dir", "Read", "Write", "Total", "ceiling", "p50 us", "p99 us"
         )?;
     }
     for figure in &report.figures {
-        // The figure of the other pages stands in the same line.
+        // The figure with the other page size is in the same line.
         let same = |f: &&Figure| (f.phase, f.buffer, f.way) == (figure.phase, figure.buffer, figure.way);
         let small = report.figures.iter().filter(same).find(|f| f.pages == Pages::Small);
         let huge = report.figures.iter().filter(same).find(|f| f.pages == Pages::Huge);
@@ -318,7 +318,7 @@ fn write_text(out: &mut String, outcome: &Outcome, explain: bool) -> std::fmt::R
             "{:8} {:>9}  {:6} {:>9} {:>9} {:>9}  {ceiling:>17} {:>10} {:>10}  {huge}",
             figure.phase,
             binary(figure.buffer),
-            way(figure.way),
+            direction(figure.way),
             rate(&figure.read),
             rate(&figure.write),
             format!("{:.0}", figure.total() / MB),
@@ -330,7 +330,7 @@ fn write_text(out: &mut String, outcome: &Outcome, explain: bool) -> std::fmt::R
         writeln!(out, "ceiling: {}", report.ceiling)?;
     }
     if !outcome.complete {
-        writeln!(out, "not complete: see the error")?;
+        writeln!(out, "incomplete: see the error")?;
     }
     for left in &report.left_out {
         writeln!(out, "not measured: {}", plain(left))?;
@@ -361,5 +361,5 @@ fn asked(question: Question) -> &'static str {
 
 /// The name of a series of figures.
 pub fn series(phase: Phase, of: Directions, on: Pages) -> String {
-    format!("{phase} {}, {} pages", way(of), pages(on))
+    format!("{phase} {}, {} pages", direction(of), pages(on))
 }

@@ -1,0 +1,139 @@
+//! Every example in every `--help` runs as it is printed, or is listed here with the reason why it cannot.
+
+use std::path::Path;
+use std::process::Command;
+
+const DMALANE: &str = env!("CARGO_BIN_EXE_dmalane");
+const DMALANED: &str = env!("CARGO_BIN_EXE_dmalaned");
+
+/// Examples that contain one of these texts do not run here, and why.
+const ELSEWHERE: &[(&str, &str)] = &[
+    ("${fpath[1]}", "needs zsh"),
+    ("vfio:", "needs a PCI device; tests/vm"),
+    ("vfio-user:", "needs a served card; tests/card.rs"),
+    ("card serve", "serves until it is stopped; tests/card.rs"),
+    ("daemon:", "needs a daemon; tests/dmalaned.rs"),
+    ("systemctl", "needs systemd"),
+    ("dmalaned status", "needs a daemon; tests/dmalaned.rs"),
+    ("dmalaned", "serves until it is stopped; tests/dmalaned.rs"),
+    ("/dev/xdma", "needs a character device of a DMA engine"),
+    ("/dev/shm/memory", "needs a file outside of the test's folder; tests/validate.rs"),
+    ("pidof trainer", "needs a process of that name; tests/cli.rs"),
+    ("/mnt/models", "needs a folder of that name; tests/cli.rs"),
+];
+
+/// Arguments that shrink what takes long, with the same code: the first is replaced by the second.
+const SHORTER: &[(&str, &str)] = &[
+    ("--sample 1GiB", "--sample 8MiB"),
+    ("--sample 64MiB", "--sample 8MiB"),
+    ("--buffer-size 64MiB", "--buffer-size 64KiB"),
+    ("--sweep 4KiB,16MiB,MUL4", "--sweep 4KiB,64KiB,MUL4"),
+];
+
+fn help(program: &str, words: &[String]) -> String {
+    let output = Command::new(program).args(words).arg("--help").output().unwrap();
+    assert!(output.status.success(), "{program} {words:?} --help");
+    String::from_utf8(output.stdout).unwrap()
+}
+
+/// The block of a help below a heading, up to the next empty line.
+fn block<'a>(help: &'a str, heading: &str) -> impl Iterator<Item = &'a str> {
+    let lines = help.lines().skip_while(move |line| !line.starts_with(heading)).skip(1);
+    lines.take_while(|line| !line.is_empty())
+}
+
+/// The examples of a command and of its subcommands.
+fn examples(program: &str, words: &[String], found: &mut Vec<String>) {
+    let help = help(program, words);
+    let before = found.len();
+    // Lines that are indented further show output.
+    found.extend(block(&help, "Examples:").filter_map(|line| {
+        let line = line.strip_prefix("  ").filter(|line| !line.starts_with(' '))?;
+        // What follows several spaces is a comment.
+        Some(line.split("  ").next().unwrap_or(line).to_owned())
+    }));
+    assert!(found.len() > before, "{program} {words:?} has no examples");
+    for line in block(&help, "Commands:") {
+        // Descriptions that do not fit a line are indented further.
+        let name = line.strip_prefix("  ").filter(|line| !line.starts_with(' ')).and_then(|l| l.split(' ').next());
+        if let Some(name) = name.filter(|name| *name != "help") {
+            examples(program, &[words, &[name.to_owned()]].concat(), found);
+        }
+    }
+}
+
+fn shell(line: &str, folder: &Path) -> std::process::Output {
+    let path = format!("{}:{}", Path::new(DMALANE).parent().unwrap().display(), std::env::var("PATH").unwrap());
+    let mut command = Command::new("sh");
+    command.args(["-ec", line]).current_dir(folder).env("PATH", path).env("HOME", folder);
+    command.output().unwrap()
+}
+
+/// A folder with the files that the examples name.
+fn folder() -> tempfile::TempDir {
+    let folder = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
+    let make = "\
+        dmalane load -q --sample 4MiB --save model.safetensors --record binds.jsonl
+        cp model.safetensors shard-1.safetensors; cp model.safetensors shard-2.safetensors
+        cp model.safetensors weights.bin; cp model.safetensors model.bin; gzip -k model.bin; cp model.bin 4711
+        mkdir -p .local/share/bash-completion/completions .config/fish/completions
+        printf '%s' '{\"schema\": 1, \"mappings\": [{\"va\": \"0x40000000\", \"pa\": 0, \"len\": \
+        65536, \"access\": \"rw\"}]}' > boot.json
+        dmalane iopt build boot.json --format x86-64-4level -o ram.bin --base 0x1a3000
+        head -c 1716224 /dev/zero > ram; cat ram.bin >> ram; mv ram ram.bin";
+    let output = shell(make, folder.path());
+    assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+    folder
+}
+
+#[test]
+fn every_example_runs_as_printed() {
+    let mut found = Vec::new();
+    examples(DMALANE, &[], &mut found);
+    examples(DMALANED, &[], &mut found);
+    assert!(found.len() > 50, "{found:#?}");
+    let folder = folder();
+    let (mut ran, mut wrong) = (0, Vec::new());
+    let mut unused: Vec<&str> = ELSEWHERE.iter().map(|(text, _)| *text).collect();
+    for example in found {
+        if let Some((text, _)) = ELSEWHERE.iter().find(|(text, _)| example.contains(text)) {
+            // Completions of the daemon need no daemon.
+            if !example.contains("completions") || *text == "${fpath[1]}" {
+                unused.retain(|unused| unused != text);
+                continue;
+            }
+        }
+        if example.contains("| jq") && !shell("jq --version", folder.path()).status.success() {
+            println!("SKIPPED: no jq for: {example}");
+            continue;
+        }
+        let mut line = example.clone();
+        for (long, short) in SHORTER {
+            line = line.replace(long, short);
+        }
+        if line.starts_with("dmalane validate") {
+            line += if line.contains("-j") { "" } else { " -j 1" };
+            line +=
+                if line.contains("--buffer-size") || line.contains("--sweep") { "" } else { " --buffer-size 64KiB" };
+            line += if line.contains("--iterations") { "" } else { " --duration 0.001" };
+        }
+        let output = shell(&line, folder.path());
+        ran += 1;
+        let error = String::from_utf8_lossy(&output.stderr).into_owned();
+        match output.status.success() {
+            // Older kernels have no cachestat.
+            false if example.contains("inspect") && error.contains("cachestat") => {
+                println!("SKIPPED: no cachestat for: {example}");
+            }
+            // What jq prints for a field that is not there.
+            true if output.stdout.split(|b| *b == b'\n').any(|line| line == b"null") => {
+                wrong.push(format!("{example}\nprints null"));
+            }
+            true => {}
+            false => wrong.push(format!("{example}\n{error}")),
+        }
+    }
+    assert!(wrong.is_empty(), "{}", wrong.join("\n"));
+    assert!(ran > 30, "{ran} ran");
+    assert_eq!(unused, [""; 0], "no example needs these reasons");
+}
