@@ -1,10 +1,12 @@
 //! Files that are read and written at device addresses, as a device with queues.
 //!
-//! The character devices of DMA drivers (QDMA, XDMA) are such files, and so are block devices, files of `/dev/shm` and memfds. A
-//! [`FileDevice`] opens one, or one for each direction; its [`queue`](FileDevice::queue)s copy in both directions.
+//! The character devices of DMA drivers (QDMA, XDMA) are such files, and so are block devices, files of `/dev/shm` and
+//! memfds. A [`FileDevice`] opens one, or one for each direction; its [`queue`](FileDevice::queue)s copy in both
+//! directions.
 //!
-//! Some drivers do asynchronous calls wrong without an error ([`probe`] names how). So a file device uses `pread` and `pwrite` on
-//! threads unless it was [probed](FileDeviceOptions::probe_at); [`FileDevice::how`] gives its I/O backend and the reasons.
+//! Some drivers do asynchronous calls wrong without an error ([`probe`] names how). So a file device uses `pread` and
+//! `pwrite` on threads unless it was [probed](FileDeviceOptions::probe_at); [`FileDevice::how`] gives its I/O backend
+//! and the reasons.
 
 mod backend;
 mod probe;
@@ -94,8 +96,8 @@ impl FromStr for FileDevicePaths {
 /// How a file device is used.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct FileDeviceOptions {
-    /// Where the probe may write 16 KiB and read them back: a multiple of 4 KiB, at least 16 KiB. The bytes there, and at 0, are
-    /// restored. `None`: no probe, `pread` and `pwrite`.
+    /// Where the probe may write 16 KiB and read them back: a multiple of 4 KiB, at least 16 KiB. The bytes there, and
+    /// at 0, are restored. `None`: no probe, `pread` and `pwrite`.
     pub probe_at: Option<u64>,
     /// The best backend that a probe tries.
     pub best: IoBackend,
@@ -107,7 +109,8 @@ pub struct FileDeviceOptions {
     pub depth: usize,
     /// Threads of a queue that uses `pread` and `pwrite`. Clamped to 1..=64.
     pub threads: usize,
-    /// Bytes of a request at most; a longer operation is cut. Clamped to 64 KiB..=1 GiB and rounded up to a power of two.
+    /// Bytes of a request at most; a longer operation is cut. Clamped to 64 KiB..=1 GiB and rounded up to a power of
+    /// two.
     pub block: usize,
 }
 
@@ -230,8 +233,8 @@ struct Opened {
 impl FileDevice {
     /// Opens the files, and probes them if the options say where.
     ///
-    /// A block device is opened exclusively, so that a mounted one is not overwritten. The length of a file is its length now: nothing
-    /// is written past it.
+    /// A block device is opened exclusively, so that a mounted one is not overwritten. The length of a file is its
+    /// length now: nothing is written past it.
     ///
     /// # Errors
     /// [`FileDeviceError`].
@@ -306,7 +309,8 @@ impl FileDevice {
         &self.opened.how
     }
 
-    /// A queue. There can be any number of them; only within one queue do operations wait for others on the same addresses.
+    /// A queue. There can be any number of them; only within one queue do operations wait for others on the same
+    /// addresses.
     ///
     /// # Errors
     /// [`FileDeviceError::NoQueue`] when the kernel refuses threads or rings.
