@@ -1,8 +1,8 @@
 //! A file into a buffer: the table of the seed, cold and warm, beside the raw ceiling and the allocation alone.
 //!
-//! Rows take turns, round by round. Cold samples begin with the file dropped from the page cache. After that, before every sample, as much
-//! memory as it needs is touched and given back, so that a host that takes free pages away has backed it again. Every buffer is hashed
-//! afterwards and compared with the file.
+//! Rows take turns, round by round. Cold samples begin with the file dropped from the page cache. After that, before
+//! every sample, as much memory as it needs is touched and given back, so that a host that takes free pages away has
+//! backed it again. Every buffer is hashed afterwards and compared with the file.
 
 use std::collections::BTreeMap;
 use std::error::Error;
@@ -469,8 +469,8 @@ impl Bench {
     /// What fio needs for the same reads: its own clock, without its start. Nobody checks its bytes: it
     /// is a cross-check of the ceiling, and of no bar.
     fn fio(&self) -> std::result::Result<f64, String> {
-        // Reserved huge pages where there are some, else transparent ones: fio as distributions build it does not ask for those, but the
-        // C library does when told to. Pages of 4 KiB would take three times as long.
+        // Reserved huge pages where there are some, else transparent ones: fio as distributions build it does not ask
+        // for those, but the C library does when told to. Pages of 4 KiB would take three times as long.
         self.fio_into("mmaphuge").or_else(|_| self.fio_into("malloc"))
     }
 

@@ -1,8 +1,8 @@
 //! Who binds pages of a buffer: the driver before the seed, the seed, the usual maps, ours, and the least that will do.
 //!
-//! All write tables of Apple's AGX GPU (16 KiB pages, the seed's), entries made by the same function. Ours writes through
-//! `iopt`. The others write plain words: a directory says which leaf table, and there is no table in between, so that they
-//! pay for their bookkeeping and next to nothing for the table.
+//! All write tables of Apple's AGX GPU (16 KiB pages, the seed's), entries made by the same function. Ours writes
+//! through `iopt`. The others write plain words: a directory says which leaf table, and there is no table in between,
+//! so that they pay for their bookkeeping and next to nothing for the table.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;

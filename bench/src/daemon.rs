@@ -1,7 +1,7 @@
 //! The same walks over a card in this process and over one in a daemon, and two clients of a daemon beside each other.
 //!
-//! In both cases two threads: one polls, pinned to one processor, and a worker that it does not help moves the bytes on another. Rounds take turns.
-//! What arrived is compared after each case.
+//! In both cases two threads: one polls, pinned to one processor, and a worker that it does not help moves the bytes on
+//! another. Rounds take turns. What arrived is compared after each case.
 
 use std::collections::VecDeque;
 use std::error::Error;

@@ -12,9 +12,10 @@ use std::time::{Duration, Instant};
 use dmalane::addr::FileOffset;
 use dmalane::dma::{AnonHeap, BufferSlice, CopyHint, Heap, SharedBuf};
 use dmalane::file::{FileQueue, Mode};
-use dmalane::load::{Placement, write_sample};
+use dmalane::load::{DriveOptions, write_sample};
+use dmalane::sim::Workers;
 use dmalane::queue::{Operation, Queue};
-use dmalane::{FileOptions, SoftConfig, SoftDevice, open_file};
+use dmalane::{FileOptions, OpenDevice, OpenOptions, Placement, open_file};
 
 use crate::report::Report;
 
@@ -101,7 +102,7 @@ fn warm(bench: &mut Bench, options: &Options, report: &mut Report) -> Result<()>
 struct Bench {
     path: PathBuf,
     size: u64,
-    soft: SoftDevice,
+    device: OpenDevice,
     checksum: Option<u64>,
     parts: Vec<BufferSlice>,
     whole: SharedBuf,
@@ -110,8 +111,11 @@ struct Bench {
 
 impl Bench {
     fn new(path: PathBuf, options: &Options) -> Result<Self> {
-        let mut config = SoftConfig { gather: options.gather, ..SoftConfig::default() };
-        config.card.workers = options.workers.into();
+        let how = OpenOptions {
+            drive: DriveOptions { chunk: options.gather, ..DriveOptions::default() },
+            workers: options.workers.then_some(Workers::PerChannel),
+            ..OpenOptions::default()
+        };
         let heap = AnonHeap::new();
         let gather = usize::try_from(options.gather)?;
         let parts = (0..RAW_BUFFERS).map(|_| Ok(heap.allocate(gather)?.share().into_part())).collect::<Result<_>>()?;
@@ -121,7 +125,7 @@ impl Bench {
         let mut bench = Self {
             path,
             size: options.size,
-            soft: SoftDevice::open(config)?,
+            device: how.open(&"soft".parse()?)?,
             checksum: None,
             parts,
             whole: heap.allocate(size)?.share(),
@@ -146,16 +150,16 @@ impl Bench {
     fn ours(&mut self, mode: Mode, verify: bool) -> Result<f64> {
         let start = Instant::now();
         let mut inputs = [open_file(&self.path, FileOptions::for_mode(mode))?];
-        let (loaded, _) = self.soft.device.load(&mut inputs, Placement::Ddr, &mut |_| {})?;
+        let (loaded, _) = self.device.load(&mut inputs, &Placement::DDR, &mut |_| {})?;
         let seconds = start.elapsed().as_secs_f64();
         let checksum = loaded.files[0].checksum;
         if *self.checksum.get_or_insert(checksum) != checksum {
             return Err(format!("checksum {checksum:x} differs from the first load's").into());
         }
         if verify {
-            self.soft.device.verify(&loaded, &inputs, &mut |_| {})?;
+            self.device.verify(&loaded, &inputs, &mut |_| {})?;
         }
-        self.soft.device.unload(loaded)?;
+        self.device.unload(loaded)?;
         Ok(seconds)
     }
 

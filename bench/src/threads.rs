@@ -1,8 +1,8 @@
 //! Threads on disjoint ranges of one tree: what two do in the time of one.
 //!
-//! Two processors seldom do twice as much as one (they share caches, a power budget, often a core), so the same is asked of
-//! loops of arithmetic that share nothing. Each thread is tied to a processor of its own; the clock runs from when the
-//! first starts to when the last ends. Rounds take all variants in turn, each by one thread and by two.
+//! Two processors seldom do twice as much as one (they share caches, a power budget, often a core), so the same is
+//! asked of loops of arithmetic that share nothing. Each thread is tied to a processor of its own; the clock runs from
+//! when the first starts to when the last ends. Rounds take all variants in turn, each by one thread and by two.
 
 use std::hint::{black_box, spin_loop};
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};

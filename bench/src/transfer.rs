@@ -1,7 +1,9 @@
-//! Copies by the software card beside plain and streaming copies of the same bytes, hot and cold, inline and with a worker.
+//! Copies by the software card beside plain and streaming copies of the same bytes, hot and cold, inline and with a
+//! worker.
 //!
-//! Variants take turns. A walk goes over a region again and again: small enough for the cache (hot), or far too large for it
-//! (cold). The ceiling is the fastest plain or streaming copy of the same walk in the same round's turn. Bytes are compared after each case.
+//! Variants take turns. A walk goes over a region again and again: small enough for the cache (hot), or far too large
+//! for it (cold). The ceiling is the fastest plain or streaming copy of the same walk in the same round's turn. Bytes
+//! are compared after each case.
 
 use std::error::Error;
 use std::hint::black_box;
@@ -236,8 +238,8 @@ pub fn run(options: &Options) -> Result<Report> {
     Ok(report)
 }
 
-/// The time of the second of two walks, so that each finds in the cache what a walk like it has left there, and not what another variant
-/// has left of other memory.
+/// The time of the second of two walks, so that each finds in the cache what a walk like it has left there, and not
+/// what another variant has left of other memory.
 fn second(mut walk: impl FnMut()) -> f64 {
     walk();
     time(walk)

@@ -11,7 +11,8 @@ use dmalane_vm::{Mapped, Source};
 use libfuzzer_sys::arbitrary::{self, Arbitrary, Unstructured};
 use libfuzzer_sys::fuzz_target;
 
-/// The first page of the VM and the number of its pages: two leaves of 2 MiB in one format, and some pages on either side.
+/// The first page of the VM and the number of its pages: two leaves of 2 MiB in one format, and some pages on either
+/// side.
 const FIRST: u64 = 501;
 const PAGES: u64 = 1300;
 /// A part that is reserved.

@@ -1,14 +1,14 @@
-//! What a mapping permits.
+//! Access rights of a mapping.
 
 bitflags::bitflags! {
-    /// What a device may do through a mapping.
+    /// Access rights of a device through a mapping.
     #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
     pub struct Access: u8 {
         /// The device may read.
         const READ = 1;
         /// The device may write.
         const WRITE = 2;
-        /// A program on the device may be fetched from here. Formats without the bit ignore it.
+        /// The device may fetch instructions. Formats without such a bit ignore it.
         const EXEC = 4;
     }
 }
@@ -28,7 +28,7 @@ impl core::fmt::Display for Access {
     }
 }
 
-/// A text that is not an access.
+/// Error of parsing a text as [`Access`].
 #[derive(Clone, Copy, PartialEq, Eq, Debug, thiserror::Error)]
 #[error("not letters out of \"rwx\"")]
 pub struct NotAccess;
@@ -36,7 +36,7 @@ pub struct NotAccess;
 impl core::str::FromStr for Access {
     type Err = NotAccess;
 
-    /// Letters out of `rwx`, each at most once and at least one; a `-` stands for one that is left out.
+    /// Parses letters out of `rwx`, each at most once and at least one; `-` stands for an omitted letter.
     fn from_str(text: &str) -> Result<Self, NotAccess> {
         let mut access = Self::empty();
         for c in text.chars() {

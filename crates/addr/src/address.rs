@@ -15,7 +15,7 @@ mod sealed {
 pub trait Address:
     Copy + Eq + Ord + Hash + Debug + Display + LowerHex + Send + Sync + 'static + sealed::Sealed
 {
-    /// The name of the space as it stands in messages ("IOVA").
+    /// The name of the space in messages ("IOVA").
     const SPACE: &'static str;
 
     /// The address with these bits.
@@ -24,7 +24,7 @@ pub trait Address:
     /// The address as a number.
     fn bits(self) -> u64;
 
-    /// The address `bytes` further up, or `None` past the top of the space.
+    /// The address plus `bytes`, or `None` past the top of the space.
     fn checked_add(self, bytes: u64) -> Option<Self> {
         self.bits().checked_add(bytes).map(Self::new)
     }

@@ -4,16 +4,15 @@ use alloc::vec::Vec;
 
 use crate::{Address, PageSize, RangeAllocator, RangeError, Span};
 
-/// Lengths that have a stack of their own.
+/// Number of stacks, one for each cached length.
 const STACKS: usize = 16;
-/// Ranges that a stack keeps.
+/// Most ranges in a stack.
 const DEPTH: usize = 64;
 
-/// A range that a [`RangeCache`] has handed out: whoever holds this has the range. There is one for each, and giving it
-/// back takes it away, so a range cannot be given back twice, nor in part. One that is dropped leaves its range taken
-/// for good.
+/// Ownership of a range that a [`RangeCache`] has allocated. [`RangeCache::free`] consumes it, so a range cannot be
+/// freed twice or in part. Dropping it leaks the range.
 #[derive(PartialEq, Eq, Debug)]
-#[must_use = "dropped, the range stays taken"]
+#[must_use = "dropping it leaks the range"]
 pub struct Lease<A: Address>(Span<A>);
 
 impl<A: Address> Lease<A> {
@@ -23,12 +22,12 @@ impl<A: Address> Lease<A> {
     }
 }
 
-/// Ranges of the same few lengths over and over, as buffers of IO take and free them: a stack of freed ranges for each
-/// length, in front of a [`RangeAllocator`].
+/// A cache for allocations of the same few lengths, as IO buffers make them: a stack of freed ranges for each length,
+/// in front of a [`RangeAllocator`].
 ///
-/// The stacks hold at most 16 lengths and 64 ranges of each. When there is no range otherwise they are emptied, so an
-/// allocation fails only where it would without them. The idea is that of the IOVA magazines of Linux
-/// (`drivers/iommu/iova.c`), there for each processor.
+/// The stacks hold at most 16 lengths and 64 ranges of each. They are emptied before an allocation fails, so it fails
+/// only where it would without them. The idea is that of the IOVA magazines of Linux (`drivers/iommu/iova.c`), which
+/// exist for each processor.
 ///
 /// ```
 /// use dmalane_addr::{Iova, PageSize, RangeAllocator, RangeCache, Span};
@@ -41,7 +40,7 @@ impl<A: Address> Lease<A> {
 /// # Ok::<(), dmalane_addr::RangeError<Iova>>(())
 /// ```
 ///
-/// What was given back is gone:
+/// A freed lease cannot be used again:
 ///
 /// ```compile_fail,E0382
 /// # use dmalane_addr::{Iova, PageSize, RangeCache};
@@ -54,16 +53,16 @@ impl<A: Address> Lease<A> {
 #[derive(Debug)]
 pub struct RangeCache<A: Address> {
     inner: RangeAllocator<A>,
-    /// The length of each stack; 0 for one that is not in use.
+    /// The range length of each stack; 0 for an unused stack.
     lengths: [u64; STACKS],
     stacks: [Vec<Span<A>>; STACKS],
-    /// The stack that is emptied for the next new length.
+    /// Index of the stack to reuse for the next new length.
     next: usize,
     bytes: u64,
 }
 
 impl<A: Address> RangeCache<A> {
-    /// A cache with nothing in it. What the allocator has handed out already stays out.
+    /// An empty cache over `inner`. Ranges that are already allocated stay allocated.
     pub fn new(inner: RangeAllocator<A>) -> Self {
         Self { inner, lengths: [0; STACKS], stacks: [const { Vec::new() }; STACKS], next: 0, bytes: 0 }
     }
@@ -111,7 +110,7 @@ impl<A: Address> RangeCache<A> {
         result.map(|()| Lease(span))
     }
 
-    /// Gives a range back, to the cache it is from.
+    /// Frees a range. The lease must be from this cache.
     #[inline]
     pub fn free(&mut self, lease: Lease<A>) {
         let len = lease.0.len();
@@ -127,7 +126,7 @@ impl<A: Address> RangeCache<A> {
         }
     }
 
-    /// Gives all ranges of the stacks back to the allocator, where neighbours become one again.
+    /// Returns all cached ranges to the allocator, which merges neighbours.
     pub fn empty(&mut self) {
         (0..STACKS).for_each(|k| self.clear(k));
     }
@@ -137,7 +136,7 @@ impl<A: Address> RangeCache<A> {
         self.inner.space()
     }
 
-    /// Bytes free in all, those in stacks included.
+    /// Free bytes in total, including cached ranges.
     pub fn free_bytes(&self) -> u64 {
         self.inner.free_bytes() + self.bytes
     }
@@ -147,7 +146,7 @@ impl<A: Address> RangeCache<A> {
         self.lengths.iter().position(|&l| l == len && len != 0)
     }
 
-    /// A stack for a new length, at the cost of an old one.
+    /// Assigns a stack to a new length, and empties it first.
     #[inline(never)]
     fn begin(&mut self, len: u64) -> usize {
         let k = self.next;
@@ -188,7 +187,7 @@ mod tests {
     }
 
     #[test]
-    fn refuses_what_the_allocator_refuses() {
+    fn refuses_the_same_requests_as_the_allocator() {
         let mut a = fresh();
         assert!(matches!(a.allocate(0, PageSize::SIZE_4K), Err(RangeError::BadLength { .. })));
         assert!(matches!(a.allocate(17, PageSize::SIZE_4K), Err(RangeError::BadLength { .. })));
@@ -197,7 +196,7 @@ mod tests {
     }
 
     #[test]
-    fn hands_the_last_one_out_first_and_looks_at_alignment() {
+    fn reuses_the_last_range_and_respects_alignment() {
         let mut a = fresh();
         let leases: Vec<_> = (0..3).map(|_| a.allocate(2 * P, PageSize::SIZE_4K).unwrap()).collect();
         leases.into_iter().for_each(|lease| a.free(lease));
@@ -207,7 +206,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_in_stacks_is_there_for_everyone() {
+    fn cached_ranges_serve_other_lengths() {
         let mut a = fresh();
         let leases: Vec<_> = (0..PAGES).map(|_| a.allocate(P, PageSize::SIZE_4K).unwrap()).collect();
         leases.into_iter().for_each(|lease| a.free(lease));
@@ -218,9 +217,9 @@ mod tests {
         assert!(a.reserve(span(5, 1)).is_ok());
     }
 
-    /// More lengths than stacks: the oldest go.
+    /// With more lengths than stacks, the oldest stacks are emptied.
     #[test]
-    fn lengths_come_and_go() {
+    fn new_lengths_replace_old_ones() {
         let space = Span::new(Iova::new(0), 1 << 30).unwrap();
         let mut a = RangeCache::new(RangeAllocator::new(space, PageSize::SIZE_4K));
         for _ in 0..3 {
@@ -250,7 +249,7 @@ mod tests {
     }
 
     proptest! {
-        /// The reference is one bit per page; a request fails where no free pages would do, and nowhere else.
+        /// The reference is one bit per page; a request fails exactly where the bitmap has no suitable pages.
         #[test]
         fn agrees_with_a_bitmap(ops in prop::collection::vec(op(), 1..300)) {
             let mut a = fresh();

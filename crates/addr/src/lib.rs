@@ -1,9 +1,9 @@
 //! The vocabulary of dmalane: one type per address space and the plain data structures built on them.
 //!
-//! Nothing here touches memory. [`Span`] is a range that may reach the top of its space, [`SgTable`] describes a buffer
-//! as physically contiguous segments, [`SgIndex`] finds any of its pages at once, [`RangeAllocator`] hands out IOVAs,
-//! card memory and device VAs (faster with a [`RangeCache`] in front), and [`Timeline`] is the fence that every layer
-//! signals and waits for.
+//! Nothing here touches memory. [`Span`] is a range that may reach the top of its space, [`SgTable`] describes
+//! a buffer as physically contiguous segments, [`SgIndex`] finds any of its pages at once, [`RangeAllocator`] hands out
+//! IOVAs, card memory and device VAs (faster with a [`RangeCache`] in front), and [`Timeline`] is the fence that every
+//! layer signals and waits for.
 //!
 //! Mixing two address spaces does not compile:
 //!

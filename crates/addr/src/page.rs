@@ -2,7 +2,7 @@
 
 use core::fmt;
 
-/// A page size: a power of two, held as its logarithm.
+/// A page size: a power of two, stored as its logarithm.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct PageSize(u8);
 
@@ -97,7 +97,7 @@ impl PageSizes {
         if self.0 == 0 { None } else { Some(PageSize(self.0.trailing_zeros() as u8)) }
     }
 
-    /// The largest size that divides both `alignment` (an address, or several joined by "or") and fits in `len`
+    /// The largest size that divides `alignment` (an address, or the bitwise "or" of several) and is at most `len`
     /// bytes.
     pub const fn largest_fit(self, alignment: u64, len: u64) -> Option<PageSize> {
         if len == 0 {

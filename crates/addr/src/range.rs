@@ -6,18 +6,18 @@ use thiserror::Error;
 
 use crate::{Address, PageSize, Span};
 
-/// Why a range could not be had or given back.
+/// Why a range could not be allocated or freed.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Error)]
 #[non_exhaustive]
 pub enum RangeError<A: Address> {
     /// No free range is long enough at this alignment.
     #[error("no free range of {len} bytes aligned to {align} ({free} bytes are free in all)")]
     Exhausted {
-        /// Bytes asked for.
+        /// Bytes requested.
         len: u64,
-        /// Alignment asked for.
+        /// Alignment requested.
         align: PageSize,
-        /// Bytes free in all, in pieces.
+        /// Free bytes in total.
         free: u64,
     },
     /// A length of zero, or one that is not a whole number of pages of the allocator.
@@ -28,18 +28,18 @@ pub enum RangeError<A: Address> {
         /// The allocator's page size.
         page: PageSize,
     },
-    /// Part of the span is taken, or lies outside the allocator.
-    #[error("{0} is not wholly free")]
+    /// Part of the span is allocated, or lies outside the allocator.
+    #[error("{0} is not completely free")]
     NotFree(Span<A>),
     /// Part of the span is free already, or lies outside the allocator.
-    #[error("{0} is not wholly allocated")]
+    #[error("{0} is not completely allocated")]
     NotAllocated(Span<A>),
 }
 
-/// Hands out ranges of an address space: IOVAs, card memory, device VAs.
+/// Allocates ranges of an address space: IOVAs, card memory, device VAs.
 ///
-/// Best fit by length, lowest address among equals; neighbours merge when they come back. Both steps are
-/// O(log n) in the number of free ranges.
+/// Best fit by length, lowest address among equals; freed neighbours merge. Allocating and freeing take O(log n) time
+/// in the number of free ranges.
 ///
 /// ```
 /// use dmalane_addr::{Iova, PageSize, RangeAllocator, Span};
@@ -61,8 +61,7 @@ pub struct RangeAllocator<A: Address> {
 }
 
 impl<A: Address> RangeAllocator<A> {
-    /// An allocator over the whole pages of `space`, all free. A `space` without a whole page gives an allocator
-    /// that has nothing.
+    /// An allocator over the whole pages of `space`, all free. It is empty when `space` contains no whole page.
     pub fn new(space: Span<A>, page: PageSize) -> Self {
         let mut this = Self { space, page, free: BTreeMap::new(), by_len: BTreeSet::new(), free_bytes: 0 };
         let whole = space.first().align_up(page).and_then(|first| {
@@ -80,7 +79,7 @@ impl<A: Address> RangeAllocator<A> {
         this
     }
 
-    /// Takes `len` bytes aligned to `align` (and to the allocator's page).
+    /// Allocates `len` bytes aligned to `align` (and to the allocator's page).
     ///
     /// # Errors
     /// [`RangeError::BadLength`] unless `len` is a non-zero number of pages; [`RangeError::Exhausted`].
@@ -100,7 +99,7 @@ impl<A: Address> RangeAllocator<A> {
         Ok(span)
     }
 
-    /// Takes exactly this span.
+    /// Allocates exactly this span.
     ///
     /// # Errors
     /// [`RangeError::BadLength`] unless both ends are page boundaries; [`RangeError::NotFree`].
@@ -115,7 +114,7 @@ impl<A: Address> RangeAllocator<A> {
         }
     }
 
-    /// Gives a span back; it may be part of what was allocated, or span several allocations.
+    /// Frees a span, which may be part of an allocation or cover several.
     ///
     /// # Errors
     /// [`RangeError::BadLength`] unless both ends are page boundaries; [`RangeError::NotAllocated`] when any of it
@@ -150,7 +149,7 @@ impl<A: Address> RangeAllocator<A> {
         self.space
     }
 
-    /// Bytes free in all.
+    /// Free bytes in total.
     pub fn free_bytes(&self) -> u64 {
         self.free_bytes
     }
@@ -222,7 +221,7 @@ mod tests {
     }
 
     #[test]
-    fn refuses_nonsense() {
+    fn refuses_invalid_requests() {
         let mut a = fresh();
         assert!(matches!(a.allocate(0, PageSize::SIZE_4K), Err(RangeError::BadLength { .. })));
         assert!(matches!(a.allocate(1, PageSize::SIZE_4K), Err(RangeError::BadLength { .. })));

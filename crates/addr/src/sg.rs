@@ -1,7 +1,7 @@
 //! Scatter-gather: a buffer described as physically contiguous segments.
 //!
-//! [`SgTable`] is the list: it grows, and a look-up is a binary search. [`SgIndex`] is made once, of all segments, and
-//! finds any page in two loads. Who fills a buffer uses the first, who binds pages of it at random the second.
+//! [`SgTable`] is a list that grows; a lookup is a binary search. [`SgIndex`] is built once from all segments and finds
+//! any page in two loads. Use the table while a buffer is built, and the index to look up pages in random order.
 
 mod index;
 mod plain;
@@ -16,16 +16,16 @@ pub use table::SgTable;
 /// One physically contiguous run of bytes.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct Segment<A> {
-    /// Where the run starts.
+    /// Address of the first byte.
     pub addr: A,
     /// Bytes, at least one.
     pub len: u64,
 }
 
-/// What [`SgTable::segment_at`] and [`SgIndex::segment_at`] find.
+/// Result of [`SgTable::segment_at`] and [`SgIndex::segment_at`].
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct SegmentAt<A> {
-    /// The address of the byte asked for.
+    /// Address of the byte at the offset.
     pub addr: A,
     /// Bytes from there to the end of the segment, at least one.
     pub left: u64,

@@ -4,7 +4,7 @@ use core::fmt;
 
 use crate::{Address, PageSize};
 
-/// A non-empty range of addresses, held as its first and its *last* address.
+/// A non-empty range of addresses, stored as its first and its *last* address.
 ///
 /// With an inclusive last address a span can end at the top of the space and can never wrap. The one range that is
 /// refused is all 2^64 addresses at once, so that [`Span::len`] fits 64 bits.
@@ -55,12 +55,12 @@ impl<A: Address> Span<A> {
         self.first <= other.first && other.last <= self.last
     }
 
-    /// The addresses that both hold.
+    /// The addresses in both spans.
     pub fn intersect(&self, other: &Self) -> Option<Self> {
         Self::inclusive(self.first.max(other.first), self.last.min(other.last))
     }
 
-    /// The part that starts `offset` bytes in and is `len` bytes long; `None` unless it is non-empty and within.
+    /// The sub-span of `len` bytes at `offset`; `None` unless it is non-empty and within the span.
     pub fn sub(&self, offset: u64, len: u64) -> Option<Self> {
         let sub = Self::new(self.first.checked_add(offset)?, len)?;
         self.covers(&sub).then_some(sub)

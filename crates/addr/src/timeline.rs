@@ -3,7 +3,7 @@
 use alloc::sync::Arc;
 use core::sync::atomic::{AtomicU64, Ordering};
 
-/// A counter that only grows. Whoever does work signals it; whoever needs the work holds a [`Fence`] on it.
+/// A counter that only grows. Producers signal it when work is done; consumers wait for a [`Fence`] on it.
 ///
 /// The same idea as a timeline semaphore in Vulkan or a `dma_fence` context in Linux.
 ///
@@ -17,9 +17,9 @@ use core::sync::atomic::{AtomicU64, Ordering};
 /// assert!(fence.is_signalled());
 /// ```
 ///
-/// Work that fails signals too, or whoever waits would wait for ever: [`Timeline::fail`] moves the timeline like
-/// [`Timeline::signal`] and marks its fences from there on as failed, for good. What was to follow on a timeline is
-/// expected to build on what came before; work that does not belongs on another timeline.
+/// Failed work signals too, so that no consumer waits for ever: [`Timeline::fail`] advances the timeline like
+/// [`Timeline::signal`] and marks all fences from that value on as failed permanently. Later work on a timeline is
+/// assumed to depend on earlier work; put independent work on another timeline.
 #[derive(Clone, Debug)]
 pub struct Timeline(Arc<State>);
 
@@ -47,16 +47,16 @@ impl Timeline {
         self.0.value.load(Ordering::Acquire)
     }
 
-    /// Moves the timeline up to `value`; a lower value than the present one changes nothing. What was written before
-    /// the call is visible to whoever sees the fence signalled.
+    /// Advances the timeline to `value`; a lower value than the current one has no effect. Writes before the call are
+    /// visible to any thread that sees the fence signalled.
     pub fn signal(&self, value: u64) {
         self.0.value.fetch_max(value, Ordering::AcqRel);
     }
 
-    /// As [`signal`](Self::signal), but the fence at `value` and all later ones have failed. `value` is below
-    /// `u64::MAX`; a failure there would not be seen.
+    /// As [`signal`](Self::signal), but marks the fence at `value` and all later ones as failed. `value` must be below
+    /// `u64::MAX`, where a failure is not recorded.
     pub fn fail(&self, value: u64) {
-        // The failure first: whoever sees the point reached sees it too.
+        // Record the failure first: a thread that sees the point reached also sees the failure.
         self.0.failed.fetch_min(value, Ordering::AcqRel);
         self.signal(value);
     }
@@ -66,7 +66,7 @@ impl Timeline {
         Fence { timeline: self.clone(), value }
     }
 
-    /// The duty to signal `value`, for whoever takes on the work.
+    /// A promise to signal `value`, for the producer of the work.
     pub fn promise(&self, value: u64) -> Promise {
         Promise { fence: self.fence(value), kept: false }
     }
@@ -80,12 +80,12 @@ pub struct Fence {
 }
 
 impl Fence {
-    /// True once the timeline has reached this point, be it by a failure.
+    /// True once the timeline has reached this point, also by a failure.
     pub fn is_signalled(&self) -> bool {
         self.timeline.value() >= self.value
     }
 
-    /// True when it is signalled and the work that it stands for, or work before it on the timeline, has failed.
+    /// True when the fence is signalled and its work, or earlier work on the timeline, has failed.
     pub fn has_failed(&self) -> bool {
         self.is_signalled() && self.timeline.0.failed.load(Ordering::Acquire) <= self.value
     }
@@ -96,8 +96,8 @@ impl Fence {
     }
 }
 
-/// The duty to signal a point on a [`Timeline`]. Dropped, it fails the point: work that nobody will do any more must
-/// not leave anybody waiting.
+/// A promise to signal a point on a [`Timeline`]. Dropping it fails the point, so that abandoned work leaves no thread
+/// waiting.
 ///
 /// ```
 /// use dmalane_addr::Timeline;
@@ -107,7 +107,7 @@ impl Fence {
 /// assert!(timeline.fence(1).is_signalled() && !timeline.fence(1).has_failed());
 /// assert!(timeline.fence(2).is_signalled() && timeline.fence(2).has_failed());
 /// ```
-#[must_use = "dropped, it fails its point"]
+#[must_use = "dropping it fails its point"]
 #[derive(Debug)]
 pub struct Promise {
     fence: Fence,
@@ -121,7 +121,7 @@ impl Promise {
         self.fence.timeline.signal(self.fence.value);
     }
 
-    /// What others wait for.
+    /// The fence of the promised point.
     pub fn fence(&self) -> &Fence {
         &self.fence
     }
@@ -140,7 +140,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn never_goes_back() {
+    fn never_decreases() {
         let t = Timeline::new();
         t.signal(5);
         t.signal(3);
@@ -149,7 +149,7 @@ mod tests {
     }
 
     #[test]
-    fn a_failure_is_for_good_and_leaves_earlier_points_alone() {
+    fn a_failure_is_permanent_and_does_not_affect_earlier_points() {
         let t = Timeline::new();
         let (before, at, after) = (t.fence(1), t.fence(2), t.fence(3));
         t.signal(1);

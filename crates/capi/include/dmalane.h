@@ -1,12 +1,12 @@
-/* dmalane for programs in C: files into DMA-ready memory, read while it is being allocated; and the bind manager,
- * buffer objects and device address spaces that bind them page by page.
+/* dmalane for C programs: reading files into DMA-ready memory while it is being allocated, and the bind manager:
+ * buffer objects and device address spaces (VMs) that bind them page by page.
  *
- * Functions give 0, or a negative error number as <errno.h> has it on Linux (-EINVAL); dml_last_error() says more.
- * After an error nothing has changed. They may be called from any thread. Objects are numbers: one that was
- * destroyed, or never was, is -ENOENT. A null pointer where one is needed is -EFAULT; that there is as much memory
- * as the call says is for the caller to see to.
+ * Functions return 0 or a negative error number of <errno.h> on Linux (-EINVAL); dml_last_error() gives details. A
+ * function that fails has no effect. All functions may be called from any thread. Objects are numbers; using one
+ * that does not exist or was destroyed returns -ENOENT. A required pointer that is null returns -EFAULT. The caller
+ * guarantees that other pointers refer to as much memory as the call says.
  *
- * The tables of a VM are memory of this library. Link with -ldmalane_capi.
+ * The page tables of a VM are allocated by this library. Link with -ldmalane_capi.
  *
  * SPDX-License-Identifier: MIT OR Apache-2.0 */
 #ifndef DMALANE_H
@@ -33,25 +33,25 @@ struct dml_segment {
 	uint64_t len; /* not 0 */
 };
 
-/* What a VM is to be. Zero it, set `size`, then what is wanted. */
+/* Configuration of a VM. Zero it, set `size`, then the fields that are needed. */
 struct dml_vm_config {
 	uint64_t size; /* sizeof(struct dml_vm_config) */
 	const char *format; /* name of the page-table format: "agx-uat", "x86-64-4level" and so on (`dmalane iopt formats`) */
 	uint64_t va; /* the first address, and bytes: multiples of the page size */
 	uint64_t len;
-	uint64_t reserved_va; /* a part in which nothing may be bound; both 0 for none */
+	uint64_t reserved_va; /* a range in which nothing may be bound; both 0 for none */
 	uint64_t reserved_len;
-	uint64_t table_limit; /* page tables at most; 0 for no limit */
-	/* Makes the device forget what it has cached of `len` bytes at `va`, and waits until it has. Called from within
-	 * dml_vm_bind() when something was unbound or replaced; may look at the VM. It must return: neither longjmp() nor a
+	uint64_t table_limit; /* most page tables; 0 for no limit */
+	/* Invalidates the device's cached translations of `len` bytes at `va`, and waits until this is done. Called by
+	 * dml_vm_bind() when something was unbound or replaced; may query the VM. It must return: neither longjmp() nor a
 	 * C++ exception may leave it (nor `prefetch`). Null when there is no device. */
 	void (*invalidate)(void *user, uint64_t va, uint64_t len);
-	/* Is told of each DML_PREFETCH once its array was applied. Null when nobody wants to know. */
+	/* Called for each DML_PREFETCH once its array was applied. May be null. */
 	void (*prefetch)(void *user, uint64_t va, uint64_t len);
 	void *user;
 };
 
-/* Flags of an operation: what the device may do, */
+/* Flags of an operation: the access of the device, */
 #define DML_READ (1u << 0)
 #define DML_WRITE (1u << 1)
 #define DML_EXEC (1u << 2)
@@ -65,7 +65,7 @@ struct dml_vm_config {
 /* and for DML_REPEAT the logarithm of the number of bytes that repeat; without it, one page of the format. */
 #define DML_REPEAT_LOG2(log2) ((uint32_t)(log2) << 16)
 
-/* One operation, little-endian. Fields that its kind has no use for are 0. */
+/* One operation, little-endian. Fields that its kind does not use are 0. */
 struct dml_vm_op {
 	uint32_t flags;
 	uint32_t handle; /* buffer object: DML_BIND, DML_REPEAT, DML_UNBIND_BO */
@@ -74,7 +74,7 @@ struct dml_vm_op {
 	uint64_t addr; /* the first address: all but DML_UNBIND_BO */
 };
 
-/* Where an address leads. */
+/* Translation of an address. */
 struct dml_leaf {
 	uint64_t pa;
 	uint64_t left; /* bytes from there to the end of the leaf */
@@ -83,7 +83,7 @@ struct dml_leaf {
 	uint32_t zero;
 };
 
-/* A part of a VM that goes on in one way, in leaves of one size. */
+/* A contiguous, uniform range of a VM, in leaves of one size. */
 struct dml_run {
 	uint64_t va;
 	uint64_t len;
@@ -97,27 +97,28 @@ struct dml_run {
 
 uint32_t dml_abi_version(void);
 
-/* The text of this thread's last error, cut to `size` bytes with the zero at its end. Gives the length that it has,
- * or 0. */
+/* Copies the text of this thread's last error, cut to `size` bytes including the terminating zero. Returns its full
+ * length, or 0. */
 size_t dml_last_error(char *text, size_t size);
 
 int32_t dml_device_create(dml_device *device);
-/* VMs of the device live on until they are destroyed. */
+/* VMs of the device exist until they are destroyed. */
 int32_t dml_device_destroy(dml_device device);
 
-/* Handles are never given twice. */
+/* Handles are never reused. */
 int32_t dml_bo_create(dml_device device, const struct dml_segment *segments, size_t count, uint32_t *handle);
-/* The buffer object lives on where it is bound. */
+/* The buffer object exists while it is bound. */
 int32_t dml_bo_destroy(dml_device device, uint32_t handle);
 
 int32_t dml_vm_create(dml_device device, const struct dml_vm_config *config, dml_vm *vm);
 int32_t dml_vm_destroy(dml_vm vm);
 
-/* What DML_NULL shows from now on: `len` bytes of zeroes at `pa`, a power of two of pages, aligned to itself. */
+/* Sets the memory that DML_NULL maps from now on: `len` zero bytes at `pa`, a power-of-two number of pages, aligned
+ * to its size. */
 int32_t dml_vm_set_null_page(dml_vm vm, uint64_t pa, uint64_t len);
 
-/* Applies `count` operations, all or none. They begin `stride` bytes apart: sizeof(struct dml_vm_op), or more, what
- * is more being 0. */
+/* Applies `count` operations, all or none. They are `stride` bytes apart, at least sizeof(struct dml_vm_op); bytes
+ * beyond the structure must be 0. */
 int32_t dml_vm_bind(dml_vm vm, const void *operations, size_t stride, size_t count);
 
 /* -ENOENT where nothing is bound. */
@@ -126,25 +127,25 @@ int32_t dml_vm_lookup(dml_vm vm, uint64_t va, struct dml_leaf *leaf);
 /* Writes the first `capacity` runs within `len` bytes at `va`, and to `count` the number of all of them. */
 int32_t dml_vm_runs(dml_vm vm, uint64_t va, uint64_t len, struct dml_run *runs, size_t capacity, size_t *count);
 
-/* A buffer that a file was read into. */
+/* A buffer with the contents of a file. */
 typedef uint64_t dml_buffer;
 
 /* Flags of a read. */
-#define DML_READ_SHAREABLE (1u << 0) /* dml_buffer_export() is to give a descriptor */
-#define DML_READ_DIRECT (1u << 1)    /* past the page cache, or -EOPNOTSUPP */
-#define DML_READ_BUFFERED (1u << 2)  /* through the page cache; with neither, what is cached decides */
+#define DML_READ_SHAREABLE (1u << 0) /* allows dml_buffer_export() */
+#define DML_READ_DIRECT (1u << 1)    /* direct I/O, or -EOPNOTSUPP */
+#define DML_READ_BUFFERED (1u << 2)  /* through the page cache; with neither flag, chosen by what is cached */
 #define DML_READ_CHECKSUM (1u << 3)  /* XXH3-64 */
 
-/* How to read. Zero it, set `size`, then what is wanted. */
+/* Configuration of a read. Zero it, set `size`, then the fields that are needed. */
 struct dml_read_config {
 	uint64_t size; /* sizeof(struct dml_read_config) */
-	uint32_t flags; /* DML_READ_SHAREABLE and its like */
-	uint32_t threads; /* at most 64; 0 for as many as fit */
-	uint64_t offset; /* from where on in the file */
+	uint32_t flags; /* DML_READ_SHAREABLE and others */
+	uint32_t threads; /* at most 64; 0 to choose automatically */
+	uint64_t offset; /* in the file, in bytes */
 	uint64_t len; /* bytes; 0 for all to the end */
-	uint64_t gather; /* bytes allocated together before reading into them starts; 0 for the default */
-	uint64_t limit; /* bytes of memory at most, else -ENOMEM; 0 for no limit */
-	uint64_t timeout_ms; /* milliseconds at most, else -ETIMEDOUT; 0 for no limit */
+	uint64_t gather; /* chunk size in bytes; 0 for the default */
+	uint64_t limit; /* most bytes of memory, else -ENOMEM; 0 for no limit */
+	uint64_t timeout_ms; /* longest time, else -ETIMEDOUT; 0 for no limit */
 };
 
 struct dml_filled {
@@ -154,11 +155,11 @@ struct dml_filled {
 };
 
 /* Allocates a buffer and reads the open file `fd` into it while it is being allocated. Clears O_DIRECT and
- * O_NONBLOCK of the file. Pipes and sockets are read from where they are. -ENODATA when the file ends early, -ESTALE
- * when it changed its size meanwhile, -ENOMEM, or what the kernel said. After an error nothing is in flight, and
- * nothing allocated. */
+ * O_NONBLOCK of the file. Pipes and sockets are read from their current position. Returns -ENODATA when the file
+ * ends early, -ESTALE when its size changed meanwhile, -ENOMEM, or the kernel's error. After an error nothing is in
+ * flight or allocated. */
 int32_t dml_alloc_and_read(int fd, const struct dml_read_config *config, dml_buffer *buffer, struct dml_filled *filled);
-/* A new descriptor of the buffer's memory, sealed against changes of its size, to be closed by the caller;
+/* Returns a new descriptor of the buffer's memory, sealed against changes of its size, which the caller closes;
  * -EOPNOTSUPP without DML_READ_SHAREABLE. */
 int32_t dml_buffer_export(dml_buffer buffer, int *fd);
 int32_t dml_buffer_destroy(dml_buffer buffer);

@@ -29,7 +29,7 @@ pub struct DmlSegment {
     pub len: u64,
 }
 
-/// A function of C's that is told of `len` bytes at `va`.
+/// A callback of C for `len` bytes at `va`.
 pub type Function = extern "C" fn(user: *mut c_void, va: u64, len: u64);
 
 /// `struct dml_vm_config`.
@@ -52,9 +52,9 @@ pub struct DmlVmConfig {
     pub table_limit: u64,
     /// Makes the device forget `len` bytes at `va`; null when there is no device.
     pub invalidate: Option<Function>,
-    /// Is told of `DML_PREFETCH`; null when nobody wants to know.
+    /// Called for each `DML_PREFETCH`; may be null.
     pub prefetch: Option<Function>,
-    /// What both get.
+    /// First argument of both callbacks.
     pub user: *mut c_void,
 }
 
@@ -62,7 +62,7 @@ pub struct DmlVmConfig {
 #[repr(C)]
 #[derive(Clone, Copy, Debug, Default)]
 pub struct DmlLeaf {
-    /// Where the address leads.
+    /// Physical address.
     pub pa: u64,
     /// Bytes from there to the end of the leaf.
     pub left: u64,
@@ -104,13 +104,13 @@ pub struct DmlReadConfig {
     pub size: u64,
     /// `DML_READ_SHAREABLE` and its like.
     pub flags: u32,
-    /// Lanes; 0 for as many as fit.
+    /// Worker threads; 0 to choose automatically.
     pub threads: u32,
-    /// From where on in the file.
+    /// Offset in the file, in bytes.
     pub offset: u64,
     /// Bytes; 0 for all to the end.
     pub len: u64,
-    /// Bytes allocated together; 0 for the default.
+    /// Chunk size in bytes; 0 for the default.
     pub gather: u64,
     /// Bytes of memory at most; 0 for no limit.
     pub limit: u64,
@@ -124,13 +124,13 @@ pub struct DmlReadConfig {
 pub struct DmlFilled {
     /// The bytes, until the buffer is destroyed.
     pub data: *mut c_void,
-    /// How many.
+    /// Length in bytes.
     pub len: u64,
     /// XXH3-64 of them; 0 unless asked for.
     pub checksum: u64,
 }
 
-/// What C says is memory to read from.
+/// Memory that C passes for reading, as a slice.
 ///
 /// # Safety
 /// `at` is null, or there are `len` bytes that are not written to while the slice is in use.
@@ -146,10 +146,10 @@ unsafe fn bytes<'a>(at: *const c_void, len: usize) -> Result<&'a [u8], Refused> 
     Ok(unsafe { std::slice::from_raw_parts(at.cast(), len) })
 }
 
-/// Writes where C says that there is room.
+/// Writes a result to memory of C.
 ///
 /// # Safety
-/// `to` is null, or there is room for a `T` that nobody else uses during the call.
+/// `to` is null, or points to writable memory for a `T` that no other code accesses during the call.
 unsafe fn put<T>(to: *mut T, value: T) -> Result<(), Refused> {
     if to.is_null() {
         return Err(fault(format_args!("no room for the result: a null pointer")));
@@ -222,7 +222,7 @@ macro_rules! exported {
 }
 
 exported! {
-    /// Makes a device: buffer objects, and VMs that bind them.
+    /// Creates a device: buffer objects, and VMs that bind them.
     fn dml_device_create(device: *mut u64) {
         // SAFETY: the contract of the function.
         unsafe { put(device, 0)? };
@@ -230,12 +230,12 @@ exported! {
         unsafe { put(device, objects::create_device()) }
     }
 
-    /// Gives a device up. VMs of it live on until they are destroyed.
+    /// Destroys a device. Its VMs exist until they are destroyed.
     fn dml_device_destroy(device: u64) {
         objects::destroy_device(device)
     }
 
-    /// Makes a buffer object of `count` segments.
+    /// Creates a buffer object of `count` segments.
     fn dml_bo_create(device: u64, segments: *const DmlSegment, count: usize, handle: *mut u32) {
         // SAFETY: the contract of the function.
         unsafe { put(handle, 0)? };
@@ -252,12 +252,12 @@ exported! {
         unsafe { put(handle, made) }
     }
 
-    /// Gives a buffer object up. It lives on where it is bound.
+    /// Destroys a buffer object's handle. The object exists while it is bound.
     fn dml_bo_destroy(device: u64, handle: u32) {
         objects::destroy_bo(device, handle)
     }
 
-    /// Makes an empty VM.
+    /// Creates an empty VM.
     fn dml_vm_create(device: u64, config: *const DmlVmConfig, vm: *mut u64) {
         // SAFETY: the contract of the function.
         unsafe { put(vm, 0)? };

@@ -84,7 +84,7 @@ pub(crate) fn alloc_and_read(file: BorrowedFd<'_>, request: &Request) -> Result<
 pub(crate) fn export(buffer: u64) -> Result<OwnedFd, Refused> {
     let buffer = lock(&BUFFERS).get(buffer, "buffer")?;
     let memfd = buffer.shared().export();
-    let memfd = memfd.ok_or_else(|| Refused::new(Errno::NotSup, "the buffer was not made to be shared"))?;
+    let memfd = memfd.ok_or_else(|| Refused::new(Errno::NotSup, "the buffer was not created as shareable"))?;
     memfd.try_clone_to_owned().map_err(|e| kernel(&e))
 }
 

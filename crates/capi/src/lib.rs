@@ -1,11 +1,10 @@
-//! Allocating and reading at once and the bind manager of dmalane, for programs in C.
+//! The C interface of dmalane: overlapped allocation and reading of files, and the bind manager.
 //!
-//! `include/dmalane.h` is the description; this crate builds a shared and a static library that it fits. Objects are
-//! known to C by numbers, not by pointers: one that was destroyed, or never was, is an error and not a crash. What C
-//! passes by pointer is read or written within the length that it says, and nowhere kept. A panic ends in an error
-//! number too.
+//! `include/dmalane.h` documents it; this crate builds a shared and a static library for that header. C refers to
+//! objects by numbers, not pointers, so that using a destroyed object is an error instead of a crash. Memory that C
+//! passes is accessed only within the given length and only during the call. A panic becomes an error number.
 //!
-//! The functions lock what they use, so they may be called from any thread.
+//! The functions lock the objects that they use, so they may be called from any thread.
 
 mod abi;
 mod buffers;

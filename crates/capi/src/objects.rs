@@ -12,10 +12,10 @@ use dmalane_iopt::{Format, FormatId, HeapTables, UnknownFormat, with_format};
 use dmalane_vm::array::{ArrayError, decode};
 use dmalane_vm::{AnyVm, Bo, Errno, Handles, Mapped, Source, Vm};
 
-/// What a call came to: an error number, and a text about it.
+/// Error of a call: an error number with a text.
 pub(crate) struct Refused(pub(crate) Number, pub(crate) String);
 
-/// An error number: one of ours, or one that the kernel gave.
+/// An error number: one of the library's, or one of the kernel's.
 #[derive(Clone, Copy)]
 pub(crate) enum Number {
     Ours(Errno),
@@ -64,7 +64,7 @@ thread_local! {
     static LAST_ERROR: RefCell<String> = const { RefCell::new(String::new()) };
 }
 
-/// Runs a call, and makes a number of what it came to.
+/// Runs a call and converts its result to 0 or a negative error number.
 pub(crate) fn call(run: impl FnOnce() -> Result<(), Refused>) -> i32 {
     let (number, text) = match catch_unwind(AssertUnwindSafe(run)) {
         Ok(Ok(())) => return 0,
@@ -72,7 +72,7 @@ pub(crate) fn call(run: impl FnOnce() -> Result<(), Refused>) -> i32 {
         Ok(Err(Refused(Number::Kernel(number), text))) => (number, format!("error {number}: {text}")),
         Err(_) => (NOT_RECOVERABLE, "ENOTRECOVERABLE: a bug in dmalane; its message went to stderr".to_owned()),
     };
-    // Too late in the life of a thread nobody can ask for the text any more.
+    // While the thread exits, the text is no longer available.
     let _ = LAST_ERROR.try_with(|last| *last.borrow_mut() = text);
     -number
 }
@@ -82,10 +82,10 @@ pub(crate) fn with_last_error<R>(look: impl Fn(&str) -> R) -> R {
     LAST_ERROR.try_with(|last| look(&last.borrow())).unwrap_or_else(|_| look(""))
 }
 
-/// What C is told of a range.
+/// A callback to C about a range.
 pub(crate) type Callback = Arc<dyn Fn(DeviceVa, u64) + Send + Sync>;
 
-/// What C is told, if it wants to be.
+/// The optional callbacks of a VM.
 #[derive(Default)]
 pub(crate) struct Callbacks {
     /// The device must forget the range.
@@ -105,7 +105,7 @@ struct OneVm {
     tell: Callbacks,
 }
 
-/// Objects by number. A number is never given twice.
+/// Objects by number. Numbers are never reused.
 pub(crate) struct Numbered<T> {
     next: u64,
     objects: BTreeMap<u64, Arc<T>>,
@@ -139,14 +139,14 @@ fn none(number: u64, what: &str) -> Refused {
 static DEVICES: Mutex<Numbered<Device>> = Mutex::new(Numbered::new());
 static VMS: Mutex<Numbered<OneVm>> = Mutex::new(Numbered::new());
 
-/// Locks what stays right when a holder panics: maps that are changed by one call.
+/// Locks data that stays consistent when a holder panics: each change is a single map operation.
 pub(crate) fn lock<T: ?Sized>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// Locks a VM, which a panic may have left half changed: then nobody may use it.
+/// Locks a VM; an error when a panic may have left it inconsistent.
 fn lock_vm(vm: &OneVm) -> Result<MutexGuard<'_, Box<dyn AnyVm + Send>>, Refused> {
-    let broken = |_| Refused::new(Errno::Canceled, "an earlier call on this VM ended in a bug of the library");
+    let broken = |_| Refused::new(Errno::Canceled, "an earlier call on this VM failed because of a bug in the library");
     vm.vm.lock().map_err(broken)
 }
 
@@ -233,7 +233,7 @@ pub(crate) fn bind(vm: u64, bytes: &[u8], stride: usize, count: usize) -> Result
         decode(bytes, stride, count, granule, &lock(&one.device.bos))?
     };
     let committed = lock_vm(&one)?.apply(requests).map_err(ArrayError::from)?;
-    // Not under the lock: C may look at the VM from within.
+    // Without the lock: the callback may query the VM.
     if let Some(invalidate) = &one.tell.invalidate {
         committed.spans().for_each(|span| invalidate(span.first(), span.len()));
     }

@@ -48,10 +48,12 @@ pub struct CardQueue<B: Mmio> {
     submitted: u64,
     /// Operations accepted so far; also the ticket of the next.
     next: u64,
-    /// The last of them is number `next - 1`. One that was taken back left a fence behind, which holds its places in the ring.
+    /// The last of them is number `next - 1`. One that was taken back left a fence behind, which holds its places in
+    /// the ring.
     flying: VecDeque<Operation>,
-    /// The number of the first descriptor of each; the next one's begin where its own end. Apart from the operations, which are then moved in
-    /// and out in the same portions: anything else waits for the stores before it, as long as copying 1 KiB takes.
+    /// The number of the first descriptor of each; the next one's begin where its own end. Apart from the operations,
+    /// which are then moved in and out in the same portions: anything else waits for the stores before it, as long as
+    /// copying 1 KiB takes.
     firsts: VecDeque<u64>,
     /// Those that were taken back.
     taken_back: BTreeSet<u64>,
@@ -140,8 +142,8 @@ impl<B: Mmio> CardQueue<B> {
         self.index
     }
 
-    /// Places in the ring that are free: a plain operation takes one, a shape one more, a gather list one for each of its
-    /// pieces.
+    /// Places in the ring that are free: a plain operation takes one, a shape one more, a gather list one for each of
+    /// its pieces.
     pub fn room(&self) -> usize {
         self.capacity() - (self.tail - self.head) as usize
     }
@@ -166,8 +168,8 @@ impl<B: Mmio> CardQueue<B> {
         1 << self.rings().log2
     }
 
-    /// The descriptor of a plain copy that may be accepted: the shorter way for what is most common. `None` leaves it to the longer
-    /// one, which says what is wrong.
+    /// The descriptor of a plain copy that may be accepted: the shorter way for what is most common. `None` leaves it
+    /// to the longer one, which says what is wrong.
     #[inline]
     fn plain_copy(&self, operation: &Operation) -> Option<Descriptor> {
         let Operation { work: Work::Copy { direction, host, at }, shape: None, cache } = operation else {
@@ -304,8 +306,8 @@ impl<B: Mmio> CardQueue<B> {
         Some((status, offset))
     }
 
-    /// The shorter way for what is most common: operations of one descriptor that ended well, as many as there are now. The
-    /// first that is anything else is left to the longer way.
+    /// The shorter way for what is most common: operations of one descriptor that ended well, as many as there are now.
+    /// The first that is anything else is left to the longer way.
     fn collect_plain(&mut self, done: &mut Vec<Completion>) {
         let Self { rings: Some(rings), flying, firsts, head, submitted, tail, next, stats, sampler, .. } = self else {
             return;
@@ -402,8 +404,8 @@ impl<B: Mmio> CardQueue<B> {
         }
     }
 
-    /// Notices that nothing has ended for too long, that the card has halted, or that it has stopped as it was told; then everything
-    /// in flight has ended.
+    /// Notices that nothing has ended for too long, that the card has halted, or that it has stopped as it was told;
+    /// then everything in flight has ended.
     fn check_status(&mut self, done: &mut Vec<Completion>) {
         if let (State::Running, Some(timeout)) = (&self.state, self.timeout) {
             let since = *self.stalled.get_or_insert_with(Instant::now);
@@ -467,8 +469,8 @@ impl<B: Mmio> CardQueue<B> {
             && let Some(descriptor) = number.checked_sub(first).and_then(|i| self.firsts.get(i as usize))
         {
             let (register, descriptor) = (self.register(regs::CH_CANCEL), *descriptor as u32);
-            // The valid bit last: until then the card sees no wish, or the one before, which has been fulfilled. A card that does not
-            // take it just goes on.
+            // The valid bit last: until then the card sees no wish, or the one before, which has been fulfilled. A card
+            // that does not take it just goes on.
             let device = self.device();
             let _ = device.write(register + 4, 0);
             let _ = device.write(register, descriptor);
@@ -500,8 +502,8 @@ fn pieces(gather: &Gather) -> impl Iterator<Item = (Iova, DeviceAddr, u64)> {
     })
 }
 
-/// The card's word for it as an error, and the bytes done before. `detail` is whatever the card says of descriptor `index` of the
-/// operation.
+/// The card's word for it as an error, and the bytes done before. `detail` is whatever the card says of descriptor
+/// `index` of the operation.
 fn failure(status: Status, detail: u64, operation: &Operation, index: u32) -> (OpError, u64) {
     let total = operation.bytes();
     // The part of the operation that the descriptor stands for: where its sides begin, and the bytes before.

@@ -3,6 +3,7 @@
 use std::time::Duration;
 
 use dmalane_addr::{CardAddr, Span};
+use dmalane_iopt::{Format, X86_64_4Level};
 use thiserror::Error;
 
 /// An error of the driver.
@@ -56,4 +57,16 @@ pub enum Error {
     /// A span for page tables that is not in the card's memory or holds no whole table.
     #[error("{0} is no place for page tables")]
     NoTables(Span<CardAddr>),
+    /// An MMU whose tables cannot be written.
+    #[error("the card's MMU walks {}, and only {} can be written", .0.unwrap_or("tables of an unknown format"), X86_64_4Level::NAME)]
+    OtherMmu(Option<&'static str>),
+    /// A card whose memory has no room for page tables.
+    #[error("the card is too small: its page tables need {needed} bytes of one memory, and more for buffers")]
+    TooSmall {
+        /// Bytes of page tables.
+        needed: u64,
+    },
+    /// The card's virtual address space.
+    #[error(transparent)]
+    Vm(#[from] dmalane_vm::Error),
 }

@@ -6,6 +6,7 @@
 #[cfg(target_endian = "big")]
 compile_error!("rings are little-endian, and their words are stored as the processor has them");
 
+mod card_device;
 mod channel;
 mod descriptor;
 mod driver;
@@ -13,6 +14,7 @@ mod error;
 pub mod regs;
 mod tables;
 
+pub use card_device::{CardDevice, CardUse};
 pub use channel::CardQueue;
 pub use descriptor::{Completion, Descriptor, Halt, Malformed, Status, Task};
 pub use driver::{Card, CardLayout};

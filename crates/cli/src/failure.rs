@@ -89,7 +89,8 @@ impl Failure {
         ExitCode::from(self.status)
     }
 
-    fn text(&self, program: &str) -> String {
+    /// What is printed of it.
+    pub fn text(&self, program: &str) -> String {
         let mut text = format!("{program}: {}\n", plain(&self.message));
         for (label, lines) in [("cause", &self.causes), ("hint", &self.hints)] {
             for line in lines {

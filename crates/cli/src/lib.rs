@@ -5,4 +5,4 @@ pub mod failure;
 pub mod number;
 pub mod output;
 pub mod program;
-pub mod size;
+pub use dmalane::size;

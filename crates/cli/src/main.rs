@@ -2,7 +2,6 @@
 
 mod commands;
 mod device;
-mod pci;
 mod probe;
 mod progress;
 

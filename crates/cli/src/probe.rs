@@ -77,12 +77,6 @@ impl Probe {
         names
     }
 
-    /// The last part of what a link points to.
-    pub fn link(&self, path: impl AsRef<Path>) -> Option<String> {
-        let target = fs::read_link(self.place(path)).ok()?;
-        Some(plain(&target.file_name()?.to_string_lossy()))
-    }
-
     /// Is it there, and may this process read and write it?
     pub fn node(&self, path: impl AsRef<Path>) -> Node {
         let place = self.place(path);

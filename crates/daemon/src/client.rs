@@ -103,7 +103,7 @@ pub enum ClientError {
 
 impl From<ClientError> for mem::Error {
     fn from(error: ClientError) -> Self {
-        Self::Other(Box::new(error))
+        Self::Backend(Box::new(error))
     }
 }
 

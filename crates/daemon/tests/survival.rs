@@ -227,7 +227,7 @@ fn clients_are_killed_during_transfers() {
 }
 
 fn is_disconnected(error: &dmalane_dma::Error) -> bool {
-    matches!(error, dmalane_dma::Error::Other(e) if matches!(e.downcast_ref(), Some(ClientError::Disconnected(_))))
+    matches!(error, dmalane_dma::Error::Backend(e) if matches!(e.downcast_ref(), Some(ClientError::Disconnected(_))))
 }
 
 /// Submits `count` copies and returns `count`.

@@ -1,4 +1,4 @@
-//! Buffers: memory of the CPU alone, and memory shared with devices.
+//! Buffers: memory that only the CPU uses, and memory that devices share.
 
 use std::num::NonZeroUsize;
 use std::ops::{Deref, DerefMut, Range};
@@ -9,7 +9,7 @@ use crate::heap::{Account, PageBacking, PageKind};
 use crate::sys::{Exclusive, Pages, Region};
 use crate::{BufferSlice, Error, VolatileSlice};
 
-/// Memory that only this process's CPU reaches: plain slices, no device address. Zeroed when new.
+/// Memory that only the CPU of this process accesses: plain slices, no device address. Zeroed when new.
 pub struct CpuBuf {
     memory: Exclusive,
     backing: PageBacking,
@@ -21,17 +21,17 @@ impl CpuBuf {
         Self { memory, backing, account }
     }
 
-    /// The kind of pages behind the buffer, and why no better kind.
+    /// The kind of pages behind the buffer, with the reasons why no better kind was used.
     pub fn backing(&self) -> &PageBacking {
         &self.backing
     }
 
-    /// The memory, no longer counted by its heap.
+    /// Takes the memory out of its heap's accounting.
     pub(crate) fn into_region(self) -> (Region, PageBacking) {
         (self.memory.into_region(), self.backing)
     }
 
-    /// Makes the memory reachable for devices. From now on there are views, and no references.
+    /// Makes the memory reachable for devices. From now on it is accessed through volatile slices only.
     pub fn share(self) -> SharedBuf {
         let (region, backing, account) = (self.memory.into_region(), self.backing, self.account);
         SharedBuf { part: BufferSlice::whole(Arc::new(Memory::new(region, backing, account))) }
@@ -62,7 +62,7 @@ pub(crate) struct Memory {
     pub(crate) region: Region,
     pub(crate) backing: PageBacking,
     pub(crate) account: Account,
-    /// How many mappings let a device write. Held for reading while the CPU looks at the memory through a slice.
+    /// Number of mappings that let a device write. Locked for reading while the CPU uses the memory through a slice.
     writers: RwLock<usize>,
 }
 
@@ -71,15 +71,14 @@ impl Memory {
         Self { region, backing, account, writers: RwLock::default() }
     }
 
-    /// Runs `f` while no mapping lets a device write; `None` when one does, or when another process may have the
-    /// memory.
+    /// Runs `f` while no mapping lets a device write; `None` when one does, or when the memory was exported.
     pub(crate) fn while_unwritten<T>(&self, f: impl FnOnce() -> T) -> Option<T> {
         let writers = self.writers.read().unwrap_or_else(PoisonError::into_inner);
         (*writers == 0 && !self.region.is_exported()).then(f)
     }
 }
 
-/// A reference to a buffer's memory: keeps it alive, gives no access to it. Mappings and registrations hold one.
+/// A counted reference to a buffer's memory. It keeps the memory alive but gives no access to its bytes.
 #[derive(Clone)]
 pub struct BufferRef(pub(crate) Arc<Memory>);
 
@@ -95,12 +94,12 @@ impl BufferRef {
         Arc::ptr_eq(&self.0, &other.0)
     }
 
-    /// Tells the memory from every other as long as a reference to it is held.
+    /// A number that identifies the memory while a reference to it exists.
     pub fn id(&self) -> usize {
         Arc::as_ptr(&self.0).addr()
     }
 
-    /// Where this process has the memory mapped, for a kernel that pins by address. A number, not a right to use it.
+    /// The virtual address of the memory in this process, for kernel interfaces that pin by address.
     pub fn address(&self) -> usize {
         self.view().as_ptr().addr()
     }
@@ -110,31 +109,31 @@ impl BufferRef {
         &self.0.backing
     }
 
-    /// True when `part` is a part of this memory.
+    /// True when `part` is a slice of this memory.
     #[inline]
     pub fn holds(&self, part: &BufferSlice) -> bool {
         part.is_of(&self.0)
     }
 
-    /// As [`SharedBuf::export`], for who registers memory that somebody else holds. Waits while a [`BufferSlice`] of it
-    /// is lent as a slice ([`BufferSlice::with_bytes`]).
+    /// As [`SharedBuf::export`], for code that registers memory without owning the buffer. Waits while
+    /// [`BufferSlice::with_bytes`] borrows bytes of it.
     pub fn export(&self) -> Option<BorrowedFd<'_>> {
-        // Under this lock no slice is lent, and none will be once the descriptor was.
+        // Under this lock no thread borrows the bytes, and none will once the memory counts as exported.
         let _writers = self.0.writers.write().unwrap_or_else(PoisonError::into_inner);
         self.0.region.export()
     }
 
-    /// True when nothing else holds the memory: no buffer or part of it, no mapping, no other reference.
+    /// True when this is the only reference: no buffer, slice or mapping of the memory exists.
     pub fn is_last(&self) -> bool {
         Arc::strong_count(&self.0) == 1
     }
 
-    /// Counts one more mapping through which a device may write, from before it can until [`BufferRef::retire_writer`].
+    /// Counts a mapping through which a device may write. Called before the device can write.
     pub(crate) fn admit_writer(&self) {
         *self.0.writers.write().unwrap_or_else(PoisonError::into_inner) += 1;
     }
 
-    /// Counts one less, once the device can no longer write.
+    /// Counts one such mapping less. Called after the device can no longer write.
     pub(crate) fn retire_writer(&self) {
         *self.0.writers.write().unwrap_or_else(PoisonError::into_inner) -= 1;
     }
@@ -151,16 +150,16 @@ impl std::fmt::Debug for BufferRef {
     }
 }
 
-/// A whole buffer that devices may reach. Whoever holds it holds the right to use all of it.
+/// A whole buffer that devices may access. Its owner has exclusive use of all its bytes.
 #[derive(Debug)]
 pub struct SharedBuf {
     pub(crate) part: BufferSlice,
 }
 
 impl SharedBuf {
-    /// Zeroed memory behind a sealed memfd whose pages are *not* present yet: for memories much larger than what is
-    /// used of them. `len` is rounded up to whole pages. Touching a page that the system has no memory for is fatal
-    /// (SIGBUS): call [`SharedBuf::populate`] first.
+    /// Zeroed memory behind a sealed memfd whose pages are *not* present yet, for sparsely used ranges. `len` is
+    /// rounded up to whole pages. Touching a page when the system is out of memory is fatal (SIGBUS): call
+    /// [`SharedBuf::populate`] first.
     ///
     /// # Errors
     /// [`Error::BadLength`] for 0 bytes or when rounding up overflows; [`Error::Allocate`].
@@ -178,19 +177,18 @@ impl SharedBuf {
         Ok(Self { part: BufferSlice::whole(Arc::new(Memory::new(region, backing, Account::none()))) })
     }
 
-    /// Pieces of one memory as that of [`SharedBuf::sparse`], each a buffer, and the sealed memfd that has them all, at
-    /// these offsets: for what other processes map at the places where it has it, with nothing between. Only the pieces
-    /// take address space. The buffers themselves lend no descriptor ([`SharedBuf::export`]).
+    /// Memory as that of [`SharedBuf::sparse`] for some ranges of one memfd: one buffer for each range, and the sealed
+    /// memfd that contains them at these offsets, for other processes to map. Only the ranges take address space here.
+    /// The buffers have no descriptor of their own ([`SharedBuf::export`]).
     ///
     /// # Errors
-    /// [`Error::BadLength`] for a piece that is empty, or does not begin and end at multiples of 4 KiB;
-    /// [`Error::Allocate`].
-    pub fn sparse_pieces(name: &str, pieces: &[Range<u64>]) -> Result<(Vec<Self>, OwnedFd), Error> {
-        if let Some(bad) = pieces.iter().find(|p| p.is_empty() || (p.start | p.end) & 0xfff != 0) {
+    /// [`Error::BadLength`] for a range that is empty, or not aligned to 4 KiB; [`Error::Allocate`].
+    pub fn sparse_ranges(name: &str, ranges: &[Range<u64>]) -> Result<(Vec<Self>, OwnedFd), Error> {
+        if let Some(bad) = ranges.iter().find(|p| p.is_empty() || (p.start | p.end) & 0xfff != 0) {
             return Err(Error::BadLength(usize::try_from(bad.end.saturating_sub(bad.start)).unwrap_or(usize::MAX)));
         }
-        let (regions, fd) = Region::memfd_pieces(name, pieces).map_err(|source| {
-            let len = pieces.iter().fold(0u64, |sum, p| sum.saturating_add(p.end - p.start));
+        let (regions, fd) = Region::memfd_ranges(name, ranges).map_err(|source| {
+            let len = ranges.iter().fold(0u64, |sum, p| sum.saturating_add(p.end - p.start));
             Error::Allocate { len: usize::try_from(len).unwrap_or(usize::MAX), kind: "sparse memfd memory", source }
         })?;
         let buffer = |region| {
@@ -200,50 +198,48 @@ impl SharedBuf {
         Ok((regions.into_iter().map(buffer).collect(), fd))
     }
 
-    /// Memory that another process made and lends by its descriptor: a memfd, mapped whole. The other process may
-    /// change the bytes at any time.
+    /// Maps a whole memfd that another process created. The other process may change the bytes at any time.
     ///
     /// # Errors
-    /// [`Error::Import`] unless it is a memfd of ordinary pages, sealed against shrinking, and a whole number of 4 KiB
-    /// pages long: what it lends must stay there.
+    /// [`Error::Import`] unless the file is a memfd of ordinary pages, sealed against shrinking, with a length that is
+    /// a multiple of 4 KiB: otherwise the other process could make an access fail with SIGBUS.
     pub fn import(fd: OwnedFd) -> Result<Self, Error> {
         Self::import_up_to(fd, u64::MAX)
     }
 
-    /// The same for one of at most so many bytes: a memfd takes no memory for its length, but the addresses of a
-    /// process end, and with them whatever else it must map.
+    /// As [`SharedBuf::import`], for a memfd of at most `most` bytes. A sparse memfd takes no memory, but mapping it
+    /// takes address space of this process.
     ///
     /// # Errors
-    /// As [`SharedBuf::import`]; [`Error::Import`] of the kind `OutOfMemory` for a longer one, of which nothing is
-    /// mapped.
+    /// As [`SharedBuf::import`]; [`Error::Import`] of kind `OutOfMemory` for a longer memfd, which is not mapped.
     pub fn import_up_to(fd: OwnedFd, most: u64) -> Result<Self, Error> {
         let region = Region::import(fd, most).map_err(Error::Import)?;
         let backing = PageBacking { kind: PageKind::Base, passed_over: Vec::new() };
         Ok(Self { part: BufferSlice::whole(Arc::new(Memory::new(region, backing, Account::none()))) })
     }
 
-    /// A dma-buf that a driver or a heap of the kernel made, mapped whole. Devices may write it at any time; around
-    /// what the processor does with it, see [`SharedBuf::cpu_access`].
+    /// Maps a whole dma-buf of a driver or kernel heap. Devices may write it at any time; the CPU accesses it within
+    /// [`SharedBuf::cpu_access`].
     ///
     /// # Errors
-    /// [`Error::Import`] for a file that is no dma-buf, or one that its exporter does not let be mapped.
+    /// [`Error::Import`] for a file that is not a dma-buf, or whose exporter does not allow mapping.
     pub fn import_dma_buf(fd: OwnedFd) -> Result<Self, Error> {
         let region = Region::import_dma_buf(fd).map_err(Error::Import)?;
         let backing = PageBacking { kind: PageKind::Base, passed_over: Vec::new() };
         Ok(Self { part: BufferSlice::whole(Arc::new(Memory::new(region, backing, Account::none()))) })
     }
 
-    /// Lets the processor look at a dma-buf, or also write it (`writes`), while `f` runs: its exporter moves what lies
-    /// in caches, and waits for devices that are still writing.
+    /// Runs `f` with access to a dma-buf, for reading or also for writing (`writes`). The exporter synchronises caches
+    /// and waits for devices that are still writing.
     ///
     /// # Errors
-    /// `Unsupported`, and `f` is not called, for memory that is no dma-buf; the exporter's error.
+    /// `Unsupported`, without calling `f`, for memory that is not a dma-buf; the exporter's error.
     pub fn cpu_access<T>(&self, writes: bool, f: impl FnOnce(VolatileSlice<'_>) -> T) -> std::io::Result<T> {
         /// Ends the access, also when `f` panics.
         struct Access<'a>(&'a Region, bool);
         impl Drop for Access<'_> {
             fn drop(&mut self) {
-                // It was begun, so it can be ended.
+                // Ending an access that has begun does not fail.
                 let _ = self.0.sync(false, self.1);
             }
         }
@@ -278,7 +274,7 @@ impl SharedBuf {
         &self.part.memory().backing
     }
 
-    /// All of it, as something that can be split and be part of an operation.
+    /// The whole buffer as a slice, which can be split and passed to operations.
     pub fn into_part(self) -> BufferSlice {
         self.part
     }
@@ -289,17 +285,16 @@ impl SharedBuf {
         self.part.view()
     }
 
-    /// The memfd behind the buffer, sealed against shrinking, for another process or driver to map; `None` for
-    /// anonymous memory. Once asked for, the buffer can no longer become a [`CpuBuf`].
+    /// The descriptor behind the buffer (a memfd sealed against shrinking, or a dma-buf), for another process or driver
+    /// to map; `None` for anonymous memory. After this call the buffer can no longer become a [`CpuBuf`].
     pub fn export(&self) -> Option<BorrowedFd<'_>> {
         self.part.memory().region.export()
     }
 
-    /// Takes the memory back from the devices.
+    /// Turns the buffer back into memory that only the CPU accesses.
     ///
     /// # Errors
-    /// Gives the buffer back while a mapping or registration still holds a reference to it, and for good once it was
-    /// exported.
+    /// Returns the buffer while a mapping, registration or other reference exists, and always once it was exported.
     pub fn into_cpu(self) -> Result<CpuBuf, SharedBuf> {
         if self.part.memory().region.is_exported() {
             return Err(self);
@@ -392,22 +387,22 @@ mod tests {
     }
 
     #[test]
-    fn pieces_of_one_memory_lie_where_the_memfd_has_them() {
-        let (pieces, fd) = SharedBuf::sparse_pieces("test", &[0x1000..0x3000, 1 << 38..(1 << 38) + 0x1000]).unwrap();
-        assert_eq!(pieces.iter().map(SharedBuf::len).collect::<Vec<_>>(), [0x2000, 0x1000]);
-        pieces[0].view().write(b"first");
-        pieces[1].view().write(b"second");
+    fn buffers_of_one_memory_lie_where_the_memfd_has_them() {
+        let (buffers, fd) = SharedBuf::sparse_ranges("test", &[0x1000..0x3000, 1 << 38..(1 << 38) + 0x1000]).unwrap();
+        assert_eq!(buffers.iter().map(SharedBuf::len).collect::<Vec<_>>(), [0x2000, 0x1000]);
+        buffers[0].view().write(b"first");
+        buffers[1].view().write(b"second");
         let mut bytes = [0; 6];
         for (at, wanted) in [(0x1000, b"first\0"), (1 << 38, b"second"), (0x3000, &[0; 6])] {
             assert_eq!(rustix::io::pread(&fd, &mut bytes, at).unwrap(), 6);
             assert_eq!(&bytes, wanted, "at {at:#x}");
         }
         assert!(rustix::fs::ftruncate(&fd, 0x1000).is_err() && rustix::fs::ftruncate(&fd, 1 << 39).is_err(), "sealed");
-        // What shows all of the memory is not what a buffer lends, and it stays everybody's.
-        assert!(pieces.iter().all(|piece| piece.export().is_none()));
-        assert!(pieces.into_iter().all(|piece| piece.into_cpu().is_err()));
+        // The memfd contains all ranges, so a single buffer has no descriptor, and it counts as exported.
+        assert!(buffers.iter().all(|buffer| buffer.export().is_none()));
+        assert!(buffers.into_iter().all(|buffer| buffer.into_cpu().is_err()));
         for bad in [0..0, 0x800..0x1000, 0..0x1001] {
-            assert!(matches!(SharedBuf::sparse_pieces("test", &[0..0x1000, bad]), Err(Error::BadLength(_))));
+            assert!(matches!(SharedBuf::sparse_ranges("test", &[0..0x1000, bad]), Err(Error::BadLength(_))));
         }
     }
 

@@ -5,22 +5,21 @@ use thiserror::Error;
 
 use crate::{CopyHint, VolatileSlice};
 
-/// Host memory as a device model sees it: by IOVA, and only where the IOMMU lets it.
+/// Host memory as a device model accesses it: by IOVA, as the IOMMU permits.
 ///
-/// A device that has much to do holds its translations for a while ([`DeviceMem::hold`]) and makes many accesses; the
-/// other methods make one.
+/// A device that makes many accesses holds the translations meanwhile ([`DeviceMem::hold`]); the other methods make one
+/// access each.
 pub trait DeviceMem: Send {
-    /// Translations that are held.
+    /// A guard that holds the translations.
     type Held<'a>: HeldMem
     where
         Self: 'a;
 
-    /// Keeps translations as they are until the result is dropped. Whoever wants to take one away waits so long, so no
-    /// longer than it takes to move some MiB.
+    /// Keeps all translations unchanged until the result is dropped. An unmap waits for that, so hold them for no
+    /// longer than a copy of a few MiB takes.
     fn hold(&mut self) -> Self::Held<'_>;
 
-    /// The same without waiting: `None` while somebody is changing translations. For a thread that serves others
-    /// meanwhile.
+    /// As [`DeviceMem::hold`] without waiting: `None` while another thread changes translations.
     fn try_hold(&mut self) -> Option<Self::Held<'_>> {
         Some(self.hold())
     }
@@ -98,14 +97,13 @@ pub trait HeldMem {
     /// As [`HeldMem::write`].
     fn write_bytes(&mut self, into: Iova, from: &[u8]) -> Result<(), DmaFault>;
 
-    /// Writes one aligned 64-bit word into host memory in one piece, after everything written before: how a completion
-    /// becomes visible.
+    /// Writes one aligned 64-bit word atomically, after everything written before. This publishes a completion.
     ///
     /// # Errors
     /// As [`HeldMem::write`]; a word that is not aligned is [`FaultReason::Misaligned`].
     fn write_word(&mut self, into: Iova, value: u64) -> Result<(), DmaFault>;
 
-    /// [`HeldMem::write_word`] of every word that is not `None`, from the first on, 8 bytes apart.
+    /// Writes every word that is not `None` as [`HeldMem::write_word`] does; word `i` goes to `into + 8 * i`.
     ///
     /// # Errors
     /// As there; words before the fault may have been written or not.
@@ -118,9 +116,9 @@ pub trait HeldMem {
 pub struct DmaFault {
     /// The first IOVA that was refused.
     pub at: Iova,
-    /// What the device wanted to do.
+    /// The access that the device attempted.
     pub wanted: Access,
-    /// Why not.
+    /// Why it was refused.
     pub reason: FaultReason,
     /// Bytes that were copied before.
     pub done: u64,
@@ -136,7 +134,7 @@ pub enum FaultReason {
     NotPermitted,
     /// The access runs past the top of the IOVA space.
     PastTheTop,
-    /// A word that is not a multiple of its size.
+    /// The address of a word is not a multiple of its size.
     Misaligned,
 }
 

@@ -1,40 +1,37 @@
-//! What can go wrong with memory.
+//! Errors of heaps, registrars and register access.
 
 use dmalane_addr::{Access, Iova, RangeError};
 use thiserror::Error;
 
-/// An error of a heap or a registrar.
+/// An error of a heap, a registrar or a register access.
 #[derive(Debug, Error)]
 #[non_exhaustive]
 pub enum Error {
-    /// The kernel refused memory.
+    /// The kernel could not allocate memory.
     #[error("cannot allocate {len} bytes of {kind}: {source}")]
     Allocate {
-        /// Bytes asked for.
+        /// Bytes requested.
         len: usize,
-        /// What was asked for ("anonymous memory").
+        /// Kind of memory ("anonymous memory").
         kind: &'static str,
-        /// The kernel's answer.
+        /// The kernel's error.
         source: std::io::Error,
     },
-    /// A file that cannot be memory shared with a device.
-    #[error("cannot take memory from another process: {0}")]
+    /// A file that cannot be imported as a buffer.
+    #[error("cannot import memory: {0}")]
     Import(std::io::Error),
-    /// A bus of another crate could not do what it was asked.
-    #[error(transparent)]
-    Other(Box<dyn std::error::Error + Send + Sync>),
     /// A length of zero, or one that does not fit the address space once rounded up to whole pages.
     #[error("cannot allocate a buffer of {0} bytes")]
     BadLength(usize),
-    /// No heap of this machine gives what is needed; each with what it lacks.
-    #[error("no heap gives what is needed: {}", list(.0))]
+    /// No heap of this machine meets the requirements; each with the reason.
+    #[error("no heap meets the requirements: {}", list(.0))]
     NoHeap(Vec<(&'static str, String)>),
     /// The physical memory of a software host is full.
     #[error("the host has no {wanted} free frames of 4 KiB ({limit} at most)")]
     OutOfFrames {
-        /// Frames asked for.
+        /// Frames requested.
         wanted: u64,
-        /// Frames that the host may have in all.
+        /// Frames of the host in total.
         limit: u64,
     },
     /// No range of IOVAs is free.
@@ -43,7 +40,7 @@ pub enum Error {
     /// A range of a buffer that is not whole 4 KiB pages of it.
     #[error("bytes {}..{} of a buffer of {len} are not whole pages of it", range.start, range.end)]
     BadRange {
-        /// The range asked for.
+        /// The invalid range.
         range: std::ops::Range<usize>,
         /// Bytes of the buffer.
         len: usize,
@@ -51,34 +48,34 @@ pub enum Error {
     /// More would be pinned at one time than is allowed.
     #[error(
         "cannot pin {wanted} bytes: {pinned} are pinned and the limit is {limit} (ulimit -l; raise it in \
-         /etc/security/limits.conf or LimitMEMLOCK=, or register smaller pieces)"
+         /etc/security/limits.conf or LimitMEMLOCK=, or register smaller buffers)"
     )]
     PinLimit {
-        /// Bytes asked for.
+        /// Bytes to be pinned.
         wanted: u64,
-        /// Bytes pinned already.
+        /// Bytes that are already pinned.
         pinned: u64,
-        /// Bytes that may be.
+        /// Bytes that may be pinned.
         limit: u64,
     },
-    /// The bus cannot map several buffers as one, or not part of one.
-    #[error("the bus maps whole buffers, one at a time")]
+    /// The registrar can map neither several buffers at once nor a range of one.
+    #[error("this device maps whole buffers, one at a time")]
     WholeBuffers,
-    /// An error of the bus, of a kind of its own.
+    /// An error of the crate that implements the registrar; `downcast` gives its type.
     #[error(transparent)]
-    Bus(Box<dyn std::error::Error + Send + Sync>),
+    Backend(Box<dyn std::error::Error + Send + Sync>),
     /// The buffer was pinned by another host.
     #[error("the buffer was pinned by another host")]
     ForeignPin,
-    /// A mapping must permit something.
+    /// A mapping must permit reading or writing.
     #[error("a mapping with access {0} permits nothing")]
     NoAccess(Access),
     /// A register that does not exist, or an access of the wrong size or alignment.
     #[error("no {bytes}-byte register at offset {offset:#x} of BAR {bar}")]
     NoRegister {
-        /// Which base address register.
+        /// Number of the BAR.
         bar: u8,
-        /// Offset in it, in bytes.
+        /// Offset in the BAR, in bytes.
         offset: u64,
         /// Bytes accessed.
         bytes: u64,

@@ -1,4 +1,4 @@
-//! What this process holds in memory, as the kernel counts it.
+//! Memory use of this process, as the kernel counts it.
 
 /// The memory of this process, from `/proc/self/status`.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
@@ -11,7 +11,7 @@ pub struct Footprint {
     pub hugetlb: u64,
 }
 
-/// Reads the present footprint; `None` where `/proc` is not mounted.
+/// Reads the current memory use; `None` where `/proc` is not mounted.
 pub fn footprint() -> Option<Footprint> {
     Some(parse(&std::fs::read_to_string("/proc/self/status").ok()?))
 }

@@ -1,8 +1,9 @@
 //! Memory that CPU and device share.
 //!
 //! A [`Heap`] gives a [`CpuBuf`]: plain memory, plain slices, no device address. [`CpuBuf::share`] turns it into a
-//! [`SharedBuf`], which a device may reach and which therefore has no references into it, only volatile [`VolatileSlice`]s. A
-//! `SharedBuf` splits into disjoint owned [`BufferSlice`]s, so that several operations can each own a piece at once.
+//! [`SharedBuf`], which a device may reach and which therefore has no references into it, only volatile
+//! [`VolatileSlice`]s. A `SharedBuf` splits into disjoint owned [`BufferSlice`]s, so that several operations can each
+//! own a range of it.
 //!
 //! [`Registrar`] and [`Mmio`] are the driver's side of a device (pin and map; registers), [`DeviceMem`] the device's
 //! side (access by IOVA).

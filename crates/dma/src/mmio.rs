@@ -17,7 +17,7 @@ pub trait Mmio: Registrar {
     fn read32(&self, bar: u8, offset: u64) -> Result<u32, Error>;
 
     /// Writes a 32-bit register. Everything that this thread wrote to mapped memory before is visible to the device
-    /// when it sees the write: this is how a doorbell is rung.
+    /// when it sees the write, as a doorbell needs it.
     ///
     /// # Errors
     /// [`Error::NoRegister`].
@@ -29,22 +29,21 @@ pub trait Mmio: Registrar {
     /// [`Error::NoRegister`] when they do not lie within it.
     fn write_bytes(&self, bar: u8, offset: u64, bytes: &[u8]) -> Result<(), Error>;
 
-    /// Lets a device that has no threads of its own do some of its work, and says whether it did any. A device that
-    /// runs by itself does nothing here.
+    /// Lets a device model without threads do some of its work; true when it did any. Does nothing for other devices.
     fn progress(&self) -> bool {
         false
     }
 
-    /// False for a device that works only in [`Mmio::progress`]: nobody may sleep until it is done.
+    /// False for a device that works only in [`Mmio::progress`]: a caller must poll and not sleep.
     fn works_alone(&self) -> bool {
         true
     }
 
-    /// Waits for an interrupt, at most `timeout`, and says whether one came. May return early without.
+    /// Waits for an interrupt, for at most `timeout`; true when one came. May return early without one.
     fn wait(&self, timeout: Duration) -> bool;
 
-    /// An eventfd, non-blocking, that counts the interrupts of a channel from now on; `None` when there can be none.
-    /// Everybody who asks gets the same.
+    /// A non-blocking eventfd that counts the interrupts of a channel from now on; `None` when the device has none. All
+    /// callers get the same descriptor.
     fn event(&self, channel: usize) -> Option<BorrowedFd<'_>> {
         let _ = channel;
         None

@@ -1,4 +1,4 @@
-//! The physical pages behind virtual memory, as `/proc/PID/pagemap` tells a process that may know.
+//! The physical pages behind virtual memory, from `/proc/PID/pagemap`.
 
 use std::fs::File;
 use std::io;
@@ -11,39 +11,38 @@ use crate::SharedBuf;
 /// Entries read at a time.
 const BATCH: usize = 8192;
 
-/// Bytes that an entry stands for.
+/// Bytes of the page that an entry describes.
 fn page() -> u64 {
     crate::sys::page() as u64
 }
 
-/// A page of a process (Linux, `Documentation/admin-guide/mm/pagemap.rst`).
+/// An entry of a pagemap (Linux, `Documentation/admin-guide/mm/pagemap.rst`).
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct PageEntry(u64);
 
 impl PageEntry {
-    /// It is in memory.
+    /// True when the page is in memory.
     pub fn is_present(self) -> bool {
         self.0 >> 63 & 1 == 1
     }
 
-    /// It is in swap space.
+    /// True when the page is in swap space.
     pub fn is_swapped(self) -> bool {
         self.0 >> 62 & 1 == 1
     }
 
-    /// Where it is; `None` when it is not in memory, or the kernel does not tell this process (it needs
-    /// `CAP_SYS_ADMIN`).
+    /// The page's physical address; `None` when it is not in memory, or the process lacks `CAP_SYS_ADMIN`.
     pub fn frame(self) -> Option<PhysAddr> {
         let frame = self.0 & ((1 << 55) - 1);
         (self.is_present() && frame != 0).then(|| PhysAddr::new(frame * page()))
     }
 }
 
-/// The pages of a process.
+/// The pagemap of a process.
 pub struct Pagemap(File);
 
 impl Pagemap {
-    /// Of this process.
+    /// Opens the pagemap of this process.
     ///
     /// # Errors
     /// The kernel's, where `/proc` is not mounted.
@@ -51,7 +50,7 @@ impl Pagemap {
         File::open("/proc/self/pagemap").map(Self)
     }
 
-    /// Of a process.
+    /// Opens the pagemap of another process.
     ///
     /// # Errors
     /// The kernel's: `NotFound` for no such process, `PermissionDenied` for another user's.
@@ -83,12 +82,10 @@ impl Pagemap {
     }
 }
 
-/// The physical runs of a buffer, for a device without an IOMMU. The kernel may move pages that nobody has pinned: what
-/// is to stay true has to be pinned first.
+/// The physical runs of a buffer, for a device without an IOMMU. The kernel may move pages, so pin the buffer first.
 ///
 /// # Errors
-/// `PermissionDenied` when the kernel does not tell this process where its pages are (it needs `CAP_SYS_ADMIN`);
-/// `NotFound` when a page is not in memory.
+/// `PermissionDenied` when the process lacks `CAP_SYS_ADMIN`; `NotFound` when a page is not in memory.
 pub fn physical_runs(buf: &SharedBuf) -> io::Result<SgTable<PhysAddr>> {
     let start = buf.view().as_ptr().addr() as u64;
     let mut table = SgTable::new();
@@ -110,7 +107,7 @@ mod tests {
     use crate::{AnonHeap, Heap, PageKind};
 
     #[test]
-    fn where_a_buffer_is() {
+    fn finds_the_physical_runs_of_a_buffer() {
         let buf = AnonHeap::starting_at(PageKind::Transparent).allocate(4 << 20).unwrap().share();
         match physical_runs(&buf) {
             Ok(runs) => {

@@ -11,7 +11,7 @@ use crate::{AnonHeap, BufferRef, BufferSlice, Error, Heap, PageKind};
 ///
 /// Every device has one. All methods may be called from several threads.
 pub trait Registrar: Send + Sync {
-    /// Pins a buffer: its pages stay where they are until the result is dropped.
+    /// Pins a buffer: its pages do not move until the result is dropped.
     ///
     /// # Errors
     /// [`Error::OutOfFrames`] and the like when the host cannot hold that much.
@@ -42,48 +42,48 @@ pub trait Registrar: Send + Sync {
         }
     }
 
-    /// Bytes that may be pinned at one time, all buffers together, as far as the registrar knows (RLIMIT_MEMLOCK).
+    /// Bytes of all buffers that may be pinned at one time (RLIMIT_MEMLOCK); `None` when the registrar knows no limit.
     fn pin_limit(&self) -> Option<u64> {
         None
     }
 
-    /// True when this registrar made the mapping: an IOVA of another one means something else here.
+    /// True when this registrar created the mapping. IOVAs of another registrar are meaningless here.
     fn owns(&self, mapping: &Mapping) -> bool;
 
-    /// Memory that this device can reach, in pages of at most the kind `best`; `None` for the best there are.
+    /// A heap whose memory this device can reach, with pages of at most the kind `best`; `None` for the default.
     fn heap(&self, best: Option<PageKind>) -> Arc<dyn Heap> {
         Arc::new(best.map_or_else(AnonHeap::new, AnonHeap::starting_at))
     }
 }
 
-/// How a [`Pinned`] or [`Mapping`] undoes itself; implemented by each registrar.
+/// The cleanup of [`Pinned`] and [`Mapping`]; implemented by each registrar.
 pub trait Undo: Send + Sync {
-    /// Removes a mapping and takes its addresses back. When this returns, the device can no longer reach it.
+    /// Removes a mapping and frees its IOVAs. When this returns, the device can no longer access the memory.
     fn unmap(&self, lease: Lease<Iova>);
 
     /// Releases pinned pages, which are no longer mapped.
     fn unpin(&self, pages: &SgTable<PhysAddr>);
 }
 
-/// A buffer, or a range of one, whose pages stay where they are. Holds a reference to the memory; unpins on drop.
+/// A pinned buffer, or a pinned range of one. Holds a reference to the memory; unpins on drop.
 pub struct Pinned {
     buffer: BufferRef,
     range: Range<usize>,
     pages: Option<SgTable<PhysAddr>>,
     owner: Arc<dyn Undo>,
-    /// A device may write: the reference counts it.
+    /// True when a device may write; then `buffer` counts it as a writer.
     writable: bool,
 }
 
 impl Pinned {
-    /// Made by the registrar that has pinned `pages`, once, and by nobody else: dropping it unpins them. `pages` is the
-    /// scatter-gather table where the registrar knows it; a kernel that pins and maps in one step tells nobody.
+    /// For registrars: wraps a buffer that has just been pinned; dropping the result unpins it. `pages` is the
+    /// scatter-gather table, or `None` where the registrar does not know it (a kernel that pins and maps in one step).
     pub fn new(buffer: BufferRef, pages: Option<SgTable<PhysAddr>>, owner: Arc<dyn Undo>) -> Self {
         let range = 0..buffer.len();
         Self { buffer, range, pages, owner, writable: false }
     }
 
-    /// The same for a range of the buffer, which lies within it.
+    /// As [`Pinned::new`] for a range within the buffer.
     pub fn of_range(
         buffer: BufferRef,
         range: Range<usize>,
@@ -93,12 +93,12 @@ impl Pinned {
         Self { buffer, range, pages, owner, writable: false }
     }
 
-    /// Which bytes of the memory.
+    /// The pinned range of the buffer, in bytes.
     pub fn range(&self) -> Range<usize> {
         self.range.clone()
     }
 
-    /// Where a part lies behind the first pinned byte; `None` when it is not all pinned here.
+    /// Offset of a slice from the first pinned byte; `None` when the slice is not completely pinned here.
     #[inline]
     fn place_of(&self, part: &BufferSlice) -> Option<u64> {
         let inside = self.buffer.holds(part) && part.offset() >= self.range.start;
@@ -115,8 +115,9 @@ impl Pinned {
         self.pages.as_ref()
     }
 
-    /// Announces that a device is going to have this access. A registrar calls it *before* the device has it; until
-    /// this is dropped nobody borrows the memory as a slice. Waits while somebody does.
+    /// Announces that a device will get this access. A registrar calls it *before* the device can use it. For write
+    /// access, [`BufferSlice::with_bytes`] refuses the memory until this is dropped, and the call waits for borrows in
+    /// progress.
     pub fn admit(&mut self, access: Access) {
         if access.contains(Access::WRITE) && !self.writable {
             self.buffer.admit_writer();
@@ -124,7 +125,7 @@ impl Pinned {
         }
     }
 
-    /// True when `owner` made this.
+    /// True when `owner` created this.
     #[inline]
     pub fn is_from<T>(&self, owner: &Arc<T>) -> bool {
         std::ptr::addr_eq(Arc::as_ptr(&self.owner), Arc::as_ptr(owner))
@@ -152,24 +153,24 @@ impl std::fmt::Debug for Pinned {
 #[derive(Debug)]
 pub struct Mapping {
     span: Span<Iova>,
-    /// Of `span`; `None` only while it is dropped.
+    /// The lease of `span`; `None` only during drop.
     lease: Option<Lease<Iova>>,
     access: Access,
     /// Dropped after `Mapping::drop` has unmapped: the pages stay pinned until then.
     pinned: Pinned,
-    /// What follows behind it.
+    /// Further buffers, mapped after the first.
     more: Vec<Pinned>,
 }
 
 impl Mapping {
-    /// Made by the registrar that has pinned the pages, once the range of `lease` translates to them, and by nobody
-    /// else: dropping it unmaps the range. The range is as long as the buffer.
+    /// For registrars: wraps a mapping that has just been established. `lease` is its IOVA range, which is as long as
+    /// the buffer; dropping the result unmaps it.
     pub fn new(mut pinned: Pinned, lease: Lease<Iova>, access: Access) -> Self {
         pinned.admit(access);
         Self { span: lease.span(), lease: Some(lease), access, pinned, more: Vec::new() }
     }
 
-    /// The same for several, one behind the other, the first of which is `pinned`: the range is as long as all of them
+    /// As [`Mapping::new`] for several buffers at contiguous IOVAs, `pinned` first: the range is as long as all of them
     /// together.
     pub fn of_list(pinned: Pinned, mut more: Vec<Pinned>, lease: Lease<Iova>, access: Access) -> Self {
         more.iter_mut().for_each(|p| p.admit(access));
@@ -178,31 +179,30 @@ impl Mapping {
         this
     }
 
-    /// Where the device sees the buffer.
+    /// The IOVA range of the mapping.
     #[inline]
     pub fn span(&self) -> Span<Iova> {
         self.span
     }
 
-    /// What the device may do.
+    /// Access that the device has.
     #[inline]
     pub fn access(&self) -> Access {
         self.access
     }
 
-    /// What is mapped: the first of what is.
+    /// The first mapped buffer.
     #[inline]
     pub fn pinned(&self) -> &Pinned {
         &self.pinned
     }
 
-    /// All that is mapped, in order.
+    /// All mapped buffers, in order.
     pub fn all_pinned(&self) -> impl Iterator<Item = &Pinned> {
         std::iter::once(&self.pinned).chain(&self.more)
     }
 
-    /// Where the device sees a part of the memory; `None` when the part is empty or does not lie in one of the buffers
-    /// that are mapped.
+    /// The IOVA range of a buffer slice; `None` when the slice is empty or not within one of the mapped buffers.
     #[inline]
     pub fn iova_of(&self, part: &BufferSlice) -> Option<Span<Iova>> {
         match self.pinned.place_of(part) {

@@ -1,23 +1,23 @@
-//! How much memory this process can still take before the kernel refuses, or kills.
+//! Memory that this process can still allocate or lock before the kernel refuses or the OOM killer acts.
 
 use std::fs;
 use std::path::{Path, PathBuf};
 
-/// Memory that is left, and by what.
+/// Memory that is still available, with the limit that determines it.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub struct Room {
     /// Bytes.
     pub bytes: u64,
-    /// What sets the limit: the machine, a cgroup, the overcommit policy.
+    /// The limit: the machine's memory, a cgroup, or the overcommit policy.
     pub limited_by: String,
 }
 
-/// What can be taken now, reserved huge pages aside; `None` where the kernel does not say.
+/// Memory that can be allocated now, without reserved huge pages; `None` where the kernel does not report it.
 ///
-/// The least of: memory that is available in the machine; for each memory cgroup of this process (version 1 or 2) and
-/// those above it, its limit less what it uses and cannot give up; and where the kernel does not overcommit
-/// (`vm.overcommit_memory` = 2) what it may still promise. Others take memory too, so this is a snapshot: enough to
-/// refuse what cannot be, since a cgroup that runs full has its processes killed and gives no error.
+/// The minimum of: the machine's available memory; for each memory cgroup of this process (version 1 or 2) and its
+/// ancestors, the limit minus the memory that cannot be reclaimed; and without overcommit (`vm.overcommit_memory` = 2)
+/// the remaining commit limit. It is a snapshot, since other processes allocate too. It serves to refuse impossible
+/// requests early: a full cgroup kills its processes instead of returning an error.
 pub fn room() -> Option<Room> {
     room_at(Path::new("/"))
 }
@@ -48,7 +48,7 @@ fn machine(meminfo: &str, strict: bool) -> Vec<Room> {
     rooms
 }
 
-/// The cgroup of a line of `/proc/self/cgroup` and those above it.
+/// The cgroup of a line of `/proc/self/cgroup`, and its ancestors.
 fn cgroup(root: &Path, line: &str) -> Vec<Room> {
     let mut fields = line.splitn(3, ':');
     let (Some(_), Some(controllers), Some(path)) = (fields.next(), fields.next(), fields.next()) else { return vec![] };
@@ -60,8 +60,7 @@ fn cgroup(root: &Path, line: &str) -> Vec<Room> {
         _ => return vec![],
     };
     let mount: PathBuf = root.join("sys/fs/cgroup").join(mount);
-    // In a container the path may be that of the host, and what is mounted is the cgroup itself: then only the mount is
-    // there.
+    // In a container the path may be the host's while the cgroup itself is mounted: then only the mount point exists.
     let mut inside = PathBuf::from(path.trim_start_matches('/'));
     let mut rooms = Vec::new();
     loop {
@@ -78,19 +77,19 @@ fn cgroup(root: &Path, line: &str) -> Vec<Room> {
     }
 }
 
-/// A number in a file of its own; `None` for "max" too, which is no limit.
+/// The number in a file; `None` also for "max", which means no limit.
 fn number(path: &Path) -> Option<u64> {
     fs::read_to_string(path).ok()?.trim().parse().ok()
 }
 
-/// Bytes that this process may still lock into memory, for what is to be registered with io_uring or pinned by a driver
-/// (`RLIMIT_MEMLOCK` less `VmLck` and `VmPin`); `None` where there is no limit, as for a process with `CAP_IPC_LOCK`.
+/// Bytes that this process may still lock, for io_uring registration or pinning by a driver (`RLIMIT_MEMLOCK` minus
+/// `VmLck` and `VmPin`); `None` without a limit, as for a process with `CAP_IPC_LOCK`.
 pub fn memlock_left() -> Option<u64> {
     let limit = rustix::process::getrlimit(rustix::process::Resource::Memlock).current?;
     lockable(limit, &fs::read_to_string("/proc/self/status").unwrap_or_default())
 }
 
-/// The same, of a limit and a `/proc/PID/status`.
+/// Computes [`memlock_left`] from a limit and the text of `/proc/PID/status`.
 fn lockable(limit: u64, status: &str) -> Option<u64> {
     const CAP_IPC_LOCK: u32 = 14;
     let field = |name: &str| status.lines().find_map(|l| l.strip_prefix(name)?.strip_prefix(':')).map(str::trim);
@@ -155,16 +154,16 @@ mod tests {
     }
 
     #[test]
-    fn what_may_be_locked() {
+    fn computes_lockable_memory() {
         let status = "VmLck:\t  10 kB\nVmPin:\t       2 kB\nCapEff:\t0000000000000400\n";
         assert_eq!(lockable(100 << 10, status), Some(88 << 10));
         assert_eq!(lockable(5 << 10, status), Some(0));
         assert_eq!(lockable(7, ""), Some(7));
-        assert_eq!(lockable(7, "CapEff:\t000001ffffffffff\n"), None, "may lock whatever it likes");
+        assert_eq!(lockable(7, "CapEff:\t000001ffffffffff\n"), None, "no limit");
     }
 
     #[test]
-    fn this_machine_has_some() {
+    fn this_machine_has_memory() {
         assert!(room().unwrap().bytes > 1 << 20);
         let _may_be_unlimited = memlock_left();
     }

@@ -1,4 +1,4 @@
-//! Owned pieces of a shared buffer.
+//! Owned slices of a shared buffer.
 #![allow(unsafe_code)]
 
 use std::sync::Arc;
@@ -6,9 +6,9 @@ use std::sync::Arc;
 use crate::buf::Memory;
 use crate::{BufferRef, SharedBuf, VolatileSlice};
 
-/// An owned piece of a [`SharedBuf`], disjoint from every other piece.
+/// An owned slice of a [`SharedBuf`], disjoint from every other slice.
 ///
-/// An operation in flight owns its part, so nobody else touches those bytes until it gives the part back.
+/// An operation in flight owns its slice, so no other code accesses those bytes until the operation returns it.
 pub struct BufferSlice {
     memory: Arc<Memory>,
     offset: usize,
@@ -16,7 +16,7 @@ pub struct BufferSlice {
 }
 
 impl BufferSlice {
-    /// All of a memory that has no other part.
+    /// The whole of a memory that has no other slice.
     pub(crate) fn whole(memory: Arc<Memory>) -> Self {
         let len = memory.region.len();
         Self { memory, offset: 0, len }
@@ -26,12 +26,12 @@ impl BufferSlice {
         &self.memory
     }
 
-    /// The memory, when nothing else holds it.
+    /// The memory, when there is no other reference to it.
     pub(crate) fn memory_mut(&mut self) -> Option<&mut Memory> {
         Arc::get_mut(&mut self.memory)
     }
 
-    /// Cuts the first `len` bytes off; `None`, and nothing cut, when there are fewer.
+    /// Splits off the first `len` bytes; `None`, without any change, when there are fewer.
     pub fn split_off_front(&mut self, len: usize) -> Option<BufferSlice> {
         let rest = self.len.checked_sub(len)?;
         let front = BufferSlice { memory: self.memory.clone(), offset: self.offset, len };
@@ -48,7 +48,7 @@ impl BufferSlice {
         Arc::ptr_eq(&self.memory, memory)
     }
 
-    /// Where the part starts in its buffer, in bytes.
+    /// Offset of the slice in its buffer, in bytes.
     #[inline]
     pub fn offset(&self) -> usize {
         self.offset
@@ -60,12 +60,12 @@ impl BufferSlice {
         self.len
     }
 
-    /// True for a part of no bytes.
+    /// True for a slice of 0 bytes.
     pub fn is_empty(&self) -> bool {
         self.len == 0
     }
 
-    /// A reference to the memory that the part is a part of.
+    /// A reference to the memory of the whole buffer.
     pub fn reference(&self) -> BufferRef {
         BufferRef(self.memory.clone())
     }
@@ -73,38 +73,39 @@ impl BufferSlice {
     /// The bytes, for reading and writing.
     #[inline]
     pub fn view(&self) -> VolatileSlice<'_> {
-        self.memory.region.view().sub(self.offset, self.len).expect("a part lies within its buffer")
+        self.memory.region.view().sub(self.offset, self.len).expect("a slice lies within its buffer")
     }
 
-    /// Lends the bytes as a slice, as long as nobody can write them: `&mut self` keeps every view of this part away, and
-    /// while `f` runs no device gets permission to write any of the buffer. `f` must not map the buffer for writing: it
-    /// would wait for itself.
+    /// Runs `f` with the bytes as a plain slice. They cannot change meanwhile: `&mut self` excludes volatile slices of
+    /// them, and no device gets write access to the buffer while `f` runs. `f` must not map the buffer for writing,
+    /// which would deadlock.
     ///
-    /// `None`, and `f` is not called, while a mapping of the buffer lets a device write, and once the buffer was exported.
+    /// `None`, without calling `f`, while a mapping lets a device write the buffer, and once the buffer was exported.
     pub fn with_bytes<T>(&mut self, f: impl FnOnce(&[u8]) -> T) -> Option<T> {
         let this = &*self;
         this.memory.while_unwritten(|| {
             let view = this.view();
-            // SAFETY: mapped, and initialised by the kernel (`Region`). Nobody writes it while borrowed: other parts are
-            // disjoint (`split_at`, `split_off_front` and `join` are the only ways to change a part), views of this part borrow it and so cannot
-            // exist beside `&mut self`, an operation of the kernel or a device in flight owns its part, and devices that
-            // could write without one need a mapping with that right, which `while_unwritten` has just ruled out and keeps
-            // out. Nor does another process: `while_unwritten` refuses an exported buffer, and none becomes exported meanwhile:
-            // `SharedBuf::export` takes a `SharedBuf`, which does not exist beside a part of it, and `BufferRef::export` waits for the lock
-            // that `while_unwritten` holds; `BufferRef::lend_file` and `BufferRef::device_view` are unsafe, and what
-            // they lend lets nobody write without an admission that `while_unwritten` has ruled out.
+            // SAFETY: mapped, and initialised by the kernel (`Region`). Nobody writes it while borrowed: other parts
+            // are disjoint (`split_at`, `split_off_front` and `join` are the only ways to change a part), views of this
+            // part borrow it and so cannot exist beside `&mut self`, an operation of the kernel or a device in flight
+            // owns its part, and devices that could write without one need a mapping with that right, which
+            // `while_unwritten` has just ruled out and keeps out. Nor does another process: `while_unwritten` refuses
+            // an exported buffer, and none becomes exported meanwhile: `SharedBuf::export` takes a `SharedBuf`, which
+            // does not exist beside a part of it, and `BufferRef::export` waits for the lock that `while_unwritten`
+            // holds; `BufferRef::lend_file` and `BufferRef::device_view` are unsafe, and what they lend lets nobody
+            // write without an admission that `while_unwritten` has ruled out.
             f(unsafe { std::slice::from_raw_parts(view.as_ptr(), view.len()) })
         })
     }
 
-    /// Copies bytes out, from `offset` within the part; `None`, and nothing copied, when they do not lie within.
+    /// Copies bytes out, from `offset` within the slice; `None`, without any copy, when the range is not within it.
     #[must_use = "None says that nothing was read"]
     pub fn read(&self, offset: usize, into: &mut [u8]) -> Option<()> {
         self.view().sub(offset, into.len())?.read(into);
         Some(())
     }
 
-    /// Copies bytes in, at `offset` within the part; `None`, and nothing copied, when they do not fit.
+    /// Copies bytes in, at `offset` within the slice; `None`, without any copy, when they do not fit.
     #[must_use = "None says that nothing was written"]
     pub fn write(&mut self, offset: usize, from: &[u8]) -> Option<()> {
         self.view().sub(offset, from.len())?.write(from);
@@ -114,7 +115,7 @@ impl BufferSlice {
     /// Splits into the first `len` bytes and the rest.
     ///
     /// # Errors
-    /// Gives the part back when it has fewer than `len` bytes.
+    /// Returns the slice when it has fewer than `len` bytes.
     pub fn split_at(self, len: usize) -> Result<(BufferSlice, BufferSlice), BufferSlice> {
         if len > self.len {
             return Err(self);
@@ -123,10 +124,10 @@ impl BufferSlice {
         Ok((BufferSlice { len, ..self }, rest))
     }
 
-    /// Joins two neighbours of one buffer, this one first.
+    /// Joins two adjacent slices of one buffer, this one first.
     ///
     /// # Errors
-    /// Gives both back when `next` does not start where this part ends.
+    /// Returns both when `next` does not start where this slice ends.
     pub fn join(self, next: BufferSlice) -> Result<BufferSlice, (BufferSlice, BufferSlice)> {
         if !Arc::ptr_eq(&self.memory, &next.memory) || self.offset + self.len != next.offset {
             return Err((self, next));
@@ -134,10 +135,10 @@ impl BufferSlice {
         Ok(BufferSlice { len: self.len + next.len, ..self })
     }
 
-    /// The whole buffer again.
+    /// Turns a slice of the whole buffer back into the buffer.
     ///
     /// # Errors
-    /// Gives the part back while other parts are missing.
+    /// Returns the slice when it is not the whole buffer.
     pub fn into_whole(self) -> Result<SharedBuf, BufferSlice> {
         if self.offset == 0 && self.len == self.memory.region.len() { Ok(SharedBuf { part: self }) } else { Err(self) }
     }
@@ -174,7 +175,7 @@ mod tests {
     }
 
     #[test]
-    fn bytes_are_lent_only_while_nobody_can_write_them() {
+    fn bytes_are_borrowed_only_while_no_device_can_write() {
         let buf = AnonHeap::new().allocate(8192).unwrap().share();
         let reference = buf.reference();
         let (mut part, _rest) = buf.into_part().split_at(4096).unwrap();
@@ -193,7 +194,7 @@ mod tests {
     }
 
     #[test]
-    fn no_other_process_gets_the_memory_while_bytes_are_lent() {
+    fn export_waits_while_bytes_are_borrowed() {
         let buf = MemfdHeap::new().allocate(4096).unwrap().share();
         let reference = buf.reference();
         let mut part = buf.into_part();
@@ -201,15 +202,15 @@ mod tests {
             part.with_bytes(|_| {
                 let exporter = s.spawn(|| reference.export().is_some());
                 std::thread::sleep(std::time::Duration::from_millis(30));
-                assert!(!exporter.is_finished(), "waits until the bytes are given back");
+                assert!(!exporter.is_finished(), "waits until the borrow ends");
             })
             .unwrap();
         });
-        assert!(part.with_bytes(|_| ()).is_none(), "and from then on none are lent");
+        assert!(part.with_bytes(|_| ()).is_none(), "an exported buffer is not borrowed");
     }
 
     #[test]
-    fn a_device_gets_no_permission_to_write_while_bytes_are_lent() {
+    fn write_access_waits_while_bytes_are_borrowed() {
         let buf = AnonHeap::new().allocate(4096).unwrap().share();
         let reference = buf.reference();
         let mut part = buf.into_part();
@@ -217,7 +218,7 @@ mod tests {
             part.with_bytes(|_| {
                 let mapper = s.spawn(|| admitted(&reference, Access::RW));
                 std::thread::sleep(std::time::Duration::from_millis(30));
-                assert!(!mapper.is_finished(), "waits until the bytes are given back");
+                assert!(!mapper.is_finished(), "waits until the borrow ends");
             })
             .unwrap();
         });

@@ -1,9 +1,11 @@
 //! Regions of memory mapped from the kernel.
 //!
-//! Invariant of [`Region`]: `ptr..ptr + len` is a mapping, or a piece of one, that this value owns, nobody else unmaps or reaches, and
-//! that is readable and writable until the value is dropped. It is established by [`Region::anonymous`], [`Region::memfd`],
-//! [`Region::memfd_pieces`], [`Region::import`] and [`Region::dma_buf`]; [`Region::cut`] hands it on to disjoint pieces, which hold the mapping that they are of; a
-//! drop unmaps a whole mapping, lets go of that of a piece, or moves either, whole, into a new value for the region's home.
+//! Invariant of [`Region`]: `ptr..ptr + len` is a mapping, or a fragment of one, that this value owns exclusively: no
+//! other value unmaps or accesses it. It is readable and writable until the value is dropped. Established by
+//! [`Region::anonymous`], [`Region::memfd`],
+//! [`Region::memfd_ranges`], [`Region::import`] and [`Region::dma_buf`]; [`Region::cut`] passes it on to disjoint
+//! fragments, which keep a reference to their mapping. A drop unmaps a whole mapping, drops a fragment's reference to
+//! it, or moves either into a new value for the pool that is the region's home.
 #![allow(unsafe_code)]
 
 use std::io;
@@ -47,19 +49,19 @@ pub(crate) struct Region {
     ptr: NonNull<u8>,
     len: usize,
     fd: Option<OwnedFd>,
-    /// Set for good once `fd` was lent out: another process may have the memory mapped.
+    /// Set permanently once `fd` was exported: another process may have the memory mapped.
     exported: AtomicBool,
-    /// Who gets the memory when this is dropped; else it is unmapped.
+    /// The pool that gets the memory on drop; `None` to unmap it.
     home: Option<Home>,
-    /// The mapping that this is a piece of: it is unmapped with its last piece, and reached through none but them.
+    /// The mapping that contains this fragment: unmapped with its last fragment, and accessed only through fragments.
     slab: Option<Arc<Region>>,
 }
 
 // SAFETY: the region is plain memory owned by this value (see the invariant above), not tied to a thread; access goes
 // through `&mut self` (slices) or through `VolatileSlice`, whose accesses are made for sharing.
 unsafe impl Send for Region {}
-// SAFETY: `&Region` gives only `VolatileSlice`s, whose accesses are made for sharing between threads and devices; slices come from
-// `Exclusive` alone, which owns its region.
+// SAFETY: `&Region` gives only `VolatileSlice`s, whose accesses are made for sharing between threads and devices;
+// slices come from `Exclusive` alone, which owns its region.
 unsafe impl Sync for Region {}
 
 impl Region {
@@ -72,7 +74,7 @@ impl Region {
             Pages::Hugetlb2M => MapFlags::PRIVATE | MapFlags::HUGETLB | MapFlags::HUGE_2MB,
             Pages::Transparent | Pages::Base => MapFlags::PRIVATE,
         };
-        // A transparent huge page needs 2 MiB alignment, which mmap does not promise: map more and cut the ends off.
+        // A transparent huge page needs 2 MiB alignment, which mmap does not guarantee: map more and unmap the ends.
         let slack = if pages == Pages::Transparent { HUGE } else { 0 };
         let total = len.checked_add(slack).ok_or(io::ErrorKind::OutOfMemory)?;
         // SAFETY: no address is asked for, so no existing mapping is replaced.
@@ -80,14 +82,16 @@ impl Region {
         let base = base.cast::<u8>();
         let head = if slack == 0 { 0 } else { base.addr().next_multiple_of(HUGE) - base.addr() };
         let start = base.wrapping_add(head);
-        // Both cuts are whole pages of the kernel's: `head` because mmap returns page-aligned addresses, `len` by contract.
+        // Both cuts are whole pages of the kernel's: `head` because mmap returns page-aligned addresses, `len` by
+        // contract.
         let tail = slack - head;
         if head > 0 {
             // SAFETY: `base..base + head` is the front of the mapping made above, and nothing refers to it.
             unsafe { mm::munmap(base.cast(), head) }?;
         }
         if tail > 0 {
-            // SAFETY: `start + len..start + len + tail` is the end of the mapping made above (head + len + tail = total).
+            // SAFETY: `start + len..start + len + tail` is the end of the mapping made above (head + len + tail =
+            // total).
             unsafe { mm::munmap(start.wrapping_add(len).cast(), tail) }?;
         }
         let region = Self {
@@ -104,8 +108,9 @@ impl Region {
         Ok(region)
     }
 
-    /// A memfd of `len` bytes, sealed against shrinking and growing, mapped shared: so no other process can make an access
-    /// run past the end of the file (SIGBUS). Punching holes is not sealed; a hole in ordinary pages reads as zeroes.
+    /// A memfd of `len` bytes, sealed against shrinking and growing, mapped shared: so no other process can make an
+    /// access run past the end of the file (SIGBUS). Punching holes is not sealed; a hole in ordinary pages reads as
+    /// zeroes.
     pub(crate) fn memfd(name: &str, len: NonZeroUsize, pages: Pages) -> io::Result<Self> {
         let len = len.get();
         let mut flags = MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING;
@@ -129,31 +134,31 @@ impl Region {
             slab: None,
         };
         if pages == Pages::Transparent {
-            // Kernels without huge pages for shared memory refuse; then these are 4 KiB pages.
+            // Kernels without huge pages for shared memory refuse; then the memory has 4 KiB pages.
             let _ = region.advise(0, len, Advice::LinuxHugepage);
         }
         Ok(region)
     }
 
-    /// Pieces of one memfd of 4 KiB pages, each mapped shared, and the memfd, sealed against shrinking and growing. What lies between the pieces
-    /// is mapped nowhere. The pieces have no descriptor of their own, which would show them from its start on, and count as
-    /// exported from the start, since the memfd is given out.
+    /// Maps ranges of one memfd of 4 KiB pages, each shared as a region of its own, and returns them with the memfd,
+    /// which is sealed against shrinking and growing. The regions have no descriptor, since that would contain the
+    /// whole file, and count as exported from the start, since the memfd is returned.
     ///
     /// # Errors
-    /// `InvalidInput` for a piece of no bytes, or one that does not begin and end at multiples of 4 KiB; the kernel's error.
-    pub(crate) fn memfd_pieces(name: &str, pieces: &[std::ops::Range<u64>]) -> io::Result<(Vec<Self>, OwnedFd)> {
+    /// `InvalidInput` for a range that is empty or not aligned to 4 KiB; the kernel's error.
+    pub(crate) fn memfd_ranges(name: &str, ranges: &[std::ops::Range<u64>]) -> io::Result<(Vec<Self>, OwnedFd)> {
         let fd = rustix::fs::memfd_create(name, MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING)?;
-        let end = pieces.iter().map(|piece| piece.end).max().unwrap_or(0);
+        let end = ranges.iter().map(|range| range.end).max().unwrap_or(0);
         rustix::fs::ftruncate(&fd, end)?;
         rustix::fs::fcntl_add_seals(&fd, SealFlags::SHRINK | SealFlags::GROW)?;
         let access = ProtFlags::READ | ProtFlags::WRITE;
-        let map = |piece: &std::ops::Range<u64>| {
-            let len = piece.end.checked_sub(piece.start).and_then(|len| usize::try_from(len).ok()).unwrap_or(0);
-            if len == 0 || (piece.start | piece.end) & 0xfff != 0 {
+        let map = |range: &std::ops::Range<u64>| {
+            let len = range.end.checked_sub(range.start).and_then(|len| usize::try_from(len).ok()).unwrap_or(0);
+            if len == 0 || (range.start | range.end) & 0xfff != 0 {
                 return Err(io::ErrorKind::InvalidInput.into());
             }
             // SAFETY: no address is asked for, so no existing mapping is replaced.
-            let base = unsafe { mm::mmap(ptr::null_mut(), len, access, MapFlags::SHARED, &fd, piece.start) }?;
+            let base = unsafe { mm::mmap(ptr::null_mut(), len, access, MapFlags::SHARED, &fd, range.start) }?;
             Ok(Self {
                 ptr: NonNull::new(base.cast()).ok_or(io::ErrorKind::OutOfMemory)?,
                 len,
@@ -163,18 +168,18 @@ impl Region {
                 slab: None,
             })
         };
-        let mapped = pieces.iter().map(map).collect::<io::Result<_>>()?;
+        let mapped = ranges.iter().map(map).collect::<io::Result<_>>()?;
         Ok((mapped, fd))
     }
 
-    /// A memfd that another process made, whole, mapped shared. It counts as exported from the start.
+    /// Maps a whole memfd of another process, shared. It counts as exported from the start.
     ///
-    /// Refused unless no process can make an access to it fail later: it cannot shrink, and its pages are ordinary ones (a hole punched into
-    /// reserved huge pages could not be filled again).
+    /// Refused unless accesses cannot fail later: the memfd must be sealed against shrinking and have ordinary pages (a
+    /// hole punched into reserved huge pages might not be filled again).
     ///
     /// # Errors
-    /// `InvalidInput` for a file that is no such memfd, with what is wrong with it; `OutOfMemory` for one of more than `most` bytes; the kernel's
-    /// error.
+    /// `InvalidInput` for a file that is no such memfd, with what is wrong with it; `OutOfMemory` for one of more than
+    /// `most` bytes; the kernel's error.
     pub(crate) fn import(fd: OwnedFd, most: u64) -> io::Result<Self> {
         let refuse = |why: &str| io::Error::new(io::ErrorKind::InvalidInput, why);
         let seals = rustix::fs::fcntl_get_seals(&fd).map_err(|_| refuse("the file is not a memfd"))?;
@@ -182,20 +187,22 @@ impl Region {
             return Err(refuse("the memfd is not sealed against shrinking (F_SEAL_SHRINK)"));
         }
         if rustix::fs::fstatfs(&fd)?.f_type as u64 != TMPFS_MAGIC {
-            return Err(refuse("the memfd has reserved huge pages, which cannot be lent: make it without MFD_HUGETLB"));
+            return Err(refuse(
+                "the memfd has reserved huge pages, which cannot be shared: create it without MFD_HUGETLB",
+            ));
         }
         let len = usize::try_from(rustix::fs::fstat(&fd)?.st_size).unwrap_or(0);
         if len == 0 || !len.is_multiple_of(4096) {
-            return Err(refuse("the memfd is not a whole number of 4 KiB pages long"));
+            return Err(refuse("the length of the memfd is not a multiple of 4 KiB"));
         }
         if len as u64 > most {
-            let why = format!("the memfd is {len} bytes long, of which only {most} more are taken");
+            let why = format!("the memfd has {len} bytes, but at most {most} are allowed");
             return Err(io::Error::new(io::ErrorKind::OutOfMemory, why));
         }
         Self::shared(fd, len, true)
     }
 
-    /// The first `len` bytes of a file, of which the caller has seen that they cannot go away, mapped shared.
+    /// Maps the first `len` bytes of a file, shared. The caller has checked that the file cannot shrink.
     fn shared(fd: OwnedFd, len: usize, exported: bool) -> io::Result<Self> {
         // SAFETY: no address is asked for, so no existing mapping is replaced.
         let base =
@@ -210,30 +217,32 @@ impl Region {
         })
     }
 
-    /// A dma-buf of `len` bytes from a heap of the kernel (`/dev/dma_heap/NAME`), mapped shared. Its size cannot change.
+    /// A dma-buf of `len` bytes from a heap of the kernel (`/dev/dma_heap/NAME`), mapped shared. Its size cannot
+    /// change.
     pub(crate) fn dma_buf(heap: BorrowedFd<'_>, len: NonZeroUsize) -> io::Result<Self> {
         let len = len.get();
         let fd = allocate_dma_buf(heap, len)?;
         Self::shared(fd, len, false)
     }
 
-    /// A dma-buf that somebody else made, whole, mapped shared. It counts as exported from the start.
+    /// Maps a whole imported dma-buf, shared. It counts as exported from the start.
     ///
     /// # Errors
-    /// `InvalidInput` for a file that is no dma-buf; the kernel's error, such as that of an exporter whose memory the processor cannot reach.
+    /// `InvalidInput` for a file that is not a dma-buf; the kernel's error, such as that of an exporter whose memory
+    /// the CPU cannot access.
     pub(crate) fn import_dma_buf(fd: OwnedFd) -> io::Result<Self> {
         let refuse = |why: &str| io::Error::new(io::ErrorKind::InvalidInput, why);
-        // Nothing else takes this request, and one that begins and ends nothing changes nothing.
+        // Only dma-bufs accept this request, and an empty access has no effect.
         sync_dma_buf(fd.as_fd(), true, false).map_err(|_| refuse("the file is not a dma-buf"))?;
         sync_dma_buf(fd.as_fd(), false, false)?;
         let len = usize::try_from(rustix::fs::seek(&fd, rustix::fs::SeekFrom::End(0))?).unwrap_or(0);
         if len == 0 || !len.is_multiple_of(4096) {
-            return Err(refuse("the dma-buf is not a whole number of 4 KiB pages long"));
+            return Err(refuse("the length of the dma-buf is not a multiple of 4 KiB"));
         }
         Self::shared(fd, len, true)
     }
 
-    /// Begins or ends an access of the processor to a dma-buf. `Unsupported` for other memory.
+    /// Begins or ends a CPU access to a dma-buf. `Unsupported` for other memory.
     pub(crate) fn sync(&self, begin: bool, writes: bool) -> io::Result<()> {
         let fd = self.fd.as_ref().ok_or(io::ErrorKind::Unsupported)?;
         sync_dma_buf(fd.as_fd(), begin, writes).map_err(|e| match e.raw_os_error() {
@@ -242,13 +251,13 @@ impl Region {
         })
     }
 
-    /// The same pages as a dma-buf, by `/dev/udmabuf`. From then on the region counts as exported.
+    /// Wraps the pages as a dma-buf with `/dev/udmabuf`. From then on the region counts as exported.
     pub(crate) fn export_dma_buf(&self, udmabuf: BorrowedFd<'_>) -> Option<io::Result<OwnedFd>> {
         let memfd = self.export()?;
         Some(udmabuf_create(udmabuf, memfd, self.len as u64))
     }
 
-    /// Asks that pages come from a NUMA node and from no other, before any is present.
+    /// Binds the region to a NUMA node. Call it before any page is present.
     pub(crate) fn bind_to_node(&self, node: u32) -> io::Result<()> {
         // MPOL_BIND of linux/mempolicy.h.
         const BIND: libc::c_int = 2;
@@ -256,24 +265,25 @@ impl Region {
             return Err(io::ErrorKind::InvalidInput.into());
         }
         let mask: libc::c_ulong = 1 << node;
-        // SAFETY: the range is this region's own mapping, and its contents do not change; the mask is one word of which the
-        // kernel reads 63 bits, and lives through the call.
+        // SAFETY: the range is this region's own mapping, and its contents do not change; the mask is one word of which
+        // the kernel reads 63 bits, and lives through the call.
         let bound =
             unsafe { libc::syscall(libc::SYS_mbind, self.ptr.as_ptr(), self.len, BIND, &raw const mask, 64, 0) };
         if bound == 0 { Ok(()) } else { Err(io::Error::last_os_error()) }
     }
 
-    /// Cuts it into pieces of `len` bytes, whole pages of the kernel's (it discards the contents of no less), and what is left at the end. Each is a region of its own.
+    /// Splits the region into fragments of `len` bytes, which must be whole pages, and a shorter one for the rest.
     ///
     /// # Errors
-    /// Gives it back when it has a descriptor, which would show all of it, or belongs to somebody when it is dropped.
+    /// Returns the region when `len` is not a positive multiple of the page size, or when the region has a descriptor
+    /// (which contains all of it) or a home.
     pub(crate) fn cut(self, len: usize) -> Result<Vec<Self>, Self> {
         if self.fd.is_some() || self.home.is_some() || len == 0 || !len.is_multiple_of(page()) {
             return Err(self);
         }
         let (start, whole) = (self.ptr, self.len);
         let slab = Arc::new(self);
-        let piece = |at: usize| Self {
+        let fragment = |at: usize| Self {
             // Within the mapping: `at` is less than its length, so the address is no more null than its start.
             ptr: NonNull::new(start.as_ptr().wrapping_add(at)).unwrap_or(start),
             len: len.min(whole - at),
@@ -282,10 +292,10 @@ impl Region {
             home: None,
             slab: Some(slab.clone()),
         };
-        Ok((0..whole).step_by(len).map(piece).collect())
+        Ok((0..whole).step_by(len).map(fragment).collect())
     }
 
-    /// Names who gets the memory when this is dropped.
+    /// Sets the pool that gets the memory on drop.
     pub(crate) fn set_home(&mut self, home: Option<Home>) {
         self.home = home;
     }
@@ -294,7 +304,7 @@ impl Region {
         self.home.as_ref()
     }
 
-    /// Faults the pages of a range in, so that a later access cannot fail for want of memory.
+    /// Faults in the pages of a range, so that a later access cannot fail for lack of memory.
     pub(crate) fn populate(&self, offset: usize, len: usize) -> io::Result<()> {
         let end = offset.checked_add(len).filter(|end| *end <= self.len).ok_or(io::ErrorKind::InvalidInput)?;
         let start = offset & !(page() - 1);
@@ -342,11 +352,12 @@ impl Region {
         self.exported.load(Ordering::Relaxed)
     }
 
-    /// The memory as something that others may change at any time.
+    /// The memory as a volatile slice, which others may change at any time.
     #[inline]
     pub(crate) fn view(&self) -> VolatileSlice<'_> {
-        // SAFETY: the range is mapped readable and writable for as long as `self` lives (invariant of `Region`), and the
-        // view borrows `self`. No reference into it is in use: only `Exclusive` makes slices, and it does not lend its region.
+        // SAFETY: the range is mapped readable and writable for as long as `self` lives (invariant of `Region`), and
+        // the view borrows `self`. No reference into it is in use: only `Exclusive` makes slices, and it does not give
+        // access to its region.
         unsafe { VolatileSlice::from_raw(self.ptr, self.len) }
     }
 }
@@ -366,23 +377,24 @@ impl Drop for Region {
             });
         }
         if self.slab.is_some() {
-            // The mapping goes with its last piece, the memory of this one now. (Reserved huge pages stay whole.)
-            // SAFETY: the range is this piece's own, and whole pages (see `cut`), so that the kernel rounds it up to none of a neighbour's; every view
-            // borrows it, so nobody looks at bytes that become zeros.
+            // Frees the memory of this fragment; the last fragment unmaps the mapping. (Reserved huge pages stay
+            // whole.)
+            // SAFETY: the range belongs to this fragment alone and is whole pages (see `cut`), so the kernel does not
+            // round it into a neighbour; every view borrows the region, so none exists that could see the bytes change.
             let _ = unsafe { mm::madvise(self.ptr.as_ptr().cast(), self.len, Advice::LinuxDontNeed) };
             return;
         }
-        // SAFETY: the range is this region's own mapping and no piece of another; every view borrows the region, and every piece of it
-        // holds it, so none is left.
+        // SAFETY: the range is this region's own mapping, not a fragment of another; every view borrows the region, and
+        // every fragment holds a reference to it, so none is left.
         let unmapped = unsafe { mm::munmap(self.ptr.as_ptr().cast(), self.len) };
         debug_assert!(unmapped.is_ok(), "munmap of an own mapping: {unmapped:?}");
     }
 }
 
 impl crate::BufferRef {
-    /// The file behind the memory, which begins where the memory does, for a kernel that maps files for devices: a memfd or a dma-buf;
-    /// `None` for anonymous memory. Unlike [`BufferRef::export`](crate::BufferRef::export) this is not remembered, so the buffer can become a [`CpuBuf`](crate::CpuBuf) again, and go back to
-    /// its pool.
+    /// The memfd or dma-buf behind the memory, from its first byte on, for kernel interfaces that map files for
+    /// devices; `None` for anonymous memory. Unlike [`BufferRef::export`](crate::BufferRef::export) this does not mark
+    /// the buffer as exported, so it can become a [`CpuBuf`](crate::CpuBuf) again and return to its pool.
     ///
     /// # Safety
     /// The descriptor, or a copy of it, must not outlive the reference, go to another process, be mapped, or be
@@ -404,18 +416,17 @@ impl crate::BufferRef {
     }
 }
 
-/// A region that nobody else can reach, and that therefore may be borrowed as a slice.
+/// A region without any other access path, which therefore may be borrowed as a slice.
 ///
-/// It is made from a new region and taken apart by value, so no view, no device and no other process knows it while it
-/// exists.
+/// It owns its region, so no volatile slice, device or other process can access the memory while it exists.
 pub(crate) struct Exclusive(Region);
 
 impl Exclusive {
-    /// Takes a region back from being shared. Having it by value shows that no view is left (views borrow it) and no
-    /// device (mappings hold a reference to it).
+    /// Ends the sharing of a region. Owning it by value proves that no volatile slice exists (they borrow it) and no
+    /// mapping (they hold a reference to it).
     ///
     /// # Errors
-    /// Gives the region back when its file descriptor was lent out, since another process may have it mapped.
+    /// Returns the region when its descriptor was exported, since another process may have it mapped.
     pub(crate) fn new(region: Region) -> Result<Self, Region> {
         if region.exported.load(Ordering::Relaxed) { Err(region) } else { Ok(Self(region)) }
     }
@@ -430,7 +441,8 @@ impl Exclusive {
 
     pub(crate) fn bytes(&self) -> &[u8] {
         // SAFETY: mapped and readable (invariant of `Region`), initialised (the kernel gives zeroed pages), and not
-        // written by anyone else while borrowed: `Exclusive` owns the region, and `Exclusive::new` refuses an exported one.
+        // written by anyone else while borrowed: `Exclusive` owns the region, and `Exclusive::new` refuses an exported
+        // one.
         unsafe { std::slice::from_raw_parts(self.0.ptr.as_ptr(), self.0.len) }
     }
 
@@ -467,13 +479,13 @@ fn allocate_dma_buf(heap: BorrowedFd<'_>, len: usize) -> io::Result<OwnedFd> {
     const ALLOCATE: u32 = request(3, size_of::<DmaHeapAllocation>(), b'H', 0);
     let flags = (libc::O_RDWR | libc::O_CLOEXEC) as u32;
     let mut allocation = DmaHeapAllocation { len: len as u64, fd: 0, fd_flags: flags, heap_flags: 0 };
-    // SAFETY: the request number carries the size of the structure, which is what the kernel reads and writes. Another kind of
-    // file refuses it.
+    // SAFETY: the request number carries the size of the structure, which is what the kernel reads and writes. Another
+    // kind of file refuses it.
     let done = unsafe { libc::ioctl(heap.as_raw_fd(), ALLOCATE as libc::Ioctl, &raw mut allocation) };
     if done < 0 {
         return Err(io::Error::last_os_error());
     }
-    // SAFETY: the kernel has just opened this descriptor for us, and nobody else knows it.
+    // SAFETY: the kernel has just opened this descriptor for this call, so nothing else owns it.
     Ok(unsafe { OwnedFd::from_raw_fd(allocation.fd as i32) })
 }
 
@@ -489,7 +501,7 @@ fn sync_dma_buf(dma_buf: BorrowedFd<'_>, begin: bool, writes: bool) -> io::Resul
         let done = unsafe { libc::ioctl(dma_buf.as_raw_fd(), SYNC as libc::Ioctl, &raw const flags) };
         match io::Error::last_os_error() {
             _ if done >= 0 => return Ok(()),
-            // The exporter waits for a device, and was interrupted.
+            // The exporter was interrupted while it waited for a device.
             e if matches!(e.raw_os_error(), Some(libc::EAGAIN | libc::EINTR)) => {}
             e => return Err(e),
         }

@@ -1,8 +1,9 @@
 //! Access to memory that a device or another thread may change at any time.
 //!
-//! No reference is ever made into such memory. Single words go through atomics; bulk copies on x86-64 are inline
-//! assembly, which to the compiler is an outside agent like the device itself, so a torn copy is torn data and nothing
-//! worse. On other processors bulk copies are `ptr::copy`; there the same holds in practice but not by the letter.
+//! No reference into such memory is ever created. Single words are accessed with atomics. Bulk copies on x86-64 are
+//! inline assembly, which the compiler treats as an external agent like the device itself: a race yields torn data but
+//! no undefined behaviour. On other processors bulk copies are `ptr::copy`, which works in practice but is formally a
+//! data race.
 #![allow(unsafe_code)]
 
 use std::marker::PhantomData;
@@ -32,7 +33,7 @@ pub fn stream_fence() {
     }
 }
 
-/// A piece of shared memory: bounds-checked, copyable, without references into it.
+/// A range of shared memory: bounds-checked and copyable, accessed without references.
 #[derive(Clone, Copy)]
 pub struct VolatileSlice<'a> {
     ptr: NonNull<u8>,
@@ -71,7 +72,7 @@ impl<'a> VolatileSlice<'a> {
         self.ptr.as_ptr()
     }
 
-    /// The part from `offset`, `len` bytes long; `None` unless it lies within.
+    /// The sub-range of `len` bytes at `offset`; `None` unless it lies within.
     #[inline]
     pub fn sub(&self, offset: usize, len: usize) -> Option<VolatileSlice<'a>> {
         if offset.checked_add(len)? > self.len {
@@ -139,8 +140,8 @@ impl<'a> VolatileSlice<'a> {
         }
     }
 
-    /// The offset of the first byte that differs from the other view's, over the length of the shorter one; `None` when
-    /// they are alike. Bytes that change meanwhile may count as either.
+    /// The offset of the first byte that differs, over the length of the shorter range; `None` when they are equal.
+    /// Bytes that change meanwhile may count as either.
     pub fn first_difference(&self, other: VolatileSlice<'_>) -> Option<usize> {
         let (mut mine, mut theirs) = ([0u8; 4096], [0u8; 4096]);
         let len = self.len.min(other.len);
@@ -157,8 +158,7 @@ impl<'a> VolatileSlice<'a> {
         None
     }
 
-    /// Sets the bytes to eight again and again, the lowest of `pattern` first. With [`CopyHint::Stream`] past the
-    /// cache.
+    /// Fills the range with the repeated little-endian bytes of `pattern`. [`CopyHint::Stream`] bypasses the cache.
     pub fn fill_pattern(&self, pattern: u64, hint: CopyHint) {
         let mut block = [0u8; 8192];
         for eight in block.as_chunks_mut::<8>().0 {
@@ -201,8 +201,8 @@ impl<'a> VolatileSlice<'a> {
         Some(())
     }
 
-    /// Replaces an aligned 32-bit word and gives the old one. One total order with all other swaps: of two sides that
-    /// each swap a word of their own and then look at the other's, one sees what the other wrote. `None` as for
+    /// Replaces an aligned 32-bit word and returns the old one, in one total order with all other swaps: when two sides
+    /// each swap their own word and then read the other's, at least one sees the other's write. `None` as for
     /// [`VolatileSlice::load_u32`].
     #[must_use = "None says that nothing was written"]
     pub fn swap_u32(&self, offset: usize, value: u32) -> Option<u32> {
@@ -336,7 +336,7 @@ unsafe fn copy_stream(to: *mut u8, from: *const u8, len: usize) {
     }
 }
 
-/// The same by registers of 32 bytes: a quarter faster from memory to memory where it was measured.
+/// As [`copy_stream`] with 32-byte registers: measured a quarter faster from memory to memory.
 ///
 /// # Safety
 /// As for [`copy`]; `to` is a multiple of 32, `len` a multiple of 128 and not 0, and the processor has AVX.
@@ -386,7 +386,7 @@ mod tests {
     use proptest::prelude::*;
 
     #[test]
-    fn refuses_what_lies_outside() {
+    fn refuses_access_out_of_range() {
         let buf = AnonHeap::new().allocate(4096).unwrap().share();
         let part = buf.into_part();
         let view = part.view();

@@ -1,5 +1,4 @@
-//! Reserved huge pages that run out. Alone in its process, since it reserves some for the whole machine: only when told
-//! to.
+//! Tests heaps when reserved huge pages run out. Runs only on request, since it reserves pages for the whole machine.
 
 use std::fs;
 
@@ -8,17 +7,17 @@ use dmalane_dma::{AnonHeap, Heap, MemfdHeap, PageKind, footprint};
 const RESERVED: &str = "/proc/sys/vm/nr_hugepages";
 const HUGE: usize = 2 << 20;
 
-/// Puts the machine's number of reserved pages back.
-struct PutBack(String);
+/// Restores the machine's number of reserved pages on drop.
+struct Restore(String);
 
-impl Drop for PutBack {
+impl Drop for Restore {
     fn drop(&mut self) {
         fs::write(RESERVED, &self.0).expect("it could be written before");
     }
 }
 
 #[test]
-fn what_does_not_fit_takes_smaller_pages_and_what_fits_is_promised() {
+fn heaps_fall_back_when_reserved_pages_run_out() {
     if std::env::var_os("DMALANE_TEST_HUGEPAGES").is_none() {
         return println!(
             "SKIPPED: DMALANE_TEST_HUGEPAGES=1 lets this test reserve 8 MiB of huge pages for a moment, as root"
@@ -28,7 +27,7 @@ fn what_does_not_fit_takes_smaller_pages_and_what_fits_is_promised() {
     if before != "0" {
         return println!("SKIPPED: {before} huge pages are reserved, and may be in use");
     }
-    let _put_back = PutBack(before);
+    let _restore = Restore(before);
     if let Err(e) = fs::write(RESERVED, "4") {
         return println!("SKIPPED: {RESERVED}: {e}");
     }
@@ -37,7 +36,7 @@ fn what_does_not_fit_takes_smaller_pages_and_what_fits_is_promised() {
     }
     let heaps: [&dyn Heap; 2] = [&AnonHeap::new(), &MemfdHeap::new()];
     for heap in heaps {
-        // Three of four are promised, though none is there yet: who comes later does not get them.
+        // Three of four pages are reserved, though not present yet: later reservations cannot get them.
         let mut first = heap.reserve(3 * HUGE).unwrap();
         assert_eq!(first.backing().kind, PageKind::Hugetlb2M);
         let one = first.next(HUGE).unwrap().populate().unwrap();

@@ -2,8 +2,7 @@
 
 use std::error::Error;
 
-use dmalane::load::Placement;
-use dmalane::{FileOptions, SoftConfig, SoftDevice, open_file};
+use dmalane::{FileOptions, Placement, open_file};
 
 fn main() -> Result<(), Box<dyn Error>> {
     let folder = tempfile::tempdir()?;
@@ -15,10 +14,10 @@ fn main() -> Result<(), Box<dyn Error>> {
             path
         }
     };
-    let mut soft = SoftDevice::open(SoftConfig::default())?;
+    let mut device = dmalane::open("soft")?;
     let mut inputs = [open_file(path, FileOptions::default())?];
-    let (loaded, report) = soft.device.load(&mut inputs, Placement::Hbm, &mut |_| {})?;
-    soft.device.verify(&loaded, &inputs, &mut |_| {})?;
+    let (loaded, report) = device.load(&mut inputs, &Placement::HBM, &mut |_| {})?;
+    device.verify(&loaded, &inputs, &mut |_| {})?;
     for t in loaded.files.iter().flat_map(|f| f.tensors()) {
         match t.va {
             Some(va) => {

@@ -1,40 +1,39 @@
 //! Moves bytes from files to devices along one path: allocate, read, map, transfer, bind.
 //!
 //! This crate is the face of the workspace: it re-exports the layers, each usable alone, and holds the glue that has to
-//! know two of them at once. [`SoftDevice::open`] makes the software card behind a software IOMMU; [`open_file`] opens a
-//! file for it.
+//! know two of them at once. [`open`] opens a device by name, [`open_file`] a file for it.
 //!
 //! ```
-//! use dmalane::load::Placement;
-//! use dmalane::{FileOptions, SoftConfig, SoftDevice, open_file};
-//!
-//! let folder = tempfile::tempdir()?;
-//! let path = folder.path().join("model.safetensors");
-//! dmalane::load::write_sample(&mut std::fs::File::create(&path)?, 1 << 20, 1)?;
-//!
-//! let mut soft = SoftDevice::open(SoftConfig::default())?;
-//! let mut inputs = [open_file(&path, FileOptions::default())?];
-//! let (loaded, report) = soft.device.load(&mut inputs, Placement::Ddr, &mut |_bytes| {})?;
-//! soft.device.verify(&loaded, &inputs, &mut |_bytes| {})?;
-//! assert_eq!(report.bytes, 1 << 20);
-//! for t in loaded.files[0].tensors() {
-//!     println!("{} {:?}", t.tensor.name, t.va);
-//! }
+//! # let folder = tempfile::tempdir()?;
+//! # let path = folder.path().join("model.safetensors");
+//! # dmalane::load::write_sample(&mut std::fs::File::create(&path)?, 1 << 20, 1)?;
+//! let mut device = dmalane::open("soft")?;
+//! let file = dmalane::open_file(&path, dmalane::FileOptions::default())?;
+//! let (model, _) = device.load(&mut [file], &dmalane::Placement::Default, &mut |_bytes| {})?;
+//! println!("{:?}", model["model.embed.weight"].va);
 //! # Ok::<(), Box<dyn std::error::Error>>(())
 //! ```
 //!
-//! [`validate`] measures a device beside its ceiling, and fits a model of its link.
+//! Other devices have other names ([`registry::KINDS`]): `daemon:SOCKET`, `vfio:BDF`, `file:PATH`, `ram:SIZE`. With
+//! [`OpenOptions`] a device is opened as it is needed; [`OpenDevice`] has all that can be done with one.
+//!
+//! [`validate`] measures a device beside a reference, and fits a model of its link.
 //! [`AllocAndRead`] is the first half of the path alone: an open file in, a filled buffer out.
 
 mod alloc_read;
 mod card_server;
+mod open;
 mod open_file;
+pub mod pci;
 mod pci_card;
-mod soft;
+pub mod registry;
+pub mod size;
+mod spec;
 
 pub use dmalane_addr as addr;
 pub use dmalane_card as card;
 pub use dmalane_daemon as daemon;
+pub use dmalane_device as device;
 pub use dmalane_dma as dma;
 pub use dmalane_file as file;
 pub use dmalane_iopt as iopt;
@@ -52,8 +51,8 @@ pub use alloc_read::{
 };
 pub use card_server::{CARD_PCI_ID, CardServer, CardServerError};
 pub use dmalane_file::Options as FileOptions;
+pub use dmalane_load::{OpenDevice, Placement};
+pub use open::{OpenError, OpenOptions, open};
 pub use open_file::{open_as, open_file};
 pub use pci_card::{PciCardError, connect_pci_card, open_pci_card};
-pub use soft::{
-    CardDevice, CardParts, CardUse, JoinedChannel, SoftChannel, SoftConfig, SoftDevice, SoftError, SoftParts,
-};
+pub use spec::{BadDeviceSpec, DeviceSpec};

@@ -7,6 +7,7 @@ use std::sync::{Arc, Condvar, Mutex};
 use std::time::{Duration, Instant, UNIX_EPOCH};
 
 use dmalane::addr::{Access, Address, CardAddr, FileOffset};
+use dmalane::device::Device as _;
 use dmalane::dma::{AnonHeap, Heap};
 use dmalane::file::{
     FileDevice, FileDeviceError, FileDeviceOptions, FileDevicePaths, FileDeviceQueue, IoBackend, quarantined_bytes,
@@ -209,7 +210,7 @@ impl Drop for Mounted {
 
 fn copy(node: &FileDevice, heap: &AnonHeap, direction: Direction, bytes: &[u8], at: u64) -> Operation {
     let buf = heap.allocate(bytes.len()).unwrap().share();
-    let via = Registered::new(node.bus(), &buf, Access::RW).unwrap();
+    let via = Registered::new(&*node.registrar(), &buf, Access::RW).unwrap();
     let mut part = buf.into_part().split_off_front(bytes.len()).unwrap();
     part.write(0, bytes).unwrap();
     Operation::copy(direction, (part, via), DeviceAddr::Card(CardAddr::new(at)))

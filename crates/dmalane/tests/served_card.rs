@@ -1,4 +1,5 @@
-//! The served card in a guest, driven through VFIO and an emulated IOMMU; run by `scripts/vm vfio-user`, which says what devices there are.
+//! The served card in a guest, driven through VFIO and an emulated IOMMU; run by `scripts/vm vfio-user`, which says
+//! what devices there are.
 
 use std::fs;
 use std::io::Write;
@@ -117,7 +118,8 @@ fn it_is_a_pci_device_with_large_mappable_memory() {
     let layout = card.layout();
     assert!(memory.len >= 64 << 30 && memory.len > layout.hbm.last().bits(), "large, and holds both memories");
     assert!(regions[1].len == 0 && regions[0].len >= 0x2000);
-    // What the processor writes through the BAR the card copies, and the other way round; where nothing was touched are zeros.
+    // What the processor writes through the BAR the card copies, and the other way round; where nothing was touched are
+    // zeros.
     let ddr = layout.ddr.last().bits() + 1;
     for at in [ddr / 2 - MIB, ddr - MIB, layout.hbm_half.bits() - MIB] {
         let window = bus.device().map_bar(2, Some(at..at + MIB), BarAlignment::LargestPage).unwrap();
@@ -275,8 +277,9 @@ fn what_is_no_card_is_refused_with_what_helps() {
 mod last {
     use super::*;
 
-    /// QEMU 11.1 itself ends when it must map memory for a device whose process is gone, or when that dies under a message. So here all
-    /// is mapped before, and for a while no register is touched; `crates/cli/tests/it/card.rs` kills the card in the midst of a load.
+    /// QEMU 11.1 itself ends when it must map memory for a device whose process is gone, or when that dies under a
+    /// message. So here all is mapped before, and for a while no register is touched; `crates/cli/tests/it/card.rs`
+    /// kills the card in the midst of a load.
     #[test]
     fn a_card_whose_process_is_killed_is_an_error_and_no_hang() {
         let (bus, card) = card();

@@ -40,11 +40,13 @@ impl fmt::Display for Residency {
 
 /// Asks what of `len` bytes from `offset` on is cached. Reads nothing.
 ///
-/// By `cachestat`; where that is not known (before Linux 6.5) or forbidden (by a seccomp profile), by `mincore`, which knows nothing about dirty
-/// pages, takes longer for what is large, and is of use only for a file that this process owns or may write.
+/// By `cachestat`; where that is not known (before Linux 6.5) or forbidden (by a seccomp profile), by `mincore`, which
+/// knows nothing about dirty pages, takes longer for what is large, and is of use only for a file that this process
+/// owns or may write.
 ///
 /// # Errors
-/// The kernel's: `Unsupported` (`ENOSYS`) where neither is of use, `EOPNOTSUPP` for hugetlbfs, `EBADF` or `ENODEV` for what is no file.
+/// The kernel's: `Unsupported` (`ENOSYS`) where neither is of use, `EOPNOTSUPP` for hugetlbfs, `EBADF` or `ENODEV` for
+/// what is no file.
 pub fn residency(file: &File, offset: u64, len: u64) -> io::Result<Residency> {
     if len == 0 {
         return Ok(Residency::default()); // 0 would be "to the end" for the kernel

@@ -36,22 +36,22 @@ pub struct Options {
     pub io: Io,
     /// The most operations, and the most kernel reads, in flight at once. Brought into 1..=4096.
     pub depth: usize,
-    /// Bytes per kernel read, at most: a longer operation is cut into several. Brought into 64 KiB..=1 GiB and rounded up
-    /// to a power of two.
+    /// Bytes per kernel read, at most: a longer operation is cut into several. Brought into 64 KiB..=1 GiB and rounded
+    /// up to a power of two.
     pub block: usize,
 }
 
 impl Default for Options {
-    /// Four reads of 2 MiB in flight: enough for disks of 8 GB/s and 1 ms, and few enough that what has arrived is still in
-    /// the processor's cache when it is used.
+    /// Four reads of 2 MiB in flight: enough for disks of 8 GB/s and 1 ms, and few enough that what has arrived is
+    /// still in the processor's cache when it is used.
     fn default() -> Self {
         Self { mode: Mode::Auto, io: Io::Auto, depth: 4, block: 2 << 20 }
     }
 }
 
 impl Options {
-    /// For a mode: with [`Mode::Buffered`] one read in flight, so that what the kernel has just copied out of the page cache is
-    /// used while it is in the processor's cache.
+    /// For a mode: with [`Mode::Buffered`] one read in flight, so that what the kernel has just copied out of the page
+    /// cache is used while it is in the processor's cache.
     pub fn for_mode(mode: Mode) -> Self {
         let depth = if mode == Mode::Buffered { 1 } else { Self::default().depth };
         Self { mode, depth, ..Self::default() }

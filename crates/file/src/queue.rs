@@ -28,9 +28,10 @@ pub struct Moved {
 
 /// A file, opened for reading, as a [`Queue`].
 ///
-/// It only reads, and needs no registrations. An operation may lie anywhere in the file and in memory, but direct I/O needs both
-/// aligned: an operation bypasses the page cache, but for less than [`FileQueue::alignment`] bytes at each end, when its file
-/// offset and its memory address are equal modulo that alignment. Reading past the end of the file is [`OpError::EndOfFile`], not a refusal.
+/// It only reads, and needs no registrations. An operation may lie anywhere in the file and in memory, but direct I/O
+/// needs both aligned: an operation bypasses the page cache, but for less than [`FileQueue::alignment`] bytes at each
+/// end, when its file offset and its memory address are equal modulo that alignment. Reading past the end of the file
+/// is [`OpError::EndOfFile`], not a refusal.
 ///
 /// Dropped with operations in flight, it cancels what the kernel has not begun and waits for the rest; memory that the
 /// kernel has not let go of after 10 seconds is never freed, and counted by

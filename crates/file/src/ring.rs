@@ -1,10 +1,10 @@
-//! What is asked of the kernel: to fill or write out memory, by a ring or by `pread` and `pwrite`; to say what it has cached. The only
-//! file here that says `unsafe`.
+//! What is asked of the kernel: to fill or write out memory, by a ring or by `pread` and `pwrite`; to say what it has
+//! cached. The only file here that says `unsafe`.
 //!
-//! Invariant of [`Ring`]: from the moment that the kernel may know of a request until its completion was seen, the [`Request`]
-//! lies in `slots` under the number that the kernel will name, and with it the [`BufferSlice`] that keeps the memory mapped. Begins
-//! in [`Ring::push`]; ended only by [`Ring::reap`] (the completion was seen), [`Ring::take_back`] (the kernel never saw
-//! the request) or [`Ring::quarantine`] (the memory is never freed).
+//! Invariant of [`Ring`]: from the moment that the kernel may know of a request until its completion was seen, the
+//! [`Request`] lies in `slots` under the number that the kernel will name, and with it the [`BufferSlice`] that keeps
+//! the memory mapped. Begins in [`Ring::push`]; ended only by [`Ring::reap`] (the completion was seen),
+//! [`Ring::take_back`] (the kernel never saw the request) or [`Ring::quarantine`] (the memory is never freed).
 #![allow(unsafe_code)]
 
 use std::collections::VecDeque;
@@ -29,8 +29,8 @@ static QUARANTINE: Mutex<Vec<BufferSlice>> = Mutex::new(Vec::new());
 /// Bytes of memory that threads hold which are stuck in a call.
 static STUCK: AtomicU64 = AtomicU64::new(0);
 
-/// Bytes of memory that this process will never free, because the kernel was not done with them within some seconds of their
-/// queue being dropped: a sign of a hanging disk, device or network file system.
+/// Bytes of memory that this process will never free, because the kernel was not done with them within some seconds of
+/// their queue being dropped: a sign of a hanging disk, device or network file system.
 pub fn quarantined_bytes() -> u64 {
     let slices = QUARANTINE.lock().unwrap_or_else(PoisonError::into_inner);
     slices.iter().map(|slice| slice.len() as u64).sum::<u64>() + STUCK.load(Ordering::Relaxed)
@@ -41,7 +41,8 @@ pub(crate) fn stuck(bytes: u64) {
     STUCK.fetch_add(bytes, Ordering::Relaxed);
 }
 
-/// Keeps memory for ever that was counted as [`stuck`] until now: the call came back, but nobody knows what the device still does.
+/// Keeps memory for ever that was counted as [`stuck`] until now: the call came back, but nobody knows what the device
+/// still does.
 pub(crate) fn keep(slice: BufferSlice) {
     STUCK.fetch_sub(slice.len() as u64, Ordering::Relaxed);
     QUARANTINE.lock().unwrap_or_else(PoisonError::into_inner).push(slice);
@@ -107,8 +108,8 @@ pub(crate) fn pread(read: &mut Read) -> i32 {
 pub(crate) fn pread_into(file: &File, into: VolatileSlice<'_>, at: u64) -> i32 {
     let len = into.len().min(i32::MAX as usize);
     let Ok(at) = i64::try_from(at) else { return -libc::EINVAL };
-    // SAFETY: a view is that many writable bytes, mapped for as long as it lives, and made for being changed by others; the
-    // kernel is done with them when it returns.
+    // SAFETY: a view is that many writable bytes, mapped for as long as it lives, and made for being changed by others;
+    // the kernel is done with them when it returns.
     let n = unsafe { libc::pread64(file.as_raw_fd(), into.as_ptr().cast(), len, at) };
     match i32::try_from(n) {
         Ok(n) if n >= 0 => n,
@@ -120,8 +121,8 @@ pub(crate) fn pread_into(file: &File, into: VolatileSlice<'_>, at: u64) -> i32 {
 pub(crate) fn pwrite_from(file: &File, from: VolatileSlice<'_>, at: u64) -> i32 {
     let len = from.len().min(i32::MAX as usize);
     let Ok(at) = i64::try_from(at) else { return -libc::EINVAL };
-    // SAFETY: a view is that many readable bytes, mapped for as long as it lives, and made for being changed by others; the
-    // kernel is done with them when it returns.
+    // SAFETY: a view is that many readable bytes, mapped for as long as it lives, and made for being changed by others;
+    // the kernel is done with them when it returns.
     let n = unsafe { libc::pwrite64(file.as_raw_fd(), from.as_ptr().cast(), len, at) };
     match i32::try_from(n) {
         Ok(n) if n >= 0 => n,
@@ -146,7 +147,8 @@ pub(crate) fn cachestat(file: &File, offset: u64, len: u64) -> io::Result<Cached
     const CACHESTAT: libc::c_long = 451;
     let range = [offset, len];
     let mut cached = Cached::default();
-    // SAFETY: the kernel reads the two words of the range and writes the five of the result; both live through the call.
+    // SAFETY: the kernel reads the two words of the range and writes the five of the result; both live through the
+    // call.
     let done = unsafe { libc::syscall(CACHESTAT, file.as_raw_fd(), range.as_ptr(), &raw mut cached, 0) };
     if done == 0 { Ok(cached) } else { Err(io::Error::last_os_error()) }
 }
@@ -159,8 +161,8 @@ fn page_size() -> u64 {
 /// Bytes of a file that are mapped at a time for [`mincore`].
 const WINDOW: u64 = 256 << 20;
 
-/// Counts the pages of a range of a file that are cached, `offset` being a whole page: for kernels without `cachestat`. Looks at every page,
-/// and says that all are cached to whoever may not write the file and does not own it.
+/// Counts the pages of a range of a file that are cached, `offset` being a whole page: for kernels without `cachestat`.
+/// Looks at every page, and says that all are cached to whoever may not write the file and does not own it.
 pub(crate) fn mincore(file: &File, offset: u64, len: u64) -> io::Result<u64> {
     let page = page_size();
     let (mut at, mut left, mut pages) = (offset, len, 0);
@@ -175,8 +177,8 @@ pub(crate) fn mincore(file: &File, offset: u64, len: u64) -> io::Result<u64> {
         if map == libc::MAP_FAILED {
             return Err(io::Error::last_os_error());
         }
-        // SAFETY: the range is the mapping that was just made, and `seen` has a byte for each of its pages: it was made for a window, and
-        // `len` is no more than that.
+        // SAFETY: the range is the mapping that was just made, and `seen` has a byte for each of its pages: it was made
+        // for a window, and `len` is no more than that.
         let asked = unsafe { libc::mincore(map, len, seen.as_mut_ptr()) };
         let error = io::Error::last_os_error();
         // SAFETY: the range is the mapping that was just made, and nothing refers to it.
@@ -246,8 +248,8 @@ impl Ring {
         Ok(this)
     }
 
-    /// Pins memory under a number, in place of what was there: `range` of the memory that `slice` is a slice of. Requests that were
-    /// pushed before keep what they use.
+    /// Pins memory under a number, in place of what was there: `range` of the memory that `slice` is a slice of.
+    /// Requests that were pushed before keep what they use.
     ///
     /// # Errors
     /// The kernel's: no such number, no such memory, more than may be locked (RLIMIT_MEMLOCK) or than 1 GiB.
@@ -259,8 +261,9 @@ impl Ring {
         // The memory begins this far before the slice.
         let base = view.as_ptr().wrapping_sub(slice.offset()).wrapping_add(range.start);
         let iovec = libc::iovec { iov_base: base.cast(), iov_len: range.len() };
-        // SAFETY: the kernel looks the pages of the range up and takes a reference to each, which keeps them from being freed
-        // whatever becomes of the mapping; the range lies in the slice's memory (checked above), which `slice` keeps mapped meanwhile.
+        // SAFETY: the kernel looks the pages of the range up and takes a reference to each, which keeps them from being
+        // freed whatever becomes of the mapping; the range lies in the slice's memory (checked above), which `slice`
+        // keeps mapped meanwhile.
         unsafe { self.uring.submitter().register_buffers_update(number.into(), &[iovec], None) }
     }
 
@@ -306,16 +309,17 @@ impl Ring {
         };
         self.slots[slot] = Some(request);
         self.pushed.push_back(slot);
-        // SAFETY: the entry names `len` bytes, checked by `VolatileSlice::sub` in `Request::rest`, and a descriptor; both belong to the
-        // request that was just put into its slot, where it stays until the kernel is done (invariant above). Of fixed memory the
-        // kernel checks that the bytes lie in what has the number, and uses the pages that it keeps.
+        // SAFETY: the entry names `len` bytes, checked by `VolatileSlice::sub` in `Request::rest`, and a descriptor;
+        // both belong to the request that was just put into its slot, where it stays until the kernel is done
+        // (invariant above). Of fixed memory the kernel checks that the bytes lie in what has the number, and uses the
+        // pages that it keeps.
         let pushed = unsafe { self.uring.submission().push(&entry.user_data(slot as u64)) };
         pushed.expect("the submission queue has an entry for every slot");
         Ok(())
     }
 
-    /// Tells the kernel about every request that was pushed, and then waits for a completion if told how long. May return
-    /// early.
+    /// Tells the kernel about every request that was pushed, and then waits for a completion if told how long. May
+    /// return early.
     ///
     /// # Errors
     /// When the kernel refuses to be entered. The ring is dead from then on: [`Ring::take_back`] what it was not told.
@@ -365,8 +369,8 @@ impl Ring {
         }
     }
 
-    /// A request that a dead ring was given and that the kernel was never told about. It lies in the submission queue still,
-    /// but nothing enters a dead ring again.
+    /// A request that a dead ring was given and that the kernel was never told about. It lies in the submission queue
+    /// still, but nothing enters a dead ring again.
     pub fn take_back(&mut self) -> Option<Request> {
         if !self.dead {
             return None;

@@ -9,8 +9,9 @@ use rustix::io::Errno;
 
 use crate::ring::pread_into;
 
-/// Fills `slice` from `at` on in `file`, by as many calls of `pread` as it takes, through the page cache unless the file was opened with
-/// `O_DIRECT`. For files so small that opening a [`FileQueue`](crate::FileQueue) would cost as much as reading them.
+/// Fills `slice` from `at` on in `file`, by as many calls of `pread` as it takes, through the page cache unless the
+/// file was opened with `O_DIRECT`. For files so small that opening a [`FileQueue`](crate::FileQueue) would cost as
+/// much as reading them.
 ///
 /// # Errors
 /// As the operations of a queue: [`OpError::EndOfFile`], [`OpError::Io`].

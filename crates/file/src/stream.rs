@@ -15,8 +15,8 @@ const BOUNCE: usize = 64 << 10;
 
 /// A source that has no offsets, read in order: offset 0 is the next byte that comes.
 ///
-/// Operations are served in the order of their offsets. Bytes before the first operation are skipped; an operation for bytes that
-/// have passed fails. Bytes are copied once more than from a file.
+/// Operations are served in the order of their offsets. Bytes before the first operation are skipped; an operation for
+/// bytes that have passed fails. Bytes are copied once more than from a file.
 pub struct StreamQueue {
     file: File,
     capacity: usize,

@@ -11,10 +11,11 @@ use crate::{Format, TableShape, Tables};
 
 /// Tables in a slice of words: a guest's memory, a region set aside at boot, or a `Vec` of the worst case.
 ///
-/// `&TablePool` is the [`Tables`]. Copies of it serve threads at the same time ([`PageTable::attach`](crate::PageTable::attach)),
-/// without a lock: tables that were never used are counted off, freed ones are a stack linked through their first words.
-/// Threads that free and take tables all the time each want a [`Stock`] of their own in front of that.
-/// Entries are stored in the machine's byte order, which is the devices' on little-endian ones.
+/// `&TablePool` is the [`Tables`]. Copies of it serve threads at the same time
+/// ([`PageTable::attach`](crate::PageTable::attach)), without a lock: tables that were never used are counted off,
+/// freed ones are a stack linked through their first words. Threads that free and take tables all the time each want a
+/// [`Stock`] of their own in front of that. Entries are stored in the machine's byte order, which is the devices' on
+/// little-endian ones.
 ///
 /// ```
 /// # use std::sync::atomic::AtomicU64;
@@ -42,8 +43,8 @@ pub struct TablePool<'m, A> {
     counters: Counters,
 }
 
-/// What changes with every table that is taken or freed: on cache lines of its own, since every access to an entry reads
-/// what stands beside it. (Two lines: processors fetch them in pairs.)
+/// What changes with every table that is taken or freed: on cache lines of its own, since every access to an entry
+/// reads what stands beside it. (Two lines: processors fetch them in pairs.)
 #[repr(align(128))]
 struct Counters {
     /// Slots that were ever taken.
@@ -55,8 +56,8 @@ struct Counters {
 }
 
 impl<'m, A: Address> TablePool<'m, A> {
-    /// Tables for format `F` in `words`, which a device finds at `base`. What the words hold does not matter. Memory from
-    /// 2^32 - 1 tables up is not used.
+    /// Tables for format `F` in `words`, which a device finds at `base`. What the words hold does not matter. Memory
+    /// from 2^32 - 1 tables up is not used.
     pub fn new<F: Format>(base: A, words: &'m [AtomicU64]) -> Self {
         let shape = TableShape::of::<F>();
         let counters = Counters { fresh: AtomicUsize::new(0), freed: AtomicU64::new(0), in_use: AtomicUsize::new(0) };
@@ -78,8 +79,8 @@ impl<'m, A: Address> TablePool<'m, A> {
         (self.words.len() / self.table_words()).min(u32::MAX as usize - 1)
     }
 
-    /// The word at byte address `at`, for [`walk`](crate::walk()); `None` outside of the pool or when the address is not a
-    /// multiple of 8.
+    /// The word at byte address `at`, for [`walk`](crate::walk()); `None` outside of the pool or when the address is
+    /// not a multiple of 8.
     pub fn read(&self, at: u64) -> Option<u64> {
         let offset = at.checked_sub(self.base.bits())?;
         let word = self.words.get(usize::try_from(offset / 8).ok()?)?;
@@ -288,8 +289,8 @@ pub struct Stock<'p, A: Address> {
 }
 
 impl<A: Address> Stock<'_, A> {
-    /// Takes half a stock that was never used, where there is one: at the end of a table processors fetch ahead from the
-    /// next, which had better be this thread's too.
+    /// Takes half a stock that was never used, where there is one: at the end of a table processors fetch ahead from
+    /// the next, which had better be this thread's too.
     fn take_neighbours(&mut self) {
         let count = self.keep / 2;
         if count > 0

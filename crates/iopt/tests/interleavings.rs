@@ -4,10 +4,10 @@
 //! another value, of those that their orderings allow, for each load. So a mistake in an ordering shows on x86-64 too.
 //! `tests/shared.rs` is the same with real threads and real formats.
 //!
-//! The source of [`TablePool`] is compiled once more here, with loom's atomics; the walkers are those of the crate. Tests named
-//! `caught_...` break something on purpose, and pass when loom finds it. More was broken by hand, and each time two or more
-//! of these tests failed (with the stack's number, one): `install`, `push`, `pop`, `load` and `read` with `Relaxed`, the
-//! stack's number left as it is, tables not zeroed, the table of who comes late not freed.
+//! The source of [`TablePool`] is compiled once more here, with loom's atomics; the walkers are those of the crate.
+//! Tests named `caught_...` break something on purpose, and pass when loom finds it. More was broken by hand, and each
+//! time two or more of these tests failed (with the stack's number, one): `install`, `push`, `pop`, `load` and `read`
+//! with `Relaxed`, the stack's number left as it is, tables not zeroed, the table of who comes late not freed.
 
 #![cfg(target_has_atomic = "64")]
 

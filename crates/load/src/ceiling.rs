@@ -2,13 +2,12 @@
 
 use std::time::{Duration, Instant};
 
-use dmalane_addr::{CardAddr, FileOffset};
+use dmalane_addr::FileOffset;
 use dmalane_dma::{CopyHint, SharedBuf};
-use dmalane_iopt::{Format, Tables};
-use dmalane_queue::{Completion, DeviceAddr, Operation, Queue, Refusal, Refused, drain};
+use dmalane_queue::{Completion, Operation, Queue, Refusal, Refused, drain};
 
 use crate::clock::Clocks;
-use crate::{Device, Error, Input};
+use crate::{Error, Input, OpenDevice};
 
 /// Rates in bytes per second.
 #[derive(Clone, Copy, PartialEq, Debug, Default)]
@@ -26,12 +25,7 @@ const READ_AT_MOST: u64 = 4 << 30;
 const MEMORY_BYTES: usize = 256 << 20;
 const COPIES: usize = 4;
 
-impl<C, F, T> Device<C, F, T>
-where
-    C: Queue<Addr = DeviceAddr>,
-    F: Format,
-    T: Tables<Addr = CardAddr>,
-{
+impl OpenDevice {
     /// Measures the ceilings, with as much of `inputs` as 4 GiB, in the staging buffers that there are.
     ///
     /// # Errors
@@ -39,13 +33,13 @@ where
     pub fn ceilings<S: Queue<Addr = FileOffset>>(&mut self, inputs: &mut [Input<S>]) -> Result<Ceilings, Error> {
         // With the buffers of the load before; without one, a buffer like those that it would make.
         if self.buffers == 0 {
-            self.add_staging(self.parts.gather, &mut Clocks::default())?;
+            self.add_staging(self.chunk, &mut Clocks::default())?;
         }
-        let patience = self.parts.patience;
+        let timeout = self.timeout;
         let read = self.read_ceiling(inputs).inspect_err(|_| {
             // Slots that were in flight have lost their tails: make new ones next time.
             for input in inputs.iter_mut() {
-                drain(&mut input.channel, patience);
+                drain(&mut input.channel, timeout);
             }
             self.staging.clear();
             self.buffers = 0;
@@ -69,7 +63,7 @@ where
                     if at >= len {
                         break;
                     }
-                    let Some(whole) = slot.part.take() else { continue };
+                    let Some(whole) = slot.slice.take() else { continue };
                     let n = (len - at).min(whole.len() as u64);
                     let (part, rest) = whole.split_at(n as usize).map_err(|_| lost("bad length".into()))?;
                     match input.channel.submit(Operation::read(part, FileOffset::new(at))) {
@@ -79,7 +73,7 @@ where
                             at += n;
                         }
                         Err(Refused { operation, reason }) => {
-                            slot.part = operation.into_slice().and_then(|front| front.join(rest).ok());
+                            slot.slice = operation.into_slice().and_then(|front| front.join(rest).ok());
                             match reason {
                                 Refusal::Full => break,
                                 reason => return Err(lost(reason.to_string())),
@@ -92,7 +86,7 @@ where
                     let Some(i) = tickets.iter().position(|(t, ..)| *t == ticket) else { continue };
                     let (_, index, at) = tickets.swap_remove(i);
                     let whole = tails[index].take().and_then(|tail| operation.into_slice()?.join(tail).ok());
-                    self.staging[index].part = whole;
+                    self.staging[index].slice = whole;
                     result.map_err(|source| Error::Read {
                         path: input.path.clone(),
                         at: FileOffset::new(at),

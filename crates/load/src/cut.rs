@@ -80,7 +80,7 @@ mod tests {
             let tensors = sizes.iter().map(|&len| {
                 let t = Tensor { name: String::new(), dtype: String::new(), shape: vec![], at: FileOffset::new(at), len };
                 at += len;
-                t
+                t.into()
             });
             let model = Model { tensors: tensors.collect(), len: at, metadata: None, safetensors: true };
             let layout = Layout::new(&model).unwrap();

@@ -1,74 +1,94 @@
-//! A device as the pipeline drives it, and what has been loaded onto it.
+//! A device that is open: its memory, its queues driven as one, and what is loaded onto it.
 
+use std::ops::Index;
 use std::path::PathBuf;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
-use dmalane_addr::{Access, Address, CardAddr, DeviceVa, PageSize, PhysAddr, RangeAllocator, SgIndex, SgTable, Span};
+use dmalane_addr::{Access, Address, DeviceVa, PageSize, PhysAddr, SgIndex, SgTable, Span};
+use dmalane_device::{
+    AddressSpace, AddressSpaceKind, Bind, Bounce, Counters, Device, DeviceInfo, DeviceMemory, IoError, MemoryError,
+    Placement, Region, areas,
+};
 use dmalane_dma::{BufferSlice, Heap, PageBacking, Registrar, footprint};
-use dmalane_iopt::{Format, Tables};
-use dmalane_queue::{DeviceAddr, Queue, Registered};
-use dmalane_vm::{BindRequest, Bo, Vm};
+use dmalane_queue::{AddressPolicy, BalancePolicy, DeviceAddr, DeviceQueue, Policy, QueueChoice, Registered, Split};
+use dmalane_vm::Bo;
 
 use crate::clock::{Clocks, Stage};
-use crate::{CardMemory, Error, Layout, Model, Tensor};
+use crate::{Error, Layout, Model, Tensor};
 
-/// What a [`Device`] is made of.
-pub struct DeviceParts<C, F, T: Tables> {
-    /// The driver's side of the device: pins and maps staging buffers.
-    pub bus: Arc<dyn Registrar>,
-    /// Where staging buffers come from.
-    pub heap: Arc<dyn Heap>,
-    /// Moves bytes to and from the device.
-    pub channel: C,
-    /// The device's virtual address space.
-    pub vm: Vm<F, T>,
-    /// The device's free memory.
-    pub memory: CardMemory,
-    /// Makes the device forget translations; called after an unbind, before what was unbound is used again.
-    pub invalidate: Box<dyn FnMut() -> Result<(), Box<dyn std::error::Error + Send + Sync>> + Send>,
-    /// True when the channel works inside `poll`, so that only time spent there is its time.
-    pub inline: bool,
-    /// Bytes of a staging buffer (`--gather`); rounded up to 4 KiB, at most 1 GiB.
-    pub gather: u64,
-    /// How long a load that has failed, or a piece that is read back, waits for what is in flight, and how long the device may end nothing
-    /// in a load before it is stopped.
-    pub patience: Duration,
+/// How a device is driven.
+#[derive(Clone)]
+pub struct DriveOptions {
+    /// Bytes of a staging buffer (`--chunk`); rounded up to 4 KiB, at most 1 GiB.
+    pub chunk: u64,
+    /// Which queues move the bytes.
+    pub queues: QueueChoice,
+    /// How long a load that has failed, or one operation, waits for what is in flight, and how long the device may end
+    /// nothing in a load before it is stopped.
+    pub timeout: Duration,
+    /// Where staging buffers come from; `None` for the best heap of the device's registrar.
+    pub heap: Option<Arc<dyn Heap>>,
 }
 
-/// A device that files can be loaded onto.
-pub struct Device<C: Queue<Addr = DeviceAddr>, F: Format, T: Tables<Addr = CardAddr>> {
-    pub(crate) parts: DeviceParts<C, F, T>,
-    pub(crate) vas: RangeAllocator<DeviceVa>,
-    /// The pieces of all staging buffers.
+impl Default for DriveOptions {
+    /// 16 MiB per staging buffer, all queues, 30 seconds, the registrar's heap.
+    fn default() -> Self {
+        Self { chunk: 16 << 20, queues: QueueChoice::Auto, timeout: Duration::from_secs(30), heap: None }
+    }
+}
+
+/// The queues of a device, driven as one.
+pub type JoinedQueue = Split<Box<DeviceQueue>, Box<dyn Policy>>;
+
+/// A device that is open: bytes can be written to it and read from it, and files loaded onto it.
+///
+/// ```
+/// use dmalane_device::RamDevice;
+/// use dmalane_load::{DriveOptions, OpenDevice};
+///
+/// let mut device = OpenDevice::new(Box::new(RamDevice::new(1 << 20)?), DriveOptions::default())?;
+/// let at = device.memory_mut().reserve(5)?.first();
+/// device.write(at, b"hello")?;
+/// let mut back = [0; 5];
+/// device.read(at, &mut back)?;
+/// assert_eq!(&back, b"hello");
+/// # Ok::<(), Box<dyn std::error::Error>>(())
+/// ```
+pub struct OpenDevice {
+    pub(crate) queue: JoinedQueue,
+    device: Box<dyn Device>,
+    pub(crate) info: DeviceInfo,
+    registrar: Arc<dyn Registrar>,
+    heap: Arc<dyn Heap>,
+    memory: DeviceMemory,
+    pub(crate) chunk: u64,
+    pub(crate) timeout: Duration,
+    /// The slots of all staging buffers.
     pub(crate) staging: Vec<Slot>,
     /// Staging buffers made.
     pub(crate) buffers: usize,
-    pub(crate) readback: Option<Slot>,
+    bounce: Option<Bounce>,
     /// Tells this process's devices apart.
-    pub(crate) number: u64,
+    number: u64,
     abandoned: u64,
     next_bo: u64,
     resident_peak: u64,
     /// Bytes moved since the footprint was last read.
     unsampled: u64,
-    observer: Option<Observer>,
 }
-
-/// Sees what was asked of a device's VM.
-type Observer = Box<dyn FnMut(&[BindRequest]) + Send>;
 
 /// The footprint is read once per this many bytes moved.
 const SAMPLE_EVERY: u64 = 16 << 20;
 
 static DEVICES: AtomicU64 = AtomicU64::new(0);
 
-/// A piece of a staging buffer, which is registered once and used for chunk after chunk.
+/// Part of a staging buffer, which is registered once and used for chunk after chunk.
 pub(crate) struct Slot {
-    /// The piece, when no operation has any of it.
-    pub(crate) part: Option<BufferSlice>,
-    /// Bytes of it.
+    /// The bytes, when no operation has any of them.
+    pub(crate) slice: Option<BufferSlice>,
+    /// How many.
     pub(crate) len: u64,
     pub(crate) via: Registered,
     /// The pages that the heap gave.
@@ -81,11 +101,28 @@ pub(crate) const STAGING: usize = 3;
 /// processor's cache when it is hashed and transferred, large enough for the disk.
 const SLOT: u64 = 2 << 20;
 
-/// What a load put on the device.
+/// What a load put on the device. `loaded["name"]` is a tensor.
 #[derive(Debug)]
 pub struct Loaded {
     /// The files, in the order given.
     pub files: Vec<LoadedFile>,
+}
+
+impl Loaded {
+    /// The tensor of this name, of the first file that has one.
+    pub fn get(&self, name: &str) -> Option<&LoadedTensor> {
+        self.files.iter().find_map(|file| file.get(name))
+    }
+}
+
+impl Index<&str> for Loaded {
+    type Output = LoadedTensor;
+
+    /// # Panics
+    /// When no file has a tensor of this name.
+    fn index(&self, name: &str) -> &LoadedTensor {
+        self.get(name).unwrap_or_else(|| panic!("no tensor is called {name:?}"))
+    }
 }
 
 /// A file on the device.
@@ -102,92 +139,187 @@ pub struct LoadedFile {
     /// Where it lies in device virtual memory, gaps included.
     pub range: Option<Span<DeviceVa>>,
     pub(crate) layout: Layout,
+    tensors: Vec<LoadedTensor>,
+    /// The numbers of the tensors, sorted by name.
+    by_name: Vec<usize>,
     /// The number of the device that it is on.
-    pub(crate) device: u64,
+    device: u64,
 }
 
 /// A tensor on the device.
-#[derive(Clone, Copy, Debug)]
-pub struct LoadedTensor<'a> {
+#[derive(Clone, Debug)]
+pub struct LoadedTensor {
     /// What it is.
-    pub tensor: &'a Tensor,
+    pub tensor: Arc<Tensor>,
     /// Where it is bound; `None` for a tensor of no bytes. As long as the tensor.
     pub va: Option<Span<DeviceVa>>,
 }
 
 impl LoadedFile {
+    fn new(path: PathBuf, model: Model, layout: Layout, device: u64) -> Self {
+        let mut by_name: Vec<usize> = (0..model.tensors.len()).collect();
+        by_name.sort_by_key(|i| &model.tensors[*i].name);
+        let (bo, range, tensors) = (None, None, Vec::new());
+        let mut this = Self { path, model, checksum: 0, bo, range, layout, tensors, by_name, device };
+        this.place_at(None);
+        this
+    }
+
+    /// Sets the range, and where the tensors lie in it.
+    fn place_at(&mut self, range: Option<Span<DeviceVa>>) {
+        self.range = range;
+        let places = self.model.tensors.iter().zip(&self.layout.places);
+        self.tensors = places
+            .map(|(tensor, place)| {
+                let va = range.and_then(|r| Span::new(r.first().checked_add(place.va_offset)?, tensor.len));
+                LoadedTensor { tensor: tensor.clone(), va }
+            })
+            .collect();
+    }
+
     /// The tensors in the order of their bytes.
-    pub fn tensors(&self) -> impl ExactSizeIterator<Item = LoadedTensor<'_>> {
-        (0..self.model.tensors.len()).map(|index| self.tensor(index))
+    pub fn tensors(&self) -> std::slice::Iter<'_, LoadedTensor> {
+        self.tensors.iter()
+    }
+
+    /// The tensor of this name.
+    pub fn get(&self, name: &str) -> Option<&LoadedTensor> {
+        let found = self.by_name.binary_search_by_key(&name, |i| &self.model.tensors[*i].name).ok()?;
+        Some(&self.tensors[self.by_name[found]])
     }
 
     /// The tensor at `index`.
     ///
     /// # Panics
     /// When there are not that many.
-    pub fn tensor(&self, index: usize) -> LoadedTensor<'_> {
-        let (tensor, place) = (&self.model.tensors[index], &self.layout.places[index]);
-        let va = self.range.and_then(|r| Span::new(r.first().checked_add(place.va_offset)?, tensor.len));
-        LoadedTensor { tensor, va }
-    }
-
-    /// What is bound for the tensor at `index`: its pages.
-    pub(crate) fn bound(&self, index: usize) -> Option<Span<DeviceVa>> {
-        let place = &self.layout.places[index];
-        Span::new(self.range?.first().checked_add(place.va_offset)?, place.bound)
+    pub fn tensor(&self, index: usize) -> &LoadedTensor {
+        &self.tensors[index]
     }
 }
 
-impl<C, F, T> Device<C, F, T>
-where
-    C: Queue<Addr = DeviceAddr>,
-    F: Format,
-    T: Tables<Addr = CardAddr>,
-{
-    /// A device with nothing loaded.
-    pub fn new(mut parts: DeviceParts<C, F, T>) -> Self {
-        let page = PageSize::SIZE_4K;
-        parts.gather = page.round_up(parts.gather.max(1)).unwrap_or(1 << 30).min(1 << 30);
-        let vas = RangeAllocator::new(parts.vm.range(), page);
-        Self {
-            parts,
-            vas,
+impl OpenDevice {
+    /// Takes the queues of a device and drives them as one. It has nothing loaded.
+    ///
+    /// # Errors
+    /// [`Error::NoQueue`] for a queue that it does not have, or none at all.
+    pub fn new(mut device: Box<dyn Device>, options: DriveOptions) -> Result<Self, Error> {
+        let DriveOptions { chunk, queues: choice, timeout, heap } = options;
+        let (info, queues, registrar) = (device.info(), device.take_queues(), device.registrar());
+        let has = queues.len();
+        if let Some(wanted) = choice.list().iter().copied().chain(queues.is_empty().then_some(0)).find(|q| *q >= has) {
+            return Err(Error::NoQueue { wanted, has });
+        }
+        let policy: Box<dyn Policy> = match choice.list() {
+            [] if has == 1 => Box::new(AddressPolicy::only(0)),
+            // Queues that take turns must not be balanced: what they seem to differ in is only who is looked at first.
+            [] if !info.concurrent => Box::new(AddressPolicy::new(areas(device.regions()))),
+            [] => Box::new(BalancePolicy::new(areas(device.regions()))),
+            list => Box::new(BalancePolicy::only(list)),
+        };
+        Ok(Self {
+            queue: Split::new(queues, policy),
+            info,
+            heap: heap.unwrap_or_else(|| registrar.heap(None)),
+            registrar,
+            memory: DeviceMemory::new(device.regions()),
+            device,
+            chunk: PageSize::SIZE_4K.round_up(chunk.max(1)).unwrap_or(1 << 30).min(1 << 30),
+            timeout,
             staging: Vec::new(),
             buffers: 0,
-            readback: None,
+            bounce: None,
             number: DEVICES.fetch_add(1, Ordering::Relaxed),
             abandoned: 0,
             next_bo: 1,
             resident_peak: 0,
             unsampled: 0,
-            observer: None,
-        }
+        })
     }
 
-    /// Calls `observer` with each batch of requests that is committed from now on, for example to write a trace.
-    pub fn observe(&mut self, observer: impl FnMut(&[BindRequest]) + Send + 'static) {
-        self.observer = Some(Box::new(observer));
+    /// What the device is and how it works.
+    pub fn info(&self) -> &DeviceInfo {
+        &self.info
     }
 
-    fn observed(&mut self, request: Option<BindRequest>) {
-        if let (Some(observer), Some(request)) = (&mut self.observer, request) {
-            observer(&[request]);
-        }
+    /// Its memory.
+    pub fn regions(&self) -> &[Region] {
+        self.device.regions()
     }
 
-    /// The device's virtual address space.
-    pub fn vm(&self) -> &Vm<F, T> {
-        &self.parts.vm
+    /// Its free memory.
+    pub fn memory(&self) -> &DeviceMemory {
+        &self.memory
     }
 
-    /// The device's free memory.
-    pub fn memory(&self) -> &CardMemory {
-        &self.parts.memory
+    /// Its free memory, to allocate from. Memory of a load comes back with [`OpenDevice::unload`].
+    pub fn memory_mut(&mut self) -> &mut DeviceMemory {
+        &mut self.memory
     }
 
-    /// The device's channel. Operations of one's own must have ended before the next load.
-    pub fn channel_mut(&mut self) -> &mut C {
-        &mut self.parts.channel
+    /// What makes host memory reachable for it.
+    pub fn registrar(&self) -> &Arc<dyn Registrar> {
+        &self.registrar
+    }
+
+    /// The heap of the staging buffers.
+    pub fn heap(&self) -> &dyn Heap {
+        &*self.heap
+    }
+
+    /// Where programs on the device see its memory.
+    pub fn address_space(&mut self) -> &mut dyn AddressSpace {
+        self.device.address_space()
+    }
+
+    /// Its queues, driven as one. Operations of one's own must have ended before the next call of anything else here.
+    pub fn queue_mut(&mut self) -> &mut JoinedQueue {
+        &mut self.queue
+    }
+
+    /// What can be observed of it.
+    pub fn counters(&self) -> Counters {
+        self.device.counters()
+    }
+
+    /// Writes `bytes` to the device at `at`, and returns when they are there.
+    ///
+    /// # Errors
+    /// [`IoError`]; some of the bytes may have been written.
+    pub fn write(&mut self, at: impl Into<DeviceAddr>, bytes: &[u8]) -> Result<(), IoError> {
+        let (bounce, queue) = self.bounce(bytes.len() as u64)?;
+        bounce.write(queue, at.into(), bytes)
+    }
+
+    /// Reads from the device at `at` until `into` is full.
+    ///
+    /// # Errors
+    /// [`IoError`]; some of the bytes may have been read.
+    pub fn read(&mut self, at: impl Into<DeviceAddr>, into: &mut [u8]) -> Result<(), IoError> {
+        let (bounce, queue) = self.bounce(into.len() as u64)?;
+        bounce.read(queue, at.into(), into)
+    }
+
+    /// Copies `len` bytes within the device, which must not overlap; through the host where the device cannot.
+    ///
+    /// # Errors
+    /// [`IoError`]; some of the bytes may have been copied.
+    pub fn copy(&mut self, from: impl Into<DeviceAddr>, to: impl Into<DeviceAddr>, len: u64) -> Result<(), IoError> {
+        let (bounce, queue) = self.bounce(len)?;
+        bounce.copy(queue, from.into(), to.into(), len)
+    }
+
+    /// A buffer for blocking calls, of at least so many bytes or a chunk, and the queue that it goes through.
+    pub(crate) fn bounce(&mut self, len: u64) -> Result<(&mut Bounce, &mut JoinedQueue), dmalane_dma::Error> {
+        let wanted = usize::try_from(len.clamp(1, self.chunk)).unwrap_or(usize::MAX);
+        let bounce = match self.bounce.take() {
+            Some(bounce) if bounce.len() >= wanted => bounce,
+            // What is too small, or was lost, goes before there is another one.
+            other => {
+                drop(other);
+                Bounce::new(&*self.registrar, &*self.heap, wanted, self.timeout)?
+            }
+        };
+        Ok((self.bounce.insert(bounce), &mut self.queue))
     }
 
     /// The most that the process's anonymous memory and huge pages (RssAnon + HugetlbPages) were seen to be during loads,
@@ -211,16 +343,11 @@ where
         now
     }
 
-    /// The heap of the staging buffers.
-    pub fn heap(&self) -> &dyn Heap {
-        &*self.parts.heap
-    }
-
-    /// The scatter-gather tables of the staging buffers, where the bus knows them.
+    /// The scatter-gather tables of the staging buffers, where the registrar knows them.
     pub fn staging_pages(&self) -> impl Iterator<Item = &SgTable<PhysAddr>> {
         // One table per buffer: that of its first slot.
-        let first = |s: &&Slot| s.part.as_ref().is_some_and(|p| p.offset() == 0);
-        self.staging.iter().filter(first).chain(&self.readback).filter_map(|s| s.via.mapping().pinned().pages())
+        let first = |s: &&Slot| s.slice.as_ref().is_some_and(|slice| slice.offset() == 0);
+        self.staging.iter().filter(first).filter_map(|s| s.via.mapping().pinned().pages())
     }
 
     /// The pages behind the staging buffers, and why no better ones; `None` before the first load.
@@ -228,104 +355,83 @@ where
         self.staging.first().map(|s| &s.backing)
     }
 
-    /// A new buffer of at most `gather` bytes, pinned and mapped.
-    pub(crate) fn buffer(&self, len: u64, access: Access, clocks: &mut Clocks) -> Result<Slot, Error> {
-        let len = usize::try_from(len.min(self.parts.gather)).map_err(|_| dmalane_dma::Error::BadLength(usize::MAX))?;
-        let buf = clocks.time(Stage::Allocate, || self.parts.heap.allocate(len))?.share();
+    /// Adds a staging buffer of at most a chunk, cut into slots of about equal length.
+    pub(crate) fn add_staging(&mut self, len: u64, clocks: &mut Clocks) -> Result<(), Error> {
+        let len = usize::try_from(len.min(self.chunk)).map_err(|_| dmalane_dma::Error::BadLength(usize::MAX))?;
+        let buf = clocks.time(Stage::Allocate, || self.heap.allocate(len))?.share();
         let len = buf.len() as u64;
-        let pinned = clocks.time(Stage::Register, || self.parts.bus.pin(&buf.reference()))?;
-        let mapping = clocks.time(Stage::Map, || self.parts.bus.map(pinned, access))?;
+        let pinned = clocks.time(Stage::Register, || self.registrar.pin(&buf.reference()))?;
+        let mapping = clocks.time(Stage::Map, || self.registrar.map(pinned, Access::READ))?;
         for stage in [Stage::Allocate, Stage::Register, Stage::Map] {
             clocks.bytes(stage, len);
         }
-        let backing = buf.backing().clone();
-        Ok(Slot { part: Some(buf.into_part()), len, via: Registered::from_mapping(mapping), backing })
-    }
-
-    /// Adds a staging buffer, cut into slots of about equal length.
-    pub(crate) fn add_staging(&mut self, len: u64, clocks: &mut Clocks) -> Result<(), Error> {
-        let Slot { mut part, len, via, backing } = self.buffer(len, Access::READ, clocks)?;
         self.buffers += 1;
-        let count = len.div_ceil(SLOT);
+        let (via, backing) = (Registered::from_mapping(mapping), buf.backing().clone());
         // Whole pages, so that direct I/O finds every slot aligned.
-        let step = PageSize::SIZE_4K.round_up(len / count).unwrap_or(len);
-        while let Some(rest) = part.take() {
-            let n = step.min(rest.len() as u64);
-            let (front, rest) = rest.split_at(n as usize).expect("at most what is left");
-            self.staging.push(Slot { part: Some(front), len: n, via: via.clone(), backing: backing.clone() });
-            part = (!rest.is_empty()).then_some(rest);
+        let step = PageSize::SIZE_4K.round_up(len / len.div_ceil(SLOT)).unwrap_or(len);
+        let mut rest = Some(buf.into_part());
+        while let Some(slice) = rest.take() {
+            let n = step.min(slice.len() as u64);
+            let (front, after) = slice.split_at(n as usize).expect("at most what is left");
+            self.staging.push(Slot { slice: Some(front), len: n, via: via.clone(), backing: backing.clone() });
+            rest = (!after.is_empty()).then_some(after);
         }
         Ok(())
     }
 
-    /// Takes card memory and device virtual memory for a file.
-    pub(crate) fn place(
-        &mut self,
-        path: PathBuf,
-        model: Model,
-        placement: crate::Placement,
-    ) -> Result<LoadedFile, Error> {
-        let too_much = |path| Error::CardFull {
-            path,
-            needed: model.len,
-            placement,
-            align: PageSize::SIZE_16K,
-            largest: self.parts.memory.free_bytes(),
+    /// Takes device memory and device virtual addresses for a file.
+    pub(crate) fn place(&mut self, path: PathBuf, model: Model, placement: &Placement) -> Result<LoadedFile, Error> {
+        let layout = match self.device.address_space().kind() {
+            AddressSpaceKind::Flat => Layout::flat(&model),
+            _ => Layout::new(&model),
         };
-        let Some(layout) = Layout::new(&model) else { return Err(too_much(path)) };
-        let mut file = LoadedFile { path, model, checksum: 0, bo: None, range: None, layout, device: self.number };
+        let Some(layout) = layout else {
+            let (needed, largest) = (model.len, self.memory.free_bytes());
+            let full = MemoryError::Full { needed, placement: placement.clone(), align: PageSize::SIZE_16K, largest };
+            return Err(Error::DeviceMemory { path, source: full });
+        };
+        let mut file = LoadedFile::new(path, model, layout, self.number);
         if file.layout.bo_len == 0 {
             return Ok(file);
         }
-        let sg = self.parts.memory.allocate(&file.path, file.layout.bo_len, placement)?;
-        let index = match SgIndex::from_table(&sg) {
-            Ok(index) => index,
-            Err(source) => {
-                self.parts.memory.free(sg.segments())?;
-                return Err(Error::Index { path: file.path, source });
+        let allocated = self.memory.allocate(file.layout.bo_len, placement);
+        let memory = allocated.map_err(|source| Error::DeviceMemory { path: file.path.clone(), source })?;
+        let index = SgIndex::from_table(&memory).map_err(|source| Error::Index { path: file.path.clone(), source });
+        let range = index.and_then(|index| {
+            let range = self.device.address_space().reserve(&memory, file.layout.va_len);
+            let range = range.map_err(|source| Error::Bind { path: file.path.clone(), tensor: None, source })?;
+            Ok((index, range))
+        });
+        let (index, range) = match range {
+            Ok(both) => both,
+            Err(e) => {
+                self.memory.free(memory.segments()).map_err(Error::Free)?;
+                return Err(e);
             }
         };
-        let va_len = crate::layout::LARGE.round_up(file.layout.va_len);
-        let range = va_len.and_then(|len| self.vas.allocate(len, crate::layout::LARGE).ok());
-        let Some(range) = range else {
-            self.parts.memory.free(sg.segments())?;
-            return Err(Error::NoDeviceVa { path: file.path, needed: file.layout.va_len });
-        };
         file.bo = Some(Arc::new(Bo::new(self.next_bo, index)));
-        file.range = Some(range);
+        file.place_at(Some(range));
         self.next_bo += 1;
         Ok(file)
     }
 
     /// Makes a tensor visible at its device virtual address.
     pub(crate) fn bind(&mut self, file: &LoadedFile, index: usize) -> Result<(), Error> {
-        let (Some(bo), Some(span)) = (&file.bo, file.bound(index)) else { return Ok(()) };
-        let request = BindRequest::Bind {
-            va: span.first(),
-            bo: bo.clone(),
-            offset: file.layout.places[index].bo_offset,
-            len: span.len(),
-            access: Access::READ,
-        };
-        let seen = self.observer.is_some().then(|| request.clone());
-        let plan = self.parts.vm.plan([request]).map_err(|e| Error::Bind {
+        let place = &file.layout.places[index];
+        let (Some(bo), Some(va)) = (&file.bo, file.tensors[index].va) else { return Ok(()) };
+        let bind = Bind { va: va.first(), bo, offset: place.bo_offset, len: place.bound, access: Access::READ };
+        self.device.address_space().bind(&bind).map_err(|source| Error::Bind {
             path: file.path.clone(),
-            tensor: file.model.tensors[index].name.clone(),
-            source: e.error,
-        })?;
-        let committed = plan.commit();
-        // Nothing was bound there before: ranges of files do not overlap.
-        debug_assert!(committed.is_empty());
-        self.parts.vm.invalidated(committed);
-        self.observed(seen);
-        Ok(())
+            tensor: Some(file.model.tensors[index].name.clone()),
+            source,
+        })
     }
 
     /// Unbinds everything that a load bound and frees its memory.
     ///
     /// # Errors
-    /// [`Error::Bind`] when the tables for the unbind cannot be had, [`Error::Invalidate`] when the device may still
-    /// remember it: then nothing of that file is freed. [`Error::OtherDevice`] for files of another device. The other files
+    /// [`Error::Bind`] when the tables for the unbind cannot be had, or the device may still remember what was bound: then
+    /// nothing of that file is freed. [`Error::OtherDevice`] for files of another device. The other files
     /// are unloaded all the same; the first error is returned.
     pub fn unload(&mut self, loaded: Loaded) -> Result<(), Error> {
         let results: Vec<_> = loaded.files.into_iter().map(|file| self.unload_file(file)).collect();
@@ -349,22 +455,21 @@ where
         if file.device == self.number { Ok(()) } else { Err(Error::OtherDevice { path: file.path.clone() }) }
     }
 
-    fn unload_file(&mut self, file: LoadedFile) -> Result<(), Error> {
+    /// As [`OpenDevice::unload`], one file of a load.
+    ///
+    /// # Errors
+    /// As there.
+    pub fn unload_file(&mut self, file: LoadedFile) -> Result<(), Error> {
         self.check(&file)?;
         let (Some(bo), Some(range)) = (file.bo, file.range) else { return Ok(()) };
-        let plan = self.parts.vm.plan([BindRequest::Unbind(range)]).map_err(|e| Error::Bind {
-            path: file.path.clone(),
-            tensor: String::new(),
-            source: e.error,
-        })?;
-        let committed = plan.commit();
-        self.observed(Some(BindRequest::Unbind(range)));
-        (self.parts.invalidate)().map_err(Error::Invalidate)?;
-        self.parts.vm.invalidated(committed);
-        self.parts.memory.free(bo.sg().segments())?;
-        // The range came from this allocator and is freed once, with its file.
-        let freed = self.vas.free(range);
-        debug_assert!(freed.is_ok(), "{freed:?}");
-        Ok(())
+        let unbound = self.device.address_space().unbind(range);
+        unbound.map_err(|source| Error::Bind { path: file.path, tensor: None, source })?;
+        self.memory.free(bo.sg().segments()).map_err(Error::Free)
+    }
+}
+
+impl std::fmt::Debug for OpenDevice {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("OpenDevice").field("info", &self.info).field("memory", &self.memory).finish_non_exhaustive()
     }
 }

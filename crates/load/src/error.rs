@@ -2,11 +2,12 @@
 
 use std::path::PathBuf;
 
-use dmalane_addr::{CardAddr, FileOffset, PageSize, RangeError, SgError};
+use dmalane_addr::{CardAddr, FileOffset, SgError};
+use dmalane_device::{MemoryError, SpaceError};
 use dmalane_queue::OpError;
 use thiserror::Error;
 
-use crate::{FormatError, Placement};
+use crate::FormatError;
 
 /// Why a load, a verification or a save failed. Nothing of a failed load stays on the device.
 #[derive(Debug, Error)]
@@ -74,29 +75,25 @@ pub enum Error {
         /// What it said.
         reason: String,
     },
-    /// The card has no room.
-    #[error(
-        "{}: needs {needed} bytes of {placement} memory in one piece at {align} alignment; the largest free piece \
-         has {largest}", path.display()
-    )]
-    CardFull {
+    /// The device has no room for a file, or not the region that was asked for.
+    #[error("{}: {source}", path.display())]
+    DeviceMemory {
         /// The file that did not fit.
         path: PathBuf,
-        /// Bytes asked for.
-        needed: u64,
-        /// Where.
-        placement: Placement,
-        /// Alignment asked for.
-        align: PageSize,
-        /// The longest free range there, in bytes.
-        largest: u64,
+        /// Why not.
+        source: MemoryError,
     },
-    /// The card lacks the kind of memory that was asked for.
-    #[error("the card has no {0} memory")]
-    NoSuchMemory(Placement),
     /// Device memory was given back wrongly: a bug.
     #[error(transparent)]
-    CardMemory(#[from] RangeError<CardAddr>),
+    Free(MemoryError),
+    /// The device has no such queue.
+    #[error("the device has no queue {wanted}, it has {has}")]
+    NoQueue {
+        /// Which was asked for, from 0.
+        wanted: usize,
+        /// How many there are.
+        has: usize,
+    },
     /// The segments of the card memory for a file could not be indexed.
     #[error("{}: {source}", path.display())]
     Index {
@@ -105,27 +102,16 @@ pub enum Error {
         /// Why not.
         source: SgError<CardAddr>,
     },
-    /// No room is left in the device's virtual address space.
-    #[error("{}: no {needed} bytes are left in the device's virtual address space", path.display())]
-    NoDeviceVa {
-        /// The file that did not fit.
-        path: PathBuf,
-        /// Bytes asked for.
-        needed: u64,
-    },
-    /// A tensor could not be bound.
-    #[error("{}: cannot bind tensor {tensor:?}: {source}", path.display())]
+    /// The device's address space: no range for a file, a tensor that cannot be bound, or a range that cannot be unbound.
+    #[error("{}: {}{source}", path.display(), tensor.as_ref().map_or(String::new(), |t| format!("cannot bind tensor {t:?}: ")))]
     Bind {
         /// The file.
         path: PathBuf,
-        /// The tensor.
-        tensor: String,
-        /// What the VM said.
-        source: dmalane_vm::Error,
+        /// The tensor, when it is about one.
+        tensor: Option<String>,
+        /// Why not.
+        source: SpaceError,
     },
-    /// The device could not be made to forget translations. What was unbound is not used again.
-    #[error("cannot invalidate the device's translations: {0}")]
-    Invalidate(#[source] Box<dyn std::error::Error + Send + Sync>),
     /// A file that was loaded onto another device.
     #[error("{}: is not on this device", path.display())]
     OtherDevice {
@@ -143,7 +129,7 @@ pub enum Error {
     /// Host memory or its mapping for the device failed.
     #[error(transparent)]
     Memory(#[from] dmalane_dma::Error),
-    /// What the card holds differs from the file.
+    /// What the device holds differs from the file.
     #[error("{}: tensor {tensor:?} differs from the file at byte {offset} of the tensor ({at})", path.display())]
     Mismatch {
         /// The file.

@@ -6,6 +6,7 @@
 
 use std::cmp::Ordering;
 use std::collections::{BTreeMap, HashMap};
+use std::sync::Arc;
 
 use dmalane_addr::FileOffset;
 use safetensors::tensor::{Metadata, TensorInfo};
@@ -39,7 +40,7 @@ pub struct Model {
     /// Bytes of the file.
     pub len: u64,
     /// Tensors in the order of their bytes.
-    pub tensors: Vec<Tensor>,
+    pub tensors: Vec<Arc<Tensor>>,
     /// The header's free-form text pairs, sorted by key; `None` for a blob and where the header has none.
     pub metadata: Option<Vec<(String, String)>>,
     /// True for a safetensors file.
@@ -126,7 +127,7 @@ impl Model {
         }
         let tensor =
             Tensor { name: name.to_owned(), dtype: String::new(), shape: Vec::new(), at: FileOffset::new(0), len };
-        Ok(Self { len, tensors: vec![tensor], metadata: None, safetensors: false })
+        Ok(Self { len, tensors: vec![Arc::new(tensor)], metadata: None, safetensors: false })
     }
 
     /// Bytes of the header, from the first 8 bytes of a file of `len` bytes; they start at offset 8.
@@ -169,13 +170,13 @@ impl Model {
                 return Err(FormatError::Tensor { tensor: short(name), at: FileOffset::new(PREFIX), reason });
             }
             covered = data + end;
-            tensors.push(Tensor {
+            tensors.push(Arc::new(Tensor {
                 name: name.to_owned(),
                 dtype: info.dtype.to_string(),
                 shape: info.shape.iter().map(|d| *d as u64).collect(),
                 at: FileOffset::new(data + start),
                 len: end - start,
-            });
+            }));
         }
         if covered != len {
             return Err(FormatError::TrailingBytes { at: FileOffset::new(covered), extra: len - covered });
@@ -192,7 +193,8 @@ impl Model {
     pub fn tensor_at(&self, at: FileOffset) -> Option<&Tensor> {
         // Zero-size tensors sort in front of or behind a neighbour that starts at the same place; step over them.
         let end = self.tensors.partition_point(|t| t.at <= at);
-        self.tensors[..end].iter().rev().find(|t| t.len > 0).filter(|t| at.bits() - t.at.bits() < t.len)
+        let found = self.tensors[..end].iter().rev().find(|t| t.len > 0);
+        found.filter(|t| at.bits() - t.at.bits() < t.len).map(|t| &**t)
     }
 }
 

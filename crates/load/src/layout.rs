@@ -61,22 +61,36 @@ impl Layout {
         }
         Some(layout)
     }
+
+    /// Lays out a file for a device without an MMU: addresses follow the memory, without gaps.
+    ///
+    /// `None` when the sizes add up to more than 64 bits.
+    pub fn flat(model: &Model) -> Option<Self> {
+        let mut layout = Self::new(model)?;
+        layout.places.iter_mut().for_each(|place| place.va_offset = place.bo_offset);
+        layout.va_len = layout.bo_len;
+        Some(layout)
+    }
 }
 
 #[cfg(test)]
 mod tests {
+    use std::sync::Arc;
+
     use super::*;
     use crate::Tensor;
     use dmalane_addr::FileOffset;
     use proptest::prelude::*;
 
     fn model(sizes: &[u64]) -> Model {
-        let tensor = |len: &u64| Tensor {
-            name: String::new(),
-            dtype: String::new(),
-            shape: vec![],
-            at: FileOffset::new(0),
-            len: *len,
+        let tensor = |len: &u64| {
+            Arc::new(Tensor {
+                name: String::new(),
+                dtype: String::new(),
+                shape: vec![],
+                at: FileOffset::new(0),
+                len: *len,
+            })
         };
         Model { len: 0, tensors: sizes.iter().map(tensor).collect(), metadata: None, safetensors: true }
     }

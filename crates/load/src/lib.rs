@@ -1,14 +1,14 @@
 //! The pipeline from file to device: reading, mapping, transferring and binding overlap, with a clock on each stage.
 //!
-//! A [`Device`] is a card's channel, its memory, its virtual address space and a few staging buffers that are registered
-//! once. [`Device::load`] takes [`Input`]s (a file, and a channel that reads it), cuts them into chunks, and moves
-//! chunk after chunk through the staging buffers while every tensor of which the last byte has arrived is bound at its own
-//! device virtual address. [`Device::verify`] reads every tensor back through the card's MMU and compares it with the file;
-//! [`Device::save`] writes what the card holds as a safetensors file.
+//! An [`OpenDevice`] is a device with its free memory, its queues driven as one, and a few staging buffers that are
+//! registered once. [`OpenDevice::load`] takes [`Input`]s (a file, and a queue that reads it), cuts them into chunks, and
+//! moves chunk after chunk through the staging buffers while every tensor of which the last byte has arrived is bound at
+//! its own device virtual address. [`OpenDevice::verify`] reads every tensor back through the device's address space and
+//! compares it with the file; [`OpenDevice::save`] writes what the device holds as a safetensors file.
 //!
 //! [`fill`] is the path's first half alone: files into buffers that stay, read while they are still being allocated.
 //!
-//! Nothing here knows which card or which kind of file channel it drives; crate `dmalane` puts them together.
+//! Nothing here knows which device or which kind of file it drives; crate `dmalane` opens them by name.
 
 mod ceiling;
 mod clock;
@@ -18,7 +18,6 @@ mod error;
 pub mod fill;
 mod format;
 mod layout;
-mod memory;
 mod pipeline;
 mod readback;
 mod report;
@@ -27,11 +26,11 @@ mod save;
 
 pub use ceiling::Ceilings;
 pub use clock::Stage;
-pub use device::{Device, DeviceParts, Loaded, LoadedFile, LoadedTensor};
+pub use device::{DriveOptions, JoinedQueue, Loaded, LoadedFile, LoadedTensor, OpenDevice};
+pub use dmalane_device::Placement;
 pub use error::Error;
 pub use format::{FormatError, MAX_HEADER, Model, Tensor};
 pub use layout::{Layout, Place};
-pub use memory::{CardMemory, Placement};
 pub use pipeline::Input;
 pub use report::{Report, StageReport};
 pub use sample::write_sample;

@@ -1,6 +1,6 @@
 //! The pipeline: read, checksum, transfer and bind, chunk after chunk, all under way at once.
 //!
-//! Staging buffers of `gather` bytes are made one by one while the first of them are already being read into. Each is cut
+//! Staging buffers of `chunk` bytes are made one by one while the first of them are already being read into. Each is cut
 //! into slots. A chunk is the next bytes of a file, as many as a slot holds. It is read into the slot and is then cut: at
 //! tensor boundaries, and where the tensor's card memory has a discontinuity. Each piece is one transfer; bytes between
 //! tensors (the header) have no destination. When the last piece has arrived, the slot is free for the next chunk.
@@ -16,21 +16,19 @@ use std::os::unix::fs::{FileExt, FileTypeExt};
 use std::path::PathBuf;
 use std::time::{Duration, Instant};
 
-use dmalane_addr::{CardAddr, FileOffset, PageSize};
+use dmalane_addr::{FileOffset, PageSize};
+use dmalane_device::Placement;
 use dmalane_dma::BufferSlice;
-use dmalane_iopt::{Format, Tables};
 use dmalane_queue::{
     Completion, DeviceAddr, HaltWatch, OpError, Operation, Queue, RELEASE_TIMEOUT, Refusal, Refused, StallWatch,
     Ticket, drain,
 };
 use twox_hash::XxHash3_64;
 
-#[cfg(doc)]
-use crate::DeviceParts;
 use crate::clock::{Clocks, Stage};
 use crate::cut::{Cut, cut};
 use crate::device::{STAGING, Slot};
-use crate::{Device, Error, Loaded, LoadedFile, Model, Placement, Report};
+use crate::{Error, Loaded, LoadedFile, Model, OpenDevice, Report};
 
 /// A file to load.
 pub struct Input<S> {
@@ -107,8 +105,8 @@ struct Piece {
     tensor: usize,
 }
 
-struct Job<'a, S, C: Queue<Addr = DeviceAddr>, F: Format, T: Tables<Addr = CardAddr>> {
-    device: &'a mut Device<C, F, T>,
+struct Job<'a, S> {
+    device: &'a mut OpenDevice,
     inputs: &'a mut [Input<S>],
     files: Vec<LoadedFile>,
     clocks: Clocks,
@@ -129,30 +127,25 @@ struct Job<'a, S, C: Queue<Addr = DeviceAddr>, F: Format, T: Tables<Addr = CardA
     transfers: u64,
     progress: &'a mut dyn FnMut(u64),
     /// How long to wait in the end for what the device has.
-    patience: Duration,
+    timeout: Duration,
 }
 
 const MIB: u64 = 1 << 20;
 /// How long to sleep at most before looking at everything again.
 const NAP: Duration = Duration::from_millis(50);
 
-impl<C, F, T> Device<C, F, T>
-where
-    C: Queue<Addr = DeviceAddr>,
-    F: Format,
-    T: Tables<Addr = CardAddr>,
-{
+impl OpenDevice {
     /// Loads files: when this returns, every tensor is on the card and bound, for reading, at its own device virtual
     /// address. `progress` is told how many more bytes are on their way to the device; it must not panic.
     ///
     /// # Errors
     /// [`Error`]. Whatever was in flight has been waited for, and nothing stays bound or allocated on the device; only when
-    /// the device does not finish its transfers within [`DeviceParts::patience`], their destination is never used again
-    /// ([`Device::abandoned_bytes`]).
+    /// the device does not finish its transfers within [`DriveOptions::timeout`](crate::DriveOptions::timeout), their destination is never used again
+    /// ([`OpenDevice::abandoned_bytes`]).
     pub fn load<S: Queue<Addr = FileOffset>>(
         &mut self,
         inputs: &mut [Input<S>],
-        placement: Placement,
+        placement: &Placement,
         progress: &mut dyn FnMut(u64),
     ) -> Result<(Loaded, Report), Error> {
         let mut files: Vec<LoadedFile> = Vec::new();
@@ -190,7 +183,7 @@ where
             stages: Stage::ALL.iter().map(|&stage| clocks.get(stage)).collect(),
             segments: self.staging_pages().map(|p| p.segment_count() as u64).sum(),
             staging: (self.buffers, self.staging.first().map_or(0, |s| s.via.mapping().span().len())),
-            device_leaves: self.vm().page_table().leaf_counts().collect(),
+            device_leaves: self.address_space().leaf_counts(),
             transfers,
             heap_peak: self.heap().stats().peak as u64,
             resident_before,
@@ -201,25 +194,19 @@ where
     }
 }
 
-impl<'a, S, C, F, T> Job<'a, S, C, F, T>
-where
-    S: Queue<Addr = FileOffset>,
-    C: Queue<Addr = DeviceAddr>,
-    F: Format,
-    T: Tables<Addr = CardAddr>,
-{
+impl<'a, S: Queue<Addr = FileOffset>> Job<'a, S> {
     fn new(
-        device: &'a mut Device<C, F, T>,
+        device: &'a mut OpenDevice,
         inputs: &'a mut [Input<S>],
         files: Vec<LoadedFile>,
         progress: &'a mut dyn FnMut(u64),
     ) -> Self {
         // Small files take small buffers, but whole huge pages where that is no more than was asked for.
-        let gather = device.parts.gather;
-        let largest = files.iter().map(|f| f.model.len).max().unwrap_or(0).min(gather);
-        let huge = PageSize::SIZE_2M.round_up(largest).filter(|len| *len <= gather && largest > MIB);
+        let chunk = device.chunk;
+        let largest = files.iter().map(|f| f.model.len).max().unwrap_or(0).min(chunk);
+        let huge = PageSize::SIZE_2M.round_up(largest).filter(|len| *len <= chunk && largest > MIB);
         // What is left of a load of smaller files, or of a load that failed, is of no use.
-        let usable = |s: &Slot| s.part.is_some() && s.via.mapping().span().len() >= largest;
+        let usable = |s: &Slot| s.slice.is_some() && s.via.mapping().span().len() >= largest;
         if !device.staging.iter().all(usable) {
             device.staging.clear();
             device.buffers = 0;
@@ -230,7 +217,7 @@ where
             missing: files.iter().map(|f| f.model.tensors.iter().map(|t| t.len).collect()).collect(),
             hashes: files.iter().map(|_| XxHash3_64::with_seed(0)).collect(),
             states: device.staging.iter().map(|_| State::Free).collect(),
-            patience: device.parts.patience,
+            timeout: device.timeout,
             device,
             inputs,
             files,
@@ -258,21 +245,20 @@ where
                 stall.moved();
                 continue;
             }
-            if self.device.parts.channel.in_flight() > 0 {
-                let channel = &mut self.device.parts.channel;
+            if self.device.queue.in_flight() > 0 {
+                let channel = &mut self.device.queue;
                 // A device that has halted has had its time; one that hangs lets go of what it has when it is stopped, if it can.
                 let gone = watch.lost(channel).map(|why| (why, Duration::ZERO));
-                let hangs =
-                    || stall.lost(self.device.parts.patience).map(|why| (why, self.patience.min(RELEASE_TIMEOUT)));
-                if let Some((why, patience)) = gone.or_else(hangs) {
+                let hangs = || stall.lost(self.device.timeout).map(|why| (why, self.timeout.min(RELEASE_TIMEOUT)));
+                if let Some((why, timeout)) = gone.or_else(hangs) {
                     channel.stop(&why);
-                    self.patience = patience;
+                    self.timeout = timeout;
                     let file = self.moving.values().next().map_or(0, |piece| piece.file);
                     return Err(self.broken(file, "device", why));
                 }
             }
             // Nothing to do here: sleep on whatever ends first. A device that works inline works in its wait.
-            if self.device.parts.channel.in_flight() > 0 {
+            if self.device.queue.in_flight() > 0 {
                 if self.reap_transfers(&mut done, NAP)? {
                     stall.moved();
                 }
@@ -323,7 +309,7 @@ where
                 None => return Ok(()),
             };
             let buffer = &mut self.device.staging[slot];
-            let (len, part) = (buffer.len, buffer.part.take());
+            let (len, part) = (buffer.len, buffer.slice.take());
             let (Some(chunk), Some(whole)) = (self.next_chunk(len), part) else {
                 return Err(self.broken(file, "device", "a staging buffer is missing".into()));
             };
@@ -337,7 +323,7 @@ where
                     self.clocks.in_flight(Stage::Read, true);
                 }
                 Err(Refused { operation, reason }) => {
-                    self.device.staging[slot].part = operation.into_slice().and_then(|front| front.join(rest).ok());
+                    self.device.staging[slot].slice = operation.into_slice().and_then(|front| front.join(rest).ok());
                     if reason == Refusal::Full {
                         return Ok(());
                     }
@@ -378,7 +364,7 @@ where
                 let State::Reading(rest) = std::mem::replace(&mut self.states[slot], State::Free) else { continue };
                 let whole = operation.into_slice().and_then(|front| front.join(rest).ok());
                 if let Err(source) = result {
-                    self.device.staging[slot].part = whole;
+                    self.device.staging[slot].slice = whole;
                     return Err(self.read_error(file, FileOffset::new(at), source));
                 }
                 self.clocks.bytes(Stage::Read, len);
@@ -414,8 +400,8 @@ where
             self.send(chunk, slot, whole);
         }
         while let Some((piece, operation)) = self.backlog.pop_front() {
-            let channel = &mut self.device.parts.channel;
-            let submitted = match self.device.parts.inline {
+            let channel = &mut self.device.queue;
+            let submitted = match self.device.info.polled {
                 true => self.clocks.time(Stage::Transfer, || channel.submit(operation)),
                 false => channel.submit(operation),
             };
@@ -442,7 +428,7 @@ where
     /// Cuts a full slot into pieces with one destination each.
     fn send(&mut self, chunk: Chunk, slot: usize, whole: BufferSlice) {
         let file = &self.files[chunk.file];
-        let max = self.device.parts.channel.limits().max_len;
+        let max = self.device.queue.limits().max_len;
         let cuts = cut(&file.model, &file.layout, file.bo.as_ref().map(|bo| bo.sg()), chunk.at, chunk.len, max);
         let mut pieces = Vec::with_capacity(cuts.len() + 1);
         let mut outgoing = Vec::with_capacity(cuts.len());
@@ -471,11 +457,11 @@ where
 
     /// Takes back pieces that have arrived, and binds tensors that are complete.
     fn reap_transfers(&mut self, done: &mut Vec<Completion>, nap: Duration) -> Result<bool, Error> {
-        let channel = &mut self.device.parts.channel;
+        let channel = &mut self.device.queue;
         if channel.in_flight() == 0 {
             return Ok(false);
         }
-        let inline = self.device.parts.inline;
+        let inline = self.device.info.polled;
         let poll = || match nap {
             Duration::ZERO => channel.poll(done),
             nap => channel.wait(done, nap),
@@ -523,7 +509,7 @@ where
     fn finish(&mut self, slot: usize) {
         if let State::Moving(pieces, _) = std::mem::replace(&mut self.states[slot], State::Free) {
             let whole = pieces.into_iter().flatten().reduce(|a, b| a.join(b).expect("pieces are in their order"));
-            self.device.staging[slot].part = whole;
+            self.device.staging[slot].slice = whole;
         }
         let len = self.device.staging[slot].len;
         self.device.sample_resident(len);
@@ -533,15 +519,15 @@ where
     /// device are still under way.
     fn quiesce(&mut self) -> bool {
         self.backlog.clear();
-        let patience = self.device.parts.patience;
+        let timeout = self.device.timeout;
         for input in self.inputs.iter_mut() {
-            drain(&mut input.channel, patience);
+            drain(&mut input.channel, timeout);
         }
-        drain(&mut self.device.parts.channel, self.patience);
+        drain(&mut self.device.queue, self.timeout);
         // Slots that were cut may be incomplete now. They are cheap to make again.
         self.device.staging.clear();
         self.device.buffers = 0;
-        self.device.parts.channel.in_flight() == 0
+        self.device.queue.in_flight() == 0
     }
 
     fn read_error(&self, file: usize, at: FileOffset, source: OpError) -> Error {

@@ -6,26 +6,20 @@ use std::os::unix::fs::FileExt;
 use std::path::Path;
 use std::time::{Duration, Instant};
 
-use dmalane_addr::{Access, Address, CardAddr, FileOffset, Span};
+use dmalane_addr::FileOffset;
+use dmalane_device::IoError;
 use dmalane_dma::VolatileSlice;
-use dmalane_iopt::{Format, Tables};
-use dmalane_queue::{DeviceAddr, Operation, Queue, Refused, RunError, run};
+use dmalane_queue::QueueAddr;
 use safetensors::tensor::{Dtype, TensorInfo};
 
-use crate::clock::Clocks;
 use crate::save::Saving;
-use crate::{Device, Error, Input, Loaded, LoadedFile};
+use crate::{Error, Input, Loaded, LoadedFile, OpenDevice};
 
 /// Bytes of the file that are compared at a time.
 const BLOCK: usize = 256 << 10;
 
-impl<C, F, T> Device<C, F, T>
-where
-    C: Queue<Addr = DeviceAddr>,
-    F: Format,
-    T: Tables<Addr = CardAddr>,
-{
-    /// Reads a tensor from the device by its device virtual address and hands its bytes to `sink`, piece by piece, with
+impl OpenDevice {
+    /// Reads a tensor from the device by its device virtual address and hands its bytes to `sink`, chunk after chunk, with
     /// their offset in the tensor.
     ///
     /// # Errors
@@ -42,52 +36,23 @@ where
         self.check(file)?;
         let loaded = file.tensor(index);
         let Some(va) = loaded.va else { return Ok(()) };
-        let wanted = file.model.len.min(self.parts.gather);
-        if self.readback.as_ref().is_none_or(|slot| slot.part.is_none() || slot.len < wanted) {
-            self.readback = None;
-            self.readback = Some(self.buffer(wanted, Access::RW, &mut Clocks::default())?);
-        }
-        let mut done = 0;
-        while done < va.len() {
-            let (channel, patience) = (&mut self.parts.channel, self.parts.patience);
-            let slot = self.readback.as_mut().expect("made above");
-            let broken = |reason: String| Error::Channel { path: file.path.clone(), end: "device", reason };
-            let Some(whole) = slot.part.take() else {
-                return Err(broken("the buffer for reading back was lost".into()));
-            };
-            let len = (va.len() - done).min(whole.len() as u64).min(channel.limits().max_len);
-            let Some(at) = va.first().checked_add(done) else {
-                return Err(broken("a tensor runs past the top of device virtual memory".into()));
-            };
-            let (part, rest) = whole.split_at(len as usize).map_err(|_| broken("a piece exceeds its buffer".into()))?;
-            let read = Operation::read((part, slot.via.clone()), DeviceAddr::Va(at));
-            let lost = || broken("the buffer for reading back was lost".into());
-            let back = match run(channel, read, patience) {
-                Ok(back) => back.into_slice().ok_or_else(lost)?,
-                Err(RunError::Failed(back, source)) => {
-                    slot.part = back.into_slice().and_then(|back| back.join(rest).ok());
-                    let tensor = Some(loaded.tensor.name.clone());
-                    let at = FileOffset::new(loaded.tensor.at.bits() + done);
-                    return Err(Error::Transfer { path: file.path.clone(), at, tensor, source });
-                }
-                Err(RunError::Refused(Refused { operation, reason })) => {
-                    slot.part = operation.into_slice().and_then(|back| back.join(rest).ok());
-                    return Err(broken(reason.to_string()));
-                }
-                // The operation keeps its part and its registration; the next call makes another buffer.
-                Err(e) => {
-                    let e = broken(e.to_string());
-                    self.readback = None;
-                    return Err(e);
-                }
-            };
-            let result = sink(done, back.view());
-            slot.part = back.join(rest).ok();
-            self.sample_resident(len);
-            result?;
-            done += len;
-        }
-        Ok(())
+        let at = self.address_space().at(va.first());
+        let (bounce, queue) = self.bounce(file.model.len)?;
+        let read = bounce.read_each(queue, at, va.len(), &mut |done, view| sink(done, view).map_err(Stopped::Sink));
+        self.sample_resident(va.len());
+        read.map_err(|stopped| match stopped {
+            Stopped::Sink(error) => error,
+            Stopped::Read(IoError::Memory(source)) => Error::Memory(source),
+            Stopped::Read(IoError::Failed { at: place, error }) => Error::Transfer {
+                path: file.path.clone(),
+                at: FileOffset::new(loaded.tensor.at.bits() + (place.bits() - at.bits())),
+                tensor: Some(loaded.tensor.name.clone()),
+                source: error,
+            },
+            Stopped::Read(other) => {
+                Error::Channel { path: file.path.clone(), end: "device", reason: other.to_string() }
+            }
+        })
     }
 
     /// Reads every tensor back and compares it with its file. Returns how long that took. `progress` is told how many
@@ -164,10 +129,17 @@ where
         drop(out);
         saving.finish().map_err(|e| error("put it in place", e))
     }
+}
 
-    /// Where a tensor's device virtual range lies on the card, as runs; empty for a tensor of no bytes.
-    pub fn runs(&self, va: Span<dmalane_addr::DeviceVa>) -> impl Iterator<Item = Span<CardAddr>> {
-        self.vm().runs(va).filter_map(|run| Span::new(run.to, run.len))
+/// Why reading back ended early.
+enum Stopped {
+    Read(IoError),
+    Sink(Error),
+}
+
+impl From<IoError> for Stopped {
+    fn from(error: IoError) -> Self {
+        Self::Read(error)
     }
 }
 

@@ -1,5 +1,5 @@
-//! What has arrived goes on to a device while the rest is read: everything gets there, whatever order things end in, and nothing is left under
-//! way when anything fails.
+//! What has arrived goes on to a device while the rest is read: everything gets there, whatever order things end in,
+//! and nothing is left under way when anything fails.
 
 mod script;
 
@@ -312,8 +312,8 @@ fn transfers_begin_while_memory_is_still_allocated() {
     }
 }
 
-/// Faults of files and of the device, cancellations and deadlines, at random places: the right error, and nothing under way, pinned or
-/// allocated afterwards.
+/// Faults of files and of the device, cancellations and deadlines, at random places: the right error, and nothing under
+/// way, pinned or allocated afterwards.
 #[test]
 fn faults_in_the_middle() {
     let host: SoftHost = SoftHost::new(HostConfig::default()).unwrap();

@@ -62,3 +62,15 @@ impl QueueAddr for DeviceAddr {
         }
     }
 }
+
+impl From<CardAddr> for DeviceAddr {
+    fn from(at: CardAddr) -> Self {
+        Self::Card(at)
+    }
+}
+
+impl From<DeviceVa> for DeviceAddr {
+    fn from(at: DeviceVa) -> Self {
+        Self::Va(at)
+    }
+}

@@ -1,16 +1,17 @@
 //! Distributes transfers by the measured rates of the channels.
 //!
-//! Work waits in one list per direction and area of card memory; a channel that has room is given a fragment. The size of a
-//! fragment follows from one idea, the *level*: if all bytes that are waiting or in flight were divided in proportion to the
-//! channels' rates, all channels would end at the same time. The *deficit* of a channel is what is missing to its proportion.
+//! Work waits in one list per direction and area of card memory; a channel that has room is given a fragment. The size
+//! of a fragment follows from one idea, the *level*: if all bytes that are waiting or in flight were divided in
+//! proportion to the channels' rates, all channels would end at the same time. The *deficit* of a channel is what is
+//! missing to its proportion.
 //!
 //! - Little work (below 8 MiB): the channel takes all of its deficit. That is a split in proportion to the rates.
-//! - Much work: a fraction of it, so that fragments shrink towards the end, from 4 MiB to 256 KiB, two in flight on each channel.
-//!   That is guided self-scheduling (Polychronopoulos and Kuck, "Guided Self-Scheduling", IEEE Transactions on Computers, 1987),
-//!   and it needs no known rate: a faster channel asks again sooner.
+//! - Much work: a fraction of it, so that fragments shrink towards the end, from 4 MiB to 256 KiB, two in flight on
+//!   each channel. That is guided self-scheduling (Polychronopoulos and Kuck, "Guided Self-Scheduling", IEEE
+//!   Transactions on Computers, 1987), and it needs no known rate: a faster channel asks again sooner.
 //!
-//! While no rates are known, the address policy applies: areas that are shared are halved, the others belong to their channel, and
-//! only much work, whose fragments are small, lets another channel help.
+//! While no rates are known, the address policy applies: areas that are shared are halved, the others belong to their
+//! channel, and only much work, whose fragments are small, lets another channel help.
 
 use std::collections::VecDeque;
 use std::time::Duration;
@@ -36,7 +37,8 @@ const BEHIND: f64 = 1.1;
 const FRACTION: f64 = 6.0;
 /// Fragments in flight on a channel and direction: one that runs and one that follows.
 const DEPTH: usize = 2;
-/// Short fragments do not count as long as they are no more than this together, so that many small transfers can be in flight.
+/// Short fragments do not count as long as they are no more than this together, so that many small transfers can be in
+/// flight.
 const SHORT: u64 = 512 << 10;
 /// Only fragments of this length say something about a rate; shorter ones measure latency.
 const TELLING: u64 = 64 << 10;
@@ -45,8 +47,8 @@ const FORGET: Nanos = 100_000_000;
 /// How much of a new measurement goes into a rate.
 const NEW: f64 = 0.5;
 
-/// Starts with the rule of [`AddressPolicy`](crate::AddressPolicy), then uses measured rates: a split in proportion to them below
-/// 8 MiB, guided self-scheduling above.
+/// Starts with the rule of [`AddressPolicy`](crate::AddressPolicy), then uses measured rates: a split in proportion to
+/// them below 8 MiB, guided self-scheduling above.
 #[derive(Clone, Debug)]
 pub struct BalancePolicy {
     rules: Rules,
@@ -98,8 +100,8 @@ struct Flight {
     since: Nanos,
 }
 
-/// How well an area suits a channel; the greatest is best: no other channel works there; it is not shared; the channel works there
-/// already; the bytes left there per channel; it is the channel's own.
+/// How well an area suits a channel; the greatest is best: no other channel works there; it is not shared; the channel
+/// works there already; the bytes left there per channel; it is the channel's own.
 type Merit = (bool, bool, bool, f64, bool);
 
 /// Bytes per nanosecond, and when it was measured.
@@ -115,8 +117,8 @@ impl BalancePolicy {
         Self { rules: Rules { areas, only: Vec::new() }, backlogs: Default::default(), first: 0 }
     }
 
-    /// Uses these channels alone, wherever the bytes go. Channels that do not exist are passed over; when none is left, all
-    /// are used.
+    /// Uses these channels alone, wherever the bytes go. Channels that do not exist are passed over; when none is left,
+    /// all are used.
     pub fn only(channels: &[usize]) -> Self {
         Self { rules: Rules { areas: Vec::new(), only: channels.to_vec() }, ..Self::new(Vec::new()) }
     }
@@ -236,12 +238,12 @@ impl Backlog {
         rules.uses(channel, channels) && (own || self.bulk || self.channels[channel].explored(area, now))
     }
 
-    /// The area that a channel is to work on. Channels spread over the areas, each stays where it is, and one without work helps
-    /// where most bytes are left.
+    /// The area that a channel is to work on. Channels spread over the areas, each stays where it is, and one without
+    /// work helps where most bytes are left.
     ///
-    /// When a fast channel would be done with its area long before a slow one with its own, both would end up in the slow one's,
-    /// whose memory may be too slow for both. So they swap areas at the moment from which both end together (the level algorithm for
-    /// machines of different speeds: Horvath, Lam and Sethi, Journal of the ACM, 1977).
+    /// When a fast channel would be done with its area long before a slow one with its own, both would end up in the
+    /// slow one's, whose memory may be too slow for both. So they swap areas at the moment from which both end together
+    /// (the level algorithm for machines of different speeds: Horvath, Lam and Sethi, Journal of the ACM, 1977).
     fn choose(&self, rules: &Rules, channel: usize, now: Nanos) -> Option<usize> {
         // The area of the fragment that the channel was given last.
         let place = |c: usize| self.channels[c].flights.back().map(|f| f.area);

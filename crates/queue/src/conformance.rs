@@ -1,7 +1,8 @@
 //! The test suite that every queue takes.
 //!
-//! A queue joins by describing itself as a [`Fixture`] and calling [`suite`] from one test. Abilities that it has are compared with
-//! a [`Model`] that moves one byte after the other in two plain vectors; abilities that it lacks must be refused.
+//! A queue joins by describing itself as a [`Fixture`] and calling [`suite`] from one test. Abilities that it has are
+//! compared with a [`Model`] that moves one byte after the other in two plain vectors; abilities that it lacks must be
+//! refused.
 
 use std::collections::HashMap;
 use std::time::{Duration, Instant};
@@ -109,8 +110,8 @@ pub struct Model {
 }
 
 impl Model {
-    /// Does an operation on the model. `host` are the bytes of the operation's slices, one behind the other; `at` gives the offset of
-    /// an address. Gives the offset at which a comparison found a difference.
+    /// Does an operation on the model. `host` are the bytes of the operation's slices, one behind the other; `at` gives
+    /// the offset of an address. Gives the offset at which a comparison found a difference.
     ///
     /// # Panics
     /// When the operation does not lie within the memory.
@@ -184,8 +185,8 @@ impl Model {
     }
 }
 
-/// A random operation that lies within the memory and moves at most about `most` bytes, and the bytes of its host side, in order.
-/// Copies within the device never overlap, and rows that are written do not either.
+/// A random operation that lies within the memory and moves at most about `most` bytes, and the bytes of its host side,
+/// in order. Copies within the device never overlap, and rows that are written do not either.
 pub fn operation<F: Fixture>(
     fixture: &mut F,
     random: &mut Random,
@@ -232,7 +233,8 @@ pub fn operation<F: Fixture>(
                 (Work::Fill { at: fixture.at(anywhere), len: payload, pattern }, Vec::new())
             }
             6 => {
-                // Both sides cut at random; the device's fragments in one of the four quarters each, so that none overlap.
+                // Both sides cut at random; the device's fragments in one of the four quarters each, so that none
+                // overlap.
                 let cut = |random: &mut Random| {
                     let mut left = len;
                     let mut fragments = Vec::new();

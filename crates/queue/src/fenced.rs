@@ -8,11 +8,11 @@ use dmalane_addr::Promise;
 
 use crate::{Abilities, Cancelled, Completion, Limits, Operation, Queue, Refused, Stats, Ticket};
 
-/// A queue that signals a fence when an operation has ended: kept when every byte was moved, failed otherwise. Fences are
-/// those of [`dmalane_addr::Timeline`], so a bind queue may wait for a transfer.
+/// A queue that signals a fence when an operation has ended: kept when every byte was moved, failed otherwise. Fences
+/// are those of [`dmalane_addr::Timeline`], so a bind queue may wait for a transfer.
 ///
-/// Fences are signalled by [`Queue::poll`] and [`Queue::wait`]. Dropped with operations in flight, it fails the fences of those that
-/// it has not seen end; so does a cancellation that takes an operation back.
+/// Fences are signalled by [`Queue::poll`] and [`Queue::wait`]. Dropped with operations in flight, it fails the fences
+/// of those that it has not seen end; so does a cancellation that takes an operation back.
 pub struct Fenced<Q> {
     queue: Q,
     promises: HashMap<Ticket, Promise>,

@@ -1,14 +1,15 @@
 //! Submit an operation that owns its buffer, get it back.
 //!
-//! [`Queue`] is the one port of everything that moves bytes: files ([`FileOffset`](dmalane_addr::FileOffset)) and devices
-//! ([`DeviceAddr`]). An [`Operation`] owns its host memory from [`Queue::submit`] until its [`Completion`], so nothing can touch or
-//! free memory that is in flight. [`Abilities`] say what a queue does besides copies.
+//! [`Queue`] is the one port of everything that moves bytes: files ([`FileOffset`](dmalane_addr::FileOffset)) and
+//! devices ([`DeviceAddr`]). An [`Operation`] owns its host memory from [`Queue::submit`] until its [`Completion`], so
+//! nothing can touch or free memory that is in flight. [`Abilities`] say what a queue does besides copies.
 //!
-//! [`Registered`] is a buffer pinned and mapped once for many operations; [`Registry`] caches registrations, within limits.
+//! [`Registered`] is a buffer pinned and mapped once for many operations; [`Registry`] caches registrations, within
+//! limits.
 //!
-//! Wrappers are queues too: [`Split`] drives several queues as one, distributing each copy as a [`Policy`] says: by address
-//! ([`AddressPolicy`]), or by measured rates ([`BalancePolicy`]). [`SharedQueue`] lets threads and tasks use one queue at the same
-//! time. [`Fenced`] signals fences as operations end. [`run`] and [`drain`] wait.
+//! Wrappers are queues too: [`Split`] drives several queues as one, distributing each copy as a [`Policy`] says: by
+//! address ([`AddressPolicy`]), or by measured rates ([`BalancePolicy`]). [`SharedQueue`] lets threads and tasks use
+//! one queue at the same time. [`Fenced`] signals fences as operations end. [`run`] and [`drain`] wait.
 //!
 //! Memory in flight cannot be used:
 //!

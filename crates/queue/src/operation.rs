@@ -23,7 +23,8 @@ impl HostSlice {
         self.via.as_ref()?.iova_of(&self.slice)
     }
 
-    /// For queues that need registrations: checks that the one of this slice is for the device behind `bus` and permits `wanted`.
+    /// For queues that need registrations: checks that the one of this slice is for the device behind `bus` and permits
+    /// `wanted`.
     ///
     /// # Errors
     /// [`Refusal::NotRegistered`], [`Refusal::NotPermitted`].
@@ -64,8 +65,8 @@ pub enum CacheHint {
 
 /// Makes an operation two-dimensional: `rows` rows of `row` bytes each, at different distances on both sides.
 ///
-/// A pitch is the distance in bytes from the start of a row to the start of the next. It may be shorter than a row: what is
-/// written twice then has the bytes of the later row.
+/// A pitch is the distance in bytes from the start of a row to the start of the next. It may be shorter than a row:
+/// what is written twice then has the bytes of the later row.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
 pub struct Shape {
     /// Bytes of a row.
@@ -84,15 +85,15 @@ impl Shape {
         self.row.checked_mul(self.rows.into())
     }
 
-    /// Bytes from the start of the first row to the end of the last, at this pitch; `None` when there is no row or it does not
-    /// fit 64 bits.
+    /// Bytes from the start of the first row to the end of the last, at this pitch; `None` when there is no row or it
+    /// does not fit 64 bits.
     pub fn extent(&self, pitch: u64) -> Option<u64> {
         u64::from(self.rows.checked_sub(1)?).checked_mul(pitch)?.checked_add(self.row).filter(|_| self.row > 0)
     }
 }
 
-/// A list of slices of host memory and a list of ranges of device memory, of the same length in bytes. The fragments of the two
-/// lists need not match.
+/// A list of slices of host memory and a list of ranges of device memory, of the same length in bytes. The fragments of
+/// the two lists need not match.
 #[derive(Debug)]
 pub struct Gather<A = DeviceAddr> {
     /// Which way.
@@ -133,8 +134,8 @@ pub enum Work<A = DeviceAddr> {
         /// Bytes, with a [`Shape`] those of all rows.
         len: u64,
     },
-    /// Fill device memory with a repeated pattern of eight bytes, whose first (the lowest of `pattern`) lies at `at`, and at the
-    /// start of every row.
+    /// Fill device memory with a repeated pattern of eight bytes, whose first (the lowest of `pattern`) lies at `at`,
+    /// and at the start of every row.
     Fill {
         /// Where.
         at: A,
@@ -259,8 +260,8 @@ impl<A: QueueAddr> Operation<A> {
         }
     }
 
-    /// For implementations of [`Queue`](crate::Queue): refuses what a queue with these abilities and limits cannot do, and what
-    /// [`Operation::check`] says.
+    /// For implementations of [`Queue`](crate::Queue): refuses what a queue with these abilities and limits cannot do,
+    /// and what [`Operation::check`] says.
     ///
     /// # Errors
     /// [`Refusal::Unsupported`], those of [`Operation::check`], [`Refusal::TooLong`].
@@ -357,7 +358,8 @@ bitflags::bitflags! {
         const CANCEL = 1 << 8;
         /// [`Queue::stop`](crate::Queue::stop) and [`Queue::restart`](crate::Queue::restart).
         const STOP = 1 << 9;
-        /// Operations end in the order in which they were submitted, and have the effect that they have one after the other.
+        /// Operations end in the order in which they were submitted, and have the effect that they have one after the
+        /// other.
         const ORDERED = 1 << 10;
     }
 }

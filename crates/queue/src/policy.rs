@@ -18,18 +18,18 @@ pub struct Fragment {
     pub len: u64,
 }
 
-/// Distributes transfers over channels. Knows neither buffers nor queues, only numbers and the time, so that the same policy runs
-/// over a card and in a simulation.
+/// Distributes transfers over channels. Knows neither buffers nor queues, only numbers and the time, so that the same
+/// policy runs over a card and in a simulation.
 ///
-/// Its driver ([`Split`](crate::Split)) announces each transfer, asks for the next fragment of every channel that has room until
-/// there are none, and reports when a fragment has ended.
+/// Its driver ([`Split`](crate::Split)) announces each transfer, asks for the next fragment of every channel that has
+/// room until there are none, and reports when a fragment has ended.
 pub trait Policy: Send {
-    /// A transfer of `len` bytes (at least 1) at `at` (`None`: it has no address of card memory) has arrived; there are `channels`
-    /// channels. From now on its bytes are handed out by [`Policy::next`], each exactly once.
+    /// A transfer of `len` bytes (at least 1) at `at` (`None`: it has no address of card memory) has arrived; there are
+    /// `channels` channels. From now on its bytes are handed out by [`Policy::next`], each exactly once.
     fn arrive(&mut self, transfer: u64, direction: Direction, at: Option<CardAddr>, len: u64, channels: usize);
 
-    /// What `channel` is to move next; `None` when nothing for now. Once every fragment that was handed out has ended, some
-    /// channel must be given a fragment as long as there are bytes left.
+    /// What `channel` is to move next; `None` when nothing for now. Once every fragment that was handed out has ended,
+    /// some channel must be given a fragment as long as there are bytes left.
     fn next(&mut self, channel: usize, now: Duration) -> Option<Fragment>;
 
     /// A fragment that `channel` was given is over; `moved` says whether its bytes were moved.
@@ -78,8 +78,8 @@ pub struct Area {
 /// Transfers shorter than this (bytes) are not worth cutting.
 pub(crate) const WHOLE_BELOW: u64 = 128 << 10;
 
-/// Calls `each` for every range of a transfer that lies in one area: with the index of the area (`None` outside of all), the
-/// offset and the length.
+/// Calls `each` for every range of a transfer that lies in one area: with the index of the area (`None` outside of
+/// all), the offset and the length.
 pub(crate) fn for_each_area(
     areas: &[Area],
     mut at: Option<CardAddr>,
@@ -103,8 +103,9 @@ pub(crate) fn for_each_area(
 /// Routes by placement alone: DDR is shared between the channels, each half of HBM hangs off one.
 ///
 /// The rule is that of the SLASH driver for the Alveo V80 (Xilinx SLASH, pull request 126: "DDR splits in half; HBM
-/// routes by its half-memory boundary"). Short transfers (below 128 KiB) take the channels in turn. What has no card address
-/// (a device virtual address) is shared. [`BalancePolicy`](crate::BalancePolicy) starts from this rule and learns.
+/// routes by its half-memory boundary"). Short transfers (below 128 KiB) take the channels in turn. What has no card
+/// address (a device virtual address) is shared. [`BalancePolicy`](crate::BalancePolicy) starts from this rule and
+/// learns.
 #[derive(Clone, Debug)]
 pub struct AddressPolicy {
     areas: Vec<Area>,

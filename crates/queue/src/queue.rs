@@ -60,7 +60,8 @@ pub struct Limits {
 pub enum Cancelled<A = DeviceAddr> {
     /// The device had not received it: here it is back, and no completion will follow.
     TakenBack(Operation<A>),
-    /// The device has it and was asked to end it. It ends normally or with [`OpError::Cancelled`](crate::OpError::Cancelled).
+    /// The device has it and was asked to end it. It ends normally or with
+    /// [`OpError::Cancelled`](crate::OpError::Cancelled).
     Asked,
     /// The device has it and cannot be asked. It ends normally.
     TooLate,
@@ -70,11 +71,12 @@ pub enum Cancelled<A = DeviceAddr> {
 
 /// Moves bytes between host memory and one address space, asynchronously.
 ///
-/// [`submit`](Queue::submit) writes an operation down; [`flush`](Queue::flush) tells the device; [`poll`](Queue::poll) collects what
-/// has ended. Operations may end in any order, unless the queue has the ability [`ORDERED`](Abilities::ORDERED).
+/// [`submit`](Queue::submit) writes an operation down; [`flush`](Queue::flush) tells the device; [`poll`](Queue::poll)
+/// collects what has ended. Operations may end in any order, unless the queue has the ability
+/// [`ORDERED`](Abilities::ORDERED).
 ///
-/// An operation owns its host memory until a completion, a refusal or a cancellation gives it back. A queue that is dropped with
-/// operations in flight waits for them; memory that a device does not let go of is never freed.
+/// An operation owns its host memory until a completion, a refusal or a cancellation gives it back. A queue that is
+/// dropped with operations in flight waits for them; memory that a device does not let go of is never freed.
 ///
 /// Queues that wrap others forward every method. So do `Box<Q>` and `&mut Q`.
 pub trait Queue: Send {
@@ -97,26 +99,27 @@ pub trait Queue: Send {
     /// Operations that were accepted and not yet given back.
     fn in_flight(&self) -> usize;
 
-    /// Takes an operation. The device begins with it after the next [`Queue::flush`], [`Queue::poll`] or [`Queue::wait`], if not
-    /// before.
+    /// Takes an operation. The device begins with it after the next [`Queue::flush`], [`Queue::poll`] or
+    /// [`Queue::wait`], if not before.
     ///
     /// # Errors
-    /// [`Refused`] gives the operation back. [`Refusal::Full`](crate::Refusal::Full) asks for a poll and another try; all others
-    /// are final.
+    /// [`Refused`] gives the operation back. [`Refusal::Full`](crate::Refusal::Full) asks for a poll and another try;
+    /// all others are final.
     fn submit(&mut self, operation: Operation<Self::Addr>) -> Result<Ticket, Refused<Self::Addr>>;
 
     /// Tells the device about everything that was submitted (the doorbell). May make a system call.
     fn flush(&mut self);
 
-    /// Flushes, lets a device without threads of its own work, appends the operations that have ended to `done` and says how many.
-    /// Does not block.
+    /// Flushes, lets a device without threads of its own work, appends the operations that have ended to `done` and
+    /// says how many. Does not block.
     fn poll(&mut self, done: &mut Vec<Completion<Self::Addr>>) -> usize;
 
-    /// As [`Queue::poll`], but blocks until at least one operation has ended, none is in flight, or `timeout` has passed.
+    /// As [`Queue::poll`], but blocks until at least one operation has ended, none is in flight, or `timeout` has
+    /// passed.
     fn wait(&mut self, done: &mut Vec<Completion<Self::Addr>>, timeout: Duration) -> usize;
 
-    /// Why the queue accepts nothing any more: it halted by itself or was stopped, and was not restarted since. Operations in
-    /// flight then end once the device has let go of them, which a device that is gone never confirms.
+    /// Why the queue accepts nothing any more: it halted by itself or was stopped, and was not restarted since.
+    /// Operations in flight then end once the device has let go of them, which a device that is gone never confirms.
     fn halted(&self) -> Option<String> {
         None
     }
@@ -127,8 +130,9 @@ pub trait Queue: Send {
         let _ = why;
     }
 
-    /// Starts a queue that has stopped. Tickets go on where they were. True when it runs again; false while it has not stopped, has
-    /// operations in flight, or the device does not answer, and always without the ability [`STOP`](Abilities::STOP).
+    /// Starts a queue that has stopped. Tickets go on where they were. True when it runs again; false while it has not
+    /// stopped, has operations in flight, or the device does not answer, and always without the ability
+    /// [`STOP`](Abilities::STOP).
     fn restart(&mut self) -> bool {
         false
     }
@@ -139,8 +143,8 @@ pub trait Queue: Send {
         Cancelled::TooLate
     }
 
-    /// Makes the queue stop when nothing has ended for so long although something is in flight; `None`: it waits for ever. False
-    /// where the queue does not watch the time.
+    /// Makes the queue stop when nothing has ended for so long although something is in flight; `None`: it waits for
+    /// ever. False where the queue does not watch the time.
     fn set_timeout(&mut self, timeout: Option<Duration>) -> bool {
         let _ = timeout;
         false
@@ -151,14 +155,15 @@ pub trait Queue: Send {
         None
     }
 
-    /// Becomes readable after [`Queue::arm`] when something has ended; for an event loop. Other queues may share it, so it may be
-    /// readable without reason. `None` where the device has no interrupts that a file descriptor could stand for.
+    /// Becomes readable after [`Queue::arm`] when something has ended; for an event loop. Other queues may share it, so
+    /// it may be readable without reason. `None` where the device has no interrupts that a file descriptor could stand
+    /// for.
     fn event(&self) -> Option<BorrowedFd<'_>> {
         None
     }
 
-    /// Asks for an event at the next completion, and clears one that has come. False when something has ended already, or when the
-    /// device only works while it is polled: then poll instead of waiting for an event.
+    /// Asks for an event at the next completion, and clears one that has come. False when something has ended already,
+    /// or when the device only works while it is polled: then poll instead of waiting for an event.
     fn arm(&mut self) -> bool {
         false
     }

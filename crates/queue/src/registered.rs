@@ -32,8 +32,8 @@ impl Registered {
         Ok(Self::from_mapping(bus.map(bus.pin_range(buffer, range)?, access)?))
     }
 
-    /// Pins several buffers and maps them one behind the other, at contiguous IOVAs: a gather list that the device sees as one
-    /// buffer.
+    /// Pins several buffers and maps them one behind the other, at contiguous IOVAs: a gather list that the device sees
+    /// as one buffer.
     ///
     /// # Errors
     /// Those of [`Registrar::pin`] and [`Registrar::map_list`]; nothing stays pinned.

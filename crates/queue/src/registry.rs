@@ -106,7 +106,8 @@ pub enum CopyError {
     TimedOut(Duration),
 }
 
-/// Registers ranges of memory, keeps them registered, and undoes the one not used for longest when there is no more room.
+/// Registers ranges of memory, keeps them registered, and undoes the one not used for longest when there is no more
+/// room.
 ///
 /// It holds a reference to the memory of each registration: memory stays allocated until it is evicted or
 /// [forgotten](Registry::forget).
@@ -130,8 +131,8 @@ struct Entry {
 }
 
 impl RegistryLimits {
-    /// For a bus: seven eighths of what it allows to be pinned, since rings are pinned too; where it knows no limit, as much as
-    /// half a million pages.
+    /// For a bus: seven eighths of what it allows to be pinned, since rings are pinned too; where it knows no limit, as
+    /// much as half a million pages.
     pub fn for_bus(bus: &(impl Registrar + ?Sized)) -> Self {
         let bytes = bus.pin_limit().map_or(2 << 30, |limit| limit / 8 * 7) / PAGE as u64 * PAGE as u64;
         Self { bytes, entries: 1024 }
@@ -169,8 +170,8 @@ impl<B: Registrar> Registry<B> {
         RegistryStats { entries: self.entries.len(), ..self.stats }
     }
 
-    /// A registration that covers these bytes and permits this access: one that is there, or a new one of the whole pages around
-    /// them.
+    /// A registration that covers these bytes and permits this access: one that is there, or a new one of the whole
+    /// pages around them.
     ///
     /// # Errors
     /// [`RegistryError`]; nothing new stays registered, though others may have been evicted.
@@ -277,16 +278,17 @@ impl<B: Registrar> Registry<B> {
         self.stats.bytes -= entry.range.len() as u64;
     }
 
-    /// The longest fragment of which two can be registered at one time: whole 2 MiB where that is possible, else whole pages.
+    /// The longest fragment of which two can be registered at one time: whole 2 MiB where that is possible, else whole
+    /// pages.
     pub fn fragment(&self) -> usize {
         let half = usize::try_from(self.limits.bytes / 2).unwrap_or(usize::MAX);
         let unit = if half >= 2 << 20 { 2 << 20 } else { PAGE };
         (half / unit * unit).max(PAGE)
     }
 
-    /// Copies a slice that may be larger than all that can be registered at one time: fragment by fragment, the next one being
-    /// registered while the one before is copied. The queue must be [`ORDERED`](crate::Abilities::ORDERED) with nothing in flight.
-    /// `timeout` is for each fragment.
+    /// Copies a slice that may be larger than all that can be registered at one time: fragment by fragment, the next
+    /// one being registered while the one before is copied. The queue must be [`ORDERED`](crate::Abilities::ORDERED)
+    /// with nothing in flight. `timeout` is for each fragment.
     ///
     /// # Errors
     /// [`CopyError`], with the slice, unless the queue still has some of it.

@@ -1,9 +1,10 @@
 //! One queue for many threads and tasks.
 //!
-//! A queue belongs to one thread. A [`SharedQueue`] puts it behind a lock and hands out [`SharedHandle`]s, which are queues
-//! themselves. Whoever polls a handle polls for all, and no thread waits for another one that polls: submitted operations lie in
-//! lists, one for each [`Class`], until the next poll moves them into the queue; completions lie in the inbox of their handle. The
-//! two locks are taken in one order: the queue's first, then that of lists and inboxes, which is held for moments only.
+//! A queue belongs to one thread. A [`SharedQueue`] puts it behind a lock and hands out [`SharedHandle`]s, which are
+//! queues themselves. Whoever polls a handle polls for all, and no thread waits for another one that polls: submitted
+//! operations lie in lists, one for each [`Class`], until the next poll moves them into the queue; completions lie in
+//! the inbox of their handle. The two locks are taken in one order: the queue's first, then that of lists and inboxes,
+//! which is held for moments only.
 
 use std::collections::VecDeque;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
@@ -37,8 +38,8 @@ const NAP: Duration = Duration::from_micros(50);
 /// How a [`SharedQueue`] is shared.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct SharedOptions {
-    /// Operations that the queue has at most, or its own capacity. An urgent operation waits for these, so few make classes
-    /// effective; too few let the device run dry.
+    /// Operations that the queue has at most, or its own capacity. An urgent operation waits for these, so few make
+    /// classes effective; too few let the device run dry.
     pub inside: usize,
     /// Operations of all handles together, those in the queue included.
     pub total: usize,
@@ -53,8 +54,8 @@ impl Default for SharedOptions {
     }
 }
 
-/// A queue that any number of threads and tasks use, each through a [`SharedHandle`]. Clones share the same queue, which is dropped
-/// with the last clone and the last handle.
+/// A queue that any number of threads and tasks use, each through a [`SharedHandle`]. Clones share the same queue,
+/// which is dropped with the last clone and the last handle.
 pub struct SharedQueue<Q: Queue>(Arc<Inner<Q>>);
 
 struct Inner<Q: Queue> {
@@ -120,11 +121,12 @@ impl<A> Default for Inbox<A> {
 /// A handle of a [`SharedQueue`]: a queue with its own operations and completions.
 ///
 /// A refusal that only the queue itself can give ends the operation with [`OpError::Refused`]. [`Queue::stop`],
-/// [`Queue::restart`] and [`Queue::set_timeout`] are for all handles, [`Queue::stats`] of all. A fence is for the operations of
-/// handles of the same class.
+/// [`Queue::restart`] and [`Queue::set_timeout`] are for all handles, [`Queue::stats`] of all. A fence is for the
+/// operations of handles of the same class.
 ///
-/// Tasks await completions by [`SharedHandle::next`]. A dropped handle waits for its operations, as every queue does, but no longer
-/// than [`SharedOptions::drop_timeout`] for the next of them to end; [`SharedHandle::detach`] does not wait.
+/// Tasks await completions by [`SharedHandle::next`]. A dropped handle waits for its operations, as every queue does,
+/// but no longer than [`SharedOptions::drop_timeout`] for the next of them to end; [`SharedHandle::detach`] does not
+/// wait.
 pub struct SharedHandle<Q: Queue> {
     shared: SharedQueue<Q>,
     class: Class,
@@ -187,8 +189,8 @@ impl<Q: Queue> SharedQueue<Q> {
         self.front().in_flight
     }
 
-    /// Gives the queue what waits, lets it work, and puts completions into inboxes; says how many. Returns at once when another
-    /// thread is doing that.
+    /// Gives the queue what waits, lets it work, and puts completions into inboxes; says how many. Returns at once when
+    /// another thread is doing that.
     pub fn poll(&self) -> usize {
         let mut back = match self.0.back.try_lock() {
             Ok(back) => back,
@@ -222,8 +224,9 @@ impl<Q: Queue> SharedQueue<Q> {
         ended
     }
 
-    /// Says whether a thread polls without being asked (one around [`SharedQueue::poll`], or with the [`Queue::event`] of a handle).
-    /// Then tasks that await completions sleep until that wakes them, instead of keeping their executor busy.
+    /// Says whether a thread polls without being asked (one around [`SharedQueue::poll`], or with the [`Queue::event`]
+    /// of a handle). Then tasks that await completions sleep until that wakes them, instead of keeping their executor
+    /// busy.
     pub fn set_driven(&self, driven: bool) {
         let mut front = self.front();
         front.driven = driven;
@@ -307,8 +310,9 @@ impl<Q: Queue> SharedHandle<Q> {
 
     /// The next completion of this handle, for any executor; `None` when nothing is in flight.
     ///
-    /// Each time it is polled it polls for all, and asks to be polled again, so that operations end whether or not others poll;
-    /// with [`SharedQueue::set_driven`] it sleeps until a completion has come. Dropping the future loses nothing.
+    /// Each time it is polled it polls for all, and asks to be polled again, so that operations end whether or not
+    /// others poll; with [`SharedQueue::set_driven`] it sleeps until a completion has come. Dropping the future loses
+    /// nothing.
     pub async fn next(&mut self) -> Option<Completion<Q::Addr>> {
         std::future::poll_fn(|cx| self.poll_next(cx)).await
     }

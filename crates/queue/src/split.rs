@@ -33,12 +33,12 @@ impl Clock for WallClock {
     }
 }
 
-/// The longest sleep on one queue while others have operations in flight: the time of the two smallest fragments of a fast queue
-/// (2 x 256 KiB at 12 GB/s), so that no queue runs dry for long.
+/// The longest sleep on one queue while others have operations in flight: the time of the two smallest fragments of a
+/// fast queue (2 x 256 KiB at 12 GB/s), so that no queue runs dry for long.
 const NAP: Duration = Duration::from_micros(50);
 
-/// Drives several queues as one: a [`Policy`] says which queue moves which fragment of a copy, and a copy ends when its last
-/// fragment has. Copies only.
+/// Drives several queues as one: a [`Policy`] says which queue moves which fragment of a copy, and a copy ends when its
+/// last fragment has. Copies only.
 pub struct Split<Q: Queue, P, K = WallClock> {
     queues: Vec<Q>,
     policy: P,
@@ -145,9 +145,9 @@ impl<Q: Queue, P: Policy, K: Clock> Split<Q, P, K> {
         &self.policy
     }
 
-    /// Gives the queues what the policy has for them. `fresh` is a copy that was just submitted: when its first fragment is
-    /// refused, nothing of it is in flight, and the reason is returned. When that is accepted, the rest waits for the next poll:
-    /// nothing begins before, and by then the policy knows what else was submitted.
+    /// Gives the queues what the policy has for them. `fresh` is a copy that was just submitted: when its first
+    /// fragment is refused, nothing of it is in flight, and the reason is returned. When that is accepted, the rest
+    /// waits for the next poll: nothing begins before, and by then the policy knows what else was submitted.
     fn feed(&mut self, fresh: Option<u64>) -> Result<(), Refusal> {
         let mut now = None;
         loop {
@@ -324,7 +324,8 @@ impl<Q: Queue, P: Policy, K: Clock> Queue for Split<Q, P, K> {
             if n > 0 || self.copies.is_empty() || left.is_zero() {
                 return n;
             }
-            // There is no sleep on several queues at once: sleep briefly on each in turn, or as long as allowed on the only one.
+            // There is no sleep on several queues at once: sleep briefly on each in turn, or as long as allowed on the
+            // only one.
             let n = self.queues.len();
             let busy = |i: &usize| self.queues[*i].in_flight() > 0;
             let Some(i) = (0..n).map(|k| (self.nap + k) % n).find(busy) else { continue };

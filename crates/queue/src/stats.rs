@@ -25,7 +25,8 @@ pub struct Stats {
     pub latency: Latency,
 }
 
-/// A histogram of durations: buckets an eighth apart, from 16 ns to 2^40 ns; what lies outside counts in the first or last.
+/// A histogram of durations: buckets an eighth apart, from 16 ns to 2^40 ns; what lies outside counts in the first or
+/// last.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub struct Latency {
     buckets: Vec<u32>,
@@ -44,7 +45,8 @@ impl Default for Latency {
 }
 
 impl Latency {
-    /// Reading the clock twice costs more than submitting, so only one operation in so many is timed, the first among them.
+    /// Reading the clock twice costs more than submitting, so only one operation in so many is timed, the first among
+    /// them.
     pub const ONE_IN: u64 = 32;
 
     /// Counts one.
@@ -62,8 +64,8 @@ impl Latency {
         self.count
     }
 
-    /// The duration that this share (0 to 1) of all stays below, rounded up to the end of its bucket: at most an eighth more
-    /// than the truth. `None` when nothing was counted.
+    /// The duration that this share (0 to 1) of all stays below, rounded up to the end of its bucket: at most an eighth
+    /// more than the truth. `None` when nothing was counted.
     pub fn quantile(&self, share: f64) -> Option<Duration> {
         let rank = (share.clamp(0.0, 1.0) * self.count as f64).ceil().max(1.0) as u64;
         let mut below = 0;
@@ -110,7 +112,8 @@ impl Stats {
     }
 }
 
-/// For implementations of [`Queue`](crate::Queue): times one operation in [`Latency::ONE_IN`], in the order of their numbers.
+/// For implementations of [`Queue`](crate::Queue): times one operation in [`Latency::ONE_IN`], in the order of their
+/// numbers.
 #[derive(Debug, Default)]
 pub struct Sampler(std::collections::VecDeque<(u64, Instant)>);
 
@@ -142,7 +145,9 @@ mod tests {
 
     proptest! {
         #[test]
-        fn quantiles_agree_with_a_sorted_list(mut ns in prop::collection::vec(1u64..1 << 41, 1..200), share in 0.0..1.0f64) {
+        fn quantiles_agree_with_a_sorted_list(
+            mut ns in prop::collection::vec(1u64..1 << 41, 1..200), share in 0.0..1.0f64,
+        ) {
             let mut latency = Latency::default();
             for n in &ns {
                 latency.record(Duration::from_nanos(*n));

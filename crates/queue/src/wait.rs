@@ -26,7 +26,8 @@ pub enum RunError<A: std::fmt::Debug> {
     Busy,
 }
 
-/// How long a queue that has halted or was stopped may take to end its operations: a device that still answers takes far less.
+/// How long a queue that has halted or was stopped may take to end its operations: a device that still answers takes
+/// far less.
 pub const RELEASE_TIMEOUT: Duration = Duration::from_millis(if cfg!(test) { 200 } else { 2000 });
 /// The longest wait without checking whether the queue has halted.
 const CHECK_EVERY: Duration = Duration::from_millis(if cfg!(test) { 20 } else { 200 });
@@ -38,7 +39,8 @@ const COUNTS_AT_MOST: Duration = Duration::from_secs(1);
 pub struct HaltWatch(Option<Instant>);
 
 impl HaltWatch {
-    /// Why the queue has halted, once it has been halted for two seconds with operations still in flight. To be called regularly.
+    /// Why the queue has halted, once it has been halted for two seconds with operations still in flight. To be called
+    /// regularly.
     pub fn lost<Q: Queue + ?Sized>(&mut self, queue: &Q) -> Option<String> {
         let why = queue.halted().filter(|_| queue.in_flight() > 0);
         if why.is_none() {
@@ -48,8 +50,9 @@ impl HaltWatch {
     }
 }
 
-/// Detects that a queue has ended nothing for too long although operations are in flight, whether or not it has halted. Of the time
-/// between two checks at most a second counts: the device is not to blame for the time in which this process did not run.
+/// Detects that a queue has ended nothing for too long although operations are in flight, whether or not it has halted.
+/// Of the time between two checks at most a second counts: the device is not to blame for the time in which this
+/// process did not run.
 #[derive(Debug, Default)]
 pub struct StallWatch {
     last: Option<Instant>,

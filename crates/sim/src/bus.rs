@@ -118,8 +118,8 @@ impl<F: Format, M: Format> std::fmt::Debug for SoftBus<F, M> {
     }
 }
 
-/// The card's interrupts: one line, pending until somebody has waited for it, and an eventfd for each channel that somebody asked
-/// for.
+/// The card's interrupts: one line, pending until somebody has waited for it, and an eventfd for each channel that
+/// somebody asked for.
 #[derive(Default)]
 struct Interrupts {
     pending: Mutex<bool>,

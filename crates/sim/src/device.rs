@@ -82,8 +82,8 @@ struct Channel<M> {
 }
 
 impl<M: DeviceMem + 'static, F: Format> SoftCard<M, F> {
-    /// A card whose channels reach host memory through the ports that `port` makes, and that calls `interrupt` with the number of
-    /// a channel for an interrupt, from any thread.
+    /// A card whose channels reach host memory through the ports that `port` makes, and that calls `interrupt` with the
+    /// number of a channel for an interrupt, from any thread.
     ///
     /// # Errors
     /// [`Error::BadConfig`]; [`Error::Memory`] when the memories cannot be had, [`Error::NoThread`].
@@ -155,8 +155,9 @@ impl<M: DeviceMem + 'static, F: Format> SoftCard<M, F> {
     }
 
     /// Lets one channel do a bounded amount of work (32 descriptors, 1 MiB), for a thread that divides its time among
-    /// channels, of several cards perhaps. `None` when the channel has nothing to do, another thread is at it, or there is none with this
-    /// number; and while the host is changing translations, which may take longer than others should wait.
+    /// channels, of several cards perhaps. `None` when the channel has nothing to do, another thread is at it, or there
+    /// is none with this number; and while the host is changing translations, which may take longer than others should
+    /// wait.
     pub fn step(&self, channel: usize) -> Option<Stepped> {
         (channel < self.core.channels.len()).then(|| self.core.try_step(channel, false))?
     }

@@ -53,7 +53,7 @@ impl From<Error> for dmalane_dma::Error {
     fn from(error: Error) -> Self {
         match error {
             Error::Memory(error) => error,
-            error => Self::Bus(Box::new(error)),
+            error => Self::Backend(Box::new(error)),
         }
     }
 }

@@ -47,7 +47,7 @@ impl CardMemory {
     fn at(ddr: u64, hbm: u64, hbm_base: u64) -> Result<Self, Error> {
         let spans = [bank("ddr", 0, ddr, BLOCK)?, bank("hbm", hbm_base, hbm, 2 * BLOCK)?];
         let pieces = spans.map(|span| span.first().bits()..span.first().bits() + span.len());
-        let (buffers, file) = SharedBuf::sparse_pieces("dmalane-card", &pieces)?;
+        let (buffers, file) = SharedBuf::sparse_ranges("dmalane-card", &pieces)?;
         let Ok([ddr, hbm]) = <[SharedBuf; 2]>::try_from(buffers) else { unreachable!("a buffer for each piece") };
         let [ddr, hbm] = [Bank::new(spans[0], ddr), Bank::new(spans[1], hbm)];
         Ok(Self { ddr, hbm, file, lent: AtomicBool::new(false) })

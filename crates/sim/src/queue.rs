@@ -1,7 +1,8 @@
 //! One channel of the card: fetches descriptors, works, reports.
 //!
-//! A step holds the host's translations and those of the MMU once for all that it does, and writes the completions of what it
-//! did together at its end: locks, and the fence behind stores that bypass the cache, cost as much as copying 4 KiB.
+//! A step holds the host's translations and those of the MMU once for all that it does, and writes the completions of
+//! what it did together at its end: locks, and the fence behind stores that bypass the cache, cost as much as copying 4
+//! KiB.
 
 use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 
@@ -24,8 +25,8 @@ const STEP_BYTES: u64 = 1 << 20;
 const PIECE_COST: u64 = 512;
 /// Descriptors fetched at once.
 const FETCH: u32 = 32;
-/// Copies towards the card from this length on may bypass the cache: what goes to card memory, the CPU has done with. Copies
-/// towards the host do so only where they would not fit the second-level cache anyway.
+/// Copies towards the card from this length on may bypass the cache: what goes to card memory, the CPU has done with.
+/// Copies towards the host do so only where they would not fit the second-level cache anyway.
 const STREAM_TO_CARD: u64 = 4 << 10;
 const STREAM_TO_HOST: u64 = 1 << 20;
 
@@ -189,8 +190,8 @@ impl<M: DeviceMem> Queue<M> {
         Self { mem, engine }
     }
 
-    /// Does a bounded amount of work, `None` when there was none. Calls `interrupt` when one is due. Unless it `waits`, there is none either
-    /// while the host is changing translations.
+    /// Does a bounded amount of work, `None` when there was none. Calls `interrupt` when one is due. Unless it `waits`,
+    /// there is none either while the host is changing translations.
     pub(crate) fn step<F: Format>(
         &mut self,
         regs: &Registers,
@@ -230,8 +231,8 @@ impl<M: DeviceMem> Queue<M> {
                 let reported = engine.head != before || matches!(engine.state, State::Halted);
                 if reported {
                     regs.head.store(engine.head, Ordering::Relaxed);
-                    // The completions before the look at the register. Both sides exchange: whoever comes second sees what the first one
-                    // wrote before (`CardQueue::wait`).
+                    // The completions before the look at the register. Both sides exchange: whoever comes second sees
+                    // what the first one wrote before (`CardQueue::wait`).
                     if regs.interrupt.swap(0, Ordering::SeqCst) & 1 == 1 {
                         interrupt();
                     }
@@ -293,7 +294,8 @@ impl Engine {
                 Some(job) => job,
                 None => {
                     let descriptor = match self.fetch(work, number) {
-                        // Decoded where it lies: another copy, written and read in other portions, would wait for all stores before.
+                        // Decoded where it lies: another copy, written and read in other portions, would wait for all
+                        // stores before.
                         Ok(Some(place)) => Descriptor::decode(&self.fetched[place]),
                         Ok(None) => return done > 0,
                         Err((why, at)) => {
@@ -426,8 +428,8 @@ impl Engine {
         Ok(Some(Job { task, hint, shape, len, total, done: 0 }))
     }
 
-    /// The shorter way for what is most common: a plain copy between host and card by card address, in one piece. Gives the bytes moved;
-    /// `None`, and nothing done, leaves it to the longer way.
+    /// The shorter way for what is most common: a plain copy between host and card by card address, in one piece. Gives
+    /// the bytes moved; `None`, and nothing done, leaves it to the longer way.
     #[inline]
     fn copy_at_once<H: HeldMem, F: Format>(
         &mut self,
@@ -502,7 +504,8 @@ impl Engine {
         Ok(())
     }
 
-    /// Does the bytes at these distances from the starts of both sides, as far as both reach in one piece; at most `want`.
+    /// Does the bytes at these distances from the starts of both sides, as far as both reach in one piece; at most
+    /// `want`.
     #[inline]
     fn piece<H: HeldMem, F: Format>(
         &mut self,

@@ -1,8 +1,8 @@
 //! What a channel has written lately: the card's guess whether memory is in the processor's cache.
 //!
-//! Stores that bypass the cache are faster where the destination is not in it, and much slower where it is. A destination that
-//! this channel wrote a few MiB ago is taken to be there still, every other one not. What the processor does besides,
-//! the card cannot know: that is what the hint in a descriptor is for.
+//! Stores that bypass the cache are faster where the destination is not in it, and much slower where it is. A
+//! destination that this channel wrote a few MiB ago is taken to be there still, every other one not. What the
+//! processor does besides, the card cannot know: that is what the hint in a descriptor is for.
 
 use std::sync::OnceLock;
 
@@ -14,7 +14,8 @@ const BLOCK: u64 = 4 << 10;
 const RECENT: u64 = 4 << 20;
 const MOST: u64 = 32 << 20;
 
-/// One processor's share of the last cache, as the kernel says (`/sys/devices/system/cpu`), between [`RECENT`] and [`MOST`].
+/// One processor's share of the last cache, as the kernel says (`/sys/devices/system/cpu`), between [`RECENT`] and
+/// [`MOST`].
 fn share() -> u64 {
     static SHARE: OnceLock<u64> = OnceLock::new();
     *SHARE.get_or_init(|| {
@@ -24,7 +25,8 @@ fn share() -> u64 {
     })
 }
 
-/// The share of each of the processors in a list such as `0-3,8`, of a cache of a size such as `32768K`, as a power of two.
+/// The share of each of the processors in a list such as `0-3,8`, of a cache of a size such as `32768K`, as a power of
+/// two.
 fn share_of(size: &str, sharers: &str) -> Option<u64> {
     let kibs: u64 = size.trim().strip_suffix('K')?.parse().ok()?;
     let count = |range: &str| -> Option<u64> {
@@ -62,8 +64,8 @@ impl Recent {
         Self { blocks: vec![(u64::MAX, 0); (recent / BLOCK) as usize].into(), written: recent, recent }
     }
 
-    /// Notes a write of `len` bytes at `at`, and says how to do it. Writes shorter than `from` are never worth bypassing the
-    /// cache.
+    /// Notes a write of `len` bytes at `at`, and says how to do it. Writes shorter than `from` are never worth
+    /// bypassing the cache.
     pub(crate) fn hint(&mut self, memory: Memory, at: u64, len: u64, from: u64) -> CopyHint {
         if len < from {
             return CopyHint::Keep;

@@ -5,8 +5,8 @@ use std::os::unix::fs::FileExt;
 use std::time::{Duration, Instant};
 
 use crate::link::{Demand, Half, best_rate};
+use dmalane_device::BackingFiles;
 use dmalane_dma::{AnonHeap, CopyHint, CpuBuf, Heap, SharedBuf};
-use dmalane_file::FileDevice;
 use dmalane_queue::Direction;
 
 use crate::lanes::Lane;
@@ -64,7 +64,7 @@ impl Target {
                 Ok(best_rate(link, &demands, channels)?)
             }
             Ceiling::Copies => copies(lanes.len(), way, buffer as usize, time),
-            Ceiling::Files(node) => files(node, lanes, way, buffer as usize, time),
+            Ceiling::Files(backing) => files(backing, lanes, way, buffer as usize, time),
         }
     }
 }
@@ -138,14 +138,19 @@ fn part_of(buf: &SharedBuf, len: usize) -> dmalane_dma::VolatileSlice<'_> {
 }
 
 /// Plain calls on the places of the lanes.
-fn files(node: &FileDevice, lanes: &[Lane], way: Directions, len: usize, time: Duration) -> Result<f64, ValidateError> {
+fn files(
+    files: &BackingFiles,
+    lanes: &[Lane],
+    way: Directions,
+    len: usize,
+    time: Duration,
+) -> Result<f64, ValidateError> {
     let heap = AnonHeap::new();
-    let (h2c, c2h) = node.files();
     let pass = |buffers: &mut Vec<(bool, u64, CpuBuf)>| {
         for (up, at, buffer) in buffers.iter_mut() {
             match up {
-                true => h2c.write_all_at(&buffer[..len], *at)?,
-                false => c2h.read_exact_at(&mut buffer[..len], *at)?,
+                true => files.written.write_all_at(&buffer[..len], *at)?,
+                false => files.read.read_exact_at(&mut buffer[..len], *at)?,
             }
         }
         Ok((buffers.len() * len) as u64)

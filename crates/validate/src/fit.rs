@@ -50,7 +50,8 @@ pub struct FitReport {
 /// Runs each set of streams of the plan of [`crate::link::fit`], compares the bytes, and fits limits to the rates.
 ///
 /// # Errors
-/// [`ValidateError::NothingToFit`] for a device without halves; [`ValidateError::Wrong`], and what else keeps it from measuring.
+/// [`ValidateError::NothingToFit`] for a device without halves; [`ValidateError::Wrong`], and what else keeps it from
+/// measuring.
 pub fn fit_link(
     target: &Target,
     settings: &FitSettings,

@@ -27,8 +27,8 @@ pub(crate) struct Job<'a> {
     pub phase: Phase,
     pub stop: Stop,
     pub registered: bool,
-    /// Only what ends between this time and the end of a [`Stop::For`] counts: for rates of streams that share something as long as
-    /// all of them run.
+    /// Only what ends between this time and the end of a [`Stop::For`] counts: for rates of streams that share
+    /// something as long as all of them run.
     pub after: Option<Duration>,
     /// How long nothing may end, besides the time that a buffer takes.
     pub patience: Duration,
@@ -226,8 +226,8 @@ impl Lane {
     }
 }
 
-/// What the walks at this place of all lanes have moved together. All places are divided by the same time, until the last of any had
-/// ended: ways that run at once do not count as faster for ending earlier.
+/// What the walks at this place of all lanes have moved together. All places are divided by the same time, until the
+/// last of any had ended: ways that run at once do not count as faster for ending earlier.
 pub(crate) fn rate(lanes: &[Lane], place: usize) -> Option<Rate> {
     let took = lanes.iter().flat_map(|lane| &lane.walks).map(|walk| walk.moved.took).max()?;
     let mut latency = dmalane_queue::Latency::default();

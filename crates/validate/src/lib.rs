@@ -30,7 +30,7 @@ pub use fit::{FitReport, FitSettings, fit_link};
 pub use measure::{run, run_into};
 pub use place::Phase;
 pub use sweep::{BadSweep, Step, Sweep};
-pub use target::{SLOWER, SoftTarget, Target, emulations};
+pub use target::{SLOWER, Target, emulations};
 
 /// Which way the bytes of a figure go.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
@@ -211,7 +211,7 @@ pub enum Event {
 #[derive(Debug, Error)]
 #[non_exhaustive]
 pub enum ValidateError {
-    /// ValidateSettings that make no sense.
+    /// Settings that make no sense.
     #[error("{what} of {value} is {why}")]
     Bad {
         /// Which setting.
@@ -261,15 +261,6 @@ pub enum ValidateError {
     /// The device has no halves to fit limits to.
     #[error("the device is not a card with DDR and HBM, so there are no limits to find")]
     NothingToFit,
-    /// A file as a device.
-    #[error(transparent)]
-    FileDevice(#[from] dmalane_file::FileDeviceError),
-    /// The software card.
-    #[error(transparent)]
-    Card(#[from] dmalane_card::Error),
-    /// The software card cannot be made.
-    #[error(transparent)]
-    Model(#[from] dmalane_sim::Error),
     /// Host memory.
     #[error(transparent)]
     Memory(dmalane_dma::Error),
@@ -280,8 +271,8 @@ pub enum ValidateError {
     #[error("what the device held could not be put back: {0}")]
     PutBack(std::io::Error),
     /// The device holds what cannot be put back, and nobody has said that it may be lost.
-    #[error("{} is a character device: what it holds would be overwritten and not put back", .0.display())]
-    Lost(std::path::PathBuf),
+    #[error("{0} is a character device: what it holds would be overwritten and not put back")]
+    Lost(String),
     /// It was told to stop: see [`Target::stop_when`].
     #[error("interrupted")]
     Interrupted,

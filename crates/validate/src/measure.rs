@@ -284,7 +284,7 @@ impl Case<'_> {
                     let policy: Box<dyn Policy> = match &channels[..] {
                         [_] => Box::new(AddressPolicy::only(0)),
                         // Channels that are one thread must not be balanced (docs/bench/policy.md).
-                        _ if target.apart => Box::new(BalancePolicy::new(areas)),
+                        _ if target.concurrent => Box::new(BalancePolicy::new(areas)),
                         _ => Box::new(AddressPolicy::new(areas)),
                     };
                     Box::new(Split::new(queues, policy))

@@ -41,8 +41,8 @@ pub(crate) enum Memories {
         ddr: Span<CardAddr>,
         hbm: [Span<CardAddr>; 2],
     },
-    /// One memory of so many bytes from address 0 on, as far as anybody knows.
-    One(Option<u64>),
+    /// One memory, or none.
+    One(Option<Span<CardAddr>>),
 }
 
 /// How buffers are laid out.
@@ -59,12 +59,12 @@ impl Layout {
     /// The places of buffer `slot` of `slots`, in order.
     pub fn places(&self, phase: Phase, slot: u64, slots: u64, len: u64) -> Result<Vec<(CardAddr, u64)>, ValidateError> {
         match (phase, self.memories) {
-            (Phase::Device, Memories::One(have)) => {
-                let first = self.within("the device", have, slot, slots, len)?;
-                Ok(vec![(CardAddr::new(first), len)])
+            (Phase::Device, Memories::One(memory)) => {
+                let first = self.within("the device", memory.map_or(0, |m| m.len()), slot, slots, len)?;
+                Ok(vec![(CardAddr::new(memory.map_or(0, |m| m.first().bits()) + first), len)])
             }
             (Phase::Ddr, Memories::Card { ddr, .. }) => {
-                let first = self.within("DDR", Some(ddr.len()), slot, slots, len)?;
+                let first = self.within("DDR", ddr.len(), slot, slots, len)?;
                 Ok(vec![(CardAddr::new(ddr.first().bits() + first), len)])
             }
             (Phase::Hbm, Memories::Card { hbm, .. }) => self.hbm(hbm, slot, slots, len),
@@ -94,13 +94,12 @@ impl Layout {
         let half = halves[0].len().min(halves[1].len());
         if self.raw {
             // In one piece, the buffers of neighbouring threads in different halves.
-            let first =
-                self.within("a half of HBM", Some(half), slot / 4 * 2 + slot % 2, slots.div_ceil(4) * 2, len)?;
+            let first = self.within("a half of HBM", half, slot / 4 * 2 + slot % 2, slots.div_ceil(4) * 2, len)?;
             return Ok(vec![(CardAddr::new(halves[(slot / 2 % 2) as usize].first().bits() + first), len)]);
         }
         // A buffer of two pages or more lies in both halves.
         let stripe = (len / 2 / PAGE * PAGE).clamp(PAGE, STRIPE);
-        let first = self.within("HBM", Some(2 * half), slot, slots, len)?;
+        let first = self.within("HBM", 2 * half, slot, slots, len)?;
         let (mut at, end, mut places) = (first, first + len, Vec::new());
         while at < end {
             let n = (stripe - at % stripe).min(end - at);
@@ -116,18 +115,11 @@ impl Layout {
     }
 
     /// Where the buffer begins in a memory that must have room for all.
-    fn within(
-        &self,
-        memory: &'static str,
-        have: Option<u64>,
-        slot: u64,
-        slots: u64,
-        len: u64,
-    ) -> Result<u64, ValidateError> {
+    fn within(&self, memory: &'static str, have: u64, slot: u64, slots: u64, len: u64) -> Result<u64, ValidateError> {
         let needed = slots.checked_mul(len).and_then(|all| all.checked_add(self.offset)).unwrap_or(u64::MAX);
-        match have.unwrap_or(i64::MAX as u64) {
-            have if needed > have => Err(ValidateError::TooSmall { memory, needed, have }),
-            _ => Ok(self.offset + slot * len),
+        match needed > have {
+            true => Err(ValidateError::TooSmall { memory, needed, have }),
+            false => Ok(self.offset + slot * len),
         }
     }
 }
@@ -178,9 +170,12 @@ mod tests {
         let error = layout(card(1 << 20, 4 << 20)).places(Phase::Ddr, 0, 4, 1 << 20).unwrap_err();
         let TooSmall { memory: "DDR", needed, have } = error else { panic!("{error}") };
         assert_eq!((needed, have), ((4 << 20) + 4096, 1 << 20));
-        assert!(layout(Memories::One(Some(8192))).places(Phase::Device, 0, 1, 4096).is_ok());
-        assert!(layout(Memories::One(Some(8191))).places(Phase::Device, 0, 1, 4096).is_err());
-        assert!(layout(Memories::One(None)).places(Phase::Device, 0, u64::MAX, 4096).is_err());
+        let one = |bytes| Memories::One(Span::new(CardAddr::new(1 << 20), bytes));
+        let places = layout(one(8192)).places(Phase::Device, 0, 1, 4096).unwrap();
+        assert_eq!(places, [(CardAddr::new((1 << 20) + 4096), 4096)]);
+        assert!(layout(one(8191)).places(Phase::Device, 0, 1, 4096).is_err());
+        assert!(layout(one(1 << 62)).places(Phase::Device, 0, u64::MAX, 4096).is_err());
+        assert!(layout(one(0)).places(Phase::Device, 0, 1, 4096).is_err());
         for phase in [Phase::Hbm, Phase::Ddr, Phase::Both] {
             let error = layout(Memories::One(None)).places(phase, 0, 1, 4096);
             assert!(matches!(error, Err(ValidateError::NoMemory(_))));

@@ -1,27 +1,24 @@
 //! Devices that can be validated.
 
 use std::os::unix::fs::FileTypeExt;
-use std::path::Path;
 use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
 use std::time::Duration;
 
-use crate::link::{Half, Limit, Link, Slow, assumptions};
 use dmalane_addr::{CardAddr, Span};
-use dmalane_card::{Card, CardQueue};
-use dmalane_dma::{Mmio, Registrar};
-use dmalane_file::{FileDevice, FileDeviceOptions, FileDevicePaths};
+use dmalane_device::{BackingFiles, Device, Region, areas};
+use dmalane_dma::Registrar;
 use dmalane_queue::{Area, Class, DeviceAddr, DeviceQueue, Queue, Route, SharedHandle, SharedOptions, SharedQueue};
-use dmalane_sim::{CardConfig, HostConfig, SoftBus, SoftHost, Workers};
 
 use crate::kept::Kept;
+use crate::link::{Half, Limit, Link, Slow, assumptions};
 use crate::place::Memories;
 use crate::{Phase, ValidateError};
 
 /// A modelled link is this many times slower than what it stands for: its rates must be far below what the machine copies.
 pub const SLOWER: f64 = 50.0;
 
-/// A device with its channels, ready to be measured.
+/// A device with its queues, ready to be measured.
 pub struct Target {
     /// What it is, for people.
     pub name: String,
@@ -32,12 +29,14 @@ pub struct Target {
     pub(crate) memories: Memories,
     pub(crate) areas: Vec<Area>,
     pub(crate) ceiling: Ceiling,
-    /// Its channels work at the same time.
-    pub(crate) apart: bool,
+    /// Its queues work at the same time.
+    pub(crate) concurrent: bool,
     /// See [`PATIENCE`].
     pub(crate) patience: Duration,
     /// It is to be left alone.
     pub(crate) told: Arc<AtomicBool>,
+    /// What the queues belong to; dropped after them.
+    _device: Box<dyn Device>,
 }
 
 /// What is measured beside a figure.
@@ -45,7 +44,7 @@ pub(crate) enum Ceiling {
     /// Copies in memory.
     Copies,
     /// Plain calls on the same files.
-    Files(FileDevice),
+    Files(BackingFiles),
     /// The optimum of a modelled link.
     Optimum { link: Link, halves: Halves },
 }
@@ -55,6 +54,25 @@ pub(crate) enum Ceiling {
 pub(crate) struct Halves {
     ddr: Span<CardAddr>,
     hbm: [Span<CardAddr>; 2],
+}
+
+impl Memories {
+    /// A card with DDR and two halves of HBM, or else the first region.
+    pub fn of(regions: &[Region]) -> Self {
+        let named = |name: &str| regions.iter().find(|r| r.name == name).map(|r| r.span);
+        match (named("ddr"), named("hbm0"), named("hbm1")) {
+            (Some(ddr), Some(low), Some(high)) => Self::Card { ddr, hbm: [low, high] },
+            _ => Self::One(regions.first().map(|r| r.span)),
+        }
+    }
+
+    /// The halves of a card.
+    pub fn halves(self) -> Option<Halves> {
+        match self {
+            Self::Card { ddr, hbm } => Some(Halves { ddr, hbm }),
+            Self::One(_) => None,
+        }
+    }
 }
 
 impl Halves {
@@ -80,22 +98,6 @@ impl Halves {
     }
 }
 
-/// How the software card is made for a validation.
-#[derive(Clone, Debug, Default)]
-pub struct SoftTarget {
-    /// The card; sizes are rounded up to what it can have.
-    pub card: CardConfig,
-    /// The host that it is plugged into.
-    pub host: HostConfig,
-    /// Entries of each ring; `None` for what the driver chooses.
-    pub ring: Option<usize>,
-    /// The name of a link that the card seems to hang off, one of [`emulations`].
-    pub emulate: Option<String>,
-    /// With how much a modelled link catches up when its threads did not get to run; `None` for a millisecond. It moves as much
-    /// more after idle time. For [`fit_link`](crate::fit_link) on busy machines.
-    pub catch_up: Option<Duration>,
-}
-
 /// The links that can be emulated, by name: `half-egress-14` and so on.
 pub fn emulations() -> Vec<(String, Link)> {
     assumptions::all().into_iter().map(|a| (a.name.replace(' ', "-"), slower(&a.link))).collect()
@@ -108,118 +110,77 @@ fn slower(link: &Link) -> Link {
     Link::new(link.channels(), limits, link.latency()).expect("positive rates stay positive")
 }
 
-/// A card that was just opened.
-struct Opened<B: Mmio> {
-    driver: Card<B>,
-    channels: Vec<CardQueue<B>>,
-    halves: Halves,
-    /// Of each ring.
-    entries: usize,
-}
-
-impl<B: Mmio> Opened<B> {
-    fn new(bus: &Arc<B>, ring: Option<usize>) -> Result<Self, ValidateError> {
-        let heap = bus.heap(None);
-        let driver = match ring {
-            None => Card::open(bus.clone(), &*heap)?,
-            Some(entries) => Card::open_with_rings(bus.clone(), &*heap, entries)?,
-        };
-        let layout = driver.layout();
-        let channels = (0..driver.channels()).map(|i| driver.queue(i)).collect::<Result<Vec<_>, _>>()?;
-        let lower = Span::inclusive(layout.hbm.first(), CardAddr::new(layout.hbm_half.bits() - 1));
-        let upper = Span::inclusive(layout.hbm_half, layout.hbm.last());
-        let hbm = [lower, upper].map(|half| half.expect("the driver has checked the boundary"));
-        let entries = channels.first().map_or(0, |c| c.limits().capacity);
-        Ok(Self { driver, channels, halves: Halves { ddr: layout.ddr, hbm }, entries })
-    }
-}
-
 impl Target {
-    /// The software card.
+    /// Takes the queues of a device that nothing else uses. What a regular file or a block device holds is put back after a
+    /// measurement; what a character device holds is lost, so `lose` must say that it may be.
     ///
     /// # Errors
-    /// [`ValidateError`] when it cannot be had as it is asked for.
-    pub fn soft(soft: SoftTarget) -> Result<Self, ValidateError> {
-        let mut card = soft.card;
-        card.ddr = card.ddr.next_multiple_of(4 << 20);
-        card.hbm = card.hbm.next_multiple_of(4 << 20);
-        let emulated = match &soft.emulate {
-            None => None,
-            Some(name) => {
-                let links = emulations();
-                let known = links.iter().map(|(name, _)| name.clone()).collect();
-                let found = links.into_iter().find(|(known, _)| known == name);
-                Some(found.ok_or_else(|| ValidateError::NoEmulation { name: name.clone(), known })?)
-            }
-        };
-        let host: SoftHost = SoftHost::new(soft.host).map_err(ValidateError::Memory)?;
-        let bus: Arc<SoftBus> = Arc::new(SoftBus::new(host, card)?);
-        let Opened { driver, channels, halves, entries } = Opened::new(&bus, soft.ring)?;
-        let mut notes = vec![format!("{} channels, {:?} workers, rings of {entries}", channels.len(), card.workers)];
-        let (queues, ceiling, name) = match emulated {
-            None => (channels.into_iter().map(share).collect(), Ceiling::Copies, "software card".to_owned()),
-            Some((name, link)) => {
-                if channels.len() > link.channels() {
-                    return Err(ValidateError::TooManyChannels { wanted: channels.len(), most: link.channels() });
-                }
-                notes.push(format!("the rates of the link {name} are those of its assumption divided by {SLOWER}"));
-                let half = move |at: DeviceAddr| match at {
-                    DeviceAddr::Card(at) => halves.of(at),
-                    DeviceAddr::Va(_) => Half::Ddr0,
-                };
-                let burst = soft.catch_up.unwrap_or(Duration::from_millis(1));
-                let slow = Slow::catching_up(channels, link.clone(), burst, half);
-                let queues = slow.into_iter().map(share).collect();
-                (queues, Ceiling::Optimum { link, halves }, format!("software card behind the modelled link {name}"))
-            }
-        };
-        let memories = Memories::Card { ddr: halves.ddr, hbm: halves.hbm };
-        let apart = soft.emulate.is_some() || card.workers == Workers::PerChannel;
-        let (areas, patience, told) = (driver.areas(), PATIENCE, Arc::default());
-        Ok(Self { name, notes, registrar: bus, queues, memories, areas, ceiling, apart, patience, told })
+    /// [`ValidateError::Lost`], and then nothing was written.
+    pub fn new(device: Box<dyn Device>, lose: bool) -> Result<Self, ValidateError> {
+        Self::with(device, lose, |queues| Ok(queues.into_iter().map(share).collect()))
     }
 
-    /// A card behind any bus, such as that of a daemon; with rings of so many entries, `None` for what the driver
-    /// chooses. `concurrent`: its channels work at the same time, so that they may be balanced.
+    /// A card that seems to hang off the modelled link of this name, one of [`emulations`]. `catch_up`: with how much the
+    /// link catches up when its threads did not get to run, `None` for a millisecond. It moves as much more after idle
+    /// time. For [`fit_link`](crate::fit_link) on busy machines.
     ///
     /// # Errors
-    /// [`ValidateError::Card`].
-    pub fn card<B: Mmio + 'static>(
-        name: String,
-        bus: Arc<B>,
-        concurrent: bool,
-        ring: Option<usize>,
+    /// [`ValidateError::NoEmulation`], [`ValidateError::TooManyChannels`]; [`ValidateError::NothingToFit`] for a device
+    /// that is not a card with DDR and HBM.
+    pub fn emulated(device: Box<dyn Device>, name: &str, catch_up: Option<Duration>) -> Result<Self, ValidateError> {
+        let links = emulations();
+        let known = links.iter().map(|(name, _)| name.clone()).collect();
+        let found = links.into_iter().find(|(known, _)| known == name);
+        let (_, link) = found.ok_or_else(|| ValidateError::NoEmulation { name: name.to_owned(), known })?;
+        let halves = Memories::of(device.regions()).halves().ok_or(ValidateError::NothingToFit)?;
+        let half = move |at: DeviceAddr| match at {
+            DeviceAddr::Card(at) => halves.of(at),
+            DeviceAddr::Va(_) => Half::Ddr0,
+        };
+        let burst = catch_up.unwrap_or(Duration::from_millis(1));
+        let mut target = Self::with(device, false, |queues| {
+            let (wanted, most) = (queues.len(), link.channels());
+            match wanted > most {
+                true => Err(ValidateError::TooManyChannels { wanted, most }),
+                false => Ok(Slow::catching_up(queues, link.clone(), burst, half).into_iter().map(share).collect()),
+            }
+        })?;
+        target.name = format!("{} behind the modelled link {name}", target.name);
+        target.notes.push(format!("the rates of the link {name} are those of its assumption divided by {SLOWER}"));
+        target.ceiling = Ceiling::Optimum { link, halves };
+        target.concurrent = true;
+        Ok(target)
+    }
+
+    fn with(
+        mut device: Box<dyn Device>,
+        lose: bool,
+        share: impl FnOnce(Vec<Box<DeviceQueue>>) -> Result<Vec<SharedQueue<Box<DeviceQueue>>>, ValidateError>,
     ) -> Result<Self, ValidateError> {
-        let Opened { driver, channels, halves, entries } = Opened::new(&bus, ring)?;
-        let notes = vec![format!("{} channels, rings of {entries}", channels.len())];
-        let queues = channels.into_iter().map(share).collect();
-        let memories = Memories::Card { ddr: halves.ddr, hbm: halves.hbm };
-        let (areas, patience, told, ceiling) = (driver.areas(), PATIENCE, Arc::default(), Ceiling::Copies);
-        Ok(Self { name, notes, registrar: bus, queues, memories, areas, ceiling, apart: concurrent, patience, told })
-    }
-
-    /// A device that is a file, or two. What a regular file or a block device holds is put back after a measurement; what a
-    /// character device holds is lost, so `lose` must say that it may be.
-    ///
-    /// # Errors
-    /// [`ValidateError::Lost`] before anything is opened, [`ValidateError::FileDevice`].
-    pub fn file(paths: FileDevicePaths, options: FileDeviceOptions, lose: bool) -> Result<Self, ValidateError> {
-        let character = |path: &Path| path.metadata().is_ok_and(|m| m.file_type().is_char_device());
-        if !lose && let Some(path) = [&paths.h2c, &paths.c2h].into_iter().find(|path| character(path)) {
-            return Err(ValidateError::Lost(path.clone()));
-        }
-        let name = match paths.h2c == paths.c2h {
-            true => format!("file:{}", paths.h2c.display()),
-            false => format!("file:h2c={},c2h={}", paths.h2c.display(), paths.c2h.display()),
+        let info = device.info();
+        let ceiling = match device.backing_files() {
+            None => Ceiling::Copies,
+            Some(files) => {
+                let is_lost = |file: &std::fs::File| file.metadata().is_ok_and(|m| m.file_type().is_char_device());
+                if !lose && (is_lost(&files.written) || is_lost(&files.read)) {
+                    return Err(ValidateError::Lost(info.name));
+                }
+                Ceiling::Files(files)
+            }
         };
-        let node = FileDevice::open(paths, options)?;
-        let notes = vec![format!("by {}", node.how())];
-        let memories = Memories::One(node.memory_len());
-        let registrar = Arc::new(node.bus().clone());
-        let queues = vec![share(node.queue()?)];
-        let ceiling = Ceiling::Files(node);
-        let (areas, patience, told) = (Vec::new(), PATIENCE, Arc::default());
-        Ok(Self { name, notes, registrar, queues, memories, areas, ceiling, apart: false, patience, told })
+        Ok(Self {
+            name: info.name,
+            notes: info.notes,
+            registrar: device.registrar(),
+            queues: share(device.take_queues())?,
+            memories: Memories::of(device.regions()),
+            areas: areas(device.regions()),
+            ceiling,
+            concurrent: info.concurrent,
+            patience: PATIENCE,
+            told: Arc::default(),
+            _device: device,
+        })
     }
 
     /// The number of channels.
@@ -242,10 +203,7 @@ impl Target {
 
     /// The halves of a card.
     pub(crate) fn halves(&self) -> Option<Halves> {
-        match self.memories {
-            Memories::Card { ddr, hbm } => Some(Halves { ddr, hbm }),
-            Memories::One(_) => None,
-        }
+        self.memories.halves()
     }
 
     /// The areas as a policy over these channels sees them.
@@ -260,7 +218,7 @@ impl Target {
     /// What the device holds there, if it is a file that holds something for good.
     pub(crate) fn keep(&self, offset: u64, len: u64, beside: u64) -> Result<Option<Kept>, ValidateError> {
         match &self.ceiling {
-            Ceiling::Files(node) => Kept::read(node.files().0, offset, len, beside),
+            Ceiling::Files(files) => Kept::read(&files.written, offset, len, beside),
             _ => Ok(None),
         }
     }

@@ -4,11 +4,13 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
-use dmalane_file::{FileDeviceOptions, FileDevicePaths};
+use dmalane_card::{CardDevice, CardUse};
+use dmalane_device::Device;
+use dmalane_file::{FileDevice, FileDeviceError, FileDeviceOptions, FileDevicePaths};
 use dmalane_queue::{
     Abilities, Class, Completion, DeviceAddr, DeviceQueue, Direction, Limits, Operation, Queue, Refused, Ticket, Work,
 };
-use dmalane_sim::{CardConfig, Workers};
+use dmalane_sim::{CardConfig, HostConfig, SoftBus, SoftHost, Workers};
 
 use super::*;
 use crate::target::share;
@@ -19,10 +21,24 @@ fn quick() -> ValidateSettings {
     ValidateSettings { threads: 2, buffers: vec![256 << 10], stop: Stop::After(3), ..ValidateSettings::default() }
 }
 
-fn soft(card: CardConfig, emulate: Option<&str>) -> Target {
-    let card = CardConfig { ddr: 64 * MIB, hbm: 64 * MIB, ..card };
-    let emulate = emulate.map(str::to_owned);
-    Target::soft(SoftTarget { card, emulate, ..SoftTarget::default() }).unwrap()
+/// A software card with 64 MiB of each memory.
+fn card(config: CardConfig, how: CardUse) -> Box<dyn Device> {
+    let host: SoftHost = SoftHost::new(HostConfig::default()).unwrap();
+    let bus: Arc<SoftBus> =
+        Arc::new(SoftBus::new(host, CardConfig { ddr: 64 * MIB, hbm: 64 * MIB, ..config }).unwrap());
+    Box::new(CardDevice::open(bus, CardUse { flat: true, ..how }).unwrap())
+}
+
+fn soft(config: CardConfig, emulate: Option<&str>) -> Target {
+    let device = card(config, CardUse { concurrent: config.workers == Workers::PerChannel, ..CardUse::default() });
+    match emulate {
+        Some(link) => Target::emulated(device, link, None).unwrap(),
+        None => Target::new(device, false).unwrap(),
+    }
+}
+
+fn file(paths: FileDevicePaths, options: FileDeviceOptions) -> Result<Target, FileDeviceError> {
+    Ok(Target::new(Box::new(FileDevice::open(paths, options)?), false).unwrap())
 }
 
 fn check(target: &Target, settings: &ValidateSettings) -> ValidateReport {
@@ -91,17 +107,16 @@ fn the_software_card_passes_in_every_way() {
 
 #[test]
 fn files_pass_and_are_left_as_they_were() {
-    let file = tempfile::NamedTempFile::new().unwrap();
+    let memory = tempfile::NamedTempFile::new().unwrap();
     let before: Vec<u8> = (0..4 * MIB).map(|i| (i ^ i >> 8) as u8).collect();
-    std::fs::write(file.path(), &before).unwrap();
-    let paths = FileDevicePaths { h2c: file.path().into(), c2h: file.path().into() };
+    std::fs::write(memory.path(), &before).unwrap();
+    let paths = FileDevicePaths { h2c: memory.path().into(), c2h: memory.path().into() };
     for probe_at in [None, Some(MIB)] {
-        let target =
-            Target::file(paths.clone(), FileDeviceOptions { probe_at, ..FileDeviceOptions::default() }, false).unwrap();
+        let target = file(paths.clone(), FileDeviceOptions { probe_at, ..FileDeviceOptions::default() }).unwrap();
         assert!(target.notes[0].contains(if probe_at.is_some() { "probed" } else { "not probed" }));
         let report = check(&target, &ValidateSettings { offset: 4096, ..quick() });
         assert!(report.integrity.iter().all(|i| i.phase == Phase::Device));
-        assert!(std::fs::read(file.path()).unwrap() == before);
+        assert!(std::fs::read(memory.path()).unwrap() == before);
         let small = ValidateSettings { buffers: vec![MIB], ..quick() };
         let Err(ValidateError::TooSmall { needed, have, .. }) =
             run(&target, &ValidateSettings { offset: 4096, ..small }, &mut |_| {})
@@ -142,8 +157,8 @@ fn settings_that_make_no_sense_are_refused() {
         let said = refused(settings);
         assert!(said.contains(why), "{said}");
     }
-    let soft = SoftTarget { emulate: Some("fast".into()), ..SoftTarget::default() };
-    let error = Target::soft(soft).err().unwrap().to_string();
+    let error =
+        Target::emulated(card(CardConfig::default(), CardUse::default()), "fast", None).err().unwrap().to_string();
     assert!(error.contains("no modelled link is called \"fast\"; there are half-egress-14, "), "{error}");
 }
 
@@ -285,12 +300,14 @@ fn a_modelled_link_is_the_ceiling() {
         let model = 23e9 / SLOWER;
         assert!((ceiling / model - 1.0).abs() < 0.01, "{ceiling} {model}");
     }
-    let three = SoftTarget {
-        card: CardConfig { channels: 3, ..CardConfig::default() },
-        emulate: Some("12-and-9".into()),
-        ..SoftTarget::default()
-    };
-    assert!(matches!(Target::soft(three), Err(ValidateError::TooManyChannels { wanted: 3, most: 2 })));
+    let three = Target::emulated(
+        card(CardConfig { channels: 3, ..CardConfig::default() }, CardUse::default()),
+        "12-and-9",
+        None,
+    );
+    assert!(matches!(three, Err(ValidateError::TooManyChannels { wanted: 3, most: 2 })));
+    let ram = Box::new(dmalane_device::RamDevice::new(MIB).unwrap());
+    assert!(matches!(Target::emulated(ram, "12-and-9", None), Err(ValidateError::NothingToFit)));
 }
 
 #[test]
@@ -303,7 +320,7 @@ fn direct_io_and_two_names_leave_a_file_as_it_was() {
     let settings = ValidateSettings { pages: vec![Pages::Small], ..quick() };
     for (direct, c2h) in [(false, &link), (true, &path), (true, &link)] {
         let paths = FileDevicePaths { h2c: path.clone(), c2h: c2h.clone() };
-        match Target::file(paths, FileDeviceOptions { direct, ..FileDeviceOptions::default() }, false) {
+        match file(paths, FileDeviceOptions { direct, ..FileDeviceOptions::default() }) {
             Ok(target) => drop(check(&target, &settings)),
             Err(e) if direct => println!("SKIPPED: {e}"),
             Err(e) => panic!("{e}"),
@@ -314,11 +331,11 @@ fn direct_io_and_two_names_leave_a_file_as_it_was() {
 
 #[test]
 fn what_is_told_to_stop_stops_and_puts_back() {
-    let file = tempfile::NamedTempFile::new().unwrap();
+    let memory = tempfile::NamedTempFile::new().unwrap();
     let before: Vec<u8> = (0..2 * MIB).map(|i| (i ^ i >> 8) as u8).collect();
-    std::fs::write(file.path(), &before).unwrap();
-    let paths = FileDevicePaths { h2c: file.path().into(), c2h: file.path().into() };
-    let mut target = Target::file(paths, FileDeviceOptions::default(), false).unwrap();
+    std::fs::write(memory.path(), &before).unwrap();
+    let paths = FileDevicePaths { h2c: memory.path().into(), c2h: memory.path().into() };
+    let mut target = file(paths, FileDeviceOptions::default()).unwrap();
     let told = Arc::new(AtomicBool::new(false));
     target.stop_when(told.clone());
     let settings =
@@ -326,7 +343,7 @@ fn what_is_told_to_stop_stops_and_puts_back() {
     let mut written = false;
     let result = run(&target, &settings, &mut |event| {
         if matches!(&event, Event::Step(what) if what.ends_with(": reading")) {
-            written = std::fs::read(file.path()).unwrap() != before;
+            written = std::fs::read(memory.path()).unwrap() != before;
             let told = told.clone();
             std::thread::spawn(move || {
                 std::thread::sleep(Duration::from_millis(20));
@@ -335,7 +352,7 @@ fn what_is_told_to_stop_stops_and_puts_back() {
         }
     });
     assert!(matches!(result, Err(ValidateError::Interrupted)), "{result:?}");
-    assert!(written && std::fs::read(file.path()).unwrap() == before);
+    assert!(written && std::fs::read(memory.path()).unwrap() == before);
     // The same for what limits a card.
     let mut card = soft(CardConfig::default(), None);
     card.stop_when(told);
@@ -345,10 +362,10 @@ fn what_is_told_to_stop_stops_and_puts_back() {
 #[test]
 fn a_character_device_is_not_overwritten_unasked() {
     let paths = || FileDevicePaths { h2c: "/dev/zero".into(), c2h: "/dev/zero".into() };
-    let refused = Target::file(paths(), FileDeviceOptions::default(), false);
-    assert!(matches!(refused, Err(ValidateError::Lost(path)) if path.ends_with("zero")));
-    let report =
-        run(&Target::file(paths(), FileDeviceOptions::default(), true).unwrap(), &quick(), &mut |_| {}).unwrap();
+    let device = || Box::new(FileDevice::open(paths(), FileDeviceOptions::default()).unwrap());
+    let refused = Target::new(device(), false);
+    assert!(matches!(refused, Err(ValidateError::Lost(name)) if name == "file:/dev/zero"));
+    let report = run(&Target::new(device(), true).unwrap(), &quick(), &mut |_| {}).unwrap();
     assert!(!report.passed() && report.figures.is_empty());
 }
 
@@ -427,10 +444,10 @@ impl Queue for Hangs {
 
 #[test]
 fn a_device_that_hangs_is_left_alone_and_what_was_measured_is_there() {
-    let file = tempfile::NamedTempFile::new().unwrap();
-    std::fs::write(file.path(), vec![7; 2 * MIB as usize]).unwrap();
-    let paths = FileDevicePaths { h2c: file.path().into(), c2h: file.path().into() };
-    let mut target = Target::file(paths, FileDeviceOptions::default(), false).unwrap();
+    let memory = tempfile::NamedTempFile::new().unwrap();
+    std::fs::write(memory.path(), vec![7; 2 * MIB as usize]).unwrap();
+    let paths = FileDevicePaths { h2c: memory.path().into(), c2h: memory.path().into() };
+    let mut target = file(paths, FileDeviceOptions::default()).unwrap();
     target.patience = Duration::from_millis(500);
     let inner = Box::new(target.queue(0));
     // The comparison (4 transfers of a thread) and the reading (3 and the one more) end.
@@ -449,15 +466,15 @@ fn a_device_that_hangs_is_left_alone_and_what_was_measured_is_there() {
     assert!(error.to_string().contains("was not put back"), "{error}");
     assert!(begun.elapsed() > target.patience);
     assert_eq!((report.integrity.len(), report.figures.len()), (1, 1), "{report:?}");
-    assert_ne!(std::fs::read(file.path()).unwrap()[..4096], [7; 4096]);
+    assert_ne!(std::fs::read(memory.path()).unwrap()[..4096], [7; 4096]);
 }
 
 #[test]
 fn a_device_that_hangs_is_stopped_and_what_a_file_held_is_put_back() {
-    let file = tempfile::NamedTempFile::new().unwrap();
-    std::fs::write(file.path(), vec![7; 2 * MIB as usize]).unwrap();
-    let paths = FileDevicePaths { h2c: file.path().into(), c2h: file.path().into() };
-    let mut target = Target::file(paths, FileDeviceOptions::default(), false).unwrap();
+    let memory = tempfile::NamedTempFile::new().unwrap();
+    std::fs::write(memory.path(), vec![7; 2 * MIB as usize]).unwrap();
+    let paths = FileDevicePaths { h2c: memory.path().into(), c2h: memory.path().into() };
+    let mut target = file(paths, FileDeviceOptions::default()).unwrap();
     target.patience = Duration::from_millis(200);
     let inner = Box::new(target.queue(0));
     target.queues[0] = share(Hangs::new(inner, 9, true));
@@ -465,21 +482,25 @@ fn a_device_that_hangs_is_stopped_and_what_a_file_held_is_put_back() {
     let error = run(&target, &settings, &mut |_| {}).unwrap_err();
     // Not one of the errors of the threads whose transfers it ended.
     assert!(matches!(error, ValidateError::Stuck { .. }), "{error}");
-    assert!(!target.hangs() && std::fs::read(file.path()).unwrap() == vec![7; 2 * MIB as usize]);
+    assert!(!target.hangs() && std::fs::read(memory.path()).unwrap() == vec![7; 2 * MIB as usize]);
 }
 
 #[test]
-fn a_card_on_any_bus_can_be_measured() {
-    let host: dmalane_sim::SoftHost = dmalane_sim::SoftHost::new(dmalane_sim::HostConfig::default()).unwrap();
-    let card = CardConfig { ddr: 64 * MIB, hbm: 64 * MIB, ..CardConfig::default() };
-    let bus: Arc<dmalane_sim::SoftBus> = Arc::new(dmalane_sim::SoftBus::new(host, card).unwrap());
-    // Channels may be balanced where they work at the same time.
-    assert!(Target::card("a card".to_owned(), bus.clone(), true, None).unwrap().apart);
-    let target = Target::card("a card".to_owned(), bus, false, Some(16)).unwrap();
-    assert!(!target.apart);
+fn any_device_can_be_measured() {
+    let how = CardUse { name: "a card".to_owned(), ring: Some(16), ..CardUse::default() };
+    // Queues may be balanced where they work at the same time.
+    assert!(
+        Target::new(card(CardConfig::default(), CardUse { concurrent: true, ..how.clone() }), false)
+            .unwrap()
+            .concurrent
+    );
+    let target = Target::new(card(CardConfig::default(), how), false).unwrap();
+    assert!(!target.concurrent);
     assert_eq!((target.name.as_str(), target.notes[0].as_str()), ("a card", "2 channels, rings of 16"));
     let report = check(&target, &quick());
     assert!(report.figures.iter().any(|f| f.phase == Phase::Both));
+    let target = Target::new(Box::new(dmalane_device::RamDevice::new(4 * MIB).unwrap()), false).unwrap();
+    assert!(check(&target, &quick()).figures.iter().all(|f| f.phase == Phase::Device));
 }
 
 #[test]

@@ -131,9 +131,8 @@ impl Walk {
         stretch.map_or(CardAddr::new(0), |s| CardAddr::new(s.at.bits() + byte - s.offset))
     }
 
-    /// Takes a part back, if it is one of this walk's. At the end of a pass counts it, and gives the registration up unless it is
-    /// kept.
-    /// Unless it `counts`, it is as if it had not been.
+    /// Takes a part back, if it is one of this walk's. At the end of a pass counts it, and gives the registration up
+    /// unless it is kept. Unless it `counts`, it is as if it had not been.
     pub fn take(
         &mut self,
         ticket: Ticket,

@@ -350,7 +350,7 @@ mod tests {
         }
         let (mut client, stream) = UnixStream::pair().unwrap();
         let server = std::thread::spawn(move || {
-            let (memory, file) = SharedBuf::sparse_pieces("test", &[0..0x1000, 0x2000..0x1_0000]).unwrap();
+            let (memory, file) = SharedBuf::sparse_ranges("test", &[0..0x1000, 0x2000..0x1_0000]).unwrap();
             serve(stream, &mut Stuck { memory, file }, &ClientMemory::new())
         });
         let mut ask = move |command: Command, body: &[u8]| {
@@ -413,7 +413,7 @@ mod tests {
     #[test]
     fn a_client_that_does_not_send_or_read_times_out() {
         let serve = |stream| {
-            let (memory, file) = SharedBuf::sparse_pieces("test", &[0..0x1000, 0x2000..0x1_0000]).unwrap();
+            let (memory, file) = SharedBuf::sparse_ranges("test", &[0..0x1000, 0x2000..0x1_0000]).unwrap();
             serve_with(Duration::from_millis(200), stream, &mut Stuck { memory, file }, &ClientMemory::new())
         };
         let is_late = |served| match served {

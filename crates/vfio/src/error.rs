@@ -327,7 +327,7 @@ impl From<Error> for dmalane_dma::Error {
     fn from(error: Error) -> Self {
         match error {
             Error::Iova(error) => Self::Iova(error),
-            error => Self::Bus(Box::new(error)),
+            error => Self::Backend(Box::new(error)),
         }
     }
 }

@@ -119,7 +119,7 @@ fn map(bus: &VfioBus, buf: &SharedBuf, access: Access) -> Mapping {
 /// The error of this crate inside one of `dma`.
 fn cause(error: dma::Error) -> Error {
     match error {
-        dma::Error::Bus(error) => *error.downcast().expect("an error of this crate"),
+        dma::Error::Backend(error) => *error.downcast().expect("an error of this crate"),
         other => panic!("{other}"),
     }
 }

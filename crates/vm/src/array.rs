@@ -1,8 +1,8 @@
 //! A batch as an array of bytes: operations with a stride, as kernels take them.
 //!
 //! The layout is written down in `docs/formats/vm-array.md`. It follows the array of `VM_BIND` in the Linux drivers for
-//! Apple and Intel GPUs (`include/uapi/drm/asahi_drm.h`, `xe_drm.h`): the caller says how far apart its operations are, so
-//! that a caller and a library of different age understand each other. Operations shorter than ours are refused; of
+//! Apple and Intel GPUs (`include/uapi/drm/asahi_drm.h`, `xe_drm.h`): the caller says how far apart its operations are,
+//! so that a caller and a library of different age understand each other. Operations shorter than ours are refused; of
 //! longer ones the part that we do not know must be zero.
 
 use alloc::vec::Vec;
@@ -262,11 +262,11 @@ impl core::error::Error for ArrayError {
     }
 }
 
-/// Reads `count` operations that begin `stride` bytes apart. Bytes behind the last stride are not looked at; a `count` of
-/// 0 is fine whatever else is said.
+/// Reads `count` operations that begin `stride` bytes apart. Bytes behind the last stride are not looked at; a `count`
+/// of 0 is fine whatever else is said.
 ///
-/// This finds what is wrong with an operation in itself; what is wrong with it in a VM is for [`Vm::plan`] to find. Takes time and
-/// memory in proportion to the array.
+/// This finds what is wrong with an operation in itself; what is wrong with it in a VM is for [`Vm::plan`] to find.
+/// Takes time and memory in proportion to the array.
 ///
 /// # Errors
 /// Everything of [`Reason`] but most of [`Reason::Vm`].

@@ -1,9 +1,9 @@
 //! Bind queues: batches that wait for fences, run in order, and signal fences.
 //!
-//! A queue is a plain object without a thread. Whoever drives the device calls [`BindQueue::poll`], which applies the batches at
-//! the head whose fences are signalled. A batch that took something away is not over before the device has forgotten it:
-//! poll stops there, [`BindQueue::to_invalidate`] says what to invalidate, and [`BindQueue::invalidated`] ends the
-//! batch and signals its fences. Queues know nothing of each other; one that waits holds up no other.
+//! A queue is a plain object without a thread. Whoever drives the device calls [`BindQueue::poll`], which applies the
+//! batches at the head whose fences are signalled. A batch that took something away is not over before the device has
+//! forgotten it: poll stops there, [`BindQueue::to_invalidate`] says what to invalidate, and [`BindQueue::invalidated`]
+//! ends the batch and signals its fences. Queues know nothing of each other; one that waits holds up no other.
 //!
 //! A batch that fails when its turn comes has nobody to give the error to who could still change it: later batches, and
 //! programs that were started on the strength of its fences, rely on it. So the VM is marked as failed

@@ -43,8 +43,8 @@ pub enum BindRequest {
         /// What the device may do.
         access: Access,
     },
-    /// Makes the addresses read as zeroes, by way of the [null page](crate::Vm::set_null_page). They are mapped read-only, so
-    /// a write is the device's fault and changes nothing. Replaces and cuts like `Bind`.
+    /// Makes the addresses read as zeroes, by way of the [null page](crate::Vm::set_null_page). They are mapped
+    /// read-only, so a write is the device's fault and changes nothing. Replaces and cuts like `Bind`.
     Null {
         /// Where.
         va: DeviceVa,

@@ -18,8 +18,8 @@ use crate::{BindRequest, Binding, Bo, Committed, Error, Plan, PlanError, Target}
 /// Bindings and page table say the same at all times: every byte of a binding is mapped to the card memory of its
 /// buffer object with the binding's access, and nothing else is mapped.
 ///
-/// What a bind costs does not depend on how much is bound. Bindings are kept page by page (`records.rs` says how), 8 bytes
-/// for each page of a chunk that is partly bound, and next to nothing for the middle of large ones.
+/// What a bind costs does not depend on how much is bound. Bindings are kept page by page (`records.rs` says how), 8
+/// bytes for each page of a chunk that is partly bound, and next to nothing for the middle of large ones.
 #[derive(Debug)]
 pub struct Vm<F, T: Tables> {
     range: Span<DeviceVa>,
@@ -102,8 +102,8 @@ impl<F: Format, T: Tables> Vm<F, T> {
     /// Null ranges that are bound already stay as they are.
     ///
     /// # Errors
-    /// [`Error::NullPage`] unless the length is a power of two of whole pages, the address a multiple of it, and all of it
-    /// below the format's limit for output addresses.
+    /// [`Error::NullPage`] unless the length is a power of two of whole pages, the address a multiple of it, and all of
+    /// it below the format's limit for output addresses.
     pub fn set_null_page(&mut self, addr: CardAddr, len: u64) -> Result<(), Error> {
         let whole = len.is_power_of_two() && len >= F::GRANULE.bytes() && addr.bits() & (len - 1) == 0;
         if !whole || (addr.bits() | (len - 1)) >> F::OUTPUT_BITS != 0 {
@@ -117,9 +117,9 @@ impl<F: Format, T: Tables> Vm<F, T> {
     /// Later requests of the batch see what earlier ones did. An empty batch is fine.
     ///
     /// # Errors
-    /// The first request that cannot be carried out, and why; [`Error::NoTables`] or [`Error::NoMemory`]. The VM is as it
-    /// was, on failure and until the plan is committed; memory that was reserved stays with the VM and its [`Tables`] for
-    /// later use.
+    /// The first request that cannot be carried out, and why; [`Error::NoTables`] or [`Error::NoMemory`]. The VM is as
+    /// it was, on failure and until the plan is committed; memory that was reserved stays with the VM and its
+    /// [`Tables`] for later use.
     #[inline]
     pub fn plan(&mut self, requests: impl IntoIterator<Item = BindRequest>) -> Result<Plan<'_, F, T>, PlanError> {
         self.plan_batch(requests, false)
@@ -190,8 +190,8 @@ impl<F: Format, T: Tables> Vm<F, T> {
         self.finish(planned, &batch)
     }
 
-    /// Binds one page, if all is well and nothing is bound there, in a chunk that has its table, to a buffer that is bound
-    /// already: then nothing has to be planned. False when that is not so; nothing has changed then.
+    /// Binds one page, if all is well and nothing is bound there, in a chunk that has its table, to a buffer that is
+    /// bound already: then nothing has to be planned. False when that is not so; nothing has changed then.
     #[inline(always)]
     fn bind_page(&mut self, va: DeviceVa, bo: &Arc<Bo>, offset: u64, access: Access) -> bool {
         let granule = F::GRANULE;
@@ -258,8 +258,8 @@ impl<F: Format, T: Tables> Vm<F, T> {
     /// ([`with_reserved`](Self::with_reserved)).
     ///
     /// # Errors
-    /// As [`plan`](Self::plan); [`Error::Reserved`] for a span that is not within the reserved part, [`Error::OutsideVm`]
-    /// when there is none.
+    /// As [`plan`](Self::plan); [`Error::Reserved`] for a span that is not within the reserved part,
+    /// [`Error::OutsideVm`] when there is none.
     pub fn plan_reserved(
         &mut self,
         requests: impl IntoIterator<Item = BindRequest>,
@@ -422,7 +422,8 @@ impl<F: Format, T: Tables> Vm<F, T> {
         let mut least = (span.len() >> leaf.log2() >> F::INDEX_BITS).saturating_sub(1);
         let pages = again >> F::GRANULE.log2();
         if slot.bo.is_some() && Records::<F>::chunk(pages) > 0 {
-            // What repeats is whole chunks, perhaps in small pieces: each time its tables, but for those above that are shared.
+            // What repeats is whole chunks, perhaps in small pieces: each time its tables, but for those above that are
+            // shared.
             let first = span.first().bits() >> F::GRANULE.log2();
             let own = self.tables_for(first, first + pages - 1, record)?.saturating_sub(F::LEVELS as usize - 1);
             least = least.max((own as u64).saturating_mul(span.len() / again));
@@ -541,8 +542,9 @@ impl<F: Format, T: Tables> Vm<F, T> {
         Error::NoMemory { vm: self.range }
     }
 
-    /// Frees the tables that a commit has detached, and lets go of the buffers that lost their last binding. Call it once
-    /// the device has invalidated every span of [`Committed::spans`] and no longer walks through what it had cached.
+    /// Frees the tables that a commit has detached, and lets go of the buffers that lost their last binding. Call it
+    /// once the device has invalidated every span of [`Committed::spans`] and no longer walks through what it had
+    /// cached.
     #[inline(always)] // small: what is large is behind a call
     pub fn invalidated(&mut self, committed: Committed<T::Addr>) {
         let Committed { lists, released, .. } = committed;
@@ -567,12 +569,13 @@ impl<F: Format, T: Tables> Vm<F, T> {
         (self.scratch.lists, self.scratch.parcel) = (lists, parcel);
     }
 
-    /// Makes larger leaves within the span where what is bound, by many requests perhaps, continues in the buffer object and
-    /// on the card, for whole tables at a time. Gives the number of tables that this freed. What is bound stays the same.
+    /// Makes larger leaves within the span where what is bound, by many requests perhaps, continues in the buffer
+    /// object and on the card, for whole tables at a time. Gives the number of tables that this freed. What is bound
+    /// stays the same.
     ///
-    /// `invalidate` is called once for each table that goes and each group of leaves that forms, while its addresses are
-    /// not mapped, and returns when the device has forgotten them: the break-before-make order of the Arm architecture, in
-    /// which a device that uses them meanwhile sees a fault.
+    /// `invalidate` is called once for each table that goes and each group of leaves that forms, while its addresses
+    /// are not mapped, and returns when the device has forgotten them: the break-before-make order of the Arm
+    /// architecture, in which a device that uses them meanwhile sees a fault.
     ///
     /// # Errors
     /// [`Error::Misaligned`], [`Error::OutsideVm`].
@@ -594,8 +597,8 @@ impl<F: Format, T: Tables> Vm<F, T> {
         Ok(freed)
     }
 
-    /// Marks the VM as failed, for good: a batch that others rely on was not applied. From now on only unbinds are planned;
-    /// [`merge`](Self::merge) and [`set_null_page`](Self::set_null_page), which bind nothing, stay possible.
+    /// Marks the VM as failed, for good: a batch that others rely on was not applied. From now on only unbinds are
+    /// planned; [`merge`](Self::merge) and [`set_null_page`](Self::set_null_page), which bind nothing, stay possible.
     pub fn fail(&mut self) {
         self.failed = true;
     }

@@ -9,16 +9,16 @@ use super::plain::{Flat, IN_PLACE, InPlace};
 use super::rank::Rank;
 use crate::{Address, PageSize, Segment, SegmentAt, SgTable};
 
-/// Why a list of segments could not be taken.
+/// Why an index could not be built.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Error)]
 #[non_exhaustive]
 pub enum SgError<A: Address> {
     /// A segment reaches beyond the end of its address space.
     #[error("a segment of {len} bytes at {addr} reaches beyond the end of the address space")]
     Wraps {
-        /// Where the segment starts.
+        /// Address of the segment.
         addr: A,
-        /// Its bytes.
+        /// Bytes of the segment.
         len: u64,
     },
     /// The buffer would be longer than 2^64 - 1 bytes.
@@ -32,7 +32,7 @@ pub enum SgError<A: Address> {
     },
 }
 
-/// How an [`SgIndex`] holds its segments. It chooses by itself; this is for reports.
+/// The representation that an [`SgIndex`] has chosen for its segments, for reports.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 #[non_exhaustive]
 pub enum SgKind {
@@ -50,7 +50,7 @@ pub enum SgKind {
 }
 
 impl SgKind {
-    /// The name as it stands in reports.
+    /// The name in reports.
     pub const fn name(self) -> &'static str {
         match self {
             Self::InPlace => "in place",
@@ -74,18 +74,18 @@ const FLAT_MEAN_16THS: u64 = 17;
 /// The longest segment, in granules, of a flat index, which finds the end of a segment page by page.
 const FLAT_LONGEST: u64 = 16;
 
-/// Segments that are longer than this on average get no bitmap: it would take more than 64 bytes for each of them, and
-/// whoever makes up the segments could ask for any amount of memory. A binary search among them is short.
+/// Segments longer than this on average get no bitmap: it would take more than 64 bytes for each, so that untrusted
+/// segments could demand any amount of memory. A binary search among them is short.
 const MOST_PAGES_A_SEGMENT: u64 = 256;
 
 /// The smallest granule that gets a bitmap. From here on it is at most 1/16384 of the buffer.
 const RANK_GRANULE: u32 = 12;
 
-/// A buffer as a list of segments that does not change any more, with an index: finding a byte costs one or two loads,
-/// for the last page of a buffer in a million pieces as for the first.
+/// An immutable list of the segments of a buffer, with an index: finding a byte costs one or two loads, also in a
+/// buffer of a million segments.
 ///
-/// Neighbours that continue each other are one segment, as in an [`SgTable`]. Use a table while segments are still
-/// coming or when all of them are walked once; make an index of it when pages are looked up.
+/// Adjacent contiguous segments are merged, as in an [`SgTable`]. Use a table while segments are added or when all of
+/// them are walked once; build an index when pages are looked up.
 ///
 /// ```
 /// use dmalane_addr::{PageSize, PhysAddr, Segment, SgIndex};
@@ -114,7 +114,7 @@ enum Form<A> {
     List(SgTable<A>),
 }
 
-/// What the choice of a form goes by.
+/// Properties of the segments that decide the representation.
 pub(super) struct Survey {
     pub(super) granule: PageSize,
     /// Granules, the last one perhaps cut short.
@@ -141,7 +141,7 @@ impl Survey {
         Self { granule, pages: table.len().div_ceil(granule.bytes()), base, highest, longest }
     }
 
-    /// True when 32 bits can say how many granules a segment is above the lowest.
+    /// True when the distance of every segment from the lowest, in granules, fits 32 bits.
     pub(super) fn is_near(&self) -> bool {
         let spread = u64::try_from(self.highest - self.base);
         spread.is_ok_and(|bytes| bytes >> self.granule.log2() <= u64::from(u32::MAX))
@@ -176,8 +176,8 @@ fn starts<A: Address>(table: &SgTable<A>) -> impl ExactSizeIterator<Item = (u64,
 }
 
 impl<A: Address> SgIndex<A> {
-    /// The index of these segments in one pass over them; those of no bytes are left out. While it runs, it also needs
-    /// 16 bytes for each segment.
+    /// Builds the index in one pass over the segments; empty ones are skipped. Needs 16 bytes of temporary memory for
+    /// each segment.
     ///
     /// # Errors
     /// Any of [`SgError`].
@@ -193,7 +193,7 @@ impl<A: Address> SgIndex<A> {
         }
     }
 
-    /// The index of all segments of a table.
+    /// Builds the index of all segments of a table.
     ///
     /// # Errors
     /// [`SgError::NoMemory`].
@@ -202,7 +202,7 @@ impl<A: Address> SgIndex<A> {
         Self::build(table, &survey, survey.kind(table.segment_count()))
     }
 
-    /// The index in the given form, which must be able to hold it.
+    /// Builds the index in the given representation, which must be suitable.
     pub(super) fn build(table: &SgTable<A>, survey: &Survey, kind: SgKind) -> Result<Self, SgError<A>> {
         let shift = u32::from(survey.granule.log2());
         let places = starts(table).map(|(start, s)| (start, s.addr.bits()));
@@ -229,7 +229,7 @@ impl<A: Address> SgIndex<A> {
         Self { len, segments, granule: survey.granule, form: Form::List(table) }
     }
 
-    /// Bytes in all.
+    /// Total bytes.
     #[inline]
     pub fn len(&self) -> u64 {
         self.len
@@ -247,9 +247,8 @@ impl<A: Address> SgIndex<A> {
         self.segments
     }
 
-    /// The largest page size of which all segments start at a multiple, in the buffer as in memory. (The last segment
-    /// may end anywhere.) A page of this size or below, at a multiple of its size, never crosses from a segment into
-    /// the next.
+    /// The largest page size to which all segments are aligned, both in the buffer and in memory. (The last segment may
+    /// end anywhere.) An aligned page of this size or smaller never crosses a segment boundary.
     #[inline]
     pub fn granule(&self) -> PageSize {
         self.granule
@@ -267,7 +266,7 @@ impl<A: Address> SgIndex<A> {
             }
     }
 
-    /// How the segments are held.
+    /// The representation of the segments.
     pub fn kind(&self) -> SgKind {
         match self.form {
             Form::InPlace(_) => SgKind::InPlace,
@@ -278,7 +277,7 @@ impl<A: Address> SgIndex<A> {
         }
     }
 
-    /// Where the byte at `offset` lives; `None` beyond the end.
+    /// The address of the byte at `offset`; `None` beyond the end.
     #[inline]
     pub fn segment_at(&self, offset: u64) -> Option<SegmentAt<A>> {
         if offset >= self.len {
@@ -300,15 +299,15 @@ impl<A: Address> SgIndex<A> {
             Form::InPlace(f) => f.segment(offset),
             Form::WideRank(f) => f.segment(offset, self.shift()).map(|(addr, page)| (addr, self.page_end(page)))?,
             Form::List(table) => return table.segment_at(offset),
-            Form::Flat(_) | Form::Rank(_) => return None, // not here
+            Form::Flat(_) | Form::Rank(_) => return None, // handled by the caller
         };
         Some(SegmentAt { addr: A::new(addr), left: end - offset })
     }
 
     /// The address of the whole page at `offset`; `None` where it reaches beyond the end or is not contiguous.
     ///
-    /// Faster than [`segment_at`](Self::segment_at) for a multiple of a page up to the [granule](Self::granule): where
-    /// the segment ends need not be found out.
+    /// Faster than [`segment_at`](Self::segment_at) for aligned pages up to the [granule](Self::granule), since the end
+    /// of the segment is not needed.
     #[inline]
     pub fn page_at(&self, offset: u64, page: PageSize) -> Option<A> {
         if self.len.checked_sub(offset)? < page.bytes() {
@@ -325,7 +324,7 @@ impl<A: Address> SgIndex<A> {
         self.page_across(offset, page)
     }
 
-    /// A page that may reach from one granule into the next, or of another form.
+    /// As [`page_at`](Self::page_at), for a page that may cross granules or another representation.
     #[inline(never)]
     fn page_across(&self, offset: u64, page: PageSize) -> Option<A> {
         self.segment_at(offset).filter(|s| s.left >= page.bytes()).map(|s| s.addr)
@@ -345,7 +344,7 @@ impl<A: Address> SgIndex<A> {
     /// The address of each page of a sub-range; `None` when the range is not within the buffer, is no multiple of the
     /// page size, or holds a page that is not contiguous. An empty range has no pages.
     ///
-    /// Where the page is larger than the [granule](Self::granule), the runs of the range are looked through first.
+    /// When the page is larger than the [granule](Self::granule), this first walks all runs of the range.
     pub fn pages(&self, range: Range<u64>, page: PageSize) -> Option<SgPages<'_, A>> {
         let mask = page.bytes() - 1;
         let mut runs = self.runs(range.clone())?;
@@ -360,7 +359,7 @@ impl<A: Address> SgIndex<A> {
         u32::from(self.granule.log2())
     }
 
-    /// The offset behind a page, cut to the end of the buffer. (The end of the last page may be 2^64.)
+    /// The end offset of a page, limited to the end of the buffer. (The end of the last page may be 2^64.)
     #[inline]
     fn page_end(&self, page: u32) -> u64 {
         ((u64::from(page) << self.shift()).wrapping_sub(1)).min(self.len - 1) + 1

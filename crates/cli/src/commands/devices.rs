@@ -3,14 +3,13 @@
 use std::process::ExitCode;
 
 use clap::Args;
-use dmalane::CARD_PCI_ID;
-use dmalane::daemon::{self, SOCKET};
+use dmalane::registry::{KINDS, Listed};
 use serde::Serialize;
+use serde_json::{Map, Value, json};
 
-use crate::device::{CARD_DDR, CARD_HBM};
 use crate::failure::Failure;
 use crate::probe::Probe;
-use crate::{output, pci, size};
+use crate::{output, size};
 
 const EXAMPLES: &str = "\
 Examples:
@@ -29,11 +28,15 @@ pub struct Devices {
 impl Devices {
     /// Lists the devices.
     pub fn run(self) -> Result<ExitCode, Failure> {
-        let listing = Listing { schema: 1, command: "devices", devices: list(&Probe::machine()) };
-        if self.json {
-            output::print_json(&listing)?;
-        } else {
-            output::print(&text(&listing.devices))?;
+        let devices = list(&Probe::machine());
+        match self.json {
+            true => output::print_json(&Listing {
+                schema: 1,
+                command: "devices",
+                devices: devices.iter().map(json).collect(),
+                kinds: kinds(),
+            })?,
+            false => output::print(&text(&devices))?,
         }
         Ok(ExitCode::SUCCESS)
     }
@@ -43,94 +46,74 @@ impl Devices {
 struct Listing {
     schema: u32,
     command: &'static str,
-    devices: Vec<Device>,
+    devices: Vec<Value>,
+    kinds: Vec<Kind>,
 }
 
+/// A kind of device, and how one is named.
 #[derive(Serialize)]
-struct Device {
-    name: String,
-    supported: bool,
-    description: String,
-    #[serde(flatten)]
-    kind: Kind,
+struct Kind {
+    syntax: &'static str,
+    description: &'static str,
 }
 
-#[derive(Serialize)]
-#[serde(tag = "kind", rename_all = "snake_case")]
-enum Kind {
-    SoftCard { memories: Vec<Memory>, channels: u32 },
-    Daemon,
-    VfioPci { pci_id: String, iommu_group: Option<String> },
+fn list(probe: &Probe) -> Vec<Listed> {
+    KINDS.iter().flat_map(|kind| (kind.list)(&probe.place("/"))).collect()
 }
 
-#[derive(Serialize)]
-struct Memory {
-    name: &'static str,
-    default_bytes: u64,
+fn kinds() -> Vec<Kind> {
+    KINDS.iter().map(|kind| Kind { syntax: kind.syntax, description: kind.about }).collect()
 }
 
-fn list(probe: &Probe) -> Vec<Device> {
-    let soft = Device {
-        name: "soft".to_owned(),
-        supported: true,
-        description: "the software card: a device model inside this process, no hardware needed".to_owned(),
-        kind: Kind::SoftCard {
-            memories: vec![
-                Memory { name: "ddr", default_bytes: CARD_DDR.bytes() },
-                Memory { name: "hbm", default_bytes: CARD_HBM.bytes() },
-            ],
-            channels: 2,
-        },
-    };
-    let bound = pci::devices(probe).into_iter().filter(|d| d.driver.as_deref() == Some("vfio-pci"));
-    let (vendor, device) = CARD_PCI_ID;
-    let card = format!("{vendor:04x}:{device:04x}");
-    let hardware = bound.map(|d| Device {
-        name: format!("vfio:{}", d.bdf),
-        supported: d.id == card,
-        description: match d.id == card {
-            true => "a card bound to vfio-pci".to_owned(),
-            false => {
-                "a PCI device bound to vfio-pci, but not a dmalane card; `dmalane bar-map` maps its BARs".to_owned()
-            }
-        },
-        kind: Kind::VfioPci { pci_id: d.id, iommu_group: d.iommu_group },
-    });
-    let socket = Some(probe.place(SOCKET)).filter(|socket| socket.exists()).map(|socket| {
-        // A file may be there without a daemon: one that was killed leaves its socket.
-        let answer = daemon::status(&socket);
-        Device {
-            name: format!("daemon:{SOCKET}"),
-            supported: answer.is_ok(),
-            description: match answer {
-                Ok(_) => "a share of a dmalaned's card; `dmalaned status` shows its clients".to_owned(),
-                Err(e) => format!("the daemon cannot be used: {e}"),
-            },
-            kind: Kind::Daemon,
-        }
-    });
-    std::iter::once(soft).chain(socket).chain(hardware).collect()
+fn json(device: &Listed) -> Value {
+    let Listed { name, kind, supported, about, memories, channels, facts } = device;
+    let mut map = Map::new();
+    let mut put = |key: &str, value: Value| drop(map.insert(key.to_owned(), value));
+    put("name", json!(name));
+    put("supported", json!(supported));
+    put("description", json!(about));
+    put("kind", json!(kind));
+    if !memories.is_empty() {
+        let memory = |(name, bytes): &(&str, u64)| json!({ "name": name, "default_bytes": bytes });
+        put("memories", memories.iter().map(memory).collect());
+    }
+    if let Some(channels) = channels {
+        put("channels", json!(channels));
+    }
+    facts.iter().for_each(|(key, value)| put(key, json!(value)));
+    Value::Object(map)
 }
 
-fn text(devices: &[Device]) -> String {
+fn text(devices: &[Listed]) -> String {
     let mut text = String::new();
-    for device in devices {
-        text += &format!("{}\n    {}\n", device.name, device.description);
-        text += &match &device.kind {
-            Kind::SoftCard { memories, channels } => {
-                let sizes: Vec<_> =
-                    memories.iter().map(|m| format!("{} {}", m.name, size::binary(m.default_bytes))).collect();
-                format!(
-                    "    memories {} (allocated as they fill; --card-ddr and --card-hbm set the sizes), {channels} \
-                    channels\n",
-                    sizes.join(", ")
-                )
-            }
-            Kind::Daemon => String::new(),
-            Kind::VfioPci { pci_id, iommu_group } => {
-                format!("    id {pci_id}, IOMMU group {}\n", iommu_group.as_deref().unwrap_or("none"))
-            }
-        };
+    for Listed { name, about, memories, channels, facts, .. } in devices {
+        text += &format!("{name}\n    {about}\n");
+        if let (false, Some(channels)) = (memories.is_empty(), channels) {
+            let sizes: Vec<_> =
+                memories.iter().map(|(name, bytes)| format!("{name} {}", size::binary(*bytes))).collect();
+            text += &format!(
+                "    memories {} (allocated as they fill; --card-ddr and --card-hbm set the sizes), {channels} channels\n",
+                sizes.join(", ")
+            );
+        }
+        let facts: Vec<_> = facts
+            .iter()
+            .map(|(key, value)| {
+                let label = match *key {
+                    "pci_id" => "id",
+                    "iommu_group" => "IOMMU group",
+                    other => other,
+                };
+                format!("{label} {}", value.as_deref().unwrap_or("none"))
+            })
+            .collect();
+        if !facts.is_empty() {
+            text += &format!("    {}\n", facts.join(", "));
+        }
+    }
+    text += "\nEvery kind, as -d names it:\n";
+    for Kind { syntax, description } in kinds() {
+        text += &format!("    {syntax:<32}{description}\n");
     }
     text
 }
@@ -138,6 +121,7 @@ fn text(devices: &[Device]) -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use dmalane::daemon::{self, SOCKET};
     use std::fs;
     use std::os::fd::AsFd;
     use std::os::unix::fs::symlink;
@@ -174,7 +158,7 @@ mod tests {
         let socket = root.path().join(SOCKET.trim_start_matches('/'));
         fs::create_dir_all(socket.parent().unwrap()).unwrap();
         let daemon = |supported: bool| {
-            let daemon = serde_json::to_value(&list(&probe)[1]).unwrap();
+            let daemon = json(&list(&probe)[1]);
             assert_eq!((&daemon["kind"], &daemon["supported"]), (&"daemon".into(), &supported.into()), "{daemon}");
             assert_eq!(daemon["name"], "daemon:/run/dmalane/dmalaned.sock");
             daemon["description"].as_str().unwrap().to_owned()
@@ -199,7 +183,7 @@ mod tests {
         fs::write(ours.join("device"), "0x0001\n").unwrap();
         let card = list(&probe).pop().unwrap();
         assert_eq!((card.name.as_str(), card.supported), ("vfio:0000:01:00.0", true));
-        let json = serde_json::to_value(&devices[1]).unwrap();
+        let json = json(&devices[1]);
         assert_eq!(json["kind"], "vfio_pci");
         assert_eq!((&json["supported"], &json["iommu_group"]), (&false.into(), &"15".into()));
     }

@@ -364,8 +364,10 @@ mod tests {
 
     #[test]
     fn smaps() {
-        let text = "55d0-55f0 rw-p 00000000 00:00 0    [heap]\nSize:  128 kB\nKernelPageSize:        4 kB\nVmFlags: rd wr\n\
-                    7f00-7f10 rw-s 00000000 00:01 99 /memfd:my buffer (deleted)\nAnonHugePages: 0 kB\nnonsense\n-\n9-1 x\n";
+        let text = "55d0-55f0 rw-p 00000000 00:00 0    [heap]\nSize:  128 kB\nKernelPageSize:        4 kB\nVmFlags: \
+                    rd wr\n\
+                    7f00-7f10 rw-s 00000000 00:01 99 /memfd:my buffer (deleted)\nAnonHugePages: 0 \
+                    kB\nnonsense\n-\n9-1 x\n";
         let found = parse(text);
         assert_eq!(found.len(), 2);
         assert_eq!((found[0].start, found[0].end, found[0].name.as_str()), (0x55d0, 0x55f0, "[heap]"));

@@ -7,20 +7,18 @@ mod sample;
 
 use std::path::PathBuf;
 use std::process::ExitCode;
-use std::sync::Arc;
 
 use clap::builder::{PathBufValueParser, TypedValueParser};
 use clap::{ArgGroup, Args};
-use dmalane::addr::PageSize;
-use dmalane::card::regs;
-use dmalane::dma::{Mmio, PageBacking};
+use dmalane::device::IommuCounters;
+use dmalane::dma::PageBacking;
 use dmalane::file::{FileQueue, Mode};
-use dmalane::load::{self, Error, Input, Loaded, Placement, Report};
+use dmalane::load::{self, DriveOptions, Error, Input, Loaded, Report};
 use dmalane::queue::QueueChoice;
-use dmalane::sim::{CardConfig, HostConfig, SoftBus};
-use dmalane::{CardDevice, CardUse, FileOptions, SoftConfig, SoftDevice, open_as, open_file};
+use dmalane::sim::Workers;
+use dmalane::{DeviceSpec, FileOptions, OpenDevice, OpenOptions, Placement, open_as, open_file};
 
-use crate::device::{self, CARD_DDR, CARD_HBM, CHUNK, Device, OnBus, card_memory};
+use crate::device::{self, CHUNK, card_memory};
 use crate::failure::Failure;
 use crate::number::within;
 use crate::output;
@@ -66,10 +64,9 @@ pub struct Load {
     #[arg(long, value_name = "SIZE", value_parser = sample::size, allow_hyphen_values = true)]
     sample: Option<Size>,
 
-    /// Target device: soft (the software card in this process), daemon or daemon:SOCKET (a share of a dmalaned's
-    /// card), vfio:BDF (a card bound to vfio-pci) or vfio-user:SOCKET (a card that another process serves)
-    #[arg(short, long, default_value = "soft", value_parser = Device::parse_card)]
-    device: Device,
+    /// The device to load to, such as soft, daemon, vfio:BDF, vfio-user:SOCKET, file:PATH or ram:SIZE; `dmalane devices` lists the kinds
+    #[arg(short, long, default_value = "soft", value_parser = device::parse)]
+    device: DeviceSpec,
 
     /// Show the time and rate of each stage beside its measured ceiling
     #[arg(long)]
@@ -100,8 +97,9 @@ pub struct Load {
     #[arg(long, value_name = "CHANNELS", default_value = "auto")]
     mm_channel: QueueChoice,
 
-    /// Device memory that holds the tensors
-    #[arg(long, value_enum, default_value_t)]
+    /// The device memory that gets them: a region by its name, such as ddr; a group, such as hbm, to stripe over its regions; or
+    /// hbm-half for one region of a group [default: the first region]
+    #[arg(long, value_name = "REGION", default_value = "default", hide_default_value = true)]
     placement: Placement,
 
     /// Fragmentation of the software host's physical memory, from 0 to 1
@@ -154,9 +152,9 @@ struct Outcome {
     verified: bool,
     /// The pages behind the staging buffers.
     backing: Option<PageBacking>,
-    /// At the end of the load, before reading back; only of a card in this process.
-    iommu: Option<Iommu>,
-    /// Bytes of card memory that the load touched first; only of a card in this process.
+    /// At the end of the load, before reading back; of a card in this process.
+    iommu: Option<IommuCounters>,
+    /// Bytes of card memory that the load touched first; of a card in this process.
     touched: Option<u64>,
     /// High-water mark of the heap, reading back included.
     heap_peak: u64,
@@ -164,35 +162,11 @@ struct Outcome {
     resident_peak: u64,
 }
 
-/// The IOMMU's counters at some moment.
-struct Iommu {
-    leaves: Vec<(PageSize, u64)>,
-    tables: usize,
-    hits: u64,
-    misses: u64,
-    faults: u64,
-}
-
-impl Iommu {
-    fn of(bus: &SoftBus) -> Self {
-        let host = bus.host().stats();
-        Self {
-            leaves: host.leaves,
-            tables: host.tables,
-            hits: host.iotlb_hits,
-            misses: host.iotlb_misses,
-            faults: host.faults,
-        }
-    }
-}
-
 impl Load {
     /// Loads, and prints the result.
     pub fn run(self) -> Result<ExitCode, Failure> {
-        self.device.check_options(
-            &[("--workers", self.workers), ("--fragmentation", self.fragmentation.is_some())],
-            &[("--card-ddr", self.card_ddr.is_some()), ("--card-hbm", self.card_hbm.is_some())],
-        )?;
+        let options = self.open_options();
+        device::check(&self.device, &options)?;
         let targets = self.save_targets()?;
         for target in &targets {
             load::check_target(target).map_err(|e| Failure::because("cannot save", &e))?;
@@ -203,34 +177,39 @@ impl Load {
         // Before the card is touched: a file that cannot be opened resets none. A sample must know how large the card
         // is.
         let files = self.files.iter().map(|path| self.open(path)).collect::<Result<_, _>>()?;
-        let (ddr, hbm) = (self.card_ddr.map(Size::bytes), self.card_hbm.map(Size::bytes));
-        if self.device != Device::Soft {
-            return self.device.connect(ddr, hbm, Onto { load: &self, files, targets: &targets });
+        let mut device = device::open(&self.device, &options)?;
+        let unknown = device.memory_mut().allocate(0, &self.placement).err();
+        if let Some(unknown) = unknown {
+            return Err(Failure::usage(format!("--placement {}: {unknown}", self.placement)));
         }
-        let (ddr, hbm) = (ddr.unwrap_or(CARD_DDR.bytes()), hbm.unwrap_or(CARD_HBM.bytes()));
-        let room = Room { ddr, hbm, placement: self.placement, device: &self.device };
+        let room = Room::of(&device, &self.device, &self.placement);
         let inputs = self.with_sample(files, &room)?;
-        let config = SoftConfig {
-            card: CardConfig { ddr, hbm, workers: self.workers.into(), ..CardConfig::default() },
-            host: HostConfig {
-                fragmentation: self.fragmentation.unwrap_or(0.5),
-                seed: self.seed,
-                ..HostConfig::default()
-            },
-            gather: self.chunk.bytes(),
-            mm_channel: self.mm_channel.clone(),
-            ..SoftConfig::default()
-        };
-        let soft = SoftDevice::open(config).map_err(|e| device::no_soft_card(&e, ddr, hbm))?;
-        let bus = soft.bus.clone();
-        self.load_onto(soft, Some(&bus), &room, inputs, &targets)
+        self.load_onto(device, &room, inputs, &targets)
     }
 
-    /// Loads onto a card; `soft` is the bus of a card in this process, which has counters.
-    fn load_onto<B: Mmio + 'static>(
+    /// How the device is opened.
+    fn open_options(&self) -> OpenOptions {
+        let soft = self.device.kind().name == "soft";
+        OpenOptions {
+            drive: DriveOptions {
+                chunk: self.chunk.bytes(),
+                queues: self.mm_channel.clone(),
+                ..DriveOptions::default()
+            },
+            card_ddr: self.card_ddr.map(Size::bytes),
+            card_hbm: self.card_hbm.map(Size::bytes),
+            workers: self.workers.then_some(Workers::PerChannel),
+            fragmentation: self.fragmentation,
+            // The seed is also that of the sample.
+            seed: soft.then_some(self.seed),
+            ..OpenOptions::default()
+        }
+    }
+
+    /// Loads onto a device.
+    fn load_onto(
         &self,
-        mut card: CardDevice<B>,
-        soft: Option<&SoftBus>,
+        mut device: OpenDevice,
         room: &Room<'_>,
         mut inputs: Vec<Input<FileQueue>>,
         targets: &[PathBuf],
@@ -238,42 +217,48 @@ impl Load {
         let bytes = |inputs: &[Input<FileQueue>]| {
             inputs.iter().filter_map(|i| i.file.metadata().ok()).fold(0u64, |sum, m| sum.saturating_add(m.len()))
         };
-        let touched = || {
-            let (ddr, hbm) = soft?.memory().touched();
-            Some(ddr + hbm)
-        };
-        let recording = self.record.as_deref().map(|to| Recording::of(&mut card.device, to)).transpose()?;
-        let before = touched();
+        let recording = self.record.as_deref().map(|to| Recording::of(&mut device, to)).transpose()?;
+        let before = device.counters().touched;
         let bar = Progress::new("load", self.shows_progress());
         bar.set_length(bytes(&inputs));
-        let result = card.device.load(&mut inputs, self.placement, &mut |n| bar.advance(n));
+        let result = device.load(&mut inputs, &self.placement, &mut |n| bar.advance(n));
         let (loaded, mut report) = result.map_err(|e| room.load_failure(&e, &inputs))?;
         bar.finish();
-        let iommu = soft.map(Iommu::of);
-        let touched = touched().zip(before).map(|(now, then)| now.saturating_sub(then));
+        let counters = device.counters();
+        let iommu = counters.iommu;
+        let touched = counters.touched.zip(before).map(|(now, then)| now.saturating_sub(then));
         if let Some(recording) = recording {
             recording.save()?;
         }
         if self.verify {
             let bar = Progress::new("verify", self.shows_progress());
             bar.set_length(report.bytes);
-            let result = card.device.verify(&loaded, &inputs, &mut |n| bar.advance(n));
+            let result = device.verify(&loaded, &inputs, &mut |n| bar.advance(n));
             report.verify_wall = result.map_err(|e| verify_failure(&e))?;
             bar.finish();
         }
         for (saved, (file, to)) in loaded.files.iter().zip(targets).enumerate() {
-            card.device.save(file, to).map_err(|e| save_failure(&e, saved, targets.len()))?;
+            device.save(file, to).map_err(|e| save_failure(&e, saved, targets.len()))?;
         }
-        let (heap_peak, resident_peak) = (card.device.heap().stats().peak as u64, card.device.resident_peak());
+        let (heap_peak, resident_peak) = (device.heap().stats().peak as u64, device.resident_peak());
         if self.explain {
-            let ceilings = card.device.ceilings(&mut inputs);
+            let ceilings = device.ceilings(&mut inputs);
             let trouble = |e| Failure::because("cannot measure the ceilings (the files are loaded)", &e);
             report.ceilings = Some(ceilings.map_err(trouble)?);
         }
-        let (device, verified, backing) =
-            (self.device.to_string(), self.verify, card.device.staging_backing().cloned());
-        let outcome =
-            Outcome { device, inputs, loaded, report, verified, backing, iommu, touched, heap_peak, resident_peak };
+        let (name, verified, backing) = (self.device.to_string(), self.verify, device.staging_backing().cloned());
+        let outcome = Outcome {
+            device: name,
+            inputs,
+            loaded,
+            report,
+            verified,
+            backing,
+            iommu,
+            touched,
+            heap_peak,
+            resident_peak,
+        };
         match self.json {
             true => output::print_json(&report::json(&outcome))?,
             false => output::print(&report::text(&outcome, self.explain, self.list))?,
@@ -330,31 +315,6 @@ impl Load {
             targets.push(target);
         }
         Ok(targets)
-    }
-}
-
-/// A load onto a card that is not in this process.
-struct Onto<'a> {
-    load: &'a Load,
-    files: Vec<Input<FileQueue>>,
-    targets: &'a [PathBuf],
-}
-
-impl OnBus for Onto<'_> {
-    type Output = ExitCode;
-
-    fn run<B: Mmio + 'static>(self, bus: Arc<B>, how: CardUse) -> Result<ExitCode, Failure> {
-        let Self { load, files, targets } = self;
-        let how = CardUse { gather: load.chunk.bytes(), mm_channel: load.mm_channel.clone(), ..how };
-        let card = CardDevice::on(bus, how).map_err(|e| device::cannot_open(&e))?;
-        let read = |register: u64| {
-            let half = |offset| card.bus.read32(regs::BAR_REGISTERS, offset).map(u64::from);
-            Ok::<_, dmalane::dma::Error>(half(register)? | half(register + 4)? << 32)
-        };
-        let (ddr, hbm) = (read(regs::DDR_LEN)?, read(regs::HBM_LEN)?);
-        let room = Room { ddr, hbm, placement: load.placement, device: &load.device };
-        let inputs = load.with_sample(files, &room)?;
-        load.load_onto(card, None, &room, inputs, targets)
     }
 }
 
@@ -421,8 +381,8 @@ mod tests {
     fn defaults() {
         let load = load("a b").unwrap();
         assert_eq!((&load.files[..], load.sample), (&["a", "b"].map(PathBuf::from)[..], None));
-        assert_eq!((&load.device, load.file_options().mode), (&Device::Soft, Mode::Auto));
-        assert_eq!((&load.mm_channel, load.placement), (&QueueChoice::Auto, Placement::Ddr));
+        assert_eq!((load.device.to_string(), load.file_options().mode), ("soft".to_owned(), Mode::Auto));
+        assert_eq!((&load.mm_channel, load.placement.clone()), (&QueueChoice::Auto, Placement::Default));
         assert_eq!((load.chunk.bytes(), load.card_ddr, load.card_hbm), (16 << 20, None, None));
         assert_eq!((load.fragmentation, load.seed, &load.save, &load.record), (None, 1, &None, &None));
         assert!(!(load.explain || load.verify || load.workers || load.json || load.quiet || load.list));
@@ -438,7 +398,7 @@ mod tests {
         .unwrap();
         assert_eq!(load.sample.map(Size::bytes), Some(3 << 29));
         assert_eq!((load.file_options().mode, &load.mm_channel), (Mode::Buffered, &QueueChoice::Only(1)));
-        assert_eq!(load.placement, Placement::Hbm);
+        assert_eq!(load.placement, Placement::HBM);
         let sizes = [Some(load.chunk), load.card_ddr, load.card_hbm].map(|size| size.map(Size::bytes));
         assert_eq!(sizes, [Some(2 << 20), Some(1_000_000_000), Some(4096)]);
         assert_eq!((load.fragmentation, load.seed, load.save), (Some(1.0), 7, Some("out".into())));
@@ -462,9 +422,9 @@ mod tests {
             "a --fragmentation -0.5",
             "a --fragmentation NaN",
             "a --mm-channel both",
-            "a --placement sram",
+            "a --placement -half",
             "a -d gpu0",
-            "a -d file:x",
+            "a -d file:",
             "a --seed -1",
             "--sample 0",
             "--sample 4095",

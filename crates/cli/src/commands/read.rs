@@ -14,10 +14,13 @@ use dmalane::addr::{Access, FileOffset};
 use dmalane::dma::{AnonHeap, DmaHeap, MemfdHeap, Needs, PageKind, Picked, pick};
 use dmalane::file::Mode;
 use dmalane::load::fill::{Event, Extent, FillError, Filled, Job};
-use dmalane::sim::SoftHost;
-use dmalane::{AllocAndRead, AllocRead, ReadError, ReadMethod, ReadOptions, ReadSource, Scheme, read_all, read_mapped};
+use dmalane::sim::{HostConfig, SoftHost};
+use dmalane::{
+    AllocAndRead, AllocRead, DeviceSpec, ReadError, ReadMethod, ReadOptions, ReadSource, Scheme, read_all, read_mapped,
+    read_to_device,
+};
 
-use crate::device::{Device, card_memory, large_host};
+use crate::device::{self as opening, LARGE_HOST, card_memory};
 use crate::failure::Failure;
 use crate::number::within;
 use crate::output;
@@ -72,11 +75,10 @@ pub struct Read {
     #[arg(long)]
     map: bool,
 
-    /// Map each chunk for this device and transfer it while the rest is read: soft (the software card in this
-    /// process), daemon or daemon:SOCKET (a share of a dmalaned's card), vfio:BDF (a card bound to vfio-pci) or
-    /// vfio-user:SOCKET (a card that another process serves)
-    #[arg(short, long, value_parser = Device::parse_card, conflicts_with = "map")]
-    device: Option<Device>,
+    /// Map each chunk for this device and transfer it while the rest is read: soft, daemon, vfio:BDF, vfio-user:SOCKET,
+    /// file:PATH or ram:SIZE; `dmalane devices` lists the kinds
+    #[arg(short, long, value_parser = opening::parse, conflicts_with = "map")]
+    device: Option<DeviceSpec>,
 
     /// DDR size of the software card (default 64GiB), or of the share of a daemon's card; at most 256GiB, rounded up
     /// to 2MiB
@@ -186,18 +188,15 @@ struct Outcome {
     segments: Option<u64>,
     /// Device mappings of the buffers; `None` if none were asked for.
     mappings: Option<usize>,
-    /// The device that received them.
-    device: Option<Device>,
-    /// The device's copy was read back and compared.
+    /// The device that got them.
+    device: Option<DeviceSpec>,
+    /// What it got was read back and compared.
     verified: bool,
 }
 
 impl Read {
     /// Reads, and prints the result.
     pub fn run(self) -> Result<ExitCode, Failure> {
-        if let Some(device) = &self.device {
-            device.check_options(&[], &[("--card-ddr", self.card_ddr.is_some())])?;
-        }
         let picked = self.pick_heap()?;
         let bar = Progress::new("read", !self.quiet && !self.json);
         let Done { filled, methods, mappings, target } = self.read(&*picked.heap, &bar)?;
@@ -235,7 +234,7 @@ impl Read {
     }
 
     fn pick_heap(&self) -> Result<Picked, Failure> {
-        let shareable = self.shareable || self.device.as_ref().is_some_and(Device::shares);
+        let shareable = self.shareable || self.device.as_ref().is_some_and(opening::shares);
         let (dma_buf, node) = (self.dma_buf, self.node);
         let needs = Needs { shareable, dma_buf, node, pages: Some(self.pages), ..Needs::default() };
         let heap: Arc<dyn dmalane::dma::Heap> = match self.heap {
@@ -296,13 +295,14 @@ impl Read {
             ControlFlow::Continue(())
         };
         let mut target = match &self.device {
-            Some(device) => Some(device::open(device, self.card_ddr.map(Size::bytes), &job.buffers)?),
+            Some(spec) => Some(Target::open(spec, self.card_ddr.map(Size::bytes), &job.buffers)?),
             None => None,
         };
-        let read = if let Some(target) = &mut target {
-            target.read(heap, &sources, &job, &options, &mut watch).map_err(failure)?
+        let read = if let Some(Target { device, to }) = &mut target {
+            read_to_device(heap, device, to, &sources, &job, &options, &mut watch).map_err(failure)?
         } else if self.map {
-            let host: SoftHost = SoftHost::new(large_host()).map_err(|e| Failure::because("no software host", &e))?;
+            let host: SoftHost = SoftHost::new(HostConfig { memory: LARGE_HOST, ..HostConfig::default() })
+                .map_err(|e| Failure::because("no software host", &e))?;
             read_mapped(heap, &host, Access::READ, &sources, &job, &options, &mut watch).map_err(failure)?
         } else {
             let (filled, methods) = read_all(heap, &sources, &job, &options, &mut watch).map_err(failure)?;
@@ -318,8 +318,8 @@ struct Done {
     filled: Filled,
     methods: Vec<ReadMethod>,
     mappings: Option<usize>,
-    /// The device that received them.
-    target: Option<Box<dyn Target>>,
+    /// The device that has it.
+    target: Option<Target>,
 }
 
 fn range(text: &str) -> Result<Range, String> {

@@ -11,19 +11,18 @@ use std::time::Duration;
 
 use clap::Args;
 use clap::builder::{PathBufValueParser, TypedValueParser};
-use dmalane::CardUse;
-use dmalane::dma::Mmio;
 use dmalane::file::{FileDeviceError, FileDeviceOptions};
 use dmalane::queue::QueueChoice;
-use dmalane::sim::{CardConfig, Workers};
+use dmalane::sim::Workers;
 use dmalane::validate::{
-    Allocation, Directions, Event, FitReport, FitSettings, Pages, Phase, SoftTarget, Stop, Sweep, Target,
-    ValidateError, ValidateReport, ValidateSettings, emulations, fit_link, run_into as measure,
+    Allocation, Directions, Event, FitReport, FitSettings, Pages, Phase, Stop, Sweep, Target, ValidateError,
+    ValidateReport, ValidateSettings, emulations, fit_link, run_into as measure,
 };
+use dmalane::{DeviceSpec, OpenError, OpenOptions};
 use signal_hook::consts::{SIGINT, SIGTERM};
 use signal_hook::flag;
 
-use crate::device::{CARD_DDR, CARD_HBM, Device, OnBus, card_memory};
+use crate::device::{self, card_memory};
 use crate::failure::{Failure, USAGE};
 use crate::number::within;
 use crate::output;
@@ -54,11 +53,10 @@ Exit status: 0 all data was equal, 1 data differed or the device could not be me
 #[derive(Args)]
 #[command(after_help = EXAMPLES)]
 pub struct Validate {
-    /// Device to measure: soft (the software card in this process), daemon or daemon:SOCKET (a share of a dmalaned's
-    /// card), vfio:BDF (a card bound to vfio-pci), vfio-user:SOCKET (a card that another process serves) or
-    /// file:PATH[,h2c=PATH,c2h=PATH] (files that are read and written at device addresses)
-    #[arg(short, long, value_name = "DEVICE", default_value = "soft", value_parser = Device::parse)]
-    device: Device,
+    /// The device, such as soft, daemon, vfio:BDF, vfio-user:SOCKET, file:PATH[,h2c=PATH,c2h=PATH] or ram:SIZE; `dmalane devices` lists the
+    /// kinds
+    #[arg(short, long, value_name = "DEVICE", default_value = "soft", value_parser = device::parse)]
+    device: DeviceSpec,
 
     /// Threads, from 1 to 64, each with a buffer per direction
     #[arg(short = 'j', long, value_name = "N", default_value_t = 8, value_parser = within::<u8>(1..=64))]
@@ -301,11 +299,10 @@ impl Validate {
 
     /// Refuses options that do not fit the device.
     fn check_options(&self) -> Result<(), Failure> {
-        let here = [("--emulate", self.emulate.is_some()), ("--workers", self.workers)];
-        let sized = [("--card-ddr", self.card_ddr.is_some()), ("--card-hbm", self.card_hbm.is_some())];
         let card = [
-            ("--ring-size", self.ring_size.is_some()),
+            ("--emulate", self.emulate.is_some()),
             ("--fit", self.fit),
+            ("--ring-size", self.ring_size.is_some()),
             ("--ddr-only", self.ddr_only),
             ("--hbm-only", self.hbm_only),
             ("--channel-allocation", self.channel_allocation == Allocation::Paired),
@@ -314,16 +311,40 @@ impl Validate {
         let file =
             [("--probe-at", self.probe_at.is_some()), ("--direct", self.direct), ("--overwrite", self.overwrite)];
         let given = |options: &[(&'static str, bool)]| options.iter().find(|o| o.1).map(|o| o.0);
-        if matches!(self.device, Device::File(_)) {
-            return match given(&card).or(given(&here)).or(given(&sized)) {
-                Some(option) => Err(Failure::usage(format!("{option} is for a card, not for a file"))),
-                None => Ok(()),
-            };
+        let takes = |option| self.device.kind().options.contains(&option);
+        if let Some(option) = given(&card).filter(|_| !takes("ring")) {
+            return Err(Failure::usage(format!("{option} is for a card, and {} is none", self.device)));
         }
-        if let Some(option) = given(&file) {
+        if let Some(option) = given(&file).filter(|_| !takes("file")) {
             return Err(Failure::usage(format!("{option} is for a file: -d file:PATH")));
         }
-        self.device.check_options(&here, &sized)
+        if self.emulate.is_some() && !takes("workers") {
+            return Err(Failure::usage(format!("--emulate is for soft, not for {}", self.device)));
+        }
+        device::check(&self.device, &self.open_options())
+    }
+
+    /// How the device is opened.
+    fn open_options(&self) -> OpenOptions {
+        let takes = |option| self.device.kind().options.contains(&option);
+        // As many calls at once as the reference makes.
+        let both = if self.settings().ways.contains(&Directions::Both) { 2 } else { 1 };
+        let file = FileDeviceOptions {
+            probe_at: self.probe_at.map(Size::bytes),
+            direct: self.direct,
+            threads: usize::from(self.threads) * both,
+            ..FileDeviceOptions::default()
+        };
+        OpenOptions {
+            // All memory is measured, and nothing is bound.
+            flat: true,
+            ring: self.ring_size,
+            card_ddr: self.card_ddr.map(Size::bytes),
+            card_hbm: self.card_hbm.map(Size::bytes),
+            workers: self.workers.then_some(Workers::PerChannel),
+            file: takes("file").then_some(file),
+            ..OpenOptions::default()
+        }
     }
 
     fn settings(&self) -> ValidateSettings {
@@ -354,42 +375,40 @@ impl Validate {
 
     /// The device to measure, and the device whose limits --fit finds.
     fn targets(&self) -> Result<(Target, Option<Target>), Failure> {
-        let failed = |e| self.failure(e);
-        let (ddr, hbm) = (self.card_ddr.map(Size::bytes), self.card_hbm.map(Size::bytes));
-        match &self.device {
-            Device::File(paths) => {
-                // As many concurrent calls as the reference makes.
-                let ways = if self.settings().ways.contains(&Directions::Both) { 2 } else { 1 };
-                let options = FileDeviceOptions {
-                    probe_at: self.probe_at.map(Size::bytes),
-                    direct: self.direct,
-                    threads: usize::from(self.threads) * ways,
-                    ..FileDeviceOptions::default()
-                };
-                let lose = self.overwrite || self.offset.is_some();
-                Ok((Target::file(paths.clone(), options, lose).map_err(failed)?, None))
-            }
-            Device::Soft => {
-                let workers = if self.workers { Workers::PerChannel } else { Workers::Inline };
-                let (ddr, hbm) = (ddr.unwrap_or(CARD_DDR.bytes()), hbm.unwrap_or(CARD_HBM.bytes()));
-                let card = CardConfig { ddr, hbm, workers, ..CardConfig::default() };
-                let soft = |catch_up| SoftTarget {
-                    card,
-                    ring: self.ring_size,
-                    emulate: self.emulate.clone(),
-                    catch_up,
-                    ..SoftTarget::default()
-                };
-                // Late threads on a busy machine must not look like a limit.
-                let fitted = self.fit.then(|| Target::soft(soft(Some(Duration::from_millis(20)))));
-                let fitted = fitted.transpose().map_err(failed)?;
-                Ok((Target::soft(soft(None)).map_err(failed)?, fitted))
-            }
-            device => Ok((device.connect(ddr, hbm, Opening(self))?, None)),
-        }
+        let options = self.open_options();
+        let open = || options.device(&self.device).map_err(|e| self.cannot_open(&e, &options));
+        let target = |catch_up| match &self.emulate {
+            Some(link) => Target::emulated(open()?, link, catch_up).map_err(|e| self.failure(e)),
+            None => Target::new(open()?, self.overwrite || self.offset.is_some()).map_err(|e| self.failure(e)),
+        };
+        // A busy machine's late threads shall not look like a limit.
+        let fitted = self.emulate.as_ref().filter(|_| self.fit).map(|_| target(Some(Duration::from_millis(20))));
+        let fitted = fitted.transpose()?;
+        Ok((target(None)?, fitted))
     }
 
-    /// The error with what helps against it. Settings that the device cannot have are usage errors.
+    /// The error of opening the device, with what helps against it.
+    fn cannot_open(&self, error: &OpenError, options: &OpenOptions) -> Failure {
+        let failure = device::cannot_open(error, options);
+        let OpenError::Device { source, .. } = error else { return failure };
+        let hint = match source.downcast_ref::<FileDeviceError>() {
+            Some(FileDeviceError::Open { source, .. }) => match source.kind() {
+                std::io::ErrorKind::NotFound => "make a file to measure with: truncate -s 1GiB /dev/shm/memory",
+                std::io::ErrorKind::PermissionDenied | std::io::ErrorKind::ReadOnlyFilesystem => {
+                    "validating writes to the device: it must be readable and writable for you"
+                }
+                _ => return failure,
+            },
+            Some(FileDeviceError::InUse(_)) => "unmount it first; validating writes to it",
+            Some(FileDeviceError::ProbeAt { .. }) => "for example --probe-at 1MiB",
+            Some(FileDeviceError::NotMemory { .. }) => "name the file of each direction: file:PATH,h2c=PATH,c2h=PATH",
+            Some(FileDeviceError::NoDirect { .. }) => "without --direct it is used through the page cache",
+            _ => return failure,
+        };
+        failure.hint(hint)
+    }
+
+    /// The error with what helps against it. ValidateSettings that the device cannot have are usage errors.
     fn failure(&self, error: ValidateError) -> Failure {
         let hint = self.hint(&error);
         let usage = matches!(error, ValidateError::Bad { .. } | ValidateError::NoChannel { .. });
@@ -403,14 +422,15 @@ impl Validate {
         Some(match error {
             E::TooSmall { needed, have, memory } => {
                 let room = have.saturating_sub(offset) / (2 * threads) / 4096 * 4096;
-                let grow = match (&self.device, *memory) {
-                    (Device::File(_), _) => format!("a file of {needed} bytes"),
-                    (Device::Soft, "DDR") => format!("--card-ddr {}", Size::about(*needed)),
-                    (Device::Soft, _) => format!("--card-hbm {}", Size::about(needed.saturating_mul(2))),
-                    (Device::Vfio(_) | Device::VfioUser(_), _) => "a card with more memory".to_owned(),
-                    (Device::Daemon(_), _) => {
+                let grow = match (self.device.kind().name, *memory) {
+                    ("file", _) => format!("a file of {needed} bytes"),
+                    ("ram", _) => format!("ram:{}", Size::about(*needed)),
+                    ("soft", "DDR") => format!("--card-ddr {}", Size::about(*needed)),
+                    ("soft", _) => format!("--card-hbm {}", Size::about(needed.saturating_mul(2))),
+                    ("daemon", _) => {
                         "a daemon that gives a client more (dmalaned --client-ddr, --client-hbm)".to_owned()
                     }
+                    _ => "a device with more memory".to_owned(),
                 };
                 let smaller = match room {
                     0 if offset > 0 => "a smaller --offset".to_owned(),
@@ -421,23 +441,6 @@ impl Validate {
             }
             E::NoChannel { has: 1, .. } => "without --mm-channel its only channel is used".to_owned(),
             E::NoChannel { .. } => "--mm-channel auto uses all of them".to_owned(),
-            E::FileDevice(FileDeviceError::Open { source, .. }) => match source.kind() {
-                std::io::ErrorKind::NotFound => {
-                    "make a file to measure with: truncate -s 1GiB /dev/shm/memory".to_owned()
-                }
-                std::io::ErrorKind::PermissionDenied | std::io::ErrorKind::ReadOnlyFilesystem => {
-                    "validating writes to the device: it must be readable and writable for you".to_owned()
-                }
-                _ => return None,
-            },
-            E::FileDevice(FileDeviceError::InUse(_)) => "unmount it first; validating writes to it".to_owned(),
-            E::FileDevice(FileDeviceError::ProbeAt { .. }) => "for example --probe-at 1MiB".to_owned(),
-            E::FileDevice(FileDeviceError::NotMemory { .. }) => {
-                "name the file of each direction: file:PATH,h2c=PATH,c2h=PATH".to_owned()
-            }
-            E::FileDevice(FileDeviceError::NoDirect { .. }) => {
-                "without --direct it is used through the page cache".to_owned()
-            }
             E::Lost(_) => {
                 "name the first address that may be overwritten with --offset SIZE, or --overwrite for all of them"
                     .to_owned()
@@ -447,19 +450,6 @@ impl Validate {
             }
             _ => return None,
         })
-    }
-}
-
-/// Opens a card that is not in this process.
-struct Opening<'a>(&'a Validate);
-
-impl OnBus for Opening<'_> {
-    type Output = Target;
-
-    fn run<B: Mmio + 'static>(self, bus: Arc<B>, how: CardUse) -> Result<Target, Failure> {
-        let Self(validate) = self;
-        let name = format!("the card {}", validate.device);
-        Target::card(name, bus, how.apart, validate.ring_size).map_err(|e| validate.failure(e))
     }
 }
 

@@ -77,7 +77,8 @@ fn folder() -> tempfile::TempDir {
         cp model.safetensors shard-1.safetensors; cp model.safetensors shard-2.safetensors
         cp model.safetensors weights.bin; cp model.safetensors model.bin; gzip -k model.bin; cp model.bin 4711
         mkdir -p .local/share/bash-completion/completions .config/fish/completions
-        printf '%s' '{\"schema\": 1, \"mappings\": [{\"va\": \"0x40000000\", \"pa\": 0, \"len\": 65536, \"access\": \"rw\"}]}' > boot.json
+        printf '%s' '{\"schema\": 1, \"mappings\": [{\"va\": \"0x40000000\", \"pa\": 0, \"len\": \
+        65536, \"access\": \"rw\"}]}' > boot.json
         dmalane iopt build boot.json --format x86-64-4level -o ram.bin --base 0x1a3000
         head -c 1716224 /dev/zero > ram; cat ram.bin >> ram; mv ram ram.bin";
     let output = shell(make, folder.path());

@@ -1,4 +1,4 @@
-//! The kernel's own DMA buffers: dma-buf heaps, and memfds wrapped as dma-bufs.
+//! The kernel's DMA buffers: dma-buf heaps, and memfds wrapped as dma-bufs.
 
 use std::fs::{self, File};
 use std::io;
@@ -12,23 +12,23 @@ use crate::sys::{Exclusive, Region, page};
 use crate::{CpuBuf, Error, SharedBuf};
 
 const UDMABUF: &str = "/dev/udmabuf";
-/// The most that udmabuf takes, in MiB.
+/// Module parameter: largest buffer that udmabuf accepts, in MiB.
 const SIZE_LIMIT: &str = "/sys/module/udmabuf/parameters/size_limit_mb";
 
-/// A heap of the kernel, `/dev/dma_heap/NAME`: its buffers are dma-bufs, which drivers import.
+/// A heap of the kernel, `/dev/dma_heap/NAME`, whose buffers are dma-bufs that drivers import.
 ///
-/// Their mappings take no direct I/O and no registration with io_uring (both `EFAULT`): what is to be read directly
-/// belongs into a memfd, which [`export_dma_buf`] wraps afterwards.
+/// Their mappings support neither direct I/O nor io_uring registration (both `EFAULT`). For direct reads use a memfd,
+/// which [`export_dma_buf`] wraps afterwards.
 pub struct DmaHeap {
     device: File,
     counters: Arc<Counters>,
 }
 
 impl DmaHeap {
-    /// Opens the heap with this name; `system` is there wherever there are any.
+    /// Opens the heap with this name; `system` exists on every kernel with dma-buf heaps.
     ///
     /// # Errors
-    /// The kernel's, with the path: `NotFound` where it was built without dma-buf heaps.
+    /// The kernel's, with the path: `NotFound` on a kernel without dma-buf heaps.
     pub fn open(name: &str) -> io::Result<Self> {
         let path = PathBuf::from("/dev/dma_heap").join(name);
         let device = File::open(&path).map_err(|e| io::Error::new(e.kind(), format!("{}: {e}", path.display())))?;
@@ -38,8 +38,8 @@ impl DmaHeap {
     fn map(&self, len: usize) -> Result<(Region, PageBacking, Account), Error> {
         let size = len.checked_next_multiple_of(page()).and_then(NonZeroUsize::new).ok_or(Error::BadLength(len))?;
         let kind = "dma-buf heap memory";
-        // The kernel (6.12, 7.2) takes page after page until the OOM killer comes, and such memory is not counted as
-        // this process's: it would be killed before others, or others before it.
+        // The kernel (6.12, 7.2) allocates until the OOM killer acts, and does not charge this memory to the process,
+        // so the OOM killer would choose the wrong one.
         if let Some(room) = crate::room().filter(|room| room.bytes < size.get() as u64) {
             let left = format!("{} bytes are left, limited by {}", room.bytes, room.limited_by);
             return Err(Error::Allocate { len, kind, source: io::Error::new(io::ErrorKind::OutOfMemory, left) });
@@ -58,7 +58,7 @@ impl Heap for DmaHeap {
         Ok(CpuBuf::new(Exclusive::new(region).map_err(refused)?, backing, account))
     }
 
-    /// The kernel allocates a dma-buf as a whole: all pages are there from the start.
+    /// Allocates a dma-buf, whose pages are all present from the start.
     fn reserve(&self, len: usize) -> Result<Reserved, Error> {
         let (region, backing, account) = self.map(len)?;
         Ok(Reserved::present(region, backing, account))
@@ -77,17 +77,17 @@ impl Heap for DmaHeap {
     }
 }
 
-/// Is there a device that wraps memfds as dma-bufs, for this process?
+/// True when this process can wrap memfds as dma-bufs.
 pub(super) fn has_udmabuf() -> bool {
     use rustix::fs::{Access, access};
     access(UDMABUF, Access::READ_OK | Access::WRITE_OK).is_ok()
 }
 
-/// The pages of a memfd buffer as a dma-buf that drivers import. From then on the buffer counts as exported.
+/// Wraps the pages of a memfd buffer as a dma-buf that drivers import. From then on the buffer counts as exported.
 ///
 /// # Errors
-/// `NotFound` where the kernel has no `/dev/udmabuf`; `Unsupported` for a buffer without a descriptor; `InvalidInput`
-/// from the kernel for more than `size_limit_mb` of its module udmabuf (64 MiB unless raised).
+/// `NotFound` when the kernel has no `/dev/udmabuf`; `Unsupported` for a buffer without a descriptor; `InvalidInput`
+/// for a buffer larger than `size_limit_mb` of the module udmabuf (64 MiB by default).
 pub fn export_dma_buf(buf: &SharedBuf) -> io::Result<OwnedFd> {
     let named = |e: io::Error| io::Error::new(e.kind(), format!("{UDMABUF}: {e}"));
     let device = File::options().read(true).write(true).open(UDMABUF).map_err(named)?;
@@ -98,7 +98,8 @@ pub fn export_dma_buf(buf: &SharedBuf) -> io::Result<OwnedFd> {
             Some(mib) if e.raw_os_error() == Some(libc::EINVAL) && buf.len() > mib << 20 => {
                 let len = buf.len();
                 let why = format!(
-                    "{UDMABUF} takes {mib} MiB at once, and these are {len} bytes (as root: echo MIB > {SIZE_LIMIT})"
+                    "{UDMABUF} accepts at most {mib} MiB, but the buffer has {len} bytes (as root: echo MIB > \
+                     {SIZE_LIMIT})"
                 );
                 io::Error::new(e.kind(), why)
             }

@@ -1,4 +1,4 @@
-//! The ladder of page kinds, and the two heaps that climb down it: anonymous memory, and memory behind a memfd.
+//! The fallback chain of page kinds, and the two heaps that use it: anonymous memory, and memory behind a memfd.
 
 use std::io;
 use std::num::NonZeroUsize;
@@ -9,12 +9,11 @@ use super::{Abilities, Account, Counters, Heap, HeapStats, PageBacking, PageKind
 use crate::sys::{Exclusive, HUGE, Pages, Region, page};
 use crate::{CpuBuf, Error};
 
-/// From this many bytes on, a reservation may be rounded up to whole huge pages: that is never more than half as much
-/// again.
+/// Reservations of at least this many bytes may be rounded up to whole huge pages: at most 50 % more.
 const ROUND_FROM: usize = 4 << 20;
 
 impl PageKind {
-    /// Bytes of a page that is reserved as a whole; `None` where 4 KiB pages may stand in.
+    /// Bytes of a reserved huge page; `None` for kinds where the kernel may use 4 KiB pages instead.
     pub(crate) fn reserved_bytes(self) -> Option<usize> {
         match self {
             Self::Hugetlb1G => Some(1 << 30),
@@ -39,11 +38,11 @@ const SWITCHES: &str = "/sys/kernel/mm/transparent_hugepage";
 const ANONYMOUS: &str = "enabled";
 const SHARED: &str = "shmem_enabled";
 
-/// What is between a backing and the memory.
+/// Maps memory with a given kind of pages.
 type Map<'a> = &'a dyn Fn(NonZeroUsize, Pages) -> io::Result<Region>;
 
-/// The rungs of the ladder from the best kind down to 4 KiB pages.
-struct Ladder {
+/// Tries page kinds from the best one down to 4 KiB pages.
+struct FallbackChain {
     best: PageKind,
     /// The kernel's switch for transparent huge pages in this kind of memory.
     switch: &'static str,
@@ -51,13 +50,14 @@ struct Ladder {
     counters: Arc<Counters>,
 }
 
-impl Ladder {
+impl FallbackChain {
     fn new(best: PageKind, switch: &'static str) -> Self {
         Self { best, switch, node: None, counters: Arc::default() }
     }
 
-    /// Tries the rungs one by one. `populate`: what pages a backing cannot make present, it cannot give.
-    fn climb(
+    /// Maps memory with the best page kind that works. `populate`: a kind counts as failed when its pages cannot be
+    /// made present.
+    fn map_best(
         &self,
         len: usize,
         populate: bool,
@@ -66,16 +66,16 @@ impl Ladder {
     ) -> Result<(Region, PageBacking), Error> {
         let base = len.checked_next_multiple_of(page()).and_then(NonZeroUsize::new).ok_or(Error::BadLength(len))?;
         let mut passed_over = Vec::new();
-        let rungs = [PageKind::Hugetlb1G, PageKind::Hugetlb2M, PageKind::Transparent];
-        for backing in rungs.into_iter().skip_while(|backing| *backing != self.best) {
+        let huge_kinds = [PageKind::Hugetlb1G, PageKind::Hugetlb2M, PageKind::Transparent];
+        for candidate in huge_kinds.into_iter().skip_while(|candidate| *candidate != self.best) {
             // Rounding a small buffer up to a huge page would waste most of it.
             if len < HUGE / 2 {
-                passed_over.push((backing, "smaller than half a huge page".to_owned()));
+                passed_over.push((candidate, "smaller than half a huge page".to_owned()));
                 continue;
             }
             let mut bytes = base;
-            if let Some(page) = backing.reserved_bytes() {
-                // Nobody gets much more memory than was asked for: limits of the caller must hold.
+            if let Some(page) = candidate.reserved_bytes() {
+                // Do not allocate much more than requested, so that the caller's limits hold.
                 let round = if populate || page > HUGE || base.get() < ROUND_FROM {
                     None
                 } else {
@@ -84,14 +84,16 @@ impl Ladder {
                 match round.or(Some(base.get()).filter(|n| n.is_multiple_of(page))).and_then(NonZeroUsize::new) {
                     Some(whole) => bytes = whole,
                     None => {
-                        passed_over.push((backing, format!("not a whole number of {} MiB pages", page >> 20)));
+                        passed_over.push((candidate, format!("not a whole number of {} MiB pages", page >> 20)));
                         continue;
                     }
                 }
             }
-            match transparent_allowed(backing, self.switch).and_then(|()| self.attempt(bytes, backing, populate, map)) {
-                Ok(region) => return Ok((region, PageBacking { kind: backing, passed_over })),
-                Err(e) => passed_over.push((backing, refusal(backing, bytes.get(), &e))),
+            match transparent_allowed(candidate, self.switch)
+                .and_then(|()| self.attempt(bytes, candidate, populate, map))
+            {
+                Ok(region) => return Ok((region, PageBacking { kind: candidate, passed_over })),
+                Err(e) => passed_over.push((candidate, refusal(candidate, bytes.get(), &e))),
             }
         }
         let region = self.attempt(base, PageKind::Base, populate, map).map_err(|source| Error::Allocate {
@@ -115,22 +117,22 @@ impl Ladder {
     }
 
     fn allocate(&self, len: usize, kind: &'static str, map: Map<'_>) -> Result<CpuBuf, Error> {
-        let (region, backing) = self.climb(len, true, kind, map)?;
+        let (region, backing) = self.map_best(len, true, kind, map)?;
         let refused = |_| Error::Allocate { len, kind, source: io::Error::other("a new region was already exported") };
         let account = Account::open(&self.counters, region.len());
         Ok(CpuBuf::new(Exclusive::new(region).map_err(refused)?, backing, account))
     }
 
     fn reserve(&self, len: usize, kind: &'static str, map: Map<'_>) -> Result<Reserved, Error> {
-        let (region, backing) = self.climb(len, false, kind, map)?;
+        let (region, backing) = self.map_best(len, false, kind, map)?;
         let account = Account::open(&self.counters, region.len());
         Ok(Reserved::new(region, backing, account, kind))
     }
 }
 
-/// Why a backing was passed over, and what would help.
-fn refusal(backing: PageKind, bytes: usize, error: &io::Error) -> String {
-    match backing {
+/// Why a page kind was not used, and how to make it available.
+fn refusal(kind: PageKind, bytes: usize, error: &io::Error) -> String {
+    match kind {
         PageKind::Hugetlb2M => {
             let pages = bytes / HUGE;
             format!("{error}; reserve {pages} with: echo {pages} | sudo tee /proc/sys/vm/nr_hugepages")
@@ -144,15 +146,15 @@ fn refusal(backing: PageKind, bytes: usize, error: &io::Error) -> String {
     }
 }
 
-/// Whether transparent huge pages can be had at all: anonymous memory and shared memory have a switch each.
-fn transparent_allowed(backing: PageKind, switch: &str) -> io::Result<()> {
-    if backing != PageKind::Transparent {
+/// Checks that transparent huge pages are enabled: anonymous memory and shared memory have separate settings.
+fn transparent_allowed(kind: PageKind, switch: &str) -> io::Result<()> {
+    if kind != PageKind::Transparent {
         return Ok(());
     }
     let size = std::fs::read_to_string(Path::new(SWITCHES).join("hpage_pmd_size"));
     if let Some(size) = size.ok().and_then(|text| text.trim().parse::<usize>().ok()).filter(|size| *size > HUGE) {
         return Err(io::Error::other(format!(
-            "this kernel's are {} MiB each, and buffers are aligned to 2",
+            "huge pages of this kernel are {} MiB, but buffers are aligned to 2 MiB",
             size >> 20
         )));
     }
@@ -165,22 +167,22 @@ fn transparent_allowed(backing: PageKind, switch: &str) -> io::Result<()> {
     }
 }
 
-/// Private anonymous memory: the fastest target for direct I/O. Cannot be handed to another process.
-pub struct AnonHeap(Ladder);
+/// Private anonymous memory: the fastest target for direct I/O. It cannot be shared with another process.
+pub struct AnonHeap(FallbackChain);
 
 impl AnonHeap {
-    /// A heap that starts at the top of the ladder: hugetlb, then transparent huge pages, then 4 KiB.
+    /// A heap that tries hugetlb pages, then transparent huge pages, then 4 KiB pages.
     pub fn new() -> Self {
         Self::starting_at(PageKind::Hugetlb2M)
     }
 
-    /// A heap whose ladder starts at `best`.
+    /// A heap whose fallback chain starts at `best`.
     pub fn starting_at(best: PageKind) -> Self {
-        Self(Ladder::new(best, ANONYMOUS))
+        Self(FallbackChain::new(best, ANONYMOUS))
     }
 
-    /// The heap, with all of its memory from one NUMA node, if one is named; a node that there is not fails when memory
-    /// is asked for.
+    /// Binds all memory of the heap to one NUMA node, if `node` names one. Allocation fails when the node does not
+    /// exist.
     #[must_use]
     pub fn bound_to(mut self, node: Option<u32>) -> Self {
         self.0.node = node;
@@ -217,27 +219,27 @@ impl Heap for AnonHeap {
 }
 
 /// Memory behind a file descriptor, sealed against shrinking: other processes and drivers can map it.
-pub struct MemfdHeap(Ladder);
+pub struct MemfdHeap(FallbackChain);
 
 impl MemfdHeap {
-    /// A heap that starts at the top of the ladder: hugetlb, then transparent huge pages, then 4 KiB.
+    /// A heap that tries hugetlb pages, then transparent huge pages, then 4 KiB pages.
     pub fn new() -> Self {
         Self::starting_at(PageKind::Hugetlb2M)
     }
 
-    /// A heap whose ladder starts at `best`.
+    /// A heap whose fallback chain starts at `best`.
     pub fn starting_at(best: PageKind) -> Self {
-        Self(Ladder::new(best, SHARED))
+        Self(FallbackChain::new(best, SHARED))
     }
 
-    /// A heap whose memory another process can import ([`SharedBuf::import`](crate::SharedBuf::import)): its ladder
-    /// starts at `best`, but at transparent huge pages at most.
+    /// A heap whose memory another process can import ([`SharedBuf::import`](crate::SharedBuf::import)): its fallback
+    /// chain starts at `best`, but at transparent huge pages at most.
     pub fn importable(best: Option<PageKind>) -> Self {
         Self::starting_at(if best == Some(PageKind::Base) { PageKind::Base } else { PageKind::Transparent })
     }
 
-    /// The heap, with all of its memory from one NUMA node, if one is named; a node that there is not fails when memory
-    /// is asked for.
+    /// Binds all memory of the heap to one NUMA node, if `node` names one. Allocation fails when the node does not
+    /// exist.
     #[must_use]
     pub fn bound_to(mut self, node: Option<u32>) -> Self {
         self.0.node = node;

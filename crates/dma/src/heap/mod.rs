@@ -1,4 +1,4 @@
-//! Heaps: where buffers come from.
+//! Heaps allocate buffers.
 
 mod dma_heap;
 mod fallback;
@@ -49,7 +49,7 @@ impl fmt::Display for PageKind {
     }
 }
 
-/// Where on the ladder of page kinds a buffer ended up, and why not higher.
+/// The page kind of a buffer, with the reasons why no better kind was used.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub struct PageBacking {
     /// The kind of pages.
@@ -58,14 +58,14 @@ pub struct PageBacking {
     pub passed_over: Vec<(PageKind, String)>,
 }
 
-/// What a heap has handed out.
+/// Allocation counters of a heap.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
 pub struct HeapStats {
     /// Bytes in live buffers.
     pub live: usize,
-    /// The most that `live` has been.
+    /// Maximum of `live`.
     pub peak: usize,
-    /// Buffers handed out since the heap was made.
+    /// Buffers allocated since the heap was created.
     pub buffers: usize,
 }
 
@@ -74,21 +74,21 @@ pub trait Heap: Send + Sync {
     /// A zeroed buffer of `len` bytes, rounded up to 4 KiB. All pages are present when this returns.
     ///
     /// # Errors
-    /// [`Error::BadLength`] for 0 bytes or when rounding up overflows; [`Error::Allocate`] when the last backing of the
-    /// ladder fails too.
+    /// [`Error::BadLength`] for 0 bytes or when rounding up overflows; [`Error::Allocate`] when the last page kind of
+    /// the fallback chain fails too.
     fn allocate(&self, len: usize) -> Result<CpuBuf, Error>;
 
-    /// A buffer whose pages are not there yet: to be made present piece by piece, while the first pieces are in use
-    /// already. `len` is rounded up to 4 KiB, or, from 4 MiB on, to the pages of the heap.
+    /// A buffer whose pages are not present yet. Its ranges are populated one by one, while earlier ranges are already
+    /// in use. `len` is rounded up to 4 KiB, or, from 4 MiB on, to the pages of the heap.
     ///
     /// # Errors
-    /// As [`Heap::allocate`]. The ladder ends here: when pages run out later, [`Absent::populate`] fails.
+    /// As [`Heap::allocate`]. There is no fallback later: when pages run out, [`Absent::populate`] fails.
     fn reserve(&self, len: usize) -> Result<Reserved, Error>;
 
-    /// What buffers of this heap can be used for.
+    /// Uses for which this heap's buffers are suitable.
     fn abilities(&self) -> Abilities;
 
-    /// What was handed out so far.
+    /// Allocation counters.
     fn stats(&self) -> HeapStats;
 
     /// The heap's name.
@@ -147,7 +147,7 @@ pub(crate) struct Account {
 }
 
 impl Account {
-    /// For memory that no heap counts.
+    /// For memory outside of heaps.
     pub(crate) fn none() -> Self {
         Self { counters: Arc::default(), bytes: 0 }
     }

@@ -1,4 +1,4 @@
-//! What a buffer is needed for, and which heap gives that.
+//! Requirements on buffers, and the choice of a heap that meets them.
 
 use std::fmt;
 use std::sync::Arc;
@@ -6,7 +6,7 @@ use std::sync::Arc;
 use super::{AnonHeap, DmaHeap, Heap, MemfdHeap, PageKind};
 use crate::{Error, memlock_left};
 
-/// What the buffers of a heap can be used for.
+/// Uses for which the buffers of a heap are suitable.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 #[non_exhaustive]
 pub struct Abilities {
@@ -18,7 +18,7 @@ pub struct Abilities {
     pub registrable: bool,
     /// Drivers can import them, as a dma-buf.
     pub dma_buf: bool,
-    /// The best pages that they may have.
+    /// The best page kind.
     pub best_pages: PageKind,
 }
 
@@ -37,29 +37,29 @@ impl fmt::Display for Abilities {
     }
 }
 
-/// What a caller needs of a buffer.
+/// Requirements on a buffer.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
 pub struct Needs {
-    /// Another process is to map it.
+    /// Another process can map it.
     pub shareable: bool,
-    /// It is to be read into directly, past the page cache.
+    /// Files can be read into it with direct I/O.
     pub direct_io: bool,
-    /// It is to be registered with io_uring.
+    /// io_uring can register it.
     pub registrable: bool,
-    /// So many bytes are to be registered or pinned at one time. More than this process may lock (RLIMIT_MEMLOCK) is
-    /// refused, whatever the heap.
+    /// Bytes that will be registered or pinned at one time. More than this process may lock (RLIMIT_MEMLOCK) is an
+    /// error for every heap.
     pub pinned: u64,
-    /// A driver is to import it as a dma-buf.
+    /// A driver can import it as a dma-buf.
     pub dma_buf: bool,
-    /// All of its pages are to be of this NUMA node.
+    /// NUMA node of all pages; `None` for any.
     pub node: Option<u32>,
-    /// Where the ladder of page kinds starts; the best for most uses when it is not said.
+    /// First page kind of the fallback chain; `None` for reserved 2 MiB pages.
     pub pages: Option<PageKind>,
 }
 
 impl Needs {
-    /// What of this a heap lacks; `None` when it has everything.
-    fn lacking(&self, has: &Abilities) -> Option<&'static str> {
+    /// The first requirement that a heap does not meet; `None` when it meets all.
+    fn missing(&self, has: &Abilities) -> Option<&'static str> {
         [
             (self.shareable, has.shareable, "cannot be shared with another process"),
             (self.direct_io, has.direct_io, "takes no direct I/O"),
@@ -71,11 +71,11 @@ impl Needs {
     }
 }
 
-/// A heap that was chosen, and why none that comes before it.
+/// The chosen heap, with the reasons against better ones.
 pub struct Picked {
-    /// The heap.
+    /// The chosen heap.
     pub heap: Arc<dyn Heap>,
-    /// Each heap that would have been better, and what it lacks.
+    /// Each better heap, with the requirement that it does not meet.
     pub passed_over: Vec<(&'static str, String)>,
 }
 
@@ -89,19 +89,18 @@ impl fmt::Display for Picked {
     }
 }
 
-/// The fastest heap that gives what is needed: anonymous memory, then a memfd (which `/dev/udmabuf` makes a dma-buf),
-/// then the kernel's own dma-buf heap.
+/// Chooses the fastest heap that meets the requirements: anonymous memory, then memfds (which `/dev/udmabuf` turns into
+/// dma-bufs), then the kernel's dma-buf heap.
 ///
 /// # Errors
-/// [`Error::NoHeap`] with what each lacks; [`Error::PinLimit`], with what would help, when less may be locked than is
-/// to be pinned.
+/// [`Error::NoHeap`] with the reason for each heap; [`Error::PinLimit`] when `pinned` exceeds the lock limit.
 pub fn pick(needs: Needs) -> Result<Picked, Error> {
     pick_within(needs, memlock_left())
 }
 
 fn pick_within(needs: Needs, left: Option<u64>) -> Result<Picked, Error> {
     if let Some(limit) = left.filter(|left| needs.pinned > *left) {
-        // What is pinned already is off the limit.
+        // `left` already excludes memory that is pinned.
         return Err(Error::PinLimit { wanted: needs.pinned, pinned: 0, limit });
     }
     let best = needs.pages.unwrap_or(PageKind::Hugetlb2M);
@@ -120,7 +119,7 @@ fn pick_within(needs: Needs, left: Option<u64>) -> Result<Picked, Error> {
     let mut passed_over = Vec::new();
     for (name, open) in heaps {
         let why = match open() {
-            Ok(heap) => match needs.lacking(&heap.abilities()) {
+            Ok(heap) => match needs.missing(&heap.abilities()) {
                 None => return Ok(Picked { heap, passed_over }),
                 Some("cannot become a dma-buf") if name == "memfd" => "there is no /dev/udmabuf for it".to_owned(),
                 Some(why) => why.to_owned(),
@@ -137,14 +136,14 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_ladder_of_heaps() {
+    fn picks_the_first_suitable_heap() {
         let plain = pick(Needs { direct_io: true, registrable: true, ..Needs::default() }).unwrap();
         assert_eq!((plain.heap.name(), plain.passed_over.len()), ("anonymous", 0));
         let shared = pick(Needs { shareable: true, direct_io: true, ..Needs::default() }).unwrap();
         assert_eq!(shared.heap.name(), "memfd");
         assert_eq!(shared.passed_over, [("anonymous", "cannot be shared with another process".to_owned())]);
         assert!(shared.to_string().starts_with("memfd (up to hugetlb 2 MiB, direct I/O, "), "{shared}");
-        // Here or there, a driver gets a buffer that it can import, or is told why not.
+        // Either a heap with dma-bufs is chosen, or the error names the reasons.
         match pick(Needs { dma_buf: true, ..Needs::default() }) {
             Ok(picked) => assert!(picked.heap.abilities().dma_buf),
             Err(e) => {

@@ -1,8 +1,8 @@
-//! A heap that keeps the buffers that were given up, and hands them out again.
+//! A heap that caches dropped buffers for reuse.
 //!
-//! Small buffers are cut out of huge pages. Half a megabyte in pages of 4 KiB is a list of 128 places for a disk, and
-//! reading it into those takes about three times as long as into one (`docs/bench/alloc-read.md`); a huge page for each
-//! would waste most of it.
+//! Small buffers are cut out of huge pages. A buffer of 512 KiB in 4 KiB pages is a scatter list of 128 entries for a
+//! disk, and reading into it takes about three times as long as into one contiguous range
+//! (`docs/bench/alloc-read.md`); a huge page for each would waste most of it.
 
 use std::collections::VecDeque;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -12,32 +12,31 @@ use super::{Abilities, Account, Counters, Heap, HeapStats, PageBacking, PageKind
 use crate::sys::{HUGE, Region, page};
 use crate::{CpuBuf, Error, SharedBuf};
 
-/// Less than this is read through the page cache, and never becomes a list for a disk.
+/// Smallest buffer that is cut out of a huge page. Smaller reads go through the page cache.
 const SLAB_FROM: usize = 64 << 10;
-/// Of more than this, two would not fit a huge page.
+/// Largest buffer that is cut out of a huge page: two must fit.
 const SLAB_UP_TO: usize = HUGE / 2;
 
-/// A heap over another one, which keeps what is dropped instead of giving it back to the kernel: the next buffer of
-/// about that size has its pages already.
+/// A heap over another one that caches dropped buffers instead of returning them to the kernel: the next buffer of
+/// about the same size has its pages already.
 ///
-/// A buffer comes back when the last reference to it is dropped. One whose descriptor was lent out does not: another
-/// process may still have it mapped. Buffers that outlive their pool are freed.
+/// A buffer returns to the pool when its last reference is dropped. An exported buffer does not, since another process
+/// may still have it mapped. Buffers that outlive their pool are freed.
 #[derive(Clone)]
 pub struct Pool(Arc<Shelf>);
 
-/// What a pool has done.
+/// Counters of a pool.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
 pub struct PoolStats {
-    /// Bytes kept for the next who asks.
+    /// Bytes of cached buffers.
     pub kept: usize,
-    /// Buffers kept.
+    /// Number of cached buffers.
     pub kept_buffers: usize,
-    /// Requests that were met from what was kept.
+    /// Requests that were met from the cache.
     pub hits: usize,
-    /// Requests that went to the heap below. A small one, of 64 KiB to 1 MiB, takes a huge page from there and leaves
-    /// the rest of it for the next.
+    /// Requests that went to the heap below. One of 64 KiB to 1 MiB takes a huge page from there and caches the rest.
     pub misses: usize,
-    /// Buffers given back to the kernel: to stay within the bound, by trimming, or because their pages were incomplete.
+    /// Buffers returned to the kernel: because of the limit, by trimming, or because not all pages were present.
     pub freed: usize,
 }
 
@@ -56,17 +55,17 @@ struct Kept {
 }
 
 impl Pool {
-    /// A pool that keeps at most `limit` bytes of buffers from `heap`.
+    /// A pool that caches at most `limit` bytes of buffers from `heap`.
     pub fn new(heap: impl Heap + 'static, limit: usize) -> Self {
         Self(Arc::new(Shelf { heap: Box::new(heap), limit, counters: Arc::default(), kept: Mutex::default() }))
     }
 
-    /// What it has done so far.
+    /// Counters since the pool was created.
     pub fn pool_stats(&self) -> PoolStats {
         self.0.kept().stats
     }
 
-    /// Gives the buffers that were not used for longest back to the kernel until at most `bytes` are kept.
+    /// Returns the least recently used buffers to the kernel until at most `bytes` are cached.
     pub fn trim(&self, bytes: usize) {
         let freed = self.0.kept().shrink(bytes);
         drop(freed); // unmaps, without the lock
@@ -78,8 +77,7 @@ impl Shelf {
         self.kept.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// The kept buffer that fits best: not much larger than asked for. The most recent of equals, since the cache knows
-    /// it.
+    /// Takes the best-fitting cached buffer, at most an eighth larger than `len`; the most recently used among equals.
     fn take(&self, len: usize) -> Option<(Region, PageBacking)> {
         let mut kept = self.kept();
         let most = len.saturating_add(len / 8);
@@ -97,10 +95,10 @@ impl Shelf {
         found
     }
 
-    /// A new buffer of `len` bytes out of a huge page, whose other pieces are kept; `None` where that cannot be.
+    /// A new buffer of `len` bytes from a huge page, whose remaining fragments are cached; `None` where not possible.
     fn slab(&self, len: usize) -> Option<(Region, PageBacking)> {
         let below = self.heap.abilities();
-        // What has a descriptor is shared as a whole, so it cannot be cut.
+        // A buffer with a descriptor is shared as a whole, so it cannot be split.
         if !(SLAB_FROM..=SLAB_UP_TO).contains(&len) || self.limit < HUGE || below.shareable {
             return None;
         }
@@ -112,13 +110,13 @@ impl Shelf {
             return None;
         }
         let (region, backing) = huge.into_region();
-        let mut pieces = region.cut(len).ok()?.into_iter();
-        let first = pieces.next()?;
+        let mut fragments = region.cut(len).ok()?.into_iter();
+        let first = fragments.next()?;
         let mut kept = self.kept();
-        // No more than fits beside the first one when that comes back.
+        // Leave room in the cache for the first fragment when it returns.
         let mut freed = Vec::new();
-        for piece in pieces {
-            freed.append(&mut kept.keep(piece, backing.clone(), self.limit - len));
+        for fragment in fragments {
+            freed.append(&mut kept.keep(fragment, backing.clone(), self.limit - len));
         }
         drop(kept);
         drop(freed);
@@ -127,7 +125,7 @@ impl Shelf {
 }
 
 impl Kept {
-    /// Keeps a buffer of at most `limit` bytes; returns what has to go for it.
+    /// Caches a buffer of at most `limit` bytes; returns the buffers to free for it.
     fn keep(&mut self, region: Region, backing: PageBacking, limit: usize) -> Vec<(Region, PageBacking)> {
         let freed = self.shrink(limit.saturating_sub(region.len()));
         self.stats.kept += region.len();
@@ -151,7 +149,7 @@ impl Kept {
 }
 
 impl Heap for Pool {
-    /// As promised by the trait, zeroed: recycled memory is cleared.
+    /// Allocates a zeroed buffer: recycled memory is cleared.
     fn allocate(&self, len: usize) -> Result<CpuBuf, Error> {
         let reserved = self.reserve(len)?;
         let fresh = reserved.is_fresh();
@@ -162,13 +160,13 @@ impl Heap for Pool {
         let taken = |_: SharedBuf| Error::Allocate {
             len,
             kind: "recycled memory",
-            source: std::io::Error::other("somebody else holds a new buffer"),
+            source: std::io::Error::other("a new buffer is already referenced"),
         };
         buf.into_cpu().map_err(taken)
     }
 
-    /// A kept buffer that is no more than an eighth too large, or else a new one; of 64 KiB to 1 MiB one that is a
-    /// piece of a huge page, where the heap below has private huge pages.
+    /// A cached buffer that is at most an eighth too large, else a new one. New buffers of 64 KiB to 1 MiB are cut out
+    /// of a huge page where the heap below has private huge pages.
     fn reserve(&self, len: usize) -> Result<Reserved, Error> {
         let base = len.checked_next_multiple_of(page()).filter(|n| *n > 0).ok_or(Error::BadLength(len))?;
         let home = |backing: &PageBacking, absent| Home {
@@ -189,7 +187,7 @@ impl Heap for Pool {
         let mut reserved = match self.0.heap.reserve(len) {
             Ok(reserved) => reserved,
             Err(e) => {
-                // What is kept may be what is missing.
+                // Free the cached memory and try again.
                 if self.pool_stats().kept == 0 {
                     return Err(e);
                 }
@@ -231,7 +229,7 @@ impl Home {
         self.absent.fetch_sub(bytes, Ordering::Relaxed);
     }
 
-    /// Keeps a region for the next who asks, or frees it.
+    /// Caches a region, or frees it.
     pub(crate) fn welcome(self, region: Region) {
         let Some(shelf) = self.shelf.upgrade() else { return };
         let len = region.len();

@@ -1,4 +1,4 @@
-//! Memory that is set aside, and becomes present piece by piece.
+//! Reserved memory that is populated range by range.
 
 use std::sync::Arc;
 
@@ -7,8 +7,8 @@ use crate::buf::Memory;
 use crate::sys::Region;
 use crate::{BufferSlice, Error, SharedBuf};
 
-/// A buffer of which no byte can be touched yet: [`Reserved::next`] takes pieces off its front, and a piece becomes a
-/// [`BufferSlice`] when its pages are present.
+/// A buffer whose pages are not present yet: [`Reserved::next`] takes ranges off its front, and a range becomes a
+/// [`BufferSlice`] when it is populated.
 #[derive(Debug)]
 pub struct Reserved {
     rest: BufferSlice,
@@ -25,17 +25,17 @@ impl Reserved {
         Self { rest: BufferSlice::whole(Arc::new(memory)), len, kind, fresh: true, present: false }
     }
 
-    /// New memory that the kernel has allocated as a whole.
+    /// New memory whose pages are all present.
     pub(crate) fn present(region: Region, backing: PageBacking, account: Account) -> Self {
         Self { present: true, ..Self::new(region, backing, account, "present memory") }
     }
 
-    /// Memory that was in use before: its pages are present, and hold what they held.
+    /// Memory that was in use before: its pages are present and keep their old contents.
     pub(crate) fn recycled(region: Region, backing: PageBacking, account: Account) -> Self {
         Self { fresh: false, ..Self::present(region, backing, account) }
     }
 
-    /// The memory, while no piece of it is out.
+    /// The memory, while no range was taken.
     pub(crate) fn memory_mut(&mut self) -> Option<&mut Memory> {
         self.rest.memory_mut()
     }
@@ -46,23 +46,23 @@ impl Reserved {
         self.len
     }
 
-    /// Bytes that were not taken yet.
+    /// Bytes not taken yet.
     pub fn left(&self) -> usize {
         self.rest.len()
     }
 
-    /// The kind of pages behind the buffer, and why no better kind.
+    /// The kind of pages behind the buffer, with the reasons why no better kind was used.
     pub fn backing(&self) -> &PageBacking {
         &self.rest.memory().backing
     }
 
-    /// True when the pages are new and therefore zero; false for recycled memory, which is present already and holds
-    /// whatever this process had in it.
+    /// True when the pages are new and therefore zero; false for recycled memory, which is present already and keeps
+    /// old contents of this process.
     pub fn is_fresh(&self) -> bool {
         self.fresh
     }
 
-    /// Takes the next `len` bytes, or as many as are left; `None` when nothing is.
+    /// Takes the next `len` bytes, or all that are left; `None` when none are left.
     pub fn next(&mut self, len: usize) -> Option<Absent> {
         let len = len.min(self.rest.len());
         if len == 0 {
@@ -72,18 +72,18 @@ impl Reserved {
         Some(Absent { part, kind: self.kind, present: self.present })
     }
 
-    /// All of it at once.
+    /// Populates the whole buffer.
     ///
     /// # Errors
-    /// [`Error::Allocate`] when the kernel has no more pages, and when pieces were taken before.
+    /// [`Error::Allocate`] when the kernel has no more pages, and when ranges were taken before.
     pub fn populate(mut self) -> Result<SharedBuf, Error> {
         let (len, kind) = (self.len, self.kind);
         let whole = self.next(len).map(Absent::populate).transpose()?.and_then(|part| part.into_whole().ok());
-        whole.ok_or_else(|| Error::Allocate { len, kind, source: std::io::Error::other("taken in part before") })
+        whole.ok_or_else(|| Error::Allocate { len, kind, source: std::io::Error::other("a part was already taken") })
     }
 }
 
-/// A piece of a [`Reserved`] buffer, without pages.
+/// A range of a [`Reserved`] buffer that is not populated yet.
 #[derive(Debug)]
 pub struct Absent {
     part: BufferSlice,
@@ -92,7 +92,7 @@ pub struct Absent {
 }
 
 impl Absent {
-    /// Where the piece starts in its buffer, in bytes.
+    /// Offset of the range in its buffer, in bytes.
     pub fn offset(&self) -> usize {
         self.part.offset()
     }
@@ -103,8 +103,8 @@ impl Absent {
         self.part.len()
     }
 
-    /// Makes the pages present: touching them cannot fail from then on. The piece shares its first and last 4 KiB page
-    /// (or huge page) with its neighbours if it was not cut at one.
+    /// Makes the pages present, so that touching them cannot fail. A range that is not page-aligned shares its first
+    /// and last page with its neighbours.
     ///
     /// # Errors
     /// [`Error::Allocate`] when the kernel has no more pages.

@@ -1,12 +1,12 @@
-//! The suite that every heap takes, and what is particular to some.
+//! The conformance suite for all heaps, and tests of particular ones.
 
 use super::*;
 use crate::SharedBuf;
 use crate::sys::{HUGE, page};
 
-const LADDER: [PageKind; 4] = [PageKind::Hugetlb1G, PageKind::Hugetlb2M, PageKind::Transparent, PageKind::Base];
+const PAGE_KINDS: [PageKind; 4] = [PageKind::Hugetlb1G, PageKind::Hugetlb2M, PageKind::Transparent, PageKind::Base];
 
-/// Every heap takes these tests; a new heap joins with one line below.
+/// The suite for every heap; a new heap needs one line below.
 fn conformance(heap: &dyn Heap) {
     let best = heap.abilities().best_pages;
     for refused in [0, usize::MAX] {
@@ -27,11 +27,11 @@ fn conformance(heap: &dyn Heap) {
         assert_eq!((shared.len(), heap.stats().live), (size, size), "sharing moves no memory");
         let buf = shared.into_cpu().unwrap();
         assert!(buf.iter().all(|b| *b == 0xa5));
-        // Every better kind than the one that was had comes with its reason, best first.
+        // Every better kind is listed with a reason, best first.
         let better: Vec<_> = buf.backing().passed_over.iter().map(|(kind, _)| *kind).collect();
-        let top = LADDER.iter().position(|k| *k == best).unwrap();
-        let had = LADDER.iter().position(|k| *k == buf.backing().kind).unwrap();
-        assert_eq!(better, LADDER[top..had]);
+        let top = PAGE_KINDS.iter().position(|k| *k == best).unwrap();
+        let had = PAGE_KINDS.iter().position(|k| *k == buf.backing().kind).unwrap();
+        assert_eq!(better, PAGE_KINDS[top..had]);
         assert!(buf.backing().passed_over.iter().all(|(_, why)| !why.is_empty()));
         // A pool cuts small ones out of huge pages.
         if len < HUGE / 2 && heap.name() != "pool" {
@@ -73,7 +73,7 @@ fn conformance(heap: &dyn Heap) {
     abilities(heap);
 }
 
-/// A heap does what it says that it can do.
+/// Checks that a heap's buffers support the uses that it declares.
 fn abilities(heap: &dyn Heap) {
     let can = heap.abilities();
     let shared = heap.allocate(1 << 20).unwrap().share();
@@ -141,7 +141,7 @@ fn udmabuf() {
 }
 
 #[test]
-fn a_dma_buf_shows_the_pages_that_it_was_made_of() {
+fn a_dma_buf_shares_the_pages_of_its_memfd() {
     let memfd = MemfdHeap::starting_at(PageKind::Base).allocate(1 << 20).unwrap().share();
     let dma_buf = match crate::export_dma_buf(&memfd) {
         Ok(fd) => SharedBuf::import_dma_buf(fd).unwrap(),
@@ -155,8 +155,8 @@ fn a_dma_buf_shows_the_pages_that_it_was_made_of() {
     dma_buf.cpu_access(true, |view| view.sub(8192, 7).unwrap().write(b"dma-buf")).unwrap();
     memfd.view().sub(8192, 7).unwrap().read(&mut got);
     assert_eq!(&got, b"dma-buf");
-    assert!(dma_buf.into_cpu().is_err(), "known elsewhere");
-    // More than the module lets pass is an error that names the limit.
+    assert!(dma_buf.into_cpu().is_err(), "exported");
+    // The error for a buffer above the module's limit names the limit.
     let large = MemfdHeap::starting_at(PageKind::Base).allocate((64 << 20) + 4096).unwrap().share();
     let refused = crate::export_dma_buf(&large).unwrap_err();
     assert!(refused.to_string().contains("size_limit_mb"), "{refused}");
@@ -171,7 +171,7 @@ fn a_dma_buf_shows_the_pages_that_it_was_made_of() {
 }
 
 #[test]
-fn what_is_no_dma_buf() {
+fn other_memory_is_not_a_dma_buf() {
     let anonymous = AnonHeap::new().allocate(4096).unwrap().share();
     let memfd = MemfdHeap::starting_at(PageKind::Base).allocate(4096).unwrap().share();
     for buf in [&anonymous, &memfd] {
@@ -184,7 +184,7 @@ fn what_is_no_dma_buf() {
 }
 
 #[test]
-fn a_node_that_is_not_there() {
+fn a_missing_numa_node_is_an_error() {
     for node in [61, 62, 63, u32::MAX] {
         let heap = AnonHeap::starting_at(PageKind::Base).bound_to(Some(node));
         assert!(matches!(heap.allocate(4096), Err(Error::Allocate { .. })), "{node}");
@@ -193,7 +193,7 @@ fn a_node_that_is_not_there() {
 }
 
 #[test]
-fn a_pool_hands_out_what_it_was_given() {
+fn a_pool_reuses_buffers() {
     let pool = Pool::new(AnonHeap::starting_at(PageKind::Base), 8 << 20);
     let address = |heap: &Pool, len| {
         let mut buf = heap.allocate(len).unwrap();
@@ -223,7 +223,7 @@ fn a_pool_hands_out_what_it_was_given() {
 }
 
 #[test]
-fn a_pool_keeps_neither_what_is_known_elsewhere_nor_what_is_incomplete() {
+fn a_pool_caches_neither_exported_nor_incomplete_buffers() {
     let pool = Pool::new(MemfdHeap::new(), 64 << 20);
     let buf = pool.allocate(1 << 20).unwrap().share();
     assert!(buf.export().is_some());
@@ -241,7 +241,7 @@ fn a_pool_keeps_neither_what_is_known_elsewhere_nor_what_is_incomplete() {
     assert_eq!(pool.pool_stats().kept, 4 << 20, "still present, whether used or not");
 }
 
-/// How many of the pages from an address on are there.
+/// Number of present pages in a range of virtual addresses.
 fn present(at: usize, len: usize) -> usize {
     let mut words = vec![0; len / page() * 8];
     let map = std::fs::File::open("/proc/self/pagemap").unwrap();
@@ -262,7 +262,7 @@ fn a_pool_cuts_small_buffers_out_of_huge_pages() {
     let transparent = one.backing().kind == PageKind::Transparent;
     assert!(one.is_fresh() && one.len() == LEN);
     let stats = PoolStats { kept: HUGE - LEN, kept_buffers: 4, misses: 1, ..PoolStats::default() };
-    assert_eq!((pool.pool_stats(), pool.stats().live), (stats, LEN), "three pieces, and what was left");
+    assert_eq!((pool.pool_stats(), pool.stats().live), (stats, LEN), "three fragments and the rest");
     let mut all = vec![one.populate().unwrap().into_cpu().unwrap()];
     all.extend((0..3).map(|_| pool.allocate(LEN).unwrap()));
     assert_eq!((pool.pool_stats().hits, pool.pool_stats().kept), (3, HUGE - 4 * LEN));
@@ -274,27 +274,27 @@ fn a_pool_cuts_small_buffers_out_of_huge_pages() {
     assert!(all.iter().enumerate().all(|(i, buf)| buf.iter().all(|b| *b == i as u8 + 1)));
     let page = |buf: &CpuBuf| buf.as_ptr().addr() / HUGE;
     assert!(all.iter().all(|buf| page(buf) == page(&all[0])));
-    // A piece outlives the others, the trimmed ones and the pool.
+    // A fragment outlives the others, the trimmed ones and the pool.
     let last = all.pop().unwrap();
     let (trimmed, kept) = (all[1].as_ptr().addr(), last.as_ptr().addr());
     drop(all);
     assert_eq!((present(trimmed, LEN), present(kept, LEN)), (pages, pages));
     pool.trim(0);
-    // A reserved huge page goes as a whole, with its last piece.
+    // A reserved huge page is freed as a whole, with its last fragment.
     let left = if transparent { 0 } else { pages };
     assert_eq!(
         (present(trimmed, LEN), present(kept, LEN)),
         (left, pages),
-        "trimmed memory goes, also while another piece is out"
+        "trimmed memory is freed while another fragment is in use"
     );
     let next = pool.allocate(LEN).unwrap();
-    assert_ne!(page(&next), page(&last), "its page has a piece out and is not handed out again");
+    assert_ne!(page(&next), page(&last), "a page with a fragment in use is not reused");
     drop((next, pool));
     assert!(last.iter().all(|b| *b == 4));
 }
 
 #[test]
-fn a_pool_keeps_to_its_bound_and_cuts_nothing_that_others_can_see() {
+fn a_pool_respects_its_limit_and_splits_only_private_memory() {
     let tight = Pool::new(AnonHeap::new(), 2 << 20);
     drop(tight.allocate(1 << 20).unwrap());
     assert!(tight.pool_stats().kept <= 2 << 20);
@@ -309,5 +309,5 @@ fn a_pool_keeps_to_its_bound_and_cuts_nothing_that_others_can_see() {
     let shared = Pool::new(MemfdHeap::new(), 8 << 20);
     let buf = shared.allocate(512 << 10).unwrap().share();
     let fd = buf.export().unwrap();
-    assert_eq!(rustix::fs::fstat(fd).unwrap().st_size, 512 << 10, "nobody gets the memory of another buffer");
+    assert_eq!(rustix::fs::fstat(fd).unwrap().st_size, 512 << 10, "an exported buffer contains no other buffer");
 }

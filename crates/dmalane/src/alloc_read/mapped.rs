@@ -6,9 +6,9 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 use dmalane_addr::Access;
-use dmalane_dma::{BufferSlice, Error, Heap, Mmio, Registrar};
+use dmalane_dma::{BufferSlice, Error, Heap, Registrar};
 use dmalane_load::fill::{Event, Filled, Job, Onward, Watch};
-use dmalane_load::{Stage, StageReport};
+use dmalane_load::{OpenDevice, Stage, StageReport};
 use dmalane_queue::{DeviceAddr, Queue, Registered};
 
 use super::{ReadError, ReadMethod, ReadOptions, ReadSource, all};
@@ -54,24 +54,23 @@ pub fn read_mapped(
 /// with [`ReadOptions::checksum`]), while what lies behind it is being read or allocated. The first byte of a buffer goes to the place in `to`
 /// that has its number, the others follow; bytes that no extent names go there as zeroes. The device may only read.
 ///
-/// `channel` is one of the device of `bus`, and has nothing in flight. `watch` is told of what the device has, by [`Event::OnDevice`], and
-/// of an extent that is complete when the device has all of it. When this returns, it has everything; the buffers are there too, and still
-/// mapped.
+/// The device's queue has nothing in flight. `watch` is called with what has arrived on the device ([`Event::OnDevice`]), and with an
+/// extent that is complete when the device has all of it. When this returns, it has everything; the buffers are there too, and
+/// still mapped.
 ///
 /// ```
 /// use dmalane::queue::DeviceAddr;
 /// use dmalane::load::fill::Job;
 /// use dmalane::dma::AnonHeap;
-/// use dmalane::{ReadOptions, ReadSource, SoftConfig, SoftDevice, read_to_device};
+/// use dmalane::{ReadOptions, ReadSource, read_to_device};
 ///
 /// # let folder = tempfile::tempdir()?;
 /// # let path = folder.path().join("model.bin");
 /// std::fs::write(&path, vec![7; 5_000_000])?;
 /// let source = ReadSource::open(&path)?;
 /// let job = Job::whole(&[source.size()?]);
-/// let (mut card, bus) = SoftDevice::parts(SoftConfig::default())?;
-/// let place = card.memory.reserve(job.bytes().next_multiple_of(4096))?;
-/// let to = [DeviceAddr::Card(place.first())];
+/// let mut device = dmalane::open("soft")?;
+/// let to = [DeviceAddr::Card(device.memory_mut().reserve(job.bytes())?.first())];
 /// let mut started = 0;
 /// let mut watch = |event| {
 ///     if let dmalane::load::fill::Event::OnDevice { .. } = event {
@@ -79,9 +78,8 @@ pub fn read_mapped(
 ///     }
 ///     std::ops::ControlFlow::Continue(())
 /// };
-/// let read = read_to_device(
-///     &AnonHeap::new(), &*bus, &mut card.channel, &to, &[source], &job, &ReadOptions::default(), &mut watch,
-/// )?;
+/// let heap = AnonHeap::new();
+/// let read = read_to_device(&heap, &mut device, &to, &[source], &job, &ReadOptions::default(), &mut watch)?;
 /// println!("{}", read.filled.report);
 /// assert!(started >= 3, "in pieces of at most 2 MiB");
 /// # Ok::<(), Box<dyn std::error::Error>>(())
@@ -89,21 +87,20 @@ pub fn read_mapped(
 ///
 /// # Errors
 /// Those of [`read_mapped`], and [`FillError::Transfer`](dmalane_load::fill::FillError::Transfer) or
-/// [`FillError::Refused`](dmalane_load::fill::FillError::Refused) where the device fails, or ends nothing for half a minute: then `channel` is
-/// stopped. Reads and transfers in flight have ended by then; a transfer that the device does not let go of stays in flight on `channel`,
+/// [`FillError::Refused`](dmalane_load::fill::FillError::Refused) where the device fails, or ends nothing for half a minute: then its
+/// queue is stopped. Reads and transfers in flight have ended by then; a transfer that the device does not let go of stays in flight,
 /// and keeps its memory and its mapping.
-#[allow(clippy::too_many_arguments)] // a device, a job, and how: each is needed
 pub fn read_to_device(
     heap: &dyn Heap,
-    bus: &dyn Mmio,
-    channel: &mut dyn Queue<Addr = DeviceAddr>,
+    device: &mut OpenDevice,
     to: &[DeviceAddr],
     sources: &[ReadSource],
     job: &Job,
     options: &ReadOptions,
     watch: &mut Watch<'_>,
 ) -> Result<MappedRead, ReadError> {
-    mapped(heap, bus, Access::READ, Some((channel, !bus.works_alone(), to)), sources, job, options, watch)
+    let (registrar, polled) = (device.registrar().clone(), device.info().polled);
+    mapped(heap, &*registrar, Access::READ, Some((device.queue_mut(), polled, to)), sources, job, options, watch)
 }
 
 /// For each buffer its gathers by where they begin.

@@ -17,7 +17,8 @@ use super::{AllocRead, ReadError, ReadMethod, ReadOptions, ReadSource};
 const CHUNK: usize = 4 << 20;
 const NAP: Duration = Duration::from_millis(50);
 
-/// Reads what comes into chunks, and when it has ended, into one buffer as large as it was; chunks are freed as they are copied.
+/// Reads what comes into chunks, and when it has ended, into one buffer as large as it was; chunks are freed as they
+/// are copied.
 pub(super) fn to_end(
     heap: &dyn Heap,
     source: ReadSource,

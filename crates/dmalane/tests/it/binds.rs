@@ -6,18 +6,20 @@ use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use dmalane::addr::{Access, Address, CardAddr, DeviceVa, SgIndex, SgTable, Span, Timeline};
+use dmalane::card::Card;
 use dmalane::dma::{AnonHeap, BufferSlice, Heap};
 use dmalane::iopt::X86_64_4Level;
 use dmalane::load::{Placement, write_sample};
 use dmalane::queue::{Completion, DeviceAddr, Direction, Fenced, OpError, Operation, Queue, Registered};
+use dmalane::sim::{CardConfig, HostConfig, SoftBus, SoftHost};
 use dmalane::vm::trace::{Lines, Recorder, Replay, TraceHeader};
-use dmalane::vm::{AnyVm, BindQueue, BindRequest, Bo, Mapped, QueueError, Submission};
-use dmalane::{FileOptions, SoftConfig, SoftDevice, open_file};
+use dmalane::vm::{AnyVm, BindQueue, BindRequest, Bo, Mapped, QueueError, Submission, Vm};
+use dmalane::{FileOptions, open_file};
 
 const MIB: u64 = 1 << 20;
 
 /// A registered buffer with the same byte everywhere.
-fn buffer(bus: &dmalane::sim::SoftBus, len: usize, fill: u8) -> (BufferSlice, Registered) {
+fn buffer(bus: &SoftBus, len: usize, fill: u8) -> (BufferSlice, Registered) {
     let mut buf = AnonHeap::new().allocate(len).unwrap();
     buf.fill(fill);
     let buf = buf.share();
@@ -39,15 +41,22 @@ fn wait(channel: &mut impl Queue<Addr = DeviceAddr>) -> Vec<Completion> {
 
 #[test]
 fn a_transfer_gates_a_bind_and_a_bind_gates_a_transfer() {
-    let (mut parts, bus) = SoftDevice::parts(SoftConfig::default()).unwrap();
-    let mut channel = Fenced::new(parts.channel);
+    let host: SoftHost = SoftHost::new(HostConfig::default()).unwrap();
+    let bus = Arc::new(SoftBus::new(host, CardConfig::default()).unwrap());
+    let card = Card::open(bus.clone(), &AnonHeap::new()).unwrap();
+    let ddr = card.layout().ddr;
+    let range = Span::new(DeviceVa::new(4 << 30), 1 << 40).unwrap();
+    let tables = card.tables(ddr.sub(ddr.len() - MIB, MIB).unwrap()).unwrap();
+    let mut vm = Vm::<X86_64_4Level, _>::new(range, tables).unwrap();
+    card.set_mmu_root(vm.page_table().root()).unwrap();
+    let mut channel = Fenced::new(card.queue(0).unwrap());
     let mut queue = BindQueue::new(0, 16);
     let (copied, bound) = (Timeline::new(), Timeline::new());
-    let area = parts.memory.reserve(4 * MIB).unwrap();
+    let area = ddr.sub(0, 4 * MIB).unwrap();
     let mut sg = SgTable::new();
     sg.push(area.first(), area.len()).unwrap();
     let bo = Arc::new(Bo::new(1, SgIndex::from_table(&sg).unwrap()));
-    let va = DeviceVa::new(parts.vm.range().first().bits() + 64 * MIB);
+    let va = DeviceVa::new(vm.range().first().bits() + 64 * MIB);
     let bind = |offset| BindRequest::Bind { va, bo: bo.clone(), offset, len: MIB, access: Access::RW };
     let mut ended = Vec::new();
 
@@ -62,16 +71,16 @@ fn a_transfer_gates_a_bind_and_a_bind_gates_a_transfer() {
         };
         let ticket = queue.submit(batch).unwrap();
         let _ = channel.submit_with(transfer(up, Direction::FromHost, to, &via), copied.promise(step)).unwrap();
-        queue.poll(&mut parts.vm, &mut ended);
+        queue.poll(&mut vm, &mut ended);
         assert!(ended.is_empty() && queue.to_invalidate().is_none(), "the bytes are not there yet");
         assert!(wait(&mut channel).iter().all(|c| c.result.is_ok()));
-        queue.poll(&mut parts.vm, &mut ended);
+        queue.poll(&mut vm, &mut ended);
         if step == 2 {
             // The first binding was replaced: its fence waits for the card to forget it.
             assert!(ended.is_empty() && !bound.fence(2).is_signalled());
             assert_eq!(queue.to_invalidate().unwrap().unmapped_bytes(), MIB);
-            (parts.invalidate)().unwrap();
-            ended.extend(queue.invalidated(&mut parts.vm));
+            card.invalidate_mmu().unwrap();
+            ended.extend(queue.invalidated(&mut vm));
         }
         let end = ended.pop().unwrap();
         assert!(end.ticket == ticket && end.result.is_ok() && bound.fence(step).is_signalled());
@@ -96,10 +105,10 @@ fn a_transfer_gates_a_bind_and_a_bind_gates_a_transfer() {
     let _ = channel.submit_with(transfer(up, Direction::FromHost, nowhere, &via), copied.promise(3)).unwrap();
     let done = wait(&mut channel);
     assert!(matches!(done[0].result, Err(OpError::NoCardMemory(_))), "{:?}", done[0].result);
-    queue.poll(&mut parts.vm, &mut ended);
+    queue.poll(&mut vm, &mut ended);
     assert_eq!(ended[0].result, Err(QueueError::Fence));
     assert!(bound.fence(3).has_failed() && !bound.fence(2).has_failed());
-    assert_eq!(parts.vm.bindings().next().unwrap().offset(), MIB, "what was bound before still is");
+    assert_eq!(vm.bindings().next().unwrap().offset(), MIB, "what was bound before still is");
 
     // A refused operation keeps its promise for the next try.
     let (part, via) = buffer(&bus, 4096, 1);
@@ -128,19 +137,21 @@ fn a_recorded_load_replays_to_the_same_mapping() {
     for (path, size) in paths.iter().zip([9 * MIB + 123, 3 * MIB]) {
         write_sample(&mut File::create(path).unwrap(), size, size).unwrap();
     }
-    for placement in [Placement::Ddr, Placement::Hbm] {
-        let mut soft = SoftDevice::open(SoftConfig { gather: MIB, ..SoftConfig::default() }).unwrap();
-        let header = TraceHeader { range: Some(soft.device.vm().range()), ..TraceHeader::default() };
+    for placement in [Placement::DDR, Placement::HBM] {
+        let mut device = dmalane::open("soft").unwrap();
+        let space = device.address_space();
+        let header = TraceHeader { range: Some(space.vm().unwrap().range()), ..TraceHeader::default() };
         let recorder = Arc::new(Mutex::new(Some(Recorder::new(Vec::new(), &header).unwrap())));
         let shared = recorder.clone();
-        soft.device.observe(move |requests| {
+        let observes = space.observe(Box::new(move |requests| {
             shared.lock().unwrap().as_mut().unwrap().record(requests).unwrap();
-        });
+        }));
+        assert!(observes);
         let mut inputs = paths.each_ref().map(|path| open_file(path, FileOptions::default()).unwrap());
-        let (mut loaded, _) = soft.device.load(&mut inputs, placement, &mut |_| {}).unwrap();
+        let (mut loaded, _) = device.load(&mut inputs, &placement, &mut |_| {}).unwrap();
         // One is unloaded again: that is in the trace too.
         let first = loaded.files.remove(0);
-        soft.device.unload(dmalane::load::Loaded { files: vec![first] }).unwrap();
+        device.unload_file(first).unwrap();
 
         let text = recorder.lock().unwrap().take().unwrap().finish().unwrap();
         let mut lines = Lines::new(text.as_slice());
@@ -149,7 +160,7 @@ fn a_recorded_load_replays_to_the_same_mapping() {
         while let Some(line) = lines.next().unwrap() {
             assert_eq!(replay.step(line).unwrap().name(), "ok");
         }
-        let card = mapping(soft.device.vm());
+        let card = mapping(device.address_space().vm().unwrap());
         assert!(!card.is_empty());
         assert_eq!(mapping(replay.vm()), card);
         let span: Span<DeviceVa> = loaded.files[0].range.unwrap();

@@ -3,5 +3,6 @@
 mod alloc_read;
 mod binds;
 mod card_server;
+mod devices;
 mod path;
 mod read_to_device;

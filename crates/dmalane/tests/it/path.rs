@@ -4,19 +4,21 @@ use std::collections::VecDeque;
 use std::fs::File;
 use std::io::Write;
 use std::path::{Path, PathBuf};
-use std::sync::Arc;
+use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
-use dmalane::addr::FileOffset;
-use dmalane::card::CardTables;
-use dmalane::dma::{AnonHeap, Heap, MemfdHeap, PageKind};
+use dmalane::addr::{CardAddr, DeviceVa, FileOffset, SgTable, Span};
+use dmalane::card::{CardDevice, CardUse};
+use dmalane::device::{AddressSpace, Bind, Device, DeviceInfo, MemoryError, Region, SpaceError};
+use dmalane::dma::{AnonHeap, Heap, MemfdHeap, PageKind, Registrar};
 use dmalane::file::{FileQueue, Mode};
-use dmalane::iopt::X86_64_4Level;
-use dmalane::load::{Device, DeviceParts, Error, Input, Placement, write_sample};
-use dmalane::queue::QueueChoice;
-use dmalane::queue::{Abilities, Completion, DeviceAddr, Limits, OpError, Operation, Queue, Refusal, Refused, Ticket};
-use dmalane::sim::{CardConfig, HostConfig, SoftBus};
-use dmalane::{FileOptions, SoftChannel, SoftConfig, SoftDevice, SoftParts, open_file};
+use dmalane::load::{DriveOptions, Error, Input, OpenDevice, Placement, write_sample};
+use dmalane::queue::{
+    Abilities, AddressPolicy, Completion, DeviceAddr, DeviceQueue, Limits, OpError, Operation, Queue, QueueChoice,
+    Refusal, Refused, Split, Ticket,
+};
+use dmalane::sim::{CardConfig, HostConfig, SoftBus, SoftHost, Workers};
+use dmalane::{FileOptions, open_file};
 
 const MIB: u64 = 1 << 20;
 
@@ -26,8 +28,36 @@ fn sample(folder: &Path, name: &str, size: u64) -> PathBuf {
     path
 }
 
-fn config(gather: u64) -> SoftConfig {
-    SoftConfig { gather, ..SoftConfig::default() }
+/// How a software card is made and driven.
+#[derive(Default)]
+struct Config {
+    card: CardConfig,
+    host: HostConfig,
+    drive: DriveOptions,
+}
+
+fn config(chunk: u64) -> Config {
+    Config { drive: DriveOptions { chunk, ..DriveOptions::default() }, ..Config::default() }
+}
+
+/// A software card, and what only a test may look at.
+struct Soft {
+    device: OpenDevice,
+    bus: Arc<SoftBus>,
+}
+
+impl Soft {
+    fn open(config: Config) -> Self {
+        let (device, bus) = card(&config);
+        Self { device: OpenDevice::new(device, config.drive).unwrap(), bus }
+    }
+}
+
+fn card(config: &Config) -> (Box<dyn Device>, Arc<SoftBus>) {
+    let host: SoftHost = SoftHost::new(config.host.clone()).unwrap();
+    let bus = Arc::new(SoftBus::new(host, config.card).unwrap());
+    let concurrent = config.card.workers == Workers::PerChannel;
+    (Box::new(CardDevice::open(bus.clone(), CardUse { concurrent, ..CardUse::default() }).unwrap()), bus)
 }
 
 fn open(path: &Path) -> Input<FileQueue> {
@@ -35,8 +65,8 @@ fn open(path: &Path) -> Input<FileQueue> {
 }
 
 /// What a device has that must come back when a load fails.
-fn resources(soft: &SoftDevice) -> (u64, usize, usize) {
-    let bound = soft.device.vm().bindings().count();
+fn resources(soft: &mut Soft) -> (u64, usize, usize) {
+    let bound = soft.device.address_space().vm().unwrap().binding_count();
     (soft.device.memory().free_bytes(), bound, soft.device.heap().stats().live)
 }
 
@@ -80,21 +110,19 @@ fn every_setting_delivers_every_byte() {
     let path = sample(folder.path(), "model.safetensors", 23 * MIB + 12345);
     let original = std::fs::read(&path).unwrap();
     let mut checksums = Vec::new();
-    for placement in [Placement::Ddr, Placement::HbmHalf, Placement::Hbm] {
+    for placement in [&Placement::DDR, &Placement::HBM_HALF, &Placement::HBM] {
         for fragmentation in [0.0, 0.5, 1.0] {
-            for (mm_channel, mode, workers, gather) in [
-                (QueueChoice::Auto, Mode::Auto, false, 4 * MIB),
-                (QueueChoice::Only(1), Mode::Buffered, true, MIB + 4096),
-                (QueueChoice::Only(0), Mode::Auto, false, 64 << 10),
+            for (queues, mode, workers, chunk) in [
+                (QueueChoice::Auto, Mode::Auto, Workers::Inline, 4 * MIB),
+                (QueueChoice::Only(1), Mode::Buffered, Workers::PerChannel, MIB + 4096),
+                (QueueChoice::Only(0), Mode::Auto, Workers::Inline, 64 << 10),
             ] {
-                let mut soft = SoftDevice::open(SoftConfig {
-                    card: CardConfig { workers: workers.into(), ..CardConfig::default() },
+                let mut soft = Soft::open(Config {
+                    card: CardConfig { workers, ..CardConfig::default() },
                     host: HostConfig { fragmentation, ..HostConfig::default() },
-                    mm_channel,
-                    ..config(gather)
-                })
-                .unwrap();
-                let before = resources(&soft);
+                    drive: DriveOptions { queues, chunk, ..DriveOptions::default() },
+                });
+                let before = resources(&mut soft);
                 let mut inputs = [open_file(&path, FileOptions::for_mode(mode)).unwrap()];
                 let mut progress = 0;
                 let (loaded, report) = soft.device.load(&mut inputs, placement, &mut |n| progress += n).unwrap();
@@ -113,12 +141,11 @@ fn every_setting_delivers_every_byte() {
                     assert!(original[range(a.at)] == copied[range(b.at)], "{}", a.name);
                 }
 
-                // Host memory: three buffers up, one down, whatever the size of the file; the rest is a card's rings.
-                let rings = before.2 as u64;
-                assert!(soft.device.heap().stats().peak as u64 - rings <= 4 * gather);
+                // Host memory: three buffers up, one down, whatever the size of the file.
+                assert!(soft.device.heap().stats().peak as u64 <= 4 * chunk.next_multiple_of(4096));
                 assert_eq!(soft.bus.host().stats().faults, 0);
                 soft.device.unload(loaded).unwrap();
-                let (free, bound, _) = resources(&soft);
+                let (free, bound, _) = resources(&mut soft);
                 assert_eq!((free, bound), (before.0, before.1));
             }
         }
@@ -130,15 +157,16 @@ fn every_setting_delivers_every_byte() {
 fn a_wrong_byte_on_the_card_is_found() {
     let folder = tempfile::tempdir().unwrap();
     let path = sample(folder.path(), "model.safetensors", 3 * MIB);
-    let mut soft = SoftDevice::open(config(MIB)).unwrap();
+    let mut soft = Soft::open(config(MIB));
     let mut inputs = [open(&path)];
-    let (loaded, _) = soft.device.load(&mut inputs, Placement::HbmHalf, &mut |_| {}).unwrap();
+    let (loaded, _) = soft.device.load(&mut inputs, &Placement::HBM_HALF, &mut |_| {}).unwrap();
     let t = loaded.files[0].tensors().max_by_key(|t| t.tensor.len).unwrap();
     let (name, offset) = (t.tensor.name.clone(), t.tensor.len - 5);
-    let place = soft.device.runs(t.va.unwrap().sub(offset, 1).unwrap()).next().unwrap();
+    let va = t.va.unwrap().sub(offset, 1).unwrap().first();
+    let place = soft.device.address_space().vm().unwrap().lookup(va).and_then(|leaf| leaf.translate(va)).unwrap();
     let mut byte = [0];
-    soft.bus.memory().read(place.first(), &mut byte).unwrap();
-    soft.bus.memory().write(place.first(), &[byte[0] ^ 1]).unwrap();
+    soft.bus.memory().read(place, &mut byte).unwrap();
+    soft.bus.memory().write(place, &[byte[0] ^ 1]).unwrap();
     match soft.device.verify(&loaded, &inputs, &mut |_| {}) {
         Err(Error::Mismatch { tensor, offset: at, .. }) => assert_eq!((tensor, at), (name, offset)),
         other => panic!("{other:?}"),
@@ -150,9 +178,9 @@ fn tensors_are_bound_apart_and_read_only() {
     let folder = tempfile::tempdir().unwrap();
     let (a, b) = (sample(folder.path(), "a.safetensors", 9 * MIB), sample(folder.path(), "b.safetensors", 9 * MIB));
     let raw = write(folder.path(), "raw.bin", &bytes(12_345, 1));
-    let mut soft = SoftDevice::open(config(MIB)).unwrap();
+    let mut soft = Soft::open(config(MIB));
     let mut inputs = [open(&a), open(&b), open(&raw)];
-    let (loaded, report) = soft.device.load(&mut inputs, Placement::Ddr, &mut |_| {}).unwrap();
+    let (loaded, report) = soft.device.load(&mut inputs, &Placement::DDR, &mut |_| {}).unwrap();
     soft.device.verify(&loaded, &inputs, &mut |_| {}).unwrap();
     let mut spans: Vec<_> = loaded.files.iter().flat_map(|f| f.tensors()).filter_map(|t| t.va).collect();
     spans.sort_by_key(|s| s.first());
@@ -160,7 +188,7 @@ fn tensors_are_bound_apart_and_read_only() {
     assert!(spans.iter().all(|s| s.first().bits().is_multiple_of(16384)));
     let large = report.device_leaves.iter().find(|(size, _)| size.bytes() == 2 * MIB).unwrap().1;
     assert!(large > 0, "large tensors take large leaves: {:?}", report.device_leaves);
-    let leaf = soft.device.vm().lookup(spans[0].first()).unwrap();
+    let leaf = soft.device.address_space().vm().unwrap().lookup(spans[0].first()).unwrap();
     assert_eq!(leaf.access.to_string(), "r--");
     // The same bytes twice have the same checksum; the blob is one tensor with its file's name.
     assert_eq!(loaded.files[0].checksum, loaded.files[1].checksum);
@@ -168,7 +196,7 @@ fn tensors_are_bound_apart_and_read_only() {
     // A second load beside the first, larger than it, reuses or replaces the staging buffers.
     let big = sample(folder.path(), "big.safetensors", 20 * MIB);
     let mut more = [open(&big)];
-    let (second, _) = soft.device.load(&mut more, Placement::Hbm, &mut |_| {}).unwrap();
+    let (second, _) = soft.device.load(&mut more, &Placement::HBM, &mut |_| {}).unwrap();
     soft.device.verify(&second, &more, &mut |_| {}).unwrap();
     soft.device.verify(&loaded, &inputs, &mut |_| {}).unwrap();
 }
@@ -176,7 +204,7 @@ fn tensors_are_bound_apart_and_read_only() {
 #[test]
 fn odd_files() {
     let folder = tempfile::tempdir().unwrap();
-    let mut soft = SoftDevice::open(config(64 << 10)).unwrap();
+    let mut soft = Soft::open(config(64 << 10));
     let many: Vec<_> = (0..5000).map(|i| (format!("t{i}"), bytes(i % 7, i as u64))).collect();
     let many: Vec<_> = many.iter().map(|(n, b)| (n.as_str(), b.clone())).collect();
     for (name, bytes) in [
@@ -189,7 +217,7 @@ fn odd_files() {
     ] {
         let path = write(folder.path(), name, &bytes);
         let mut inputs = [open(&path)];
-        let (loaded, report) = soft.device.load(&mut inputs, Placement::Hbm, &mut |_| {}).unwrap();
+        let (loaded, report) = soft.device.load(&mut inputs, &Placement::HBM, &mut |_| {}).unwrap();
         assert_eq!(report.bytes, bytes.len() as u64, "{name}");
         soft.device.verify(&loaded, &inputs, &mut |_| {}).unwrap();
         soft.device.unload(loaded).unwrap();
@@ -199,8 +227,8 @@ fn odd_files() {
 #[test]
 fn bad_files_leave_nothing_behind() {
     let folder = tempfile::tempdir().unwrap();
-    let mut soft = SoftDevice::open(config(MIB)).unwrap();
-    let before = resources(&soft);
+    let mut soft = Soft::open(config(MIB));
+    let before = resources(&mut soft);
     let good = sample(folder.path(), "good.safetensors", MIB);
     let mut trailing = file_of(&[("a", vec![1; 8])]);
     trailing.push(0);
@@ -218,9 +246,9 @@ fn bad_files_leave_nothing_behind() {
         let path = write(folder.path(), name, &bytes);
         // The good file in front has been placed when the bad one is found.
         let mut inputs = [open(&good), open(&path)];
-        let error = soft.device.load(&mut inputs, Placement::Ddr, &mut |_| {}).unwrap_err().to_string();
+        let error = soft.device.load(&mut inputs, &Placement::DDR, &mut |_| {}).unwrap_err().to_string();
         assert!(error.contains(expect) && error.contains(name), "{error}");
-        assert_eq!(resources(&soft), before, "{name}");
+        assert_eq!(resources(&mut soft), before, "{name}");
     }
 }
 
@@ -229,16 +257,16 @@ fn a_card_that_is_too_small() {
     let folder = tempfile::tempdir().unwrap();
     let path = sample(folder.path(), "model.safetensors", 20 * MIB);
     let card = CardConfig { ddr: 8 * MIB, hbm: 8 * MIB, ..CardConfig::default() };
-    let mut soft = SoftDevice::open(SoftConfig { card, ..config(MIB) }).unwrap();
-    let before = resources(&soft);
-    for placement in [Placement::Ddr, Placement::HbmHalf, Placement::Hbm] {
+    let mut soft = Soft::open(Config { card, ..config(MIB) });
+    let before = resources(&mut soft);
+    for placement in [&Placement::DDR, &Placement::HBM_HALF, &Placement::HBM] {
         let error = soft.device.load(&mut [open(&path)], placement, &mut |_| {}).unwrap_err();
-        assert!(matches!(error, Error::CardFull { .. }), "{error}");
-        assert_eq!(resources(&soft), before);
+        assert!(matches!(error, Error::DeviceMemory { source: MemoryError::Full { .. }, .. }), "{error}");
+        assert_eq!(resources(&mut soft), before);
     }
 }
 
-/// A file channel whose operations do something else first.
+/// A file's queue that changes how operations end.
 struct Meddling<F> {
     inner: FileQueue,
     count: usize,
@@ -303,8 +331,8 @@ fn meddling<F: FnMut(usize) -> Option<OpError> + Send>(path: &Path, meddle: F) -
 fn a_file_that_is_truncated_while_being_read() {
     let folder = tempfile::tempdir().unwrap();
     let path = sample(folder.path(), "model.safetensors", 20 * MIB);
-    let mut soft = SoftDevice::open(config(MIB)).unwrap();
-    let before = resources(&soft);
+    let mut soft = Soft::open(config(MIB));
+    let before = resources(&mut soft);
     let file = File::options().write(true).open(&path).unwrap();
     let mut inputs = meddling(&path, |n| {
         if n == 5 {
@@ -312,21 +340,21 @@ fn a_file_that_is_truncated_while_being_read() {
         }
         None
     });
-    let error = soft.device.load(&mut inputs, Placement::Ddr, &mut |_| {}).unwrap_err();
+    let error = soft.device.load(&mut inputs, &Placement::DDR, &mut |_| {}).unwrap_err();
     match &error {
         Error::Read { at, tensor: Some(_), source: OpError::EndOfFile { .. }, .. } => {
             assert_eq!(at.bits(), 12 * MIB + 17, "{error}");
         }
         other => panic!("{other}"),
     }
-    assert_eq!(resources(&soft), before, "staging buffers are given up after a failure");
+    assert_eq!(resources(&mut soft), before, "staging buffers are given up after a failure");
 }
 
 #[test]
 fn a_file_that_grows_while_being_read() {
     let folder = tempfile::tempdir().unwrap();
     let path = sample(folder.path(), "model.safetensors", 5 * MIB);
-    let mut soft = SoftDevice::open(config(MIB)).unwrap();
+    let mut soft = Soft::open(config(MIB));
     let mut file = File::options().append(true).open(&path).unwrap();
     let mut inputs = meddling(&path, |n| {
         if n == 2 {
@@ -334,7 +362,7 @@ fn a_file_that_grows_while_being_read() {
         }
         None
     });
-    let error = soft.device.load(&mut inputs, Placement::Ddr, &mut |_| {}).unwrap_err();
+    let error = soft.device.load(&mut inputs, &Placement::DDR, &mut |_| {}).unwrap_err();
     assert!(matches!(error, Error::Changed { now, .. } if now == 5 * MIB + 4), "{error}");
 }
 
@@ -342,38 +370,102 @@ fn a_file_that_grows_while_being_read() {
 fn a_disk_error_anywhere_names_the_place_and_leaks_nothing() {
     let folder = tempfile::tempdir().unwrap();
     let path = sample(folder.path(), "model.safetensors", 10 * MIB);
-    let mut soft = SoftDevice::open(config(MIB)).unwrap();
-    let before = resources(&soft);
+    let mut soft = Soft::open(config(MIB));
+    let (before, rings) = (resources(&mut soft), soft.bus.host().stats().pinned_frames);
     for fail in 1..=10 {
         let at = FileOffset::new(fail as u64 * 1000 + 9 * MIB);
         let mut inputs = meddling(&path, move |n| (n == fail).then_some(OpError::Io { at, errno: 5 }));
-        let error = soft.device.load(&mut inputs, Placement::Hbm, &mut |_| {}).unwrap_err().to_string();
+        let error = soft.device.load(&mut inputs, &Placement::HBM, &mut |_| {}).unwrap_err().to_string();
         assert!(error.contains("model.safetensors") && error.contains("in tensor"), "{error}");
         assert!(error.contains(&format!("{at}")) && error.contains("Input/output error"), "{error}");
-        assert_eq!(resources(&soft), before, "read {fail}");
-        assert_eq!(soft.bus.host().stats().pinned_frames * 4096, before.2 as u64, "nothing stays pinned but the rings");
+        assert_eq!(resources(&mut soft), before, "read {fail}");
+        assert_eq!(soft.bus.host().stats().pinned_frames, rings, "nothing stays pinned but the rings");
     }
     // The device still works.
     let mut inputs = [open(&path)];
-    let (loaded, _) = soft.device.load(&mut inputs, Placement::Ddr, &mut |_| {}).unwrap();
+    let (loaded, _) = soft.device.load(&mut inputs, &Placement::DDR, &mut |_| {}).unwrap();
     soft.device.verify(&loaded, &inputs, &mut |_| {}).unwrap();
 }
 
-/// The card's channel with a fault of its own: it keeps the first completions for itself, or refuses once, or is slow.
-struct Faulty {
-    inner: SoftChannel,
+/// What is wrong with a [`Faulty`] device.
+#[derive(Default)]
+struct Faults {
+    /// It keeps so many completions for itself,
     keeps: usize,
     kept: Vec<Completion>,
-    refuses: bool,
-    /// It gives up what it keeps when it is stopped, and by what it was.
+    /// and gives them up when it is stopped, or at once.
     lets_go: bool,
+    releases: bool,
     stopped: Option<String>,
+    /// It refuses once.
+    refuses: bool,
     /// How long one completion takes; they come while it is waited for, one at a time.
     takes: Duration,
     late: VecDeque<Completion>,
+    /// The device does not forget translations once.
+    remembers: bool,
 }
 
-impl Queue for Faulty {
+/// A card with a fault of its own.
+struct Faulty {
+    inner: Box<dyn Device>,
+    faults: Arc<Mutex<Faults>>,
+}
+
+impl Device for Faulty {
+    fn info(&self) -> DeviceInfo {
+        self.inner.info()
+    }
+
+    fn regions(&self) -> &[Region] {
+        self.inner.regions()
+    }
+
+    fn registrar(&self) -> Arc<dyn Registrar> {
+        self.inner.registrar()
+    }
+
+    fn take_queues(&mut self) -> Vec<Box<DeviceQueue>> {
+        let inner = Split::new(self.inner.take_queues(), AddressPolicy::new(Vec::new()));
+        vec![Box::new(FaultyQueue { inner, faults: self.faults.clone() })]
+    }
+
+    fn address_space(&mut self) -> &mut dyn AddressSpace {
+        self
+    }
+}
+
+impl AddressSpace for Faulty {
+    fn kind(&self) -> dmalane::device::AddressSpaceKind {
+        dmalane::device::AddressSpaceKind::Driver { name: "a test" }
+    }
+
+    fn reserve(&mut self, memory: &SgTable<CardAddr>, len: u64) -> Result<Span<DeviceVa>, SpaceError> {
+        self.inner.address_space().reserve(memory, len)
+    }
+
+    fn bind(&mut self, bind: &Bind<'_>) -> Result<(), SpaceError> {
+        self.inner.address_space().bind(bind)
+    }
+
+    fn unbind(&mut self, range: Span<DeviceVa>) -> Result<(), SpaceError> {
+        match std::mem::take(&mut self.faults.lock().unwrap().remembers) {
+            true => Err(SpaceError::Invalidate("the card is gone".into())),
+            false => self.inner.address_space().unbind(range),
+        }
+    }
+
+    fn at(&self, va: DeviceVa) -> DeviceAddr {
+        DeviceAddr::Va(va)
+    }
+}
+
+struct FaultyQueue {
+    inner: Split<Box<DeviceQueue>, AddressPolicy>,
+    faults: Arc<Mutex<Faults>>,
+}
+
+impl Queue for FaultyQueue {
     type Addr = DeviceAddr;
 
     fn limits(&self) -> Limits {
@@ -385,11 +477,12 @@ impl Queue for Faulty {
     }
 
     fn in_flight(&self) -> usize {
-        self.inner.in_flight() + self.kept.len() + self.late.len()
+        let faults = self.faults.lock().unwrap();
+        self.inner.in_flight() + faults.kept.len() + faults.late.len()
     }
 
     fn submit(&mut self, operation: Operation) -> Result<Ticket, Refused<DeviceAddr>> {
-        if std::mem::take(&mut self.refuses) {
+        if std::mem::take(&mut self.faults.lock().unwrap().refuses) {
             return Err(Refused { operation, reason: Refusal::Stopped("for once".into()) });
         }
         self.inner.submit(operation)
@@ -402,26 +495,27 @@ impl Queue for Faulty {
     fn poll(&mut self, done: &mut Vec<Completion>) -> usize {
         let from = done.len();
         self.inner.poll(done);
-        let keep = self.keeps.min(done.len() - from);
-        self.keeps -= keep;
-        self.kept.extend(done.drain(from..from + keep));
-        if self.takes > Duration::ZERO {
-            self.late.extend(done.drain(from..));
+        let faults = &mut *self.faults.lock().unwrap();
+        let keep = faults.keeps.min(done.len() - from);
+        faults.keeps -= keep;
+        faults.kept.extend(done.drain(from..from + keep));
+        if faults.takes > Duration::ZERO {
+            faults.late.extend(done.drain(from..));
         }
-        if self.lets_go && self.stopped.is_some() {
-            done.append(&mut self.kept);
+        if faults.lets_go && faults.stopped.is_some() || std::mem::take(&mut faults.releases) {
+            done.append(&mut faults.kept);
         }
         done.len() - from
     }
 
-    fn stop(&mut self, why: &str) {
-        self.stopped = Some(why.to_owned());
-    }
-
     fn wait(&mut self, done: &mut Vec<Completion>, timeout: Duration) -> usize {
         let n = self.poll(done);
-        if let Some(late) = self.late.pop_front() {
-            std::thread::sleep(self.takes);
+        let (late, takes) = {
+            let mut faults = self.faults.lock().unwrap();
+            (faults.late.pop_front(), faults.takes)
+        };
+        if let Some(late) = late {
+            std::thread::sleep(takes);
             done.push(late);
             return n + 1;
         }
@@ -430,29 +524,30 @@ impl Queue for Faulty {
         }
         n
     }
+
+    fn stop(&mut self, why: &str) {
+        self.faults.lock().unwrap().stopped = Some(why.to_owned());
+    }
 }
 
-type FaultyDevice = Device<Faulty, X86_64_4Level, CardTables<SoftBus>>;
-
-fn faulty(keeps: usize, change: impl FnOnce(&mut SoftParts)) -> FaultyDevice {
-    let (mut parts, _bus) = SoftDevice::parts(config(MIB)).unwrap();
-    change(&mut parts);
-    let DeviceParts { bus, heap, channel, vm, memory, invalidate, inline, gather, .. } = parts;
-    let (kept, late, takes) = (Vec::new(), VecDeque::new(), Duration::ZERO);
-    let channel = Faulty { inner: channel, keeps, kept, refuses: false, lets_go: false, stopped: None, takes, late };
-    let patience = Duration::from_millis(50);
-    Device::new(DeviceParts { bus, heap, channel, vm, memory, invalidate, inline, gather, patience })
+/// A card with these faults and the handle to change them, which is waited for 50 ms.
+fn faulty(chunk: u64, faults: Faults) -> (OpenDevice, Arc<Mutex<Faults>>) {
+    let faults = Arc::new(Mutex::new(faults));
+    let (inner, _bus) = card(&Config::default());
+    let device = Box::new(Faulty { inner, faults: faults.clone() });
+    let timeout = Duration::from_millis(50);
+    (OpenDevice::new(device, DriveOptions { chunk, timeout, ..DriveOptions::default() }).unwrap(), faults)
 }
 
 #[test]
 fn memory_that_a_late_transfer_may_hit_is_not_used_again() {
     let folder = tempfile::tempdir().unwrap();
     let path = sample(folder.path(), "model.safetensors", 5 * MIB);
-    let mut device = faulty(1, |_| {});
+    let (mut device, _faults) = faulty(MIB, Faults { keeps: 1, ..Faults::default() });
     let free = device.memory().free_bytes();
     // The device keeps one transfer, and the disk fails meanwhile.
     let mut inputs = meddling(&path, |n| (n == 4).then_some(OpError::Io { at: FileOffset::new(0), errno: 5 }));
-    assert!(device.load(&mut inputs, Placement::Ddr, &mut |_| {}).is_err());
+    assert!(device.load(&mut inputs, &Placement::DDR, &mut |_| {}).is_err());
     assert!(device.abandoned_bytes() > 4 * MIB);
     assert!(device.memory().free_bytes() <= free - device.abandoned_bytes());
 }
@@ -462,11 +557,10 @@ fn a_device_that_ends_nothing_is_stopped() {
     let folder = tempfile::tempdir().unwrap();
     let path = sample(folder.path(), "model.safetensors", 5 * MIB);
     for lets_go in [false, true] {
-        let mut device = faulty(1, |_| {});
-        device.channel_mut().lets_go = lets_go;
-        let error = device.load(&mut [open(&path)], Placement::Ddr, &mut |_| {}).unwrap_err().to_string();
+        let (mut device, faults) = faulty(MIB, Faults { keeps: 1, lets_go, ..Faults::default() });
+        let error = device.load(&mut [open(&path)], &Placement::DDR, &mut |_| {}).unwrap_err().to_string();
         assert!(error.contains("it ended nothing for 50ms"), "{error}");
-        assert_eq!(device.channel_mut().stopped.as_deref(), Some("it ended nothing for 50ms"));
+        assert_eq!(faults.lock().unwrap().stopped.as_deref(), Some("it ended nothing for 50ms"));
         assert_eq!(device.abandoned_bytes() > 0, !lets_go, "memory that nothing writes to any more is used again");
     }
 }
@@ -475,15 +569,13 @@ fn a_device_that_ends_nothing_is_stopped() {
 fn a_device_that_is_slow_is_waited_for() {
     let folder = tempfile::tempdir().unwrap();
     let path = sample(folder.path(), "model.safetensors", 10 * MIB);
-    // All that is read fits into one buffer, so for long nothing but transfers end, each well within the device's
-    // patience.
-    let mut device = faulty(0, |parts| parts.gather = 16 * MIB);
-    device.channel_mut().takes = Duration::from_millis(20);
+    // All that is read fits into one buffer, so for long nothing but transfers end, each well within the device's patience.
+    let (mut device, faults) = faulty(16 * MIB, Faults { takes: Duration::from_millis(20), ..Faults::default() });
     let mut inputs = [open(&path)];
     let begun = Instant::now();
-    let (loaded, report) = device.load(&mut inputs, Placement::Ddr, &mut |_| {}).unwrap();
+    let (loaded, report) = device.load(&mut inputs, &Placement::DDR, &mut |_| {}).unwrap();
     assert!(report.transfers > 5 && begun.elapsed() > Duration::from_millis(100), "{} transfers", report.transfers);
-    device.channel_mut().takes = Duration::ZERO;
+    faults.lock().unwrap().takes = Duration::ZERO;
     device.verify(&loaded, &inputs, &mut |_| {}).unwrap();
 }
 
@@ -491,17 +583,10 @@ fn a_device_that_is_slow_is_waited_for() {
 fn one_file_that_cannot_be_unloaded_keeps_no_other() {
     let folder = tempfile::tempdir().unwrap();
     let paths: Vec<_> = (0..3).map(|i| sample(folder.path(), &format!("{i}.safetensors"), MIB)).collect();
-    let mut calls = 0;
-    let mut device = faulty(0, |parts| {
-        let mut real = std::mem::replace(&mut parts.invalidate, Box::new(|| Ok(())));
-        parts.invalidate = Box::new(move || {
-            calls += 1;
-            if calls == 1 { Err("the card is gone".into()) } else { real() }
-        });
-    });
+    let (mut device, _faults) = faulty(MIB, Faults { remembers: true, ..Faults::default() });
     let free = device.memory().free_bytes();
     let mut inputs: Vec<_> = paths.iter().map(|p| open(p)).collect();
-    let (loaded, _) = device.load(&mut inputs, Placement::Ddr, &mut |_| {}).unwrap();
+    let (loaded, _) = device.load(&mut inputs, &Placement::DDR, &mut |_| {}).unwrap();
     let taken = free - device.memory().free_bytes();
     let error = device.unload(loaded).unwrap_err().to_string();
     assert!(error.contains("the card is gone"), "{error}");
@@ -512,15 +597,15 @@ fn one_file_that_cannot_be_unloaded_keeps_no_other() {
 fn reading_back_recovers_from_a_refusal_and_from_a_transfer_that_never_ends() {
     let folder = tempfile::tempdir().unwrap();
     let path = sample(folder.path(), "model.safetensors", 2 * MIB);
-    let mut device = faulty(0, |_| {});
+    let (mut device, faults) = faulty(MIB, Faults::default());
     let mut inputs = [open(&path)];
-    let (loaded, _) = device.load(&mut inputs, Placement::Ddr, &mut |_| {}).unwrap();
-    device.channel_mut().refuses = true;
+    let (loaded, _) = device.load(&mut inputs, &Placement::DDR, &mut |_| {}).unwrap();
+    faults.lock().unwrap().refuses = true;
     assert!(matches!(device.verify(&loaded, &inputs, &mut |_| {}), Err(Error::Channel { .. })));
     device.verify(&loaded, &inputs, &mut |_| {}).unwrap();
-    device.channel_mut().keeps = 1;
+    faults.lock().unwrap().keeps = 1;
     assert!(matches!(device.verify(&loaded, &inputs, &mut |_| {}), Err(Error::Channel { .. })));
-    device.channel_mut().kept.clear();
+    faults.lock().unwrap().releases = true;
     device.verify(&loaded, &inputs, &mut |_| {}).unwrap();
 }
 
@@ -528,9 +613,9 @@ fn reading_back_recovers_from_a_refusal_and_from_a_transfer_that_never_ends() {
 fn what_was_not_loaded_here_is_refused() {
     let folder = tempfile::tempdir().unwrap();
     let path = sample(folder.path(), "model.safetensors", MIB);
-    let (mut a, mut b) = (SoftDevice::open(config(MIB)).unwrap(), SoftDevice::open(config(MIB)).unwrap());
+    let (mut a, mut b) = (Soft::open(config(MIB)), Soft::open(config(MIB)));
     let mut inputs = [open(&path)];
-    let (loaded, _) = a.device.load(&mut inputs, Placement::Ddr, &mut |_| {}).unwrap();
+    let (loaded, _) = a.device.load(&mut inputs, &Placement::DDR, &mut |_| {}).unwrap();
     let no_inputs: [Input<FileQueue>; 0] = [];
     assert!(matches!(a.device.verify(&loaded, &no_inputs, &mut |_| {}), Err(Error::OtherInputs { .. })));
     assert!(matches!(b.device.verify(&loaded, &inputs, &mut |_| {}), Err(Error::OtherDevice { .. })));
@@ -543,9 +628,9 @@ fn a_hundred_thousand_tensors() {
     let names: Vec<_> = (0..100_000).map(|i| format!("t{i}")).collect();
     let tensors: Vec<_> = names.iter().enumerate().map(|(i, n)| (n.as_str(), vec![i as u8; i % 2])).collect();
     let path = write(folder.path(), "many.safetensors", &file_of(&tensors));
-    let mut soft = SoftDevice::open(config(MIB)).unwrap();
+    let mut soft = Soft::open(config(MIB));
     let mut inputs = [open(&path)];
-    let (loaded, _) = soft.device.load(&mut inputs, Placement::Ddr, &mut |_| {}).unwrap();
+    let (loaded, _) = soft.device.load(&mut inputs, &Placement::DDR, &mut |_| {}).unwrap();
     soft.device.verify(&loaded, &inputs, &mut |_| {}).unwrap();
     assert_eq!(loaded.files[0].tensors().filter(|t| t.va.is_some()).count(), 50_000);
 }
@@ -561,19 +646,13 @@ fn any_heap_will_do() {
         Arc::new(MemfdHeap::starting_at(PageKind::Base)),
     ];
     for heap in heaps {
-        let mut soft = SoftDevice::open(SoftConfig { heap, ..config(2 * MIB) }).unwrap();
+        let drive = DriveOptions { heap: Some(heap), chunk: 2 * MIB, ..DriveOptions::default() };
+        let mut soft = Soft::open(Config { drive, ..Config::default() });
         let mut inputs = [open(&path)];
-        let (loaded, _) = soft.device.load(&mut inputs, Placement::Ddr, &mut |_| {}).unwrap();
+        let (loaded, _) = soft.device.load(&mut inputs, &Placement::DDR, &mut |_| {}).unwrap();
         soft.device.verify(&loaded, &inputs, &mut |_| {}).unwrap();
         let ceilings = soft.device.ceilings(&mut inputs).unwrap();
         assert!(ceilings.read > 0.0 && ceilings.copy > 0.0 && ceilings.first_touch > 0.0);
         soft.device.verify(&loaded, &inputs, &mut |_| {}).unwrap();
     }
-}
-
-#[test]
-fn a_channel_that_the_card_lacks() {
-    let error =
-        SoftDevice::open(SoftConfig { mm_channel: QueueChoice::Only(2), ..SoftConfig::default() }).err().unwrap();
-    assert_eq!(error.to_string(), "the card has no channel 2, it has 2");
 }

@@ -3,15 +3,15 @@
 
 use std::ops::ControlFlow;
 use std::sync::Arc;
-use std::time::Duration;
 
-use dmalane::addr::{Access, CardAddr, FileOffset};
+use dmalane::addr::{CardAddr, FileOffset};
+use dmalane::card::{CardDevice, CardUse};
 use dmalane::dma::{AnonHeap, Heap, Pool};
 use dmalane::load::fill::{Event, Extent, FillError, Job};
-use dmalane::load::{Stage, StageReport};
-use dmalane::queue::{DeviceAddr, OpError, Operation, Queue, Registered, run};
-use dmalane::sim::{CardConfig, SoftBus, Workers};
-use dmalane::{MappedRead, ReadError, ReadOptions, ReadSource, SoftConfig, SoftDevice, SoftParts, read_to_device};
+use dmalane::load::{DriveOptions, OpenDevice, Stage, StageReport};
+use dmalane::queue::{DeviceAddr, OpError, Queue};
+use dmalane::sim::{CardConfig, HostConfig, SoftBus, SoftHost, Workers};
+use dmalane::{MappedRead, ReadError, ReadOptions, ReadSource, read_to_device};
 use tempfile::NamedTempFile;
 
 const LEN: usize = 3_000_001;
@@ -30,21 +30,25 @@ fn file(seed: u64) -> (NamedTempFile, Vec<u8>) {
 
 /// A card, and what it had pinned before anything was read.
 struct Card {
-    parts: SoftParts,
+    device: OpenDevice,
     bus: Arc<SoftBus>,
     pinned: u64,
 }
 
 impl Card {
     fn new(workers: Workers) -> Self {
-        let card = CardConfig { ddr: DDR, hbm: 4 << 20, workers, ..CardConfig::default() };
-        let (parts, bus) = SoftDevice::parts(SoftConfig { card, ..SoftConfig::default() }).unwrap();
+        let config = CardConfig { ddr: DDR, hbm: 4 << 20, workers, ..CardConfig::default() };
+        let host: SoftHost = SoftHost::new(HostConfig::default()).unwrap();
+        let bus = Arc::new(SoftBus::new(host, config).unwrap());
+        let concurrent = workers == Workers::PerChannel;
+        let device = CardDevice::open(bus.clone(), CardUse { concurrent, ..CardUse::default() }).unwrap();
+        let device = OpenDevice::new(Box::new(device), DriveOptions::default()).unwrap();
         let pinned = bus.host().stats().pinned_frames;
-        Self { parts, bus, pinned }
+        Self { device, bus, pinned }
     }
 
     fn place(&mut self, len: u64) -> DeviceAddr {
-        DeviceAddr::Card(self.parts.memory.reserve(len.next_multiple_of(4096)).unwrap().first())
+        DeviceAddr::Card(self.device.memory_mut().reserve(len).unwrap().first())
     }
 
     fn read(
@@ -57,25 +61,20 @@ impl Card {
         watch: &mut (dyn FnMut(Event) -> ControlFlow<()> + Send),
     ) -> Result<MappedRead, ReadError> {
         let sources: Vec<_> = files.iter().map(|f| ReadSource::open(f.path()).unwrap()).collect();
-        read_to_device(heap, &*self.bus, &mut self.parts.channel, to, &sources, job, options, watch)
+        read_to_device(heap, &mut self.device, to, &sources, job, options, watch)
     }
 
-    /// What the card holds, by the way back.
+    /// What the card holds, as it says itself.
     fn back(&mut self, at: DeviceAddr, len: usize) -> Vec<u8> {
-        let buf = AnonHeap::new().allocate(len).unwrap().share();
-        let via = Registered::new(&*self.bus, &buf, Access::RW).unwrap();
-        let (part, _rest) = buf.into_part().split_at(len).unwrap();
-        let read = Operation::read((part, via), at);
-        let read = run(&mut self.parts.channel, read, Duration::from_secs(30)).unwrap();
-        let part = read.into_slice().unwrap();
+        let DeviceAddr::Card(at) = at else { unreachable!() };
         let mut bytes = vec![0; len];
-        part.read(0, &mut bytes).unwrap();
+        self.bus.memory().read(at, &mut bytes).unwrap();
         bytes
     }
 
     /// Nothing is in flight, mapped or pinned.
-    fn is_idle(&self) -> bool {
-        self.parts.channel.in_flight() == 0 && self.bus.host().stats().pinned_frames == self.pinned
+    fn is_idle(&mut self) -> bool {
+        self.device.queue_mut().in_flight() == 0 && self.bus.host().stats().pinned_frames == self.pinned
     }
 }
 

@@ -5,9 +5,9 @@ use std::fmt;
 use std::time::{Duration, Instant};
 
 use dmalane_addr::Iova;
+use dmalane_device::NoIommu;
 use dmalane_queue::Registered;
 
-use super::FileDeviceBus;
 use super::workers::Workers;
 use crate::ring::{Ask, Request, Ring};
 
@@ -54,7 +54,7 @@ pub(crate) struct Fixed {
     uses: HashMap<u16, usize>,
     /// Refused by the kernel: not asked again.
     refused: Vec<Iova>,
-    /// [`FileDeviceBus::given_up`] when the registrations were last looked through.
+    /// [`NoIommu::undone`] when the registrations were last looked through.
     seen: u64,
     /// Why the kernel refused one.
     pub why: Option<String>,
@@ -93,7 +93,7 @@ impl Mover {
     }
 
     /// Takes a request, with the registration of its buffer if there is one; gives it back when there is no room.
-    pub fn push(&mut self, mut request: Request, via: Option<(&Registered, &FileDeviceBus)>) -> Result<(), Request> {
+    pub fn push(&mut self, mut request: Request, via: Option<(&Registered, &NoIommu)>) -> Result<(), Request> {
         match self {
             Self::Workers { .. } if self.is_full() => Err(request),
             Self::Workers { workers, busy, .. } => {
@@ -103,8 +103,8 @@ impl Mover {
             }
             Self::Ring { ring, .. } if ring.is_full() || ring.is_dead() => Err(request),
             Self::Ring { ring, fixed } => {
-                if let (Some(fixed), Some((via, bus))) = (fixed, via) {
-                    request.ask = fixed.ask(ring, &request, via, bus);
+                if let (Some(fixed), Some((via, registrar))) = (fixed, via) {
+                    request.ask = fixed.ask(ring, &request, via, registrar);
                 }
                 ring.push(request)
             }
@@ -157,9 +157,9 @@ impl Mover {
     }
 
     /// Frees fixed buffers whose registrations are gone.
-    pub fn tidy(&mut self, bus: &FileDeviceBus) {
+    pub fn tidy(&mut self, registrar: &NoIommu) {
         if let Self::Ring { ring, fixed: Some(fixed) } = self {
-            fixed.tidy(ring, bus);
+            fixed.tidy(ring, registrar);
         }
     }
 
@@ -218,8 +218,8 @@ impl Mover {
 
 impl Fixed {
     /// The form of a request that uses the registration's fixed buffer, if it can have one.
-    fn ask(&mut self, ring: &Ring, request: &Request, via: &Registered, bus: &FileDeviceBus) -> Ask {
-        self.tidy(ring, bus);
+    fn ask(&mut self, ring: &Ring, request: &Request, via: &Registered, registrar: &NoIommu) -> Ask {
+        self.tidy(ring, registrar);
         let iova = via.mapping().span().first();
         let number = match self.numbers.get(&iova) {
             Some(number) => *number,
@@ -242,15 +242,15 @@ impl Fixed {
         if request.ask.is_write() { Ask::WriteFixed(number) } else { Ask::ReadFixed(number) }
     }
 
-    fn tidy(&mut self, ring: &Ring, bus: &FileDeviceBus) {
-        let now = bus.given_up();
+    fn tidy(&mut self, ring: &Ring, registrar: &NoIommu) {
+        let now = registrar.undone();
         if now == self.seen {
             return;
         }
         let mut all = true;
-        self.refused.retain(|iova| bus.is_live(*iova));
+        self.refused.retain(|iova| registrar.is_live(*iova));
         self.numbers.retain(|iova, number| {
-            if bus.is_live(*iova) {
+            if registrar.is_live(*iova) {
                 return true;
             }
             // A request in flight keeps the pages itself; its number is free once it has ended.

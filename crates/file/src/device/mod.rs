@@ -1,13 +1,14 @@
 //! Files that are read and written at device addresses, as a device with queues.
 //!
-//! The character devices of DMA drivers (QDMA, XDMA) are such files, and so are block devices, files of `/dev/shm` and memfds. A
-//! [`FileDevice`] opens one, or one for each direction; its [`queue`](FileDevice::queue)s copy in both directions.
+//! The character devices of DMA drivers (QDMA, XDMA) are such files, and so are block devices, files of `/dev/shm` and
+//! memfds. A [`FileDevice`] opens one, or one for each direction; its [`queue`](FileDevice::queue)s copy in both
+//! directions.
 //!
-//! Some drivers do asynchronous calls wrong without an error ([`probe`] names how). So a file device uses `pread` and `pwrite` on
-//! threads unless it was [probed](FileDeviceOptions::probe_at); [`FileDevice::how`] gives its I/O backend and the reasons.
+//! Some drivers do asynchronous calls wrong without an error ([`probe`] names how). So a file device uses `pread` and
+//! `pwrite` on threads unless it was [probed](FileDeviceOptions::probe_at); [`FileDevice::how`] gives its I/O backend
+//! and the reasons.
 
 mod backend;
-mod bus;
 mod probe;
 mod queue;
 mod workers;
@@ -21,12 +22,15 @@ use std::path::{Path, PathBuf};
 use std::str::FromStr;
 use std::sync::Arc;
 
+use dmalane_addr::{CardAddr, Span};
+use dmalane_device::{AddressSpace, BackingFiles, Device, DeviceInfo, FlatSpace, NoIommu, Region};
+use dmalane_dma::Registrar;
+use dmalane_queue::DeviceQueue;
 use rustix::fs::{Mode as Permissions, OFlags};
 use rustix::io::Errno;
 use thiserror::Error;
 
 pub use backend::IoBackend;
-pub use bus::FileDeviceBus;
 pub use queue::FileDeviceQueue;
 
 use crate::cut::Align;
@@ -92,8 +96,8 @@ impl FromStr for FileDevicePaths {
 /// How a file device is used.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct FileDeviceOptions {
-    /// Where the probe may write 16 KiB and read them back: a multiple of 4 KiB, at least 16 KiB. The bytes there, and at 0, are
-    /// restored. `None`: no probe, `pread` and `pwrite`.
+    /// Where the probe may write 16 KiB and read them back: a multiple of 4 KiB, at least 16 KiB. The bytes there, and
+    /// at 0, are restored. `None`: no probe, `pread` and `pwrite`.
     pub probe_at: Option<u64>,
     /// The best backend that a probe tries.
     pub best: IoBackend,
@@ -105,7 +109,8 @@ pub struct FileDeviceOptions {
     pub depth: usize,
     /// Threads of a queue that uses `pread` and `pwrite`. Clamped to 1..=64.
     pub threads: usize,
-    /// Bytes of a request at most; a longer operation is cut. Clamped to 64 KiB..=1 GiB and rounded up to a power of two.
+    /// Bytes of a request at most; a longer operation is cut. Clamped to 64 KiB..=1 GiB and rounded up to a power of
+    /// two.
     pub block: usize,
 }
 
@@ -206,9 +211,13 @@ pub enum FileDeviceError {
     NoQueue(String),
 }
 
-/// A device that is a file, or two.
-#[derive(Clone)]
-pub struct FileDevice(Arc<Opened>);
+/// A device that is a file, or two: one region of memory, no MMU, and a queue.
+pub struct FileDevice {
+    opened: Arc<Opened>,
+    regions: Vec<Region>,
+    queue: Option<FileDeviceQueue>,
+    space: FlatSpace,
+}
 
 struct Opened {
     h2c: Arc<File>,
@@ -218,14 +227,14 @@ struct Opened {
     align: Option<Align>,
     options: FileDeviceOptions,
     how: FileDeviceHow,
-    bus: FileDeviceBus,
+    registrar: NoIommu,
 }
 
 impl FileDevice {
     /// Opens the files, and probes them if the options say where.
     ///
-    /// A block device is opened exclusively, so that a mounted one is not overwritten. The length of a file is its length now: nothing
-    /// is written past it.
+    /// A block device is opened exclusively, so that a mounted one is not overwritten. The length of a file is its
+    /// length now: nothing is written past it.
     ///
     /// # Errors
     /// [`FileDeviceError`].
@@ -265,9 +274,15 @@ impl FileDevice {
             reasons: Vec::new(),
             count: Count::Bytes,
         };
-        let mut this = Opened { h2c, c2h, paths, len, align, options, how, bus: FileDeviceBus::new() };
+        let mut this = Opened { h2c, c2h, paths, len, align, options, how, registrar: NoIommu::new() };
         this.choose_backend()?;
-        Ok(Self(Arc::new(this)))
+        let opened = Arc::new(this);
+        let queue = Some(opened.clone().queue()?);
+        // A character device does not say how long it is: as long as a file can be.
+        let len = opened.len.unwrap_or(i64::MAX as u64) & !0xfff;
+        let span = Span::new(CardAddr::new(0), len);
+        let regions = span.map(|span| Region::new("device", span)).into_iter().collect();
+        Ok(Self { opened, regions, queue, space: FlatSpace::new() })
     }
 
     /// For a file that is open: it is opened again, so that the position and flags of `file` stay as they are.
@@ -279,54 +294,76 @@ impl FileDevice {
         Self::open(FileDevicePaths { h2c: path.clone(), c2h: path }, options)
     }
 
-    /// Registers memory for fixed buffers of io_uring; queues also take memory without a registration.
-    pub fn bus(&self) -> &FileDeviceBus {
-        &self.0.bus
-    }
-
     /// The files.
     pub fn paths(&self) -> &FileDevicePaths {
-        &self.0.paths
-    }
-
-    /// The files for writing and for reading, to measure the plain calls.
-    pub fn files(&self) -> (&File, &File) {
-        (&self.0.h2c, &self.0.c2h)
-    }
-
-    /// Bytes of device memory; `None` for a character device, which does not say.
-    pub fn memory_len(&self) -> Option<u64> {
-        self.0.len
+        &self.opened.paths
     }
 
     /// What addresses, lengths and host memory are multiples of: 1 unless [`FileDeviceOptions::direct`].
     pub fn alignment(&self) -> usize {
-        self.0.align.map_or(1, |a| a.memory.max(a.offset))
+        self.opened.align.map_or(1, |a| a.memory.max(a.offset))
     }
 
     /// The I/O backend, and the reasons for it.
     pub fn how(&self) -> &FileDeviceHow {
-        &self.0.how
+        &self.opened.how
     }
 
-    /// A queue. There can be any number of them; only within one queue do operations wait for others on the same addresses.
+    /// A queue. There can be any number of them; only within one queue do operations wait for others on the same
+    /// addresses.
     ///
     /// # Errors
     /// [`FileDeviceError::NoQueue`] when the kernel refuses threads or rings.
     pub fn queue(&self) -> Result<FileDeviceQueue, FileDeviceError> {
-        let FileDeviceOptions { depth, threads, .. } = self.0.options;
-        let mover = Mover::new(self.0.how.backend, depth, threads).map_err(FileDeviceError::NoQueue)?;
-        Ok(FileDeviceQueue::new(self.0.clone(), mover))
+        self.opened.clone().queue()
+    }
+}
+
+impl Device for FileDevice {
+    fn info(&self) -> DeviceInfo {
+        let FileDevicePaths { h2c, c2h } = &self.opened.paths;
+        let name = match h2c == c2h {
+            true => format!("file:{}", h2c.display()),
+            false => format!("file:h2c={},c2h={}", h2c.display(), c2h.display()),
+        };
+        DeviceInfo { name, notes: vec![format!("by {}", self.how())], ..DeviceInfo::default() }
+    }
+
+    fn regions(&self) -> &[Region] {
+        &self.regions
+    }
+
+    /// Registers memory for fixed buffers of io_uring; queues also take memory without a registration.
+    fn registrar(&self) -> Arc<dyn Registrar> {
+        Arc::new(self.opened.registrar.clone())
+    }
+
+    fn take_queues(&mut self) -> Vec<Box<DeviceQueue>> {
+        self.queue.take().map(|queue| Box::new(queue) as Box<DeviceQueue>).into_iter().collect()
+    }
+
+    fn address_space(&mut self) -> &mut dyn AddressSpace {
+        &mut self.space
+    }
+
+    fn backing_files(&self) -> Option<BackingFiles> {
+        Some(BackingFiles { written: self.opened.h2c.clone(), read: self.opened.c2h.clone() })
     }
 }
 
 impl fmt::Debug for FileDevice {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "FileDevice({}: {})", self.0.paths.h2c.display(), self.0.how)
+        write!(f, "FileDevice({}: {})", self.opened.paths.h2c.display(), self.opened.how)
     }
 }
 
 impl Opened {
+    fn queue(self: Arc<Self>) -> Result<FileDeviceQueue, FileDeviceError> {
+        let FileDeviceOptions { depth, threads, .. } = self.options;
+        let mover = Mover::new(self.how.backend, depth, threads).map_err(FileDeviceError::NoQueue)?;
+        Ok(FileDeviceQueue::new(self, mover))
+    }
+
     /// Chooses the backend: the best that the probe finds to work.
     fn choose_backend(&mut self) -> Result<(), FileDeviceError> {
         let FileDeviceOptions { probe_at, best, trust, depth, .. } = self.options;

@@ -1,8 +1,9 @@
 //! Finding out whether a backend does what it says: writes and reads back at an address that is not 0.
 //!
-//! What drivers are known to get wrong is asked for: data at the wrong address (a stock XDMA driver's asynchronous calls use the
-//! offset within the memory instead of that within the file, so they go to address 0), completions that count something else than
-//! bytes (a stock QDMA driver's say 1 for one range of memory), requests that never end. What was there is put back.
+//! What drivers are known to get wrong is asked for: data at the wrong address (a stock XDMA driver's asynchronous
+//! calls use the offset within the memory instead of that within the file, so they go to address 0), completions that
+//! count something else than bytes (a stock QDMA driver's say 1 for one range of memory), requests that never end. What
+//! was there is put back.
 
 use std::fs::File;
 use std::sync::Arc;

@@ -1,5 +1,5 @@
-//! A queue of a file device: operations are cut into requests, done at the same time unless they touch the same bytes, and ended in
-//! order.
+//! A queue of a file device: operations are cut into requests, done at the same time unless they touch the same bytes,
+//! and ended in order.
 
 use std::collections::VecDeque;
 use std::sync::Arc;
@@ -23,11 +23,12 @@ const NAP: Duration = Duration::from_millis(100);
 
 /// A queue of a [`FileDevice`](super::FileDevice): copies in both directions and fences.
 ///
-/// It needs no registrations; with one, io_uring can use fixed buffers. `flush` and `poll` make system calls. Operations may be done
-/// at the same time unless they touch the same bytes of the device and one of them writes; they end in order. [`Queue::cancel`] takes
-/// back an operation that the kernel has not got; one that it has runs to its end. After a timeout the operations that the kernel has
-/// not begun end at once, the rest when the kernel releases them. Memory that it does not release within some seconds after the queue
-/// was dropped stays allocated and is counted by [`quarantined_bytes`](crate::quarantined_bytes).
+/// It needs no registrations; with one, io_uring can use fixed buffers. `flush` and `poll` make system calls.
+/// Operations may be done at the same time unless they touch the same bytes of the device and one of them writes; they
+/// end in order. [`Queue::cancel`] takes back an operation that the kernel has not got; one that it has runs to its
+/// end. After a timeout the operations that the kernel has not begun end at once, the rest when the kernel releases
+/// them. Memory that it does not release within some seconds after the queue was dropped stays allocated and is counted
+/// by [`quarantined_bytes`](crate::quarantined_bytes).
 pub struct FileDeviceQueue {
     device: Arc<Opened>,
     mover: Mover,
@@ -159,7 +160,7 @@ impl FileDeviceQueue {
         operation.admit(self.abilities(), self.limits())?;
         if let Work::Copy { direction, host, at } = &operation.work {
             if host.via.is_some() {
-                host.check(&self.device.bus, direction.host_access())?;
+                host.check(&self.device.registrar, direction.host_access())?;
             }
             let first = at.bits();
             // The kernel counts file offsets with a sign.
@@ -246,14 +247,14 @@ impl FileDeviceQueue {
             let file = file.clone();
             let request = Request { ask, op, index, direct: device.options.direct, file, slice, at, done: 0 };
             let via = self.ops[i].via();
-            let pushed = self.mover.push(request, via.map(|via| (via, &device.bus)));
+            let pushed = self.mover.push(request, via.map(|via| (via, &device.registrar)));
             self.again.extend(pushed.err());
         }
     }
 
     fn push(&mut self, request: Request) {
         let via = self.find(request.op).and_then(|i| self.ops[i].via());
-        if let Err(request) = self.mover.push(request, via.map(|via| (via, &self.device.bus))) {
+        if let Err(request) = self.mover.push(request, via.map(|via| (via, &self.device.registrar))) {
             self.again.push_front(request);
         }
     }
@@ -291,7 +292,7 @@ impl FileDeviceQueue {
             self.settle(request, result, count);
         }
         self.retired.retain(|mover| mover.busy() > 0);
-        self.mover.tidy(&self.device.bus);
+        self.mover.tidy(&self.device.registrar);
     }
 
     /// Interprets a result: the fragment is done, continues, or has failed.
@@ -312,7 +313,8 @@ impl FileDeviceQueue {
                 };
             }
             n if n as usize == asked => asked,
-            // One range of memory per request: where requests are counted, 1 is all of it, and 0 an error that got lost.
+            // One range of memory per request: where requests are counted, 1 is all of it, and 0 an error that got
+            // lost.
             1 if count == Count::Requests => asked,
             n if count == Count::Requests || n as usize > asked => {
                 let error = OpError::BadCount { at, asked: asked as u64, got: n as u64 };

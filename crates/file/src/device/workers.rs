@@ -11,7 +11,8 @@ use crate::ring::{self, Request};
 /// How long a drop waits for the threads before it abandons their requests.
 const DROP_TIMEOUT: Duration = Duration::from_secs(2);
 
-/// Threads and their requests. A thread that is stuck in a call when this is dropped is left behind, with the memory of the call.
+/// Threads and their requests. A thread that is stuck in a call when this is dropped is left behind, with the memory of
+/// the call.
 pub(crate) struct Workers {
     shared: Arc<Shared>,
     threads: Vec<JoinHandle<()>>,

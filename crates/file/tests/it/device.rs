@@ -8,6 +8,7 @@ use std::process::Command;
 use std::time::Duration;
 
 use dmalane_addr::{Access, CardAddr, DeviceVa, FileOffset};
+use dmalane_device::Device as _;
 use dmalane_dma::{AnonHeap, BufferSlice, Heap};
 use dmalane_file::{
     FileDevice, FileDeviceError, FileDeviceOptions, FileDevicePaths, FileDeviceQueue, IoBackend, quarantined_bytes,
@@ -47,7 +48,7 @@ impl Fixture {
 
     fn buffer(&mut self, len: usize) -> (BufferSlice, Registered) {
         let buf = AnonHeap::new().allocate(len).unwrap().share();
-        let via = Registered::new(self.device.bus(), &buf, Access::RW).unwrap();
+        let via = Registered::new(&*self.device.registrar(), &buf, Access::RW).unwrap();
         (buf.into_part().split_off_front(len).unwrap(), via)
     }
 
@@ -200,7 +201,7 @@ fn a_block_device_takes_the_suite_buffered_and_direct() {
     suites(&device.0, len, trusted);
     suites(&device.0, len, |backend| FileDeviceOptions { direct: true, ..trusted(backend) });
     let first = FileDevice::open(paths(&device.0), FileDeviceOptions::default()).unwrap();
-    assert_eq!(first.memory_len(), Some(len));
+    assert_eq!(first.regions()[0].span.len(), len);
     let second = FileDevice::open(paths(&device.0), FileDeviceOptions::default());
     assert!(matches!(second, Err(FileDeviceError::InUse(_))), "{second:?}");
     drop(first);
@@ -272,7 +273,7 @@ fn what_has_no_addresses_or_cannot_be_written_is_refused() {
         Ok(device) => {
             let mut queue = device.queue().unwrap();
             let buf = AnonHeap::new().allocate(4096).unwrap().share();
-            let via = Registered::new(device.bus(), &buf, Access::RW).unwrap();
+            let via = Registered::new(&*device.registrar(), &buf, Access::RW).unwrap();
             let at = DeviceAddr::Card(CardAddr::new(8192));
             let _ticket = queue.submit(Operation::copy(Direction::FromHost, (buf.into_part(), via), at)).unwrap();
             let end = drain(&mut queue).remove(0);
@@ -287,7 +288,7 @@ fn two_files_are_a_device_too() {
     let (up, down) = (file_in(DISK, 1 << 20), file_in(DISK, 1 << 19));
     let both = FileDevicePaths { h2c: up.path().into(), c2h: down.path().into() };
     let device = FileDevice::open(both.clone(), FileDeviceOptions::default()).unwrap();
-    assert_eq!(device.memory_len(), Some(1 << 19), "what both have");
+    assert_eq!(device.regions()[0].span.len(), 1 << 19, "what both have");
     // Different files are no memory, which a probe finds out.
     let probed = FileDevice::open(both, FileDeviceOptions { probe_at: Some(1 << 16), ..FileDeviceOptions::default() });
     assert!(
@@ -339,7 +340,7 @@ fn what_a_device_cannot_do_is_refused_or_fails() {
     assert_eq!(queue.submit(other).unwrap_err().reason, Refusal::NotRegistered);
     // Only to be read by the device.
     let buf = AnonHeap::new().allocate(4096).unwrap().share();
-    let via = Registered::new(fixture.device.bus(), &buf, Access::READ).unwrap();
+    let via = Registered::new(&*fixture.device.registrar(), &buf, Access::READ).unwrap();
     let down = Operation::copy(Direction::ToHost, (buf.into_part(), via), at);
     assert_eq!(queue.submit(down).unwrap_err().reason, Refusal::NotPermitted);
     let top = fixture.copy(Direction::ToHost, &[0; 16], i64::MAX as u64 - 15);

@@ -1,5 +1,6 @@
 //! The integration tests of this crate, linked once.
 
+mod as_device;
 mod conformance;
 mod device;
 mod reads;

@@ -65,7 +65,8 @@ impl<'l, 'a, 'w, 'o, S: Queue<Addr = FileOffset>> Lane<'l, 'a, 'w, 'o, S> {
             if self.flying.is_empty() && self.queue.is_empty() {
                 return self.clocks;
             }
-            // A device that works inline works while it is waited for; one that does not ends something sooner than the disk.
+            // A device that works inline works while it is waited for; one that does not ends something sooner than the
+            // disk.
             if !busy && !self.state.drive(NAP) {
                 self.reap(&mut done, NAP);
             }

@@ -1,12 +1,12 @@
 //! Filling buffers from files while they are still being allocated.
 //!
-//! A buffer is reserved as a whole and becomes present gather by gather. Each gather is cut into pieces, and each piece is read as
-//! soon as its memory is there, while the next gather is being allocated. What has arrived is hashed, if it shall be, in the
-//! order of the buffer while it is in the processor's cache, and in the end the pieces are rejoined. With a device to go on to
-//! ([`Onward`]), it gets each piece before that.
+//! A buffer is reserved as a whole and becomes present gather by gather. Each gather is cut into pieces, and each piece
+//! is read as soon as its memory is there, while the next gather is being allocated. What has arrived is hashed, if it
+//! shall be, in the order of the buffer while it is in the processor's cache, and in the end the pieces are rejoined.
+//! With a device to go on to ([`Onward`]), it gets each piece before that.
 //!
-//! Lanes do this, each with channels of its own to all files: one lane where the kernel or the disk does the work, more where the
-//! processor copies out of the page cache. One lane runs on the thread of the caller and needs no other.
+//! Lanes do this, each with channels of its own to all files: one lane where the kernel or the disk does the work, more
+//! where the processor copies out of the page cache. One lane runs on the thread of the caller and needs no other.
 
 mod job;
 mod lane;
@@ -41,8 +41,8 @@ pub struct FillOptions {
     pub checksum: bool,
     /// Give up when this moment comes.
     pub deadline: Option<Instant>,
-    /// How long to wait for reads in flight after a failure, and how long a device may end nothing before it is stopped, which is a
-    /// [`FillError::Transfer`]. What has not ended by then stays with its channel.
+    /// How long to wait for reads in flight after a failure, and how long a device may end nothing before it is
+    /// stopped, which is a [`FillError::Transfer`]. What has not ended by then stays with its channel.
     pub patience: Duration,
 }
 
@@ -77,7 +77,8 @@ pub enum Event {
         /// How many.
         len: u64,
     },
-    /// The device has bytes that had arrived: those of an extent, or zeroes that belong to none. Only with an [`Onward`].
+    /// The device has bytes that had arrived: those of an extent, or zeroes that belong to none. Only with an
+    /// [`Onward`].
     OnDevice {
         /// Which buffer.
         buffer: usize,
@@ -93,8 +94,8 @@ pub enum Event {
     },
 }
 
-/// Is told of every [`Event`], in the order in which they happen, and may stop the job. Runs on whichever lane has something to tell, one
-/// at a time; must not panic.
+/// Is told of every [`Event`], in the order in which they happen, and may stop the job. Runs on whichever lane has
+/// something to tell, one at a time; must not panic.
 pub type Watch<'a> = dyn FnMut(Event) -> ControlFlow<()> + Send + 'a;
 
 /// Why buffers were not filled. Of several failures it is the one that lies first in the job's buffers.
@@ -232,7 +233,8 @@ pub struct FillReport {
     pub wall: Duration,
     /// Until the first read could begin: the memory of the first gather was there.
     pub first_gather: Duration,
-    /// Allocation, reading, hashing and the transfer to the device, where they were done. Times are added up over the lanes.
+    /// Allocation, reading, hashing and the transfer to the device, where they were done. Times are added up over the
+    /// lanes.
     pub stages: Vec<StageReport>,
     /// How many lanes there were.
     pub lanes: usize,
@@ -251,12 +253,12 @@ pub struct Filled {
     pub report: FillReport,
 }
 
-/// Fills buffers of `heap` as `job` says. `lanes` has a set of channels for each lane, each with one channel per source. With `onward` a
-/// device gets what has arrived while the rest is being allocated and read.
+/// Fills buffers of `heap` as `job` says. `lanes` has a set of channels for each lane, each with one channel per
+/// source. With `onward` a device gets what has arrived while the rest is being allocated and read.
 ///
 /// # Errors
-/// [`FillError`]. Every read and transfer in flight has ended by then, or stays with its channel; the memory is freed as soon as that is the
-/// case.
+/// [`FillError`]. Every read and transfer in flight has ended by then, or stays with its channel; the memory is freed
+/// as soon as that is the case.
 ///
 /// # Panics
 /// When there is no lane.

@@ -13,17 +13,19 @@ use dmalane_queue::{
 use super::FillError;
 use crate::clock::{Clocks, Stage};
 
-/// A device that gets each piece of the buffers as soon as its bytes have arrived (and were hashed, if they shall be), while the ones behind it
-/// are still being read or allocated.
+/// A device that gets each piece of the buffers as soon as its bytes have arrived (and were hashed, if they shall be),
+/// while the ones behind it are still being read or allocated.
 pub struct Onward<'a> {
-    /// The device's channel, with nothing in flight. What a job that has failed could not wait for stays in flight on it.
+    /// The device's channel, with nothing in flight. What a job that has failed could not wait for stays in flight on
+    /// it.
     pub channel: &'a mut dyn Queue<Addr = DeviceAddr>,
     /// True when the channel works inside `poll`, so that only time spent there is its time.
     pub inline: bool,
-    /// For each buffer where its first byte goes; the others follow. Bytes that no extent names go there too, as zeroes.
+    /// For each buffer where its first byte goes; the others follow. Bytes that no extent names go there too, as
+    /// zeroes.
     pub to: &'a [DeviceAddr],
-    /// The registration, for reading, that a part of a buffer lies in; asked for after [`Event::Allocated`](super::Event::Allocated) was told
-    /// of its gather. `None` stops the job.
+    /// The registration, for reading, that a part of a buffer lies in; asked for after
+    /// [`Event::Allocated`](super::Event::Allocated) was told of its gather. `None` stops the job.
     pub via: &'a (dyn Fn(usize, &BufferSlice) -> Option<Registered> + Sync),
 }
 
@@ -84,8 +86,8 @@ impl<'a> Outlet<'a> {
         locked(&self.queue).push_back(piece);
     }
 
-    /// Hands the device what it has room for, and takes back what has ended; waits for that at most `timeout`. Does nothing while another
-    /// lane is at it.
+    /// Hands the device what it has room for, and takes back what has ended; waits for that at most `timeout`. Does
+    /// nothing while another lane is at it.
     ///
     /// # Errors
     /// The failure that lies first, of those seen in this call; what came back before is in `back` all the same.

@@ -59,8 +59,8 @@ pub(super) struct Directory {
 }
 
 impl Directory {
-    /// Enters the frames of a buffer from one of its pages on. `None`, and nothing entered, when it has more pages or the directory more buffers
-    /// than 32 bits count.
+    /// Enters the frames of a buffer from one of its pages on. `None`, and nothing entered, when it has more pages or
+    /// the directory more buffers than 32 bits count.
     pub(super) fn enter(&mut self, buffer: BufferRef, first: u64, frames: &SgTable<PhysAddr>) -> Option<()> {
         u32::try_from(first.checked_add(frames.len() / FRAME)?).ok()?;
         let slot = match self.vacant.pop() {
@@ -98,8 +98,8 @@ impl Directory {
         self.frames
     }
 
-    /// The buffer's bytes behind `addr`, up to `len` of them as far as they are contiguous in the buffer too. `None` for
-    /// a frame that stands for nothing.
+    /// The buffer's bytes behind `addr`, up to `len` of them as far as they are contiguous in the buffer too. `None`
+    /// for a frame that stands for nothing.
     pub(super) fn locate(&self, addr: PhysAddr, len: u64) -> Option<Stretch> {
         let first = self.owner(addr)?;
         let within = addr.bits() % FRAME;

@@ -1,7 +1,7 @@
 //! Synthetic physical frames: a buddy allocator whose free memory is fragmented on purpose.
 //!
-//! An unprivileged process cannot see frame numbers, so the software host makes up its own. Physical memory comes in zones
-//! of 64 MiB, added as they are needed. A new zone is first strewn with frames that "somebody else" holds; what
+//! An unprivileged process cannot see frame numbers, so the software host makes up its own. Physical memory comes in
+//! zones of 64 MiB, added as they are needed. A new zone is first strewn with frames that "somebody else" holds; what
 //! is left between them are runs whose lengths depend on the fragmentation:
 //!
 //! * 0: no holes. Buffers come out in one piece.

@@ -1,10 +1,11 @@
 //! A small cache of translations, as a device's IOMMU unit keeps one.
 //!
-//! An entry is a stretch: IOVAs that follow each other, with one access right, whose bytes follow each other in one buffer.
-//! It comes from walking the page table leaf by leaf and looking every frame up in the directory, and it is good until the
-//! next invalidation. There are two sets of entries. *Pages* are made of one leaf each. *Windows* reach as far as a stretch does within 2 MiB
-//! of IOVAs: they are made for windows that miss again and again, so that a large buffer in small leaves is walked
-//! once and not each time. (Hardware does the same where it can: AMD's and Arm's TLBs coalesce neighbouring pages.)
+//! An entry is a stretch: IOVAs that follow each other, with one access right, whose bytes follow each other in one
+//! buffer. It comes from walking the page table leaf by leaf and looking every frame up in the directory, and it is
+//! good until the next invalidation. There are two sets of entries. *Pages* are made of one leaf each. *Windows* reach
+//! as far as a stretch does within 2 MiB of IOVAs: they are made for windows that miss again and again, so that a large
+//! buffer in small leaves is walked once and not each time. (Hardware does the same where it can: AMD's and Arm's TLBs
+//! coalesce neighbouring pages.)
 
 use dmalane_addr::{Access, Address, Iova, PhysAddr, Span};
 use dmalane_iopt::{Format, HeapTables, PageTable};

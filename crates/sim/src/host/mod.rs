@@ -1,7 +1,7 @@
 //! The software host: physical frames and an IOMMU, in process.
 //!
-//! A device model gets host memory only through [`DevicePort`]: IOVA, then the IOMMU's page tables (with a small IOTLB in
-//! front), then the frame directory, then bytes. What is not mapped cannot be reached; the refusal is recorded as a
+//! A device model gets host memory only through [`DevicePort`]: IOVA, then the IOMMU's page tables (with a small IOTLB
+//! in front), then the frame directory, then bytes. What is not mapped cannot be reached; the refusal is recorded as a
 //! fault.
 //!
 //! Frames are synthetic (see `frames.rs`) and 4 KiB each whatever pages are really behind a buffer, so that the
@@ -221,7 +221,8 @@ impl<F: Format> Registrar for SoftHost<F> {
     /// Gives some pages of the buffer frames.
     ///
     /// # Errors
-    /// [`Error::BadRange`] unless the range is whole 4 KiB pages of the buffer; [`Error::PinLimit`], [`Error::OutOfFrames`].
+    /// [`Error::BadRange`] unless the range is whole 4 KiB pages of the buffer; [`Error::PinLimit`],
+    /// [`Error::OutOfFrames`].
     fn pin_range(&self, buffer: &BufferRef, range: Range<usize>) -> Result<Pinned, Error> {
         let len = buffer.len();
         let frame = FRAME as usize;
@@ -395,11 +396,12 @@ impl<F: Format> Drop for HeldPort<'_, F> {
 }
 
 impl<F: Format> HeldPort<'_, F> {
-    /// Translates `len` bytes from `at` and hands each contiguous piece of a buffer to `piece` with its offset, until that
-    /// says false.
+    /// Translates `len` bytes from `at` and hands each contiguous piece of a buffer to `piece` with its offset, until
+    /// that says false.
     ///
-    /// Every page has been translated and checked, now or since the last invalidation. What is contiguous in the buffer, as it is wherever
-    /// IOVAs are, is copied in one piece all the same: many small copies cost more than the translations.
+    /// Every page has been translated and checked, now or since the last invalidation. What is contiguous in the
+    /// buffer, as it is wherever IOVAs are, is copied in one piece all the same: many small copies cost more than the
+    /// translations.
     #[inline]
     fn access(
         &mut self,

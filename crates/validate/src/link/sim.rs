@@ -1,7 +1,7 @@
 //! Transfers over a modelled link in virtual time.
 //!
-//! The queues here are [`Queue`]s, except that they move no bytes and that time passes only while a thread waits. So a [`Split`] and
-//! its policy run over them exactly as over a card.
+//! The queues here are [`Queue`]s, except that they move no bytes and that time passes only while a thread waits. So a
+//! [`Split`] and its policy run over them exactly as over a card.
 
 use std::collections::VecDeque;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -23,7 +23,8 @@ const CAPACITY: usize = 256;
 #[derive(Clone)]
 pub struct Sim(Arc<Mutex<World>>);
 
-/// The queue of one channel of a [`Sim`]. Its two directions are independent; in each, one operation moves after the other.
+/// The queue of one channel of a [`Sim`]. Its two directions are independent; in each, one operation moves after the
+/// other.
 pub struct SimQueue {
     world: Sim,
     index: usize,

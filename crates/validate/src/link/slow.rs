@@ -15,8 +15,8 @@ const BURST: Duration = Duration::from_millis(1);
 
 /// A queue whose operations end no sooner than on a modelled link. Copies only.
 ///
-/// The inner queue moves the bytes at its own rate; completions are delayed. So the link must be slower than the queue for its model
-/// to hold. Each direction does one operation after the other, as on a card.
+/// The inner queue moves the bytes at its own rate; completions are delayed. So the link must be slower than the queue
+/// for its model to hold. Each direction does one operation after the other, as on a card.
 pub struct Slow<Q: Queue> {
     inner: Q,
     index: usize,
@@ -56,7 +56,8 @@ impl<Q: Queue> Slow<Q> {
         Self::catching_up(queues, link, BURST, half)
     }
 
-    /// The same where polls may be later than that, because threads do not get to run. After idle time as much more moves at once.
+    /// The same where polls may be later than that, because threads do not get to run. After idle time as much more
+    /// moves at once.
     ///
     /// # Panics
     /// As [`Slow::new`].

@@ -1,11 +1,13 @@
 //! Limits named from measurements of cards behind modelled links, where the truth is known. Alone in its process, since
 //! it takes time.
 
+use std::sync::Arc;
 use std::time::Duration;
 
-use dmalane_sim::CardConfig;
+use dmalane_card::{CardDevice, CardUse};
+use dmalane_sim::{CardConfig, HostConfig, SoftBus, SoftHost};
 use dmalane_validate::link::fit::{Answer, Cause, Directions as Side, Memory, Question};
-use dmalane_validate::{FitSettings, SoftTarget, Target, fit_link};
+use dmalane_validate::{FitSettings, Target, fit_link};
 
 /// What the fit must say of each assumption of the policy study. A busy machine may need more than one try.
 #[test]
@@ -34,9 +36,10 @@ fn the_limits_of_emulated_cards_are_named() {
     ];
     for (name, causes) in cases {
         let card = CardConfig { ddr: 64 << 20, hbm: 64 << 20, ..CardConfig::default() };
-        let catch_up = Some(Duration::from_millis(20));
-        let soft = SoftTarget { card, emulate: Some(name.to_owned()), catch_up, ..SoftTarget::default() };
-        let target = Target::soft(soft).unwrap();
+        let host: SoftHost = SoftHost::new(HostConfig::default()).unwrap();
+        let bus: Arc<SoftBus> = Arc::new(SoftBus::new(host, card).unwrap());
+        let card = CardDevice::open(bus, CardUse { flat: true, ..CardUse::default() }).unwrap();
+        let target = Target::emulated(Box::new(card), name, Some(Duration::from_millis(20))).unwrap();
         let (mut said, mut noisy) = (String::new(), false);
         let right = (0..4).any(|attempt| {
             let time = Duration::from_millis(50 << attempt);

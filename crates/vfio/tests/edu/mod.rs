@@ -160,8 +160,8 @@ fn acknowledge(bus: &VfioBus) -> Result<(), dma::Error> {
 
 /// Copies between registered memory and the buffer of an [`Edu`]: at most 2048 bytes an operation, 100 ms each.
 ///
-/// The target is a card address from 0 to 4094; a device virtual address is refused, since the device has no MMU. When an operation takes
-/// more than 2 s, the channel stops and its memory is never freed.
+/// The target is a card address from 0 to 4094; a device virtual address is refused, since the device has no MMU. When
+/// an operation takes more than 2 s, the channel stops and its memory is never freed.
 pub struct EduQueue {
     bus: Arc<VfioBus>,
     busy: Arc<AtomicBool>,

@@ -72,8 +72,8 @@ impl Buffers {
         self.whole.len()
     }
 
-    /// Makes a buffer object, or adds to one. A line that is refused changes nothing; but when there is no memory for the
-    /// index, what earlier lines said of the buffer is gone too.
+    /// Makes a buffer object, or adds to one. A line that is refused changes nothing; but when there is no memory for
+    /// the index, what earlier lines said of the buffer is gone too.
     pub(crate) fn add(&mut self, id: u64, segments: &[Segment<CardAddr>], more: bool) -> Result<(), TraceRefusal> {
         if self.whole.contains_key(&id) {
             return Err(TraceRefusal::DuplicateBo { bo: id });

@@ -11,8 +11,8 @@ use crate::{BindRequest, Bo};
 /// Segments on a line of a buffer object, at most: no line may be longer than [`MAX_LINE`](super::MAX_LINE).
 const SEGMENTS_PER_LINE: usize = 1 << 14;
 
-/// Writes requests as lines of a trace, and each buffer object before it is first used: under its id, or under another when
-/// a buffer object with that id was written before.
+/// Writes requests as lines of a trace, and each buffer object before it is first used: under its id, or under another
+/// when a buffer object with that id was written before.
 #[derive(Debug)]
 pub struct Recorder<W> {
     out: W,

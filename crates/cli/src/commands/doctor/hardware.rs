@@ -1,9 +1,8 @@
 //! Checks of what other devices and other programs need.
 
-use dmalane::vfio;
+use dmalane::{pci, vfio};
 
 use super::{Check, Subject};
-use crate::pci;
 use crate::probe::{Node, Probe};
 
 /// How many names are listed before the rest is counted.
@@ -132,7 +131,7 @@ fn switch_iommu_on(probe: &Probe) -> &'static str {
 
 pub fn gpus(probe: &Probe) -> Check {
     let subject = Subject::for_real_devices("gpus", "devices that a load could go to one day");
-    let mut found: Vec<_> = pci::devices(probe)
+    let mut found: Vec<_> = pci::devices(&probe.place("/"))
         .into_iter()
         .filter(|d| d.computes())
         .map(|d| format!("{} ({}, driver {})", d.bdf, d.id, d.driver.as_deref().unwrap_or("none")))

@@ -27,7 +27,11 @@ fn good() -> Vec<(&'static str, &'static [u8])> {
         ("proc/sys/kernel/osrelease", b"6.12.3-amd64\n"),
         ("proc/sys/kernel/io_uring_disabled", b"0\n"),
         ("proc/self/status", b"Name:\tdmalane\nCapEff:\t0000000000000000\nSeccomp:\t0\nCpus_allowed_list:\t0-3,8\n"),
-        ("proc/self/limits", b"Limit  Soft Limit  Hard Limit  Units\nMax locked memory         unlimited            unlimited            bytes\n"),
+        (
+            "proc/self/limits",
+            b"Limit  Soft Limit  Hard Limit  Units\nMax locked memory         unlimited            \
+                               unlimited            bytes\n",
+        ),
         ("proc/self/cgroup", b"0::/user/session\n"),
         ("proc/meminfo", b"MemTotal:       16314408 kB\nMemFree: 1 kB\nMemAvailable:   12000000 kB\n"),
         ("proc/cpuinfo", b"processor\t: 0\nvendor_id\t: GenuineIntel\n"),
@@ -203,8 +207,10 @@ fn garbage_is_no_panic() {
         b"18446744073709551615",
         b"[[[]]]",
         b"::::::\n:::\n0::/../../../etc\n1:memory:/\xff\n",
-        b"MemTotal: 18446744073709551615 kB\nMemAvailable: -5 kB\nCapEff: zz\nMax locked memory x y\nCpus_allowed_list: 0-18446744073709551615",
-        b"MemTotal: 18446744073709551 kB\nMemAvailable: 18446744073709551 kB\nMax locked memory 18446744073709551615 18446744073709551615\n\x1b[2J",
+        b"MemTotal: 18446744073709551615 kB\nMemAvailable: -5 kB\nCapEff: zz\nMax locked memory x \
+          y\nCpus_allowed_list: 0-18446744073709551615",
+        b"MemTotal: 18446744073709551 kB\nMemAvailable: 18446744073709551 kB\nMax locked memory 18446744073709551615 \
+          18446744073709551615\n\x1b[2J",
     ];
     for content in contents {
         let files: Vec<_> = good().into_iter().map(|(path, _)| (path, content)).collect();

@@ -4,12 +4,8 @@ use std::io;
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, PoisonError};
 
-use dmalane::JoinedChannel;
-use dmalane::card::CardTables;
-use dmalane::dma::Mmio;
-use dmalane::iopt::X86_64_4Level;
-use dmalane::load::{Device, save_bytes};
-use dmalane::vm::AnyVm;
+use dmalane::OpenDevice;
+use dmalane::load::save_bytes;
 use dmalane::vm::trace::{Recorder, TraceHeader};
 
 use crate::failure::Failure;
@@ -22,27 +18,27 @@ pub struct Recording {
 
 impl Recording {
     /// Records what is bound on a device from now on, for the file `to`.
-    pub fn of<B: Mmio>(
-        device: &mut Device<JoinedChannel<B>, X86_64_4Level, CardTables<B>>,
-        to: &Path,
-    ) -> Result<Self, Failure> {
-        let vm = device.vm();
+    pub fn of(device: &mut OpenDevice, to: &Path) -> Result<Self, Failure> {
+        let space = device.address_space();
+        let Some(vm) = space.vm() else {
+            return Err(Failure::usage("--record is for devices with an MMU: on this one nothing is bound"));
+        };
         let header = TraceHeader {
-            format: Some(AnyVm::format(vm).to_owned()),
+            format: Some(vm.format().to_owned()),
             range: Some(vm.range()),
-            reserved: vm.reserved(),
+            reserved: None,
             null_page: None,
         };
         let recorder = Arc::new(Mutex::new(Recorder::new(Vec::new(), &header)));
         let shared = recorder.clone();
-        device.observe(move |requests| {
+        space.observe(Box::new(move |requests| {
             let mut recorder = shared.lock().unwrap_or_else(PoisonError::into_inner);
             if let Ok(ok) = &mut *recorder
                 && let Err(error) = ok.record(requests)
             {
                 *recorder = Err(error);
             }
-        });
+        }));
         Ok(Self { to: to.to_owned(), recorder })
     }
 

@@ -283,7 +283,7 @@ pub(super) fn text(o: &Outcome, explain: bool, list: bool) -> String {
 const WIDEST: usize = 48;
 
 /// A line per tensor, in columns.
-fn table<'a>(tensors: impl Iterator<Item = LoadedTensor<'a>>) -> String {
+fn table<'a>(tensors: impl Iterator<Item = &'a LoadedTensor>) -> String {
     let head = ["tensor", "dtype", "shape", "bytes", "device VA"].map(str::to_owned);
     let rows = tensors.map(|LoadedTensor { tensor: t, va }| {
         let dtype = if t.dtype.is_empty() { "-".to_owned() } else { plain(&t.dtype) };
@@ -432,17 +432,19 @@ mod tests {
 
     #[test]
     fn the_table_is_aligned_whatever_the_names() {
-        let tensor = |name: &str, shape: &[u64], len| Tensor {
-            name: name.to_owned(),
-            dtype: "F32".to_owned(),
-            shape: shape.to_vec(),
-            at: FileOffset::new(0),
-            len,
+        let tensor = |name: &str, shape: &[u64], len, va| LoadedTensor {
+            tensor: std::sync::Arc::new(Tensor {
+                name: name.to_owned(),
+                dtype: "F32".to_owned(),
+                shape: shape.to_vec(),
+                at: FileOffset::new(0),
+                len,
+            }),
+            va,
         };
-        let tensors = [tensor("a\x1b[2J", &[3, 4], 48), tensor(&"\u{e9}".repeat(99), &[9; 60], 0)];
         let va = Span::new(DeviceVa::new(1 << 32), 48);
-        let rows = tensors.iter().zip([va, None]).map(|(tensor, va)| LoadedTensor { tensor, va });
-        let text = table(rows);
+        let tensors = [tensor("a\x1b[2J", &[3, 4], 48, va), tensor(&"\u{e9}".repeat(99), &[9; 60], 0, None)];
+        let text = table(tensors.iter());
         let lines: Vec<_> = text.lines().collect();
         assert_eq!(lines.len(), 3);
         assert!(lines[1].starts_with("a\u{fffd}[2J ") && lines[1].ends_with("  48  0x100000000-0x10000002f"), "{text}");

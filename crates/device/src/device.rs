@@ -1,0 +1,164 @@
+//! The trait that every device implements.
+
+use std::borrow::Cow;
+use std::fs::File;
+use std::sync::Arc;
+
+use dmalane_addr::{CardAddr, PageSize, Span};
+use dmalane_dma::Registrar;
+use dmalane_queue::{Area, DeviceQueue, Route};
+
+use crate::AddressSpace;
+
+/// A device: memory regions, registration of host memory, queues, and an address space.
+///
+/// Object-safe. The [crate documentation](crate) has a complete one.
+pub trait Device: Send {
+    /// What it is and how it works.
+    fn info(&self) -> DeviceInfo;
+
+    /// Its memory, in the order of preference: the first region is the default. No two overlap; memory that the device
+    /// keeps for itself, such as page tables, is in none.
+    fn regions(&self) -> &[Region];
+
+    /// Makes host memory reachable for its queues.
+    fn registrar(&self) -> Arc<dyn Registrar>;
+
+    /// Its queues, at least one; only the first call has any.
+    fn take_queues(&mut self) -> Vec<Box<DeviceQueue>>;
+
+    /// Where programs on the device see its memory.
+    fn address_space(&mut self) -> &mut dyn AddressSpace;
+
+    /// Counters of what can be observed of it.
+    fn counters(&self) -> Counters {
+        Counters::default()
+    }
+
+    /// The files of a device that is made of files: what they hold can be read before a measurement and put back after
+    /// it, and plain system calls can be measured beside the queues.
+    fn backing_files(&self) -> Option<BackingFiles> {
+        None
+    }
+}
+
+impl<D: Device + ?Sized> Device for Box<D> {
+    fn info(&self) -> DeviceInfo {
+        (**self).info()
+    }
+
+    fn regions(&self) -> &[Region] {
+        (**self).regions()
+    }
+
+    fn registrar(&self) -> Arc<dyn Registrar> {
+        (**self).registrar()
+    }
+
+    fn take_queues(&mut self) -> Vec<Box<DeviceQueue>> {
+        (**self).take_queues()
+    }
+
+    fn address_space(&mut self) -> &mut dyn AddressSpace {
+        (**self).address_space()
+    }
+
+    fn counters(&self) -> Counters {
+        (**self).counters()
+    }
+
+    fn backing_files(&self) -> Option<BackingFiles> {
+        (**self).backing_files()
+    }
+}
+
+/// What a device is and how it works.
+#[derive(Clone, PartialEq, Eq, Debug, Default)]
+pub struct DeviceInfo {
+    /// A name for people ("software card").
+    pub name: String,
+    /// How it is driven, for people; a line each.
+    pub notes: Vec<String>,
+    /// True when its queues work inside `poll`, on the caller's time.
+    pub polled: bool,
+    /// True when its queues work at the same time, so that measured rates say which of them has room.
+    pub concurrent: bool,
+}
+
+/// The files behind a device; often both are the same.
+#[derive(Clone, Debug)]
+pub struct BackingFiles {
+    /// Opened for writing: what is written to the device goes there.
+    pub written: Arc<File>,
+    /// Opened for reading: what is read from the device comes from there.
+    pub read: Arc<File>,
+}
+
+/// Part of a device's memory.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub struct Region {
+    /// Its name, unique on the device ("ddr", "hbm0").
+    pub name: Cow<'static, str>,
+    /// The name that regions of one kind share ("hbm"); its own name for a region that stands alone.
+    pub group: Cow<'static, str>,
+    /// Its addresses.
+    pub span: Span<CardAddr>,
+    /// What allocations start at and are multiples of.
+    pub granule: PageSize,
+    /// Which queues reach it.
+    pub route: Route,
+}
+
+impl Region {
+    /// A region that stands alone and that every queue reaches, allocated in pages of 4 KiB.
+    pub const fn new(name: &'static str, span: Span<CardAddr>) -> Self {
+        Self {
+            name: Cow::Borrowed(name),
+            group: Cow::Borrowed(name),
+            span,
+            granule: PageSize::SIZE_4K,
+            route: Route::Shared,
+        }
+    }
+
+    /// The same region as one of a group.
+    #[must_use]
+    pub fn in_group(self, group: &'static str) -> Self {
+        Self { group: Cow::Borrowed(group), ..self }
+    }
+
+    /// The same region, reached as `route` says.
+    #[must_use]
+    pub fn by(self, route: Route) -> Self {
+        Self { route, ..self }
+    }
+}
+
+/// The regions as a [`Policy`](dmalane_queue::Policy) sees them.
+pub fn areas(regions: &[Region]) -> Vec<Area> {
+    regions.iter().map(|r| Area { span: r.span, route: r.route }).collect()
+}
+
+/// What can be observed of a device; `None` where it cannot tell.
+#[derive(Clone, PartialEq, Eq, Debug, Default)]
+pub struct Counters {
+    /// The IOMMU between host memory and the device.
+    pub iommu: Option<IommuCounters>,
+    /// Bytes of the device's memory that were ever used.
+    pub touched: Option<u64>,
+}
+
+/// Counters of an IOMMU.
+#[derive(Clone, PartialEq, Eq, Debug, Default)]
+pub struct IommuCounters {
+    /// Leaves in its page tables, by size.
+    pub leaves: Vec<(PageSize, u64)>,
+    /// Page tables.
+    pub tables: usize,
+    /// Translations found in the IOTLB.
+    pub hits: u64,
+    /// Translations that needed a walk.
+    pub misses: u64,
+    /// Accesses that were refused.
+    pub faults: u64,
+}

@@ -1,0 +1,334 @@
+//! The memory of a device: which part of it is free.
+
+use std::borrow::Cow;
+use std::fmt;
+use std::str::FromStr;
+
+use dmalane_addr::{Address, CardAddr, PageSize, RangeAllocator, RangeError, Segment, SgTable, Span};
+use thiserror::Error;
+
+use crate::Region;
+
+/// Where a buffer goes in a device's memory.
+#[derive(Clone, PartialEq, Eq, Debug, Default)]
+pub enum Placement {
+    /// In the device's first region.
+    #[default]
+    Default,
+    /// In the region of this name; or in all regions of the group of this name in turns, 2 MiB each, so that all their
+    /// queues are busy.
+    Named(Cow<'static, str>),
+    /// In one region of this group, the one with the longest free range.
+    OneOf(Cow<'static, str>),
+}
+
+impl Placement {
+    /// The region "ddr".
+    pub const DDR: Self = Self::Named(Cow::Borrowed("ddr"));
+    /// The region or the group "hbm".
+    pub const HBM: Self = Self::Named(Cow::Borrowed("hbm"));
+    /// One region of the group "hbm".
+    pub const HBM_HALF: Self = Self::OneOf(Cow::Borrowed("hbm"));
+}
+
+impl FromStr for Placement {
+    type Err = BadPlacement;
+
+    /// `default`; the name of a region, or of a group, which can also be written `GROUP-striped`; or `GROUP-half` for one
+    /// region of a group.
+    fn from_str(text: &str) -> Result<Self, BadPlacement> {
+        match (text.strip_suffix("-half"), text.strip_suffix("-striped").unwrap_or(text)) {
+            (_, "default") => Ok(Self::Default),
+            (None, name) if !name.is_empty() => Ok(Self::Named(name.to_owned().into())),
+            (Some(group), _) if !group.is_empty() => Ok(Self::OneOf(group.to_owned().into())),
+            _ => Err(BadPlacement),
+        }
+    }
+}
+
+/// A text that names no place in a device's memory.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Error)]
+#[error("not a placement; write the name of a region or a group such as ddr, hbm or hbm-half")]
+pub struct BadPlacement;
+
+impl fmt::Display for Placement {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Default => f.write_str("default"),
+            Self::Named(name) => f.write_str(name),
+            Self::OneOf(group) => write!(f, "{group}-half"),
+        }
+    }
+}
+
+/// Why memory was not allocated or freed.
+#[derive(Debug, Error)]
+#[non_exhaustive]
+pub enum MemoryError {
+    /// No region and no group has this name.
+    #[error("the device has no {placement} memory, only {}", if regions.is_empty() { "none" } else { regions })]
+    NoRegion {
+        /// What was asked for.
+        placement: Placement,
+        /// The names of the regions, with commas between them.
+        regions: String,
+    },
+    /// No free range is long enough.
+    #[error(
+        "needs {needed} bytes of {placement} memory in one range at {align} alignment; the largest free range has \
+         {largest}"
+    )]
+    Full {
+        /// Bytes asked for.
+        needed: u64,
+        /// Where.
+        placement: Placement,
+        /// Alignment asked for.
+        align: PageSize,
+        /// The longest free range there, in bytes.
+        largest: u64,
+    },
+    /// Memory was given back wrongly: a bug.
+    #[error(transparent)]
+    Range(#[from] RangeError<CardAddr>),
+}
+
+/// Bytes per stripe: the largest leaf that a bind can use.
+const STRIPE: PageSize = PageSize::SIZE_2M;
+
+/// The free memory of a device.
+#[derive(Clone, Debug)]
+pub struct DeviceMemory {
+    areas: Vec<(Region, RangeAllocator<CardAddr>)>,
+}
+
+impl DeviceMemory {
+    /// Memory of these regions, all of it free.
+    pub fn new(regions: &[Region]) -> Self {
+        let free = |r: &Region| (r.clone(), RangeAllocator::new(r.span, r.granule));
+        Self { areas: regions.iter().map(free).collect() }
+    }
+
+    /// Allocates one contiguous range of `len` bytes, rounded up to pages, in the region with the most room.
+    ///
+    /// # Errors
+    /// [`MemoryError::NoRegion`] for a device without memory; [`MemoryError::Full`], [`MemoryError::Range`].
+    pub fn reserve(&mut self, len: u64) -> Result<Span<CardAddr>, MemoryError> {
+        let none = self.no_region(&Placement::Default);
+        // The last of equals is taken by `max_by_key`: the first region.
+        let area = self.areas.iter_mut().rev().max_by_key(|(_, a)| a.largest_free()).ok_or(none)?;
+        take(area, len, PageSize::SIZE_4K, &Placement::Default)
+    }
+
+    /// Allocates memory for a buffer of `len` bytes, rounded up to pages.
+    ///
+    /// # Errors
+    /// [`MemoryError::NoRegion`], [`MemoryError::Full`]; nothing is taken.
+    pub fn allocate(&mut self, len: u64, placement: &Placement) -> Result<SgTable<CardAddr>, MemoryError> {
+        let none = self.no_region(placement);
+        let in_group = |name: &str, (r, _): &&mut (Region, _)| r.group == name;
+        let mut areas: Vec<&mut (Region, RangeAllocator<CardAddr>)> = match placement {
+            Placement::Default => self.areas.iter_mut().take(1).collect(),
+            Placement::Named(name) => match self.areas.iter().position(|(r, _)| r.name == *name) {
+                Some(at) => vec![&mut self.areas[at]],
+                None => self.areas.iter_mut().filter(|a| in_group(name, a)).collect(),
+            },
+            Placement::OneOf(group) => {
+                let group = self.areas.iter_mut().filter(|a| in_group(group, a));
+                group.rev().max_by_key(|(_, a)| a.largest_free()).into_iter().collect()
+            }
+        };
+        let mut table = SgTable::new();
+        let mut put = |span: Span<CardAddr>| {
+            let pushed = table.push(span.first(), span.len());
+            debug_assert!(pushed.is_some(), "a span does not wrap");
+        };
+        match &mut areas[..] {
+            [] => return Err(none),
+            _ if len == 0 => {}
+            [area] => {
+                let align = if len >= STRIPE.bytes() { STRIPE } else { PageSize::SIZE_16K };
+                put(take(area, len, align, placement)?);
+            }
+            several => stripe(several, len, placement)?.into_iter().for_each(put),
+        }
+        Ok(table)
+    }
+
+    /// The largest buffer that could be allocated there now, in bytes; 0 where there is no such region.
+    pub fn room(&self, placement: &Placement) -> u64 {
+        let group = |name: &str| -> Vec<u64> {
+            self.areas.iter().filter(|(r, _)| r.group == name).map(|(_, a)| a.largest_free()).collect()
+        };
+        match placement {
+            Placement::Default => self.areas.first().map_or(0, |(_, a)| a.largest_free()),
+            Placement::OneOf(name) => group(name).into_iter().max().unwrap_or(0),
+            Placement::Named(name) => match self.areas.iter().find(|(r, _)| r.name == *name) {
+                Some((_, area)) => area.largest_free(),
+                None => {
+                    let free = group(name);
+                    free.iter().min().map_or(0, |least| least * free.len() as u64)
+                }
+            },
+        }
+    }
+
+    /// Gives back what was allocated.
+    ///
+    /// # Errors
+    /// [`MemoryError::Range`] when it was not.
+    pub fn free(&mut self, segments: impl IntoIterator<Item = Segment<CardAddr>>) -> Result<(), MemoryError> {
+        for segment in segments {
+            // A merged segment may run from one region into the next.
+            let mut rest = Span::new(segment.addr, segment.len);
+            while let Some(span) = rest {
+                let area = self.areas.iter_mut().find(|(r, _)| r.span.contains(span.first()));
+                let (region, area) = area.ok_or(RangeError::NotAllocated(span))?;
+                let here = region.span.intersect(&span).expect("its first address lies there");
+                area.free(here)?;
+                rest = here.last().checked_add(1).and_then(|next| Span::inclusive(next, span.last()));
+            }
+        }
+        Ok(())
+    }
+
+    /// The regions.
+    pub fn regions(&self) -> impl ExactSizeIterator<Item = &Region> {
+        self.areas.iter().map(|(region, _)| region)
+    }
+
+    /// Bytes free in all.
+    pub fn free_bytes(&self) -> u64 {
+        self.areas.iter().map(|(_, area)| area.free_bytes()).sum()
+    }
+
+    fn no_region(&self, placement: &Placement) -> MemoryError {
+        let names: Vec<&str> = self.regions().map(|r| &*r.name).collect();
+        MemoryError::NoRegion { placement: placement.clone(), regions: names.join(", ") }
+    }
+}
+
+/// Allocates one range.
+fn take(
+    (region, area): &mut (Region, RangeAllocator<CardAddr>),
+    len: u64,
+    align: PageSize,
+    placement: &Placement,
+) -> Result<Span<CardAddr>, MemoryError> {
+    let (needed, placement, largest) = (len, placement.clone(), area.largest_free());
+    let whole = region.granule.round_up(len);
+    let span = whole.and_then(|whole| area.allocate(whole, align).ok());
+    span.ok_or(MemoryError::Full { needed, placement, align, largest })
+}
+
+/// Allocates whole stripes in all areas in turns, and gives them in the order of the buffer.
+fn stripe(
+    areas: &mut [&mut (Region, RangeAllocator<CardAddr>)],
+    len: u64,
+    placement: &Placement,
+) -> Result<Vec<Span<CardAddr>>, MemoryError> {
+    let (n, stripes) = (areas.len() as u64, len.div_ceil(STRIPE.bytes()));
+    let mut taken: Vec<Span<CardAddr>> = Vec::new();
+    // As many in each, one more in the first of them.
+    let counts = (0..n).map(|i| stripes.saturating_sub(i).div_ceil(n)).take_while(|count| *count > 0);
+    for (at, count) in counts.enumerate() {
+        let bytes = count.checked_mul(STRIPE.bytes()).unwrap_or(u64::MAX);
+        match take(areas[at], bytes, STRIPE, placement) {
+            Ok(span) => taken.push(span),
+            Err(e) => {
+                for (area, span) in areas.iter_mut().zip(taken) {
+                    area.1.free(span)?;
+                }
+                return Err(e);
+            }
+        }
+    }
+    let stripe = |s: u64| taken[(s % n) as usize].sub(s / n * STRIPE.bytes(), STRIPE.bytes());
+    Ok((0..stripes).map(|s| stripe(s).expect("each area holds its stripes")).collect())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const MIB: u64 = 1 << 20;
+
+    fn memory() -> DeviceMemory {
+        let region = |name, start, len| Region::new(name, Span::new(CardAddr::new(start), len).unwrap());
+        DeviceMemory::new(&[
+            region("ddr", 0, 64 * MIB),
+            region("hbm0", 1 << 40, 32 * MIB).in_group("hbm"),
+            region("hbm1", (1 << 40) + 32 * MIB, 32 * MIB).in_group("hbm"),
+        ])
+    }
+
+    #[test]
+    fn placements() {
+        let mut m = memory();
+        let free = m.free_bytes();
+        let ddr = m.allocate(10 * MIB, &Placement::Default).unwrap();
+        assert_eq!((ddr.segment_count(), ddr.segments().next().unwrap().addr.bits()), (1, 0));
+        let hbm = m.allocate(10 * MIB, &Placement::HBM_HALF).unwrap();
+        let other = m.allocate(10 * MIB, &Placement::HBM_HALF).unwrap();
+        let half = |t: &SgTable<CardAddr>| t.segments().next().unwrap().addr.bits() - (1 << 40) >= 32 * MIB;
+        assert_ne!(half(&hbm), half(&other), "the half with more room");
+        let striped = m.allocate(9 * MIB, &Placement::HBM).unwrap();
+        assert_eq!(striped.segment_count(), 5);
+        let halves: Vec<_> = striped.segments().map(|s| s.addr.bits() - (1 << 40) >= 32 * MIB).collect();
+        assert_eq!(halves, [false, true, false, true, false]);
+        let full = m.allocate(60 * MIB, &Placement::DDR).unwrap_err();
+        assert!(matches!(full, MemoryError::Full { largest, .. } if largest == 54 * MIB), "{full}");
+        assert!(m.allocate(u64::MAX, &Placement::HBM).is_err());
+        assert!(m.allocate(u64::MAX, &Placement::DDR).is_err());
+        assert!(m.allocate(0, &Placement::HBM_HALF).unwrap().is_empty());
+        let named = m.allocate(MIB, &"hbm1".parse().unwrap()).unwrap();
+        assert!(half(&named));
+        for t in [ddr, hbm, other, striped, named] {
+            m.free(t.segments()).unwrap();
+        }
+        assert_eq!(m.free_bytes(), free);
+        // All of HBM, in stripes that merge where the halves touch.
+        let all = m.allocate(64 * MIB, &Placement::HBM).unwrap();
+        assert!(m.allocate(MIB, &Placement::HBM).is_err());
+        m.free(all.segments()).unwrap();
+        assert_eq!(m.free_bytes(), free);
+        assert!(m.free([Segment { addr: CardAddr::new(64 * MIB), len: 4096 }]).is_err(), "no such memory");
+        for (placement, room) in [("default", 64), ("hbm", 64), ("hbm-half", 32), ("hbm0", 32), ("nvm", 0)] {
+            assert_eq!(m.room(&placement.parse().unwrap()), room * MIB, "{placement}");
+        }
+        // The roomiest region, and of equals the first.
+        assert_eq!(m.reserve(63 * MIB).unwrap().first().bits(), 0);
+        assert_eq!(m.reserve(5000).unwrap().len(), 8192);
+    }
+
+    #[test]
+    fn a_stripe_that_does_not_fit_takes_nothing() {
+        let mut m = memory();
+        let most = m.allocate(30 * MIB, &"hbm1".parse().unwrap()).unwrap();
+        let free = m.free_bytes();
+        assert!(
+            matches!(m.allocate(8 * MIB, &Placement::HBM), Err(MemoryError::Full { largest, .. }) if largest < 4 * MIB)
+        );
+        assert_eq!(m.free_bytes(), free);
+        m.free(most.segments()).unwrap();
+    }
+
+    #[test]
+    fn names_are_read_and_those_that_are_not_there_say_what_is() {
+        for (text, placement) in [
+            ("ddr", Placement::DDR),
+            ("hbm", Placement::HBM),
+            ("hbm-half", Placement::HBM_HALF),
+            ("default", Placement::Default),
+        ] {
+            assert_eq!((text.parse(), placement.to_string()), (Ok(placement.clone()), text.to_owned()));
+        }
+        assert_eq!("hbm-striped".parse(), Ok(Placement::HBM));
+        assert!("".parse::<Placement>().is_err() && "-half".parse::<Placement>().is_err());
+        for missing in ["nvm", "nvm-half"] {
+            let error = memory().allocate(1, &missing.parse().unwrap()).unwrap_err().to_string();
+            assert_eq!(error, format!("the device has no {missing} memory, only ddr, hbm0, hbm1"));
+        }
+        assert!(matches!(DeviceMemory::new(&[]).reserve(1), Err(MemoryError::NoRegion { .. })));
+    }
+}

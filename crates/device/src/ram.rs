@@ -1,0 +1,133 @@
+//! `ram:SIZE`: plain memory as a device.
+
+use std::cell::Cell;
+use std::sync::Arc;
+
+use dmalane_addr::{CardAddr, PageSize, Span};
+use dmalane_dma::{CopyHint, Error, Registrar, SharedBuf, VolatileSlice};
+use dmalane_queue::{Abilities, CacheHint, DeviceAddr, DeviceQueue, Direction, Limits, OpError, Operation, Work};
+
+use crate::{AddressSpace, Device, DeviceInfo, FlatSpace, NoIommu, PolledQueue, Region};
+
+/// Plain memory: one region, no MMU, one queue that copies on the caller's thread.
+pub struct RamDevice {
+    region: [Region; 1],
+    registrar: NoIommu,
+    queue: Option<Box<DeviceQueue>>,
+    space: FlatSpace,
+}
+
+/// The memory, which becomes present as it is used.
+struct Ram {
+    buf: SharedBuf,
+    /// Which blocks are present.
+    present: Vec<Cell<bool>>,
+}
+
+/// Bytes that become present at a time.
+const BLOCK: usize = 2 << 20;
+
+impl RamDevice {
+    /// A device with so many bytes of memory, rounded up to 4 KiB; they read as zeroes.
+    ///
+    /// # Errors
+    /// [`Error`] when the system does not have them, or for 0.
+    pub fn new(bytes: u64) -> Result<Self, Error> {
+        let len = PageSize::SIZE_4K.round_up(bytes).unwrap_or(u64::MAX);
+        let buf = SharedBuf::sparse("dmalane-ram", usize::try_from(len).unwrap_or(usize::MAX))?;
+        let span = Span::new(CardAddr::new(0), len).ok_or(Error::BadLength(0))?;
+        let ram = Ram { present: vec![Cell::new(false); buf.len().div_ceil(BLOCK)], buf };
+        let limits = Limits { capacity: 64, max_len: 1 << 30 };
+        let abilities = Abilities::FROM_HOST | Abilities::TO_HOST | Abilities::WITHIN;
+        let queue = PolledQueue::new(abilities, limits, move |operation| ram.execute(operation));
+        let (registrar, space) = (NoIommu::new(), FlatSpace::new());
+        Ok(Self { region: [Region::new("ram", span)], registrar, queue: Some(Box::new(queue)), space })
+    }
+}
+
+impl Device for RamDevice {
+    fn info(&self) -> DeviceInfo {
+        DeviceInfo { name: "plain memory".to_owned(), polled: true, ..DeviceInfo::default() }
+    }
+
+    fn regions(&self) -> &[Region] {
+        &self.region
+    }
+
+    fn registrar(&self) -> Arc<dyn Registrar> {
+        Arc::new(self.registrar.clone())
+    }
+
+    fn take_queues(&mut self) -> Vec<Box<DeviceQueue>> {
+        self.queue.take().into_iter().collect()
+    }
+
+    fn address_space(&mut self) -> &mut dyn AddressSpace {
+        &mut self.space
+    }
+}
+
+impl Ram {
+    fn execute(&self, operation: &Operation) -> Result<(), OpError> {
+        let hint = if operation.cache == CacheHint::Cold { CopyHint::Stream } else { CopyHint::Keep };
+        match &operation.work {
+            Work::Copy { direction, host, at } => {
+                let (here, there) = (host.slice.view(), self.view(*at, host.slice.len() as u64)?);
+                match direction {
+                    Direction::FromHost => there.copy_from(here, hint),
+                    Direction::ToHost => here.copy_from(there, hint),
+                }
+            }
+            Work::Within { from, to, len } => {
+                self.view(*to, *len)?.copy_from(self.view(*from, *len)?, hint);
+            }
+            _ => return Err(OpError::Device { status: u32::MAX }),
+        }
+        Ok(())
+    }
+
+    /// The bytes of a range, present.
+    fn view(&self, at: DeviceAddr, len: u64) -> Result<VolatileSlice<'_>, OpError> {
+        let card = match at {
+            DeviceAddr::Card(card) => card,
+            DeviceAddr::Va(va) => return Err(OpError::MmuFault(va)),
+        };
+        let (Ok(first), Ok(len)) = (usize::try_from(card.bits()), usize::try_from(len)) else {
+            return Err(OpError::NoCardMemory(card));
+        };
+        let view = self.buf.view().sub(first, len).ok_or(OpError::NoCardMemory(card))?;
+        for block in first / BLOCK..(first + len).div_ceil(BLOCK) {
+            let present = &self.present[block];
+            if !present.get() {
+                let bytes = BLOCK.min(self.buf.len() - block * BLOCK);
+                self.buf.populate(block * BLOCK, bytes).map_err(|_| OpError::NoCardMemory(card))?;
+                present.set(true);
+            }
+        }
+        Ok(view)
+    }
+}
+
+impl std::fmt::Debug for RamDevice {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "RamDevice({})", self.region[0].span)
+    }
+}
+
+#[cfg(all(test, feature = "conformance"))]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn conforms() {
+        crate::conformance::suite(|| Box::new(RamDevice::new(10 << 20).unwrap()));
+    }
+
+    #[test]
+    fn sizes_that_cannot_be_had_are_refused() {
+        assert_eq!(RamDevice::new(1).unwrap().regions()[0].span.len(), 4096);
+        for bytes in [0, u64::MAX, 1 << 63] {
+            assert!(RamDevice::new(bytes).is_err(), "{bytes}");
+        }
+    }
+}

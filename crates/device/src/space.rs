@@ -1,0 +1,125 @@
+//! Where programs on a device see its memory.
+
+use std::error::Error;
+use std::sync::Arc;
+
+use dmalane_addr::{Access, CardAddr, DeviceVa, PageSize, SgTable, Span};
+use dmalane_queue::DeviceAddr;
+use dmalane_vm::{AnyVm, BindRequest, Bo};
+use thiserror::Error;
+
+/// A device's virtual addresses: reserve a range for a buffer, bind parts of the buffer there, unbind the range.
+pub trait AddressSpace: Send {
+    /// What kind it is.
+    fn kind(&self) -> AddressSpaceKind;
+
+    /// Takes `len` bytes of addresses for a buffer with these segments. In a [flat](AddressSpaceKind::Flat) space they are
+    /// those of the buffer; elsewhere the range starts at a multiple of 2 MiB and may be longer than was asked for.
+    ///
+    /// # Errors
+    /// [`SpaceError::Exhausted`]; [`SpaceError::Fragmented`] and [`SpaceError::TooShort`] in a flat space.
+    fn reserve(&mut self, memory: &SgTable<CardAddr>, len: u64) -> Result<Span<DeviceVa>, SpaceError>;
+
+    /// Makes part of a buffer visible in a reserved range, where nothing is bound.
+    ///
+    /// # Errors
+    /// [`SpaceError`]; nothing has changed.
+    fn bind(&mut self, bind: &Bind<'_>) -> Result<(), SpaceError>;
+
+    /// Unbinds everything in a range that was reserved, all of it, and gives the range back. When this returns, the
+    /// device has forgotten what was bound there, so that the memory can be used for something else.
+    ///
+    /// # Errors
+    /// [`SpaceError`]; the range stays reserved, and after [`SpaceError::Invalidate`] the memory must not be used again.
+    fn unbind(&mut self, range: Span<DeviceVa>) -> Result<(), SpaceError>;
+
+    /// How a queue reaches what is bound at `va`.
+    fn at(&self, va: DeviceVa) -> DeviceAddr;
+
+    /// Leaves of the page table by size; empty where there is none, or the driver does not tell.
+    fn leaf_counts(&self) -> Vec<(PageSize, u64)> {
+        Vec::new()
+    }
+
+    /// The VM behind the space, to look at; `None` where the tables are not ours.
+    fn vm(&self) -> Option<&dyn AnyVm> {
+        None
+    }
+
+    /// Calls `observer` with what is bound and unbound from now on, for example to write a trace. False where nothing is
+    /// ever bound, so that there is nothing to observe.
+    fn observe(&mut self, observer: Observer) -> bool {
+        drop(observer);
+        false
+    }
+}
+
+/// Sees what was bound and unbound.
+pub type Observer = Box<dyn FnMut(&[BindRequest]) + Send>;
+
+/// What stands behind a device's virtual addresses.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub enum AddressSpaceKind {
+    /// Page tables that this library writes.
+    PageTables {
+        /// The name of their format.
+        format: &'static str,
+    },
+    /// Calls of the device's driver.
+    Driver {
+        /// The driver's name for them ("sparse binding").
+        name: &'static str,
+    },
+    /// Nothing: virtual addresses are card addresses, and a buffer must be one segment.
+    Flat,
+}
+
+/// What to bind, and where.
+#[derive(Clone, Debug)]
+pub struct Bind<'a> {
+    /// Where, in a range that was reserved.
+    pub va: DeviceVa,
+    /// Of which buffer.
+    pub bo: &'a Arc<Bo>,
+    /// From which byte of the buffer.
+    pub offset: u64,
+    /// Bytes, whole pages.
+    pub len: u64,
+    /// What programs on the device may do.
+    pub access: Access,
+}
+
+/// Why an address space did not do something.
+#[derive(Debug, Error)]
+#[non_exhaustive]
+pub enum SpaceError {
+    /// No range is free that is long enough.
+    #[error("no {0} bytes are left in the device's virtual address space")]
+    Exhausted(u64),
+    /// A buffer of several segments in a flat space.
+    #[error("the buffer has {0} segments, and this device has no MMU: its memory must be contiguous")]
+    Fragmented(u64),
+    /// A range that is longer than its buffer, in a flat space.
+    #[error("a range of {len} bytes for a buffer of {has}, on a device without an MMU")]
+    TooShort {
+        /// Bytes asked for.
+        len: u64,
+        /// Bytes of the buffer.
+        has: u64,
+    },
+    /// A bind in a flat space that is not where the buffer lies.
+    #[error("this device has no MMU, so only what lies at {0} can be seen there")]
+    Elsewhere(DeviceVa),
+    /// A range that was not reserved, or not as a whole.
+    #[error("{0} is not reserved")]
+    NotReserved(Span<DeviceVa>),
+    /// The page tables.
+    #[error(transparent)]
+    Vm(#[from] dmalane_vm::Error),
+    /// The device could not be made to forget translations. What was unbound must not be used again.
+    #[error("cannot invalidate the device's translations: {0}")]
+    Invalidate(#[source] Box<dyn Error + Send + Sync>),
+    /// The driver's call failed.
+    #[error(transparent)]
+    Driver(Box<dyn Error + Send + Sync>),
+}

@@ -1,0 +1,122 @@
+//! Opening a device by name.
+
+use std::error::Error;
+
+use dmalane_device::Device;
+use dmalane_file::FileDeviceOptions;
+use dmalane_load::{DriveOptions, OpenDevice};
+use dmalane_sim::Workers;
+use thiserror::Error;
+
+use crate::{BadDeviceSpec, DeviceSpec};
+
+/// Opens a device by name, for example `soft`, `ram:64MiB` or `vfio:0000:01:00.0`.
+///
+/// ```
+/// let mut device = dmalane::open("ram:64MiB")?;
+/// let at = device.memory_mut().reserve(5)?.first();
+/// device.write(at, b"hello")?;
+/// let mut back = [0; 5];
+/// device.read(at, &mut back)?;
+/// # assert_eq!(&back, b"hello");
+/// # Ok::<(), Box<dyn std::error::Error>>(())
+/// ```
+///
+/// # Errors
+/// [`OpenError`].
+pub fn open(spec: &str) -> Result<OpenDevice, OpenError> {
+    OpenOptions::default().open(&spec.parse()?)
+}
+
+/// How a device is opened. `None` is the default of its kind; an option that a kind does not have is refused.
+#[derive(Clone, Default)]
+pub struct OpenOptions {
+    /// How it is driven; every kind has that.
+    pub drive: DriveOptions,
+    /// No page tables: addresses are card addresses, and all memory is for buffers. For cards; other devices are so anyway.
+    pub flat: bool,
+    /// Entries of each ring of a card, a power of two.
+    pub ring: Option<usize>,
+    /// Bytes of DDR of the software card, or asked of a daemon.
+    pub card_ddr: Option<u64>,
+    /// Bytes of HBM of the software card, or asked of a daemon.
+    pub card_hbm: Option<u64>,
+    /// DMA channels of the software card, 1 to 16.
+    pub channels: Option<u32>,
+    /// Threads of the software card.
+    pub workers: Option<Workers>,
+    /// Bytes of the synthetic physical memory of the software card's host.
+    pub host_memory: Option<u64>,
+    /// How scattered its frames are, 0 to 1.
+    pub fragmentation: Option<f64>,
+    /// Same seed, same frames.
+    pub seed: Option<u64>,
+    /// How files are opened as devices.
+    pub file: Option<FileDeviceOptions>,
+}
+
+impl OpenOptions {
+    /// Opens a device.
+    ///
+    /// # Errors
+    /// [`OpenError`].
+    pub fn open(&self, spec: &DeviceSpec) -> Result<OpenDevice, OpenError> {
+        OpenDevice::new(self.device(spec)?, self.drive.clone()).map_err(OpenError::Drive)
+    }
+
+    /// Opens a device without driving it: its queues and all of its memory are the caller's.
+    ///
+    /// # Errors
+    /// [`OpenError`]; [`OpenOptions::drive`] does not matter.
+    pub fn device(&self, spec: &DeviceSpec) -> Result<Box<dyn Device>, OpenError> {
+        if let Some(option) = self.refused(spec) {
+            return Err(OpenError::Option { option, kind: spec.kind().name });
+        }
+        (spec.kind().open)(spec.rest(), self).map_err(|source| OpenError::Device { spec: spec.clone(), source })
+    }
+
+    /// The first option that was given and that devices of this kind do not have.
+    pub fn refused(&self, spec: &DeviceSpec) -> Option<&'static str> {
+        let given = [
+            ("flat", self.flat && !spec.kind().options.is_empty() && spec.kind().name != "file"),
+            ("ring", self.ring.is_some()),
+            ("card-ddr", self.card_ddr.is_some()),
+            ("card-hbm", self.card_hbm.is_some()),
+            ("channels", self.channels.is_some()),
+            ("workers", self.workers.is_some()),
+            ("host-memory", self.host_memory.is_some()),
+            ("fragmentation", self.fragmentation.is_some()),
+            ("seed", self.seed.is_some()),
+            ("file", self.file.is_some()),
+        ];
+        given.into_iter().find(|(name, given)| *given && !spec.kind().options.contains(name)).map(|(name, _)| name)
+    }
+}
+
+/// Why a device was not opened.
+#[derive(Debug, Error)]
+#[non_exhaustive]
+pub enum OpenError {
+    /// The text names no device.
+    #[error(transparent)]
+    Spec(#[from] BadDeviceSpec),
+    /// An option that devices of this kind do not have.
+    #[error("a {kind} device has no option {option}")]
+    Option {
+        /// Which option.
+        option: &'static str,
+        /// Which kind.
+        kind: &'static str,
+    },
+    /// It could not be opened.
+    #[error("cannot open {spec}: {source}")]
+    Device {
+        /// Which device.
+        spec: DeviceSpec,
+        /// The error of its kind: [`dmalane_vfio::Error`], [`dmalane_daemon::Error`], [`dmalane_card::Error`] and so on.
+        source: Box<dyn Error + Send + Sync>,
+    },
+    /// It was opened, and cannot be driven as was asked for.
+    #[error(transparent)]
+    Drive(dmalane_load::Error),
+}

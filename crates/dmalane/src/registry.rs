@@ -1,0 +1,231 @@
+//! The kinds of devices that can be opened by name, one entry each.
+
+use std::error::Error;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+use dmalane_card::{CardDevice, CardUse};
+use dmalane_daemon::{Client, SOCKET};
+use dmalane_device::{Counters, Device, IommuCounters, RamDevice};
+use dmalane_file::{FileDevice, FileDevicePaths};
+use dmalane_sim::{CardConfig, HostConfig, SoftBus, SoftHost, Workers};
+use dmalane_vfio::Bdf;
+
+use crate::pci::{self, PciDevice};
+use crate::size::Size;
+use crate::{CARD_PCI_ID, OpenOptions, connect_pci_card, open_pci_card};
+
+/// A kind of device: an entry of [`KINDS`].
+pub struct DeviceKind {
+    /// What its names begin with.
+    pub name: &'static str,
+    /// How one is named ("ram:SIZE").
+    pub syntax: &'static str,
+    /// What it is, for people.
+    pub about: &'static str,
+    /// The [options](OpenOptions) that it has, besides those of every device.
+    pub options: &'static [&'static str],
+    /// Checks what follows `KIND:`, empty when nothing does.
+    pub check: fn(&str) -> Result<(), String>,
+    /// The devices of this kind on the machine whose `/` is given; none where they cannot be found without being named.
+    pub list: fn(&Path) -> Vec<Listed>,
+    /// Opens one that has passed `check`.
+    pub open: fn(&str, &OpenOptions) -> Opened,
+}
+
+type Opened = Result<Box<dyn Device>, Box<dyn Error + Send + Sync>>;
+
+/// Every kind of device.
+#[rustfmt::skip] // one line for what it is, one for what it does
+pub const KINDS: &[DeviceKind] = &[
+    DeviceKind { name: "soft", syntax: "soft", about: "the software card: a device model inside this process", options: SOFT,
+        check: nothing, list: list_soft, open: soft },
+    DeviceKind { name: "daemon", syntax: "daemon[:SOCKET]", about: "a share of the card of a dmalaned", options: DAEMON,
+        check: anything, list: list_daemon, open: daemon },
+    DeviceKind { name: "vfio", syntax: "vfio:BDF", about: "a card that is a PCI device bound to vfio-pci", options: CARD,
+        check: parse::<Bdf>, list: list_vfio, open: vfio },
+    DeviceKind { name: "vfio-user", syntax: "vfio-user:SOCKET", about: "a card that a process serves over a socket", options: CARD,
+        check: socket, list: none, open: vfio_user },
+    DeviceKind { name: "file", syntax: "file:PATH[,h2c=PATH,c2h=PATH]", about: "a file, block device or DMA driver's node as device memory",
+        options: &["file"], check: parse::<FileDevicePaths>, list: none, open: file },
+    DeviceKind { name: "ram", syntax: "ram:SIZE", about: "plain memory of this process", options: &[],
+        check: size, list: none, open: |rest, _| Ok(Box::new(RamDevice::new(rest.parse::<Size>()?.bytes())?)) },
+];
+
+/// Bytes of DDR of the software card, unless it is asked for otherwise.
+pub const CARD_DDR: u64 = 64 << 30;
+/// Bytes of HBM of the software card, unless it is asked for otherwise.
+pub const CARD_HBM: u64 = 32 << 30;
+
+const CARD: &[&str] = &["ring", "flat"];
+const DAEMON: &[&str] = &["ring", "flat", "card-ddr", "card-hbm"];
+const SOFT: &[&str] =
+    &["ring", "flat", "card-ddr", "card-hbm", "channels", "workers", "host-memory", "fragmentation", "seed"];
+
+/// A device that was found.
+#[derive(Clone, PartialEq, Debug)]
+pub struct Listed {
+    /// Its name, as [`DeviceSpec`](crate::DeviceSpec) reads it.
+    pub name: String,
+    /// The word for its kind in JSON.
+    pub kind: &'static str,
+    /// True when it can be opened.
+    pub supported: bool,
+    /// What it is, or why it cannot be opened.
+    pub about: String,
+    /// Its memories with their sizes, as far as that is known without opening it.
+    pub memories: Vec<(&'static str, u64)>,
+    /// Its channels, as far as that is known without opening it.
+    pub channels: Option<u32>,
+    /// What else is known; `None` for what is not there.
+    pub facts: Vec<(&'static str, Option<String>)>,
+}
+
+fn nothing(rest: &str) -> Result<(), String> {
+    if rest.is_empty() { Ok(()) } else { Err("nothing follows it".to_owned()) }
+}
+
+fn anything(_: &str) -> Result<(), String> {
+    Ok(())
+}
+
+fn parse<T: std::str::FromStr<Err: std::fmt::Display>>(rest: &str) -> Result<(), String> {
+    rest.parse::<T>().map(drop).map_err(|e| e.to_string())
+}
+
+fn socket(rest: &str) -> Result<(), String> {
+    if rest.is_empty() { Err("a socket is missing".to_owned()) } else { Ok(()) }
+}
+
+fn size(rest: &str) -> Result<(), String> {
+    crate::size::nonzero(rest).map(drop).map_err(|e| e.to_string())
+}
+
+fn none(_: &Path) -> Vec<Listed> {
+    Vec::new()
+}
+
+/// How a card called `name` is driven.
+fn used(name: &str, concurrent: bool, options: &OpenOptions) -> CardUse {
+    CardUse { name: name.to_owned(), concurrent, threads: None, ring: options.ring, flat: options.flat }
+}
+
+fn soft(_: &str, options: &OpenOptions) -> Opened {
+    let (card, host) = soft_config(options);
+    let host: SoftHost = SoftHost::new(host)?;
+    let bus = Arc::new(SoftBus::new(host, card)?);
+    // Without a thread for each, what channels seem to differ in is only whom a thread looks at first.
+    let workers = card.workers;
+    let used = used("software card", workers == Workers::PerChannel, options);
+    let how = CardUse { threads: Some(format!("{workers:?} workers")), ..used };
+    Ok(Box::new(CardDevice::open(bus.clone(), how)?.counted(move || soft_counters(&bus))))
+}
+
+/// The software card and its host as the options say; sizes are rounded up to what a card can have.
+fn soft_config(options: &OpenOptions) -> (CardConfig, HostConfig) {
+    let (card, host) = (CardConfig::default(), HostConfig::default());
+    let whole = |bytes: Option<u64>, default, to: u64| bytes.unwrap_or(default).div_ceil(to).saturating_mul(to);
+    let card = CardConfig {
+        ddr: whole(options.card_ddr, CARD_DDR, 2 << 20),
+        hbm: whole(options.card_hbm, CARD_HBM, 4 << 20),
+        channels: options.channels.unwrap_or(card.channels),
+        workers: options.workers.unwrap_or(card.workers),
+    };
+    let host = HostConfig {
+        memory: options.host_memory.unwrap_or(host.memory),
+        fragmentation: options.fragmentation.unwrap_or(host.fragmentation),
+        seed: options.seed.unwrap_or(host.seed),
+    };
+    (card, host)
+}
+
+/// What a software card and its host count.
+pub(crate) fn soft_counters(bus: &SoftBus) -> Counters {
+    let (host, (ddr, hbm)) = (bus.host().stats(), bus.memory().touched());
+    let iommu = IommuCounters {
+        leaves: host.leaves,
+        tables: host.tables,
+        hits: host.iotlb_hits,
+        misses: host.iotlb_misses,
+        faults: host.faults,
+    };
+    Counters { iommu: Some(iommu), touched: Some(ddr + hbm) }
+}
+
+fn list_soft(_: &Path) -> Vec<Listed> {
+    vec![Listed {
+        name: "soft".to_owned(),
+        kind: "soft_card",
+        supported: true,
+        about: "the software card: a device model inside this process, no hardware needed".to_owned(),
+        memories: vec![("ddr", CARD_DDR), ("hbm", CARD_HBM)],
+        channels: Some(CardConfig::default().channels),
+        facts: Vec::new(),
+    }]
+}
+
+fn daemon(rest: &str, options: &OpenOptions) -> Opened {
+    let path = PathBuf::from(if rest.is_empty() { SOCKET } else { rest });
+    let whole = |bytes: Option<u64>, to: u64| bytes.map_or(0, |bytes| bytes.div_ceil(to).saturating_mul(to));
+    let (ddr, hbm) = (whole(options.card_ddr, 2 << 20), whole(options.card_hbm, 4 << 20));
+    let client =
+        Client::connect(dmalane_daemon::ClientOptions { ddr, hbm, ..dmalane_daemon::ClientOptions::new(&path) })?;
+    let name = format!("the card daemon:{}", path.display());
+    Ok(Box::new(CardDevice::open(Arc::new(client), used(&name, false, options))?))
+}
+
+fn list_daemon(root: &Path) -> Vec<Listed> {
+    let socket = root.join(SOCKET.trim_start_matches('/'));
+    if !socket.exists() {
+        return Vec::new();
+    }
+    // A file may be there without a daemon: one that was killed leaves its socket.
+    let answer = dmalane_daemon::status(&socket);
+    vec![Listed {
+        name: format!("daemon:{SOCKET}"),
+        kind: "daemon",
+        supported: answer.is_ok(),
+        about: match answer {
+            Ok(_) => "a share of a dmalaned's card; `dmalaned status` shows its clients".to_owned(),
+            Err(e) => format!("the daemon cannot be used: {e}"),
+        },
+        memories: Vec::new(),
+        channels: None,
+        facts: Vec::new(),
+    }]
+}
+
+fn vfio(rest: &str, options: &OpenOptions) -> Opened {
+    let bdf: Bdf = rest.parse()?;
+    let how = used(&format!("the card vfio:{bdf}"), true, options);
+    Ok(Box::new(CardDevice::open(Arc::new(open_pci_card(&bdf)?), how)?))
+}
+
+fn list_vfio(root: &Path) -> Vec<Listed> {
+    let (vendor, device) = CARD_PCI_ID;
+    let card = format!("{vendor:04x}:{device:04x}");
+    let listed = |d: PciDevice| Listed {
+        name: format!("vfio:{}", d.bdf),
+        kind: "vfio_pci",
+        supported: d.id == card,
+        about: match d.id == card {
+            true => "a card bound to vfio-pci".to_owned(),
+            false => {
+                "a PCI device bound to vfio-pci, but not a dmalane card; `dmalane bar-map` maps its BARs".to_owned()
+            }
+        },
+        memories: Vec::new(),
+        channels: None,
+        facts: vec![("pci_id", Some(d.id)), ("iommu_group", d.iommu_group)],
+    };
+    pci::devices(root).into_iter().filter(|d| d.driver.as_deref() == Some("vfio-pci")).map(listed).collect()
+}
+
+fn vfio_user(rest: &str, options: &OpenOptions) -> Opened {
+    let how = used(&format!("the card vfio-user:{rest}"), true, options);
+    Ok(Box::new(CardDevice::open(Arc::new(connect_pci_card(Path::new(rest))?), how)?))
+}
+
+fn file(rest: &str, options: &OpenOptions) -> Opened {
+    Ok(Box::new(FileDevice::open(rest.parse()?, options.file.unwrap_or_default())?))
+}

@@ -1,0 +1,143 @@
+//! The name of a device: `KIND` or `KIND:REST`.
+
+use std::fmt;
+use std::str::FromStr;
+
+use thiserror::Error;
+
+use crate::registry::{DeviceKind, KINDS};
+
+/// A device by name, as after `-d`.
+///
+/// ```
+/// use dmalane::DeviceSpec;
+/// let spec: DeviceSpec = "ram:64MiB".parse()?;
+/// assert_eq!((spec.kind().name, spec.rest(), &*spec.to_string()), ("ram", "64MiB", "ram:64MiB"));
+/// # Ok::<(), dmalane::BadDeviceSpec>(())
+/// ```
+#[derive(Clone)]
+pub struct DeviceSpec {
+    kind: &'static DeviceKind,
+    rest: String,
+}
+
+impl DeviceSpec {
+    /// The kind of device.
+    pub fn kind(&self) -> &'static DeviceKind {
+        self.kind
+    }
+
+    /// What follows `KIND:`; empty when nothing does.
+    pub fn rest(&self) -> &str {
+        &self.rest
+    }
+}
+
+/// A text that names no device.
+#[derive(Clone, PartialEq, Eq, Debug, Error)]
+#[non_exhaustive]
+pub enum BadDeviceSpec {
+    /// No kind has this name.
+    #[error("{text:?} is not a device; there are {}", syntaxes())]
+    Kind {
+        /// The text.
+        text: String,
+    },
+    /// What follows the kind is wrong.
+    #[error("{text:?} is not {syntax}: {reason}")]
+    Rest {
+        /// The text.
+        text: String,
+        /// How devices of this kind are named.
+        syntax: &'static str,
+        /// What is wrong.
+        reason: String,
+    },
+}
+
+/// How all kinds of devices are named.
+fn syntaxes() -> String {
+    KINDS.iter().map(|kind| kind.syntax).collect::<Vec<_>>().join(", ")
+}
+
+impl FromStr for DeviceSpec {
+    type Err = BadDeviceSpec;
+
+    fn from_str(text: &str) -> Result<Self, BadDeviceSpec> {
+        let (name, rest) = text.split_once(':').unwrap_or((text, ""));
+        let kind = KINDS.iter().find(|kind| kind.name == name);
+        let kind = kind.ok_or_else(|| BadDeviceSpec::Kind { text: text.to_owned() })?;
+        let checked = match (kind.check)(rest) {
+            Ok(()) if text.ends_with(':') && rest.is_empty() => Err("nothing follows the colon".to_owned()),
+            checked => checked,
+        };
+        match checked {
+            Ok(()) => Ok(Self { kind, rest: rest.to_owned() }),
+            Err(reason) => Err(BadDeviceSpec::Rest { text: text.to_owned(), syntax: kind.syntax, reason }),
+        }
+    }
+}
+
+impl fmt::Display for DeviceSpec {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(self.kind.name)?;
+        if self.rest.is_empty() { Ok(()) } else { write!(f, ":{}", self.rest) }
+    }
+}
+
+impl fmt::Debug for DeviceSpec {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "DeviceSpec({self})")
+    }
+}
+
+impl PartialEq for DeviceSpec {
+    fn eq(&self, other: &Self) -> bool {
+        (self.kind.name, &self.rest) == (other.kind.name, &other.rest)
+    }
+}
+
+impl Eq for DeviceSpec {}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn names_are_read_and_written() {
+        for text in [
+            "soft",
+            "daemon",
+            "daemon:/tmp/a:b",
+            "vfio:0000:01:00.0",
+            "vfio:01:00.0",
+            "vfio-user:/tmp/a:b",
+            "file:/dev/shm/x",
+            "file:a,c2h=b",
+            "ram:1.5GiB",
+        ] {
+            assert_eq!(text.parse::<DeviceSpec>().unwrap().to_string(), text);
+        }
+        assert_ne!("ram:1".parse::<DeviceSpec>().unwrap(), "ram:2".parse().unwrap());
+    }
+
+    #[test]
+    fn what_is_wrong_names_the_syntax() {
+        for (bad, why) in [
+            ("", "there are soft, daemon[:SOCKET]"),
+            ("daemons", "ram:SIZE"),
+            ("soft:1", "nothing follows"),
+            ("daemon:", "daemon[:SOCKET]: nothing follows the colon"),
+            ("vfio:", "vfio:BDF"),
+            ("vfio:1", "vfio:BDF"),
+            ("vfio-user", "vfio-user:SOCKET: a socket is missing"),
+            ("file", "file:PATH[,h2c=PATH,c2h=PATH]"),
+            ("ram", "ram:SIZE"),
+            ("ram:0", "at least 1 byte"),
+            ("ram:1M", "could mean"),
+        ] {
+            let error = bad.parse::<DeviceSpec>().unwrap_err().to_string();
+            assert!(error.contains(why), "{error}");
+        }
+    }
+}

@@ -1,0 +1,159 @@
+//! Every kind of device, opened by name: the suite of all devices, and a load with nothing but the handle.
+
+use std::collections::BTreeSet;
+use std::fs::File;
+use std::os::fd::AsFd;
+use std::os::unix::net::UnixStream;
+use std::path::PathBuf;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::thread;
+
+use dmalane::daemon::{Config, Listener, Server};
+use dmalane::device::conformance::suite;
+use dmalane::device::{AddressSpaceKind, Placement};
+use dmalane::load::write_sample;
+use dmalane::registry::KINDS;
+use dmalane::sim::{CardConfig, Workers};
+use dmalane::{CardServer, DeviceSpec, FileOptions, OpenError, OpenOptions, open_file};
+
+const MIB: u64 = 1 << 20;
+
+/// Options for a small card.
+fn small(workers: Option<Workers>) -> OpenOptions {
+    OpenOptions { card_ddr: Some(32 * MIB), card_hbm: Some(32 * MIB), workers, ..OpenOptions::default() }
+}
+
+/// Runs `test` with a device of each kind that needs no hardware: its name, and options for it.
+fn each_kind(mut test: impl FnMut(&str, &OpenOptions)) {
+    let folder = tempfile::tempdir().unwrap();
+    for workers in [Workers::Inline, Workers::One, Workers::PerChannel] {
+        test("soft", &small(Some(workers)));
+    }
+    test("soft", &OpenOptions { flat: true, ..small(None) });
+    test("ram:64MiB", &OpenOptions::default());
+
+    let memory = folder.path().join("memory");
+    File::create(&memory).unwrap().set_len(64 * MIB).unwrap();
+    test(&format!("file:{}", memory.display()), &OpenOptions::default());
+
+    let socket = folder.path().join("daemon");
+    let listener = Listener::bind(&socket, 0o600).unwrap();
+    let server = Server::new(Config::default(), |_| {}).unwrap();
+    let (stop, stopped) = UnixStream::pair().unwrap();
+    let daemon = thread::spawn(move || server.run(listener, stopped.as_fd()).unwrap());
+    test(&format!("daemon:{}", socket.display()), &small(None));
+    drop(stop);
+    daemon.join().unwrap();
+
+    test(&format!("vfio-user:{}", served(folder.path().join("card"))), &OpenOptions::default());
+}
+
+/// The socket of a card that a thread serves as long as this process runs, to one client at a time.
+fn served(socket: PathBuf) -> String {
+    let config = CardConfig { ddr: 32 * MIB, hbm: 32 * MIB, workers: Workers::PerChannel, ..CardConfig::default() };
+    let server = CardServer::bind(&socket, config).unwrap();
+    thread::spawn(move || while server.serve_one().is_ok() {});
+    socket.display().to_string()
+}
+
+#[test]
+fn every_kind_takes_the_suite() {
+    let mut taken = BTreeSet::new();
+    each_kind(|name, options| {
+        println!("{name}");
+        let spec: DeviceSpec = name.parse().unwrap();
+        suite(|| options.device(&spec).unwrap());
+        taken.insert(spec.kind().name);
+    });
+    let missing: Vec<_> = KINDS.iter().map(|kind| kind.name).filter(|name| !taken.contains(name)).collect();
+    assert_eq!(missing, ["vfio"], "a kind without a line in `each_kind`; vfio needs hardware (scripts/vm)");
+}
+
+#[test]
+fn every_kind_is_loaded_to_verified_saved_and_unloaded() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("model.safetensors");
+    write_sample(&mut File::create(&path).unwrap(), 5 * MIB + 123, 1).unwrap();
+    let names = AtomicUsize::new(0);
+    each_kind(|name, options| {
+        println!("{name}");
+        let mut device = options.open(&name.parse().unwrap()).unwrap();
+        let free = device.memory().free_bytes();
+        let mut inputs = [open_file(&path, FileOptions::default()).unwrap()];
+        let (loaded, _) = device.load(&mut inputs, &Placement::Default, &mut |_| {}).unwrap();
+        device.verify(&loaded, &inputs, &mut |_| {}).unwrap();
+        let copy = folder.path().join(names.fetch_add(1, Ordering::Relaxed).to_string());
+        device.save(&loaded.files[0], &copy).unwrap();
+        let saved = std::fs::metadata(&copy).unwrap().len();
+        assert!(saved.abs_diff(5 * MIB) < 16 << 10, "all but spaces of the header: {saved}");
+        // A tensor by its name, and its bytes at its address.
+        let file = &loaded.files[0];
+        let largest = file.tensors().max_by_key(|t| t.tensor.len).unwrap();
+        let found = &loaded[&largest.tensor.name];
+        assert_eq!(found.va, largest.va);
+        assert!(loaded.get("no such tensor").is_none());
+        let va = found.va.unwrap();
+        let at = device.address_space().at(va.first());
+        let mut bytes = vec![0; va.len() as usize];
+        device.read(at, &mut bytes).unwrap();
+        let whole = std::fs::read(&path).unwrap();
+        assert!(bytes == whole[largest.tensor.at.bits() as usize..][..bytes.len()]);
+        // Without an MMU, tensors lie where their memory is.
+        if device.address_space().kind() == AddressSpaceKind::Flat {
+            let segments: Vec<_> = file.bo.as_ref().unwrap().sg().segments().collect();
+            assert_eq!((segments.len(), segments[0].addr.bits()), (1, file.range.unwrap().first().bits()));
+        }
+        device.unload(loaded).unwrap();
+        assert_eq!(device.memory().free_bytes(), free);
+    });
+}
+
+#[test]
+fn striped_buffers_need_an_mmu() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("model.safetensors");
+    write_sample(&mut File::create(&path).unwrap(), 5 * MIB, 1).unwrap();
+    let load = |flat, placement: &str| {
+        let mut device = OpenOptions { flat, ..small(None) }.open(&"soft".parse().unwrap()).unwrap();
+        let mut inputs = [open_file(&path, FileOptions::default()).unwrap()];
+        let loaded = device.load(&mut inputs, &placement.parse().unwrap(), &mut |_| {});
+        loaded.map(drop).map_err(|e| e.to_string())
+    };
+    assert_eq!(load(false, "hbm"), Ok(()));
+    assert_eq!(load(true, "hbm1"), Ok(()));
+    let error = load(true, "hbm").unwrap_err();
+    assert!(error.contains("its memory must be contiguous"), "{error}");
+    let error = load(true, "nvm").unwrap_err();
+    assert!(error.contains("no nvm memory, only ddr, hbm0, hbm1"), "{error}");
+}
+
+#[test]
+fn options_of_other_kinds_are_refused_by_name() {
+    for (name, options, option) in [
+        ("ram:1MiB", small(None), "card-ddr"),
+        ("ram:1MiB", OpenOptions { ring: Some(16), ..OpenOptions::default() }, "ring"),
+        ("file:/dev/zero", OpenOptions { seed: Some(1), ..OpenOptions::default() }, "seed"),
+        ("vfio:0000:01:00.0", OpenOptions { workers: Some(Workers::One), ..OpenOptions::default() }, "workers"),
+        ("daemon", OpenOptions { fragmentation: Some(0.0), ..OpenOptions::default() }, "fragmentation"),
+        ("soft", OpenOptions { file: Some(Default::default()), ..OpenOptions::default() }, "file"),
+    ] {
+        let spec: DeviceSpec = name.parse().unwrap();
+        let error = options.open(&spec).err().unwrap();
+        assert!(matches!(&error, OpenError::Option { option: refused, .. } if *refused == option), "{name}: {error}");
+        assert_eq!(error.to_string(), format!("a {} device has no option {option}", spec.kind().name));
+    }
+    let no_queue = OpenOptions {
+        drive: dmalane::load::DriveOptions { queues: "2".parse().unwrap(), ..Default::default() },
+        ..small(None)
+    };
+    let error = no_queue.open(&"soft".parse().unwrap()).err().unwrap();
+    assert_eq!(error.to_string(), "the device has no queue 2, it has 2");
+}
+
+#[test]
+fn what_cannot_be_opened_says_which_device() {
+    for name in ["daemon:/nowhere", "vfio-user:/nowhere", "file:/nowhere", "ram:8EiB"] {
+        let error = dmalane::open(name).err().unwrap().to_string();
+        assert!(error.starts_with(&format!("cannot open {name}: ")), "{error}");
+    }
+}

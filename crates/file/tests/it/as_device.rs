@@ -1,0 +1,70 @@
+//! A file as a device, in the suite of all devices.
+
+use std::fs::File;
+use std::path::Path;
+
+use dmalane_device::Device;
+use dmalane_device::conformance::{suite, suite_aligned};
+use dmalane_file::{FileDevice, FileDeviceOptions, FileDevicePaths, IoBackend};
+use tempfile::NamedTempFile;
+
+/// Opens new files of 1 MiB in `folder`, each as a device.
+fn opener(folder: &str, options: FileDeviceOptions) -> impl FnMut() -> Box<dyn Device> {
+    let mut files = Vec::new();
+    let folder = folder.to_owned();
+    move || {
+        let file = NamedTempFile::new_in(&folder).unwrap();
+        file.as_file().set_len(1 << 20).unwrap();
+        let paths = FileDevicePaths { h2c: file.path().to_owned(), c2h: file.path().to_owned() };
+        files.push(file);
+        Box::new(FileDevice::open(paths, options).unwrap())
+    }
+}
+
+const DISK: &str = env!("CARGO_TARGET_TMPDIR");
+
+#[test]
+fn by_threads() {
+    suite(opener(DISK, FileDeviceOptions::default()));
+}
+
+#[test]
+fn by_io_uring() {
+    let options = FileDeviceOptions { trust: Some(IoBackend::Fixed), ..FileDeviceOptions::default() };
+    let probe = NamedTempFile::new_in(DISK).unwrap();
+    let paths = FileDevicePaths { h2c: probe.path().to_owned(), c2h: probe.path().to_owned() };
+    match FileDevice::open(paths, options) {
+        Err(error) => println!("SKIPPED: {error}"),
+        Ok(_) => suite(opener(DISK, options)),
+    }
+}
+
+#[test]
+fn past_the_page_cache() {
+    let options = FileDeviceOptions { direct: true, ..FileDeviceOptions::default() };
+    let probe = NamedTempFile::new_in(DISK).unwrap();
+    let paths = FileDevicePaths { h2c: probe.path().to_owned(), c2h: probe.path().to_owned() };
+    match FileDevice::open(paths, options) {
+        Err(error) => println!("SKIPPED: {error}"),
+        Ok(_) => suite_aligned(&mut opener(DISK, options), 4096),
+    }
+}
+
+#[test]
+fn regions_are_whole_pages_of_the_file() {
+    let length = |bytes: u64| {
+        let file = NamedTempFile::new_in(DISK).unwrap();
+        file.as_file().set_len(bytes).unwrap();
+        let paths = FileDevicePaths { h2c: file.path().to_owned(), c2h: file.path().to_owned() };
+        let device = FileDevice::open(paths, FileDeviceOptions::default()).unwrap();
+        let written = device.backing_files().unwrap().written;
+        assert_eq!(written.metadata().unwrap().len(), bytes);
+        device.regions().first().map(|r| r.span.len())
+    };
+    assert_eq!((length(0), length(4095), length(10_000)), (None, None, Some(8192)));
+    if Path::new("/dev/null").exists() && File::options().write(true).open("/dev/null").is_ok() {
+        let paths = FileDevicePaths { h2c: "/dev/null".into(), c2h: "/dev/null".into() };
+        let device = FileDevice::open(paths, FileDeviceOptions::default()).unwrap();
+        assert!(device.regions()[0].span.len() > 1 << 62, "it does not say how long it is");
+    }
+}
