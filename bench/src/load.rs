@@ -1,7 +1,7 @@
 //! A file to the software card: cold against the raw direct read, warm against a page-cache copy and a memory copy.
 //!
-//! All variants of a case take turns, round by round, and the card's memory has been touched before. Every load's checksum
-//! is compared, and the last one of each variant is read back and compared with the file.
+//! All variants of a case take turns, round by round, and the card's memory has been touched before. Every load's
+//! checksum is compared, and the last one of each variant is read back and compared with the file.
 
 use std::error::Error;
 use std::fs::File;
@@ -13,8 +13,8 @@ use dmalane::addr::FileOffset;
 use dmalane::dma::{AnonHeap, BufferSlice, CopyHint, Heap, SharedBuf};
 use dmalane::file::{FileQueue, Mode};
 use dmalane::load::{DriveOptions, write_sample};
-use dmalane::sim::Workers;
 use dmalane::queue::{Operation, Queue};
+use dmalane::sim::Workers;
 use dmalane::{FileOptions, OpenDevice, OpenOptions, Placement, open_file};
 
 use crate::report::Report;

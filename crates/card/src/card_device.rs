@@ -132,7 +132,8 @@ fn page_tables<B: Mmio + 'static>(
     if driver.mmu_format() != Some(X86_64_4Level::NAME) {
         return Err(Error::OtherMmu(driver.mmu_format()));
     }
-    // One table of 4 KiB maps 2 MiB of addresses, of which tensors with their gaps leave half unused at worst: one part in
+    // One table of 4 KiB maps 2 MiB of addresses, of which tensors with their gaps leave half unused at worst: one part
+    // in
     // 256. Twice that, to be safe.
     let all: u64 = regions.iter().map(|r| r.span.len()).fold(0, u64::saturating_add);
     let bytes = (all / 128).max(TABLES_AT_LEAST).next_multiple_of(PageSize::SIZE_4K.bytes());

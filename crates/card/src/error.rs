@@ -58,7 +58,10 @@ pub enum Error {
     #[error("{0} is no place for page tables")]
     NoTables(Span<CardAddr>),
     /// An MMU whose tables cannot be written.
-    #[error("the card's MMU walks {}, and only {} can be written", .0.unwrap_or("tables of an unknown format"), X86_64_4Level::NAME)]
+    #[error(
+        "the card's MMU walks {}, and only {} can be written",
+        .0.unwrap_or("tables of an unknown format"), X86_64_4Level::NAME
+    )]
     OtherMmu(Option<&'static str>),
     /// A card whose memory has no room for page tables.
     #[error("the card is too small: its page tables need {needed} bytes of one memory, and more for buffers")]

@@ -2,7 +2,8 @@
 //!
 //! [`Device`] is the trait. Whoever opens one takes its queues, allocates its memory ([`DeviceMemory`], [`Placement`]),
 //! registers host memory, and binds buffers in its [`AddressSpace`]: [`PageTableSpace`] for a device with an MMU whose
-//! tables this library writes, [`FlatSpace`] for one without. [`Bounce`] moves plain slices. [`RamDevice`] is plain memory.
+//! tables this library writes, [`FlatSpace`] for one without. [`Bounce`] moves plain slices. [`RamDevice`] is plain
+//! memory.
 //!
 //! A device is one implementation of the trait, one line in the registry of crate `dmalane`, and one call of
 //! [`conformance::suite`](crate::conformance). This one is complete: 64 KiB of memory behind a function that copies.

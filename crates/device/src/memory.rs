@@ -34,8 +34,8 @@ impl Placement {
 impl FromStr for Placement {
     type Err = BadPlacement;
 
-    /// `default`; the name of a region, or of a group, which can also be written `GROUP-striped`; or `GROUP-half` for one
-    /// region of a group.
+    /// `default`; the name of a region, or of a group, which can also be written `GROUP-striped`; or `GROUP-half` for
+    /// one region of a group.
     fn from_str(text: &str) -> Result<Self, BadPlacement> {
         match (text.strip_suffix("-half"), text.strip_suffix("-striped").unwrap_or(text)) {
             (_, "default") => Ok(Self::Default),
@@ -232,7 +232,7 @@ fn stripe(
     // As many in each, one more in the first of them.
     let counts = (0..n).map(|i| stripes.saturating_sub(i).div_ceil(n)).take_while(|count| *count > 0);
     for (at, count) in counts.enumerate() {
-        let bytes = count.checked_mul(STRIPE.bytes()).unwrap_or(u64::MAX);
+        let bytes = count.saturating_mul(STRIPE.bytes());
         match take(areas[at], bytes, STRIPE, placement) {
             Ok(span) => taken.push(span),
             Err(e) => {

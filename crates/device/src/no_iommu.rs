@@ -1,4 +1,5 @@
-//! The registrar of devices that reach host memory without an IOMMU of ours: mapping only gives a registration its name.
+//! The registrar of devices that reach host memory without an IOMMU of ours: mapping only gives a registration its
+//! name.
 
 use std::collections::BTreeSet;
 use std::ops::Range;

@@ -10,7 +10,8 @@ use dmalane_queue::{
 /// A queue whose operations are calls of a function, one after the other, on the thread that polls: for devices whose
 /// work is done by the processor, or by a call that returns when it is done.
 ///
-/// What the function gets was checked ([`Operation::admit`]); a registration, where there is one, holds the host memory.
+/// What the function gets was checked ([`Operation::admit`]); a registration, where there is one, holds the host
+/// memory.
 pub struct PolledQueue<F> {
     abilities: Abilities,
     limits: Limits,

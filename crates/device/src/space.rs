@@ -13,8 +13,8 @@ pub trait AddressSpace: Send {
     /// What kind it is.
     fn kind(&self) -> AddressSpaceKind;
 
-    /// Takes `len` bytes of addresses for a buffer with these segments. In a [flat](AddressSpaceKind::Flat) space they are
-    /// those of the buffer; elsewhere the range starts at a multiple of 2 MiB and may be longer than was asked for.
+    /// Takes `len` bytes of addresses for a buffer with these segments. In a [flat](AddressSpaceKind::Flat) space they
+    /// are those of the buffer; elsewhere the range starts at a multiple of 2 MiB and may be longer than was asked for.
     ///
     /// # Errors
     /// [`SpaceError::Exhausted`]; [`SpaceError::Fragmented`] and [`SpaceError::TooShort`] in a flat space.
@@ -30,7 +30,8 @@ pub trait AddressSpace: Send {
     /// device has forgotten what was bound there, so that the memory can be used for something else.
     ///
     /// # Errors
-    /// [`SpaceError`]; the range stays reserved, and after [`SpaceError::Invalidate`] the memory must not be used again.
+    /// [`SpaceError`]; the range stays reserved, and after [`SpaceError::Invalidate`] the memory must not be used
+    /// again.
     fn unbind(&mut self, range: Span<DeviceVa>) -> Result<(), SpaceError>;
 
     /// How a queue reaches what is bound at `va`.
@@ -46,8 +47,8 @@ pub trait AddressSpace: Send {
         None
     }
 
-    /// Calls `observer` with what is bound and unbound from now on, for example to write a trace. False where nothing is
-    /// ever bound, so that there is nothing to observe.
+    /// Calls `observer` with what is bound and unbound from now on, for example to write a trace. False where nothing
+    /// is ever bound, so that there is nothing to observe.
     fn observe(&mut self, observer: Observer) -> bool {
         drop(observer);
         false

@@ -33,7 +33,8 @@ pub fn open(spec: &str) -> Result<OpenDevice, OpenError> {
 pub struct OpenOptions {
     /// How it is driven; every kind has that.
     pub drive: DriveOptions,
-    /// No page tables: addresses are card addresses, and all memory is for buffers. For cards; other devices are so anyway.
+    /// No page tables: addresses are card addresses, and all memory is for buffers. For cards; other devices are so
+    /// anyway.
     pub flat: bool,
     /// Entries of each ring of a card, a power of two.
     pub ring: Option<usize>,
@@ -113,7 +114,8 @@ pub enum OpenError {
     Device {
         /// Which device.
         spec: DeviceSpec,
-        /// The error of its kind: [`dmalane_vfio::Error`], [`dmalane_daemon::Error`], [`dmalane_card::Error`] and so on.
+        /// The error of its kind: [`dmalane_vfio::Error`], [`dmalane_daemon::Error`], [`dmalane_card::Error`] and so
+        /// on.
         source: Box<dyn Error + Send + Sync>,
     },
     /// It was opened, and cannot be driven as was asked for.

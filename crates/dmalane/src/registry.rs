@@ -38,18 +38,19 @@ type Opened = Result<Box<dyn Device>, Box<dyn Error + Send + Sync>>;
 /// Every kind of device.
 #[rustfmt::skip] // one line for what it is, one for what it does
 pub const KINDS: &[DeviceKind] = &[
-    DeviceKind { name: "soft", syntax: "soft", about: "the software card: a device model inside this process", options: SOFT,
-        check: nothing, list: list_soft, open: soft },
-    DeviceKind { name: "daemon", syntax: "daemon[:SOCKET]", about: "a share of the card of a dmalaned", options: DAEMON,
-        check: anything, list: list_daemon, open: daemon },
-    DeviceKind { name: "vfio", syntax: "vfio:BDF", about: "a card that is a PCI device bound to vfio-pci", options: CARD,
-        check: parse::<Bdf>, list: list_vfio, open: vfio },
-    DeviceKind { name: "vfio-user", syntax: "vfio-user:SOCKET", about: "a card that a process serves over a socket", options: CARD,
-        check: socket, list: none, open: vfio_user },
-    DeviceKind { name: "file", syntax: "file:PATH[,h2c=PATH,c2h=PATH]", about: "a file, block device or DMA driver's node as device memory",
+    DeviceKind { name: "soft", syntax: "soft", about: "the software card: a device model inside this process",
+        options: SOFT, check: nothing, list: list_soft, open: soft },
+    DeviceKind { name: "daemon", syntax: "daemon[:SOCKET]", about: "a share of the card of a dmalaned",
+        options: DAEMON, check: anything, list: list_daemon, open: daemon },
+    DeviceKind { name: "vfio", syntax: "vfio:BDF", about: "a card that is a PCI device bound to vfio-pci",
+        options: CARD, check: parse::<Bdf>, list: list_vfio, open: vfio },
+    DeviceKind { name: "vfio-user", syntax: "vfio-user:SOCKET", about: "a card that a process serves over a socket",
+        options: CARD, check: socket, list: none, open: vfio_user },
+    DeviceKind { name: "file", syntax: "file:PATH[,h2c=PATH,c2h=PATH]",
+        about: "a file, block device or DMA driver's node as device memory",
         options: &["file"], check: parse::<FileDevicePaths>, list: none, open: file },
-    DeviceKind { name: "ram", syntax: "ram:SIZE", about: "plain memory of this process", options: &[],
-        check: size, list: none, open: |rest, _| Ok(Box::new(RamDevice::new(rest.parse::<Size>()?.bytes())?)) },
+    DeviceKind { name: "ram", syntax: "ram:SIZE", about: "plain memory of this process",
+        options: &[], check: size, list: none, open: ram },
 ];
 
 /// Bytes of DDR of the software card, unless it is asked for otherwise.
@@ -228,4 +229,8 @@ fn vfio_user(rest: &str, options: &OpenOptions) -> Opened {
 
 fn file(rest: &str, options: &OpenOptions) -> Opened {
     Ok(Box::new(FileDevice::open(rest.parse()?, options.file.unwrap_or_default())?))
+}
+
+fn ram(rest: &str, _: &OpenOptions) -> Opened {
+    Ok(Box::new(RamDevice::new(rest.parse::<Size>()?.bytes())?))
 }

@@ -1,4 +1,5 @@
-//! Checks the structure of the workspace: which crate may use which, which files may say `unsafe`, how every file opens.
+//! Checks the structure of the workspace: which crate may use which, which files may say `unsafe`, how every file
+//! opens.
 //!
 //! All checks read the manifests and sources on disk. A broken rule is reported with every place that breaks it.
 
@@ -254,7 +255,6 @@ fn every_file_opens_with_a_doc_sentence() {
 }
 
 #[test]
-#[ignore = "comments of the branches under way are still to be wrapped"]
 fn lines_end_at_column_120() {
     let mut wrong = Vec::new();
     for path in texts() {
@@ -308,8 +308,8 @@ fn edges(manifest: &Table) -> Vec<Edge> {
     edges
 }
 
-/// The uses of `unsafe` in a listed file without a safety comment. Clippy checks blocks and impls too; this also requires
-/// a `# Safety` section on every unsafe function, private ones included.
+/// The uses of `unsafe` in a listed file without a safety comment. Clippy checks blocks and impls too; this also
+/// requires a `# Safety` section on every unsafe function, private ones included.
 fn undocumented(name: &str, text: &str, code: &str) -> Vec<String> {
     let text: Vec<&str> = text.lines().collect();
     let code: Vec<&str> = code.lines().collect();

@@ -101,11 +101,11 @@ impl OpenDevice {
     }
 }
 
-/// First touch of sparse memory, and then copying one half of it to the other: more than any cache holds, and counted with
-/// shared memory as the software card's is.
+/// First touch of sparse memory, and then copying one half of it to the other: more than any cache holds, and counted
+/// with shared memory as the software card's is.
 fn memory_ceilings() -> Result<(f64, f64), Error> {
-    // A virtual machine's host may have taken unused memory away, and its first touch is then the host's work, up to twenty
-    // times slower. So touch some, give it back, and time the second time.
+    // A virtual machine's host may have taken unused memory away, and its first touch is then the host's work, up to
+    // twenty times slower. So touch some, give it back, and time the second time.
     touched()?;
     let start = Instant::now();
     let memory = touched()?;

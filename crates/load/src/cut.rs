@@ -78,7 +78,8 @@ mod tests {
         ) {
             let mut at = header;
             let tensors = sizes.iter().map(|&len| {
-                let t = Tensor { name: String::new(), dtype: String::new(), shape: vec![], at: FileOffset::new(at), len };
+                let begin = FileOffset::new(at);
+                let t = Tensor { name: String::new(), dtype: String::new(), shape: vec![], at: begin, len };
                 at += len;
                 t.into()
             });

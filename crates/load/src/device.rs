@@ -322,8 +322,8 @@ impl OpenDevice {
         Ok((self.bounce.insert(bounce), &mut self.queue))
     }
 
-    /// The most that the process's anonymous memory and huge pages (RssAnon + HugetlbPages) were seen to be during loads,
-    /// verifications and saves, in bytes.
+    /// The most that the process's anonymous memory and huge pages (RssAnon + HugetlbPages) were seen to be during
+    /// loads, verifications and saves, in bytes.
     pub fn resident_peak(&self) -> u64 {
         self.resident_peak
     }
@@ -430,16 +430,16 @@ impl OpenDevice {
     /// Unbinds everything that a load bound and frees its memory.
     ///
     /// # Errors
-    /// [`Error::Bind`] when the tables for the unbind cannot be had, or the device may still remember what was bound: then
-    /// nothing of that file is freed. [`Error::OtherDevice`] for files of another device. The other files
-    /// are unloaded all the same; the first error is returned.
+    /// [`Error::Bind`] when the tables for the unbind cannot be had, or the device may still remember what was bound:
+    /// then nothing of that file is freed. [`Error::OtherDevice`] for files of another device. The other files are
+    /// unloaded all the same; the first error is returned.
     pub fn unload(&mut self, loaded: Loaded) -> Result<(), Error> {
         let results: Vec<_> = loaded.files.into_iter().map(|file| self.unload_file(file)).collect();
         results.into_iter().collect()
     }
 
-    /// Gives up what a failed load has placed while transfers to it may still be under way: it stays allocated for good,
-    /// so that a late copy cannot land in something else.
+    /// Gives up what a failed load has placed while transfers to it may still be under way: it stays allocated for
+    /// good, so that a late copy cannot land in something else.
     pub(crate) fn abandon(&mut self, loaded: Loaded) {
         self.abandoned += loaded.files.iter().filter_map(|f| f.bo.as_ref()).map(|bo| bo.len()).sum::<u64>();
     }

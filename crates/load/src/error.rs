@@ -102,8 +102,10 @@ pub enum Error {
         /// Why not.
         source: SgError<CardAddr>,
     },
-    /// The device's address space: no range for a file, a tensor that cannot be bound, or a range that cannot be unbound.
-    #[error("{}: {}{source}", path.display(), tensor.as_ref().map_or(String::new(), |t| format!("cannot bind tensor {t:?}: ")))]
+    /// The device's address space: no range for a file, a tensor that cannot be bound, or a range that cannot be
+    /// unbound.
+    #[error("{}: {}{source}", path.display(), tensor.as_ref().map_or(String::new(), |t| format!("cannot bind tensor \
+        {t:?}: ")))]
     Bind {
         /// The file.
         path: PathBuf,

@@ -215,9 +215,9 @@ fn short(text: &str) -> String {
     }
 }
 
-/// The parser does not always say which tensor it stumbled over, nor why: find the first that does not parse alone, else
-/// the first that does not begin where the one before it ends. Tensors are taken apart one at a time, so that this needs
-/// little more memory than the header.
+/// The parser does not always say which tensor it stumbled over, nor why: find the first that does not parse alone,
+/// else the first that does not begin where the one before it ends. Tensors are taken apart one at a time, so that this
+/// needs little more memory than the header.
 fn explain(text: &str, error: &serde_json::Error) -> FormatError {
     let header = || FormatError::Header { reason: short(&error.to_string()) };
     let Ok(entries) = serde_json::from_str::<BTreeMap<String, &RawValue>>(text) else { return header() };

@@ -38,8 +38,8 @@ pub struct Layout {
 }
 
 impl Layout {
-    /// Lays out a file. Tensors keep their order; on the card they are packed at 4 KiB, in virtual memory at least 16 KiB
-    /// of nothing follow each, so that an overrun faults.
+    /// Lays out a file. Tensors keep their order; on the card they are packed at 4 KiB, in virtual memory at least 16
+    /// KiB of nothing follow each, so that an overrun faults.
     ///
     /// `None` when the sizes add up to more than 64 bits.
     pub fn new(model: &Model) -> Option<Self> {
@@ -104,11 +104,14 @@ mod tests {
 
     proptest! {
         #[test]
-        fn places_are_aligned_and_apart(sizes in prop::collection::vec(prop_oneof![0u64..20_000, 0u64..9 << 20], 0..60)) {
+        fn places_are_aligned_and_apart(
+            sizes in prop::collection::vec(prop_oneof![0u64..20_000, 0u64..9 << 20], 0..60),
+        ) {
             let layout = Layout::new(&model(&sizes)).unwrap();
             let (mut bo, mut va) = (0, 0);
             for (place, len) in layout.places.iter().zip(&sizes) {
-                prop_assert!(place.bo_offset.is_multiple_of(PAGE.bytes()) && place.va_offset.is_multiple_of(ALIGN.bytes()));
+                prop_assert!(place.bo_offset.is_multiple_of(PAGE.bytes()));
+                prop_assert!(place.va_offset.is_multiple_of(ALIGN.bytes()));
                 prop_assert!(place.bo_offset >= bo && place.va_offset >= va);
                 prop_assert!(place.bound >= *len && place.bound < len + 4096);
                 if *len >= LARGE.bytes() {

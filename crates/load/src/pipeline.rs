@@ -1,12 +1,13 @@
 //! The pipeline: read, checksum, transfer and bind, chunk after chunk, all under way at once.
 //!
-//! Staging buffers of `chunk` bytes are made one by one while the first of them are already being read into. Each is cut
-//! into slots. A chunk is the next bytes of a file, as many as a slot holds. It is read into the slot and is then cut: at
-//! tensor boundaries, and where the tensor's card memory has a discontinuity. Each piece is one transfer; bytes between
-//! tensors (the header) have no destination. When the last piece has arrived, the slot is free for the next chunk.
+//! Staging buffers of `chunk` bytes are made one by one while the first of them are already being read into. Each is
+//! cut into slots. A chunk is the next bytes of a file, as many as a slot holds. It is read into the slot and is then
+//! cut: at tensor boundaries, and where the tensor's card memory has a discontinuity. Each piece is one transfer; bytes
+//! between tensors (the header) have no destination. When the last piece has arrived, the slot is free for the next
+//! chunk.
 //!
-//! One thread does all this. Reads are the kernel's work, transfers the device's; with a device that works inline, they are
-//! done here between reads.
+//! One thread does all this. Reads are the kernel's work, transfers the device's; with a device that works inline, they
+//! are done here between reads.
 
 use std::collections::{HashMap, VecDeque};
 use std::fs::File;
@@ -44,7 +45,8 @@ impl<S> Input<S> {
     /// The file's size now.
     pub(crate) fn len(&self) -> Result<u64, Error> {
         let size = self.file.metadata().and_then(|meta| match meta.file_type().is_block_device() {
-            // A block device has no length of its own; all reads here name their offset, so the position does not matter.
+            // A block device has no length of its own; all reads here name their offset, so the position does not
+            // matter.
             true => (&self.file).seek(SeekFrom::End(0)),
             false => Ok(meta.len()),
         });
@@ -139,9 +141,9 @@ impl OpenDevice {
     /// address. `progress` is told how many more bytes are on their way to the device; it must not panic.
     ///
     /// # Errors
-    /// [`Error`]. Whatever was in flight has been waited for, and nothing stays bound or allocated on the device; only when
-    /// the device does not finish its transfers within [`DriveOptions::timeout`](crate::DriveOptions::timeout), their destination is never used again
-    /// ([`OpenDevice::abandoned_bytes`]).
+    /// [`Error`]. Whatever was in flight has been waited for, and nothing stays bound or allocated on the device; only
+    /// when the device does not finish its transfers within [`DriveOptions::timeout`](crate::DriveOptions::timeout),
+    /// their destination is never used again ([`OpenDevice::abandoned_bytes`]).
     pub fn load<S: Queue<Addr = FileOffset>>(
         &mut self,
         inputs: &mut [Input<S>],
@@ -247,7 +249,8 @@ impl<'a, S: Queue<Addr = FileOffset>> Job<'a, S> {
             }
             if self.device.queue.in_flight() > 0 {
                 let channel = &mut self.device.queue;
-                // A device that has halted has had its time; one that hangs lets go of what it has when it is stopped, if it can.
+                // A device that has halted has had its time; one that hangs lets go of what it has when it is stopped,
+                // if it can.
                 let gone = watch.lost(channel).map(|why| (why, Duration::ZERO));
                 let hangs = || stall.lost(self.device.timeout).map(|why| (why, self.timeout.min(RELEASE_TIMEOUT)));
                 if let Some((why, timeout)) = gone.or_else(hangs) {
@@ -294,8 +297,8 @@ impl<'a, S: Queue<Addr = FileOffset>> Job<'a, S> {
     /// Gives every free slot the next chunk, making a buffer first while there are fewer than there may be.
     fn start_reads(&mut self) -> Result<(), Error> {
         while let Some(Chunk { file, .. }) = self.next_chunk(1) {
-            // As many chunks may wait for their turn as are being read. Reading further ahead would only push them out of the
-            // processor's cache.
+            // As many chunks may wait for their turn as are being read. Reading further ahead would only push them out
+            // of the processor's cache.
             if self.order.len() >= 2 * self.inputs[file].channel.limits().capacity {
                 return Ok(());
             }
@@ -377,8 +380,8 @@ impl<'a, S: Queue<Addr = FileOffset>> Job<'a, S> {
         Ok(any)
     }
 
-    /// Cuts the next full chunk, in order, and gives its pieces to the device. One at a time, so that what was hashed is
-    /// transferred while it is in the cache.
+    /// Cuts the next full chunk, in order, and gives its pieces to the device. One at a time, so that what was hashed
+    /// is transferred while it is in the cache.
     fn start_transfers(&mut self) -> Result<bool, Error> {
         let mut any = false;
         if let Some(&(chunk, slot)) = self.order.front()

@@ -19,8 +19,8 @@ use crate::{Error, Input, Loaded, LoadedFile, OpenDevice};
 const BLOCK: usize = 256 << 10;
 
 impl OpenDevice {
-    /// Reads a tensor from the device by its device virtual address and hands its bytes to `sink`, chunk after chunk, with
-    /// their offset in the tensor.
+    /// Reads a tensor from the device by its device virtual address and hands its bytes to `sink`, chunk after chunk,
+    /// with their offset in the tensor.
     ///
     /// # Errors
     /// [`Error::Transfer`] when the device cannot read it; what `sink` returns.
@@ -99,9 +99,9 @@ impl OpenDevice {
         Ok(start.elapsed())
     }
 
-    /// Writes what the device holds of a file, read back through its MMU: a safetensors file with the same tensors in the
-    /// same order for a safetensors file, else the bytes. The file appears whole or not at all; a file that is there already is
-    /// replaced and keeps its mode.
+    /// Writes what the device holds of a file, read back through its MMU: a safetensors file with the same tensors in
+    /// the same order for a safetensors file, else the bytes. The file appears whole or not at all; a file that is
+    /// there already is replaced and keeps its mode.
     ///
     /// # Errors
     /// [`Error::File`] names `to`, as of [`check_target`](crate::check_target); [`Error::Transfer`].
@@ -167,8 +167,8 @@ fn compare(file: &File, from: u64, view: VolatileSlice<'_>, block: &mut [u8]) ->
     Ok(None)
 }
 
-/// The header of a safetensors file with the tensors of `file`, padded with spaces to 8 bytes as the format's own writer
-/// does.
+/// The header of a safetensors file with the tensors of `file`, padded with spaces to 8 bytes as the format's own
+/// writer does.
 fn header(file: &LoadedFile) -> io::Result<Vec<u8>> {
     let mut map = serde_json::Map::new();
     if let Some(pairs) = &file.model.metadata {

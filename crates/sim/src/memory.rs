@@ -35,8 +35,8 @@ impl CardMemory {
         Self::at(ddr, hbm, HBM_BASE)
     }
 
-    /// The same with HBM as near as its own length and that of DDR let it begin at a power of two: a BAR that shows the memory is then
-    /// no longer than it must be (a machine has only so many addresses for BARs).
+    /// The same with HBM as near as its own length and that of DDR let it begin at a power of two: a BAR that shows the
+    /// memory is then no longer than it must be (a machine has only so many addresses for BARs).
     ///
     /// # Errors
     /// As [`CardMemory::new`].
@@ -53,8 +53,8 @@ impl CardMemory {
         Ok(Self { ddr, hbm, file, lent: AtomicBool::new(false) })
     }
 
-    /// The memfd that is the memory, byte for byte at its card address, for another process to map; and which bytes of it are memory. The
-    /// others are nobody's: what is written there the card does not see.
+    /// The memfd that is the memory, byte for byte at its card address, for another process to map; and which bytes of
+    /// it are memory. The others are nobody's: what is written there the card does not see.
     pub fn lend(&self) -> (BorrowedFd<'_>, [Range<u64>; 2]) {
         self.lent.store(true, Ordering::Relaxed);
         let range = |span: Span<CardAddr>| span.first().bits()..span.first().bits() + span.len();
@@ -93,8 +93,8 @@ impl CardMemory {
         Ok(())
     }
 
-    /// Copies bytes in, behind the back of every channel. Whole aligned 64-bit words are written one by one, each in one
-    /// piece: a page-table entry is never seen half written.
+    /// Copies bytes in, behind the back of every channel. Whole aligned 64-bit words are written one by one, each in
+    /// one piece: a page-table entry is never seen half written.
     ///
     /// # Errors
     /// As [`CardMemory::populate`].
@@ -128,9 +128,9 @@ impl CardMemory {
         span.is_some_and(|span| self.bank(at).is_some_and(|bank| bank.span.covers(&span)))
     }
 
-    /// The 64-bit word at `at`: a page-table entry. A block that is not present reads as zeros and stays absent, unless somebody else may
-    /// have written it. `None` outside the memories, for an address that is not a multiple of 8, and where there is no memory
-    /// left to look with.
+    /// The 64-bit word at `at`: a page-table entry. A block that is not present reads as zeros and stays absent, unless
+    /// somebody else may have written it. `None` outside the memories, for an address that is not a multiple of 8, and
+    /// where there is no memory left to look with.
     pub(crate) fn load(&self, at: CardAddr) -> Option<u64> {
         let bank = self.bank(at)?;
         let offset = at.offset_from(bank.span.first())?;

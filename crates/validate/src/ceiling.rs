@@ -20,10 +20,12 @@ impl Ceiling {
     pub fn name(&self) -> &'static str {
         match self {
             Self::Copies => {
-                "the faster of plain and streaming copies of as many buffers by as many threads, in memory, both ways in turns"
+                "the faster of plain and streaming copies of as many buffers by as many threads, in memory, both ways \
+                 in turns"
             }
             Self::Files(_) => {
-                "plain pwrite and pread of as many buffers on the same files; both ways by as many threads in turns or by a thread for each \
+                "plain pwrite and pread of as many buffers on the same files; both ways by as many threads in turns \
+                 or by a thread for each \
                  buffer, whichever is faster"
             }
             Self::Optimum { .. } => "the optimum of the modelled link, which no policy can exceed",
@@ -99,7 +101,8 @@ fn copies(threads: usize, way: Directions, len: usize, time: Duration) -> Result
     Ok(rate(CopyHint::Keep)?.max(rate(CopyHint::Stream)?))
 }
 
-/// Bytes per second of threads, one for each of `works`, that repeat `pass` for so long. It says how many bytes it has moved.
+/// Bytes per second of threads, one for each of `works`, that repeat `pass` for so long. It says how many bytes it has
+/// moved.
 fn at_once<W: Send>(
     works: &mut [W],
     time: Duration,
@@ -168,8 +171,8 @@ fn files(
     if way != Directions::Both {
         return at_once(&mut works, time, pass);
     }
-    // A device that does both ways at once has more to give than threads take that do one after the other; where the threads are the
-    // limit, more of them are slower.
+    // A device that does both ways at once has more to give than threads take that do one after the other; where the
+    // threads are the limit, more of them are slower.
     let in_turns = at_once(&mut works, time / 2, pass)?;
     let mut apart: Vec<Vec<_>> = works.into_iter().flatten().map(|work| vec![work]).collect();
     Ok(at_once(&mut apart, time / 2, pass)?.max(in_turns))

@@ -37,8 +37,8 @@ fn seed(thread: usize, walk: usize, round: u64) -> u64 {
     round << 16 | (thread as u64) << 1 | walk as u64
 }
 
-/// Measures a device. What it holds from [`ValidateSettings::offset`] on is overwritten; of a regular file or a block device it is put
-/// back at the end.
+/// Measures a device. What it holds from [`ValidateSettings::offset`] on is overwritten; of a regular file or a block
+/// device it is put back at the end.
 ///
 /// # Errors
 /// [`ValidateError`] when something cannot be measured. Bytes that are wrong are no error but a report that has not
@@ -87,7 +87,8 @@ pub fn run_into(
     }
 }
 
-/// Bytes of memory that are needed, if there are as many: of buffers, what the ceiling takes, and a card of this process.
+/// Bytes of memory that are needed, if there are as many: of buffers, what the ceiling takes, and a card of this
+/// process.
 fn room(target: &Target, settings: &ValidateSettings, buffers: u64) -> Result<u64, ValidateError> {
     let needed = match target.ceiling {
         Ceiling::Copies => buffers.saturating_mul(3),
@@ -229,8 +230,8 @@ impl Case<'_> {
             if down {
                 wrong.extend(self.wrong(lanes, DOWN, 1, "read from"));
             }
-            // Whether passes after the first have moved anything does not show in buffers that were right after it. So one more,
-            // with other bytes to write and none of those to be read in the buffers.
+            // Whether passes after the first have moved anything does not show in buffers that were right after it. So
+            // one more, with other bytes to write and none of those to be read in the buffers.
             let last = round + LAST;
             refill(lanes, last);
             self.go(lanes, Stop::After(1), active)?;

@@ -15,7 +15,8 @@ use crate::link::{Half, Limit, Link, Slow, assumptions};
 use crate::place::Memories;
 use crate::{Phase, ValidateError};
 
-/// A modelled link is this many times slower than what it stands for: its rates must be far below what the machine copies.
+/// A modelled link is this many times slower than what it stands for: its rates must be far below what the machine
+/// copies.
 pub const SLOWER: f64 = 50.0;
 
 /// A device with its queues, ready to be measured.
@@ -111,8 +112,8 @@ fn slower(link: &Link) -> Link {
 }
 
 impl Target {
-    /// Takes the queues of a device that nothing else uses. What a regular file or a block device holds is put back after a
-    /// measurement; what a character device holds is lost, so `lose` must say that it may be.
+    /// Takes the queues of a device that nothing else uses. What a regular file or a block device holds is put back
+    /// after a measurement; what a character device holds is lost, so `lose` must say that it may be.
     ///
     /// # Errors
     /// [`ValidateError::Lost`], and then nothing was written.
@@ -120,9 +121,9 @@ impl Target {
         Self::with(device, lose, |queues| Ok(queues.into_iter().map(share).collect()))
     }
 
-    /// A card that seems to hang off the modelled link of this name, one of [`emulations`]. `catch_up`: with how much the
-    /// link catches up when its threads did not get to run, `None` for a millisecond. It moves as much more after idle
-    /// time. For [`fit_link`](crate::fit_link) on busy machines.
+    /// A card that seems to hang off the modelled link of this name, one of [`emulations`]. `catch_up`: with how much
+    /// the link catches up when its threads did not get to run, `None` for a millisecond. It moves as much more after
+    /// idle time. For [`fit_link`](crate::fit_link) on busy machines.
     ///
     /// # Errors
     /// [`ValidateError::NoEmulation`], [`ValidateError::TooManyChannels`]; [`ValidateError::NothingToFit`] for a device
@@ -228,8 +229,8 @@ impl Target {
         self.queues.iter().any(|queue| queue.in_flight() > 0)
     }
 
-    /// Ends what is measured, with [`ValidateError::Interrupted`], as soon as this is true. What was under way ends, and what is
-    /// to be put back is put back.
+    /// Ends what is measured, with [`ValidateError::Interrupted`], as soon as this is true. What was under way ends,
+    /// and what is to be put back is put back.
     pub fn stop_when(&mut self, told: Arc<AtomicBool>) {
         self.told = told;
     }

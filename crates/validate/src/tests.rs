@@ -263,7 +263,8 @@ fn there_is_no_figure_for_bytes_that_are_wrong() {
         assert_eq!((report.integrity[0].ok, report.integrity[0].threads), (2, 2), "{fault:?}");
         assert!(!report.passed() && report.figures.len() < 3, "{fault:?}: {report:?}");
     }
-    // From the second pass on (a transfer counts when it begins and when it ends): the first has brought the right bytes, and nothing since has moved any.
+    // From the second pass on (a transfer counts when it begins and when it ends): the first has brought the right
+    // bytes, and nothing since has moved any.
     for (fault, way) in [(Fault::Blind(10), Directions::Read), (Fault::Deaf(10), Directions::Write)] {
         let settings = ValidateSettings { threads: 1, stop: Stop::After(3), ways: vec![way], ..settings.clone() };
         let report = run(&wrong(fault), &settings, &mut |_| {}).unwrap();

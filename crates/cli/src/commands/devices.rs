@@ -92,7 +92,8 @@ fn text(devices: &[Listed]) -> String {
             let sizes: Vec<_> =
                 memories.iter().map(|(name, bytes)| format!("{name} {}", size::binary(*bytes))).collect();
             text += &format!(
-                "    memories {} (allocated as they fill; --card-ddr and --card-hbm set the sizes), {channels} channels\n",
+                "    memories {} (allocated as they fill; --card-ddr and --card-hbm set the sizes), {channels} \
+                 channels\n",
                 sizes.join(", ")
             );
         }

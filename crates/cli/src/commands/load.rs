@@ -64,7 +64,8 @@ pub struct Load {
     #[arg(long, value_name = "SIZE", value_parser = sample::size, allow_hyphen_values = true)]
     sample: Option<Size>,
 
-    /// The device to load to, such as soft, daemon, vfio:BDF, vfio-user:SOCKET, file:PATH or ram:SIZE; `dmalane devices` lists the kinds
+    /// The device to load to, such as soft, daemon, vfio:BDF, vfio-user:SOCKET, file:PATH or ram:SIZE; `dmalane
+    /// devices` lists the kinds
     #[arg(short, long, default_value = "soft", value_parser = device::parse)]
     device: DeviceSpec,
 
@@ -97,8 +98,8 @@ pub struct Load {
     #[arg(long, value_name = "CHANNELS", default_value = "auto")]
     mm_channel: QueueChoice,
 
-    /// The device memory that gets them: a region by its name, such as ddr; a group, such as hbm, to stripe over its regions; or
-    /// hbm-half for one region of a group [default: the first region]
+    /// The device memory that gets them: a region by its name, such as ddr; a group, such as hbm, to stripe over its
+    /// regions; or hbm-half for one region of a group [default: the first region]
     #[arg(long, value_name = "REGION", default_value = "default", hide_default_value = true)]
     placement: Placement,
 

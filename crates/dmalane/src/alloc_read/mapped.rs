@@ -1,4 +1,5 @@
-//! Each gather is registered and mapped for a device while the ones before it are being read, and may go on to it from there.
+//! Each gather is registered and mapped for a device while the ones before it are being read, and may go on to it from
+//! there.
 
 use std::collections::BTreeMap;
 use std::ops::ControlFlow;
@@ -16,24 +17,26 @@ use super::{ReadError, ReadMethod, ReadOptions, ReadSource, all};
 /// Buffers that were filled, and that a device can reach.
 #[derive(Debug)]
 pub struct MappedRead {
-    /// The buffers. Its report has the stages [`Stage::Register`] and [`Stage::Map`] too, and [`Stage::Transfer`] where they went on to a
-    /// device.
+    /// The buffers. Its report has the stages [`Stage::Register`] and [`Stage::Map`] too, and [`Stage::Transfer`] where
+    /// they went on to a device.
     pub filled: Filled,
     /// How each source was read.
     pub ways: Vec<ReadMethod>,
-    /// For each buffer its gathers, in order, one behind the other: together they are all of it. Dropped, they are unmapped and unpinned.
+    /// For each buffer its gathers, in order, one behind the other: together they are all of it. Dropped, they are
+    /// unmapped and unpinned.
     pub gathers: Vec<Vec<Registered>>,
 }
 
-/// Mappings of a read, at most (one more for each buffer): a kernel takes 65535 in all (`dma_entry_limit` of `vfio_iommu_type1`). Gathers
-/// are longer where there would be more.
+/// Mappings of a read, at most (one more for each buffer): a kernel takes 65535 in all (`dma_entry_limit` of
+/// `vfio_iommu_type1`). Gathers are longer where there would be more.
 const MAPPINGS: u64 = 1 << 14;
 
 /// [`read_all`](super::read_all), with every gather pinned and mapped by `registrar` as soon as its memory is there:
 /// one call of each for a gather, while reads into the gathers before it are in flight.
 ///
-/// The device sees a gather from the moment that `watch` is told that it was allocated, and may use the bytes of an extent from the moment
-/// that it is told that it is complete. With an access that lets the device write, checksums are of what it has left there.
+/// The device sees a gather from the moment that `watch` is told that it was allocated, and may use the bytes of an
+/// extent from the moment that it is told that it is complete. With an access that lets the device write, checksums are
+/// of what it has left there.
 ///
 /// # Errors
 /// [`ReadError`]; [`ReadError::Map`] where the registrar refuses, and then as after any other error nothing is left
@@ -50,13 +53,14 @@ pub fn read_mapped(
     mapped(heap, registrar, access, None, sources, job, options, watch)
 }
 
-/// [`read_mapped`], and the device gets the buffers: the transfer of a piece to it begins as soon as its bytes have arrived (and were hashed,
-/// with [`ReadOptions::checksum`]), while what lies behind it is being read or allocated. The first byte of a buffer goes to the place in `to`
-/// that has its number, the others follow; bytes that no extent names go there as zeroes. The device may only read.
+/// [`read_mapped`], and the device gets the buffers: the transfer of a piece to it begins as soon as its bytes have
+/// arrived (and were hashed, with [`ReadOptions::checksum`]), while what lies behind it is being read or allocated. The
+/// first byte of a buffer goes to the place in `to` that has its number, the others follow; bytes that no extent names
+/// go there as zeroes. The device may only read.
 ///
-/// The device's queue has nothing in flight. `watch` is called with what has arrived on the device ([`Event::OnDevice`]), and with an
-/// extent that is complete when the device has all of it. When this returns, it has everything; the buffers are there too, and
-/// still mapped.
+/// The device's queue has nothing in flight. `watch` is called with what has arrived on the device
+/// ([`Event::OnDevice`]), and with an extent that is complete when the device has all of it. When this returns, it has
+/// everything; the buffers are there too, and still mapped.
 ///
 /// ```
 /// use dmalane::queue::DeviceAddr;
@@ -87,9 +91,9 @@ pub fn read_mapped(
 ///
 /// # Errors
 /// Those of [`read_mapped`], and [`FillError::Transfer`](dmalane_load::fill::FillError::Transfer) or
-/// [`FillError::Refused`](dmalane_load::fill::FillError::Refused) where the device fails, or ends nothing for half a minute: then its
-/// queue is stopped. Reads and transfers in flight have ended by then; a transfer that the device does not let go of stays in flight,
-/// and keeps its memory and its mapping.
+/// [`FillError::Refused`](dmalane_load::fill::FillError::Refused) where the device fails, or ends nothing for half a
+/// minute: then its queue is stopped. Reads and transfers in flight have ended by then; a transfer that the device does
+/// not let go of stays in flight, and keeps its memory and its mapping.
 pub fn read_to_device(
     heap: &dyn Heap,
     device: &mut OpenDevice,

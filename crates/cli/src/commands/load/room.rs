@@ -78,7 +78,8 @@ impl<'a> Room<'a> {
         let padded = || files.iter().map(|bytes| bytes.saturating_add(SLACK));
         let total = padded().fold(0, u64::saturating_add);
         let needed = match self.placement {
-            // Each file goes to the half with more room, which then has at most half of the largest file more than half of all.
+            // Each file goes to the half with more room, which then has at most half of the largest file more than half
+            // of all.
             Placement::OneOf(_) => total.saturating_add(padded().max().unwrap_or(0)),
             _ => total,
         };
