@@ -1,7 +1,7 @@
 """QEMU's IOMMUs, without a guest: the device `edu` does DMA through page tables built by `dmalane iopt build`.
 
-Debian's QEMU has no `-accel qtest`. An idle processor and a virtual clock that jumps to its next timer serve as well: QEMU
-does what is typed into its test port, and nothing else.
+Debian's QEMU has no `-accel qtest`. An idle processor and a virtual clock that jumps to its next timer serve as well:
+QEMU does what is typed into its test port, and nothing else.
 """
 
 import mmap
@@ -33,7 +33,8 @@ class Qemu:
         command = [program, "-display", "none", "-nodefaults", "-serial", "none", "-monitor", "none"]
         command += ["-accel", "tcg", "-icount", "shift=0,sleep=off", "-qtest", "stdio", "-qtest-log", "none"]
         command += ["-m", f"{ram_bytes >> 20}M"]
-        command += ["-object", f"memory-backend-file,id=ram,size={ram_bytes},mem-path=/proc/{os.getpid()}/fd/{memory},share=on"]
+        path = f"/proc/{os.getpid()}/fd/{memory}"
+        command += ["-object", f"memory-backend-file,id=ram,size={ram_bytes},mem-path={path},share=on"]
         command += [a.format(halt=directory / "halt.bin") for a in args]
         with (directory / "qemu.log").open("w") as log:
             self.process = subprocess.Popen(
@@ -122,7 +123,7 @@ class Iommu(Machine):
     # Where the page tables go, and what is left of the memory behind them.
     tables: int = 0
     ram: tuple = ()
-    # What the fault record of a refused access says, given whether the address is mapped, "read" or "write", and the address.
+    # The fault record of a refused access, given whether the address is mapped, "read" or "write", and the address.
     refusal: Callable = None
 
     @property

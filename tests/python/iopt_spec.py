@@ -101,8 +101,8 @@ def random_spec(rng, machine, leaves=MOST_LEAVES):
 
 
 def random_addresses(rng, spec, machine, count):
-    """Addresses as the machine takes them: inside mappings, at the edges of these and of their leaves, between them, and
-    beyond the space."""
+    """Addresses as the machine takes them: inside mappings, at the edges of these and of their leaves, between them,
+    and beyond the space."""
     granule, space = np.uint64(1 << machine.leaves[0]), 1 << machine.input_bits
     kind = rng.choice(6, size=count, p=[0.35, 0.25, 0.15, 0.1, 0.12, 0.03])
     which = rng.integers(len(spec.mappings), size=count)

@@ -168,7 +168,8 @@ def test_save_to_a_place_that_is_not_there(dmalane, files):
     file = files / "in" / "fine.safetensors"
     file.write_bytes(build({"a": u8(0, 4)}, b"abcd"))
     target = files / "nowhere" / "saved.safetensors"
-    assert_refused(dmalane.run("load", file, "--json", "--save", target), target, r"no such file|not found|exist", files)
+    done = dmalane.run("load", file, "--json", "--save", target)
+    assert_refused(done, target, r"no such file|not found|exist", files)
 
 
 @pytest.mark.parametrize(

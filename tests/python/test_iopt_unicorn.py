@@ -30,8 +30,8 @@ def machine(request, formats):
 
 
 def test_formats_without_a_machine(formats):
-    """Those are checked against a second walker, in crates/iopt: the processors of Unicorn 2.1.4 (QEMU 5.0) have 48 bits of
-    address at most, and know neither AMD's IOMMU nor dirty bits of Arm nor NAPOT pages."""
+    """The others are checked against a second walker, in crates/iopt: the processors of Unicorn 2.1.4 (QEMU 5.0) have at
+    most 48 bits of address, and know neither AMD's IOMMU nor dirty bits of Arm nor NAPOT pages."""
     machines = {m.format for m in [*MACHINES, *IOMMUS]}
     assert machines <= set(formats), "a machine for a format that the program does not have"
     print("without a machine:", *sorted(set(formats) - machines))
@@ -52,7 +52,7 @@ def test_an_mmu_agrees(dmalane, tmp_path, machine):
 
 @BY_FORMAT
 def test_a_difference_is_found(dmalane, tmp_path, monkeypatch, machine):
-    """A comparison that cannot fail would prove nothing: one mapping of the tables is not the one of the specification."""
+    """A comparison that cannot fail would prove nothing: one mapping of the tables is not that of the specification."""
     written = Spec.json
     # Only the machine is to find it, not the checks that come before.
     for check in ["check_build", "check_dump", "check_walk"]:

@@ -10,7 +10,7 @@
 //! let mut device = dmalane::open("soft")?;
 //! let file = dmalane::open_file(&path, dmalane::FileOptions::default())?;
 //! let (model, _) = device.load(&mut [file], &dmalane::Placement::Default, &mut |_bytes| {})?;
-//! println!("{:?}", model["model.embed.weight"].va);
+//! println!("{:?}", model["embeddings.weight"].va);
 //! # Ok::<(), Box<dyn std::error::Error>>(())
 //! ```
 //!

@@ -38,7 +38,8 @@ def bar_map_reports(log):
 
 def bar_map(logs):
     """The lines of the table, and of how much faster the best alignment is."""
-    heads = "kernel, BAR, method, `--align`, aligned to, map first, map least, unmap least, rounds, all rounds".split(", ")
+    heads = "kernel, BAR, method, `--align`, aligned to, map first, map least, unmap least, rounds, all rounds"
+    heads = heads.split(", ")
     yield f"| {' | '.join(heads)} |"
     yield "|---" * len(heads) + "|"
     rows = {}
@@ -53,7 +54,8 @@ def bar_map(logs):
         }
         rows.setdefault((kernel, report["bytes"], report["method"], report["align"]), row)
         cells = [
-            kernel, size(report["bytes"]), report["method"], report["align"], size(report["alignment"]), ms(row["first"]),
+            kernel, size(report["bytes"]), report["method"], report["align"], size(report["alignment"]),
+            ms(row["first"]),
             ms(row["map"]), ms(row["unmap"]), len(runs), ms(row["all"]),
         ]  # fmt: skip
         yield f"| {' | '.join(map(str, cells))} |"
