@@ -30,8 +30,8 @@ def machine(request, formats):
 
 
 def test_formats_without_a_machine(formats):
-    """The others are checked against a second walker, in crates/iopt: the processors of Unicorn 2.1.4 (QEMU 5.0) have at
-    most 48 bits of address, and know neither AMD's IOMMU nor dirty bits of Arm nor NAPOT pages."""
+    """The others are checked against a second walker, in crates/iopt: the processors of Unicorn 2.1.4 (QEMU 5.0) have
+    at most 48 bits of address, and know neither AMD's IOMMU nor dirty bits of Arm nor NAPOT pages."""
     machines = {m.format for m in [*MACHINES, *IOMMUS]}
     assert machines <= set(formats), "a machine for a format that the program does not have"
     print("without a machine:", *sorted(set(formats) - machines))

@@ -11,7 +11,7 @@ use std::time::{Duration, Instant};
 
 use dmalane::addr::{Access, CardAddr};
 use dmalane::card::{Card, CardQueue};
-use dmalane::dma::{AnonHeap, BufferSlice, Heap, SharedBuf};
+use dmalane::dma::{AnonHeap, Heap, SharedBuf};
 use dmalane::queue::conformance::{Fixture, suite};
 use dmalane::queue::{Completion, DeviceAddr, Direction, HostSlice, OpError, Operation, Queue, Registered, Work, run};
 use dmalane::vfio::{BarAlignment, BarMap, Bdf, Container, Error, VfioBus};

@@ -12,11 +12,9 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
 use dmalane_addr::{Access, Address, CardAddr, Iova, PageSize, Span};
-use dmalane_dma::{
-    self as dma, AnonHeap, BufferSlice, DmaHeap, Heap, Mapping, MemfdHeap, Mmio, PageKind, Registrar, SharedBuf,
-};
+use dmalane_dma::{self as dma, AnonHeap, DmaHeap, Heap, Mapping, MemfdHeap, Mmio, PageKind, Registrar, SharedBuf};
 use dmalane_queue::conformance::{Fixture, suite};
-use dmalane_queue::{DeviceAddr, Direction, OpError, Operation, Queue, Registered, run};
+use dmalane_queue::{DeviceAddr, Direction, HostSlice, OpError, Operation, Queue, Registered, run};
 use dmalane_vfio::{
     Backend, BarAlignment, Bdf, Container, Error, FaultLog, PeerMethod, RegionError, VfioBus, backends,
 };
@@ -746,17 +744,16 @@ struct EduFixture {
     /// To access the device's memory without the channel.
     spare: SharedBuf,
     window: Mapping,
-    registered: Vec<Registered>,
 }
 
 impl EduFixture {
-    fn fragments(&self, offset: u64, len: usize, direction: Direction, mut each: impl FnMut(&SharedBuf, usize, usize)) {
+    fn fragments(&self, len: usize, direction: Direction, mut each: impl FnMut(&SharedBuf, usize, usize)) {
         for start in (0..len).step_by(2048) {
             let n = (len - start).min(2048);
             if direction == Direction::FromHost {
                 each(&self.spare, start, n);
             }
-            let card = CardAddr::new(offset + start as u64);
+            let card = CardAddr::new(start as u64);
             self.edu.copy(direction, self.window.span().first(), card, n as u64).unwrap();
             if direction == Direction::ToHost {
                 each(&self.spare, start, n);
@@ -766,46 +763,39 @@ impl EduFixture {
 }
 
 impl Fixture for EduFixture {
-    type Channel = EduQueue;
+    type Queue = EduQueue;
 
-    fn channel(&mut self) -> Self::Channel {
-        self.registered.clear();
+    fn queue(&mut self) -> EduQueue {
         self.edu.queue()
     }
 
-    fn far_len(&self) -> u64 {
+    fn target_len(&self) -> u64 {
         self.edu.memory()
     }
 
-    fn far(&mut self, offset: u64, part: &BufferSlice) -> DeviceFar {
-        let via =
-            self.registered.iter().find(|r| r.mapping().pinned().reference().holds(part)).expect("a buffer of ours");
-        DeviceFar { at: DeviceAddr::Card(CardAddr::new(offset)), via: via.clone() }
+    fn at(&self, offset: u64) -> DeviceAddr {
+        DeviceAddr::Card(CardAddr::new(offset))
     }
 
-    fn part(&mut self, len: usize) -> BufferSlice {
+    fn host(&mut self, len: usize) -> HostSlice {
         let buf = self.heap.allocate(len).unwrap().share();
-        self.registered.push(Registered::new(&**self.edu.bus(), &buf, Access::RW).unwrap());
+        let via = Registered::new(&**self.edu.bus(), &buf, Access::RW).unwrap();
         // Exactly `len` bytes: an operation has at most 2048.
-        buf.into_part().split_at(len).unwrap().0
+        (buf.into_part().split_at(len).unwrap().0, via).into()
     }
 
-    fn peek(&mut self, offset: u64, len: usize) -> Vec<u8> {
-        let mut bytes = vec![0; len];
-        self.fragments(offset, len, Direction::ToHost, |spare, start, n| {
+    fn peek(&mut self) -> Vec<u8> {
+        let mut bytes = vec![0; self.edu.memory() as usize];
+        self.fragments(bytes.len(), Direction::ToHost, |spare, start, n| {
             spare.view().sub(0, n).unwrap().read(&mut bytes[start..start + n]);
         });
         bytes
     }
 
-    fn poke(&mut self, offset: u64, bytes: &[u8]) {
-        self.fragments(offset, bytes.len(), Direction::FromHost, |spare, start, n| {
+    fn poke(&mut self, bytes: &[u8]) {
+        self.fragments(bytes.len(), Direction::FromHost, |spare, start, n| {
             spare.view().sub(0, n).unwrap().write(&bytes[start..start + n]);
         });
-    }
-
-    fn forget(&mut self) {
-        self.registered.clear();
     }
 
     fn rounds(&self) -> u64 {
@@ -820,7 +810,7 @@ fn conformance() {
     let spare = heap.allocate(page()).unwrap().share();
     let window = map(edu.bus(), &spare, Access::RW);
     let container = edu.bus().device().container().clone();
-    let mut fixture = EduFixture { edu, heap, spare, window, registered: Vec::new() };
+    let mut fixture = EduFixture { edu, heap, spare, window };
     suite(&mut fixture);
     drop(fixture);
     assert_eq!((container.mapped_bytes(), container.failed_unmaps(), left_behind(&container)), (0, 0, 0));

@@ -9,7 +9,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
 use dmalane_addr::{Access, Address, CardAddr, Iova, PageSize};
-use dmalane_dma::{self as dma, DmaFault, FaultReason, Mmio as _, Registrar as _};
+use dmalane_dma::{self as dma, DmaFault, FaultReason, Mmio as _};
 use dmalane_queue::{
     Abilities, Completion, DeviceAddr, Direction, Limits, OpError, Operation, Queue, Refusal, Refused, Ticket, Work,
 };
