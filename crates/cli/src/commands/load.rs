@@ -10,7 +10,7 @@ use std::process::ExitCode;
 
 use clap::builder::{PathBufValueParser, TypedValueParser};
 use clap::{ArgGroup, Args};
-use dmalane::device::IommuCounters;
+use dmalane::device::{AddressSpaceKind, IommuCounters};
 use dmalane::dma::PageBacking;
 use dmalane::file::{FileQueue, Mode};
 use dmalane::load::{self, DriveOptions, Error, Input, Loaded, Report};
@@ -151,6 +151,8 @@ struct Outcome {
     loaded: Loaded,
     report: Report,
     verified: bool,
+    /// Where tensors were bound, and so how they were read back.
+    space: AddressSpaceKind,
     /// The pages behind the staging buffers.
     backing: Option<PageBacking>,
     /// At the end of the load, before reading back; of a card in this process.
@@ -254,6 +256,7 @@ impl Load {
             loaded,
             report,
             verified,
+            space: device.address_space().kind(),
             backing,
             iommu,
             touched,

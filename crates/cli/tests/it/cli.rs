@@ -344,6 +344,20 @@ fn limits_of_the_shell_are_named() {
 }
 
 #[test]
+fn a_device_without_an_mmu_takes_a_load() {
+    let folder = tempfile::tempdir().unwrap();
+    let file = folder.path().join("memory");
+    std::fs::File::create(&file).unwrap().set_len(4 << 20).unwrap();
+    for device in ["ram:4MiB".to_owned(), format!("file:{}", file.display())] {
+        let output = run(&["load", "--sample", "1MiB", "-d", &device, "--verify", "--quiet"]);
+        assert!(output.status.success(), "{device}: {}", stderr(&output));
+        assert!(stdout(&output).contains("read back from the device's memory (it has no MMU)"), "{}", stdout(&output));
+    }
+    let text = complains(&["load", "--sample", "8MiB", "-d", "ram:4MiB", "--quiet"], 1);
+    assert!(text.contains("4 MiB"), "{text}");
+}
+
+#[test]
 fn what_a_load_says() {
     let folder = folder("says");
     std::fs::write(folder.join("raw.bin"), [7; 5000]).unwrap();

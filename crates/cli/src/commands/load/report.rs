@@ -4,6 +4,7 @@ use std::fmt::Write;
 use std::time::Duration;
 
 use dmalane::addr::PageSize;
+use dmalane::device::AddressSpaceKind;
 use dmalane::load::{LoadedTensor, Stage, StageReport};
 use serde::Serialize;
 
@@ -256,11 +257,12 @@ pub(super) fn text(o: &Outcome, explain: bool, list: bool) -> String {
         let _ = writeln!(out, "  {path}: {content}; XXH3 {:016x}; {}", file.checksum, input.channel.how());
     }
     if o.verified {
-        let _ = writeln!(
-            out,
-            "verified {}: read back through the card's MMU, equal to the files",
-            count(tensors(o), "tensor")
-        );
+        let how = match o.space {
+            AddressSpaceKind::PageTables { .. } => "through the card's MMU",
+            AddressSpaceKind::Driver { .. } => "by device virtual address",
+            AddressSpaceKind::Flat => "from the device's memory (it has no MMU)",
+        };
+        let _ = writeln!(out, "verified {}: read back {how}, equal to the files", count(tensors(o), "tensor"));
     }
     if list {
         for file in &o.loaded.files {
