@@ -65,37 +65,84 @@ pub trait DeviceMem: Send {
     }
 }
 
+/// The stretches of an access add up to it.
+const WITHIN: &str = "a stretch of the access";
+
 /// Host memory while its translations are held.
 pub trait HeldMem {
+    /// Calls `each` with one stretch of host memory after the other, from `at` on for `len` bytes: the offset of the
+    /// stretch in the access, and its bytes. Ends early when `each` returns false. All accesses below are made by this.
+    ///
+    /// # Errors
+    /// [`DmaFault`] names the first IOVA that may not be accessed as `wanted`; `each` was called for the bytes before
+    /// it, and for none elsewhere.
+    fn access(
+        &mut self,
+        at: Iova,
+        len: usize,
+        wanted: Access,
+        each: impl FnMut(usize, VolatileSlice<'_>) -> bool,
+    ) -> Result<(), DmaFault>;
+
     /// Copies from host memory at `from` into `into` (all of it).
     ///
     /// # Errors
-    /// [`DmaFault`] names the first IOVA that could not be read; the bytes before it were copied, none from elsewhere.
-    fn read(&mut self, from: Iova, into: VolatileSlice<'_>, hint: CopyHint) -> Result<(), DmaFault>;
+    /// As [`HeldMem::access`].
+    #[inline]
+    fn read(&mut self, from: Iova, into: VolatileSlice<'_>, hint: CopyHint) -> Result<(), DmaFault> {
+        self.access(from, into.len(), Access::READ, |done, bytes| {
+            into.sub(done, bytes.len()).expect(WITHIN).copy_from(bytes, hint);
+            true
+        })
+    }
 
     /// Copies `from` (all of it) into host memory at `into`.
     ///
     /// # Errors
-    /// [`DmaFault`] names the first IOVA that could not be written; the bytes before it were copied, none elsewhere.
-    fn write(&mut self, into: Iova, from: VolatileSlice<'_>, hint: CopyHint) -> Result<(), DmaFault>;
+    /// As [`HeldMem::access`].
+    #[inline]
+    fn write(&mut self, into: Iova, from: VolatileSlice<'_>, hint: CopyHint) -> Result<(), DmaFault> {
+        self.access(into, from.len(), Access::WRITE, |done, bytes| {
+            bytes.copy_from(from.sub(done, bytes.len()).expect(WITHIN), hint);
+            true
+        })
+    }
 
     /// Compares host memory at `at` with `with` (all of it): the offset of the first byte that differs, or `None`.
     ///
     /// # Errors
-    /// As [`HeldMem::read`], unless a difference was found before.
-    fn compare(&mut self, at: Iova, with: VolatileSlice<'_>) -> Result<Option<usize>, DmaFault>;
+    /// As [`HeldMem::access`], unless a difference was found before.
+    fn compare(&mut self, at: Iova, with: VolatileSlice<'_>) -> Result<Option<usize>, DmaFault> {
+        let mut found = None;
+        self.access(at, with.len(), Access::READ, |done, bytes| {
+            let with = with.sub(done, bytes.len()).expect(WITHIN);
+            found = bytes.first_difference(with).map(|offset| done + offset);
+            found.is_none()
+        })?;
+        Ok(found)
+    }
 
     /// Copies a few bytes, such as a descriptor, from host memory.
     ///
     /// # Errors
-    /// As [`HeldMem::read`].
-    fn read_bytes(&mut self, from: Iova, into: &mut [u8]) -> Result<(), DmaFault>;
+    /// As [`HeldMem::access`].
+    fn read_bytes(&mut self, from: Iova, into: &mut [u8]) -> Result<(), DmaFault> {
+        self.access(from, into.len(), Access::READ, |done, bytes| {
+            bytes.read(&mut into[done..done + bytes.len()]);
+            true
+        })
+    }
 
     /// Copies a few bytes, such as a completion, into host memory.
     ///
     /// # Errors
-    /// As [`HeldMem::write`].
-    fn write_bytes(&mut self, into: Iova, from: &[u8]) -> Result<(), DmaFault>;
+    /// As [`HeldMem::access`].
+    fn write_bytes(&mut self, into: Iova, from: &[u8]) -> Result<(), DmaFault> {
+        self.access(into, from.len(), Access::WRITE, |done, bytes| {
+            bytes.write(&from[done..done + bytes.len()]);
+            true
+        })
+    }
 
     /// Writes one aligned 64-bit word atomically, after everything written before. This publishes a completion.
     ///

@@ -5,7 +5,7 @@ use std::os::fd::OwnedFd;
 use std::sync::{Arc, PoisonError, RwLock, RwLockReadGuard, Weak};
 
 use dmalane_addr::{Access, Address, Iova, Span};
-use dmalane_dma::{CopyHint, DeviceMem, DmaFault, FaultReason, HeldMem, SharedBuf, VolatileSlice};
+use dmalane_dma::{DeviceMem, DmaFault, FaultReason, HeldMem, SharedBuf, VolatileSlice};
 use rustix::io::Errno;
 
 /// Maximum mappings of one client: the limit of the kernel's VFIO.
@@ -160,11 +160,11 @@ impl DeviceMem for ClientPort {
 /// A [`ClientPort`] while it holds the mappings.
 pub struct HeldClient<'a>(RwLockReadGuard<'a, Mappings>);
 
-impl HeldClient<'_> {
+impl HeldMem for HeldClient<'_> {
     /// Calls `each` with the memory of each mapping in the access and its offset in the access, until `each` returns
     /// false.
     fn access(
-        &self,
+        &mut self,
         at: Iova,
         len: usize,
         wanted: Access,
@@ -190,48 +190,6 @@ impl HeldClient<'_> {
             done += n;
         }
         Ok(())
-    }
-}
-
-const WITHIN: &str = "a fragment of the access";
-
-impl HeldMem for HeldClient<'_> {
-    fn read(&mut self, from: Iova, into: VolatileSlice<'_>, hint: CopyHint) -> Result<(), DmaFault> {
-        self.access(from, into.len(), Access::READ, |done, bytes| {
-            into.sub(done, bytes.len()).expect(WITHIN).copy_from(bytes, hint);
-            true
-        })
-    }
-
-    fn write(&mut self, into: Iova, from: VolatileSlice<'_>, hint: CopyHint) -> Result<(), DmaFault> {
-        self.access(into, from.len(), Access::WRITE, |done, bytes| {
-            bytes.copy_from(from.sub(done, bytes.len()).expect(WITHIN), hint);
-            true
-        })
-    }
-
-    fn compare(&mut self, at: Iova, with: VolatileSlice<'_>) -> Result<Option<usize>, DmaFault> {
-        let mut found = None;
-        self.access(at, with.len(), Access::READ, |done, bytes| {
-            let with = with.sub(done, bytes.len()).expect(WITHIN);
-            found = bytes.first_difference(with).map(|offset| done + offset);
-            found.is_none()
-        })?;
-        Ok(found)
-    }
-
-    fn read_bytes(&mut self, from: Iova, into: &mut [u8]) -> Result<(), DmaFault> {
-        self.access(from, into.len(), Access::READ, |done, bytes| {
-            bytes.read(&mut into[done..done + bytes.len()]);
-            true
-        })
-    }
-
-    fn write_bytes(&mut self, into: Iova, from: &[u8]) -> Result<(), DmaFault> {
-        self.access(into, from.len(), Access::WRITE, |done, bytes| {
-            bytes.write(&from[done..done + bytes.len()]);
-            true
-        })
     }
 
     fn write_word(&mut self, into: Iova, value: u64) -> Result<(), DmaFault> {

@@ -21,8 +21,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock, RwLockReadGuard, Tr
 
 use dmalane_addr::{Access, Address, Iova, Lease, PageSize, PhysAddr, RangeAllocator, RangeCache, SgTable, Span};
 use dmalane_dma::{
-    BufferRef, CopyHint, DeviceMem, DmaFault, Error, FaultReason, HeldMem, Mapping, Pinned, Registrar, Undo,
-    VolatileSlice,
+    BufferRef, DeviceMem, DmaFault, Error, FaultReason, HeldMem, Mapping, Pinned, Registrar, Undo, VolatileSlice,
 };
 use dmalane_iopt::{Arm64S1_4k, Format, HeapTables, PageTable};
 
@@ -396,33 +395,7 @@ impl<F: Format> Drop for HeldPort<'_, F> {
 }
 
 impl<F: Format> HeldPort<'_, F> {
-    /// Translates `len` bytes from `at` and hands each contiguous piece of a buffer to `piece` with its offset, until
-    /// that says false.
-    ///
-    /// Every page has been translated and checked, now or since the last invalidation. What is contiguous in the
-    /// buffer, as it is wherever IOVAs are, is copied in one piece all the same: many small copies cost more than the
-    /// translations.
-    #[inline]
-    fn access(
-        &mut self,
-        at: Iova,
-        len: usize,
-        wanted: Access,
-        mut piece: impl FnMut(usize, VolatileSlice<'_>) -> bool,
-    ) -> Result<(), DmaFault> {
-        // Nearly always: all of it behind one entry.
-        if let Some(entry) = self.tlb.find(at)
-            && entry.access().contains(wanted)
-            && let Some(all) = entry.bytes_at(at, len as u64)
-        {
-            *self.hits += 1;
-            piece(0, self.view(all));
-            return Ok(());
-        }
-        self.access_slowly(at, len as u64, wanted, &mut piece)
-    }
-
-    /// [`HeldPort::access`] of anything.
+    /// [`HeldMem::access`] of anything.
     fn access_slowly(
         &mut self,
         at: Iova,
@@ -493,44 +466,30 @@ impl<F: Format> HeldPort<'_, F> {
 }
 
 impl<F: Format> HeldMem for HeldPort<'_, F> {
+    /// Translates `len` bytes from `at` and hands each contiguous piece of a buffer to `piece` with its offset, until
+    /// that says false.
+    ///
+    /// Every page has been translated and checked, now or since the last invalidation. What is contiguous in the
+    /// buffer, as it is wherever IOVAs are, is copied in one piece all the same: many small copies cost more than the
+    /// translations.
     #[inline]
-    fn read(&mut self, from: Iova, into: VolatileSlice<'_>, hint: CopyHint) -> Result<(), DmaFault> {
-        self.access(from, into.len(), Access::READ, |done, bytes| {
-            into.sub(done, bytes.len()).expect("a piece of `into`").copy_from(bytes, hint);
-            true
-        })
-    }
-
-    #[inline]
-    fn write(&mut self, into: Iova, from: VolatileSlice<'_>, hint: CopyHint) -> Result<(), DmaFault> {
-        self.access(into, from.len(), Access::WRITE, |done, bytes| {
-            bytes.copy_from(from.sub(done, bytes.len()).expect("a piece of `from`"), hint);
-            true
-        })
-    }
-
-    fn compare(&mut self, at: Iova, with: VolatileSlice<'_>) -> Result<Option<usize>, DmaFault> {
-        let mut found = None;
-        self.access(at, with.len(), Access::READ, |done, bytes| {
-            let with = with.sub(done, bytes.len()).expect("a piece of `with`");
-            found = bytes.first_difference(with).map(|offset| done + offset);
-            found.is_none()
-        })?;
-        Ok(found)
-    }
-
-    fn read_bytes(&mut self, from: Iova, into: &mut [u8]) -> Result<(), DmaFault> {
-        self.access(from, into.len(), Access::READ, |done, bytes| {
-            bytes.read(&mut into[done..done + bytes.len()]);
-            true
-        })
-    }
-
-    fn write_bytes(&mut self, into: Iova, from: &[u8]) -> Result<(), DmaFault> {
-        self.access(into, from.len(), Access::WRITE, |done, bytes| {
-            bytes.write(&from[done..done + bytes.len()]);
-            true
-        })
+    fn access(
+        &mut self,
+        at: Iova,
+        len: usize,
+        wanted: Access,
+        mut piece: impl FnMut(usize, VolatileSlice<'_>) -> bool,
+    ) -> Result<(), DmaFault> {
+        // Nearly always: all of it behind one entry.
+        if let Some(entry) = self.tlb.find(at)
+            && entry.access().contains(wanted)
+            && let Some(all) = entry.bytes_at(at, len as u64)
+        {
+            *self.hits += 1;
+            piece(0, self.view(all));
+            return Ok(());
+        }
+        self.access_slowly(at, len as u64, wanted, &mut piece)
     }
 
     #[inline]
