@@ -75,12 +75,14 @@ pub enum MemoryError {
     },
     /// No free range is long enough.
     #[error(
-        "needs {needed} bytes of {placement} memory in one range at {align} alignment; the largest free range has \
-         {largest}"
+        "needs {needed} bytes of {placement} memory, {range} of them in one range at {align} alignment; the largest \
+         free range has {largest}"
     )]
     Full {
         /// Bytes asked for.
         needed: u64,
+        /// Bytes that must be contiguous: all of them, or the share of one region.
+        range: u64,
         /// Where.
         placement: Placement,
         /// Alignment asked for.
@@ -215,10 +217,10 @@ fn take(
     align: PageSize,
     placement: &Placement,
 ) -> Result<Span<CardAddr>, MemoryError> {
-    let (needed, placement, largest) = (len, placement.clone(), area.largest_free());
+    let (placement, largest) = (placement.clone(), area.largest_free());
     let whole = region.granule.round_up(len);
     let span = whole.and_then(|whole| area.allocate(whole, align).ok());
-    span.ok_or(MemoryError::Full { needed, placement, align, largest })
+    span.ok_or(MemoryError::Full { needed: len, range: len, placement, align, largest })
 }
 
 /// Allocates whole stripes in all areas in turns, and gives them in the order of the buffer.
@@ -235,9 +237,12 @@ fn stripe(
         let bytes = count.saturating_mul(STRIPE.bytes());
         match take(areas[at], bytes, STRIPE, placement) {
             Ok(span) => taken.push(span),
-            Err(e) => {
+            Err(mut e) => {
                 for (area, span) in areas.iter_mut().zip(taken) {
                     area.1.free(span)?;
+                }
+                if let MemoryError::Full { needed, .. } = &mut e {
+                    *needed = len;
                 }
                 return Err(e);
             }

@@ -386,8 +386,8 @@ impl OpenDevice {
             _ => Layout::new(&model),
         };
         let Some(layout) = layout else {
-            let (needed, largest) = (model.len, self.memory.free_bytes());
-            let full = MemoryError::Full { needed, placement: placement.clone(), align: PageSize::SIZE_16K, largest };
+            let (needed, largest, align) = (model.len, self.memory.free_bytes(), PageSize::SIZE_16K);
+            let full = MemoryError::Full { needed, range: needed, placement: placement.clone(), align, largest };
             return Err(Error::DeviceMemory { path, source: full });
         };
         let mut file = LoadedFile::new(path, model, layout, self.number);
