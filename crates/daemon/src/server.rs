@@ -654,6 +654,10 @@ mod tests {
         let queue = card.queue(0).unwrap();
         // The worker is paused, and the client disconnects abruptly: dropping the queue would wait for the worker.
         run_queue.paused.store(true, Ordering::SeqCst);
+        run_queue.wake();
+        while !run_queue.parked.load(Ordering::SeqCst) {
+            thread::sleep(STOP_POLL_INTERVAL);
+        }
         client.abandon();
         until("quarantined", &|r| r.quarantined == 1);
         let held = status(&path).unwrap();

@@ -30,6 +30,9 @@ pub(crate) struct RunQueue {
     /// For a test: the worker runs no queue.
     #[cfg(test)]
     pub(crate) paused: AtomicBool,
+    /// For a test: the worker has seen that it is paused, so that no step is under way.
+    #[cfg(test)]
+    pub(crate) parked: AtomicBool,
 }
 
 struct Turn {
@@ -52,6 +55,8 @@ impl RunQueue {
             epoll,
             #[cfg(test)]
             paused: AtomicBool::new(false),
+            #[cfg(test)]
+            parked: AtomicBool::new(false),
         })
     }
 
@@ -101,6 +106,7 @@ impl RunQueue {
             }
             #[cfg(test)]
             if self.paused.load(Ordering::SeqCst) {
+                self.parked.store(true, Ordering::SeqCst);
                 std::thread::sleep(Duration::from_millis(1));
                 continue;
             }

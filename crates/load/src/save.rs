@@ -11,7 +11,7 @@ use rustix::fs::{AtFlags, CWD, Mode, OFlags};
 
 use crate::Error;
 
-/// Whether [`Device::save`](crate::Device::save) can save to `path`: in a folder that exists, a new file, or a regular
+/// Whether [`OpenDevice::save`](crate::OpenDevice::save) can save to `path`: in a folder that exists, a new file, or a regular
 /// file that is then replaced (through a symbolic link, the file that it names). What is seen here can change before
 /// the save.
 ///
