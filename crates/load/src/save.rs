@@ -11,9 +11,9 @@ use rustix::fs::{AtFlags, CWD, Mode, OFlags};
 
 use crate::Error;
 
-/// Whether [`OpenDevice::save`](crate::OpenDevice::save) can save to `path`: in a folder that exists, a new file, or a regular
-/// file that is then replaced (through a symbolic link, the file that it names). What is seen here can change before
-/// the save.
+/// Whether [`OpenDevice::save`](crate::OpenDevice::save) can save to `path`: in a folder that exists, a new file, or a
+/// regular file that is then replaced (through a symbolic link, the file that it names). This can change before the
+/// save.
 ///
 /// # Errors
 /// [`Error::File`] names `path` and what is in the way.
