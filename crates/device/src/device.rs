@@ -8,7 +8,7 @@ use dmalane_addr::{CardAddr, PageSize, Span};
 use dmalane_dma::Registrar;
 use dmalane_queue::{Area, DeviceQueue, Route};
 
-use crate::AddressSpace;
+use crate::{AddressSpace, DeviceMemory};
 
 /// A device: memory regions, registration of host memory, queues, and an address space.
 ///
@@ -20,6 +20,11 @@ pub trait Device: Send {
     /// Its memory, in the order of preference: the first region is the default. No two overlap; memory that the device
     /// keeps for itself, such as page tables, is in none.
     fn regions(&self) -> &[Region];
+
+    /// All of its memory, free. A device whose driver allocates memory says [so](DeviceMemory::driven_by).
+    fn memory(&self) -> DeviceMemory {
+        DeviceMemory::new(self.regions())
+    }
 
     /// Makes host memory reachable for its queues.
     fn registrar(&self) -> Arc<dyn Registrar>;
@@ -49,6 +54,10 @@ impl<D: Device + ?Sized> Device for Box<D> {
 
     fn regions(&self) -> &[Region] {
         (**self).regions()
+    }
+
+    fn memory(&self) -> DeviceMemory {
+        (**self).memory()
     }
 
     fn registrar(&self) -> Arc<dyn Registrar> {

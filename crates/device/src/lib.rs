@@ -86,7 +86,7 @@ mod space;
 pub use bounce::{Bounce, IoError};
 pub use device::{BackingFiles, Counters, Device, DeviceInfo, IommuCounters, Region, areas};
 pub use flat::FlatSpace;
-pub use memory::{BadPlacement, DeviceMemory, MemoryError, Placement};
+pub use memory::{BadPlacement, DeviceMemory, MemoryDriver, MemoryError, Placement};
 pub use no_iommu::NoIommu;
 pub use page_tables::PageTableSpace;
 pub use polled::PolledQueue;

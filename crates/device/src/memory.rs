@@ -1,6 +1,7 @@
 //! The memory of a device: which part of it is free.
 
 use std::borrow::Cow;
+use std::error::Error;
 use std::fmt;
 use std::str::FromStr;
 
@@ -90,6 +91,16 @@ pub enum MemoryError {
         /// The longest free range there, in bytes.
         largest: u64,
     },
+    /// The device's driver has no memory for it.
+    #[error("cannot allocate {len} bytes of {placement} memory: {source}")]
+    Driver {
+        /// Bytes of the range.
+        len: u64,
+        /// Where.
+        placement: Placement,
+        /// What the driver said.
+        source: Box<dyn Error + Send + Sync>,
+    },
     /// Memory was given back wrongly: a bug.
     #[error(transparent)]
     Range(#[from] RangeError<CardAddr>),
@@ -98,34 +109,60 @@ pub enum MemoryError {
 /// Bytes per stripe: the largest leaf that a bind can use.
 const STRIPE: PageSize = PageSize::SIZE_2M;
 
+/// Allocates memory of a device whose driver does that, for example a GPU. Where it lies among the addresses of its
+/// region is decided by [`DeviceMemory`].
+pub trait MemoryDriver: Send {
+    /// Allocates the memory of a range of whole granules of one region; it may be used when this returns.
+    ///
+    /// # Errors
+    /// When the driver has none; nothing is allocated.
+    fn allocate(&mut self, range: Span<CardAddr>) -> Result<(), Box<dyn Error + Send + Sync>>;
+
+    /// Frees a range as it was allocated. Nothing is bound to it, and no operation on it is in flight.
+    fn free(&mut self, range: Span<CardAddr>);
+}
+
 /// The free memory of a device.
-#[derive(Clone, Debug)]
 pub struct DeviceMemory {
     areas: Vec<(Region, RangeAllocator<CardAddr>)>,
+    driver: Option<Box<dyn MemoryDriver>>,
 }
 
 impl DeviceMemory {
     /// Memory of these regions, all of it free.
     pub fn new(regions: &[Region]) -> Self {
         let free = |r: &Region| (r.clone(), RangeAllocator::new(r.span, r.granule));
-        Self { areas: regions.iter().map(free).collect() }
+        Self { areas: regions.iter().map(free).collect(), driver: None }
+    }
+
+    /// The same, for a device whose driver allocates memory.
+    #[must_use]
+    pub fn driven_by(self, driver: impl MemoryDriver + 'static) -> Self {
+        Self { driver: Some(Box::new(driver)), ..self }
+    }
+
+    /// True for a device whose driver allocates memory: only what was allocated here may be used.
+    pub fn is_driven(&self) -> bool {
+        self.driver.is_some()
     }
 
     /// Allocates one contiguous range of `len` bytes, rounded up to pages, in the region with the most room.
     ///
     /// # Errors
-    /// [`MemoryError::NoRegion`] for a device without memory; [`MemoryError::Full`], [`MemoryError::Range`].
+    /// [`MemoryError::NoRegion`] for a device without memory; [`MemoryError::Full`], [`MemoryError::Driver`].
     pub fn reserve(&mut self, len: u64) -> Result<Span<CardAddr>, MemoryError> {
         let none = self.no_region(&Placement::Default);
         // The last of equals is taken by `max_by_key`: the first region.
         let area = self.areas.iter_mut().rev().max_by_key(|(_, a)| a.largest_free()).ok_or(none)?;
-        take(area, len, PageSize::SIZE_4K, &Placement::Default)
+        let span = take(area, len, PageSize::SIZE_4K, &Placement::Default)?;
+        self.drive([span], &Placement::Default)?;
+        Ok(span)
     }
 
     /// Allocates memory for a buffer of `len` bytes, rounded up to pages.
     ///
     /// # Errors
-    /// [`MemoryError::NoRegion`], [`MemoryError::Full`]; nothing is taken.
+    /// [`MemoryError::NoRegion`], [`MemoryError::Full`], [`MemoryError::Driver`]; nothing is taken.
     pub fn allocate(&mut self, len: u64, placement: &Placement) -> Result<SgTable<CardAddr>, MemoryError> {
         let none = self.no_region(placement);
         let in_group = |name: &str, (r, _): &&mut (Region, _)| r.group == name;
@@ -154,7 +191,33 @@ impl DeviceMemory {
             }
             several => stripe(several, len, placement)?.into_iter().for_each(put),
         }
+        self.drive(table.segments().filter_map(|s| Span::new(s.addr, s.len)), placement)?;
         Ok(table)
+    }
+
+    /// Has the driver allocate ranges that were taken; if it cannot, they are free again.
+    fn drive(
+        &mut self,
+        ranges: impl IntoIterator<Item = Span<CardAddr>>,
+        placement: &Placement,
+    ) -> Result<(), MemoryError> {
+        let Some(driver) = &mut self.driver else { return Ok(()) };
+        let (mut done, mut failed) = (Vec::new(), None);
+        let mut taken = Vec::new();
+        for range in ranges {
+            taken.push(Segment { addr: range.first(), len: range.len() });
+            match &failed {
+                Some(_) => {}
+                None => match driver.allocate(range) {
+                    Ok(()) => done.push(range),
+                    Err(source) => failed = Some((range.len(), source)),
+                },
+            }
+        }
+        let Some((len, source)) = failed else { return Ok(()) };
+        done.into_iter().for_each(|range| driver.free(range));
+        self.give_back(taken)?;
+        Err(MemoryError::Driver { len, placement: placement.clone(), source })
     }
 
     /// The largest buffer that could be allocated there now, in bytes; 0 where there is no such region.
@@ -180,6 +243,15 @@ impl DeviceMemory {
     /// # Errors
     /// [`MemoryError::Range`] when it was not.
     pub fn free(&mut self, segments: impl IntoIterator<Item = Segment<CardAddr>>) -> Result<(), MemoryError> {
+        let segments: Vec<_> = segments.into_iter().collect();
+        self.give_back(segments.iter().copied())?;
+        if let Some(driver) = &mut self.driver {
+            segments.iter().filter_map(|s| Span::new(s.addr, s.len)).for_each(|range| driver.free(range));
+        }
+        Ok(())
+    }
+
+    fn give_back(&mut self, segments: impl IntoIterator<Item = Segment<CardAddr>>) -> Result<(), MemoryError> {
         for segment in segments {
             // A merged segment may run from one region into the next.
             let mut rest = Span::new(segment.addr, segment.len);
@@ -207,6 +279,12 @@ impl DeviceMemory {
     fn no_region(&self, placement: &Placement) -> MemoryError {
         let names: Vec<&str> = self.regions().map(|r| &*r.name).collect();
         MemoryError::NoRegion { placement: placement.clone(), regions: names.join(", ") }
+    }
+}
+
+impl fmt::Debug for DeviceMemory {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("DeviceMemory").field("areas", &self.areas).finish_non_exhaustive()
     }
 }
 
@@ -304,6 +382,48 @@ mod tests {
         // The roomiest region, and of equals the first.
         assert_eq!(m.reserve(63 * MIB).unwrap().first().bits(), 0);
         assert_eq!(m.reserve(5000).unwrap().len(), 8192);
+    }
+
+    /// A driver that has so many bytes, and counts what it gave.
+    struct Driver(u64, std::sync::Arc<std::sync::Mutex<Vec<Span<CardAddr>>>>);
+
+    impl MemoryDriver for Driver {
+        fn allocate(&mut self, range: Span<CardAddr>) -> Result<(), Box<dyn Error + Send + Sync>> {
+            let mut given = self.1.lock().unwrap();
+            if given.iter().map(Span::len).sum::<u64>() + range.len() > self.0 {
+                return Err("out of memory".into());
+            }
+            given.push(range);
+            Ok(())
+        }
+
+        fn free(&mut self, range: Span<CardAddr>) {
+            let mut given = self.1.lock().unwrap();
+            let at = given.iter().position(|r| *r == range).expect("allocated as it is freed");
+            given.remove(at);
+        }
+    }
+
+    #[test]
+    fn a_driver_allocates_what_is_taken_and_its_refusal_takes_nothing() {
+        let given = std::sync::Arc::default();
+        let mut m = memory().driven_by(Driver(6 * MIB, std::sync::Arc::clone(&given)));
+        let free = m.free_bytes();
+        let live = |bytes: u64| {
+            assert_eq!(given.lock().unwrap().iter().map(Span::len).sum::<u64>(), bytes);
+        };
+        let ddr = m.allocate(MIB, &Placement::DDR).unwrap();
+        live(MIB);
+        let refused = m.allocate(10 * MIB, &Placement::HBM).unwrap_err();
+        assert_eq!(refused.to_string(), "cannot allocate 2097152 bytes of hbm memory: out of memory");
+        assert!(matches!(m.reserve(6 * MIB), Err(MemoryError::Driver { .. })));
+        live(MIB);
+        let span = m.reserve(5 * MIB).unwrap();
+        live(6 * MIB);
+        m.free([Segment { addr: span.first(), len: span.len() }]).unwrap();
+        m.free(ddr.segments()).unwrap();
+        live(0);
+        assert_eq!(m.free_bytes(), free);
     }
 
     #[test]

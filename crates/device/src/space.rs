@@ -13,6 +13,11 @@ pub trait AddressSpace: Send {
     /// What kind it is.
     fn kind(&self) -> AddressSpaceKind;
 
+    /// The smallest page: what binds start at and are multiples of.
+    fn page(&self) -> PageSize {
+        PageSize::SIZE_4K
+    }
+
     /// Takes `len` bytes of addresses for a buffer with these segments. In a [flat](AddressSpaceKind::Flat) space they
     /// are those of the buffer; elsewhere the range starts at a multiple of 2 MiB and may be longer than was asked for.
     ///

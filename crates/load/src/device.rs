@@ -16,6 +16,7 @@ use dmalane_queue::{AddressPolicy, BalancePolicy, DeviceAddr, DeviceQueue, Polic
 use dmalane_vm::Bo;
 
 use crate::clock::{Clocks, Stage};
+use crate::layout::ALIGN;
 use crate::{Error, Layout, Model, Tensor};
 
 /// How a device is driven.
@@ -221,7 +222,7 @@ impl OpenDevice {
             info,
             heap: heap.unwrap_or_else(|| registrar.heap(None)),
             registrar,
-            memory: DeviceMemory::new(device.regions()),
+            memory: device.memory(),
             device,
             chunk: PageSize::SIZE_4K.round_up(chunk.max(1)).unwrap_or(1 << 30).min(1 << 30),
             timeout,
@@ -383,6 +384,7 @@ impl OpenDevice {
     pub(crate) fn place(&mut self, path: PathBuf, model: Model, placement: &Placement) -> Result<LoadedFile, Error> {
         let layout = match self.device.address_space().kind() {
             AddressSpaceKind::Flat => Layout::flat(&model),
+            _ if self.binds_whole_files() => Layout::flat(&model),
             _ => Layout::new(&model),
         };
         let Some(layout) = layout else {
@@ -409,14 +411,37 @@ impl OpenDevice {
                 return Err(e);
             }
         };
-        file.bo = Some(Arc::new(Bo::new(self.next_bo, index)));
-        file.place_at(Some(range));
+        let bo = Arc::new(Bo::new(self.next_bo, index));
         self.next_bo += 1;
+        if self.binds_whole_files() {
+            let bind = Bind { va: range.first(), bo: &bo, offset: 0, len: bo.len(), access: Access::READ };
+            if let Err(source) = self.device.address_space().bind(&bind) {
+                let path = file.path.clone();
+                self.device.address_space().unbind(range).map_err(|source| Error::Bind {
+                    path,
+                    tensor: None,
+                    source,
+                })?;
+                self.memory.free(memory.segments()).map_err(Error::Free)?;
+                return Err(Error::Bind { path: file.path, tensor: None, source });
+            }
+        }
+        file.bo = Some(bo);
+        file.place_at(Some(range));
         Ok(file)
+    }
+
+    /// True where pages are so large that one for each tensor would waste memory: a file is bound as a whole before its
+    /// bytes arrive. A flat space binds nothing, but checks each tensor.
+    fn binds_whole_files(&mut self) -> bool {
+        self.device.address_space().page() > ALIGN
     }
 
     /// Makes a tensor visible at its device virtual address.
     pub(crate) fn bind(&mut self, file: &LoadedFile, index: usize) -> Result<(), Error> {
+        if self.binds_whole_files() {
+            return Ok(());
+        }
         let place = &file.layout.places[index];
         let (Some(bo), Some(va)) = (&file.bo, file.tensors[index].va) else { return Ok(()) };
         let bind = Bind { va: va.first(), bo, offset: place.bo_offset, len: place.bound, access: Access::READ };
