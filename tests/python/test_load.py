@@ -49,14 +49,14 @@ def shards(minilm, tmp_path_factory):
 
 def load_whole(dmalane, file, expected, out, *options):
     saved = out / "saved.safetensors"
-    summary = dmalane.load(file, "--save", saved, *options)
+    summary = dmalane.load(file, "--save", saved, "--force", *options)
     assert (summary.tensors, summary.bytes) == (len(expected), file.stat().st_size)
     assert_same_tensors(tensors_of(saved), expected)
     return summary
 
 
 def load_shards(dmalane, files, out, *options):
-    summary = dmalane.load(*files, "--save", out, *options)
+    summary = dmalane.load(*files, "--save", out, "--force", *options)
     assert sorted(os.listdir(out)) == sorted(f.name for f in files)
     count = size = 0
     for file in files:

@@ -1,8 +1,10 @@
-//! Writing results to stdout, whose reader may have left.
+//! Writing results to stdout, whose reader may have left, and to files, without losing what is there.
 
 use std::io::{self, ErrorKind, Write};
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
+use clap::Args;
+use dmalane::load::{Error, Output};
 use serde::Serialize;
 
 use crate::failure::Failure;
@@ -25,6 +27,32 @@ pub fn written(result: io::Result<()>) -> Result<(), Failure> {
     match result {
         Err(e) if e.kind() != ErrorKind::BrokenPipe => Err(Failure::because("cannot write to stdout", &e)),
         _ => Ok(()),
+    }
+}
+
+/// The option of every command that writes files.
+#[derive(Args, Clone, Copy)]
+pub struct Replace {
+    /// Replace output files that exist; without it they are an error
+    #[arg(long)]
+    force: bool,
+}
+
+impl Replace {
+    /// The file at `path`, which replaces one that exists only by `--force`.
+    pub fn output(self, path: &Path) -> Output {
+        Output::new(path).replace(self.force)
+    }
+}
+
+/// The failure of an output: `what` could not be done because of `error`.
+pub fn refused(what: impl Into<String>, error: &Error) -> Failure {
+    let failure = Failure::because(what, error);
+    match error {
+        Error::File { source, .. } if source.kind() == ErrorKind::AlreadyExists => {
+            failure.hint("--force replaces it; a name that is free keeps it")
+        }
+        _ => failure,
     }
 }
 

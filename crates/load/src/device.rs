@@ -8,8 +8,8 @@ use std::time::Duration;
 
 use dmalane_addr::{Access, Address, DeviceVa, PageSize, PhysAddr, SgIndex, SgTable, Span};
 use dmalane_device::{
-    AddressSpace, AddressSpaceKind, Bind, Bounce, Counters, Device, DeviceInfo, DeviceMemory, IoError, MemoryError,
-    Placement, Region, areas,
+    AddressSpace, AddressSpaceKind, BackingFiles, Bind, Bounce, Counters, Device, DeviceInfo, DeviceMemory, IoError,
+    MemoryError, Placement, Region, areas,
 };
 use dmalane_dma::{BufferSlice, Heap, PageBacking, Registrar, footprint};
 use dmalane_queue::{AddressPolicy, BalancePolicy, DeviceAddr, DeviceQueue, Policy, QueueChoice, Registered, Split};
@@ -255,6 +255,11 @@ impl OpenDevice {
     /// Its free memory, to allocate from. Memory of a load comes back with [`OpenDevice::unload`].
     pub fn memory_mut(&mut self) -> &mut DeviceMemory {
         &mut self.memory
+    }
+
+    /// The files behind a device that is made of files.
+    pub fn backing_files(&self) -> Option<BackingFiles> {
+        self.device.backing_files()
     }
 
     /// What makes host memory reachable for it.

@@ -34,4 +34,4 @@ pub use layout::{Layout, Place};
 pub use pipeline::Input;
 pub use report::{Report, StageReport};
 pub use sample::write_sample;
-pub use save::{check_target, save_bytes};
+pub use save::Output;

@@ -3,7 +3,6 @@
 use std::fs::File;
 use std::io::{self, BufWriter, Write};
 use std::os::unix::fs::FileExt;
-use std::path::Path;
 use std::time::{Duration, Instant};
 
 use dmalane_addr::FileOffset;
@@ -12,8 +11,7 @@ use dmalane_dma::VolatileSlice;
 use dmalane_queue::QueueAddr;
 use safetensors::tensor::{Dtype, TensorInfo};
 
-use crate::save::Saving;
-use crate::{Error, Input, Loaded, LoadedFile, OpenDevice};
+use crate::{Error, Input, Loaded, LoadedFile, OpenDevice, Output};
 
 /// Bytes of the file that are compared at a time.
 const BLOCK: usize = 256 << 10;
@@ -100,14 +98,13 @@ impl OpenDevice {
     }
 
     /// Writes what the device holds of a file, read back through its MMU: a safetensors file with the same tensors in
-    /// the same order for a safetensors file, else the bytes. The file appears whole or not at all; a file that is
-    /// there already is replaced and keeps its mode.
+    /// the same order for a safetensors file, else the bytes. The file appears whole or not at all.
     ///
     /// # Errors
-    /// [`Error::File`] names `to`, as of [`check_target`](crate::check_target); [`Error::Transfer`].
-    pub fn save(&mut self, file: &LoadedFile, to: &Path) -> Result<(), Error> {
-        let error = |what, source| Error::File { path: to.to_owned(), what, source };
-        let mut saving = Saving::begin(to)?;
+    /// [`Error::File`] names the path, as of [`Output::check`]; [`Error::Transfer`].
+    pub fn save(&mut self, file: &LoadedFile, to: &Output) -> Result<(), Error> {
+        let error = |what, source| Error::File { path: to.path().to_owned(), what, source };
+        let mut saving = to.begin()?;
         let mut out = BufWriter::with_capacity(1 << 20, saving.file());
         if file.model.safetensors {
             let header = header(file).map_err(|e| error("describe its tensors", e))?;

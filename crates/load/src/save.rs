@@ -1,153 +1,340 @@
-//! Files that appear whole or not at all.
+//! Files that appear whole or not at all, and in place of nothing that is still needed.
 
-use std::ffi::OsString;
+use std::ffi::{OsStr, OsString};
 use std::fs::{self, File, Permissions};
 use std::io::{self, ErrorKind, Write};
-use std::os::fd::AsRawFd;
-use std::os::unix::fs::{FileTypeExt, MetadataExt, PermissionsExt};
-use std::path::{Path, PathBuf};
+use std::os::fd::{AsFd, AsRawFd, OwnedFd};
+use std::os::unix::ffi::OsStrExt;
+use std::os::unix::fs::{MetadataExt, PermissionsExt};
+use std::path::{Component, Path, PathBuf};
 
-use rustix::fs::{AtFlags, CWD, Mode, OFlags};
+use rustix::fs::{AtFlags, CWD, Mode, OFlags, RenameFlags, ResolveFlags, Stat};
+use rustix::io::Errno;
 
 use crate::Error;
 
-/// Whether [`OpenDevice::save`](crate::OpenDevice::save) can save to `path`: in a folder that exists, a new file, or a
-/// regular file that is then replaced (through a symbolic link, the file that it names). This can change before the
-/// save.
+/// A file to write. It appears whole or not at all, under its name, when all of it is written.
 ///
-/// # Errors
-/// [`Error::File`] names `path` and what is in the way.
-pub fn check_target(path: &Path) -> Result<(), Error> {
-    Target::new(path).map(drop).map_err(|source| refusal(path, source))
-}
-
-/// Writes a file that appears whole or not at all, where [`check_target`] allows it.
+/// What lies there already is safe: an existing file is replaced only where that was [allowed](Output::replace), never
+/// when it is one of the [inputs](Output::unlike), and symbolic links are not followed in directories where others can
+/// plant them. A replaced file gives its mode, and its owner where that is allowed, to the new one.
 ///
-/// # Errors
-/// [`Error::File`] names `path`.
-pub fn save_bytes(path: &Path, bytes: &[u8]) -> Result<(), Error> {
-    let mut saving = Saving::begin(path)?;
-    let written = saving.file().write_all(bytes);
-    written.and_then(|()| saving.finish()).map_err(|source| refusal(path, source))
-}
-
-fn refusal(path: &Path, source: io::Error) -> Error {
-    Error::File { path: path.to_owned(), what: "save to it", source }
-}
-
-/// Where a file is going to be.
-struct Target {
+/// ```
+/// use dmalane_load::Output;
+/// # let folder = tempfile::tempdir()?;
+/// # let path = folder.path().join("trace");
+/// Output::new(&path).write(b"one")?;
+/// assert!(Output::new(&path).write(b"two").is_err(), "it exists");
+/// Output::new(&path).replace(true).write(b"two")?;
+/// # assert_eq!(std::fs::read(&path)?, b"two");
+/// # Ok::<(), Box<dyn std::error::Error>>(())
+/// ```
+#[derive(Clone, Debug)]
+pub struct Output {
     path: PathBuf,
-    folder: PathBuf,
-    /// Mode and owner of the file that is there now.
-    old: Option<fs::Metadata>,
+    replace: bool,
+    /// Device and inode of each file that must stay, and how to call it.
+    inputs: Vec<((u64, u64), PathBuf)>,
 }
 
-impl Target {
-    fn new(path: &Path) -> io::Result<Self> {
-        // Through a symbolic link, so that the link stays.
-        let path = match fs::symlink_metadata(path) {
-            Ok(meta) if meta.is_symlink() => fs::canonicalize(path)?,
-            _ => path.to_owned(),
-        };
-        let old = match fs::metadata(&path) {
-            Ok(meta) => Some(meta),
-            Err(e) if e.kind() == ErrorKind::NotFound => None,
-            Err(e) => return Err(e),
-        };
-        if let Some(kind) = old.as_ref().filter(|m| !m.is_file()).map(|m| kind(m.file_type())) {
-            return Err(io::Error::other(format!("it is {kind}, not a file")));
-        }
-        if path.file_name().is_none() {
-            return Err(io::Error::other("it names no file"));
-        }
-        let folder = path.parent().filter(|p| !p.as_os_str().is_empty()).unwrap_or(Path::new(".")).to_owned();
-        if !fs::metadata(&folder).map_err(|e| io::Error::new(e.kind(), format!("{}: {e}", folder.display())))?.is_dir()
-        {
-            return Err(io::Error::other(format!("{} is not a folder", folder.display())));
-        }
-        Ok(Self { path, folder, old })
+impl Output {
+    /// A new file at `path`.
+    pub fn new(path: impl Into<PathBuf>) -> Self {
+        Self { path: path.into(), replace: false, inputs: Vec::new() }
     }
 
-    /// A name beside the target that nothing has.
-    fn beside(&self, attempt: u32) -> PathBuf {
-        let mut name = OsString::from(".");
-        name.push(self.path.file_name().unwrap_or_default());
-        name.push(format!(".dmalane-{}-{attempt}", std::process::id()));
-        self.folder.join(name)
+    /// Whether a regular file that is there may be replaced.
+    #[must_use]
+    pub fn replace(self, replace: bool) -> Self {
+        Self { replace, ..self }
+    }
+
+    /// Never in place of the file with this metadata, under whichever name it is found; `path` is how errors call it.
+    #[must_use]
+    pub fn unlike(mut self, path: &Path, meta: &fs::Metadata) -> Self {
+        self.inputs.push(((meta.dev(), meta.ino()), path.to_owned()));
+        self
+    }
+
+    /// Where it goes.
+    pub fn path(&self) -> &Path {
+        &self.path
+    }
+
+    /// Whether the file could be written now. Whoever writes checks again.
+    ///
+    /// # Errors
+    /// [`Error::File`] names the path and says what is in the way: no such directory, an existing file that may not be
+    /// replaced, an input, something that is not a regular file, a symbolic link in a directory that others can write.
+    pub fn check(&self) -> Result<(), Error> {
+        Target::find(self).map(drop).map_err(|source| self.refusal(source))
+    }
+
+    /// Writes the file.
+    ///
+    /// # Errors
+    /// As of [`Output::check`], and what the file system says; nothing has changed.
+    pub fn write(&self, bytes: &[u8]) -> Result<(), Error> {
+        let mut saving = self.begin()?;
+        let written = saving.file().write_all(bytes);
+        written.and_then(|()| saving.finish()).map_err(|source| self.refusal(source))
+    }
+
+    /// Begins to write it.
+    pub(crate) fn begin(&self) -> Result<Saving<'_>, Error> {
+        Saving::begin(self).map_err(|source| self.refusal(source))
+    }
+
+    fn refusal(&self, source: io::Error) -> Error {
+        Error::File { path: self.path.clone(), what: "save to it", source }
+    }
+
+    /// Refuses to replace a file.
+    fn may_replace(&self, stat: &Stat) -> io::Result<()> {
+        if let Some((_, input)) = self.inputs.iter().find(|(id, _)| *id == (stat.st_dev, stat.st_ino)) {
+            return Err(io::Error::other(format!("it is the input {}", input.display())));
+        }
+        let mode = stat.st_mode;
+        if mode & FORMAT != FORMAT_REGULAR {
+            return Err(io::Error::other(format!("it is {}, not a file", kind(mode))));
+        }
+        match self.replace {
+            true => Ok(()),
+            false => Err(io::Error::new(ErrorKind::AlreadyExists, "it exists already")),
+        }
     }
 }
 
-fn kind(of: fs::FileType) -> &'static str {
-    match of {
-        t if t.is_dir() => "a folder",
-        t if t.is_char_device() => "a character device",
-        t if t.is_block_device() => "a block device",
-        t if t.is_fifo() => "a pipe",
-        t if t.is_socket() => "a socket",
+impl From<&Path> for Output {
+    fn from(path: &Path) -> Self {
+        Self::new(path)
+    }
+}
+
+/// Bits of a mode that say what a file is, and regular files (`S_IFMT`, `S_IFREG`).
+const FORMAT: u32 = 0o170_000;
+const FORMAT_REGULAR: u32 = 0o100_000;
+/// The most symbolic links in a path, as in the kernel.
+const LINKS: usize = 40;
+
+fn kind(mode: u32) -> &'static str {
+    match mode & FORMAT {
+        0o040_000 => "a folder",
+        0o020_000 => "a character device",
+        0o060_000 => "a block device",
+        0o010_000 => "a pipe",
+        0o140_000 => "a socket",
         _ => "something else",
     }
 }
 
+/// Where a file is going to be: a directory that is open, so that nobody can put another one in its place, and a name
+/// in it that is no symbolic link.
+struct Target {
+    folder: OwnedFd,
+    name: OsString,
+    /// The file that is there now.
+    old: Option<Stat>,
+}
+
+impl Target {
+    fn find(output: &Output) -> io::Result<Self> {
+        let path = resolve(&output.path)?;
+        let Some(name) = path.file_name().map(OsStr::to_owned) else {
+            return Err(io::Error::other("it is a folder, not a file"));
+        };
+        let parent = path.parent().filter(|p| !p.as_os_str().is_empty()).unwrap_or(Path::new("/"));
+        let folder = open_folder(parent).map_err(|e| {
+            let e = io::Error::from(e);
+            io::Error::new(e.kind(), format!("{}: {e}", parent.display()))
+        })?;
+        let old = match rustix::fs::statat(&folder, &name, AtFlags::SYMLINK_NOFOLLOW) {
+            Ok(stat) => Some(stat),
+            Err(Errno::NOENT) => None,
+            Err(e) => return Err(e.into()),
+        };
+        old.as_ref().map_or(Ok(()), |stat| output.may_replace(stat))?;
+        Ok(Self { folder, name, old })
+    }
+
+    /// A name beside the target.
+    fn beside(&self, attempt: u32) -> OsString {
+        let mut name = OsString::from(".");
+        // A file name has at most 255 bytes.
+        name.push(OsStr::from_bytes(&self.name.as_bytes()[..self.name.len().min(200)]));
+        name.push(format!(".dmalane-{}-{attempt}", std::process::id()));
+        name
+    }
+}
+
+/// Opens a directory of which no component is a symbolic link.
+fn open_folder(path: &Path) -> Result<OwnedFd, Errno> {
+    let flags = OFlags::PATH | OFlags::DIRECTORY | OFlags::NOFOLLOW | OFlags::CLOEXEC;
+    match rustix::fs::openat2(CWD, path, flags, Mode::empty(), ResolveFlags::NO_SYMLINKS) {
+        // Linux before 5.6, or a sandbox that refuses it.
+        Err(Errno::NOSYS | Errno::PERM) => rustix::fs::open(path, flags, Mode::empty()),
+        other => other,
+    }
+}
+
+/// The absolute path without symbolic links, of which only trustworthy ones are followed. The last component may be
+/// missing.
+fn resolve(path: &Path) -> io::Result<PathBuf> {
+    let mut rest: Vec<OsString> = Vec::new();
+    let push = |rest: &mut Vec<OsString>, path: &Path| {
+        rest.extend(path.components().rev().map(|c| c.as_os_str().to_owned()));
+    };
+    push(&mut rest, path);
+    let mut done = std::env::current_dir()?;
+    let (mut links, mut dangles) = (0, false);
+    while let Some(next) = rest.pop() {
+        match Path::new(&next).components().next() {
+            Some(Component::RootDir) => done = PathBuf::from("/"),
+            Some(Component::ParentDir) => {
+                done.pop();
+            }
+            Some(Component::Normal(_)) => {
+                let here = done.join(&next);
+                match fs::symlink_metadata(&here) {
+                    Ok(meta) if meta.is_symlink() => {
+                        links += 1;
+                        if links > LINKS {
+                            return Err(Errno::LOOP.into());
+                        }
+                        dangles |= rest.is_empty();
+                        trust(&here, &done, &meta, rest.is_empty())?;
+                        push(&mut rest, &fs::read_link(&here)?);
+                    }
+                    Ok(_) => done = here,
+                    Err(e) if e.kind() == ErrorKind::NotFound && rest.is_empty() && !dangles => done = here,
+                    Err(e) => return Err(e),
+                }
+            }
+            _ => {}
+        }
+    }
+    Ok(done)
+}
+
+/// Refuses a symbolic link that someone else may have planted: one in a directory that others can write. On the way to
+/// the file, those of trustworthy owners are followed there, as `fs.protected_symlinks` has it.
+fn trust(link: &Path, folder: &Path, meta: &fs::Metadata, last: bool) -> io::Result<()> {
+    let folder = fs::metadata(folder)?;
+    let me = rustix::process::geteuid().as_raw();
+    if folder.mode() & 0o022 == 0 && (folder.uid() == me || folder.uid() == 0) {
+        return Ok(());
+    }
+    if !last && (meta.uid() == me || meta.uid() == 0 || (folder.mode() & 0o002 == 0 && folder.uid() == meta.uid())) {
+        return Ok(());
+    }
+    let why = format!("{} is a symbolic link in a directory that others can write", link.display());
+    Err(io::Error::new(ErrorKind::PermissionDenied, why))
+}
+
 /// A file being written that has no name yet where the file system can do that, so that nothing is left of it however
 /// this process ends; elsewhere a hidden one beside the target.
-pub(crate) struct Saving {
+pub(crate) struct Saving<'a> {
+    output: &'a Output,
     target: Target,
     file: File,
     /// Its name, where it needs one; removed on drop.
-    named: Option<tempfile::TempPath>,
+    named: Option<OsString>,
 }
 
-impl Saving {
-    pub(crate) fn begin(path: &Path) -> Result<Self, Error> {
-        Self::begin_at(path).map_err(|source| refusal(path, source))
-    }
-
-    fn begin_at(path: &Path) -> io::Result<Self> {
-        let target = Target::new(path)?;
-        let flags = OFlags::TMPFILE | OFlags::RDWR | OFlags::CLOEXEC;
-        let (file, named) = match rustix::fs::open(&target.folder, flags, Mode::from_raw_mode(0o666)) {
-            Ok(fd) => (File::from(fd), None),
+impl<'a> Saving<'a> {
+    fn begin(output: &'a Output) -> io::Result<Self> {
+        let target = Target::find(output)?;
+        // rw-rw-rw- less the umask, as any new file.
+        let mode = Mode::from_raw_mode(0o666);
+        let flags = OFlags::RDWR | OFlags::CLOEXEC;
+        let (file, named) = match rustix::fs::openat(&target.folder, ".", flags | OFlags::TMPFILE, mode) {
+            Ok(fd) => (fd, None),
             // Kernels and file systems without unnamed files say so in several ways.
-            Err(_) => {
-                let path = target.beside(0);
-                let mut builder = tempfile::Builder::new();
-                let (prefix, folder) = (path.file_name().unwrap_or_default(), &target.folder);
-                // rw-rw-rw- less the umask, as any new file.
-                let builder = builder.prefix(prefix).permissions(Permissions::from_mode(0o666));
-                let (file, path) = builder.tempfile_in(folder).map_err(|e| io::Error::from(e.kind()))?.into_parts();
-                (file, Some(path))
-            }
+            Err(_) => create_beside(&target, flags, mode).map(|(fd, name)| (fd, Some(name)))?,
         };
-        if let Some(old) = &target.old {
-            file.set_permissions(old.permissions())?;
+        let this = Self { output, target, file: file.into(), named };
+        if let Some(old) = &this.target.old {
+            this.file.set_permissions(Permissions::from_mode(old.st_mode & 0o7777))?;
             // Only root may give files away; who may not keeps what is his.
-            let _ = std::os::unix::fs::fchown(&file, Some(old.uid()), Some(old.gid()));
+            let _ = std::os::unix::fs::fchown(&this.file, Some(old.st_uid), Some(old.st_gid));
         }
-        Ok(Self { target, file, named })
+        Ok(this)
     }
 
     pub(crate) fn file(&mut self) -> &mut File {
         &mut self.file
     }
 
-    /// Gives the file its name, replacing what has it now.
-    pub(crate) fn finish(self) -> io::Result<()> {
-        if let Some(path) = self.named {
-            return path.persist(&self.target.path).map_err(|e| e.error);
+    /// Gives the file its name.
+    pub(crate) fn finish(mut self) -> io::Result<()> {
+        let (folder, name) = (self.target.folder.as_fd(), &self.target.name);
+        // What came there meanwhile.
+        match rustix::fs::statat(folder, name, AtFlags::SYMLINK_NOFOLLOW) {
+            Ok(stat) => self.output.may_replace(&stat)?,
+            Err(Errno::NOENT) => {}
+            Err(e) => return Err(e.into()),
         }
-        // A link cannot replace a file, a rename can.
-        let source = format!("/proc/self/fd/{}", self.file.as_raw_fd());
-        for attempt in 0.. {
-            let beside = self.target.beside(attempt);
-            match rustix::fs::linkat(CWD, &source, CWD, &beside, AtFlags::SYMLINK_FOLLOW) {
-                Err(rustix::io::Errno::EXIST) if attempt < 100 => continue,
-                other => other?,
+        let temporary = match self.named.take() {
+            Some(named) => named,
+            None => {
+                let source = format!("/proc/self/fd/{}", self.file.as_raw_fd());
+                let link = |name: &OsStr| rustix::fs::linkat(CWD, &source, folder, name, AtFlags::SYMLINK_FOLLOW);
+                if !self.output.replace {
+                    return link(name).map_err(exists);
+                }
+                // A link cannot replace a file, a rename can.
+                (0..100)
+                    .map(|attempt| self.target.beside(attempt))
+                    .find_map(|beside| match link(&beside) {
+                        Err(Errno::EXIST) => None,
+                        other => Some(other.map(|()| beside)),
+                    })
+                    .unwrap_or(Err(Errno::EXIST))?
             }
-            return fs::rename(&beside, &self.target.path).inspect_err(|_| drop(fs::remove_file(&beside)));
+        };
+        let renamed = match self.output.replace {
+            true => rustix::fs::renameat(folder, &temporary, folder, name),
+            false => {
+                match rustix::fs::renameat_with(folder, &temporary, folder, name, RenameFlags::NOREPLACE) {
+                    // A file system that cannot do that.
+                    Err(Errno::INVAL) => rustix::fs::linkat(folder, &temporary, folder, name, AtFlags::empty())
+                        .and_then(|()| rustix::fs::unlinkat(folder, &temporary, AtFlags::empty())),
+                    other => other,
+                }
+            }
+        };
+        if renamed.is_err() {
+            self.named = Some(temporary);
         }
-        Err(ErrorKind::AlreadyExists.into())
+        renamed.map_err(exists)
     }
+}
+
+impl Drop for Saving<'_> {
+    fn drop(&mut self) {
+        if let Some(name) = &self.named {
+            let _ = rustix::fs::unlinkat(&self.target.folder, name, AtFlags::empty());
+        }
+    }
+}
+
+fn exists(errno: Errno) -> io::Error {
+    match errno {
+        Errno::EXIST => io::Error::new(ErrorKind::AlreadyExists, "it exists already"),
+        other => other.into(),
+    }
+}
+
+fn create_beside(target: &Target, flags: OFlags, mode: Mode) -> Result<(OwnedFd, OsString), Errno> {
+    let flags = flags | OFlags::CREATE | OFlags::EXCL | OFlags::NOFOLLOW;
+    for attempt in 0..100 {
+        let name = target.beside(attempt);
+        match rustix::fs::openat(&target.folder, &name, flags, mode) {
+            Err(Errno::EXIST) => {}
+            other => return other.map(|fd| (fd, name)),
+        }
+    }
+    Err(Errno::EXIST)
 }
 
 #[cfg(test)]
@@ -155,19 +342,27 @@ mod tests {
     use super::*;
     use std::os::unix::fs::symlink;
 
+    fn save(path: &Path, bytes: &[u8]) -> Result<(), Error> {
+        Output::new(path).replace(true).write(bytes)
+    }
+
     #[test]
-    fn replaces_files_and_nothing_else() {
+    fn replaces_files_where_that_is_allowed_and_nothing_else() {
         let folder = tempfile::tempdir().unwrap();
         let at = |name: &str| folder.path().join(name);
-        save_bytes(&at("new"), b"1").unwrap();
+        Output::new(at("new")).write(b"1").unwrap();
         fs::set_permissions(at("new"), Permissions::from_mode(0o600)).unwrap();
-        save_bytes(&at("new"), b"22").unwrap();
+        for refused in [Output::new(at("new")).check(), Output::new(at("new")).write(b"x")] {
+            assert!(refused.unwrap_err().to_string().contains("it exists already"));
+        }
+        save(&at("new"), b"22").unwrap();
         assert_eq!(
             (fs::read(at("new")).unwrap(), fs::metadata(at("new")).unwrap().mode() & 0o777),
             (b"22".to_vec(), 0o600)
         );
         symlink("new", at("link")).unwrap();
-        save_bytes(&at("link"), b"333").unwrap();
+        assert!(Output::new(at("link")).check().is_err(), "what it names exists");
+        save(&at("link"), b"333").unwrap();
         assert!(fs::symlink_metadata(at("link")).unwrap().is_symlink());
         assert_eq!(fs::read(at("new")).unwrap(), b"333");
         for (path, why) in [
@@ -176,19 +371,86 @@ mod tests {
             (at("missing/x"), "No such file"),
             (at("new/x"), "Not a directory"),
             (PathBuf::from("/"), "a folder"),
+            (PathBuf::from(""), "a folder"),
         ] {
-            let error = check_target(&path).unwrap_err().to_string();
+            let output = Output::new(&path).replace(true);
+            let error = output.check().unwrap_err().to_string();
             assert!(error.contains(why) && error.contains(&*path.to_string_lossy()), "{error}");
-            assert!(save_bytes(&path, b"x").is_err());
+            assert!(output.write(b"x").is_err());
         }
         symlink("nowhere", at("dangling")).unwrap();
-        assert!(check_target(&at("dangling")).is_err());
+        assert!(Output::new(at("dangling")).check().is_err());
+        symlink("round", at("round")).unwrap();
+        assert!(Output::new(at("round")).check().is_err());
         // What is not finished leaves nothing.
-        let mut half = Saving::begin(&at("half")).unwrap();
+        let output = Output::new(at("half"));
+        let mut half = output.begin().unwrap();
         half.file().write_all(b"half").unwrap();
         drop(half);
         let mut names: Vec<_> = fs::read_dir(folder.path()).unwrap().map(|e| e.unwrap().file_name()).collect();
         names.sort();
-        assert_eq!(names, ["dangling", "link", "new"]);
+        assert_eq!(names, ["dangling", "link", "new", "round"]);
+    }
+
+    #[test]
+    fn an_input_is_never_replaced() {
+        let folder = tempfile::tempdir().unwrap();
+        let at = |name: &str| folder.path().join(name);
+        fs::write(at("model"), b"weights").unwrap();
+        fs::hard_link(at("model"), at("hard")).unwrap();
+        symlink("model", at("soft")).unwrap();
+        let model = fs::metadata(at("model")).unwrap();
+        for name in ["model", "hard", "soft"] {
+            let output = Output::new(at(name)).replace(true).unlike(&at("model"), &model);
+            for refused in [output.check(), output.write(b"x")] {
+                let error = refused.unwrap_err().to_string();
+                assert!(error.contains("it is the input") && error.ends_with("model"), "{error}");
+            }
+        }
+        // One that comes there while the output is being written.
+        let output = Output::new(at("late")).replace(true).unlike(&at("model"), &model);
+        let saving = output.begin().unwrap();
+        fs::rename(at("model"), at("late")).unwrap();
+        assert!(saving.finish().unwrap_err().to_string().contains("it is the input"));
+        let output = Output::new(at("fresh"));
+        let saving = output.begin().unwrap();
+        fs::write(at("fresh"), b"someone else's").unwrap();
+        assert_eq!(saving.finish().unwrap_err().kind(), ErrorKind::AlreadyExists);
+        assert_eq!(fs::read(at("late")).unwrap(), b"weights");
+        assert_eq!(fs::read(at("fresh")).unwrap(), b"someone else's");
+    }
+
+    #[test]
+    fn links_that_others_can_plant_are_not_followed() {
+        let folder = tempfile::tempdir().unwrap();
+        let at = |name: &str| folder.path().join(name);
+        fs::create_dir(at("open")).unwrap();
+        fs::set_permissions(at("open"), Permissions::from_mode(0o1777)).unwrap();
+        fs::create_dir(at("mine")).unwrap();
+        fs::write(at("mine/precious"), b"precious").unwrap();
+        symlink(at("mine/precious"), at("open/link")).unwrap();
+        symlink(at("mine"), at("open/way")).unwrap();
+        let error = save(&at("open/link"), b"x").unwrap_err().to_string();
+        assert!(error.contains("open/link is a symbolic link in a directory that others can write"), "{error}");
+        // A link of one's own on the way is followed; one of another user's is not.
+        save(&at("open/way/precious"), b"precious").unwrap();
+        save(&at("open/way/more"), b"more").unwrap();
+        if rustix::process::geteuid().is_root() {
+            std::os::unix::fs::lchown(at("open/way"), Some(65534), Some(65534)).unwrap();
+            assert!(save(&at("open/way/precious"), b"x").unwrap_err().to_string().contains("symbolic link"));
+        }
+        save(&at("open/plain"), b"1").unwrap();
+        save(&at("open/plain"), b"2").unwrap();
+        assert_eq!(fs::read(at("mine/precious")).unwrap(), b"precious");
+    }
+
+    #[test]
+    fn names_as_long_as_they_may_be_are_written() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("n".repeat(255));
+        save(&path, b"1").unwrap();
+        save(&path, b"2").unwrap();
+        assert_eq!(fs::read(&path).unwrap(), b"2");
+        assert!(save(&folder.path().join("n".repeat(256)), b"x").is_err());
     }
 }

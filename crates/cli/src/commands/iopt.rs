@@ -5,15 +5,16 @@ mod image;
 mod report;
 mod spec;
 
-use std::fs;
 use std::path::PathBuf;
 use std::process::ExitCode;
 
 use clap::builder::{PossibleValuesParser, TypedValueParser};
 use clap::{Args, Subcommand};
 use dmalane::iopt::FormatId;
+use dmalane::load::Error;
 
 use crate::failure::Failure;
+use crate::output;
 
 use image::Image;
 use spec::number;
@@ -101,9 +102,12 @@ struct Build {
     #[arg(short, long, value_parser = format())]
     format: FormatId,
 
-    /// The image to write; an existing file is replaced
+    /// The image to write
     #[arg(short, long, value_name = "IMAGE")]
     output: PathBuf,
+
+    #[command(flatten)]
+    replace: output::Replace,
 
     /// The address at which the device finds the image
     #[arg(long, value_name = "ADDR", value_parser = address, default_value_t = Address(BASE))]
@@ -194,11 +198,14 @@ impl Build {
     /// Writes the tables of the specification to the image.
     fn run(self) -> Result<ExitCode, Failure> {
         let (format, base) = (self.format, self.base.0);
-        let mappings = spec::read(&self.spec)?;
+        let cannot_write = |e: &Error| output::refused(format!("cannot write {}", self.output.display()), e);
+        let output = self.replace.output(&self.output);
+        output.check().map_err(|e| cannot_write(&e))?;
+        let (mappings, spec) = spec::read(&self.spec)?;
+        let output = output.unlike(&self.spec, &spec);
         let built =
             formats::build(format, &mappings, base).map_err(|refused| refused.failure(&self.spec, &mappings))?;
-        fs::write(&self.output, &built.bytes)
-            .map_err(|e| Failure::because(format!("cannot write {}", self.output.display()), &e))?;
+        output.write(&built.bytes).map_err(|e| cannot_write(&e))?;
         report::built(format, &self.output, base, &built, self.json)
     }
 }

@@ -5,15 +5,15 @@ mod report;
 mod room;
 mod sample;
 
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 
 use clap::builder::{PathBufValueParser, TypedValueParser};
 use clap::{ArgGroup, Args};
-use dmalane::device::{AddressSpaceKind, IommuCounters};
+use dmalane::device::{AddressSpaceKind, BackingFiles, IommuCounters};
 use dmalane::dma::PageBacking;
 use dmalane::file::{FileQueue, Mode};
-use dmalane::load::{self, DriveOptions, Error, Input, Loaded, Report};
+use dmalane::load::{DriveOptions, Error, Input, Loaded, Output, Report};
 use dmalane::queue::QueueChoice;
 use dmalane::sim::Workers;
 use dmalane::{DeviceSpec, FileOptions, OpenDevice, OpenOptions, Placement, open_as, open_file};
@@ -117,6 +117,9 @@ pub struct Load {
     #[arg(long, value_name = "FILE", value_parser = PathBufValueParser::new().try_map(output::not_stdout))]
     record: Option<PathBuf>,
 
+    #[command(flatten)]
+    replace: output::Replace,
+
     /// DDR size of the software card, at most 256GiB, rounded up to 2MiB
     /// [default: 64GiB, or the most that a daemon gives a client]
     #[arg(long, value_name = "SIZE", value_parser = card_memory, allow_hyphen_values = true)]
@@ -142,6 +145,36 @@ pub struct Load {
     /// Show no progress bar
     #[arg(short, long)]
     quiet: bool,
+}
+
+/// The files that a load writes.
+struct Outputs {
+    /// One for each input, or none.
+    save: Vec<Output>,
+    record: Option<Output>,
+}
+
+impl Outputs {
+    /// Refuses what cannot be written.
+    fn check(&self) -> Result<(), Failure> {
+        self.save.iter().try_for_each(|to| to.check().map_err(|e| output::refused("cannot save", &e)))?;
+        self.record.iter().try_for_each(|to| to.check().map_err(|e| output::refused("cannot record", &e)))
+    }
+
+    /// Refuses to write over files that are read.
+    fn unlike(self, inputs: &[Input<FileQueue>], device: Option<BackingFiles>) -> Result<Self, Failure> {
+        let mut read = Vec::new();
+        for input in inputs {
+            read.push((&*input.path, input.file.metadata()?));
+        }
+        for file in device.iter().flat_map(|files| [&files.written, &files.read]) {
+            read.push((Path::new("device memory"), file.metadata()?));
+        }
+        let unlike = |to: Output| read.iter().fold(to, |to, (path, meta)| to.unlike(path, meta));
+        let outputs = Self { save: self.save.into_iter().map(unlike).collect(), record: self.record.map(unlike) };
+        outputs.check()?;
+        Ok(outputs)
+    }
 }
 
 /// The result of a load, for the report.
@@ -170,13 +203,8 @@ impl Load {
     pub fn run(self) -> Result<ExitCode, Failure> {
         let options = self.open_options();
         device::check(&self.device, &options)?;
-        let targets = self.save_targets()?;
-        for target in &targets {
-            load::check_target(target).map_err(|e| Failure::because("cannot save", &e))?;
-        }
-        if let Some(record) = &self.record {
-            load::check_target(record).map_err(|e| Failure::because("cannot record", &e))?;
-        }
+        let outputs = self.outputs()?;
+        outputs.check()?;
         // Before the card is touched: a file that cannot be opened resets none. A sample must know how large the card
         // is.
         let files = self.files.iter().map(|path| self.open(path)).collect::<Result<_, _>>()?;
@@ -187,7 +215,9 @@ impl Load {
         }
         let room = Room::of(&device, &self.device, &self.placement);
         let inputs = self.with_sample(files, &room)?;
-        self.load_onto(device, &room, inputs, &targets)
+        // Again, now that it is known which files are read.
+        let outputs = outputs.unlike(&inputs, device.backing_files())?;
+        self.load_onto(device, &room, inputs, &outputs)
     }
 
     /// How the device is opened.
@@ -215,12 +245,12 @@ impl Load {
         mut device: OpenDevice,
         room: &Room<'_>,
         mut inputs: Vec<Input<FileQueue>>,
-        targets: &[PathBuf],
+        outputs: &Outputs,
     ) -> Result<ExitCode, Failure> {
         let bytes = |inputs: &[Input<FileQueue>]| {
             inputs.iter().filter_map(|i| i.file.metadata().ok()).fold(0u64, |sum, m| sum.saturating_add(m.len()))
         };
-        let recording = self.record.as_deref().map(|to| Recording::of(&mut device, to)).transpose()?;
+        let recording = outputs.record.as_ref().map(|to| Recording::of(&mut device, to)).transpose()?;
         let before = device.counters().touched;
         let bar = Progress::new("load", self.shows_progress());
         bar.set_length(bytes(&inputs));
@@ -240,8 +270,8 @@ impl Load {
             report.verify_wall = result.map_err(|e| verify_failure(&e))?;
             bar.finish();
         }
-        for (saved, (file, to)) in loaded.files.iter().zip(targets).enumerate() {
-            device.save(file, to).map_err(|e| save_failure(&e, saved, targets.len()))?;
+        for (saved, (file, to)) in loaded.files.iter().zip(&outputs.save).enumerate() {
+            device.save(file, to).map_err(|e| save_failure(&e, saved, outputs.save.len()))?;
         }
         let (heap_peak, resident_peak) = (device.heap().stats().peak as u64, device.resident_peak());
         if self.explain {
@@ -294,6 +324,16 @@ impl Load {
         room.check_sample(size.bytes())?;
         let file = sample::make(size.bytes(), self.seed, self.shows_progress())?;
         Ok(vec![open_as(file, sample::NAME, self.file_options()).map_err(cannot_open)?])
+    }
+
+    /// The files that are written.
+    fn outputs(&self) -> Result<Outputs, Failure> {
+        let save = self.save_targets()?;
+        if let Some(record) = self.record.as_ref().filter(|record| save.contains(record)) {
+            return Err(Failure::usage(format!("--save and --record both write {}", record.display())));
+        }
+        let output = |path: &PathBuf| self.replace.output(path);
+        Ok(Outputs { save: save.iter().map(output).collect(), record: self.record.as_ref().map(output) })
     }
 
     /// Where `--save` writes each file: the path itself for one file, files of the same names in that folder for
@@ -367,7 +407,7 @@ fn verify_failure(error: &Error) -> Failure {
 
 fn save_failure(error: &Error, saved: usize, of: usize) -> Failure {
     let before = if of > 1 { format!(", {saved} of {of} saved before") } else { String::new() };
-    Failure::because(format!("cannot save (the files are loaded{before})"), error)
+    output::refused(format!("cannot save (the files are loaded{before})"), error)
 }
 
 #[cfg(test)]

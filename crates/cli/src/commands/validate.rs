@@ -11,7 +11,8 @@ use std::time::Duration;
 
 use clap::Args;
 use clap::builder::{PathBufValueParser, TypedValueParser};
-use dmalane::file::{FileDeviceError, FileDeviceOptions};
+use dmalane::file::{FileDeviceError, FileDeviceOptions, FileDevicePaths};
+use dmalane::load::Output;
 use dmalane::queue::QueueChoice;
 use dmalane::sim::Workers;
 use dmalane::validate::{
@@ -180,6 +181,9 @@ pub struct Validate {
     #[arg(long, value_name = "FILE", value_parser = PathBufValueParser::new().try_map(output::not_stdout))]
     plot: Option<PathBuf>,
 
+    #[command(flatten)]
+    replace: output::Replace,
+
     /// Show no progress bar
     #[arg(short, long)]
     quiet: bool,
@@ -230,9 +234,7 @@ impl Validate {
         self.check_options()?;
         // Before anything is written: from here on a signal ends this after what was overwritten is put back.
         let signals = Signals::catch()?;
-        if let Some(path) = &self.plot {
-            writable(path)?;
-        }
+        let plot = self.plot()?;
         let settings = self.settings();
         let (mut target, mut fitted) = self.targets()?;
         [Some(&mut target), fitted.as_mut()].into_iter().flatten().for_each(|t| t.stop_when(signals.stop.clone()));
@@ -265,7 +267,7 @@ impl Validate {
         let complete = failed.is_none();
         let outcome = Outcome { device, notes, settings, report, fit, complete };
         if complete || !outcome.report.integrity.is_empty() {
-            self.print(&outcome)?;
+            self.print(&outcome, plot.as_ref())?;
         }
         if let Some(failure) = failed {
             return Err(failure);
@@ -284,17 +286,35 @@ impl Validate {
     }
 
     /// Prints the figures, and draws them.
-    fn print(&self, outcome: &Outcome) -> Result<(), Failure> {
+    fn print(&self, outcome: &Outcome, plot: Option<&Output>) -> Result<(), Failure> {
         match (self.json, self.csv) {
             (true, _) => output::print_json(&report::json(outcome))?,
             (_, true) => output::print(&report::csv(outcome))?,
             _ => output::print(&report::text(outcome, self.explain))?,
         }
-        if let Some(path) = self.plot.as_ref().filter(|_| !outcome.report.figures.is_empty()) {
+        if let Some(to) = plot.filter(|_| !outcome.report.figures.is_empty()) {
             let svg = plot::svg(outcome).map_err(|e| Failure::new(format!("cannot draw the figures: {e}")))?;
-            std::fs::write(path, svg).map_err(|e| Failure::because(format!("cannot write {}", path.display()), &e))?;
+            to.write(svg.as_bytes()).map_err(|e| cannot_write(to.path(), &e))?;
         }
         Ok(())
+    }
+
+    /// The file of `--plot`, which is none that the device is made of. Checked before minutes of measuring.
+    fn plot(&self) -> Result<Option<Output>, Failure> {
+        let Some(path) = &self.plot else { return Ok(None) };
+        let mut to = self.replace.output(path);
+        if self.device.kind().name == "file"
+            && let Ok(files) = self.device.rest().parse::<FileDevicePaths>()
+        {
+            for path in [files.h2c, files.c2h] {
+                // One that is not there is reported where the device is opened.
+                if let Ok(meta) = std::fs::metadata(&path) {
+                    to = to.unlike(&path, &meta);
+                }
+            }
+        }
+        to.check().map_err(|e| cannot_write(path, &e))?;
+        Ok(Some(to))
     }
 
     /// Refuses options that do not fit the device.
@@ -501,14 +521,6 @@ fn seconds(text: &str) -> Result<Duration, String> {
     }
 }
 
-/// Checks that a file can be written, before minutes of measuring.
-fn writable(path: &Path) -> Result<(), Failure> {
-    let new = !path.exists();
-    let opened = std::fs::File::options().write(true).create(true).truncate(false).open(path);
-    opened.map(drop).map_err(|e| Failure::because(format!("cannot write {}", path.display()), &e))?;
-    if new {
-        // No empty file is left when nothing is drawn; an error means that it is gone already.
-        let _ = std::fs::remove_file(path);
-    }
-    Ok(())
+fn cannot_write(path: &Path, error: &dmalane::load::Error) -> Failure {
+    output::refused(format!("cannot write {}", path.display()), error)
 }

@@ -117,6 +117,11 @@ fn every_example_runs_as_printed() {
                 if line.contains("--buffer-size") || line.contains("--sweep") { "" } else { " --buffer-size 64KiB" };
             line += if line.contains("--iterations") { "" } else { " --duration 0.001" };
         }
+        // Without --force, an example may not replace what another one wrote.
+        let words: Vec<&str> = line.split_whitespace().collect();
+        for pair in words.windows(2).filter(|pair| ["--save", "--record", "--plot", "-o"].contains(&pair[0])) {
+            let _ = std::fs::remove_file(folder.path().join(pair[1]));
+        }
         let output = shell(&line, folder.path());
         ran += 1;
         let error = String::from_utf8_lossy(&output.stderr).into_owned();

@@ -191,7 +191,7 @@ fn the_top_of_the_space() {
     let page = json!([{"va": "0xfffffffff000", "pa": "0xfffffffff000", "len": 4096, "access": "rwx"}]);
     let place = Place::mappings(page);
     for format in FORMATS {
-        place.json(&format!("build spec.json -f {format} -o image.bin"));
+        place.json(&format!("build spec.json -f {format} -o image.bin --force"));
         let dump = place.json(&format!("dump image.bin -f {format} --root 0x80000000"));
         assert_eq!(dump["runs"][0]["va"], "0xfffffffff000");
         assert_eq!(dump["runs"].as_array().unwrap().len(), 1);

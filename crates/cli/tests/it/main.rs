@@ -5,6 +5,7 @@ mod cli;
 mod dmalaned;
 mod examples;
 mod iopt;
+mod outputs;
 mod refused;
 mod validate;
 mod vm;

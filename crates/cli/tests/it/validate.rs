@@ -134,6 +134,7 @@ fn every_option_does_what_it_says() {
 #[test]
 fn csv_and_plot() {
     let plot = PathBuf::from(env!("CARGO_TARGET_TMPDIR")).join("validate.svg");
+    let _ = std::fs::remove_file(&plot);
     let csv = ok(&["--csv", "--pages", "4k", "--sweep", "4KiB,32KiB,MUL", "--plot", plot.to_str().unwrap()]);
     let mut lines = csv.lines();
     let head: Vec<&str> = lines.next().unwrap().split(',').collect();

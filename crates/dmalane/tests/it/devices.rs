@@ -83,7 +83,7 @@ fn every_kind_is_loaded_to_verified_saved_and_unloaded() {
         let (loaded, _) = device.load(&mut inputs, &Placement::Default, &mut |_| {}).unwrap();
         device.verify(&loaded, &inputs, &mut |_| {}).unwrap();
         let copy = folder.path().join(names.fetch_add(1, Ordering::Relaxed).to_string());
-        device.save(&loaded.files[0], &copy).unwrap();
+        device.save(&loaded.files[0], &dmalane::load::Output::new(&copy)).unwrap();
         let saved = std::fs::metadata(&copy).unwrap().len();
         assert!(saved.abs_diff(5 * MIB) < 16 << 10, "all but spaces of the header: {saved}");
         // A tensor by its name, and its bytes at its address.

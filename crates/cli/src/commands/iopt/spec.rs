@@ -1,6 +1,7 @@
 //! The specification of an image: a list of mappings as JSON.
 
-use std::fs;
+use std::fs::{File, Metadata};
+use std::io::Read;
 use std::path::Path;
 
 use dmalane::addr::Access;
@@ -21,10 +22,12 @@ pub struct Mapping {
     pub access: Access,
 }
 
-/// Reads the specification in a file.
-pub fn read(path: &Path) -> Result<Vec<Mapping>, Failure> {
-    let text = fs::read(path).map_err(|e| Failure::because(format!("cannot read {}", path.display()), &e))?;
-    parse(&text).map_err(|what| wrong(path, what))
+/// Reads the specification in a file; with it come the file's metadata.
+pub fn read(path: &Path) -> Result<(Vec<Mapping>, Metadata), Failure> {
+    let mut text = Vec::new();
+    let read = File::open(path).and_then(|mut file| file.read_to_end(&mut text).and_then(|_| file.metadata()));
+    let meta = read.map_err(|e| Failure::because(format!("cannot read {}", path.display()), &e))?;
+    Ok((parse(&text).map_err(|what| wrong(path, what))?, meta))
 }
 
 /// A specification that cannot be used, and why.

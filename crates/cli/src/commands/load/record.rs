@@ -1,24 +1,24 @@
 //! The trace of what a load binds.
 
 use std::io;
-use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, PoisonError};
 
 use dmalane::OpenDevice;
-use dmalane::load::save_bytes;
+use dmalane::load::Output;
 use dmalane::vm::trace::{Recorder, TraceHeader};
 
 use crate::failure::Failure;
+use crate::output;
 
 /// A trace that is being recorded. It is held in memory, as a load that fails leaves nothing behind.
 pub struct Recording {
-    to: PathBuf,
+    to: Output,
     recorder: Arc<Mutex<io::Result<Recorder<Vec<u8>>>>>,
 }
 
 impl Recording {
     /// Records what is bound on a device from now on, for the file `to`.
-    pub fn of(device: &mut OpenDevice, to: &Path) -> Result<Self, Failure> {
+    pub fn of(device: &mut OpenDevice, to: &Output) -> Result<Self, Failure> {
         let space = device.address_space();
         let Some(vm) = space.vm() else {
             return Err(Failure::usage("--record is for devices with an MMU: on this one nothing is bound"));
@@ -39,7 +39,7 @@ impl Recording {
                 *recorder = Err(error);
             }
         }));
-        Ok(Self { to: to.to_owned(), recorder })
+        Ok(Self { to: to.clone(), recorder })
     }
 
     /// Writes what was recorded so far.
@@ -48,6 +48,6 @@ impl Recording {
         // What follows is not part of the trace.
         let recorded = std::mem::replace(&mut *recorder, Err(io::Error::other("the trace has ended")));
         let trace = recorded.and_then(Recorder::finish).map_err(|e| Failure::because("cannot record", &e))?;
-        save_bytes(&self.to, &trace).map_err(|e| Failure::because("cannot record (the files are loaded)", &e))
+        self.to.write(&trace).map_err(|e| output::refused("cannot record (the files are loaded)", &e))
     }
 }

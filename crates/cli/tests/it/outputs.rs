@@ -1,0 +1,133 @@
+//! Outputs never destroy inputs: ways to point the files that commands write at files that must stay.
+
+use std::fs;
+use std::os::unix::fs::{PermissionsExt, symlink};
+use std::path::{Path, PathBuf};
+use std::process::Command;
+
+/// Files that must stay as they are, by their contents.
+struct Place {
+    folder: PathBuf,
+    precious: Vec<(PathBuf, Vec<u8>)>,
+}
+
+impl Place {
+    fn new(name: &str) -> Self {
+        let folder = Path::new(env!("CARGO_TARGET_TMPDIR")).join(name);
+        let _ = fs::remove_dir_all(&folder);
+        fs::create_dir_all(folder.join("sub")).unwrap();
+        let mut place = Self { folder, precious: Vec::new() };
+        place.dmalane("load -q --sample 1MiB --save model.safetensors", 0);
+        let spec = r#"{"schema": 1, "mappings": [{"va": 1048576, "pa": 0, "len": 4096, "access": "rw"}]}"#;
+        fs::write(place.at("boot.json"), spec).unwrap();
+        fs::write(place.at("sub/model.safetensors"), b"another model").unwrap();
+        fs::write(place.at("card.img"), vec![7; 4 << 20]).unwrap();
+        fs::hard_link(place.at("model.safetensors"), place.at("hard")).unwrap();
+        symlink("model.safetensors", place.at("link")).unwrap();
+        symlink("link", place.at("link-to-link")).unwrap();
+        fs::create_dir(place.at("open")).unwrap();
+        fs::set_permissions(place.at("open"), fs::Permissions::from_mode(0o1777)).unwrap();
+        symlink("../sub/model.safetensors", place.at("open/planted")).unwrap();
+        for name in ["model.safetensors", "boot.json", "sub/model.safetensors", "card.img"] {
+            let path = place.at(name);
+            let bytes = fs::read(&path).unwrap();
+            place.precious.push((path, bytes));
+        }
+        place
+    }
+
+    fn at(&self, name: &str) -> PathBuf {
+        self.folder.join(name)
+    }
+
+    /// Runs a command, whose exit status must be this, and gives what it said.
+    fn dmalane(&self, line: &str, status: i32) -> String {
+        let mut command = Command::new(env!("CARGO_BIN_EXE_dmalane"));
+        let output = command.args(line.split_whitespace()).current_dir(&self.folder).output().unwrap();
+        let said = String::from_utf8_lossy(&output.stderr).into_owned();
+        assert_eq!(output.status.code(), Some(status), "dmalane {line}\n{said}");
+        said
+    }
+
+    fn stays(&self, line: &str) {
+        for (path, bytes) in &self.precious {
+            assert!(fs::read(path).unwrap() == *bytes, "{} changed by: dmalane {line}", path.display());
+        }
+        let hidden = |e: &fs::DirEntry| e.file_name().to_string_lossy().starts_with('.');
+        assert_eq!(fs::read_dir(&self.folder).unwrap().filter(|e| hidden(e.as_ref().unwrap())).count(), 0, "{line}");
+    }
+}
+
+#[test]
+fn an_output_that_is_an_input_or_exists_is_refused() {
+    let place = Place::new("outputs");
+    let card = "-d file:card.img";
+    for (line, why) in [
+        // The input itself, under each of its names.
+        ("load model.safetensors --save model.safetensors --force", "it is the input"),
+        ("load model.safetensors --save ./model.safetensors --force", "it is the input"),
+        ("load model.safetensors --save sub/../model.safetensors --force", "it is the input"),
+        ("load model.safetensors --save hard --force", "it is the input"),
+        ("load model.safetensors --save link --force", "it is the input"),
+        ("load model.safetensors --save link-to-link --force", "it is the input"),
+        ("load model.safetensors --save . --force", "it is the input"),
+        ("load link --save model.safetensors --force", "it is the input"),
+        ("load hard --save model.safetensors --force", "it is the input"),
+        ("load boot.json model.safetensors --save . --force", "it is the input"),
+        ("load model.safetensors --record model.safetensors --force", "it is the input"),
+        ("load model.safetensors --record hard --force", "it is the input"),
+        ("load model.safetensors --record link --force", "it is the input"),
+        ("load boot.json model.safetensors --record boot.json --force", "it is the input"),
+        ("iopt build boot.json --format x86-64-4level -o boot.json --force", "it is the input"),
+        // The memory of the device.
+        (&format!("load boot.json {card} --save card.img --force"), "it is the input device memory"),
+        ("validate -d file:card.img --overwrite --plot card.img --force", "it is the input"),
+        // Files that exist, without --force.
+        ("load model.safetensors --save model.safetensors", "it exists already"),
+        ("load model.safetensors --save sub", "it exists already"),
+        ("load boot.json --save hard", "it exists already"),
+        ("load boot.json --save link", "it exists already"),
+        ("load boot.json --record sub/model.safetensors", "it exists already"),
+        ("load --sample 4KiB --record boot.json", "it exists already"),
+        ("iopt build boot.json --format x86-64-4level -o model.safetensors", "it exists already"),
+        ("iopt build boot.json --format x86-64-4level -o link", "it exists already"),
+        ("validate --plot boot.json", "it exists already"),
+        // Links that others may have planted.
+        ("load boot.json --save open/planted --force", "is a symbolic link in a directory that others can write"),
+        ("load boot.json --record open/planted --force", "is a symbolic link in a directory that others can write"),
+        (
+            "iopt build boot.json --format x86-64-4level -o open/planted --force",
+            "is a symbolic link in a directory that others can write",
+        ),
+        ("validate --plot open/planted --force", "is a symbolic link in a directory that others can write"),
+        // One name for two outputs.
+        ("load boot.json --save sub/new --record sub/new", "both write sub/new"),
+    ] {
+        let status = if why.starts_with("both") { 2 } else { 1 };
+        let said = place.dmalane(line, status);
+        assert!(said.contains(why), "dmalane {line}\n{said}");
+        if why.contains("exists") {
+            assert!(said.contains("--force replaces it"), "{said}");
+        }
+        place.stays(line);
+    }
+}
+
+#[test]
+fn force_replaces_what_is_no_input() {
+    let place = Place::new("forced");
+    fs::write(place.at("old"), b"old").unwrap();
+    symlink("old", place.at("alias")).unwrap();
+    for line in [
+        "load -q boot.json --save old --force",
+        "load -q boot.json --save alias --force",
+        "load -q model.safetensors --record old --force",
+        "iopt build boot.json --format x86-64-4level -o old --force",
+    ] {
+        place.dmalane(line, 0);
+        assert_ne!(fs::read(place.at("old")).unwrap(), b"old", "{line}");
+        fs::write(place.at("old"), b"old").unwrap();
+        place.stays(line);
+    }
+    assert!(fs::symlink_metadata(place.at("alias")).unwrap().is_symlink());
+}
