@@ -101,7 +101,8 @@ fn files_are_loaded_onto_a_served_card_and_come_back() {
     let saved = card.dir.path().join("saved.safetensors");
     let to = saved.to_str().unwrap();
     for placement in ["ddr", "hbm-half", "hbm"] {
-        let text = card.says(&["load", "--sample", "20MiB", "--verify", "--placement", placement, "--save", to, "--force"], 0);
+        let text =
+            card.says(&["load", "--sample", "20MiB", "--verify", "--placement", placement, "--save", to, "--force"], 0);
         assert!(text.contains("verified 5 tensors: read back through the card's MMU"), "{text}");
         // From the served card onto one in this process, and back: the same bytes.
         let again = card.dir.path().join("again.safetensors");
