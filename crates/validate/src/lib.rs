@@ -7,9 +7,9 @@
 //! measures what tells the limits of a card apart, and fits a model to it.
 #![forbid(unsafe_code)]
 
+mod backup;
 mod ceiling;
 mod fit;
-mod kept;
 mod lanes;
 pub mod link;
 mod measure;
@@ -20,6 +20,7 @@ mod target;
 mod tests;
 mod walk;
 
+use std::path::PathBuf;
 use std::time::Duration;
 
 use dmalane_addr::CardAddr;
@@ -31,7 +32,7 @@ pub use fit::{FitReport, FitSettings, fit_link};
 pub use measure::{run, run_into};
 pub use place::Phase;
 pub use sweep::{BadSweep, Step, Sweep};
-pub use target::{SLOWER, Target, emulations};
+pub use target::{Contents, SLOWER, Target, emulations};
 
 /// Which way the bytes of a figure go.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
@@ -265,26 +266,36 @@ pub enum ValidateError {
     /// Host memory.
     #[error(transparent)]
     Memory(dmalane_dma::Error),
-    /// The contents of a file cannot be kept.
-    #[error("what the device holds cannot be kept, so nothing was written: {0}")]
-    Keep(std::io::Error),
-    /// What a file held could not be put back.
-    #[error("what the device held could not be put back: {0}")]
-    PutBack(std::io::Error),
-    /// The device holds what cannot be put back, and nobody has said that it may be lost.
-    #[error("{0} is a character device: what it holds would be overwritten and not put back")]
+    /// The contents of a file cannot be backed up.
+    #[error("cannot back up the device's contents, so nothing was written: {0}")]
+    Backup(std::io::Error),
+    /// The contents of a file could not be restored.
+    #[error("cannot restore the device's contents from {}: {source}", backup.display())]
+    Recover {
+        /// The backup, which stays.
+        backup: PathBuf,
+        /// What failed.
+        source: std::io::Error,
+    },
+    /// The device is a character device, whose contents cannot be restored, and [`Contents`] does not allow that.
+    #[error("{0} is a character device: its contents would be overwritten and cannot be restored")]
     Lost(String),
+    /// The device is a file that holds data, and [`Contents`] does not allow that they are overwritten.
+    #[error("{0} holds data, which would be overwritten")]
+    HoldsData(String),
     /// It was told to stop: see [`Target::stop_when`].
     #[error("interrupted")]
     Interrupted,
     /// No thread could be started.
     #[error("cannot start a thread: {0}")]
     Thread(std::io::Error),
-    /// The device hung, so what it held was not put back.
-    #[error("{error}; transfers are still under way, so what the device held was not put back")]
+    /// The device hung, so its contents were not restored.
+    #[error("{error}; transfers are still under way, so the device's contents were not restored from {}", backup.display())]
     Hung {
         /// What was seen first.
         error: Box<ValidateError>,
+        /// The backup; the next [`Target::new`] with this device restores it.
+        backup: PathBuf,
     },
     /// Not as much memory as buffers and ceilings take.
     #[error("{needed} bytes of memory are needed, and there is room for {have} ({limited_by})")]
@@ -296,9 +307,6 @@ pub enum ValidateError {
         /// What sets the limit.
         limited_by: String,
     },
-    /// No memory to keep a device's contents in.
-    #[error("there is no room for {0} bytes of the device's contents, which are put back at the end")]
-    NoRoom(u64),
     /// A transfer was not accepted.
     #[error("a transfer to {at} was refused: {reason}")]
     Refused {

@@ -38,7 +38,7 @@ fn seed(thread: usize, walk: usize, round: u64) -> u64 {
 }
 
 /// Measures a device. What it holds from [`ValidateSettings::offset`] on is overwritten; of a regular file or a block
-/// device it is put back at the end.
+/// device it is restored at the end where [`Contents`](crate::Contents) says so.
 ///
 /// # Errors
 /// [`ValidateError`] when something cannot be measured. Bytes that are wrong are no error but a report that has not
@@ -74,22 +74,18 @@ pub fn run_into(
     }
     let largest = settings.buffers.iter().max().copied().unwrap_or(0);
     *report = ValidateReport { ceiling: target.ceiling.name(), ..ValidateReport::default() };
-    let needed = room(target, settings, slots * largest)?;
-    let kept = target.keep(settings.offset, slots * largest, needed)?;
+    room(target, settings, slots * largest)?;
+    let backup = target.back_up(settings.offset, slots * largest)?;
     let result = cases(target, settings, (&channels, &phases, layout), report, watch);
-    let Some(kept) = kept else { return result };
+    let Some(backup) = backup else { return result };
     match result {
-        Err(error) if target.hangs() => {
-            kept.give_up();
-            Err(ValidateError::Hung { error: Box::new(error) })
-        }
-        result => kept.put_back().and(result),
+        Err(error) if target.hangs() => Err(ValidateError::Hung { error: Box::new(error), backup: backup.leave() }),
+        result => backup.restore().and(result),
     }
 }
 
-/// Bytes of memory that are needed, if there are as many: of buffers, what the ceiling takes, and a card of this
-/// process.
-fn room(target: &Target, settings: &ValidateSettings, buffers: u64) -> Result<u64, ValidateError> {
+/// Refuses buffers that there is no memory for, with those of the ceiling, and a card of this process.
+fn room(target: &Target, settings: &ValidateSettings, buffers: u64) -> Result<(), ValidateError> {
     let needed = match target.ceiling {
         Ceiling::Copies => buffers.saturating_mul(3),
         _ => buffers.saturating_mul(2),
@@ -98,7 +94,7 @@ fn room(target: &Target, settings: &ValidateSettings, buffers: u64) -> Result<u6
     let small = settings.pages.contains(&Pages::Small);
     match dmalane_dma::room().filter(|room| small && needed > room.bytes) {
         Some(room) => Err(ValidateError::NoMemoryFor { needed, have: room.bytes, limited_by: room.limited_by }),
-        None => Ok(needed),
+        None => Ok(()),
     }
 }
 

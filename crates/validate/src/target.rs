@@ -1,6 +1,7 @@
 //! Devices that can be validated.
 
 use std::os::unix::fs::FileTypeExt;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
 use std::time::Duration;
@@ -10,7 +11,7 @@ use dmalane_device::{BackingFiles, Device, Region, areas};
 use dmalane_dma::Registrar;
 use dmalane_queue::{Area, Class, DeviceAddr, DeviceQueue, Queue, Route, SharedHandle, SharedOptions, SharedQueue};
 
-use crate::kept::Kept;
+use crate::backup::{Backup, Original};
 use crate::link::{Half, Limit, Link, Slow, assumptions};
 use crate::place::Memories;
 use crate::{Phase, ValidateError};
@@ -18,6 +19,21 @@ use crate::{Phase, ValidateError};
 /// A modelled link is this many times slower than what it stands for: its rates must be far below what the machine
 /// copies.
 pub const SLOWER: f64 = 50.0;
+
+/// What becomes of the contents of a device that is made of files.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
+pub enum Contents {
+    /// A measurement of a device that holds data is refused. A file of zeroes or holes holds none; a character device
+    /// always may.
+    #[default]
+    Refuse,
+    /// They are overwritten.
+    Overwrite,
+    /// They are backed up on disk before anything is written, and restored at the end. A regular file's backup lies
+    /// beside it as `.NAME.dmalane-backup`, a block device's in `/var/tmp`; after SIGKILL the next [`Target::new`] with
+    /// the same device finds and restores it. Character devices cannot be restored, and are refused.
+    Restore,
+}
 
 /// A device with its queues, ready to be measured.
 pub struct Target {
@@ -36,6 +52,8 @@ pub struct Target {
     pub(crate) patience: Duration,
     /// It is to be left alone.
     pub(crate) told: Arc<AtomicBool>,
+    contents: Contents,
+    recovered: Option<PathBuf>,
     /// What the queues belong to; dropped after them.
     _device: Box<dyn Device>,
 }
@@ -112,13 +130,14 @@ fn slower(link: &Link) -> Link {
 }
 
 impl Target {
-    /// Takes the queues of a device that nothing else uses. What a regular file or a block device holds is put back
-    /// after a measurement; what a character device holds is lost, so `lose` must say that it may be.
+    /// Takes the queues of a device that nothing else uses. `contents` says what becomes of what a device that is made
+    /// of files holds; that of other devices is lost. A backup of a run that was killed is restored first, whatever
+    /// `contents` says.
     ///
     /// # Errors
-    /// [`ValidateError::Lost`], and then nothing was written.
-    pub fn new(device: Box<dyn Device>, lose: bool) -> Result<Self, ValidateError> {
-        Self::with(device, lose, |queues| Ok(queues.into_iter().map(share).collect()))
+    /// [`ValidateError::Lost`], [`ValidateError::Recover`], [`ValidateError::Backup`], and then nothing was written.
+    pub fn new(device: Box<dyn Device>, contents: Contents) -> Result<Self, ValidateError> {
+        Self::with(device, contents, |queues| Ok(queues.into_iter().map(share).collect()))
     }
 
     /// A card that seems to hang off the modelled link of this name, one of [`emulations`]. `catch_up`: with how much
@@ -139,7 +158,7 @@ impl Target {
             DeviceAddr::Va(_) => Half::Ddr0,
         };
         let burst = catch_up.unwrap_or(Duration::from_millis(1));
-        let mut target = Self::with(device, false, |queues| {
+        let mut target = Self::with(device, Contents::Overwrite, |queues| {
             let (wanted, most) = (queues.len(), link.channels());
             match wanted > most {
                 true => Err(ValidateError::TooManyChannels { wanted, most }),
@@ -155,16 +174,20 @@ impl Target {
 
     fn with(
         mut device: Box<dyn Device>,
-        lose: bool,
+        contents: Contents,
         share: impl FnOnce(Vec<Box<DeviceQueue>>) -> Result<Vec<SharedQueue<Box<DeviceQueue>>>, ValidateError>,
     ) -> Result<Self, ValidateError> {
         let info = device.info();
+        let mut recovered = None;
         let ceiling = match device.backing_files() {
             None => Ceiling::Copies,
             Some(files) => {
                 let is_lost = |file: &std::fs::File| file.metadata().is_ok_and(|m| m.file_type().is_char_device());
-                if !lose && (is_lost(&files.written) || is_lost(&files.read)) {
+                if contents != Contents::Overwrite && (is_lost(&files.written) || is_lost(&files.read)) {
                     return Err(ValidateError::Lost(info.name));
+                }
+                if let Some(original) = Original::of(&files.written)? {
+                    recovered = original.recover()?;
                 }
                 Ceiling::Files(files)
             }
@@ -180,6 +203,8 @@ impl Target {
             concurrent: info.concurrent,
             patience: PATIENCE,
             told: Arc::default(),
+            contents,
+            recovered,
             _device: device,
         })
     }
@@ -216,11 +241,19 @@ impl Target {
         self.areas.iter().map(|a| Area { span: a.span, route: route(a.route) }).collect()
     }
 
-    /// What the device holds there, if it is a file that holds something for good.
-    pub(crate) fn keep(&self, offset: u64, len: u64, beside: u64) -> Result<Option<Kept>, ValidateError> {
-        match &self.ceiling {
-            Ceiling::Files(files) => Kept::read(&files.written, offset, len, beside),
-            _ => Ok(None),
+    /// The backup of an earlier run that was restored, and is gone.
+    pub fn recovered(&self) -> Option<&Path> {
+        self.recovered.as_deref()
+    }
+
+    /// Backs up what the device holds there, if it is a file that holds something for good and is to be restored.
+    pub(crate) fn back_up(&self, offset: u64, len: u64) -> Result<Option<Backup>, ValidateError> {
+        let Ceiling::Files(files) = &self.ceiling else { return Ok(None) };
+        let Some(original) = Original::of(&files.written)? else { return Ok(None) };
+        match self.contents {
+            Contents::Restore => original.back_up(offset, len).map(Some),
+            Contents::Refuse if original.holds_data(offset, len)? => Err(ValidateError::HoldsData(self.name.clone())),
+            Contents::Refuse | Contents::Overwrite => Ok(None),
         }
     }
 

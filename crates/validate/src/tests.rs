@@ -33,12 +33,12 @@ fn soft(config: CardConfig, emulate: Option<&str>) -> Target {
     let device = card(config, CardUse { concurrent: config.workers == Workers::PerChannel, ..CardUse::default() });
     match emulate {
         Some(link) => Target::emulated(device, link, None).unwrap(),
-        None => Target::new(device, false).unwrap(),
+        None => Target::new(device, Contents::Refuse).unwrap(),
     }
 }
 
 fn file(paths: FileDevicePaths, options: FileDeviceOptions) -> Result<Target, FileDeviceError> {
-    Ok(Target::new(Box::new(FileDevice::open(paths, options)?), false).unwrap())
+    Ok(Target::new(Box::new(FileDevice::open(paths, options)?), Contents::Restore).unwrap())
 }
 
 fn check(target: &Target, settings: &ValidateSettings) -> ValidateReport {
@@ -364,9 +364,9 @@ fn what_is_told_to_stop_stops_and_puts_back() {
 fn a_character_device_is_not_overwritten_unasked() {
     let paths = || FileDevicePaths { h2c: "/dev/zero".into(), c2h: "/dev/zero".into() };
     let device = || Box::new(FileDevice::open(paths(), FileDeviceOptions::default()).unwrap());
-    let refused = Target::new(device(), false);
+    let refused = Target::new(device(), Contents::Restore);
     assert!(matches!(refused, Err(ValidateError::Lost(name)) if name == "file:/dev/zero"));
-    let report = run(&Target::new(device(), true).unwrap(), &quick(), &mut |_| {}).unwrap();
+    let report = run(&Target::new(device(), Contents::Overwrite).unwrap(), &quick(), &mut |_| {}).unwrap();
     assert!(!report.passed() && report.figures.is_empty());
 }
 
@@ -462,12 +462,40 @@ fn a_device_that_hangs_is_left_alone_and_what_was_measured_is_there() {
     let mut report = ValidateReport::default();
     let begun = std::time::Instant::now();
     let error = run_into(&target, &settings, &mut report, &mut |_| {}).unwrap_err();
-    let ValidateError::Hung { error: inner } = &error else { panic!("{error}") };
+    let ValidateError::Hung { error: inner, backup } = &error else { panic!("{error}") };
     assert!(matches!(**inner, ValidateError::Stuck { thread: 0, .. }), "{error}");
-    assert!(error.to_string().contains("was not put back"), "{error}");
+    assert!(error.to_string().contains("were not restored from") && backup.exists(), "{error}");
     assert!(begun.elapsed() > target.patience);
     assert_eq!((report.integrity.len(), report.figures.len()), (1, 1), "{report:?}");
     assert_ne!(std::fs::read(memory.path()).unwrap()[..4096], [7; 4096]);
+    let backup = backup.clone();
+    drop(target);
+    let again =
+        file(FileDevicePaths { h2c: memory.path().into(), c2h: memory.path().into() }, FileDeviceOptions::default());
+    assert_eq!(again.unwrap().recovered(), Some(&*backup));
+    assert!(!backup.exists() && std::fs::read(memory.path()).unwrap() == vec![7; 2 * MIB as usize]);
+}
+
+#[test]
+fn a_file_that_holds_data_is_not_overwritten_unasked() {
+    let memory = tempfile::NamedTempFile::new().unwrap();
+    memory.as_file().set_len(2 * MIB).unwrap();
+    let target = |contents| {
+        let paths = FileDevicePaths { h2c: memory.path().into(), c2h: memory.path().into() };
+        let device = FileDevice::open(paths, FileDeviceOptions::default()).unwrap();
+        Target::new(Box::new(device), contents).unwrap()
+    };
+    // It holds none.
+    assert!(run(&target(Contents::Refuse), &quick(), &mut |_| {}).unwrap().passed());
+    let before = vec![7; 2 * MIB as usize];
+    std::fs::write(memory.path(), &before).unwrap();
+    let refused = run(&target(Contents::Refuse), &quick(), &mut |_| {});
+    assert!(matches!(refused, Err(ValidateError::HoldsData(_))), "{refused:?}");
+    assert!(std::fs::read(memory.path()).unwrap() == before);
+    assert!(run(&target(Contents::Restore), &quick(), &mut |_| {}).unwrap().passed());
+    assert!(std::fs::read(memory.path()).unwrap() == before);
+    assert!(run(&target(Contents::Overwrite), &quick(), &mut |_| {}).unwrap().passed());
+    assert!(std::fs::read(memory.path()).unwrap() != before);
 }
 
 #[test]
@@ -491,16 +519,16 @@ fn any_device_can_be_measured() {
     let how = CardUse { name: "a card".to_owned(), ring: Some(16), ..CardUse::default() };
     // Queues may be balanced where they work at the same time.
     assert!(
-        Target::new(card(CardConfig::default(), CardUse { concurrent: true, ..how.clone() }), false)
+        Target::new(card(CardConfig::default(), CardUse { concurrent: true, ..how.clone() }), Contents::Refuse)
             .unwrap()
             .concurrent
     );
-    let target = Target::new(card(CardConfig::default(), how), false).unwrap();
+    let target = Target::new(card(CardConfig::default(), how), Contents::Refuse).unwrap();
     assert!(!target.concurrent);
     assert_eq!((target.name.as_str(), target.notes[0].as_str()), ("a card", "2 channels, rings of 16"));
     let report = check(&target, &quick());
     assert!(report.figures.iter().any(|f| f.phase == Phase::Both));
-    let target = Target::new(Box::new(dmalane_device::RamDevice::new(4 * MIB).unwrap()), false).unwrap();
+    let target = Target::new(Box::new(dmalane_device::RamDevice::new(4 * MIB).unwrap()), Contents::Refuse).unwrap();
     assert!(check(&target, &quick()).figures.iter().all(|f| f.phase == Phase::Device));
 }
 

@@ -3,6 +3,7 @@
 mod plot;
 mod report;
 
+use std::os::unix::fs::FileTypeExt;
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 use std::sync::Arc;
@@ -16,7 +17,7 @@ use dmalane::load::Output;
 use dmalane::queue::QueueChoice;
 use dmalane::sim::Workers;
 use dmalane::validate::{
-    Allocation, Directions, Event, FitReport, FitSettings, Pages, Phase, Stop, Sweep, Target, ValidateError,
+    Allocation, Contents, Directions, Event, FitReport, FitSettings, Pages, Phase, Stop, Sweep, Target, ValidateError,
     ValidateReport, ValidateSettings, emulations, fit_link, run_into as measure,
 };
 use dmalane::{DeviceSpec, OpenError, OpenOptions};
@@ -41,10 +42,10 @@ Examples:
   dmalane validate -d file:/dev/shm/memory --probe-at 1MiB --explain
   dmalane validate -d file:/dev/xdma0_h2c_0,c2h=/dev/xdma0_c2h_0 --buffer-size 4MiB
 
-Writes to the device's memory from --offset on and reads it back. The previous contents of a file
-or a block device are restored at the end, also after an error, Ctrl-C or SIGTERM, but not after
-SIGKILL, a second Ctrl-C, or when the device hangs. The contents of a card are lost, and so are those
-of a character device, which is measured only with --offset or --overwrite.
+Writes to the device's memory from --offset on and reads it back. The contents of a card are lost.
+A file or a block device that holds data is measured only with --restore, which backs the data up on
+disk and restores them at the end, or with --overwrite; a character device with --offset or
+--overwrite. If a run with --restore is killed or the device hangs, the next run restores the data.
 MB/s are 10^6 bytes per second. Bandwidth is reported only where the data read back was equal.
 
 Exit status: 0 all data was equal, 1 data differed or the device could not be measured, 2 usage error,
@@ -72,9 +73,14 @@ pub struct Validate {
     #[arg(long, value_name = "SIZE", value_parser = pages, allow_hyphen_values = true)]
     offset: Option<Size>,
 
-    /// Measure a device whose contents cannot be restored (a character device), from its first address on
+    /// Overwrite the data of a file, a block device or a character device
     #[arg(long)]
     overwrite: bool,
+
+    /// Back up the data of a file or a block device on disk, and restore them at the end. After SIGKILL, the next
+    /// validate of the same device restores them
+    #[arg(long, conflicts_with = "overwrite")]
+    restore: bool,
 
     /// DMA channels to use: auto, one, or several like 0,1
     #[arg(long, value_name = "CHANNELS", default_value = "auto")]
@@ -237,6 +243,9 @@ impl Validate {
         let plot = self.plot()?;
         let settings = self.settings();
         let (mut target, mut fitted) = self.targets()?;
+        if let Some(backup) = target.recovered() {
+            eprintln!("dmalane: restored the data of an earlier run, which was killed, from {}", backup.display());
+        }
         [Some(&mut target), fitted.as_mut()].into_iter().flatten().for_each(|t| t.stop_when(signals.stop.clone()));
         let bar = Steps::new(!self.quiet);
         let mut watch = |event| match event {
@@ -303,14 +312,10 @@ impl Validate {
     fn plot(&self) -> Result<Option<Output>, Failure> {
         let Some(path) = &self.plot else { return Ok(None) };
         let mut to = self.replace.output(path);
-        if self.device.kind().name == "file"
-            && let Ok(files) = self.device.rest().parse::<FileDevicePaths>()
-        {
-            for path in [files.h2c, files.c2h] {
-                // One that is not there is reported where the device is opened.
-                if let Ok(meta) = std::fs::metadata(&path) {
-                    to = to.unlike(&path, &meta);
-                }
+        for path in self.device_files() {
+            // One that is not there is reported where the device is opened.
+            if let Ok(meta) = std::fs::metadata(&path) {
+                to = to.unlike(&path, &meta);
             }
         }
         to.check().map_err(|e| cannot_write(path, &e))?;
@@ -328,8 +333,12 @@ impl Validate {
             ("--channel-allocation", self.channel_allocation == Allocation::Paired),
             ("--raw-transfer-test", self.raw_transfer_test),
         ];
-        let file =
-            [("--probe-at", self.probe_at.is_some()), ("--direct", self.direct), ("--overwrite", self.overwrite)];
+        let file = [
+            ("--probe-at", self.probe_at.is_some()),
+            ("--direct", self.direct),
+            ("--overwrite", self.overwrite),
+            ("--restore", self.restore),
+        ];
         let given = |options: &[(&'static str, bool)]| options.iter().find(|o| o.1).map(|o| o.0);
         let takes = |option| self.device.kind().options.contains(&option);
         if let Some(option) = given(&card).filter(|_| !takes("ring")) {
@@ -399,12 +408,33 @@ impl Validate {
         let open = || options.device(&self.device).map_err(|e| self.cannot_open(&e, &options));
         let target = |catch_up| match &self.emulate {
             Some(link) => Target::emulated(open()?, link, catch_up).map_err(|e| self.failure(e)),
-            None => Target::new(open()?, self.overwrite || self.offset.is_some()).map_err(|e| self.failure(e)),
+            None => Target::new(open()?, self.contents()).map_err(|e| self.failure(e)),
         };
         // A busy machine's late threads shall not look like a limit.
         let fitted = self.emulate.as_ref().filter(|_| self.fit).map(|_| target(Some(Duration::from_millis(20))));
         let fitted = fitted.transpose()?;
         Ok((target(None)?, fitted))
+    }
+
+    /// What becomes of the contents of a device that is made of files.
+    fn contents(&self) -> Contents {
+        let is_char = |path: &PathBuf| std::fs::metadata(path).is_ok_and(|m| m.file_type().is_char_device());
+        let named = self.offset.is_some() && self.device_files().iter().any(is_char);
+        match (self.overwrite, self.restore) {
+            (_, true) => Contents::Restore,
+            (true, _) => Contents::Overwrite,
+            // Whoever names the first address of a character device says that it may be overwritten.
+            _ if named => Contents::Overwrite,
+            _ => Contents::Refuse,
+        }
+    }
+
+    /// The files of a device that is made of files.
+    fn device_files(&self) -> Vec<PathBuf> {
+        match self.device.rest().parse::<FileDevicePaths>() {
+            Ok(files) if self.device.kind().name == "file" => vec![files.h2c, files.c2h],
+            _ => Vec::new(),
+        }
     }
 
     /// The error of opening the device, with what helps against it.
@@ -465,7 +495,11 @@ impl Validate {
                 "name the first address that may be overwritten with --offset SIZE, or --overwrite for all of them"
                     .to_owned()
             }
-            E::Memory(_) | E::NoRoom(_) | E::NoMemoryFor { .. } => {
+            E::HoldsData(_) => {
+                "--restore backs the data up and restores them at the end, --overwrite loses them".to_owned()
+            }
+            E::Hung { .. } => "once the device works again, the next `dmalane validate` of it restores them".to_owned(),
+            E::Memory(_) | E::NoMemoryFor { .. } => {
                 "a smaller --buffer-size or fewer threads (-j) need less memory".to_owned()
             }
             _ => return None,

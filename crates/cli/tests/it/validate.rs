@@ -157,14 +157,18 @@ fn a_file_is_measured_and_left_as_it_was() {
     let (file, device) = file(1 << 20);
     let before: Vec<u8> = (0..1u32 << 20).map(|i| (i ^ i >> 8) as u8).collect();
     std::fs::write(file.path(), &before).unwrap();
-    let plain = json(&["-d", &device]);
+    let said = complains(&["-d", &device], 1);
+    assert!(said.contains("holds data") && said.contains("--restore backs the data up"), "{said}");
+    let plain = json(&["-d", &device, "--restore"]);
     assert!(plain["notes"][0].as_str().unwrap().contains("not probed"), "{plain}");
     assert!(figures(&plain).iter().all(|f| f["memory"] == "device" && f["ceiling_mb_per_s"].as_f64() > Some(0.0)));
-    let probed = json(&["-d", &device, "--probe-at", "512KiB", "--read"]);
+    let probed = json(&["-d", &device, "--restore", "--probe-at", "512KiB", "--read"]);
     assert!(probed["notes"][0].as_str().unwrap().contains(", probed"), "{probed}");
-    assert!(ok(&["-d", &device, "--read", "--explain"]).contains("pread and pwrite on threads (not probed"));
+    assert!(
+        ok(&["-d", &device, "--restore", "--read", "--explain"]).contains("pread and pwrite on threads (not probed")
+    );
     let both = format!("{device},h2c={0},c2h={0}", file.path().display());
-    assert!(!figures(&json(&["-d", &both, "--read"])).is_empty());
+    assert!(!figures(&json(&["-d", &both, "--restore", "--read"])).is_empty());
     assert!(std::fs::read(file.path()).unwrap() == before);
 }
 
@@ -177,7 +181,19 @@ fn a_signal_leaves_a_file_as_it_was() {
         std::fs::write(file.path(), &before).unwrap();
         let plot = file.path().with_extension("svg");
         let mut command = Command::new(env!("CARGO_BIN_EXE_dmalane"));
-        command.args(["validate", "-d", &device, "-j", "2", "--buffer-size", "64KiB", "--read", "--duration", "600"]);
+        command.args([
+            "validate",
+            "-d",
+            &device,
+            "--restore",
+            "-j",
+            "2",
+            "--buffer-size",
+            "64KiB",
+            "--read",
+            "--duration",
+            "600",
+        ]);
         command.args(["--pages", "4k", "--plot", plot.to_str().unwrap()]);
         command.stdout(std::process::Stdio::piped()).stderr(std::process::Stdio::piped());
         let child = command.spawn().unwrap();
@@ -196,6 +212,37 @@ fn a_signal_leaves_a_file_as_it_was() {
         assert!(std::fs::read(file.path()).unwrap() == before);
         assert!(!plot.exists(), "no empty picture");
     }
+}
+
+#[test]
+fn a_killed_run_loses_nothing() {
+    let (file, device) = file(1 << 20);
+    let before: Vec<u8> = (0..1u32 << 20).map(|i| (i ^ i >> 8) as u8).collect();
+    std::fs::write(file.path(), &before).unwrap();
+    let backup = file.path().with_file_name(format!(".{}.dmalane-backup", file.path().file_name().unwrap().display()));
+    let args = ["-d", &device, "--restore", "-j", "2", "--buffer-size", "64KiB", "--read", "--pages", "4k"];
+    let (mut left, mut state) = (0, 42u64);
+    for kill in 0..50 {
+        let mut command = Command::new(env!("CARGO_BIN_EXE_dmalane"));
+        let command = command.arg("validate").args(args).args(["--iterations", "3"]);
+        let mut child =
+            command.stdout(std::process::Stdio::null()).stderr(std::process::Stdio::null()).spawn().unwrap();
+        // Knuth's MMIX generator: moments of up to 40 ms, before, in and after the backup, the writes, the restoring.
+        state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
+        std::thread::sleep(std::time::Duration::from_micros((state >> 33) % 40_000));
+        child.kill().unwrap();
+        child.wait().unwrap();
+        let was_left = backup.exists();
+        left += usize::from(was_left);
+        // Whatever is asked for, a backup is restored first; without --restore nothing is overwritten after that.
+        let next = run(&["-d", &device, "-j", "1", "--buffer-size", "4KiB", "--iterations", "1"]);
+        let said = text(&next.stderr);
+        assert_eq!(said.contains("restored the data of an earlier run"), was_left, "{said}");
+        assert!(said.contains("holds data"), "{said}");
+        assert!(std::fs::read(file.path()).unwrap() == before && !backup.exists(), "after kill {kill}");
+    }
+    println!("{left} of 50 runs were killed with a backup on the disk");
+    assert!(left > 0, "no run was killed in the middle");
 }
 
 #[test]
