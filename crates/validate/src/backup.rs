@@ -3,8 +3,8 @@
 //!
 //! A backup is one file. Its first line is a JSON object with the identity of the backed-up file and its extents; the
 //! bytes of the extents follow in order, and then XXH3-64 of all that, little-endian. It lies beside a regular file as
-//! `.NAME.dmalane-backup`, and for a block device in `/var/tmp`. It gets that name when it is whole and on the disk, and
-//! nothing of the file is overwritten before.
+//! `.NAME.dmalane-backup`, and for a block device in `/var/tmp`. It gets that name when it is whole and on the disk,
+//! and nothing of the file is overwritten before.
 
 use std::fs::{self, File};
 use std::hash::Hasher;

@@ -290,7 +290,7 @@ pub enum ValidateError {
     #[error("cannot start a thread: {0}")]
     Thread(std::io::Error),
     /// The device hung, so its contents were not restored.
-    #[error("{error}; transfers are still under way, so the device's contents were not restored from {}", backup.display())]
+    #[error("{error}; transfers are under way, so the device's contents were not restored from {}", backup.display())]
     Hung {
         /// What was seen first.
         error: Box<ValidateError>,

@@ -2,6 +2,7 @@
 //! the same, and the reason is told.
 
 use std::collections::BTreeMap;
+use std::os::unix::fs::PermissionsExt;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Output};
 
@@ -45,6 +46,26 @@ fn file(name: &str) -> PathBuf {
     file.sync_all().unwrap();
     rustix::fs::fadvise(&file, 0, None, rustix::fs::Advice::DontNeed).unwrap();
     path
+}
+
+/// A root-owned file is cached for everyone: another user is told about as much, and reads it through the page cache.
+#[test]
+fn another_users_file_is_seen_to_be_cached() {
+    use std::os::unix::process::CommandExt;
+    if !rustix::process::geteuid().is_root() {
+        return println!("SKIPPED: needs root, to be somebody else");
+    }
+    let folder = tempfile::Builder::new().permissions(PermissionsExt::from_mode(0o755)).tempdir_in("/var/tmp").unwrap();
+    let (path, program) = (folder.path().join("model"), folder.path().join("dmalane"));
+    std::fs::write(&path, vec![7; 8 << 20]).unwrap();
+    std::fs::copy(env!("CARGO_BIN_EXE_dmalane"), &program).unwrap();
+    let mut command = Command::new(program);
+    let output = command.args(["read", "--json"]).arg(&path).uid(65534).gid(65534).output().unwrap();
+    let read = json(&output);
+    let file = &read["files"][0];
+    let share = file["cached_before"].as_f64().unwrap() / f64::from(8 << 20);
+    assert!(share > 0.9 || file["cached_before"].as_f64() == Some(1.0), "{file}");
+    assert_eq!(file["direct"], false, "what is cached is not read from the disk again: {file}");
 }
 
 #[test]
