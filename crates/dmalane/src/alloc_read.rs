@@ -208,7 +208,7 @@ pub trait AllocAndRead: Heap {
     /// allocation), T(I/O)). Pipes and sockets are read from where they are, by plain reads; of them `..` means all
     /// that comes.
     ///
-    /// Clears `O_DIRECT` and `O_NONBLOCK` of the file. Small files take a short path: no thread, no ring; a
+    /// The flags of the open file stay as they are. Small files take a short path: no thread, no ring; a
     /// [`Pool`](dmalane_dma::Pool) gives them memory that is present already.
     ///
     /// ```

@@ -33,6 +33,12 @@ pub enum Error {
         /// Why not.
         reason: String,
     },
+    /// The file was opened with `O_DIRECT` by somebody else, and this user may not open it again.
+    #[error("{} was opened with O_DIRECT and cannot be opened again; pass a descriptor without it", path.display())]
+    OnlyDirect {
+        /// The file.
+        path: PathBuf,
+    },
     /// [`Io::Uring`](crate::Io::Uring) was asked for, and the kernel refuses a ring.
     #[error("no io_uring for {}: {reason}", path.display())]
     NoUring {

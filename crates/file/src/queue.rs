@@ -14,7 +14,7 @@ use dmalane_queue::{
 use rustix::io::Errno;
 
 use crate::ring::{self, Ask, Read, Ring};
-use crate::source::{FUSE, Source, is_fuse};
+use crate::source::{FUSE, NONBLOCKING, Source, is_fuse};
 use crate::{Error, How, Io, Mode, Options, cut};
 
 /// Bytes that a queue has read.
@@ -73,31 +73,40 @@ impl FileQueue {
     /// # Errors
     /// [`Error`]; [`Error::NoDirect`] and [`Error::NoUring`] only where the options demand them.
     pub fn open(path: impl AsRef<Path>, options: Options) -> Result<Self, Error> {
-        let path = path.as_ref();
-        Self::from_file(Source::open(path)?, path, options)
+        Self::of(Source::open(path.as_ref(), options.mode)?, options)
     }
 
     /// Takes a file that was opened before, so that what was learned from it and what is read are of the same file.
-    /// `path` names it in messages. Clears `O_DIRECT` and `O_NONBLOCK` of the file.
+    /// `path` names it in messages. The flags and the position of the open file stay as they are. A file that this user
+    /// may not open is read through the page cache.
     ///
     /// # Errors
-    /// As [`FileQueue::open`].
+    /// As [`FileQueue::open`]; [`Error::OnlyDirect`].
     pub fn from_file(file: File, path: impl Into<PathBuf>, options: Options) -> Result<Self, Error> {
+        Self::of(Source::adopt(file, path.into(), options.mode)?, options)
+    }
+
+    fn of((source, reason): (Source, Option<String>), options: Options) -> Result<Self, Error> {
         let options = options.normal();
-        let (source, reason) = Source::new(file, path.into(), options.mode)?;
         let fuse = options.io != Io::Pread && source.direct.is_some() && is_fuse(&source.buffered);
+        let refused = |reason: String| Error::NoUring { path: source.path.clone(), reason };
         let ring = match options.io {
-            Io::Uring if fuse => return Err(Error::NoUring { path: source.path.clone(), reason: FUSE.into() }),
+            Io::Uring if source.nonblocking => return Err(refused(NONBLOCKING.into())),
+            Io::Uring if fuse => return Err(refused(FUSE.into())),
             Io::Uring => match Ring::new(options.depth) {
                 Ok(ring) => Some(ring),
-                Err(reason) => return Err(Error::NoUring { path: source.path.clone(), reason }),
+                Err(reason) => return Err(refused(reason)),
             },
             Io::Auto | Io::Pread => None,
         };
         let how = How {
             direct: source.direct.is_some(),
-            uring: options.io != Io::Pread && !fuse,
-            reasons: reason.into_iter().chain(fuse.then(|| FUSE.into())).collect(),
+            uring: options.io != Io::Pread && !fuse && !source.nonblocking,
+            reasons: reason
+                .into_iter()
+                .chain(fuse.then(|| FUSE.into()))
+                .chain(source.nonblocking.then(|| NONBLOCKING.into()))
+                .collect(),
         };
         Ok(Self {
             source,

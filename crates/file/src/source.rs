@@ -8,6 +8,7 @@ use std::sync::Arc;
 
 use dmalane_addr::FileOffset;
 use rustix::fs::{Advice, AtFlags, Mode as Permissions, OFlags, StatxFlags};
+use rustix::io::Errno;
 
 use crate::cut::Align;
 use crate::{Error, Mode};
@@ -19,22 +20,45 @@ pub(crate) struct Source {
     pub path: PathBuf,
     pub buffered: Arc<File>,
     pub direct: Option<(Arc<File>, Align)>,
+    /// The descriptor reads without waiting, which io_uring takes literally; its owner may share that flag, so it stays.
+    pub nonblocking: bool,
+    /// The buffered descriptor's open file is nobody else's, so it may be advised.
+    own: bool,
 }
 
 impl Source {
     /// Opens a file by name. Never waits for the other end of a FIFO.
-    pub fn open(path: &Path) -> Result<File, Error> {
+    pub fn open(path: &Path, mode: Mode) -> Result<(Self, Option<String>), Error> {
         let flags = OFlags::RDONLY | OFlags::CLOEXEC | OFlags::NONBLOCK | OFlags::NOCTTY;
-        match rustix::fs::open(path, flags, Permissions::empty()) {
-            Ok(fd) => Ok(fd.into()),
-            Err(e) => Err(Error::Open { path: path.into(), source: e.into() }),
+        let failed = |e: Errno| Error::Open { path: path.into(), source: e.into() };
+        let file: File = rustix::fs::open(path, flags, Permissions::empty()).map_err(failed)?.into();
+        Self::check(&file, path)?;
+        // NONBLOCK would make io_uring give up where it should wait.
+        rustix::fs::fcntl_setfl(&file, OFlags::empty()).map_err(failed)?;
+        Self::new(file, path.into(), mode, true, false)
+    }
+
+    /// Takes a file that somebody else has opened. It is opened again, so that its flags, its advice and its position
+    /// stay as they are; where that is refused (a file that this user may not open), it is read as it is.
+    pub fn adopt(file: File, path: PathBuf, mode: Mode) -> Result<(Self, Option<String>), Error> {
+        Self::check(&file, &path)?;
+        let flags = OFlags::RDONLY | OFlags::CLOEXEC;
+        let again = rustix::fs::open(by_descriptor(&file), flags, Permissions::empty());
+        let given = rustix::fs::fcntl_getfl(&file).map_err(|e| Error::Open { path: path.clone(), source: e.into() })?;
+        match again {
+            Ok(fd) => Self::new(fd.into(), path, mode, true, false),
+            Err(_) if given.contains(OFlags::DIRECT) => Err(Error::OnlyDirect { path }),
+            Err(_) => Self::new(file, path, mode, false, given.contains(OFlags::NONBLOCK)),
         }
     }
 
-    /// Prepares an open file, and says why not for direct I/O where that was to be had.
-    pub fn new(file: File, path: PathBuf, mode: Mode) -> Result<(Self, Option<String>), Error> {
-        let broken = |path: &Path, source| Error::Open { path: path.into(), source };
-        let kind = file.metadata().map_err(|e| broken(&path, e))?.file_type();
+    /// Refuses what has no offsets.
+    fn check(file: &File, path: &Path) -> Result<(), Error> {
+        let path = path.to_owned();
+        let kind = match file.metadata() {
+            Ok(meta) => meta.file_type(),
+            Err(source) => return Err(Error::Open { path, source }),
+        };
         let other = match kind {
             k if k.is_file() || k.is_block_device() => None,
             k if k.is_dir() => Some("directory"),
@@ -43,14 +67,21 @@ impl Source {
             k if k.is_char_device() => Some("character device"),
             _ => Some("special file"),
         };
-        if let Some(kind) = other {
-            return Err(Error::NotAFile { path, kind });
+        match other {
+            Some(kind) => Err(Error::NotAFile { path, kind }),
+            None => Ok(()),
         }
-        // NONBLOCK would make io_uring give up where it should wait; DIRECT does not belong on the buffered descriptor.
-        let flags = rustix::fs::fcntl_getfl(&file).map_err(|e| broken(&path, e.into()))?;
-        rustix::fs::fcntl_setfl(&file, flags - OFlags::NONBLOCK - OFlags::DIRECT)
-            .map_err(|e| broken(&path, e.into()))?;
-        let mut source = Self { path, buffered: Arc::new(file), direct: None };
+    }
+
+    /// Prepares an open file, and says why not for direct I/O where that was to be had.
+    fn new(
+        file: File,
+        path: PathBuf,
+        mode: Mode,
+        own: bool,
+        nonblocking: bool,
+    ) -> Result<(Self, Option<String>), Error> {
+        let mut source = Self { path, buffered: Arc::new(file), direct: None, nonblocking, own };
         if mode == Mode::Buffered {
             return Ok((source, None));
         }
@@ -79,30 +110,27 @@ impl Source {
     }
 
     fn advise(&self, advice: Advice) {
-        // Only advice: without it the reads are as right, if slower.
-        let _ = rustix::fs::fadvise(&self.buffered, 0, None, advice);
-    }
-}
-
-impl Drop for Source {
-    fn drop(&mut self) {
-        // The advice belongs to the open file, which its owner may go on to read in another way.
-        if self.direct.is_some() {
-            self.advise(Advice::Normal);
+        if self.own {
+            // Only advice: without it the reads are as right, if slower.
+            let _ = rustix::fs::fadvise(&self.buffered, 0, None, advice);
         }
     }
 }
 
-/// Opens the same file again for direct I/O. By its descriptor and not by its name, so that it is the same file.
+/// The name by which the same file is opened again, whatever has its path by now.
+fn by_descriptor(file: &File) -> String {
+    format!("/proc/self/fd/{}", file.as_raw_fd())
+}
+
+/// Opens the same file again for direct I/O.
 fn reopen(file: &File) -> Result<(File, Align), String> {
     if let Some(name) = memory_file_system(file) {
         // tmpfs accepts O_DIRECT since Linux 6.6 and then copies from the page cache all the same.
         return Err(format!("{name} keeps its files in memory: there is no disk to read directly"));
     }
     let align = alignment(file)?;
-    let name = format!("/proc/self/fd/{}", file.as_raw_fd());
     let flags = OFlags::RDONLY | OFlags::CLOEXEC | OFlags::DIRECT;
-    let fd = rustix::fs::open(name, flags, Permissions::empty())
+    let fd = rustix::fs::open(by_descriptor(file), flags, Permissions::empty())
         .map_err(|e| format!("O_DIRECT refused at open: {}", std::io::Error::from(e)))?;
     Ok((fd.into(), align))
 }
@@ -120,6 +148,9 @@ fn memory_file_system(file: &File) -> Option<&'static str> {
 /// with fewer bytes, as it does where the file was truncated meanwhile: what is missing would be silent zeroes. A
 /// synchronous read says how far it came.
 pub(crate) const FUSE: &str = "FUSE completes asynchronous direct reads as whole that are not";
+
+/// Reads of such a descriptor by io_uring fail where they would wait.
+pub(crate) const NONBLOCKING: &str = "the descriptor is non-blocking, and the file cannot be opened again";
 
 /// True for a file on a FUSE file system.
 pub(crate) fn is_fuse(file: &File) -> bool {

@@ -17,8 +17,13 @@ use super::{ReadError, ReadSource};
 /// Bytes of a file or block device.
 pub(super) fn size(mut file: &File) -> io::Result<u64> {
     let meta = file.metadata()?;
-    // A block device has no length of its own; all reads here name their offset, so the position does not matter.
-    if meta.file_type().is_block_device() { file.seek(SeekFrom::End(0)) } else { Ok(meta.len()) }
+    if !meta.file_type().is_block_device() {
+        return Ok(meta.len());
+    }
+    // A block device has no length of its own. The position may be someone else's too.
+    let position = file.stream_position()?;
+    let size = file.seek(SeekFrom::End(0))?;
+    file.seek(SeekFrom::Start(position)).map(|_| size)
 }
 
 /// What the kernel calls an open file.

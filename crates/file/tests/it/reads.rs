@@ -218,6 +218,12 @@ fn a_file_that_may_not_be_read() {
     let perms = std::os::unix::fs::PermissionsExt::from_mode(0o0);
     let opened = File::open(file.path()).unwrap();
     let direct = FileQueue::open(file.path(), Options::default()).unwrap().how().direct;
+    let with = |flags: rustix::fs::OFlags| {
+        use std::os::unix::fs::OpenOptionsExt;
+        File::options().read(true).custom_flags(flags.bits() as i32).open(file.path())
+    };
+    let nonblocking = with(rustix::fs::OFlags::NONBLOCK).unwrap();
+    let unaligned = with(rustix::fs::OFlags::DIRECT);
     std::fs::set_permissions(file.path(), perms).unwrap();
     as_nobody(|| {
         let e = FileQueue::open(file.path(), Options::default()).unwrap_err();
@@ -233,7 +239,43 @@ fn a_file_that_may_not_be_read() {
         assert!(!direct || reasons[0].contains("refused at open: Permission denied"), "{reasons:?}");
         let read = run(&mut channel, to_host(part(99_000), 1), LONG).unwrap();
         assert!(host_bytes(&read) == noise(100_000)[1..99_001]);
+        // io_uring takes a non-blocking descriptor literally, so it is left alone.
+        let mut channel = FileQueue::from_file(nonblocking, "lent", Options::default()).unwrap();
+        assert!(!channel.how().uring && channel.how().reasons.iter().any(|r| r.contains("non-blocking")));
+        let read = run(&mut channel, to_host(part(99_000), 1), LONG).unwrap();
+        assert!(host_bytes(&read) == noise(100_000)[1..99_001]);
+        if let Ok(unaligned) = unaligned {
+            let e = FileQueue::from_file(unaligned, "lent", Options::default()).unwrap_err();
+            assert!(matches!(e, Error::OnlyDirect { .. }), "{e}");
+        }
     });
+}
+
+#[test]
+fn the_descriptor_of_someone_else_stays_as_it_was() {
+    use rustix::fs::{OFlags, fcntl_getfl};
+    use std::os::unix::fs::OpenOptionsExt;
+    let data = noise(100_000);
+    let file = file(&data);
+    for flags in [OFlags::empty(), OFlags::NONBLOCK, OFlags::DIRECT | OFlags::NONBLOCK | OFlags::NOATIME] {
+        for mode in [Mode::Auto, Mode::Buffered] {
+            let lent = File::options().read(true).custom_flags(flags.bits() as i32).open(file.path());
+            let Ok(mut lent) = lent else {
+                println!("SKIPPED: the file system refuses {flags:?}");
+                continue;
+            };
+            std::io::Seek::seek(&mut lent, std::io::SeekFrom::Start(5)).unwrap();
+            let before = fcntl_getfl(&lent).unwrap();
+            let copy = lent.try_clone().unwrap();
+            let mut channel = FileQueue::from_file(copy, "lent", Options { mode, ..Options::default() }).unwrap();
+            let read = run(&mut channel, to_host(part(99_000), 1), LONG).unwrap();
+            assert!(host_bytes(&read) == data[1..99_001]);
+            assert_eq!(fcntl_getfl(&lent).unwrap(), before, "{mode:?}");
+            drop(channel);
+            assert_eq!(fcntl_getfl(&lent).unwrap(), before, "{mode:?}");
+            assert_eq!(std::io::Seek::stream_position(&mut lent).unwrap(), 5);
+        }
+    }
 }
 
 #[test]
