@@ -397,7 +397,7 @@ impl Bench {
         let seconds = start.elapsed().as_secs_f64();
         if let (Some(resident), Left::Ours(read)) = (resident, &left) {
             self.extra = resident.end();
-            self.first_gather = read.report.first_gather.as_secs_f64();
+            self.first_gather = read.report.first_chunk.as_secs_f64();
             self.cpu = crate::alloc_read::cpu() - cpu;
         }
         self.check(row, left)?;

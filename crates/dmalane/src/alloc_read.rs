@@ -15,7 +15,9 @@ use std::time::{Duration, Instant};
 use dmalane_addr::FileOffset;
 use dmalane_dma::Heap;
 use dmalane_file::{How, Mode, Moved, Residency};
-use dmalane_load::fill::{Extent, FillError, FillOptions, FillReport, Filled, FilledBuf, Job, Onward, Watch, fill};
+use dmalane_load::fill::{
+    Extent, FillError, FillOptions, FillReport, Filled, FilledBuf, Job, Sink, Stays, Watch, fill,
+};
 use thiserror::Error;
 
 use choose::{Choice, choose};
@@ -281,8 +283,9 @@ fn one(
     let job = Job { buffers: vec![len], extents: vec![extent] };
     let whole = end.is_none();
     let sources = [source];
-    let (filled, mut ways) = all(heap, &sources, &job, options, None, &mut |_| ControlFlow::Continue(()), whole)?;
-    let Filled { mut buffers, report } = filled;
+    let (filled, mut ways) =
+        all(heap.into(), Sink::Memory, &sources, &job, options, &mut |_| ControlFlow::Continue(()), whole)?;
+    let Filled { mut buffers, report, .. } = filled;
     match (buffers.pop(), ways.pop()) {
         (Some(buffer), Some(way)) => Ok(AllocRead { buffer, way, report }),
         _ => unreachable!("one buffer of one source was asked for"),
@@ -302,15 +305,15 @@ pub fn read_all(
     options: &ReadOptions,
     watch: &mut Watch<'_>,
 ) -> Result<(Filled, Vec<ReadMethod>), ReadError> {
-    all(heap, sources, job, options, None, watch, true)
+    all(heap.into(), Sink::Memory, sources, job, options, watch, true)
 }
 
 fn all(
-    heap: &dyn Heap,
+    memory: Stays<'_>,
+    sink: Sink<'_>,
     sources: &[ReadSource],
     job: &Job,
     options: &ReadOptions,
-    onward: Option<Onward<'_>>,
     watch: &mut Watch<'_>,
     unchanged: bool,
 ) -> Result<(Filled, Vec<ReadMethod>), ReadError> {
@@ -330,7 +333,7 @@ fn all(
         lanes.push(sources.iter().zip(&choices).map(open).collect::<Result<Vec<Source>, ReadError>>()?);
     }
     let fill_options = FillOptions {
-        gather: match options.scheme {
+        chunk: match options.scheme {
             Scheme::Overlap => options.gather,
             Scheme::Sequential | Scheme::Plain => u64::MAX,
         },
@@ -339,7 +342,7 @@ fn all(
         deadline: options.timeout.and_then(|timeout| Instant::now().checked_add(timeout)),
         ..FillOptions::default()
     };
-    let filled = fill(heap, job, &mut lanes, onward, &fill_options, watch).map_err(|e| named(e, sources))?;
+    let filled = fill(memory, sink, job, &mut lanes, &fill_options, watch).map_err(|e| named(e, sources))?;
     for (source, choice) in sources.iter().zip(&choices).filter(|_| unchanged) {
         if let Some(before) = choice.size.filter(|size| choice.end == *size) {
             let now = source.size()?;
@@ -369,6 +372,7 @@ fn named(error: FillError, sources: &[ReadSource]) -> ReadError {
             Some(source) => ReadError::Read { path: source.path.clone(), error },
             None => ReadError::Fill(FillError::Read { source_index, error, at }),
         },
+        FillError::Map { buffer, offset, source } => ReadError::Map { buffer, offset, source },
         other => ReadError::Fill(other),
     }
 }

@@ -54,7 +54,7 @@ const CRATES: &[Crate] = &[
     Crate::std("vfio", &["addr", "dma"]).tests_use(&["queue"]),
     Crate::std("vfio-user", &["addr", "dma"]),
     Crate::std("daemon", &["addr", "iopt", "dma", "queue", "card", "sim"]),
-    Crate::std("load", &["addr", "vm", "dma", "queue", "device"]).tests_use(&["sim"]),
+    Crate::std("load", &["addr", "vm", "dma", "queue", "device"]).tests_use(&["card", "sim"]),
     Crate::std("validate", &["addr", "dma", "queue", "device"]).tests_use(&["file", "card", "sim"]),
     Crate::std(
         "dmalane",

@@ -77,7 +77,7 @@ impl Clocks {
         result
     }
 
-    /// Runs `f`, in which the pipeline waits for a stage or does its work, but which says nothing about how long the
+    /// Runs `f`, in which the pipeline waits for a stage or does its work, but which does not measure how long the
     /// stage was busy: [`Clocks::in_flight`] does.
     pub(crate) fn hold<T>(&mut self, stage: Stage, f: impl FnOnce() -> T) -> T {
         let start = Instant::now();
@@ -90,7 +90,7 @@ impl Clocks {
         self.0[stage as usize].bytes += bytes;
     }
 
-    /// Says whether an asynchronous stage has anything in flight; the time in between counts as busy.
+    /// Notes whether an asynchronous stage has anything in flight; the time in between counts as busy.
     pub(crate) fn in_flight(&mut self, stage: Stage, any: bool) {
         let clock = &mut self.0[stage as usize];
         match (clock.since, any) {
@@ -108,7 +108,7 @@ impl Clocks {
         self.0[stage as usize].held += start.elapsed();
     }
 
-    /// Adds the times and bytes of another thread.
+    /// Adds times and bytes of others.
     pub(crate) fn add(&mut self, other: Self) {
         for (mine, theirs) in self.0.iter_mut().zip(other.0) {
             mine.busy += theirs.busy;
@@ -117,14 +117,12 @@ impl Clocks {
         }
     }
 
-    /// The stages of filling a buffer and sending it on, those that did anything.
-    pub(crate) fn filled(&self) -> Vec<StageReport> {
-        let stages = [Stage::Allocate, Stage::Read, Stage::Checksum, Stage::Transfer];
-        let stages = stages.into_iter().map(|stage| self.get(stage));
-        stages.filter(|s| s.bytes > 0).collect()
+    /// All stages in the order of the path.
+    pub(crate) fn stages(&self) -> impl Iterator<Item = StageReport> {
+        Stage::ALL.into_iter().map(|stage| self.get(stage))
     }
 
-    pub(crate) fn get(&self, stage: Stage) -> StageReport {
+    fn get(&self, stage: Stage) -> StageReport {
         let clock = &self.0[stage as usize];
         StageReport { stage, busy: clock.busy, held: clock.held, bytes: clock.bytes }
     }

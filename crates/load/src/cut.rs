@@ -1,33 +1,27 @@
-//! Cutting a stretch of a file into pieces with one destination each.
+//! Cutting a range of a file at tensor boundaries and where device memory has a discontinuity.
 
-use dmalane_addr::{CardAddr, SgIndex};
+use std::collections::VecDeque;
+use std::ops::Range;
 
+use dmalane_addr::{CardAddr, FileOffset, SgIndex};
+use dmalane_queue::DeviceAddr;
+
+use crate::fill::Target;
 use crate::{Layout, Model};
 
-/// The next `len` bytes of a stretch.
-#[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub(crate) struct Cut {
-    /// Bytes, at least one.
-    pub(crate) len: u64,
-    /// The tensor they belong to and where they go; `None` for bytes of no tensor, such as the header.
-    pub(crate) to: Option<(usize, CardAddr)>,
-}
-
-/// Cuts the `len` bytes from file offset `at` at tensor boundaries, where the card memory `sg` of the file has a
-/// discontinuity, and at `max` bytes.
+/// Cuts a range of a file at tensor boundaries, where the card memory `sg` of the file has a discontinuity, and at
+/// `max` bytes. Bytes of no tensor, such as the header, have no destination.
 pub(crate) fn cut(
     model: &Model,
     layout: &Layout,
     sg: Option<&SgIndex<CardAddr>>,
-    at: u64,
-    len: u64,
+    range: Range<u64>,
     max: u64,
-) -> Vec<Cut> {
-    let end = at + len;
-    let mut at = at;
-    let mut cuts = Vec::new();
-    let first = model.tensors.partition_point(|t| t.at.bits() + t.len <= at);
-    for (index, (tensor, place)) in model.tensors.iter().zip(&layout.places).enumerate().skip(first) {
+    out: &mut VecDeque<Target>,
+) {
+    let Range { start: mut at, end } = range;
+    let first = model.index_at(FileOffset::new(at));
+    for (tensor, place) in model.tensors.iter().zip(&layout.places).skip(first) {
         let start = tensor.at.bits().max(at);
         let stop = (tensor.at.bits() + tensor.len).min(end);
         if start >= end {
@@ -37,7 +31,7 @@ pub(crate) fn cut(
             continue;
         }
         if start > at {
-            cuts.push(Cut { len: start - at, to: None });
+            out.push_back(Target { len: start - at, to: None });
         }
         let from = place.bo_offset + (start - tensor.at.bits());
         let runs = sg.and_then(|sg| sg.runs(from..from + (stop - start)));
@@ -46,24 +40,23 @@ pub(crate) fn cut(
             while done < run.len {
                 let len = (run.len - done).min(max);
                 // Within a segment, which does not wrap.
-                let to = CardAddr::new(run.addr.bits() + done);
-                cuts.push(Cut { len, to: Some((index, to)) });
+                let to = DeviceAddr::Card(CardAddr::new(run.addr.bits() + done));
+                out.push_back(Target { len, to: Some(to) });
                 done += len;
             }
         }
         at = stop;
     }
     if at < end {
-        cuts.push(Cut { len: end - at, to: None });
+        out.push_back(Target { len: end - at, to: None });
     }
-    cuts
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
     use crate::Tensor;
-    use dmalane_addr::{FileOffset, SgTable};
+    use dmalane_addr::SgTable;
     use proptest::prelude::*;
 
     proptest! {
@@ -95,11 +88,14 @@ mod tests {
             let (a, b) = (range.0.index(model.len as usize + 1) as u64, range.1.index(model.len as usize + 1) as u64);
             let (from, to) = (a.min(b), a.max(b));
             let sg = SgIndex::from_table(&sg).unwrap();
-            let cuts = cut(&model, &layout, Some(&sg), from, to - from, max);
+            let mut cuts = VecDeque::new();
+            cut(&model, &layout, Some(&sg), from..to, max, &mut cuts);
             let mut at = from;
             for c in cuts {
                 prop_assert!(c.len > 0);
-                if let Some((index, addr)) = c.to {
+                if let Some(to) = c.to {
+                    let DeviceAddr::Card(addr) = to else { panic!("{to:?}") };
+                    let index = model.index_at(FileOffset::new(at));
                     prop_assert!(c.len <= max);
                     for n in [0, c.len - 1] {
                         let t = &model.tensors[index];

@@ -11,11 +11,11 @@ use dmalane_device::{
     AddressSpace, AddressSpaceKind, BackingFiles, Bind, Bounce, Counters, Device, DeviceInfo, DeviceMemory, IoError,
     MemoryError, Placement, Region, areas,
 };
-use dmalane_dma::{BufferSlice, Heap, PageBacking, Registrar, footprint};
-use dmalane_queue::{AddressPolicy, BalancePolicy, DeviceAddr, DeviceQueue, Policy, QueueChoice, Registered, Split};
+use dmalane_dma::{Heap, PageBacking, Registrar, footprint};
+use dmalane_queue::{AddressPolicy, BalancePolicy, DeviceAddr, DeviceQueue, Policy, QueueChoice, Split};
 use dmalane_vm::Bo;
 
-use crate::clock::{Clocks, Stage};
+use crate::fill::Staging;
 use crate::layout::ALIGN;
 use crate::{Error, Layout, Model, Tensor};
 
@@ -59,23 +59,25 @@ pub type JoinedQueue = Split<Box<DeviceQueue>, Box<dyn Policy>>;
 /// ```
 pub struct OpenDevice {
     pub(crate) queue: JoinedQueue,
-    device: Box<dyn Device>,
+    pub(crate) device: Box<dyn Device>,
     pub(crate) info: DeviceInfo,
     registrar: Arc<dyn Registrar>,
-    heap: Arc<dyn Heap>,
     memory: DeviceMemory,
-    pub(crate) chunk: u64,
     pub(crate) timeout: Duration,
-    /// The slots of all staging buffers.
-    pub(crate) staging: Vec<Slot>,
-    /// Staging buffers made.
-    pub(crate) buffers: usize,
+    /// Carries the bytes of loads.
+    pub(crate) staging: Staging,
     bounce: Option<Bounce>,
     /// Tells this process's devices apart.
     number: u64,
     abandoned: u64,
     next_bo: u64,
-    resident_peak: u64,
+    pub(crate) resident: Resident,
+}
+
+/// The largest footprint seen.
+#[derive(Default)]
+pub(crate) struct Resident {
+    peak: u64,
     /// Bytes moved since the footprint was last read.
     unsampled: u64,
 }
@@ -83,26 +85,27 @@ pub struct OpenDevice {
 /// The footprint is read once per this many bytes moved.
 const SAMPLE_EVERY: u64 = 16 << 20;
 
-static DEVICES: AtomicU64 = AtomicU64::new(0);
+impl Resident {
+    /// Reads the footprint now and then, as bytes move.
+    pub(crate) fn sample(&mut self, moved: u64) {
+        self.unsampled += moved;
+        if self.unsampled >= SAMPLE_EVERY {
+            self.see();
+        }
+    }
 
-/// Part of a staging buffer, which is registered once and used for chunk after chunk.
-pub(crate) struct Slot {
-    /// The bytes, when no operation has any of them.
-    pub(crate) slice: Option<BufferSlice>,
-    /// How many.
-    pub(crate) len: u64,
-    pub(crate) via: Registered,
-    /// The pages that the heap gave.
-    pub(crate) backing: PageBacking,
+    /// Reads the footprint.
+    pub(crate) fn see(&mut self) -> u64 {
+        self.unsampled = 0;
+        let now = footprint().map_or(0, |f| f.anonymous + f.hugetlb);
+        self.peak = self.peak.max(now);
+        now
+    }
 }
 
-/// Buffers that carry bytes to the device; with the one that carries them back, four in all.
-pub(crate) const STAGING: usize = 3;
-/// Bytes of a slot, at most: small enough that a chunk which was just copied out of the page cache is still in the
-/// processor's cache when it is hashed and transferred, large enough for the disk.
-const SLOT: u64 = 2 << 20;
+static DEVICES: AtomicU64 = AtomicU64::new(0);
 
-/// What a load put on the device. `loaded["name"]` is a tensor.
+/// Files on the device. `loaded["name"]` is a tensor.
 #[derive(Debug)]
 pub struct Loaded {
     /// The files, in the order given.
@@ -178,6 +181,18 @@ impl LoadedFile {
             .collect();
     }
 
+    /// Makes a tensor visible at its device virtual address.
+    pub(crate) fn bind(&self, index: usize, space: &mut dyn AddressSpace) -> Result<(), Error> {
+        let place = &self.layout.places[index];
+        let (Some(bo), Some(va)) = (&self.bo, self.tensors[index].va) else { return Ok(()) };
+        let bind = Bind { va: va.first(), bo, offset: place.bo_offset, len: place.bound, access: Access::READ };
+        space.bind(&bind).map_err(|source| Error::Bind {
+            path: self.path.clone(),
+            tensor: Some(self.model.tensors[index].name.clone()),
+            source,
+        })
+    }
+
     /// The tensors in the order of their bytes.
     pub fn tensors(&self) -> std::slice::Iter<'_, LoadedTensor> {
         self.tensors.iter()
@@ -217,23 +232,20 @@ impl OpenDevice {
             [] => Box::new(BalancePolicy::new(areas(device.regions()))),
             list => Box::new(BalancePolicy::only(list)),
         };
+        let chunk = PageSize::SIZE_4K.round_up(chunk.max(1)).unwrap_or(1 << 30).min(1 << 30);
         Ok(Self {
             queue: Split::new(queues, policy),
             info,
-            heap: heap.unwrap_or_else(|| registrar.heap(None)),
+            staging: Staging::new(heap.unwrap_or_else(|| registrar.heap(None)), registrar.clone(), chunk),
             registrar,
             memory: device.memory(),
             device,
-            chunk: PageSize::SIZE_4K.round_up(chunk.max(1)).unwrap_or(1 << 30).min(1 << 30),
             timeout,
-            staging: Vec::new(),
-            buffers: 0,
             bounce: None,
             number: DEVICES.fetch_add(1, Ordering::Relaxed),
             abandoned: 0,
             next_bo: 1,
-            resident_peak: 0,
-            unsampled: 0,
+            resident: Resident::default(),
         })
     }
 
@@ -269,7 +281,7 @@ impl OpenDevice {
 
     /// The heap of the staging buffers.
     pub fn heap(&self) -> &dyn Heap {
-        &*self.heap
+        &**self.staging.heap()
     }
 
     /// Where programs on the device see its memory.
@@ -316,13 +328,13 @@ impl OpenDevice {
 
     /// A buffer for blocking calls, of at least so many bytes or a chunk, and the queue that it goes through.
     pub(crate) fn bounce(&mut self, len: u64) -> Result<(&mut Bounce, &mut JoinedQueue), dmalane_dma::Error> {
-        let wanted = usize::try_from(len.clamp(1, self.chunk)).unwrap_or(usize::MAX);
+        let wanted = usize::try_from(len.clamp(1, self.staging.limit())).unwrap_or(usize::MAX);
         let bounce = match self.bounce.take() {
             Some(bounce) if bounce.len() >= wanted => bounce,
             // What is too small, or was lost, goes before there is another one.
             other => {
                 drop(other);
-                Bounce::new(&*self.registrar, &*self.heap, wanted, self.timeout)?
+                Bounce::new(&*self.registrar, &**self.staging.heap(), wanted, self.timeout)?
             }
         };
         Ok((self.bounce.insert(bounce), &mut self.queue))
@@ -331,58 +343,17 @@ impl OpenDevice {
     /// The most that the process's anonymous memory and huge pages (RssAnon + HugetlbPages) were seen to be during
     /// loads, verifications and saves, in bytes.
     pub fn resident_peak(&self) -> u64 {
-        self.resident_peak
-    }
-
-    /// Looks at the footprint now and then, as bytes move.
-    pub(crate) fn sample_resident(&mut self, moved: u64) {
-        self.unsampled += moved;
-        if self.unsampled >= SAMPLE_EVERY {
-            self.see_resident();
-        }
-    }
-
-    pub(crate) fn see_resident(&mut self) -> u64 {
-        self.unsampled = 0;
-        let now = footprint().map_or(0, |f| f.anonymous + f.hugetlb);
-        self.resident_peak = self.resident_peak.max(now);
-        now
+        self.resident.peak
     }
 
     /// The scatter-gather tables of the staging buffers, where the registrar knows them.
     pub fn staging_pages(&self) -> impl Iterator<Item = &SgTable<PhysAddr>> {
-        // One table per buffer: that of its first slot.
-        let first = |s: &&Slot| s.slice.as_ref().is_some_and(|slice| slice.offset() == 0);
-        self.staging.iter().filter(first).filter_map(|s| s.via.mapping().pinned().pages())
+        self.staging.buffers().filter_map(|(via, _)| via.mapping().pinned().pages())
     }
 
     /// The pages behind the staging buffers, and why no better ones; `None` before the first load.
     pub fn staging_backing(&self) -> Option<&PageBacking> {
-        self.staging.first().map(|s| &s.backing)
-    }
-
-    /// Adds a staging buffer of at most a chunk, cut into slots of about equal length.
-    pub(crate) fn add_staging(&mut self, len: u64, clocks: &mut Clocks) -> Result<(), Error> {
-        let len = usize::try_from(len.min(self.chunk)).map_err(|_| dmalane_dma::Error::BadLength(usize::MAX))?;
-        let buf = clocks.time(Stage::Allocate, || self.heap.allocate(len))?.share();
-        let len = buf.len() as u64;
-        let pinned = clocks.time(Stage::Register, || self.registrar.pin(&buf.reference()))?;
-        let mapping = clocks.time(Stage::Map, || self.registrar.map(pinned, Access::READ))?;
-        for stage in [Stage::Allocate, Stage::Register, Stage::Map] {
-            clocks.bytes(stage, len);
-        }
-        self.buffers += 1;
-        let (via, backing) = (Registered::from_mapping(mapping), buf.backing().clone());
-        // Whole pages, so that direct I/O finds every slot aligned.
-        let step = PageSize::SIZE_4K.round_up(len / len.div_ceil(SLOT)).unwrap_or(len);
-        let mut rest = Some(buf.into_part());
-        while let Some(slice) = rest.take() {
-            let n = step.min(slice.len() as u64);
-            let (front, after) = slice.split_at(n as usize).expect("at most what is left");
-            self.staging.push(Slot { slice: Some(front), len: n, via: via.clone(), backing: backing.clone() });
-            rest = (!after.is_empty()).then_some(after);
-        }
-        Ok(())
+        self.staging.buffers().next().map(|(_, backing)| backing)
     }
 
     /// Takes device memory and device virtual addresses for a file.
@@ -438,23 +409,8 @@ impl OpenDevice {
 
     /// True where pages are so large that one for each tensor would waste memory: a file is bound as a whole before its
     /// bytes arrive. A flat space binds nothing, but checks each tensor.
-    fn binds_whole_files(&mut self) -> bool {
+    pub(crate) fn binds_whole_files(&mut self) -> bool {
         self.device.address_space().page() > ALIGN
-    }
-
-    /// Makes a tensor visible at its device virtual address.
-    pub(crate) fn bind(&mut self, file: &LoadedFile, index: usize) -> Result<(), Error> {
-        if self.binds_whole_files() {
-            return Ok(());
-        }
-        let place = &file.layout.places[index];
-        let (Some(bo), Some(va)) = (&file.bo, file.tensors[index].va) else { return Ok(()) };
-        let bind = Bind { va: va.first(), bo, offset: place.bo_offset, len: place.bound, access: Access::READ };
-        self.device.address_space().bind(&bind).map_err(|source| Error::Bind {
-            path: file.path.clone(),
-            tensor: Some(file.model.tensors[index].name.clone()),
-            source,
-        })
     }
 
     /// Unbinds everything that a load bound and frees its memory.

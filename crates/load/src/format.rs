@@ -191,10 +191,12 @@ impl Model {
 
     /// The tensor that holds the byte at `at`, else `None`.
     pub fn tensor_at(&self, at: FileOffset) -> Option<&Tensor> {
-        // Zero-size tensors sort in front of or behind a neighbour that starts at the same place; step over them.
-        let end = self.tensors.partition_point(|t| t.at <= at);
-        let found = self.tensors[..end].iter().rev().find(|t| t.len > 0);
-        found.filter(|t| at.bits() - t.at.bits() < t.len).map(|t| &**t)
+        self.tensors.get(self.index_at(at)).filter(|t| t.at <= at).map(|t| &**t)
+    }
+
+    /// The index of the first tensor that ends behind `at`: the one that holds the byte at `at`, if any does.
+    pub(crate) fn index_at(&self, at: FileOffset) -> usize {
+        self.tensors.partition_point(|t| t.at.bits() + t.len <= at.bits())
     }
 }
 

@@ -10,28 +10,29 @@
 //!
 //! Nothing here knows which device or which kind of file it drives; crate `dmalane` opens them by name.
 
-mod ceiling;
 mod clock;
 mod cut;
 mod device;
 mod error;
 pub mod fill;
 mod format;
+mod input;
 mod layout;
 mod pipeline;
 mod readback;
+mod reference;
 mod report;
 mod sample;
 mod save;
 
-pub use ceiling::Ceilings;
 pub use clock::Stage;
 pub use device::{DriveOptions, JoinedQueue, Loaded, LoadedFile, LoadedTensor, OpenDevice};
 pub use dmalane_device::Placement;
 pub use error::Error;
 pub use format::{FormatError, MAX_HEADER, Model, Tensor};
+pub use input::Input;
 pub use layout::{Layout, Place};
-pub use pipeline::Input;
+pub use reference::ReferenceRates;
 pub use report::{Report, StageReport};
 pub use sample::write_sample;
 pub use save::Output;

@@ -37,7 +37,7 @@ impl OpenDevice {
         let at = self.address_space().at(va.first());
         let (bounce, queue) = self.bounce(file.model.len)?;
         let read = bounce.read_each(queue, at, va.len(), &mut |done, view| sink(done, view).map_err(Stopped::Sink));
-        self.sample_resident(va.len());
+        self.resident.sample(va.len());
         read.map_err(|stopped| match stopped {
             Stopped::Sink(error) => error,
             Stopped::Read(IoError::Memory(source)) => Error::Memory(source),

@@ -1,10 +1,10 @@
-//! What a load did and how long each stage took.
+//! The report of a load: bytes, and the time of each stage.
 
 use std::time::Duration;
 
 use dmalane_addr::PageSize;
 
-use crate::{Ceilings, Stage};
+use crate::{ReferenceRates, Stage};
 
 /// One stage of a load.
 #[derive(Clone, Copy, PartialEq, Debug)]
@@ -14,13 +14,13 @@ pub struct StageReport {
     /// Time in which the stage had work under way. Stages overlap, so these may add up to more than the wall time.
     pub busy: Duration,
     /// Time in which the pipeline did this stage's work or waited for it, and nothing else. These add up to about the
-    /// wall time, and say what it went into.
+    /// wall time, and show where it went.
     pub held: Duration,
     /// Bytes that went through.
     pub bytes: u64,
 }
 
-/// What a load did.
+/// Times and bytes of a load.
 #[derive(Clone, Debug, Default)]
 pub struct Report {
     /// Bytes of all files.
@@ -37,7 +37,7 @@ pub struct Report {
     pub staging: (usize, u64),
     /// Leaves of the device's page table by size, after the load.
     pub device_leaves: Vec<(PageSize, u64)>,
-    /// Operations on the device's channel.
+    /// Operations on the device's queue.
     pub transfers: u64,
     /// The most that the heap had handed out at once, in bytes.
     pub heap_peak: u64,
@@ -45,8 +45,8 @@ pub struct Report {
     pub resident_peak: u64,
     /// The same before the load began.
     pub resident_before: u64,
-    /// What the machine can do at best, when it was measured.
-    pub ceilings: Option<Ceilings>,
+    /// Rates that the machine reaches at best, where they were measured.
+    pub reference: Option<ReferenceRates>,
 }
 
 impl Report {

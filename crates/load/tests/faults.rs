@@ -8,7 +8,7 @@ use std::sync::atomic::Ordering;
 
 use dmalane_addr::FileOffset;
 use dmalane_dma::{AnonHeap, Heap, MemfdHeap, PageKind, Pool, footprint};
-use dmalane_load::fill::{Extent, FillError, FillOptions, Job, fill};
+use dmalane_load::fill::{Extent, FillError, FillOptions, Job, Sink, Stays, fill};
 use dmalane_queue::OpError;
 use script::{Fault, HELD, Random, Script, noise};
 
@@ -42,24 +42,27 @@ fn round(seed: u64, sources: &[std::sync::Arc<Vec<u8>>], heap: &dyn Heap) {
         1 => Fault::Dead,
         _ => Fault::Errno([5, 6, 12, 61, 110, 116][random.below(6) as usize]),
     };
-    let lanes = 1 + random.below(2);
+    let workers = 1 + random.below(2);
     let capacity = 1 + random.below(5) as usize;
-    let mut lanes: Vec<Vec<Script>> = (0..lanes)
-        .map(|lane| {
+    let mut workers: Vec<Vec<Script>> = (0..workers)
+        .map(|worker| {
             let faults = |i| if i == faulty { vec![(place, fault.clone())] } else { Vec::new() };
             let channel = |(i, s): (usize, &std::sync::Arc<Vec<u8>>)| {
-                Script::new(s.clone(), capacity, seed ^ lane ^ i as u64, faults(i))
+                Script::new(s.clone(), capacity, seed ^ worker ^ i as u64, faults(i))
             };
             sources.iter().enumerate().map(channel).collect()
         })
         .collect();
     let options = FillOptions {
-        gather: 4096 + random.below(100_000),
+        chunk: 4096 + random.below(100_000),
         block: 4096 + random.below(60_000),
         checksum: seed.is_multiple_of(3),
         ..FillOptions::default()
     };
-    let failed = fill(heap, &job, &mut lanes, None, &options, &mut |_| ControlFlow::Continue(())).unwrap_err();
+    let failed = fill(Stays { heap, register: None }, Sink::Memory, &job, &mut workers, &options, &mut |_| {
+        ControlFlow::Continue(())
+    })
+    .unwrap_err();
     let FillError::Read { source_index, at, error } = &failed else { panic!("seed {seed}: {failed:?}") };
     assert_eq!(*source_index, faulty, "seed {seed}");
     assert!(at.bits() <= place, "the read began before it failed");

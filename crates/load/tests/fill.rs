@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 
 use dmalane_addr::FileOffset;
 use dmalane_dma::{AnonHeap, Heap, MemfdHeap, PageKind, Pool};
-use dmalane_load::fill::{BadJob, Event, Extent, FillError, FillOptions, Job, fill};
+use dmalane_load::fill::{BadJob, Event, Extent, FillError, FillOptions, Job, Sink, Stays, fill};
 use script::{Random, Script, naive, noise, random_job};
 use twox_hash::XxHash3_64;
 
@@ -24,11 +24,11 @@ fn any_job_gives_what_the_slow_version_gives() {
         let mut random = Random(seed);
         let job = random_job(&mut random, 3, 50_000);
         let capacity = 1 + random.below(6) as usize;
-        let mut lanes: Vec<Vec<Script>> = (0..=random.below(3))
-            .map(|lane| sources.iter().map(|s| Script::new(s.clone(), capacity, seed ^ lane, Vec::new())).collect())
+        let mut workers: Vec<Vec<Script>> = (0..=random.below(3))
+            .map(|worker| sources.iter().map(|s| Script::new(s.clone(), capacity, seed ^ worker, Vec::new())).collect())
             .collect();
         let options = FillOptions {
-            gather: random.below(40_000),
+            chunk: random.below(40_000),
             block: random.below(20_000),
             checksum: seed % 2 == 0,
             ..FillOptions::default()
@@ -52,7 +52,8 @@ fn any_job_gives_what_the_slow_version_gives() {
             }
             ControlFlow::Continue(())
         };
-        let filled = fill(heap, &job, &mut lanes, None, &options, &mut watch).unwrap();
+        let filled =
+            fill(Stays { heap, register: None }, Sink::Memory, &job, &mut workers, &options, &mut watch).unwrap();
         assert_eq!(arrived, job.bytes());
         assert!(complete.iter().all(|c| *c), "every extent is reported");
         recycled += usize::from(filled.report.recycled);
@@ -76,9 +77,12 @@ fn jobs_that_contradict_themselves() {
     let source = noise(1, 10_000);
     let extent = |at, len, to| Extent { source: 0, at: FileOffset::new(at), len, buffer: 0, to };
     let run = |job: &Job| {
-        let mut lanes = [vec![Script::new(source.clone(), 2, 1, Vec::new())]];
+        let mut workers = [vec![Script::new(source.clone(), 2, 1, Vec::new())]];
         let heap = AnonHeap::new();
-        fill(&heap, job, &mut lanes, None, &FillOptions::default(), &mut |_| ControlFlow::Continue(())).map(|_| ())
+        fill((&heap).into(), Sink::Memory, job, &mut workers, &FillOptions::default(), &mut |_| {
+            ControlFlow::Continue(())
+        })
+        .map(|_| ())
     };
     let bad = |extents: Vec<Extent>| match run(&Job { buffers: vec![8192], extents }) {
         Err(FillError::Job(bad)) => bad,
@@ -103,16 +107,16 @@ fn jobs_that_contradict_themselves() {
 }
 
 #[test]
-fn stopped_by_the_watcher_and_by_the_clock() {
+fn stopped_by_the_watch_and_by_the_clock() {
     let source = noise(2, 200_000);
-    for lanes in 1..3 {
+    for workers in 1..3 {
         let heap = AnonHeap::starting_at(PageKind::Base);
         let channels = || vec![Script::new(source.clone(), 2, 7, Vec::new())];
-        let options = FillOptions { gather: 8192, block: 4096, ..FillOptions::default() };
+        let options = FillOptions { chunk: 8192, block: 4096, ..FillOptions::default() };
         let job = Job::whole(&[200_000]);
         let mut seen = 0;
-        let mut lanes: Vec<_> = (0..lanes).map(|_| channels()).collect();
-        let stopped = fill(&heap, &job, &mut lanes, None, &options, &mut |event| {
+        let mut workers: Vec<_> = (0..workers).map(|_| channels()).collect();
+        let stopped = fill((&heap).into(), Sink::Memory, &job, &mut workers, &options, &mut |event| {
             if let Event::Arrived { len, .. } = event {
                 seen += len;
             }
@@ -122,7 +126,7 @@ fn stopped_by_the_watcher_and_by_the_clock() {
         assert!(of == 200_000 && done > 50_000 && done < 200_000);
         assert_eq!(heap.stats().live, 0);
         let past = FillOptions { deadline: Some(Instant::now() - Duration::from_secs(1)), ..options };
-        let late = fill(&heap, &job, &mut lanes, None, &past, &mut |_| ControlFlow::Continue(()));
+        let late = fill((&heap).into(), Sink::Memory, &job, &mut workers, &past, &mut |_| ControlFlow::Continue(()));
         assert!(matches!(late, Err(FillError::Deadline { of: 200_000, .. })), "{late:?}");
         assert_eq!(heap.stats().live, 0);
     }

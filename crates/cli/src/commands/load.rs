@@ -275,9 +275,9 @@ impl Load {
         }
         let (heap_peak, resident_peak) = (device.heap().stats().peak as u64, device.resident_peak());
         if self.explain {
-            let ceilings = device.ceilings(&mut inputs);
+            let rates = device.reference_rates(&mut inputs);
             let trouble = |e| Failure::because("cannot measure the ceilings (the files are loaded)", &e);
-            report.ceilings = Some(ceilings.map_err(trouble)?);
+            report.reference = Some(rates.map_err(trouble)?);
         }
         let (name, verified, backing) = (self.device.to_string(), self.verify, device.staging_backing().cloned());
         let outcome = Outcome {

@@ -276,7 +276,7 @@ impl Read {
             let bounds = (Bound::Included(range.start), range.end.map_or(Bound::Unbounded, Bound::Excluded));
             let AllocRead { buffer, way, report } =
                 heap.alloc_and_read(&only.file, bounds, &options).map_err(failure)?;
-            let filled = Filled { buffers: vec![buffer], report };
+            let filled = Filled { buffers: vec![buffer], mappings: Vec::new(), report };
             return Ok(Done { filled, methods: vec![way], mappings: None, target: None });
         }
         let mut job = Job::default();

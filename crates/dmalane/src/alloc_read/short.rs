@@ -87,9 +87,9 @@ pub(super) fn try_short(
     let report = FillReport {
         bytes: len,
         wall: begin.elapsed(),
-        first_gather,
+        first_chunk: first_gather,
         stages: Vec::new(),
-        lanes: 1,
+        workers: 1,
         backing: Some(backing),
         recycled,
     };

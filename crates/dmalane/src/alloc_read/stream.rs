@@ -78,9 +78,9 @@ pub(super) fn to_end(
     let report = FillReport {
         bytes: len as u64,
         wall: start.elapsed(),
-        first_gather: Duration::ZERO,
+        first_chunk: Duration::ZERO,
         stages: Vec::new(),
-        lanes: 1,
+        workers: 1,
         backing: Some(backing),
         recycled: !fresh,
     };

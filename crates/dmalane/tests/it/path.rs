@@ -652,8 +652,8 @@ fn any_heap_will_do() {
         let mut inputs = [open(&path)];
         let (loaded, _) = soft.device.load(&mut inputs, &Placement::DDR, &mut |_| {}).unwrap();
         soft.device.verify(&loaded, &inputs, &mut |_| {}).unwrap();
-        let ceilings = soft.device.ceilings(&mut inputs).unwrap();
-        assert!(ceilings.read > 0.0 && ceilings.copy > 0.0 && ceilings.first_touch > 0.0);
+        let rates = soft.device.reference_rates(&mut inputs).unwrap();
+        assert!(rates.read > 0.0 && rates.copy > 0.0 && rates.first_touch > 0.0);
         soft.device.verify(&loaded, &inputs, &mut |_| {}).unwrap();
     }
 }

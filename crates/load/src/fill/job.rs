@@ -1,4 +1,4 @@
-//! What is to be read into what.
+//! Jobs: ranges of files, and the buffers that they are read into.
 
 use dmalane_addr::FileOffset;
 use thiserror::Error;
@@ -18,16 +18,16 @@ pub struct Extent {
     pub to: u64,
 }
 
-/// Buffers, and what is to be read into them. Bytes of a buffer that no extent names are zero.
+/// Buffers and the extents that are read into them. Bytes of a buffer that no extent names are zero.
 #[derive(Clone, PartialEq, Eq, Debug, Default)]
 pub struct Job {
     /// Bytes of each buffer. They are filled in this order.
     pub buffers: Vec<u64>,
-    /// What is read into them, in any order; extents of a buffer must not overlap.
+    /// Extents, in any order; those of a buffer must not overlap.
     pub extents: Vec<Extent>,
 }
 
-/// How a job contradicts itself.
+/// Contradiction within a job.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Error)]
 #[non_exhaustive]
 pub enum BadJob {
@@ -55,7 +55,7 @@ pub enum BadJob {
         /// The other one.
         second: usize,
     },
-    /// A device is to have the buffers, and is not told where.
+    /// The device that shall get the buffers has not one place for each.
     #[error("{buffers} buffers are to go to {there} places on the device")]
     Destinations {
         /// How many buffers there are.

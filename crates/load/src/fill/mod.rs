@@ -1,63 +1,70 @@
-//! Filling buffers from files while they are still being allocated.
+//! The engine of all reading: bytes of files arrive in buffers, chunk by chunk, and go on to a sink.
 //!
-//! A buffer is reserved as a whole and becomes present gather by gather. Each gather is cut into pieces, and each piece
-//! is read as soon as its memory is there, while the next gather is being allocated. What has arrived is hashed, if it
-//! shall be, in the order of the buffer while it is in the processor's cache, and in the end the pieces are rejoined.
-//! With a device to go on to ([`Onward`]), it gets each piece before that.
+//! A job ([`Job`]) names buffers and the ranges of files that are read into them. Buffers that stay ([`Stays`]) are
+//! reserved as wholes and made present chunk by chunk, so that reads into one chunk are in flight while the next one
+//! is being allocated and registered. A load onto a device uses the slots of a few staging buffers instead. Bytes that
+//! have arrived are hashed, if checksums are on, in the order of their buffer while they are in the processor's cache.
+//! With a device as the [`Sink`] they are transferred right after that; a buffer that stays is rejoined in the end.
 //!
-//! Lanes do this, each with channels of its own to all files: one lane where the kernel or the disk does the work, more
-//! where the processor copies out of the page cache. One lane runs on the thread of the caller and needs no other.
+//! Workers do this, each with queues of its own to all files: one worker where the kernel or the disk does the work,
+//! several where the processor copies out of the page cache. One worker runs on the thread of the caller and needs no
+//! other.
 
 mod job;
-mod lane;
-mod onward;
+mod memory;
+mod sink;
 mod state;
+mod worker;
 
 use std::fmt;
 use std::ops::ControlFlow;
+use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 use dmalane_addr::FileOffset;
-use dmalane_dma::{BufferRef, Heap, PageBacking, SharedBuf, VolatileSlice};
-use dmalane_queue::{OpError, Queue, Refusal};
+use dmalane_dma::{BufferRef, PageBacking, SharedBuf, VolatileSlice};
+use dmalane_queue::{OpError, Queue, Refusal, Registered};
 use thiserror::Error;
 
 pub use job::{BadJob, Extent, Job};
-pub use onward::Onward;
+pub use memory::Stays;
+pub(crate) use memory::{Memory, Staging};
+pub use sink::{Sink, Target, Targets};
+pub(crate) use state::Done;
 
 use crate::StageReport;
-use crate::clock::Clocks;
-use crate::fill::lane::Lane;
-use crate::fill::state::{Done, State};
+use state::State;
+use worker::Worker;
 
-/// How to fill.
+/// Settings of a job.
 #[derive(Clone, Debug)]
 pub struct FillOptions {
-    /// Bytes allocated together before reading into them starts (`--gather`); rounded up to 4 KiB.
-    pub gather: u64,
+    /// Bytes of a chunk: allocated together before reading into them starts; rounded up to 4 KiB.
+    pub chunk: u64,
     /// Bytes per read operation, at most; rounded up to 4 KiB.
     pub block: u64,
     /// Hash each buffer (XXH3-64 over its bytes in order).
     pub checksum: bool,
     /// Give up when this moment comes.
     pub deadline: Option<Instant>,
-    /// How long to wait for reads in flight after a failure, and how long a device may end nothing before it is
-    /// stopped, which is a [`FillError::Transfer`]. What has not ended by then stays with its channel.
-    pub patience: Duration,
+    /// How long to wait for reads in flight after a failure, and how long a device may end nothing while it is waited
+    /// for before it is stopped, which is a [`FillError::Transfer`]. Operations that have not ended by then stay with
+    /// their queue.
+    pub timeout: Duration,
 }
 
 impl Default for FillOptions {
-    /// Gathers of 2 MiB, reads of 2 MiB, no checksum, no deadline, 30 seconds of patience.
+    /// Chunks of 2 MiB, reads of 2 MiB, no checksum, no deadline, 30 seconds.
     fn default() -> Self {
-        Self { gather: 2 << 20, block: 2 << 20, checksum: false, deadline: None, patience: Duration::from_secs(30) }
+        Self { chunk: 2 << 20, block: 2 << 20, checksum: false, deadline: None, timeout: Duration::from_secs(30) }
     }
 }
 
-/// What happens while buffers are being filled.
+/// Progress of a job.
 #[derive(Clone, Debug)]
 #[non_exhaustive]
 pub enum Event {
-    /// Memory is present: it can be pinned, mapped or registered while it is being filled.
+    /// A chunk of a buffer that stays is present, and registered where it shall be; reads into it begin now.
     Allocated {
         /// Which buffer.
         buffer: usize,
@@ -77,8 +84,8 @@ pub enum Event {
         /// How many.
         len: u64,
     },
-    /// The device has bytes that had arrived: those of an extent, or zeroes that belong to none. Only with an
-    /// [`Onward`].
+    /// A transfer has ended: the device has bytes of one extent, or zeroes that belong to none. Only with
+    /// [`Sink::Device`].
     OnDevice {
         /// Which buffer.
         buffer: usize,
@@ -87,30 +94,40 @@ pub enum Event {
         /// How many.
         len: u64,
     },
-    /// All bytes of an extent have arrived, and with an [`Onward`] the device has them.
+    /// All bytes of an extent have arrived, and the device has those that go to one.
     Complete {
         /// Its place in [`Job::extents`].
         extent: usize,
     },
 }
 
-/// Is told of every [`Event`], in the order in which they happen, and may stop the job. Runs on whichever lane has
-/// something to tell, one at a time; must not panic.
+/// Called with every [`Event`] in order; may stop the job. Runs on the worker that an event happens on, one call at a
+/// time; must not panic.
 pub type Watch<'a> = dyn FnMut(Event) -> ControlFlow<()> + Send + 'a;
 
-/// Why buffers were not filled. Of several failures it is the one that lies first in the job's buffers.
+/// Reason why buffers were not filled. Of several failures it is the one that lies first in the job's buffers.
 #[derive(Debug, Error)]
 #[non_exhaustive]
 pub enum FillError {
     /// The job contradicts itself.
     #[error(transparent)]
     Job(#[from] BadJob),
-    /// There is no memory for a buffer, or for a part of it.
+    /// There is no memory for a buffer, or for one of its chunks.
     #[error("buffer {buffer}: {source}")]
     Memory {
         /// Which buffer.
         buffer: usize,
-        /// What the heap said.
+        /// The heap's answer.
+        source: dmalane_dma::Error,
+    },
+    /// A chunk could not be pinned or mapped for the device.
+    #[error("buffer {buffer} from {offset} on: {source}")]
+    Map {
+        /// Which buffer.
+        buffer: usize,
+        /// Where in it the chunk starts.
+        offset: u64,
+        /// The registrar's answer.
         source: dmalane_dma::Error,
     },
     /// There is less memory than the buffers need. Nothing was taken.
@@ -120,7 +137,7 @@ pub enum FillError {
         wanted: u64,
         /// Bytes that can be had.
         left: u64,
-        /// What sets the limit.
+        /// The limit that is reached first.
         limited_by: String,
     },
     /// A read failed.
@@ -133,12 +150,12 @@ pub enum FillError {
         /// How it failed.
         error: OpError,
     },
-    /// A channel refused or lost an operation.
+    /// A queue refused or lost a read.
     #[error("source {source_index}: {reason}")]
     Channel {
         /// Which source.
         source_index: usize,
-        /// What it said.
+        /// The queue's answer.
         reason: String,
     },
     /// The device failed to take bytes that had arrived.
@@ -151,17 +168,17 @@ pub enum FillError {
         /// How it failed.
         error: OpError,
     },
-    /// The device's channel refused to take bytes that had arrived.
+    /// The device's queue refused to take bytes that had arrived.
     #[error("buffer {buffer} from {offset} on cannot go to the device: {reason}")]
     Refused {
         /// Which buffer.
         buffer: usize,
         /// Where in it the transfer would begin.
         offset: u64,
-        /// What the channel said.
+        /// The queue's answer.
         reason: Refusal,
     },
-    /// The watcher stopped the job.
+    /// The watch stopped the job.
     #[error("cancelled after {done} of {of} bytes")]
     Cancelled {
         /// Bytes that had arrived.
@@ -188,7 +205,7 @@ pub struct FilledBuf {
 }
 
 impl FilledBuf {
-    /// A buffer that was filled in another way; `None` when it is shorter than `len`.
+    /// A buffer that was filled by other means; `None` when it is shorter than `len`.
     pub fn new(buf: SharedBuf, len: usize, checksum: Option<u64>) -> Option<Self> {
         (len <= buf.len()).then_some(Self { buf, len, checksum })
     }
@@ -224,20 +241,19 @@ impl FilledBuf {
     }
 }
 
-/// What filling did and how long it took.
+/// Times and bytes of a job.
 #[derive(Clone, Debug)]
 pub struct FillReport {
     /// Bytes read.
     pub bytes: u64,
     /// From the reservation to the last byte.
     pub wall: Duration,
-    /// Until the first read could begin: the memory of the first gather was there.
-    pub first_gather: Duration,
-    /// Allocation, reading, hashing and the transfer to the device, where they were done. Times are added up over the
-    /// lanes.
+    /// Until the first read could begin: the memory of the first chunk was there.
+    pub first_chunk: Duration,
+    /// The stages that moved any bytes, in the order of the path. Times are summed over the workers.
     pub stages: Vec<StageReport>,
-    /// How many lanes there were.
-    pub lanes: usize,
+    /// Number of workers.
+    pub workers: usize,
     /// The pages behind the first buffer, and why not better ones.
     pub backing: Option<PageBacking>,
     /// The memory was recycled: the pages of at least one buffer were there already.
@@ -249,60 +265,80 @@ pub struct FillReport {
 pub struct Filled {
     /// The buffers.
     pub buffers: Vec<FilledBuf>,
-    /// How it went.
+    /// For each buffer the registrations of its chunks, in order, one behind the other: together they are all of it.
+    /// Empty where none were asked for. Dropped, they are unmapped and unpinned.
+    pub mappings: Vec<Vec<Registered>>,
+    /// Times and bytes.
     pub report: FillReport,
 }
 
-/// Fills buffers of `heap` as `job` says. `lanes` has a set of channels for each lane, each with one channel per
-/// source. With `onward` a device gets what has arrived while the rest is being allocated and read.
+/// Fills buffers as `job` says and hands them to a sink. `workers` has a set of queues for each worker, each with one
+/// queue per source.
 ///
 /// # Errors
-/// [`FillError`]. Every read and transfer in flight has ended by then, or stays with its channel; the memory is freed
-/// as soon as that is the case.
+/// [`FillError`]. Every read and transfer in flight has ended by then, or stays with its queue; the memory is freed as
+/// soon as that is the case.
 ///
 /// # Panics
-/// When there is no lane.
+/// When there is no worker.
 pub fn fill<S: Queue<Addr = FileOffset>>(
-    heap: &dyn Heap,
+    memory: Stays<'_>,
+    sink: Sink<'_>,
     job: &Job,
-    lanes: &mut [Vec<S>],
-    onward: Option<Onward<'_>>,
+    workers: &mut [Vec<S>],
     options: &FillOptions,
     watch: &mut Watch<'_>,
 ) -> Result<Filled, FillError> {
     let start = Instant::now();
-    let sources = lanes.iter().map(Vec::len).min().expect("at least one lane");
-    let state = State::new(heap, job, sources, onward, options, watch)?;
-    let mut clocks = Clocks::default();
-    let (first, others) = lanes.split_first_mut().expect("at least one lane");
-    let lanes = 1 + others.len();
-    if others.is_empty() {
-        clocks.add(Lane::new(&state, first).run());
+    let done = run(Memory::Stays(memory), sink, job, workers, options, watch)?;
+    let report = FillReport {
+        bytes: job.bytes(),
+        wall: start.elapsed(),
+        first_chunk: done.first_read.map_or(Duration::ZERO, |at| at - start),
+        stages: done.clocks.stages().filter(|s| s.bytes > 0).collect(),
+        workers: workers.len(),
+        backing: done.whole.first().map(|buf| buf.backing().clone()),
+        recycled: done.recycled,
+    };
+    let buffers = done.whole.into_iter().zip(&job.buffers).zip(done.checksums);
+    let buffers = buffers.map(|((buf, len), checksum)| FilledBuf { buf, len: *len as usize, checksum });
+    Ok(Filled { buffers: buffers.collect(), mappings: done.mappings, report })
+}
+
+/// As [`fill`], with memory of either kind.
+pub(crate) fn run<S: Queue<Addr = FileOffset>>(
+    memory: Memory<'_>,
+    sink: Sink<'_>,
+    job: &Job,
+    workers: &mut [Vec<S>],
+    options: &FillOptions,
+    watch: &mut Watch<'_>,
+) -> Result<Done, FillError> {
+    let sources = workers.iter().map(Vec::len).min().expect("at least one worker");
+    let state = State::new(memory, sink, job, sources, options, watch)?;
+    let (first, others) = workers.split_first_mut().expect("at least one worker");
+    let clocks = if others.is_empty() {
+        Worker::new(&state, first).run()
     } else {
         std::thread::scope(|scope| {
             let state = &state;
             let threads: Vec<_> =
-                others.iter_mut().map(|channels| scope.spawn(|| Lane::new(state, channels).run())).collect();
-            clocks.add(Lane::new(state, first).run());
+                others.iter_mut().map(|queues| scope.spawn(|| Worker::new(state, queues).run())).collect();
+            let mut clocks = Worker::new(state, first).run();
             for thread in threads {
                 match thread.join() {
                     Ok(other) => clocks.add(other),
                     Err(panic) => std::panic::resume_unwind(panic),
                 }
             }
-        });
-    }
-    let Done { buffers, first_read, recycled } = state.finish(&mut clocks)?;
-    let report = FillReport {
-        bytes: job.bytes(),
-        wall: start.elapsed(),
-        first_gather: first_read.map_or(Duration::ZERO, |at| at - start),
-        stages: clocks.filled(),
-        lanes,
-        backing: buffers.first().map(|b| b.buf.backing().clone()),
-        recycled,
+            clocks
+        })
     };
-    Ok(Filled { buffers, report })
+    state.finish(clocks)
+}
+
+fn locked<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 impl fmt::Display for FillReport {
@@ -310,12 +346,12 @@ impl fmt::Display for FillReport {
         let rate = self.bytes as f64 / self.wall.as_secs_f64() / 1e9;
         write!(
             f,
-            "{} bytes in {:.2?}, {rate:.2} GB/s; first gather after {:.2?}",
-            self.bytes, self.wall, self.first_gather
+            "{} bytes in {:.2?}, {rate:.2} GB/s; first chunk after {:.2?}",
+            self.bytes, self.wall, self.first_chunk
         )?;
         for stage in &self.stages {
             write!(f, ", {} {:.2?}", stage.stage, stage.busy)?;
         }
-        write!(f, "; {} lane{}", self.lanes, if self.lanes == 1 { "" } else { "s" })
+        write!(f, "; {} worker{}", self.workers, if self.workers == 1 { "" } else { "s" })
     }
 }

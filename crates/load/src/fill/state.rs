@@ -1,137 +1,246 @@
-//! What the lanes share: memory that is not taken yet, what has arrived, and whether to go on.
+//! The state that workers share: memory that is not taken yet, fragments that have arrived, and whether to go on.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::hash::Hasher;
-use std::ops::ControlFlow;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::ops::{ControlFlow, Range};
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
-use dmalane_addr::FileOffset;
-use dmalane_dma::{Absent, BufferSlice, Heap, PageKind, Reserved};
+use dmalane_addr::{Access, FileOffset};
+use dmalane_dma::{Absent, BufferSlice, Error, PageKind, Registrar, Reserved, SharedBuf};
+use dmalane_queue::Registered;
 use twox_hash::XxHash3_64;
 
-use super::lane::NAP;
-use super::onward::{Back, Outlet};
-use super::{BadJob, Event, Extent, FillError, FillOptions, FilledBuf, Job, Onward, Watch};
+use super::memory::{Memory, Staging};
+use super::sink::{Back, Outlet};
+use super::worker::NAP;
+use super::{BadJob, Event, Extent, FillError, FillOptions, Job, Sink, Watch, locked};
 use crate::clock::{Clocks, Stage};
 
-pub(super) struct State<'a, 'w, 'o> {
+pub(super) struct State<'a, 'w> {
     pub options: &'a FillOptions,
-    pub gather: usize,
-    pub block: usize,
+    /// A worker takes memory while fewer bytes than this have memory and wait to be read.
+    pub chunk: usize,
+    block: usize,
+    lens: &'a [u64],
     /// For each buffer its extents, in the order of their destinations.
     plan: Vec<Vec<(usize, Extent)>>,
     total: u64,
+    supply: Mutex<Supply<'a>>,
+    /// The memory stays; else it is that of slots.
+    stays: bool,
+    register: Option<(&'a dyn Registrar, Access)>,
+    /// For each buffer the registrations of its chunks.
+    mappings: Mutex<Vec<BTreeMap<usize, Registered>>>,
+    /// Buffers whose memory is new, and so zero.
     fresh: Vec<bool>,
-    memory: Mutex<Memory>,
+    /// Reads whose memory was taken and whose bytes were not sent on yet.
+    ahead: AtomicUsize,
     progress: Mutex<Progress>,
-    outlet: Option<Outlet<'o>>,
+    outlet: Option<Outlet<'a>>,
     watch: Mutex<&'a mut Watch<'w>>,
     stop: AtomicBool,
 }
 
-/// What is still to be taken.
-struct Memory {
-    reserved: Vec<Reserved>,
+/// Memory that is still to be taken.
+struct Supply<'a> {
+    pages: Pages<'a>,
     /// The first buffer of which anything is left.
-    next: usize,
-    /// The extent with which its next gather begins.
+    buffer: usize,
+    /// The extent with which its next chunk begins.
     extent: usize,
+    /// No chunk was taken, and there will be several.
     first: bool,
+}
+
+enum Pages<'a> {
+    Stays(Vec<Reserved>),
+    /// The next byte of the buffer goes to the next slot.
+    Staging(&'a mut Staging, usize),
 }
 
 struct Progress {
     buffers: Vec<Arrived>,
-    /// Bytes of each extent that have not arrived, or are not on the device where there is one.
+    /// Buffers whose next bytes to be hashed are there, and nobody hashes them.
+    ready: BTreeSet<usize>,
+    /// Bytes of each extent that have not arrived, or that the sink is not done with.
     missing: Vec<u64>,
     done: u64,
-    /// Bytes that the outlet has.
+    /// Bytes that the sink has.
     away: u64,
     /// The failure that lies first, and where.
     failed: Option<((usize, usize), FillError)>,
     first_read: Option<Instant>,
 }
 
-/// What of a buffer is there.
+/// The fragments of a buffer that are there.
 struct Arrived {
-    /// By offset, each with the extent that it is of, if any. While one is being hashed or is on its way to the device,
-    /// it is not here.
-    parts: BTreeMap<usize, (BufferSlice, Option<usize>)>,
+    /// By offset. While a fragment is being hashed or is with the sink, it is not here.
+    fragments: BTreeMap<usize, Fragment>,
     len: usize,
     hash: Option<XxHash3_64>,
-    /// How far it is hashed.
+    /// Bytes hashed.
     hashed: usize,
 }
 
-/// A gather that a lane has taken.
-pub(super) struct Claim {
-    pub buffer: usize,
-    /// The extents that may have bytes in it, as a range of the plan's.
-    extents: std::ops::Range<usize>,
-    pub memory: Absent,
+/// Consecutive bytes of a buffer, and the memory that they are in.
+pub(super) struct Fragment {
+    pub tag: Tag,
+    pub slice: BufferSlice,
 }
 
-/// A piece of a gather: what goes where.
-pub(super) struct Piece {
+/// Identifies the bytes of a fragment.
+#[derive(Clone)]
+pub(super) struct Tag {
     pub buffer: usize,
-    pub extent: usize,
+    /// From where on in the buffer.
+    pub offset: usize,
+    /// The extent that they are of, if any.
+    pub extent: Option<usize>,
+    /// The slot that the memory goes back to, of staging memory.
+    slot: usize,
+    /// The registration of the memory.
+    pub via: Option<Registered>,
+}
+
+impl Fragment {
+    /// Splits off the first `len` bytes; `None`, without any change, when there are fewer.
+    pub fn split_off_front(&mut self, len: usize) -> Option<Self> {
+        let slice = self.slice.split_off_front(len)?;
+        let tag = self.tag.clone();
+        self.tag.offset += len;
+        Some(Self { tag, slice })
+    }
+
+    fn end(&self) -> usize {
+        self.tag.offset + self.slice.len()
+    }
+}
+
+/// A fragment to be read.
+pub(super) struct Read {
     pub source: usize,
     pub at: FileOffset,
-    pub part: BufferSlice,
+    pub fragment: Fragment,
+}
+
+/// The answer of [`State::claim`].
+pub(super) enum Claimed {
+    Chunk(Claim),
+    /// There will be memory when the sink has given some back, or when what was read ahead is sent on.
+    Later,
+    /// Everything was taken.
+    Nothing,
+}
+
+/// A chunk that a worker has taken.
+pub(super) struct Claim {
+    buffer: usize,
+    offset: usize,
+    /// The extents that may have bytes in it, as a range of the plan's.
+    extents: Range<usize>,
+    memory: Taken,
+}
+
+enum Taken {
+    Absent(Absent),
+    Slot(usize, BufferSlice, Registered),
 }
 
 /// A job that is done.
-pub(super) struct Done {
-    pub buffers: Vec<FilledBuf>,
+pub(crate) struct Done {
+    /// The buffers; none of staging memory.
+    pub whole: Vec<SharedBuf>,
+    pub checksums: Vec<Option<u64>>,
+    pub mappings: Vec<Vec<Registered>>,
     pub first_read: Option<Instant>,
     pub recycled: bool,
+    pub clocks: Clocks,
 }
 
-impl<'a, 'w, 'o> State<'a, 'w, 'o> {
+/// Mappings of a job, at most (one more for each buffer): a kernel takes 65535 in all (`dma_entry_limit` of
+/// `vfio_iommu_type1`). Chunks are longer where there would be more.
+const MAPPINGS: u64 = 1 << 14;
+
+impl<'a, 'w> State<'a, 'w> {
     pub fn new(
-        heap: &dyn Heap,
-        job: &Job,
+        memory: Memory<'a>,
+        sink: Sink<'a>,
+        job: &'a Job,
         sources: usize,
-        onward: Option<Onward<'o>>,
         options: &'a FillOptions,
         watch: &'a mut Watch<'w>,
     ) -> Result<Self, FillError> {
         let plan = job.by_buffer(sources)?;
-        if let Some(there) = onward.as_ref().map(|o| o.to.len()).filter(|n| *n != job.buffers.len()) {
-            return Err(BadJob::Destinations { buffers: job.buffers.len(), there }.into());
+        if let Sink::Device { targets, .. } = &sink
+            && targets.buffers() != job.buffers.len()
+        {
+            return Err(BadJob::Destinations { buffers: job.buffers.len(), there: targets.buffers() }.into());
         }
-        let mut reserved = Vec::new();
-        for (buffer, len) in job.buffers.iter().enumerate() {
-            // A buffer has at least a page.
-            let len = usize::try_from(*len).map_err(|_| BadJob::TooLarge(*len))?.max(1);
-            reserved.push(heap.reserve(len).map_err(|source| FillError::Memory { buffer, source })?);
-        }
-        enough(&reserved)?;
         let pages = |bytes: u64| usize::try_from(bytes.clamp(1, 1 << 40)).unwrap_or(1 << 30).next_multiple_of(4096);
+        let mut chunk = pages(options.chunk);
+        let mut register = None;
+        let pages_of_job = match memory {
+            // A slot is free at once, so there is no point in taking one before there is room to read into it.
+            Memory::Staging(staging) => {
+                chunk = 1;
+                Pages::Staging(staging, 0)
+            }
+            Memory::Stays(stays) => {
+                register = stays.register;
+                if let Some((registrar, _)) = register {
+                    let wanted = job.buffers.iter().fold(0u64, |sum, len| sum.saturating_add(*len));
+                    let map = |source| FillError::Map { buffer: 0, offset: 0, source };
+                    within_pin_limit(registrar, wanted).map_err(map)?;
+                    let least = wanted.div_ceil(MAPPINGS).checked_next_power_of_two().unwrap_or(u64::MAX);
+                    chunk = chunk.max(pages(least));
+                }
+                let mut reserved = Vec::new();
+                for (buffer, len) in job.buffers.iter().enumerate() {
+                    // A buffer has at least a page.
+                    let len = usize::try_from(*len).map_err(|_| BadJob::TooLarge(*len))?.max(1);
+                    let memory = |source| FillError::Memory { buffer, source };
+                    reserved.push(stays.heap.reserve(len).map_err(memory)?);
+                }
+                enough(&reserved)?;
+                Pages::Stays(reserved)
+            }
+        };
         let arrived = |len: &u64| Arrived {
-            parts: BTreeMap::new(),
+            fragments: BTreeMap::new(),
             len: *len as usize,
             hash: options.checksum.then(|| XxHash3_64::with_seed(0)),
             hashed: 0,
         };
+        let fresh = match &pages_of_job {
+            Pages::Stays(reserved) => reserved.iter().map(Reserved::is_fresh).collect(),
+            Pages::Staging(..) => vec![false; job.buffers.len()],
+        };
+        let (first, stays) = (options.chunk < job.bytes(), matches!(&pages_of_job, Pages::Stays(_)));
         let state = Self {
             options,
-            gather: pages(options.gather),
+            chunk,
             block: pages(options.block),
+            lens: &job.buffers,
             plan,
             total: job.bytes(),
-            fresh: reserved.iter().map(Reserved::is_fresh).collect(),
-            memory: Mutex::new(Memory { reserved, next: 0, extent: 0, first: options.gather < job.bytes() }),
+            supply: Mutex::new(Supply { pages: pages_of_job, buffer: 0, extent: 0, first }),
+            stays,
+            register,
+            mappings: Mutex::new(vec![BTreeMap::new(); job.buffers.len()]),
+            fresh,
+            ahead: AtomicUsize::new(0),
             progress: Mutex::new(Progress {
                 buffers: job.buffers.iter().map(arrived).collect(),
+                ready: BTreeSet::new(),
                 missing: job.extents.iter().map(|e| e.len).collect(),
                 done: 0,
                 away: 0,
                 failed: None,
                 first_read: None,
             }),
-            outlet: onward.map(|onward| Outlet::new(onward, options.patience)),
+            outlet: Outlet::new(sink, options.timeout),
             watch: Mutex::new(watch),
             stop: AtomicBool::new(false),
         };
@@ -144,10 +253,10 @@ impl<'a, 'w, 'o> State<'a, 'w, 'o> {
     }
 
     fn progress(&self) -> MutexGuard<'_, Progress> {
-        self.progress.lock().unwrap_or_else(PoisonError::into_inner)
+        locked(&self.progress)
     }
 
-    /// Whether to give up, now that it may be too late.
+    /// Whether to give up, checking the deadline.
     pub fn stopped(&self) -> bool {
         if self.options.deadline.is_some_and(|deadline| Instant::now() >= deadline) {
             let (done, away) = {
@@ -170,12 +279,8 @@ impl<'a, 'w, 'o> State<'a, 'w, 'o> {
         self.stop.store(true, Ordering::Relaxed);
     }
 
-    fn watch(&self) -> MutexGuard<'_, &'a mut Watch<'w>> {
-        self.watch.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
     fn tell(&self, event: Event) {
-        self.tell_to(&mut **self.watch(), event);
+        self.tell_to(&mut **locked(&self.watch), event);
     }
 
     fn tell_to(&self, watch: &mut Watch<'_>, event: Event) {
@@ -185,73 +290,123 @@ impl<'a, 'w, 'o> State<'a, 'w, 'o> {
         }
     }
 
-    /// Takes the next gather; `None` when all are taken. The first is a single block, so that reading can begin.
-    pub fn claim(&self) -> Option<Claim> {
-        let mut memory = self.memory.lock().unwrap_or_else(PoisonError::into_inner);
-        let Memory { reserved, next, extent, first } = &mut *memory;
+    /// Takes the next chunk. `capacity` is the number of reads that a queue of the worker takes.
+    pub fn claim(&self, capacity: usize, clocks: &mut Clocks) -> Claimed {
+        let mut supply = locked(&self.supply);
+        let Supply { pages, buffer: next, extent, first } = &mut *supply;
         loop {
             let buffer = *next;
-            let len = if std::mem::take(first) { self.block.min(self.gather) } else { self.gather };
-            let Some(absent) = reserved.get_mut(buffer)?.next(len) else {
+            let Some(len) = self.lens.get(buffer) else { return Claimed::Nothing };
+            let taken = match pages {
+                Pages::Stays(reserved) => {
+                    // The first chunk is a single block, so that reading can begin.
+                    let len = if std::mem::take(first) { self.block.min(self.chunk) } else { self.chunk };
+                    let absent = reserved.get_mut(buffer).and_then(|reserved| reserved.next(len));
+                    absent.map(|absent| (absent.offset(), absent.len(), Taken::Absent(absent)))
+                }
+                Pages::Staging(_, at) if *at as u64 >= *len => {
+                    *at = 0;
+                    None
+                }
+                // As many reads may wait for their turn as are in flight. Reading further ahead would only push them
+                // out of the processor's cache.
+                Pages::Staging(..) if self.ahead.load(Ordering::Relaxed) >= 2 * capacity => return Claimed::Later,
+                Pages::Staging(staging, at) => match staging.take(*len - *at as u64, clocks) {
+                    Ok(Some((slot, slice))) => {
+                        let (offset, len) = (*at, slice.len());
+                        *at += len;
+                        Some((offset, len, Taken::Slot(slot, slice, staging.via(slot))))
+                    }
+                    Ok(None) => return Claimed::Later,
+                    Err(source) => {
+                        self.fail((buffer, *at), FillError::Memory { buffer, source });
+                        return Claimed::Nothing;
+                    }
+                },
+            };
+            let Some((offset, len, memory)) = taken else {
                 (*next, *extent) = (buffer + 1, 0);
                 continue;
             };
             let plan = &self.plan[buffer];
-            let end = (absent.offset() + absent.len()) as u64;
             let begin = *extent;
-            let more = plan[begin..].partition_point(|(_, e)| e.to < end);
-            // The last extent may go on in the next gather.
+            let more = plan[begin..].partition_point(|(_, e)| e.to < (offset + len) as u64);
+            // The last extent may go on in the next chunk.
             *extent = (begin + more).saturating_sub(1).max(begin);
-            return Some(Claim { buffer, extents: begin..begin + more, memory: absent });
+            return Claimed::Chunk(Claim { buffer, offset, extents: begin..begin + more, memory });
         }
     }
 
-    /// Makes a gather present and cuts it into pieces. What nobody reads into has arrived already.
-    pub fn allocate(&self, claim: Claim, clocks: &mut Clocks) -> Option<Vec<Piece>> {
-        let Claim { buffer, extents, memory } = claim;
-        let (offset, len) = (memory.offset(), memory.len());
-        let part = match clocks.time(Stage::Allocate, || memory.populate()) {
-            Ok(part) => part,
-            Err(source) => {
-                self.fail((buffer, offset), FillError::Memory { buffer, source });
-                return None;
+    /// Makes a chunk present, registers it, and cuts it into reads. Bytes that nobody reads have arrived already.
+    pub fn allocate(&self, claim: Claim, clocks: &mut Clocks) -> Option<Vec<Read>> {
+        let Claim { buffer, offset, extents, memory } = claim;
+        let mut rest = match memory {
+            Taken::Slot(slot, slice, via) => {
+                Fragment { tag: Tag { buffer, offset, extent: None, slot, via: Some(via) }, slice }
             }
+            Taken::Absent(absent) => match self.present(buffer, absent, clocks) {
+                Ok(fragment) => fragment,
+                Err(error) => {
+                    self.fail((buffer, offset), error);
+                    return None;
+                }
+            },
         };
-        clocks.bytes(Stage::Allocate, len as u64);
-        self.tell(Event::Allocated { buffer, offset: offset as u64, len: len as u64, reference: part.reference() });
-        let mut rest = part;
-        let mut pieces = Vec::new();
+        let end = rest.end();
+        let mut reads = Vec::new();
         for (extent, e) in &self.plan[buffer][extents] {
-            let end = rest.offset() + rest.len();
             // Both fit: a job's buffers are no larger than the address space.
             let (to, until) = (e.to as usize, (e.to + e.len) as usize);
-            if until <= rest.offset() {
-                continue; // ended in the gather before
+            if until <= rest.tag.offset {
+                continue; // ended in the chunk before
             }
-            self.pass_over(buffer, &mut rest, to, clocks);
-            while rest.offset() < until.min(end) {
-                let at = e.at.bits() + (rest.offset() - to) as u64;
-                // Pieces end where blocks of the buffer end, so that they stay aligned as they are.
-                let len = (until.min(end) - rest.offset()).min(self.block - rest.offset() % self.block);
-                let Some(part) = rest.split_off_front(len) else { break };
-                pieces.push(Piece { buffer, extent: *extent, source: e.source, at: FileOffset::new(at), part });
+            self.pass_over(&mut rest, to);
+            while rest.tag.offset < until.min(end) {
+                let at = FileOffset::new(e.at.bits() + (rest.tag.offset - to) as u64);
+                // Reads end where blocks of the buffer end, so that they stay aligned as they are.
+                let len = (until.min(end) - rest.tag.offset).min(self.block - rest.tag.offset % self.block);
+                let Some(mut fragment) = rest.split_off_front(len) else { break };
+                fragment.tag.extent = Some(*extent);
+                reads.push(Read { source: e.source, at, fragment });
             }
         }
-        let end = rest.offset() + rest.len();
-        self.pass_over(buffer, &mut rest, end, clocks);
-        Some(pieces)
+        self.pass_over(&mut rest, end);
+        self.ahead.fetch_add(reads.len(), Ordering::Relaxed);
+        Some(reads)
     }
 
-    /// The bytes before `to` are nobody's: they are zero.
-    fn pass_over(&self, buffer: usize, rest: &mut BufferSlice, to: usize, clocks: &mut Clocks) {
-        let len = to.saturating_sub(rest.offset());
+    fn present(&self, buffer: usize, absent: Absent, clocks: &mut Clocks) -> Result<Fragment, FillError> {
+        let (offset, len) = (absent.offset(), absent.len());
+        let slice = clocks.time(Stage::Allocate, || absent.populate());
+        let slice = slice.map_err(|source| FillError::Memory { buffer, source })?;
+        clocks.bytes(Stage::Allocate, len as u64);
+        let reference = slice.reference();
+        let mut via = None;
+        if let Some((registrar, access)) = self.register {
+            let map = |source| FillError::Map { buffer, offset: offset as u64, source };
+            let range = offset..offset + len;
+            let pinned = clocks.time(Stage::Register, || registrar.pin_range(&reference, range)).map_err(map)?;
+            let mapping = clocks.time(Stage::Map, || registrar.map_list(vec![pinned], access)).map_err(map)?;
+            clocks.bytes(Stage::Register, len as u64);
+            clocks.bytes(Stage::Map, len as u64);
+            let registered = Registered::from_mapping(mapping);
+            locked(&self.mappings)[buffer].insert(offset, registered.clone());
+            via = Some(registered);
+        }
+        self.tell(Event::Allocated { buffer, offset: offset as u64, len: len as u64, reference });
+        Ok(Fragment { tag: Tag { buffer, offset, extent: None, slot: 0, via }, slice })
+    }
+
+    /// The bytes before `to` belong to no extent: they are zero.
+    fn pass_over(&self, rest: &mut Fragment, to: usize) {
+        let len = to.saturating_sub(rest.tag.offset);
         if len > 0
             && let Some(gap) = rest.split_off_front(len)
         {
-            if !self.fresh[buffer] {
-                gap.view().fill(0);
+            if !self.fresh[gap.tag.buffer] {
+                gap.slice.view().fill(0);
             }
-            self.present(buffer, gap, None, clocks);
+            self.settle(gap);
         }
     }
 
@@ -260,84 +415,103 @@ impl<'a, 'w, 'o> State<'a, 'w, 'o> {
         self.progress().first_read.get_or_insert_with(Instant::now);
     }
 
-    /// Takes a piece that was read.
-    pub fn arrived(&self, piece: Piece, clocks: &mut Clocks) {
-        let Piece { buffer, extent, part, .. } = piece;
-        let (offset, len) = (part.offset() as u64, part.len() as u64);
-        // Held from here on, so that what a lane counts and what it tells come in the same order.
-        let mut watch = self.watch();
+    /// Takes a fragment that was read.
+    pub fn arrived(&self, fragment: Fragment) {
+        let Tag { buffer, offset, extent, .. } = fragment.tag;
+        let len = fragment.slice.len() as u64;
+        // Held from here on, so that workers tell events in the order in which they count bytes.
+        let mut watch = locked(&self.watch);
         let complete = {
             let mut progress = self.progress();
             progress.done += len;
-            self.outlet.is_none() && progress.have(extent, len)
+            extent.filter(|extent| self.outlet.is_none() && progress.have(*extent, len))
         };
-        self.tell_to(&mut **watch, Event::Arrived { buffer, offset, len });
-        if complete {
+        self.tell_to(&mut **watch, Event::Arrived { buffer, offset: offset as u64, len });
+        if let Some(extent) = complete {
             self.tell_to(&mut **watch, Event::Complete { extent });
         }
         drop(watch);
-        self.present(buffer, part, Some(extent), clocks);
+        self.settle(fragment);
     }
 
-    /// Takes a part whose bytes are what they shall be. It is hashed first if it shall be, when its turn comes.
-    fn present(&self, buffer: usize, part: BufferSlice, extent: Option<usize>, clocks: &mut Clocks) {
-        if self.options.checksum {
-            self.progress().buffers[buffer].parts.insert(part.offset(), (part, extent));
-            self.hash(buffer, clocks);
-        } else {
-            self.send(buffer, part, extent);
+    /// Takes a fragment whose bytes are final. It is hashed first, if checksums are on, when its turn comes.
+    fn settle(&self, fragment: Fragment) {
+        if !self.options.checksum {
+            return self.send(fragment);
         }
+        let mut progress = self.progress();
+        let Tag { buffer, offset, .. } = fragment.tag;
+        progress.buffers[buffer].fragments.insert(offset, fragment);
+        progress.make_ready(buffer);
     }
 
-    /// Hashes what follows what was hashed already, as far as it is there, and sends it on. Without the lock: whoever
-    /// holds the next part hashes it.
-    fn hash(&self, buffer: usize, clocks: &mut Clocks) {
-        loop {
+    /// Hashes the fragments whose turn it is and sends them on: with a device only one, so that it is transferred while
+    /// it is in the processor's cache, and none while the device has no room. True when there was one.
+    pub fn hash(&self, clocks: &mut Clocks) -> bool {
+        let mut any = false;
+        while !self.outlet.as_ref().is_some_and(Outlet::is_full) {
             let mut progress = self.progress();
+            let Some(buffer) = progress.ready.pop_first() else { break };
             let arrived = &mut progress.buffers[buffer];
             let (at, len) = (arrived.hashed, arrived.len);
-            if at >= len || arrived.hash.is_none() || !arrived.parts.contains_key(&at) {
-                return;
-            }
-            let (Some(mut hash), Some((mut part, extent))) = (arrived.hash.take(), arrived.parts.remove(&at)) else {
-                return;
+            let (Some(mut hash), Some(mut fragment)) = (arrived.hash.take(), arrived.fragments.remove(&at)) else {
+                break;
             };
             drop(progress);
-            let n = part.len().min(len - at);
+            let n = fragment.slice.len().min(len - at);
             clocks.time(Stage::Checksum, || {
-                if part.with_bytes(|bytes| hash.write(&bytes[..n])).is_none() {
-                    // The watcher let a device write to it.
-                    part.view().sub(0, n).into_iter().for_each(|view| view.for_each_block(|block| hash.write(block)));
+                if fragment.slice.with_bytes(|bytes| hash.write(&bytes[..n])).is_none() {
+                    // A device may write to it.
+                    let view = fragment.slice.view().sub(0, n);
+                    view.into_iter().for_each(|view| view.for_each_block(|block| hash.write(block)));
                 }
             });
             clocks.bytes(Stage::Checksum, n as u64);
             let mut progress = self.progress();
             let arrived = &mut progress.buffers[buffer];
-            arrived.hashed = at + part.len();
-            arrived.hash = Some(hash);
+            (arrived.hashed, arrived.hash) = (fragment.end(), Some(hash));
+            progress.make_ready(buffer);
             drop(progress);
-            self.send(buffer, part, extent);
+            self.send(fragment);
+            any = true;
+            if self.outlet.is_some() {
+                break;
+            }
         }
+        any
     }
 
-    /// Lets a part go on to the device, if there is one, and keeps it otherwise.
-    fn send(&self, buffer: usize, mut part: BufferSlice, extent: Option<usize>) {
-        let mut progress = self.progress();
-        let arrived = &mut progress.buffers[buffer];
+    /// Hands a fragment to the sink.
+    fn send(&self, mut fragment: Fragment) {
+        if fragment.tag.extent.is_some() {
+            self.ahead.fetch_sub(1, Ordering::Relaxed);
+        }
         if let Some(outlet) = &self.outlet
-            // What lies behind the end of what was asked for concerns nobody.
-            && let n @ 1.. = arrived.len.saturating_sub(part.offset()).min(part.len())
-            && let Some(front) = part.split_off_front(n)
+            // Bytes behind the end of the buffer go nowhere.
+            && let left = (self.lens[fragment.tag.buffer] as usize).saturating_sub(fragment.tag.offset)
+            && let n @ 1.. = left.min(fragment.slice.len())
+            && let Some(front) = fragment.split_off_front(n)
         {
-            outlet.take(Back { buffer, extent, part: front });
-            progress.away += n as u64;
+            self.progress().away += n as u64;
+            outlet.take(front);
         }
-        if !part.is_empty() {
-            progress.buffers[buffer].parts.insert(part.offset(), (part, extent));
+        if !fragment.slice.is_empty() {
+            self.keep(fragment);
         }
     }
 
-    /// Drives the device, if there is one: see [`Outlet::drive`]. True when it had anything.
+    /// Puts a fragment back to where its memory came from.
+    fn keep(&self, fragment: Fragment) {
+        if !self.stays
+            && let Pages::Staging(staging, _) = &mut locked(&self.supply).pages
+        {
+            return staging.put_back(fragment.tag.slot, fragment.slice);
+        }
+        let Tag { buffer, offset, .. } = fragment.tag;
+        self.progress().buffers[buffer].fragments.insert(offset, fragment);
+    }
+
+    /// Drives the device, if there is one: see [`Outlet::drive`]. True when anything came back.
     pub fn drive(&self, timeout: Duration) -> bool {
         let Some(outlet) = &self.outlet else { return false };
         let mut back = Vec::new();
@@ -345,15 +519,18 @@ impl<'a, 'w, 'o> State<'a, 'w, 'o> {
             self.fail(place, error);
         }
         let any = !back.is_empty();
-        for Back { buffer, extent, part } in back {
-            let (offset, len) = (part.offset() as u64, part.len() as u64);
-            let mut watch = self.watch();
+        for Back { fragment, moved } in back {
+            let Tag { buffer, offset, extent, .. } = fragment.tag;
+            let len = fragment.slice.len() as u64;
+            let mut watch = locked(&self.watch);
             let mut progress = self.progress();
             let complete = extent.filter(|extent| progress.have(*extent, len));
             progress.away -= len;
-            progress.buffers[buffer].parts.insert(part.offset(), (part, extent));
             drop(progress);
-            self.tell_to(&mut **watch, Event::OnDevice { buffer, offset, len });
+            self.keep(fragment);
+            if moved {
+                self.tell_to(&mut **watch, Event::OnDevice { buffer, offset: offset as u64, len });
+            }
             if let Some(extent) = complete {
                 self.tell_to(&mut **watch, Event::Complete { extent });
             }
@@ -361,48 +538,75 @@ impl<'a, 'w, 'o> State<'a, 'w, 'o> {
         any
     }
 
-    /// Waits for the device, then rejoins everything, or says what failed.
-    pub fn finish(mut self, clocks: &mut Clocks) -> Result<Done, FillError> {
-        while self.outlet.is_some() && !self.stopped() && self.progress().away > 0 {
-            self.drive(NAP);
+    /// Waits for the device, then rejoins everything, or returns the failure.
+    pub fn finish(mut self, mut clocks: Clocks) -> Result<Done, FillError> {
+        while self.outlet.is_some() && !self.stopped() {
+            let (away, ready) = {
+                let progress = self.progress();
+                (progress.away, !progress.ready.is_empty())
+            };
+            if away == 0 && !ready {
+                break;
+            }
+            let hashed = self.hash(&mut clocks);
+            self.drive(if hashed { Duration::ZERO } else { NAP });
         }
         if let Some(outlet) = self.outlet.take() {
             outlet.quiesce();
             clocks.add(outlet.into_clocks());
         }
-        drop(self.memory);
+        drop(self.supply);
         let progress = self.progress.into_inner().unwrap_or_else(PoisonError::into_inner);
         if let Some((_, error)) = progress.failed {
             return Err(error);
         }
-        let mut buffers = Vec::new();
+        let (mut whole, mut checksums) = (Vec::new(), Vec::new());
         for (buffer, arrived) in progress.buffers.into_iter().enumerate() {
-            let parts = arrived.parts.into_values().map(|(part, _)| Some(part));
-            let whole = parts.reduce(|a, b| a?.join(b?).ok()).flatten();
-            // Every gather was taken, and every piece of it has arrived.
-            let Some(buf) = whole.and_then(|part| part.into_whole().ok()) else {
+            checksums.push(arrived.hash.map(|hash| hash.finish()));
+            if !self.stays {
+                continue;
+            }
+            let slices = arrived.fragments.into_values().map(|fragment| Some(fragment.slice));
+            let joined = slices.reduce(|a, b| a?.join(b?).ok()).flatten();
+            // Every chunk was taken, and every fragment of it has arrived.
+            let Some(buf) = joined.and_then(|slice| slice.into_whole().ok()) else {
                 let reason = format!("buffer {buffer} did not come back whole");
                 return Err(FillError::Channel { source_index: 0, reason });
             };
-            let checksum = arrived.hash.map(|hash| hash.finish());
-            buffers.push(FilledBuf { buf, len: arrived.len, checksum });
+            whole.push(buf);
         }
-        Ok(Done { buffers, first_read: progress.first_read, recycled: self.fresh.contains(&false) })
+        let mappings = self.mappings.into_inner().unwrap_or_else(PoisonError::into_inner);
+        Ok(Done {
+            whole,
+            checksums,
+            mappings: mappings.into_iter().map(|of_buffer| of_buffer.into_values().collect()).collect(),
+            first_read: progress.first_read,
+            recycled: self.stays && self.fresh.contains(&false),
+            clocks,
+        })
     }
 }
 
 impl Progress {
-    /// Counts bytes of an extent as there; true when they were the last.
+    /// Counts bytes of an extent; true when they were the last.
     fn have(&mut self, extent: usize, len: u64) -> bool {
         self.missing[extent] -= len;
         self.missing[extent] == 0
+    }
+
+    /// Notes that the next bytes of a buffer can be hashed, if they can.
+    fn make_ready(&mut self, buffer: usize) {
+        let Arrived { fragments, len, hash, hashed } = &self.buffers[buffer];
+        if hash.is_some() && hashed < len && fragments.contains_key(hashed) {
+            self.ready.insert(buffer);
+        }
     }
 }
 
 /// Less than this is not worth asking the kernel about.
 const WORTH_ASKING: usize = 32 << 20;
 
-/// Makes sure that there is memory for what was reserved: where the kernel overcommits, a reservation promises nothing,
+/// Makes sure that there is memory for the reservations: where the kernel overcommits, a reservation promises nothing,
 /// and a cgroup that runs full has somebody killed. Recycled memory is there, and so are huge pages once reserved.
 fn enough(reserved: &[Reserved]) -> Result<(), FillError> {
     let promised =
@@ -415,6 +619,14 @@ fn enough(reserved: &[Reserved]) -> Result<(), FillError> {
         Some(room) if room.bytes < wanted as u64 => {
             Err(FillError::NoRoom { wanted: wanted as u64, left: room.bytes, limited_by: room.limited_by })
         }
+        _ => Ok(()),
+    }
+}
+
+/// Refuses memory that could never be pinned, before any of it is read.
+fn within_pin_limit(registrar: &dyn Registrar, wanted: u64) -> Result<(), Error> {
+    match registrar.pin_limit() {
+        Some(limit) if wanted > limit => Err(Error::PinLimit { wanted, pinned: 0, limit }),
         _ => Ok(()),
     }
 }

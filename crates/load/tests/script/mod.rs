@@ -1,4 +1,4 @@
-//! A channel over bytes in memory that reorders, and fails by script.
+//! A queue over bytes in memory that reorders, and fails by script.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -16,11 +16,11 @@ pub enum Fault {
     Errno(i32),
     /// The file ends there.
     End,
-    /// The channel refuses everything from then on.
+    /// The queue refuses everything from then on.
     Dead,
 }
 
-/// Parts that channels have taken and not given back, over all of them.
+/// Slices that queues have taken and not given back, over all of them.
 pub static HELD: AtomicUsize = AtomicUsize::new(0);
 
 /// A source in memory.
@@ -44,7 +44,7 @@ impl Script {
         (self.random >> 33) as usize % n
     }
 
-    /// The first fault within a read, as the error that a file channel would give.
+    /// The first fault within a read, as the error that a file queue would give.
     pub fn error(fault: &Fault, at: u64, end: u64) -> OpError {
         match fault {
             Fault::Errno(errno) => OpError::Io { at: FileOffset::new(at), errno: *errno },

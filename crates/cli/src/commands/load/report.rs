@@ -111,7 +111,7 @@ const LEAST: u64 = 1 << 20;
 /// The reference rate of a stage. Only stages that move bytes through memory or from the disk have one. A transfer
 /// copies its bytes, and populates the card's memory where the load touches it first.
 fn ceiling(s: &StageReport, o: &Outcome) -> Option<f64> {
-    let c = o.report.ceilings.filter(|_| s.bytes >= LEAST)?;
+    let c = o.report.reference.filter(|_| s.bytes >= LEAST)?;
     let best = match s.stage {
         Stage::Read => c.read,
         Stage::Transfer => s.bytes as f64 / (s.bytes as f64 / c.copy + o.touched.unwrap_or(0) as f64 / c.first_touch),
@@ -152,7 +152,7 @@ pub(super) fn json(o: &Outcome) -> impl Serialize + use<> {
         leaves.iter().map(|(page, count)| JsonLeaves { page_bytes: page.bytes(), count: *count }).collect()
     };
     let (backing, iommu) = (o.backing.as_ref(), o.iommu.as_ref());
-    let ceilings = o.report.ceilings;
+    let ceilings = o.report.reference;
     Json {
         schema: 2,
         command: "load",
@@ -341,7 +341,7 @@ fn explain_stages(o: &Outcome, out: &mut String) {
          or waited for it. of wall: that time as a share of the load. verify follows the load. -: less than 1 MiB \
          moved."
     );
-    if let Some(c) = o.report.ceilings {
+    if let Some(c) = o.report.reference {
         let _ = match o.touched {
             Some(touched) => writeln!(
                 out,
@@ -367,7 +367,7 @@ fn explain_stages(o: &Outcome, out: &mut String) {
             share(s, o.report.wall).unwrap_or(0.0) * 100.0
         );
     }
-    if let Some(c) = o.report.ceilings {
+    if let Some(c) = o.report.reference {
         let _ = writeln!(
             out,
             "Ceilings of this run: reading the same files into the same buffers {}, copying memory {}, first touch \

@@ -88,8 +88,8 @@ pub(super) fn json(o: &Outcome) -> impl Serialize + use<> {
         bytes: r.bytes,
         wall_s: wall,
         bytes_per_s: if wall > 0.0 { r.bytes as f64 / wall } else { 0.0 },
-        first_chunk_s: r.first_gather.as_secs_f64(),
-        workers: r.lanes,
+        first_chunk_s: r.first_chunk.as_secs_f64(),
+        workers: r.workers,
         stages: r.stages.iter().map(stage).collect(),
         memory: JsonMemory {
             heap: o.picked.heap.name(),
@@ -171,11 +171,11 @@ pub(super) fn text(o: &Outcome, explain: bool) -> String {
             per_stage(s).map_or("-".to_owned(), per_second)
         );
     }
-    let workers = match r.lanes {
+    let workers = match r.workers {
         1 => "one worker".to_owned(),
         n => format!("{n} workers, whose times are summed"),
     };
-    let _ = writeln!(out, "The first read began after {}; {workers}. Stages overlap.", duration(r.first_gather));
+    let _ = writeln!(out, "The first read began after {}; {workers}. Stages overlap.", duration(r.first_chunk));
     let _ = writeln!(out, "\nheap       {}", o.picked);
     if let Some(backing) = &r.backing {
         let recycled = if r.recycled { ", recycled" } else { "" };

@@ -1,20 +1,19 @@
-//! What has arrived goes on to a device while the rest is read: everything gets there, whatever order things end in,
-//! and nothing is left under way when anything fails.
+//! A device as the sink: everything gets there while the rest is read, whatever order operations end in, and nothing is
+//! left under way when anything fails.
 
 mod script;
 
-use std::collections::BTreeMap;
 use std::ops::ControlFlow;
+use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
-use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
 use dmalane_addr::{Access, CardAddr};
-use dmalane_dma::{AnonHeap, BufferSlice, DeviceMem, Heap, MemfdHeap, PageKind, Pool, Registrar};
+use dmalane_dma::{AnonHeap, DeviceMem, Heap, MemfdHeap, PageKind, Pool};
 use dmalane_load::Stage;
-use dmalane_load::fill::{BadJob, Event, Extent, FillError, FillOptions, Filled, Job, Onward, Watch, fill};
+use dmalane_load::fill::{BadJob, Event, Extent, FillError, FillOptions, Filled, Job, Sink, Stays, Watch, fill};
 use dmalane_queue::{
-    Abilities, Completion, DeviceAddr, Limits, OpError, Operation, Queue, Refusal, Refused, Registered, Ticket, Work,
+    Abilities, Completion, DeviceAddr, Limits, OpError, Operation, Queue, Refusal, Refused, Ticket, Work,
 };
 use dmalane_sim::{DevicePort, HostConfig, SoftHost};
 use script::{Fault, Random, Script, naive, noise, random_job};
@@ -31,7 +30,7 @@ enum Broken {
     Hangs,
 }
 
-/// A device's channel that reads host memory by IOVA, reorders, and fails by script.
+/// A device's queue that reads host memory by IOVA, reorders, and fails by script.
 struct Card {
     port: DevicePort,
     memory: Vec<u8>,
@@ -161,7 +160,7 @@ impl Queue for Card {
 
 type Sources = Vec<Arc<Vec<u8>>>;
 
-/// A job with a card behind it: where on the card its buffers go, and the gathers that were mapped.
+/// A job with a card behind it, and where on the card its buffers go.
 struct Case<'a> {
     host: &'a SoftHost,
     card: Card,
@@ -189,47 +188,40 @@ impl<'a> Case<'a> {
         }
     }
 
-    /// `saw` is called with every event, after its gather was mapped.
+    /// `saw` is called with every event. Nothing stays mapped.
     fn run(
         &mut self,
         heap: &dyn Heap,
         job: &Job,
-        lanes: &mut [Vec<Script>],
+        workers: &mut [Vec<Script>],
         options: &FillOptions,
         saw: &mut Watch<'_>,
     ) -> Result<Filled, FillError> {
         let Self { host, card, to, inline, .. } = self;
-        let gathers: Mutex<BTreeMap<(usize, usize), Registered>> = Mutex::default();
-        let via = |buffer: usize, part: &BufferSlice| {
-            let gathers = gathers.lock().unwrap();
-            gathers.range(..=(buffer, part.offset())).next_back().map(|(_, gather)| gather.clone())
-        };
-        let mut watch = |event: Event| {
-            if let Event::Allocated { buffer, offset, len, reference } = &event {
-                let pages = *offset as usize..(offset + len) as usize;
-                let mapping = host.map(host.pin_range(reference, pages).unwrap(), Access::READ).unwrap();
-                gathers.lock().unwrap().insert((*buffer, *offset as usize), Registered::from_mapping(mapping));
-            }
-            saw(event)
-        };
-        let onward = Onward { channel: card, inline: *inline, to, via: &via };
-        fill(heap, job, lanes, Some(onward), options, &mut watch)
+        let memory = Stays { heap, register: Some((*host, Access::READ)) };
+        let sink = Sink::Device { queue: card, polled: *inline, targets: &&to[..] };
+        let mut filled = fill(memory, sink, job, workers, options, saw)?;
+        for (mappings, buffer) in std::mem::take(&mut filled.mappings).iter().zip(&filled.buffers) {
+            let bytes: u64 = mappings.iter().map(|mapping| mapping.mapping().span().len()).sum();
+            assert_eq!(bytes, buffer.shared().len() as u64, "all of the buffer is mapped");
+        }
+        Ok(filled)
     }
 }
 
-fn lanes(random: &mut Random, sources: &Sources, faults: &[(u64, Fault)]) -> Vec<Vec<Script>> {
+fn workers(random: &mut Random, sources: &Sources, faults: &[(u64, Fault)]) -> Vec<Vec<Script>> {
     let capacity = 1 + random.below(6) as usize;
     (0..=random.below(3))
-        .map(|lane| {
-            let script = |s: &Arc<Vec<u8>>| Script::new(s.clone(), capacity, random.0 ^ lane, faults.to_vec());
+        .map(|worker| {
+            let script = |s: &Arc<Vec<u8>>| Script::new(s.clone(), capacity, random.0 ^ worker, faults.to_vec());
             sources.iter().map(script).collect()
         })
         .collect()
 }
 
 fn options(random: &mut Random, checksum: bool) -> FillOptions {
-    let (gather, block) = (random.below(40_000), random.below(20_000));
-    FillOptions { gather, block, checksum, ..FillOptions::default() }
+    let (chunk, block) = (random.below(40_000), random.below(20_000));
+    FillOptions { chunk, block, checksum, ..FillOptions::default() }
 }
 
 #[test]
@@ -245,7 +237,7 @@ fn the_device_gets_every_buffer() {
         let mut random = Random(seed);
         let job = random_job(&mut random, 3, 50_000);
         let options = options(&mut random, seed % 2 == 0);
-        let mut lanes = lanes(&mut random, &sources, &[]);
+        let mut workers = workers(&mut random, &sources, &[]);
         let (there, complete) = (AtomicUsize::new(0), AtomicUsize::new(0));
         let mut case = Case::new(&host, &job, seed, None);
         let mut missing: Vec<u64> = job.extents.iter().map(|e| e.len).collect();
@@ -267,7 +259,7 @@ fn the_device_gets_every_buffer() {
             }
             ControlFlow::Continue(())
         };
-        let filled = case.run(heaps[seed as usize % 3], &job, &mut lanes, &options, &mut saw).unwrap();
+        let filled = case.run(heaps[seed as usize % 3], &job, &mut workers, &options, &mut saw).unwrap();
         let Case { card, first, .. } = case;
         let wanted = naive(&job, &sources);
         let bytes: u64 = job.buffers.iter().sum();
@@ -292,7 +284,7 @@ fn transfers_begin_while_memory_is_still_allocated() {
     let sources: Sources = vec![noise(5, 400_000)];
     let job = Job::whole(&[400_000]);
     for checksum in [false, true] {
-        let options = FillOptions { gather: 16384, block: 8192, checksum, ..FillOptions::default() };
+        let options = FillOptions { chunk: 16384, block: 8192, checksum, ..FillOptions::default() };
         let (allocated, first) = (AtomicUsize::new(0), AtomicUsize::new(0));
         let mut case = Case::new(&host, &job, 3, None);
         let mut saw = |event: Event| {
@@ -305,8 +297,8 @@ fn transfers_begin_while_memory_is_still_allocated() {
             }
             ControlFlow::Continue(())
         };
-        let mut lanes = vec![vec![Script::new(sources[0].clone(), 4, 1, Vec::new())]];
-        case.run(&AnonHeap::starting_at(PageKind::Base), &job, &mut lanes, &options, &mut saw).unwrap();
+        let mut workers = vec![vec![Script::new(sources[0].clone(), 4, 1, Vec::new())]];
+        case.run(&AnonHeap::starting_at(PageKind::Base), &job, &mut workers, &options, &mut saw).unwrap();
         let first = first.into_inner();
         assert!(first > 0 && first < 200_000, "the device had bytes when {first} of 400000 were allocated");
     }
@@ -332,7 +324,7 @@ fn faults_in_the_middle() {
             2 => Some((buffer, place, Broken::Refuses)),
             _ => None,
         };
-        let mut lanes = lanes(&mut random, &sources, &faults);
+        let mut workers = workers(&mut random, &sources, &faults);
         let mut case = Case::new(&host, &job, seed, broken);
         let stop_after = random.below(300_000);
         let mut there = 0;
@@ -347,7 +339,7 @@ fn faults_in_the_middle() {
             _ => options,
         };
         let heap = heaps[seed as usize % 2];
-        let result = case.run(heap, &job, &mut lanes, &options, &mut saw);
+        let result = case.run(heap, &job, &mut workers, &options, &mut saw);
         match (what, &result) {
             (0, Err(FillError::Read { error: OpError::Io { errno: 5, at }, .. })) => assert_eq!(at.bits(), place),
             (1, Err(FillError::Transfer { buffer: b, offset, error: OpError::Device { status: 7 } })) => {
@@ -362,7 +354,7 @@ fn faults_in_the_middle() {
         }
         in_the_middle += usize::from(result.is_err() && case.card.ended > 0);
         drop(result);
-        assert_eq!((case.card.in_flight(), lanes.iter().flatten().map(Queue::in_flight).sum()), (0, 0usize));
+        assert_eq!((case.card.in_flight(), workers.iter().flatten().map(Queue::in_flight).sum()), (0, 0usize));
         assert_eq!((host.stats().pinned_frames, heap.stats().live), (0, 0), "seed {seed}");
     }
     assert!(in_the_middle > 200, "{in_the_middle} had transfers behind them");
@@ -374,12 +366,12 @@ fn what_hangs_keeps_its_memory() {
     let sources: Sources = vec![noise(8, 100_000)];
     let job = Job::whole(&[100_000]);
     let heap = AnonHeap::starting_at(PageKind::Base);
-    let patience = Duration::from_millis(500);
+    let timeout = Duration::from_millis(500);
     let deadline = Some(Instant::now() + Duration::from_millis(50));
-    let options = FillOptions { gather: 8192, block: 8192, patience, deadline, ..FillOptions::default() };
+    let options = FillOptions { chunk: 8192, block: 8192, timeout, deadline, ..FillOptions::default() };
     let mut case = Case::new(&host, &job, 11, Some((0, 60_000, Broken::Hangs)));
-    let mut lanes = vec![vec![Script::new(sources[0].clone(), 4, 1, Vec::new())]];
-    let late = case.run(&heap, &job, &mut lanes, &options, &mut |_| ControlFlow::Continue(())).unwrap_err();
+    let mut workers = vec![vec![Script::new(sources[0].clone(), 4, 1, Vec::new())]];
+    let late = case.run(&heap, &job, &mut workers, &options, &mut |_| ControlFlow::Continue(())).unwrap_err();
     // Everything was read, and the device does not have everything.
     assert!(matches!(late, FillError::Deadline { of: 100_000, .. }), "{late:?}");
     assert_eq!(case.card.in_flight(), 1);
@@ -394,14 +386,15 @@ fn a_device_that_ends_nothing_is_stopped() {
     let sources: Sources = vec![noise(8, 100_000)];
     let job = Job::whole(&[100_000]);
     let heap = AnonHeap::starting_at(PageKind::Base);
-    for (lets_go, lanes) in [(false, 1), (true, 1), (true, 3)] {
+    for (lets_go, workers) in [(false, 1), (true, 1), (true, 3)] {
         // The deadline is there for a job that would wait without end.
-        let (patience, deadline) = (Duration::from_millis(50), Some(Instant::now() + Duration::from_secs(20)));
-        let options = FillOptions { gather: 8192, block: 8192, patience, deadline, ..FillOptions::default() };
+        let (timeout, deadline) = (Duration::from_millis(50), Some(Instant::now() + Duration::from_secs(20)));
+        let options = FillOptions { chunk: 8192, block: 8192, timeout, deadline, ..FillOptions::default() };
         let mut case = Case::new(&host, &job, 11, Some((0, 60_000, Broken::Hangs)));
         case.card.lets_go = lets_go;
-        let mut lanes: Vec<_> = (0..lanes).map(|_| vec![Script::new(sources[0].clone(), 4, 1, Vec::new())]).collect();
-        let error = case.run(&heap, &job, &mut lanes, &options, &mut |_| ControlFlow::Continue(())).unwrap_err();
+        let mut workers: Vec<_> =
+            (0..workers).map(|_| vec![Script::new(sources[0].clone(), 4, 1, Vec::new())]).collect();
+        let error = case.run(&heap, &job, &mut workers, &options, &mut |_| ControlFlow::Continue(())).unwrap_err();
         let FillError::Transfer { buffer: 0, error: OpError::Stopped(why), .. } = &error else { panic!("{error:?}") };
         assert_eq!((why.as_str(), case.card.stopped.as_deref()), ("it ended nothing for 50ms", Some(why.as_str())));
         assert_eq!(case.card.in_flight(), usize::from(!lets_go));
@@ -419,13 +412,11 @@ fn what_cannot_go_there_is_refused() {
     let heap = AnonHeap::starting_at(PageKind::Base);
     let run = |to: &[DeviceAddr], registered: bool| {
         let mut card = Card::new(&host, 20_000, 1, None);
-        let share = heap.allocate(4096).unwrap().share();
-        let other = Registered::from_mapping(host.map(host.pin(&share.reference()).unwrap(), Access::READ).unwrap());
-        let via = |_: usize, _: &BufferSlice| registered.then(|| other.clone());
-        let onward = Onward { channel: &mut card, inline: true, to, via: &via };
-        let mut lanes = vec![vec![Script::new(source[0].clone(), 2, 1, Vec::new())]];
+        let memory = Stays { heap: &heap, register: registered.then_some((&host, Access::READ)) };
+        let sink = Sink::Device { queue: &mut card, polled: true, targets: &to };
+        let mut workers = vec![vec![Script::new(source[0].clone(), 2, 1, Vec::new())]];
         let options = FillOptions::default();
-        let failed = fill(&heap, &job, &mut lanes, Some(onward), &options, &mut |_| ControlFlow::Continue(()));
+        let failed = fill(memory, sink, &job, &mut workers, &options, &mut |_| ControlFlow::Continue(()));
         assert_eq!(card.in_flight(), 0);
         failed.unwrap_err()
     };

@@ -1,0 +1,171 @@
+//! Where chunks get their memory: buffers that stay, or slots of staging buffers that are used again.
+
+use std::sync::Arc;
+
+use dmalane_addr::{Access, PageSize};
+use dmalane_dma::{BufferSlice, Error, Heap, PageBacking, Registrar};
+use dmalane_queue::Registered;
+
+use crate::clock::{Clocks, Stage};
+
+/// Buffers that stay: reserved as wholes, and made present chunk by chunk.
+#[derive(Clone, Copy)]
+pub struct Stays<'a> {
+    /// The heap that they are reserved in.
+    pub heap: &'a dyn Heap,
+    /// Pins each chunk and maps it with this access as soon as it is present.
+    pub register: Option<(&'a dyn Registrar, Access)>,
+}
+
+impl<'a> From<&'a dyn Heap> for Stays<'a> {
+    fn from(heap: &'a dyn Heap) -> Self {
+        Self { heap, register: None }
+    }
+}
+
+impl<'a, H: Heap> From<&'a H> for Stays<'a> {
+    fn from(heap: &'a H) -> Self {
+        Self { heap, register: None }
+    }
+}
+
+/// Where chunks get their memory.
+pub(crate) enum Memory<'a> {
+    Stays(Stays<'a>),
+    /// A chunk is a slot. Its bytes are gone when the sink has them.
+    Staging(&'a mut Staging),
+}
+
+/// Buffers that carry bytes to the device; with the one that carries them back, four in all.
+const BUFFERS: usize = 3;
+/// Bytes of a slot, at most: small enough that a chunk which was just copied out of the page cache is still in the
+/// processor's cache when it is hashed and transferred, large enough for the disk.
+const SLOT: u64 = 2 << 20;
+
+/// A few buffers, registered once and cut into slots. They are made one by one, when all slots of those before are
+/// taken.
+pub(crate) struct Staging {
+    heap: Arc<dyn Heap>,
+    registrar: Arc<dyn Registrar>,
+    slots: Vec<Slot>,
+    /// Buffers made.
+    buffers: usize,
+    /// Bytes of a buffer, at most.
+    limit: u64,
+    /// Bytes of the buffers that are still to be made.
+    len: u64,
+}
+
+/// A slice of a staging buffer.
+struct Slot {
+    /// All of it, while it is free.
+    slice: Option<BufferSlice>,
+    /// What has come back of it, while it is not.
+    returned: Vec<BufferSlice>,
+    len: usize,
+    via: Registered,
+    backing: PageBacking,
+}
+
+impl Staging {
+    /// No buffers yet; each will have at most `limit` bytes.
+    pub(crate) fn new(heap: Arc<dyn Heap>, registrar: Arc<dyn Registrar>, limit: u64) -> Self {
+        Self { heap, registrar, slots: Vec::new(), buffers: 0, limit, len: limit }
+    }
+
+    pub(crate) fn heap(&self) -> &Arc<dyn Heap> {
+        &self.heap
+    }
+
+    pub(crate) fn limit(&self) -> u64 {
+        self.limit
+    }
+
+    /// Prepares for files of which the largest has so many bytes.
+    pub(crate) fn prepare(&mut self, largest: u64) {
+        // Small files take small buffers, but whole huge pages where that is no more than was asked for.
+        let largest = largest.min(self.limit);
+        let huge = PageSize::SIZE_2M.round_up(largest).filter(|len| *len <= self.limit && largest > 1 << 20);
+        self.len = huge.unwrap_or(largest);
+        // Buffers of a load of smaller files, or of a load that failed, are of no use.
+        if !self.slots.iter().all(|s| s.slice.is_some() && s.via.mapping().span().len() >= largest) {
+            self.clear();
+        }
+    }
+
+    /// Gives all buffers up. Operations in flight keep theirs.
+    pub(crate) fn clear(&mut self) {
+        self.slots.clear();
+        self.buffers = 0;
+    }
+
+    /// Buffers made, and bytes of each.
+    pub(crate) fn size(&self) -> (usize, u64) {
+        (self.buffers, self.slots.first().map_or(0, |s| s.via.mapping().span().len()))
+    }
+
+    /// The registration of each buffer, and the pages behind it.
+    pub(crate) fn buffers(&self) -> impl Iterator<Item = (&Registered, &PageBacking)> {
+        let first = |s: &&Slot| s.slice.as_ref().is_some_and(|slice| slice.offset() == 0);
+        self.slots.iter().filter(first).map(|s| (&s.via, &s.backing))
+    }
+
+    /// The first `len` bytes of a free slot, or all of it if it has fewer; `None` when none is free.
+    pub(super) fn take(&mut self, len: u64, clocks: &mut Clocks) -> Result<Option<(usize, BufferSlice)>, Error> {
+        let slot = match self.slots.iter().position(|s| s.slice.is_some()) {
+            Some(slot) => slot,
+            None if self.buffers < BUFFERS => {
+                self.add(clocks)?;
+                return self.take(len, clocks);
+            }
+            None => return Ok(None),
+        };
+        let Some(mut rest) = self.slots[slot].slice.take() else { return Ok(None) };
+        let len = usize::try_from(len).unwrap_or(usize::MAX).min(rest.len());
+        let front = rest.split_off_front(len);
+        if !rest.is_empty() {
+            self.put_back(slot, rest);
+        }
+        Ok(front.map(|front| (slot, front)))
+    }
+
+    /// The registration of a slot.
+    pub(super) fn via(&self, slot: usize) -> Registered {
+        self.slots[slot].via.clone()
+    }
+
+    /// Takes a slice of a slot back; with the last one the slot is free.
+    pub(super) fn put_back(&mut self, slot: usize, slice: BufferSlice) {
+        let slot = &mut self.slots[slot];
+        slot.returned.push(slice);
+        if slot.returned.iter().map(BufferSlice::len).sum::<usize>() == slot.len {
+            slot.returned.sort_by_key(BufferSlice::offset);
+            let slices = slot.returned.drain(..).map(Some);
+            slot.slice = slices.reduce(|a, b| a?.join(b?).ok()).flatten();
+        }
+    }
+
+    /// Makes a buffer, cut into slots of about equal length.
+    fn add(&mut self, clocks: &mut Clocks) -> Result<(), Error> {
+        let len = usize::try_from(self.len).map_err(|_| Error::BadLength(usize::MAX))?;
+        let buf = clocks.time(Stage::Allocate, || self.heap.allocate(len))?.share();
+        let len = buf.len() as u64;
+        let pinned = clocks.time(Stage::Register, || self.registrar.pin(&buf.reference()))?;
+        let mapping = clocks.time(Stage::Map, || self.registrar.map(pinned, Access::READ))?;
+        for stage in [Stage::Allocate, Stage::Register, Stage::Map] {
+            clocks.bytes(stage, len);
+        }
+        self.buffers += 1;
+        let (via, backing) = (Registered::from_mapping(mapping), buf.backing().clone());
+        // Whole pages, so that direct I/O finds every slot aligned.
+        let step = PageSize::SIZE_4K.round_up(len / len.div_ceil(SLOT)).unwrap_or(len) as usize;
+        let mut rest = buf.into_part();
+        while !rest.is_empty() {
+            let slice = rest.split_off_front(step.min(rest.len()));
+            let len = slice.as_ref().map_or(0, BufferSlice::len);
+            let (via, backing) = (via.clone(), backing.clone());
+            self.slots.push(Slot { slice, returned: Vec::new(), len, via, backing });
+        }
+        Ok(())
+    }
+}

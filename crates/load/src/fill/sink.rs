@@ -1,0 +1,302 @@
+//! Where bytes go when they have arrived: they stay in memory, or a device gets them as well.
+
+use std::collections::{HashMap, VecDeque};
+use std::ops::Range;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Mutex, TryLockError};
+use std::time::Duration;
+
+use dmalane_queue::{
+    Completion, DeviceAddr, DeviceQueue, HaltWatch, OpError, Operation, Queue, QueueAddr, RELEASE_TIMEOUT, Refusal,
+    Refused, StallWatch, Ticket, drain,
+};
+
+use super::state::{Fragment, Tag};
+use super::{FillError, locked};
+use crate::clock::{Clocks, Stage};
+
+/// Where bytes go when they have arrived, and were hashed if checksums are on.
+pub enum Sink<'a> {
+    /// Nowhere: they stay in their buffers.
+    Memory,
+    /// A device gets each fragment while the ones behind it are still being read or allocated. The memory must be
+    /// registered ([`Stays::register`](super::Stays)).
+    Device {
+        /// The device's queue, with nothing in flight. Transfers that a failed job could not wait for stay in flight
+        /// on it.
+        queue: &'a mut DeviceQueue,
+        /// True when the queue works inside `poll`, so that only time spent there is its time.
+        polled: bool,
+        /// Where the bytes go. Bytes that no extent names go there too, as zeroes.
+        targets: &'a dyn Targets,
+    },
+}
+
+/// Bytes with one destination.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct Target {
+    /// Bytes; at least one.
+    pub len: u64,
+    /// Where the first of them goes; `None` for bytes that stay on the host, such as a header.
+    pub to: Option<DeviceAddr>,
+}
+
+/// Maps ranges of buffers to device addresses.
+pub trait Targets: Sync {
+    /// Buffers that have a destination.
+    fn buffers(&self) -> usize;
+
+    /// Cuts a range of a buffer, which is not empty, into targets of at most `max_len` bytes each, in order and without
+    /// gaps.
+    ///
+    /// # Errors
+    /// [`Refusal`] when there are no such addresses.
+    fn cut(&self, buffer: usize, range: Range<u64>, max_len: u64, out: &mut VecDeque<Target>) -> Result<(), Refusal>;
+}
+
+/// Each buffer goes to one place as a whole.
+impl Targets for &[DeviceAddr] {
+    fn buffers(&self) -> usize {
+        self.len()
+    }
+
+    fn cut(&self, buffer: usize, range: Range<u64>, max_len: u64, out: &mut VecDeque<Target>) -> Result<(), Refusal> {
+        let mut at = range.start;
+        while at < range.end {
+            let len = max_len.min(range.end - at);
+            let to = self.get(buffer).and_then(|first| first.advance(at)).ok_or(Refusal::PastTheTop)?;
+            out.push_back(Target { len, to: Some(to) });
+            at += len;
+        }
+        Ok(())
+    }
+}
+
+/// A fragment that the sink is done with.
+pub(super) struct Back {
+    pub fragment: Fragment,
+    /// True when the device has it; false for bytes without a destination.
+    pub moved: bool,
+}
+
+/// The device end that the workers share: any of them hands fragments to it, and one at a time drives it.
+pub(super) struct Outlet<'a> {
+    queue: Mutex<VecDeque<Fragment>>,
+    /// The device had no room for the next transfer.
+    full: AtomicBool,
+    end: Mutex<End<'a>>,
+}
+
+struct End<'a> {
+    queue: &'a mut DeviceQueue,
+    polled: bool,
+    targets: &'a dyn Targets,
+    /// What is left of the fragment that is being cut, and its targets.
+    rest: Option<Fragment>,
+    cut: VecDeque<Target>,
+    /// The next transfer, waiting for room.
+    next: Option<(Tag, Operation)>,
+    flying: HashMap<Ticket, Tag>,
+    halt: HaltWatch,
+    stall: StallWatch,
+    /// How long the device may end nothing, and how long to wait for what is left.
+    timeout: Duration,
+    clocks: Clocks,
+}
+
+/// Where something failed, and how.
+pub(super) type Failed = ((usize, usize), FillError);
+
+impl<'a> Outlet<'a> {
+    /// `None` for memory.
+    pub fn new(sink: Sink<'a>, timeout: Duration) -> Option<Self> {
+        let Sink::Device { queue, polled, targets } = sink else { return None };
+        let end = End {
+            queue,
+            polled,
+            targets,
+            rest: None,
+            cut: VecDeque::new(),
+            next: None,
+            flying: HashMap::new(),
+            halt: HaltWatch::default(),
+            stall: StallWatch::default(),
+            timeout,
+            clocks: Clocks::default(),
+        };
+        Some(Self { queue: Mutex::default(), full: AtomicBool::new(false), end: Mutex::new(end) })
+    }
+
+    /// Takes a fragment that is not empty.
+    pub fn take(&self, fragment: Fragment) {
+        locked(&self.queue).push_back(fragment);
+    }
+
+    /// True while the device has no room.
+    pub fn is_full(&self) -> bool {
+        self.full.load(Ordering::Relaxed)
+    }
+
+    /// Hands the device what it has room for, and takes back what has ended; waits for that at most `timeout`. Does
+    /// nothing while another worker is at it.
+    ///
+    /// # Errors
+    /// The failure that lies first, of those seen in this call; what came back before is in `back` all the same.
+    pub fn drive(&self, back: &mut Vec<Back>, timeout: Duration) -> Result<(), Failed> {
+        let mut end = match self.end.try_lock() {
+            Ok(end) => end,
+            Err(TryLockError::Poisoned(end)) => end.into_inner(),
+            Err(TryLockError::WouldBlock) => return Ok(()),
+        };
+        end.submit(self, back)?;
+        // Bytes that stay here are back without any waiting.
+        end.reap(back, if back.is_empty() { timeout } else { Duration::ZERO })?;
+        end.submit(self, back)
+    }
+
+    /// Waits for transfers in flight; those that do not end stay with their queue.
+    pub fn quiesce(&self) {
+        locked(&self.queue).clear();
+        let mut end = locked(&self.end);
+        (end.next, end.rest) = (None, None);
+        let timeout = end.timeout;
+        drain(end.queue, timeout);
+        end.flying.clear();
+    }
+
+    pub fn into_clocks(self) -> Clocks {
+        self.end.into_inner().unwrap_or_else(std::sync::PoisonError::into_inner).clocks
+    }
+}
+
+impl End<'_> {
+    fn submit(&mut self, outlet: &Outlet<'_>, back: &mut Vec<Back>) -> Result<(), Failed> {
+        loop {
+            let (tag, operation) = match self.next.take() {
+                Some(next) => next,
+                None => match self.next_transfer(&outlet.queue, back)? {
+                    Some(next) => next,
+                    None => break,
+                },
+            };
+            let queue = &mut *self.queue;
+            let submitted = match self.polled {
+                true => self.clocks.time(Stage::Transfer, || queue.submit(operation)),
+                false => queue.submit(operation),
+            };
+            match submitted {
+                Ok(ticket) => {
+                    if !self.polled {
+                        self.clocks.in_flight(Stage::Transfer, true);
+                    }
+                    self.flying.insert(ticket, tag);
+                }
+                Err(Refused { operation, reason: Refusal::Full }) => {
+                    self.next = Some((tag, operation));
+                    break;
+                }
+                Err(Refused { reason, .. }) => return Err(refused(&tag, reason)),
+            }
+        }
+        outlet.full.store(self.next.is_some(), Ordering::Relaxed);
+        Ok(())
+    }
+
+    /// The next transfer: the first target of the first fragment.
+    fn next_transfer(
+        &mut self,
+        queue: &Mutex<VecDeque<Fragment>>,
+        back: &mut Vec<Back>,
+    ) -> Result<Option<(Tag, Operation)>, Failed> {
+        loop {
+            if self.rest.is_none() {
+                let Some(fragment) = locked(queue).pop_front() else { return Ok(None) };
+                let (tag, from) = (&fragment.tag, fragment.tag.offset as u64);
+                let range = from..from + fragment.slice.len() as u64;
+                let max = self.queue.limits().max_len.max(1);
+                self.cut.clear();
+                let cut = self.targets.cut(tag.buffer, range, max, &mut self.cut);
+                cut.map_err(|reason| refused(tag, reason))?;
+                self.rest = Some(fragment);
+            }
+            let Some(rest) = &mut self.rest else { return Ok(None) };
+            let target = self.cut.pop_front();
+            let front = target.and_then(|Target { len, to }| Some((rest.split_off_front(len as usize)?, to)));
+            let Some((front, to)) = front else { return Err(refused(&rest.tag, Refusal::PastTheTop)) };
+            if rest.slice.is_empty() {
+                self.rest = None;
+            }
+            match (to, front) {
+                (None, fragment) => back.push(Back { fragment, moved: false }),
+                (Some(to), Fragment { tag, slice }) => {
+                    let Some(via) = tag.via.clone() else { return Err(refused(&tag, Refusal::NotRegistered)) };
+                    return Ok(Some((tag, Operation::write((slice, via), to))));
+                }
+            }
+        }
+    }
+
+    fn reap(&mut self, back: &mut Vec<Back>, timeout: Duration) -> Result<(), Failed> {
+        if self.flying.is_empty() {
+            self.stall.moved();
+            return Ok(());
+        }
+        let mut done: Vec<Completion> = Vec::new();
+        let queue = &mut *self.queue;
+        let poll = || match timeout {
+            Duration::ZERO => queue.poll(&mut done),
+            timeout => queue.wait(&mut done, timeout),
+        };
+        match self.polled {
+            true => self.clocks.time(Stage::Transfer, poll),
+            false => self.clocks.hold(Stage::Transfer, poll),
+        };
+        let quiet = done.is_empty();
+        if !quiet {
+            self.stall.moved();
+        }
+        let mut failed: Option<Failed> = None;
+        for Completion { ticket, operation, result, .. } in done {
+            let Some(slice) = operation.into_slice() else { continue };
+            let error = match (self.flying.remove(&ticket), result) {
+                (Some(tag), Ok(())) => {
+                    self.clocks.bytes(Stage::Transfer, slice.len() as u64);
+                    back.push(Back { fragment: Fragment { tag, slice }, moved: true });
+                    continue;
+                }
+                (Some(Tag { buffer, offset, .. }), Err(error)) => {
+                    ((buffer, offset), FillError::Transfer { buffer, offset: offset as u64, error })
+                }
+                (None, _) => {
+                    let error = OpError::Stopped(format!("an operation ended that was not submitted: {ticket:?}"));
+                    ((0, 0), FillError::Transfer { buffer: 0, offset: 0, error })
+                }
+            };
+            if failed.as_ref().is_none_or(|(first, _)| error.0 < *first) {
+                failed = Some(error);
+            }
+        }
+        if !self.polled {
+            self.clocks.in_flight(Stage::Transfer, !self.flying.is_empty());
+        }
+        if let Some(failed) = failed {
+            return Err(failed);
+        }
+        // A device that has halted has had its time; one that hangs lets go of what it has when it is stopped, if it
+        // can. Only time in which a worker waited for it counts.
+        let mut lost = self.halt.lost(&*self.queue).map(|why| (why, Duration::ZERO));
+        if lost.is_none() && quiet && !timeout.is_zero() {
+            lost = self.stall.lost(self.timeout).map(|why| (why, self.timeout.min(RELEASE_TIMEOUT)));
+        }
+        let Some((why, timeout)) = lost else { return Ok(()) };
+        self.queue.stop(&why);
+        self.timeout = timeout;
+        let buffer = self.flying.values().map(|tag| tag.buffer).min().unwrap_or(0);
+        Err(((buffer, 0), FillError::Transfer { buffer, offset: 0, error: OpError::Stopped(why) }))
+    }
+}
+
+fn refused(tag: &Tag, reason: Refusal) -> Failed {
+    let Tag { buffer, offset, .. } = *tag;
+    ((buffer, offset), FillError::Refused { buffer, offset: offset as u64, reason })
+}

@@ -1,0 +1,165 @@
+//! One worker: allocates, reads, allocates further while reads are in flight.
+
+use std::collections::{HashMap, VecDeque};
+use std::time::{Duration, Instant};
+
+use dmalane_addr::FileOffset;
+use dmalane_queue::{Completion, Operation, Queue, Refusal, Refused, Ticket};
+
+use super::FillError;
+use super::state::{Claimed, Fragment, Read, State, Tag};
+use crate::clock::{Clocks, Stage};
+
+/// The longest sleep before everything is polled again.
+pub(super) const NAP: Duration = Duration::from_millis(20);
+
+pub(super) struct Worker<'l, 'a, 'w, S> {
+    state: &'l State<'a, 'w>,
+    queues: &'l mut [S],
+    /// Reads that have memory and wait for room in their queue, in order.
+    waiting: VecDeque<Read>,
+    waiting_bytes: usize,
+    /// Reads in flight, without their slices. By source and ticket.
+    flying: HashMap<(usize, Ticket), (FileOffset, Tag)>,
+    /// Sources with reads in flight, the one that was begun first in front.
+    active: Vec<usize>,
+    /// The most reads that a queue takes.
+    capacity: usize,
+    clocks: Clocks,
+}
+
+impl<'l, 'a, 'w, S: Queue<Addr = FileOffset>> Worker<'l, 'a, 'w, S> {
+    pub fn new(state: &'l State<'a, 'w>, queues: &'l mut [S]) -> Self {
+        Self {
+            state,
+            capacity: queues.iter().map(|queue| queue.limits().capacity).max().unwrap_or(1),
+            queues,
+            waiting: VecDeque::new(),
+            waiting_bytes: 0,
+            flying: HashMap::new(),
+            active: Vec::new(),
+            clocks: Clocks::default(),
+        }
+    }
+
+    /// Works until nothing is left to do, or the job is stopped and nothing is in flight.
+    pub fn run(mut self) -> Clocks {
+        let mut done = Vec::new();
+        while !self.state.stopped() {
+            self.submit();
+            let mut busy = self.reap(&mut done, Duration::ZERO);
+            busy |= self.state.hash(&mut self.clocks);
+            busy |= self.state.drive(Duration::ZERO);
+            let mut later = false;
+            if self.waiting_bytes < self.state.chunk {
+                match self.state.claim(self.capacity, &mut self.clocks) {
+                    Claimed::Chunk(claim) => {
+                        for read in self.state.allocate(claim, &mut self.clocks).into_iter().flatten() {
+                            self.waiting_bytes += read.fragment.slice.len();
+                            self.waiting.push_back(read);
+                        }
+                        continue;
+                    }
+                    Claimed::Later => later = true,
+                    Claimed::Nothing => {}
+                }
+            }
+            if busy {
+                continue;
+            }
+            if !later && self.flying.is_empty() && self.waiting.is_empty() {
+                return self.clocks;
+            }
+            // A polled device works while it is waited for; another one ends something sooner than the disk.
+            if !self.state.drive(NAP) && !self.reap(&mut done, NAP) && self.flying.is_empty() {
+                // Another worker drives the device.
+                std::thread::sleep(Duration::from_millis(1));
+            }
+        }
+        self.quiesce(&mut done);
+        self.clocks
+    }
+
+    /// Hands reads to their queues, in order, until one has no room.
+    fn submit(&mut self) {
+        while let Some(Read { source, at, fragment: Fragment { tag, slice } }) = self.waiting.pop_front() {
+            let len = slice.len();
+            match self.queues[source].submit(Operation::read(slice, at)) {
+                Ok(ticket) => {
+                    if self.flying.is_empty() {
+                        self.state.reading();
+                    }
+                    self.waiting_bytes -= len;
+                    self.flying.insert((source, ticket), (at, tag));
+                    if !self.active.contains(&source) {
+                        self.active.push(source);
+                    }
+                    self.clocks.in_flight(Stage::Read, true);
+                }
+                Err(Refused { operation, reason: Refusal::Full }) => {
+                    let Some(slice) = operation.into_slice() else { return };
+                    return self.waiting.push_front(Read { source, at, fragment: Fragment { tag, slice } });
+                }
+                Err(Refused { reason, .. }) => {
+                    let error = FillError::Channel { source_index: source, reason: reason.to_string() };
+                    return self.state.fail((tag.buffer, tag.offset), error);
+                }
+            }
+        }
+    }
+
+    /// Takes what has ended; waits up to `timeout` for the source that was begun first. True when anything has ended.
+    fn reap(&mut self, done: &mut Vec<Completion<FileOffset>>, timeout: Duration) -> bool {
+        let mut any = false;
+        for i in (0..self.active.len()).rev() {
+            let source = self.active[i];
+            let start = Instant::now();
+            let queue = &mut self.queues[source];
+            match i {
+                // The only one that it waits for, and after all others were polled.
+                0 if !timeout.is_zero() && !any => queue.wait(done, timeout),
+                _ => queue.poll(done),
+            };
+            self.clocks.held(Stage::Read, start);
+            any |= !done.is_empty();
+            for completion in done.drain(..) {
+                self.settle(source, completion);
+            }
+            if self.queues[source].in_flight() == 0 {
+                self.active.remove(i);
+            }
+        }
+        self.clocks.in_flight(Stage::Read, !self.flying.is_empty());
+        any
+    }
+
+    fn settle(&mut self, source: usize, completion: Completion<FileOffset>) {
+        let Completion { ticket, operation, result, .. } = completion;
+        let (Some((at, tag)), Some(slice)) = (self.flying.remove(&(source, ticket)), operation.into_slice()) else {
+            let reason = format!("an operation ended that was not submitted: {ticket:?}");
+            return self.state.fail((0, 0), FillError::Channel { source_index: source, reason });
+        };
+        match result {
+            Ok(()) => {
+                self.clocks.bytes(Stage::Read, slice.len() as u64);
+                self.state.arrived(Fragment { tag, slice });
+            }
+            Err(error) => {
+                let place = (tag.buffer, tag.offset);
+                self.state.fail(place, FillError::Read { source_index: source, at, error });
+            }
+        }
+    }
+
+    /// Waits for reads in flight. Those that do not end stay with their queue.
+    fn quiesce(&mut self, done: &mut Vec<Completion<FileOffset>>) {
+        self.waiting.clear();
+        let deadline = Instant::now() + self.state.options.timeout;
+        while !self.active.is_empty() {
+            let left = deadline.saturating_duration_since(Instant::now());
+            if !self.reap(done, left.min(NAP)) && left.is_zero() {
+                return;
+            }
+        }
+    }
+}

@@ -1,0 +1,98 @@
+//! Rates that the machine reaches at best, to compare with: measured in the same run as a load.
+
+use std::ops::ControlFlow;
+use std::time::Instant;
+
+use dmalane_addr::FileOffset;
+use dmalane_dma::{CopyHint, SharedBuf};
+use dmalane_queue::Queue;
+
+use crate::fill::{self, FillError, FillOptions, Job, Memory, Sink};
+use crate::{Error, Input, OpenDevice};
+
+/// Rates in bytes per second.
+#[derive(Clone, Copy, PartialEq, Debug, Default)]
+pub struct ReferenceRates {
+    /// The same files read into the same staging buffers, and nothing else done.
+    pub read: f64,
+    /// One thread copying memory that is not in the cache, with stores that bypass it.
+    pub copy: f64,
+    /// First touch of sparse shared memory, as the software card's memory is.
+    pub first_touch: f64,
+}
+
+/// No more than this is read again.
+const READ_AT_MOST: u64 = 4 << 30;
+const MEMORY_BYTES: usize = 256 << 20;
+const COPIES: usize = 4;
+
+impl OpenDevice {
+    /// Measures the rates, with the first 4 GiB of `inputs`, in the staging buffers that a load uses.
+    ///
+    /// # Errors
+    /// [`Error`] when memory cannot be had or the files cannot be read.
+    pub fn reference_rates<S: Queue<Addr = FileOffset>>(
+        &mut self,
+        inputs: &mut [Input<S>],
+    ) -> Result<ReferenceRates, Error> {
+        let mut left = READ_AT_MOST;
+        let mut lens = Vec::new();
+        for input in inputs.iter() {
+            let len = input.len()?.min(left);
+            left -= len;
+            lens.push(len);
+        }
+        let start = Instant::now();
+        self.staging.prepare(lens.iter().copied().max().unwrap_or(0));
+        let paths: Vec<_> = inputs.iter().map(|input| input.path.clone()).collect();
+        let mut workers = [inputs.iter_mut().map(|input| &mut input.channel).collect::<Vec<_>>()];
+        let options = FillOptions { block: u64::MAX, timeout: self.timeout, ..FillOptions::default() };
+        let memory = Memory::Staging(&mut self.staging);
+        let mut go = |_| ControlFlow::Continue(());
+        if let Err(error) = fill::run(memory, Sink::Memory, &Job::whole(&lens), &mut workers, &options, &mut go) {
+            // Slots that were in flight are incomplete: new ones are made next time.
+            self.staging.clear();
+            return Err(match error {
+                FillError::Read { source_index, at, error: source } => {
+                    Error::Read { path: paths[source_index].clone(), at, tensor: None, source }
+                }
+                FillError::Memory { source, .. } => Error::Memory(source),
+                other => Error::Channel { path: paths[0].clone(), end: "file", reason: other.to_string() },
+            });
+        }
+        let read = lens.iter().sum::<u64>() as f64 / start.elapsed().as_secs_f64();
+        let (copy, first_touch) = memory_rates()?;
+        Ok(ReferenceRates { read, copy, first_touch })
+    }
+}
+
+/// First touch of sparse memory, and then copying one half of it to the other: more than any cache holds, and counted
+/// with shared memory as the software card's is.
+fn memory_rates() -> Result<(f64, f64), Error> {
+    // A virtual machine's host may have taken unused memory away, and its first touch is then the host's work, up to
+    // twenty times slower. So touch some, give it back, and time the second time.
+    touched()?;
+    let start = Instant::now();
+    let memory = touched()?;
+    let first_touch = MEMORY_BYTES as f64 / start.elapsed().as_secs_f64();
+    let view = memory.view();
+    let half = MEMORY_BYTES / 2;
+    let (Some(from), Some(to)) = (view.sub(0, half), view.sub(half, half)) else { return Ok((0.0, first_touch)) };
+    let start = Instant::now();
+    for _ in 0..COPIES {
+        to.copy_from(from, CopyHint::Stream);
+    }
+    Ok(((half * COPIES) as f64 / start.elapsed().as_secs_f64(), first_touch))
+}
+
+fn touched() -> Result<SharedBuf, Error> {
+    let memory = SharedBuf::sparse("dmalane-reference", MEMORY_BYTES)?;
+    for at in (0..MEMORY_BYTES).step_by(2 << 20) {
+        memory.populate(at, 2 << 20).map_err(|source| dmalane_dma::Error::Allocate {
+            len: MEMORY_BYTES,
+            kind: "sparse memfd memory",
+            source,
+        })?;
+    }
+    Ok(memory)
+}

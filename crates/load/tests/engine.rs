@@ -1,0 +1,185 @@
+//! The engine against the obvious loop: one `pread` of a whole file, and one blocking write for each tensor.
+
+mod script;
+
+use std::fs::File;
+use std::io::Write;
+use std::ops::ControlFlow;
+use std::os::unix::fs::FileExt;
+use std::sync::Arc;
+
+use dmalane_addr::{Access, CardAddr};
+use dmalane_card::{CardDevice, CardUse};
+use dmalane_device::{Device, RamDevice};
+use dmalane_dma::{AnonHeap, PageKind};
+use dmalane_load::fill::{FillOptions, Job, Sink, Stays, fill};
+use dmalane_load::{DriveOptions, Input, OpenDevice, Placement};
+use dmalane_queue::{DeviceAddr, QueueChoice};
+use dmalane_sim::{CardConfig, HostConfig, SoftBus, SoftHost, Workers};
+use script::{Random, Script, noise};
+use twox_hash::XxHash3_64;
+
+/// A safetensors file with tensors of random sizes, some of them empty.
+fn model(random: &mut Random) -> Vec<u8> {
+    let (mut entries, mut end) = (Vec::new(), 0);
+    for i in 0..1 + random.below(12) {
+        let start = end;
+        end += match random.below(5) {
+            0 => 0,
+            1 => random.below(64),
+            2 => 4096 * (1 + random.below(8)),
+            3 => random.below(30_000),
+            _ => random.below(300_000),
+        };
+        let len = end - start;
+        entries.push(format!(r#""t{i}":{{"dtype":"U8","shape":[{len}],"data_offsets":[{start},{end}]}}"#));
+    }
+    let header = format!("{{{}}}", entries.join(","));
+    let mut file = (header.len() as u64).to_le_bytes().to_vec();
+    file.extend_from_slice(header.as_bytes());
+    file.extend_from_slice(&noise(random.0, end as usize));
+    file
+}
+
+/// A device of a random kind, with one or several queues, and memory in one or several segments.
+fn device(random: &mut Random) -> Box<dyn Device> {
+    if random.below(4) == 0 {
+        return Box::new(RamDevice::new(64 << 20).unwrap());
+    }
+    let workers = if random.below(2) == 0 { Workers::Inline } else { Workers::PerChannel };
+    let fragmentation = random.below(11) as f64 / 10.0;
+    let host: SoftHost = SoftHost::new(HostConfig { fragmentation, ..HostConfig::default() }).unwrap();
+    let channels = 1 + random.below(3) as u32;
+    let card = CardConfig { ddr: 32 << 20, hbm: 32 << 20, channels, workers };
+    let bus: SoftBus = SoftBus::new(host, card).unwrap();
+    let bus = Arc::new(bus);
+    let concurrent = workers == Workers::PerChannel;
+    Box::new(CardDevice::open(bus, CardUse { concurrent, ..CardUse::default() }).unwrap())
+}
+
+/// How a device of this name is driven, and where files go on it.
+fn settings(random: &mut Random, device: &dyn Device) -> (DriveOptions, Placement) {
+    let placement = match device.regions().len() {
+        1 => Placement::Default,
+        _ => [Placement::DDR, Placement::HBM, Placement::HBM_HALF][random.below(3) as usize].clone(),
+    };
+    let queues = if random.below(2) == 0 { QueueChoice::Auto } else { QueueChoice::Only(0) };
+    let chunk = [1, 10_000, 65_536, 100_000, 1 << 20, 16 << 20][random.below(6) as usize];
+    (DriveOptions { chunk, queues, ..DriveOptions::default() }, placement)
+}
+
+fn pread(file: &File) -> Vec<u8> {
+    let mut bytes = vec![0; file.metadata().unwrap().len() as usize];
+    file.read_exact_at(&mut bytes, 0).unwrap();
+    bytes
+}
+
+#[test]
+fn loads_are_what_the_obvious_loop_does() {
+    let folder = tempfile::tempdir().unwrap();
+    let mut bound = 0;
+    for seed in 0..120 {
+        let random = &mut Random(seed);
+        let files = 1 + random.below(3);
+        let mut inputs = Vec::new();
+        for i in 0..files {
+            let path = folder.path().join(format!("{i}.safetensors"));
+            let bytes = model(random);
+            File::create(&path).unwrap().write_all(&bytes).unwrap();
+            let file = File::open(&path).unwrap();
+            let capacity = 1 + random.below(6) as usize;
+            let channel = Script::new(Arc::new(bytes), capacity, random.0, Vec::new());
+            inputs.push(Input { path, file, channel });
+        }
+        let inner = device(random);
+        let (drive, placement) = settings(random, &*inner);
+        let mut device = OpenDevice::new(inner, drive).unwrap();
+        let mut progress = 0;
+        let (loaded, report) = device.load(&mut inputs, &placement, &mut |n| progress += n).unwrap();
+
+        let mut plain = OpenDevice::new(Box::new(RamDevice::new(64 << 20).unwrap()), DriveOptions::default()).unwrap();
+        let mut total = 0;
+        for (file, input) in loaded.files.iter().zip(&inputs) {
+            let bytes = pread(&input.file);
+            total += bytes.len() as u64;
+            assert_eq!(file.checksum, XxHash3_64::oneshot(&bytes), "seed {seed}");
+            for loaded in file.tensors() {
+                let (at, len) = (loaded.tensor.at.bits() as usize, loaded.tensor.len as usize);
+                assert_eq!(loaded.va.is_some(), len > 0);
+                let Some(va) = loaded.va else { continue };
+                let place = plain.memory_mut().reserve(len as u64).unwrap().first();
+                plain.write(place, &bytes[at..at + len]).unwrap();
+                let (mut want, mut have) = (vec![0; len], vec![1; len]);
+                plain.read(place, &mut want).unwrap();
+                let at = device.address_space().at(va.first());
+                device.read(at, &mut have).unwrap();
+                assert!(have == want, "seed {seed}: {}", loaded.tensor.name);
+                bound += 1;
+            }
+        }
+        assert_eq!((report.bytes, progress), (total, total));
+        device.unload(loaded).unwrap();
+    }
+    assert!(bound > 500, "{bound} tensors");
+}
+
+#[test]
+fn reads_are_what_the_obvious_loop_does_with_either_sink() {
+    for seed in 0..160 {
+        let random = &mut Random(seed);
+        let sources: Vec<_> =
+            (0..1 + random.below(3)).map(|i| noise(seed + i, random.below(200_000) as usize)).collect();
+        let capacity = 1 + random.below(6) as usize;
+        let worker = |n: u64| sources.iter().map(move |s| Script::new(s.clone(), capacity, seed ^ n, Vec::new()));
+        let mut workers: Vec<Vec<Script>> = (0..1 + random.below(3)).map(|n| worker(n).collect()).collect();
+        let job = Job::whole(&sources.iter().map(|s| s.len() as u64).collect::<Vec<_>>());
+        let options = FillOptions {
+            chunk: random.below(100_000),
+            block: random.below(40_000),
+            checksum: random.below(2) == 0,
+            ..FillOptions::default()
+        };
+        let heap = AnonHeap::starting_at(PageKind::Base);
+        let inner = device(random);
+        let mut device = OpenDevice::new(inner, DriveOptions::default()).unwrap();
+        let to: Vec<_> = sources
+            .iter()
+            .map(|s| DeviceAddr::Card(device.memory_mut().reserve((s.len() as u64).max(1)).unwrap().first()))
+            .collect();
+        let (registrar, polled, on_device) = (device.registrar().clone(), device.info().polled, random.below(2) == 0);
+        let mut go = |_| ControlFlow::Continue(());
+        let (memory, sink) = match on_device {
+            true => {
+                let register = Some((&*registrar, Access::READ));
+                (Stays { heap: &heap, register }, Sink::Device { queue: device.queue_mut(), polled, targets: &&to[..] })
+            }
+            false => ((&heap).into(), Sink::Memory),
+        };
+        let filled = fill(memory, sink, &job, &mut workers, &options, &mut go).unwrap();
+        for ((source, buffer), to) in sources.iter().zip(&filled.buffers).zip(to) {
+            let mut have = vec![1; source.len()];
+            buffer.view().read(&mut have);
+            assert!(have == **source, "seed {seed}: in memory");
+            assert_eq!(buffer.checksum(), options.checksum.then(|| XxHash3_64::oneshot(source)));
+            if on_device && !source.is_empty() {
+                have.fill(1);
+                device.read(to, &mut have).unwrap();
+                assert!(have == **source, "seed {seed}: on the device");
+            }
+        }
+    }
+}
+
+#[test]
+fn a_place_that_does_not_exist_is_an_error() {
+    let source = noise(1, 100_000);
+    let mut workers = [vec![Script::new(source, 3, 1, Vec::new())]];
+    let mut device = OpenDevice::new(Box::new(RamDevice::new(1 << 20).unwrap()), DriveOptions::default()).unwrap();
+    let to = [DeviceAddr::Card(CardAddr::new((1 << 20) - 5000))];
+    let (registrar, heap) = (device.registrar().clone(), AnonHeap::new());
+    let memory = Stays { heap: &heap, register: Some((&*registrar, Access::READ)) };
+    let sink = Sink::Device { queue: device.queue_mut(), polled: true, targets: &&to[..] };
+    let job = Job::whole(&[100_000]);
+    let failed = fill(memory, sink, &job, &mut workers, &FillOptions::default(), &mut |_| ControlFlow::Continue(()));
+    assert!(failed.unwrap_err().to_string().contains("on its way to the device"));
+}
