@@ -44,6 +44,7 @@ pub use dmalane_validate as validate;
 pub use dmalane_vfio as vfio;
 pub use dmalane_vfio_user as vfio_user;
 pub use dmalane_vm as vm;
+pub use dmalane_vulkan as vulkan;
 
 pub use alloc_read::{
     AllocAndRead, AllocRead, MappedRead, ReadError, ReadMethod, ReadOptions, ReadSource, Scheme, read_all, read_mapped,

@@ -6,6 +6,7 @@ use dmalane_device::Device;
 use dmalane_file::FileDeviceOptions;
 use dmalane_load::{DriveOptions, OpenDevice};
 use dmalane_sim::Workers;
+use dmalane_vulkan::VulkanOptions;
 use thiserror::Error;
 
 use crate::{BadDeviceSpec, DeviceSpec};
@@ -33,8 +34,8 @@ pub fn open(spec: &str) -> Result<OpenDevice, OpenError> {
 pub struct OpenOptions {
     /// How it is driven; every kind has that.
     pub drive: DriveOptions,
-    /// No page tables: addresses are card addresses, and all memory is for buffers. For cards; other devices are so
-    /// anyway.
+    /// No page tables and no sparse binding: addresses are card addresses, and all memory is for buffers. For cards and
+    /// GPUs; other devices are so anyway.
     pub flat: bool,
     /// Entries of each ring of a card, a power of two.
     pub ring: Option<usize>,
@@ -54,6 +55,8 @@ pub struct OpenOptions {
     pub seed: Option<u64>,
     /// How files are opened as devices.
     pub file: Option<FileDeviceOptions>,
+    /// How GPUs are opened.
+    pub vulkan: Option<VulkanOptions>,
 }
 
 impl OpenOptions {
@@ -89,6 +92,7 @@ impl OpenOptions {
             ("fragmentation", self.fragmentation.is_some()),
             ("seed", self.seed.is_some()),
             ("file", self.file.is_some()),
+            ("vulkan", self.vulkan.is_some()),
         ];
         given.into_iter().find(|(name, given)| *given && !spec.kind().options.contains(name)).map(|(name, _)| name)
     }

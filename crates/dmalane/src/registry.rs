@@ -10,6 +10,7 @@ use dmalane_device::{Counters, Device, IommuCounters, RamDevice};
 use dmalane_file::{FileDevice, FileDevicePaths};
 use dmalane_sim::{CardConfig, HostConfig, SoftBus, SoftHost, Workers};
 use dmalane_vfio::Bdf;
+use dmalane_vulkan::{VulkanDevice, VulkanOptions};
 
 use crate::pci::{self, PciDevice};
 use crate::size::Size;
@@ -51,6 +52,8 @@ pub const KINDS: &[DeviceKind] = &[
         options: &["file"], check: parse::<FileDevicePaths>, list: none, open: file },
     DeviceKind { name: "ram", syntax: "ram:SIZE", about: "plain memory of this process",
         options: &[], check: size, list: none, open: ram },
+    DeviceKind { name: "vulkan", syntax: "vulkan:NUMBER|NAME|UUID", about: "a GPU, through its Vulkan driver",
+        options: &["flat", "vulkan"], check: gpu, list: list_vulkan, open: vulkan },
 ];
 
 /// Bytes of DDR of the software card, unless it is asked for otherwise.
@@ -96,6 +99,10 @@ fn parse<T: std::str::FromStr<Err: std::fmt::Display>>(rest: &str) -> Result<(),
 
 fn socket(rest: &str) -> Result<(), String> {
     if rest.is_empty() { Err("a socket is missing".to_owned()) } else { Ok(()) }
+}
+
+fn gpu(rest: &str) -> Result<(), String> {
+    if rest.is_empty() { Err("the number, name or UUID of a GPU is missing".to_owned()) } else { Ok(()) }
 }
 
 fn size(rest: &str) -> Result<(), String> {
@@ -233,4 +240,52 @@ fn file(rest: &str, options: &OpenOptions) -> Opened {
 
 fn ram(rest: &str, _: &OpenOptions) -> Opened {
     Ok(Box::new(RamDevice::new(rest.parse::<Size>()?.bytes())?))
+}
+
+fn vulkan(rest: &str, options: &OpenOptions) -> Opened {
+    let wanted = options.vulkan.clone().unwrap_or_default();
+    let wanted = VulkanOptions { sparse: wanted.sparse && !options.flat, ..wanted };
+    Ok(Box::new(VulkanDevice::open(rest, &wanted)?))
+}
+
+fn list_vulkan(root: &Path) -> Vec<Listed> {
+    // Drivers belong to the machine that runs.
+    if root != Path::new("/") {
+        return Vec::new();
+    }
+    let gpus = dmalane_vulkan::gpus().unwrap_or_default();
+    let listed = |gpu: dmalane_vulkan::GpuInfo| {
+        // Opened, because only then is known in which pages it binds.
+        let opened = VulkanDevice::open(&gpu.index.to_string(), &VulkanOptions::default());
+        let heap = |h: &dmalane_vulkan::Heap| {
+            format!("{} of {}", crate::size::binary(h.bytes), if h.device_local { "its own" } else { "the host" })
+        };
+        let pages = opened.as_ref().ok().and_then(VulkanDevice::sparse_pages).map(|size| format!("{size} pages"));
+        let limits = format!(
+            "{} an allocation, {} a buffer, {} allocations",
+            crate::size::binary(gpu.max_allocation),
+            crate::size::binary(gpu.max_buffer),
+            gpu.max_allocations
+        );
+        Listed {
+            name: format!("vulkan:{}", gpu.index),
+            kind: "vulkan",
+            supported: opened.is_ok(),
+            about: match &opened {
+                Ok(_) => gpu.to_string(),
+                Err(e) => e.to_string(),
+            },
+            memories: Vec::new(),
+            channels: None,
+            facts: vec![
+                ("uuid", Some(gpu.uuid())),
+                ("host_import", gpu.host_import.map(|align| format!("at multiples of {align} bytes"))),
+                ("sparse_binding", pages),
+                ("queues", Some(gpu.queues())),
+                ("memory", Some(gpu.heaps.iter().map(heap).collect::<Vec<_>>().join(" and "))),
+                ("limits", Some(limits)),
+            ],
+        }
+    };
+    gpus.into_iter().map(listed).collect()
 }

@@ -40,7 +40,7 @@ impl Crate {
 }
 
 /// The allowed dependencies. Each crate depends only on crates listed above it, and adapters (`file`, `card`, `vfio`,
-/// `vfio-user`) do not depend on each other.
+/// `vfio-user`, `vulkan`) do not depend on each other.
 const CRATES: &[Crate] = &[
     Crate::no_std("addr", &[]),
     Crate::no_std("iopt", &["addr"]),
@@ -54,6 +54,7 @@ const CRATES: &[Crate] = &[
     Crate::std("vfio", &["addr", "dma"]).tests_use(&["queue"]),
     Crate::std("vfio-user", &["addr", "dma"]),
     Crate::std("daemon", &["addr", "iopt", "dma", "queue", "card", "sim"]),
+    Crate::std("vulkan", &["addr", "iopt", "vm", "dma", "queue", "device"]),
     Crate::std("load", &["addr", "vm", "dma", "queue", "device"]).tests_use(&["card", "sim"]),
     Crate::std("validate", &["addr", "dma", "queue", "device"]).tests_use(&["file", "card", "sim"]),
     Crate::std(
@@ -71,6 +72,7 @@ const CRATES: &[Crate] = &[
             "vfio",
             "vfio-user",
             "daemon",
+            "vulkan",
             "load",
             "validate",
         ],
@@ -90,6 +92,9 @@ const UNSAFE_FILES: &[&str] = &[
     "crates/sim/src/host/directory.rs",
     "crates/vfio/src/sys.rs",
     "crates/vm/tests/allocations.rs",
+    "crates/vulkan/src/channel.rs",
+    "crates/vulkan/src/gpu.rs",
+    "crates/vulkan/src/library.rs",
 ];
 
 /// The columns of a line at most; tables and addresses of pages may be longer.

@@ -103,6 +103,9 @@ fn text(devices: &[Listed]) -> String {
                 let label = match *key {
                     "pci_id" => "id",
                     "iommu_group" => "IOMMU group",
+                    "uuid" => "UUID",
+                    "host_import" => "host import",
+                    "sparse_binding" => "sparse binding",
                     other => other,
                 };
                 format!("{label} {}", value.as_deref().unwrap_or("none"))

@@ -156,6 +156,7 @@ fn report(probe: &Probe, path: &Path) -> Result<Report, Failure> {
         hardware::iommufd(probe),
         hardware::iommu_groups(probe),
         hardware::gpus(probe),
+        hardware::vulkan(probe),
     ];
     Ok(Report {
         schema: 2,

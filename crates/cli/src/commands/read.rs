@@ -76,7 +76,7 @@ pub struct Read {
     map: bool,
 
     /// Map each chunk for this device and transfer it while the rest is read: soft, daemon, vfio:BDF, vfio-user:SOCKET,
-    /// file:PATH or ram:SIZE; `dmalane devices` lists the kinds
+    /// file:PATH, ram:SIZE or vulkan:N; `dmalane devices` lists the kinds
     #[arg(short, long, value_parser = opening::parse, conflicts_with = "map")]
     device: Option<DeviceSpec>,
 

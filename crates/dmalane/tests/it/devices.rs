@@ -14,6 +14,7 @@ use dmalane::device::{AddressSpaceKind, Placement};
 use dmalane::load::write_sample;
 use dmalane::registry::KINDS;
 use dmalane::sim::{CardConfig, Workers};
+use dmalane::vulkan::{Messages, VulkanOptions};
 use dmalane::{CardServer, DeviceSpec, FileOptions, OpenError, OpenOptions, open_file};
 
 const MIB: u64 = 1 << 20;
@@ -46,6 +47,23 @@ fn each_kind(mut test: impl FnMut(&str, &OpenOptions)) {
     daemon.join().unwrap();
 
     test(&format!("vfio-user:{}", served(folder.path().join("card"))), &OpenOptions::default());
+
+    for flat in [false, true] {
+        on_gpu(flat, &mut test);
+    }
+}
+
+/// Runs `test` with the first GPU, if there is one. Any message of the validation layers fails it.
+fn on_gpu(flat: bool, test: &mut impl FnMut(&str, &OpenOptions)) {
+    match dmalane::vulkan::gpus() {
+        Ok(_) => {}
+        Err(e) => return println!("SKIPPED: {e}"),
+    }
+    let messages = Messages::new();
+    let vulkan = VulkanOptions { validation: Some(messages.clone()), ..VulkanOptions::default() };
+    test("vulkan:0", &OpenOptions { flat, vulkan: Some(vulkan), ..OpenOptions::default() });
+    let messages = messages.take();
+    assert!(messages.is_empty(), "{} messages:\n{}", messages.len(), messages.join("\n"));
 }
 
 /// The socket of a card that a thread serves as long as this process runs, to one client at a time.
@@ -65,7 +83,9 @@ fn every_kind_takes_the_suite() {
         suite(|| options.device(&spec).unwrap());
         taken.insert(spec.kind().name);
     });
-    let missing: Vec<_> = KINDS.iter().map(|kind| kind.name).filter(|name| !taken.contains(name)).collect();
+    let missing = KINDS.iter().map(|kind| kind.name).filter(|name| !taken.contains(name));
+    let has_gpu = dmalane::vulkan::gpus().is_ok();
+    let missing: Vec<_> = missing.filter(|name| has_gpu || *name != "vulkan").collect();
     assert_eq!(missing, ["vfio"], "a kind without a line in `each_kind`; vfio needs hardware (scripts/vm)");
 }
 
@@ -152,7 +172,7 @@ fn options_of_other_kinds_are_refused_by_name() {
 
 #[test]
 fn what_cannot_be_opened_says_which_device() {
-    for name in ["daemon:/nowhere", "vfio-user:/nowhere", "file:/nowhere", "ram:8EiB"] {
+    for name in ["daemon:/nowhere", "vfio-user:/nowhere", "file:/nowhere", "ram:8EiB", "vulkan:no such GPU"] {
         let error = dmalane::open(name).err().unwrap().to_string();
         assert!(error.starts_with(&format!("cannot open {name}: ")), "{error}");
     }

@@ -145,6 +145,32 @@ pub fn gpus(probe: &Probe) -> Check {
     if found.is_empty() { subject.note("none") } else { subject.ok(list(&found)) }
 }
 
+/// The GPUs that `-d vulkan:N` opens; drivers belong to the machine that runs.
+pub fn vulkan(probe: &Probe) -> Check {
+    let subject = Subject::for_real_devices("vulkan", "GPUs of every vendor as devices: -d vulkan:NUMBER");
+    if probe.place("/") != std::path::Path::new("/") {
+        return subject.note("not looked for");
+    }
+    let gpus = match dmalane::vulkan::gpus() {
+        Ok(gpus) => gpus,
+        Err(e) => return subject.missing(e.to_string(), "sudo apt install libvulkan1 mesa-vulkan-drivers"),
+    };
+    let about = |gpu: &dmalane::vulkan::GpuInfo| {
+        let lacks = [
+            (gpu.missing().is_some(), gpu.missing().unwrap_or_default()),
+            (gpu.host_import.is_none(), "no host import (VK_EXT_external_memory_host)"),
+            (gpu.sparse.is_none(), "no sparse binding, so buffers are contiguous"),
+        ];
+        let lacks = lacks.iter().filter(|(lacks, _)| *lacks).map(|(_, what)| format!(": {what}"));
+        format!("vulkan:{} {gpu}{}", gpu.index, lacks.collect::<String>())
+    };
+    let found = list(&gpus.iter().map(about).collect::<Vec<_>>());
+    match gpus.iter().any(|gpu| gpu.missing().is_none()) {
+        true => subject.ok(found),
+        false => subject.missing(found, "sudo apt install mesa-vulkan-drivers    # or the vendor's newer driver"),
+    }
+}
+
 fn list(names: &[String]) -> String {
     let shown = names[..names.len().min(SHOWN)].join(", ");
     match names.len().saturating_sub(SHOWN) {

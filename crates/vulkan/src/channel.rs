@@ -1,0 +1,295 @@
+//! Commands on their way to a queue of the GPU, and back.
+//!
+//! `unsafe` because every call of Vulkan is. A [`Recording`] owns every buffer that its commands name, checks that they
+//! stay within them, and becomes a flight, which is given up only when the timeline says that the GPU is done with it,
+//! or the driver that the device is lost. If neither can be had, it is kept for ever.
+#![allow(unsafe_code)]
+
+use std::collections::VecDeque;
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+use std::time::Duration;
+
+use ash::vk;
+
+use crate::error::CallError;
+use crate::gpu::{Buffer, Gpu, Timeline};
+
+/// One of the GPU's queues, with commands in flight that carry a `T` each.
+pub(crate) struct Channel<T> {
+    gpu: Arc<Gpu>,
+    /// Which queue of the GPU.
+    queue: usize,
+    pool: vk::CommandPool,
+    /// `None` only during drop.
+    timeline: Option<Timeline>,
+    /// Command buffers that nothing uses.
+    free: Vec<vk::CommandBuffer>,
+    flights: VecDeque<Flight<T>>,
+    /// The value of the last submission.
+    last: u64,
+    /// A submission found the device lost: its value may never be reached.
+    lost: bool,
+}
+
+/// What was submitted.
+struct Flight<T> {
+    value: u64,
+    recording: Recording,
+    load: T,
+}
+
+/// A command buffer that is being filled, and all that its commands use.
+pub(crate) struct Recording {
+    commands: vk::CommandBuffer,
+    keep: Vec<Arc<Buffer>>,
+}
+
+/// How long the drop of a channel waits for the GPU.
+const DROP_TIMEOUT: Duration = Duration::from_secs(10);
+
+impl Recording {
+    /// Keeps a buffer as long as the commands are in flight.
+    pub fn keep(&mut self, buffer: &Arc<Buffer>) {
+        // Most commands name what one of the last has named.
+        if !self.keep.iter().rev().take(4).any(|b| Arc::ptr_eq(b, buffer)) {
+            self.keep.push(buffer.clone());
+        }
+    }
+}
+
+impl<T> Channel<T> {
+    pub fn new(gpu: &Arc<Gpu>, queue: usize) -> Result<Self, CallError> {
+        let timeline = Timeline::new(gpu)?;
+        let info = vk::CommandPoolCreateInfo::default()
+            .queue_family_index(gpu.queue(queue).family)
+            .flags(vk::CommandPoolCreateFlags::RESET_COMMAND_BUFFER);
+        // SAFETY: the device has queues of this family.
+        let pool = gpu.call("vkCreateCommandPool", |d| unsafe { d.create_command_pool(&info, None) })?;
+        gpu.live().pools.fetch_add(1, Ordering::Relaxed);
+        let (free, flights) = (Vec::new(), VecDeque::new());
+        Ok(Self { gpu: gpu.clone(), queue, pool, timeline: Some(timeline), free, flights, last: 0, lost: false })
+    }
+
+    /// Submissions in flight.
+    pub fn in_flight(&self) -> usize {
+        self.flights.len()
+    }
+
+    fn timeline(&self) -> &Timeline {
+        self.timeline.as_ref().expect("taken by drop only")
+    }
+
+    /// Begins with a command buffer.
+    pub fn begin(&mut self) -> Result<Recording, CallError> {
+        let commands = match self.free.pop() {
+            Some(commands) => commands,
+            None => {
+                let info = vk::CommandBufferAllocateInfo::default()
+                    .command_pool(self.pool)
+                    .level(vk::CommandBufferLevel::PRIMARY)
+                    .command_buffer_count(1);
+                // SAFETY: the pool exists, and nobody else uses it: `self` is borrowed mutably.
+                self.gpu.call("vkAllocateCommandBuffers", |d| unsafe { d.allocate_command_buffers(&info) })?[0]
+            }
+        };
+        let info = vk::CommandBufferBeginInfo::default().flags(vk::CommandBufferUsageFlags::ONE_TIME_SUBMIT);
+        // SAFETY: the command buffer is not in flight: it is new, or was in the list of free ones. Beginning resets it.
+        let begun = self.gpu.call("vkBeginCommandBuffer", |d| unsafe { d.begin_command_buffer(commands, &info) });
+        match begun {
+            Ok(()) => Ok(Recording { commands, keep: Vec::new() }),
+            Err(e) => {
+                self.free.push(commands);
+                Err(e)
+            }
+        }
+    }
+
+    /// Copies regions, none of which may overlap another that is written.
+    pub fn copy(&self, into: &mut Recording, from: &Arc<Buffer>, to: &Arc<Buffer>, regions: &[vk::BufferCopy]) {
+        for r in regions {
+            let inside = |at: u64, of: &Buffer| at.checked_add(r.size).is_some_and(|end| end <= of.len());
+            assert!(
+                r.size > 0 && inside(r.src_offset, from) && inside(r.dst_offset, to),
+                "a region within its buffers"
+            );
+        }
+        into.keep(from);
+        into.keep(to);
+        // SAFETY: the recording has begun and is not in flight; it keeps the buffers; the regions lie within them.
+        unsafe { self.gpu.device().cmd_copy_buffer(into.commands, from.handle(), to.handle(), regions) }
+    }
+
+    /// Fills a range, both a multiple of four, with four bytes.
+    pub fn fill(&self, into: &mut Recording, to: &Arc<Buffer>, at: u64, len: u64, pattern: u32) {
+        let whole = len > 0 && (at | len).is_multiple_of(4);
+        assert!(whole && at.checked_add(len).is_some_and(|end| end <= to.len()), "a range within its buffer");
+        into.keep(to);
+        // SAFETY: as for `copy`; both numbers are multiples of four.
+        unsafe { self.gpu.device().cmd_fill_buffer(into.commands, to.handle(), at, len, pattern) }
+    }
+
+    /// Writes bytes at the start of a buffer: a multiple of four, 64 KiB at most.
+    pub fn update(&self, into: &mut Recording, to: &Arc<Buffer>, bytes: &[u8]) {
+        let whole = bytes.len().is_multiple_of(4) && (1..=65536).contains(&bytes.len());
+        assert!(whole && bytes.len() as u64 <= to.len(), "bytes within the buffer");
+        into.keep(to);
+        // SAFETY: as for `copy`; the length is one that the call takes.
+        unsafe { self.gpu.device().cmd_update_buffer(into.commands, to.handle(), 0, bytes) }
+    }
+
+    /// Orders commands: what comes after this begins when what came before has ended, and sees it.
+    pub fn barrier(&self, into: &Recording) {
+        use vk::AccessFlags as Access;
+        let (transfer, both) = (vk::PipelineStageFlags::TRANSFER, Access::TRANSFER_READ | Access::TRANSFER_WRITE);
+        self.dependency(into, (transfer, both), (transfer, both));
+    }
+
+    /// Makes what other queues have written, as far as the host has seen them end, visible to what follows. It waits
+    /// for nothing on this queue.
+    pub fn see_others(&self, into: &Recording) {
+        use vk::AccessFlags as Access;
+        let both = Access::TRANSFER_READ | Access::TRANSFER_WRITE;
+        let host = (vk::PipelineStageFlags::HOST, Access::HOST_WRITE);
+        self.dependency(into, host, (vk::PipelineStageFlags::TRANSFER, both));
+    }
+
+    /// Makes what was written to host memory visible to the host.
+    pub fn show_host(&self, into: &Recording) {
+        let written = (vk::PipelineStageFlags::TRANSFER, vk::AccessFlags::TRANSFER_WRITE);
+        self.dependency(into, written, (vk::PipelineStageFlags::HOST, vk::AccessFlags::HOST_READ));
+    }
+
+    fn dependency(
+        &self,
+        into: &Recording,
+        (before, from): (vk::PipelineStageFlags, vk::AccessFlags),
+        (after, to): (vk::PipelineStageFlags, vk::AccessFlags),
+    ) {
+        let memory = [vk::MemoryBarrier::default().src_access_mask(from).dst_access_mask(to)];
+        let none = vk::DependencyFlags::empty();
+        // SAFETY: the recording has begun and is not in flight.
+        unsafe { self.gpu.device().cmd_pipeline_barrier(into.commands, before, after, none, &memory, &[], &[]) }
+    }
+
+    /// Sends the commands to the GPU, to begin when `after` has reached its value.
+    ///
+    /// # Errors
+    /// With the load back; nothing was sent.
+    pub fn submit(
+        &mut self,
+        recording: Recording,
+        after: Option<(&Timeline, u64)>,
+        load: T,
+    ) -> Result<(), (T, CallError)> {
+        // SAFETY: the recording has begun, and all commands were recorded.
+        let ended = self.gpu.call("vkEndCommandBuffer", |d| unsafe { d.end_command_buffer(recording.commands) });
+        if let Err(e) = ended {
+            self.free.push(recording.commands);
+            return Err((load, e));
+        }
+        let value = self.last + 1;
+        let (commands, signals) = ([recording.commands], [self.timeline().handle()]);
+        let (waits, wait_values): (Vec<_>, Vec<_>) = after.iter().map(|(t, value)| (t.handle(), *value)).unzip();
+        let stages = vec![vk::PipelineStageFlags::TRANSFER; waits.len()];
+        let values = [value];
+        let mut timeline = vk::TimelineSemaphoreSubmitInfo::default()
+            .wait_semaphore_values(&wait_values)
+            .signal_semaphore_values(&values);
+        let info = vk::SubmitInfo::default()
+            .command_buffers(&commands)
+            .wait_semaphores(&waits)
+            .wait_dst_stage_mask(&stages)
+            .signal_semaphores(&signals)
+            .push_next(&mut timeline);
+        let queue = self.gpu.queue(self.queue).lock();
+        // SAFETY: the structures live until the call returns; what the commands use is kept by the recording, which
+        // becomes a flight; the queue is locked. Whoever owns `after` keeps it until it has reached its value.
+        let sent = self.gpu.call("vkQueueSubmit", |d| unsafe { d.queue_submit(*queue, &[info], vk::Fence::null()) });
+        drop(queue);
+        match sent {
+            Err(e) if !e.is_lost() => {
+                self.free.push(recording.commands);
+                Err((load, e))
+            }
+            // A call that finds the device lost may have sent them.
+            sent => {
+                self.lost |= sent.is_err();
+                self.last = value;
+                self.flights.push_back(Flight { value, recording, load });
+                Ok(())
+            }
+        }
+    }
+
+    fn check(&self) -> Result<(), CallError> {
+        match self.lost {
+            true => Err(CallError { call: "vkQueueSubmit", result: vk::Result::ERROR_DEVICE_LOST }),
+            false => Ok(()),
+        }
+    }
+
+    /// Gives the loads of what has ended, in the order in which it was submitted.
+    ///
+    /// # Errors
+    /// The device is lost, or does not answer; what is in flight stays so.
+    pub fn ended(&mut self, mut each: impl FnMut(T)) -> Result<(), CallError> {
+        if self.flights.is_empty() {
+            return Ok(());
+        }
+        self.check()?;
+        let reached = self.timeline().value()?;
+        while self.flights.front().is_some_and(|f| f.value <= reached) {
+            let Flight { recording, load, .. } = self.flights.pop_front().expect("there is one");
+            self.free.push(recording.commands);
+            each(load);
+        }
+        Ok(())
+    }
+
+    /// Waits until the first submission in flight has ended, or `timeout` has passed.
+    ///
+    /// # Errors
+    /// As [`Channel::ended`].
+    pub fn wait(&self, timeout: Duration) -> Result<(), CallError> {
+        let Some(first) = self.flights.front() else { return Ok(()) };
+        self.check()?;
+        self.timeline().wait(first.value, timeout).map(drop)
+    }
+
+    /// After an error: gives the loads of everything in flight if the driver says that the GPU uses none of it any
+    /// more, which it does of a lost device too. False if it does not say so.
+    pub fn give_up(&mut self, mut each: impl FnMut(T)) -> bool {
+        let queue = self.gpu.queue(self.queue).lock();
+        // SAFETY: the queue is locked.
+        let idle = self.gpu.call("vkQueueWaitIdle", |d| unsafe { d.queue_wait_idle(*queue) });
+        drop(queue);
+        if idle.is_err_and(|e| !e.is_lost()) {
+            return false;
+        }
+        for Flight { recording, load, .. } in self.flights.drain(..) {
+            self.free.push(recording.commands);
+            each(load);
+        }
+        true
+    }
+}
+
+impl<T> Drop for Channel<T> {
+    fn drop(&mut self) {
+        let waited = match self.flights.is_empty() {
+            true => Ok(true),
+            false => self.check().and_then(|()| self.timeline().wait(self.last, DROP_TIMEOUT)),
+        };
+        if !waited.unwrap_or_else(|_| self.give_up(drop)) {
+            // Never freed: the GPU may still use it. The timeline and the buffers keep the device.
+            std::mem::forget((std::mem::take(&mut self.flights), self.timeline.take()));
+            return;
+        }
+        self.flights.clear();
+        // SAFETY: none of the command buffers is in flight: the timeline has reached the value of the last, or the
+        // device is lost.
+        unsafe { self.gpu.device().destroy_command_pool(self.pool, None) }
+        self.gpu.live().pools.fetch_sub(1, Ordering::Relaxed);
+    }
+}

@@ -1,0 +1,219 @@
+//! A GPU as a device.
+
+use std::sync::Arc;
+
+use ash::vk;
+use dmalane_addr::{CardAddr, PageSize};
+use dmalane_device::{AddressSpace, Device, DeviceInfo, DeviceMemory, FlatSpace, Region};
+use dmalane_dma::Registrar;
+use dmalane_queue::DeviceQueue;
+
+use crate::error::Error;
+use crate::fault::Faults;
+use crate::gpu::{Gpu, Live, Wanted};
+use crate::library::{GpuInfo, Library, Messages};
+use crate::memory::{Allocator, GpuMemory};
+use crate::queue::{GpuQueue, Parts};
+use crate::registrar::Importer;
+use crate::sparse::{Granule, SparseMap, SparseSpace};
+
+/// How a GPU is opened.
+#[derive(Clone, Debug)]
+pub struct VulkanOptions {
+    /// Bind through sparse buffers where the driver can, so that buffers need not be contiguous. Without it, virtual
+    /// addresses are card addresses.
+    pub sparse: bool,
+    /// Have the validation layers, where they are installed, check every call, and collect their messages here.
+    pub validation: Option<Messages>,
+}
+
+impl Default for VulkanOptions {
+    fn default() -> Self {
+        Self { sparse: true, validation: None }
+    }
+}
+
+/// A GPU, driven through Vulkan.
+///
+/// Card addresses are made up: each heap of the GPU has a range of them, a region. Where the driver binds sparse
+/// buffers, virtual addresses are those that programs on the GPU use. Elsewhere they are card addresses, and
+/// [`VulkanDevice::address_of`] says what programs use.
+pub struct VulkanDevice {
+    parts: Parts,
+    notes: Vec<String>,
+    regions: Vec<Region>,
+    queues: Vec<Box<DeviceQueue>>,
+    space: Box<dyn AddressSpace>,
+}
+
+impl VulkanDevice {
+    /// Opens a GPU by number, name or UUID.
+    ///
+    /// # Errors
+    /// [`Error`].
+    pub fn open(name: &str, options: &VulkanOptions) -> Result<Self, Error> {
+        Self::open_with(name, options, Arc::default(), Arc::default())
+    }
+
+    pub(crate) fn open_with(
+        name: &str,
+        options: &VulkanOptions,
+        faults: Arc<Faults>,
+        live: Arc<Live>,
+    ) -> Result<Self, Error> {
+        let library = Library::load(options.validation.clone(), faults)?;
+        let (handle, info) = find(library.gpus()?, name)?;
+        Self::of(&library, handle, info, options, live)
+    }
+
+    fn of(
+        library: &Arc<Library>,
+        handle: vk::PhysicalDevice,
+        info: GpuInfo,
+        options: &VulkanOptions,
+        live: Arc<Live>,
+    ) -> Result<Self, Error> {
+        let wanted = Wanted { host_import: true, sparse: options.sparse };
+        let gpu = Gpu::open(library, handle, info, wanted, live)?;
+        let mut notes = vec![about(gpu.info())];
+        let sparse = match () {
+            () if !options.sparse => Err("it was not asked for".to_owned()),
+            () if !gpu.binds() => Err("the driver cannot bind sparse buffers".to_owned()),
+            () => Granule::of(&gpu).map(|g| (g.size, g)).map_err(|e| e.to_string()),
+        };
+        let sparse = sparse.and_then(|(size, granule)| {
+            SparseMap::new(&gpu, granule).map(|map| (size, map)).map_err(|e| e.to_string())
+        });
+        let granule = sparse.as_ref().map_or(PageSize::SIZE_4K, |(size, _)| *size);
+        notes.push(match &sparse {
+            Ok((size, _)) => format!("binds sparse buffers, in pages of {size}"),
+            Err(why) => format!("addresses are card addresses: {why}"),
+        });
+        let memory = GpuMemory::new(&gpu, granule);
+        match gpu.import_align() {
+            Some(align) => notes.push(format!("imports host memory, at multiples of {align} bytes")),
+            None => notes.push("cannot import host memory".to_owned()),
+        }
+        if gpu.is_validated() {
+            notes.push("the validation layers check every call, which makes it slow".to_owned());
+        }
+        let space: Box<dyn AddressSpace> = match &sparse {
+            Ok((_, map)) => Box::new(SparseSpace::new(map, &memory)),
+            Err(_) => Box::new(FlatSpace::new()),
+        };
+        let sparse = sparse.ok().map(|(_, map)| map);
+        let parts = Parts { importer: Importer::new(&gpu), memory, sparse, gpu };
+        let queues = (0..parts.gpu.copy_queues())
+            .map(|index| Ok(Box::new(GpuQueue::new(parts.clone(), index)?) as Box<DeviceQueue>))
+            .collect::<Result<_, Error>>()?;
+        Ok(Self { regions: parts.memory.regions(), parts, notes, queues, space })
+    }
+
+    /// The GPU.
+    pub fn gpu(&self) -> &GpuInfo {
+        self.parts.gpu.info()
+    }
+
+    /// The pages in which sparse buffers are bound; `None` where addresses are card addresses.
+    pub fn sparse_pages(&self) -> Option<PageSize> {
+        self.parts.sparse.as_ref().map(|sparse| sparse.granule())
+    }
+
+    /// The address by which programs on the GPU reach an allocated card address; `None` where it has no such addresses,
+    /// or nothing is allocated there. It holds up to the end of the allocation, or of the largest buffer.
+    pub fn address_of(&self, at: CardAddr) -> Option<u64> {
+        let mut address = None;
+        let found = self.parts.memory.areas().resolve(at, 1, |_, buffer, offset, _, _| {
+            address = buffer.device_address().map(|first| first + offset);
+        });
+        found.ok().and(address)
+    }
+
+    #[cfg(test)]
+    pub(crate) fn misuse(&self) {
+        self.parts.gpu.misuse();
+    }
+
+    /// Another queue over the GPU's first: for tests that look at memory past the queue that they test.
+    ///
+    /// # Errors
+    /// [`Error`].
+    pub fn further_queue(&self) -> Result<Box<DeviceQueue>, Error> {
+        Ok(Box::new(GpuQueue::new(self.parts.clone(), 0)?))
+    }
+}
+
+impl Device for VulkanDevice {
+    fn info(&self) -> DeviceInfo {
+        DeviceInfo {
+            name: self.gpu().name.clone(),
+            notes: self.notes.clone(),
+            polled: false,
+            concurrent: self.parts.gpu.copy_queues() > 1,
+        }
+    }
+
+    fn regions(&self) -> &[Region] {
+        &self.regions
+    }
+
+    fn memory(&self) -> DeviceMemory {
+        DeviceMemory::new(&self.regions).driven_by(Allocator::new(&self.parts.memory))
+    }
+
+    fn registrar(&self) -> Arc<dyn Registrar> {
+        Arc::new(self.parts.importer.clone())
+    }
+
+    fn take_queues(&mut self) -> Vec<Box<DeviceQueue>> {
+        std::mem::take(&mut self.queues)
+    }
+
+    fn address_space(&mut self) -> &mut dyn AddressSpace {
+        &mut *self.space
+    }
+}
+
+impl std::fmt::Debug for VulkanDevice {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "VulkanDevice({})", self.gpu())
+    }
+}
+
+/// One line about a GPU.
+fn about(info: &GpuInfo) -> String {
+    let (major, minor, patch) = info.api;
+    format!("{}, driver {}, Vulkan {major}.{minor}.{patch}", info.kind, info.driver)
+}
+
+/// The GPU of this number, name or UUID. A name may be part of one, in capitals or not.
+fn find<T>(gpus: Vec<(T, GpuInfo)>, wanted: &str) -> Result<(T, GpuInfo), Error> {
+    let names = |gpus: &[&(T, GpuInfo)]| {
+        gpus.iter().map(|(_, info)| format!("{} ({})", info.index, info.name)).collect::<Vec<_>>().join(", ")
+    };
+    let lower = wanted.to_lowercase();
+    let fits = |(_, info): &&(T, GpuInfo)| match wanted.parse::<usize>() {
+        Ok(index) => info.index == index,
+        Err(_) => info.uuid() == lower || info.name.to_lowercase().contains(&lower),
+    };
+    let found: Vec<_> = gpus.iter().filter(fits).collect();
+    let exact: Vec<_> = found.iter().filter(|(_, info)| info.uuid() == lower || info.name == wanted).copied().collect();
+    let index = match (&found[..], &exact[..]) {
+        ([only], _) | (_, [only]) => only.1.index,
+        ([], _) => {
+            let there = names(&gpus.iter().collect::<Vec<_>>());
+            return Err(Error::NoSuchGpu { wanted: wanted.to_owned(), there });
+        }
+        (several, _) => return Err(Error::Ambiguous { wanted: wanted.to_owned(), which: names(several) }),
+    };
+    gpus.into_iter().find(|(_, info)| info.index == index).ok_or(Error::NoDriver)
+}
+
+/// The GPUs of this machine, in the order of their numbers.
+///
+/// # Errors
+/// [`Error::NoLoader`], [`Error::NoDriver`], [`Error::Call`].
+pub fn gpus() -> Result<Vec<GpuInfo>, Error> {
+    let library = Library::load(None, Arc::default())?;
+    Ok(library.gpus()?.into_iter().map(|(_, info)| info).collect())
+}

@@ -1,0 +1,94 @@
+//! Errors of the device.
+
+use ash::vk;
+use thiserror::Error;
+
+/// A call of Vulkan that failed.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Error)]
+#[error("{call} failed: {result:?}")]
+pub struct CallError {
+    /// The name of the call ("vkAllocateMemory").
+    pub call: &'static str,
+    /// The driver's answer.
+    pub result: vk::Result,
+}
+
+impl CallError {
+    /// True when the device is lost: nothing can be done with it any more.
+    pub fn is_lost(&self) -> bool {
+        self.result == vk::Result::ERROR_DEVICE_LOST
+    }
+}
+
+/// Why a GPU was not opened or found, or did not do something.
+#[derive(Debug, Error)]
+#[non_exhaustive]
+pub enum Error {
+    /// The Vulkan loader is not there.
+    #[error("cannot load libvulkan.so.1: {0} (Debian and Ubuntu: apt install libvulkan1 mesa-vulkan-drivers)")]
+    NoLoader(String),
+    /// The loader found no driver.
+    #[error(
+        "Vulkan found no driver (Mesa: apt install mesa-vulkan-drivers, also for its software GPU lavapipe; NVIDIA: its \
+         driver has one, in containers with NVIDIA_DRIVER_CAPABILITIES=all)"
+    )]
+    NoDriver,
+    /// No GPU has this number, name or UUID.
+    #[error("no GPU is called {wanted:?}; there is {}", if there.is_empty() { "none" } else { there })]
+    NoSuchGpu {
+        /// The number, name or UUID.
+        wanted: String,
+        /// The names of those that there are, with commas between them.
+        there: String,
+    },
+    /// A name that several GPUs have.
+    #[error("several GPUs are called {wanted:?}: {which}; use the number or the UUID")]
+    Ambiguous {
+        /// The name.
+        wanted: String,
+        /// Their names, with commas between them.
+        which: String,
+    },
+    /// The GPU or its driver lacks something that is needed.
+    #[error("{name} cannot be used: {missing}")]
+    Unsuitable {
+        /// The GPU's name.
+        name: String,
+        /// What is missing, and how to get it.
+        missing: String,
+    },
+    /// Host memory that cannot be imported as it lies.
+    #[error("this GPU imports host memory at multiples of {align} bytes, and {address:#x} is not within such a range")]
+    Misaligned {
+        /// The alignment.
+        align: u64,
+        /// The first address.
+        address: usize,
+    },
+    /// Host memory that is not from the heap of the device, which cannot import any other.
+    #[error("this GPU's driver cannot import host memory; only buffers of the device's own heap can be registered")]
+    ForeignMemory,
+    /// The range of card addresses was allocated before, or is none.
+    #[error("the range {0} of device memory cannot be allocated")]
+    Range(dmalane_addr::Span<dmalane_addr::CardAddr>),
+    /// Device memory that is not allocated.
+    #[error("no device memory is allocated at {0}")]
+    NotAllocated(dmalane_addr::CardAddr),
+    /// A bind where something is bound.
+    #[error("something is bound at {0} already")]
+    Bound(dmalane_addr::DeviceVa),
+    /// No memory type of the GPU is fit for a use.
+    #[error("the GPU has no memory type for {0}")]
+    NoMemoryType(&'static str),
+    /// More bindings than the driver can hold.
+    #[error("the driver holds {limit} sparse bindings at most, and {wanted} are asked for")]
+    TooManyBinds {
+        /// How many there would be.
+        wanted: u64,
+        /// How many there may be.
+        limit: u64,
+    },
+    /// A call failed.
+    #[error(transparent)]
+    Call(#[from] CallError),
+}

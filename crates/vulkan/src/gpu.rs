@@ -1,0 +1,486 @@
+//! An opened GPU, its memory and its buffers.
+//!
+//! `unsafe` because every call of Vulkan is. Each object owns what the driver needs while it exists: a buffer its
+//! memory, imported memory the host memory behind it, everything the device. So no order of drops is wrong; that
+//! nothing is destroyed while commands use it is the business of [`channel`](crate::channel).
+#![allow(unsafe_code)]
+
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
+
+use ash::{Device, ext, khr, vk};
+use dmalane_dma::BufferRef;
+
+use crate::error::{CallError, Error};
+use crate::library::{GpuInfo, Library};
+
+/// What can be done with a GPU, as it was opened.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(crate) struct Wanted {
+    /// Import host memory, if the GPU can.
+    pub host_import: bool,
+    /// Bind sparse buffers, if the GPU can.
+    pub sparse: bool,
+}
+
+/// How many objects exist.
+#[derive(Debug, Default)]
+pub(crate) struct Live {
+    pub memories: AtomicU64,
+    pub imports: AtomicU64,
+    pub buffers: AtomicU64,
+    pub semaphores: AtomicU64,
+    pub pools: AtomicU64,
+}
+
+/// An opened GPU.
+pub(crate) struct Gpu {
+    device: Device,
+    host: Option<ext::external_memory_host::Device>,
+    info: GpuInfo,
+    /// The families whose queues are used.
+    families: Vec<u32>,
+    queues: Vec<QueueHandle>,
+    /// Which of the queues binds sparse buffers.
+    sparse: Option<usize>,
+    live: Arc<Live>,
+    library: Arc<Library>,
+}
+
+/// A queue of the device. Vulkan wants one caller at a time.
+pub(crate) struct QueueHandle {
+    queue: Mutex<vk::Queue>,
+    pub family: u32,
+}
+
+impl QueueHandle {
+    pub fn lock(&self) -> MutexGuard<'_, vk::Queue> {
+        self.queue.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+/// Queues of one family that are used at most: more do not copy faster.
+const QUEUES: u32 = 2;
+
+/// The families whose queues copy, with how many of each; then the one for sparse binding, if that is another one.
+fn families(info: &GpuInfo, sparse: bool) -> (Vec<(u32, u32)>, Option<u32>) {
+    use vk::QueueFlags as Flags;
+    let copies = |f: &Flags| f.intersects(Flags::TRANSFER | Flags::GRAPHICS | Flags::COMPUTE);
+    // Copy engines first: a family that can do nothing else.
+    let rank = |f: &Flags| match () {
+        () if !f.intersects(Flags::GRAPHICS | Flags::COMPUTE) => 0,
+        () if !f.contains(Flags::GRAPHICS) => 1,
+        () => 2,
+    };
+    let all = info.families.iter().zip(0u32..).filter(|((flags, count), _)| copies(flags) && *count > 0);
+    let mut all: Vec<_> = all.map(|((flags, count), family)| (*flags, *count, family)).collect();
+    all.sort_by_key(|(flags, _, family)| (rank(flags), *family));
+    let used: Vec<_> = all.iter().take(1).map(|(_, count, family)| (*family, (*count).min(QUEUES))).collect();
+    let binds = |family: &u32| info.families[*family as usize].0.contains(Flags::SPARSE_BINDING);
+    let mut candidates = used.iter().map(|(family, _)| *family).chain(all.iter().map(|(_, _, family)| *family));
+    let binding = if sparse { candidates.find(binds) } else { None };
+    (used, binding)
+}
+
+impl Gpu {
+    /// Opens a GPU.
+    pub fn open(
+        library: &Arc<Library>,
+        gpu: vk::PhysicalDevice,
+        info: GpuInfo,
+        wanted: Wanted,
+        live: Arc<Live>,
+    ) -> Result<Arc<Self>, Error> {
+        if let Some(missing) = info.missing() {
+            return Err(Error::Unsuitable { name: info.name, missing: missing.to_owned() });
+        }
+        let (copying, binding) = families(&info, wanted.sparse && info.sparse.is_some() && info.device_address);
+        if copying.is_empty() {
+            return Err(Error::Unsuitable { name: info.name, missing: "it has no queue that copies".to_owned() });
+        }
+        let mut asked = copying.clone();
+        if let Some(family) = binding
+            && copying.iter().all(|(f, _)| *f != family)
+        {
+            asked.push((family, 1));
+        }
+        let priorities = [1.0; QUEUES as usize];
+        let families: Vec<_> = asked
+            .iter()
+            .map(|(family, count)| {
+                vk::DeviceQueueCreateInfo::default()
+                    .queue_family_index(*family)
+                    .queue_priorities(&priorities[..*count as usize])
+            })
+            .collect();
+        let mut extensions = Vec::new();
+        let host_import = wanted.host_import && info.host_import.is_some();
+        if host_import {
+            extensions.push(ext::external_memory_host::NAME.as_ptr());
+        }
+        if info.portability_subset {
+            extensions.push(khr::portability_subset::NAME.as_ptr());
+        }
+        let mut vulkan12 = vk::PhysicalDeviceVulkan12Features::default()
+            .timeline_semaphore(true)
+            .buffer_device_address(info.device_address);
+        let features = vk::PhysicalDeviceFeatures::default()
+            .sparse_binding(binding.is_some())
+            .sparse_residency_buffer(binding.is_some());
+        let create = vk::DeviceCreateInfo::default()
+            .queue_create_infos(&families)
+            .enabled_extension_names(&extensions)
+            .enabled_features(&features)
+            .push_next(&mut vulkan12);
+        library.faults().before("vkCreateDevice")?;
+        // SAFETY: the structures live until the call returns; families, queues, features and extensions are those that
+        // the physical device has, as `info` says, which was read from it.
+        let device = unsafe { library.instance().create_device(gpu, &create, None) }
+            .map_err(|result| CallError { call: "vkCreateDevice", result })?;
+        let host = host_import.then(|| ext::external_memory_host::Device::new(library.instance(), &device));
+        let mut queues = Vec::new();
+        for (family, count) in &asked {
+            for index in 0..*count {
+                // SAFETY: the device was created with this queue.
+                let queue = unsafe { device.get_device_queue(*family, index) };
+                queues.push(QueueHandle { queue: Mutex::new(queue), family: *family });
+            }
+        }
+        let sparse = binding.and_then(|family| queues.iter().position(|q| q.family == family));
+        let families = asked.iter().map(|(family, _)| *family).collect();
+        Ok(Arc::new(Self { device, host, info, families, queues, sparse, live, library: library.clone() }))
+    }
+
+    pub fn device(&self) -> &Device {
+        &self.device
+    }
+
+    pub fn info(&self) -> &GpuInfo {
+        &self.info
+    }
+
+    pub fn live(&self) -> &Live {
+        &self.live
+    }
+
+    /// The alignment of host memory that can be imported; `None` when none can.
+    pub fn import_align(&self) -> Option<u64> {
+        self.host.as_ref().and(self.info.host_import)
+    }
+
+    /// True when sparse buffers can be bound.
+    pub fn binds(&self) -> bool {
+        self.sparse.is_some()
+    }
+
+    /// How many queues copy.
+    pub fn copy_queues(&self) -> usize {
+        self.queues.iter().filter(|q| q.family == self.queues[0].family).count()
+    }
+
+    pub fn queue(&self, index: usize) -> &QueueHandle {
+        &self.queues[index]
+    }
+
+    pub fn is_validated(&self) -> bool {
+        self.library.is_validated()
+    }
+
+    /// To be asked before a call that can fail, and told its answer.
+    pub fn call<T>(
+        &self,
+        call: &'static str,
+        f: impl FnOnce(&Device) -> Result<T, vk::Result>,
+    ) -> Result<T, CallError> {
+        self.library.faults().before(call)?;
+        f(&self.device).map_err(|result| CallError { call, result })
+    }
+
+    /// The first memory type of `bits` that has `flags`, of this heap if one is given: the one with the fewest
+    /// properties that nobody asked for.
+    fn memory_type(&self, bits: u32, flags: vk::MemoryPropertyFlags, heap: Option<u32>) -> Option<u32> {
+        use vk::MemoryPropertyFlags as Flags;
+        // All others need a feature, or are not for buffers that are copied.
+        let plain = Flags::DEVICE_LOCAL | Flags::HOST_VISIBLE | Flags::HOST_COHERENT | Flags::HOST_CACHED;
+        let types = self.info.memory_types.iter().zip(0u32..);
+        let fit = types.filter(|(t, i)| {
+            bits & (1 << i) != 0
+                && t.flags.contains(flags)
+                && plain.contains(t.flags)
+                && heap.is_none_or(|heap| t.heap == heap)
+        });
+        // What the host caches is read faster by it.
+        let rank = |f: Flags| if flags.contains(Flags::HOST_VISIBLE) && f.contains(Flags::HOST_CACHED) { 0 } else { 1 };
+        fit.min_by_key(|(t, i)| (rank(t.flags), (t.flags & !flags).as_raw().count_ones(), *i)).map(|(_, i)| i)
+    }
+
+    fn allocate(self: &Arc<Self>, info: &vk::MemoryAllocateInfo<'_>) -> Result<Memory, CallError> {
+        // SAFETY: the callers fill the structure as the specification asks for.
+        let memory = self.call("vkAllocateMemory", |d| unsafe { d.allocate_memory(info, None) })?;
+        self.live.memories.fetch_add(1, Ordering::Relaxed);
+        Ok(Memory { memory, len: info.allocation_size, host: None, gpu: self.clone() })
+    }
+
+    fn create_buffer(self: &Arc<Self>, info: &vk::BufferCreateInfo<'_>) -> Result<Buffer, CallError> {
+        let sharing = if self.families.len() > 1 { vk::SharingMode::CONCURRENT } else { vk::SharingMode::EXCLUSIVE };
+        let info = info.sharing_mode(sharing).queue_family_indices(&self.families);
+        // SAFETY: the callers fill the structure as the specification asks for; the families are those of the device.
+        let buffer = self.call("vkCreateBuffer", |d| unsafe { d.create_buffer(&info, None) })?;
+        self.live.buffers.fetch_add(1, Ordering::Relaxed);
+        Ok(Buffer { buffer, len: info.size, memory: None, gpu: self.clone() })
+    }
+
+    /// Allocates a buffer of device memory of this heap.
+    pub fn device_buffer(self: &Arc<Self>, len: u64, heap: u32) -> Result<Arc<Buffer>, Error> {
+        let usage = self.copied();
+        let buffer = self.create_buffer(&vk::BufferCreateInfo::default().size(len).usage(usage))?;
+        let needs = buffer.requirements();
+        let kind = self.memory_type(needs.memory_type_bits, vk::MemoryPropertyFlags::DEVICE_LOCAL, Some(heap));
+        let kind = kind.ok_or(Error::NoMemoryType("buffers in this heap"))?;
+        let mut flags = vk::MemoryAllocateFlagsInfo::default();
+        let mut info = vk::MemoryAllocateInfo::default().allocation_size(needs.size).memory_type_index(kind);
+        if self.info.device_address {
+            flags = flags.flags(vk::MemoryAllocateFlags::DEVICE_ADDRESS);
+            info = info.push_next(&mut flags);
+        }
+        let memory = self.allocate(&info)?;
+        Ok(Arc::new(buffer.bind(memory)?))
+    }
+
+    /// Imports `len` bytes of host memory from `offset` of a buffer on: whole multiples of the
+    /// [alignment](Self::import_align), which is checked. The import keeps the memory alive.
+    pub fn import(self: &Arc<Self>, host: &BufferRef, offset: usize, len: usize) -> Result<Arc<Buffer>, Error> {
+        const HOST: vk::ExternalMemoryHandleTypeFlags = vk::ExternalMemoryHandleTypeFlags::HOST_ALLOCATION_EXT;
+        let (Some(import), Some(align)) = (&self.host, self.import_align()) else { return Err(Error::ForeignMemory) };
+        let address = host.address() + offset;
+        let inside = offset.checked_add(len).is_some_and(|end| end <= host.len());
+        // Drivers take what violates this, and fail later.
+        if !inside || len == 0 || !(address as u64).is_multiple_of(align) || !(len as u64).is_multiple_of(align) {
+            return Err(Error::Misaligned { align, address });
+        }
+        let mut external = vk::ExternalMemoryBufferCreateInfo::default().handle_types(HOST);
+        let usage = vk::BufferUsageFlags::TRANSFER_SRC | vk::BufferUsageFlags::TRANSFER_DST;
+        let buffer = self
+            .create_buffer(&vk::BufferCreateInfo::default().size(len as u64).usage(usage).push_next(&mut external))?;
+        let needs = buffer.requirements();
+        let pointer = address as *mut std::ffi::c_void;
+        let mut properties = vk::MemoryHostPointerPropertiesEXT::default();
+        self.call("vkGetMemoryHostPointerPropertiesEXT", |d| {
+            // SAFETY: the extension is enabled; the range lies in the memory of `host`, as was checked.
+            let got = unsafe {
+                (import.fp().get_memory_host_pointer_properties_ext)(d.handle(), HOST, pointer, &mut properties)
+            };
+            got.result()
+        })?;
+        let flags = vk::MemoryPropertyFlags::HOST_VISIBLE | vk::MemoryPropertyFlags::HOST_COHERENT;
+        let kind = self.memory_type(needs.memory_type_bits & properties.memory_type_bits, flags, None);
+        let kind = kind.filter(|_| needs.size <= len as u64).ok_or(Error::NoMemoryType("imported host memory"))?;
+        let mut from = vk::ImportMemoryHostPointerInfoEXT::default().handle_type(HOST).host_pointer(pointer);
+        let info =
+            vk::MemoryAllocateInfo::default().allocation_size(len as u64).memory_type_index(kind).push_next(&mut from);
+        let mut memory = self.allocate(&info)?;
+        memory.host = Some(host.clone());
+        self.live.imports.fetch_add(1, Ordering::Relaxed);
+        Ok(Arc::new(buffer.bind(memory)?))
+    }
+
+    /// A sparse buffer in which nothing is bound, and the multiple of bytes in which memory is bound to it.
+    pub fn sparse_buffer(self: &Arc<Self>, len: u64) -> Result<(Arc<Buffer>, u64), Error> {
+        let flags = vk::BufferCreateFlags::SPARSE_BINDING | vk::BufferCreateFlags::SPARSE_RESIDENCY;
+        let create = vk::BufferCreateInfo::default().size(len).usage(self.copied()).flags(flags);
+        let buffer = self.create_buffer(&create)?;
+        let granule = buffer.requirements().alignment;
+        Ok((Arc::new(buffer), granule))
+    }
+
+    /// Does what the specification forbids, which the validation layers must notice.
+    #[cfg(test)]
+    pub fn misuse(self: &Arc<Self>) {
+        // Made for nothing at all, and of no bytes: no driver looks at it before there is memory.
+        let info = vk::BufferCreateInfo::default().size(4096).usage(vk::BufferUsageFlags::empty());
+        drop(self.create_buffer(&info));
+    }
+
+    /// The use of device memory.
+    fn copied(&self) -> vk::BufferUsageFlags {
+        let copied = vk::BufferUsageFlags::TRANSFER_SRC | vk::BufferUsageFlags::TRANSFER_DST;
+        match self.info.device_address {
+            true => copied | vk::BufferUsageFlags::SHADER_DEVICE_ADDRESS | vk::BufferUsageFlags::STORAGE_BUFFER,
+            false => copied,
+        }
+    }
+
+    /// Binds and unbinds ranges of a sparse buffer; it happens when the semaphore reaches `value`.
+    pub fn bind_sparse(
+        &self,
+        to: &Buffer,
+        binds: &[SparseBind<'_>],
+        semaphore: &Timeline,
+        value: u64,
+    ) -> Result<(), CallError> {
+        let binds: Vec<_> = binds
+            .iter()
+            .map(|b| {
+                let inside = b.at.checked_add(b.len).is_some_and(|end| end <= to.len);
+                let there = b.memory.is_none_or(|(m, at)| at.checked_add(b.len).is_some_and(|end| end <= m.len));
+                assert!(inside && there, "a range that is not in its buffer");
+                let bind = vk::SparseMemoryBind::default().resource_offset(b.at).size(b.len);
+                match b.memory {
+                    Some((memory, at)) => bind.memory(memory.memory).memory_offset(at),
+                    None => bind,
+                }
+            })
+            .collect();
+        let buffers = [vk::SparseBufferMemoryBindInfo::default().buffer(to.buffer).binds(&binds)];
+        let (signals, values) = ([semaphore.semaphore], [value]);
+        let mut timeline = vk::TimelineSemaphoreSubmitInfo::default().signal_semaphore_values(&values);
+        let info =
+            vk::BindSparseInfo::default().buffer_binds(&buffers).signal_semaphores(&signals).push_next(&mut timeline);
+        let queue = self.queue(self.sparse.expect("a GPU with sparse buffers has a queue that binds them")).lock();
+        // SAFETY: the ranges lie in the buffer and in the memories, as was checked; the caller keeps all three; the
+        // queue is locked.
+        self.call("vkQueueBindSparse", |d| unsafe { d.queue_bind_sparse(*queue, &[info], vk::Fence::null()) })
+    }
+}
+
+impl Drop for Gpu {
+    fn drop(&mut self) {
+        // SAFETY: every object of the device owned a reference to this and is gone. Whoever still had commands in
+        // flight has kept such an object.
+        unsafe { self.device.destroy_device(None) }
+    }
+}
+
+/// A range of a sparse buffer, and the memory that it gets: from which byte on. `None`: nothing.
+pub(crate) struct SparseBind<'a> {
+    pub at: u64,
+    pub len: u64,
+    pub memory: Option<(&'a Memory, u64)>,
+}
+
+/// Memory that the driver has allocated, or imported.
+pub(crate) struct Memory {
+    memory: vk::DeviceMemory,
+    len: u64,
+    /// What was imported.
+    host: Option<BufferRef>,
+    gpu: Arc<Gpu>,
+}
+
+impl Drop for Memory {
+    fn drop(&mut self) {
+        // SAFETY: the buffers that it is bound to own a reference to it, and so does what is in flight: no use is left.
+        unsafe { self.gpu.device.free_memory(self.memory, None) }
+        self.gpu.live.memories.fetch_sub(1, Ordering::Relaxed);
+        if self.host.take().is_some() {
+            self.gpu.live.imports.fetch_sub(1, Ordering::Relaxed);
+        }
+    }
+}
+
+/// A buffer with its memory; or a sparse one, whose memory others keep.
+pub(crate) struct Buffer {
+    buffer: vk::Buffer,
+    len: u64,
+    memory: Option<Arc<Memory>>,
+    gpu: Arc<Gpu>,
+}
+
+impl Buffer {
+    fn requirements(&self) -> vk::MemoryRequirements {
+        // SAFETY: the buffer exists.
+        unsafe { self.gpu.device.get_buffer_memory_requirements(self.buffer) }
+    }
+
+    /// Gives it its memory.
+    fn bind(mut self, memory: Memory) -> Result<Self, CallError> {
+        // SAFETY: neither was bound before; the memory is of a type that the buffer permits and as long as it needs,
+        // which the callers see to.
+        self.gpu.call("vkBindBufferMemory", |d| unsafe { d.bind_buffer_memory(self.buffer, memory.memory, 0) })?;
+        self.memory = Some(Arc::new(memory));
+        Ok(self)
+    }
+
+    pub fn handle(&self) -> vk::Buffer {
+        self.buffer
+    }
+
+    /// Bytes.
+    pub fn len(&self) -> u64 {
+        self.len
+    }
+
+    /// The memory; `None` for a sparse buffer.
+    pub fn memory(&self) -> Option<&Arc<Memory>> {
+        self.memory.as_ref()
+    }
+
+    /// Its address for programs on the GPU; `None` where there is none.
+    pub fn device_address(&self) -> Option<u64> {
+        let info = vk::BufferDeviceAddressInfo::default().buffer(self.buffer);
+        // SAFETY: the buffer exists, and was made for this where the GPU has addresses; imported ones were not.
+        let address = || unsafe { self.gpu.device.get_buffer_device_address(&info) };
+        let imported = self.memory.as_ref().is_some_and(|m| m.host.is_some());
+        (self.gpu.info.device_address && !imported).then(address)
+    }
+}
+
+impl Drop for Buffer {
+    fn drop(&mut self) {
+        // SAFETY: what is in flight owns a reference to each buffer that it uses: nothing uses this one.
+        unsafe { self.gpu.device.destroy_buffer(self.buffer, None) }
+        // After the buffer.
+        self.memory = None;
+        self.gpu.live.buffers.fetch_sub(1, Ordering::Relaxed);
+    }
+}
+
+/// A timeline semaphore.
+pub(crate) struct Timeline {
+    semaphore: vk::Semaphore,
+    gpu: Arc<Gpu>,
+}
+
+impl Timeline {
+    /// At 0.
+    pub fn new(gpu: &Arc<Gpu>) -> Result<Self, CallError> {
+        let mut kind = vk::SemaphoreTypeCreateInfo::default().semaphore_type(vk::SemaphoreType::TIMELINE);
+        let info = vk::SemaphoreCreateInfo::default().push_next(&mut kind);
+        // SAFETY: the device has timeline semaphores.
+        let semaphore = gpu.call("vkCreateSemaphore", |d| unsafe { d.create_semaphore(&info, None) })?;
+        gpu.live.semaphores.fetch_add(1, Ordering::Relaxed);
+        Ok(Self { semaphore, gpu: gpu.clone() })
+    }
+
+    pub fn handle(&self) -> vk::Semaphore {
+        self.semaphore
+    }
+
+    /// What it has reached.
+    pub fn value(&self) -> Result<u64, CallError> {
+        // SAFETY: the semaphore exists.
+        self.gpu.call("vkGetSemaphoreCounterValue", |d| unsafe { d.get_semaphore_counter_value(self.semaphore) })
+    }
+
+    /// Waits until it has reached `value`; false when `timeout` passed before.
+    pub fn wait(&self, value: u64, timeout: Duration) -> Result<bool, CallError> {
+        let (semaphores, values) = ([self.semaphore], [value]);
+        let info = vk::SemaphoreWaitInfo::default().semaphores(&semaphores).values(&values);
+        let ns = u64::try_from(timeout.as_nanos()).unwrap_or(u64::MAX);
+        // SAFETY: the semaphore exists.
+        let waited = self.gpu.call("vkWaitSemaphores", |d| unsafe { d.wait_semaphores(&info, ns) });
+        match waited {
+            Err(e) if e.result == vk::Result::TIMEOUT => Ok(false),
+            waited => waited.map(|()| true),
+        }
+    }
+}
+
+impl Drop for Timeline {
+    fn drop(&mut self) {
+        // SAFETY: whoever has it signalled or waited for keeps it until that has happened.
+        unsafe { self.gpu.device.destroy_semaphore(self.semaphore, None) }
+        self.gpu.live.semaphores.fetch_sub(1, Ordering::Relaxed);
+    }
+}

@@ -1,0 +1,365 @@
+//! The Vulkan loader, an instance, and the GPUs that it finds.
+//!
+//! `unsafe` because every call of Vulkan is. The instance outlives every object that is made of it, because all of them
+//! own a reference to it.
+#![allow(unsafe_code)]
+
+use std::ffi::{CStr, c_void};
+use std::fmt;
+use std::sync::{Arc, Mutex, PoisonError};
+
+use ash::{Entry, Instance, ext, khr, vk};
+
+use crate::error::{CallError, Error};
+use crate::fault::Faults;
+
+/// The validation layer.
+const LAYER: &CStr = c"VK_LAYER_KHRONOS_validation";
+
+/// Messages of the validation layers, as they come.
+#[derive(Clone, Debug, Default)]
+pub struct Messages(Arc<Mutex<Vec<String>>>);
+
+impl Messages {
+    /// None yet.
+    pub fn new() -> Self {
+        Self::default()
+    }
+
+    /// Those that have come, which are forgotten by that.
+    pub fn take(&self) -> Vec<String> {
+        std::mem::take(&mut *self.0.lock().unwrap_or_else(PoisonError::into_inner))
+    }
+
+    fn push(&self, message: String) {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner).push(message);
+    }
+}
+
+/// The loader and an instance.
+pub(crate) struct Library {
+    // Unloaded last: fields are dropped in this order, after `drop` has destroyed the instance.
+    instance: Instance,
+    messenger: Option<(ext::debug_utils::Instance, vk::DebugUtilsMessengerEXT)>,
+    /// What the messenger's callback points to.
+    messages: Option<Arc<Messages>>,
+    faults: Arc<Faults>,
+    _entry: Entry,
+}
+
+impl Library {
+    /// Loads Vulkan. With `messages`, the validation layers check every call, where they are installed.
+    pub fn load(messages: Option<Messages>, faults: Arc<Faults>) -> Result<Arc<Self>, Error> {
+        // SAFETY: the system's Vulkan loader is what it says: its initialisation has no requirements.
+        let entry = unsafe { Entry::load() }.map_err(|e| Error::NoLoader(e.to_string()))?;
+        let messages = messages.filter(|_| layer_is_installed(&entry)).map(Arc::new);
+        let application = vk::ApplicationInfo::default()
+            .application_name(c"dmalane")
+            .engine_name(c"dmalane")
+            .api_version(vk::API_VERSION_1_3);
+        let (mut layers, mut extensions) = (Vec::new(), Vec::new());
+        let mut flags = vk::InstanceCreateFlags::empty();
+        if has_extension(&entry, None, khr::portability_enumeration::NAME) {
+            extensions.push(khr::portability_enumeration::NAME.as_ptr());
+            flags |= vk::InstanceCreateFlags::ENUMERATE_PORTABILITY_KHR;
+        }
+        let enabled = [vk::ValidationFeatureEnableEXT::SYNCHRONIZATION_VALIDATION];
+        let mut features = vk::ValidationFeaturesEXT::default().enabled_validation_features(&enabled);
+        let mut creation = messages.as_ref().map(messenger);
+        let mut info = vk::InstanceCreateInfo::default().application_info(&application).flags(flags);
+        if let Some(creation) = &mut creation {
+            layers.push(LAYER.as_ptr());
+            extensions.push(ext::debug_utils::NAME.as_ptr());
+            info = info.push_next(creation);
+            if has_extension(&entry, Some(LAYER), ext::validation_features::NAME) {
+                extensions.push(ext::validation_features::NAME.as_ptr());
+                info = info.push_next(&mut features);
+            }
+        }
+        let info = info.enabled_layer_names(&layers).enabled_extension_names(&extensions);
+        faults.before("vkCreateInstance")?;
+        // SAFETY: the structures and the names live until the call returns; `messages`, which the callback points to,
+        // is owned by the result, and dropped after the instance.
+        let instance = unsafe { entry.create_instance(&info, None) }.map_err(|result| match result {
+            vk::Result::ERROR_INCOMPATIBLE_DRIVER => Error::NoDriver,
+            result => CallError { call: "vkCreateInstance", result }.into(),
+        })?;
+        let mut this = Self { instance, messenger: None, messages, faults, _entry: entry };
+        if let Some(messages) = &this.messages {
+            let debug = ext::debug_utils::Instance::new(&this._entry, &this.instance);
+            this.faults.before("vkCreateDebugUtilsMessengerEXT")?;
+            // SAFETY: as above; the messenger is destroyed before `messages`.
+            let made = unsafe { debug.create_debug_utils_messenger(&messenger(messages), None) };
+            let made = made.map_err(|result| CallError { call: "vkCreateDebugUtilsMessengerEXT", result })?;
+            this.messenger = Some((debug, made));
+        }
+        Ok(Arc::new(this))
+    }
+
+    pub fn instance(&self) -> &Instance {
+        &self.instance
+    }
+
+    pub fn faults(&self) -> &Faults {
+        &self.faults
+    }
+
+    /// True when the validation layers watch.
+    pub fn is_validated(&self) -> bool {
+        self.messenger.is_some()
+    }
+
+    /// The GPUs, in the order in which the loader lists them.
+    pub fn gpus(&self) -> Result<Vec<(vk::PhysicalDevice, GpuInfo)>, Error> {
+        self.faults.before("vkEnumeratePhysicalDevices")?;
+        // SAFETY: the instance exists as long as `self`.
+        let found = unsafe { self.instance.enumerate_physical_devices() };
+        let found = match found {
+            Err(vk::Result::ERROR_INITIALIZATION_FAILED) => Vec::new(),
+            found => found.map_err(|result| CallError { call: "vkEnumeratePhysicalDevices", result })?,
+        };
+        if found.is_empty() {
+            return Err(Error::NoDriver);
+        }
+        found.into_iter().enumerate().map(|(index, gpu)| Ok((gpu, self.info(index, gpu)?))).collect()
+    }
+
+    fn info(&self, index: usize, gpu: vk::PhysicalDevice) -> Result<GpuInfo, Error> {
+        self.faults.before("vkEnumerateDeviceExtensionProperties")?;
+        // SAFETY: the physical device is one of this instance.
+        let extensions = unsafe { self.instance.enumerate_device_extension_properties(gpu) }
+            .map_err(|result| CallError { call: "vkEnumerateDeviceExtensionProperties", result })?;
+        let has = |name: &CStr| extensions.iter().any(|e| e.extension_name_as_c_str() == Ok(name));
+        // SAFETY: as above.
+        let api = unsafe { self.instance.get_physical_device_properties(gpu) }.api_version;
+        let (mut id, mut driver) =
+            (vk::PhysicalDeviceIDProperties::default(), vk::PhysicalDeviceDriverProperties::default());
+        let (mut sizes, mut more) =
+            (vk::PhysicalDeviceMaintenance3Properties::default(), vk::PhysicalDeviceMaintenance4Properties::default());
+        let mut host = vk::PhysicalDeviceExternalMemoryHostPropertiesEXT::default();
+        let (has_1_1, has_1_2, has_1_3) =
+            (api >= vk::API_VERSION_1_1, api >= vk::API_VERSION_1_2, api >= vk::API_VERSION_1_3);
+        let host_import = has(ext::external_memory_host::NAME);
+        let mut properties = vk::PhysicalDeviceProperties2::default();
+        if has_1_1 {
+            properties = properties.push_next(&mut id).push_next(&mut sizes);
+        }
+        if has_1_2 {
+            properties = properties.push_next(&mut driver);
+        }
+        if has_1_3 {
+            properties = properties.push_next(&mut more);
+        }
+        if host_import {
+            properties = properties.push_next(&mut host);
+        }
+        let mut vulkan12 = vk::PhysicalDeviceVulkan12Features::default();
+        let mut features = vk::PhysicalDeviceFeatures2::default();
+        if has_1_2 {
+            features = features.push_next(&mut vulkan12);
+        }
+        // SAFETY: the physical device is one of this instance, whose version has both calls; every structure of the
+        // chains belongs to a version or an extension that the device has.
+        unsafe {
+            self.instance.get_physical_device_properties2(gpu, &mut properties);
+            self.instance.get_physical_device_features2(gpu, &mut features);
+        }
+        let (limits, features) = (properties.properties.limits, features.features);
+        let properties = properties.properties;
+        // SAFETY: as above.
+        let (memory, families) = unsafe {
+            (
+                self.instance.get_physical_device_memory_properties(gpu),
+                self.instance.get_physical_device_queue_family_properties(gpu),
+            )
+        };
+        let text = |c: Result<&CStr, _>| c.unwrap_or_default().to_string_lossy().into_owned();
+        let sparse = features.sparse_binding == vk::TRUE && features.sparse_residency_buffer == vk::TRUE;
+        let heap = |h: &vk::MemoryHeap| Heap {
+            bytes: h.size,
+            device_local: h.flags.contains(vk::MemoryHeapFlags::DEVICE_LOCAL),
+        };
+        Ok(GpuInfo {
+            index,
+            name: text(properties.device_name_as_c_str()),
+            kind: kind(properties.device_type),
+            uuid: if has_1_1 { id.device_uuid } else { [0; 16] },
+            driver: format!("{} {}", text(driver.driver_name_as_c_str()), text(driver.driver_info_as_c_str())),
+            api: (vk::api_version_major(api), vk::api_version_minor(api), vk::api_version_patch(api)),
+            host_import: host_import.then_some(host.min_imported_host_pointer_alignment.max(1)),
+            portability_subset: has(khr::portability_subset::NAME),
+            timeline: vulkan12.timeline_semaphore == vk::TRUE,
+            device_address: vulkan12.buffer_device_address == vk::TRUE,
+            sparse: sparse.then_some(limits.sparse_address_space_size),
+            max_allocation: if has_1_1 { sizes.max_memory_allocation_size } else { 1 << 30 },
+            max_allocations: limits.max_memory_allocation_count,
+            max_buffer: if has_1_3 { more.max_buffer_size } else { u64::MAX },
+            heaps: memory.memory_heaps_as_slice().iter().map(heap).collect(),
+            families: families.iter().map(|f| (f.queue_flags, f.queue_count)).collect(),
+            memory_types: memory
+                .memory_types_as_slice()
+                .iter()
+                .map(|t| MemoryType { flags: t.property_flags, heap: t.heap_index })
+                .collect(),
+        })
+    }
+}
+
+impl Drop for Library {
+    fn drop(&mut self) {
+        // SAFETY: whatever was made of the instance owned a reference to this and is gone; the messenger is destroyed
+        // before what its callback uses.
+        unsafe {
+            if let Some((debug, messenger)) = self.messenger.take() {
+                debug.destroy_debug_utils_messenger(messenger, None);
+            }
+            self.instance.destroy_instance(None);
+        }
+    }
+}
+
+fn layer_is_installed(entry: &Entry) -> bool {
+    // SAFETY: the loader was loaded.
+    let layers = unsafe { entry.enumerate_instance_layer_properties() }.unwrap_or_default();
+    layers.iter().any(|l| l.layer_name_as_c_str() == Ok(LAYER))
+}
+
+fn has_extension(entry: &Entry, layer: Option<&CStr>, name: &CStr) -> bool {
+    // SAFETY: the loader was loaded.
+    let found = unsafe { entry.enumerate_instance_extension_properties(layer) }.unwrap_or_default();
+    found.iter().any(|e| e.extension_name_as_c_str() == Ok(name))
+}
+
+fn messenger(messages: &Arc<Messages>) -> vk::DebugUtilsMessengerCreateInfoEXT<'static> {
+    use vk::{DebugUtilsMessageSeverityFlagsEXT as Severity, DebugUtilsMessageTypeFlagsEXT as Type};
+    vk::DebugUtilsMessengerCreateInfoEXT::default()
+        .message_severity(Severity::WARNING | Severity::ERROR)
+        .message_type(Type::VALIDATION | Type::PERFORMANCE)
+        .pfn_user_callback(Some(on_message))
+        .user_data(Arc::as_ptr(messages).cast_mut().cast())
+}
+
+/// Takes a message of the layers.
+///
+/// # Safety
+/// As Vulkan calls it: `data` is valid, and `messages` what [`messenger`] has set, which outlives the messenger.
+unsafe extern "system" fn on_message(
+    _: vk::DebugUtilsMessageSeverityFlagsEXT,
+    _: vk::DebugUtilsMessageTypeFlagsEXT,
+    data: *const vk::DebugUtilsMessengerCallbackDataEXT<'_>,
+    messages: *mut c_void,
+) -> vk::Bool32 {
+    // SAFETY: by the contract of this function, both point to what they should; strings of Vulkan end with a zero.
+    let (data, messages) = unsafe { (&*data, &*messages.cast_const().cast::<Messages>()) };
+    // SAFETY: as above.
+    let text = unsafe { data.message_as_c_str() };
+    messages.push(text.unwrap_or(c"a message without text").to_string_lossy().into_owned());
+    vk::FALSE
+}
+
+fn kind(of: vk::PhysicalDeviceType) -> &'static str {
+    match of {
+        vk::PhysicalDeviceType::DISCRETE_GPU => "discrete GPU",
+        vk::PhysicalDeviceType::INTEGRATED_GPU => "integrated GPU",
+        vk::PhysicalDeviceType::VIRTUAL_GPU => "virtual GPU",
+        vk::PhysicalDeviceType::CPU => "software GPU",
+        _ => "GPU of another kind",
+    }
+}
+
+/// A memory of a GPU.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct Heap {
+    /// Bytes.
+    pub bytes: u64,
+    /// True for memory of the GPU, false for host memory that it uses.
+    pub device_local: bool,
+}
+
+/// A kind of memory of a heap.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct MemoryType {
+    pub flags: vk::MemoryPropertyFlags,
+    pub heap: u32,
+}
+
+/// What is known of a GPU before it is opened.
+#[derive(Clone, Debug)]
+pub struct GpuInfo {
+    /// Its number among the GPUs of this machine.
+    pub index: usize,
+    /// Its name.
+    pub name: String,
+    /// "discrete GPU", "software GPU" and so on.
+    pub kind: &'static str,
+    /// Its UUID.
+    pub uuid: [u8; 16],
+    /// The driver and its version.
+    pub driver: String,
+    /// The version of Vulkan: major, minor, patch.
+    pub api: (u32, u32, u32),
+    /// The alignment in bytes of host memory that it can import; `None` where it cannot.
+    pub host_import: Option<u64>,
+    /// Bytes of address space for sparse buffers; `None` without sparse binding.
+    pub sparse: Option<u64>,
+    /// Shaders can use addresses of buffers.
+    pub device_address: bool,
+    /// Bytes of one allocation at most.
+    pub max_allocation: u64,
+    /// Allocations at one time at most.
+    pub max_allocations: u32,
+    /// Bytes of one buffer at most.
+    pub max_buffer: u64,
+    /// Its memories.
+    pub heaps: Vec<Heap>,
+    /// Queues: what each family can do, and how many it has.
+    pub(crate) families: Vec<(vk::QueueFlags, u32)>,
+    pub(crate) memory_types: Vec<MemoryType>,
+    pub(crate) timeline: bool,
+    pub(crate) portability_subset: bool,
+}
+
+impl GpuInfo {
+    /// The UUID as text: 8-4-4-4-12 hexadecimal digits.
+    pub fn uuid(&self) -> String {
+        let mut text = String::new();
+        for (i, byte) in self.uuid.iter().enumerate() {
+            if [4, 6, 8, 10].contains(&i) {
+                text.push('-');
+            }
+            text += &format!("{byte:02x}");
+        }
+        text
+    }
+
+    /// What is missing for it to be opened.
+    pub fn missing(&self) -> Option<&'static str> {
+        let (major, minor, _) = self.api;
+        match () {
+            () if (major, minor) < (1, 2) => Some("its driver has no Vulkan 1.2: update the driver"),
+            () if !self.timeline => Some("its driver has no timeline semaphores: update the driver"),
+            () if !self.heaps.iter().any(|h| h.device_local) => Some("it has no memory of its own"),
+            () => None,
+        }
+    }
+
+    /// Its queues, for people: "2 transfer, 16 graphics".
+    pub fn queues(&self) -> String {
+        let family = |(flags, count): &(vk::QueueFlags, u32)| {
+            let what = match () {
+                () if flags.contains(vk::QueueFlags::GRAPHICS) => "graphics",
+                () if flags.contains(vk::QueueFlags::COMPUTE) => "compute",
+                () if flags.contains(vk::QueueFlags::TRANSFER) => "transfer",
+                () => "other",
+            };
+            format!("{count} {what}")
+        };
+        self.families.iter().map(family).collect::<Vec<_>>().join(", ")
+    }
+}
+
+impl fmt::Display for GpuInfo {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{} ({}, {})", self.name, self.kind, self.driver)
+    }
+}

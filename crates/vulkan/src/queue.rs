@@ -1,0 +1,606 @@
+//! A queue: operations are written down, and the doorbell makes one submission of them.
+
+use std::collections::VecDeque;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use ash::vk;
+use dmalane_addr::CardAddr;
+use dmalane_queue::{
+    Abilities, Cancelled, Completion, DeviceAddr, Direction, HostSlice, Limits, OpError, Operation, Queue, QueueAddr,
+    Refusal, Refused, Sampler, Shape, Stats, Ticket, Work,
+};
+
+use crate::channel::{Channel, Recording};
+use crate::error::{CallError, Error};
+use crate::gpu::{Buffer, Gpu};
+use crate::hazards::{Hazards, Place, Side};
+use crate::memory::GpuMemory;
+use crate::registrar::Importer;
+use crate::sparse::SparseMap;
+
+/// Operations in flight.
+const CAPACITY: usize = 1024;
+/// Bytes of one operation.
+const MAX_LEN: u64 = 1 << 40;
+/// A submission is closed when it has so many bytes or operations, so that the first of many end early.
+const BATCH_BYTES: u64 = 16 << 20;
+const BATCH: usize = 512;
+/// A poll does not ring the doorbell while so many submissions are in flight: the longer it waits, the more goes into
+/// one.
+const BUSY: usize = 2;
+/// Bytes of patterns that fills copy from: what `vkCmdUpdateBuffer` takes at a time.
+const SCRATCH: u64 = 64 << 10;
+
+const ABILITIES: Abilities = Abilities::FROM_HOST
+    .union(Abilities::TO_HOST)
+    .union(Abilities::WITHIN)
+    .union(Abilities::FILL)
+    .union(Abilities::SHAPE)
+    .union(Abilities::GATHER)
+    .union(Abilities::FENCE)
+    .union(Abilities::STOP)
+    .union(Abilities::ORDERED);
+
+/// A queue of a GPU.
+pub(crate) struct GpuQueue {
+    parts: Parts,
+    channel: Channel<Vec<Completion>>,
+    hazards: Hazards,
+    regions: Regions,
+    scratch: Scratch,
+    waiting: VecDeque<(Ticket, Operation)>,
+    /// Ended without the GPU, after everything in flight.
+    late: VecDeque<Completion>,
+    in_flight: usize,
+    next: u64,
+    stopped: Option<Stopped>,
+    stats: Stats,
+    sampler: Sampler,
+}
+
+/// What a queue has of its device.
+#[derive(Clone)]
+pub(crate) struct Parts {
+    pub gpu: Arc<Gpu>,
+    pub memory: Arc<GpuMemory>,
+    pub importer: Importer,
+    pub sparse: Option<Arc<SparseMap>>,
+}
+
+struct Stopped {
+    why: String,
+    /// Nothing starts it again.
+    lost: bool,
+}
+
+/// A pattern that was written for fills to copy.
+struct Scratch {
+    buffer: Arc<Buffer>,
+    pattern: Option<u64>,
+}
+
+/// Where the bytes of an operation are: a buffer, the offset in it, and an address that tells whether two are the same.
+struct Run {
+    buffer: Arc<Buffer>,
+    offset: u64,
+    address: u64,
+    len: u64,
+    /// The memory that is bound there, of a sparse buffer.
+    behind: Option<Arc<Buffer>>,
+}
+
+/// Regions to copy, by the buffers that they are in.
+#[derive(Default)]
+struct Regions(Vec<(Arc<Buffer>, Arc<Buffer>, Vec<vk::BufferCopy>)>);
+
+impl Regions {
+    fn push(&mut self, from: &Arc<Buffer>, to: &Arc<Buffer>, region: vk::BufferCopy) {
+        let same = |(f, t, _): &(Arc<Buffer>, Arc<Buffer>, _)| Arc::ptr_eq(f, from) && Arc::ptr_eq(t, to);
+        match self.0.iter_mut().rev().find(|group| same(group)) {
+            None => self.0.push((from.clone(), to.clone(), vec![region])),
+            Some((_, _, regions)) => match regions.last_mut() {
+                // What goes on where the last one has ended is one region with it.
+                Some(last)
+                    if last.src_offset + last.size == region.src_offset
+                        && last.dst_offset + last.size == region.dst_offset =>
+                {
+                    last.size += region.size;
+                }
+                _ => regions.push(region),
+            },
+        }
+    }
+}
+
+/// A submission that is being written.
+struct Writer<'a> {
+    channel: &'a Channel<Vec<Completion>>,
+    recording: &'a mut Recording,
+    hazards: &'a mut Hazards,
+    regions: &'a mut Regions,
+    /// Host memory is written.
+    to_host: bool,
+}
+
+impl Writer<'_> {
+    /// Writes down what was collected: its order does not matter.
+    fn emit(&mut self) {
+        for (from, to, regions) in self.regions.0.drain(..) {
+            self.channel.copy(self.recording, &from, &to, &regions);
+        }
+    }
+
+    fn barrier(&mut self) {
+        self.emit();
+        self.channel.barrier(self.recording);
+    }
+
+    /// A barrier if there must be one before a command that reads and writes this.
+    fn order(&mut self, reads: Option<Place>, writes: Place) {
+        if self.hazards.adds(reads, writes) {
+            self.barrier();
+        }
+    }
+
+    fn copy(&mut self, (from, from_side): (&Run, Side), (to, to_side): (&Run, Side), at: (u64, u64), len: u64) {
+        let place = |run: &Run, side, at| (side, run.address + at, run.address + at + len);
+        let len = match (from_side, to_side) {
+            // Of what overlaps itself the bytes are unspecified, but Vulkan must not be asked for it.
+            (Side::Card, Side::Card) => len.min((from.address + at.0).abs_diff(to.address + at.1)),
+            _ => len,
+        };
+        if len == 0 {
+            return;
+        }
+        self.order(Some(place(from, from_side, at.0)), place(to, to_side, at.1));
+        let region = vk::BufferCopy { src_offset: from.offset + at.0, dst_offset: to.offset + at.1, size: len };
+        self.regions.push(&from.buffer, &to.buffer, region);
+        for memory in [&from.behind, &to.behind].into_iter().flatten() {
+            self.recording.keep(memory);
+        }
+        self.to_host |= to_side == Side::Host;
+    }
+
+    /// Copies between two lists of runs with as many bytes.
+    fn copy_all(&mut self, from: (&[Run], Side), to: (&[Run], Side)) {
+        let (mut f, mut t, mut in_f, mut in_t) = (0, 0, 0, 0);
+        while let (Some(a), Some(b)) = (from.0.get(f), to.0.get(t)) {
+            let len = (a.len - in_f).min(b.len - in_t);
+            self.copy((a, from.1), (b, to.1), (in_f, in_t), len);
+            (in_f, in_t) = (in_f + len, in_t + len);
+            if in_f == a.len {
+                (f, in_f) = (f + 1, 0);
+            }
+            if in_t == b.len {
+                (t, in_t) = (t + 1, 0);
+            }
+        }
+    }
+
+    /// Fills a run, whose first byte is the byte `phase` of the pattern.
+    fn fill(&mut self, to: &Run, pattern: u64, phase: u64, scratch: &mut Scratch) {
+        let head = to.offset.next_multiple_of(4) - to.offset;
+        let middle = to.len.saturating_sub(head) / 4 * 4;
+        let word = pattern.rotate_right(((phase + head) % 8 * 8) as u32);
+        if middle < 64 || word as u32 != (word >> 32) as u32 {
+            return self.fill_by_copies(to, pattern, phase, scratch);
+        }
+        let part = |at: u64, len: u64| Run {
+            buffer: to.buffer.clone(),
+            offset: to.offset + at,
+            address: to.address + at,
+            len,
+            behind: to.behind.clone(),
+        };
+        self.order(None, (Side::Card, to.address + head, to.address + head + middle));
+        if let Some(memory) = &to.behind {
+            self.recording.keep(memory);
+        }
+        self.channel.fill(self.recording, &to.buffer, to.offset + head, middle, word as u32);
+        for (at, len) in [(0, head), (head + middle, to.len - head - middle)] {
+            if len > 0 {
+                self.fill_by_copies(&part(at, len), pattern, phase + at, scratch);
+            }
+        }
+    }
+
+    fn fill_by_copies(&mut self, to: &Run, pattern: u64, phase: u64, scratch: &mut Scratch) {
+        if scratch.pattern != Some(pattern) {
+            self.order(None, (Side::Scratch, 0, SCRATCH));
+            let bytes = pattern.to_le_bytes().repeat(SCRATCH as usize / 8);
+            self.channel.update(self.recording, &scratch.buffer, &bytes);
+            scratch.pattern = Some(pattern);
+        }
+        let from = Run { buffer: scratch.buffer.clone(), offset: 0, address: 0, len: SCRATCH, behind: None };
+        let mut at = 0;
+        while at < to.len {
+            let first = (phase + at) % 8;
+            let len = (to.len - at).min(SCRATCH - first);
+            self.copy((&from, Side::Scratch), (to, Side::Card), (first, at), len);
+            at += len;
+        }
+    }
+}
+
+impl Parts {
+    /// The runs behind device memory.
+    fn device(&self, at: DeviceAddr, len: u64, writes: bool, into: &mut Vec<Run>) -> Result<(), OpError> {
+        let mut card = |at: CardAddr, len, seen: Option<(&Arc<Buffer>, u64)>| {
+            self.memory.areas().resolve(at, len, |_, piece, offset, address, len| {
+                into.push(match seen {
+                    None => Run { buffer: piece.clone(), offset, address, len, behind: None },
+                    Some((buffer, first)) => {
+                        let offset = first + (address - at.bits());
+                        Run { buffer: buffer.clone(), offset, address, len, behind: Some(piece.clone()) }
+                    }
+                });
+            })
+        };
+        match (at, &self.sparse) {
+            (DeviceAddr::Card(at), _) => card(at, len, None).map_err(OpError::NoCardMemory),
+            (DeviceAddr::Va(va), Some(sparse)) => {
+                let mut gone = Ok(());
+                let found = sparse.resolve(va, len, writes, |offset, to, len| {
+                    gone = gone.and(card(to, len, Some((sparse.buffer(), offset))));
+                });
+                found.map_err(OpError::MmuFault).and(gone.map_err(OpError::NoCardMemory))
+            }
+            (DeviceAddr::Va(va), None) => Err(OpError::MmuFault(va)),
+        }
+    }
+
+    /// The runs behind a part of host memory, which is registered.
+    fn host(&self, host: &HostSlice, at: u64, len: u64, into: &mut Vec<Run>) -> Result<(), OpError> {
+        let range = host.iova().and_then(|span| span.sub(at, len));
+        let found = range.is_some_and(|range| {
+            self.importer.imported().resolve(range, |buffer, offset, address, len| {
+                into.push(Run { buffer: buffer.clone(), offset, address, len, behind: None });
+            })
+        });
+        // It was checked when the operation was submitted, which holds the registration since.
+        if found { Ok(()) } else { Err(OpError::Refused(Refusal::NotRegistered)) }
+    }
+}
+
+/// The rows of an operation: the offset in host memory (or in the source), that in device memory, and the bytes.
+fn rows(shape: Option<&Shape>, len: u64) -> impl Iterator<Item = (u64, u64, u64)> + use<> {
+    let shape = shape.copied().unwrap_or(Shape { row: len, rows: 1, host_pitch: 0, device_pitch: 0 });
+    (0..u64::from(shape.rows)).map(move |i| (i * shape.host_pitch, i * shape.device_pitch, shape.row))
+}
+
+/// Writes an operation down: how many bytes it moves, and why not all.
+fn write(
+    operation: &Operation,
+    parts: &Parts,
+    writer: &mut Writer<'_>,
+    scratch: &mut Scratch,
+) -> (u64, Result<(), OpError>) {
+    let shape = operation.shape.as_deref();
+    let advance = |at: DeviceAddr, by: u64| at.advance(by).expect("checked when it was submitted");
+    let all = |done: Result<(), OpError>| (if done.is_ok() { operation.bytes() } else { 0 }, done);
+    let copies = |direction: Direction, writer: &mut Writer<'_>, host: &[Run], device: &[Run]| match direction {
+        Direction::FromHost => writer.copy_all((host, Side::Host), (device, Side::Card)),
+        Direction::ToHost => writer.copy_all((device, Side::Card), (host, Side::Host)),
+    };
+    match &operation.work {
+        Work::Copy { direction, host, at } => {
+            let (mut near, mut far) = (Vec::new(), Vec::new());
+            let writes = *direction == Direction::FromHost;
+            all(rows(shape, host.slice.len() as u64)
+                .try_for_each(|(in_host, in_device, len)| {
+                    parts.host(host, in_host, len, &mut near)?;
+                    parts.device(advance(*at, in_device), len, writes, &mut far)
+                })
+                .map(|()| copies(*direction, writer, &near, &far)))
+        }
+        Work::Gather(g) => {
+            let mut near = Vec::new();
+            for host in &g.host {
+                if let Err(e) = parts.host(host, 0, host.slice.len() as u64, &mut near) {
+                    return (0, Err(e));
+                }
+            }
+            let (mut far, mut bytes, mut done) = (Vec::new(), 0, Ok(()));
+            for (at, len) in &g.device {
+                let before = far.len();
+                if let Err(e) = parts.device(*at, *len, g.direction == Direction::FromHost, &mut far) {
+                    far.truncate(before);
+                    done = Err(e);
+                    break;
+                }
+                bytes += len;
+            }
+            copies(g.direction, writer, &near, &far);
+            (bytes, done)
+        }
+        Work::Within { from, to, len } => {
+            let (mut source, mut target) = (Vec::new(), Vec::new());
+            all(rows(shape, *len)
+                .try_for_each(|(in_source, in_target, len)| {
+                    parts.device(advance(*from, in_source), len, false, &mut source)?;
+                    parts.device(advance(*to, in_target), len, true, &mut target)
+                })
+                .map(|()| writer.copy_all((&source, Side::Card), (&target, Side::Card))))
+        }
+        Work::Fill { at, len, pattern } => {
+            let mut runs = Vec::new();
+            let mut each = Vec::new();
+            let found = rows(shape, *len).try_for_each(|(_, in_device, len)| {
+                let before = runs.len();
+                parts.device(advance(*at, in_device), len, true, &mut runs)?;
+                each.push(before);
+                Ok(())
+            });
+            all(found.map(|()| {
+                let mut phase = 0;
+                let mut starts = each.into_iter().peekable();
+                for (i, run) in runs.iter().enumerate() {
+                    // Every row begins with the first byte of the pattern.
+                    if starts.next_if_eq(&i).is_some() {
+                        phase = 0;
+                    }
+                    writer.fill(run, *pattern, phase, scratch);
+                    phase += run.len;
+                }
+            }))
+        }
+        Work::Fence => {
+            writer.hazards.clear();
+            writer.barrier();
+            (0, Ok(()))
+        }
+        Work::Compare { .. } => (0, Err(OpError::Refused(Refusal::Unsupported(Abilities::COMPARE)))),
+    }
+}
+
+impl GpuQueue {
+    /// A queue over the GPU's queue of this number.
+    pub fn new(parts: Parts, index: usize) -> Result<Self, Error> {
+        let channel = Channel::new(&parts.gpu, index)?;
+        let scratch = Scratch { buffer: parts.memory.scratch(SCRATCH)?, pattern: None };
+        Ok(Self {
+            parts,
+            channel,
+            hazards: Hazards::default(),
+            regions: Regions::default(),
+            scratch,
+            waiting: VecDeque::new(),
+            late: VecDeque::new(),
+            in_flight: 0,
+            next: 0,
+            stopped: None,
+            stats: Stats::default(),
+            sampler: Sampler::default(),
+        })
+    }
+
+    /// Submits what is waiting, in as many submissions as it takes.
+    fn ring(&mut self) {
+        while !self.waiting.is_empty() && self.stopped.is_none() {
+            let recording = match self.channel.begin() {
+                Ok(recording) => recording,
+                Err(e) => return self.halt(&e),
+            };
+            if let Err(e) = self.batch(recording) {
+                self.halt(&e);
+            }
+        }
+        if self.stopped.is_some() {
+            self.refuse_waiting();
+        }
+    }
+
+    /// Submits the next operations.
+    fn batch(&mut self, mut recording: Recording) -> Result<(), CallError> {
+        let mut load = Vec::new();
+        let mut writer = Writer {
+            channel: &self.channel,
+            recording: &mut recording,
+            hazards: &mut self.hazards,
+            regions: &mut self.regions,
+            to_host: false,
+        };
+        if self.parts.gpu.copy_queues() > 1 {
+            self.channel.see_others(writer.recording);
+        }
+        let mut moved = 0u64;
+        while load.len() < BATCH
+            && moved < BATCH_BYTES
+            && let Some((ticket, operation)) = self.waiting.pop_front()
+        {
+            let (bytes, result) = write(&operation, &self.parts, &mut writer, &mut self.scratch);
+            moved = moved.saturating_add(bytes);
+            load.push(Completion { ticket, operation, result, bytes });
+        }
+        writer.emit();
+        if writer.to_host {
+            self.channel.show_host(&recording);
+        }
+        self.stats.doorbells += 1;
+        // What is bound must be bound before it is used.
+        let bound = self.parts.sparse.as_ref().and_then(|sparse| sparse.pending());
+        let after = bound.as_ref().map(|(timeline, value)| (&**timeline, *value));
+        self.channel.submit(recording, after, load).map_err(|(load, e)| {
+            // Nothing of it happened.
+            self.hazards.clear();
+            self.scratch.pattern = None;
+            let why = OpError::Stopped(e.to_string());
+            self.late.extend(load.into_iter().map(|c| Completion { result: Err(why.clone()), bytes: 0, ..c }));
+            e
+        })
+    }
+
+    /// Ends the operations that the GPU has not received; the queue has stopped.
+    fn refuse_waiting(&mut self) {
+        let Some(stopped) = &self.stopped else { return };
+        let why = OpError::Stopped(stopped.why.clone());
+        let end = |(ticket, operation)| Completion { ticket, operation, result: Err(why.clone()), bytes: 0 };
+        self.late.extend(self.waiting.drain(..).map(end));
+    }
+
+    fn halt(&mut self, e: &CallError) {
+        let why = match e.is_lost() {
+            true => format!("the GPU {} is lost ({e}): see the kernel log", self.parts.gpu.info().name),
+            false => e.to_string(),
+        };
+        if self.stopped.is_none() {
+            self.stats.stops += 1;
+        }
+        match &mut self.stopped {
+            Some(stopped) => stopped.lost |= e.is_lost(),
+            None => self.stopped = Some(Stopped { why, lost: e.is_lost() }),
+        }
+        self.refuse_waiting();
+    }
+
+    /// Collects what has ended.
+    fn collect(&mut self, done: &mut Vec<Completion>) -> usize {
+        let before = done.len();
+        if let Err(e) = self.channel.ended(|load| done.extend(load)) {
+            self.halt(&e);
+            self.channel.give_up(|load| {
+                let why = OpError::Stopped(e.to_string());
+                // The GPU may have done some of it, or nothing.
+                done.extend(load.into_iter().map(|c| Completion { result: Err(why.clone()), bytes: 0, ..c }));
+            });
+        }
+        if self.channel.in_flight() == 0 {
+            done.extend(self.late.drain(..));
+        }
+        for end in &mut done[before..] {
+            if let (Some(stopped), Ok(())) = (&self.stopped, &end.result) {
+                (end.result, end.bytes) = (Err(OpError::Stopped(stopped.why.clone())), 0);
+            }
+            match end.result.is_ok() {
+                true => self.stats.ok += 1,
+                false => self.stats.failed += 1,
+            }
+            self.stats.bytes += end.bytes;
+            self.sampler.ended(end.ticket.number(), &mut self.stats.latency);
+        }
+        let ended = done.len() - before;
+        self.in_flight -= ended;
+        ended
+    }
+
+    fn registered(&self, operation: &Operation) -> Result<(), Refusal> {
+        let check = |host: &HostSlice, direction: Direction| host.check(&self.parts.importer, direction.host_access());
+        match &operation.work {
+            Work::Copy { direction, host, .. } => check(host, *direction),
+            Work::Gather(g) => g.host.iter().try_for_each(|host| check(host, g.direction)),
+            _ => Ok(()),
+        }
+    }
+}
+
+impl Queue for GpuQueue {
+    type Addr = DeviceAddr;
+
+    fn limits(&self) -> Limits {
+        Limits { capacity: CAPACITY, max_len: MAX_LEN }
+    }
+
+    fn abilities(&self) -> Abilities {
+        ABILITIES
+    }
+
+    fn in_flight(&self) -> usize {
+        self.in_flight
+    }
+
+    fn submit(&mut self, operation: Operation) -> Result<Ticket, Refused<DeviceAddr>> {
+        let reason = match &self.stopped {
+            Some(stopped) => Refusal::Stopped(stopped.why.clone()),
+            None => match operation.admit(ABILITIES, self.limits()).and_then(|()| self.registered(&operation)) {
+                Err(reason) => reason,
+                Ok(()) if self.in_flight >= CAPACITY => {
+                    self.stats.full += 1;
+                    Refusal::Full
+                }
+                Ok(()) => {
+                    let ticket = Ticket::new(self.next);
+                    self.next += 1;
+                    self.in_flight += 1;
+                    self.stats.submitted += 1;
+                    self.sampler.begun(ticket.number());
+                    self.waiting.push_back((ticket, operation));
+                    return Ok(ticket);
+                }
+            },
+        };
+        Err(Refused { operation, reason })
+    }
+
+    fn flush(&mut self) {
+        self.ring();
+    }
+
+    fn poll(&mut self, done: &mut Vec<Completion>) -> usize {
+        if self.channel.in_flight() < BUSY || self.waiting.len() >= BATCH {
+            self.ring();
+        }
+        self.collect(done)
+    }
+
+    fn wait(&mut self, done: &mut Vec<Completion>, timeout: Duration) -> usize {
+        let begun = Instant::now();
+        loop {
+            let ended = self.poll(done);
+            let left = timeout.saturating_sub(begun.elapsed());
+            if ended > 0 || self.in_flight == 0 || left.is_zero() {
+                return ended;
+            }
+            if let Err(e) = self.channel.wait(left) {
+                // The next poll finds out what has become of the operations.
+                self.halt(&e);
+                self.channel.give_up(|load| {
+                    let why = OpError::Stopped(e.to_string());
+                    let end = |c: Completion| Completion { result: Err(why.clone()), bytes: 0, ..c };
+                    self.late.extend(load.into_iter().map(end));
+                });
+            }
+        }
+    }
+
+    fn halted(&self) -> Option<String> {
+        self.stopped.as_ref().map(|stopped| stopped.why.clone())
+    }
+
+    fn stop(&mut self, why: &str) {
+        if self.stopped.is_none() {
+            self.stopped = Some(Stopped { why: why.to_owned(), lost: false });
+            self.stats.stops += 1;
+            self.refuse_waiting();
+        }
+    }
+
+    fn restart(&mut self) -> bool {
+        let restarts = self.in_flight == 0 && self.stopped.as_ref().is_some_and(|s| !s.lost);
+        if restarts {
+            self.stopped = None;
+        }
+        restarts
+    }
+
+    fn cancel(&mut self, ticket: Ticket) -> Cancelled<DeviceAddr> {
+        if let Some(at) = self.waiting.iter().position(|(t, _)| *t == ticket)
+            && let Some((_, operation)) = self.waiting.remove(at)
+        {
+            self.in_flight -= 1;
+            self.stats.cancelled += 1;
+            return Cancelled::TakenBack(operation);
+        }
+        if ticket.number() < self.next && self.in_flight > 0 { Cancelled::TooLate } else { Cancelled::Unknown }
+    }
+
+    fn stats(&self) -> Option<Stats> {
+        Some(self.stats.clone())
+    }
+}
+
+impl std::fmt::Debug for GpuQueue {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "GpuQueue({} in flight)", self.in_flight)
+    }
+}

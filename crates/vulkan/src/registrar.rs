@@ -1,0 +1,180 @@
+//! Host memory that the GPU reaches: imported where it lies.
+
+use std::collections::BTreeMap;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+use dmalane_addr::{Access, Iova, Lease, PageSize, PhysAddr, RangeAllocator, RangeCache, SgTable, Span};
+use dmalane_dma::{BufferRef, Error as DmaError, Mapping, Pinned, Registrar, Undo};
+
+use crate::error::Error;
+use crate::gpu::{Buffer, Gpu};
+
+/// Registers host memory by importing it. IOVAs are only names, no two of which are ever the same.
+#[derive(Clone)]
+pub(crate) struct Importer(Arc<Imports>);
+
+struct Imports {
+    gpu: Arc<Gpu>,
+    state: Mutex<State>,
+}
+
+struct State {
+    iovas: RangeCache<Iova>,
+    next: u64,
+    live: BTreeMap<u64, Vec<Import>>,
+}
+
+/// A part of a registration.
+struct Import {
+    /// From its first IOVA to behind its last.
+    start: u64,
+    end: u64,
+    buffer: Arc<Buffer>,
+    /// The offset of the first byte in the buffer.
+    offset: u64,
+    /// The address of the first byte in this process.
+    address: u64,
+}
+
+/// As many addresses as user space has.
+const SPACE: u64 = 1 << 56;
+
+/// What is imported, locked.
+pub(crate) struct Imported<'a>(MutexGuard<'a, State>);
+
+impl Imported<'_> {
+    /// Calls `each` with the buffers behind a range: buffer, offset in it, address in this process, bytes. False when
+    /// the range is not registered.
+    pub fn resolve(&self, range: Span<Iova>, mut each: impl FnMut(&Arc<Buffer>, u64, u64, u64)) -> bool {
+        let (mut at, mut left) = (range.first().bits(), range.len());
+        let Some((_, imports)) = self.0.live.range(..=at).next_back() else { return false };
+        for import in imports {
+            if left == 0 {
+                break;
+            }
+            if at >= import.start && at < import.end {
+                let (within, here) = (at - import.start, left.min(import.end - at));
+                each(&import.buffer, import.offset + within, import.address + within, here);
+                (at, left) = (at + here, left - here);
+            }
+        }
+        left == 0
+    }
+}
+
+impl Importer {
+    pub fn new(gpu: &Arc<Gpu>) -> Self {
+        let space = Span::new(Iova::new(0), SPACE).expect("a constant span");
+        let iovas = RangeCache::new(RangeAllocator::new(space, PageSize::SIZE_4K));
+        let state = State { iovas, next: 0, live: BTreeMap::new() };
+        Self(Arc::new(Imports { gpu: gpu.clone(), state: Mutex::new(state) }))
+    }
+
+    pub fn imported(&self) -> Imported<'_> {
+        Imported(self.0.lock())
+    }
+
+    fn owner(&self) -> Arc<dyn Undo> {
+        self.0.clone()
+    }
+}
+
+impl Imports {
+    fn lock(&self) -> MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Imports a pinned range, whose first IOVA is `start`, in as many buffers as the GPU's limits ask for.
+    fn import(&self, pinned: &Pinned, start: u64, into: &mut Vec<Import>) -> Result<(), Error> {
+        let align = self.gpu.import_align().ok_or(Error::ForeignMemory)?;
+        let (memory, range) = (pinned.reference(), pinned.range());
+        let base = memory.address() as u64;
+        let info = self.gpu.info();
+        let most = info.max_allocation.min(info.max_buffer) / align * align;
+        let (mut at, end) = (base + range.start as u64, base + range.end as u64);
+        while at < end {
+            // Whole multiples of the alignment, as far as they belong to the memory.
+            let first = at / align * align;
+            let last = end.next_multiple_of(align).min(first.saturating_add(most.max(align)));
+            let offset = first.checked_sub(base).ok_or(Error::Misaligned { align, address: first as usize })?;
+            let buffer = self.gpu.import(memory, offset as usize, (last - first) as usize)?;
+            let here = last.min(end) - at;
+            let start = start + (at - base - range.start as u64);
+            into.push(Import { start, end: start + here, buffer, offset: at - first, address: at });
+            at += here;
+        }
+        Ok(())
+    }
+}
+
+impl Undo for Imports {
+    fn unmap(&self, lease: Lease<Iova>) {
+        let mut state = self.lock();
+        let imports = state.live.remove(&lease.span().first().bits());
+        state.iovas.free(lease);
+        drop(state);
+        // Without the lock: the driver unpins the pages.
+        drop(imports);
+    }
+
+    fn unpin(&self, _: &SgTable<PhysAddr>) {}
+}
+
+impl Registrar for Importer {
+    /// Pins nothing: the driver does that when it imports.
+    fn pin(&self, buffer: &BufferRef) -> Result<Pinned, DmaError> {
+        Ok(Pinned::new(buffer.clone(), None, self.owner()))
+    }
+
+    fn pin_range(&self, buffer: &BufferRef, range: std::ops::Range<usize>) -> Result<Pinned, DmaError> {
+        let whole = |n: usize| n.is_multiple_of(PageSize::SIZE_4K.bytes() as usize) || n == buffer.len();
+        if range.start >= range.end || range.end > buffer.len() || !whole(range.start) || !whole(range.end) {
+            return Err(DmaError::BadRange { range, len: buffer.len() });
+        }
+        Ok(Pinned::of_range(buffer.clone(), range, None, self.owner()))
+    }
+
+    fn map(&self, pinned: Pinned, access: Access) -> Result<Mapping, DmaError> {
+        self.map_list(vec![pinned], access)
+    }
+
+    fn map_list(&self, mut pinned: Vec<Pinned>, access: Access) -> Result<Mapping, DmaError> {
+        if pinned.is_empty() {
+            return Err(DmaError::WholeBuffers);
+        }
+        if access.is_empty() {
+            return Err(DmaError::NoAccess(access));
+        }
+        if pinned.iter().any(|p| !p.is_from(&self.0)) {
+            return Err(DmaError::ForeignPin);
+        }
+        let bytes = pinned.iter().try_fold(0u64, |sum, p| sum.checked_add(p.range().len() as u64));
+        let len = bytes.and_then(|bytes| bytes.checked_next_multiple_of(PageSize::SIZE_4K.bytes()));
+        // Before the GPU can write: nobody may hold the bytes as a plain slice.
+        pinned.iter_mut().for_each(|p| p.admit(access));
+        let mut state = self.0.lock();
+        let first = state.next;
+        let span = len.and_then(|len| Span::new(Iova::new(first), len));
+        let span = span.ok_or(DmaError::BadLength(bytes.map_or(usize::MAX, |b| b as usize)))?;
+        let lease = state.iovas.reserve(span)?;
+        state.next += span.len(); // no overflow: the span lies in a space of 2^56
+        drop(state);
+        let (mut imports, mut at) = (Vec::new(), first);
+        for pinned in &pinned {
+            if let Err(e) = self.0.import(pinned, at, &mut imports) {
+                drop(imports);
+                self.0.lock().iovas.free(lease);
+                return Err(DmaError::Backend(Box::new(e)));
+            }
+            at += pinned.range().len() as u64;
+        }
+        self.0.lock().live.insert(first, imports);
+        let more = pinned.split_off(1);
+        let first = pinned.pop().expect("the list is not empty");
+        Ok(Mapping::of_list(first, more, lease, access))
+    }
+
+    fn owns(&self, mapping: &Mapping) -> bool {
+        mapping.pinned().is_from(&self.0)
+    }
+}

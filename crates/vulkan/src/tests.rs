@@ -1,0 +1,212 @@
+//! Tests that make calls fail, and count what is left.
+
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+use std::time::Duration;
+
+use ash::vk;
+use dmalane_addr::{Access, SgIndex, SgTable, Span};
+use dmalane_device::{AddressSpaceKind, Bind, Device, Placement};
+use dmalane_dma::{Heap, Registrar, SharedBuf};
+use dmalane_queue::{Completion, DeviceAddr, DeviceQueue, Direction, HostSlice, Operation, Registered, drain};
+use dmalane_vm::Bo;
+
+use crate::fault::Faults;
+use crate::gpu::Live;
+use crate::{Error, Messages, VulkanDevice, VulkanOptions};
+
+const LONG: Duration = Duration::from_secs(60);
+const LEN: usize = 64 << 10;
+
+/// The GPU that `DMALANE_TEST_GPU` names, or the first; `None`, and why on stdout, where there is none.
+fn open(options: &VulkanOptions, faults: &Arc<Faults>, live: &Arc<Live>) -> Option<Result<VulkanDevice, Error>> {
+    let name = std::env::var("DMALANE_TEST_GPU").unwrap_or_else(|_| "0".to_owned());
+    match VulkanDevice::open_with(&name, options, faults.clone(), live.clone()) {
+        Err(e @ (Error::NoLoader(_) | Error::NoDriver)) => {
+            println!("SKIPPED: {e}");
+            None
+        }
+        opened => Some(opened),
+    }
+}
+
+fn left(live: &Live) -> [u64; 5] {
+    let Live { memories, imports, buffers, semaphores, pools } = live;
+    [memories, imports, buffers, semaphores, pools].map(|count| count.load(Ordering::Relaxed))
+}
+
+fn checked(messages: &Messages) {
+    let messages = messages.take();
+    assert!(messages.is_empty(), "{} messages:\n{}", messages.len(), messages.join("\n"));
+}
+
+fn register(registrar: &dyn Registrar, heap: &dyn Heap, bytes: &[u8]) -> Result<(SharedBuf, Registered), String> {
+    let mut buf = heap.allocate(bytes.len()).unwrap();
+    buf.copy_from_slice(bytes);
+    let buf = buf.share();
+    let via = Registered::new(registrar, &buf, Access::RW).map_err(|e| e.to_string())?;
+    Ok((buf, via))
+}
+
+fn run(queue: &mut DeviceQueue, operations: Vec<Operation>) -> Result<Vec<Completion>, String> {
+    for operation in operations {
+        let _ticket = queue.submit(operation).map_err(|e| e.to_string())?;
+    }
+    let done = drain(queue, LONG);
+    match done.iter().find_map(|c| c.result.as_ref().err()) {
+        Some(e) => Err(e.to_string()),
+        None => Ok(done),
+    }
+}
+
+/// Uses all that a device has.
+fn use_all(device: &mut VulkanDevice) -> Result<(), String> {
+    let (registrar, mut memory, mut queues) = (device.registrar(), device.memory(), device.take_queues());
+    let heap = registrar.heap(None);
+    let result = (|| {
+        let table = memory.allocate(4 << 20, &Placement::Default).map_err(|e| e.to_string())?;
+        let first = table.segments().next().expect("memory").addr;
+        let at = |offset: u64| DeviceAddr::Card(dmalane_addr::CardAddr::new(first.bits() + offset));
+        let bytes: Vec<u8> = (0..LEN).map(|i| (i * 31 % 251) as u8).collect();
+        let queue = &mut *queues[0];
+        let (buf, via) = register(&*registrar, &*heap, &bytes)?;
+        let write = Operation::write(HostSlice::from((buf.into_part(), via)), at(0));
+        // Each depends on the one before.
+        let moved = [
+            write,
+            Operation::within(at(0), at(1 << 20), LEN as u64),
+            Operation::fill(at(LEN as u64), 1001, 0x0807_0605_0403_0201),
+            Operation::fill(at(2 << 20), 1 << 20, 0x0101_0101_0101_0101),
+            Operation::fence(),
+        ];
+        drop(run(queue, moved.into())?);
+        let (buf, via) = register(&*registrar, &*heap, &vec![0; LEN])?;
+        let back = run(queue, vec![Operation::read(HostSlice::from((buf.into_part(), via)), at(1 << 20))])?;
+        let mut got = vec![0; LEN];
+        back.into_iter().next().unwrap().operation.into_slice().unwrap().read(0, &mut got).unwrap();
+        assert!(got == bytes, "what was copied within the GPU");
+        let bo = Arc::new(Bo::new(1, SgIndex::from_table(&table).unwrap()));
+        let page = device.address_space().page().bytes();
+        let space = device.address_space();
+        let range = space.reserve(&table, 4 << 20).map_err(|e| e.to_string())?;
+        let bound = space
+            .bind(&Bind { va: range.first(), bo: &bo, offset: 0, len: page.max(1 << 20), access: Access::RW })
+            .map_err(|e| e.to_string());
+        let seen = bound.and_then(|()| {
+            let at = space.at(range.first());
+            let (buf, via) = register(&*registrar, &*heap, &vec![0; LEN])?;
+            run(queue, vec![Operation::read(HostSlice::from((buf.into_part(), via)), at)])
+        });
+        space.unbind(range).map_err(|e| e.to_string())?;
+        let mut got = vec![0; LEN];
+        seen?.into_iter().next().unwrap().operation.into_slice().unwrap().read(0, &mut got).unwrap();
+        assert!(got == bytes, "what was bound");
+        memory.free(table.segments()).map_err(|e| e.to_string())
+    })();
+    drop(queues);
+    assert_eq!(heap.stats().live, 0, "host memory is released: {result:?}");
+    result
+}
+
+#[test]
+fn every_call_that_fails_is_named_and_leaks_nothing() {
+    let (faults, live, messages) = (Arc::<Faults>::default(), Arc::<Live>::default(), Messages::new());
+    let options = VulkanOptions { sparse: true, validation: Some(messages.clone()) };
+    let Some(opened) = open(&options, &faults, &live) else { return };
+    use_all(&mut opened.unwrap()).unwrap();
+    assert_eq!(left(&live), [0; 5], "nothing is left when nothing fails");
+    let mut named = std::collections::BTreeMap::<&str, u32>::new();
+    for result in [vk::Result::ERROR_OUT_OF_DEVICE_MEMORY, vk::Result::ERROR_DEVICE_LOST] {
+        for number in 1.. {
+            faults.fail(number, result);
+            let outcome = match open(&options, &faults, &live).expect("it was there before") {
+                Ok(mut device) => use_all(&mut device),
+                Err(e) => Err(e.to_string()),
+            };
+            let Some(call) = faults.failed() else {
+                outcome.unwrap();
+                break;
+            };
+            *named.entry(call).or_default() += 1;
+            match outcome {
+                Err(e) => assert!(e.contains(call), "{call} (call {number}) failed, and the error is {e:?}"),
+                // Only a look at whether something has happened already, or a device that then binds no sparse buffers.
+                Ok(()) => assert!(SURVIVED.contains(&call), "the failure of {call} (call {number}) went unnoticed"),
+            }
+            assert_eq!(left(&live), [0; 5], "left when {call} (call {number}) failed with {result:?}");
+        }
+    }
+    println!("{named:?}");
+    for call in ["vkCreateInstance", "vkCreateDevice", "vkAllocateMemory", "vkBindBufferMemory", "vkQueueSubmit"] {
+        assert!(named.contains_key(call), "{call} was never made to fail: {named:?}");
+    }
+    checked(&messages);
+}
+
+/// Calls whose failure changes nothing for the user but how something is done.
+const SURVIVED: [&str; 4] = ["vkGetSemaphoreCounterValue", "vkCreateBuffer", "vkCreateSemaphore", "vkWaitSemaphores"];
+
+#[test]
+fn memory_is_freed_when_no_copy_uses_it_any_more() {
+    let (live, messages) = (Arc::<Live>::default(), Messages::new());
+    let options = VulkanOptions { sparse: false, validation: Some(messages.clone()) };
+    let Some(opened) = open(&options, &Arc::default(), &live) else { return };
+    let mut device = opened.unwrap();
+    let (registrar, mut memory, mut queues) = (device.registrar(), device.memory(), device.take_queues());
+    assert_eq!(device.address_space().kind(), AddressSpaceKind::Flat);
+    let before = left(&live);
+    let table: SgTable<_> = memory.allocate(16 << 20, &Placement::Default).unwrap();
+    let only = table.segments().next().unwrap();
+    let at = DeviceAddr::Card(Span::new(only.addr, only.len).unwrap().first());
+    let (buf, via) = register(&*registrar, &*registrar.heap(None), &vec![7; 16 << 20]).unwrap();
+    let held = left(&live);
+    assert_eq!([held[0], held[1]], [before[0] + 2, before[1] + 1]);
+    let host = HostSlice::from((buf.into_part(), via));
+    let _ticket = queues[0].submit(Operation::copy(Direction::FromHost, host, at)).unwrap();
+    queues[0].flush();
+    memory.free(table.segments()).unwrap();
+    drop((memory, device, registrar));
+    assert_eq!(left(&live)[..2], held[..2], "the copy may be under way");
+    let done = drain(&mut *queues[0], LONG);
+    assert!(done.len() == 1 && done[0].result.is_ok());
+    drop(done);
+    assert_eq!(left(&live)[..2], before[..2], "it has ended");
+    drop(queues);
+    assert_eq!(left(&live), [0; 5]);
+    checked(&messages);
+}
+
+#[test]
+fn the_layers_are_heard() {
+    let messages = Messages::new();
+    let options = VulkanOptions { sparse: false, validation: Some(messages.clone()) };
+    let Some(opened) = open(&options, &Arc::default(), &Arc::default()) else { return };
+    let device = opened.unwrap();
+    if !device.info().notes.iter().any(|note| note.contains("validation layers")) {
+        return println!("SKIPPED: the validation layers are not installed");
+    }
+    checked(&messages);
+    device.misuse();
+    assert!(messages.take().iter().any(|m| m.contains("VUID")), "a buffer without a use is noticed");
+}
+
+#[test]
+fn gpus_are_found_by_number_name_and_uuid() {
+    let gpus = match crate::gpus() {
+        Ok(gpus) => gpus,
+        Err(e) => return println!("SKIPPED: {e}"),
+    };
+    let first = &gpus[0];
+    let open = |name: &str| VulkanDevice::open(name, &VulkanOptions::default());
+    for name in ["0", &first.uuid(), &first.uuid().to_uppercase()] {
+        assert_eq!(open(name).unwrap().gpu().uuid(), first.uuid(), "{name}");
+    }
+    let same_name = gpus.iter().filter(|g| g.name == first.name).count();
+    match open(&first.name) {
+        Ok(device) => assert!(same_name == 1 && device.gpu().name == first.name),
+        Err(e) => assert!(same_name > 1 && matches!(e, Error::Ambiguous { .. }), "{e}"),
+    }
+    let error = open("no such GPU").unwrap_err();
+    assert!(matches!(error, Error::NoSuchGpu { .. }) && error.to_string().contains(&first.name), "{error}");
+    assert!(matches!(open("4000000000"), Err(Error::NoSuchGpu { .. })));
+}

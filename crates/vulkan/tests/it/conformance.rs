@@ -1,0 +1,112 @@
+//! The suites of all devices and of all queues.
+
+use dmalane_addr::{Access, CardAddr, Span};
+use dmalane_device::{Device, DeviceMemory, Placement};
+use dmalane_dma::Registrar;
+use dmalane_queue::conformance::Fixture;
+use dmalane_queue::{DeviceAddr, DeviceQueue, HostSlice, Operation, Registered, run};
+use dmalane_vulkan::{Error, Messages, VulkanDevice, VulkanOptions};
+use std::sync::Arc;
+use std::time::Duration;
+
+const LONG: Duration = Duration::from_secs(60);
+
+/// Runs a test on the GPU that `DMALANE_TEST_GPU` names, or the first. Any message of the validation layers fails it.
+fn on_gpu(sparse: bool, test: impl FnOnce(&str, &VulkanOptions)) {
+    let name = std::env::var("DMALANE_TEST_GPU").unwrap_or_else(|_| "0".to_owned());
+    let messages = Messages::new();
+    let options = VulkanOptions { sparse, validation: Some(messages.clone()) };
+    match VulkanDevice::open(&name, &options) {
+        Err(e @ (Error::NoLoader(_) | Error::NoDriver)) => return println!("SKIPPED: {e}"),
+        Err(e) => panic!("{e}"),
+        Ok(device) => println!("{}", device.info().notes.join("\n")),
+    }
+    test(&name, &options);
+    let messages = messages.take();
+    assert!(messages.is_empty(), "{} messages:\n{}", messages.len(), messages.join("\n"));
+}
+
+#[test]
+fn a_flat_gpu_takes_the_suite_of_devices() {
+    on_gpu(false, |name, options| {
+        dmalane_device::conformance::suite(|| Box::new(VulkanDevice::open(name, options).unwrap()));
+    });
+}
+
+#[test]
+fn a_gpu_takes_the_suite_of_devices() {
+    on_gpu(true, |name, options| {
+        dmalane_device::conformance::suite(|| Box::new(VulkanDevice::open(name, options).unwrap()));
+    });
+}
+
+const TARGET: u64 = 1 << 20;
+
+/// A queue of the GPU, 1 MiB of its memory, and a second queue to look at it.
+struct Gpu {
+    device: VulkanDevice,
+    queue: Option<Box<DeviceQueue>>,
+    other: Box<DeviceQueue>,
+    registrar: Arc<dyn Registrar>,
+    _memory: DeviceMemory,
+    span: Span<CardAddr>,
+}
+
+impl Gpu {
+    fn new(name: &str, options: &VulkanOptions) -> Self {
+        let device = VulkanDevice::open(name, options).unwrap();
+        let (other, registrar, mut memory) = (device.further_queue().unwrap(), device.registrar(), device.memory());
+        let table = memory.allocate(TARGET, &Placement::Default).unwrap();
+        let only = table.segments().next().unwrap();
+        let span = Span::new(only.addr, only.len).unwrap();
+        Self { device, queue: None, other, registrar, _memory: memory, span }
+    }
+
+    fn whole(&mut self, fill: Option<&[u8]>) -> HostSlice {
+        let mut host = self.host(fill.map_or(TARGET as usize, <[u8]>::len));
+        if let Some(bytes) = fill {
+            host.slice.write(0, bytes).unwrap();
+        }
+        host
+    }
+}
+
+impl Fixture for Gpu {
+    type Queue = Box<DeviceQueue>;
+
+    fn queue(&mut self) -> Self::Queue {
+        self.queue.take().unwrap_or_else(|| self.device.further_queue().unwrap())
+    }
+
+    fn target_len(&self) -> u64 {
+        TARGET
+    }
+
+    fn at(&self, offset: u64) -> DeviceAddr {
+        DeviceAddr::Card(CardAddr::new(self.span.first().bits() + offset))
+    }
+
+    fn host(&mut self, len: usize) -> HostSlice {
+        let buf = self.registrar.heap(None).allocate(len).unwrap().share();
+        let via = Registered::new(&*self.registrar, &buf, Access::RW).unwrap();
+        (buf.into_part().split_at(len).unwrap().0, via).into()
+    }
+
+    fn peek(&mut self) -> Vec<u8> {
+        let (host, at) = (self.whole(None), self.at(0));
+        let slice = run(&mut *self.other, Operation::read(host, at), LONG).unwrap().into_slice().unwrap();
+        let mut bytes = vec![0; slice.len()];
+        slice.read(0, &mut bytes).unwrap();
+        bytes
+    }
+
+    fn poke(&mut self, bytes: &[u8]) {
+        let (host, at) = (self.whole(Some(bytes)), self.at(0));
+        run(&mut *self.other, Operation::write(host, at), LONG).unwrap();
+    }
+}
+
+#[test]
+fn a_queue_takes_the_suite_of_queues() {
+    on_gpu(false, |name, options| dmalane_queue::conformance::suite(&mut Gpu::new(name, options)));
+}
