@@ -260,11 +260,7 @@ impl<T> Channel<T> {
     /// After an error: gives the loads of everything in flight if the driver says that the GPU uses none of it any
     /// more, which it does of a lost device too. False if it does not say so.
     pub fn give_up(&mut self, mut each: impl FnMut(T)) -> bool {
-        let queue = self.gpu.queue(self.queue).lock();
-        // SAFETY: the queue is locked.
-        let idle = self.gpu.call("vkQueueWaitIdle", |d| unsafe { d.queue_wait_idle(*queue) });
-        drop(queue);
-        if idle.is_err_and(|e| !e.is_lost()) {
+        if !self.gpu.is_idle(self.queue) {
             return false;
         }
         for Flight { recording, load, .. } in self.flights.drain(..) {

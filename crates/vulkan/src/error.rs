@@ -29,8 +29,8 @@ pub enum Error {
     NoLoader(String),
     /// The loader found no driver.
     #[error(
-        "Vulkan found no driver (Mesa: apt install mesa-vulkan-drivers, also for its software GPU lavapipe; NVIDIA: its \
-         driver has one, in containers with NVIDIA_DRIVER_CAPABILITIES=all)"
+        "Vulkan found no driver (Mesa: apt install mesa-vulkan-drivers, also for its software GPU lavapipe; NVIDIA: \
+         the driver has one, in containers with NVIDIA_DRIVER_CAPABILITIES=all)"
     )]
     NoDriver,
     /// No GPU has this number, name or UUID.

@@ -187,6 +187,20 @@ impl Gpu {
         self.library.is_validated()
     }
 
+    /// Waits until a queue has nothing to do. True when that is so, or the device is lost, which then uses nothing
+    /// either.
+    pub fn is_idle(&self, queue: usize) -> bool {
+        let queue = self.queue(queue).lock();
+        // SAFETY: the queue is locked.
+        let idle = self.call("vkQueueWaitIdle", |d| unsafe { d.queue_wait_idle(*queue) });
+        idle.is_ok() || idle.is_err_and(|e| e.is_lost())
+    }
+
+    /// The same of the queue that binds sparse buffers.
+    pub fn has_bound(&self) -> bool {
+        self.sparse.is_none_or(|queue| self.is_idle(queue))
+    }
+
     /// To be asked before a call that can fail, and told its answer.
     pub fn call<T>(
         &self,

@@ -331,7 +331,7 @@ impl Drop for SparseMap {
     fn drop(&mut self) {
         // The buffer and the memory that is bound to it must not go while a bind is under way.
         let last = self.lock().last;
-        if self.wait(last).is_err() {
+        if self.wait(last).is_err() && !self.gpu.has_bound() {
             let state = self.state.get_mut().unwrap_or_else(PoisonError::into_inner);
             std::mem::forget((self.buffer.clone(), std::mem::take(&mut state.bound), self.timeline.clone()));
         }

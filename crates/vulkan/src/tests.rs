@@ -210,3 +210,102 @@ fn gpus_are_found_by_number_name_and_uuid() {
     assert!(matches!(error, Error::NoSuchGpu { .. }) && error.to_string().contains(&first.name), "{error}");
     assert!(matches!(open("4000000000"), Err(Error::NoSuchGpu { .. })));
 }
+
+/// Numbers from a seed (SplitMix64).
+struct Random(u64);
+
+impl Random {
+    fn below(&mut self, n: u64) -> u64 {
+        self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
+        let mut z = self.0;
+        z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+        z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
+        (z ^ (z >> 31)) % n
+    }
+}
+
+#[test]
+fn random_binds_are_seen_as_a_model_says() {
+    const RANGES: usize = 24;
+    const PAGES: u64 = 16;
+    let (live, messages) = (Arc::<Live>::default(), Messages::new());
+    let options = VulkanOptions { sparse: true, validation: Some(messages.clone()) };
+    let Some(opened) = open(&options, &Arc::default(), &live) else { return };
+    let mut device = opened.unwrap();
+    if device.sparse_pages().is_none() {
+        return println!("SKIPPED: the driver cannot bind sparse buffers");
+    }
+    let page = device.address_space().page().bytes();
+    let (registrar, mut memory, mut queues) = (device.registrar(), device.memory(), device.take_queues());
+    let heap = registrar.heap(None);
+    // Every page of the buffers says which it is.
+    let tables = [(); 3].map(|()| memory.allocate(PAGES * page, &Placement::Default).unwrap());
+    let bos: Vec<_> = tables
+        .iter()
+        .map(|table| {
+            Arc::new(Bo::new(table.segments().next().unwrap().addr.bits(), SgIndex::from_table(table).unwrap()))
+        })
+        .collect();
+    let name = |bo: usize, number: u64| 0x1000_0000_0000_0000 * (bo as u64 + 1) + number;
+    for (i, table) in tables.iter().enumerate() {
+        let first = table.segments().next().unwrap().addr.bits();
+        let fill = |n| {
+            let at = DeviceAddr::Card(dmalane_addr::CardAddr::new(first + n * page));
+            Operation::fill(at, page, name(i, n))
+        };
+        drop(run(&mut *queues[0], (0..PAGES).map(fill).collect()).unwrap());
+    }
+    let mut random = Random(1);
+    // What each reserved range shows: the name of each page, 0 where nothing is bound.
+    let mut ranges: Vec<(Span<dmalane_addr::DeviceVa>, Vec<u64>)> = Vec::new();
+    let rounds = std::env::var("DMALANE_BINDS").ok().and_then(|n| n.parse().ok()).unwrap_or(2000);
+    for round in 0..rounds {
+        let space = device.address_space();
+        if ranges.len() < RANGES {
+            let range = space.reserve(&tables[0], PAGES * page).unwrap();
+            ranges.push((range, vec![0; PAGES as usize]));
+        }
+        let index = random.below(ranges.len() as u64) as usize;
+        let (range, shown) = &mut ranges[index];
+        if random.below(6) == 0 {
+            space.unbind(*range).unwrap();
+            ranges.swap_remove(index);
+            continue;
+        }
+        let (bo, len) = (random.below(3) as usize, random.below(4) + 1);
+        let (offset, at) = (random.below(PAGES - len + 1), random.below(PAGES - len + 1));
+        let va = dmalane_addr::DeviceVa::new(range.first().bits() + at * page);
+        let bind = Bind { va, bo: &bos[bo], offset: offset * page, len: len * page, access: Access::RW };
+        let there = &mut shown[at as usize..][..len as usize];
+        let bound = space.bind(&bind);
+        assert_eq!(bound.is_ok(), there.iter().all(|name| *name == 0), "round {round}: {bound:?}");
+        if bound.is_ok() {
+            there.iter_mut().zip(offset..).for_each(|(shows, n)| *shows = name(bo, n));
+        }
+        if round % 100 != 99 {
+            continue;
+        }
+        // Every page, through the GPU: what is bound shows its name, what is not is refused.
+        let space = device.address_space();
+        for (range, shown) in &ranges {
+            for (n, name) in shown.iter().enumerate() {
+                let at = space.at(dmalane_addr::DeviceVa::new(range.first().bits() + n as u64 * page));
+                let (buf, via) = register(&*registrar, &*heap, &[0; 4096]).unwrap();
+                let slice = buf.into_part().split_at(8).unwrap().0;
+                let read = run(&mut *queues[0], vec![Operation::read(HostSlice::from((slice, via)), at)]);
+                assert_eq!(read.is_ok(), *name != 0, "round {round}, page {n} of {range}");
+                if let Ok(done) = read {
+                    let mut bytes = [0; 8];
+                    done.into_iter().next().unwrap().operation.into_slice().unwrap().read(0, &mut bytes).unwrap();
+                    assert_eq!(u64::from_le_bytes(bytes), *name, "round {round}, page {n} of {range}");
+                }
+            }
+        }
+    }
+    for (range, _) in ranges {
+        device.address_space().unbind(range).unwrap();
+    }
+    drop((queues, memory, device, registrar));
+    assert_eq!(left(&live), [0; 5]);
+    checked(&messages);
+}

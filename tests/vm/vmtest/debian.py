@@ -53,15 +53,15 @@ class Archive:
         shutil.rmtree(work / "deb")
         replace(work, into)
 
-    def fetch_with_dependencies(self, package, suite, work):
-        """Downloads a package with all that it depends on, as for a machine that has nothing yet."""
+    def fetch_with_dependencies(self, packages, suite, work):
+        """Downloads packages with all that they depend on, as for a machine that has nothing yet."""
         self.update()
         (work / "cache/archives/partial").mkdir(parents=True)
         (work / "status").touch()
         self._apt(
             "apt-get", "--yes", "--target-release", suite, "--no-install-recommends", "--download-only",
-            "-o", f"Dir::State::status={work}/status", "-o", f"Dir::Cache={work}/cache", "install", package,
-            failure=f"cannot download {package} of {suite}",
+            "-o", f"Dir::State::status={work}/status", "-o", f"Dir::Cache={work}/cache", "install", *packages,
+            failure=f"cannot download {packages[0]} of {suite}",
         )  # fmt: skip
         return sorted((work / "cache/archives").glob("*.deb"))
 

@@ -23,7 +23,7 @@ def fetch_qemu(store):
     versions = folder / "versions"
     if not versions.is_file() or store.settings.refresh:
         work = initramfs.fresh(store.settings.cache / "qemu.part")
-        packages = store.archive().fetch_with_dependencies("qemu-system-x86", "sid", work)
+        packages = store.archive().fetch_with_dependencies(["qemu-system-x86"], "sid", work)
         debian.unpack(packages, work / "root")
         package = next(file for file in packages if file.name.startswith("qemu-system-x86_"))
         version = subprocess.run(

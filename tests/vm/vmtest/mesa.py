@@ -1,0 +1,102 @@
+"""Mesa of Debian sid, with the Vulkan loader and the validation layers, in a private root: nothing is installed.
+
+lavapipe, the software GPU, binds sparse buffers from Mesa 24.2 on, which is newer than that of Debian stable.
+"""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+
+from . import debian, initramfs
+from .kernels import Store
+from .settings import Settings, Skip
+from .suites import test_binaries
+
+USAGE = """\
+usage: scripts/mesa test [ARGUMENT...]   run the tests of the crate `vulkan` on the newest lavapipe
+       scripts/mesa run PROGRAM...       run a program of this machine with it
+       scripts/mesa fetch                only fetch it
+
+Mesa comes from Debian's archive as this machine's apt knows it, into the cache that `scripts/vm --help` names.
+Exit status 77: it cannot be had; the last line says why."""
+
+PACKAGES = ["mesa-vulkan-drivers", "vulkan-validationlayers", "libvulkan1", "libstdc++6"]
+LAYER = "VkLayer_khronos_validation.json"
+TESTS = [("dmalane-vulkan", "dmalane_vulkan"), ("dmalane-vulkan", "it")]
+
+
+def fetch(settings):
+    """Leaves Mesa in the cache; gives the folder and the version."""
+    folder = settings.cache / "mesa"
+    if not (folder / "versions").is_file() or settings.refresh:
+        settings.cache.mkdir(parents=True, exist_ok=True)
+        work = initramfs.fresh(settings.cache / "mesa.part")
+        packages = Store(settings).archive().fetch_with_dependencies(PACKAGES, "sid", work)
+        debian.unpack(packages, work / "root")
+        package = next(file for file in packages if file.name.startswith("mesa-vulkan-drivers_"))
+        command = ["dpkg-deb", "-f", package, "Version"]
+        version = subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+        (work / "versions").write_text(f"{version}\n")
+        for part in ("cache", *(f"root/usr/share/{name}" for name in ("doc", "man", "locale", "info"))):
+            shutil.rmtree(work / part, ignore_errors=True)
+        debian.replace(work, folder)
+    return folder, (folder / "versions").read_text().strip()
+
+
+def libraries(root):
+    """The folder of the libraries, and the program that starts others with them."""
+    loader = next(root.glob("usr/lib/*-linux-*/ld-linux-*.so*"), None)
+    if loader is None:
+        raise Skip("the packages have no dynamic loader for this machine")
+    return loader.parent, loader
+
+
+def manifest(source, library, target):
+    """Copies the description of a driver or a layer, with the library where it was unpacked."""
+    description = json.loads(source.read_text())
+    part = "ICD" if "ICD" in description else "layer"
+    description[part]["library_path"] = str(library)
+    target.parent.mkdir(exist_ok=True)
+    target.write_text(json.dumps(description))
+    return target
+
+
+def started(folder, program):
+    """The command line of a program that finds this Mesa, and its environment."""
+    root = (folder / "root").resolve()
+    lib, loader = libraries(root)
+    driver = next(root.glob("usr/share/vulkan/icd.d/lvp_icd*.json"), None)
+    if driver is None:
+        raise Skip("the packages have no lavapipe")
+    driver = manifest(driver, lib / "libvulkan_lvp.so", root.parent / "icd.d/lvp.json")
+    layer = root / "usr/share/vulkan/explicit_layer.d" / LAYER
+    layer = manifest(layer, lib / "libVkLayer_khronos_validation.so", root.parent / "layer.d" / LAYER)
+    environment = {
+        "VK_DRIVER_FILES": str(driver), "VK_LAYER_PATH": str(layer.parent), "VK_LOADER_LAYERS_DISABLE": "~implicit~",
+    }  # fmt: skip
+    return [str(loader), "--library-path", str(lib), *program], os.environ | environment
+
+
+def main(arguments):
+    try:
+        if not arguments or arguments[0] not in ("test", "run", "fetch"):
+            print(USAGE, file=sys.stderr)
+            return 2
+        folder, version = fetch(Settings.from_environment())
+        print(f"Mesa {version} of Debian sid", flush=True)
+        verb, *rest = arguments
+        programs = {"fetch": [], "run": [rest] if rest else []}.get(verb)
+        if programs is None:
+            # The features of part "test" of scripts/check, so that nothing is built again.
+            options = ["--lib", "--test", "it", "--package", "dmalane-vulkan", "--all-features"]
+            programs = [[path, *rest] for path in test_binaries(*TESTS, options=options)]
+        status = 0
+        for program in programs:
+            command, environment = started(folder, program)
+            status = subprocess.run(command, env=environment).returncode or status
+        return status
+    except Skip as reason:
+        print(f"SKIPPED: {reason}")
+        return 77
