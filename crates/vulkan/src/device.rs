@@ -130,6 +130,19 @@ impl VulkanDevice {
     }
 
     #[cfg(test)]
+    pub(crate) fn shared(&self) -> &Arc<Gpu> {
+        &self.parts.gpu
+    }
+
+    /// The buffer behind an allocated card address.
+    #[cfg(test)]
+    pub(crate) fn buffer_at(&self, at: CardAddr) -> Option<Arc<crate::gpu::Buffer>> {
+        let mut found = None;
+        let there = self.parts.memory.areas().resolve(at, 1, |_, buffer, _, _, _| found = Some(buffer.clone()));
+        there.ok().and(found)
+    }
+
+    #[cfg(test)]
     pub(crate) fn misuse(&self) {
         self.parts.gpu.misuse();
     }

@@ -13,6 +13,8 @@ mod fault;
 mod gpu;
 mod hazards;
 mod library;
+#[cfg(test)]
+mod measure;
 mod memory;
 mod queue;
 mod registrar;

@@ -80,6 +80,13 @@ impl Granule {
     }
 }
 
+#[cfg(test)]
+impl Granule {
+    pub fn into_buffer(self) -> (Arc<Buffer>, PageSize) {
+        (self.buffer, self.size)
+    }
+}
+
 impl SparseMap {
     pub fn new(gpu: &Arc<Gpu>, Granule { buffer, size }: Granule) -> Result<Arc<Self>, Error> {
         let lacks = |missing: String| Error::Unsuitable { name: gpu.info().name.clone(), missing };
