@@ -57,3 +57,10 @@ pub use open::{OpenError, OpenOptions, open};
 pub use open_file::{open_as, open_file};
 pub use pci_card::{PciCardError, connect_pci_card, open_pci_card};
 pub use spec::{BadDeviceSpec, DeviceSpec};
+
+/// The programs of the documentation.
+#[cfg(doctest)]
+mod documentation {
+    #[doc = include_str!("../../../docs/reference/library.md")]
+    struct Library;
+}
