@@ -7,16 +7,17 @@
 compile_error!("rings are little-endian, and their words are stored as the processor has them");
 
 mod card_device;
-mod channel;
 mod descriptor;
 mod driver;
 mod error;
+mod in_flight;
+mod queue;
 pub mod regs;
 mod tables;
 
 pub use card_device::{CardDevice, CardUse};
-pub use channel::CardQueue;
-pub use descriptor::{Completion, Descriptor, Halt, Malformed, Status, Task};
+pub use descriptor::{Completion, Descriptor, Halt, Malformed, PlainCopy, Status, Task};
 pub use driver::{Card, CardLayout};
 pub use error::Error;
+pub use queue::CardQueue;
 pub use tables::CardTables;

@@ -156,6 +156,46 @@ impl std::fmt::Debug for CardMemory {
     }
 }
 
+/// Card memory for many accesses in a row: the block of 2 MiB that was used last is at hand.
+pub(crate) struct Block<'m> {
+    memory: &'m CardMemory,
+    first: u64,
+    /// Present, and so it stays.
+    bytes: Option<VolatileSlice<'m>>,
+}
+
+impl<'m> Block<'m> {
+    pub(crate) fn of(memory: &'m CardMemory) -> Self {
+        Self { memory, first: 0, bytes: None }
+    }
+
+    /// [`CardMemory::view`]; `None` where that fails.
+    #[inline]
+    pub(crate) fn view(&mut self, at: CardAddr, len: u64) -> Option<VolatileSlice<'m>> {
+        self.within(at, len).or_else(|| self.change(at, len))
+    }
+
+    /// The bytes of a range that lies within the block.
+    #[inline]
+    fn within(&self, at: CardAddr, len: u64) -> Option<VolatileSlice<'m>> {
+        // Of an address before the block the offset wraps, and lies in none.
+        let offset = usize::try_from(at.bits().wrapping_sub(self.first)).ok()?;
+        self.bytes?.sub(offset, usize::try_from(len).ok()?)
+    }
+
+    fn change(&mut self, at: CardAddr, len: u64) -> Option<VolatileSlice<'m>> {
+        let bank = self.memory.bank(at)?;
+        let offset = at.offset_from(bank.span.first())? & !(BLOCK - 1);
+        let block = bank.buf.view().sub(usize::try_from(offset).ok()?, BLOCK as usize)?;
+        if !bank.is_present(offset / BLOCK) {
+            bank.make_present(offset / BLOCK).ok()?;
+        }
+        (self.first, self.bytes) = (bank.span.first().bits() + offset, Some(block));
+        // What goes on behind the block.
+        self.within(at, len).or_else(|| self.memory.view(at, len).ok())
+    }
+}
+
 struct Bank {
     span: Span<CardAddr>,
     buf: SharedBuf,
@@ -269,6 +309,26 @@ mod tests {
         assert_eq!(CardMemory::compact(BLOCK, 4 * BLOCK).unwrap().hbm().first().bits(), 4 * BLOCK);
         assert_eq!(CardMemory::compact(HBM_BASE, HBM_BASE).unwrap().hbm().first().bits(), HBM_BASE);
         assert!(CardMemory::compact(u64::MAX, 4 * BLOCK).is_err());
+    }
+
+    #[test]
+    fn a_block_at_hand_gives_what_the_memory_does() {
+        let memory = CardMemory::new(4 * BLOCK, 4 * BLOCK).unwrap();
+        let mut block = Block::of(&memory);
+        let (last, hbm) = (4 * BLOCK - 8, HBM_BASE);
+        // Forwards, backwards, across blocks, past the ends, and of no bytes.
+        let places = [0, 8, BLOCK - 8, BLOCK, 3 * BLOCK, 0, last, hbm, hbm + 4 * BLOCK - 8, last, hbm - 8, u64::MAX, 8];
+        for at in places {
+            for len in [0, 8, 9, 2 * BLOCK, u64::MAX] {
+                let whole = memory.view(CardAddr::new(at), len);
+                let at_hand = block.view(CardAddr::new(at), len);
+                let place = |view: VolatileSlice<'_>| (view.as_ptr(), view.len());
+                assert_eq!(at_hand.map(place), whole.ok().map(place), "{at:#x} + {len:#x}");
+            }
+        }
+        let (untouched, first) = (CardMemory::new(4 * BLOCK, 4 * BLOCK).unwrap(), CardAddr::new(BLOCK));
+        assert!(Block::of(&untouched).view(first, 8).is_some());
+        assert_eq!(untouched.touched(), (BLOCK, 0));
     }
 
     #[test]

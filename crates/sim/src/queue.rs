@@ -12,11 +12,11 @@ use dmalane_iopt::Format;
 use dmalane_queue::{CacheHint, DeviceAddr, Direction, QueueAddr};
 
 use crate::Error;
-use crate::memory::CardMemory;
+use crate::memory::{Block, CardMemory};
 use crate::mmu::{self, Mmu, Tlb};
 use crate::recent::{Memory, Recent};
 use dmalane_card::regs::{MAX_LEN, MAX_RING_LOG2, STATUS_HALTED, STATUS_RUNNING};
-use dmalane_card::{Completion, Descriptor, Halt, Malformed, Status, Task};
+use dmalane_card::{Completion, Descriptor, Halt, Malformed, PlainCopy, Status, Task};
 
 /// What one [`Queue::step`] does at most.
 const STEP_DESCRIPTORS: usize = 32;
@@ -117,14 +117,6 @@ struct Job {
 /// Why a descriptor failed, and the address that it was about.
 struct Failure(Status, u64);
 
-/// How a descriptor ended; not reported yet.
-#[derive(Clone, Copy)]
-struct Finished {
-    cookie: u32,
-    status: Status,
-    detail: u64,
-}
-
 /// The part of a channel that works. Whoever steps it has it alone.
 pub(crate) struct Queue<M> {
     mem: M,
@@ -138,8 +130,9 @@ struct Engine {
     state: State,
     /// Descriptors reported, modulo 2^32.
     head: u32,
-    /// Those taken from the ring since.
-    finished: Vec<Finished>,
+    /// Entries of the completion ring for those that ended since, not written yet: of each the detail, if it has one,
+    /// and the word.
+    ended: Vec<Option<u64>>,
     /// Descriptors copied from the ring and not looked at yet: what the host does to the ring now no longer matters.
     fetched: [[u8; Descriptor::BYTES]; FETCH as usize],
     next: usize,
@@ -162,9 +155,10 @@ struct Work<'a, H, F> {
     /// Held from the first device virtual address on.
     mmu: Option<mmu::Held<'a>>,
     inside: &'a Inside<F>,
+    block: Block<'a>,
     regs: &'a Registers,
     rings: Rings,
-    /// What [`Engine::copy_at_once`] did, to be added to the registers at the end.
+    /// What [`Engine::copy_plain`] did, to be added to the registers at the end.
     h2c: u64,
     c2h: u64,
     ok: u64,
@@ -177,7 +171,7 @@ impl<M: DeviceMem> Queue<M> {
             recent: Recent::new(),
             state: State::Stopped,
             head: 0,
-            finished: Vec::with_capacity(STEP_DESCRIPTORS),
+            ended: Vec::with_capacity(2 * STEP_DESCRIPTORS),
             fetched: [[0; Descriptor::BYTES]; FETCH as usize],
             next: 0,
             end: 0,
@@ -219,7 +213,8 @@ impl<M: DeviceMem> Queue<M> {
                 let before = engine.head;
                 let (h2c, c2h, ok) = (0, 0, 0);
                 let mem = if waits { mem.hold() } else { mem.try_hold()? };
-                let mut work = Work { mem, mmu: None, inside, regs, rings, h2c, c2h, ok };
+                let block = Block::of(&inside.memory);
+                let mut work = Work { mem, mmu: None, inside, block, regs, rings, h2c, c2h, ok };
                 let mut budget = STEP_BYTES;
                 let worked = engine.work(&mut work, &mut budget);
                 engine.report(&mut work);
@@ -267,7 +262,7 @@ impl Engine {
         self.state = State::Stopped;
         (self.head, self.next, self.end) = (0, 0, 0);
         (self.job, self.shape, self.first, self.skipping) = (None, None, None, false);
-        self.finished.clear();
+        self.ended.clear();
         regs.error.store(0, Ordering::Relaxed);
         regs.error_iova.store(0, Ordering::Relaxed);
         regs.interrupt.store(0, Ordering::Relaxed);
@@ -288,29 +283,33 @@ impl Engine {
     }
 
     fn work<H: HeldMem, F: Format>(&mut self, work: &mut Work<'_, H, F>, budget: &mut u64) -> bool {
-        for done in 0..STEP_DESCRIPTORS {
-            let number = self.head.wrapping_add(self.finished.len() as u32);
+        let mut left = STEP_DESCRIPTORS;
+        while left > 0 {
+            if self.job.is_none() {
+                match self.fetch(work) {
+                    Ok(true) => {}
+                    Ok(false) => return left < STEP_DESCRIPTORS,
+                    Err((why, at)) => {
+                        // What was done before is reported first.
+                        self.report(work);
+                        self.halt(work.regs, why, at);
+                        return true;
+                    }
+                }
+                let copied = self.copy_plain(work, budget, left);
+                if copied > 0 {
+                    left -= copied;
+                    continue;
+                }
+            }
             let (mut job, cookie, chained) = match self.job.take() {
                 Some(job) => job,
                 None => {
-                    let descriptor = match self.fetch(work, number) {
-                        // Decoded where it lies: another copy, written and read in other portions, would wait for all
-                        // stores before.
-                        Ok(Some(place)) => Descriptor::decode(&self.fetched[place]),
-                        Ok(None) => return done > 0,
-                        Err((why, at)) => {
-                            // What was done before is reported first.
-                            self.report(work);
-                            self.halt(work.regs, why, at);
-                            return true;
-                        }
-                    };
-                    if let Ok(descriptor) = &descriptor
-                        && let Some(moved) = self.copy_at_once(descriptor, work, *budget)
-                    {
-                        *budget -= moved;
-                        continue;
-                    }
+                    let number = self.number();
+                    // Decoded where it lies: another copy, written and read in other portions, would wait for all
+                    // stores before.
+                    let descriptor = Descriptor::decode(&self.fetched[self.next]);
+                    self.next += 1;
                     let (cookie, chained) = match &descriptor {
                         Ok(d) => (d.cookie, d.chained),
                         Err(m) => (m.cookie, m.chained),
@@ -319,12 +318,9 @@ impl Engine {
                     match descriptor.map_err(|Malformed { status, .. }| Failure(status, 0)).and_then(|d| self.begin(d))
                     {
                         Ok(Some(job)) => (job, cookie, chained),
-                        Ok(None) => {
-                            self.finish(work.regs, cookie, chained, Ok(()));
-                            continue;
-                        }
-                        Err(failure) => {
-                            self.finish(work.regs, cookie, chained, Err(failure));
+                        nothing_to_do => {
+                            self.finish(work.regs, cookie, chained, nothing_to_do.map(drop));
+                            left -= 1;
                             continue;
                         }
                     }
@@ -340,38 +336,42 @@ impl Engine {
             }
             count(&job, work.regs);
             self.finish(work.regs, cookie, chained, result);
+            left -= 1;
         }
         true
     }
 
-    /// The next descriptor, copied: its place in `fetched`.
+    /// The number of the next descriptor.
+    fn number(&self) -> u32 {
+        self.head.wrapping_add(self.ended.len() as u32 / 2)
+    }
+
+    /// Copies descriptors from the ring unless there are some that were not looked at; false when there are none.
     #[inline]
-    fn fetch<H: HeldMem, F>(&mut self, work: &mut Work<'_, H, F>, number: u32) -> Result<Option<usize>, (Halt, Iova)> {
-        let rings = work.rings;
-        if self.next == self.end {
-            let doorbell = work.regs.doorbell.load(Ordering::Acquire);
-            let slot = number & (rings.size - 1);
-            // `start` checked that no slot lies past the top of the space.
-            let at = Iova::new(rings.descriptors.bits() + u64::from(slot) * Descriptor::BYTES as u64);
-            if doorbell.wrapping_sub(self.head) > rings.size {
-                return Err((Halt::BadDoorbell, at));
-            }
-            // A doorbell that went back by less than what is not reported yet reads as more than the ring holds.
-            let waiting = doorbell.wrapping_sub(number);
-            if waiting == 0 {
-                return Ok(None);
-            }
-            if waiting > rings.size {
-                return Err((Halt::BadDoorbell, at));
-            }
-            let n = waiting.min(FETCH).min(rings.size - slot) as usize;
-            work.mem
-                .read_bytes(at, self.fetched[..n].as_flattened_mut())
-                .map_err(|fault| (Halt::RingFault, fault.at))?;
-            (self.next, self.end) = (0, n);
+    fn fetch<H: HeldMem, F>(&mut self, work: &mut Work<'_, H, F>) -> Result<bool, (Halt, Iova)> {
+        if self.next < self.end {
+            return Ok(true);
         }
-        self.next += 1;
-        Ok(Some(self.next - 1))
+        let (rings, number) = (work.rings, self.number());
+        let doorbell = work.regs.doorbell.load(Ordering::Acquire);
+        let slot = number & (rings.size - 1);
+        // `start` checked that no slot lies past the top of the space.
+        let at = Iova::new(rings.descriptors.bits() + u64::from(slot) * Descriptor::BYTES as u64);
+        if doorbell.wrapping_sub(self.head) > rings.size {
+            return Err((Halt::BadDoorbell, at));
+        }
+        // A doorbell that went back by less than what is not reported yet reads as more than the ring holds.
+        let waiting = doorbell.wrapping_sub(number);
+        if waiting == 0 {
+            return Ok(false);
+        }
+        if waiting > rings.size {
+            return Err((Halt::BadDoorbell, at));
+        }
+        let n = waiting.min(FETCH).min(rings.size - slot) as usize;
+        work.mem.read_bytes(at, self.fetched[..n].as_flattened_mut()).map_err(|fault| (Halt::RingFault, fault.at))?;
+        (self.next, self.end) = (0, n);
+        Ok(true)
     }
 
     /// What to do for a descriptor; `None` when that is nothing.
@@ -428,44 +428,58 @@ impl Engine {
         Ok(Some(Job { task, hint, shape, len, total, done: 0 }))
     }
 
-    /// The shorter way for what is most common: a plain copy between host and card by card address, in one piece. Gives
-    /// the bytes moved; `None`, and nothing done, leaves it to the longer way.
+    /// The shorter way for what is most common: plain copies in one piece, `most` of those that were fetched at most.
+    /// Gives how many it made; it leaves the first descriptor that is anything else to the longer way.
     #[inline]
-    fn copy_at_once<H: HeldMem, F: Format>(
-        &mut self,
-        descriptor: &Descriptor,
-        work: &mut Work<'_, H, F>,
-        budget: u64,
-    ) -> Option<u64> {
-        let Descriptor { task, chained, cache, cookie } = *descriptor;
-        let Task::Copy { direction, host, card: DeviceAddr::Card(card), len } = task else { return None };
-        let len = u64::from(len);
-        let alone = !chained && self.first.is_none() && self.shape.is_none() && !self.skipping;
-        if !alone || len > budget || work.regs.cancel.load(Ordering::Relaxed) != 0 {
-            return None;
+    fn copy_plain<H: HeldMem, F: Format>(&mut self, work: &mut Work<'_, H, F>, budget: &mut u64, most: usize) -> usize {
+        if self.first.is_some() || self.shape.is_some() || self.skipping {
+            return 0; // in the middle of an operation
         }
-        let hint = match (cache, direction) {
-            (CacheHint::Hot, _) => CopyHint::Keep,
-            (CacheHint::Cold, _) => CopyHint::StreamUnordered,
-            (CacheHint::Auto, Direction::FromHost) => self.recent.hint(Memory::Card, card.bits(), len, STREAM_TO_CARD),
-            (CacheHint::Auto, Direction::ToHost) => self.recent.hint(Memory::Host, host.bits(), len, STREAM_TO_HOST),
-        };
-        self.streamed |= hint == CopyHint::StreamUnordered;
-        let there = work.inside.memory.view(card, len).ok()?;
-        let (moved, bytes) = match direction {
-            Direction::FromHost => (work.mem.read(host, there, hint), &mut work.h2c),
-            Direction::ToHost => (work.mem.write(host, there, hint), &mut work.c2h),
-        };
-        if let Err(fault) = moved {
-            let Failure(status, detail) = host_failure(fault);
-            add(&work.regs.failed, 1);
-            self.finished.push(Finished { cookie, status, detail });
-            return Some(0);
+        let mut copied = 0;
+        for bytes in self.fetched[self.next..self.end].iter().take(most) {
+            let Some(PlainCopy { direction, host, card, len, cache, cookie }) = PlainCopy::decode(bytes) else { break };
+            let len = u64::from(len);
+            if len > *budget || work.regs.cancel.load(Ordering::Relaxed) != 0 {
+                break;
+            }
+            let Some(there) = work.block.view(card, len) else { break };
+            let hint = match (cache, direction) {
+                (CacheHint::Hot, _) => CopyHint::Keep,
+                (CacheHint::Cold, _) => CopyHint::StreamUnordered,
+                (CacheHint::Auto, Direction::FromHost) => {
+                    self.recent.hint(Memory::Card, card.bits(), len, STREAM_TO_CARD)
+                }
+                (CacheHint::Auto, Direction::ToHost) => {
+                    self.recent.hint(Memory::Host, host.bits(), len, STREAM_TO_HOST)
+                }
+            };
+            self.streamed |= hint == CopyHint::StreamUnordered;
+            let moved = match direction {
+                Direction::FromHost => work.mem.read(host, there, hint),
+                Direction::ToHost => work.mem.write(host, there, hint),
+            };
+            let sequence = Completion::sequence_of(self.head.wrapping_add(self.ended.len() as u32 / 2));
+            let (status, detail) = match moved {
+                Ok(()) => {
+                    *match direction {
+                        Direction::FromHost => &mut work.h2c,
+                        Direction::ToHost => &mut work.c2h,
+                    } += len;
+                    work.ok += 1;
+                    *budget -= len;
+                    (Status::Ok, None)
+                }
+                Err(fault) => {
+                    let Failure(status, detail) = host_failure(fault);
+                    add(&work.regs.failed, 1);
+                    (status, Some(detail))
+                }
+            };
+            self.ended.extend([detail, Some(Completion { cookie, status: status.code(), sequence }.word())]);
+            copied += 1;
         }
-        *bytes += len;
-        work.ok += 1;
-        self.finished.push(Finished { cookie, status: Status::Ok, detail: 0 });
-        Some(len)
+        self.next += copied;
+        copied
     }
 
     /// The driver wants the present operation to end.
@@ -566,7 +580,9 @@ impl Engine {
                 (status, detail)
             }
         };
-        self.finished.push(Finished { cookie, status, detail });
+        let sequence = Completion::sequence_of(self.number());
+        let word = Completion { cookie, status: status.code(), sequence }.word();
+        self.ended.extend([(status != Status::Ok).then_some(detail), Some(word)]);
         if !chained {
             self.skipping = false;
             if let Some(first) = self.first.take() {
@@ -587,27 +603,20 @@ impl Engine {
             self.streamed = self.job.as_ref().is_some_and(|(job, ..)| job.hint == CopyHint::StreamUnordered);
         }
         let mut reported = 0;
-        while reported < self.finished.len() {
+        while reported < self.ended.len() {
             // Up to the end of the ring at once. A detail lies before its word, and so is written before it.
             let slot = self.head & (work.rings.size - 1);
-            let n = (self.finished.len() - reported).min((work.rings.size - slot) as usize);
-            let mut words = [None; 2 * STEP_DESCRIPTORS];
-            for (i, finished) in self.finished[reported..reported + n].iter().enumerate() {
-                let Finished { cookie, status, detail } = *finished;
-                let sequence = Completion::sequence_of(self.head.wrapping_add(i as u32));
-                words[2 * i] = (status != Status::Ok).then_some(detail);
-                words[2 * i + 1] = Some(Completion { cookie, status: status.code(), sequence }.word());
-            }
+            let n = (self.ended.len() - reported).min(2 * (work.rings.size - slot) as usize);
             let at = work.rings.completions.bits() + u64::from(slot) * Completion::BYTES as u64;
-            if let Err(fault) = work.mem.write_words(Iova::new(at), &words[..2 * n]) {
-                self.finished.clear();
+            if let Err(fault) = work.mem.write_words(Iova::new(at), &self.ended[reported..reported + n]) {
+                self.ended.clear();
                 self.halt(work.regs, Halt::CompletionFault, fault.at);
                 return;
             }
             reported += n;
-            self.head = self.head.wrapping_add(n as u32);
+            self.head = self.head.wrapping_add(n as u32 / 2);
         }
-        self.finished.clear();
+        self.ended.clear();
     }
 }
 

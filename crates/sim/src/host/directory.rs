@@ -1,9 +1,14 @@
 //! The frame directory: which buffer's bytes a synthetic frame stands for.
 #![allow(unsafe_code)]
 
-use dmalane_addr::{PhysAddr, SgTable};
-use dmalane_dma::{BufferRef, VolatileSlice};
+use std::ops::Deref;
+use std::sync::RwLockReadGuard;
 
+use dmalane_addr::{Access, Iova, PhysAddr, SgTable};
+use dmalane_dma::{BufferRef, VolatileSlice};
+use dmalane_iopt::Format;
+
+use super::Translation;
 use super::frames::{FRAME, ZONE, frame_of};
 
 /// Which page of which buffer; `FREE` when of none.
@@ -45,6 +50,49 @@ impl Stretch {
     pub(super) fn join(self, next: Stretch) -> Option<Stretch> {
         let continues = self.slot == next.slot && self.offset + self.len == next.offset;
         continues.then_some(Stretch { len: self.len + next.len, ..self })
+    }
+}
+
+/// The translations, locked against changes, with the bytes of the stretch that was used last at hand: a copy that looks
+/// them up begins later, and small copies come one after the other from the same buffer.
+pub(super) struct Reading<'a, F: Format> {
+    translation: RwLockReadGuard<'a, Translation<F>>,
+    /// Where the stretch begins, what a device may do there, and its bytes. They are lent out for no longer than `self`
+    /// is borrowed.
+    last: Option<(Iova, Access, VolatileSlice<'a>)>,
+}
+
+impl<'a, F: Format> Reading<'a, F> {
+    pub(super) fn new(translation: RwLockReadGuard<'a, Translation<F>>) -> Self {
+        Self { translation, last: None }
+    }
+
+    /// The bytes at `at` if all of them lie in the stretch that was kept and `wanted` is permitted there.
+    #[inline]
+    pub(super) fn last(&self, at: Iova, len: usize, wanted: Access) -> Option<VolatileSlice<'_>> {
+        let (first, access, bytes) = self.last.as_ref()?;
+        // Of an address before the stretch the offset wraps, and lies in none.
+        let offset = usize::try_from(at.bits().wrapping_sub(first.bits())).ok()?;
+        bytes.sub(offset, len).filter(|_| access.contains(wanted))
+    }
+
+    /// Keeps a stretch at hand that begins at `first`.
+    #[inline]
+    pub(super) fn keep(&mut self, first: Iova, access: Access, stretch: Stretch) {
+        let view = self.translation.directory.view(stretch);
+        // SAFETY: a view is valid while the memory is mapped, and the directory holds a reference to it until `remove`,
+        // for which the lock must be held for writing. `self` holds it for reading for as long as it has this view, and
+        // `last` lends the view for no longer than that.
+        let view = view.map(|view| unsafe { std::mem::transmute::<VolatileSlice<'_>, VolatileSlice<'a>>(view) });
+        self.last = view.map(|view| (first, access, view));
+    }
+}
+
+impl<F: Format> Deref for Reading<'_, F> {
+    type Target = Translation<F>;
+
+    fn deref(&self) -> &Translation<F> {
+        &self.translation
     }
 }
 

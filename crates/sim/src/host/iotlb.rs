@@ -38,11 +38,16 @@ impl Entry {
         self.bytes.skip(at.bits() - self.first)
     }
 
-    /// All of `len` bytes from `at` on, which lies within, if they do too.
+    /// Where it begins.
     #[inline]
-    pub(super) fn bytes_at(&self, at: Iova, len: u64) -> Option<Stretch> {
-        let skip = at.bits() - self.first;
-        (len <= self.len - skip).then(|| self.bytes.skip(skip).at_most(len))
+    pub(super) fn first(&self) -> Iova {
+        Iova::new(self.first)
+    }
+
+    /// All of its bytes.
+    #[inline]
+    pub(super) fn bytes(&self) -> Stretch {
+        self.bytes
     }
 
     /// What a device may do there.

@@ -25,7 +25,7 @@ use dmalane_dma::{
 };
 use dmalane_iopt::{Arm64S1_4k, Format, HeapTables, PageTable};
 
-use self::directory::{Directory, Stretch};
+use self::directory::{Directory, Reading, Stretch};
 use self::frames::{FRAME, Frames};
 use self::iotlb::Iotlb;
 
@@ -373,14 +373,14 @@ impl<F: Format> DevicePort<F> {
     ) -> HeldPort<'a, F> {
         // An invalidation counts up while it holds the lock for writing: under this lock the number stays as it is.
         tlb.set_epoch(host.epoch.load(Ordering::Acquire));
-        HeldPort { host, translation, tlb, counters, hits, misses }
+        HeldPort { host, translation: Reading::new(translation), tlb, counters, hits, misses }
     }
 }
 
 /// A [`DevicePort`] while it holds the host's translations: what it reaches stays mapped until it is dropped.
 pub struct HeldPort<'a, F: Format> {
     host: &'a Inner<F>,
-    translation: RwLockReadGuard<'a, Translation<F>>,
+    translation: Reading<'a, F>,
     tlb: &'a mut Iotlb,
     counters: &'a PortCounters,
     hits: &'a mut u64,
@@ -480,14 +480,19 @@ impl<F: Format> HeldMem for HeldPort<'_, F> {
         wanted: Access,
         mut piece: impl FnMut(usize, VolatileSlice<'_>) -> bool,
     ) -> Result<(), DmaFault> {
-        // Nearly always: all of it behind one entry.
-        if let Some(entry) = self.tlb.find(at)
-            && entry.access().contains(wanted)
-            && let Some(all) = entry.bytes_at(at, len as u64)
-        {
+        // Nearly always all of it lies behind one entry, and often behind the one before.
+        if let Some(all) = self.translation.last(at, len, wanted) {
             *self.hits += 1;
-            piece(0, self.view(all));
+            piece(0, all);
             return Ok(());
+        }
+        if let Some(entry) = self.tlb.find(at) {
+            self.translation.keep(entry.first(), entry.access(), entry.bytes());
+            if let Some(all) = self.translation.last(at, len, wanted) {
+                *self.hits += 1;
+                piece(0, all);
+                return Ok(());
+            }
         }
         self.access_slowly(at, len as u64, wanted, &mut piece)
     }

@@ -1,6 +1,7 @@
 //! A card's channel, driven.
 
 use std::collections::{BTreeSet, VecDeque};
+use std::ops::Range;
 use std::os::fd::BorrowedFd;
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
@@ -13,6 +14,7 @@ use dmalane_queue::{
 };
 
 use crate::driver::{Device, Rings, Shelf};
+use crate::in_flight::InFlight;
 use crate::{Completion as Entry, Descriptor, Error, Halt, Status, Task, regs};
 
 /// How long a dropped channel waits for its operations before it stops the card under them.
@@ -25,7 +27,7 @@ const SPINS: u32 = 200;
 const POLLS_PER_STATUS: u32 = 64;
 
 /// Rings and buffers of channels whose card did not stop: it may still touch them, so they stay as they are for good.
-static QUARANTINE: Mutex<Vec<(Rings, VecDeque<Operation>)>> = Mutex::new(Vec::new());
+static QUARANTINE: Mutex<Vec<(Rings, InFlight)>> = Mutex::new(Vec::new());
 
 /// A DMA channel of a card. At most 1 GiB per operation.
 ///
@@ -46,15 +48,10 @@ pub struct CardQueue<B: Mmio> {
     tail: u64,
     /// The `tail` that the card knows by its doorbell.
     submitted: u64,
-    /// Operations accepted so far; also the ticket of the next.
-    next: u64,
-    /// The last of them is number `next - 1`. One that was taken back left a fence behind, which holds its places in
-    /// the ring.
-    flying: VecDeque<Operation>,
-    /// The number of the first descriptor of each; the next one's begin where its own end. Apart from the operations,
-    /// which are then moved in and out in the same portions: anything else waits for the stores before it, as long as
-    /// copying 1 KiB takes.
-    firsts: VecDeque<u64>,
+    /// Their numbers are their tickets. One that was taken back left a fence behind, which holds its places in the ring.
+    flying: InFlight,
+    /// Of the operations in flight, those of more than one descriptor: their numbers, and how many descriptors.
+    long: VecDeque<(u64, u32)>,
     /// Those that were taken back.
     taken_back: BTreeSet<u64>,
     /// Of the first of them: descriptors collected, and how the first of these that failed did, after how many bytes.
@@ -90,8 +87,8 @@ impl<B: Mmio> CardQueue<B> {
         abilities: Abilities,
     ) -> Result<Self, Error> {
         let mut this = Self {
-            flying: VecDeque::with_capacity(1 << rings.log2),
-            firsts: VecDeque::with_capacity(1 << rings.log2),
+            flying: InFlight::new(),
+            long: VecDeque::new(),
             bus,
             shelf,
             rings: Some(rings),
@@ -101,7 +98,6 @@ impl<B: Mmio> CardQueue<B> {
             head: 0,
             tail: 0,
             submitted: 0,
-            next: 0,
             taken_back: BTreeSet::new(),
             collected: 0,
             failed: None,
@@ -160,6 +156,15 @@ impl<B: Mmio> CardQueue<B> {
         self.rings.as_ref().expect("the rings are there until the channel is dropped")
     }
 
+    /// The descriptors of an operation in flight.
+    fn descriptors_of(&self, number: u64) -> Range<u64> {
+        let before = self.long.iter().take_while(|(long, _)| *long < number);
+        let extra: u64 = before.map(|(_, descriptors)| u64::from(descriptors - 1)).sum();
+        let first = self.head - u64::from(self.collected) + (number - self.flying.oldest()) + extra;
+        let own = self.long.binary_search_by_key(&number, |(long, _)| *long);
+        first..first + own.map_or(1, |place| u64::from(self.long[place].1))
+    }
+
     fn completions(&self) -> VolatileSlice<'_> {
         self.rings().completions.view()
     }
@@ -168,10 +173,10 @@ impl<B: Mmio> CardQueue<B> {
         1 << self.rings().log2
     }
 
-    /// The descriptor of a plain copy that may be accepted: the shorter way for what is most common. `None` leaves it
+    /// The descriptor and the bytes of a plain copy that may be accepted: the shorter way for what is most common. `None` leaves it
     /// to the longer one, which says what is wrong.
     #[inline]
-    fn plain_copy(&self, operation: &Operation) -> Option<Descriptor> {
+    fn plain_copy(&self, operation: &Operation) -> Option<(Descriptor, u64)> {
         let Operation { work: Work::Copy { direction, host, at }, shape: None, cache } = operation else {
             return None;
         };
@@ -180,14 +185,14 @@ impl<B: Mmio> CardQueue<B> {
         let span = mapping.iova_of(&host.slice)?; // of no bytes there is none
         // A card of version 1.0 refuses the hint.
         let cache = if self.abilities.contains(Abilities::CANCEL) { *cache } else { CacheHint::Auto };
-        let good = self.state == State::Running
+        let good = matches!(self.state, State::Running)
             && len <= self.max_len
             && at.advance(len - 1).is_some()
             && mapping.access().contains(direction.host_access())
             && self.bus.owns(mapping)
             && self.tail - self.head < self.capacity() as u64;
         let task = Task::Copy { direction: *direction, host: span.first(), card: *at, len: len as u32 };
-        good.then_some(Descriptor { task, chained: false, cache, cookie: self.tail as u32 })
+        good.then_some((Descriptor { task, chained: false, cache, cookie: self.tail as u32 }, len))
     }
 
     /// What keeps an operation from being accepted, or how many descriptors it takes.
@@ -309,38 +314,28 @@ impl<B: Mmio> CardQueue<B> {
     /// The shorter way for what is most common: operations of one descriptor that ended well, as many as there are now.
     /// The first that is anything else is left to the longer way.
     fn collect_plain(&mut self, done: &mut Vec<Completion>) {
-        let Self { rings: Some(rings), flying, firsts, head, submitted, tail, next, stats, sampler, .. } = self else {
-            return;
-        };
+        let Self { rings: Some(rings), flying, long, head, submitted, stats, sampler, .. } = self else { return };
         let special =
             self.collected != 0 || self.failed.is_some() || !self.cancels.is_empty() || !self.taken_back.is_empty();
-        if self.state != State::Running || special {
+        if special || !matches!(self.state, State::Running) {
             return;
         }
+        let plain = long.front().map_or(flying.len() as u64, |(number, _)| number - flying.oldest());
+        let most = plain.min(*submitted - *head);
         let ring = rings.completions.view();
         let mask = (1usize << rings.log2) - 1;
-        let mut n = 0;
-        while *head < *submitted && n < flying.len() {
-            let number = *head as u32;
-            let sequence = Entry::sequence_of(number);
-            let good = Entry { cookie: number, status: Status::Ok.code(), sequence }.word();
-            let word = ring.load_u64((*head as usize & mask) * Entry::BYTES + 8);
-            if word != Some(good) || firsts.get(n + 1).unwrap_or(tail) - *head != 1 {
-                break;
-            }
-            *head += 1;
-            n += 1;
-        }
-        let mut ticket = *next - flying.len() as u64;
-        firsts.drain(..n);
+        let ended = |number: &u64| {
+            let cookie = *number as u32;
+            let good = Entry { cookie, status: Status::Ok.code(), sequence: Entry::sequence_of(cookie) }.word();
+            ring.load_u64((*number as usize & mask) * Entry::BYTES + 8) == Some(good)
+        };
+        let n = (*head..*head + most).take_while(ended).count();
+        flying.pop_into(n, done, |completion| {
+            stats.bytes += completion.bytes;
+            sampler.ended(completion.ticket.number(), &mut stats.latency);
+        });
+        *head += n as u64;
         stats.ok += n as u64;
-        done.extend(flying.drain(..n).map(|operation| {
-            let bytes = operation.bytes();
-            stats.bytes += bytes;
-            sampler.ended(ticket, &mut stats.latency);
-            ticket += 1;
-            Completion { ticket: Ticket::new(ticket - 1), operation, result: Ok(()), bytes }
-        }));
     }
 
     /// Collects the operations that the card has reported.
@@ -349,19 +344,22 @@ impl<B: Mmio> CardQueue<B> {
         while self.state == State::Running && !self.flying.is_empty() {
             let Some((status, offset)) = self.next_completion() else { return };
             self.head += 1;
-            let (Some(operation), Some(first)) = (self.flying.front(), self.firsts.front()) else { return };
-            let slots = self.firsts.get(1).unwrap_or(&self.tail) - first;
-            let number = self.next - self.flying.len() as u64;
+            let number = self.flying.oldest();
+            let Some(operation) = self.flying.front() else { return };
+            let long = self.long.front().filter(|(long, _)| *long == number);
+            let descriptors = long.map_or(1, |(_, descriptors)| *descriptors);
             if status != Status::Ok && self.failed.is_none() && !self.taken_back.contains(&number) {
                 let detail = self.completions().load_u64(offset).expect("a slot lies within the ring");
                 self.failed = Some(failure(status, detail, operation, self.collected));
             }
             self.collected += 1;
-            if u64::from(self.collected) < slots {
+            if self.collected < descriptors {
                 continue;
             }
-            let Some(operation) = self.flying.pop_front() else { return };
-            self.firsts.pop_front();
+            let Some(completion) = self.flying.pop() else { return };
+            if descriptors > 1 {
+                self.long.pop_front();
+            }
             self.collected = 0;
             let failed = self.failed.take();
             if self.cancels.front() == Some(&number) {
@@ -371,27 +369,23 @@ impl<B: Mmio> CardQueue<B> {
             if self.taken_back.remove(&number) {
                 continue;
             }
-            let (result, bytes) = match failed {
-                None => (Ok(()), operation.bytes()),
-                Some((error, bytes)) => (Err(error), bytes),
-            };
-            done.push(self.end(number, operation, result, bytes));
+            done.push(self.end(completion, failed));
         }
     }
 
-    /// Counts the end of an operation.
-    #[inline]
-    fn end(&mut self, number: u64, operation: Operation, result: Result<(), OpError>, bytes: u64) -> Completion {
-        match &result {
-            Ok(()) => self.stats.ok += 1,
-            Err(e) => {
+    /// Counts the end of an operation, which has failed after so many bytes or ended well.
+    fn end(&mut self, mut completion: Completion, failed: Option<(OpError, u64)>) -> Completion {
+        match failed {
+            None => self.stats.ok += 1,
+            Some((error, bytes)) => {
                 self.stats.failed += 1;
-                self.stats.cancelled += u64::from(*e == OpError::Cancelled);
+                self.stats.cancelled += u64::from(error == OpError::Cancelled);
+                (completion.result, completion.bytes) = (Err(error), bytes);
             }
         }
-        self.stats.bytes += bytes;
-        self.sampler.ended(number, &mut self.stats.latency);
-        Completion { ticket: Ticket::new(number), operation, result, bytes }
+        self.stats.bytes += completion.bytes;
+        self.sampler.ended(completion.ticket.number(), &mut self.stats.latency);
+        completion
     }
 
     /// Tells the card to stop. The memory of what is in flight stays here until it has.
@@ -425,14 +419,10 @@ impl<B: Mmio> CardQueue<B> {
             }
             State::Stopping(why) if status == 0 => {
                 let why = why.clone();
-                let first = self.next - self.flying.len() as u64;
-                let flying = std::mem::take(&mut self.flying);
-                self.firsts.clear();
-                let taken_back = std::mem::take(&mut self.taken_back);
-                for (operation, number) in flying.into_iter().zip(first..) {
-                    if !taken_back.contains(&number) {
-                        let ended = self.end(number, operation, Err(OpError::Stopped(why.clone())), 0);
-                        done.push(ended);
+                self.long.clear();
+                while let Some(completion) = self.flying.pop() {
+                    if !self.taken_back.remove(&completion.ticket.number()) {
+                        done.push(self.end(completion, Some((OpError::Stopped(why.clone()), 0))));
                     }
                 }
                 self.cancels.clear();
@@ -464,11 +454,9 @@ impl<B: Mmio> CardQueue<B> {
 
     /// Tells the card of the oldest wish, if there is one.
     fn send_cancel(&mut self) {
-        let first = self.next - self.flying.len() as u64;
-        if let Some(number) = self.cancels.front()
-            && let Some(descriptor) = number.checked_sub(first).and_then(|i| self.firsts.get(i as usize))
-        {
-            let (register, descriptor) = (self.register(regs::CH_CANCEL), *descriptor as u32);
+        if let Some(number) = self.cancels.front().filter(|number| self.flying.contains(**number)) {
+            let descriptor = self.descriptors_of(*number).start as u32;
+            let register = self.register(regs::CH_CANCEL);
             // The valid bit last: until then the card sees no wish, or the one before, which has been fulfilled. A card
             // that does not take it just goes on.
             let device = self.device();
@@ -571,15 +559,15 @@ impl<B: Mmio> Queue for CardQueue<B> {
 
     #[inline]
     fn submit(&mut self, operation: Operation) -> Result<Ticket, Refused<DeviceAddr>> {
-        let slots = match self.plain_copy(&operation) {
-            Some(descriptor) => {
+        let (slots, bytes) = match self.plain_copy(&operation) {
+            Some((descriptor, len)) => {
                 self.put(self.tail, descriptor);
-                1
+                (1, len)
             }
             None => match self.check(&operation) {
                 Ok(slots) => {
                     self.write(&operation);
-                    slots
+                    (slots, operation.bytes())
                 }
                 Err(reason) => {
                     self.stats.full += u64::from(reason == Refusal::Full);
@@ -587,14 +575,14 @@ impl<B: Mmio> Queue for CardQueue<B> {
                 }
             },
         };
-        let number = self.next;
         if self.flying.is_empty() {
             self.stalled = None;
         }
-        self.flying.push_back(operation);
-        self.firsts.push_back(self.tail);
+        let number = self.flying.push(operation, bytes);
+        if slots > 1 {
+            self.long.push_back((number, slots));
+        }
         self.tail += u64::from(slots);
-        self.next += 1;
         self.stats.submitted += 1;
         self.sampler.begun(number);
         Ok(Ticket::new(number))
@@ -653,21 +641,18 @@ impl<B: Mmio> Queue for CardQueue<B> {
 
     fn cancel(&mut self, ticket: Ticket) -> Cancelled {
         let number = ticket.number();
-        let index = number.checked_sub(self.next - self.flying.len() as u64).and_then(|i| usize::try_from(i).ok());
-        let Some((index, first)) = index.and_then(|i| Some((i, *self.firsts.get(i)?))) else {
-            return Cancelled::Unknown;
-        };
-        if self.taken_back.contains(&number) {
+        if !self.flying.contains(number) || self.taken_back.contains(&number) {
             return Cancelled::Unknown;
         }
-        let end = *self.firsts.get(index + 1).unwrap_or(&self.tail);
+        let descriptors = self.descriptors_of(number);
         if !self.abilities.contains(Abilities::CANCEL) {
             return Cancelled::TooLate;
         }
-        if first >= self.submitted {
+        if descriptors.start >= self.submitted
+            && let Some(operation) = self.flying.take(number)
+        {
             // Its place in the ring stays: what comes after it has its number already.
-            let operation = std::mem::replace(&mut self.flying[index], Operation::fence());
-            for at in first..end {
+            for at in descriptors {
                 self.put(at, Descriptor { cookie: at as u32, ..Task::Fence.into() });
             }
             self.taken_back.insert(number);
@@ -745,7 +730,7 @@ impl<B: Mmio> Drop for CardQueue<B> {
             done.clear();
         }
         let Some(rings) = self.rings.take() else { return };
-        let flying = std::mem::take(&mut self.flying);
+        let flying = std::mem::replace(&mut self.flying, InFlight::new());
         if self.wait_for_stop() {
             self.shelf.put_back(self.index, rings);
         } else {
