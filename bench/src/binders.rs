@@ -10,8 +10,10 @@ use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 
 use dmalane::addr::{Access, Address, CardAddr, DeviceVa, PageSize, Segment, SgIndex, Span};
 use dmalane::iopt::{AgxUat, Entry, Format, HeapTables};
-use dmalane::vm::{BindRequest, Bo, Vm};
+use dmalane::vm::array::ArrayOperation;
+use dmalane::vm::{BindRequest, Bo, Handles, Vm};
 use rangemap::RangeMap;
+use zerocopy::IntoBytes;
 
 use crate::buffers::PAGE;
 use crate::gpuvm::GpuVm;
@@ -100,8 +102,15 @@ pub const BTREE: &str = "SgIndex, BTreeMap";
 pub const RANGEMAP: &str = "SgIndex, rangemap";
 pub const OURS: &str = "ours";
 pub const BATCH: &str = "ours, one batch";
+pub const RESERVED: &str = "ours, reserved part";
+pub const TWO: &str = "ours, 2 buffers";
+pub const SIXTEEN: &str = "ours, 16 buffers";
+pub const ARRAY: &str = "ours, plan_array";
 pub const LIMIT: &str = "limit: SgIndex, one store";
-pub const ALL: [&str; 8] = [BEFORE, SEED, LEAN, BTREE, RANGEMAP, OURS, BATCH, LIMIT];
+pub const ALL: [&str; 12] =
+    [BEFORE, SEED, LEAN, BTREE, RANGEMAP, OURS, RESERVED, TWO, SIXTEEN, BATCH, ARRAY, LIMIT];
+/// The shapes of ours, each with goals of its own.
+pub const SHAPES: [&str; 6] = [OURS, RESERVED, TWO, SIXTEEN, BATCH, ARRAY];
 
 /// The named way to bind pages of a buffer made of these segments, whatever it makes of them included. `pages` is how
 /// far from [`BASE`] on it will be asked to bind.
@@ -113,8 +122,12 @@ pub fn make(name: &str, segments: &[Segment<CardAddr>], pages: u64) -> Option<Bo
         LEAN => Box::new(EachPage(Driver::new(LEAN, SeedsWay::new(segments), false))),
         BTREE => Box::new(EachPage(Map { sg: index()?, bo: Arc::new(1), map: BTreeMap::new(), table: Plain::new() })),
         RANGEMAP => Box::new(EachPage(Ranges { sg: index()?, map: RangeMap::new(), table: Plain::new() })),
-        OURS => Box::new(EachPage(Ours::new(index()?)?)),
-        BATCH => Box::new(Batch(Ours::new(index()?)?)),
+        OURS => Box::new(EachPage(Ours::new(OURS, index()?, 1)?)),
+        RESERVED => Box::new(EachPage(Ours::new(RESERVED, index()?, 1)?)),
+        TWO => Box::new(EachPage(Ours::new(TWO, index()?, 2)?)),
+        SIXTEEN => Box::new(EachPage(Ours::new(SIXTEEN, index()?, 16)?)),
+        BATCH => Box::new(Batch(Ours::new(BATCH, index()?, 1)?)),
+        ARRAY => Box::new(Array::new(index()?)?),
         LIMIT => Box::new(EachPage(Limit { sg: index()?, words: (0..pages).map(|_| AtomicU64::new(0)).collect() })),
         _ => return None,
     })
@@ -345,15 +358,31 @@ impl Pages for Ranges {
 
 /// The bind manager through its public interface, one call for each request.
 struct Ours {
+    name: &'static str,
     vm: Vm<AgxUat, HeapTables<CardAddr>>,
-    bo: Arc<Bo>,
+    /// Each has as many bytes of the memory, so that a bind is of any of them.
+    bos: Vec<Arc<Bo>>,
+    /// Logarithm of the bytes of each.
+    shift: u32,
 }
 
 impl Ours {
-    fn new(sg: SgIndex<CardAddr>) -> Option<Self> {
+    fn new(name: &'static str, sg: SgIndex<CardAddr>, buffers: u64) -> Option<Self> {
         let range = Span::new(DeviceVa::new(0), 1 << AgxUat::INPUT_BITS)?;
-        let vm = Vm::new(range, HeapTables::new(CardAddr::new(TABLES_AT))).ok()?;
-        Some(Self { vm, bo: Arc::new(Bo::new(1, sg)) })
+        let tables = HeapTables::new(CardAddr::new(TABLES_AT));
+        // The seed's driver keeps the last 32 GiB for itself.
+        let reserved = Span::new(DeviceVa::new((1 << AgxUat::INPUT_BITS) - (32 << 30)), 32 << 30)?;
+        let vm = if name == RESERVED || name == ARRAY {
+            Vm::with_reserved(range, reserved, tables)
+        } else {
+            Vm::new(range, tables)
+        };
+        let (len, mut bos) = ((sg.len() / buffers).next_power_of_two(), Vec::new());
+        for start in (0..sg.len()).step_by(len as usize) {
+            let segments = sg.runs(start..sg.len().min(start + len))?;
+            bos.push(Arc::new(Bo::of_segments(start / len + 1, segments).ok()?));
+        }
+        Some(Self { name, vm: vm.ok()?, bos, shift: len.trailing_zeros() })
     }
 
     fn request((va, offset): Job, bo: &Arc<Bo>) -> BindRequest {
@@ -373,12 +402,14 @@ impl Ours {
 
 impl Pages for Ours {
     fn name(&self) -> &'static str {
-        OURS
+        self.name
     }
 
     #[inline]
     fn bind(&mut self, va: u64, offset: u64) {
-        let bound = self.vm.bind(DeviceVa::new(va), &self.bo, offset, PAGE, Access::RW);
+        let bo = &self.bos[(offset >> self.shift) as usize];
+        let offset = offset & ((1 << self.shift) - 1);
+        let bound = self.vm.bind(DeviceVa::new(va), bo, offset, PAGE, Access::RW);
         self.vm.invalidated(bound.expect("a sound request"));
     }
 
@@ -408,7 +439,7 @@ struct Batch(Ours);
 
 #[inline(never)]
 fn timed_binds_of_a_batch(ours: &mut Ours, jobs: &[Job]) {
-    let bo = ours.bo.clone();
+    let bo = ours.bos[0].clone();
     ours.commit(jobs.iter().map(|&job| Ours::request(job, &bo)));
 }
 
@@ -435,6 +466,78 @@ impl Binder for Batch {
     }
     fn bindings(&self) -> Result<usize, String> {
         Pages::bindings(&self.0)
+    }
+}
+
+/// The same as one array of bytes, as the seed's program gives it to the kernel: writing the array is not timed apart.
+struct Array {
+    ours: Ours,
+    handles: Handles,
+    handle: u32,
+    operations: Vec<ArrayOperation>,
+}
+
+impl Array {
+    fn new(sg: SgIndex<CardAddr>) -> Option<Self> {
+        let ours = Ours::new(ARRAY, sg, 1)?;
+        let mut handles = Handles::new();
+        let handle = handles.insert(ours.bos[0].clone())?;
+        Some(Self { ours, handles, handle, operations: Vec::new() })
+    }
+}
+
+#[inline(never)]
+fn timed_binds_of_an_array(array: &mut Array, jobs: &[Job]) {
+    let operation = |&(va, offset): &Job| ArrayOperation {
+        flags: (ArrayOperation::BIND | ArrayOperation::READ | ArrayOperation::WRITE).into(),
+        handle: array.handle.into(),
+        offset: offset.into(),
+        range: PAGE.into(),
+        addr: va.into(),
+    };
+    array.operations.clear();
+    array.operations.extend(jobs.iter().map(operation));
+    plan_array(array);
+}
+
+#[inline(never)]
+fn timed_unbinds_of_an_array(array: &mut Array, jobs: &[Job]) {
+    let operation = |&(va, _): &Job| ArrayOperation {
+        flags: ArrayOperation::UNBIND.into(),
+        range: PAGE.into(),
+        addr: va.into(),
+        ..ArrayOperation::default()
+    };
+    array.operations.clear();
+    array.operations.extend(jobs.iter().map(operation));
+    plan_array(array);
+}
+
+fn plan_array(array: &mut Array) {
+    let (vm, bytes) = (&mut array.ours.vm, array.operations.as_bytes());
+    let plan = vm.plan_array(bytes, ArrayOperation::BYTES, array.operations.len(), &array.handles);
+    let committed = plan.expect("sound operations").commit();
+    vm.invalidated(committed);
+}
+
+impl Binder for Array {
+    fn name(&self) -> &'static str {
+        ARRAY
+    }
+    fn bind(&mut self, jobs: &[Job]) {
+        timed_binds_of_an_array(self, jobs);
+    }
+    fn unbind(&mut self, jobs: &[Job]) {
+        timed_unbinds_of_an_array(self, jobs);
+    }
+    fn unbind_range(&mut self, pages: u64) {
+        Pages::unbind_range(&mut self.ours, pages);
+    }
+    fn translate(&self, va: u64) -> Option<u64> {
+        Pages::translate(&self.ours, va)
+    }
+    fn bindings(&self) -> Result<usize, String> {
+        Pages::bindings(&self.ours)
     }
 }
 

@@ -4,7 +4,7 @@ use std::collections::HashMap;
 
 use dmalane::addr::{CardAddr, Segment};
 
-use crate::binders::{ALL, BASE, BATCH, BEFORE, Binder, Job, LEAN, LIMIT, OURS, SEED, make};
+use crate::binders::{ALL, ARRAY, BASE, BATCH, BEFORE, Binder, Job, LEAN, LIMIT, OURS, RESERVED, SEED, SHAPES, TWO, make};
 use crate::buffers::{Layout, PAGE, of_pages};
 use crate::clock::{cpu_time, pin};
 use crate::instructions;
@@ -233,11 +233,12 @@ fn case(
     Ok(())
 }
 
-/// One unbind of all pages, which were bound one by one. Gives nanoseconds a page for ours and for the stores.
-fn range_unbind(report: &mut Report, options: &Options) -> Result<[f64; 2], Box<dyn std::error::Error>> {
+/// One unbind of all pages, which were bound one by one. Gives nanoseconds a page for ours, for the stores, and for
+/// ours with two buffers.
+fn range_unbind(report: &mut Report, options: &Options) -> Result<[f64; 3], Box<dyn std::error::Error>> {
     let buffer = Buffer::new(Layout::Single, options.bo_size);
     let (n, jobs) = (options.binds, buffer.jobs(Order::InOrder, options.binds));
-    let names: Vec<&str> = ALL.into_iter().filter(|&name| name != BEFORE && name != BATCH).collect();
+    let names: Vec<&str> = ALL.into_iter().filter(|&name| ![BEFORE, BATCH, ARRAY].contains(&name)).collect();
     let mut binders = names.iter().map(|name| buffer.make(name, n)).collect::<Result<Vec<_>, _>>()?;
     let mut samples = vec![Vec::new(); binders.len()];
     for round in 0..=options.rounds {
@@ -256,7 +257,7 @@ fn range_unbind(report: &mut Report, options: &Options) -> Result<[f64; 2], Box<
             }
         }
     }
-    let mut found = [f64::NAN; 2];
+    let mut found = [f64::NAN; 3];
     for (name, samples) in names.iter().zip(&samples) {
         let mut details = Details { items: Some(n as u64), ..Details::default() };
         if options.instructions {
@@ -269,6 +270,7 @@ fn range_unbind(report: &mut Report, options: &Options) -> Result<[f64; 2], Box<
         match *name {
             OURS => found[0] = median * 1e9,
             LIMIT => found[1] = median * 1e9,
+            TWO => found[2] = median * 1e9,
             _ => {}
         }
     }
@@ -278,7 +280,7 @@ fn range_unbind(report: &mut Report, options: &Options) -> Result<[f64; 2], Box<
 /// A few random pages of many are unbound and bound anew. Gives the bind of ours at each number of live mappings.
 fn live(report: &mut Report, options: &Options) -> Result<Vec<f64>, Box<dyn std::error::Error>> {
     let buffer = Buffer::new(Layout::Single, options.bo_size);
-    let names: Vec<&str> = ALL.into_iter().filter(|&name| name != BEFORE && name != BATCH).collect();
+    let names: Vec<&str> = ALL.into_iter().filter(|&name| ![BEFORE, BATCH, ARRAY].contains(&name)).collect();
     let mut found = Vec::new();
     for live in LIVE {
         let mut jobs = buffer.jobs(Order::InOrder, live);
@@ -332,7 +334,7 @@ fn live(report: &mut Report, options: &Options) -> Result<Vec<f64>, Box<dyn std:
 fn bytes(report: &mut Report, options: &Options) -> Result<(), Box<dyn std::error::Error>> {
     let (size, weighed) = (options.bo_size.to_string(), WEIGHED.to_string());
     for order in [Order::InOrder, Order::Random] {
-        for name in ALL.into_iter().filter(|&name| ![BEFORE, LEAN, BATCH, LIMIT].contains(&name)) {
+        for name in ALL.into_iter().filter(|&name| ![BEFORE, LEAN, LIMIT].contains(&name) && (name == OURS || !SHAPES.contains(&name))) {
             let bytes = memory::of(&["one-vm-bind", "U", order.name(), name, "bytes", &size, &weighed])?;
             report.note(&format!("bytes a binding, {}", order.name()), name, bytes / WEIGHED as f64);
         }
@@ -340,34 +342,34 @@ fn bytes(report: &mut Report, options: &Options) -> Result<(), Box<dyn std::erro
     Ok(())
 }
 
-fn bars(report: &mut Report, medians: &Medians, range: [f64; 2], live: Vec<f64>) {
+fn bars(report: &mut Report, medians: &Medians, range: [f64; 3], live: Vec<f64>) {
     use Layout::{Long, Single};
     use Order::{InOrder, Random};
     let of = |layout, order, name| medians.get(&(layout, order, name)).copied().unwrap_or((f64::NAN, f64::NAN));
     let bind = |layout, order, name| of(layout, order, name).0;
     let unbind = |layout, name| of(layout, InOrder, name).1;
-    for (layout, order, goal) in
-        [(Long, InOrder, 8.0), (Single, InOrder, 15.0), (Long, Random, 6.0), (Single, Random, 10.0)]
-    {
-        let name = format!("{}, VAs {}: bind, the seed / ours", layout.name(), order.name());
-        report.at_least(&name, goal, bind(layout, order, SEED) / bind(layout, order, OURS));
-        report.note(&name, "one batch", bind(layout, order, SEED) / bind(layout, order, BATCH));
+    for shape in SHAPES {
+        for (layout, order, goal) in
+            [(Long, InOrder, 8.0), (Single, InOrder, 15.0), (Long, Random, 6.0), (Single, Random, 10.0)]
+        {
+            let name = format!("{}, VAs {}: bind, the seed / {shape}", layout.name(), order.name());
+            report.at_least(&name, goal, bind(layout, order, SEED) / bind(layout, order, shape));
+        }
+        for layout in [Long, Single] {
+            let name = format!("{}, VAs in order: unbind, gpuvm-like / {shape}", layout.name());
+            report.at_least(&name, 10.0, unbind(layout, SEED) / unbind(layout, shape));
+        }
     }
     report.at_least("S: bind, before / ours", 150.0, bind(Long, InOrder, BEFORE) / bind(Long, InOrder, OURS));
-    for layout in [Long, Single] {
-        let name = format!("{}, VAs in order: unbind, gpuvm-like / ours", layout.name());
-        report.at_least(&name, 10.0, unbind(layout, SEED) / unbind(layout, OURS));
-        report.note(&name, "one batch", unbind(layout, SEED) / unbind(layout, BATCH));
-    }
-    for layout in [Long, Single] {
-        let name = format!("{}, VAs in order: bind, ours / limit (stretch)", layout.name());
-        report.at_most(&name, 5.0, bind(layout, InOrder, OURS) / bind(layout, InOrder, LIMIT));
-        report.note(&name, "one batch", bind(layout, InOrder, BATCH) / bind(layout, InOrder, LIMIT));
+    for (layout, shape) in [(Long, OURS), (Single, OURS), (Long, RESERVED), (Single, RESERVED)] {
+        let name = format!("{}, VAs in order: bind, {shape} / limit", layout.name());
+        report.at_most(&name, 2.5, bind(layout, InOrder, shape) / bind(layout, InOrder, LIMIT));
     }
     let growth = live.last().copied().unwrap_or(f64::NAN) / live.first().copied().unwrap_or(f64::NAN);
     report.at_most("bind at 10^6 live mappings / at 10^4", 2.5, growth);
     report.at_most_in("unbind of a range, a page", 7.0, range[0], "ns, at most");
     report.at_most("unbind of a range: ours / a loop of plain stores", 3.0, range[0] / range[1]);
+    report.at_most("unbind of a range: ours, 2 buffers / a loop of plain stores", 3.0, range[2] / range[1]);
     for (what, goal) in [("bind", 250.0), ("unbind", 150.0)] {
         if let Some(count) = report.instructions(&format!("U, in order, {what}"), OURS) {
             report.at_most_in(&format!("instructions of one {what} (stretch)"), goal, count, "at most");

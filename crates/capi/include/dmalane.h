@@ -39,7 +39,7 @@ struct dml_vm_config {
 	const char *format; /* name of the page-table format: "agx-uat", "x86-64-4level" and so on (`dmalane iopt formats`) */
 	uint64_t va; /* the first address, and bytes: multiples of the page size */
 	uint64_t len;
-	uint64_t reserved_va; /* a range in which nothing may be bound; both 0 for none */
+	uint64_t reserved_va; /* a range that only dml_vm_bind_reserved() binds; both 0 for none */
 	uint64_t reserved_len;
 	uint64_t table_limit; /* most page tables; 0 for no limit */
 	/* Invalidates the device's cached translations of `len` bytes at `va`, and waits until this is done. Called by
@@ -109,6 +109,11 @@ int32_t dml_device_destroy(dml_device device);
 int32_t dml_bo_create(dml_device device, const struct dml_segment *segments, size_t count, uint32_t *handle);
 /* The buffer object exists while it is bound. */
 int32_t dml_bo_destroy(dml_device device, uint32_t handle);
+/* Calls `release` once, when the memory of the buffer object may be used again: its handle is destroyed, and every
+ * device has forgotten its last binding. The call is made at the end of the function of this library that let go of
+ * it, and may call any other. It must return: neither longjmp() nor a C++ exception may leave it. -EEXIST when one is
+ * set already. */
+int32_t dml_bo_on_release(dml_device device, uint32_t handle, void (*release)(void *user, uint32_t handle), void *user);
 
 int32_t dml_vm_create(dml_device device, const struct dml_vm_config *config, dml_vm *vm);
 int32_t dml_vm_destroy(dml_vm vm);
@@ -120,6 +125,17 @@ int32_t dml_vm_set_null_page(dml_vm vm, uint64_t pa, uint64_t len);
 /* Applies `count` operations, all or none. They are `stride` bytes apart, at least sizeof(struct dml_vm_op); bytes
  * beyond the structure must be 0. */
 int32_t dml_vm_bind(dml_vm vm, const void *operations, size_t stride, size_t count);
+
+/* The same for the driver itself: all operations lie within the reserved part of the VM, where nothing else reaches,
+ * and DML_UNBIND_BO removes the bindings there alone. */
+int32_t dml_vm_bind_reserved(dml_vm vm, const void *operations, size_t stride, size_t count);
+
+/* Makes larger leaves within `len` bytes at `va` where what is bound continues in the buffer object and in memory.
+ * Calls `invalidate` for each, which must not call this library here. */
+int32_t dml_vm_merge(dml_vm vm, uint64_t va, uint64_t len);
+
+/* Bytes of a buffer object that are bound in the VM, each counted as often as it is. */
+int32_t dml_bo_bindings(dml_vm vm, uint32_t handle, uint64_t *bytes);
 
 /* -ENOENT where nothing is bound. */
 int32_t dml_vm_lookup(dml_vm vm, uint64_t va, struct dml_leaf *leaf);

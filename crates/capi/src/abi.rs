@@ -32,6 +32,9 @@ pub struct DmlSegment {
 /// A callback of C for `len` bytes at `va`.
 pub type Function = extern "C" fn(user: *mut c_void, va: u64, len: u64);
 
+/// A callback of C for a buffer object that is gone, by the handle that it had.
+pub type ReleaseFunction = extern "C" fn(user: *mut c_void, handle: u32);
+
 /// `struct dml_vm_config`.
 #[repr(C)]
 #[derive(Clone, Copy, Debug)]
@@ -257,6 +260,14 @@ exported! {
         objects::destroy_bo(device, handle)
     }
 
+    /// Sets the function that is called when the memory of a buffer object may be used again.
+    fn dml_bo_on_release(device: u64, handle: u32, release: Option<ReleaseFunction>, user: *mut c_void) {
+        let release = release.ok_or_else(|| fault("no function"))?;
+        let user = user.expose_provenance(); // a number, so that it may go from thread to thread
+        let tell = move || release(std::ptr::with_exposed_provenance_mut(user), handle);
+        objects::on_release(device, handle, Box::new(tell))
+    }
+
     /// Creates an empty VM.
     fn dml_vm_create(device: u64, config: *const DmlVmConfig, vm: *mut u64) {
         // SAFETY: the contract of the function.
@@ -292,7 +303,29 @@ exported! {
         let len = count.checked_mul(stride).ok_or_else(|| fault(format_args!("{count} operations of {stride} bytes")))?;
         // SAFETY: the contract of the function: `count` strides are there.
         let bytes = unsafe { bytes(operations, len)? };
-        objects::bind(vm, bytes, stride, count)
+        objects::bind(vm, bytes, stride, count, false)
+    }
+
+    /// As `dml_vm_bind`, for the driver itself: within the reserved part.
+    fn dml_vm_bind_reserved(vm: u64, operations: *const c_void, stride: usize, count: usize) {
+        let len = count.checked_mul(stride).ok_or_else(|| fault(format_args!("{count} operations of {stride} bytes")))?;
+        // SAFETY: the contract of the function: `count` strides are there.
+        let bytes = unsafe { bytes(operations, len)? };
+        objects::bind(vm, bytes, stride, count, true)
+    }
+
+    /// Makes larger leaves where what is bound continues.
+    fn dml_vm_merge(vm: u64, va: u64, len: u64) {
+        objects::merge(vm, va, len)
+    }
+
+    /// How many bytes of a buffer object are bound in a VM.
+    fn dml_bo_bindings(vm: u64, handle: u32, count: *mut u64) {
+        // SAFETY: the contract of the function.
+        unsafe { put(count, 0)? };
+        let bytes = objects::bound_bytes(vm, handle)?;
+        // SAFETY: the same again.
+        unsafe { put(count, bytes) }
     }
 
     /// Where an address leads.

@@ -5,11 +5,11 @@ use std::collections::BTreeMap;
 use std::fmt::Display;
 use std::ops::ControlFlow;
 use std::panic::{AssertUnwindSafe, catch_unwind};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 
 use dmalane_addr::{Access, Address, CardAddr, DeviceVa, Segment, SgIndex, SgTable, Span};
 use dmalane_iopt::{Format, FormatId, HeapTables, UnknownFormat, with_format};
-use dmalane_vm::array::{ArrayError, decode};
+use dmalane_vm::array::ArrayError;
 use dmalane_vm::{AnyVm, Bo, Errno, Handles, Mapped, Source, Vm};
 
 /// Error of a call: an error number with a text.
@@ -66,7 +66,9 @@ thread_local! {
 
 /// Runs a call and converts its result to 0 or a negative error number.
 pub(crate) fn call(run: impl FnOnce() -> Result<(), Refused>) -> i32 {
-    let (number, text) = match catch_unwind(AssertUnwindSafe(run)) {
+    let result = catch_unwind(AssertUnwindSafe(run));
+    tell_released();
+    let (number, text) = match result {
         Ok(Ok(())) => return 0,
         Ok(Err(Refused(Number::Ours(errno), text))) => (errno.number(), format!("{}: {text}", errno.name())),
         Ok(Err(Refused(Number::Kernel(number), text))) => (number, format!("error {number}: {text}")),
@@ -80,6 +82,41 @@ pub(crate) fn call(run: impl FnOnce() -> Result<(), Refused>) -> i32 {
 /// The text of this thread's last error.
 pub(crate) fn with_last_error<R>(look: impl Fn(&str) -> R) -> R {
     LAST_ERROR.try_with(|last| look(&last.borrow())).unwrap_or_else(|_| look(""))
+}
+
+/// What tells C that a buffer object is gone.
+pub(crate) type Release = Box<dyn FnOnce() + Send + Sync>;
+
+/// Owns the memory of a buffer object as far as C is to be told when it may be used again.
+#[derive(Default)]
+struct Owner {
+    release: OnceLock<Release>,
+}
+
+thread_local! {
+    /// Callbacks of buffer objects that a call of this thread has let go of.
+    static RELEASED: RefCell<Vec<Release>> = const { RefCell::new(Vec::new()) };
+}
+
+impl Drop for Owner {
+    /// The callback may call this library, so it waits until no lock is held.
+    fn drop(&mut self) {
+        if let Some(release) = self.release.take() {
+            let mut release = Some(release);
+            let _ = RELEASED.try_with(|released| released.borrow_mut().extend(release.take()));
+            if let Some(release) = release {
+                release(); // while the thread exits, which holds no lock
+            }
+        }
+    }
+}
+
+/// Calls what waits.
+fn tell_released() {
+    // One by one: a callback that calls this library comes here too.
+    while let Some(release) = RELEASED.try_with(|released| released.borrow_mut().pop()).ok().flatten() {
+        release();
+    }
 }
 
 /// A callback to C about a range.
@@ -216,7 +253,8 @@ pub(crate) fn create_bo(device: u64, segments: impl Iterator<Item = Segment<Card
     }
     // Its id is its handle, so that messages and runs name it as C does.
     let index = SgIndex::from_table(&sg).map_err(|e| Refused::new(Errno::NoMem, e))?;
-    let handle = lock(&device.bos).insert_with(|handle| Arc::new(Bo::new(handle.into(), index)));
+    let handle =
+        lock(&device.bos).insert_with(|handle| Arc::new(Bo::new(handle.into(), index).with_owner(Owner::default())));
     handle.ok_or_else(|| Refused::new(Errno::NoMem, "no more buffer objects"))
 }
 
@@ -226,13 +264,46 @@ pub(crate) fn destroy_bo(device: u64, handle: u32) -> Result<(), Refused> {
     removed.map(drop).ok_or_else(|| none(handle.into(), "buffer object"))
 }
 
-pub(crate) fn bind(vm: u64, bytes: &[u8], stride: usize, count: usize) -> Result<(), Refused> {
+fn find_bo(device: u64, handle: u32) -> Result<Arc<Bo>, Refused> {
+    let device = lock(&DEVICES).get(device, "device")?;
+    let bo = lock(&device.bos).get(handle).cloned();
+    bo.ok_or_else(|| none(handle.into(), "buffer object"))
+}
+
+/// Has C told when the memory of a buffer object may be used again.
+pub(crate) fn on_release(device: u64, handle: u32, release: Release) -> Result<(), Refused> {
+    let bo = find_bo(device, handle)?;
+    let set = bo.owner::<Owner>().is_some_and(|owner| owner.release.set(release).is_ok());
+    if set { Ok(()) } else { Err(Refused::new(Errno::Exist, "the buffer object has a callback already")) }
+}
+
+/// Bytes of a buffer object that are bound in a VM.
+pub(crate) fn bound_bytes(vm: u64, handle: u32) -> Result<u64, Refused> {
     let one = lock(&VMS).get(vm, "VM")?;
-    let requests = {
-        let granule = lock_vm(&one)?.granule();
-        decode(bytes, stride, count, granule, &lock(&one.device.bos))?
+    let bo = lock(&one.device.bos).get(handle).cloned().ok_or_else(|| none(handle.into(), "buffer object"))?;
+    Ok(lock_vm(&one)?.bound_bytes(&bo))
+}
+
+/// Makes larger leaves in a range where what is bound continues.
+pub(crate) fn merge(vm: u64, va: u64, len: u64) -> Result<(), Refused> {
+    let one = lock(&VMS).get(vm, "VM")?;
+    let wraps = || Refused::new(Errno::Inval, format_args!("{len:#x} bytes from {va:#x} on"));
+    let span = Span::new(DeviceVa::new(va), len).ok_or_else(wraps)?;
+    // With the lock held: the entries are clear while the device forgets.
+    lock_vm(&one)?.merge(span, &mut |span| {
+        if let Some(invalidate) = &one.tell.invalidate {
+            invalidate(span.first(), span.len());
+        }
+    })?;
+    Ok(())
+}
+
+pub(crate) fn bind(vm: u64, bytes: &[u8], stride: usize, count: usize, reserved: bool) -> Result<(), Refused> {
+    let one = lock(&VMS).get(vm, "VM")?;
+    let committed = {
+        let mut vm = lock_vm(&one)?;
+        vm.apply_array(bytes, stride, count, &lock(&one.device.bos), reserved)?
     };
-    let committed = lock_vm(&one)?.apply(requests).map_err(ArrayError::from)?;
     // Without the lock: the callback may query the VM.
     if let Some(invalidate) = &one.tell.invalidate {
         committed.spans().for_each(|span| invalidate(span.first(), span.len()));

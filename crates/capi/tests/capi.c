@@ -195,6 +195,58 @@ static void x86(void)
 	CHECK(!dml_vm_destroy(vm) && !dml_vm_destroy(second) && !dml_device_destroy(device));
 }
 
+static int released;
+static uint32_t released_handle;
+
+static void release(void *user, uint32_t handle)
+{
+	dml_device *device = user, other;
+	released++;
+	released_handle = handle;
+	/* No lock is held. */
+	CHECK(dml_bo_destroy(*device, handle) == -ENOENT);
+	CHECK(!dml_device_create(&other) && !dml_device_destroy(other));
+}
+
+/* A driver's own part, a split that heals, and a buffer whose memory is given back at the right time. */
+static void drivers(void)
+{
+	dml_device device;
+	dml_vm vm;
+	uint32_t bo;
+	uint64_t bound;
+	struct dml_leaf leaf;
+	struct dml_segment segments[] = {{1ull << 30, 4 << 20}};
+	struct dml_vm_config config = {.size = sizeof config, .format = "x86-64-4level", .len = 1ull << 40,
+		.reserved_va = 2ull << 30, .reserved_len = 1ull << 30};
+	CHECK(!dml_device_create(&device) && !dml_bo_create(device, segments, 1, &bo));
+	CHECK(!dml_bo_on_release(device, bo, release, &device));
+	CHECK(dml_bo_on_release(device, bo, release, &device) == -EEXIST && says("EEXIST", "callback"));
+	CHECK(dml_bo_on_release(device, bo, NULL, NULL) == -EFAULT);
+	CHECK(!dml_vm_create(device, &config, &vm));
+	struct dml_vm_op op = {.flags = DML_BIND | DML_READ, .handle = bo, .range = 4 << 20, .addr = 1ull << 30};
+	struct dml_vm_op theirs = op, all = {.flags = DML_UNBIND_BO, .handle = bo};
+	theirs.addr = config.reserved_va;
+	CHECK(!dml_vm_bind(vm, &op, sizeof op, 1) && dml_vm_bind_reserved(vm, &op, sizeof op, 1) == -EPERM);
+	CHECK(!dml_vm_bind_reserved(vm, &theirs, sizeof op, 1) && dml_vm_bind(vm, &theirs, sizeof op, 1) == -EPERM);
+	CHECK(!dml_bo_bindings(vm, bo, &bound) && bound == 8 << 20);
+	/* A page goes and comes back. */
+	struct dml_vm_op page = {.flags = DML_UNBIND, .range = 4096, .addr = op.addr + (1 << 20)};
+	CHECK(!dml_vm_bind(vm, &page, sizeof op, 1));
+	page = op, page.range = 4096, page.offset = 1 << 20, page.addr += 1 << 20;
+	CHECK(!dml_vm_bind(vm, &page, sizeof op, 1));
+	CHECK(!dml_vm_lookup(vm, page.addr, &leaf) && leaf.leaf == 4096);
+	CHECK(!dml_vm_merge(vm, op.addr, op.range) && dml_vm_merge(vm, op.addr + 1, 4096) == -EINVAL);
+	CHECK(!dml_vm_lookup(vm, page.addr, &leaf) && leaf.leaf == 2 << 20);
+	/* Each side unbinds its own. */
+	CHECK(!dml_vm_bind(vm, &all, sizeof op, 1) && !dml_bo_bindings(vm, bo, &bound) && bound == 4 << 20);
+	CHECK(!dml_vm_lookup(vm, theirs.addr, &leaf) && dml_vm_lookup(vm, op.addr, &leaf) == -ENOENT);
+	CHECK(!dml_bo_destroy(device, bo) && !released && dml_bo_bindings(vm, bo, &bound) == -ENOENT);
+	struct dml_vm_op last = {.flags = DML_UNBIND, .range = 4 << 20, .addr = theirs.addr};
+	CHECK(!dml_vm_bind_reserved(vm, &last, sizeof op, 1) && released == 1 && released_handle == bo);
+	CHECK(!dml_vm_destroy(vm) && !dml_device_destroy(device) && released == 1);
+}
+
 static void refused(void)
 {
 	dml_device device;
@@ -348,6 +400,7 @@ int main(void)
 	layout();
 	agx();
 	x86();
+	drivers();
 	refused();
 	threads();
 	reads();

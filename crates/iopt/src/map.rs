@@ -46,6 +46,13 @@ impl<A: Copy> Cursor<A> {
         self.level = 0;
     }
 
+    /// Forgets the table at `level` that translates `at`, and those below.
+    pub(crate) fn leave<F: Format>(&mut self, at: u64, level: u32) {
+        if self.level >= level && same_table::<F>(at, self.at, level) {
+            self.level = level - 1;
+        }
+    }
+
     /// The deepest level at which one known table translates `at` too.
     #[inline]
     fn common_level<F: Format>(&self, at: u64) -> u32 {

@@ -6,7 +6,7 @@ use core::marker::PhantomData;
 use dmalane_addr::{Access, Address, PageSize, Span};
 
 use crate::format::{
-    Kind, entries, geometry_is_sound, group_bits, index, input_len, next_table, shift, top_leaf_level,
+    Kind, entries, geometry_is_sound, group_bits, index, input_len, next_table, page_size, shift, top_leaf_level,
 };
 use crate::map::Cursor;
 use crate::{Entry, Error, FlushList, Format, Place, Register, Runs, TableShape, Tables, slots};
@@ -200,6 +200,18 @@ impl<F: Format, I: Address, O: Address, T: Tables> PageTable<F, I, O, T> {
         let table = |at: u64, level: u32| at >> shift::<F>(level - 1);
         let of_level = |level| (table(span.last().bits(), level) - table(span.first().bits(), level)) as usize + 1;
         (1..F::LEVELS).map(of_level).sum()
+    }
+
+    /// The number of tables that it would take to split every leaf into smallest pages. Whoever holds so many in reserve
+    /// can unmap any pages, in any order.
+    pub fn split_tables(&self) -> usize {
+        let tables_of = |size: u64| {
+            let regions = (1..F::LEVELS).map(|level| page_size::<F>(level - 1).bytes());
+            regions.filter(|&region| region <= size).map(|region| size / region).fold(0, u64::saturating_add)
+        };
+        let of_all = |(size, leaves): (PageSize, u64)| leaves.saturating_mul(tables_of(size.bytes()));
+        let tables = self.leaf_counts().map(of_all).fold(0, u64::saturating_add);
+        usize::try_from(tables).unwrap_or(usize::MAX)
     }
 
     /// What to program into a device so that it walks this table ([`Format::registers`]).

@@ -165,6 +165,34 @@ impl<F: Format, I: Address, O: Address, T: Tables> PageTable<F, I, O, T> {
         tables.len() - before
     }
 
+    /// Detaches the table at `level`, counted from the root at 0, that translates `at`, if there is one: the caller knows
+    /// that it is empty, so nothing is searched. True when there was one. Tables above it stay, be they empty or not, and
+    /// so does everything where tables are shared.
+    ///
+    /// A table that was not empty takes what it maps with it, and the counts of leaves are wrong from then on.
+    ///
+    /// # Panics
+    /// With debug assertions, when the table is not empty.
+    pub fn detach_empty(&mut self, at: I, level: u32, tables: &mut Vec<T::Addr>) -> bool {
+        if T::SHARED || level == 0 || level >= F::LEVELS || at.bits() >= input_len::<F>() {
+            return false;
+        }
+        let mut above = self.root;
+        for l in 0..level {
+            let i = index::<F>(at.bits(), l);
+            let Entry::Table(next) = F::decode(l, self.load(above, i)) else { return false };
+            if l + 1 == level {
+                debug_assert!(self.is_empty(T::Addr::new(next), level), "a table that is not empty at {at}");
+                self.store(above, i, 0);
+                tables.push(T::Addr::new(next));
+                self.cursor.leave::<F>(at.bits(), level);
+                return true;
+            }
+            above = T::Addr::new(next);
+        }
+        false
+    }
+
     /// The number of tables below the root that translate some of the span: the most that a call with this span can
     /// detach.
     pub fn tables_within(&self, span: Span<I>) -> usize {

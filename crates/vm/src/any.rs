@@ -1,12 +1,14 @@
 //! A VM whose format is known only at run time.
 
+use alloc::sync::Arc;
 use alloc::vec::Vec;
 use core::ops::ControlFlow;
 
 use dmalane_addr::{CardAddr, DeviceVa, PageSize, Span};
 use dmalane_iopt::{Format, Leaf, Tables};
 
-use crate::{BindRequest, Committed, Error, Mapped, PlanError, Vm, mapped};
+use crate::array::ArrayError;
+use crate::{BindRequest, Bo, Committed, Error, Handles, Mapped, PlanError, Vm, VmId, mapped};
 
 /// A [`Vm`] of any format, for callers that choose the format at run time. Each function is that of the VM.
 pub trait AnyVm {
@@ -24,6 +26,37 @@ pub trait AnyVm {
     /// # Errors
     /// As of [`Vm::plan`]; the VM is as it was.
     fn apply(&mut self, requests: Vec<BindRequest>) -> Result<Committed<CardAddr>, PlanError>;
+
+    /// [`Vm::plan_reserved`] and commit.
+    ///
+    /// # Errors
+    /// As of [`Vm::plan_reserved`]; the VM is as it was.
+    fn apply_reserved(&mut self, requests: Vec<BindRequest>) -> Result<Committed<CardAddr>, PlanError>;
+
+    /// [`Vm::plan_array`], or [`Vm::plan_reserved_array`] where `reserved` is true, and commit.
+    ///
+    /// # Errors
+    /// As of these; the VM is as it was.
+    fn apply_array(
+        &mut self,
+        bytes: &[u8],
+        stride: usize,
+        count: usize,
+        handles: &Handles,
+        reserved: bool,
+    ) -> Result<Committed<CardAddr>, ArrayError>;
+
+    /// [`Vm::merge`].
+    ///
+    /// # Errors
+    /// As there.
+    fn merge(&mut self, span: Span<DeviceVa>, invalidate: &mut dyn FnMut(Span<DeviceVa>)) -> Result<usize, Error>;
+
+    /// [`Vm::id`].
+    fn id(&self) -> VmId;
+
+    /// [`Vm::bound_bytes`].
+    fn bound_bytes(&mut self, bo: &Arc<Bo>) -> u64;
 
     /// [`Vm::invalidated`].
     fn invalidated(&mut self, committed: Committed<CardAddr>);
@@ -59,6 +92,37 @@ impl<F: Format, T: Tables<Addr = CardAddr>> AnyVm for Vm<F, T> {
 
     fn apply(&mut self, requests: Vec<BindRequest>) -> Result<Committed<CardAddr>, PlanError> {
         Ok(self.plan(requests)?.commit())
+    }
+
+    fn apply_reserved(&mut self, requests: Vec<BindRequest>) -> Result<Committed<CardAddr>, PlanError> {
+        Ok(self.plan_reserved(requests)?.commit())
+    }
+
+    fn apply_array(
+        &mut self,
+        bytes: &[u8],
+        stride: usize,
+        count: usize,
+        handles: &Handles,
+        reserved: bool,
+    ) -> Result<Committed<CardAddr>, ArrayError> {
+        let plan = match reserved {
+            true => self.plan_reserved_array(bytes, stride, count, handles),
+            false => self.plan_array(bytes, stride, count, handles),
+        };
+        Ok(plan?.commit())
+    }
+
+    fn merge(&mut self, span: Span<DeviceVa>, invalidate: &mut dyn FnMut(Span<DeviceVa>)) -> Result<usize, Error> {
+        self.merge(span, invalidate)
+    }
+
+    fn id(&self) -> VmId {
+        self.id()
+    }
+
+    fn bound_bytes(&mut self, bo: &Arc<Bo>) -> u64 {
+        self.bound_bytes(bo)
     }
 
     fn invalidated(&mut self, committed: Committed<CardAddr>) {

@@ -12,6 +12,7 @@ use dmalane_iopt::{Format, Tables};
 use zerocopy::little_endian::{U32, U64};
 use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout, Unaligned};
 
+use crate::vm::Batch;
 use crate::{BindRequest, Errno, Error, Handles, Plan, PlanError, Vm};
 
 /// One operation of an array, little-endian, without padding.
@@ -66,13 +67,12 @@ impl ArrayOperation {
     const KNOWN: u32 = Self::READ | Self::WRITE | Self::EXEC | Self::KIND_MASK | Self::PAGE_MASK;
     const ACCESS: u32 = Self::READ | Self::WRITE | Self::EXEC;
 
+    #[inline]
     fn access(&self) -> Access {
-        let flags = self.flags.get();
-        let mut access = Access::empty();
-        for (bit, right) in [(Self::READ, Access::READ), (Self::WRITE, Access::WRITE), (Self::EXEC, Access::EXEC)] {
-            access.set(right, flags & bit != 0);
-        }
-        access
+        // The bits are the same.
+        const { assert!(Self::READ == Access::READ.bits() as u32 && Self::WRITE == Access::WRITE.bits() as u32) }
+        const { assert!(Self::EXEC == Access::EXEC.bits() as u32) }
+        Access::from_bits_truncate((self.flags.get() & Self::ACCESS) as u8)
     }
 
     /// What it asks for, as far as that can be said without the VM.
@@ -241,9 +241,15 @@ pub struct ArrayError {
 
 impl From<PlanError> for ArrayError {
     fn from(refused: PlanError) -> Self {
-        // Memory is missing for the whole, not for the operation that was looked at last.
-        let of_all = matches!(refused.error, Error::NoTables { .. } | Error::NoMemory { .. });
-        Self { index: (!of_all).then_some(refused.index), reason: refused.error.into() }
+        Self { index: Some(refused.index), reason: refused.error.into() }.of_all()
+    }
+}
+
+impl ArrayError {
+    /// The same: but memory is missing for the whole, not for the operation that was looked at last.
+    fn of_all(self) -> Self {
+        let of_all = matches!(self.reason, Reason::Vm(Error::NoTables { .. } | Error::NoMemory { .. }));
+        Self { index: self.index.filter(|_| !of_all), ..self }
     }
 }
 
@@ -262,6 +268,39 @@ impl core::error::Error for ArrayError {
     }
 }
 
+/// The operations of an array, one by one.
+struct Operations<'a> {
+    bytes: &'a [u8],
+    stride: usize,
+}
+
+impl<'a> Operations<'a> {
+    fn new(bytes: &'a [u8], stride: usize, count: usize) -> Result<Self, ArrayError> {
+        let whole = |reason| ArrayError { index: None, reason };
+        if count == 0 {
+            return Ok(Self { bytes: &[], stride: 1 });
+        }
+        if stride < ArrayOperation::BYTES {
+            return Err(whole(Reason::Stride { stride }));
+        }
+        let all = count.checked_mul(stride).and_then(|len| bytes.get(..len));
+        let bytes = all.ok_or(whole(Reason::Short { count, stride, bytes: bytes.len() }))?;
+        Ok(Self { bytes, stride })
+    }
+
+    #[inline]
+    fn each(&self) -> impl Iterator<Item = Result<ArrayOperation, Reason>> {
+        let stride = self.stride;
+        self.bytes.chunks_exact(stride).map(move |bytes| {
+            let (operation, tail) = ArrayOperation::read_from_prefix(bytes).map_err(|_| Reason::Stride { stride })?;
+            match tail.iter().enumerate().find(|(_, byte)| **byte != 0) {
+                Some((i, &value)) => Err(Reason::UnknownField { at: ArrayOperation::BYTES + i, value }),
+                None => Ok(operation),
+            }
+        })
+    }
+}
+
 /// Reads `count` operations that begin `stride` bytes apart. Bytes behind the last stride are not looked at; a `count`
 /// of 0 is fine whatever else is said.
 ///
@@ -277,28 +316,13 @@ pub fn decode(
     granule: PageSize,
     handles: &Handles,
 ) -> Result<Vec<BindRequest>, ArrayError> {
-    let whole = |reason| ArrayError { index: None, reason };
-    if count == 0 {
-        return Ok(Vec::new());
-    }
-    if stride < ArrayOperation::BYTES {
-        return Err(whole(Reason::Stride { stride }));
-    }
-    let bytes = count.checked_mul(stride).and_then(|len| bytes.get(..len)).ok_or(whole(Reason::Short {
-        count,
-        stride,
-        bytes: bytes.len(),
-    }))?;
+    let operations = Operations::new(bytes, stride, count)?;
     let mut requests = Vec::new();
-    requests.try_reserve_exact(count).map_err(|_| whole(Reason::NoMemory { count }))?;
-    for (index, bytes) in bytes.chunks_exact(stride).enumerate() {
-        let at = |reason| ArrayError { index: Some(index), reason };
-        let (operation, tail) =
-            ArrayOperation::read_from_prefix(bytes).map_err(|_| whole(Reason::Stride { stride }))?;
-        if let Some((i, &value)) = tail.iter().enumerate().find(|(_, byte)| **byte != 0) {
-            return Err(at(Reason::UnknownField { at: ArrayOperation::BYTES + i, value }));
-        }
-        requests.push(operation.request(granule, handles).map_err(at)?);
+    let no_memory = |_| ArrayError { index: None, reason: Reason::NoMemory { count } };
+    requests.try_reserve_exact(count).map_err(no_memory)?;
+    for (index, operation) in operations.each().enumerate() {
+        let request = operation.and_then(|operation| operation.request(granule, handles));
+        requests.push(request.map_err(|reason| ArrayError { index: Some(index), reason })?);
     }
     Ok(requests)
 }
@@ -307,7 +331,7 @@ impl<F: Format, T: Tables> Vm<F, T> {
     /// As [`Vm::plan`], for an array of operations.
     ///
     /// # Errors
-    /// [`ArrayError`]; the VM is as it was.
+    /// [`ArrayError`], of the first operation that cannot be carried out; the VM is as it was.
     pub fn plan_array(
         &mut self,
         bytes: &[u8],
@@ -315,7 +339,69 @@ impl<F: Format, T: Tables> Vm<F, T> {
         count: usize,
         handles: &Handles,
     ) -> Result<Plan<'_, F, T>, ArrayError> {
-        let requests = decode(bytes, stride, count, F::GRANULE, handles)?;
-        self.plan(requests).map_err(ArrayError::from)
+        self.plan_operations(bytes, stride, count, handles, false)
+    }
+
+    /// As [`Vm::plan_reserved`], for an array of operations.
+    ///
+    /// # Errors
+    /// As [`plan_array`](Self::plan_array).
+    pub fn plan_reserved_array(
+        &mut self,
+        bytes: &[u8],
+        stride: usize,
+        count: usize,
+        handles: &Handles,
+    ) -> Result<Plan<'_, F, T>, ArrayError> {
+        self.plan_operations(bytes, stride, count, handles, true)
+    }
+
+    /// Plans each operation as soon as it is read, so that nothing is kept of it but its step.
+    fn plan_operations(
+        &mut self,
+        bytes: &[u8],
+        stride: usize,
+        count: usize,
+        handles: &Handles,
+        reserved: bool,
+    ) -> Result<Plan<'_, F, T>, ArrayError> {
+        let operations = Operations::new(bytes, stride, count)?;
+        let (plan, mut batch) = self.begin_plan(reserved); // takes back what follows, should it fail
+        let mut index = 0;
+        for (i, operation) in operations.each().enumerate() {
+            index = i;
+            let planned = operation.and_then(|operation| plan.vm.plan_operation(&operation, handles, &mut batch));
+            planned.map_err(|reason| ArrayError { index: Some(index), reason }.of_all())?;
+        }
+        plan.vm.reserve(&batch).map_err(|error| ArrayError { index: Some(index), reason: error.into() }.of_all())?;
+        Ok(plan)
+    }
+
+    /// Plans one operation. Those of which there are many go the short way.
+    #[inline]
+    fn plan_operation(
+        &mut self,
+        operation: &ArrayOperation,
+        handles: &Handles,
+        batch: &mut Batch,
+    ) -> Result<(), Reason> {
+        let flags = operation.flags.get();
+        let (va, len, offset) = (DeviceVa::new(operation.addr.get()), operation.range.get(), operation.offset.get());
+        if flags & !ArrayOperation::ACCESS == ArrayOperation::BIND
+            && flags != ArrayOperation::BIND
+            && !self.has_failed()
+            && let Some(bo) = handles.get(operation.handle.get())
+        {
+            return Ok(self.plan_bind(va, bo, offset, len, 0, operation.access(), batch)?);
+        }
+        if flags == ArrayOperation::UNBIND
+            && operation.handle.get() == 0
+            && offset == 0
+            && let Some(span) = Span::new(va, len)
+        {
+            return Ok(self.plan_unbind(span, batch)?);
+        }
+        let request = operation.request(F::GRANULE, handles)?;
+        Ok(self.plan_request(&request, batch)?)
     }
 }

@@ -75,6 +75,7 @@ impl Handles {
     }
 
     /// The buffer object of a handle.
+    #[inline]
     pub fn get(&self, handle: u32) -> Option<&Arc<Bo>> {
         let slot = self.slots.get((handle & SLOT_MASK) as usize)?;
         slot.bo.as_ref().filter(|_| slot.uses == handle >> SLOT_BITS)

@@ -53,7 +53,7 @@ mod vm;
 
 pub use any::AnyVm;
 pub use binding::{Binding, Target};
-pub use bo::Bo;
+pub use bo::{Bo, VmId};
 pub use errno::Errno;
 pub use error::Error;
 pub use handles::Handles;

@@ -23,9 +23,10 @@ pub(crate) enum Step {
         first: u64,
         last: u64,
     },
-    /// By the first slot of the buffer.
+    /// By the first slot of the buffer; in the reserved part, or elsewhere.
     UnbindBo {
         slot: u32,
+        reserved: bool,
     },
 }
 
@@ -47,6 +48,8 @@ pub(crate) struct Lists<A> {
     pub(crate) prefetches: Vec<Span<DeviceVa>>,
     /// Detached tables.
     pub(crate) tables: Vec<A>,
+    /// Bytes of buffers to be unbound that stay bound in the reserved part.
+    pub(crate) kept: u64,
 }
 
 impl<A> Scratch<A> {
@@ -120,15 +123,15 @@ impl<F: Format, T: Tables> Vm<F, T> {
             unmapped += match self.scratch.steps[i] {
                 Step::Bind { first, last, record } => self.bind_pages(first, last, record),
                 Step::Unbind { first, last } => self.unbind_pages(first, last),
-                Step::UnbindBo { slot } => self.unbind_bo(slot),
+                Step::UnbindBo { slot, reserved } => self.unbind_bo(slot, reserved),
             };
         }
         // A node that was kept for a later request may stand for one leaf by now.
         let join = if self.records.unlinks() { Join::All } else { Join::No };
         for i in 0..self.scratch.touched.len() {
             let chunk = self.scratch.touched[i];
-            if self.records.settle(chunk, join) {
-                self.prune(Records::<F>::chunk_pages(chunk));
+            if let Some(emptied) = self.records.settle(chunk, join) {
+                self.detach(chunk, emptied);
             }
         }
         self.scratch.steps.clear();
@@ -159,6 +162,17 @@ impl<F: Format, T: Tables> Vm<F, T> {
     /// Binds pages and gives the number of those that were unmapped for it.
     #[inline]
     fn bind_pages(&mut self, first: u64, last: u64, record: Record) -> u64 {
+        if first == last
+            && !record.is_fixed()
+            && let Some(vacant) = self.records.vacant(first)
+            && let Some(bo) = self.slots.count_page(record.slot(), Records::<F>::chunk(first), |slot| vacant.has(slot))
+        {
+            // As of `Vm::bind`.
+            let to = bo.sg().page_at(record.page() << F::GRANULE.log2(), F::GRANULE).expect("checked by plan");
+            vacant.put(record);
+            self.table.map(Self::va(first), to, F::GRANULE.bytes(), record.access()).expect(RESERVED);
+            return 0;
+        }
         let had = self.records.put(&mut self.slots, first, last, Some(record));
         if had > 0 {
             self.clear(first, last, had);
@@ -192,31 +206,55 @@ impl<F: Format, T: Tables> Vm<F, T> {
         had
     }
 
-    fn unbind_bo(&mut self, mut slot: u32) -> u64 {
-        let mut unmapped = 0;
+    /// Unbinds a buffer, by its first slot, in the reserved part or elsewhere.
+    fn unbind_bo(&mut self, first_slot: u32, reserved: bool) -> u64 {
+        let (mut slot, mut unmapped) = (first_slot, 0);
         while slot != NONE {
             let mut n = 0;
-            while let Some((from, to)) = self.slots.place(slot, n).filter(|_| self.slots.get(slot).pages() > 0) {
-                let pages = (Records::<F>::chunk_pages(from).0, Records::<F>::chunk_pages(to - 1).1);
-                let Self { table, records, slots, scratch, .. } = self;
-                let lists = &mut scratch.lists;
-                records.take_slot(slots, slot, pages, &mut |gone| match gone {
-                    Gone::Pages(first, last) => {
-                        let cleared = table.clear_into(Self::span(first, last), &mut lists.tables);
-                        lists.add_span(cleared.expect("nothing is cut: no table is needed").0);
-                        unmapped += last - first + 1;
-                    }
-                    Gone::Node(first, last) => {
-                        let span = Self::span(first, last);
-                        if table.prune_into(span, &mut lists.tables) > 0 {
-                            lists.add_span(span);
-                        }
-                    }
-                });
+            while let Some(place) = self.slots.place(slot, n).filter(|_| self.slots.get(slot).pages() > 0) {
+                for pages in self.parts(Records::<F>::pages_of(place), reserved).into_iter().flatten() {
+                    unmapped += self.unbind_slot(slot, pages);
+                }
                 n += 1;
             }
             slot = self.slots.next_of(slot);
         }
+        if !reserved {
+            self.scratch.lists.kept += self.slots.all_pages(first_slot) << F::GRANULE.log2();
+        }
+        unmapped
+    }
+
+    /// What of these pages is in the reserved part, or elsewhere: at most two parts.
+    fn parts(&self, (first, last): (u64, u64), reserved: bool) -> [Option<(u64, u64)>; 2] {
+        let some = |first: u64, last: u64| (first <= last).then_some((first, last));
+        let (kept_first, kept_last) = self.kept;
+        if reserved {
+            return [some(first.max(kept_first), last.min(kept_last)), None];
+        }
+        if kept_first > kept_last {
+            return [some(first, last), None];
+        }
+        let below = kept_first.checked_sub(1).and_then(|end| some(first, last.min(end)));
+        [below, some(first.max(kept_last + 1), last)]
+    }
+
+    fn unbind_slot(&mut self, slot: u32, pages: (u64, u64)) -> u64 {
+        let Self { table, records, slots, scratch, .. } = self;
+        let lists = &mut scratch.lists;
+        let mut unmapped = 0;
+        records.take_slot(slots, slot, pages, &mut |gone| match gone {
+            Gone::Pages(first, last) => {
+                let cleared = table.clear_into(Self::span(first, last), &mut lists.tables);
+                lists.add_span(cleared.expect("nothing is cut: no table is needed").0);
+                unmapped += last - first + 1;
+            }
+            Gone::Node { first, last, level } => {
+                if table.detach_empty(Self::va(first), level, &mut lists.tables) {
+                    lists.add_span(Self::span(first, last));
+                }
+            }
+        });
         unmapped
     }
 
@@ -228,11 +266,17 @@ impl<F: Format, T: Tables> Vm<F, T> {
         lists.add_span(span);
     }
 
+    /// Takes tables away that the nodes of a chunk at these levels had, which are empty.
     #[cold]
-    fn prune(&mut self, (first, last): (u64, u64)) {
-        let (span, lists) = (Self::span(first, last), &mut self.scratch.lists);
-        if self.table.prune_into(span, &mut lists.tables) > 0 {
-            lists.add_span(span); // the device may have cached the walk
+    fn detach(&mut self, chunk: u64, (top, bottom): (u32, u32)) {
+        let (first, last) = Records::<F>::chunk_pages(chunk);
+        let Self { table, scratch, .. } = self;
+        let mut any = false;
+        for level in (top..=bottom).rev() {
+            any |= table.detach_empty(Self::va(first), level, &mut scratch.lists.tables);
+        }
+        if any {
+            scratch.lists.add_span(Self::span(first, last)); // the device may have cached the walk
         }
     }
 
@@ -292,6 +336,12 @@ impl<A: Address> Committed<A> {
         self.lists.first().map_or(&[], |lists| &lists.tables)
     }
 
+    /// Bytes that an [`UnbindBo`](crate::BindRequest::UnbindBo) of the batch has left bound, because they are in the
+    /// reserved part of the VM, which only [`Vm::plan_reserved`] changes.
+    pub fn kept_bytes(&self) -> u64 {
+        self.lists.iter().map(|lists| lists.kept).sum()
+    }
+
     /// Bytes that were unmapped, including those that the same batch bound anew.
     pub fn unmapped_bytes(&self) -> u64 {
         self.unmapped
@@ -305,12 +355,12 @@ impl<A: Address> Committed<A> {
 
 impl<A> Lists<A> {
     pub(crate) const fn new() -> Self {
-        Self { spans: Vec::new(), prefetches: Vec::new(), tables: Vec::new() }
+        Self { spans: Vec::new(), prefetches: Vec::new(), tables: Vec::new(), kept: 0 }
     }
 
     #[inline]
     pub(crate) fn is_empty(&self) -> bool {
-        self.spans.is_empty() && self.tables.is_empty() && self.prefetches.is_empty()
+        self.spans.is_empty() && self.tables.is_empty() && self.prefetches.is_empty() && self.kept == 0
     }
 
     /// Adds a span, joined to the last one where they touch, or where there is no room for another.

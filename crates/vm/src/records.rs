@@ -3,6 +3,8 @@
 //! A node has an entry for each entry of the page table's table in its place. An entry is empty, a record that holds
 //! for all of its pages, or a node one level down. So binding a page is one store, a large binding takes as few entries
 //! as its ends allow, and bindings need not be kept as objects: a binding is a run of entries that continue each other.
+//! Memory is taken for a window around the entries in use, which a plan widens: a page far from all others costs
+//! little.
 //!
 //! Between plans every node but the root holds something, and where there is a node, the page table has a table: what
 //! is below it is smaller than its entry. So a plan knows from the nodes which tables are missing.
@@ -14,47 +16,129 @@
 use alloc::boxed::Box;
 use alloc::vec::Vec;
 use core::marker::PhantomData;
+use core::sync::atomic::{
+    AtomicU32,
+    Ordering::{Acquire, Relaxed, Release},
+};
 
 use dmalane_iopt::{Format, MAX_LEVELS};
 
 use crate::record::Record;
-use crate::slots::{Full, Slots};
+use crate::slots::{Full, Place, Slots};
 
 /// As large as a cache line, so that finding one takes a shift.
 #[derive(Debug)]
 #[repr(align(64))]
 struct Node {
+    /// The window: entries from `base` on. All others are empty.
     words: Box<[u64]>,
-    /// True for a spare node whose words are still those of its last use.
-    stale: bool,
-    /// Entries that are not empty.
-    used: usize,
     /// The last plan that touched it.
     plan: u64,
+    /// Low and high half of [`Records::run`]'s answer, so that it need not be looked for again.
+    run: [AtomicU32; 2],
+    base: u32,
+    /// Entries that are not empty.
+    used: u32,
     /// How many requests of that plan, that may have unlinked tables, came before the last touch.
-    after: u64,
-    /// The plan that made it of a record.
-    split: u64,
-    /// In a node of the last level that is not empty: the slot of all its records, or [`MIXED`].
+    after: u32,
+    /// In a node of the last level that is not empty: the slot of all its records but `others`, or [`MIXED`].
     slot: u32,
+    other: u32,
+    /// Records of the slot `other`.
+    others: u32,
+    /// True for a spare node whose words are still those of its last use.
+    stale: bool,
+    /// True when `plan` made it of a record.
+    split: bool,
 }
 
-/// Records of several slots, or they were.
+/// Records of three slots or more, or they were.
 const MIXED: u32 = u32::MAX;
 
+/// Entries of the smallest window.
+const WINDOW: usize = 32;
+
 impl Node {
-    /// Notes that a record of a slot comes in; call it before it is counted.
+    /// An entry.
     #[inline(always)]
-    fn note(&mut self, slot: u32) {
-        if self.slot != slot {
-            self.slot = if self.used == 0 { slot } else { MIXED };
+    fn get(&self, i: usize) -> u64 {
+        self.words.get(i.wrapping_sub(self.base as usize)).copied().unwrap_or(0)
+    }
+
+    /// Replaces an entry within the window, or empties one.
+    #[inline(always)]
+    fn set(&mut self, i: usize, word: u64) {
+        match self.words.get_mut(i.wrapping_sub(self.base as usize)) {
+            Some(entry) => *entry = word,
+            None => assert!(word == 0, "a plan makes room for what its commit changes"),
         }
     }
 
-    /// Whether all is as `slot` and `used` say.
-    fn of_one_slot(&self) -> bool {
-        let mut records = self.words.iter().filter_map(|&word| Record::from_word(word));
-        records.all(|record| record.slot() == self.slot) && self.used == self.words.iter().filter(|&&w| w != 0).count()
+    /// The first entry from `i` on that is not empty, with its index.
+    fn next_used(&self, i: usize) -> Option<(usize, u64)> {
+        let base = self.base as usize;
+        let from = i.saturating_sub(base);
+        let found = self.words.get(from..)?.iter().position(|&word| word != 0)?;
+        Some((base + from + found, self.words[from + found]))
+    }
+
+    /// True when the window has entries `i` to `j`.
+    #[inline(always)]
+    fn covers(&self, i: usize, j: usize) -> bool {
+        let base = self.base as usize;
+        i >= base && j < base + self.words.len()
+    }
+
+    /// Entries `i` to `j` as far as the window has them.
+    fn part(&mut self, i: usize, j: usize) -> &mut [u64] {
+        let (base, len) = (self.base as usize, self.words.len());
+        let (from, end) = (i.max(base) - base, (j + 1).saturating_sub(base).min(len));
+        if from < end { &mut self.words[from..end] } else { &mut [] }
+    }
+
+    /// True when some entries `i` to `j` are records of a slot, or not records: what they are takes longer to find out.
+    fn may_have(&self, slot: u32, i: usize, j: usize) -> bool {
+        let base = self.base as usize;
+        let (from, end) = (i.max(base) - base, (j + 1).saturating_sub(base).min(self.words.len()));
+        let of_slot = |&word: &u64| Record::from_word(word).is_some_and(|record| record.slot() == slot);
+        from < end && self.words[from..end].iter().fold(false, |any, word| any | of_slot(word))
+    }
+
+    /// Notes that records of a slot come in; call it before they are counted.
+    #[inline(always)]
+    fn note(&mut self, slot: u32, records: u32) {
+        if self.slot != slot {
+            self.note_other(slot, records);
+        }
+    }
+
+    #[inline]
+    fn note_other(&mut self, slot: u32, records: u32) {
+        if self.used == 0 {
+            (self.slot, self.others) = (slot, 0);
+        } else if self.slot != MIXED {
+            match self.others {
+                0 => (self.other, self.others) = (slot, records),
+                _ if self.other == slot => self.others += records,
+                _ => self.slot = MIXED,
+            }
+        }
+    }
+
+    /// Notes that records of a slot go.
+    #[inline(always)]
+    fn note_gone(&mut self, slot: u32, records: u32) {
+        if self.slot != slot && self.slot != MIXED {
+            self.others -= records;
+        }
+    }
+
+    /// Whether all is as `slot`, `others` and `used` say.
+    fn is_as_noted(&self) -> bool {
+        let of = |slot| self.words.iter().filter(|&&w| Record::from_word(w).is_some_and(|r| r.slot() == slot)).count();
+        let used = self.words.iter().filter(|&&w| w != 0).count() as u32;
+        let others = if self.others > 0 { of(self.other) as u32 } else { 0 };
+        (self.used, self.others) == (used, others) && of(self.slot) as u32 + others == used
     }
 }
 
@@ -89,9 +173,15 @@ pub(crate) struct Records<F> {
     /// Nodes that are not in use.
     spare: Vec<u32>,
     cursor: Cursor,
+    /// The chunk that the plan touched last, if all of its nodes are as that left them.
+    touched: u64,
     plan: u64,
     /// Requests of the plan so far that may unlink tables.
-    unlinking: u64,
+    unlinking: u32,
+    /// True when the plan binds whole chunks: then nodes that it touches have windows of all their entries.
+    wide: bool,
+    /// No record goes across the start of either of these pages.
+    fences: [u64; 2],
     /// Tables that the plan may have to make for what it touched.
     tables: usize,
     format: PhantomData<fn() -> F>,
@@ -142,18 +232,32 @@ impl<F: Format> Records<F> {
         (first + (1 << F::INDEX_BITS) - 1) >> F::INDEX_BITS < (last + 1) >> F::INDEX_BITS
     }
 
-    pub(crate) fn new() -> Result<Self, Full> {
+    /// No records; of those to come, none will go across the start of either page.
+    pub(crate) fn new(fences: [u64; 2]) -> Result<Self, Full> {
         let mut it = Self {
             nodes: Vec::new(),
             spare: Vec::new(),
             cursor: Cursor { chunk: NO_CHUNK, path: [ROOT; MAX_LEVELS] },
+            touched: NO_CHUNK,
             plan: 0,
             unlinking: 0,
+            wide: false,
+            fences,
             tables: 0,
             format: PhantomData,
         };
-        it.push(Self::entries(0))?;
+        it.push(0, Box::default())?;
         Ok(it)
+    }
+
+    /// True when no record goes across the start of this page.
+    pub(crate) fn is_fence(&self, page: u64) -> bool {
+        self.fences.contains(&page)
+    }
+
+    /// True when a fence stands inside of these pages.
+    fn is_fenced(&self, first: u64, last: u64) -> bool {
+        self.fences.iter().any(|&fence| first < fence && fence <= last)
     }
 
     /// Bytes of memory in use.
@@ -169,32 +273,98 @@ impl<F: Format> Records<F> {
         }
     }
 
-    fn push(&mut self, entries: usize) -> Result<u32, Full> {
+    fn push(&mut self, base: u32, words: Box<[u64]>) -> Result<u32, Full> {
         let id = u32::try_from(self.nodes.len()).map_err(|_| Full)?;
         self.nodes.try_reserve(1)?;
         self.spare.try_reserve(self.nodes.len() + 1 - self.spare.len())?; // so that a commit need not ask for memory
-        let words = zeroed(entries)?;
-        self.nodes.push(Node { words, stale: false, used: 0, plan: 0, after: 0, split: 0, slot: MIXED });
+        self.nodes.push(Node {
+            words,
+            plan: 0,
+            run: [const { AtomicU32::new(0) }; 2],
+            base,
+            used: 0,
+            after: 0,
+            slot: MIXED,
+            other: MIXED,
+            others: 0,
+            stale: false,
+            split: false,
+        });
         Ok(id)
     }
 
-    /// An empty node below the root.
-    fn take(&mut self) -> Result<u32, Full> {
-        let Some(&id) = self.spare.last() else { return self.push(1 << F::INDEX_BITS) };
+    /// The smallest window of a node at `level` around entries `i` to `j`: where it begins, and its length.
+    fn window(level: u32, i: usize, j: usize) -> (usize, usize) {
+        let mut len = WINDOW;
+        while i / len != j / len {
+            len *= 2;
+        }
+        if len < Self::entries(level) { (i & !(len - 1), len) } else { (0, Self::entries(level)) }
+    }
+
+    /// An empty node at `level`, below the root, with a window around entries `i` to `j`.
+    fn take(&mut self, level: u32, i: usize, j: usize) -> Result<u32, Full> {
+        let (base, len) = Self::window(level, i, j);
+        let Some(&id) = self.spare.last() else { return self.push(base as u32, zeroed(len)?) };
         let node = &mut self.nodes[id as usize];
-        if node.words.is_empty() {
-            node.words = zeroed(1 << F::INDEX_BITS)?;
+        if node.words.len() < len || node.stale && node.words.len() > len {
+            node.words = zeroed(len)?;
         } else if node.stale {
             node.words.fill(0);
         }
+        // It may be larger than need be.
+        node.base = (i & !(node.words.len() - 1)) as u32;
         node.stale = false;
         self.spare.pop();
         Ok(id)
     }
 
+    /// Widens the window of a node to entries `i` to `j`.
+    #[inline]
+    fn cover(&mut self, id: u32, level: u32, i: usize, j: usize) -> Result<(), Full> {
+        if self.nodes[id as usize].covers(i, j) { Ok(()) } else { self.widen_node(id, level, i, j) }
+    }
+
+    #[cold]
+    fn widen_node(&mut self, id: u32, level: u32, i: usize, j: usize) -> Result<(), Full> {
+        let node = &mut self.nodes[id as usize];
+        let (from, len) = (node.base as usize, node.words.len());
+        let (i, j) = if len == 0 { (i, j) } else { (i.min(from), j.max(from + len - 1)) };
+        let (base, new) = Self::window(level, i, j);
+        let mut words = zeroed(new)?;
+        if len > 0 {
+            words[from - base..][..len].copy_from_slice(&node.words);
+        }
+        (node.words, node.base) = (words, base as u32);
+        Ok(())
+    }
+
+    /// Gives all nodes above a chunk that the plan has touched, and its own, windows of all their entries.
+    pub(crate) fn widen(&mut self, chunk: u64) -> Result<(), Full> {
+        let page = Self::chunk_pages(chunk).0;
+        let mut id = ROOT;
+        for level in 0..Self::LAST {
+            let word = self.nodes[id as usize].get(Self::index(page, level));
+            if word == 0 || Record::from_word(word).is_some() {
+                break;
+            }
+            id = Self::child(word);
+            self.cover(id, level + 1, 0, Self::entries(level + 1) - 1)?;
+        }
+        Ok(())
+    }
+
     fn give(&mut self, id: u32) {
-        self.cursor.chunk = NO_CHUNK;
+        (self.cursor.chunk, self.touched) = (NO_CHUNK, NO_CHUNK);
         self.spare.push(id); // there is room: `push`
+    }
+
+    /// Replaces an entry of a node, of which so many more are in use now.
+    fn replace(&mut self, id: u32, i: usize, word: u64) {
+        let node = &mut self.nodes[id as usize];
+        let old = node.get(i);
+        node.set(i, word);
+        node.used = node.used + u32::from(word != 0) - u32::from(old != 0);
     }
 
     /// Begins a plan.
@@ -202,6 +372,8 @@ impl<F: Format> Records<F> {
     pub(crate) fn begin(&mut self) {
         self.plan += 1;
         self.unlinking = 0;
+        self.wide = false;
+        self.touched = NO_CHUNK;
         self.tables = 0;
     }
 
@@ -218,76 +390,108 @@ impl<F: Format> Records<F> {
 
     /// Says that a request of the plan may unlink tables: one that contains a whole chunk.
     pub(crate) fn will_unlink(&mut self) {
-        self.unlinking += 1;
+        self.unlinking = self.unlinking.saturating_add(1);
+        self.touched = NO_CHUNK;
+    }
+
+    /// Says that a request of the plan binds a whole chunk. True for the first one: then
+    /// [`widen`](Self::widen) what was touched already.
+    pub(crate) fn will_bind_chunks(&mut self) -> bool {
+        !core::mem::replace(&mut self.wide, true)
     }
 
     /// Makes the nodes that changing pages `first..=last` needs at the end `at`, one of the two. Where nothing is
-    /// bound, and `make` is false, none is needed.
+    /// bound, and `make` is false, none is needed. True when the plan has not touched one of them before.
     #[inline(always)]
-    pub(crate) fn touch(&mut self, at: u64, first: u64, last: u64, make: bool) -> Result<(), Full> {
+    pub(crate) fn touch(&mut self, at: u64, first: u64, last: u64, make: bool) -> Result<bool, Full> {
         let chunk = Self::chunk(at);
-        let whole = Self::chunk_pages(chunk);
-        if chunk == self.cursor.chunk && self.unlinking == 0 && (first > whole.0 || last < whole.1) {
-            for level in 1..F::LEVELS {
-                let node = &mut self.nodes[self.cursor.path[level as usize] as usize];
-                if node.plan != self.plan {
-                    (node.plan, node.after) = (self.plan, 0);
-                    self.tables += usize::from(node.used == 0);
-                }
+        if chunk == self.touched && chunk == self.cursor.chunk {
+            let whole = Self::chunk_pages(chunk);
+            let (first, last) = (first.max(whole.0), last.min(whole.1));
+            let node = &self.nodes[self.cursor.path[Self::LAST as usize] as usize];
+            let covered = node.covers(Self::index(first, Self::LAST), Self::index(last, Self::LAST));
+            if (first > whole.0 || last < whole.1) && (covered || !make) {
+                return Ok(false);
             }
-            return Ok(());
         }
         self.touch_path(at, first, last, make)
     }
 
     #[inline(never)]
-    fn touch_path(&mut self, at: u64, first: u64, last: u64, make: bool) -> Result<(), Full> {
+    fn touch_path(&mut self, at: u64, first: u64, last: u64, make: bool) -> Result<bool, Full> {
         let mut path = [ROOT; MAX_LEVELS];
-        for level in 0..Self::LAST {
+        let mut new = false;
+        // The pages of the present node.
+        let (mut node_first, mut node_last) = (0, ((Self::entries(0) as u64) << Self::shift(0)) - 1);
+        for level in 0..F::LEVELS {
+            let id = path[level as usize];
+            if make {
+                let (i, j) = self.within(level, (first, last), (node_first, node_last));
+                self.cover(id, level, i, j)?;
+            }
+            if level == Self::LAST {
+                break;
+            }
             let (entry_first, entry_last) = Self::entry(at, level);
             if first <= entry_first && entry_last <= last {
-                return Ok(()); // a record of this level will do
+                return Ok(new); // a record of this level will do
             }
-            let (id, i) = (path[level as usize], Self::index(at, level));
-            let word = self.nodes[id as usize].words[i];
+            let i = Self::index(at, level);
+            let word = self.nodes[id as usize].get(i);
             let child = match Record::from_word(word) {
                 Some(record) => {
-                    let child = self.take()?;
+                    let child = self.take(level + 1, 0, Self::entries(level + 1) - 1)?;
                     self.fill(child, level + 1, record);
-                    self.nodes[id as usize].words[i] = Self::link(child);
+                    self.forget_run(at, level);
+                    self.nodes[id as usize].set(i, Self::link(child));
                     // The leaf may have to be split into a table.
                     self.mark(child, true);
-                    self.nodes[child as usize].split = self.plan;
+                    self.nodes[child as usize].split = true;
+                    new = true;
                     child
                 }
                 None if word != 0 => Self::child(word),
-                None if !make => return Ok(()),
+                None if !make => return Ok(new),
                 None => {
-                    let child = self.take()?;
-                    let node = &mut self.nodes[id as usize];
-                    node.words[i] = Self::link(child);
-                    node.used += 1;
+                    let (i_below, j_below) = self.within(level + 1, (first, last), (entry_first, entry_last));
+                    let child = self.take(level + 1, i_below, j_below)?;
+                    self.replace(id, i, Self::link(child));
                     child
                 }
             };
-            self.mark(child, false);
+            new |= self.mark(child, false);
             path[level as usize + 1] = child;
+            (node_first, node_last) = (entry_first, entry_last);
         }
         self.cursor = Cursor { chunk: Self::chunk(at), path };
-        Ok(())
+        self.touched = self.cursor.chunk;
+        Ok(new)
     }
 
-    /// Notes that the plan touches a node, and counts its table if that may have to be made.
-    fn mark(&mut self, id: u32, missing: bool) {
+    /// The entries of a node at `level` that pages of a request lie in: those of the node itself are given too.
+    fn within(&self, level: u32, (first, last): (u64, u64), (node_first, node_last): (u64, u64)) -> (usize, usize) {
+        if self.wide && level > 0 {
+            return (0, Self::entries(level) - 1);
+        }
+        (Self::index(first.max(node_first), level), Self::index(last.min(node_last), level))
+    }
+
+    /// Notes that the plan touches a node, and counts its table if that may have to be made. True when it is the first
+    /// time.
+    fn mark(&mut self, id: u32, missing: bool) -> bool {
         let node = &mut self.nodes[id as usize];
         let first = node.plan != self.plan;
         if first || node.after != self.unlinking {
             self.tables += usize::from(missing || node.used == 0 || self.unlinking > 0);
             (node.plan, node.after) = (self.plan, self.unlinking);
         }
+        if first {
+            node.split = false;
+        }
+        first
     }
 
-    /// Makes a record of all pages of an empty node.
+    /// Makes a record of all pages of an empty node, whose window has all entries.
     fn fill(&mut self, id: u32, level: u32, record: Record) {
         let node = &mut self.nodes[id as usize];
         let (mut word, step) = (record.word(), record.step() << Self::shift(level));
@@ -295,7 +499,7 @@ impl<F: Format> Records<F> {
             *entry = word;
             word = word.wrapping_add(step); // only after the last one
         }
-        (node.used, node.slot) = (node.words.len(), record.slot());
+        (node.used, node.slot, node.others) = (node.words.len() as u32, record.slot(), 0);
     }
 
     const fn link(child: u32) -> u64 {
@@ -314,8 +518,11 @@ impl<F: Format> Records<F> {
         let (whole_first, whole_last) = Self::chunk_pages(chunk);
         let part = chunk == Self::chunk(last) && (first > whole_first || last < whole_last);
         // The cursor, which is where the plan ended, follows what the commit goes through.
-        let had = if part && self.seek(first).is_some() || chunk == self.cursor.chunk && chunk == Self::chunk(last) {
+        let had = if part && self.seek(first).is_some() || !part && self.is_at_whole(chunk, last) {
             let id = self.cursor.path[Self::LAST as usize];
+            if self.nodes[id as usize].run[1].load(Relaxed) != 0 {
+                self.forget_run(first, Self::LAST);
+            }
             if first == last {
                 self.put_page(id, slots, first, record)
             } else {
@@ -325,18 +532,29 @@ impl<F: Format> Records<F> {
             self.put_below(ROOT, 0, slots, first, last, record)
         };
         if let Some(record) = record {
-            slots.bound(record.slot(), last - first + 1, (chunk, Self::chunk(last) + 1));
+            slots.bound(record.slot(), last - first + 1, Place { first: chunk, end: Self::chunk(last) + 1 });
         }
         had
     }
 
-    /// The entry of a page whose chunk has a node, which the cursor finds from now on.
+    /// True when the cursor is at the node of a chunk with which a span of whole chunks begins and ends.
+    fn is_at_whole(&self, chunk: u64, last: u64) -> bool {
+        let node = &self.nodes[self.cursor.path[Self::LAST as usize] as usize];
+        chunk == self.cursor.chunk && chunk == Self::chunk(last) && node.covers(0, Self::entries(Self::LAST) - 1)
+    }
+
+    /// The pages of a place, first and last.
+    pub(crate) fn pages_of(place: Place) -> (u64, u64) {
+        (Self::chunk_pages(place.first).0, Self::chunk_pages(place.end - 1).1)
+    }
+
+    /// The node of a page's chunk, if there is one, which the cursor finds from now on.
     #[inline(always)]
-    fn seek(&mut self, page: u64) -> Option<(&mut Node, usize)> {
+    fn seek(&mut self, page: u64) -> Option<&mut Node> {
         if Self::chunk(page) != self.cursor.chunk {
             let mut path = [ROOT; MAX_LEVELS];
             for level in 0..Self::LAST {
-                let word = self.nodes[path[level as usize] as usize].words[Self::index(page, level)];
+                let word = self.nodes[path[level as usize] as usize].get(Self::index(page, level));
                 if word == 0 || Record::from_word(word).is_some() {
                     return None;
                 }
@@ -344,33 +562,32 @@ impl<F: Format> Records<F> {
             }
             self.cursor = Cursor { chunk: Self::chunk(page), path };
         }
-        let node = &mut self.nodes[self.cursor.path[Self::LAST as usize] as usize];
-        Some((node, Self::index(page, Self::LAST)))
+        Some(&mut self.nodes[self.cursor.path[Self::LAST as usize] as usize])
     }
 
-    /// True when nothing is bound to a page whose chunk has a node: then [`put`](Self::put) needs no plan.
+    /// The entry of a page to which nothing is bound and whose chunk has a node with room for it: then binding it needs
+    /// no plan.
     #[inline(always)]
-    pub(crate) fn is_vacant(&mut self, page: u64) -> bool {
-        self.seek(page).is_some_and(|(node, i)| node.words[i] == 0)
-    }
-
-    /// Binds a vacant page.
-    #[inline(always)]
-    pub(crate) fn put_vacant(&mut self, page: u64, record: Record) {
-        if let Some((node, i)) = self.seek(page) {
-            node.words[i] = record.word();
-            node.note(record.slot());
-            node.used += 1;
+    pub(crate) fn vacant(&mut self, page: u64) -> Option<Vacant<'_>> {
+        let node = self.seek(page)?;
+        let entry = Self::index(page, Self::LAST).wrapping_sub(node.base as usize);
+        if *node.words.get(entry)? != 0 {
+            return None;
         }
+        Some(Vacant { node, entry })
     }
 
     /// Unbinds a page whose chunk has a node with more in it, which needs no plan, if `counted` agrees to its record.
     #[inline(always)]
     pub(crate) fn take_one_of_many(&mut self, page: u64, counted: impl FnOnce(Record) -> bool) -> Option<()> {
-        let (node, i) = self.seek(page).filter(|(node, _)| node.used > 1)?;
-        let entry = node.words.get_mut(i)?;
-        Record::from_word(*entry).filter(|&record| counted(record))?;
+        let node = self.seek(page)?;
+        if node.used <= 1 || node.run[1].load(Relaxed) != 0 {
+            return None; // a full one: the nodes above may know something of it too
+        }
+        let entry = node.words.get_mut(Self::index(page, Self::LAST).wrapping_sub(node.base as usize))?;
+        let record = Record::from_word(*entry).filter(|&record| counted(record))?;
         *entry = 0;
+        node.note_gone(record.slot(), 1);
         node.used -= 1;
         Some(())
     }
@@ -380,13 +597,14 @@ impl<F: Format> Records<F> {
     fn put_page(&mut self, id: u32, slots: &mut Slots, page: u64, record: Option<Record>) -> u64 {
         let node = &mut self.nodes[id as usize];
         if let Some(record) = record {
-            node.note(record.slot());
+            node.note(record.slot(), 1);
         }
-        let entry = &mut node.words[Self::index(page, Self::LAST)];
-        let old = core::mem::replace(entry, record.map_or(0, Record::word));
-        let had = Record::from_word(old);
-        node.used = node.used + usize::from(record.is_some()) - usize::from(had.is_some());
+        let i = Self::index(page, Self::LAST);
+        let had = Record::from_word(node.get(i));
+        node.set(i, record.map_or(0, Record::word));
+        node.used = node.used + u32::from(record.is_some()) - u32::from(had.is_some());
         if let Some(old) = had {
+            node.note_gone(old.slot(), 1);
             slots.unbound(old.slot(), 1);
         }
         u64::from(had.is_some())
@@ -396,55 +614,64 @@ impl<F: Format> Records<F> {
     #[inline(never)]
     fn put_pages(&mut self, id: u32, slots: &mut Slots, first: u64, last: u64, record: Option<Record>) -> u64 {
         let node = &mut self.nodes[id as usize];
+        let (i, j) = (Self::index(first, Self::LAST), Self::index(last, Self::LAST));
         if let Some(record) = record {
-            node.note(record.slot());
+            node.note(record.slot(), (j - i + 1) as u32);
         }
-        let words = &mut node.words[Self::index(first, Self::LAST)..=Self::index(last, Self::LAST)];
-        let pages = words.len();
-        let had = Self::count_out(words, slots);
+        let (slot, mut others) = (node.slot, node.others);
+        let words = node.part(i, j);
+        let had = Self::count_out(words, |gone, pages| {
+            slots.unbound(gone, pages);
+            if slot != gone && slot != MIXED {
+                others -= pages as u32;
+            }
+        });
+        let mut put = 0;
         match record {
             None => words.fill(0),
             Some(record) => {
                 let step = record.step();
+                put = words.len() as u32;
+                assert!(words.len() == j - i + 1, "a plan makes room for what its commit changes");
                 words.iter_mut().zip(0..).for_each(|(entry, n)| *entry = record.word().wrapping_add(n * step));
             }
         }
-        node.used += if record.is_some() { pages } else { 0 };
-        node.used -= had as usize;
+        node.others = others;
+        node.used = node.used + put - had as u32;
         had
     }
 
-    /// Counts the pages that are bound, and will be no more. Gives their number.
+    /// Gives the pages that are bound, and will be no more, to `gone`, with their slots. Gives their number.
     #[inline]
-    fn count_out(words: &[u64], slots: &mut Slots) -> u64 {
-        let (old, pages) = (words[0], words.len() as u64);
+    fn count_out(words: &[u64], mut gone: impl FnMut(u32, u64)) -> u64 {
+        let (Some(&old), pages) = (words.first(), words.len() as u64) else { return 0 };
         let (every, any) = words.iter().fold((!0, 0), |(every, any), word| (every & word, any | word));
         let differs = every ^ any;
         match Record::from_word(old) {
             // All or nothing, as most often: the loop above is a few instructions for several pages.
             Some(record) if Record::is_of_one_slot(differs) => {
-                slots.unbound(record.slot(), pages);
+                gone(record.slot(), pages);
                 pages
             }
             None if differs == 0 => 0,
-            _ => Self::count_out_each(words, slots),
+            _ => Self::count_out_each(words, gone),
         }
     }
 
     /// The same, pages of one slot together.
-    fn count_out_each(words: &[u64], slots: &mut Slots) -> u64 {
+    fn count_out_each(words: &[u64], mut gone: impl FnMut(u32, u64)) -> u64 {
         let (mut had, mut run, mut slot) = (0, 0, 0);
         for old in words.iter().filter_map(|&word| Record::from_word(word)) {
             if old.slot() != slot {
                 if run > 0 {
-                    slots.unbound(slot, run);
+                    gone(slot, run);
                 }
                 (had, run, slot) = (had + run, 0, old.slot());
             }
             run += 1;
         }
         if run > 0 {
-            slots.unbound(slot, run);
+            gone(slot, run);
         }
         had + run
     }
@@ -459,6 +686,7 @@ impl<F: Format> Records<F> {
         last: u64,
         mut record: Option<Record>,
     ) -> u64 {
+        *self.nodes[id as usize].run[1].get_mut() = 0;
         if level == Self::LAST {
             return self.put_pages(id, slots, first, last, record);
         }
@@ -468,7 +696,7 @@ impl<F: Format> Records<F> {
             let (entry_first, entry_last) = Self::entry(at, level);
             let end = entry_last.min(last);
             let whole = at == entry_first && end == entry_last;
-            let old = self.nodes[id as usize].words[i];
+            let old = self.nodes[id as usize].get(i);
             let child = if Record::from_word(old).is_none() && old != 0 { Some(Self::child(old)) } else { None };
             match child {
                 // A later request of the batch counts on it.
@@ -482,10 +710,7 @@ impl<F: Format> Records<F> {
                         had += end - at + 1;
                         slots.unbound(old.slot(), end - at + 1);
                     }
-                    let new = record.map_or(0, Record::word);
-                    let node = &mut self.nodes[id as usize];
-                    node.words[i] = new;
-                    node.used = node.used + usize::from(new != 0) - usize::from(old != 0);
+                    self.replace(id, i, record.map_or(0, Record::word));
                 }
                 _ => assert!(old == 0 && record.is_none(), "a plan touches what its commit changes"),
             }
@@ -500,16 +725,20 @@ impl<F: Format> Records<F> {
         let mut had = 0;
         if level == Self::LAST {
             let node = &self.nodes[id as usize];
-            had = node.used as u64;
+            had = u64::from(node.used);
             if node.slot == MIXED {
-                Self::count_out(&node.words, slots);
+                Self::count_out(&node.words, |slot, pages| slots.unbound(slot, pages));
             } else {
-                debug_assert!(node.of_one_slot());
-                slots.unbound(node.slot, had);
+                debug_assert!(node.is_as_noted());
+                for (slot, pages) in [(node.slot, node.used - node.others), (node.other, node.others)] {
+                    if pages > 0 {
+                        slots.unbound(slot, pages.into());
+                    }
+                }
             }
         } else {
-            for i in 0..self.nodes[id as usize].words.len() {
-                let word = self.nodes[id as usize].words[i];
+            for n in 0..self.nodes[id as usize].words.len() {
+                let word = self.nodes[id as usize].words[n];
                 if let Some(record) = Record::from_word(word) {
                     had += 1 << Self::shift(level);
                     slots.unbound(record.slot(), 1 << Self::shift(level));
@@ -518,10 +747,16 @@ impl<F: Format> Records<F> {
                 }
             }
         }
-        let node = &mut self.nodes[id as usize];
-        (node.stale, node.used) = (true, 0);
-        self.give(id);
+        self.give_stale(id);
         had
+    }
+
+    /// Puts a node with something in it among the spare ones.
+    fn give_stale(&mut self, id: u32) {
+        let node = &mut self.nodes[id as usize];
+        (node.stale, node.used, node.others) = (true, 0, 0);
+        *node.run[1].get_mut() = 0;
+        self.give(id);
     }
 
     /// Unbinds everything of a slot within `first..=last` and gives each maximal entry of it to `gone`, with the pages
@@ -547,17 +782,31 @@ impl<F: Format> Records<F> {
         last: u64,
         gone: &mut impl FnMut(Gone),
     ) {
-        let mut at = first;
+        *self.nodes[id as usize].run[1].get_mut() = 0;
+        let (mut at, mut skip) = (first, 0);
         for i in Self::index(first, level)..=Self::index(last, level) {
+            const SOME: usize = 64;
+            if level == Self::LAST && (at == first || i.is_multiple_of(SOME)) {
+                // Most have none. A few instructions for several entries say so.
+                let to = (i | (SOME - 1)).min(Self::index(last, level));
+                if !self.nodes[id as usize].may_have(slot, i, to) {
+                    skip = to + 1;
+                }
+            }
+            if i < skip {
+                at += 1;
+                continue;
+            }
             let (entry_first, entry_last) = Self::entry(at, level);
             let end = entry_last.min(last);
-            let word = self.nodes[id as usize].words[i];
+            let word = self.nodes[id as usize].get(i);
             if let Some(record) = Record::from_word(word) {
                 if record.slot() == slot {
                     let pages = entry_last - entry_first + 1;
-                    let node = &mut self.nodes[id as usize];
-                    node.words[i] = 0;
-                    node.used -= 1;
+                    self.replace(id, i, 0);
+                    if level == Self::LAST {
+                        self.nodes[id as usize].note_gone(slot, 1);
+                    }
                     slots.unbound(slot, pages);
                     gone(Gone::Pages(entry_first, entry_last));
                 }
@@ -566,10 +815,8 @@ impl<F: Format> Records<F> {
                 self.take_slot_below(child, level + 1, slots, slot, at, end, gone);
                 if self.nodes[child as usize].used == 0 && self.nodes[child as usize].plan != self.plan {
                     self.give(child);
-                    let node = &mut self.nodes[id as usize];
-                    node.words[i] = 0;
-                    node.used -= 1;
-                    gone(Gone::Node(entry_first, entry_last));
+                    self.replace(id, i, 0);
+                    gone(Gone::Node { first: entry_first, last: entry_last, level: level + 1 });
                 }
             }
             at = end.wrapping_add(1);
@@ -577,52 +824,49 @@ impl<F: Format> Records<F> {
     }
 
     /// Ends a plan at a chunk that was touched: empty nodes are taken away, nodes that are all one record may become
-    /// it. True when the node of the chunk, or one above it, was empty.
+    /// it. Gives the first and the last level of the nodes that were empty, if any was.
     #[inline(always)]
-    pub(crate) fn settle(&mut self, chunk: u64, join: Join) -> bool {
+    pub(crate) fn settle(&mut self, chunk: u64, join: Join) -> Option<(u32, u32)> {
         if join == Join::No
             && chunk == self.cursor.chunk
             && self.nodes[self.cursor.path[Self::LAST as usize] as usize].used > 0
         {
-            return false;
+            return None;
         }
         self.settle_path(chunk, join)
     }
 
     #[inline(never)]
-    fn settle_path(&mut self, chunk: u64, join: Join) -> bool {
+    fn settle_path(&mut self, chunk: u64, join: Join) -> Option<(u32, u32)> {
         let page = Self::chunk_pages(chunk).0;
         let mut path = [ROOT; MAX_LEVELS];
         let mut level = 0;
         while level < Self::LAST {
-            let word = self.nodes[path[level as usize] as usize].words[Self::index(page, level)];
+            let word = self.nodes[path[level as usize] as usize].get(Self::index(page, level));
             if word == 0 || Record::from_word(word).is_some() {
                 break;
             }
             level += 1;
             path[level as usize] = Self::child(word);
         }
-        let mut emptied = false;
+        let mut emptied = None;
         while level > 0 {
             let id = path[level as usize];
-            let new = if self.nodes[id as usize].used == 0 {
-                emptied = true;
+            let node = &self.nodes[id as usize];
+            let new = if node.used == 0 {
+                emptied = Some((level, emptied.map_or(level, |(_, bottom)| bottom)));
+                self.give(id);
                 0
-            } else if (join == Join::All || join == Join::Split && self.nodes[id as usize].split == self.plan)
-                && let Some(record) = self.uniform(id, level)
+            } else if (join == Join::All || join == Join::Split && node.split && node.plan == self.plan)
+                && let Some(record) = self.uniform(id, level, page)
             {
-                self.empty(id);
+                self.give_stale(id);
                 record.word()
             } else {
                 break;
             };
-            if new == 0 {
-                self.give(id);
-            }
             level -= 1;
-            let node = &mut self.nodes[path[level as usize] as usize];
-            node.words[Self::index(page, level)] = new;
-            node.used -= usize::from(new == 0);
+            self.replace(path[level as usize], Self::index(page, level), new);
         }
         emptied
     }
@@ -638,7 +882,7 @@ impl<F: Format> Records<F> {
         for i in Self::index(first, level)..=Self::index(last, level) {
             let (entry_first, entry_last) = Self::entry(at, level);
             let end = entry_last.min(last);
-            let word = self.nodes[id as usize].words[i];
+            let word = self.nodes[id as usize].get(i);
             if word != 0 && Record::from_word(word).is_none() {
                 let child = Self::child(word);
                 if level + 1 < Self::LAST {
@@ -646,10 +890,10 @@ impl<F: Format> Records<F> {
                 }
                 if at == entry_first
                     && end == entry_last
-                    && let Some(record) = self.uniform(child, level + 1)
+                    && let Some(record) = self.uniform(child, level + 1, entry_first)
                 {
-                    self.empty(child);
-                    self.nodes[id as usize].words[i] = record.word();
+                    self.give_stale(child);
+                    self.nodes[id as usize].set(i, record.word());
                     joined(entry_first, entry_last);
                 }
             }
@@ -657,19 +901,13 @@ impl<F: Format> Records<F> {
         }
     }
 
-    /// Puts a full node among the spare ones.
-    fn empty(&mut self, id: u32) {
-        let node = &mut self.nodes[id as usize];
-        node.words.fill(0);
-        node.used = 0;
-        self.give(id);
-    }
-
-    /// The record that all entries of a node continue.
-    fn uniform(&self, id: u32, level: u32) -> Option<Record> {
+    /// The record that all entries of a node, the one at `level` with this page, continue.
+    fn uniform(&self, id: u32, level: u32, page: u64) -> Option<Record> {
         let node = &self.nodes[id as usize];
-        let record = Record::from_word(node.words[0]).filter(|_| node.used == node.words.len())?;
+        let full = node.used as usize == Self::entries(level);
+        let record = Record::from_word(*node.words.first()?).filter(|_| full)?;
         let step = record.step() << Self::shift(level);
+        let (first, last) = Self::entry(page, level - 1);
         let mut word = record.word();
         for &entry in &node.words {
             if entry != word {
@@ -677,7 +915,7 @@ impl<F: Format> Records<F> {
             }
             word = word.wrapping_add(step);
         }
-        Some(record)
+        (!self.is_fenced(first, last)).then_some(record)
     }
 
     /// The first maximal entry that is bound at or after `page`, whole.
@@ -686,19 +924,185 @@ impl<F: Format> Records<F> {
         'from_the_root: while page < end {
             let mut id = ROOT;
             for level in 0..F::LEVELS {
+                let i = Self::index(page, level);
+                let Some((used, word)) = self.nodes[id as usize].next_used(i) else {
+                    if level == 0 {
+                        return None;
+                    }
+                    page = Self::entry(page, level - 1).1 + 1;
+                    continue 'from_the_root;
+                };
+                if used > i {
+                    page = Self::entry(page, level).0 + (((used - i) as u64) << Self::shift(level));
+                }
                 let (first, last) = Self::entry(page, level);
-                let word = self.nodes[id as usize].words[Self::index(page, level)];
                 if let Some(record) = Record::from_word(word) {
                     return Some(Extent { first, pages: last - first + 1, record });
-                }
-                if word == 0 {
-                    page = last + 1;
-                    continue 'from_the_root;
                 }
                 id = Self::child(word);
             }
         }
         None
+    }
+
+    /// What all pages of a node, the one at `level` with this page, are bound to in one run, if they are. The answer is
+    /// kept until something below the node changes: where one is, all nodes below have theirs.
+    fn run(&self, id: u32, level: u32, page: u64) -> Option<Record> {
+        const NONE: u32 = 1;
+        let node = &self.nodes[id as usize];
+        if (node.used as usize) < Self::entries(level) {
+            return None;
+        }
+        match node.run[1].load(Acquire) {
+            0 => {}
+            NONE => return None,
+            high => return Record::from_word(u64::from(high) << 32 | u64::from(node.run[0].load(Relaxed))),
+        }
+        let (mut first, last) = Self::entry(page, level - 1);
+        let mut found: Option<(Record, Record)> = None;
+        for &word in &node.words {
+            let record = match Record::from_word(word) {
+                Some(record) => record,
+                None => match self.run(Self::child(word), level + 1, first) {
+                    Some(record) => record,
+                    None => {
+                        found = None;
+                        break;
+                    }
+                },
+            };
+            let pages = 1 << Self::shift(level);
+            match &mut found {
+                Some((_, next)) if *next != record => {
+                    found = None;
+                    break;
+                }
+                Some((_, next)) => *next = record.advance(pages),
+                None => found = Some((record, record.advance(pages))),
+            }
+            first += pages;
+        }
+        let run = found.map(|(record, _)| record).filter(|_| !self.is_fenced(Self::entry(page, level - 1).0, last));
+        // Whoever asks at the same time stores the same. A node above may become a run while it does not change itself.
+        if run.is_some() || level == Self::LAST {
+            let word = run.map_or(u64::from(NONE) << 32, Record::word);
+            node.run[0].store(word as u32, Relaxed);
+            node.run[1].store((word >> 32) as u32, Release);
+        }
+        run
+    }
+
+    /// Something below the node at `level` with this page changes: forgets what it and those above know.
+    #[cold]
+    fn forget_run(&mut self, page: u64, level: u32) {
+        let mut id = ROOT;
+        for above in 0..=level {
+            *self.nodes[id as usize].run[1].get_mut() = 0;
+            let word = self.nodes[id as usize].get(Self::index(page, above));
+            if word == 0 || Record::from_word(word).is_some() {
+                break;
+            }
+            id = Self::child(word);
+        }
+    }
+
+    /// All pages around `page` that continue each other, first and last, with what the first is bound to.
+    pub(crate) fn run_around(&self, page: u64) -> Option<(u64, u64, Record)> {
+        let mut path = [ROOT; MAX_LEVELS];
+        for level in 0..F::LEVELS {
+            let word = self.nodes[path[level as usize] as usize].get(Self::index(page, level));
+            if let Some(record) = Record::from_word(word) {
+                let (entry_first, entry_last) = Self::entry(page, level);
+                let mut first = (entry_first, record);
+                let mut last = (entry_last, record.advance(entry_last - entry_first + 1));
+                for above in (0..=level).rev() {
+                    let from = Self::index(page, above);
+                    if !self.extend_down(path[above as usize], above, from, &mut first) {
+                        break;
+                    }
+                }
+                for above in (0..=level).rev() {
+                    let from = Self::index(page, above) + 1;
+                    if !self.extend_up(path[above as usize], above, from, &mut last) {
+                        break;
+                    }
+                }
+                return Some((first.0, last.0, first.1));
+            }
+            if word == 0 || level == Self::LAST {
+                return None;
+            }
+            path[level as usize + 1] = Self::child(word);
+        }
+        None
+    }
+
+    /// Moves the start of a run down through entries of a node below `from`, as far as they continue it. True when all
+    /// of them do.
+    fn extend_down(&self, id: u32, level: u32, from: usize, start: &mut (u64, Record)) -> bool {
+        let node = &self.nodes[id as usize];
+        let pages = 1 << Self::shift(level);
+        for i in (0..from).rev() {
+            let word = node.get(i);
+            if word == 0 || self.fences.contains(&start.0) {
+                return false;
+            }
+            let record = match Record::from_word(word) {
+                Some(record) => Some(record),
+                None => self.run(Self::child(word), level + 1, start.0 - 1),
+            };
+            match record {
+                Some(record) if record.advance(pages) == start.1 => *start = (start.0 - pages, record),
+                None => return self.extend_down(Self::child(word), level + 1, Self::entries(level + 1), start),
+                Some(_) => return false,
+            }
+        }
+        true
+    }
+
+    /// The same for the end of a run, its last page, and what would continue it, through entries from `from` on.
+    fn extend_up(&self, id: u32, level: u32, from: usize, end: &mut (u64, Record)) -> bool {
+        let node = &self.nodes[id as usize];
+        let pages = 1 << Self::shift(level);
+        for i in from..Self::entries(level) {
+            let word = node.get(i);
+            if word == 0 || self.fences.contains(&(end.0 + 1)) {
+                return false;
+            }
+            let record = match Record::from_word(word) {
+                Some(record) => Some(record),
+                None => self.run(Self::child(word), level + 1, end.0 + 1),
+            };
+            match record {
+                Some(record) if record == end.1 => *end = (end.0 + pages, record.advance(pages)),
+                None => return self.extend_up(Self::child(word), level + 1, 0, end),
+                Some(_) => return false,
+            }
+        }
+        true
+    }
+}
+
+/// An entry to which nothing is bound.
+pub(crate) struct Vacant<'a> {
+    node: &'a mut Node,
+    /// Within its window.
+    entry: usize,
+}
+
+impl Vacant<'_> {
+    /// True when other pages of the chunk are bound to the slot, and that is noted.
+    #[inline(always)]
+    pub(crate) fn has(&self, slot: u32) -> bool {
+        self.node.used > 0 && (self.node.slot == slot || self.node.others > 0 && self.node.other == slot)
+    }
+
+    /// Binds the page.
+    #[inline(always)]
+    pub(crate) fn put(self, record: Record) {
+        self.node.note(record.slot(), 1);
+        self.node.words[self.entry] = record.word();
+        self.node.used += 1;
     }
 }
 
@@ -707,8 +1111,8 @@ impl<F: Format> Records<F> {
 pub(crate) enum Gone {
     /// First and last page of an entry.
     Pages(u64, u64),
-    /// First and last page of what an empty node covered.
-    Node(u64, u64),
+    /// First and last page of what an empty node at `level` covered.
+    Node { first: u64, last: u64, level: u32 },
 }
 
 fn zeroed(words: usize) -> Result<Box<[u64]>, Full> {

@@ -15,16 +15,49 @@ pub(crate) struct Slot {
     pub(crate) bo: Option<Arc<Bo>>,
     /// Of a binding that repeats: the pages that do, less one. They are a power of two.
     pub(crate) repeat_mask: u64,
+    /// True when all of the buffer can be bound in this VM.
+    mappable: bool,
     /// Pages bound.
     pages: u64,
-    /// How often the plan holds it.
+    /// How many places the plan may add.
     planned: usize,
-    /// Where pages of it may be bound: first chunk and the one after the last. Made shorter when it has doubled.
-    places: Vec<(u64, u64)>,
+    /// The last chunk of the plan's last bind of it.
+    planned_chunk: u64,
+    /// Where pages of it may be bound. Made shorter when it has doubled.
+    places: Vec<Place>,
     /// Length of `places` when it was last made shorter.
     shortest: usize,
     /// The next slot of the same buffer (another repetition), of the free ones, or of those released by one commit.
     next: u32,
+}
+
+/// Chunks in which pages of a slot may be bound: the first, and the one after the last.
+#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Debug)]
+pub(crate) struct Place {
+    pub(crate) first: u64,
+    pub(crate) end: u64,
+}
+
+impl Place {
+    /// Makes it go on with another one, if it is not behind that.
+    #[inline(always)]
+    fn join(&mut self, other: Self) -> bool {
+        let goes_on = self.first <= other.first && other.first <= self.end;
+        if goes_on {
+            self.end = self.end.max(other.end);
+        }
+        goes_on
+    }
+}
+
+/// Buffers that are found without a search.
+const RECENT: usize = 64;
+
+/// Where a buffer, by its address in memory, is noted among the recent ones.
+#[inline(always)]
+fn recent_of(key: usize) -> usize {
+    // A buffer is larger than 64 bytes. The product spreads neighbours, and those at any stride, evenly.
+    ((key as u64 >> 4).wrapping_mul(0x9e37_79b9_7f4a_7c15) >> 58) as usize
 }
 
 /// The end of a chain of slots.
@@ -48,8 +81,8 @@ pub(crate) struct Slots {
     slots: Vec<Slot>,
     /// The first slot of each buffer, by its address in memory.
     by_bo: HashMap<usize, u32>,
-    /// The buffer asked for last and its first slot.
-    last: (usize, u32),
+    /// Buffers asked for lately, each with its first slot or [`NONE`].
+    recent: [(usize, u32); RECENT],
     /// Chain of free slots.
     free: u32,
     /// Slots of the plan.
@@ -64,11 +97,11 @@ fn key(bo: &Arc<Bo>) -> usize {
 
 impl Slots {
     pub(crate) fn new() -> Self {
-        let null = Slot { bo: None, repeat_mask: 0, pages: 0, planned: 0, places: Vec::new(), shortest: 0, next: NONE };
+        let null = Slot::new(None, 0, true);
         Self {
             slots: alloc::vec![null],
             by_bo: HashMap::new(),
-            last: (0, NONE),
+            recent: [(0, NONE); RECENT],
             free: NONE,
             planned: Vec::new(),
             idle: Vec::new(),
@@ -81,29 +114,48 @@ impl Slots {
     }
 
     /// The first slot of a buffer, or [`NONE`].
-    #[inline]
+    #[inline(always)]
     pub(crate) fn first_of(&mut self, bo: &Arc<Bo>) -> u32 {
         let key = key(bo);
-        if self.last.0 != key {
-            self.last = (key, self.by_bo.get(&key).copied().unwrap_or(NONE));
+        match self.recent[recent_of(key)] {
+            (known, slot) if known == key => slot,
+            _ => self.find(key),
         }
-        self.last.1
     }
 
-    /// Counts one page of a buffer that is bound from now on in this chunk, if that takes no memory, and gives its
-    /// slot.
+    #[inline(never)]
+    fn find(&mut self, key: usize) -> u32 {
+        let slot = self.by_bo.get(&key).copied().unwrap_or(NONE);
+        self.recent[recent_of(key)] = (key, slot);
+        slot
+    }
+
+    /// Counts one page of a buffer that is bound from now on in this chunk, if that takes no memory and all of the
+    /// buffer can be bound. Gives its slot. `noted` says of a slot that it has pages in the chunk already.
     #[inline(always)]
-    pub(crate) fn bound_page(&mut self, bo: &Arc<Bo>, chunk: u64) -> Option<u32> {
-        let (known, number) = self.last;
-        let slot = self.slots.get_mut(number as usize).filter(|slot| known == key(bo) && slot.repeat_mask == 0)?;
-        let room = slot.places.len() < slot.places.capacity();
-        match slot.places.last_mut() {
-            Some(last) if last.0 <= chunk && chunk <= last.1 => last.1 = last.1.max(chunk + 1),
-            _ if room => slot.places.push((chunk, chunk + 1)),
-            _ => return None,
+    pub(crate) fn bound_page(&mut self, bo: &Arc<Bo>, chunk: u64, noted: impl FnOnce(u32) -> bool) -> Option<u32> {
+        let number = self.first_of(bo);
+        let slot = self.slots.get_mut(number as usize).filter(|slot| slot.mappable && slot.repeat_mask == 0)?;
+        if !noted(number) && !slot.has_place(Place { first: chunk, end: chunk + 1 }) {
+            return None;
         }
         slot.pages += 1;
         Some(number)
+    }
+
+    /// Counts one page of a slot that is bound from now on in this chunk, and gives its buffer.
+    #[inline(always)]
+    pub(crate) fn count_page(&mut self, slot: u32, chunk: u64, noted: impl FnOnce(u32) -> bool) -> Option<&Arc<Bo>> {
+        let it = &mut self.slots[slot as usize];
+        let bo = it.bo.as_ref()?;
+        if !noted(slot) {
+            let place = Place { first: chunk, end: chunk + 1 };
+            if !it.places.last_mut().is_some_and(|last| last.join(place)) {
+                it.places.push(place); // there is room: `hold`
+            }
+        }
+        it.pages += 1;
+        Some(bo)
     }
 
     /// Counts one page that is bound no more, unless it is the last one of its slot.
@@ -122,49 +174,43 @@ impl Slots {
         self.get(slot).next
     }
 
-    /// The slot for binding this buffer once, with room for the place of one more binding. It is held until
-    /// [`end_plan`](Self::end_plan).
-    #[inline]
-    pub(crate) fn plan(&mut self, bo: &Arc<Bo>, repeat_mask: u64) -> Result<u32, Full> {
+    /// The slot for binding this buffer with these repetitions, or [`NONE`].
+    #[inline(always)]
+    pub(crate) fn of(&mut self, bo: &Arc<Bo>, repeat_mask: u64) -> u32 {
         let mut slot = self.first_of(bo);
         while slot != NONE && self.get(slot).repeat_mask != repeat_mask {
             slot = self.next_of(slot);
         }
-        if slot == NONE {
-            slot = self.add(bo, repeat_mask)?;
-        }
-        self.hold(slot)?;
-        Ok(slot)
+        slot
     }
 
-    /// Holds a slot for the plan, with room for one more place.
-    #[inline]
-    pub(crate) fn hold(&mut self, slot: u32) -> Result<(), Full> {
+    /// Holds a slot for the plan until [`end_plan`](Self::end_plan), with room for one more place, of which the first
+    /// and the last chunk are given.
+    #[inline(always)]
+    pub(crate) fn hold(&mut self, slot: u32, (first, last): (u64, u64)) -> Result<(), Full> {
         let it = &mut self.slots[slot as usize];
+        if it.planned > 0 && it.planned_chunk == first && first == last {
+            return Ok(()); // the place before it will do
+        }
         if it.planned == 0 {
             self.planned.try_reserve(1)?;
             self.planned.push(slot);
         }
         it.planned += 1;
+        it.planned_chunk = last;
         if it.places.len() + it.planned > it.places.capacity() {
             it.make_room()?;
         }
         Ok(())
     }
 
+    /// A slot for binding this buffer with these repetitions, which has none yet. Then [`hold`](Self::hold) it.
     #[cold]
-    fn add(&mut self, bo: &Arc<Bo>, repeat_mask: u64) -> Result<u32, Full> {
+    pub(crate) fn add(&mut self, bo: &Arc<Bo>, repeat_mask: u64, mappable: bool) -> Result<u32, Full> {
         self.by_bo.try_reserve(1).map_err(|_| Full)?;
         let first = self.first_of(bo);
-        let slot = Slot {
-            bo: Some(bo.clone()),
-            repeat_mask,
-            pages: 0,
-            planned: 0,
-            places: Vec::new(),
-            shortest: 0,
-            next: if first == NONE { NONE } else { self.next_of(first) },
-        };
+        let next = if first == NONE { NONE } else { self.next_of(first) };
+        let slot = Slot { next, ..Slot::new(Some(bo.clone()), repeat_mask, mappable) };
         let at = if self.free != NONE {
             let at = self.free;
             self.free = core::mem::replace(&mut self.slots[at as usize], slot).next;
@@ -181,21 +227,20 @@ impl Slots {
         };
         if first == NONE {
             self.by_bo.insert(key(bo), at);
-            self.last = (key(bo), at);
+            self.recent[recent_of(key(bo))] = (key(bo), at);
         } else {
             self.slots[first as usize].next = at;
         }
         Ok(at)
     }
 
-    /// Counts pages of a slot that are bound from now on, in these chunks.
+    /// Counts pages of a slot that are bound from now on, in this place.
     #[inline]
-    pub(crate) fn bound(&mut self, slot: u32, pages: u64, chunks: (u64, u64)) {
+    pub(crate) fn bound(&mut self, slot: u32, pages: u64, place: Place) {
         let slot = &mut self.slots[slot as usize];
         slot.pages += pages;
-        match slot.places.last_mut() {
-            Some(last) if last.0 <= chunks.0 && chunks.0 <= last.1 => last.1 = last.1.max(chunks.1),
-            _ => slot.places.push(chunks), // there is room: `hold`
+        if !slot.places.last_mut().is_some_and(|last| last.join(place)) {
+            slot.places.push(place); // there is room: `hold`
         }
     }
 
@@ -209,8 +254,18 @@ impl Slots {
         }
     }
 
+    /// Pages bound of a buffer, by its first slot.
+    pub(crate) fn all_pages(&self, mut slot: u32) -> u64 {
+        let mut pages = 0;
+        while slot != NONE {
+            pages += self.get(slot).pages();
+            slot = self.next_of(slot);
+        }
+        pages
+    }
+
     /// Where pages of the slot may be bound, from the place numbered `n` on.
-    pub(crate) fn place(&self, slot: u32, n: usize) -> Option<(u64, u64)> {
+    pub(crate) fn place(&self, slot: u32, n: usize) -> Option<Place> {
         self.get(slot).places.get(n).copied()
     }
 
@@ -259,7 +314,7 @@ impl Slots {
             }
             None => {} // retired already
         }
-        self.last = (0, NONE);
+        self.recent[recent_of(key)] = (0, NONE);
         let it = &mut self.slots[slot as usize];
         it.next = chain;
         it.places = Vec::new();
@@ -270,7 +325,7 @@ impl Slots {
     pub(crate) fn bytes(&self) -> usize {
         let places: usize = self.slots.iter().map(|slot| slot.places.capacity()).sum();
         self.slots.capacity() * size_of::<Slot>()
-            + places * size_of::<(u64, u64)>()
+            + places * size_of::<Place>()
             + (self.planned.capacity() + self.idle.capacity()) * size_of::<u32>()
             + self.by_bo.allocation_size()
     }
@@ -288,6 +343,38 @@ impl Slots {
 }
 
 impl Slot {
+    fn new(bo: Option<Arc<Bo>>, repeat_mask: u64, mappable: bool) -> Self {
+        Self {
+            bo,
+            repeat_mask,
+            mappable,
+            pages: 0,
+            planned: 0,
+            planned_chunk: 0,
+            places: Vec::new(),
+            shortest: 0,
+            next: NONE,
+        }
+    }
+
+    /// Adds a place if there is room for it.
+    #[inline(never)]
+    fn has_place(&mut self, place: Place) -> bool {
+        if self.places.last_mut().is_some_and(|last| last.join(place)) {
+            return true;
+        }
+        let room = self.places.len() < self.places.capacity();
+        if room {
+            self.places.push(place);
+        }
+        room
+    }
+
+    /// True when all of the buffer can be bound in this VM.
+    pub(crate) fn is_mappable(&self) -> bool {
+        self.mappable
+    }
+
     /// Pages bound.
     pub(crate) fn pages(&self) -> u64 {
         self.pages
@@ -298,13 +385,7 @@ impl Slot {
     fn make_room(&mut self) -> Result<(), Full> {
         if self.places.len() >= 2 * self.shortest.max(32) {
             self.places.sort_unstable();
-            self.places.dedup_by(|next, kept| {
-                let joins = next.0 <= kept.1;
-                if joins {
-                    kept.1 = kept.1.max(next.1);
-                }
-                joins
-            });
+            self.places.dedup_by(|next, kept| kept.join(*next));
             self.shortest = self.places.len();
         }
         Ok(self.places.try_reserve(self.planned)?)

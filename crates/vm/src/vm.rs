@@ -9,9 +9,8 @@ use dmalane_iopt::{Format, Leaf, PageTable, Place, Run, TableEstimate, Tables};
 use crate::plan::{Lists, Scratch, Step};
 use crate::record::Record;
 use crate::records::Records;
-use crate::segments::segments;
 use crate::slots::{Full, NONE, NULL, Slots};
-use crate::{BindRequest, Binding, Bo, Committed, Error, Plan, PlanError, Target};
+use crate::{BindRequest, Binding, Bo, Committed, Error, Plan, PlanError, Target, VmId};
 
 /// A device's virtual address space: what is bound, and the page table that the device's MMU walks.
 ///
@@ -22,8 +21,13 @@ use crate::{BindRequest, Binding, Bo, Committed, Error, Plan, PlanError, Target}
 /// bytes for each page of a chunk that is partly bound, and next to nothing for the middle of large ones.
 #[derive(Debug)]
 pub struct Vm<F, T: Tables> {
+    id: VmId,
     range: Span<DeviceVa>,
     reserved: Option<Span<DeviceVa>>,
+    /// First and last page of the range.
+    pages: (u64, u64),
+    /// First and last page of the reserved part; the first is above the last where there is none.
+    pub(crate) kept: (u64, u64),
     pub(crate) null: Option<Segment<CardAddr>>,
     pub(crate) records: Records<F>,
     pub(crate) slots: Slots,
@@ -34,10 +38,12 @@ pub struct Vm<F, T: Tables> {
 }
 
 /// What is known of a batch while it is planned.
-struct Batch {
+pub(crate) struct Batch {
     /// True for a batch of the driver itself.
     reserved: bool,
-    /// Tables for chunks that are bound as a whole.
+    /// True when it binds something.
+    binds: bool,
+    /// Tables for chunks that are bound as a whole, and for splitting them.
     tables: usize,
     /// Tables that are there and may be detached.
     detached: usize,
@@ -47,7 +53,7 @@ struct Batch {
 
 impl Batch {
     const fn new(reserved: bool) -> Self {
-        Self { reserved, tables: 0, detached: 0, bound: None }
+        Self { reserved, binds: false, tables: 0, detached: 0, bound: None }
     }
 }
 
@@ -85,11 +91,17 @@ impl<F: Format, T: Tables> Vm<F, T> {
             let source = dmalane_iopt::Error::InputRange { at: Place::of(range.first()), len: range.len(), bits };
             return Err(Error::New { vm: range, source });
         }
+        let kept = reserved.map_or((u64::MAX, 0), pages_of::<F>);
+        // The driver's bindings and those of others are never one, so that each can be taken away without the other.
+        let fences = reserved.map_or([0; 2], |_| [kept.0, kept.1 + 1]);
         Ok(Self {
+            id: VmId::new(),
             range,
             reserved,
+            pages: pages_of::<F>(range),
+            kept,
             null: None,
-            records: Records::new().map_err(|Full| Error::NoMemory { vm: range })?,
+            records: Records::new(fences).map_err(|Full| Error::NoMemory { vm: range })?,
             slots: Slots::new(),
             table: PageTable::new(tables).map_err(|source| Error::New { vm: range, source })?,
             scratch: Scratch::new(),
@@ -196,26 +208,31 @@ impl<F: Format, T: Tables> Vm<F, T> {
     fn bind_page(&mut self, va: DeviceVa, bo: &Arc<Bo>, offset: u64, access: Access) -> bool {
         let granule = F::GRANULE;
         let aligned = (va.bits() | offset) & (granule.bytes() - 1) == 0;
-        let allowed = self.range.contains(va) && self.reserved.is_none() && F::supports(access);
-        if !(aligned && allowed && bo.is_mappable(granule, F::OUTPUT_BITS, Record::MAX_PAGES)) {
-            return false;
-        }
         let page = va.bits() >> granule.log2();
-        let Some(to) = bo.sg().page_at(offset, granule) else { return false };
-        if !self.records.is_vacant(page) {
+        if !(aligned && self.is_open(page, page) && F::supports(access)) {
             return false;
         }
-        let Some(slot) = self.slots.bound_page(bo, Records::<F>::chunk(page)) else { return false };
-        self.records.put_vacant(page, Record::new(slot, offset >> granule.log2(), access, false));
+        let Some(to) = bo.sg().page_at(offset, granule) else { return false };
+        let Some(vacant) = self.records.vacant(page) else { return false };
+        let noted = |slot| vacant.has(slot);
+        let Some(slot) = self.slots.bound_page(bo, Records::<F>::chunk(page), noted) else { return false };
+        vacant.put(Record::new(slot, offset >> granule.log2(), access, false));
         self.table.map(va, to, granule.bytes(), access).expect("where there is a node, there is a table");
         true
+    }
+
+    /// True for pages within the VM, none of which is reserved.
+    #[inline(always)]
+    fn is_open(&self, first: u64, last: u64) -> bool {
+        let (kept_first, kept_last) = self.kept;
+        first >= self.pages.0 && last <= self.pages.1 && (first > kept_last || last < kept_first)
     }
 
     /// Unbinds one page, if it is bound, and neither the last one of its chunk nor of its buffer.
     #[inline(always)]
     fn unbind_page(&mut self, span: Span<DeviceVa>) -> Option<Committed<T::Addr>> {
         let page = span.first().bits() >> F::GRANULE.log2();
-        if !span.is_aligned(F::GRANULE) || !self.range.covers(&span) || self.reserved.is_some() {
+        if !span.is_aligned(F::GRANULE) || !self.is_open(page, page) {
             return None;
         }
         self.records.take_one_of_many(page, |record| self.slots.unbound_page(record.slot()))?;
@@ -255,11 +272,12 @@ impl<F: Format, T: Tables> Vm<F, T> {
     }
 
     /// The same for the driver itself: all requests must lie within the reserved part
-    /// ([`with_reserved`](Self::with_reserved)).
+    /// ([`with_reserved`](Self::with_reserved)), and [`BindRequest::UnbindBo`] removes the bindings there and no
+    /// others.
     ///
     /// # Errors
     /// As [`plan`](Self::plan); [`Error::Reserved`] for a span that is not within the reserved part,
-    /// [`Error::OutsideVm`] when there is none.
+    /// [`Error::NoReserved`] when there is none.
     pub fn plan_reserved(
         &mut self,
         requests: impl IntoIterator<Item = BindRequest>,
@@ -279,10 +297,7 @@ impl<F: Format, T: Tables> Vm<F, T> {
         let mut index = 0;
         for (i, request) in requests.into_iter().enumerate() {
             index = i;
-            if plan.vm.failed && !matches!(request, BindRequest::Unbind(_) | BindRequest::UnbindBo(_)) {
-                return Err(PlanError { index, error: Error::Failed });
-            }
-            if let Err(error) = plan.vm.plan_request(request, &mut batch) {
+            if let Err(error) = plan.vm.plan_request(&request, &mut batch) {
                 return Err(PlanError { index, error });
             }
         }
@@ -292,36 +307,42 @@ impl<F: Format, T: Tables> Vm<F, T> {
         Ok(plan)
     }
 
+    /// Begins a plan of requests that come one by one.
+    #[inline]
+    pub(crate) fn begin_plan(&mut self, reserved: bool) -> (Plan<'_, F, T>, Batch) {
+        self.begin();
+        (Plan::new(self), Batch::new(reserved))
+    }
+
     /// Checks one request and makes the nodes of the tree for it.
     #[inline]
-    fn plan_request(&mut self, request: BindRequest, batch: &mut Batch) -> Result<(), Error> {
-        match request {
-            BindRequest::Bind { va, bo, offset, len, access } => self.plan_bind(va, &bo, offset, len, 0, access, batch),
-            BindRequest::Repeat { va, bo, offset, page, len, access } => {
+    pub(crate) fn plan_request(&mut self, request: &BindRequest, batch: &mut Batch) -> Result<(), Error> {
+        if self.failed && !matches!(request, BindRequest::Unbind(_) | BindRequest::UnbindBo(_)) {
+            return Err(Error::Failed);
+        }
+        match *request {
+            BindRequest::Bind { va, ref bo, offset, len, access } => {
+                self.plan_bind(va, bo, offset, len, 0, access, batch)
+            }
+            BindRequest::Repeat { va, ref bo, offset, page, len, access } => {
                 let pages = page >> F::GRANULE.log2();
                 let span = self.check_bind(va, len, access, batch)?;
                 if !page.is_power_of_two() || pages == 0 || (va.bits() | len) & (page - 1) != 0 {
                     return Err(Error::RepeatPage { page, span, granule: F::GRANULE });
                 }
-                self.plan_bind(va, &bo, offset, len, pages, access, batch)
+                self.plan_bind(va, bo, offset, len, pages, access, batch)
             }
             BindRequest::Null { va, len } => {
                 let span = self.check_bind(va, len, Access::READ, batch)?;
                 if self.null.is_none() {
                     return Err(Error::NoNullPage { va });
                 }
-                self.slots.hold(NULL).map_err(|_| self.no_memory())?;
-                self.add_bind(span, Record::new(NULL, 0, Access::READ, true), batch)
+                let (first, last) = pages_of::<F>(span);
+                self.slots.hold(NULL, Self::chunks(first, last)).map_err(|_| self.no_memory())?;
+                self.add_bind(first, last, Record::new(NULL, 0, Access::READ, true), batch)
             }
             BindRequest::Unbind(span) => self.plan_unbind(span, batch),
-            BindRequest::UnbindBo(bo) => match self.slots.first_of(&bo) {
-                NONE => Ok(()),
-                slot => {
-                    self.records.will_unlink();
-                    batch.detached += self.tables_of(slot);
-                    self.add_step(Step::UnbindBo { slot })
-                }
-            },
+            BindRequest::UnbindBo(ref bo) => self.plan_unbind_bo(bo, batch),
             BindRequest::Prefetch(span) => {
                 self.check_span(span, batch)?;
                 self.scratch.lists.prefetches.try_reserve(1).map_err(|_| self.no_memory())?;
@@ -332,9 +353,9 @@ impl<F: Format, T: Tables> Vm<F, T> {
     }
 
     /// Plans a bind, of which `repeat` pages repeat if that is not 0.
-    #[inline]
+    #[inline(always)]
     #[allow(clippy::too_many_arguments)] // the fields of two requests
-    fn plan_bind(
+    pub(crate) fn plan_bind(
         &mut self,
         va: DeviceVa,
         bo: &Arc<Bo>,
@@ -346,30 +367,76 @@ impl<F: Format, T: Tables> Vm<F, T> {
     ) -> Result<(), Error> {
         let granule = F::GRANULE;
         let span = self.check_bind(va, len, access, batch)?;
+        let (first, last) = pages_of::<F>(span);
         let used = if repeat == 0 { len } else { repeat << granule.log2() };
         let within = offset.checked_add(used).is_some_and(|end| end <= bo.len());
         let aligned = offset & (granule.bytes() - 1) == 0;
-        if !(within && aligned && bo.is_mappable(granule, F::OUTPUT_BITS, Record::MAX_PAGES)) {
-            Self::check_bo(va, bo, offset, used)?;
+        let mut slot = self.slots.of(bo, repeat.saturating_sub(1));
+        let known = slot != NONE && self.slots.get(slot).is_mappable();
+        if !(within && aligned && known) {
+            self.check_bo(va, bo, offset, used)?;
         }
-        let slot = self.slots.plan(bo, repeat.saturating_sub(1)).map_err(|Full| self.no_memory())?;
-        self.add_bind(span, Record::new(slot, offset >> granule.log2(), access, repeat > 0), batch)
+        if slot == NONE {
+            let mappable = bo.is_mappable(granule, F::OUTPUT_BITS, Record::MAX_PAGES);
+            let added = self.slots.add(bo, repeat.saturating_sub(1), mappable);
+            slot = added.map_err(|Full| self.no_memory())?;
+        }
+        self.slots.hold(slot, Self::chunks(first, last)).map_err(|Full| self.no_memory())?;
+        self.add_bind(first, last, Record::new(slot, offset >> granule.log2(), access, repeat > 0), batch)
     }
 
-    #[inline]
-    fn plan_unbind(&mut self, span: Span<DeviceVa>, batch: &mut Batch) -> Result<(), Error> {
+    /// The first and the last chunk of these pages.
+    #[inline(always)]
+    fn chunks(first: u64, last: u64) -> (u64, u64) {
+        (Records::<F>::chunk(first), Records::<F>::chunk(last))
+    }
+
+    fn plan_unbind_bo(&mut self, bo: &Arc<Bo>, batch: &mut Batch) -> Result<(), Error> {
+        if batch.reserved && self.reserved.is_none() {
+            return Err(Error::NoReserved { vm: self.range });
+        }
+        let slot = self.slots.first_of(bo);
+        if slot == NONE {
+            return Ok(());
+        }
+        self.records.will_unlink();
+        batch.detached += self.tables_of(slot);
+        self.add_step(Step::UnbindBo { slot, reserved: batch.reserved })
+    }
+
+    #[inline(always)]
+    pub(crate) fn plan_unbind(&mut self, span: Span<DeviceVa>, batch: &mut Batch) -> Result<(), Error> {
         self.check_span(span, batch)?;
         let (first, last) = pages_of::<F>(span);
         // What an earlier request binds as a whole must be cut by this one.
         let cuts = batch.bound.is_some_and(|(low, high)| first <= high && low <= last);
+        if !cuts && self.continues_unbind(first, last) {
+            return Ok(());
+        }
         self.touch(first, last, cuts, batch)?;
         self.add_step(Step::Unbind { first, last })
     }
 
+    /// Makes the last step longer by these pages, if it is an unbind that ends in front of them, in the same chunk and
+    /// without all of it: then no other nodes are needed, and no other tables detached.
+    #[inline(always)]
+    fn continues_unbind(&mut self, first: u64, last: u64) -> bool {
+        let Some(Step::Unbind { first: from, last: to }) = self.scratch.steps.last_mut() else { return false };
+        let chunk = Records::<F>::chunk;
+        let goes_on = *to + 1 == first && chunk(*to) == chunk(last) && !Records::<F>::covers_a_chunk(*from, last);
+        if goes_on {
+            *to = last;
+        }
+        goes_on
+    }
+
     /// Whether the `used` bytes at `offset` of a buffer can be bound, and why not.
     #[cold]
-    fn check_bo(va: DeviceVa, bo: &Bo, offset: u64, used: u64) -> Result<(), Error> {
+    fn check_bo(&self, va: DeviceVa, bo: &Bo, offset: u64, used: u64) -> Result<(), Error> {
         let granule = F::GRANULE;
+        if bo.home().is_some_and(|home| home != self.id) {
+            return Err(Error::PrivateBo { va, bo: bo.id() });
+        }
         if offset & (granule.bytes() - 1) != 0 {
             return Err(Error::MisalignedOffset { va, bo: bo.id(), offset, granule });
         }
@@ -379,6 +446,9 @@ impl<F: Format, T: Tables> Vm<F, T> {
         if bo.len() >> granule.log2() >= Record::MAX_PAGES {
             return Err(Error::BoTooLarge { bo: bo.id(), len: bo.len(), granule });
         }
+        if bo.is_mappable(granule, F::OUTPUT_BITS, Record::MAX_PAGES) {
+            return Ok(());
+        }
         // Not all of the buffer can be mapped. Perhaps this part of it can.
         let part = bo.sg().runs(offset..offset + used).into_iter().flatten();
         let checked = TableEstimate::<F>::new().map_sg(DeviceVa::new(0), part);
@@ -386,53 +456,29 @@ impl<F: Format, T: Tables> Vm<F, T> {
     }
 
     #[inline(always)]
-    fn add_bind(&mut self, span: Span<DeviceVa>, record: Record, batch: &mut Batch) -> Result<(), Error> {
-        let (first, last) = pages_of::<F>(span);
-        self.touch(first, last, true, batch)?;
+    fn add_bind(&mut self, first: u64, last: u64, record: Record, batch: &mut Batch) -> Result<(), Error> {
         if Records::<F>::covers_a_chunk(first, last) {
-            if record.is_fixed() {
-                self.refuse_endless(span, record)?;
-            }
-            let tables = self.tables_for(first, last, record)?;
-            batch.tables = batch.tables.saturating_add(tables);
+            self.add_chunks(first, last, batch)?;
         }
+        self.touch(first, last, true, batch)?;
+        batch.binds = true;
         let (low, high) = batch.bound.unwrap_or((first, last));
         batch.bound = Some((low.min(first), high.max(last)));
         self.add_step(Step::Bind { first, last, record })
     }
 
-    /// The tables that binding whole chunks can take.
-    #[inline(never)]
-    fn tables_for(&self, first: u64, last: u64, record: Record) -> Result<usize, Error> {
-        let (va, slot) = (Self::va(first), self.slots.get(record.slot()));
-        let mut estimate = TableEstimate::<F>::new();
-        let checked = estimate.map_sg(va, segments::<F>(self.null, slot, record, first, last));
-        let id = || slot.bo.as_ref().map_or(0, |bo| bo.id());
-        checked.map_err(|source| Error::Segment { va, bo: id(), source })?;
-        Ok(estimate.tables())
-    }
-
-    /// Refuses what repeats so often that there cannot be tables for it, before anything goes through all of it.
-    fn refuse_endless(&mut self, span: Span<DeviceVa>, record: Record) -> Result<(), Error> {
-        let slot = self.slots.get(record.slot());
-        let null = self.null.map_or(0, |null| null.len);
-        let again = slot.bo.as_ref().map_or(null, |_| (slot.repeat_mask + 1) << F::GRANULE.log2());
-        // No leaf is larger than what repeats, and a table has so many of them; the root is there.
-        let leaf = F::PAGE_SIZES.largest_fit(0, again).unwrap_or(F::GRANULE);
-        let mut least = (span.len() >> leaf.log2() >> F::INDEX_BITS).saturating_sub(1);
-        let pages = again >> F::GRANULE.log2();
-        if slot.bo.is_some() && Records::<F>::chunk(pages) > 0 {
-            // What repeats is whole chunks, perhaps in small pieces: each time its tables, but for those above that are
-            // shared.
-            let first = span.first().bits() >> F::GRANULE.log2();
-            let own = self.tables_for(first, first + pages - 1, record)?.saturating_sub(F::LEVELS as usize - 1);
-            least = least.max((own as u64).saturating_mul(span.len() / again));
+    /// Prepares for binding whole chunks, for which there may be large leaves. Their tables are reserved all the same:
+    /// an unbind that splits them must not ask for any.
+    #[cold]
+    fn add_chunks(&mut self, first: u64, last: u64, batch: &mut Batch) -> Result<(), Error> {
+        let tables = PageTable::<F, DeviceVa, CardAddr, T>::max_tables_for(Self::span(first, last));
+        batch.tables = batch.tables.saturating_add(tables);
+        if self.records.will_bind_chunks() {
+            for i in 0..self.scratch.touched.len() {
+                self.records.widen(self.scratch.touched[i]).map_err(|Full| self.no_memory())?;
+            }
         }
-        match usize::try_from(least) {
-            Ok(0) => Ok(()),
-            Ok(least) if self.table.tables_mut().reserve(least) => Ok(()),
-            least => Err(Error::NoTables { tables: least.unwrap_or(usize::MAX), vm: self.range }),
-        }
+        Ok(())
     }
 
     /// The tables that unbinding a buffer, by its first slot, can detach.
@@ -440,9 +486,13 @@ impl<F: Format, T: Tables> Vm<F, T> {
         let mut tables = 0;
         while slot != NONE {
             for n in 0.. {
-                let Some((from, to)) = self.slots.place(slot, n) else { break };
-                let (first, last) = (Records::<F>::chunk_pages(from).0, Records::<F>::chunk_pages(to - 1).1);
-                tables += self.table.tables_within(Self::span(first, last));
+                let Some(place) = self.slots.place(slot, n) else { break };
+                tables += if place.end - place.first == 1 {
+                    F::LEVELS as usize - 1
+                } else {
+                    let (first, last) = Records::<F>::pages_of(place);
+                    self.table.tables_within(Self::span(first, last))
+                };
             }
             slot = self.slots.next_of(slot);
         }
@@ -464,7 +514,8 @@ impl<F: Format, T: Tables> Vm<F, T> {
 
     #[inline(always)]
     fn check_span(&self, span: Span<DeviceVa>, batch: &Batch) -> Result<(), Error> {
-        if span.is_aligned(F::GRANULE) && self.range.covers(&span) && self.reserved.is_none() && !batch.reserved {
+        let (first, last) = pages_of::<F>(span);
+        if span.is_aligned(F::GRANULE) && self.is_open(first, last) && !batch.reserved {
             return Ok(());
         }
         self.check_place(span, batch)
@@ -483,7 +534,7 @@ impl<F: Format, T: Tables> Vm<F, T> {
             Some(reserved) if !batch.reserved && reserved.intersect(&span).is_some() => {
                 Err(Error::Reserved { span, reserved })
             }
-            None if batch.reserved => Err(Error::OutsideVm { span, vm: self.range }),
+            None if batch.reserved => Err(Error::NoReserved { vm: self.range }),
             _ => Ok(()),
         }
     }
@@ -504,12 +555,17 @@ impl<F: Format, T: Tables> Vm<F, T> {
 
     #[inline(always)]
     fn touch_end(&mut self, at: u64, first: u64, last: u64, make: bool) -> Result<(), Full> {
-        let chunk = Records::<F>::chunk(at);
-        if self.scratch.touched.last() != Some(&chunk) {
-            self.scratch.touched.try_reserve(1)?;
-            self.scratch.touched.push(chunk);
+        if self.records.touch(at, first, last, make)? {
+            self.note_touched(Records::<F>::chunk(at))?;
         }
-        self.records.touch(at, first, last, make)
+        Ok(())
+    }
+
+    #[inline(never)]
+    fn note_touched(&mut self, chunk: u64) -> Result<(), Full> {
+        self.scratch.touched.try_reserve(1)?;
+        self.scratch.touched.push(chunk);
+        Ok(())
     }
 
     #[inline(always)]
@@ -521,15 +577,20 @@ impl<F: Format, T: Tables> Vm<F, T> {
 
     /// Reserves what the planned steps need.
     #[inline(always)]
-    fn reserve(&mut self, batch: &Batch) -> Result<(), Error> {
+    pub(crate) fn reserve(&mut self, batch: &Batch) -> Result<(), Error> {
         let tables = batch.tables.saturating_add(self.records.missing_tables());
-        if tables > 0 && !self.table.reserve(tables) {
-            return Err(Error::NoTables { tables, vm: self.range });
+        // Unbinds take what was reserved when the leaves that they split were bound.
+        if batch.binds && tables > 0 {
+            let tables = tables.saturating_add(self.table.split_tables());
+            if !self.table.reserve(tables) {
+                return Err(Error::NoTables { tables, vm: self.range });
+            }
         }
         let Scratch { steps, touched, lists, parcel } = &mut self.scratch;
         let spans = steps.len() + touched.len();
         // Chunks that were touched may turn out empty. Whatever the batch makes it may detach again.
-        let detached = batch.detached + tables + touched.len() * F::LEVELS as usize;
+        let cut = if batch.binds { tables } else { self.records.missing_tables() };
+        let detached = batch.detached.saturating_add(cut) + touched.len() * F::LEVELS as usize;
         let room = lists.spans.try_reserve(spans).is_ok() && lists.tables.try_reserve(detached).is_ok();
         if !room || parcel.try_reserve(1).is_err() {
             return Err(self.no_memory());
@@ -566,6 +627,7 @@ impl<F: Format, T: Tables> Vm<F, T> {
         // The room is for the next plan.
         lists.spans.clear();
         lists.prefetches.clear();
+        lists.kept = 0;
         (self.scratch.lists, self.scratch.parcel) = (lists, parcel);
     }
 
@@ -578,7 +640,8 @@ impl<F: Format, T: Tables> Vm<F, T> {
     /// architecture, in which a device that uses them meanwhile sees a fault.
     ///
     /// # Errors
-    /// [`Error::Misaligned`], [`Error::OutsideVm`].
+    /// [`Error::Misaligned`], [`Error::OutsideVm`]; [`Error::NoTables`] when somebody else took the tables that were
+    /// freed, so that unbinding a part of a leaf may fail now.
     pub fn merge(&mut self, span: Span<DeviceVa>, mut invalidate: impl FnMut(Span<DeviceVa>)) -> Result<usize, Error> {
         self.forget_leaked();
         if !span.is_aligned(F::GRANULE) {
@@ -594,6 +657,11 @@ impl<F: Format, T: Tables> Vm<F, T> {
             let merged = table.merge(Self::span(first, last), &mut invalidate);
             freed += merged.expect("whole pages within the VM");
         });
+        // Tables that were freed are there to be promised again, for splitting what they became.
+        let tables = table.split_tables();
+        if freed > 0 && !table.reserve(tables) {
+            return Err(Error::NoTables { tables, vm: self.range });
+        }
         Ok(freed)
     }
 
@@ -606,6 +674,11 @@ impl<F: Format, T: Tables> Vm<F, T> {
     /// True once the VM has failed: see [`BindQueue`](crate::BindQueue).
     pub fn has_failed(&self) -> bool {
         self.failed
+    }
+
+    /// Names this VM among all of the process, for [`Bo::private_to`].
+    pub fn id(&self) -> VmId {
+        self.id
     }
 
     /// What the VM covers.
@@ -623,19 +696,13 @@ impl<F: Format, T: Tables> Vm<F, T> {
         self.bindings_from(0)
     }
 
-    /// What is bound at an address.
+    /// What is bound at an address, with all that continues it. The first call after a change looks at what has changed
+    /// since; otherwise the time does not depend on how many pages the binding was made of.
     pub fn binding_at(&self, va: DeviceVa) -> Option<Binding> {
         let page = va.bits() >> F::GRANULE.log2();
-        let mut at = self.records.next(page).filter(|extent| extent.first <= page)?;
-        let record_at = |extent: &crate::records::Extent, page: u64| extent.record.advance(page - extent.first);
-        // Down to where it begins.
-        while at.first > 0
-            && let Some(below) = self.records.next(at.first - 1).filter(|extent| extent.first < at.first)
-            && record_at(&below, at.first) == at.record
-        {
-            at = below;
-        }
-        self.bindings_from(at.first).next()
+        let end = F::INPUT_BITS - u32::from(F::GRANULE.log2());
+        let (first, last, record) = (page >> end == 0).then(|| self.records.run_around(page))??;
+        Some(self.binding(first, last, record))
     }
 
     /// Bindings from a page on; what of the first lies before the page may be missing.
@@ -647,6 +714,7 @@ impl<F: Format, T: Tables> Vm<F, T> {
             while let Some(next) = self.records.next(page)
                 && next.first == page
                 && next.record == extent.record.advance(page - first)
+                && !self.records.is_fence(page)
             {
                 page += next.pages;
             }
@@ -669,13 +737,8 @@ impl<F: Format, T: Tables> Vm<F, T> {
 
     /// Bytes of the buffer object that are bound, each counted as often as it is.
     pub fn bound_bytes(&mut self, bo: &Arc<Bo>) -> u64 {
-        let mut slot = self.slots.first_of(bo);
-        let mut pages = 0;
-        while slot != NONE {
-            pages += self.slots.get(slot).pages();
-            slot = self.slots.next_of(slot);
-        }
-        pages << F::GRANULE.log2()
+        let slot = self.slots.first_of(bo);
+        self.slots.all_pages(slot) << F::GRANULE.log2()
     }
 
     /// Bytes of memory that bookkeeping takes, tables apart.

@@ -42,13 +42,16 @@ struct Run<F: Format> {
     random: Random,
     refused: u64,
     merged: usize,
+    /// Batches that only unbound.
+    unbound: u64,
 }
 
-/// Tables that can refuse to be reserved.
+/// Tables that can refuse to be reserved, and of which there are no more than were promised.
 #[derive(Debug)]
 struct Limited {
     heap: HeapTables<CardAddr>,
     allow: usize,
+    promised: usize,
 }
 
 impl Tables for Limited {
@@ -64,6 +67,7 @@ impl Tables for Limited {
         self.heap.free_root(root);
     }
     fn allocate(&mut self) -> Option<CardAddr> {
+        self.promised = self.promised.checked_sub(1)?;
         self.heap.allocate()
     }
     fn free(&mut self, table: CardAddr) {
@@ -76,7 +80,9 @@ impl Tables for Limited {
         self.heap.store(table, index, entry);
     }
     fn reserve(&mut self, tables: usize) -> bool {
-        tables <= self.allow && self.heap.reserve(tables)
+        let done = tables <= self.allow && self.heap.reserve(tables);
+        self.promised = if done { tables } else { self.promised };
+        done
     }
 }
 
@@ -91,7 +97,9 @@ impl<F: Format> Run<F> {
         let pages = 4 * Self::CHUNK;
         let base = (Self::CHUNK * (Self::CHUNK - 2)).min((1 << F::INPUT_BITS) / granule - pages);
         let range = Span::new(DeviceVa::new(base * granule), pages * granule).unwrap();
-        let mut vm = Vm::new(range, Limited { heap: HeapTables::new(CardAddr::new(0)), allow: usize::MAX }).unwrap();
+        let mut vm =
+            Vm::new(range, Limited { heap: HeapTables::new(CardAddr::new(0)), allow: usize::MAX, promised: 0 })
+                .unwrap();
         vm.set_null_page(Self::NULL_PAGE, granule).unwrap();
         let mut random = Random(seed);
         let mut bos = Vec::new();
@@ -112,7 +120,7 @@ impl<F: Format> Run<F> {
             }
             bos.push(Arc::new(Bo::new(id, SgIndex::from_table(&sg).unwrap())));
         }
-        Self { vm, model: vec![None; pages as usize], bos, base, random, refused: 0, merged: 0 }
+        Self { vm, model: vec![None; pages as usize], bos, base, random, refused: 0, merged: 0, unbound: 0 }
     }
 
     fn va(&self, page: u64) -> DeviceVa {
@@ -207,6 +215,13 @@ impl<F: Format> Run<F> {
                 mapped[page as usize] = Some((run.to.checked_add(at * granule).unwrap(), run.access));
             }
         }
+        // Any page leads to the binding that it is part of.
+        for n in 0..8 {
+            let page = (n * 7919 + self.refused * 31) % self.model.len() as u64;
+            let found = self.vm.binding_at(self.va(page)).map(|b| b.span);
+            let expected = self.vm.bindings().map(|b| b.span).find(|span| span.contains(self.va(page)));
+            assert_eq!(found, expected, "{what}: the binding around page {page}");
+        }
         let expected: Vec<_> = self.model.iter().map(|page| page.map(|(_, _, to, access)| (to, access))).collect();
         assert!(mapped == expected, "{what}: the page table differs from the model");
     }
@@ -259,6 +274,12 @@ impl<F: Format> Run<F> {
                     self.check("a plan that failed or was dropped");
                 }
             }
+            // Unbinding takes nothing that is not there yet.
+            let unbinds = |r: &BindRequest| matches!(r, BindRequest::Unbind(_) | BindRequest::UnbindBo(_));
+            if batch.iter().all(unbinds) {
+                self.vm.tables_mut().allow = 0;
+                self.unbound += 1;
+            }
             let committed = match &batch[..] {
                 // These have a way of their own.
                 [BindRequest::Bind { va, bo, offset, len, access }] => {
@@ -275,6 +296,7 @@ impl<F: Format> Run<F> {
                 }
             }
             self.vm.invalidated(committed);
+            self.vm.tables_mut().allow = usize::MAX;
             self.model = model;
             if self.random.below(8) == 0 {
                 let first = self.random.below(self.model.len() as u64);
@@ -285,6 +307,7 @@ impl<F: Format> Run<F> {
             self.check("after a commit");
         }
         let range = self.vm.range();
+        self.vm.tables_mut().allow = 0;
         let committed = self.vm.plan([BindRequest::Unbind(range)]).unwrap().commit();
         self.vm.invalidated(committed);
         assert_eq!(self.vm.page_table().tables().heap.in_use(), 1, "only the root is left");
@@ -300,10 +323,11 @@ fn run<F: Format>() {
     let mut run = Run::<F>::new(0x9e37_79b9_7f4a_7c15 ^ seed);
     run.run(operations);
     println!(
-        "{}: {operations} operations, {} plans refused for want of tables, {} tables merged",
+        "{}: {operations} operations, {} plans refused for want of tables, {} tables merged, {} unbinds without memory",
         F::NAME,
         run.refused,
-        run.merged
+        run.merged,
+        run.unbound
     );
 }
 

@@ -3,6 +3,7 @@
 mod array;
 mod long;
 mod queue;
+mod shapes;
 #[cfg(feature = "trace")]
 mod trace;
 mod vm;

@@ -1,0 +1,266 @@
+//! VMs as drivers have them: with a reserved part, private buffers, pages far apart.
+
+use std::sync::Arc;
+
+use dmalane_addr::{Access, CardAddr, DeviceVa, Segment, Span};
+use dmalane_iopt::{AgxUat, HeapTables, X86_64_4Level};
+use dmalane_vm::array::{ArrayOperation, Reason};
+use dmalane_vm::{AnyVm, BindRequest, Bo, Errno, Error, Handles, Vm};
+use zerocopy::IntoBytes;
+
+const PAGE: u64 = 16 << 10;
+/// Pages of a table.
+const TABLE: u64 = 2048;
+const RW: Access = Access::RW;
+
+type TestVm = Vm<AgxUat, HeapTables<CardAddr>>;
+
+fn span(page: u64, pages: u64) -> Span<DeviceVa> {
+    Span::new(DeviceVa::new(page * PAGE), pages * PAGE).unwrap()
+}
+
+/// Of 2^22 pages, `reserved` pages from the one in the middle of the second table on are for the driver.
+fn vm(reserved: u64) -> TestVm {
+    let reserved = span(TABLE + TABLE / 2, reserved);
+    Vm::with_reserved(span(0, 1 << 22), reserved, HeapTables::new(CardAddr::new(0))).unwrap()
+}
+
+fn bo(id: u64, pages: u64) -> Bo {
+    Bo::of_segments(id, [Segment { addr: CardAddr::new(id << 36), len: pages * PAGE }]).unwrap()
+}
+
+fn bind(page: u64, bo: &Arc<Bo>, offset: u64, pages: u64) -> BindRequest {
+    BindRequest::Bind {
+        va: DeviceVa::new(page * PAGE),
+        bo: bo.clone(),
+        offset: offset * PAGE,
+        len: pages * PAGE,
+        access: RW,
+    }
+}
+
+fn rows(vm: &TestVm) -> Vec<(u64, u64)> {
+    vm.bindings().map(|b| (b.span.first().bits() / PAGE, b.span.len() / PAGE)).collect()
+}
+
+/// The driver's bindings and those of others, which continue each other in a buffer, are taken away each by its owner.
+#[test]
+fn unbinding_a_buffer_stays_on_its_side_of_the_reserved_part() {
+    let half = TABLE / 2;
+    for reserved in [half, 3 * TABLE] {
+        let (mut vm, bo) = (vm(reserved), Arc::new(bo(1, 8 * TABLE)));
+        let end = TABLE + half + reserved;
+        let outside = [bind(TABLE, &bo, 0, half), bind(end, &bo, half + reserved, 2 * TABLE)];
+        let done = vm.plan(outside).unwrap().commit();
+        vm.invalidated(done);
+        let done = vm.plan_reserved([bind(TABLE + half, &bo, half, reserved)]).unwrap().commit();
+        assert!(done.is_empty());
+        vm.invalidated(done);
+        let sides = [(TABLE, half), (TABLE + half, reserved), (end, 2 * TABLE)];
+        // They are not one binding, nor one leaf.
+        vm.merge(vm.range(), |_| ()).unwrap();
+        assert_eq!(rows(&vm), sides);
+        assert_eq!(vm.binding_at(DeviceVa::new((TABLE + half) * PAGE)).unwrap().span, span(TABLE + half, reserved));
+        assert_eq!(vm.binding_at(DeviceVa::new(end * PAGE)).unwrap().span, span(end, 2 * TABLE));
+
+        let done = vm.plan([BindRequest::UnbindBo(bo.clone())]).unwrap().commit();
+        assert_eq!(done.unmapped_bytes(), (half + 2 * TABLE) * PAGE);
+        assert_eq!(done.kept_bytes(), reserved * PAGE, "and it says so");
+        vm.invalidated(done);
+        assert_eq!(rows(&vm), [sides[1]]);
+        assert_eq!(vm.bound_bytes(&bo), reserved * PAGE);
+        let mapped: u64 = vm.runs(vm.range()).map(|run| run.len).sum();
+        assert_eq!(mapped, reserved * PAGE, "the page table says the same");
+
+        // And the other way round.
+        let done = vm.plan([bind(TABLE, &bo, 0, half)]).unwrap().commit();
+        vm.invalidated(done);
+        let done = vm.plan_reserved([BindRequest::UnbindBo(bo.clone())]).unwrap().commit();
+        assert_eq!((done.unmapped_bytes(), done.kept_bytes()), (reserved * PAGE, 0));
+        vm.invalidated(done);
+        assert_eq!(rows(&vm), [sides[0]]);
+    }
+}
+
+#[test]
+fn only_the_driver_reaches_the_reserved_part() {
+    let (mut vm, bo) = (vm(TABLE), Arc::new(bo(1, 8 * TABLE)));
+    let first = TABLE + TABLE / 2;
+    let inside = [bind(first, &bo, 0, 1), BindRequest::Unbind(span(first + 1, 3)), bind(first, &bo, 0, TABLE)];
+    let across =
+        [bind(first - 1, &bo, 0, 2), BindRequest::Unbind(span(first + TABLE - 1, 2)), bind(0, &bo, 0, 4 * TABLE)];
+    let outside = [bind(first - 1, &bo, 0, 1), BindRequest::Unbind(span(first + TABLE, 3))];
+    for request in inside.iter().chain(&across) {
+        let error = vm.plan([request.clone()]).unwrap_err().error;
+        assert!(matches!(error, Error::Reserved { .. }), "{request:?}: {error}");
+        if let BindRequest::Bind { va, bo, offset, len, access } = request {
+            assert!(matches!(vm.bind(*va, bo, *offset, *len, *access), Err(Error::Reserved { .. })));
+        }
+    }
+    for request in across.iter().chain(&outside) {
+        let error = vm.plan_reserved([request.clone()]).unwrap_err().error;
+        assert!(matches!(error, Error::Reserved { .. }), "{request:?}: {error}");
+    }
+    for (plan, requests) in [(true, inside.as_slice()), (false, &outside)] {
+        let plan = if plan { vm.plan_reserved(requests.to_vec()) } else { vm.plan(requests.to_vec()) };
+        let done = plan.unwrap().commit();
+        vm.invalidated(done);
+    }
+    // A page unbound by the short way is not one of the driver's either.
+    assert!(matches!(vm.unbind(span(first, 1)), Err(Error::Reserved { .. })));
+    assert_eq!(rows(&vm), [(first - 1, 1), (first, TABLE)]);
+
+    // As an array, and where there is no reserved part.
+    let mut handles = Handles::new();
+    let handle = handles.insert(bo.clone()).unwrap();
+    let unbind =
+        ArrayOperation { flags: ArrayOperation::UNBIND_BO.into(), handle: handle.into(), ..ArrayOperation::default() };
+    let done = vm.apply_array(unbind.as_bytes(), ArrayOperation::BYTES, 1, &handles, true).unwrap();
+    vm.invalidated(done);
+    assert_eq!(rows(&vm), [(first - 1, 1)]);
+    let mut whole = TestVm::new(span(0, 1 << 20), HeapTables::new(CardAddr::new(0))).unwrap();
+    let reason = whole.apply_array(unbind.as_bytes(), ArrayOperation::BYTES, 1, &handles, true).unwrap_err().reason;
+    assert_eq!((reason.name(), reason.errno()), ("no_reserved", Errno::Perm));
+    assert!(matches!(whole.plan_reserved([bind(0, &bo, 0, 1)]).unwrap_err().error, Error::NoReserved { .. }));
+}
+
+#[test]
+fn a_private_buffer_is_bound_in_its_vm_alone() {
+    let (mut home, mut other) = (vm(1), vm(1));
+    assert_ne!(home.id(), other.id());
+    let bo = Arc::new(bo(5, 4 * TABLE).private_to(home.id()));
+    assert_eq!(bo.home(), Some(home.id()));
+    for pages in [1, 3, TABLE] {
+        let done = home.bind(DeviceVa::new(0), &bo, 0, pages * PAGE, RW).unwrap();
+        home.invalidated(done);
+        for _ in 0..2 {
+            let error = other.bind(DeviceVa::new(0), &bo, 0, pages * PAGE, RW).unwrap_err();
+            assert!(matches!(error, Error::PrivateBo { bo: 5, .. }), "{error}");
+            assert_eq!((error.name(), error.errno()), ("private_bo", Errno::Inval));
+        }
+    }
+    assert_eq!((rows(&home), rows(&other)), (vec![(0, TABLE)], vec![]));
+}
+
+/// What is noted of a page far from all others does not take a table's worth of memory.
+#[test]
+fn pages_far_apart_take_little_memory() {
+    const PAGES: u64 = 1000;
+    let (mut vm, bo) = (vm(1), Arc::new(bo(1, TABLE)));
+    for n in 0..PAGES {
+        let done = vm.bind(DeviceVa::new(n * TABLE * PAGE + PAGE * (n % 64)), &bo, n * PAGE, PAGE, RW).unwrap();
+        vm.invalidated(done);
+    }
+    let each = vm.bookkeeping_bytes() as u64 / PAGES;
+    assert!(each <= 512, "{each} bytes a binding");
+    assert_eq!(vm.bindings().count() as u64, PAGES);
+}
+
+/// The run that a page is part of, whatever it was bound by, and after each change.
+#[test]
+fn the_binding_around_a_page() {
+    let (mut vm, bo) = (vm(1), Arc::new(bo(1, 8 * TABLE)));
+    let at = 4 * TABLE;
+    let pages = 3 * TABLE + 17;
+    for n in 0..pages {
+        let done = vm.bind(DeviceVa::new((at + n) * PAGE), &bo, n * PAGE, PAGE, RW).unwrap();
+        vm.invalidated(done);
+    }
+    let around = |vm: &TestVm, page: u64| {
+        let found = vm.binding_at(DeviceVa::new(page * PAGE))?;
+        let all: Vec<_> = vm.bindings().filter(|b| b.span.contains(DeviceVa::new(page * PAGE))).collect();
+        assert_eq!((all.len(), all[0].span, all[0].offset()), (1, found.span, found.offset()), "page {page}");
+        Some((found.span.first().bits() / PAGE, found.span.len() / PAGE, found.offset() / PAGE))
+    };
+    for page in [at, at + 1, at + TABLE - 1, at + TABLE, at + pages - 1] {
+        assert_eq!(around(&vm, page), Some((at, pages, 0)));
+    }
+    assert_eq!((around(&vm, at - 1), around(&vm, at + pages)), (None, None));
+    // Holes, and a page of another place in the buffer, each after the run was looked up.
+    for (hole, other) in [(at + TABLE + 5, 7), (at + 2 * TABLE, 9), (at + 3 * TABLE - 1, 11)] {
+        let done = vm.unbind(span(hole, 1)).unwrap();
+        vm.invalidated(done);
+        assert_eq!(around(&vm, hole), None);
+        assert_eq!(around(&vm, hole - 1), Some((at, hole - at, 0)));
+        assert_eq!(around(&vm, hole + 1), Some((hole + 1, at + pages - hole - 1, hole + 1 - at)));
+        let done = vm.bind(DeviceVa::new(hole * PAGE), &bo, other * PAGE, PAGE, RW).unwrap();
+        vm.invalidated(done);
+        assert_eq!(around(&vm, hole), Some((hole, 1, other)));
+        assert_eq!(around(&vm, hole - 1), Some((at, hole - at, 0)));
+        let done = vm.bind(DeviceVa::new(hole * PAGE), &bo, (hole - at) * PAGE, PAGE, RW).unwrap();
+        vm.invalidated(done);
+        assert_eq!(around(&vm, hole), Some((at, pages, 0)), "the hole is filled");
+    }
+    // A run that large leaves are part of.
+    let done = vm.bind(DeviceVa::new((at + TABLE) * PAGE), &bo, TABLE * PAGE, TABLE * PAGE, RW).unwrap();
+    vm.invalidated(done);
+    assert_eq!(around(&vm, at), Some((at, pages, 0)));
+    assert_eq!(vm.binding_at(DeviceVa::new(!(PAGE - 1))).map(|b| b.span), None);
+}
+
+/// The first fault of an array is the one that is reported, whichever of array and VM finds it.
+#[test]
+fn the_first_fault_of_an_array() {
+    let (mut vm, bo) = (vm(1), Arc::new(bo(1, 8)));
+    let mut handles = Handles::new();
+    let handle = handles.insert(bo).unwrap();
+    let operation = |flags: u32, addr: u64| ArrayOperation {
+        flags: flags.into(),
+        handle: handle.into(),
+        range: PAGE.into(),
+        addr: addr.into(),
+        ..ArrayOperation::default()
+    };
+    let bind = ArrayOperation::BIND | ArrayOperation::READ;
+    let array = [operation(bind, 0), operation(bind, 5), operation(u32::MAX, 0)];
+    let error = vm.plan_array(array.as_bytes(), ArrayOperation::BYTES, 3, &handles).unwrap_err();
+    assert_eq!(error.index, Some(1));
+    assert!(matches!(error.reason, Reason::Vm(Error::Misaligned { .. })), "{error}");
+    assert_eq!(rows(&vm), []);
+}
+
+/// Merging gives a leaf back that an unbind has split, once its pages are bound again.
+#[test]
+fn a_split_leaf_heals() {
+    let range = Span::new(DeviceVa::new(0), 1 << 40).unwrap();
+    let mut vm: Box<dyn AnyVm> =
+        Box::new(Vm::<X86_64_4Level, _>::new(range, HeapTables::new(CardAddr::new(0))).unwrap());
+    let bo = Arc::new(Bo::of_segments(1, [Segment { addr: CardAddr::new(1 << 30), len: 1 << 30 }]).unwrap());
+    let (all, one) = (Span::new(DeviceVa::new(1 << 30), 1 << 30).unwrap(), DeviceVa::new((1 << 30) + (5 << 12)));
+    let bind = |va, offset, len| BindRequest::Bind { va, bo: bo.clone(), offset, len, access: RW };
+    let steps =
+        [bind(all.first(), 0, all.len()), BindRequest::Unbind(Span::new(one, 4096).unwrap()), bind(one, 5 << 12, 4096)];
+    for request in steps {
+        let done = vm.apply(vec![request]).unwrap();
+        vm.invalidated(done);
+    }
+    assert_eq!(vm.lookup(one).unwrap().size.bytes(), 4096);
+    let mut gone = Vec::new();
+    assert_eq!(vm.merge(all, &mut |span| gone.push(span)).unwrap(), 2, "tables");
+    assert_eq!(vm.lookup(one).unwrap().size.bytes(), 1 << 30);
+    assert_eq!(gone.len(), 2);
+    assert_eq!((vm.binding_count(), vm.bound_bytes(&bo)), (1, 1 << 30));
+}
+
+/// Memory is given back when no device can reach it any more, and not before.
+#[test]
+fn the_owner_of_a_buffer_goes_last() {
+    let (memory, mut vms) = (Arc::new(()), [vm(1), vm(1)]);
+    let bo = Arc::new(bo(1, 8).with_owner(memory.clone()));
+    assert!(bo.owner::<Arc<()>>().is_some_and(|owner| Arc::ptr_eq(owner, &memory)) && bo.owner::<u8>().is_none());
+    for vm in &mut vms {
+        let done = vm.plan([bind(0, &bo, 0, 8), bind(9, &bo, 0, 1)]).unwrap().commit();
+        vm.invalidated(done);
+    }
+    let second = bo.clone();
+    drop(bo);
+    let done = vms[0].plan([BindRequest::UnbindBo(second)]).unwrap().commit();
+    vms[0].invalidated(done);
+    let done = vms[1].unbind(span(0, 9)).unwrap();
+    vms[1].invalidated(done);
+    assert_eq!(Arc::strong_count(&memory), 2, "a page is bound");
+    let done = vms[1].unbind(span(9, 1)).unwrap();
+    assert_eq!(Arc::strong_count(&memory), 2, "the device may remember it");
+    vms[1].invalidated(done);
+    assert_eq!(Arc::strong_count(&memory), 1);
+}
