@@ -38,7 +38,7 @@ pub struct Options {
 
     /// Bytes allocated together before reading into them starts
     #[arg(long)]
-    gather: Option<u64>,
+    chunk: Option<u64>,
 
     /// Reads in flight
     #[arg(long)]
@@ -48,7 +48,7 @@ pub struct Options {
     #[arg(long)]
     block: Option<usize>,
 
-    /// Lanes
+    /// Workers
     #[arg(long)]
     threads: Option<usize>,
 
@@ -132,10 +132,10 @@ fn bars(report: &mut Report, bench: &Bench, cold: &Medians, warm: &Medians) {
                 report.at_most(&format!("{size} cold: ours / ceiling"), 1.10, got);
             }
             if let (Some(ours), Some(alloc), Some(io)) = (cold.get(OURS), cold.get(ALLOCATION), cold.get(CEILING)) {
-                let first = bench.first_gather;
+                let first = bench.first_chunk;
                 let ideal = first + (alloc - first).max(*io);
                 report.at_most(
-                    &format!("{size} cold: T / (first gather + max(rest of allocation, I/O))"),
+                    &format!("{size} cold: T / (first chunk + max(rest of allocation, I/O))"),
                     1.10,
                     ours / ideal,
                 );
@@ -143,7 +143,7 @@ fn bars(report: &mut Report, bench: &Bench, cold: &Medians, warm: &Medians) {
                     report.note(&size, "cold: ours / the same into new memory", got);
                 }
                 report.note(&size, "cold: T / (allocation + I/O)", ours / (alloc + io));
-                report.note(&size, "cold: ms, T(first gather)", first * 1e3);
+                report.note(&size, "cold: ms, T(first chunk)", first * 1e3);
             }
             let gib = n as f64 / (1u64 << 30) as f64;
             report.at_most_in(&format!("{size} cold: CPU"), 0.2, bench.cpu / gib, "core-seconds per GiB, at most");
@@ -188,7 +188,7 @@ struct Bench {
     /// Memory that is there, for the ceiling.
     ready: Option<BufferSlice>,
     pool: Pool,
-    first_gather: f64,
+    first_chunk: f64,
     /// Core-seconds of the last cold direct sample of ours.
     cpu: f64,
     /// What its peak memory was beyond the buffer, in bytes.
@@ -226,7 +226,7 @@ impl Bench {
         }
         file.as_file().sync_all()?;
         let mut read = ReadOptions { threads: options.threads, ..ReadOptions::default() };
-        read.gather = options.gather.unwrap_or(read.gather);
+        read.chunk = options.chunk.unwrap_or(read.chunk);
         read.depth = options.depth.unwrap_or(read.depth);
         read.block = options.block.unwrap_or(read.block);
         let pool = Pool::new(AnonHeap::new(), size as usize + (4 << 20));
@@ -238,7 +238,7 @@ impl Bench {
             read,
             ready: None,
             pool,
-            first_gather: 0.0,
+            first_chunk: 0.0,
             cpu: 0.0,
             extra: 0,
             no_fio: String::new(),
@@ -397,7 +397,7 @@ impl Bench {
         let seconds = start.elapsed().as_secs_f64();
         if let (Some(resident), Left::Ours(read)) = (resident, &left) {
             self.extra = resident.end();
-            self.first_gather = read.report.first_chunk.as_secs_f64();
+            self.first_chunk = read.report.first_chunk.as_secs_f64();
             self.cpu = crate::alloc_read::cpu() - cpu;
         }
         self.check(row, left)?;

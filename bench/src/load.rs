@@ -150,7 +150,7 @@ impl Bench {
     fn ours(&mut self, mode: Mode, verify: bool) -> Result<f64> {
         let start = Instant::now();
         let mut inputs = [open_file(&self.path, FileOptions::for_mode(mode))?];
-        let (loaded, _) = self.device.load(&mut inputs, &Placement::DDR, &mut |_| {})?;
+        let loaded = self.device.load(&mut inputs, &Placement::DDR, &mut |_| {})?;
         let seconds = start.elapsed().as_secs_f64();
         let checksum = loaded.files[0].checksum;
         if *self.checksum.get_or_insert(checksum) != checksum {

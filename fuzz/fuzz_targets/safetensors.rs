@@ -4,6 +4,7 @@
 #![no_main]
 
 use dmalane_addr::Address;
+use dmalane_load::container::safetensors::{header_len, parse_header};
 use dmalane_load::{Layout, Model};
 use libfuzzer_sys::fuzz_target;
 use safetensors::SafeTensors;
@@ -55,6 +56,6 @@ fn parse(file: &[u8]) -> Option<Model> {
     let mut prefix = [0; 8];
     let known = file.len().min(8);
     prefix[..known].copy_from_slice(&file[..known]);
-    let header = Model::header_len(prefix, len).ok()? as usize;
-    Model::parse(&file[8..8 + header], len).ok()
+    let header = header_len(prefix, len).ok()? as usize;
+    parse_header(&file[8..8 + header], len).ok()
 }

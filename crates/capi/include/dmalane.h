@@ -159,7 +159,7 @@ struct dml_read_config {
 	uint32_t threads; /* at most 64; 0 to choose automatically */
 	uint64_t offset; /* in the file, in bytes */
 	uint64_t len; /* bytes; 0 for all to the end */
-	uint64_t gather; /* chunk size in bytes; 0 for the default */
+	uint64_t chunk; /* chunk size in bytes; 0 for the default */
 	uint64_t limit; /* most bytes of memory, else -ENOMEM; 0 for no limit */
 	uint64_t timeout_ms; /* longest time, else -ETIMEDOUT; 0 for no limit */
 };

@@ -114,7 +114,7 @@ pub struct DmlReadConfig {
     /// Bytes; 0 for all to the end.
     pub len: u64,
     /// Chunk size in bytes; 0 for the default.
-    pub gather: u64,
+    pub chunk: u64,
     /// Bytes of memory at most; 0 for no limit.
     pub limit: u64,
     /// Milliseconds at most; 0 for no limit.
@@ -363,7 +363,7 @@ exported! {
             threads: c.threads,
             offset: c.offset,
             len: c.len,
-            gather: c.gather,
+            chunk: c.chunk,
             limit: c.limit,
             timeout_ms: c.timeout_ms,
         };

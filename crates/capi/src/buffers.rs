@@ -34,7 +34,7 @@ pub(crate) struct Request {
     pub(crate) threads: u32,
     pub(crate) offset: u64,
     pub(crate) len: u64,
-    pub(crate) gather: u64,
+    pub(crate) chunk: u64,
     pub(crate) limit: u64,
     pub(crate) timeout_ms: u64,
 }
@@ -66,7 +66,7 @@ pub(crate) fn alloc_and_read(file: BorrowedFd<'_>, request: &Request) -> Result<
         mode,
         checksum: has(CHECKSUM),
         threads: some(request.threads.into()).map(|n| n as usize),
-        gather: some(request.gather).unwrap_or(default.gather),
+        chunk: some(request.chunk).unwrap_or(default.chunk),
         limit: some(request.limit),
         timeout: some(request.timeout_ms).map(Duration::from_millis),
         ..default

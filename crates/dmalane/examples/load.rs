@@ -2,7 +2,7 @@
 
 use std::error::Error;
 
-use dmalane::{FileOptions, Placement, open_file};
+use dmalane::{Load, Placement};
 
 fn main() -> Result<(), Box<dyn Error>> {
     let folder = tempfile::tempdir()?;
@@ -15,9 +15,7 @@ fn main() -> Result<(), Box<dyn Error>> {
         }
     };
     let mut device = dmalane::open("soft")?;
-    let mut inputs = [open_file(path, FileOptions::default())?];
-    let (loaded, report) = device.load(&mut inputs, &Placement::HBM, &mut |_| {})?;
-    device.verify(&loaded, &inputs, &mut |_| {})?;
+    let loaded = Load::files([path]).placement(Placement::HBM).verify(true).onto(&mut device)?;
     for t in loaded.files.iter().flat_map(|f| f.tensors()) {
         match t.va {
             Some(va) => {
@@ -26,6 +24,7 @@ fn main() -> Result<(), Box<dyn Error>> {
             None => println!("{:<28} has no bytes", t.tensor.name),
         }
     }
+    let report = &loaded.report;
     println!("{} bytes in {:.1} ms, verified", report.bytes, report.wall.as_secs_f64() * 1e3);
     Ok(())
 }

@@ -8,8 +8,7 @@
 //! # let path = folder.path().join("model.safetensors");
 //! # dmalane::load::write_sample(&mut std::fs::File::create(&path)?, 1 << 20, 1)?;
 //! let mut device = dmalane::open("soft")?;
-//! let file = dmalane::open_file(&path, dmalane::FileOptions::default())?;
-//! let (model, _) = device.load(&mut [file], &dmalane::Placement::Default, &mut |_bytes| {})?;
+//! let model = dmalane::Load::files([&path]).onto(&mut device)?;
 //! println!("{:?}", model["embeddings.weight"].va);
 //! # Ok::<(), Box<dyn std::error::Error>>(())
 //! ```
@@ -18,14 +17,16 @@
 //! [`OpenOptions`] a device is opened as it is needed; [`OpenDevice`] has all that can be done with one.
 //!
 //! [`validate`] measures a device beside a reference, and fits a model of its link.
-//! [`AllocAndRead`] is the first half of the path alone: an open file in, a filled buffer out.
+//! [`Read`] is the first half of the path alone: files into buffers. [`AllocAndRead`] is its shortest form: an open
+//! file in, a filled buffer out.
 
-mod alloc_read;
 mod card_server;
+mod loading;
 mod open;
 mod open_file;
 pub mod pci;
 mod pci_card;
+mod read;
 pub mod registry;
 pub mod size;
 mod spec;
@@ -46,16 +47,14 @@ pub use dmalane_vfio_user as vfio_user;
 pub use dmalane_vm as vm;
 pub use dmalane_vulkan as vulkan;
 
-pub use alloc_read::{
-    AllocAndRead, AllocRead, MappedRead, ReadError, ReadMethod, ReadOptions, ReadSource, Scheme, read_all, read_mapped,
-    read_to_device,
-};
 pub use card_server::{CARD_PCI_ID, CardServer, CardServerError};
 pub use dmalane_file::Options as FileOptions;
 pub use dmalane_load::{OpenDevice, Placement};
+pub use loading::{Load, LoadError};
 pub use open::{OpenError, OpenOptions, open};
 pub use open_file::{open_as, open_file};
 pub use pci_card::{PciCardError, connect_pci_card, open_pci_card};
+pub use read::{AllocAndRead, AllocRead, Read, ReadError, ReadFiles, ReadMethod, ReadOptions, ReadSource, Scheme};
 pub use spec::{BadDeviceSpec, DeviceSpec};
 
 /// The programs of the documentation.

@@ -177,7 +177,7 @@ impl Drop for Mounted {
 }
 
 fn ways() -> impl Iterator<Item = ReadOptions> {
-    let small = ReadOptions { gather: 512 << 10, block: 128 << 10, depth: 4, ..ReadOptions::default() };
+    let small = ReadOptions { chunk: 512 << 10, block: 128 << 10, depth: 4, ..ReadOptions::default() };
     [(Mode::Auto, 1), (Mode::Buffered, 1), (Mode::Buffered, 2), (Mode::Direct, 1)]
         .into_iter()
         .map(move |(mode, threads)| ReadOptions { mode, threads: Some(threads), checksum: true, ..small.clone() })
@@ -188,7 +188,7 @@ fn whole(read: &AllocRead) {
     assert_eq!(read.buffer.len() as u64, SIZE);
     read.buffer.view().for_each_block(|block| {
         let wrong = block.iter().enumerate().find(|(i, b)| **b != byte(at + *i as u64));
-        assert_eq!(wrong, None, "after {at}: {}", read.way);
+        assert_eq!(wrong, None, "after {at}: {}", read.method);
         at += block.len() as u64;
     });
 }
@@ -205,7 +205,7 @@ fn what_a_file_system_can_do_to_a_reader() {
         for short in [5000, 100_000] {
             let read = fs.read(Orders { uncached: true, short: Some(short), ..order() }, &options).unwrap();
             whole(&read);
-            assert!(!read.way.how.uring, "{}", read.way);
+            assert!(!read.method.how.uring, "{}", read.method);
         }
         whole(&fs.read(Orders { uncached: true, delay: Duration::from_millis(1), ..order() }, &options).unwrap());
         // Told to come again.
@@ -255,7 +255,7 @@ fn what_a_file_system_can_do_to_a_reader() {
             (_, read) => {
                 let read = read.unwrap();
                 whole(&read);
-                assert!(!read.way.how.direct && read.way.moved.direct == 0, "{}", read.way);
+                assert!(!read.method.how.direct && read.method.moved.direct == 0, "{}", read.method);
             }
         }
     }

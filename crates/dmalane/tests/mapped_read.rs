@@ -1,4 +1,4 @@
-//! Reading with every gather mapped for a device as soon as it is there, and with faults at every step of that.
+//! Reading with every chunk mapped for a device as soon as it is allocated, and with faults at every step of that.
 
 use std::ops::{ControlFlow, Range};
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -6,13 +6,13 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use dmalane::addr::{Access, FileOffset};
 use dmalane::dma::{AnonHeap, BufferRef, DeviceMem, Error, Heap, Mapping, Pinned, Registrar};
 use dmalane::load::Stage;
-use dmalane::load::fill::{Event, Extent, Job};
+use dmalane::load::fill::{Event, Extent, FillError, Job};
 use dmalane::sim::{HostConfig, SoftHost};
-use dmalane::{MappedRead, ReadError, ReadOptions, ReadSource, read_mapped};
+use dmalane::{Read, ReadError, ReadFiles, ReadOptions, ReadSource};
 use tempfile::NamedTempFile;
 
 const LEN: usize = 3_000_001;
-const GATHER: u64 = 256 << 10;
+const CHUNK: u64 = 256 << 10;
 
 fn file(seed: u64) -> (NamedTempFile, Vec<u8>) {
     let data: Vec<u8> = (0..LEN as u64).map(|i| ((i + seed).wrapping_mul(0x9e37_79b9_7f4a_7c15) >> 56) as u8).collect();
@@ -25,7 +25,7 @@ fn file(seed: u64) -> (NamedTempFile, Vec<u8>) {
 
 fn options(threads: usize) -> ReadOptions {
     ReadOptions {
-        gather: GATHER,
+        chunk: CHUNK,
         block: 64 << 10,
         depth: 4,
         checksum: true,
@@ -90,23 +90,23 @@ fn read(
     paths: &[&NamedTempFile],
     access: Access,
     threads: usize,
-) -> Result<MappedRead, ReadError> {
-    let sources: Vec<_> = paths.iter().map(|f| ReadSource::open(f.path()).unwrap()).collect();
-    let job = Job::whole(&vec![LEN as u64; paths.len()]);
-    read_mapped(heap, registrar, access, &sources, &job, &options(threads), &mut |_| ControlFlow::Continue(()))
+) -> Result<ReadFiles, ReadError> {
+    let paths = paths.iter().map(|file| file.path());
+    Read::files(paths).options(options(threads)).mapped(registrar, access).into_memory(heap)
 }
 
 #[test]
-fn the_device_sees_every_gather() {
+fn the_device_sees_every_chunk() {
     let ((a, a_bytes), (b, b_bytes)) = (file(1), file(2));
     for (access, threads) in [(Access::READ, 1), (Access::RW, 1), (Access::READ, 3)] {
         let (registrar, heap) = (Failing::new(usize::MAX), AnonHeap::new());
         let read = read(&registrar, &heap, &[&a, &b], access, threads).unwrap();
         let mut device = registrar.host.port();
-        for ((gathers, data), buffer) in read.gathers.iter().zip([&a_bytes, &b_bytes]).zip(&read.filled.buffers) {
-            assert!(gathers.len() > LEN / GATHER as usize, "one for each gather");
+        for ((chunks, data), buffer) in read.filled.mappings.iter().zip([&a_bytes, &b_bytes]).zip(&read.filled.buffers)
+        {
+            assert!(chunks.len() > LEN / CHUNK as usize, "one for each chunk");
             let mut seen = Vec::new();
-            for mapping in gathers.iter().map(|g| g.mapping()) {
+            for mapping in chunks.iter().map(|chunk| chunk.mapping()) {
                 let mut bytes = vec![0; mapping.span().len() as usize];
                 device.read_bytes(mapping.span().first(), &mut bytes).unwrap();
                 seen.extend(bytes);
@@ -130,7 +130,6 @@ fn the_device_sees_every_gather() {
 fn it_is_mapped_before_it_is_announced_and_while_the_rest_is_read() {
     let (a, _) = file(3);
     let (registrar, heap) = (Failing::new(usize::MAX), AnonHeap::new());
-    let source = [ReadSource::open(a.path()).unwrap()];
     let half = LEN as u64 / 2;
     let extent = |at, len| Extent { source: 0, at: FileOffset::new(at), len, buffer: 0, to: at };
     let job = Job { buffers: vec![LEN as u64], extents: vec![extent(0, half), extent(half, LEN as u64 - half)] };
@@ -147,9 +146,10 @@ fn it_is_mapped_before_it_is_announced_and_while_the_rest_is_read() {
         }
         ControlFlow::Continue(())
     };
-    read_mapped(&heap, &registrar, Access::READ, &source, &job, &options(1), &mut watch).unwrap();
+    let read = Read::files([a.path()]).job(job).options(options(1)).mapped(&registrar, Access::READ);
+    drop(read.watch(&mut watch).into_memory(&heap).unwrap());
     assert_eq!(order, [0, 1], "the first half is ready first");
-    assert!(first_arrival < LEN as u64, "bytes had arrived before the last gather was mapped");
+    assert!(first_arrival < LEN as u64, "bytes had arrived before the last chunk was mapped");
     assert!(last_mapped > half);
 }
 
@@ -158,11 +158,12 @@ fn a_refusal_at_any_step_undoes_everything() {
     let (a, _) = file(4);
     let descriptors = || std::fs::read_dir("/proc/self/fd").unwrap().count();
     for threads in [1, 3] {
-        // Twelve gathers or a little more, two calls for each.
+        // Twelve chunks or a little more, two calls for each.
         for fail in 0..24 {
             let (registrar, heap) = (Failing::new(fail), AnonHeap::new());
             let error = read(&registrar, &heap, &[&a], Access::RW, threads).unwrap_err();
-            let ReadError::Map { buffer: 0, offset, source: Error::OutOfFrames { limit, .. } } = error else {
+            let ReadError::Fill(FillError::Map { buffer: 0, offset, source: Error::OutOfFrames { limit, .. } }) = error
+            else {
                 panic!("{error}");
             };
             assert!(limit == fail as u64 && offset <= LEN as u64 && offset.is_multiple_of(4096));
@@ -183,13 +184,13 @@ fn what_can_never_be_pinned_is_not_read() {
     assert_eq!((registrar.calls.load(Ordering::Relaxed), heap.stats().buffers), (0, 0));
     // An error of the file comes as it is, and whatever was mapped goes.
     registrar.host.set_pin_limit(u64::MAX);
-    let sources = [ReadSource::open(a.path()).unwrap()];
-    let mut cancel = |event: Event| match event {
+    let sources = vec![ReadSource::open(a.path()).unwrap()];
+    let cancel = |event: Event| match event {
         Event::Arrived { .. } => ControlFlow::Break(()),
         _ => ControlFlow::Continue(()),
     };
-    let job = Job::whole(&[LEN as u64]);
-    let error = read_mapped(&heap, &registrar, Access::READ, &sources, &job, &options(1), &mut cancel).unwrap_err();
+    let read = Read::sources(sources).options(options(1)).mapped(&registrar, Access::READ);
+    let error = read.watch(cancel).into_memory(&heap).unwrap_err();
     assert!(error.to_string().contains("cancelled"), "{error}");
     assert_eq!((registrar.pinned(), heap.stats().live), (0, 0));
 }

@@ -103,11 +103,6 @@ impl Clocks {
         }
     }
 
-    /// Counts the time since `start` as in [`Clocks::hold`].
-    pub(crate) fn held(&mut self, stage: Stage, start: Instant) {
-        self.0[stage as usize].held += start.elapsed();
-    }
-
     /// Adds times and bytes of others.
     pub(crate) fn add(&mut self, other: Self) {
         for (mine, theirs) in self.0.iter_mut().zip(other.0) {

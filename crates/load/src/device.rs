@@ -17,7 +17,7 @@ use dmalane_vm::Bo;
 
 use crate::fill::Staging;
 use crate::layout::ALIGN;
-use crate::{Error, Layout, Model, Tensor};
+use crate::{Error, Layout, Model, Report, Tensor};
 
 /// How a device is driven.
 #[derive(Clone)]
@@ -110,6 +110,8 @@ static DEVICES: AtomicU64 = AtomicU64::new(0);
 pub struct Loaded {
     /// The files, in the order given.
     pub files: Vec<LoadedFile>,
+    /// Times and bytes of the load.
+    pub report: Report,
 }
 
 impl Loaded {
@@ -160,7 +162,7 @@ pub struct LoadedTensor {
 }
 
 impl LoadedFile {
-    fn new(path: PathBuf, model: Model, layout: Layout, device: u64) -> Self {
+    pub(crate) fn new(path: PathBuf, model: Model, layout: Layout, device: u64) -> Self {
         let mut by_name: Vec<usize> = (0..model.tensors.len()).collect();
         by_name.sort_by_key(|i| &model.tensors[*i].name);
         let (bo, range, tensors) = (None, None, Vec::new());
@@ -281,7 +283,7 @@ impl OpenDevice {
 
     /// The heap of the staging buffers.
     pub fn heap(&self) -> &dyn Heap {
-        &**self.staging.heap()
+        &*self.staging.heap
     }
 
     /// Where programs on the device see its memory.
@@ -328,13 +330,13 @@ impl OpenDevice {
 
     /// A buffer for blocking calls, of at least so many bytes or a chunk, and the queue that it goes through.
     pub(crate) fn bounce(&mut self, len: u64) -> Result<(&mut Bounce, &mut JoinedQueue), dmalane_dma::Error> {
-        let wanted = usize::try_from(len.clamp(1, self.staging.limit())).unwrap_or(usize::MAX);
+        let wanted = usize::try_from(len.clamp(1, self.staging.limit)).unwrap_or(usize::MAX);
         let bounce = match self.bounce.take() {
             Some(bounce) if bounce.len() >= wanted => bounce,
             // What is too small, or was lost, goes before there is another one.
             other => {
                 drop(other);
-                Bounce::new(&*self.registrar, &**self.staging.heap(), wanted, self.timeout)?
+                Bounce::new(&*self.registrar, &*self.staging.heap, wanted, self.timeout)?
             }
         };
         Ok((self.bounce.insert(bounce), &mut self.queue))

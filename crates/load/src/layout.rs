@@ -78,7 +78,7 @@ mod tests {
     use std::sync::Arc;
 
     use super::*;
-    use crate::Tensor;
+    use crate::{Container, Tensor};
     use dmalane_addr::FileOffset;
     use proptest::prelude::*;
 
@@ -92,7 +92,7 @@ mod tests {
                 len: *len,
             })
         };
-        Model { len: 0, tensors: sizes.iter().map(tensor).collect(), metadata: None, safetensors: true }
+        Model { len: 0, tensors: sizes.iter().map(tensor).collect(), metadata: None, container: Container::Safetensors }
     }
 
     #[test]

@@ -11,11 +11,11 @@
 //! Nothing here knows which device or which kind of file it drives; crate `dmalane` opens them by name.
 
 mod clock;
-mod cut;
+pub mod container;
+
 mod device;
 mod error;
 pub mod fill;
-mod format;
 mod input;
 mod layout;
 mod pipeline;
@@ -24,12 +24,13 @@ mod reference;
 mod report;
 mod sample;
 mod save;
+mod targets;
 
 pub use clock::Stage;
+pub use container::{Container, FormatError, Model, Tensor};
 pub use device::{DriveOptions, JoinedQueue, Loaded, LoadedFile, LoadedTensor, OpenDevice};
 pub use dmalane_device::Placement;
 pub use error::Error;
-pub use format::{FormatError, MAX_HEADER, Model, Tensor};
 pub use input::Input;
 pub use layout::{Layout, Place};
 pub use reference::ReferenceRates;

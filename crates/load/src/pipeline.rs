@@ -1,17 +1,16 @@
 //! Loading: places files on the device, runs the engine with staging buffers, and binds each tensor when it is whole.
 
-use std::collections::VecDeque;
-use std::ops::{ControlFlow, Range};
+use std::ops::ControlFlow;
+use std::path::PathBuf;
 use std::time::Instant;
 
 use dmalane_addr::FileOffset;
 use dmalane_device::Placement;
-use dmalane_queue::{OpError, Queue, Refusal};
+use dmalane_queue::{OpError, Queue};
 
 use crate::clock::{Clocks, Stage};
-use crate::cut::cut;
-use crate::fill::{self, Event, FillError, FillOptions, Job, Memory, Sink, Target, Targets};
-use crate::{Error, Input, Loaded, LoadedFile, OpenDevice, Report};
+use crate::fill::{self, Event, FillError, FillOptions, Job, Memory, Sink};
+use crate::{Error, Input, Loaded, LoadedFile, Model, OpenDevice, Report};
 
 impl OpenDevice {
     /// Loads files: when this returns, every tensor is on the device and bound, for reading, at its own device virtual
@@ -27,7 +26,7 @@ impl OpenDevice {
         inputs: &mut [Input<S>],
         placement: &Placement,
         progress: &mut (dyn FnMut(u64) + Send),
-    ) -> Result<(Loaded, Report), Error> {
+    ) -> Result<Loaded, Error> {
         let mut files: Vec<LoadedFile> = Vec::new();
         for input in inputs.iter() {
             let placed = input.model().and_then(|model| self.place(input.path.clone(), model, placement));
@@ -35,7 +34,7 @@ impl OpenDevice {
                 Ok(file) => files.push(file),
                 Err(e) => {
                     // The reason for the failure matters more than a second one while cleaning up.
-                    let _ = self.unload(Loaded { files });
+                    let _ = self.unload(Loaded { files, report: Report::default() });
                     return Err(e);
                 }
             }
@@ -44,7 +43,7 @@ impl OpenDevice {
         let start = Instant::now();
         let result = self.stream(inputs, &mut files, progress);
         let wall = start.elapsed();
-        let loaded = Loaded { files };
+        let mut loaded = Loaded { files, report: Report::default() };
         let (clocks, transfers) = match result {
             Ok(done) => done,
             Err(e) => {
@@ -59,7 +58,7 @@ impl OpenDevice {
             }
         };
         self.resident.see();
-        let report = Report {
+        loaded.report = Report {
             bytes: loaded.files.iter().map(|f| f.model.len).sum(),
             wall,
             stages: clocks.stages().collect(),
@@ -72,7 +71,7 @@ impl OpenDevice {
             resident_peak: self.resident_peak(),
             ..Report::default()
         };
-        Ok((loaded, report))
+        Ok(loaded)
     }
 
     /// Moves the bytes of files that have their places, and binds their tensors.
@@ -103,20 +102,13 @@ impl OpenDevice {
                 let tensor = file.model.index_at(FileOffset::new(offset));
                 let left = &mut missing[buffer][tensor];
                 *left -= len;
-                if *left > 0 {
-                    return ControlFlow::Continue(());
-                }
-                binds.bytes(Stage::Bind, file.layout.places[tensor].bound);
-                if whole_files {
-                    return ControlFlow::Continue(());
-                }
-                match binds.time(Stage::Bind, || file.bind(tensor, space)) {
-                    Ok(()) => ControlFlow::Continue(()),
-                    Err(error) => {
-                        failed = Some(error);
-                        ControlFlow::Break(())
+                if *left == 0 {
+                    binds.bytes(Stage::Bind, file.layout.places[tensor].bound);
+                    if !whole_files {
+                        failed = binds.time(Stage::Bind, || file.bind(tensor, space)).err();
                     }
                 }
+                if failed.is_some() { ControlFlow::Break(()) } else { ControlFlow::Continue(()) }
             }
             _ => ControlFlow::Continue(()),
         };
@@ -128,18 +120,15 @@ impl OpenDevice {
         if let Some(error) = failed {
             return Err(error);
         }
-        let mut done = result.map_err(|error| describe(error, files))?;
+        let mut done =
+            result.map_err(|error| describe(error, |file| (files[file].path.clone(), Some(&files[file].model))))?;
         for (input, file) in inputs.iter().zip(&*files) {
             let (before, now) = (file.model.len, input.len()?);
             if before != now {
                 return Err(Error::Changed { path: file.path.clone(), before, now });
             }
         }
-        for ((file, missing), checksum) in files.iter_mut().zip(&missing).zip(done.checksums) {
-            if let Some(tensor) = missing.iter().position(|bytes| *bytes > 0) {
-                let reason = format!("tensor {:?} did not arrive whole", file.model.tensors[tensor].name);
-                return Err(Error::Channel { path: file.path.clone(), end: "device", reason });
-            }
+        for (file, checksum) in files.iter_mut().zip(done.checksums) {
             file.checksum = checksum.unwrap_or_default();
         }
         done.clocks.add(binds);
@@ -147,41 +136,33 @@ impl OpenDevice {
     }
 }
 
-/// The bytes of tensors go to their places in device memory; other bytes stay on the host.
-impl Targets for &[LoadedFile] {
-    fn buffers(&self) -> usize {
-        self.len()
-    }
-
-    fn cut(&self, buffer: usize, range: Range<u64>, max_len: u64, out: &mut VecDeque<Target>) -> Result<(), Refusal> {
-        let file = &self[buffer];
-        cut(&file.model, &file.layout, file.bo.as_ref().map(|bo| bo.sg()), range, max_len, out);
-        Ok(())
-    }
-}
-
-/// An error of the engine with the file and the tensor that it is about.
-pub(crate) fn describe(error: FillError, files: &[LoadedFile]) -> Error {
-    let path = |file: usize| files.get(file).map(|f| f.path.clone()).unwrap_or_default();
-    let tensor = |file: usize, at| files.get(file)?.model.tensor_at(at).map(|t| t.name.clone());
-    let device = |file: usize, reason: String| Error::Channel { path: path(file), end: "device", reason };
+/// An error of the engine with the file and the tensor that it is about. `about` returns the path and the contents of a
+/// file.
+pub(crate) fn describe<'a>(error: FillError, about: impl Fn(usize) -> (PathBuf, Option<&'a Model>)) -> Error {
+    let named = |file: usize, at| {
+        let (path, model) = about(file);
+        (path, model.and_then(|model| Some(model.tensor_at(at)?.name.clone())))
+    };
+    let lost = |file: usize, end, reason| Error::Channel { path: about(file).0, end, reason };
     match error {
-        FillError::Read { source_index: file, at, error: source } => {
+        FillError::Read { source_index, at, error: source } => {
             // The queue knows best where it stopped.
             let at = match &source {
                 OpError::EndOfFile { at, .. } | OpError::Io { at, .. } => *at,
                 _ => at,
             };
-            Error::Read { path: path(file), at, tensor: tensor(file, at), source }
+            let (path, tensor) = named(source_index, at);
+            Error::Read { path, at, tensor, source }
         }
-        FillError::Channel { source_index: file, reason } => Error::Channel { path: path(file), end: "file", reason },
-        FillError::Transfer { buffer, error: OpError::Stopped(reason), .. } => device(buffer, reason),
+        FillError::Channel { source_index, reason } => lost(source_index, "file", reason),
+        FillError::Transfer { buffer, error: OpError::Stopped(reason), .. } => lost(buffer, "device", reason),
         FillError::Transfer { buffer, offset, error: source } => {
             let at = FileOffset::new(offset);
-            Error::Transfer { path: path(buffer), at, tensor: tensor(buffer, at), source }
+            let (path, tensor) = named(buffer, at);
+            Error::Transfer { path, at, tensor, source }
         }
-        FillError::Refused { buffer, reason, .. } => device(buffer, reason.to_string()),
+        FillError::Refused { buffer, reason, .. } => lost(buffer, "device", reason.to_string()),
         FillError::Memory { source, .. } => Error::Memory(source),
-        other => device(0, other.to_string()),
+        other => lost(0, "device", other.to_string()),
     }
 }

@@ -11,7 +11,7 @@ use dmalane_dma::VolatileSlice;
 use dmalane_queue::QueueAddr;
 use safetensors::tensor::{Dtype, TensorInfo};
 
-use crate::{Error, Input, Loaded, LoadedFile, OpenDevice, Output};
+use crate::{Container, Error, Input, Loaded, LoadedFile, OpenDevice, Output};
 
 /// Bytes of the file that are compared at a time.
 const BLOCK: usize = 256 << 10;
@@ -106,7 +106,7 @@ impl OpenDevice {
         let error = |what, source| Error::File { path: to.path().to_owned(), what, source };
         let mut saving = to.begin()?;
         let mut out = BufWriter::with_capacity(1 << 20, saving.file());
-        if file.model.safetensors {
+        if file.model.container == Container::Safetensors {
             let header = header(file).map_err(|e| error("describe its tensors", e))?;
             let written = out.write_all(&(header.len() as u64).to_le_bytes()).and_then(|()| out.write_all(&header));
             written.map_err(|e| error("write it", e))?;

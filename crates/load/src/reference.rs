@@ -7,7 +7,8 @@ use dmalane_addr::FileOffset;
 use dmalane_dma::{CopyHint, SharedBuf};
 use dmalane_queue::Queue;
 
-use crate::fill::{self, FillError, FillOptions, Job, Memory, Sink};
+use crate::fill::{self, FillOptions, Job, Memory, Sink};
+use crate::pipeline::describe;
 use crate::{Error, Input, OpenDevice};
 
 /// Rates in bytes per second.
@@ -44,7 +45,6 @@ impl OpenDevice {
         }
         let start = Instant::now();
         self.staging.prepare(lens.iter().copied().max().unwrap_or(0));
-        let paths: Vec<_> = inputs.iter().map(|input| input.path.clone()).collect();
         let mut workers = [inputs.iter_mut().map(|input| &mut input.channel).collect::<Vec<_>>()];
         let options = FillOptions { block: u64::MAX, timeout: self.timeout, ..FillOptions::default() };
         let memory = Memory::Staging(&mut self.staging);
@@ -52,13 +52,7 @@ impl OpenDevice {
         if let Err(error) = fill::run(memory, Sink::Memory, &Job::whole(&lens), &mut workers, &options, &mut go) {
             // Slots that were in flight are incomplete: new ones are made next time.
             self.staging.clear();
-            return Err(match error {
-                FillError::Read { source_index, at, error: source } => {
-                    Error::Read { path: paths[source_index].clone(), at, tensor: None, source }
-                }
-                FillError::Memory { source, .. } => Error::Memory(source),
-                other => Error::Channel { path: paths[0].clone(), end: "file", reason: other.to_string() },
-            });
+            return Err(describe(error, |file| (inputs[file].path.clone(), None)));
         }
         let read = lens.iter().sum::<u64>() as f64 / start.elapsed().as_secs_f64();
         let (copy, first_touch) = memory_rates()?;

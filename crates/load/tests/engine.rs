@@ -95,7 +95,7 @@ fn loads_are_what_the_obvious_loop_does() {
         let (drive, placement) = settings(random, &*inner);
         let mut device = OpenDevice::new(inner, drive).unwrap();
         let mut progress = 0;
-        let (loaded, report) = device.load(&mut inputs, &placement, &mut |n| progress += n).unwrap();
+        let loaded = device.load(&mut inputs, &placement, &mut |n| progress += n).unwrap();
 
         let mut plain = OpenDevice::new(Box::new(RamDevice::new(64 << 20).unwrap()), DriveOptions::default()).unwrap();
         let mut total = 0;
@@ -117,7 +117,7 @@ fn loads_are_what_the_obvious_loop_does() {
                 bound += 1;
             }
         }
-        assert_eq!((report.bytes, progress), (total, total));
+        assert_eq!((loaded.report.bytes, progress), (total, total));
         device.unload(loaded).unwrap();
     }
     assert!(bound > 500, "{bound} tensors");
@@ -153,7 +153,7 @@ fn reads_are_what_the_obvious_loop_does_with_either_sink() {
                 let register = Some((&*registrar, Access::READ));
                 (Stays { heap: &heap, register }, Sink::Device { queue: device.queue_mut(), polled, targets: &&to[..] })
             }
-            false => ((&heap).into(), Sink::Memory),
+            false => (Stays::of(&heap), Sink::Memory),
         };
         let filled = fill(memory, sink, &job, &mut workers, &options, &mut go).unwrap();
         for ((source, buffer), to) in sources.iter().zip(&filled.buffers).zip(to) {

@@ -59,10 +59,8 @@ fn round(seed: u64, sources: &[std::sync::Arc<Vec<u8>>], heap: &dyn Heap) {
         checksum: seed.is_multiple_of(3),
         ..FillOptions::default()
     };
-    let failed = fill(Stays { heap, register: None }, Sink::Memory, &job, &mut workers, &options, &mut |_| {
-        ControlFlow::Continue(())
-    })
-    .unwrap_err();
+    let failed = fill(Stays::of(heap), Sink::Memory, &job, &mut workers, &options, &mut |_| ControlFlow::Continue(()))
+        .unwrap_err();
     let FillError::Read { source_index, at, error } = &failed else { panic!("seed {seed}: {failed:?}") };
     assert_eq!(*source_index, faulty, "seed {seed}");
     assert!(at.bits() <= place, "the read began before it failed");

@@ -13,7 +13,7 @@ use clap::{ArgGroup, Args};
 use dmalane::device::{AddressSpaceKind, BackingFiles, IommuCounters};
 use dmalane::dma::PageBacking;
 use dmalane::file::{FileQueue, Mode};
-use dmalane::load::{DriveOptions, Error, Input, Loaded, Output, Report};
+use dmalane::load::{DriveOptions, Error, Input, Loaded, Output};
 use dmalane::queue::QueueChoice;
 use dmalane::sim::Workers;
 use dmalane::{DeviceSpec, FileOptions, OpenDevice, OpenOptions, Placement, open_as, open_file};
@@ -182,7 +182,6 @@ struct Outcome {
     device: String,
     inputs: Vec<Input<FileQueue>>,
     loaded: Loaded,
-    report: Report,
     verified: bool,
     /// Where tensors were bound, and so how they were read back.
     space: AddressSpaceKind,
@@ -255,7 +254,7 @@ impl Load {
         let bar = Progress::new("load", self.shows_progress());
         bar.set_length(bytes(&inputs));
         let result = device.load(&mut inputs, &self.placement, &mut |n| bar.advance(n));
-        let (loaded, mut report) = result.map_err(|e| room.load_failure(&e, &inputs))?;
+        let mut loaded = result.map_err(|e| room.load_failure(&e, &inputs))?;
         bar.finish();
         let counters = device.counters();
         let iommu = counters.iommu;
@@ -265,9 +264,9 @@ impl Load {
         }
         if self.verify {
             let bar = Progress::new("verify", self.shows_progress());
-            bar.set_length(report.bytes);
+            bar.set_length(loaded.report.bytes);
             let result = device.verify(&loaded, &inputs, &mut |n| bar.advance(n));
-            report.verify_wall = result.map_err(|e| verify_failure(&e))?;
+            loaded.report.verify_wall = result.map_err(|e| verify_failure(&e))?;
             bar.finish();
         }
         for (saved, (file, to)) in loaded.files.iter().zip(&outputs.save).enumerate() {
@@ -277,14 +276,13 @@ impl Load {
         if self.explain {
             let rates = device.reference_rates(&mut inputs);
             let trouble = |e| Failure::because("cannot measure the ceilings (the files are loaded)", &e);
-            report.reference = Some(rates.map_err(trouble)?);
+            loaded.report.reference = Some(rates.map_err(trouble)?);
         }
         let (name, verified, backing) = (self.device.to_string(), self.verify, device.staging_backing().cloned());
         let outcome = Outcome {
             device: name,
             inputs,
             loaded,
-            report,
             verified,
             space: device.address_space().kind(),
             backing,

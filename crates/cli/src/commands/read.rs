@@ -15,10 +15,7 @@ use dmalane::dma::{AnonHeap, DmaHeap, MemfdHeap, Needs, PageKind, Picked, pick};
 use dmalane::file::Mode;
 use dmalane::load::fill::{Event, Extent, FillError, Filled, Job};
 use dmalane::sim::{HostConfig, SoftHost};
-use dmalane::{
-    AllocAndRead, AllocRead, DeviceSpec, ReadError, ReadMethod, ReadOptions, ReadSource, Scheme, read_all, read_mapped,
-    read_to_device,
-};
+use dmalane::{AllocAndRead, AllocRead, DeviceSpec, ReadError, ReadFiles, ReadMethod, ReadOptions, ReadSource, Scheme};
 
 use crate::device::{self as opening, LARGE_HOST, card_memory};
 use crate::failure::Failure;
@@ -199,7 +196,8 @@ impl Read {
     pub fn run(self) -> Result<ExitCode, Failure> {
         let picked = self.pick_heap()?;
         let bar = Progress::new("read", !self.quiet && !self.json);
-        let Done { filled, methods, mappings, target } = self.read(&*picked.heap, &bar)?;
+        let Done { read: ReadFiles { filled, methods }, mapped, target } = self.read(&*picked.heap, &bar)?;
+        let mappings = mapped.then(|| filled.mappings.iter().map(Vec::len).sum());
         bar.finish();
         if let Some(mut target) = target.filter(|_| self.verify) {
             target.verify(&filled)?;
@@ -223,7 +221,7 @@ impl Read {
                 _ => Mode::Auto,
             },
             scheme: self.scheme,
-            gather: self.chunk.bytes(),
+            chunk: self.chunk.bytes(),
             depth: self.iodepth.into(),
             block: self.block_size.bytes() as usize,
             threads: self.threads.map(usize::from),
@@ -274,10 +272,10 @@ impl Read {
                     .hint("without --map and --device it is read into memory, which can be mapped afterwards"));
             }
             let bounds = (Bound::Included(range.start), range.end.map_or(Bound::Unbounded, Bound::Excluded));
-            let AllocRead { buffer, way, report } =
+            let AllocRead { buffer, method, report } =
                 heap.alloc_and_read(&only.file, bounds, &options).map_err(failure)?;
             let filled = Filled { buffers: vec![buffer], mappings: Vec::new(), report };
-            return Ok(Done { filled, methods: vec![way], mappings: None, target: None });
+            return Ok(Done { read: ReadFiles { filled, methods: vec![method] }, mapped: false, target: None });
         }
         let mut job = Job::default();
         for (source, file) in sources.iter().enumerate() {
@@ -288,7 +286,7 @@ impl Read {
             job.buffers.push(len);
         }
         bar.set_length(job.bytes());
-        let mut watch = |event: Event| {
+        let watch = |event: Event| {
             if let Event::Arrived { len, .. } = event {
                 bar.advance(len);
             }
@@ -298,26 +296,25 @@ impl Read {
             Some(spec) => Some(Target::open(spec, self.card_ddr.map(Size::bytes), &job.buffers)?),
             None => None,
         };
-        let read = if let Some(Target { device, to }) = &mut target {
-            read_to_device(heap, device, to, &sources, &job, &options, &mut watch).map_err(failure)?
+        let host: SoftHost;
+        let mut read = dmalane::Read::sources(sources).job(job).options(options).watch(watch);
+        if let Some(Target { device, to }) = &mut target {
+            read = read.and_to(device, to);
         } else if self.map {
-            let host: SoftHost = SoftHost::new(HostConfig { memory: LARGE_HOST, ..HostConfig::default() })
+            host = SoftHost::new(HostConfig { memory: LARGE_HOST, ..HostConfig::default() })
                 .map_err(|e| Failure::because("no software host", &e))?;
-            read_mapped(heap, &host, Access::READ, &sources, &job, &options, &mut watch).map_err(failure)?
-        } else {
-            let (filled, methods) = read_all(heap, &sources, &job, &options, &mut watch).map_err(failure)?;
-            return Ok(Done { filled, methods, mappings: None, target: None });
-        };
-        let mappings = Some(read.gathers.iter().map(Vec::len).sum());
-        Ok(Done { filled: read.filled, methods: read.ways, mappings, target })
+            read = read.mapped(&host, Access::READ);
+        }
+        let read = read.into_memory(heap).map_err(failure)?;
+        Ok(Done { read, mapped: self.map || target.is_some(), target })
     }
 }
 
 /// The buffers and how they were filled.
 struct Done {
-    filled: Filled,
-    methods: Vec<ReadMethod>,
-    mappings: Option<usize>,
+    read: ReadFiles,
+    /// The buffers were mapped for a device.
+    mapped: bool,
     /// The device that has it.
     target: Option<Target>,
 }

@@ -12,7 +12,7 @@ use dmalane::dma::{AnonHeap, Heap, MemfdHeap, PageKind, Pool};
 use dmalane::file::Mode;
 use dmalane::load::fill::{Event, Extent, FillError, Job};
 use dmalane::queue::OpError;
-use dmalane::{AllocAndRead, AllocRead, ReadError, ReadOptions, ReadSource, Scheme, read_all};
+use dmalane::{AllocAndRead, AllocRead, Read, ReadError, ReadFiles, ReadOptions, ReadSource, Scheme};
 use proptest::prelude::*;
 use tempfile::NamedTempFile;
 
@@ -40,7 +40,7 @@ fn bytes(read: &AllocRead) -> Vec<u8> {
 }
 
 fn small() -> ReadOptions {
-    ReadOptions { gather: 256 << 10, block: 64 << 10, depth: 4, checksum: true, ..ReadOptions::default() }
+    ReadOptions { chunk: 256 << 10, block: 64 << 10, depth: 4, checksum: true, ..ReadOptions::default() }
 }
 
 #[test]
@@ -68,8 +68,13 @@ fn every_way_gives_the_same_bytes() {
                             }
                             read => read.unwrap(),
                         };
-                        assert!(bytes(&read) == data, "{len} {mode:?} {scheme:?} heap {i}: {}", read.way);
-                        assert_eq!(read.way.moved.direct + read.way.moved.buffered, len as u64, "{}", read.way);
+                        assert!(bytes(&read) == data, "{len} {mode:?} {scheme:?} heap {i}: {}", read.method);
+                        assert_eq!(
+                            read.method.moved.direct + read.method.moved.buffered,
+                            len as u64,
+                            "{}",
+                            read.method
+                        );
                         let hash = read.buffer.checksum().unwrap();
                         assert_eq!(hash, twox_hash::XxHash3_64::oneshot(&data));
                         let memfd = read.buffer.shared().export().map(|fd| fd.try_clone_to_owned().unwrap());
@@ -95,23 +100,23 @@ fn what_is_cached_is_copied_and_what_is_not_is_read_past_the_cache() {
     let heap = AnonHeap::new();
     file.as_file().sync_all().unwrap();
     let warm = heap.alloc_and_read(&opened, .., &small()).unwrap();
-    if warm.way.cached.is_none() {
+    if warm.method.cached.is_none() {
         return println!("SKIPPED: the kernel does not say what is cached (cachestat, Linux 6.5)");
     }
-    assert!(warm.way.reason.contains("100 % in the page cache: copied from there"), "{}", warm.way);
-    assert_eq!(warm.way.moved.direct, 0);
+    assert!(warm.method.reason.contains("100 % in the page cache: copied from there"), "{}", warm.method);
+    assert_eq!(warm.method.moved.direct, 0);
     forget(&file);
     let cold = heap.alloc_and_read(&opened, .., &small()).unwrap();
-    if cold.way.cached.is_some_and(|cached| cached.cached > 0) || !cold.way.how.direct {
-        return println!("SKIPPED: this file system does no direct I/O or keeps its pages: {}", cold.way);
+    if cold.method.cached.is_some_and(|cached| cached.cached > 0) || !cold.method.how.direct {
+        return println!("SKIPPED: this file system does no direct I/O or keeps its pages: {}", cold.method);
     }
-    assert!(cold.way.reason.contains("0 % in the page cache: read past it"), "{}", cold.way);
-    assert_eq!(cold.way.moved.buffered, 0, "aligned from end to end");
+    assert!(cold.method.reason.contains("0 % in the page cache: read past it"), "{}", cold.method);
+    assert_eq!(cold.method.moved.buffered, 0, "aligned from end to end");
     // Small files too: the short path for what is cached, one direct read for what is not.
     let cold = heap.alloc_and_read(&opened, ..512 << 10, &small()).unwrap();
-    assert!(cold.way.moved.direct == 512 << 10 && cold.way.reason.contains("short path"), "{}", cold.way);
+    assert!(cold.method.moved.direct == 512 << 10 && cold.method.reason.contains("short path"), "{}", cold.method);
     let tiny = heap.alloc_and_read(&opened, 5..100, &small()).unwrap();
-    assert!(tiny.way.reason.contains("95 bytes are too few"), "{}", tiny.way);
+    assert!(tiny.method.reason.contains("95 bytes are too few"), "{}", tiny.method);
     assert!(bytes(&tiny) == data[5..100]);
     // A direct read leaves the file as its owner had it: to be read ahead of.
     std::io::Read::read_exact(&mut &opened, &mut [0; 100_000]).unwrap();
@@ -124,7 +129,7 @@ proptest! {
     #[test]
     fn scattered_lists_from_real_files(
         pieces in prop::collection::vec((0usize..3, 0u64..250_000, 0u64..150_000, 0u64..9000), 1..12),
-        gather in 1u64..300_000, direct: bool, threads in 1usize..4, aligned: bool,
+        chunk in 1u64..300_000, direct: bool, threads in 1usize..4, aligned: bool,
     ) {
         let data: Vec<_> = (0..3).map(|i| noise(400_000 + i * 1000)).collect();
         let files: Vec<_> = data.iter().map(|d| file(d)).collect();
@@ -148,15 +153,17 @@ proptest! {
         }
         let mode = if direct { Mode::Auto } else { Mode::Buffered };
         if direct { files.iter().for_each(forget) }
-        let options = ReadOptions { mode, gather, threads: Some(threads), ..small() };
+        let options = ReadOptions { mode, chunk, threads: Some(threads), ..small() };
         let mut complete = Vec::new();
         let heap = MemfdHeap::starting_at(PageKind::Base);
-        let (filled, _) = read_all(&heap, &sources, &job, &options, &mut |event| {
+        let mut watch = |event| {
             if let Event::Complete { extent } = event {
                 complete.push(extent);
             }
             ControlFlow::Continue(())
-        }).unwrap();
+        };
+        let read = Read::sources(sources).job(job.clone()).options(options).watch(&mut watch);
+        let ReadFiles { filled, .. } = read.into_memory(&heap).unwrap();
         complete.sort_unstable();
         prop_assert_eq!(complete, (0..job.extents.len()).collect::<Vec<_>>());
         for (buffer, want) in filled.buffers.iter().zip(&want) {
@@ -224,7 +231,7 @@ fn a_file_replaced_while_it_is_read_is_the_one_that_was_opened() {
     let data = noise(4 << 20);
     let file = file(&data);
     forget(&file);
-    let sources = [ReadSource::open(file.path()).unwrap()];
+    let sources = vec![ReadSource::open(file.path()).unwrap()];
     let other = NamedTempFile::new_in(DISK).unwrap();
     std::fs::write(other.path(), vec![0; 4 << 20]).unwrap();
     let mut replace = Some(other);
@@ -234,8 +241,8 @@ fn a_file_replaced_while_it_is_read_is_the_one_that_was_opened() {
         }
         ControlFlow::Continue(())
     };
-    let job = Job::whole(&[4 << 20]);
-    let (filled, _) = read_all(&AnonHeap::new(), &sources, &job, &small(), &mut watch).unwrap();
+    let read = Read::sources(sources).options(small()).watch(&mut watch);
+    let ReadFiles { filled, .. } = read.into_memory(&AnonHeap::new()).unwrap();
     assert_eq!(filled.buffers[0].checksum(), Some(twox_hash::XxHash3_64::oneshot(&data)));
 }
 
@@ -245,7 +252,7 @@ fn a_file_that_changes_its_size() {
         for (new, grows) in [(5 << 20, true), (3 << 20, false)] {
             let file = file(&noise(4 << 20));
             forget(&file);
-            let sources = [ReadSource::open(file.path()).unwrap()];
+            let sources = vec![ReadSource::open(file.path()).unwrap()];
             let mut once = true;
             let mut watch = |event: Event| {
                 if matches!(event, Event::Arrived { .. }) && std::mem::take(&mut once) {
@@ -255,7 +262,8 @@ fn a_file_that_changes_its_size() {
             };
             let heap = AnonHeap::new();
             let options = ReadOptions { mode, threads: Some(1), ..small() };
-            let e = read_all(&heap, &sources, &Job::whole(&[4 << 20]), &options, &mut watch).unwrap_err();
+            let read = Read::sources(sources).options(options).watch(&mut watch);
+            let e = read.into_memory(&heap).unwrap_err();
             match e {
                 ReadError::Changed { before, now, .. } if grows => assert_eq!((before, now), (4 << 20, new)),
                 ReadError::Read { error: OpError::EndOfFile { at, .. }, .. } if !grows => assert_eq!(at.bits(), new),

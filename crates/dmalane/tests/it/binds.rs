@@ -148,7 +148,7 @@ fn a_recorded_load_replays_to_the_same_mapping() {
         }));
         assert!(observes);
         let mut inputs = paths.each_ref().map(|path| open_file(path, FileOptions::default()).unwrap());
-        let (mut loaded, _) = device.load(&mut inputs, &placement, &mut |_| {}).unwrap();
+        let mut loaded = device.load(&mut inputs, &placement, &mut |_| {}).unwrap();
         // One is unloaded again: that is in the trace too.
         let first = loaded.files.remove(0);
         device.unload_file(first).unwrap();

@@ -100,7 +100,7 @@ fn every_kind_is_loaded_to_verified_saved_and_unloaded() {
         let mut device = options.open(&name.parse().unwrap()).unwrap();
         let free = device.memory().free_bytes();
         let mut inputs = [open_file(&path, FileOptions::default()).unwrap()];
-        let (loaded, _) = device.load(&mut inputs, &Placement::Default, &mut |_| {}).unwrap();
+        let loaded = device.load(&mut inputs, &Placement::Default, &mut |_| {}).unwrap();
         device.verify(&loaded, &inputs, &mut |_| {}).unwrap();
         let copy = folder.path().join(names.fetch_add(1, Ordering::Relaxed).to_string());
         device.save(&loaded.files[0], &dmalane::load::Output::new(&copy)).unwrap();

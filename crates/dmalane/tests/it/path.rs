@@ -125,8 +125,8 @@ fn every_setting_delivers_every_byte() {
                 let before = resources(&mut soft);
                 let mut inputs = [open_file(&path, FileOptions::for_mode(mode)).unwrap()];
                 let mut progress = 0;
-                let (loaded, report) = soft.device.load(&mut inputs, placement, &mut |n| progress += n).unwrap();
-                assert_eq!((report.bytes, progress), (original.len() as u64, original.len() as u64));
+                let loaded = soft.device.load(&mut inputs, placement, &mut |n| progress += n).unwrap();
+                assert_eq!((loaded.report.bytes, progress), (original.len() as u64, original.len() as u64));
                 soft.device.verify(&loaded, &inputs, &mut |_| {}).unwrap();
                 checksums.push(loaded.files[0].checksum);
 
@@ -159,7 +159,7 @@ fn a_wrong_byte_on_the_card_is_found() {
     let path = sample(folder.path(), "model.safetensors", 3 * MIB);
     let mut soft = Soft::open(config(MIB));
     let mut inputs = [open(&path)];
-    let (loaded, _) = soft.device.load(&mut inputs, &Placement::HBM_HALF, &mut |_| {}).unwrap();
+    let loaded = soft.device.load(&mut inputs, &Placement::HBM_HALF, &mut |_| {}).unwrap();
     let t = loaded.files[0].tensors().max_by_key(|t| t.tensor.len).unwrap();
     let (name, offset) = (t.tensor.name.clone(), t.tensor.len - 5);
     let va = t.va.unwrap().sub(offset, 1).unwrap().first();
@@ -180,14 +180,14 @@ fn tensors_are_bound_apart_and_read_only() {
     let raw = write(folder.path(), "raw.bin", &bytes(12_345, 1));
     let mut soft = Soft::open(config(MIB));
     let mut inputs = [open(&a), open(&b), open(&raw)];
-    let (loaded, report) = soft.device.load(&mut inputs, &Placement::DDR, &mut |_| {}).unwrap();
+    let loaded = soft.device.load(&mut inputs, &Placement::DDR, &mut |_| {}).unwrap();
     soft.device.verify(&loaded, &inputs, &mut |_| {}).unwrap();
     let mut spans: Vec<_> = loaded.files.iter().flat_map(|f| f.tensors()).filter_map(|t| t.va).collect();
     spans.sort_by_key(|s| s.first());
     assert!(spans.windows(2).all(|w| w[1].first().bits() - w[0].last().bits() > 16384 - 4096));
     assert!(spans.iter().all(|s| s.first().bits().is_multiple_of(16384)));
-    let large = report.device_leaves.iter().find(|(size, _)| size.bytes() == 2 * MIB).unwrap().1;
-    assert!(large > 0, "large tensors take large leaves: {:?}", report.device_leaves);
+    let large = loaded.report.device_leaves.iter().find(|(size, _)| size.bytes() == 2 * MIB).unwrap().1;
+    assert!(large > 0, "large tensors take large leaves: {:?}", loaded.report.device_leaves);
     let leaf = soft.device.address_space().vm().unwrap().lookup(spans[0].first()).unwrap();
     assert_eq!(leaf.access.to_string(), "r--");
     // The same bytes twice have the same checksum; the blob is one tensor with its file's name.
@@ -196,7 +196,7 @@ fn tensors_are_bound_apart_and_read_only() {
     // A second load beside the first, larger than it, reuses or replaces the staging buffers.
     let big = sample(folder.path(), "big.safetensors", 20 * MIB);
     let mut more = [open(&big)];
-    let (second, _) = soft.device.load(&mut more, &Placement::HBM, &mut |_| {}).unwrap();
+    let second = soft.device.load(&mut more, &Placement::HBM, &mut |_| {}).unwrap();
     soft.device.verify(&second, &more, &mut |_| {}).unwrap();
     soft.device.verify(&loaded, &inputs, &mut |_| {}).unwrap();
 }
@@ -217,8 +217,8 @@ fn odd_files() {
     ] {
         let path = write(folder.path(), name, &bytes);
         let mut inputs = [open(&path)];
-        let (loaded, report) = soft.device.load(&mut inputs, &Placement::HBM, &mut |_| {}).unwrap();
-        assert_eq!(report.bytes, bytes.len() as u64, "{name}");
+        let loaded = soft.device.load(&mut inputs, &Placement::HBM, &mut |_| {}).unwrap();
+        assert_eq!(loaded.report.bytes, bytes.len() as u64, "{name}");
         soft.device.verify(&loaded, &inputs, &mut |_| {}).unwrap();
         soft.device.unload(loaded).unwrap();
     }
@@ -383,7 +383,7 @@ fn a_disk_error_anywhere_names_the_place_and_leaks_nothing() {
     }
     // The device still works.
     let mut inputs = [open(&path)];
-    let (loaded, _) = soft.device.load(&mut inputs, &Placement::DDR, &mut |_| {}).unwrap();
+    let loaded = soft.device.load(&mut inputs, &Placement::DDR, &mut |_| {}).unwrap();
     soft.device.verify(&loaded, &inputs, &mut |_| {}).unwrap();
 }
 
@@ -574,8 +574,9 @@ fn a_device_that_is_slow_is_waited_for() {
     let (mut device, faults) = faulty(16 * MIB, Faults { takes: Duration::from_millis(20), ..Faults::default() });
     let mut inputs = [open(&path)];
     let begun = Instant::now();
-    let (loaded, report) = device.load(&mut inputs, &Placement::DDR, &mut |_| {}).unwrap();
-    assert!(report.transfers > 5 && begun.elapsed() > Duration::from_millis(100), "{} transfers", report.transfers);
+    let loaded = device.load(&mut inputs, &Placement::DDR, &mut |_| {}).unwrap();
+    let transfers = loaded.report.transfers;
+    assert!(transfers > 5 && begun.elapsed() > Duration::from_millis(100), "{transfers} transfers");
     faults.lock().unwrap().takes = Duration::ZERO;
     device.verify(&loaded, &inputs, &mut |_| {}).unwrap();
 }
@@ -587,7 +588,7 @@ fn one_file_that_cannot_be_unloaded_keeps_no_other() {
     let (mut device, _faults) = faulty(MIB, Faults { remembers: true, ..Faults::default() });
     let free = device.memory().free_bytes();
     let mut inputs: Vec<_> = paths.iter().map(|p| open(p)).collect();
-    let (loaded, _) = device.load(&mut inputs, &Placement::DDR, &mut |_| {}).unwrap();
+    let loaded = device.load(&mut inputs, &Placement::DDR, &mut |_| {}).unwrap();
     let taken = free - device.memory().free_bytes();
     let error = device.unload(loaded).unwrap_err().to_string();
     assert!(error.contains("the card is gone"), "{error}");
@@ -600,7 +601,7 @@ fn reading_back_recovers_from_a_refusal_and_from_a_transfer_that_never_ends() {
     let path = sample(folder.path(), "model.safetensors", 2 * MIB);
     let (mut device, faults) = faulty(MIB, Faults::default());
     let mut inputs = [open(&path)];
-    let (loaded, _) = device.load(&mut inputs, &Placement::DDR, &mut |_| {}).unwrap();
+    let loaded = device.load(&mut inputs, &Placement::DDR, &mut |_| {}).unwrap();
     faults.lock().unwrap().refuses = true;
     assert!(matches!(device.verify(&loaded, &inputs, &mut |_| {}), Err(Error::Channel { .. })));
     device.verify(&loaded, &inputs, &mut |_| {}).unwrap();
@@ -616,7 +617,7 @@ fn what_was_not_loaded_here_is_refused() {
     let path = sample(folder.path(), "model.safetensors", MIB);
     let (mut a, mut b) = (Soft::open(config(MIB)), Soft::open(config(MIB)));
     let mut inputs = [open(&path)];
-    let (loaded, _) = a.device.load(&mut inputs, &Placement::DDR, &mut |_| {}).unwrap();
+    let loaded = a.device.load(&mut inputs, &Placement::DDR, &mut |_| {}).unwrap();
     let no_inputs: [Input<FileQueue>; 0] = [];
     assert!(matches!(a.device.verify(&loaded, &no_inputs, &mut |_| {}), Err(Error::OtherInputs { .. })));
     assert!(matches!(b.device.verify(&loaded, &inputs, &mut |_| {}), Err(Error::OtherDevice { .. })));
@@ -631,7 +632,7 @@ fn a_hundred_thousand_tensors() {
     let path = write(folder.path(), "many.safetensors", &file_of(&tensors));
     let mut soft = Soft::open(config(MIB));
     let mut inputs = [open(&path)];
-    let (loaded, _) = soft.device.load(&mut inputs, &Placement::DDR, &mut |_| {}).unwrap();
+    let loaded = soft.device.load(&mut inputs, &Placement::DDR, &mut |_| {}).unwrap();
     soft.device.verify(&loaded, &inputs, &mut |_| {}).unwrap();
     assert_eq!(loaded.files[0].tensors().filter(|t| t.va.is_some()).count(), 50_000);
 }
@@ -650,7 +651,7 @@ fn any_heap_will_do() {
         let drive = DriveOptions { heap: Some(heap), chunk: 2 * MIB, ..DriveOptions::default() };
         let mut soft = Soft::open(Config { drive, ..Config::default() });
         let mut inputs = [open(&path)];
-        let (loaded, _) = soft.device.load(&mut inputs, &Placement::DDR, &mut |_| {}).unwrap();
+        let loaded = soft.device.load(&mut inputs, &Placement::DDR, &mut |_| {}).unwrap();
         soft.device.verify(&loaded, &inputs, &mut |_| {}).unwrap();
         let rates = soft.device.reference_rates(&mut inputs).unwrap();
         assert!(rates.read > 0.0 && rates.copy > 0.0 && rates.first_touch > 0.0);

@@ -11,11 +11,11 @@ use dmalane::load::fill::{Event, Extent, FillError, Job};
 use dmalane::load::{DriveOptions, OpenDevice, Stage, StageReport};
 use dmalane::queue::{DeviceAddr, OpError, Queue};
 use dmalane::sim::{CardConfig, HostConfig, SoftBus, SoftHost, Workers};
-use dmalane::{MappedRead, ReadError, ReadOptions, ReadSource, read_to_device};
+use dmalane::{Read, ReadError, ReadFiles, ReadOptions};
 use tempfile::NamedTempFile;
 
 const LEN: usize = 3_000_001;
-const GATHER: u64 = 256 << 10;
+const CHUNK: u64 = 256 << 10;
 /// Of the card; it begins at a multiple of this.
 const DDR: u64 = 64 << 20;
 
@@ -59,9 +59,9 @@ impl Card {
         job: &Job,
         options: &ReadOptions,
         watch: &mut (dyn FnMut(Event) -> ControlFlow<()> + Send),
-    ) -> Result<MappedRead, ReadError> {
-        let sources: Vec<_> = files.iter().map(|f| ReadSource::open(f.path()).unwrap()).collect();
-        read_to_device(heap, &mut self.device, to, &sources, job, options, watch)
+    ) -> Result<ReadFiles, ReadError> {
+        let read = Read::files(files.iter().map(|file| file.path())).job(job.clone()).options(options.clone());
+        read.watch(watch).and_to(&mut self.device, to).into_memory(heap)
     }
 
     /// What the card holds, as it says itself.
@@ -79,8 +79,8 @@ impl Card {
 }
 
 fn options(threads: usize, checksum: bool) -> ReadOptions {
-    let (gather, block, depth) = (GATHER, 64 << 10, 4);
-    ReadOptions { gather, block, depth, checksum, threads: Some(threads), ..ReadOptions::default() }
+    let (chunk, block, depth) = (CHUNK, 64 << 10, 4);
+    ReadOptions { chunk, block, depth, checksum, threads: Some(threads), ..ReadOptions::default() }
 }
 
 fn go(_: Event) -> ControlFlow<()> {
@@ -111,7 +111,7 @@ fn the_card_has_what_the_files_have() {
         let stage = |stage| read.filled.report.stages.iter().find(|s: &&StageReport| s.stage == stage).unwrap().bytes;
         assert_eq!(stage(Stage::Transfer), 2 * LEN as u64);
         assert!(stage(Stage::Register) >= 2 * LEN as u64 && stage(Stage::Map) >= 2 * LEN as u64);
-        assert!(read.gathers.iter().all(|g| g.len() > LEN / GATHER as usize), "mapped gather by gather");
+        assert!(read.filled.mappings.iter().all(|chunks| chunks.len() > LEN / CHUNK as usize), "mapped chunk by chunk");
         drop(read);
         assert!(card.is_idle() && heap.stats().live == 0);
     }
@@ -225,7 +225,7 @@ fn what_fails_in_the_middle_is_waited_for() {
         // The IOMMU has no more memory for the card.
         card.bus.host().set_pin_limit(card.pinned * 4096 + (1 << 20));
         let error = card.read(&heap, &[at], &[&a], &job, &options(1, true), &mut go).unwrap_err();
-        assert!(matches!(error, ReadError::Map { .. }), "{error}");
+        assert!(matches!(error, ReadError::Fill(FillError::Map { .. })), "{error}");
         assert!(card.is_idle() && heap.stats().live == 0);
         card.bus.host().set_pin_limit(u64::MAX);
         // And after all that, it works.

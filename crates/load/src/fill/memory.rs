@@ -17,14 +17,9 @@ pub struct Stays<'a> {
     pub register: Option<(&'a dyn Registrar, Access)>,
 }
 
-impl<'a> From<&'a dyn Heap> for Stays<'a> {
-    fn from(heap: &'a dyn Heap) -> Self {
-        Self { heap, register: None }
-    }
-}
-
-impl<'a, H: Heap> From<&'a H> for Stays<'a> {
-    fn from(heap: &'a H) -> Self {
+impl<'a> Stays<'a> {
+    /// Buffers that are not registered.
+    pub fn of(heap: &'a dyn Heap) -> Self {
         Self { heap, register: None }
     }
 }
@@ -45,13 +40,13 @@ const SLOT: u64 = 2 << 20;
 /// A few buffers, registered once and cut into slots. They are made one by one, when all slots of those before are
 /// taken.
 pub(crate) struct Staging {
-    heap: Arc<dyn Heap>,
+    pub(crate) heap: Arc<dyn Heap>,
     registrar: Arc<dyn Registrar>,
     slots: Vec<Slot>,
     /// Buffers made.
     buffers: usize,
     /// Bytes of a buffer, at most.
-    limit: u64,
+    pub(crate) limit: u64,
     /// Bytes of the buffers that are still to be made.
     len: u64,
 }
@@ -71,14 +66,6 @@ impl Staging {
     /// No buffers yet; each will have at most `limit` bytes.
     pub(crate) fn new(heap: Arc<dyn Heap>, registrar: Arc<dyn Registrar>, limit: u64) -> Self {
         Self { heap, registrar, slots: Vec::new(), buffers: 0, limit, len: limit }
-    }
-
-    pub(crate) fn heap(&self) -> &Arc<dyn Heap> {
-        &self.heap
-    }
-
-    pub(crate) fn limit(&self) -> u64 {
-        self.limit
     }
 
     /// Prepares for files of which the largest has so many bytes.
@@ -110,8 +97,13 @@ impl Staging {
         self.slots.iter().filter(first).map(|s| (&s.via, &s.backing))
     }
 
-    /// The first `len` bytes of a free slot, or all of it if it has fewer; `None` when none is free.
-    pub(super) fn take(&mut self, len: u64, clocks: &mut Clocks) -> Result<Option<(usize, BufferSlice)>, Error> {
+    /// The first `len` bytes of a free slot, or all of it if it has fewer, with its number and registration; `None`
+    /// when none is free.
+    pub(super) fn take(
+        &mut self,
+        len: u64,
+        clocks: &mut Clocks,
+    ) -> Result<Option<(usize, BufferSlice, Registered)>, Error> {
         let slot = match self.slots.iter().position(|s| s.slice.is_some()) {
             Some(slot) => slot,
             None if self.buffers < BUFFERS => {
@@ -126,12 +118,7 @@ impl Staging {
         if !rest.is_empty() {
             self.put_back(slot, rest);
         }
-        Ok(front.map(|front| (slot, front)))
-    }
-
-    /// The registration of a slot.
-    pub(super) fn via(&self, slot: usize) -> Registered {
-        self.slots[slot].via.clone()
+        Ok(front.map(|front| (slot, front, self.slots[slot].via.clone())))
     }
 
     /// Takes a slice of a slot back; with the last one the slot is free.

@@ -72,12 +72,8 @@ impl Targets for &[DeviceAddr] {
     }
 }
 
-/// A fragment that the sink is done with.
-pub(super) struct Back {
-    pub fragment: Fragment,
-    /// True when the device has it; false for bytes without a destination.
-    pub moved: bool,
-}
+/// Fragments that the sink is done with: true when the device has them, false for bytes without a destination.
+pub(super) type Back = Vec<(Fragment, bool)>;
 
 /// The device end that the workers share: any of them hands fragments to it, and one at a time drives it.
 pub(super) struct Outlet<'a> {
@@ -142,7 +138,7 @@ impl<'a> Outlet<'a> {
     ///
     /// # Errors
     /// The failure that lies first, of those seen in this call; what came back before is in `back` all the same.
-    pub fn drive(&self, back: &mut Vec<Back>, timeout: Duration) -> Result<(), Failed> {
+    pub fn drive(&self, back: &mut Back, timeout: Duration) -> Result<(), Failed> {
         let mut end = match self.end.try_lock() {
             Ok(end) => end,
             Err(TryLockError::Poisoned(end)) => end.into_inner(),
@@ -170,7 +166,7 @@ impl<'a> Outlet<'a> {
 }
 
 impl End<'_> {
-    fn submit(&mut self, outlet: &Outlet<'_>, back: &mut Vec<Back>) -> Result<(), Failed> {
+    fn submit(&mut self, outlet: &Outlet<'_>, back: &mut Back) -> Result<(), Failed> {
         loop {
             let (tag, operation) = match self.next.take() {
                 Some(next) => next,
@@ -206,7 +202,7 @@ impl End<'_> {
     fn next_transfer(
         &mut self,
         queue: &Mutex<VecDeque<Fragment>>,
-        back: &mut Vec<Back>,
+        back: &mut Back,
     ) -> Result<Option<(Tag, Operation)>, Failed> {
         loop {
             if self.rest.is_none() {
@@ -227,7 +223,7 @@ impl End<'_> {
                 self.rest = None;
             }
             match (to, front) {
-                (None, fragment) => back.push(Back { fragment, moved: false }),
+                (None, fragment) => back.push((fragment, false)),
                 (Some(to), Fragment { tag, slice }) => {
                     let Some(via) = tag.via.clone() else { return Err(refused(&tag, Refusal::NotRegistered)) };
                     return Ok(Some((tag, Operation::write((slice, via), to))));
@@ -236,7 +232,7 @@ impl End<'_> {
         }
     }
 
-    fn reap(&mut self, back: &mut Vec<Back>, timeout: Duration) -> Result<(), Failed> {
+    fn reap(&mut self, back: &mut Back, timeout: Duration) -> Result<(), Failed> {
         if self.flying.is_empty() {
             self.stall.moved();
             return Ok(());
@@ -261,7 +257,7 @@ impl End<'_> {
             let error = match (self.flying.remove(&ticket), result) {
                 (Some(tag), Ok(())) => {
                     self.clocks.bytes(Stage::Transfer, slice.len() as u64);
-                    back.push(Back { fragment: Fragment { tag, slice }, moved: true });
+                    back.push((Fragment { tag, slice }, true));
                     continue;
                 }
                 (Some(Tag { buffer, offset, .. }), Err(error)) => {

@@ -2,7 +2,7 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::hash::Hasher;
-use std::ops::{ControlFlow, Range};
+use std::ops::ControlFlow;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
@@ -13,7 +13,7 @@ use dmalane_queue::Registered;
 use twox_hash::XxHash3_64;
 
 use super::memory::{Memory, Staging};
-use super::sink::{Back, Outlet};
+use super::sink::{Failed, Outlet};
 use super::worker::NAP;
 use super::{BadJob, Event, Extent, FillError, FillOptions, Job, Sink, Watch, locked};
 use crate::clock::{Clocks, Stage};
@@ -127,25 +127,17 @@ pub(super) struct Read {
 
 /// The answer of [`State::claim`].
 pub(super) enum Claimed {
-    Chunk(Claim),
-    /// There will be memory when the sink has given some back, or when what was read ahead is sent on.
+    /// The reads into a new chunk.
+    Reads(Vec<Read>),
+    /// There will be memory when the sink has given some back, or when bytes that were read ahead are sent on.
     Later,
-    /// Everything was taken.
+    /// Everything was taken, or the job failed.
     Nothing,
-}
-
-/// A chunk that a worker has taken.
-pub(super) struct Claim {
-    buffer: usize,
-    offset: usize,
-    /// The extents that may have bytes in it, as a range of the plan's.
-    extents: Range<usize>,
-    memory: Taken,
 }
 
 enum Taken {
     Absent(Absent),
-    Slot(usize, BufferSlice, Registered),
+    Slot(Fragment),
 }
 
 /// A job that is done.
@@ -191,8 +183,11 @@ impl<'a, 'w> State<'a, 'w> {
                 register = stays.register;
                 if let Some((registrar, _)) = register {
                     let wanted = job.buffers.iter().fold(0u64, |sum, len| sum.saturating_add(*len));
-                    let map = |source| FillError::Map { buffer: 0, offset: 0, source };
-                    within_pin_limit(registrar, wanted).map_err(map)?;
+                    // Memory that could never be pinned is refused before any of it is read.
+                    if let Some(limit) = registrar.pin_limit().filter(|limit| wanted > *limit) {
+                        let source = Error::PinLimit { wanted, pinned: 0, limit };
+                        return Err(FillError::Map { buffer: 0, offset: 0, source });
+                    }
                     let least = wanted.div_ceil(MAPPINGS).checked_next_power_of_two().unwrap_or(u64::MAX);
                     chunk = chunk.max(pages(least));
                 }
@@ -290,19 +285,30 @@ impl<'a, 'w> State<'a, 'w> {
         }
     }
 
-    /// Takes the next chunk. `capacity` is the number of reads that a queue of the worker takes.
+    /// Takes the next chunk, makes it present and cuts it into reads. `capacity` is the number of reads that a queue of
+    /// the worker takes.
     pub fn claim(&self, capacity: usize, clocks: &mut Clocks) -> Claimed {
+        match self.take(capacity, clocks) {
+            Ok(claimed) => claimed,
+            Err((place, error)) => {
+                self.fail(place, error);
+                Claimed::Nothing
+            }
+        }
+    }
+
+    fn take(&self, capacity: usize, clocks: &mut Clocks) -> Result<Claimed, Failed> {
         let mut supply = locked(&self.supply);
         let Supply { pages, buffer: next, extent, first } = &mut *supply;
-        loop {
+        let (buffer, taken, end) = loop {
             let buffer = *next;
-            let Some(len) = self.lens.get(buffer) else { return Claimed::Nothing };
+            let Some(len) = self.lens.get(buffer) else { return Ok(Claimed::Nothing) };
             let taken = match pages {
                 Pages::Stays(reserved) => {
                     // The first chunk is a single block, so that reading can begin.
                     let len = if std::mem::take(first) { self.block.min(self.chunk) } else { self.chunk };
                     let absent = reserved.get_mut(buffer).and_then(|reserved| reserved.next(len));
-                    absent.map(|absent| (absent.offset(), absent.len(), Taken::Absent(absent)))
+                    absent.map(|absent| (absent.offset() + absent.len(), Taken::Absent(absent)))
                 }
                 Pages::Staging(_, at) if *at as u64 >= *len => {
                     *at = 0;
@@ -310,51 +316,41 @@ impl<'a, 'w> State<'a, 'w> {
                 }
                 // As many reads may wait for their turn as are in flight. Reading further ahead would only push them
                 // out of the processor's cache.
-                Pages::Staging(..) if self.ahead.load(Ordering::Relaxed) >= 2 * capacity => return Claimed::Later,
-                Pages::Staging(staging, at) => match staging.take(*len - *at as u64, clocks) {
-                    Ok(Some((slot, slice))) => {
-                        let (offset, len) = (*at, slice.len());
-                        *at += len;
-                        Some((offset, len, Taken::Slot(slot, slice, staging.via(slot))))
-                    }
-                    Ok(None) => return Claimed::Later,
-                    Err(source) => {
-                        self.fail((buffer, *at), FillError::Memory { buffer, source });
-                        return Claimed::Nothing;
-                    }
-                },
+                Pages::Staging(..) if self.ahead.load(Ordering::Relaxed) >= 2 * capacity => return Ok(Claimed::Later),
+                Pages::Staging(staging, at) => {
+                    let taken = staging.take(*len - *at as u64, clocks);
+                    let failed = |source| ((buffer, *at), FillError::Memory { buffer, source });
+                    let Some((slot, slice, via)) = taken.map_err(failed)? else { return Ok(Claimed::Later) };
+                    let tag = Tag { buffer, offset: *at, extent: None, slot, via: Some(via) };
+                    *at += slice.len();
+                    Some((*at, Taken::Slot(Fragment { tag, slice })))
+                }
             };
-            let Some((offset, len, memory)) = taken else {
-                (*next, *extent) = (buffer + 1, 0);
-                continue;
-            };
-            let plan = &self.plan[buffer];
-            let begin = *extent;
-            let more = plan[begin..].partition_point(|(_, e)| e.to < (offset + len) as u64);
-            // The last extent may go on in the next chunk.
-            *extent = (begin + more).saturating_sub(1).max(begin);
-            return Claimed::Chunk(Claim { buffer, offset, extents: begin..begin + more, memory });
-        }
+            match taken {
+                Some((end, taken)) => break (buffer, taken, end),
+                None => (*next, *extent) = (buffer + 1, 0),
+            }
+        };
+        let begin = *extent;
+        let more = self.plan[buffer][begin..].partition_point(|(_, e)| e.to < end as u64);
+        // The last extent may go on in the next chunk.
+        *extent = (begin + more).saturating_sub(1).max(begin);
+        drop(supply);
+        let rest = match taken {
+            Taken::Slot(fragment) => fragment,
+            Taken::Absent(absent) => {
+                let place = (buffer, absent.offset());
+                self.present(buffer, absent, clocks).map_err(|error| (place, error))?
+            }
+        };
+        Ok(Claimed::Reads(self.cut(rest, &self.plan[buffer][begin..begin + more])))
     }
 
-    /// Makes a chunk present, registers it, and cuts it into reads. Bytes that nobody reads have arrived already.
-    pub fn allocate(&self, claim: Claim, clocks: &mut Clocks) -> Option<Vec<Read>> {
-        let Claim { buffer, offset, extents, memory } = claim;
-        let mut rest = match memory {
-            Taken::Slot(slot, slice, via) => {
-                Fragment { tag: Tag { buffer, offset, extent: None, slot, via: Some(via) }, slice }
-            }
-            Taken::Absent(absent) => match self.present(buffer, absent, clocks) {
-                Ok(fragment) => fragment,
-                Err(error) => {
-                    self.fail((buffer, offset), error);
-                    return None;
-                }
-            },
-        };
+    /// Cuts a chunk into reads. Bytes that nobody reads have arrived already.
+    fn cut(&self, mut rest: Fragment, extents: &[(usize, Extent)]) -> Vec<Read> {
         let end = rest.end();
         let mut reads = Vec::new();
-        for (extent, e) in &self.plan[buffer][extents] {
+        for (extent, e) in extents {
             // Both fit: a job's buffers are no larger than the address space.
             let (to, until) = (e.to as usize, (e.to + e.len) as usize);
             if until <= rest.tag.offset {
@@ -372,9 +368,10 @@ impl<'a, 'w> State<'a, 'w> {
         }
         self.pass_over(&mut rest, end);
         self.ahead.fetch_add(reads.len(), Ordering::Relaxed);
-        Some(reads)
+        reads
     }
 
+    /// Populates a chunk and registers it.
     fn present(&self, buffer: usize, absent: Absent, clocks: &mut Clocks) -> Result<Fragment, FillError> {
         let (offset, len) = (absent.offset(), absent.len());
         let slice = clocks.time(Stage::Allocate, || absent.populate());
@@ -519,7 +516,7 @@ impl<'a, 'w> State<'a, 'w> {
             self.fail(place, error);
         }
         let any = !back.is_empty();
-        for Back { fragment, moved } in back {
+        for (fragment, moved) in back {
             let Tag { buffer, offset, extent, .. } = fragment.tag;
             let len = fragment.slice.len() as u64;
             let mut watch = locked(&self.watch);
@@ -619,14 +616,6 @@ fn enough(reserved: &[Reserved]) -> Result<(), FillError> {
         Some(room) if room.bytes < wanted as u64 => {
             Err(FillError::NoRoom { wanted: wanted as u64, left: room.bytes, limited_by: room.limited_by })
         }
-        _ => Ok(()),
-    }
-}
-
-/// Refuses memory that could never be pinned, before any of it is read.
-fn within_pin_limit(registrar: &dyn Registrar, wanted: u64) -> Result<(), Error> {
-    match registrar.pin_limit() {
-        Some(limit) if wanted > limit => Err(Error::PinLimit { wanted, pinned: 0, limit }),
         _ => Ok(()),
     }
 }

@@ -53,11 +53,9 @@ impl<'l, 'a, 'w, S: Queue<Addr = FileOffset>> Worker<'l, 'a, 'w, S> {
             let mut later = false;
             if self.waiting_bytes < self.state.chunk {
                 match self.state.claim(self.capacity, &mut self.clocks) {
-                    Claimed::Chunk(claim) => {
-                        for read in self.state.allocate(claim, &mut self.clocks).into_iter().flatten() {
-                            self.waiting_bytes += read.fragment.slice.len();
-                            self.waiting.push_back(read);
-                        }
+                    Claimed::Reads(reads) => {
+                        self.waiting_bytes += reads.iter().map(|read| read.fragment.slice.len()).sum::<usize>();
+                        self.waiting.extend(reads);
                         continue;
                     }
                     Claimed::Later => later = true,
@@ -113,14 +111,12 @@ impl<'l, 'a, 'w, S: Queue<Addr = FileOffset>> Worker<'l, 'a, 'w, S> {
         let mut any = false;
         for i in (0..self.active.len()).rev() {
             let source = self.active[i];
-            let start = Instant::now();
             let queue = &mut self.queues[source];
-            match i {
+            self.clocks.hold(Stage::Read, || match i {
                 // The only one that it waits for, and after all others were polled.
                 0 if !timeout.is_zero() && !any => queue.wait(done, timeout),
                 _ => queue.poll(done),
-            };
-            self.clocks.held(Stage::Read, start);
+            });
             any |= !done.is_empty();
             for completion in done.drain(..) {
                 self.settle(source, completion);

@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use dmalane::addr::PageSize;
 use dmalane::device::AddressSpaceKind;
-use dmalane::load::{LoadedTensor, Stage, StageReport};
+use dmalane::load::{Container, LoadedTensor, Stage, StageReport};
 use serde::Serialize;
 
 use super::Outcome;
@@ -111,7 +111,7 @@ const LEAST: u64 = 1 << 20;
 /// The reference rate of a stage. Only stages that move bytes through memory or from the disk have one. A transfer
 /// copies its bytes, and populates the card's memory where the load touches it first.
 fn ceiling(s: &StageReport, o: &Outcome) -> Option<f64> {
-    let c = o.report.reference.filter(|_| s.bytes >= LEAST)?;
+    let c = o.loaded.report.reference.filter(|_| s.bytes >= LEAST)?;
     let best = match s.stage {
         Stage::Read => c.read,
         Stage::Transfer => s.bytes as f64 / (s.bytes as f64 / c.copy + o.touched.unwrap_or(0) as f64 / c.first_touch),
@@ -133,11 +133,11 @@ fn share(s: &StageReport, wall: Duration) -> Option<f64> {
 
 /// Stages, with the verification as the last where there was one.
 fn stages(o: &Outcome) -> Vec<StageReport> {
-    let mut stages = o.report.stages.clone();
+    let mut stages = o.loaded.report.stages.clone();
     if o.verified {
         let bytes = o.loaded.files.iter().flat_map(|f| &f.model.tensors).map(|t| t.len).sum();
         for s in stages.iter_mut().filter(|s| s.stage == Stage::Verify) {
-            (s.busy, s.held, s.bytes) = (o.report.verify_wall, o.report.verify_wall, bytes);
+            (s.busy, s.held, s.bytes) = (o.loaded.report.verify_wall, o.loaded.report.verify_wall, bytes);
         }
     } else {
         stages.retain(|s| s.stage != Stage::Verify);
@@ -147,30 +147,30 @@ fn stages(o: &Outcome) -> Vec<StageReport> {
 
 /// The outcome as what `--json` prints.
 pub(super) fn json(o: &Outcome) -> impl Serialize + use<> {
-    let wall = o.report.wall.as_secs_f64();
+    let wall = o.loaded.report.wall.as_secs_f64();
     let leaves = |leaves: &[(PageSize, u64)]| {
         leaves.iter().map(|(page, count)| JsonLeaves { page_bytes: page.bytes(), count: *count }).collect()
     };
     let (backing, iommu) = (o.backing.as_ref(), o.iommu.as_ref());
-    let ceilings = o.report.reference;
+    let ceilings = o.loaded.report.reference;
     Json {
         schema: 2,
         command: "load",
         device: o.device.clone(),
-        bytes: o.report.bytes,
+        bytes: o.loaded.report.bytes,
         tensors: tensors(o),
         wall_s: wall,
-        bytes_per_s: if wall > 0.0 { o.report.bytes as f64 / wall } else { 0.0 },
+        bytes_per_s: if wall > 0.0 { o.loaded.report.bytes as f64 / wall } else { 0.0 },
         verified: o.verified,
-        verify_s: o.verified.then_some(o.report.verify_wall.as_secs_f64()),
-        slowest_stage: o.report.slowest().map(|s| s.stage.to_string()),
+        verify_s: o.verified.then_some(o.loaded.report.verify_wall.as_secs_f64()),
+        slowest_stage: o.loaded.report.slowest().map(|s| s.stage.to_string()),
         stages: stages(o)
             .iter()
             .map(|s| JsonStage {
                 stage: s.stage.to_string(),
                 busy_s: s.busy.as_secs_f64(),
                 wall_s: s.held.as_secs_f64(),
-                share: share(s, o.report.wall),
+                share: share(s, o.loaded.report.wall),
                 bytes: s.bytes,
                 bytes_per_s: reached(s),
                 ceiling_bytes_per_s: ceiling(s, o),
@@ -182,15 +182,15 @@ pub(super) fn json(o: &Outcome) -> impl Serialize + use<> {
             first_touch_bytes_per_s: c.first_touch,
         }),
         host: JsonHost {
-            staging_buffers: o.report.staging.0,
-            staging_bytes: o.report.staging.1,
+            staging_buffers: o.loaded.report.staging.0,
+            staging_bytes: o.loaded.report.staging.1,
             page_backing: backing.map(|r| r.kind.to_string()),
             page_backing_fallbacks: backing
                 .map_or(Vec::new(), |r| r.passed_over.iter().map(|(kind, why)| format!("{kind}: {why}")).collect()),
             heap_peak_bytes: o.heap_peak,
-            resident_before_bytes: o.report.resident_before,
+            resident_before_bytes: o.loaded.report.resident_before,
             resident_peak_bytes: o.resident_peak,
-            segments: o.report.segments,
+            segments: o.loaded.report.segments,
             iommu_leaves: iommu.map(|i| leaves(&i.leaves)),
             iommu_tables: iommu.map(|i| i.tables),
             iotlb_hits: iommu.map(|i| i.hits),
@@ -198,8 +198,8 @@ pub(super) fn json(o: &Outcome) -> impl Serialize + use<> {
             faults: iommu.map(|i| i.faults),
         },
         card: JsonCard {
-            transfers: o.report.transfers,
-            device_leaves: leaves(&o.report.device_leaves),
+            transfers: o.loaded.report.transfers,
+            device_leaves: leaves(&o.loaded.report.device_leaves),
             touched_bytes: o.touched,
         },
         files: o
@@ -212,7 +212,7 @@ pub(super) fn json(o: &Outcome) -> impl Serialize + use<> {
                 JsonFile {
                     path: f.path.to_string_lossy().into_owned(),
                     bytes: f.model.len,
-                    format: if f.model.safetensors { "safetensors" } else { "raw" },
+                    format: f.model.container.name(),
                     xxh3: format!("{:016x}", f.checksum),
                     direct: how.direct,
                     io_uring: how.uring,
@@ -236,7 +236,7 @@ pub(super) fn json(o: &Outcome) -> impl Serialize + use<> {
 /// The outcome for people.
 pub(super) fn text(o: &Outcome, explain: bool, list: bool) -> String {
     let mut out = String::new();
-    let r = &o.report;
+    let r = &o.loaded.report;
     // Writing to a String cannot fail.
     let _ = writeln!(
         out,
@@ -250,9 +250,9 @@ pub(super) fn text(o: &Outcome, explain: bool, list: bool) -> String {
     );
     for (file, input) in o.loaded.files.iter().zip(&o.inputs) {
         let path = plain(&file.path.to_string_lossy());
-        let content = match file.model.safetensors {
-            true => format!("safetensors, {}", count(file.model.tensors.len(), "tensor")),
-            false => "raw, one run of bytes".to_owned(),
+        let content = match file.model.container {
+            Container::Raw => "raw, one run of bytes".to_owned(),
+            kind => format!("{}, {}", kind.name(), count(file.model.tensors.len(), "tensor")),
         };
         let _ = writeln!(out, "  {path}: {content}; XXH3 {:016x}; {}", file.checksum, input.channel.how());
     }
@@ -317,7 +317,7 @@ fn explain_stages(o: &Outcome, out: &mut String) {
     let none = || "-".to_owned();
     let _ = writeln!(out, "\nstage       busy ms   wall ms   of wall       bytes        rate   ceiling");
     // So many digits that something is left of a short load.
-    let digits = if o.report.wall < Duration::from_millis(10) { 3 } else { 1 };
+    let digits = if o.loaded.report.wall < Duration::from_millis(10) { 3 } else { 1 };
     for s in stages(o) {
         let of_ceiling = match (reached(&s), ceiling(&s, o)) {
             (Some(got), Some(best)) => format!("{} ({:.0} %)", per_second(best), got / best * 100.0),
@@ -329,7 +329,7 @@ fn explain_stages(o: &Outcome, out: &mut String) {
             s.stage.to_string(),
             s.busy.as_secs_f64() * 1e3,
             s.held.as_secs_f64() * 1e3,
-            share(&s, o.report.wall).map_or_else(none, |share| format!("{:.1} %", share * 100.0)),
+            share(&s, o.loaded.report.wall).map_or_else(none, |share| format!("{:.1} %", share * 100.0)),
             decimal(s.bytes),
             reached(&s).map_or_else(none, per_second),
         );
@@ -341,7 +341,7 @@ fn explain_stages(o: &Outcome, out: &mut String) {
          or waited for it. of wall: that time as a share of the load. verify follows the load. -: less than 1 MiB \
          moved."
     );
-    if let Some(c) = o.report.reference {
+    if let Some(c) = o.loaded.report.reference {
         let _ = match o.touched {
             Some(touched) => writeln!(
                 out,
@@ -359,15 +359,15 @@ fn explain_stages(o: &Outcome, out: &mut String) {
             ),
         };
     }
-    if let Some(s) = o.report.slowest() {
+    if let Some(s) = o.loaded.report.slowest() {
         let _ = writeln!(
             out,
             "Bottleneck: {} ({:.0} % of the wall time).",
             s.stage,
-            share(s, o.report.wall).unwrap_or(0.0) * 100.0
+            share(s, o.loaded.report.wall).unwrap_or(0.0) * 100.0
         );
     }
-    if let Some(c) = o.report.reference {
+    if let Some(c) = o.loaded.report.reference {
         let _ = writeln!(
             out,
             "Ceilings of this run: reading the same files into the same buffers {}, copying memory {}, first touch \
@@ -381,7 +381,7 @@ fn explain_stages(o: &Outcome, out: &mut String) {
 }
 
 fn explain_memory(o: &Outcome, out: &mut String) {
-    let r = &o.report;
+    let r = &o.loaded.report;
     let _ = writeln!(out, "\nhost       {} of {}", count(r.staging.0, "staging buffer"), binary(r.staging.1));
     if let Some(backing) = &o.backing {
         let _ = writeln!(out, "           on {}", backing.kind);

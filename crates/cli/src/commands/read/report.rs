@@ -190,7 +190,7 @@ pub(super) fn text(o: &Outcome, explain: bool) -> String {
     };
     if let Some(n) = o.mappings {
         let sent = if o.device.is_some() { "; transferred while the rest was read" } else { "" };
-        let _ = writeln!(out, "device     mapped in {n} pieces, each as soon as its memory was allocated{sent}");
+        let _ = writeln!(out, "device     mapped in {n} chunks, each as soon as its memory was allocated{sent}");
     }
     for (path, method) in o.files.iter().zip(&o.methods) {
         let moved = format!("{} direct, {} buffered", decimal(method.moved.direct), decimal(method.moved.buffered));

@@ -1,11 +1,9 @@
-//! Direct or buffered, in a ring or not, on how many lanes: chosen for each file, with the reason.
-
-use std::os::unix::fs::FileTypeExt;
+//! The method for each file, with its reason: direct or buffered, in a ring or not, by how many workers.
 
 use dmalane_file::{Io, Mode, Options, Residency, residency};
 use dmalane_load::fill::Job;
 
-use super::{ReadError, ReadOptions, ReadSource, Scheme, size};
+use super::{ReadError, ReadOptions, ReadSource, Scheme, is_stream, size};
 
 /// At most this many bytes take the short path: a ring costs as much as copying half a megabyte, a thread as much as a
 /// megabyte.
@@ -17,16 +15,16 @@ pub(super) const DIRECT_FROM: u64 = 64 << 10;
 /// reading everything from the disk.
 pub(super) const MOSTLY: f64 = 7.0 / 8.0;
 /// Below this, starting a thread costs more than it saves.
-const LANES_FROM: u64 = 32 << 20;
-/// More lanes than this do not help: they share the memory.
-const LANES: usize = 4;
+const WORKERS_FROM: u64 = 32 << 20;
+/// More workers than this do not help: they share the memory.
+const WORKERS: usize = 4;
 
 /// How a file is to be read.
 pub(super) struct Choice {
     pub options: Options,
     /// Pipes and sockets have no offsets.
     pub stream: bool,
-    pub lanes: usize,
+    pub workers: usize,
     pub reason: String,
     pub cached: Option<Residency>,
     /// Bytes of the file now, where it has a size.
@@ -45,11 +43,11 @@ pub(super) fn choose(source: &ReadSource, index: usize, job: &Job, options: &Rea
         (first, end) = (first.min(e.at.bits()), end.max(e.at.bits().saturating_add(e.len)));
         bytes = bytes.saturating_add(e.len);
     }
-    let channel = |mode, io, depth| Options { mode, io, depth, block: options.block };
-    if !kind.is_file() && !kind.is_block_device() && !kind.is_dir() {
+    let of_queue = |mode, io, depth| Options { mode, io, depth, block: options.block };
+    if is_stream(&kind) {
         let reason = "a pipe, socket or character device: plain reads in order".to_owned();
-        let options = channel(Mode::Buffered, Io::Pread, options.depth);
-        return Ok(Choice { options, stream: true, lanes: 1, reason, cached: None, size: None, end });
+        let options = of_queue(Mode::Buffered, Io::Pread, options.depth);
+        return Ok(Choice { options, stream: true, workers: 1, reason, cached: None, size: None, end });
     }
     let size = size(&source.file).map_err(open)?;
     if end > size && kind.is_file() {
@@ -57,7 +55,7 @@ pub(super) fn choose(source: &ReadSource, index: usize, job: &Job, options: &Rea
     }
     let short = bytes <= SHORT || options.scheme == Scheme::Plain;
     let cached = match options.mode {
-        // What is cached decides; without bytes there is nothing to ask about.
+        // The share that is cached decides; of no bytes there is none.
         Mode::Auto if bytes > 0 => residency(&source.file, first, end - first).ok(),
         _ => None,
     };
@@ -79,11 +77,11 @@ pub(super) fn choose(source: &ReadSource, index: usize, job: &Job, options: &Rea
     let buffered = mode == Mode::Buffered;
     let io = if short || buffered { Io::Pread } else { Io::Auto };
     let depth = if io == Io::Pread { 1 } else { options.depth };
-    let lanes = match buffered && !short && bytes >= LANES_FROM {
-        true => std::thread::available_parallelism().map_or(1, |n| n.get()).min(LANES),
+    let workers = match buffered && !short && bytes >= WORKERS_FROM {
+        true => std::thread::available_parallelism().map_or(1, |n| n.get()).min(WORKERS),
         false => 1,
     };
     let reason = if short && options.scheme != Scheme::Plain { format!("{reason}; short path") } else { reason };
     let size = kind.is_file().then_some(size);
-    Ok(Choice { options: channel(mode, io, depth), stream: false, lanes, reason, cached, size, end })
+    Ok(Choice { options: of_queue(mode, io, depth), stream: false, workers, reason, cached, size, end })
 }

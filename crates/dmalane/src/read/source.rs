@@ -1,15 +1,14 @@
-//! A file or a stream as one kind of channel.
+//! A file or a stream as one kind of queue.
 
 use std::fs::File;
 use std::io::{self, Seek, SeekFrom};
 use std::os::fd::AsRawFd;
 use std::os::unix::fs::FileTypeExt;
 use std::path::PathBuf;
-use std::time::Duration;
 
 use dmalane_addr::FileOffset;
 use dmalane_file::{FileQueue, How, Moved, StreamQueue};
-use dmalane_queue::{Abilities, Completion, Limits, Operation, Queue, Refused, Ticket};
+use dmalane_queue::Queue;
 
 use super::choose::Choice;
 use super::{ReadError, ReadSource};
@@ -48,63 +47,22 @@ impl Source {
 
     pub fn how(&self) -> How {
         match self {
-            Self::File(channel) => channel.how().clone(),
+            Self::File(queue) => queue.how().clone(),
             Self::Stream(_) => How { direct: false, uring: false, reasons: Vec::new() },
         }
     }
 
-    pub fn moved(&self) -> Moved {
-        match self {
-            Self::File(channel) => channel.moved(),
-            Self::Stream(channel) => Moved { direct: 0, buffered: channel.position() },
-        }
-    }
-}
-
-impl Source {
-    fn queue(&self) -> &dyn Queue<Addr = FileOffset> {
-        match self {
-            Self::File(queue) => &**queue,
-            Self::Stream(queue) => queue,
-        }
-    }
-
-    fn queue_mut(&mut self) -> &mut dyn Queue<Addr = FileOffset> {
+    pub fn queue(&mut self) -> &mut dyn Queue<Addr = FileOffset> {
         match self {
             Self::File(queue) => &mut **queue,
             Self::Stream(queue) => queue,
         }
     }
-}
 
-impl Queue for Source {
-    type Addr = FileOffset;
-
-    fn limits(&self) -> Limits {
-        self.queue().limits()
-    }
-
-    fn abilities(&self) -> Abilities {
-        self.queue().abilities()
-    }
-
-    fn in_flight(&self) -> usize {
-        self.queue().in_flight()
-    }
-
-    fn submit(&mut self, operation: Operation<FileOffset>) -> Result<Ticket, Refused<FileOffset>> {
-        self.queue_mut().submit(operation)
-    }
-
-    fn flush(&mut self) {
-        self.queue_mut().flush();
-    }
-
-    fn poll(&mut self, done: &mut Vec<Completion<FileOffset>>) -> usize {
-        self.queue_mut().poll(done)
-    }
-
-    fn wait(&mut self, done: &mut Vec<Completion<FileOffset>>, timeout: Duration) -> usize {
-        self.queue_mut().wait(done, timeout)
+    pub fn moved(&self) -> Moved {
+        match self {
+            Self::File(queue) => queue.moved(),
+            Self::Stream(queue) => Moved { direct: 0, buffered: queue.position() },
+        }
     }
 }

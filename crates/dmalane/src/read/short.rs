@@ -1,7 +1,6 @@
 //! The short path: a small file, copied out of the page cache by one system call.
 
 use std::fs::File;
-use std::hash::Hasher;
 use std::time::Instant;
 
 use dmalane_addr::FileOffset;
@@ -16,7 +15,7 @@ use super::choose::{DIRECT_FROM, MOSTLY, SHORT};
 use super::{AllocRead, ReadError, ReadMethod, ReadOptions, Scheme, source};
 
 /// Reads a small file if it is cached, or so small that it does not matter; `None` for everything else, which takes the
-/// pipeline.
+/// engine.
 ///
 /// Three system calls where `read()` has one or two: each further one is a hundredth of the time that half a megabyte
 /// takes.
@@ -31,7 +30,7 @@ pub(super) fn try_short(
         return Ok(None);
     }
     let begin = Instant::now();
-    // What fails here fails again on the long way, and gets its message there.
+    // A failure here repeats in the engine, which has the message.
     let Ok(stat) = rustix::fs::fstat(file) else { return Ok(None) };
     let size = u64::try_from(stat.st_size).unwrap_or(0);
     let len = end.unwrap_or(size).saturating_sub(start);
@@ -54,30 +53,18 @@ pub(super) fn try_short(
     let reserved = heap.reserve(len as usize).map_err(memory)?;
     let (recycled, backing) = (!reserved.is_fresh(), reserved.backing().clone());
     let whole = reserved.populate().map_err(memory)?;
-    let first_gather = begin.elapsed();
+    let first_chunk = begin.elapsed();
+    let failed = |error| ReadError::Read { path: source::name(file), error };
+    let lost = || failed(OpError::Stopped("a buffer came apart".into()));
     let mut rest = whole.into_part();
-    let read = rest.split_off_front(len as usize).map(|mut part| {
-        let result = read_now(file, &mut part, FileOffset::new(start));
-        (part, result)
-    });
-    let hash = |part: &mut dmalane_dma::BufferSlice| {
-        let mut hash = XxHash3_64::with_seed(0);
-        part.with_bytes(|bytes| hash.write(bytes)).map(|()| hash.finish())
-    };
-    let buffer = match read {
-        Some((mut part, Ok(()))) => {
-            let checksum = options.checksum.then(|| hash(&mut part)).flatten();
-            if recycled {
-                rest.view().fill(0);
-            }
-            let whole = part.join(rest).ok().and_then(|part| part.into_whole().ok());
-            whole.and_then(|buf| FilledBuf::new(buf, len as usize, checksum))
-        }
-        Some((_, Err(error))) => return Err(ReadError::Read { path: source::name(file), error }),
-        None => None,
-    };
-    let lost = || ReadError::Read { path: source::name(file), error: OpError::Stopped("a buffer came apart".into()) };
-    let buffer = buffer.ok_or_else(lost)?;
+    let mut front = rest.split_off_front(len as usize).ok_or_else(lost)?;
+    read_now(file, &mut front, FileOffset::new(start)).map_err(failed)?;
+    let checksum = options.checksum.then(|| front.with_bytes(XxHash3_64::oneshot)).flatten();
+    if recycled {
+        rest.view().fill(0);
+    }
+    let whole = front.join(rest).ok().and_then(|slice| slice.into_whole().ok());
+    let buffer = whole.and_then(|buf| FilledBuf::new(buf, len as usize, checksum)).ok_or_else(lost)?;
     if end.is_none() {
         let now = rustix::fs::fstat(file).map_or(size, |stat| u64::try_from(stat.st_size).unwrap_or(0));
         if now != size {
@@ -87,17 +74,17 @@ pub(super) fn try_short(
     let report = FillReport {
         bytes: len,
         wall: begin.elapsed(),
-        first_chunk: first_gather,
+        first_chunk,
         stages: Vec::new(),
         workers: 1,
         backing: Some(backing),
         recycled,
     };
-    let way = ReadMethod {
+    let method = ReadMethod {
         how: How { direct: false, uring: false, reasons: Vec::new() },
         reason,
         moved: Moved { direct: 0, buffered: len },
         cached,
     };
-    Ok(Some(AllocRead { buffer, way, report }))
+    Ok(Some(AllocRead { buffer, method, report }))
 }

@@ -1,4 +1,4 @@
-//! What is in a file: the tensors of a safetensors file, or one blob.
+//! Safetensors files.
 //!
 //! Format: <https://github.com/huggingface/safetensors#format>: 8 bytes little-endian header length, a JSON header of
 //! {name: {dtype, shape, data_offsets}}, then the data, which the tensors cover without holes or overlaps. The crate
@@ -6,12 +6,15 @@
 
 use std::cmp::Ordering;
 use std::collections::{BTreeMap, HashMap};
+use std::path::Path;
 use std::sync::Arc;
 
 use dmalane_addr::FileOffset;
 use safetensors::tensor::{Metadata, TensorInfo};
 use serde_json::value::RawValue;
-use thiserror::Error;
+
+use super::{Container, ContainerFile, FormatError, Model, Tensor};
+use crate::Error;
 
 /// The longest header that is accepted, in bytes: the limit of the format's own library.
 pub const MAX_HEADER: u64 = 100_000_000;
@@ -19,185 +22,80 @@ pub const MAX_HEADER: u64 = 100_000_000;
 /// The length field in front of the header.
 const PREFIX: u64 = 8;
 
-/// One tensor of a file.
-#[derive(Clone, PartialEq, Eq, Debug)]
-pub struct Tensor {
-    /// Its name.
-    pub name: String,
-    /// The type of its elements as the header spells it ("F32"); empty for a blob.
-    pub dtype: String,
-    /// Its shape; empty for a scalar and for a blob.
-    pub shape: Vec<u64>,
-    /// Where its bytes start in the file.
-    pub at: FileOffset,
-    /// Bytes; may be 0.
-    pub len: u64,
+/// True for files named `*.safetensors`: the format has no magic number.
+pub(super) fn detect(path: &Path, _head: &[u8]) -> bool {
+    path.extension().is_some_and(|extension| extension.eq_ignore_ascii_case("safetensors"))
 }
 
-/// The contents of a file.
-#[derive(Clone, PartialEq, Eq, Debug)]
-pub struct Model {
-    /// Bytes of the file.
-    pub len: u64,
-    /// Tensors in the order of their bytes.
-    pub tensors: Vec<Arc<Tensor>>,
-    /// The header's free-form text pairs, sorted by key; `None` for a blob and where the header has none.
-    pub metadata: Option<Vec<(String, String)>>,
-    /// True for a safetensors file.
-    pub safetensors: bool,
+/// The tensors of a file.
+pub(super) fn parse(file: &ContainerFile<'_>) -> Result<Model, Error> {
+    if file.len == 0 {
+        return Err(file.bad(FormatError::Empty));
+    }
+    let mut prefix = [0; PREFIX as usize];
+    let have = file.read(0, file.len.min(PREFIX))?;
+    prefix[..have.len()].copy_from_slice(&have);
+    let header = header_len(prefix, file.len).map_err(|e| file.bad(e))?;
+    parse_header(&file.read(PREFIX, header)?, file.len).map_err(|e| file.bad(e))
 }
 
-/// Why a file was not understood.
-#[derive(Debug, Error)]
-#[non_exhaustive]
-pub enum FormatError {
-    /// A file of no bytes.
-    #[error("the file is empty")]
-    Empty,
-    /// Not even the length of the header.
-    #[error("the file has {len} bytes, a safetensors file starts with 8 bytes of header length")]
-    NoPrefix {
-        /// Bytes of the file.
-        len: u64,
-    },
-    /// The header would reach beyond the end of the file.
-    #[error("the header length at file offset 0x0 says {header} bytes, but only {left} follow in the file")]
-    HeaderBeyondEnd {
-        /// Bytes of the header as the file says.
-        header: u64,
-        /// Bytes after the length field.
-        left: u64,
-    },
-    /// The header is longer than the format allows.
-    #[error("the header length at file offset 0x0 says {header} bytes, more than the {MAX_HEADER} that are allowed")]
-    HeaderTooLong {
-        /// Bytes of the header as the file says.
-        header: u64,
-    },
-    /// The header is not text.
-    #[error("the header is not UTF-8 at {at}")]
-    NotUtf8 {
-        /// The first bad byte.
-        at: FileOffset,
-    },
-    /// The header does not parse, or describes an impossible layout.
-    #[error("bad header (file offset 0x8 on): {reason}")]
-    Header {
-        /// What the parser said.
-        reason: String,
-    },
-    /// One tensor of the header is wrong.
-    #[error("bad header: tensor {tensor:?} (described at {at}): {reason}")]
-    Tensor {
-        /// Which tensor.
-        tensor: String,
-        /// Where its description starts in the file.
-        at: FileOffset,
-        /// What is wrong.
-        reason: String,
-    },
-    /// A tensor reaches beyond the end of the file.
-    #[error("tensor {tensor:?} ends at {end}, but the file has only {len} bytes")]
-    TensorBeyondEnd {
-        /// Which tensor.
-        tensor: String,
-        /// Where it would end.
-        end: FileOffset,
-        /// Bytes of the file.
-        len: u64,
-    },
-    /// Bytes that no tensor covers.
-    #[error("{extra} bytes follow the last tensor, from {at} on")]
-    TrailingBytes {
-        /// Where they start.
-        at: FileOffset,
-        /// How many.
-        extra: u64,
-    },
+/// Bytes of the header, from the first 8 bytes of a file of `len` bytes; they start at offset 8.
+///
+/// # Errors
+/// [`FormatError`] when that many cannot be there.
+pub fn header_len(prefix: [u8; 8], len: u64) -> Result<u64, FormatError> {
+    let left = len.checked_sub(PREFIX).ok_or(FormatError::NoPrefix { len })?;
+    let header = u64::from_le_bytes(prefix);
+    match header {
+        _ if header > left => Err(FormatError::HeaderBeyondEnd { header, left }),
+        _ if header > MAX_HEADER => Err(FormatError::HeaderTooLong { header }),
+        _ => Ok(header),
+    }
 }
 
-impl Model {
-    /// A file without structure, as one tensor called `name`.
-    ///
-    /// # Errors
-    /// [`FormatError::Empty`].
-    pub fn blob(name: &str, len: u64) -> Result<Self, FormatError> {
-        if len == 0 {
-            return Err(FormatError::Empty);
+/// The tensors of a safetensors file of `len` bytes with this header.
+///
+/// # Errors
+/// [`FormatError`]; every tensor lies within the file, and together they cover all of it behind the header.
+pub fn parse_header(header: &[u8], len: u64) -> Result<Model, FormatError> {
+    let data = (header.len() as u64).checked_add(PREFIX).filter(|d| *d <= len);
+    let data =
+        data.ok_or(FormatError::HeaderBeyondEnd { header: header.len() as u64, left: len.saturating_sub(PREFIX) })?;
+    let text = std::str::from_utf8(header)
+        .map_err(|e| FormatError::NotUtf8 { at: FileOffset::new(PREFIX + e.valid_up_to() as u64) })?;
+    let parsed: Metadata = serde_json::from_str(text).map_err(|e| explain(text, &e))?;
+    let mut tensors = Vec::new();
+    let mut covered = data;
+    let infos = parsed.tensors();
+    for (name, info) in in_order(&infos) {
+        let (start, end) = (info.data_offsets.0 as u64, info.data_offsets.1 as u64);
+        if end > len - data {
+            let end = FileOffset::new(data.saturating_add(end));
+            return Err(FormatError::TensorBeyondEnd { tensor: short(name), end, len });
         }
-        let tensor =
-            Tensor { name: name.to_owned(), dtype: String::new(), shape: Vec::new(), at: FileOffset::new(0), len };
-        Ok(Self { len, tensors: vec![Arc::new(tensor)], metadata: None, safetensors: false })
-    }
-
-    /// Bytes of the header, from the first 8 bytes of a file of `len` bytes; they start at offset 8.
-    ///
-    /// # Errors
-    /// [`FormatError`] when that many cannot be there.
-    pub fn header_len(prefix: [u8; 8], len: u64) -> Result<u64, FormatError> {
-        let left = len.checked_sub(PREFIX).ok_or(FormatError::NoPrefix { len })?;
-        let header = u64::from_le_bytes(prefix);
-        match header {
-            _ if header > left => Err(FormatError::HeaderBeyondEnd { header, left }),
-            _ if header > MAX_HEADER => Err(FormatError::HeaderTooLong { header }),
-            _ => Ok(header),
+        // The parser has checked this too; what follows relies on it. Neither sum exceeds `len`.
+        if end < start || data + start != covered {
+            let reason = "its bytes overlap or leave a hole".into();
+            return Err(FormatError::Tensor { tensor: short(name), at: FileOffset::new(PREFIX), reason });
         }
+        covered = data + end;
+        tensors.push(Arc::new(Tensor {
+            name: name.to_owned(),
+            dtype: info.dtype.to_string(),
+            shape: info.shape.iter().map(|d| *d as u64).collect(),
+            at: FileOffset::new(data + start),
+            len: end - start,
+        }));
     }
-
-    /// The tensors of a safetensors file of `len` bytes with this header.
-    ///
-    /// # Errors
-    /// [`FormatError`]; every tensor lies within the file, and together they cover all of it behind the header.
-    pub fn parse(header: &[u8], len: u64) -> Result<Self, FormatError> {
-        let data = (header.len() as u64).checked_add(PREFIX).filter(|d| *d <= len);
-        let data =
-            data.ok_or(FormatError::HeaderBeyondEnd { header: header.len() as u64, left: len.saturating_sub(PREFIX) })?;
-        let text = std::str::from_utf8(header)
-            .map_err(|e| FormatError::NotUtf8 { at: FileOffset::new(PREFIX + e.valid_up_to() as u64) })?;
-        let parsed: Metadata = serde_json::from_str(text).map_err(|e| explain(text, &e))?;
-        let mut tensors = Vec::new();
-        let mut covered = data;
-        let infos = parsed.tensors();
-        for (name, info) in in_order(&infos) {
-            let (start, end) = (info.data_offsets.0 as u64, info.data_offsets.1 as u64);
-            if end > len - data {
-                let end = FileOffset::new(data.saturating_add(end));
-                return Err(FormatError::TensorBeyondEnd { tensor: short(name), end, len });
-            }
-            // The parser has checked this too; what follows relies on it. Neither sum exceeds `len`.
-            if end < start || data + start != covered {
-                let reason = "its bytes overlap or leave a hole".into();
-                return Err(FormatError::Tensor { tensor: short(name), at: FileOffset::new(PREFIX), reason });
-            }
-            covered = data + end;
-            tensors.push(Arc::new(Tensor {
-                name: name.to_owned(),
-                dtype: info.dtype.to_string(),
-                shape: info.shape.iter().map(|d| *d as u64).collect(),
-                at: FileOffset::new(data + start),
-                len: end - start,
-            }));
-        }
-        if covered != len {
-            return Err(FormatError::TrailingBytes { at: FileOffset::new(covered), extra: len - covered });
-        }
-        let metadata = parsed.metadata().as_ref().map(|m| {
-            let mut pairs: Vec<_> = m.iter().map(|(k, v)| (k.clone(), v.clone())).collect();
-            pairs.sort();
-            pairs
-        });
-        Ok(Self { len, tensors, metadata, safetensors: true })
+    if covered != len {
+        return Err(FormatError::TrailingBytes { at: FileOffset::new(covered), extra: len - covered });
     }
-
-    /// The tensor that holds the byte at `at`, else `None`.
-    pub fn tensor_at(&self, at: FileOffset) -> Option<&Tensor> {
-        self.tensors.get(self.index_at(at)).filter(|t| t.at <= at).map(|t| &**t)
-    }
-
-    /// The index of the first tensor that ends behind `at`: the one that holds the byte at `at`, if any does.
-    pub(crate) fn index_at(&self, at: FileOffset) -> usize {
-        self.tensors.partition_point(|t| t.at.bits() + t.len <= at.bits())
-    }
+    let metadata = parsed.metadata().as_ref().map(|m| {
+        let mut pairs: Vec<_> = m.iter().map(|(k, v)| (k.clone(), v.clone())).collect();
+        pairs.sort();
+        pairs
+    });
+    Ok(Model { len, tensors, metadata, container: Container::Safetensors })
 }
 
 fn in_order<'a>(infos: &'a HashMap<String, &'a TensorInfo>) -> Vec<(&'a str, &'a TensorInfo)> {
@@ -300,8 +198,8 @@ mod tests {
     use super::*;
     use proptest::prelude::*;
 
-    fn parse(header: &str, data: u64) -> Result<Model, FormatError> {
-        Model::parse(header.as_bytes(), 8 + header.len() as u64 + data)
+    fn text(header: &str, data: u64) -> Result<Model, FormatError> {
+        parse_header(header.as_bytes(), 8 + header.len() as u64 + data)
     }
 
     fn entry(name: &str, start: u64, end: u64) -> String {
@@ -316,7 +214,7 @@ mod tests {
             entry("none", 4, 4),
             entry("a", 0, 4)
         );
-        let model = parse(&header, 10).unwrap();
+        let model = text(&header, 10).unwrap();
         let names: Vec<_> = model.tensors.iter().map(|t| (t.name.as_str(), t.len)).collect();
         assert_eq!(names, [("a", 4), ("none", 0), ("b", 6)]);
         assert_eq!(model.metadata, Some(vec![("k".into(), "v".into())]));
@@ -329,17 +227,16 @@ mod tests {
     #[test]
     fn every_kind_of_bad_file_has_its_own_message() {
         let message = |r: Result<Model, FormatError>| r.unwrap_err().to_string();
-        assert!(message(Model::blob("x", 0)).contains("empty"));
-        let len = |prefix: u64, len| Model::header_len(prefix.to_le_bytes(), len).unwrap_err().to_string();
+        let len = |prefix: u64, len| header_len(prefix.to_le_bytes(), len).unwrap_err().to_string();
         assert!(len(0, 1).contains("has 1 bytes"));
         assert!(len(100, 50).contains("says 100 bytes, but only 42 follow"));
         assert!(len(1 << 63, 50).contains("9223372036854775808"));
         assert!(len(MAX_HEADER + 1, u64::MAX).contains("more than the 100000000"));
-        assert!(message(parse("{", 0)).contains("bad header"));
-        assert!(message(parse("[1]", 0)).contains("bad header"));
-        assert!(message(Model::parse(b"{\"\xff\":1}", 100)).contains("not UTF-8 at file offset 0xa"));
+        assert!(message(text("{", 0)).contains("bad header"));
+        assert!(message(text("[1]", 0)).contains("bad header"));
+        assert!(message(parse_header(b"{\"\xff\":1}", 100)).contains("not UTF-8 at file offset 0xa"));
         let two = |a: &str, b: &str| format!("{{{a},{b}}}");
-        let overlap = message(parse(&two(&entry("a", 0, 8), &entry("b", 4, 12)), 12));
+        let overlap = message(text(&two(&entry("a", 0, 8), &entry("b", 4, 12)), 12));
         assert!(
             overlap.contains("tensor \"b\"") && overlap.contains("within tensor \"a\", which ends at 8"),
             "{overlap}"
@@ -347,26 +244,26 @@ mod tests {
         // `{"a":{...},"b":` is what stands in front of the description of b.
         let at = 8 + 1 + entry("a", 0, 8).len() + 1 + 4;
         assert!(overlap.contains(&format!("file offset {at:#x}")), "{overlap}");
-        let hole = message(parse(&two(&entry("a", 0, 8), &entry("b", 9, 12)), 12));
+        let hole = message(text(&two(&entry("a", 0, 8), &entry("b", 9, 12)), 12));
         assert!(hole.contains("tensor \"b\"") && hole.contains("1 bytes in front"), "{hole}");
-        let beyond = message(parse(&two(&entry("a", 0, 8), &entry("b", 8, 12)), 10));
+        let beyond = message(text(&two(&entry("a", 0, 8), &entry("b", 8, 12)), 10));
         assert!(beyond.contains("tensor \"b\" ends at file offset"), "{beyond}");
         let huge = format!(r#"{{"a":{{"dtype":"U8","shape":[{0}],"data_offsets":[0,{0}]}}}}"#, u64::MAX);
-        assert!(message(parse(&huge, 10)).contains("tensor \"a\""));
+        assert!(message(text(&huge, 10)).contains("tensor \"a\""));
         let dtype = r#"{"w":{"dtype":"Q7","shape":[1],"data_offsets":[0,1]}}"#;
-        let dtype = message(parse(dtype, 1));
+        let dtype = message(text(dtype, 1));
         assert!(dtype.contains("\"w\"") && dtype.contains("Q7"), "{dtype}");
         let size = r#"{"w":{"dtype":"F32","shape":[3],"data_offsets":[0,8]}}"#;
-        assert!(message(parse(size, 8)).contains("takes 12 bytes, but its data offsets 0..8 hold 8"));
+        assert!(message(text(size, 8)).contains("takes 12 bytes, but its data offsets 0..8 hold 8"));
         let part = r#"{"w":{"dtype":"F4","shape":[3],"data_offsets":[0,2]}}"#;
-        assert!(message(parse(part, 2)).contains("no whole bytes"));
+        assert!(message(text(part, 2)).contains("no whole bytes"));
         let backwards = r#"{"w":{"dtype":"U8","shape":[0],"data_offsets":[8,0]}}"#;
-        assert!(message(parse(backwards, 8)).contains("before it starts"));
+        assert!(message(text(backwards, 8)).contains("before it starts"));
         let overflow = r#"{"w":{"dtype":"F64","shape":[9223372036854775807,4],"data_offsets":[0,8]}}"#;
-        assert!(message(parse(overflow, 8)).contains("overflows"));
-        let trailing = message(parse(&format!("{{{}}}", entry("a", 0, 8)), 9));
+        assert!(message(text(overflow, 8)).contains("overflows"));
+        let trailing = message(text(&format!("{{{}}}", entry("a", 0, 8)), 9));
         assert!(trailing.contains("1 bytes follow the last tensor"), "{trailing}");
-        assert_eq!(parse("{}", 0).unwrap().tensors, []);
+        assert_eq!(text("{}", 0).unwrap().tensors, []);
     }
 
     #[test]
@@ -379,7 +276,7 @@ mod tests {
             format!(r#"{{"a":{{"dtype":"U8","shape":[{shape}],"data_offsets":[0,1]}}}}"#),
             format!(r#"{{"{long}":{{"dtype":"U8","shape":[1],"data_offsets":[0,1]}}}}"#),
         ] {
-            let message = parse(&header, 0).unwrap_err().to_string();
+            let message = text(&header, 0).unwrap_err().to_string();
             assert!(message.len() < 1000, "{} bytes", message.len());
         }
     }
@@ -398,20 +295,20 @@ mod tests {
                 numbers.extend([*len, at, at + len]);
                 at += len;
             }
-            let text = |n: &[u64]| {
+            let header = |n: &[u64]| {
                 let entry = |(i, n): (usize, &[u64])| {
                     format!(r#""t{i}":{{"dtype":"U8","shape":[{}],"data_offsets":[{},{}]}}"#, n[0], n[1], n[2])
                 };
                 format!("{{{}}}", n.chunks(3).enumerate().map(entry).collect::<Vec<_>>().join(","))
             };
-            let good = parse(&text(&numbers), at).unwrap();
+            let good = text(&header(&numbers), at).unwrap();
             prop_assert_eq!(good.tensors.iter().map(|t| t.len).sum::<u64>(), at);
             let (index, value, large) = change;
             if !numbers.is_empty() {
                 let i = index.index(numbers.len());
                 numbers[i] = if large { value } else { value % 100 };
             }
-            if let Ok(model) = parse(&text(&numbers), at.saturating_add_signed(extra)) {
+            if let Ok(model) = text(&header(&numbers), at.saturating_add_signed(extra)) {
                 let mut next = model.len - model.tensors.iter().map(|t| t.len).sum::<u64>();
                 for t in &model.tensors {
                     prop_assert_eq!(t.at.bits(), next);

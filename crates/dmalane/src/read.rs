@@ -1,0 +1,391 @@
+//! Files into memory: read while the memory is still being allocated, and registered or copied to a device meanwhile.
+
+mod alloc;
+mod choose;
+mod short;
+mod source;
+mod stream;
+
+use std::fs::File;
+use std::ops::ControlFlow;
+use std::os::unix::fs::FileTypeExt;
+use std::path::{Path, PathBuf};
+use std::time::{Duration, Instant};
+
+use dmalane_addr::Access;
+use dmalane_dma::{Heap, Registrar};
+use dmalane_file::{How, Mode, Moved, Residency};
+use dmalane_load::OpenDevice;
+use dmalane_load::fill::{Event, FillError, FillOptions, Filled, Job, Sink, Stays, Watch, fill};
+use dmalane_queue::{DeviceAddr, OpError};
+use thiserror::Error;
+
+pub use alloc::{AllocAndRead, AllocRead};
+use choose::{Choice, choose};
+use source::{Source, size};
+
+/// The order of allocating and reading, to compare by.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
+#[cfg_attr(feature = "clap", derive(clap::ValueEnum))]
+pub enum Scheme {
+    /// Reads are in flight into one chunk while the next is being allocated.
+    #[default]
+    Overlap,
+    /// Allocate all of it, then read: T = T(allocation) + T(I/O).
+    Sequential,
+    /// Allocate all of it, then one `pread` after the other.
+    Plain,
+}
+
+/// How to allocate and read. The default is good for files of any size.
+#[derive(Clone, Debug)]
+pub struct ReadOptions {
+    /// Past the page cache or through it; [`Mode::Auto`] chooses for each file and gives its reason.
+    pub mode: Mode,
+    /// Order of allocation and reading.
+    pub scheme: Scheme,
+    /// Bytes of a chunk: allocated together before reading into them starts.
+    pub chunk: u64,
+    /// Reads in flight, where there is a ring.
+    pub depth: usize,
+    /// Bytes per read.
+    pub block: usize,
+    /// Workers that allocate and read, each a thread; by default one for direct reads, which the disk does, and as many
+    /// as there are processors, 4 at most, for copies out of the page cache.
+    pub threads: Option<usize>,
+    /// Hash each buffer (XXH3-64) while its bytes are in the processor's cache.
+    pub checksum: bool,
+    /// Give up after this time.
+    pub timeout: Option<Duration>,
+    /// Refuse to allocate more bytes of memory than this.
+    pub limit: Option<u64>,
+}
+
+impl Default for ReadOptions {
+    fn default() -> Self {
+        Self {
+            mode: Mode::Auto,
+            scheme: Scheme::Overlap,
+            chunk: 2 << 20,
+            depth: 16,
+            block: 2 << 20,
+            threads: None,
+            checksum: false,
+            timeout: None,
+            limit: None,
+        }
+    }
+}
+
+/// A file to read from.
+#[derive(Debug)]
+pub struct ReadSource {
+    /// The file, open for reading: a regular file or a block device.
+    pub file: File,
+    /// Its name in messages.
+    pub path: PathBuf,
+}
+
+impl ReadSource {
+    /// Opens a file by name.
+    ///
+    /// # Errors
+    /// [`ReadError::Open`].
+    pub fn open(path: impl AsRef<Path>) -> Result<Self, ReadError> {
+        let path = path.as_ref().to_owned();
+        let file = File::open(&path).map_err(|source| ReadError::Open { path: path.clone(), source })?;
+        Ok(Self { file, path })
+    }
+
+    /// Bytes in it now.
+    ///
+    /// # Errors
+    /// [`ReadError::Open`] when the kernel does not tell; pipes and sockets have no size.
+    pub fn size(&self) -> Result<u64, ReadError> {
+        size(&self.file).map_err(|source| ReadError::Open { path: self.path.clone(), source })
+    }
+}
+
+/// The method by which a file was read.
+#[derive(Clone, Debug)]
+pub struct ReadMethod {
+    /// The kernel interface, and why not a better one.
+    pub how: How,
+    /// Why it was read directly or through the page cache.
+    pub reason: String,
+    /// Bytes read directly and through the page cache.
+    pub moved: Moved,
+    /// Share of the file that was cached before, where that was determined.
+    pub cached: Option<Residency>,
+}
+
+impl std::fmt::Display for ReadMethod {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "{}: {}", self.how, self.reason)
+    }
+}
+
+/// Files that were read.
+#[derive(Debug)]
+pub struct ReadFiles {
+    /// The buffers, their registrations, and the time of each stage.
+    pub filled: Filled,
+    /// The method for each file.
+    pub methods: Vec<ReadMethod>,
+}
+
+/// Reason why there is no filled buffer. Nothing is left in flight or allocated.
+#[derive(Debug, Error)]
+#[non_exhaustive]
+pub enum ReadError {
+    /// The file cannot be opened, or its properties cannot be determined.
+    #[error("cannot open {}: {source}", path.display())]
+    Open {
+        /// The file.
+        path: PathBuf,
+        /// The kernel's answer.
+        source: std::io::Error,
+    },
+    /// The file cannot be read in the requested mode.
+    #[error(transparent)]
+    Channel(#[from] dmalane_file::Error),
+    /// The file is shorter than the range.
+    #[error("{} ends at {size}, before the end of the range at {end}", path.display())]
+    PastEnd {
+        /// The file.
+        path: PathBuf,
+        /// End of the range.
+        end: u64,
+        /// End of the file.
+        size: u64,
+    },
+    /// The buffers would be larger than [`ReadOptions::limit`].
+    #[error("{wanted} bytes are more than the limit of {limit}")]
+    Limit {
+        /// Bytes of the buffers.
+        wanted: u64,
+        /// The limit.
+        limit: u64,
+    },
+    /// The file was read to its end, and it grew or shrank meanwhile.
+    #[error("{} changed while it was read: it had {before} bytes and now has {now}", path.display())]
+    Changed {
+        /// The file.
+        path: PathBuf,
+        /// Bytes before.
+        before: u64,
+        /// Bytes after.
+        now: u64,
+    },
+    /// A read of this file failed.
+    #[error("{}: {error}", path.display())]
+    Read {
+        /// The file.
+        path: PathBuf,
+        /// The error, with the offset.
+        error: OpError,
+    },
+    /// Anything else that stopped the job.
+    #[error(transparent)]
+    Fill(FillError),
+}
+
+/// Reads files into buffers of a heap, one buffer per file by default.
+///
+/// Reading starts as soon as the first chunk is allocated: T(first chunk) + max(T(rest of the allocation), T(I/O)).
+///
+/// ```
+/// use dmalane::dma::AnonHeap;
+/// use dmalane::queue::DeviceAddr;
+/// use dmalane::Read;
+///
+/// # let folder = tempfile::tempdir()?;
+/// # let path = folder.path().join("model.bin");
+/// std::fs::write(&path, vec![7; 5_000_000])?;
+/// let read = Read::files([&path]).checksum(true).into_memory(&AnonHeap::new())?;
+/// println!("{:x?}; {}", read.filled.buffers[0].checksum(), read.filled.report);
+///
+/// // Into memory, and from there to a device:
+/// let mut device = dmalane::open("soft")?;
+/// let places = [DeviceAddr::Card(device.memory_mut().reserve(5_000_000)?.first())];
+/// let read = Read::files([&path]).and_to(&mut device, &places).into_memory(&AnonHeap::new())?;
+/// assert!(read.filled.mappings[0].len() >= 3, "registered chunk by chunk");
+/// # Ok::<(), Box<dyn std::error::Error>>(())
+/// ```
+pub struct Read<'a> {
+    sources: Result<Vec<ReadSource>, ReadError>,
+    job: Option<Job>,
+    options: ReadOptions,
+    register: Option<(&'a dyn Registrar, Access)>,
+    device: Option<(&'a mut OpenDevice, &'a [DeviceAddr])>,
+    watch: Box<Watch<'a>>,
+}
+
+impl<'a> Read<'a> {
+    /// Files by name. They are opened here; errors are returned by [`Read::into_memory`].
+    pub fn files<P: AsRef<Path>>(paths: impl IntoIterator<Item = P>) -> Self {
+        Self { sources: paths.into_iter().map(ReadSource::open).collect(), ..Self::sources(Vec::new()) }
+    }
+
+    /// Files that are open already.
+    pub fn sources(sources: Vec<ReadSource>) -> Self {
+        Self {
+            sources: Ok(sources),
+            job: None,
+            options: ReadOptions::default(),
+            register: None,
+            device: None,
+            watch: Box::new(|_| ControlFlow::Continue(())),
+        }
+    }
+
+    /// Sets all options.
+    pub fn options(mut self, options: ReadOptions) -> Self {
+        self.options = options;
+        self
+    }
+
+    /// Sets the bytes of a chunk, [`ReadOptions::chunk`].
+    pub fn chunk(mut self, bytes: u64) -> Self {
+        self.options.chunk = bytes;
+        self
+    }
+
+    /// Sets whether buffers are hashed, [`ReadOptions::checksum`].
+    pub fn checksum(mut self, checksum: bool) -> Self {
+        self.options.checksum = checksum;
+        self
+    }
+
+    /// Reads these extents into these buffers, instead of each file as a whole into a buffer of its own. Sources of the
+    /// job are files in the order given.
+    pub fn job(mut self, job: Job) -> Self {
+        self.job = Some(job);
+        self
+    }
+
+    /// Calls `watch` with every event; it may stop the job.
+    pub fn watch(mut self, watch: impl FnMut(Event) -> ControlFlow<()> + Send + 'a) -> Self {
+        self.watch = Box::new(watch);
+        self
+    }
+
+    /// Pins and maps every chunk as soon as its memory is present: one call of `registrar` for each step, while reads
+    /// into the chunks before it are in flight.
+    ///
+    /// The device sees a chunk from the moment of [`Event::Allocated`], and may
+    /// use the bytes of an extent from the moment that it is complete. With an access that lets the device write,
+    /// checksums are of what it has left there.
+    pub fn mapped(mut self, registrar: &'a dyn Registrar, access: Access) -> Self {
+        self.register = Some((registrar, access));
+        self
+    }
+
+    /// Copies the buffers to a device as well, the first byte of each to the place with its number: the transfer of a
+    /// fragment begins as soon as its bytes have arrived, or were hashed with checksums on, while later bytes are being
+    /// read or allocated. Bytes that no extent names go there as zeroes. Every chunk is mapped for the device, which
+    /// may only read it; this replaces [`Read::mapped`].
+    ///
+    /// The device's queue has nothing in flight. An extent is complete when the device has all of it.
+    pub fn and_to(mut self, device: &'a mut OpenDevice, places: &'a [DeviceAddr]) -> Self {
+        self.device = Some((device, places));
+        self
+    }
+
+    /// Reads into buffers of `heap`, and returns when everything has arrived, on the device too.
+    ///
+    /// # Errors
+    /// [`ReadError`]. [`FillError::Map`] where the registrar refuses; [`FillError::Transfer`] or
+    /// [`FillError::Refused`] where the device fails, or ends nothing for half a minute: then its queue is stopped.
+    /// Reads and transfers in flight have ended by then, and nothing is left mapped or pinned; a transfer that the
+    /// device does not let go of stays in flight, and keeps its memory and its mapping.
+    pub fn into_memory(mut self, heap: &dyn Heap) -> Result<ReadFiles, ReadError> {
+        let sources = self.sources?;
+        let job = match self.job {
+            Some(job) => job,
+            None => Job::whole(&sources.iter().map(ReadSource::size).collect::<Result<Vec<_>, _>>()?),
+        };
+        let registrar;
+        let (mut register, mut sink) = (self.register, Sink::Memory);
+        let targets;
+        if let Some((device, places)) = self.device {
+            registrar = device.registrar().clone();
+            register = Some((&*registrar, Access::READ));
+            targets = places;
+            sink = Sink::Device { polled: device.info().polled, queue: device.queue_mut(), targets: &targets };
+        }
+        read(Stays { heap, register }, sink, &sources, &job, &self.options, &mut *self.watch, true)
+    }
+}
+
+/// Reads as `job` says. With `unchanged`, files that are read to their end may not change their size meanwhile.
+fn read(
+    memory: Stays<'_>,
+    sink: Sink<'_>,
+    sources: &[ReadSource],
+    job: &Job,
+    options: &ReadOptions,
+    watch: &mut Watch<'_>,
+    unchanged: bool,
+) -> Result<ReadFiles, ReadError> {
+    let wanted = job.buffers.iter().fold(0u64, |sum, len| sum.saturating_add(*len));
+    if let Some(limit) = options.limit.filter(|limit| wanted > *limit) {
+        return Err(ReadError::Limit { wanted, limit });
+    }
+    let choices = sources.iter().enumerate().map(|(i, source)| choose(source, i, job, options));
+    let choices = choices.collect::<Result<Vec<Choice>, ReadError>>()?;
+    let count = options.threads.unwrap_or_else(|| choices.iter().map(|c| c.workers).max().unwrap_or(1));
+    let mut workers = Vec::new();
+    for _ in 0..count.clamp(1, 64) {
+        let open = |(source, choice): (&ReadSource, &Choice)| Source::open(source, choice);
+        workers.push(sources.iter().zip(&choices).map(open).collect::<Result<Vec<Source>, ReadError>>()?);
+    }
+    let fill_options = FillOptions {
+        chunk: match options.scheme {
+            Scheme::Overlap => options.chunk,
+            Scheme::Sequential | Scheme::Plain => u64::MAX,
+        },
+        block: options.block as u64,
+        checksum: options.checksum,
+        deadline: options.timeout.and_then(|timeout| Instant::now().checked_add(timeout)),
+        ..FillOptions::default()
+    };
+    let mut queues: Vec<Vec<_>> = workers.iter_mut().map(|of| of.iter_mut().map(Source::queue).collect()).collect();
+    let filled = fill(memory, sink, job, &mut queues, &fill_options, watch).map_err(|e| named(e, sources))?;
+    for (source, choice) in sources.iter().zip(&choices).filter(|_| unchanged) {
+        if let Some(before) = choice.size.filter(|size| choice.end == *size) {
+            let now = source.size()?;
+            if now != before {
+                return Err(ReadError::Changed { path: source.path.clone(), before, now });
+            }
+        }
+    }
+    let method = |(i, choice): (usize, Choice)| {
+        let moved = workers.iter().map(|sources| sources[i].moved());
+        ReadMethod {
+            how: workers[0][i].how(),
+            reason: choice.reason,
+            moved: moved.fold(Moved::default(), |sum, m| Moved {
+                direct: sum.direct + m.direct,
+                buffered: sum.buffered + m.buffered,
+            }),
+            cached: choice.cached,
+        }
+    };
+    Ok(ReadFiles { filled, methods: choices.into_iter().enumerate().map(method).collect() })
+}
+
+/// An error of the engine with the name of the file that it is about.
+fn named(error: FillError, sources: &[ReadSource]) -> ReadError {
+    match error {
+        FillError::Read { source_index, error, .. } if source_index < sources.len() => {
+            ReadError::Read { path: sources[source_index].path.clone(), error }
+        }
+        other => ReadError::Fill(other),
+    }
+}
+
+/// True for pipes, sockets and character devices, which have no offsets.
+fn is_stream(kind: &std::fs::FileType) -> bool {
+    !kind.is_file() && !kind.is_block_device() && !kind.is_dir()
+}

@@ -1,0 +1,205 @@
+//! Containers: kinds of files, and the tensors in them.
+//!
+//! Each kind is a module with `detect(path, head)`, which recognizes a file by its name and its first bytes, and
+//! `parse(file)`, which returns its [`Model`]. A new kind is a module and a line of `containers!`.
+
+pub mod raw;
+pub mod safetensors;
+
+use std::fs::File;
+use std::io;
+use std::os::unix::fs::FileExt;
+use std::path::Path;
+use std::sync::Arc;
+
+use dmalane_addr::FileOffset;
+use thiserror::Error;
+
+use crate::Error as LoadError;
+use safetensors::MAX_HEADER;
+
+/// Declares the kinds, in the order in which they are tried.
+macro_rules! containers {
+    ($($(#[$about:meta])* $name:ident in $module:ident,)*) => {
+        /// A kind of file.
+        #[derive(Clone, Copy, PartialEq, Eq, Debug)]
+        #[non_exhaustive]
+        pub enum Container {
+            $($(#[$about])* $name,)*
+        }
+
+        impl Container {
+            /// The kind of a file with this name and these first bytes, of which there are [`HEAD`] unless it is
+            /// shorter.
+            pub fn detect(path: &Path, head: &[u8]) -> Self {
+                $(if $module::detect(path, head) {
+                    return Self::$name;
+                })*
+                Self::Raw
+            }
+
+            /// Its name, for reports.
+            pub fn name(self) -> &'static str {
+                match self {
+                    $(Self::$name => stringify!($module),)*
+                }
+            }
+
+            fn parse(self, file: &ContainerFile<'_>) -> Result<Model, LoadError> {
+                match self {
+                    $(Self::$name => $module::parse(file),)*
+                }
+            }
+        }
+    };
+}
+
+containers! {
+    /// Tensors behind a JSON header.
+    Safetensors in safetensors,
+    /// One run of bytes.
+    Raw in raw,
+}
+
+/// Bytes by which a kind may be recognized.
+pub const HEAD: usize = 16;
+
+/// A file to parse.
+pub(crate) struct ContainerFile<'a> {
+    pub(crate) path: &'a Path,
+    pub(crate) file: &'a File,
+    /// Bytes in it.
+    pub(crate) len: u64,
+}
+
+impl ContainerFile<'_> {
+    /// Detects the kind of the file and parses it.
+    pub(crate) fn model(&self) -> Result<Model, LoadError> {
+        let head = self.read(0, self.len.min(HEAD as u64))?;
+        Container::detect(self.path, &head).parse(self)
+    }
+
+    /// Reads bytes that lie within the file.
+    fn read(&self, at: u64, len: u64) -> Result<Vec<u8>, LoadError> {
+        let mut bytes = vec![0; usize::try_from(len).map_err(|_| self.failed(io::ErrorKind::FileTooLarge.into()))?];
+        self.file.read_exact_at(&mut bytes, at).map_err(|source| self.failed(source))?;
+        Ok(bytes)
+    }
+
+    fn failed(&self, source: io::Error) -> LoadError {
+        LoadError::File { path: self.path.to_owned(), what: "read its header", source }
+    }
+
+    fn bad(&self, source: FormatError) -> LoadError {
+        LoadError::Format { path: self.path.to_owned(), source }
+    }
+}
+
+/// One tensor of a file.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub struct Tensor {
+    /// Its name.
+    pub name: String,
+    /// The type of its elements as the header spells it ("F32"); empty for a blob.
+    pub dtype: String,
+    /// Its shape; empty for a scalar and for a blob.
+    pub shape: Vec<u64>,
+    /// Where its bytes start in the file.
+    pub at: FileOffset,
+    /// Bytes; may be 0.
+    pub len: u64,
+}
+
+/// Contents of a file.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub struct Model {
+    /// Bytes of the file.
+    pub len: u64,
+    /// Tensors in the order of their bytes.
+    pub tensors: Vec<Arc<Tensor>>,
+    /// The header's free-form text pairs, sorted by key; `None` for a blob and where the header has none.
+    pub metadata: Option<Vec<(String, String)>>,
+    /// The kind of file.
+    pub container: Container,
+}
+
+/// Reason why a file cannot be parsed.
+#[derive(Debug, Error)]
+#[non_exhaustive]
+pub enum FormatError {
+    /// A file of no bytes.
+    #[error("the file is empty")]
+    Empty,
+    /// Not even the length of the header.
+    #[error("the file has {len} bytes, a safetensors file starts with 8 bytes of header length")]
+    NoPrefix {
+        /// Bytes of the file.
+        len: u64,
+    },
+    /// The header would reach beyond the end of the file.
+    #[error("the header length at file offset 0x0 says {header} bytes, but only {left} follow in the file")]
+    HeaderBeyondEnd {
+        /// Bytes of the header as the file says.
+        header: u64,
+        /// Bytes after the length field.
+        left: u64,
+    },
+    /// The header is longer than the format allows.
+    #[error("the header length at file offset 0x0 says {header} bytes, more than the {MAX_HEADER} that are allowed")]
+    HeaderTooLong {
+        /// Bytes of the header as the file says.
+        header: u64,
+    },
+    /// The header is not text.
+    #[error("the header is not UTF-8 at {at}")]
+    NotUtf8 {
+        /// The first bad byte.
+        at: FileOffset,
+    },
+    /// The header does not parse, or describes an impossible layout.
+    #[error("bad header (file offset 0x8 on): {reason}")]
+    Header {
+        /// What the parser said.
+        reason: String,
+    },
+    /// One tensor of the header is wrong.
+    #[error("bad header: tensor {tensor:?} (described at {at}): {reason}")]
+    Tensor {
+        /// Which tensor.
+        tensor: String,
+        /// Where its description starts in the file.
+        at: FileOffset,
+        /// What is wrong.
+        reason: String,
+    },
+    /// A tensor reaches beyond the end of the file.
+    #[error("tensor {tensor:?} ends at {end}, but the file has only {len} bytes")]
+    TensorBeyondEnd {
+        /// Which tensor.
+        tensor: String,
+        /// Where it would end.
+        end: FileOffset,
+        /// Bytes of the file.
+        len: u64,
+    },
+    /// Bytes that no tensor covers.
+    #[error("{extra} bytes follow the last tensor, from {at} on")]
+    TrailingBytes {
+        /// Where they start.
+        at: FileOffset,
+        /// How many.
+        extra: u64,
+    },
+}
+
+impl Model {
+    /// The tensor that holds the byte at `at`, else `None`.
+    pub fn tensor_at(&self, at: FileOffset) -> Option<&Tensor> {
+        self.tensors.get(self.index_at(at)).filter(|t| t.at <= at).map(|t| &**t)
+    }
+
+    /// The index of the first tensor that ends behind `at`: the one that holds the byte at `at`, if any does.
+    pub(crate) fn index_at(&self, at: FileOffset) -> usize {
+        self.tensors.partition_point(|t| t.at.bits() + t.len <= at.bits())
+    }
+}

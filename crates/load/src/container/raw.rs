@@ -1,0 +1,25 @@
+//! Files without structure: one tensor with the file's name.
+
+use std::path::Path;
+use std::sync::Arc;
+
+use dmalane_addr::FileOffset;
+
+use super::{Container, ContainerFile, FormatError, Model, Tensor};
+use crate::Error;
+
+/// True for every file.
+pub(super) fn detect(_path: &Path, _head: &[u8]) -> bool {
+    true
+}
+
+/// The whole file as a tensor without a type.
+pub(super) fn parse(file: &ContainerFile<'_>) -> Result<Model, Error> {
+    if file.len == 0 {
+        return Err(file.bad(FormatError::Empty));
+    }
+    let name = file.path.file_name().unwrap_or_default().to_string_lossy().into_owned();
+    let (dtype, shape, at, len) = (String::new(), Vec::new(), FileOffset::new(0), file.len);
+    let tensors = vec![Arc::new(Tensor { name, dtype, shape, at, len })];
+    Ok(Model { len, tensors, metadata: None, container: Container::Raw })
+}

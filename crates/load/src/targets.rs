@@ -1,0 +1,122 @@
+//! Destinations of a file's bytes: tensors, and the segments of the device memory that they lie in.
+
+use std::collections::VecDeque;
+use std::ops::Range;
+
+use dmalane_addr::{CardAddr, FileOffset};
+use dmalane_queue::{DeviceAddr, Refusal};
+
+use crate::LoadedFile;
+use crate::fill::{Target, Targets};
+
+/// The bytes of tensors go to their places in device memory. Bytes of no tensor, such as the header, stay on the host.
+impl Targets for &[LoadedFile] {
+    fn buffers(&self) -> usize {
+        self.len()
+    }
+
+    fn cut(&self, buffer: usize, range: Range<u64>, max_len: u64, out: &mut VecDeque<Target>) -> Result<(), Refusal> {
+        let LoadedFile { model, layout, bo, .. } = &self[buffer];
+        let Range { start: mut at, end } = range;
+        let first = model.index_at(FileOffset::new(at));
+        for (tensor, place) in model.tensors.iter().zip(&layout.places).skip(first) {
+            let start = tensor.at.bits().max(at);
+            let stop = (tensor.at.bits() + tensor.len).min(end);
+            if start >= end {
+                break;
+            }
+            if start >= stop {
+                continue;
+            }
+            if start > at {
+                out.push_back(Target { len: start - at, to: None });
+            }
+            let from = place.bo_offset + (start - tensor.at.bits());
+            let runs = bo.as_ref().and_then(|bo| bo.sg().runs(from..from + (stop - start)));
+            for run in runs.expect("the buffer object holds every tensor") {
+                let mut done = 0;
+                while done < run.len {
+                    let len = (run.len - done).min(max_len);
+                    // Within a segment, which does not wrap.
+                    let to = DeviceAddr::Card(CardAddr::new(run.addr.bits() + done));
+                    out.push_back(Target { len, to: Some(to) });
+                    done += len;
+                }
+            }
+            at = stop;
+        }
+        if at < end {
+            out.push_back(Target { len: end - at, to: None });
+        }
+        Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::sync::Arc;
+
+    use crate::{Container, Layout, Model, Tensor};
+    use dmalane_addr::{SgIndex, SgTable};
+    use dmalane_vm::Bo;
+    use proptest::prelude::*;
+
+    proptest! {
+        /// The reference asks for the destination of every byte.
+        #[test]
+        fn every_byte_has_its_place(
+            header in 0u64..50,
+            sizes in prop::collection::vec(prop_oneof![Just(0u64), 1u64..9000], 0..12),
+            segments in prop::collection::vec(1u64..6, 40),
+            range in any::<(prop::sample::Index, prop::sample::Index)>(),
+            max in 1u64..5000,
+        ) {
+            let mut at = header;
+            let tensors = sizes.iter().map(|&len| {
+                let begin = FileOffset::new(at);
+                let t = Tensor { name: String::new(), dtype: String::new(), shape: vec![], at: begin, len };
+                at += len;
+                t.into()
+            });
+            let tensors = tensors.collect();
+            let model = Model { tensors, len: at, metadata: None, container: Container::Safetensors };
+            let layout = Layout::new(&model).unwrap();
+            let mut sg = SgTable::new();
+            for (i, pages) in segments.iter().cycle().enumerate() {
+                if sg.len() >= layout.bo_len {
+                    break;
+                }
+                sg.push(CardAddr::new((i as u64) << 20), pages * 4096).unwrap();
+            }
+            let (a, b) = (range.0.index(model.len as usize + 1) as u64, range.1.index(model.len as usize + 1) as u64);
+            let (from, to) = (a.min(b), a.max(b));
+            let sg = SgIndex::from_table(&sg).unwrap();
+            let mut cuts = VecDeque::new();
+            let mut file = LoadedFile::new("model".into(), model, layout, 0);
+            file.bo = Some(Arc::new(Bo::new(1, sg)));
+            (&std::slice::from_ref(&file)).cut(0, from..to, max, &mut cuts).unwrap();
+            let LoadedFile { model, layout, bo: Some(bo), .. } = &file else { unreachable!() };
+            let mut at = from;
+            for c in cuts {
+                prop_assert!(c.len > 0);
+                if let Some(to) = c.to {
+                    let DeviceAddr::Card(addr) = to else { panic!("{to:?}") };
+                    let index = model.index_at(FileOffset::new(at));
+                    prop_assert!(c.len <= max);
+                    for n in [0, c.len - 1] {
+                        let t = &model.tensors[index];
+                        let in_tensor = at + n - t.at.bits();
+                        prop_assert!(in_tensor < t.len);
+                        let want = bo.sg().segment_at(layout.places[index].bo_offset + in_tensor).unwrap().addr;
+                        prop_assert_eq!(addr.bits() + n, want.bits());
+                    }
+                } else {
+                    prop_assert!((at..at + c.len).all(|b| model.tensor_at(FileOffset::new(b)).is_none()));
+                }
+                at += c.len;
+            }
+            prop_assert_eq!(at, to);
+        }
+    }
+}
