@@ -50,8 +50,8 @@ pub use device::{DeviceMem, DmaFault, FaultReason, HeldMem};
 pub use error::Error;
 pub use footprint::{Footprint, footprint};
 pub use heap::{
-    Abilities, Absent, AnonHeap, DmaHeap, Heap, HeapStats, MemfdHeap, Needs, PageBacking, PageKind, Picked, Pool,
-    PoolStats, Reserved, export_dma_buf, pick,
+    Abilities, Absent, AnonHeap, DmaHeap, DriverHeap, Heap, HeapStats, MemfdHeap, Needs, PageBacking, PageKind, Picked,
+    Pool, PoolStats, Reserved, export_dma_buf, pick,
 };
 pub use interrupts::InterruptEvents;
 pub use mmio::Mmio;
@@ -59,4 +59,5 @@ pub use pagemap::{PageEntry, Pagemap, physical_runs};
 pub use registrar::{Mapping, Pinned, Registrar, Undo};
 pub use room::{Room, memlock_left, room};
 pub use slice::BufferSlice;
+pub use sys::DriverMemory;
 pub use volatile::{CopyHint, VolatileSlice, stream_fence};

@@ -3,7 +3,8 @@
 //! Invariant of [`Region`]: `ptr..ptr + len` is a mapping, or a fragment of one, that this value owns exclusively: no
 //! other value unmaps or accesses it. It is readable and writable until the value is dropped. Established by
 //! [`Region::anonymous`], [`Region::memfd`],
-//! [`Region::memfd_ranges`], [`Region::import`] and [`Region::dma_buf`]; [`Region::cut`] passes it on to disjoint
+//! [`Region::memfd_ranges`], [`Region::import`] and [`Region::dma_buf`], and by the contract of [`DriverMemory`] for
+//! [`Region::of_driver`]; [`Region::cut`] passes it on to disjoint
 //! fragments, which keep a reference to their mapping. A drop unmaps a whole mapping, drops a fragment's reference to
 //! it, or moves either into a new value for the pool that is the region's home.
 #![allow(unsafe_code)]
@@ -55,6 +56,19 @@ pub(crate) struct Region {
     home: Option<Home>,
     /// The mapping that contains this fragment: unmapped with its last fragment, and accessed only through fragments.
     slab: Option<Arc<Region>>,
+    /// The driver's memory that this is: given back instead of being unmapped.
+    driver: Option<Box<dyn DriverMemory>>,
+}
+
+/// Memory that a driver has allocated and mapped into this process, for as long as the value exists.
+///
+/// # Safety
+/// From [`DriverMemory::span`] to its end the memory is mapped, readable, writable and initialised until the value is
+/// dropped; the span begins at a page, is a multiple of 4 KiB long, and is always the same. Nobody accesses it but who
+/// has the buffer that is made of it, and devices through registrations of that.
+pub unsafe trait DriverMemory: Send + Sync {
+    /// The first byte, and how many there are.
+    fn span(&self) -> (NonNull<u8>, NonZeroUsize);
 }
 
 // SAFETY: the region is plain memory owned by this value (see the invariant above), not tied to a thread; access goes
@@ -101,6 +115,7 @@ impl Region {
             exported: AtomicBool::new(false),
             home: None,
             slab: None,
+            driver: None,
         };
         if pages == Pages::Transparent {
             region.advise(0, len, Advice::LinuxHugepage)?;
@@ -132,6 +147,7 @@ impl Region {
             exported: AtomicBool::new(false),
             home: None,
             slab: None,
+            driver: None,
         };
         if pages == Pages::Transparent {
             // Kernels without huge pages for shared memory refuse; then the memory has 4 KiB pages.
@@ -166,6 +182,7 @@ impl Region {
                 exported: AtomicBool::new(true),
                 home: None,
                 slab: None,
+                driver: None,
             })
         };
         let mapped = ranges.iter().map(map).collect::<io::Result<_>>()?;
@@ -214,7 +231,20 @@ impl Region {
             exported: AtomicBool::new(exported),
             home: None,
             slab: None,
+            driver: None,
         })
+    }
+
+    /// Takes memory of a driver.
+    pub(crate) fn of_driver(memory: Box<dyn DriverMemory>) -> Self {
+        let (ptr, len) = memory.span();
+        let (exported, driver) = (AtomicBool::new(false), Some(memory));
+        Self { ptr, len: len.get(), fd: None, exported, home: None, slab: None, driver }
+    }
+
+    /// True for memory, or a fragment of it, that a driver has mapped: the kernel takes no advice about it.
+    fn is_drivers(&self) -> bool {
+        self.driver.is_some() || self.slab.as_ref().is_some_and(|slab| slab.driver.is_some())
     }
 
     /// A dma-buf of `len` bytes from a heap of the kernel (`/dev/dma_heap/NAME`), mapped shared. Its size cannot
@@ -291,6 +321,7 @@ impl Region {
             exported: AtomicBool::new(false),
             home: None,
             slab: Some(slab.clone()),
+            driver: None,
         };
         Ok((0..whole).step_by(len).map(fragment).collect())
     }
@@ -307,6 +338,9 @@ impl Region {
     /// Faults in the pages of a range, so that a later access cannot fail for lack of memory.
     pub(crate) fn populate(&self, offset: usize, len: usize) -> io::Result<()> {
         let end = offset.checked_add(len).filter(|end| *end <= self.len).ok_or(io::ErrorKind::InvalidInput)?;
+        if self.is_drivers() {
+            return Ok(());
+        }
         let start = offset & !(page() - 1);
         match self.advise(start, end - start, Advice::LinuxPopulateWrite) {
             // Kernels before 5.14 do not know the advice: touch each page instead.
@@ -362,11 +396,21 @@ impl Region {
     }
 }
 
+/// Stands for a driver's memory in tests.
+#[cfg(test)]
+// SAFETY: the span is this region's mapping, which nobody else accesses (invariant of `Region`), as long as it exists;
+// mappings are whole pages.
+unsafe impl DriverMemory for Region {
+    fn span(&self) -> (NonNull<u8>, NonZeroUsize) {
+        (self.ptr, NonZeroUsize::new(self.len).expect("a mapping is not empty"))
+    }
+}
+
 impl Drop for Region {
     fn drop(&mut self) {
         if let Some(home) = self.home.take_if(|_| !*self.exported.get_mut()) {
             // The mapping moves on, and this value does not unmap it.
-            let (fd, slab) = (self.fd.take(), self.slab.take());
+            let (fd, slab, driver) = (self.fd.take(), self.slab.take(), self.driver.take());
             return home.welcome(Region {
                 ptr: self.ptr,
                 len: self.len,
@@ -374,7 +418,12 @@ impl Drop for Region {
                 exported: AtomicBool::new(false),
                 home: None,
                 slab,
+                driver,
             });
+        }
+        if self.is_drivers() {
+            // Every view borrows the region, and every fragment holds a reference to it, so none is left.
+            return drop(self.driver.take());
         }
         if self.slab.is_some() {
             // Frees the memory of this fragment; the last fragment unmaps the mapping. (Reserved huge pages stay

@@ -23,13 +23,15 @@ pub struct VulkanOptions {
     /// Bind through sparse buffers where the driver can, so that buffers need not be contiguous. Without it, virtual
     /// addresses are card addresses.
     pub sparse: bool,
+    /// Import host memory where the driver can. Without it, only buffers of the device's own heap can be registered.
+    pub host_import: bool,
     /// Have the validation layers, where they are installed, check every call, and collect their messages here.
     pub validation: Option<Messages>,
 }
 
 impl Default for VulkanOptions {
     fn default() -> Self {
-        Self { sparse: true, validation: None }
+        Self { sparse: true, host_import: true, validation: None }
     }
 }
 
@@ -73,7 +75,7 @@ impl VulkanDevice {
         options: &VulkanOptions,
         live: Arc<Live>,
     ) -> Result<Self, Error> {
-        let wanted = Wanted { host_import: true, sparse: options.sparse };
+        let wanted = Wanted { host_import: options.host_import, sparse: options.sparse };
         let gpu = Gpu::open(library, handle, info, wanted, live)?;
         let mut notes = vec![about(gpu.info())];
         let sparse = match () {
@@ -92,7 +94,13 @@ impl VulkanDevice {
         let memory = GpuMemory::new(&gpu, granule);
         match gpu.import_align() {
             Some(align) => notes.push(format!("imports host memory, at multiples of {align} bytes")),
-            None => notes.push("cannot import host memory".to_owned()),
+            None => {
+                let why = match gpu.info().host_import {
+                    Some(_) => "it was not asked for",
+                    None => "the driver has no VK_EXT_external_memory_host",
+                };
+                notes.push(format!("registers only host memory that the driver allocates, no import: {why}"));
+            }
         }
         if gpu.is_validated() {
             notes.push("the validation layers check every call, which makes it slow".to_owned());

@@ -5,12 +5,14 @@
 //! nothing is destroyed while commands use it is the business of [`channel`](crate::channel).
 #![allow(unsafe_code)]
 
+use std::num::NonZeroUsize;
+use std::ptr::NonNull;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use ash::{Device, ext, khr, vk};
-use dmalane_dma::BufferRef;
+use dmalane_dma::{BufferRef, DriverMemory};
 
 use crate::error::{CallError, Error};
 use crate::library::{GpuInfo, Library};
@@ -299,6 +301,27 @@ impl Gpu {
         Ok(Arc::new(buffer.bind(memory)?))
     }
 
+    /// Host memory that the driver allocates and maps, and the buffer that it is.
+    pub fn host_memory(self: &Arc<Self>, len: u64) -> Result<HostMemory, Error> {
+        use vk::MemoryPropertyFlags as Flags;
+        let usage = vk::BufferUsageFlags::TRANSFER_SRC | vk::BufferUsageFlags::TRANSFER_DST;
+        let buffer = self.create_buffer(&vk::BufferCreateInfo::default().size(len).usage(usage))?;
+        let needs = buffer.requirements();
+        let kind = self.memory_type(needs.memory_type_bits, Flags::HOST_VISIBLE | Flags::HOST_COHERENT, None);
+        let kind = kind.ok_or(Error::NoMemoryType("host memory"))?;
+        let memory =
+            self.allocate(&vk::MemoryAllocateInfo::default().allocation_size(needs.size).memory_type_index(kind))?;
+        let (handle, flags) = (memory.memory, vk::MemoryMapFlags::empty());
+        // SAFETY: the memory is host-visible, not mapped yet, and at least `len` bytes long.
+        let start = self.call("vkMapMemory", |d| unsafe { d.map_memory(handle, 0, len, flags) })?;
+        let start = NonNull::new(start.cast::<u8>()).ok_or(Error::NoMemoryType("host memory"))?;
+        let len = usize::try_from(len).ok().and_then(NonZeroUsize::new).ok_or(Error::NoMemoryType("no bytes"))?;
+        if !start.addr().get().is_multiple_of(4096) {
+            return Err(Error::Misaligned { align: 4096, address: start.addr().get() });
+        }
+        Ok(HostMemory { start, len, buffer: Arc::new(buffer.bind(memory)?) })
+    }
+
     /// A sparse buffer in which nothing is bound, and the multiple of bytes in which memory is bound to it.
     pub fn sparse_buffer(self: &Arc<Self>, len: u64) -> Result<(Arc<Buffer>, u64), Error> {
         let flags = vk::BufferCreateFlags::SPARSE_BINDING | vk::BufferCreateFlags::SPARSE_RESIDENCY;
@@ -390,6 +413,32 @@ impl Drop for Memory {
         if self.host.take().is_some() {
             self.gpu.live.imports.fetch_sub(1, Ordering::Relaxed);
         }
+    }
+}
+
+/// Host memory of the driver, mapped as long as this exists.
+pub(crate) struct HostMemory {
+    start: NonNull<u8>,
+    len: NonZeroUsize,
+    buffer: Arc<Buffer>,
+}
+
+impl HostMemory {
+    pub fn buffer(&self) -> &Arc<Buffer> {
+        &self.buffer
+    }
+}
+
+// SAFETY: it is plain memory, not tied to a thread; Vulkan's objects are not either.
+unsafe impl Send for HostMemory {}
+// SAFETY: it gives only its address.
+unsafe impl Sync for HostMemory {}
+
+// SAFETY: the memory is mapped until it is freed, which is after the drop of the buffer that this owns; drivers initialise
+// what they map, or the system does; the heap that it is made for asks for whole pages, and the start was checked.
+unsafe impl DriverMemory for HostMemory {
+    fn span(&self) -> (NonNull<u8>, NonZeroUsize) {
+        (self.start, self.len)
     }
 }
 

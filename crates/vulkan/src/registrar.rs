@@ -1,15 +1,17 @@
-//! Host memory that the GPU reaches: imported where it lies.
+//! Host memory that the GPU reaches: imported where it lies, or, where the driver cannot do that, its own.
 
 use std::collections::BTreeMap;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 
 use dmalane_addr::{Access, Iova, Lease, PageSize, PhysAddr, RangeAllocator, RangeCache, SgTable, Span};
-use dmalane_dma::{BufferRef, Error as DmaError, Mapping, Pinned, Registrar, Undo};
+use dmalane_dma::{
+    AnonHeap, BufferRef, DriverHeap, DriverMemory, Error as DmaError, Heap, Mapping, PageKind, Pinned, Registrar, Undo,
+};
 
 use crate::error::Error;
 use crate::gpu::{Buffer, Gpu};
 
-/// Registers host memory by importing it. IOVAs are only names, no two of which are ever the same.
+/// Registers host memory by importing it; without import, that of a heap of the driver's memory. IOVAs are only names, no two of which are ever the same.
 #[derive(Clone)]
 pub(crate) struct Importer(Arc<Imports>);
 
@@ -22,6 +24,8 @@ struct State {
     iovas: RangeCache<Iova>,
     next: u64,
     live: BTreeMap<u64, Vec<Import>>,
+    /// The driver's memory that buffers are made of, by address in this process.
+    own: BTreeMap<usize, Weak<Buffer>>,
 }
 
 /// A part of a registration.
@@ -66,7 +70,7 @@ impl Importer {
     pub fn new(gpu: &Arc<Gpu>) -> Self {
         let space = Span::new(Iova::new(0), SPACE).expect("a constant span");
         let iovas = RangeCache::new(RangeAllocator::new(space, PageSize::SIZE_4K));
-        let state = State { iovas, next: 0, live: BTreeMap::new() };
+        let state = State { iovas, next: 0, live: BTreeMap::new(), own: BTreeMap::new() };
         Self(Arc::new(Imports { gpu: gpu.clone(), state: Mutex::new(state) }))
     }
 
@@ -84,11 +88,35 @@ impl Imports {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
+    /// The driver's memory that a buffer is made of, and where in it the buffer begins.
+    fn own(&self, memory: &BufferRef) -> Option<(Arc<Buffer>, u64)> {
+        let (first, state) = (memory.address(), self.lock());
+        let (start, buffer) = state.own.range(..=first).next_back()?;
+        let (buffer, offset) = (buffer.upgrade()?, (first - start) as u64);
+        let inside = offset.checked_add(memory.len() as u64).is_some_and(|end| end <= buffer.len());
+        inside.then_some((buffer, offset))
+    }
+
+    /// Allocates memory of the driver.
+    fn allocate(&self, len: usize) -> Result<Box<dyn DriverMemory>, Error> {
+        let memory = self.gpu.host_memory(len as u64)?;
+        let (at, buffer) = (memory.span().0.addr().get(), Arc::downgrade(memory.buffer()));
+        let mut state = self.lock();
+        state.own.retain(|_, buffer| buffer.strong_count() > 0);
+        state.own.insert(at, buffer);
+        Ok(Box::new(memory))
+    }
+
     /// Imports a pinned range, whose first IOVA is `start`, in as many buffers as the GPU's limits ask for.
     fn import(&self, pinned: &Pinned, start: u64, into: &mut Vec<Import>) -> Result<(), Error> {
-        let align = self.gpu.import_align().ok_or(Error::ForeignMemory)?;
         let (memory, range) = (pinned.reference(), pinned.range());
         let base = memory.address() as u64;
+        let Some(align) = self.gpu.import_align() else {
+            let (buffer, offset) = self.own(memory).ok_or(Error::ForeignMemory)?;
+            let (end, at) = (start + range.len() as u64, range.start as u64);
+            into.push(Import { start, end, buffer, offset: offset + at, address: base + at });
+            return Ok(());
+        };
         let info = self.gpu.info();
         let most = info.max_allocation.min(info.max_buffer) / align * align;
         let (mut at, end) = (base + range.start as u64, base + range.end as u64);
@@ -176,5 +204,14 @@ impl Registrar for Importer {
 
     fn owns(&self, mapping: &Mapping) -> bool {
         mapping.pinned().is_from(&self.0)
+    }
+
+    fn heap(&self, best: Option<PageKind>) -> Arc<dyn Heap> {
+        if self.0.gpu.import_align().is_some() {
+            return Arc::new(best.map_or_else(AnonHeap::new, AnonHeap::starting_at));
+        }
+        let imports = self.0.clone();
+        let allocate = move |len| imports.allocate(len).map_err(|e| DmaError::Backend(Box::new(e)));
+        Arc::new(DriverHeap::new("the GPU driver's host memory", allocate))
     }
 }

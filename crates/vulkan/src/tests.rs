@@ -41,7 +41,7 @@ fn checked(messages: &Messages) {
 }
 
 fn register(registrar: &dyn Registrar, heap: &dyn Heap, bytes: &[u8]) -> Result<(SharedBuf, Registered), String> {
-    let mut buf = heap.allocate(bytes.len()).unwrap();
+    let mut buf = heap.allocate(bytes.len()).map_err(|e| e.to_string())?;
     buf.copy_from_slice(bytes);
     let buf = buf.share();
     let via = Registered::new(registrar, &buf, Access::RW).map_err(|e| e.to_string())?;
@@ -110,8 +110,17 @@ fn use_all(device: &mut VulkanDevice) -> Result<(), String> {
 
 #[test]
 fn every_call_that_fails_is_named_and_leaks_nothing() {
+    make_every_call_fail(true);
+}
+
+#[test]
+fn every_call_for_memory_of_the_driver_that_fails_is_named_and_leaks_nothing() {
+    make_every_call_fail(false);
+}
+
+fn make_every_call_fail(host_import: bool) {
     let (faults, live, messages) = (Arc::<Faults>::default(), Arc::<Live>::default(), Messages::new());
-    let options = VulkanOptions { sparse: true, validation: Some(messages.clone()) };
+    let options = VulkanOptions { sparse: true, host_import, validation: Some(messages.clone()) };
     let Some(opened) = open(&options, &faults, &live) else { return };
     use_all(&mut opened.unwrap()).unwrap();
     assert_eq!(left(&live), [0; 5], "nothing is left when nothing fails");
@@ -149,7 +158,7 @@ const SURVIVED: [&str; 4] = ["vkGetSemaphoreCounterValue", "vkCreateBuffer", "vk
 #[test]
 fn memory_is_freed_when_no_copy_uses_it_any_more() {
     let (live, messages) = (Arc::<Live>::default(), Messages::new());
-    let options = VulkanOptions { sparse: false, validation: Some(messages.clone()) };
+    let options = VulkanOptions { sparse: false, validation: Some(messages.clone()), ..VulkanOptions::default() };
     let Some(opened) = open(&options, &Arc::default(), &live) else { return };
     let mut device = opened.unwrap();
     let (registrar, mut memory, mut queues) = (device.registrar(), device.memory(), device.take_queues());
@@ -179,7 +188,7 @@ fn memory_is_freed_when_no_copy_uses_it_any_more() {
 #[test]
 fn the_layers_are_heard() {
     let messages = Messages::new();
-    let options = VulkanOptions { sparse: false, validation: Some(messages.clone()) };
+    let options = VulkanOptions { sparse: false, validation: Some(messages.clone()), ..VulkanOptions::default() };
     let Some(opened) = open(&options, &Arc::default(), &Arc::default()) else { return };
     let device = opened.unwrap();
     if !device.info().notes.iter().any(|note| note.contains("validation layers")) {
@@ -229,7 +238,7 @@ fn random_binds_are_seen_as_a_model_says() {
     const RANGES: usize = 24;
     const PAGES: u64 = 16;
     let (live, messages) = (Arc::<Live>::default(), Messages::new());
-    let options = VulkanOptions { sparse: true, validation: Some(messages.clone()) };
+    let options = VulkanOptions { sparse: true, validation: Some(messages.clone()), ..VulkanOptions::default() };
     let Some(opened) = open(&options, &Arc::default(), &live) else { return };
     let mut device = opened.unwrap();
     if device.sparse_pages().is_none() {

@@ -1,6 +1,7 @@
 //! Heaps allocate buffers.
 
 mod dma_heap;
+mod driver;
 mod fallback;
 mod needs;
 mod pool;
@@ -11,6 +12,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
 pub use dma_heap::{DmaHeap, export_dma_buf};
+pub use driver::DriverHeap;
 pub use fallback::{AnonHeap, MemfdHeap};
 pub use needs::{Abilities, Needs, Picked, pick};
 pub(crate) use pool::Home;

@@ -110,6 +110,21 @@ conformance! {
 }
 
 #[test]
+fn a_driver() {
+    let allocate = |len| {
+        let len = std::num::NonZeroUsize::new(len).ok_or(Error::BadLength(len))?;
+        let source = |source| Error::Allocate { len: len.get(), kind: "a driver's memory", source };
+        let region = crate::sys::Region::anonymous(len, crate::sys::Pages::Base).map_err(source)?;
+        // Drivers give memory that was in use before.
+        region.view().fill(0x77);
+        Ok(Box::new(region) as Box<dyn crate::DriverMemory>)
+    };
+    conformance(&DriverHeap::new("driver", allocate));
+    // What is pooled goes back to the pool, and fragments of it keep it.
+    conformance(&Pool::new(DriverHeap::new("driver", allocate), 64 << 20));
+}
+
+#[test]
 fn dma_heap() {
     match DmaHeap::open("system") {
         Ok(heap) => conformance(&heap),

@@ -2,7 +2,7 @@
 
 use dmalane_addr::{Access, CardAddr, Span};
 use dmalane_device::{Device, DeviceMemory, Placement};
-use dmalane_dma::Registrar;
+use dmalane_dma::{AnonHeap, Heap, Registrar};
 use dmalane_queue::conformance::Fixture;
 use dmalane_queue::{DeviceAddr, DeviceQueue, HostSlice, Operation, Registered, run};
 use dmalane_vulkan::{Error, Messages, VulkanDevice, VulkanOptions};
@@ -12,10 +12,10 @@ use std::time::Duration;
 const LONG: Duration = Duration::from_secs(60);
 
 /// Runs a test on the GPU that `DMALANE_TEST_GPU` names, or the first. Any message of the validation layers fails it.
-fn on_gpu(sparse: bool, test: impl FnOnce(&str, &VulkanOptions)) {
+fn on_gpu(sparse: bool, host_import: bool, test: impl FnOnce(&str, &VulkanOptions)) {
     let name = std::env::var("DMALANE_TEST_GPU").unwrap_or_else(|_| "0".to_owned());
     let messages = Messages::new();
-    let options = VulkanOptions { sparse, validation: Some(messages.clone()) };
+    let options = VulkanOptions { sparse, host_import, validation: Some(messages.clone()) };
     match VulkanDevice::open(&name, &options) {
         Err(e @ (Error::NoLoader(_) | Error::NoDriver)) => return println!("SKIPPED: {e}"),
         Err(e) => panic!("{e}"),
@@ -28,14 +28,14 @@ fn on_gpu(sparse: bool, test: impl FnOnce(&str, &VulkanOptions)) {
 
 #[test]
 fn a_flat_gpu_takes_the_suite_of_devices() {
-    on_gpu(false, |name, options| {
+    on_gpu(false, true, |name, options| {
         dmalane_device::conformance::suite(|| Box::new(VulkanDevice::open(name, options).unwrap()));
     });
 }
 
 #[test]
 fn a_gpu_takes_the_suite_of_devices() {
-    on_gpu(true, |name, options| {
+    on_gpu(true, true, |name, options| {
         dmalane_device::conformance::suite(|| Box::new(VulkanDevice::open(name, options).unwrap()));
     });
 }
@@ -108,5 +108,17 @@ impl Fixture for Gpu {
 
 #[test]
 fn a_queue_takes_the_suite_of_queues() {
-    on_gpu(false, |name, options| dmalane_queue::conformance::suite(&mut Gpu::new(name, options)));
+    on_gpu(false, true, |name, options| dmalane_queue::conformance::suite(&mut Gpu::new(name, options)));
+}
+
+#[test]
+fn without_host_import_the_drivers_memory_is_registered() {
+    on_gpu(true, false, |name, options| {
+        dmalane_device::conformance::suite(|| Box::new(VulkanDevice::open(name, options).unwrap()));
+        dmalane_queue::conformance::suite(&mut Gpu::new(name, options));
+        let device = VulkanDevice::open(name, options).unwrap();
+        let foreign = AnonHeap::new().allocate(4096).unwrap().share();
+        let refused = Registered::new(&*device.registrar(), &foreign, Access::RW).unwrap_err();
+        assert!(refused.to_string().contains("the device's own heap"), "{refused}");
+    });
 }

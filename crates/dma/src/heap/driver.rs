@@ -1,0 +1,65 @@
+//! A heap of memory that a device's driver allocates, for devices that reach no other host memory.
+
+use std::sync::Arc;
+
+use super::{Abilities, Account, Counters, Heap, HeapStats, PageBacking, PageKind, Reserved};
+use crate::sys::{DriverMemory, Exclusive, Region, page};
+use crate::{CpuBuf, Error};
+
+/// Host memory of a driver: every buffer is one allocation of it.
+pub struct DriverHeap {
+    name: &'static str,
+    allocate: Allocate,
+    counters: Arc<Counters>,
+}
+
+type Allocate = Box<dyn Fn(usize) -> Result<Box<dyn DriverMemory>, Error> + Send + Sync>;
+
+impl DriverHeap {
+    /// A heap of what `allocate` gives for a number of bytes, whole pages: as many bytes, or more.
+    pub fn new(
+        name: &'static str,
+        allocate: impl Fn(usize) -> Result<Box<dyn DriverMemory>, Error> + Send + Sync + 'static,
+    ) -> Self {
+        Self { name, allocate: Box::new(allocate), counters: Arc::default() }
+    }
+
+    fn region(&self, len: usize) -> Result<(Region, PageBacking, Account), Error> {
+        let whole = len.checked_next_multiple_of(page()).filter(|n| *n > 0).ok_or(Error::BadLength(len))?;
+        let region = Region::of_driver((self.allocate)(whole)?);
+        let short = || Error::Allocate { len, kind: self.name, source: std::io::ErrorKind::UnexpectedEof.into() };
+        if region.len() < whole {
+            return Err(short());
+        }
+        // Buffers are zeroed, and drivers need not do that.
+        region.view().fill(0);
+        let account = Account::open(&self.counters, region.len());
+        Ok((region, PageBacking { kind: PageKind::Base, passed_over: Vec::new() }, account))
+    }
+}
+
+impl Heap for DriverHeap {
+    fn allocate(&self, len: usize) -> Result<CpuBuf, Error> {
+        let (region, backing, account) = self.region(len)?;
+        let exported = |_| Error::Allocate { len, kind: self.name, source: std::io::ErrorKind::Other.into() };
+        Ok(CpuBuf::new(Exclusive::new(region).map_err(exported)?, backing, account))
+    }
+
+    fn reserve(&self, len: usize) -> Result<Reserved, Error> {
+        let (region, backing, account) = self.region(len)?;
+        Ok(Reserved::present(region, backing, account))
+    }
+
+    /// No file is read into it directly: drivers map memory that the kernel cannot pin.
+    fn abilities(&self) -> Abilities {
+        Abilities { shareable: false, direct_io: false, registrable: false, dma_buf: false, best_pages: PageKind::Base }
+    }
+
+    fn stats(&self) -> HeapStats {
+        self.counters.stats()
+    }
+
+    fn name(&self) -> &'static str {
+        self.name
+    }
+}
