@@ -1,7 +1,8 @@
 //! The registrar of devices that reach host memory without an IOMMU of ours: mapping only gives a registration its
-//! name.
+//! name, and calls the device's driver where it has one.
 
-use std::collections::BTreeSet;
+use std::any::Any;
+use std::collections::BTreeMap;
 use std::ops::Range;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -9,7 +10,8 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use dmalane_addr::{Access, Iova, Lease, PageSize, PhysAddr, RangeAllocator, RangeCache, SgTable, Span};
 use dmalane_dma::{BufferRef, Error, Mapping, Pinned, Registrar, Undo};
 
-/// Registers memory for a device whose bytes are moved by this processor or by the kernel: nothing is pinned.
+/// Registers memory for a device whose bytes are moved by this processor or by the kernel: nothing is pinned, unless a
+/// [driver](NoIommu::calling) does that.
 ///
 /// IOVAs are only names. No two registrations ever have the same, so that a queue can tell them apart.
 #[derive(Clone)]
@@ -20,12 +22,17 @@ struct Names {
     state: Mutex<State>,
     /// Grows whenever a name is given up.
     given_up: AtomicU64,
+    register: Option<Box<Register>>,
 }
+
+/// Registers a range of a buffer with a driver; dropping the result undoes that.
+type Register = dyn Fn(&BufferRef, Range<usize>) -> Result<Box<dyn Any + Send>, Error> + Send + Sync;
 
 struct State {
     iovas: RangeCache<Iova>,
     next: u64,
-    live: BTreeSet<Iova>,
+    /// What the driver holds for each registration.
+    live: BTreeMap<Iova, Option<Box<dyn Any + Send>>>,
 }
 
 /// As many addresses as user space has.
@@ -34,10 +41,22 @@ const SPACE: u64 = 1 << 56;
 impl NoIommu {
     /// A registrar of its own: registrations of another one are not known here.
     pub fn new() -> Self {
+        Self::with(None)
+    }
+
+    /// The same for a device whose driver registers host memory. `register` is called with each range that is mapped;
+    /// its result is dropped when the registration ends, which is when no operation uses it any more.
+    pub fn calling(
+        register: impl Fn(&BufferRef, Range<usize>) -> Result<Box<dyn Any + Send>, Error> + Send + Sync + 'static,
+    ) -> Self {
+        Self::with(Some(Box::new(register)))
+    }
+
+    fn with(register: Option<Box<Register>>) -> Self {
         let space = Span::new(Iova::new(0), SPACE).expect("a constant span");
         let iovas = RangeCache::new(RangeAllocator::new(space, PageSize::SIZE_4K));
-        let state = State { iovas, next: 0, live: BTreeSet::new() };
-        Self(Arc::new(Names { state: Mutex::new(state), given_up: AtomicU64::new(0) }))
+        let state = State { iovas, next: 0, live: BTreeMap::new() };
+        Self(Arc::new(Names { state: Mutex::new(state), given_up: AtomicU64::new(0), register }))
     }
 
     /// A number that changes whenever a registration was undone.
@@ -47,7 +66,7 @@ impl NoIommu {
 
     /// True while the registration that begins there exists.
     pub fn is_live(&self, iova: Iova) -> bool {
-        self.0.lock().live.contains(&iova)
+        self.0.lock().live.contains_key(&iova)
     }
 
     fn owner(&self) -> Arc<dyn Undo> {
@@ -69,10 +88,9 @@ impl Names {
 
 impl Undo for Names {
     fn unmap(&self, lease: Lease<Iova>) {
-        let mut state = self.lock();
-        state.live.remove(&lease.span().first());
-        state.iovas.free(lease);
-        drop(state);
+        // The driver is called without the lock.
+        drop(self.lock().live.remove(&lease.span().first()));
+        self.lock().iovas.free(lease);
         self.given_up.fetch_add(1, Ordering::Release);
     }
 
@@ -93,17 +111,20 @@ impl Registrar for NoIommu {
         Ok(Pinned::of_range(buffer.clone(), range, None, self.owner()))
     }
 
-    fn map(&self, pinned: Pinned, access: Access) -> Result<Mapping, Error> {
+    fn map(&self, mut pinned: Pinned, access: Access) -> Result<Mapping, Error> {
         if !pinned.is_from(&self.0) {
             return Err(Error::ForeignPin);
         }
         let len = (pinned.range().len() as u64).next_multiple_of(PageSize::SIZE_4K.bytes());
+        pinned.admit(access);
+        let register = self.0.register.as_ref();
+        let held = register.map(|register| register(pinned.reference(), pinned.range())).transpose()?;
         let mut state = self.0.lock();
         let first = Iova::new(state.next);
         let span = Span::new(first, len).filter(|_| len > 0).ok_or(Error::BadLength(pinned.range().len()))?;
         let lease = state.iovas.reserve(span)?;
         state.next += len; // no overflow: the span lies in a space of 2^56
-        state.live.insert(first);
+        state.live.insert(first, held);
         drop(state);
         Ok(Mapping::new(pinned, lease, access))
     }
@@ -121,6 +142,8 @@ impl std::fmt::Debug for NoIommu {
 
 #[cfg(test)]
 mod tests {
+    use std::collections::BTreeSet;
+
     use dmalane_dma::{AnonHeap, Heap};
     use dmalane_queue::Registered;
 
@@ -139,6 +162,24 @@ mod tests {
             drop(registered);
             assert!(!registrar.is_live(first) && registrar.undone() == before + 1);
         }
+    }
+
+    #[test]
+    fn a_driver_holds_what_is_registered_and_its_refusal_registers_nothing() {
+        let held = Arc::new(());
+        let gives = held.clone();
+        let registrar = NoIommu::calling(move |_, range| match range.len() {
+            4096 => Err(Error::BadLength(4096)),
+            _ => Ok(Box::new(gives.clone())),
+        });
+        let buf = AnonHeap::new().allocate(8192).unwrap().share();
+        assert!(Registered::of_range(&registrar, &buf.reference(), 0..4096, Access::RW).is_err());
+        let before = Arc::strong_count(&held);
+        let registered = Registered::new(&registrar, &buf, Access::RW).unwrap();
+        assert_eq!(Arc::strong_count(&held), before + 1);
+        drop(registered);
+        assert_eq!(Arc::strong_count(&held), before);
+        assert!(buf.into_part().with_bytes(|_| ()).is_some(), "the refused one lets no device write");
     }
 
     #[test]

@@ -33,6 +33,7 @@ mod spec;
 
 pub use dmalane_addr as addr;
 pub use dmalane_card as card;
+pub use dmalane_cuda as cuda;
 pub use dmalane_daemon as daemon;
 pub use dmalane_device as device;
 pub use dmalane_dma as dma;

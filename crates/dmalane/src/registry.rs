@@ -5,6 +5,7 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use dmalane_card::{CardDevice, CardUse};
+use dmalane_cuda::{CudaDevice, Gpu, GpuName};
 use dmalane_daemon::{Client, SOCKET};
 use dmalane_device::{Counters, Device, IommuCounters, RamDevice};
 use dmalane_file::{FileDevice, FileDevicePaths};
@@ -54,6 +55,8 @@ pub const KINDS: &[DeviceKind] = &[
         options: &[], check: size, list: none, open: ram },
     DeviceKind { name: "vulkan", syntax: "vulkan:NUMBER|NAME|UUID", about: "a GPU, through its Vulkan driver",
         options: &["flat", "vulkan"], check: gpu, list: list_vulkan, open: vulkan },
+    DeviceKind { name: "cuda", syntax: "cuda:NUMBER|UUID[,vmm]", about: "an NVIDIA GPU, through the CUDA driver",
+        options: &[], check: parse::<GpuName>, list: list_cuda, open: cuda },
 ];
 
 /// Bytes of DDR of the software card, unless it is asked for otherwise.
@@ -288,4 +291,35 @@ fn list_vulkan(root: &Path) -> Vec<Listed> {
         }
     };
     gpus.into_iter().map(listed).collect()
+}
+
+fn cuda(rest: &str, _: &OpenOptions) -> Opened {
+    Ok(Box::new(CudaDevice::open(&rest.parse()?)?))
+}
+
+fn list_cuda(root: &Path) -> Vec<Listed> {
+    // The driver belongs to the machine that runs.
+    if root != Path::new("/") {
+        return Vec::new();
+    }
+    let can = |can: bool| Some(if can { "yes" } else { "no" }.to_owned());
+    let listed = |gpu: Gpu| Listed {
+        name: format!("cuda:{}", gpu.number),
+        kind: "cuda",
+        supported: true,
+        about: format!("{}, CUDA {}.{}", gpu.name, gpu.driver.0, gpu.driver.1),
+        memories: Vec::new(),
+        channels: None,
+        facts: vec![
+            ("uuid", Some(gpu.uuid)),
+            ("pci", Some(gpu.pci)),
+            ("memory", Some(crate::size::binary(gpu.memory))),
+            ("host_register", can(gpu.host_register)),
+            ("virtual_memory", can(gpu.virtual_memory)),
+            ("dma_buf", can(gpu.dma_buf)),
+            ("copy_engines", Some(gpu.copy_engines.to_string())),
+        ],
+    };
+    // `dmalane doctor` says why there are none.
+    dmalane_cuda::gpus(None).unwrap_or_default().into_iter().map(listed).collect()
 }

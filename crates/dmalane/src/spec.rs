@@ -115,6 +115,8 @@ mod tests {
             "file:/dev/shm/x",
             "file:a,c2h=b",
             "ram:1.5GiB",
+            "cuda:1,vmm",
+            "cuda:GPU-2918fc3f",
         ] {
             assert_eq!(text.parse::<DeviceSpec>().unwrap().to_string(), text);
         }
@@ -135,6 +137,8 @@ mod tests {
             ("ram", "ram:SIZE"),
             ("ram:0", "at least 1 byte"),
             ("ram:1M", "could mean"),
+            ("cuda", "cuda:NUMBER|UUID[,vmm]: "),
+            ("cuda:x", "neither the number of a GPU nor its UUID"),
         ] {
             let error = bad.parse::<DeviceSpec>().unwrap_err().to_string();
             assert!(error.contains(why), "{error}");

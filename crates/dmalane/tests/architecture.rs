@@ -55,6 +55,8 @@ const CRATES: &[Crate] = &[
     Crate::std("vfio-user", &["addr", "dma"]),
     Crate::std("daemon", &["addr", "iopt", "dma", "queue", "card", "sim"]),
     Crate::std("vulkan", &["addr", "iopt", "vm", "dma", "queue", "device"]),
+    Crate::std("fake-cuda", &[]),
+    Crate::std("cuda", &["addr", "vm", "dma", "queue", "device"]).tests_use(&["fake-cuda"]),
     Crate::std("load", &["addr", "vm", "dma", "queue", "device"]).tests_use(&["card", "sim"]),
     Crate::std("validate", &["addr", "dma", "queue", "device"]).tests_use(&["file", "card", "sim"]),
     Crate::std(
@@ -73,6 +75,7 @@ const CRATES: &[Crate] = &[
             "vfio-user",
             "daemon",
             "vulkan",
+            "cuda",
             "load",
             "validate",
         ],
@@ -85,9 +88,11 @@ const CRATES: &[Crate] = &[
 const UNSAFE_FILES: &[&str] = &[
     "bench/src/peers.rs",
     "crates/capi/src/abi.rs",
+    "crates/cuda/src/sys.rs",
     "crates/dma/src/slice.rs",
     "crates/dma/src/sys.rs",
     "crates/dma/src/volatile.rs",
+    "crates/fake-cuda/src/abi.rs",
     "crates/file/src/ring.rs",
     "crates/sim/src/host/directory.rs",
     "crates/vfio/src/sys.rs",

@@ -106,6 +106,10 @@ fn text(devices: &[Listed]) -> String {
                     "uuid" => "UUID",
                     "host_import" => "host import",
                     "sparse_binding" => "sparse binding",
+                    "host_register" => "host register",
+                    "virtual_memory" => "virtual memory",
+                    "dma_buf" => "dma-buf",
+                    "copy_engines" => "copy engines",
                     other => other,
                 };
                 format!("{label} {}", value.as_deref().unwrap_or("none"))

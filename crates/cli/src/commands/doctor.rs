@@ -157,6 +157,7 @@ fn report(probe: &Probe, path: &Path) -> Result<Report, Failure> {
         hardware::iommu_groups(probe),
         hardware::gpus(probe),
         hardware::vulkan(probe),
+        hardware::cuda(probe),
     ];
     Ok(Report {
         schema: 2,

@@ -16,6 +16,7 @@ use dmalane::registry::KINDS;
 use dmalane::sim::{CardConfig, Workers};
 use dmalane::vulkan::{Messages, VulkanOptions};
 use dmalane::{CardServer, DeviceSpec, FileOptions, OpenError, OpenOptions, open_file};
+use dmalane_fake_cuda::Fake;
 
 const MIB: u64 = 1 << 20;
 
@@ -50,6 +51,12 @@ fn each_kind(mut test: impl FnMut(&str, &OpenOptions)) {
 
     for flat in [false, true] {
         on_gpu(flat, &mut test);
+    }
+
+    let fake = Fake::turn();
+    for binds in ["", ",vmm"] {
+        test(&format!("cuda:0{binds},lib={}", fake.path()), &OpenOptions::default());
+        fake.assert_clean(binds);
     }
 }
 
@@ -172,7 +179,8 @@ fn options_of_other_kinds_are_refused_by_name() {
 
 #[test]
 fn what_cannot_be_opened_says_which_device() {
-    for name in ["daemon:/nowhere", "vfio-user:/nowhere", "file:/nowhere", "ram:8EiB", "vulkan:no such GPU"] {
+    let gpus = ["vulkan:no such GPU", "cuda:0,lib=/nowhere"];
+    for name in ["daemon:/nowhere", "vfio-user:/nowhere", "file:/nowhere", "ram:8EiB"].into_iter().chain(gpus) {
         let error = dmalane::open(name).err().unwrap().to_string();
         assert!(error.starts_with(&format!("cannot open {name}: ")), "{error}");
     }

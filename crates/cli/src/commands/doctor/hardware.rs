@@ -171,6 +171,28 @@ pub fn vulkan(probe: &Probe) -> Check {
     }
 }
 
+/// The GPUs that `-d cuda:N` opens; the driver belongs to the machine that runs.
+pub fn cuda(probe: &Probe) -> Check {
+    let subject = Subject::for_real_devices("cuda", "NVIDIA GPUs as devices: -d cuda:NUMBER");
+    if probe.place("/") != std::path::Path::new("/") {
+        return subject.note("not looked for");
+    }
+    let gpus = match dmalane::cuda::gpus(None) {
+        Ok(gpus) => gpus,
+        Err(e) => return subject.missing(e.to_string(), e.fix().unwrap_or("see dmesg and nvidia-smi")),
+    };
+    let lacks = |gpu: &dmalane::cuda::Gpu| {
+        let lacks = [
+            (gpu.host_register, "no cuMemHostRegister, so the driver copies host memory"),
+            (gpu.virtual_memory, "no virtual memory, so buffers lie in one allocation"),
+            (gpu.dma_buf, "no dma-buf export (it needs NVIDIA's open kernel modules)"),
+        ];
+        lacks.iter().filter(|(has, _)| !has).map(|(_, what)| format!(": {what}")).collect::<String>()
+    };
+    let about = |gpu: &dmalane::cuda::Gpu| format!("cuda:{} {} ({}){}", gpu.number, gpu.name, gpu.uuid, lacks(gpu));
+    subject.ok(list(&gpus.iter().map(about).collect::<Vec<_>>()))
+}
+
 fn list(names: &[String]) -> String {
     let shown = names[..names.len().min(SHOWN)].join(", ");
     match names.len().saturating_sub(SHOWN) {

@@ -1,0 +1,249 @@
+//! GPUs: which there are, and one as a device.
+
+use std::os::fd::OwnedFd;
+use std::sync::Arc;
+
+use dmalane_addr::{CardAddr, PageSize, Span};
+use dmalane_device::{AddressSpace, Device, DeviceInfo, DeviceMemory, FlatSpace, NoIommu, Region};
+use dmalane_dma::Registrar;
+use dmalane_queue::DeviceQueue;
+
+use crate::queue::CudaQueue;
+use crate::space::MapSpace;
+use crate::sys::{Attribute, Context, Driver, Registered, Window};
+use crate::vram::Vram;
+use crate::{Binds, Error, GpuName, Which};
+
+/// A GPU, as far as the driver describes it without using it.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub struct Gpu {
+    /// Its number, in the driver's order.
+    pub number: u32,
+    /// Its name ("NVIDIA H100 80GB HBM3").
+    pub name: String,
+    /// Its UUID ("GPU-2918fc3f-...").
+    pub uuid: String,
+    /// Its PCI address ("0000:00:06.0").
+    pub pci: String,
+    /// Its memory, in bytes.
+    pub memory: u64,
+    /// The newest CUDA that the driver knows, major and minor.
+    pub driver: (u32, u32),
+    /// Memory can be mapped anywhere (`cuMemMap`).
+    pub virtual_memory: bool,
+    /// Its memory can be given to other devices as a dma-buf.
+    pub dma_buf: bool,
+    /// Host memory can be pinned for it (`cuMemHostRegister`).
+    pub host_register: bool,
+    /// Copies that run at the same time.
+    pub copy_engines: u32,
+}
+
+/// The GPUs of this machine, by the driver's library as [`CudaDevice::open`] finds it. No context is created.
+///
+/// # Errors
+/// [`Error::Library`] where there is no driver, [`Error::Call`] where it does not work.
+pub fn gpus(library: Option<&str>) -> Result<Vec<Gpu>, Error> {
+    let driver = Driver::open(library)?;
+    (0..driver.count()?).map(|number| gpu(driver, number).map(|(gpu, _)| gpu)).collect()
+}
+
+fn gpu(driver: &Driver, number: u32) -> Result<(Gpu, i32), Error> {
+    let p = driver.properties(number)?;
+    let has = |attribute| driver.attribute(p.device, attribute) > 0;
+    let version = u32::try_from(p.driver_version).unwrap_or(0);
+    let hex: String = p.uuid.iter().map(|byte| format!("{byte:02x}")).collect();
+    let uuid = [&hex[..8], &hex[8..12], &hex[12..16], &hex[16..20], &hex[20..]].join("-");
+    let gpu = Gpu {
+        number,
+        uuid: format!("GPU-{uuid}"),
+        pci: p.pci,
+        memory: p.memory,
+        driver: (version / 1000, version % 1000 / 10),
+        virtual_memory: driver.has_virtual_memory() && has(Attribute::VirtualMemory),
+        dma_buf: driver.has_dma_buf() && has(Attribute::DmaBuf),
+        host_register: has(Attribute::HostRegister),
+        copy_engines: u32::try_from(driver.attribute(p.device, Attribute::CopyEngines)).unwrap_or(0),
+        name: p.name,
+    };
+    Ok((gpu, p.device))
+}
+
+/// A GPU as a device.
+pub struct CudaDevice {
+    // In the order in which they must go: queues wait, memory is unmapped, the context is released.
+    queues: Vec<CudaQueue>,
+    space: Box<dyn AddressSpace>,
+    registrar: NoIommu,
+    window: Arc<Window>,
+    context: Arc<Context>,
+    gpu: Gpu,
+    region: [Region; 1],
+    /// See [`Vram`]; `None` without virtual memory.
+    pieces: Option<Option<u64>>,
+    notes: Vec<String>,
+}
+
+/// Streams: one for each direction that a GPU copies in at the same time.
+const STREAMS: usize = 2;
+/// Pages of the host.
+const PAGE: u64 = 4096;
+
+impl CudaDevice {
+    /// Opens a GPU.
+    ///
+    /// # Errors
+    /// [`Error`]: no driver, no such GPU, [`Binds::CuMemMap`] on one without virtual memory, a call that failed.
+    pub fn open(name: &GpuName) -> Result<Self, Error> {
+        let driver = Driver::open(name.library.as_deref())?;
+        let (gpu, device) = find(driver, &name.which)?;
+        let context = Context::new(driver, device)?;
+        let (free, _) = context.memory()?;
+        let (window, granule) = if gpu.virtual_memory {
+            let granule = context.granularity()?;
+            (Window::reserve(&context, free / granule.max(1) * granule)?, granule)
+        } else {
+            (half_of(&context, free)?, PAGE)
+        };
+        let granule = PageSize::new(granule).ok_or(Error::Unsupported("pages of a power of two bytes"))?;
+        let pieces = gpu.virtual_memory.then_some(match name.binds {
+            Binds::Flat => None,
+            Binds::CuMemMap => Some(granule.bytes()),
+        });
+        let space: Box<dyn AddressSpace> = match name.binds {
+            Binds::Flat => Box::new(FlatSpace::new()),
+            Binds::CuMemMap if gpu.virtual_memory => Box::new(MapSpace::new(context.clone(), granule)),
+            Binds::CuMemMap => return Err(Error::Unsupported("virtual memory (cuMemMap)")),
+        };
+        let span = Span::new(CardAddr::new(window.at()), window.len());
+        let span = span.ok_or_else(|| Error::Memory("the GPU has no free memory".to_owned()))?;
+        let region = Region { granule, ..Region::new("vram", span) };
+        let registrar = registrar(&context, gpu.host_register);
+        let queue = || CudaQueue::new(&context, device, registrar.clone(), span.len());
+        let queues = (0..STREAMS).map(|_| queue()).collect::<Result<_, _>>()?;
+        let notes = notes(&gpu, name.binds, granule, driver.has_batches());
+        let window = Arc::new(window);
+        Ok(Self { queues, space, registrar, window, context, gpu, region: [region], pieces, notes })
+    }
+
+    /// What the GPU is.
+    pub fn gpu(&self) -> &Gpu {
+        &self.gpu
+    }
+
+    /// Gives allocated memory, whole 4 KiB pages, to other devices: a dma-buf, which holds the memory until it is
+    /// closed. Import it into a network card, or map it for a device behind iommufd.
+    ///
+    /// # Errors
+    /// [`Error::Unsupported`] where [`Gpu::dma_buf`] is false; [`Error::Memory`] for memory that is not allocated;
+    /// [`Error::Call`].
+    pub fn export_dma_buf(&self, memory: Span<CardAddr>) -> Result<OwnedFd, Error> {
+        match self.gpu.dma_buf {
+            true => self.context.dma_buf(memory.first().bits(), memory.len()),
+            false => Err(Error::Unsupported("dma-buf export of its memory")),
+        }
+    }
+}
+
+/// The GPU that is meant.
+fn find(driver: &Driver, which: &Which) -> Result<(Gpu, i32), Error> {
+    let count = driver.count()?;
+    let all = (0..count).map(|number| gpu(driver, number));
+    let mut have = Vec::new();
+    for found in all {
+        let found = found?;
+        let is = match which {
+            Which::Number(number) => found.0.number == *number,
+            Which::Uuid(uuid) => found.0.uuid.starts_with(uuid),
+        };
+        if is {
+            return Ok(found);
+        }
+        have.push(format!("{} ({})", found.0.number, found.0.uuid));
+    }
+    Err(Error::NoGpu { wanted: which.to_string(), have: have.join(", ") })
+}
+
+/// Half of the free memory in one allocation, or less while that is refused: without virtual memory, what is allocated
+/// now is all that there will be.
+fn half_of(context: &Arc<Context>, free: u64) -> Result<Window, Error> {
+    let mut len = free / 2 / PAGE * PAGE;
+    loop {
+        match Window::allocate(context, len) {
+            Err(e) if e.code() == 2 && len > PAGE << 8 => len = len / 2 / PAGE * PAGE,
+            result => return result,
+        }
+    }
+}
+
+/// Pins host memory where the GPU can; else the driver copies through memory of its own.
+fn registrar(context: &Arc<Context>, pins: bool) -> NoIommu {
+    let context = context.clone();
+    match pins {
+        true => NoIommu::calling(move |buffer, range| match Registered::new(&context, buffer, range) {
+            Ok(registered) => Ok(Box::new(registered)),
+            Err(e) => Err(dmalane_dma::Error::Backend(Box::new(e))),
+        }),
+        false => NoIommu::new(),
+    }
+}
+
+fn notes(gpu: &Gpu, binds: Binds, granule: PageSize, batches: bool) -> Vec<String> {
+    let (major, minor) = gpu.driver;
+    let host = match gpu.host_register {
+        true => "host memory is pinned by cuMemHostRegister",
+        false => "host memory is not pinned, since the GPU does not support cuMemHostRegister: the driver copies it",
+    };
+    let memory = match (gpu.virtual_memory, binds) {
+        (false, _) => "memory: one allocation of cuMemAlloc, since the GPU has no virtual memory; flat".to_owned(),
+        (true, Binds::Flat) => {
+            format!("memory: cuMemCreate and cuMemMap, pages of {granule}; flat: addresses are pointers")
+        }
+        (true, Binds::CuMemMap) => format!("memory: allocated and bound by cuMemMap in pages of {granule}"),
+    };
+    let copies = match batches {
+        true => "copies of up to 256 KiB in batches (cuMemcpyBatchAsync)",
+        false => "copies one by one: the driver has no cuMemcpyBatchAsync (CUDA 12.8 has)",
+    };
+    vec![
+        format!("{}, PCI {}, CUDA {major}.{minor}, {} copy engines", gpu.uuid, gpu.pci, gpu.copy_engines),
+        host.to_owned(),
+        memory,
+        format!("{STREAMS} streams; {copies}"),
+    ]
+}
+
+impl Device for CudaDevice {
+    fn info(&self) -> DeviceInfo {
+        DeviceInfo { name: self.gpu.name.clone(), notes: self.notes.clone(), polled: false, concurrent: true }
+    }
+
+    fn regions(&self) -> &[Region] {
+        &self.region
+    }
+
+    fn memory(&self) -> DeviceMemory {
+        let memory = DeviceMemory::new(&self.region);
+        match self.pieces {
+            Some(piece) => memory.driven_by(Vram {
+                context: self.context.clone(),
+                window: self.window.clone(),
+                piece,
+                live: Vec::new(),
+            }),
+            None => memory,
+        }
+    }
+
+    fn registrar(&self) -> Arc<dyn Registrar> {
+        Arc::new(self.registrar.clone())
+    }
+
+    fn take_queues(&mut self) -> Vec<Box<DeviceQueue>> {
+        self.queues.drain(..).map(|queue| Box::new(queue) as Box<DeviceQueue>).collect()
+    }
+
+    fn address_space(&mut self) -> &mut dyn AddressSpace {
+        &mut *self.space
+    }
+}

@@ -1,0 +1,106 @@
+//! Errors of the CUDA driver, with what helps against them.
+
+use thiserror::Error;
+
+/// Why a GPU cannot be used, or a call of its driver failed.
+#[derive(Clone, PartialEq, Eq, Debug, Error)]
+#[non_exhaustive]
+pub enum Error {
+    /// The driver's library is not there or cannot be loaded.
+    #[error("cannot load the CUDA driver {library}: {why}")]
+    Library {
+        /// Its name or path.
+        library: String,
+        /// The dynamic linker's reason.
+        why: String,
+    },
+    /// The library lacks a function.
+    #[error("the CUDA driver {library} is too old: it has no {symbol}")]
+    Symbol {
+        /// Name or path of the library.
+        library: String,
+        /// The function.
+        symbol: &'static str,
+    },
+    /// A call of the driver failed.
+    #[error("{call} failed: {text} ({name}, {code})")]
+    Call {
+        /// The function.
+        call: &'static str,
+        /// The `CUresult`.
+        code: u32,
+        /// Its name.
+        name: String,
+        /// The driver's words for it.
+        text: String,
+    },
+    /// No GPU has this number or UUID.
+    #[error("there is no GPU {wanted}; the driver has {}", if have.is_empty() { "none" } else { have })]
+    NoGpu {
+        /// What was asked for.
+        wanted: String,
+        /// The GPUs that are there, with commas between them.
+        have: String,
+    },
+    /// A text that names no GPU.
+    #[error("{0:?} is neither the number of a GPU nor its UUID (GPU-...), with ,vmm or ,lib=PATH behind it")]
+    Name(String),
+    /// The GPU lacks what was asked for.
+    #[error("the GPU does not support {0}")]
+    Unsupported(&'static str),
+    /// Host memory that overlaps a registration without lying in it.
+    #[error("bytes {first:#x} to {last:#x} of host memory are partly registered with the CUDA driver already")]
+    Overlap {
+        /// The first address.
+        first: usize,
+        /// The last address.
+        last: usize,
+    },
+    /// Device memory that is not there, or is there already.
+    #[error("{0}")]
+    Memory(String),
+}
+
+/// `CUDA_ERROR_NO_DEVICE`.
+pub(crate) const NO_DEVICE: u32 = 100;
+/// `CUDA_ERROR_NOT_READY`.
+pub(crate) const NOT_READY: u32 = 600;
+
+impl Error {
+    /// What to do about it, where that is known.
+    pub fn fix(&self) -> Option<&'static str> {
+        match self {
+            Self::Library { .. } => Some(
+                "install NVIDIA's driver (libcuda.so.1 comes with it, for example in Debian's libcuda1); in a container, \
+                 start it with GPUs (--gpus all); DMALANE_CUDA_LIB names the library if it lies elsewhere",
+            ),
+            Self::Symbol { .. } => Some("install a driver for CUDA 11.2 or newer"),
+            Self::Call { code: NO_DEVICE, .. } => {
+                Some("nvidia-smi shows whether the driver sees a GPU; CUDA_VISIBLE_DEVICES may hide it")
+            }
+            Self::Call { code: 2, .. } => Some("nvidia-smi shows which processes use the GPU's memory"),
+            Self::Call { code: 803 | 804, .. } => {
+                Some("libcuda and the kernel's module differ in version: reboot, or reload the module nvidia")
+            }
+            Self::Call { code: 999, call: "cuInit", .. } => {
+                Some("load the kernel modules (modprobe nvidia nvidia_uvm) and see dmesg")
+            }
+            Self::NoGpu { .. } => Some("`dmalane devices` lists the GPUs"),
+            _ => None,
+        }
+    }
+
+    /// True when the context cannot be used any more: all later calls of this process on it fail.
+    pub(crate) fn is_fatal(&self) -> bool {
+        // Invalid value, out of memory, not ready, (not) registered, not permitted, not supported: of one call only.
+        matches!(self, Self::Call { code, .. } if !matches!(code, 1 | 2 | 600 | 712 | 713 | 800 | 801))
+    }
+
+    /// The driver's number for it.
+    pub(crate) fn code(&self) -> u32 {
+        match self {
+            Self::Call { code, .. } => *code,
+            _ => u32::MAX,
+        }
+    }
+}

@@ -1,0 +1,47 @@
+//! Memory of a GPU, allocated by its driver.
+
+use std::error::Error;
+use std::sync::Arc;
+
+use dmalane_addr::{CardAddr, Span};
+use dmalane_device::MemoryDriver;
+
+use crate::sys::{Context, Window};
+
+/// Allocates memory in the window of the device's addresses.
+pub(crate) struct Vram {
+    pub(crate) context: Arc<Context>,
+    pub(crate) window: Arc<Window>,
+    /// Bytes of each piece that is allocated; `None`: each allocation is one.
+    pub(crate) piece: Option<u64>,
+    /// What was allocated and not freed.
+    pub(crate) live: Vec<Span<CardAddr>>,
+}
+
+impl MemoryDriver for Vram {
+    fn allocate(&mut self, range: Span<CardAddr>) -> Result<(), Box<dyn Error + Send + Sync>> {
+        let piece = self.piece.unwrap_or(range.len());
+        self.window.map_new(range.first().bits(), range.len(), piece).map_err(|e| match self.context.memory() {
+            Ok((free, total)) if e.code() == 2 => {
+                format!("{e}; {free} bytes of the GPU's {total} are free; `nvidia-smi` shows who uses them").into()
+            }
+            _ => Box::<dyn Error + Send + Sync>::from(e),
+        })?;
+        self.live.push(range);
+        Ok(())
+    }
+
+    fn free(&mut self, range: Span<CardAddr>) {
+        self.live.retain(|live| *live != range);
+        // Memory that a stream may still use is not freed; the window tries again when the device is closed.
+        let _ = self.window.unmap(range.first().bits(), range.len());
+    }
+}
+
+impl Drop for Vram {
+    fn drop(&mut self) {
+        for range in std::mem::take(&mut self.live) {
+            self.free(range);
+        }
+    }
+}

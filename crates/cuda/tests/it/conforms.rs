@@ -1,0 +1,232 @@
+//! The suites of devices and queues.
+
+use dmalane_addr::{CardAddr, Span};
+use dmalane_cuda::{CudaDevice, Error, GpuName, gpus};
+use dmalane_device::conformance::suite;
+use dmalane_device::{AddressSpaceKind, Device};
+use dmalane_fake_cuda::Fake;
+use dmalane_queue::conformance::{self, Fixture};
+use dmalane_queue::{DeviceAddr, DeviceQueue, HostSlice, Operation, drain};
+
+use crate::gpu::{Gpu, LONG, named, real};
+
+fn conforms(name: &GpuName) {
+    suite(|| Box::new(CudaDevice::open(name).unwrap()));
+}
+
+#[test]
+fn the_fake_gpu_takes_the_suite_of_devices() {
+    let fake = Fake::turn();
+    for binds in ["", ",vmm"] {
+        conforms(&named(&fake, binds));
+        fake.assert_clean(binds);
+    }
+    fake.set("host-register", 0);
+    conforms(&named(&fake, ""));
+    fake.assert_clean("without registration");
+    fake.set("virtual-memory", 0);
+    conforms(&named(&fake, ""));
+    fake.assert_clean("without virtual memory");
+    let refused = CudaDevice::open(&named(&fake, ",vmm")).err();
+    assert_eq!(refused, Some(Error::Unsupported("virtual memory (cuMemMap)")));
+    fake.assert_clean("refused");
+}
+
+#[test]
+fn a_real_gpu_takes_the_suite_of_devices() {
+    for binds in ["", ",vmm"] {
+        match real(binds) {
+            Some(name) => conforms(&name),
+            None => println!("skipped: DMALANE_TEST_CUDA names no GPU"),
+        }
+    }
+}
+
+/// A queue to memory of a device that is opened anew for each; the other queue looks at that memory.
+struct Queues {
+    name: GpuName,
+    now: Option<(Gpu, Span<CardAddr>)>,
+    rounds: u64,
+}
+
+/// Bytes of the target: an allocation, so that the next address is nobody's.
+const TARGET: u64 = 2 << 20;
+
+impl Queues {
+    fn new(name: GpuName, rounds: u64) -> Self {
+        let mut this = Self { name, now: None, rounds };
+        drop(this.queue());
+        this
+    }
+
+    fn now(&mut self) -> &mut (Gpu, Span<CardAddr>) {
+        self.now.as_mut().expect("opened")
+    }
+}
+
+impl Fixture for Queues {
+    type Queue = Box<DeviceQueue>;
+
+    fn queue(&mut self) -> Box<DeviceQueue> {
+        self.now = None;
+        let mut gpu = Gpu::open(&self.name).unwrap();
+        let (_, span) = gpu.allocate(TARGET).unwrap();
+        let queue = gpu.queues.remove(1);
+        self.now = Some((gpu, span));
+        queue
+    }
+
+    fn target_len(&self) -> u64 {
+        TARGET
+    }
+
+    fn at(&self, offset: u64) -> DeviceAddr {
+        let (_, span) = self.now.as_ref().expect("opened");
+        DeviceAddr::Card(CardAddr::new(span.first().bits() + offset))
+    }
+
+    fn host(&mut self, len: usize) -> HostSlice {
+        self.now().0.host(&vec![0; len]).unwrap()
+    }
+
+    fn peek(&mut self) -> Vec<u8> {
+        let at = self.at(0);
+        self.now().0.read(0, at, TARGET).unwrap()
+    }
+
+    fn poke(&mut self, bytes: &[u8]) {
+        let at = self.at(0);
+        self.now().0.write(0, at, bytes).unwrap();
+    }
+
+    fn rounds(&self) -> u64 {
+        self.rounds
+    }
+}
+
+#[test]
+fn the_fake_gpu_takes_the_suite_of_queues() {
+    let fake = Fake::turn();
+    conformance::suite(&mut Queues::new(named(&fake, ""), 40));
+    fake.assert_clean("the suite of queues");
+    assert!(fake.calls("cuMemcpyBatchAsync_v2") > 0, "small copies go in batches");
+}
+
+#[test]
+fn a_real_gpu_takes_the_suite_of_queues() {
+    match real("") {
+        Some(name) => conformance::suite(&mut Queues::new(name, 60)),
+        None => println!("skipped: DMALANE_TEST_CUDA names no GPU"),
+    }
+}
+
+#[test]
+fn gpus_are_listed_and_found_by_number_and_uuid() {
+    let fake = Fake::turn();
+    fake.set("gpus", 2);
+    let all = gpus(Some(fake.path())).unwrap();
+    let uuid = "GPU-a1a1a1a1-a1a1-a1a1-a1a1-a1a1a1a1a1a1";
+    assert_eq!((all.len(), &*all[1].uuid, &*all[1].pci), (2, uuid, "0000:01:00.0"));
+    assert_eq!((all[0].memory, all[0].driver, all[0].copy_engines), (256 << 20, (13, 0), 2));
+    assert!(all[0].virtual_memory && all[0].dma_buf && all[0].host_register);
+    for which in ["1", uuid, "GPU-A1A1"] {
+        let name: GpuName = format!("{which},lib={}", fake.path()).parse().unwrap();
+        assert_eq!(CudaDevice::open(&name).unwrap().gpu().number, 1);
+    }
+    let missing: GpuName = format!("2,lib={}", fake.path()).parse().unwrap();
+    let error = CudaDevice::open(&missing).err().unwrap();
+    assert!(
+        error.to_string().contains("no GPU 2; the driver has 0 (GPU-a0a0a0a0-") && error.fix().is_some(),
+        "{error}"
+    );
+    fake.set("gpus", 0);
+    let error = gpus(Some(fake.path())).unwrap_err();
+    assert!(error.to_string().contains("CUDA_ERROR_NO_DEVICE") && error.fix().is_some(), "{error}");
+    fake.assert_clean("listed");
+    let error = gpus(Some("/nowhere/libcuda.so")).unwrap_err();
+    assert!(matches!(error, Error::Library { .. }) && error.fix().is_some(), "{error}");
+    // A library that is not a driver.
+    let error = gpus(Some("libc.so.6")).unwrap_err();
+    assert!(matches!(error, Error::Symbol { .. }) && error.to_string().contains("cuGetErrorName"), "{error}");
+}
+
+#[test]
+fn memory_is_exported_and_is_that_of_the_driver() {
+    let fake = Fake::turn();
+    let mut gpu = Gpu::open(&named(&fake, "")).unwrap();
+    assert_eq!(gpu.device.address_space().kind(), AddressSpaceKind::Flat);
+    let (table, span) = gpu.allocate(3 << 20).unwrap();
+    assert_eq!(span.len(), 4 << 20, "pages of 2 MiB");
+    let part = span.sub(4096, 8192).unwrap();
+    drop(gpu.device.export_dma_buf(part).unwrap());
+    let beyond = Span::new(span.first(), 8 << 20).unwrap();
+    assert!(matches!(gpu.device.export_dma_buf(beyond), Err(Error::Memory(_))));
+    // More than there is: the driver's reason, and what is free.
+    let (other, _) = gpu.allocate(200 << 20).unwrap();
+    fake.set("memory", 208 << 20);
+    let error = gpu.allocate(8 << 20).unwrap_err();
+    assert!(error.contains("out of memory (CUDA_ERROR_OUT_OF_MEMORY, 2); 4194304 bytes of the GPU's"), "{error}");
+    gpu.memory.free(other.segments()).unwrap();
+    gpu.allocate(8 << 20).unwrap();
+    gpu.memory.free(table.segments()).unwrap();
+    drop(gpu);
+    fake.assert_clean("exported");
+}
+
+#[test]
+fn two_devices_share_registrations_and_partly_registered_memory_is_refused() {
+    let fake = Fake::turn();
+    fake.set("gpus", 2);
+    let open = |which: u32| Gpu::open(&format!("{which},lib={}", fake.path()).parse().unwrap()).unwrap();
+    let (mut a, mut b) = (open(0), open(1));
+    let buf = dmalane_dma::Heap::allocate(&dmalane_dma::AnonHeap::new(), 64 << 10).unwrap().share();
+    let via = |gpu: &Gpu, range| {
+        let access = dmalane_addr::Access::RW;
+        dmalane_queue::Registered::of_range(&*gpu.registrar, &buf.reference(), range, access)
+    };
+    let whole = via(&a, 0..64 << 10).unwrap();
+    let part = via(&b, 4096..8192).unwrap();
+    assert_eq!(fake.calls("cuMemHostRegister_v2"), 1);
+    drop(whole);
+    assert_eq!(fake.calls("cuMemHostUnregister"), 0, "the other device uses it");
+    drop(part);
+    assert_eq!(fake.calls("cuMemHostUnregister"), 1);
+    let first = via(&a, 0..8192).unwrap();
+    let error = via(&b, 4096..16384).unwrap_err().to_string();
+    assert!(error.contains("partly registered"), "{error}");
+    drop(first);
+    let (at_a, at_b) = (a.allocate(4096).unwrap().1, b.allocate(4096).unwrap().1);
+    a.write(0, DeviceAddr::Card(at_a.first()), b"for a").unwrap();
+    b.write(1, DeviceAddr::Card(at_b.first()), b"for b").unwrap();
+    assert_eq!(a.read(1, DeviceAddr::Card(at_a.first()), 5).unwrap(), b"for a");
+    assert!(a.read(0, DeviceAddr::Card(at_b.first()), 5).is_err(), "memory of another device");
+    drop((a, b, buf));
+    fake.assert_clean("two devices");
+}
+
+#[test]
+fn operations_that_the_driver_has_not_got_are_taken_back() {
+    let fake = Fake::turn();
+    let mut gpu = Gpu::open(&named(&fake, "")).unwrap();
+    let (_, span) = gpu.allocate(4096).unwrap();
+    let at = DeviceAddr::Card(span.first());
+    fake.hold(true);
+    let hosts = [b"first", b"later"].map(|bytes| gpu.host(bytes).unwrap());
+    let [first, later] = hosts.map(|host| Operation::write(host, at));
+    let queue = &mut gpu.queues[0];
+    let first = queue.submit(first).unwrap();
+    queue.flush();
+    let later = queue.submit(later).unwrap();
+    assert!(matches!(queue.cancel(first), dmalane_queue::Cancelled::TooLate));
+    assert!(matches!(queue.cancel(later), dmalane_queue::Cancelled::TakenBack(_)));
+    let mut done = Vec::new();
+    assert_eq!((queue.poll(&mut done), queue.in_flight()), (0, 1));
+    let begun = std::time::Instant::now();
+    assert_eq!(queue.wait(&mut done, std::time::Duration::from_millis(20)), 0);
+    assert!(begun.elapsed() >= std::time::Duration::from_millis(20));
+    fake.hold(false);
+    assert_eq!(drain(&mut **queue, LONG).len(), 1);
+    assert_eq!(gpu.read(1, at, 5).unwrap(), b"first");
+    drop(gpu);
+    fake.assert_clean("taken back");
+}

@@ -1,0 +1,195 @@
+//! Every call of the driver fails once: the error is clear, nothing is leaked, and no memory is freed that is in use.
+
+use std::sync::Arc;
+
+use dmalane_addr::{Access, CardAddr, SgIndex, SgTable};
+use dmalane_cuda::{GpuName, gpus};
+use dmalane_device::{AddressSpaceKind, Bind, Device};
+use dmalane_fake_cuda::{Fake, Seen};
+use dmalane_queue::{Completion, DeviceAddr, Direction, OpError, Operation, Shape, drain};
+use dmalane_vm::Bo;
+
+use crate::gpu::{Gpu, named};
+
+/// What only tidies up: its failure is not an error of anything.
+const TIDY: &[&str] = &[
+    "cuCtxPopCurrent_v2",
+    "cuDevicePrimaryCtxRelease_v2",
+    "cuEventDestroy_v2",
+    "cuMemAddressFree",
+    "cuMemFree_v2",
+    "cuMemHostUnregister",
+    "cuMemRelease",
+    "cuMemUnmap",
+    "cuStreamDestroy_v2",
+];
+
+/// What has another way when it fails: an attribute is missing, an event cannot be had, a wait is repeated, less memory is
+/// taken.
+const FORGIVEN: &[&str] = &[
+    "cuCtxPushCurrent_v2",
+    "cuDeviceGetAttribute",
+    "cuEventCreate",
+    "cuMemAlloc_v2",
+    "cuEventQuery",
+    "cuEventRecord",
+    "cuStreamQuery",
+    "cuStreamSynchronize",
+];
+
+/// Everything that the crate does, once.
+fn everything(name: &GpuName) -> Result<(), String> {
+    let text = |e: &dyn std::fmt::Display| e.to_string();
+    gpus(name.library.as_deref()).map_err(|e| text(&e))?;
+    let mut gpu = Gpu::open(name).map_err(|e| text(&e))?;
+    let (table, span) = gpu.allocate(4 << 20)?;
+    let at = |offset: u64| DeviceAddr::Card(CardAddr::new(span.first().bits() + offset));
+    let bytes: Vec<u8> = (0..600_000u32).map(|i| (i * 7 + i / 251) as u8).collect();
+    gpu.write(0, at(0), &bytes)?;
+    // Two in one batch, and one that is too long for batches.
+    let hosts = [gpu.host(&bytes[..4096])?, gpu.host(&bytes[4096..8192])?];
+    let tickets = hosts.map(|host| gpu.queues[1].submit(Operation::write(host, at(1 << 20))).map_err(|e| text(&e)));
+    let ended: Vec<Completion> = drain(&mut *gpu.queues[1], crate::gpu::LONG);
+    for ticket in tickets {
+        ticket.map(drop)?;
+    }
+    ended.into_iter().try_for_each(|c| c.result.map_err(|e| text(&e)))?;
+    let gather = vec![gpu.host(&bytes[..1000])?, gpu.host(&bytes[1000..3000])?];
+    gpu.run(0, Operation::gather(Direction::FromHost, gather, vec![(at(2 << 20), 500), (at(3 << 20), 2500)]))?;
+    gpu.run(0, Operation::within(at(0), at(1 << 20), 300_000))?;
+    let shape = Shape { row: 100, rows: 7, host_pitch: 130, device_pitch: 200 };
+    let rows = gpu.host(&bytes[..6 * 130 + 100])?;
+    gpu.run(1, Operation::write(rows, at(0)).shaped(shape))?;
+    gpu.run(1, Operation::within(at(0), at(1 << 20), 700).shaped(shape))?;
+    for (offset, len, pattern) in [(0, 100, 0), (4, 1001, 0x0101_0202_0101_0202), (8, 77, 1), (3, 50, 2)] {
+        gpu.run(0, Operation::fill(at(offset), len, pattern))?;
+    }
+    gpu.run(0, Operation::fill(at(0), 700, 0).shaped(shape))?;
+    if gpu.read(0, at(1000), 3)? != bytes[1000..1003] && gpu.read(0, at(400_000), 1000)? != bytes[400_000..401_000] {
+        return Err("other bytes".to_owned());
+    }
+    if name.binds != dmalane_cuda::Binds::Flat {
+        bound(&mut gpu, &table)?;
+    }
+    let exported = gpu.device.gpu().dma_buf;
+    drop(exported.then(|| gpu.device.export_dma_buf(span).map_err(|e| text(&e))).transpose()?);
+    gpu.memory.free(table.segments()).map_err(|e| text(&e))
+}
+
+/// Binds, reads through the binding, unbinds.
+fn bound(gpu: &mut Gpu, table: &SgTable<CardAddr>) -> Result<(), String> {
+    let bo = Arc::new(Bo::new(1, SgIndex::from_table(table).unwrap()));
+    let space = gpu.device.address_space();
+    assert!(matches!(space.kind(), AddressSpaceKind::Driver { name: "cuMemMap" }) && space.page().bytes() == 2 << 20);
+    let range = space.reserve(table, 4 << 20).map_err(|e| e.to_string())?;
+    let bind = Bind { va: range.first(), bo: &bo, offset: 0, len: 4 << 20, access: Access::READ };
+    space.bind(&bind).map_err(|e| e.to_string())?;
+    assert!(space.bind(&bind).is_err(), "something is bound there");
+    let at = space.at(range.first());
+    gpu.read(0, at, 5000)?;
+    let unbound = gpu.device.address_space().unbind(range);
+    unbound.map_err(|e| e.to_string())
+}
+
+#[test]
+fn every_call_fails_once() {
+    let fake = Fake::turn();
+    // The name of the function is in the error, unless its failure only means that something is not there.
+    let (mut clear, mut missed) = (0, 0);
+    for (binds, virtual_memory) in [("", 1), (",vmm", 1), ("", 0)] {
+        fake.set("virtual-memory", virtual_memory);
+        let name = named(&fake, binds);
+        everything(&name).unwrap();
+        let Seen { leaks, violations, calls } = fake.seen();
+        assert!(leaks.is_empty() && violations.is_empty(), "{leaks:?} {violations:?}");
+        for call in &calls {
+            let before = fake.calls(call);
+            everything(&name).unwrap();
+            let made = fake.calls(call) - before;
+            // The first, one in the middle, the last.
+            let mut which = vec![1, made / 2, made];
+            which.retain(|n| (1..=made).contains(n));
+            which.sort_unstable();
+            which.dedup();
+            for nth in which {
+                for code in [2, 999] {
+                    let when = format!("{call}, call {nth} of {made}, fails with {code}{binds}");
+                    fake.fail(call, nth, code);
+                    let result = everything(&name);
+                    let failed = fake.has_failed();
+                    fake.heal();
+                    // How often the driver is asked whether something has ended varies.
+                    if !failed {
+                        missed += 1;
+                        continue;
+                    }
+                    fake.assert_clean(&when);
+                    match &result {
+                        Ok(()) => assert!(TIDY.contains(&&**call) || FORGIVEN.contains(&&**call), "{when}: no error"),
+                        Err(e) => {
+                            // Operations have only the code.
+                            let names = e.contains(call.trim_end_matches("_v2")) || e.contains(&format!("{code:#x}"));
+                            assert!(names || FORGIVEN.contains(&&**call), "{when}: {e}");
+                            clear += 1;
+                        }
+                    }
+                }
+            }
+            everything(&name).unwrap_or_else(|e| panic!("after {call} had failed: {e}"));
+        }
+        fake.assert_clean("at the end");
+    }
+    assert!(clear > 100 && missed < 40, "{clear} errors, {missed} calls were not made");
+}
+
+#[test]
+fn memory_of_a_broken_gpu_is_never_freed() {
+    for call in ["cuEventQuery", "cuEventRecord", "cuMemcpyHtoDAsync_v2", "cuStreamSynchronize"] {
+        let fake = Fake::turn();
+        let mut gpu = Gpu::open(&named(&fake, "")).unwrap();
+        let (_, span) = gpu.allocate(2 << 20).unwrap();
+        let at = DeviceAddr::Card(span.first());
+        let hosts = [gpu.host(&[1; 500_000]).unwrap(), gpu.host(&[2; 500_000]).unwrap()];
+        let shares = hosts.each_ref().map(|host| host.slice.reference());
+        fake.hold(true);
+        let [first, second] = hosts;
+        let _first = gpu.queues[0].submit(Operation::write(first, at)).unwrap();
+        gpu.queues[0].flush();
+        fake.fail_for_good(call, 1, 719);
+        let _second = gpu.queues[0].submit(Operation::write(second, at)).unwrap();
+        let mut done = Vec::new();
+        gpu.queues[0].poll(&mut done);
+        if call != "cuStreamSynchronize" {
+            let why = gpu.queues[0].halted().expect("it has halted");
+            assert!(why.contains("CUDA_ERROR_LAUNCH_FAILED") && why.contains("is lost"), "{why}");
+        }
+        assert!(gpu.queues[0].poll(&mut done) == 0 && done.is_empty(), "nothing says that it has ended");
+        drop(gpu);
+        let Seen { violations, leaks, .. } = fake.seen();
+        assert!(violations.is_empty(), "{call}: {violations}");
+        assert!(leaks.contains("registrations") && leaks.contains("mappings"), "{call}: {leaks}");
+        assert!(shares.iter().any(|share| !share.is_last()), "{call}: the GPU may still write there");
+    }
+}
+
+#[test]
+fn a_queue_that_halted_by_an_error_of_one_call_ends_its_operations() {
+    let fake = Fake::turn();
+    let mut gpu = Gpu::open(&named(&fake, "")).unwrap();
+    let (_, span) = gpu.allocate(2 << 20).unwrap();
+    fake.fail("cuEventQuery", 1, 999);
+    let host = gpu.host(&[1; 500_000]).unwrap();
+    let share = host.slice.reference();
+    let _only = gpu.queues[0].submit(Operation::write(host, DeviceAddr::Card(span.first()))).unwrap();
+    let ended = drain(&mut *gpu.queues[0], crate::gpu::LONG);
+    assert!(matches!(&ended[..], [Completion { result: Err(OpError::Stopped(_)), .. }]), "{ended:?}");
+    drop(ended);
+    assert!(share.is_last());
+    drop(share);
+    assert!(!gpu.queues[0].restart(), "the driver said that the context is lost");
+    assert!(gpu.write(0, DeviceAddr::Card(span.first()), b"x").unwrap_err().contains("cuEventQuery failed"));
+    // The other queue did not see it.
+    gpu.write(1, DeviceAddr::Card(span.first()), b"x").unwrap();
+    drop(gpu);
+    fake.assert_clean("halted");
+}

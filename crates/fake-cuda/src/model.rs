@@ -1,0 +1,309 @@
+//! What the driver knows: contexts, memory, mappings, streams and what they still have to do.
+
+use std::collections::{BTreeMap, VecDeque};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
+
+pub(crate) type Code = u32;
+pub(crate) const INVALID_VALUE: Code = 1;
+pub(crate) const OUT_OF_MEMORY: Code = 2;
+pub(crate) const NOT_INITIALIZED: Code = 3;
+pub(crate) const INVALID_DEVICE: Code = 101;
+pub(crate) const INVALID_CONTEXT: Code = 201;
+pub(crate) const INVALID_HANDLE: Code = 400;
+pub(crate) const NOT_READY: Code = 600;
+pub(crate) const ALREADY_REGISTERED: Code = 712;
+pub(crate) const NOT_REGISTERED: Code = 713;
+pub(crate) const LAUNCH_FAILED: Code = 719;
+pub(crate) const NOT_SUPPORTED: Code = 801;
+
+/// Bytes that allocations and mappings are multiples of, as on the GPUs that there are.
+pub(crate) const GRANULE: u64 = 2 << 20;
+
+/// The driver.
+#[derive(Default)]
+pub(crate) struct Model {
+    state: Mutex<State>,
+    /// Something was queued, done or changed.
+    changed: Condvar,
+}
+
+pub(crate) static MODEL: std::sync::LazyLock<Model> = std::sync::LazyLock::new(Model::default);
+
+/// An allocation.
+pub(crate) type Memory = Arc<Mutex<Vec<u8>>>;
+
+/// Memory at device addresses.
+pub(crate) struct Mapping {
+    pub len: u64,
+    pub memory: Memory,
+    /// Readable, writable.
+    pub access: (bool, bool),
+    /// Of `cuMemAlloc`.
+    pub plain: bool,
+}
+
+/// A range that an operation uses.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(crate) enum Place {
+    /// Host memory, by address.
+    Host(usize),
+    /// Device memory, by address.
+    Device(u64),
+}
+
+/// What a stream does: rows of a copy, or of a value.
+pub(crate) struct Job {
+    pub to: Place,
+    pub from: Source,
+    pub row: u64,
+    pub rows: u64,
+    pub to_pitch: u64,
+}
+
+/// Where the bytes of a job come from.
+pub(crate) enum Source {
+    Place(Place, u64),
+    Value(Vec<u8>),
+}
+
+impl Job {
+    /// The ranges that it uses: place, bytes, whether it writes.
+    pub fn uses(&self) -> Vec<(Place, u64, bool)> {
+        let extent = |pitch: u64| (self.rows - 1) * pitch + self.row;
+        let mut uses = vec![(self.to, extent(self.to_pitch), true)];
+        if let Source::Place(place, pitch) = self.from {
+            uses.push((place, extent(pitch), false));
+        }
+        uses
+    }
+}
+
+/// A stream: jobs that wait, and how many have been given to it and done.
+#[derive(Default)]
+pub(crate) struct Stream {
+    pub jobs: VecDeque<Job>,
+    pub given: u64,
+    pub done: u64,
+    pub destroyed: bool,
+}
+
+/// A call that is to fail.
+struct Fault {
+    call: String,
+    /// Counted from now on; 1 is the next.
+    nth: u64,
+    code: Code,
+    sticky: bool,
+}
+
+/// How the GPU is.
+pub(crate) struct Settings {
+    pub memory: u64,
+    pub virtual_memory: bool,
+    pub host_register: bool,
+    pub gpus: u32,
+    /// Before each job.
+    pub delay: Duration,
+    /// Streams do nothing.
+    pub held: bool,
+}
+
+impl Default for Settings {
+    fn default() -> Self {
+        let delay = Duration::from_micros(20);
+        Self { memory: 256 << 20, virtual_memory: true, host_register: true, gpus: 1, delay, held: false }
+    }
+}
+
+#[derive(Default)]
+pub(crate) struct State {
+    pub settings: Settings,
+    pub initialised: bool,
+    /// References to the primary contexts, by device.
+    pub retained: BTreeMap<i32, u32>,
+    pub handles: BTreeMap<u64, (u64, Memory)>,
+    pub reserved: BTreeMap<u64, u64>,
+    pub mapped: BTreeMap<u64, Mapping>,
+    pub registered: BTreeMap<usize, usize>,
+    pub streams: BTreeMap<u64, Stream>,
+    /// The stream and the job after which each event has come; `None` before it was recorded.
+    pub events: BTreeMap<u64, Option<(u64, u64)>>,
+    pub violations: Vec<String>,
+    /// Calls that were made, by name.
+    pub calls: BTreeMap<String, u64>,
+    faults: Vec<Fault>,
+    sticky: Option<Code>,
+    next: u64,
+}
+
+impl Model {
+    pub fn lock(&self) -> MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Waits until something has changed.
+    pub fn wait<'a>(&self, state: MutexGuard<'a, State>) -> MutexGuard<'a, State> {
+        self.changed.wait(state).unwrap_or_else(PoisonError::into_inner)
+    }
+
+    pub fn notify(&self) {
+        self.changed.notify_all();
+    }
+
+    /// Does the jobs of a stream, until it is destroyed and has none.
+    pub fn work(&self, id: u64, copy: impl Fn(&State, &Job)) {
+        loop {
+            let mut state = self.lock();
+            let delay = loop {
+                let Some(stream) = state.streams.get(&id) else { return };
+                if stream.jobs.is_empty() && stream.destroyed {
+                    state.streams.remove(&id);
+                    return;
+                }
+                // After an error that breaks the context, nothing is done any more.
+                if !stream.jobs.is_empty() && !state.settings.held && state.sticky.is_none() {
+                    break state.settings.delay;
+                }
+                state = self.wait(state);
+            };
+            drop(state);
+            std::thread::sleep(delay);
+            let mut state = self.lock();
+            if state.sticky.is_some() || state.settings.held {
+                continue;
+            }
+            let Some(job) = state.streams.get_mut(&id).and_then(|stream| stream.jobs.pop_front()) else { continue };
+            match state.bad_use(&job) {
+                Some(why) => {
+                    state.violation(format!("when a stream came to it: {why}"));
+                    state.sticky = Some(LAUNCH_FAILED);
+                }
+                None => copy(&state, &job),
+            }
+            if let Some(stream) = state.streams.get_mut(&id) {
+                stream.done += 1;
+            }
+            drop(state);
+            self.notify();
+        }
+    }
+}
+
+impl State {
+    /// A number that no object has.
+    pub fn number(&mut self) -> u64 {
+        self.next += 1;
+        0x1000 + self.next
+    }
+
+    /// The state at the beginning, with new numbers.
+    pub fn anew(&self) -> Self {
+        Self { next: self.next, ..Self::default() }
+    }
+
+    /// Counts a call; the code with which it is to fail.
+    pub fn enter(&mut self, call: &str) -> Option<Code> {
+        *self.calls.entry(call.to_owned()).or_default() += 1;
+        let mut failed = None;
+        for fault in self.faults.iter_mut().filter(|fault| fault.call == call && fault.nth > 0) {
+            fault.nth -= 1;
+            if fault.nth == 0 {
+                failed = Some(fault.code);
+                if fault.sticky {
+                    self.sticky = Some(fault.code);
+                }
+            }
+        }
+        failed.or(self.sticky)
+    }
+
+    pub fn fail(&mut self, call: &str, nth: u64, code: Code, sticky: bool) {
+        self.faults.push(Fault { call: call.to_owned(), nth, code, sticky });
+    }
+
+    /// The error that breaks the context, if one does.
+    pub fn broken(&self) -> Option<Code> {
+        self.sticky
+    }
+
+    /// True when a fault has happened or was never asked for.
+    pub fn faults_happened(&self) -> bool {
+        self.faults.iter().all(|fault| fault.nth == 0)
+    }
+
+    /// Forgets faults, and that a context is broken.
+    pub fn heal(&mut self) {
+        self.faults.clear();
+        self.sticky = None;
+    }
+
+    pub fn violation(&mut self, what: String) {
+        self.violations.push(what);
+    }
+
+    /// Bytes of device memory in use.
+    pub fn used(&self) -> u64 {
+        // Allocations whose handle was released live as long as they are mapped.
+        let mut seen: Vec<*const Mutex<Vec<u8>>> = Vec::new();
+        let mut used = 0;
+        let all = self.handles.values().map(|(_, memory)| memory).chain(self.mapped.values().map(|m| &m.memory));
+        for memory in all {
+            if !seen.contains(&Arc::as_ptr(memory)) {
+                seen.push(Arc::as_ptr(memory));
+                used += memory.lock().unwrap_or_else(PoisonError::into_inner).len() as u64;
+            }
+        }
+        used
+    }
+
+    /// What is wrong with a job, if something is.
+    pub fn bad_use(&self, job: &Job) -> Option<String> {
+        job.uses().into_iter().find_map(|(place, len, write)| match place {
+            Place::Device(at) => {
+                let mut next = at;
+                while next < at + len {
+                    let found = self.mapped.range(..=next).next_back().filter(|(first, m)| next - **first < m.len);
+                    let Some((first, m)) = found else { return Some(format!("nothing is mapped at {next:#x}")) };
+                    if !(if write { m.access.1 } else { m.access.0 }) {
+                        return Some(format!("no access to {next:#x} (write: {write})"));
+                    }
+                    next = first + m.len;
+                }
+                None
+            }
+            Place::Host(at) if self.settings.host_register => {
+                let found = self.registered.range(..=at).next_back();
+                let inside = found.is_some_and(|(first, has)| at as u64 + len <= (*first + *has) as u64);
+                (!inside).then(|| format!("host memory at {at:#x} is not registered"))
+            }
+            Place::Host(_) => None,
+        })
+    }
+
+    /// True when a stream still has to use some of these bytes.
+    pub fn is_busy(&self, place: Place, bytes: u64) -> bool {
+        let overlaps = |(used, len, _): (Place, u64, bool)| match (place, used) {
+            (Place::Host(a), Place::Host(b)) => (a as u64) < b as u64 + len && (b as u64) < a as u64 + bytes,
+            (Place::Device(a), Place::Device(b)) => a < b + len && b < a + bytes,
+            _ => false,
+        };
+        self.streams.values().flat_map(|s| &s.jobs).any(|job| job.uses().into_iter().any(overlaps))
+    }
+
+    /// What was created and not destroyed; empty when nothing was.
+    pub fn leaks(&self) -> String {
+        let contexts: u32 = self.retained.values().sum();
+        let counts = [
+            ("contexts", contexts as usize),
+            ("allocations", self.handles.len()),
+            ("reservations", self.reserved.len()),
+            ("mappings", self.mapped.len()),
+            ("registrations", self.registered.len()),
+            ("streams", self.streams.values().filter(|s| !s.destroyed).count()),
+            ("events", self.events.len()),
+        ];
+        let left = counts.into_iter().filter(|(_, n)| *n > 0);
+        left.map(|(what, n)| format!("{n} {what}")).collect::<Vec<_>>().join(", ")
+    }
+}
