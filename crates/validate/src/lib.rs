@@ -266,6 +266,9 @@ pub enum ValidateError {
     /// Host memory.
     #[error(transparent)]
     Memory(dmalane_dma::Error),
+    /// Memory of a device whose driver allocates it.
+    #[error(transparent)]
+    DeviceMemory(dmalane_device::MemoryError),
     /// The contents of a file cannot be backed up.
     #[error("cannot back up the device's contents, so nothing was written: {0}")]
     Backup(std::io::Error),

@@ -64,7 +64,7 @@ pub fn run_into(
 ) -> Result<(), ValidateError> {
     let channels = check(target, settings)?;
     let phases = if settings.phases.is_empty() { target.phases() } else { settings.phases.clone() };
-    let layout = Layout { memories: target.memories, offset: settings.offset, raw: settings.raw };
+    let mut layout = Layout { memories: target.memories, offset: settings.offset, raw: settings.raw };
     let slots = 2 * settings.threads as u64;
     // Before anything is measured: do all of them fit?
     for &phase in &phases {
@@ -76,6 +76,11 @@ pub fn run_into(
     *report = ValidateReport { ceiling: target.ceiling.name(), ..ValidateReport::default() };
     room(target, settings, slots * largest)?;
     let backup = target.back_up(settings.offset, slots * largest)?;
+    // Sums that fit: the layouts were checked above.
+    let allocated = target.allocate(settings.offset + slots * largest)?;
+    if let Some(allocated) = &allocated {
+        layout.memories = allocated.memories();
+    }
     let result = cases(target, settings, (&channels, &phases, layout), report, watch);
     let Some(backup) = backup else { return result };
     match result {

@@ -2,12 +2,12 @@
 
 use std::os::unix::fs::FileTypeExt;
 use std::path::{Path, PathBuf};
-use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
-use dmalane_addr::{CardAddr, Span};
-use dmalane_device::{BackingFiles, Device, Region, areas};
+use dmalane_addr::{CardAddr, SgTable, Span};
+use dmalane_device::{BackingFiles, Device, DeviceMemory, Placement, Region, areas};
 use dmalane_dma::Registrar;
 use dmalane_queue::{Area, Class, DeviceAddr, DeviceQueue, Queue, Route, SharedHandle, SharedOptions, SharedQueue};
 
@@ -44,6 +44,8 @@ pub struct Target {
     pub(crate) registrar: Arc<dyn Registrar>,
     pub(crate) queues: Vec<SharedQueue<Box<DeviceQueue>>>,
     pub(crate) memories: Memories,
+    /// The memory of a device whose driver allocates it: only what is allocated may be used.
+    driven: Option<Mutex<DeviceMemory>>,
     pub(crate) areas: Vec<Area>,
     pub(crate) ceiling: Ceiling,
     /// Its queues work at the same time.
@@ -56,6 +58,27 @@ pub struct Target {
     recovered: Option<PathBuf>,
     /// What the queues belong to; dropped after them.
     _device: Box<dyn Device>,
+}
+
+/// Memory that a driver has allocated for a measurement.
+pub(crate) struct Allocated<'a> {
+    memory: MutexGuard<'a, DeviceMemory>,
+    table: SgTable<CardAddr>,
+}
+
+impl Allocated<'_> {
+    /// The memory, instead of all that the device has.
+    pub fn memories(&self) -> Memories {
+        let first = self.table.segments().next();
+        Memories::One(first.and_then(|s| Span::new(s.addr, s.len)))
+    }
+}
+
+impl Drop for Allocated<'_> {
+    fn drop(&mut self) {
+        let freed = self.memory.free(self.table.segments());
+        debug_assert!(freed.is_ok(), "it was allocated there");
+    }
 }
 
 /// What is measured beside a figure.
@@ -192,12 +215,14 @@ impl Target {
                 Ceiling::Files(files)
             }
         };
+        let memory = device.memory();
         Ok(Self {
             name: info.name,
             notes: info.notes,
             registrar: device.registrar(),
             queues: share(device.take_queues())?,
             memories: Memories::of(device.regions()),
+            driven: memory.is_driven().then(|| Mutex::new(memory)),
             areas: areas(device.regions()),
             ceiling,
             concurrent: info.concurrent,
@@ -225,6 +250,17 @@ impl Target {
             Memories::Card { .. } => vec![Phase::Hbm, Phase::Ddr, Phase::Both],
             Memories::One(_) => vec![Phase::Device],
         }
+    }
+
+    /// Allocates `len` bytes in the first region of a device whose driver allocates memory; `None` for other devices,
+    /// all of whose memory may be used.
+    pub(crate) fn allocate(&self, len: u64) -> Result<Option<Allocated<'_>>, ValidateError> {
+        let Some(driven) = &self.driven else { return Ok(None) };
+        let mut memory = driven.lock().unwrap_or_else(PoisonError::into_inner);
+        let region = memory.regions().next().map(|region| region.name.clone());
+        let placement = region.map_or(Placement::Default, Placement::Named);
+        let table = memory.allocate(len, &placement).map_err(ValidateError::DeviceMemory)?;
+        Ok(Some(Allocated { memory, table }))
     }
 
     /// The halves of a card.

@@ -1,11 +1,14 @@
 //! Validations of devices whose truth is known: right ones, wrong ones, and links with known limits.
 
-use std::sync::Arc;
+use std::error::Error;
 use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
+use dmalane_addr::{CardAddr, Span};
 use dmalane_card::{CardDevice, CardUse};
-use dmalane_device::Device;
+use dmalane_device::{AddressSpace, Device, DeviceInfo, DeviceMemory, MemoryDriver, RamDevice, Region};
+use dmalane_dma::Registrar;
 use dmalane_file::{FileDevice, FileDeviceError, FileDeviceOptions, FileDevicePaths};
 use dmalane_queue::{
     Abilities, Class, Completion, DeviceAddr, DeviceQueue, Direction, Limits, Operation, Queue, Refused, Ticket, Work,
@@ -579,4 +582,113 @@ fn handles_of_a_device_that_hangs_wait_together() {
     let error = run(&target, &settings, &mut |_| {}).unwrap_err();
     assert!(matches!(error, ValidateError::Stuck { .. }), "{error}");
     assert!(begun.elapsed() < Duration::from_millis(threads as u64 * 500), "not one after the other");
+}
+
+/// Memory that a driver allocates: so much of it at a time.
+struct Driven {
+    ram: RamDevice,
+    most: u64,
+    /// What is allocated, and what was in all.
+    allocated: Arc<Mutex<(Vec<Span<CardAddr>>, u64)>>,
+}
+
+/// Allocates memory of [`Driven`].
+struct Driver(u64, Arc<Mutex<(Vec<Span<CardAddr>>, u64)>>);
+
+impl MemoryDriver for Driver {
+    fn allocate(&mut self, range: Span<CardAddr>) -> Result<(), Box<dyn Error + Send + Sync>> {
+        let mut allocated = self.1.lock().unwrap();
+        if allocated.0.iter().map(Span::len).sum::<u64>() + range.len() > self.0 {
+            return Err("the driver has no more".into());
+        }
+        allocated.0.push(range);
+        allocated.1 += range.len();
+        Ok(())
+    }
+
+    fn free(&mut self, range: Span<CardAddr>) {
+        self.1.lock().unwrap().0.retain(|live| *live != range);
+    }
+}
+
+/// A queue that refuses memory that is not allocated.
+struct Checked(Box<DeviceQueue>, Arc<Mutex<(Vec<Span<CardAddr>>, u64)>>);
+
+impl Queue for Checked {
+    type Addr = DeviceAddr;
+
+    fn limits(&self) -> Limits {
+        self.0.limits()
+    }
+
+    fn abilities(&self) -> Abilities {
+        self.0.abilities()
+    }
+
+    fn in_flight(&self) -> usize {
+        self.0.in_flight()
+    }
+
+    fn submit(&mut self, operation: Operation) -> Result<Ticket, Refused<DeviceAddr>> {
+        let Work::Copy { at: DeviceAddr::Card(at), host, .. } = &operation.work else { panic!("a copy") };
+        let span = Span::new(*at, host.slice.len() as u64).unwrap();
+        assert!(self.1.lock().unwrap().0.iter().any(|live| live.covers(&span)), "{span} was not allocated");
+        self.0.submit(operation)
+    }
+
+    fn flush(&mut self) {
+        self.0.flush();
+    }
+
+    fn poll(&mut self, done: &mut Vec<Completion>) -> usize {
+        self.0.poll(done)
+    }
+
+    fn wait(&mut self, done: &mut Vec<Completion>, timeout: Duration) -> usize {
+        self.0.wait(done, timeout)
+    }
+}
+
+impl Device for Driven {
+    fn info(&self) -> DeviceInfo {
+        self.ram.info()
+    }
+
+    fn regions(&self) -> &[Region] {
+        self.ram.regions()
+    }
+
+    fn memory(&self) -> DeviceMemory {
+        DeviceMemory::new(self.regions()).driven_by(Driver(self.most, self.allocated.clone()))
+    }
+
+    fn registrar(&self) -> Arc<dyn Registrar> {
+        self.ram.registrar()
+    }
+
+    fn take_queues(&mut self) -> Vec<Box<DeviceQueue>> {
+        let checked = |queue| Box::new(Checked(queue, self.allocated.clone())) as Box<DeviceQueue>;
+        self.ram.take_queues().into_iter().map(checked).collect()
+    }
+
+    fn address_space(&mut self) -> &mut dyn AddressSpace {
+        self.ram.address_space()
+    }
+}
+
+#[test]
+fn only_memory_that_the_driver_has_allocated_is_used_and_it_is_freed() {
+    let allocated = Arc::default();
+    let ram = || RamDevice::new(1 << 40).unwrap();
+    let target = |most| {
+        let device = Driven { ram: ram(), most, allocated: Arc::clone(&allocated) };
+        Target::new(Box::new(device), Contents::Refuse).unwrap()
+    };
+    let settings = ValidateSettings { offset: 4096, ..quick() };
+    check(&target(4 * MIB), &settings);
+    let (live, in_all) = std::mem::take(&mut *allocated.lock().unwrap());
+    assert!(live.is_empty(), "{live:?}");
+    assert_eq!(in_all, 4 * (256 << 10) + 4096, "two buffers for each of two threads, behind the offset");
+    let refused = run(&target(MIB), &settings, &mut |_| {}).unwrap_err();
+    assert!(refused.to_string().contains("the driver has no more"), "{refused}");
 }
