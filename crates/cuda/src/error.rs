@@ -71,8 +71,8 @@ impl Error {
     pub fn fix(&self) -> Option<&'static str> {
         match self {
             Self::Library { .. } => Some(
-                "install NVIDIA's driver (libcuda.so.1 comes with it, for example in Debian's libcuda1); in a container, \
-                 start it with GPUs (--gpus all); DMALANE_CUDA_LIB names the library if it lies elsewhere",
+                "install NVIDIA's driver, which has libcuda.so.1 (package libcuda1 of Debian); start containers with \
+                 GPUs (--gpus all); DMALANE_CUDA_LIB names the library if it lies elsewhere",
             ),
             Self::Symbol { .. } => Some("install a driver for CUDA 11.2 or newer"),
             Self::Call { code: NO_DEVICE, .. } => {

@@ -6,24 +6,24 @@
 //!
 //! | part | what it is here |
 //! |---|---|
-//! | host memory | pinned by `cuMemHostRegister`, for all GPUs of the process; where the GPU cannot, the driver copies |
+//! | host memory | pinned by `cuMemHostRegister`, for all GPUs of the process; else the driver copies it |
 //! | device memory | one region `vram` of what is free when the GPU is opened; addresses are those of CUDA |
 //! | queues | two streams; copies of up to 256 KiB go to the driver in batches (`cuMemcpyBatchAsync`) |
 //! | address space | flat, or bound by `cuMemMap` ([`Binds::CuMemMap`]) |
 //!
-//! **An address of device memory is a `CUdeviceptr`.** A window of addresses as long as the memory is reserved when the
-//! GPU is opened, and each allocation is mapped in it where [`DeviceMemory`](dmalane_device::DeviceMemory) says. What is
-//! loaded can so be used by a kernel, or wrapped for a framework, without asking. The context is the primary one, which
-//! the runtime API and frameworks use, too.
+//! **An address of device memory is a `CUdeviceptr`.** A window of addresses as long as the memory is reserved when
+//! the GPU is opened, and each allocation is mapped in it where [`DeviceMemory`](dmalane_device::DeviceMemory) says.
+//! What is loaded can so be used by a kernel, or wrapped for a framework, without asking. The context is the primary
+//! one, which the runtime API and frameworks use, too.
 //!
 //! **Flat is the default** because binding costs more than copying. The driver maps whole allocations only
 //! (`CUDA_ERROR_NOT_SUPPORTED` for parts of one), so memory that is to be bound in pages must be allocated in pages.
 //! An H100 with driver 580 takes 23 us to allocate 2 MiB and 33 us to map them; it copies them in 38. A flat GiB is
 //! allocated and mapped in 0.2 ms.
 //!
-//! `cudarc` is not used: it looks for libraries of fixed names, keeps one for the process, and panics where a library or
-//! a symbol is missing; the tests need a library of their own, and people an error. About forty functions are declared in
-//! `sys.rs`, the only file with `unsafe`.
+//! `cudarc` (0.19) is not used: it looks for libraries of fixed names, keeps one for the process, and panics where a
+//! library or a symbol is missing; the tests need a library of their own, and people an error. About fifty functions
+//! are declared in `sys.rs`, the only file with `unsafe`.
 
 mod device;
 mod error;

@@ -5,7 +5,7 @@ use dmalane_queue::{DeviceAddr, Direction, Gather, HostSlice, Operation, QueueAd
 use crate::queue::hosts;
 use crate::sys::Step;
 
-/// Calls that one operation may need, at most: rows that overlap, and pitches beyond the driver's, take one for each row.
+/// Calls that one operation may need, at most: rows that overlap, and pitches beyond the driver's, take one for each.
 const MOST: u64 = 4096;
 
 /// The address `bytes` further on. [`Operation::check`] has made sure that it exists.
@@ -13,7 +13,7 @@ fn plus(at: DeviceAddr, bytes: u64) -> DeviceAddr {
     at.advance(bytes).unwrap_or(at)
 }
 
-/// The steps of an operation that [`Operation::admit`] has passed. `longest` is the longest pitch that the driver takes.
+/// The steps of an operation that [`Operation::admit`] has passed. `longest`: the longest pitch that the driver takes.
 ///
 /// # Errors
 /// [`Refusal::TooLong`] for shapes that would need more than 4096 calls.

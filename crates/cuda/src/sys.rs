@@ -102,7 +102,9 @@ macro_rules! calls {
     ) => {
         /// The functions of the driver.
         struct Calls {
+            // SAFETY: called by `call!` and `may_call!` only, which say why the arguments are right.
             $($name: unsafe extern "C" fn($($arg),*) -> Code,)*
+            // SAFETY: as above.
             $($may: Option<unsafe extern "C" fn($($may_arg),*) -> Code>,)*
         }
 
@@ -280,6 +282,7 @@ impl Driver {
         if code == 0 {
             return Ok(());
         }
+        // SAFETY: called below, with pointers to variables.
         let text = |function: unsafe extern "C" fn(Code, *mut *const c_char) -> Code| {
             let mut text = ptr::null();
             // SAFETY: the driver stores a pointer to a constant string, or null for a code that it does not know.
@@ -557,7 +560,7 @@ impl Context {
         Ok(())
     }
 
-    /// Unmaps all ranges within these addresses, and frees what they own, once every stream has ended what it was given.
+    /// Unmaps all ranges within these addresses, and frees what they own, once all streams have ended what they got.
     /// The calls that undo something also report errors of earlier work, so they count as done.
     ///
     /// # Errors
@@ -842,8 +845,8 @@ impl Step {
     }
 }
 
-/// Copies of one direction that go to the driver in one call. Their order is left to the driver, so no two of them write
-/// the same memory.
+/// Copies of one direction that go to the driver in one call. Their order is left to the driver, so no two of them
+/// write the same memory.
 struct Batch {
     direction: Direction,
     parts: Vec<Part>,

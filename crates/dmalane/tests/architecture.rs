@@ -40,7 +40,7 @@ impl Crate {
 }
 
 /// The allowed dependencies. Each crate depends only on crates listed above it, and adapters (`file`, `card`, `vfio`,
-/// `vfio-user`, `vulkan`) do not depend on each other.
+/// `vfio-user`, `vulkan`, `cuda`) do not depend on each other.
 const CRATES: &[Crate] = &[
     Crate::no_std("addr", &[]),
     Crate::no_std("iopt", &["addr"]),
@@ -79,7 +79,8 @@ const CRATES: &[Crate] = &[
             "load",
             "validate",
         ],
-    ),
+    )
+    .tests_use(&["fake-cuda"]),
     Crate::std("capi", &["addr", "iopt", "vm", "dmalane"]),
     Crate::std("cli", &["dmalane"]),
 ];

@@ -671,6 +671,7 @@ fn check_property(state: &State, property: *const Property) -> Result {
 }
 
 /// Does what a command of [`Fake`] says: a word and numbers.
+// SAFETY: no other symbol of a test has this name.
 #[unsafe(no_mangle)]
 extern "C" fn fake_cuda_control(command: *const c_char) -> i64 {
     // SAFETY: `Fake` passes a string.
@@ -700,7 +701,8 @@ extern "C" fn fake_cuda_control(command: *const c_char) -> i64 {
     0
 }
 
-/// Writes leaks, violations and the names of all calls to `to`: lines, of which only those after a mark are names.
+/// Writes leaks, violations and the names of all calls to `to`: a line each.
+// SAFETY: as above.
 #[unsafe(no_mangle)]
 extern "C" fn fake_cuda_report(to: *mut c_char, room: usize) -> i64 {
     let mut state = MODEL.lock();
@@ -715,7 +717,9 @@ extern "C" fn fake_cuda_report(to: *mut c_char, room: usize) -> i64 {
 
 /// The fake driver as a test sees it: where its library lies, and what it does next.
 pub struct Fake {
+    // SAFETY: called with a string that lives through the call.
     control: unsafe extern "C" fn(*const c_char) -> i64,
+    // SAFETY: called with an array and its length.
     report: unsafe extern "C" fn(*mut c_char, usize) -> i64,
     path: PathBuf,
     _turn: MutexGuard<'static, ()>,
@@ -791,7 +795,7 @@ impl Fake {
         self.command(&format!("calls {call}")) as u64
     }
 
-    /// Changes the GPU, before it is opened: `memory` in bytes, `gpus`, `virtual-memory` and `host-register` with 0 or 1.
+    /// Changes the GPU, before it is opened: `memory` in bytes, `gpus`; `virtual-memory` and `host-register`: 0 or 1.
     pub fn set(&self, what: &str, to: u64) {
         self.command(&format!("{what} {to}"));
     }

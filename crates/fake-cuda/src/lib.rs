@@ -1,9 +1,9 @@
 //! A CUDA driver for tests, as a shared library: the calls that crate `cuda` makes, over host memory.
 //!
-//! No emulator of the driver exists. This one is strict where the real one is not: it answers what a driver would, and
-//! notes a *violation* for what a driver only punishes later. Rules that were measured on an H100 (driver 580) are kept:
-//! `cuMemMap` maps whole allocations only, overlapping registrations are refused, calls check addresses and access at
-//! once, a batch has no order.
+//! No emulator of the driver exists. This one is strict where the real one is not: it answers what a driver would,
+//! and notes a *violation* for what a driver only punishes later. Rules that were measured on an H100 (driver 580) are
+//! kept: `cuMemMap` maps whole allocations only, overlapping registrations are refused, a copy lies in one of them,
+//! calls check addresses and access at once, a batch has no order.
 //!
 //! - Streams work on threads of their own, a little late, in order; a batch is done backwards.
 //! - Memory that is unmapped, freed or unregistered while a stream still uses it is a violation, and so is host memory

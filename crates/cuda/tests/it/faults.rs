@@ -24,8 +24,8 @@ const TIDY: &[&str] = &[
     "cuStreamDestroy_v2",
 ];
 
-/// What has another way when it fails: an attribute is missing, an event cannot be had, a wait is repeated, less memory is
-/// taken.
+/// What has another way when it fails: an attribute is missing, an event cannot be had, a wait is repeated, less memory
+/// is taken.
 const FORGIVEN: &[&str] = &[
     "cuCtxPushCurrent_v2",
     "cuDeviceGetAttribute",
