@@ -6,7 +6,7 @@ use std::os::unix::fs::FileTypeExt;
 use std::path::PathBuf;
 
 use crate::container::ContainerFile;
-use crate::{Error, Model};
+use crate::{Container, Error, Model};
 
 /// A file to load.
 pub struct Input<S> {
@@ -32,6 +32,14 @@ impl<S> Input<S> {
 
     pub(crate) fn error(&self, what: &'static str, source: std::io::Error) -> Error {
         Error::File { path: self.path.clone(), what, source }
+    }
+
+    /// The kind of the file.
+    ///
+    /// # Errors
+    /// [`Error::File`].
+    pub fn container(&self) -> Result<Container, Error> {
+        ContainerFile { path: &self.path, file: &self.file, len: self.len()? }.kind()
     }
 
     /// The tensors of the file, as its [`Container`](crate::Container) has them.

@@ -98,12 +98,16 @@ impl OpenDevice {
     }
 
     /// Writes what the device holds of a file, read back through its MMU: a safetensors file with the same tensors in
-    /// the same order for a safetensors file, else the bytes. The file appears whole or not at all.
+    /// the same order for a safetensors file, the bytes for a raw one. The file appears whole or not at all.
     ///
     /// # Errors
-    /// [`Error::File`] names the path, as of [`Output::check`]; [`Error::Transfer`].
+    /// [`Error::File`] names the path, as of [`Output::check`], and for a GGUF file, of which the device has the tensors
+    /// alone; [`Error::Transfer`].
     pub fn save(&mut self, file: &LoadedFile, to: &Output) -> Result<(), Error> {
         let error = |what, source| Error::File { path: to.path().to_owned(), what, source };
+        if file.model.container == Container::Gguf {
+            return Err(error("save a GGUF file to it", io::ErrorKind::Unsupported.into()));
+        }
         let mut saving = to.begin()?;
         let mut out = BufWriter::with_capacity(1 << 20, saving.file());
         if file.model.container == Container::Safetensors {

@@ -13,7 +13,8 @@ use clap::{ArgGroup, Args};
 use dmalane::device::{AddressSpaceKind, BackingFiles, IommuCounters};
 use dmalane::dma::PageBacking;
 use dmalane::file::{FileQueue, Mode};
-use dmalane::load::{DriveOptions, Error, Input, Loaded, Output};
+use dmalane::load::container::model_files;
+use dmalane::load::{Container, DriveOptions, Error, Input, Loaded, Output};
 use dmalane::queue::QueueChoice;
 use dmalane::sim::Workers;
 use dmalane::{DeviceSpec, FileOptions, OpenDevice, OpenOptions, Placement, open_as, open_file};
@@ -32,6 +33,8 @@ Examples:
   dmalane load --sample 1GiB --explain --verify
   dmalane load model.safetensors --verify --json
   dmalane load shard-*.safetensors --placement hbm --explain
+  dmalane load models/minilm --verify           all shards of a model
+  dmalane load model.gguf --list
   dmalane load weights.bin --buffered --chunk 4MiB
   dmalane load model.safetensors --save copy.safetensors
   dmalane load model.safetensors --record binds.jsonl && dmalane vm replay binds.jsonl
@@ -41,7 +44,8 @@ Examples:
     tensor           dtype  shape      bytes   device VA
     encoder.0.bias   F32    [384]       1536   0x100000000-0x1000005ff
 
-Files named *.safetensors are parsed; any other file is loaded as one run of bytes.
+Files named *.safetensors and GGUF files are parsed; any other file is loaded as one run of bytes.
+A directory, or a *.safetensors.index.json, stands for the files of the model.
 
 Exit status: 0 loaded (and verified), 1 bad file or mismatch, 2 usage error.";
 
@@ -56,7 +60,7 @@ Exit status: 0 loaded (and verified), 1 bad file or mismatch, 2 usage error.";
     override_usage = "dmalane load [OPTIONS] <FILE>...\n       dmalane load [OPTIONS] --sample <SIZE>"
 )]
 pub struct Load {
-    /// Files to load, several shards at once
+    /// Files to load, several shards at once; or the directory or the index of a model
     #[arg(value_name = "FILE")]
     files: Vec<PathBuf>,
 
@@ -199,9 +203,10 @@ struct Outcome {
 
 impl Load {
     /// Loads, and prints the result.
-    pub fn run(self) -> Result<ExitCode, Failure> {
+    pub fn run(mut self) -> Result<ExitCode, Failure> {
         let options = self.open_options();
         device::check(&self.device, &options)?;
+        self.files = self.model_files()?;
         let outputs = self.outputs()?;
         outputs.check()?;
         // Before the card is touched: a file that cannot be opened resets none. A sample must know how large the card
@@ -216,7 +221,19 @@ impl Load {
         let inputs = self.with_sample(files, &room)?;
         // Again, now that it is known which files are read.
         let outputs = outputs.unlike(&inputs, device.backing_files())?;
+        if !outputs.save.is_empty() {
+            inputs.iter().try_for_each(can_be_saved)?;
+        }
         self.load_onto(device, &room, inputs, &outputs)
+    }
+
+    /// The files to load; a directory and an index stand for those of the model.
+    fn model_files(&self) -> Result<Vec<PathBuf>, Failure> {
+        let files = self
+            .files
+            .iter()
+            .map(|path| model_files(path).map_err(|e| Failure::because(format!("cannot load {}", path.display()), &e)));
+        Ok(files.collect::<Result<Vec<_>, _>>()?.concat())
     }
 
     /// How the device is opened.
@@ -364,6 +381,17 @@ fn fraction(text: &str) -> Result<f64, String> {
     match text.parse() {
         Ok(f) if (0.0..=1.0).contains(&f) => Ok(f),
         _ => Err("not a number from 0 to 1".to_owned()),
+    }
+}
+
+/// Refuses files of which the device gets too little to write them again.
+fn can_be_saved(input: &Input<FileQueue>) -> Result<(), Failure> {
+    match input.container().map_err(|e| Failure::because("cannot save", &e))? {
+        Container::Gguf => {
+            let why = format!("--save cannot write {} again: the device gets its tensors alone", input.path.display());
+            Err(Failure::new(why).hint("safetensors and raw files can be saved"))
+        }
+        _ => Ok(()),
     }
 }
 

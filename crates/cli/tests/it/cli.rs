@@ -523,3 +523,58 @@ fn what_inspect_says() {
         assert_eq!(sum(&report["runs"], "bytes"), sum(&report["mappings"], "present_bytes"));
     }
 }
+
+/// A GGUF file with two tensors of floats, `first` and `second`, of 64 and 32 elements.
+fn gguf() -> Vec<u8> {
+    let text = |text: &str| [&(text.len() as u64).to_le_bytes()[..], text.as_bytes()].concat();
+    let tensor = |name: &str, elements: u64, offset: u64| {
+        [&text(name)[..], &1u32.to_le_bytes(), &elements.to_le_bytes(), &0u32.to_le_bytes(), &offset.to_le_bytes()]
+            .concat()
+    };
+    let mut file = [&b"GGUF"[..], &3u32.to_le_bytes(), &2u64.to_le_bytes(), &1u64.to_le_bytes()].concat();
+    file.extend([&text("general.name")[..], &8u32.to_le_bytes(), &text("tiny")].concat());
+    file.extend([tensor("first", 64, 0), tensor("second", 32, 256)].concat());
+    file.resize(file.len().next_multiple_of(32), 0);
+    file.extend((0..384u32).map(|i| i as u8));
+    file
+}
+
+#[test]
+fn models_come_as_people_have_them() {
+    let folder = folder("models");
+    let at = |name: &str| folder.join(name);
+    let run = |line: &str, status| {
+        let args: Vec<&str> = line.split_whitespace().collect();
+        let output = command(&args).current_dir(&folder).output().unwrap();
+        assert_eq!(output.status.code(), Some(status), "{line}: {}", stderr(&output));
+        format!("{}{}", stdout(&output), stderr(&output))
+    };
+    std::fs::create_dir_all(at("sharded")).unwrap();
+    run("load -q --sample 1MiB --save sharded/model-1.safetensors", 0);
+    run("load -q --sample 2MiB --save sharded/model-2.safetensors", 0);
+    std::fs::write(at("sharded/config.json"), "{}").unwrap();
+    std::fs::write(at("sharded/old.safetensors"), "not part of the model").unwrap();
+    let index = r#"{"metadata": {}, "weight_map": {"a": "model-2.safetensors", "b": "model-1.safetensors"}}"#;
+    std::fs::write(at("sharded/model.safetensors.index.json"), index).unwrap();
+    for named in ["sharded", "sharded/model.safetensors.index.json"] {
+        let said = run(&format!("load {named} --verify"), 0);
+        assert!(said.contains("in 2 files") && said.contains("sharded/model-1.safetensors: safetensors"), "{said}");
+    }
+    std::fs::create_dir_all(at("none")).unwrap();
+    assert!(run("load none", 1).contains("it holds no *.safetensors.index.json, *.safetensors or *.gguf file"));
+    std::fs::write(at("none/model.gguf"), gguf()).unwrap();
+    let said = run("load none --verify --list", 0);
+    assert!(said.contains("gguf, 2 tensors") && said.contains("verified 2 tensors"), "{said}");
+    assert!(said.lines().any(|l| l.starts_with("second") && l.contains("F32") && l.contains("[32]")), "{said}");
+    let said = run("load none --save copy", 1);
+    assert!(said.contains("the device gets its tensors alone") && !at("copy").exists(), "{said}");
+    let pointer = "version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 548105171\n";
+    for name in ["model.safetensors", "pytorch_model.bin"] {
+        std::fs::write(at(name), pointer).unwrap();
+        let said = run(&format!("load {name}"), 1);
+        assert!(
+            said.contains("a Git LFS pointer to a file of 548105171 bytes") && said.contains("git lfs pull"),
+            "{said}"
+        );
+    }
+}

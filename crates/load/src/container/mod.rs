@@ -3,8 +3,11 @@
 //! Each kind is a module with `detect(path, head)`, which recognizes a file by its name and its first bytes, and
 //! `parse(file)`, which returns its [`Model`]. A new kind is a module and a line of `containers!`.
 
+pub mod gguf;
+mod lfs;
 pub mod raw;
 pub mod safetensors;
+mod set;
 
 use std::fs::File;
 use std::io;
@@ -17,6 +20,8 @@ use thiserror::Error;
 
 use crate::Error as LoadError;
 use safetensors::MAX_HEADER;
+
+pub use set::model_files;
 
 /// Declares the kinds, in the order in which they are tried.
 macro_rules! containers {
@@ -57,6 +62,8 @@ macro_rules! containers {
 containers! {
     /// Tensors behind a JSON header.
     Safetensors in safetensors,
+    /// Tensors behind a binary header, as llama.cpp has them.
+    Gguf in gguf,
     /// One run of bytes.
     Raw in raw,
 }
@@ -73,10 +80,16 @@ pub(crate) struct ContainerFile<'a> {
 }
 
 impl ContainerFile<'_> {
+    /// Detects the kind of the file.
+    pub(crate) fn kind(&self) -> Result<Container, LoadError> {
+        let head = self.read(0, self.len.min(HEAD as u64))?;
+        lfs::refuse(self, &head)?;
+        Ok(Container::detect(self.path, &head))
+    }
+
     /// Detects the kind of the file and parses it.
     pub(crate) fn model(&self) -> Result<Model, LoadError> {
-        let head = self.read(0, self.len.min(HEAD as u64))?;
-        Container::detect(self.path, &head).parse(self)
+        self.kind()?.parse(self)
     }
 
     /// Reads bytes that lie within the file.
@@ -161,6 +174,24 @@ pub enum FormatError {
     Header {
         /// What the parser said.
         reason: String,
+    },
+    /// The header of a GGUF file does not parse.
+    #[error("bad GGUF header: {reason}")]
+    Gguf {
+        /// What is wrong, and where.
+        reason: String,
+    },
+    /// An index of shards does not parse.
+    #[error("bad index: {reason}")]
+    Index {
+        /// What is wrong.
+        reason: String,
+    },
+    /// A stand-in for a large file that was never downloaded.
+    #[error("it is a Git LFS pointer to a file of {size} bytes, not that file; run: git lfs pull")]
+    LfsPointer {
+        /// Bytes of the file, as the pointer says.
+        size: u64,
     },
     /// One tensor of the header is wrong.
     #[error("bad header: tensor {tensor:?} (described at {at}): {reason}")]

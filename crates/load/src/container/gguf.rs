@@ -1,0 +1,478 @@
+//! GGUF: the model files of llama.cpp and its relatives.
+//!
+//! Format: <https://github.com/ggml-org/ggml/blob/master/docs/gguf.md>, versions 2 and 3, little-endian. A header of
+//! typed key-value pairs and tensor descriptions is followed by the tensors' bytes, each at a multiple of
+//! `general.alignment`. Block sizes are those of ggml's type traits.
+
+use std::io::{self, BufRead, BufReader, Read};
+use std::os::unix::fs::FileExt;
+use std::path::Path;
+use std::sync::Arc;
+
+use dmalane_addr::FileOffset;
+
+use super::safetensors::MAX_HEADER;
+use super::{Container, ContainerFile, FormatError, Model, Tensor};
+use crate::Error;
+
+/// The first bytes of every GGUF file.
+const MAGIC: &[u8] = b"GGUF";
+/// Bytes that a tensor starts at a multiple of, unless the file says otherwise.
+const ALIGNMENT: u64 = 32;
+/// The most dimensions of a tensor; ggml has 4.
+const MAX_DIMS: u32 = 8;
+/// Values of which a text longer than this is left out of [`Model::metadata`].
+const MAX_TEXT: u64 = 4096;
+
+/// The types of elements: number, name, elements of a block, bytes of a block.
+const TYPES: &[(u32, &str, u64, u64)] = &[
+    (0, "F32", 1, 4),
+    (1, "F16", 1, 2),
+    (2, "Q4_0", 32, 18),
+    (3, "Q4_1", 32, 20),
+    (6, "Q5_0", 32, 22),
+    (7, "Q5_1", 32, 24),
+    (8, "Q8_0", 32, 34),
+    (10, "Q2_K", 256, 84),
+    (11, "Q3_K", 256, 110),
+    (12, "Q4_K", 256, 144),
+    (13, "Q5_K", 256, 176),
+    (14, "Q6_K", 256, 210),
+    (15, "Q8_K", 256, 292),
+    (16, "IQ2_XXS", 256, 66),
+    (17, "IQ2_XS", 256, 74),
+    (18, "IQ3_XXS", 256, 98),
+    (19, "IQ1_S", 256, 50),
+    (20, "IQ4_NL", 32, 18),
+    (21, "IQ3_S", 256, 110),
+    (22, "IQ2_S", 256, 82),
+    (23, "IQ4_XS", 256, 136),
+    (24, "I8", 1, 1),
+    (25, "I16", 1, 2),
+    (26, "I32", 1, 4),
+    (27, "I64", 1, 8),
+    (28, "F64", 1, 8),
+    (29, "IQ1_M", 256, 56),
+    (30, "BF16", 1, 2),
+    (34, "TQ1_0", 256, 54),
+    (35, "TQ2_0", 256, 66),
+    (39, "MXFP4", 32, 17),
+    (40, "NVFP4", 64, 36),
+    (41, "Q1_0", 128, 18),
+];
+
+/// A tensor as the header describes it.
+struct Described {
+    name: String,
+    dtype: u32,
+    shape: Vec<u64>,
+    /// From the start of the tensors' bytes.
+    offset: u64,
+    /// Where its description starts in the file.
+    at: u64,
+}
+
+/// True for files that start with the format's magic number.
+pub(super) fn detect(_path: &Path, head: &[u8]) -> bool {
+    head.starts_with(MAGIC)
+}
+
+/// The tensors of a file.
+pub(super) fn parse(file: &ContainerFile<'_>) -> Result<Model, Error> {
+    let input = BufReader::with_capacity(256 << 10, Bytes { file: file.file, at: 0 });
+    parse_header(input, file.len).map_err(|stop| match stop {
+        HeaderError::Format(error) => file.bad(error),
+        HeaderError::Io(error) => file.failed(error),
+    })
+}
+
+/// The bytes of a file from its first one on, whatever its position.
+struct Bytes<'a> {
+    file: &'a std::fs::File,
+    at: u64,
+}
+
+impl Read for Bytes<'_> {
+    fn read(&mut self, into: &mut [u8]) -> io::Result<usize> {
+        let n = self.file.read_at(into, self.at)?;
+        self.at += n as u64;
+        Ok(n)
+    }
+}
+
+/// Why a header was not parsed.
+#[derive(Debug)]
+pub enum HeaderError {
+    /// It is bad.
+    Format(FormatError),
+    /// It could not be read.
+    Io(io::Error),
+}
+
+/// The tensors of a file of `len` bytes, of which `input` yields the bytes in order. Reads the header, at most 100 MB,
+/// and keeps of it the tensors and those values that are short texts or numbers.
+///
+/// # Errors
+/// [`HeaderError`]; every tensor lies within the file, and no two overlap.
+pub fn parse_header(input: impl BufRead, len: u64) -> Result<Model, HeaderError> {
+    Header { input, at: 0, len: len.min(MAX_HEADER), file: len }.model()
+}
+
+fn bad<T>(reason: impl Into<String>) -> Result<T, HeaderError> {
+    Err(HeaderError::Format(FormatError::Gguf { reason: reason.into() }))
+}
+
+/// The header as it is read, front to back.
+struct Header<R> {
+    input: R,
+    /// Bytes read so far.
+    at: u64,
+    /// Bytes that the header may have.
+    len: u64,
+    /// Bytes of the file.
+    file: u64,
+}
+
+impl<R: BufRead> Header<R> {
+    fn model(&mut self) -> Result<Model, HeaderError> {
+        if self.array::<4>()? != *MAGIC {
+            return bad("it does not start with GGUF");
+        }
+        let version = self.u32()?;
+        if !(2..=3).contains(&version) {
+            return bad(match version.swap_bytes() {
+                2..=3 => "it is a big-endian file, which is not supported".to_owned(),
+                _ => format!("GGUF version {version} is not supported; 2 and 3 are"),
+            });
+        }
+        // The least: a tensor is the length of its name, dimensions, type and offset; a pair that of its key, type, value.
+        let (tensors, pairs) = (self.count(24)?, self.count(13)?);
+        let (mut alignment, mut metadata) = (ALIGNMENT, Vec::new());
+        for _ in 0..pairs {
+            let key = self.text()?;
+            let kind = self.u32()?;
+            let value = self.value(kind, 0)?;
+            if key == "general.alignment" {
+                alignment = value.as_deref().and_then(|v| v.parse().ok()).unwrap_or(0);
+            }
+            metadata.extend(value.map(|value| (key, value)));
+        }
+        if alignment == 0 || alignment % 8 != 0 {
+            return bad("general.alignment is not a multiple of 8");
+        }
+        let described = (0..tensors).map(|_| self.tensor()).collect::<Result<Vec<_>, _>>()?;
+        let Some(start) = self.at.checked_next_multiple_of(alignment) else { return bad("general.alignment wraps") };
+        let tensors = place(described, start, alignment, self.file).map_err(HeaderError::Format)?;
+        metadata.sort();
+        Ok(Model { len: self.file, tensors, metadata: Some(metadata), container: Container::Gguf })
+    }
+
+    fn tensor(&mut self) -> Result<Described, HeaderError> {
+        let at = self.at;
+        let name = self.text()?;
+        let dims = self.u32()?;
+        if dims > MAX_DIMS {
+            return bad(format!("tensor {name:?} has {dims} dimensions, more than {MAX_DIMS}"));
+        }
+        // The file names the fastest dimension first; shapes here name it last.
+        let mut shape = (0..dims).map(|_| self.u64()).collect::<Result<Vec<_>, _>>()?;
+        shape.reverse();
+        Ok(Described { name, shape, dtype: self.u32()?, offset: self.u64()?, at })
+    }
+
+    /// Reads a value, as text where it is a short scalar or text.
+    fn value(&mut self, kind: u32, depth: u32) -> Result<Option<String>, HeaderError> {
+        let text = match kind {
+            0 => self.array::<1>()?[0].to_string(),
+            1 => i8::from_le_bytes(self.array()?).to_string(),
+            2 => u16::from_le_bytes(self.array()?).to_string(),
+            3 => i16::from_le_bytes(self.array()?).to_string(),
+            4 => self.u32()?.to_string(),
+            5 => i32::from_le_bytes(self.array()?).to_string(),
+            6 => f32::from_le_bytes(self.array()?).to_string(),
+            7 => (self.array::<1>()?[0] != 0).to_string(),
+            8 => {
+                let len = self.u64()?;
+                if len > MAX_TEXT {
+                    return self.skip(len).map(|()| None);
+                }
+                self.text_of(len)?
+            }
+            9 => return self.skip_array(depth).map(|()| None),
+            10 => self.u64()?.to_string(),
+            11 => i64::from_le_bytes(self.array()?).to_string(),
+            12 => f64::from_le_bytes(self.array()?).to_string(),
+            other => return bad(format!("a value of unknown type {other} at {}", FileOffset::new(self.at))),
+        };
+        Ok(Some(text))
+    }
+
+    fn skip_array(&mut self, depth: u32) -> Result<(), HeaderError> {
+        let kind = self.u32()?;
+        let width = match kind {
+            0 | 1 | 7 => 1,
+            2 | 3 => 2,
+            4..=6 => 4,
+            10..=12 => 8,
+            8 | 9 if depth < 4 => 0,
+            _ => return bad(format!("an array of type {kind} at {}", FileOffset::new(self.at))),
+        };
+        // Texts and arrays start with their length.
+        let count = self.count(if width == 0 { 8 } else { width })?;
+        if width > 0 {
+            return self.skip(count * width);
+        }
+        for _ in 0..count {
+            match kind {
+                8 => {
+                    let len = self.u64()?;
+                    self.skip(len)?;
+                }
+                _ => self.skip_array(depth + 1)?,
+            }
+        }
+        Ok(())
+    }
+
+    /// A number of things of at least `least` bytes each, which must fit the rest of the header.
+    fn count(&mut self, least: u64) -> Result<u64, HeaderError> {
+        let count = self.u64()?;
+        match count.checked_mul(least) {
+            Some(bytes) if bytes <= self.len - self.at => Ok(count),
+            _ => bad(format!("a count of {count} at {} is more than the file can hold", FileOffset::new(self.at - 8))),
+        }
+    }
+
+    fn text(&mut self) -> Result<String, HeaderError> {
+        let len = self.u64()?;
+        self.text_of(len)
+    }
+
+    fn text_of(&mut self, len: u64) -> Result<String, HeaderError> {
+        let at = self.at;
+        self.has(len)?;
+        let mut bytes = vec![0; len as usize];
+        self.input.read_exact(&mut bytes).map_err(HeaderError::Io)?;
+        self.at += len;
+        String::from_utf8(bytes).map_err(|e| {
+            let at = FileOffset::new(at + e.utf8_error().valid_up_to() as u64);
+            HeaderError::Format(FormatError::NotUtf8 { at })
+        })
+    }
+
+    fn skip(&mut self, len: u64) -> Result<(), HeaderError> {
+        self.has(len)?;
+        let skipped = io::copy(&mut self.input.by_ref().take(len), &mut io::sink()).map_err(HeaderError::Io)?;
+        self.at += len;
+        if skipped == len { Ok(()) } else { Err(HeaderError::Io(io::ErrorKind::UnexpectedEof.into())) }
+    }
+
+    fn u32(&mut self) -> Result<u32, HeaderError> {
+        self.array().map(u32::from_le_bytes)
+    }
+
+    fn u64(&mut self) -> Result<u64, HeaderError> {
+        self.array().map(u64::from_le_bytes)
+    }
+
+    fn array<const N: usize>(&mut self) -> Result<[u8; N], HeaderError> {
+        self.has(N as u64)?;
+        let mut bytes = [0; N];
+        self.input.read_exact(&mut bytes).map_err(HeaderError::Io)?;
+        self.at += N as u64;
+        Ok(bytes)
+    }
+
+    /// Refuses what does not follow in the header.
+    fn has(&self, len: u64) -> Result<(), HeaderError> {
+        if len <= self.len - self.at {
+            return Ok(());
+        }
+        let at = FileOffset::new(self.at);
+        bad(match self.len < self.file {
+            true => format!("it goes on at {at}, beyond the {MAX_HEADER} bytes that are allowed"),
+            false => format!("{len} bytes at {at} are beyond the end of the file"),
+        })
+    }
+}
+
+/// The tensors in the order of their bytes, none of which overlap.
+fn place(
+    mut described: Vec<Described>,
+    start: u64,
+    alignment: u64,
+    file: u64,
+) -> Result<Vec<Arc<Tensor>>, FormatError> {
+    described.sort_by_key(|d| d.offset);
+    let mut names: Vec<&str> = described.iter().map(|d| d.name.as_str()).collect();
+    names.sort_unstable();
+    if let Some(twice) = names.windows(2).find(|pair| pair[0] == pair[1]) {
+        return Err(FormatError::Gguf { reason: format!("two tensors are called {:?}", twice[0]) });
+    }
+    let ends: Vec<Option<u64>> =
+        described.iter().skip(1).map(|d| start.checked_add(d.offset)).chain([Some(file)]).collect();
+    let mut tensors = Vec::with_capacity(described.len());
+    let mut end_before = start;
+    for (Described { name, dtype, shape, offset, at }, next) in described.into_iter().zip(ends) {
+        let wrong = |reason: String| FormatError::Tensor { tensor: name.clone(), at: FileOffset::new(at), reason };
+        let overflow = || wrong("its size does not fit 64 bits".to_owned());
+        let first = start.checked_add(offset).ok_or_else(overflow)?;
+        if offset % alignment != 0 {
+            return Err(wrong(format!("offset {offset:#x} is not a multiple of {alignment}")));
+        }
+        let known = TYPES.iter().find(|(number, ..)| *number == dtype);
+        let (dtype, len) = match known {
+            Some((_, dtype, block, bytes)) => {
+                let elements = shape.iter().try_fold(1u64, |n, dim| n.checked_mul(*dim)).ok_or_else(overflow)?;
+                if shape.last().is_some_and(|row| row % block != 0) {
+                    return Err(wrong(format!("a row is not made of whole blocks of {block} elements")));
+                }
+                (dtype.to_string(), elements.div_ceil(*block).checked_mul(*bytes).ok_or_else(overflow)?)
+            }
+            // A type that came later: all bytes up to the next tensor.
+            None => (format!("type {dtype}"), next.and_then(|next| next.checked_sub(first)).ok_or_else(overflow)?),
+        };
+        let end = first.checked_add(len).ok_or_else(overflow)?;
+        if end > file {
+            return Err(FormatError::TensorBeyondEnd { tensor: name, end: FileOffset::new(end), len: file });
+        }
+        if len > 0 && first < end_before {
+            return Err(wrong(format!("it overlaps the tensor before it, which ends at {end_before:#x}")));
+        }
+        end_before = end_before.max(end);
+        tensors.push(Arc::new(Tensor { name, dtype, shape, at: FileOffset::new(first), len }));
+    }
+    Ok(tensors)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Writes a header, the plain way.
+    struct Writer(Vec<u8>);
+
+    impl Writer {
+        fn new(version: u32, tensors: u64, pairs: u64) -> Self {
+            let mut this = Self(MAGIC.to_vec());
+            this.0.extend(version.to_le_bytes());
+            this.0.extend(tensors.to_le_bytes());
+            this.0.extend(pairs.to_le_bytes());
+            this
+        }
+
+        fn text(mut self, text: &str) -> Self {
+            self.0.extend((text.len() as u64).to_le_bytes());
+            self.0.extend(text.bytes());
+            self
+        }
+
+        fn u32(mut self, value: u32) -> Self {
+            self.0.extend(value.to_le_bytes());
+            self
+        }
+
+        fn u64(mut self, value: u64) -> Self {
+            self.0.extend(value.to_le_bytes());
+            self
+        }
+
+        fn tensor(self, name: &str, dims: &[u64], dtype: u32, offset: u64) -> Self {
+            let this = self.text(name).u32(dims.len() as u32);
+            dims.iter().fold(this, |this, dim| this.u64(*dim)).u32(dtype).u64(offset)
+        }
+
+        /// The file: tensors' bytes of this length follow, aligned.
+        fn file(mut self, alignment: usize, data: usize) -> Vec<u8> {
+            self.0.resize(self.0.len().next_multiple_of(alignment) + data, 0);
+            self.0
+        }
+    }
+
+    fn parsed(file: &[u8]) -> Result<Model, String> {
+        parse_header(file, file.len() as u64).map_err(|e| match e {
+            HeaderError::Format(e) => e.to_string(),
+            HeaderError::Io(e) => e.to_string(),
+        })
+    }
+
+    fn model() -> Writer {
+        // Every type of value, and arrays of arrays; two tensors, the second one first.
+        let mut w = Writer::new(3, 3, 5).text("general.alignment").u32(4).u32(64);
+        w = w.text("general.name").u32(8).text("tiny").text("scores").u32(9).u32(6).u64(3).u32(1).u32(2).u32(3);
+        w = w.text("words").u32(9).u32(8).u64(2).text("a").text("bc");
+        w = w.text("nested").u32(9).u32(9).u64(1).u32(0).u64(3);
+        w.0.extend([1, 2, 3]);
+        w.tensor("second", &[64, 2], 2, 128).tensor("first", &[8, 3], 0, 0).tensor("later", &[5], 77, 256)
+    }
+
+    #[test]
+    fn tensors_and_short_values_are_found() {
+        let file = model().file(64, 256 + 40);
+        let model = parsed(&file).unwrap();
+        let start = file.len() as u64 - 296;
+        let found: Vec<_> =
+            model.tensors.iter().map(|t| (&*t.name, &*t.dtype, t.shape.clone(), t.at.bits() - start, t.len)).collect();
+        assert_eq!(
+            found,
+            [
+                ("first", "F32", vec![3, 8], 0, 96),
+                ("second", "Q4_0", vec![2, 64], 128, 72),
+                ("later", "type 77", vec![5], 256, 40),
+            ]
+        );
+        let pairs = [("general.alignment", "64"), ("general.name", "tiny")].map(|(k, v)| (k.to_owned(), v.to_owned()));
+        assert_eq!((model.metadata.as_deref(), model.container), (Some(&pairs[..]), Container::Gguf));
+        assert_eq!(Container::detect(Path::new("x.bin"), &file[..16]), Container::Gguf);
+        // Version 2 has the same layout.
+        let empty = Writer::new(2, 0, 0).file(32, 0);
+        assert_eq!(parsed(&empty).unwrap().tensors, []);
+    }
+
+    #[test]
+    fn every_prefix_and_every_changed_byte_is_an_answer() {
+        let file = model().file(64, 256 + 40);
+        for len in 0..file.len() - 296 {
+            assert!(parsed(&file[..len]).is_err(), "{len} bytes");
+        }
+        for at in 0..file.len() - 296 {
+            for flip in [1, 0x80, 0xff] {
+                let mut bytes = file.clone();
+                bytes[at] ^= flip;
+                if let Ok(model) = parsed(&bytes) {
+                    for pair in model.tensors.windows(2) {
+                        assert!(pair[0].at.bits() + pair[0].len <= pair[1].at.bits() || pair[1].len == 0, "{at}");
+                    }
+                    assert!(model.tensors.iter().all(|t| t.at.bits() + t.len <= bytes.len() as u64));
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn what_is_wrong_is_said() {
+        let one = |w: Writer| parsed(&w.file(32, 4096)).unwrap_err();
+        for (error, says) in [
+            (one(Writer::new(1, 0, 0)), "version 1 is not supported"),
+            (one(Writer::new(3 << 24, 0, 0)), "big-endian"),
+            (one(Writer::new(3, 1 << 60, 0)), "more than the file can hold"),
+            (one(Writer::new(3, 0, u64::MAX)), "more than the file can hold"),
+            (one(Writer::new(3, 0, 1).text("a").u32(13).u64(0)), "unknown type 13"),
+            (one(Writer::new(3, 0, 1).text("a").u32(8).u64(1 << 50)), "beyond the end"),
+            (one(Writer::new(3, 0, 1).text("a").u32(9).u32(0).u64(1 << 62)), "more than the file can hold"),
+            (one(Writer::new(3, 0, 1).text("general.alignment").u32(4).u32(12)), "not a multiple of 8"),
+            (one(Writer::new(3, 1, 0).tensor("t", &[1; 9], 0, 0)), "9 dimensions"),
+            (one(Writer::new(3, 1, 0).tensor("t", &[u64::MAX, 2], 0, 0)), "does not fit 64 bits"),
+            (one(Writer::new(3, 1, 0).tensor("t", &[33], 2, 0)), "whole blocks of 32"),
+            (one(Writer::new(3, 1, 0).tensor("t", &[8], 0, 8)), "not a multiple of 32"),
+            (one(Writer::new(3, 1, 0).tensor("t", &[1024], 0, 32)), "has only"),
+            (
+                one(Writer::new(3, 2, 0).tensor("t", &[16], 0, 0).tensor("u", &[16], 0, 32)),
+                "overlaps the tensor before",
+            ),
+            (one(Writer::new(3, 2, 0).tensor("t", &[8], 0, 0).tensor("t", &[8], 0, 32)), "two tensors are called"),
+        ] {
+            assert!(error.contains(says), "{error}, not {says}");
+        }
+    }
+}
