@@ -33,7 +33,7 @@ pub struct Options {
 
     /// Bytes of a staging buffer
     #[arg(long, default_value_t = 16 << 20)]
-    gather: u64,
+    chunk: u64,
 
     /// Give the card a thread for each channel
     #[arg(long)]
@@ -112,13 +112,13 @@ struct Bench {
 impl Bench {
     fn new(path: PathBuf, options: &Options) -> Result<Self> {
         let how = OpenOptions {
-            drive: DriveOptions { chunk: options.gather, ..DriveOptions::default() },
+            drive: DriveOptions { chunk: options.chunk, ..DriveOptions::default() },
             workers: options.workers.then_some(Workers::PerChannel),
             ..OpenOptions::default()
         };
         let heap = AnonHeap::new();
-        let gather = usize::try_from(options.gather)?;
-        let parts = (0..RAW_BUFFERS).map(|_| Ok(heap.allocate(gather)?.share().into_part())).collect::<Result<_>>()?;
+        let chunk = usize::try_from(options.chunk)?;
+        let parts = (0..RAW_BUFFERS).map(|_| Ok(heap.allocate(chunk)?.share().into_part())).collect::<Result<_>>()?;
         let size = usize::try_from(options.size)?;
         let card = SharedBuf::sparse("bench", size)?;
         card.populate(0, card.len())?;

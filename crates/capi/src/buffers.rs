@@ -101,9 +101,9 @@ impl From<ReadError> for Refused {
         use dmalane::queue::OpError;
         let os = |e: &std::io::Error| Number::Kernel(e.raw_os_error().unwrap_or(EIO));
         let number = match &error {
-            ReadError::Open { source, .. } | ReadError::Channel(Error::Open { source, .. }) => os(source),
-            ReadError::Channel(Error::NotAFile { kind: "directory", .. }) => Number::Kernel(EISDIR),
-            ReadError::Channel(Error::NoDirect { .. } | Error::NoUring { .. }) => Errno::NotSup.into(),
+            ReadError::Open { source, .. } | ReadError::File(Error::Open { source, .. }) => os(source),
+            ReadError::File(Error::NotAFile { kind: "directory", .. }) => Number::Kernel(EISDIR),
+            ReadError::File(Error::NoDirect { .. } | Error::NoUring { .. }) => Errno::NotSup.into(),
             ReadError::PastEnd { .. } | ReadError::Read { error: OpError::EndOfFile { .. }, .. } => {
                 Number::Kernel(ENODATA)
             }

@@ -22,10 +22,10 @@ pub fn open_as(file: File, name: impl AsRef<Path>, options: Options) -> Result<I
     input(FileQueue::from_file(file, name.as_ref(), options)?)
 }
 
-fn input(channel: FileQueue) -> Result<Input<FileQueue>, Error> {
-    let path = channel.path().to_owned();
-    match channel.file().try_clone() {
-        Ok(file) => Ok(Input { path, file, channel }),
+fn input(queue: FileQueue) -> Result<Input<FileQueue>, Error> {
+    let path = queue.path().to_owned();
+    match queue.file().try_clone() {
+        Ok(file) => Ok(Input { path, file, queue }),
         Err(source) => Err(Error::Open { path, source }),
     }
 }

@@ -37,7 +37,7 @@ pub enum Scheme {
     Plain,
 }
 
-/// How to allocate and read. The default is good for files of any size.
+/// Settings of a read. The default is good for files of any size.
 #[derive(Clone, Debug)]
 pub struct ReadOptions {
     /// Past the page cache or through it; [`Mode::Auto`] chooses for each file and gives its reason.
@@ -148,7 +148,7 @@ pub enum ReadError {
     },
     /// The file cannot be read in the requested mode.
     #[error(transparent)]
-    Channel(#[from] dmalane_file::Error),
+    File(#[from] dmalane_file::Error),
     /// The file is shorter than the range.
     #[error("{} ends at {size}, before the end of the range at {end}", path.display())]
     PastEnd {

@@ -248,7 +248,7 @@ fn what_a_file_system_can_do_to_a_reader() {
         // No direct I/O: another way, or a refusal where it was demanded.
         let read = fs.read(Orders { no_direct: true, ..order() }, &options);
         match (mode, read) {
-            (Mode::Direct, Err(ReadError::Channel(Error::NoDirect { reason, .. }))) => {
+            (Mode::Direct, Err(ReadError::File(Error::NoDirect { reason, .. }))) => {
                 assert!(reason.contains("O_DIRECT refused at open"), "{reason}");
             }
             (Mode::Direct, read) => panic!("{read:?}"),

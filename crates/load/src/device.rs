@@ -1,4 +1,4 @@
-//! A device that is open: its memory, its queues driven as one, and what is loaded onto it.
+//! Open devices: memory, queues driven as one, and the files that are loaded onto them.
 
 use std::ops::Index;
 use std::path::PathBuf;
@@ -19,15 +19,15 @@ use crate::fill::Staging;
 use crate::layout::ALIGN;
 use crate::{Error, Layout, Model, Report, Tensor};
 
-/// How a device is driven.
+/// Settings for driving a device.
 #[derive(Clone)]
 pub struct DriveOptions {
     /// Bytes of a staging buffer (`--chunk`); rounded up to 4 KiB, at most 1 GiB.
     pub chunk: u64,
     /// Which queues move the bytes.
     pub queues: QueueChoice,
-    /// How long a load that has failed, or one operation, waits for what is in flight, and how long the device may end
-    /// nothing in a load before it is stopped.
+    /// Time to wait for operations in flight after a failure, and for one blocking operation. Also the time in which
+    /// the device may end nothing in a load while it is waited for, before it is stopped.
     pub timeout: Duration,
     /// Where staging buffers come from; `None` for the best heap of the device's registrar.
     pub heap: Option<Arc<dyn Heap>>,
@@ -136,7 +136,7 @@ impl Index<&str> for Loaded {
 pub struct LoadedFile {
     /// Where it came from.
     pub path: PathBuf,
-    /// What is in it.
+    /// Its tensors.
     pub model: Model,
     /// XXH3-64 of all bytes of the file in order, as `xxhsum -H3` prints it.
     pub checksum: u64,
@@ -155,7 +155,7 @@ pub struct LoadedFile {
 /// A tensor on the device.
 #[derive(Clone, Debug)]
 pub struct LoadedTensor {
-    /// What it is.
+    /// Name, type, shape and place in the file.
     pub tensor: Arc<Tensor>,
     /// Where it is bound; `None` for a tensor of no bytes. As long as the tensor.
     pub va: Option<Span<DeviceVa>>,
@@ -251,7 +251,7 @@ impl OpenDevice {
         })
     }
 
-    /// What the device is and how it works.
+    /// The device's properties.
     pub fn info(&self) -> &DeviceInfo {
         &self.info
     }
@@ -276,7 +276,7 @@ impl OpenDevice {
         self.device.backing_files()
     }
 
-    /// What makes host memory reachable for it.
+    /// Pins and maps host memory for it.
     pub fn registrar(&self) -> &Arc<dyn Registrar> {
         &self.registrar
     }
@@ -296,7 +296,7 @@ impl OpenDevice {
         &mut self.queue
     }
 
-    /// What can be observed of it.
+    /// Counters of the device, where it has any.
     pub fn counters(&self) -> Counters {
         self.device.counters()
     }
@@ -333,7 +333,7 @@ impl OpenDevice {
         let wanted = usize::try_from(len.clamp(1, self.staging.limit)).unwrap_or(usize::MAX);
         let bounce = match self.bounce.take() {
             Some(bounce) if bounce.len() >= wanted => bounce,
-            // What is too small, or was lost, goes before there is another one.
+            // One that is too small, or was lost, is freed before there is another one.
             other => {
                 drop(other);
                 Bounce::new(&*self.registrar, &*self.staging.heap, wanted, self.timeout)?
@@ -426,8 +426,8 @@ impl OpenDevice {
         results.into_iter().collect()
     }
 
-    /// Gives up what a failed load has placed while transfers to it may still be under way: it stays allocated for
-    /// good, so that a late copy cannot land in something else.
+    /// Gives up the files of a failed load while transfers to them may still be under way: their memory stays allocated
+    /// for good, so that a late copy cannot land in something else.
     pub(crate) fn abandon(&mut self, loaded: Loaded) {
         self.abandoned += loaded.files.iter().filter_map(|f| f.bo.as_ref()).map(|bo| bo.len()).sum::<u64>();
     }

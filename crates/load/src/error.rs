@@ -1,4 +1,4 @@
-//! What can go wrong on the path.
+//! Errors of loads, verifications and saves.
 
 use std::path::PathBuf;
 
@@ -9,7 +9,7 @@ use thiserror::Error;
 
 use crate::FormatError;
 
-/// Why a load, a verification or a save failed. Nothing of a failed load stays on the device.
+/// Reason why a load, a verification or a save failed. Nothing of a failed load stays on the device.
 #[derive(Debug, Error)]
 #[non_exhaustive]
 pub enum Error {
@@ -18,7 +18,7 @@ pub enum Error {
     Format {
         /// Which file.
         path: PathBuf,
-        /// What is wrong with it.
+        /// The reason.
         source: FormatError,
     },
     /// A system call on a file failed.
@@ -26,7 +26,7 @@ pub enum Error {
     File {
         /// Which file.
         path: PathBuf,
-        /// What was tried ("read its size").
+        /// The attempt ("read its size").
         what: &'static str,
         /// The kernel's answer.
         source: std::io::Error,
@@ -40,7 +40,7 @@ pub enum Error {
         at: FileOffset,
         /// The tensor there.
         tensor: Option<String>,
-        /// What the channel said.
+        /// The queue's answer.
         source: OpError,
     },
     /// A file changed its length while it was being loaded.
@@ -62,17 +62,17 @@ pub enum Error {
         at: FileOffset,
         /// The tensor there.
         tensor: Option<String>,
-        /// What the channel said.
+        /// The queue's answer.
         source: OpError,
     },
-    /// A channel did not accept a transfer that it should have, or did not finish it.
-    #[error("{}: the channel of the {end} stopped working: {reason}", path.display())]
-    Channel {
+    /// A queue refused an operation for good, or stopped working.
+    #[error("{}: the queue of the {end} stopped working: {reason}", path.display())]
+    Queue {
         /// The file that was being moved.
         path: PathBuf,
         /// Which end ("file", "device").
         end: &'static str,
-        /// What it said.
+        /// The queue's answer.
         reason: String,
     },
     /// The device has no room for a file, or not the region that was asked for.
@@ -91,7 +91,7 @@ pub enum Error {
     NoQueue {
         /// Which was asked for, from 0.
         wanted: usize,
-        /// How many there are.
+        /// Number of queues.
         has: usize,
     },
     /// The segments of the card memory for a file could not be indexed.
@@ -131,7 +131,7 @@ pub enum Error {
     /// Host memory or its mapping for the device failed.
     #[error(transparent)]
     Memory(#[from] dmalane_dma::Error),
-    /// What the device holds differs from the file.
+    /// A tensor on the device differs from the file.
     #[error("{}: tensor {tensor:?} differs from the file at byte {offset} of the tensor ({at})", path.display())]
     Mismatch {
         /// The file.

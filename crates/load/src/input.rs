@@ -15,7 +15,7 @@ pub struct Input<S> {
     /// For its header, its size, and comparisons.
     pub file: File,
     /// For its bytes.
-    pub channel: S,
+    pub queue: S,
 }
 
 impl<S> Input<S> {

@@ -114,7 +114,7 @@ impl OpenDevice {
         };
         let options = FillOptions { block: u64::MAX, checksum: true, timeout: *timeout, ..FillOptions::default() };
         let sink = Sink::Device { queue, polled: info.polled, targets: &placed };
-        let mut workers = [inputs.iter_mut().map(|input| &mut input.channel).collect::<Vec<_>>()];
+        let mut workers = [inputs.iter_mut().map(|input| &mut input.queue).collect::<Vec<_>>()];
         let job = Job::whole(&lens);
         let result = fill::run(Memory::Staging(staging), sink, &job, &mut workers, &options, &mut watch);
         if let Some(error) = failed {
@@ -143,7 +143,7 @@ pub(crate) fn describe<'a>(error: FillError, about: impl Fn(usize) -> (PathBuf, 
         let (path, model) = about(file);
         (path, model.and_then(|model| Some(model.tensor_at(at)?.name.clone())))
     };
-    let lost = |file: usize, end, reason| Error::Channel { path: about(file).0, end, reason };
+    let lost = |file: usize, end, reason| Error::Queue { path: about(file).0, end, reason };
     match error {
         FillError::Read { source_index, at, error: source } => {
             // The queue knows best where it stopped.
@@ -154,7 +154,7 @@ pub(crate) fn describe<'a>(error: FillError, about: impl Fn(usize) -> (PathBuf, 
             let (path, tensor) = named(source_index, at);
             Error::Read { path, at, tensor, source }
         }
-        FillError::Channel { source_index, reason } => lost(source_index, "file", reason),
+        FillError::Queue { source_index, reason } => lost(source_index, "file", reason),
         FillError::Transfer { buffer, error: OpError::Stopped(reason), .. } => lost(buffer, "device", reason),
         FillError::Transfer { buffer, offset, error: source } => {
             let at = FileOffset::new(offset);

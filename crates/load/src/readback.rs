@@ -9,8 +9,8 @@ use dmalane_addr::FileOffset;
 use dmalane_device::IoError;
 use dmalane_dma::VolatileSlice;
 use dmalane_queue::QueueAddr;
-use safetensors::tensor::{Dtype, TensorInfo};
 
+use crate::container::safetensors::header;
 use crate::{Container, Error, Input, Loaded, LoadedFile, OpenDevice, Output};
 
 /// Bytes of the file that are compared at a time.
@@ -47,16 +47,14 @@ impl OpenDevice {
                 tensor: Some(loaded.tensor.name.clone()),
                 source: error,
             },
-            Stopped::Read(other) => {
-                Error::Channel { path: file.path.clone(), end: "device", reason: other.to_string() }
-            }
+            Stopped::Read(other) => Error::Queue { path: file.path.clone(), end: "device", reason: other.to_string() },
         })
     }
 
-    /// Reads every tensor back and compares it with its file. Returns how long that took. `progress` is told how many
-    /// more bytes were compared.
+    /// Reads every tensor back and compares it with its file. Returns how long that took. `progress` is called
+    /// with the number of bytes compared since the last call.
     ///
-    /// The file is read by plain buffered reads, a way of its own.
+    /// The file is read by plain buffered reads, not by its queue.
     ///
     /// # Errors
     /// [`Error::Mismatch`] names the first byte that differs; [`Error::File`]; [`Error::Transfer`];
@@ -111,7 +109,7 @@ impl OpenDevice {
         let mut saving = to.begin()?;
         let mut out = BufWriter::with_capacity(1 << 20, saving.file());
         if file.model.container == Container::Safetensors {
-            let header = header(file).map_err(|e| error("describe its tensors", e))?;
+            let header = header(&file.model).map_err(|e| error("describe its tensors", e))?;
             let written = out.write_all(&(header.len() as u64).to_le_bytes()).and_then(|()| out.write_all(&header));
             written.map_err(|e| error("write it", e))?;
         }
@@ -151,8 +149,8 @@ fn compare(file: &File, from: u64, view: VolatileSlice<'_>, block: &mut [u8]) ->
         let len = block.len().min(view.len() - done);
         file.read_exact_at(&mut block[..len], from + done as u64)?;
         let (mut at, mut differs) = (0, None);
-        if let Some(piece) = view.sub(done, len) {
-            piece.for_each_block(|bytes| {
+        if let Some(slice) = view.sub(done, len) {
+            slice.for_each_block(|bytes| {
                 let want = &block[at..at + bytes.len()];
                 if differs.is_none() && bytes != want {
                     differs = bytes.iter().zip(want).position(|(a, b)| a != b).map(|n| (done + at + n) as u64);
@@ -166,25 +164,4 @@ fn compare(file: &File, from: u64, view: VolatileSlice<'_>, block: &mut [u8]) ->
         done += len;
     }
     Ok(None)
-}
-
-/// The header of a safetensors file with the tensors of `file`, padded with spaces to 8 bytes as the format's own
-/// writer does.
-fn header(file: &LoadedFile) -> io::Result<Vec<u8>> {
-    let mut map = serde_json::Map::new();
-    if let Some(pairs) = &file.model.metadata {
-        let pairs = pairs.iter().map(|(k, v)| (k.clone(), v.clone().into())).collect();
-        map.insert("__metadata__".into(), serde_json::Value::Object(pairs));
-    }
-    let start = file.model.tensors.first().map_or(0, |t| t.at.bits());
-    for t in &file.model.tensors {
-        let dtype: Dtype = serde_json::from_value(t.dtype.clone().into())?;
-        let begin = (t.at.bits() - start) as usize;
-        let shape = t.shape.iter().map(|d| *d as usize).collect();
-        let info = TensorInfo { dtype, shape, data_offsets: (begin, begin + t.len as usize) };
-        map.insert(t.name.clone(), serde_json::to_value(info)?);
-    }
-    let mut header = serde_json::to_vec(&map)?;
-    header.resize(header.len().next_multiple_of(8), b' ');
-    Ok(header)
 }

@@ -88,8 +88,8 @@ fn loads_are_what_the_obvious_loop_does() {
             File::create(&path).unwrap().write_all(&bytes).unwrap();
             let file = File::open(&path).unwrap();
             let capacity = 1 + random.below(6) as usize;
-            let channel = Script::new(Arc::new(bytes), capacity, random.0, Vec::new());
-            inputs.push(Input { path, file, channel });
+            let queue = Script::new(Arc::new(bytes), capacity, random.0, Vec::new());
+            inputs.push(Input { path, file, queue });
         }
         let inner = device(random);
         let (drive, placement) = settings(random, &*inner);

@@ -347,7 +347,7 @@ fn is_stream(kind: &std::fs::FileType) -> bool {
 fn failure(error: ReadError) -> Failure {
     match &error {
         ReadError::Open { path, source } => Failure::because(format!("cannot open {}", path.display()), source),
-        ReadError::Channel(dmalane::file::Error::NoDirect { .. }) => {
+        ReadError::File(dmalane::file::Error::NoDirect { .. }) => {
             Failure::from(error).hint("without --direct it is read through the page cache")
         }
         ReadError::Fill(FillError::NoRoom { wanted, left, limited_by }) => {

@@ -19,7 +19,7 @@ const WORKERS_FROM: u64 = 32 << 20;
 /// More workers than this do not help: they share the memory.
 const WORKERS: usize = 4;
 
-/// How a file is to be read.
+/// The method for a file.
 pub(super) struct Choice {
     pub options: Options,
     /// Pipes and sockets have no offsets.

@@ -25,7 +25,7 @@ pub(super) fn size(mut file: &File) -> io::Result<u64> {
     file.seek(SeekFrom::Start(position)).map(|_| size)
 }
 
-/// What the kernel calls an open file.
+/// The kernel's name of an open file.
 pub(super) fn name(file: &File) -> PathBuf {
     let fd = file.as_raw_fd();
     std::fs::read_link(format!("/proc/self/fd/{fd}")).unwrap_or_else(|_| PathBuf::from(format!("file descriptor {fd}")))

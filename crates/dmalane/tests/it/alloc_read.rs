@@ -62,7 +62,7 @@ fn every_way_gives_the_same_bytes() {
                         let options = ReadOptions { mode, scheme, threads, ..small() };
                         let opened = File::open(file.path()).unwrap();
                         let read = match heap.alloc_and_read(&opened, .., &options) {
-                            Err(ReadError::Channel(e)) if mode == Mode::Direct => {
+                            Err(ReadError::File(e)) if mode == Mode::Direct => {
                                 println!("SKIPPED: {e}");
                                 continue;
                             }

@@ -323,8 +323,8 @@ impl<F: FnMut(usize) -> Option<OpError>> Meddling<F> {
 }
 
 fn meddling<F: FnMut(usize) -> Option<OpError> + Send>(path: &Path, meddle: F) -> [Input<Meddling<F>>; 1] {
-    let Input { path, file, channel } = open(path);
-    [Input { path, file, channel: Meddling { inner: channel, count: 0, meddle } }]
+    let Input { path, file, queue } = open(path);
+    [Input { path, file, queue: Meddling { inner: queue, count: 0, meddle } }]
 }
 
 #[test]
@@ -603,10 +603,10 @@ fn reading_back_recovers_from_a_refusal_and_from_a_transfer_that_never_ends() {
     let mut inputs = [open(&path)];
     let loaded = device.load(&mut inputs, &Placement::DDR, &mut |_| {}).unwrap();
     faults.lock().unwrap().refuses = true;
-    assert!(matches!(device.verify(&loaded, &inputs, &mut |_| {}), Err(Error::Channel { .. })));
+    assert!(matches!(device.verify(&loaded, &inputs, &mut |_| {}), Err(Error::Queue { .. })));
     device.verify(&loaded, &inputs, &mut |_| {}).unwrap();
     faults.lock().unwrap().keeps = 1;
-    assert!(matches!(device.verify(&loaded, &inputs, &mut |_| {}), Err(Error::Channel { .. })));
+    assert!(matches!(device.verify(&loaded, &inputs, &mut |_| {}), Err(Error::Queue { .. })));
     faults.lock().unwrap().releases = true;
     device.verify(&loaded, &inputs, &mut |_| {}).unwrap();
 }

@@ -172,7 +172,7 @@ pub enum FormatError {
     /// The header does not parse, or describes an impossible layout.
     #[error("bad header (file offset 0x8 on): {reason}")]
     Header {
-        /// What the parser said.
+        /// The parser's message.
         reason: String,
     },
     /// The header of a GGUF file does not parse.
@@ -200,7 +200,7 @@ pub enum FormatError {
         tensor: String,
         /// Where its description starts in the file.
         at: FileOffset,
-        /// What is wrong.
+        /// The reason.
         reason: String,
     },
     /// A tensor reaches beyond the end of the file.
@@ -218,7 +218,7 @@ pub enum FormatError {
     TrailingBytes {
         /// Where they start.
         at: FileOffset,
-        /// How many.
+        /// Number of bytes.
         extra: u64,
     },
 }

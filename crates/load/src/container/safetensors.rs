@@ -6,11 +6,12 @@
 
 use std::cmp::Ordering;
 use std::collections::{BTreeMap, HashMap};
+use std::io;
 use std::path::Path;
 use std::sync::Arc;
 
 use dmalane_addr::FileOffset;
-use safetensors::tensor::{Metadata, TensorInfo};
+use safetensors::tensor::{Dtype, Metadata, TensorInfo};
 use serde_json::value::RawValue;
 
 use super::{Container, ContainerFile, FormatError, Model, Tensor};
@@ -98,6 +99,27 @@ pub fn parse_header(header: &[u8], len: u64) -> Result<Model, FormatError> {
     Ok(Model { len, tensors, metadata, container: Container::Safetensors })
 }
 
+/// The header of a file with the tensors of `model`, padded with spaces to 8 bytes as the format's own
+/// writer does.
+pub(crate) fn header(model: &Model) -> io::Result<Vec<u8>> {
+    let mut map = serde_json::Map::new();
+    if let Some(pairs) = &model.metadata {
+        let pairs = pairs.iter().map(|(k, v)| (k.clone(), v.clone().into())).collect();
+        map.insert("__metadata__".into(), serde_json::Value::Object(pairs));
+    }
+    let start = model.tensors.first().map_or(0, |t| t.at.bits());
+    for t in &model.tensors {
+        let dtype: Dtype = serde_json::from_value(t.dtype.clone().into())?;
+        let begin = (t.at.bits() - start) as usize;
+        let shape = t.shape.iter().map(|d| *d as usize).collect();
+        let info = TensorInfo { dtype, shape, data_offsets: (begin, begin + t.len as usize) };
+        map.insert(t.name.clone(), serde_json::to_value(info)?);
+    }
+    let mut header = serde_json::to_vec(&map)?;
+    header.resize(header.len().next_multiple_of(8), b' ');
+    Ok(header)
+}
+
 fn in_order<'a>(infos: &'a HashMap<String, &'a TensorInfo>) -> Vec<(&'a str, &'a TensorInfo)> {
     let mut tensors: Vec<_> = infos.iter().map(|(name, info)| (name.as_str(), *info)).collect();
     // By position; names make the order of zero-size tensors the same in every run.
@@ -161,7 +183,7 @@ fn explain(text: &str, error: &serde_json::Error) -> FormatError {
     header()
 }
 
-/// What is wrong with a tensor by itself: its shape and type do not give the bytes it claims.
+/// The contradiction within a tensor, if any: its shape and type do not give the bytes that it claims.
 fn misfit(info: &TensorInfo) -> Option<String> {
     let (start, end) = info.data_offsets;
     let Some(claimed) = end.checked_sub(start) else {
@@ -241,7 +263,7 @@ mod tests {
             overlap.contains("tensor \"b\"") && overlap.contains("within tensor \"a\", which ends at 8"),
             "{overlap}"
         );
-        // `{"a":{...},"b":` is what stands in front of the description of b.
+        // `{"a":{...},"b":` precedes the description of b.
         let at = 8 + 1 + entry("a", 0, 8).len() + 1 + 4;
         assert!(overlap.contains(&format!("file offset {at:#x}")), "{overlap}");
         let hole = message(text(&two(&entry("a", 0, 8), &entry("b", 9, 12)), 12));

@@ -3,18 +3,18 @@
 use dmalane_addr::FileOffset;
 use thiserror::Error;
 
-/// A run of bytes of a source, and where in a buffer it goes.
+/// Consecutive bytes of a source, and their place in a buffer.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct Extent {
     /// Which source.
     pub source: usize,
-    /// From where on in it.
+    /// Offset in it of the first byte.
     pub at: FileOffset,
     /// Bytes; an extent of none is complete from the start.
     pub len: u64,
     /// Which buffer.
     pub buffer: usize,
-    /// From where on in it.
+    /// Offset in it of the first byte.
     pub to: u64,
 }
 
@@ -31,18 +31,18 @@ pub struct Job {
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Error)]
 #[non_exhaustive]
 pub enum BadJob {
-    /// An extent names a source that there is not.
+    /// An extent names a source that does not exist.
     #[error("extent {extent} is of source {named}, and there are {there}")]
     NoSuchSource {
         /// Which extent.
         extent: usize,
         /// The source.
         named: usize,
-        /// How many there are.
+        /// Number of sources.
         there: usize,
     },
     /// An extent does not lie within its buffer, or within a file that the kernel can read.
-    #[error("extent {extent} does not lie within its buffer and the file offsets that there are")]
+    #[error("extent {extent} does not lie within its buffer and the valid file offsets")]
     OutOfBounds {
         /// Which extent.
         extent: usize,
@@ -55,12 +55,12 @@ pub enum BadJob {
         /// The other one.
         second: usize,
     },
-    /// The device that shall get the buffers has not one place for each.
+    /// The number of places on the device is not that of the buffers.
     #[error("{buffers} buffers are to go to {there} places on the device")]
     Destinations {
-        /// How many buffers there are.
+        /// Number of buffers.
         buffers: usize,
-        /// How many destinations.
+        /// Number of destinations.
         there: usize,
     },
     /// A buffer is larger than the address space.

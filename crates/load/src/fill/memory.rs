@@ -55,7 +55,7 @@ pub(crate) struct Staging {
 struct Slot {
     /// All of it, while it is free.
     slice: Option<BufferSlice>,
-    /// What has come back of it, while it is not.
+    /// The slices of it that have come back, while it is not.
     returned: Vec<BufferSlice>,
     len: usize,
     via: Registered,

@@ -47,9 +47,9 @@ pub struct FillOptions {
     pub checksum: bool,
     /// Give up when this moment comes.
     pub deadline: Option<Instant>,
-    /// How long to wait for reads in flight after a failure, and how long a device may end nothing while it is waited
-    /// for before it is stopped, which is a [`FillError::Transfer`]. Operations that have not ended by then stay with
-    /// their queue.
+    /// Time to wait for reads in flight after a failure. Also the time in which a device may end nothing while a worker
+    /// waits for it, before it is stopped, which is a [`FillError::Transfer`]. Operations that have not ended by then
+    /// stay with their queue.
     pub timeout: Duration,
 }
 
@@ -64,13 +64,13 @@ impl Default for FillOptions {
 #[derive(Clone, Debug)]
 #[non_exhaustive]
 pub enum Event {
-    /// A chunk of a buffer that stays is present, and registered where it shall be; reads into it begin now.
+    /// A chunk of a buffer that stays is present, and registered if that was asked for; reads into it begin now.
     Allocated {
         /// Which buffer.
         buffer: usize,
-        /// From where on in it.
+        /// Offset in it of the first byte.
         offset: u64,
-        /// How many bytes.
+        /// Bytes.
         len: u64,
         /// A reference to the buffer.
         reference: BufferRef,
@@ -79,9 +79,9 @@ pub enum Event {
     Arrived {
         /// Which buffer.
         buffer: usize,
-        /// From where on in it.
+        /// Offset in it of the first byte.
         offset: u64,
-        /// How many.
+        /// Bytes.
         len: u64,
     },
     /// A transfer has ended: the device has bytes of one extent, or zeroes that belong to none. Only with
@@ -89,9 +89,9 @@ pub enum Event {
     OnDevice {
         /// Which buffer.
         buffer: usize,
-        /// From where on in it.
+        /// Offset in it of the first byte.
         offset: u64,
-        /// How many.
+        /// Bytes.
         len: u64,
     },
     /// All bytes of an extent have arrived, and the device has those that go to one.
@@ -112,7 +112,7 @@ pub enum FillError {
     /// The job contradicts itself.
     #[error(transparent)]
     Job(#[from] BadJob),
-    /// There is no memory for a buffer, or for one of its chunks.
+    /// The heap has no memory for a buffer, or for one of its chunks.
     #[error("buffer {buffer}: {source}")]
     Memory {
         /// Which buffer.
@@ -125,7 +125,7 @@ pub enum FillError {
     Map {
         /// Which buffer.
         buffer: usize,
-        /// Where in it the chunk starts.
+        /// Offset in it of the chunk.
         offset: u64,
         /// The registrar's answer.
         source: dmalane_dma::Error,
@@ -145,14 +145,14 @@ pub enum FillError {
     Read {
         /// Which source.
         source_index: usize,
-        /// Where the read began that failed.
+        /// File offset at which the read began.
         at: FileOffset,
-        /// How it failed.
+        /// The error.
         error: OpError,
     },
     /// A queue refused or lost a read.
     #[error("source {source_index}: {reason}")]
-    Channel {
+    Queue {
         /// Which source.
         source_index: usize,
         /// The queue's answer.
@@ -163,9 +163,9 @@ pub enum FillError {
     Transfer {
         /// Which buffer.
         buffer: usize,
-        /// Where in it the transfer began.
+        /// Offset in it of the first byte.
         offset: u64,
-        /// How it failed.
+        /// The error.
         error: OpError,
     },
     /// The device's queue refused to take bytes that had arrived.
@@ -173,7 +173,7 @@ pub enum FillError {
     Refused {
         /// Which buffer.
         buffer: usize,
-        /// Where in it the transfer would begin.
+        /// Offset in it of the first byte.
         offset: u64,
         /// The queue's answer.
         reason: Refusal,

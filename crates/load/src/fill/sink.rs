@@ -76,7 +76,7 @@ impl Targets for &[DeviceAddr] {
 pub(super) type Back = Vec<(Fragment, bool)>;
 
 /// The device end that the workers share: any of them hands fragments to it, and one at a time drives it.
-pub(super) struct Outlet<'a> {
+pub(super) struct DeviceSink<'a> {
     queue: Mutex<VecDeque<Fragment>>,
     /// The device had no room for the next transfer.
     full: AtomicBool,
@@ -87,7 +87,7 @@ struct End<'a> {
     queue: &'a mut DeviceQueue,
     polled: bool,
     targets: &'a dyn Targets,
-    /// What is left of the fragment that is being cut, and its targets.
+    /// The rest of the fragment that is being cut, and its targets.
     rest: Option<Fragment>,
     cut: VecDeque<Target>,
     /// The next transfer, waiting for room.
@@ -95,7 +95,7 @@ struct End<'a> {
     flying: HashMap<Ticket, Tag>,
     halt: HaltWatch,
     stall: StallWatch,
-    /// How long the device may end nothing, and how long to wait for what is left.
+    /// Time in which the device may end nothing, and to wait for transfers in flight after a failure.
     timeout: Duration,
     clocks: Clocks,
 }
@@ -103,7 +103,7 @@ struct End<'a> {
 /// Where something failed, and how.
 pub(super) type Failed = ((usize, usize), FillError);
 
-impl<'a> Outlet<'a> {
+impl<'a> DeviceSink<'a> {
     /// `None` for memory.
     pub fn new(sink: Sink<'a>, timeout: Duration) -> Option<Self> {
         let Sink::Device { queue, polled, targets } = sink else { return None };
@@ -133,7 +133,7 @@ impl<'a> Outlet<'a> {
         self.full.load(Ordering::Relaxed)
     }
 
-    /// Hands the device what it has room for, and takes back what has ended; waits for that at most `timeout`. Does
+    /// Hands the device what it has room for, and takes back what has ended, waiting up to `timeout`. Does
     /// nothing while another worker is at it.
     ///
     /// # Errors
@@ -166,11 +166,11 @@ impl<'a> Outlet<'a> {
 }
 
 impl End<'_> {
-    fn submit(&mut self, outlet: &Outlet<'_>, back: &mut Back) -> Result<(), Failed> {
+    fn submit(&mut self, device: &DeviceSink<'_>, back: &mut Back) -> Result<(), Failed> {
         loop {
             let (tag, operation) = match self.next.take() {
                 Some(next) => next,
-                None => match self.next_transfer(&outlet.queue, back)? {
+                None => match self.next_transfer(&device.queue, back)? {
                     Some(next) => next,
                     None => break,
                 },
@@ -194,7 +194,7 @@ impl End<'_> {
                 Err(Refused { reason, .. }) => return Err(refused(&tag, reason)),
             }
         }
-        outlet.full.store(self.next.is_some(), Ordering::Relaxed);
+        device.full.store(self.next.is_some(), Ordering::Relaxed);
         Ok(())
     }
 

@@ -13,7 +13,7 @@ use dmalane_queue::Registered;
 use twox_hash::XxHash3_64;
 
 use super::memory::{Memory, Staging};
-use super::sink::{Failed, Outlet};
+use super::sink::{DeviceSink, Failed};
 use super::worker::NAP;
 use super::{BadJob, Event, Extent, FillError, FillOptions, Job, Sink, Watch, locked};
 use crate::clock::{Clocks, Stage};
@@ -38,7 +38,7 @@ pub(super) struct State<'a, 'w> {
     /// Reads whose memory was taken and whose bytes were not sent on yet.
     ahead: AtomicUsize,
     progress: Mutex<Progress>,
-    outlet: Option<Outlet<'a>>,
+    device: Option<DeviceSink<'a>>,
     watch: Mutex<&'a mut Watch<'w>>,
     stop: AtomicBool,
 }
@@ -235,7 +235,7 @@ impl<'a, 'w> State<'a, 'w> {
                 failed: None,
                 first_read: None,
             }),
-            outlet: Outlet::new(sink, options.timeout),
+            device: DeviceSink::new(sink, options.timeout),
             watch: Mutex::new(watch),
             stop: AtomicBool::new(false),
         };
@@ -421,7 +421,7 @@ impl<'a, 'w> State<'a, 'w> {
         let complete = {
             let mut progress = self.progress();
             progress.done += len;
-            extent.filter(|extent| self.outlet.is_none() && progress.have(*extent, len))
+            extent.filter(|extent| self.device.is_none() && progress.have(*extent, len))
         };
         self.tell_to(&mut **watch, Event::Arrived { buffer, offset: offset as u64, len });
         if let Some(extent) = complete {
@@ -446,7 +446,7 @@ impl<'a, 'w> State<'a, 'w> {
     /// it is in the processor's cache, and none while the device has no room. True when there was one.
     pub fn hash(&self, clocks: &mut Clocks) -> bool {
         let mut any = false;
-        while !self.outlet.as_ref().is_some_and(Outlet::is_full) {
+        while !self.device.as_ref().is_some_and(DeviceSink::is_full) {
             let mut progress = self.progress();
             let Some(buffer) = progress.ready.pop_first() else { break };
             let arrived = &mut progress.buffers[buffer];
@@ -471,7 +471,7 @@ impl<'a, 'w> State<'a, 'w> {
             drop(progress);
             self.send(fragment);
             any = true;
-            if self.outlet.is_some() {
+            if self.device.is_some() {
                 break;
             }
         }
@@ -483,14 +483,14 @@ impl<'a, 'w> State<'a, 'w> {
         if fragment.tag.extent.is_some() {
             self.ahead.fetch_sub(1, Ordering::Relaxed);
         }
-        if let Some(outlet) = &self.outlet
+        if let Some(device) = &self.device
             // Bytes behind the end of the buffer go nowhere.
             && let left = (self.lens[fragment.tag.buffer] as usize).saturating_sub(fragment.tag.offset)
             && let n @ 1.. = left.min(fragment.slice.len())
             && let Some(front) = fragment.split_off_front(n)
         {
             self.progress().away += n as u64;
-            outlet.take(front);
+            device.take(front);
         }
         if !fragment.slice.is_empty() {
             self.keep(fragment);
@@ -508,11 +508,11 @@ impl<'a, 'w> State<'a, 'w> {
         self.progress().buffers[buffer].fragments.insert(offset, fragment);
     }
 
-    /// Drives the device, if there is one: see [`Outlet::drive`]. True when anything came back.
+    /// Drives the device, if there is one: see [`DeviceSink::drive`]. True when anything came back.
     pub fn drive(&self, timeout: Duration) -> bool {
-        let Some(outlet) = &self.outlet else { return false };
+        let Some(device) = &self.device else { return false };
         let mut back = Vec::new();
-        if let Err((place, error)) = outlet.drive(&mut back, timeout) {
+        if let Err((place, error)) = device.drive(&mut back, timeout) {
             self.fail(place, error);
         }
         let any = !back.is_empty();
@@ -537,7 +537,7 @@ impl<'a, 'w> State<'a, 'w> {
 
     /// Waits for the device, then rejoins everything, or returns the failure.
     pub fn finish(mut self, mut clocks: Clocks) -> Result<Done, FillError> {
-        while self.outlet.is_some() && !self.stopped() {
+        while self.device.is_some() && !self.stopped() {
             let (away, ready) = {
                 let progress = self.progress();
                 (progress.away, !progress.ready.is_empty())
@@ -548,9 +548,9 @@ impl<'a, 'w> State<'a, 'w> {
             let hashed = self.hash(&mut clocks);
             self.drive(if hashed { Duration::ZERO } else { NAP });
         }
-        if let Some(outlet) = self.outlet.take() {
-            outlet.quiesce();
-            clocks.add(outlet.into_clocks());
+        if let Some(device) = self.device.take() {
+            device.quiesce();
+            clocks.add(device.into_clocks());
         }
         drop(self.supply);
         let progress = self.progress.into_inner().unwrap_or_else(PoisonError::into_inner);
@@ -568,7 +568,7 @@ impl<'a, 'w> State<'a, 'w> {
             // Every chunk was taken, and every fragment of it has arrived.
             let Some(buf) = joined.and_then(|slice| slice.into_whole().ok()) else {
                 let reason = format!("buffer {buffer} did not come back whole");
-                return Err(FillError::Channel { source_index: 0, reason });
+                return Err(FillError::Queue { source_index: 0, reason });
             };
             whole.push(buf);
         }

@@ -99,7 +99,7 @@ impl<'l, 'a, 'w, S: Queue<Addr = FileOffset>> Worker<'l, 'a, 'w, S> {
                     return self.waiting.push_front(Read { source, at, fragment: Fragment { tag, slice } });
                 }
                 Err(Refused { reason, .. }) => {
-                    let error = FillError::Channel { source_index: source, reason: reason.to_string() };
+                    let error = FillError::Queue { source_index: source, reason: reason.to_string() };
                     return self.state.fail((tag.buffer, tag.offset), error);
                 }
             }
@@ -133,7 +133,7 @@ impl<'l, 'a, 'w, S: Queue<Addr = FileOffset>> Worker<'l, 'a, 'w, S> {
         let Completion { ticket, operation, result, .. } = completion;
         let (Some((at, tag)), Some(slice)) = (self.flying.remove(&(source, ticket)), operation.into_slice()) else {
             let reason = format!("an operation ended that was not submitted: {ticket:?}");
-            return self.state.fail((0, 0), FillError::Channel { source_index: source, reason });
+            return self.state.fail((0, 0), FillError::Queue { source_index: source, reason });
         };
         match result {
             Ok(()) => {

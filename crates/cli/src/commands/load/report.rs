@@ -208,7 +208,7 @@ pub(super) fn json(o: &Outcome) -> impl Serialize + use<> {
             .iter()
             .zip(&o.inputs)
             .map(|(f, input)| {
-                let how = input.channel.how();
+                let how = input.queue.how();
                 JsonFile {
                     path: f.path.to_string_lossy().into_owned(),
                     bytes: f.model.len,
@@ -254,7 +254,7 @@ pub(super) fn text(o: &Outcome, explain: bool, list: bool) -> String {
             Container::Raw => "raw, one run of bytes".to_owned(),
             kind => format!("{}, {}", kind.name(), count(file.model.tensors.len(), "tensor")),
         };
-        let _ = writeln!(out, "  {path}: {content}; XXH3 {:016x}; {}", file.checksum, input.channel.how());
+        let _ = writeln!(out, "  {path}: {content}; XXH3 {:016x}; {}", file.checksum, input.queue.how());
     }
     if o.verified {
         let how = match o.space {
