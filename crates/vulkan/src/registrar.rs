@@ -11,7 +11,8 @@ use dmalane_dma::{
 use crate::error::Error;
 use crate::gpu::{Buffer, Gpu};
 
-/// Registers host memory by importing it; without import, that of a heap of the driver's memory. IOVAs are only names, no two of which are ever the same.
+/// Registers host memory by importing it; without import, that of a heap of the driver's memory. IOVAs are only names,
+/// no two of which are ever the same.
 #[derive(Clone)]
 pub(crate) struct Importer(Arc<Imports>);
 
