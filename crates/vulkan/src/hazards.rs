@@ -13,7 +13,7 @@ pub(crate) enum Side {
     Scratch,
 }
 
-/// Ranges, disjoint and apart: first address to the one behind the last.
+/// Ranges, disjoint: first address to the one behind the last.
 #[derive(Debug, Default)]
 struct Ranges(BTreeMap<u64, u64>);
 
@@ -22,22 +22,27 @@ impl Ranges {
         self.0.range(..end).next_back().is_some_and(|(_, behind)| *behind > start)
     }
 
-    fn insert(&mut self, mut start: u64, mut end: u64) {
-        if let Some((first, behind)) = self.0.range_mut(..=start).next_back()
-            && *behind >= start
-        {
-            if *behind >= end {
+    /// Adds a range that overlaps none; false, without any change, when it does.
+    fn add(&mut self, start: u64, end: u64) -> bool {
+        match self.0.range_mut(..end).next_back() {
+            Some((_, behind)) if *behind > start => return false,
+            // Most copies go on where the one before has ended.
+            Some((_, behind)) if *behind == start => *behind = end,
+            _ => drop(self.0.insert(start, end)),
+        }
+        true
+    }
+
+    /// Adds a range that may overlap others.
+    fn join(&mut self, mut start: u64, mut end: u64) {
+        while !self.add(start, end) {
+            let (first, behind) = self.0.range(..end).next_back().map(|(f, b)| (*f, *b)).expect("it overlaps one");
+            if first <= start && behind >= end {
                 return;
             }
-            start = *first;
-            // Most copies go on where the one before has ended.
-            *behind = end;
-        }
-        while let Some((first, behind)) = self.0.range(start + 1..=end).next().map(|(f, b)| (*f, *b)) {
             self.0.remove(&first);
-            end = end.max(behind);
+            (start, end) = (start.min(first), end.max(behind));
         }
-        self.0.insert(start, end);
     }
 }
 
@@ -59,19 +64,19 @@ impl Hazards {
     pub fn adds(&mut self, reads: Option<Place>, writes: Place) -> bool {
         let (side, start, end) = writes;
         let side = side as usize;
-        let mut waits = self.written[side].overlap(start, end) || self.read[side].overlap(start, end);
+        let many: usize = self.read.iter().chain(&self.written).map(|r| r.0.len()).sum();
+        let mut waits = many > MOST || self.read[side].overlap(start, end);
         if let Some((side, start, end)) = reads {
             waits |= self.written[side as usize].overlap(start, end);
         }
-        let many: usize = self.read.iter().chain(&self.written).map(|r| r.0.len()).sum();
-        waits |= many > MOST;
+        waits = waits || !self.written[side].add(start, end);
         if waits {
             self.clear();
+            self.written[side].join(start, end);
         }
         if let Some((side, start, end)) = reads {
-            self.read[side as usize].insert(start, end);
+            self.read[side as usize].join(start, end);
         }
-        self.written[side].insert(start, end);
         waits
     }
 
@@ -117,14 +122,20 @@ mod tests {
                 let end = start + 1 + below(64 - start);
                 let there = bytes[start as usize..end as usize].iter().any(|b| *b);
                 assert_eq!(ranges.overlap(start, end), there, "{ranges:?} {start}..{end}");
-                if below(2) == 0 {
-                    ranges.insert(start, end);
-                    bytes[start as usize..end as usize].fill(true);
+                match below(3) {
+                    0 => ranges.join(start, end),
+                    1 if ranges.add(start, end) => assert!(!there),
+                    1 => {
+                        assert!(there);
+                        continue;
+                    }
+                    _ => continue,
                 }
+                bytes[start as usize..end as usize].fill(true);
             }
             let covered: u64 = ranges.0.iter().map(|(s, e)| e - s).sum();
             assert_eq!(covered as usize, bytes.iter().filter(|b| **b).count());
-            let apart = ranges.0.iter().zip(ranges.0.iter().skip(1)).all(|((_, end), (start, _))| end < start);
+            let apart = ranges.0.iter().zip(ranges.0.iter().skip(1)).all(|((_, end), (start, _))| end <= start);
             assert!(apart, "{ranges:?}");
         }
     }

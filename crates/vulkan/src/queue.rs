@@ -26,6 +26,8 @@ const MAX_LEN: u64 = 1 << 40;
 /// A submission is closed when it has so many bytes or operations, so that the first of many end early.
 const BATCH_BYTES: u64 = 16 << 20;
 const BATCH: usize = 512;
+/// Operations that are submitted without a doorbell, if the GPU has nothing else to do.
+const EAGER: usize = 256;
 /// A poll does not ring the doorbell while so many submissions are in flight: the longer it waits, the more goes into
 /// one.
 const BUSY: usize = 2;
@@ -49,6 +51,9 @@ pub(crate) struct GpuQueue {
     hazards: Hazards,
     regions: Regions,
     scratch: Scratch,
+    /// The runs of the operation that is being written down.
+    near: Vec<Run>,
+    far: Vec<Run>,
     waiting: VecDeque<(Ticket, Operation)>,
     /// Ended without the GPU, after everything in flight.
     late: VecDeque<Completion>,
@@ -274,8 +279,11 @@ fn write(
     operation: &Operation,
     parts: &Parts,
     writer: &mut Writer<'_>,
+    (near, far): (&mut Vec<Run>, &mut Vec<Run>),
     scratch: &mut Scratch,
 ) -> (u64, Result<(), OpError>) {
+    near.clear();
+    far.clear();
     let shape = operation.shape.as_deref();
     let advance = |at: DeviceAddr, by: u64| at.advance(by).expect("checked when it was submitted");
     let all = |done: Result<(), OpError>| (if done.is_ok() { operation.bytes() } else { 0 }, done);
@@ -285,57 +293,51 @@ fn write(
     };
     match &operation.work {
         Work::Copy { direction, host, at } => {
-            let (mut near, mut far) = (Vec::new(), Vec::new());
             let writes = *direction == Direction::FromHost;
             all(rows(shape, host.slice.len() as u64)
                 .try_for_each(|(in_host, in_device, len)| {
-                    parts.host(host, in_host, len, &mut near)?;
-                    parts.device(advance(*at, in_device), len, writes, &mut far)
+                    parts.host(host, in_host, len, near)?;
+                    parts.device(advance(*at, in_device), len, writes, far)
                 })
-                .map(|()| copies(*direction, writer, &near, &far)))
+                .map(|()| copies(*direction, writer, near, far)))
         }
         Work::Gather(g) => {
-            let mut near = Vec::new();
             for host in &g.host {
-                if let Err(e) = parts.host(host, 0, host.slice.len() as u64, &mut near) {
+                if let Err(e) = parts.host(host, 0, host.slice.len() as u64, near) {
                     return (0, Err(e));
                 }
             }
-            let (mut far, mut bytes, mut done) = (Vec::new(), 0, Ok(()));
+            let (mut bytes, mut done) = (0, Ok(()));
             for (at, len) in &g.device {
                 let before = far.len();
-                if let Err(e) = parts.device(*at, *len, g.direction == Direction::FromHost, &mut far) {
+                if let Err(e) = parts.device(*at, *len, g.direction == Direction::FromHost, far) {
                     far.truncate(before);
                     done = Err(e);
                     break;
                 }
                 bytes += len;
             }
-            copies(g.direction, writer, &near, &far);
+            copies(g.direction, writer, near, far);
             (bytes, done)
         }
-        Work::Within { from, to, len } => {
-            let (mut source, mut target) = (Vec::new(), Vec::new());
-            all(rows(shape, *len)
-                .try_for_each(|(in_source, in_target, len)| {
-                    parts.device(advance(*from, in_source), len, false, &mut source)?;
-                    parts.device(advance(*to, in_target), len, true, &mut target)
-                })
-                .map(|()| writer.copy_all((&source, Side::Card), (&target, Side::Card))))
-        }
+        Work::Within { from, to, len } => all(rows(shape, *len)
+            .try_for_each(|(in_source, in_target, len)| {
+                parts.device(advance(*from, in_source), len, false, near)?;
+                parts.device(advance(*to, in_target), len, true, far)
+            })
+            .map(|()| writer.copy_all((near, Side::Card), (far, Side::Card)))),
         Work::Fill { at, len, pattern } => {
-            let mut runs = Vec::new();
             let mut each = Vec::new();
             let found = rows(shape, *len).try_for_each(|(_, in_device, len)| {
-                let before = runs.len();
-                parts.device(advance(*at, in_device), len, true, &mut runs)?;
+                let before = far.len();
+                parts.device(advance(*at, in_device), len, true, far)?;
                 each.push(before);
                 Ok(())
             });
             all(found.map(|()| {
                 let mut phase = 0;
                 let mut starts = each.into_iter().peekable();
-                for (i, run) in runs.iter().enumerate() {
+                for (i, run) in far.iter().enumerate() {
                     // Every row begins with the first byte of the pattern.
                     if starts.next_if_eq(&i).is_some() {
                         phase = 0;
@@ -365,6 +367,8 @@ impl GpuQueue {
             hazards: Hazards::default(),
             regions: Regions::default(),
             scratch,
+            near: Vec::new(),
+            far: Vec::new(),
             waiting: VecDeque::new(),
             late: VecDeque::new(),
             in_flight: 0,
@@ -409,11 +413,15 @@ impl GpuQueue {
             && moved < BATCH_BYTES
             && let Some((ticket, operation)) = self.waiting.pop_front()
         {
-            let (bytes, result) = write(&operation, &self.parts, &mut writer, &mut self.scratch);
+            let (bytes, result) =
+                write(&operation, &self.parts, &mut writer, (&mut self.near, &mut self.far), &mut self.scratch);
             moved = moved.saturating_add(bytes);
             load.push(Completion { ticket, operation, result, bytes });
         }
         writer.emit();
+        // They would keep buffers that nothing uses any more.
+        self.near.clear();
+        self.far.clear();
         if writer.to_host {
             self.channel.show_host(&recording);
         }
@@ -525,6 +533,10 @@ impl Queue for GpuQueue {
                     self.stats.submitted += 1;
                     self.sampler.begun(ticket.number());
                     self.waiting.push_back((ticket, operation));
+                    // So many go on their way while the caller writes down more.
+                    if self.waiting.len() >= EAGER && self.channel.in_flight() < BUSY {
+                        self.ring();
+                    }
                     return Ok(ticket);
                 }
             },
