@@ -11,7 +11,7 @@ use dmalane_queue::{
     Abilities, Completion, DeviceAddr, DeviceQueue, Direction, OpError, Operation, Refusal, Registered, Route,
     RunError, drain, run,
 };
-use dmalane_vm::Bo;
+use dmalane_vm::{BindRequest, Bo};
 
 use crate::{AddressSpaceKind, Bind, Bounce, Device, DeviceMemory, NoIommu, Placement, Region, SpaceError};
 
@@ -318,7 +318,7 @@ fn binds_are_seen_until_they_are_unbound(device: &mut dyn Device, align: u64) {
     let seen = Arc::new(Mutex::new(0));
     let counts = seen.clone();
     let observes = {
-        let observer = move |requests: &[dmalane_vm::BindRequest]| *counts.lock().unwrap() += requests.len();
+        let observer = move |requests: &[BindRequest]| *counts.lock().unwrap() += requests.len();
         taken.device.address_space().observe(Box::new(observer))
     };
     let (half, whole) = (2 * page, 4 * page);
@@ -357,8 +357,21 @@ fn binds_are_seen_until_they_are_unbound(device: &mut dyn Device, align: u64) {
     assert!(taken.read(0, at, half).unwrap() == back);
     taken.write(0, at, front);
     assert!(taken.read(0, DeviceAddr::Card(fragments[1].first()), half).unwrap() == front);
+    // Of the two pages that are bound, a batch replaces the first and takes the second away.
+    let second = Span::new(again.sub(page, 1).unwrap().first(), page).unwrap();
+    let first = BindRequest::Bind { va: again.first(), bo: bo.clone(), offset: 0, len: page, access: Access::READ };
+    let in_batches = match taken.device.address_space().apply(&[first, BindRequest::Unbind(second)]) {
+        Ok(()) => {
+            assert!(taken.read(0, at, page).unwrap() == bytes[..page as usize], "the page that was bound instead");
+            assert!(taken.read(0, at_offset(at, page), page).is_err(), "the page that was taken away");
+            2
+        }
+        Err(SpaceError::NoBatches) => 0,
+        Err(e) => panic!("{e}"),
+    };
     taken.device.address_space().unbind(again).unwrap();
-    assert_eq!(*seen.lock().unwrap(), if observes { 5 } else { 0 }, "two binds and three unbinds");
+    let expected = if observes { 5 + in_batches } else { 0 };
+    assert_eq!(*seen.lock().unwrap(), expected, "two binds, three unbinds, and a batch");
 }
 
 fn at_offset(at: DeviceAddr, offset: u64) -> DeviceAddr {

@@ -69,6 +69,19 @@ impl<F: Format, T: Tables<Addr = CardAddr> + Send> AddressSpace for PageTableSpa
         self.free.free(range).map_err(|_| SpaceError::NotReserved(range))
     }
 
+    fn apply(&mut self, requests: &[BindRequest]) -> Result<(), SpaceError> {
+        let plan = self.vm.plan(requests.iter().cloned()).map_err(|e| SpaceError::Vm(e.error))?;
+        let committed = plan.commit();
+        if let Some(observer) = &mut self.observer {
+            observer(requests);
+        }
+        if !committed.is_empty() {
+            (self.invalidate)().map_err(SpaceError::Invalidate)?;
+        }
+        self.vm.invalidated(committed);
+        Ok(())
+    }
+
     fn at(&self, va: DeviceVa) -> DeviceAddr {
         DeviceAddr::Va(va)
     }

@@ -39,6 +39,20 @@ pub trait AddressSpace: Send {
     /// again.
     fn unbind(&mut self, range: Span<DeviceVa>) -> Result<(), SpaceError>;
 
+    /// Carries out several requests within ranges that are reserved, whole or not at all; later ones see what earlier
+    /// ones did, and what was bound before is replaced. When this returns, the device has forgotten what was taken
+    /// away; what was only added it may still be about to see, but no operation that is submitted from now on comes
+    /// before that.
+    ///
+    /// # Errors
+    /// [`SpaceError::NoBatches`] where a space binds one range at a time, [`SpaceError::NotReserved`],
+    /// [`SpaceError::Vm`]: nothing has changed. After [`SpaceError::Driver`] and [`SpaceError::Invalidate`] nothing is
+    /// bound where the requests were; after the latter the memory must not be used again.
+    fn apply(&mut self, requests: &[BindRequest]) -> Result<(), SpaceError> {
+        let _ = requests;
+        Err(SpaceError::NoBatches)
+    }
+
     /// How a queue reaches what is bound at `va`.
     fn at(&self, va: DeviceVa) -> DeviceAddr;
 
@@ -113,6 +127,9 @@ pub enum SpaceError {
         /// Bytes of the buffer.
         has: u64,
     },
+    /// Requests for a space that binds one range at a time.
+    #[error("this device's address space takes no batches of binds")]
+    NoBatches,
     /// A bind in a flat space that is not where the buffer lies.
     #[error("this device has no MMU, so only what lies at {0} can be seen there")]
     Elsewhere(DeviceVa),

@@ -434,8 +434,9 @@ unsafe impl Send for HostMemory {}
 // SAFETY: it gives only its address.
 unsafe impl Sync for HostMemory {}
 
-// SAFETY: the memory is mapped until it is freed, which is after the drop of the buffer that this owns; drivers
-// initialise what they map, or the system does; the heap that it is made for asks for whole pages, and the start was checked.
+// SAFETY: the memory is mapped until it is freed, which is after the drop of the buffer that this owns. Drivers
+// initialise what they map, or the system does. The heap that it is made for asks for whole pages; the start was
+// checked.
 unsafe impl DriverMemory for HostMemory {
     fn span(&self) -> (NonNull<u8>, NonZeroUsize) {
         (self.start, self.len)

@@ -4,7 +4,7 @@
 //! A VM of a format with the same page size checks each bind and knows what is bound. What it says is mirrored by
 //! `vkQueueBindSparse`.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, VecDeque};
 use std::ops::ControlFlow;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
@@ -40,17 +40,48 @@ struct State {
     vm: Box<dyn AnyVm + Send>,
     /// The value of the last bind.
     last: u64,
-    /// The memory behind each bind, by address: nothing frees it while it is bound.
-    bound: BTreeMap<DeviceVa, Bound>,
-    /// Ranges of memory that are bound.
-    live: u64,
-    /// How many there may be.
+    /// The ranges that the driver has bound, by the offset in the buffer: how long each is, and its memory, which
+    /// nothing frees while it is bound.
+    bound: BTreeMap<u64, (u64, Arc<Area>)>,
+    /// Memory that was taken away, until the driver has reached this value.
+    retired: VecDeque<(u64, Vec<Arc<Area>>)>,
+    /// How many ranges may be bound.
     limit: u64,
 }
 
-struct Bound {
-    _areas: Vec<Arc<Area>>,
-    binds: u64,
+impl State {
+    /// Forgets what is bound in a range; what reaches out of it is cut. The memory is kept until `value` is reached.
+    fn forget(&mut self, first: u64, end: u64, into: &mut Vec<Arc<Area>>) {
+        let before = self.bound.range(..first).next_back().map(|(at, (len, _))| (*at, at + len));
+        let inside = before.filter(|(_, behind)| *behind > first).map(|(at, _)| at);
+        let starts: Vec<u64> = inside.into_iter().chain(self.bound.range(first..end).map(|(at, _)| *at)).collect();
+        for at in starts {
+            let Some((len, area)) = self.bound.remove(&at) else { continue };
+            if at < first {
+                self.bound.insert(at, (first - at, area.clone()));
+            }
+            if at + len > end {
+                self.bound.insert(end, (at + len - end, area.clone()));
+            }
+            into.push(area);
+        }
+    }
+
+    /// Drops what was retired and is not used any more.
+    fn release(&mut self, reached: u64) {
+        while self.retired.front().is_some_and(|(value, _)| *value <= reached) {
+            self.retired.pop_front();
+        }
+    }
+}
+
+/// Something to bind: where in the buffer, how much, and to which part of which memory.
+struct Piece {
+    at: u64,
+    len: u64,
+    area: Arc<Area>,
+    buffer: Arc<Buffer>,
+    offset: u64,
 }
 
 /// The page size with which a GPU binds, and a sparse buffer of it.
@@ -101,7 +132,7 @@ impl SparseMap {
         };
         let vm = vm.map_err(|e| lacks(e.to_string()))?;
         let limit = if gpu.info().kind == "software GPU" { maps_left() } else { u64::MAX };
-        let state = State { vm, last: 0, bound: BTreeMap::new(), live: 0, limit };
+        let state = State { vm, last: 0, bound: BTreeMap::new(), retired: VecDeque::new(), limit };
         let timeline = Arc::new(Timeline::new(gpu)?);
         let state = Mutex::new(state);
         Ok(Arc::new(Self { buffer, range, granule: size, timeline, state, gpu: gpu.clone() }))
@@ -198,12 +229,6 @@ impl SparseSpace {
         let range = self.reserved.range(..=span.first()).next_back();
         range.and_then(|(first, len)| Span::new(*first, *len)).is_some_and(|range| range.covers(span))
     }
-
-    fn observed(&mut self, request: BindRequest) {
-        if let Some(observer) = &mut self.observer {
-            observer(&[request]);
-        }
-    }
 }
 
 impl AddressSpace for SparseSpace {
@@ -225,55 +250,58 @@ impl AddressSpace for SparseSpace {
     fn bind(&mut self, bind: &Bind<'_>) -> Result<(), SpaceError> {
         let Bind { va, bo, offset, len, access } = *bind;
         let span = Span::new(va, len).ok_or(SpaceError::Elsewhere(va))?;
-        if !self.holds(&span) {
-            return Err(SpaceError::NotReserved(span));
-        }
-        let mut state = self.map.lock();
         let mut there = None;
-        state.vm.mapping(span, &mut |mapped| {
+        self.map.lock().vm.mapping(span, &mut |mapped| {
             there = Some(mapped.span.first());
             ControlFlow::Break(())
         });
-        if let Some(va) = there {
-            return Err(driver(Error::Bound(va)));
+        match there {
+            Some(va) => Err(driver(Error::Bound(va))),
+            None => self.apply(&[BindRequest::Bind { va, bo: bo.clone(), offset, len, access }]),
         }
-        let request = BindRequest::Bind { va, bo: bo.clone(), offset, len, access };
-        let committed = state.vm.apply(vec![request.clone()]).map_err(|PlanError { error, .. }| error)?;
-        debug_assert!(committed.is_empty(), "nothing was bound there");
-        state.vm.invalidated(committed);
-        let bound = mirror(&self.map, &self.memory, &mut state, span);
-        if let Err(e) = bound {
-            // Back to what it was: nothing.
-            let undone = state.vm.apply(vec![BindRequest::Unbind(span)]);
-            undone.map(|committed| state.vm.invalidated(committed)).map_err(|PlanError { error, .. }| error)?;
-            return Err(driver(e));
-        }
-        drop(state);
-        self.observed(request);
-        Ok(())
     }
 
     fn unbind(&mut self, range: Span<DeviceVa>) -> Result<(), SpaceError> {
         if self.reserved.get(&range.first()) != Some(&range.len()) {
             return Err(SpaceError::NotReserved(range));
         }
-        let mut state = self.map.lock();
-        let committed = state.vm.apply(vec![BindRequest::Unbind(range)]).map_err(|PlanError { error, .. }| error)?;
-        let forgotten = unmirror(&self.map, &mut state, range);
-        drop(state);
-        // From here on the queue refuses the range. Its memory is kept until the driver has unbound it.
-        forgotten.map_err(|e| SpaceError::Invalidate(Box::new(e)))?;
-        let mut state = self.map.lock();
-        state.vm.invalidated(committed);
-        let inside: Vec<_> = state.bound.range(range.first()..=range.last()).map(|(va, _)| *va).collect();
-        for va in inside {
-            let bound = state.bound.remove(&va);
-            state.live -= bound.map_or(0, |b| b.binds);
-        }
-        drop(state);
-        self.observed(BindRequest::Unbind(range));
+        self.apply(&[BindRequest::Unbind(range)])?;
         self.reserved.remove(&range.first());
         self.free.free(range).map_err(|_| SpaceError::NotReserved(range))
+    }
+
+    fn apply(&mut self, requests: &[BindRequest]) -> Result<(), SpaceError> {
+        let mut touched = Vec::new();
+        for request in requests {
+            let span = match request {
+                BindRequest::Bind { va, len, .. } => Span::new(*va, *len).ok_or(SpaceError::Elsewhere(*va))?,
+                BindRequest::Unbind(span) => *span,
+                BindRequest::Prefetch(_) => continue,
+                // Sparse buffers have neither.
+                _ => return Err(SpaceError::NoBatches),
+            };
+            if !self.holds(&span) {
+                return Err(SpaceError::NotReserved(span));
+            }
+            touched.push(span);
+        }
+        let touched = union(touched);
+        let mut state = self.map.lock();
+        let committed = state.vm.apply(requests.to_vec()).map_err(|PlanError { error, .. }| error)?;
+        // The VM's tables are looked at under the lock only: nothing else has to forget them.
+        state.vm.invalidated(committed);
+        if let Err(e) = mirror(&self.map, &self.memory, &mut state, &touched) {
+            // Nothing of it may be used, whatever the driver has done.
+            let nothing = touched.iter().map(|span| BindRequest::Unbind(*span)).collect();
+            let undone = state.vm.apply(nothing).map_err(|PlanError { error, .. }| error)?;
+            state.vm.invalidated(undone);
+            return Err(e);
+        }
+        drop(state);
+        if let Some(observer) = &mut self.observer {
+            observer(requests);
+        }
+        Ok(())
     }
 
     fn at(&self, va: DeviceVa) -> DeviceAddr {
@@ -286,52 +314,100 @@ impl AddressSpace for SparseSpace {
     }
 }
 
-/// Binds what the VM has in a span that was empty.
-fn mirror(map: &SparseMap, memory: &GpuMemory, state: &mut State, span: Span<DeviceVa>) -> Result<(), Error> {
-    let base = map.range.first().bits();
-    let mut pieces: Vec<(u64, Arc<Buffer>, u64, u64)> = Vec::new();
-    let (mut areas, mut missing): (Vec<Arc<Area>>, _) = (Vec::new(), None);
-    state.vm.mapping(span, &mut |mapped| {
-        let at = mapped.span.first().bits() - base;
-        let found = memory.areas().resolve(mapped.to, mapped.span.len(), |area, buffer, offset, address, len| {
-            pieces.push((at + (address - mapped.to.bits()), buffer.clone(), offset, len));
-            if !areas.iter().any(|a| Arc::ptr_eq(a, area)) {
-                areas.push(area.clone());
+/// The same addresses as spans that are apart from each other, in order.
+fn union(mut spans: Vec<Span<DeviceVa>>) -> Vec<Span<DeviceVa>> {
+    spans.sort_by_key(|span| span.first());
+    let mut joined: Vec<Span<DeviceVa>> = Vec::new();
+    for span in spans {
+        match joined.last_mut() {
+            Some(last) if last.last().checked_add(1).is_none_or(|next| span.first() <= next) => {
+                *last = Span::inclusive(last.first(), last.last().max(span.last())).expect("in order");
             }
-        });
-        missing = missing.or(found.err());
-        ControlFlow::Continue(())
-    });
-    if let Some(at) = missing {
-        return Err(Error::NotAllocated(at));
+            _ => joined.push(span),
+        }
     }
-    let wanted = state.live + pieces.len() as u64;
-    if wanted > state.limit {
-        return Err(Error::TooManyBinds { wanted, limit: state.limit });
-    }
-    let binds: Vec<SparseBind<'_>> = pieces
-        .iter()
-        .map(|(at, buffer, offset, len)| {
-            let memory = buffer.memory().expect("device memory has memory");
-            SparseBind { at: *at, len: *len, memory: Some((memory, *offset)) }
-        })
-        .collect();
-    let value = state.last + 1;
-    map.gpu.bind_sparse(&map.buffer, &binds, &map.timeline, value)?;
-    state.last = value;
-    state.live = wanted;
-    state.bound.insert(span.first(), Bound { _areas: areas, binds: pieces.len() as u64 });
-    Ok(())
+    joined
 }
 
-/// Unbinds a range, and waits until the driver has done that.
-fn unmirror(map: &SparseMap, state: &mut State, range: Span<DeviceVa>) -> Result<(), Error> {
+/// Makes the driver bind in these spans what the VM has there, and unbind the rest. Waits if it takes something away.
+fn mirror(
+    map: &SparseMap,
+    memory: &GpuMemory,
+    state: &mut State,
+    touched: &[Span<DeviceVa>],
+) -> Result<(), SpaceError> {
     let base = map.range.first().bits();
+    let (mut pieces, mut holes, mut missing): (Vec<Piece>, Vec<(u64, u64)>, _) = (Vec::new(), Vec::new(), None);
+    let areas = memory.areas();
+    for span in touched {
+        let (mut next, end) = (span.first().bits() - base, span.last().bits() - base + 1);
+        state.vm.mapping(*span, &mut |mapped| {
+            let (at, len) = (mapped.span.first().bits() - base, mapped.span.len());
+            if at > next {
+                holes.push((next, at - next));
+            }
+            next = at + len;
+            let found = areas.resolve(mapped.to, len, |area, buffer, offset, address, len| {
+                let (area, buffer) = (area.clone(), buffer.clone());
+                pieces.push(Piece { at: at + (address - mapped.to.bits()), len, area, buffer, offset });
+            });
+            missing = missing.or(found.err());
+            ControlFlow::Continue(())
+        });
+        if next < end {
+            holes.push((next, end - next));
+        }
+    }
+    drop(areas);
+    if let Some(at) = missing {
+        return Err(driver(Error::NotAllocated(at)));
+    }
+    // What was bound there before goes; where nothing was, nothing has to be unbound.
+    let mut gone = Vec::new();
+    let was_bound = |state: &State, at: u64, len: u64| {
+        let before = state.bound.range(..at + len).next_back();
+        before.is_some_and(|(first, (bound, _))| first + bound > at)
+    };
+    holes.retain(|(at, len)| was_bound(state, *at, *len));
+    let replaced = pieces.iter().any(|p| was_bound(state, p.at, p.len));
+    let wanted = state.bound.len() as u64 + pieces.len() as u64;
+    if wanted > state.limit {
+        return Err(driver(Error::TooManyBinds { wanted, limit: state.limit }));
+    }
+    let bind = |p: &Piece| (p.at, p.len, p.buffer.memory().expect("device memory has memory").clone(), p.offset);
+    let backed: Vec<_> = pieces.iter().map(bind).collect();
+    let binds = backed.iter().map(|(at, len, memory, offset)| SparseBind {
+        at: *at,
+        len: *len,
+        memory: Some((&**memory, *offset)),
+    });
+    let unbinds = holes.iter().map(|(at, len)| SparseBind { at: *at, len: *len, memory: None });
+    let all: Vec<_> = unbinds.chain(binds).collect();
     let value = state.last + 1;
-    let bind = SparseBind { at: range.first().bits() - base, len: range.len(), memory: None };
-    map.gpu.bind_sparse(&map.buffer, &[bind], &map.timeline, value)?;
-    state.last = value;
-    map.wait(value)
+    let takes_away = replaced || !holes.is_empty();
+    let sent = if all.is_empty() {
+        Ok(())
+    } else {
+        map.gpu.bind_sparse(&map.buffer, &all, &map.timeline, value).map(|()| state.last = value)
+    };
+    let done = sent.map_err(Error::from).and_then(|()| if takes_away { map.wait(value) } else { Ok(()) });
+    if let Err(e) = done {
+        // The old memory stays in `bound`: it may be seen for ever. So may the new.
+        state.retired.push_back((u64::MAX, pieces.into_iter().map(|p| p.area).collect()));
+        return Err(match takes_away {
+            true => SpaceError::Invalidate(Box::new(e)),
+            false => driver(e),
+        });
+    }
+    for (at, len) in holes.iter().copied().chain(pieces.iter().map(|p| (p.at, p.len))) {
+        state.forget(at, at + len, &mut gone);
+    }
+    state.retired.push_back((value, gone));
+    state.bound.extend(pieces.into_iter().map(|p| (p.at, (p.len, p.area))));
+    if takes_away {
+        state.release(value);
+    }
+    Ok(())
 }
 
 impl Drop for SparseMap {
@@ -340,7 +416,8 @@ impl Drop for SparseMap {
         let last = self.lock().last;
         if self.wait(last).is_err() && !self.gpu.has_bound() {
             let state = self.state.get_mut().unwrap_or_else(PoisonError::into_inner);
-            std::mem::forget((self.buffer.clone(), std::mem::take(&mut state.bound), self.timeline.clone()));
+            let memory = (std::mem::take(&mut state.bound), std::mem::take(&mut state.retired));
+            std::mem::forget((self.buffer.clone(), memory, self.timeline.clone()));
         }
     }
 }

@@ -9,7 +9,7 @@ use dmalane_addr::{Access, SgIndex, SgTable, Span};
 use dmalane_device::{AddressSpaceKind, Bind, Device, Placement};
 use dmalane_dma::{Heap, Registrar, SharedBuf};
 use dmalane_queue::{Completion, DeviceAddr, DeviceQueue, Direction, HostSlice, Operation, Registered, drain};
-use dmalane_vm::Bo;
+use dmalane_vm::{BindRequest, Bo};
 
 use crate::fault::Faults;
 use crate::gpu::Live;
@@ -314,6 +314,95 @@ fn random_binds_are_seen_as_a_model_says() {
     for (range, _) in ranges {
         device.address_space().unbind(range).unwrap();
     }
+    drop((queues, memory, device, registrar));
+    assert_eq!(left(&live), [0; 5]);
+    checked(&messages);
+}
+
+#[test]
+fn random_batches_are_seen_as_a_model_says() {
+    const PAGES: u64 = 512;
+    let (live, messages) = (Arc::<Live>::default(), Messages::new());
+    // Recording takes long under the layers.
+    let long = std::env::var("DMALANE_BINDS").ok().and_then(|n| n.parse::<u64>().ok());
+    let validation = Some(messages.clone()).filter(|_| long.is_none());
+    let options = VulkanOptions { sparse: true, validation, ..VulkanOptions::default() };
+    let Some(opened) = open(&options, &Arc::default(), &live) else { return };
+    let mut device = opened.unwrap();
+    if device.sparse_pages().is_none() {
+        return println!("SKIPPED: the driver cannot bind sparse buffers");
+    }
+    let page = device.address_space().page().bytes();
+    let (registrar, mut memory, mut queues) = (device.registrar(), device.memory(), device.take_queues());
+    let heap = registrar.heap(None);
+    let tables = [(); 3].map(|()| memory.allocate(PAGES / 4 * page, &Placement::Default).unwrap());
+    let bos: Vec<_> = tables
+        .iter()
+        .map(|t| Arc::new(Bo::new(t.segments().next().unwrap().addr.bits(), SgIndex::from_table(t).unwrap())))
+        .collect();
+    let name = |bo: u64, number: u64| 0x1000_0000_0000_0000 * (bo + 1) + number;
+    for (i, table) in tables.iter().enumerate() {
+        let first = table.segments().next().unwrap().addr.bits();
+        let fill = |n| {
+            let at = DeviceAddr::Card(dmalane_addr::CardAddr::new(first + n * page));
+            Operation::fill(at, page, name(i as u64, n))
+        };
+        drop(run(&mut *queues[0], (0..PAGES / 4).map(fill).collect()).unwrap());
+    }
+    let mut random = Random(2);
+    let range = device.address_space().reserve(&tables[0], PAGES * page).unwrap();
+    let va = |n: u64| dmalane_addr::DeviceVa::new(range.first().bits() + n * page);
+    let mut shown = vec![0; PAGES as usize];
+    let (mut done, mut batches) = (0, 0u64);
+    while done < long.unwrap_or(3000) {
+        let mut requests = Vec::new();
+        for _ in 0..random.below(64) + 1 {
+            let len = random.below(8) + 1;
+            let at = random.below(PAGES - len + 1);
+            let there = &mut shown[at as usize..][..len as usize];
+            if random.below(4) == 0 {
+                requests.push(BindRequest::Unbind(Span::new(va(at), len * page).unwrap()));
+                there.fill(0);
+                continue;
+            }
+            let (bo, offset) = (random.below(3), random.below(PAGES / 4 - len + 1));
+            requests.push(BindRequest::Bind {
+                va: va(at),
+                bo: bos[bo as usize].clone(),
+                offset: offset * page,
+                len: len * page,
+                access: Access::RW,
+            });
+            there.iter_mut().zip(offset..).for_each(|(shows, n)| *shows = name(bo, n));
+        }
+        done += requests.len() as u64;
+        device.address_space().apply(&requests).unwrap();
+        batches += 1;
+        if batches % 16 != 1 && done < long.unwrap_or(3000) {
+            continue;
+        }
+        // The first bytes of all pages, at once; those of holes one by one, because they are refused.
+        let space = device.address_space();
+        let (buf, via) = register(&*registrar, &*heap, &vec![0; PAGES as usize * 8]).unwrap();
+        let mut rest = buf.into_part();
+        let mut reads = Vec::new();
+        for (n, name) in (0..).zip(&shown) {
+            let slice = rest.split_off_front(8).unwrap();
+            let read = Operation::read(HostSlice::from((slice, via.clone())), space.at(va(n)));
+            match name {
+                0 => assert!(run(&mut *queues[0], vec![read]).is_err(), "page {n} is a hole after {done}"),
+                _ => reads.push((n, read)),
+            }
+        }
+        let (numbers, reads): (Vec<u64>, Vec<_>) = reads.into_iter().unzip();
+        for (n, end) in numbers.into_iter().zip(run(&mut *queues[0], reads).unwrap()) {
+            let mut bytes = [0; 8];
+            end.operation.into_slice().unwrap().read(0, &mut bytes).unwrap();
+            assert_eq!(u64::from_le_bytes(bytes), shown[n as usize], "page {n} after {done} requests");
+        }
+    }
+    println!("{done} requests in {batches} batches");
+    device.address_space().unbind(range).unwrap();
     drop((queues, memory, device, registrar));
     assert_eq!(left(&live), [0; 5]);
     checked(&messages);
