@@ -1,5 +1,7 @@
 //! Devices by name, and how they are opened.
 
+use dmalane::device::MemoryError;
+use dmalane::file::HoldsData;
 use dmalane::registry::{self, KINDS};
 use dmalane::{DeviceSpec, OpenDevice, OpenError, OpenOptions, PciCardError, load};
 
@@ -73,6 +75,16 @@ pub fn cannot_open(error: &OpenError, options: &OpenOptions) -> Failure {
         _ => return failure,
     };
     failure.hint(hint)
+}
+
+/// Adds what helps when device memory was refused because a file holds data there.
+pub fn with_overwrite_hint(failure: Failure, error: &MemoryError) -> Failure {
+    match error {
+        MemoryError::Driver { source, .. } if source.is::<HoldsData>() => {
+            failure.hint("--overwrite loses the data; `truncate -s SIZE FILE` makes a file without any")
+        }
+        _ => failure,
+    }
 }
 
 /// Parses the size of a memory of the software card.

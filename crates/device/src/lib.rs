@@ -74,6 +74,7 @@
 mod bounce;
 #[cfg(feature = "conformance")]
 pub mod conformance;
+pub mod contents;
 mod device;
 mod flat;
 mod memory;

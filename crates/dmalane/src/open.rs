@@ -53,6 +53,8 @@ pub struct OpenOptions {
     pub fragmentation: Option<f64>,
     /// Same seed, same frames.
     pub seed: Option<u64>,
+    /// Memory may be allocated where a file or a block device that serves as device memory holds data.
+    pub overwrite: bool,
     /// How files are opened as devices.
     pub file: Option<FileDeviceOptions>,
     /// How GPUs are opened.
@@ -91,6 +93,7 @@ impl OpenOptions {
             ("host-memory", self.host_memory.is_some()),
             ("fragmentation", self.fragmentation.is_some()),
             ("seed", self.seed.is_some()),
+            ("overwrite", self.overwrite),
             ("file", self.file.is_some()),
             ("vulkan", self.vulkan.is_some()),
         ];

@@ -8,7 +8,7 @@ use dmalane_card::{CardDevice, CardUse};
 use dmalane_cuda::{CudaDevice, Gpu, GpuName};
 use dmalane_daemon::{Client, SOCKET};
 use dmalane_device::{Counters, Device, IommuCounters, RamDevice};
-use dmalane_file::{FileDevice, FileDevicePaths};
+use dmalane_file::{FileDevice, FileDeviceOptions, FileDevicePaths};
 use dmalane_sim::{CardConfig, HostConfig, SoftBus, SoftHost, Workers};
 use dmalane_vfio::Bdf;
 use dmalane_vulkan::{VulkanDevice, VulkanOptions};
@@ -50,7 +50,7 @@ pub const KINDS: &[DeviceKind] = &[
         options: CARD, check: socket, list: none, open: vfio_user },
     DeviceKind { name: "file", syntax: "file:PATH[,h2c=PATH,c2h=PATH]",
         about: "a file, block device or DMA driver's node as device memory",
-        options: &["file"], check: parse::<FileDevicePaths>, list: none, open: file },
+        options: &["file", "overwrite"], check: parse::<FileDevicePaths>, list: none, open: file },
     DeviceKind { name: "ram", syntax: "ram:SIZE", about: "plain memory of this process",
         options: &[], check: size, list: none, open: ram },
     DeviceKind { name: "vulkan", syntax: "vulkan:NUMBER|NAME|UUID", about: "a GPU, through its Vulkan driver",
@@ -238,7 +238,9 @@ fn vfio_user(rest: &str, options: &OpenOptions) -> Opened {
 }
 
 fn file(rest: &str, options: &OpenOptions) -> Opened {
-    Ok(Box::new(FileDevice::open(rest.parse()?, options.file.unwrap_or_default())?))
+    let file = options.file.unwrap_or_default();
+    let overwrite = file.overwrite || options.overwrite;
+    Ok(Box::new(FileDevice::open(rest.parse()?, FileDeviceOptions { overwrite, ..file })?))
 }
 
 fn ram(rest: &str, _: &OpenOptions) -> Opened {

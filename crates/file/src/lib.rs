@@ -43,7 +43,7 @@ mod stream;
 pub use cache::{Residency, residency};
 pub use device::{
     BadFileDevicePaths, FileDevice, FileDeviceError, FileDeviceHow, FileDeviceOptions, FileDevicePaths,
-    FileDeviceQueue, IoBackend,
+    FileDeviceQueue, HoldsData, IoBackend,
 };
 pub use error::Error;
 pub use options::{How, Io, Mode, Options};

@@ -13,7 +13,8 @@ use std::os::fd::AsRawFd;
 use std::os::unix::fs::{FileExt, FileTypeExt, MetadataExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 
-use rustix::fs::{CWD, FallocateFlags, FlockOperation, OFlags, RenameFlags, SeekFrom, fallocate, seek};
+use dmalane_device::contents::{Extent, extents, holds_data, reopen};
+use rustix::fs::{CWD, FallocateFlags, FlockOperation, OFlags, RenameFlags, fallocate};
 use rustix::io::Errno;
 use serde::{Deserialize, Serialize};
 use twox_hash::XxHash3_64;
@@ -46,15 +47,8 @@ struct Identity {
 struct Header {
     dmalane_backup: u32,
     file: Identity,
-    extents: Vec<Extent>,
-}
-
-/// Part of a file: data, or a hole.
-#[derive(Clone, Copy, PartialEq, Eq, Debug, Serialize, Deserialize)]
-struct Extent {
-    at: u64,
-    len: u64,
-    data: bool,
+    /// Where each begins, its bytes, and whether it is data.
+    extents: Vec<(u64, u64, bool)>,
 }
 
 /// A complete backup. Dropped, it restores the file; its [own method](Backup::restore) says whether that worked.
@@ -75,25 +69,19 @@ impl Original {
 
     /// The file is locked until this is dropped, so that no other run restores it meanwhile.
     fn open(written: &File) -> io::Result<Option<Self>> {
-        let meta = written.metadata()?;
-        let kind = meta.file_type();
-        if !kind.is_file() && !kind.is_block_device() {
-            return Ok(None);
-        }
-        let link = format!("/proc/self/fd/{}", written.as_raw_fd());
-        // Direct I/O's alignment does not matter here, and a file that is only written can be read.
-        let file = File::options().read(true).write(true).open(&link)?;
+        let Some(file) = reopen(written)? else { return Ok(None) };
+        let meta = file.metadata()?;
         match rustix::fs::flock(&file, FlockOperation::NonBlockingLockExclusive) {
             Err(Errno::WOULDBLOCK) => return Err(io::Error::other("another process has locked it")),
             other => other?,
         }
-        let (id, backup) = match kind.is_block_device() {
+        let (id, backup) = match meta.file_type().is_block_device() {
             true => {
                 let (rdev, place) = (meta.rdev(), Path::new("/var/tmp"));
                 (Identity { rdev, dev: 0, ino: 0 }, place.join(format!("dmalane-backup-of-device-{rdev:x}")))
             }
             false => {
-                let path = fs::read_link(&link)?;
+                let path = fs::read_link(format!("/proc/self/fd/{}", file.as_raw_fd()))?;
                 let name = path.file_name().unwrap_or_default().to_string_lossy();
                 let id = Identity { rdev: 0, dev: meta.dev(), ino: meta.ino() };
                 (id, path.with_file_name(format!(".{name}.dmalane-backup")))
@@ -107,17 +95,7 @@ impl Original {
     /// # Errors
     /// [`ValidateError::Backup`].
     pub fn holds_data(&self, at: u64, len: u64) -> Result<bool, ValidateError> {
-        let mut block = vec![0; BLOCK];
-        for extent in extents(&self.file, at, at.saturating_add(len)).iter().filter(|e| e.data) {
-            for (at, n) in blocks(extent) {
-                let bytes = &mut block[..n];
-                self.file.read_exact_at(bytes, at).map_err(ValidateError::Backup)?;
-                if bytes.iter().any(|b| *b != 0) {
-                    return Ok(true);
-                }
-            }
-        }
-        Ok(false)
+        holds_data(&self.file, at, len).map_err(ValidateError::Backup)
     }
 
     /// Restores the file from the backup of a run that was killed, if there is one, and gives the backup's path.
@@ -169,7 +147,8 @@ impl Original {
 
     fn copy_to(&self, backup: &File, extents: &[Extent]) -> io::Result<()> {
         let mut out = Hashed { inner: BufWriter::with_capacity(BLOCK, backup), hash: XxHash3_64::new() };
-        let mut header = serde_json::to_vec(&Header { dmalane_backup: 1, file: self.id, extents: extents.to_vec() })?;
+        let listed = extents.iter().map(|e| (e.at, e.len, e.data)).collect();
+        let mut header = serde_json::to_vec(&Header { dmalane_backup: 1, file: self.id, extents: listed })?;
         header.push(b'\n');
         if header.len() as u64 > MAX_HEADER {
             return Err(io::Error::other("the file has too many extents"));
@@ -177,7 +156,7 @@ impl Original {
         out.write_all(&header)?;
         let mut block = vec![0; BLOCK];
         for extent in extents.iter().filter(|e| e.data) {
-            for (at, n) in blocks(extent) {
+            for (at, n) in extent.blocks(BLOCK) {
                 self.file.read_exact_at(&mut block[..n], at)?;
                 out.write_all(&block[..n])?;
             }
@@ -206,7 +185,7 @@ impl Original {
                 self.clear(extent.at, extent.len)?;
                 continue;
             }
-            for (at, n) in blocks(extent) {
+            for (at, n) in extent.blocks(BLOCK) {
                 input.read_exact(&mut block[..n])?;
                 self.file.write_all_at(&block[..n], at)?;
             }
@@ -227,6 +206,7 @@ impl Original {
         if file != self.id {
             return Err(io::Error::other("it is of another file that had this name"));
         }
+        let extents: Vec<_> = extents.into_iter().map(|(at, len, data)| Extent { at, len, data }).collect();
         let data = extents.iter().filter(|e| e.data).try_fold(line.len() as u64 + 8, |sum, e| sum.checked_add(e.len));
         if data != Some(len) {
             return Err(damaged());
@@ -252,7 +232,7 @@ impl Original {
             return Ok(());
         }
         let zeros = vec![0; BLOCK];
-        blocks(&Extent { at, len, data: true }).try_for_each(|(at, n)| self.file.write_all_at(&zeros[..n], at))
+        Extent { at, len, data: true }.blocks(BLOCK).try_for_each(|(at, n)| self.file.write_all_at(&zeros[..n], at))
     }
 }
 
@@ -310,35 +290,6 @@ fn named(e: io::Error, path: &Path) -> io::Error {
 /// Makes a new or removed name last.
 fn sync_folder(path: &Path) -> io::Result<()> {
     File::open(path.parent().unwrap_or(Path::new("/")))?.sync_all()
-}
-
-/// An extent, cut into blocks.
-fn blocks(extent: &Extent) -> impl Iterator<Item = (u64, usize)> {
-    let Extent { at, len, .. } = *extent;
-    (0..len).step_by(BLOCK).map(move |done| (at + done, (len - done).min(BLOCK as u64) as usize))
-}
-
-/// What lies from `at` to `end`, in order. A file that does not tell has no holes.
-fn extents(file: &File, mut at: u64, end: u64) -> Vec<Extent> {
-    let mut extents = Vec::new();
-    while at < end {
-        let data = match seek(file, SeekFrom::Data(at)) {
-            Ok(data) => data.clamp(at, end),
-            Err(rustix::io::Errno::NXIO) => end,
-            Err(_) => at,
-        };
-        if data > at {
-            extents.push(Extent { at, len: data - at, data: false });
-        }
-        if data < end {
-            let hole = seek(file, SeekFrom::Hole(data)).ok().filter(|hole| *hole > data).unwrap_or(end).min(end);
-            extents.push(Extent { at: data, len: hole - data, data: true });
-            at = hole;
-        } else {
-            at = end;
-        }
-    }
-    extents
 }
 
 #[cfg(test)]
@@ -411,7 +362,7 @@ mod tests {
         }
         // Extents that are longer than the backup, or than a number.
         for len in [LEN, u64::MAX] {
-            wrong.push(header.replace("\"data\":false", "\"data\":true").replace("1048576", &len.to_string()).into());
+            wrong.push(header.replace("false", "true").replace("1048576", &len.to_string()).into());
         }
         for bytes in wrong {
             fs::write(&backup, &bytes).unwrap();

@@ -41,6 +41,7 @@ fn soft(config: CardConfig, emulate: Option<&str>) -> Target {
 }
 
 fn file(paths: FileDevicePaths, options: FileDeviceOptions) -> Result<Target, FileDeviceError> {
+    let options = FileDeviceOptions { overwrite: true, ..options };
     Ok(Target::new(Box::new(FileDevice::open(paths, options)?), Contents::Restore).unwrap())
 }
 
@@ -485,7 +486,7 @@ fn a_file_that_holds_data_is_not_overwritten_unasked() {
     memory.as_file().set_len(2 * MIB).unwrap();
     let target = |contents| {
         let paths = FileDevicePaths { h2c: memory.path().into(), c2h: memory.path().into() };
-        let device = FileDevice::open(paths, FileDeviceOptions::default()).unwrap();
+        let device = FileDevice::open(paths, FileDeviceOptions { overwrite: true, ..Default::default() }).unwrap();
         Target::new(Box::new(device), contents).unwrap()
     };
     // It holds none.

@@ -124,6 +124,10 @@ pub struct Load {
     #[command(flatten)]
     replace: output::Replace,
 
+    /// Overwrite the data of a file or a block device that serves as device memory
+    #[arg(long)]
+    overwrite: bool,
+
     /// DDR size of the software card, at most 256GiB, rounded up to 2MiB
     /// [default: 64GiB, or the most that a daemon gives a client]
     #[arg(long, value_name = "SIZE", value_parser = card_memory, allow_hyphen_values = true)]
@@ -251,6 +255,7 @@ impl Load {
             fragmentation: self.fragmentation,
             // The seed is also that of the sample.
             seed: soft.then_some(self.seed),
+            overwrite: self.overwrite,
             ..OpenOptions::default()
         }
     }

@@ -82,6 +82,10 @@ pub struct Read {
     #[arg(long, value_name = "SIZE", value_parser = card_memory, allow_hyphen_values = true, requires = "device")]
     card_ddr: Option<Size>,
 
+    /// Overwrite the data of a file or a block device that serves as device memory
+    #[arg(long, requires = "device")]
+    overwrite: bool,
+
     /// Read the data back from the device and compare it
     #[arg(long, requires = "device")]
     verify: bool,
@@ -293,7 +297,7 @@ impl Read {
             ControlFlow::Continue(())
         };
         let mut target = match &self.device {
-            Some(spec) => Some(Target::open(spec, self.card_ddr.map(Size::bytes), &job.buffers)?),
+            Some(spec) => Some(Target::open(spec, self.card_ddr.map(Size::bytes), self.overwrite, &job.buffers)?),
             None => None,
         };
         let host: SoftHost;

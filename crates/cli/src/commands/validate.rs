@@ -359,6 +359,8 @@ impl Validate {
         // As many calls at once as the reference makes.
         let both = if self.settings().ways.contains(&Directions::Both) { 2 } else { 1 };
         let file = FileDeviceOptions {
+            // `contents` says what becomes of the data.
+            overwrite: true,
             probe_at: self.probe_at.map(Size::bytes),
             direct: self.direct,
             threads: usize::from(self.threads) * both,

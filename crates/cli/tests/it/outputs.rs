@@ -80,7 +80,7 @@ fn an_output_that_is_an_input_or_exists_is_refused() {
         ("load boot.json model.safetensors --record boot.json --force", "it is the input"),
         ("iopt build boot.json --format x86-64-4level -o boot.json --force", "it is the input"),
         // The memory of the device.
-        (&format!("load boot.json {card} --save card.img --force"), "it is the input device memory"),
+        (&format!("load boot.json {card} --save card.img --force --overwrite"), "it is the input device memory"),
         ("validate -d file:card.img --overwrite --plot card.img --force", "it is the input"),
         // Files that exist, without --force.
         ("load model.safetensors --save model.safetensors", "it exists already"),
@@ -111,6 +111,27 @@ fn an_output_that_is_an_input_or_exists_is_refused() {
         }
         place.stays(line);
     }
+}
+
+#[test]
+fn data_in_device_memory_are_not_overwritten_unasked() {
+    let place = Place::new("device-memory");
+    for line in [
+        "load boot.json -d file:card.img",
+        "read boot.json -d file:card.img",
+        "validate -d file:card.img -j 1 --buffer-size 64KiB",
+    ] {
+        let said = place.dmalane(line, 1);
+        assert!(said.contains("holds data") && said.contains("--overwrite"), "{said}");
+        place.stays(line);
+    }
+    let said = place.dmalane("load boot.json --overwrite", 2);
+    assert!(said.contains("--overwrite is for file"), "{said}");
+    fs::File::create(place.at("empty.img")).unwrap().set_len(4 << 20).unwrap();
+    place.dmalane("load boot.json -d file:empty.img --verify", 0);
+    place.dmalane("load boot.json -d file:empty.img --verify", 1);
+    place.dmalane("load boot.json -d file:empty.img --verify --overwrite", 0);
+    place.dmalane("read boot.json -d file:empty.img --verify --overwrite", 0);
 }
 
 #[test]

@@ -36,7 +36,8 @@ fn each_kind(mut test: impl FnMut(&str, &OpenOptions)) {
 
     let memory = folder.path().join("memory");
     File::create(&memory).unwrap().set_len(64 * MIB).unwrap();
-    test(&format!("file:{}", memory.display()), &OpenOptions::default());
+    // Each test leaves data there.
+    test(&format!("file:{}", memory.display()), &OpenOptions { overwrite: true, ..OpenOptions::default() });
 
     let socket = folder.path().join("daemon");
     let listener = Listener::bind(&socket, 0o600).unwrap();

@@ -13,6 +13,7 @@ mod probe;
 mod queue;
 mod workers;
 
+use std::collections::BTreeMap;
 use std::fmt;
 use std::fs::File;
 use std::io::{self, IsTerminal};
@@ -23,7 +24,9 @@ use std::str::FromStr;
 use std::sync::Arc;
 
 use dmalane_addr::{CardAddr, Span};
-use dmalane_device::{AddressSpace, BackingFiles, Device, DeviceInfo, FlatSpace, NoIommu, Region};
+use dmalane_device::{
+    AddressSpace, BackingFiles, Device, DeviceInfo, DeviceMemory, FlatSpace, MemoryDriver, NoIommu, Region, contents,
+};
 use dmalane_dma::Registrar;
 use dmalane_queue::DeviceQueue;
 use rustix::fs::{Mode as Permissions, OFlags};
@@ -112,13 +115,59 @@ pub struct FileDeviceOptions {
     /// Bytes of a request at most; a longer operation is cut. Clamped to 64 KiB..=1 GiB and rounded up to a power of
     /// two.
     pub block: usize,
+    /// Memory may be allocated where a regular file or a block device holds data, which is then overwritten. Without it
+    /// such an allocation fails with [`HoldsData`]; operations on addresses that were not allocated are not checked. A
+    /// character device is never asked.
+    pub overwrite: bool,
+}
+
+/// The file of a file device holds data where memory was to be allocated.
+#[derive(Clone, PartialEq, Eq, Debug, Error)]
+#[error("{} holds data there, which would be overwritten", path.display())]
+pub struct HoldsData {
+    /// The file.
+    pub path: PathBuf,
+}
+
+/// Lets memory be allocated only where the file holds no data.
+struct Protected {
+    file: File,
+    path: PathBuf,
+    /// What was allocated before, and so holds nobody else's data: where each range begins, and where it ends.
+    given: BTreeMap<u64, u64>,
+}
+
+impl MemoryDriver for Protected {
+    fn allocate(&mut self, range: Span<CardAddr>) -> Result<(), Box<dyn std::error::Error + Send + Sync>> {
+        let (first, end) = (range.first().bits(), range.last().bits() + 1);
+        // The gaps between ranges that were given before; none of them overlap.
+        let mut at = first;
+        let before = self.given.range(..first).next_back().filter(|(_, until)| **until > first);
+        let inside: Vec<(u64, u64)> =
+            before.into_iter().chain(self.given.range(first..end)).map(|(a, b)| (*a, *b)).collect();
+        for (given, until) in inside.iter().copied().chain([(end, end)]) {
+            if given > at && contents::holds_data(&self.file, at, given - at)? {
+                return Err(Box::new(HoldsData { path: self.path.clone() }));
+            }
+            at = at.max(until);
+        }
+        for (given, _) in &inside {
+            self.given.remove(given);
+        }
+        let start = inside.first().map_or(first, |(given, _)| first.min(*given));
+        let stop = inside.last().map_or(end, |(_, until)| end.max(*until));
+        self.given.insert(start, stop);
+        Ok(())
+    }
+
+    fn free(&mut self, _range: Span<CardAddr>) {}
 }
 
 impl Default for FileDeviceOptions {
-    /// No probe, through the page cache, 64 operations, four threads, requests of 4 MiB.
+    /// No probe, through the page cache, 64 operations, four threads, requests of 4 MiB; data are not overwritten.
     fn default() -> Self {
         let (best, trust) = (IoBackend::Fixed, None);
-        Self { probe_at: None, best, trust, direct: false, depth: 64, threads: 4, block: 4 << 20 }
+        Self { probe_at: None, best, trust, direct: false, depth: 64, threads: 4, block: 4 << 20, overwrite: false }
     }
 }
 
@@ -331,6 +380,20 @@ impl Device for FileDevice {
 
     fn regions(&self) -> &[Region] {
         &self.regions
+    }
+
+    fn memory(&self) -> DeviceMemory {
+        let memory = DeviceMemory::new(&self.regions);
+        if self.opened.options.overwrite {
+            return memory;
+        }
+        match contents::reopen(&self.opened.h2c) {
+            Ok(Some(file)) => {
+                memory.driven_by(Protected { file, path: self.opened.paths.h2c.clone(), given: BTreeMap::new() })
+            }
+            // A character device, or a file that may only be written: nobody can say what it holds.
+            _ => memory,
+        }
     }
 
     /// Registers memory for fixed buffers of io_uring; queues also take memory without a registration.

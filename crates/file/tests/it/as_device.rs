@@ -68,3 +68,29 @@ fn regions_are_whole_pages_of_the_file() {
         assert!(device.regions()[0].span.len() > 1 << 62, "it does not say how long it is");
     }
 }
+
+#[test]
+fn memory_that_holds_data_is_not_allocated() {
+    let file = tempfile::NamedTempFile::new_in(DISK).unwrap();
+    file.as_file().set_len(1 << 20).unwrap();
+    std::os::unix::fs::FileExt::write_all_at(file.as_file(), b"precious", 300_000).unwrap();
+    let open = |overwrite| {
+        let paths = FileDevicePaths { h2c: file.path().into(), c2h: file.path().into() };
+        FileDevice::open(paths, FileDeviceOptions { overwrite, ..FileDeviceOptions::default() }).unwrap()
+    };
+    let mut memory = open(false).memory();
+    let free = memory.free_bytes();
+    // Up to the data, and once more: this device's own bytes are nobody's.
+    for _ in 0..2 {
+        let front = memory.reserve(256 << 10).unwrap();
+        std::os::unix::fs::FileExt::write_all_at(file.as_file(), b"own", front.first().bits()).unwrap();
+        let error = memory.reserve(256 << 10).unwrap_err();
+        let dmalane_device::MemoryError::Driver { source, .. } = &error else { panic!("{error}") };
+        assert!(source.is::<dmalane_file::HoldsData>() && error.to_string().contains("holds data there"), "{error}");
+        memory.free([dmalane_addr::Segment { addr: front.first(), len: front.len() }]).unwrap();
+        assert_eq!(memory.free_bytes(), free);
+    }
+    assert_eq!(memory.reserve(200 << 10).unwrap().first().bits(), 0);
+    assert!(open(false).memory().reserve(4096).is_err(), "for the next one they are data");
+    assert!(open(true).memory().reserve(1 << 20).is_ok());
+}

@@ -4,7 +4,7 @@ use dmalane::file::FileQueue;
 use dmalane::load::{Error, Input, Layout};
 use dmalane::{DeviceSpec, OpenDevice, Placement};
 
-use crate::device::CARD_MOST;
+use crate::device::{self, CARD_MOST};
 use crate::failure::Failure;
 use crate::size::{Size, binary};
 
@@ -64,6 +64,7 @@ impl<'a> Room<'a> {
                     None => failure,
                 }
             }
+            Error::DeviceMemory { source, .. } => device::with_overwrite_hint(failure, source),
             e if Failure::is_out_of_memory(e) => failure.hint(
                 "the card's memory is this machine's: load less at a time; under ulimit -v a smaller --card-ddr or \
                  --card-hbm leaves more",

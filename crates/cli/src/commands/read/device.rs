@@ -1,5 +1,6 @@
 //! The device that gets what `dmalane read --device` has read.
 
+use dmalane::device::MemoryError;
 use dmalane::load::fill::Filled;
 use dmalane::queue::{DeviceAddr, QueueAddr};
 use dmalane::{DeviceSpec, OpenDevice, OpenOptions};
@@ -23,8 +24,8 @@ pub struct Target {
 
 impl Target {
     /// Opens the device, a card with or of so many bytes of DDR, and takes room for buffers of these lengths.
-    pub fn open(spec: &DeviceSpec, ddr: Option<u64>, buffers: &[u64]) -> Result<Self, Failure> {
-        let mut options = OpenOptions { card_ddr: ddr, ..OpenOptions::default() };
+    pub fn open(spec: &DeviceSpec, ddr: Option<u64>, overwrite: bool, buffers: &[u64]) -> Result<Self, Failure> {
+        let mut options = OpenOptions { card_ddr: ddr, overwrite, ..OpenOptions::default() };
         device::check(spec, &options)?;
         let takes = |option| spec.kind().options.contains(&option);
         options.card_hbm = takes("card-hbm").then_some(HBM);
@@ -41,10 +42,12 @@ impl Target {
         let mut to = Vec::new();
         for len in buffers {
             // A buffer of no bytes goes nowhere.
-            let place = device
-                .memory_mut()
-                .reserve((*len).max(1))
-                .map_err(|_| Failure::new(format!("the device has no {} left for a file", binary(*len))).hint(&hint))?;
+            let place = device.memory_mut().reserve((*len).max(1)).map_err(|e| match e {
+                MemoryError::Full { .. } => {
+                    Failure::new(format!("the device has no {} left for a file", binary(*len))).hint(&hint)
+                }
+                e => device::with_overwrite_hint(Failure::because("the device has no room for a file", &e), &e),
+            })?;
             to.push(DeviceAddr::Card(place.first()));
         }
         Ok(Self { device, to })
