@@ -6,10 +6,10 @@ use std::time::{Duration, Instant};
 
 use ash::vk;
 use dmalane_addr::{Access, CardAddr, SgIndex};
-use dmalane_device::{Bind, Device, Placement};
+use dmalane_device::{Device, Placement};
 use dmalane_dma::Heap;
 use dmalane_queue::{DeviceAddr, DeviceQueue, Direction, HostSlice, Operation, Queue, Refusal, Registered};
-use dmalane_vm::Bo;
+use dmalane_vm::{BindRequest, Bo};
 
 use crate::channel::Channel;
 use crate::gpu::{Buffer, SparseBind, Timeline};
@@ -198,20 +198,34 @@ fn measure_binds() {
         }
         println!("driver, batches of {batch:>4}: bind {:.3}, unbind {:.3}", median(binding).0, median(unbinding).0);
     }
-    // Ours: one page at a time, then a whole range.
-    let space = device.address_space();
-    let (mut one, mut gone) = (Vec::new(), Vec::new());
-    for _ in 0..ROUNDS {
-        let range = space.reserve(&table, count * page).unwrap();
-        let begun = Instant::now();
-        for (i, place) in (0..count).zip(scattered(count)) {
-            let va = dmalane_addr::DeviceVa::new(range.first().bits() + i * page);
-            space.bind(&Bind { va, bo: &bo, offset: place * page, len: page, access: Access::RW }).unwrap();
+    // Ours: planned by the VM, checked, and remembered.
+    for batch in [1usize, 16, 256, 4096] {
+        let (mut binding, mut unbinding) = (Vec::new(), Vec::new());
+        for _ in 0..ROUNDS {
+            let range = device.address_space().reserve(&table, count * page).unwrap();
+            let at = |i: u64| dmalane_addr::DeviceVa::new(range.first().bits() + i * page);
+            let whole: Vec<_> = (0..count)
+                .zip(scattered(count))
+                .map(|(i, place)| BindRequest::Bind {
+                    va: at(i),
+                    bo: bo.clone(),
+                    offset: place * page,
+                    len: page,
+                    access: Access::RW,
+                })
+                .collect();
+            let begun = Instant::now();
+            whole.chunks(batch).for_each(|part| device.address_space().apply(part).unwrap());
+            device.settle();
+            binding.push(per(begun));
+            let begun = Instant::now();
+            device.address_space().unbind(range).unwrap();
+            unbinding.push(per(begun));
         }
-        one.push(per(begun));
-        let begun = Instant::now();
-        space.unbind(range).unwrap();
-        gone.push(per(begun));
+        println!(
+            "ours,   batches of {batch:>4}: bind {:.3}, unbind (all at once) {:.3}",
+            median(binding).0,
+            median(unbinding).0
+        );
     }
-    println!("ours, one by one: bind {:.3} (not waited for), unbind of all {:.3}", median(one).0, median(gone).0);
 }

@@ -158,6 +158,12 @@ impl SparseMap {
         (!reached).then(|| (self.timeline.clone(), last))
     }
 
+    #[cfg(test)]
+    pub fn settle(&self) {
+        let last = self.lock().last;
+        self.wait(last).unwrap();
+    }
+
     /// Calls `each` with what is bound in a range: the offset in the buffer, the card address behind it, bytes.
     ///
     /// # Errors
