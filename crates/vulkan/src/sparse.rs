@@ -95,8 +95,8 @@ impl Granule {
     pub fn of(gpu: &Arc<Gpu>) -> Result<Self, Error> {
         let info = gpu.info();
         let memory: u64 = info.heaps.iter().filter(|h| h.device_local).map(|h| h.bytes).sum();
-        // Twice the memory, so that there is room between buffers; half of what the driver has, for other users.
-        let most = (info.sparse.unwrap_or(0) / 2).min(info.max_buffer).min(LONGEST);
+        // Twice the memory, so that there is room between buffers. This is the only sparse buffer of the device.
+        let most = info.sparse.unwrap_or(0).min(info.max_buffer).min(LONGEST);
         let len = memory.saturating_mul(2).min(most) / LARGE.bytes() * LARGE.bytes();
         let lacks = |missing: &str| Error::Unsuitable { name: info.name.clone(), missing: missing.to_owned() };
         if len == 0 {
