@@ -36,19 +36,19 @@ pub struct Options {
     #[arg(long, default_value_t = 5)]
     rounds: usize,
 
-    /// Bytes allocated together before reading into them starts
+    /// Bytes of a chunk: allocated together before it is read
     #[arg(long)]
     chunk: Option<u64>,
 
     /// Reads in flight
     #[arg(long)]
-    depth: Option<usize>,
+    iodepth: Option<usize>,
 
     /// Bytes per read
     #[arg(long)]
-    block: Option<usize>,
+    block_size: Option<usize>,
 
-    /// Workers
+    /// Worker threads
     #[arg(long)]
     threads: Option<usize>,
 
@@ -191,7 +191,7 @@ struct Bench {
     first_chunk: f64,
     /// Core-seconds of the last cold direct sample of ours.
     cpu: f64,
-    /// What its peak memory was beyond the buffer, in bytes.
+    /// Its peak memory beyond the buffer, in bytes.
     extra: u64,
     /// Why there is no fio to compare with.
     no_fio: String,
@@ -199,7 +199,7 @@ struct Bench {
     kept: Vec<Vec<u8>>,
 }
 
-/// What a sample leaves behind: to be checked, then freed.
+/// The buffer of a sample: to be checked, then freed.
 enum Left {
     Buffer(SharedBuf),
     Ours(Box<AllocRead>),
@@ -227,8 +227,8 @@ impl Bench {
         file.as_file().sync_all()?;
         let mut read = ReadOptions { threads: options.threads, ..ReadOptions::default() };
         read.chunk = options.chunk.unwrap_or(read.chunk);
-        read.depth = options.depth.unwrap_or(read.depth);
-        read.block = options.block.unwrap_or(read.block);
+        read.depth = options.iodepth.unwrap_or(read.depth);
+        read.block = options.block_size.unwrap_or(read.block);
         let pool = Pool::new(AnonHeap::new(), size as usize + (4 << 20));
         Ok(Self {
             size,
@@ -466,7 +466,7 @@ impl Bench {
         Ok(memfd.into())
     }
 
-    /// What fio needs for the same reads: its own clock, without its start. Nobody checks its bytes: it
+    /// The time of fio for the same reads: its own clock, without its start. Nobody checks its bytes: it
     /// is a cross-check of the ceiling, and of no bar.
     fn fio(&self) -> std::result::Result<f64, String> {
         // Reserved huge pages where there are some, else transparent ones: fio as distributions build it does not ask

@@ -42,7 +42,7 @@ fn source(leaf: u64) -> Result<Source, dmalane::iopt::Error> {
     Ok(table)
 }
 
-/// What the source translates, by its leaves, in one call. Its steps are counted apart: see [`leaves`].
+/// The translations of the source, by its leaves, in one call. Its steps are counted apart: see [`leaves`].
 fn through(target: &mut Target, source: &Source) -> Result<(), dmalane::iopt::Error> {
     let span = Span::new(CPU, BAR).expect("in range");
     target.map_through(Iova::new(BASE), source, span, Access::RW).map(|bytes| assert_eq!(bytes, BAR))

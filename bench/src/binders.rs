@@ -42,7 +42,7 @@ pub trait Binder {
     fn bindings(&self) -> Result<usize, String>;
 }
 
-/// What each way does for one page.
+/// The work of each binder for one page.
 trait Pages {
     fn name(&self) -> &'static str;
     fn bind(&mut self, va: u64, offset: u64);
@@ -248,7 +248,7 @@ impl<L: Finds> Pages for Driver<L> {
     }
 }
 
-/// What a map keeps for a mapping.
+/// The record of a mapping in a map.
 struct Mapping {
     last: u64,
     bo: Arc<u64>,

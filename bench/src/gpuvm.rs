@@ -14,7 +14,7 @@ use std::sync::Arc;
 /// No node: the sentinel of the tree, always black.
 const NIL: u32 = 0;
 
-/// What a mapping is beside its place: with a node, the 120 bytes of `struct drm_gpuva`.
+/// The record of a mapping without its place: with a node, the 120 bytes of `struct drm_gpuva`.
 struct Object {
     bo: Option<Arc<u64>>,
     offset: u64,
@@ -62,7 +62,7 @@ impl Node {
     };
 }
 
-/// What is mapped where. One buffer, as in the seed's program.
+/// The mappings. One buffer, as in the seed's program.
 pub struct GpuVm {
     nodes: Vec<Node>,
     free: Vec<u32>,

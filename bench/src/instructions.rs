@@ -16,11 +16,11 @@ pub struct Options {
     case: String,
     /// The variant
     variant: String,
-    /// What it does
+    /// Its operation
     operation: Operation,
 }
 
-/// What is counted.
+/// The event that is counted.
 #[derive(Clone, Copy, PartialEq, clap::ValueEnum)]
 pub enum Operation {
     Map,

@@ -1,4 +1,4 @@
-//! What is mapped: scatter lists and where they go.
+//! The mappings of a job: scatter lists and their addresses.
 
 use dmalane::addr::{PhysAddr, Segment};
 

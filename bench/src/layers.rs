@@ -43,7 +43,7 @@ impl Counts {
 
 type List<'a> = &'a [Segment<PhysAddr>];
 
-/// What the core offers to drivers of devices.
+/// The core's interface for drivers of devices.
 pub trait Core {
     fn map(&mut self, at: u64, to: u64, len: u64);
     fn map_sg(&mut self, at: u64, list: List);
@@ -53,7 +53,7 @@ pub trait Core {
     fn counts(&self) -> Counts;
 }
 
-/// What the driver of an IOMMU offers to the core.
+/// The interface of an IOMMU's driver for the core.
 pub trait Driver {
     fn map(&mut self, at: u64, to: u64, size: u64);
     fn map_sg(&mut self, at: u64, list: List);
@@ -66,7 +66,7 @@ pub trait Driver {
     fn counts(&self) -> Counts;
 }
 
-/// What a page-table format offers to drivers.
+/// The interface of a page-table format for drivers.
 pub trait Pages {
     fn map(&mut self, at: u64, to: u64, size: u64);
     fn map_sg(&mut self, at: u64, list: List);
@@ -201,7 +201,7 @@ impl<D: Driver, const COUNT: bool> Core for IommuCore<D, COUNT> {
     }
 }
 
-/// What a driver does around the call into the format.
+/// The driver's work around the call into the format.
 #[derive(Clone, Copy, Default, PartialEq)]
 pub struct Switches {
     /// Power get before, put after.
@@ -307,7 +307,7 @@ impl Power {
     }
 }
 
-/// What the processor does for an invalidation: two commands of 16 bytes, a doorbell, a fence. The device's answer
+/// The processor's work for an invalidation: two commands of 16 bytes, a doorbell, a fence. The device's answer
 /// (hundreds of nanoseconds on hardware) is not here, so the cost shown is the least there can be.
 struct CommandQueue {
     ring: Vec<AtomicU64>,
@@ -688,7 +688,7 @@ pub fn ours_in_layers(entry: Entry, switches: Switches) -> Box<dyn Subject> {
     Box::new(Stack { name, entry, core: dynamic::<false>(pages, switches) })
 }
 
-/// What one mapping of the job crosses, walks and invalidates, by the name of the variant; `None` for a variant without
+/// The layers, walks and invalidations of one mapping of the job, by the name of the variant; `None` for one without
 /// layers.
 pub fn counts(name: &str, job: &Job) -> Option<Counts> {
     let switches = Switches { power: name.contains("power"), invalidate: name.contains("invalidation") };

@@ -210,7 +210,7 @@ impl Bench {
         Ok(start.elapsed().as_secs_f64())
     }
 
-    /// What a loader without a pipeline does: a buffer as large as the file, all reads, then all copies. The buffer is
+    /// A loader without a pipeline: a buffer as large as the file, all reads, then all copies. The buffer is
     /// there already, which flatters it.
     fn whole_then_copy(&mut self) -> Result<f64> {
         let start = Instant::now();

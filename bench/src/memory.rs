@@ -1,4 +1,4 @@
-//! What a process of this program takes: memory of structures that cannot tell.
+//! Memory of a process of this program: for structures that cannot tell their size.
 
 use std::error::Error;
 use std::process::Command;

@@ -23,7 +23,7 @@ const SIZES: [u64; 3] = [64 << 20, 256 << 20, 1 << 30];
 
 type Seconds = Vec<f64>;
 
-/// What each batch took, and the shortest that it could have taken.
+/// The time of each batch, and the shortest possible.
 fn batches<P: dmalane::queue::Policy>(
     a: &Assumption,
     copies: &[Copy],

@@ -4,13 +4,13 @@ use std::fmt::Write;
 
 use serde::Serialize;
 
-/// What a benchmark found.
+/// The result of a benchmark.
 #[derive(Serialize)]
 pub struct Report {
     schema: u32,
     bench: &'static str,
     machine: Machine,
-    /// What the bench says in its own words.
+    /// The text of the bench.
     #[serde(skip_serializing_if = "Vec::is_empty")]
     lines: Vec<String>,
     rows: Vec<Row>,
@@ -42,7 +42,7 @@ pub struct Row {
     details: Details,
 }
 
-/// What else is known about a row; what is not known is left out.
+/// Other facts about a row; unknown ones are left out.
 #[derive(Clone, Copy, Default, Serialize)]
 pub struct Details {
     /// Things done in one sample (leaves mapped, addresses looked up).

@@ -44,7 +44,7 @@ const SEED: &str = "the seed: 24-byte entries, binary search";
 const BTREE: &str = "BTreeMap";
 const INDEX: &str = "ours: SgIndex";
 
-/// What was found: the address of a page, and the bytes to the end of its segment if the structure says so.
+/// The result: the address of a page, and the bytes to the end of its segment if the structure says so.
 pub type Found = Option<(u64, u64)>;
 
 /// A structure that finds pages.
@@ -438,7 +438,7 @@ fn cold(all: &[Box<dyn Structure>], offsets: &[u64], count: usize) -> Vec<Vec<f6
     samples
 }
 
-/// What a map takes, found out by a process that makes nothing else.
+/// The memory of a map, measured in a process that makes nothing else.
 fn memory_of(layout: Layout) -> Result<f64, Box<dyn std::error::Error>> {
     crate::memory::of(&["one-sg-index", layout.name(), "bytes"])
 }

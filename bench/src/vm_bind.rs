@@ -39,7 +39,7 @@ pub struct One {
     order: String,
     /// Who binds
     variant: String,
-    /// What to do: bind, unbind, range, bytes
+    /// Operation: bind, unbind, range, bytes
     what: String,
     bo_size: u64,
     binds: usize,

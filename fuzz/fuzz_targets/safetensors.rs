@@ -1,6 +1,6 @@
 //! Arbitrary bytes as a safetensors file: the loader reads what the format's own library reads.
 //!
-//! What it then plans for the card keeps tensors apart.
+//! The plan for the card then keeps tensors apart.
 #![no_main]
 
 use dmalane_addr::Address;

@@ -208,7 +208,7 @@ impl ModelBo {
     }
 }
 
-/// What a replay should be.
+/// The expected replay.
 #[derive(Clone)]
 struct Model {
     pages: Vec<Option<Page>>,
@@ -283,7 +283,7 @@ impl<F: Format> Under<F> {
         within.then(|| (first - FIRST) as usize..(end - FIRST) as usize)
     }
 
-    /// What an operation does to the model; false when it must be refused.
+    /// Applies an operation to the model; false when it must be refused.
     fn request(&self, model: &mut Model, operation: &TraceOperation) -> bool {
         self.try_request(model, operation).is_some()
     }

@@ -238,7 +238,7 @@ def test_a_stock_kernel_runs_every_stage_and_a_built_one_both_backends():
     assert all("--show-output" in line for line in lines)
     lines = suites.suite_lines(built, "name")
     assert [line.split()[0] for line in lines] == ["iommufd", "type1", "unit", "heaps"]
-    assert lines[0].split()[2:4] == ["../bin/env", "DMALANE_VFIO_WAY=iommufd"]
+    assert lines[0].split()[2:4] == ["../bin/env", "DMALANE_VFIO_BACKEND=iommufd"]
     assert [line.split()[-1] for line in lines] == ["name", "name", "name", "heap::tests::name"]
 
 

@@ -391,7 +391,7 @@ exported! {
         buffers::destroy(buffer)
     }
 
-    /// What is bound within `len` bytes at `va`: the first `capacity` runs, and the number of all of them.
+    /// Lists the bindings within `len` bytes at `va`: the first `capacity` runs, and the number of all of them.
     fn dml_vm_runs(vm: u64, va: u64, len: u64, runs: *mut DmlRun, capacity: usize, count: *mut usize) {
         // SAFETY: the contract of the function.
         unsafe { put(count, 0)? };

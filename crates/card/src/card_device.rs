@@ -24,7 +24,7 @@ pub struct CardDevice<B: Mmio> {
 /// How a card is driven.
 #[derive(Clone, Debug, Default)]
 pub struct CardUse {
-    /// What to call it, for people.
+    /// Its name, for people.
     pub name: String,
     /// The threads of a card in software, for people; `None` for another card.
     pub threads: Option<String>,

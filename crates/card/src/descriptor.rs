@@ -23,7 +23,7 @@ const HOT: u8 = 1 << 4;
 const COLD: u8 = 2 << 4;
 const CACHE: u8 = 3 << 4;
 
-/// What a descriptor asks for.
+/// The task of a descriptor.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Task {
     /// Copy between host and card.
@@ -80,7 +80,7 @@ pub enum Task {
 /// One entry of a descriptor ring, as the host asks for it.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct Descriptor {
-    /// What to do.
+    /// The task.
     pub task: Task,
     /// The next descriptor belongs to the same operation: it is skipped when this one fails.
     pub chained: bool,
@@ -97,7 +97,7 @@ pub struct Malformed {
     pub cookie: u32,
     /// It says that the next descriptor belongs to it.
     pub chained: bool,
-    /// What is wrong.
+    /// The first fault.
     pub status: Status,
 }
 
@@ -143,7 +143,7 @@ impl Descriptor {
         [head, near, far, u64::from(len)]
     }
 
-    /// What the bytes mean. They come from memory that anybody may have written: everything about them is checked, and
+    /// Decodes a descriptor. The bytes come from memory that anybody may have written, so everything is checked, and
     /// no address range of the result wraps.
     ///
     /// # Errors
@@ -268,7 +268,7 @@ macro_rules! codes {
                 self as $repr
             }
 
-            /// What the code stands for, if anything.
+            /// The meaning of a code; `None` for an unknown one.
             pub const fn from_code(code: $repr) -> Option<Self> {
                 match code {
                     $($code => Some(Self::$variant),)*
@@ -339,16 +339,16 @@ codes! {
 
 /// The end of one descriptor, as the card reports it.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub struct Completion {
+pub struct CompletionEntry {
     /// The descriptor's cookie.
     pub cookie: u32,
     /// A [`Status`] code, as it was found in memory.
     pub status: u8,
-    /// [`Completion::sequence_of`] the descriptor's number.
+    /// [`CompletionEntry::sequence_of`] the descriptor's number.
     pub sequence: u32,
 }
 
-impl Completion {
+impl CompletionEntry {
     /// Bytes of an entry: a 64-bit detail (see [`Status`]; only written when the status is not Ok), then the word.
     pub const BYTES: usize = 16;
 
@@ -363,7 +363,7 @@ impl Completion {
         self.cookie as u64 | (self.status as u64) << 32 | (self.sequence as u64) << 40
     }
 
-    /// What the word says.
+    /// Decodes the word.
     pub const fn from_word(word: u64) -> Self {
         Self { cookie: word as u32, status: (word >> 32) as u8, sequence: (word >> 40) as u32 }
     }
@@ -406,10 +406,10 @@ mod tests {
         let shape = Task::Shape { near_pitch: 1, far_pitch: 2, rows: 3 };
         assert_eq!(Descriptor { chained: true, ..shape.into() }.encode(), [6 | 4 << 8, 1, 2, 3]);
         assert_eq!(Descriptor::from(Task::Fence).encode(), [7, 0, 0, 0]);
-        let completion = Completion { cookie: 0xc0c1_c2c3, status: 7, sequence: 0x01_0203 };
+        let completion = CompletionEntry { cookie: 0xc0c1_c2c3, status: 7, sequence: 0x01_0203 };
         assert_eq!(completion.word().to_le_bytes(), [0xc3, 0xc2, 0xc1, 0xc0, 7, 3, 2, 1]);
-        assert_eq!((Completion::sequence_of(0), Completion::sequence_of(0xff_ffff)), (1, 0));
-        assert_eq!(Completion::sequence_of(u32::MAX), 0);
+        assert_eq!((CompletionEntry::sequence_of(0), CompletionEntry::sequence_of(0xff_ffff)), (1, 0));
+        assert_eq!(CompletionEntry::sequence_of(u32::MAX), 0);
     }
 
     #[test]
@@ -477,7 +477,7 @@ mod tests {
 
         #[test]
         fn completions_survive_their_word(word: u64) {
-            prop_assert_eq!(Completion::from_word(word).word(), word);
+            prop_assert_eq!(CompletionEntry::from_word(word).word(), word);
         }
     }
 }

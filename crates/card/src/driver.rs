@@ -9,7 +9,7 @@ use dmalane_dma::{self as mem, Heap, Mmio, SharedBuf};
 use dmalane_queue::{Abilities, Area, Registered, Route};
 
 use crate::regs::{self, BAR_REGISTERS};
-use crate::{CardQueue, CardTables, Completion, Descriptor, Error};
+use crate::{CardQueue, CardTables, CompletionEntry, Descriptor, Error};
 
 /// How long the driver waits for the card to stop, start or reset.
 pub(crate) const ANSWER: Duration = Duration::from_secs(1);
@@ -206,7 +206,7 @@ impl Shelf {
 impl Rings {
     fn new(bus: &impl Mmio, heap: &dyn Heap, entries: usize) -> Result<Self, mem::Error> {
         let descriptors = heap.allocate(entries * Descriptor::BYTES)?.share();
-        let completions = heap.allocate(entries * Completion::BYTES)?.share();
+        let completions = heap.allocate(entries * CompletionEntry::BYTES)?.share();
         let registered =
             [Registered::new(bus, &descriptors, Access::READ)?, Registered::new(bus, &completions, Access::RW)?];
         Ok(Self { descriptors, completions, log2: entries.trailing_zeros() as u8, registered })

@@ -1,4 +1,4 @@
-//! What can go wrong with a card.
+//! Errors of the driver of a card.
 
 use std::time::Duration;
 
@@ -24,7 +24,7 @@ pub enum Error {
     BadCapability {
         /// Which register.
         register: &'static str,
-        /// What it reads as.
+        /// Its value.
         value: u64,
     },
     /// A ring must have a power of two of entries, from 2 to what the card takes.
@@ -49,7 +49,7 @@ pub enum Error {
     /// The card did not answer in time.
     #[error("the card did not {what} within {after:?}")]
     Timeout {
-        /// What it should have done.
+        /// The action that it should have taken.
         what: &'static str,
         /// How long the driver waited.
         after: Duration,

@@ -89,8 +89,8 @@ impl InFlight {
         Some(oldest)
     }
 
-    /// Moves the oldest `n` operations, or all if there are fewer, to the end of `done`: as completions of operations that
-    /// ended well. Calls `each` with every one before.
+    /// Moves the oldest `n` operations, or all if there are fewer, to the end of `done`, as completions of operations
+    /// that ended well. Calls `each` with every one before.
     #[inline]
     pub(crate) fn pop_into(&mut self, n: usize, done: &mut Vec<Completion>, mut each: impl FnMut(&Completion)) {
         let mut left = n.min(self.len());

@@ -16,7 +16,7 @@ pub mod regs;
 mod tables;
 
 pub use card_device::{CardDevice, CardUse};
-pub use descriptor::{Completion, Descriptor, Halt, Malformed, PlainCopy, Status, Task};
+pub use descriptor::{CompletionEntry, Descriptor, Halt, Malformed, PlainCopy, Status, Task};
 pub use driver::{Card, CardLayout};
 pub use error::Error;
 pub use queue::CardQueue;

@@ -15,7 +15,7 @@ use dmalane_queue::{
 
 use crate::driver::{Device, Rings, Shelf};
 use crate::in_flight::InFlight;
-use crate::{Completion as Entry, Descriptor, Error, Halt, Status, Task, regs};
+use crate::{CompletionEntry as Entry, Descriptor, Error, Halt, Status, Task, regs};
 
 /// How long a dropped channel waits for its operations before it stops the card under them.
 const DRAIN: Duration = Duration::from_secs(2);
@@ -48,7 +48,8 @@ pub struct CardQueue<B: Mmio> {
     tail: u64,
     /// The `tail` that the card knows by its doorbell.
     submitted: u64,
-    /// Their numbers are their tickets. One that was taken back left a fence behind, which holds its places in the ring.
+    /// Their numbers are their tickets. One that was taken back left a fence behind, which keeps its places in the
+    /// ring.
     flying: InFlight,
     /// Of the operations in flight, those of more than one descriptor: their numbers, and how many descriptors.
     long: VecDeque<(u64, u32)>,
@@ -173,8 +174,8 @@ impl<B: Mmio> CardQueue<B> {
         1 << self.rings().log2
     }
 
-    /// The descriptor and the bytes of a plain copy that may be accepted: the shorter way for what is most common. `None` leaves it
-    /// to the longer one, which says what is wrong.
+    /// The descriptor and the bytes of a plain copy that may be accepted: the fast path. `None` leaves the operation to
+    /// the general one, which says what is wrong.
     #[inline]
     fn plain_copy(&self, operation: &Operation) -> Option<(Descriptor, u64)> {
         let Operation { work: Work::Copy { direction, host, at }, shape: None, cache } = operation else {
@@ -195,7 +196,7 @@ impl<B: Mmio> CardQueue<B> {
         good.then_some((Descriptor { task, chained: false, cache, cookie: self.tail as u32 }, len))
     }
 
-    /// What keeps an operation from being accepted, or how many descriptors it takes.
+    /// Checks whether an operation can be accepted; gives the number of its descriptors.
     fn check(&self, operation: &Operation) -> Result<u32, Refusal> {
         if let State::Stopping(why) | State::Stopped(why) = &self.state {
             return Err(Refusal::Stopped(why.clone()));
@@ -311,8 +312,7 @@ impl<B: Mmio> CardQueue<B> {
         Some((status, offset))
     }
 
-    /// The shorter way for what is most common: operations of one descriptor that ended well, as many as there are now.
-    /// The first that is anything else is left to the longer way.
+    /// The fast path: collects the operations of one descriptor that have ended well, up to the first other one.
     fn collect_plain(&mut self, done: &mut Vec<Completion>) {
         let Self { rings: Some(rings), flying, long, head, submitted, stats, sampler, .. } = self else { return };
         let special =

@@ -7,9 +7,9 @@ pub const BAR_REGISTERS: u8 = 0;
 /// The BAR through which the host reaches card memory: offset = card address.
 pub const BAR_MEMORY: u8 = 2;
 
-/// What [`ID`] reads as ("DMLC").
+/// The value of [`ID`] ("DMLC").
 pub const ID_VALUE: u32 = 0x434c_4d44;
-/// What [`VERSION`] reads as: major in the upper half, minor in the lower. A driver accepts any minor of its major.
+/// The value of [`VERSION`]: major in the upper half, minor in the lower. A driver accepts any minor of its major.
 pub const VERSION_VALUE: u32 = 0x0001_0001;
 /// Channels, at most.
 pub const MAX_CHANNELS: u32 = 16;

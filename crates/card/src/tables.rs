@@ -21,7 +21,7 @@ pub struct CardTables<B: Mmio> {
     bus: Arc<B>,
     first: CardAddr,
     limit: usize,
-    /// What the card holds, by slot. Slots from the length on were never used.
+    /// Tables that lie on the card, by slot. Slots from the length on were never used.
     copy: Vec<[u64; ENTRIES]>,
     /// Slots that were freed, or prepared by `reserve`.
     free: Vec<u32>,

@@ -89,7 +89,7 @@ impl Failure {
         ExitCode::from(self.status)
     }
 
-    /// What is printed of it.
+    /// The lines that are printed.
     pub fn text(&self, program: &str) -> String {
         let mut text = format!("{program}: {}\n", plain(&self.message));
         for (label, lines) in [("cause", &self.causes), ("hint", &self.hints)] {
@@ -101,7 +101,7 @@ impl Failure {
     }
 }
 
-/// What helps against some of the kernel's answers, whatever was asked.
+/// Fixes for some of the kernel's errors, whatever the request.
 fn help(error: &std::io::Error) -> Option<&'static str> {
     match Errno::from_io_error(error)? {
         Errno::MFILE => {

@@ -43,7 +43,7 @@ impl Probe {
         inside.fold(self.root.clone(), |whole, part| whole.join(part))
     }
 
-    /// What a file says, without the white space around it.
+    /// The contents of a file without the white space around them.
     pub fn text(&self, path: impl AsRef<Path>) -> Option<String> {
         let mut bytes = Vec::new();
         File::open(self.place(path)).ok()?.take(LIMIT).read_to_end(&mut bytes).ok()?;
@@ -94,7 +94,7 @@ impl Probe {
     }
 }
 
-/// What there is of a device node.
+/// The state of a device node.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Node {
     /// No such node.

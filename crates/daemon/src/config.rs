@@ -79,16 +79,63 @@ impl Default for Config {
     }
 }
 
-/// An invalid setting.
+/// An invalid value of a setting.
 #[derive(Clone, PartialEq, Eq, Debug, thiserror::Error)]
-#[error("{what} of {value}: {rule}")]
+#[error("{setting} of {value}: {}", setting.rule())]
 pub struct BadConfig {
-    /// Name of the setting.
-    pub what: &'static str,
+    /// The setting.
+    pub setting: Setting,
     /// The invalid value.
     pub value: u64,
-    /// The rule that the value violates.
-    pub rule: &'static str,
+}
+
+macro_rules! settings {
+    ($($(#[doc = $doc:literal])* $variant:ident, $name:literal, $rule:literal;)*) => {
+        /// A setting of the daemon that has a rule.
+        #[derive(Clone, Copy, PartialEq, Eq, Debug)]
+        #[non_exhaustive]
+        pub enum Setting {
+            $($(#[doc = $doc])* $variant,)*
+        }
+
+        impl Setting {
+            /// The values that it can have, for people.
+            pub fn rule(self) -> &'static str {
+                match self {
+                    $(Self::$variant => $rule,)*
+                }
+            }
+        }
+
+        impl std::fmt::Display for Setting {
+            fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+                f.write_str(match self {
+                    $(Self::$variant => $name,)*
+                })
+            }
+        }
+    };
+}
+
+settings! {
+    /// [`ClientLimits::ddr`].
+    ClientDdr, "DDR of a client", "must be a multiple of 2 MiB, at most 256 GiB and at most the card's DDR";
+    /// [`ClientLimits::hbm`].
+    ClientHbm, "HBM of a client", "must be a multiple of 4 MiB, at most 256 GiB and at most the card's HBM";
+    /// [`ClientLimits::queues`].
+    ClientQueues, "queues of a client", "must be 1 to 16";
+    /// [`ClientLimits::buffers`].
+    ClientBuffers, "buffers of a client", "must be 2 to 4096";
+    /// [`ClientLimits::bytes`].
+    ClientBytes, "bytes of a client's buffers", "must be 64 KiB to 1 TiB";
+    /// [`Config::clients`].
+    Clients, "clients", "must be 1 to 1024";
+    /// [`Config::user_clients`].
+    UserClients, "clients of a user", "must be 1 to the number of clients";
+    /// [`Config::user_ddr`].
+    UserDdr, "DDR of a user", "must be at least the limit of one client and at most the card's memory";
+    /// [`Config::user_hbm`].
+    UserHbm, "HBM of a user", "must be at least the limit of one client and at most the card's memory";
 }
 
 impl Config {
@@ -97,52 +144,27 @@ impl Config {
     /// # Errors
     /// The first invalid setting.
     pub fn check(&self) -> Result<(), BadConfig> {
-        let bad = |what, value, rule| Err(BadConfig { what, value, rule });
         let ClientLimits { ddr, hbm, queues, buffers, bytes } = self.limits;
-        let most = 256 << 30;
-        let memories = [
-            (
-                "DDR of a client",
-                ddr,
-                self.ddr,
-                2 << 20,
-                "must be a multiple of 2 MiB, at most 256 GiB and at most the card's DDR",
-            ),
-            (
-                "HBM of a client",
-                hbm,
-                self.hbm,
-                4 << 20,
-                "must be a multiple of 4 MiB, at most 256 GiB and at most the card's HBM",
-            ),
+        let memory = |value: u64, all: u64, multiple: u64| {
+            value > 0 && value.is_multiple_of(multiple) && value <= all.min(256 << 30)
+        };
+        let user_clients = self.user_clients.unwrap_or(1);
+        let (user_ddr, user_hbm) = (self.user_ddr.unwrap_or(ddr), self.user_hbm.unwrap_or(hbm));
+        let settings = [
+            (Setting::ClientDdr, ddr, memory(ddr, self.ddr, 2 << 20)),
+            (Setting::ClientHbm, hbm, memory(hbm, self.hbm, 4 << 20)),
+            (Setting::ClientQueues, queues.into(), (1..=dmalane_card::regs::MAX_CHANNELS).contains(&queues)),
+            (Setting::ClientBuffers, buffers.into(), (2..=4096).contains(&buffers)),
+            (Setting::ClientBytes, bytes, (64 << 10..=1 << 40).contains(&bytes)),
+            (Setting::Clients, self.clients as u64, (1..=1024).contains(&self.clients)),
+            (Setting::UserClients, user_clients as u64, (1..=self.clients).contains(&user_clients)),
+            (Setting::UserDdr, user_ddr, (ddr..=self.ddr).contains(&user_ddr)),
+            (Setting::UserHbm, user_hbm, (hbm..=self.hbm).contains(&user_hbm)),
         ];
-        for (what, value, all, multiple, rule) in memories {
-            if value == 0 || !value.is_multiple_of(multiple) || value > most || value > all {
-                return bad(what, value, rule);
-            }
+        match settings.into_iter().find(|(.., good)| !good) {
+            Some((setting, value, _)) => Err(BadConfig { setting, value }),
+            None => Ok(()),
         }
-        if !(1..=dmalane_card::regs::MAX_CHANNELS).contains(&queues) {
-            return bad("queues of a client", queues.into(), "must be 1 to 16");
-        }
-        if !(2..=4096).contains(&buffers) {
-            return bad("buffers of a client", buffers.into(), "must be 2 to 4096");
-        }
-        if !(64 << 10..=1 << 40).contains(&bytes) {
-            return bad("bytes of a client's buffers", bytes, "must be 64 KiB to 1 TiB");
-        }
-        if !(1..=1024).contains(&self.clients) {
-            return bad("clients", self.clients as u64, "must be 1 to 1024");
-        }
-        if let Some(of_one) = self.user_clients.filter(|n| !(1..=self.clients).contains(n)) {
-            return bad("clients of a user", of_one as u64, "must be 1 to the number of clients");
-        }
-        let of_one = [("DDR of a user", self.user_ddr, ddr, self.ddr), ("HBM of a user", self.user_hbm, hbm, self.hbm)];
-        for (what, value, least, all) in of_one {
-            if let Some(value) = value.filter(|value| !(least..=all).contains(value)) {
-                return bad(what, value, "must be at least the limit of one client and at most the card's memory");
-            }
-        }
-        Ok(())
     }
 
     /// Warnings about resource limits of the process and the kernel. `descriptors`: how many this process may open
@@ -269,15 +291,15 @@ mod tests {
             config.check()
         };
         assert_eq!(check(|_| ()), Ok(()));
-        assert_eq!(check(|c| c.limits.ddr = 1 << 20).unwrap_err().what, "DDR of a client");
-        assert_eq!(check(|c| c.hbm = 4 << 20).unwrap_err().what, "HBM of a client");
-        assert_eq!(check(|c| c.limits.queues = 17).unwrap_err().what, "queues of a client");
-        assert_eq!(check(|c| c.limits.buffers = 0).unwrap_err().what, "buffers of a client");
-        assert_eq!(check(|c| c.limits.bytes = 1).unwrap_err().what, "bytes of a client's buffers");
-        assert_eq!(check(|c| c.clients = 0).unwrap_err().what, "clients");
-        assert_eq!(check(|c| c.user_clients = Some(65)).unwrap_err().what, "clients of a user");
-        assert_eq!(check(|c| c.user_ddr = Some(c.ddr + 1)).unwrap_err().what, "DDR of a user");
-        assert_eq!(check(|c| c.user_hbm = Some(c.limits.hbm - 1)).unwrap_err().what, "HBM of a user");
+        assert_eq!(check(|c| c.limits.ddr = 1 << 20).unwrap_err().setting, Setting::ClientDdr);
+        assert_eq!(check(|c| c.hbm = 4 << 20).unwrap_err().setting, Setting::ClientHbm);
+        assert_eq!(check(|c| c.limits.queues = 17).unwrap_err().setting, Setting::ClientQueues);
+        assert_eq!(check(|c| c.limits.buffers = 0).unwrap_err().setting, Setting::ClientBuffers);
+        assert_eq!(check(|c| c.limits.bytes = 1).unwrap_err().setting, Setting::ClientBytes);
+        assert_eq!(check(|c| c.clients = 0).unwrap_err().setting, Setting::Clients);
+        assert_eq!(check(|c| c.user_clients = Some(65)).unwrap_err().setting, Setting::UserClients);
+        assert_eq!(check(|c| c.user_ddr = Some(c.ddr + 1)).unwrap_err().setting, Setting::UserDdr);
+        assert_eq!(check(|c| c.user_hbm = Some(c.limits.hbm - 1)).unwrap_err().setting, Setting::UserHbm);
         let shares = [1, 2, 3, 4, 64].map(|clients| Config { clients, ..Config::default() }.clients_per_user());
         assert_eq!(shares, [1, 2, 3, 3, 48]);
     }

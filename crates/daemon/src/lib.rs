@@ -51,6 +51,7 @@ mod config;
 mod connection;
 mod deferred_close;
 mod function;
+#[cfg(any(test, feature = "fuzzing"))]
 pub mod fuzzing;
 mod page;
 mod server;
@@ -59,6 +60,6 @@ pub mod wire;
 mod worker;
 
 pub use client::{Client, ClientError, ClientOptions, ClientStatus, DaemonStatus, status};
-pub use config::{BadConfig, ClientLimits, Config};
+pub use config::{BadConfig, ClientLimits, Config, Setting};
 pub use connection::ClientResources;
 pub use server::{Listener, Server, ServerError, ServerEvent, Totals};

@@ -173,7 +173,7 @@ pub struct MalformedRequest {
     pub seqno: u64,
     /// True when the opcode is unknown.
     pub unknown: bool,
-    /// What is wrong with the message.
+    /// The fault of the message.
     pub why: &'static str,
 }
 

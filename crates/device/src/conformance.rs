@@ -85,7 +85,7 @@ impl<'a> Taken<'a> {
         Ok(bytes)
     }
 
-    /// What may be used of each region: all of it, or 4 MiB that the driver allocates.
+    /// The part of each region that may be used: all of it, or 4 MiB that the driver allocates.
     fn places(&self) -> (DeviceMemory, Vec<(Region, Span<CardAddr>)>) {
         let mut memory = self.device.memory();
         let place = |region: &Region| {

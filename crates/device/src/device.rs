@@ -14,7 +14,7 @@ use crate::{AddressSpace, DeviceMemory};
 ///
 /// Object-safe. The [crate documentation](crate) has a complete one.
 pub trait Device: Send {
-    /// What it is and how it works.
+    /// Its description.
     fn info(&self) -> DeviceInfo;
 
     /// Its memory, in the order of preference: the first region is the default. No two overlap; memory that the device
@@ -81,7 +81,7 @@ impl<D: Device + ?Sized> Device for Box<D> {
     }
 }
 
-/// What a device is and how it works.
+/// The description of a device.
 #[derive(Clone, PartialEq, Eq, Debug, Default)]
 pub struct DeviceInfo {
     /// A name for people ("software card").
@@ -112,7 +112,7 @@ pub struct Region {
     pub group: Cow<'static, str>,
     /// Its addresses.
     pub span: Span<CardAddr>,
-    /// What allocations start at and are multiples of.
+    /// Allocations start at multiples of this, and are multiples of it.
     pub granule: PageSize,
     /// Which queues reach it.
     pub route: Route,
@@ -148,7 +148,7 @@ pub fn areas(regions: &[Region]) -> Vec<Area> {
     regions.iter().map(|r| Area { span: r.span, route: r.route }).collect()
 }
 
-/// What can be observed of a device; `None` where it cannot tell.
+/// Counters of a device; `None` where it cannot tell.
 #[derive(Clone, PartialEq, Eq, Debug, Default)]
 pub struct Counters {
     /// The IOMMU between host memory and the device.

@@ -10,7 +10,7 @@ use crate::{AddressSpace, AddressSpaceKind, Bind, SpaceError};
 /// Virtual addresses that are card addresses: a buffer is seen where it lies, and binding only checks that.
 #[derive(Debug, Default)]
 pub struct FlatSpace {
-    /// What is reserved: first and last address.
+    /// The reserved ranges: first and last address.
     reserved: BTreeMap<DeviceVa, DeviceVa>,
 }
 

@@ -1,4 +1,4 @@
-//! What a device is: memory regions, registration of host memory, queues, an address space.
+//! A device: memory regions, registration of host memory, queues, an address space.
 //!
 //! [`Device`] is the trait. Whoever opens one takes its queues, allocates its memory ([`DeviceMemory`], [`Placement`]),
 //! registers host memory, and binds buffers in its [`AddressSpace`]: [`PageTableSpace`] for a device with an MMU whose

@@ -69,7 +69,7 @@ pub enum MemoryError {
     /// No region and no group has this name.
     #[error("the device has no {placement} memory, only {}", if regions.is_empty() { "none" } else { regions })]
     NoRegion {
-        /// What was asked for.
+        /// The placement that was requested.
         placement: Placement,
         /// The names of the regions, with commas between them.
         regions: String,
@@ -98,7 +98,7 @@ pub enum MemoryError {
         len: u64,
         /// Where.
         placement: Placement,
-        /// What the driver said.
+        /// The driver's answer.
         source: Box<dyn Error + Send + Sync>,
     },
     /// Memory was given back wrongly: a bug.

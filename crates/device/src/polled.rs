@@ -10,7 +10,7 @@ use dmalane_queue::{
 /// A queue whose operations are calls of a function, one after the other, on the thread that polls: for devices whose
 /// work is done by the processor, or by a call that returns when it is done.
 ///
-/// What the function gets was checked ([`Operation::admit`]); a registration, where there is one, holds the host
+/// The function gets checked operations ([`Operation::admit`]); a registration, where there is one, holds the host
 /// memory.
 pub struct PolledQueue<F> {
     abilities: Abilities,
@@ -96,7 +96,7 @@ impl<F: FnMut(&Operation) -> Result<(), OpError> + Send> Queue for PolledQueue<F
     }
 
     fn restart(&mut self) -> bool {
-        let restarts = self.waiting.is_empty();
+        let restarts = self.stopped.is_some() && self.waiting.is_empty();
         if restarts {
             self.stopped = None;
         }

@@ -10,7 +10,7 @@ use thiserror::Error;
 
 /// A device's virtual addresses: reserve a range for a buffer, bind parts of the buffer there, unbind the range.
 pub trait AddressSpace: Send {
-    /// What kind it is.
+    /// Its kind.
     fn kind(&self) -> AddressSpaceKind;
 
     /// The smallest page: what binds start at and are multiples of.
@@ -77,7 +77,7 @@ pub trait AddressSpace: Send {
 /// Sees what was bound and unbound.
 pub type Observer = Box<dyn FnMut(&[BindRequest]) + Send>;
 
-/// What stands behind a device's virtual addresses.
+/// The kinds of translation behind a device's virtual addresses.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub enum AddressSpaceKind {
     /// Page tables that this library writes.
@@ -94,7 +94,7 @@ pub enum AddressSpaceKind {
     Flat,
 }
 
-/// What to bind, and where.
+/// A binding to make.
 #[derive(Clone, Debug)]
 pub struct Bind<'a> {
     /// Where, in a range that was reserved.
@@ -105,7 +105,7 @@ pub struct Bind<'a> {
     pub offset: u64,
     /// Bytes, whole pages.
     pub len: u64,
-    /// What programs on the device may do.
+    /// The access of programs on the device.
     pub access: Access,
 }
 

@@ -50,8 +50,8 @@ pub use device::{DeviceMem, DmaFault, FaultReason, HeldMem};
 pub use error::Error;
 pub use footprint::{Footprint, footprint};
 pub use heap::{
-    Abilities, Absent, AnonHeap, DmaHeap, DriverHeap, Heap, HeapStats, MemfdHeap, Needs, PageBacking, PageKind, Picked,
-    Pool, PoolStats, Reserved, export_dma_buf, pick,
+    Absent, AnonHeap, DmaHeap, DriverHeap, Heap, HeapAbilities, HeapStats, MemfdHeap, Needs, NoPages, PageBacking,
+    PageKind, Picked, Pool, PoolStats, Reserved, export_dma_buf, pick,
 };
 pub use interrupts::InterruptEvents;
 pub use mmio::Mmio;

@@ -167,7 +167,7 @@ mod tests {
         fn unpin(&self, _: &SgTable<PhysAddr>) {}
     }
 
-    /// What a device with this access holds.
+    /// The pin that a device with this access holds.
     fn admitted(reference: &BufferRef, access: Access) -> Pinned {
         let mut pinned = Pinned::new(reference.clone(), None, Arc::new(Nothing));
         pinned.admit(access);

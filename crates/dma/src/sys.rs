@@ -22,7 +22,7 @@ use rustix::mm::{self, Advice, MapFlags, ProtFlags};
 use crate::VolatileSlice;
 use crate::heap::Home;
 
-/// What backs a region.
+/// The backing of a region.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(crate) enum Pages {
     /// Reserved 1 GiB pages (hugetlbfs).

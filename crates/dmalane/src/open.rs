@@ -84,7 +84,7 @@ impl OpenOptions {
     /// The first option that was given and that devices of this kind do not have.
     pub fn refused(&self, spec: &DeviceSpec) -> Option<&'static str> {
         let given = [
-            ("flat", self.flat && !spec.kind().options.is_empty() && spec.kind().name != "file"),
+            ("flat", self.flat && !spec.kind().always_flat),
             ("ring", self.ring.is_some()),
             ("card-ddr", self.card_ddr.is_some()),
             ("card-hbm", self.card_hbm.is_some()),

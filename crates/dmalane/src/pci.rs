@@ -6,7 +6,7 @@ use std::path::Path;
 
 /// One function of a PCI device.
 #[derive(Clone, PartialEq, Eq, Debug)]
-pub struct PciDevice {
+pub struct PciFunction {
     /// Domain, bus, device and function.
     pub bdf: String,
     /// Vendor and device number: `10de:2204`.
@@ -22,7 +22,7 @@ pub struct PciDevice {
 /// The most that is read of a file: more than any of these has.
 const LIMIT: u64 = 4096;
 
-impl PciDevice {
+impl PciFunction {
     /// A display controller or a processing accelerator.
     pub fn computes(&self) -> bool {
         matches!(self.class >> 16, 0x03 | 0x12)
@@ -30,7 +30,7 @@ impl PciDevice {
 }
 
 /// All PCI devices of the machine whose `/` is at `root`, sorted. Those whose files make no sense are left out.
-pub fn devices(root: &Path) -> Vec<PciDevice> {
+pub fn devices(root: &Path) -> Vec<PciFunction> {
     let folder = root.join("sys/bus/pci/devices");
     let entries = fs::read_dir(&folder).into_iter().flatten().flatten();
     let mut devices: Vec<_> = entries.filter_map(|entry| device(&entry.path())).collect();
@@ -38,11 +38,11 @@ pub fn devices(root: &Path) -> Vec<PciDevice> {
     devices
 }
 
-fn device(folder: &Path) -> Option<PciDevice> {
+fn device(folder: &Path) -> Option<PciFunction> {
     let hex = |name: &str| u32::from_str_radix(text(&folder.join(name))?.trim().strip_prefix("0x")?, 16).ok();
     let (vendor, model, class) = (hex("vendor")?, hex("device")?, hex("class")?);
     let link = |name: &str| last(&fs::read_link(folder.join(name)).ok()?);
-    Some(PciDevice {
+    Some(PciFunction {
         bdf: last(folder)?,
         id: format!("{vendor:04x}:{model:04x}"),
         class,

@@ -13,20 +13,22 @@ use dmalane_sim::{CardConfig, HostConfig, SoftBus, SoftHost, Workers};
 use dmalane_vfio::Bdf;
 use dmalane_vulkan::{VulkanDevice, VulkanOptions};
 
-use crate::pci::{self, PciDevice};
+use crate::pci::{self, PciFunction};
 use crate::size::Size;
 use crate::{CARD_PCI_ID, OpenOptions, connect_pci_card, open_pci_card};
 
 /// A kind of device: an entry of [`KINDS`].
 pub struct DeviceKind {
-    /// What its names begin with.
+    /// The first word of its names.
     pub name: &'static str,
     /// How one is named ("ram:SIZE").
     pub syntax: &'static str,
-    /// What it is, for people.
+    /// A description for people.
     pub about: &'static str,
     /// The [options](OpenOptions) that it has, besides those of every device.
     pub options: &'static [&'static str],
+    /// True when its memory has plain addresses anyway, so that [`OpenOptions::flat`] is accepted and changes nothing.
+    pub always_flat: bool,
     /// Checks what follows `KIND:`, empty when nothing does.
     pub check: fn(&str) -> Result<(), String>,
     /// The devices of this kind on the machine whose `/` is given; none where they cannot be found without being named.
@@ -41,22 +43,22 @@ type Opened = Result<Box<dyn Device>, Box<dyn Error + Send + Sync>>;
 #[rustfmt::skip] // one line for what it is, one for what it does
 pub const KINDS: &[DeviceKind] = &[
     DeviceKind { name: "soft", syntax: "soft", about: "the software card: a device model inside this process",
-        options: SOFT, check: nothing, list: list_soft, open: soft },
+        options: SOFT, always_flat: false, check: nothing, list: list_soft, open: soft },
     DeviceKind { name: "daemon", syntax: "daemon[:SOCKET]", about: "a share of the card of a dmalaned",
-        options: DAEMON, check: anything, list: list_daemon, open: daemon },
+        options: DAEMON, always_flat: false, check: anything, list: list_daemon, open: daemon },
     DeviceKind { name: "vfio", syntax: "vfio:BDF", about: "a card that is a PCI device bound to vfio-pci",
-        options: CARD, check: parse::<Bdf>, list: list_vfio, open: vfio },
+        options: CARD, always_flat: false, check: parse::<Bdf>, list: list_vfio, open: vfio },
     DeviceKind { name: "vfio-user", syntax: "vfio-user:SOCKET", about: "a card that a process serves over a socket",
-        options: CARD, check: socket, list: none, open: vfio_user },
+        options: CARD, always_flat: false, check: socket, list: none, open: vfio_user },
     DeviceKind { name: "file", syntax: "file:PATH[,h2c=PATH,c2h=PATH]",
         about: "a file, block device or DMA driver's node as device memory",
-        options: &["file", "overwrite"], check: parse::<FileDevicePaths>, list: none, open: file },
+        options: &["file", "overwrite"], always_flat: true, check: parse::<FileDevicePaths>, list: none, open: file },
     DeviceKind { name: "ram", syntax: "ram:SIZE", about: "plain memory of this process",
-        options: &[], check: size, list: none, open: ram },
+        options: &[], always_flat: true, check: size, list: none, open: ram },
     DeviceKind { name: "vulkan", syntax: "vulkan:NUMBER|NAME|UUID", about: "a GPU, through its Vulkan driver",
-        options: &["flat", "vulkan"], check: gpu, list: list_vulkan, open: vulkan },
+        options: &["flat", "vulkan"], always_flat: false, check: gpu, list: list_vulkan, open: vulkan },
     DeviceKind { name: "cuda", syntax: "cuda:NUMBER|UUID[,vmm]", about: "an NVIDIA GPU, through the CUDA driver",
-        options: &[], check: parse::<GpuName>, list: list_cuda, open: cuda },
+        options: &[], always_flat: true, check: parse::<GpuName>, list: list_cuda, open: cuda },
 ];
 
 /// Bytes of DDR of the software card, unless it is asked for otherwise.
@@ -78,13 +80,13 @@ pub struct Listed {
     pub kind: &'static str,
     /// True when it can be opened.
     pub supported: bool,
-    /// What it is, or why it cannot be opened.
+    /// A description, or the reason why it cannot be opened.
     pub about: String,
     /// Its memories with their sizes, as far as that is known without opening it.
     pub memories: Vec<(&'static str, u64)>,
     /// Its channels, as far as that is known without opening it.
     pub channels: Option<u32>,
-    /// What else is known; `None` for what is not there.
+    /// Other facts by name; `None` where there is no value.
     pub facts: Vec<(&'static str, Option<String>)>,
 }
 
@@ -150,7 +152,7 @@ fn soft_config(options: &OpenOptions) -> (CardConfig, HostConfig) {
     (card, host)
 }
 
-/// What a software card and its host count.
+/// The counters of a software card and its host.
 pub(crate) fn soft_counters(bus: &SoftBus) -> Counters {
     let (host, (ddr, hbm)) = (bus.host().stats(), bus.memory().touched());
     let iommu = IommuCounters {
@@ -215,7 +217,7 @@ fn vfio(rest: &str, options: &OpenOptions) -> Opened {
 fn list_vfio(root: &Path) -> Vec<Listed> {
     let (vendor, device) = CARD_PCI_ID;
     let card = format!("{vendor:04x}:{device:04x}");
-    let listed = |d: PciDevice| Listed {
+    let listed = |d: PciFunction| Listed {
         name: format!("vfio:{}", d.bdf),
         kind: "vfio_pci",
         supported: d.id == card,

@@ -27,7 +27,7 @@ impl DeviceSpec {
         self.kind
     }
 
-    /// What follows `KIND:`; empty when nothing does.
+    /// The text after `KIND:`; empty when there is none.
     pub fn rest(&self) -> &str {
         &self.rest
     }
@@ -43,14 +43,14 @@ pub enum BadDeviceSpec {
         /// The text.
         text: String,
     },
-    /// What follows the kind is wrong.
+    /// The text after the kind is invalid.
     #[error("{text:?} is not {syntax}: {reason}")]
     Rest {
         /// The text.
         text: String,
         /// How devices of this kind are named.
         syntax: &'static str,
-        /// What is wrong.
+        /// The reason.
         reason: String,
     },
 }

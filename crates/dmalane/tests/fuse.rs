@@ -20,7 +20,7 @@ use fuser::{
 const SIZE: u64 = 2_500_001;
 const O_DIRECT: i32 = 0o40000;
 
-/// What the file system does with the file.
+/// The behaviour of the file system with the file.
 #[derive(Clone, Default)]
 struct Orders {
     /// Bytes past `SIZE`.

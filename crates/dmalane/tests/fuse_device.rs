@@ -21,7 +21,7 @@ use fuser::{
 const LEN: usize = 2 << 20;
 const LONG: Duration = Duration::from_secs(60);
 
-/// What the device does wrong, if a request touches this place.
+/// The fault of the device, if a request touches this place.
 #[derive(Clone, Copy, PartialEq, Debug)]
 enum Fault {
     None,

@@ -15,7 +15,7 @@ const PAGE: u64 = 4096;
 /// Where a mapping may begin, whatever pages the machine has.
 const PAGES: u64 = 64 << 10;
 
-/// What of a range of a file is in the page cache.
+/// The part of a file's range that is in the page cache.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
 pub struct Residency {
     /// Bytes that were asked about, those past the end of the file left out.

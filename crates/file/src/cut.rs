@@ -6,7 +6,7 @@
 //! reads         --DDDDDDDDDDDDDDDDDDD--         D direct, - buffered
 //! ```
 
-/// What the file system demands of direct I/O. Both are powers of two.
+/// Alignment that the file system demands of direct I/O. Both are powers of two.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(crate) struct Align {
     /// Memory addresses are multiples of this.

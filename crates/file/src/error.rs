@@ -1,4 +1,4 @@
-//! What can go wrong with opening a file.
+//! Errors of opening a file.
 
 use std::io;
 use std::path::PathBuf;
@@ -20,9 +20,9 @@ pub enum Error {
     /// Neither a regular file nor a block device.
     #[error("cannot read {}: it is a {kind}, not a file", path.display())]
     NotAFile {
-        /// What was opened.
+        /// The path.
         path: PathBuf,
-        /// What it is ("directory").
+        /// The kind of file ("directory").
         kind: &'static str,
     },
     /// [`Mode::Direct`](crate::Mode::Direct) was asked for, and there is no direct I/O on this file.

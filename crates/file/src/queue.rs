@@ -141,7 +141,7 @@ impl FileQueue {
         self.moved
     }
 
-    /// What file offsets and memory addresses must agree modulo for direct I/O; 1 where there is none.
+    /// The modulus by which file offsets and memory addresses must agree for direct I/O; 1 without direct I/O.
     pub fn alignment(&self) -> usize {
         self.source.direct.as_ref().map_or(1, |(_, align)| align.memory.max(align.offset))
     }

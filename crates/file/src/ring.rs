@@ -1,5 +1,5 @@
-//! What is asked of the kernel: to fill or write out memory, by a ring or by `pread` and `pwrite`; to say what it has
-//! cached. The only file here that says `unsafe`.
+//! Requests to the kernel: filling or writing out memory, by a ring or by `pread` and `pwrite`, and asking what it has
+//! cached. The only file here with `unsafe`.
 //!
 //! Invariant of [`Ring`]: from the moment that the kernel may know of a request until its completion was seen, the
 //! [`Request`] lies in `slots` under the number that the kernel will name, and with it the [`BufferSlice`] that keeps
@@ -48,7 +48,7 @@ pub(crate) fn keep(slice: BufferSlice) {
     QUARANTINE.lock().unwrap_or_else(PoisonError::into_inner).push(slice);
 }
 
-/// What a request asks for.
+/// The operation of a request.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(crate) enum Ask {
     /// Fill the memory.
@@ -192,7 +192,7 @@ pub(crate) fn mincore(file: &File, offset: u64, len: u64) -> io::Result<u64> {
     Ok(pages * (page / 4096))
 }
 
-/// What stands behind a refusal to make a ring, as far as it can be told.
+/// The cause of a refusal to make a ring, as far as it is known.
 fn why_refused(error: &io::Error) -> &'static str {
     match error.raw_os_error() {
         Some(libc::EPERM) => {

@@ -157,7 +157,7 @@ pub(crate) fn is_fuse(file: &File) -> bool {
     rustix::fs::fstatfs(file).is_ok_and(|s| s.f_type as u32 == 0x6573_5546)
 }
 
-/// What statx says, or a safe guess where it says nothing.
+/// The answer of statx, or a safe guess where it has none.
 pub(crate) fn alignment(file: impl AsFd) -> Result<Align, String> {
     let stat = match rustix::fs::statx(file, c"", AtFlags::EMPTY_PATH, StatxFlags::DIOALIGN) {
         Ok(stat) if stat.stx_mask & StatxFlags::DIOALIGN.bits() != 0 => stat,

@@ -195,7 +195,7 @@ impl Backlog {
         }
     }
 
-    /// What `channel` is to move next in this direction.
+    /// Chooses the next fragment for `channel` in this direction.
     fn next(&mut self, rules: &Rules, channel: usize, now: Nanos) -> Option<Fragment> {
         if self.waiting == 0 || !self.channels.get(channel)?.has_room() {
             return None;

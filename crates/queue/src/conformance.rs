@@ -102,7 +102,7 @@ impl Random {
     }
 }
 
-/// What an operation does, byte by byte.
+/// A model of an operation, byte by byte.
 #[derive(Clone, Debug)]
 pub struct Model {
     /// The memory at the other end.

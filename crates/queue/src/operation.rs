@@ -51,7 +51,7 @@ impl From<(BufferSlice, Registered)> for HostSlice {
     }
 }
 
-/// What the caller knows about the processor's cache: which of two kinds of stores is faster.
+/// The caller's knowledge about the processor's cache: which of two kinds of stores is faster.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
 pub enum CacheHint {
     /// The device decides, by the length and by what it has moved lately.
@@ -104,7 +104,7 @@ pub struct Gather<A = DeviceAddr> {
     pub device: Vec<(A, u64)>,
 }
 
-/// What an operation does.
+/// The work of an operation.
 #[derive(Debug)]
 pub enum Work<A = DeviceAddr> {
     /// Copy between host and device.
@@ -227,7 +227,7 @@ impl<A: QueueAddr> Operation<A> {
         }
     }
 
-    /// What a queue must be able to do for it.
+    /// The abilities that a queue needs for it.
     #[inline]
     pub fn needs(&self) -> Abilities {
         let shape = if self.shape.is_some() { Abilities::SHAPE } else { Abilities::empty() };
@@ -335,7 +335,7 @@ impl<A> From<Work<A>> for Operation<A> {
 }
 
 bitflags::bitflags! {
-    /// What a queue can do.
+    /// Abilities of a queue.
     #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
     pub struct Abilities: u32 {
         /// Copy from host to device.
@@ -377,7 +377,7 @@ impl Abilities {
 /// An operation that ended, with its host memory.
 #[derive(Debug)]
 pub struct Completion<A = DeviceAddr> {
-    /// What [`Queue::submit`](crate::Queue::submit) returned.
+    /// The ticket that [`Queue::submit`](crate::Queue::submit) returned.
     pub ticket: Ticket,
     /// The operation, exactly as it was submitted.
     pub operation: Operation<A>,

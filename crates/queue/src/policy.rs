@@ -28,7 +28,7 @@ pub trait Policy: Send {
     /// `channels` channels. From now on its bytes are handed out by [`Policy::next`], each exactly once.
     fn arrive(&mut self, transfer: u64, direction: Direction, at: Option<CardAddr>, len: u64, channels: usize);
 
-    /// What `channel` is to move next; `None` when nothing for now. Once every fragment that was handed out has ended,
+    /// Chooses the next fragment for `channel`; `None`: nothing for now. Once every fragment handed out has ended,
     /// some channel must be given a fragment as long as there are bytes left.
     fn next(&mut self, channel: usize, now: Duration) -> Option<Fragment>;
 

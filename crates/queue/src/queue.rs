@@ -17,7 +17,7 @@ pub enum Direction {
 }
 
 impl Direction {
-    /// What the device does to host memory.
+    /// The access of the device to host memory.
     #[inline]
     pub fn host_access(self) -> Access {
         match self {
@@ -93,7 +93,7 @@ pub trait Queue: Send {
     /// Operations in flight, and bytes per operation, at most.
     fn limits(&self) -> Limits;
 
-    /// What [`Queue::submit`] accepts, and what else the queue can do.
+    /// The operations that [`Queue::submit`] accepts, and other abilities of the queue.
     fn abilities(&self) -> Abilities;
 
     /// Operations that were accepted and not yet given back.

@@ -14,7 +14,7 @@ use crate::{
     Registered,
 };
 
-/// What the kernel allows to be locked where nobody has changed it.
+/// The kernel's default limit of locked memory.
 const USUAL_MEMLOCK: u64 = 8 << 20;
 const PAGE: usize = 4096;
 
@@ -27,7 +27,7 @@ pub struct RegistryLimits {
     pub entries: usize,
 }
 
-/// What a [`Registry`] has done.
+/// Counters of a [`Registry`].
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
 pub struct RegistryStats {
     /// Registrations found.
@@ -140,7 +140,7 @@ impl RegistryLimits {
 }
 
 impl Default for RegistryLimits {
-    /// What fits under the usual RLIMIT_MEMLOCK of 8 MiB beside some rings.
+    /// A limit that leaves room for some rings under the usual RLIMIT_MEMLOCK of 8 MiB.
     fn default() -> Self {
         Self { bytes: USUAL_MEMLOCK / 8 * 7, entries: 1024 }
     }

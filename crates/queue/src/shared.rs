@@ -102,7 +102,7 @@ struct Waiting<A> {
     operation: Operation<A>,
 }
 
-/// What belongs to one handle.
+/// The state of one handle.
 struct Inbox<A> {
     completions: VecDeque<Completion<A>>,
     /// Operations that have not ended.

@@ -62,7 +62,7 @@ struct Copy<A> {
     direction: Direction,
     via: Option<Registered>,
     cache: CacheHint,
-    /// What no queue was given yet, and what came back: each with its offset.
+    /// Slices that no queue was given yet, and those that came back: each with its offset.
     waiting: Vec<(u64, BufferSlice)>,
     back: Vec<(u64, BufferSlice)>,
     missing: u64,

@@ -65,7 +65,7 @@ impl StallWatch {
         *self = Self::default();
     }
 
-    /// What is wrong, once nothing has ended for `timeout`. To be called after every poll that collected nothing.
+    /// The reason, once nothing has ended for `timeout`. To be called after every poll that collected nothing.
     pub fn lost(&mut self, timeout: Duration) -> Option<String> {
         self.check(Instant::now(), timeout)
     }

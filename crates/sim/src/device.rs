@@ -9,10 +9,10 @@ use dmalane_addr::CardAddr;
 use dmalane_dma::DeviceMem;
 use dmalane_iopt::{Format, X86_64_4Level};
 
-use crate::Error;
 use crate::memory::CardMemory;
 use crate::mmu::Mmu;
 use crate::queue::{Inside, Queue, Registers, Stepped};
+use crate::{CardSetting, Error};
 use dmalane_card::regs;
 
 /// Looks for work so often before a worker sleeps: some tens of microseconds, as long as it takes to wake it.
@@ -107,8 +107,7 @@ impl<M: DeviceMem + 'static, F: Format> SoftCard<M, F> {
     ) -> Result<Self, Error> {
         let CardConfig { channels, workers, .. } = config;
         if !(1..=regs::MAX_CHANNELS).contains(&channels) {
-            let rule = "must be 1 to 16";
-            return Err(Error::BadConfig { what: "channels", value: channels.into(), rule });
+            return Err(Error::BadConfig { setting: CardSetting::Channels, value: channels.into() });
         }
         let channel =
             |_| Channel { regs: Registers::default(), queue: Mutex::new(Queue::new(port())), worker: OnceLock::new() };

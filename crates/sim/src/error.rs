@@ -1,4 +1,4 @@
-//! What can go wrong with the software card or its host.
+//! Errors of the software card and its host.
 
 use dmalane_addr::{CardAddr, Iova, Span};
 use thiserror::Error;
@@ -11,14 +11,12 @@ pub enum Error {
     #[error(transparent)]
     Memory(#[from] dmalane_dma::Error),
     /// A card that cannot be made.
-    #[error("a card with {what} of {value}: {rule}")]
+    #[error("a card with {setting} of {value}: {}", setting.rule())]
     BadConfig {
-        /// Which setting.
-        what: &'static str,
+        /// The setting that is invalid.
+        setting: CardSetting,
         /// Its value.
         value: u64,
-        /// What it should be.
-        rule: &'static str,
     },
     /// Card memory that does not exist.
     #[error("the card has no {len} bytes of memory at {at}")]
@@ -44,9 +42,41 @@ pub enum Error {
     PageTable {
         /// Where the buffer was to appear.
         span: Span<Iova>,
-        /// What the page table said.
+        /// The error of the page table.
         source: dmalane_iopt::Error,
     },
+}
+
+/// A setting of [`CardConfig`](crate::CardConfig) that has a rule.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum CardSetting {
+    /// Bytes of DDR.
+    Ddr,
+    /// Bytes of HBM.
+    Hbm,
+    /// DMA channels.
+    Channels,
+}
+
+impl CardSetting {
+    /// The values that it can have, for people.
+    pub fn rule(self) -> &'static str {
+        match self {
+            Self::Ddr => "must be a multiple of 2 MiB, neither zero nor above 256 GiB",
+            Self::Hbm => "must be a multiple of 4 MiB, neither zero nor above 256 GiB",
+            Self::Channels => "must be 1 to 16",
+        }
+    }
+}
+
+impl std::fmt::Display for CardSetting {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str(match self {
+            Self::Ddr => "DDR",
+            Self::Hbm => "HBM",
+            Self::Channels => "channels",
+        })
+    }
 }
 
 impl From<Error> for dmalane_dma::Error {

@@ -14,7 +14,7 @@ use dmalane_queue::{Cancelled, DeviceAddr, Direction, HostSlice, Operation, Queu
 use crate::memory::HBM_BASE;
 use crate::{CardConfig, SoftBus, Workers};
 use dmalane_card::regs::{self, BAR_MEMORY, BAR_REGISTERS};
-use dmalane_card::{Card, Completion};
+use dmalane_card::{Card, CompletionEntry};
 
 /// Most operations of one run, and most steps of the card.
 const OPERATIONS: usize = 200;
@@ -344,9 +344,9 @@ impl Mmio for HostileBus {
         let (script, port) = &mut *self.script.lock().expect("no panic so far");
         let Some(b) = script.next() else { return false };
         let number = script.completed;
-        let sequence = Completion::sequence_of(number);
+        let sequence = CompletionEntry::sequence_of(number);
         let mut slot = number % 4;
-        let mut word = Completion { cookie: number, status: b & 15, sequence }.word();
+        let mut word = CompletionEntry { cookie: number, status: b & 15, sequence }.word();
         if b >= 0xf8 {
             slot = u32::from(b & 3);
             word ^= 1 << script.next().unwrap_or(0).min(63);

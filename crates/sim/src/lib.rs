@@ -46,7 +46,7 @@ mod recent;
 
 pub use bus::SoftBus;
 pub use device::{CardConfig, SoftCard, Workers};
-pub use error::Error;
+pub use error::{CardSetting, Error};
 pub use host::{DevicePort, HeldPort, HostConfig, HostStats, SoftHost};
 pub use memory::CardMemory;
 pub use queue::Stepped;

@@ -7,7 +7,7 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use dmalane_addr::{Address, CardAddr, Span};
 use dmalane_dma::{SharedBuf, VolatileSlice};
 
-use crate::Error;
+use crate::{CardSetting, Error};
 
 /// Memory is made present in blocks of this many bytes.
 pub(crate) const BLOCK: u64 = 2 << 20;
@@ -45,10 +45,10 @@ impl CardMemory {
     }
 
     fn at(ddr: u64, hbm: u64, hbm_base: u64) -> Result<Self, Error> {
-        let spans = [bank("ddr", 0, ddr, BLOCK)?, bank("hbm", hbm_base, hbm, 2 * BLOCK)?];
-        let pieces = spans.map(|span| span.first().bits()..span.first().bits() + span.len());
-        let (buffers, file) = SharedBuf::sparse_ranges("dmalane-card", &pieces)?;
-        let Ok([ddr, hbm]) = <[SharedBuf; 2]>::try_from(buffers) else { unreachable!("a buffer for each piece") };
+        let spans = [bank(CardSetting::Ddr, 0, ddr, BLOCK)?, bank(CardSetting::Hbm, hbm_base, hbm, 2 * BLOCK)?];
+        let ranges = spans.map(|span| span.first().bits()..span.first().bits() + span.len());
+        let (buffers, file) = SharedBuf::sparse_ranges("dmalane-card", &ranges)?;
+        let Ok([ddr, hbm]) = <[SharedBuf; 2]>::try_from(buffers) else { unreachable!("a buffer for each range") };
         let [ddr, hbm] = [Bank::new(spans[0], ddr), Bank::new(spans[1], hbm)];
         Ok(Self { ddr, hbm, file, lent: AtomicBool::new(false) })
     }
@@ -205,14 +205,10 @@ struct Bank {
 }
 
 /// The addresses of a bank.
-fn bank(name: &'static str, base: u64, len: u64, multiple: u64) -> Result<Span<CardAddr>, Error> {
-    let bad = |rule| Error::BadConfig { what: name, value: len, rule };
-    if !len.is_multiple_of(multiple) {
-        return Err(bad("must be a multiple of 2 MiB (DDR) or 4 MiB (HBM)"));
-    }
-    usize::try_from(len).map_err(|_| bad("exceeds the address space"))?;
-    let span = Span::new(CardAddr::new(base), len).filter(|_| len <= HBM_BASE);
-    span.ok_or(bad("must be neither zero nor above 256 GiB"))
+fn bank(setting: CardSetting, base: u64, len: u64, multiple: u64) -> Result<Span<CardAddr>, Error> {
+    let fits = len.is_multiple_of(multiple) && len <= HBM_BASE && usize::try_from(len).is_ok();
+    let span = Span::new(CardAddr::new(base), len).filter(|_| fits);
+    span.ok_or(Error::BadConfig { setting, value: len })
 }
 
 impl Bank {

@@ -12,7 +12,7 @@ use crate::memory::CardMemory;
 /// The MMU's registers. Whoever copies by a translation holds this for reading; invalidation takes it for writing, so
 /// that when it returns no copy by an old translation is under way.
 pub(crate) struct Mmu<F> {
-    /// What a write to the control register takes over.
+    /// The root table that the next write to the control register activates.
     root: AtomicU64,
     state: RwLock<State>,
     format: PhantomData<fn() -> F>,

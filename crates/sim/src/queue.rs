@@ -16,12 +16,12 @@ use crate::memory::{Block, CardMemory};
 use crate::mmu::{self, Mmu, Tlb};
 use crate::recent::{Memory, Recent};
 use dmalane_card::regs::{MAX_LEN, MAX_RING_LOG2, STATUS_HALTED, STATUS_RUNNING};
-use dmalane_card::{Completion, Descriptor, Halt, Malformed, PlainCopy, Status, Task};
+use dmalane_card::{CompletionEntry, Descriptor, Halt, Malformed, PlainCopy, Status, Task};
 
-/// What one [`Queue::step`] does at most.
+/// Limits of one [`Queue::step`].
 const STEP_DESCRIPTORS: usize = 32;
 const STEP_BYTES: u64 = 1 << 20;
-/// What a row of a shape counts for at least in [`STEP_BYTES`]: rows of single bytes must not make a step long.
+/// A row of a shape counts for at least this in [`STEP_BYTES`]: rows of single bytes must not make a step long.
 const PIECE_COST: u64 = 512;
 /// Descriptors fetched at once.
 const FETCH: u32 = 32;
@@ -30,7 +30,7 @@ const FETCH: u32 = 32;
 const STREAM_TO_CARD: u64 = 4 << 10;
 const STREAM_TO_HOST: u64 = 1 << 20;
 
-/// What a step of a channel did.
+/// The work of one step of a channel.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
 pub struct Stepped {
     /// Bytes copied, filled or compared, at most 1 MiB; rows of a shape count as 512 at least.
@@ -42,9 +42,9 @@ pub struct Stepped {
 /// A channel's registers, as both sides see them.
 #[derive(Default)]
 pub(crate) struct Registers {
-    /// What the driver wants: 1 is enabled.
+    /// The state that the driver requests: 1 is enabled.
     pub control: AtomicU32,
-    /// What the channel does. Written by [`Queue::step`] alone.
+    /// The state of the channel. Written by [`Queue::step`] alone.
     pub status: AtomicU32,
     pub error: AtomicU32,
     pub error_iova: AtomicU64,
@@ -75,7 +75,7 @@ impl Registers {
     }
 }
 
-/// What all channels share.
+/// State that all channels share.
 pub(crate) struct Inside<F> {
     pub memory: CardMemory,
     pub mmu: Mmu<F>,
@@ -139,7 +139,7 @@ struct Engine {
     end: usize,
     /// The one under way, with its cookie and whether it is chained.
     job: Option<(Job, u32, bool)>,
-    /// What the next descriptor is to be shaped by.
+    /// The shape of the next descriptor.
     shape: Option<Shape>,
     /// The number of the descriptor with which the present operation began; `None` between operations.
     first: Option<u32>,
@@ -149,7 +149,7 @@ struct Engine {
     streamed: bool,
 }
 
-/// What a step works with.
+/// The context of a step.
 struct Work<'a, H, F> {
     mem: H,
     /// Held from the first device virtual address on.
@@ -158,7 +158,7 @@ struct Work<'a, H, F> {
     block: Block<'a>,
     regs: &'a Registers,
     rings: Rings,
-    /// What [`Engine::copy_plain`] did, to be added to the registers at the end.
+    /// Bytes and operations of [`Engine::copy_plain`], added to the registers at the end.
     h2c: u64,
     c2h: u64,
     ok: u64,
@@ -249,7 +249,7 @@ impl Engine {
         regs.head.store(0, Ordering::Relaxed);
         if !(1..=MAX_RING_LOG2).contains(&log2)
             || !fits(descriptors, Descriptor::BYTES)
-            || !fits(completions, Completion::BYTES)
+            || !fits(completions, CompletionEntry::BYTES)
         {
             return self.halt(regs, Halt::BadRing, descriptors);
         }
@@ -374,7 +374,7 @@ impl Engine {
         Ok(true)
     }
 
-    /// What to do for a descriptor; `None` when that is nothing.
+    /// Begins the job of a descriptor; `None` for one that has nothing to do.
     #[inline]
     fn begin(&mut self, descriptor: Descriptor) -> Result<Option<Job>, Failure> {
         if self.skipping {
@@ -428,8 +428,8 @@ impl Engine {
         Ok(Some(Job { task, hint, shape, len, total, done: 0 }))
     }
 
-    /// The shorter way for what is most common: plain copies in one piece, `most` of those that were fetched at most.
-    /// Gives how many it made; it leaves the first descriptor that is anything else to the longer way.
+    /// The fast path: makes the plain copies among the fetched descriptors, at most `most`, up to the first other
+    /// descriptor. Returns their number.
     #[inline]
     fn copy_plain<H: HeldMem, F: Format>(&mut self, work: &mut Work<'_, H, F>, budget: &mut u64, most: usize) -> usize {
         if self.first.is_some() || self.shape.is_some() || self.skipping {
@@ -458,7 +458,7 @@ impl Engine {
                 Direction::FromHost => work.mem.read(host, there, hint),
                 Direction::ToHost => work.mem.write(host, there, hint),
             };
-            let sequence = Completion::sequence_of(self.head.wrapping_add(self.ended.len() as u32 / 2));
+            let sequence = CompletionEntry::sequence_of(self.head.wrapping_add(self.ended.len() as u32 / 2));
             let (status, detail) = match moved {
                 Ok(()) => {
                     *match direction {
@@ -475,7 +475,7 @@ impl Engine {
                     (status, Some(detail))
                 }
             };
-            self.ended.extend([detail, Some(Completion { cookie, status: status.code(), sequence }.word())]);
+            self.ended.extend([detail, Some(CompletionEntry { cookie, status: status.code(), sequence }.word())]);
             copied += 1;
         }
         self.next += copied;
@@ -580,8 +580,8 @@ impl Engine {
                 (status, detail)
             }
         };
-        let sequence = Completion::sequence_of(self.number());
-        let word = Completion { cookie, status: status.code(), sequence }.word();
+        let sequence = CompletionEntry::sequence_of(self.number());
+        let word = CompletionEntry { cookie, status: status.code(), sequence }.word();
         self.ended.extend([(status != Status::Ok).then_some(detail), Some(word)]);
         if !chained {
             self.skipping = false;
@@ -607,7 +607,7 @@ impl Engine {
             // Up to the end of the ring at once. A detail lies before its word, and so is written before it.
             let slot = self.head & (work.rings.size - 1);
             let n = (self.ended.len() - reported).min(2 * (work.rings.size - slot) as usize);
-            let at = work.rings.completions.bits() + u64::from(slot) * Completion::BYTES as u64;
+            let at = work.rings.completions.bits() + u64::from(slot) * CompletionEntry::BYTES as u64;
             if let Err(fault) = work.mem.write_words(Iova::new(at), &self.ended[reported..reported + n]) {
                 self.ended.clear();
                 self.halt(work.regs, Halt::CompletionFault, fault.at);

@@ -1,4 +1,4 @@
-//! What a channel has written lately: the card's guess whether memory is in the processor's cache.
+//! The blocks that a channel wrote last: the card's guess whether memory is in the processor's cache.
 //!
 //! Stores that bypass the cache are faster where the destination is not in it, and much slower where it is. A
 //! destination that this channel wrote a few MiB ago is taken to be there still, every other one not. What the

@@ -1,4 +1,4 @@
-//! What is possible, measured next to a figure.
+//! Reference rates, measured next to a figure.
 
 use std::collections::HashMap;
 use std::os::unix::fs::FileExt;
@@ -34,7 +34,7 @@ impl Ceiling {
 }
 
 impl Target {
-    /// What is possible at best of what `lanes` (with the walks up and down) have just done, in bytes per second.
+    /// The best rate possible for the work that `lanes` (with the walks up and down) have just done (bytes per second).
     pub(crate) fn ceiling(
         &self,
         lanes: &[Lane],

@@ -10,12 +10,12 @@ use dmalane_queue::Direction;
 use crate::lanes::{Job, Lane, go};
 use crate::target::Target;
 use crate::walk::Walk;
-use crate::{Event, Phase, Stop, ValidateError};
+use crate::{Phase, Stop, ValidateError, ValidateEvent};
 
 /// Bytes of a transfer, and transfers that each stream keeps in flight.
 const CHUNK: u64 = 128 << 10;
 const DEPTH: u64 = 4;
-/// What ends before does not count: what was saved up while nothing moved is used up then.
+/// Operations that end earlier do not count: they use up credit saved while nothing moved.
 const WARM: Duration = Duration::from_millis(25);
 
 /// How limits are found.
@@ -43,7 +43,7 @@ impl Default for FitSettings {
 pub struct FitReport {
     /// Streams that ran at once, with their rates.
     pub points: Vec<Measured>,
-    /// What explains them.
+    /// The limits that explain them.
     pub fit: Fit,
 }
 
@@ -55,18 +55,18 @@ pub struct FitReport {
 pub fn fit_link(
     target: &Target,
     settings: &FitSettings,
-    watch: &mut dyn FnMut(Event),
+    watch: &mut dyn FnMut(ValidateEvent),
 ) -> Result<FitReport, ValidateError> {
     let channels = target.channels();
     if target.halves().is_none() {
         return Err(ValidateError::NothingToFit);
     }
     let sets = plan(channels);
-    watch(Event::Steps(sets.len()));
+    watch(ValidateEvent::Steps(sets.len()));
     let mut points = Vec::new();
     for streams in &sets {
         let what = streams.iter().map(name).collect::<Vec<_>>().join(" + ");
-        watch(Event::Step(what.clone()));
+        watch(ValidateEvent::Step(what.clone()));
         points.push(point(target, streams, settings, &what)?);
     }
     let fit = fit(channels, &points, settings.noise);

@@ -14,13 +14,13 @@ use crate::{Phase, Rate, Stop, ValidateError};
 /// How long a thread waits for a queue that it has stopped to release its buffers.
 const SETTLE: Duration = Duration::from_secs(if cfg!(test) { 1 } else { 5 });
 
-/// What a thread works with.
+/// The queues and walks of a thread.
 pub(crate) struct Lane {
     pub queue: Box<DeviceQueue>,
     pub walks: Vec<Walk>,
 }
 
-/// What all threads do.
+/// The job of all threads.
 #[derive(Clone, Copy)]
 pub(crate) struct Job<'a> {
     /// For messages.
@@ -36,7 +36,7 @@ pub(crate) struct Job<'a> {
     pub told: &'a AtomicBool,
 }
 
-/// What the threads of a job share.
+/// State that the threads of a job share.
 struct Common {
     start: Instant,
     /// Microseconds after `start` at which something last ended, whoever had asked for it.
@@ -226,7 +226,7 @@ impl Lane {
     }
 }
 
-/// What the walks at this place of all lanes have moved together. All places are divided by the same time, until the
+/// The rate of the walks at this place of all workers together. All places are divided by the same time, until the
 /// last of any had ended: ways that run at once do not count as faster for ending earlier.
 pub(crate) fn rate(lanes: &[Lane], place: usize) -> Option<Rate> {
     let took = lanes.iter().flat_map(|lane| &lane.walks).map(|walk| walk.moved.took).max()?;

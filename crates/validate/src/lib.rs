@@ -34,8 +34,8 @@ pub use place::Phase;
 pub use sweep::{BadSweep, Step, Sweep};
 pub use target::{Contents, SLOWER, Target, emulations};
 
-/// Which way the bytes of a figure go.
-#[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
+/// The directions of the bytes that a figure or a limit counts.
+#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Debug)]
 pub enum Directions {
     /// From the device (C2H).
     Read,
@@ -76,7 +76,7 @@ pub enum Pages {
     Huge,
 }
 
-/// What to measure.
+/// The measurements to make.
 #[derive(Clone, Debug)]
 pub struct ValidateSettings {
     /// Threads, 1 to 64, each with a buffer for either direction.
@@ -135,7 +135,7 @@ pub struct Integrity {
     pub ok: usize,
     /// Threads in all.
     pub threads: usize,
-    /// What is wrong with the others.
+    /// The fault of the others.
     pub wrong: Vec<String>,
 }
 
@@ -152,7 +152,7 @@ pub struct Rate {
     pub buffers: u64,
 }
 
-/// What was measured, of bytes that were compared.
+/// A measured rate, of bytes that were compared.
 #[derive(Clone, PartialEq, Debug)]
 pub struct Figure {
     /// Which memory.
@@ -169,7 +169,7 @@ pub struct Figure {
     pub read: Option<Rate>,
     /// To the device.
     pub write: Option<Rate>,
-    /// What is possible, in bytes per second both ways together, measured next to it.
+    /// The reference in bytes per second, both directions together, measured next to it.
     pub ceiling: Option<f64>,
 }
 
@@ -180,16 +180,16 @@ impl Figure {
     }
 }
 
-/// What a validation found.
+/// The result of a validation.
 #[derive(Clone, PartialEq, Debug, Default)]
 pub struct ValidateReport {
     /// One for each memory, buffer and kind of pages.
     pub integrity: Vec<Integrity>,
-    /// What was measured.
+    /// The measurement.
     pub figures: Vec<Figure>,
-    /// What was not measured, and why.
+    /// Measurements that were left out, with the reason.
     pub left_out: Vec<String>,
-    /// What [`Figure::ceiling`] is.
+    /// The kind of reference that [`Figure::ceiling`] is.
     pub ceiling: &'static str,
 }
 
@@ -202,7 +202,7 @@ impl ValidateReport {
 
 /// How far a validation is.
 #[derive(Clone, PartialEq, Eq, Debug)]
-pub enum Event {
+pub enum ValidateEvent {
     /// So many steps there will be.
     Steps(usize),
     /// This one has begun.
@@ -220,7 +220,7 @@ pub enum ValidateError {
         what: &'static str,
         /// Its value.
         value: u64,
-        /// What is wrong with it.
+        /// The reason.
         why: &'static str,
     },
     /// A channel that the device does not have.
@@ -242,9 +242,9 @@ pub enum ValidateError {
     /// A link that is not known.
     #[error("no modelled link is called {name:?}; there are {}", known.join(", "))]
     NoEmulation {
-        /// What was asked for.
+        /// The number that was requested.
         name: String,
-        /// What there is.
+        /// The number that exists.
         known: Vec<String>,
     },
     /// A memory that the device does not have.
@@ -277,7 +277,7 @@ pub enum ValidateError {
     Recover {
         /// The backup, which stays.
         backup: PathBuf,
-        /// What failed.
+        /// The step that failed.
         source: std::io::Error,
     },
     /// The device is a character device, whose contents cannot be restored, and [`Contents`] does not allow that.
@@ -295,7 +295,7 @@ pub enum ValidateError {
     /// The device hung, so its contents were not restored.
     #[error("{error}; transfers are under way, so the device's contents were not restored from {}", backup.display())]
     Hung {
-        /// What was seen first.
+        /// The first observation.
         error: Box<ValidateError>,
         /// The backup; the next [`Target::new`] with this device restores it.
         backup: PathBuf,
@@ -307,7 +307,7 @@ pub enum ValidateError {
         needed: u64,
         /// Bytes.
         have: u64,
-        /// What sets the limit.
+        /// The setting or resource that sets the limit.
         limited_by: String,
     },
     /// A transfer was not accepted.
@@ -361,7 +361,7 @@ pub enum ValidateError {
     /// Bytes that came back wrong while limits were measured.
     #[error("{what}: byte {at} came back wrong, so there are no limits to find")]
     Wrong {
-        /// What was measured.
+        /// The measurement.
         what: String,
         /// Which byte of the buffer.
         at: u64,

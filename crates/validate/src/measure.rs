@@ -10,7 +10,7 @@ use crate::place::Layout;
 use crate::target::{Ceiling, Target};
 use crate::walk::Walk;
 use crate::{
-    Allocation, Directions, Event, Figure, Integrity, Pages, Phase, Stop, ValidateError, ValidateReport,
+    Allocation, Directions, Figure, Integrity, Pages, Phase, Stop, ValidateError, ValidateEvent, ValidateReport,
     ValidateSettings,
 };
 
@@ -19,7 +19,7 @@ const HUGE: u64 = 2 << 20;
 /// The place of the walks in a lane.
 const UP: usize = 0;
 const DOWN: usize = 1;
-/// What the round of a figure differs by from that of the pass after it.
+/// The difference between the round of a figure and that of the pass after it.
 const LAST: u64 = 1 << 16;
 
 /// New bytes to write, and none of those to be read in the buffers.
@@ -32,7 +32,7 @@ fn refill(lanes: &mut [Lane], round: u64) {
     }
 }
 
-/// What the bytes of a buffer stand for: a number for each thread, walk and use, so that none is taken for another.
+/// The seed of the bytes of a buffer: a number for each thread, walk and use, so that none is taken for another.
 fn seed(thread: usize, walk: usize, round: u64) -> u64 {
     round << 16 | (thread as u64) << 1 | walk as u64
 }
@@ -46,7 +46,7 @@ fn seed(thread: usize, walk: usize, round: u64) -> u64 {
 pub fn run(
     target: &Target,
     settings: &ValidateSettings,
-    watch: &mut dyn FnMut(Event),
+    watch: &mut dyn FnMut(ValidateEvent),
 ) -> Result<ValidateReport, ValidateError> {
     let mut report = ValidateReport::default();
     run_into(target, settings, &mut report, watch).map(|()| report)
@@ -60,7 +60,7 @@ pub fn run_into(
     target: &Target,
     settings: &ValidateSettings,
     report: &mut ValidateReport,
-    watch: &mut dyn FnMut(Event),
+    watch: &mut dyn FnMut(ValidateEvent),
 ) -> Result<(), ValidateError> {
     let channels = check(target, settings)?;
     let phases = if settings.phases.is_empty() { target.phases() } else { settings.phases.clone() };
@@ -109,10 +109,10 @@ fn cases(
     settings: &ValidateSettings,
     (channels, phases, layout): (&[usize], &[Phase], Layout),
     report: &mut ValidateReport,
-    watch: &mut dyn FnMut(Event),
+    watch: &mut dyn FnMut(ValidateEvent),
 ) -> Result<(), ValidateError> {
     let cases = phases.len() * settings.buffers.len() * settings.pages.len();
-    watch(Event::Steps(cases * (settings.ways.len() + 1)));
+    watch(ValidateEvent::Steps(cases * (settings.ways.len() + 1)));
     for &phase in phases {
         for &buffer in &settings.buffers {
             if phase == Phase::Both && buffer == PAGE && settings.threads == 1 {
@@ -184,10 +184,10 @@ struct Case<'a> {
 }
 
 impl Case<'_> {
-    fn run(&self, report: &mut ValidateReport, watch: &mut dyn FnMut(Event)) -> Result<(), ValidateError> {
+    fn run(&self, report: &mut ValidateReport, watch: &mut dyn FnMut(ValidateEvent)) -> Result<(), ValidateError> {
         let Self { phase, buffer, pages, .. } = *self;
         let kibs = buffer >> 10;
-        watch(Event::Step(format!("{phase}, {kibs} KiB, {pages:?} pages: comparing")));
+        watch(ValidateEvent::Step(format!("{phase}, {kibs} KiB, {pages:?} pages: comparing")));
         let (mut lanes, kind) = match self.lanes()? {
             Ok(lanes) => lanes,
             Err(why) => {
@@ -208,11 +208,11 @@ impl Case<'_> {
         kind: PageKind,
         integrity: &mut Integrity,
         report: &mut ValidateReport,
-        watch: &mut dyn FnMut(Event),
+        watch: &mut dyn FnMut(ValidateEvent),
     ) -> Result<(), ValidateError> {
         let Self { target, settings, phase, buffer, pages, .. } = *self;
         let kibs = buffer >> 10;
-        let mut say = |what: &str| watch(Event::Step(format!("{phase}, {kibs} KiB, {pages:?} pages: {what}")));
+        let mut say = |what: &str| watch(ValidateEvent::Step(format!("{phase}, {kibs} KiB, {pages:?} pages: {what}")));
         for (round, &way) in (2..).zip(&settings.ways) {
             if integrity.ok < integrity.threads {
                 break;

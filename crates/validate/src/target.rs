@@ -20,7 +20,7 @@ use crate::{Phase, ValidateError};
 /// copies.
 pub const SLOWER: f64 = 50.0;
 
-/// What becomes of the contents of a device that is made of files.
+/// The treatment of the contents of a device that is made of files.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
 pub enum Contents {
     /// A measurement of a device that holds data is refused. A file of zeroes or holes holds none; a character device
@@ -37,7 +37,7 @@ pub enum Contents {
 
 /// A device with its queues, ready to be measured.
 pub struct Target {
-    /// What it is, for people.
+    /// A description for people.
     pub name: String,
     /// How it is driven, for people; a line each.
     pub notes: Vec<String>,
@@ -56,7 +56,7 @@ pub struct Target {
     pub(crate) told: Arc<AtomicBool>,
     contents: Contents,
     recovered: Option<PathBuf>,
-    /// What the queues belong to; dropped after them.
+    /// The owner of the queues; dropped after them.
     _device: Box<dyn Device>,
 }
 
@@ -81,7 +81,7 @@ impl Drop for Allocated<'_> {
     }
 }
 
-/// What is measured beside a figure.
+/// The reference that is measured beside a figure.
 pub(crate) enum Ceiling {
     /// Copies in memory.
     Copies,
@@ -244,7 +244,7 @@ impl Target {
         self.queues[channel].handle(Class::Normal)
     }
 
-    /// What can be measured, in the order of a report.
+    /// The possible measurements, in the order of a report.
     pub fn phases(&self) -> Vec<Phase> {
         match self.memories {
             Memories::Card { .. } => vec![Phase::Hbm, Phase::Ddr, Phase::Both],

@@ -48,8 +48,8 @@ fn file(paths: FileDevicePaths, options: FileDeviceOptions) -> Result<Target, Fi
 fn check(target: &Target, settings: &ValidateSettings) -> ValidateReport {
     let (mut steps, mut said) = (0, 0);
     let report = run(target, settings, &mut |event| match event {
-        Event::Steps(n) => steps = n,
-        Event::Step(_) => said += 1,
+        ValidateEvent::Steps(n) => steps = n,
+        ValidateEvent::Step(_) => said += 1,
     });
     let report = report.unwrap();
     assert!(report.passed(), "{report:?}");
@@ -347,7 +347,7 @@ fn what_is_told_to_stop_stops_and_puts_back() {
         ValidateSettings { stop: Stop::For(Duration::from_secs(3600)), pages: vec![Pages::Small], ..quick() };
     let mut written = false;
     let result = run(&target, &settings, &mut |event| {
-        if matches!(&event, Event::Step(what) if what.ends_with(": reading")) {
+        if matches!(&event, ValidateEvent::Step(what) if what.ends_with(": reading")) {
             written = std::fs::read(memory.path()).unwrap() != before;
             let told = told.clone();
             std::thread::spawn(move || {

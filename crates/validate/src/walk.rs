@@ -35,7 +35,7 @@ pub(crate) struct Walk {
     pub moved: Moved,
 }
 
-/// What a walk has moved.
+/// The bytes that a walk has moved.
 #[derive(Clone, Default)]
 pub(crate) struct Moved {
     pub passes: u64,

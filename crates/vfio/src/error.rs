@@ -204,7 +204,7 @@ pub enum Error {
     /// The kernel refused an operation for a reason without a variant of its own.
     #[error("cannot {operation}: {source}")]
     Kernel {
-        /// What was attempted.
+        /// The operation.
         operation: VfioOperation,
         /// The kernel's error.
         source: io::Error,

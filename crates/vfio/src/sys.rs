@@ -145,7 +145,7 @@ fn capabilities(words: &[u32], first: u32) -> Vec<(u16, Vec<u32>)> {
     found
 }
 
-/// What a container's IOMMU can map.
+/// The capabilities of a container's IOMMU.
 pub(crate) struct IommuInfo {
     /// Bit n: pages of 2^n bytes.
     pub(crate) pages: u64,

@@ -1,5 +1,5 @@
 //! Tests on a real kernel with the devices of a guest; `scripts/vm` runs them and provides the devices.
-//! `DMALANE_VFIO_WAY` selects the backend (type1 by default).
+//! `DMALANE_VFIO_BACKEND` selects the backend (type1 by default).
 
 mod edu;
 
@@ -50,10 +50,10 @@ fn unpinnable(len: usize) -> SharedBuf {
 
 /// The backend under test.
 fn backend() -> Backend {
-    match std::env::var("DMALANE_VFIO_WAY").as_deref() {
+    match std::env::var("DMALANE_VFIO_BACKEND").as_deref() {
         Ok("iommufd") => Backend::Iommufd,
         Ok("type1") | Err(_) => Backend::Type1,
-        Ok(other) => panic!("DMALANE_VFIO_WAY={other}"),
+        Ok(other) => panic!("DMALANE_VFIO_BACKEND={other}"),
     }
 }
 

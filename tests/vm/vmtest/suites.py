@@ -71,7 +71,7 @@ def suite_lines(kernel, name_filter):
     if kernel.is_built:
         # It has all that it has from the start, and both backends of VFIO.
         lines = [
-            f"{backend} devices ../bin/env DMALANE_VFIO_WAY={backend} /tests/kernel {vfio}"
+            f"{backend} devices ../bin/env DMALANE_VFIO_BACKEND={backend} /tests/kernel {vfio}"
             for backend in ("iommufd", "type1")
         ]
     else:

@@ -76,7 +76,7 @@ struct Report {
     iommufd_error: Option<String>,
     /// How the BAR was mapped for DMA.
     method: String,
-    /// What the address was aligned to, relative to the BAR.
+    /// The alignment of the address, relative to the BAR.
     alignment: u64,
     /// Into this process.
     mmap_ns: u64,

@@ -73,7 +73,7 @@ struct Check {
     fix: Option<String>,
 }
 
-/// What is checked, before the result is known.
+/// A check, before the result is known.
 struct Subject {
     name: &'static str,
     why: &'static str,

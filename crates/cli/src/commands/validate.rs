@@ -17,8 +17,8 @@ use dmalane::load::Output;
 use dmalane::queue::QueueChoice;
 use dmalane::sim::Workers;
 use dmalane::validate::{
-    Allocation, Contents, Directions, Event, FitReport, FitSettings, Pages, Phase, Stop, Sweep, Target, ValidateError,
-    ValidateReport, ValidateSettings, emulations, fit_link, run_into as measure,
+    Allocation, Contents, Directions, FitReport, FitSettings, Pages, Phase, Stop, Sweep, Target, ValidateError,
+    ValidateEvent, ValidateReport, ValidateSettings, emulations, fit_link, run_into as measure,
 };
 use dmalane::{DeviceSpec, OpenError, OpenOptions};
 use signal_hook::consts::{SIGINT, SIGTERM};
@@ -249,8 +249,8 @@ impl Validate {
         [Some(&mut target), fitted.as_mut()].into_iter().flatten().for_each(|t| t.stop_when(signals.stop.clone()));
         let bar = Steps::new(!self.quiet);
         let mut watch = |event| match event {
-            Event::Steps(n) => bar.more(n),
-            Event::Step(what) => bar.step(what),
+            ValidateEvent::Steps(n) => bar.more(n),
+            ValidateEvent::Step(what) => bar.step(what),
         };
         let mut report = ValidateReport::default();
         let mut result = measure(&target, &settings, &mut report, &mut watch);
@@ -418,7 +418,7 @@ impl Validate {
         Ok((target(None)?, fitted))
     }
 
-    /// What becomes of the contents of a device that is made of files.
+    /// The treatment of the contents of a device that is made of files.
     fn contents(&self) -> Contents {
         let is_char = |path: &PathBuf| std::fs::metadata(path).is_ok_and(|m| m.file_type().is_char_device());
         let named = self.offset.is_some() && self.device_files().iter().any(is_char);

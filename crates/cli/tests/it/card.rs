@@ -79,7 +79,7 @@ impl Served {
         command
     }
 
-    /// What a command says, and that it ended as it should.
+    /// The output of a command; checks its exit status.
     fn says(&self, words: &[&str], status: i32) -> String {
         let output = self.dmalane(words).output().unwrap();
         let text = String::from_utf8(output.stdout).unwrap() + &String::from_utf8(output.stderr).unwrap();

@@ -7,7 +7,7 @@ use std::os::fd::{AsFd, OwnedFd};
 use std::path::PathBuf;
 use std::sync::Arc;
 
-use super::{Abilities, Account, Counters, Heap, HeapStats, PageBacking, PageKind, Reserved};
+use super::{Account, Counters, Heap, HeapAbilities, HeapStats, PageBacking, PageKind, Reserved};
 use crate::sys::{Exclusive, Region, page};
 use crate::{CpuBuf, Error, SharedBuf};
 
@@ -64,8 +64,14 @@ impl Heap for DmaHeap {
         Ok(Reserved::present(region, backing, account))
     }
 
-    fn abilities(&self) -> Abilities {
-        Abilities { shareable: true, direct_io: false, registrable: false, dma_buf: true, best_pages: PageKind::Base }
+    fn abilities(&self) -> HeapAbilities {
+        HeapAbilities {
+            shareable: true,
+            direct_io: false,
+            registrable: false,
+            dma_buf: true,
+            best_pages: PageKind::Base,
+        }
     }
 
     fn stats(&self) -> HeapStats {

@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use super::{Abilities, Account, Counters, Heap, HeapStats, PageBacking, PageKind, Reserved};
+use super::{Account, Counters, Heap, HeapAbilities, HeapStats, PageBacking, PageKind, Reserved};
 use crate::sys::{DriverMemory, Exclusive, Region, page};
 use crate::{CpuBuf, Error};
 
@@ -51,8 +51,14 @@ impl Heap for DriverHeap {
     }
 
     /// No file is read into it directly: drivers map memory that the kernel cannot pin.
-    fn abilities(&self) -> Abilities {
-        Abilities { shareable: false, direct_io: false, registrable: false, dma_buf: false, best_pages: PageKind::Base }
+    fn abilities(&self) -> HeapAbilities {
+        HeapAbilities {
+            shareable: false,
+            direct_io: false,
+            registrable: false,
+            dma_buf: false,
+            best_pages: PageKind::Base,
+        }
     }
 
     fn stats(&self) -> HeapStats {

@@ -5,7 +5,7 @@ use std::num::NonZeroUsize;
 use std::path::Path;
 use std::sync::Arc;
 
-use super::{Abilities, Account, Counters, Heap, HeapStats, PageBacking, PageKind, Reserved};
+use super::{Account, Counters, Heap, HeapAbilities, HeapStats, NoPages, PageBacking, PageKind, Reserved};
 use crate::sys::{Exclusive, HUGE, Pages, Region, page};
 use crate::{CpuBuf, Error};
 
@@ -70,7 +70,7 @@ impl FallbackChain {
         for candidate in huge_kinds.into_iter().skip_while(|candidate| *candidate != self.best) {
             // Rounding a small buffer up to a huge page would waste most of it.
             if len < HUGE / 2 {
-                passed_over.push((candidate, "smaller than half a huge page".to_owned()));
+                passed_over.push((candidate, NoPages::SmallBuffer));
                 continue;
             }
             let mut bytes = base;
@@ -84,16 +84,17 @@ impl FallbackChain {
                 match round.or(Some(base.get()).filter(|n| n.is_multiple_of(page))).and_then(NonZeroUsize::new) {
                     Some(whole) => bytes = whole,
                     None => {
-                        passed_over.push((candidate, format!("not a whole number of {} MiB pages", page >> 20)));
+                        passed_over.push((candidate, NoPages::NotWhole { page }));
                         continue;
                     }
                 }
             }
-            match transparent_allowed(candidate, self.switch)
-                .and_then(|()| self.attempt(bytes, candidate, populate, map))
-            {
+            let mapped = transparent_allowed(candidate, self.switch).and_then(|()| {
+                self.attempt(bytes, candidate, populate, map).map_err(|e| refusal(candidate, bytes.get(), &e))
+            });
+            match mapped {
                 Ok(region) => return Ok((region, PageBacking { kind: candidate, passed_over })),
-                Err(e) => passed_over.push((candidate, refusal(candidate, bytes.get(), &e))),
+                Err(why) => passed_over.push((candidate, why)),
             }
         }
         let region = self.attempt(base, PageKind::Base, populate, map).map_err(|source| Error::Allocate {
@@ -131,37 +132,29 @@ impl FallbackChain {
 }
 
 /// Why a page kind was not used, and how to make it available.
-fn refusal(kind: PageKind, bytes: usize, error: &io::Error) -> String {
-    match kind {
-        PageKind::Hugetlb2M => {
-            let pages = bytes / HUGE;
-            format!("{error}; reserve {pages} with: echo {pages} | sudo tee /proc/sys/vm/nr_hugepages")
-        }
-        PageKind::Hugetlb1G => {
-            let pages = bytes >> 30;
-            let file = "/sys/kernel/mm/hugepages/hugepages-1048576kB/nr_hugepages";
-            format!("{error}; reserve {pages} with: echo {pages} | sudo tee {file}")
-        }
-        PageKind::Transparent | PageKind::Base => error.to_string(),
-    }
+fn refusal(kind: PageKind, bytes: usize, error: &io::Error) -> NoPages {
+    let error = error.to_string();
+    let (page, file) = match kind {
+        PageKind::Hugetlb2M => (HUGE, "/proc/sys/vm/nr_hugepages"),
+        PageKind::Hugetlb1G => (1 << 30, "/sys/kernel/mm/hugepages/hugepages-1048576kB/nr_hugepages"),
+        PageKind::Transparent | PageKind::Base => return NoPages::Kernel(error),
+    };
+    NoPages::NotReserved { pages: bytes / page, file: file.into(), error }
 }
 
 /// Checks that transparent huge pages are enabled: anonymous memory and shared memory have separate settings.
-fn transparent_allowed(kind: PageKind, switch: &str) -> io::Result<()> {
+fn transparent_allowed(kind: PageKind, switch: &str) -> Result<(), NoPages> {
     if kind != PageKind::Transparent {
         return Ok(());
     }
     let size = std::fs::read_to_string(Path::new(SWITCHES).join("hpage_pmd_size"));
-    if let Some(size) = size.ok().and_then(|text| text.trim().parse::<usize>().ok()).filter(|size| *size > HUGE) {
-        return Err(io::Error::other(format!(
-            "huge pages of this kernel are {} MiB, but buffers are aligned to 2 MiB",
-            size >> 20
-        )));
+    if let Some(page) = size.ok().and_then(|text| text.trim().parse::<usize>().ok()).filter(|page| *page > HUGE) {
+        return Err(NoPages::TooLarge { page });
     }
-    match std::fs::read_to_string(Path::new(SWITCHES).join(switch)) {
+    let file = Path::new(SWITCHES).join(switch);
+    match std::fs::read_to_string(&file) {
         Ok(text) if text.contains("[never]") || text.contains("[deny]") => {
-            let word = if switch == ANONYMOUS { "madvise" } else { "advise" };
-            Err(io::Error::other(format!("switched off; echo {word} | sudo tee {SWITCHES}/{switch}")))
+            Err(NoPages::SwitchedOff { file, enable: if switch == ANONYMOUS { "madvise" } else { "advise" } })
         }
         _ => Ok(()),
     }
@@ -205,8 +198,8 @@ impl Heap for AnonHeap {
         self.0.reserve(len, "anonymous memory", &Region::anonymous)
     }
 
-    fn abilities(&self) -> Abilities {
-        Abilities { shareable: false, direct_io: true, registrable: true, dma_buf: false, best_pages: self.0.best }
+    fn abilities(&self) -> HeapAbilities {
+        HeapAbilities { shareable: false, direct_io: true, registrable: true, dma_buf: false, best_pages: self.0.best }
     }
 
     fn stats(&self) -> HeapStats {
@@ -266,9 +259,9 @@ impl Heap for MemfdHeap {
         self.0.reserve(len, "memfd memory", &Self::map)
     }
 
-    fn abilities(&self) -> Abilities {
+    fn abilities(&self) -> HeapAbilities {
         let dma_buf = super::dma_heap::has_udmabuf();
-        Abilities { shareable: true, direct_io: true, registrable: true, dma_buf, best_pages: self.0.best }
+        HeapAbilities { shareable: true, direct_io: true, registrable: true, dma_buf, best_pages: self.0.best }
     }
 
     fn stats(&self) -> HeapStats {

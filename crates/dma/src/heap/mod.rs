@@ -8,16 +8,18 @@ mod pool;
 mod reserved;
 
 use std::fmt;
+use std::path::PathBuf;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
 pub use dma_heap::{DmaHeap, export_dma_buf};
 pub use driver::DriverHeap;
 pub use fallback::{AnonHeap, MemfdHeap};
-pub use needs::{Abilities, Needs, Picked, pick};
+pub use needs::{HeapAbilities, Needs, Picked, pick};
 pub(crate) use pool::Home;
 pub use pool::{Pool, PoolStats};
 pub use reserved::{Absent, Reserved};
+use thiserror::Error;
 
 use crate::{CpuBuf, Error};
 
@@ -57,7 +59,49 @@ pub struct PageBacking {
     /// The kind of pages.
     pub kind: PageKind,
     /// Why each better kind was not used, best first.
-    pub passed_over: Vec<(PageKind, String)>,
+    pub passed_over: Vec<(PageKind, NoPages)>,
+}
+
+/// Why pages of a kind were not used for a buffer.
+#[derive(Clone, PartialEq, Eq, Debug, Error)]
+#[non_exhaustive]
+pub enum NoPages {
+    /// The buffer is so small that a huge page would be mostly unused.
+    #[error("smaller than half a huge page")]
+    SmallBuffer,
+    /// The buffer's length is not a multiple of such a page, and rounding it up would allocate far more than requested.
+    #[error("not a whole number of {} MiB pages", page >> 20)]
+    NotWhole {
+        /// Bytes of a page.
+        page: usize,
+    },
+    /// The kernel's transparent huge pages are larger than the alignment of buffers.
+    #[error("huge pages of this kernel are {} MiB, but buffers are aligned to 2 MiB", page >> 20)]
+    TooLarge {
+        /// Bytes of a page.
+        page: usize,
+    },
+    /// Transparent huge pages are switched off.
+    #[error("switched off; echo {enable} | sudo tee {}", file.display())]
+    SwitchedOff {
+        /// The file that switches them.
+        file: PathBuf,
+        /// The word that enables them.
+        enable: &'static str,
+    },
+    /// The kernel has fewer reserved huge pages left than the buffer needs.
+    #[error("{error}; reserve {pages} with: echo {pages} | sudo tee {}", file.display())]
+    NotReserved {
+        /// Pages that the buffer needs.
+        pages: usize,
+        /// The file that reserves them.
+        file: PathBuf,
+        /// The kernel's answer.
+        error: String,
+    },
+    /// The kernel refused them.
+    #[error("{0}")]
+    Kernel(String),
 }
 
 /// Allocation counters of a heap.
@@ -88,7 +132,7 @@ pub trait Heap: Send + Sync {
     fn reserve(&self, len: usize) -> Result<Reserved, Error>;
 
     /// Uses for which this heap's buffers are suitable.
-    fn abilities(&self) -> Abilities;
+    fn abilities(&self) -> HeapAbilities;
 
     /// Allocation counters.
     fn stats(&self) -> HeapStats;
@@ -108,7 +152,7 @@ macro_rules! pointers {
                 (**self).reserve(len)
             }
 
-            fn abilities(&self) -> Abilities {
+            fn abilities(&self) -> HeapAbilities {
                 (**self).abilities()
             }
 

@@ -9,7 +9,7 @@ use crate::{Error, memlock_left};
 /// Uses for which the buffers of a heap are suitable.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 #[non_exhaustive]
-pub struct Abilities {
+pub struct HeapAbilities {
     /// Another process can map them, by a file descriptor.
     pub shareable: bool,
     /// Files can be read into them with direct I/O.
@@ -22,7 +22,7 @@ pub struct Abilities {
     pub best_pages: PageKind,
 }
 
-impl fmt::Display for Abilities {
+impl fmt::Display for HeapAbilities {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "up to {}", self.best_pages)?;
         for (can, what) in [
@@ -59,7 +59,7 @@ pub struct Needs {
 
 impl Needs {
     /// The first requirement that a heap does not meet; `None` when it meets all.
-    fn missing(&self, has: &Abilities) -> Option<&'static str> {
+    fn missing(&self, has: &HeapAbilities) -> Option<&'static str> {
         [
             (self.shareable, has.shareable, "cannot be shared with another process"),
             (self.direct_io, has.direct_io, "takes no direct I/O"),

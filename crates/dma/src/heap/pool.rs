@@ -8,7 +8,7 @@ use std::collections::VecDeque;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 
-use super::{Abilities, Account, Counters, Heap, HeapStats, PageBacking, PageKind, Reserved};
+use super::{Account, Counters, Heap, HeapAbilities, HeapStats, PageBacking, PageKind, Reserved};
 use crate::sys::{HUGE, Region, page};
 use crate::{CpuBuf, Error, SharedBuf};
 
@@ -203,7 +203,7 @@ impl Heap for Pool {
         Ok(reserved)
     }
 
-    fn abilities(&self) -> Abilities {
+    fn abilities(&self) -> HeapAbilities {
         self.0.heap.abilities()
     }
 

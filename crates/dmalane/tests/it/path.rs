@@ -64,7 +64,7 @@ fn open(path: &Path) -> Input<FileQueue> {
     open_file(path, FileOptions::default()).unwrap()
 }
 
-/// What a device has that must come back when a load fails.
+/// Resources of a device that a failed load must release.
 fn resources(soft: &mut Soft) -> (u64, usize, usize) {
     let bound = soft.device.address_space().vm().unwrap().binding_count();
     (soft.device.memory().free_bytes(), bound, soft.device.heap().stats().live)
@@ -387,7 +387,7 @@ fn a_disk_error_anywhere_names_the_place_and_leaks_nothing() {
     soft.device.verify(&loaded, &inputs, &mut |_| {}).unwrap();
 }
 
-/// What is wrong with a [`Faulty`] device.
+/// The fault of a [`Faulty`] device.
 #[derive(Default)]
 struct Faults {
     /// It keeps so many completions for itself,

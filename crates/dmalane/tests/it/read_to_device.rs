@@ -64,7 +64,7 @@ impl Card {
         read.watch(watch).and_to(&mut self.device, to).into_memory(heap)
     }
 
-    /// What the card holds, as it says itself.
+    /// The bytes of the card, read behind its back.
     fn back(&mut self, at: DeviceAddr, len: usize) -> Vec<u8> {
         let DeviceAddr::Card(at) = at else { unreachable!() };
         let mut bytes = vec![0; len];

@@ -53,9 +53,9 @@ use probe::Count;
 /// ```
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub struct FileDevicePaths {
-    /// What is written to.
+    /// The file that is written.
     pub h2c: PathBuf,
-    /// What is read from.
+    /// The file that is read.
     pub c2h: PathBuf,
 }
 
@@ -217,7 +217,7 @@ pub enum FileDeviceError {
     NoAddresses {
         /// The file.
         path: PathBuf,
-        /// What it is.
+        /// The kind of file.
         kind: &'static str,
     },
     /// A block device that a file system or something else uses.
@@ -236,7 +236,7 @@ pub enum FileDeviceError {
     ProbeAt {
         /// The address.
         at: u64,
-        /// What is wrong with it.
+        /// The reason.
         why: String,
     },
     /// Even synchronous calls do not read back what was written.
@@ -244,7 +244,7 @@ pub enum FileDeviceError {
     NotMemory {
         /// The file.
         path: PathBuf,
-        /// What the probe saw.
+        /// The observation of the probe.
         why: String,
     },
     /// The backend of [`FileDeviceOptions::trust`] is not available.
@@ -348,7 +348,7 @@ impl FileDevice {
         &self.opened.paths
     }
 
-    /// What addresses, lengths and host memory are multiples of: 1 unless [`FileDeviceOptions::direct`].
+    /// Addresses, lengths and host memory are multiples of this: 1 unless [`FileDeviceOptions::direct`].
     pub fn alignment(&self) -> usize {
         self.opened.align.map_or(1, |a| a.memory.max(a.offset))
     }

@@ -1,6 +1,6 @@
 //! Finding out whether a backend does what it says: writes and reads back at an address that is not 0.
 //!
-//! What drivers are known to get wrong is asked for: data at the wrong address (a stock XDMA driver's asynchronous
+//! Looks for known faults of drivers: data at the wrong address (a stock XDMA driver's asynchronous
 //! calls use the offset within the memory instead of that within the file, so they go to address 0), completions that
 //! count something else than bytes (a stock QDMA driver's say 1 for one range of memory), requests that never end. What
 //! was there is put back.
@@ -20,7 +20,7 @@ pub(crate) const LEN: usize = 4 * BLOCK;
 /// How long a probe waits for each step.
 const TIMEOUT: Duration = Duration::from_secs(5);
 
-/// What a completion's number counts.
+/// The unit in which a completion counts.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(crate) enum Count {
     /// Bytes, as it should.
@@ -260,7 +260,7 @@ mod tests {
 
     use super::*;
 
-    /// What a driver gets wrong.
+    /// The fault of a scripted driver.
     #[derive(Clone, Copy, PartialEq, Debug)]
     enum Fault {
         None,

@@ -152,7 +152,7 @@ impl FileDeviceQueue {
         how
     }
 
-    /// What keeps an operation from being accepted.
+    /// Checks whether an operation can be accepted.
     fn check(&self, operation: &Operation) -> Result<(), Refusal> {
         if let State::Stopping(why) | State::Stopped(why) = &self.state {
             return Err(Refusal::Stopped(why.clone()));

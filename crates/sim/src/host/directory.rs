@@ -33,7 +33,7 @@ impl Stretch {
         self.len
     }
 
-    /// What is left behind the first `bytes`, which are fewer than it has.
+    /// The rest behind the first `bytes`, which are fewer than it has.
     #[inline]
     pub(super) fn skip(self, bytes: u64) -> Stretch {
         Stretch { offset: self.offset + bytes, len: self.len - bytes, ..self }
@@ -53,8 +53,8 @@ impl Stretch {
     }
 }
 
-/// The translations, locked against changes, with the bytes of the stretch that was used last at hand: a copy that looks
-/// them up begins later, and small copies come one after the other from the same buffer.
+/// The translations, locked against changes, with the bytes of the stretch that was used last: small copies often
+/// follow each other in one buffer, and each would wait for its look-up.
 pub(super) struct Reading<'a, F: Format> {
     translation: RwLockReadGuard<'a, Translation<F>>,
     /// Where the stretch begins, what a device may do there, and its bytes. They are lent out for no longer than `self`

@@ -50,7 +50,7 @@ impl Entry {
         self.bytes
     }
 
-    /// What a device may do there.
+    /// The access that a device has there.
     #[inline]
     pub(super) fn access(&self) -> Access {
         self.access

@@ -57,7 +57,7 @@ const MSI_LEN: u64 = 1 << 20;
 /// Faults kept; older ones are only counted.
 const FAULT_LOG: usize = 256;
 
-/// What the device side reads and the driver side changes.
+/// State that the device side reads and the driver side changes.
 struct Translation<F: Format> {
     table: PageTable<F, Iova, PhysAddr, HeapTables<PhysAddr>>,
     directory: Directory,
@@ -277,7 +277,7 @@ impl<F: Format> Registrar for SoftHost<F> {
         }
     }
 
-    /// What [`SoftHost::set_pin_limit`] set.
+    /// The limit that [`SoftHost::set_pin_limit`] set.
     fn pin_limit(&self) -> Option<u64> {
         Some(self.0.pin_limit.load(Ordering::Relaxed)).filter(|limit| *limit < u64::MAX)
     }
@@ -443,7 +443,7 @@ impl<F: Format> HeldPort<'_, F> {
         self.translation.directory.view(stretch).expect("a stretch lies in its buffer")
     }
 
-    /// What lies `done` bytes behind `at`, as far as one entry of the IOTLB reaches.
+    /// The stretch `done` bytes behind `at`, as far as one entry of the IOTLB reaches.
     #[inline]
     fn locate(&mut self, at: Iova, done: u64, len: u64, wanted: Access) -> Result<Stretch, FaultReason> {
         let here = at.checked_add(done).ok_or(FaultReason::PastTheTop)?;

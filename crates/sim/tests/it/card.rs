@@ -1,4 +1,4 @@
-//! What a card and its driver do when things go right, and when they do not.
+//! A card and its driver in normal operation and after faults.
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};

@@ -6,7 +6,7 @@ use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use dmalane_addr::{Access, CardAddr, Iova};
-use dmalane_card::{Card, CardQueue, Completion, Error, regs};
+use dmalane_card::{Card, CardQueue, CompletionEntry, Error, regs};
 use dmalane_dma::{self as mem, AnonHeap, BufferRef, DeviceMem, Heap, Mapping, Mmio, Pinned, Registrar};
 use dmalane_queue::{DeviceAddr, OpError, Operation, Queue, Refusal, Registered, drain};
 use dmalane_sim::fuzzing::{fuzz_driver, fuzz_ring};
@@ -157,7 +157,7 @@ fn a_completion_that_was_not_asked_for_stops_the_channel() {
         let mut channel = card.queue(0).unwrap();
         submit(&bus, &mut channel).unwrap();
         let at = Iova::new(bus.completions.load(Ordering::Relaxed) + 8);
-        let word = Completion { cookie, status, sequence: Completion::sequence_of(number) }.word();
+        let word = CompletionEntry { cookie, status, sequence: CompletionEntry::sequence_of(number) }.word();
         bus.dead.store(true, Ordering::Relaxed);
         port.write_word(at, word).unwrap();
         let mut done = Vec::new();

@@ -119,7 +119,7 @@ pub fn loads(bytes: u64) -> Vec<Load> {
     ]
 }
 
-/// What copies ask of each half and direction.
+/// The demand of copies on each half and direction.
 pub fn demands(copies: &[Copy]) -> Vec<Demand> {
     let mut demands: Vec<Demand> = Vec::new();
     for c in copies {

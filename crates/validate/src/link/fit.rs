@@ -12,6 +12,7 @@ use std::time::Duration;
 use dmalane_queue::Direction;
 
 use super::{Half, Limit, Link, ModelError, Stream, Streams};
+use crate::Directions;
 
 /// Streams that ran at once, each with its rate (bytes per second).
 #[derive(Clone, PartialEq, Debug)]
@@ -32,28 +33,18 @@ pub enum Memory {
 /// A kind of limit.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Debug)]
 pub enum Cause {
-    /// What each channel moves in a direction.
+    /// A limit on each channel in a direction.
     Channel(Directions),
-    /// What each half of a memory takes or gives.
+    /// A limit on each half of a memory.
     Half(Memory, Directions),
-    /// What everything together moves in a direction.
+    /// A limit on everything together in a direction.
     Shared(Directions),
-}
-
-/// Which bytes a limit counts.
-#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Debug)]
-pub enum Directions {
-    /// From the card (C2H).
-    Read,
-    /// To the card (H2C).
-    Write,
-    /// Both together: half duplex.
-    Both,
 }
 
 impl Directions {
     const ALL: [Self; 3] = [Self::Read, Self::Write, Self::Both];
 
+    /// The direction of the bytes that a limit counts; `None` for a limit on both together (half duplex).
     fn direction(self) -> Option<Direction> {
         match self {
             Self::Read => Some(Direction::ToHost),
@@ -123,7 +114,7 @@ impl fmt::Display for Cause {
     }
 }
 
-/// What the seed left open.
+/// A question that the seed left open.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
 pub enum Question {
     /// Why do reads and writes at once move little more than either alone?
@@ -139,7 +130,7 @@ impl Question {
     pub const ALL: [Self; 3] = [Self::DuplexHalves, Self::TogetherCapped, Self::HbmReadsSlow];
 }
 
-/// What the measurements say about a question.
+/// The answer of the measurements to a question.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub enum Answer {
     /// It is not so.
@@ -391,7 +382,7 @@ pub fn plan(channels: usize) -> Vec<Vec<Stream>> {
     places.iter().flat_map(ways).collect()
 }
 
-/// What a modelled link would measure for these streams, without noise.
+/// The rates that a modelled link gives these streams, without noise.
 pub fn emulate(link: &Link, streams: &[Stream]) -> Measured {
     let rates = link.fair_shares(streams, Duration::ZERO);
     Measured { flows: streams.iter().copied().zip(rates).collect() }

@@ -1,4 +1,4 @@
-//! What limits the rate of transfers between host and card.
+//! Limits on the rate of transfers between host and card.
 
 use std::time::Duration;
 
@@ -62,7 +62,7 @@ impl Half {
     }
 }
 
-/// What a stream of bytes uses: one channel, one half of a memory, one direction.
+/// The resources of a stream of bytes: one channel, one half of a memory, one direction.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
 pub struct Stream {
     /// Which channel.
@@ -226,7 +226,7 @@ impl Link {
         self.limits.iter().filter_map(next).min()
     }
 
-    /// What each of these streams gets at time `t` when all run at once: max-min fair shares (bytes per second), found
+    /// The rate of each stream at time `t` when all run at once: max-min fair shares (bytes per second), found
     /// by filling all of them equally until a limit is full, fixing those, and going on (Bertsekas and Gallager, "Data
     /// Networks", 6.5.2).
     pub fn fair_shares(&self, streams: &[Stream], t: Duration) -> Vec<f64> {

@@ -46,7 +46,7 @@ struct Op {
     at: CardAddr,
     /// When its first byte can move, if it does not have to wait for others.
     ready: Duration,
-    /// What is left: bytes per half, in order. `None` is memory that does not exist.
+    /// The bytes that are left per half, in order. `None` is memory that does not exist.
     left: VecDeque<(Option<Half>, f64)>,
 }
 

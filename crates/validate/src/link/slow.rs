@@ -10,7 +10,7 @@ use dmalane_queue::{
 
 use super::{Half, Link, Stream, Throttle};
 
-/// What late polls may catch up with.
+/// The credit that late polls may use up.
 const BURST: Duration = Duration::from_millis(1);
 
 /// A queue whose operations end no sooner than on a modelled link. Copies only.
@@ -38,7 +38,7 @@ struct Op {
 /// The half of the memory that an address lies in.
 type HalfOf<A> = dyn Fn(A) -> Half + Send + Sync;
 
-/// What the queues of a link share.
+/// State that the queues of a link share.
 struct Shared<A> {
     throttle: Mutex<Throttle>,
     began: Instant,

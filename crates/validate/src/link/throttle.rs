@@ -13,7 +13,7 @@ use super::{Link, Stream};
 #[derive(Clone, Debug)]
 pub struct Throttle {
     link: Link,
-    /// What may be saved up while nothing is copied, in time at full capacity.
+    /// The credit that may be saved while nothing is copied, in time at full capacity.
     burst: Duration,
     /// Bytes in the bucket of each limit; negative is debt.
     buckets: Vec<f64>,

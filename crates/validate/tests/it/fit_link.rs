@@ -6,10 +6,10 @@ use std::time::Duration;
 
 use dmalane_card::{CardDevice, CardUse};
 use dmalane_sim::{CardConfig, HostConfig, SoftBus, SoftHost};
-use dmalane_validate::link::fit::{Answer, Cause, Directions as Side, Memory, Question};
-use dmalane_validate::{FitSettings, Target, fit_link};
+use dmalane_validate::link::fit::{Answer, Cause, Memory, Question};
+use dmalane_validate::{Directions as Side, FitSettings, Target, fit_link};
 
-/// What the fit must say of each assumption of the policy study. A busy machine may need more than one try.
+/// The answers that the fit must give for the assumptions of the policy study. A busy machine may need several tries.
 #[test]
 fn the_limits_of_emulated_cards_are_named() {
     let channel = |way| Cause::Channel(way);

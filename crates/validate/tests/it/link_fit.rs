@@ -3,12 +3,13 @@
 use std::time::Duration;
 
 use dmalane_queue::Direction;
-use dmalane_validate::link::fit::{Answer, Cause, Directions, Measured, Memory, Question, emulate, fit, plan};
+use dmalane_validate::Directions;
+use dmalane_validate::link::fit::{Answer, Cause, Measured, Memory, Question, emulate, fit, plan};
 use dmalane_validate::link::{Half, Limit, Link, Stream, Streams};
 
 const GB: f64 = 1e9;
 
-/// What an emulated card is limited by, beside 12 GB/s for each channel and direction.
+/// The limits of an emulated card, beside 12 GB/s for each channel and direction.
 #[derive(Clone, Copy, PartialEq, Debug)]
 struct Card {
     channel_duplex: bool,

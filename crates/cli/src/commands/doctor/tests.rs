@@ -67,7 +67,7 @@ fn find<'a>(report: &'a Report, name: &str) -> &'a Check {
     report.checks.iter().find(|c| c.name == name).unwrap()
 }
 
-/// What is true of every report.
+/// Checks that hold for every report.
 fn consistent(report: &Report) {
     for check in &report.checks {
         match (check.status, check.real_devices) {

@@ -23,7 +23,7 @@ pub struct Built {
     pub tables: u64,
     /// Leaves of each page size.
     pub leaves: Vec<(PageSize, u64)>,
-    /// What to program.
+    /// The registers to program.
     pub registers: Vec<Register>,
 }
 
@@ -38,7 +38,7 @@ pub enum Refused {
 }
 
 impl Refused {
-    /// What to tell the user.
+    /// The hint for the user.
     pub fn failure(&self, spec: &Path, mappings: &[Mapping]) -> Failure {
         match *self {
             Self::Base(e, root) => {
@@ -118,7 +118,7 @@ pub struct Run {
     pub count: u64,
     /// Bytes. Less than the leaves have where a group of entries as one leaf is not whole.
     pub len: u64,
-    /// What they permit.
+    /// The access that they permit.
     pub access: Access,
 }
 

@@ -1,4 +1,4 @@
-//! What `dmalane iopt` prints.
+//! The output of `dmalane iopt`.
 
 use std::path::Path;
 use std::process::ExitCode;
@@ -99,7 +99,7 @@ struct Leaves {
     count: u64,
 }
 
-/// What was built.
+/// The tables that were built.
 pub fn built(
     format: FormatId,
     output: &Path,
@@ -241,7 +241,7 @@ struct DumpedRun {
     count: u64,
 }
 
-/// What the tables map.
+/// The mappings of the tables.
 pub fn dumped(source: &Source, runs: &[Run]) -> Result<ExitCode, Failure> {
     // A table that is reached by many ways is mapped as often: the sum may be more than 64 bits hold.
     let mapped_bytes = runs.iter().fold(0u64, |sum, run| sum.saturating_add(run.len));

@@ -18,7 +18,7 @@ pub struct Mapping {
     pub pa: u64,
     /// Bytes; neither end wraps.
     pub len: u64,
-    /// What the device may do.
+    /// The access of the device.
     pub access: Access,
 }
 

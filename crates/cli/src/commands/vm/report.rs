@@ -1,4 +1,4 @@
-//! What `dmalane vm` prints, as it goes: a trace may be longer than memory.
+//! The output of `dmalane vm`, line by line: a trace may be longer than memory.
 
 use std::io::{self, BufWriter, Stdout, Write};
 use std::ops::ControlFlow;
@@ -102,7 +102,7 @@ impl Report {
         });
     }
 
-    /// What became of a line.
+    /// The result of a line.
     pub fn outcome(&mut self, line: u64, outcome: &Outcome) {
         let message = outcome.result.as_ref().err().map(|refusal| chain(refusal));
         let errno = outcome.result.as_ref().err().map(|refusal| refusal.errno().name());
@@ -128,7 +128,7 @@ impl Report {
         });
     }
 
-    /// What is mapped, and the sums.
+    /// The mappings, and the sums.
     pub fn finish(
         mut self,
         vm: &dyn AnyVm,
