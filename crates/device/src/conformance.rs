@@ -19,8 +19,8 @@ const LONG: Duration = Duration::from_secs(30);
 /// Bytes that are moved at each edge: a page, and a length that is no multiple of anything.
 const LENGTHS: [u64; 2] = [4096, 2 * 4096 + 13];
 
-/// Runs all tests; each opens devices of its own, which need 64 KiB of memory or more in each region, and 16 granules in
-/// the first.
+/// Runs all tests; each opens devices of its own, which need 64 KiB of memory or more in each region, and 16 granules
+/// in the first.
 ///
 /// # Panics
 /// When a test fails.

@@ -20,7 +20,7 @@ pub(crate) struct Source {
     pub path: PathBuf,
     pub buffered: Arc<File>,
     pub direct: Option<(Arc<File>, Align)>,
-    /// The descriptor reads without waiting, which io_uring takes literally; its owner may share that flag, so it stays.
+    /// The descriptor reads without waiting, which io_uring takes literally; its owner may share the flag, so it stays.
     pub nonblocking: bool,
     /// The buffered descriptor's open file is nobody else's, so it may be advised.
     own: bool,
