@@ -107,8 +107,7 @@ pub const TWO: &str = "ours, 2 buffers";
 pub const SIXTEEN: &str = "ours, 16 buffers";
 pub const ARRAY: &str = "ours, plan_array";
 pub const LIMIT: &str = "limit: SgIndex, one store";
-pub const ALL: [&str; 12] =
-    [BEFORE, SEED, LEAN, BTREE, RANGEMAP, OURS, RESERVED, TWO, SIXTEEN, BATCH, ARRAY, LIMIT];
+pub const ALL: [&str; 12] = [BEFORE, SEED, LEAN, BTREE, RANGEMAP, OURS, RESERVED, TWO, SIXTEEN, BATCH, ARRAY, LIMIT];
 /// The shapes of ours, each with goals of its own.
 pub const SHAPES: [&str; 6] = [OURS, RESERVED, TWO, SIXTEEN, BATCH, ARRAY];
 

@@ -10,7 +10,9 @@ use crate::job::{BLOCK, Job, PAGE, contiguous, discrete, joined, mixed, runs_of}
 use crate::layers::{self, Entry, Switches};
 use crate::peers;
 use crate::report::{Details, Report};
-use crate::subject::{Floor, Ours, Shape, Subject, VectorFloor, check_mapped, check_unmapped, timed_map, timed_unmap};
+use crate::subject::{
+    Floor, Ours, Pool, Shape, Subject, VectorFloor, check_mapped, check_unmapped, timed_map, timed_unmap,
+};
 
 #[derive(clap::Args)]
 pub struct Options {
@@ -49,6 +51,8 @@ fn ours() -> Vec<Box<dyn Subject>> {
     vec![
         Box::new(Ours::<Arm64S1_4k>::new("ours", Shape::List)),
         Box::new(Ours::<Arm64S1_4k>::new("ours, per entry", Shape::Entry)),
+        Box::new(Ours::<Arm64S1_4k, Pool>::in_pool(POOL, Shape::List)),
+        Box::new(Ours::<Arm64S1_4k, Pool>::in_pool("ours, pool, per entry", Shape::Entry)),
     ]
 }
 
@@ -74,6 +78,9 @@ const LENGTHS: [(&str, &[u64]); 8] = [
     ("lengths 1 and 512", &[1, 512]),
     ("lengths 513", &[513]),
 ];
+
+/// Ours, with tables in memory that devices walk and threads share.
+const POOL: &str = "ours, pool";
 
 /// Pages that continue each other, each an entry: one call makes 2 MiB leaves of them.
 const JOINED: &str = "pages in a row";
@@ -188,6 +195,16 @@ fn bars(report: &mut Report, medians: &Medians, memory: f64) {
     for (name, case) in [("next to the last", "4K"), ("anywhere", "4K anywhere")] {
         let name = format!("one page, {name}: ours / fastest peer");
         report.at_most(&name, 1.0, of(case, "ours, per entry") / peer(case));
+    }
+    report.at_least("32M discrete: before / ours, pool", 15.0, of(SCATTER, "before") / of(SCATTER, POOL));
+    report.at_least("32M discrete: fastest peer / ours, pool", 4.0, peer(SCATTER) / of(SCATTER, POOL));
+    report.at_most("32M discrete: ours, pool / no-check floor", 3.0, of(SCATTER, POOL) / of(SCATTER, "floor"));
+    for (case, goal) in [("mixed", 2.0), ("1G by 4K", 2.0), ("2M blocks", 1.5)] {
+        report.at_least(&format!("{case}: best peer / ours, pool"), goal, peer(case) / of(case, POOL));
+    }
+    for (name, case) in [("next to the last", "4K"), ("anywhere", "4K anywhere")] {
+        let name = format!("one page, {name}: ours, pool / fastest peer");
+        report.at_most(&name, 1.0, of(case, "ours, pool, per entry") / peer(case));
     }
     report.at_most("32M discrete: tables / the least that will do", 1.01, memory);
 }

@@ -1,10 +1,11 @@
 //! One way to do a job: what every variant offers, ours, and the floor.
 
 use std::hint::black_box;
+use std::sync::OnceLock;
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use dmalane::addr::{Access, Iova, PhysAddr, Span};
-use dmalane::iopt::{Format, HeapTables, PageTable};
+use dmalane::iopt::{Arm64S1_4k, Format, HeapTables, PageTable, TablePool, Tables};
 
 use crate::job::{BASE, Call, Job, PAGE};
 
@@ -87,32 +88,54 @@ pub enum Shape {
 }
 
 /// `dmalane-iopt`, called without layers.
-pub struct Ours<F: Format> {
+pub struct Ours<F: Format, T: Tables = HeapTables<PhysAddr>> {
     name: String,
     shape: Shape,
     /// `None` only while it is being replaced.
-    table: Option<PageTable<F, Iova, PhysAddr, HeapTables<PhysAddr>>>,
+    table: Option<PageTable<F, Iova, PhysAddr, T>>,
 }
+
+/// Table memory that a device walks.
+pub type Pool = &'static TablePool<'static, PhysAddr>;
 
 /// Where our tables claim to be.
 pub const TABLES_AT: PhysAddr = PhysAddr::new(0x1000_0000);
 
 impl<F: Format> Ours<F> {
     pub fn new(name: &str, shape: Shape) -> Self {
-        let table = PageTable::new(HeapTables::new(TABLES_AT)).expect("a root table");
+        Self::in_memory(name, shape, HeapTables::new(TABLES_AT))
+    }
+}
+
+impl Ours<Arm64S1_4k, Pool> {
+    /// With tables in a pool, which stays for as long as the program runs.
+    pub fn in_pool(name: &str, shape: Shape) -> Self {
+        const TABLES: usize = 4096;
+        static POOL: OnceLock<TablePool<'static, PhysAddr>> = OnceLock::new();
+        let pool = POOL.get_or_init(|| {
+            let words = Vec::leak((0..TABLES * 512).map(|_| AtomicU64::new(0)).collect());
+            TablePool::new::<Arm64S1_4k>(TABLES_AT, words)
+        });
+        Self::in_memory(name, shape, pool)
+    }
+}
+
+impl<F: Format, T: Tables> Ours<F, T> {
+    fn in_memory(name: &str, shape: Shape, tables: T) -> Self {
+        let table = PageTable::new(tables).expect("a root table");
         Self { name: name.to_owned(), shape, table: Some(table) }
     }
 
-    fn table(&self) -> &PageTable<F, Iova, PhysAddr, HeapTables<PhysAddr>> {
+    fn table(&self) -> &PageTable<F, Iova, PhysAddr, T> {
         self.table.as_ref().expect("always there")
     }
 
-    fn table_mut(&mut self) -> &mut PageTable<F, Iova, PhysAddr, HeapTables<PhysAddr>> {
+    fn table_mut(&mut self) -> &mut PageTable<F, Iova, PhysAddr, T> {
         self.table.as_mut().expect("always there")
     }
 }
 
-impl<F: Format> Subject for Ours<F> {
+impl<F: Format, T: Tables> Subject for Ours<F, T> {
     fn name(&self) -> &str {
         &self.name
     }
@@ -162,7 +185,8 @@ impl<F: Format> Subject for Ours<F> {
     }
 
     fn tables(&self) -> Option<usize> {
-        Some(self.table().tables().in_use())
+        let all = Span::new(Iova::new(0), 1 << F::INPUT_BITS)?;
+        Some(self.table().tables_within(all) + 1)
     }
 }
 

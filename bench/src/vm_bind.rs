@@ -4,7 +4,9 @@ use std::collections::HashMap;
 
 use dmalane::addr::{CardAddr, Segment};
 
-use crate::binders::{ALL, ARRAY, BASE, BATCH, BEFORE, Binder, Job, LEAN, LIMIT, OURS, RESERVED, SEED, SHAPES, TWO, make};
+use crate::binders::{
+    ALL, ARRAY, BASE, BATCH, BEFORE, Binder, Job, LEAN, LIMIT, OURS, RESERVED, SEED, SHAPES, TWO, make,
+};
 use crate::buffers::{Layout, PAGE, of_pages};
 use crate::clock::{cpu_time, pin};
 use crate::instructions;
@@ -334,7 +336,10 @@ fn live(report: &mut Report, options: &Options) -> Result<Vec<f64>, Box<dyn std:
 fn bytes(report: &mut Report, options: &Options) -> Result<(), Box<dyn std::error::Error>> {
     let (size, weighed) = (options.bo_size.to_string(), WEIGHED.to_string());
     for order in [Order::InOrder, Order::Random] {
-        for name in ALL.into_iter().filter(|&name| ![BEFORE, LEAN, LIMIT].contains(&name) && (name == OURS || !SHAPES.contains(&name))) {
+        for name in ALL
+            .into_iter()
+            .filter(|&name| ![BEFORE, LEAN, LIMIT].contains(&name) && (name == OURS || !SHAPES.contains(&name)))
+        {
             let bytes = memory::of(&["one-vm-bind", "U", order.name(), name, "bytes", &size, &weighed])?;
             report.note(&format!("bytes a binding, {}", order.name()), name, bytes / WEIGHED as f64);
         }

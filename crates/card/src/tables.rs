@@ -6,6 +6,7 @@ use std::sync::Arc;
 use dmalane_addr::{Address, CardAddr, PageSize, Span};
 use dmalane_dma::{self as mem, Mmio};
 use dmalane_iopt::Tables;
+use zerocopy::IntoBytes;
 
 use crate::regs::BAR_MEMORY;
 
@@ -62,14 +63,20 @@ impl<B: Mmio> CardTables<B> {
     }
 
     /// Writes entries as they are in the copy to the card.
+    #[inline]
     fn write(&mut self, slot: usize, range: Range<usize>) -> bool {
-        let mut bytes = [0u8; TABLE as usize];
-        let entries = &self.copy[slot][range.clone()];
-        for (to, entry) in bytes.chunks_exact_mut(8).zip(entries) {
-            to.copy_from_slice(&entry.to_le_bytes());
-        }
         let at = self.addr(slot).bits() + 8 * range.start as u64;
-        match self.bus.write_bytes(BAR_MEMORY, at, &bytes[..8 * entries.len()]) {
+        let entries = &self.copy[slot][range];
+        // One entry, as most often, is not worth more than eight bytes.
+        let written = if let [entry] = entries {
+            self.bus.write_bytes(BAR_MEMORY, at, &entry.to_le_bytes())
+        } else if cfg!(target_endian = "little") {
+            self.bus.write_bytes(BAR_MEMORY, at, entries.as_bytes())
+        } else {
+            let bytes: Vec<u8> = entries.iter().flat_map(|entry| entry.to_le_bytes()).collect();
+            self.bus.write_bytes(BAR_MEMORY, at, &bytes)
+        };
+        match written {
             Ok(()) => true,
             Err(e) => {
                 self.error.get_or_insert(e);
@@ -149,6 +156,12 @@ impl<B: Mmio> Tables for CardTables<B> {
             }
         }
         true
+    }
+
+    /// # Panics
+    /// When the address is not that of a table or the range reaches beyond 512.
+    fn is_zero(&self, table: CardAddr, range: Range<usize>) -> bool {
+        self.copy[self.slot(table)][range].iter().fold(0, |all, entry| all | entry) == 0
     }
 
     /// One write to the card for all of them.

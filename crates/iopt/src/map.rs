@@ -106,7 +106,7 @@ impl<F: Format, I: Address, O: Address, T: Tables> PageTable<F, I, O, T> {
         if self.first_taken(table, kind.level, i..i + count).is_some() {
             return false;
         }
-        self.write_run(table, kind, i..i + count, &mut now, encode_template::<F>(kind, access));
+        self.write_run(table, kind, i..i + count, &mut now, (encode_template::<F>(kind, access), false));
         slots::clean::<F, T>(&mut self.tables, table, i..i + count);
         self.count(kind, count as u64);
         true
@@ -269,12 +269,16 @@ impl<F: Format, I: Address, O: Address, T: Tables> PageTable<F, I, O, T> {
             source.limit = if at < below.1 { limit.min(below.0) } else { limit };
             let kind = source.leaf_kind(at)?;
             let level = kind.level;
+            // A blank table is filled before anybody can see it, and linked then.
             let (table, blank) = self.table_for(at, level)?;
             let (done, stop) = if kind == Kind::single(F::LEVELS - 1) {
                 self.fill_pages(table, at, source, access, blank)
             } else {
                 self.fill_blocks(table, kind, at, &mut source.now, access, blank)
             };
+            if blank {
+                self.link_table(at, level, done)?;
+            }
             self.count(kind, (done / kind.entries::<F>()) as u64);
             *next = at + ((done as u64) << shift::<F>(level));
             match stop {
@@ -311,12 +315,18 @@ impl<F: Format, I: Address, O: Address, T: Tables> PageTable<F, I, O, T> {
         let template = encode_template::<F>(kind, access);
         let mut next = start;
         let mut stop = None;
-        let done = slots::edit::<F, T>(&mut self.tables, table, start..entries::<F>(kind.level), |entries| {
+        let each = |entries: &mut [u64]| {
             let count;
             (count, stop) = source.fill(entries, next, next == start, template, blank);
             next += count;
             count
-        });
+        };
+        let range = start..entries::<F>(kind.level);
+        let done = if blank {
+            slots::fill::<F, T>(&mut self.tables, table, range, each)
+        } else {
+            slots::edit::<F, T>(&mut self.tables, table, range, each)
+        };
         if done > 0 {
             slots::clean::<F, T>(&mut self.tables, table, start..start + done);
         }
@@ -361,23 +371,35 @@ impl<F: Format, I: Address, O: Address, T: Tables> PageTable<F, I, O, T> {
             }
         }
         if count > 0 {
-            self.write_run(table, kind, first..first + count, now, encode_template::<F>(kind, access));
+            self.write_run(table, kind, first..first + count, now, (encode_template::<F>(kind, access), blank));
             slots::clean::<F, T>(&mut self.tables, table, first..first + count);
         }
         (count, taken.map(Stop::Taken))
     }
 
-    /// Stores entries of one kind that map an extent, which moves along.
+    /// Stores entries of one kind that map an extent, which moves along, in a table that may be blank.
     #[inline]
-    fn write_run(&mut self, table: T::Addr, kind: Kind, range: Range<usize>, now: &mut Extent, template: u64) {
+    fn write_run(
+        &mut self,
+        table: T::Addr,
+        kind: Kind,
+        range: Range<usize>,
+        now: &mut Extent,
+        (template, blank): (u64, bool),
+    ) {
         let page = page_size::<F>(kind.level).bytes();
         let mut out = now.out;
         now.skip(range.len() as u64 * page);
-        slots::edit::<F, T>(&mut self.tables, table, range, |entries| {
+        let each = |entries: &mut [u64]| {
             write_entries::<F>(entries, kind, out, template);
             out += entries.len() as u64 * page;
             entries.len()
-        });
+        };
+        if blank {
+            slots::fill::<F, T>(&mut self.tables, table, range, each);
+        } else {
+            slots::edit::<F, T>(&mut self.tables, table, range, each);
+        }
     }
 
     /// The first entry of the range that is in use.
@@ -389,8 +411,8 @@ impl<F: Format, I: Address, O: Address, T: Tables> PageTable<F, I, O, T> {
         range.find(|&i| F::decode(level, self.load(table, i)) != Entry::Invalid)
     }
 
-    /// The table at `level` that translates `at`, made if need be, and whether it is blank: just made, and nobody
-    /// else's.
+    /// The table at `level` that translates `at`, made if need be, and whether it is blank: just made, and not linked
+    /// yet. Then [`link_table`](Self::link_table) once it is filled.
     #[inline]
     fn table_for(&mut self, at: u64, level: u32) -> Result<(T::Addr, bool), Error> {
         let known = self.cursor.level == level && same_table::<F>(at, self.cursor.at, level);
@@ -412,18 +434,16 @@ impl<F: Format, I: Address, O: Address, T: Tables> PageTable<F, I, O, T> {
                         return Err(Error::NoTables { at: Place::of(I::new(at)) });
                     }
                     let next = self.allocate(at)?;
-                    match slots::install::<F, T>(&mut self.tables, table, i, F::encode_table(l, next.bits())) {
-                        Ok(()) => {
-                            self.made.push(at & !(F::GRANULE.bytes() - 1) | u64::from(l + 1));
-                            blank = !T::SHARED;
-                            next
-                        }
-                        Err(there) => {
-                            // Another handle was first. Its entry is a table: what we map is ours, so no leaf is there.
-                            self.tables.free(next);
-                            match F::decode(l, there) {
-                                Entry::Table(next) => T::Addr::new(next),
-                                _ => return Err(Error::Overlap { at: Place::of(I::new(at)) }),
+                    if l + 1 == level {
+                        blank = true;
+                        next
+                    } else {
+                        (self.cursor.level, self.cursor.at) = (l, at);
+                        match self.install_table(at, l, next)? {
+                            None => next,
+                            Some(other) => {
+                                self.tables.free(next);
+                                other
                             }
                         }
                     }
@@ -434,6 +454,57 @@ impl<F: Format, I: Address, O: Address, T: Tables> PageTable<F, I, O, T> {
         }
         (self.cursor.level, self.cursor.at) = (level, at);
         Ok(blank)
+    }
+
+    /// Links a table below the cursor's at `level`. `None` gives it back when another handle was first, with what that
+    /// has linked.
+    fn install_table(&mut self, at: u64, level: u32, next: T::Addr) -> Result<Option<T::Addr>, Error> {
+        let (table, i) = (self.cursor.path[level as usize], index::<F>(at, level));
+        match slots::install::<F, T>(&mut self.tables, table, i, F::encode_table(level, next.bits())) {
+            Ok(()) => {
+                self.made.push(at & !(F::GRANULE.bytes() - 1) | u64::from(level + 1)); // there is room: `move_cursor`
+                Ok(None)
+            }
+            Err(there) => match F::decode(level, there) {
+                // What we map is ours, so no leaf is there.
+                Entry::Table(other) => Ok(Some(T::Addr::new(other))),
+                _ => {
+                    self.tables.free(next);
+                    Err(Error::Overlap { at: Place::of(I::new(at)) })
+                }
+            },
+        }
+    }
+
+    /// Links the blank table at `level` that the cursor is at, in which so many entries from that of `at` on were
+    /// written; without any, it is freed.
+    #[inline(never)] // once per table
+    fn link_table(&mut self, at: u64, level: u32, written: usize) -> Result<(), Error> {
+        let next = self.cursor.path[level as usize];
+        self.cursor.level = level - 1;
+        if written == 0 {
+            self.tables.free(next);
+            return Ok(());
+        }
+        if let Some(other) = self.install_table(at, level - 1, next)? {
+            // What was written goes to the table of the handle that was first.
+            let first = index::<F>(at, level);
+            let range = first..first + written;
+            if let Some(taken) = self.first_taken(other, level, range.clone()) {
+                self.tables.free(next);
+                let at = at + (taken - first) as u64 * page_size::<F>(level).bytes();
+                return Err(Error::Overlap { at: Place::of(I::new(at)) });
+            }
+            for i in range.clone() {
+                let entry = self.load(next, i);
+                slots::write::<F, T>(&mut self.tables, other, i, entry);
+            }
+            slots::clean::<F, T>(&mut self.tables, other, range);
+            self.tables.free(next);
+            self.cursor.path[level as usize] = other;
+        }
+        self.cursor.level = level;
+        Ok(())
     }
 
     /// The lowest address of this page that is mapped. (The entry in use may be a table with only its last page mapped,

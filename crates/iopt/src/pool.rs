@@ -264,6 +264,34 @@ impl<A: Address> Tables for &TablePool<'_, A> {
         done
     }
 
+    /// # Panics
+    /// When the address is not that of a table.
+    #[inline]
+    fn fill(&mut self, table: A, range: Range<usize>, mut each: impl FnMut(&mut [u64]) -> usize) -> usize {
+        let first = self.first(table);
+        let words = &self.words[first + range.start..first + range.end];
+        let mut buffer = [0; 128];
+        let mut done = 0;
+        for piece in words.chunks(buffer.len()) {
+            let written = each(&mut buffer[..piece.len()]);
+            // Seen with the link to the table, which is a release.
+            buffer[..written].iter().zip(piece).for_each(|(copy, word)| word.store(*copy, Ordering::Relaxed));
+            done += written;
+            if written < piece.len() {
+                break;
+            }
+        }
+        done
+    }
+
+    /// # Panics
+    /// When the address is not that of a table.
+    fn is_zero(&self, table: A, range: Range<usize>) -> bool {
+        let first = self.first(table);
+        let words = &self.words[first + range.start..first + range.end];
+        words.iter().fold(0, |all, word| all | word.load(Ordering::Acquire)) == 0
+    }
+
     /// Tables are there or not: this promises them as long as no other handle takes them.
     fn reserve(&mut self, tables: usize) -> bool {
         self.limit().checked_sub(self.in_use()).is_some_and(|left| tables <= left)
@@ -376,6 +404,15 @@ impl<A: Address> Tables for Stock<'_, A> {
     #[inline]
     fn edit(&mut self, table: A, range: Range<usize>, each: impl FnMut(&mut [u64]) -> usize) -> usize {
         self.pool.edit(table, range, each)
+    }
+
+    #[inline]
+    fn fill(&mut self, table: A, range: Range<usize>, each: impl FnMut(&mut [u64]) -> usize) -> usize {
+        self.pool.fill(table, range, each)
+    }
+
+    fn is_zero(&self, table: A, range: Range<usize>) -> bool {
+        self.pool.is_zero(table, range)
     }
 
     fn reserve(&mut self, tables: usize) -> bool {

@@ -95,6 +95,17 @@ pub(crate) fn edit<F: Format, T: Tables>(
     in_pieces(tables, range, |t, i| load::<F, T>(t, table, i), |t, i, entry| write::<F, T>(t, table, i, entry), each)
 }
 
+/// [`Tables::fill`] for entries that will be cleaned together with others.
+#[inline]
+pub(crate) fn fill<F: Format, T: Tables>(
+    tables: &mut T,
+    table: T::Addr,
+    range: Range<usize>,
+    each: impl FnMut(&mut [u64]) -> usize,
+) -> usize {
+    if F::ENTRY_BYTES == 8 { tables.fill(table, range, each) } else { edit::<F, T>(tables, table, range, each) }
+}
+
 /// [`Tables::update`] for entries, cleaned.
 #[inline]
 pub(crate) fn update<F: Format, T: Tables>(

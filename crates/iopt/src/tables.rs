@@ -145,6 +145,15 @@ pub trait Tables {
     fn edit(&mut self, table: Self::Addr, range: Range<usize>, each: impl FnMut(&mut [u64]) -> usize) -> usize {
         in_pieces(self, range, |tables, i| tables.load(table, i), |tables, i, word| tables.store(table, i, word), each)
     }
+
+    /// As [`edit`](Self::edit), in a table that nothing points to yet: no device and no other handle sees it before it
+    /// is linked, which orders these stores before it. The words of `range` are 0; what `each` is given need not be.
+    ///
+    /// An implementation overrides it to store plainly, many words at a time, without reading them.
+    #[inline]
+    fn fill(&mut self, table: Self::Addr, range: Range<usize>, each: impl FnMut(&mut [u64]) -> usize) -> usize {
+        self.edit(table, range, each)
+    }
 }
 
 /// Tables on the heap, at made-up addresses from a base up. Every operation takes constant time (taking a new table:
