@@ -4,8 +4,11 @@ use alloc::vec::Vec;
 
 use crate::{Address, PageSize, RangeAllocator, RangeError, Span};
 
-/// Number of stacks, one for each cached length.
-const STACKS: usize = 16;
+/// Sets of stacks: a length belongs to one of them.
+const SETS: usize = 16;
+/// Stacks of a set, one for each cached length.
+const WAYS: usize = 16;
+const STACKS: usize = SETS * WAYS;
 /// Most ranges in a stack.
 const DEPTH: usize = 64;
 
@@ -25,7 +28,7 @@ impl<A: Address> Lease<A> {
 /// A cache for allocations of the same few lengths, as IO buffers make them: a stack of freed ranges for each length,
 /// in front of a [`RangeAllocator`].
 ///
-/// The stacks hold at most 16 lengths and 64 ranges of each. They are emptied before an allocation fails, so it fails
+/// The stacks hold at most 256 lengths (16 of those that share a set, of 16 sets) and 64 ranges of each. They are emptied before an allocation fails, so it fails
 /// only where it would without them. The idea is that of the IOVA magazines of Linux (`drivers/iommu/iova.c`), which
 /// exist for each processor.
 ///
@@ -56,15 +59,15 @@ pub struct RangeCache<A: Address> {
     /// The range length of each stack; 0 for an unused stack.
     lengths: [u64; STACKS],
     stacks: [Vec<Span<A>>; STACKS],
-    /// Index of the stack to reuse for the next new length.
-    next: usize,
+    /// Of each set, the stack to reuse for its next new length.
+    next: [u8; SETS],
     bytes: u64,
 }
 
 impl<A: Address> RangeCache<A> {
     /// An empty cache over `inner`. Ranges that are already allocated stay allocated.
     pub fn new(inner: RangeAllocator<A>) -> Self {
-        Self { inner, lengths: [0; STACKS], stacks: [const { Vec::new() }; STACKS], next: 0, bytes: 0 }
+        Self { inner, lengths: [0; STACKS], stacks: [const { Vec::new() }; STACKS], next: [0; SETS], bytes: 0 }
     }
 
     /// Takes `len` bytes aligned to `align` (and to the allocator's page).
@@ -73,22 +76,32 @@ impl<A: Address> RangeCache<A> {
     /// As [`RangeAllocator::allocate`].
     #[inline]
     pub fn allocate(&mut self, len: u64, align: PageSize) -> Result<Lease<A>, RangeError<A>> {
+        self.allocate_at(len, align, 0)
+    }
+
+    /// Takes `len` bytes at an address that is `phase` bytes behind a multiple of `align`.
+    ///
+    /// # Errors
+    /// As [`RangeAllocator::allocate_at`].
+    #[inline]
+    pub fn allocate_at(&mut self, len: u64, align: PageSize, phase: u64) -> Result<Lease<A>, RangeError<A>> {
+        let fits = |span: &Span<A>| (span.first().bits() ^ phase) & (align.bytes() - 1) == 0;
         if let Some(k) = self.stack(len)
             // Nearly always the last one: ranges of one length are mostly of one alignment.
-            && let Some(at) = self.stacks[k].iter().rposition(|span| span.first().is_aligned(align))
+            && let Some(at) = self.stacks[k].iter().rposition(fits)
         {
             self.bytes -= len;
             return Ok(Lease(self.stacks[k].swap_remove(at)));
         }
-        self.allocate_anew(len, align)
+        self.allocate_anew(len, align, phase)
     }
 
     #[inline(never)]
-    fn allocate_anew(&mut self, len: u64, align: PageSize) -> Result<Lease<A>, RangeError<A>> {
-        let result = match self.inner.allocate(len, align) {
+    fn allocate_anew(&mut self, len: u64, align: PageSize, phase: u64) -> Result<Lease<A>, RangeError<A>> {
+        let result = match self.inner.allocate_at(len, align, phase) {
             Err(RangeError::Exhausted { .. }) if self.bytes > 0 => {
                 self.empty();
-                self.inner.allocate(len, align)
+                self.inner.allocate_at(len, align, phase)
             }
             result => result,
         };
@@ -141,16 +154,26 @@ impl<A: Address> RangeCache<A> {
         self.inner.free_bytes() + self.bytes
     }
 
+    /// The set of a length.
+    #[inline]
+    fn set(len: u64) -> usize {
+        (len.wrapping_mul(0x9e37_79b9_7f4a_7c15) >> (64 - SETS.trailing_zeros())) as usize
+    }
+
     #[inline]
     fn stack(&self, len: u64) -> Option<usize> {
-        self.lengths.iter().position(|&l| l == len && len != 0)
+        let first = Self::set(len) * WAYS;
+        let found = self.lengths[first..first + WAYS].iter().position(|&l| l == len && len != 0);
+        found.map(|way| first + way)
     }
 
     /// Assigns a stack to a new length, and empties it first.
     #[inline(never)]
     fn begin(&mut self, len: u64) -> usize {
-        let k = self.next;
-        self.next = (k + 1) % STACKS;
+        let set = Self::set(len);
+        let way = usize::from(self.next[set]);
+        self.next[set] = ((way + 1) % WAYS) as u8;
+        let k = set * WAYS + way;
         self.clear(k);
         self.lengths[k] = len;
         k
@@ -191,6 +214,7 @@ mod tests {
         let mut a = fresh();
         assert!(matches!(a.allocate(0, PageSize::SIZE_4K), Err(RangeError::BadLength { .. })));
         assert!(matches!(a.allocate(17, PageSize::SIZE_4K), Err(RangeError::BadLength { .. })));
+        assert!(matches!(a.allocate_at(P, PageSize::SIZE_2M, 17), Err(RangeError::BadLength { .. })));
         assert!(matches!(a.allocate(1 << 40, PageSize::SIZE_4K), Err(RangeError::Exhausted { .. })));
         assert!(matches!(a.reserve(span(PAGES, 1)), Err(RangeError::NotFree(_))));
     }
@@ -203,6 +227,18 @@ mod tests {
         assert_eq!(a.allocate(2 * P, PageSize::SIZE_4K).unwrap().span(), span(4, 2));
         let odd = a.allocate(2 * P, PageSize::SIZE_16K).unwrap(); // pages 2 and 3 do not begin at a multiple of 4
         assert_eq!((odd.span(), a.free_bytes()), (span(0, 2), (PAGES - 4) * P));
+    }
+
+    #[test]
+    fn cached_ranges_have_the_right_phase() {
+        let mut a = fresh();
+        let block = PageSize::SIZE_64K;
+        for phase in [3, 5, 3] {
+            let lease = a.allocate_at(4 * P, block, phase * P).unwrap();
+            assert_eq!(lease.span().first().bits() & (block.bytes() - 1), phase * P);
+            a.free(lease);
+        }
+        assert_eq!(a.stacks.iter().map(Vec::len).sum::<usize>(), 2);
     }
 
     #[test]
@@ -223,11 +259,18 @@ mod tests {
         let space = Span::new(Iova::new(0), 1 << 30).unwrap();
         let mut a = RangeCache::new(RangeAllocator::new(space, PageSize::SIZE_4K));
         for _ in 0..3 {
-            let leases: Vec<_> = (1..40).map(|n| a.allocate(n * P, PageSize::SIZE_4K).unwrap()).collect();
+            let leases: Vec<_> = (1..600).map(|n| a.allocate(n * P, PageSize::SIZE_4K).unwrap()).collect();
             leases.into_iter().for_each(|lease| a.free(lease));
             assert!(a.stacks.iter().all(|s| s.len() == 1));
         }
         assert_eq!(a.free_bytes(), 1 << 30);
+        // 64 lengths have a stack each.
+        a.empty();
+        for _ in 0..2 {
+            let leases: Vec<_> = (1..=64).map(|n| a.allocate(n * P, PageSize::SIZE_4K).unwrap()).collect();
+            leases.into_iter().for_each(|lease| a.free(lease));
+        }
+        assert_eq!(a.stacks.iter().filter(|s| s.len() == 1).count(), 64);
         a.empty();
         assert_eq!(a.inner.largest_free(), 1 << 30);
     }

@@ -1,6 +1,7 @@
 //! An allocator of address ranges.
 
 use alloc::collections::{BTreeMap, BTreeSet};
+use alloc::vec::Vec;
 
 use thiserror::Error;
 
@@ -38,8 +39,10 @@ pub enum RangeError<A: Address> {
 
 /// Allocates ranges of an address space: IOVAs, card memory, device VAs.
 ///
-/// Best fit by length, lowest address among equals; freed neighbours merge. Allocating and freeing take O(log n) time
-/// in the number of free ranges.
+/// Best fit by the length that is left once the start is aligned, lowest address among equals; freed neighbours merge.
+/// Allocating and freeing take O(log n) time in the number n of free ranges, for each of the alignments in use; the
+/// first allocation at an alignment takes O(n). From the ninth alignment on, and where
+/// [`allocate_at`](Self::allocate_at) finds no range that is longer than need be, it is O(n) too.
 ///
 /// ```
 /// use dmalane_addr::{Iova, PageSize, RangeAllocator, Span};
@@ -57,13 +60,16 @@ pub struct RangeAllocator<A: Address> {
     free: BTreeMap<A, A>,
     /// The same ranges as (length, first), for best fit.
     by_len: BTreeSet<(u64, A)>,
+    /// The same again for alignments that were asked for, with the length that is left behind an aligned start.
+    by_aligned: Vec<(PageSize, BTreeSet<(u64, A)>)>,
     free_bytes: u64,
 }
 
 impl<A: Address> RangeAllocator<A> {
     /// An allocator over the whole pages of `space`, all free. It is empty when `space` contains no whole page.
     pub fn new(space: Span<A>, page: PageSize) -> Self {
-        let mut this = Self { space, page, free: BTreeMap::new(), by_len: BTreeSet::new(), free_bytes: 0 };
+        let mut this =
+            Self { space, page, free: BTreeMap::new(), by_len: BTreeSet::new(), by_aligned: Vec::new(), free_bytes: 0 };
         let whole = space.first().align_up(page).and_then(|first| {
             // One past the last may be 2^64; work with the page that holds the last byte instead.
             let tail = space.last().align_down(page);
@@ -88,15 +94,80 @@ impl<A: Address> RangeAllocator<A> {
             return Err(RangeError::BadLength { len, page: self.page });
         }
         let align = align.max(self.page);
-        let found = self.by_len.range((len, A::new(0))..).find_map(|&(_, first)| {
-            let span = Span::new(first.align_up(align)?, len)?;
-            (span.last() <= self.free[&first]).then_some((first, span))
-        });
-        let Some((hole, span)) = found else {
+        let Some((hole, span)) = self.find(len, align, 0) else {
             return Err(RangeError::Exhausted { len, align, free: self.free_bytes });
         };
         self.carve(hole, span);
         Ok(span)
+    }
+
+    /// Allocates `len` bytes at an address that is `phase` bytes behind a multiple of `align` (or of the allocator's
+    /// page, if that is larger): congruent with what is mapped there, so that large leaves fit both.
+    ///
+    /// ```
+    /// use dmalane_addr::{Iova, PageSize, RangeAllocator, Span};
+    /// let space = Span::new(Iova::new(0), 1 << 40).unwrap();
+    /// let mut iovas = RangeAllocator::new(space, PageSize::SIZE_4K);
+    /// // A BAR from its second page on: all but the first 2 MiB can be leaves of 2 MiB.
+    /// let span = iovas.allocate_at(32 << 30, PageSize::SIZE_2M, 4096)?;
+    /// assert_eq!(span.first().bits() % (2 << 20), 4096);
+    /// # Ok::<(), dmalane_addr::RangeError<Iova>>(())
+    /// ```
+    ///
+    /// # Errors
+    /// [`RangeError::BadLength`] unless `len` is a non-zero number of pages and `phase` one of pages;
+    /// [`RangeError::Exhausted`].
+    pub fn allocate_at(&mut self, len: u64, align: PageSize, phase: u64) -> Result<Span<A>, RangeError<A>> {
+        if len == 0 || !(len | phase).is_multiple_of(self.page.bytes()) {
+            return Err(RangeError::BadLength { len, page: self.page });
+        }
+        let align = align.max(self.page);
+        let Some((hole, span)) = self.find(len, align, phase & (align.bytes() - 1)) else {
+            return Err(RangeError::Exhausted { len, align, free: self.free_bytes });
+        };
+        self.carve(hole, span);
+        Ok(span)
+    }
+
+    /// Where such a range goes: the start of a free range, and the part of it.
+    fn find(&mut self, len: u64, align: PageSize, phase: u64) -> Option<(A, Span<A>)> {
+        // A range that is long enough from an aligned start on is so from the phase on.
+        let need = len.checked_add(phase)?;
+        let at = |first: A| first.align_up(align)?.checked_add(phase);
+        if align == self.page {
+            let &(_, first) = self.by_len.range((need, A::new(0))..).next()?;
+            return Some((first, Span::new(at(first)?, len)?));
+        }
+        if let Some(ranges) = self.ranges_at(align) {
+            if let Some(&(_, first)) = ranges.range((need, A::new(0))..).next() {
+                return Some((first, Span::new(at(first)?, len)?));
+            }
+            if phase == 0 {
+                return None;
+            }
+        }
+        // The phase may also come before the first aligned address.
+        self.by_len.range((len, A::new(0))..).find_map(|&(_, first)| {
+            let ahead = phase.wrapping_sub(first.bits()) & (align.bytes() - 1);
+            let span = Span::new(first.checked_add(ahead)?, len)?;
+            (span.last() <= self.free[&first]).then_some((first, span))
+        })
+    }
+
+    /// The free ranges by what is left of them behind an aligned start, unless there are too many such orders.
+    fn ranges_at(&mut self, align: PageSize) -> Option<&BTreeSet<(u64, A)>> {
+        const ORDERS: usize = 8;
+        let known = self.by_aligned.iter().position(|(known, _)| *known == align);
+        let at = match known {
+            Some(at) => at,
+            None if self.by_aligned.len() < ORDERS => {
+                let usable = |(&first, &last)| Some((usable(first, last, align)?, first));
+                self.by_aligned.push((align, self.free.iter().filter_map(usable).collect()));
+                self.by_aligned.len() - 1
+            }
+            None => return None,
+        };
+        self.by_aligned.get(at).map(|(_, ranges)| ranges)
     }
 
     /// Allocates exactly this span.
@@ -191,6 +262,9 @@ impl<A: Address> RangeAllocator<A> {
     fn insert(&mut self, span: Span<A>) {
         self.free.insert(span.first(), span.last());
         self.by_len.insert((span.len(), span.first()));
+        for (align, ranges) in &mut self.by_aligned {
+            ranges.extend(usable(span.first(), span.last(), *align).map(|len| (len, span.first())));
+        }
         self.free_bytes += span.len();
     }
 
@@ -198,8 +272,19 @@ impl<A: Address> RangeAllocator<A> {
         self.free.remove(&first);
         let len = last.bits() - first.bits() + 1;
         self.by_len.remove(&(len, first));
+        for (align, ranges) in &mut self.by_aligned {
+            if let Some(len) = usable(first, last, *align) {
+                ranges.remove(&(len, first));
+            }
+        }
         self.free_bytes -= len;
     }
+}
+
+/// Bytes of a range from its first aligned address on, if it has one.
+fn usable<A: Address>(first: A, last: A, align: PageSize) -> Option<u64> {
+    let start = first.align_up(align).filter(|start| *start <= last)?;
+    (last.bits() - start.bits()).checked_add(1)
 }
 
 #[cfg(test)]
@@ -251,6 +336,7 @@ mod tests {
     #[derive(Clone, Debug)]
     enum Op {
         Allocate(u64, u8),
+        AllocateAt(u64, u8, u64),
         Reserve(u64, u64),
         Free(prop::sample::Index),
         FreeAny(u64, u64),
@@ -259,10 +345,32 @@ mod tests {
     fn op() -> impl Strategy<Value = Op> {
         prop_oneof![
             (1u64..9, 12u8..15).prop_map(|(n, a)| Op::Allocate(n, a)),
+            (1u64..9, 12u8..16, 0u64..20).prop_map(|(n, a, p)| Op::AllocateAt(n, a, p)),
             (0u64..PAGES, 1u64..5).prop_map(|(p, n)| Op::Reserve(p, n)),
             any::<prop::sample::Index>().prop_map(Op::Free),
             (0u64..PAGES, 1u64..9).prop_map(|(p, n)| Op::FreeAny(p, n)),
         ]
+    }
+
+    /// Holes that are long enough and not aligned are not looked at one by one.
+    #[test]
+    fn unaligned_holes_do_not_count() {
+        const HOLES: u64 = 20_000;
+        let block = PageSize::SIZE_2M.bytes();
+        let mut a = RangeAllocator::new(Span::new(Iova::new(0), 2 * HOLES * block).unwrap(), PageSize::SIZE_4K);
+        // Of every 4 MiB the first page and the last: no hole has 2 MiB behind an aligned start.
+        for n in 0..HOLES {
+            a.reserve(Span::new(Iova::new(2 * n * block), P).unwrap()).unwrap();
+            a.reserve(Span::new(Iova::new(2 * (n + 1) * block - P), P).unwrap()).unwrap();
+        }
+        // Asked as often as there are holes: linear time for each would take minutes.
+        for _ in 0..HOLES {
+            assert!(a.allocate(block, PageSize::SIZE_2M).is_err());
+        }
+        let behind = a.allocate_at(block, PageSize::SIZE_2M, P).unwrap();
+        assert_eq!(behind.first().bits() % block, P);
+        a.free(Span::new(Iova::new(42 * block), P).unwrap()).unwrap();
+        assert_eq!(a.allocate(block, PageSize::SIZE_2M).unwrap().first().bits(), 42 * block);
     }
 
     proptest! {
@@ -284,6 +392,24 @@ mod tests {
                         prop_assert_eq!(got.is_ok(), fits);
                         if let Ok(s) = got {
                             prop_assert!(s.first().is_aligned(align) && s.len() == n * P);
+                            let p = (s.first().bits() / P) as usize;
+                            for t in &mut taken[p..p + n as usize] {
+                                prop_assert!(!*t);
+                                *t = true;
+                            }
+                            held.push(s);
+                        }
+                    }
+                    Op::AllocateAt(n, log2, phase) => {
+                        let align = PageSize::from_log2(log2).unwrap();
+                        let pages = (align.bytes() / P) as usize;
+                        let fits = (phase as usize % pages..PAGES as usize).step_by(pages).any(|p| {
+                            p + n as usize <= PAGES as usize && !taken[p..p + n as usize].contains(&true)
+                        });
+                        let got = a.allocate_at(n * P, align, phase * P);
+                        prop_assert_eq!(got.is_ok(), fits);
+                        if let Ok(s) = got {
+                            prop_assert_eq!((s.first().bits() / P) % pages as u64, phase % pages as u64);
                             let p = (s.first().bits() / P) as usize;
                             for t in &mut taken[p..p + n as usize] {
                                 prop_assert!(!*t);

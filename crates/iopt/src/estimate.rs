@@ -53,7 +53,7 @@ impl<F: Format> TableEstimate<F> {
     /// Adds a [`map_sg`](crate::PageTable::map_sg). Tables that continue the previous list are counted once.
     ///
     /// # Errors
-    /// What `map_sg` would say of the list itself: [`Error::Misaligned`], [`Error::Empty`], [`Error::InputRange`] and
+    /// What `map_sg` would say of the list itself: [`Error::Misaligned`], [`Error::InputRange`] and
     /// [`Error::OutputRange`]. The estimate is of no more use then.
     pub fn map_sg<I: Address, O: Address>(
         &mut self,

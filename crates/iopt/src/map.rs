@@ -137,13 +137,14 @@ impl<F: Format, I: Address, O: Address, T: Tables> PageTable<F, I, O, T> {
     /// Maps a list of segments one after another from `at` on, and gives the number of bytes mapped. An empty list maps
     /// nothing.
     ///
-    /// Segments that continue each other are mapped as one, so a leaf may span several. Each leaf is the largest that
-    /// the alignment of both addresses and the rest of the segment allow.
+    /// Segments that continue each other are mapped as one, so a leaf may span several, and a segment need not be whole
+    /// granules: four pages of 4 KiB in a row make one of 16 KiB, as with Linux' `iommu_map_sg`. Empty segments are
+    /// skipped. Each leaf is the largest that the alignment of both addresses and the rest of the segment allow.
     ///
     /// New mappings need no invalidation, provided that the device does not cache faults.
     ///
     /// # Errors
-    /// [`Error::Misaligned`], [`Error::Empty`] (a segment of no bytes), [`Error::InputRange`], [`Error::OutputRange`],
+    /// [`Error::Misaligned`] (segments that continue each other, as one), [`Error::InputRange`], [`Error::OutputRange`],
     /// [`Error::Unsupported`], [`Error::Overlap`] with the lowest address that is taken, [`Error::NoTables`] and
     /// [`Error::TableAddress`]: whichever comes first on the way through the list. After any of them the table is as it
     /// was. Tables that were linked for a moment are freed at once: where a device may stray into the span *during* the
@@ -660,7 +661,49 @@ impl<F: Format, O: Address, S: Iterator<Item = Segment<O>>> Source<F, O, S> {
         if next.is_none() {
             self.segments = None;
         }
-        next.map(checked::<F, O>)
+        self.admit(next?)
+    }
+
+    /// The extent that begins with a segment just taken from the list. `None` when it, and all behind it, are empty.
+    #[inline(always)]
+    fn admit(&mut self, segment: Segment<O>) -> Option<Result<Extent, Segment<O>>> {
+        match checked::<F, O>(segment) {
+            Ok(extent) => Some(Ok(extent)),
+            Err(segment) => self.join(segment),
+        }
+    }
+
+    /// Joins a segment, which cannot be mapped alone, with those that continue it until whole granules are there, as a
+    /// host with smaller pages lists them. Empty segments are skipped.
+    #[cold]
+    #[inline(never)]
+    fn join(&mut self, mut joined: Segment<O>) -> Option<Result<Extent, Segment<O>>> {
+        loop {
+            let (start, whole) = (joined.addr.bits(), 1u64 << F::OUTPUT_BITS);
+            if joined.len != 0 {
+                if let Ok(extent) = checked::<F, O>(joined) {
+                    return Some(Ok(extent));
+                }
+                let hopeless = start & (F::GRANULE.bytes() - 1) != 0 || start >= whole || joined.len > whole - start;
+                if hopeless || joined.len & (F::GRANULE.bytes() - 1) == 0 {
+                    return Some(Err(joined));
+                }
+            }
+            match self.segments.as_mut().and_then(Iterator::next) {
+                Some(Segment { len: 0, .. }) => {}
+                Some(next) if joined.len == 0 => joined = next,
+                // Neither sum is beyond 2^64: the first is below `whole`, and the other is checked.
+                Some(next) if next.addr.bits() == start + joined.len => match joined.len.checked_add(next.len) {
+                    Some(len) => joined.len = len,
+                    None => return Some(Err(next)),
+                },
+                _ if joined.len == 0 => {
+                    self.segments = None;
+                    return None;
+                }
+                _ => return Some(Err(joined)),
+            }
+        }
     }
 
     /// Puts pages into entries of the last level, of which the first has index `first`, until they are full, the source
@@ -687,7 +730,7 @@ impl<F: Format, O: Address, S: Iterator<Item = Segment<O>>> Source<F, O, S> {
                         true => self.fill_short::<true>(&mut rest, end, template),
                         false => self.fill_short::<false>(&mut rest, end, template),
                     };
-                    match next.map(checked::<F, O>) {
+                    match next.and_then(|segment| self.admit(segment)) {
                         None => break None,
                         Some(Ok(extent)) => self.now = extent,
                         Some(Err(segment)) => break Some(Stop::BadSegment(segment)),

@@ -551,16 +551,16 @@ impl State {
         self.space = Some(Space { iovas, ranges, pages });
     }
 
-    /// Allocates IOVAs for `len` bytes at `va`, aligned so that the IOMMU can use pages as large as those of the
-    /// memory.
+    /// Allocates IOVAs for `len` bytes at `va`, congruent with it, so that the IOMMU can use pages as large as those of
+    /// the memory, wherever in one of them the range starts.
     fn allocate(&mut self, va: usize, len: u64) -> Result<Lease<Iova>, Error> {
         let space = self.space.as_mut().ok_or(Error::NoType1)?;
         let page = space.page();
-        let of_va = PageSize::from_log2(va.trailing_zeros().min(63) as u8).unwrap_or(page);
         let fits = PageSize::from_log2(len.max(1).ilog2() as u8).unwrap_or(page);
-        let align = of_va.min(fits).min(PageSize::SIZE_1G).max(page);
-        // Less aligned rather than not at all.
-        Ok(space.iovas.allocate(len, align).or_else(|_| space.iovas.allocate(len, page))?)
+        let align = fits.min(PageSize::SIZE_1G).max(page);
+        let phase = va as u64 & (align.bytes() - 1);
+        // Not congruent rather than not at all.
+        Ok(space.iovas.allocate_at(len, align, phase).or_else(|_| space.iovas.allocate(len, page))?)
     }
 
     fn reserve(&mut self, span: Span<Iova>) -> Result<Lease<Iova>, Error> {

@@ -27,6 +27,13 @@ pub trait AnyVm {
     /// As of [`Vm::plan`]; the VM is as it was.
     fn apply(&mut self, requests: Vec<BindRequest>) -> Result<Committed<CardAddr>, PlanError>;
 
+    /// What [`apply`](Self::apply) would say, or [`apply_reserved`](Self::apply_reserved) where `reserved` is true;
+    /// changes nothing.
+    ///
+    /// # Errors
+    /// As of [`Vm::plan`].
+    fn check(&mut self, requests: Vec<BindRequest>, reserved: bool) -> Result<(), PlanError>;
+
     /// [`Vm::plan_reserved`] and commit.
     ///
     /// # Errors
@@ -92,6 +99,11 @@ impl<F: Format, T: Tables<Addr = CardAddr>> AnyVm for Vm<F, T> {
 
     fn apply(&mut self, requests: Vec<BindRequest>) -> Result<Committed<CardAddr>, PlanError> {
         Ok(self.plan(requests)?.commit())
+    }
+
+    fn check(&mut self, requests: Vec<BindRequest>, reserved: bool) -> Result<(), PlanError> {
+        let plan = if reserved { self.plan_reserved(requests) } else { self.plan(requests) };
+        plan.map(drop)
     }
 
     fn apply_reserved(&mut self, requests: Vec<BindRequest>) -> Result<Committed<CardAddr>, PlanError> {

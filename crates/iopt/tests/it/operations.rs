@@ -8,8 +8,8 @@ use std::rc::Rc;
 use crate::formats::{Failing, Sizes, leaf_levels, sizes};
 use dmalane_addr::{Access, Iova, PageSize, PhysAddr, Segment, Span};
 use dmalane_iopt::{
-    Arm64S1_16k, Error, Format, HeapTables, PageTable, Place, TableShape, Tables, WalkFault, Walked, X86_64_4Level,
-    walk,
+    Arm64S1_16k, Error, Format, HeapTables, PageTable, Place, TableEstimate, TableShape, Tables, WalkFault, Walked,
+    X86_64_4Level, walk,
 };
 
 type Table<F, T> = PageTable<F, Iova, PhysAddr, T>;
@@ -493,14 +493,12 @@ fn stops_at_the_right_page<F: Format, T: Tables>(tables: impl Fn() -> T) {
         }
         for bad in 0..list.len() {
             let good = list[bad];
-            for (addr, len) in
-                [(good.addr.bits() + 1, good.len), (good.addr.bits(), good.len - 1), (out_top, page), (0, 0)]
-            {
+            for (addr, len) in [(good.addr.bits() + 1, good.len), (good.addr.bits(), good.len - 1), (out_top, page)] {
                 list[bad] = Segment { addr: PhysAddr::new(addr), len };
                 let e = table.map_sg(Iova::new(at), list.iter().copied(), Access::READ).unwrap_err();
                 let place = Place::of(PhysAddr::new(addr));
                 match e {
-                    Error::Misaligned { at, .. } | Error::OutputRange { at, .. } | Error::Empty { at } => {
+                    Error::Misaligned { at, .. } | Error::OutputRange { at, .. } => {
                         assert_eq!(at, place);
                     }
                     e => panic!("{e}"),
@@ -586,3 +584,63 @@ macro_rules! operations {
 }
 
 dmalane_iopt::formats!(operations);
+
+/// A host with smaller pages than the format: its segments are joined before anything is said of their alignment.
+#[test]
+fn segments_below_a_granule() {
+    type F = Arm64S1_16k;
+    const K: u64 = 1024;
+    let segment = |addr: u64, len: u64| Segment { addr: PhysAddr::new(addr * K), len: len * K };
+    let base = 1 << 20;
+    /// Addresses and lengths in KiB.
+    type List = &'static [(u64, u64)];
+    let good: [(List, u64); 6] = [
+        (&[(0, 4), (4, 4), (8, 4), (12, 4)], 16),
+        // Behind a whole page, around an empty segment, and 16 pages in pieces that end anywhere.
+        (&[(0, 16), (16, 4), (20, 12)], 32),
+        (&[(0, 4), (7, 0), (4, 12), (64, 16), (1, 0)], 32),
+        (&[(0, 20), (20, 76), (96, 100), (196, 60)], 256),
+        (&[(16, 12), (28, 4), (48, 4), (52, 12)], 32),
+        (&[(3, 0)], 0),
+    ];
+    for (list, kib) in good {
+        let segments = || list.iter().map(|&(addr, len)| segment(base + addr, len));
+        // Into a table that is new, and into one that is there.
+        for beside in [false, true] {
+            let mut table = Table::<F, _>::new(HeapTables::new(PhysAddr::new(1 << 40))).unwrap();
+            if beside {
+                table.map(Iova::new(1 << 30), PhysAddr::new(0), 16 * K, Access::RW).unwrap();
+            }
+            let at = Iova::new((1 << 30) + 64 * K);
+            assert_eq!(table.map_sg(at, segments(), Access::RW), Ok(kib * K), "{list:?}");
+            let mut next = at.bits();
+            for s in segments() {
+                for offset in (0..s.len).step_by(K as usize) {
+                    let at = Iova::new(next + offset);
+                    let to = table.lookup(at).unwrap().translate(at).unwrap();
+                    assert_eq!(to.bits(), s.addr.bits() + offset, "{list:?}");
+                }
+                next += s.len;
+            }
+            assert_eq!(table.lookup(Iova::new(next)), None);
+            let mut estimate = TableEstimate::<F>::new();
+            estimate.map_sg(at, segments()).unwrap();
+            assert!(estimate.tables() <= 3);
+        }
+    }
+    // Together they are not whole pages either.
+    let bad: [(List, u64, u64); 5] = [
+        (&[(0, 4), (4, 4)], 0, 8),
+        (&[(0, 4), (8, 12)], 0, 4),
+        (&[(4, 12)], 4, 12),
+        (&[(0, 16), (16, 8), (32, 16)], 16, 8),
+        (&[(0, 4), (4, 16)], 0, 20),
+    ];
+    for (list, at, len) in bad {
+        let mut table = Table::<F, _>::new(HeapTables::new(PhysAddr::new(1 << 40))).unwrap();
+        let e = table.map_sg(Iova::new(0), list.iter().map(|&(a, l)| segment(base + a, l)), Access::RW).unwrap_err();
+        let at = Place::of(PhysAddr::new((base + at) * K));
+        assert_eq!(e, Error::Misaligned { at, len: len * K, granule: PageSize::SIZE_16K }, "{list:?}");
+        assert_eq!((table.mapped_bytes(), table.tables().in_use()), (0, 1));
+    }
+}

@@ -11,7 +11,7 @@ use super::number::{Number, decimal};
 use super::{Line, TraceRefusal};
 
 /// Operations of a batch, at most.
-pub const MAX_BATCH: usize = 1 << 16;
+pub const MAX_BATCH: usize = 1 << 18;
 
 /// What a line says. Buffer objects are named by their ids; nothing has been looked up or checked against a VM.
 #[derive(Clone, PartialEq, Eq, Debug)]
@@ -85,8 +85,17 @@ pub enum TraceOperation {
         /// Bytes.
         len: u64,
     },
+    /// Makes larger leaves where what is bound continues.
+    Merge {
+        /// Where.
+        va: DeviceVa,
+        /// Bytes.
+        len: u64,
+    },
     /// Several of these, applied whole or not at all.
     Batch(Vec<TraceOperation>),
+    /// The same for the driver itself, in the reserved part.
+    Reserved(Vec<TraceOperation>),
 }
 
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Serialize, Deserialize)]
@@ -100,7 +109,9 @@ enum Op {
     Unbind,
     UnbindBo,
     Prefetch,
+    Merge,
     Batch,
+    Reserved,
 }
 
 /// The fields of all operations. One flat struct, because serde would hold a tagged enum twice in memory.
@@ -228,7 +239,7 @@ impl Fields {
     fn operation(self, in_batch: bool) -> Result<TraceOperation, (Option<usize>, TraceRefusal)> {
         let op = self.op.name();
         let here = |refusal| (None, refusal);
-        if in_batch && matches!(self.op, Op::Bo | Op::Destroy | Op::Batch) {
+        if in_batch && matches!(self.op, Op::Bo | Op::Destroy | Op::Merge | Op::Batch | Op::Reserved) {
             return Err(here(TraceRefusal::NotInBatch { op }));
         }
         if let Some(field) = self.present().find(|field| !self.op.fields().contains(field)) {
@@ -268,14 +279,16 @@ impl Fields {
             Op::Unbind => TraceOperation::Unbind { va: va()?, len: need(self.len, "len")? },
             Op::UnbindBo => TraceOperation::UnbindBo { bo: need(self.bo, "bo")? },
             Op::Prefetch => TraceOperation::Prefetch { va: va()?, len: need(self.len, "len")? },
-            Op::Batch => {
+            Op::Merge => TraceOperation::Merge { va: va()?, len: need(self.len, "len")? },
+            Op::Batch | Op::Reserved => {
                 let ops = self.ops.ok_or(missing("ops"))?;
                 if ops.count > MAX_BATCH {
                     return Err(here(TraceRefusal::BatchTooLong { count: ops.count }));
                 }
                 let each = ops.list.into_iter().enumerate();
                 let each = each.map(|(i, f)| f.operation(true).map_err(|(_, refusal)| (Some(i), refusal)));
-                TraceOperation::Batch(each.collect::<Result<_, _>>()?)
+                let each = each.collect::<Result<_, _>>()?;
+                if self.op == Op::Batch { TraceOperation::Batch(each) } else { TraceOperation::Reserved(each) }
             }
         })
     }
@@ -309,11 +322,12 @@ impl Fields {
             TraceOperation::UnbindBo { bo } => fields.bo = number(*bo),
             TraceOperation::Null { va, len }
             | TraceOperation::Unbind { va, len }
+            | TraceOperation::Merge { va, len }
             | TraceOperation::Prefetch { va, len } => {
                 fields.va = number(va.bits());
                 fields.len = number(*len);
             }
-            TraceOperation::Batch(ops) => {
+            TraceOperation::Batch(ops) | TraceOperation::Reserved(ops) => {
                 fields.ops = Some(Ops { list: ops.iter().map(Self::of).collect(), count: ops.len() });
             }
         }
@@ -332,7 +346,9 @@ impl Op {
             Self::Unbind => "unbind",
             Self::UnbindBo => "unbind_bo",
             Self::Prefetch => "prefetch",
+            Self::Merge => "merge",
             Self::Batch => "batch",
+            Self::Reserved => "reserved",
         }
     }
 
@@ -343,9 +359,9 @@ impl Op {
             Self::Destroy => &["id"],
             Self::Bind => &["va", "bo", "offset", "len", "access"],
             Self::Repeat => &["va", "bo", "offset", "page", "len", "access"],
-            Self::Null | Self::Unbind | Self::Prefetch => &["va", "len"],
+            Self::Null | Self::Unbind | Self::Prefetch | Self::Merge => &["va", "len"],
             Self::UnbindBo => &["bo"],
-            Self::Batch => &["ops"],
+            Self::Batch | Self::Reserved => &["ops"],
         }
     }
 }
@@ -366,7 +382,9 @@ impl TraceOperation {
             Self::Unbind { .. } => Op::Unbind,
             Self::UnbindBo { .. } => Op::UnbindBo,
             Self::Prefetch { .. } => Op::Prefetch,
+            Self::Merge { .. } => Op::Merge,
             Self::Batch(_) => Op::Batch,
+            Self::Reserved(_) => Op::Reserved,
         }
     }
 

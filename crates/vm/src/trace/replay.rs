@@ -77,26 +77,38 @@ impl Replay {
                 self.bos.add(*id, segments, *more).map(|()| Done::default()).map_err(whole)
             }
             TraceOperation::Destroy { id } => self.bos.destroy(*id).map(|()| Done::default()).map_err(whole),
-            TraceOperation::Batch(operations) => {
-                let requests = operations.iter().enumerate();
-                let requests = requests.map(|(i, o)| self.request(o).map_err(|refusal| (Some(i), refusal)));
-                let requests = requests.collect::<Result<_, _>>()?;
-                self.commit(requests, true)
+            TraceOperation::Merge { va, len } => {
+                let merged = span(*va, *len).and_then(|span| self.vm.merge(span, &mut |_| ()));
+                merged.map(|_| Done::default()).map_err(|error| whole(error.into()))
+            }
+            TraceOperation::Batch(operations) | TraceOperation::Reserved(operations) => {
+                let kind = if matches!(operation, TraceOperation::Batch(_)) { Kind::Batch } else { Kind::Reserved };
+                let mut requests = Vec::with_capacity(operations.len());
+                for (i, operation) in operations.iter().enumerate() {
+                    match self.request(operation) {
+                        Ok(request) => requests.push(request),
+                        Err(refusal) => return Err(self.first_fault(requests, kind).unwrap_or((Some(i), refusal))),
+                    }
+                }
+                self.commit(requests, kind)
             }
             single => {
                 let request = self.request(single).map_err(whole)?;
-                self.commit(vec![request], false)
+                self.commit(vec![request], Kind::Single)
             }
         }
     }
 
+    /// What the VM refuses of the requests in front of one that is wrong in itself.
+    fn first_fault(&mut self, requests: Vec<BindRequest>, kind: Kind) -> Option<(Option<usize>, TraceRefusal)> {
+        let PlanError { index, error } = self.vm.check(requests, kind == Kind::Reserved).err()?;
+        // Memory that is missing is missing for all, of which one is wrong anyway.
+        let of_all = matches!(error, Error::NoTables { .. } | Error::NoMemory { .. });
+        (!of_all).then(|| (Some(index), error.into()))
+    }
+
     fn request(&self, operation: &TraceOperation) -> Result<BindRequest, TraceRefusal> {
         let find = |bo: u64| self.bos.get(bo).cloned();
-        let span = |va: DeviceVa, len: u64| match Span::new(va, len) {
-            Some(span) => Ok(span),
-            None if len == 0 => Err(Error::Empty { va }),
-            None => Err(Error::Wraps { va, len }),
-        };
         Ok(match *operation {
             TraceOperation::Bind { va, bo, offset, len, access } => {
                 BindRequest::Bind { va, bo: find(bo)?, offset, len, access }
@@ -108,22 +120,47 @@ impl Replay {
             TraceOperation::Unbind { va, len } => BindRequest::Unbind(span(va, len)?),
             TraceOperation::UnbindBo { bo } => BindRequest::UnbindBo(find(bo)?),
             TraceOperation::Prefetch { va, len } => BindRequest::Prefetch(span(va, len)?),
-            TraceOperation::Bo { .. } | TraceOperation::Destroy { .. } | TraceOperation::Batch(_) => {
+            TraceOperation::Bo { .. }
+            | TraceOperation::Destroy { .. }
+            | TraceOperation::Merge { .. }
+            | TraceOperation::Batch(_)
+            | TraceOperation::Reserved(_) => {
                 return Err(TraceRefusal::NotInBatch { op: operation.name() });
             }
         })
     }
 
-    fn commit(&mut self, requests: Vec<BindRequest>, batch: bool) -> Result<Done, (Option<usize>, TraceRefusal)> {
-        let committed = self.vm.apply(requests).map_err(|PlanError { index, error }| {
+    fn commit(&mut self, requests: Vec<BindRequest>, kind: Kind) -> Result<Done, (Option<usize>, TraceRefusal)> {
+        let committed = match kind {
+            Kind::Reserved => self.vm.apply_reserved(requests),
+            _ => self.vm.apply(requests),
+        };
+        let committed = committed.map_err(|PlanError { index, error }| {
             // Memory is missing for the whole, not for the operation that was looked at last.
             let of_all = matches!(error, Error::NoTables { .. } | Error::NoMemory { .. });
-            ((batch && !of_all).then_some(index), error.into())
+            ((kind != Kind::Single && !of_all).then_some(index), error.into())
         })?;
         let done = Done { unmapped_bytes: Committed::unmapped_bytes(&committed) };
         // No device walks these tables.
         self.vm.invalidated(committed);
         Ok(done)
+    }
+}
+
+/// How requests are applied.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Kind {
+    Single,
+    Batch,
+    /// Those of the driver.
+    Reserved,
+}
+
+fn span(va: DeviceVa, len: u64) -> Result<Span<DeviceVa>, Error> {
+    match Span::new(va, len) {
+        Some(span) => Ok(span),
+        None if len == 0 => Err(Error::Empty { va }),
+        None => Err(Error::Wraps { va, len }),
     }
 }
 

@@ -338,7 +338,82 @@ fn every_error_and_operation_is_documented() {
             assert!(page.contains(&format!("| `{name}` | {number} |")), "{name} {number} has no line");
         }
     }
-    for op in ["bo", "destroy", "bind", "repeat", "null", "unbind", "unbind_bo", "prefetch", "batch"] {
+    for op in
+        ["bo", "destroy", "bind", "repeat", "null", "unbind", "unbind_bo", "prefetch", "merge", "batch", "reserved"]
+    {
         assert!(trace.contains(&format!("| `{op}` | ")), "{op} has no line");
+    }
+}
+
+/// A batch as long as the seed's, and of several faults the first.
+#[test]
+fn long_batches_and_their_first_fault() {
+    const BINDS: u64 = 99_999;
+    const PAGE: u64 = 16 << 10;
+    let mut replay = Replay::new(TraceHeader::default().vm::<AgxUat>().unwrap());
+    let segment = dmalane_addr::Segment { addr: CardAddr::new(1 << 32), len: BINDS * PAGE };
+    let bo = TraceOperation::Bo { id: 1, segments: vec![segment], more: false };
+    assert_eq!(replay.apply(&bo).name(), "ok");
+    let bind = |n: u64, bo: u64, offset: u64| TraceOperation::Bind {
+        va: DeviceVa::new(n * PAGE),
+        bo,
+        offset,
+        len: PAGE,
+        access: Access::RW,
+    };
+    // Each page one further than where it is: nothing continues anything.
+    let batch: Vec<_> = (0..BINDS).map(|n| bind(n, 1, (n * 7919 % BINDS) * PAGE)).collect();
+    let recorded = TraceOperation::Batch(batch).line();
+    assert!(recorded.len() < MAX_LINE);
+    let outcome = replay.step(Line::Bytes(recorded.as_bytes())).unwrap();
+    assert_eq!((outcome.name(), replay.vm().binding_count() as u64), ("ok", BINDS));
+    for (batch, index, name) in [
+        (vec![bind(0, 1, 0), bind(0, 1, 1), bind(0, 9, 0), bind(0, 1, 1 << 60)], 1, "misaligned_offset"),
+        (vec![bind(0, 1, 0), bind(0, 9, 0), bind(0, 1, 1)], 1, "no_bo"),
+        (vec![bind(0, 1, 0), bind(0, 1, 1 << 60), bind(0, 9, 0)], 1, "beyond_bo"),
+    ] {
+        let outcome = replay.apply(&TraceOperation::Batch(batch));
+        assert_eq!((outcome.name(), outcome.index), (name, Some(index)));
+    }
+    assert_eq!(replay.vm().binding_count() as u64, BINDS);
+}
+
+/// The driver's own batches, and a leaf that heals.
+#[test]
+fn reserved_batches_and_merges() {
+    let mut replay = replay();
+    let reserved = |op: &str| format!(r#"{{"op":"reserved","ops":[{op}]}}"#);
+    let bind = r#"{"op":"bind","va":"0x40000000","bo":1,"len":"0x8000","access":"rw"}"#;
+    assert_eq!(step(&mut replay, bind), "reserved");
+    assert_eq!(step(&mut replay, &reserved(bind)), "ok");
+    assert_eq!(step(&mut replay, r#"{"op":"unbind_bo","bo":1}"#), "ok");
+    assert_eq!(replay.vm().binding_count(), 1, "only the driver takes it away");
+    assert_eq!(
+        step(&mut replay, &reserved(r#"{"op":"bind","va":"0x8000","bo":1,"len":"0x4000","access":"rw"}"#)),
+        "reserved"
+    );
+    assert_eq!(step(&mut replay, &reserved(r#"{"op":"unbind_bo","bo":1}"#)), "ok");
+    assert_eq!(replay.vm().binding_count(), 0);
+    assert_eq!(step(&mut replay, &reserved(&reserved(bind))), "not_in_batch");
+
+    let mut replay = Replay::new(TraceHeader::default().vm::<X86_64_4Level>().unwrap());
+    let lines = [
+        r#"{"op":"bo","id":2,"segments":[{"pa":"0x200000000","len":"0x200000"}]}"#,
+        r#"{"op":"bind","va":"0x80000000","bo":2,"len":"0x200000","access":"rw"}"#,
+        r#"{"op":"unbind","va":"0x80004000","len":"0x4000"}"#,
+        r#"{"op":"bind","va":"0x80004000","bo":2,"offset":"0x4000","len":"0x4000","access":"rw"}"#,
+    ];
+    for line in lines {
+        assert_eq!(step(&mut replay, line), "ok", "{line}");
+    }
+    let leaf = |replay: &Replay| mapping(replay.vm())[0].leaf.bytes();
+    assert_eq!(leaf(&replay), 4096);
+    assert_eq!(step(&mut replay, r#"{"op":"merge","va":"0x80000000","len":"0x200000"}"#), "ok");
+    assert_eq!((leaf(&replay), mapping(replay.vm()).len()), (2 << 20, 1));
+    assert_eq!(step(&mut replay, r#"{"op":"merge","va":"0x80000000","len":0}"#), "empty");
+    assert_eq!(step(&mut replay, r#"{"op":"merge","va":"0x80000001","len":"0x4000"}"#), "misaligned");
+    let merge = TraceOperation::Merge { va: DeviceVa::new(PAGE), len: PAGE };
+    for operation in [merge.clone(), TraceOperation::Reserved(Vec::new())] {
+        assert_eq!(TraceOperation::parse(Line::Bytes(operation.line().as_bytes())), Ok(operation));
     }
 }
