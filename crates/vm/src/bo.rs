@@ -56,7 +56,7 @@ impl Bo {
         Self { owner: Some(Box::new(owner)), ..self }
     }
 
-    /// What owns its memory, if that is a `T`.
+    /// The owner of its memory, if that is a `T`.
     pub fn owner<T: Any>(&self) -> Option<&T> {
         self.owner.as_deref()?.downcast_ref()
     }

@@ -1,4 +1,4 @@
-//! What is bound where: a tree of [`Record`]s in the shape of the page table.
+//! The bindings of a VM: a tree of [`Record`]s in the shape of the page table.
 //!
 //! A node has an entry for each entry of the page table's table in its place. An entry is empty, a record that holds
 //! for all of its pages, or a node one level down. So binding a page is one store, a large binding takes as few entries
@@ -945,7 +945,7 @@ impl<F: Format> Records<F> {
         None
     }
 
-    /// What all pages of a node, the one at `level` with this page, are bound to in one run, if they are. The answer is
+    /// The run that all pages of a node, the one at `level` with this page, are bound to, if it is one. The answer is
     /// kept until something below the node changes: where one is, all nodes below have theirs.
     fn run(&self, id: u32, level: u32, page: u64) -> Option<Record> {
         const NONE: u32 = 1;
@@ -1106,7 +1106,7 @@ impl Vacant<'_> {
     }
 }
 
-/// What [`Records::take_slot`] has taken away.
+/// A part of what [`Records::take_slot`] takes away.
 #[derive(Clone, Copy, Debug)]
 pub(crate) enum Gone {
     /// First and last page of an entry.
