@@ -66,6 +66,7 @@ pub(crate) struct Region {
 /// From [`DriverMemory::span`] to its end the memory is mapped, readable, writable and initialised until the value is
 /// dropped; the span begins at a page, is a multiple of 4 KiB long, and is always the same. Nobody accesses it but who
 /// has the buffer that is made of it, and devices through registrations of that.
+// SAFETY: implementations promise what is said above.
 pub unsafe trait DriverMemory: Send + Sync {
     /// The first byte, and how many there are.
     fn span(&self) -> (NonNull<u8>, NonZeroUsize);
