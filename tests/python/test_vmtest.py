@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 from conftest import ROOT
-from vmtest import cli, debian, initramfs, kernels, qemu, report, served, suites, tables
+from vmtest import cli, debian, initramfs, kernels, mesa, qemu, report, served, suites, tables
 from vmtest.settings import Failed, Settings, Skip
 
 KERNELS = """
@@ -571,3 +571,29 @@ def test_the_card_is_killed_once_when_the_guest_asks(tmp_path):
     fake_program(tmp_path, "dmalane", ["print('no such option', flush=True)"])
     with pytest.raises(Failed, match="(?s)does not start.*no such option"), served.Card(tmp_path / "dmalane", tmp_path):
         pass
+
+
+def test_programs_start_with_the_mesa_that_was_unpacked(tmp_path):
+    root = tmp_path / "root"
+    with pytest.raises(Skip, match="no dynamic loader"):
+        mesa.started(tmp_path, ["true"])
+    lib = root / "usr/lib/x86_64-linux-gnu"
+    lib.mkdir(parents=True)
+    (lib / "ld-linux-x86-64.so.2").touch()
+    with pytest.raises(Skip, match="no lavapipe"):
+        mesa.started(tmp_path, ["true"])
+    for file, part in [("icd.d/lvp_icd.json", "ICD"), (f"explicit_layer.d/{mesa.LAYER}", "layer")]:
+        path = root / "usr/share/vulkan" / file
+        path.parent.mkdir(parents=True)
+        path.write_text(json.dumps({part: {"library_path": "elsewhere.so"}}))
+    command, environment = mesa.started(tmp_path, ["program", "argument"])
+    assert command == [f"{lib}/ld-linux-x86-64.so.2", "--library-path", f"{lib}", "program", "argument"]
+    driver = json.loads(Path(environment["VK_DRIVER_FILES"]).read_text())
+    assert driver["ICD"]["library_path"] == f"{lib}/libvulkan_lvp.so"
+    layer = json.loads((Path(environment["VK_LAYER_PATH"]) / mesa.LAYER).read_text())
+    assert layer["layer"]["library_path"] == f"{lib}/libVkLayer_khronos_validation.so"
+
+
+def test_mesa_says_how_it_is_used(capsys):
+    assert mesa.main([]) == 2 and mesa.main(["--help"]) == 2
+    assert "scripts/mesa test" in capsys.readouterr().err

@@ -130,7 +130,7 @@ fn switch_iommu_on(probe: &Probe) -> &'static str {
 }
 
 pub fn gpus(probe: &Probe) -> Check {
-    let subject = Subject::for_real_devices("gpus", "devices that a load could go to one day");
+    let subject = Subject::for_real_devices("gpus", "devices for -d vulkan:N and -d cuda:N");
     let mut found: Vec<_> = pci::devices(&probe.place("/"))
         .into_iter()
         .filter(|d| d.computes())
