@@ -72,7 +72,7 @@ fn gpu(driver: &Driver, number: u32) -> Result<(Gpu, i32), Error> {
 /// A GPU as a device.
 pub struct CudaDevice {
     // In the order in which they must go: queues wait, memory is unmapped, the context is released.
-    queues: Vec<CudaQueue>,
+    queue: Option<CudaQueue>,
     space: Box<dyn AddressSpace>,
     registrar: NoIommu,
     window: Arc<Window>,
@@ -84,8 +84,6 @@ pub struct CudaDevice {
     notes: Vec<String>,
 }
 
-/// Streams: one for each direction that a GPU copies in at the same time.
-const STREAMS: usize = 2;
 /// Pages of the host.
 const PAGE: u64 = 4096;
 
@@ -119,16 +117,25 @@ impl CudaDevice {
         let span = span.ok_or_else(|| Error::Memory("the GPU has no free memory".to_owned()))?;
         let region = Region { granule, ..Region::new("vram", span) };
         let registrar = registrar(&context, gpu.host_register);
-        let queue = || CudaQueue::new(&context, device, registrar.clone(), span.len());
-        let queues = (0..STREAMS).map(|_| queue()).collect::<Result<_, _>>()?;
+        let queue = Some(CudaQueue::new(&context, device, registrar.clone(), span.len())?);
         let notes = notes(&gpu, name.binds, granule, driver.has_batches());
         let window = Arc::new(window);
-        Ok(Self { queues, space, registrar, window, context, gpu, region: [region], pieces, notes })
+        Ok(Self { queue, space, registrar, window, context, gpu, region: [region], pieces, notes })
     }
 
     /// What the GPU is.
     pub fn gpu(&self) -> &Gpu {
         &self.gpu
+    }
+
+    /// Another queue to the same memory, on streams of its own. The device has one because a second moves nothing
+    /// faster; threads that do not want to share it can have their own.
+    ///
+    /// # Errors
+    /// [`Error::Call`].
+    pub fn another_queue(&self) -> Result<Box<DeviceQueue>, Error> {
+        let (device, len) = (self.context.device(), self.window.len());
+        Ok(Box::new(CudaQueue::new(&self.context, device, self.registrar.clone(), len)?))
     }
 
     /// Gives allocated memory, whole 4 KiB pages, to other devices: a dma-buf, which holds the memory until it is
@@ -202,20 +209,20 @@ fn notes(gpu: &Gpu, binds: Binds, granule: PageSize, batches: bool) -> Vec<Strin
         (true, Binds::CuMemMap) => format!("memory: allocated and bound by cuMemMap in pages of {granule}"),
     };
     let copies = match batches {
-        true => "copies of up to 256 KiB in batches (cuMemcpyBatchAsync)",
+        true => "copies of up to 1 MiB in batches (cuMemcpyBatchAsync)",
         false => "copies one by one: the driver has no cuMemcpyBatchAsync (CUDA 12.8 has)",
     };
     vec![
         format!("{}, PCI {}, CUDA {major}.{minor}, {} copy engines", gpu.uuid, gpu.pci, gpu.copy_engines),
         host.to_owned(),
         memory,
-        format!("{STREAMS} streams; {copies}"),
+        format!("a stream for each direction; {copies}"),
     ]
 }
 
 impl Device for CudaDevice {
     fn info(&self) -> DeviceInfo {
-        DeviceInfo { name: self.gpu.name.clone(), notes: self.notes.clone(), polled: false, concurrent: true }
+        DeviceInfo { name: self.gpu.name.clone(), notes: self.notes.clone(), polled: false, concurrent: false }
     }
 
     fn regions(&self) -> &[Region] {
@@ -240,7 +247,7 @@ impl Device for CudaDevice {
     }
 
     fn take_queues(&mut self) -> Vec<Box<DeviceQueue>> {
-        self.queues.drain(..).map(|queue| Box::new(queue) as Box<DeviceQueue>).collect()
+        self.queue.take().map(|queue| Box::new(queue) as Box<DeviceQueue>).into_iter().collect()
     }
 
     fn address_space(&mut self) -> &mut dyn AddressSpace {

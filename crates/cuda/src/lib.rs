@@ -8,7 +8,7 @@
 //! |---|---|
 //! | host memory | pinned by `cuMemHostRegister`, for all GPUs of the process; else the driver copies it |
 //! | device memory | one region `vram` of what is free when the GPU is opened; addresses are those of CUDA |
-//! | queues | two streams; copies of up to 256 KiB go to the driver in batches (`cuMemcpyBatchAsync`) |
+//! | queue | one, on a stream for each direction; short copies go in batches (`cuMemcpyBatchAsync`) |
 //! | address space | flat, or bound by `cuMemMap` ([`Binds::CuMemMap`]) |
 //!
 //! **An address of device memory is a `CUdeviceptr`.** A window of addresses as long as the memory is reserved when

@@ -1,14 +1,14 @@
-//! A stream of the driver as a queue.
+//! Two streams of the driver as a queue: a GPU copies in both directions at the same time, on streams of their own.
 
-use std::collections::VecDeque;
+use std::collections::{BTreeMap, VecDeque};
 use std::sync::Arc;
 use std::thread;
 use std::time::{Duration, Instant};
 
 use dmalane_device::NoIommu;
 use dmalane_queue::{
-    Abilities, Cancelled, Completion, DeviceAddr, HostSlice, Limits, OpError, Operation, Queue, Refusal, Refused,
-    Sampler, Stats, Ticket, Work,
+    Abilities, Cancelled, Completion, DeviceAddr, Direction, HostSlice, Limits, OpError, Operation, Queue, QueueAddr,
+    Refusal, Refused, Sampler, Stats, Ticket, Work,
 };
 
 use crate::Error;
@@ -24,9 +24,18 @@ const SPIN: Duration = Duration::from_micros(20);
 /// The longest sleep of a wait.
 const NAP: Duration = Duration::from_micros(500);
 
-/// One stream. Operations wait in the queue until a flush gives them to the driver.
+/// Copies to the host go on a stream of their own; everything else shares one. Operations wait in the queue until a
+/// flush gives them to the driver. One waits for those before it on the other stream that use the same device memory,
+/// so all have the effect that they have one after the other; and they end in order.
 pub(crate) struct CudaQueue {
-    stream: Stream,
+    /// That of copies to the host is the last.
+    streams: [Stream; 2],
+    /// Begun and not given back, in order.
+    begun: VecDeque<Begun>,
+    /// Ended before one that was begun earlier, by number.
+    early: BTreeMap<u64, Completion>,
+    /// For each stream: it waits for what was begun on the other before the operation of this number.
+    ordered: [u64; 2],
     registrar: NoIommu,
     limits: Limits,
     longest_pitch: u64,
@@ -36,6 +45,51 @@ pub(crate) struct CudaQueue {
     stats: Stats,
     sampler: Sampler,
     steps: Vec<Step>,
+}
+
+/// An operation that was begun.
+struct Begun {
+    number: u64,
+    stream: usize,
+    uses: Uses,
+}
+
+/// Device memory that an operation uses: the first and last address that it reads, and that it writes.
+#[derive(Clone, Copy, Default)]
+struct Uses {
+    read: Option<(u64, u64)>,
+    written: Option<(u64, u64)>,
+    /// Some addresses are bound ones, behind which any memory may lie.
+    anywhere: bool,
+}
+
+impl Uses {
+    /// What a fence orders.
+    const ALL: Self = Self { read: None, written: Some((0, u64::MAX)), anywhere: true };
+
+    fn of(steps: &[Step]) -> Self {
+        let mut uses = Self::default();
+        for (at, len, writes) in steps.iter().flat_map(Step::device).flatten() {
+            let (first, last) = (at.bits(), at.bits().saturating_add(len - 1));
+            let range = if writes { &mut uses.written } else { &mut uses.read };
+            let (low, high) = range.unwrap_or((first, last));
+            *range = Some((low.min(first), high.max(last)));
+            uses.anywhere |= matches!(at, DeviceAddr::Va(_));
+        }
+        uses
+    }
+
+    /// True when one writes what the other uses.
+    fn conflicts(&self, other: &Self) -> bool {
+        let overlap = |a: Option<(u64, u64)>, b: Option<(u64, u64)>| {
+            a.zip(b).is_some_and(|((first, last), (low, high))| first <= high && low <= last)
+        };
+        let writes = self.written.is_some() || other.written.is_some();
+        ((self.anywhere || other.anywhere) && writes)
+            || overlap(self.written, other.written)
+            || overlap(self.written, other.read)
+            || overlap(self.read, other.written)
+    }
 }
 
 /// The host memory of an operation.
@@ -58,11 +112,14 @@ impl CudaQueue {
         .union(Abilities::STOP)
         .union(Abilities::ORDERED);
 
-    /// A stream of its own. Host memory is registered by `registrar`; no operation is longer than `max_len`.
+    /// A queue on streams of its own. Host memory is registered by `registrar`; no operation is longer than `max_len`.
     pub(crate) fn new(context: &Arc<Context>, device: i32, registrar: NoIommu, max_len: u64) -> Result<Self, Error> {
         let longest = context.driver().attribute(device, Attribute::MaxPitch);
         Ok(Self {
-            stream: Stream::new(context)?,
+            streams: [Stream::new(context)?, Stream::new(context)?],
+            begun: VecDeque::new(),
+            early: BTreeMap::new(),
+            ordered: [0; 2],
             registrar,
             limits: Limits { capacity: CAPACITY, max_len },
             longest_pitch: u64::try_from(longest).unwrap_or(0),
@@ -95,11 +152,43 @@ impl CudaQueue {
     /// Stops when the context is broken.
     fn notice(&mut self) {
         if self.stopped.is_none()
-            && let Some(error) = self.stream.broken()
+            && let Some(error) = self.streams.iter().find_map(Stream::broken)
         {
             let why = format!("{error}; the GPU's context is lost until this process ends");
             self.stop(&why);
         }
+    }
+
+    /// Gives an operation to its stream.
+    fn begin(&mut self, ticket: Ticket, operation: Operation) {
+        let mut steps = std::mem::take(&mut self.steps);
+        let to_host = match &operation.work {
+            Work::Copy { direction, .. } => *direction == Direction::ToHost,
+            Work::Gather(gather) => gather.direction == Direction::ToHost,
+            _ => false,
+        };
+        let stream = usize::from(to_host);
+        let planned = plan::steps(&operation, self.longest_pitch, &mut steps);
+        let uses = if matches!(operation.work, Work::Fence) { Uses::ALL } else { Uses::of(&steps) };
+        let since = self.ordered[stream];
+        let mut others = self.begun.iter().filter(|begun| begun.stream != stream && begun.number >= since);
+        if others.any(|begun| begun.uses.conflicts(&uses)) {
+            let [other, host] = &mut self.streams;
+            if to_host {
+                host.wait_for(other)
+            } else {
+                other.wait_for(host)
+            }
+            self.ordered[stream] = ticket.number();
+        }
+        let this = &mut self.streams[stream];
+        match planned {
+            Ok(()) => this.begin(ticket, operation, &steps),
+            Err(reason) => this.give_up(ticket, operation, OpError::Refused(reason)),
+        }
+        this.record(false);
+        self.begun.push_back(Begun { number: ticket.number(), stream, uses });
+        self.steps = steps;
     }
 
     fn end(&mut self, mut completion: Completion, done: &mut Vec<Completion>) {
@@ -128,7 +217,7 @@ impl Queue for CudaQueue {
     }
 
     fn in_flight(&self) -> usize {
-        self.waiting.len() + self.stream.len()
+        self.waiting.len() + self.begun.len()
     }
 
     fn submit(&mut self, operation: Operation) -> Result<Ticket, Refused<DeviceAddr>> {
@@ -149,17 +238,12 @@ impl Queue for CudaQueue {
             return;
         }
         self.stats.doorbells += 1;
-        let mut steps = std::mem::take(&mut self.steps);
-        while self.stream.calls() < CALLS && self.stream.broken().is_none() {
+        let room = |stream: &Stream| stream.calls() < CALLS && stream.broken().is_none();
+        while self.streams.iter().all(room) {
             let Some((ticket, operation)) = self.waiting.pop_front() else { break };
-            match plan::steps(&operation, self.longest_pitch, &mut steps) {
-                Ok(()) => self.stream.begin(ticket, operation, &steps),
-                Err(reason) => self.stream.give_up(ticket, operation, OpError::Refused(reason)),
-            }
-            self.stream.record(false);
+            self.begin(ticket, operation);
         }
-        self.steps = steps;
-        self.stream.record(true);
+        self.streams.iter_mut().for_each(|stream| stream.record(true));
         self.notice();
     }
 
@@ -167,12 +251,16 @@ impl Queue for CudaQueue {
         let before = done.len();
         self.flush();
         let mut ended = Vec::new();
-        self.stream.ended(&mut ended);
+        self.streams.iter_mut().for_each(|stream| stream.ended(&mut ended));
         self.notice();
-        for completion in ended {
+        self.early.extend(ended.into_iter().map(|completion| (completion.ticket.number(), completion)));
+        while let Some(first) = self.begun.front()
+            && let Some(completion) = self.early.remove(&first.number)
+        {
+            self.begun.pop_front();
             self.end(completion, done);
         }
-        if self.stopped.is_some() && self.stream.len() == 0 {
+        if self.stopped.is_some() && self.begun.is_empty() {
             for (ticket, operation) in std::mem::take(&mut self.waiting) {
                 self.end(Completion { ticket, operation, result: Ok(()), bytes: 0 }, done);
             }
@@ -208,7 +296,8 @@ impl Queue for CudaQueue {
     }
 
     fn restart(&mut self) -> bool {
-        let restarts = self.stopped.is_some() && self.in_flight() == 0 && self.stream.broken().is_none();
+        let restarts = self.stopped.is_some() && self.in_flight() == 0;
+        let restarts = restarts && self.streams.iter().all(|stream| stream.broken().is_none());
         if restarts {
             self.stopped = None;
         }
@@ -225,7 +314,7 @@ impl Queue for CudaQueue {
                 }
                 None => Cancelled::Unknown,
             },
-            None if self.stream.has(ticket) => Cancelled::TooLate,
+            None if self.begun.iter().any(|begun| begun.number == ticket.number()) => Cancelled::TooLate,
             None => Cancelled::Unknown,
         }
     }

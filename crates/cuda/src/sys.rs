@@ -164,6 +164,7 @@ calls! {
         stream_destroy = "cuStreamDestroy_v2" (Handle);
         stream_synchronize = "cuStreamSynchronize" (Handle);
         stream_query = "cuStreamQuery" (Handle);
+        stream_wait = "cuStreamWaitEvent" (Handle, Handle, c_uint);
         event_create = "cuEventCreate" (*mut Handle, c_uint);
         event_destroy = "cuEventDestroy_v2" (Handle);
         event_record = "cuEventRecord" (Handle, Handle);
@@ -419,6 +420,10 @@ impl Context {
 
     pub(crate) fn driver(&self) -> &'static Driver {
         self.driver
+    }
+
+    pub(crate) fn device(&self) -> c_int {
+        self.device
     }
 
     fn current(&self) -> Result<Current<'_>, Error> {
@@ -826,7 +831,7 @@ impl Step {
     }
 
     /// The device memory that it uses: first address, bytes, and whether it writes.
-    fn device(&self) -> [Option<(DeviceAddr, u64, bool)>; 2] {
+    pub(crate) fn device(&self) -> [Option<(DeviceAddr, u64, bool)>; 2] {
         let extent = |row: u64, rows: u64, pitch: u64| (rows - 1) * pitch + row;
         match *self {
             Self::Copy { direction, at, len, .. } => [Some((at, len, direction == Direction::FromHost)), None],
@@ -869,11 +874,11 @@ impl Default for Batch {
 /// Copies in a batch, at most.
 const BATCH: usize = 64;
 /// Bytes of a copy that goes into a batch, at most: longer ones gain nothing.
-const BATCHED: u64 = 256 << 10;
+const BATCHED: u64 = 1 << 20;
 /// Bytes after which an event is recorded, so that what has ended is seen while the rest runs.
-const EVENT_BYTES: u64 = 1 << 20;
+const EVENT_BYTES: u64 = 4 << 20;
 /// Operations after which an event is recorded.
-const EVENT_OPERATIONS: usize = 32;
+const EVENT_OPERATIONS: usize = BATCH;
 
 /// Operations on a stream of the driver, in order.
 pub(crate) struct Stream {
@@ -891,7 +896,6 @@ pub(crate) struct Stream {
     open_calls: usize,
     /// Events that can be recorded again.
     idle: Vec<RawHandle>,
-    len: usize,
     broken: Option<Error>,
 }
 
@@ -913,14 +917,8 @@ impl Stream {
             calls: VecDeque::new(),
             open_calls: 0,
             idle: Vec::new(),
-            len: 0,
             broken: None,
         })
-    }
-
-    /// Operations that were begun and not given back.
-    pub(crate) fn len(&self) -> usize {
-        self.len
     }
 
     /// Calls that are not known to have ended; the driver blocks when they are about a thousand.
@@ -933,10 +931,21 @@ impl Stream {
         self.broken.as_ref()
     }
 
-    /// True when the operation of this ticket is here.
-    pub(crate) fn has(&self, ticket: Ticket) -> bool {
-        let all = self.groups.iter().flat_map(|(_, group)| group).chain(&self.open);
-        all.into_iter().any(|c| c.ticket == ticket)
+    /// Lets what is begun here from now on wait for what was begun on another stream of the context.
+    pub(crate) fn wait_for(&mut self, other: &mut Self) {
+        other.record(true);
+        let Some((event, _)) = other.groups.back() else { return };
+        let (context, driver) = (self.context.clone(), self.context.driver);
+        let waits = context.current().and_then(|_current| match event {
+            Some(event) => call!(driver.stream_wait(self.raw.0, event.0, 0)),
+            // No event could be recorded.
+            None => call!(driver.stream_synchronize(other.raw.0)),
+        });
+        if let Err(e) = waits {
+            // Nothing may run that had to wait.
+            self.failed(e.clone());
+            self.broken.get_or_insert(e);
+        }
     }
 
     /// Begins an operation: takes its steps, in order, up to one that cannot be done. The operation is owned until
@@ -959,14 +968,12 @@ impl Stream {
                 }
             }
         }
-        self.len += 1;
         self.open_bytes += bytes;
         self.open.push(Completion { ticket, operation, result, bytes });
     }
 
     /// Takes an operation that cannot be done, so that it ends in its turn.
     pub(crate) fn give_up(&mut self, ticket: Ticket, operation: Operation, error: OpError) {
-        self.len += 1;
         self.open.push(Completion { ticket, operation, result: Err(error), bytes: 0 });
     }
 
@@ -1198,7 +1205,6 @@ impl Stream {
             }
             if let Some((event, group)) = self.groups.pop_front() {
                 self.calls.pop_front();
-                self.len -= group.len();
                 self.idle.extend(event);
                 done.extend(group);
             }

@@ -145,7 +145,7 @@ fn queue(state: &mut State, stream: *mut c_void, jobs: Vec<Job>) -> Result {
     }
     let stream = state.streams.get_mut(&id).ok_or(INVALID_HANDLE)?;
     stream.given += jobs.len() as u64;
-    stream.jobs.extend(jobs);
+    stream.jobs.extend(jobs.into_iter().map(Item::Job));
     Ok(())
 }
 
@@ -510,6 +510,20 @@ functions! {
             state = MODEL.wait(state);
         }
         code
+    }
+    fn cuStreamWaitEvent(stream: u64, event: u64, flags: c_uint) {
+        with_context("cuStreamWaitEvent", |state| {
+            let recorded = *state.events.get(&event).ok_or(INVALID_HANDLE)?;
+            let waits = state.streams.get_mut(&stream).filter(|s| !s.destroyed).ok_or(INVALID_HANDLE)?;
+            if flags != 0 {
+                return Err(INVALID_VALUE);
+            }
+            if let Some((other, given)) = recorded {
+                waits.given += 1;
+                waits.jobs.push_back(Item::Wait(other, given));
+            }
+            Ok(())
+        })
     }
     fn cuEventCreate(to: *mut u64, _flags: c_uint) {
         with_context("cuEventCreate", |state| {

@@ -61,6 +61,13 @@ pub(crate) struct Job {
     pub to_pitch: u64,
 }
 
+/// Something that a stream comes to.
+pub(crate) enum Item {
+    Job(Job),
+    /// Nothing before this stream has done so many.
+    Wait(u64, u64),
+}
+
 /// Where the bytes of a job come from.
 pub(crate) enum Source {
     Place(Place, u64),
@@ -82,7 +89,7 @@ impl Job {
 /// A stream: jobs that wait, and how many have been given to it and done.
 #[derive(Default)]
 pub(crate) struct Stream {
-    pub jobs: VecDeque<Job>,
+    pub jobs: VecDeque<Item>,
     pub given: u64,
     pub done: u64,
     pub destroyed: bool,
@@ -162,7 +169,12 @@ impl Model {
                     return;
                 }
                 // After an error that breaks the context, nothing is done any more.
-                if !stream.jobs.is_empty() && !state.settings.held && state.sticky.is_none() {
+                let ready = match stream.jobs.front() {
+                    None => false,
+                    Some(Item::Job(_)) => true,
+                    Some(Item::Wait(other, given)) => state.streams.get(other).is_none_or(|s| s.done >= *given),
+                };
+                if ready && !state.settings.held && state.sticky.is_none() {
                     break state.settings.delay;
                 }
                 state = self.wait(state);
@@ -173,13 +185,15 @@ impl Model {
             if state.sticky.is_some() || state.settings.held {
                 continue;
             }
-            let Some(job) = state.streams.get_mut(&id).and_then(|stream| stream.jobs.pop_front()) else { continue };
-            match state.bad_use(&job) {
-                Some(why) => {
-                    state.violation(format!("when a stream came to it: {why}"));
-                    state.sticky = Some(LAUNCH_FAILED);
+            let Some(item) = state.streams.get_mut(&id).and_then(|stream| stream.jobs.pop_front()) else { continue };
+            if let Item::Job(job) = item {
+                match state.bad_use(&job) {
+                    Some(why) => {
+                        state.violation(format!("when a stream came to it: {why}"));
+                        state.sticky = Some(LAUNCH_FAILED);
+                    }
+                    None => copy(&state, &job),
                 }
-                None => copy(&state, &job),
             }
             if let Some(stream) = state.streams.get_mut(&id) {
                 stream.done += 1;
@@ -288,7 +302,8 @@ impl State {
             (Place::Device(a), Place::Device(b)) => a < b + len && b < a + bytes,
             _ => false,
         };
-        self.streams.values().flat_map(|s| &s.jobs).any(|job| job.uses().into_iter().any(overlaps))
+        let items = self.streams.values().flat_map(|s| &s.jobs);
+        items.into_iter().any(|item| matches!(item, Item::Job(job) if job.uses().into_iter().any(overlaps)))
     }
 
     /// What was created and not destroyed; empty when nothing was.

@@ -34,7 +34,9 @@ pub struct Gpu {
 impl Gpu {
     pub fn open(name: &GpuName) -> Result<Self, dmalane_cuda::Error> {
         let mut device = CudaDevice::open(name)?;
-        Ok(Self { queues: device.take_queues(), memory: device.memory(), registrar: device.registrar(), device })
+        let mut queues = device.take_queues();
+        queues.push(device.another_queue()?);
+        Ok(Self { queues, memory: device.memory(), registrar: device.registrar(), device })
     }
 
     /// Allocates one range.
