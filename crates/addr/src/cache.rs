@@ -28,9 +28,9 @@ impl<A: Address> Lease<A> {
 /// A cache for allocations of the same few lengths, as IO buffers make them: a stack of freed ranges for each length,
 /// in front of a [`RangeAllocator`].
 ///
-/// The stacks hold at most 256 lengths (16 of those that share a set, of 16 sets) and 64 ranges of each. They are emptied before an allocation fails, so it fails
-/// only where it would without them. The idea is that of the IOVA magazines of Linux (`drivers/iommu/iova.c`), which
-/// exist for each processor.
+/// The stacks hold at most 256 lengths (16 of those that share a set, of 16 sets) and 64 ranges of each. They are
+/// emptied before an allocation fails, so it fails only where it would without them. The idea is that of the IOVA
+/// magazines of Linux (`drivers/iommu/iova.c`), which exist for each processor.
 ///
 /// ```
 /// use dmalane_addr::{Iova, PageSize, RangeAllocator, RangeCache, Span};

@@ -202,8 +202,8 @@ impl<F: Format, I: Address, O: Address, T: Tables> PageTable<F, I, O, T> {
         (1..F::LEVELS).map(of_level).sum()
     }
 
-    /// The number of tables that it would take to split every leaf into smallest pages. Whoever holds so many in reserve
-    /// can unmap any pages, in any order.
+    /// The number of tables that it would take to split every leaf into smallest pages. Whoever holds so many in
+    /// reserve can unmap any pages, in any order.
     pub fn split_tables(&self) -> usize {
         let tables_of = |size: u64| {
             let regions = (1..F::LEVELS).map(|level| page_size::<F>(level - 1).bytes());

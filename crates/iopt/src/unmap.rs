@@ -165,9 +165,9 @@ impl<F: Format, I: Address, O: Address, T: Tables> PageTable<F, I, O, T> {
         tables.len() - before
     }
 
-    /// Detaches the table at `level`, counted from the root at 0, that translates `at`, if there is one: the caller knows
-    /// that it is empty, so nothing is searched. True when there was one. Tables above it stay, be they empty or not, and
-    /// so does everything where tables are shared.
+    /// Detaches the table at `level`, counted from the root at 0, that translates `at`, if there is one: the caller
+    /// knows that it is empty, so nothing is searched. True when there was one. Tables above it stay, be they empty or
+    /// not, and so does everything where tables are shared.
     ///
     /// A table that was not empty takes what it maps with it, and the counts of leaves are wrong from then on.
     ///
