@@ -145,10 +145,10 @@ impl<F: Format, I: Address, O: Address, T: Tables> PageTable<F, I, O, T> {
     ///
     /// # Errors
     /// [`Error::Misaligned`] (segments that continue each other, as one), [`Error::InputRange`],
-    /// [`Error::OutputRange`], [`Error::Unsupported`], [`Error::Overlap`] with the lowest address that is taken, [`Error::NoTables`] and
-    /// [`Error::TableAddress`]: whichever comes first on the way through the list. After any of them the table is as it
-    /// was. Tables that were linked for a moment are freed at once: where a device may stray into the span *during* the
-    /// call, invalidate the span after a failure.
+    /// [`Error::OutputRange`], [`Error::Unsupported`], [`Error::Overlap`] with the lowest address that is taken,
+    /// [`Error::NoTables`] and [`Error::TableAddress`]: whichever comes first on the way through the list. After any of
+    /// them the table is as it was. Tables that were linked for a moment are freed at once: where a device may stray
+    /// into the span *during* the call, invalidate the span after a failure.
     #[inline]
     pub fn map_sg(
         &mut self,
