@@ -1,7 +1,7 @@
 //! GGUF: the model files of llama.cpp and its relatives.
 //!
-//! Format: <https://github.com/ggml-org/ggml/blob/master/docs/gguf.md>, versions 2 and 3, little-endian. A header of
-//! typed key-value pairs and tensor descriptions is followed by the tensors' bytes, each at a multiple of
+//! Format: "GGUF" in the documentation of <https://github.com/ggml-org/ggml>, versions 2 and 3, little-endian. A header
+//! of typed key-value pairs and tensor descriptions is followed by the tensors' bytes, each at a multiple of
 //! `general.alignment`. Block sizes are those of ggml's type traits.
 
 use std::io::{self, BufRead, BufReader, Read};

@@ -1,6 +1,6 @@
 //! Pointers of Git LFS: small text files in place of large ones that were not downloaded.
 //!
-//! Format: <https://github.com/git-lfs/git-lfs/blob/main/docs/spec.md>.
+//! Format: "Git LFS Specification" in the documentation of <https://github.com/git-lfs/git-lfs>.
 
 use super::{ContainerFile, FormatError};
 use crate::Error;
