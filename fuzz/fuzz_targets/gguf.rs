@@ -1,4 +1,5 @@
-//! Arbitrary bytes as a GGUF header: tensors lie within the file and do not overlap, and the work is bounded by the bytes.
+//! Arbitrary bytes as a GGUF header: tensors lie within the file and do not overlap, and are no more than its bytes
+//! describe.
 #![no_main]
 
 use dmalane_load::Layout;

@@ -74,7 +74,8 @@ def compare_image(dmalane, machine, rng, count, name, directory):
 def build(dmalane, machine, spec, rng, base, directory):
     spec_file, image_file = directory / "spec.json", directory / "image.bin"
     spec_file.write_text(json.dumps(spec.json(rng)))
-    built = run(dmalane, "build", spec_file, "-o", image_file, "--force", "--format", machine.format, "--base", hex(base))
+    options = ["--force", "--format", machine.format, "--base", hex(base)]
+    built = run(dmalane, "build", spec_file, "-o", image_file, *options)
     return built, image_file.read_bytes()
 
 

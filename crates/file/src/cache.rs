@@ -47,8 +47,8 @@ impl fmt::Display for Residency {
 /// `RWF_NOWAIT`: an estimate, for which the kernel may read the pages that were missing.
 ///
 /// # Errors
-/// The kernel's: `EOPNOTSUPP` for hugetlbfs and for file systems where no method works, `EBADF` or `ENODEV` for anything
-/// but a file.
+/// The kernel's: `EOPNOTSUPP` for hugetlbfs and for file systems where no method works, `EBADF` or `ENODEV` for
+/// anything but a file.
 pub fn residency(file: &File, offset: u64, len: u64) -> io::Result<Residency> {
     if len == 0 {
         return Ok(Residency::default()); // 0 would be "to the end" for the kernel

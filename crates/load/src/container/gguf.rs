@@ -145,7 +145,8 @@ impl<R: BufRead> Header<R> {
                 _ => format!("GGUF version {version} is not supported; 2 and 3 are"),
             });
         }
-        // The least: a tensor is the length of its name, dimensions, type and offset; a pair that of its key, type, value.
+        // The least: a tensor is the length of its name, dimensions, type and offset; a pair that of its key, and a
+        // type and a value.
         let (tensors, pairs) = (self.count(24)?, self.count(13)?);
         let (mut alignment, mut metadata) = (ALIGNMENT, Vec::new());
         for _ in 0..pairs {
