@@ -72,8 +72,8 @@ pub struct Read {
     #[arg(long)]
     map: bool,
 
-    /// Map each chunk for this device and transfer it while the rest is read: soft, daemon, vfio:BDF, vfio-user:SOCKET,
-    /// file:PATH, ram:SIZE or vulkan:N; `dmalane devices` lists the kinds
+    /// Map each chunk for this device and transfer it while the rest is read: soft, daemon, vfio:BDF, file:PATH,
+    /// vulkan:N, cuda:N and others; `dmalane devices` lists all kinds
     #[arg(short, long, value_parser = opening::parse, conflicts_with = "map")]
     device: Option<DeviceSpec>,
 

@@ -55,8 +55,8 @@ Exit status: 0 all data was equal, 1 data differed or the device could not be me
 #[derive(Args)]
 #[command(after_help = EXAMPLES)]
 pub struct Validate {
-    /// The device, such as soft, daemon, vfio:BDF, vfio-user:SOCKET, file:PATH[,h2c=PATH,c2h=PATH], ram:SIZE or
-    /// vulkan:N; `dmalane devices` lists the kinds
+    /// The device, such as soft, daemon, vfio:BDF, file:PATH[,h2c=PATH,c2h=PATH], vulkan:N or cuda:N; `dmalane
+    /// devices` lists all kinds
     #[arg(short, long, value_name = "DEVICE", default_value = "soft", value_parser = device::parse)]
     device: DeviceSpec,
 
