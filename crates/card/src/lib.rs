@@ -1,7 +1,7 @@
 //! The driver of every card with the register map of `docs/formats/card.md`.
 //!
-//! The formats ([`regs`], [`Descriptor`], [`Completion`]) are shared with models of such a card. The driver ([`Card`],
-//! [`CardQueue`]) reaches the device only through [`dmalane_dma::Mmio`].
+//! The formats ([`regs`], [`Descriptor`], [`CompletionEntry`]) are shared with models of such a card. The driver
+//! ([`Card`], [`CardQueue`]) reaches the device only through [`dmalane_dma::Mmio`].
 
 #[cfg(target_endian = "big")]
 compile_error!("rings are little-endian, and their words are stored as the processor has them");

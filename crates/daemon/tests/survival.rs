@@ -421,7 +421,7 @@ fn limits_are_enforced() {
     };
     assert!(refused(ClientOptions { ddr: 66 << 20, ..daemon.options() }).contains("a client may have 67108864"));
     assert!(refused(ClientOptions { queues: 3, ..daemon.options() }).contains("queues"));
-    assert!(refused(ClientOptions { hbm: 5, ..daemon.options() }).contains("multiple of 2 MiB (DDR) or 4 MiB (HBM)"));
+    assert!(refused(ClientOptions { hbm: 5, ..daemon.options() }).contains("must be a multiple of 4 MiB"));
     let first = daemon.connect();
     assert_eq!(first.limits(), limits);
     let second = Client::connect(ClientOptions { hbm: 4 << 20, queues: 1, ..daemon.options() }).unwrap();

@@ -3,15 +3,35 @@
 use std::fs::File;
 use std::path::Path;
 
-use dmalane_file::{Error, FileQueue, Options};
+use dmalane_file::{Error, FileQueue, Mode, Options, residency};
 use dmalane_load::Input;
 
-/// Opens a file once, for its header, its bytes and comparisons alike.
+use crate::read::MOSTLY;
+
+/// Opens a file once, for its header, its bytes and comparisons alike. With [`Mode::Auto`], a file of which most is in
+/// the page cache is read from there, and any other with direct I/O where the file system supports it.
 ///
 /// # Errors
 /// Those of [`FileQueue::open`].
 pub fn open_file(path: impl AsRef<Path>, options: Options) -> Result<Input<FileQueue>, Error> {
-    input(FileQueue::open(path, options)?)
+    let queue = FileQueue::open(path, options)?;
+    match options.mode == Mode::Auto && queue.how().direct {
+        true => input(from_cache(queue, options)?),
+        false => input(queue),
+    }
+}
+
+/// The same queue, or one through the page cache where that has most of the file, or what the disk has not yet.
+fn from_cache(queue: FileQueue, options: Options) -> Result<FileQueue, Error> {
+    let len = queue.file().metadata().map_or(0, |meta| meta.len());
+    let Ok(cached) = residency(queue.file(), 0, len) else { return Ok(queue) };
+    if len == 0 || (cached.share() < MOSTLY && cached.dirty == 0) {
+        return Ok(queue);
+    }
+    let path = queue.path().to_owned();
+    let file = queue.file().try_clone().map_err(|source| Error::Open { path: path.clone(), source })?;
+    let buffered = FileQueue::from_file(file, path, Options { mode: Mode::Buffered, ..options })?;
+    Ok(buffered.because(cached.to_string()))
 }
 
 /// Takes a file that is open already and calls it `name`, which decides whether it is read as safetensors.

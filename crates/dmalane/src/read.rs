@@ -21,6 +21,7 @@ use dmalane_queue::{DeviceAddr, OpError};
 use thiserror::Error;
 
 pub use alloc::{AllocAndRead, AllocRead};
+pub(crate) use choose::MOSTLY;
 use choose::{Choice, choose};
 use source::{Source, size};
 

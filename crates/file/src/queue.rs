@@ -121,6 +121,13 @@ impl FileQueue {
         })
     }
 
+    /// Adds a reason to [`FileQueue::how`]: why its opener chose this way of reading.
+    #[must_use]
+    pub fn because(mut self, reason: String) -> Self {
+        self.how.reasons.push(reason);
+        self
+    }
+
     /// The file's name, as it was given.
     pub fn path(&self) -> &Path {
         &self.source.path

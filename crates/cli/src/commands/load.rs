@@ -85,7 +85,8 @@ pub struct Load {
     #[arg(long)]
     verify: bool,
 
-    /// Read through the page cache [default: direct I/O where the file system supports it]
+    /// Read through the page cache [default: a file that is cached from there, any other with direct I/O where the
+    /// file system supports it]
     #[arg(long, conflicts_with = "direct")]
     buffered: bool,
 

@@ -323,7 +323,8 @@ fn a_full_card_says_how_large_is_enough() {
 fn a_file_that_cannot_be_opened_is_named_once() {
     let text = complains(&["load", "/no/such/file"], 1);
     assert_eq!(text, "dmalane: cannot open /no/such/file\ncause: No such file or directory (os error 2)\n");
-    assert_eq!(complains(&["load", "/"], 1), "dmalane: cannot read /: it is a directory, not a file\n");
+    let text = complains(&["load", "/"], 1);
+    assert!(text.starts_with("dmalane: cannot load /\ncause: /: cannot find its model: it holds no "), "{text}");
     let text = complains(&["load", "/proc/self/status"], 1);
     assert!(text.starts_with("dmalane: /proc/self/status has no size: "), "{text}");
 }

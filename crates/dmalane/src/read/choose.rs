@@ -13,7 +13,7 @@ pub(super) const SHORT: u64 = 1 << 20;
 pub(super) const DIRECT_FROM: u64 = 64 << 10;
 /// From this share of cached bytes on, copying what is cached and reading the rest through the cache is faster than
 /// reading everything from the disk.
-pub(super) const MOSTLY: f64 = 7.0 / 8.0;
+pub(crate) const MOSTLY: f64 = 7.0 / 8.0;
 /// Below this, starting a thread costs more than it saves.
 const WORKERS_FROM: u64 = 32 << 20;
 /// More workers than this do not help: they share the memory.

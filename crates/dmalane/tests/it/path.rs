@@ -658,3 +658,30 @@ fn any_heap_will_do() {
         soft.device.verify(&loaded, &inputs, &mut |_| {}).unwrap();
     }
 }
+
+#[test]
+fn a_cached_file_is_read_from_the_cache() {
+    let folder = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
+    let path = folder.path().join("model.bin");
+    std::fs::write(&path, vec![7; 8 << 20]).unwrap();
+    let file = std::fs::File::open(&path).unwrap();
+    let open = || dmalane::open_file(&path, FileOptions::default()).unwrap().queue.how().clone();
+    let direct = dmalane::file::FileQueue::open(&path, FileOptions::default()).unwrap().how().direct;
+    let written = open();
+    file.sync_all().unwrap();
+    let cached = open();
+    if !direct || dmalane::file::residency(&file, 0, 8 << 20).is_err() {
+        return println!("SKIPPED: no direct I/O here, or nobody says what is cached");
+    }
+    for how in [written, cached] {
+        assert!(!how.direct && how.reasons.iter().any(|r| r.contains("in the page cache")), "{how}");
+    }
+    rustix::fs::fadvise(&file, 0, None, rustix::fs::Advice::DontNeed).unwrap();
+    match dmalane::file::residency(&file, 0, 8 << 20).unwrap().cached {
+        0 => assert!(open().direct, "what is not cached is read from the disk"),
+        _ => println!("SKIPPED: the file system keeps its pages"),
+    }
+    let wanted = FileOptions::for_mode(dmalane::file::Mode::Direct);
+    std::fs::read(&path).unwrap();
+    assert!(dmalane::open_file(&path, wanted).unwrap().queue.how().direct, "direct I/O was asked for");
+}
