@@ -76,7 +76,8 @@ BAD_LINES = {
     "prefetch-outside": ({"op": "prefetch", "va": 0, "len": 16384}, "outside_vm"),
     "batch-in-a-batch": ({"op": "batch", "ops": [{"op": "batch", "ops": []}]}, "not_in_batch"),
     "bo-in-a-batch": ({"op": "batch", "ops": [BO]}, "not_in_batch"),
-    "batch-of-70000": ({"op": "batch", "ops": [BIND] * 70_000}, "batch_too_long"),
+    "batch-of-70000": ({"op": "batch", "ops": [BIND] * 70_000}, None),
+    "batch-of-262145": ({"op": "batch", "ops": [{"op": "unbind_bo", "bo": 1}] * 262_145}, "batch_too_long"),
     "batch-of-a-million": ({"op": "batch", "ops": [BIND] * 1_000_000}, "line_too_long"),
 }  # fmt: skip
 
