@@ -1,4 +1,4 @@
-"""Loads one safetensors file onto an NVIDIA GPU by dmalane and by torch, in turns, from the page cache and from the disk.
+"""Loads a safetensors file onto an NVIDIA GPU by dmalane and by torch, in turns, from the page cache and the disk.
 
 python3 torch_load.py DMALANE [FILE]: the program to measure; a file of 4 GiB is made in /tmp unless there is one. Needs
 torch, safetensors, a GPU, and root to drop the page cache.
