@@ -84,7 +84,7 @@ pub(crate) fn with_last_error<R>(look: impl Fn(&str) -> R) -> R {
     LAST_ERROR.try_with(|last| look(&last.borrow())).unwrap_or_else(|_| look(""))
 }
 
-/// What tells C that a buffer object is gone.
+/// The callback by which C learns that a buffer object is gone.
 pub(crate) type Release = Box<dyn FnOnce() + Send + Sync>;
 
 /// Owns the memory of a buffer object as far as C is to be told when it may be used again.

@@ -123,7 +123,7 @@ impl CudaDevice {
         Ok(Self { queue, space, registrar, window, context, gpu, region: [region], pieces, notes })
     }
 
-    /// What the GPU is.
+    /// Name, memory and abilities of the GPU.
     pub fn gpu(&self) -> &Gpu {
         &self.gpu
     }

@@ -37,7 +37,7 @@ pub enum Error {
     /// No GPU has this number or UUID.
     #[error("there is no GPU {wanted}; the driver has {}", if have.is_empty() { "none" } else { have })]
     NoGpu {
-        /// What was asked for.
+        /// The number or UUID that was asked for.
         wanted: String,
         /// The GPUs that are there, with commas between them.
         have: String,
@@ -67,7 +67,7 @@ pub(crate) const NO_DEVICE: u32 = 100;
 pub(crate) const NOT_READY: u32 = 600;
 
 impl Error {
-    /// What to do about it, where that is known.
+    /// A way to mend it, where one is known.
     pub fn fix(&self) -> Option<&'static str> {
         match self {
             Self::Library { .. } => Some(

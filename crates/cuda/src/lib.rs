@@ -13,8 +13,8 @@
 //!
 //! **An address of device memory is a `CUdeviceptr`.** A window of addresses as long as the memory is reserved when
 //! the GPU is opened, and each allocation is mapped in it where [`DeviceMemory`](dmalane_device::DeviceMemory) says.
-//! What is loaded can so be used by a kernel, or wrapped for a framework, without asking. The context is the primary
-//! one, which the runtime API and frameworks use, too.
+//! So a kernel can use loaded data, and a framework wrap them, without asking. The context is the primary one, which
+//! the runtime API and frameworks use, too.
 //!
 //! **Flat is the default** because binding costs more than copying. The driver maps whole allocations only
 //! (`CUDA_ERROR_NOT_SUPPORTED` for parts of one), so memory that is to be bound in pages must be allocated in pages.

@@ -19,7 +19,7 @@ use crate::Error;
 pub struct GpuName {
     /// Which GPU.
     pub which: Which,
-    /// What its address space is.
+    /// The kind of its address space.
     pub binds: Binds,
     /// The library of the driver; `None` for that of [`LIBRARY_VARIABLE`](crate::LIBRARY_VARIABLE), else
     /// [`LIBRARY`](crate::LIBRARY).

@@ -44,7 +44,7 @@ fn gcd(a: u64, b: u64) -> u64 {
 }
 
 #[test]
-#[ignore = "a measurement"]
+#[ignore = "prints figures and takes a minute: run it with --ignored --nocapture on a quiet machine"]
 fn measure_copies() {
     let mut device = open(false);
     let (registrar, mut memory, mut queues) = (device.registrar(), device.memory(), device.take_queues());
@@ -56,7 +56,8 @@ fn measure_copies() {
         let table = memory.allocate(total, &Placement::Default).unwrap();
         let at = table.segments().next().unwrap().addr.bits();
         let mut buf = heap.allocate(total as usize).unwrap();
-        buf.fill(1);
+        let byte = |i: usize| (i ^ (i >> 8) ^ (i >> 16)) as u8;
+        buf.iter_mut().enumerate().for_each(|(i, b)| *b = byte(i));
         let buf = buf.share();
         let via = Registered::new(&*registrar, &buf, Access::RW).unwrap();
         let imported = gpu.import(&buf.reference(), 0, total as usize).unwrap();
@@ -69,6 +70,9 @@ fn measure_copies() {
         }
         for direction in [Direction::FromHost, Direction::ToHost] {
             let (mut ours, mut by_hand) = (Vec::new(), Vec::new());
+            if direction == Direction::ToHost {
+                slices.iter().for_each(|slice| slice.view().fill(0));
+            }
             for round in 0..=ROUNDS {
                 let begun = Instant::now();
                 let mut done = Vec::with_capacity(copies as usize);
@@ -102,6 +106,12 @@ fn measure_copies() {
                 b / a,
                 b_best / a_best
             );
+        }
+        // What went there is what came back.
+        let mut bytes = vec![0; len as usize];
+        for (k, slice) in slices.iter().enumerate() {
+            slice.read(0, &mut bytes).unwrap();
+            assert!(bytes.iter().enumerate().all(|(i, b)| *b == byte(k * len as usize + i)), "copy {k} of {len} bytes");
         }
         drop((slices, rest, via, imported, buffer, channel));
         memory.free(table.segments()).unwrap();
@@ -154,7 +164,7 @@ fn hand_written(
 }
 
 #[test]
-#[ignore = "a measurement"]
+#[ignore = "prints figures and takes a minute: run it with --ignored --nocapture on a quiet machine"]
 fn measure_binds() {
     // Some drivers take 100 us a bind.
     const ROUNDS: usize = 3;
