@@ -110,6 +110,22 @@ impl PageSizes {
         if fit == 0 { None } else { Some(PageSize(63 - fit.leading_zeros() as u8)) }
     }
 
+    /// The largest size of which a whole, aligned page lies in the `len` bytes from `start` on.
+    ///
+    /// ```
+    /// use dmalane_addr::{PageSize, PageSizes};
+    /// let sizes = PageSizes::from_bits(1 << 12 | 1 << 21 | 1 << 30);
+    /// assert_eq!(sizes.largest_within(4096, 2 << 30), Some(PageSize::SIZE_1G));
+    /// assert_eq!(sizes.largest_within(4096, 1 << 30), Some(PageSize::SIZE_2M));
+    /// ```
+    pub fn largest_within(self, start: u64, len: u64) -> Option<PageSize> {
+        let holds_one = |page: &PageSize| {
+            let first = page.round_up(start)?.checked_sub(start)?;
+            first.checked_add(page.bytes()).filter(|end| *end <= len)
+        };
+        self.iter().rev().find(|page| holds_one(page).is_some())
+    }
+
     /// The sizes, smallest first.
     pub fn iter(self) -> impl DoubleEndedIterator<Item = PageSize> {
         (0..64u8).filter(move |n| self.0 >> n & 1 == 1).map(PageSize)

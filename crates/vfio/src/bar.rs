@@ -209,11 +209,8 @@ impl BarMap {
 
 /// The largest page size of which at least one whole page is within the range.
 fn largest_page(sizes: PageSizes, range: &Range<u64>) -> PageSize {
-    let holds_one = |page: &PageSize| {
-        let first = page.round_up(range.start);
-        first.and_then(|first| first.checked_add(page.bytes())).is_some_and(|end| end <= range.end)
-    };
-    sizes.iter().rev().find(holds_one).or(sizes.smallest()).unwrap_or(PageSize::SIZE_4K)
+    let within = sizes.largest_within(range.start, range.end - range.start);
+    within.or(sizes.smallest()).unwrap_or(PageSize::SIZE_4K)
 }
 
 impl std::fmt::Debug for BarMap {

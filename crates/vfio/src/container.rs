@@ -276,9 +276,9 @@ impl Container {
         let mut state = self.0.lock();
         let kernel = self.0.kernel.get().ok_or(Error::NoType1)?;
         let (method, congruent) = match kernel {
-            Kernel::Type1(_) => (PeerMethod::PageTable, va),
+            Kernel::Type1(_) => (PeerMethod::PageTable, va as u64),
             // The physical address of a BAR is a multiple of its length.
-            Kernel::Iommufd(_) => (PeerMethod::DmaBuf, (bar.range().start + range.start) as usize),
+            Kernel::Iommufd(_) => (PeerMethod::DmaBuf, bar.range().start + range.start),
         };
         let lease = state.allocate(congruent, len)?;
         let span = lease.span();
@@ -289,7 +289,7 @@ impl Container {
                 let mapped = space.map_dma_buf(dma_buf, range.start, span, access);
                 mapped.map_err(|source| match Errno::from_io_error(&source) {
                     Some(Errno::NODEV) => bar.error(RegionError::Disabled),
-                    _ => explain(source, congruent, span, access, state.page(), &state.ranges()),
+                    _ => explain(source, congruent as usize, span, access, state.page(), &state.ranges()),
                 })
             }),
         };
@@ -392,8 +392,9 @@ impl Inner {
         if !access.intersects(Access::RW) {
             return Err(dma::Error::NoAccess(access));
         }
-        let Some(first) = list.first() else { return Err(dma::Error::WholeBuffers) };
-        let va = address(first);
+        if list.is_empty() {
+            return Err(dma::Error::WholeBuffers);
+        }
         // The buffers exist, so the sum does not overflow.
         let len: u64 = list.iter().map(|pinned| pinned.range().len() as u64).sum();
         list.iter_mut().for_each(|pinned| pinned.admit(access));
@@ -401,7 +402,10 @@ impl Inner {
         let mut taken = None;
         let first = match at {
             Some(at) => at,
-            None => taken.insert(state.allocate(va, len)?).span().first(),
+            None => {
+                let place = start_of_longest(list.iter().map(|p| (address(p) as u64, p.range().len() as u64)));
+                taken.insert(state.allocate(place, len)?).span().first()
+            }
         };
         let mapped = self.map_contiguous(&state, &list, first, access);
         let span = match mapped {
@@ -551,14 +555,14 @@ impl State {
         self.space = Some(Space { iovas, ranges, pages });
     }
 
-    /// Allocates IOVAs for `len` bytes at `va`, congruent with it, so that the IOMMU can use pages as large as those of
-    /// the memory, wherever in one of them the range starts.
-    fn allocate(&mut self, va: usize, len: u64) -> Result<Lease<Iova>, Error> {
+    /// Allocates IOVAs for `len` bytes of memory or of a BAR at `place`, congruent with it up to the largest page of
+    /// which one fits, so that the IOMMU can use pages as large as those of the memory.
+    fn allocate(&mut self, place: u64, len: u64) -> Result<Lease<Iova>, Error> {
         let space = self.space.as_mut().ok_or(Error::NoType1)?;
         let page = space.page();
-        let fits = PageSize::from_log2(len.max(1).ilog2() as u8).unwrap_or(page);
-        let align = fits.min(PageSize::SIZE_1G).max(page);
-        let phase = va as u64 & (align.bytes() - 1);
+        // IOMMUs have page sizes of their own, so any power of two is one here.
+        let align = PageSizes::from_bits(u64::MAX >> 33).largest_within(place, len).map_or(page, |fits| fits.max(page));
+        let phase = place & (align.bytes() - 1) & !(page.bytes() - 1);
         // Not congruent rather than not at all.
         Ok(space.iovas.allocate_at(len, align, phase).or_else(|_| space.iovas.allocate(len, page))?)
     }
@@ -595,6 +599,19 @@ fn holes(span: Span<Iova>, ranges: &[Span<Iova>]) -> Vec<Span<Iova>> {
 fn widen(span: Span<Iova>, page: PageSize) -> Span<Iova> {
     let last = Iova::new(span.last().bits() | (page.bytes() - 1));
     Span::inclusive(span.first().align_down(page), last).unwrap_or(span)
+}
+
+/// Where contiguous addresses must start for the longest of these pieces, (address, length) in their order, to be at
+/// its own address.
+fn start_of_longest(pieces: impl Iterator<Item = (u64, u64)>) -> u64 {
+    let (mut before, mut longest) = (0_u64, (0, 0));
+    for (at, len) in pieces {
+        if len > longest.1 {
+            longest = (at.wrapping_sub(before), len);
+        }
+        before = before.wrapping_add(len);
+    }
+    longest.0
 }
 
 fn address(pinned: &Pinned) -> usize {
@@ -748,20 +765,27 @@ mod tests {
         assert_eq!(count, 7 + 5 + 3);
     }
 
+    /// The IOVA and the memory, or the BAR, agree modulo the largest page of which one fits.
     #[test]
-    fn iovas_are_aligned_like_the_memory() {
+    fn iovas_are_congruent_with_what_they_map() {
         let mut state = State::default();
         state.update(sys::IommuInfo { pages: !0xfff, ranges: vec![span(0, 1 << 39)], left: None });
-        for (va, len, align) in
-            [(0x20_0000, 2 << 20, 21), (0x4000_0000, 1 << 30, 30), (0x4000_0000, 3 << 20, 21), (0x3000, 5 << 20, 12)]
-        {
-            let lease = state.allocate(va, len).unwrap();
-            assert!(
-                lease.span().first().is_aligned(PageSize::from_log2(align).unwrap()),
-                "{va:#x} {len:#x}: {}",
-                lease.span()
-            );
+        for (place, len, log2) in [
+            (0x20_0000, 2 << 20, 21),
+            (0x4000_0000, 1 << 30, 30),
+            (0x4000_0000, 3 << 20, 21),
+            (0x1f_f000, (2 << 20) + 0x1000, 21),
+            (0x3000, 5 << 20, 21),
+            (0x1000, (32 << 30) - 0x1000, 30),
+            (0x20_0000, (32 << 30) - (2 << 20), 30),
+            (0x5000, 0x1000, 12),
+        ] {
+            let lease = state.allocate(place, len).unwrap();
+            let difference = lease.span().first().bits() ^ place;
+            assert!(difference.is_multiple_of(1 << log2), "{place:#x} {len:#x}: {}", lease.span());
         }
+        // Of a list, the longest piece.
+        assert_eq!(start_of_longest([(0x5000, 0x1000), (0x40_0000, 0x40_0000), (0, 0x1000)].into_iter()), 0x3f_f000);
     }
 
     #[test]

@@ -19,7 +19,9 @@ use std::ops::Range;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock, RwLockReadGuard, TryLockError};
 
-use dmalane_addr::{Access, Address, Iova, Lease, PageSize, PhysAddr, RangeAllocator, RangeCache, SgTable, Span};
+use dmalane_addr::{
+    Access, Address, Iova, Lease, PageSize, PhysAddr, RangeAllocator, RangeCache, Segment, SgTable, Span,
+};
 use dmalane_dma::{
     BufferRef, DeviceMem, DmaFault, Error, FaultReason, HeldMem, Mapping, Pinned, Registrar, Undo, VolatileSlice,
 };
@@ -208,7 +210,7 @@ impl<F: Format> Registrar for SoftHost<F> {
         self.pin_range(buffer, 0..buffer.len())
     }
 
-    /// Maps a pinned buffer at contiguous IOVAs, aligned to 2 MiB where it is that long.
+    /// Maps a pinned buffer at contiguous IOVAs, congruent with its frames so that large leaves fit.
     ///
     /// # Errors
     /// [`Error::ForeignPin`], [`Error::NoAccess`], [`Error::Iova`], [`PageTable`](crate::Error::PageTable); nothing
@@ -260,10 +262,9 @@ impl<F: Format> Registrar for SoftHost<F> {
         if list.is_empty() {
             return Err(Error::WholeBuffers);
         }
-        let align = if len >= PageSize::SIZE_2M.bytes() { PageSize::SIZE_2M } else { PageSize::SIZE_4K };
-        let lease = lock(&self.0.iovas).allocate(len, align)?;
-        let span = lease.span();
         let segments = list.iter().filter_map(Pinned::pages).flat_map(SgTable::segments);
+        let lease = self.0.allocate(len, segments.clone())?;
+        let span = lease.span();
         let mapped = self.0.write().table.map_sg(span.first(), segments, access);
         match mapped {
             Ok(_) => {
@@ -294,6 +295,29 @@ impl<F: Format> Inner<F> {
 
     fn write(&self) -> std::sync::RwLockWriteGuard<'_, Translation<F>> {
         self.translation.write().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// IOVAs for `len` bytes, congruent with the frames of the segment that has room for the largest leaf; aligned to 2
+    /// MiB where they are that many and none has.
+    fn allocate(&self, len: u64, segments: impl Iterator<Item = Segment<PhysAddr>>) -> Result<Lease<Iova>, Error> {
+        let (mut align, mut phase) = (PageSize::SIZE_4K, 0);
+        if len >= PageSize::SIZE_2M.bytes() {
+            let (mut leaf, mut offset) = (PageSize::SIZE_64K, 0_u64);
+            align = PageSize::SIZE_2M;
+            for Segment { addr, len } in segments {
+                // Short segments, of which there may be many, need no look.
+                if len > leaf.bytes()
+                    && let Some(fits) = F::PAGE_SIZES.largest_within(addr.bits(), len).filter(|fits| *fits > leaf)
+                {
+                    (leaf, align) = (fits, fits);
+                    phase = addr.bits().wrapping_sub(offset) & (fits.bytes() - 1);
+                }
+                offset += len;
+            }
+        }
+        let mut iovas = lock(&self.iovas);
+        // Not congruent rather than not at all.
+        Ok(iovas.allocate_at(len, align, phase).or_else(|_| iovas.allocate(len, PageSize::SIZE_4K))?)
     }
 
     fn record(&self, fault: DmaFault) -> DmaFault {

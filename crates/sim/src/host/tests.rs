@@ -89,6 +89,45 @@ fn leaves_follow_the_fragmentation() {
     assert_eq!(leaves(1.0), [(PageSize::SIZE_4K, 2048)]);
 }
 
+/// Behind a short buffer, and from the second page of a buffer on.
+#[test]
+fn iovas_are_congruent_with_what_they_map() {
+    let host = host::<Arm64S1_4k>(0.0);
+    let (short, long) = (buffer(4096), buffer(4 << 20));
+    let leaves = || host.stats().leaves.into_iter().filter(|(_, n)| *n > 0).collect::<Vec<_>>();
+    let list = vec![host.pin(&short.reference()).unwrap(), host.pin(&long.reference()).unwrap()];
+    let mapping = host.map_list(list, Access::RW).unwrap();
+    assert_eq!(leaves(), [(PageSize::SIZE_4K, 1), (PageSize::SIZE_2M, 2)]);
+    drop(mapping);
+    // One segment that starts a page before a multiple of 2 MiB.
+    let filler = host.pin_range(&long.reference(), 0..(2 << 20) - 4096).unwrap();
+    let head = host.pin(&short.reference()).unwrap();
+    let rest = host.pin(&long.reference()).unwrap();
+    let first = |pinned: &Pinned| pinned.pages().unwrap().segments().next().unwrap().addr.bits();
+    assert_eq!(first(&head) + 4096, first(&rest), "the frames of this test continue each other");
+    let mapping = host.map_list(vec![head, rest], Access::RW).unwrap();
+    assert_eq!((mapping.span().first().bits() + 4096) % (2 << 20), 0);
+    assert_eq!(leaves(), [(PageSize::SIZE_4K, 1), (PageSize::SIZE_2M, 2)]);
+    drop(filler);
+}
+
+/// A BAR of 32 GiB at its own alignment, from its second page on and from its second 2 MiB on.
+#[test]
+fn a_range_of_a_bar_has_large_leaves() {
+    const BAR: u64 = 32 << 30;
+    for (skip, expected) in [
+        (4096, [(PageSize::SIZE_4K, 511), (PageSize::SIZE_2M, 511), (PageSize::SIZE_1G, 31)].as_slice()),
+        (2 << 20, &[(PageSize::SIZE_2M, 511), (PageSize::SIZE_1G, 31)]),
+    ] {
+        let host = host::<X86_64_4Level>(0.0);
+        let range = Segment { addr: PhysAddr::new(BAR + skip), len: BAR - skip };
+        let lease = host.0.allocate(range.len, [range].into_iter()).unwrap();
+        host.0.write().table.map_sg(lease.span().first(), [range], Access::RW).unwrap();
+        let leaves = host.stats().leaves.into_iter().filter(|(_, n)| *n > 0).collect::<Vec<_>>();
+        assert_eq!(leaves, expected, "from {skip:#x} on");
+    }
+}
+
 #[test]
 fn refusals() {
     let host = host::<Arm64S1_4k>(0.0);
