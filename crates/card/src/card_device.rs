@@ -1,5 +1,6 @@
 //! A card as a [`Device`]: its regions, its queues, and page tables for its MMU.
 
+use std::ops::RangeInclusive;
 use std::sync::Arc;
 
 use dmalane_addr::{CardAddr, DeviceVa, PageSize, Span};
@@ -34,11 +35,14 @@ pub struct CardUse {
     pub ring: Option<usize>,
     /// Leaves the MMU alone: addresses are card addresses, and no memory is taken for page tables.
     pub flat: bool,
+    /// Bits of device virtual addresses, 32 to 47; `None` for 47.
+    pub va_bits: Option<u8>,
 }
 
-/// Where buffers are bound: 128 TiB from 4 GiB up, so that a truncated address is a wrong one.
+/// Bits of the addresses that buffers are bound at.
+const VA_BITS: RangeInclusive<u8> = 32..=47;
+/// The first of these addresses where they have more than 33 bits, so that a truncated address is a wrong one.
 const VA_FIRST: u64 = 4 << 30;
-const VA_LAST: u64 = (1 << 47) - 1;
 /// The least memory that page tables get.
 const TABLES_AT_LEAST: u64 = 128 << 10;
 
@@ -66,7 +70,7 @@ impl<B: Mmio + 'static> CardDevice<B> {
         let mut regions = regions(driver.layout());
         let space: Box<dyn AddressSpace> = match how.flat {
             true => Box::new(FlatSpace::new()),
-            false => Box::new(page_tables(driver, &mut regions)?),
+            false => Box::new(page_tables(driver, &mut regions, how.va_bits)?),
         };
         Ok(Self { bus, info, regions, queues, space, counters: Box::new(Counters::default) })
     }
@@ -128,6 +132,7 @@ fn regions(layout: CardLayout) -> Vec<Region> {
 fn page_tables<B: Mmio + 'static>(
     driver: Card<B>,
     regions: &mut [Region],
+    va_bits: Option<u8>,
 ) -> Result<PageTableSpace<X86_64_4Level, crate::CardTables<B>>, Error> {
     if driver.mmu_format() != Some(X86_64_4Level::NAME) {
         return Err(Error::OtherMmu(driver.mmu_format()));
@@ -144,7 +149,9 @@ fn page_tables<B: Mmio + 'static>(
     let split = (longest.span.sub(0, rest), longest.span.sub(rest, bytes));
     let (Some(front), Some(tables)) = split else { return Err(Error::TooSmall { needed: bytes }) };
     longest.span = front;
-    let range = Span::inclusive(DeviceVa::new(VA_FIRST), DeviceVa::new(VA_LAST)).expect("a constant span");
+    let bits = va_bits.unwrap_or(*VA_BITS.end()).clamp(*VA_BITS.start(), *VA_BITS.end());
+    let first = VA_FIRST.min(1 << (bits - 2));
+    let range = Span::new(DeviceVa::new(first), (1 << bits) - first).expect("not empty");
     let vm = Vm::<X86_64_4Level, _>::new(range, driver.tables(tables)?)?;
     driver.set_mmu_root(vm.page_table().root())?;
     Ok(PageTableSpace::new(vm, move || Ok(driver.invalidate_mmu()?)))

@@ -37,6 +37,8 @@ pub struct OpenOptions {
     /// No page tables and no sparse binding: addresses are card addresses, and all memory is for buffers. For cards and
     /// GPUs; other devices are so anyway.
     pub flat: bool,
+    /// Bits of device virtual addresses of a card with page tables, 32 to 47 (default).
+    pub va_bits: Option<u8>,
     /// Entries of each ring of a card, a power of two.
     pub ring: Option<usize>,
     /// Bytes of DDR of the software card, or asked of a daemon.
@@ -85,6 +87,7 @@ impl OpenOptions {
     pub fn refused(&self, spec: &DeviceSpec) -> Option<&'static str> {
         let given = [
             ("flat", self.flat && !spec.kind().always_flat),
+            ("va-bits", self.va_bits.is_some()),
             ("ring", self.ring.is_some()),
             ("card-ddr", self.card_ddr.is_some()),
             ("card-hbm", self.card_hbm.is_some()),

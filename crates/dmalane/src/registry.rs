@@ -66,10 +66,10 @@ pub const CARD_DDR: u64 = 64 << 30;
 /// Bytes of HBM of the software card, unless it is asked for otherwise.
 pub const CARD_HBM: u64 = 32 << 30;
 
-const CARD: &[&str] = &["ring", "flat"];
-const DAEMON: &[&str] = &["ring", "flat", "card-ddr", "card-hbm"];
+const CARD: &[&str] = &["ring", "flat", "va-bits"];
+const DAEMON: &[&str] = &["ring", "flat", "va-bits", "card-ddr", "card-hbm"];
 const SOFT: &[&str] =
-    &["ring", "flat", "card-ddr", "card-hbm", "channels", "workers", "host-memory", "fragmentation", "seed"];
+    &["ring", "flat", "va-bits", "card-ddr", "card-hbm", "channels", "workers", "host-memory", "fragmentation", "seed"];
 
 /// A device that was found.
 #[derive(Clone, PartialEq, Debug)]
@@ -120,7 +120,14 @@ fn none(_: &Path) -> Vec<Listed> {
 
 /// How a card called `name` is driven.
 fn used(name: &str, concurrent: bool, options: &OpenOptions) -> CardUse {
-    CardUse { name: name.to_owned(), concurrent, threads: None, ring: options.ring, flat: options.flat }
+    CardUse {
+        name: name.to_owned(),
+        concurrent,
+        threads: None,
+        ring: options.ring,
+        flat: options.flat,
+        va_bits: options.va_bits,
+    }
 }
 
 fn soft(_: &str, options: &OpenOptions) -> Opened {

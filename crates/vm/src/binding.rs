@@ -13,7 +13,7 @@ pub struct Binding {
     /// Where.
     pub span: Span<DeviceVa>,
     /// To what.
-    pub to: Target,
+    pub to: BindingTarget,
     /// What the device may do.
     pub access: Access,
 }
@@ -21,7 +21,7 @@ pub struct Binding {
 /// What a [`Binding`] shows.
 #[derive(Clone, Debug)]
 #[non_exhaustive]
-pub enum Target {
+pub enum BindingTarget {
     /// The bytes of a buffer from an offset on.
     Bo {
         /// The buffer.
@@ -46,16 +46,16 @@ impl Binding {
     /// The buffer, unless it is a null range.
     pub fn bo(&self) -> Option<&Arc<Bo>> {
         match &self.to {
-            Target::Bo { bo, .. } | Target::Repeat { bo, .. } => Some(bo),
-            Target::Null => None,
+            BindingTarget::Bo { bo, .. } | BindingTarget::Repeat { bo, .. } => Some(bo),
+            BindingTarget::Null => None,
         }
     }
 
     /// The byte of the buffer where the binding starts (of those that repeat, the first); 0 for a null range.
     pub fn offset(&self) -> u64 {
         match &self.to {
-            Target::Bo { offset, .. } | Target::Repeat { offset, .. } => *offset,
-            Target::Null => 0,
+            BindingTarget::Bo { offset, .. } | BindingTarget::Repeat { offset, .. } => *offset,
+            BindingTarget::Null => 0,
         }
     }
 }

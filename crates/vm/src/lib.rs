@@ -52,7 +52,7 @@ pub mod trace;
 mod vm;
 
 pub use any::AnyVm;
-pub use binding::{Binding, Target};
+pub use binding::{Binding, BindingTarget};
 pub use bo::{Bo, VmId};
 pub use errno::Errno;
 pub use error::Error;

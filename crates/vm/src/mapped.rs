@@ -6,7 +6,7 @@ use core::ops::ControlFlow;
 use dmalane_addr::{Access, Address, CardAddr, DeviceVa, PageSize, Span};
 use dmalane_iopt::{Format, Run, Tables};
 
-use crate::{Binding, Bo, Target, Vm};
+use crate::{Binding, BindingTarget, Bo, Vm};
 
 /// A part of a VM that goes on in one way, in leaves of one size. It says the same however the bindings behind it were
 /// cut.
@@ -52,9 +52,9 @@ impl Mapped {
     fn new(binding: &Binding, run: Run<DeviceVa, CardAddr>) -> Option<Self> {
         let within = run.at.offset_from(binding.span.first())?;
         let source = match &binding.to {
-            Target::Bo { bo, offset } => Source::Bo { bo: bo.id(), offset: offset + within },
-            Target::Repeat { bo, offset, page } => Source::Repeat { bo: bo.id(), offset: *offset, page: *page },
-            Target::Null => Source::Null,
+            BindingTarget::Bo { bo, offset } => Source::Bo { bo: bo.id(), offset: offset + within },
+            BindingTarget::Repeat { bo, offset, page } => Source::Repeat { bo: bo.id(), offset: *offset, page: *page },
+            BindingTarget::Null => Source::Null,
         };
         let span = Span::new(run.at, run.len)?;
         Some(Self { span, source, to: run.to, access: run.access, leaf: run.size })

@@ -10,7 +10,7 @@ use crate::plan::{Lists, Scratch, Step};
 use crate::record::Record;
 use crate::records::Records;
 use crate::slots::{Full, NONE, NULL, Slots};
-use crate::{BindRequest, Binding, Bo, Committed, Error, Plan, PlanError, Target, VmId};
+use crate::{BindRequest, Binding, BindingTarget, Bo, Committed, Error, Plan, PlanError, VmId};
 
 /// A device's virtual address space: what is bound, and the page table that the device's MMU walks.
 ///
@@ -727,10 +727,10 @@ impl<F: Format, T: Tables> Vm<F, T> {
         let offset = record.page() << F::GRANULE.log2();
         let to = match &slot.bo {
             Some(bo) if record.is_fixed() => {
-                Target::Repeat { bo: bo.clone(), offset, page: (slot.repeat_mask + 1) << F::GRANULE.log2() }
+                BindingTarget::Repeat { bo: bo.clone(), offset, page: (slot.repeat_mask + 1) << F::GRANULE.log2() }
             }
-            Some(bo) => Target::Bo { bo: bo.clone(), offset },
-            None => Target::Null,
+            Some(bo) => BindingTarget::Bo { bo: bo.clone(), offset },
+            None => BindingTarget::Null,
         };
         Binding { span: Self::span(first, last), to, access: record.access() }
     }

@@ -122,6 +122,11 @@ pub struct Load {
     #[arg(long, value_name = "FILE", value_parser = PathBufValueParser::new().try_map(output::not_stdout))]
     record: Option<PathBuf>,
 
+    /// Bits of device virtual addresses, 32 to 47: of a trace for a format with shorter addresses, say
+    /// [default: 47]
+    #[arg(long, value_name = "N", value_parser = within::<u8>(32..=47))]
+    va_bits: Option<u8>,
+
     #[command(flatten)]
     replace: output::Replace,
 
@@ -250,6 +255,7 @@ impl Load {
                 queues: self.mm_channel.clone(),
                 ..DriveOptions::default()
             },
+            va_bits: self.va_bits,
             card_ddr: self.card_ddr.map(Size::bytes),
             card_hbm: self.card_hbm.map(Size::bytes),
             workers: self.workers.then_some(Workers::PerChannel),

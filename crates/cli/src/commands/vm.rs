@@ -8,7 +8,8 @@ use std::path::PathBuf;
 use std::process::ExitCode;
 
 use clap::{Args, Subcommand};
-use dmalane::iopt::{FormatId, UnknownFormat, with_format};
+use dmalane::iopt::{Format, FormatId, UnknownFormat, with_format};
+use dmalane::vm::Error as VmError;
 use dmalane::vm::trace::{self, Lines, TraceError, TraceHeader};
 
 use super::iopt::format;
@@ -27,7 +28,7 @@ const REPLAY_EXAMPLES: &str = "\
 Examples:
   dmalane load --sample 64MiB --record binds.jsonl && dmalane vm replay binds.jsonl
   dmalane vm replay - --json < binds.jsonl | jq '.results[] | select(.result != \"ok\")'
-  dmalane vm replay binds.jsonl --format x86-64-5level
+  dmalane vm replay binds.jsonl --format riscv-sv39 --times
 
 A trace, one JSON object a line, with numbers or \"0x\" texts (docs/formats/vm-trace.md):
   {\"trace\": \"dmalane-vm\", \"version\": 1, \"format\": \"agx-uat\"}
@@ -64,6 +65,10 @@ struct Replay {
     #[arg(short, long, value_parser = format())]
     format: Option<FormatId>,
 
+    /// Print how long the first bind, the other binds and the unbinds took, without reading the trace
+    #[arg(long)]
+    times: bool,
+
     /// Print the result as JSON
     #[arg(long)]
     json: bool,
@@ -88,14 +93,24 @@ impl Replay {
             (name, Box::new(BufReader::with_capacity(1 << 16, file)))
         };
         let wrong = |e: TraceError| Failure::because(format!("{name} cannot be replayed"), &e);
+        let shorter = |format: FormatId| {
+            let bits = with_format!(format, F => <F as Format>::INPUT_BITS);
+            format!(
+                "{format} translates addresses of {bits} bits; `dmalane load --record` chooses such with --va-bits {bits}"
+            )
+        };
         let mut lines = Lines::new(from);
         let header = TraceHeader::read(&mut lines).map_err(wrong)?;
         let format = self.format.map_or_else(|| of_trace(&header, &name), Ok)?;
-        let mut replay = trace::Replay::new(with_format!(format, F => header.vm::<F>()).map_err(wrong)?);
+        let vm = with_format!(format, F => header.vm::<F>()).map_err(|e| match e {
+            TraceError::Vm(VmError::New { .. }) => wrong(e).hint(shorter(format)),
+            e => wrong(e),
+        })?;
+        let mut replay = trace::Replay::new(vm);
 
         let mut report = Report::new(&name, format, replay.vm(), self.json);
         let (mut operations, mut refused, mut first_refused) = (0u64, 0u64, 0);
-        let mut stopped = None;
+        let (mut stopped, mut outside) = (None, false);
         loop {
             let line = match lines.next() {
                 Ok(Some(line)) => line,
@@ -109,18 +124,20 @@ impl Replay {
             operations += 1;
             if outcome.result.is_err() {
                 refused += 1;
+                outside |= outcome.name() == "outside_vm";
                 first_refused = if refused == 1 { lines.number() } else { first_refused };
             }
             report.outcome(lines.number(), &outcome);
         }
-        output::written(report.finish(replay.vm(), operations, refused, stopped.as_ref()))?;
+        output::written(report.finish(&replay, operations, refused, stopped.as_ref(), self.times))?;
         if let Some(error) = stopped {
             return Err(Failure::because(format!("{name} cannot be read to its end"), &error));
         }
         if refused > 0 {
             let plural = if operations == 1 { "" } else { "s" };
             let message = format!("{name}: {refused} of {operations} operation{plural} refused");
-            return Err(Failure::new(format!("{message}, the first in line {first_refused}")));
+            let failure = Failure::new(format!("{message}, the first in line {first_refused}"));
+            return Err(if outside && header.range.is_none() { failure.hint(shorter(format)) } else { failure });
         }
         Ok(ExitCode::SUCCESS)
     }

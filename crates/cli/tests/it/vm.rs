@@ -144,7 +144,7 @@ fn what_is_no_trace() {
     let deep = "[".repeat(100_000);
     for (lines, says) in [
         (&[][..], "the file is empty"),
-        (&["{}"], "missing field `trace`"),
+        (&["{}"], "there is no field \"trace\""),
         (&["\x7fELF"], "line 1 is not the first line"),
         (&[deep.as_str()], "line 1 is not the first line"),
         (&[r#"{"trace":"dmalane-vm","version":7}"#], "version 7; only 1 is known"),
@@ -259,7 +259,119 @@ fn every_field_is_documented() {
     let mut words = Vec::new();
     keys(&place.json("vm replay trace.jsonl").1, &mut words);
     assert!(words.contains(&"index".to_owned()) && words.contains(&"unmapped_bytes".to_owned()));
+    keys(&place.json("vm replay trace.jsonl --times").1, &mut words);
+    assert!(words.contains(&"ns_per_operation".to_owned()));
     for word in words.iter().filter(|w| !["schema", "command"].contains(&w.as_str())) {
         assert!(section.contains(&format!("`{word}`")), "{word} is not in json.md");
+    }
+}
+
+#[test]
+fn times_as_the_original_report_prints_them() {
+    let batch = |op: &str| {
+        let each = |page: u64| op.replace("VA", &(page << 14).to_string());
+        let ops: Vec<_> = (1..100).map(each).collect();
+        format!(r#"{{"op":"batch","ops":[{}]}}"#, ops.join(","))
+    };
+    let bind = r#"{"op":"bind","va":VA,"bo":1,"len":16384,"access":"rw"}"#;
+    let unbind = r#"{"op":"unbind","va":VA,"len":16384}"#;
+    let place = Place::with(&[
+        HEADER,
+        BO,
+        &bind.replace("VA", "0"),
+        &batch(bind),
+        &bind.replace("VA", "1"), // refused: not counted
+        &batch(unbind),
+        &unbind.replace("VA", "0"),
+    ]);
+    let (_, text, _) = place.run("vm replay trace.jsonl --times");
+    let lines: Vec<_> = text.lines().rev().take(4).collect();
+    // The line of `bo`.
+    assert!(lines[0].starts_with(" others: "), "{text}");
+    for (line, start, each) in
+        [(lines[2], " other binds: ", "ns per bind: "), (lines[1], " unbinds: ", "ns per unbind: ")]
+    {
+        assert!(line.starts_with(start) && line.contains(each) && line.ends_with("Mop/s"), "{line}");
+    }
+    assert!(lines[3].starts_with(" first bind: ") && lines[3].ends_with("ns"), "{text}");
+
+    let (_, json) = place.json("vm replay trace.jsonl --times");
+    let times = &json["times"];
+    for (name, operations) in [("first_bind", 1), ("other_binds", 99), ("unbinds", 100), ("others", 1)] {
+        let timed = &times[name];
+        assert_eq!(timed["operations"], operations, "{name}");
+        let (ns, each) = (timed["ns"].as_f64().unwrap(), timed["ns_per_operation"].as_f64().unwrap());
+        assert!((ns / f64::from(operations) - each).abs() < 0.01 * each, "{timed}");
+        assert!((each * timed["mops"].as_f64().unwrap() - 1e3).abs() < 1.0, "{timed}");
+    }
+    assert!(place.json("vm replay trace.jsonl").1["times"].is_null());
+}
+
+#[test]
+fn a_recorded_load_in_every_format_that_can_hold_it() {
+    let place = Place::new();
+    let load = "load --sample 5MiB -q --card-ddr 1GiB --card-hbm 1GiB --record";
+    assert_eq!(place.run(&format!("{load} binds.jsonl")).0, 0);
+    assert_eq!(place.run(&format!("{load} short.jsonl --va-bits 32")).0, 0);
+    for name in dmalane::iopt::FormatId::ALL.iter().map(|format| format.name()) {
+        let coarse = name.contains("16k") || name.contains("64k") || name == "agx-uat";
+        for (trace, held) in [("binds.jsonl", name != "armv7-short"), ("short.jsonl", true)] {
+            let (status, text, stderr) = place.run(&format!("vm replay {trace} --format {name}"));
+            // Tensors are bound at multiples of 4 KiB.
+            assert_eq!(status == 0, held && !coarse, "{name}: {text} {stderr}");
+            assert_eq!(stderr.contains("--va-bits 32"), !held, "{name}: {stderr}");
+        }
+    }
+    let (status, _, stderr) = place.run(&format!("{load} x.jsonl --va-bits 31"));
+    assert!(status == 2 && stderr.contains("from 32 to 47"), "{stderr}");
+    // A trace that says which range it needs.
+    let place = Place::with(&[r#"{"trace":"dmalane-vm","version":1,"range":{"va":0,"len":"0x10000000000"}}"#]);
+    let (status, _, stderr) = place.run("vm replay trace.jsonl --format riscv-sv39");
+    assert!(status == 1 && stderr.contains("--va-bits 39"), "{stderr}");
+}
+
+#[test]
+fn leaves_depend_on_how_they_were_bound_until_they_are_merged() {
+    let header = r#"{"trace":"dmalane-vm","version":1,"format":"x86-64-4level"}"#;
+    let bo = r#"{"op":"bo","id":1,"segments":[{"pa":"0x40000000","len":"0x200000"}]}"#;
+    let bind = |first: u64, len: u64| {
+        let va = 0x4000_0000 + first;
+        format!(r#"{{"op":"bind","va":{va},"bo":1,"offset":{first},"len":{len},"access":"rw"}}"#)
+    };
+    let merge = r#"{"op":"merge","va":"0x40000000","len":"0x200000"}"#;
+    let leaf = |lines: &[&str]| {
+        let place = Place::with(&[&[header, bo], lines].concat());
+        let (status, json) = place.json("vm replay trace.jsonl");
+        assert_eq!((status, json["runs"].as_array().unwrap().len()), (0, 1));
+        json["runs"][0]["leaf"].as_u64().unwrap()
+    };
+    let (whole, low, high) = (bind(0, 2 << 20), bind(0, 1 << 20), bind(1 << 20, 1 << 20));
+    assert_eq!(leaf(&[&whole]), 2 << 20);
+    assert_eq!(leaf(&[&low, &high]), 4096);
+    assert_eq!(leaf(&[&low, &high, merge]), 2 << 20);
+}
+
+#[test]
+fn messages_without_words_of_the_parser() {
+    for (line, says) in [
+        (r#"{"op":"bnd","va":1}"#, "unknown operation \"bnd\", at column 11"),
+        (r#"{"op":"bind","va":"x","bo":1}"#, "x instead of a number from 0 to 2^64 - 1, as 4096 or \"0x1000\""),
+        (r#"{"op":"bind","va":-1}"#, "-1 instead of a number from"),
+        (r#"{"op":"bind","va":[1]}"#, "a list instead of a number from"),
+        (r#"{"op":"bind","vaa":1}"#, "unknown field \"vaa\", at column"),
+        (r#"{"op":"bo","id":1,"segments":{"pa":1}}"#, "an object instead of a list"),
+        (r#"{"op":"bo","id":1,"segments":[{"pa":1}]}"#, "there is no field \"len\""),
+        (r#"{"op":"bo","id":1,"segments":[],"more":1}"#, "1 instead of true or false"),
+        (r#"{"op":"batch","ops":null}"#, "batch needs a field ops"),
+        (r#"{"op":"batch","ops":[null]}"#, "null instead of an object"),
+        (r#"{"op":"bind","access":"rq"}"#, "not letters out of"),
+        (r#"{"op":"bind""#, "the line ends too early"),
+        (r#"{"op":bind}"#, "not JSON"),
+    ] {
+        let (_, text, _) = Place::with(&[HEADER, line]).run("vm replay trace.jsonl");
+        assert!(text.contains(says), "{line}: {text}");
+        for word in ["variant", "usize", "u64", "struct", "sequence", "EOF", "`"] {
+            assert!(!text.contains(word), "{line}: {text}");
+        }
     }
 }

@@ -7,6 +7,7 @@ use dmalane_addr::{CardAddr, DeviceVa, Segment, Span};
 use dmalane_iopt::{Format, HeapTables, TableShape};
 use serde::{Deserialize, Serialize};
 
+use super::error::plain;
 use super::number::Number;
 use super::{Line, Lines, TraceError};
 use crate::{AnyVm, Vm};
@@ -92,7 +93,7 @@ impl TraceHeader {
             trace: String,
             version: u64,
         }
-        let no_header = |e: serde_json::Error| TraceError::NoHeader(e.to_string());
+        let no_header = |e: serde_json::Error| TraceError::NoHeader(plain(&e));
         let Version { trace, version } = serde_json::from_slice(bytes).map_err(no_header)?;
         if trace != FORMAT {
             return Err(TraceError::NoHeader(format!("it is a trace of {trace:?}, not of {FORMAT:?}")));
@@ -163,13 +164,13 @@ mod tests {
     #[test]
     fn what_is_no_header() {
         for (line, says) in [
-            ("", "EOF"),
-            ("{}", "missing field `trace`"),
+            ("", "ends too early"),
+            ("{}", "there is no field \"trace\""),
             ("[1]", "not the first line"),
             (r#"{"trace":"x","version":1}"#, "a trace of \"x\""),
             (r#"{"trace":"dmalane-vm","version":2,"more":1}"#, "version 2; only 1"),
-            (r#"{"trace":"dmalane-vm","version":1,"more":1}"#, "unknown field `more`"),
-            (r#"{"trace":"dmalane-vm","version":1,"range":{"va":1}}"#, "missing field `len`"),
+            (r#"{"trace":"dmalane-vm","version":1,"more":1}"#, "unknown field \"more\""),
+            (r#"{"trace":"dmalane-vm","version":1,"range":{"va":1}}"#, "there is no field \"len\""),
             (r#"{"trace":"dmalane-vm","version":1,"range":{"va":1,"len":0}}"#, "cannot be"),
             (r#"{"trace":"dmalane-vm","version":1,"reserved":{"va":2,"len":"0xffffffffffffffff"}}"#, "cannot be"),
         ] {

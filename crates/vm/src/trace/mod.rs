@@ -39,4 +39,4 @@ pub use header::{FORMAT, TraceHeader, VERSION};
 pub use lines::{Line, Lines, MAX_LINE};
 pub use operation::{MAX_BATCH, TraceOperation};
 pub use record::Recorder;
-pub use replay::{Done, Outcome, Replay};
+pub use replay::{Done, Outcome, Replay, Timed, Times};

@@ -7,6 +7,7 @@ use dmalane_addr::{Access, CardAddr, DeviceVa, Segment};
 use serde::de::{IgnoredAny, SeqAccess, Visitor};
 use serde::{Deserialize, Deserializer, Serialize, Serializer};
 
+use super::error::plain;
 use super::number::{Number, decimal};
 use super::{Line, TraceRefusal};
 
@@ -98,9 +99,10 @@ pub enum TraceOperation {
     Reserved(Vec<TraceOperation>),
 }
 
-#[derive(Clone, Copy, PartialEq, Eq, Debug, Serialize, Deserialize)]
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Default, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 enum Op {
+    #[default]
     Bo,
     Destroy,
     Bind,
@@ -115,7 +117,7 @@ enum Op {
 }
 
 /// The fields of all operations. One flat struct, because serde would hold a tagged enum twice in memory.
-#[derive(Serialize, Deserialize)]
+#[derive(Default, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 struct Fields {
     op: Op,
@@ -203,22 +205,6 @@ impl<'de> Deserialize<'de> for Letters {
 }
 
 impl Fields {
-    fn new(op: Op) -> Self {
-        Self {
-            op,
-            id: None,
-            va: None,
-            bo: None,
-            offset: None,
-            page: None,
-            len: None,
-            access: None,
-            segments: None,
-            more: None,
-            ops: None,
-        }
-    }
-
     /// The names of the fields that are there.
     fn present(&self) -> impl Iterator<Item = &'static str> {
         let all = [
@@ -295,7 +281,7 @@ impl Fields {
 
     fn of(operation: &TraceOperation) -> Self {
         let number = |n: u64| Some(Number(n));
-        let mut fields = Self::new(operation.op());
+        let mut fields = Self { op: operation.op(), ..Self::default() };
         match operation {
             TraceOperation::Bo { id, segments, more } => {
                 fields.id = number(*id);
@@ -401,7 +387,7 @@ impl TraceOperation {
         if !bytes.trim_ascii_start().starts_with(b"{") {
             return Err((None, TraceRefusal::BadLine("not an object".to_owned())));
         }
-        let fields: Fields = serde_json::from_slice(bytes).map_err(|e| (None, TraceRefusal::BadLine(e.to_string())))?;
+        let fields: Fields = serde_json::from_slice(bytes).map_err(|e| (None, TraceRefusal::BadLine(plain(&e))))?;
         fields.operation(false)
     }
 

@@ -1,6 +1,7 @@
 //! Operations of a trace, applied to a VM.
 
 use std::prelude::v1::*;
+use std::time::{Duration, Instant};
 
 use dmalane_addr::{DeviceVa, Span};
 
@@ -12,6 +13,48 @@ use crate::{AnyVm, BindRequest, Committed, Error, PlanError};
 pub struct Replay {
     vm: Box<dyn AnyVm + Send>,
     bos: Buffers,
+    times: Times,
+}
+
+/// How long the operations took that were not refused: looking the buffers up, plan and commit; not reading the line.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
+pub struct Times {
+    /// The first line that binds.
+    pub first_bind: Timed,
+    /// The other lines that only bind, the operations of batches each.
+    pub other_binds: Timed,
+    /// The lines that only unbind.
+    pub unbinds: Timed,
+    /// All others, such as batches of both.
+    pub others: Timed,
+}
+
+/// Some operations, and how long they took.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
+pub struct Timed {
+    /// Operations; those of a batch count each.
+    pub operations: u64,
+    /// How long all of them took.
+    pub took: Duration,
+}
+
+impl Times {
+    fn add(&mut self, operation: &TraceOperation, took: Duration) {
+        use TraceOperation::{Batch, Bind, Null, Repeat, Reserved, Unbind, UnbindBo};
+        let each = match operation {
+            Batch(all) | Reserved(all) => all,
+            single => std::slice::from_ref(single),
+        };
+        let timed = if each.iter().all(|op| matches!(op, Bind { .. } | Repeat { .. } | Null { .. })) {
+            if self.first_bind.operations == 0 { &mut self.first_bind } else { &mut self.other_binds }
+        } else if each.iter().all(|op| matches!(op, Unbind { .. } | UnbindBo { .. })) {
+            &mut self.unbinds
+        } else {
+            &mut self.others
+        };
+        timed.operations += each.len() as u64;
+        timed.took += took;
+    }
 }
 
 /// What became of a line.
@@ -42,12 +85,17 @@ pub struct Done {
 impl Replay {
     /// Replays into this VM.
     pub fn new(vm: Box<dyn AnyVm + Send>) -> Self {
-        Self { vm, bos: Buffers::default() }
+        Self { vm, bos: Buffers::default(), times: Times::default() }
     }
 
     /// The VM.
     pub fn vm(&self) -> &dyn AnyVm {
         &*self.vm
+    }
+
+    /// How long the operations took so far.
+    pub fn times(&self) -> &Times {
+        &self.times
     }
 
     /// Applies a line; `None` for one that is blank.
@@ -63,8 +111,12 @@ impl Replay {
 
     /// Applies an operation.
     pub fn apply(&mut self, operation: &TraceOperation) -> Outcome {
+        let start = Instant::now();
         let (index, result) = match self.run(operation) {
-            Ok(done) => (None, Ok(done)),
+            Ok(done) => {
+                self.times.add(operation, start.elapsed());
+                (None, Ok(done))
+            }
             Err((index, refusal)) => (index, Err(refusal)),
         };
         Outcome { op: Some(operation.name()), result, index }

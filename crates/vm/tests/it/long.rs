@@ -7,7 +7,7 @@ use std::sync::Arc;
 
 use dmalane_addr::{Access, Address, CardAddr, DeviceVa, SgIndex, SgTable, Span};
 use dmalane_iopt::{Format, HeapTables, Tables};
-use dmalane_vm::{BindRequest, Bo, Error, Target, Vm};
+use dmalane_vm::{BindRequest, BindingTarget, Bo, Error, Vm};
 
 struct Random(u64);
 
@@ -195,8 +195,8 @@ impl<F: Format> Run<F> {
             let first = b.span.first().bits() / granule - self.base;
             for i in 0..b.span.len() / granule {
                 let page = match &b.to {
-                    Target::Bo { bo, offset } => (bo.id(), offset / granule + i, bo),
-                    Target::Repeat { bo, offset, page } => {
+                    BindingTarget::Bo { bo, offset } => (bo.id(), offset / granule + i, bo),
+                    BindingTarget::Repeat { bo, offset, page } => {
                         (bo.id(), offset / granule + (first + i) % (page / granule), bo)
                     }
                     _ => {

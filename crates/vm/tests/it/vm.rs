@@ -5,7 +5,7 @@ use std::sync::Arc;
 
 use dmalane_addr::{Access, CardAddr, DeviceVa, PageSize, Segment, SgIndex, Span};
 use dmalane_iopt::{Arm64S1_4k, Format, HeapTables, Tables, X86_64_4Level};
-use dmalane_vm::{BindRequest, Bo, Committed, Error, PlanError, Target, Vm};
+use dmalane_vm::{BindRequest, BindingTarget, Bo, Committed, Error, PlanError, Vm};
 use proptest::prelude::*;
 use proptest::test_runner::TestCaseError;
 
@@ -79,12 +79,14 @@ fn bindings<F: Format, T: Tables>(vm: &Vm<F, T>) -> Vec<Row> {
     for b in vm.bindings() {
         let (first, pages) = (b.span.first().bits() / PAGE, b.span.len() / PAGE);
         match &b.to {
-            Target::Bo { bo, offset } => rows.push((first, pages, bo.id(), offset / PAGE, b.access)),
-            Target::Repeat { bo, offset, page } => {
+            BindingTarget::Bo { bo, offset } => rows.push((first, pages, bo.id(), offset / PAGE, b.access)),
+            BindingTarget::Repeat { bo, offset, page } => {
                 let repeat = page / PAGE;
                 rows.extend((first..first + pages).map(|p| (p, 1, bo.id(), offset / PAGE + p % repeat, b.access)));
             }
-            Target::Null => rows.extend((first..first + pages).map(|p| (p, 1, NULL_BO, p % NULL_PAGES, b.access))),
+            BindingTarget::Null => {
+                rows.extend((first..first + pages).map(|p| (p, 1, NULL_BO, p % NULL_PAGES, b.access)))
+            }
             _ => unreachable!("no other targets"),
         }
     }

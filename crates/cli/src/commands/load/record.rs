@@ -23,12 +23,8 @@ impl Recording {
         let Some(vm) = space.vm() else {
             return Err(Failure::usage("--record is for devices with an MMU: on this one nothing is bound"));
         };
-        let header = TraceHeader {
-            format: Some(vm.format().to_owned()),
-            range: Some(vm.range()),
-            reserved: None,
-            null_page: None,
-        };
+        // Without a range, formats with shorter addresses can replay it too, if they hold what is bound.
+        let header = TraceHeader { format: Some(vm.format().to_owned()), ..TraceHeader::default() };
         let recorder = Arc::new(Mutex::new(Recorder::new(Vec::new(), &header)));
         let shared = recorder.clone();
         space.observe(Box::new(move |requests| {

@@ -4,7 +4,7 @@ use std::io::{self, BufWriter, Stdout, Write};
 use std::ops::ControlFlow;
 
 use dmalane::iopt::FormatId;
-use dmalane::vm::trace::Outcome;
+use dmalane::vm::trace::{Outcome, Replay, Timed, Times};
 use dmalane::vm::{AnyVm, Mapped, Source};
 use serde::Serialize;
 
@@ -60,6 +60,43 @@ struct Run {
     pa: String,
     access: String,
     leaf: u64,
+}
+
+#[derive(Serialize)]
+struct TimesJson {
+    first_bind: TimedJson,
+    other_binds: TimedJson,
+    unbinds: TimedJson,
+    others: TimedJson,
+}
+
+#[derive(Serialize)]
+struct TimedJson {
+    operations: u64,
+    ns: u128,
+    ns_per_operation: Option<f64>,
+    mops: Option<f64>,
+}
+
+impl TimesJson {
+    fn of(times: &Times) -> Self {
+        let timed = |timed: &Timed| {
+            let (ns_per_operation, mops) = each_of(timed).unzip();
+            TimedJson { operations: timed.operations, ns: timed.took.as_nanos(), ns_per_operation, mops }
+        };
+        Self {
+            first_bind: timed(&times.first_bind),
+            other_binds: timed(&times.other_binds),
+            unbinds: timed(&times.unbinds),
+            others: timed(&times.others),
+        }
+    }
+}
+
+/// Nanoseconds for each operation, and million operations in a second; none where there were none.
+fn each_of(timed: &Timed) -> Option<(f64, f64)> {
+    let ns = timed.took.as_secs_f64() * 1e9 / timed.operations as f64;
+    (timed.operations > 0 && ns > 0.0).then_some((ns, 1e3 / ns))
 }
 
 fn hex(number: u64) -> String {
@@ -131,11 +168,13 @@ impl Report {
     /// The mappings, and the sums.
     pub fn finish(
         mut self,
-        vm: &dyn AnyVm,
+        replay: &Replay,
         operations: u64,
         refused: u64,
         stopped: Option<&io::Error>,
+        with_times: bool,
     ) -> io::Result<()> {
+        let (vm, times) = (replay.vm(), with_times.then(|| replay.times()));
         if self.json {
             self.write(|out| write!(out, "\n],\"runs\":["));
             self.first = true;
@@ -152,14 +191,31 @@ impl Report {
             let stopped = stopped.map(ToString::to_string);
             self.write(|out| {
                 write!(out, "\n],\"operations\":{operations},\"refused\":{refused},\"bindings\":{bindings},")?;
-                writeln!(out, "\"mapped_bytes\":{mapped},\"stopped\":{}}}", serde_json::to_string(&stopped)?)
+                write!(out, "\"mapped_bytes\":{mapped},\"stopped\":{}", serde_json::to_string(&stopped)?)?;
+                match times {
+                    Some(times) => writeln!(out, ",\"times\":{}}}", serde_json::to_string(&TimesJson::of(times))?),
+                    None => writeln!(out, "}}"),
+                }
             });
         } else {
             let plural = |n: u64| if n == 1 { "" } else { "s" };
             self.write(|out| {
                 write!(out, "{operations} operation{}, {refused} refused; ", plural(operations))?;
                 write!(out, "{bindings} binding{}, ", plural(bindings as u64))?;
-                writeln!(out, "{runs} run{}, {} mapped", plural(runs), size::binary(mapped))
+                writeln!(out, "{runs} run{}, {} mapped", plural(runs), size::binary(mapped))?;
+                let Some(times) = times else { return Ok(()) };
+                writeln!(out, " first bind: {}ns", times.first_bind.took.as_nanos())?;
+                for (what, each, timed) in [
+                    ("other binds", "bind", &times.other_binds),
+                    ("unbinds", "unbind", &times.unbinds),
+                    ("others", "operation", &times.others),
+                ] {
+                    if let Some((ns, rate)) = each_of(timed) {
+                        let all = timed.took.as_nanos();
+                        writeln!(out, " {what}: {all}ns per {each}: {ns:.1}ns {rate:.6}Mop/s")?;
+                    }
+                }
+                Ok(())
             });
         }
         self.write(|out| out.flush());
