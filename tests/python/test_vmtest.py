@@ -377,8 +377,9 @@ def test_the_table_of_bars(tmp_path):
         return [{"map_ns": map_ns, "unmap_ns": unmap_ns} for map_ns, unmap_ns in times]
 
     def one(align, *times):
-        report = {"kernel": "6.12.1", "bytes": 1 << 30, "method": "type1", "align": align, "alignment": 2 << 20}
-        return f"VM begin x\n{json.dumps(report | {'runs': runs(*times)}, indent=1)}\nVM end x 0\n"
+        bar = {"bytes": 1 << 30, "method": "type1", "alignment": 2 << 20, "runs": runs(*times)}
+        report = {"kernel": "6.12.1", "align": align, "bars": [bar]}
+        return f"VM begin x\n{json.dumps(report, indent=1)}\nVM end x 0\n"
 
     log = tmp_path / "log"
     log.write_text(one("auto", (2e6, 1e6), (1e6, 1e6)) + one("none", (40e6, 1e6), (30e6, 2e6)))

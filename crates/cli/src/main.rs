@@ -4,6 +4,7 @@ mod commands;
 mod device;
 mod probe;
 mod progress;
+mod range;
 
 use std::process::ExitCode;
 

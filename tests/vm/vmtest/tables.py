@@ -43,18 +43,19 @@ def bar_map(logs):
     yield f"| {' | '.join(heads)} |"
     yield "|---" * len(heads) + "|"
     rows = {}
-    for report in (report for log in logs for report in bar_map_reports(log)):
+    reports = [report for log in logs for report in bar_map_reports(log)]
+    for report, bar in ((report, bar) for report in reports for bar in report["bars"]):
         kernel = ".".join(report["kernel"].split(".")[:2])
-        runs = report["runs"]
+        runs = bar["runs"]
         row = {
             "first": runs[0]["map_ns"],
             "map": min(run["map_ns"] for run in runs),
             "unmap": min(run["unmap_ns"] for run in runs),
             "all": sum(run["map_ns"] + run["unmap_ns"] for run in runs),
         }
-        rows.setdefault((kernel, report["bytes"], report["method"], report["align"]), row)
+        rows.setdefault((kernel, bar["bytes"], bar["method"], report["align"]), row)
         cells = [
-            kernel, size(report["bytes"]), report["method"], report["align"], size(report["alignment"]),
+            kernel, size(bar["bytes"]), bar["method"], report["align"], size(bar["alignment"]),
             ms(row["first"]),
             ms(row["map"]), ms(row["unmap"]), len(runs), ms(row["all"]),
         ]  # fmt: skip

@@ -11,6 +11,7 @@ use serde::Serialize;
 
 use crate::failure::Failure;
 use crate::number::within;
+use crate::range::Range;
 use crate::{output, size};
 
 const EXAMPLES: &str = "\
@@ -18,6 +19,8 @@ Examples:
   dmalane bar-map -d vfio:0000:01:00.0                          aligned to the largest page
   dmalane bar-map -d vfio:0000:01:00.0 --align none --times 10  where mmap puts it, 10 times
   dmalane bar-map -d vfio:0000:01:00.0 --region 2 --align 2M --json
+  dmalane bar-map -d vfio:0000:01:00.0 --range 2MiB..1GiB       part of the BAR
+  dmalane bar-map -d vfio:0000:01:00.0 -d vfio:0000:02:00.0     each BAR for both devices
   dmalane bar-map -d vfio:0000:01:00.0 --backend type1          not through iommufd
 
 The device must be bound to vfio-pci; `dmalane devices` lists those that are.
@@ -32,13 +35,18 @@ Exit status: 0 mapped and unmapped, 1 no such device, no permission or the kerne
 #[derive(Args)]
 #[command(after_help = EXAMPLES)]
 pub struct BarMap {
-    /// The device: vfio:DOMAIN:BUS:DEVICE.FUNCTION
-    #[arg(short, long, value_name = "DEVICE", value_parser = device)]
-    device: Bdf,
+    /// The device: vfio:DOMAIN:BUS:DEVICE.FUNCTION; repeat it to map the BARs of several devices in one IOMMU address
+    /// space, for all of them
+    #[arg(short, long = "device", value_name = "DEVICE", value_parser = device, required = true)]
+    devices: Vec<Bdf>,
 
     /// The BAR, from 0 to 5 [default: the largest that can be mapped]
     #[arg(long, value_name = "N", value_parser = within::<u32>(0..=5))]
     region: Option<u32>,
+
+    /// Only this part of the BAR, in whole pages: 4KiB..1GiB; either end may be left out
+    #[arg(long, value_name = "START..END")]
+    range: Option<Range>,
 
     /// Kernel interface that opens the device [default: iommufd where this user can open it, else type1; see `dmalane
     /// doctor`]
@@ -63,17 +71,24 @@ pub struct BarMap {
 struct Report {
     schema: u32,
     command: &'static str,
-    device: String,
-    region: u32,
-    bytes: u64,
     /// As asked for.
     align: String,
     kernel: String,
     kernel_page_sizes: Vec<u64>,
-    /// How the device was opened.
+    /// How the devices were opened.
     backend: String,
     /// Why iommufd was not used, where that is not what was asked for.
     iommufd_error: Option<String>,
+    bars: Vec<Bar>,
+}
+
+#[derive(Serialize)]
+struct Bar {
+    device: String,
+    region: u32,
+    /// The first byte of the BAR that was mapped.
+    start: u64,
+    bytes: u64,
     /// How the BAR was mapped for DMA.
     method: String,
     /// The alignment of the address, relative to the BAR.
@@ -95,14 +110,34 @@ impl BarMap {
     /// Maps, unmaps, and reports.
     pub fn run(self) -> Result<ExitCode, Failure> {
         let container = self.backend.map_or_else(Container::new, Container::with_backend);
-        let device = container.open(&self.device)?;
-        let region = match self.region {
-            Some(region) => region,
-            None => largest(&device)
-                .ok_or_else(|| Failure::new(format!("{} has no BAR that can be mapped", self.device)))?,
+        let opened: Vec<_> = self.devices.iter().map(|bdf| container.open(bdf)).collect::<Result<_, _>>()?;
+        let bars = opened.iter().map(|device| self.measure(&container, device)).collect::<Result<_, _>>()?;
+        let report = Report {
+            schema: 3,
+            command: "bar-map",
+            align: name(self.align),
+            kernel: rustix::system::uname().release().to_string_lossy().into_owned(),
+            kernel_page_sizes: page_sizes().iter().map(PageSize::bytes).collect(),
+            backend: container.backend().map_or_else(String::new, |backend| backend.to_string()),
+            iommufd_error: container.iommufd_error().map(ToString::to_string),
+            bars,
         };
+        if self.json {
+            output::print_json(&report)?;
+        } else {
+            output::print(&text(&report))?;
+        }
+        Ok(ExitCode::SUCCESS)
+    }
+
+    /// Maps one BAR and unmaps it.
+    fn measure(&self, container: &Container, device: &PciDevice) -> Result<Bar, Failure> {
+        let region = self.region.or_else(|| largest(device));
+        let region = region.ok_or_else(|| Failure::new(format!("{} has no BAR that can be mapped", device.bdf())))?;
+        let len = device.regions().get(region as usize).map_or(0, |found| found.len);
+        let range = self.range.map(|range| range.start..range.end.unwrap_or(len));
         let began = Instant::now();
-        let bar = Arc::new(device.map_bar(region, None, self.align)?);
+        let bar = Arc::new(device.map_bar(region, range, self.align)?);
         let mmap_ns = nanos(began.elapsed());
         let mut method = String::new();
         let mut runs = Vec::new();
@@ -114,32 +149,12 @@ impl BarMap {
             drop(peer);
             runs.push(Run { map_ns, unmap_ns: nanos(began.elapsed()) });
         }
-        let (bytes, alignment) = (bar.len(), bar.alignment().bytes());
+        let (start, bytes, alignment) = (bar.range().start, bar.len(), bar.alignment().bytes());
         let began = Instant::now();
         drop(bar);
-        let report = Report {
-            schema: 2,
-            command: "bar-map",
-            device: device.bdf().to_string(),
-            region,
-            bytes,
-            align: name(self.align),
-            kernel: rustix::system::uname().release().to_string_lossy().into_owned(),
-            kernel_page_sizes: page_sizes().iter().map(PageSize::bytes).collect(),
-            backend: container.backend().map_or_else(String::new, |backend| backend.to_string()),
-            iommufd_error: container.iommufd_error().map(ToString::to_string),
-            method,
-            alignment,
-            mmap_ns,
-            munmap_ns: nanos(began.elapsed()),
-            runs,
-        };
-        if self.json {
-            output::print_json(&report)?;
-        } else {
-            output::print(&text(&report))?;
-        }
-        Ok(ExitCode::SUCCESS)
+        let munmap_ns = nanos(began.elapsed());
+        let device = device.bdf().to_string();
+        Ok(Bar { device, region, start, bytes, method, alignment, mmap_ns, munmap_ns, runs })
     }
 }
 
@@ -189,59 +204,83 @@ fn text(report: &Report) -> String {
     let ms = |ns: u64| format!("{:.3} ms", ns as f64 / 1e6);
     let sizes: Vec<_> = report.kernel_page_sizes.iter().map(|n| size::binary(*n)).collect();
     let mut text = format!(
-        "{} region {}: {}, Linux {}, opened by {}\n",
-        report.device,
-        report.region,
-        size::binary(report.bytes),
+        "Linux {} with pages of {}, opened by {}\n",
         output::plain(&report.kernel),
-        report.backend,
+        sizes.join(", "),
+        report.backend
     );
     if let Some(why) = &report.iommufd_error {
         text += &format!("not by iommufd: {}\n", output::plain(why));
     }
-    text += &format!(
-        "aligned to {} ({}; this kernel has pages of {})\n\nmmap {}, munmap {}\n",
-        size::binary(report.alignment),
-        report.align,
-        sizes.join(", "),
-        ms(report.mmap_ns),
-        ms(report.munmap_ns)
-    );
-    for run in &report.runs {
-        text += &format!("for DMA by {}: map {}, unmap {}\n", report.method, ms(run.map_ns), ms(run.unmap_ns));
+    for bar in &report.bars {
+        let from = if bar.start == 0 { String::new() } else { format!(" from {} on", size::binary(bar.start)) };
+        text += &format!(
+            "\n{} region {}: {}{from}, aligned to {} ({})\nmmap {}, munmap {}\n",
+            bar.device,
+            bar.region,
+            size::binary(bar.bytes),
+            size::binary(bar.alignment),
+            report.align,
+            ms(bar.mmap_ns),
+            ms(bar.munmap_ns)
+        );
+        for run in &bar.runs {
+            text += &format!("for DMA by {}: map {}, unmap {}\n", bar.method, ms(run.map_ns), ms(run.unmap_ns));
+        }
     }
     text
 }
 
 #[cfg(test)]
 mod tests {
+    use clap::Parser;
+
     use super::*;
 
     #[test]
     fn a_line_for_each_run() {
-        let report = Report {
-            schema: 2,
-            command: "bar-map",
-            device: "0000:01:00.0".into(),
+        let bar = |device: &str, start| Bar {
+            device: device.into(),
             region: 2,
-            bytes: 32 << 30,
-            align: name(BarAlignment::LargestPage),
-            kernel: "7.2".into(),
-            kernel_page_sizes: vec![4096, 1 << 21, 1 << 30],
-            backend: Backend::Type1.to_string(),
-            iommufd_error: Some("there is none".into()),
+            start,
+            bytes: (32 << 30) - start,
             method: "type1".into(),
             alignment: 1 << 30,
             mmap_ns: 12_000,
             munmap_ns: 5_400,
             runs: vec![Run { map_ns: 9_048, unmap_ns: 1_361_000_000 }],
         };
-        let text = text(&report);
-        let wanted = "0000:01:00.0 region 2: 32 GiB, Linux 7.2, opened by type1\nnot by iommufd: there is none\n\
-             aligned to 1 GiB (auto; this kernel has pages of 4 KiB, 2 MiB, 1 GiB)\n\n\
+        let report = Report {
+            schema: 3,
+            command: "bar-map",
+            align: name(BarAlignment::LargestPage),
+            kernel: "7.2".into(),
+            kernel_page_sizes: vec![4096, 1 << 21, 1 << 30],
+            backend: Backend::Type1.to_string(),
+            iommufd_error: Some("there is none".into()),
+            bars: vec![bar("0000:01:00.0", 0), bar("0000:02:00.0", 16 << 30)],
+        };
+        let wanted = "Linux 7.2 with pages of 4 KiB, 2 MiB, 1 GiB, opened by type1\nnot by iommufd: there is none\n\n\
+             0000:01:00.0 region 2: 32 GiB, aligned to 1 GiB (auto)\n\
+             mmap 0.012 ms, munmap 0.005 ms\nfor DMA by type1: map 0.009 ms, unmap 1361.000 ms\n\n\
+             0000:02:00.0 region 2: 16 GiB from 16 GiB on, aligned to 1 GiB (auto)\n\
              mmap 0.012 ms, munmap 0.005 ms\nfor DMA by type1: map 0.009 ms, unmap 1361.000 ms\n";
-        assert_eq!(text, wanted);
-        assert_eq!(serde_json::to_value(&report).unwrap()["runs"][0]["map_ns"], 9048);
+        assert_eq!(text(&report), wanted);
+        assert_eq!(serde_json::to_value(&report).unwrap()["bars"][0]["runs"][0]["map_ns"], 9048);
+    }
+
+    #[test]
+    fn several_devices_and_a_range() {
+        #[derive(Parser)]
+        struct Line {
+            #[command(flatten)]
+            command: BarMap,
+        }
+        let parse = |words: &str| Line::try_parse_from(words.split(' ')).map(|line| line.command);
+        let found = parse("x -d vfio:01:00.0 -d vfio:02:00.0 --range 2MiB..").unwrap_or_else(|e| panic!("{e}"));
+        assert_eq!(found.devices.len(), 2);
+        assert_eq!(found.range, Some(Range { start: 2 << 20, end: None }));
+        assert!(parse("x --range 2MiB..").is_err() && parse("x -d vfio:01:00.0 --range 5..5").is_err());
     }
 
     #[test]

@@ -155,6 +155,7 @@ fn report(probe: &Probe, path: &Path) -> Result<Report, Failure> {
         hardware::vfio(probe),
         hardware::iommufd(probe),
         hardware::iommu_groups(probe),
+        hardware::bar_pages(probe),
         hardware::gpus(probe),
         hardware::vulkan(probe),
         hardware::cuda(probe),

@@ -22,6 +22,7 @@ use crate::failure::Failure;
 use crate::number::within;
 use crate::output;
 use crate::progress::Progress;
+use crate::range::Range;
 use crate::size::{self, Size, between, binary};
 use device::Target;
 
@@ -128,7 +129,7 @@ pub struct Read {
     threads: Option<u8>,
 
     /// Read only these bytes of each file, for example 0..4096, 1GiB.. or ..1MiB
-    #[arg(long, value_name = "START..END", value_parser = range)]
+    #[arg(long, value_name = "START..END")]
     range: Option<Range>,
 
     /// Refuse to use more memory than this
@@ -154,15 +155,6 @@ pub struct Read {
     /// Show no progress bar
     #[arg(short, long)]
     quiet: bool,
-}
-
-/// Bytes of a file.
-#[derive(Clone, Copy, PartialEq, Eq, Debug)]
-struct Range {
-    /// The first byte.
-    start: u64,
-    /// The byte after the last; the end of the file if `None`.
-    end: Option<u64>,
 }
 
 /// A heap to allocate from.
@@ -267,7 +259,7 @@ impl Read {
     fn read(&self, heap: &dyn dmalane::dma::Heap, bar: &Progress) -> Result<Done, Failure> {
         let options = self.options();
         let sources = self.files.iter().map(ReadSource::open).collect::<Result<Vec<_>, _>>().map_err(failure)?;
-        let range = self.range.unwrap_or(Range { start: 0, end: None });
+        let range = self.range.unwrap_or_default();
         if let [only] = &sources[..]
             && only.file.metadata().is_ok_and(|meta| is_stream(&meta.file_type()))
         {
@@ -323,18 +315,6 @@ struct Done {
     target: Option<Target>,
 }
 
-fn range(text: &str) -> Result<Range, String> {
-    let (start, end) = text.split_once("..").ok_or("write START..END; either may be left out")?;
-    let bound = |text: &str| match text {
-        "" => Ok(None),
-        text => text.parse::<Size>().map(|size| Some(size.bytes())).map_err(|e| format!("{text}: {e}")),
-    };
-    match (bound(start)?.unwrap_or(0), bound(end)?) {
-        (start, Some(end)) if start >= end => Err("it ends before it starts".to_owned()),
-        (start, end) => Ok(Range { start, end }),
-    }
-}
-
 fn seconds(text: &str) -> Result<Duration, String> {
     let seconds: f64 = text.parse().map_err(|_| "not a number of seconds".to_owned())?;
     match Duration::try_from_secs_f64(seconds) {
@@ -370,14 +350,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn ranges() {
-        assert_eq!(range("4096..1MiB"), Ok(Range { start: 4096, end: Some(1 << 20) }));
-        assert_eq!(range("1GiB.."), Ok(Range { start: 1 << 30, end: None }));
-        assert_eq!(range("..9"), Ok(Range { start: 0, end: Some(9) }));
-        assert_eq!(range(".."), Ok(Range { start: 0, end: None }));
-        for bad in ["", "5", "5..5", "6..5", "x..", "..16M", "-1.."] {
-            assert!(range(bad).is_err(), "{bad}");
-        }
+    fn times() {
         assert_eq!(seconds("0.5"), Ok(Duration::from_millis(500)));
         for bad in ["0", "-1", "NaN", "1e99", "soon"] {
             assert!(seconds(bad).is_err(), "{bad}");

@@ -177,6 +177,40 @@ fn devices_that_are_bound_to_vfio_are_named() {
 }
 
 #[test]
+fn pages_of_bars_come_from_the_configuration() {
+    if rustix::param::page_size() != 4096 {
+        return println!("SKIPPED: the pages of this machine are not 4 KiB");
+    }
+    let pages = |release: &'static str, config: Option<&str>| {
+        let path = format!("boot/config-{release}");
+        let mut files = vec![("proc/sys/kernel/osrelease", release.as_bytes())];
+        files.extend(config.map(|config| (path.as_str(), config.as_bytes())));
+        let (status, found, fix) = with(&files, "bar_pages");
+        assert_eq!(fix, "");
+        (status, found)
+    };
+    let x86 = "CONFIG_ARCH_SUPPORTS_PMD_PFNMAP=y\nCONFIG_ARCH_SUPPORTS_PUD_PFNMAP=y\n";
+    let (status, found) = pages("7.2.13", Some(&format!("{x86}CONFIG_VFIO_PCI_DMABUF=y\n")));
+    assert_eq!(status, Status::Ok);
+    assert_eq!(
+        found,
+        "4 KiB, 2 MiB, 1 GiB (ARCH_SUPPORTS_*_PFNMAP in /boot/config-7.2.13); iommufd maps BARs as dma-bufs, whatever \
+         their pages"
+    );
+    let (status, found) = pages("6.12.95", Some(x86));
+    assert!(
+        status == Status::Ok && found.ends_with("type 1 maps by 4 KiB all the same (by larger ones since Linux 6.15)")
+    );
+    let arm = "CONFIG_ARCH_SUPPORTS_PMD_PFNMAP=y\n# CONFIG_ARCH_SUPPORTS_PUD_PFNMAP is not set\n";
+    assert!(pages("7.2", Some(arm)).1.starts_with("4 KiB, 2 MiB ("));
+    let (status, found) = pages("6.1", Some("CONFIG_VFIO=y\n"));
+    assert!(status == Status::Note && found.starts_with("4 KiB ("), "{found}");
+    assert!(pages("6.1", None).1.contains("since 6.12"));
+    assert_eq!(pages("6.12", None).1, "unknown: no /boot/config-6.12, which says whether the kernel has large ones");
+    assert!(pages("?", None).1.starts_with("unknown"));
+}
+
+#[test]
 fn an_empty_machine_still_gets_a_report() {
     let (_root, probe) = machine(&[]);
     let report = look(&probe);
