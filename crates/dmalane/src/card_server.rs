@@ -6,6 +6,7 @@ use std::os::fd::{AsRawFd, OwnedFd};
 use std::os::unix::fs::FileTypeExt;
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
@@ -28,6 +29,11 @@ const CONFIG: u32 = 7;
 const CONFIG_LEN: usize = 256;
 const TABLE_LEN: u64 = 4096;
 const PENDING: u32 = 2048;
+/// The command register, and bits of its first byte: the card responds at its BARs; the card may access memory and raise
+/// interrupts.
+const COMMAND: usize = 4;
+const COMMAND_MEMORY: u8 = 1 << 1;
+const COMMAND_MASTER: u8 = 1 << 2;
 /// Offsets of the capability "advanced features", with which a function of conventional PCI is reset alone, and of its
 /// control and status.
 const FEATURES: usize = 0x50;
@@ -175,7 +181,10 @@ fn is_eventfd(file: &OwnedFd) -> bool {
 
 struct CardModel {
     card: SoftCard<ClientPort, X86_64_4Level>,
+    memory: ClientMemory,
     events: Events,
+    /// Bus mastering: without it the card neither accesses memory nor raises interrupts, which are writes too.
+    bus_master: Arc<AtomicBool>,
     memory_len: u64,
     config: Box<[u8; CONFIG_LEN]>,
     table: Box<[u8; TABLE_LEN as usize]>,
@@ -195,8 +204,16 @@ impl CardModel {
     fn new(config: CardConfig, memory: &ClientMemory) -> Result<Self, dmalane_sim::Error> {
         let channels = config.channels.min(regs::MAX_CHANNELS);
         let events = Events(Arc::new(Mutex::new(vec![Vector::default(); channels as usize])));
-        let raised = events.clone();
-        let interrupt = move |channel: usize| raised.raise(channel);
+        let bus_master = Arc::<AtomicBool>::default();
+        let interrupt = {
+            let (events, bus_master) = (events.clone(), bus_master.clone());
+            move |channel: usize| {
+                if bus_master.load(Ordering::SeqCst) {
+                    events.raise(channel)
+                }
+            }
+        };
+        memory.set_bus_master(false);
         // Compact, since HBM at its usual address would need a BAR of 512 GiB.
         let compact = CardMemory::compact(config.ddr, config.hbm)?;
         let card = SoftCard::with_memory(compact, config, || memory.port(), interrupt)?;
@@ -205,7 +222,9 @@ impl CardModel {
         let memory_len = (end + 1).next_power_of_two();
         Ok(Self {
             card,
+            memory: memory.clone(),
             events,
+            bus_master,
             memory_len,
             config: Box::new(config_space(config.channels)),
             table: Box::new([0; TABLE_LEN as usize]),
@@ -215,6 +234,11 @@ impl CardModel {
     /// True while the card has not yet stopped after a request to stop.
     fn is_stopping(&self) -> bool {
         self.card.read32(regs::BAR_REGISTERS, regs::CONTROL) != Some(0)
+    }
+
+    /// True when the card responds at this region: at BARs only as the command register says.
+    fn responds(&self, region: u32) -> bool {
+        region == CONFIG || self.config[COMMAND] & COMMAND_MEMORY != 0
     }
 
     /// Reads registers, as words of 32 bits.
@@ -238,7 +262,8 @@ impl ServedDevice for CardModel {
         RegionSpec { len, accessible: len > 0 }
     }
 
-    /// The card's memory. A client's writes to the mapping have the same effect as a processor's writes through a BAR.
+    /// The card's memory. A client's writes to the mapping have the same effect as a processor's writes through a BAR,
+    /// but for the command register: a client unmaps what it disables.
     fn mappable(&self, region: u32) -> Option<MappableFile<'_>> {
         (region == u32::from(regs::BAR_MEMORY)).then(|| {
             let (file, areas) = self.card.memory().lend();
@@ -249,6 +274,7 @@ impl ServedDevice for CardModel {
     fn read(&mut self, region: u32, offset: u64, into: &mut [u8]) -> bool {
         let at = offset as usize..(offset as usize).saturating_add(into.len());
         match region {
+            _ if !self.responds(region) => return false,
             CONFIG => {
                 // A reset may take longer than its request.
                 self.config[FEATURES_STATUS] = u8::from(self.is_stopping());
@@ -266,11 +292,18 @@ impl ServedDevice for CardModel {
     fn write(&mut self, region: u32, offset: u64, from: &[u8]) -> bool {
         let at = offset as usize..(offset as usize).saturating_add(from.len());
         match region {
-            // The command register and the BARs only store what the client writes.
+            _ if !self.responds(region) => false,
             CONFIG => {
                 for (at, byte) in at.zip(from) {
                     match at {
-                        4..6 | 0x10..0x28 => self.config[at] = *byte,
+                        COMMAND => {
+                            self.config[at] = *byte;
+                            let master = byte & COMMAND_MASTER != 0;
+                            self.bus_master.store(master, Ordering::SeqCst);
+                            self.memory.set_bus_master(master);
+                        }
+                        // The BARs only store what the client writes.
+                        5 | 0x10..0x28 => self.config[at] = *byte,
                         FEATURES_CONTROL if byte & 1 == 1 => drop(self.reset()),
                         _ => {}
                     }
@@ -305,6 +338,7 @@ impl ServedDevice for CardModel {
         }
     }
 
+    /// Leaves the configuration space as it is: for VFIO, a reset restores it.
     fn reset(&mut self) -> bool {
         let _ = self.card.write32(regs::BAR_REGISTERS, regs::CONTROL, 1);
         let began = Instant::now();

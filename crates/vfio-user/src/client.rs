@@ -6,7 +6,7 @@ use std::ops::Range;
 use std::os::fd::{AsFd, BorrowedFd};
 use std::os::unix::net::UnixStream;
 use std::path::Path;
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
@@ -20,6 +20,12 @@ use vfio_bindings::bindings::vfio as abi;
 use crate::wire::{Body, Command, ERROR, Fields, MAX_DATA, Message, REPLY, receive, send};
 use crate::{Error, ProtocolError};
 
+const CONFIG: u32 = abi::VFIO_PCI_CONFIG_REGION_INDEX;
+/// The offset of PCI's command register, and bits of its first byte: the device responds at its BARs; the device may
+/// access memory.
+const COMMAND: u64 = 4;
+const COMMAND_MEMORY: u8 = 1 << 1;
+const COMMAND_MASTER: u8 = 1 << 2;
 /// Maximum number of interrupts.
 const VECTORS: u32 = 16;
 /// Maximum bytes of a region's description, and the mappable areas that fit.
@@ -32,10 +38,14 @@ const MAX_WINDOW: u64 = 1 << 40;
 
 /// A device that another process serves, as its driver sees it. Its memory must be from a memfd ([`dma::MemfdHeap`]),
 /// which can be sent to that process.
+///
+/// The device may access mapped memory until the bus is dropped.
 pub struct UserBus {
     inner: Arc<Inner>,
     regions: Vec<Region>,
     interrupts: InterruptEvents,
+    /// The device responds at its BARs, according to what was written to its command register.
+    decodes: AtomicBool,
 }
 
 /// A region of the device.
@@ -211,7 +221,7 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
 }
 
 impl UserBus {
-    /// Connects to the socket of a device, and enables its interrupts.
+    /// Connects to the socket of a device, enables its interrupts, and lets it access memory and respond at its BARs.
     ///
     /// # Errors
     /// [`Error::Connect`]; [`Error::Setup`]; [`Error::Unanswered`], [`Error::Refused`] and [`Error::Protocol`] of the
@@ -261,7 +271,14 @@ impl UserBus {
         iovas.reserve(window)?;
         let inner =
             Inner { socket: Mutex::new(socket), iovas: Mutex::new(RangeCache::new(iovas)), mapped: AtomicU64::new(0) };
-        Ok(Self { inner: Arc::new(inner), regions, interrupts })
+        let this = Self { inner: Arc::new(inner), regions, interrupts, decodes: AtomicBool::new(true) };
+        this.command(COMMAND_MEMORY | COMMAND_MASTER)?;
+        Ok(this)
+    }
+
+    /// Writes the first byte of the command register, if the device has one.
+    fn command(&self, bits: u8) -> Result<(), Error> {
+        if self.region_len(CONFIG) <= COMMAND { Ok(()) } else { self.write_region(CONFIG, COMMAND, &[bits]) }
     }
 
     /// The length of a region in bytes; 0 for one that the device does not have.
@@ -269,13 +286,15 @@ impl UserBus {
         self.regions.get(region as usize).map_or(0, |region| region.len)
     }
 
-    /// The areas of a region that are mapped into this process and accessed without messages.
+    /// The areas of a region that are mapped into this process and accessed without messages; none while the command
+    /// register disables the BARs.
     pub fn mapped_areas(&self, region: u32) -> &[Range<u64>] {
         self.window(region).map_or(&[], |window| &window.areas)
     }
 
     fn window(&self, region: u32) -> Option<&Window> {
-        self.regions.get(region as usize)?.window.as_ref()
+        let window = self.regions.get(region as usize)?.window.as_ref();
+        window.filter(|_| self.decodes.load(Ordering::Relaxed))
     }
 
     /// Vendor and device number.
@@ -284,7 +303,7 @@ impl UserBus {
     /// As [`UserBus::read_region`].
     pub fn id(&self) -> Result<(u16, u16), Error> {
         let mut bytes = [0; 4];
-        self.read_region(abi::VFIO_PCI_CONFIG_REGION_INDEX, 0, &mut bytes)?;
+        self.read_region(CONFIG, 0, &mut bytes)?;
         Ok((u16::from_le_bytes([bytes[0], bytes[1]]), u16::from_le_bytes([bytes[2], bytes[3]])))
     }
 
@@ -296,7 +315,8 @@ impl UserBus {
     /// Reads part of a region.
     ///
     /// # Errors
-    /// [`Error::Refused`] when the device has no such bytes; [`Error::Unanswered`], [`Error::Protocol`].
+    /// [`Error::Refused`] when the device has no such bytes, or its command register disables the BARs;
+    /// [`Error::Unanswered`], [`Error::Protocol`].
     pub fn read_region(&self, region: u32, offset: u64, into: &mut [u8]) -> Result<(), Error> {
         if let Some(slice) = self.window(region).and_then(|window| window.slice(offset, into.len())) {
             slice.read(into);
@@ -327,6 +347,10 @@ impl UserBus {
             let body = Body::default().u64(at).u32(region).u32(chunk.len() as u32).bytes(chunk);
             self.inner.ask(Command::RegionWrite, body, &[])?;
             at = at.saturating_add(chunk.len() as u64);
+        }
+        let command = COMMAND.checked_sub(offset).and_then(|at| from.get(at as usize));
+        if let Some(command) = command.filter(|_| region == CONFIG) {
+            self.decodes.store(command & COMMAND_MEMORY != 0, Ordering::Relaxed);
         }
         Ok(())
     }
@@ -453,6 +477,13 @@ impl Mmio for UserBus {
 
     fn event(&self, channel: usize) -> Option<BorrowedFd<'_>> {
         self.interrupts.lend(channel)
+    }
+}
+
+impl Drop for UserBus {
+    fn drop(&mut self) {
+        // DMA ends. If the device's process does not answer, it unmaps everything when the socket is closed.
+        let _ = self.command(COMMAND_MEMORY);
     }
 }
 

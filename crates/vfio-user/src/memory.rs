@@ -19,11 +19,19 @@ const MAX_BYTES: u64 = 1 << 40;
 ///
 /// The device takes a read lock for each access, an unmap takes the write lock: once an unmap is answered, no access to
 /// that memory is in progress and none can begin.
-#[derive(Clone, Default)]
+#[derive(Clone)]
 pub struct ClientMemory(Arc<RwLock<Mappings>>);
 
-#[derive(Default)]
+impl Default for ClientMemory {
+    fn default() -> Self {
+        let mappings = Mappings { bus_master: true, by_iova: BTreeMap::new(), files: HashMap::new() };
+        Self(Arc::new(RwLock::new(mappings)))
+    }
+}
+
 struct Mappings {
+    /// The device may access memory: bus mastering, in PCI's command register.
+    bus_master: bool,
     /// By first address; no two overlap.
     by_iova: BTreeMap<Iova, ClientMapping>,
     /// Each file once, however often the client sends it, by device and inode.
@@ -40,7 +48,7 @@ struct ClientMapping {
 }
 
 impl ClientMemory {
-    /// Creates an empty set of mappings.
+    /// Creates an empty set of mappings, with bus mastering enabled.
     pub fn new() -> Self {
         Self::default()
     }
@@ -53,6 +61,12 @@ impl ClientMemory {
     /// The number of mappings.
     pub fn mappings(&self) -> usize {
         self.read().by_iova.len()
+    }
+
+    /// Enables or disables bus mastering. While it is disabled, a device finds nothing mapped; when the call that
+    /// disables it returns, no access is in progress.
+    pub fn set_bus_master(&self, on: bool) {
+        self.0.write().unwrap_or_else(PoisonError::into_inner).bus_master = on;
     }
 
     /// Maps part of a client's file. A client may share [`MAX_FILES`] files with [`MAX_BYTES`] in total; beyond that
@@ -139,8 +153,11 @@ impl Mappings {
             .map(|(first, mapping)| (*first, mapping))
     }
 
-    /// The mapping that contains this address.
+    /// The mapping that contains this address, if the device may access memory at all.
     fn at(&self, at: Iova) -> Option<(Iova, &ClientMapping)> {
+        if !self.bus_master {
+            return None;
+        }
         let (first, mapping) = self.by_iova.range(..=at).next_back()?;
         (at <= mapping.last).then_some((*first, mapping))
     }
@@ -298,6 +315,11 @@ mod tests {
         let fault = port.read_bytes(Iova::new(0x1_0000), &mut bytes).unwrap_err();
         assert_eq!((fault.at, fault.reason), (Iova::new(0x1_0000), FaultReason::NotMapped));
         memory.unmap(span(0x1_0000, 0x1000)).unwrap();
+        memory.set_bus_master(false);
+        let fault = port.read_bytes(Iova::new(0x8000), &mut bytes).unwrap_err();
+        assert_eq!((fault.at, fault.reason), (Iova::new(0x8000), FaultReason::NotMapped));
+        memory.set_bus_master(true);
+        port.read_bytes(Iova::new(0x8000), &mut bytes).unwrap();
         memory.clear();
         assert_eq!((memory.mappings(), port.read_bytes(Iova::new(0x8000), &mut bytes).is_err()), (0, true));
     }

@@ -178,6 +178,50 @@ fn a_dma_to_what_is_not_mapped_is_a_fault() {
     assert_eq!(house.end(), [true]);
 }
 
+/// Memory decoding and bus mastering, as of a card in a slot.
+#[test]
+fn the_command_register_is_obeyed() {
+    let house = House::new(1);
+    let bus = house.connect();
+    let card = Card::open(bus.clone(), &heap()).unwrap();
+    let at = DeviceAddr::Card(CardAddr::new(0));
+    let write = |byte: u8| {
+        let buf = heap().allocate(4096).unwrap().share();
+        buf.view().fill(byte);
+        let via = Registered::new(&*bus, &buf, Access::RW).unwrap();
+        Operation::write((buf.into_part(), via), at)
+    };
+    let there = || {
+        let mut bytes = [0; 4096];
+        bus.read_region(2, 0, &mut bytes).map(|()| bytes)
+    };
+    run(&mut card.queue(0).unwrap(), write(1), LONG).unwrap();
+
+    // Without memory decoding: no BAR answers, mapped or not, and the card goes on with what it has.
+    bus.write_region(7, 4, &[4, 0]).unwrap();
+    assert!(bus.read32(0, regs::ID).is_err() && bus.write32(0, regs::CONTROL, 0).is_err());
+    assert!(there().is_err() && bus.write_bytes(2, 0, &[9]).is_err() && bus.mapped_areas(2).is_empty());
+    assert!(bus.read_region(4, 0, &mut [0; 4]).is_err() && bus.write_region(4, 0, &[0; 4]).is_err());
+    let mut command = [0; 2];
+    bus.read_region(7, 4, &mut command).unwrap();
+    assert_eq!(command, [4, 0]);
+    bus.write_region(7, 4, &[6]).unwrap();
+    assert_eq!((bus.read32(0, regs::ID).unwrap(), there().unwrap()), (regs::ID_VALUE, [1; 4096]));
+
+    // Without bus mastering: no byte of host memory, not even of the ring.
+    bus.write_region(7, 4, &[2]).unwrap();
+    let mut channel = card.queue(0).unwrap();
+    let refused = run(&mut channel, write(2), LONG).unwrap_err().to_string();
+    assert!(refused.contains("the descriptor ring is not readable"), "{refused}");
+    assert_eq!(there().unwrap(), [1; 4096]);
+    drop(channel);
+    bus.write_region(7, 4, &[6]).unwrap();
+    run(&mut card.queue(0).unwrap(), write(3), LONG).unwrap();
+    assert_eq!(there().unwrap(), [3; 4096]);
+    drop((card, bus));
+    assert_eq!(house.end(), [true]);
+}
+
 #[test]
 fn a_client_that_talks_nonsense_ends_its_own_connection_only() {
     let message = |id: u16, command: u16, body: &[u8]| {
@@ -320,6 +364,7 @@ fn noise_in_every_region_ends_nothing() {
             1 => resets += u32::from(bus.write_region(7, 0x54, &[1]).is_ok()),
             // Channel 0 on a ring of noise, with a doorbell: what a run of chance seldom finds.
             2..40 => {
+                bus.write_region(7, 4, &[6]).unwrap();
                 let channel = regs::CHANNEL_BASE;
                 for (register, value) in [
                     (regs::CH_CONTROL, 0),
@@ -340,6 +385,7 @@ fn noise_in_every_region_ends_nothing() {
         }
     }
     assert!(written > 4000 && ran > 100 && resets > 5, "{written} {ran} {resets}");
+    bus.write_region(7, 4, &[6]).unwrap();
     bus.reset().unwrap();
     let card = Card::open(bus.clone(), &heap()).unwrap();
     let at = DeviceAddr::Card(CardAddr::new(0));
