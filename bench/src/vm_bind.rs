@@ -181,12 +181,15 @@ fn case(
         let first = cpu_time(|| {
             binder = buffer.make(name, n).ok();
             if let Some(binder) = &mut binder {
+                binder.prepare(&jobs[..1]);
                 binder.bind(&jobs[..1]);
             }
         });
         let mut binder = binder.ok_or("a variant cannot be made")?;
+        binder.prepare(&jobs[1..]);
         let bind = cpu_time(|| binder.bind(&jobs[1..])) / (n - 1) as f64 * n as f64;
         buffer.check_bound(binder.as_ref(), &jobs)?;
+        binder.prepare(&jobs);
         let unbind = cpu_time(|| binder.unbind(&jobs));
         check_unbound(binder.as_ref(), &jobs)?;
         if name == BEFORE {
@@ -391,6 +394,7 @@ pub fn one(options: &One) -> Result<(), Box<dyn std::error::Error>> {
     let buffer = Buffer::new(layout, options.bo_size);
     let jobs = buffer.jobs(order, options.binds);
     let mut binder = buffer.make(&options.variant, options.binds)?;
+    binder.prepare(&jobs);
     let before = memory::resident();
     binder.bind(&jobs);
     match options.what.as_str() {

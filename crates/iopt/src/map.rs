@@ -190,6 +190,32 @@ impl<F: Format, I: Address, O: Address, T: Tables> PageTable<F, I, O, T> {
         true
     }
 
+    /// Maps single pages one after another from `at` on, each to where `to` says of its number, as far as they lie in
+    /// one table that is there, nothing is in the way and all is well. Gives the number of pages mapped: what is wrong
+    /// with the next one, [`map`](Self::map) can say.
+    ///
+    /// Every page gets a leaf of its own, also where pages continue each other.
+    #[inline]
+    pub fn map_each(&mut self, at: I, pages: usize, access: Access, mut to: impl FnMut(usize) -> Option<O>) -> usize {
+        let kind = Kind::single(F::LEVELS - 1);
+        let beyond = !(input_len::<F>() - F::GRANULE.bytes());
+        if !F::supports(access) || at.bits() & beyond != 0 {
+            return 0;
+        }
+        let Some(table) = self.last_table(at.bits()) else { return 0 };
+        let i = index::<F>(at.bits(), kind.level);
+        let range = i..(i + pages).min(entries::<F>(kind.level));
+        let template = encode_template::<F>(kind, access);
+        let mut next = 0;
+        let done = slots::update::<F, T>(&mut self.tables, table, range, |old| {
+            let out = to(next).filter(|out| old == 0 && out.bits() & not_a_page::<F>() == 0)?;
+            next += 1;
+            Some(template | encode_output::<F>(kind, out.bits()))
+        });
+        self.count(kind, done as u64);
+        done
+    }
+
     /// The table of the last level that translates `at`, if there is one. The cursor goes there.
     #[inline]
     pub(crate) fn last_table(&mut self, at: u64) -> Option<T::Addr> {

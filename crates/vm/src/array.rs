@@ -289,10 +289,10 @@ impl<'a> Operations<'a> {
     }
 
     #[inline]
-    fn each(&self) -> impl Iterator<Item = Result<ArrayOperation, Reason>> {
+    fn each(&self) -> impl Iterator<Item = Result<&'a ArrayOperation, Reason>> {
         let stride = self.stride;
         self.bytes.chunks_exact(stride).map(move |bytes| {
-            let (operation, tail) = ArrayOperation::read_from_prefix(bytes).map_err(|_| Reason::Stride { stride })?;
+            let (operation, tail) = ArrayOperation::ref_from_prefix(bytes).map_err(|_| Reason::Stride { stride })?;
             match tail.iter().enumerate().find(|(_, byte)| **byte != 0) {
                 Some((i, &value)) => Err(Reason::UnknownField { at: ArrayOperation::BYTES + i, value }),
                 None => Ok(operation),
@@ -370,7 +370,7 @@ impl<F: Format, T: Tables> Vm<F, T> {
         let mut index = 0;
         for (i, operation) in operations.each().enumerate() {
             index = i;
-            let planned = operation.and_then(|operation| plan.vm.plan_operation(&operation, handles, &mut batch));
+            let planned = operation.and_then(|operation| plan.vm.plan_operation(operation, handles, &mut batch));
             planned.map_err(|reason| ArrayError { index: Some(index), reason }.of_all())?;
         }
         plan.vm.reserve(&batch).map_err(|error| ArrayError { index: Some(index), reason: error.into() }.of_all())?;

@@ -2,7 +2,7 @@
 
 use alloc::vec::Vec;
 
-use dmalane_addr::{Address, DeviceVa, Span};
+use dmalane_addr::{Access, Address, DeviceVa, Span};
 use dmalane_iopt::{Format, Tables};
 
 use crate::record::Record;
@@ -19,6 +19,13 @@ pub(crate) enum Step {
         last: u64,
         record: Record,
     },
+    /// Binds of single pages one after another in one chunk, all of one slot and with the same access: their records
+    /// are in [`Scratch::records`] from `at` on.
+    BindEach {
+        first: u64,
+        last: u64,
+        at: usize,
+    },
     Unbind {
         first: u64,
         last: u64,
@@ -34,11 +41,37 @@ pub(crate) enum Step {
 #[derive(Debug)]
 pub(crate) struct Scratch<A> {
     pub(crate) steps: Vec<Step>,
+    pub(crate) records: Vec<Record>,
+    pub(crate) run: BindRun,
     /// Chunks whose nodes were touched.
     pub(crate) touched: Vec<u64>,
     pub(crate) lists: Lists<A>,
     /// Room for the lists of one commit.
     pub(crate) parcel: Vec<Lists<A>>,
+}
+
+/// What a bind must be to continue the last step, one of a single page or of several such: then all that must be checked
+/// or prepared for it was so for them.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct BindRun {
+    /// Its page; [`NO_PAGE`] where none can continue.
+    pub(crate) page: u64,
+    /// The last page that can.
+    pub(crate) last: u64,
+    /// The address of its buffer.
+    pub(crate) bo: usize,
+    /// The last page of the buffer.
+    pub(crate) bo_last: u64,
+    /// The record of the buffer's first page.
+    pub(crate) record: Record,
+}
+
+/// No page has this number.
+pub(crate) const NO_PAGE: u64 = u64::MAX;
+
+impl BindRun {
+    pub(crate) const NONE: Self =
+        Self { page: NO_PAGE, last: 0, bo: 0, bo_last: 0, record: Record::new(0, 0, Access::empty(), false) };
 }
 
 /// What a commit gives to the caller.
@@ -54,7 +87,22 @@ pub(crate) struct Lists<A> {
 
 impl<A> Scratch<A> {
     pub(crate) const fn new() -> Self {
-        Self { steps: Vec::new(), touched: Vec::new(), lists: Lists::new(), parcel: Vec::new() }
+        Self {
+            steps: Vec::new(),
+            records: Vec::new(),
+            run: BindRun::NONE,
+            touched: Vec::new(),
+            lists: Lists::new(),
+            parcel: Vec::new(),
+        }
+    }
+
+    /// Forgets the steps of a plan, and keeps their memory.
+    fn clear_steps(&mut self) {
+        self.steps.clear();
+        self.records.clear();
+        self.touched.clear();
+        self.run.page = NO_PAGE;
     }
 }
 
@@ -122,6 +170,7 @@ impl<F: Format, T: Tables> Vm<F, T> {
         for i in 0..self.scratch.steps.len() {
             unmapped += match self.scratch.steps[i] {
                 Step::Bind { first, last, record } => self.bind_pages(first, last, record),
+                Step::BindEach { first, last, at } => self.bind_each(first, last, at),
                 Step::Unbind { first, last } => self.unbind_pages(first, last),
                 Step::UnbindBo { slot, reserved } => self.unbind_bo(slot, reserved),
             };
@@ -134,8 +183,7 @@ impl<F: Format, T: Tables> Vm<F, T> {
                 self.detach(chunk, emptied);
             }
         }
-        self.scratch.steps.clear();
-        self.scratch.touched.clear();
+        self.scratch.clear_steps();
         let released = self.slots.end_plan();
         let lists = &mut self.scratch.lists;
         let mut parcel = Vec::new();
@@ -152,8 +200,7 @@ impl<F: Format, T: Tables> Vm<F, T> {
         for i in 0..self.scratch.touched.len() {
             self.records.settle(self.scratch.touched[i], Join::Split);
         }
-        self.scratch.steps.clear();
-        self.scratch.touched.clear();
+        self.scratch.clear_steps();
         let chain = self.slots.end_plan();
         self.slots.release(chain);
         self.scratch.lists.prefetches.clear();
@@ -189,6 +236,31 @@ impl<F: Format, T: Tables> Vm<F, T> {
             self.map_pages(first, last, record);
         }
         had
+    }
+
+    /// Binds single pages one after another, and gives the number of those that were unmapped for it.
+    fn bind_each(&mut self, first: u64, last: u64, at: usize) -> u64 {
+        let pages = (last - first + 1) as usize;
+        let Self { records, slots, table, scratch, .. } = self;
+        let new = &scratch.records[at..][..pages];
+        if !records.put_each(slots, first, new) {
+            // Some are replaced.
+            return (0..pages).map(|i| self.bind_page_at(first, at, i)).sum();
+        }
+        let Some(bo) = &slots.get(new[0].slot()).bo else { return 0 };
+        let to = |i: usize| bo.sg().page_at(new[i].page() << F::GRANULE.log2(), F::GRANULE);
+        let done = table.map_each(Self::va(first), pages, new[0].access(), to);
+        for (i, record) in new.iter().enumerate().skip(done) {
+            let to = to(i).expect("checked by plan");
+            table.map(Self::va(first + i as u64), to, F::GRANULE.bytes(), record.access()).expect(RESERVED);
+        }
+        0
+    }
+
+    /// Binds the page number `i` of those from `first` on, whose records are in the scratch memory from `at` on.
+    fn bind_page_at(&mut self, first: u64, at: usize, i: usize) -> u64 {
+        let page = first + i as u64;
+        self.bind_pages(page, page, self.scratch.records[at + i])
     }
 
     #[inline(never)]

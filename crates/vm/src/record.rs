@@ -21,10 +21,10 @@ impl Record {
 
     /// `slot` is below [`MAX_SLOTS`](Self::MAX_SLOTS) and `page` below [`MAX_PAGES`](Self::MAX_PAGES). `fixed` for what
     /// repeats: every page of the entry carries the same record.
-    pub(crate) fn new(slot: u32, page: u64, access: Access, fixed: bool) -> Self {
+    pub(crate) const fn new(slot: u32, page: u64, access: Access, fixed: bool) -> Self {
         debug_assert!((slot as usize) < Self::MAX_SLOTS && page < Self::MAX_PAGES);
         let fixed = if fixed { Self::FIXED } else { 0 };
-        Self(Self::SET | fixed | u64::from(access.bits()) << 56 | u64::from(slot) << 32 | page)
+        Self(Self::SET | fixed | (access.bits() as u64) << 56 | (slot as u64) << 32 | page)
     }
 
     /// The record in a word of the tree, if it is one.
@@ -68,6 +68,12 @@ impl Record {
     #[inline]
     pub(crate) fn step(self) -> u64 {
         u64::from(!self.is_fixed())
+    }
+
+    /// The same for another page of the buffer.
+    #[inline]
+    pub(crate) fn at(self, page: u64) -> Self {
+        Self(self.0 & !u64::from(u32::MAX) | page)
     }
 
     /// The record so many pages further up in the same binding.

@@ -592,6 +592,32 @@ impl<F: Format> Records<F> {
         Some(())
     }
 
+    /// Binds pages of one slot from `first` on, which have been touched and lie in one chunk, if nothing is bound there.
+    /// False where something is; nothing has changed then.
+    pub(crate) fn put_each(&mut self, slots: &mut Slots, first: u64, new: &[Record]) -> bool {
+        let Some(node) = self.seek(first) else { return false };
+        let i = Self::index(first, Self::LAST);
+        let words = node.part(i, i + new.len() - 1);
+        if words.len() < new.len() || words.iter().fold(0, |any, word| any | word) != 0 {
+            return false;
+        }
+        words.iter_mut().zip(new).for_each(|(entry, record)| *entry = record.word());
+        let slot = new[0].slot();
+        node.note(slot, new.len() as u32);
+        node.used += new.len() as u32;
+        let chunk = Self::chunk(first);
+        slots.bound(slot, new.len() as u64, Place { first: chunk, end: chunk + 1 });
+        true
+    }
+
+    /// The last page that can be bound with nothing more to prepare than for `page`, the last one touched.
+    #[inline]
+    pub(crate) fn prepared_to(&self, page: u64) -> u64 {
+        let (first, last) = Self::chunk_pages(Self::chunk(page));
+        let node = &self.nodes[self.cursor.path[Self::LAST as usize] as usize];
+        last.min(first + (node.base as usize + node.words.len() - 1) as u64)
+    }
+
     /// The same as [`put`](Self::put) for one page.
     #[inline(always)]
     fn put_page(&mut self, id: u32, slots: &mut Slots, page: u64, record: Option<Record>) -> u64 {

@@ -91,7 +91,8 @@ pub(crate) struct Slots {
     idle: Vec<u32>,
 }
 
-fn key(bo: &Arc<Bo>) -> usize {
+#[inline]
+pub(crate) fn key(bo: &Arc<Bo>) -> usize {
     Arc::as_ptr(bo).addr()
 }
 

@@ -6,10 +6,10 @@ use alloc::vec::Vec;
 use dmalane_addr::{Access, CardAddr, DeviceVa, Segment, Span};
 use dmalane_iopt::{Format, Leaf, PageTable, Place, Run, TableEstimate, Tables};
 
-use crate::plan::{Lists, Scratch, Step};
+use crate::plan::{BindRun, Lists, NO_PAGE, Scratch, Step};
 use crate::record::Record;
 use crate::records::Records;
-use crate::slots::{Full, NONE, NULL, Slots};
+use crate::slots::{Full, NONE, NULL, Slots, key};
 use crate::{BindRequest, Binding, BindingTarget, Bo, Committed, Error, Plan, PlanError, VmId};
 
 /// A device's virtual address space: what is bound, and the page table that the device's MMU walks.
@@ -366,6 +366,9 @@ impl<F: Format, T: Tables> Vm<F, T> {
         batch: &mut Batch,
     ) -> Result<(), Error> {
         let granule = F::GRANULE;
+        if repeat == 0 && self.continues_bind(va, bo, offset, len, access, batch) {
+            return Ok(());
+        }
         let span = self.check_bind(va, len, access, batch)?;
         let (first, last) = pages_of::<F>(span);
         let used = if repeat == 0 { len } else { repeat << granule.log2() };
@@ -382,7 +385,56 @@ impl<F: Format, T: Tables> Vm<F, T> {
             slot = added.map_err(|Full| self.no_memory())?;
         }
         self.slots.hold(slot, Self::chunks(first, last)).map_err(|Full| self.no_memory())?;
-        self.add_bind(first, last, Record::new(slot, offset >> granule.log2(), access, repeat > 0), batch)
+        let record = Record::new(slot, offset >> granule.log2(), access, repeat > 0);
+        self.add_bind(first, last, record, batch)?;
+        if first == last && repeat == 0 && known {
+            let (kept_first, kept_last) = self.kept;
+            let mut end = self.records.prepared_to(first).min(self.pages.1);
+            if first < kept_first && kept_first <= kept_last {
+                end = end.min(kept_first - 1);
+            } else if batch.reserved {
+                end = end.min(kept_last);
+            }
+            let bo_last = (bo.len() >> granule.log2()) - 1;
+            self.scratch.run = BindRun { page: first + 1, last: end, bo: key(bo), bo_last, record: record.at(0) };
+        }
+        Ok(())
+    }
+
+    /// Makes the last step longer by this bind, if it is of one page that continues those of the step in the VM: then
+    /// nothing else has to be checked or prepared.
+    #[inline(always)]
+    fn continues_bind(
+        &mut self,
+        va: DeviceVa,
+        bo: &Arc<Bo>,
+        offset: u64,
+        len: u64,
+        access: Access,
+        batch: &mut Batch,
+    ) -> bool {
+        let granule = F::GRANULE;
+        let Scratch { run, steps, records, .. } = &mut self.scratch;
+        let (page, of_bo) = (va.bits() >> granule.log2(), offset >> granule.log2());
+        let aligned = (va.bits() | offset) & (granule.bytes() - 1) == 0 && len == granule.bytes();
+        let fits = page == run.page && page <= run.last && of_bo <= run.bo_last;
+        if !(aligned && fits && key(bo) == run.bo && access == run.record.access()) || records.try_reserve(2).is_err() {
+            return false;
+        }
+        match steps.last_mut() {
+            Some(Step::BindEach { last, .. }) => *last = page,
+            Some(step @ &mut Step::Bind { first, record, .. }) => {
+                *step = Step::BindEach { first, last: page, at: records.len() };
+                records.push(record);
+            }
+            _ => return false,
+        }
+        records.push(run.record.at(of_bo));
+        run.page = page + 1;
+        if let Some((_, high)) = &mut batch.bound {
+            *high = page.max(*high);
+        }
+        true
     }
 
     /// The first and the last chunk of these pages.
@@ -570,6 +622,7 @@ impl<F: Format, T: Tables> Vm<F, T> {
 
     #[inline(always)]
     fn add_step(&mut self, step: Step) -> Result<(), Error> {
+        self.scratch.run.page = NO_PAGE;
         self.scratch.steps.try_reserve(1).map_err(|_| self.no_memory())?;
         self.scratch.steps.push(step);
         Ok(())
@@ -586,7 +639,7 @@ impl<F: Format, T: Tables> Vm<F, T> {
                 return Err(Error::NoTables { tables, vm: self.range });
             }
         }
-        let Scratch { steps, touched, lists, parcel } = &mut self.scratch;
+        let Scratch { steps, touched, lists, parcel, .. } = &mut self.scratch;
         let spans = steps.len() + touched.len();
         // Chunks that were touched may turn out empty. Whatever the batch makes it may detach again.
         let cut = if batch.binds { tables } else { self.records.missing_tables() };

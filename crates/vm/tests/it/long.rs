@@ -188,6 +188,25 @@ impl<F: Format> Run<F> {
         }
     }
 
+    /// Binds of single pages one after another, which a plan takes together as far as it can.
+    fn single_pages(&mut self, model: &mut [Page]) -> Vec<BindRequest> {
+        let granule = F::GRANULE.bytes();
+        let first = self.random.below(model.len() as u64);
+        let last = (first + self.random.below(50)).min(model.len() as u64 - 1);
+        let mut bo = self.bos[self.random.below(12) as usize].clone();
+        let mut access = Access::RW;
+        let each = (first..=last).map(|page| {
+            if self.random.below(16) == 0 {
+                bo = self.bos[self.random.below(12) as usize].clone();
+                access ^= Access::WRITE;
+            }
+            let offset = self.random.below(bo.len() / granule);
+            model[page as usize] = Some((bo.id(), offset, Self::card(&bo, offset), access));
+            BindRequest::Bind { va: self.va(page), bo: bo.clone(), offset: offset * granule, len: granule, access }
+        });
+        each.collect()
+    }
+
     fn check(&self, what: &str) {
         let granule = F::GRANULE.bytes();
         let mut bound: Vec<Page> = vec![None; self.model.len()];
@@ -258,7 +277,11 @@ impl<F: Format> Run<F> {
             }
             let mut model = self.model.clone();
             let requests = if self.random.below(3) == 0 { 1 } else { self.random.size(12) };
-            let batch: Vec<_> = (0..requests).map(|_| self.request(&mut model)).collect();
+            let mut batch: Vec<_> = (0..requests).map(|_| self.request(&mut model)).collect();
+            if self.random.below(3) == 0 {
+                batch.extend(self.single_pages(&mut model));
+                batch.push(self.request(&mut model));
+            }
             done += batch.len() as u64;
             if self.random.below(8) == 0 {
                 self.vm.tables_mut().allow = self.random.below(4) as usize;
