@@ -10,7 +10,7 @@ use dmalane_addr::{Access, Address, CardAddr, DeviceVa, Iova, Span};
 use dmalane_dma::{DmaFault, FaultReason, Mmio, VolatileSlice};
 use dmalane_queue::{
     Abilities, CacheHint, Cancelled, Completion, DeviceAddr, Gather, HostSlice, Limits, OpError, Operation, Queue,
-    QueueAddr, Refusal, Refused, Sampler, Stats, Ticket, Work,
+    QueueAddr, QueueState, Refusal, Refused, Stats, StopReason, Ticket, Work,
 };
 
 use crate::driver::{Device, Rings, Shelf};
@@ -60,22 +60,11 @@ pub struct CardQueue<B: Mmio> {
     failed: Option<(OpError, u64)>,
     /// Tickets of operations that shall end, oldest first. The card has been told of the first.
     cancels: VecDeque<u64>,
+    /// Polls since the last completion or reading of the status.
     quiet: u32,
-    timeout: Option<Duration>,
-    /// Since when nothing has ended, as far as anybody looked.
-    stalled: Option<Instant>,
-    state: State,
-    stats: Stats,
-    sampler: Sampler,
-}
-
-#[derive(PartialEq)]
-enum State {
-    Running,
-    /// The card was told to stop and may not have done so yet.
-    Stopping(String),
-    /// The card touches no memory any more.
-    Stopped(String),
+    state: QueueState,
+    /// The channel has stopped, and the card has confirmed that it accesses no memory.
+    released: bool,
 }
 
 impl<B: Mmio> CardQueue<B> {
@@ -104,11 +93,8 @@ impl<B: Mmio> CardQueue<B> {
             failed: None,
             cancels: VecDeque::new(),
             quiet: 0,
-            timeout: None,
-            stalled: None,
-            state: State::Running,
-            stats: Stats::default(),
-            sampler: Sampler::default(),
+            state: QueueState::default(),
+            released: false,
         };
         this.start_channel()?;
         Ok(this) // on an error the drop stops the card and puts the rings back
@@ -117,7 +103,7 @@ impl<B: Mmio> CardQueue<B> {
     /// Starts a card's channel that has stopped.
     fn start_channel(&mut self) -> Result<(), Error> {
         (self.head, self.tail, self.submitted) = (0, 0, 0);
-        (self.collected, self.failed, self.stalled, self.quiet) = (0, None, None, 0);
+        (self.collected, self.failed, self.quiet) = (0, None, 0);
         let device = self.device();
         // What an earlier user of the rings left there would look like completions.
         self.completions().fill(0);
@@ -130,7 +116,8 @@ impl<B: Mmio> CardQueue<B> {
             device.write(self.register(regs::CH_CONTROL), 1)?;
             Ok(device.read(self.register(regs::CH_STATUS))? & regs::STATUS_RUNNING != 0)
         })?;
-        self.state = State::Running;
+        self.released = false;
+        self.state.restart();
         Ok(())
     }
 
@@ -186,7 +173,7 @@ impl<B: Mmio> CardQueue<B> {
         let span = mapping.iova_of(&host.slice)?; // of no bytes there is none
         // A card of version 1.0 refuses the hint.
         let cache = if self.abilities.contains(Abilities::CANCEL) { *cache } else { CacheHint::Auto };
-        let good = matches!(self.state, State::Running)
+        let good = self.state.is_running()
             && len <= self.max_len
             && at.advance(len - 1).is_some()
             && mapping.access().contains(direction.host_access())
@@ -198,16 +185,9 @@ impl<B: Mmio> CardQueue<B> {
 
     /// Checks whether an operation can be accepted; gives the number of its descriptors.
     fn check(&self, operation: &Operation) -> Result<u32, Refusal> {
-        if let State::Stopping(why) | State::Stopped(why) = &self.state {
-            return Err(Refusal::Stopped(why.clone()));
-        }
+        self.state.check_running()?;
         operation.admit(self.abilities, self.limits())?;
-        match &operation.work {
-            Work::Copy { direction, host, .. } => host.check(&*self.bus, direction.host_access())?,
-            Work::Compare { host, .. } => host.check(&*self.bus, Access::READ)?,
-            Work::Gather(g) => g.host.iter().try_for_each(|host| host.check(&*self.bus, g.direction.host_access()))?,
-            Work::Within { .. } | Work::Fill { .. } | Work::Fence => {}
-        }
+        operation.check_registered(&*self.bus)?;
         let slots = match (&operation.shape, &operation.work) {
             (Some(_), _) => 2,
             (None, Work::Gather(g)) => pieces(g).count(),
@@ -277,11 +257,12 @@ impl<B: Mmio> CardQueue<B> {
         let (before, head) = (done.len(), self.head);
         self.collect(done);
         if self.head != head {
-            (self.quiet, self.stalled) = (0, None);
+            self.quiet = 0;
+            self.state.moved();
         } else {
             self.quiet += 1;
         }
-        if self.quiet >= POLLS_PER_STATUS || self.state != State::Running {
+        if self.quiet >= POLLS_PER_STATUS || !self.state.is_running() {
             self.quiet = 0;
             self.check_status(done);
         }
@@ -300,13 +281,13 @@ impl<B: Mmio> CardQueue<B> {
                 None => 0,
             };
             if got.sequence != before {
-                self.halt(format!("the card wrote {word:#x} as completion of descriptor {number}"));
+                self.halt_protocol(format!("the card wrote {word:#x} as completion of descriptor {number}"));
             }
             return None;
         }
         let status = Status::from_code(got.status);
         let (Some(status), true, true) = (status, got.cookie == number as u32, number < self.submitted) else {
-            self.halt(format!("the card completed descriptor {number} with {word:#x}"));
+            self.halt_protocol(format!("the card completed descriptor {number} with {word:#x}"));
             return None;
         };
         Some((status, offset))
@@ -314,10 +295,10 @@ impl<B: Mmio> CardQueue<B> {
 
     /// The fast path: collects the operations of one descriptor that have ended well, up to the first other one.
     fn collect_plain(&mut self, done: &mut Vec<Completion>) {
-        let Self { rings: Some(rings), flying, long, head, submitted, stats, sampler, .. } = self else { return };
+        let Self { rings: Some(rings), flying, long, head, submitted, state, .. } = self else { return };
         let special =
             self.collected != 0 || self.failed.is_some() || !self.cancels.is_empty() || !self.taken_back.is_empty();
-        if special || !matches!(self.state, State::Running) {
+        if special || !state.is_running() {
             return;
         }
         let plain = long.front().map_or(flying.len() as u64, |(number, _)| number - flying.oldest());
@@ -330,18 +311,14 @@ impl<B: Mmio> CardQueue<B> {
             ring.load_u64((*number as usize & mask) * Entry::BYTES + 8) == Some(good)
         };
         let n = (*head..*head + most).take_while(ended).count();
-        flying.pop_into(n, done, |completion| {
-            stats.bytes += completion.bytes;
-            sampler.ended(completion.ticket.number(), &mut stats.latency);
-        });
+        flying.pop_into(n, done, |completion| state.ended(completion));
         *head += n as u64;
-        stats.ok += n as u64;
     }
 
     /// Collects the operations that the card has reported.
     fn collect(&mut self, done: &mut Vec<Completion>) {
         self.collect_plain(done);
-        while self.state == State::Running && !self.flying.is_empty() {
+        while self.state.is_running() && !self.flying.is_empty() {
             let Some((status, offset)) = self.next_completion() else { return };
             self.head += 1;
             let number = self.flying.oldest();
@@ -375,80 +352,73 @@ impl<B: Mmio> CardQueue<B> {
 
     /// Counts the end of an operation, which has failed after so many bytes or ended well.
     fn end(&mut self, mut completion: Completion, failed: Option<(OpError, u64)>) -> Completion {
-        match failed {
-            None => self.stats.ok += 1,
-            Some((error, bytes)) => {
-                self.stats.failed += 1;
-                self.stats.cancelled += u64::from(error == OpError::Cancelled);
-                (completion.result, completion.bytes) = (Err(error), bytes);
-            }
+        if let Some((error, bytes)) = failed {
+            (completion.result, completion.bytes) = (Err(error), bytes);
         }
-        self.stats.bytes += completion.bytes;
-        self.sampler.ended(completion.ticket.number(), &mut self.stats.latency);
+        self.state.ended(&completion);
         completion
     }
 
     /// Tells the card to stop. The memory of what is in flight stays here until it has.
-    fn halt(&mut self, why: String) {
-        if self.state == State::Running {
-            self.stats.stops += 1;
-            self.state = State::Stopping(why);
+    fn halt(&mut self, reason: StopReason) {
+        if self.state.stop(reason) {
             // A card that does not take this will not confirm it either.
             let _ = self.device().write(self.register(regs::CH_CONTROL), 0);
         }
     }
 
+    fn halt_protocol(&mut self, what: String) {
+        self.halt(StopReason::Protocol(what.into()));
+    }
+
     /// Notices that nothing has ended for too long, that the card has halted, or that it has stopped as it was told;
     /// then everything in flight has ended.
     fn check_status(&mut self, done: &mut Vec<Completion>) {
-        if let (State::Running, Some(timeout)) = (&self.state, self.timeout) {
-            let since = *self.stalled.get_or_insert_with(Instant::now);
-            if since.elapsed() >= timeout {
-                self.halt(format!("nothing ended for {timeout:?}"));
-            }
+        if let Some(reason) = self.state.timed_out() {
+            self.halt(reason);
         }
-        // An error reads as something that is neither.
+        // A failed read yields an unknown status.
         let status = self.device().read(self.register(regs::CH_STATUS)).unwrap_or(u32::MAX);
-        match &self.state {
-            State::Running if status == regs::STATUS_RUNNING => {}
-            State::Running => {
+        match self.state.stopped() {
+            _ if self.released => {}
+            None if status == regs::STATUS_RUNNING => {}
+            None => {
                 // What it completed before counts.
                 self.collect(done);
-                let why = self.why_halted(status);
-                self.halt(why);
+                let reason = self.why_halted(status);
+                self.halt(reason);
             }
-            State::Stopping(why) if status == 0 => {
-                let why = why.clone();
+            Some(reason) if status == 0 => {
+                let stopped = OpError::Stopped(reason.clone());
                 self.long.clear();
                 while let Some(completion) = self.flying.pop() {
                     if !self.taken_back.remove(&completion.ticket.number()) {
-                        done.push(self.end(completion, Some((OpError::Stopped(why.clone()), 0))));
+                        done.push(self.end(completion, Some((stopped.clone(), 0))));
                     }
                 }
                 self.cancels.clear();
-                self.state = State::Stopped(why);
+                self.released = true;
             }
-            State::Stopping(_) => {
-                // Said again: it may have been deaf.
+            Some(_) => {
+                // Repeated, because the card may have missed the first.
                 let _ = self.device().write(self.register(regs::CH_CONTROL), 0);
             }
-            State::Stopped(_) => {}
         }
     }
 
-    fn why_halted(&self, status: u32) -> String {
+    fn why_halted(&self, status: u32) -> StopReason {
         let device = self.device();
         let code = match device.read(self.register(regs::CH_ERROR)) {
             Ok(code) => code,
-            Err(e) => return e.to_string(), // the card has left
+            Err(e) => return StopReason::Lost(e.to_string().into()),
         };
         if (status, code) == (u32::MAX, u32::MAX) {
-            return "the card's registers read as ones, as those of a device that is gone".to_owned();
+            return StopReason::Lost("the card's registers read as ones, as those of a device that is gone".into());
         }
         let at = device.read64(self.register(regs::CH_ERROR_IOVA)).unwrap_or(u64::MAX);
         match Halt::from_code(code) {
-            Some(halt) => format!("{halt}, {}", Iova::new(at)),
-            None => format!("status {status:#x}, error {code:#x}"),
+            Some(halt) => StopReason::Device(format!("{halt}, {}", Iova::new(at)).into()),
+            None => StopReason::Protocol(format!("status {status:#x}, error {code:#x}").into()),
         }
     }
 
@@ -570,32 +540,31 @@ impl<B: Mmio> Queue for CardQueue<B> {
                     (slots, operation.bytes())
                 }
                 Err(reason) => {
-                    self.stats.full += u64::from(reason == Refusal::Full);
+                    self.state.refused(&reason);
                     return Err(Refused { operation, reason });
                 }
             },
         };
         if self.flying.is_empty() {
-            self.stalled = None;
+            self.state.moved();
         }
         let number = self.flying.push(operation, bytes);
         if slots > 1 {
             self.long.push_back((number, slots));
         }
         self.tail += u64::from(slots);
-        self.stats.submitted += 1;
-        self.sampler.begun(number);
+        self.state.submitted(number);
         Ok(Ticket::new(number))
     }
 
     #[inline]
     fn flush(&mut self) {
-        if self.submitted != self.tail && self.state == State::Running {
+        if self.submitted != self.tail && self.state.is_running() {
             // Before the write: one that fails may have arrived, and what the card may know of is not taken back.
             self.submitted = self.tail;
             match self.device().write(self.register(regs::CH_DOORBELL), self.tail as u32) {
-                Ok(()) => self.stats.doorbells += 1,
-                Err(e) => self.halt(e.to_string()),
+                Ok(()) => self.state.flushed(),
+                Err(e) => self.halt(StopReason::Lost(e.to_string().into())),
             }
         }
     }
@@ -656,8 +625,7 @@ impl<B: Mmio> Queue for CardQueue<B> {
                 self.put(at, Descriptor { cookie: at as u32, ..Task::Fence.into() });
             }
             self.taken_back.insert(number);
-            self.stats.cancelled += 1;
-            self.sampler.ended(number, &mut self.stats.latency);
+            self.state.taken_back(number);
             return Cancelled::TakenBack(operation);
         }
         if let Err(place) = self.cancels.binary_search(&number) {
@@ -670,35 +638,30 @@ impl<B: Mmio> Queue for CardQueue<B> {
     }
 
     fn set_timeout(&mut self, timeout: Option<Duration>) -> bool {
-        (self.timeout, self.stalled) = (timeout, None);
+        self.state.set_timeout(timeout);
         true
     }
 
-    fn stop(&mut self, why: &str) {
-        self.halt(why.to_owned());
+    fn stop(&mut self, reason: StopReason) {
+        self.halt(reason);
     }
 
-    fn halted(&self) -> Option<String> {
-        match &self.state {
-            State::Running => None,
-            State::Stopping(why) | State::Stopped(why) => Some(why.clone()),
-        }
+    fn halted(&self) -> Option<StopReason> {
+        self.state.stopped().cloned()
     }
 
     fn restart(&mut self) -> bool {
-        if let State::Stopping(_) = self.state
-            && self.flying.is_empty()
-        {
+        if !self.state.is_running() && !self.released && self.flying.is_empty() {
             // Nothing in flight that a poll would have waited for.
             self.check_status(&mut Vec::new());
             self.bus.progress();
             self.check_status(&mut Vec::new());
         }
-        matches!(self.state, State::Stopped(_)) && self.flying.is_empty() && self.start_channel().is_ok()
+        self.released && self.flying.is_empty() && self.start_channel().is_ok()
     }
 
     fn stats(&self) -> Option<Stats> {
-        Some(self.stats.clone())
+        Some(self.state.stats().clone())
     }
 
     fn event(&self) -> Option<BorrowedFd<'_>> {
@@ -716,7 +679,7 @@ impl<B: Mmio> Queue for CardQueue<B> {
         let worked = self.bus.progress();
         let seen = !self.flying.is_empty() && self.next_completion().is_some(); // may halt the channel
         // Who may be stepping a card without threads at this moment does so once, and then nobody does.
-        armed && !worked && !seen && self.state == State::Running && self.bus.works_alone()
+        armed && !worked && !seen && self.state.is_running() && self.bus.works_alone()
     }
 }
 
@@ -724,7 +687,7 @@ impl<B: Mmio> Drop for CardQueue<B> {
     fn drop(&mut self) {
         let mut done = Vec::new();
         let start = Instant::now();
-        while !self.flying.is_empty() && self.state == State::Running {
+        while !self.flying.is_empty() && self.state.is_running() {
             let Some(left) = DRAIN.checked_sub(start.elapsed()).filter(|left| !left.is_zero()) else { break };
             self.wait(&mut done, left);
             done.clear();

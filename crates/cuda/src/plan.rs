@@ -2,7 +2,6 @@
 
 use dmalane_queue::{DeviceAddr, Direction, Gather, HostSlice, Operation, QueueAddr, Refusal, Shape, Work};
 
-use crate::queue::hosts;
 use crate::sys::Step;
 
 /// Calls that one operation may need, at most: rows that overlap, and pitches beyond the driver's, take one for each.
@@ -29,7 +28,7 @@ pub(crate) fn steps(operation: &Operation, longest: u64, steps: &mut Vec<Step>) 
         (Work::Within { from, to, .. }, Some(shape)) => rows_within(*from, *to, shape, longest, steps)?,
         (Work::Fill { at, len, pattern }, None) => fill(*at, *len, *pattern, steps),
         (Work::Fill { at, pattern, .. }, Some(shape)) => fill_rows(*at, *pattern, shape, longest, steps)?,
-        (Work::Gather(gather), _) => scatter(gather, hosts(operation), steps),
+        (Work::Gather(gather), _) => scatter(gather, operation.hosts(), steps),
         (Work::Fence | Work::Compare { .. }, _) => {}
     }
     Ok(())

@@ -7,8 +7,8 @@ use std::time::{Duration, Instant};
 
 use dmalane_device::NoIommu;
 use dmalane_queue::{
-    Abilities, Cancelled, Completion, DeviceAddr, Direction, HostSlice, Limits, OpError, Operation, Queue, QueueAddr,
-    Refusal, Refused, Sampler, Stats, Ticket, Work,
+    Abilities, Cancelled, Completion, DeviceAddr, Direction, Limits, OpError, Operation, Queue, QueueAddr, QueueState,
+    Refusal, Refused, Stats, StopReason, Ticket, Work,
 };
 
 use crate::Error;
@@ -41,9 +41,7 @@ pub(crate) struct CudaQueue {
     longest_pitch: u64,
     waiting: VecDeque<(Ticket, Operation)>,
     next: u64,
-    stopped: Option<String>,
-    stats: Stats,
-    sampler: Sampler,
+    state: QueueState,
     steps: Vec<Step>,
 }
 
@@ -92,26 +90,7 @@ impl Uses {
     }
 }
 
-/// The host memory of an operation.
-pub(crate) fn hosts(operation: &Operation) -> &[HostSlice] {
-    match &operation.work {
-        Work::Copy { host, .. } | Work::Compare { host, .. } => std::slice::from_ref(host),
-        Work::Gather(g) => &g.host,
-        Work::Within { .. } | Work::Fill { .. } | Work::Fence => &[],
-    }
-}
-
 impl CudaQueue {
-    const ABILITIES: Abilities = Abilities::FROM_HOST
-        .union(Abilities::TO_HOST)
-        .union(Abilities::WITHIN)
-        .union(Abilities::FILL)
-        .union(Abilities::SHAPE)
-        .union(Abilities::GATHER)
-        .union(Abilities::FENCE)
-        .union(Abilities::STOP)
-        .union(Abilities::ORDERED);
-
     /// A queue on streams of its own. Host memory is registered by `registrar`; no operation is longer than `max_len`.
     pub(crate) fn new(context: &Arc<Context>, device: i32, registrar: NoIommu, max_len: u64) -> Result<Self, Error> {
         let longest = context.driver().attribute(device, Attribute::MaxPitch);
@@ -125,48 +104,31 @@ impl CudaQueue {
             longest_pitch: u64::try_from(longest).unwrap_or(0),
             waiting: VecDeque::new(),
             next: 0,
-            stopped: None,
-            stats: Stats::default(),
-            sampler: Sampler::default(),
+            state: QueueState::default(),
             steps: Vec::new(),
         })
     }
 
     /// Why an operation cannot be taken.
     fn refusal(&self, operation: &Operation) -> Result<(), Refusal> {
-        if let Some(why) = &self.stopped {
-            return Err(Refusal::Stopped(why.clone()));
-        }
-        operation.admit(Self::ABILITIES, self.limits)?;
-        let access = match &operation.work {
-            Work::Copy { direction, .. } => Some(direction.host_access()),
-            Work::Gather(gather) => Some(gather.direction.host_access()),
-            _ => None,
-        };
-        if let Some(access) = access {
-            hosts(operation).iter().try_for_each(|host| host.check(&self.registrar, access))?;
-        }
+        self.state.check_running()?;
+        operation.admit(Abilities::COPY_ENGINE, self.limits)?;
+        operation.check_registered(&self.registrar)?;
         if self.in_flight() >= self.limits.capacity { Err(Refusal::Full) } else { Ok(()) }
     }
 
     /// Stops when the context is broken.
     fn notice(&mut self) {
-        if self.stopped.is_none()
-            && let Some(error) = self.streams.iter().find_map(Stream::broken)
-        {
+        if let Some(error) = self.streams.iter().find_map(Stream::broken) {
             let why = format!("{error}; the GPU's context is lost until this process ends");
-            self.stop(&why);
+            self.state.stop(StopReason::Lost(why.into()));
         }
     }
 
     /// Gives an operation to its stream.
     fn begin(&mut self, ticket: Ticket, operation: Operation) {
         let mut steps = std::mem::take(&mut self.steps);
-        let to_host = match &operation.work {
-            Work::Copy { direction, .. } => *direction == Direction::ToHost,
-            Work::Gather(gather) => gather.direction == Direction::ToHost,
-            _ => false,
-        };
+        let to_host = operation.direction() == Some(Direction::ToHost);
         let stream = usize::from(to_host);
         let planned = plan::steps(&operation, self.longest_pitch, &mut steps);
         let uses = if matches!(operation.work, Work::Fence) { Uses::ALL } else { Uses::of(&steps) };
@@ -192,15 +154,10 @@ impl CudaQueue {
     }
 
     fn end(&mut self, mut completion: Completion, done: &mut Vec<Completion>) {
-        if let Some(why) = &self.stopped {
-            (completion.result, completion.bytes) = (Err(OpError::Stopped(why.clone())), 0);
+        if let Some(reason) = self.state.stopped() {
+            (completion.result, completion.bytes) = (Err(OpError::Stopped(reason.clone())), 0);
         }
-        self.sampler.ended(completion.ticket.number(), &mut self.stats.latency);
-        match completion.result {
-            Ok(()) => self.stats.ok += 1,
-            Err(_) => self.stats.failed += 1,
-        }
-        self.stats.bytes += completion.bytes;
+        self.state.ended(&completion);
         done.push(completion);
     }
 }
@@ -213,7 +170,7 @@ impl Queue for CudaQueue {
     }
 
     fn abilities(&self) -> Abilities {
-        Self::ABILITIES
+        Abilities::COPY_ENGINE
     }
 
     fn in_flight(&self) -> usize {
@@ -222,22 +179,21 @@ impl Queue for CudaQueue {
 
     fn submit(&mut self, operation: Operation) -> Result<Ticket, Refused<DeviceAddr>> {
         if let Err(reason) = self.refusal(&operation) {
-            self.stats.full += u64::from(reason == Refusal::Full);
+            self.state.refused(&reason);
             return Err(Refused { operation, reason });
         }
         let ticket = Ticket::new(self.next);
-        self.sampler.begun(self.next);
+        self.state.submitted(self.next);
         self.next += 1;
-        self.stats.submitted += 1;
         self.waiting.push_back((ticket, operation));
         Ok(ticket)
     }
 
     fn flush(&mut self) {
-        if self.waiting.is_empty() || self.stopped.is_some() {
+        if self.waiting.is_empty() || !self.state.is_running() {
             return;
         }
-        self.stats.doorbells += 1;
+        self.state.flushed();
         let room = |stream: &Stream| stream.calls() < CALLS && stream.broken().is_none();
         while self.streams.iter().all(room) {
             let Some((ticket, operation)) = self.waiting.pop_front() else { break };
@@ -260,7 +216,7 @@ impl Queue for CudaQueue {
             self.begun.pop_front();
             self.end(completion, done);
         }
-        if self.stopped.is_some() && self.begun.is_empty() {
+        if !self.state.is_running() && self.begun.is_empty() {
             for (ticket, operation) in std::mem::take(&mut self.waiting) {
                 self.end(Completion { ticket, operation, result: Ok(()), bytes: 0 }, done);
             }
@@ -284,22 +240,19 @@ impl Queue for CudaQueue {
         }
     }
 
-    fn halted(&self) -> Option<String> {
-        self.stopped.clone()
+    fn halted(&self) -> Option<StopReason> {
+        self.state.stopped().cloned()
     }
 
-    fn stop(&mut self, why: &str) {
-        if self.stopped.is_none() {
-            self.stopped = Some(why.to_owned());
-            self.stats.stops += 1;
-        }
+    fn stop(&mut self, reason: StopReason) {
+        self.state.stop(reason);
     }
 
     fn restart(&mut self) -> bool {
-        let restarts = self.stopped.is_some() && self.in_flight() == 0;
+        let restarts = !self.state.is_running() && self.in_flight() == 0;
         let restarts = restarts && self.streams.iter().all(|stream| stream.broken().is_none());
         if restarts {
-            self.stopped = None;
+            self.state.restart();
         }
         restarts
     }
@@ -308,8 +261,7 @@ impl Queue for CudaQueue {
         match self.waiting.iter().position(|(waiting, _)| *waiting == ticket) {
             Some(at) => match self.waiting.remove(at) {
                 Some((_, operation)) => {
-                    self.sampler.ended(ticket.number(), &mut self.stats.latency);
-                    (self.stats.failed, self.stats.cancelled) = (self.stats.failed + 1, self.stats.cancelled + 1);
+                    self.state.taken_back(ticket.number());
                     Cancelled::TakenBack(operation)
                 }
                 None => Cancelled::Unknown,
@@ -320,6 +272,6 @@ impl Queue for CudaQueue {
     }
 
     fn stats(&self) -> Option<Stats> {
-        Some(self.stats.clone())
+        Some(self.state.stats().clone())
     }
 }

@@ -5,7 +5,6 @@ use std::sync::Arc;
 
 use dmalane_addr::{Access, CardAddr, DeviceVa, PageSize, SgTable, Span};
 use dmalane_device::{AddressSpace, AddressSpaceKind, Bind, Observer, SpaceError};
-use dmalane_queue::DeviceAddr;
 use dmalane_vm::BindRequest;
 
 use crate::sys::{Context, Window};
@@ -15,18 +14,12 @@ pub(crate) struct MapSpace {
     context: Arc<Context>,
     page: PageSize,
     reserved: BTreeMap<DeviceVa, Window>,
-    observer: Option<Observer>,
+    observer: Observer,
 }
 
 impl MapSpace {
     pub(crate) fn new(context: Arc<Context>, page: PageSize) -> Self {
-        Self { context, page, reserved: BTreeMap::new(), observer: None }
-    }
-
-    fn observed(&mut self, request: impl FnOnce() -> BindRequest) {
-        if let Some(observer) = &mut self.observer {
-            observer(&[request()]);
-        }
+        Self { context, page, reserved: BTreeMap::new(), observer: Observer::default() }
     }
 }
 
@@ -66,7 +59,7 @@ impl AddressSpace for MapSpace {
             return Err(driver(crate::Error::Memory(what)));
         }
         window.map_again(va.bits(), &from, access.contains(Access::WRITE)).map_err(driver)?;
-        self.observed(|| BindRequest::Bind { va, bo: bo.clone(), offset, len, access });
+        self.observer.see(&[bind.request()]);
         Ok(())
     }
 
@@ -75,16 +68,11 @@ impl AddressSpace for MapSpace {
         let window = window.ok_or(SpaceError::NotReserved(range))?;
         window.unmap(range.first().bits(), range.len()).map_err(|e| SpaceError::Invalidate(Box::new(e)))?;
         self.reserved.remove(&range.first());
-        self.observed(|| BindRequest::Unbind(range));
+        self.observer.see(&[BindRequest::Unbind(range)]);
         Ok(())
     }
 
-    fn at(&self, va: DeviceVa) -> DeviceAddr {
-        DeviceAddr::Va(va)
-    }
-
-    fn observe(&mut self, observer: Observer) -> bool {
-        self.observer = Some(observer);
-        true
+    fn observer(&mut self) -> Option<&mut Observer> {
+        Some(&mut self.observer)
     }
 }

@@ -20,7 +20,6 @@ use dmalane_queue::{Completion, DeviceAddr, Direction, OpError, Operation, Queue
 use libloading::Library;
 
 use crate::error::NOT_READY;
-use crate::queue::hosts;
 use crate::{Error, LIBRARY, LIBRARY_VARIABLE};
 
 type Code = c_uint;
@@ -1002,7 +1001,7 @@ impl Stream {
         }
         // The address of host memory that the operation owns.
         let host = |index: usize, offset: u64, len: u64| {
-            let slice = hosts(operation).get(index).map(|host| &host.slice);
+            let slice = operation.hosts().get(index).map(|host| &host.slice);
             let inside = offset.checked_add(len).zip(slice).filter(|(end, slice)| *end <= slice.len() as u64);
             let (_, slice) = inside.ok_or(OpError::Refused(Refusal::Mismatch))?;
             Ok::<usize, OpError>(slice.reference().address() + slice.offset() + offset as usize)

@@ -6,6 +6,7 @@ use std::cell::RefCell;
 use std::os::fd::OwnedFd;
 use std::sync::Arc;
 
+use dmalane_dma::fuzzing::Input;
 use dmalane_dma::{Heap, MemfdHeap, PageKind, SharedBuf};
 use rustix::fs::{MemfdFlags, SealFlags};
 
@@ -51,43 +52,12 @@ thread_local! {
     static FIXED: RefCell<Fixed> = RefCell::new(fixed());
 }
 
-/// The input, consumed from the front. Past its end everything reads as 0.
-struct Input<'a>(&'a [u8]);
-
-impl<'a> Input<'a> {
-    fn u8(&mut self) -> u8 {
-        let Some((first, rest)) = self.0.split_first() else { return 0 };
-        self.0 = rest;
-        *first
-    }
-
-    fn u16(&mut self) -> u16 {
-        u16::from_le_bytes([self.u8(), self.u8()])
-    }
-
-    /// Mostly small, mostly a multiple of a page.
-    fn number(&mut self) -> u64 {
-        match self.u8() {
-            0 => u64::MAX - u64::from(self.u8()),
-            1 => u64::from(self.u16()),
-            2 => u64::from(self.u16()) << 48,
-            n => u64::from(n - 3) << 12,
-        }
-    }
-
-    fn bytes(&mut self, n: usize) -> &'a [u8] {
-        let (bytes, rest) = self.0.split_at(n.min(self.0.len()));
-        self.0 = rest;
-        bytes
-    }
-}
-
 /// Handles messages of one client: raw bytes, or requests with fields from the input, each with some descriptors.
 ///
 /// # Panics
 /// When an answer is malformed, a refusal changed anything, a client exceeds a limit, or resources leak.
 pub fn fuzz_messages(data: &[u8]) {
-    FIXED.with_borrow(|fixed| run(fixed, Input(data)));
+    FIXED.with_borrow(|fixed| run(fixed, Input::new(data)));
 }
 
 fn run(fixed: &Fixed, mut input: Input<'_>) {
@@ -102,7 +72,7 @@ fn run(fixed: &Fixed, mut input: Input<'_>) {
     let mut made: Vec<OwnedFd> = Vec::new();
     let mut iovas: Vec<u64> = Vec::new();
     for seqno in 3..3 + MESSAGES as u64 {
-        if input.0.is_empty() {
+        if input.is_empty() {
             break;
         }
         let kind = input.u8() % 12;

@@ -21,6 +21,7 @@ use dmalane_dma::{BufferSlice, Heap, MemfdHeap, SharedBuf};
 use dmalane_queue::conformance::Random;
 use dmalane_queue::{
     Cancelled, Completion, DeviceAddr, Direction, HostSlice, OpError, Operation, Queue, QueueAddr, Refusal, Registered,
+    StopReason,
 };
 
 const SOCKET: &str = "DMALANE_TEST_SOCKET";
@@ -279,7 +280,9 @@ fn a_daemon_is_killed_and_started_again() {
         for Completion { operation, result, .. } in ended {
             match result {
                 Ok(()) => {}
-                Err(OpError::Stopped(why)) => assert!(why.contains("is gone") && why.contains("reconnect"), "{why}"),
+                Err(OpError::Stopped(StopReason::Lost(why))) => {
+                    assert!(why.contains("is gone") && why.contains("reconnect"), "{why}");
+                }
                 Err(e) => panic!("{e}"),
             }
             let part = operation.into_slice().unwrap();

@@ -4,7 +4,6 @@ use std::error::Error;
 
 use dmalane_addr::{CardAddr, DeviceVa, PageSize, RangeAllocator, SgTable, Span};
 use dmalane_iopt::{Format, Tables};
-use dmalane_queue::DeviceAddr;
 use dmalane_vm::{AnyVm, BindRequest, Vm};
 
 use crate::{AddressSpace, AddressSpaceKind, Bind, Observer, SpaceError};
@@ -14,7 +13,7 @@ pub struct PageTableSpace<F: Format, T: Tables<Addr = CardAddr>> {
     vm: Vm<F, T>,
     free: RangeAllocator<DeviceVa>,
     invalidate: Invalidate,
-    observer: Option<Observer>,
+    observer: Observer,
 }
 
 type Invalidate = Box<dyn FnMut() -> Result<(), Box<dyn Error + Send + Sync>> + Send>;
@@ -30,13 +29,7 @@ impl<F: Format, T: Tables<Addr = CardAddr>> PageTableSpace<F, T> {
         invalidate: impl FnMut() -> Result<(), Box<dyn Error + Send + Sync>> + Send + 'static,
     ) -> Self {
         let free = RangeAllocator::new(vm.range(), F::GRANULE);
-        Self { vm, free, invalidate: Box::new(invalidate), observer: None }
-    }
-
-    fn observed(&mut self, request: Option<BindRequest>) {
-        if let (Some(observer), Some(request)) = (&mut self.observer, request) {
-            observer(&[request]);
-        }
+        Self { vm, free, invalidate: Box::new(invalidate), observer: Observer::default() }
     }
 }
 
@@ -56,14 +49,13 @@ impl<F: Format, T: Tables<Addr = CardAddr> + Send> AddressSpace for PageTableSpa
         // Nothing was bound there before, so there is nothing that the device would have to forget.
         debug_assert!(committed.is_empty());
         self.vm.invalidated(committed);
-        let seen = || BindRequest::Bind { va, bo: bo.clone(), offset, len, access };
-        self.observed(self.observer.is_some().then(seen));
+        self.observer.see(&[bind.request()]);
         Ok(())
     }
 
     fn unbind(&mut self, range: Span<DeviceVa>) -> Result<(), SpaceError> {
         let committed = self.vm.unbind(range)?;
-        self.observed(Some(BindRequest::Unbind(range)));
+        self.observer.see(&[BindRequest::Unbind(range)]);
         (self.invalidate)().map_err(SpaceError::Invalidate)?;
         self.vm.invalidated(committed);
         self.free.free(range).map_err(|_| SpaceError::NotReserved(range))
@@ -72,18 +64,12 @@ impl<F: Format, T: Tables<Addr = CardAddr> + Send> AddressSpace for PageTableSpa
     fn apply(&mut self, requests: &[BindRequest]) -> Result<(), SpaceError> {
         let plan = self.vm.plan(requests.iter().cloned()).map_err(|e| SpaceError::Vm(e.error))?;
         let committed = plan.commit();
-        if let Some(observer) = &mut self.observer {
-            observer(requests);
-        }
+        self.observer.see(requests);
         if !committed.is_empty() {
             (self.invalidate)().map_err(SpaceError::Invalidate)?;
         }
         self.vm.invalidated(committed);
         Ok(())
-    }
-
-    fn at(&self, va: DeviceVa) -> DeviceAddr {
-        DeviceAddr::Va(va)
     }
 
     fn leaf_counts(&self) -> Vec<(PageSize, u64)> {
@@ -94,9 +80,8 @@ impl<F: Format, T: Tables<Addr = CardAddr> + Send> AddressSpace for PageTableSpa
         Some(&self.vm)
     }
 
-    fn observe(&mut self, observer: Observer) -> bool {
-        self.observer = Some(observer);
-        true
+    fn observer(&mut self) -> Option<&mut Observer> {
+        Some(&mut self.observer)
     }
 }
 

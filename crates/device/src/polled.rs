@@ -4,7 +4,8 @@ use std::collections::VecDeque;
 use std::time::Duration;
 
 use dmalane_queue::{
-    Abilities, Completion, DeviceAddr, HostSlice, Limits, OpError, Operation, Queue, Refusal, Refused, Ticket, Work,
+    Abilities, Completion, DeviceAddr, HostSlice, Limits, OpError, Operation, Queue, Refusal, Refused, StopReason,
+    Ticket, Work,
 };
 
 /// A queue whose operations are calls of a function, one after the other, on the thread that polls: for devices whose
@@ -18,7 +19,7 @@ pub struct PolledQueue<F> {
     execute: F,
     waiting: VecDeque<(Ticket, Operation)>,
     next: u64,
-    stopped: Option<String>,
+    stopped: Option<StopReason>,
 }
 
 /// Bytes that a poll moves before it returns, when there is more to do.
@@ -52,7 +53,7 @@ impl<F: FnMut(&Operation) -> Result<(), OpError> + Send> Queue for PolledQueue<F
         let reason = match (&self.stopped, operation.admit(self.abilities, self.limits)) {
             (Some(why), _) => Refusal::Stopped(why.clone()),
             (None, Err(reason)) => reason,
-            (None, Ok(())) if hosts(&operation).iter().any(lies_elsewhere) => Refusal::NotRegistered,
+            (None, Ok(())) if operation.hosts().iter().any(lies_elsewhere) => Refusal::NotRegistered,
             (None, Ok(())) if self.waiting.len() >= self.limits.capacity => Refusal::Full,
             (None, Ok(())) => {
                 let ticket = Ticket::new(self.next);
@@ -87,12 +88,12 @@ impl<F: FnMut(&Operation) -> Result<(), OpError> + Send> Queue for PolledQueue<F
         self.poll(done)
     }
 
-    fn halted(&self) -> Option<String> {
+    fn halted(&self) -> Option<StopReason> {
         self.stopped.clone()
     }
 
-    fn stop(&mut self, why: &str) {
-        self.stopped = Some(why.to_owned());
+    fn stop(&mut self, reason: StopReason) {
+        self.stopped = Some(reason);
     }
 
     fn restart(&mut self) -> bool {
@@ -101,14 +102,5 @@ impl<F: FnMut(&Operation) -> Result<(), OpError> + Send> Queue for PolledQueue<F
             self.stopped = None;
         }
         restarts
-    }
-}
-
-/// The host memory of an operation.
-fn hosts(operation: &Operation) -> &[HostSlice] {
-    match &operation.work {
-        Work::Copy { host, .. } | Work::Compare { host, .. } => std::slice::from_ref(host),
-        Work::Gather(g) => &g.host,
-        Work::Within { .. } | Work::Fill { .. } | Work::Fence => &[],
     }
 }

@@ -53,8 +53,10 @@ pub trait AddressSpace: Send {
         Err(SpaceError::NoBatches)
     }
 
-    /// How a queue reaches what is bound at `va`.
-    fn at(&self, va: DeviceVa) -> DeviceAddr;
+    /// How a queue reaches what is bound at `va`; in a [flat](AddressSpaceKind::Flat) space by its card address.
+    fn at(&self, va: DeviceVa) -> DeviceAddr {
+        DeviceAddr::Va(va)
+    }
 
     /// Leaves of the page table by size; empty where there is none, or the driver does not tell.
     fn leaf_counts(&self) -> Vec<(PageSize, u64)> {
@@ -66,16 +68,33 @@ pub trait AddressSpace: Send {
         None
     }
 
-    /// Calls `observer` with what is bound and unbound from now on, for example to write a trace. False where nothing
-    /// is ever bound, so that there is nothing to observe.
-    fn observe(&mut self, observer: Observer) -> bool {
-        drop(observer);
-        false
+    /// The observer, which the space shows all binds and unbinds; `None` where nothing is ever bound.
+    fn observer(&mut self) -> Option<&mut Observer> {
+        None
+    }
+
+    /// Calls `see` with what is bound and unbound from now on, for example to write a trace. False where nothing is
+    /// ever bound, so that there is nothing to observe.
+    fn observe(&mut self, see: See) -> bool {
+        self.observer().map(|observer| observer.0 = Some(see)).is_some()
     }
 }
 
-/// Sees what was bound and unbound.
-pub type Observer = Box<dyn FnMut(&[BindRequest]) + Send>;
+/// For implementations of [`AddressSpace`]: sees what was bound and unbound, once there is somebody to
+/// [observe](AddressSpace::observe).
+#[derive(Default)]
+pub struct Observer(Option<See>);
+
+type See = Box<dyn FnMut(&[BindRequest]) + Send>;
+
+impl Observer {
+    /// Shows it requests that were carried out.
+    pub fn see(&mut self, requests: &[BindRequest]) {
+        if let Some(see) = &mut self.0 {
+            see(requests);
+        }
+    }
+}
 
 /// The kinds of translation behind a device's virtual addresses.
 #[derive(Clone, PartialEq, Eq, Debug)]
@@ -107,6 +126,14 @@ pub struct Bind<'a> {
     pub len: u64,
     /// The access of programs on the device.
     pub access: Access,
+}
+
+impl Bind<'_> {
+    /// The same as a request of a batch.
+    pub fn request(&self) -> BindRequest {
+        let Self { va, bo, offset, len, access } = *self;
+        BindRequest::Bind { va, bo: bo.clone(), offset, len, access }
+    }
 }
 
 /// Why an address space did not do something.

@@ -35,6 +35,8 @@ mod buf;
 mod device;
 mod error;
 mod footprint;
+#[cfg(feature = "fuzzing")]
+pub mod fuzzing;
 mod heap;
 mod interrupts;
 mod mmio;

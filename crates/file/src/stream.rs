@@ -59,7 +59,7 @@ impl StreamQueue {
         let (start, len) = (key.0, host.slice.len());
         let at = start + *filled as u64;
         if at < self.position {
-            let error = OpError::Stopped(format!("the stream is at {} already", FileOffset::new(self.position)));
+            let error = OpError::Passed { position: FileOffset::new(self.position) };
             return self.end(key, Err(error), done);
         }
         let skip = at - self.position;

@@ -155,7 +155,9 @@ pub(crate) fn describe<'a>(error: FillError, about: impl Fn(usize) -> (PathBuf, 
             Error::Read { path, at, tensor, source }
         }
         FillError::Queue { source_index, reason } => lost(source_index, "file", reason),
-        FillError::Transfer { buffer, error: OpError::Stopped(reason), .. } => lost(buffer, "device", reason),
+        FillError::Transfer { buffer, error: OpError::Stopped(reason), .. } => {
+            lost(buffer, "device", reason.to_string())
+        }
         FillError::Transfer { buffer, offset, error: source } => {
             let at = FileOffset::new(offset);
             let (path, tensor) = named(buffer, at);

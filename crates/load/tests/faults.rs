@@ -67,7 +67,7 @@ fn round(seed: u64, sources: &[std::sync::Arc<Vec<u8>>], heap: &dyn Heap) {
     match (&fault, error) {
         (Fault::Errno(want), OpError::Io { at, errno }) => assert_eq!((at.bits(), errno), (place, want)),
         (Fault::End, OpError::EndOfFile { at, missing }) => assert!(at.bits() == place && *missing > 0),
-        (Fault::Dead, OpError::Stopped(why)) => assert_eq!(why, "by script"),
+        (Fault::Dead, OpError::Stopped(reason)) => assert_eq!(reason.to_string(), "by script"),
         other => panic!("seed {seed}: {other:?}"),
     }
     assert_eq!(HELD.load(Ordering::Relaxed), 0, "seed {seed}: everything in flight was waited for");

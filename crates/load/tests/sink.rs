@@ -13,7 +13,7 @@ use dmalane_dma::{AnonHeap, DeviceMem, Heap, MemfdHeap, PageKind, Pool};
 use dmalane_load::Stage;
 use dmalane_load::fill::{BadJob, Event, Extent, FillError, FillOptions, Filled, Job, Sink, Stays, Watch, fill};
 use dmalane_queue::{
-    Abilities, Completion, DeviceAddr, Limits, OpError, Operation, Queue, Refusal, Refused, Ticket, Work,
+    Abilities, Completion, DeviceAddr, Limits, OpError, Operation, Queue, Refusal, Refused, StopReason, Ticket, Work,
 };
 use dmalane_sim::{DevicePort, HostConfig, SoftHost};
 use script::{Fault, Random, Script, naive, noise, random_job};
@@ -43,7 +43,7 @@ struct Card {
     broken: Option<(u64, Broken)>,
     dead: bool,
     ended: usize,
-    stopped: Option<String>,
+    stopped: Option<StopReason>,
     /// What hangs ends when it is stopped.
     lets_go: bool,
 }
@@ -113,7 +113,7 @@ impl Queue for Card {
         assert_eq!(operation.needs(), Abilities::FROM_HOST);
         assert!(len > 0 && len <= self.max_len);
         let reason = match () {
-            () if self.dead => Refusal::Stopped("by script".into()),
+            () if self.dead => Refusal::Stopped(StopReason::Requested("by script".into())),
             () if self.in_flight() >= self.capacity => Refusal::Full,
             () => {
                 self.next += 1;
@@ -153,8 +153,8 @@ impl Queue for Card {
         done.len() - before
     }
 
-    fn stop(&mut self, why: &str) {
-        self.stopped = Some(why.to_owned());
+    fn stop(&mut self, reason: StopReason) {
+        self.stopped = Some(reason);
     }
 }
 
@@ -347,7 +347,9 @@ fn faults_in_the_middle() {
             }
             // Whichever was noticed first.
             (2, Err(FillError::Transfer { error: OpError::Device { status: 7 }, .. })) => {}
-            (2, Err(FillError::Refused { reason: Refusal::Stopped(why), .. })) => assert_eq!(why, "by script"),
+            (2, Err(FillError::Refused { reason: Refusal::Stopped(StopReason::Requested(why)), .. })) => {
+                assert_eq!(&**why, "by script");
+            }
             (3, Err(FillError::Cancelled { of: 300_000, .. })) => {}
             (4, Ok(_) | Err(FillError::Deadline { of: 300_000, .. })) => {}
             other => panic!("seed {seed}: {other:?}"),
@@ -395,8 +397,10 @@ fn a_device_that_ends_nothing_is_stopped() {
         let mut workers: Vec<_> =
             (0..workers).map(|_| vec![Script::new(sources[0].clone(), 4, 1, Vec::new())]).collect();
         let error = case.run(&heap, &job, &mut workers, &options, &mut |_| ControlFlow::Continue(())).unwrap_err();
-        let FillError::Transfer { buffer: 0, error: OpError::Stopped(why), .. } = &error else { panic!("{error:?}") };
-        assert_eq!((why.as_str(), case.card.stopped.as_deref()), ("it ended nothing for 50ms", Some(why.as_str())));
+        let FillError::Transfer { buffer: 0, error: OpError::Stopped(reason), .. } = &error else {
+            panic!("{error:?}")
+        };
+        assert_eq!((reason, &case.card.stopped), (&StopReason::Timeout(timeout), &Some(reason.clone())));
         assert_eq!(case.card.in_flight(), usize::from(!lets_go));
         assert_eq!(host.stats().pinned_frames > 0, !lets_go, "the device may still read what it did not let go of");
         drop(case);

@@ -11,7 +11,7 @@ use dmalane_dma::BufferSlice;
 
 use crate::{
     Abilities, CacheHint, Cancelled, Completion, Direction, HostSlice, OpError, Operation, Queue, QueueAddr, Refusal,
-    Shape, Ticket, Work, drain, run,
+    Shape, StopReason, Ticket, Work, drain, run,
 };
 
 /// A queue under test, and the memory that its operations target.
@@ -662,10 +662,11 @@ fn takes_back_and_cancels<F: Fixture>(fixture: &mut F) {
 
 fn stops_and_starts_again<F: Fixture>(fixture: &mut F) {
     let mut queue = fixture.queue();
+    let reason = || StopReason::Requested("for a test".into());
     let direction = directions(&queue)[0];
     assert!(!queue.restart() && queue.halted().is_none(), "it runs");
     if !queue.abilities().contains(Abilities::STOP) {
-        queue.stop("for a test");
+        queue.stop(reason());
         assert!(queue.halted().is_none() && !queue.restart(), "it ignores that");
         let operation = small(fixture, direction);
         assert_eq!(one(&mut queue, operation).result, Ok(()));
@@ -676,13 +677,13 @@ fn stops_and_starts_again<F: Fixture>(fixture: &mut F) {
     let Work::Copy { host, .. } = &operation.work else { panic!("a copy") };
     let share = host.slice.reference();
     let ticket = queue.submit(operation).unwrap();
-    queue.stop("for a test");
+    queue.stop(reason());
     let refused = queue.submit(small(fixture, direction)).expect_err("stopped");
-    assert!(matches!(refused.reason, Refusal::Stopped(_)), "{}", refused.reason);
+    assert_eq!(refused.reason, Refusal::Stopped(reason()));
     let end = drain(&mut queue, LONG).remove(0);
-    assert_eq!((end.ticket, end.result), (ticket, Err(OpError::Stopped("for a test".into()))));
+    assert_eq!((end.ticket, end.result), (ticket, Err(OpError::Stopped(reason()))));
     assert!(end.operation.into_slice().unwrap().reference().same_memory(&share));
-    assert_eq!(queue.halted().as_deref(), Some("for a test"), "until it is started again");
+    assert_eq!(queue.halted(), Some(reason()), "until it is started again");
     let begun = Instant::now();
     while !queue.restart() {
         assert!(begun.elapsed() < LONG, "it starts again once the device has stopped");

@@ -1,4 +1,7 @@
-//! Why an operation was refused, and why one failed.
+//! Why an operation was refused, why one failed, and why a queue has stopped.
+
+use std::sync::Arc;
+use std::time::Duration;
 
 use dmalane_addr::{CardAddr, DeviceVa, FileOffset};
 use dmalane_dma::DmaFault;
@@ -57,12 +60,18 @@ pub enum OpError {
         /// The first byte that differs, counted over what is compared.
         offset: u64,
     },
+    /// A source without offsets (a pipe, a socket) has given these bytes to an earlier read.
+    #[error("the stream is at {position} already")]
+    Passed {
+        /// The offset of the next byte.
+        position: FileOffset,
+    },
     /// The operation was cancelled before it was done.
     #[error("the operation was cancelled")]
     Cancelled,
     /// The queue was stopped or reset before the operation ended.
     #[error("the queue stopped: {0}")]
-    Stopped(String),
+    Stopped(StopReason),
     /// A queue inside this one refused the operation after this one had accepted it.
     #[error("{0}")]
     Refused(Refusal),
@@ -71,7 +80,7 @@ pub enum OpError {
 impl From<Refusal> for OpError {
     fn from(reason: Refusal) -> Self {
         match reason {
-            Refusal::Stopped(why) => Self::Stopped(why),
+            Refusal::Stopped(reason) => Self::Stopped(reason),
             reason => Self::Refused(reason),
         }
     }
@@ -128,5 +137,29 @@ pub enum Refusal {
     Mismatch,
     /// The queue has stopped: for good, or until it is restarted.
     #[error("the queue has stopped: {0}")]
-    Stopped(String),
+    Stopped(StopReason),
+}
+
+/// Why a queue has stopped.
+#[derive(Clone, PartialEq, Eq, Debug, Error)]
+#[non_exhaustive]
+pub enum StopReason {
+    /// [`Queue::stop`](crate::Queue::stop) was called; the text is the caller's.
+    #[error("{0}")]
+    Requested(Arc<str>),
+    /// No operation has ended for this long.
+    #[error("nothing ended for {0:?}")]
+    Timeout(Duration),
+    /// The device reported an error after which it cannot continue.
+    #[error("{0}")]
+    Device(Arc<str>),
+    /// The device violated its interface.
+    #[error("{0}")]
+    Protocol(Arc<str>),
+    /// The device is gone until it is opened again: it was removed, its driver has lost it, or its server has ended.
+    #[error("{0}")]
+    Lost(Arc<str>),
+    /// A call of the operating system or of the device's driver failed.
+    #[error("{0}")]
+    Driver(Arc<str>),
 }

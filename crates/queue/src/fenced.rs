@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use dmalane_addr::Promise;
 
-use crate::{Abilities, Cancelled, Completion, Limits, Operation, Queue, Refused, Stats, Ticket};
+use crate::{Abilities, Cancelled, Completion, Limits, Operation, Queue, Refused, Stats, StopReason, Ticket};
 
 /// A queue that signals a fence when an operation has ended: kept when every byte was moved, failed otherwise. Fences
 /// are those of [`dmalane_addr::Timeline`], so a bind queue may wait for a transfer.
@@ -88,12 +88,12 @@ impl<Q: Queue> Queue for Fenced<Q> {
         ended
     }
 
-    fn halted(&self) -> Option<String> {
+    fn halted(&self) -> Option<StopReason> {
         self.queue.halted()
     }
 
-    fn stop(&mut self, why: &str) {
-        self.queue.stop(why);
+    fn stop(&mut self, reason: StopReason) {
+        self.queue.stop(reason);
     }
 
     fn restart(&mut self) -> bool {
@@ -140,7 +140,8 @@ mod tests {
     fn the_queue_within_is_stopped_and_says_why_it_halted() {
         let mut fenced = Fenced::new(Fake::default());
         assert_eq!(fenced.halted(), None);
-        fenced.stop("enough");
-        assert_eq!((fenced.halted().as_deref(), fenced.queue.halted.as_deref()), (Some("enough"), Some("enough")));
+        let reason = Some(StopReason::Requested("enough".into()));
+        fenced.stop(StopReason::Requested("enough".into()));
+        assert_eq!((fenced.halted(), &fenced.queue.halted), (reason.clone(), &reason));
     }
 }

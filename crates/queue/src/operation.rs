@@ -242,6 +242,33 @@ impl<A: QueueAddr> Operation<A> {
             }
     }
 
+    /// The host memory.
+    pub fn hosts(&self) -> &[HostSlice] {
+        match &self.work {
+            Work::Copy { host, .. } | Work::Compare { host, .. } => std::slice::from_ref(host),
+            Work::Gather(g) => &g.host,
+            Work::Within { .. } | Work::Fill { .. } | Work::Fence => &[],
+        }
+    }
+
+    /// The direction of a copy or gather list; `None` for other work.
+    pub fn direction(&self) -> Option<Direction> {
+        match &self.work {
+            Work::Copy { direction, .. } => Some(*direction),
+            Work::Gather(g) => Some(g.direction),
+            _ => None,
+        }
+    }
+
+    /// For queues that need registrations: checks those of all host memory, as [`HostSlice::check`] does.
+    ///
+    /// # Errors
+    /// [`Refusal::NotRegistered`], [`Refusal::NotPermitted`].
+    pub fn check_registered(&self, registrar: &(impl Registrar + ?Sized)) -> Result<(), Refusal> {
+        let access = self.direction().map_or(Access::READ, Direction::host_access); // a comparison reads
+        self.hosts().iter().try_for_each(|host| host.check(registrar, access))
+    }
+
     /// The host memory back, in the order in which it was given.
     pub fn into_host(self) -> Vec<HostSlice> {
         match self.work {
@@ -365,6 +392,17 @@ bitflags::bitflags! {
 }
 
 impl Abilities {
+    /// Those of the copy engines of a GPU, used in order.
+    pub const COPY_ENGINE: Self = Self::FROM_HOST
+        .union(Self::TO_HOST)
+        .union(Self::WITHIN)
+        .union(Self::FILL)
+        .union(Self::SHAPE)
+        .union(Self::GATHER)
+        .union(Self::FENCE)
+        .union(Self::STOP)
+        .union(Self::ORDERED);
+
     /// That of copying this way.
     pub fn copy(direction: Direction) -> Self {
         match direction {

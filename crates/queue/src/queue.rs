@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use dmalane_addr::Access;
 
-use crate::{Abilities, Completion, DeviceAddr, Operation, QueueAddr, Refused, Stats};
+use crate::{Abilities, Completion, DeviceAddr, Operation, QueueAddr, Refused, Stats, StopReason};
 
 /// The direction of a copy, seen from host memory.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
@@ -120,14 +120,14 @@ pub trait Queue: Send {
 
     /// Why the queue accepts nothing any more: it halted by itself or was stopped, and was not restarted since.
     /// Operations in flight then end once the device has let go of them, which a device that is gone never confirms.
-    fn halted(&self) -> Option<String> {
+    fn halted(&self) -> Option<StopReason> {
         None
     }
 
     /// Stops the queue, with the ability [`STOP`](Abilities::STOP); others ignore it. What is in flight ends with
     /// [`OpError::Stopped`](crate::OpError::Stopped) once the device has let go of it.
-    fn stop(&mut self, why: &str) {
-        let _ = why;
+    fn stop(&mut self, reason: StopReason) {
+        drop(reason);
     }
 
     /// Starts a queue that has stopped. Tickets go on where they were. True when it runs again; false while it has not
@@ -205,12 +205,12 @@ macro_rules! forward {
                 (**self).wait(done, timeout)
             }
 
-            fn halted(&self) -> Option<String> {
+            fn halted(&self) -> Option<StopReason> {
                 (**self).halted()
             }
 
-            fn stop(&mut self, why: &str) {
-                (**self).stop(why);
+            fn stop(&mut self, reason: StopReason) {
+                (**self).stop(reason);
             }
 
             fn restart(&mut self) -> bool {

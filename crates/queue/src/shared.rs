@@ -14,7 +14,7 @@ use std::time::{Duration, Instant};
 
 use crate::{
     Abilities, Cancelled, Completion, Limits, OpError, Operation, Queue, RELEASE_TIMEOUT, Refusal, Refused, Stats,
-    Ticket,
+    StopReason, Ticket,
 };
 
 /// The urgency of the operations of a handle.
@@ -91,7 +91,7 @@ struct Front<A> {
     /// Refusals because of [`SharedOptions::total`], and operations taken back before the queue had them.
     full: u64,
     taken_back: u64,
-    halted: Option<String>,
+    halted: Option<StopReason>,
     /// Another thread polls without being asked: tasks need not keep themselves awake.
     driven: bool,
 }
@@ -390,13 +390,13 @@ impl<Q: Queue> Queue for SharedHandle<Q> {
             return Err(Refused { operation, reason });
         }
         let mut front = self.shared.front();
-        let reason = match () {
-            () if front.halted.is_some() => Refusal::Stopped(front.halted.clone().unwrap_or_default()),
-            () if front.in_flight >= self.shared.0.limits.capacity => {
+        let reason = match &front.halted {
+            Some(reason) => Refusal::Stopped(reason.clone()),
+            None if front.in_flight >= self.shared.0.limits.capacity => {
                 front.full += 1;
                 Refusal::Full
             }
-            () => {
+            None => {
                 let ticket = Ticket::new(front.next);
                 front.next += 1;
                 front.in_flight += 1;
@@ -439,13 +439,13 @@ impl<Q: Queue> Queue for SharedHandle<Q> {
         }
     }
 
-    fn halted(&self) -> Option<String> {
+    fn halted(&self) -> Option<StopReason> {
         self.shared.front().halted.clone()
     }
 
-    fn stop(&mut self, why: &str) {
+    fn stop(&mut self, reason: StopReason) {
         let mut back = self.shared.back();
-        back.queue.stop(why);
+        back.queue.stop(reason);
         let halted = back.queue.halted();
         self.shared.front().halted = halted;
     }

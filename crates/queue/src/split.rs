@@ -7,7 +7,7 @@ use dmalane_dma::BufferSlice;
 
 use crate::{
     Abilities, CacheHint, Completion, Direction, Fragment, HostSlice, Limits, OpError, Operation, Policy, Queue,
-    QueueAddr, Refusal, Refused, Registered, Ticket, Work,
+    QueueAddr, Refusal, Refused, Registered, StopReason, Ticket, Work,
 };
 
 /// The clock of a [`Split`], for the rates that its policy measures.
@@ -337,13 +337,13 @@ impl<Q: Queue, P: Policy, K: Clock> Queue for Split<Q, P, K> {
     }
 
     /// Halted when one queue has, since every copy may need it; but not while another one still has operations to end.
-    fn halted(&self) -> Option<String> {
+    fn halted(&self) -> Option<StopReason> {
         let works = |queue: &Q| queue.in_flight() > 0 && queue.halted().is_none();
         if self.queues.iter().any(works) { None } else { self.queues.iter().find_map(Queue::halted) }
     }
 
-    fn stop(&mut self, why: &str) {
-        self.queues.iter_mut().for_each(|queue| queue.stop(why));
+    fn stop(&mut self, reason: StopReason) {
+        self.queues.iter_mut().for_each(|queue| queue.stop(reason.clone()));
     }
 
     /// Restarts all queues that have stopped.
@@ -389,7 +389,7 @@ mod tests {
         split.poll(&mut Vec::new());
         assert_eq!(split.queues.iter().map(Queue::in_flight).collect::<Vec<_>>(), [1, 1]);
         assert_eq!(split.halted(), None);
-        split.queues[0].stop("gone");
+        split.queues[0].stop(StopReason::Lost("gone".into()));
         assert_eq!(split.halted(), None, "the other one works");
         let begun = Instant::now();
         assert!(
@@ -399,7 +399,7 @@ mod tests {
         // Once it has ended its operations, nothing more is to be expected.
         split.queues[1].ends = true;
         split.poll(&mut Vec::new());
-        assert_eq!(split.halted().as_deref(), Some("gone"));
+        assert_eq!(split.halted(), Some(StopReason::Lost("gone".into())));
         let (begun, long) = (Instant::now(), Duration::from_secs(60));
         assert!(drain(&mut split, long).is_empty() && begun.elapsed() < long / 2);
         split.queues[0].ends = true;

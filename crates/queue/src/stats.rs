@@ -112,10 +112,9 @@ impl Stats {
     }
 }
 
-/// For implementations of [`Queue`](crate::Queue): times one operation in [`Latency::ONE_IN`], in the order of their
-/// numbers.
+/// Times one operation in [`Latency::ONE_IN`], in the order of their numbers.
 #[derive(Debug, Default)]
-pub struct Sampler(std::collections::VecDeque<(u64, Instant)>);
+pub(crate) struct Sampler(std::collections::VecDeque<(u64, Instant)>);
 
 impl Sampler {
     /// Operation `number` was submitted.

@@ -4,7 +4,7 @@ use std::time::{Duration, Instant};
 
 use thiserror::Error;
 
-use crate::{Completion, OpError, Operation, Queue, Refused};
+use crate::{Completion, OpError, Operation, Queue, Refused, StopReason};
 
 /// Why [`run`] did not move the bytes.
 #[derive(Debug, Error)]
@@ -20,7 +20,7 @@ pub enum RunError<A: std::fmt::Debug> {
     TimedOut(Duration),
     /// The queue has halted, and its device has not let go of the buffer.
     #[error("the queue has halted: {0}")]
-    Halted(String),
+    Halted(StopReason),
     /// Other operations were in flight; [`run`] needs a queue for itself.
     #[error("other operations are in flight")]
     Busy,
@@ -41,7 +41,7 @@ pub struct HaltWatch(Option<Instant>);
 impl HaltWatch {
     /// Why the queue has halted, once it has been halted for two seconds with operations still in flight. To be called
     /// regularly.
-    pub fn lost<Q: Queue + ?Sized>(&mut self, queue: &Q) -> Option<String> {
+    pub fn lost<Q: Queue + ?Sized>(&mut self, queue: &Q) -> Option<StopReason> {
         let why = queue.halted().filter(|_| queue.in_flight() > 0);
         if why.is_none() {
             self.0 = None;
@@ -66,14 +66,14 @@ impl StallWatch {
     }
 
     /// The reason, once nothing has ended for `timeout`. To be called after every poll that collected nothing.
-    pub fn lost(&mut self, timeout: Duration) -> Option<String> {
+    pub fn lost(&mut self, timeout: Duration) -> Option<StopReason> {
         self.check(Instant::now(), timeout)
     }
 
-    fn check(&mut self, now: Instant, timeout: Duration) -> Option<String> {
+    fn check(&mut self, now: Instant, timeout: Duration) -> Option<StopReason> {
         let before = self.last.replace(now).unwrap_or(now);
         self.quiet += now.saturating_duration_since(before).min(COUNTS_AT_MOST);
-        (self.quiet >= timeout).then(|| format!("it ended nothing for {timeout:?}"))
+        (self.quiet >= timeout).then_some(StopReason::Timeout(timeout))
     }
 }
 
@@ -137,7 +137,7 @@ pub(crate) mod fake {
     #[derive(Default)]
     pub(crate) struct Fake {
         pub flying: Vec<(Ticket, Operation)>,
-        pub halted: Option<String>,
+        pub halted: Option<StopReason>,
         /// Its operations end at the next poll.
         pub ends: bool,
     }
@@ -185,12 +185,12 @@ pub(crate) mod fake {
             ended
         }
 
-        fn halted(&self) -> Option<String> {
+        fn halted(&self) -> Option<StopReason> {
             self.halted.clone()
         }
 
-        fn stop(&mut self, why: &str) {
-            self.halted = Some(why.to_owned());
+        fn stop(&mut self, reason: StopReason) {
+            self.halted = Some(reason);
         }
     }
 
@@ -220,23 +220,26 @@ mod tests {
             }
             None
         };
-        queue.stop("the card is gone");
+        queue.stop(StopReason::Lost("the card is gone".into()));
         assert!(lost_after(&queue, 2 * RELEASE_TIMEOUT).is_none(), "nothing is in flight");
         let _only = queue.submit(operation()).unwrap();
         let (why, after) = lost_after(&queue, LONG).unwrap();
-        assert!(why == "the card is gone" && after >= RELEASE_TIMEOUT, "{why} after {after:?}");
+        assert!(
+            why == StopReason::Lost("the card is gone".into()) && after >= RELEASE_TIMEOUT,
+            "{why} after {after:?}"
+        );
         queue.halted = None;
         assert!(lost_after(&queue, 2 * RELEASE_TIMEOUT).is_none(), "it runs");
         // Counted from the first check that sees it halted again.
-        queue.stop("again");
+        queue.stop(StopReason::Requested("again".into()));
         assert!(lost_after(&queue, LONG).unwrap().1 >= RELEASE_TIMEOUT);
     }
 
     #[test]
     fn a_lost_queue_is_not_waited_for() {
         let begun = Instant::now();
-        let mut queue = Fake { halted: Some("gone".into()), ..Fake::default() };
-        assert!(matches!(run(&mut queue, operation(), LONG), Err(RunError::Halted(why)) if why == "gone"));
+        let mut queue = Fake { halted: Some(StopReason::Lost("gone".into())), ..Fake::default() };
+        assert!(matches!(run(&mut queue, operation(), LONG), Err(RunError::Halted(StopReason::Lost(_)))));
         assert!(drain(&mut queue, LONG).is_empty() && queue.in_flight() == 1);
         assert!(begun.elapsed() < LONG / 2, "{:?}", begun.elapsed());
         // One that runs is waited for as long as it takes, and its completions are returned.
@@ -257,7 +260,7 @@ mod tests {
         // Stopped by the user for a minute, which counts as a second.
         assert_eq!(watch.check(at(60.0), timeout), None);
         assert_eq!(watch.check(at(61.0), timeout), None);
-        assert_eq!(watch.check(at(61.2), timeout).as_deref(), Some("it ended nothing for 3s"));
+        assert_eq!(watch.check(at(61.2), timeout), Some(StopReason::Timeout(timeout)));
         watch.moved();
         assert_eq!(watch.check(at(70.0), timeout), None);
     }

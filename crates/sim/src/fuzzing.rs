@@ -8,6 +8,7 @@ use std::time::Duration;
 use crate::DevicePort;
 use crate::{HostConfig, SoftHost};
 use dmalane_addr::{Access, CardAddr, Iova};
+use dmalane_dma::fuzzing::Input;
 use dmalane_dma::{AnonHeap, BufferRef, DeviceMem, Error, Heap, Mapping, Mmio, Pinned, Registrar, SharedBuf};
 use dmalane_queue::{Cancelled, DeviceAddr, Direction, HostSlice, Operation, Queue, Registered, Shape, Ticket};
 
@@ -19,31 +20,6 @@ use dmalane_card::{Card, CompletionEntry};
 /// Most operations of one run, and most steps of the card.
 const OPERATIONS: usize = 200;
 const STEPS: usize = 400;
-
-/// The input, taken from the front. Past its end everything reads as `None`.
-struct Input<'a>(&'a [u8]);
-
-impl Input<'_> {
-    fn u8(&mut self) -> Option<u8> {
-        let (first, rest) = self.0.split_first()?;
-        self.0 = rest;
-        Some(*first)
-    }
-
-    fn u16(&mut self) -> Option<u16> {
-        Some(u16::from_le_bytes([self.u8()?, self.u8()?]))
-    }
-
-    fn u32(&mut self) -> Option<u32> {
-        Some(u32::from(self.u16()?) | u32::from(self.u16()?) << 16)
-    }
-
-    fn bytes(&mut self, n: usize) -> &[u8] {
-        let (bytes, rest) = self.0.split_at(n.min(self.0.len()));
-        self.0 = rest;
-        bytes
-    }
-}
 
 fn host() -> SoftHost {
     let config = HostConfig { memory: 64 << 20, fragmentation: 0.0, seed: 1 };
@@ -68,7 +44,7 @@ fn is_all(buf: &SharedBuf, byte: u8) -> bool {
 /// # Panics
 /// When the card writes memory that is not mapped for writing, or panics itself.
 pub fn fuzz_ring(bytes: &[u8]) {
-    let input = &mut Input(bytes);
+    let input = &mut Input::new(bytes);
     let heap = AnonHeap::new();
     // In IOVA order: what the card may write, what it may only read, what it could reach once.
     let open = patterned(&heap, 64 << 10, 0);
@@ -83,7 +59,7 @@ pub fn fuzz_ring(bytes: &[u8]) {
     let cards = [0, (4 << 20) - 0x8000, HBM_BASE, HBM_BASE + (4 << 20) - 0x8000, 0x4000_0000, u64::MAX - 0xfff];
     let mut driver = Driver { bus, open, hosts, cards, written: [0; 2], steps: 0 };
     for _ in 0..OPERATIONS {
-        if driver.operation(input).is_none() {
+        if input.is_empty() || driver.operation(input).is_none() {
             break;
         }
     }
@@ -115,30 +91,30 @@ impl Driver {
     }
 
     fn operation(&mut self, input: &mut Input<'_>) -> Option<()> {
-        let kind = input.u8()?;
+        let kind = input.u8();
         let channel = kind >> 7;
         let written = self.written[usize::from(channel)];
         let bus = &self.bus;
         let set = |register, value| bus.write32(BAR_REGISTERS, regs::channel(channel.into(), register), value).ok();
         match kind & 7 {
             0 => {
-                let (offset, value) = (u64::from(input.u16()? & 0x13ff), input.u32()?);
+                let (offset, value) = (u64::from(input.u16() & 0x13ff), input.u32());
                 let _ = bus.write32(BAR_REGISTERS, offset, value);
                 let _ = bus.read32(BAR_REGISTERS, offset);
             }
             1 => {
-                let at = usize::from(input.u16()?);
+                let at = usize::from(input.u16());
                 self.open.view().sub(at & 0x7fff, 64)?.write(input.bytes(32));
             }
             2 => {
                 // A descriptor that is nearly right, after the one before.
-                let (ends, flags, shift) = (input.u8()?, input.u8()?, input.u16()?);
+                let (ends, flags, shift) = (input.u8(), input.u8(), input.u16());
                 let host = self.hosts[usize::from(ends) % self.hosts.len()].wrapping_add(shift.into());
-                let card = self.cards[usize::from(ends >> 4) % self.cards.len()].wrapping_add(input.u16()?.into());
+                let card = self.cards[usize::from(ends >> 4) % self.cards.len()].wrapping_add(input.u16().into());
                 let opcode = 1 + u64::from(flags & 1) + u64::from(ends >> 1 & 6);
-                let len = u64::from(input.u16()? >> (flags >> 2 & 7)) << if flags & 0x20 != 0 { 12 } else { 0 };
+                let len = u64::from(input.u16() >> (flags >> 2 & 7)) << if flags & 0x20 != 0 { 12 } else { 0 };
                 // Chained, virtual source, cache.
-                let more = u64::from(input.u8().unwrap_or(0));
+                let more = u64::from(input.u8());
                 let more = (more & 1) << 2 | (more >> 1 & 1) << 1 | (more >> 2 & 3) << 4;
                 let head = opcode | (u64::from(flags & 2) << 7) | more << 8 | (u64::from(flags >> 6) << 16);
                 // Of copies within the card the source, of shapes both pitches, of fences nothing at all.
@@ -154,16 +130,16 @@ impl Driver {
                 self.written[usize::from(channel)] += 1;
             }
             3 => {
-                let b = input.u8()?;
+                let b = input.u8();
                 set(regs::CH_DOORBELL, if b < 0xfc { written } else { b.into() })?;
             }
             4 => {
-                let steps = input.u8()? % 16;
+                let steps = input.u8() % 16;
                 self.work(steps.into());
             }
             5 => {
                 // Rings where they should be, or nearly so.
-                let (log2, which) = (input.u8()?, input.u8()?);
+                let (log2, which) = (input.u8(), input.u8());
                 set(regs::CH_CONTROL, 0)?;
                 bus.progress();
                 set(regs::CH_RING_LOG2, u32::from(log2 & 15))?;
@@ -175,7 +151,7 @@ impl Driver {
             }
             6 => {
                 // A page-table entry that is nearly right, or anything.
-                let (place, what) = (input.u8()?, input.u8()?);
+                let (place, what) = (input.u8(), input.u8());
                 let at = self.cards[usize::from(place) % self.cards.len()].wrapping_add(u64::from(place >> 5) * 8);
                 let flags = [0x27, 0x25, 0xa7, 0x67][usize::from(what & 3)];
                 let entry = (u64::from(what >> 3) << 12 | flags).to_le_bytes();
@@ -183,7 +159,7 @@ impl Driver {
                 let _ = bus.write_bytes(BAR_MEMORY, at, if what & 4 == 0 { &entry } else { any });
             }
             _ => {
-                let root = u32::from(input.u16()? & 0x0f07) << 8;
+                let root = u32::from(input.u16() & 0x0f07) << 8;
                 bus.write32(BAR_REGISTERS, regs::MMU_ROOT, root).ok()?;
                 bus.write32(BAR_REGISTERS, regs::MMU_CONTROL, 1).ok()?;
             }

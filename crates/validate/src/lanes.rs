@@ -5,7 +5,7 @@ use std::sync::{Condvar, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
 use dmalane_dma::Registrar;
-use dmalane_queue::{Completion, DeviceAddr, DeviceQueue, Direction, HaltWatch, Work};
+use dmalane_queue::{Completion, DeviceAddr, DeviceQueue, Direction, HaltWatch, StopReason, Work};
 
 use crate::target::SLOWEST;
 use crate::walk::Walk;
@@ -195,7 +195,7 @@ impl Lane {
             } else if common.is_stuck() {
                 let stuck = ValidateError::Stuck { phase: job.phase, thread, after: common.patience };
                 // So that buffers come back where the device can be made to let go of them.
-                queue.stop(&stuck.to_string());
+                queue.stop(StopReason::Requested(stuck.to_string().into()));
                 let until = Instant::now() + SETTLE;
                 while queue.in_flight() > 0 && Instant::now() < until {
                     queue.wait(&mut done, Duration::from_millis(100));

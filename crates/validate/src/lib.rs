@@ -25,7 +25,7 @@ use std::time::Duration;
 
 use dmalane_addr::CardAddr;
 use dmalane_dma::PageKind;
-use dmalane_queue::{OpError, QueueChoice, Refusal};
+use dmalane_queue::{OpError, QueueChoice, Refusal, StopReason};
 use thiserror::Error;
 
 pub use fit::{FitReport, FitSettings, fit_link};
@@ -340,7 +340,7 @@ pub enum ValidateError {
         /// Which thread.
         thread: usize,
         /// Why it has halted.
-        why: String,
+        why: StopReason,
     },
     /// Nothing ends any more.
     #[error("{phase}, thread {thread}: nothing has ended for {after:?}")]

@@ -11,7 +11,8 @@ use dmalane_device::{AddressSpace, Device, DeviceInfo, DeviceMemory, MemoryDrive
 use dmalane_dma::Registrar;
 use dmalane_file::{FileDevice, FileDeviceError, FileDeviceOptions, FileDevicePaths};
 use dmalane_queue::{
-    Abilities, Class, Completion, DeviceAddr, DeviceQueue, Direction, Limits, Operation, Queue, Refused, Ticket, Work,
+    Abilities, Class, Completion, DeviceAddr, DeviceQueue, Direction, Limits, Operation, Queue, Refused, StopReason,
+    Ticket, Work,
 };
 use dmalane_sim::{CardConfig, HostConfig, SoftBus, SoftHost, Workers};
 
@@ -381,7 +382,7 @@ struct Hangs {
     held: Vec<(Ticket, Operation)>,
     /// It can be stopped, and by what it was.
     stops: bool,
-    stopped: Option<String>,
+    stopped: Option<StopReason>,
     /// It is seen to have halted as soon as it has anything that it does not end, and then takes no more.
     gone: bool,
 }
@@ -412,8 +413,8 @@ impl Queue for Hangs {
             self.after -= 1;
             return self.inner.submit(operation);
         }
-        if let Some(why) = self.stopped.clone().or_else(|| self.halted()) {
-            return Err(Refused { operation, reason: Refusal::Stopped(why) });
+        if let Some(reason) = self.stopped.clone().or_else(|| self.halted()) {
+            return Err(Refused { operation, reason: Refusal::Stopped(reason) });
         }
         let ticket = Ticket::new(1 << 40 | self.held.len() as u64);
         self.held.push((ticket, operation));
@@ -434,12 +435,12 @@ impl Queue for Hangs {
         done.len() - before
     }
 
-    fn halted(&self) -> Option<String> {
-        Some("its registers read as ones".to_owned()).filter(|_| self.gone && !self.held.is_empty())
+    fn halted(&self) -> Option<StopReason> {
+        Some(StopReason::Lost("its registers read as ones".into())).filter(|_| self.gone && !self.held.is_empty())
     }
 
-    fn stop(&mut self, why: &str) {
-        self.stopped = Some(why.to_owned()).filter(|_| self.stops);
+    fn stop(&mut self, reason: StopReason) {
+        self.stopped = Some(reason).filter(|_| self.stops);
     }
 
     fn wait(&mut self, done: &mut Vec<Completion>, timeout: Duration) -> usize {

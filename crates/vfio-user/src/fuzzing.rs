@@ -9,6 +9,7 @@ use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::os::unix::net::UnixStream;
 
 use dmalane_addr::Iova;
+use dmalane_dma::fuzzing::Input;
 use dmalane_dma::{DeviceMem, Heap, MemfdHeap, PageKind, SharedBuf};
 use rustix::event::{EventfdFlags, eventfd};
 use rustix::fs::MemfdFlags;
@@ -144,37 +145,6 @@ impl ServedDevice for Device<'_> {
     }
 }
 
-/// The input, read from the front. Past its end everything reads as 0.
-struct Input<'a>(&'a [u8]);
-
-impl<'a> Input<'a> {
-    fn u8(&mut self) -> u8 {
-        let Some((first, rest)) = self.0.split_first() else { return 0 };
-        self.0 = rest;
-        *first
-    }
-
-    fn u16(&mut self) -> u16 {
-        u16::from_le_bytes([self.u8(), self.u8()])
-    }
-
-    /// A number, mostly small and a multiple of the page.
-    fn number(&mut self) -> u64 {
-        match self.u8() {
-            0 => u64::MAX - u64::from(self.u8()),
-            1 => u64::from(self.u16()),
-            2 => u64::from(self.u16()) << 48,
-            n => u64::from(n - 3) << 12,
-        }
-    }
-
-    fn bytes(&mut self, n: usize) -> &'a [u8] {
-        let (bytes, rest) = self.0.split_at(n.min(self.0.len()));
-        self.0 = rest;
-        bytes
-    }
-}
-
 /// A message to send: command, flags, body, and the files that go with it.
 struct Sent {
     command: u16,
@@ -235,7 +205,7 @@ fn request(input: &mut Input<'_>) -> Sent {
 /// # Panics
 /// When a request outside of the device reaches it, an answer is malformed, or state of the client is left.
 pub fn fuzz_client(data: &[u8]) {
-    RESOURCES.with_borrow(|resources| run(resources, Input(data)));
+    RESOURCES.with_borrow(|resources| run(resources, Input::new(data)));
 }
 
 fn run(resources: &Resources, mut input: Input<'_>) {
@@ -246,7 +216,7 @@ fn run(resources: &Resources, mut input: Input<'_>) {
         requested.push((0, 1));
     }
     for id in 1..=MESSAGES as u16 {
-        if input.0.is_empty() {
+        if input.is_empty() {
             break;
         }
         let how = input.u8();

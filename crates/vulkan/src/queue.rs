@@ -8,7 +8,7 @@ use ash::vk;
 use dmalane_addr::CardAddr;
 use dmalane_queue::{
     Abilities, Cancelled, Completion, DeviceAddr, Direction, HostSlice, Limits, OpError, Operation, Queue, QueueAddr,
-    Refusal, Refused, Sampler, Shape, Stats, Ticket, Work,
+    QueueState, Refusal, Refused, Shape, Stats, StopReason, Ticket, Work,
 };
 
 use crate::channel::{Channel, Recording};
@@ -34,16 +34,6 @@ const BUSY: usize = 2;
 /// Bytes of patterns that fills copy from: what `vkCmdUpdateBuffer` takes at a time.
 const SCRATCH: u64 = 64 << 10;
 
-const ABILITIES: Abilities = Abilities::FROM_HOST
-    .union(Abilities::TO_HOST)
-    .union(Abilities::WITHIN)
-    .union(Abilities::FILL)
-    .union(Abilities::SHAPE)
-    .union(Abilities::GATHER)
-    .union(Abilities::FENCE)
-    .union(Abilities::STOP)
-    .union(Abilities::ORDERED);
-
 /// A queue of a GPU.
 pub(crate) struct GpuQueue {
     parts: Parts,
@@ -59,9 +49,9 @@ pub(crate) struct GpuQueue {
     late: VecDeque<Completion>,
     in_flight: usize,
     next: u64,
-    stopped: Option<Stopped>,
-    stats: Stats,
-    sampler: Sampler,
+    state: QueueState,
+    /// The GPU is lost: nothing starts the queue again.
+    lost: bool,
 }
 
 /// What a queue has of its device.
@@ -71,12 +61,6 @@ pub(crate) struct Parts {
     pub memory: Arc<GpuMemory>,
     pub importer: Importer,
     pub sparse: Option<Arc<SparseMap>>,
-}
-
-struct Stopped {
-    why: String,
-    /// Nothing starts it again.
-    lost: bool,
 }
 
 /// A pattern that was written for fills to copy.
@@ -373,15 +357,14 @@ impl GpuQueue {
             late: VecDeque::new(),
             in_flight: 0,
             next: 0,
-            stopped: None,
-            stats: Stats::default(),
-            sampler: Sampler::default(),
+            state: QueueState::default(),
+            lost: false,
         })
     }
 
     /// Submits what is waiting, in as many submissions as it takes.
     fn ring(&mut self) {
-        while !self.waiting.is_empty() && self.stopped.is_none() {
+        while !self.waiting.is_empty() && self.state.is_running() {
             let recording = match self.channel.begin() {
                 Ok(recording) => recording,
                 Err(e) => return self.halt(&e),
@@ -390,9 +373,7 @@ impl GpuQueue {
                 self.halt(&e);
             }
         }
-        if self.stopped.is_some() {
-            self.refuse_waiting();
-        }
+        self.refuse_waiting();
     }
 
     /// Submits the next operations.
@@ -425,7 +406,7 @@ impl GpuQueue {
         if writer.to_host {
             self.channel.show_host(&recording);
         }
-        self.stats.doorbells += 1;
+        self.state.flushed();
         // What is bound must be bound before it is used.
         let bound = self.parts.sparse.as_ref().and_then(|sparse| sparse.pending());
         let after = bound.as_ref().map(|(timeline, value)| (&**timeline, *value));
@@ -433,32 +414,28 @@ impl GpuQueue {
             // Nothing of it happened.
             self.hazards.clear();
             self.scratch.pattern = None;
-            let why = OpError::Stopped(e.to_string());
-            self.late.extend(load.into_iter().map(|c| Completion { result: Err(why.clone()), bytes: 0, ..c }));
+            self.late.extend(load.into_iter().map(stopped_by(&e)));
             e
         })
     }
 
-    /// Ends the operations that the GPU has not received; the queue has stopped.
+    /// Ends the operations that the GPU has not received, if the queue has stopped.
     fn refuse_waiting(&mut self) {
-        let Some(stopped) = &self.stopped else { return };
-        let why = OpError::Stopped(stopped.why.clone());
-        let end = |(ticket, operation)| Completion { ticket, operation, result: Err(why.clone()), bytes: 0 };
+        let Some(reason) = self.state.stopped() else { return };
+        let error = OpError::Stopped(reason.clone());
+        let end = |(ticket, operation)| Completion { ticket, operation, result: Err(error.clone()), bytes: 0 };
         self.late.extend(self.waiting.drain(..).map(end));
     }
 
     fn halt(&mut self, e: &CallError) {
-        let why = match e.is_lost() {
-            true => format!("the GPU {} is lost ({e}): see the kernel log", self.parts.gpu.info().name),
-            false => e.to_string(),
-        };
-        if self.stopped.is_none() {
-            self.stats.stops += 1;
-        }
-        match &mut self.stopped {
-            Some(stopped) => stopped.lost |= e.is_lost(),
-            None => self.stopped = Some(Stopped { why, lost: e.is_lost() }),
-        }
+        self.lost |= e.is_lost();
+        self.state.stop(match e.is_lost() {
+            true => {
+                let name = &self.parts.gpu.info().name;
+                StopReason::Lost(format!("the GPU {name} is lost ({e}): see the kernel log").into())
+            }
+            false => StopReason::Driver(e.to_string().into()),
+        });
         self.refuse_waiting();
     }
 
@@ -467,39 +444,36 @@ impl GpuQueue {
         let before = done.len();
         if let Err(e) = self.channel.ended(|load| done.extend(load)) {
             self.halt(&e);
-            self.channel.give_up(|load| {
-                let why = OpError::Stopped(e.to_string());
-                // The GPU may have done some of it, or nothing.
-                done.extend(load.into_iter().map(|c| Completion { result: Err(why.clone()), bytes: 0, ..c }));
-            });
+            // The GPU may have done some of it, or nothing.
+            self.channel.give_up(|load| done.extend(load.into_iter().map(stopped_by(&e))));
         }
         if self.channel.in_flight() == 0 {
             done.extend(self.late.drain(..));
         }
         for end in &mut done[before..] {
-            if let (Some(stopped), Ok(())) = (&self.stopped, &end.result) {
-                (end.result, end.bytes) = (Err(OpError::Stopped(stopped.why.clone())), 0);
+            if let (Some(reason), Ok(())) = (self.state.stopped(), &end.result) {
+                (end.result, end.bytes) = (Err(OpError::Stopped(reason.clone())), 0);
             }
-            match end.result.is_ok() {
-                true => self.stats.ok += 1,
-                false => self.stats.failed += 1,
-            }
-            self.stats.bytes += end.bytes;
-            self.sampler.ended(end.ticket.number(), &mut self.stats.latency);
+            self.state.ended(end);
         }
         let ended = done.len() - before;
         self.in_flight -= ended;
         ended
     }
 
-    fn registered(&self, operation: &Operation) -> Result<(), Refusal> {
-        let check = |host: &HostSlice, direction: Direction| host.check(&self.parts.importer, direction.host_access());
-        match &operation.work {
-            Work::Copy { direction, host, .. } => check(host, *direction),
-            Work::Gather(g) => g.host.iter().try_for_each(|host| check(host, g.direction)),
-            _ => Ok(()),
-        }
+    /// Checks whether an operation can be accepted.
+    fn check(&self, operation: &Operation) -> Result<(), Refusal> {
+        self.state.check_running()?;
+        operation.admit(Abilities::COPY_ENGINE, self.limits())?;
+        operation.check_registered(&self.parts.importer)?;
+        if self.in_flight >= CAPACITY { Err(Refusal::Full) } else { Ok(()) }
     }
+}
+
+/// Ends an operation of a submission that failed.
+fn stopped_by(error: &CallError) -> impl Fn(Completion) -> Completion {
+    let error = OpError::Stopped(StopReason::Driver(error.to_string().into()));
+    move |completion| Completion { result: Err(error.clone()), bytes: 0, ..completion }
 }
 
 impl Queue for GpuQueue {
@@ -510,7 +484,7 @@ impl Queue for GpuQueue {
     }
 
     fn abilities(&self) -> Abilities {
-        ABILITIES
+        Abilities::COPY_ENGINE
     }
 
     fn in_flight(&self) -> usize {
@@ -518,30 +492,20 @@ impl Queue for GpuQueue {
     }
 
     fn submit(&mut self, operation: Operation) -> Result<Ticket, Refused<DeviceAddr>> {
-        let reason = match &self.stopped {
-            Some(stopped) => Refusal::Stopped(stopped.why.clone()),
-            None => match operation.admit(ABILITIES, self.limits()).and_then(|()| self.registered(&operation)) {
-                Err(reason) => reason,
-                Ok(()) if self.in_flight >= CAPACITY => {
-                    self.stats.full += 1;
-                    Refusal::Full
-                }
-                Ok(()) => {
-                    let ticket = Ticket::new(self.next);
-                    self.next += 1;
-                    self.in_flight += 1;
-                    self.stats.submitted += 1;
-                    self.sampler.begun(ticket.number());
-                    self.waiting.push_back((ticket, operation));
-                    // So many go on their way while the caller writes down more.
-                    if self.waiting.len() >= EAGER && self.channel.in_flight() < BUSY {
-                        self.ring();
-                    }
-                    return Ok(ticket);
-                }
-            },
-        };
-        Err(Refused { operation, reason })
+        if let Err(reason) = self.check(&operation) {
+            self.state.refused(&reason);
+            return Err(Refused { operation, reason });
+        }
+        let ticket = Ticket::new(self.next);
+        self.next += 1;
+        self.in_flight += 1;
+        self.state.submitted(ticket.number());
+        self.waiting.push_back((ticket, operation));
+        // Submitted while the caller prepares more.
+        if self.waiting.len() >= EAGER && self.channel.in_flight() < BUSY {
+            self.ring();
+        }
+        Ok(ticket)
     }
 
     fn flush(&mut self) {
@@ -566,31 +530,24 @@ impl Queue for GpuQueue {
             if let Err(e) = self.channel.wait(left) {
                 // The next poll finds out what has become of the operations.
                 self.halt(&e);
-                self.channel.give_up(|load| {
-                    let why = OpError::Stopped(e.to_string());
-                    let end = |c: Completion| Completion { result: Err(why.clone()), bytes: 0, ..c };
-                    self.late.extend(load.into_iter().map(end));
-                });
+                self.channel.give_up(|load| self.late.extend(load.into_iter().map(stopped_by(&e))));
             }
         }
     }
 
-    fn halted(&self) -> Option<String> {
-        self.stopped.as_ref().map(|stopped| stopped.why.clone())
+    fn halted(&self) -> Option<StopReason> {
+        self.state.stopped().cloned()
     }
 
-    fn stop(&mut self, why: &str) {
-        if self.stopped.is_none() {
-            self.stopped = Some(Stopped { why: why.to_owned(), lost: false });
-            self.stats.stops += 1;
-            self.refuse_waiting();
-        }
+    fn stop(&mut self, reason: StopReason) {
+        self.state.stop(reason);
+        self.refuse_waiting();
     }
 
     fn restart(&mut self) -> bool {
-        let restarts = self.in_flight == 0 && self.stopped.as_ref().is_some_and(|s| !s.lost);
+        let restarts = self.in_flight == 0 && !self.state.is_running() && !self.lost;
         if restarts {
-            self.stopped = None;
+            self.state.restart();
         }
         restarts
     }
@@ -600,14 +557,14 @@ impl Queue for GpuQueue {
             && let Some((_, operation)) = self.waiting.remove(at)
         {
             self.in_flight -= 1;
-            self.stats.cancelled += 1;
+            self.state.taken_back(ticket.number());
             return Cancelled::TakenBack(operation);
         }
         if ticket.number() < self.next && self.in_flight > 0 { Cancelled::TooLate } else { Cancelled::Unknown }
     }
 
     fn stats(&self) -> Option<Stats> {
-        Some(self.stats.clone())
+        Some(self.state.stats().clone())
     }
 }
 

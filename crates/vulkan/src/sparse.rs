@@ -12,7 +12,6 @@ use std::time::Duration;
 use dmalane_addr::{Access, Address, CardAddr, DeviceVa, PageSize, RangeAllocator, SgTable, Span};
 use dmalane_device::{AddressSpace, AddressSpaceKind, Bind, Observer, SpaceError};
 use dmalane_iopt::{Arm64S1, HeapTables, X86_64_4Level};
-use dmalane_queue::DeviceAddr;
 use dmalane_vm::{AnyVm, BindRequest, PlanError, Vm};
 
 use crate::error::{CallError, Error};
@@ -217,7 +216,7 @@ pub(crate) struct SparseSpace {
     memory: Arc<GpuMemory>,
     free: RangeAllocator<DeviceVa>,
     reserved: BTreeMap<DeviceVa, u64>,
-    observer: Option<Observer>,
+    observer: Observer,
 }
 
 fn driver(e: impl Into<Error>) -> SpaceError {
@@ -227,7 +226,13 @@ fn driver(e: impl Into<Error>) -> SpaceError {
 impl SparseSpace {
     pub fn new(map: &Arc<SparseMap>, memory: &Arc<GpuMemory>) -> Self {
         let free = RangeAllocator::new(map.range, map.granule);
-        Self { map: map.clone(), memory: memory.clone(), free, reserved: BTreeMap::new(), observer: None }
+        Self {
+            map: map.clone(),
+            memory: memory.clone(),
+            free,
+            reserved: BTreeMap::new(),
+            observer: Observer::default(),
+        }
     }
 
     /// True when all of the span lies in one range that is reserved.
@@ -254,7 +259,7 @@ impl AddressSpace for SparseSpace {
     }
 
     fn bind(&mut self, bind: &Bind<'_>) -> Result<(), SpaceError> {
-        let Bind { va, bo, offset, len, access } = *bind;
+        let Bind { va, len, .. } = *bind;
         let span = Span::new(va, len).ok_or(SpaceError::Elsewhere(va))?;
         let mut there = None;
         self.map.lock().vm.mapping(span, &mut |mapped| {
@@ -263,7 +268,7 @@ impl AddressSpace for SparseSpace {
         });
         match there {
             Some(va) => Err(driver(Error::Bound(va))),
-            None => self.apply(&[BindRequest::Bind { va, bo: bo.clone(), offset, len, access }]),
+            None => self.apply(&[bind.request()]),
         }
     }
 
@@ -304,19 +309,12 @@ impl AddressSpace for SparseSpace {
             return Err(e);
         }
         drop(state);
-        if let Some(observer) = &mut self.observer {
-            observer(requests);
-        }
+        self.observer.see(requests);
         Ok(())
     }
 
-    fn at(&self, va: DeviceVa) -> DeviceAddr {
-        DeviceAddr::Va(va)
-    }
-
-    fn observe(&mut self, observer: Observer) -> bool {
-        self.observer = Some(observer);
-        true
+    fn observer(&mut self) -> Option<&mut Observer> {
+        Some(&mut self.observer)
     }
 }
 

@@ -6,7 +6,7 @@ use dmalane_addr::{Access, CardAddr, SgIndex, SgTable};
 use dmalane_cuda::{GpuName, gpus};
 use dmalane_device::{AddressSpaceKind, Bind, Device};
 use dmalane_fake_cuda::{Fake, Seen};
-use dmalane_queue::{Completion, DeviceAddr, Direction, OpError, Operation, Shape, drain};
+use dmalane_queue::{Completion, DeviceAddr, Direction, OpError, Operation, Shape, StopReason, drain};
 use dmalane_vm::Bo;
 
 use crate::gpu::{Gpu, named};
@@ -175,7 +175,7 @@ fn memory_of_a_broken_gpu_is_never_freed() {
         let mut done = Vec::new();
         gpu.queues[0].poll(&mut done);
         if call != "cuStreamSynchronize" {
-            let why = gpu.queues[0].halted().expect("it has halted");
+            let Some(StopReason::Lost(why)) = gpu.queues[0].halted() else { panic!("{call}: it has halted") };
             assert!(why.contains("CUDA_ERROR_LAUNCH_FAILED") && why.contains("is lost"), "{why}");
         }
         assert!(gpu.queues[0].poll(&mut done) == 0 && done.is_empty(), "nothing says that it has ended");

@@ -7,7 +7,7 @@ use dmalane_addr::FileOffset;
 use dmalane_dma::Heap;
 use dmalane_file::{How, Mode, Moved, read_now, residency};
 use dmalane_load::fill::{FillError, FillReport, FilledBuf};
-use dmalane_queue::OpError;
+use dmalane_queue::{OpError, StopReason};
 use rustix::fs::{FileType, OFlags};
 use twox_hash::XxHash3_64;
 
@@ -55,7 +55,7 @@ pub(super) fn try_short(
     let whole = reserved.populate().map_err(memory)?;
     let first_chunk = begin.elapsed();
     let failed = |error| ReadError::Read { path: source::name(file), error };
-    let lost = || failed(OpError::Stopped("a buffer came apart".into()));
+    let lost = || failed(OpError::Stopped(StopReason::Protocol("a buffer came apart".into())));
     let mut rest = whole.into_part();
     let mut front = rest.split_off_front(len as usize).ok_or_else(lost)?;
     read_now(file, &mut front, FileOffset::new(start)).map_err(failed)?;

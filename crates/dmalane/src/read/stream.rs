@@ -8,7 +8,7 @@ use dmalane_addr::FileOffset;
 use dmalane_dma::{BufferSlice, CopyHint, Error, Heap, Reserved};
 use dmalane_file::{How, Moved, StreamQueue};
 use dmalane_load::fill::{FillError, FillReport, FilledBuf};
-use dmalane_queue::{OpError, Operation, RunError, run};
+use dmalane_queue::{OpError, Operation, RunError, StopReason, run};
 use twox_hash::XxHash3_64;
 
 use super::{AllocRead, ReadError, ReadMethod, ReadOptions, ReadSource};
@@ -34,6 +34,7 @@ pub(super) fn to_end(
         let left = deadline.map_or(Duration::MAX, |deadline| deadline.saturating_duration_since(Instant::now()));
         let chunk = heap.reserve(CHUNK).and_then(Reserved::populate).map_err(memory)?.into_part();
         let failed = |error| ReadError::Read { path: source.path.clone(), error };
+        let protocol = |what: &str| OpError::Stopped(StopReason::Protocol(what.into()));
         let (operation, n, ended) = match run(&mut queue, Operation::read(chunk, FileOffset::new(at)), left) {
             Ok(operation) => (operation, CHUNK, false),
             Err(RunError::Failed(operation, OpError::EndOfFile { at: end, .. })) => {
@@ -44,9 +45,9 @@ pub(super) fn to_end(
             Err(RunError::TimedOut(_)) => {
                 return Err(ReadError::Fill(FillError::Deadline { done: len as u64, of: len as u64 }));
             }
-            Err(error) => return Err(failed(OpError::Stopped(error.to_string()))),
+            Err(error) => return Err(failed(protocol(&error.to_string()))),
         };
-        let slice = operation.into_slice().ok_or_else(|| failed(OpError::Stopped("a buffer is lost".into())))?;
+        let slice = operation.into_slice().ok_or_else(|| failed(protocol("a buffer is lost")))?;
         len += n;
         chunks.push_back((slice, n));
         if let Some(limit) = options.limit.filter(|limit| len as u64 > *limit) {

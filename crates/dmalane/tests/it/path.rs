@@ -15,7 +15,7 @@ use dmalane::file::{FileQueue, Mode};
 use dmalane::load::{DriveOptions, Error, Input, OpenDevice, Placement, write_sample};
 use dmalane::queue::{
     Abilities, AddressPolicy, Completion, DeviceAddr, DeviceQueue, Limits, OpError, Operation, Queue, QueueChoice,
-    Refusal, Refused, Split, Ticket,
+    Refusal, Refused, Split, StopReason, Ticket,
 };
 use dmalane::sim::{CardConfig, HostConfig, SoftBus, SoftHost, Workers};
 use dmalane::{FileOptions, open_file};
@@ -396,7 +396,7 @@ struct Faults {
     /// and gives them up when it is stopped, or at once.
     lets_go: bool,
     releases: bool,
-    stopped: Option<String>,
+    stopped: Option<StopReason>,
     /// It refuses once.
     refuses: bool,
     /// How long one completion takes; they come while it is waited for, one at a time.
@@ -483,7 +483,7 @@ impl Queue for FaultyQueue {
 
     fn submit(&mut self, operation: Operation) -> Result<Ticket, Refused<DeviceAddr>> {
         if std::mem::take(&mut self.faults.lock().unwrap().refuses) {
-            return Err(Refused { operation, reason: Refusal::Stopped("for once".into()) });
+            return Err(Refused { operation, reason: Refusal::Stopped(StopReason::Requested("for once".into())) });
         }
         self.inner.submit(operation)
     }
@@ -525,8 +525,8 @@ impl Queue for FaultyQueue {
         n
     }
 
-    fn stop(&mut self, why: &str) {
-        self.faults.lock().unwrap().stopped = Some(why.to_owned());
+    fn stop(&mut self, reason: StopReason) {
+        self.faults.lock().unwrap().stopped = Some(reason);
     }
 }
 
@@ -559,8 +559,8 @@ fn a_device_that_ends_nothing_is_stopped() {
     for lets_go in [false, true] {
         let (mut device, faults) = faulty(MIB, Faults { keeps: 1, lets_go, ..Faults::default() });
         let error = device.load(&mut [open(&path)], &Placement::DDR, &mut |_| {}).unwrap_err().to_string();
-        assert!(error.contains("it ended nothing for 50ms"), "{error}");
-        assert_eq!(faults.lock().unwrap().stopped.as_deref(), Some("it ended nothing for 50ms"));
+        assert!(error.contains("nothing ended for 50ms"), "{error}");
+        assert_eq!(faults.lock().unwrap().stopped, Some(StopReason::Timeout(Duration::from_millis(50))));
         assert_eq!(device.abandoned_bytes() > 0, !lets_go, "memory that nothing writes to any more is used again");
     }
 }

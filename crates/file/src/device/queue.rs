@@ -9,7 +9,7 @@ use dmalane_addr::FileOffset;
 use dmalane_dma::BufferSlice;
 use dmalane_queue::{
     Abilities, CacheHint, Cancelled, Completion, DeviceAddr, Direction, HostSlice, Limits, OpError, Operation, Queue,
-    QueueAddr, Refusal, Refused, Registered, Sampler, Stats, Ticket, Work,
+    QueueAddr, QueueState, Refusal, Refused, Registered, Stats, StopReason, Ticket, Work,
 };
 use rustix::io::Errno;
 
@@ -41,19 +41,7 @@ pub struct FileDeviceQueue {
     /// The number of the next operation, and of the first that was not flushed.
     next: u64,
     flushed: u64,
-    state: State,
-    timeout: Option<Duration>,
-    /// Since when nothing has come back.
-    stalled: Option<Instant>,
-    stats: Stats,
-    sampler: Sampler,
-}
-
-#[derive(PartialEq)]
-enum State {
-    Running,
-    Stopping(String),
-    Stopped(String),
+    state: QueueState,
 }
 
 struct Op {
@@ -137,11 +125,7 @@ impl FileDeviceQueue {
             again: VecDeque::new(),
             next: 0,
             flushed: 0,
-            state: State::Running,
-            timeout: None,
-            stalled: None,
-            stats: Stats::default(),
-            sampler: Sampler::default(),
+            state: QueueState::default(),
         }
     }
 
@@ -154,9 +138,7 @@ impl FileDeviceQueue {
 
     /// Checks whether an operation can be accepted.
     fn check(&self, operation: &Operation) -> Result<(), Refusal> {
-        if let State::Stopping(why) | State::Stopped(why) = &self.state {
-            return Err(Refusal::Stopped(why.clone()));
-        }
+        self.state.check_running()?;
         operation.admit(self.abilities(), self.limits())?;
         if let Work::Copy { direction, host, at } = &operation.work {
             if host.via.is_some() {
@@ -182,7 +164,7 @@ impl FileDeviceQueue {
     /// Gives the kernel as much as it takes of what may begin.
     fn feed(&mut self) {
         // Requests that were pushed are entered when stopping too, or they would never end.
-        let running = self.state == State::Running;
+        let running = self.state.is_running();
         while running
             && !self.mover.is_full()
             && let Some(request) = self.again.pop_front()
@@ -267,7 +249,7 @@ impl FileDeviceQueue {
     fn fall_back(&mut self, why: &str) {
         let back = self.mover.cancel_all();
         self.how.reasons.push(why.to_owned());
-        if self.state != State::Running {
+        if !self.state.is_running() {
             return back.into_iter().for_each(|request| self.give_back(request, None));
         }
         self.again.extend(back);
@@ -277,7 +259,7 @@ impl FileDeviceQueue {
                 self.retired.push(std::mem::replace(&mut self.mover, mover));
                 self.feed();
             }
-            Err(e) => self.halt(format!("{why}; {e}")),
+            Err(e) => self.halt(StopReason::Driver(format!("{why}; {e}").into())),
         }
     }
 
@@ -308,7 +290,7 @@ impl FileDeviceQueue {
                     errno => Some(OpError::Io { at, errno: errno.raw_os_error() }),
                 };
                 return match error {
-                    None if self.state == State::Running => self.again.push_back(request),
+                    None if self.state.is_running() => self.again.push_back(request),
                     error => self.give_back(request, error.map(|e| (next, e))),
                 };
             }
@@ -327,8 +309,8 @@ impl FileDeviceQueue {
             n => n as usize,
         };
         request.done += moved;
-        self.stalled = None;
-        match request.rest().is_empty() || self.state != State::Running {
+        self.state.moved();
+        match request.rest().is_empty() || !self.state.is_running() {
             true => self.give_back(request, None),
             false => self.again.push_back(request),
         }
@@ -337,7 +319,7 @@ impl FileDeviceQueue {
     /// Returns a fragment to its operation.
     fn give_back(&mut self, request: Request, failed: Option<(u64, OpError)>) {
         let Some(i) = self.find(request.op) else { return };
-        self.stalled = None;
+        self.state.moved();
         let op = &mut self.ops[i];
         let fragment = &mut op.fragments[request.index];
         (fragment.done, fragment.slice) = (request.done, Some(request.slice));
@@ -353,7 +335,7 @@ impl FileDeviceQueue {
 
     /// Delivers the operations that have ended: in order, but when stopping all that the kernel has released.
     fn deliver(&mut self, done: &mut Vec<Completion>) {
-        if self.state == State::Running {
+        let Some(reason) = self.state.stopped() else {
             while self.ops.front().is_some_and(|op| op.ended)
                 && let Some(op) = self.ops.pop_front()
             {
@@ -361,51 +343,31 @@ impl FileDeviceQueue {
                 self.end(op, result, done);
             }
             return;
-        }
-        let (State::Stopping(why) | State::Stopped(why)) = &self.state else { return };
-        let why = why.clone();
+        };
+        let stopped = OpError::Stopped(reason.clone());
         let (ended, stay): (Vec<_>, Vec<_>) = self.ops.drain(..).partition(|op| op.out == 0);
         self.ops.extend(stay);
         for op in ended {
             let result = match &op.failed {
                 Some((_, error)) => Err(error.clone()),
                 None if op.ended => Ok(()),
-                None => Err(OpError::Stopped(why.clone())),
+                None => Err(stopped.clone()),
             };
             self.end(op, result, done);
-        }
-        if self.ops.is_empty() {
-            self.state = State::Stopped(why);
         }
     }
 
     fn end(&mut self, op: Op, result: Result<(), OpError>, done: &mut Vec<Completion>) {
-        match &result {
-            Ok(()) => self.stats.ok += 1,
-            Err(_) => self.stats.failed += 1,
-        }
-        self.sampler.ended(op.number, &mut self.stats.latency);
         let completion = op.into_completion(result);
-        self.stats.bytes += completion.bytes;
+        self.state.ended(&completion);
         done.push(completion);
     }
 
     /// Begins nothing more, and takes back what the kernel has not begun.
-    fn halt(&mut self, why: String) {
-        if self.state == State::Running {
-            self.stats.stops += 1;
-            self.state = State::Stopping(why);
+    fn halt(&mut self, reason: StopReason) {
+        if self.state.stop(reason) {
             let back: Vec<Request> = self.again.drain(..).chain(self.mover.cancel_all()).collect();
             back.into_iter().for_each(|request| self.give_back(request, None));
-        }
-    }
-
-    fn check_timeout(&mut self) {
-        if let (State::Running, Some(timeout), false) = (&self.state, self.timeout, self.ops.is_empty()) {
-            let since = *self.stalled.get_or_insert_with(Instant::now);
-            if since.elapsed() >= timeout {
-                self.halt(format!("nothing ended for {timeout:?}"));
-            }
         }
     }
 }
@@ -444,7 +406,7 @@ impl Queue for FileDeviceQueue {
 
     fn submit(&mut self, operation: Operation) -> Result<Ticket, Refused<DeviceAddr>> {
         if let Err(reason) = self.check(&operation) {
-            self.stats.full += u64::from(reason == Refusal::Full);
+            self.state.refused(&reason);
             return Err(Refused { operation, reason });
         }
         let (work, rest) = match operation.work {
@@ -458,20 +420,19 @@ impl Queue for FileDeviceQueue {
         let number = self.next;
         self.next += 1;
         if self.ops.is_empty() {
-            self.stalled = None;
+            self.state.moved();
         }
         let (fragments, cache) = (Vec::new(), operation.cache);
         let (out, begun, failed, ended) = (0, false, None, false);
         self.ops.push_back(Op { number, work, cache, rest, fragments, out, begun, failed, ended });
-        self.stats.submitted += 1;
-        self.sampler.begun(number);
+        self.state.submitted(number);
         Ok(Ticket::new(number))
     }
 
     fn flush(&mut self) {
-        if self.flushed != self.next && self.state == State::Running {
+        if self.flushed != self.next && self.state.is_running() {
             self.flushed = self.next;
-            self.stats.doorbells += 1;
+            self.state.flushed();
             self.feed();
         }
     }
@@ -483,9 +444,11 @@ impl Queue for FileDeviceQueue {
         self.feed();
         self.reap();
         self.deliver(done);
-        self.check_timeout();
-        if done.len() == before && self.state != State::Running {
-            self.deliver(done); // what the timeout has stopped
+        if !self.ops.is_empty()
+            && let Some(reason) = self.state.timed_out()
+        {
+            self.halt(reason);
+            self.deliver(done);
         }
         done.len() - before
     }
@@ -499,10 +462,7 @@ impl Queue for FileDeviceQueue {
                 return ended;
             }
             // Not past the moment of the timeout.
-            let until_timeout = match (self.timeout, self.stalled) {
-                (Some(timeout), Some(since)) => timeout.saturating_sub(since.elapsed()).max(Duration::from_millis(1)),
-                _ => NAP,
-            };
+            let until_timeout = self.state.until_timeout().map_or(NAP, |time| time.max(Duration::from_millis(1)));
             let nap = left.min(NAP).min(until_timeout);
             // Requests of movers that failed are polled for more often.
             let nap = if self.retired.is_empty() { nap } else { nap.min(Duration::from_millis(1)) };
@@ -521,8 +481,7 @@ impl Queue for FileDeviceQueue {
         }
         match self.ops.remove(i) {
             Some(op) => {
-                self.stats.cancelled += 1;
-                self.sampler.ended(op.number, &mut self.stats.latency);
+                self.state.taken_back(op.number);
                 Cancelled::TakenBack(op.into_operation())
             }
             None => Cancelled::Unknown,
@@ -530,31 +489,29 @@ impl Queue for FileDeviceQueue {
     }
 
     fn set_timeout(&mut self, timeout: Option<Duration>) -> bool {
-        (self.timeout, self.stalled) = (timeout, None);
+        self.state.set_timeout(timeout);
         true
     }
 
-    fn stop(&mut self, why: &str) {
-        self.halt(why.to_owned());
+    fn stop(&mut self, reason: StopReason) {
+        self.halt(reason);
     }
 
-    fn halted(&self) -> Option<String> {
-        match &self.state {
-            State::Running => None,
-            State::Stopping(why) | State::Stopped(why) => Some(why.clone()),
-        }
+    fn halted(&self) -> Option<StopReason> {
+        self.state.stopped().cloned()
     }
 
     fn restart(&mut self) -> bool {
-        if self.state == State::Running || !self.ops.is_empty() {
+        if self.state.is_running() || !self.ops.is_empty() {
             return false;
         }
-        (self.state, self.stalled, self.flushed) = (State::Running, None, self.next);
+        self.state.restart();
+        self.flushed = self.next;
         true
     }
 
     fn stats(&self) -> Option<Stats> {
-        Some(self.stats.clone())
+        Some(self.state.stats().clone())
     }
 }
 

@@ -50,7 +50,7 @@ fn reads_in_order(from: OwnedFd, to: OwnedFd) {
     assert_eq!((&done[3].result, channel.position()), (&Err(early), 1_000_000));
     let _ticket = channel.submit(to_host(7, 1)).unwrap();
     let done = drain(&mut channel, LONG);
-    assert!(matches!(&done[0].result, Err(OpError::Stopped(why)) if why.contains("already")));
+    assert!(matches!(&done[0].result, Err(OpError::Passed { .. })));
 }
 
 #[test]

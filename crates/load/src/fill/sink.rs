@@ -8,7 +8,7 @@ use std::time::Duration;
 
 use dmalane_queue::{
     Completion, DeviceAddr, DeviceQueue, HaltWatch, OpError, Operation, Queue, QueueAddr, RELEASE_TIMEOUT, Refusal,
-    Refused, StallWatch, Ticket, drain,
+    Refused, StallWatch, StopReason, Ticket, drain,
 };
 
 use super::state::{Fragment, Tag};
@@ -264,7 +264,9 @@ impl End<'_> {
                     ((buffer, offset), FillError::Transfer { buffer, offset: offset as u64, error })
                 }
                 (None, _) => {
-                    let error = OpError::Stopped(format!("an operation ended that was not submitted: {ticket:?}"));
+                    let error = OpError::Stopped(StopReason::Protocol(
+                        format!("an operation ended that was not submitted: {ticket:?}").into(),
+                    ));
                     ((0, 0), FillError::Transfer { buffer: 0, offset: 0, error })
                 }
             };
@@ -280,15 +282,15 @@ impl End<'_> {
         }
         // A device that has halted has had its time; one that hangs lets go of what it has when it is stopped, if it
         // can. Only time in which a worker waited for it counts.
-        let mut lost = self.halt.lost(&*self.queue).map(|why| (why, Duration::ZERO));
+        let mut lost = self.halt.lost(&*self.queue).map(|reason| (reason, Duration::ZERO));
         if lost.is_none() && quiet && !timeout.is_zero() {
-            lost = self.stall.lost(self.timeout).map(|why| (why, self.timeout.min(RELEASE_TIMEOUT)));
+            lost = self.stall.lost(self.timeout).map(|reason| (reason, self.timeout.min(RELEASE_TIMEOUT)));
         }
-        let Some((why, timeout)) = lost else { return Ok(()) };
-        self.queue.stop(&why);
+        let Some((reason, timeout)) = lost else { return Ok(()) };
+        self.queue.stop(reason.clone());
         self.timeout = timeout;
         let buffer = self.flying.values().map(|tag| tag.buffer).min().unwrap_or(0);
-        Err(((buffer, 0), FillError::Transfer { buffer, offset: 0, error: OpError::Stopped(why) }))
+        Err(((buffer, 0), FillError::Transfer { buffer, offset: 0, error: OpError::Stopped(reason) }))
     }
 }
 

@@ -6,7 +6,9 @@ use std::time::Duration;
 
 use dmalane_addr::FileOffset;
 use dmalane_load::fill::{Extent, Job};
-use dmalane_queue::{Abilities, Completion, Limits, OpError, Operation, Queue, Refusal, Refused, Ticket, Work};
+use dmalane_queue::{
+    Abilities, Completion, Limits, OpError, Operation, Queue, Refusal, Refused, StopReason, Ticket, Work,
+};
 
 /// What goes wrong when the byte at an offset is read.
 #[derive(Clone, PartialEq, Debug)]
@@ -49,7 +51,7 @@ impl Script {
         match fault {
             Fault::Errno(errno) => OpError::Io { at: FileOffset::new(at), errno: *errno },
             Fault::End => OpError::EndOfFile { at: FileOffset::new(at), missing: end - at },
-            Fault::Dead => OpError::Stopped("by script".into()),
+            Fault::Dead => OpError::Stopped(StopReason::Requested("by script".into())),
         }
     }
 
@@ -93,7 +95,7 @@ impl Queue for Script {
 
     fn submit(&mut self, operation: Operation<FileOffset>) -> Result<Ticket, Refused<FileOffset>> {
         let reason = match () {
-            () if self.dead => Refusal::Stopped("by script".into()),
+            () if self.dead => Refusal::Stopped(StopReason::Requested("by script".into())),
             () if self.waiting.len() >= self.capacity => Refusal::Full,
             () => {
                 self.next += 1;

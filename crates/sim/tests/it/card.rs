@@ -10,7 +10,7 @@ use dmalane_dma::{AnonHeap, FaultReason, Heap, Mmio, SharedBuf};
 use dmalane_iopt::{Format, PageTable, Tables, X86_64_4Level};
 use dmalane_queue::{
     AddressPolicy, DeviceAddr, Direction, OpError, Operation, Queue, Refusal, Registered, Route, RunError, Split,
-    drain, run,
+    StopReason, drain, run,
 };
 use dmalane_sim::{CardConfig, HostConfig, SoftBus, SoftHost, Workers};
 
@@ -222,7 +222,7 @@ fn a_halted_channel_stops_and_a_new_one_works() {
         let ticket = channel.submit(to_card(buf, &via, at(0))).unwrap();
         let done = drain(&mut channel, SECOND);
         assert_eq!((done.len(), done[0].ticket), (1, ticket));
-        let Err(OpError::Stopped(why)) = &done[0].result else { panic!("{:?}", done[0].result) };
+        let Err(OpError::Stopped(StopReason::Device(why))) = &done[0].result else { panic!("{:?}", done[0].result) };
         assert!(why.contains("doorbell"), "{why}");
         let (buf, via) = buffer(&bus, 4096, Access::RW);
         assert!(matches!(channel.submit(to_card(buf, &via, at(0))).unwrap_err().reason, Refusal::Stopped(_)));

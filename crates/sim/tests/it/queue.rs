@@ -14,7 +14,7 @@ use dmalane_dma::{self as mem, AnonHeap, BufferRef, DeviceMem, Heap, Mapping, Mm
 use dmalane_queue::conformance::{Fixture, Model, Random, host_bytes, offset_of, operation};
 use dmalane_queue::{
     CacheHint, Cancelled, Class, Completion, CopyError, DeviceAddr, Direction, HostSlice, OpError, Operation, Queue,
-    Refusal, Registered, Registry, RegistryError, RegistryLimits, SharedOptions, SharedQueue, Work, run,
+    Refusal, Registered, Registry, RegistryError, RegistryLimits, SharedOptions, SharedQueue, StopReason, Work, run,
 };
 use dmalane_sim::{CardConfig, HostConfig, SoftBus, SoftHost, Workers};
 
@@ -242,7 +242,7 @@ fn survives(workers: Workers, operations: u64, seed: u64) {
                 bench.bus.stalled.store(workers == Workers::Inline, Ordering::Relaxed);
                 queue.set_timeout(Some(Duration::from_micros(200)));
                 if workers != Workers::Inline {
-                    queue.stop("for a test");
+                    queue.stop(StopReason::Requested("for a test".into()));
                 }
                 queue.wait(&mut ended, Duration::from_millis(2));
                 bench.bus.stalled.store(false, Ordering::Relaxed);
@@ -323,7 +323,11 @@ fn a_lost_completion_stops_the_channel_and_frees_nothing_early() {
     assert_eq!(ended.len(), 5);
     assert!(ended[..2].iter().all(|e| e.result == Ok(())));
     for end in &ended[2..] {
-        assert!(matches!(&end.result, Err(OpError::Stopped(why)) if why.contains("5ms")), "{:?}", end.result);
+        assert!(
+            matches!(&end.result, Err(OpError::Stopped(StopReason::Timeout(t))) if *t == Duration::from_millis(5)),
+            "{:?}",
+            end.result
+        );
     }
     assert!(queue.restart());
     let _ticket = queue.submit(bench.copy(4096)).unwrap();

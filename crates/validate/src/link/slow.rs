@@ -5,7 +5,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
 use dmalane_queue::{
-    Abilities, Completion, Direction, Limits, Operation, Queue, Refusal, Refused, Stats, Ticket, Work,
+    Abilities, Completion, Direction, Limits, Operation, Queue, Refusal, Refused, Stats, StopReason, Ticket, Work,
 };
 
 use super::{Half, Link, Stream, Throttle};
@@ -163,12 +163,12 @@ impl<Q: Queue> Queue for Slow<Q> {
         }
     }
 
-    fn halted(&self) -> Option<String> {
+    fn halted(&self) -> Option<StopReason> {
         self.inner.halted()
     }
 
-    fn stop(&mut self, why: &str) {
-        self.inner.stop(why);
+    fn stop(&mut self, reason: StopReason) {
+        self.inner.stop(reason);
     }
 
     fn restart(&mut self) -> bool {

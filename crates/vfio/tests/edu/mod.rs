@@ -11,7 +11,8 @@ use std::time::{Duration, Instant};
 use dmalane_addr::{Access, Address, CardAddr, Iova, PageSize};
 use dmalane_dma::{self as dma, DmaFault, FaultReason, Mmio as _};
 use dmalane_queue::{
-    Abilities, Completion, DeviceAddr, Direction, Limits, OpError, Operation, Queue, Refusal, Refused, Ticket, Work,
+    Abilities, Completion, DeviceAddr, Direction, Limits, OpError, Operation, Queue, Refusal, Refused, StopReason,
+    Ticket, Work,
 };
 
 use dmalane_vfio::{Bdf, FaultLog, IommuFault, VfioBus};
@@ -104,7 +105,9 @@ impl Edu {
         let late = || began.elapsed() > TIMEOUT;
         while self.busy.swap(true, Ordering::Acquire) {
             if late() {
-                return Err(OpError::Stopped("another channel uses the device for too long".into()));
+                return Err(OpError::Stopped(StopReason::Driver(
+                    "another channel uses the device for too long".into(),
+                )));
             }
             std::thread::sleep(POLL_INTERVAL);
         }
@@ -112,7 +115,7 @@ impl Edu {
         let began = Instant::now();
         while is_running(&self.bus).map_err(lost)? {
             if began.elapsed() > TIMEOUT {
-                return Err(OpError::Stopped(format!("the device did not end an operation within {TIMEOUT:?}")));
+                return Err(OpError::Stopped(StopReason::Timeout(TIMEOUT)));
             }
             self.bus.wait(POLL_INTERVAL);
         }
@@ -129,7 +132,7 @@ fn check(card: CardAddr, len: u64) -> Result<(), OpError> {
 }
 
 fn lost(error: dma::Error) -> OpError {
-    OpError::Stopped(error.to_string())
+    OpError::Stopped(StopReason::Lost(error.to_string().into()))
 }
 
 fn start(bus: &VfioBus, direction: Direction, host: Iova, card: CardAddr, len: u64) -> Result<(), dma::Error> {
@@ -170,7 +173,7 @@ pub struct EduQueue {
     running: Option<(Ticket, Operation, Instant)>,
     ended: Vec<Completion>,
     next: u64,
-    stopped: Option<String>,
+    stopped: Option<StopReason>,
 }
 
 impl EduQueue {
@@ -226,13 +229,13 @@ impl EduQueue {
             Ok(false) => acknowledge(&self.bus),
             Ok(true) if began.elapsed() <= TIMEOUT => return,
             Ok(true) => {
-                self.stopped.get_or_insert_with(|| format!("the device did not end an operation within {TIMEOUT:?}"));
+                self.stopped.get_or_insert(StopReason::Timeout(TIMEOUT));
                 return;
             }
             Err(e) => Err(e),
         };
         if let Err(e) = done {
-            self.stopped = Some(e.to_string());
+            self.stopped = Some(StopReason::Lost(e.to_string().into()));
             return;
         }
         let Some((ticket, operation, _)) = self.running.take() else { return };
@@ -306,7 +309,7 @@ impl Queue for EduQueue {
         count
     }
 
-    fn halted(&self) -> Option<String> {
+    fn halted(&self) -> Option<StopReason> {
         self.stopped.clone()
     }
 

@@ -1,0 +1,50 @@
+//! The input of a fuzz target, as numbers.
+
+/// Bytes, read from the front. Past their end everything reads as 0.
+pub struct Input<'a>(&'a [u8]);
+
+impl<'a> Input<'a> {
+    /// Reads these.
+    pub fn new(bytes: &'a [u8]) -> Self {
+        Self(bytes)
+    }
+
+    /// True when everything was read.
+    pub fn is_empty(&self) -> bool {
+        self.0.is_empty()
+    }
+
+    /// The next byte.
+    pub fn u8(&mut self) -> u8 {
+        let Some((first, rest)) = self.0.split_first() else { return 0 };
+        self.0 = rest;
+        *first
+    }
+
+    /// The next two bytes.
+    pub fn u16(&mut self) -> u16 {
+        u16::from_le_bytes([self.u8(), self.u8()])
+    }
+
+    /// The next four bytes.
+    pub fn u32(&mut self) -> u32 {
+        u32::from(self.u16()) | u32::from(self.u16()) << 16
+    }
+
+    /// A number of up to three bytes, mostly small and a multiple of a page.
+    pub fn number(&mut self) -> u64 {
+        match self.u8() {
+            0 => u64::MAX - u64::from(self.u8()),
+            1 => u64::from(self.u16()),
+            2 => u64::from(self.u16()) << 48,
+            n => u64::from(n - 3) << 12,
+        }
+    }
+
+    /// The next `n` bytes, or as many as there are.
+    pub fn bytes(&mut self, n: usize) -> &'a [u8] {
+        let (bytes, rest) = self.0.split_at(n.min(self.0.len()));
+        self.0 = rest;
+        bytes
+    }
+}
