@@ -1,4 +1,4 @@
-//! A file into a buffer: the table of the seed, cold and warm, beside the raw ceiling and the allocation alone.
+//! A file into a buffer, cold, warm and half cached, beside reads into memory that is there and allocation alone.
 //!
 //! Rows take turns, round by round. Cold samples begin with the file dropped from the page cache. After that, before
 //! every sample, as much memory as it needs is touched and given back, so that a host that takes free pages away has
@@ -28,7 +28,7 @@ type Result<T> = std::result::Result<T, Box<dyn Error>>;
 
 #[derive(clap::Args)]
 pub struct Options {
-    /// Bytes of the files; the bars are about these sizes
+    /// Bytes of the files; the goals are about these sizes
     #[arg(long, value_delimiter = ',', default_values_t = [512 << 10, 8 << 20, 1 << 30, 3 << 30])]
     sizes: Vec<u64>,
 
@@ -52,7 +52,7 @@ pub struct Options {
     #[arg(long)]
     threads: Option<usize>,
 
-    /// Only the rows whose names contain one of these; no bars then
+    /// Only the rows whose names contain one of these; no goals then
     #[arg(long, value_delimiter = ',')]
     only: Vec<String>,
 
@@ -65,32 +65,60 @@ pub struct Options {
 const LARGE: u64 = 64 << 20;
 const MIB: u64 = 1 << 20;
 
-const CEILING: &str = "floor: the same direct reads into memory that is there";
-const FRESH: &str = "floor: the same into new memory, without its allocation";
-const FIO: &str = "floor: the same by fio, into huge pages of its own";
-const COPY: &str = "floor: one buffered pread into memory that is there";
-const ALLOCATION: &str = "floor: allocation alone";
-const NORMAL: &str = "normal: memfd, mmap, read";
-const SENDFILE: &str = "sendfile to a memfd, buffered";
-const SENDFILE_DIRECT: &str = "sendfile to a memfd, direct";
-const SYNC: &str = "read into the buffer, sync, direct";
+const REFERENCE: &str = "reference: the same direct reads into private huge pages that are there";
+const FRESH: &str = "reference: the same into new memory, without its allocation";
+const FIO: &str = "reference: the same by fio, into huge pages of its own";
+const COPY: &str = "reference: one buffered pread into private huge pages that are there";
+const ALLOCATION: &str = "reference: allocation of private huge pages alone";
+const NORMAL: &str = "normal: memfd of 4 KiB pages, mmap, read";
+const SENDFILE: &str = "sendfile to a memfd of 4 KiB pages, buffered";
+const SENDFILE_DIRECT: &str = "sendfile to a memfd of 4 KiB pages, direct";
+const SYNC: &str = "memfd of 4 KiB pages, mmap, read, direct";
 const UDMABUF: &str = "udmabuf: memfd, mmap, read, buffered";
 const UDMABUF_DIRECT: &str = "udmabuf: memfd, mmap, read, direct";
-const PLAIN: &str = "plain read() into a fresh buffer";
-const BEFORE: &str = "before: allocate all, then read all, direct";
-const OURS_BUFFERED: &str = "ours: buffered";
-const OURS: &str = "ours: direct";
+const PLAIN: &str = "plain read() into a fresh private buffer";
+const BEFORE: &str = "ours: allocate all, then read all, direct, private huge pages";
+const OURS_BUFFERED: &str = "ours: buffered, private huge pages";
+const OURS: &str = "ours: direct, private huge pages";
 const POOLED: &str = "ours: auto, into a pooled buffer";
+const AUTO: &str = "ours: auto, private huge pages";
+const SHARED: &str = "ours: auto, memfd of 4 KiB pages";
+const SHARED_HUGE: &str = "ours: auto, memfd of huge pages";
+const FIRST: &str = "ours: auto, private huge pages, the cached half";
+const SECOND: &str = "ours: auto, private huge pages, the other half";
+
+/// How much of the file is in the page cache.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Cached {
+    None,
+    /// The first half.
+    Half,
+    All,
+}
+
+impl Cached {
+    fn name(self) -> &'static str {
+        match self {
+            Self::None => "cold",
+            Self::Half => "half cached",
+            Self::All => "warm",
+        }
+    }
+}
 
 pub fn run(options: &Options) -> Result<Report> {
     let mut report = Report::new("alloc-read");
     std::fs::create_dir_all(&options.folder)?;
     for &size in &options.sizes {
         let mut bench = Bench::new(size, options)?;
-        let cold = bench.table(true, options, &mut report)?;
-        let warm = bench.table(false, options, &mut report)?;
+        let cold = bench.table(Cached::None, options, &mut report)?;
+        let warm = bench.table(Cached::All, options, &mut report)?;
+        let half = match size >= LARGE {
+            true => bench.table(Cached::Half, options, &mut report)?,
+            false => Medians::new(),
+        };
         if options.only.is_empty() {
-            bars(&mut report, &bench, &cold, &warm);
+            goals(&mut report, &bench, &cold, &warm, &half);
         }
     }
     Ok(report)
@@ -107,7 +135,7 @@ fn name(size: u64) -> String {
 /// Medians in seconds, by row.
 type Medians = BTreeMap<&'static str, f64>;
 
-fn bars(report: &mut Report, bench: &Bench, cold: &Medians, warm: &Medians) {
+fn goals(report: &mut Report, bench: &Bench, cold: &Medians, warm: &Medians, half: &Medians) {
     let size = name(bench.size);
     let ratio = |t: &Medians, a: &str, b: &str| t.get(a).zip(t.get(b)).map(|(a, b)| a / b);
     let mut faster = |what: &str, goal, t: &Medians, than, ours| {
@@ -122,16 +150,23 @@ fn bars(report: &mut Report, bench: &Bench, cold: &Medians, warm: &Medians) {
             if n == 1 << 30 {
                 faster("warm: normal / ours", 3.5, warm, NORMAL, OURS_BUFFERED);
             }
-            // What the two bars above could come to at best.
-            for (row, of) in [(NORMAL, "normal / ceiling"), (SENDFILE, "sendfile / ceiling")] {
-                if let Some(got) = ratio(cold, row, CEILING) {
+            faster("cold, shareable: sendfile / ours", 1.15, cold, SENDFILE, SHARED);
+            faster("cold, shareable: normal / ours", 1.5, cold, NORMAL, SHARED);
+            faster("warm, shareable: sendfile / ours", 1.5, warm, SENDFILE, SHARED);
+            faster("warm, shareable: normal / ours", 2.0, warm, NORMAL, SHARED);
+            if let (Some(both), Some(a), Some(b)) = (half.get(AUTO), half.get(FIRST), half.get(SECOND)) {
+                report.at_most(&format!("{size} half cached: ours / (one half + the other)"), 1.10, both / (a + b));
+            }
+            // The first two ratios above if ours took no longer than the reference.
+            for (row, of) in [(NORMAL, "normal / reference"), (SENDFILE, "sendfile / reference")] {
+                if let Some(got) = ratio(cold, row, REFERENCE) {
                     report.note(&size, &format!("cold: {of}"), got);
                 }
             }
-            if let Some(got) = ratio(cold, OURS, CEILING) {
-                report.at_most(&format!("{size} cold: ours / ceiling"), 1.10, got);
+            if let Some(got) = ratio(cold, OURS, REFERENCE) {
+                report.at_most(&format!("{size} cold: ours / reference"), 1.10, got);
             }
-            if let (Some(ours), Some(alloc), Some(io)) = (cold.get(OURS), cold.get(ALLOCATION), cold.get(CEILING)) {
+            if let (Some(ours), Some(alloc), Some(io)) = (cold.get(OURS), cold.get(ALLOCATION), cold.get(REFERENCE)) {
                 let first = bench.first_chunk;
                 let ideal = first + (alloc - first).max(*io);
                 report.at_most(
@@ -163,7 +198,7 @@ fn bars(report: &mut Report, bench: &Bench, cold: &Medians, warm: &Medians) {
         _ => {
             faster("cold: normal / ours", 2.5, cold, NORMAL, POOLED);
             faster("warm: normal / ours", 6.0, warm, NORMAL, POOLED);
-            for (temperature, t, floor) in [("cold", cold, CEILING), ("warm", warm, COPY)] {
+            for (temperature, t, floor) in [("cold", cold, REFERENCE), ("warm", warm, COPY)] {
                 if let Some(got) = ratio(t, POOLED, floor) {
                     report.note(&size, &format!("{temperature}: ours / floor"), got);
                 }
@@ -185,7 +220,7 @@ struct Bench {
     _file: tempfile::NamedTempFile,
     hash: u64,
     read: ReadOptions,
-    /// Memory that is there, for the ceiling.
+    /// Memory that is there, for the reference.
     ready: Option<BufferSlice>,
     pool: Pool,
     first_chunk: f64,
@@ -207,6 +242,28 @@ enum Left {
     Memfd(File),
     Nothing,
 }
+
+/// The rows of a cold or a cached file.
+const ROWS: [&str; 18] = [
+    REFERENCE,
+    FRESH,
+    FIO,
+    COPY,
+    ALLOCATION,
+    NORMAL,
+    UDMABUF,
+    UDMABUF_DIRECT,
+    SENDFILE,
+    SENDFILE_DIRECT,
+    SYNC,
+    PLAIN,
+    BEFORE,
+    OURS_BUFFERED,
+    OURS,
+    POOLED,
+    SHARED,
+    SHARED_HUGE,
+];
 
 impl Bench {
     fn new(size: u64, options: &Options) -> Result<Self> {
@@ -246,38 +303,27 @@ impl Bench {
         })
     }
 
-    fn table(&mut self, cold: bool, options: &Options, report: &mut Report) -> Result<Medians> {
-        let rows: Vec<&'static str> = [
-            CEILING,
-            FRESH,
-            FIO,
-            COPY,
-            ALLOCATION,
-            NORMAL,
-            UDMABUF,
-            UDMABUF_DIRECT,
-            SENDFILE,
-            SENDFILE_DIRECT,
-            SYNC,
-            PLAIN,
-            BEFORE,
-            OURS_BUFFERED,
-            OURS,
-            POOLED,
-        ]
-        .into_iter()
-        .filter(|row| options.only.is_empty() || options.only.iter().any(|only| row.contains(only)))
-        .filter(|row| *row != POOLED || self.size < LARGE)
-        // It starts up for longer than it takes to read a small file, and reads past the page cache whatever is in it.
-        .filter(|row| *row != FRESH || self.size >= LARGE)
-        .filter(|row| *row != FIO || (self.size >= LARGE && cold))
-        .collect();
+    fn table(&mut self, cached: Cached, options: &Options, report: &mut Report) -> Result<Medians> {
+        let cold = cached == Cached::None;
+        let all: &[&'static str] = match cached {
+            Cached::Half => &[AUTO, FIRST, SECOND],
+            Cached::None | Cached::All => &ROWS,
+        };
+        let rows: Vec<&'static str> = all
+            .iter()
+            .copied()
+            .filter(|row| options.only.is_empty() || options.only.iter().any(|only| row.contains(only)))
+            .filter(|row| *row != POOLED || self.size < LARGE)
+            // It starts up for longer than it takes to read a small file, and reads past the page cache in any case.
+            .filter(|row| *row != FRESH || self.size >= LARGE)
+            .filter(|row| *row != FIO || (self.size >= LARGE && cold))
+            .collect();
         let mut samples: BTreeMap<&'static str, Vec<f64>> = BTreeMap::new();
         // What is short is disturbed easily, and costs little.
         let rounds = if self.size < LARGE { 4 * options.rounds + 1 } else { options.rounds };
         for round in 0..=rounds {
             for &row in &rows {
-                let Some(seconds) = self.sample(row, cold)? else { continue };
+                let Some(seconds) = self.sample(row, cached)? else { continue };
                 // The first round fills pools and warms what is warm.
                 if round > 0 || rounds == 1 {
                     samples.entry(row).or_default().push(seconds);
@@ -286,44 +332,54 @@ impl Bench {
         }
         self.ready = None;
         self.kept.clear();
-        let case = format!("{} {}", name(self.size), if cold { "cold" } else { "warm" });
+        let case = format!("{} {}", name(self.size), cached.name());
         let mut medians = Medians::new();
         for row in rows {
             match samples.get(row) {
                 Some(samples) => drop(medians.insert(row, report.row(&case, row, self.size, samples))),
                 None if row == FIO => eprintln!("bench: skipped: {case}: {row}: {}", self.no_fio),
+                None if row == SHARED_HUGE => eprintln!("bench: skipped: {case}: {row}: there are none"),
                 None => eprintln!("bench: skipped: {case}: {row}: there is no /dev/udmabuf"),
             }
         }
         Ok(medians)
     }
 
-    /// Drops the file from the page cache, or makes sure that it is there.
-    fn prepare(&self, cold: bool) -> Result<()> {
+    /// Drops the file from the page cache, and makes sure that so much of it is there.
+    fn prepare(&self, cached: Cached) -> Result<()> {
         let mut file = File::open(&self.path)?;
-        if !cold {
-            // On the stack: what is freed here, the plain read would get as its fresh buffer.
-            let mut block = [0; 64 << 10];
-            while file.read(&mut block)? > 0 {}
-            return Ok(());
+        if cached != Cached::All {
+            rustix::fs::fadvise(&file, 0, None, rustix::fs::Advice::DontNeed)?;
+            // Nothing is read ahead of the half.
+            rustix::fs::fadvise(&file, 0, None, rustix::fs::Advice::Random)?;
         }
-        rustix::fs::fadvise(&file, 0, None, rustix::fs::Advice::DontNeed)?;
+        let mut left = match cached {
+            Cached::None => 0,
+            Cached::Half => self.size / 2,
+            Cached::All => self.size,
+        };
+        // On the stack: what is freed here, the plain read would get as its fresh buffer.
+        let mut block = [0; 64 << 10];
+        while left > 0 {
+            left -= file.read(&mut block)? as u64;
+        }
         Ok(())
     }
 
     /// Makes the host back as much memory as a sample will need.
     fn touch(&self, row: &str) -> Result<()> {
-        if self.size < LARGE || row == CEILING || row == COPY || row == FIO {
+        if self.size < LARGE || row == REFERENCE || row == COPY || row == FIO {
             return Ok(());
         }
-        let buffered = matches!(row, NORMAL | SENDFILE | PLAIN | OURS_BUFFERED | UDMABUF);
+        let buffered = matches!(row, NORMAL | SENDFILE | PLAIN | OURS_BUFFERED | UDMABUF | SHARED);
         let bytes = self.size as usize * if buffered { 2 } else { 1 };
         drop(AnonHeap::starting_at(PageKind::Transparent).allocate(bytes)?);
         Ok(())
     }
 
-    fn sample(&mut self, row: &'static str, cold: bool) -> Result<Option<f64>> {
-        self.prepare(cold)?;
+    fn sample(&mut self, row: &'static str, cached: Cached) -> Result<Option<f64>> {
+        let cold = cached == Cached::None;
+        self.prepare(cached)?;
         self.touch(row)?;
         let large = self.size >= LARGE;
         let ours = |bench: &Self, mode, scheme| -> Result<Left> {
@@ -336,14 +392,14 @@ impl Bench {
         let cpu = cpu();
         let start = Instant::now();
         let left = match row {
-            CEILING => {
-                let seconds = self.ceiling()?;
+            REFERENCE => {
+                let seconds = self.reference()?;
                 return Ok(Some(seconds));
             }
             FRESH => {
-                // What the ceiling reads into stays the same from round to round; this lies where a load's memory lies.
+                // The reference reads into the same memory in each round; this lies where a load's memory lies.
                 let kept = self.ready.take();
-                let seconds = self.ceiling()?;
+                let seconds = self.reference()?;
                 self.ready = kept;
                 return Ok(Some(seconds));
             }
@@ -391,6 +447,22 @@ impl Bench {
             POOLED => {
                 let file = File::open(&self.path)?;
                 Left::Ours(Box::new(self.pool.alloc_and_read(&file, .., &self.read)?))
+            }
+            AUTO => ours(self, Mode::Auto, Scheme::Overlap)?,
+            FIRST | SECOND => {
+                let (file, half) = (File::open(&self.path)?, self.size / 2);
+                let range = if row == FIRST { 0..half } else { half..self.size };
+                drop(AnonHeap::new().alloc_and_read(&file, range, &self.read)?);
+                return Ok(Some(start.elapsed().as_secs_f64()));
+            }
+            SHARED | SHARED_HUGE => {
+                let pages = if row == SHARED { PageKind::Base } else { PageKind::Hugetlb2M };
+                let (file, heap) = (File::open(&self.path)?, MemfdHeap::starting_at(pages));
+                let read = heap.alloc_and_read(&file, .., &self.read)?;
+                if row == SHARED_HUGE && read.buffer.shared().backing().kind == PageKind::Base {
+                    return Ok(None);
+                }
+                Left::Ours(Box::new(read))
             }
             _ => Left::Nothing,
         };
@@ -467,7 +539,7 @@ impl Bench {
     }
 
     /// The time of fio for the same reads: its own clock, without its start. Nobody checks its bytes: it
-    /// is a cross-check of the ceiling, and of no bar.
+    /// is a cross-check of the reference, and of no goal.
     fn fio(&self) -> std::result::Result<f64, String> {
         // Reserved huge pages where there are some, else transparent ones: fio as distributions build it does not ask
         // for those, but the C library does when told to. Pages of 4 KiB would take three times as long.
@@ -479,7 +551,7 @@ impl Bench {
         let out = std::process::Command::new("fio")
             .env("GLIBC_TUNABLES", "glibc.malloc.hugetlb=1")
             .args([
-                "--name=ceiling",
+                "--name=reference",
                 "--readonly",
                 "--rw=read",
                 "--direct=1",
@@ -507,7 +579,7 @@ impl Bench {
     }
 
     /// Direct reads by io_uring into memory that is there, in the pages that a load would have, and nothing else.
-    fn ceiling(&mut self) -> Result<f64> {
+    fn reference(&mut self) -> Result<f64> {
         let part = self.ready()?; // not counted
         let start = Instant::now();
         let options = FileOptions { mode: Mode::Direct, io: Io::Auto, depth: self.read.depth, block: self.read.block };

@@ -80,6 +80,12 @@ unsafe impl Send for Region {}
 unsafe impl Sync for Region {}
 
 impl Region {
+    /// A mapping that was just made, with the file behind it.
+    fn whole(base: *mut u8, len: usize, fd: Option<OwnedFd>) -> io::Result<Self> {
+        let ptr = NonNull::new(base).ok_or(io::ErrorKind::OutOfMemory)?;
+        Ok(Self { ptr, len, fd, exported: AtomicBool::new(false), home: None, slab: None, driver: None })
+    }
+
     /// Private anonymous memory. `len` is a multiple of the page size of `pages` (checked by the heap, and by the
     /// kernel for hugetlb).
     pub(crate) fn anonymous(len: NonZeroUsize, pages: Pages) -> io::Result<Self> {
@@ -109,15 +115,7 @@ impl Region {
             // total).
             unsafe { mm::munmap(start.wrapping_add(len).cast(), tail) }?;
         }
-        let region = Self {
-            ptr: NonNull::new(start).ok_or(io::ErrorKind::OutOfMemory)?,
-            len,
-            fd: None,
-            exported: AtomicBool::new(false),
-            home: None,
-            slab: None,
-            driver: None,
-        };
+        let region = Self::whole(start, len, None)?;
         if pages == Pages::Transparent {
             region.advise(0, len, Advice::LinuxHugepage)?;
         }
@@ -141,15 +139,7 @@ impl Region {
         // SAFETY: no address is asked for, so no existing mapping is replaced.
         let base =
             unsafe { mm::mmap(ptr::null_mut(), len, ProtFlags::READ | ProtFlags::WRITE, MapFlags::SHARED, &fd, 0) }?;
-        let region = Self {
-            ptr: NonNull::new(base.cast()).ok_or(io::ErrorKind::OutOfMemory)?,
-            len,
-            fd: Some(fd),
-            exported: AtomicBool::new(false),
-            home: None,
-            slab: None,
-            driver: None,
-        };
+        let region = Self::whole(base.cast(), len, Some(fd))?;
         if pages == Pages::Transparent {
             // Kernels without huge pages for shared memory refuse; then the memory has 4 KiB pages.
             let _ = region.advise(0, len, Advice::LinuxHugepage);
@@ -176,15 +166,9 @@ impl Region {
             }
             // SAFETY: no address is asked for, so no existing mapping is replaced.
             let base = unsafe { mm::mmap(ptr::null_mut(), len, access, MapFlags::SHARED, &fd, range.start) }?;
-            Ok(Self {
-                ptr: NonNull::new(base.cast()).ok_or(io::ErrorKind::OutOfMemory)?,
-                len,
-                fd: None,
-                exported: AtomicBool::new(true),
-                home: None,
-                slab: None,
-                driver: None,
-            })
+            let region = Self::whole(base.cast(), len, None)?;
+            region.exported.store(true, Ordering::Relaxed);
+            Ok(region)
         };
         let mapped = ranges.iter().map(map).collect::<io::Result<_>>()?;
         Ok((mapped, fd))
@@ -225,15 +209,9 @@ impl Region {
         // SAFETY: no address is asked for, so no existing mapping is replaced.
         let base =
             unsafe { mm::mmap(ptr::null_mut(), len, ProtFlags::READ | ProtFlags::WRITE, MapFlags::SHARED, &fd, 0) }?;
-        Ok(Self {
-            ptr: NonNull::new(base.cast()).ok_or(io::ErrorKind::OutOfMemory)?,
-            len,
-            fd: Some(fd),
-            exported: AtomicBool::new(exported),
-            home: None,
-            slab: None,
-            driver: None,
-        })
+        let region = Self::whole(base.cast(), len, Some(fd))?;
+        region.exported.store(exported, Ordering::Relaxed);
+        Ok(region)
     }
 
     /// Takes memory of a driver.
@@ -354,6 +332,45 @@ impl Region {
             }
             other => other,
         }
+    }
+
+    /// Fills a range with the bytes of `file` from `at` on, by writing them to the memfd: its pages are then allocated
+    /// without being zeroed first. The bytes are copied out of a mapping of the file that is made for this call, which
+    /// only the kernel reads: where the file ends early or cannot be read, the call fails and nobody gets a signal.
+    ///
+    /// # Errors
+    /// `Unsupported` for memory without a descriptor, or one that cannot be written (hugetlbfs, a dma-buf);
+    /// `InvalidInput` for a range that is not within; `UnexpectedEof`; the kernel's. Some of it may have been written.
+    pub(crate) fn write_from_file(&self, offset: usize, len: usize, file: BorrowedFd<'_>, at: u64) -> io::Result<()> {
+        let fd = self.fd.as_ref().ok_or(io::ErrorKind::Unsupported)?;
+        let within = offset.checked_add(len).is_some_and(|end| end <= self.len);
+        let len = NonZeroUsize::new(len).filter(|_| within).ok_or(io::ErrorKind::InvalidInput)?.get();
+        let skip = (at % page() as u64) as usize;
+        let mapped = len.checked_add(skip).ok_or(io::ErrorKind::InvalidInput)?;
+        // SAFETY: no address is asked for, so no existing mapping is replaced.
+        let base =
+            unsafe { mm::mmap(ptr::null_mut(), mapped, ProtFlags::READ, MapFlags::SHARED, file, at - skip as u64) }?;
+        let source = Self::whole(base.cast(), mapped, None)?;
+        source.advise(0, mapped, Advice::LinuxPopulateRead)?;
+        let mut done = 0;
+        while done < len {
+            let from = source.ptr.as_ptr().wrapping_add(skip + done);
+            // SAFETY: the kernel reads `len - done` bytes from `skip + done` on of a mapping of `skip + len` bytes,
+            // which lives through the call; bytes that cannot be had are an error of the call. It writes to a file of
+            // which the range belongs to this region, and sealing keeps it as long as it is.
+            let n =
+                unsafe { libc::pwrite64(fd.as_raw_fd(), from.cast(), len - done, (offset + done) as libc::off64_t) };
+            match usize::try_from(n) {
+                Ok(0) => return Err(io::ErrorKind::UnexpectedEof.into()),
+                Ok(n) => done += n,
+                Err(_) => match io::Error::last_os_error() {
+                    e if e.kind() == io::ErrorKind::Interrupted => {}
+                    e if e.raw_os_error() == Some(libc::EINVAL) => return Err(io::ErrorKind::Unsupported.into()),
+                    e => return Err(e),
+                },
+            }
+        }
+        Ok(())
     }
 
     /// Advises the kernel about a range, which the caller has checked to lie within.

@@ -9,7 +9,8 @@ use dmalane_load::Input;
 use crate::read::MOSTLY;
 
 /// Opens a file once, for its header, its bytes and comparisons alike. With [`Mode::Auto`], a file of which most is in
-/// the page cache is read from there, and any other with direct I/O where the file system supports it.
+/// the page cache is read from there; of any other the blocks that are cached, and the rest with direct I/O where the
+/// file system supports it.
 ///
 /// # Errors
 /// Those of [`FileQueue::open`].
@@ -21,12 +22,15 @@ pub fn open_file(path: impl AsRef<Path>, options: Options) -> Result<Input<FileQ
     }
 }
 
-/// The same queue, or one through the page cache where that has most of the file, or what the disk has not yet.
+/// The same queue, or one through the page cache where that has most of the file.
 fn from_cache(queue: FileQueue, options: Options) -> Result<FileQueue, Error> {
     let len = queue.file().metadata().map_or(0, |meta| meta.len());
     let Ok(cached) = residency(queue.file(), 0, len) else { return Ok(queue) };
-    if len == 0 || (cached.share() < MOSTLY && cached.dirty == 0) {
-        return Ok(queue);
+    if len == 0 || cached.share() < MOSTLY {
+        return Ok(match cached.cached {
+            0 => queue,
+            _ => queue.from_cache_where_cached().because(format!("{cached}: copied from there, the rest read past it")),
+        });
     }
     let path = queue.path().to_owned();
     let file = queue.file().try_clone().map_err(|source| Error::Open { path: path.clone(), source })?;

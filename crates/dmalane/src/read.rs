@@ -1,6 +1,7 @@
 //! Files into memory: read while the memory is still being allocated, and registered or copied to a device meanwhile.
 
 mod alloc;
+mod cached;
 mod choose;
 mod short;
 mod source;
@@ -10,17 +11,20 @@ use std::fs::File;
 use std::ops::ControlFlow;
 use std::os::unix::fs::FileTypeExt;
 use std::path::{Path, PathBuf};
+use std::sync::Mutex;
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
 use dmalane_addr::Access;
 use dmalane_dma::{Heap, Registrar};
 use dmalane_file::{How, Mode, Moved, Residency};
 use dmalane_load::OpenDevice;
-use dmalane_load::fill::{Event, FillError, FillOptions, Filled, Job, Sink, Stays, Watch, fill};
+use dmalane_load::fill::{Event, FillCached, FillError, FillOptions, Filled, Job, Sink, Stays, Watch, fill};
 use dmalane_queue::{DeviceAddr, OpError};
 use thiserror::Error;
 
 pub use alloc::{AllocAndRead, AllocRead};
+use cached::FromCache;
 pub(crate) use choose::MOSTLY;
 use choose::{Choice, choose};
 use source::{Source, size};
@@ -41,7 +45,7 @@ pub enum Scheme {
 /// Settings of a read. The default is good for files of any size.
 #[derive(Clone, Debug)]
 pub struct ReadOptions {
-    /// Past the page cache or through it; [`Mode::Auto`] chooses for each file and gives its reason.
+    /// Past the page cache or through it; [`Mode::Auto`] chooses for each block by what is cached and gives its reason.
     pub mode: Mode,
     /// Order of allocation and reading.
     pub scheme: Scheme,
@@ -52,7 +56,7 @@ pub struct ReadOptions {
     /// Bytes per read.
     pub block: usize,
     /// Workers that allocate and read, each a thread; by default one for direct reads, which the disk does, and as many
-    /// as there are processors, 4 at most, for copies out of the page cache.
+    /// as there are processors, 4 at most, where 32 MiB or more are copied out of the page cache.
     pub threads: Option<usize>,
     /// Hash each buffer (XXH3-64) while its bytes are in the processor's cache.
     pub checksum: bool,
@@ -315,7 +319,7 @@ impl<'a> Read<'a> {
             targets = places;
             sink = Sink::Device { polled: device.info().polled, queue: device.queue_mut(), targets: &targets };
         }
-        read(Stays { heap, register }, sink, &sources, &job, &self.options, &mut *self.watch, true)
+        read(Stays { register, ..Stays::of(heap) }, sink, &sources, &job, &self.options, &mut *self.watch, true)
     }
 }
 
@@ -351,6 +355,16 @@ fn read(
         deadline: options.timeout.and_then(|timeout| Instant::now().checked_add(timeout)),
         ..FillOptions::default()
     };
+    let offsets = |(source, choice): (_, &Choice)| (!choice.stream).then_some(source);
+    let from_cache = FromCache {
+        files: sources.iter().map(|source| &source.file).zip(&choices).map(offsets).collect(),
+        written: sources.iter().map(|_| AtomicU64::new(0)).collect(),
+        writing: Mutex::new(()),
+    };
+    // Memory that is not shareable cannot be written by a descriptor.
+    let writable = memory.heap.abilities().shareable;
+    let from_cache_first = writable && options.scheme == Scheme::Overlap && options.mode != Mode::Direct;
+    let memory = Stays { cached: from_cache_first.then_some(&from_cache as &dyn FillCached), ..memory };
     let mut queues: Vec<Vec<_>> = workers.iter_mut().map(|of| of.iter_mut().map(Source::queue).collect()).collect();
     let filled = fill(memory, sink, job, &mut queues, &fill_options, watch).map_err(|e| named(e, sources))?;
     for (source, choice) in sources.iter().zip(&choices).filter(|_| unchanged) {
@@ -362,16 +376,19 @@ fn read(
         }
     }
     let method = |(i, choice): (usize, Choice)| {
-        let moved = workers.iter().map(|sources| sources[i].moved());
-        ReadMethod {
-            how: workers[0][i].how(),
-            reason: choice.reason,
-            moved: moved.fold(Moved::default(), |sum, m| Moved {
-                direct: sum.direct + m.direct,
-                buffered: sum.buffered + m.buffered,
-            }),
-            cached: choice.cached,
+        let written = from_cache.written[i].load(Ordering::Relaxed);
+        let mut moved = Moved { direct: 0, buffered: written };
+        // The worker that moved most; all are alike unless something was refused to one of them.
+        let all = |m: Moved| m.direct + m.buffered;
+        let most = workers.iter().max_by_key(|of| all(of[i].moved())).map(|of| &of[i]);
+        for queue in workers.iter().map(|of| of[i].moved()) {
+            (moved.direct, moved.buffered) = (moved.direct + queue.direct, moved.buffered + queue.buffered);
         }
+        let mut how = most.map_or_else(How::plain, Source::how);
+        if written > 0 {
+            how.reasons.push(format!("{written} bytes by writing them to the memfd"));
+        }
+        ReadMethod { how, reason: choice.reason, moved, cached: choice.cached }
     };
     Ok(ReadFiles { filled, methods: choices.into_iter().enumerate().map(method).collect() })
 }

@@ -11,7 +11,7 @@ use rustix::io::{Errno, ReadWriteFlags};
 use crate::ring;
 
 /// The kernel counts in these; larger folios are counted as several.
-const PAGE: u64 = 4096;
+pub(crate) const PAGE: u64 = 4096;
 /// Where a mapping may begin, whatever pages the machine has.
 const PAGES: u64 = 64 << 10;
 

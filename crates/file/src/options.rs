@@ -77,6 +77,13 @@ pub struct How {
     pub reasons: Vec<String>,
 }
 
+impl How {
+    /// Buffered reads by `pread`, as they were meant to be.
+    pub fn plain() -> Self {
+        Self { direct: false, uring: false, reasons: Vec::new() }
+    }
+}
+
 impl fmt::Display for How {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let cache = if self.direct { "direct I/O" } else { "buffered I/O" };

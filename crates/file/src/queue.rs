@@ -13,6 +13,7 @@ use dmalane_queue::{
 };
 use rustix::io::Errno;
 
+use crate::cache::PAGE;
 use crate::ring::{self, Ask, Read, Ring};
 use crate::source::{FUSE, NONBLOCKING, Source, is_fuse};
 use crate::{Error, How, Io, Mode, Options, cut};
@@ -50,6 +51,8 @@ pub struct FileQueue {
     /// Reads that stopped short, to be issued again.
     again: VecDeque<Read>,
     next: u64,
+    /// Blocks that are cached are copied from the page cache; asked for each, until the kernel does not say.
+    ask_cache: bool,
 }
 
 struct Op {
@@ -118,7 +121,35 @@ impl FileQueue {
             uncut: VecDeque::new(),
             again: VecDeque::new(),
             next: 0,
+            ask_cache: false,
         })
+    }
+
+    /// Reads blocks that the page cache has as a whole, or that are newer there than on the disk, from there, and only
+    /// the others by direct I/O. The kernel is asked about each block by `cachestat`; where it does not answer that,
+    /// this changes nothing.
+    #[must_use]
+    pub fn from_cache_where_cached(mut self) -> Self {
+        self.ask_cache = true;
+        self
+    }
+
+    /// True where a block is better copied from the page cache than read past it.
+    fn is_cached(&mut self, at: u64, len: usize) -> bool {
+        if !self.ask_cache {
+            return false;
+        }
+        let len = len as u64;
+        match ring::cachestat(&self.source.buffered, at, len) {
+            Ok(pages) => {
+                let all = (at + len).div_ceil(PAGE) - at / PAGE;
+                pages.pages >= all || pages.dirty + pages.writeback > 0
+            }
+            Err(_) => {
+                self.ask_cache = false;
+                false
+            }
+        }
     }
 
     /// Adds a reason to [`FileQueue::how`]: why its opener chose this way of reading.
@@ -162,28 +193,38 @@ impl FileQueue {
             let id = *self.uncut.front()?;
             // An operation that failed is not read on, and may be over.
             let op = self.ops.get_mut(&id).filter(|op| op.failed.is_none());
-            let Some((op, rest)) = op.and_then(|op| op.rest.take().map(|rest| (op, rest))) else {
+            let Some((rest, end)) = op.and_then(|op| op.rest.take().map(|rest| (rest, op.end))) else {
                 self.uncut.pop_front();
                 continue;
             };
-            let at = op.end - rest.len() as u64;
-            let direct = self.source.direct.as_ref();
-            let (addr, align) = (rest.view().as_ptr().addr(), direct.map(|(_, align)| *align));
-            let (len, is_direct) = cut::first(addr, at, rest.len(), self.options.block, align);
+            let at = end - rest.len() as u64;
+            let (addr, align) = (rest.view().as_ptr().addr(), self.source.direct.as_ref().map(|(_, align)| *align));
+            let (len, mut direct) = cut::first(addr, at, rest.len(), self.options.block, align);
+            let ask = match direct && self.is_cached(at, len) {
+                true => Ask::ReadCached,
+                false => Ask::Read,
+            };
+            direct &= ask == Ask::Read;
             let (slice, rest) = rest.split_at(len).expect("a cut lies within the rest");
+            let op = self.ops.get_mut(&id)?;
             op.rest = Some(rest).filter(|rest| !rest.is_empty());
             op.reading += 1;
             op.fragments.push(None);
-            let file = direct.filter(|_| is_direct).map_or(&self.source.buffered, |(file, _)| file).clone();
-            let index = op.fragments.len() - 1;
-            return Some(Read { ask: Ask::Read, op: id, index, direct: is_direct, file, slice, at, done: 0 });
+            let past_cache = self.source.direct.as_ref().filter(|_| direct);
+            let file = past_cache.map_or(&self.source.buffered, |(file, _)| file).clone();
+            return Some(Read { ask, op: id, index: op.fragments.len() - 1, direct, file, slice, at, done: 0 });
         }
     }
 
-    /// Gives the kernel as much to do as it takes; without a ring, does one read.
+    /// Gives the kernel as much to do as it takes; without a ring, or from the page cache, does one read.
     fn feed(&mut self, done: &mut Vec<Completion<FileOffset>>) {
         while self.ring.as_ref().is_some_and(|ring| !ring.is_dead() && !ring.is_full()) {
-            let Some(read) = self.next_read() else { break };
+            let Some(mut read) = self.next_read() else { break };
+            if read.ask == Ask::ReadCached {
+                self.enter(None);
+                let result = ring::pread(&mut read);
+                return self.settle(read, result, done);
+            }
             if let Some(Err(read)) = self.ring.as_mut().map(|ring| ring.push(read)) {
                 self.again.push_front(read);
             }

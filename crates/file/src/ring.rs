@@ -53,6 +53,8 @@ pub(crate) fn keep(slice: BufferSlice) {
 pub(crate) enum Ask {
     /// Fill the memory.
     Read,
+    /// Fill the memory from the page cache, by `pread`: never put into a ring.
+    ReadCached,
     /// Write it out.
     Write,
     /// Fill memory that [`Ring::fix`] has put under this number.
@@ -302,7 +304,7 @@ impl Ring {
         let (fd, ptr, at) = (Fd(request.file.as_raw_fd()), rest.as_ptr(), request.next());
         let len = u32::try_from(rest.len()).unwrap_or(1 << 30);
         let entry = match request.ask {
-            Ask::Read => opcode::Read::new(fd, ptr, len).offset(at).build(),
+            Ask::Read | Ask::ReadCached => opcode::Read::new(fd, ptr, len).offset(at).build(),
             Ask::Write => opcode::Write::new(fd, ptr, len).offset(at).build(),
             Ask::ReadFixed(number) => opcode::ReadFixed::new(fd, ptr, len, number).offset(at).build(),
             Ask::WriteFixed(number) => opcode::WriteFixed::new(fd, ptr, len, number).offset(at).build(),

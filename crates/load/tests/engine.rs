@@ -151,7 +151,8 @@ fn reads_are_what_the_obvious_loop_does_with_either_sink() {
         let (memory, sink) = match on_device {
             true => {
                 let register = Some((&*registrar, Access::READ));
-                (Stays { heap: &heap, register }, Sink::Device { queue: device.queue_mut(), polled, targets: &&to[..] })
+                let sink = Sink::Device { queue: device.queue_mut(), polled, targets: &&to[..] };
+                (Stays { register, ..Stays::of(&heap) }, sink)
             }
             false => (Stays::of(&heap), Sink::Memory),
         };
@@ -177,7 +178,7 @@ fn a_place_that_does_not_exist_is_an_error() {
     let mut device = OpenDevice::new(Box::new(RamDevice::new(1 << 20).unwrap()), DriveOptions::default()).unwrap();
     let to = [DeviceAddr::Card(CardAddr::new((1 << 20) - 5000))];
     let (registrar, heap) = (device.registrar().clone(), AnonHeap::new());
-    let memory = Stays { heap: &heap, register: Some((&*registrar, Access::READ)) };
+    let memory = Stays { register: Some((&*registrar, Access::READ)), ..Stays::of(&heap) };
     let sink = Sink::Device { queue: device.queue_mut(), polled: true, targets: &&to[..] };
     let job = Job::whole(&[100_000]);
     let failed = fill(memory, sink, &job, &mut workers, &FillOptions::default(), &mut |_| ControlFlow::Continue(()));

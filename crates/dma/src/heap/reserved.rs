@@ -1,10 +1,12 @@
 //! Reserved memory that is populated range by range.
 
+use std::io;
+use std::os::fd::BorrowedFd;
 use std::sync::Arc;
 
-use super::{Account, PageBacking};
+use super::{Account, PageBacking, PageKind};
 use crate::buf::Memory;
-use crate::sys::Region;
+use crate::sys::{Region, page};
 use crate::{BufferSlice, Error, SharedBuf};
 
 /// A buffer whose pages are not present yet: [`Reserved::next`] takes ranges off its front, and a range becomes a
@@ -103,21 +105,44 @@ impl Absent {
         self.part.len()
     }
 
+    /// Fills the range with `len` bytes of `file` from `at` on, and the rest of the last page with zeroes. Memory
+    /// behind a memfd of ordinary pages is written through the memfd, so that the kernel need not zero its pages first;
+    /// the pages are present afterwards, but this process has not touched them. Only worth it for bytes that are in
+    /// the page cache. Writers of one memfd wait for each other.
+    ///
+    /// # Errors
+    /// The range as it was, to be populated instead, with the reason: `Unsupported` for other memory, and where `len`
+    /// does not end in the range's last page; the kernel's.
+    pub fn copy_from_file(self, file: BorrowedFd<'_>, at: u64, len: usize) -> Result<BufferSlice, (Self, io::Error)> {
+        let memory = self.part.memory();
+        let whole_pages = self.offset().is_multiple_of(page()) && len.next_multiple_of(page()) == self.len();
+        if self.present || memory.backing.kind != PageKind::Base || !whole_pages {
+            return Err((self, io::ErrorKind::Unsupported.into()));
+        }
+        match memory.region.write_from_file(self.offset(), len, file, at) {
+            Ok(()) => Ok(self.now_present()),
+            Err(e) => Err((self, e)),
+        }
+    }
+
     /// Makes the pages present, so that touching them cannot fail. A range that is not page-aligned shares its first
     /// and last page with its neighbours.
     ///
     /// # Errors
     /// [`Error::Allocate`] when the kernel has no more pages.
     pub fn populate(self) -> Result<BufferSlice, Error> {
-        let Self { part, kind, present } = self;
-        if !present {
-            let memory = part.memory();
-            let len = part.len();
-            memory.region.populate(part.offset(), len).map_err(|source| Error::Allocate { len, kind, source })?;
-            if let Some(home) = memory.region.home() {
-                home.now_present(len);
-            }
+        if !self.present {
+            let (region, len, kind) = (&self.part.memory().region, self.len(), self.kind);
+            region.populate(self.offset(), len).map_err(|source| Error::Allocate { len, kind, source })?;
         }
-        Ok(part)
+        Ok(self.now_present())
+    }
+
+    fn now_present(self) -> BufferSlice {
+        let Self { part, present, .. } = self;
+        if let Some(home) = part.memory().region.home().filter(|_| !present) {
+            home.now_present(part.len());
+        }
+        part
     }
 }

@@ -262,6 +262,47 @@ fn a_pool_caches_neither_exported_nor_incomplete_buffers() {
     assert_eq!(pool.pool_stats().kept, 4 << 20, "still present, whether used or not");
 }
 
+#[test]
+fn absent_memory_takes_the_bytes_of_a_file() {
+    use std::io::Write;
+    use std::os::fd::AsFd;
+    let data: Vec<u8> = (0..100_000u32).map(|i| (i >> 3) as u8).collect();
+    let mut file = std::fs::File::from(rustix::fs::memfd_create("source", rustix::fs::MemfdFlags::CLOEXEC).unwrap());
+    file.write_all(&data).unwrap();
+    let heap = MemfdHeap::starting_at(PageKind::Base);
+    for (at, len) in [(0usize, 5 * page()), (777, 3 * page()), (4097, 2 * page() - 5)] {
+        let mut reserved = heap.reserve(9 * page()).unwrap();
+        let before = reserved.next(page()).unwrap().populate().unwrap();
+        let absent = reserved.next(len.next_multiple_of(page())).unwrap();
+        let mut slice = absent.copy_from_file(file.as_fd(), at as u64, len).unwrap();
+        let same = slice.with_bytes(|bytes| bytes[..len] == data[at..at + len] && bytes[len..].iter().all(|b| *b == 0));
+        assert_eq!(same, Some(true), "{at} {len}");
+        let whole = before.join(slice).unwrap();
+        let rest = reserved.next(usize::MAX).unwrap().populate().unwrap();
+        drop(reserved);
+        let whole = whole.join(rest).unwrap().into_whole().unwrap().into_cpu().unwrap();
+        assert!(whole[..page()].iter().chain(&whole[page() + len..]).all(|b| *b == 0), "nothing beside it");
+    }
+    // Refused: the memory can be populated as if nothing had happened.
+    let refused = |heap: &dyn Heap, at, len: usize| {
+        let absent = heap.reserve(4 * page()).unwrap().next(2 * page()).unwrap();
+        let (absent, why) = absent.copy_from_file(file.as_fd(), at, len).unwrap_err();
+        assert_eq!(absent.populate().unwrap().len(), 2 * page());
+        why.kind()
+    };
+    use std::io::ErrorKind::Unsupported;
+    let pool = Pool::new(MemfdHeap::new(), 1 << 20);
+    drop(pool.allocate(4 * page()).unwrap());
+    assert_eq!(refused(&AnonHeap::starting_at(PageKind::Base), 0, 2 * page()), Unsupported, "no descriptor");
+    assert_eq!(refused(&pool, 0, 2 * page()), Unsupported, "present already");
+    assert_eq!(refused(&heap, 0, page()), Unsupported, "a page would stay absent");
+    let _ = refused(&heap, 99_999, 2 * page());
+    let _ = refused(&heap, 1 << 40, 2 * page());
+    let _ = refused(&heap, u64::MAX, 2 * page());
+    let directory = std::fs::File::open("/").unwrap();
+    assert!(heap.reserve(1).unwrap().next(page()).unwrap().copy_from_file(directory.as_fd(), 0, page()).is_err());
+}
+
 /// Number of present pages in a range of virtual addresses.
 fn present(at: usize, len: usize) -> usize {
     let mut words = vec![0; len / page() * 8];

@@ -65,11 +65,11 @@ pub(super) fn choose(source: &ReadSource, index: usize, job: &Job, options: &Rea
         (Mode::Auto, Some(cached)) if cached.share() >= MOSTLY => {
             (Mode::Buffered, format!("{cached}: copied from there"))
         }
-        (Mode::Auto, Some(cached)) if cached.dirty > 0 => {
-            (Mode::Buffered, format!("{cached}, {} bytes of it not on the disk yet", cached.dirty))
-        }
         (Mode::Auto, _) if bytes < DIRECT_FROM => {
             (Mode::Buffered, format!("{bytes} bytes are too few for direct I/O to pay"))
+        }
+        (Mode::Auto, Some(cached)) if cached.cached > 0 => {
+            (Mode::Auto, format!("{cached}: copied from there, the rest read past it"))
         }
         (Mode::Auto, Some(cached)) => (Mode::Auto, format!("{cached}: read past it")),
         (Mode::Auto, None) => (Mode::Auto, "the kernel does not say what is cached: read past it".to_owned()),
@@ -77,7 +77,9 @@ pub(super) fn choose(source: &ReadSource, index: usize, job: &Job, options: &Rea
     let buffered = mode == Mode::Buffered;
     let io = if short || buffered { Io::Pread } else { Io::Auto };
     let depth = if io == Io::Pread { 1 } else { options.depth };
-    let workers = match buffered && !short && bytes >= WORKERS_FROM {
+    // The cached bytes of the span, of which the job may want less.
+    let copied = if buffered { bytes } else { cached.map_or(0, |cached| cached.cached.min(bytes)) };
+    let workers = match !short && copied >= WORKERS_FROM {
         true => std::thread::available_parallelism().map_or(1, |n| n.get()).min(WORKERS),
         false => 1,
     };

@@ -80,11 +80,6 @@ pub(super) fn try_short(
         backing: Some(backing),
         recycled,
     };
-    let method = ReadMethod {
-        how: How { direct: false, uring: false, reasons: Vec::new() },
-        reason,
-        moved: Moved { direct: 0, buffered: len },
-        cached,
-    };
+    let method = ReadMethod { how: How::plain(), reason, moved: Moved { direct: 0, buffered: len }, cached };
     Ok(Some(AllocRead { buffer, method, report }))
 }

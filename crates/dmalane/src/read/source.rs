@@ -7,7 +7,7 @@ use std::os::unix::fs::FileTypeExt;
 use std::path::PathBuf;
 
 use dmalane_addr::FileOffset;
-use dmalane_file::{FileQueue, How, Moved, StreamQueue};
+use dmalane_file::{FileQueue, How, Mode, Moved, StreamQueue};
 use dmalane_queue::Queue;
 
 use super::choose::Choice;
@@ -42,13 +42,17 @@ impl Source {
         if choice.stream {
             return Ok(Self::Stream(StreamQueue::new(file, choice.options.depth)));
         }
-        Ok(Self::File(Box::new(FileQueue::from_file(file, source.path.clone(), choice.options)?)))
+        let queue = FileQueue::from_file(file, source.path.clone(), choice.options)?;
+        Ok(Self::File(Box::new(match choice.options.mode {
+            Mode::Auto => queue.from_cache_where_cached(),
+            Mode::Direct | Mode::Buffered => queue,
+        })))
     }
 
     pub fn how(&self) -> How {
         match self {
             Self::File(queue) => queue.how().clone(),
-            Self::Stream(_) => How { direct: false, uring: false, reasons: Vec::new() },
+            Self::Stream(_) => How::plain(),
         }
     }
 

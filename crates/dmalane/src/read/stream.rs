@@ -96,7 +96,7 @@ pub(super) fn to_end(
         recycled: !fresh,
     };
     let method = ReadMethod {
-        how: How { direct: false, uring: false, reasons: Vec::new() },
+        how: How::plain(),
         reason: "a pipe, socket or character device: plain reads to its end, then one copy".to_owned(),
         moved: Moved { direct: 0, buffered: queue.position() },
         cached: None,

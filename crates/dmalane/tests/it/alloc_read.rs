@@ -9,7 +9,7 @@ use std::time::Duration;
 
 use dmalane::addr::FileOffset;
 use dmalane::dma::{AnonHeap, Heap, MemfdHeap, PageKind, Pool};
-use dmalane::file::Mode;
+use dmalane::file::{Mode, Moved};
 use dmalane::load::fill::{Event, Extent, FillError, Job};
 use dmalane::queue::OpError;
 use dmalane::{AllocAndRead, AllocRead, Read, ReadError, ReadFiles, ReadOptions, ReadSource, Scheme};
@@ -122,6 +122,74 @@ fn what_is_cached_is_copied_and_what_is_not_is_read_past_the_cache() {
     std::io::Read::read_exact(&mut &opened, &mut [0; 100_000]).unwrap();
     let ahead = dmalane::file::residency(&opened, 0, 4 << 20).unwrap();
     assert!(ahead.cached > 100_000 + 4096, "{ahead:?}");
+}
+
+#[test]
+fn of_a_half_cached_file_each_half_is_read_in_its_own_way() {
+    let data = noise(8 << 20);
+    let file = file(&data);
+    let opened = File::open(file.path()).unwrap();
+    for heap in [&AnonHeap::new() as &dyn Heap, &MemfdHeap::starting_at(PageKind::Base)] {
+        forget(&file);
+        rustix::fs::fadvise(&opened, 0, None, rustix::fs::Advice::Random).unwrap();
+        let half = 4 << 20;
+        for at in (half..data.len()).step_by(4096) {
+            opened.read_exact_at(&mut [0], at as u64).unwrap();
+        }
+        let read = heap.alloc_and_read(&opened, .., &small()).unwrap();
+        if read.method.cached.is_none_or(|cached| cached.cached != half as u64) || !read.method.how.direct {
+            return println!("SKIPPED: no direct I/O, or not half of it is cached: {}", read.method);
+        }
+        assert!(bytes(&read) == data);
+        let said = "50 % in the page cache: copied from there, the rest read past it";
+        assert!(read.method.reason.contains(said), "{}", read.method);
+        assert_eq!(read.method.moved, Moved { direct: half as u64, buffered: half as u64 }, "{}", read.method);
+        // A load chooses in the same way.
+        let mut input = dmalane::open_file(file.path(), dmalane::file::Options::default()).unwrap();
+        let slice = AnonHeap::new().allocate(data.len()).unwrap().share().into_part();
+        let operation = dmalane::queue::Operation::read(slice, FileOffset::new(0));
+        let back = dmalane::queue::run(&mut input.queue, operation, Duration::from_secs(60)).unwrap();
+        assert!(back.into_slice().unwrap().with_bytes(|bytes| bytes == data).unwrap());
+        assert_eq!(input.queue.moved(), read.method.moved, "{}", input.queue.how());
+    }
+}
+
+#[test]
+fn pages_that_are_not_on_the_disk_yet_do_not_decide_for_the_rest_of_the_file() {
+    let data = noise(8 << 20);
+    let file = file(&data);
+    forget(&file);
+    file.as_file().write_all_at(&data[..4096], 0).unwrap();
+    let mut input = dmalane::open_file(file.path(), dmalane::file::Options::default()).unwrap();
+    let seen = dmalane::file::residency(&input.file, 0, 8 << 20).unwrap_or_default();
+    if seen.dirty == 0 || seen.cached > 1 << 20 || !input.queue.how().direct {
+        return println!("SKIPPED: {}, or nothing is dirty: {seen:?}", input.queue.how());
+    }
+    let slice = AnonHeap::new().allocate(data.len()).unwrap().share().into_part();
+    let operation = dmalane::queue::Operation::read(slice, FileOffset::new(0));
+    let back = dmalane::queue::run(&mut input.queue, operation, Duration::from_secs(60)).unwrap();
+    assert!(back.into_slice().unwrap().with_bytes(|bytes| bytes == data).unwrap());
+    assert_eq!(input.queue.moved(), Moved { direct: 6 << 20, buffered: 2 << 20 }, "a block of 2 MiB");
+}
+
+#[test]
+fn cached_files_are_written_to_memfds() {
+    let data = noise(3_000_001);
+    let file = file(&data);
+    let opened = File::open(file.path()).unwrap();
+    let heap = MemfdHeap::starting_at(PageKind::Base);
+    for (range, threads) in [(0..data.len(), 1), (4096..data.len(), 3), (5..2_900_000, 2)] {
+        let options = ReadOptions { threads: Some(threads), ..small() };
+        let read = heap.alloc_and_read(&opened, range.start as u64..range.end as u64, &options).unwrap();
+        if read.method.cached.is_none() {
+            return println!("SKIPPED: the kernel does not say what is cached");
+        }
+        assert!(bytes(&read) == data[range.clone()], "{range:?} {threads}");
+        assert_eq!(read.buffer.checksum(), Some(twox_hash::XxHash3_64::oneshot(&data[range.clone()])));
+        assert_eq!(read.method.moved, Moved { direct: 0, buffered: range.len() as u64 });
+        let how = read.method.to_string();
+        assert!(threads > 1 || how.contains(&format!("{} bytes by writing them to the memfd", range.len())), "{how}");
+    }
 }
 
 proptest! {

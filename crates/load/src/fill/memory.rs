@@ -2,8 +2,8 @@
 
 use std::sync::Arc;
 
-use dmalane_addr::{Access, PageSize};
-use dmalane_dma::{BufferSlice, Error, Heap, PageBacking, Registrar};
+use dmalane_addr::{Access, FileOffset, PageSize};
+use dmalane_dma::{Absent, BufferSlice, Error, Heap, PageBacking, Registrar};
 use dmalane_queue::Registered;
 
 use crate::clock::{Clocks, Stage};
@@ -15,12 +15,25 @@ pub struct Stays<'a> {
     pub heap: &'a dyn Heap,
     /// Pins each chunk and maps it with this access as soon as it is present.
     pub register: Option<(&'a dyn Registrar, Access)>,
+    /// Fills chunks without making them present first, where it can.
+    pub cached: Option<&'a dyn FillCached>,
+}
+
+/// Fills memory that is not present with bytes that a source has in memory already, such as the page cache.
+pub trait FillCached: Sync {
+    /// Fills the first `len` bytes of `absent` with bytes of a source from `at` on, and what is left of its last page
+    /// with zeroes. Called by several workers at a time; must not wait for another one, which would do better to
+    /// read.
+    ///
+    /// # Errors
+    /// The memory, which then is made present and read into by the source's queue.
+    fn fill(&self, absent: Absent, source: usize, at: FileOffset, len: usize) -> Result<BufferSlice, Absent>;
 }
 
 impl<'a> Stays<'a> {
-    /// Buffers that are not registered.
+    /// Buffers that are not registered, and made present before they are read into.
     pub fn of(heap: &'a dyn Heap) -> Self {
-        Self { heap, register: None }
+        Self { heap, register: None, cached: None }
     }
 }
 

@@ -27,7 +27,7 @@ use dmalane_queue::{OpError, Queue, Refusal, Registered};
 use thiserror::Error;
 
 pub use job::{BadJob, Extent, Job};
-pub use memory::Stays;
+pub use memory::{FillCached, Stays};
 pub(crate) use memory::{Memory, Staging};
 pub use sink::{Sink, Target, Targets};
 pub(crate) use state::Done;
@@ -64,7 +64,8 @@ impl Default for FillOptions {
 #[derive(Clone, Debug)]
 #[non_exhaustive]
 pub enum Event {
-    /// A chunk of a buffer that stays is present, and registered if that was asked for; reads into it begin now.
+    /// A chunk of a buffer that stays is present, and registered if that was asked for; reads into it begin now, unless
+    /// its bytes are there already.
     Allocated {
         /// Which buffer.
         buffer: usize,

@@ -12,7 +12,7 @@ use dmalane_dma::{Absent, BufferSlice, Error, PageKind, Registrar, Reserved, Sha
 use dmalane_queue::Registered;
 use twox_hash::XxHash3_64;
 
-use super::memory::{Memory, Staging};
+use super::memory::{FillCached, Memory, Staging};
 use super::sink::{DeviceSink, Failed};
 use super::worker::NAP;
 use super::{BadJob, Event, Extent, FillError, FillOptions, Job, Sink, Watch, locked};
@@ -31,6 +31,7 @@ pub(super) struct State<'a, 'w> {
     /// The memory stays; else it is that of slots.
     stays: bool,
     register: Option<(&'a dyn Registrar, Access)>,
+    cached: Option<&'a dyn FillCached>,
     /// For each buffer the registrations of its chunks.
     mappings: Mutex<Vec<BTreeMap<usize, Registered>>>,
     /// Buffers whose memory is new, and so zero.
@@ -172,7 +173,7 @@ impl<'a, 'w> State<'a, 'w> {
         }
         let pages = |bytes: u64| usize::try_from(bytes.clamp(1, 1 << 40)).unwrap_or(1 << 30).next_multiple_of(4096);
         let mut chunk = pages(options.chunk);
-        let mut register = None;
+        let (mut register, mut cached) = (None, None);
         let pages_of_job = match memory {
             // A slot is free at once, so there is no point in taking one before there is room to read into it.
             Memory::Staging(staging) => {
@@ -180,7 +181,7 @@ impl<'a, 'w> State<'a, 'w> {
                 Pages::Staging(staging, 0)
             }
             Memory::Stays(stays) => {
-                register = stays.register;
+                (register, cached) = (stays.register, stays.cached);
                 if let Some((registrar, _)) = register {
                     let wanted = job.buffers.iter().fold(0u64, |sum, len| sum.saturating_add(*len));
                     // Memory that could never be pinned is refused before any of it is read.
@@ -223,6 +224,7 @@ impl<'a, 'w> State<'a, 'w> {
             supply: Mutex::new(Supply { pages: pages_of_job, buffer: 0, extent: 0, first }),
             stays,
             register,
+            cached,
             mappings: Mutex::new(vec![BTreeMap::new(); job.buffers.len()]),
             fresh,
             ahead: AtomicUsize::new(0),
@@ -336,14 +338,61 @@ impl<'a, 'w> State<'a, 'w> {
         // The last extent may go on in the next chunk.
         *extent = (begin + more).saturating_sub(1).max(begin);
         drop(supply);
+        let extents = &self.plan[buffer][begin..begin + more];
         let rest = match taken {
             Taken::Slot(fragment) => fragment,
             Taken::Absent(absent) => {
                 let place = (buffer, absent.offset());
-                self.present(buffer, absent, clocks).map_err(|error| (place, error))?
+                let failed = |error| (place, error);
+                let absent = match self.fill_cached(absent, buffer, extents, clocks) {
+                    Err(absent) => absent,
+                    Ok((slice, extent, len)) => {
+                        let rest = self.register(buffer, slice, clocks).map_err(failed)?;
+                        self.filled(rest, extent, len);
+                        return Ok(Claimed::Reads(Vec::new()));
+                    }
+                };
+                let (slice, len) = (clocks.time(Stage::Allocate, || absent.populate()), end - place.1);
+                let slice = slice.map_err(|source| failed(FillError::Memory { buffer, source }))?;
+                clocks.bytes(Stage::Allocate, len as u64);
+                self.register(buffer, slice, clocks).map_err(failed)?
             }
         };
-        Ok(Claimed::Reads(self.cut(rest, &self.plan[buffer][begin..begin + more])))
+        Ok(Claimed::Reads(self.cut(rest, extents)))
+    }
+
+    /// Fills a chunk that is all of one extent from what is cached, and returns it with the extent and how many bytes
+    /// of it that was; or returns the chunk as it was.
+    fn fill_cached(
+        &self,
+        absent: Absent,
+        buffer: usize,
+        extents: &[(usize, Extent)],
+        clocks: &mut Clocks,
+    ) -> Result<(BufferSlice, usize, usize), Absent> {
+        let (Some(cached), [(extent, e)]) = (self.cached, extents) else { return Err(absent) };
+        let offset = absent.offset();
+        let len = absent.len().min(self.lens[buffer] as usize - offset);
+        if e.to > offset as u64 || e.to + e.len < (offset + len) as u64 {
+            return Err(absent);
+        }
+        let at = FileOffset::new(e.at.bits() + (offset as u64 - e.to));
+        let begin = Instant::now();
+        let slice = clocks.time(Stage::Read, || cached.fill(absent, e.source, at, len))?;
+        self.progress().first_read.get_or_insert(begin);
+        clocks.bytes(Stage::Read, len as u64);
+        Ok((slice, *extent, len))
+    }
+
+    /// Takes a chunk of which the first `len` bytes are those of an extent.
+    fn filled(&self, mut rest: Fragment, extent: usize, len: usize) {
+        let end = rest.end();
+        if let Some(mut front) = rest.split_off_front(len) {
+            front.tag.extent = Some(extent);
+            self.ahead.fetch_add(1, Ordering::Relaxed);
+            self.arrived(front);
+        }
+        self.pass_over(&mut rest, end);
     }
 
     /// Cuts a chunk into reads. Bytes that nobody reads have arrived already.
@@ -371,13 +420,9 @@ impl<'a, 'w> State<'a, 'w> {
         reads
     }
 
-    /// Populates a chunk and registers it.
-    fn present(&self, buffer: usize, absent: Absent, clocks: &mut Clocks) -> Result<Fragment, FillError> {
-        let (offset, len) = (absent.offset(), absent.len());
-        let slice = clocks.time(Stage::Allocate, || absent.populate());
-        let slice = slice.map_err(|source| FillError::Memory { buffer, source })?;
-        clocks.bytes(Stage::Allocate, len as u64);
-        let reference = slice.reference();
+    /// Registers a chunk that is present.
+    fn register(&self, buffer: usize, slice: BufferSlice, clocks: &mut Clocks) -> Result<Fragment, FillError> {
+        let (offset, len, reference) = (slice.offset(), slice.len(), slice.reference());
         let mut via = None;
         if let Some((registrar, access)) = self.register {
             let map = |source| FillError::Map { buffer, offset: offset as u64, source };
