@@ -651,18 +651,19 @@ impl Mmio for Client {
 
 impl Undo for Inner {
     /// Waits without a timeout for the answer or the end of the connection: until then the card may access the memory.
-    fn unmap(&self, lease: Lease<Iova>) {
+    fn unmap(&self, lease: Lease<Iova>) -> bool {
         if self.alive().is_ok() {
             let request = ClientRequest::Unmap { iova: lease.span().first().bits() };
             let answer = lock(&self.transport).ask_until(&request, &[], None);
             if let Err(e) = answer
                 && !matches!(self.lost(e), ClientError::Disconnected(_))
             {
-                return; // the mapping may still exist, so its addresses stay reserved
+                return false; // the mapping may still exist, so its addresses stay reserved
             }
         }
         lock(&self.iovas).free(lease);
         self.sweep();
+        true
     }
 
     fn unpin(&self, _pages: &SgTable<PhysAddr>) {} // the daemon pins only what is mapped

@@ -87,11 +87,12 @@ impl Names {
 }
 
 impl Undo for Names {
-    fn unmap(&self, lease: Lease<Iova>) {
+    fn unmap(&self, lease: Lease<Iova>) -> bool {
         // The driver is called without the lock.
         drop(self.lock().live.remove(&lease.span().first()));
         self.lock().iovas.free(lease);
         self.given_up.fetch_add(1, Ordering::Release);
+        true
     }
 
     fn unpin(&self, _: &SgTable<PhysAddr>) {}

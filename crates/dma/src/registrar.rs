@@ -58,8 +58,10 @@ pub trait Registrar: Send + Sync {
 
 /// The cleanup of [`Pinned`] and [`Mapping`]; implemented by each registrar.
 pub trait Undo: Send + Sync {
-    /// Removes a mapping and frees its IOVAs. When this returns, the device can no longer access the memory.
-    fn unmap(&self, lease: Lease<Iova>);
+    /// Removes a mapping and frees its IOVAs. True when the device can no longer access the memory. After `false` the
+    /// memory is kept for good, as by [`Pinned::keep`].
+    #[must_use]
+    fn unmap(&self, lease: Lease<Iova>) -> bool;
 
     /// Releases pinned pages, which are no longer mapped.
     fn unpin(&self, pages: &SgTable<PhysAddr>);
@@ -73,6 +75,8 @@ pub struct Pinned {
     owner: Arc<dyn Undo>,
     /// True when a device may write; then `buffer` counts it as a writer.
     writable: bool,
+    /// The memory stays pinned and shared after this is dropped.
+    kept: bool,
 }
 
 impl Pinned {
@@ -80,7 +84,7 @@ impl Pinned {
     /// scatter-gather table, or `None` where the registrar does not know it (a kernel that pins and maps in one step).
     pub fn new(buffer: BufferRef, pages: Option<SgTable<PhysAddr>>, owner: Arc<dyn Undo>) -> Self {
         let range = 0..buffer.len();
-        Self { buffer, range, pages, owner, writable: false }
+        Self::of_range(buffer, range, pages, owner)
     }
 
     /// As [`Pinned::new`] for a range within the buffer.
@@ -90,7 +94,7 @@ impl Pinned {
         pages: Option<SgTable<PhysAddr>>,
         owner: Arc<dyn Undo>,
     ) -> Self {
-        Self { buffer, range, pages, owner, writable: false }
+        Self { buffer, range, pages, owner, writable: false, kept: false }
     }
 
     /// The pinned range of the buffer, in bytes.
@@ -125,6 +129,12 @@ impl Pinned {
         }
     }
 
+    /// Keeps the memory for good, because a device may still access it: it stays pinned, is never freed and never lent
+    /// as a slice of bytes where the device may write.
+    pub fn keep(&mut self) {
+        self.kept = true;
+    }
+
     /// True when `owner` created this.
     #[inline]
     pub fn is_from<T>(&self, owner: &Arc<T>) -> bool {
@@ -134,6 +144,10 @@ impl Pinned {
 
 impl Drop for Pinned {
     fn drop(&mut self) {
+        if self.kept {
+            // A reference that nobody drops.
+            return std::mem::forget(self.buffer.clone());
+        }
         if let Some(pages) = &self.pages {
             self.owner.unpin(pages);
         }
@@ -223,8 +237,11 @@ impl Mapping {
 
 impl Drop for Mapping {
     fn drop(&mut self) {
-        if let Some(lease) = self.lease.take() {
-            self.pinned.owner.unmap(lease);
+        if let Some(lease) = self.lease.take()
+            && !self.pinned.owner.unmap(lease)
+        {
+            self.pinned.keep();
+            self.more.iter_mut().for_each(Pinned::keep);
         }
     }
 }

@@ -162,7 +162,9 @@ mod tests {
     struct Nothing;
 
     impl Undo for Nothing {
-        fn unmap(&self, _: Lease<Iova>) {}
+        fn unmap(&self, _: Lease<Iova>) -> bool {
+            true
+        }
 
         fn unpin(&self, _: &SgTable<PhysAddr>) {}
     }

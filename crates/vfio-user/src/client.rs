@@ -87,6 +87,8 @@ struct Socket {
     next: u16,
     /// Shut down: after an error, answers can no longer be matched to requests.
     broken: bool,
+    /// The device's process has closed its end, which it does after its last access to memory.
+    gone: bool,
 }
 
 impl Socket {
@@ -94,7 +96,7 @@ impl Socket {
     fn new(stream: UnixStream, timeout: Duration) -> io::Result<Self> {
         stream.set_read_timeout(Some(timeout))?;
         stream.set_write_timeout(Some(timeout))?;
-        Ok(Self { stream, next: 0, broken: false })
+        Ok(Self { stream, next: 0, broken: false, gone: false })
     }
 
     /// Sends a request and returns the body of its answer.
@@ -107,7 +109,10 @@ impl Socket {
         if self.broken {
             return Err(Error::Unanswered { command, source: io::ErrorKind::NotConnected.into() });
         }
-        let answer = self.exchange(command, body, fds).inspect_err(|_| {
+        let answer = self.exchange(command, body, fds).inspect_err(|error| {
+            use io::ErrorKind::{BrokenPipe, ConnectionReset, UnexpectedEof};
+            self.gone = matches!(error, Error::Unanswered { source, .. }
+                if matches!(source.kind(), BrokenPipe | ConnectionReset | UnexpectedEof));
             // The device's process sees the end of the stream and unmaps everything; no unmap requests will follow.
             self.broken = true;
             let _ = self.stream.shutdown(Shutdown::Both);
@@ -197,19 +202,21 @@ impl Inner {
         self.ask(Command::DmaMap, body, &[fd]).map(drop)
     }
 
-    fn dma_unmap(&self, span: Span<Iova>) -> Result<(), Error> {
+    /// Unmaps a span. False when the device's process did not answer and still exists: it unmaps when it finds the
+    /// socket shut down, but nobody says when.
+    fn try_unmap(&self, span: Span<Iova>) -> bool {
         let body = Body::default().u32(24).u32(0).u64(span.first().bits()).u64(span.len());
-        self.ask(Command::DmaUnmap, body, &[]).map(drop)
+        self.ask(Command::DmaUnmap, body, &[]).is_ok() || lock(&self.socket).gone
     }
 }
 
 impl Undo for Inner {
-    fn unmap(&self, lease: Lease<Iova>) {
+    fn unmap(&self, lease: Lease<Iova>) -> bool {
         let span = lease.span();
         self.mapped.fetch_sub(span.len(), Ordering::Relaxed);
-        // If the device does not answer, its addresses stay allocated. Its process unmaps when the socket is shut down.
-        if self.dma_unmap(span).is_ok() {
+        self.try_unmap(span) && {
             lock(&self.iovas).free(lease);
+            true
         }
     }
 
@@ -426,9 +433,11 @@ impl Registrar for UserBus {
             let n = pinned.range().len() as u64;
             let part = span.sub(done, n).expect("the lengths add up to the span's");
             if let Err(e) = self.inner.dma_map(pinned, part, access) {
-                let undone = span.sub(0, done).map_or(Ok(()), |before| self.inner.dma_unmap(before));
-                if undone.is_ok() {
-                    lock(&self.inner.iovas).free(lease);
+                // What was not answered may be mapped.
+                let mapped = if matches!(e, Error::Refused { .. } | Error::NotMemfd) { done } else { done + n };
+                match span.sub(0, mapped).is_none_or(|mapped| self.inner.try_unmap(mapped)) {
+                    true => lock(&self.inner.iovas).free(lease),
+                    false => list.iter_mut().for_each(Pinned::keep),
                 }
                 return Err(e.into());
             }
@@ -558,5 +567,6 @@ mod tests {
         assert_eq!(seen.mappings(), 0);
         drop(mapping);
         assert_eq!(bus.mapped_bytes(), 0);
+        assert!(buf.into_cpu().is_err(), "nobody told this side that the device has let go");
     }
 }

@@ -113,7 +113,8 @@ impl BarMap {
         self.memory.len() as u64
     }
 
-    /// Address in this process.
+    /// Address in this process. The kernel answers an access to it with SIGBUS while the device does not respond; the
+    /// methods of this type return an error then.
     pub fn address(&self) -> usize {
         self.memory.address()
     }
@@ -125,74 +126,97 @@ impl BarMap {
         PageSize::from_log2(difference.trailing_zeros().min(63) as u8).unwrap_or(PageSize::SIZE_4K)
     }
 
-    /// Reads a word of 32 bits in one access; `None` when it is out of range or unaligned.
-    pub fn load_u32(&self, offset: u64) -> Option<u32> {
-        self.memory.load(usize::try_from(offset).ok()?)
+    /// Reads a word of 32 bits in one access.
+    ///
+    /// # Errors
+    /// [`Error::Region`] when the word is out of range or unaligned, or the device does not respond: its memory is
+    /// disabled, or it is in a low-power state. A device that was removed reads as ones.
+    pub fn load_u32(&self, offset: u64) -> Result<u32, Error> {
+        self.access(RegionError::NoWord, |memory| memory.load(usize::try_from(offset).ok()?))
     }
 
-    /// Reads a word of 64 bits in one access; `None` when it is out of range or unaligned.
-    pub fn load_u64(&self, offset: u64) -> Option<u64> {
-        self.memory.load(usize::try_from(offset).ok()?)
+    /// Reads a word of 64 bits in one access.
+    ///
+    /// # Errors
+    /// As [`BarMap::load_u32`].
+    pub fn load_u64(&self, offset: u64) -> Result<u64, Error> {
+        self.access(RegionError::NoWord, |memory| memory.load(usize::try_from(offset).ok()?))
     }
 
-    /// Writes a word of 32 bits in one access, after all earlier writes of this thread; `None` when it is out of range
-    /// or unaligned.
-    pub fn store_u32(&self, offset: u64, value: u32) -> Option<()> {
-        self.memory.store(usize::try_from(offset).ok()?, value)
+    /// Writes a word of 32 bits in one access, after all earlier writes of this thread.
+    ///
+    /// # Errors
+    /// As [`BarMap::load_u32`].
+    pub fn store_u32(&self, offset: u64, value: u32) -> Result<(), Error> {
+        self.access(RegionError::NoWord, |memory| memory.store(usize::try_from(offset).ok()?, value))
     }
 
-    /// Writes a word of 64 bits in one access, after all earlier writes of this thread; `None` when it is out of range
-    /// or unaligned.
-    pub fn store_u64(&self, offset: u64, value: u64) -> Option<()> {
-        self.memory.store(usize::try_from(offset).ok()?, value)
+    /// Writes a word of 64 bits in one access, after all earlier writes of this thread.
+    ///
+    /// # Errors
+    /// As [`BarMap::load_u32`].
+    pub fn store_u64(&self, offset: u64, value: u64) -> Result<(), Error> {
+        self.access(RegionError::NoWord, |memory| memory.store(usize::try_from(offset).ok()?, value))
     }
 
-    /// Reads bytes, aligned words of 64 bits in one access each. `None`, and nothing is read, when the range is out of
-    /// bounds.
-    #[must_use = "None means that nothing was read"]
-    pub fn read(&self, offset: u64, into: &mut [u8]) -> Option<()> {
-        let at = self.checked_offset(offset, into.len())?;
-        let mut done = 0;
-        while done < into.len() {
-            let n = match into.len() - done {
-                8.. if (at + done).is_multiple_of(8) => {
-                    into[done..done + 8].copy_from_slice(&self.memory.load::<u64>(at + done)?.to_ne_bytes());
-                    8
-                }
-                _ => {
-                    into[done] = self.memory.load(at + done)?;
-                    1
-                }
-            };
-            done += n;
-        }
-        Some(())
+    /// Reads bytes, aligned words of 64 bits in one access each.
+    ///
+    /// # Errors
+    /// [`Error::Region`], and nothing is read, when the range is out of bounds or the device does not respond.
+    pub fn read(&self, offset: u64, into: &mut [u8]) -> Result<(), Error> {
+        self.access(RegionError::OutOfRange, |memory| {
+            let at = self.checked_offset(offset, into.len())?;
+            let mut done = 0;
+            while done < into.len() {
+                let n = match into.len() - done {
+                    8.. if (at + done).is_multiple_of(8) => {
+                        into[done..done + 8].copy_from_slice(&memory.load::<u64>(at + done)?.to_ne_bytes());
+                        8
+                    }
+                    _ => {
+                        into[done] = memory.load(at + done)?;
+                        1
+                    }
+                };
+                done += n;
+            }
+            Some(())
+        })
     }
 
-    /// Writes bytes in order, aligned words in one access each. `None`, and nothing is written, when the range is out
-    /// of bounds.
-    #[must_use = "None means that nothing was written"]
-    pub fn write(&self, offset: u64, from: &[u8]) -> Option<()> {
-        let at = self.checked_offset(offset, from.len())?;
-        let mut done = 0;
-        while done < from.len() {
-            let (at, rest) = (at + done, &from[done..]);
-            done += match rest {
-                [a, b, c, d, e, f, g, h, ..] if at.is_multiple_of(8) => {
-                    self.memory.store(at, u64::from_ne_bytes([*a, *b, *c, *d, *e, *f, *g, *h]))?;
-                    8
-                }
-                [a, b, c, d, ..] if at.is_multiple_of(4) => {
-                    self.memory.store(at, u32::from_ne_bytes([*a, *b, *c, *d]))?;
-                    4
-                }
-                _ => {
-                    self.memory.store(at, rest[0])?;
-                    1
-                }
-            };
-        }
-        Some(())
+    /// Writes bytes in order, aligned words in one access each.
+    ///
+    /// # Errors
+    /// [`Error::Region`], and nothing is written, when the range is out of bounds or the device does not respond.
+    pub fn write(&self, offset: u64, from: &[u8]) -> Result<(), Error> {
+        self.access(RegionError::OutOfRange, |memory| {
+            let at = self.checked_offset(offset, from.len())?;
+            let mut done = 0;
+            while done < from.len() {
+                let (at, rest) = (at + done, &from[done..]);
+                done += match rest {
+                    [a, b, c, d, e, f, g, h, ..] if at.is_multiple_of(8) => {
+                        memory.store(at, u64::from_ne_bytes([*a, *b, *c, *d, *e, *f, *g, *h]))?;
+                        8
+                    }
+                    [a, b, c, d, ..] if at.is_multiple_of(4) => {
+                        memory.store(at, u32::from_ne_bytes([*a, *b, *c, *d]))?;
+                        4
+                    }
+                    _ => {
+                        memory.store(at, rest[0])?;
+                        1
+                    }
+                };
+            }
+            Some(())
+        })
+    }
+
+    /// Accesses the memory while the device responds. `None` is an error with this reason.
+    fn access<T>(&self, reason: RegionError, access: impl FnOnce(&sys::BarMemory) -> Option<T>) -> Result<T, Error> {
+        let _gate = self.device.responding(self.region)?;
+        access(&self.memory).ok_or_else(|| self.error(reason))
     }
 
     /// The offset of a range that is within the mapping.
@@ -221,7 +245,67 @@ impl std::fmt::Debug for BarMap {
 
 #[cfg(test)]
 mod tests {
+    use std::sync::atomic::{AtomicBool, Ordering};
+
     use super::*;
+
+    /// While the BAR is disabled its file ends before it, so that an access ends this process, as with the kernel's.
+    #[test]
+    fn a_disabled_bar_is_an_error() {
+        const START: u64 = 64 << 10;
+        const LEN: u64 = 64 << 10;
+        let file = tempfile::tempfile().unwrap();
+        file.set_len(START + LEN).unwrap();
+        let device = PciDevice::of_file(file.try_clone().unwrap().into(), START..START + LEN);
+        let bar = device.map_bar(0, None, BarAlignment::Any).unwrap();
+        let is_disabled =
+            |result: Result<(), Error>| matches!(result, Err(Error::Region { reason: RegionError::Disabled, .. }));
+        assert!(is_disabled(bar.load_u32(0).map(drop)), "the register is 0 at first");
+        device.set_bus_master(true).unwrap();
+        bar.store_u32(0, 7).unwrap();
+        assert_eq!(bar.load_u32(0).unwrap(), 7);
+        assert!(matches!(bar.load_u32(2), Err(Error::Region { reason: RegionError::NoWord, .. })));
+        assert!(matches!(bar.read(LEN - 1, &mut [0; 2]), Err(Error::Region { reason: RegionError::OutOfRange, .. })));
+
+        let disable = || {
+            device.write_region(7, 4, &[0, 0]).unwrap();
+            file.set_len(START).unwrap();
+        };
+        let enable = || {
+            file.set_len(START + LEN).unwrap();
+            device.write_region(7, 4, &[2]).unwrap();
+        };
+        disable();
+        assert!(is_disabled(bar.load_u32(0).map(drop)) && is_disabled(bar.load_u64(0).map(drop)));
+        assert!(is_disabled(bar.store_u32(0, 1)) && is_disabled(bar.store_u64(0, 1)));
+        assert!(is_disabled(bar.read(0, &mut [0; 9])) && is_disabled(bar.write(0, &[0; 9])));
+        assert!(is_disabled(device.read_region(0, 0, &mut [0; 4])) && is_disabled(device.write_region(0, 0, &[0; 4])));
+        enable();
+        assert_eq!(bar.load_u32(0).unwrap(), 0);
+
+        let (stop, mut refused) = (AtomicBool::new(false), 0);
+        std::thread::scope(|s| {
+            let reader = s.spawn(|| {
+                let (mut answered, mut refused) = (0_u64, 0_u64);
+                while !stop.load(Ordering::Relaxed) {
+                    match bar.read(0, &mut [0; 256]) {
+                        Ok(()) => answered += 1,
+                        result => refused += u64::from(is_disabled(result)),
+                    }
+                }
+                (answered, refused)
+            });
+            for _ in 0..2000 {
+                disable();
+                enable();
+            }
+            stop.store(true, Ordering::Relaxed);
+            let counts = reader.join().unwrap();
+            println!("{counts:?} answered and refused");
+            refused += counts.1;
+        });
+        assert!(refused > 0, "no access met the disabled BAR");
+    }
 
     #[test]
     fn the_largest_page_within_a_range() {

@@ -9,7 +9,7 @@ use dmalane_addr::Access;
 use dmalane_dma::{self as dma, BufferRef, InterruptEvents, Mapping, Mmio, Pinned, Registrar};
 use vfio_bindings::bindings::vfio as abi;
 
-use crate::{BarAlignment, BarMap, Bdf, Error, PciDevice, VfioOperation};
+use crate::{BarAlignment, BarMap, Bdf, Error, PciDevice, RegionError, VfioOperation};
 
 /// The number of BARs of a PCI function.
 const BARS: u32 = 6;
@@ -91,6 +91,14 @@ fn no_register(bar: u8, offset: u64, bytes: usize) -> dma::Error {
     dma::Error::NoRegister { bar, offset, bytes: bytes as u64 }
 }
 
+/// The error of an access: that the device does not respond, or else that it has no such register.
+fn register_error(error: Error, no_register: dma::Error) -> dma::Error {
+    match error {
+        Error::Region { reason: RegionError::Disabled, .. } => error.into(),
+        _ => no_register,
+    }
+}
+
 impl Registrar for VfioBus {
     /// Only records the buffer: the kernel pins memory when it is mapped.
     fn pin(&self, buffer: &BufferRef) -> Result<Pinned, dma::Error> {
@@ -133,31 +141,33 @@ impl Registrar for VfioBus {
 impl Mmio for VfioBus {
     fn read32(&self, bar: u8, offset: u64) -> Result<u32, dma::Error> {
         if let Some((area, at)) = self.area(bar, offset, 4) {
-            return area.load_u32(at).ok_or(no_register(bar, offset, 4));
+            return area.load_u32(at).map_err(|e| register_error(e, no_register(bar, offset, 4)));
         }
         let mut bytes = [0; 4];
         let aligned = offset.is_multiple_of(4) && u32::from(bar) < BARS;
         aligned.then_some(()).ok_or(no_register(bar, offset, 4))?;
-        self.device.read_region(bar.into(), offset, &mut bytes).map_err(|_| no_register(bar, offset, 4))?;
+        let read = self.device.read_region(bar.into(), offset, &mut bytes);
+        read.map_err(|e| register_error(e, no_register(bar, offset, 4)))?;
         Ok(u32::from_le_bytes(bytes))
     }
 
     fn write32(&self, bar: u8, offset: u64, value: u32) -> Result<(), dma::Error> {
         if let Some((area, at)) = self.area(bar, offset, 4) {
-            return area.store_u32(at, value).ok_or(no_register(bar, offset, 4));
+            return area.store_u32(at, value).map_err(|e| register_error(e, no_register(bar, offset, 4)));
         }
         let aligned = offset.is_multiple_of(4) && u32::from(bar) < BARS;
         aligned.then_some(()).ok_or(no_register(bar, offset, 4))?;
-        self.device.write_region(bar.into(), offset, &value.to_le_bytes()).map_err(|_| no_register(bar, offset, 4))
+        let written = self.device.write_region(bar.into(), offset, &value.to_le_bytes());
+        written.map_err(|e| register_error(e, no_register(bar, offset, 4)))
     }
 
     fn write_bytes(&self, bar: u8, offset: u64, bytes: &[u8]) -> Result<(), dma::Error> {
         let no_register = || no_register(bar, offset, bytes.len());
         if let Some((area, at)) = self.area(bar, offset, bytes.len() as u64) {
-            return area.write(at, bytes).ok_or_else(no_register);
+            return area.write(at, bytes).map_err(|e| register_error(e, no_register()));
         }
         (u32::from(bar) < BARS).then_some(()).ok_or_else(no_register)?;
-        self.device.write_region(bar.into(), offset, bytes).map_err(|_| no_register())
+        self.device.write_region(bar.into(), offset, bytes).map_err(|e| register_error(e, no_register()))
     }
 
     /// Does not reset eventfds that [`Mmio::event`] has lent: their borrowers read them.

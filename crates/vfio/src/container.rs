@@ -20,6 +20,7 @@ use rustix::io::Errno;
 use crate::backend::{Backend, more_specific};
 use crate::device;
 use crate::error::{RegionError, VfioOperation};
+use crate::gate::Revocable;
 use crate::iommufd::Iommufd;
 use crate::sysfs::Sysfs;
 use crate::{BarMap, Bdf, Error, PciDevice, sys};
@@ -42,8 +43,8 @@ pub(crate) struct Inner {
     /// Why iommufd was not used.
     iommufd_error: OnceLock<Error>,
     state: Mutex<State>,
-    /// Bytes mapped.
-    mapped: AtomicU64,
+    /// Bytes mapped. Shared with mappings of BARs, which a device may end.
+    mapped: Arc<AtomicU64>,
     /// Mappings that the kernel refused to unmap; their IOVAs stay allocated.
     failed_unmaps: AtomicU64,
 }
@@ -59,7 +60,8 @@ enum Kernel {
 struct State {
     /// The open groups, with type 1.
     groups: BTreeMap<u32, OwnedFd>,
-    /// The open devices, with iommufd, which opens each device once.
+    /// The open devices. Each is opened once: iommufd allows no more, and what is known of its command register is
+    /// known in one place.
     devices: BTreeMap<Bdf, Weak<device::Inner>>,
     /// Set when the first device is opened.
     space: Option<Space>,
@@ -124,7 +126,7 @@ impl Container {
             kernel: OnceLock::new(),
             iommufd_error: OnceLock::new(),
             state: Mutex::default(),
-            mapped: AtomicU64::new(0),
+            mapped: Arc::default(),
             failed_unmaps: AtomicU64::new(0),
         }))
     }
@@ -155,11 +157,16 @@ impl Container {
     }
 
     fn open_with_type1(&self, state: &mut State, bdf: Bdf, group: u32) -> Result<PciDevice, Error> {
+        if let Some(open) = state.devices.get(&bdf).and_then(Weak::upgrade) {
+            return Ok(PciDevice::from_open(open));
+        }
         self.0.attach_group(state, group)?;
         let fd = state.groups.get(&group).ok_or(Error::NoIommu(bdf))?;
         let device =
             sys::device(fd.as_fd(), &bdf.to_string()).map_err(Error::kernel(VfioOperation::OpenDevice(bdf)))?;
-        PciDevice::new(device, bdf, self.clone())
+        let device = PciDevice::new(device, bdf, self.clone())?;
+        state.devices.insert(bdf, device.weak());
+        Ok(device)
     }
 
     /// The outer error: iommufd cannot open the device, type 1 may. The inner error: the device is unusable with any
@@ -232,7 +239,8 @@ impl Container {
         Ok(sys::iommu_info(fd.as_fd()).map_err(Error::kernel(VfioOperation::QueryContainer))?.left)
     }
 
-    /// Bytes that are currently mapped.
+    /// Bytes that are currently mapped, without BARs whose mapping the kernel has removed
+    /// ([`PeerMapping::is_mapped`]).
     pub fn mapped_bytes(&self) -> u64 {
         self.0.mapped.load(Ordering::Relaxed)
     }
@@ -264,48 +272,39 @@ impl Container {
     /// DMA.
     ///
     /// With type 1 the kernel walks the mapping of the BAR in this process. With iommufd the BAR is mapped as a
-    /// dma-buf; when its device is reset, or its memory is disabled, the kernel revokes the mapping permanently, and
-    /// the BAR must be mapped again.
+    /// dma-buf; when its device is reset, or its memory is disabled, the kernel removes the mapping
+    /// ([`PeerMapping::is_mapped`]), and it must be renewed ([`PeerMapping::renew`]).
     ///
     /// # Errors
-    /// As [`Container::map_list`]; [`Error::Region`] when the range is not within `bar`; [`Error::NoDmaBuf`].
+    /// As [`Container::map_list`]; [`Error::Region`] when the range is not within `bar`, or the device does not respond;
+    /// [`Error::NoDmaBuf`].
     pub fn map_peer(&self, bar: &Arc<BarMap>, range: Range<u64>, access: Access) -> Result<PeerMapping, Error> {
         let len = range.end.checked_sub(range.start).filter(|len| *len > 0 && range.end <= bar.len());
         let len = len.ok_or_else(|| bar.error(RegionError::OutOfRange))?;
-        let va = bar.address() + range.start as usize;
         let mut state = self.0.lock();
-        let kernel = self.0.kernel.get().ok_or(Error::NoType1)?;
-        let (method, congruent) = match kernel {
-            Kernel::Type1(_) => (PeerMethod::PageTable, va as u64),
+        let method = match self.0.kernel.get().ok_or(Error::NoType1)? {
+            Kernel::Type1(_) => PeerMethod::PageTable,
+            Kernel::Iommufd(_) => PeerMethod::DmaBuf,
+        };
+        let congruent = match method {
+            PeerMethod::PageTable => bar.address() as u64 + range.start,
             // The physical address of a BAR is a multiple of its length.
-            Kernel::Iommufd(_) => (PeerMethod::DmaBuf, bar.range().start + range.start),
+            PeerMethod::DmaBuf => bar.range().start + range.start,
         };
         let lease = state.allocate(congruent, len)?;
         let span = lease.span();
-        let began = Instant::now();
-        let mapped = match kernel {
-            Kernel::Type1(_) => self.0.map_span(&state, va, None, span, access),
-            Kernel::Iommufd(space) => bar.dma_buf().and_then(|dma_buf| {
-                let mapped = space.map_dma_buf(dma_buf, range.start, span, access);
-                mapped.map_err(|source| match Errno::from_io_error(&source) {
-                    Some(Errno::NODEV) => bar.error(RegionError::Disabled),
-                    _ => explain(source, congruent as usize, span, access, state.page(), &state.ranges()),
-                })
+        match self.0.map_bar(&state, bar, range.start, span, access) {
+            Ok((live, map_time)) => Ok(PeerMapping {
+                span,
+                access,
+                start: range.start,
+                lease: Some(lease),
+                container: self.0.clone(),
+                bar: bar.clone(),
+                method,
+                map_time,
+                live,
             }),
-        };
-        match mapped {
-            Ok(()) => {
-                let map_time = began.elapsed();
-                self.0.mapped.fetch_add(span.len(), Ordering::Relaxed);
-                Ok(PeerMapping {
-                    span,
-                    lease: Some(lease),
-                    container: self.0.clone(),
-                    bar: bar.clone(),
-                    method,
-                    map_time,
-                })
-            }
             Err(e) => {
                 state.free(lease);
                 Err(e)
@@ -411,9 +410,10 @@ impl Inner {
         let span = match mapped {
             Ok(span) => span,
             Err((e, done)) => {
-                // IOVAs that may still be mapped are not reused.
-                if done.is_none_or(|done| self.unmap_span(done)) {
-                    taken.into_iter().for_each(|lease| state.free(lease));
+                // Neither IOVAs nor memory that may still be mapped are used again.
+                match done.is_none_or(|done| self.unmap_span(done)) {
+                    true => taken.into_iter().for_each(|lease| state.free(lease)),
+                    false => list.iter_mut().for_each(Pinned::keep),
                 }
                 return Err(e.into());
             }
@@ -421,7 +421,11 @@ impl Inner {
         let lease = match taken {
             Some(lease) => lease,
             // These IOVAs are free, or the kernel would have refused the mapping.
-            None => state.reserve(span).inspect_err(|_| _ = self.unmap_span(span))?,
+            None => state.reserve(span).inspect_err(|_| {
+                if !self.unmap_span(span) {
+                    list.iter_mut().for_each(Pinned::keep);
+                }
+            })?,
         };
         drop(state);
         self.mapped.fetch_add(len, Ordering::Relaxed);
@@ -478,6 +482,45 @@ impl Inner {
         mapped.map_err(|source| explain(source, va, span, access, state.page(), &state.ranges()))
     }
 
+    /// Maps part of a BAR, and measures the kernel.
+    fn map_bar(
+        &self,
+        state: &State,
+        bar: &BarMap,
+        start: u64,
+        span: Span<Iova>,
+        access: Access,
+    ) -> Result<(Arc<Revocable>, Duration), Error> {
+        // No reset until the mapping is registered.
+        let _gate = bar.device().responding(bar.region())?;
+        let va = bar.address() + start as usize;
+        let began = Instant::now();
+        let kernel = self.kernel.get().ok_or(Error::NoType1)?;
+        match kernel {
+            Kernel::Type1(_) => self.map_span(state, va, None, span, access)?,
+            Kernel::Iommufd(space) => {
+                let mapped = space.map_dma_buf(bar.dma_buf()?, start, span, access);
+                mapped.map_err(|source| match Errno::from_io_error(&source) {
+                    Some(Errno::NODEV) => bar.error(RegionError::Disabled),
+                    _ => explain(
+                        source,
+                        (bar.range().start + start) as usize,
+                        span,
+                        access,
+                        state.page(),
+                        &state.ranges(),
+                    ),
+                })?;
+            }
+        }
+        let map_time = began.elapsed();
+        let live = Arc::new(Revocable::new(span.len(), self.mapped.clone()));
+        if let Kernel::Iommufd(_) = kernel {
+            bar.device().gate().register(&live);
+        }
+        Ok((live, map_time))
+    }
+
     /// Unmaps a span; false when the kernel refused, so that any of it may still be mapped.
     fn unmap_span(&self, span: Span<Iova>) -> bool {
         let ended = matches!(self.kernel.get().map(|kernel| kernel.unmap(span)), Some(Ok(_)));
@@ -487,20 +530,20 @@ impl Inner {
         ended
     }
 
-    fn release(&self, lease: Lease<Iova>) {
-        let span = lease.span();
-        let ended = self.unmap_span(span);
-        self.mapped.fetch_sub(span.len(), Ordering::Relaxed);
-        // IOVAs that may still be mapped are not reused.
+    /// Unmaps and frees IOVAs; false when the kernel refused. IOVAs that may still be mapped are not reused.
+    fn release(&self, lease: Lease<Iova>) -> bool {
+        let ended = self.unmap_span(lease.span());
         if ended {
             self.lock().free(lease);
         }
+        ended
     }
 }
 
 impl Undo for Inner {
-    fn unmap(&self, lease: Lease<Iova>) {
-        self.release(lease);
+    fn unmap(&self, lease: Lease<Iova>) -> bool {
+        self.mapped.fetch_sub(lease.span().len(), Ordering::Relaxed);
+        self.release(lease)
     }
 
     /// Does nothing: the kernel unpins what it unmaps.
@@ -668,6 +711,9 @@ fn explain(
 /// until then.
 pub struct PeerMapping {
     span: Span<Iova>,
+    access: Access,
+    /// Offset in the mapping of the BAR.
+    start: u64,
     /// `None` only during drop.
     lease: Option<Lease<Iova>>,
     container: Arc<Inner>,
@@ -675,9 +721,35 @@ pub struct PeerMapping {
     bar: Arc<BarMap>,
     method: PeerMethod,
     map_time: Duration,
+    live: Arc<Revocable>,
 }
 
 impl PeerMapping {
+    /// False after the kernel has removed the mapping, because the device of the BAR was reset, or did not respond for a
+    /// while: its memory was disabled, or it was in a low-power state. Accesses of other devices are stopped by the
+    /// IOMMU then. Type 1 keeps its mappings.
+    pub fn is_mapped(&self) -> bool {
+        self.live.is_live()
+    }
+
+    /// Maps the range again, at the same IOVAs, if the kernel has removed the mapping.
+    ///
+    /// # Errors
+    /// As [`Container::map_peer`]; [`Error::Region`] while the device does not respond.
+    pub fn renew(&mut self) -> Result<(), Error> {
+        if self.is_mapped() {
+            return Ok(());
+        }
+        let state = self.container.lock();
+        // iommufd keeps the IOVAs of a mapping that it has emptied.
+        if let Some(kernel) = self.container.kernel.get() {
+            kernel.unmap(self.span)?;
+        }
+        let (live, map_time) = self.container.map_bar(&state, &self.bar, self.start, self.span, self.access)?;
+        (self.live, self.map_time) = (live, map_time);
+        Ok(())
+    }
+
     /// The IOVAs of the range.
     pub fn span(&self) -> Span<Iova> {
         self.span
@@ -701,7 +773,11 @@ impl PeerMapping {
 
 impl Drop for PeerMapping {
     fn drop(&mut self) {
-        self.lease.take().into_iter().for_each(|lease| self.container.release(lease));
+        self.live.end();
+        if let Some(lease) = self.lease.take() {
+            // The memory is the device's; a refused unmap keeps its IOVAs.
+            let _ended = self.container.release(lease);
+        }
     }
 }
 
@@ -786,6 +862,36 @@ mod tests {
         }
         // Of a list, the longest piece.
         assert_eq!(start_of_longest([(0x5000, 0x1000), (0x40_0000, 0x40_0000), (0, 0x1000)].into_iter()), 0x3f_f000);
+    }
+
+    /// A file in place of a container: it refuses every request.
+    #[test]
+    fn memory_that_the_kernel_does_not_unmap_is_kept() {
+        let container = Container::new();
+        let file = tempfile::tempfile().unwrap();
+        assert!(container.0.kernel.set(Kernel::Type1(file.into())).is_ok());
+        let info = sys::IommuInfo { pages: !0xfff, ranges: vec![span(0, 1 << 39)], left: None };
+        container.0.lock().update(info);
+        let map = |buf: &dma::SharedBuf, access| {
+            let pinned = Pinned::new(buf.reference(), None, container.0.clone());
+            container.0.mapped.fetch_add(4096, Ordering::Relaxed);
+            Mapping::new(pinned, container.0.lock().allocate(0, 4096).unwrap(), access)
+        };
+        let allocate = || dma::Heap::allocate(&dma::AnonHeap::new(), 4096).unwrap().share();
+        let (read, written) = (allocate(), allocate());
+        let first = map(&read, Access::READ);
+        let span = first.span();
+        drop((first, map(&written, Access::RW)));
+        assert_eq!((container.failed_unmaps(), container.mapped_bytes()), (2, 0));
+        assert!(read.into_cpu().is_err(), "a device may still read it");
+        let mut part = written.into_part();
+        assert!(part.with_bytes(|_| ()).is_none(), "a device may still write it");
+        assert!(container.0.lock().reserve(span).is_err(), "its addresses stay taken");
+        // A list that was mapped in part.
+        let (buf, other) = (allocate(), allocate());
+        let list = [&buf, &other].map(|buf| Pinned::new(buf.reference(), None, container.0.clone()));
+        assert!(container.map_list(list.into(), Access::RW).is_err());
+        assert!(buf.into_cpu().is_ok(), "nothing of it was mapped");
     }
 
     #[test]

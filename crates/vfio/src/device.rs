@@ -2,18 +2,18 @@
 
 use std::ops::Range;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
-use std::sync::{Arc, OnceLock, Weak};
+use std::sync::{Arc, OnceLock, RwLockReadGuard, Weak};
 use std::time::Duration;
 
 use rustix::event::{EventfdFlags, PollFd, PollFlags, eventfd};
 use vfio_bindings::bindings::vfio as abi;
 
 use crate::error::{RegionError, VfioOperation};
+use crate::gate::{COMMAND, COMMAND_MEMORY, Gate, STANDARD};
 use crate::{BarAlignment, BarMap, Bdf, Container, Error, sys};
 
-/// The offset of PCI's command register, and its bits: the device responds at its BARs; the device may access memory.
-const COMMAND: u64 = 4;
-const COMMAND_MEMORY: u16 = 1 << 1;
+const CONFIG: u32 = abi::VFIO_PCI_CONFIG_REGION_INDEX;
+/// The bit of the command register that lets the device access memory.
 const COMMAND_MASTER: u16 = 1 << 2;
 
 /// An open device. Clones share it. When the last one is dropped, the device goes back to the kernel, which resets it.
@@ -25,6 +25,7 @@ pub(crate) struct Inner {
     bdf: Bdf,
     flags: u32,
     regions: Vec<PciRegion>,
+    gate: Gate,
     /// Counts the kernel's requests to release the device.
     release_requests: OnceLock<[OwnedFd; 1]>,
     /// Keeps the address space open, and the group if there is one.
@@ -58,8 +59,8 @@ impl PciDevice {
             Err(e) if e.raw_os_error() == Some(libc::EINVAL) => Ok(PciRegion::absent(index)),
             Err(e) => Err(Error::kernel(VfioOperation::QueryRegions(bdf))(e)),
         });
-        let regions = regions.collect::<Result<_, _>>()?;
-        let this = Self(Arc::new(Inner { fd, bdf, flags, regions, release_requests: OnceLock::new(), container }));
+        let regions: Vec<_> = regions.collect::<Result<_, _>>()?;
+        let this = Self::with_regions(fd, bdf, flags, regions, container)?;
         if kinds > abi::VFIO_PCI_REQ_IRQ_INDEX && this.interrupt_count(abi::VFIO_PCI_REQ_IRQ_INDEX)? == 1 {
             let event = eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK);
             let events = [event.map_err(|e| Error::kernel(VfioOperation::CreateEventFd)(e.into()))?];
@@ -67,6 +68,36 @@ impl PciDevice {
             let _ = this.0.release_requests.set(events);
         }
         Ok(this)
+    }
+
+    fn with_regions(
+        fd: OwnedFd,
+        bdf: Bdf,
+        flags: u32,
+        regions: Vec<PciRegion>,
+        container: Container,
+    ) -> Result<Self, Error> {
+        let mut space = [0; STANDARD];
+        let at = regions.get(CONFIG as usize).map_or(0, |config| config.offset);
+        rustix::io::pread(&fd, &mut space, at)
+            .map_err(|e| Error::kernel(VfioOperation::ReadRegion(bdf, CONFIG))(e.into()))?;
+        let (gate, release_requests) = (Gate::new(&space), OnceLock::new());
+        Ok(Self(Arc::new(Inner { fd, bdf, flags, regions, gate, release_requests, container })))
+    }
+
+    /// A file in place of a device: its configuration space, and BAR 0 behind it.
+    #[cfg(test)]
+    pub(crate) fn of_file(file: OwnedFd, bar: Range<u64>) -> Self {
+        let region = |index: u32| match index {
+            0 => self::region(
+                0,
+                sys::RegionInfo { flags: 7, size: bar.end - bar.start, offset: bar.start, sparse: None },
+            ),
+            CONFIG => self::region(7, sys::RegionInfo { flags: 3, size: 256, offset: 0, sparse: None }),
+            _ => PciRegion::absent(index),
+        };
+        let bdf = "0000:01:00.0".parse().unwrap();
+        Self::with_regions(file, bdf, 0, (0..=CONFIG).map(region).collect(), Container::new()).unwrap()
     }
 
     /// Another handle to an open device.
@@ -99,15 +130,20 @@ impl PciDevice {
     /// [`Error::Region`], [`Error::Kernel`].
     pub fn id(&self) -> Result<(u16, u16), Error> {
         let mut bytes = [0; 4];
-        self.read_region(abi::VFIO_PCI_CONFIG_REGION_INDEX, 0, &mut bytes)?;
+        self.read_region(CONFIG, 0, &mut bytes)?;
         Ok((u16::from_le_bytes([bytes[0], bytes[1]]), u16::from_le_bytes([bytes[2], bytes[3]])))
     }
 
     /// Reads part of a region through the kernel, whether it is mappable or not.
     ///
     /// # Errors
-    /// [`Error::Region`] when the range is out of bounds; [`Error::Kernel`].
+    /// [`Error::Region`] when the range is out of bounds, or the BAR is disabled; [`Error::Kernel`].
     pub fn read_region(&self, region: u32, offset: u64, into: &mut [u8]) -> Result<(), Error> {
+        let _gate = self.responding(region)?;
+        self.read_unguarded(region, offset, into)
+    }
+
+    fn read_unguarded(&self, region: u32, offset: u64, into: &mut [u8]) -> Result<(), Error> {
         let at = self.file_offset(region, offset, into.len())?;
         let whole = into.len();
         match rustix::io::pread(&self.0.fd, into, at) {
@@ -117,11 +153,52 @@ impl PciDevice {
         }
     }
 
-    /// Writes part of a region through the kernel.
+    /// Writes part of a region through the kernel. A write to the configuration space waits for accesses to mapped BARs,
+    /// which it may disable.
     ///
     /// # Errors
     /// As [`PciDevice::read_region`].
     pub fn write_region(&self, region: u32, offset: u64, from: &[u8]) -> Result<(), Error> {
+        if region == CONFIG {
+            let resets = self.0.gate.resets(offset, from);
+            return self.change(resets, || self.write_unguarded(region, offset, from));
+        }
+        let _gate = self.responding(region)?;
+        self.write_unguarded(region, offset, from)
+    }
+
+    /// Makes a change after which the device may not respond, or after a reset, and takes note of it.
+    fn change(&self, resets: bool, change: impl FnOnce() -> Result<(), Error>) -> Result<(), Error> {
+        let mut gate = self.0.gate.write();
+        let changed = change();
+        if resets {
+            self.0.gate.revoke();
+        }
+        let (mut command, mut power) = ([0; 2], [0]);
+        let read = self.read_unguarded(CONFIG, COMMAND, &mut command).and_then(|()| match self.0.gate.power() {
+            Some(at) => self.read_unguarded(CONFIG, at, &mut power).map(|()| Some(power[0])),
+            None => Ok(None),
+        });
+        match read {
+            Ok(power) => self.0.gate.update(&mut gate, u16::from_le_bytes(command), power),
+            // Not known, so not accessed.
+            Err(_) => self.0.gate.update(&mut gate, 0, None),
+        }
+        changed
+    }
+
+    /// The gate, while the device responds at this region: the configuration space always does.
+    pub(crate) fn responding(&self, region: u32) -> Result<RwLockReadGuard<'_, bool>, Error> {
+        let gate = self.0.gate.read();
+        let responds = *gate || region >= CONFIG;
+        if responds { Ok(gate) } else { Err(self.region_error(region, RegionError::Disabled)) }
+    }
+
+    pub(crate) fn gate(&self) -> &Gate {
+        &self.0.gate
+    }
+
+    fn write_unguarded(&self, region: u32, offset: u64, from: &[u8]) -> Result<(), Error> {
         let at = self.file_offset(region, offset, from.len())?;
         match rustix::io::pwrite(&self.0.fd, from, at) {
             Ok(n) if n == from.len() => Ok(()),
@@ -150,14 +227,15 @@ impl PciDevice {
     /// [`Error::Kernel`].
     pub fn set_bus_master(&self, on: bool) -> Result<(), Error> {
         let mut bytes = [0; 2];
-        self.read_region(abi::VFIO_PCI_CONFIG_REGION_INDEX, COMMAND, &mut bytes)?;
+        self.read_region(CONFIG, COMMAND, &mut bytes)?;
         let command = u16::from_le_bytes(bytes) | COMMAND_MEMORY;
         let command = if on { command | COMMAND_MASTER } else { command & !COMMAND_MASTER };
-        self.write_region(abi::VFIO_PCI_CONFIG_REGION_INDEX, COMMAND, &command.to_le_bytes())
+        self.write_region(CONFIG, COMMAND, &command.to_le_bytes())
     }
 
     /// Resets the device: it stops, and its registers are as after power-on. Its configuration space and its interrupts
-    /// are restored.
+    /// are restored. Waits for accesses to mapped BARs; ends mappings of them by iommufd
+    /// ([`PeerMapping::is_mapped`](crate::PeerMapping::is_mapped)).
     ///
     /// # Errors
     /// [`Error::NoReset`] when it cannot be reset without other devices; [`Error::Kernel`].
@@ -165,7 +243,8 @@ impl PciDevice {
         if self.0.flags & abi::VFIO_DEVICE_FLAGS_RESET == 0 {
             return Err(Error::NoReset(self.bdf()));
         }
-        sys::reset(self.0.fd.as_fd()).map_err(Error::kernel(VfioOperation::Reset(self.bdf())))
+        let failed = Error::kernel(VfioOperation::Reset(self.bdf()));
+        self.change(true, || sys::reset(self.0.fd.as_fd()).map_err(failed))
     }
 
     /// Maps a BAR into this process. With [`BarAlignment::LargestPage`] the kernel can use large pages. `range: None`

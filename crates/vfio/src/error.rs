@@ -221,6 +221,9 @@ pub enum RegionError {
     /// The range is empty, or ends after the region or its mapping.
     #[error("does not contain the requested range")]
     OutOfRange,
+    /// The word is out of range, or its offset is not a multiple of its size.
+    #[error("has no aligned word at the requested offset")]
+    NoWord,
     /// The kernel read fewer bytes than requested.
     #[error("was read only in part")]
     ShortRead,
@@ -242,7 +245,7 @@ pub enum RegionError {
     /// The range to export as a dma-buf is not whole pages.
     #[error("can only be exported as a dma-buf in whole pages")]
     NotWholePages,
-    /// The device's memory is disabled in its command register.
+    /// The device's memory is disabled in its command register, or the device is in a low-power state.
     #[error("does not respond: the memory of its device is disabled")]
     Disabled,
 }

@@ -30,6 +30,7 @@ mod container;
 mod device;
 mod error;
 mod faults;
+mod gate;
 mod iommufd;
 mod pages;
 mod sys;

@@ -854,6 +854,48 @@ fn a_container_selects_the_preferred_backend() {
     edu_in(&Container::with_backend(Backend::Type1), bdf);
 }
 
+/// The kernel answers an access to a mapped BAR with SIGBUS while its memory is disabled.
+#[test]
+fn a_disabled_bar_is_an_error_and_no_signal() {
+    let container = container();
+    let device = container.open(&edus()[1]).unwrap();
+    device.set_bus_master(true).unwrap();
+    let bar = device.map_bar(0, None, BarAlignment::LargestPage).unwrap();
+    let is_disabled = |error: &Error| matches!(error, Error::Region { region: 0, reason: RegionError::Disabled, .. });
+    let id = bar.load_u32(0).unwrap();
+    assert_eq!(id & 0xff, 0xed, "the identification of edu");
+    device.write_region(7, 4, &[0, 0]).unwrap();
+    assert!(is_disabled(&bar.load_u32(0).unwrap_err()) && is_disabled(&bar.store_u32(4, 1).unwrap_err()));
+    assert!(is_disabled(&device.read_region(0, 0, &mut [0; 4]).unwrap_err()));
+    // Another handle to the device knows it too.
+    let again = container.open(&edus()[1]).unwrap();
+    assert!(is_disabled(&again.map_bar(0, None, BarAlignment::Any).unwrap().load_u32(0).unwrap_err()));
+    again.set_bus_master(true).unwrap();
+    assert_eq!(bar.load_u32(0).unwrap(), id);
+    let stop = AtomicBool::new(false);
+    std::thread::scope(|s| {
+        let reader = s.spawn(|| {
+            while !stop.load(Ordering::Relaxed) {
+                match bar.load_u32(0) {
+                    Ok(found) => assert!(found == id || found == u32::MAX, "{found:#x}"),
+                    Err(error) => assert!(is_disabled(&error), "{error}"),
+                }
+            }
+        });
+        for round in 0..20 {
+            match round % 4 {
+                0 => device.reset().unwrap(),
+                _ => device.write_region(7, 4, &[0, 0]).unwrap(),
+            }
+            std::thread::yield_now();
+            device.set_bus_master(false).unwrap();
+        }
+        stop.store(true, Ordering::Relaxed);
+        reader.join().unwrap();
+    });
+    assert_eq!(bar.load_u32(0).unwrap(), id);
+}
+
 #[test]
 fn a_dma_buf_of_a_bar_ends_with_a_reset() {
     let container = container();
@@ -872,9 +914,19 @@ fn a_dma_buf_of_a_bar_ends_with_a_reset() {
     if backend() == Backend::Type1 {
         return;
     }
-    let peer = container.map_peer(&bar, 0..bar.len(), Access::RW).unwrap();
+    let mut peer = container.map_peer(&bar, 0..bar.len(), Access::RW).unwrap();
+    assert!(peer.is_mapped() && container.mapped_bytes() == 1 << 20);
+    let span = peer.span();
     device.reset().unwrap();
-    assert_eq!(container.mapped_bytes(), 1 << 20, "the addresses stay allocated");
+    assert!(!peer.is_mapped() && container.mapped_bytes() == 0);
+    peer.renew().unwrap();
+    assert!(peer.is_mapped() && (peer.span(), container.mapped_bytes()) == (span, 1 << 20));
+    device.write_region(7, 4, &[0, 0]).unwrap();
+    assert!(!peer.is_mapped() && container.mapped_bytes() == 0);
+    assert!(matches!(peer.renew(), Err(Error::Region { reason: RegionError::Disabled, .. })));
+    device.set_bus_master(true).unwrap();
+    peer.renew().unwrap();
+    assert!(peer.is_mapped());
     drop(peer);
     assert_eq!((container.mapped_bytes(), container.failed_unmaps(), left_behind(&container)), (0, 0, 0));
     // Disable the device's memory, and enable it again.

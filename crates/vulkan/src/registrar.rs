@@ -137,13 +137,14 @@ impl Imports {
 }
 
 impl Undo for Imports {
-    fn unmap(&self, lease: Lease<Iova>) {
+    fn unmap(&self, lease: Lease<Iova>) -> bool {
         let mut state = self.lock();
         let imports = state.live.remove(&lease.span().first().bits());
         state.iovas.free(lease);
         drop(state);
         // Without the lock: the driver unpins the pages.
         drop(imports);
+        true
     }
 
     fn unpin(&self, _: &SgTable<PhysAddr>) {}

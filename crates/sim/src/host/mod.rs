@@ -332,7 +332,7 @@ impl<F: Format> Inner<F> {
 }
 
 impl<F: Format> Undo for Inner<F> {
-    fn unmap(&self, lease: Lease<Iova>) {
+    fn unmap(&self, lease: Lease<Iova>) -> bool {
         let mut translation = self.write();
         // A mapping's span starts and ends at its own leaves, so nothing is split and no table is needed.
         let list = translation.table.unmap(lease.span()).expect("unmapping whole leaves needs no memory");
@@ -340,6 +340,7 @@ impl<F: Format> Undo for Inner<F> {
         translation.table.free_tables(list);
         drop(translation);
         lock(&self.iovas).free(lease);
+        true
     }
 
     fn unpin(&self, pages: &SgTable<PhysAddr>) {
