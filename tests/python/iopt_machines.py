@@ -51,12 +51,16 @@ class Machine:
     address_bits: int = 64
     # What is asked for: reading, writing, fetching.
     kinds: tuple = tuple(KINDS)
-    # The letters that the MMU permits for an access.
-    permits: Callable = lambda access: access
+    # Its accesses are privileged: they reach the pages that others do not.
+    privileged: bool = False
+    # It checks permissions. (The rules of AGX are not those of the MMU that stands in for it.)
+    checks: bool = True
     # At least the size of the root table.
     root_align: int = 1 << 16
     # Below this the tables are.
     table_bits: int = 36
+    # Bits that the test of foreign tables flips.
+    flips: tuple = ()
     # Where Unicorn is known to differ from the architecture.
     differs: str = ""
 
@@ -70,6 +74,13 @@ class Machine:
             output_bits=min(said["output_bits"], self.machine_bits),
             accesses=tuple(access.replace("-", "") for access in said["access"]),
         )
+
+    def permits(self, access):
+        """The letters that the MMU permits for an access."""
+        letters, *words = access.split(",")
+        if not self.checks:
+            return "r"
+        return letters if self.privileged or "privileged" not in words else ""
 
     @property
     def outputs(self):
@@ -196,32 +207,40 @@ def x86_64(registers, base, image):
 
 def stage2(name):
     # The processor has 44 bits of physical address, and takes no more of intermediate address.
-    return Machine(name, arm64_stage2, machine_bits=44, root_align=1 << 18)
+    return Machine(name, arm64_stage2, machine_bits=44, root_align=1 << 18, flips=ARM64_S2)
 
+
+# Bits of entries that other software may write otherwise than dmalane does: valid, rights, memory types, limits of tables.
+ARM64_S1 = (0, 1, 2, 3, 6, 7, 8, 9, 10, 11, 51, 53, 54, 55, 59, 60, 61, 62)
+ARM64_S2 = (0, 1, 2, 3, 4, 6, 7, 8, 9, 10, 53, 54, 55)
+X86 = (0, 1, 2, 3, 4, 5, 6, 7, 8, 63)
+ARM_SHORT = (0, 1, 2, 3, 4, 9, 10, 11, 15, 16, 17)
+# Unicorn sets A and D itself, and does not mind U in a pointer.
+RISCV = (0, 1, 2, 3, 5, 8, 9)
 
 # What Unicorn can walk, a line each. Geometry and rights of each format are what the program says.
 MACHINES = [
-    Machine("arm64-s1-4k", arm64_stage1),
-    Machine("arm64-s1-4k-39", arm64_stage1),
-    Machine("arm64-s1-16k", arm64_stage1),
-    Machine("arm64-s1-64k", arm64_stage1),
-    Machine("arm64-s1-4k-contiguous", arm64_stage1),
-    Machine("arm64-s1-16k-contiguous", arm64_stage1),
-    Machine("arm64-s1-64k-contiguous", arm64_stage1),
+    Machine("arm64-s1-4k", arm64_stage1, flips=ARM64_S1),
+    Machine("arm64-s1-4k-39", arm64_stage1, flips=ARM64_S1),
+    Machine("arm64-s1-16k", arm64_stage1, flips=ARM64_S1),
+    Machine("arm64-s1-64k", arm64_stage1, flips=ARM64_S1),
+    Machine("arm64-s1-4k-contiguous", arm64_stage1, flips=ARM64_S1),
+    Machine("arm64-s1-16k-contiguous", arm64_stage1, flips=ARM64_S1),
+    Machine("arm64-s1-64k-contiguous", arm64_stage1, flips=ARM64_S1),
     stage2("arm64-s2-4k-40"),
     stage2("arm64-s2-16k-40"),
     stage2("arm64-s2-64k-40"),
     stage2("arm64-s2-4k-40-contiguous"),
     stage2("arm64-s2-16k-40-contiguous"),
     stage2("arm64-s2-64k-40-contiguous"),
-    Machine("armv7-short", arm_short, table_bits=32, address_bits=32),
-    Machine("x86-64-4level", x86_64, machine_bits=40, signed=True),
-    Machine("x86-64-5level", x86_64, machine_bits=40, signed=True),
-    Machine("riscv-sv39", riscv64, signed=True),
-    Machine("riscv-sv48", riscv64, signed=True),
-    Machine("riscv-sv57", riscv64, signed=True),
+    Machine("armv7-short", arm_short, table_bits=32, address_bits=32, flips=ARM_SHORT),
+    Machine("x86-64-4level", x86_64, machine_bits=40, signed=True, privileged=True, flips=X86),
+    Machine("x86-64-5level", x86_64, machine_bits=40, signed=True, privileged=True, flips=X86),
+    Machine("riscv-sv39", riscv64, signed=True, flips=RISCV),
+    Machine("riscv-sv48", riscv64, signed=True, flips=RISCV),
+    Machine("riscv-sv57", riscv64, signed=True, flips=RISCV),
     Machine(
-        "agx-uat", agx, machine_bits=48, kinds=("r",), permits=lambda _: "r",
+        "agx-uat", agx, machine_bits=48, kinds=("r",), checks=False,
         differs="permissions follow rules of the GPU and are not compared",
     ),
 ]  # fmt: skip

@@ -71,6 +71,51 @@ def compare_image(dmalane, machine, rng, count, name, directory):
     return tally
 
 
+def compare_foreign(dmalane, machine, seed, directory, images=4, count=500):
+    """Compares `iopt walk` with the MMU on images in which bits of random entries were flipped, so that tables limit what
+    is below them and pages are for privileged accesses. Gives what was counted."""
+    tally = Counter()
+    for image in range(images):
+        rng = np.random.default_rng([seed, image, zlib.crc32(machine.format.encode())])
+        spec = random_spec(rng, machine, leaves=2000)
+        base = int(rng.integers(1, 1 << machine.table_bits)) // machine.root_align * machine.root_align
+        built, data = build(dmalane, machine, spec, rng, base, directory)
+        entries = np.frombuffer(data, np.uint32 if machine.format == "armv7-short" else np.uint64).copy()
+        # The first entries of an image are the root's: flip many of the upper levels, and some of all.
+        used = np.flatnonzero(entries)
+        chosen = np.concatenate([used[: 1 + len(used) // 50], rng.choice(used, size=1 + len(used) // 4)])
+        for i in chosen[rng.random(len(chosen)) < 0.7]:
+            entries[i] ^= entries.dtype.type(1 << int(rng.choice(machine.flips)))
+        (directory / "image.bin").write_bytes(entries.tobytes())
+
+        at = random_addresses(rng, spec, machine, count)
+        input_at, taken = machine.input(at)
+        at, input_at = at[taken], input_at[taken]
+        options = ["--format", machine.format, "--root", built["root"]] + ([] if machine.privileged else ["--user"])
+        walked = run(dmalane, "walk", built["image"], *options, *map(hex, input_at.tolist()))["translations"]
+        registers = {r["name"]: int(r["value"], 16) for r in built["registers"]}
+        uc = machine.start(registers, base, entries.tobytes())
+        out = ctypes.c_uint64()
+        for address, t in zip(at.tolist(), walked, strict=True):
+            if t["fault"] and t["fault"]["kind"] == "bad_table":
+                continue  # the machine has no memory there
+            tally["addresses"] += 1
+            # Unicorn executes what is not readable in stage 2.
+            for letter in set(machine.kinds) - ({"x"} if "-s2-" in machine.format else set()):
+                protection, refused = KINDS[letter]
+                error = translate(uc._uch, address, protection, ctypes.byref(out))
+                allowed = t["access"] is not None and letter in t["access"].split(",")[0]
+                expected = (0, int(t["pa"], 16)) if allowed else (refused, out.value)
+                if (error, out.value) != expected:
+                    raise Difference(
+                        f"{machine.format}, seed {seed}, image {image}: {letter} at {address:#x}: "
+                        f"error {error} -> {out.value:#x}, but iopt walk says {t}"
+                    )
+                tally["translated"] += allowed
+            tally["by permission"] += not (t["access"] or "").startswith("rwx")
+    return tally
+
+
 def build(dmalane, machine, spec, rng, base, directory):
     spec_file, image_file = directory / "spec.json", directory / "image.bin"
     spec_file.write_text(json.dumps(spec.json(rng)))

@@ -187,7 +187,7 @@ class Smmu(Qemu):
 def smmu(name):
     # Addresses above 48 bits do not reach the SMMU: QEMU gives it a window of that size.
     return Iommu(
-        name, Smmu, machine_bits=44, address_bits=48, tables=TABLES,
+        name, Smmu, privileged=True, machine_bits=44, address_bits=48, tables=TABLES,
         program="qemu-system-aarch64", package="qemu-system-arm", ram=(RAM + (256 << 20), RAM + RAM_BYTES),
         refusal=lambda mapped, _, at: ("permission" if mapped else "translation", at),
     )  # fmt: skip
@@ -296,7 +296,7 @@ def compare_image(dmalane, iommu, rng, count, name, directory):
     mapped, to, which = spec.lookup(input_at)
     mapped &= taken
     # What the device has read it writes here, where it can be seen.
-    va, pa, _, _ = next(m for m in spec.mappings if {"r", "w"} <= set(m[3]))
+    va, pa, _, _ = next(m for m in spec.mappings if {"r", "w"} <= set(iommu.permits(m[3])))
     seen_va, seen_pa = int(iommu.address(np.array([va], np.uint64))[0]), pa
     tally = Counter({"images": 1, "addresses": count})
 
@@ -313,6 +313,7 @@ def compare_image(dmalane, iommu, rng, count, name, directory):
             return qemu.fault()
 
         for i, (at, mapped, to, access) in enumerate(zip(at.tolist(), mapped, to.tolist(), spec.access[which])):
+            access = iommu.permits(access)
             read, written, other = (struct.pack("<I", 0x1000_0000 * k + i) for k in (1, 2, 3))
             if mapped:
                 qemu.poke(to, read)

@@ -34,7 +34,8 @@ pub enum Entry {
     Leaf {
         /// Output address of the first byte, a multiple of the page size.
         out: u64,
-        /// What the device may do.
+        /// What the device may do, and the kind of memory. With [`Access::PRIVILEGED`] the rights are those of
+        /// privileged accesses, and others have none.
         access: Access,
     },
 }
@@ -76,7 +77,8 @@ pub trait Format: Copy + Debug + 'static {
     /// 0 when there is none. Counting entries is faster with it.
     const VALID: u64 = 0;
 
-    /// True when a leaf can grant exactly this access.
+    /// True when a leaf can express exactly this access, attributes included. What is not
+    /// [consistent](Access::is_consistent) is not supported.
     fn supports(access: Access) -> bool;
 
     /// The entry at `level` that points to the table at `next`, an address below 2^`OUTPUT_BITS` that is aligned to the
@@ -91,6 +93,23 @@ pub trait Format: Copy + Debug + 'static {
     /// have groups.
     fn encode_member(level: u32, out: u64, access: Access) -> u64 {
         Self::encode_leaf(level, out, access)
+    }
+
+    /// The leaf as it were if the limits in the entry of a table above it stood in the leaf itself: what remains is
+    /// what a device grants. The tables made here set no limits; those of others may. Formats without such limits leave
+    /// the leaf as it is.
+    #[inline]
+    fn inherit(table: u64, leaf: u64) -> u64 {
+        let _ = table;
+        leaf
+    }
+
+    /// The rights of unprivileged accesses through a leaf of which [`decode`](Self::decode) says that it is for
+    /// privileged ones. None in most formats.
+    #[inline]
+    fn unprivileged(leaf: u64) -> Access {
+        let _ = leaf;
+        Access::empty()
     }
 
     /// What an entry found at `level` means; defined for every bit pattern. At the last level it never gives

@@ -65,4 +65,4 @@ pub use pool::{Stock, TablePool};
 pub use runs::{Run, Runs};
 pub use table::{Leaf, PageTable};
 pub use tables::{HeapTables, TableShape, Tables};
-pub use walk::{FaultKind, WalkFault, Walked, walk};
+pub use walk::{FaultKind, WalkFault, Walked, walk, walk_privileged};

@@ -16,8 +16,8 @@ impl<F: Format, I: Address, O: Address, T: Tables> PageTable<F, I, O, T> {
     /// leaves made here are as large as alignment allows, and may be larger or smaller than those of the source.
     ///
     /// # Errors
-    /// [`Error::NotMapped`] at the first hole of the source; [`Error::Denied`] where it does not permit all of
-    /// `access`; otherwise as [`map_sg`](Self::map_sg). The table is then as it was.
+    /// [`Error::NotMapped`] at the first hole of the source; [`Error::Denied`] where it does not
+    /// [permit](Access::permits) `access`; otherwise as [`map_sg`](Self::map_sg). The table is then as it was.
     pub fn map_through<G: Format, M: Address, U: Tables>(
         &mut self,
         at: I,
@@ -30,7 +30,7 @@ impl<F: Format, I: Address, O: Address, T: Tables> PageTable<F, I, O, T> {
         let mut due = span.first().bits();
         let mut next = || {
             let run = runs.next().filter(|run| run.at.bits() == due)?;
-            if !run.access.contains(access) {
+            if !run.access.permits(access) {
                 denied.set(Some(run.access));
                 return None;
             }

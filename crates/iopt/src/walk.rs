@@ -4,7 +4,7 @@ use core::fmt;
 
 use dmalane_addr::{Access, PageSize};
 
-use crate::format::{Kind, index};
+use crate::format::{Kind, MAX_LEVELS, index};
 use crate::{Entry, Format, slots};
 
 /// What a walk found.
@@ -14,7 +14,7 @@ pub struct Walked {
     pub to: u64,
     /// The page size of the leaf.
     pub size: PageSize,
-    /// What the leaf permits.
+    /// What all levels together permit, and the kind of memory.
     pub access: Access,
 }
 
@@ -23,6 +23,8 @@ pub struct Walked {
 pub enum FaultKind {
     /// The entry is invalid, or reserved at its level.
     NotPresent,
+    /// There is a leaf, but all levels together grant nothing to an access of this kind.
+    Denied,
     /// An entry that cannot be fetched: the memory refused its address.
     BadTable,
     /// The input address has more bits than the format translates.
@@ -33,6 +35,7 @@ impl fmt::Display for FaultKind {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(match self {
             Self::NotPresent => "no mapping",
+            Self::Denied => "no permission",
             Self::BadTable => "a table that cannot be read",
             Self::OutOfRange => "an address beyond the format's range",
         })
@@ -51,17 +54,47 @@ pub struct WalkFault {
     pub kind: FaultKind,
 }
 
-/// Translates input address `at` by the tables below the one at `root`.
+/// Translates input address `at` by the tables below the one at `root`, for an unprivileged access, as those of devices
+/// are by default. Limits that entries of tables set for all below them apply.
 ///
 /// `load` fetches the little-endian 64-bit word at an address of table memory, a multiple of 8, or refuses with `None`;
 /// a word of a format with 4-byte entries holds two of them. Nothing about the tables is
 /// trusted: any bit pattern gives a translation or a fault after at most [`Format::LEVELS`] loads.
 #[inline]
-pub fn walk<F: Format>(root: u64, at: u64, mut load: impl FnMut(u64) -> Option<u64>) -> Result<Walked, WalkFault> {
+pub fn walk<F: Format>(root: u64, at: u64, load: impl FnMut(u64) -> Option<u64>) -> Result<Walked, WalkFault> {
+    let (level, leaf, mut walked) = walk_privileged_to::<F>(root, at, load)?;
+    if walked.access.contains(Access::PRIVILEGED) {
+        let rights = F::unprivileged(leaf);
+        if rights.is_empty() {
+            return Err(WalkFault { at, level, kind: FaultKind::Denied });
+        }
+        walked.access = (walked.access - Access::RIGHTS - Access::PRIVILEGED) | rights;
+    }
+    Ok(walked)
+}
+
+/// The same for any access: a leaf for privileged accesses is given with [`Access::PRIVILEGED`].
+#[inline]
+pub fn walk_privileged<F: Format>(
+    root: u64,
+    at: u64,
+    load: impl FnMut(u64) -> Option<u64>,
+) -> Result<Walked, WalkFault> {
+    walk_privileged_to::<F>(root, at, load).map(|(.., walked)| walked)
+}
+
+/// The same, behind the level of the leaf and the leaf as the tables above it limit it.
+#[inline]
+fn walk_privileged_to<F: Format>(
+    root: u64,
+    at: u64,
+    mut load: impl FnMut(u64) -> Option<u64>,
+) -> Result<(u32, u64, Walked), WalkFault> {
     let fault = |level, kind| Err(WalkFault { at, level, kind });
     if at >> F::INPUT_BITS != 0 {
         return fault(0, FaultKind::OutOfRange);
     }
+    let mut above = [0; MAX_LEVELS];
     let mut table = root;
     for level in 0..F::LEVELS {
         let address = table.checked_add(index::<F>(at, level) as u64 * F::ENTRY_BYTES);
@@ -70,10 +103,17 @@ pub fn walk<F: Format>(root: u64, at: u64, mut load: impl FnMut(u64) -> Option<u
         };
         match F::decode(level, entry) {
             Entry::Invalid => return fault(level, FaultKind::NotPresent),
-            Entry::Table(next) => table = next,
-            Entry::Leaf { out, access } => {
+            Entry::Table(next) => {
+                above[level as usize] = entry;
+                table = next;
+            }
+            Entry::Leaf { .. } => {
+                let limited = above[..level as usize].iter().fold(entry, |leaf, table| F::inherit(*table, leaf));
+                let Entry::Leaf { out, access } = F::decode(level, limited) else {
+                    return fault(level, FaultKind::Denied);
+                };
                 let size = Kind::of::<F>(level, entry).size::<F>();
-                return Ok(Walked { to: out | at & (size.bytes() - 1), size, access });
+                return Ok((level, limited, Walked { to: out | at & (size.bytes() - 1), size, access }));
             }
         }
     }

@@ -52,7 +52,7 @@ Exit status: 0 the image is written, 1 bad specification, 2 usage error.";
 const WALK_EXAMPLES: &str = "\
 Examples:
   dmalane iopt walk boot.bin --format arm64-s1-4k --root 0x80000000 0x40001234 0x9000000
-  dmalane iopt walk ram.bin --base 0 --format x86-64-4level --root 0x1a3000 0x401000 --json
+  dmalane iopt walk ram.bin --base 0 --format x86-64-4level --root 0x1a3000 0x401000 --user --json
 
 Exit status: 0 each address was translated or faulted; 1 bad image; 2 usage error.";
 
@@ -118,7 +118,7 @@ struct Build {
     json: bool,
 }
 
-/// Translate addresses by the tables in an image, as the device would.
+/// Translate addresses by the tables in an image, as the device would: the rights of all levels are combined.
 #[derive(Args)]
 #[command(after_help = WALK_EXAMPLES)]
 struct Walk {
@@ -155,6 +155,10 @@ struct Source {
     /// The address of the first byte of the image [default: that of the root]
     #[arg(long, value_name = "ADDR", value_parser = address)]
     base: Option<Address>,
+
+    /// Translate unprivileged accesses: pages for privileged ones fault
+    #[arg(long)]
+    user: bool,
 
     /// Print the result as JSON
     #[arg(long)]
@@ -215,7 +219,7 @@ impl Walk {
     fn run(self) -> Result<ExitCode, Failure> {
         let Self { source, at } = self;
         let image = source.read()?;
-        let walk = |at: &Address| (at.0, formats::walk(source.format, &image, source.root.0, at.0));
+        let walk = |at: &Address| (at.0, formats::walk(source.format, &image, source.root.0, source.user, at.0));
         report::walked(&source, &at.iter().map(walk).collect::<Vec<_>>())
     }
 }
@@ -225,7 +229,7 @@ impl Dump {
     fn run(self) -> Result<ExitCode, Failure> {
         let Self { source } = self;
         let image = source.read()?;
-        let runs = formats::dump(source.format, &image, source.root.0).map_err(|endless| {
+        let runs = formats::dump(source.format, &image, source.root.0, source.user).map_err(|endless| {
             Failure::new(format!("{}: {endless}", source.image.display()))
                 .hint("tables that lead back to themselves map without end; is this the right format and root?")
         })?;

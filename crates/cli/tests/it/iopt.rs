@@ -361,3 +361,54 @@ fn every_field_and_format_is_documented() {
         assert!(page("iopt-image.md").contains(&format!("`{format}`")), "{format} is not in iopt-image.md");
     }
 }
+
+/// Tables that others wrote, as a device reads them: 4 MiB by boot tables as kernels have them, for privileged
+/// accesses; then user pages under tables that limit them.
+#[test]
+fn rights_of_all_levels() {
+    let place = Place::mappings(json!([]));
+    let mut words = vec![0u64; 4 * 512];
+    // Four tables: P, R/W, then what each level says. Two blocks of 2 MiB (P, R/W, PS), not for users, executable.
+    (words[0], words[512], words[1024], words[1025]) = (0x1003, 0x2003, 0x83, 0x20_0083);
+    // For users, all of it, down to a page under a table that is read-only, and one under a table with XD.
+    words[0] |= 4;
+    words[512] |= 4;
+    (words[1026], words[1536], words[1027]) = (0x3005, 0x4067, 1 << 63 | 0x3007);
+    let image: Vec<u8> = words.iter().flat_map(|word| word.to_le_bytes()).collect();
+    fs::write(place.path("image.bin"), image).unwrap();
+    let image = "image.bin --base 0 --root 0 -f x86-64-4level";
+    assert_eq!(
+        place.text(&format!("walk {image} 0x201234 0x400010 0x600010")),
+        "0x201234 -> 0x201234  rwx,privileged  2 MiB\n\
+         0x400010 -> 0x4010  r-x  4 KiB\n\
+         0x600010 -> 0x4010  rw-  4 KiB\n"
+    );
+    assert_eq!(
+        place.text(&format!("walk {image} --user 0x201234 0x400010")),
+        "0x201234 -> fault at level 2: no permission\n0x400010 -> 0x4010  r-x  4 KiB\n"
+    );
+    assert_eq!(place.json(&format!("walk {image} --user 0"))["translations"][0]["fault"]["kind"], "denied");
+    let dump = place.text(&format!("dump {image}"));
+    assert!(dump.starts_with("0x000000..=0x3fffff -> 0x0  rwx,privileged  2 x 2 MiB\n"), "{dump}");
+    assert!(place.text(&format!("dump {image} --user")).ends_with("2 runs, 8 KiB mapped\n"));
+}
+
+#[test]
+fn kinds_of_memory() {
+    let mapping = json!([{"va": 0, "pa": "0x9000000", "len": 4096, "access": "rw,mmio"}]);
+    let place = Place::mappings(mapping);
+    let built = place.json("build spec.json -f arm64-s1-4k -o image.bin");
+    let mair = built["registers"].as_array().unwrap().iter().find(|r| r["name"] == "MAIR_EL1").unwrap();
+    assert_eq!(mair["value"], "0x4404ff");
+    let walk = place.text("walk image.bin -f arm64-s1-4k --root 0x80000000 0x10");
+    assert_eq!(walk, "0x10 -> 0x9000010  rw-,mmio  4 KiB\n");
+    let says = place.complains("build spec.json -f vtd-second-48 -o other.bin", 1);
+    assert!(says.contains("mappings[0]: vtd-second-48 cannot express access rw-,mmio"), "{says}");
+}
+
+#[test]
+fn a_field_that_stands_there_twice() {
+    let place = Place::new(r#"{"schema":1,"mappings":[{"va":0,"va":4096,"pa":0,"len":4096,"access":"r"}]}"#);
+    let says = place.complains("build spec.json -f x86-64-4level -o image.bin", 1);
+    assert!(says.contains("spec.json: the field \"va\" stands there twice at line 1"), "{says}");
+}

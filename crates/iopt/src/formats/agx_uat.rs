@@ -26,7 +26,8 @@ use crate::{Entry, Format, Register};
 /// | 55 | GPU access | 1: the permission rules of the GPU hold |
 ///
 /// PXN and UXN are no permissions to execute here: (UXN, PXN) = (0, 0) is read-only, (1, 0) read and write, (0, 1)
-/// write-only, (1, 1) none. [`Access::EXEC`] is not supported. Only pages are known to be used, so there are no blocks.
+/// write-only, (1, 1) none. [`Access::EXEC`] and kinds of memory are not supported. Only pages are known to be used, so
+/// there are no blocks.
 ///
 /// What to program beside it: the words of the context in the table that the firmware loads from: `TTBR` = the root | 1
 /// (valid), with the address-space number in bits 63:48 to be added. For an MMU of Arm: `T0SZ = 25`, 16 KiB granule.
@@ -53,7 +54,7 @@ impl Format for AgxUat {
     const PAGE_SIZES: PageSizes = PageSizes::from_bits(0).with(PageSize::SIZE_16K);
 
     fn supports(access: Access) -> bool {
-        !access.is_empty() && !access.contains(Access::EXEC)
+        !access.is_empty() && Access::RW.contains(access)
     }
 
     #[inline]

@@ -27,8 +27,8 @@ use crate::{Entry, Format, Register};
 ///
 /// All 16 entries of a group are the same. A table of the last level is level 1 in the specification. Two things that
 /// it allows are neither written nor understood, and count as invalid: entries that skip levels, and yet other page
-/// sizes. The rights of all levels are combined by a walker; table entries here grant both, and are not looked at.
-/// Write-only leaves exist; [`Access::EXEC`] is not supported.
+/// sizes. A walker combines the rights of all levels; table entries here grant both. Write-only leaves exist;
+/// [`Access::EXEC`] is not supported, nor are privileged accesses or kinds of memory.
 ///
 /// What to program beside it, in the device table entry: bits 63:0 = the root | V | TV, Mode (bits 11:9) = levels, IR
 /// and IW; the domain number in bits 79:64 to be added.
@@ -90,7 +90,7 @@ impl<const L: u32, const G: bool> Format for AmdV1<L, G> {
     const DIRTY: u64 = 1 << 6;
 
     fn supports(access: Access) -> bool {
-        !access.is_empty() && !access.contains(Access::EXEC)
+        !access.is_empty() && Access::RW.contains(access)
     }
 
     #[inline]
@@ -118,6 +118,11 @@ impl<const L: u32, const G: bool> Format for AmdV1<L, G> {
     #[inline]
     fn is_member(_level: u32, entry: u64) -> bool {
         G && entry & NEXT_LEVEL == OTHER_SIZE
+    }
+
+    #[inline]
+    fn inherit(table: u64, leaf: u64) -> u64 {
+        leaf & (table | !(READ | WRITE))
     }
 
     #[inline]

@@ -1,8 +1,159 @@
-//! What the stages of VMSAv8-64 have in common: geometry, descriptor types and addresses.
+//! Long descriptors of Arm, as both stages of VMSAv8-64 and those of Armv7 with large physical addresses have them. A
+//! [`Stage`] adds its rights, memory types and registers.
 
-use dmalane_addr::{PageSize, PageSizes};
+use alloc::vec::Vec;
+use core::fmt::Debug;
+use core::marker::PhantomData;
+
+use dmalane_addr::{Access, PageSize, PageSizes};
 
 use crate::format::MAX_LEVELS;
+use crate::{Entry, Format, Register};
+
+/// Long descriptors with granules of 2^`GRANULE` bytes (12, 14 or 16), `INPUT` bits of input address and `OUTPUT` bits
+/// of output, in the stage `S`: [`Arm64S1`](crate::Arm64S1), [`Arm64S2`](crate::Arm64S2),
+/// [`Armv7LpaeS1`](crate::Armv7LpaeS1), [`Armv7LpaeS2`](crate::Armv7LpaeS2).
+#[derive(Clone, Copy, Debug)]
+pub struct Arm64<
+    S,
+    const GRANULE: u32,
+    const INPUT: u32 = 48,
+    const CONTIGUOUS: bool = false,
+    const OUTPUT: u32 = 48,
+    const DIRTY: bool = false,
+>(PhantomData<S>);
+
+/// What a stage of translation adds to the descriptors: everything about a leaf but its type and its address.
+pub trait Stage: Copy + Debug + 'static {
+    /// The stage in the name of a format of Armv8: `s1`.
+    const STAGE: &'static str;
+    /// The name of the format, where it is another one.
+    const NAME: Option<&'static str> = None;
+    /// Address bits that the root may translate beyond those of another table.
+    const ROOT_BITS: u32;
+    /// The bit of a leaf that a device changes when it writes through it, if the format has dirty leaves.
+    const DIRTY: u64;
+    /// True when the device clears it.
+    const DIRTY_IS_CLEAR: bool;
+
+    /// True when a leaf can express this access.
+    fn supports(access: Access, dirty: bool) -> bool;
+
+    /// The bits of a leaf beside type, address, shareability and access flag.
+    fn encode(access: Access, dirty: bool) -> u64;
+
+    /// What a leaf grants; nothing when every access would fault.
+    fn decode(leaf: u64, dirty: bool) -> Access;
+
+    /// [`Format::inherit`].
+    #[inline]
+    fn inherit(table: u64, leaf: u64) -> u64 {
+        let _ = table;
+        leaf
+    }
+
+    /// [`Format::unprivileged`].
+    #[inline]
+    fn unprivileged(leaf: u64) -> Access {
+        let _ = leaf;
+        Access::empty()
+    }
+
+    /// [`Format::registers`] for so many levels.
+    fn registers(fields: &Fields, root: u64) -> Vec<Register>;
+}
+
+/// The parameters of a format, for its registers.
+pub struct Fields {
+    /// Logarithm of the granule.
+    pub(super) granule: u32,
+    /// Bits of an input address.
+    pub(super) input: u32,
+    /// Bits of an output address.
+    pub(super) output: u32,
+    /// Levels of tables.
+    pub(super) levels: u32,
+    /// The device marks leaves that it has written through.
+    pub(super) dirty: bool,
+}
+
+impl<S: Stage, const G: u32, const I: u32, const C: bool, const O: u32, const D: bool> Arm64<S, G, I, C, O, D> {
+    const BUILT_NAME: &'static Name = &match S::NAME {
+        Some(name) => Name::EMPTY.then(name),
+        None => Name::new(S::STAGE, G, I, C, O, D),
+    };
+}
+
+impl<S: Stage, const G: u32, const I: u32, const C: bool, const O: u32, const D: bool> Format
+    for Arm64<S, G, I, C, O, D>
+{
+    const NAME: &'static str = Self::BUILT_NAME.as_str();
+    const LEVELS: u32 = levels(G, I, S::ROOT_BITS);
+    const INDEX_BITS: u32 = index_bits(G);
+    const GRANULE: PageSize = granule_size(G);
+    const INPUT_BITS: u32 = I;
+    const OUTPUT_BITS: u32 = O;
+    const VALID: u64 = 1;
+    const PAGE_SIZES: PageSizes = page_and_group_sizes(G, Self::LEVELS, C);
+    const GROUP_BITS: [u32; MAX_LEVELS] = group_bits(G, Self::LEVELS, C);
+    const DIRTY: u64 = if D { S::DIRTY } else { 0 };
+    const DIRTY_IS_CLEAR: bool = D && S::DIRTY_IS_CLEAR;
+
+    fn supports(access: Access) -> bool {
+        access.is_consistent() && S::supports(access, D)
+    }
+
+    #[inline]
+    fn encode_table(_level: u32, next: u64) -> u64 {
+        put_address(G, O, next) | VALID | TABLE_OR_PAGE
+    }
+
+    #[inline]
+    fn encode_leaf(level: u32, out: u64, access: Access) -> u64 {
+        let page = if level + 1 == Self::LEVELS { TABLE_OR_PAGE } else { 0 };
+        put_address(G, O, out) | VALID | page | shareability(G, O) | AF | S::encode(access, D)
+    }
+
+    #[inline]
+    fn encode_member(level: u32, out: u64, access: Access) -> u64 {
+        Self::encode_leaf(level, out, access) | CONTIGUOUS
+    }
+
+    #[inline]
+    fn is_member(_level: u32, entry: u64) -> bool {
+        C && entry & CONTIGUOUS != 0
+    }
+
+    #[inline]
+    fn inherit(table: u64, leaf: u64) -> u64 {
+        S::inherit(table, leaf)
+    }
+
+    #[inline]
+    fn unprivileged(leaf: u64) -> Access {
+        S::unprivileged(leaf)
+    }
+
+    #[inline]
+    fn decode(level: u32, entry: u64) -> Entry {
+        match descriptor_type(Self::LEVELS, const { top(G, Self::LEVELS) }, level, entry) {
+            Type::Table => return Entry::Table(get_address(G, O, entry)),
+            // Without the access flag every access would fault.
+            Type::Leaf if entry & AF != 0 => {}
+            _ => return Entry::Invalid,
+        }
+        let access = S::decode(entry, D);
+        if access.rights().is_empty() {
+            return Entry::Invalid;
+        }
+        let page = 1u64 << leaf_log2(G, Self::LEVELS, level, Self::is_member(level, entry));
+        Entry::Leaf { out: get_address(G, O, entry) & !(page - 1), access }
+    }
+
+    fn registers(root: u64) -> Vec<Register> {
+        S::registers(&Fields { granule: G, input: I, output: O, levels: Self::LEVELS, dirty: D }, root)
+    }
+}
 
 pub(super) const VALID: u64 = 1;
 /// With `VALID`: a table above the last level, a page at it. Without it: a block.
@@ -85,9 +236,14 @@ const fn lpa2(granule: u32, output: u32) -> bool {
     output == 52 && granule != 16
 }
 
-/// The field of a descriptor that holds the address from the granule up, to bit 47 or 49.
+/// The field of a descriptor that holds the address from the granule up, to bit 47 or 49 (or 39 of 40 bits).
 const fn address_field(granule: u32, output: u32) -> u64 {
-    (1 << if lpa2(granule, output) { 50 } else { 48 }) - (1 << granule)
+    let top = match output {
+        52 if lpa2(granule, output) => 50,
+        52 => 48,
+        fewer => fewer,
+    };
+    (1 << top) - (1 << granule)
 }
 
 /// Where the highest bits of 52 are: their number, lowest bit in the descriptor, and lowest bit of the address.
@@ -155,6 +311,7 @@ pub(super) struct Name {
 
 impl Name {
     const MOST: usize = 48;
+    const EMPTY: Self = Self { text: [0; Self::MOST], len: 0 };
 
     /// `arm64-STAGE-GRANULE`; then the bits of input and output, of equal ones one, of 48 none; then the options.
     ///
@@ -173,7 +330,7 @@ impl Name {
             16 => "-64k",
             _ => panic!("granules are of 4, 16 and 64 KiB"),
         };
-        let mut name = Self { text: [0; Self::MOST], len: 0 }.then("arm64-").then(stage).then(granule);
+        let mut name = Self::EMPTY.then("arm64-").then(stage).then(granule);
         if input != 48 || output != 48 {
             name = name.then_number(input);
         }

@@ -2,11 +2,10 @@
 
 use alloc::{vec, vec::Vec};
 
-use dmalane_addr::{Access, PageSize, PageSizes};
+use dmalane_addr::Access;
 
 use super::arm64::*;
-use crate::format::MAX_LEVELS;
-use crate::{Entry, Format, Register};
+use crate::Register;
 
 /// VMSAv8-64 stage 1 with granules of 2^`GRANULE` bytes (12, 14 or 16), `INPUT` bits of input address and `OUTPUT` bits
 /// of output: 48, or 52 with FEAT_LPA2 (with 64 KiB granules FEAT_LPA). Input of more than 48 bits, at most 52, takes
@@ -27,16 +26,16 @@ use crate::{Entry, Format, Register};
 /// | bits | field | written as |
 /// |---|---|---|
 /// | 1:0 | type | `0b11` table or page, `0b01` block |
-/// | 4:2 | AttrIndx | 0 |
+/// | 4:2 | AttrIndx | 1 with [`Access::MMIO`], 2 with [`Access::UNCACHED`], else 0: see `MAIR_EL1` below |
 /// | 5 | NS | 0 |
-/// | 6 | AP\[1\] | 1: unprivileged access allowed (transactions of a device are unprivileged by default) |
+/// | 6 | AP\[1\] | 0 with [`Access::PRIVILEGED`]; else 1: transactions of a device are unprivileged by default |
 /// | 7 | AP\[2\] | 1 without [`Access::WRITE`]; if `DIRTY`, also with it until the device has written |
 /// | 9:8 | SH | `0b11` inner shareable; with FEAT_LPA2 address bits 51:50 |
 /// | 10 | AF | 1, so that the first access does not fault |
 /// | 11 | nG | 1: the TLB entry belongs to the ASID of the context |
 /// | 47:12 | address | from bit 14 or 16 with larger granules, to 49 with FEAT_LPA2; low bits of a block are zero; 15:12 are bits 51:48 with FEAT_LPA |
 /// | 51 | DBM | 1 with [`Access::WRITE`], if `DIRTY` |
-/// | 53, 54 | PXN, UXN | 1 without [`Access::EXEC`] |
+/// | 53, 54 | PXN, UXN | 1 without [`Access::EXEC`]; UXN also with [`Access::PRIVILEGED`] |
 ///
 /// | 52 | Contiguous | 1 in the entries of a group, if `CONTIGUOUS` |
 ///
@@ -48,24 +47,26 @@ use crate::{Entry, Format, Register};
 /// written through, by clearing AP\[2\]: [`take_dirty`](crate::PageTable::take_dirty). A device that does not would
 /// fault instead.
 ///
-/// Table descriptors carry none of the hierarchical limits (bits 63:59), and these are not looked at either.
+/// Table descriptors carry none of the hierarchical limits (bits 63:59); [`walk`](crate::walk()) applies those of
+/// others (APTable, UXNTable, PXNTable). A leaf that unprivileged software may execute and not read counts as
+/// privileged.
 ///
 /// What to program beside it: `TTBR0_EL1` = the root; `TCR_EL1` (SMMU: the context descriptor) `T0SZ = 64 - INPUT`,
 /// `TG0` = the granule, `IPS = 0b101` (48 bits; `0b110` for 52), `SH0 = 0b11`, `IRGN0 = ORGN0 = 0b01` (write-back
-/// tables), `EPD1 = 1`, `HPD0 = 1`, `HA = HD = 0` (1 if `DIRTY`), `DS = 1` with FEAT_LPA2; `MAIR_EL1` attribute 0 =
-/// `0xff` (normal memory, write-back). The upper half (`TTBR1`) walks the same tables, with addresses counted from its
-/// own start. Without `IDR3.BBML` of 1 or more the device must be quiet on a block while an unmap splits it.
+/// tables), `EPD1 = 1`, `HA = HD = 0` (1 if `DIRTY`), `DS = 1` with FEAT_LPA2; `MAIR_EL1` = `0x4404ff` (attribute 0:
+/// normal memory, write-back; 1: Device-nGnRE; 2: normal memory, non-cacheable). The upper half (`TTBR1`) walks the
+/// same tables, with addresses counted from its own start. Without `IDR3.BBML` of 1 or more the device must be quiet on
+/// a block while an unmap splits it.
 ///
 /// Stage 1 has no write-only and no execute-only entry for this use: an access without [`Access::READ`] is not
 /// supported.
-#[derive(Clone, Copy, Debug)]
-pub struct Arm64S1<
+pub type Arm64S1<
     const GRANULE: u32,
     const INPUT: u32 = 48,
     const CONTIGUOUS: bool = false,
     const OUTPUT: u32 = 48,
     const DIRTY: bool = false,
->;
+> = Arm64<Stage1, GRANULE, INPUT, CONTIGUOUS, OUTPUT, DIRTY>;
 
 /// Stage 1 with 4 KiB granules and 48 bits.
 #[allow(non_camel_case_types)] // "Arm64S14k" would read as stage 14
@@ -77,104 +78,125 @@ pub type Arm64S1_16k = Arm64S1<14>;
 #[allow(non_camel_case_types)]
 pub type Arm64S1_64k = Arm64S1<16>;
 
+/// Rights, memory types and registers of stage 1.
+#[derive(Clone, Copy, Debug)]
+pub struct Stage1;
+
+/// `MAIR_EL1`: attribute 0 is normal memory, write-back; 1 Device-nGnRE; 2 normal memory, non-cacheable.
+pub(super) const MAIR: u64 = 0x44_04_ff;
+const ATTRIBUTE: u64 = 0b111 << 2;
+const ATTRIBUTE_MMIO: u64 = 1 << 2;
+const ATTRIBUTE_UNCACHED: u64 = 2 << 2;
 const AP_UNPRIVILEGED: u64 = 1 << 6;
 const AP_READ_ONLY: u64 = 1 << 7;
 const NG: u64 = 1 << 11;
-const XN: u64 = 0b11 << 53;
+pub(super) const PXN: u64 = 1 << 53;
+/// UXN; XN where there is one for all.
+pub(super) const UXN: u64 = 1 << 54;
+/// In the entry of a table, what it says of all leaves below: PXNTable, UXNTable, APTable.
+const TABLE_PXN: u64 = 1 << 59;
+const TABLE_UXN: u64 = 1 << 60;
+const TABLE_PRIVILEGED: u64 = 1 << 61;
+const TABLE_READ_ONLY: u64 = 1 << 62;
 
-impl<const G: u32, const I: u32, const C: bool, const O: u32, const D: bool> Arm64S1<G, I, C, O, D> {
-    const BUILT_NAME: &'static Name = &Name::new("s1", G, I, C, O, D);
-}
+impl Stage for Stage1 {
+    const STAGE: &'static str = "s1";
+    const ROOT_BITS: u32 = 0;
+    const DIRTY: u64 = AP_READ_ONLY;
+    const DIRTY_IS_CLEAR: bool = true;
 
-impl<const G: u32, const I: u32, const C: bool, const O: u32, const D: bool> Format for Arm64S1<G, I, C, O, D> {
-    const NAME: &'static str = Self::BUILT_NAME.as_str();
-    const LEVELS: u32 = levels(G, I, 0);
-    const INDEX_BITS: u32 = index_bits(G);
-    const GRANULE: PageSize = granule_size(G);
-    const INPUT_BITS: u32 = I;
-    const OUTPUT_BITS: u32 = O;
-    const VALID: u64 = 1;
-    const PAGE_SIZES: PageSizes = page_and_group_sizes(G, Self::LEVELS, C);
-    const GROUP_BITS: [u32; MAX_LEVELS] = group_bits(G, Self::LEVELS, C);
-    const DIRTY: u64 = if D { AP_READ_ONLY } else { 0 };
-    const DIRTY_IS_CLEAR: bool = D;
-
-    fn supports(access: Access) -> bool {
+    fn supports(access: Access, _dirty: bool) -> bool {
         access.contains(Access::READ)
     }
 
     #[inline]
-    fn encode_table(_level: u32, next: u64) -> u64 {
-        put_address(G, O, next) | VALID | TABLE_OR_PAGE
-    }
-
-    #[inline]
-    fn encode_leaf(level: u32, out: u64, access: Access) -> u64 {
-        let mut entry = put_address(G, O, out) | VALID | AP_UNPRIVILEGED | shareability(G, O) | AF | NG;
-        if level + 1 == Self::LEVELS {
-            entry |= TABLE_OR_PAGE;
+    fn encode(access: Access, dirty: bool) -> u64 {
+        let mut entry = NG;
+        if access.contains(Access::MMIO) {
+            entry |= ATTRIBUTE_MMIO;
+        } else if access.contains(Access::UNCACHED) {
+            entry |= ATTRIBUTE_UNCACHED;
+        }
+        if !access.contains(Access::PRIVILEGED) {
+            entry |= AP_UNPRIVILEGED;
         }
         if !access.contains(Access::WRITE) {
             entry |= AP_READ_ONLY;
-        } else if D {
+        } else if dirty {
             entry |= AP_READ_ONLY | DBM;
         }
         if !access.contains(Access::EXEC) {
-            entry |= XN;
+            entry |= PXN | UXN;
+        } else if access.contains(Access::PRIVILEGED) {
+            entry |= UXN; // or EL0 might execute what it may not read
         }
         entry
     }
 
     #[inline]
-    fn encode_member(level: u32, out: u64, access: Access) -> u64 {
-        Self::encode_leaf(level, out, access) | CONTIGUOUS
-    }
-
-    #[inline]
-    fn is_member(_level: u32, entry: u64) -> bool {
-        C && entry & CONTIGUOUS != 0
-    }
-
-    #[inline]
-    fn decode(level: u32, entry: u64) -> Entry {
-        // A leaf without the access flag, or for privileged software only, would fault.
-        const USABLE: u64 = AF | AP_UNPRIVILEGED;
-        match descriptor_type(Self::LEVELS, const { top(G, Self::LEVELS) }, level, entry) {
-            Type::Table => return Entry::Table(get_address(G, O, entry)),
-            Type::Leaf if entry & USABLE == USABLE => {}
-            _ => return Entry::Invalid,
-        }
+    fn decode(leaf: u64, dirty: bool) -> Access {
         let mut access = Access::READ;
-        if entry & AP_READ_ONLY == 0 || D && entry & DBM != 0 {
+        if leaf & AP_READ_ONLY == 0 || dirty && leaf & DBM != 0 {
             access |= Access::WRITE;
         }
-        if entry & XN == 0 {
+        let privileged = leaf & AP_UNPRIVILEGED == 0;
+        if privileged {
+            access |= Access::PRIVILEGED;
+        }
+        if leaf & if privileged { PXN } else { UXN } == 0 {
             access |= Access::EXEC;
         }
-        let page = 1u64 << leaf_log2(G, Self::LEVELS, level, Self::is_member(level, entry));
-        Entry::Leaf { out: get_address(G, O, entry) & !(page - 1), access }
+        match leaf & ATTRIBUTE {
+            ATTRIBUTE_MMIO => access |= Access::MMIO,
+            ATTRIBUTE_UNCACHED => access |= Access::UNCACHED,
+            _ => {}
+        }
+        access
     }
 
-    fn registers(root: u64) -> Vec<Register> {
-        let tg1: u64 = match G {
+    #[inline]
+    fn inherit(table: u64, mut leaf: u64) -> u64 {
+        if table & TABLE_PRIVILEGED != 0 {
+            leaf &= !AP_UNPRIVILEGED;
+        }
+        if table & TABLE_READ_ONLY != 0 {
+            leaf = leaf & !DBM | AP_READ_ONLY;
+        }
+        if table & TABLE_UXN != 0 {
+            leaf |= UXN;
+        }
+        if table & TABLE_PXN != 0 {
+            leaf |= PXN;
+        }
+        leaf
+    }
+
+    #[inline]
+    fn unprivileged(leaf: u64) -> Access {
+        // EL0 may execute what it may not read.
+        if leaf & UXN == 0 { Access::EXEC } else { Access::empty() }
+    }
+
+    fn registers(f: &Fields, root: u64) -> Vec<Register> {
+        let tg1: u64 = match f.granule {
             12 => 0b10,
             14 => 0b01,
             _ => 0b11,
         };
-        let tcr = table_control(G, I)
-            | 1 << 23                 // EPD1
-            | tg1 << 30               // TG1: not used, but 0 is reserved there
-            | output_size(O) << 32    // IPS
-            | 1 << 41                 // HPD0
-            | if D { 0b11 << 39 } else { 0 } // HA, HD
-            | ds(G, O) << 59;
-        vec![Register::new("TTBR0_EL1", ttbr(root)), Register::new("TCR_EL1", tcr), Register::new("MAIR_EL1", 0xff)]
+        let tcr = table_control(f.granule, f.input)
+            | 1 << 23                        // EPD1
+            | tg1 << 30                      // TG1: not used, but 0 is reserved there
+            | output_size(f.output) << 32    // IPS
+            | if f.dirty { 0b11 << 39 } else { 0 } // HA, HD
+            | ds(f.granule, f.output) << 59;
+        vec![Register::new("TTBR0_EL1", ttbr(root)), Register::new("TCR_EL1", tcr), Register::new("MAIR_EL1", MAIR)]
     }
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::{Entry, Format};
 
     /// Put together by hand from the descriptor figures of DDI 0487, chapter D8.
     #[test]
@@ -185,6 +207,12 @@ mod tests {
         assert_eq!(F::encode_leaf(3, 0x1234_5000, Access::RW | Access::EXEC), 0x0000_0000_1234_5f43);
         assert_eq!(F::encode_leaf(3, 0x1234_5000, Access::RW), 0x0060_0000_1234_5f43);
         assert_eq!(F::encode_leaf(3, 0xffff_ffff_f000, Access::READ), 0x0060_ffff_ffff_ffc3);
+        // AP[1] 0; AttrIndx 1 and 2
+        assert_eq!(F::encode_leaf(3, 0x1234_5000, Access::RW | Access::PRIVILEGED), 0x0060_0000_1234_5f03);
+        let code = Access::READ | Access::EXEC | Access::PRIVILEGED;
+        assert_eq!(F::encode_leaf(3, 0x1234_5000, code), 0x0040_0000_1234_5f83);
+        assert_eq!(F::encode_leaf(3, 0x1234_5000, Access::RW | Access::MMIO), 0x0060_0000_1234_5f47);
+        assert_eq!(F::encode_leaf(3, 0x1234_5000, Access::RW | Access::UNCACHED), 0x0060_0000_1234_5f4b);
         // blocks: type 0b01
         assert_eq!(F::encode_leaf(2, 0x4020_0000, Access::READ | Access::EXEC), 0x0000_0000_4020_0fc1);
         assert_eq!(F::encode_leaf(1, 0x40_4000_0000, Access::RW), 0x0060_0040_4000_0f41);
@@ -199,7 +227,7 @@ mod tests {
         assert_eq!(L::encode_table(0, 0xf_0000_1235_0000), 0x0000_0000_1235_f003);
         assert_eq!(L::decode(2, 0x0060_0000_1235_afc3), Entry::Leaf { out: 0xa_0000_1235_0000, access: Access::READ });
         assert_eq!(L::registers(0xa_0000_1235_0000)[0].value, 0x1235_0028);
-        assert_eq!(L::registers(0)[1].value, 0x0000_0206_c080_750c);
+        assert_eq!(L::registers(0)[1].value, 0x0000_0006_c080_750c);
         // FEAT_LPA2: address bits 49:12 in place, 51:50 in 9:8, where SH was
         type M = Arm64S1<12, 52, false, 52>;
         assert_eq!((M::LEVELS, M::NAME), (5, "arm64-s1-4k-52"));
@@ -213,7 +241,7 @@ mod tests {
         assert_eq!(D::encode_leaf(3, 0x1234_5000, Access::RW), 0x0068_0000_1234_5fc3);
         assert_eq!(D::encode_leaf(3, 0x1234_5000, Access::READ), 0x0060_0000_1234_5fc3);
         assert_eq!(D::decode(3, 0x0068_0000_1234_5f43), Entry::Leaf { out: 0x1234_5000, access: Access::RW });
-        assert_eq!((D::NAME, D::registers(0)[1].value), ("arm64-s1-4k-dirty", 0x0000_0385_8080_3510));
+        assert_eq!((D::NAME, D::registers(0)[1].value), ("arm64-s1-4k-dirty", 0x0000_0185_8080_3510));
         // 16 KiB: page at level 3, 32 MiB at level 2; 64 KiB has three levels, 512 MiB in the middle one
         assert_eq!(Arm64S1_16k::encode_table(0, 0x8000_4000), 0x0000_0000_8000_4003);
         assert_eq!(Arm64S1_16k::encode_leaf(3, 0x1234_4000, Access::RW), 0x0060_0000_1234_4f43);
@@ -231,10 +259,33 @@ mod tests {
         assert_eq!(F::decode(3, block), Entry::Invalid, "type 0b01 at level 3");
         assert_eq!(F::decode(3, page & !1), Entry::Invalid);
         assert_eq!(F::decode(3, page & !(1 << 10)), Entry::Invalid, "access flag");
-        assert_eq!(F::decode(3, page & !(1 << 6)), Entry::Invalid, "privileged only");
+        let privileged = Entry::Leaf { out: 0x1000, access: Access::RW | Access::PRIVILEGED };
+        assert_eq!(F::decode(3, page & !(1 << 6)), privileged);
         assert_eq!(F::decode(9, page), Entry::Invalid, "no such level");
         assert_eq!(Arm64S1_16k::decode(1, block), Entry::Invalid, "64 GiB blocks need FEAT_LPA2");
         assert_eq!(Arm64S1_64k::decode(0, block), Entry::Invalid, "4 TiB blocks need FEAT_LPA");
+    }
+
+    #[test]
+    fn limits_of_tables() {
+        let below = |table, leaf| match Arm64S1_4k::decode(3, Arm64S1_4k::inherit(table, leaf)) {
+            Entry::Leaf { access, .. } => access,
+            entry => panic!("{entry:?}"),
+        };
+        let all = Access::RW | Access::EXEC;
+        let (page, privileged) =
+            (Arm64S1_4k::encode_leaf(3, 0, all), Arm64S1_4k::encode_leaf(3, 0, all | Access::PRIVILEGED));
+        assert_eq!(below(1 << 62, page), Access::READ | Access::EXEC, "APTable[1]");
+        assert_eq!(below(1 << 61, page), all | Access::PRIVILEGED, "APTable[0]");
+        assert_eq!(below(1 << 60, page), Access::RW, "UXNTable");
+        assert_eq!(
+            (below(1 << 59, page), below(1 << 59, privileged)),
+            (all, Access::RW | Access::PRIVILEGED),
+            "PXNTable"
+        );
+        type D = Arm64S1<12, 48, false, 48, true>;
+        let leaf = D::inherit(1 << 62, D::encode_leaf(3, 0, Access::RW));
+        assert_eq!(D::decode(3, leaf), Entry::Leaf { out: 0, access: Access::READ }, "no dirty state below a limit");
     }
 
     /// Fields of `TCR_EL1`, DDI 0487 section D19 (the register's own page).
@@ -243,12 +294,12 @@ mod tests {
         let value = |r: &[Register], name| r.iter().find(|r| r.name == name).map(|r| r.value);
         let r = Arm64S1_4k::registers(0x4000_0000);
         assert_eq!(value(&r, "TTBR0_EL1"), Some(0x4000_0000));
-        assert_eq!(value(&r, "TCR_EL1"), Some(0x0000_0205_8080_3510));
-        assert_eq!(value(&Arm64S1::<12, 39>::registers(0), "TCR_EL1"), Some(0x0000_0205_8080_3519));
-        assert_eq!(value(&Arm64S1_16k::registers(0), "TCR_EL1"), Some(0x0000_0205_4080_b510));
-        assert_eq!(value(&Arm64S1_64k::registers(0), "TCR_EL1"), Some(0x0000_0205_c080_7510));
+        assert_eq!(value(&r, "TCR_EL1"), Some(0x0000_0005_8080_3510));
+        assert_eq!(value(&Arm64S1::<12, 39>::registers(0), "TCR_EL1"), Some(0x0000_0005_8080_3519));
+        assert_eq!(value(&Arm64S1_16k::registers(0), "TCR_EL1"), Some(0x0000_0005_4080_b510));
+        assert_eq!(value(&Arm64S1_64k::registers(0), "TCR_EL1"), Some(0x0000_0005_c080_7510));
         // DS: bit 59.
-        assert_eq!(value(&Arm64S1::<12, 52, false, 52>::registers(0), "TCR_EL1"), Some(0x0800_0206_8080_350c));
+        assert_eq!(value(&Arm64S1::<12, 52, false, 52>::registers(0), "TCR_EL1"), Some(0x0800_0006_8080_350c));
     }
 
     #[test]

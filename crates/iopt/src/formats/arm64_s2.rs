@@ -2,11 +2,10 @@
 
 use alloc::{vec, vec::Vec};
 
-use dmalane_addr::{Access, PageSize, PageSizes};
+use dmalane_addr::Access;
 
 use super::arm64::*;
-use crate::format::MAX_LEVELS;
-use crate::{Entry, Format, Register};
+use crate::Register;
 
 /// VMSAv8-64 stage 2 with granules of 2^`GRANULE` bytes (12, 14 or 16) and `INPUT` bits of intermediate physical
 /// address; output as [`Arm64S1`](crate::Arm64S1) has it.
@@ -22,7 +21,7 @@ use crate::{Entry, Format, Register};
 /// | bits | field | written as |
 /// |---|---|---|
 /// | 1:0 | type | `0b11` table or page, `0b01` block |
-/// | 5:2 | MemAttr | `0b1111`, normal memory, write-back |
+/// | 5:2 | MemAttr | `0b1111`, normal memory, write-back; `0b0101`, normal memory, non-cacheable, with [`Access::UNCACHED`]; `0b0001`, Device-nGnRE, with [`Access::MMIO`] |
 /// | 6 | S2AP\[0\] | [`Access::READ`] |
 /// | 7 | S2AP\[1\] | [`Access::WRITE`]; if `DIRTY`, 0 until the device has written |
 /// | 51 | DBM | [`Access::WRITE`], if `DIRTY` (see [`Arm64S1`](crate::Arm64S1)) |
@@ -38,15 +37,14 @@ use crate::{Entry, Format, Register};
 /// An implementation may have fewer bits of physical address, and then takes an `INPUT` up to that many only.
 ///
 /// Write-only entries exist, but not with `DIRTY`. Fetching instructions takes the right to read: [`Access::EXEC`]
-/// without [`Access::READ`] is not supported.
-#[derive(Clone, Copy, Debug)]
-pub struct Arm64S2<
+/// without [`Access::READ`] is not supported. Stage 2 does not tell privileged accesses from others.
+pub type Arm64S2<
     const GRANULE: u32,
     const INPUT: u32 = 48,
     const CONTIGUOUS: bool = false,
     const OUTPUT: u32 = 48,
     const DIRTY: bool = false,
->;
+> = Arm64<Stage2, GRANULE, INPUT, CONTIGUOUS, OUTPUT, DIRTY>;
 
 /// Stage 2 with 4 KiB granules and 48 bits: four levels.
 #[allow(non_camel_case_types)]
@@ -58,48 +56,41 @@ pub type Arm64S2_16k = Arm64S2<14>;
 #[allow(non_camel_case_types)]
 pub type Arm64S2_64k = Arm64S2<16>;
 
-const MEM_ATTR_WB: u64 = 0b1111 << 2;
+/// Rights, memory types and registers of stage 2.
+#[derive(Clone, Copy, Debug)]
+pub struct Stage2;
+
+const MEMORY: u64 = 0b1111 << 2;
+const MEMORY_UNCACHED: u64 = 0b0101 << 2;
+const MEMORY_MMIO: u64 = 0b0001 << 2;
 const READ: u64 = 1 << 6;
 const WRITE: u64 = 1 << 7;
 const XN: u64 = 0b10 << 53;
 const XN_FIELD: u64 = 0b11 << 53;
 
-impl<const G: u32, const I: u32, const C: bool, const O: u32, const D: bool> Arm64S2<G, I, C, O, D> {
-    const BUILT_NAME: &'static Name = &Name::new("s2", G, I, C, O, D);
-}
+impl Stage for Stage2 {
+    const STAGE: &'static str = "s2";
+    const ROOT_BITS: u32 = 4;
+    const DIRTY: u64 = WRITE;
+    const DIRTY_IS_CLEAR: bool = false;
 
-impl<const G: u32, const I: u32, const C: bool, const O: u32, const D: bool> Format for Arm64S2<G, I, C, O, D> {
-    const NAME: &'static str = Self::BUILT_NAME.as_str();
-    const LEVELS: u32 = levels(G, I, 4);
-    const INDEX_BITS: u32 = index_bits(G);
-    const GRANULE: PageSize = granule_size(G);
-    const INPUT_BITS: u32 = I;
-    const OUTPUT_BITS: u32 = O;
-    const VALID: u64 = 1;
-    const PAGE_SIZES: PageSizes = page_and_group_sizes(G, Self::LEVELS, C);
-    const GROUP_BITS: [u32; MAX_LEVELS] = group_bits(G, Self::LEVELS, C);
-    const DIRTY: u64 = if D { WRITE } else { 0 };
-
-    fn supports(access: Access) -> bool {
-        access.contains(Access::READ) || access == Access::WRITE && !D
+    fn supports(access: Access, dirty: bool) -> bool {
+        let rights = access.rights();
+        !access.contains(Access::PRIVILEGED) && (rights.contains(Access::READ) || rights == Access::WRITE && !dirty)
     }
 
     #[inline]
-    fn encode_table(_level: u32, next: u64) -> u64 {
-        put_address(G, O, next) | VALID | TABLE_OR_PAGE
-    }
-
-    #[inline]
-    fn encode_leaf(level: u32, out: u64, access: Access) -> u64 {
-        let mut entry = put_address(G, O, out) | VALID | MEM_ATTR_WB | shareability(G, O) | AF;
-        if level + 1 == Self::LEVELS {
-            entry |= TABLE_OR_PAGE;
-        }
+    fn encode(access: Access, dirty: bool) -> u64 {
+        let mut entry = match access.intersection(Access::MMIO.union(Access::UNCACHED)) {
+            Access::MMIO => MEMORY_MMIO,
+            Access::UNCACHED => MEMORY_UNCACHED,
+            _ => MEMORY,
+        };
         if access.contains(Access::READ) {
             entry |= READ;
         }
         if access.contains(Access::WRITE) {
-            entry |= if D { DBM } else { WRITE };
+            entry |= if dirty { DBM } else { WRITE };
         }
         if !access.contains(Access::EXEC) {
             entry |= XN;
@@ -108,56 +99,46 @@ impl<const G: u32, const I: u32, const C: bool, const O: u32, const D: bool> For
     }
 
     #[inline]
-    fn encode_member(level: u32, out: u64, access: Access) -> u64 {
-        Self::encode_leaf(level, out, access) | CONTIGUOUS
-    }
-
-    #[inline]
-    fn is_member(_level: u32, entry: u64) -> bool {
-        C && entry & CONTIGUOUS != 0
-    }
-
-    #[inline]
-    fn decode(level: u32, entry: u64) -> Entry {
-        let writable = if D { WRITE | DBM } else { WRITE };
-        match descriptor_type(Self::LEVELS, const { top(G, Self::LEVELS) }, level, entry) {
-            Type::Table => return Entry::Table(get_address(G, O, entry)),
-            // A leaf that permits nothing, or has no access flag, would fault.
-            Type::Leaf if entry & AF != 0 && entry & (READ | writable) != 0 => {}
-            _ => return Entry::Invalid,
-        }
-        let mut access = Access::empty();
-        if entry & READ != 0 {
+    fn decode(leaf: u64, dirty: bool) -> Access {
+        let mut access = match leaf & MEMORY {
+            MEMORY_UNCACHED => Access::UNCACHED,
+            // Any of the four kinds of device memory.
+            kind if kind & 0b1100 << 2 == 0 => Access::MMIO,
+            _ => Access::empty(),
+        };
+        if leaf & READ != 0 {
             access |= Access::READ;
         }
-        if entry & writable != 0 {
+        if leaf & if dirty { WRITE | DBM } else { WRITE } != 0 {
             access |= Access::WRITE;
         }
         // The values other than 0 permit one exception level at most.
-        if entry & XN_FIELD == 0 && entry & READ != 0 {
+        if leaf & XN_FIELD == 0 && leaf & READ != 0 {
             access |= Access::EXEC;
         }
-        let page = 1u64 << leaf_log2(G, Self::LEVELS, level, Self::is_member(level, entry));
-        Entry::Leaf { out: get_address(G, O, entry) & !(page - 1), access }
+        access
     }
 
-    fn registers(root: u64) -> Vec<Register> {
-        // SL0 counts up from the level that two levels of 4 KiB granules, or one level of larger ones, start at.
-        let sl0 = u64::from(Self::LEVELS) - if G == 12 { 2 } else { 1 };
-        let vtcr = table_control(G, I)
-            | sl0 << 6
-            | output_size(O) << 16    // PS
-            | 1 << 31                 // RES1
-            | if D { 0b11 << 21 } else { 0 } // HA, HD
-            | ds(G, O) << 32;
+    fn registers(f: &Fields, root: u64) -> Vec<Register> {
+        let vtcr = table_control(f.granule, f.input)
+            | start_level(f) << 6
+            | output_size(f.output) << 16    // PS
+            | 1 << 31                        // RES1
+            | if f.dirty { 0b11 << 21 } else { 0 } // HA, HD
+            | ds(f.granule, f.output) << 32;
         vec![Register::new("VTTBR_EL2", ttbr(root)), Register::new("VTCR_EL2", vtcr)]
     }
+}
+
+/// `SL0`: counts up from the level that two levels of 4 KiB granules, or one level of larger ones, start at.
+pub(super) fn start_level(f: &Fields) -> u64 {
+    u64::from(f.levels) - if f.granule == 12 { 2 } else { 1 }
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::TableShape;
+    use crate::{Entry, Format, TableShape};
 
     /// Put together by hand from the descriptor figures of DDI 0487, chapter D8.
     #[test]
@@ -172,6 +153,11 @@ mod tests {
         assert_eq!(F::encode_leaf(2, 0x4020_0000, Access::RW), 0x0040_0000_4020_07fd);
         assert_eq!(Arm64S2_16k::encode_leaf(1, 0x4200_0000, Access::RW), 0x0040_0000_4200_07fd);
         assert_eq!(Arm64S2_64k::encode_leaf(2, 0x1235_0000, Access::RW), 0x0040_0000_1235_07ff);
+        // MemAttr 0b0001 and 0b0101
+        assert_eq!(F::encode_leaf(3, 0x1234_5000, Access::RW | Access::MMIO), 0x0040_0000_1234_57c7);
+        assert_eq!(F::encode_leaf(3, 0x1234_5000, Access::RW | Access::UNCACHED), 0x0040_0000_1234_57d7);
+        let strongly_ordered = Entry::Leaf { out: 0x1234_5000, access: Access::RW | Access::MMIO };
+        assert_eq!(F::decode(3, 0x0040_0000_1234_57c3), strongly_ordered, "Device-nGnRnE");
         // dirty: S2AP[1] is set by the device, DBM 0x8 << 48
         type D = Arm64S2<12, 48, false, 48, true>;
         assert_eq!(D::encode_leaf(3, 0x1234_5000, Access::RW), 0x0048_0000_1234_577f);
@@ -194,6 +180,7 @@ mod tests {
         let data = Entry::Leaf { out: 0x1000, access: Access::READ };
         assert_eq!(F::decode(3, exec | 1 << 53), data, "executable for one exception level");
         assert!(!F::supports(Access::empty()) && !F::supports(Access::WRITE | Access::EXEC));
+        assert!(!F::supports(Access::READ | Access::PRIVILEGED));
     }
 
     /// "Concatenated translation tables": 40 bits with 4 KiB start at level 1 with two tables, 43 bits with 16.

@@ -17,10 +17,11 @@ use crate::{Entry, Format, Register};
 /// |---|---|---|---|---|
 /// | 1:0 | 1:0 | 1 | type | (super)section `0b10`, large page `0b01`, small page `0b10`, table `0b01` |
 /// | 4 | 15 | 0 | XN | 1 without [`Access::EXEC`] |
-/// | 2, 3 | 2, 3 | 2, 3 | B, C | 1, 1 |
-/// | 11:10 | 5:4 | 5:4 | AP\[1:0\] | `0b11`: access for privileged and unprivileged alike |
+/// | 0 | of the table: 2 | of the table: 2 | PXN | 0 |
+/// | 2, 3 | 2, 3 | 2, 3 | B, C | 1, 1; with [`Access::MMIO`] 1, 0; with [`Access::UNCACHED`] 0, 0 |
+/// | 11:10 | 5:4 | 5:4 | AP\[1:0\] | `0b11`: access for privileged and unprivileged alike; `0b01` with [`Access::PRIVILEGED`] |
 /// | 15 | 9 | 9 | AP\[2\] | 1 without [`Access::WRITE`] |
-/// | 14:12 | 14:12 | 8:6 | TEX | `0b001`: with C and B, write-back, write-allocate |
+/// | 14:12 | 14:12 | 8:6 | TEX | `0b001`: with C and B write-back, write-allocate, without them not cached; 0 with [`Access::MMIO`]: shareable device memory |
 /// | 16 | 10 | 10 | S | 1 |
 /// | 17 | 11 | 11 | nG | 1 |
 /// | 18 | | | supersection | 1 in a supersection |
@@ -33,7 +34,9 @@ use crate::{Entry, Format, Register};
 /// What to program beside it: `TTBR0` = the root with bits `0x6a` (inner and outer write-back, shareable tables: IRGN
 /// `0b01`, RGN `0b01`, S, NOS), `TTBCR = 0`, `DACR = 1` (domain 0 is checked), `SCTLR.TRE = SCTLR.AFE = 0`.
 ///
-/// A valid entry is readable: an access without [`Access::READ`] is not supported.
+/// A valid entry is readable: an access without [`Access::READ`] is not supported. Of foreign tables, PXN counts for
+/// privileged accesses (with it a page is not executable for them), and so does "write for privileged, read for all"
+/// (`AP = 0b010`), which reads as read-only; domains are taken to be checked.
 #[derive(Clone, Copy, Debug)]
 pub struct Armv7;
 
@@ -43,7 +46,13 @@ const LEAF: u64 = 0b10;
 const TYPE: u64 = 0b11;
 /// A large page, at the second level.
 const LARGE: u64 = 0b01;
-const WRITE_BACK: u64 = 0b11 << 2;
+/// B and C.
+const CACHED: u64 = 0b11 << 2;
+const BUFFERED: u64 = 0b01 << 2;
+/// AP\[1:0\] of a page for privileged accesses, in units of the field.
+const PRIVILEGED: u64 = 0b01;
+/// In the entry of a table: what it translates is never executed by privileged software.
+const TABLE_PXN: u64 = 1 << 2;
 const SUPERSECTION: u64 = 1 << 18;
 /// Bits 39:32 of the output address of a supersection.
 const SUPER_HIGH: u64 = 0xf << 20 | 0xf << 5;
@@ -81,10 +90,53 @@ const SMALL_PAGE: Fields = Fields {
 };
 
 impl Fields {
+    /// The lowest bit of AP.
+    const fn ap_lowest(&self) -> u64 {
+        self.ap & self.ap.wrapping_neg()
+    }
+
+    /// What a leaf permits, without a look at PXN; `None` for no access at all.
+    #[inline]
+    fn access(&self, entry: u64) -> Option<Access> {
+        let mut access = Access::READ;
+        let ap = (entry & self.ap) / self.ap_lowest();
+        if ap == 0 {
+            return None;
+        }
+        if ap == PRIVILEGED {
+            access |= Access::PRIVILEGED;
+        }
+        if entry & self.read_only == 0 && ap != 0b10 {
+            access |= Access::WRITE;
+        }
+        if entry & self.xn == 0 {
+            access |= Access::EXEC;
+        }
+        // TEX, C and B without remapping: Strongly-ordered and Device memory; normal memory that is not cached.
+        let tex = entry & self.tex_field();
+        if tex == 0 && entry & CACHED <= BUFFERED || tex == self.tex << 1 && entry & CACHED == 0 {
+            access |= Access::MMIO;
+        } else if tex == self.tex && entry & CACHED == 0 {
+            access |= Access::UNCACHED;
+        }
+        Some(access)
+    }
+
+    /// The field TEX; `tex` is its lowest bit.
+    const fn tex_field(&self) -> u64 {
+        self.tex * 0b111
+    }
+
     /// A leaf but for its type.
     #[inline]
     fn encode(&self, out: u64, access: Access) -> u64 {
-        let mut entry = out & self.address | WRITE_BACK | self.ap | self.tex | self.shared | self.not_global;
+        let memory = match access.intersection(Access::MMIO.union(Access::UNCACHED)) {
+            Access::MMIO => BUFFERED,
+            Access::UNCACHED => self.tex,
+            _ => self.tex | CACHED,
+        };
+        let mut entry = out & self.address | memory | self.shared | self.not_global;
+        entry |= if access.contains(Access::PRIVILEGED) { self.ap_lowest() * PRIVILEGED } else { self.ap };
         if !access.contains(Access::WRITE) {
             entry |= self.read_only;
         }
@@ -107,7 +159,7 @@ impl Format for Armv7 {
     const GROUP_BITS: [u32; MAX_LEVELS] = [4, 4, 0, 0, 0, 0];
 
     fn supports(access: Access) -> bool {
-        access.contains(Access::READ)
+        access.contains(Access::READ) && access.is_consistent()
     }
 
     #[inline]
@@ -135,6 +187,14 @@ impl Format for Armv7 {
     }
 
     #[inline]
+    fn inherit(table: u64, leaf: u64) -> u64 {
+        // PXN stands in no page. In one for privileged accesses XN says the same.
+        let f = if leaf & TYPE == LARGE { LARGE_PAGE } else { SMALL_PAGE };
+        let privileged = leaf & f.ap == f.ap_lowest() * PRIVILEGED;
+        if table & TABLE_PXN != 0 && privileged { leaf | f.xn } else { leaf }
+    }
+
+    #[inline]
     fn decode(level: u32, entry: u64) -> Entry {
         let f = match (level, entry & TYPE) {
             (0, TABLE) => return Entry::Table(entry & 0xffff_fc00),
@@ -145,15 +205,10 @@ impl Format for Armv7 {
             (1, LEAF | 0b11) => SMALL_PAGE,
             _ => return Entry::Invalid,
         };
-        if entry & f.ap != f.ap {
-            return Entry::Invalid; // other rights for privileged and unprivileged
-        }
-        let mut access = Access::READ;
-        if entry & f.read_only == 0 {
-            access |= Access::WRITE;
-        }
-        if entry & f.xn == 0 {
-            access |= Access::EXEC;
+        let Some(mut access) = f.access(entry) else { return Entry::Invalid };
+        // The lowest bit of a section is PXN.
+        if level == 0 && entry & 1 != 0 && access.contains(Access::PRIVILEGED) {
+            access -= Access::EXEC;
         }
         Entry::Leaf { out: entry & f.address, access }
     }
@@ -184,6 +239,10 @@ mod tests {
         // large page: 0b01, C and B 0xc, AP 0x30, S 0x400, nG 0x800, TEX 0x1000; AP[2] 0x200, XN 0x8000
         assert_eq!(F::encode_member(1, 0x1234_5000, Access::RW | Access::EXEC), 0x1234_1c3d);
         assert_eq!(F::encode_member(1, 0x1234_5000, Access::READ), 0x1234_9e3d);
+        // AP 0b01; B alone, without TEX; TEX alone
+        assert_eq!(F::encode_leaf(1, 0x1234_5000, Access::RW | Access::PRIVILEGED), 0x1234_5c5f);
+        assert_eq!(F::encode_leaf(1, 0x1234_5000, Access::RW | Access::MMIO), 0x1234_5c37);
+        assert_eq!(F::encode_leaf(0, 0x1230_0000, Access::RW | Access::UNCACHED), 0x1233_1c12);
     }
 
     #[test]
@@ -192,6 +251,21 @@ mod tests {
         let page = F::encode_leaf(1, 0x1000, Access::RW);
         assert_eq!(F::decode(0, 0x1277_1c0e | 1 << 5), Entry::Invalid, "supersection above 32 bits");
         assert_eq!(F::decode(1, 0x1_0001), Entry::Invalid, "large page without rights");
-        assert_eq!(F::decode(1, page & !(1 << 5)), Entry::Invalid, "privileged only");
+        let privileged = Entry::Leaf { out: 0x1000, access: Access::RW | Access::PRIVILEGED };
+        assert_eq!(F::decode(1, page & !(1 << 5)), privileged, "AP = 01");
+        assert_eq!(F::decode(1, page & !(1 << 4)), Entry::Leaf { out: 0x1000, access: Access::READ }, "AP = 10");
+        assert_eq!(
+            F::decode(0, 0x1233_0402),
+            Entry::Leaf { out: 0x1230_0000, access: Access::RW | Access::EXEC | Access::PRIVILEGED | Access::MMIO }
+        );
+        let boot = |pxn: u64| F::decode(0, 0x1231_140e | pxn);
+        let all = Access::RW | Access::EXEC | Access::PRIVILEGED;
+        assert_eq!(boot(0), Entry::Leaf { out: 0x1230_0000, access: all });
+        assert_eq!(boot(1), Entry::Leaf { out: 0x1230_0000, access: all - Access::EXEC });
+        let page = F::encode_leaf(1, 0x1000, all);
+        assert_eq!(
+            F::decode(1, F::inherit(TABLE | TABLE_PXN, page)),
+            Entry::Leaf { out: 0x1000, access: all - Access::EXEC }
+        );
     }
 }

@@ -64,11 +64,14 @@ macro_rules! formats {
             arm64_s2_64k_40_contiguous: $crate::Arm64S2<16, 40, true>;
             arm64_s2_64k_48_52_contiguous: $crate::Arm64S2<16, 48, true, 52>;
             arm64_s2_64k_52: $crate::Arm64S2<16, 52, false, 52>;
+            armv7_lpae_s1: $crate::Armv7LpaeS1;
+            armv7_lpae_s2: $crate::Armv7LpaeS2;
             armv7_short: $crate::Armv7;
             riscv_sv39: $crate::RiscvSv<3>;
             riscv_sv39_napot: $crate::RiscvSv<3, true>;
             riscv_sv48: $crate::RiscvSv<4>;
             riscv_sv48_napot: $crate::RiscvSv<4, true>;
+            riscv_sv48_pbmt: $crate::RiscvSv<4, false, true>;
             riscv_sv57: $crate::RiscvSv<5>;
             riscv_sv57_napot: $crate::RiscvSv<5, true>;
             vtd_second_39: $crate::VtdSecond<3>;

@@ -18,13 +18,13 @@ use crate::{Entry, Format, Register};
 /// |---|---|---|
 /// | 0 | V | 1 |
 /// | 1, 2, 3 | R, W, X | the access; all 0 in a table entry |
-/// | 4 | U | 1 in a leaf: requests of a device are user requests by default |
+/// | 4 | U | 0 in a leaf with [`Access::PRIVILEGED`]; else 1: requests of a device are user requests by default |
 /// | 5 | G | 0 |
 /// | 6 | A | 1 in a leaf |
 /// | 7 | D | 1 in a writable leaf |
 /// | 9:8 | RSW | 0 |
 /// | 53:10 | PPN | address bits 55:12 |
-/// | 62:61 | PBMT | 0 |
+/// | 62:61 | PBMT | with `PBMT` (Svpbmt) 1 in a leaf with [`Access::UNCACHED`], 2 with [`Access::MMIO`]; else 0 |
 /// | 63 | N | 1 in the 16 entries of a 64 KiB page, if `NAPOT` (Svnapot), with `0b1000` in the lowest bits of PPN |
 ///
 /// Input addresses are what the mode translates, zero-extended; a processor wants the highest of these bits extended to
@@ -33,9 +33,13 @@ use crate::{Entry, Format, Register};
 /// What to program beside it: `satp` (or `iosatp`) = MODE 8, 9 or 10 in bits 63:60, the address-space number in bits
 /// 59:44 to be added, the page number of the root.
 ///
-/// Every access that is not empty has an entry, but for those with [`Access::WRITE`] and without [`Access::READ`].
+/// On a processor, supervisor mode reaches user pages with `SUM = 1` only, and never executes them. `PBMT` takes
+/// `menvcfg.PBMTE = 1` (an IOMMU: `capabilities.Svpbmt`).
+///
+/// All rights that are not empty have an entry, but for [`Access::WRITE`] without [`Access::READ`]. Kinds of memory
+/// take `PBMT`.
 #[derive(Clone, Copy, Debug)]
-pub struct RiscvSv<const LEVELS: u32, const NAPOT: bool = false>;
+pub struct RiscvSv<const LEVELS: u32, const NAPOT: bool = false, const PBMT: bool = false>;
 
 /// Sv39: 3 levels.
 pub type RiscvSv39 = RiscvSv<3>;
@@ -52,6 +56,10 @@ const USER: u64 = 1 << 4;
 const ACCESSED: u64 = 1 << 6;
 const DIRTY: u64 = 1 << 7;
 const NAPOT: u64 = 1 << 63;
+/// Page-based memory types of Svpbmt.
+const PBMT_NC: u64 = 1 << 61;
+const PBMT_IO: u64 = 2 << 61;
+const PBMT_FIELD: u64 = 3 << 61;
 /// The lowest four bits of the page number.
 const PPN_3_0: u64 = 0xf << 10;
 /// What they are in a 64 KiB page.
@@ -63,14 +71,20 @@ const fn ppn(address: u64) -> u64 {
     (address & ((1 << 56) - (1 << 12))) >> 2
 }
 
-impl<const L: u32, const N: bool> Format for RiscvSv<L, N> {
-    const NAME: &'static str = match (L, N) {
-        (3, false) => "riscv-sv39",
-        (4, false) => "riscv-sv48",
-        (5, false) => "riscv-sv57",
-        (3, true) => "riscv-sv39-napot",
-        (4, true) => "riscv-sv48-napot",
-        (5, true) => "riscv-sv57-napot",
+impl<const L: u32, const N: bool, const P: bool> Format for RiscvSv<L, N, P> {
+    const NAME: &'static str = match (L, N, P) {
+        (3, false, false) => "riscv-sv39",
+        (4, false, false) => "riscv-sv48",
+        (5, false, false) => "riscv-sv57",
+        (3, true, false) => "riscv-sv39-napot",
+        (4, true, false) => "riscv-sv48-napot",
+        (5, true, false) => "riscv-sv57-napot",
+        (3, false, true) => "riscv-sv39-pbmt",
+        (4, false, true) => "riscv-sv48-pbmt",
+        (5, false, true) => "riscv-sv57-pbmt",
+        (3, true, true) => "riscv-sv39-napot-pbmt",
+        (4, true, true) => "riscv-sv48-napot-pbmt",
+        (5, true, true) => "riscv-sv57-napot-pbmt",
         _ => panic!("Sv39, Sv48 and Sv57 have 3 to 5 levels"),
     };
     const LEVELS: u32 = L;
@@ -97,7 +111,11 @@ impl<const L: u32, const N: bool> Format for RiscvSv<L, N> {
     const DIRTY: u64 = DIRTY;
 
     fn supports(access: Access) -> bool {
-        !access.is_empty() && (access.contains(Access::READ) || !access.contains(Access::WRITE))
+        let memory = access.intersects(Access::UNCACHED | Access::MMIO);
+        let rights = access.rights();
+        !rights.is_empty()
+            && (rights.contains(Access::READ) || !rights.contains(Access::WRITE))
+            && (P && access.is_consistent() || !memory)
     }
 
     #[inline]
@@ -107,7 +125,15 @@ impl<const L: u32, const N: bool> Format for RiscvSv<L, N> {
 
     #[inline]
     fn encode_leaf(_level: u32, out: u64, access: Access) -> u64 {
-        let mut entry = ppn(out) | VALID | USER | ACCESSED;
+        let mut entry = ppn(out) | VALID | ACCESSED;
+        if !access.contains(Access::PRIVILEGED) {
+            entry |= USER;
+        }
+        if access.contains(Access::MMIO) {
+            entry |= PBMT_IO;
+        } else if access.contains(Access::UNCACHED) {
+            entry |= PBMT_NC;
+        }
         if access.contains(Access::READ) {
             entry |= READ;
         }
@@ -139,6 +165,16 @@ impl<const L: u32, const N: bool> Format for RiscvSv<L, N> {
             }
             entry &= !(NAPOT | PPN_3_0);
         }
+        let mut access = Access::empty();
+        if P && entry & (READ | WRITE | EXEC) != 0 {
+            match entry & PBMT_FIELD {
+                PBMT_NC => access |= Access::UNCACHED,
+                PBMT_IO => access |= Access::MMIO,
+                PBMT_FIELD => return Entry::Invalid,
+                _ => {}
+            }
+            entry &= !PBMT_FIELD;
+        }
         if entry & VALID == 0 || entry & RESERVED != 0 || level >= L {
             return Entry::Invalid;
         }
@@ -148,13 +184,14 @@ impl<const L: u32, const N: bool> Format for RiscvSv<L, N> {
             let pointer = level + 1 < L && entry & (ACCESSED | DIRTY | USER) == 0;
             return if pointer { Entry::Table(address) } else { Entry::Invalid };
         }
-        const USABLE: u64 = USER | ACCESSED;
         let page = 1u64 << (12 + 9 * (L - 1 - level));
         // Write without read is reserved, and a large leaf must be aligned.
-        if entry & (READ | WRITE) == WRITE || entry & USABLE != USABLE || address & (page - 1) != 0 {
+        if entry & (READ | WRITE) == WRITE || entry & ACCESSED == 0 || address & (page - 1) != 0 {
             return Entry::Invalid;
         }
-        let mut access = Access::empty();
+        if entry & USER == 0 {
+            access |= Access::PRIVILEGED;
+        }
         for (bit, right) in [(READ, Access::READ), (WRITE, Access::WRITE), (EXEC, Access::EXEC)] {
             if entry & bit != 0 {
                 access |= right;
@@ -199,7 +236,15 @@ mod tests {
         let page = F::encode_leaf(3, 0x1000, Access::RW);
         assert_eq!(F::decode(3, page & !READ), Entry::Invalid, "write-only is reserved");
         assert_eq!(F::decode(2, page), Entry::Invalid, "a large leaf that is not aligned");
-        assert_eq!(F::decode(3, page & !USER), Entry::Invalid, "supervisor only");
+        let supervisor = Entry::Leaf { out: 0x1000, access: Access::RW | Access::PRIVILEGED };
+        assert_eq!(F::decode(3, page & !USER), supervisor);
+        type P = RiscvSv<4, false, true>;
+        let registers = Access::RW | Access::MMIO;
+        assert_eq!(P::encode_leaf(3, 0x1000, registers), page | 2 << 61);
+        assert_eq!(P::decode(3, page | 2 << 61), Entry::Leaf { out: 0x1000, access: registers });
+        assert_eq!(P::decode(3, page | 3 << 61), Entry::Invalid, "a reserved memory type");
+        assert_eq!(P::decode(2, VALID | 1 << 61), Entry::Invalid, "PBMT in a table entry");
+        assert!(!F::supports(registers) && P::supports(registers));
         assert_eq!(F::decode(3, page & !ACCESSED), Entry::Invalid);
         assert_eq!(F::decode(3, page | 1 << 63), Entry::Invalid, "Svnapot");
         assert_eq!(F::decode(3, page | 1 << 61), Entry::Invalid, "Svpbmt");

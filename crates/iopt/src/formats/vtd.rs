@@ -25,8 +25,8 @@ use crate::{Entry, Format, Register};
 /// | 51:12 | address | low bits of a large leaf are zero |
 /// | 62 | TM | 0 |
 ///
-/// An entry with neither R nor W is not present. The rights of all levels are combined by a walker; table entries here
-/// grant both, and are not looked at. Write-only leaves exist; [`Access::EXEC`] is not supported.
+/// An entry with neither R nor W is not present. A walker combines the rights of all levels; table entries here grant
+/// both. Write-only leaves exist; [`Access::EXEC`] is not supported, nor are privileged accesses or kinds of memory.
 ///
 /// What to program beside it, in a legacy context entry: low word = the root | P, with TT = `0b00`; high word AW = the
 /// levels less 2, the domain number in bits 23:8 to be added. In a PASID entry of scalable mode the same pointer is
@@ -64,7 +64,7 @@ impl<const L: u32> Format for VtdSecond<L> {
     const DIRTY: u64 = 1 << 9;
 
     fn supports(access: Access) -> bool {
-        !access.is_empty() && !access.contains(Access::EXEC)
+        !access.is_empty() && Access::RW.contains(access)
     }
 
     #[inline]
@@ -85,6 +85,11 @@ impl<const L: u32> Format for VtdSecond<L> {
             entry |= WRITE;
         }
         entry
+    }
+
+    #[inline]
+    fn inherit(table: u64, leaf: u64) -> u64 {
+        leaf & (table | !(READ | WRITE))
     }
 
     #[inline]

@@ -16,8 +16,8 @@ use crate::{Entry, Format, Register};
 /// |---|---|---|
 /// | 0 | P | 1 |
 /// | 1 | R/W | 1 with [`Access::WRITE`]; 1 in table entries |
-/// | 2 | U/S | 1: requests of a device are user requests by default |
-/// | 3, 4 | PWT, PCD | 0 |
+/// | 2 | U/S | 0 with [`Access::PRIVILEGED`]; else 1: requests of a device are user requests by default |
+/// | 3, 4 | PWT, PCD | `0b11` (UC) with [`Access::MMIO`], PCD alone (UC-) with [`Access::UNCACHED`], else 0 |
 /// | 5 | A | 1, so that the walker need not write it |
 /// | 6 | D | 1 in a writable leaf, for the same reason |
 /// | 7 | PS | 1 in a 1 GiB or 2 MiB leaf (at 4 KiB and, as bit 12, above: PAT, 0) |
@@ -25,7 +25,8 @@ use crate::{Entry, Format, Register};
 /// | 51:12 | address | low bits of a large leaf are zero |
 /// | 63 | XD | 1 in a leaf without [`Access::EXEC`] |
 ///
-/// Limits that a table entry may put on everything below it (R/W, U/S, XD) are never written and not looked at.
+/// Limits that a table entry may put on everything below it (R/W, U/S, XD) are never written; [`walk`](crate::walk())
+/// applies them. The memory type of an entry is read by the PAT as it is after reset.
 ///
 /// Input addresses are device addresses, zero-extended. A walker that demands *canonical* addresses, as a processor and
 /// the first stage of VT-d do, reaches the lower half with them as they are, and the upper half after extending their
@@ -33,7 +34,7 @@ use crate::{Entry, Format, Register};
 ///
 /// What to program beside it: `CR3`, or the first-stage pointer (FSPTPTR) of a VT-d PASID entry (FSPM = 0 for 4 levels,
 /// 1 for 5), = the root; on a processor `CR4.PAE = 1`, `CR4.LA57 = 1` for 5 levels, `IA32_EFER.LME = 1` and
-/// `IA32_EFER.NXE = 1`, else bit 63 is reserved, `CR0.PG = CR0.PE = 1`; PAT entry 0 = write-back, as after reset. An
+/// `IA32_EFER.NXE = 1`, else bit 63 is reserved, `CR0.PG = CR0.PE = 1`; the PAT as after reset. An
 /// implementation has MAXPHYADDR bits of output, which may be below 52.
 ///
 /// A present entry is readable: an access without [`Access::READ`] is not supported.
@@ -51,6 +52,10 @@ pub type X86_64_5Level = X86_64<5>;
 const PRESENT: u64 = 1;
 const WRITE: u64 = 1 << 1;
 const USER: u64 = 1 << 2;
+/// PCD: not cached, UC- with the PAT as after reset.
+const PCD: u64 = 1 << 4;
+/// PCD and PWT: UC, for registers.
+const UC: u64 = 0b11 << 3;
 const ACCESSED: u64 = 1 << 5;
 const DIRTY: u64 = 1 << 6;
 const LARGE: u64 = 1 << 7;
@@ -75,7 +80,7 @@ impl<const L: u32> Format for X86_64<L> {
     const DIRTY: u64 = DIRTY;
 
     fn supports(access: Access) -> bool {
-        access.contains(Access::READ)
+        access.contains(Access::READ) && access.is_consistent()
     }
 
     #[inline]
@@ -85,7 +90,15 @@ impl<const L: u32> Format for X86_64<L> {
 
     #[inline]
     fn encode_leaf(level: u32, out: u64, access: Access) -> u64 {
-        let mut entry = out & ADDRESS | PRESENT | USER | ACCESSED;
+        let mut entry = out & ADDRESS | PRESENT | ACCESSED;
+        if !access.contains(Access::PRIVILEGED) {
+            entry |= USER;
+        }
+        if access.contains(Access::MMIO) {
+            entry |= UC;
+        } else if access.contains(Access::UNCACHED) {
+            entry |= PCD;
+        }
         if level + 1 != L {
             entry |= LARGE;
         }
@@ -99,18 +112,21 @@ impl<const L: u32> Format for X86_64<L> {
     }
 
     #[inline]
+    fn inherit(table: u64, leaf: u64) -> u64 {
+        leaf & (table | !(WRITE | USER)) | table & XD
+    }
+
+    #[inline]
     fn decode(level: u32, entry: u64) -> Entry {
-        // A leaf for supervisors only would fault.
-        const USABLE: u64 = PRESENT | USER;
         if level + 1 < L {
             if entry & (PRESENT | LARGE) == PRESENT {
                 return Entry::Table(entry & ADDRESS);
             }
             // PS above the 1 GiB level is reserved.
-            if level + 3 < L || entry & USABLE != USABLE {
+            if level + 3 < L || entry & PRESENT == 0 {
                 return Entry::Invalid;
             }
-        } else if level >= L || entry & USABLE != USABLE {
+        } else if level >= L || entry & PRESENT == 0 {
             return Entry::Invalid;
         }
         let page = 1u64 << (12 + 9 * (L - 1 - level));
@@ -124,6 +140,14 @@ impl<const L: u32> Format for X86_64<L> {
         }
         if entry & XD == 0 {
             access |= Access::EXEC;
+        }
+        if entry & USER == 0 {
+            access |= Access::PRIVILEGED;
+        }
+        if entry & UC == UC {
+            access |= Access::MMIO;
+        } else if entry & PCD != 0 {
+            access |= Access::UNCACHED;
         }
         Entry::Leaf { out: entry & ADDRESS & !(page - 1), access }
     }
@@ -152,6 +176,10 @@ mod tests {
         assert_eq!(F::encode_leaf(3, 0xf_ffff_ffff_f000, Access::READ), 0x800f_ffff_ffff_f025);
         assert_eq!(F::encode_leaf(2, 0x4020_0000, Access::READ | Access::EXEC), 0x0000_0000_4020_00a5); // and PS
         assert_eq!(F::encode_leaf(1, 0x40_4000_0000, Access::RW), 0x8000_0040_4000_00e7);
+        // without U/S; PCD and PWT; PCD
+        assert_eq!(F::encode_leaf(3, 0x1234_5000, Access::RW | Access::PRIVILEGED), 0x8000_0000_1234_5063);
+        assert_eq!(F::encode_leaf(3, 0x1234_5000, Access::RW | Access::MMIO), 0x8000_0000_1234_507f);
+        assert_eq!(F::encode_leaf(3, 0x1234_5000, Access::READ | Access::UNCACHED), 0x8000_0000_1234_5035);
     }
 
     #[test]
@@ -170,6 +198,24 @@ mod tests {
         assert_eq!(F::decode(2, block | 1 << 12), whole, "PAT of a large leaf");
         assert_eq!(F::decode(3, page | 1 << 7), Entry::Leaf { out: 0x1000, access: Access::RW }, "PAT of a page");
         assert_eq!(F::decode(3, page & !1), Entry::Invalid);
-        assert_eq!(F::decode(3, page & !(1 << 2)), Entry::Invalid, "supervisor only");
+        let supervisor = Entry::Leaf { out: 0x1000, access: Access::RW | Access::PRIVILEGED };
+        assert_eq!(F::decode(3, page & !(1 << 2)), supervisor);
+        // The boot tables of many kernels: P, R/W, PS and nothing else.
+        let boot = Access::RW | Access::EXEC | Access::PRIVILEGED;
+        assert_eq!(F::decode(2, 0x83), Entry::Leaf { out: 0, access: boot });
+    }
+
+    #[test]
+    fn limits_of_tables() {
+        type F = X86_64_4Level;
+        let page = F::encode_leaf(3, 0x1000, Access::RW | Access::EXEC);
+        let below = |table| match F::decode(3, F::inherit(table, page)) {
+            Entry::Leaf { access, .. } => access,
+            entry => panic!("{entry:?}"),
+        };
+        assert_eq!(below(F::encode_table(0, 0)), Access::RW | Access::EXEC);
+        assert_eq!(below(PRESENT | USER), Access::READ | Access::EXEC);
+        assert_eq!(below(PRESENT | USER | WRITE | XD), Access::RW);
+        assert_eq!(below(PRESENT | WRITE), Access::RW | Access::EXEC | Access::PRIVILEGED);
     }
 }

@@ -3,10 +3,13 @@
 //!
 //! Every entry that `decode` may meet is compared: random bits at every level, and whole tables that were mapped.
 
-use crate::formats::{Sizes, sizes};
+use std::collections::BTreeMap;
+
+use crate::formats::{Sizes, accesses, sizes};
 use dmalane_addr::{Access, Iova, PhysAddr, Segment};
-use dmalane_iopt::{Entry, FaultKind, Format, HeapTables, PageTable, walk};
+use dmalane_iopt::{Entry, FaultKind, Format, HeapTables, PageTable, walk, walk_privileged};
 use proptest::prelude::*;
+use proptest::sample::Index;
 use proptest::test_runner::TestCaseError;
 
 /// Bits `0` down to `1` of an entry have the value `2`.
@@ -24,8 +27,22 @@ struct Row {
     address: (u32, u32, u32),
     /// Another piece of it.
     more: Option<(u32, u32, u32)>,
-    /// For a leaf, the logarithm of its size and its rights: read, write, execute. `None` for a table.
-    leaf: Option<(u32, [Any; 3])>,
+    /// `None` for a table.
+    leaf: Option<Leaf>,
+    /// When one of these holds in the entry of a table, leaves below it lose rights: of users, of the privileged.
+    limits: Vec<(Any, Access, Access)>,
+}
+
+/// What else a leaf says.
+struct Leaf {
+    /// The logarithm of its size.
+    size: u32,
+    /// Read, write, execute.
+    user: [Any; 3],
+    /// The same for privileged accesses, where the format tells them from others.
+    privileged: [Any; 3],
+    /// The kinds of memory.
+    memory: Vec<(Access, Any)>,
 }
 
 struct Level {
@@ -57,11 +74,32 @@ fn zero(high: u32, low: u32) -> All {
 }
 
 fn table(when: &[Field], one_of: Any, address: (u32, u32, u32)) -> Row {
-    Row { when: when.to_vec(), one_of, address, more: None, leaf: None }
+    Row { when: when.to_vec(), one_of, address, more: None, leaf: None, limits: vec![] }
 }
 
-fn leaf(when: All, one_of: Any, address: (u32, u32, u32), size: u32, rights: [Any; 3]) -> Row {
-    Row { when, one_of, address, more: None, leaf: Some((size, rights)) }
+fn leaf(when: All, one_of: Any, address: (u32, u32, u32), size: u32, user: [Any; 3]) -> Row {
+    let leaf = Leaf { size, user, privileged: [never(), never(), never()], memory: vec![] };
+    Row { when, one_of, address, more: None, leaf: Some(leaf), limits: vec![] }
+}
+
+impl Row {
+    /// A leaf with these rights of privileged accesses.
+    fn privileged(mut self, rights: [Any; 3]) -> Self {
+        self.leaf.as_mut().unwrap().privileged = rights;
+        self
+    }
+
+    /// A leaf with these kinds of memory.
+    fn memory(mut self, uncached: Any, mmio: Any) -> Self {
+        self.leaf.as_mut().unwrap().memory = vec![(Access::UNCACHED, uncached), (Access::MMIO, mmio)];
+        self
+    }
+
+    /// A table that takes rights of both kinds of access away when the bit has this value.
+    fn limit(mut self, bit: u32, value: u64, user: Access, privileged: Access) -> Self {
+        self.limits.push((when(&[(bit, bit, value)]), user, privileged));
+        self
+    }
 }
 
 /// Levels from the root down: the lowest address bit that each translates, the input bits, and the rows of each.
@@ -75,8 +113,8 @@ fn levels(input: u32, shifts: &[u32], rows: impl Fn(u32) -> Vec<Row>) -> Vec<Lev
     shifts.iter().map(level).collect()
 }
 
-/// DDI 0487, D8: descriptor formats, stage 1 and stage 2.
-fn arm64(stage: u32, granule: u32, input: u32, contiguous: bool) -> Specification {
+/// DDI 0487, D8: descriptor formats, stage 1 and stage 2; DDI 0406, B3.6: `v7`.
+fn arm64(stage: u32, granule: u32, input: u32, contiguous: bool, v7: bool) -> Specification {
     let (all, blocks): (&[u32], &[u32]) = match granule {
         12 => (&[48, 39, 30, 21, 12], &[30, 21]),
         14 => (&[47, 36, 25, 14], &[25]),
@@ -87,15 +125,27 @@ fn arm64(stage: u32, granule: u32, input: u32, contiguous: bool) -> Specificatio
         (1, 12, 52) | (_, 14 | 16, 48 | 52) if (stage, granule, input) != (2, 14, 48) => 0,
         (_, 12, 48) | (2, 12, 52) | (2, 14, 48) => 1,
         (2, 16, 40) => 1,
+        (1, 12, 32) => 2,
         (1, 12, 39) | (2, 12 | 14, 40) => 2,
         _ => panic!("not in the table"),
     };
+    let top = if v7 { 39 } else { 47 };
     let rows = move |low: u32| {
         let page = low == granule;
         let kind = if page { 0b11 } else { 0b01 };
         let mut rows = Vec::new();
         if !page {
-            rows.push(table(&[(1, 0, 0b11)], always(), (47, granule, granule)));
+            let next = table(&[(1, 0, 0b11)], always(), (top, granule, granule));
+            // PXNTable; UXNTable, or XNTable for all; APTable[0]: not EL0; APTable[1]: read-only.
+            let exec = if v7 { Access::EXEC } else { Access::empty() };
+            rows.push(match stage {
+                1 => next
+                    .limit(59, 1, Access::empty(), Access::EXEC)
+                    .limit(60, 1, Access::EXEC, exec)
+                    .limit(61, 1, Access::RW, Access::empty())
+                    .limit(62, 1, Access::WRITE, Access::WRITE),
+                _ => next,
+            });
         }
         // "The Contiguous bit": 16 neighbours, or 128 pages and 32 blocks, or 32. Without hint the bit means nothing.
         let group = match granule {
@@ -107,16 +157,21 @@ fn arm64(stage: u32, granule: u32, input: u32, contiguous: bool) -> Specificatio
         for hint in hints.iter().filter(|_| page || blocks.contains(&low)) {
             let hinted: All = hint.iter().map(|&value| (52, 52, value)).collect();
             let low = if *hint == Some(1) { low + group } else { low };
-            let (af, address) = ((10, 10, 1), (47, low, low));
+            let (af, address) = ((10, 10, 1), (top, low, low));
             rows.push(if stage == 1 {
                 // AP[2:1] = x1: EL0 too; AP[2] = 1: read-only. PXN, UXN.
-                let rights = [always(), when(&[(7, 7, 0)]), when(&[(54, 53, 0)])];
-                leaf([vec![(1, 0, kind), af, (6, 6, 1)], hinted].concat(), always(), address, low, rights)
+                let user = [when(&[(6, 6, 1)]), when(&[(6, 6, 1), (7, 7, 0)]), when(&[(54, 54, 0)])];
+                let pxn = if v7 { when(&[(54, 53, 0)]) } else { when(&[(53, 53, 0)]) };
+                leaf([vec![(1, 0, kind), af], hinted].concat(), always(), address, low, user)
+                    .privileged([always(), when(&[(7, 7, 0)]), pxn])
+                    .memory(when(&[(4, 2, 2)]), when(&[(4, 2, 1)]))
             } else {
                 // S2AP[0]: read, S2AP[1]: write. XN[1:0] = 00, and readable.
                 let some = vec![vec![(6, 6, 1)], vec![(7, 7, 1)]];
                 let rights = [when(&[(6, 6, 1)]), when(&[(7, 7, 1)]), when(&[(54, 53, 0), (6, 6, 1)])];
+                // MemAttr: 0b0101 non-cacheable, 0b00xx device.
                 leaf([vec![(1, 0, kind), af], hinted].concat(), some, address, low, rights)
+                    .memory(when(&[(5, 2, 0b0101)]), when(&[(5, 4, 0)]))
             });
         }
         rows
@@ -144,8 +199,12 @@ fn with_lpa2(mut specification: Specification) -> Specification {
 /// The same with `HA = HD = 1`: a leaf with DBM may be written to, and the device says in it when it was.
 fn with_dbm(mut specification: Specification) -> Specification {
     for row in specification.levels.iter_mut().flat_map(|level| &mut level.rows) {
-        if let Some((_, [_, write, _])) = &mut row.leaf {
-            write.push(vec![(51, 51, 1)]);
+        if let Some(Leaf { user: [_, user, _], privileged: [_, privileged, _], .. }) = &mut row.leaf {
+            for write in [user, privileged] {
+                // AP[2] or S2AP[1], or DBM.
+                let dbm = |all: &All| all.iter().map(|f| if f.0 == 7 { (51, 51, 1) } else { *f }).collect();
+                *write = [write.clone(), write.iter().map(dbm).collect()].concat();
+            }
             row.one_of.push(vec![(51, 51, 1)]);
         }
     }
@@ -167,26 +226,40 @@ fn agx() -> Specification {
     Specification { entry_bytes: 8, levels: levels(39, &[36, 25, 14], rows) }
 }
 
-/// DDI 0406, figures B3-4 and B3-5.
+/// DDI 0406, figures B3-4 and B3-5, "Access permissions" and "Memory attributes" without remapping.
 fn armv7() -> Specification {
+    /// A leaf, of which these are the lowest bits of AP, AP[2], XN, PXN (if it is here) and TEX.
+    fn page(kind: All, address: (u32, u32, u32), size: u32, at: [u32; 4], pxn: Option<u32>) -> Row {
+        let [ap, ap2, xn, tex] = at;
+        let executable = (xn, xn, 0);
+        let not_pxn: All = [vec![executable], pxn.iter().map(|&bit| (bit, bit, 0)).collect()].concat();
+        // AP = 1x: users may read, with 11 also write; 01: only the privileged.
+        let some = vec![vec![(ap + 1, ap + 1, 1)], vec![(ap + 1, ap, 0b01)]];
+        let user = [
+            when(&[(ap + 1, ap + 1, 1)]),
+            when(&[(ap + 1, ap, 3), (ap2, ap2, 0)]),
+            when(&[(ap + 1, ap + 1, 1), executable]),
+        ];
+        let registers = vec![vec![(tex + 2, tex, 0), (3, 3, 0)], vec![(tex + 2, tex, 0b010), (3, 2, 0)]];
+        leaf(kind, some, address, size, user)
+            .privileged([always(), when(&[(ap2, ap2, 0)]), vec![not_pxn]])
+            .memory(when(&[(tex + 2, tex, 0b001), (3, 2, 0)]), registers)
+    }
     let rows = |low: u32| {
         if low == 20 {
-            let section = vec![(1, 1, 1), (18, 18, 0), (11, 10, 0b11)];
-            let rights = [always(), when(&[(15, 15, 0)]), when(&[(4, 4, 0)])];
+            let section = vec![(1, 1, 1), (18, 18, 0)];
             // Bit 18: supersection, with bits 39:36 of the address in 8:5 and 35:32 in 23:20.
-            let of_super = vec![(1, 1, 1), (18, 18, 1), (11, 10, 0b11), (23, 20, 0), (8, 5, 0)];
-            let same = [always(), when(&[(15, 15, 0)]), when(&[(4, 4, 0)])];
+            let of_super = vec![(1, 1, 1), (18, 18, 1), (23, 20, 0), (8, 5, 0)];
             return vec![
-                table(&[(1, 0, 0b01)], always(), (31, 10, 10)),
-                leaf(section, always(), (31, 20, 20), 20, rights),
-                leaf(of_super, always(), (31, 24, 24), 24, same),
+                table(&[(1, 0, 0b01)], always(), (31, 10, 10)).limit(2, 1, Access::empty(), Access::EXEC),
+                page(section, (31, 20, 20), 20, [10, 15, 4, 12], Some(0)),
+                page(of_super, (31, 24, 24), 24, [10, 15, 4, 12], Some(0)),
             ];
         }
-        let small = vec![(1, 1, 1), (5, 4, 0b11)];
-        let rights = [always(), when(&[(9, 9, 0)]), when(&[(0, 0, 0)])];
-        let large = vec![(1, 0, 0b01), (5, 4, 0b11)];
-        let rights_of_large = [always(), when(&[(9, 9, 0)]), when(&[(15, 15, 0)])];
-        vec![leaf(small, always(), (31, 12, 12), 12, rights), leaf(large, always(), (31, 16, 16), 16, rights_of_large)]
+        vec![
+            page(vec![(1, 1, 1)], (31, 12, 12), 12, [4, 9, 0, 6], None),
+            page(vec![(1, 0, 0b01)], (31, 16, 16), 16, [4, 9, 15, 12], None),
+        ]
     };
     Specification { entry_bytes: 4, levels: levels(32, &[20, 12], rows) }
 }
@@ -194,15 +267,32 @@ fn armv7() -> Specification {
 /// Intel SDM volume 3A, chapter 4: tables "Format of a ... Entry".
 fn x86_64(shifts: &[u32]) -> Specification {
     let rows = |low: u32| {
-        let rights = [always(), when(&[(1, 1, 1)]), when(&[(63, 63, 0)])];
         let (present, user) = ((0, 0, 1), (2, 2, 1));
+        let rights = |more: All| {
+            [
+                vec![more.clone()],
+                vec![[more.clone(), vec![(1, 1, 1)]].concat()],
+                vec![[more, vec![(63, 63, 0)]].concat()],
+            ]
+        };
+        // PCD and PWT as an index into the PAT after reset: 3 is UC, 2 is UC-.
+        let page = |when: All, address, size| {
+            leaf(when, always(), address, size, rights(vec![user]))
+                .privileged(rights(vec![]))
+                .memory(self::when(&[(4, 3, 0b10)]), self::when(&[(4, 3, 0b11)]))
+        };
         if low == 12 {
-            return vec![leaf(vec![present, user], always(), (51, 12, 12), 12, rights)];
+            return vec![page(vec![present], (51, 12, 12), 12)];
         }
-        let mut rows = vec![table(&[present, (7, 7, 0)], always(), (51, 12, 12))];
+        let mut rows = vec![
+            table(&[present, (7, 7, 0)], always(), (51, 12, 12))
+                .limit(1, 0, Access::WRITE, Access::WRITE)
+                .limit(2, 0, Access::RIGHTS, Access::empty())
+                .limit(63, 1, Access::EXEC, Access::EXEC),
+        ];
         if low <= 30 {
-            let large = [vec![present, user, (7, 7, 1)], zero(low - 1, 13)].concat();
-            rows.push(leaf(large, always(), (51, low, low), low, rights));
+            let large = [vec![present, (7, 7, 1)], zero(low - 1, 13)].concat();
+            rows.push(page(large, (51, low, low), low));
         }
         rows
     };
@@ -217,7 +307,13 @@ fn vtd(shifts: &[u32]) -> Specification {
         if low == 12 {
             return vec![leaf(vec![], present(), (51, 12, 12), 12, rights)];
         }
-        let mut rows = vec![table(&[(7, 7, 0)], present(), (51, 12, 12))];
+        let none = Access::empty();
+        let mut rows = vec![table(&[(7, 7, 0)], present(), (51, 12, 12)).limit(0, 0, Access::READ, none).limit(
+            1,
+            0,
+            Access::WRITE,
+            none,
+        )];
         if low <= 30 {
             let large = [vec![(7, 7, 1)], zero(low - 1, 12)].concat();
             rows.push(leaf(large, present(), (51, low, low), low, rights));
@@ -233,7 +329,9 @@ fn amd(input: u32, shifts: &[u32], groups: bool) -> Specification {
         let level = u64::from((low - 12) / 9 + 1);
         let mut rows = Vec::new();
         if level > 1 {
-            rows.push(table(&[(0, 0, 1), (11, 9, level - 1)], always(), (51, 12, 12)));
+            let none = Access::empty();
+            let next = table(&[(0, 0, 1), (11, 9, level - 1)], always(), (51, 12, 12));
+            rows.push(next.limit(61, 0, Access::READ, none).limit(62, 0, Access::WRITE, none));
         }
         if level <= 3 {
             let page = [vec![(0, 0, 1), (11, 9, 0)], zero(low - 1, 12)].concat();
@@ -254,27 +352,31 @@ fn amd(input: u32, shifts: &[u32], groups: bool) -> Specification {
 }
 
 /// RISC-V privileged architecture: figures of the page table entries, and the steps of "Virtual Address Translation
-/// Process".
-fn riscv(shifts: &[u32], napot: bool) -> Specification {
+/// Process"; "Svnapot", "Svpbmt".
+fn riscv(shifts: &[u32], napot: bool, pbmt: bool) -> Specification {
     let rows = |low: u32| {
-        let (r, w, x) = (|v| (1, 1, v), |v| (2, 2, v), |v| (3, 3, v));
-        let (valid, reserved) = ((0, 0, 1), (63, 54, 0));
+        let valid = (0, 0, 1);
         let mut rows = Vec::new();
         if low > 12 {
             // A pointer: R, W, X, and D, A, U, which are reserved there.
-            rows.push(table(&[valid, reserved, (4, 1, 0), (7, 6, 0)], always(), (53, 10, 12)));
+            rows.push(table(&[valid, (63, 54, 0), (4, 1, 0), (7, 6, 0)], always(), (53, 10, 12)));
         }
-        let page = [vec![valid, reserved, (4, 4, 1), (6, 6, 1)], zero(low - 3, 10)].concat();
-        let some = vec![vec![r(1)], vec![w(0), x(1)]];
-        let rights = [when(&[r(1)]), when(&[w(1)]), when(&[x(1)])];
-        if napot && low == 12 {
-            // "Svnapot": N, and ppn[0][3:0] = 1000.
-            let page = vec![valid, (62, 54, 0), (63, 63, 1), (4, 4, 1), (6, 6, 1), (13, 10, 0b1000)];
-            let some = vec![vec![r(1)], vec![w(0), x(1)]];
-            let rights = [when(&[r(1)]), when(&[w(1)]), when(&[x(1)])];
-            rows.push(leaf(page, some, (53, 14, 16), 16, rights));
+        // PBMT: 1 is NC, 2 is IO, 3 is reserved.
+        for memory in if pbmt { vec![0, 1, 2] } else { vec![0] } {
+            let page = |more: All, address, size| {
+                let all = [vec![valid, (62, 61, memory), (60, 54, 0), (6, 6, 1)], more].concat();
+                let some = vec![vec![(1, 1, 1)], vec![(2, 2, 0), (3, 3, 1)]];
+                // U: 1 for users, 0 for the supervisor.
+                let rights = |user| [1, 2, 3].map(|bit| when(&[(4, 4, user), (bit, bit, 1)]));
+                let of = |kind| if memory == kind { always() } else { never() };
+                leaf(all, some, address, size, rights(1)).privileged(rights(0)).memory(of(1), of(2))
+            };
+            rows.push(page([vec![(63, 63, 0)], zero(low - 3, 10)].concat(), (53, low - 2, low), low));
+            if napot && low == 12 {
+                // N, and ppn[0][3:0] = 1000.
+                rows.push(page(vec![(63, 63, 1), (13, 10, 0b1000)], (53, 14, 16), 16));
+            }
         }
-        rows.push(leaf(page, some, (53, low - 2, low), low, rights));
         rows
     };
     Specification { entry_bytes: 8, levels: levels(shifts[0] + 9, shifts, rows) }
@@ -295,7 +397,7 @@ fn arm64_by_name(name: &str) -> Option<Specification> {
         }
     }
     let input = *bits.first().unwrap_or(&48);
-    let mut specification = arm64(stage, granule, input, contiguous);
+    let mut specification = arm64(stage, granule, input, contiguous, false);
     if bits.last() == Some(&52) {
         specification = if granule == 16 { with_lpa(specification) } else { with_lpa2(specification) };
     }
@@ -314,13 +416,16 @@ fn specification<F: Format>() -> Specification {
         "amd-v1-6level" => amd(63, last(6), false),
         "amd-v1-3level-groups" => amd(39, last(3), true),
         "amd-v1-4level-groups" => amd(48, last(4), true),
+        "armv7-lpae-s1" => arm64(1, 12, 32, false, true),
+        "armv7-lpae-s2" => arm64(2, 12, 40, false, true),
         "armv7-short" => armv7(),
-        "riscv-sv39" => riscv(last(3), false),
-        "riscv-sv39-napot" => riscv(last(3), true),
-        "riscv-sv48" => riscv(last(4), false),
-        "riscv-sv48-napot" => riscv(last(4), true),
-        "riscv-sv57" => riscv(last(5), false),
-        "riscv-sv57-napot" => riscv(last(5), true),
+        "riscv-sv39" => riscv(last(3), false, false),
+        "riscv-sv39-napot" => riscv(last(3), true, false),
+        "riscv-sv48" => riscv(last(4), false, false),
+        "riscv-sv48-napot" => riscv(last(4), true, false),
+        "riscv-sv48-pbmt" => riscv(last(4), false, true),
+        "riscv-sv57" => riscv(last(5), false, false),
+        "riscv-sv57-napot" => riscv(last(5), true, false),
         "vtd-second-39" => vtd(last(3)),
         "vtd-second-48" => vtd(last(4)),
         "vtd-second-57" => vtd(last(5)),
@@ -352,27 +457,42 @@ impl Level {
     }
 }
 
-fn rights(entry: u64, row: &[Any; 3]) -> Access {
-    let mut access = Access::empty();
-    for (any, right) in row.iter().zip([Access::READ, Access::WRITE, Access::EXEC]) {
-        access.set(right, one_holds(entry, any));
+impl Leaf {
+    /// What the leaf grants below entries of tables, each with what they take away; nothing when every access faults.
+    fn access(&self, entry: u64, limits: &[(Access, Access)]) -> Access {
+        let rights = |any: &[Any; 3], of: fn(&(Access, Access)) -> Access| {
+            let mut access = Access::empty();
+            for (any, right) in any.iter().zip([Access::READ, Access::WRITE, Access::EXEC]) {
+                access.set(right, one_holds(entry, any));
+            }
+            limits.iter().fold(access, |access, limit| access - of(limit))
+        };
+        let (user, privileged) = (rights(&self.user, |limit| limit.0), rights(&self.privileged, |limit| limit.1));
+        // Of a page that users may only execute, and the privileged may read, the latter is said.
+        let access =
+            if user.intersects(Access::RW) || privileged.is_empty() { user } else { privileged | Access::PRIVILEGED };
+        let memory = self.memory.iter().filter(|(_, any)| one_holds(entry, any));
+        if access.is_empty() { access } else { memory.fold(access, |access, (kind, _)| access | *kind) }
     }
-    access
 }
 
 impl Specification {
-    /// Address, size as a logarithm, and rights, or nothing for a fault.
-    fn walk(&self, root: u64, at: u64, load: impl Fn(u64) -> u64) -> Option<(u64, u32, Access)> {
-        let mut table = root;
+    /// Address, size as a logarithm, and access, which is empty when no access is permitted; nothing for another fault.
+    fn walk(&self, root: u64, at: u64, load: impl Fn(u64) -> Option<u64>) -> Option<(u64, u32, Access)> {
+        let (mut table, mut limits) = (root, Vec::new());
         for level in &self.levels {
             let index = bits(at, level.index.0, level.index.1);
-            let byte = table + index * self.entry_bytes;
-            let entry = bits(load(byte & !7), (byte % 8 * 8 + self.entry_bytes * 8 - 1) as u32, (byte % 8 * 8) as u32);
+            let byte = table.checked_add(index * self.entry_bytes)?;
+            let low = byte % 8 * 8;
+            let entry = bits(load(byte & !7)?, (low + self.entry_bytes * 8 - 1) as u32, low as u32);
             let (row, address) = level.read(entry)?;
             match &row.leaf {
                 None => table = address,
-                Some((size, any)) => return Some((address | at & ((1 << size) - 1), *size, rights(entry, any))),
+                Some(leaf) => {
+                    return Some((address | at & ((1 << leaf.size) - 1), leaf.size, leaf.access(entry, &limits)));
+                }
             }
+            limits.extend(row.limits.iter().filter(|(any, ..)| one_holds(entry, any)).map(|&(_, u, p)| (u, p)));
         }
         None
     }
@@ -387,7 +507,10 @@ fn entries_agree<F: Format>(entry: u64) -> Result<(), TestCaseError> {
         let expected = match level.read(entry) {
             None => Entry::Invalid,
             Some((Row { leaf: None, .. }, next)) => Entry::Table(next),
-            Some((Row { leaf: Some((_, any)), .. }, out)) => Entry::Leaf { out, access: rights(entry, any) },
+            Some((Row { leaf: Some(leaf), .. }, out)) => match leaf.access(entry, &[]) {
+                access if access.is_empty() => Entry::Invalid,
+                access => Entry::Leaf { out, access },
+            },
         };
         prop_assert_eq!(F::decode(n as u32, entry), expected, "{:#x} at level {}", entry, n);
     }
@@ -397,8 +520,9 @@ fn entries_agree<F: Format>(entry: u64) -> Result<(), TestCaseError> {
 /// Where to, what, how.
 type List = (u64, Vec<(u64, u64)>, Access);
 
-/// A table with leaves of all sizes, as the format and as the tables read it, inside and outside of what is mapped.
-fn images_agree<F: Format>(lists: &[List], probes: &[u64]) -> Result<(), TestCaseError> {
+/// A table with leaves of all sizes, as the format and as the tables read it, inside and outside of what is mapped;
+/// then again with bits flipped in words of the tables, as others might have written them.
+fn images_agree<F: Format>(lists: &[List], probes: &[u64], flips: &[(Index, u32)]) -> Result<(), TestCaseError> {
     let spec = specification::<F>();
     let mut table = PageTable::<F, Iova, PhysAddr, _>::new(HeapTables::new(PhysAddr::new(0x1234_0000))).unwrap();
     let mut all: Vec<u64> = probes.to_vec();
@@ -408,19 +532,47 @@ fn images_agree<F: Format>(lists: &[List], probes: &[u64]) -> Result<(), TestCas
             all.extend([*at, at + len - 1, at + len / 2, at + len, at.wrapping_sub(1)]);
         }
     }
-    let load = |word| table.tables().read(word);
-    for at in all.into_iter().filter(|at| at >> F::INPUT_BITS == 0) {
-        let ours = walk::<F>(table.root().bits(), at, load);
-        let theirs = spec.walk(table.root().bits(), at, |word| load(word).expect("within the tables"));
-        match ours {
-            Ok(w) => prop_assert_eq!(Some((w.to, u32::from(w.size.log2()), w.access)), theirs, "{:#x}", at),
-            Err(fault) => {
-                prop_assert_eq!(fault.kind, FaultKind::NotPresent);
-                prop_assert_eq!(theirs, None, "{:#x}", at);
+    let root = table.root().bits();
+    let words = (root..).step_by(8).map_while(|at| Some((at, table.tables().read(at)?)));
+    let used: Vec<u64> = words.filter(|(_, word)| *word != 0).map(|(at, _)| at).collect();
+    let mut changed = BTreeMap::new();
+    for flip in [None].into_iter().chain(flips.chunks(8).map(Some)) {
+        if !used.is_empty() {
+            for (index, bit) in flip.into_iter().flatten() {
+                let at = *index.get(&used);
+                *changed.entry(at).or_insert_with(|| table.tables().read(at).unwrap()) ^= 1 << bit;
+            }
+        }
+        for &at in all.iter().filter(|at| *at >> F::INPUT_BITS == 0) {
+            let load = |word| changed.get(&word).copied().or_else(|| table.tables().read(word));
+            let theirs = spec.walk(root, at, load);
+            let any = walk_privileged::<F>(root, at, load);
+            match (any, theirs) {
+                (Ok(w), theirs) => {
+                    prop_assert_eq!(Some((w.to, u32::from(w.size.log2()), w.access)), theirs, "{:#x}", at)
+                }
+                (Err(fault), None) => prop_assert!(fault.kind != FaultKind::Denied || flip.is_some()),
+                (Err(fault), Some((.., access))) => {
+                    prop_assert!(access.is_empty() && flip.is_some(), "{:#x}: {}, not {}", at, fault, access);
+                }
+            }
+            // An unprivileged access gets the same, or is refused, or may execute what it may not read.
+            match walk::<F>(root, at, load) {
+                Ok(w) if w.access.rights() == Access::EXEC => prop_assert_eq!(any.map(|any| any.to), Ok(w.to)),
+                Ok(w) => prop_assert!(any == Ok(w) && !w.access.contains(Access::PRIVILEGED)),
+                Err(fault) if any.is_ok() => prop_assert_eq!(fault.kind, FaultKind::Denied),
+                Err(fault) => prop_assert_eq!(any, Err(fault)),
             }
         }
     }
     Ok(())
+}
+
+/// The bits in which what others write may differ from what is written here: all, most often those that mean rights and
+/// kinds of memory somewhere.
+fn flip() -> impl Strategy<Value = (Index, u32)> {
+    let known = prop::sample::select(vec![0u32, 1, 2, 3, 4, 5, 6, 7, 9, 10, 11, 51, 53, 54, 59, 60, 61, 62, 63]);
+    (any::<Index>(), prop_oneof![3 => known, 1 => 0u32..64])
 }
 
 /// Bits that are likely to make sense: a few set, a few cleared, around what the formats write.
@@ -428,7 +580,7 @@ fn entry<F: Format>() -> impl Strategy<Value = u64> {
     let mut made = vec![0, 1, 2, 3, u64::MAX];
     for level in 0..F::LEVELS {
         made.push(F::encode_table(level.min(F::LEVELS - 2), 0x1234_0000));
-        for access in (0..8).map(Access::from_bits_truncate).filter(|a| F::supports(*a)) {
+        for access in accesses::<F>() {
             made.push(F::encode_leaf(level, 0, access));
             made.push(F::encode_member(level, 0, access));
             made.push(F::encode_leaf(
@@ -447,7 +599,6 @@ fn entry<F: Format>() -> impl Strategy<Value = u64> {
 
 fn list<F: Format>() -> impl Strategy<Value = List> {
     let Sizes { page, block, large, top, entries, .. } = sizes::<F>();
-    let accesses: Vec<Access> = (0..8).map(Access::from_bits_truncate).filter(|a| F::supports(*a)).collect();
     let at = prop_oneof![
         (0u64..8, 0..entries).prop_map(move |(b, p)| b * block + p * page),
         (0u64..4).prop_map(move |n| n * large),
@@ -458,7 +609,8 @@ fn list<F: Format>() -> impl Strategy<Value = List> {
         (0u64..8, 1u64..3).prop_map(move |(b, n)| vec![(b * block, n * block)]),
     ];
     let leaf = (0u64..4, 0u64..4).prop_map(move |(at, to)| (at * large, vec![(to * large, large)]));
-    (prop_oneof![3 => (at, segments), 1 => leaf], prop::sample::select(accesses)).prop_map(|((at, s), a)| (at, s, a))
+    (prop_oneof![3 => (at, segments), 1 => leaf], prop::sample::select(accesses::<F>()))
+        .prop_map(|((at, s), a)| (at, s, a))
 }
 
 macro_rules! by_table {
@@ -482,9 +634,10 @@ macro_rules! by_table {
                 #[test]
                 fn images_agree(
                     lists in prop::collection::vec(list::<F>(), 1..8),
-                    probes in prop::collection::vec(0..sizes::<F>().top, 200),
+                    probes in prop::collection::vec(0..sizes::<F>().top, 100),
+                    flips in prop::collection::vec(flip(), 0..32),
                 ) {
-                    super::images_agree::<F>(&lists, &probes)?;
+                    super::images_agree::<F>(&lists, &probes, &flips)?;
                 }
             }
         }

@@ -68,14 +68,14 @@ pub fn build(format: FormatId, mappings: &[Mapping], base: u64) -> Result<Built,
     with_format!(format, F => build_as::<F>(mappings, base))
 }
 
-/// Translates one address by the tables below `root`.
-pub fn walk(format: FormatId, image: &Image, root: u64, at: u64) -> Result<Walked, WalkFault> {
-    with_format!(format, F => walk_as::<F>(image, root, at))
+/// Translates one address by the tables below `root`, for an unprivileged access if `user`.
+pub fn walk(format: FormatId, image: &Image, root: u64, user: bool, at: u64) -> Result<Walked, WalkFault> {
+    with_format!(format, F => walk_as::<F>(image, root, user, at))
 }
 
-/// Everything that the tables below `root` map.
-pub fn dump(format: FormatId, image: &Image, root: u64) -> Result<Vec<Run>, Endless> {
-    with_format!(format, F => dump_as::<F>(image, root))
+/// Everything that the tables below `root` map, for unprivileged accesses if `user`.
+pub fn dump(format: FormatId, image: &Image, root: u64, user: bool) -> Result<Vec<Run>, Endless> {
+    with_format!(format, F => dump_as::<F>(image, root, user))
 }
 
 fn build_as<F: Format>(mappings: &[Mapping], base: u64) -> Result<Built, Refused> {
@@ -101,8 +101,9 @@ fn build_as<F: Format>(mappings: &[Mapping], base: u64) -> Result<Built, Refused
     })
 }
 
-fn walk_as<F: Format>(image: &Image, root: u64, at: u64) -> Result<Walked, WalkFault> {
-    iopt::walk::<F>(root, at, |entry| image.entry(entry))
+fn walk_as<F: Format>(image: &Image, root: u64, user: bool, at: u64) -> Result<Walked, WalkFault> {
+    let load = |entry| image.entry(entry);
+    if user { iopt::walk::<F>(root, at, load) } else { iopt::walk_privileged::<F>(root, at, load) }
 }
 
 /// A part of the input space that leaves of one size map to a part of the output space.
@@ -161,11 +162,11 @@ fn most_entries(image: &Image) -> u64 {
 
 /// Walks from each leaf or hole to the next. That is a few loads more than a descent of its own would take, and leaves
 /// a single piece of code that says what tables mean.
-fn dump_as<F: Format>(image: &Image, root: u64) -> Result<Vec<Run>, Endless> {
+fn dump_as<F: Format>(image: &Image, root: u64, user: bool) -> Result<Vec<Run>, Endless> {
     let mut runs: Vec<Run> = Vec::new();
     let mut at = 0;
     for _ in 0..most_entries(image) {
-        let step = match walk_as::<F>(image, root, at) {
+        let step = match walk_as::<F>(image, root, user, at) {
             Ok(leaf) => {
                 let len = leaf.size.bytes() - (at & (leaf.size.bytes() - 1));
                 let run = Run { va: at, pa: leaf.to, len, page: leaf.size, count: 1, access: leaf.access };

@@ -214,6 +214,7 @@ fn translation(va: u64, walk: Result<Walked, WalkFault>) -> Translation {
         Err(fault) => {
             let kind = match fault.kind {
                 FaultKind::NotPresent => "not_present",
+                FaultKind::Denied => "denied",
                 FaultKind::BadTable => "bad_table",
                 FaultKind::OutOfRange => "out_of_range",
             };

@@ -1,10 +1,13 @@
 //! The specification of an image: a list of mappings as JSON.
 
+use std::fmt;
 use std::fs::{File, Metadata};
 use std::io::Read;
 use std::path::Path;
 
 use dmalane::addr::Access;
+use serde::de::{Deserialize, Deserializer, Error as _, MapAccess, SeqAccess, Visitor};
+use serde_json::error::Category;
 use serde_json::{Map, Value};
 
 use crate::failure::Failure;
@@ -49,7 +52,10 @@ pub fn number(text: &str) -> Result<u64, String> {
 }
 
 fn parse(text: &[u8]) -> Result<Vec<Mapping>, String> {
-    let spec: Value = serde_json::from_slice(text).map_err(|e| format!("not JSON: {e}"))?;
+    let Unique(spec) = serde_json::from_slice(text).map_err(|e| match e.classify() {
+        Category::Data => e.to_string(),
+        _ => format!("not JSON: {e}"),
+    })?;
     let spec = object("the specification", &spec, &["schema", "mappings"])?;
     match spec.get("schema") {
         Some(schema) if *schema == 1 => {}
@@ -92,6 +98,69 @@ fn object<'a>(name: &str, value: &'a Value, known: &[&str]) -> Result<&'a Map<St
     match fields.keys().find(|key| !known.contains(&key.as_str())) {
         Some(key) => Err(format!("{name}: there is no field {key:?}, only {}", known.join(", "))),
         None => Ok(fields),
+    }
+}
+
+/// A JSON value whose objects name each field once. (`Value` alone keeps the last of several.)
+struct Unique(Value);
+
+impl<'de> Deserialize<'de> for Unique {
+    fn deserialize<D: Deserializer<'de>>(value: D) -> Result<Self, D::Error> {
+        value.deserialize_any(Values).map(Self)
+    }
+}
+
+struct Values;
+
+impl<'de> Visitor<'de> for Values {
+    type Value = Value;
+
+    fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("a JSON value")
+    }
+
+    fn visit_unit<E>(self) -> Result<Value, E> {
+        Ok(Value::Null)
+    }
+
+    fn visit_bool<E>(self, value: bool) -> Result<Value, E> {
+        Ok(value.into())
+    }
+
+    fn visit_i64<E>(self, value: i64) -> Result<Value, E> {
+        Ok(value.into())
+    }
+
+    fn visit_u64<E>(self, value: u64) -> Result<Value, E> {
+        Ok(value.into())
+    }
+
+    fn visit_f64<E>(self, value: f64) -> Result<Value, E> {
+        Ok(value.into())
+    }
+
+    fn visit_str<E>(self, value: &str) -> Result<Value, E> {
+        Ok(value.into())
+    }
+
+    fn visit_seq<A: SeqAccess<'de>>(self, mut list: A) -> Result<Value, A::Error> {
+        let mut values = Vec::new();
+        while let Some(Unique(value)) = list.next_element()? {
+            values.push(value);
+        }
+        Ok(values.into())
+    }
+
+    fn visit_map<A: MapAccess<'de>>(self, mut object: A) -> Result<Value, A::Error> {
+        let mut fields = Map::new();
+        while let Some(key) = object.next_key::<String>()? {
+            if fields.contains_key(&key) {
+                return Err(A::Error::custom(format!("the field {key:?} stands there twice")));
+            }
+            let Unique(value) = object.next_value()?;
+            fields.insert(key, value);
+        }
+        Ok(fields.into())
     }
 }
 
@@ -144,6 +213,11 @@ mod tests {
         for (spec, says) in [
             ("", "not JSON: EOF"),
             ("[]", "the specification: not an object"),
+            ("{\"schema\":1,\n\"schema\":1,\"mappings\":[]}", "the field \"schema\" stands there twice at line 2"),
+            (
+                r#"{"schema":1,"mappings":[{"va":0,"pa":0,"len":4096,"va":4096}]}"#,
+                "the field \"va\" stands there twice",
+            ),
             ("{}", "schema is missing"),
             (r#"{"schema":2,"mappings":[]}"#, "schema: 2, but"),
             (r#"{"schema":1}"#, "mappings is missing"),

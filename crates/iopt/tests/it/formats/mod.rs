@@ -1,7 +1,7 @@
 //! Sizes of a format, and table memory that fails: what the suites over all formats share.
 #![allow(dead_code)] // each suite uses a part
 
-use dmalane_addr::PhysAddr;
+use dmalane_addr::{Access, PhysAddr};
 use dmalane_iopt::{Format, HeapTables, TableShape, Tables};
 
 /// The sizes that a format's cases are built from, and where the spaces end.
@@ -30,6 +30,16 @@ pub const fn sizes<F: Format>() -> Sizes {
         top: 1 << F::INPUT_BITS,
         out_top: 1 << F::OUTPUT_BITS,
     }
+}
+
+/// Every combination of rights and attributes.
+pub fn all_accesses() -> impl Iterator<Item = Access> {
+    (0..=Access::all().bits()).map(Access::from_bits_truncate)
+}
+
+/// Those that the format supports.
+pub fn accesses<F: Format>() -> Vec<Access> {
+    all_accesses().filter(|access| F::supports(*access)).collect()
 }
 
 /// The number of levels that have leaves.

@@ -1,0 +1,137 @@
+//! ARMv7-A long-descriptor tables (LPAE), both stages.
+
+use alloc::{vec, vec::Vec};
+
+use dmalane_addr::Access;
+
+use super::arm64::*;
+use super::arm64_s1::{MAIR, PXN, Stage1, UXN};
+use super::arm64_s2::{Stage2, start_level};
+use crate::Register;
+
+/// ARMv7-A long descriptors (LPAE), stage 1: 32-bit input, 40-bit output, three levels (a root of four entries), leaves
+/// of 1 GiB, 2 MiB and 4 KiB.
+///
+/// Source: Arm Architecture Reference Manual, ARMv7-A and ARMv7-R edition (DDI 0406), section B3.6 "Long-descriptor
+/// translation table format"; the same tables serve SMMUv1 and v2 contexts with `CBA2R.VA64 = 0`, `TTBCR.EAE = 1`, and
+/// Mali GPUs of the Midgard family keep close to them.
+///
+/// Entries are those of [`Arm64S1`](crate::Arm64S1) with 4 KiB granules, with one difference: bit 54 is XN and holds
+/// for all, bit 53 (PXN) for privileged accesses too.
+///
+/// What to program beside it: `TTBR0` = the root; `TTBCR` = `EAE`, `EPD1`, `SH0 = 0b11`, `IRGN0 = ORGN0 = 0b01`, `T0SZ
+/// = 0`; `MAIR0` attributes as [`Arm64S1`](crate::Arm64S1) has them.
+pub type Armv7LpaeS1 = Arm64<LpaeStage1, 12, 32, false, 40>;
+
+/// ARMv7-A long descriptors, stage 2: 40-bit input and output, three levels (a root of two tables).
+///
+/// Source: DDI 0406, section B3.6. Entries are those of [`Arm64S2`](crate::Arm64S2) with 4 KiB granules; XN is bit 54
+/// alone, and bit 53 is 0.
+///
+/// What to program beside it: `VTTBR` = the root; `VTCR` = `T0SZ = -8` with its sign in `S`, `SL0 = 1`, `SH0 = 0b11`,
+/// `IRGN0 = ORGN0 = 0b01`; `HCR.VM = 1`.
+pub type Armv7LpaeS2 = Arm64<LpaeStage2, 12, 40, false, 40>;
+
+/// Rights, memory types and registers of stage 1.
+#[derive(Clone, Copy, Debug)]
+pub struct LpaeStage1;
+
+/// Rights, memory types and registers of stage 2.
+#[derive(Clone, Copy, Debug)]
+pub struct LpaeStage2;
+
+impl Stage for LpaeStage1 {
+    const STAGE: &'static str = Stage1::STAGE;
+    const NAME: Option<&'static str> = Some("armv7-lpae-s1");
+    const ROOT_BITS: u32 = Stage1::ROOT_BITS;
+    const DIRTY: u64 = 0;
+    const DIRTY_IS_CLEAR: bool = false;
+
+    fn supports(access: Access, dirty: bool) -> bool {
+        Stage1::supports(access, dirty)
+    }
+
+    #[inline]
+    fn encode(access: Access, dirty: bool) -> u64 {
+        let leaf = Stage1::encode(access, dirty);
+        if access.contains(Access::EXEC) { leaf & !UXN } else { leaf }
+    }
+
+    #[inline]
+    fn decode(leaf: u64, dirty: bool) -> Access {
+        // XN holds for privileged accesses too.
+        Stage1::decode(if leaf & UXN != 0 { leaf | PXN } else { leaf }, dirty)
+    }
+
+    #[inline]
+    fn inherit(table: u64, leaf: u64) -> u64 {
+        Stage1::inherit(table, leaf)
+    }
+
+    fn registers(f: &Fields, root: u64) -> Vec<Register> {
+        // The fields from bit 8 on are where those of TCR are; T0SZ is 32 less the bits of input.
+        let ttbcr = 1 << 31 | 1 << 23 | table_control(f.granule, f.input) & !0xff | u64::from(32 - f.input);
+        vec![Register::new("TTBR0", root), Register::new("TTBCR", ttbcr), Register::new("MAIR0", MAIR)]
+    }
+}
+
+impl Stage for LpaeStage2 {
+    const STAGE: &'static str = Stage2::STAGE;
+    const NAME: Option<&'static str> = Some("armv7-lpae-s2");
+    const ROOT_BITS: u32 = Stage2::ROOT_BITS;
+    const DIRTY: u64 = 0;
+    const DIRTY_IS_CLEAR: bool = false;
+
+    fn supports(access: Access, dirty: bool) -> bool {
+        Stage2::supports(access, dirty)
+    }
+
+    #[inline]
+    fn encode(access: Access, dirty: bool) -> u64 {
+        Stage2::encode(access, dirty)
+    }
+
+    #[inline]
+    fn decode(leaf: u64, dirty: bool) -> Access {
+        Stage2::decode(leaf, dirty)
+    }
+
+    fn registers(f: &Fields, root: u64) -> Vec<Register> {
+        // T0SZ is 32 less the bits of input, in four bits and a sign.
+        let size = u64::from(32u32.wrapping_sub(f.input)) & 0xf | u64::from(f.input > 32) << 4;
+        let vtcr = 1 << 31 | table_control(f.granule, f.input) & !0xff | start_level(f) << 6 | size;
+        vec![Register::new("VTTBR", root), Register::new("VTCR", vtcr)]
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::{Entry, Format, TableShape};
+
+    /// Put together by hand from the figures of DDI 0406, section B3.6.
+    #[test]
+    fn golden_entries() {
+        type F = Armv7LpaeS1;
+        assert_eq!((F::LEVELS, F::NAME), (3, "armv7-lpae-s1"));
+        assert_eq!(F::encode_table(0, 0x80_8000_1000), 0x80_8000_1003);
+        // 0x3 | AP[1] 0x40 | SH 0x300 | AF 0x400 | nG 0x800; PXN and XN 0x60 << 48
+        assert_eq!(F::encode_leaf(2, 0xff_1234_5000, Access::RW), 0x0060_00ff_1234_5f43);
+        assert_eq!(F::encode_leaf(1, 0x4020_0000, Access::READ | Access::EXEC), 0x4020_0fc1);
+        assert_eq!(F::encode_leaf(0, 0x40_4000_0000, Access::RW), 0x0060_0040_4000_0f41);
+        let privileged = F::encode_leaf(2, 0, Access::RW | Access::EXEC | Access::PRIVILEGED);
+        let no_exec = Entry::Leaf { out: 0, access: Access::RW | Access::PRIVILEGED };
+        assert_eq!(F::decode(2, privileged | UXN), no_exec, "XN holds for all");
+        assert_eq!(Armv7LpaeS2::encode_leaf(2, 0xff_1234_5000, Access::RW), 0x0040_00ff_1234_57ff);
+    }
+
+    /// Fields of `TTBCR` and `VTCR`, from the registers' own pages.
+    #[test]
+    fn registers() {
+        let values = |r: Vec<Register>| r.iter().map(|r| r.value).collect::<Vec<_>>();
+        assert_eq!(values(Armv7LpaeS1::registers(0x12_3456_7000)), [0x12_3456_7000, 0x8080_3500, 0x44_04ff]);
+        assert_eq!(values(Armv7LpaeS2::registers(0x12_3456_8000)), [0x12_3456_8000, 0x8000_3558]);
+        let shape = TableShape::of::<Armv7LpaeS2>();
+        assert_eq!((Armv7LpaeS2::LEVELS, shape.root.bytes()), (3, 8192));
+    }
+}
