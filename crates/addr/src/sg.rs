@@ -4,6 +4,7 @@
 //! any page in two loads. Use the table while a buffer is built, and the index to look up pages in random order.
 
 mod index;
+mod list;
 mod plain;
 mod rank;
 mod table;

@@ -5,6 +5,7 @@ use core::ops::Range;
 
 use thiserror::Error;
 
+use super::list::List;
 use super::plain::{Flat, IN_PLACE, InPlace};
 use super::rank::Rank;
 use crate::{Address, PageSize, Segment, SegmentAt, SgTable};
@@ -44,8 +45,8 @@ pub enum SgKind {
     Rank,
     /// The same with 8 bytes a segment, for segments more than 2^32 granules apart.
     WideRank,
-    /// 16 bytes a segment and a binary search, as an [`SgTable`] has it: for granules below 4 KiB, of which the others
-    /// would need too many, and for segments of more than 256 granules on average.
+    /// 16 bytes a segment and at most 8 to find it: for granules below 4 KiB, of which the others would need too many,
+    /// and for segments of more than 256 granules on average.
     List,
 }
 
@@ -75,7 +76,7 @@ const FLAT_MEAN_16THS: u64 = 17;
 const FLAT_LONGEST: u64 = 16;
 
 /// Segments longer than this on average get no bitmap: it would take more than 64 bytes for each, so that untrusted
-/// segments could demand any amount of memory. A binary search among them is short.
+/// segments could demand any amount of memory.
 const MOST_PAGES_A_SEGMENT: u64 = 256;
 
 /// The smallest granule that gets a bitmap. From here on it is at most 1/16384 of the buffer.
@@ -111,7 +112,7 @@ enum Form<A> {
     Flat(Flat),
     Rank(Rank<u32>),
     WideRank(Rank<u64>),
-    List(SgTable<A>),
+    List(List<A>),
 }
 
 /// Properties of the segments that decide the representation.
@@ -188,7 +189,7 @@ impl<A: Address> SgIndex<A> {
         }
         let survey = Survey::of(&table);
         match survey.kind(table.segment_count()) {
-            SgKind::List => Ok(Self::list(table, &survey)),
+            SgKind::List => Self::list(table, &survey),
             kind => Self::build(&table, &survey, kind),
         }
     }
@@ -216,7 +217,7 @@ impl<A: Address> SgIndex<A> {
             }
             SgKind::Rank => Rank::new(places, base, shift, pages).map(Form::Rank),
             SgKind::WideRank => Rank::new(places, base, shift, pages).map(Form::WideRank),
-            SgKind::List => table.try_clone().map(Form::List),
+            SgKind::List => table.try_clone().and_then(List::new).map(Form::List),
         };
         let segments = table.segment_count();
         let form = form.ok_or(SgError::NoMemory { segments })?;
@@ -224,9 +225,10 @@ impl<A: Address> SgIndex<A> {
     }
 
     /// The table itself as an index.
-    fn list(table: SgTable<A>, survey: &Survey) -> Self {
+    fn list(table: SgTable<A>, survey: &Survey) -> Result<Self, SgError<A>> {
         let (len, segments) = (table.len(), table.segment_count());
-        Self { len, segments, granule: survey.granule, form: Form::List(table) }
+        let form = List::new(table).map(Form::List).ok_or(SgError::NoMemory { segments })?;
+        Ok(Self { len, segments, granule: survey.granule, form })
     }
 
     /// Total bytes.
@@ -283,10 +285,11 @@ impl<A: Address> SgIndex<A> {
         if offset >= self.len {
             return None;
         }
-        // The two forms that matter, to be inlined.
+        // The forms that matter, to be inlined.
         let (addr, end) = match &self.form {
             Form::Flat(f) => f.segment(offset, self.shift())?,
             Form::Rank(f) => f.segment(offset, self.shift())?,
+            Form::List(f) => return f.segment_at(offset),
             _ => return self.segment_elsewhere(offset),
         };
         Some(SegmentAt { addr: A::new(addr), left: self.page_end(end) - offset })
@@ -298,8 +301,7 @@ impl<A: Address> SgIndex<A> {
         let (addr, end) = match &self.form {
             Form::InPlace(f) => f.segment(offset),
             Form::WideRank(f) => f.segment(offset, self.shift()).map(|(addr, page)| (addr, self.page_end(page)))?,
-            Form::List(table) => return table.segment_at(offset),
-            Form::Flat(_) | Form::Rank(_) => return None, // handled by the caller
+            Form::Flat(_) | Form::Rank(_) | Form::List(_) => return None, // handled by the caller
         };
         Some(SegmentAt { addr: A::new(addr), left: end - offset })
     }

@@ -220,6 +220,33 @@ fn size_is_as_promised() {
     }
 }
 
+/// Large segments with a few odd ones among them, which once fell back to a binary search.
+#[test]
+fn odd_segments_among_large_ones() {
+    let large = 2 << 20;
+    for odd in [1usize, 16, 700] {
+        let mut runs = pieces(1024, large / 4096, 4096);
+        for i in 0..odd {
+            // One page each, or all of them in one place.
+            let at = if odd == 700 { 500 } else { i * 61 % runs.len() };
+            runs.insert(at, ((1 << 40) + i as u64 * 8192, 4096));
+        }
+        let table = table(&runs);
+        let index = SgIndex::from_table(&table).unwrap();
+        assert_eq!((index.kind(), index.granule()), (SgKind::List, PageSize::SIZE_4K));
+        assert!(index.bytes() <= 128 + table.segment_count() * 24 + 8, "{}", index.bytes());
+        let mut start = 0;
+        for (_, len) in &runs {
+            for at in [start, start + len / 2, start + len - 1] {
+                assert_eq!(index.segment_at(at), table.segment_at(at), "{at:#x}");
+            }
+            start += len;
+        }
+        assert_eq!((index.segment_at(start), index.segment_at(u64::MAX)), (None, None));
+        assert_eq!(index.segments().collect::<Vec<_>>(), table.segments().collect::<Vec<_>>());
+    }
+}
+
 #[test]
 fn refuses_what_wraps() {
     let segment = |(addr, len)| Segment { addr: PhysAddr::new(addr), len };
