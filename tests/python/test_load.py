@@ -100,7 +100,7 @@ def test_the_real_file_in_small_chunks(dmalane, minilm, whole, shards, out):
 
 
 def test_the_real_file_verifies(dmalane, minilm, whole):
-    summary = dmalane.load(minilm, "--verify", "--explain")
+    summary = dmalane.load(minilm, "--verify", "-v")
     assert summary.tensors == len(whole)
 
 

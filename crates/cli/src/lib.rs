@@ -2,6 +2,7 @@
 #![forbid(unsafe_code)]
 
 pub mod failure;
+pub mod layout;
 pub mod number;
 pub mod output;
 pub mod program;

@@ -5,22 +5,24 @@ mod device;
 mod probe;
 mod progress;
 mod range;
+mod source;
 
 use std::process::ExitCode;
 
 use clap::{Parser, Subcommand};
 use dmalane_cli::program::{self, Completions, Man};
-use dmalane_cli::{completion_examples, failure, number, output, size};
+use dmalane_cli::{completion_examples, failure, layout, number, output, size};
 
 const EXAMPLES: &str = "\
 Examples:
-  dmalane load --sample 1GiB --explain --verify   make a file, load it, and show where the time goes
-  dmalane load model.safetensors                  load a model
-  dmalane read model.safetensors --explain        only read it into memory, and say how
-  dmalane validate                                check a device's data and measure its speed
-  dmalane doctor                                  check what this machine lacks
+  dmalane load --sample 1GiB --verify -v  make a file, load it, and show where the time goes
+  dmalane load model.safetensors          load a model
+  dmalane read model.safetensors -v       only read it into memory, and say how
+  dmalane validate                        check a device's data and measure its speed
+  dmalane doctor                          check what this machine lacks
 
 Sizes: MB and GB are powers of 10, MiB and GiB are powers of 2; without a unit, bytes.
+Ranges of bytes and addresses: START..END, without END. Rates: GB/s, 10^9 bytes per second.
 
 Exit status:
   0  success

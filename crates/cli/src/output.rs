@@ -2,6 +2,7 @@
 
 use std::io::{self, ErrorKind, Write};
 use std::path::{Path, PathBuf};
+use std::time::Duration;
 
 use clap::Args;
 use dmalane::load::{Error, Output};
@@ -9,9 +10,9 @@ use serde::Serialize;
 
 use crate::failure::Failure;
 
-/// Writes `text` to stdout.
+/// Writes `text` to stdout, without its colours where no terminal shows them or `NO_COLOR` is set.
 pub fn print(text: &str) -> Result<(), Failure> {
-    let mut out = io::stdout().lock();
+    let mut out = anstream::AutoStream::auto(io::stdout().lock());
     written(out.write_all(text.as_bytes()).and_then(|()| out.flush()))
 }
 
@@ -28,6 +29,84 @@ pub fn written(result: io::Result<()>) -> Result<(), Failure> {
         Err(e) if e.kind() != ErrorKind::BrokenPipe => Err(Failure::because("cannot write to stdout", &e)),
         _ => Ok(()),
     }
+}
+
+/// How the result of a measurement is printed.
+#[derive(Args, Clone, Copy)]
+pub struct Format {
+    /// Show details: how and why, and reference rates measured beside the stages
+    #[arg(short, long, alias = "explain")]
+    pub verbose: bool,
+
+    /// Print the result as JSON
+    #[arg(long, conflicts_with = "csv")]
+    pub json: bool,
+
+    /// Print the result as CSV
+    #[arg(long)]
+    pub csv: bool,
+
+    /// Show no progress bar
+    #[arg(short, long)]
+    pub quiet: bool,
+}
+
+impl Format {
+    /// Whether progress is shown.
+    pub fn shows_progress(self) -> bool {
+        !(self.quiet || self.json || self.csv)
+    }
+}
+
+/// Wall times of the same measurement, made several times.
+#[derive(Serialize, Clone, Debug)]
+pub struct Runs {
+    /// Each run, in order, in seconds.
+    pub runs_s: Vec<f64>,
+    /// The one in the middle; of an even number, the faster of the two.
+    pub median_s: f64,
+    /// The fastest.
+    pub fastest_s: f64,
+    /// The slowest.
+    pub slowest_s: f64,
+}
+
+impl Runs {
+    /// The spread of these times, and the number of the median run. There must be one.
+    pub fn of(walls: &[Duration]) -> (Self, usize) {
+        let mut order: Vec<usize> = (0..walls.len()).collect();
+        order.sort_by_key(|run| walls[*run]);
+        let median = order[(walls.len() - 1) / 2];
+        let seconds = |run: usize| walls[run].as_secs_f64();
+        let runs = Self {
+            runs_s: walls.iter().map(Duration::as_secs_f64).collect(),
+            median_s: seconds(median),
+            fastest_s: seconds(order[0]),
+            slowest_s: seconds(order[walls.len() - 1]),
+        };
+        (runs, median)
+    }
+
+    /// A line for people; nothing for a single run.
+    pub fn text(&self) -> String {
+        match self.runs_s.len() {
+            1 => String::new(),
+            n => {
+                let time = |seconds| crate::size::duration(Duration::from_secs_f64(seconds));
+                let (fastest, slowest) = (time(self.fastest_s), time(self.slowest_s));
+                format!("Median of {n} runs: {}; fastest {fastest}, slowest {slowest}\n", time(self.median_s))
+            }
+        }
+    }
+}
+
+/// A line of CSV. Cells with commas, quotes or line ends are quoted.
+pub fn csv_line<const N: usize>(cells: [String; N]) -> String {
+    let quoted = cells.map(|cell| match cell.contains([',', '"', '\n', '\r']) {
+        true => format!("\"{}\"", cell.replace('"', "\"\"")),
+        false => cell,
+    });
+    format!("{}\n", quoted.join(","))
 }
 
 /// The option of every command that writes files.

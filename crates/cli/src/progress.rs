@@ -7,7 +7,7 @@ use std::time::Duration;
 use indicatif::{HumanDuration, ProgressBar, ProgressFinish, ProgressState, ProgressStyle};
 
 /// As wide as the terminal, however wide that is.
-const TEMPLATE: &str = "{prefix} [{wide_bar}] {decimal_bytes}/{decimal_total_bytes} {decimal_bytes_per_sec}{left}";
+const TEMPLATE: &str = "{prefix} [{wide_bar}] {binary_bytes}/{binary_total_bytes} {rate}{left}";
 const STEPS: &str = "[{bar:30}] {pos}/{len} {wide_msg}";
 /// Estimates of the remaining time are guesses before this.
 const SETTLED: Duration = Duration::from_millis(500);
@@ -26,7 +26,7 @@ impl Progress {
         let style = ProgressStyle::with_template(TEMPLATE).unwrap_or_else(|_| ProgressStyle::default_bar());
         Self(
             ProgressBar::new(0)
-                .with_style(style.progress_chars("=> ").with_key("left", left))
+                .with_style(style.progress_chars("=> ").with_key("left", left).with_key("rate", rate))
                 .with_prefix(what)
                 .with_finish(ProgressFinish::AndClear),
         )
@@ -76,6 +76,10 @@ impl Steps {
     pub fn finish(&self) {
         self.0.finish_and_clear();
     }
+}
+
+fn rate(state: &ProgressState, out: &mut dyn Write) {
+    let _ = out.write_str(&crate::size::per_second(state.per_sec()));
 }
 
 fn left(state: &ProgressState, out: &mut dyn Write) {

@@ -1,5 +1,6 @@
 //! A range of bytes on the command line: START..END.
 
+use std::fmt;
 use std::str::FromStr;
 
 use crate::size::Size;
@@ -29,6 +30,13 @@ impl FromStr for Range {
     }
 }
 
+impl fmt::Display for Range {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let end = self.end.map_or(String::new(), |end| end.to_string());
+        write!(f, "{}..{end}", self.start)
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -40,6 +48,7 @@ mod tests {
         assert_eq!(range("1GiB.."), Ok(Range { start: 1 << 30, end: None }));
         assert_eq!(range("..9"), Ok(Range { start: 0, end: Some(9) }));
         assert_eq!(range(".."), Ok(Range::default()));
+        assert_eq!(range("1KiB..").unwrap().to_string(), "1024..");
         for bad in ["", "5", "5..5", "6..5", "x..", "..16M", "-1.."] {
             assert!(range(bad).is_err(), "{bad}");
         }

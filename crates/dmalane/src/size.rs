@@ -181,7 +181,7 @@ pub fn binary(bytes: u64) -> String {
     human(bytes, 1024, BINARY)
 }
 
-/// `bytes` in `time` as GB/s or MB/s.
+/// `bytes` in `time` as GB/s.
 pub fn rate(bytes: u64, time: Duration) -> String {
     if time.is_zero() {
         return "-".to_owned();
@@ -189,14 +189,16 @@ pub fn rate(bytes: u64, time: Duration) -> String {
     per_second(bytes as f64 / time.as_secs_f64())
 }
 
-/// Bytes per second as GB/s, below 0.01 GB/s as MB/s, and so on.
+/// Bytes per second as GB/s.
 pub fn per_second(rate: f64) -> String {
-    match rate {
-        r if r < 1e4 => format!("{:.2} kB/s", r / 1e3),
-        r if r < 1e7 => format!("{:.2} MB/s", r / 1e6),
-        r if r < 1e8 => format!("{:.3} GB/s", r / 1e9),
-        r => format!("{:.2} GB/s", r / 1e9),
-    }
+    format!("{} GB/s", giga(rate))
+}
+
+/// `value` in units of 10^9, to three digits: `1.75`, `0.0123`. Nine digits after the point at most.
+pub fn giga(value: f64) -> String {
+    let giga = value / 1e9;
+    let before = if giga > 0.0 { giga.log10().floor() as i32 } else { 0 };
+    format!("{giga:.*}", (2 - before).clamp(0, 9) as usize)
 }
 
 /// `time` in seconds, below 10 ms in milliseconds.
@@ -324,9 +326,10 @@ mod tests {
             assert_eq!((decimal(bytes).as_str(), binary(bytes).as_str()), (ten, two));
         }
         assert_eq!(rate(2_430_000_000, Duration::from_secs(1)), "2.43 GB/s");
-        assert_eq!(rate(10_000_000, Duration::from_secs(1)), "0.010 GB/s");
-        assert_eq!(rate(1 << 20, Duration::from_secs(1)), "1.05 MB/s");
-        assert_eq!(rate(1, Duration::from_secs(1)), "0.00 kB/s");
+        assert_eq!(rate(10_000_000, Duration::from_secs(1)), "0.0100 GB/s");
+        assert_eq!(rate(1 << 20, Duration::from_secs(1)), "0.00105 GB/s");
+        assert_eq!(rate(1, Duration::from_secs(1)), "0.000000001 GB/s");
+        assert_eq!([0.0, 12.34e9, 123.4e9, 1234e9].map(giga), ["0.00", "12.3", "123", "1234"]);
         assert_eq!(rate(1, Duration::ZERO), "-");
         assert_eq!(duration(Duration::from_micros(9990)), "9.99 ms");
         assert_eq!(duration(Duration::from_micros(10_400)), "0.010 s");

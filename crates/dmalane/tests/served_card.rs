@@ -229,9 +229,9 @@ fn the_real_file_is_loaded_and_verified() {
     }
     let began = Instant::now();
     says(
-        &load(&["-d", &name(), MODEL, "--verify", "--explain"]),
+        &load(&["-d", &name(), MODEL, "--verify", "-v"]),
         0,
-        &["verified 104 tensors", "read back through the card's MMU"],
+        &["Verified 104 tensors", "read back through the card's MMU"],
     );
     println!("{:?} in all", began.elapsed());
 }
@@ -239,7 +239,7 @@ fn the_real_file_is_loaded_and_verified() {
 #[test]
 fn a_sample_goes_to_each_memory_and_comes_back() {
     for placement in ["ddr", "hbm-half", "hbm"] {
-        let words = ["-d", &name(), "--sample", "24MiB", "--placement", placement, "--verify", "--gather", "4MiB"];
+        let words = ["-d", &name(), "--sample", "24MiB", "--placement", placement, "--verify", "--chunk", "4MiB"];
         says(&load(&words), 0, &["verified"]);
     }
     // The same file, saved from the card, is the same file.

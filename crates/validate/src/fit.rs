@@ -7,9 +7,9 @@ use crate::link::fit::{Fit, Measured, fit, plan};
 use dmalane_addr::CardAddr;
 use dmalane_queue::Direction;
 
-use crate::lanes::{Job, Lane, go};
 use crate::target::Target;
 use crate::walk::Walk;
+use crate::workers::{Job, Worker, go};
 use crate::{Phase, Stop, ValidateError, ValidateEvent};
 
 /// Bytes of a transfer, and transfers that each stream keeps in flight.
@@ -74,19 +74,19 @@ pub fn fit_link(
 }
 
 fn name(s: &Stream) -> String {
-    let way = if s.direction == Direction::ToHost { "reading" } else { "writing" };
-    format!("channel {} {way} {:?}", s.channel, s.half)
+    let directions = if s.direction == Direction::ToHost { "reading" } else { "writing" };
+    format!("channel {} {directions} {:?}", s.channel, s.half)
 }
 
-fn seed(lane: usize, walk: usize) -> u64 {
-    1 << 40 | (lane as u64) << 8 | walk as u64
+fn seed(worker: usize, walk: usize) -> u64 {
+    1 << 40 | (worker as u64) << 8 | walk as u64
 }
 
 fn point(target: &Target, streams: &[Stream], settings: &FitSettings, what: &str) -> Result<Measured, ValidateError> {
     let halves = target.halves().ok_or(ValidateError::NothingToFit)?;
     let FitSettings { offset, time, runs, .. } = *settings;
     let heap = target.registrar.heap(None);
-    let mut lanes = Vec::new();
+    let mut workers = Vec::new();
     for (i, stream) in streams.iter().enumerate() {
         let (first, have) = halves.span(stream.half);
         let needed = offset + (i as u64 + 1) * DEPTH * CHUNK;
@@ -101,35 +101,41 @@ fn point(target: &Target, streams: &[Stream], settings: &FitSettings, what: &str
             walk.fill(seed(i, k as usize));
             walks.push(walk);
         }
-        lanes.push(Lane { queue: Box::new(target.queue(stream.channel)), walks });
+        workers.push(Worker { queue: Box::new(target.queue(stream.channel)), walks });
     }
-    let all = |lanes: &mut [Lane], stop, after| {
-        let job =
-            Job { phase: Phase::Both, stop, registered: true, after, patience: target.patience, told: &target.told };
-        go(lanes, &*target.registrar, job, |_| true)
+    let all = |workers: &mut [Worker], stop, after| {
+        let job = Job {
+            phase: Phase::Both,
+            stop,
+            registered: true,
+            after,
+            timeout: target.timeout,
+            cancelled: &target.cancelled,
+        };
+        go(workers, &*target.registrar, job, |_| true)
     };
     // Everybody writes; who reads finds that, in a buffer that held something else.
-    all(&mut lanes, Stop::After(1), None)?;
-    for (lane, stream) in lanes.iter_mut().zip(streams).filter(|(_, s)| s.direction == Direction::ToHost) {
-        turn(lane, stream.direction);
+    all(&mut workers, Stop::After(1), None)?;
+    for (worker, stream) in workers.iter_mut().zip(streams).filter(|(_, s)| s.direction == Direction::ToHost) {
+        turn(worker, stream.direction);
     }
-    let rate = |lane: &Lane| lane.walks.iter().map(|w| w.moved.bytes).sum::<u64>() as f64 / time.as_secs_f64();
-    let mut rates = vec![Vec::new(); lanes.len()];
+    let rate = |worker: &Worker| worker.walks.iter().map(|w| w.moved.bytes).sum::<u64>() as f64 / time.as_secs_f64();
+    let mut rates = vec![Vec::new(); workers.len()];
     for _ in 0..runs.max(1) {
-        all(&mut lanes, Stop::For(WARM + time), Some(WARM))?;
-        rates.iter_mut().zip(&lanes).for_each(|(rates, lane)| rates.push(rate(lane)));
+        all(&mut workers, Stop::For(WARM + time), Some(WARM))?;
+        rates.iter_mut().zip(&workers).for_each(|(rates, worker)| rates.push(rate(worker)));
     }
     let median = |mut rates: Vec<f64>| {
         rates.sort_by(f64::total_cmp);
         rates[rates.len() / 2]
     };
     let flows = streams.iter().copied().zip(rates.into_iter().map(median)).collect();
-    for (lane, _) in lanes.iter_mut().zip(streams).filter(|(_, s)| s.direction == Direction::FromHost) {
-        turn(lane, Direction::ToHost);
+    for (worker, _) in workers.iter_mut().zip(streams).filter(|(_, s)| s.direction == Direction::FromHost) {
+        turn(worker, Direction::ToHost);
     }
-    all(&mut lanes, Stop::After(1), None)?;
-    for (i, lane) in lanes.iter().enumerate() {
-        for (k, walk) in lane.walks.iter().enumerate() {
+    all(&mut workers, Stop::After(1), None)?;
+    for (i, worker) in workers.iter().enumerate() {
+        for (k, walk) in worker.walks.iter().enumerate() {
             if let Some(byte) = walk.wrong(seed(i, k)) {
                 return Err(ValidateError::Wrong { what: what.to_owned(), at: byte });
             }
@@ -138,9 +144,9 @@ fn point(target: &Target, streams: &[Stream], settings: &FitSettings, what: &str
     Ok(Measured { flows })
 }
 
-/// Makes a lane move the other way, its buffers full of something else.
-fn turn(lane: &mut Lane, direction: Direction) {
-    for (k, walk) in lane.walks.iter_mut().enumerate() {
+/// Makes a worker move the other way, its buffers full of something else.
+fn turn(worker: &mut Worker, direction: Direction) {
+    for (k, walk) in worker.walks.iter_mut().enumerate() {
         walk.direction = direction;
         walk.fill(!seed(usize::MAX >> 32, k));
     }

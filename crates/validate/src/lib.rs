@@ -8,17 +8,17 @@
 #![forbid(unsafe_code)]
 
 mod backup;
-mod ceiling;
 mod fit;
-mod lanes;
 pub mod link;
 mod measure;
 mod place;
+mod reference;
 mod sweep;
 mod target;
 #[cfg(test)]
 mod tests;
 mod walk;
+mod workers;
 
 use std::path::PathBuf;
 use std::time::Duration;
@@ -95,8 +95,8 @@ pub struct ValidateSettings {
     pub stop: Stop,
     /// One transfer for each buffer, in one piece, over one channel: no stripes, no policy.
     pub raw: bool,
-    /// Which ways, in this order.
-    pub ways: Vec<Directions>,
+    /// Which directions, in this order.
+    pub directions: Vec<Directions>,
     /// Buffers are registered once, and not for each transfer.
     pub registered: bool,
     /// Which pages.
@@ -115,7 +115,7 @@ impl Default for ValidateSettings {
             allocation: Allocation::Auto,
             stop: Stop::For(Duration::from_millis(500)),
             raw: false,
-            ways: vec![Directions::Read, Directions::Write, Directions::Both],
+            directions: vec![Directions::Read, Directions::Write, Directions::Both],
             registered: true,
             pages: vec![Pages::Small, Pages::Huge],
         }
@@ -144,9 +144,9 @@ pub struct Integrity {
 pub struct Rate {
     /// All threads together.
     pub bytes_per_s: f64,
-    /// How long moving one buffer took: half of them less.
+    /// Median of the times that moving one buffer took, to 1 %.
     pub p50: Duration,
-    /// 99 of 100 of them less.
+    /// 99 of 100 of these times are at most this, to 1 %.
     pub p99: Duration,
     /// Buffers moved, all threads together.
     pub buffers: u64,
@@ -163,14 +163,14 @@ pub struct Figure {
     pub pages: Pages,
     /// See there.
     pub kind: PageKind,
-    /// Which way.
-    pub way: Directions,
+    /// Which directions.
+    pub directions: Directions,
     /// From the device.
     pub read: Option<Rate>,
     /// To the device.
     pub write: Option<Rate>,
     /// The reference in bytes per second, both directions together, measured next to it.
-    pub ceiling: Option<f64>,
+    pub reference: Option<f64>,
 }
 
 impl Figure {
@@ -189,8 +189,8 @@ pub struct ValidateReport {
     pub figures: Vec<Figure>,
     /// Measurements that were left out, with the reason.
     pub left_out: Vec<String>,
-    /// The kind of reference that [`Figure::ceiling`] is.
-    pub ceiling: &'static str,
+    /// The kind of reference that [`Figure::reference`] is.
+    pub reference: &'static str,
 }
 
 impl ValidateReport {
@@ -286,7 +286,7 @@ pub enum ValidateError {
     /// The device is a file that holds data, and [`Contents`] does not allow that they are overwritten.
     #[error("{0} holds data, which would be overwritten")]
     HoldsData(String),
-    /// It was told to stop: see [`Target::stop_when`].
+    /// It was cancelled: see [`Target::stop_when`].
     #[error("interrupted")]
     Interrupted,
     /// No thread could be started.
@@ -300,7 +300,7 @@ pub enum ValidateError {
         /// The backup; the next [`Target::new`] with this device restores it.
         backup: PathBuf,
     },
-    /// Not as much memory as buffers and ceilings take.
+    /// Not as much memory as buffers and references take.
     #[error("{needed} bytes of memory are needed, and there is room for {have} ({limited_by})")]
     NoMemoryFor {
         /// Bytes.
@@ -352,9 +352,9 @@ pub enum ValidateError {
         /// How long.
         after: Duration,
     },
-    /// Plain calls on the file failed while the ceiling was measured.
-    #[error("the ceiling could not be measured: {0}")]
-    Ceiling(std::io::Error),
+    /// Plain calls on the file failed while the reference was measured.
+    #[error("the reference could not be measured: {0}")]
+    Reference(std::io::Error),
     /// The optimum of the link could not be found.
     #[error(transparent)]
     Optimum(#[from] crate::link::Unsolved),

@@ -5,10 +5,10 @@ use std::sync::atomic::Ordering;
 use dmalane_dma::PageKind;
 use dmalane_queue::{AddressPolicy, BalancePolicy, DeviceQueue, Direction, Policy, QueueChoice, Split};
 
-use crate::lanes::{Job, Lane, go, rate};
 use crate::place::Layout;
-use crate::target::{Ceiling, Target};
+use crate::target::{Reference, Target};
 use crate::walk::Walk;
+use crate::workers::{Job, Worker, go, rate};
 use crate::{
     Allocation, Directions, Figure, Integrity, Pages, Phase, Stop, ValidateError, ValidateEvent, ValidateReport,
     ValidateSettings,
@@ -16,19 +16,19 @@ use crate::{
 
 const PAGE: u64 = 4096;
 const HUGE: u64 = 2 << 20;
-/// The place of the walks in a lane.
+/// The place of the walks in a worker.
 const UP: usize = 0;
 const DOWN: usize = 1;
 /// The difference between the round of a figure and that of the pass after it.
 const LAST: u64 = 1 << 16;
 
 /// New bytes to write, and none of those to be read in the buffers.
-fn refill(lanes: &mut [Lane], round: u64) {
-    for (thread, lane) in lanes.iter_mut().enumerate() {
-        lane.walks[UP].direction = Direction::FromHost;
-        lane.walks[UP].fill(seed(thread, UP, round));
-        lane.walks[DOWN].direction = Direction::ToHost;
-        lane.walks[DOWN].fill(seed(thread, DOWN, round));
+fn refill(workers: &mut [Worker], round: u64) {
+    for (thread, worker) in workers.iter_mut().enumerate() {
+        worker.walks[UP].direction = Direction::FromHost;
+        worker.walks[UP].fill(seed(thread, UP, round));
+        worker.walks[DOWN].direction = Direction::ToHost;
+        worker.walks[DOWN].fill(seed(thread, DOWN, round));
     }
 }
 
@@ -73,7 +73,7 @@ pub fn run_into(
         }
     }
     let largest = settings.buffers.iter().max().copied().unwrap_or(0);
-    *report = ValidateReport { ceiling: target.ceiling.name(), ..ValidateReport::default() };
+    *report = ValidateReport { reference: target.reference.name(), ..ValidateReport::default() };
     room(target, settings, slots * largest)?;
     let backup = target.back_up(settings.offset, slots * largest)?;
     // Sums that fit: the layouts were checked above.
@@ -89,10 +89,10 @@ pub fn run_into(
     }
 }
 
-/// Refuses buffers that there is no memory for, with those of the ceiling, and a card of this process.
+/// Refuses buffers that there is no memory for, with those of the reference, and a card of this process.
 fn room(target: &Target, settings: &ValidateSettings, buffers: u64) -> Result<(), ValidateError> {
-    let needed = match target.ceiling {
-        Ceiling::Copies => buffers.saturating_mul(3),
+    let needed = match target.reference {
+        Reference::Copies => buffers.saturating_mul(3),
         _ => buffers.saturating_mul(2),
     };
     // Huge pages may be reserved ones, which are not part of what there is room for.
@@ -112,7 +112,7 @@ fn cases(
     watch: &mut dyn FnMut(ValidateEvent),
 ) -> Result<(), ValidateError> {
     let cases = phases.len() * settings.buffers.len() * settings.pages.len();
-    watch(ValidateEvent::Steps(cases * (settings.ways.len() + 1)));
+    watch(ValidateEvent::Steps(cases * (settings.directions.len() + 1)));
     for &phase in phases {
         for &buffer in &settings.buffers {
             if phase == Phase::Both && buffer == PAGE && settings.threads == 1 {
@@ -188,15 +188,15 @@ impl Case<'_> {
         let Self { phase, buffer, pages, .. } = *self;
         let kibs = buffer >> 10;
         watch(ValidateEvent::Step(format!("{phase}, {kibs} KiB, {pages:?} pages: comparing")));
-        let (mut lanes, kind) = match self.lanes()? {
-            Ok(lanes) => lanes,
+        let (mut workers, kind) = match self.workers()? {
+            Ok(workers) => workers,
             Err(why) => {
                 report.left_out.push(format!("{phase}, {kibs} KiB on pages of 2 MiB: {why}"));
                 return Ok(());
             }
         };
-        let mut integrity = self.compare(&mut lanes)?;
-        let result = self.figures(&mut lanes, kind, &mut integrity, report, watch);
+        let mut integrity = self.compare(&mut workers)?;
+        let result = self.figures(&mut workers, kind, &mut integrity, report, watch);
         report.integrity.push(integrity);
         result
     }
@@ -204,7 +204,7 @@ impl Case<'_> {
     /// Measures each way, as long as the bytes are right.
     fn figures(
         &self,
-        lanes: &mut [Lane],
+        workers: &mut [Worker],
         kind: PageKind,
         integrity: &mut Integrity,
         report: &mut ValidateReport,
@@ -213,59 +213,59 @@ impl Case<'_> {
         let Self { target, settings, phase, buffer, pages, .. } = *self;
         let kibs = buffer >> 10;
         let mut say = |what: &str| watch(ValidateEvent::Step(format!("{phase}, {kibs} KiB, {pages:?} pages: {what}")));
-        for (round, &way) in (2..).zip(&settings.ways) {
+        for (round, &directions) in (2..).zip(&settings.directions) {
             if integrity.ok < integrity.threads {
                 break;
             }
-            say(match way {
+            say(match directions {
                 Directions::Read => "reading",
                 Directions::Write => "writing",
                 Directions::Both => "reading and writing",
             });
-            let (up, down) = (way != Directions::Read, way != Directions::Write);
+            let (up, down) = (directions != Directions::Read, directions != Directions::Write);
             let active = |walk| if walk == UP { up } else { down };
-            refill(lanes, round);
-            self.go(lanes, settings.stop, active)?;
-            let (write, read) = (rate(lanes, UP).filter(|_| up), rate(lanes, DOWN).filter(|_| down));
+            refill(workers, round);
+            self.go(workers, settings.stop, active)?;
+            let (write, read) = (rate(workers, UP).filter(|_| up), rate(workers, DOWN).filter(|_| down));
             let mut wrong = Vec::new();
             if down {
-                wrong.extend(self.wrong(lanes, DOWN, 1, "read from"));
+                wrong.extend(self.wrong(workers, DOWN, 1, "read from"));
             }
             // Whether passes after the first have moved anything does not show in buffers that were right after it. So
             // one more, with other bytes to write and none of those to be read in the buffers.
             let last = round + LAST;
-            refill(lanes, last);
-            self.go(lanes, Stop::After(1), active)?;
+            refill(workers, last);
+            self.go(workers, Stop::After(1), active)?;
             if down {
-                wrong.extend(self.wrong(lanes, DOWN, 1, "read at last from"));
+                wrong.extend(self.wrong(workers, DOWN, 1, "read at last from"));
             }
             if up {
-                self.read_back(lanes, |walk| walk == UP)?;
-                wrong.extend(self.wrong(lanes, UP, last, "written at last to"));
+                self.read_back(workers, |walk| walk == UP)?;
+                wrong.extend(self.wrong(workers, UP, last, "written at last to"));
             }
             if !wrong.is_empty() {
                 integrity.wrong.extend(wrong);
                 continue;
             }
-            if target.told.load(Ordering::Relaxed) {
+            if target.cancelled.load(Ordering::Relaxed) {
                 return Err(ValidateError::Interrupted);
             }
-            let ceiling = target.ceiling(lanes, way, buffer, settings.stop, self.channels)?;
-            let ceiling = Some(ceiling).filter(|c| c.is_finite());
-            report.figures.push(Figure { phase, buffer, pages, kind, way, read, write, ceiling });
+            let reference = target.reference(workers, directions, buffer, settings.stop, self.channels)?;
+            let reference = Some(reference).filter(|c| c.is_finite());
+            report.figures.push(Figure { phase, buffer, pages, kind, directions, read, write, reference });
         }
         Ok(())
     }
 
-    /// A lane for each thread; or why there are no such pages.
-    fn lanes(&self) -> Result<Result<(Vec<Lane>, PageKind), String>, ValidateError> {
+    /// A worker for each thread; or why there are no such pages.
+    fn workers(&self) -> Result<Result<(Vec<Worker>, PageKind), String>, ValidateError> {
         let Self { target, settings, channels, layout, phase, buffer, pages } = self;
         let heap = target.registrar.heap(match pages {
             Pages::Small => Some(PageKind::Base),
             Pages::Huge => None,
         });
         let slots = 2 * settings.threads as u64;
-        let (mut lanes, mut kind) = (Vec::new(), PageKind::Base);
+        let (mut workers, mut kind) = (Vec::new(), PageKind::Base);
         for thread in 0..settings.threads {
             let mut walks = Vec::new();
             for walk in [UP, DOWN] {
@@ -293,62 +293,67 @@ impl Case<'_> {
                 }
                 _ => Box::new(target.queue(paired)),
             };
-            lanes.push(Lane { queue, walks });
+            workers.push(Worker { queue, walks });
         }
-        Ok(Ok((lanes, kind)))
+        Ok(Ok((workers, kind)))
     }
 
-    fn go(&self, lanes: &mut [Lane], stop: Stop, active: impl Fn(usize) -> bool + Sync) -> Result<(), ValidateError> {
+    fn go(
+        &self,
+        workers: &mut [Worker],
+        stop: Stop,
+        active: impl Fn(usize) -> bool + Sync,
+    ) -> Result<(), ValidateError> {
         let job = Job {
             phase: self.phase,
             stop,
             registered: self.settings.registered,
             after: None,
-            patience: self.target.patience,
-            told: &self.target.told,
+            timeout: self.target.timeout,
+            cancelled: &self.target.cancelled,
         };
-        go(lanes, &*self.target.registrar, job, active)
+        go(workers, &*self.target.registrar, job, active)
     }
 
     /// Writes all buffers, then reads all back.
-    fn compare(&self, lanes: &mut [Lane]) -> Result<Integrity, ValidateError> {
-        for (thread, lane) in lanes.iter_mut().enumerate() {
+    fn compare(&self, workers: &mut [Worker]) -> Result<Integrity, ValidateError> {
+        for (thread, worker) in workers.iter_mut().enumerate() {
             for walk in [UP, DOWN] {
-                lane.walks[walk].direction = Direction::FromHost;
-                lane.walks[walk].fill(seed(thread, walk, 1));
+                worker.walks[walk].direction = Direction::FromHost;
+                worker.walks[walk].fill(seed(thread, walk, 1));
             }
         }
-        self.go(lanes, Stop::After(1), |_| true)?;
-        self.read_back(lanes, |_| true)?;
+        self.go(workers, Stop::After(1), |_| true)?;
+        self.read_back(workers, |_| true)?;
         let mut wrong = Vec::new();
         let mut ok = 0;
-        for (thread, lane) in lanes.iter().enumerate() {
-            let of_thread = [UP, DOWN].map(|walk| self.wrong_of(lane, thread, walk, 1, "written and read back at"));
+        for (thread, worker) in workers.iter().enumerate() {
+            let of_thread = [UP, DOWN].map(|walk| self.wrong_of(worker, thread, walk, 1, "written and read back at"));
             ok += usize::from(of_thread.iter().all(Option::is_none));
             wrong.extend(of_thread.into_iter().flatten());
         }
         let Self { phase, buffer, pages, .. } = *self;
-        Ok(Integrity { phase, buffer, pages, ok, threads: lanes.len(), wrong })
+        Ok(Integrity { phase, buffer, pages, ok, threads: workers.len(), wrong })
     }
 
     /// Reads what was written into buffers that held something else.
-    fn read_back(&self, lanes: &mut [Lane], which: impl Fn(usize) -> bool + Sync) -> Result<(), ValidateError> {
-        for (thread, lane) in lanes.iter_mut().enumerate() {
-            for (i, walk) in lane.walks.iter_mut().enumerate().filter(|(i, _)| which(*i)) {
+    fn read_back(&self, workers: &mut [Worker], which: impl Fn(usize) -> bool + Sync) -> Result<(), ValidateError> {
+        for (thread, worker) in workers.iter_mut().enumerate() {
+            for (i, walk) in worker.walks.iter_mut().enumerate().filter(|(i, _)| which(*i)) {
                 walk.direction = Direction::ToHost;
                 walk.fill(!seed(thread, i, 0));
             }
         }
-        self.go(lanes, Stop::After(1), which)
+        self.go(workers, Stop::After(1), which)
     }
 
-    fn wrong(&self, lanes: &[Lane], walk: usize, round: u64, what: &str) -> Vec<String> {
-        lanes.iter().enumerate().filter_map(|(t, lane)| self.wrong_of(lane, t, walk, round, what)).collect()
+    fn wrong(&self, workers: &[Worker], walk: usize, round: u64, what: &str) -> Vec<String> {
+        workers.iter().enumerate().filter_map(|(t, worker)| self.wrong_of(worker, t, walk, round, what)).collect()
     }
 
-    fn wrong_of(&self, lane: &Lane, thread: usize, walk: usize, round: u64, what: &str) -> Option<String> {
-        let byte = lane.walks[walk].wrong(seed(thread, walk, round))?;
-        let at = lane.walks[walk].address_of(byte);
+    fn wrong_of(&self, worker: &Worker, thread: usize, walk: usize, round: u64, what: &str) -> Option<String> {
+        let byte = worker.walks[walk].wrong(seed(thread, walk, round))?;
+        let at = worker.walks[walk].address_of(byte);
         Some(format!("thread {thread}: byte {byte} of the buffer, {what} {at}, is wrong"))
     }
 }

@@ -47,13 +47,13 @@ pub struct Target {
     /// The memory of a device whose driver allocates it: only what is allocated may be used.
     driven: Option<Mutex<DeviceMemory>>,
     pub(crate) areas: Vec<Area>,
-    pub(crate) ceiling: Ceiling,
+    pub(crate) reference: Reference,
     /// Its queues work at the same time.
     pub(crate) concurrent: bool,
-    /// See [`PATIENCE`].
-    pub(crate) patience: Duration,
+    /// See [`TIMEOUT`].
+    pub(crate) timeout: Duration,
     /// It is to be left alone.
-    pub(crate) told: Arc<AtomicBool>,
+    pub(crate) cancelled: Arc<AtomicBool>,
     contents: Contents,
     recovered: Option<PathBuf>,
     /// The owner of the queues; dropped after them.
@@ -82,7 +82,7 @@ impl Drop for Allocated<'_> {
 }
 
 /// The reference that is measured beside a figure.
-pub(crate) enum Ceiling {
+pub(crate) enum Reference {
     /// Copies in memory.
     Copies,
     /// Plain calls on the same files.
@@ -190,7 +190,7 @@ impl Target {
         })?;
         target.name = format!("{} behind the modelled link {name}", target.name);
         target.notes.push(format!("the rates of the link {name} are those of its assumption divided by {SLOWER}"));
-        target.ceiling = Ceiling::Optimum { link, halves };
+        target.reference = Reference::Optimum { link, halves };
         target.concurrent = true;
         Ok(target)
     }
@@ -202,8 +202,8 @@ impl Target {
     ) -> Result<Self, ValidateError> {
         let info = device.info();
         let mut recovered = None;
-        let ceiling = match device.backing_files() {
-            None => Ceiling::Copies,
+        let reference = match device.backing_files() {
+            None => Reference::Copies,
             Some(files) => {
                 let is_lost = |file: &std::fs::File| file.metadata().is_ok_and(|m| m.file_type().is_char_device());
                 if contents != Contents::Overwrite && (is_lost(&files.written) || is_lost(&files.read)) {
@@ -212,7 +212,7 @@ impl Target {
                 if let Some(original) = Original::of(&files.written)? {
                     recovered = original.recover()?;
                 }
-                Ceiling::Files(files)
+                Reference::Files(files)
             }
         };
         let memory = device.memory();
@@ -224,10 +224,10 @@ impl Target {
             memories: Memories::of(device.regions()),
             driven: memory.is_driven().then(|| Mutex::new(memory)),
             areas: areas(device.regions()),
-            ceiling,
+            reference,
             concurrent: info.concurrent,
-            patience: PATIENCE,
-            told: Arc::default(),
+            timeout: TIMEOUT,
+            cancelled: Arc::default(),
             contents,
             recovered,
             _device: device,
@@ -284,7 +284,7 @@ impl Target {
 
     /// Backs up what the device holds there, if it is a file that holds something for good and is to be restored.
     pub(crate) fn back_up(&self, offset: u64, len: u64) -> Result<Option<Backup>, ValidateError> {
-        let Ceiling::Files(files) = &self.ceiling else { return Ok(None) };
+        let Reference::Files(files) = &self.reference else { return Ok(None) };
         let Some(original) = Original::of(&files.written)? else { return Ok(None) };
         match self.contents {
             Contents::Restore => original.back_up(offset, len).map(Some),
@@ -300,8 +300,8 @@ impl Target {
 
     /// Ends what is measured, with [`ValidateError::Interrupted`], as soon as this is true. What was under way ends,
     /// and what is to be put back is put back.
-    pub fn stop_when(&mut self, told: Arc<AtomicBool>) {
-        self.told = told;
+    pub fn stop_when(&mut self, cancelled: Arc<AtomicBool>) {
+        self.cancelled = cancelled;
     }
 }
 
@@ -315,6 +315,6 @@ pub(crate) fn share(queue: impl Queue<Addr = DeviceAddr> + 'static) -> SharedQue
 }
 
 /// How long nothing may end before a device counts as stuck, besides the time that a buffer takes at [`SLOWEST`].
-pub(crate) const PATIENCE: Duration = Duration::from_secs(20);
+pub(crate) const TIMEOUT: Duration = Duration::from_secs(20);
 /// Bytes per second that a device moves at least, unless it is stuck.
 pub(crate) const SLOWEST: u64 = 4_000_000;

@@ -56,13 +56,13 @@ fn check(target: &Target, settings: &ValidateSettings) -> ValidateReport {
     assert!(report.passed(), "{report:?}");
     assert!(said <= steps && said > 0, "{said} of {steps}");
     for figure in &report.figures {
-        let Figure { way, read, write, ceiling, .. } = figure;
+        let Figure { directions, read, write, reference, .. } = figure;
         assert_eq!(
             (read.is_some(), write.is_some()),
-            (*way != Directions::Write, *way != Directions::Read),
+            (*directions != Directions::Write, *directions != Directions::Read),
             "{figure:?}"
         );
-        assert!(ceiling.is_some_and(|c| c > 0.0) && figure.total() > 0.0, "{figure:?}");
+        assert!(reference.is_some_and(|c| c > 0.0) && figure.total() > 0.0, "{figure:?}");
         for rate in read.iter().chain(write) {
             assert!(rate.p50 <= rate.p99 && rate.bytes_per_s.is_finite() && rate.buffers > 0, "{figure:?}");
         }
@@ -270,15 +270,17 @@ fn there_is_no_figure_for_bytes_that_are_wrong() {
     }
     // From the second pass on (a transfer counts when it begins and when it ends): the first has brought the right
     // bytes, and nothing since has moved any.
-    for (fault, way) in [(Fault::Blind(10), Directions::Read), (Fault::Deaf(10), Directions::Write)] {
-        let settings = ValidateSettings { threads: 1, stop: Stop::After(3), ways: vec![way], ..settings.clone() };
+    for (fault, directions) in [(Fault::Blind(10), Directions::Read), (Fault::Deaf(10), Directions::Write)] {
+        let settings =
+            ValidateSettings { threads: 1, stop: Stop::After(3), directions: vec![directions], ..settings.clone() };
         let report = run(&wrong(fault), &settings, &mut |_| {}).unwrap();
         assert_eq!((report.integrity[0].ok, report.figures.len()), (1, 0), "{fault:?}: {report:?}");
         assert!(!report.passed(), "{fault:?}");
     }
     // An error is an error, with its place, and what was measured before it is there.
     let mut report = ValidateReport::default();
-    let late = ValidateSettings { threads: 1, ways: vec![Directions::Read, Directions::Write], ..settings.clone() };
+    let late =
+        ValidateSettings { threads: 1, directions: vec![Directions::Read, Directions::Write], ..settings.clone() };
     let error = run_into(&wrong(Fault::Fails(16)), &late, &mut report, &mut |_| {}).unwrap_err();
     assert!(matches!(error, ValidateError::Failed { .. }), "{error}");
     assert_eq!((report.integrity.len(), report.figures.len()), (1, 1), "{report:?}");
@@ -300,11 +302,11 @@ fn a_modelled_link_is_the_ceiling() {
     let report = check(&target, &settings);
     assert_eq!(report.figures.len(), 9);
     for figure in &report.figures {
-        let ceiling = figure.ceiling.unwrap();
+        let reference = figure.reference.unwrap();
         // What may be saved up in a millisecond; how close to it a figure comes depends on how busy this machine is.
-        assert!(figure.total() < 1.1 * ceiling, "{figure:?}");
+        assert!(figure.total() < 1.1 * reference, "{figure:?}");
         let model = 23e9 / SLOWER;
-        assert!((ceiling / model - 1.0).abs() < 0.01, "{ceiling} {model}");
+        assert!((reference / model - 1.0).abs() < 0.01, "{reference} {model}");
     }
     let three = Target::emulated(
         card(CardConfig { channels: 3, ..CardConfig::default() }, CardUse::default()),
@@ -342,18 +344,18 @@ fn what_is_told_to_stop_stops_and_puts_back() {
     std::fs::write(memory.path(), &before).unwrap();
     let paths = FileDevicePaths { h2c: memory.path().into(), c2h: memory.path().into() };
     let mut target = file(paths, FileDeviceOptions::default()).unwrap();
-    let told = Arc::new(AtomicBool::new(false));
-    target.stop_when(told.clone());
+    let cancelled = Arc::new(AtomicBool::new(false));
+    target.stop_when(cancelled.clone());
     let settings =
         ValidateSettings { stop: Stop::For(Duration::from_secs(3600)), pages: vec![Pages::Small], ..quick() };
     let mut written = false;
     let result = run(&target, &settings, &mut |event| {
         if matches!(&event, ValidateEvent::Step(what) if what.ends_with(": reading")) {
             written = std::fs::read(memory.path()).unwrap() != before;
-            let told = told.clone();
+            let cancelled = cancelled.clone();
             std::thread::spawn(move || {
                 std::thread::sleep(Duration::from_millis(20));
-                told.store(true, Ordering::Relaxed);
+                cancelled.store(true, Ordering::Relaxed);
             });
         }
     });
@@ -361,7 +363,7 @@ fn what_is_told_to_stop_stops_and_puts_back() {
     assert!(written && std::fs::read(memory.path()).unwrap() == before);
     // The same for what limits a card.
     let mut card = soft(CardConfig::default(), None);
-    card.stop_when(told);
+    card.stop_when(cancelled);
     assert!(matches!(fit_link(&card, &FitSettings::default(), &mut |_| {}), Err(ValidateError::Interrupted)));
 }
 
@@ -454,13 +456,13 @@ fn a_device_that_hangs_is_left_alone_and_what_was_measured_is_there() {
     std::fs::write(memory.path(), vec![7; 2 * MIB as usize]).unwrap();
     let paths = FileDevicePaths { h2c: memory.path().into(), c2h: memory.path().into() };
     let mut target = file(paths, FileDeviceOptions::default()).unwrap();
-    target.patience = Duration::from_millis(500);
+    target.timeout = Duration::from_millis(500);
     let inner = Box::new(target.queue(0));
     // The comparison (4 transfers of a thread) and the reading (3 and the one more) end.
     target.queues[0] = share(Hangs::new(inner, 8, false));
     let settings = ValidateSettings {
         threads: 1,
-        ways: vec![Directions::Read, Directions::Write],
+        directions: vec![Directions::Read, Directions::Write],
         pages: vec![Pages::Small],
         ..quick()
     };
@@ -470,7 +472,7 @@ fn a_device_that_hangs_is_left_alone_and_what_was_measured_is_there() {
     let ValidateError::Hung { error: inner, backup } = &error else { panic!("{error}") };
     assert!(matches!(**inner, ValidateError::Stuck { thread: 0, .. }), "{error}");
     assert!(error.to_string().contains("were not restored from") && backup.exists(), "{error}");
-    assert!(begun.elapsed() > target.patience);
+    assert!(begun.elapsed() > target.timeout);
     assert_eq!((report.integrity.len(), report.figures.len()), (1, 1), "{report:?}");
     assert_ne!(std::fs::read(memory.path()).unwrap()[..4096], [7; 4096]);
     let backup = backup.clone();
@@ -509,7 +511,7 @@ fn a_device_that_hangs_is_stopped_and_what_a_file_held_is_put_back() {
     std::fs::write(memory.path(), vec![7; 2 * MIB as usize]).unwrap();
     let paths = FileDevicePaths { h2c: memory.path().into(), c2h: memory.path().into() };
     let mut target = file(paths, FileDeviceOptions::default()).unwrap();
-    target.patience = Duration::from_millis(200);
+    target.timeout = Duration::from_millis(200);
     let inner = Box::new(target.queue(0));
     target.queues[0] = share(Hangs::new(inner, 9, true));
     let settings = ValidateSettings { threads: 3, pages: vec![Pages::Small], ..quick() };
@@ -549,14 +551,14 @@ fn a_device_that_is_gone_is_told_of_soon() {
         let begun = std::time::Instant::now();
         let error = run(&target, &settings, &mut |_| {}).unwrap_err();
         assert!(error.to_string().contains("registers read as ones"), "{error}");
-        assert!(begun.elapsed() < target.patience / 2, "{:?}", begun.elapsed());
+        assert!(begun.elapsed() < target.timeout / 2, "{:?}", begun.elapsed());
     }
 }
 
 #[test]
 fn an_error_before_a_device_hangs_is_the_one_that_is_told() {
     let mut target = soft(CardConfig::default(), None);
-    target.patience = Duration::from_millis(200);
+    target.timeout = Duration::from_millis(200);
     // Of the two transfers of a thread the first fails, and the second does not end.
     let inner = Wrong { inner: Box::new(target.queue(0)), fault: Fault::Fails(0), done: 0 };
     target.queues[0] = share(Hangs::new(Box::new(inner), 1, false));
@@ -569,7 +571,7 @@ fn an_error_before_a_device_hangs_is_the_one_that_is_told() {
 #[test]
 fn handles_of_a_device_that_hangs_wait_together() {
     let mut target = soft(CardConfig::default(), None);
-    target.patience = Duration::from_millis(100);
+    target.timeout = Duration::from_millis(100);
     let inner = Box::new(target.queue(0));
     target.queues[0] = share(Hangs::new(inner, 0, false));
     let threads = 16;

@@ -195,7 +195,7 @@ fn text(report: &Report) -> String {
     let count = |status| report.checks.iter().filter(|c| c.status == status).count();
     text += &format!("\n{} ok, {} missing, {} notes. ", count(Status::Ok), count(Status::Missing), count(Status::Note));
     text += if report.can_load {
-        "The software card runs here: dmalane load --sample 1GiB --explain --verify\n"
+        "The software card runs here: dmalane load --sample 1GiB --verify -v\n"
     } else {
         "`dmalane load` cannot run here until what is needed is fixed.\n"
     };

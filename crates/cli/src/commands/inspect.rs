@@ -2,7 +2,6 @@
 
 use std::collections::BTreeMap;
 use std::fmt::Write;
-use std::fs::File;
 use std::io;
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
@@ -14,13 +13,15 @@ use serde::Serialize;
 
 use crate::failure::Failure;
 use crate::output::{self, plain};
-use crate::size::{self, Size, binary, decimal};
+use crate::size::{self, Size, binary};
+use crate::source::Source;
 
 const EXAMPLES: &str = "\
 Examples:
   dmalane inspect model.safetensors    how much of the file is in the page cache
   dmalane inspect $(pidof trainer)     the page backing of a process's large buffers
   dmalane inspect ./4711               a file whose name is a number
+  dmalane inspect - < model.bin        the file behind standard input
 
 Exit status: 0 inspected, 1 no such file or process, 2 usage error.";
 
@@ -28,7 +29,7 @@ Exit status: 0 inspected, 1 no such file or process, 2 usage error.";
 #[derive(Args)]
 #[command(after_help = EXAMPLES)]
 pub struct Inspect {
-    /// A file, or the ID of a process
+    /// A file, - for the one behind standard input, or the ID of a process
     #[arg(value_name = "FILE|PID")]
     what: PathBuf,
 
@@ -77,8 +78,8 @@ struct FileReport {
 const PIECES: u64 = 64;
 
 fn file(path: &Path) -> Result<FileReport, Failure> {
+    let Source { file, path, .. } = Source::open(path)?;
     let name = path.display();
-    let file = File::open(path).map_err(|e| Failure::because(format!("cannot open {name}"), &e))?;
     let meta = file.metadata().map_err(|e| Failure::because(format!("cannot inspect {name}"), &e))?;
     if !meta.is_file() {
         return Err(Failure::new(format!("cannot inspect {name}: it is not a regular file")));
@@ -118,11 +119,11 @@ fn file(path: &Path) -> Result<FileReport, Failure> {
 impl FileReport {
     fn text(&self) -> String {
         let mut out = format!(
-            "{}: {} ({}), {:.1} % in the page cache",
-            plain(&self.path),
-            decimal(self.bytes),
+            "{:.1} % in the page cache: {} of {}, {}",
+            self.cached_share * 100.0,
+            binary(self.cached_bytes),
             binary(self.bytes),
-            self.cached_share * 100.0
+            plain(&self.path),
         );
         if self.dirty_bytes > 0 {
             let _ = write!(out, ", {} not on the disk yet", binary(self.dirty_bytes));
@@ -202,7 +203,13 @@ fn process(pid: u32, least: u64) -> Result<ProcessReport, Failure> {
     let trouble = |e: &io::Error| {
         let failure = Failure::because(format!("cannot inspect process {pid}"), e);
         match e.kind() {
-            io::ErrorKind::PermissionDenied => failure.hint("it belongs to another user: try sudo"),
+            // Root can be refused too: in a container without CAP_SYS_PTRACE.
+            io::ErrorKind::PermissionDenied if rustix::process::geteuid().is_root() => {
+                failure.hint("this process may not look into others: it lacks CAP_SYS_PTRACE")
+            }
+            io::ErrorKind::PermissionDenied => {
+                failure.hint(format!("it belongs to another user: sudo dmalane inspect {pid}"))
+            }
             io::ErrorKind::NotFound => failure.hint(format!("for a file of that name write ./{pid}")),
             _ => failure,
         }
@@ -321,7 +328,15 @@ fn parse(smaps: &str) -> Vec<Mapping> {
 
 impl ProcessReport {
     fn text(&self) -> String {
-        let mut out = format!("process {}: {} buffers\n", self.pid, self.mappings.len());
+        let present = self.mappings.iter().map(|m| m.present_bytes).sum();
+        let huge: u64 = self.mappings.iter().map(|m| m.huge_bytes).sum();
+        let mut out = format!(
+            "{} in {} buffers of process {}, {} of it on huge pages\n",
+            binary(present),
+            self.mappings.len(),
+            self.pid,
+            binary(huge)
+        );
         if self.mappings.is_empty() {
             return out;
         }
@@ -351,7 +366,7 @@ impl ProcessReport {
         let most = self.runs.iter().map(|r| r.bytes).max().unwrap_or(1).max(1);
         for r in &self.runs {
             let bar = "#".repeat((r.bytes as f64 / most as f64 * 30.0).ceil() as usize);
-            let from = format!("{} to {}", binary(r.from_bytes), binary(r.from_bytes.saturating_mul(2)));
+            let from = format!("{}..{}", binary(r.from_bytes), binary(r.from_bytes.saturating_mul(2)));
             let _ = writeln!(out, "{from:<22} {:>9} {:>10} {bar}", r.count, binary(r.bytes));
         }
         out

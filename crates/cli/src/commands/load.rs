@@ -14,7 +14,7 @@ use dmalane::device::{AddressSpaceKind, BackingFiles, IommuCounters};
 use dmalane::dma::PageBacking;
 use dmalane::file::{FileQueue, Mode};
 use dmalane::load::container::model_files;
-use dmalane::load::{Container, DriveOptions, Error, Input, Loaded, Output};
+use dmalane::load::{Container, DriveOptions, Error, Input, Loaded, Output, ReferenceRates};
 use dmalane::queue::QueueChoice;
 use dmalane::sim::Workers;
 use dmalane::{DeviceSpec, FileOptions, OpenDevice, OpenOptions, Placement, open_as, open_file};
@@ -25,16 +25,19 @@ use crate::number::within;
 use crate::output;
 use crate::progress::Progress;
 use crate::size::{Size, between};
+use crate::source::{self, Source};
 use record::Recording;
 use room::Room;
 
 const EXAMPLES: &str = "\
 Examples:
-  dmalane load --sample 1GiB --explain --verify
+  dmalane load --sample 1GiB --verify -v
   dmalane load model.safetensors --verify --json
-  dmalane load shard-*.safetensors --placement hbm --explain
+  dmalane load shard-*.safetensors --placement hbm -v
+  dmalane load model.safetensors --repeat 5 --csv
   dmalane load models/minilm --verify           all shards of a model
   dmalane load model.gguf --list
+  zcat model.safetensors.gz | dmalane load -
   dmalane load weights.bin --buffered --chunk 4MiB
   dmalane load model.safetensors --save copy.safetensors
   dmalane load model.safetensors --record binds.jsonl && dmalane vm replay binds.jsonl
@@ -42,10 +45,11 @@ Examples:
   dmalane load model.safetensors -d vfio-user:/tmp/card   see dmalane card serve --help
   dmalane load model.safetensors --list           a line per tensor, with its device addresses:
     tensor           dtype  shape      bytes   device VA
-    encoder.0.bias   F32    [384]       1536   0x100000000-0x1000005ff
+    encoder.0.bias   F32    [384]       1536   0x100000000..0x100000600
 
 Files named *.safetensors and GGUF files are parsed; any other file is loaded as one run of bytes.
 A directory, or a *.safetensors.index.json, stands for the files of the model.
+Addresses are START..END, without END. Rates are in GB/s (10^9 bytes), sizes in GiB (2^30).
 
 Exit status: 0 loaded (and verified), 1 bad file or mismatch, 2 usage error.";
 
@@ -60,7 +64,7 @@ Exit status: 0 loaded (and verified), 1 bad file or mismatch, 2 usage error.";
     override_usage = "dmalane load [OPTIONS] <FILE>...\n       dmalane load [OPTIONS] --sample <SIZE>"
 )]
 pub struct Load {
-    /// Files to load, several shards at once; or the directory or the index of a model
+    /// Files to load, several shards at once; or the directory or the index of a model; - for standard input
     #[arg(value_name = "FILE")]
     files: Vec<PathBuf>,
 
@@ -72,10 +76,6 @@ pub struct Load {
     /// all kinds
     #[arg(short, long, default_value = "soft", value_parser = device::parse)]
     device: DeviceSpec,
-
-    /// Show the time and rate of each stage beside its measured ceiling
-    #[arg(long)]
-    explain: bool,
 
     /// List the tensors with dtype, shape, bytes and device addresses; --json always does
     #[arg(long)]
@@ -152,13 +152,12 @@ pub struct Load {
     #[arg(long, value_name = "N", default_value_t = 1, value_parser = within::<u64>(0..=u64::MAX))]
     seed: u64,
 
-    /// Print the result as JSON
-    #[arg(long)]
-    json: bool,
+    /// Load N times, onto the device opened anew, and report the run with the median time
+    #[arg(long, value_name = "N", default_value_t = 1, value_parser = within::<u32>(1..=1000))]
+    repeat: u32,
 
-    /// Show no progress bar
-    #[arg(short, long)]
-    quiet: bool,
+    #[command(flatten)]
+    format: output::Format,
 }
 
 /// The files that a load writes.
@@ -191,12 +190,25 @@ impl Outputs {
     }
 }
 
-/// The result of a load, for the report.
+/// The results of the loads, for the report.
 struct Outcome {
     device: String,
     inputs: Vec<Input<FileQueue>>,
-    loaded: Loaded,
+    /// The run with the median time.
+    run: Run,
+    /// The times of all runs.
+    runs: output::Runs,
     verified: bool,
+    /// The files that were written.
+    saved: Vec<PathBuf>,
+    recorded: Option<PathBuf>,
+    /// Measured after the last run.
+    references: Option<ReferenceRates>,
+}
+
+/// One load.
+struct Run {
+    loaded: Loaded,
     /// Where tensors were bound, and so how they were read back.
     space: AddressSpaceKind,
     /// The pages behind the staging buffers.
@@ -216,6 +228,7 @@ impl Load {
     pub fn run(mut self) -> Result<ExitCode, Failure> {
         let options = self.open_options();
         device::check(&self.device, &options)?;
+        source::check(&self.files)?;
         self.files = self.model_files()?;
         let outputs = self.outputs()?;
         outputs.check()?;
@@ -228,13 +241,48 @@ impl Load {
             return Err(Failure::usage(format!("--placement {}: {unknown}", self.placement)));
         }
         let room = Room::of(&device, &self.device, &self.placement);
-        let inputs = self.with_sample(files, &room)?;
+        let mut inputs = self.with_sample(files, &room)?;
         // Again, now that it is known which files are read.
         let outputs = outputs.unlike(&inputs, device.backing_files())?;
         if !outputs.save.is_empty() {
             inputs.iter().try_for_each(can_be_saved)?;
         }
-        self.load_onto(device, &room, inputs, &outputs)
+        let mut runs = Vec::new();
+        for _ in 1..self.repeat {
+            runs.push(self.load_onto(&mut device, &room, &mut inputs, None)?);
+            // A device may be open once.
+            drop(device);
+            device = device::open(&self.device, &options)?;
+        }
+        runs.push(self.load_onto(&mut device, &room, &mut inputs, Some(&outputs))?);
+        let references = match self.format.verbose {
+            true => Some(
+                device
+                    .reference_rates(&mut inputs)
+                    .map_err(|e| Failure::because("cannot measure the reference rates (the files are loaded)", &e))?,
+            ),
+            false => None,
+        };
+        let walls: Vec<_> = runs.iter().map(|run| run.loaded.report.wall).collect();
+        let (times, median) = output::Runs::of(&walls);
+        let paths = |outputs: &[Output]| outputs.iter().map(|to| to.path().to_owned()).collect();
+        let outcome = Outcome {
+            device: self.device.to_string(),
+            inputs,
+            run: runs.swap_remove(median),
+            runs: times,
+            verified: self.verify,
+            saved: paths(&outputs.save),
+            recorded: self.record.clone(),
+            references,
+        };
+        let output::Format { verbose, json, csv, .. } = self.format;
+        match (json, csv) {
+            (true, _) => output::print_json(&report::json(&outcome))?,
+            (_, true) => output::print(&report::csv(&outcome))?,
+            _ => output::print(&report::text(&outcome, verbose, self.list))?,
+        }
+        Ok(ExitCode::SUCCESS)
     }
 
     /// The files to load; a directory and an index stand for those of the model.
@@ -267,23 +315,24 @@ impl Load {
         }
     }
 
-    /// Loads onto a device.
+    /// Loads onto a device, and writes the outputs.
     fn load_onto(
         &self,
-        mut device: OpenDevice,
+        device: &mut OpenDevice,
         room: &Room<'_>,
-        mut inputs: Vec<Input<FileQueue>>,
-        outputs: &Outputs,
-    ) -> Result<ExitCode, Failure> {
+        inputs: &mut [Input<FileQueue>],
+        outputs: Option<&Outputs>,
+    ) -> Result<Run, Failure> {
         let bytes = |inputs: &[Input<FileQueue>]| {
             inputs.iter().filter_map(|i| i.file.metadata().ok()).fold(0u64, |sum, m| sum.saturating_add(m.len()))
         };
-        let recording = outputs.record.as_ref().map(|to| Recording::of(&mut device, to)).transpose()?;
+        let record = outputs.and_then(|outputs| outputs.record.as_ref());
+        let recording = record.map(|to| Recording::of(device, to)).transpose()?;
         let before = device.counters().touched;
-        let bar = Progress::new("load", self.shows_progress());
-        bar.set_length(bytes(&inputs));
-        let result = device.load(&mut inputs, &self.placement, &mut |n| bar.advance(n));
-        let mut loaded = result.map_err(|e| room.load_failure(&e, &inputs))?;
+        let bar = Progress::new("load", self.format.shows_progress());
+        bar.set_length(bytes(inputs));
+        let result = device.load(inputs, &self.placement, &mut |n| bar.advance(n));
+        let mut loaded = result.map_err(|e| room.load_failure(&e, inputs))?;
         bar.finish();
         let counters = device.counters();
         let iommu = counters.iommu;
@@ -292,43 +341,26 @@ impl Load {
             recording.save()?;
         }
         if self.verify {
-            let bar = Progress::new("verify", self.shows_progress());
+            let bar = Progress::new("verify", self.format.shows_progress());
             bar.set_length(loaded.report.bytes);
-            let result = device.verify(&loaded, &inputs, &mut |n| bar.advance(n));
+            let result = device.verify(&loaded, inputs, &mut |n| bar.advance(n));
             loaded.report.verify_wall = result.map_err(|e| verify_failure(&e))?;
             bar.finish();
         }
-        for (saved, (file, to)) in loaded.files.iter().zip(&outputs.save).enumerate() {
-            device.save(file, to).map_err(|e| save_failure(&e, saved, outputs.save.len()))?;
+        let save = outputs.map_or(&[][..], |outputs| &outputs.save);
+        for (saved, (file, to)) in loaded.files.iter().zip(save).enumerate() {
+            device.save(file, to).map_err(|e| save_failure(&e, saved, save.len()))?;
         }
         let (heap_peak, resident_peak) = (device.heap().stats().peak as u64, device.resident_peak());
-        if self.explain {
-            let rates = device.reference_rates(&mut inputs);
-            let trouble = |e| Failure::because("cannot measure the ceilings (the files are loaded)", &e);
-            loaded.report.reference = Some(rates.map_err(trouble)?);
-        }
-        let (name, verified, backing) = (self.device.to_string(), self.verify, device.staging_backing().cloned());
-        let outcome = Outcome {
-            device: name,
-            inputs,
+        Ok(Run {
             loaded,
-            verified,
             space: device.address_space().kind(),
-            backing,
+            backing: device.staging_backing().cloned(),
             iommu,
             touched,
             heap_peak,
             resident_peak,
-        };
-        match self.json {
-            true => output::print_json(&report::json(&outcome))?,
-            false => output::print(&report::text(&outcome, self.explain, self.list))?,
-        }
-        Ok(ExitCode::SUCCESS)
-    }
-
-    fn shows_progress(&self) -> bool {
-        !self.quiet && !self.json
+        })
     }
 
     fn file_options(&self) -> FileOptions {
@@ -340,16 +372,22 @@ impl Load {
     }
 
     fn open(&self, path: &PathBuf) -> Result<Input<FileQueue>, Failure> {
-        let input = open_file(path, self.file_options()).map_err(cannot_open)?;
-        has_size(&input)?;
-        Ok(input)
+        let source = Source::open(path)?;
+        let input = match source.is_stdin() || !source.has_size() {
+            true => {
+                let Source { file, path, .. } = source.with_size()?;
+                open_as(file, path, self.file_options())
+            }
+            false => open_file(path, self.file_options()),
+        };
+        input.map_err(cannot_open)
     }
 
     /// The files, or the sample that was asked for instead, if it fits the card.
     fn with_sample(&self, files: Vec<Input<FileQueue>>, room: &Room<'_>) -> Result<Vec<Input<FileQueue>>, Failure> {
         let Some(size) = self.sample else { return Ok(files) };
         room.check_sample(size.bytes())?;
-        let file = sample::make(size.bytes(), self.seed, self.shows_progress())?;
+        let file = sample::make(size.bytes(), self.seed, self.format.shows_progress())?;
         Ok(vec![open_as(file, sample::NAME, self.file_options()).map_err(cannot_open)?])
     }
 
@@ -407,21 +445,6 @@ fn can_be_saved(input: &Input<FileQueue>) -> Result<(), Failure> {
     }
 }
 
-/// Refuses files that the kernel generates as they are read: they report a size of 0.
-fn has_size(input: &Input<FileQueue>) -> Result<(), Failure> {
-    let generated = rustix::fs::fstatfs(&input.file).is_ok_and(|s| GENERATED.contains(&(s.f_type as u32)));
-    let empty = input.file.metadata().is_ok_and(|m| m.is_file() && m.len() == 0);
-    if !(generated && empty) {
-        return Ok(());
-    }
-    let path = input.path.display();
-    Err(Failure::new(format!("{path} has no size: the kernel generates it as it is read"))
-        .hint(format!("copy it first: cat {path} > copy")))
-}
-
-/// The file systems proc, sysfs, cgroup2, debugfs and tracefs.
-const GENERATED: [u32; 5] = [0x9fa0, 0x6265_6572, 0x6367_7270, 0x6462_6720, 0x7472_6163];
-
 /// The error with the path in its first line, once.
 fn cannot_open(error: dmalane::file::Error) -> Failure {
     match &error {
@@ -467,13 +490,15 @@ mod tests {
         assert_eq!((&load.mm_channel, load.placement.clone()), (&QueueChoice::Auto, Placement::Default));
         assert_eq!((load.chunk.bytes(), load.card_ddr, load.card_hbm), (16 << 20, None, None));
         assert_eq!((load.fragmentation, load.seed, &load.save, &load.record), (None, 1, &None, &None));
-        assert!(!(load.explain || load.verify || load.workers || load.json || load.quiet || load.list));
+        assert!(!(load.verify || load.workers || load.list) && load.repeat == 1);
+        let format = load.format;
+        assert!(!(format.verbose || format.json || format.csv || format.quiet));
     }
 
     #[test]
     fn every_option() {
         let load = load(
-            "--sample 1.5GiB -d soft --explain --verify --buffered --chunk 2MiB --mm-channel 1 --placement hbm-striped \
+            "--sample 1.5GiB -d soft -v --verify --buffered --chunk 2MiB --mm-channel 1 --placement hbm-striped \
              --fragmentation 1 --save out --record trace --card-ddr 1GB --card-hbm 4096 --workers --seed 7 --json -q \
              --list",
         )
@@ -485,7 +510,8 @@ mod tests {
         assert_eq!(sizes, [Some(2 << 20), Some(1_000_000_000), Some(4096)]);
         assert_eq!((load.fragmentation, load.seed, load.save), (Some(1.0), 7, Some("out".into())));
         assert_eq!(load.record, Some("trace".into()));
-        assert!(load.explain && load.verify && load.workers && load.json && load.quiet && load.list);
+        assert!(load.verify && load.workers && load.list);
+        assert!(load.format.verbose && load.format.json && load.format.quiet);
     }
 
     #[test]
@@ -514,6 +540,8 @@ mod tests {
             "a --record -",
             "a --card-ddr 257GiB",
             "a --card-hbm 274877906945",
+            "a --repeat 0",
+            "a --json --csv",
         ] {
             assert!(load(line).is_err(), "{line}");
         }

@@ -4,7 +4,7 @@ mod device;
 mod report;
 
 use std::ops::{Bound, ControlFlow};
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 use std::sync::Arc;
 use std::time::Duration;
@@ -13,7 +13,7 @@ use clap::{Args, ValueEnum};
 use dmalane::addr::{Access, FileOffset};
 use dmalane::dma::{AnonHeap, DmaHeap, MemfdHeap, Needs, PageKind, Picked, pick};
 use dmalane::file::Mode;
-use dmalane::load::fill::{Event, Extent, FillError, Filled, Job};
+use dmalane::load::fill::{Event, Extent, FillError, FillReport, Filled, Job};
 use dmalane::sim::{HostConfig, SoftHost};
 use dmalane::{AllocAndRead, AllocRead, DeviceSpec, ReadError, ReadFiles, ReadMethod, ReadOptions, ReadSource, Scheme};
 
@@ -24,18 +24,20 @@ use crate::output;
 use crate::progress::Progress;
 use crate::range::Range;
 use crate::size::{self, Size, between, binary};
+use crate::source::{self, Source};
 use device::Target;
 
 const EXAMPLES: &str = "\
 Examples:
-  dmalane read model.safetensors --explain       how the file was read, and why
+  dmalane read model.safetensors -v              how the file was read, and why
   dmalane read shard-*.safetensors --json        a buffer for each file
   dmalane read model.bin --heap memfd --pages thp --chunk 16MiB
   dmalane read model.bin --scheme sequential     allocate everything first, to compare
   dmalane read model.bin --range 1MiB..2MiB --direct
-  dmalane read model.bin --map --explain         the cost of registering and mapping each chunk
+  dmalane read model.bin --map -v                the cost of registering and mapping each chunk
+  dmalane read model.bin --repeat 5 --csv        the stages of the median run
   dmalane read model.bin -d soft --verify        transfer it to the software card meanwhile
-  zcat model.bin.gz | dmalane read /dev/stdin
+  zcat model.bin.gz | dmalane read -
 
 Reads files into memory that devices can use while the memory is still being allocated, then frees it.
 
@@ -45,7 +47,7 @@ Exit status: 0 read, 1 bad file or no memory, 2 usage error.";
 #[derive(Args)]
 #[command(after_help = EXAMPLES)]
 pub struct Read {
-    /// Files to read, each into its own buffer
+    /// Files to read, each into its own buffer; - for standard input
     #[arg(value_name = "FILE", required = true)]
     files: Vec<PathBuf>,
 
@@ -128,7 +130,7 @@ pub struct Read {
     #[arg(long, value_name = "N", value_parser = within::<u8>(1..=64))]
     threads: Option<u8>,
 
-    /// Read only these bytes of each file, for example 0..4096, 1GiB.. or ..1MiB
+    /// Read only these bytes of each file, for example 0..4096, 1GiB.. or ..1MiB; all of them must be there
     #[arg(long, value_name = "START..END")]
     range: Option<Range>,
 
@@ -144,17 +146,12 @@ pub struct Read {
     #[arg(long)]
     no_checksum: bool,
 
-    /// Show how each file was read and why, and the time of each stage
-    #[arg(long)]
-    explain: bool,
+    /// Read N times, each into new memory, and report the run with the median time
+    #[arg(long, value_name = "N", default_value_t = 1, value_parser = within::<u32>(1..=1000))]
+    repeat: u32,
 
-    /// Print the result as JSON
-    #[arg(long)]
-    json: bool,
-
-    /// Show no progress bar
-    #[arg(short, long)]
-    quiet: bool,
+    #[command(flatten)]
+    format: output::Format,
 }
 
 /// A heap to allocate from.
@@ -173,40 +170,89 @@ enum Heap {
 
 /// The result of reading, for the report.
 struct Outcome {
-    files: Vec<PathBuf>,
     picked: Picked,
-    filled: Filled,
-    methods: Vec<ReadMethod>,
-    /// Physically contiguous segments of the buffers, where the kernel tells.
-    segments: Option<u64>,
-    /// Device mappings of the buffers; `None` if none were asked for.
-    mappings: Option<usize>,
+    /// The run with the median time.
+    run: Run,
+    /// The times of all runs.
+    runs: output::Runs,
     /// The device that got them.
     device: Option<DeviceSpec>,
     /// What it got was read back and compared.
     verified: bool,
 }
 
+/// What is known of one reading, whose buffers are gone.
+struct Run {
+    report: FillReport,
+    files: Vec<ReadFile>,
+    /// Physically contiguous segments of the buffers, where the kernel tells.
+    segments: Option<u64>,
+    /// Device mappings of the buffers; `None` if none were asked for.
+    mappings: Option<usize>,
+}
+
+/// A file that was read.
+struct ReadFile {
+    path: PathBuf,
+    bytes: u64,
+    checksum: Option<u64>,
+    method: ReadMethod,
+}
+
 impl Read {
     /// Reads, and prints the result.
     pub fn run(self) -> Result<ExitCode, Failure> {
+        source::check(&self.files)?;
         let picked = self.pick_heap()?;
-        let bar = Progress::new("read", !self.quiet && !self.json);
-        let Done { read: ReadFiles { filled, methods }, mapped, target } = self.read(&*picked.heap, &bar)?;
-        let mappings = mapped.then(|| filled.mappings.iter().map(Vec::len).sum());
+        let sources = self.sources()?;
+        let mut runs = (0..self.repeat).map(|_| self.once(&*picked.heap, &sources)).collect::<Result<Vec<_>, _>>()?;
+        let walls: Vec<_> = runs.iter().map(|run| run.report.wall).collect();
+        let (times, median) = output::Runs::of(&walls);
+        let (run, device, verified) = (runs.swap_remove(median), self.device, self.verify);
+        let outcome = Outcome { picked, run, runs: times, device, verified };
+        let output::Format { verbose, json, csv, .. } = self.format;
+        match (json, csv) {
+            (true, _) => output::print_json(&report::json(&outcome))?,
+            (_, true) => output::print(&report::csv(&outcome))?,
+            _ => output::print(&report::text(&outcome, verbose))?,
+        }
+        Ok(ExitCode::SUCCESS)
+    }
+
+    /// The files. What has no size and is not read once from front to back is copied first.
+    fn sources(&self) -> Result<Vec<ReadSource>, Failure> {
+        let once = self.repeat == 1 && self.files.len() == 1 && !self.map && self.device.is_none();
+        let open = |path: &PathBuf| {
+            let source = Source::open(path)?;
+            let Source { file, path, .. } = if once && source.is_stream() { source } else { source.with_size()? };
+            Ok(ReadSource { file, path })
+        };
+        self.files.iter().map(open).collect()
+    }
+
+    /// Reads once, and checks what a device got.
+    fn once(&self, heap: &dyn dmalane::dma::Heap, sources: &[ReadSource]) -> Result<Run, Failure> {
+        let bar = Progress::new("read", self.format.shows_progress());
+        let Done { read: ReadFiles { filled, methods }, mapped, target } = self.read(heap, sources, &bar)?;
         bar.finish();
         if let Some(mut target) = target.filter(|_| self.verify) {
             target.verify(&filled)?;
         }
-        let runs = filled.buffers.iter().map(|b| dmalane::dma::physical_runs(b.shared()).ok());
-        let segments = runs.map(|runs| Some(runs?.segment_count() as u64)).sum();
-        let (files, device, verified) = (self.files, self.device, self.verify);
-        let outcome = Outcome { files, picked, filled, methods, segments, mappings, device, verified };
-        match self.json {
-            true => output::print_json(&report::json(&outcome))?,
-            false => output::print(&report::text(&outcome, self.explain))?,
-        }
-        Ok(ExitCode::SUCCESS)
+        let segments = filled.buffers.iter().map(|b| dmalane::dma::physical_runs(b.shared()).ok());
+        let files = sources.iter().zip(&filled.buffers).zip(methods);
+        Ok(Run {
+            segments: segments.map(|runs| Some(runs?.segment_count() as u64)).sum(),
+            mappings: mapped.then(|| filled.mappings.iter().map(Vec::len).sum()),
+            files: files
+                .map(|((source, buffer), method)| ReadFile {
+                    path: source.path.clone(),
+                    bytes: buffer.len() as u64,
+                    checksum: buffer.checksum(),
+                    method,
+                })
+                .collect(),
+            report: filled.report,
+        })
     }
 
     fn options(&self) -> ReadOptions {
@@ -256,28 +302,29 @@ impl Read {
         Ok(Picked { heap, passed_over: Vec::new() })
     }
 
-    fn read(&self, heap: &dyn dmalane::dma::Heap, bar: &Progress) -> Result<Done, Failure> {
+    fn read(&self, heap: &dyn dmalane::dma::Heap, sources: &[ReadSource], bar: &Progress) -> Result<Done, Failure> {
         let options = self.options();
-        let sources = self.files.iter().map(ReadSource::open).collect::<Result<Vec<_>, _>>().map_err(failure)?;
         let range = self.range.unwrap_or_default();
-        if let [only] = &sources[..]
-            && only.file.metadata().is_ok_and(|meta| is_stream(&meta.file_type()))
+        if let [only] = sources
+            && only.file.metadata().is_ok_and(|meta| source::is_stream(&meta.file_type()))
         {
-            if self.map || self.device.is_some() {
-                return Err(Failure::new("a pipe or socket cannot be mapped while it is read")
-                    .hint("without --map and --device it is read into memory, which can be mapped afterwards"));
-            }
             let bounds = (Bound::Included(range.start), range.end.map_or(Bound::Unbounded, Bound::Excluded));
             let AllocRead { buffer, method, report } =
                 heap.alloc_and_read(&only.file, bounds, &options).map_err(failure)?;
+            if range.start > 0 && buffer.is_empty() {
+                return Err(beyond(&only.path, range, None));
+            }
             let filled = Filled { buffers: vec![buffer], mappings: Vec::new(), report };
             return Ok(Done { read: ReadFiles { filled, methods: vec![method] }, mapped: false, target: None });
         }
         let mut job = Job::default();
         for (source, file) in sources.iter().enumerate() {
             let size = file.size().map_err(failure)?;
-            let end = range.end.unwrap_or(size.max(range.start));
-            let (at, len) = (FileOffset::new(range.start), end.saturating_sub(range.start));
+            let end = range.end.unwrap_or(size);
+            if end > size || range.start > 0 && range.start >= size {
+                return Err(beyond(&file.path, range, Some(size)));
+            }
+            let (at, len) = (FileOffset::new(range.start), end - range.start);
             job.extents.push(Extent { source, at, len, buffer: source, to: 0 });
             job.buffers.push(len);
         }
@@ -293,7 +340,10 @@ impl Read {
             None => None,
         };
         let host: SoftHost;
-        let mut read = dmalane::Read::sources(sources).job(job).options(options).watch(watch);
+        let mut read = dmalane::Read::sources(sources.iter().map(again).collect::<Result<Vec<_>, _>>()?)
+            .job(job)
+            .options(options)
+            .watch(watch);
         if let Some(Target { device, to }) = &mut target {
             read = read.and_to(device, to);
         } else if self.map {
@@ -323,9 +373,16 @@ fn seconds(text: &str) -> Result<Duration, String> {
     }
 }
 
-fn is_stream(kind: &std::fs::FileType) -> bool {
-    use std::os::unix::fs::FileTypeExt;
-    !kind.is_file() && !kind.is_block_device() && !kind.is_dir()
+/// The same open file.
+fn again(source: &ReadSource) -> Result<ReadSource, Failure> {
+    let file = source.file.try_clone()?;
+    Ok(ReadSource { file, path: source.path.clone() })
+}
+
+/// The error of a range that ends behind the end of a file.
+fn beyond(path: &Path, range: Range, size: Option<u64>) -> Failure {
+    let size = size.map_or(String::new(), |size| format!(", at {size}"));
+    Failure::new(format!("--range {range} does not lie in {}: the file ends before{size}", path.display()))
 }
 
 fn failure(error: ReadError) -> Failure {

@@ -1,6 +1,7 @@
 //! `dmalane validate`: data integrity and speed of a device.
 
 mod plot;
+mod repeat;
 mod report;
 
 use std::os::unix::fs::FileTypeExt;
@@ -30,6 +31,7 @@ use crate::number::within;
 use crate::output;
 use crate::progress::Steps;
 use crate::size::{Size, SizeError};
+use repeat::Spread;
 
 const EXAMPLES: &str = "\
 Examples:
@@ -39,14 +41,15 @@ Examples:
   dmalane validate --unregistered --iterations 100 --csv
   dmalane validate --emulate shared-23 --fit       find what limits a modelled card
   dmalane validate -d daemon:/run/dmalane/dmalaned.sock
-  dmalane validate -d file:/dev/shm/memory --probe-at 1MiB --explain
+  dmalane validate -d file:/dev/shm/memory --probe-at 1MiB -v
+  dmalane validate -j 2 --ddr-only --repeat 5      median and spread of each figure
   dmalane validate -d file:/dev/xdma0_h2c_0,c2h=/dev/xdma0_c2h_0 --buffer-size 4MiB
 
 Writes to the device's memory from --offset on and reads it back. The contents of a card are lost.
 A file or a block device that holds data is measured only with --restore, which backs the data up on
 disk and restores them at the end, or with --overwrite; a character device with --offset or
 --overwrite. If a run with --restore is killed or the device hangs, the next run restores the data.
-MB/s are 10^6 bytes per second. Bandwidth is reported only where the data read back was equal.
+Rates are in GB/s (10^9 bytes), sizes in GiB (2^30). Bandwidth is reported only where the data read back was equal.
 
 Exit status: 0 all data was equal, 1 data differed or the device could not be measured, 2 usage error,
 130 or 143 interrupted by SIGINT or SIGTERM. Results from before an error or a signal are printed.";
@@ -171,17 +174,12 @@ pub struct Validate {
     #[arg(long)]
     workers: bool,
 
-    /// Show how the device is driven
-    #[arg(long)]
-    explain: bool,
+    /// Measure N times, and report the median of each figure with its spread
+    #[arg(long, value_name = "N", default_value_t = 1, value_parser = within::<u32>(1..=1000))]
+    repeat: u32,
 
-    /// Print the result as JSON
-    #[arg(long, conflicts_with = "csv")]
-    json: bool,
-
-    /// Print the results as CSV
-    #[arg(long)]
-    csv: bool,
+    #[command(flatten)]
+    format: output::Format,
 
     /// Draw the results into this file, as SVG
     #[arg(long, value_name = "FILE", value_parser = PathBufValueParser::new().try_map(output::not_stdout))]
@@ -189,10 +187,6 @@ pub struct Validate {
 
     #[command(flatten)]
     replace: output::Replace,
-
-    /// Show no progress bar
-    #[arg(short, long)]
-    quiet: bool,
 }
 
 /// The result, for the report.
@@ -202,6 +196,8 @@ struct Outcome {
     settings: ValidateSettings,
     report: ValidateReport,
     fit: Option<(FitReport, FitSettings)>,
+    /// For each figure of several measurements, the least and the greatest rate.
+    spreads: Vec<Spread>,
     /// Everything that was asked for was measured.
     complete: bool,
 }
@@ -247,13 +243,26 @@ impl Validate {
             eprintln!("dmalane: restored the data of an earlier run, which was killed, from {}", backup.display());
         }
         [Some(&mut target), fitted.as_mut()].into_iter().flatten().for_each(|t| t.stop_when(signals.stop.clone()));
-        let bar = Steps::new(!self.quiet);
+        let bar = Steps::new(!self.format.quiet);
         let mut watch = |event| match event {
             ValidateEvent::Steps(n) => bar.more(n),
             ValidateEvent::Step(what) => bar.step(what),
         };
-        let mut report = ValidateReport::default();
+        let (mut report, mut spreads) = (ValidateReport::default(), Vec::new());
         let mut result = measure(&target, &settings, &mut report, &mut watch);
+        if self.repeat > 1 && result.is_ok() && report.passed() {
+            let mut reports = vec![report];
+            for _ in 1..self.repeat {
+                let mut next = ValidateReport::default();
+                result = measure(&target, &settings, &mut next, &mut watch);
+                let failed = result.is_err() || !next.passed();
+                reports.push(next);
+                if failed {
+                    break;
+                }
+            }
+            (report, spreads) = repeat::median(reports);
+        }
         let mut fit = None;
         if self.fit && result.is_ok() && report.passed() {
             let target = fitted.as_ref().unwrap_or(&target);
@@ -274,7 +283,7 @@ impl Validate {
             n => signals.mark(failure).cause(format!("the kernel still holds {n} bytes of buffers")),
         });
         let complete = failed.is_none();
-        let outcome = Outcome { device, notes, settings, report, fit, complete };
+        let outcome = Outcome { device, notes, settings, report, fit, spreads, complete };
         if complete || !outcome.report.integrity.is_empty() {
             self.print(&outcome, plot.as_ref())?;
         }
@@ -296,16 +305,18 @@ impl Validate {
 
     /// Prints the figures, and draws them.
     fn print(&self, outcome: &Outcome, plot: Option<&Output>) -> Result<(), Failure> {
-        match (self.json, self.csv) {
-            (true, _) => output::print_json(&report::json(outcome))?,
-            (_, true) => output::print(&report::csv(outcome))?,
-            _ => output::print(&report::text(outcome, self.explain))?,
-        }
-        if let Some(to) = plot.filter(|_| !outcome.report.figures.is_empty()) {
+        let plot = plot.filter(|_| !outcome.report.figures.is_empty());
+        let drawn = plot.map(|to| {
             let svg = plot::svg(outcome).map_err(|e| Failure::new(format!("cannot draw the figures: {e}")))?;
-            to.write(svg.as_bytes()).map_err(|e| cannot_write(to.path(), &e))?;
+            to.write(svg.as_bytes()).map_err(|e| cannot_write(to.path(), &e))
+        });
+        let path = plot.map(Output::path).filter(|_| matches!(drawn, Some(Ok(()))));
+        match (self.format.json, self.format.csv) {
+            (true, _) => output::print_json(&report::json(outcome, path))?,
+            (_, true) => output::print(&report::csv(outcome))?,
+            _ => output::print(&report::text(outcome, path, self.format.verbose))?,
         }
-        Ok(())
+        drawn.unwrap_or(Ok(()))
     }
 
     /// The file of `--plot`, which is none that the device is made of. Checked before minutes of measuring.
@@ -357,7 +368,7 @@ impl Validate {
     fn open_options(&self) -> OpenOptions {
         let takes = |option| self.device.kind().options.contains(&option);
         // As many calls at once as the reference makes.
-        let both = if self.settings().ways.contains(&Directions::Both) { 2 } else { 1 };
+        let both = if self.settings().directions.contains(&Directions::Both) { 2 } else { 1 };
         let file = FileDeviceOptions {
             // `contents` says what becomes of the data.
             overwrite: true,
@@ -398,7 +409,7 @@ impl Validate {
             allocation: self.channel_allocation,
             stop: self.iterations.map_or(Stop::For(self.duration), Stop::After),
             raw: self.raw_transfer_test,
-            ways: chosen.iter().filter(|(chosen, _)| all || *chosen).map(|(_, directions)| *directions).collect(),
+            directions: chosen.iter().filter(|(chosen, _)| all || *chosen).map(|(_, directions)| *directions).collect(),
             registered: !self.unregistered,
             pages: self.pages.clone(),
         }

@@ -103,7 +103,7 @@ fn files_are_loaded_onto_a_served_card_and_come_back() {
     for placement in ["ddr", "hbm-half", "hbm"] {
         let text =
             card.says(&["load", "--sample", "20MiB", "--verify", "--placement", placement, "--save", to, "--force"], 0);
-        assert!(text.contains("verified 5 tensors: read back through the card's MMU"), "{text}");
+        assert!(text.contains("Verified 5 tensors: read back through the card's MMU"), "{text}");
         // From the served card onto one in this process, and back: the same bytes.
         let again = card.dir.path().join("again.safetensors");
         let mut soft = Command::new(env!("CARGO_BIN_EXE_dmalane"));
@@ -111,10 +111,10 @@ fn files_are_loaded_onto_a_served_card_and_come_back() {
         assert!(soft.status.success());
         assert!(std::fs::read(&saved).unwrap() == std::fs::read(&again).unwrap());
     }
-    let text = card.says(&["load", "--sample", "1MiB", "--explain", "--chunk", "64KiB"], 0);
+    let text = card.says(&["load", "--sample", "1MiB", "-v", "--chunk", "64KiB"], 0);
     assert!(text.contains("IOMMU      not in this process: vfio-user:"), "{text}");
     let text = card.says(&["read", to, "--verify"], 0);
-    assert!(text.contains("onto vfio-user:") && text.contains("compared: equal"), "{text}");
+    assert!(text.contains("onto vfio-user:") && text.contains("compared, equal"), "{text}");
     let text = card.says(&["load", "--sample", "65MiB", "--placement", "hbm-half"], 1);
     assert!(text.contains("does not fit the card: the card has 32 MiB"), "{text}");
     let text = card.says(&["validate", "-j", "2", "--buffer-size", "256KiB", "--iterations", "2"], 0);

@@ -143,7 +143,7 @@ fn files_are_loaded_and_the_card_is_measured_through_it() {
     assert_eq!((&json["device"], &json["verified"]), (&device.as_str().into(), &true.into()));
     assert!(json["host"]["iommu_tables"].is_null() && json["card"]["touched_bytes"].is_null());
     assert!(std::fs::read(&saved).unwrap() == bytes);
-    let output = load(&["--sample", "8MiB", "--verify", "--explain"]);
+    let output = load(&["--sample", "8MiB", "--verify", "-v"]);
     assert!(output.status.success(), "{}", text(&output.stderr));
     assert!(text(&output.stdout).contains(&format!("IOMMU      in the daemon: {device}")));
     let output = dmalane(&["read", file, "-q", "-d", &device, "--verify", "--json"]);

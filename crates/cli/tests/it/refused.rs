@@ -94,8 +94,9 @@ fn a_seccomp_filter_that_forbids_io_uring() {
                 }
             }
         }
-        let text = read_where(&[IO_URING_SETUP], errno, &[path, "--direct", "--explain"]);
-        let text = String::from_utf8(text.stdout).unwrap();
+        let text = read_where(&[IO_URING_SETUP], errno, &[path, "--direct", "-v"]);
+        // Long lines are wrapped.
+        let text = String::from_utf8(text.stdout).unwrap().split_whitespace().collect::<Vec<_>>().join(" ");
         assert!(
             free["direct"] == false || text.contains("direct I/O, pread (io_uring refused: ") && text.contains(said),
             "{text}"

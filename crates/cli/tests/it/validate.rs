@@ -40,7 +40,7 @@ fn ok(args: &[&str]) -> String {
 
 fn json(args: &[&str]) -> Value {
     let value: Value = serde_json::from_str(&ok(&[args, &["--json"]].concat())).unwrap();
-    assert_eq!((&value["schema"], &value["command"], &value["passed"]), (&2.into(), &"validate".into(), &true.into()));
+    assert_eq!((&value["schema"], &value["command"], &value["passed"]), (&3.into(), &"validate".into(), &true.into()));
     value
 }
 
@@ -68,18 +68,23 @@ fn file(len: u64) -> (tempfile::NamedTempFile, String) {
 
 #[test]
 fn the_table_has_integrity_and_figures_for_each_memory() {
-    let table = ok(&["--pages", "4k", "--explain"]);
+    let table = ok(&["--pages", "4k", "-v"]);
     for memory in ["HBM ", "DDR ", "HBM+DDR "] {
         assert!(table.contains(&format!("integrity  {memory}")), "{table}");
         for way in ["read", "write", "both"] {
-            let line = table.lines().find(|l| l.starts_with(memory) && l.contains(&format!("KiB  {way}")));
+            let line = table.lines().find(|l| l.starts_with(memory) && l.contains(&format!("KiB  {way} ")));
             let line = line.unwrap_or_else(|| panic!("{memory} {way}: {table}"));
-            assert!(line.contains(" %)") && line.contains("64 KiB"), "{line}");
+            assert!(line.contains(" %  ") && line.contains("64 KiB"), "{line}");
         }
     }
     assert_eq!(table.matches("2/2 OK").count(), 3);
-    assert!(table.contains("MB/s (10^6 bytes per second)") && table.contains("ceiling: the faster of plain"));
-    assert!(table.contains("2 channels, Inline workers"), "--explain: {table}");
+    assert!(
+        table.starts_with("Data intact: reads up to ") && table.contains("\nreference (ref): the faster of plain"),
+        "{table}"
+    );
+    assert!(table.contains("GB/s of all threads together; ") && table.contains("a resolution of 1 %"), "{table}");
+    assert!(table.lines().all(|line| line.chars().count() <= 100), "{table}");
+    assert!(table.contains("2 channels, Inline workers"), "-v: {table}");
     assert!(!ok(&["--pages", "4k"]).contains("Inline workers"));
 }
 
@@ -132,23 +137,35 @@ fn every_option_does_what_it_says() {
 }
 
 #[test]
+fn a_repeated_measurement_has_a_median_and_a_spread() {
+    let words = ["--pages", "4k", "--repeat", "3", "--read", "--ddr-only"];
+    let figure = json(&words)["figures"][0].clone();
+    let [least, median, greatest] =
+        ["least", "total", "greatest"].map(|name| figure[format!("{name}_bytes_per_s")].as_f64().unwrap());
+    assert!(least <= median && median <= greatest && least < greatest, "{figure}");
+    let table = ok(&words);
+    assert!(table.contains(" spread ") && table.contains(".."), "{table}");
+    assert!(!ok(&["--pages", "4k", "--read", "--ddr-only"]).contains("spread"));
+}
+
+#[test]
 fn csv_and_plot() {
     let plot = PathBuf::from(env!("CARGO_TARGET_TMPDIR")).join("validate.svg");
     let _ = std::fs::remove_file(&plot);
     let csv = ok(&["--csv", "--pages", "4k", "--sweep", "4KiB,32KiB,MUL", "--plot", plot.to_str().unwrap()]);
     let mut lines = csv.lines();
     let head: Vec<&str> = lines.next().unwrap().split(',').collect();
-    assert_eq!(head[..5], ["memory", "buffer_bytes", "pages", "direction", "read_mb_per_s"]);
+    assert_eq!(head[..5], ["memory", "buffer_bytes", "pages", "direction", "read_bytes_per_s"]);
     let rows: Vec<Vec<&str>> = lines.map(|l| l.split(',').collect()).collect();
     assert_eq!(rows.len(), 3 * 4 * 3);
     for row in rows {
         assert_eq!(row.len(), head.len());
         let total: f64 = row[6].parse().unwrap();
-        assert!(total > 0.0 && row[7].parse::<f64>().unwrap() > 0.0, "{row:?}");
+        assert!(total > 0.0 && row[9].parse::<f64>().unwrap() > 0.0, "{row:?}");
         assert_eq!((row[3] == "write", row[3] == "read"), (row[4].is_empty(), row[5].is_empty()));
     }
     let svg = std::fs::read_to_string(plot).unwrap();
-    assert!(svg.starts_with("<svg") && svg.contains("HBM+DDR both, 4KiB pages") && svg.contains("MB/s"));
+    assert!(svg.starts_with("<svg") && svg.contains("HBM+DDR both, 4KiB pages") && svg.contains("GB/s"));
     assert!(complains(&["--plot", "/nowhere/x.svg"], 1).contains("cannot write /nowhere/x.svg"));
 }
 
@@ -161,12 +178,10 @@ fn a_file_is_measured_and_left_as_it_was() {
     assert!(said.contains("holds data") && said.contains("--restore backs the data up"), "{said}");
     let plain = json(&["-d", &device, "--restore"]);
     assert!(plain["notes"][0].as_str().unwrap().contains("not probed"), "{plain}");
-    assert!(figures(&plain).iter().all(|f| f["memory"] == "device" && f["ceiling_mb_per_s"].as_f64() > Some(0.0)));
+    assert!(figures(&plain).iter().all(|f| f["memory"] == "device" && f["reference_bytes_per_s"].as_f64() > Some(0.0)));
     let probed = json(&["-d", &device, "--restore", "--probe-at", "512KiB", "--read"]);
     assert!(probed["notes"][0].as_str().unwrap().contains(", probed"), "{probed}");
-    assert!(
-        ok(&["-d", &device, "--restore", "--read", "--explain"]).contains("pread and pwrite on threads (not probed")
-    );
+    assert!(ok(&["-d", &device, "--restore", "--read", "-v"]).contains("pread and pwrite on threads (not probed"));
     let both = format!("{device},h2c={0},c2h={0}", file.path().display());
     assert!(!figures(&json(&["-d", &both, "--restore", "--read"])).is_empty());
     assert!(std::fs::read(file.path()).unwrap() == before);
@@ -263,7 +278,7 @@ fn limits_are_named() {
     let questions: Vec<&str> = answers.iter().map(|a| a["question"].as_str().unwrap()).collect();
     // What the answers are is tested where a busy machine may have another try.
     assert_eq!(questions, ["duplex_halves", "together_capped", "hbm_reads_slow"]);
-    assert!(found["ceiling"].as_str().unwrap().contains("optimum"));
+    assert!(found["reference"].as_str().unwrap().contains("optimum"));
     assert!(found["notes"][1].as_str().unwrap().contains("divided by 50"));
 }
 

@@ -76,40 +76,42 @@ impl Memory {
 impl Cause {
     /// Every kind.
     pub fn all() -> Vec<Self> {
-        let per_way = |way| {
-            let halves = Memory::ALL.map(|m| Self::Half(m, way));
-            [Self::Channel(way), halves[0], halves[1], Self::Shared(way)]
+        let per_directions = |directions| {
+            let halves = Memory::ALL.map(|m| Self::Half(m, directions));
+            [Self::Channel(directions), halves[0], halves[1], Self::Shared(directions)]
         };
-        Directions::ALL.into_iter().flat_map(per_way).collect()
+        Directions::ALL.into_iter().flat_map(per_directions).collect()
     }
 
     /// The sets of streams that have such a limit each.
     fn members(self, channels: usize) -> Vec<Streams> {
         match self {
-            Self::Channel(way) => {
-                (0..channels).map(|c| Streams { channel: Some(c), half: None, direction: way.direction() }).collect()
-            }
-            Self::Half(memory, way) => memory
+            Self::Channel(directions) => (0..channels)
+                .map(|c| Streams { channel: Some(c), half: None, direction: directions.direction() })
+                .collect(),
+            Self::Half(memory, directions) => memory
                 .halves()
                 .into_iter()
-                .map(|h| Streams { channel: None, half: Some(h), direction: way.direction() })
+                .map(|h| Streams { channel: None, half: Some(h), direction: directions.direction() })
                 .collect(),
-            Self::Shared(way) => vec![Streams { direction: way.direction(), ..Streams::ALL }],
+            Self::Shared(directions) => vec![Streams { direction: directions.direction(), ..Streams::ALL }],
         }
     }
 }
 
 impl fmt::Display for Cause {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let way = |w: &Directions| match w {
+        let directions = |w: &Directions| match w {
             Directions::Read => "reading",
             Directions::Write => "writing",
             Directions::Both => "reading and writing together",
         };
         match self {
-            Self::Channel(w) => write!(f, "what each channel moves, {}", way(w)),
-            Self::Half(m, w) => write!(f, "what each half of {} moves, {}", format!("{m:?}").to_uppercase(), way(w)),
-            Self::Shared(w) => write!(f, "what all channels share, {}", way(w)),
+            Self::Channel(w) => write!(f, "what each channel moves, {}", directions(w)),
+            Self::Half(m, w) => {
+                write!(f, "what each half of {} moves, {}", format!("{m:?}").to_uppercase(), directions(w))
+            }
+            Self::Shared(w) => write!(f, "what all channels share, {}", directions(w)),
         }
     }
 }
@@ -224,10 +226,13 @@ pub fn fit(channels: usize, measured: &[Measured], noise: f64) -> Fit {
             common_or_each(mine.map(|(_, held)| held & set).collect())
         };
         // And so for the measurements of a way.
-        let by_way = |set: usize, way: Directions| {
-            common_or_each(relevant.iter().filter(|p| way_of(p) == way).flat_map(|p| of(set, p)).collect())
+        let by_directions = |set: usize, directions: Directions| {
+            common_or_each(
+                relevant.iter().filter(|p| directions_of(p) == directions).flat_map(|p| of(set, p)).collect(),
+            )
         };
-        let masks = |set: &usize| Directions::ALL.into_iter().flat_map(|way| by_way(*set, way)).collect();
+        let masks =
+            |set: &usize| Directions::ALL.into_iter().flat_map(|directions| by_directions(*set, directions)).collect();
         let masks: Vec<Vec<usize>> = sets.iter().map(masks).collect();
         let union = |masks: &Vec<usize>| masks.iter().fold(0, |any, m| any | m);
         let any = masks.iter().fold(0, |any, m| any | union(m));
@@ -287,7 +292,7 @@ fn common_or_each(masks: Vec<usize>) -> Vec<usize> {
     }
 }
 
-fn way_of(p: &Measured) -> Directions {
+fn directions_of(p: &Measured) -> Directions {
     let reads = p.flows.iter().filter(|(s, _)| s.direction == Direction::ToHost).count();
     match reads {
         0 => Directions::Write,
@@ -375,11 +380,11 @@ pub fn plan(channels: usize) -> Vec<Vec<Stream>> {
     places.dedup();
     let [read, write] = [Direction::ToHost, Direction::FromHost];
     let stream = |direction| move |&(channel, half): &(usize, Half)| Stream { channel, half, direction };
-    let ways = |p: &Vec<(usize, Half)>| {
+    let directions = |p: &Vec<(usize, Half)>| {
         let of = |d| p.iter().map(stream(d)).collect::<Vec<_>>();
         [of(read), of(write), [of(read), of(write)].concat()]
     };
-    places.iter().flat_map(ways).collect()
+    places.iter().flat_map(directions).collect()
 }
 
 /// The rates that a modelled link gives these streams, without noise.

@@ -39,6 +39,6 @@ mod throttle;
 
 pub use model::{Half, Limit, Link, ModelError, Stream, Streams};
 pub use optimum::{Demand, Unsolved, best_rate, shortest};
-pub use sim::{Copy, Rig, Run, Sim, SimQueue};
+pub use sim::{Copy, Rig, RigRun, Sim, SimQueue};
 pub use slow::Slow;
 pub use throttle::Throttle;

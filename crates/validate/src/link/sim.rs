@@ -257,7 +257,7 @@ pub struct Copy {
 
 /// How long a batch of copies took in virtual time.
 #[derive(Clone, Copy, PartialEq, Debug)]
-pub struct Run {
+pub struct RigRun {
     /// When it began.
     pub began: Duration,
     /// Seconds from the first submission to the last completion.
@@ -291,7 +291,7 @@ impl<P: Policy> Rig<P> {
     ///
     /// # Panics
     /// When the policy leaves bytes lying although nothing is under way, which it must not.
-    pub fn run(&mut self, copies: &[Copy]) -> Result<Run, Box<dyn std::error::Error>> {
+    pub fn run(&mut self, copies: &[Copy]) -> Result<RigRun, Box<dyn std::error::Error>> {
         let began = self.sim.now();
         let mut done = Vec::new();
         let mut waiting = VecDeque::new();
@@ -323,7 +323,7 @@ impl<P: Policy> Rig<P> {
         }
         let seconds = (self.sim.now() - began).as_secs_f64();
         let bytes: u64 = copies.iter().map(|c| c.bytes).sum();
-        Ok(Run { began, seconds, rate: bytes as f64 / seconds })
+        Ok(RigRun { began, seconds, rate: bytes as f64 / seconds })
     }
 
     /// Lets virtual time pass with nothing under way.

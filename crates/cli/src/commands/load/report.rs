@@ -1,6 +1,5 @@
 //! The outcome of a load, as text and as JSON.
 
-use std::fmt::Write;
 use std::time::Duration;
 
 use dmalane::addr::PageSize;
@@ -9,8 +8,9 @@ use dmalane::load::{Container, LoadedTensor, Stage, StageReport};
 use serde::Serialize;
 
 use super::Outcome;
-use crate::output::plain;
-use crate::size::{binary, decimal, duration, per_second, rate};
+use crate::layout::{Table, bottleneck, cut_front, good, terminal, wrap};
+use crate::output::{Runs, csv_line, plain};
+use crate::size::{binary, duration, per_second, rate};
 
 /// The output of `--json`, described in `docs/formats/json.md`.
 #[derive(Serialize)]
@@ -24,11 +24,15 @@ struct Json {
     bytes_per_s: f64,
     verified: bool,
     verify_s: Option<f64>,
-    slowest_stage: Option<String>,
+    bottleneck: Option<String>,
+    #[serde(flatten)]
+    runs: Runs,
     stages: Vec<JsonStage>,
-    ceilings: Option<JsonCeilings>,
+    references: Option<JsonReferences>,
     host: JsonHost,
     card: JsonCard,
+    saved: Vec<String>,
+    recorded: Option<String>,
     files: Vec<JsonFile>,
 }
 
@@ -40,11 +44,11 @@ struct JsonStage {
     share: Option<f64>,
     bytes: u64,
     bytes_per_s: Option<f64>,
-    ceiling_bytes_per_s: Option<f64>,
+    reference_bytes_per_s: Option<f64>,
 }
 
 #[derive(Serialize)]
-struct JsonCeilings {
+struct JsonReferences {
     read_bytes_per_s: f64,
     copy_bytes_per_s: f64,
     first_touch_bytes_per_s: f64,
@@ -102,7 +106,7 @@ struct JsonTensor {
 }
 
 fn tensors(o: &Outcome) -> usize {
-    o.loaded.files.iter().map(|f| f.model.tensors.len()).sum()
+    o.run.loaded.files.iter().map(|f| f.model.tensors.len()).sum()
 }
 
 /// A rate over fewer bytes measures start-up time.
@@ -110,11 +114,12 @@ const LEAST: u64 = 1 << 20;
 
 /// The reference rate of a stage. Only stages that move bytes through memory or from the disk have one. A transfer
 /// copies its bytes, and populates the card's memory where the load touches it first.
-fn ceiling(s: &StageReport, o: &Outcome) -> Option<f64> {
-    let c = o.loaded.report.reference.filter(|_| s.bytes >= LEAST)?;
+fn reference(s: &StageReport, o: &Outcome) -> Option<f64> {
+    let rates = o.references.filter(|_| s.bytes >= LEAST)?;
+    let touched = o.run.touched.unwrap_or(0) as f64;
     let best = match s.stage {
-        Stage::Read => c.read,
-        Stage::Transfer => s.bytes as f64 / (s.bytes as f64 / c.copy + o.touched.unwrap_or(0) as f64 / c.first_touch),
+        Stage::Read => rates.read,
+        Stage::Transfer => s.bytes as f64 / (s.bytes as f64 / rates.copy + touched / rates.first_touch),
         _ => return None,
     };
     (best.is_finite() && best > 0.0).then_some(best)
@@ -133,11 +138,12 @@ fn share(s: &StageReport, wall: Duration) -> Option<f64> {
 
 /// Stages, with the verification as the last where there was one.
 fn stages(o: &Outcome) -> Vec<StageReport> {
-    let mut stages = o.loaded.report.stages.clone();
+    let loaded = &o.run.loaded;
+    let mut stages = loaded.report.stages.clone();
     if o.verified {
-        let bytes = o.loaded.files.iter().flat_map(|f| &f.model.tensors).map(|t| t.len).sum();
+        let bytes = loaded.files.iter().flat_map(|f| &f.model.tensors).map(|t| t.len).sum();
         for s in stages.iter_mut().filter(|s| s.stage == Stage::Verify) {
-            (s.busy, s.held, s.bytes) = (o.loaded.report.verify_wall, o.loaded.report.verify_wall, bytes);
+            (s.busy, s.held, s.bytes) = (loaded.report.verify_wall, loaded.report.verify_wall, bytes);
         }
     } else {
         stages.retain(|s| s.stage != Stage::Verify);
@@ -147,50 +153,51 @@ fn stages(o: &Outcome) -> Vec<StageReport> {
 
 /// The outcome as what `--json` prints.
 pub(super) fn json(o: &Outcome) -> impl Serialize + use<> {
-    let wall = o.loaded.report.wall.as_secs_f64();
+    let r = &o.run.loaded.report;
+    let wall = r.wall.as_secs_f64();
     let leaves = |leaves: &[(PageSize, u64)]| {
         leaves.iter().map(|(page, count)| JsonLeaves { page_bytes: page.bytes(), count: *count }).collect()
     };
-    let (backing, iommu) = (o.backing.as_ref(), o.iommu.as_ref());
-    let ceilings = o.loaded.report.reference;
+    let (backing, iommu) = (o.run.backing.as_ref(), o.run.iommu.as_ref());
     Json {
-        schema: 2,
+        schema: 3,
         command: "load",
         device: o.device.clone(),
-        bytes: o.loaded.report.bytes,
+        bytes: r.bytes,
         tensors: tensors(o),
         wall_s: wall,
-        bytes_per_s: if wall > 0.0 { o.loaded.report.bytes as f64 / wall } else { 0.0 },
+        bytes_per_s: if wall > 0.0 { r.bytes as f64 / wall } else { 0.0 },
         verified: o.verified,
-        verify_s: o.verified.then_some(o.loaded.report.verify_wall.as_secs_f64()),
-        slowest_stage: o.loaded.report.slowest().map(|s| s.stage.to_string()),
+        verify_s: o.verified.then_some(r.verify_wall.as_secs_f64()),
+        bottleneck: r.slowest().map(|s| s.stage.to_string()),
+        runs: o.runs.clone(),
         stages: stages(o)
             .iter()
             .map(|s| JsonStage {
                 stage: s.stage.to_string(),
                 busy_s: s.busy.as_secs_f64(),
                 wall_s: s.held.as_secs_f64(),
-                share: share(s, o.loaded.report.wall),
+                share: share(s, r.wall),
                 bytes: s.bytes,
                 bytes_per_s: reached(s),
-                ceiling_bytes_per_s: ceiling(s, o),
+                reference_bytes_per_s: reference(s, o),
             })
             .collect(),
-        ceilings: ceilings.map(|c| JsonCeilings {
-            read_bytes_per_s: c.read,
-            copy_bytes_per_s: c.copy,
-            first_touch_bytes_per_s: c.first_touch,
+        references: o.references.map(|rates| JsonReferences {
+            read_bytes_per_s: rates.read,
+            copy_bytes_per_s: rates.copy,
+            first_touch_bytes_per_s: rates.first_touch,
         }),
         host: JsonHost {
-            staging_buffers: o.loaded.report.staging.0,
-            staging_bytes: o.loaded.report.staging.1,
+            staging_buffers: r.staging.0,
+            staging_bytes: r.staging.1,
             page_backing: backing.map(|r| r.kind.to_string()),
             page_backing_fallbacks: backing
                 .map_or(Vec::new(), |r| r.passed_over.iter().map(|(kind, why)| format!("{kind}: {why}")).collect()),
-            heap_peak_bytes: o.heap_peak,
-            resident_before_bytes: o.loaded.report.resident_before,
-            resident_peak_bytes: o.resident_peak,
-            segments: o.loaded.report.segments,
+            heap_peak_bytes: o.run.heap_peak,
+            resident_before_bytes: r.resident_before,
+            resident_peak_bytes: o.run.resident_peak,
+            segments: r.segments,
             iommu_leaves: iommu.map(|i| leaves(&i.leaves)),
             iommu_tables: iommu.map(|i| i.tables),
             iotlb_hits: iommu.map(|i| i.hits),
@@ -198,11 +205,14 @@ pub(super) fn json(o: &Outcome) -> impl Serialize + use<> {
             faults: iommu.map(|i| i.faults),
         },
         card: JsonCard {
-            transfers: o.loaded.report.transfers,
-            device_leaves: leaves(&o.loaded.report.device_leaves),
-            touched_bytes: o.touched,
+            transfers: r.transfers,
+            device_leaves: leaves(&r.device_leaves),
+            touched_bytes: o.run.touched,
         },
+        saved: o.saved.iter().map(|path| path.to_string_lossy().into_owned()).collect(),
+        recorded: o.recorded.as_ref().map(|path| path.to_string_lossy().into_owned()),
         files: o
+            .run
             .loaded
             .files
             .iter()
@@ -233,174 +243,181 @@ pub(super) fn json(o: &Outcome) -> impl Serialize + use<> {
     }
 }
 
-/// The outcome for people.
-pub(super) fn text(o: &Outcome, explain: bool, list: bool) -> String {
-    let mut out = String::new();
-    let r = &o.loaded.report;
-    // Writing to a String cannot fail.
-    let _ = writeln!(
-        out,
-        "loaded {} in {} ({}, {}) in {}, {}",
+/// The stages as CSV, and the whole load as the last row.
+pub(super) fn csv(o: &Outcome) -> String {
+    let head = ["stage", "busy_s", "wall_s", "share", "bytes", "bytes_per_s", "reference_bytes_per_s"];
+    let number = |value: Option<f64>| value.map_or(String::new(), |value| value.to_string());
+    let seconds = |time: Duration| time.as_secs_f64().to_string();
+    let r = &o.run.loaded.report;
+    let mut out = csv_line(head.map(str::to_owned));
+    for s in stages(o) {
+        out += &csv_line([
+            s.stage.to_string(),
+            seconds(s.busy),
+            seconds(s.held),
+            number(share(&s, r.wall)),
+            s.bytes.to_string(),
+            number(reached(&s)),
+            number(reference(&s, o)),
+        ]);
+    }
+    let rate = (!r.wall.is_zero()).then(|| r.bytes as f64 / r.wall.as_secs_f64());
+    let (wall, bytes, none) = (seconds(r.wall), r.bytes.to_string(), String::new());
+    out + &csv_line(["load".to_owned(), wall.clone(), wall, "1".to_owned(), bytes, number(rate), none])
+}
+
+/// The outcome for people: the answer, the stages, the files, and with `verbose` everything else.
+pub(super) fn text(o: &Outcome, verbose: bool, list: bool) -> String {
+    let r = &o.run.loaded.report;
+    let mut out = bottleneck(r.stages.iter().filter_map(|s| Some((s.stage, share(s, r.wall)?))));
+    out += &format!(
+        "Loaded {} in {} ({}) in {}: {}{}\n",
         count(tensors(o), "tensor"),
-        count(o.loaded.files.len(), "file"),
-        decimal(r.bytes),
+        count(o.inputs.len(), "file"),
         binary(r.bytes),
         duration(r.wall),
         rate(r.bytes, r.wall),
+        if o.verified { format!(", {}", good("verified")) } else { String::new() },
     );
-    for (file, input) in o.loaded.files.iter().zip(&o.inputs) {
+    out += &o.runs.text();
+    out.push('\n');
+    out += &stage_table(o);
+    out.push('\n');
+    for (file, input) in o.run.loaded.files.iter().zip(&o.inputs) {
         let path = plain(&file.path.to_string_lossy());
         let content = match file.model.container {
             Container::Raw => "raw, one run of bytes".to_owned(),
             kind => format!("{}, {}", kind.name(), count(file.model.tensors.len(), "tensor")),
         };
-        let _ = writeln!(out, "  {path}: {content}; XXH3 {:016x}; {}", file.checksum, input.queue.how());
+        let hash = format!("XXH3 {:016x}", file.checksum);
+        out += &wrap(&format!("{path}: {content}; {hash}; {}", plain(&input.queue.how().to_string())), 2);
     }
     if o.verified {
-        let how = match o.space {
+        let how = match o.run.space {
             AddressSpaceKind::PageTables { .. } => "through the card's MMU",
             AddressSpaceKind::Driver { .. } => "by device virtual address",
             AddressSpaceKind::Flat => "from the device's memory (it has no MMU)",
         };
-        let _ = writeln!(out, "verified {}: read back {how}, equal to the files", count(tensors(o), "tensor"));
+        let tensors = count(tensors(o), "tensor");
+        out += &format!("Verified {tensors}: read back {how}, equal to the files\n");
+    }
+    for path in &o.saved {
+        out += &format!("Saved: {}\n", plain(&path.to_string_lossy()));
+    }
+    if let Some(path) = &o.recorded {
+        out += &format!("Recorded: {}\n", plain(&path.to_string_lossy()));
     }
     if list {
-        for file in &o.loaded.files {
-            if o.loaded.files.len() > 1 {
-                let _ = writeln!(out, "\n{}", plain(&file.path.to_string_lossy()));
-            } else {
-                out.push('\n');
+        for file in &o.run.loaded.files {
+            out.push('\n');
+            if o.run.loaded.files.len() > 1 {
+                out += &format!("{}\n", plain(&file.path.to_string_lossy()));
             }
-            out.push_str(&table(file.tensors()));
+            out += &tensor_table(file.tensors());
         }
     }
-    if explain {
-        explain_stages(o, &mut out);
-        explain_memory(o, &mut out);
+    if verbose {
+        out += &details(o);
     }
     out
 }
 
-/// The most columns that a name or a shape takes.
-const WIDEST: usize = 48;
-
 /// A line per tensor, in columns.
-fn table<'a>(tensors: impl Iterator<Item = &'a LoadedTensor>) -> String {
-    let head = ["tensor", "dtype", "shape", "bytes", "device VA"].map(str::to_owned);
-    let rows = tensors.map(|LoadedTensor { tensor: t, va }| {
+fn tensor_table<'a>(tensors: impl Iterator<Item = &'a LoadedTensor>) -> String {
+    let terminal = terminal();
+    let mut table = Table::new("lllrl", ["tensor", "dtype", "shape", "bytes", "device VA"]);
+    for LoadedTensor { tensor: t, va } in tensors {
         let dtype = if t.dtype.is_empty() { "-".to_owned() } else { plain(&t.dtype) };
         let shape: Vec<_> = t.shape.iter().map(u64::to_string).collect();
         let shape = if t.dtype.is_empty() { "-".to_owned() } else { format!("[{}]", shape.join(",")) };
-        let va = va.map_or("-".to_owned(), |va| format!("{:#x}-{:#x}", va.first().bits(), va.last().bits()));
-        [cut(&plain(&t.name)), dtype, cut(&shape), t.len.to_string(), va]
-    });
-    let rows: Vec<_> = std::iter::once(head).chain(rows).collect();
-    let width = |column: usize| rows.iter().map(|r| r[column].chars().count()).max().unwrap_or(0);
-    let [name, dtype, shape, bytes] = [0, 1, 2, 3].map(width);
-    let line =
-        |r: &[String; 5]| format!("{:name$}  {:dtype$}  {:shape$}  {:>bytes$}  {}\n", r[0], r[1], r[2], r[3], r[4]);
-    rows.iter().map(line).collect()
-}
-
-/// Both ends of a text that is too long: layers differ in front, their parts behind.
-fn cut(text: &str) -> String {
-    let all: Vec<char> = text.chars().collect();
-    if all.len() <= WIDEST {
-        return text.to_owned();
+        let va = va.map_or("-".to_owned(), |va| range(va.first().bits(), va.len()));
+        table.row([cut_front(&plain(&t.name), terminal), dtype, cut_front(&shape, terminal), t.len.to_string(), va]);
     }
-    let end = (WIDEST - 3) / 2;
-    let ends = (&all[..WIDEST - 3 - end], &all[all.len() - end..]);
-    ends.0.iter().chain(&['.'; 3]).chain(ends.1).collect()
+    table.text()
 }
 
-fn explain_stages(o: &Outcome, out: &mut String) {
+/// Addresses as `START..END`, without `END`.
+fn range(start: u64, len: u64) -> String {
+    // A range may end with the last address.
+    format!("{start:#x}..{:#x}", u128::from(start) + u128::from(len))
+}
+
+fn stage_table(o: &Outcome) -> String {
     let none = || "-".to_owned();
-    let _ = writeln!(out, "\nstage       busy ms   wall ms   of wall       bytes        rate   ceiling");
+    let head = ["stage", "busy ms", "wall ms", "of wall", "size", "rate", "reference", "reached"];
+    let mut table = Table::new("lrrrrrrr", head);
+    let wall = o.run.loaded.report.wall;
     // So many digits that something is left of a short load.
-    let digits = if o.loaded.report.wall < Duration::from_millis(10) { 3 } else { 1 };
+    let digits = if wall < Duration::from_millis(10) { 3 } else { 1 };
+    let ms = |time: Duration| format!("{:.digits$}", time.as_secs_f64() * 1e3);
     for s in stages(o) {
-        let of_ceiling = match (reached(&s), ceiling(&s, o)) {
-            (Some(got), Some(best)) => format!("{} ({:.0} %)", per_second(best), got / best * 100.0),
-            _ => none(),
-        };
-        let _ = writeln!(
-            out,
-            "{:<10} {:>8.digits$} {:>9.digits$} {:>9} {:>11} {:>11}  {of_ceiling}",
+        let of_reference = reached(&s).zip(reference(&s, o));
+        table.row([
             s.stage.to_string(),
-            s.busy.as_secs_f64() * 1e3,
-            s.held.as_secs_f64() * 1e3,
-            share(&s, o.loaded.report.wall).map_or_else(none, |share| format!("{:.1} %", share * 100.0)),
-            decimal(s.bytes),
+            ms(s.busy),
+            ms(s.held),
+            share(&s, wall).map_or_else(none, |share| format!("{:.1} %", share * 100.0)),
+            binary(s.bytes),
             reached(&s).map_or_else(none, per_second),
-        );
+            of_reference.map_or(String::new(), |(_, best)| per_second(best)),
+            of_reference.map_or(String::new(), |(got, best)| format!("{:.0} %", got / best * 100.0)),
+        ]);
     }
-    let _ = writeln!(
-        out,
-        "busy: time with work under way in the stage; stages overlap. wall: time in which the pipeline only worked \
-        on the stage \
-         or waited for it. of wall: that time as a share of the load. verify follows the load. -: less than 1 MiB \
-         moved."
-    );
-    if let Some(c) = o.loaded.report.reference {
-        let _ = match o.touched {
-            Some(touched) => writeln!(
-                out,
-                "The ceiling of transfer: copying its bytes ({}) plus the first touch of {} of the card's memory ({}).",
-                per_second(c.copy),
-                decimal(touched),
-                per_second(c.first_touch)
-            ),
-            None => writeln!(
-                out,
-                "The ceiling of transfer: copying its bytes ({}). Only the card knows how much of its memory is \
-                touched first, \
-                 which takes longer.",
-                per_second(c.copy)
-            ),
-        };
-    }
-    if let Some(s) = o.loaded.report.slowest() {
-        let _ = writeln!(
-            out,
-            "Bottleneck: {} ({:.0} % of the wall time).",
-            s.stage,
-            share(s, o.loaded.report.wall).unwrap_or(0.0) * 100.0
-        );
-    }
-    if let Some(c) = o.loaded.report.reference {
-        let _ = writeln!(
-            out,
-            "Ceilings of this run: reading the same files into the same buffers {}, copying memory {}, first touch \
-            of the \
-             card's memory {}.",
-            per_second(c.read),
-            per_second(c.copy),
-            per_second(c.first_touch)
-        );
-    }
+    table.text()
 }
 
-fn explain_memory(o: &Outcome, out: &mut String) {
-    let r = &o.loaded.report;
-    let _ = writeln!(out, "\nhost       {} of {}", count(r.staging.0, "staging buffer"), binary(r.staging.1));
-    if let Some(backing) = &o.backing {
-        let _ = writeln!(out, "           on {}", backing.kind);
+/// What only `--verbose` shows.
+fn details(o: &Outcome) -> String {
+    let mut out = String::from("\n");
+    out += &wrap(
+        "busy: time with work under way in the stage; stages overlap. wall: time in which the pipeline only worked on \
+         the stage or waited for it. verify follows the load. -: less than 1 MiB moved.",
+        0,
+    );
+    if let Some(rates) = o.references {
+        let (read, copy, touch) = (per_second(rates.read), per_second(rates.copy), per_second(rates.first_touch));
+        out += &wrap(
+            &format!(
+                "References of this run: reading the same files into the same buffers {read}, copying memory {copy}, \
+                 first touch of the card's memory {touch}."
+            ),
+            0,
+        );
+        out += &wrap(
+            &match o.run.touched {
+                Some(touched) => format!(
+                    "The reference of transfer: copying its bytes plus the first touch of {} of the card's memory.",
+                    binary(touched)
+                ),
+                None => "The reference of transfer: copying its bytes. Only the card knows how much of its memory is \
+                         touched first, which takes longer."
+                    .to_owned(),
+            },
+            0,
+        );
+    }
+    out.push('\n');
+    let r = &o.run.loaded.report;
+    let mut line = |label: &str, text: &str| out += &wrap(&format!("{label:<10} {text}"), 11);
+    line("host", &format!("{} of {}", count(r.staging.0, "staging buffer"), binary(r.staging.1)));
+    if let Some(backing) = &o.run.backing {
+        line("pages", &backing.kind.to_string());
         for (kind, why) in &backing.passed_over {
-            let _ = writeln!(out, "           not on {kind}: {why}");
+            line("", &format!("not {kind}: {why}"));
         }
     }
-    let _ = writeln!(
-        out,
-        "           heap peak {}; RssAnon + HugetlbPages {} before, {} peak (before the \
-         ceilings were measured; without the card's memory)",
-        binary(o.heap_peak),
-        binary(r.resident_before),
-        binary(o.resident_peak)
+    let (before, peak) = (binary(r.resident_before), binary(o.run.resident_peak));
+    line(
+        "memory",
+        &format!(
+            "heap peak {}; RssAnon + HugetlbPages {before} before, {peak} peak (before the references were measured; \
+             without the card's memory)",
+            binary(o.run.heap_peak)
+        ),
     );
-    let _ = match &o.iommu {
-        Some(i) => writeln!(
-            out,
-            "IOMMU      {} in {}; {}; IOTLB {} hits, {} misses; {}",
+    let iommu = match &o.run.iommu {
+        Some(i) => format!(
+            "{} in {}; {}; IOTLB {} hits, {} misses; {}",
             count(r.segments as usize, "segment"),
             leaves(&i.leaves),
             count(i.tables, "table"),
@@ -408,13 +425,14 @@ fn explain_memory(o: &Outcome, out: &mut String) {
             i.misses,
             count(i.faults as usize, "fault"),
         ),
-        None if o.device.starts_with("daemon") => writeln!(out, "IOMMU      in the daemon: {}", plain(&o.device)),
-        None => writeln!(out, "IOMMU      not in this process: {}", plain(&o.device)),
+        None if o.device.starts_with("daemon") => format!("in the daemon: {}", plain(&o.device)),
+        None => format!("not in this process: {}", plain(&o.device)),
     };
-    let touched =
-        o.touched.map_or(String::new(), |touched| format!("; {} touched for the first time", binary(touched)));
+    line("IOMMU", &iommu);
+    let touched = o.run.touched.map_or(String::new(), |touched| format!("; {} touched first", binary(touched)));
     let transfers = count(r.transfers as usize, "transfer");
-    let _ = writeln!(out, "card       {transfers}{touched}; bound by {}", leaves(&r.device_leaves));
+    line("card", &format!("{transfers}{touched}; bound by {}", leaves(&r.device_leaves)));
+    out
 }
 
 fn leaves(leaves: &[(PageSize, u64)]) -> String {
@@ -446,13 +464,19 @@ mod tests {
         };
         let va = Span::new(DeviceVa::new(1 << 32), 48);
         let tensors = [tensor("a\x1b[2J", &[3, 4], 48, va), tensor(&"\u{e9}".repeat(99), &[9; 60], 0, None)];
-        let text = table(tensors.iter());
+        let text = tensor_table(tensors.iter());
         let lines: Vec<_> = text.lines().collect();
         assert_eq!(lines.len(), 3);
-        assert!(lines[1].starts_with("a\u{fffd}[2J ") && lines[1].ends_with("  48  0x100000000-0x10000002f"), "{text}");
+        assert!(
+            lines[1].starts_with("a\u{fffd}[2J ") && lines[1].ends_with("  48  0x100000000..0x100000030"),
+            "{text}"
+        );
         let column =
             |line: &str| line.chars().collect::<String>().chars().count() - line.rsplit("  ").next().unwrap().len();
         assert!(lines.iter().all(|l| column(l) == column(lines[0])), "{text}");
-        assert!(lines[2].contains("\u{e9}...\u{e9}") && lines[2].ends_with("  -"), "{text}");
+        assert!(
+            lines[2].starts_with(&"\u{e9}".repeat(99)) && lines[2].ends_with("  -"),
+            "a pipe has whole names: {text}"
+        );
     }
 }

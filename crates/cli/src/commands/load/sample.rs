@@ -41,7 +41,7 @@ pub fn make(size: u64, seed: u64, shown: bool) -> Result<File, Failure> {
         _ => trouble("write", &e),
     })?;
     file.sync_all().map_err(|e| trouble("write out", &e))?;
-    // Advice: where it is refused the sample stays cached, and the ceiling of --explain is as warm as the load.
+    // Advice: where it is refused the sample stays cached, and the reference of --verbose is as warm as the load.
     let _ = rustix::fs::fadvise(&file, 0, None, rustix::fs::Advice::DontNeed);
     bar.finish();
     Ok(file)

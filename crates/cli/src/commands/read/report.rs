@@ -1,13 +1,14 @@
-//! The outcome of reading, as text and as JSON.
+//! The outcome of reading, as text, JSON and CSV.
 
-use std::fmt::Write;
+use std::time::Duration;
 
 use dmalane::load::StageReport;
 use serde::Serialize;
 
 use super::Outcome;
-use crate::output::plain;
-use crate::size::{binary, decimal, duration, per_second, rate};
+use crate::layout::{Table, bottleneck, good, wrap};
+use crate::output::{Runs, csv_line, plain};
+use crate::size::{binary, duration, per_second, rate};
 
 /// The output of `--json`, described in `docs/formats/json.md`.
 #[derive(Serialize)]
@@ -19,6 +20,9 @@ struct Json {
     bytes_per_s: f64,
     first_chunk_s: f64,
     workers: usize,
+    bottleneck: Option<String>,
+    #[serde(flatten)]
+    runs: Runs,
     stages: Vec<JsonStage>,
     memory: JsonMemory,
     device: Option<JsonDevice>,
@@ -72,7 +76,7 @@ fn per_stage(s: &StageReport) -> Option<f64> {
 
 /// The outcome as what `--json` prints.
 pub(super) fn json(o: &Outcome) -> impl Serialize + use<> {
-    let r = &o.filled.report;
+    let r = &o.run.report;
     let wall = r.wall.as_secs_f64();
     let can = o.picked.heap.abilities();
     let stage = |s: &StageReport| JsonStage {
@@ -83,13 +87,15 @@ pub(super) fn json(o: &Outcome) -> impl Serialize + use<> {
         bytes_per_s: per_stage(s),
     };
     Json {
-        schema: 2,
+        schema: 3,
         command: "read",
         bytes: r.bytes,
         wall_s: wall,
         bytes_per_s: if wall > 0.0 { r.bytes as f64 / wall } else { 0.0 },
         first_chunk_s: r.first_chunk.as_secs_f64(),
         workers: r.workers,
+        bottleneck: slowest(o).map(|s| s.stage.to_string()),
+        runs: o.runs.clone(),
         stages: r.stages.iter().map(stage).collect(),
         memory: JsonMemory {
             heap: o.picked.heap.name(),
@@ -103,19 +109,18 @@ pub(super) fn json(o: &Outcome) -> impl Serialize + use<> {
                 .flat_map(|backing| &backing.passed_over)
                 .map(|(kind, why)| format!("{kind}: {why}"))
                 .collect(),
-            segments: o.segments,
-            mappings: o.mappings,
+            segments: o.run.segments,
+            mappings: o.run.mappings,
         },
         device: o.device.as_ref().map(|device| JsonDevice { name: device.to_string(), verified: o.verified }),
         files: o
+            .run
             .files
             .iter()
-            .zip(&o.filled.buffers)
-            .zip(&o.methods)
-            .map(|((path, buffer), method)| JsonFile {
+            .map(|super::ReadFile { path, bytes, checksum, method }| JsonFile {
                 path: path.to_string_lossy().into_owned(),
-                bytes: buffer.len() as u64,
-                xxh3: buffer.checksum().map(|hash| format!("{hash:016x}")),
+                bytes: *bytes,
+                xxh3: checksum.map(|hash| format!("{hash:016x}")),
                 direct: method.how.direct,
                 io_uring: method.how.uring,
                 direct_bytes: method.moved.direct,
@@ -128,73 +133,109 @@ pub(super) fn json(o: &Outcome) -> impl Serialize + use<> {
     }
 }
 
-/// The outcome for people.
-pub(super) fn text(o: &Outcome, explain: bool) -> String {
-    let mut out = String::new();
-    let r = &o.filled.report;
-    let files = match o.files.len() {
+/// The stages as CSV, and the whole as the last row.
+pub(super) fn csv(o: &Outcome) -> String {
+    let r = &o.run.report;
+    let mut out = csv_line(["stage", "busy_s", "wall_s", "bytes", "bytes_per_s"].map(str::to_owned));
+    let number = |value: Option<f64>| value.map_or(String::new(), |value| value.to_string());
+    let seconds = |time: Duration| time.as_secs_f64().to_string();
+    for s in &r.stages {
+        let bytes = s.bytes.to_string();
+        out += &csv_line([s.stage.to_string(), seconds(s.busy), seconds(s.held), bytes, number(per_stage(s))]);
+    }
+    let rate = (!r.wall.is_zero()).then(|| r.bytes as f64 / r.wall.as_secs_f64());
+    out + &csv_line(["read_all".to_owned(), seconds(r.wall), seconds(r.wall), r.bytes.to_string(), number(rate)])
+}
+
+/// The stage that held the workers up for longest.
+fn slowest(o: &Outcome) -> Option<&StageReport> {
+    o.run.report.stages.iter().max_by_key(|s| s.held)
+}
+
+/// The outcome for people: the answer, the stages, the files, and with `verbose` everything else.
+pub(super) fn text(o: &Outcome, verbose: bool) -> String {
+    let r = &o.run.report;
+    let files = match o.run.files.len() {
         1 => "1 file".to_owned(),
         n => format!("{n} files"),
     };
-    // Writing to a String cannot fail.
-    let _ = writeln!(
-        out,
-        "read {files} ({}, {}) into memory{} in {}, {}",
-        decimal(r.bytes),
+    // The stages' times are summed over the workers.
+    let whole = r.wall.as_secs_f64() * r.workers.max(1) as f64;
+    let mut out = bottleneck(r.stages.iter().map(|s| (s.stage, s.held.as_secs_f64() / whole.max(1e-9))));
+    out += &format!(
+        "Read {files} ({}) into memory{} in {}: {}{}\n",
         binary(r.bytes),
         o.device.as_ref().map_or(String::new(), |device| format!(" and onto {}", plain(&device.to_string()))),
         duration(r.wall),
-        rate(r.bytes, r.wall)
+        rate(r.bytes, r.wall),
+        if o.verified { format!(", {}", good("verified")) } else { String::new() },
     );
-    for ((path, buffer), method) in o.files.iter().zip(&o.filled.buffers).zip(&o.methods) {
-        let hash = buffer.checksum().map_or(String::new(), |hash| format!("XXH3 {hash:016x}; "));
-        let path = plain(&path.to_string_lossy());
-        let _ = writeln!(out, "  {path}: {}; {hash}{method}", decimal(buffer.len() as u64));
+    out += &o.runs.text();
+    if !r.stages.is_empty() {
+        out.push('\n');
+        out += &stage_table(o);
+    }
+    out.push('\n');
+    for file in &o.run.files {
+        let hash = file.checksum.map_or(String::new(), |hash| format!("XXH3 {hash:016x}; "));
+        let (path, method) = (plain(&file.path.to_string_lossy()), plain(&file.method.to_string()));
+        out += &wrap(&format!("{path}: {}; {hash}{method}", binary(file.bytes)), 2);
     }
     if o.verified {
-        let _ = writeln!(out, "  read back from the device and compared: equal");
+        out += "Verified: read back from the device and compared, equal\n";
     }
-    if !explain {
-        return out;
+    if verbose {
+        out += &details(o);
     }
-    if !r.stages.is_empty() {
-        let _ = writeln!(out, "\nstage       busy ms   wall ms       bytes        rate");
-    }
-    for s in &r.stages {
-        let _ = writeln!(
-            out,
-            "{:<10} {:>8.3} {:>9.3} {:>11} {:>11}",
+    out
+}
+
+fn stage_table(o: &Outcome) -> String {
+    let mut table = Table::new("lrrrr", ["stage", "busy ms", "wall ms", "size", "rate"]);
+    for s in &o.run.report.stages {
+        table.row([
             s.stage.to_string(),
-            s.busy.as_secs_f64() * 1e3,
-            s.held.as_secs_f64() * 1e3,
-            decimal(s.bytes),
-            per_stage(s).map_or("-".to_owned(), per_second)
-        );
+            format!("{:.3}", s.busy.as_secs_f64() * 1e3),
+            format!("{:.3}", s.held.as_secs_f64() * 1e3),
+            binary(s.bytes),
+            per_stage(s).map_or("-".to_owned(), per_second),
+        ]);
     }
+    table.text()
+}
+
+/// What only `--verbose` shows.
+fn details(o: &Outcome) -> String {
+    let r = &o.run.report;
+    let mut out = String::from("\n");
     let workers = match r.workers {
-        1 => "one worker".to_owned(),
+        1 => "1 worker".to_owned(),
         n => format!("{n} workers, whose times are summed"),
     };
-    let _ = writeln!(out, "The first read began after {}; {workers}. Stages overlap.", duration(r.first_chunk));
-    let _ = writeln!(out, "\nheap       {}", o.picked);
+    let first = duration(r.first_chunk);
+    out += &wrap(&format!("The first read began after {first}; {workers}. Stages overlap."), 0);
+    out.push('\n');
+    let mut line = |label: &str, text: &str| out += &wrap(&format!("{label:<10} {text}"), 11);
+    line("heap", &o.picked.to_string());
     if let Some(backing) = &r.backing {
         let recycled = if r.recycled { ", recycled" } else { "" };
-        let _ = writeln!(out, "pages      {}{recycled}", backing.kind);
+        line("pages", &format!("{}{recycled}", backing.kind));
         for (kind, why) in &backing.passed_over {
-            let _ = writeln!(out, "           not {kind}: {why}");
+            line("", &format!("not {kind}: {why}"));
         }
     }
-    let _ = match o.segments {
-        Some(n) => writeln!(out, "physical   {n} contiguous segments"),
-        None => writeln!(out, "physical   the kernel does not report physical addresses to this process"),
-    };
-    if let Some(n) = o.mappings {
-        let sent = if o.device.is_some() { "; transferred while the rest was read" } else { "" };
-        let _ = writeln!(out, "device     mapped in {n} chunks, each as soon as its memory was allocated{sent}");
+    match o.run.segments {
+        Some(n) => line("physical", &format!("{n} contiguous segments")),
+        None => line("physical", "the kernel does not report physical addresses to this process"),
     }
-    for (path, method) in o.files.iter().zip(&o.methods) {
-        let moved = format!("{} direct, {} buffered", decimal(method.moved.direct), decimal(method.moved.buffered));
-        let _ = writeln!(out, "file       {}: {moved}", plain(&path.to_string_lossy()));
+    if let Some(n) = o.run.mappings {
+        let sent = if o.device.is_some() { "; transferred while the rest was read" } else { "" };
+        line("device", &format!("mapped in {n} chunks, each as soon as its memory was allocated{sent}"));
+    }
+    for file in &o.run.files {
+        let (direct, buffered) = (binary(file.method.moved.direct), binary(file.method.moved.buffered));
+        let path = plain(&file.path.to_string_lossy());
+        line("file", &format!("{path}: {direct} by direct I/O, {buffered} through the page cache"));
     }
     out
 }

@@ -1,4 +1,4 @@
-//! Figures as a drawing: bandwidth over the size of buffers, each series beside its ceiling.
+//! Figures as a drawing: bandwidth over the size of buffers, each series beside its reference.
 
 use dmalane::validate::Figure;
 use plotters::prelude::*;
@@ -10,7 +10,7 @@ use crate::size::binary;
 /// Width and height in pixels.
 const SIZE: (u32, u32) = (1000, 600);
 
-/// The drawing as SVG: a line for each memory, direction and page size, and a thin one for its ceiling.
+/// The drawing as SVG: a line for each memory, direction and page size, and a thin one for its reference.
 pub fn svg(outcome: &Outcome) -> Result<String, String> {
     let mut text = String::new();
     {
@@ -28,8 +28,8 @@ fn draw<'a>(area: &Area<'a>, outcome: &Outcome) -> Result<(), Error<'a>> {
     area.fill(&WHITE)?;
     let figures = &outcome.report.figures;
     let log = |bytes: u64| (bytes as f64).log2();
-    let rates = figures.iter().flat_map(|f| [Some(f.total()), f.ceiling]).flatten();
-    let most = rates.fold(1.0, f64::max) / 1e6 * 1.1;
+    let rates = figures.iter().flat_map(|f| [Some(f.total()), f.reference]).flatten();
+    let most = rates.fold(1.0, f64::max) / 1e9 * 1.1;
     let (first, last) = figures
         .iter()
         .map(|f| log(f.buffer))
@@ -44,9 +44,9 @@ fn draw<'a>(area: &Area<'a>, outcome: &Outcome) -> Result<(), Error<'a>> {
     chart
         .configure_mesh()
         .x_desc("buffer")
-        .y_desc("MB/s (10^6 bytes per second)")
+        .y_desc("GB/s (10^9 bytes per second)")
         .x_label_formatter(&|x| binary(x.exp2().round() as u64))
-        .y_label_formatter(&|y| format!("{y:.0}"))
+        .y_label_formatter(&|y| crate::size::giga(y * 1e9))
         .draw()?;
     let mut names: Vec<String> = figures.iter().map(name).collect();
     names.dedup();
@@ -56,18 +56,18 @@ fn draw<'a>(area: &Area<'a>, outcome: &Outcome) -> Result<(), Error<'a>> {
         let color = Palette99::pick(i).to_rgba();
         let these: Vec<&Figure> = figures.iter().filter(|f| name(f) == *name_of).collect();
         let points = |get: fn(&Figure) -> Option<f64>| {
-            these.iter().filter_map(|f| Some((log(f.buffer), get(f)? / 1e6))).collect::<Vec<_>>()
+            these.iter().filter_map(|f| Some((log(f.buffer), get(f)? / 1e9))).collect::<Vec<_>>()
         };
         let rates = points(|f| Some(f.total()));
         chart
             .draw_series(LineSeries::new(rates.iter().copied(), color.stroke_width(2)).point_size(3))?
             .label(name_of)
             .legend(move |(x, y)| PathElement::new([(x, y), (x + 16, y)], color.stroke_width(2)));
-        chart.draw_series(LineSeries::new(points(|f| f.ceiling), color.mix(0.4).stroke_width(1)).point_size(2))?;
+        chart.draw_series(LineSeries::new(points(|f| f.reference), color.mix(0.4).stroke_width(1)).point_size(2))?;
     }
     chart.configure_series_labels().background_style(WHITE.mix(0.8)).border_style(BLACK).draw()
 }
 
 fn name(f: &Figure) -> String {
-    series(f.phase, f.way, f.pages)
+    series(f.phase, f.directions, f.pages)
 }

@@ -1,6 +1,6 @@
 //! The results of a validation as text, JSON and CSV.
 
-use std::fmt::Write;
+use std::path::Path;
 use std::time::Duration;
 
 use dmalane::validate::link::fit::{Answer, Cause, Question};
@@ -8,8 +8,9 @@ use dmalane::validate::{Allocation, Directions, Figure, Pages, Phase, Rate, Stop
 use serde::Serialize;
 
 use super::Outcome;
-use crate::output::plain;
-use crate::size::binary;
+use crate::layout::{Table, bad, good, wrap};
+use crate::output::{csv_line, plain};
+use crate::size::{binary, giga};
 
 /// The output of `--json`, described in `docs/formats/json.md`.
 #[derive(Serialize)]
@@ -23,7 +24,8 @@ struct Json<'a> {
     settings: JsonSettings,
     integrity: Vec<JsonIntegrity<'a>>,
     figures: Vec<JsonFigure>,
-    ceiling: &'a str,
+    reference: &'a str,
+    plot: Option<String>,
     skipped: &'a [String],
     fit: Option<JsonFit>,
 }
@@ -58,13 +60,15 @@ struct JsonFigure {
     direction: &'static str,
     read: Option<JsonRate>,
     write: Option<JsonRate>,
-    total_mb_per_s: f64,
-    ceiling_mb_per_s: Option<f64>,
+    total_bytes_per_s: f64,
+    least_bytes_per_s: Option<f64>,
+    greatest_bytes_per_s: Option<f64>,
+    reference_bytes_per_s: Option<f64>,
 }
 
 #[derive(Serialize)]
 struct JsonRate {
-    mb_per_s: f64,
+    bytes_per_s: f64,
     p50_us: f64,
     p99_us: f64,
     buffers: u64,
@@ -84,13 +88,13 @@ struct JsonFlow {
     channel: usize,
     half: String,
     direction: &'static str,
-    mb_per_s: f64,
+    bytes_per_s: f64,
 }
 
 #[derive(Serialize)]
 struct JsonLimit {
     name: String,
-    mb_per_s: f64,
+    bytes_per_s: f64,
 }
 
 #[derive(Serialize)]
@@ -99,8 +103,6 @@ struct JsonAnswer {
     answer: &'static str,
     causes: Vec<String>,
 }
-
-const MB: f64 = 1e6;
 
 fn direction(directions: Directions) -> &'static str {
     match directions {
@@ -121,17 +123,12 @@ fn us(time: Duration) -> f64 {
     (time.as_secs_f64() * 1e9).round() / 1e3
 }
 
-/// Rounded to a kilobyte per second; finer digits are noise.
-fn mb(rate: f64) -> f64 {
-    (rate / 1e3).round() / 1e3
-}
-
-pub fn json(outcome: &Outcome) -> impl Serialize + '_ {
+pub fn json<'a>(outcome: &'a Outcome, plot: Option<&Path>) -> impl Serialize + use<'a> {
     let Outcome { settings, report, .. } = outcome;
     let rate =
-        |r: &Rate| JsonRate { mb_per_s: mb(r.bytes_per_s), p50_us: us(r.p50), p99_us: us(r.p99), buffers: r.buffers };
+        |r: &Rate| JsonRate { bytes_per_s: r.bytes_per_s, p50_us: us(r.p50), p99_us: us(r.p99), buffers: r.buffers };
     Json {
-        schema: 2,
+        schema: 3,
         command: "validate",
         device: &outcome.device,
         notes: &outcome.notes,
@@ -170,19 +167,23 @@ pub fn json(outcome: &Outcome) -> impl Serialize + '_ {
         figures: report
             .figures
             .iter()
-            .map(|f| JsonFigure {
+            .enumerate()
+            .map(|(i, f)| JsonFigure {
                 memory: f.phase.to_string(),
                 buffer_bytes: f.buffer,
                 pages: pages(f.pages),
                 page_kind: f.kind.to_string(),
-                direction: direction(f.way),
+                direction: direction(f.directions),
                 read: f.read.as_ref().map(rate),
                 write: f.write.as_ref().map(rate),
-                total_mb_per_s: mb(f.total()),
-                ceiling_mb_per_s: f.ceiling.map(mb),
+                total_bytes_per_s: f.total(),
+                least_bytes_per_s: outcome.spreads.get(i).map(|spread| spread.least),
+                greatest_bytes_per_s: outcome.spreads.get(i).map(|spread| spread.greatest),
+                reference_bytes_per_s: f.reference,
             })
             .collect(),
-        ceiling: report.ceiling,
+        reference: report.reference,
+        plot: plot.map(|path| path.to_string_lossy().into_owned()),
         skipped: &report.left_out,
         fit: outcome.fit.as_ref().map(|(fit, settings)| JsonFit {
             noise: settings.noise,
@@ -191,7 +192,7 @@ pub fn json(outcome: &Outcome) -> impl Serialize + '_ {
                 .fit
                 .limits
                 .iter()
-                .map(|l| JsonLimit { name: l.name.clone(), mb_per_s: mb(l.capacity[0].1) })
+                .map(|l| JsonLimit { name: l.name.clone(), bytes_per_s: l.capacity[0].1 })
                 .collect(),
             explanations: fit.fit.explanations.iter().map(|e| names(e)).collect(),
             answers: fit.fit.answers.iter().map(|(question, answer)| json_answer(*question, answer)).collect(),
@@ -201,7 +202,7 @@ pub fn json(outcome: &Outcome) -> impl Serialize + '_ {
 
 fn flow((stream, rate): &(dmalane::validate::link::Stream, f64)) -> JsonFlow {
     let direction = if stream.direction == dmalane::queue::Direction::ToHost { "read" } else { "write" };
-    JsonFlow { channel: stream.channel, half: format!("{:?}", stream.half), direction, mb_per_s: mb(*rate) }
+    JsonFlow { channel: stream.channel, half: format!("{:?}", stream.half), direction, bytes_per_s: *rate }
 }
 
 fn names(causes: &[Cause]) -> Vec<String> {
@@ -224,131 +225,185 @@ fn json_answer(question: Question, answer: &Answer) -> JsonAnswer {
 }
 
 pub fn csv(outcome: &Outcome) -> String {
-    let mut out = String::from(
-        "memory,buffer_bytes,pages,direction,read_mb_per_s,write_mb_per_s,total_mb_per_s,ceiling_mb_per_s,\
-         read_p50_us,read_p99_us,write_p50_us,write_p99_us,buffers\n",
+    let mut out = csv_line(
+        [
+            "memory",
+            "buffer_bytes",
+            "pages",
+            "direction",
+            "read_bytes_per_s",
+            "write_bytes_per_s",
+            "total_bytes_per_s",
+            "least_bytes_per_s",
+            "greatest_bytes_per_s",
+            "reference_bytes_per_s",
+            "read_p50_us",
+            "read_p99_us",
+            "write_p50_us",
+            "write_p99_us",
+            "buffers",
+        ]
+        .map(str::to_owned),
     );
     let cell = |value: Option<f64>| value.map_or(String::new(), |v| v.to_string());
-    for f in &outcome.report.figures {
+    for (i, f) in outcome.report.figures.iter().enumerate() {
         let of = |rate: &Option<Rate>, get: fn(&Rate) -> f64| cell(rate.as_ref().map(get));
         let buffers: u64 = f.read.iter().chain(&f.write).map(|r| r.buffers).sum();
-        let cells = [
+        let spread = outcome.spreads.get(i);
+        out += &csv_line([
             f.phase.to_string(),
             f.buffer.to_string(),
             pages(f.pages).to_owned(),
-            direction(f.way).to_owned(),
-            of(&f.read, |r| mb(r.bytes_per_s)),
-            of(&f.write, |r| mb(r.bytes_per_s)),
-            mb(f.total()).to_string(),
-            cell(f.ceiling.map(mb)),
+            direction(f.directions).to_owned(),
+            of(&f.read, |r| r.bytes_per_s),
+            of(&f.write, |r| r.bytes_per_s),
+            f.total().to_string(),
+            cell(spread.map(|spread| spread.least)),
+            cell(spread.map(|spread| spread.greatest)),
+            cell(f.reference),
             of(&f.read, |r| us(r.p50)),
             of(&f.read, |r| us(r.p99)),
             of(&f.write, |r| us(r.p50)),
             of(&f.write, |r| us(r.p99)),
             buffers.to_string(),
-        ];
-        out.push_str(&cells.join(","));
-        out.push('\n');
+        ]);
     }
     out
 }
 
-pub fn text(outcome: &Outcome, explain: bool) -> String {
-    let mut out = String::new();
-    // Writing to a string does not fail.
-    let _ = write_text(&mut out, outcome, explain);
-    out
-}
-
-fn write_text(out: &mut String, outcome: &Outcome, explain: bool) -> std::fmt::Result {
+/// The outcome for people: the answer, integrity, figures, and with `verbose` how the device is driven.
+pub fn text(outcome: &Outcome, plot: Option<&Path>, verbose: bool) -> String {
     let Outcome { settings, report, .. } = outcome;
+    let mut out = answer(outcome);
     let registered = if settings.registered { "registered once" } else { "registered for each transfer" };
     let raw = if settings.raw { ", raw transfers" } else { "" };
     let threads = if settings.threads == 1 { "1 thread".to_owned() } else { format!("{} threads", settings.threads) };
-    writeln!(out, "{}: {threads}, buffers {registered}{raw}", plain(&outcome.device))?;
-    if explain {
-        for note in &outcome.notes {
-            writeln!(out, "  {}", plain(note))?;
-        }
+    out += &wrap(&format!("{}: {threads}, buffers {registered}{raw}", plain(&outcome.device)), 2);
+    for note in outcome.notes.iter().filter(|_| verbose) {
+        out += &format!("  {}", wrap(&plain(note), 4));
     }
-    writeln!(out)?;
+    out.push('\n');
     for i in &report.integrity {
-        let verdict = if i.ok == i.threads && i.wrong.is_empty() { "OK" } else { "FAILED" };
-        writeln!(
-            out,
-            "integrity  {:8} {:>9}  {} pages  {}/{} {verdict}",
-            i.phase,
-            binary(i.buffer),
-            pages(i.pages),
-            i.ok,
-            i.threads
-        )?;
+        let verdict = if i.ok == i.threads && i.wrong.is_empty() { good("OK") } else { bad("FAILED") };
+        let (phase, size) = (i.phase.to_string(), binary(i.buffer));
+        out += &format!("integrity  {phase:8} {size:>9}  {} pages  {}/{} {verdict}\n", pages(i.pages), i.ok, i.threads);
     }
     if !report.figures.is_empty() {
-        writeln!(out, "\nMB/s (10^6 bytes per second), all threads together; p50 and p99 of moving one buffer")?;
-        writeln!(
-            out,
-            "{:8} {:>9}  {:6} {:>9} {:>9} {:>9}  {:>17} {:>10} {:>10}  2 MiB pages",
-            "memory", "buffer", "dir", "Read", "Write", "Total", "ceiling", "p50 us", "p99 us"
-        )?;
+        out += "\nGB/s of all threads together; us for one buffer, from a histogram with a resolution of 1 %\n";
+        out += &figures(outcome);
+        out += &wrap(&format!("reference (ref): {}", report.reference), 2);
     }
-    for figure in &report.figures {
-        // The figure with the other page size is in the same line.
-        let same = |f: &&Figure| (f.phase, f.buffer, f.way) == (figure.phase, figure.buffer, figure.way);
+    if !outcome.complete {
+        out += "incomplete: see the error\n";
+    }
+    for left in &report.left_out {
+        out += &wrap(&format!("not measured: {}", plain(left)), 2);
+    }
+    if let Some(path) = plot {
+        out += &format!("Drawn: {}\n", plain(&path.to_string_lossy()));
+    }
+    if let Some((fit, settings)) = &outcome.fit {
+        let (points, noise) = (fit.points.len(), settings.noise * 100.0);
+        out += &format!("\nlimits that explain {points} measurements (rates within {noise:.0} % count as equal)\n");
+        for limit in &fit.fit.limits {
+            out += &format!("  {:>6} GB/s  {}\n", giga(limit.capacity[0].1), limit.name);
+        }
+        if fit.fit.explanations.len() > 1 {
+            out += &format!("  (one of {} explanations that are equally short)\n", fit.fit.explanations.len());
+        }
+        for (question, answer) in &fit.fit.answers {
+            out += &format!("{}\n  {}", asked(*question), wrap(&answer.to_string(), 2));
+        }
+    }
+    out
+}
+
+/// The result in one line: whether the data were right, and the fastest figures.
+fn answer(outcome: &Outcome) -> String {
+    let report = &outcome.report;
+    if !report.passed() {
+        return format!("{}: data read back differs\n", bad("FAILED"));
+    }
+    let fastest = |directions| {
+        let figures = report.figures.iter().filter(move |f| f.directions == directions);
+        figures.max_by(|a, b| a.total().total_cmp(&b.total()))
+    };
+    let rates = [(Directions::Read, "reads"), (Directions::Write, "writes"), (Directions::Both, "both")];
+    let rates = rates.into_iter().filter_map(|(directions, name)| {
+        let f = fastest(directions)?;
+        let share = f.reference.map_or(String::new(), |r| format!(" ({:.0} % of reference)", f.total() / r * 100.0));
+        Some(format!("{name} up to {} GB/s{share}", giga(f.total())))
+    });
+    let rates: Vec<_> = rates.collect();
+    let rates = if rates.is_empty() { String::new() } else { format!(": {}", rates.join(", ")) };
+    wrap(&format!("{}{rates}", good("Data intact")), 2)
+}
+
+/// A line for each figure; the one with the other page size is in the same line.
+fn figures(outcome: &Outcome) -> String {
+    let report = &outcome.report;
+    let mut table = Table::new(
+        "lrlrrrrrrrrr",
+        [
+            "memory",
+            "buffer",
+            "dir",
+            "Read",
+            "Write",
+            "Total",
+            "spread",
+            "ref",
+            "of ref",
+            "p50 us",
+            "p99 us",
+            "2 MiB pages",
+        ],
+    );
+    for (i, figure) in report.figures.iter().enumerate() {
+        let same = |f: &&Figure| (f.phase, f.buffer, f.directions) == (figure.phase, figure.buffer, figure.directions);
         let small = report.figures.iter().filter(same).find(|f| f.pages == Pages::Small);
         let huge = report.figures.iter().filter(same).find(|f| f.pages == Pages::Huge);
         if small.is_some() && figure.pages == Pages::Huge {
             continue;
         }
-        let rate = |r: &Option<Rate>| r.as_ref().map_or("-".to_owned(), |r| format!("{:.0}", r.bytes_per_s / MB));
+        let none = || "-".to_owned();
+        let rate = |r: &Option<Rate>| r.as_ref().map_or_else(none, |r| rate_of(r.bytes_per_s));
         let worst = |get: fn(&Rate) -> Duration| {
-            figure.read.iter().chain(&figure.write).map(get).max().map_or("-".to_owned(), |t| format!("{:.1}", us(t)))
+            figure.read.iter().chain(&figure.write).map(get).max().map_or_else(none, |t| three_digits(us(t)))
         };
-        let ceiling =
-            figure.ceiling.map_or("-".to_owned(), |c| format!("{:.0} ({:.0} %)", c / MB, figure.total() / c * 100.0));
-        let huge = match (huge, small) {
-            (Some(huge), Some(small)) => {
-                format!("{:.0} (x {:.2}, {})", huge.total() / MB, huge.total() / small.total(), huge.kind)
-            }
-            (Some(huge), None) => format!("these ({})", huge.kind),
-            (None, _) => "-".to_owned(),
-        };
-        writeln!(
-            out,
-            "{:8} {:>9}  {:6} {:>9} {:>9} {:>9}  {ceiling:>17} {:>10} {:>10}  {huge}",
-            figure.phase,
+        let spread = outcome.spreads.get(i);
+        table.row([
+            figure.phase.to_string(),
             binary(figure.buffer),
-            direction(figure.way),
+            direction(figure.directions).to_owned(),
             rate(&figure.read),
             rate(&figure.write),
-            format!("{:.0}", figure.total() / MB),
+            rate_of(figure.total()),
+            spread.map_or(String::new(), |s| format!("{}..{}", rate_of(s.least), rate_of(s.greatest))),
+            figure.reference.map_or_else(none, rate_of),
+            figure.reference.map_or(String::new(), |r| format!("{:.0} %", figure.total() / r * 100.0)),
             worst(|r| r.p50),
             worst(|r| r.p99),
-        )?;
+            match (huge, small) {
+                (Some(huge), Some(small)) => {
+                    format!("{} x{:.2}", rate_of(huge.total()), huge.total() / small.total())
+                }
+                (Some(_), None) => "these".to_owned(),
+                (None, _) => none(),
+            },
+        ]);
     }
-    if !report.figures.is_empty() {
-        writeln!(out, "ceiling: {}", report.ceiling)?;
-    }
-    if !outcome.complete {
-        writeln!(out, "incomplete: see the error")?;
-    }
-    for left in &report.left_out {
-        writeln!(out, "not measured: {}", plain(left))?;
-    }
-    if let Some((fit, settings)) = &outcome.fit {
-        let (points, noise) = (fit.points.len(), settings.noise * 100.0);
-        writeln!(out, "\nlimits that explain {points} measurements (rates within {noise:.0} % count as equal)")?;
-        for limit in &fit.fit.limits {
-            writeln!(out, "  {:9.0} MB/s  {}", limit.capacity[0].1 / MB, limit.name)?;
-        }
-        if fit.fit.explanations.len() > 1 {
-            writeln!(out, "  (one of {} explanations that are equally short)", fit.fit.explanations.len())?;
-        }
-        for (question, answer) in &fit.fit.answers {
-            writeln!(out, "{}\n  {answer}", asked(*question))?;
-        }
-    }
-    Ok(())
+    table.text()
+}
+
+/// GB/s, aligned at the point where they are not small.
+fn rate_of(rate: f64) -> String {
+    if rate < 1e8 { giga(rate) } else { format!("{:.2}", rate / 1e9) }
+}
+
+/// `value` to three digits.
+fn three_digits(value: f64) -> String {
+    giga(value * 1e9)
 }
 
 fn asked(question: Question) -> &'static str {

@@ -8,14 +8,14 @@ use dmalane_dma::Registrar;
 use dmalane_queue::{Completion, DeviceAddr, DeviceQueue, Direction, HaltWatch, StopReason, Work};
 
 use crate::target::SLOWEST;
-use crate::walk::Walk;
+use crate::walk::{Walk, histogram};
 use crate::{Phase, Rate, Stop, ValidateError};
 
 /// How long a thread waits for a queue that it has stopped to release its buffers.
 const SETTLE: Duration = Duration::from_secs(if cfg!(test) { 1 } else { 5 });
 
 /// The queues and walks of a thread.
-pub(crate) struct Lane {
+pub(crate) struct Worker {
     pub queue: Box<DeviceQueue>,
     pub walks: Vec<Walk>,
 }
@@ -31,9 +31,9 @@ pub(crate) struct Job<'a> {
     /// something as long as all of them run.
     pub after: Option<Duration>,
     /// How long nothing may end, besides the time that a buffer takes.
-    pub patience: Duration,
+    pub timeout: Duration,
     /// Ends it early when true.
-    pub told: &'a AtomicBool,
+    pub cancelled: &'a AtomicBool,
 }
 
 /// State that the threads of a job share.
@@ -42,7 +42,7 @@ struct Common {
     /// Microseconds after `start` at which something last ended, whoever had asked for it.
     progress: AtomicU64,
     failed: AtomicBool,
-    patience: Duration,
+    timeout: Duration,
     gate: Gate,
 }
 
@@ -81,44 +81,44 @@ impl Common {
 
     fn is_stuck(&self) -> bool {
         let last = Duration::from_micros(self.progress.load(Ordering::Relaxed));
-        self.start.elapsed().saturating_sub(last) > self.patience
+        self.start.elapsed().saturating_sub(last) > self.timeout
     }
 }
 
-/// Lets each lane move those of its walks that `active` names (by their place in the lane).
+/// Lets each worker move those of its walks that `active` names (by their place in the worker).
 ///
 /// # Errors
 /// The first failure of any; what the others move then still ends.
 pub(crate) fn go(
-    lanes: &mut [Lane],
+    workers: &mut [Worker],
     registrar: &dyn Registrar,
     job: Job<'_>,
     active: impl Fn(usize) -> bool + Sync,
 ) -> Result<(), ValidateError> {
     // A buffer counts when all of it has moved, which takes a slow device a while.
-    let longest = lanes.iter().flat_map(|lane| &lane.walks).map(Walk::len).max().unwrap_or(0);
+    let longest = workers.iter().flat_map(|worker| &worker.walks).map(Walk::len).max().unwrap_or(0);
     let common = Common {
         start: Instant::now(),
         progress: AtomicU64::new(0),
         failed: AtomicBool::new(false),
-        patience: job.patience + Duration::from_secs(longest / SLOWEST),
-        gate: Gate::for_threads(lanes.len()),
+        timeout: job.timeout + Duration::from_secs(longest / SLOWEST),
+        gate: Gate::for_threads(workers.len()),
     };
     std::thread::scope(|scope| {
-        let run = |(thread, lane): (usize, &mut Lane)| {
+        let run = |(thread, worker): (usize, &mut Worker)| {
             let (common, active) = (&common, &active);
-            let result = lane.run(thread, registrar, job, active, common);
+            let result = worker.run(thread, registrar, job, active, common);
             if result.is_err() {
                 common.failed.store(true, Ordering::Relaxed);
             }
             result
         };
-        let mut lanes = lanes.iter_mut().enumerate();
-        let first = lanes.next();
+        let mut workers = workers.iter_mut().enumerate();
+        let first = workers.next();
         let mut threads = Vec::new();
-        for lane in lanes {
-            let name = format!("dmalane-lane-{}", lane.0);
-            match std::thread::Builder::new().name(name).spawn_scoped(scope, move || run(lane)) {
+        for worker in workers {
+            let name = format!("dmalane-worker-{}", worker.0);
+            match std::thread::Builder::new().name(name).spawn_scoped(scope, move || run(worker)) {
                 Ok(thread) => threads.push(thread),
                 Err(e) => {
                     common.gate.shut();
@@ -143,7 +143,7 @@ pub(crate) fn go(
     })
 }
 
-impl Lane {
+impl Worker {
     fn run(
         &mut self,
         thread: usize,
@@ -155,7 +155,7 @@ impl Lane {
         let Self { queue, walks } = self;
         walks.iter_mut().for_each(Walk::reset);
         if !common.gate.wait() {
-            return Ok(()); // another thread's error is told
+            return Ok(()); // another thread's error is reported
         }
         let start = Instant::now();
         common.moved();
@@ -169,8 +169,9 @@ impl Lane {
         loop {
             let (mut busy, mut fed) = (false, false);
             for (_, walk) in walks.iter_mut().enumerate().filter(|(i, _)| active(*i)) {
-                let stopped =
-                    first_error.is_some() || common.failed.load(Ordering::Relaxed) || job.told.load(Ordering::Relaxed);
+                let stopped = first_error.is_some()
+                    || common.failed.load(Ordering::Relaxed)
+                    || job.cancelled.load(Ordering::Relaxed);
                 if walk.is_idle() && !stopped && goes_on(walk) {
                     walk.begin(registrar)?;
                 }
@@ -183,7 +184,7 @@ impl Lane {
             if !busy {
                 return match first_error {
                     Some(error) => Err(error),
-                    None if job.told.load(Ordering::Relaxed) => Err(ValidateError::Interrupted),
+                    None if job.cancelled.load(Ordering::Relaxed) => Err(ValidateError::Interrupted),
                     None => Ok(()),
                 };
             }
@@ -193,7 +194,7 @@ impl Lane {
             } else if let Some(why) = watch.lost(&**queue) {
                 return Err(first_error.unwrap_or(ValidateError::Halted { phase: job.phase, thread, why }));
             } else if common.is_stuck() {
-                let stuck = ValidateError::Stuck { phase: job.phase, thread, after: common.patience };
+                let stuck = ValidateError::Stuck { phase: job.phase, thread, after: common.timeout };
                 // So that buffers come back where the device can be made to let go of them.
                 queue.stop(StopReason::Requested(stuck.to_string().into()));
                 let until = Instant::now() + SETTLE;
@@ -228,15 +229,19 @@ impl Lane {
 
 /// The rate of the walks at this place of all workers together. All places are divided by the same time, until the
 /// last of any had ended: ways that run at once do not count as faster for ending earlier.
-pub(crate) fn rate(lanes: &[Lane], place: usize) -> Option<Rate> {
-    let took = lanes.iter().flat_map(|lane| &lane.walks).map(|walk| walk.moved.took).max()?;
-    let mut latency = dmalane_queue::Latency::default();
+pub(crate) fn rate(workers: &[Worker], place: usize) -> Option<Rate> {
+    let took = workers.iter().flat_map(|worker| &worker.walks).map(|walk| walk.moved.took).max()?;
+    let mut times = histogram();
     let (mut bytes, mut buffers) = (0, 0);
-    for walk in lanes.iter().filter_map(|lane| lane.walks.get(place)) {
-        latency.add(&walk.moved.latency);
+    for walk in workers.iter().filter_map(|worker| worker.walks.get(place)) {
+        // Both have the same bounds.
+        let added = times.add(&walk.moved.times);
+        debug_assert!(added.is_ok(), "{added:?}");
         bytes += walk.moved.bytes;
         buffers += walk.moved.passes;
     }
     let bytes_per_s = bytes as f64 / took.as_secs_f64();
-    Some(Rate { bytes_per_s, p50: latency.p50()?, p99: latency.p99()?, buffers }).filter(|r| r.bytes_per_s.is_finite())
+    let quantile = |share| Duration::from_nanos(times.value_at_quantile(share));
+    let rate = Rate { bytes_per_s, p50: quantile(0.5), p99: quantile(0.99), buffers };
+    (!times.is_empty() && bytes_per_s.is_finite()).then_some(rate)
 }

@@ -9,14 +9,14 @@ use dmalane_device::BackingFiles;
 use dmalane_dma::{AnonHeap, CopyHint, CpuBuf, Heap, SharedBuf};
 use dmalane_queue::Direction;
 
-use crate::lanes::Lane;
-use crate::target::{Ceiling, Target};
+use crate::target::{Reference, Target};
+use crate::workers::Worker;
 use crate::{Directions, Stop, ValidateError};
 
-/// A ceiling is not measured for longer.
+/// A reference is not measured for longer.
 const MOST: Duration = Duration::from_millis(500);
 
-impl Ceiling {
+impl Reference {
     pub fn name(&self) -> &'static str {
         match self {
             Self::Copies => {
@@ -34,11 +34,11 @@ impl Ceiling {
 }
 
 impl Target {
-    /// The best rate possible for the work that `lanes` (with the walks up and down) have just done (bytes per second).
-    pub(crate) fn ceiling(
+    /// The best rate possible for the work that `workers` (with the walks up and down) have just done (bytes per second).
+    pub(crate) fn reference(
         &self,
-        lanes: &[Lane],
-        way: Directions,
+        workers: &[Worker],
+        directions: Directions,
         buffer: u64,
         stop: Stop,
         channels: &[usize],
@@ -47,12 +47,12 @@ impl Target {
             Stop::For(time) => time.min(MOST),
             Stop::After(_) => MOST / 5,
         };
-        match &self.ceiling {
-            Ceiling::Optimum { link, halves } => {
+        match &self.reference {
+            Reference::Optimum { link, halves } => {
                 let mut bytes: HashMap<(Half, bool), u64> = HashMap::new();
-                for (i, walk) in lanes.iter().flat_map(|lane| lane.walks.iter().enumerate()) {
+                for (i, walk) in workers.iter().flat_map(|worker| worker.walks.iter().enumerate()) {
                     let up = i == 0;
-                    if (way != Directions::Read && up) || (way != Directions::Write && !up) {
+                    if (directions != Directions::Read && up) || (directions != Directions::Write && !up) {
                         for (at, len) in walk.places() {
                             *bytes.entry((halves.of(at), up)).or_default() += len;
                         }
@@ -65,17 +65,17 @@ impl Target {
                 let demands: Vec<Demand> = bytes.into_iter().map(demand).collect();
                 Ok(best_rate(link, &demands, channels)?)
             }
-            Ceiling::Copies => copies(lanes.len(), way, buffer as usize, time),
-            Ceiling::Files(backing) => files(backing, lanes, way, buffer as usize, time),
+            Reference::Copies => copies(workers.len(), directions, buffer as usize, time),
+            Reference::Files(backing) => files(backing, workers, directions, buffer as usize, time),
         }
     }
 }
 
 /// Copies between memory like the host's and memory like the card's.
-fn copies(threads: usize, way: Directions, len: usize, time: Duration) -> Result<f64, ValidateError> {
+fn copies(threads: usize, directions: Directions, len: usize, time: Duration) -> Result<f64, ValidateError> {
     let heap = AnonHeap::new();
     let pair = |_| -> Result<(SharedBuf, SharedBuf), dmalane_dma::Error> {
-        let card = SharedBuf::sparse("dmalane-ceiling", len)?;
+        let card = SharedBuf::sparse("dmalane-reference", len)?;
         let full = |source| dmalane_dma::Error::Allocate { len, kind: "sparse memfd memory", source };
         card.populate(0, len).map_err(full)?;
         let mut host = heap.allocate(len)?;
@@ -86,11 +86,11 @@ fn copies(threads: usize, way: Directions, len: usize, time: Duration) -> Result
     let mut rate = |hint| {
         let pass = |(host, card): &mut (SharedBuf, SharedBuf)| {
             let mut bytes = 0;
-            if way != Directions::Read {
+            if directions != Directions::Read {
                 card.view().copy_from(part_of(host, len), hint);
                 bytes += len as u64;
             }
-            if way != Directions::Write {
+            if directions != Directions::Write {
                 host.view().copy_from(part_of(card, len), hint);
                 bytes += len as u64;
             }
@@ -121,7 +121,7 @@ fn at_once<W: Send>(
     let moved: Vec<std::io::Result<(u64, Duration)>> = std::thread::scope(|scope| {
         let mut threads = Vec::new();
         for (i, work) in works.iter_mut().enumerate() {
-            let (name, repeat) = (format!("dmalane-ceiling-{i}"), &repeat);
+            let (name, repeat) = (format!("dmalane-reference-{i}"), &repeat);
             match std::thread::Builder::new().name(name).spawn_scoped(scope, move || repeat(work)) {
                 Ok(thread) => threads.push(thread),
                 Err(e) => return Err(ValidateError::Thread(e)),
@@ -130,7 +130,7 @@ fn at_once<W: Send>(
         let join = |t: std::thread::ScopedJoinHandle<'_, _>| t.join().unwrap_or_else(|p| std::panic::resume_unwind(p));
         Ok(threads.into_iter().map(join).collect())
     })?;
-    let moved = moved.into_iter().collect::<std::io::Result<Vec<_>>>().map_err(ValidateError::Ceiling)?;
+    let moved = moved.into_iter().collect::<std::io::Result<Vec<_>>>().map_err(ValidateError::Reference)?;
     let bytes: u64 = moved.iter().map(|m| m.0).sum();
     let took = moved.iter().map(|m| m.1).max().unwrap_or_default();
     Ok(bytes as f64 / took.as_secs_f64().max(1e-9))
@@ -140,11 +140,11 @@ fn part_of(buf: &SharedBuf, len: usize) -> dmalane_dma::VolatileSlice<'_> {
     buf.view().sub(0, len).expect("buffers of at least this length")
 }
 
-/// Plain calls on the places of the lanes.
+/// Plain calls on the places of the workers.
 fn files(
     files: &BackingFiles,
-    lanes: &[Lane],
-    way: Directions,
+    workers: &[Worker],
+    directions: Directions,
     len: usize,
     time: Duration,
 ) -> Result<f64, ValidateError> {
@@ -158,17 +158,17 @@ fn files(
         }
         Ok((buffers.len() * len) as u64)
     };
-    let wanted = |up: bool| way == Directions::Both || up == (way == Directions::Write);
+    let wanted = |up: bool| directions == Directions::Both || up == (directions == Directions::Write);
     let mut works = Vec::new();
-    for lane in lanes {
-        let places = lane.walks.iter().enumerate().map(|(i, walk)| (i == 0, walk.places().next()));
+    for worker in workers {
+        let places = worker.walks.iter().enumerate().map(|(i, walk)| (i == 0, walk.places().next()));
         let mut work = Vec::new();
         for (up, at) in places.filter_map(|(up, place)| Some((up, place?.0.bits()))).filter(|(up, _)| wanted(*up)) {
             work.push((up, at, heap.allocate(len).map_err(ValidateError::Memory)?));
         }
         works.push(work);
     }
-    if way != Directions::Both {
+    if directions != Directions::Both {
         return at_once(&mut works, time, pass);
     }
     // A device that does both ways at once has more to give than threads take that do one after the other; where the

@@ -1,0 +1,112 @@
+//! Files to read from: by name, from standard input, and what has no size that can be believed.
+
+use std::fs::{File, FileType};
+use std::io::{self, IsTerminal};
+use std::os::fd::AsFd;
+use std::os::unix::fs::{FileExt, FileTypeExt};
+use std::path::{Path, PathBuf};
+
+use crate::failure::Failure;
+
+/// The name of standard input on the command line.
+const STDIN: &str = "-";
+
+/// Refuses to read standard input twice.
+pub fn check(paths: &[PathBuf]) -> Result<(), Failure> {
+    match paths.iter().filter(|path| path.as_os_str() == STDIN).count() {
+        0 | 1 => Ok(()),
+        _ => Err(Failure::usage("standard input (-) can be read once").hint("a file of that name is ./-")),
+    }
+}
+
+/// A file that is open for reading.
+pub struct Source {
+    pub file: File,
+    /// Its name in messages and results.
+    pub path: PathBuf,
+    stdin: bool,
+}
+
+impl Source {
+    /// Opens a file; `-` is standard input.
+    pub fn open(path: &Path) -> Result<Self, Failure> {
+        let stdin = path.as_os_str() == STDIN;
+        let opened = match stdin {
+            true => io::stdin().as_fd().try_clone_to_owned().map(File::from),
+            false => File::open(path),
+        };
+        let file = opened.map_err(|e| Failure::because(format!("cannot open {}", path.display()), &e))?;
+        Ok(Self { file, path: if stdin { PathBuf::from("stdin") } else { path.to_owned() }, stdin })
+    }
+
+    /// Whether it is standard input.
+    pub fn is_stdin(&self) -> bool {
+        self.stdin
+    }
+
+    /// Whether it ends where its size says: pipes have no size, and files that the kernel generates as they are read
+    /// have a wrong one.
+    pub fn has_size(&self) -> bool {
+        let kind = self.file.metadata().map(|meta| meta.file_type());
+        // A directory is refused where it is read.
+        kind.is_ok_and(|kind| kind.is_dir() || kind.is_block_device() || kind.is_file() && !self.is_generated())
+    }
+
+    /// Whether it can be read once from front to back.
+    pub fn is_stream(&self) -> bool {
+        self.file.metadata().is_ok_and(|meta| is_stream(&meta.file_type()))
+    }
+
+    /// Whether reading it never ends, as `/dev/zero` does.
+    fn is_endless(&self) -> bool {
+        !self.file.is_terminal() && self.file.metadata().is_ok_and(|meta| meta.file_type().is_char_device())
+    }
+
+    fn is_generated(&self) -> bool {
+        rustix::fs::fstatfs(&self.file).is_ok_and(|s| GENERATED.contains(&(s.f_type as u32)))
+    }
+
+    /// The same bytes in a file with a size: what has none is read to its end, into a temporary file without a name.
+    pub fn with_size(self) -> Result<Self, Failure> {
+        if self.has_size() {
+            let path = if self.stdin { stdin_name(&self.file) } else { self.path };
+            return Ok(Self { path, ..self });
+        }
+        let path = self.path.display();
+        if self.is_endless() {
+            return Err(Failure::new(format!("{path} is a character device, which has no end")));
+        }
+        let mut copy = tempfile::tempfile().map_err(|e| trouble("create", &path.to_string(), &e))?;
+        io::copy(&mut &self.file, &mut copy).map_err(|e| trouble("write", &path.to_string(), &e))?;
+        let path = if self.stdin { stdin_name(&copy) } else { self.path };
+        Ok(Self { file: copy, path, ..self })
+    }
+}
+
+/// True for pipes, sockets and character devices, which have no offsets.
+pub fn is_stream(kind: &FileType) -> bool {
+    !kind.is_file() && !kind.is_block_device() && !kind.is_dir()
+}
+
+fn trouble(what: &str, path: &str, e: &io::Error) -> Failure {
+    let folder = std::env::temp_dir();
+    Failure::because(format!("cannot {what} a temporary copy of {path} in {}", folder.display()), e)
+        .hint("another folder can be set with TMPDIR")
+}
+
+/// The name of what was read from standard input. A safetensors file is known by its name.
+fn stdin_name(file: &File) -> PathBuf {
+    PathBuf::from(if is_safetensors(file) { "stdin.safetensors" } else { "stdin" })
+}
+
+/// Whether the bytes look like a safetensors file: the length of a JSON object comes first.
+fn is_safetensors(file: &File) -> bool {
+    let mut head = [0; 9];
+    let len = file.metadata().map_or(0, |meta| meta.len());
+    file.read_exact_at(&mut head, 0).is_ok()
+        && head[8] == b'{'
+        && u64::from_le_bytes(std::array::from_fn(|i| head[i])) <= len - 8
+}
+
+/// The file systems proc, sysfs, cgroup2, debugfs and tracefs, whose files have no true size.
+const GENERATED: [u32; 5] = [0x9fa0, 0x6265_6572, 0x6367_7270, 0x6462_6720, 0x7472_6163];
