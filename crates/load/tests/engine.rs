@@ -151,8 +151,8 @@ fn reads_are_what_the_obvious_loop_does_with_either_sink() {
         let (memory, sink) = match on_device {
             true => {
                 let register = Some((&*registrar, Access::READ));
-                let sink = Sink::Device { queue: device.queue_mut(), polled, targets: &&to[..] };
-                (Stays { register, ..Stays::of(&heap) }, sink)
+                let memory = Stays { register, ..Stays::of(&heap) };
+                (memory, Sink::Device { queue: device.queue_mut(), polled, targets: &&to[..] })
             }
             false => (Stays::of(&heap), Sink::Memory),
         };
