@@ -4,17 +4,20 @@ use std::collections::VecDeque;
 
 use dmalane_queue::{Completion, Operation, Ticket};
 
-/// Operations in a batch at most: as many as the card reports at once, and few enough to be moved up when it reports
-/// only some of them.
+/// Operations in a batch: as many as the card reports at once, and few enough to be moved up when it reports only some.
 const BATCH: usize = 32;
+/// A batch that takes the memory of a caller's list has at most this many.
+const MOST: usize = 2 * BATCH;
 
 /// Operations in flight, oldest first, each stored as the completion that it becomes unless it fails.
 ///
 /// They lie in batches, so that operations that end together are moved together. Their numbers follow each other.
 pub(crate) struct InFlight {
-    /// Only the last one may be empty, and there always is one.
-    batches: VecDeque<Vec<Completion>>,
-    /// An empty one, to be used again.
+    /// Batches before the last one, oldest first; none is empty.
+    full: VecDeque<Vec<Completion>>,
+    /// The batch that the next operation is added to.
+    last: Vec<Completion>,
+    /// An empty batch, to be used again.
     spare: Option<Vec<Completion>>,
     /// The number of the oldest operation, and of the next one to come.
     oldest: u64,
@@ -23,7 +26,7 @@ pub(crate) struct InFlight {
 
 impl InFlight {
     pub(crate) fn new() -> Self {
-        Self { batches: VecDeque::from([Vec::with_capacity(BATCH)]), spare: None, oldest: 0, next: 0 }
+        Self { full: VecDeque::new(), last: Vec::with_capacity(BATCH), spare: None, oldest: 0, next: 0 }
     }
 
     /// The number of the oldest operation; that of the next one where none is in flight.
@@ -48,44 +51,53 @@ impl InFlight {
     }
 
     /// Adds an operation of so many bytes, and gives its number: one more than that of the one before.
-    #[inline]
+    #[inline(never)] // inlined, it copies the operation once more
     pub(crate) fn push(&mut self, operation: Operation, bytes: u64) -> u64 {
         let number = self.next;
         self.next += 1;
-        let last = match self.batches.back_mut() {
-            Some(last) if last.len() < last.capacity() => last,
-            _ => self.add_batch(),
-        };
-        last.push(Completion { ticket: Ticket::new(number), operation, result: Ok(()), bytes });
+        if self.last.len() == self.last.capacity() {
+            self.add_batch();
+        }
+        let ticket = Ticket::new(number);
+        // Written where it stays: `push` would make it on the stack first.
+        self.last.extend(std::iter::once_with(|| Completion { ticket, operation, result: Ok(()), bytes }));
         number
     }
 
     #[cold]
-    fn add_batch(&mut self) -> &mut Vec<Completion> {
-        self.batches.push_back(self.spare.take().unwrap_or_else(|| Vec::with_capacity(BATCH)));
-        self.batches.back_mut().expect("a batch was added")
+    fn add_batch(&mut self) {
+        let next = self.spare.take().unwrap_or_else(|| Vec::with_capacity(BATCH));
+        self.full.push_back(std::mem::replace(&mut self.last, next));
     }
 
-    /// Forgets the first batch, which is empty, unless it is the only one.
-    fn remove_batch(&mut self) {
-        if self.batches.len() > 1 {
-            self.spare = self.batches.pop_front();
+    /// The batch of the oldest operation.
+    fn first(&mut self) -> &mut Vec<Completion> {
+        self.full.front_mut().unwrap_or(&mut self.last)
+    }
+
+    /// Forgets the first batch, which is empty, unless it is the last one.
+    fn remove_first(&mut self) {
+        if let Some(empty) = self.full.pop_front() {
+            self.spare = Some(empty);
         }
     }
 
     /// The oldest operation.
     pub(crate) fn front(&self) -> Option<&Operation> {
-        Some(&self.batches.front()?.first()?.operation)
+        Some(&self.full.front().unwrap_or(&self.last).first()?.operation)
     }
 
     /// Removes the oldest operation: as the completion of one that ended well.
     pub(crate) fn pop(&mut self) -> Option<Completion> {
-        let batch = self.batches.front_mut().filter(|batch| !batch.is_empty())?;
-        let oldest = batch.remove(0);
-        self.oldest += 1;
-        if batch.is_empty() {
-            self.remove_batch();
+        if self.is_empty() {
+            return None;
         }
+        let batch = self.first();
+        let oldest = batch.remove(0);
+        if batch.is_empty() {
+            self.remove_first();
+        }
+        self.oldest += 1;
         Some(oldest)
     }
 
@@ -95,16 +107,19 @@ impl InFlight {
     pub(crate) fn pop_into(&mut self, n: usize, done: &mut Vec<Completion>, mut each: impl FnMut(&Completion)) {
         let mut left = n.min(self.len());
         self.oldest += left as u64;
-        while left > 0
-            && let Some(batch) = self.batches.front_mut()
-        {
+        while left > 0 {
+            let batch = self.first();
             let n = left.min(batch.len());
             batch[..n].iter().for_each(&mut each);
             if n < batch.len() {
                 done.extend(batch.drain(..n));
             } else {
-                done.append(batch);
-                self.remove_batch();
+                // Exchanging the memory of the two lists costs less than moving each completion.
+                match done.is_empty() && (BATCH..=MOST).contains(&done.capacity()) {
+                    true => std::mem::swap(done, batch),
+                    false => done.append(batch),
+                }
+                self.remove_first();
             }
             left -= n;
         }
@@ -113,7 +128,7 @@ impl InFlight {
     /// Takes the operation with this number, and leaves a fence in its place.
     pub(crate) fn take(&mut self, number: u64) -> Option<Operation> {
         let mut index = usize::try_from(number.checked_sub(self.oldest)?).ok()?;
-        for batch in &mut self.batches {
+        for batch in self.full.iter_mut().chain([&mut self.last]) {
             match batch.get_mut(index) {
                 Some(found) => return Some(std::mem::replace(&mut found.operation, Operation::fence())),
                 None => index -= batch.len(),
