@@ -61,5 +61,5 @@ pub use pagemap::{PageEntry, Pagemap, physical_runs};
 pub use registrar::{Mapping, Pinned, Registrar, Undo};
 pub use room::{Room, memlock_left, room};
 pub use slice::BufferSlice;
-pub use sys::DriverMemory;
+pub use sys::{DriverMemory, FileMapping};
 pub use volatile::{CopyHint, VolatileSlice, stream_fence};

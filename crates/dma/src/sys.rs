@@ -334,30 +334,30 @@ impl Region {
         }
     }
 
-    /// Fills a range with the bytes of `file` from `at` on, by writing them to the memfd: its pages are then allocated
-    /// without being zeroed first. The bytes are copied out of a mapping of the file that is made for this call, which
-    /// only the kernel reads: where the file ends early or cannot be read, the call fails and nobody gets a signal.
+    /// Fills a range with bytes of a file, by writing them to the memfd: its pages are then allocated without being
+    /// zeroed first.
     ///
     /// # Errors
     /// `Unsupported` for memory without a descriptor, or one that cannot be written (hugetlbfs, a dma-buf);
-    /// `InvalidInput` for a range that is not within; `UnexpectedEof`; the kernel's. Some of it may have been written.
-    pub(crate) fn write_from_file(&self, offset: usize, len: usize, file: BorrowedFd<'_>, at: u64) -> io::Result<()> {
+    /// `InvalidInput` for a range that is not within this memory or the mapping; the kernel's. Some of it may have been
+    /// written.
+    pub(crate) fn write_from_file(&self, offset: usize, len: usize, file: &FileMapping, at: u64) -> io::Result<()> {
         let fd = self.fd.as_ref().ok_or(io::ErrorKind::Unsupported)?;
-        let within = offset.checked_add(len).is_some_and(|end| end <= self.len);
-        let len = NonZeroUsize::new(len).filter(|_| within).ok_or(io::ErrorKind::InvalidInput)?.get();
-        let skip = (at % page() as u64) as usize;
-        let mapped = len.checked_add(skip).ok_or(io::ErrorKind::InvalidInput)?;
-        // SAFETY: no address is asked for, so no existing mapping is replaced.
-        let base =
-            unsafe { mm::mmap(ptr::null_mut(), mapped, ProtFlags::READ, MapFlags::SHARED, file, at - skip as u64) }?;
-        let source = Self::whole(base.cast(), mapped, None)?;
-        source.advise(0, mapped, Advice::LinuxPopulateRead)?;
+        let within = |start: usize, all: usize| start.checked_add(len).is_some_and(|end| len > 0 && end <= all);
+        let skip = at.checked_sub(file.start).and_then(|skip| usize::try_from(skip).ok());
+        let skip = skip.filter(|skip| within(*skip, file.len) && within(offset, self.len));
+        let skip = skip.ok_or(io::ErrorKind::InvalidInput)?;
+        let first = skip & !(page() - 1);
+        // SAFETY: the range lies in this mapping (checked above), and the advice changes no contents.
+        unsafe {
+            mm::madvise(file.ptr.as_ptr().wrapping_add(first).cast(), skip - first + len, Advice::LinuxPopulateRead)
+        }?;
         let mut done = 0;
         while done < len {
-            let from = source.ptr.as_ptr().wrapping_add(skip + done);
-            // SAFETY: the kernel reads `len - done` bytes from `skip + done` on of a mapping of `skip + len` bytes,
-            // which lives through the call; bytes that cannot be had are an error of the call. It writes to a file of
-            // which the range belongs to this region, and sealing keeps it as long as it is.
+            let from = file.ptr.as_ptr().wrapping_add(skip + done);
+            // SAFETY: the kernel reads `len - done` bytes from `skip + done` on of a mapping that has `skip + len` and
+            // lives through the call; bytes that cannot be had are an error of the call. It writes to a file of which
+            // the range belongs to this region, and sealing keeps it as long as it is.
             let n =
                 unsafe { libc::pwrite64(fd.as_raw_fd(), from.cast(), len - done, (offset + done) as libc::off64_t) };
             match usize::try_from(n) {
@@ -411,6 +411,44 @@ impl Region {
         // the view borrows `self`. No reference into it is in use: only `Exclusive` makes slices, and it does not give
         // access to its region.
         unsafe { VolatileSlice::from_raw(self.ptr, self.len) }
+    }
+}
+
+/// A file that is mapped for [`Absent::copy_from_file`](crate::Absent::copy_from_file). Only the kernel reads the
+/// mapping: where the file ends early or cannot be read, a copy fails and nobody gets a signal.
+#[derive(Debug)]
+pub struct FileMapping {
+    ptr: NonNull<u8>,
+    len: usize,
+    /// File offset of the first byte, a whole page.
+    start: u64,
+}
+
+// SAFETY: an address range of this process, tied to no thread, that this value alone unmaps and nobody dereferences.
+unsafe impl Send for FileMapping {}
+// SAFETY: as above; `&FileMapping` only passes addresses to the kernel.
+unsafe impl Sync for FileMapping {}
+
+impl FileMapping {
+    /// Maps a range of a file, which need not exist.
+    ///
+    /// # Errors
+    /// `InvalidInput` for an empty range or one that does not fit the address space; the kernel's, for a file that
+    /// cannot be mapped or read.
+    pub fn new(file: BorrowedFd<'_>, range: std::ops::Range<u64>) -> io::Result<Self> {
+        let start = range.start & !(page() as u64 - 1);
+        let len = range.end.checked_sub(start).filter(|_| !range.is_empty()).and_then(|len| usize::try_from(len).ok());
+        let len = len.ok_or(io::ErrorKind::InvalidInput)?;
+        // SAFETY: no address is asked for, so no existing mapping is replaced; nothing is ever read through this one.
+        let base = unsafe { mm::mmap(ptr::null_mut(), len, ProtFlags::READ, MapFlags::SHARED, file, start) }?;
+        Ok(Self { ptr: NonNull::new(base.cast()).ok_or(io::ErrorKind::OutOfMemory)?, len, start })
+    }
+}
+
+impl Drop for FileMapping {
+    fn drop(&mut self) {
+        // SAFETY: the range is this value's own mapping, and nobody has its address.
+        let _ = unsafe { mm::munmap(self.ptr.as_ptr().cast(), self.len) };
     }
 }
 

@@ -9,6 +9,7 @@ mod stream;
 
 use std::fs::File;
 use std::ops::ControlFlow;
+use std::os::fd::AsFd;
 use std::os::unix::fs::FileTypeExt;
 use std::path::{Path, PathBuf};
 use std::sync::Mutex;
@@ -16,7 +17,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
 use dmalane_addr::Access;
-use dmalane_dma::{Heap, Registrar};
+use dmalane_dma::{FileMapping, Heap, Registrar};
 use dmalane_file::{How, Mode, Moved, Residency};
 use dmalane_load::OpenDevice;
 use dmalane_load::fill::{Event, FillCached, FillError, FillOptions, Filled, Job, Sink, Stays, Watch, fill};
@@ -324,10 +325,10 @@ impl<'a> Read<'a> {
 }
 
 /// Reads as `job` says. With `unchanged`, files that are read to their end may not change their size meanwhile.
-fn read(
+fn read<'a>(
     memory: Stays<'_>,
     sink: Sink<'_>,
-    sources: &[ReadSource],
+    sources: &'a [ReadSource],
     job: &Job,
     options: &ReadOptions,
     watch: &mut Watch<'_>,
@@ -355,15 +356,19 @@ fn read(
         deadline: options.timeout.and_then(|timeout| Instant::now().checked_add(timeout)),
         ..FillOptions::default()
     };
-    let offsets = |(source, choice): (_, &Choice)| (!choice.stream).then_some(source);
-    let from_cache = FromCache {
-        files: sources.iter().map(|source| &source.file).zip(&choices).map(offsets).collect(),
-        written: sources.iter().map(|_| AtomicU64::new(0)).collect(),
-        writing: Mutex::new(()),
-    };
     // Memory that is not shareable cannot be written by a descriptor.
     let writable = memory.heap.abilities().shareable;
     let from_cache_first = writable && options.scheme == Scheme::Overlap && options.mode != Mode::Direct;
+    let map = |(source, choice): (&'a ReadSource, &Choice)| {
+        let some = from_cache_first && choice.cached.is_some_and(|cached| cached.cached > 0);
+        let mapping = some.then(|| FileMapping::new(source.file.as_fd(), choice.first..choice.end).ok()).flatten();
+        mapping.map(|mapping| (&source.file, mapping))
+    };
+    let from_cache = FromCache {
+        files: sources.iter().zip(&choices).map(map).collect(),
+        written: sources.iter().map(|_| AtomicU64::new(0)).collect(),
+        writing: Mutex::new(()),
+    };
     let memory = Stays { cached: from_cache_first.then_some(&from_cache as &dyn FillCached), ..memory };
     let mut queues: Vec<Vec<_>> = workers.iter_mut().map(|of| of.iter_mut().map(Source::queue).collect()).collect();
     let filled = fill(memory, sink, job, &mut queues, &fill_options, watch).map_err(|e| named(e, sources))?;

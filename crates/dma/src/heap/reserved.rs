@@ -1,12 +1,11 @@
 //! Reserved memory that is populated range by range.
 
 use std::io;
-use std::os::fd::BorrowedFd;
 use std::sync::Arc;
 
 use super::{Account, PageBacking, PageKind};
 use crate::buf::Memory;
-use crate::sys::{Region, page};
+use crate::sys::{FileMapping, Region, page};
 use crate::{BufferSlice, Error, SharedBuf};
 
 /// A buffer whose pages are not present yet: [`Reserved::next`] takes ranges off its front, and a range becomes a
@@ -105,15 +104,15 @@ impl Absent {
         self.part.len()
     }
 
-    /// Fills the range with `len` bytes of `file` from `at` on, and the rest of the last page with zeroes. Memory
-    /// behind a memfd of ordinary pages is written through the memfd, so that the kernel need not zero its pages first;
-    /// the pages are present afterwards, but this process has not touched them. Only worth it for bytes that are in
-    /// the page cache. Writers of one memfd wait for each other.
+    /// Fills the range with `len` bytes of a mapped file from file offset `at` on, and the rest of the last page with
+    /// zeroes. Memory behind a memfd of ordinary pages is written through the memfd, so that the kernel need not zero
+    /// its pages first; the pages are present afterwards, but this process has not touched them. Only worth it for
+    /// bytes that are in the page cache. Writers of one memfd wait for each other.
     ///
     /// # Errors
     /// The range as it was, to be populated instead, with the reason: `Unsupported` for other memory, and where `len`
     /// does not end in the range's last page; the kernel's.
-    pub fn copy_from_file(self, file: BorrowedFd<'_>, at: u64, len: usize) -> Result<BufferSlice, (Self, io::Error)> {
+    pub fn copy_from_file(self, file: &FileMapping, at: u64, len: usize) -> Result<BufferSlice, (Self, io::Error)> {
         let memory = self.part.memory();
         let whole_pages = self.offset().is_multiple_of(page()) && len.next_multiple_of(page()) == self.len();
         if self.present || memory.backing.kind != PageKind::Base || !whole_pages {

@@ -264,17 +264,19 @@ fn a_pool_caches_neither_exported_nor_incomplete_buffers() {
 
 #[test]
 fn absent_memory_takes_the_bytes_of_a_file() {
+    use crate::FileMapping;
     use std::io::Write;
     use std::os::fd::AsFd;
     let data: Vec<u8> = (0..100_000u32).map(|i| (i >> 3) as u8).collect();
     let mut file = std::fs::File::from(rustix::fs::memfd_create("source", rustix::fs::MemfdFlags::CLOEXEC).unwrap());
     file.write_all(&data).unwrap();
+    let mapping = FileMapping::new(file.as_fd(), 0..100_000).unwrap();
     let heap = MemfdHeap::starting_at(PageKind::Base);
     for (at, len) in [(0usize, 5 * page()), (777, 3 * page()), (4097, 2 * page() - 5)] {
         let mut reserved = heap.reserve(9 * page()).unwrap();
         let before = reserved.next(page()).unwrap().populate().unwrap();
         let absent = reserved.next(len.next_multiple_of(page())).unwrap();
-        let mut slice = absent.copy_from_file(file.as_fd(), at as u64, len).unwrap();
+        let mut slice = absent.copy_from_file(&mapping, at as u64, len).unwrap();
         let same = slice.with_bytes(|bytes| bytes[..len] == data[at..at + len] && bytes[len..].iter().all(|b| *b == 0));
         assert_eq!(same, Some(true), "{at} {len}");
         let whole = before.join(slice).unwrap();
@@ -286,7 +288,7 @@ fn absent_memory_takes_the_bytes_of_a_file() {
     // Refused: the memory can be populated as if nothing had happened.
     let refused = |heap: &dyn Heap, at, len: usize| {
         let absent = heap.reserve(4 * page()).unwrap().next(2 * page()).unwrap();
-        let (absent, why) = absent.copy_from_file(file.as_fd(), at, len).unwrap_err();
+        let (absent, why) = absent.copy_from_file(&mapping, at, len).unwrap_err();
         assert_eq!(absent.populate().unwrap().len(), 2 * page());
         why.kind()
     };
@@ -299,8 +301,15 @@ fn absent_memory_takes_the_bytes_of_a_file() {
     let _ = refused(&heap, 99_999, 2 * page());
     let _ = refused(&heap, 1 << 40, 2 * page());
     let _ = refused(&heap, u64::MAX, 2 * page());
-    let directory = std::fs::File::open("/").unwrap();
-    assert!(heap.reserve(1).unwrap().next(page()).unwrap().copy_from_file(directory.as_fd(), 0, page()).is_err());
+    // A file that became shorter, and a mapping that does not begin with it.
+    rustix::fs::ftruncate(&file, 10_000).unwrap();
+    let at = |at: u64| heap.reserve(1).unwrap().next(page()).unwrap().copy_from_file(&mapping, at, page());
+    assert!(at(60_000).is_err(), "no longer there");
+    let later = FileMapping::new(file.as_fd(), 70_000..80_000).unwrap();
+    let absent = heap.reserve(1).unwrap().next(page()).unwrap();
+    assert!(absent.copy_from_file(&later, 0, page()).is_err(), "before the mapping");
+    assert!(FileMapping::new(file.as_fd(), 5..5).is_err());
+    assert!(FileMapping::new(std::fs::File::open("/").unwrap().as_fd(), 0..5).is_err(), "a directory");
 }
 
 /// Number of present pages in a range of virtual addresses.

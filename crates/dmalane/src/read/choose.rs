@@ -29,7 +29,9 @@ pub(super) struct Choice {
     pub cached: Option<Residency>,
     /// Bytes of the file now, where it has a size.
     pub size: Option<u64>,
-    /// Where the last of the job's extents of it ends.
+    /// Where the first of the job's extents of it begins; more than `end` if there is none.
+    pub first: u64,
+    /// Where the last one ends.
     pub end: u64,
 }
 
@@ -47,7 +49,7 @@ pub(super) fn choose(source: &ReadSource, index: usize, job: &Job, options: &Rea
     if is_stream(&kind) {
         let reason = "a pipe, socket or character device: plain reads in order".to_owned();
         let options = of_queue(Mode::Buffered, Io::Pread, options.depth);
-        return Ok(Choice { options, stream: true, workers: 1, reason, cached: None, size: None, end });
+        return Ok(Choice { options, stream: true, workers: 1, reason, cached: None, size: None, first, end });
     }
     let size = size(&source.file).map_err(open)?;
     if end > size && kind.is_file() {
@@ -85,5 +87,5 @@ pub(super) fn choose(source: &ReadSource, index: usize, job: &Job, options: &Rea
     };
     let reason = if short && options.scheme != Scheme::Plain { format!("{reason}; short path") } else { reason };
     let size = kind.is_file().then_some(size);
-    Ok(Choice { options: of_queue(mode, io, depth), stream: false, workers, reason, cached, size, end })
+    Ok(Choice { options: of_queue(mode, io, depth), stream: false, workers, reason, cached, size, first, end })
 }
