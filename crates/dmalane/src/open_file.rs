@@ -49,7 +49,7 @@ pub fn open_as(file: File, name: impl AsRef<Path>, options: Options) -> Result<I
 fn input(queue: FileQueue) -> Result<Input<FileQueue>, Error> {
     let path = queue.path().to_owned();
     match queue.file().try_clone() {
-        Ok(file) => Ok(Input { path, file, queue }),
+        Ok(file) => Ok(Input { path, file, queue, select: None }),
         Err(source) => Err(Error::Open { path, source }),
     }
 }

@@ -195,6 +195,11 @@ impl LoadedFile {
         })
     }
 
+    /// Bytes of device memory that it takes.
+    pub fn device_bytes(&self) -> u64 {
+        self.layout.bo_len
+    }
+
     /// The tensors in the order of their bytes.
     pub fn tensors(&self) -> std::slice::Iter<'_, LoadedTensor> {
         self.tensors.iter()

@@ -4,6 +4,7 @@ use std::fs::File;
 use std::io::{Seek, SeekFrom};
 use std::os::unix::fs::FileTypeExt;
 use std::path::PathBuf;
+use std::sync::Arc;
 
 use crate::container::ContainerFile;
 use crate::{Container, Error, Model};
@@ -16,7 +17,12 @@ pub struct Input<S> {
     pub file: File,
     /// For its bytes.
     pub queue: S,
+    /// Which of its tensors count, by their names; `None` for all. The others are not loaded.
+    pub select: Option<Select>,
 }
+
+/// Chooses tensors by name.
+pub type Select = Arc<dyn Fn(&str) -> bool + Send + Sync>;
 
 impl<S> Input<S> {
     /// The file's size now.
@@ -42,11 +48,15 @@ impl<S> Input<S> {
         ContainerFile { path: &self.path, file: &self.file, len: self.len()? }.kind()
     }
 
-    /// The tensors of the file, as its [`Container`](crate::Container) has them.
+    /// The selected tensors of the file, as its [`Container`](crate::Container) has them.
     ///
     /// # Errors
     /// [`Error::Format`], [`Error::File`].
     pub fn model(&self) -> Result<Model, Error> {
-        ContainerFile { path: &self.path, file: &self.file, len: self.len()? }.model()
+        let mut model = ContainerFile { path: &self.path, file: &self.file, len: self.len()? }.model()?;
+        if let Some(select) = &self.select {
+            model.tensors.retain(|tensor| select(&tensor.name));
+        }
+        Ok(model)
     }
 }

@@ -31,7 +31,7 @@ pub use container::{Container, FormatError, Model, Tensor};
 pub use device::{DriveOptions, JoinedQueue, Loaded, LoadedFile, LoadedTensor, OpenDevice};
 pub use dmalane_device::Placement;
 pub use error::Error;
-pub use input::Input;
+pub use input::{Input, Select};
 pub use layout::{Layout, Place};
 pub use reference::ReferenceRates;
 pub use report::{Report, StageReport};

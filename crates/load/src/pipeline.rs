@@ -27,18 +27,7 @@ impl OpenDevice {
         placement: &Placement,
         progress: &mut (dyn FnMut(u64) + Send),
     ) -> Result<Loaded, Error> {
-        let mut files: Vec<LoadedFile> = Vec::new();
-        for input in inputs.iter() {
-            let placed = input.model().and_then(|model| self.place(input.path.clone(), model, placement));
-            match placed {
-                Ok(file) => files.push(file),
-                Err(e) => {
-                    // The reason for the failure matters more than a second one while cleaning up.
-                    let _ = self.unload(Loaded { files, report: Report::default() });
-                    return Err(e);
-                }
-            }
-        }
+        let mut files = self.place_files(inputs, placement)?.files;
         let resident_before = self.resident.see();
         let start = Instant::now();
         let result = self.stream(inputs, &mut files, progress);
@@ -72,6 +61,26 @@ impl OpenDevice {
             ..Report::default()
         };
         Ok(loaded)
+    }
+
+    /// Gives each tensor its place on the device and its device virtual address, as [`OpenDevice::load`] does, and
+    /// moves nothing. [`OpenDevice::unload`] gives the places back.
+    ///
+    /// # Errors
+    /// As of [`OpenDevice::load`]; nothing stays allocated.
+    pub fn place_files<S>(&mut self, inputs: &[Input<S>], placement: &Placement) -> Result<Loaded, Error> {
+        let mut files: Vec<LoadedFile> = Vec::new();
+        for input in inputs {
+            match input.model().and_then(|model| self.place(input.path.clone(), model, placement)) {
+                Ok(file) => files.push(file),
+                Err(e) => {
+                    // The reason for the failure matters more than a second one while cleaning up.
+                    let _ = self.unload(Loaded { files, report: Report::default() });
+                    return Err(e);
+                }
+            }
+        }
+        Ok(Loaded { files, report: Report::default() })
     }
 
     /// Moves the bytes of files that have their places, and binds their tensors.

@@ -89,7 +89,7 @@ fn loads_are_what_the_obvious_loop_does() {
             let file = File::open(&path).unwrap();
             let capacity = 1 + random.below(6) as usize;
             let queue = Script::new(Arc::new(bytes), capacity, random.0, Vec::new());
-            inputs.push(Input { path, file, queue });
+            inputs.push(Input { path, file, queue, select: None });
         }
         let inner = device(random);
         let (drive, placement) = settings(random, &*inner);

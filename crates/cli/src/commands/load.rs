@@ -7,6 +7,7 @@ mod sample;
 
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
+use std::sync::Arc;
 
 use clap::builder::{PathBufValueParser, TypedValueParser};
 use clap::{ArgGroup, Args};
@@ -37,6 +38,8 @@ Examples:
   dmalane load model.safetensors --repeat 5 --csv
   dmalane load models/minilm --verify           all shards of a model
   dmalane load model.gguf --list
+  dmalane load model.safetensors --tensors '*.bias' --save biases.safetensors
+  dmalane load model.safetensors --dry-run --list
   zcat model.safetensors.gz | dmalane load -
   dmalane load weights.bin --buffered --chunk 4MiB
   dmalane load model.safetensors --save copy.safetensors
@@ -80,6 +83,15 @@ pub struct Load {
     /// List the tensors with dtype, shape, bytes and device addresses; --json always does
     #[arg(long)]
     list: bool,
+
+    /// Load (and save) only tensors whose names match, such as '*.bias'; * stands for any characters, ? for one,
+    /// [ab] for one of these. May be given several times
+    #[arg(long, value_name = "PATTERN", value_parser = pattern)]
+    tensors: Vec<glob::Pattern>,
+
+    /// Print what would be loaded where, and load nothing
+    #[arg(long, conflicts_with_all = ["verify", "save", "record", "repeat"])]
+    dry_run: bool,
 
     /// Read every tensor back through the device's MMU and compare it with the file
     #[arg(long)]
@@ -243,7 +255,11 @@ impl Load {
         let room = Room::of(&device, &self.device, &self.placement);
         let mut inputs = self.with_sample(files, &room)?;
         // Again, now that it is known which files are read.
-        let outputs = outputs.unlike(&inputs, device.backing_files())?;
+        let mut outputs = outputs.unlike(&inputs, device.backing_files())?;
+        self.select(&mut inputs, &mut outputs)?;
+        if self.dry_run {
+            return self.plan(&mut device, &room, &inputs);
+        }
         if !outputs.save.is_empty() {
             inputs.iter().try_for_each(can_be_saved)?;
         }
@@ -282,6 +298,43 @@ impl Load {
             (_, true) => output::print(&report::csv(&outcome))?,
             _ => output::print(&report::text(&outcome, verbose, self.list))?,
         }
+        Ok(ExitCode::SUCCESS)
+    }
+
+    /// Leaves out what `--tensors` does not name, and files without any of it.
+    fn select(&self, inputs: &mut Vec<Input<FileQueue>>, outputs: &mut Outputs) -> Result<(), Failure> {
+        if self.tensors.is_empty() {
+            return Ok(());
+        }
+        let mut left = Vec::new();
+        for (i, mut input) in inputs.drain(..).enumerate() {
+            let patterns = self.tensors.clone();
+            input.select = Some(Arc::new(move |name| patterns.iter().any(|pattern| pattern.matches(name))));
+            if !input.model()?.tensors.is_empty() {
+                left.push((input, outputs.save.get(i).cloned()));
+            }
+        }
+        if left.is_empty() {
+            let patterns: Vec<_> = self.tensors.iter().map(|pattern| pattern.as_str()).collect();
+            let failure = Failure::new(format!("no tensor is called {}", patterns.join(" or ")));
+            return Err(failure.hint("dmalane load FILE --dry-run --list shows the names"));
+        }
+        let save: Vec<Option<Output>>;
+        (*inputs, save) = left.into_iter().unzip();
+        outputs.save = save.into_iter().flatten().collect();
+        Ok(())
+    }
+
+    /// Prints what a load would do.
+    fn plan(&self, device: &mut OpenDevice, room: &Room<'_>, inputs: &[Input<FileQueue>]) -> Result<ExitCode, Failure> {
+        let placed = device.place_files(inputs, &self.placement).map_err(|e| room.load_failure(&e, inputs))?;
+        let output::Format { json, csv, .. } = self.format;
+        match (json, csv) {
+            (true, _) => output::print_json(&report::plan_json(&self.device.to_string(), &placed))?,
+            (_, true) => return Err(Failure::usage("--dry-run measures nothing, so it has no --csv")),
+            _ => output::print(&report::plan_text(&self.device.to_string(), &placed, inputs, self.list))?,
+        }
+        device.unload(placed)?;
         Ok(ExitCode::SUCCESS)
     }
 
@@ -425,6 +478,10 @@ impl Load {
         }
         Ok(targets)
     }
+}
+
+fn pattern(text: &str) -> Result<glob::Pattern, String> {
+    glob::Pattern::new(text).map_err(|e| format!("{} at character {}", e.msg, e.pos + 1))
 }
 
 fn fraction(text: &str) -> Result<f64, String> {

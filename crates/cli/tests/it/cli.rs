@@ -666,3 +666,56 @@ fn runs_are_repeated_and_their_median_is_reported() {
     let text = run(&["read", env!("CARGO_BIN_EXE_dmalaned"), "--repeat", "2"]);
     assert!(stdout(&text).contains("\nMedian of 2 runs: "), "{}", stdout(&text));
 }
+
+#[test]
+fn a_part_of_a_model_is_loaded_and_saved() {
+    let folder = folder("part");
+    let at = |name: &str| folder.join(name).to_str().unwrap().to_owned();
+    for (name, seed) in [("a.safetensors", "1"), ("b.safetensors", "2")] {
+        let saved = run(&["load", "-q", "--sample", "2MiB", "--seed", seed, "--save", &at(name)]);
+        assert!(saved.status.success(), "{}", stderr(&saved));
+    }
+    let names = |report: &Value| -> Vec<String> {
+        let files = report["files"].as_array().unwrap().iter();
+        files.flat_map(|f| f["tensors"].as_array().unwrap()).map(|t| t["name"].as_str().unwrap().to_owned()).collect()
+    };
+    let part = ["load", &at("a.safetensors"), "--tensors", "*.mlp.*", "--tensors", "emb*", "--verify", "--json"];
+    let report = json(&[&part[..], &["--save", &at("part.safetensors")]].concat());
+    assert_eq!((names(&report).len(), &report["saved"][0]), (2, &at("part.safetensors").into()), "{report}");
+    // What was saved is a file of these tensors, with the same bytes.
+    let again = json(&["load", &at("part.safetensors"), "--verify", "--json"]);
+    assert_eq!((names(&again), &again["tensors"]), (names(&report), &2.into()));
+    let whole = std::fs::read(at("a.safetensors")).unwrap();
+    let bytes = std::fs::read(at("part.safetensors")).unwrap();
+    let body = |bytes: &[u8]| bytes[8 + u64::from_le_bytes(bytes[..8].try_into().unwrap()) as usize..].to_vec();
+    let embeddings = again["files"][0]["tensors"][1]["bytes"].as_u64().unwrap() as usize;
+    assert!(body(&whole).ends_with(&body(&bytes)[body(&bytes).len() - embeddings..]));
+    let text = complains(&["load", &at("a.safetensors"), "--tensors", "nothing*"], 1);
+    assert!(text.contains("no tensor is called nothing*") && text.contains("--dry-run --list"), "{text}");
+    assert!(complains(&["load", "a", "--tensors", "a[b"], 2).contains("at character"));
+}
+
+#[test]
+fn a_dry_run_says_where_everything_would_be() {
+    let folder = folder("dry");
+    let model = folder.join("m.safetensors").to_str().unwrap().to_owned();
+    assert!(run(&["load", "-q", "--sample", "2MiB", "--save", &model]).status.success());
+    for device in ["soft", "ram:64MiB"] {
+        let plan = json(&["load", &model, "-d", device, "--dry-run", "--json"]);
+        let loaded = json(&["load", &model, "-d", device, "--json"]);
+        assert_eq!((&plan["dry_run"], &plan["tensors"]), (&true.into(), &loaded["tensors"]));
+        assert_eq!(plan["files"][0]["tensors"], loaded["files"][0]["tensors"], "the same addresses on {device}");
+    }
+    let text = run(&["load", &model, "--dry-run", "--list"]);
+    let text = stdout(&text);
+    assert!(text.starts_with("Would load 5 tensors of 1 file onto soft: 2"), "{text}");
+    assert!(text.contains("\nembeddings.weight ") && text.lines().all(|line| line.len() <= 100), "{text}");
+    assert!(complains(&["load", &model, "-d", "ram:1MiB", "--dry-run"], 1).contains("\nhint: ram:"));
+    complains(&["load", &model, "--dry-run", "--save", "x"], 2);
+    // A file device keeps its bytes.
+    let memory = folder.join("memory");
+    std::fs::write(&memory, vec![7; 4 << 20]).unwrap();
+    let device = format!("file:{}", memory.display());
+    let planned = run(&["load", &model, "-d", &device, "--dry-run", "--overwrite"]);
+    assert!(planned.status.success() && std::fs::read(&memory).unwrap() == vec![7; 4 << 20]);
+}

@@ -323,8 +323,8 @@ impl<F: FnMut(usize) -> Option<OpError>> Meddling<F> {
 }
 
 fn meddling<F: FnMut(usize) -> Option<OpError> + Send>(path: &Path, meddle: F) -> [Input<Meddling<F>>; 1] {
-    let Input { path, file, queue } = open(path);
-    [Input { path, file, queue: Meddling { inner: queue, count: 0, meddle } }]
+    let Input { path, file, queue, select } = open(path);
+    [Input { path, file, queue: Meddling { inner: queue, count: 0, meddle }, select }]
 }
 
 #[test]

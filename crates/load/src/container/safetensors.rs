@@ -107,12 +107,13 @@ pub(crate) fn header(model: &Model) -> io::Result<Vec<u8>> {
         let pairs = pairs.iter().map(|(k, v)| (k.clone(), v.clone().into())).collect();
         map.insert("__metadata__".into(), serde_json::Value::Object(pairs));
     }
-    let start = model.tensors.first().map_or(0, |t| t.at.bits());
+    // Some tensors of a file may have been left out: those that are here follow each other.
+    let mut begin = 0;
     for t in &model.tensors {
         let dtype: Dtype = serde_json::from_value(t.dtype.clone().into())?;
-        let begin = (t.at.bits() - start) as usize;
         let shape = t.shape.iter().map(|d| *d as usize).collect();
         let info = TensorInfo { dtype, shape, data_offsets: (begin, begin + t.len as usize) };
+        begin += t.len as usize;
         map.insert(t.name.clone(), serde_json::to_value(info)?);
     }
     let mut header = serde_json::to_vec(&map)?;

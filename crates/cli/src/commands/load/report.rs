@@ -4,7 +4,8 @@ use std::time::Duration;
 
 use dmalane::addr::PageSize;
 use dmalane::device::AddressSpaceKind;
-use dmalane::load::{Container, LoadedTensor, Stage, StageReport};
+use dmalane::file::FileQueue;
+use dmalane::load::{Container, Input, Loaded, LoadedFile, LoadedTensor, Stage, StageReport};
 use serde::Serialize;
 
 use super::Outcome;
@@ -227,20 +228,91 @@ pub(super) fn json(o: &Outcome) -> impl Serialize + use<> {
                     direct: how.direct,
                     io_uring: how.uring,
                     fallbacks: how.reasons.clone(),
-                    tensors: f
-                        .tensors()
-                        .map(|t| JsonTensor {
-                            name: t.tensor.name.clone(),
-                            dtype: t.tensor.dtype.clone(),
-                            shape: t.tensor.shape.clone(),
-                            bytes: t.tensor.len,
-                            device_va: t.va.map(|va| va.first().bits()),
-                        })
-                        .collect(),
+                    tensors: json_tensors(f),
                 }
             })
             .collect(),
     }
+}
+
+fn json_tensors(file: &LoadedFile) -> Vec<JsonTensor> {
+    let tensor = |t: &LoadedTensor| JsonTensor {
+        name: t.tensor.name.clone(),
+        dtype: t.tensor.dtype.clone(),
+        shape: t.tensor.shape.clone(),
+        bytes: t.tensor.len,
+        device_va: t.va.map(|va| va.first().bits()),
+    };
+    file.tensors().map(tensor).collect()
+}
+
+/// The output of `--dry-run --json`.
+#[derive(Serialize)]
+struct JsonPlan {
+    schema: u32,
+    command: &'static str,
+    dry_run: bool,
+    device: String,
+    tensors: usize,
+    device_bytes: u64,
+    files: Vec<JsonPlannedFile>,
+}
+
+#[derive(Serialize)]
+struct JsonPlannedFile {
+    path: String,
+    bytes: u64,
+    format: &'static str,
+    device_bytes: u64,
+    tensors: Vec<JsonTensor>,
+}
+
+/// What would be loaded, as what `--dry-run --json` prints.
+pub(super) fn plan_json(device: &str, placed: &Loaded) -> impl Serialize + use<> {
+    let file = |f: &LoadedFile| JsonPlannedFile {
+        path: f.path.to_string_lossy().into_owned(),
+        bytes: f.model.len,
+        format: f.model.container.name(),
+        device_bytes: f.device_bytes(),
+        tensors: json_tensors(f),
+    };
+    JsonPlan {
+        schema: 3,
+        command: "load",
+        dry_run: true,
+        device: device.to_owned(),
+        tensors: placed.files.iter().map(|f| f.model.tensors.len()).sum(),
+        device_bytes: placed.files.iter().map(LoadedFile::device_bytes).sum(),
+        files: placed.files.iter().map(file).collect(),
+    }
+}
+
+/// What would be loaded, for people.
+pub(super) fn plan_text(device: &str, placed: &Loaded, inputs: &[Input<FileQueue>], list: bool) -> String {
+    let tensors = placed.files.iter().map(|f| f.model.tensors.len()).sum();
+    let bytes = placed.files.iter().map(LoadedFile::device_bytes).sum();
+    let mut out = wrap(
+        &format!(
+            "Would load {} of {} onto {}: {} of its memory",
+            count(tensors, "tensor"),
+            count(placed.files.len(), "file"),
+            plain(device),
+            binary(bytes),
+        ),
+        2,
+    );
+    for (file, input) in placed.files.iter().zip(inputs) {
+        let path = plain(&file.path.to_string_lossy());
+        let (kind, tensors) = (file.model.container.name(), count(file.model.tensors.len(), "tensor"));
+        let at = file.range.map_or(String::new(), |va| format!(" at {}", range(va.first().bits(), va.len())));
+        let how = plain(&input.queue.how().to_string());
+        out += &wrap(&format!("{path}: {kind}, {tensors}, {}{at}; {how}", binary(file.device_bytes())), 2);
+    }
+    for file in placed.files.iter().filter(|_| list) {
+        out += &format!("\n{}\n", plain(&file.path.to_string_lossy()));
+        out += &tensor_table(file.tensors());
+    }
+    out
 }
 
 /// The stages as CSV, and the whole load as the last row.
