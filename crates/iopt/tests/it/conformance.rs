@@ -654,13 +654,18 @@ fn refused_fetch<F: Format>() {
 }
 
 /// Failures are not written next to the sources: proptest prints the input, and a fixed one becomes a plain test.
-fn config(cases: u32) -> ProptestConfig {
+pub(crate) fn config(cases: u32) -> ProptestConfig {
     ProptestConfig { cases, failure_persistence: None, ..ProptestConfig::default() }
 }
 
 /// Fewer cases where a table, and so a case, is larger.
 fn cases<F: Format>() -> u32 {
-    (32 * 512 / sizes::<F>().entries as u32).clamp(6, 32)
+    more((10 * 512 / sizes::<F>().entries as u32).clamp(3, 10))
+}
+
+/// `DMALANE_CASES` times as many: scripts/nightly sets it.
+pub(crate) fn more(cases: u32) -> u32 {
+    cases * std::env::var("DMALANE_CASES").map_or(1, |n| n.parse::<u32>().expect("a number"))
 }
 
 macro_rules! conformance {
@@ -687,7 +692,7 @@ macro_rules! conformance {
             }
 
             proptest! {
-                #![proptest_config(config(2000))]
+                #![proptest_config(config(more(500)))]
 
                 #[test]
                 fn round_trip(out: u64, access in access::<F>()) {

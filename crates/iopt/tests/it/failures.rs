@@ -6,6 +6,7 @@
 use std::collections::BTreeMap;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
+use crate::conformance::more;
 use crate::formats::{Failing, Sizes, sizes};
 use dmalane_addr::{Access, Iova, PhysAddr, Segment, Span};
 use dmalane_iopt::{Entry, Error, Format, FormatId, HeapTables, PageTable, TableShape, with_format};
@@ -57,7 +58,8 @@ fn scattered<F: Format>(table: &mut Table<F>) {
 
 /// Tables of the last level: fewer where they are larger.
 fn many<F: Format>() -> u64 {
-    (28 * 512 / sizes::<F>().entries).clamp(4, 28)
+    let most = u64::from(more(10));
+    (most * 512 / sizes::<F>().entries).clamp(4, most)
 }
 
 fn scenarios<F: Format>() -> Vec<Scenario<F>> {

@@ -5,6 +5,7 @@
 
 use std::collections::BTreeMap;
 
+use crate::conformance::{config, more};
 use crate::formats::{Sizes, accesses, sizes};
 use dmalane_addr::{Access, Iova, PhysAddr, Segment};
 use dmalane_iopt::{Entry, FaultKind, Format, HeapTables, PageTable, walk, walk_privileged};
@@ -620,7 +621,7 @@ macro_rules! by_table {
             type F = $format;
 
             proptest! {
-                #![proptest_config(ProptestConfig { cases: 10_000, failure_persistence: None, ..Default::default() })]
+                #![proptest_config(config(more(2000)))]
 
                 #[test]
                 fn entries_agree(entry in entry::<F>()) {
@@ -629,7 +630,7 @@ macro_rules! by_table {
             }
 
             proptest! {
-                #![proptest_config(ProptestConfig { cases: 64, failure_persistence: None, ..Default::default() })]
+                #![proptest_config(config(more(24)))]
 
                 #[test]
                 fn images_agree(

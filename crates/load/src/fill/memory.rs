@@ -70,6 +70,8 @@ struct Slot {
     slice: Option<BufferSlice>,
     /// The slices of it that have come back, while it is not.
     returned: Vec<BufferSlice>,
+    /// Their bytes, counted because a slot of tiny tensors comes back in a hundred thousand slices.
+    returned_bytes: usize,
     len: usize,
     via: Registered,
     backing: PageBacking,
@@ -137,8 +139,10 @@ impl Staging {
     /// Takes a slice of a slot back; with the last one the slot is free.
     pub(super) fn put_back(&mut self, slot: usize, slice: BufferSlice) {
         let slot = &mut self.slots[slot];
+        slot.returned_bytes += slice.len();
         slot.returned.push(slice);
-        if slot.returned.iter().map(BufferSlice::len).sum::<usize>() == slot.len {
+        if slot.returned_bytes == slot.len {
+            slot.returned_bytes = 0;
             slot.returned.sort_by_key(BufferSlice::offset);
             let slices = slot.returned.drain(..).map(Some);
             slot.slice = slices.reduce(|a, b| a?.join(b?).ok()).flatten();
@@ -164,7 +168,7 @@ impl Staging {
             let slice = rest.split_off_front(step.min(rest.len()));
             let len = slice.as_ref().map_or(0, BufferSlice::len);
             let (via, backing) = (via.clone(), backing.clone());
-            self.slots.push(Slot { slice, returned: Vec::new(), len, via, backing });
+            self.slots.push(Slot { slice, returned: Vec::new(), returned_bytes: 0, len, via, backing });
         }
         Ok(())
     }
