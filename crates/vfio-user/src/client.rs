@@ -202,8 +202,8 @@ impl Inner {
         self.ask(Command::DmaMap, body, &[fd]).map(drop)
     }
 
-    /// Unmaps a span. False when the device's process did not answer and still exists: it unmaps when it finds the
-    /// socket shut down, but nobody says when.
+    /// Unmaps a span. False when the device's process did not answer and still exists: it will unmap when it finds the
+    /// socket shut down, at an unknown time.
     fn try_unmap(&self, span: Span<Iova>) -> bool {
         let body = Body::default().u32(24).u32(0).u64(span.first().bits()).u64(span.len());
         self.ask(Command::DmaUnmap, body, &[]).is_ok() || lock(&self.socket).gone
@@ -491,7 +491,7 @@ impl Mmio for UserBus {
 
 impl Drop for UserBus {
     fn drop(&mut self) {
-        // DMA ends. If the device's process does not answer, it unmaps everything when the socket is closed.
+        // Ends DMA. A process that does not answer unmaps everything when the socket is closed.
         let _ = self.command(COMMAND_MEMORY);
     }
 }
@@ -567,6 +567,6 @@ mod tests {
         assert_eq!(seen.mappings(), 0);
         drop(mapping);
         assert_eq!(bus.mapped_bytes(), 0);
-        assert!(buf.into_cpu().is_err(), "nobody told this side that the device has let go");
+        assert!(buf.into_cpu().is_err(), "the device may still access it");
     }
 }

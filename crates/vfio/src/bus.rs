@@ -85,17 +85,26 @@ impl VfioBus {
         let has = |area: &&BarMap| area.range().start <= offset && end <= area.range().end;
         self.areas(bar).iter().find(has).map(|area| (area, offset - area.range().start))
     }
-}
 
-fn no_register(bar: u8, offset: u64, bytes: usize) -> dma::Error {
-    dma::Error::NoRegister { bar, offset, bytes: bytes as u64 }
-}
-
-/// The error of an access: that the device does not respond, or else that it has no such register.
-fn register_error(error: Error, no_register: dma::Error) -> dma::Error {
-    match error {
-        Error::Region { reason: RegionError::Disabled, .. } => error.into(),
-        _ => no_register,
+    /// Accesses a register in a mapped area, or else through the kernel, by words that are aligned to `align`.
+    fn register<T>(
+        &self,
+        (bar, offset, bytes, align): (u8, u64, usize, u64),
+        mapped: impl FnOnce(&BarMap, u64) -> Result<T, Error>,
+        through_kernel: impl FnOnce(&PciDevice) -> Result<T, Error>,
+    ) -> Result<T, dma::Error> {
+        let no_register = dma::Error::NoRegister { bar, offset, bytes: bytes as u64 };
+        if u32::from(bar) >= BARS || !offset.is_multiple_of(align) {
+            return Err(no_register);
+        }
+        let result = match self.area(bar, offset, bytes as u64) {
+            Some((area, at)) => mapped(area, at),
+            None => through_kernel(&self.device),
+        };
+        result.map_err(|error| match error {
+            Error::Region { reason: RegionError::Disabled, .. } => error.into(),
+            _ => no_register,
+        })
     }
 }
 
@@ -140,34 +149,23 @@ impl Registrar for VfioBus {
 
 impl Mmio for VfioBus {
     fn read32(&self, bar: u8, offset: u64) -> Result<u32, dma::Error> {
-        if let Some((area, at)) = self.area(bar, offset, 4) {
-            return area.load_u32(at).map_err(|e| register_error(e, no_register(bar, offset, 4)));
-        }
-        let mut bytes = [0; 4];
-        let aligned = offset.is_multiple_of(4) && u32::from(bar) < BARS;
-        aligned.then_some(()).ok_or(no_register(bar, offset, 4))?;
-        let read = self.device.read_region(bar.into(), offset, &mut bytes);
-        read.map_err(|e| register_error(e, no_register(bar, offset, 4)))?;
-        Ok(u32::from_le_bytes(bytes))
+        let through_kernel = |device: &PciDevice| {
+            let mut bytes = [0; 4];
+            device.read_region(bar.into(), offset, &mut bytes).map(|()| u32::from_le_bytes(bytes))
+        };
+        self.register((bar, offset, 4, 4), BarMap::load_u32, through_kernel)
     }
 
     fn write32(&self, bar: u8, offset: u64, value: u32) -> Result<(), dma::Error> {
-        if let Some((area, at)) = self.area(bar, offset, 4) {
-            return area.store_u32(at, value).map_err(|e| register_error(e, no_register(bar, offset, 4)));
-        }
-        let aligned = offset.is_multiple_of(4) && u32::from(bar) < BARS;
-        aligned.then_some(()).ok_or(no_register(bar, offset, 4))?;
-        let written = self.device.write_region(bar.into(), offset, &value.to_le_bytes());
-        written.map_err(|e| register_error(e, no_register(bar, offset, 4)))
+        let mapped = |area: &BarMap, at| area.store_u32(at, value);
+        let through_kernel = |device: &PciDevice| device.write_region(bar.into(), offset, &value.to_le_bytes());
+        self.register((bar, offset, 4, 4), mapped, through_kernel)
     }
 
     fn write_bytes(&self, bar: u8, offset: u64, bytes: &[u8]) -> Result<(), dma::Error> {
-        let no_register = || no_register(bar, offset, bytes.len());
-        if let Some((area, at)) = self.area(bar, offset, bytes.len() as u64) {
-            return area.write(at, bytes).map_err(|e| register_error(e, no_register()));
-        }
-        (u32::from(bar) < BARS).then_some(()).ok_or_else(no_register)?;
-        self.device.write_region(bar.into(), offset, bytes).map_err(|e| register_error(e, no_register()))
+        let mapped = |area: &BarMap, at| area.write(at, bytes);
+        let through_kernel = |device: &PciDevice| device.write_region(bar.into(), offset, bytes);
+        self.register((bar, offset, bytes.len(), 1), mapped, through_kernel)
     }
 
     /// Does not reset eventfds that [`Mmio::event`] has lent: their borrowers read them.

@@ -78,8 +78,10 @@ impl PciDevice {
         container: Container,
     ) -> Result<Self, Error> {
         let mut space = [0; STANDARD];
-        let at = regions.get(CONFIG as usize).map_or(0, |config| config.offset);
-        rustix::io::pread(&fd, &mut space, at)
+        let config = regions.get(CONFIG as usize).filter(|config| config.len > 0);
+        let missing = Error::Region { bdf, region: CONFIG, reason: RegionError::Missing };
+        // What a short read leaves 0 counts as disabled.
+        rustix::io::pread(&fd, &mut space, config.ok_or(missing)?.offset)
             .map_err(|e| Error::kernel(VfioOperation::ReadRegion(bdf, CONFIG))(e.into()))?;
         let (gate, release_requests) = (Gate::new(&space), OnceLock::new());
         Ok(Self(Arc::new(Inner { fd, bdf, flags, regions, gate, release_requests, container })))
@@ -167,7 +169,8 @@ impl PciDevice {
         self.write_unguarded(region, offset, from)
     }
 
-    /// Makes a change after which the device may not respond, or after a reset, and takes note of it.
+    /// Makes a change after which the device may not respond, and records whether it does. `resets`: the change resets the
+    /// device.
     fn change(&self, resets: bool, change: impl FnOnce() -> Result<(), Error>) -> Result<(), Error> {
         let mut gate = self.0.gate.write();
         let changed = change();

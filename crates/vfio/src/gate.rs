@@ -1,4 +1,4 @@
-//! Whether a device responds at its BARs, and what the kernel takes away when it does not.
+//! Whether a device responds at its BARs, and the mappings that the kernel removes when it does not.
 //!
 //! The kernel answers an access to a mapped BAR with SIGBUS while memory decoding is off in the command register or the
 //! device is in a low-power state. Both change only through the configuration space, which this process alone writes:
@@ -82,7 +82,7 @@ impl Gate {
         self.responds.write().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Takes note of the command register and the byte with the power state.
+    /// Records the command register and the byte with the power state.
     pub(crate) fn update(&self, gate: &mut bool, command: u16, power: Option<u8>) {
         *gate = responds(command, power);
         if !*gate {
@@ -96,12 +96,12 @@ impl Gate {
         self.capabilities.resets.iter().any(|(at, bit)| byte(at).is_some_and(|byte| byte & bit != 0))
     }
 
-    /// Takes note of what the kernel removes with a reset.
+    /// Ends the mappings that the kernel has removed: with a reset, or because the device does not respond.
     pub(crate) fn revoke(&self) {
         self.lock().drain(..).filter_map(|mapping| mapping.upgrade()).for_each(|mapping| mapping.end());
     }
 
-    /// Registers a mapping that the kernel will remove. The caller holds a guard.
+    /// Registers a mapping that the kernel will remove. The caller holds a guard, so that no reset comes first.
     pub(crate) fn register(&self, mapping: &Arc<Revocable>) {
         let mut all = self.lock();
         all.retain(|mapping| mapping.strong_count() > 0);
