@@ -10,8 +10,8 @@ use rustix::fs::{Access, access};
 
 use crate::output::plain;
 
-/// The most that is read of one file: enough for any of `/proc` and for a kernel's configuration, and little enough when
-/// a tree is hostile.
+/// The most that is read of one file: enough for any of `/proc` and for a kernel's configuration, and little enough
+/// when a tree is hostile.
 const LIMIT: u64 = 1 << 20;
 
 /// The files of a machine. Paths are given as on the machine, from `/`.

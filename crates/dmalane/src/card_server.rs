@@ -29,8 +29,8 @@ const CONFIG: u32 = 7;
 const CONFIG_LEN: usize = 256;
 const TABLE_LEN: u64 = 4096;
 const PENDING: u32 = 2048;
-/// The command register, and bits of its first byte: the card responds at its BARs; the card may access memory and raise
-/// interrupts.
+/// The command register, and bits of its first byte: the card responds at its BARs; the card may access memory and
+/// raise interrupts.
 const COMMAND: usize = 4;
 const COMMAND_MEMORY: u8 = 1 << 1;
 const COMMAND_MASTER: u8 = 1 << 2;

@@ -276,8 +276,8 @@ impl Container {
     /// ([`PeerMapping::is_mapped`]), and it must be renewed ([`PeerMapping::renew`]).
     ///
     /// # Errors
-    /// As [`Container::map_list`]; [`Error::Region`] when the range is not within `bar`, or the device does not respond;
-    /// [`Error::NoDmaBuf`].
+    /// As [`Container::map_list`]; [`Error::Region`] when the range is not within `bar`, or the device does not
+    /// respond; [`Error::NoDmaBuf`].
     pub fn map_peer(&self, bar: &Arc<BarMap>, range: Range<u64>, access: Access) -> Result<PeerMapping, Error> {
         let len = range.end.checked_sub(range.start).filter(|len| *len > 0 && range.end <= bar.len());
         let len = len.ok_or_else(|| bar.error(RegionError::OutOfRange))?;
@@ -725,8 +725,8 @@ pub struct PeerMapping {
 }
 
 impl PeerMapping {
-    /// False after the kernel has removed the mapping, because the device of the BAR was reset, or did not respond for a
-    /// while: its memory was disabled, or it was in a low-power state. Accesses of other devices are stopped by the
+    /// False after the kernel has removed the mapping, because the device of the BAR was reset, or did not respond for
+    /// a while: its memory was disabled, or it was in a low-power state. Accesses of other devices are stopped by the
     /// IOMMU then. Type 1 keeps its mappings.
     pub fn is_mapped(&self) -> bool {
         self.live.is_live()

@@ -155,8 +155,8 @@ impl PciDevice {
         }
     }
 
-    /// Writes part of a region through the kernel. A write to the configuration space waits for accesses to mapped BARs,
-    /// which it may disable.
+    /// Writes part of a region through the kernel. A write to the configuration space waits for accesses to mapped
+    /// BARs, which it may disable.
     ///
     /// # Errors
     /// As [`PciDevice::read_region`].
@@ -169,8 +169,8 @@ impl PciDevice {
         self.write_unguarded(region, offset, from)
     }
 
-    /// Makes a change after which the device may not respond, and records whether it does. `resets`: the change resets the
-    /// device.
+    /// Makes a change after which the device may not respond, and records whether it does. `resets`: the change resets
+    /// the device.
     fn change(&self, resets: bool, change: impl FnOnce() -> Result<(), Error>) -> Result<(), Error> {
         let mut gate = self.0.gate.write();
         let changed = change();
