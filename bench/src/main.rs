@@ -25,6 +25,7 @@ mod subject;
 mod threads;
 mod transfer;
 mod vm_bind;
+mod vm_shapes;
 
 use std::process::ExitCode;
 

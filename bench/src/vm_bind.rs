@@ -13,6 +13,7 @@ use crate::instructions;
 use crate::memory;
 use crate::mt19937::{self, Mt19937};
 use crate::report::{Details, Report};
+use crate::vm_shapes;
 
 #[derive(clap::Args)]
 pub struct Options {
@@ -155,6 +156,7 @@ pub fn run(options: &Options) -> Result<Report, Box<dyn std::error::Error>> {
             case(&mut report, &mut medians, &buffer, layout, order, options)?;
         }
     }
+    vm_shapes::run(&mut report, options.rounds)?;
     let range = range_unbind(&mut report, options)?;
     let live = live(&mut report, options)?;
     bytes(&mut report, options)?;

@@ -135,7 +135,10 @@ int32_t dml_vm_bind_reserved(dml_vm vm, const void *operations, size_t stride, s
 int32_t dml_vm_merge(dml_vm vm, uint64_t va, uint64_t len);
 
 /* Bytes of a buffer object that are bound in the VM, each counted as often as it is. */
-int32_t dml_bo_bindings(dml_vm vm, uint32_t handle, uint64_t *bytes);
+int32_t dml_bo_bound_bytes(dml_vm vm, uint32_t handle, uint64_t *bytes);
+
+/* In how many VMs a buffer object is bound; once more for each page size in which a VM repeats it. */
+int32_t dml_bo_bindings(dml_device device, uint32_t handle, uint64_t *vms);
 
 /* -ENOENT where nothing is bound. */
 int32_t dml_vm_lookup(dml_vm vm, uint64_t va, struct dml_leaf *leaf);

@@ -320,12 +320,21 @@ exported! {
     }
 
     /// How many bytes of a buffer object are bound in a VM.
-    fn dml_bo_bindings(vm: u64, handle: u32, count: *mut u64) {
+    fn dml_bo_bound_bytes(vm: u64, handle: u32, count: *mut u64) {
         // SAFETY: the contract of the function.
         unsafe { put(count, 0)? };
         let bytes = objects::bound_bytes(vm, handle)?;
         // SAFETY: the same again.
         unsafe { put(count, bytes) }
+    }
+
+    /// In how many VMs a buffer object is bound.
+    fn dml_bo_bindings(device: u64, handle: u32, count: *mut u64) {
+        // SAFETY: the contract of the function.
+        unsafe { put(count, 0)? };
+        let vms = objects::bound_vms(device, handle)?;
+        // SAFETY: the same again.
+        unsafe { put(count, vms) }
     }
 
     /// Where an address leads.

@@ -277,6 +277,11 @@ pub(crate) fn on_release(device: u64, handle: u32, release: Release) -> Result<(
     if set { Ok(()) } else { Err(Refused::new(Errno::Exist, "the buffer object has a callback already")) }
 }
 
+/// In how many VMs a buffer object is bound.
+pub(crate) fn bound_vms(device: u64, handle: u32) -> Result<u64, Refused> {
+    Ok(find_bo(device, handle)?.bound_vms() as u64)
+}
+
 /// Bytes of a buffer object that are bound in a VM.
 pub(crate) fn bound_bytes(vm: u64, handle: u32) -> Result<u64, Refused> {
     let one = lock(&VMS).get(vm, "VM")?;

@@ -229,7 +229,14 @@ static void drivers(void)
 	theirs.addr = config.reserved_va;
 	CHECK(!dml_vm_bind(vm, &op, sizeof op, 1) && dml_vm_bind_reserved(vm, &op, sizeof op, 1) == -EPERM);
 	CHECK(!dml_vm_bind_reserved(vm, &theirs, sizeof op, 1) && dml_vm_bind(vm, &theirs, sizeof op, 1) == -EPERM);
-	CHECK(!dml_bo_bindings(vm, bo, &bound) && bound == 8 << 20);
+	CHECK(!dml_bo_bound_bytes(vm, bo, &bound) && bound == 8 << 20);
+	CHECK(!dml_bo_bindings(device, bo, &bound) && bound == 1);
+	/* The same in another VM. */
+	dml_vm other;
+	CHECK(!dml_vm_create(device, &config, &other) && !dml_vm_bind(other, &op, sizeof op, 1));
+	CHECK(!dml_bo_bindings(device, bo, &bound) && bound == 2);
+	CHECK(!dml_vm_destroy(other) && !dml_bo_bindings(device, bo, &bound) && bound == 1);
+	CHECK(dml_bo_bindings(device, bo + 1, &bound) == -ENOENT && dml_bo_bindings(device, bo, NULL) == -EFAULT);
 	/* A page goes and comes back. */
 	struct dml_vm_op page = {.flags = DML_UNBIND, .range = 4096, .addr = op.addr + (1 << 20)};
 	CHECK(!dml_vm_bind(vm, &page, sizeof op, 1));
@@ -239,9 +246,9 @@ static void drivers(void)
 	CHECK(!dml_vm_merge(vm, op.addr, op.range) && dml_vm_merge(vm, op.addr + 1, 4096) == -EINVAL);
 	CHECK(!dml_vm_lookup(vm, page.addr, &leaf) && leaf.leaf == 2 << 20);
 	/* Each side unbinds its own. */
-	CHECK(!dml_vm_bind(vm, &all, sizeof op, 1) && !dml_bo_bindings(vm, bo, &bound) && bound == 4 << 20);
+	CHECK(!dml_vm_bind(vm, &all, sizeof op, 1) && !dml_bo_bound_bytes(vm, bo, &bound) && bound == 4 << 20);
 	CHECK(!dml_vm_lookup(vm, theirs.addr, &leaf) && dml_vm_lookup(vm, op.addr, &leaf) == -ENOENT);
-	CHECK(!dml_bo_destroy(device, bo) && !released && dml_bo_bindings(vm, bo, &bound) == -ENOENT);
+	CHECK(!dml_bo_destroy(device, bo) && !released && dml_bo_bound_bytes(vm, bo, &bound) == -ENOENT);
 	struct dml_vm_op last = {.flags = DML_UNBIND, .range = 4 << 20, .addr = theirs.addr};
 	CHECK(!dml_vm_bind_reserved(vm, &last, sizeof op, 1) && released == 1 && released_handle == bo);
 	CHECK(!dml_vm_destroy(vm) && !dml_device_destroy(device) && released == 1);

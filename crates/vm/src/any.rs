@@ -21,24 +21,17 @@ pub trait AnyVm {
     /// What the VM covers.
     fn range(&self) -> Span<DeviceVa>;
 
-    /// [`Vm::plan`] and commit.
+    /// [`Vm::plan`], or [`Vm::plan_reserved`] where `reserved` is true, and commit.
     ///
     /// # Errors
-    /// As of [`Vm::plan`]; the VM is as it was.
-    fn apply(&mut self, requests: Vec<BindRequest>) -> Result<Committed<CardAddr>, PlanError>;
+    /// As of these; the VM is as it was.
+    fn apply(&mut self, requests: Vec<BindRequest>, reserved: bool) -> Result<Committed<CardAddr>, PlanError>;
 
-    /// What [`apply`](Self::apply) would say, or [`apply_reserved`](Self::apply_reserved) where `reserved` is true;
-    /// changes nothing.
+    /// What [`apply`](Self::apply) would say; changes nothing.
     ///
     /// # Errors
     /// As of [`Vm::plan`].
     fn check(&mut self, requests: Vec<BindRequest>, reserved: bool) -> Result<(), PlanError>;
-
-    /// [`Vm::plan_reserved`] and commit.
-    ///
-    /// # Errors
-    /// As of [`Vm::plan_reserved`]; the VM is as it was.
-    fn apply_reserved(&mut self, requests: Vec<BindRequest>) -> Result<Committed<CardAddr>, PlanError>;
 
     /// [`Vm::plan_array`], or [`Vm::plan_reserved_array`] where `reserved` is true, and commit.
     ///
@@ -97,17 +90,12 @@ impl<F: Format, T: Tables<Addr = CardAddr>> AnyVm for Vm<F, T> {
         self.range()
     }
 
-    fn apply(&mut self, requests: Vec<BindRequest>) -> Result<Committed<CardAddr>, PlanError> {
-        Ok(self.plan(requests)?.commit())
+    fn apply(&mut self, requests: Vec<BindRequest>, reserved: bool) -> Result<Committed<CardAddr>, PlanError> {
+        Ok(self.plan_batch(requests, reserved)?.commit())
     }
 
     fn check(&mut self, requests: Vec<BindRequest>, reserved: bool) -> Result<(), PlanError> {
-        let plan = if reserved { self.plan_reserved(requests) } else { self.plan(requests) };
-        plan.map(drop)
-    }
-
-    fn apply_reserved(&mut self, requests: Vec<BindRequest>) -> Result<Committed<CardAddr>, PlanError> {
-        Ok(self.plan_reserved(requests)?.commit())
+        self.plan_batch(requests, reserved).map(drop)
     }
 
     fn apply_array(
@@ -118,11 +106,7 @@ impl<F: Format, T: Tables<Addr = CardAddr>> AnyVm for Vm<F, T> {
         handles: &Handles,
         reserved: bool,
     ) -> Result<Committed<CardAddr>, ArrayError> {
-        let plan = match reserved {
-            true => self.plan_reserved_array(bytes, stride, count, handles),
-            false => self.plan_array(bytes, stride, count, handles),
-        };
-        Ok(plan?.commit())
+        Ok(self.plan_operations(bytes, stride, count, handles, reserved)?.commit())
     }
 
     fn merge(&mut self, span: Span<DeviceVa>, invalidate: &mut dyn FnMut(Span<DeviceVa>)) -> Result<usize, Error> {

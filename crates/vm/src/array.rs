@@ -5,8 +5,6 @@
 //! so that a caller and a library of different age understand each other. Operations shorter than ours are refused; of
 //! longer ones the part that we do not know must be zero.
 
-use alloc::vec::Vec;
-
 use dmalane_addr::{Access, DeviceVa, PageSize, Span};
 use dmalane_iopt::{Format, Tables};
 use zerocopy::little_endian::{U32, U64};
@@ -193,12 +191,6 @@ pub enum Reason {
         /// The handle.
         handle: u32,
     },
-    /// No memory for the requests.
-    #[error("no memory for {count} requests")]
-    NoMemory {
-        /// Operations.
-        count: usize,
-    },
     /// The VM refused.
     #[error(transparent)]
     Vm(#[from] Error),
@@ -224,7 +216,6 @@ impl Reason {
             Self::NotZero { .. } => ("not_zero", Errno::Inval),
             Self::NoAccess => ("no_access", Errno::Inval),
             Self::NoHandle { .. } => ("no_bo", Errno::NoEnt),
-            Self::NoMemory { .. } => ("no_memory", Errno::NoMem),
             Self::Vm(error) => (error.name(), error.errno()),
         }
     }
@@ -301,32 +292,6 @@ impl<'a> Operations<'a> {
     }
 }
 
-/// Reads `count` operations that begin `stride` bytes apart. Bytes behind the last stride are not looked at; a `count`
-/// of 0 is fine whatever else is said.
-///
-/// This finds what is wrong with an operation in itself; what is wrong with it in a VM is for [`Vm::plan`] to find.
-/// Takes time and memory in proportion to the array.
-///
-/// # Errors
-/// Everything of [`Reason`] but most of [`Reason::Vm`].
-pub fn decode(
-    bytes: &[u8],
-    stride: usize,
-    count: usize,
-    granule: PageSize,
-    handles: &Handles,
-) -> Result<Vec<BindRequest>, ArrayError> {
-    let operations = Operations::new(bytes, stride, count)?;
-    let mut requests = Vec::new();
-    let no_memory = |_| ArrayError { index: None, reason: Reason::NoMemory { count } };
-    requests.try_reserve_exact(count).map_err(no_memory)?;
-    for (index, operation) in operations.each().enumerate() {
-        let request = operation.and_then(|operation| operation.request(granule, handles));
-        requests.push(request.map_err(|reason| ArrayError { index: Some(index), reason })?);
-    }
-    Ok(requests)
-}
-
 impl<F: Format, T: Tables> Vm<F, T> {
     /// As [`Vm::plan`], for an array of operations.
     ///
@@ -357,7 +322,7 @@ impl<F: Format, T: Tables> Vm<F, T> {
     }
 
     /// Plans each operation as soon as it is read, so that nothing is kept of it but its step.
-    fn plan_operations(
+    pub(crate) fn plan_operations(
         &mut self,
         bytes: &[u8],
         stride: usize,

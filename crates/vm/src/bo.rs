@@ -1,7 +1,9 @@
 //! Buffer objects.
 
 use alloc::boxed::Box;
+use alloc::sync::Arc;
 use core::any::Any;
+use core::ops::Deref;
 use core::sync::atomic::{AtomicUsize, Ordering};
 
 use dmalane_addr::{CardAddr, PageSize, Segment, SgError, SgIndex};
@@ -29,6 +31,34 @@ pub struct Bo {
     /// The only VM that may bind it.
     home: Option<VmId>,
     owner: Option<Box<dyn Any + Send + Sync>>,
+    /// What holds it for VMs.
+    bound: AtomicUsize,
+}
+
+/// A buffer that is bound, or was until the device forgets it.
+#[derive(Debug)]
+pub(crate) struct BoundBo(Arc<Bo>);
+
+impl BoundBo {
+    pub(crate) fn new(bo: &Arc<Bo>) -> Self {
+        bo.bound.fetch_add(1, Ordering::Relaxed);
+        Self(bo.clone())
+    }
+}
+
+impl Drop for BoundBo {
+    fn drop(&mut self) {
+        self.0.bound.fetch_sub(1, Ordering::Relaxed);
+    }
+}
+
+impl Deref for BoundBo {
+    type Target = Arc<Bo>;
+
+    #[inline]
+    fn deref(&self) -> &Arc<Bo> {
+        &self.0
+    }
 }
 
 impl Bo {
@@ -38,7 +68,7 @@ impl Bo {
     pub fn new(id: u64, sg: SgIndex<CardAddr>) -> Self {
         let last = |s: Segment<CardAddr>| s.addr.bits() + (s.len - 1); // a segment of an index does not wrap
         let top = sg.segments().map(last).max().unwrap_or(0);
-        Self { id, sg, top, home: None, owner: None }
+        Self { id, sg, top, home: None, owner: None, bound: AtomicUsize::new(0) }
     }
 
     /// The same buffer, to be bound in one VM alone, as the `VM_PRIVATE` buffers of Linux' GPU drivers are: every other
@@ -54,6 +84,12 @@ impl Bo {
     #[must_use]
     pub fn with_owner(self, owner: impl Any + Send + Sync) -> Self {
         Self { owner: Some(Box::new(owner)), ..self }
+    }
+
+    /// In how many VMs it is bound. One counts until it was told that its device has forgotten the last binding
+    /// ([`Vm::invalidated`](crate::Vm::invalidated)), and once more for each page size in which it repeats the buffer.
+    pub fn bound_vms(&self) -> usize {
+        self.bound.load(Ordering::Relaxed)
     }
 
     /// The owner of its memory, if that is a `T`.

@@ -2,13 +2,13 @@
 
 use alloc::vec::Vec;
 
-use dmalane_addr::{Access, Address, DeviceVa, Span};
-use dmalane_iopt::{Format, Tables};
+use dmalane_addr::{Access, Address, CardAddr, DeviceVa, Span};
+use dmalane_iopt::{Format, PageTable, Tables};
 
 use crate::record::Record;
 use crate::records::{Gone, Join, Records};
 use crate::segments::segments;
-use crate::slots::NONE;
+use crate::slots::{NONE, Slots};
 use crate::{Error, Vm};
 
 /// A request that has been checked, in pages.
@@ -20,15 +20,19 @@ pub(crate) enum Step {
         record: Record,
     },
     /// Binds of single pages one after another in one chunk, all of one slot and with the same access: their records
-    /// are in [`Scratch::records`] from `at` on.
+    /// are in [`Scratch::records`] from `at` on. The step can go on until page `end`.
     BindEach {
         first: u64,
         last: u64,
+        end: u64,
         at: usize,
     },
+    /// The step can go on until page `end`: in the same chunk, and without all of it. Then no other nodes are needed, and
+    /// no other tables detached.
     Unbind {
         first: u64,
         last: u64,
+        end: u64,
     },
     /// By the first slot of the buffer; in the reserved part, or elsewhere.
     UnbindBo {
@@ -56,13 +60,9 @@ pub(crate) struct Scratch<A> {
 pub(crate) struct BindRun {
     /// Its page; [`NO_PAGE`] where none can continue.
     pub(crate) page: u64,
-    /// The last page that can.
-    pub(crate) last: u64,
     /// The address of its buffer.
     pub(crate) bo: usize,
-    /// The last page of the buffer.
-    pub(crate) bo_last: u64,
-    /// The record of the buffer's first page.
+    /// That of the page before it.
     pub(crate) record: Record,
 }
 
@@ -70,8 +70,7 @@ pub(crate) struct BindRun {
 pub(crate) const NO_PAGE: u64 = u64::MAX;
 
 impl BindRun {
-    pub(crate) const NONE: Self =
-        Self { page: NO_PAGE, last: 0, bo: 0, bo_last: 0, record: Record::new(0, 0, Access::empty(), false) };
+    pub(crate) const NONE: Self = Self { page: NO_PAGE, bo: 0, record: Record::new(0, 0, Access::empty(), false) };
 }
 
 /// What a commit gives to the caller.
@@ -170,8 +169,8 @@ impl<F: Format, T: Tables> Vm<F, T> {
         for i in 0..self.scratch.steps.len() {
             unmapped += match self.scratch.steps[i] {
                 Step::Bind { first, last, record } => self.bind_pages(first, last, record),
-                Step::BindEach { first, last, at } => self.bind_each(first, last, at),
-                Step::Unbind { first, last } => self.unbind_pages(first, last),
+                Step::BindEach { first, last, at, .. } => self.bind_each(first, last, at),
+                Step::Unbind { first, last, .. } => self.unbind_pages(first, last),
                 Step::UnbindBo { slot, reserved } => self.unbind_bo(slot, reserved),
             };
         }
@@ -209,58 +208,48 @@ impl<F: Format, T: Tables> Vm<F, T> {
     /// Binds pages and gives the number of those that were unmapped for it.
     #[inline]
     fn bind_pages(&mut self, first: u64, last: u64, record: Record) -> u64 {
-        if first == last
-            && !record.is_fixed()
-            && let Some(vacant) = self.records.vacant(first)
-            && let Some(bo) = self.slots.count_page(record.slot(), Records::<F>::chunk(first), |slot| vacant.has(slot))
-        {
-            // As of `Vm::bind`.
-            let to = bo.sg().page_at(record.page() << F::GRANULE.log2(), F::GRANULE).expect("checked by plan");
-            vacant.put(record);
-            self.table.map(Self::va(first), to, F::GRANULE.bytes(), record.access()).expect(RESERVED);
+        let Self { records, slots, table, .. } = self;
+        if first == last && !record.is_fixed() && Self::bind_vacant(records, slots, table, first, &[record]) {
             return 0;
         }
         let had = self.records.put(&mut self.slots, first, last, Some(record));
-        if had > 0 {
+        if had > 0 || self.records.end_idle(first, last) {
             self.clear(first, last, had);
         }
-        let (va, access) = (Self::va(first), record.access());
-        let slot = self.slots.get(record.slot());
-        if first == last
-            && !record.is_fixed()
-            && let Some(bo) = &slot.bo
-        {
-            let to = bo.sg().page_at(record.page() << F::GRANULE.log2(), F::GRANULE).expect("checked by plan");
-            self.table.map(va, to, F::GRANULE.bytes(), access).expect(RESERVED);
-        } else {
-            self.map_pages(first, last, record);
-        }
+        self.map_pages(first, last, record);
         had
     }
 
     /// Binds single pages one after another, and gives the number of those that were unmapped for it.
     fn bind_each(&mut self, first: u64, last: u64, at: usize) -> u64 {
-        let pages = (last - first + 1) as usize;
         let Self { records, slots, table, scratch, .. } = self;
-        let new = &scratch.records[at..][..pages];
-        if !records.put_each(slots, first, new) {
-            // Some are replaced.
-            return (0..pages).map(|i| self.bind_page_at(first, at, i)).sum();
+        if Self::bind_vacant(records, slots, table, first, &scratch.records[at..][..(last - first + 1) as usize]) {
+            return 0;
         }
-        let Some(bo) = &slots.get(new[0].slot()).bo else { return 0 };
+        // Some are replaced.
+        (first..=last).zip(at..).map(|(page, at)| self.bind_pages(page, page, self.scratch.records[at])).sum()
+    }
+
+    /// Binds pages of one slot from `first` on, which have been touched and lie in one chunk, if nothing is bound there.
+    #[inline]
+    fn bind_vacant(
+        records: &mut Records<F>,
+        slots: &mut Slots,
+        table: &mut PageTable<F, DeviceVa, CardAddr, T>,
+        first: u64,
+        new: &[Record],
+    ) -> bool {
+        if !records.put_each(slots, first, new) {
+            return false;
+        }
+        let Some(bo) = &slots.get(new[0].slot()).bo else { return false };
         let to = |i: usize| bo.sg().page_at(new[i].page() << F::GRANULE.log2(), F::GRANULE);
-        let done = table.map_each(Self::va(first), pages, new[0].access(), to);
+        let done = table.map_each(Self::va(first), new.len(), new[0].access(), to);
         for (i, record) in new.iter().enumerate().skip(done) {
             let to = to(i).expect("checked by plan");
             table.map(Self::va(first + i as u64), to, F::GRANULE.bytes(), record.access()).expect(RESERVED);
         }
-        0
-    }
-
-    /// Binds the page number `i` of those from `first` on, whose records are in the scratch memory from `at` on.
-    fn bind_page_at(&mut self, first: u64, at: usize, i: usize) -> u64 {
-        let page = first + i as u64;
-        self.bind_pages(page, page, self.scratch.records[at + i])
+        true
     }
 
     #[inline(never)]
@@ -272,7 +261,7 @@ impl<F: Format, T: Tables> Vm<F, T> {
     #[inline]
     fn unbind_pages(&mut self, first: u64, last: u64) -> u64 {
         let had = self.records.put(&mut self.slots, first, last, None);
-        if had > 0 {
+        if had > 0 || self.records.end_idle(first, last) {
             self.clear(first, last, had);
         }
         had
@@ -284,7 +273,7 @@ impl<F: Format, T: Tables> Vm<F, T> {
         while slot != NONE {
             let mut n = 0;
             while let Some(place) = self.slots.place(slot, n).filter(|_| self.slots.get(slot).pages() > 0) {
-                for pages in self.parts(Records::<F>::pages_of(place), reserved).into_iter().flatten() {
+                for pages in self.parts((place.first, place.end - 1), reserved).into_iter().flatten() {
                     unmapped += self.unbind_slot(slot, pages);
                 }
                 n += 1;

@@ -3,7 +3,7 @@
 //! A node has an entry for each entry of the page table's table in its place. An entry is empty, a record that holds
 //! for all of its pages, or a node one level down. So binding a page is one store, a large binding takes as few entries
 //! as its ends allow, and bindings need not be kept as objects: a binding is a run of entries that continue each other.
-//! Memory is taken for a window around the entries in use, which a plan widens: a page far from all others costs
+//! A node has memory for the groups of entries that are in use, which a plan adds to: a page far from all others costs
 //! little.
 //!
 //! Between plans every node but the root holds something, and where there is a node, the page table has a table: what
@@ -16,6 +16,8 @@
 use alloc::boxed::Box;
 use alloc::vec::Vec;
 use core::marker::PhantomData;
+use core::mem::replace;
+use core::ops::Range;
 use core::sync::atomic::{
     AtomicU32,
     Ordering::{Acquire, Relaxed, Release},
@@ -29,14 +31,15 @@ use crate::slots::{Full, Place, Slots};
 /// As large as a cache line, so that finding one takes a shift.
 #[derive(Debug)]
 #[repr(align(64))]
-struct Node {
-    /// The window: entries from `base` on. All others are empty.
+struct Node<F> {
+    /// The groups of entries that have memory, in order. All other entries are empty.
     words: Box<[u64]>,
+    /// Which groups these are, a bit each; [`ALL`] when all are.
+    groups: u64,
     /// The last plan that touched it.
     plan: u64,
     /// Low and high half of [`Records::run`]'s answer, so that it need not be looked for again.
     run: [AtomicU32; 2],
-    base: u32,
     /// Entries that are not empty.
     used: u32,
     /// How many requests of that plan, that may have unlinked tables, came before the last touch.
@@ -50,58 +53,105 @@ struct Node {
     stale: bool,
     /// True when `plan` made it of a record.
     split: bool,
+    format: PhantomData<fn() -> F>,
 }
+
+/// All groups, as many as there are.
+const ALL: u64 = u64::MAX;
 
 /// Records of three slots or more, or they were.
 const MIXED: u32 = u32::MAX;
 
-/// Entries of the smallest window.
-const WINDOW: usize = 32;
+impl<F: Format> Node<F> {
+    /// Logarithm of the entries of a group: at least 32, and so many that 64 groups are a table.
+    const GROUP: u32 = if F::INDEX_BITS > 11 { F::INDEX_BITS - 6 } else { 5 };
 
-impl Node {
+    /// The bits of the groups that entries `i` to `j` lie in.
+    const fn groups_of(i: usize, j: usize) -> u64 {
+        let (first, last) = (i >> Self::GROUP, j >> Self::GROUP);
+        ALL >> (63 - (last - first)) << first
+    }
+
+    /// Where an entry is in `words`, or beyond their end.
+    #[inline(always)]
+    fn position(&self, i: usize) -> usize {
+        if self.groups == ALL { i } else { self.position_in_group(i) }
+    }
+
+    #[inline]
+    fn position_in_group(&self, i: usize) -> usize {
+        let bit = 1 << (i >> Self::GROUP);
+        if self.groups & bit == 0 {
+            return usize::MAX;
+        }
+        ((self.groups & (bit - 1)).count_ones() as usize) << Self::GROUP | i & ((1 << Self::GROUP) - 1)
+    }
+
+    /// Where entries `i` to `j` are in `words`, as far as they have memory.
+    #[inline]
+    fn positions(&self, i: usize, j: usize) -> Range<usize> {
+        if self.groups == ALL {
+            return i..j + 1;
+        }
+        let end = |i: usize| match self.position_in_group(i) {
+            // Behind the groups in front of it.
+            usize::MAX => ((self.groups & ((1 << (i >> Self::GROUP)) - 1)).count_ones() as usize) << Self::GROUP,
+            position => position,
+        };
+        let has_last = self.groups >> (j >> Self::GROUP) & 1;
+        end(i)..end(j) + has_last as usize
+    }
+
+    /// The entry at a position.
+    fn index_at(&self, position: usize) -> usize {
+        if self.groups == ALL {
+            return position;
+        }
+        let mut groups = self.groups;
+        for _ in 0..position >> Self::GROUP {
+            groups &= groups - 1;
+        }
+        (groups.trailing_zeros() as usize) << Self::GROUP | position & ((1 << Self::GROUP) - 1)
+    }
+
     /// An entry.
     #[inline(always)]
     fn get(&self, i: usize) -> u64 {
-        self.words.get(i.wrapping_sub(self.base as usize)).copied().unwrap_or(0)
+        self.words.get(self.position(i)).copied().unwrap_or(0)
     }
 
-    /// Replaces an entry within the window, or empties one.
+    /// Replaces an entry that has memory, or empties one.
     #[inline(always)]
     fn set(&mut self, i: usize, word: u64) {
-        match self.words.get_mut(i.wrapping_sub(self.base as usize)) {
+        match self.words.get_mut(self.position(i)) {
             Some(entry) => *entry = word,
             None => assert!(word == 0, "a plan makes room for what its commit changes"),
         }
     }
 
-    /// The first entry from `i` on that is not empty, with its index.
-    fn next_used(&self, i: usize) -> Option<(usize, u64)> {
-        let base = self.base as usize;
-        let from = i.saturating_sub(base);
-        let found = self.words.get(from..)?.iter().position(|&word| word != 0)?;
-        Some((base + from + found, self.words[from + found]))
+    /// The first entry from `i` to `last` that is not empty, with its index.
+    fn next_used(&self, i: usize, last: usize) -> Option<(usize, u64)> {
+        let range = self.positions(i, last);
+        let found = range.start + self.words[range].iter().position(|&word| word != 0)?;
+        Some((self.index_at(found), self.words[found]))
     }
 
-    /// True when the window has entries `i` to `j`.
+    /// True when entries `i` to `j` have memory.
     #[inline(always)]
     fn covers(&self, i: usize, j: usize) -> bool {
-        let base = self.base as usize;
-        i >= base && j < base + self.words.len()
+        self.groups == ALL || Self::groups_of(i, j) & !self.groups == 0
     }
 
-    /// Entries `i` to `j` as far as the window has them.
+    /// Entries `i` to `j` as far as they have memory.
     fn part(&mut self, i: usize, j: usize) -> &mut [u64] {
-        let (base, len) = (self.base as usize, self.words.len());
-        let (from, end) = (i.max(base) - base, (j + 1).saturating_sub(base).min(len));
-        if from < end { &mut self.words[from..end] } else { &mut [] }
+        let range = self.positions(i, j);
+        &mut self.words[range]
     }
 
     /// True when some entries `i` to `j` are records of a slot, or not records: what they are takes longer to find out.
     fn may_have(&self, slot: u32, i: usize, j: usize) -> bool {
-        let base = self.base as usize;
-        let (from, end) = (i.max(base) - base, (j + 1).saturating_sub(base).min(self.words.len()));
         let of_slot = |&word: &u64| Record::from_word(word).is_some_and(|record| record.slot() == slot);
-        from < end && self.words[from..end].iter().fold(false, |any, word| any | of_slot(word))
+        self.words[self.positions(i, j)].iter().fold(false, |any, word| any | of_slot(word))
     }
 
     /// Notes that records of a slot come in; call it before they are counted.
@@ -169,16 +219,23 @@ const ROOT: u32 = 0;
 /// covers.
 #[derive(Debug)]
 pub(crate) struct Records<F> {
-    nodes: Vec<Node>,
-    /// Nodes that are not in use.
+    nodes: Vec<Node<F>>,
+    /// Nodes that are not in use, and have memory for some entries.
     spare: Vec<u32>,
+    /// Those with memory for all.
+    whole: Vec<u32>,
+    /// Nodes that it takes to make records of single pages of all records.
+    splits: u64,
+    /// The chunk of an empty node that stays with its table until a plan touches it: what unbinds a page alone and binds
+    /// one there again need not make them each time.
+    idle: u64,
     cursor: Cursor,
     /// The chunk that the plan touched last, if all of its nodes are as that left them.
     touched: u64,
     plan: u64,
     /// Requests of the plan so far that may unlink tables.
     unlinking: u32,
-    /// True when the plan binds whole chunks: then nodes that it touches have windows of all their entries.
+    /// True when the plan binds whole chunks: then nodes that it touches have memory for all their entries.
     wide: bool,
     /// No record goes across the start of either of these pages.
     fences: [u64; 2],
@@ -237,6 +294,9 @@ impl<F: Format> Records<F> {
         let mut it = Self {
             nodes: Vec::new(),
             spare: Vec::new(),
+            whole: Vec::new(),
+            splits: 0,
+            idle: NO_CHUNK,
             cursor: Cursor { chunk: NO_CHUNK, path: [ROOT; MAX_LEVELS] },
             touched: NO_CHUNK,
             plan: 0,
@@ -246,7 +306,7 @@ impl<F: Format> Records<F> {
             tables: 0,
             format: PhantomData,
         };
-        it.push(0, Box::default())?;
+        it.push(ALL, zeroed(Self::entries(0))?)?;
         Ok(it)
     }
 
@@ -263,25 +323,32 @@ impl<F: Format> Records<F> {
     /// Bytes of memory in use.
     pub(crate) fn bytes(&self) -> usize {
         let words: usize = self.nodes.iter().map(|node| node.words.len()).sum();
-        words * 8 + self.nodes.capacity() * size_of::<Node>() + self.spare.capacity() * size_of::<u32>()
+        words * 8
+            + self.nodes.capacity() * size_of::<Node<F>>()
+            + (self.spare.capacity() + self.whole.capacity()) * size_of::<u32>()
     }
 
     /// Gives back the memory of nodes that are not in use.
     pub(crate) fn trim(&mut self) {
-        for &node in &self.spare {
-            self.nodes[node as usize].words = Box::default();
+        let kept = self.kept().min(self.whole.len());
+        for &node in self.spare.iter().chain(&self.whole[kept..]) {
+            let node = &mut self.nodes[node as usize];
+            (node.words, node.groups, node.stale) = (Box::default(), 0, false);
         }
+        self.spare.extend(self.whole.drain(kept..)); // there is room: `push`
     }
 
-    fn push(&mut self, base: u32, words: Box<[u64]>) -> Result<u32, Full> {
+    fn push(&mut self, groups: u64, words: Box<[u64]>) -> Result<u32, Full> {
         let id = u32::try_from(self.nodes.len()).map_err(|_| Full)?;
         self.nodes.try_reserve(1)?;
-        self.spare.try_reserve(self.nodes.len() + 1 - self.spare.len())?; // so that a commit need not ask for memory
+        for list in [&mut self.spare, &mut self.whole] {
+            list.try_reserve(self.nodes.len() + 1 - list.len())?; // so that a commit need not ask for memory
+        }
         self.nodes.push(Node {
             words,
             plan: 0,
             run: [const { AtomicU32::new(0) }; 2],
-            base,
+            groups,
             used: 0,
             after: 0,
             slot: MIXED,
@@ -289,57 +356,117 @@ impl<F: Format> Records<F> {
             others: 0,
             stale: false,
             split: false,
+            format: PhantomData,
         });
         Ok(id)
     }
 
-    /// The smallest window of a node at `level` around entries `i` to `j`: where it begins, and its length.
-    fn window(level: u32, i: usize, j: usize) -> (usize, usize) {
-        let mut len = WINDOW;
-        while i / len != j / len {
-            len *= 2;
-        }
-        if len < Self::entries(level) { (i & !(len - 1), len) } else { (0, Self::entries(level)) }
-    }
+    /// All groups of a node below the root.
+    const GROUPS: u64 = Node::<F>::groups_of(0, Self::entries(Self::LAST) - 1);
 
-    /// An empty node at `level`, below the root, with a window around entries `i` to `j`.
-    fn take(&mut self, level: u32, i: usize, j: usize) -> Result<u32, Full> {
-        let (base, len) = Self::window(level, i, j);
-        let Some(&id) = self.spare.last() else { return self.push(base as u32, zeroed(len)?) };
+    /// An empty node below the root, with memory for entries `i` to `j`.
+    fn take(&mut self, i: usize, j: usize) -> Result<u32, Full> {
+        let mut groups = Node::<F>::groups_of(i, j);
+        let words = |groups: u64| (groups.count_ones() as usize) << Node::<F>::GROUP;
+        let whole = groups == Self::GROUPS;
+        if (whole || self.spare.is_empty() && self.whole.len() > self.kept())
+            && let Some(id) = self.whole.pop()
+        {
+            let node = &mut self.nodes[id as usize];
+            if replace(&mut node.stale, false) {
+                node.words.fill(0);
+            }
+            return Ok(id);
+        }
+        let Some(&id) = self.spare.last() else {
+            return self.push(if whole { ALL } else { groups }, zeroed(words(groups))?);
+        };
         let node = &mut self.nodes[id as usize];
-        if node.words.len() < len || node.stale && node.words.len() > len {
-            node.words = zeroed(len)?;
+        let (len, need) = (node.words.len(), words(groups));
+        if len < need || node.stale && len > need {
+            node.words = zeroed(need)?;
         } else if node.stale {
             node.words.fill(0);
         }
-        // It may be larger than need be.
-        node.base = (i & !(node.words.len() - 1)) as u32;
+        // It may have memory for more than that.
+        while words(groups) < node.words.len() {
+            let up = (groups | groups << 1) & Self::GROUPS;
+            groups = if up == groups { groups | groups >> 1 } else { up };
+        }
+        node.groups = if whole { ALL } else { groups };
         node.stale = false;
         self.spare.pop();
         Ok(id)
     }
 
-    /// Widens the window of a node to entries `i` to `j`.
-    #[inline]
-    fn cover(&mut self, id: u32, level: u32, i: usize, j: usize) -> Result<(), Full> {
-        if self.nodes[id as usize].covers(i, j) { Ok(()) } else { self.widen_node(id, level, i, j) }
+    /// Nodes with memory for all entries that are kept for unbinding parts of large bindings, which takes none beside: all
+    /// that can ever be needed, or as many as two spans need at worst.
+    fn kept(&self) -> usize {
+        self.splits.min(usize::max(4 * Self::LAST as usize, (1 << 13) >> F::INDEX_BITS) as u64) as usize
     }
 
-    #[cold]
-    fn widen_node(&mut self, id: u32, level: u32, i: usize, j: usize) -> Result<(), Full> {
-        let node = &mut self.nodes[id as usize];
-        let (from, len) = (node.base as usize, node.words.len());
-        let (i, j) = if len == 0 { (i, j) } else { (i.min(from), j.max(from + len - 1)) };
-        let (base, new) = Self::window(level, i, j);
-        let mut words = zeroed(new)?;
-        if len > 0 {
-            words[from - base..][..len].copy_from_slice(&node.words);
+    /// Makes these nodes, for what is bound now and `more` nodes' worth of large records.
+    pub(crate) fn keep_nodes(&mut self, more: u64) -> Result<(), Full> {
+        if self.splits + more == 0 {
+            return Ok(());
         }
-        (node.words, node.base) = (words, base as u32);
+        self.splits += more;
+        let kept = self.kept();
+        self.splits -= more;
+        while self.whole.len() < kept {
+            let id = self.push(ALL, zeroed(Self::entries(Self::LAST))?)?;
+            self.whole.push(id);
+        }
         Ok(())
     }
 
-    /// Gives all nodes above a chunk that the plan has touched, and its own, windows of all their entries.
+    /// The nodes that it takes to make records of single pages of one at `level`.
+    const fn splits_of(level: u32) -> u64 {
+        let (mut nodes, mut at) = (0, Self::LAST);
+        while at > level {
+            nodes = 1 + (nodes << F::INDEX_BITS);
+            at -= 1;
+        }
+        nodes
+    }
+
+    /// Gives entries `i` to `j` of a node memory.
+    #[inline]
+    fn cover(&mut self, id: u32, i: usize, j: usize) -> Result<(), Full> {
+        if self.nodes[id as usize].covers(i, j) { Ok(()) } else { self.add_groups(id, i, j) }
+    }
+
+    #[cold]
+    fn add_groups(&mut self, id: u32, i: usize, j: usize) -> Result<(), Full> {
+        let node = &mut self.nodes[id as usize];
+        let (old, need) = (node.groups, Node::<F>::groups_of(i, j));
+        // Where groups in use go on, they double, and from half of all on there are all.
+        let (low, high) = (need.trailing_zeros(), 64 - need.leading_zeros());
+        let below = if low > 0 { (old << (64 - low)).leading_ones() } else { 0 };
+        let above = if high < 64 { (old >> high).trailing_ones() } else { 0 };
+        let mask = |from: u32, count: u32| if count == 0 { 0 } else { ALL >> (64 - count) << from };
+        let more = mask(high, below.min(64 - high)) | mask(low - above.min(low), above.min(low));
+        let new = (old | need | more) & Self::GROUPS;
+        let all = 2 * new.count_ones() > Self::GROUPS.count_ones();
+        let groups = if all { Self::GROUPS } else { new };
+        let mut words = zeroed((groups.count_ones() as usize) << Node::<F>::GROUP)?;
+        let (mut left, mut to) = (groups, words.chunks_exact_mut(1 << Node::<F>::GROUP));
+        let mut from = node.words.chunks_exact(1 << Node::<F>::GROUP);
+        while left != 0 {
+            let bit = left & left.wrapping_neg();
+            if let Some(group) = to.next()
+                && old & bit != 0
+                && let Some(words) = from.next()
+            {
+                group.copy_from_slice(words);
+            }
+            left ^= bit;
+        }
+        (node.words, node.groups) = (words, if all { ALL } else { groups });
+        Ok(())
+    }
+
+    /// Gives all nodes above a chunk that the plan has touched, and its own, memory for all their entries.
     pub(crate) fn widen(&mut self, chunk: u64) -> Result<(), Full> {
         let page = Self::chunk_pages(chunk).0;
         let mut id = ROOT;
@@ -349,21 +476,24 @@ impl<F: Format> Records<F> {
                 break;
             }
             id = Self::child(word);
-            self.cover(id, level + 1, 0, Self::entries(level + 1) - 1)?;
+            self.cover(id, 0, Self::entries(level + 1) - 1)?;
         }
         Ok(())
     }
 
     fn give(&mut self, id: u32) {
         (self.cursor.chunk, self.touched) = (NO_CHUNK, NO_CHUNK);
-        self.spare.push(id); // there is room: `push`
+        // There is room: `push`.
+        if self.nodes[id as usize].groups == ALL { self.whole.push(id) } else { self.spare.push(id) }
     }
 
-    /// Replaces an entry of a node, of which so many more are in use now.
-    fn replace(&mut self, id: u32, i: usize, word: u64) {
+    /// Replaces an entry of a node at `level`.
+    fn replace(&mut self, id: u32, level: u32, i: usize, word: u64) {
         let node = &mut self.nodes[id as usize];
         let old = node.get(i);
         node.set(i, word);
+        let splits = |word| Record::from_word(word).map_or(0, |_| Self::splits_of(level));
+        self.splits = self.splits + splits(word) - splits(old);
         node.used = node.used + u32::from(word != 0) - u32::from(old != 0);
     }
 
@@ -425,9 +555,10 @@ impl<F: Format> Records<F> {
         let (mut node_first, mut node_last) = (0, ((Self::entries(0) as u64) << Self::shift(0)) - 1);
         for level in 0..F::LEVELS {
             let id = path[level as usize];
-            if make {
+            // A later request may bind all of what this one unbinds a part of.
+            if make || self.wide {
                 let (i, j) = self.within(level, (first, last), (node_first, node_last));
-                self.cover(id, level, i, j)?;
+                self.cover(id, i, j)?;
             }
             if level == Self::LAST {
                 break;
@@ -440,10 +571,11 @@ impl<F: Format> Records<F> {
             let word = self.nodes[id as usize].get(i);
             let child = match Record::from_word(word) {
                 Some(record) => {
-                    let child = self.take(level + 1, 0, Self::entries(level + 1) - 1)?;
+                    let child = self.take(0, Self::entries(level + 1) - 1)?;
                     self.fill(child, level + 1, record);
                     self.forget_run(at, level);
                     self.nodes[id as usize].set(i, Self::link(child));
+                    self.splits -= 1; // this node: those for its entries are counted
                     // The leaf may have to be split into a table.
                     self.mark(child, true);
                     self.nodes[child as usize].split = true;
@@ -454,8 +586,8 @@ impl<F: Format> Records<F> {
                 None if !make => return Ok(new),
                 None => {
                     let (i_below, j_below) = self.within(level + 1, (first, last), (entry_first, entry_last));
-                    let child = self.take(level + 1, i_below, j_below)?;
-                    self.replace(id, i, Self::link(child));
+                    let child = self.take(i_below, j_below)?;
+                    self.replace(id, level, i, Self::link(child));
                     child
                 }
             };
@@ -491,7 +623,7 @@ impl<F: Format> Records<F> {
         first
     }
 
-    /// Makes a record of all pages of an empty node, whose window has all entries.
+    /// Makes a record of all pages of an empty node, which has memory for all entries.
     fn fill(&mut self, id: u32, level: u32, record: Record) {
         let node = &mut self.nodes[id as usize];
         let (mut word, step) = (record.word(), record.step() << Self::shift(level));
@@ -532,7 +664,7 @@ impl<F: Format> Records<F> {
             self.put_below(ROOT, 0, slots, first, last, record)
         };
         if let Some(record) = record {
-            slots.bound(record.slot(), last - first + 1, Place { first: chunk, end: Self::chunk(last) + 1 });
+            slots.bound(record.slot(), Place { first, end: last + 1 });
         }
         had
     }
@@ -543,14 +675,9 @@ impl<F: Format> Records<F> {
         chunk == self.cursor.chunk && chunk == Self::chunk(last) && node.covers(0, Self::entries(Self::LAST) - 1)
     }
 
-    /// The pages of a place, first and last.
-    pub(crate) fn pages_of(place: Place) -> (u64, u64) {
-        (Self::chunk_pages(place.first).0, Self::chunk_pages(place.end - 1).1)
-    }
-
     /// The node of a page's chunk, if there is one, which the cursor finds from now on.
     #[inline(always)]
-    fn seek(&mut self, page: u64) -> Option<&mut Node> {
+    fn seek(&mut self, page: u64) -> Option<&mut Node<F>> {
         if Self::chunk(page) != self.cursor.chunk {
             let mut path = [ROOT; MAX_LEVELS];
             for level in 0..Self::LAST {
@@ -568,9 +695,9 @@ impl<F: Format> Records<F> {
     /// The entry of a page to which nothing is bound and whose chunk has a node with room for it: then binding it needs
     /// no plan.
     #[inline(always)]
-    pub(crate) fn vacant(&mut self, page: u64) -> Option<Vacant<'_>> {
+    pub(crate) fn vacant(&mut self, page: u64) -> Option<Vacant<'_, F>> {
         let node = self.seek(page)?;
-        let entry = Self::index(page, Self::LAST).wrapping_sub(node.base as usize);
+        let entry = node.position(Self::index(page, Self::LAST));
         if *node.words.get(entry)? != 0 {
             return None;
         }
@@ -584,7 +711,8 @@ impl<F: Format> Records<F> {
         if node.used <= 1 || node.run[1].load(Relaxed) != 0 {
             return None; // a full one: the nodes above may know something of it too
         }
-        let entry = node.words.get_mut(Self::index(page, Self::LAST).wrapping_sub(node.base as usize))?;
+        let position = node.position(Self::index(page, Self::LAST));
+        let entry = node.words.get_mut(position)?;
         let record = Record::from_word(*entry).filter(|&record| counted(record))?;
         *entry = 0;
         node.note_gone(record.slot(), 1);
@@ -605,8 +733,7 @@ impl<F: Format> Records<F> {
         let slot = new[0].slot();
         node.note(slot, new.len() as u32);
         node.used += new.len() as u32;
-        let chunk = Self::chunk(first);
-        slots.bound(slot, new.len() as u64, Place { first: chunk, end: chunk + 1 });
+        slots.bound(slot, Place { first, end: first + new.len() as u64 });
         true
     }
 
@@ -615,7 +742,57 @@ impl<F: Format> Records<F> {
     pub(crate) fn prepared_to(&self, page: u64) -> u64 {
         let (first, last) = Self::chunk_pages(Self::chunk(page));
         let node = &self.nodes[self.cursor.path[Self::LAST as usize] as usize];
-        last.min(first + (node.base as usize + node.words.len() - 1) as u64)
+        let group = Self::index(page, Self::LAST) >> Node::<F>::GROUP;
+        let groups = u64::from((node.groups >> (group & 63)).trailing_ones());
+        if node.groups == ALL { last } else { last.min(first + ((group as u64 + groups) << Node::<F>::GROUP) - 1) }
+    }
+
+    /// Unbinds a page that may be the last one of its chunk, whose node stays as the idle one then. `None` when that
+    /// takes a plan: nothing is bound, or there is another idle node.
+    pub(crate) fn take_alone(&mut self, page: u64) -> Option<Record> {
+        let chunk = Self::chunk(page);
+        let idle = self.idle == chunk || !self.is_idle(self.idle);
+        let node = self.seek(page)?;
+        if node.used == 1 && !idle || node.run[1].load(Relaxed) != 0 {
+            return None;
+        }
+        let position = node.position(Self::index(page, Self::LAST));
+        let entry = node.words.get_mut(position)?;
+        let record = Record::from_word(*entry)?;
+        *entry = 0;
+        node.note_gone(record.slot(), 1);
+        node.used -= 1;
+        if node.used == 0 {
+            self.idle = chunk;
+        }
+        Some(record)
+    }
+
+    /// True when a chunk has a node, and nothing is bound there.
+    fn is_idle(&self, chunk: u64) -> bool {
+        if chunk == NO_CHUNK {
+            return false;
+        }
+        let (page, mut id) = (Self::chunk_pages(chunk).0, ROOT);
+        for level in 0..Self::LAST {
+            let word = self.nodes[id as usize].get(Self::index(page, level));
+            if word == 0 || Record::from_word(word).is_some() {
+                return false;
+            }
+            id = Self::child(word);
+        }
+        self.nodes[id as usize].used == 0
+    }
+
+    /// True when there may be an idle node among these pages; there is none any more.
+    #[inline]
+    pub(crate) fn end_idle(&mut self, first: u64, last: u64) -> bool {
+        let (idle_first, idle_last) = Self::chunk_pages(self.idle & (u64::MAX >> F::INDEX_BITS));
+        let ends = self.idle != NO_CHUNK && first <= idle_first && idle_last <= last;
+        if ends {
+            self.idle = NO_CHUNK;
+        }
+        ends
     }
 
     /// The same as [`put`](Self::put) for one page.
@@ -736,7 +913,7 @@ impl<F: Format> Records<F> {
                         had += end - at + 1;
                         slots.unbound(old.slot(), end - at + 1);
                     }
-                    self.replace(id, i, record.map_or(0, Record::word));
+                    self.replace(id, level, i, record.map_or(0, Record::word));
                 }
                 _ => assert!(old == 0 && record.is_none(), "a plan touches what its commit changes"),
             }
@@ -766,6 +943,7 @@ impl<F: Format> Records<F> {
             for n in 0..self.nodes[id as usize].words.len() {
                 let word = self.nodes[id as usize].words[n];
                 if let Some(record) = Record::from_word(word) {
+                    self.splits -= Self::splits_of(level);
                     had += 1 << Self::shift(level);
                     slots.unbound(record.slot(), 1 << Self::shift(level));
                 } else if word != 0 {
@@ -829,7 +1007,7 @@ impl<F: Format> Records<F> {
             if let Some(record) = Record::from_word(word) {
                 if record.slot() == slot {
                     let pages = entry_last - entry_first + 1;
-                    self.replace(id, i, 0);
+                    self.replace(id, level, i, 0);
                     if level == Self::LAST {
                         self.nodes[id as usize].note_gone(slot, 1);
                     }
@@ -841,7 +1019,7 @@ impl<F: Format> Records<F> {
                 self.take_slot_below(child, level + 1, slots, slot, at, end, gone);
                 if self.nodes[child as usize].used == 0 && self.nodes[child as usize].plan != self.plan {
                     self.give(child);
-                    self.replace(id, i, 0);
+                    self.replace(id, level, i, 0);
                     gone(Gone::Node { first: entry_first, last: entry_last, level: level + 1 });
                 }
             }
@@ -880,6 +1058,9 @@ impl<F: Format> Records<F> {
             let id = path[level as usize];
             let node = &self.nodes[id as usize];
             let new = if node.used == 0 {
+                if join == Join::Split && level == Self::LAST && chunk == self.idle {
+                    break; // its table is there
+                }
                 emptied = Some((level, emptied.map_or(level, |(_, bottom)| bottom)));
                 self.give(id);
                 0
@@ -892,7 +1073,12 @@ impl<F: Format> Records<F> {
                 break;
             };
             level -= 1;
-            self.replace(path[level as usize], Self::index(page, level), new);
+            if new != 0 {
+                self.splits += 1; // the node; its records are counted
+            }
+            let i = Self::index(page, level);
+            self.nodes[path[level as usize] as usize].set(i, new);
+            self.nodes[path[level as usize] as usize].used -= u32::from(new == 0);
         }
         emptied
     }
@@ -920,6 +1106,7 @@ impl<F: Format> Records<F> {
                 {
                     self.give_stale(child);
                     self.nodes[id as usize].set(i, record.word());
+                    self.splits += 1; // as above
                     joined(entry_first, entry_last);
                 }
             }
@@ -951,7 +1138,7 @@ impl<F: Format> Records<F> {
             let mut id = ROOT;
             for level in 0..F::LEVELS {
                 let i = Self::index(page, level);
-                let Some((used, word)) = self.nodes[id as usize].next_used(i) else {
+                let Some((used, word)) = self.nodes[id as usize].next_used(i, Self::entries(level) - 1) else {
                     if level == 0 {
                         return None;
                     }
@@ -1110,13 +1297,13 @@ impl<F: Format> Records<F> {
 }
 
 /// An entry to which nothing is bound.
-pub(crate) struct Vacant<'a> {
-    node: &'a mut Node,
-    /// Within its window.
+pub(crate) struct Vacant<'a, F> {
+    node: &'a mut Node<F>,
+    /// Its position.
     entry: usize,
 }
 
-impl Vacant<'_> {
+impl<F: Format> Vacant<'_, F> {
     /// True when other pages of the chunk are bound to the slot, and that is noted.
     #[inline(always)]
     pub(crate) fn has(&self, slot: u32) -> bool {

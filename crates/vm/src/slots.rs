@@ -6,13 +6,14 @@ use alloc::vec::Vec;
 use hashbrown::HashMap;
 
 use crate::Bo;
+use crate::bo::BoundBo;
 use crate::record::Record;
 
 /// What a slot stands for.
 #[derive(Debug)]
 pub(crate) struct Slot {
     /// None in slot 0, that of null ranges, and in free slots.
-    pub(crate) bo: Option<Arc<Bo>>,
+    pub(crate) bo: Option<BoundBo>,
     /// Of a binding that repeats: the pages that do, less one. They are a power of two.
     pub(crate) repeat_mask: u64,
     /// True when all of the buffer can be bound in this VM.
@@ -25,13 +26,16 @@ pub(crate) struct Slot {
     planned_chunk: u64,
     /// Where pages of it may be bound. Made shorter when it has doubled.
     places: Vec<Place>,
+    /// True while the places are no longer than what was bound. With [`FEW`] of them they become whole chunks, since a
+    /// chunk need be noted once.
+    exact: bool,
     /// Length of `places` when it was last made shorter.
     shortest: usize,
     /// The next slot of the same buffer (another repetition), of the free ones, or of those released by one commit.
     next: u32,
 }
 
-/// Chunks in which pages of a slot may be bound: the first, and the one after the last.
+/// Pages of which some of a slot may be bound: the first, and the one after the last.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Debug)]
 pub(crate) struct Place {
     pub(crate) first: u64,
@@ -39,6 +43,11 @@ pub(crate) struct Place {
 }
 
 impl Place {
+    /// The chunks that it lies in.
+    fn whole(self, chunk: u32) -> Self {
+        Self { first: self.first >> chunk << chunk, end: (((self.end - 1) >> chunk) + 1) << chunk }
+    }
+
     /// Makes it go on with another one, if it is not behind that.
     #[inline(always)]
     fn join(&mut self, other: Self) -> bool {
@@ -49,6 +58,9 @@ impl Place {
         goes_on
     }
 }
+
+/// Places of a slot that are exact, at most.
+const FEW: usize = 32;
 
 /// Buffers that are found without a search.
 const RECENT: usize = 64;
@@ -89,6 +101,8 @@ pub(crate) struct Slots {
     planned: Vec<u32>,
     /// Slots that have lost their last page and are no part of the plan.
     idle: Vec<u32>,
+    /// Logarithm of the pages of a chunk.
+    chunk: u32,
 }
 
 #[inline]
@@ -97,7 +111,7 @@ pub(crate) fn key(bo: &Arc<Bo>) -> usize {
 }
 
 impl Slots {
-    pub(crate) fn new() -> Self {
+    pub(crate) fn new(chunk: u32) -> Self {
         let null = Slot::new(None, 0, true);
         Self {
             slots: alloc::vec![null],
@@ -106,6 +120,7 @@ impl Slots {
             free: NONE,
             planned: Vec::new(),
             idle: Vec::new(),
+            chunk,
         }
     }
 
@@ -131,32 +146,17 @@ impl Slots {
         slot
     }
 
-    /// Counts one page of a buffer that is bound from now on in this chunk, if that takes no memory and all of the
-    /// buffer can be bound. Gives its slot. `noted` says of a slot that it has pages in the chunk already.
+    /// Counts a page of a buffer that is bound from now on, if that takes no memory and all of the buffer can be bound.
+    /// Gives its slot. `noted` says of a slot that it has pages in the chunk already.
     #[inline(always)]
-    pub(crate) fn bound_page(&mut self, bo: &Arc<Bo>, chunk: u64, noted: impl FnOnce(u32) -> bool) -> Option<u32> {
+    pub(crate) fn bound_page(&mut self, bo: &Arc<Bo>, page: u64, noted: impl FnOnce(u32) -> bool) -> Option<u32> {
         let number = self.first_of(bo);
         let slot = self.slots.get_mut(number as usize).filter(|slot| slot.mappable && slot.repeat_mask == 0)?;
-        if !noted(number) && !slot.has_place(Place { first: chunk, end: chunk + 1 }) {
+        if (slot.exact || !noted(number)) && !slot.adds(Place { first: page, end: page + 1 }, self.chunk) {
             return None;
         }
         slot.pages += 1;
         Some(number)
-    }
-
-    /// Counts one page of a slot that is bound from now on in this chunk, and gives its buffer.
-    #[inline(always)]
-    pub(crate) fn count_page(&mut self, slot: u32, chunk: u64, noted: impl FnOnce(u32) -> bool) -> Option<&Arc<Bo>> {
-        let it = &mut self.slots[slot as usize];
-        let bo = it.bo.as_ref()?;
-        if !noted(slot) {
-            let place = Place { first: chunk, end: chunk + 1 };
-            if !it.places.last_mut().is_some_and(|last| last.join(place)) {
-                it.places.push(place); // there is room: `hold`
-            }
-        }
-        it.pages += 1;
-        Some(bo)
     }
 
     /// Counts one page that is bound no more, unless it is the last one of its slot.
@@ -190,7 +190,7 @@ impl Slots {
     #[inline(always)]
     pub(crate) fn hold(&mut self, slot: u32, (first, last): (u64, u64)) -> Result<(), Full> {
         let it = &mut self.slots[slot as usize];
-        if it.planned > 0 && it.planned_chunk == first && first == last {
+        if it.planned > 0 && it.planned_chunk == first && first == last && !it.exact {
             return Ok(()); // the place before it will do
         }
         if it.planned == 0 {
@@ -200,7 +200,7 @@ impl Slots {
         it.planned += 1;
         it.planned_chunk = last;
         if it.places.len() + it.planned > it.places.capacity() {
-            it.make_room()?;
+            it.make_room(self.chunk)?;
         }
         Ok(())
     }
@@ -211,7 +211,7 @@ impl Slots {
         self.by_bo.try_reserve(1).map_err(|_| Full)?;
         let first = self.first_of(bo);
         let next = if first == NONE { NONE } else { self.next_of(first) };
-        let slot = Slot { next, ..Slot::new(Some(bo.clone()), repeat_mask, mappable) };
+        let slot = Slot { next, ..Slot::new(Some(BoundBo::new(bo)), repeat_mask, mappable) };
         let at = if self.free != NONE {
             let at = self.free;
             self.free = core::mem::replace(&mut self.slots[at as usize], slot).next;
@@ -235,14 +235,13 @@ impl Slots {
         Ok(at)
     }
 
-    /// Counts pages of a slot that are bound from now on, in this place.
+    /// Counts these pages, which are bound to a slot from now on.
     #[inline]
-    pub(crate) fn bound(&mut self, slot: u32, pages: u64, place: Place) {
+    pub(crate) fn bound(&mut self, slot: u32, place: Place) {
         let slot = &mut self.slots[slot as usize];
-        slot.pages += pages;
-        if !slot.places.last_mut().is_some_and(|last| last.join(place)) {
-            slot.places.push(place); // there is room: `hold`
-        }
+        slot.pages += place.end - place.first;
+        let added = slot.adds(place, self.chunk);
+        debug_assert!(added, "there is room: `hold`");
     }
 
     /// Counts pages of a slot that are bound no more.
@@ -344,7 +343,7 @@ impl Slots {
 }
 
 impl Slot {
-    fn new(bo: Option<Arc<Bo>>, repeat_mask: u64, mappable: bool) -> Self {
+    fn new(bo: Option<BoundBo>, repeat_mask: u64, mappable: bool) -> Self {
         Self {
             bo,
             repeat_mask,
@@ -353,17 +352,21 @@ impl Slot {
             planned: 0,
             planned_chunk: 0,
             places: Vec::new(),
+            exact: true,
             shortest: 0,
             next: NONE,
         }
     }
 
     /// Adds a place if there is room for it.
+    #[inline]
+    fn adds(&mut self, place: Place, chunk: u32) -> bool {
+        let place = if self.exact { place } else { place.whole(chunk) };
+        self.places.last_mut().is_some_and(|last| last.join(place)) || self.has_room_for(place)
+    }
+
     #[inline(never)]
-    fn has_place(&mut self, place: Place) -> bool {
-        if self.places.last_mut().is_some_and(|last| last.join(place)) {
-            return true;
-        }
+    fn has_room_for(&mut self, place: Place) -> bool {
         let room = self.places.len() < self.places.capacity();
         if room {
             self.places.push(place);
@@ -383,12 +386,39 @@ impl Slot {
 
     /// Room for a place for each time that it is held.
     #[cold]
-    fn make_room(&mut self) -> Result<(), Full> {
-        if self.places.len() >= 2 * self.shortest.max(32) {
+    fn make_room(&mut self, chunk: u32) -> Result<(), Full> {
+        if self.exact && self.places.len() + self.planned > FEW {
+            self.exact = false;
+            self.places.iter_mut().for_each(|place| *place = place.whole(chunk));
+        }
+        if self.places.len() >= 2 * self.shortest.max(FEW) {
             self.places.sort_unstable();
             self.places.dedup_by(|next, kept| kept.join(*next));
             self.shortest = self.places.len();
         }
         Ok(self.places.try_reserve(self.planned)?)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Few places are no longer than what is bound, so that unbinding a buffer looks nowhere else. Many are chunks.
+    #[test]
+    fn few_places_are_exact() {
+        let bo = Arc::new(Bo::of_segments(1, []).unwrap());
+        let mut slots = Slots::new(9);
+        let slot = slots.add(&bo, 0, true).unwrap();
+        let mut page = |n: u64| {
+            slots.hold(slot, (n, n)).unwrap();
+            slots.bound(slot, Place { first: 600 * n, end: 600 * n + 1 });
+            slots.end_plan();
+            (0..).map_while(|i| slots.place(slot, i)).map(|place| place.end - place.first).sum::<u64>()
+        };
+        for n in 0..FEW as u64 {
+            assert_eq!(page(n), n + 1);
+        }
+        assert_eq!(page(FEW as u64), (FEW as u64 + 1) * 512);
     }
 }

@@ -45,6 +45,8 @@ pub(crate) struct Batch {
     binds: bool,
     /// Tables for chunks that are bound as a whole, and for splitting them.
     tables: usize,
+    /// Chunks that are bound as a whole, at most.
+    chunks: u64,
     /// Tables that are there and may be detached.
     detached: usize,
     /// First and last page of all that the batch binds.
@@ -53,7 +55,7 @@ pub(crate) struct Batch {
 
 impl Batch {
     const fn new(reserved: bool) -> Self {
-        Self { reserved, binds: false, tables: 0, detached: 0, bound: None }
+        Self { reserved, binds: false, tables: 0, chunks: 0, detached: 0, bound: None }
     }
 }
 
@@ -102,7 +104,7 @@ impl<F: Format, T: Tables> Vm<F, T> {
             kept,
             null: None,
             records: Records::new(fences).map_err(|Full| Error::NoMemory { vm: range })?,
-            slots: Slots::new(),
+            slots: Slots::new(F::INDEX_BITS),
             table: PageTable::new(tables).map_err(|source| Error::New { vm: range, source })?,
             scratch: Scratch::new(),
             failed: false,
@@ -184,10 +186,13 @@ impl<F: Format, T: Tables> Vm<F, T> {
     #[inline(always)] // small: what is large is behind a call
     pub fn unbind(&mut self, span: Span<DeviceVa>) -> Result<Committed<T::Addr>, Error> {
         self.forget_leaked();
-        if span.len() == F::GRANULE.bytes()
-            && let Some(committed) = self.unbind_page(span)
-        {
-            return Ok(committed);
+        if span.len() == F::GRANULE.bytes() {
+            if let Some(committed) = self.unbind_page(span) {
+                return Ok(committed);
+            }
+            if let Some(committed) = self.unbind_alone(span) {
+                return Ok(committed);
+            }
         }
         // Field by field, as above.
         let Committed { first, lists, unmapped, released } = self.unbind_planned(span)?;
@@ -215,7 +220,7 @@ impl<F: Format, T: Tables> Vm<F, T> {
         let Some(to) = bo.sg().page_at(offset, granule) else { return false };
         let Some(vacant) = self.records.vacant(page) else { return false };
         let noted = |slot| vacant.has(slot);
-        let Some(slot) = self.slots.bound_page(bo, Records::<F>::chunk(page), noted) else { return false };
+        let Some(slot) = self.slots.bound_page(bo, page, noted) else { return false };
         vacant.put(Record::new(slot, offset >> granule.log2(), access, false));
         self.table.map(va, to, granule.bytes(), access).expect("where there is a node, there is a table");
         true
@@ -242,6 +247,21 @@ impl<F: Format, T: Tables> Vm<F, T> {
         // A page of a group, in a chunk that stays in use: no table is needed or detached.
         let (span, bytes) = self.table.clear_into(span, &mut Vec::new()).expect("what is bound is mapped");
         Some(Committed::one(span, bytes))
+    }
+
+    /// Unbinds one page that may be the last one of its chunk or of its buffer, if its table may stay.
+    #[inline(never)]
+    fn unbind_alone(&mut self, span: Span<DeviceVa>) -> Option<Committed<T::Addr>> {
+        let page = span.first().bits() >> F::GRANULE.log2();
+        if !span.is_aligned(F::GRANULE) || !self.is_open(page, page) {
+            return None;
+        }
+        let record = self.records.take_alone(page)?;
+        self.slots.unbound(record.slot(), 1);
+        let released = self.slots.end_plan();
+        // A leaf of its own, or one of a group, which is then split within its table.
+        let (span, bytes) = self.table.clear_into(span, &mut Vec::new()).expect("what is bound is mapped");
+        Some(Committed { released, ..Committed::one(span, bytes) })
     }
 
     /// Commits a batch of one, or takes back what was planned.
@@ -286,7 +306,7 @@ impl<F: Format, T: Tables> Vm<F, T> {
     }
 
     #[inline]
-    fn plan_batch(
+    pub(crate) fn plan_batch(
         &mut self,
         requests: impl IntoIterator<Item = BindRequest>,
         reserved: bool,
@@ -388,15 +408,7 @@ impl<F: Format, T: Tables> Vm<F, T> {
         let record = Record::new(slot, offset >> granule.log2(), access, repeat > 0);
         self.add_bind(first, last, record, batch)?;
         if first == last && repeat == 0 && known {
-            let (kept_first, kept_last) = self.kept;
-            let mut end = self.records.prepared_to(first).min(self.pages.1);
-            if first < kept_first && kept_first <= kept_last {
-                end = end.min(kept_first - 1);
-            } else if batch.reserved {
-                end = end.min(kept_last);
-            }
-            let bo_last = (bo.len() >> granule.log2()) - 1;
-            self.scratch.run = BindRun { page: first + 1, last: end, bo: key(bo), bo_last, record: record.at(0) };
+            self.scratch.run = BindRun { page: first + 1, bo: key(bo), record };
         }
         Ok(())
     }
@@ -414,22 +426,30 @@ impl<F: Format, T: Tables> Vm<F, T> {
         batch: &mut Batch,
     ) -> bool {
         let granule = F::GRANULE;
+        let page = va.bits() >> granule.log2();
+        if page != self.scratch.run.page {
+            return false;
+        }
+        let (pages, kept) = (self.pages, self.kept);
         let Scratch { run, steps, records, .. } = &mut self.scratch;
-        let (page, of_bo) = (va.bits() >> granule.log2(), offset >> granule.log2());
         let aligned = (va.bits() | offset) & (granule.bytes() - 1) == 0 && len == granule.bytes();
-        let fits = page == run.page && page <= run.last && of_bo <= run.bo_last;
-        if !(aligned && fits && key(bo) == run.bo && access == run.record.access()) || records.try_reserve(2).is_err() {
+        let same = key(bo) == run.bo && access == run.record.access();
+        if !(aligned && same && offset < bo.len()) || records.try_reserve(2).is_err() {
             return false;
         }
         match steps.last_mut() {
-            Some(Step::BindEach { last, .. }) => *last = page,
+            Some(Step::BindEach { last, end, .. }) if page <= *end => *last = page,
             Some(step @ &mut Step::Bind { first, record, .. }) => {
-                *step = Step::BindEach { first, last: page, at: records.len() };
+                let end = self.records.prepared_to(first).min(open_to(first, pages, kept));
+                if page > end {
+                    return false;
+                }
+                *step = Step::BindEach { first, last: page, end, at: records.len() };
                 records.push(record);
             }
             _ => return false,
         }
-        records.push(run.record.at(of_bo));
+        records.push(run.record.at(offset >> granule.log2()));
         run.page = page + 1;
         if let Some((_, high)) = &mut batch.bound {
             *high = page.max(*high);
@@ -458,28 +478,24 @@ impl<F: Format, T: Tables> Vm<F, T> {
 
     #[inline(always)]
     pub(crate) fn plan_unbind(&mut self, span: Span<DeviceVa>, batch: &mut Batch) -> Result<(), Error> {
-        self.check_span(span, batch)?;
         let (first, last) = pages_of::<F>(span);
         // What an earlier request binds as a whole must be cut by this one.
         let cuts = batch.bound.is_some_and(|(low, high)| first <= high && low <= last);
-        if !cuts && self.continues_unbind(first, last) {
+        if let Some(Step::Unbind { last: to, end, .. }) = self.scratch.steps.last_mut()
+            && *to + 1 == first
+            && last <= *end
+            && !cuts
+            && span.is_aligned(F::GRANULE)
+        {
+            *to = last;
             return Ok(());
         }
+        self.check_span(span, batch)?;
         self.touch(first, last, cuts, batch)?;
-        self.add_step(Step::Unbind { first, last })
-    }
-
-    /// Makes the last step longer by these pages, if it is an unbind that ends in front of them, in the same chunk and
-    /// without all of it: then no other nodes are needed, and no other tables detached.
-    #[inline(always)]
-    fn continues_unbind(&mut self, first: u64, last: u64) -> bool {
-        let Some(Step::Unbind { first: from, last: to }) = self.scratch.steps.last_mut() else { return false };
-        let chunk = Records::<F>::chunk;
-        let goes_on = *to + 1 == first && chunk(*to) == chunk(last) && !Records::<F>::covers_a_chunk(*from, last);
-        if goes_on {
-            *to = last;
-        }
-        goes_on
+        let (chunk_first, chunk_last) = Records::<F>::chunk_pages(Records::<F>::chunk(last));
+        let end =
+            open_to(last, self.pages, self.kept).min(if first <= chunk_first { chunk_last - 1 } else { chunk_last });
+        self.add_step(Step::Unbind { first, last, end })
     }
 
     /// Whether the `used` bytes at `offset` of a buffer can be bound, and why not.
@@ -525,6 +541,7 @@ impl<F: Format, T: Tables> Vm<F, T> {
     fn add_chunks(&mut self, first: u64, last: u64, batch: &mut Batch) -> Result<(), Error> {
         let tables = PageTable::<F, DeviceVa, CardAddr, T>::max_tables_for(Self::span(first, last));
         batch.tables = batch.tables.saturating_add(tables);
+        batch.chunks += Records::<F>::chunk(last) - Records::<F>::chunk(first) + 1;
         if self.records.will_bind_chunks() {
             for i in 0..self.scratch.touched.len() {
                 self.records.widen(self.scratch.touched[i]).map_err(|Full| self.no_memory())?;
@@ -542,8 +559,7 @@ impl<F: Format, T: Tables> Vm<F, T> {
                 tables += if place.end - place.first == 1 {
                     F::LEVELS as usize - 1
                 } else {
-                    let (first, last) = Records::<F>::pages_of(place);
-                    self.table.tables_within(Self::span(first, last))
+                    self.table.tables_within(Self::span(place.first, place.end - 1))
                 };
             }
             slot = self.slots.next_of(slot);
@@ -639,12 +655,19 @@ impl<F: Format, T: Tables> Vm<F, T> {
                 return Err(Error::NoTables { tables, vm: self.range });
             }
         }
+        // The nodes that an unbind may need are made by binds; an unbind makes up for what it takes if it can.
+        if self.records.keep_nodes(batch.chunks).is_err() && batch.binds {
+            return Err(self.no_memory());
+        }
         let Scratch { steps, touched, lists, parcel, .. } = &mut self.scratch;
-        let spans = steps.len() + touched.len();
+        // At least as much as an unbind of one span needs, so that it finds that later.
+        let spans = (steps.len() + touched.len()).max(3);
         // Chunks that were touched may turn out empty. Whatever the batch makes it may detach again.
         let cut = if batch.binds { tables } else { self.records.missing_tables() };
         let detached = batch.detached.saturating_add(cut) + touched.len() * F::LEVELS as usize;
+        let detached = detached.max(4 * F::LEVELS as usize);
         let room = lists.spans.try_reserve(spans).is_ok() && lists.tables.try_reserve(detached).is_ok();
+        let room = room && (!batch.binds || touched.try_reserve(2).is_ok());
         if !room || parcel.try_reserve(1).is_err() {
             return Err(self.no_memory());
         }
@@ -780,9 +803,9 @@ impl<F: Format, T: Tables> Vm<F, T> {
         let offset = record.page() << F::GRANULE.log2();
         let to = match &slot.bo {
             Some(bo) if record.is_fixed() => {
-                BindingTarget::Repeat { bo: bo.clone(), offset, page: (slot.repeat_mask + 1) << F::GRANULE.log2() }
+                BindingTarget::Repeat { bo: Arc::clone(bo), offset, page: (slot.repeat_mask + 1) << F::GRANULE.log2() }
             }
-            Some(bo) => BindingTarget::Bo { bo: bo.clone(), offset },
+            Some(bo) => BindingTarget::Bo { bo: Arc::clone(bo), offset },
             None => BindingTarget::Null,
         };
         Binding { span: Self::span(first, last), to, access: record.access() }
@@ -836,4 +859,14 @@ impl<F: Format, T: Tables> Vm<F, T> {
 #[inline]
 fn pages_of<F: Format>(span: Span<DeviceVa>) -> (u64, u64) {
     (span.first().bits() >> F::GRANULE.log2(), span.last().bits() >> F::GRANULE.log2())
+}
+
+/// The last page up to which all are as a page is that a batch may change: one of the VM, and reserved or not.
+#[inline]
+fn open_to(page: u64, (_, last): (u64, u64), (kept_first, kept_last): (u64, u64)) -> u64 {
+    match kept_first <= kept_last {
+        true if page < kept_first => last.min(kept_first - 1),
+        true if page <= kept_last => kept_last,
+        _ => last,
+    }
 }

@@ -298,13 +298,13 @@ impl AddressSpace for SparseSpace {
         }
         let touched = union(touched);
         let mut state = self.map.lock();
-        let committed = state.vm.apply(requests.to_vec()).map_err(|PlanError { error, .. }| error)?;
+        let committed = state.vm.apply(requests.to_vec(), false).map_err(|PlanError { error, .. }| error)?;
         // The VM's tables are looked at under the lock only: nothing else has to forget them.
         state.vm.invalidated(committed);
         if let Err(e) = mirror(&self.map, &self.memory, &mut state, &touched) {
             // Nothing of it may be used, whatever the driver has done.
             let nothing = touched.iter().map(|span| BindRequest::Unbind(*span)).collect();
-            let undone = state.vm.apply(nothing).map_err(|PlanError { error, .. }| error)?;
+            let undone = state.vm.apply(nothing, false).map_err(|PlanError { error, .. }| error)?;
             state.vm.invalidated(undone);
             return Err(e);
         }

@@ -183,10 +183,7 @@ impl Replay {
     }
 
     fn commit(&mut self, requests: Vec<BindRequest>, kind: Kind) -> Result<Done, (Option<usize>, TraceRefusal)> {
-        let committed = match kind {
-            Kind::Reserved => self.vm.apply_reserved(requests),
-            _ => self.vm.apply(requests),
-        };
+        let committed = self.vm.apply(requests, kind == Kind::Reserved);
         let committed = committed.map_err(|PlanError { index, error }| {
             // Memory is missing for the whole, not for the operation that was looked at last.
             let of_all = matches!(error, Error::NoTables { .. } | Error::NoMemory { .. });

@@ -5,8 +5,8 @@ use std::sync::Arc;
 
 use dmalane_addr::{Access, CardAddr, DeviceVa, SgIndex, SgTable, Span};
 use dmalane_iopt::{AgxUat, HeapTables};
-use dmalane_vm::array::{ArrayError, ArrayOperation, Reason, decode};
-use dmalane_vm::{AnyVm, BindRequest, Bo, Errno, Error, Handles, Source, Vm};
+use dmalane_vm::array::{ArrayError, ArrayOperation, Reason};
+use dmalane_vm::{AnyVm, Bo, Errno, Error, Handles, Source, Vm};
 use zerocopy::IntoBytes;
 
 const PAGE: u64 = 16 << 10;
@@ -214,16 +214,6 @@ fn the_array_itself() {
     assert_eq!(error, ArrayError { index: Some(0), reason: Reason::UnknownField { at: STRIDE, value: 3 } });
     assert_eq!((error.reason.errno().number(), error.reason.errno().name()), (7, "E2BIG"));
     assert_eq!(error.to_string(), "operation 0: byte 32 of it is 0x3, in a field that this version does not know");
-}
-
-#[test]
-fn requests_are_what_the_operations_say() {
-    let (_, handles, bo, _) = setup();
-    let access = ArrayOperation::READ | ArrayOperation::EXEC;
-    let op = operation(ArrayOperation::BIND | access, bo, 1, 2, 3); // not checked against any VM yet
-    let requests = decode(op.as_bytes(), STRIDE, 1, dmalane_addr::PageSize::SIZE_16K, &handles).unwrap();
-    let [BindRequest::Bind { va, bo, offset: 1, len: 2, access }] = &requests[..] else { panic!("{requests:?}") };
-    assert_eq!((va.bits(), bo.id(), *access), (3, 7, Access::READ | Access::EXEC));
 }
 
 #[test]

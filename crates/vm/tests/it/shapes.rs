@@ -156,6 +156,98 @@ fn pages_far_apart_take_little_memory() {
     assert_eq!(vm.bindings().count() as u64, PAGES);
 }
 
+/// What a batch unbinds a page of it may bind as a whole afterwards, though it has bound others so before.
+#[test]
+fn a_batch_unbinds_a_page_and_binds_all_around_it() {
+    let (mut vm, bo) = (vm(1), Arc::new(bo(1, 2 * TABLE)));
+    let done = vm.plan([bind(4 * TABLE + 3, &bo, 0, 2)]).unwrap().commit();
+    vm.invalidated(done);
+    let batch = [
+        bind(6 * TABLE, &bo, 0, TABLE),
+        BindRequest::Unbind(span(4 * TABLE + 3, 1)),
+        bind(4 * TABLE, &bo, TABLE, TABLE),
+    ];
+    let done = vm.plan(batch).unwrap().commit();
+    vm.invalidated(done);
+    assert_eq!(rows(&vm), [(4 * TABLE, TABLE), (6 * TABLE, TABLE)]);
+}
+
+/// Two pages of each table, as far from each other as can be, and then those between them.
+#[test]
+fn pages_at_both_ends_of_a_table_take_little_memory() {
+    const TABLES: u64 = 500;
+    let (mut vm, bo) = (vm(1), Arc::new(bo(1, TABLE)));
+    let bind = |vm: &mut TestVm, page: u64, offset: u64| {
+        let done = vm.bind(DeviceVa::new(page * PAGE), &bo, offset * PAGE, PAGE, RW).unwrap();
+        vm.invalidated(done);
+    };
+    for n in 0..TABLES {
+        bind(&mut vm, n * TABLE + n % 32, n);
+        bind(&mut vm, (n + 1) * TABLE - 1 - n % 32, n);
+    }
+    let each = vm.bookkeeping_bytes() as u64 / (2 * TABLES);
+    assert!(each <= 512, "{each} bytes a binding");
+    let found: Vec<_> =
+        (0..TABLES).flat_map(|n| [(n * TABLE + n % 32, 1), ((n + 1) * TABLE - 1 - n % 32, 1)]).collect();
+    assert_eq!(rows(&vm), found);
+    // In an order that adds to what is there in front, behind and far away.
+    for page in (0..TABLE).map(|i| i * 997 % TABLE) {
+        bind(&mut vm, 3 * TABLE + page, page);
+    }
+    assert_eq!(vm.binding_at(DeviceVa::new(3 * TABLE * PAGE)).unwrap().span, span(3 * TABLE, TABLE));
+    let done = vm.plan([BindRequest::UnbindBo(bo.clone())]).unwrap().commit();
+    vm.invalidated(done);
+    assert_eq!((rows(&vm), Arc::strong_count(&bo)), (Vec::new(), 1));
+}
+
+/// A page that is bound and unbound where nothing else is does not make and free a table each time, and what is bound
+/// there next can have a large leaf all the same.
+#[test]
+fn one_page_alone_keeps_its_table() {
+    let (mut vm, bo) = (vm(1), Arc::new(bo(1, 2 * TABLE)));
+    let at = 4 * TABLE;
+    for n in 0..10 {
+        let done = vm.bind(DeviceVa::new((at + n) * PAGE), &bo, n * PAGE, PAGE, RW).unwrap();
+        vm.invalidated(done);
+        let done = vm.unbind(span(at + n, 1)).unwrap();
+        assert_eq!((done.unmapped_bytes(), done.tables().len()), (PAGE, 0));
+        assert_eq!(done.spans().collect::<Vec<_>>(), [span(at + n, 1)]);
+        vm.invalidated(done);
+        assert_eq!((Arc::strong_count(&bo), vm.bindings().count(), vm.lookup(DeviceVa::new(at * PAGE))), (1, 0, None));
+    }
+    let in_use = |vm: &TestVm| vm.page_table().tables().in_use();
+    assert_eq!(in_use(&vm), 3, "the root, and the tables down to the page");
+    // It goes when all of its pages are bound.
+    let done = vm.plan([bind(at, &bo, 0, TABLE)]).unwrap().commit();
+    assert_eq!(done.tables().len(), 1);
+    vm.invalidated(done);
+    let done = vm.plan([BindRequest::UnbindBo(bo.clone())]).unwrap().commit();
+    vm.invalidated(done);
+    assert_eq!(in_use(&vm), 1);
+    // A plan that is dropped leaves it as it was.
+    let done = vm.bind(DeviceVa::new(at * PAGE), &bo, 0, PAGE, RW).unwrap();
+    vm.invalidated(done);
+    let done = vm.unbind(span(at, 1)).unwrap();
+    vm.invalidated(done);
+    drop(vm.plan([bind(at + 1, &bo, 0, 3)]).unwrap());
+    let done = vm.plan([BindRequest::Unbind(span(3 * TABLE, 5 * TABLE))]).unwrap().commit();
+    vm.invalidated(done);
+    assert_eq!(in_use(&vm), 1);
+
+    // It is not in the way of a large leaf.
+    let range = Span::new(DeviceVa::new(0), 1 << 40).unwrap();
+    let mut vm = Vm::<X86_64_4Level, _>::new(range, HeapTables::new(CardAddr::new(0))).unwrap();
+    let (va, whole) = (DeviceVa::new(1 << 30), 2 << 20);
+    let done = vm.bind(va, &bo, 0, 4096, RW).unwrap();
+    vm.invalidated(done);
+    let done = vm.unbind(Span::new(va, 4096).unwrap()).unwrap();
+    vm.invalidated(done);
+    let done = vm.bind(va, &bo, 0, whole, RW).unwrap();
+    assert_eq!(done.tables().len(), 1);
+    vm.invalidated(done);
+    assert_eq!(vm.lookup(va).unwrap().size.bytes(), whole);
+}
+
 /// The run that a page is part of, whatever it was bound by, and after each change.
 #[test]
 fn the_binding_around_a_page() {
@@ -231,7 +323,7 @@ fn a_split_leaf_heals() {
     let steps =
         [bind(all.first(), 0, all.len()), BindRequest::Unbind(Span::new(one, 4096).unwrap()), bind(one, 5 << 12, 4096)];
     for request in steps {
-        let done = vm.apply(vec![request]).unwrap();
+        let done = vm.apply(vec![request], false).unwrap();
         vm.invalidated(done);
     }
     assert_eq!(vm.lookup(one).unwrap().size.bytes(), 4096);
@@ -254,13 +346,19 @@ fn the_owner_of_a_buffer_goes_last() {
     }
     let second = bo.clone();
     drop(bo);
+    let weak = Arc::downgrade(&second);
+    let bound_vms = || weak.upgrade().map(|bo| bo.bound_vms());
+    assert_eq!(bound_vms(), Some(2));
+    drop(vms[0].plan([bind(20, &second, 0, 1)]).unwrap());
     let done = vms[0].plan([BindRequest::UnbindBo(second)]).unwrap().commit();
+    assert_eq!(bound_vms(), Some(2), "the device may remember it");
     vms[0].invalidated(done);
+    assert_eq!(bound_vms(), Some(1));
     let done = vms[1].unbind(span(0, 9)).unwrap();
     vms[1].invalidated(done);
     assert_eq!(Arc::strong_count(&memory), 2, "a page is bound");
     let done = vms[1].unbind(span(9, 1)).unwrap();
     assert_eq!(Arc::strong_count(&memory), 2, "the device may remember it");
     vms[1].invalidated(done);
-    assert_eq!(Arc::strong_count(&memory), 1);
+    assert_eq!((Arc::strong_count(&memory), bound_vms()), (1, None));
 }
