@@ -152,7 +152,7 @@ impl Bench {
         let mut inputs = [open_file(&self.path, FileOptions::for_mode(mode))?];
         let loaded = self.device.load(&mut inputs, &Placement::DDR, &mut |_| {})?;
         let seconds = start.elapsed().as_secs_f64();
-        let checksum = loaded.files[0].checksum;
+        let checksum = loaded.files[0].checksum.ok_or("not hashed")?;
         if *self.checksum.get_or_insert(checksum) != checksum {
             return Err(format!("checksum {checksum:x} differs from the first load's").into());
         }

@@ -6,7 +6,7 @@ use std::path::Path;
 use dmalane_file::{Error, FileQueue, Mode, Options, residency};
 use dmalane_load::Input;
 
-use crate::read::MOSTLY;
+use crate::read::{MOSTLY, workers};
 
 /// Opens a file once, for its header, its bytes and comparisons alike. With [`Mode::Auto`], a file of which most is in
 /// the page cache is read from there; of any other the blocks that are cached, and the rest with direct I/O where the
@@ -16,26 +16,29 @@ use crate::read::MOSTLY;
 /// Those of [`FileQueue::open`].
 pub fn open_file(path: impl AsRef<Path>, options: Options) -> Result<Input<FileQueue>, Error> {
     let queue = FileQueue::open(path, options)?;
-    match options.mode == Mode::Auto && queue.how().direct {
-        true => input(from_cache(queue, options)?),
-        false => input(queue),
+    let len = queue.file().metadata().map_or(0, |meta| meta.len());
+    let cached = residency(queue.file(), 0, len).unwrap_or_default();
+    if options.mode != Mode::Auto || cached.cached == 0 {
+        return input(queue, Vec::new());
     }
+    let open = |options| FileQueue::from_file(duplicate(&queue)?, queue.path(), options);
+    let (options, reason) = match cached.share() >= MOSTLY {
+        // Without direct I/O, its reason is the one that counts.
+        _ if !queue.how().direct => (options, None),
+        true => (Options { mode: Mode::Buffered, ..options }, Some(cached.to_string())),
+        false => (options, Some(format!("{cached}: copied from there, the rest read past it"))),
+    };
+    let first = open(options)?.from_cache_where_cached();
+    let first = match reason {
+        Some(reason) => first.because(reason),
+        None => first,
+    };
+    let more = (1..workers(cached.cached)).map(|_| Ok(open(options)?.from_cache_where_cached()));
+    input(first, more.collect::<Result<_, Error>>()?)
 }
 
-/// The same queue, or one through the page cache where that has most of the file.
-fn from_cache(queue: FileQueue, options: Options) -> Result<FileQueue, Error> {
-    let len = queue.file().metadata().map_or(0, |meta| meta.len());
-    let Ok(cached) = residency(queue.file(), 0, len) else { return Ok(queue) };
-    if len == 0 || cached.share() < MOSTLY {
-        return Ok(match cached.cached {
-            0 => queue,
-            _ => queue.from_cache_where_cached().because(format!("{cached}: copied from there, the rest read past it")),
-        });
-    }
-    let path = queue.path().to_owned();
-    let file = queue.file().try_clone().map_err(|source| Error::Open { path: path.clone(), source })?;
-    let buffered = FileQueue::from_file(file, path, Options { mode: Mode::Buffered, ..options })?;
-    Ok(buffered.because(cached.to_string()))
+fn duplicate(queue: &FileQueue) -> Result<File, Error> {
+    queue.file().try_clone().map_err(|source| Error::Open { path: queue.path().to_owned(), source })
 }
 
 /// Takes a file that is open already and calls it `name`, which decides whether it is read as safetensors.
@@ -43,13 +46,10 @@ fn from_cache(queue: FileQueue, options: Options) -> Result<FileQueue, Error> {
 /// # Errors
 /// Those of [`FileQueue::from_file`].
 pub fn open_as(file: File, name: impl AsRef<Path>, options: Options) -> Result<Input<FileQueue>, Error> {
-    input(FileQueue::from_file(file, name.as_ref(), options)?)
+    input(FileQueue::from_file(file, name.as_ref(), options)?, Vec::new())
 }
 
-fn input(queue: FileQueue) -> Result<Input<FileQueue>, Error> {
-    let path = queue.path().to_owned();
-    match queue.file().try_clone() {
-        Ok(file) => Ok(Input { path, file, queue, select: None }),
-        Err(source) => Err(Error::Open { path, source }),
-    }
+fn input(queue: FileQueue, more: Vec<FileQueue>) -> Result<Input<FileQueue>, Error> {
+    let (path, file) = (queue.path().to_owned(), duplicate(&queue)?);
+    Ok(Input { path, file, queue, more, select: None })
 }

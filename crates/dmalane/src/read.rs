@@ -26,8 +26,8 @@ use thiserror::Error;
 
 pub use alloc::{AllocAndRead, AllocRead};
 use cached::FromCache;
-pub(crate) use choose::MOSTLY;
 use choose::{Choice, choose};
+pub(crate) use choose::{MOSTLY, workers};
 use source::{Source, size};
 
 /// The order of allocating and reading, to compare by.

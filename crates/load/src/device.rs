@@ -31,12 +31,15 @@ pub struct DriveOptions {
     pub timeout: Duration,
     /// Where staging buffers come from; `None` for the best heap of the device's registrar.
     pub heap: Option<Arc<dyn Heap>>,
+    /// Hash files as their bytes arrive.
+    pub checksum: bool,
 }
 
 impl Default for DriveOptions {
-    /// 16 MiB per staging buffer, all queues, 30 seconds, the registrar's heap.
+    /// 16 MiB per staging buffer, all queues, 30 seconds, the registrar's heap, hashing.
     fn default() -> Self {
-        Self { chunk: 16 << 20, queues: QueueChoice::Auto, timeout: Duration::from_secs(30), heap: None }
+        let (queues, timeout) = (QueueChoice::Auto, Duration::from_secs(30));
+        Self { chunk: 16 << 20, queues, timeout, heap: None, checksum: true }
     }
 }
 
@@ -64,6 +67,7 @@ pub struct OpenDevice {
     registrar: Arc<dyn Registrar>,
     memory: DeviceMemory,
     pub(crate) timeout: Duration,
+    pub(crate) checksum: bool,
     /// Carries the bytes of loads.
     pub(crate) staging: Staging,
     bounce: Option<Bounce>,
@@ -138,8 +142,9 @@ pub struct LoadedFile {
     pub path: PathBuf,
     /// Its tensors.
     pub model: Model,
-    /// XXH3-64 of all bytes of the file in order, as `xxhsum -H3` prints it.
-    pub checksum: u64,
+    /// XXH3-64 of all bytes of the file in order, as `xxhsum -H3` prints it, if it was hashed
+    /// ([`DriveOptions::checksum`]).
+    pub checksum: Option<u64>,
     /// The buffer object that holds its tensors; `None` when they have no bytes.
     pub bo: Option<Arc<Bo>>,
     /// Where it lies in device virtual memory, gaps included.
@@ -166,7 +171,7 @@ impl LoadedFile {
         let mut by_name: Vec<usize> = (0..model.tensors.len()).collect();
         by_name.sort_by_key(|i| &model.tensors[*i].name);
         let (bo, range, tensors) = (None, None, Vec::new());
-        let mut this = Self { path, model, checksum: 0, bo, range, layout, tensors, by_name, device };
+        let mut this = Self { path, model, checksum: None, bo, range, layout, tensors, by_name, device };
         this.place_at(None);
         this
     }
@@ -226,7 +231,7 @@ impl OpenDevice {
     /// # Errors
     /// [`Error::NoQueue`] for a queue that it does not have, or none at all.
     pub fn new(mut device: Box<dyn Device>, options: DriveOptions) -> Result<Self, Error> {
-        let DriveOptions { chunk, queues: choice, timeout, heap } = options;
+        let DriveOptions { chunk, queues: choice, timeout, heap, checksum } = options;
         let (info, queues, registrar) = (device.info(), device.take_queues(), device.registrar());
         let has = queues.len();
         if let Some(wanted) = choice.list().iter().copied().chain(queues.is_empty().then_some(0)).find(|q| *q >= has) {
@@ -248,6 +253,7 @@ impl OpenDevice {
             memory: device.memory(),
             device,
             timeout,
+            checksum,
             bounce: None,
             number: DEVICES.fetch_add(1, Ordering::Relaxed),
             abandoned: 0,

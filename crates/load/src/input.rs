@@ -17,6 +17,9 @@ pub struct Input<S> {
     pub file: File,
     /// For its bytes.
     pub queue: S,
+    /// Queues of further workers: each file is read by as many workers as every file has queues. Empty for a file
+    /// that the disk reads; where the processor copies out of the page cache, several do so, and hash, at a time.
+    pub more: Vec<S>,
     /// Which of its tensors count, by their names; `None` for all. The others are not loaded.
     pub select: Option<Select>,
 }

@@ -95,7 +95,7 @@ impl OpenDevice {
             files.iter().map(|f| f.model.tensors.iter().map(|t| t.len).collect()).collect();
         let (mut binds, mut transfers, mut failed) = (Clocks::default(), 0, None);
         let whole_files = self.binds_whole_files();
-        let Self { queue, device, info, staging, timeout, resident, .. } = self;
+        let Self { queue, device, info, staging, timeout, checksum, resident, .. } = self;
         staging.prepare(lens.iter().copied().max().unwrap_or(0));
         let space = device.address_space();
         let placed = &*files;
@@ -121,9 +121,10 @@ impl OpenDevice {
             }
             _ => ControlFlow::Continue(()),
         };
-        let options = FillOptions { block: u64::MAX, checksum: true, timeout: *timeout, ..FillOptions::default() };
+        let (checksum, timeout) = (*checksum, *timeout);
+        let options = FillOptions { block: u64::MAX, checksum, timeout, ..FillOptions::default() };
         let sink = Sink::Device { queue, polled: info.polled, targets: &placed };
-        let mut workers = [inputs.iter_mut().map(|input| &mut input.queue).collect::<Vec<_>>()];
+        let mut workers = workers(inputs);
         let job = Job::whole(&lens);
         let result = fill::run(Memory::Staging(staging), sink, &job, &mut workers, &options, &mut watch);
         if let Some(error) = failed {
@@ -138,11 +139,23 @@ impl OpenDevice {
             }
         }
         for (file, checksum) in files.iter_mut().zip(done.checksums) {
-            file.checksum = checksum.unwrap_or_default();
+            file.checksum = checksum;
         }
         done.clocks.add(binds);
         Ok((done.clocks, transfers))
     }
+}
+
+/// A worker for each queue that every input has.
+fn workers<S>(inputs: &mut [Input<S>]) -> Vec<Vec<&mut S>> {
+    let more = inputs.iter().map(|input| input.more.len()).min().unwrap_or(0);
+    let mut workers: Vec<Vec<&mut S>> = (0..=more).map(|_| Vec::new()).collect();
+    for input in inputs {
+        for (worker, queue) in workers.iter_mut().zip([&mut input.queue].into_iter().chain(&mut input.more)) {
+            worker.push(queue);
+        }
+    }
+    workers
 }
 
 /// An error of the engine with the file and the tensor that it is about. `about` returns the path and the contents of a

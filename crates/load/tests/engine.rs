@@ -89,7 +89,7 @@ fn loads_are_what_the_obvious_loop_does() {
             let file = File::open(&path).unwrap();
             let capacity = 1 + random.below(6) as usize;
             let queue = Script::new(Arc::new(bytes), capacity, random.0, Vec::new());
-            inputs.push(Input { path, file, queue, select: None });
+            inputs.push(Input { path, file, queue, more: Vec::new(), select: None });
         }
         let inner = device(random);
         let (drive, placement) = settings(random, &*inner);
@@ -102,7 +102,7 @@ fn loads_are_what_the_obvious_loop_does() {
         for (file, input) in loaded.files.iter().zip(&inputs) {
             let bytes = pread(&input.file);
             total += bytes.len() as u64;
-            assert_eq!(file.checksum, XxHash3_64::oneshot(&bytes), "seed {seed}");
+            assert_eq!(file.checksum, Some(XxHash3_64::oneshot(&bytes)), "seed {seed}");
             for loaded in file.tensors() {
                 let (at, len) = (loaded.tensor.at.bits() as usize, loaded.tensor.len as usize);
                 assert_eq!(loaded.va.is_some(), len > 0);

@@ -102,6 +102,10 @@ pub struct Load {
     #[arg(long, conflicts_with = "direct")]
     buffered: bool,
 
+    /// Do not hash the data
+    #[arg(long)]
+    no_checksum: bool,
+
     /// Read with direct I/O, or fail
     #[arg(long)]
     direct: bool,
@@ -354,6 +358,7 @@ impl Load {
             drive: DriveOptions {
                 chunk: self.chunk.bytes(),
                 queues: self.mm_channel.clone(),
+                checksum: !self.no_checksum,
                 ..DriveOptions::default()
             },
             va_bits: self.va_bits,

@@ -19,6 +19,14 @@ const WORKERS_FROM: u64 = 32 << 20;
 /// More workers than this do not help: they share the memory.
 const WORKERS: usize = 4;
 
+/// Workers that copy so many bytes out of the page cache.
+pub(crate) fn workers(copied: u64) -> usize {
+    match copied >= WORKERS_FROM {
+        true => std::thread::available_parallelism().map_or(1, |n| n.get()).min(WORKERS),
+        false => 1,
+    }
+}
+
 /// The method for a file.
 pub(super) struct Choice {
     pub options: Options,
@@ -81,10 +89,7 @@ pub(super) fn choose(source: &ReadSource, index: usize, job: &Job, options: &Rea
     let depth = if io == Io::Pread { 1 } else { options.depth };
     // The cached bytes of the span, of which the job may want less.
     let copied = if buffered { bytes } else { cached.map_or(0, |cached| cached.cached.min(bytes)) };
-    let workers = match !short && copied >= WORKERS_FROM {
-        true => std::thread::available_parallelism().map_or(1, |n| n.get()).min(WORKERS),
-        false => 1,
-    };
+    let workers = if short { 1 } else { workers(copied) };
     let reason = if short && options.scheme != Scheme::Plain { format!("{reason}; short path") } else { reason };
     let size = kind.is_file().then_some(size);
     Ok(Choice { options: of_queue(mode, io, depth), stream: false, workers, reason, cached, size, first, end })

@@ -323,8 +323,8 @@ impl<F: FnMut(usize) -> Option<OpError>> Meddling<F> {
 }
 
 fn meddling<F: FnMut(usize) -> Option<OpError> + Send>(path: &Path, meddle: F) -> [Input<Meddling<F>>; 1] {
-    let Input { path, file, queue, select } = open(path);
-    [Input { path, file, queue: Meddling { inner: queue, count: 0, meddle }, select }]
+    let Input { path, file, queue, select, .. } = open(path);
+    [Input { path, file, queue: Meddling { inner: queue, count: 0, meddle }, more: Vec::new(), select }]
 }
 
 #[test]
@@ -656,6 +656,30 @@ fn any_heap_will_do() {
         let rates = soft.device.reference_rates(&mut inputs).unwrap();
         assert!(rates.read > 0.0 && rates.copy > 0.0 && rates.first_touch > 0.0);
         soft.device.verify(&loaded, &inputs, &mut |_| {}).unwrap();
+    }
+}
+
+#[test]
+fn cached_files_have_several_workers_and_need_not_be_hashed() {
+    let folder = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
+    let path = sample(folder.path(), "model.safetensors", 40 << 20);
+    let want = twox_hash::XxHash3_64::oneshot(&std::fs::read(&path).unwrap());
+    let processors = std::thread::available_parallelism().unwrap().get();
+    for checksum in [true, false] {
+        let drive = DriveOptions { checksum, chunk: 4 << 20, ..DriveOptions::default() };
+        let mut soft = Soft::open(Config { drive, ..Config::default() });
+        let mut inputs = [dmalane::open_file(&path, FileOptions::default()).unwrap()];
+        if inputs[0].more.is_empty() && processors > 1 {
+            return println!("SKIPPED: not cached, or nobody says: {}", inputs[0].queue.how());
+        }
+        assert_eq!(inputs[0].more.len() + 1, processors.min(4));
+        let loaded = soft.device.load(&mut inputs, &Placement::Default, &mut |_| {}).unwrap();
+        assert_eq!(loaded.files[0].checksum, checksum.then_some(want));
+        soft.device.verify(&loaded, &inputs, &mut |_| {}).unwrap();
+        let read: u64 = inputs[0].more.iter().chain([&inputs[0].queue]).map(|queue| queue.moved().buffered).sum();
+        assert_eq!(read, loaded.report.bytes);
+        let hashed = loaded.report.stages.iter().any(|s| s.stage == dmalane::load::Stage::Checksum && s.bytes > 0);
+        assert_eq!(hashed, checksum);
     }
 }
 

@@ -90,7 +90,7 @@ struct JsonFile {
     path: String,
     bytes: u64,
     format: &'static str,
-    xxh3: String,
+    xxh3: Option<String>,
     direct: bool,
     io_uring: bool,
     fallbacks: Vec<String>,
@@ -224,7 +224,7 @@ pub(super) fn json(o: &Outcome) -> impl Serialize + use<> {
                     path: f.path.to_string_lossy().into_owned(),
                     bytes: f.model.len,
                     format: f.model.container.name(),
-                    xxh3: format!("{:016x}", f.checksum),
+                    xxh3: f.checksum.map(|hash| format!("{hash:016x}")),
                     direct: how.direct,
                     io_uring: how.uring,
                     fallbacks: how.reasons.clone(),
@@ -361,8 +361,8 @@ pub(super) fn text(o: &Outcome, verbose: bool, list: bool) -> String {
             Container::Raw => "raw, one run of bytes".to_owned(),
             kind => format!("{}, {}", kind.name(), count(file.model.tensors.len(), "tensor")),
         };
-        let hash = format!("XXH3 {:016x}", file.checksum);
-        out += &wrap(&format!("{path}: {content}; {hash}; {}", plain(&input.queue.how().to_string())), 2);
+        let hash = file.checksum.map_or(String::new(), |hash| format!("XXH3 {hash:016x}; "));
+        out += &wrap(&format!("{path}: {content}; {hash}{}", plain(&input.queue.how().to_string())), 2);
     }
     if o.verified {
         let how = match o.run.space {
