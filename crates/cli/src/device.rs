@@ -1,5 +1,9 @@
 //! Devices by name, and how they are opened.
 
+use std::ffi::OsStr;
+
+use clap::builder::{PossibleValue, TypedValueParser};
+use clap::{Arg, Command};
 use dmalane::device::MemoryError;
 use dmalane::file::HoldsData;
 use dmalane::registry::{self, KINDS};
@@ -20,6 +24,27 @@ pub const CHUNK: Size = Size::mib(16);
 
 /// Synthetic memory of the software host, so much that it never runs out; it costs nothing until it is pinned.
 pub const LARGE_HOST: u64 = 16 << 40;
+
+/// Parses the name of a device, and tells completion scripts how the names begin.
+#[derive(Clone)]
+pub struct Name;
+
+impl TypedValueParser for Name {
+    type Value = DeviceSpec;
+
+    fn parse_ref(&self, command: &Command, arg: Option<&Arg>, value: &OsStr) -> Result<DeviceSpec, clap::Error> {
+        parse.parse_ref(command, arg, value)
+    }
+
+    fn possible_values(&self) -> Option<Box<dyn Iterator<Item = PossibleValue> + '_>> {
+        // `vfio:` where something must follow, `soft` where nothing needs to.
+        let begin = |syntax: &'static str, name: &'static str| match syntax.strip_prefix(name) {
+            Some(rest) if rest.starts_with(':') => &syntax[..=name.len()],
+            _ => name,
+        };
+        Some(Box::new(KINDS.iter().map(move |kind| PossibleValue::new(begin(kind.syntax, kind.name)))))
+    }
+}
 
 /// Parses the name of a device.
 pub fn parse(text: &str) -> Result<DeviceSpec, String> {

@@ -24,6 +24,9 @@ Examples:
 Sizes: MB and GB are powers of 10, MiB and GiB are powers of 2; without a unit, bytes.
 Ranges of bytes and addresses: START..END, without END. Rates: GB/s, 10^9 bytes per second.
 
+Options can stand in ~/.config/dmalane.toml, in a table for each command ([load]), and in environment
+variables (DMALANE_LOAD_CHUNK for `load --chunk`, DMALANE_CHUNK for every command).
+
 Exit status:
   0  success
   1  the job failed: a bad file, a mismatch, a machine that cannot do it
@@ -48,7 +51,7 @@ enum Command {
 }
 
 fn main() -> ExitCode {
-    program::start(|dmalane: Dmalane| match dmalane.command {
+    program::start(true, |dmalane: Dmalane| match dmalane.command {
         Command::Command(command) => command.run(),
         Command::Completions(completions) => completions.run::<Dmalane>(),
         Command::Man(man) => man.run::<Dmalane>(),

@@ -35,7 +35,7 @@ pub fn written(result: io::Result<()>) -> Result<(), Failure> {
 #[derive(Args, Clone, Copy)]
 pub struct Format {
     /// Show details: how and why, and reference rates measured beside the stages
-    #[arg(short, long, alias = "explain")]
+    #[arg(short, long)]
     pub verbose: bool,
 
     /// Print the result as JSON

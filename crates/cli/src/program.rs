@@ -1,5 +1,6 @@
 //! The life of a program: its command line is parsed, it runs, and it says what failed.
 
+use std::ffi::OsString;
 use std::io::Write;
 use std::path::PathBuf;
 use std::process::ExitCode;
@@ -9,15 +10,29 @@ use clap::{Args, CommandFactory, Parser};
 use clap_complete::Shell;
 
 use crate::failure::{Failure, USAGE};
-use crate::output;
+use crate::{config, output};
 
-/// Parses the command line of this process as `P` and runs it; reports what fails.
-pub fn start<P: Parser>(run: impl FnOnce(P) -> Result<ExitCode, Failure>) -> ExitCode {
-    let result = match P::try_parse() {
-        Ok(program) => run(program),
-        Err(error) => not_run::<P>(&error),
+/// Parses the command line of this process as `P` and runs it; reports what fails. `configured` programs take options
+/// from the configuration file and the environment too.
+pub fn start<P: Parser>(configured: bool, run: impl FnOnce(P) -> Result<ExitCode, Failure>) -> ExitCode {
+    let result = match parse::<P>(configured) {
+        Ok(Ok(program)) => run(program),
+        Ok(Err(error)) => not_run::<P>(&error),
+        Err(failure) => Err(failure),
     };
     result.unwrap_or_else(|failure| failure.report(P::command().get_name()))
+}
+
+fn parse<P: Parser>(configured: bool) -> Result<Result<P, clap::Error>, Failure> {
+    let mut words: Vec<OsString> = std::env::args_os().collect();
+    if configured {
+        let matches = match P::command().try_get_matches_from(&words) {
+            Ok(matches) => matches,
+            Err(error) => return Ok(Err(error)),
+        };
+        words = config::complete(&mut P::command(), words, &matches, &|name| std::env::var_os(name))?;
+    }
+    Ok(P::try_parse_from(words))
 }
 
 /// Prints the help or version that was asked for, or reports the usage error in the form of a [`Failure`].

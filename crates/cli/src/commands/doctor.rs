@@ -5,6 +5,9 @@ mod host;
 mod io;
 mod pages;
 
+pub use host::HOST_BUFFERS;
+pub use pages::why_not;
+
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 

@@ -77,7 +77,7 @@ pub struct Load {
 
     /// The device to load to, such as soft, daemon, vfio:BDF, file:PATH, vulkan:N or cuda:N; `dmalane devices` lists
     /// all kinds
-    #[arg(short, long, default_value = "soft", value_parser = device::parse)]
+    #[arg(short, long, default_value = "soft", value_parser = device::Name, hide_possible_values = true)]
     device: DeviceSpec,
 
     /// List the tensors with dtype, shape, bytes and device addresses; --json always does

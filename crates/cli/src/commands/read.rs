@@ -77,7 +77,7 @@ pub struct Read {
 
     /// Map each chunk for this device and transfer it while the rest is read: soft, daemon, vfio:BDF, file:PATH,
     /// vulkan:N, cuda:N and others; `dmalane devices` lists all kinds
-    #[arg(short, long, value_parser = opening::parse, conflicts_with = "map")]
+    #[arg(short, long, value_parser = opening::Name, hide_possible_values = true, conflicts_with = "map")]
     device: Option<DeviceSpec>,
 
     /// DDR size of the software card (default 64GiB), or of the share of a daemon's card; at most 256GiB, rounded up

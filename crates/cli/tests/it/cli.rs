@@ -719,3 +719,65 @@ fn a_dry_run_says_where_everything_would_be() {
     let planned = run(&["load", &model, "-d", &device, "--dry-run", "--overwrite"]);
     assert!(planned.status.success() && std::fs::read(&memory).unwrap() == vec![7; 4 << 20]);
 }
+
+#[test]
+fn options_come_from_a_file_and_from_the_environment() {
+    let folder = folder("config");
+    std::fs::create_dir_all(folder.join("home/.config")).unwrap();
+    let file = folder.join("home/.config/dmalane.toml");
+    let load = |text: &str, environment: &[(&str, &str)], args: &[&str]| {
+        std::fs::write(&file, text).unwrap();
+        let mut command = command(&[&["load", "--sample", "1MiB"], args].concat());
+        command.env("HOME", folder.join("home")).env_remove("XDG_CONFIG_HOME").envs(environment.iter().copied());
+        command.output().unwrap()
+    };
+    let device = |output: Output| -> String {
+        assert!(output.status.success(), "{}", stderr(&output));
+        let report: Value = serde_json::from_slice(&output.stdout).unwrap();
+        report["device"].as_str().unwrap().to_owned()
+    };
+    let text = "device = \"ram:8MiB\"\n[load]\njson = true\nchunk = \"1MiB\"\n[validate]\npages = [\"4k\", \"2m\"]\n";
+    assert_eq!(device(load(text, &[], &[])), "ram:8MiB");
+    assert_eq!(device(load(text, &[("DMALANE_DEVICE", "ram:9MiB")], &[])), "ram:9MiB");
+    assert_eq!(device(load(text, &[("DMALANE_DEVICE", "ram:9MiB")], &["-d", "ram:7MiB"])), "ram:7MiB");
+    let failed = load("[load]\nchunk = \"1MB\"\nchnk = 1\n", &[], &[]);
+    assert_eq!(failed.status.code(), Some(2));
+    let said = stderr(&failed);
+    assert!(said.contains("dmalane.toml:3:1: chnk is no option of `load`"), "{said}");
+    let failed = load("", &[("DMALANE_CONFIG", "/no/such/file")], &[]);
+    assert!(stderr(&failed).contains("cannot read /no/such/file"), "{}", stderr(&failed));
+    assert!(load("x", &[("DMALANE_CONFIG", "")], &[]).status.success(), "no file is read");
+}
+
+#[test]
+fn nothing_is_coloured_where_it_is_not_wanted() {
+    let sample = ["load", "--sample", "1MiB", "--verify"];
+    let colours = |variable: &str| {
+        let output = command(&sample).env(variable, "1").output().unwrap();
+        stdout(&output).contains('\x1b')
+    };
+    assert_eq!((colours("NO_COLOR"), colours("CLICOLOR_FORCE"), colours("UNRELATED")), (false, true, false));
+}
+
+#[test]
+fn devices_and_formats_are_completed() {
+    let script = run(&["completions", "bash"]);
+    for value in ["vfio-user:", "cuda:", "arm64-s1-4k"] {
+        assert!(stdout(&script).contains(value), "{value}");
+    }
+}
+
+#[test]
+fn hints_about_memory_agree() {
+    let report = json(&["doctor", "--json"]);
+    let pages = report["checks"].as_array().unwrap().iter().find(|c| c["name"] == "hugepages_2m").unwrap();
+    let Some(fix) = pages["fix"].as_str() else { return println!("SKIPPED: there are enough huge pages") };
+    let load = run(&["load", "--sample", "1MiB", "-v"]);
+    let text = stdout(&load).split_whitespace().collect::<Vec<_>>().join(" ");
+    assert!(!text.contains("not hugetlb 2 MiB: too few") || text.contains(fix), "{fix}: {text}");
+    // Tables do not take from the memory that is too small: what is enough is not much more than the file.
+    let text = complains(&["load", "--sample", "80MiB", "--card-ddr", "8MiB"], 1);
+    assert!(text.contains("--card-ddr 88MiB is enough"), "{text}");
+    let enough = ["load", "--sample", "80MiB", "--card-ddr", "88MiB"];
+    assert!(run(&enough).status.success());
+}

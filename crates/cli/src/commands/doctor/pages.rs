@@ -1,5 +1,7 @@
 //! Checks of huge pages.
 
+use dmalane::dma::NoPages;
+
 use super::host::HOST_BUFFERS;
 use super::{Check, Subject};
 use crate::probe::Probe;
@@ -41,11 +43,30 @@ pub fn reserved_2m(probe: &Probe) -> Check {
     if usable >= need {
         return subject.ok(format!("{found} ({} usable)", binary(usable.saturating_mul(2 << 20))));
     }
-    let wanted = total.saturating_add(need - usable);
     subject.missing(
         format!("{found}; a load with the default --chunk takes {need}"),
-        format!("echo {wanted} | sudo tee {POOLS}/hugepages-2048kB/nr_hugepages"),
+        reserve(probe, HOST_BUFFERS).unwrap_or_default(),
     )
+}
+
+/// The command that reserves as many more huge pages of 2 MiB as buffers of so many bytes lack; `None` where there are
+/// enough.
+pub fn reserve(probe: &Probe, bytes: u64) -> Option<String> {
+    let Pool { total, usable, .. } = pool(probe, 2048)?;
+    let lacking = bytes.div_ceil(2 << 20).checked_sub(usable).filter(|lacking| *lacking > 0)?;
+    let wanted = total.saturating_add(lacking);
+    Some(format!("echo {wanted} | sudo tee {POOLS}/hugepages-2048kB/nr_hugepages"))
+}
+
+/// Why buffers of so many bytes in all have no better pages, with what [`reserve`] says where it helps.
+pub fn why_not(why: &NoPages, bytes: u64) -> String {
+    match why {
+        NoPages::NotReserved { .. } => match reserve(&Probe::machine(), bytes) {
+            Some(fix) => format!("too few are free; more with: {fix}"),
+            None => "too few were free".to_owned(),
+        },
+        _ => why.to_string(),
+    }
 }
 
 pub fn reserved_1g(probe: &Probe) -> Check {

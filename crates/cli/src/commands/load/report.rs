@@ -9,6 +9,8 @@ use dmalane::load::{Container, Input, Loaded, LoadedFile, LoadedTensor, Stage, S
 use serde::Serialize;
 
 use super::Outcome;
+use crate::commands::doctor::HOST_BUFFERS;
+use crate::commands::doctor::why_not;
 use crate::layout::{Table, bottleneck, cut_front, good, terminal, wrap};
 use crate::output::{Runs, csv_line, plain};
 use crate::size::{binary, duration, per_second, rate};
@@ -475,7 +477,9 @@ fn details(o: &Outcome) -> String {
     if let Some(backing) = &o.run.backing {
         line("pages", &backing.kind.to_string());
         for (kind, why) in &backing.passed_over {
-            line("", &format!("not {kind}: {why}"));
+            // As many as `doctor` counts: four buffers.
+            let bytes = HOST_BUFFERS.max(r.staging.1.saturating_mul(4));
+            line("", &format!("not {kind}: {}", why_not(why, bytes)));
         }
     }
     let (before, peak) = (binary(r.resident_before), binary(o.run.resident_peak));

@@ -14,6 +14,8 @@ pub struct Room<'a> {
     largest_file: u64,
     /// Bytes of all regions outside the group that gets the tensors.
     elsewhere: u64,
+    /// Bytes of the largest of them.
+    largest_elsewhere: u64,
     /// The memory that gets the tensors, and the group of regions that it is in.
     placement: &'a Placement,
     group: String,
@@ -30,8 +32,10 @@ impl<'a> Room<'a> {
             Placement::Named(name) | Placement::OneOf(name) => name.to_string(),
         };
         let others = memory.regions().filter(|region| region.group != group);
-        let elsewhere = others.map(|region| region.span.len()).fold(0, u64::saturating_add);
-        Self { largest_file: memory.room(placement), elsewhere, placement, group, spec }
+        let others: Vec<u64> = others.map(|region| region.span.len()).collect();
+        let largest_elsewhere = others.iter().copied().max().unwrap_or(0);
+        let elsewhere = others.into_iter().fold(0, u64::saturating_add);
+        Self { largest_file: memory.room(placement), elsewhere, largest_elsewhere, placement, group, spec }
     }
 
     /// Checks, before anything is written, that a sample fits the device and the temporary folder.
@@ -85,7 +89,13 @@ impl<'a> Room<'a> {
             _ => total,
         };
         // Tables for the larger card; in HBM both halves lose what one gives to them.
-        let tables = tables(needed.saturating_add(needed / 16).saturating_add(SLACK).min(1 << 40), self.elsewhere);
+        // They are at the end of the longest region of the card, so often not here.
+        let longest = needed.saturating_add(SLACK) >= self.largest_elsewhere;
+        let tables = if !longest {
+            0
+        } else {
+            tables(needed.saturating_add(needed / 16).saturating_add(SLACK).min(1 << 40), self.elsewhere)
+        };
         let enough = needed.saturating_add(tables.saturating_mul(2)).saturating_add(SLACK);
         let option = format!("--card-{}", self.group);
         let (sized, about) = (self.spec.kind().options.contains(&&option[2..]), Size::about(enough));

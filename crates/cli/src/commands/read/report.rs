@@ -6,6 +6,7 @@ use dmalane::load::StageReport;
 use serde::Serialize;
 
 use super::Outcome;
+use crate::commands::doctor::why_not;
 use crate::layout::{Table, bottleneck, good, wrap};
 use crate::output::{Runs, csv_line, plain};
 use crate::size::{binary, duration, per_second, rate};
@@ -221,7 +222,7 @@ fn details(o: &Outcome) -> String {
         let recycled = if r.recycled { ", recycled" } else { "" };
         line("pages", &format!("{}{recycled}", backing.kind));
         for (kind, why) in &backing.passed_over {
-            line("", &format!("not {kind}: {why}"));
+            line("", &format!("not {kind}: {}", why_not(why, r.bytes)));
         }
     }
     match o.run.segments {
