@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
-"""Turns the JSON of a bench into Markdown: a matrix of cases and variants, then the bars.
+"""Turns the JSON of a bench into Markdown: a matrix of cases and variants, then the goals.
 
-usage: dmalane-bench map-sg --json | bench/matrix.py [--show FIELD] [--suffix TEXT] [--case RE] [--variant RE] [--bars]
+usage: dmalane-bench map-sg --json | bench/matrix.py [--show FIELD] [--suffix TEXT] [--case RE] [--variant RE] [--goals]
 
 FIELD is one of a row (default ns_per_item). A suffix picks the cases that end so and is cut off. RE is a regular
 expression that a case (a variant) must match whole.
@@ -27,15 +27,15 @@ def main():
     parser.add_argument("--suffix", default="")
     parser.add_argument("--case", default=".*")
     parser.add_argument("--variant", default=".*")
-    parser.add_argument("--bars", action="store_true", help="print the bars, not the matrix")
+    parser.add_argument("--goals", action="store_true", help="print the goals, not the matrix")
     options = parser.parse_args()
     report = json.load(sys.stdin)
-    if options.bars:
-        print("| bar | goal | this run | |\n|---|---|---|---|")
-        for bar in report["bars"]:
-            unit = bar["unit"].removeprefix("ratio, ")
-            verdict = "met" if bar["ok"] else "**missed**"
-            print(f"| {bar['name']} | {unit} {number(bar['goal'])} | {number(bar['got'])} | {verdict} |")
+    if options.goals:
+        print("| goal | limit | this run | |\n|---|---|---|---|")
+        for goal in report["goals"]:
+            unit = goal["unit"].removeprefix("ratio, ")
+            verdict = "met" if goal["ok"] else "**missed**"
+            print(f"| {goal['name']} | {unit} {number(goal['goal'])} | {number(goal['got'])} | {verdict} |")
         return
     cases, variants, cells = [], [], {}
     for row in report["rows"]:

@@ -34,14 +34,14 @@ use clap::{Parser, Subcommand};
 /// Benchmarks of dmalane.
 #[derive(Parser)]
 #[command(
-    after_help = "Exit status: 0, also with missed bars; 1 with --strict and a missed bar, or when an answer was wrong."
+    after_help = "Exit status: 0, also with missed goals; 1 after a wrong answer, or with --strict and a missed goal."
 )]
 struct Cli {
     /// Print JSON: schema, bench, machine, rows, bars
     #[arg(long, global = true)]
     json: bool,
 
-    /// Exit with 1 when a bar is missed
+    /// Exit with 1 when a goal is missed
     #[arg(long, global = true)]
     strict: bool,
 
@@ -53,7 +53,7 @@ struct Cli {
 enum Bench {
     /// A file to the software card, cold and warm, against raw reads and copies
     Load(load::Options),
-    /// A file into a buffer, allocated and read at once: the seed's table, beside the ceiling
+    /// A file into a buffer, allocated and read at once: the seed's table, beside the reference
     AllocRead(alloc_read::Options),
     /// Scatter lists into page tables: the seed's two shapes, ours, the peers, the floor
     MapSg(map_sg::Options),
@@ -65,7 +65,7 @@ enum Bench {
     Iova(iova::Options),
     /// Two threads on disjoint ranges of one tree, against one and against a mutex
     Threads(threads::Options),
-    /// Find a page of a scattered buffer: the seed's way, the usual structures, ours
+    /// Find a page of a scattered buffer: the seed's method, the usual structures, ours
     SgIndex(sg_index::Options),
     /// Bind and unbind single pages of a large buffer: the seed's program, by the driver before it, the seed, maps,
     /// ours

@@ -24,7 +24,7 @@ pub struct Options {
     #[arg(long)]
     instructions: bool,
 
-    /// Only the cases whose name contains this; no bars then
+    /// Only the cases whose name contains this; no goals then
     #[arg(long)]
     only: Option<String>,
 }
@@ -41,7 +41,7 @@ pub struct Case {
 const SIZES: [(&str, usize); 7] =
     [("4K", 1), ("64K", 16), ("1M", 256), ("2M", 512), ("12M", 3072), ("24M", 6144), ("32M", 8192)];
 
-/// The largest of the seed's sizes, which most bars are about.
+/// The largest of the seed's sizes, which most goals are about.
 const SCATTER: &str = "32M";
 
 /// Ours with a format that writes the contiguous hint wherever 16 entries allow it.
@@ -165,12 +165,12 @@ pub fn run(options: &Options) -> Result<Report, Box<dyn std::error::Error>> {
         }
     }
     if options.only.is_none() {
-        bars(&mut report, &medians, memory.unwrap_or(f64::NAN));
+        goals(&mut report, &medians, memory.unwrap_or(f64::NAN));
     }
     Ok(report)
 }
 
-fn bars(report: &mut Report, medians: &Medians, memory: f64) {
+fn goals(report: &mut Report, medians: &Medians, memory: f64) {
     let of = |case: &str, variant: &str| {
         medians.get(&(case.to_owned(), "map", variant.to_owned())).copied().unwrap_or(f64::NAN)
     };

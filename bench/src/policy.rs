@@ -12,7 +12,7 @@ use crate::report::Report;
 
 #[derive(clap::Args)]
 pub struct Options {
-    /// Bytes of each transfer in the table; the bars are over 64, 256 and 1024 MiB
+    /// Bytes of each transfer in the table; the goals are over 64, 256 and 1024 MiB
     #[arg(long, value_name = "MIB", default_value_t = 64, value_parser = clap::value_parser!(u64).range(1..=4096))]
     mib: u64,
 }

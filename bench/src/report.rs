@@ -1,4 +1,4 @@
-//! Rows and bars, as a table and as JSON.
+//! Rows and goals, as a table and as JSON.
 
 use std::fmt::Write;
 
@@ -14,7 +14,7 @@ pub struct Report {
     #[serde(skip_serializing_if = "Vec::is_empty")]
     lines: Vec<String>,
     rows: Vec<Row>,
-    bars: Vec<Bar>,
+    goals: Vec<Goal>,
     #[serde(skip_serializing_if = "Vec::is_empty")]
     notes: Vec<Note>,
 }
@@ -76,7 +76,7 @@ pub struct Details {
 
 /// A promise, and what this run gave.
 #[derive(Serialize)]
-struct Bar {
+struct Goal {
     name: String,
     goal: f64,
     got: f64,
@@ -100,7 +100,7 @@ impl Report {
             machine: Machine::this(),
             lines: Vec::new(),
             rows: Vec::new(),
-            bars: Vec::new(),
+            goals: Vec::new(),
             notes: Vec::new(),
         }
     }
@@ -151,17 +151,17 @@ impl Report {
 
     /// A ratio that must not exceed `goal`.
     pub fn at_most(&mut self, name: &str, goal: f64, got: f64) {
-        self.bars.push(Bar { name: name.to_owned(), goal, got, unit: "ratio, at most", ok: got <= goal });
+        self.goals.push(Goal { name: name.to_owned(), goal, got, unit: "ratio, at most", ok: got <= goal });
     }
 
     /// A number that must be `goal` or more.
     pub fn at_least(&mut self, name: &str, goal: f64, got: f64) {
-        self.bars.push(Bar { name: name.to_owned(), goal, got, unit: "ratio, at least", ok: got >= goal });
+        self.goals.push(Goal { name: name.to_owned(), goal, got, unit: "ratio, at least", ok: got >= goal });
     }
 
     /// A number with a unit that must not exceed `goal`.
     pub fn at_most_in(&mut self, name: &str, goal: f64, got: f64, unit: &'static str) {
-        self.bars.push(Bar { name: name.to_owned(), goal, got, unit, ok: got <= goal });
+        self.goals.push(Goal { name: name.to_owned(), goal, got, unit, ok: got <= goal });
     }
 
     /// A ratio worth knowing.
@@ -170,7 +170,7 @@ impl Report {
     }
 
     pub fn all_met(&self) -> bool {
-        self.bars.iter().all(|b| b.ok)
+        self.goals.iter().all(|b| b.ok)
     }
 
     pub fn json(&self) -> String {
@@ -198,7 +198,7 @@ impl Report {
             false => self.per_byte(&mut out),
         }
         out.push('\n');
-        for b in &self.bars {
+        for b in &self.goals {
             let verdict = if b.ok { "met" } else { "MISSED" };
             let _ = writeln!(out, "{verdict:<6} {}: {:.3} ({} {})", b.name, b.got, b.unit, b.goal);
         }

@@ -235,7 +235,7 @@ struct Frames(Vec<u32>);
 
 structure!(
     Frames,
-    "flat: u32 a page (end of segment not told)",
+    "flat: u32 a page (no end of segment)",
     false,
     |s, offset| s.0.get((offset / PAGE) as usize).map(|&f| (u64::from(f) * PAGE + offset % PAGE, 0)),
     s.0.len() * 4
@@ -260,7 +260,7 @@ struct IndexPage(SgIndex<CardAddr>);
 
 structure!(
     IndexPage,
-    "ours: SgIndex, page_at (end of segment not told)",
+    "ours: SgIndex, page_at (no end of segment)",
     false,
     |s, offset| s.0.page_at(offset, PageSize::SIZE_16K).map(|a| (a.bits(), 0)),
     s.0.bytes()
@@ -382,10 +382,10 @@ pub fn run(options: &Options) -> Result<Report, Box<dyn std::error::Error>> {
         let of = |name| medians.get(&(layout, name)).map_or(f64::NAN, |m| if cold { m.1 } else { m.0 });
         of(SEED) / of(INDEX)
     };
-    report.at_least("U, hot: the seed's way / ours", 8.0, ratio(Layout::Single, false));
-    report.at_least("B, hot: the seed's way / ours", 5.0, ratio(Layout::Buddy, false));
+    report.at_least("U, hot: the seed's method / ours", 8.0, ratio(Layout::Single, false));
+    report.at_least("B, hot: the seed's method / ours", 5.0, ratio(Layout::Buddy, false));
     for layout in [Layout::Single, Layout::Buddy, Layout::OneLong] {
-        report.at_least(&format!("{}, cold: the seed's way / ours", layout.name()), 2.0, ratio(layout, true));
+        report.at_least(&format!("{}, cold: the seed's method / ours", layout.name()), 2.0, ratio(layout, true));
     }
     report.at_most("bytes of the index / (0.25 a page + 4 a segment), the worst", 1.0, size);
     by_size(&mut report)?;

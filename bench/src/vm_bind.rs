@@ -160,7 +160,7 @@ pub fn run(options: &Options) -> Result<Report, Box<dyn std::error::Error>> {
     let range = range_unbind(&mut report, options)?;
     let live = live(&mut report, options)?;
     bytes(&mut report, options)?;
-    bars(&mut report, &medians, range, live);
+    goals(&mut report, &medians, range, live);
     Ok(report)
 }
 
@@ -352,7 +352,7 @@ fn bytes(report: &mut Report, options: &Options) -> Result<(), Box<dyn std::erro
     Ok(())
 }
 
-fn bars(report: &mut Report, medians: &Medians, range: [f64; 3], live: Vec<f64>) {
+fn goals(report: &mut Report, medians: &Medians, range: [f64; 3], live: Vec<f64>) {
     use Layout::{Long, Single};
     use Order::{InOrder, Random};
     let of = |layout, order, name| medians.get(&(layout, order, name)).copied().unwrap_or((f64::NAN, f64::NAN));

@@ -120,7 +120,7 @@ impl<B: Mmio> std::fmt::Debug for CardDevice<B> {
 }
 
 /// DDR, which every channel reaches equally well, and the halves of HBM, each by a channel of its own.
-fn regions(layout: CardLayout) -> Vec<Region> {
+pub(crate) fn regions(layout: CardLayout) -> Vec<Region> {
     let CardLayout { ddr, hbm, hbm_half } = layout;
     let low = Span::inclusive(hbm.first(), CardAddr::new(hbm_half.bits() - 1)).expect("the driver has checked it");
     let high = Span::inclusive(hbm_half, hbm.last()).expect("the driver has checked it");
@@ -137,9 +137,8 @@ fn page_tables<B: Mmio + 'static>(
     if driver.mmu_format() != Some(X86_64_4Level::NAME) {
         return Err(Error::OtherMmu(driver.mmu_format()));
     }
-    // One table of 4 KiB maps 2 MiB of addresses, of which tensors with their gaps leave half unused at worst: one part
-    // in
-    // 256. Twice that, to be safe.
+    // One table of 4 KiB maps 2 MiB of addresses, of which tensors with their gaps leave half unused at worst: a 256th.
+    // Twice that, to be safe.
     let all: u64 = regions.iter().map(|r| r.span.len()).fold(0, u64::saturating_add);
     let bytes = (all / 128).max(TABLES_AT_LEAST).next_multiple_of(PageSize::SIZE_4K.bytes());
     // The last of equals is taken by `max_by_key`: the first region.

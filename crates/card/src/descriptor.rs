@@ -28,7 +28,7 @@ const CACHE: u8 = 3 << 4;
 pub enum Task {
     /// Copy between host and card.
     Copy {
-        /// Which way.
+        /// The direction.
         direction: Direction,
         /// Where in host memory.
         host: Iova,
@@ -208,7 +208,7 @@ impl Descriptor {
 /// A copy between host memory and a card address, in one descriptor that is not chained: what most descriptors are.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct PlainCopy {
-    /// Which way.
+    /// The direction.
     pub direction: Direction,
     /// Where in host memory.
     pub host: Iova,
@@ -358,7 +358,7 @@ impl CompletionEntry {
         number.wrapping_add(1) & 0xff_ffff
     }
 
-    /// The last word of the entry, which is written last and in one piece.
+    /// The last word of the entry, which is written last and atomically.
     pub const fn word(&self) -> u64 {
         self.cookie as u64 | (self.status as u64) << 32 | (self.sequence as u64) << 40
     }

@@ -6,8 +6,9 @@ use std::time::{Duration, Instant};
 
 use dmalane_addr::{Access, Address, CardAddr, PageSize, Span};
 use dmalane_dma::{self as mem, Heap, Mmio, SharedBuf};
-use dmalane_queue::{Abilities, Area, Registered, Route};
+use dmalane_queue::{Abilities, Area, Registered};
 
+use crate::card_device::regions;
 use crate::regs::{self, BAR_REGISTERS};
 use crate::{CardQueue, CardTables, CompletionEntry, Descriptor, Error};
 
@@ -112,13 +113,7 @@ impl<B: Mmio> Card<B> {
     /// How transfers go, for [`AddressPolicy`](dmalane_queue::AddressPolicy): DDR over every channel, each half of HBM
     /// over its own.
     pub fn areas(&self) -> Vec<Area> {
-        let CardLayout { ddr, hbm, hbm_half } = self.layout;
-        let first = hbm_half.bits().checked_sub(1).and_then(|last| Span::inclusive(hbm.first(), CardAddr::new(last)));
-        let halves = [first, Span::inclusive(hbm_half, hbm.last())];
-        let area = |(i, span): (usize, Option<Span<CardAddr>>)| Some(Area { span: span?, route: Route::Channel(i) });
-        std::iter::once(Area { span: ddr, route: Route::Shared })
-            .chain(halves.into_iter().enumerate().filter_map(area))
-            .collect()
+        dmalane_device::areas(&regions(self.layout))
     }
 
     /// Starts a DMA channel and gives its queue. After the queue was dropped it can be started again.

@@ -21,7 +21,7 @@ use crate::{CompletionEntry as Entry, Descriptor, Error, Halt, Status, Task, reg
 const DRAIN: Duration = Duration::from_secs(2);
 /// The longest sleep for an interrupt: another channel's waiter may have taken ours.
 const NAP: Duration = Duration::from_millis(1);
-/// Looks at the ring before sleeping.
+/// Polls of the ring before sleeping.
 const SPINS: u32 = 200;
 /// Reading a register of a real card takes a microsecond, so a quiet ring is asked about only so often.
 const POLLS_PER_STATUS: u32 = 64;
@@ -58,7 +58,7 @@ pub struct CardQueue<B: Mmio> {
     /// Of the first of them: descriptors collected, and how the first of these that failed did, after how many bytes.
     collected: u32,
     failed: Option<(OpError, u64)>,
-    /// Tickets of operations that shall end, oldest first. The card has been told of the first.
+    /// Tickets of operations to cancel, oldest first. The card has the request for the first.
     cancels: VecDeque<u64>,
     /// Polls since the last completion or reading of the status.
     quiet: u32,
@@ -105,14 +105,14 @@ impl<B: Mmio> CardQueue<B> {
         (self.head, self.tail, self.submitted) = (0, 0, 0);
         (self.collected, self.failed, self.quiet) = (0, None, 0);
         let device = self.device();
-        // What an earlier user of the rings left there would look like completions.
+        // Entries of an earlier user of the rings would be taken for completions.
         self.completions().fill(0);
         let [descriptors, completions] = self.rings().iovas();
         device.write(self.register(regs::CH_RING_LOG2), self.rings().log2.into())?;
         device.write64(self.register(regs::CH_RING), descriptors)?;
         device.write64(self.register(regs::CH_COMPLETIONS), completions)?;
         device.until("start a channel", || {
-            // A card that is still busy stopping ignores this, so it is said again.
+            // A card that is still busy stopping ignores this, so it is repeated.
             device.write(self.register(regs::CH_CONTROL), 1)?;
             Ok(device.read(self.register(regs::CH_STATUS))? & regs::STATUS_RUNNING != 0)
         })?;
@@ -127,7 +127,7 @@ impl<B: Mmio> CardQueue<B> {
     }
 
     /// Places in the ring that are free: a plain operation takes one, a shape one more, a gather list one for each of
-    /// its pieces.
+    /// its fragments.
     pub fn room(&self) -> usize {
         self.capacity() - (self.tail - self.head) as usize
     }
@@ -190,11 +190,11 @@ impl<B: Mmio> CardQueue<B> {
         operation.check_registered(&*self.bus)?;
         let slots = match (&operation.shape, &operation.work) {
             (Some(_), _) => 2,
-            (None, Work::Gather(g)) => pieces(g).count(),
+            (None, Work::Gather(g)) => fragments(g).count(),
             (None, _) => 1,
         };
         if slots > self.capacity() {
-            // So many pieces: it is its length in descriptors that does not fit.
+            // Its length in descriptors does not fit.
             return Err(Refusal::TooLong { len: slots as u64, max: self.capacity() as u64 });
         }
         if slots > self.room() {
@@ -227,10 +227,10 @@ impl<B: Mmio> CardQueue<B> {
             Work::Fill { at: card, pattern, .. } => put(at, Task::Fill { pattern: *pattern, card: *card, len }, false),
             Work::Fence => self.put(at, Descriptor { cookie: at as u32, ..Task::Fence.into() }),
             Work::Gather(g) => {
-                let mut pieces = pieces(g).peekable();
-                while let Some((host, card, len)) = pieces.next() {
+                let mut fragments = fragments(g).peekable();
+                while let Some((host, card, len)) = fragments.next() {
                     let task = Task::Copy { direction: g.direction, host, card, len: len as u32 };
-                    put(at, task, pieces.peek().is_some());
+                    put(at, task, fragments.peek().is_some());
                     at += 1;
                 }
             }
@@ -371,8 +371,8 @@ impl<B: Mmio> CardQueue<B> {
         self.halt(StopReason::Protocol(what.into()));
     }
 
-    /// Notices that nothing has ended for too long, that the card has halted, or that it has stopped as it was told;
-    /// then everything in flight has ended.
+    /// Checks for a timeout, for a halt of the card, and for the confirmation of a stop, with which everything in
+    /// flight ends.
     fn check_status(&mut self, done: &mut Vec<Completion>) {
         if let Some(reason) = self.state.timed_out() {
             self.halt(reason);
@@ -422,13 +422,13 @@ impl<B: Mmio> CardQueue<B> {
         }
     }
 
-    /// Tells the card of the oldest wish, if there is one.
+    /// Requests the oldest cancellation from the card, if there is one.
     fn send_cancel(&mut self) {
         if let Some(number) = self.cancels.front().filter(|number| self.flying.contains(**number)) {
             let descriptor = self.descriptors_of(*number).start as u32;
             let register = self.register(regs::CH_CANCEL);
-            // The valid bit last: until then the card sees no wish, or the one before, which has been fulfilled. A card
-            // that does not take it just goes on.
+            // The valid bit last: until then the card sees no request, or the one before, which is done. A card that
+            // does not take it just continues.
             let device = self.device();
             let _ = device.write(register + 4, 0);
             let _ = device.write(register, descriptor);
@@ -445,7 +445,7 @@ impl<B: Mmio> CardQueue<B> {
 }
 
 /// The copies of a gather list that was checked: where in host memory, where on the card, how many bytes.
-fn pieces(gather: &Gather) -> impl Iterator<Item = (Iova, DeviceAddr, u64)> {
+fn fragments(gather: &Gather) -> impl Iterator<Item = (Iova, DeviceAddr, u64)> {
     let mut host = gather.host.iter().filter_map(HostSlice::iova).map(Some);
     let mut device = gather.device.iter().copied();
     let (mut near, mut far): (Option<Span<Iova>>, Option<(DeviceAddr, u64)>) = (None, None);
@@ -460,18 +460,18 @@ fn pieces(gather: &Gather) -> impl Iterator<Item = (Iova, DeviceAddr, u64)> {
     })
 }
 
-/// The card's word for it as an error, and the bytes done before. `detail` is whatever the card says of descriptor
+/// The error for a status of the card, and the bytes done before. `detail` is what the card reported for descriptor
 /// `index` of the operation.
 fn failure(status: Status, detail: u64, operation: &Operation, index: u32) -> (OpError, u64) {
     let total = operation.bytes();
-    // The part of the operation that the descriptor stands for: where its sides begin, and the bytes before.
+    // The fragment that the descriptor stands for: where its sides begin, and the bytes before.
     let (host, card, before, wanted) = match &operation.work {
         Work::Copy { direction, host, at } => (host.iova().map(|s| s.first()), Some(*at), 0, direction.host_access()),
         Work::Compare { host, at } => (host.iova().map(|s| s.first()), Some(*at), 0, Access::READ),
         Work::Gather(g) => {
-            let before = pieces(g).take(index as usize).map(|(_, _, len)| len).sum();
-            let piece = pieces(g).nth(index as usize);
-            (piece.map(|p| p.0), piece.map(|p| p.1), before, g.direction.host_access())
+            let before = fragments(g).take(index as usize).map(|(_, _, len)| len).sum();
+            let fragment = fragments(g).nth(index as usize);
+            (fragment.map(|p| p.0), fragment.map(|p| p.1), before, g.direction.host_access())
         }
         Work::Within { to, .. } => (None, Some(*to), 0, Access::READ),
         Work::Fill { at, .. } => (None, Some(*at), 0, Access::READ),
@@ -481,7 +481,7 @@ fn failure(status: Status, detail: u64, operation: &Operation, index: u32) -> (O
     let shape = operation.shape.as_deref();
     let rows = |distance: u64, pitch: u64, row: u64| match distance.checked_div(pitch) {
         Some(rows) if pitch >= row => rows.saturating_mul(row).saturating_add((distance % pitch).min(row)),
-        _ => 0, // rows that overlap: nobody can tell
+        _ => 0, // rows that overlap: unknown
     };
     let near = |at: u64| {
         let distance = host.and_then(|first| Iova::new(at).offset_from(first)).unwrap_or(0);
@@ -500,7 +500,7 @@ fn failure(status: Status, detail: u64, operation: &Operation, index: u32) -> (O
     let (error, done) = match status {
         Status::HostNotMapped => fault(FaultReason::NotMapped),
         Status::HostNotPermitted => fault(FaultReason::NotPermitted),
-        // Of a copy within the card it may be either side: then nobody can tell how far it came.
+        // Of a copy within the card it may be either side, so the bytes done are unknown.
         Status::NoCardMemory => (OpError::NoCardMemory(CardAddr::new(detail)), 0),
         Status::MmuFault if within => (OpError::MmuFault(DeviceVa::new(detail)), 0),
         Status::MmuFault => (OpError::MmuFault(DeviceVa::new(detail)), far(detail)),
@@ -508,7 +508,7 @@ fn failure(status: Status, detail: u64, operation: &Operation, index: u32) -> (O
         Status::Differs => (OpError::Differs { offset: detail.saturating_add(before) }, detail),
         _ => (OpError::Device { status: status.code().into() }, 0),
     };
-    // The card's word: it may say anything.
+    // From the card, so it may be any number.
     (error, done.saturating_add(before).min(total))
 }
 
@@ -593,8 +593,8 @@ impl<B: Mmio> Queue for CardQueue<B> {
                 std::hint::spin_loop();
             } else {
                 self.check_status(done);
-                // First the register, then a last look at the ring, then sleep: a completion that the look does not see
-                // is one that comes with an interrupt.
+                // First the register, then a last check of the ring, then sleep: a completion that the check misses
+                // comes with an interrupt.
                 let armed = self.device().write(self.register(regs::CH_INTERRUPT), 1);
                 self.advance(done);
                 if done.len() == before && armed.is_ok() {
@@ -671,14 +671,14 @@ impl<B: Mmio> Queue for CardQueue<B> {
     fn arm(&mut self) -> bool {
         self.flush();
         if let Some(event) = self.bus.event(self.index) {
-            // Empty is as good as emptied.
+            // It fails when the event is empty already.
             let _ = rustix::io::read(event, &mut [0u8; 8]);
         }
         let armed = self.device().write(self.register(regs::CH_INTERRUPT), 1).is_ok();
-        // As in `wait`: first the register, then a last look.
+        // As in `wait`: first the register, then a last check.
         let worked = self.bus.progress();
         let seen = !self.flying.is_empty() && self.next_completion().is_some(); // may halt the channel
-        // Who may be stepping a card without threads at this moment does so once, and then nobody does.
+        // A thread that steps a card without workers at this moment does so once, and then nobody does.
         armed && !worked && !seen && self.state.is_running() && self.bus.works_alone()
     }
 }

@@ -40,8 +40,8 @@ pub const HBM_HALF: u64 = 0x30;
 pub const LEN_MAX: u64 = 0x38;
 /// Read-only: the format of the MMU's tables, see [`format_code`].
 pub const MMU_FORMAT: u64 = 0x3c;
-/// Bit 0: a write of 1 stops all channels and turns the MMU off. Reads as 1 while a channel was told to stop (here or
-/// by [`CH_CONTROL`]) and has not stopped yet. Card memory keeps its contents.
+/// Bit 0: a write of 1 stops all channels and turns the MMU off. Reads as 1 while a channel is requested to stop
+/// (here or by [`CH_CONTROL`]) and has not stopped yet. Card memory keeps its contents.
 pub const CONTROL: u64 = 0x40;
 /// 64 bits: card address of the MMU's root table. Takes effect with the next write to [`MMU_CONTROL`].
 pub const MMU_ROOT: u64 = 0x48;

@@ -80,7 +80,7 @@ pub struct CudaDevice {
     gpu: Gpu,
     region: [Region; 1],
     /// See [`Vram`]; `None` without virtual memory.
-    pieces: Option<Option<u64>>,
+    chunks: Option<Option<u64>>,
     notes: Vec<String>,
 }
 
@@ -104,7 +104,7 @@ impl CudaDevice {
             (half_of(&context, free)?, PAGE)
         };
         let granule = PageSize::new(granule).ok_or(Error::Unsupported("pages of a power of two bytes"))?;
-        let pieces = gpu.virtual_memory.then_some(match name.binds {
+        let chunks = gpu.virtual_memory.then_some(match name.binds {
             Binds::Flat => None,
             Binds::CuMemMap => Some(granule.bytes()),
         });
@@ -120,7 +120,7 @@ impl CudaDevice {
         let queue = Some(CudaQueue::new(&context, device, registrar.clone(), span.len())?);
         let notes = notes(&gpu, name.binds, granule, driver.has_batches());
         let window = Arc::new(window);
-        Ok(Self { queue, space, registrar, window, context, gpu, region: [region], pieces, notes })
+        Ok(Self { queue, space, registrar, window, context, gpu, region: [region], chunks, notes })
     }
 
     /// Name, memory and abilities of the GPU.
@@ -231,11 +231,11 @@ impl Device for CudaDevice {
 
     fn memory(&self) -> DeviceMemory {
         let memory = DeviceMemory::new(&self.region);
-        match self.pieces {
-            Some(piece) => memory.driven_by(Vram {
+        match self.chunks {
+            Some(chunk) => memory.driven_by(Vram {
                 context: self.context.clone(),
                 window: self.window.clone(),
-                piece,
+                chunk,
                 live: Vec::new(),
             }),
             None => memory,

@@ -14,7 +14,7 @@ pub enum Error {
         /// The dynamic linker's reason.
         why: String,
     },
-    /// The library lacks a function.
+    /// The library does not have a function.
     #[error("the CUDA driver {library} is too old: it has no {symbol}")]
     Symbol {
         /// Name or path of the library.
@@ -45,7 +45,7 @@ pub enum Error {
     /// A text that names no GPU.
     #[error("{0:?} is neither the number of a GPU nor its UUID (GPU-...), with ,vmm or ,lib=PATH behind it")]
     Name(String),
-    /// The GPU lacks what was asked for.
+    /// The GPU does not support what was asked for.
     #[error("the GPU does not support {0}")]
     Unsupported(&'static str),
     /// Host memory that overlaps a registration without lying in it.
@@ -67,7 +67,7 @@ pub(crate) const NO_DEVICE: u32 = 100;
 pub(crate) const NOT_READY: u32 = 600;
 
 impl Error {
-    /// A way to mend it, where one is known.
+    /// The fix, where one is known.
     pub fn fix(&self) -> Option<&'static str> {
         match self {
             Self::Library { .. } => Some(

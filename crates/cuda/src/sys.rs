@@ -196,7 +196,7 @@ macro_rules! call {
     };
 }
 
-/// As [`call!`], for a function that the driver may lack.
+/// As [`call!`], for a function that the driver may not have.
 macro_rules! may_call {
     ($driver:ident . $name:ident ($($arg:expr),*)) => {
         match $driver.calls.$name {
@@ -375,9 +375,9 @@ struct Range {
     len: u64,
     kind: RangeKind,
     writable: bool,
-    /// The memory, in pieces of `piece` bytes; empty where the range does not own it.
+    /// The memory, in chunks of `chunk` bytes; empty where the range does not own it.
     handles: Vec<u64>,
-    piece: u64,
+    chunk: u64,
     /// It was to be unmapped, and streams did not say that they had ended: nothing may use it any more.
     closed: bool,
 }
@@ -493,9 +493,9 @@ impl Context {
         Ok(at)
     }
 
-    /// Allocates memory in pieces of `piece` bytes and maps it at an address of a [`Window`] of this context. Both
-    /// lengths are multiples of the granularity, and `len` of `piece`.
-    fn map_new(&self, at: u64, len: u64, piece: u64) -> Result<(), Error> {
+    /// Allocates memory in chunks of `chunk` bytes and maps it at an address of a [`Window`] of this context. Both
+    /// lengths are multiples of the granularity, and `len` of `chunk`.
+    fn map_new(&self, at: u64, len: u64, chunk: u64) -> Result<(), Error> {
         let mut mapped = self.mapped_mut();
         if overlaps(&mapped, at, len) {
             return Err(Error::Memory(format!("memory at {at:#x} is allocated already")));
@@ -504,23 +504,23 @@ impl Context {
         let property = self.property();
         let mut handles = Vec::new();
         let mut make = || {
-            for i in 0..len / piece {
+            for i in 0..len / chunk {
                 let mut handle = 0;
-                may_call!(driver.create(&raw mut handle, piece as usize, &raw const property, 0))?;
+                may_call!(driver.create(&raw mut handle, chunk as usize, &raw const property, 0))?;
                 handles.push(handle);
-                may_call!(driver.map(at + i * piece, piece as usize, 0, handle, 0))?;
+                may_call!(driver.map(at + i * chunk, chunk as usize, 0, handle, 0))?;
             }
             self.set_access(at, len, true)
         };
         if let Err(e) = self.note(make()) {
             // What cannot be undone after an error stays with the driver.
             if !handles.is_empty() {
-                let _ = may_call!(driver.unmap(at, (handles.len() as u64 * piece) as usize));
+                let _ = may_call!(driver.unmap(at, (handles.len() as u64 * chunk) as usize));
             }
             handles.into_iter().for_each(|handle| drop(may_call!(driver.release_memory(handle))));
             return Err(e);
         }
-        mapped.insert(at, Range { len, kind: RangeKind::Memory, writable: true, handles, piece, closed: false });
+        mapped.insert(at, Range { len, kind: RangeKind::Memory, writable: true, handles, chunk, closed: false });
         Ok(())
     }
 
@@ -531,7 +531,7 @@ impl Context {
         may_call!(driver.set_access(at, len as usize, &raw const access, 1))
     }
 
-    /// Maps memory that was allocated at `from`, whole pieces of it, at `at`, too, which lies in a [`Window`] of this
+    /// Maps memory that was allocated at `from`, whole chunks of it, at `at`, too, which lies in a [`Window`] of this
     /// context; nothing is mapped there.
     fn map_again(&self, at: u64, from: &[(u64, u64)], writable: bool) -> Result<(), Error> {
         let mut mapped = self.mapped_mut();
@@ -545,10 +545,10 @@ impl Context {
             for (first, len) in from {
                 let mut next = *first;
                 while next < first + len {
-                    let (handle, piece) = piece_at(&mapped, next, first + len)
-                        .ok_or_else(|| Error::Memory(format!("no whole piece of memory was allocated at {next:#x}")))?;
-                    may_call!(driver.map(at + done, piece as usize, 0, handle, 0))?;
-                    (done, next) = (done + piece, next + piece);
+                    let (handle, chunk) = chunk_at(&mapped, next, first + len)
+                        .ok_or_else(|| Error::Memory(format!("no whole chunk of memory was allocated at {next:#x}")))?;
+                    may_call!(driver.map(at + done, chunk as usize, 0, handle, 0))?;
+                    (done, next) = (done + chunk, next + chunk);
                 }
             }
             self.set_access(at, len, writable)
@@ -560,7 +560,7 @@ impl Context {
             return Err(e);
         }
         mapped
-            .insert(at, Range { len, kind: RangeKind::Bound, writable, handles: Vec::new(), piece: 0, closed: false });
+            .insert(at, Range { len, kind: RangeKind::Bound, writable, handles: Vec::new(), chunk: 0, closed: false });
         Ok(())
     }
 
@@ -612,13 +612,13 @@ impl Context {
     }
 }
 
-/// The handle of the piece of memory that begins at `at` and ends before `end`, and its length.
-fn piece_at(mapped: &Mapped, at: u64, end: u64) -> Option<(u64, u64)> {
+/// The handle of the chunk of memory that begins at `at` and ends before `end`, and its length.
+fn chunk_at(mapped: &Mapped, at: u64, end: u64) -> Option<(u64, u64)> {
     let (first, range) = mapped.range(..=at).next_back()?;
     let offset = at - first;
-    let whole = offset < range.len && offset.is_multiple_of(range.piece.max(1)) && end - at >= range.piece;
-    let handle = range.handles.get(usize::try_from(offset / range.piece.max(1)).ok()?)?;
-    whole.then_some((*handle, range.piece))
+    let whole = offset < range.len && offset.is_multiple_of(range.chunk.max(1)) && end - at >= range.chunk;
+    let handle = range.handles.get(usize::try_from(offset / range.chunk.max(1)).ok()?)?;
+    whole.then_some((*handle, range.chunk))
 }
 
 /// What an address is for, and its number.
@@ -678,7 +678,7 @@ impl Window {
     pub(crate) fn allocate(context: &Arc<Context>, len: u64) -> Result<Self, Error> {
         let at = context.allocate(len)?;
         let range =
-            Range { len, kind: RangeKind::Memory, writable: true, handles: Vec::new(), piece: 0, closed: false };
+            Range { len, kind: RangeKind::Memory, writable: true, handles: Vec::new(), chunk: 0, closed: false };
         context.mapped_mut().insert(at, range);
         Ok(Self { context: context.clone(), at, len, plain: true })
     }
@@ -697,10 +697,10 @@ impl Window {
         if inside { Ok(()) } else { Err(Error::Memory(format!("{at:#x} is not an address of this device"))) }
     }
 
-    /// Allocates memory in pieces of `piece` bytes and maps it in the window.
-    pub(crate) fn map_new(&self, at: u64, len: u64, piece: u64) -> Result<(), Error> {
+    /// Allocates memory in chunks of `chunk` bytes and maps it in the window.
+    pub(crate) fn map_new(&self, at: u64, len: u64, chunk: u64) -> Result<(), Error> {
         self.holds(at, len)?;
-        self.context.map_new(at, len, piece)
+        self.context.map_new(at, len, chunk)
     }
 
     /// Maps memory that is allocated at these addresses and lengths in the window, too.
@@ -1035,8 +1035,8 @@ impl Stream {
             }
             Step::Rows { direction, host: index, offset, at, row, rows, pitches } => {
                 let here = host(index, offset, (rows - 1) * pitches.0 + row)?;
-                let (near, far) = (side(1, here, 0, pitches.0), side(2, 0, at.bits(), pitches.1));
-                let (from, to) = if direction == Direction::FromHost { (near, far) } else { (far, near) };
+                let (host, device) = (side(1, here, 0, pitches.0), side(2, 0, at.bits(), pitches.1));
+                let (from, to) = if direction == Direction::FromHost { (host, device) } else { (device, host) };
                 let copy = Copy2D { from, to, width: row as usize, height: rows as usize };
                 call!(driver.copy_2d(&raw const copy, stream))
             }
@@ -1114,10 +1114,10 @@ impl Stream {
                 false => call!(driver.to_host(here as *mut c_void, at, len as usize, stream)),
             }
         } else {
-            let far: Vec<Pointer> = parts.iter().map(|part| part.at).collect();
-            let near: Vec<Pointer> = parts.iter().map(|part| part.here).collect();
+            let device: Vec<Pointer> = parts.iter().map(|part| part.at).collect();
+            let host: Vec<Pointer> = parts.iter().map(|part| part.here).collect();
             let lens: Vec<usize> = parts.iter().map(|part| part.len as usize).collect();
-            let (to, from) = if to_device { (&far, &near) } else { (&near, &far) };
+            let (to, from) = if to_device { (&device, &host) } else { (&host, &device) };
             let (to, from, lens) = (to.as_ptr(), from.as_ptr(), lens.as_ptr());
             // One set of attributes, for all copies from the first on.
             let (attributes, first) = (CopyAttributes { order: 1, ..CopyAttributes::default() }, 0usize);

@@ -12,16 +12,16 @@ use crate::sys::{Context, Window};
 pub(crate) struct Vram {
     pub(crate) context: Arc<Context>,
     pub(crate) window: Arc<Window>,
-    /// Bytes of each piece that is allocated; `None`: each allocation is one.
-    pub(crate) piece: Option<u64>,
+    /// Bytes of each chunk that is allocated; `None`: each allocation is one.
+    pub(crate) chunk: Option<u64>,
     /// What was allocated and not freed.
     pub(crate) live: Vec<Span<CardAddr>>,
 }
 
 impl MemoryDriver for Vram {
     fn allocate(&mut self, range: Span<CardAddr>) -> Result<(), Box<dyn Error + Send + Sync>> {
-        let piece = self.piece.unwrap_or(range.len());
-        self.window.map_new(range.first().bits(), range.len(), piece).map_err(|e| match self.context.memory() {
+        let chunk = self.chunk.unwrap_or(range.len());
+        self.window.map_new(range.first().bits(), range.len(), chunk).map_err(|e| match self.context.memory() {
             Ok((free, total)) if e.code() == 2 => {
                 format!("{e}; {free} bytes of the GPU's {total} are free; `nvidia-smi` shows who uses them").into()
             }

@@ -271,7 +271,7 @@ fn list_vulkan(root: &Path) -> Vec<Listed> {
     let listed = |gpu: dmalane_vulkan::GpuInfo| {
         // Opened, because only then is known in which pages it binds.
         let opened = VulkanDevice::open(&gpu.index.to_string(), &VulkanOptions::default());
-        let heap = |h: &dmalane_vulkan::Heap| {
+        let heap = |h: &dmalane_vulkan::MemoryHeap| {
             format!("{} of {}", crate::size::binary(h.bytes), if h.device_local { "its own" } else { "the host" })
         };
         let pages = opened.as_ref().ok().and_then(VulkanDevice::sparse_pages).map(|size| format!("{size} pages"));

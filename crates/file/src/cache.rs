@@ -191,7 +191,7 @@ mod tests {
                 x = x.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
                 (x >> 33) % (len as u64 + 100_000)
             };
-            // Where a mapping may begin: what is before the range is not asked about by the other way.
+            // Where a mapping may begin: the other method does not ask about bytes before the range.
             let (at, n) = (next() / PAGES * PAGES, next() + 1);
             let counted = by_mincore(&opened, at, n).unwrap();
             match ring::cachestat(&opened, at, n) {

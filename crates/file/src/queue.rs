@@ -152,7 +152,7 @@ impl FileQueue {
         }
     }
 
-    /// Adds a reason to [`FileQueue::how`]: why its opener chose this way of reading.
+    /// Adds a reason to [`FileQueue::how`]: why its opener chose this method.
     #[must_use]
     pub fn because(mut self, reason: String) -> Self {
         self.how.reasons.push(reason);
@@ -238,7 +238,7 @@ impl FileQueue {
         }
     }
 
-    /// Tells the kernel about the reads in the ring, and waits if told how long.
+    /// Submits the reads in the ring, and waits for the given time.
     fn enter(&mut self, wait: Option<Duration>) {
         let Some(ring) = &mut self.ring else { return };
         if let Err(e) = ring.enter(wait) {

@@ -215,9 +215,9 @@ pub(crate) struct Ring {
     uring: IoUring,
     slots: Vec<Option<Request>>,
     free: Vec<usize>,
-    /// Slots that the kernel has not been told about yet, in the order of the submission queue.
+    /// Slots that were not submitted to the kernel yet, in the order of the submission queue.
     pushed: VecDeque<usize>,
-    /// The kernel refused to be entered: it is not to be told about anything any more.
+    /// The kernel refused to be entered: nothing is submitted to it any more.
     dead: bool,
     #[cfg(test)]
     pub fail_enter: bool,
@@ -320,11 +320,11 @@ impl Ring {
         Ok(())
     }
 
-    /// Tells the kernel about every request that was pushed, and then waits for a completion if told how long. May
+    /// Submits every request that was pushed, and then waits for a completion for the given time. May
     /// return early.
     ///
     /// # Errors
-    /// When the kernel refuses to be entered. The ring is dead from then on: [`Ring::take_back`] what it was not told.
+    /// When the kernel refuses to be entered. The ring is dead from then on: [`Ring::take_back`] what it did not get.
     pub fn enter(&mut self, wait: Option<Duration>) -> io::Result<()> {
         if self.dead {
             // Requests that the kernel does know of still complete, without being asked.
@@ -371,7 +371,7 @@ impl Ring {
         }
     }
 
-    /// A request that a dead ring was given and that the kernel was never told about. It lies in the submission queue
+    /// A request that was pushed to a dead ring and never submitted to the kernel. It lies in the submission queue
     /// still, but nothing enters a dead ring again.
     pub fn take_back(&mut self) -> Option<Request> {
         if !self.dead {
@@ -383,12 +383,12 @@ impl Ring {
     }
 
     /// Asks the kernel to give up what it has not begun, and waits until it is done with all reads or time is up.
-    fn settle(&mut self, patience: Duration) {
-        let deadline = Instant::now() + patience;
+    fn settle(&mut self, timeout: Duration) {
+        let deadline = Instant::now() + timeout;
         let _ = self.enter(None);
         if self.busy() > 0 {
             // Unknown before Linux 6.0; then the requests run to their end.
-            let _ = self.uring.submitter().register_sync_cancel(Some(patience.into()), CancelBuilder::any().all());
+            let _ = self.uring.submitter().register_sync_cancel(Some(timeout.into()), CancelBuilder::any().all());
         }
         while self.take_back().is_some() || self.reap().is_some() {}
         while self.busy() > 0 && Instant::now() < deadline {

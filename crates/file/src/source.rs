@@ -103,7 +103,7 @@ impl Source {
         self.advise(Advice::Normal);
     }
 
-    /// Where the file ends at this moment, or `at` when that is earlier or cannot be told (block devices).
+    /// Where the file ends at this moment, or `at` when that is earlier or the end is unknown (block devices).
     pub fn end_before(&self, at: u64) -> FileOffset {
         let end = self.buffered.metadata().ok().filter(|m| m.is_file()).map_or(at, |m| m.len());
         FileOffset::new(end.min(at))

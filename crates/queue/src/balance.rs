@@ -465,7 +465,7 @@ mod tests {
     }
 
     #[test]
-    fn one_channel_can_be_told_to_do_it_all() {
+    fn one_channel_can_do_it_all() {
         let mut p = BalancePolicy::only(&[1]);
         arrive(&mut p, 1, 1 << 30, 4 * MIB);
         assert_eq!(next(&mut p, 0, 0), None);

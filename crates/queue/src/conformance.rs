@@ -1,8 +1,8 @@
 //! The test suite that every queue takes.
 //!
 //! A queue joins by describing itself as a [`Fixture`] and calling [`suite`] from one test. Abilities that it has are
-//! compared with a [`Model`] that moves one byte after the other in two plain vectors; abilities that it lacks must be
-//! refused.
+//! compared with a [`Model`] that moves one byte after the other in two plain vectors; operations for which it
+//! does not have the ability must be refused.
 
 use std::collections::HashMap;
 use std::time::{Duration, Instant};
@@ -58,9 +58,9 @@ const LONG: Duration = Duration::from_secs(60);
 /// # Panics
 /// When a test fails.
 pub fn suite<F: Fixture>(fixture: &mut F) {
-    copies_exactly_what_it_is_told(fixture);
+    copies_exactly_what_was_submitted(fixture);
     refuses_what_makes_no_sense(fixture);
-    refuses_what_it_lacks(fixture);
+    refuses_what_it_does_not_support(fixture);
     reports_a_target_that_does_not_exist(fixture);
     holds_its_capacity(fixture);
     keeps_many_in_flight(fixture);
@@ -326,7 +326,7 @@ fn one<Q: Queue>(queue: &mut Q, operation: Operation<Q::Addr>) -> Completion<Q::
     done.remove(0)
 }
 
-fn copies_exactly_what_it_is_told<F: Fixture>(fixture: &mut F) {
+fn copies_exactly_what_was_submitted<F: Fixture>(fixture: &mut F) {
     let mut queue = fixture.queue();
     let (target_len, align) = (fixture.target_len(), fixture.align());
     let mut random = Random(1);
@@ -351,8 +351,8 @@ fn copies_exactly_what_it_is_told<F: Fixture>(fixture: &mut F) {
             let copy = Operation::copy(direction, HostSlice { slice: middle, via }, fixture.at(at));
             let copied = run(&mut queue, copy.hint(CacheHint::Hot), LONG).unwrap();
             assert_eq!(copied.cache, CacheHint::Hot, "the operation comes back as it was");
-            let Work::Copy { direction: way, host, at: place } = copied.work else { panic!("another operation") };
-            assert_eq!((way, place.bits()), (direction, fixture.at(at).bits()));
+            let Work::Copy { direction: moved, host, at: place } = copied.work else { panic!("another operation") };
+            assert_eq!((moved, place.bits()), (direction, fixture.at(at).bits()));
             let whole = head.join(host.slice).unwrap().join(tail).unwrap();
             let (mut expected, mut there) = (inside.clone(), before.clone());
             let (h, t) = (align..align + len as usize, at as usize..(at + len) as usize);
@@ -399,7 +399,7 @@ fn refuses_what_makes_no_sense<F: Fixture>(fixture: &mut F) {
     assert_eq!(queue.in_flight(), 0);
 }
 
-fn refuses_what_it_lacks<F: Fixture>(fixture: &mut F) {
+fn refuses_what_it_does_not_support<F: Fixture>(fixture: &mut F) {
     let mut queue = fixture.queue();
     let (at, align) = (fixture.at(0), fixture.align());
     let len = align as u64;

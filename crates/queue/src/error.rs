@@ -123,7 +123,7 @@ pub enum Refusal {
     /// The registration does not let the device write (device to host) or read (host to device).
     #[error("the registration does not permit this direction")]
     NotPermitted,
-    /// The queue lacks these abilities.
+    /// The queue does not have these abilities.
     #[error("the queue does not support {0:?}")]
     Unsupported(Abilities),
     /// The device moves whole blocks only (direct I/O): address, length and host memory must be multiples of this.

@@ -9,7 +9,7 @@
 //!
 //! Wrappers are queues too: [`Split`] drives several queues as one, distributing each copy as a [`Policy`] says: by
 //! address ([`AddressPolicy`]), or by measured rates ([`BalancePolicy`]). [`SharedQueue`] lets threads and tasks use
-//! one queue at the same time. [`Fenced`] signals fences as operations end. [`run`] and [`drain`] wait.
+//! one queue at the same time. [`run`] and [`drain`] wait.
 //!
 //! Memory in flight cannot be used:
 //!
@@ -27,7 +27,6 @@ mod choice;
 #[cfg(feature = "conformance")]
 pub mod conformance;
 mod error;
-mod fenced;
 mod operation;
 mod policy;
 mod queue;
@@ -43,12 +42,11 @@ pub use addr::{DeviceAddr, QueueAddr};
 pub use balance::BalancePolicy;
 pub use choice::{BadQueueChoice, QueueChoice};
 pub use error::{OpError, Refusal, Refused, StopReason};
-pub use fenced::Fenced;
 pub use operation::{Abilities, CacheHint, Completion, Gather, HostSlice, Operation, Shape, Work};
 pub use policy::{AddressPolicy, Area, Fragment, Policy, Route};
 pub use queue::{Cancelled, DeviceQueue, Direction, Limits, Queue, Ticket};
 pub use registered::Registered;
-pub use registry::{CopyError, Registry, RegistryError, RegistryLimits, RegistryStats};
+pub use registry::{Registry, RegistryError, RegistryLimits, RegistryStats};
 pub use shared::{Class, SharedHandle, SharedOptions, SharedQueue};
 pub use split::{Clock, Split, WallClock};
 pub use state::QueueState;

@@ -96,7 +96,7 @@ impl Shape {
 /// the two lists need not match.
 #[derive(Debug)]
 pub struct Gather<A = DeviceAddr> {
-    /// Which way.
+    /// The direction.
     pub direction: Direction,
     /// Host memory, in order.
     pub host: Vec<HostSlice>,
@@ -109,7 +109,7 @@ pub struct Gather<A = DeviceAddr> {
 pub enum Work<A = DeviceAddr> {
     /// Copy between host and device.
     Copy {
-        /// Which way.
+        /// The direction.
         direction: Direction,
         /// The host's side. With a [`Shape`], all of its rows.
         host: HostSlice,
@@ -403,7 +403,7 @@ impl Abilities {
         .union(Self::STOP)
         .union(Self::ORDERED);
 
-    /// That of copying this way.
+    /// The ability to copy in this direction.
     pub fn copy(direction: Direction) -> Self {
         match direction {
             Direction::FromHost => Self::FROM_HOST,

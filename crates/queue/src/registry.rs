@@ -3,16 +3,12 @@
 use std::collections::{BTreeMap, HashMap};
 use std::ops::Range;
 use std::sync::Arc;
-use std::time::Duration;
 
 use dmalane_addr::Access;
-use dmalane_dma::{BufferRef, BufferSlice, Error, Registrar};
+use dmalane_dma::{BufferRef, Error, Registrar};
 use thiserror::Error as Derive;
 
-use crate::{
-    Abilities, CacheHint, Completion, DeviceAddr, Direction, OpError, Operation, Queue, QueueAddr, Refusal, Refused,
-    Registered,
-};
+use crate::Registered;
 
 /// The kernel's default limit of locked memory.
 const USUAL_MEMLOCK: u64 = 8 << 20;
@@ -50,7 +46,7 @@ pub struct RegistryStats {
 #[derive(Debug, Derive)]
 #[non_exhaustive]
 pub enum RegistryError {
-    /// More than may be registered in all. [`Registry::copy`] copies in fragments.
+    /// More than may be registered in all.
     #[error(
         "{wanted} bytes are more than may be registered at one time ({limit}): register fragments, or raise the limit \
          (ulimit -l, LimitMEMLOCK=)"
@@ -78,32 +74,6 @@ pub enum RegistryError {
     /// The bus refused.
     #[error(transparent)]
     Bus(#[from] Error),
-}
-
-/// Why [`Registry::copy`] did not move all bytes.
-#[derive(Debug, Derive)]
-#[non_exhaustive]
-pub enum CopyError {
-    /// A fragment could not be registered.
-    #[error(transparent)]
-    Register(#[from] RegistryError),
-    /// The queue refused a fragment.
-    #[error("{0}")]
-    Refused(Refusal),
-    /// A fragment failed.
-    #[error("{error}, after {bytes} bytes")]
-    Failed {
-        /// How.
-        error: OpError,
-        /// Bytes that are known to be done, counted from the front.
-        bytes: u64,
-    },
-    /// The queue has other operations in flight, or does not end operations in order.
-    #[error("other operations are in flight, or may end out of order")]
-    NotAlone,
-    /// Nothing ended in time. The queue still owns a part of the memory.
-    #[error("nothing ended within {0:?}")]
-    TimedOut(Duration),
 }
 
 /// Registers ranges of memory, keeps them registered, and undoes the one not used for longest when there is no more
@@ -243,13 +213,6 @@ impl<B: Registrar> Registry<B> {
         Ok(ids.len())
     }
 
-    /// Deregisters everything that is not busy, and says how many registrations are left.
-    pub fn clear(&mut self) -> usize {
-        let idle: Vec<u64> = self.entries.iter().filter(|(_, e)| !e.via.is_busy()).map(|(id, _)| *id).collect();
-        idle.into_iter().for_each(|id| self.remove(id));
-        self.entries.len()
-    }
-
     /// Undoes the idle registration that was not used for longest.
     fn evict(&mut self) -> Result<(), RegistryError> {
         let mut by_age = self.by_age.values();
@@ -276,107 +239,6 @@ impl<B: Registrar> Registry<B> {
             }
         }
         self.stats.bytes -= entry.range.len() as u64;
-    }
-
-    /// The longest fragment of which two can be registered at one time: whole 2 MiB where that is possible, else whole
-    /// pages.
-    pub fn fragment(&self) -> usize {
-        let half = usize::try_from(self.limits.bytes / 2).unwrap_or(usize::MAX);
-        let unit = if half >= 2 << 20 { 2 << 20 } else { PAGE };
-        (half / unit * unit).max(PAGE)
-    }
-
-    /// Copies a slice that may be larger than all that can be registered at one time: fragment by fragment, the next
-    /// one being registered while the one before is copied. The queue must be [`ORDERED`](crate::Abilities::ORDERED)
-    /// with nothing in flight. `timeout` is for each fragment.
-    ///
-    /// # Errors
-    /// [`CopyError`], with the slice, unless the queue still has some of it.
-    pub fn copy(
-        &mut self,
-        queue: &mut dyn Queue<Addr = DeviceAddr>,
-        direction: Direction,
-        slice: BufferSlice,
-        at: DeviceAddr,
-        cache: CacheHint,
-        timeout: Duration,
-    ) -> Result<BufferSlice, (Option<BufferSlice>, CopyError)> {
-        if queue.in_flight() > 0 || !queue.abilities().contains(Abilities::ORDERED) {
-            return Err((Some(slice), CopyError::NotAlone));
-        }
-        if slice.is_empty() {
-            return Err((Some(slice), CopyError::Refused(Refusal::Empty)));
-        }
-        let access = direction.host_access();
-        let longest = self.fragment().min(usize::try_from(queue.limits().max_len).unwrap_or(usize::MAX));
-        // The fragments that are done, joined; and the rest that was not submitted.
-        let (mut front, mut rest): (Option<BufferSlice>, Option<BufferSlice>) = (None, Some(slice));
-        let (mut begun, mut bytes, mut failed) = (0u64, 0, None);
-        let mut done: Vec<Completion> = Vec::new();
-        loop {
-            while failed.is_none()
-                && queue.in_flight() < queue.limits().capacity.min(2)
-                && let Some(slice) = rest.take().filter(|slice| !slice.is_empty())
-            {
-                // To the next multiple in the buffer, so that a second copy finds the same ranges.
-                let len = (longest - slice.offset() % longest).min(slice.len());
-                let range = slice.offset()..slice.offset() + len;
-                let via = match self.get(&slice.reference(), range, access) {
-                    Ok(via) => via,
-                    Err(RegistryError::Busy { .. }) if queue.in_flight() > 0 => {
-                        rest = Some(slice); // the fragment in flight holds what would be evicted
-                        break;
-                    }
-                    Err(e) => {
-                        failed = Some(CopyError::Register(e));
-                        rest = Some(slice);
-                        break;
-                    }
-                };
-                let (front_slice, after) = slice.split_at(len).expect("no longer than the slice");
-                // The queue refuses an address past the top.
-                let to = at.advance(begun).unwrap_or(at);
-                match queue.submit(Operation::copy(direction, (front_slice, via), to).hint(cache)) {
-                    Ok(_ticket) => {
-                        begun += len as u64;
-                        rest = Some(after);
-                    }
-                    Err(Refused { operation, reason }) => {
-                        rest = operation.into_slice().and_then(|slice| slice.join(after).ok());
-                        failed = Some(CopyError::Refused(reason));
-                    }
-                }
-            }
-            if queue.in_flight() == 0 {
-                break;
-            }
-            if queue.wait(&mut done, timeout) == 0 {
-                return Err((None, CopyError::TimedOut(timeout)));
-            }
-            // In the order of their submission: `copy` asks for an ordered queue.
-            for Completion { operation, result, bytes: moved, .. } in done.drain(..) {
-                if failed.is_none() {
-                    bytes += moved;
-                }
-                if let Err(error) = result
-                    && failed.is_none()
-                {
-                    failed = Some(CopyError::Failed { error, bytes });
-                }
-                front = match (front.take(), operation.into_slice()) {
-                    (Some(front), Some(slice)) => front.join(slice).ok(),
-                    (front, slice) => front.or(slice),
-                };
-            }
-        }
-        let whole = match (front, rest) {
-            (Some(front), Some(rest)) => front.join(rest).ok(),
-            (front, rest) => front.or(rest),
-        };
-        match (whole, failed) {
-            (Some(whole), None) => Ok(whole),
-            (whole, failed) => Err((whole, failed.unwrap_or(CopyError::NotAlone))),
-        }
     }
 }
 

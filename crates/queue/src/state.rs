@@ -86,7 +86,7 @@ impl QueueState {
         self.stats.full += u64::from(*reason == Refusal::Full);
     }
 
-    /// Counts a flush that told the device of something.
+    /// Counts a flush with something to submit.
     #[inline]
     pub fn flushed(&mut self) {
         self.stats.doorbells += 1;

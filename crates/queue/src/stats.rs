@@ -17,7 +17,7 @@ pub struct Stats {
     pub bytes: u64,
     /// Operations refused because the queue was full.
     pub full: u64,
-    /// Flushes that told the device of something.
+    /// Flushes with something to submit (doorbells).
     pub doorbells: u64,
     /// Times the queue was stopped by an error or a time-out.
     pub stops: u64,

@@ -126,7 +126,7 @@ pub fn drain<Q: Queue + ?Sized>(queue: &mut Q, timeout: Duration) -> Vec<Complet
     done
 }
 
-/// A queue for tests that ends nothing unless it is told to.
+/// A queue for tests that ends operations only on request.
 #[cfg(test)]
 pub(crate) mod fake {
     use dmalane_dma::{AnonHeap, Heap};

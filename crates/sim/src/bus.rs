@@ -83,7 +83,7 @@ impl<F: Format, M: Format> Mmio for SoftBus<F, M> {
         self.card.write32(bar, offset, value).ok_or(mem::Error::NoRegister { bar, offset, bytes: 4 })
     }
 
-    /// Writes card memory through BAR 2. Whole aligned 64-bit words are written each in one piece, in order.
+    /// Writes card memory through BAR 2. Whole aligned 64-bit words are written each atomically, in order.
     fn write_bytes(&self, bar: u8, offset: u64, bytes: &[u8]) -> Result<(), mem::Error> {
         let nowhere = mem::Error::NoRegister { bar, offset, bytes: bytes.len() as u64 };
         if bar != BAR_MEMORY {

@@ -17,7 +17,7 @@ use dmalane_card::regs;
 
 /// Looks for work so often before a worker sleeps: some tens of microseconds, as long as it takes to wake it.
 const SPINS: u32 = 1024;
-/// The longest sleep of a worker: it may have looked away from a channel that a helper was just leaving.
+/// The longest sleep of a worker: it may have skipped a channel that a helper was just leaving.
 const NAP: Duration = Duration::from_millis(5);
 
 /// Which threads a software card works on.
@@ -28,7 +28,7 @@ pub enum Workers {
     Inline,
     /// One for all channels; who polls helps with the channels that it is not at.
     One,
-    /// One for each channel; who polls only looks.
+    /// One for each channel; a polling thread only tries the lock.
     PerChannel,
 }
 
@@ -340,7 +340,7 @@ impl Registers {
             regs::CH_CONTROL if self.status.load(Ordering::SeqCst) == 0 => self.control.store(1, Ordering::SeqCst),
             regs::CH_RING_LOG2 => self.ring_log2.store(value, Ordering::Relaxed),
             regs::CH_INTERRUPT => {
-                // The register before the driver's last look at the ring: see `Queue::step`.
+                // The register before the driver's last check of the ring: see `Queue::step`.
                 self.interrupt.swap(value & 1, Ordering::SeqCst);
             }
             _ => match register & !4 {

@@ -185,22 +185,22 @@ pub fn fuzz_driver(bytes: &[u8]) {
     let at = DeviceAddr::Card(CardAddr::new(0));
     let (mut done, mut taken, mut ended, mut back) = (Vec::new(), 0, 0, 0);
     for i in 0..24u64 {
-        let mut part = || {
+        let mut slice = || {
             let whole = std::mem::replace(&mut rest, heap.allocate(1).expect("a page").share().into_part());
-            let (part, more) = whole.split_at(2048).expect("more than enough parts");
+            let (slice, more) = whole.split_at(2048).expect("long enough");
             rest = more;
-            part
+            slice
         };
         let direction = if i & 1 == 0 { Direction::FromHost } else { Direction::ToHost };
         let operation = match i % 6 {
-            0..3 => Operation::copy(direction, (part(), via.clone()), at),
+            0..3 => Operation::copy(direction, (slice(), via.clone()), at),
             3 => {
-                let host = (0..2).map(|_| HostSlice::from((part(), via.clone()))).collect();
+                let host = (0..2).map(|_| HostSlice::from((slice(), via.clone()))).collect();
                 Operation::gather(direction, host, vec![(at, 1000), (at, 2048), (at, 1048)])
             }
             4 => {
                 let shape = Shape { row: 48, rows: 32, host_pitch: 64, device_pitch: 100 };
-                let (front, _) = part().split_at(31 * 64 + 48).expect("short enough");
+                let (front, _) = slice().split_at(31 * 64 + 48).expect("short enough");
                 Operation::compare((front, via.clone()), at).shaped(shape)
             }
             _ => Operation::fence(),
@@ -230,7 +230,7 @@ pub fn fuzz_driver(bytes: &[u8]) {
     drop(queue);
 }
 
-/// A card that does as it is told by the input. When that has ended, it has stopped.
+/// A card that does what the input says. When that has ended, it has stopped.
 struct HostileBus {
     host: SoftHost,
     script: Mutex<(Script, DevicePort)>,
@@ -242,7 +242,7 @@ struct Script {
     completions: u64,
     doorbell: u32,
     completed: u32,
-    /// Just told to start.
+    /// Just started.
     fresh: bool,
 }
 

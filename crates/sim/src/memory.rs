@@ -93,8 +93,8 @@ impl CardMemory {
         Ok(())
     }
 
-    /// Copies bytes in, behind the back of every channel. Whole aligned 64-bit words are written one by one, each in
-    /// one piece: a page-table entry is never seen half written.
+    /// Copies bytes in, behind the back of every channel. Whole aligned 64-bit words are written one by one, each
+    /// atomically: a page-table entry is never seen half written.
     ///
     /// # Errors
     /// As [`CardMemory::populate`].
@@ -130,7 +130,7 @@ impl CardMemory {
 
     /// The 64-bit word at `at`: a page-table entry. A block that is not present reads as zeros and stays absent, unless
     /// somebody else may have written it. `None` outside the memories, for an address that is not a multiple of 8, and
-    /// where there is no memory left to look with.
+    /// where the block cannot be made present.
     pub(crate) fn load(&self, at: CardAddr) -> Option<u64> {
         let bank = self.bank(at)?;
         let offset = at.offset_from(bank.span.first())?;

@@ -22,7 +22,7 @@ use dmalane_card::{CompletionEntry, Descriptor, Halt, Malformed, PlainCopy, Stat
 const STEP_DESCRIPTORS: usize = 32;
 const STEP_BYTES: u64 = 1 << 20;
 /// A row of a shape counts for at least this in [`STEP_BYTES`]: rows of single bytes must not make a step long.
-const PIECE_COST: u64 = 512;
+const ROW_COST: u64 = 512;
 /// Descriptors fetched at once.
 const FETCH: u32 = 32;
 /// Copies towards the card from this length on may bypass the cache: what goes to card memory, the CPU has done with.
@@ -133,7 +133,7 @@ struct Engine {
     /// Entries of the completion ring for those that ended since, not written yet: of each the detail, if it has one,
     /// and the word.
     ended: Vec<Option<u64>>,
-    /// Descriptors copied from the ring and not looked at yet: what the host does to the ring now no longer matters.
+    /// Descriptors copied from the ring and not decoded yet: later changes of the ring have no effect on them.
     fetched: [[u8; Descriptor::BYTES]; FETCH as usize],
     next: usize,
     end: usize,
@@ -226,7 +226,7 @@ impl<M: DeviceMem> Queue<M> {
                 let reported = engine.head != before || matches!(engine.state, State::Halted);
                 if reported {
                     regs.head.store(engine.head, Ordering::Relaxed);
-                    // The completions before the look at the register. Both sides exchange: whoever comes second sees
+                    // The completions before the register. Both sides exchange: whoever comes second sees
                     // what the first one wrote before (`CardQueue::wait`).
                     if regs.interrupt.swap(0, Ordering::SeqCst) & 1 == 1 {
                         interrupt();
@@ -346,7 +346,7 @@ impl Engine {
         self.head.wrapping_add(self.ended.len() as u32 / 2)
     }
 
-    /// Copies descriptors from the ring unless there are some that were not looked at; false when there are none.
+    /// Copies descriptors from the ring unless some are left to decode; false when there are none.
     #[inline]
     fn fetch<H: HeldMem, F>(&mut self, work: &mut Work<'_, H, F>) -> Result<bool, (Halt, Iova)> {
         if self.next < self.end {
@@ -485,8 +485,8 @@ impl Engine {
     /// The driver wants the present operation to end.
     #[inline]
     fn is_cancelled(&self, regs: &Registers) -> bool {
-        let wish = regs.cancel.load(Ordering::Relaxed);
-        wish != 0 && self.first.is_some_and(|first| wish == 1 << 32 | u64::from(first))
+        let request = regs.cancel.load(Ordering::Relaxed);
+        request != 0 && self.first.is_some_and(|first| request == 1 << 32 | u64::from(first))
     }
 
     /// Does bytes of a job until it is done or the budget is used up.
@@ -511,17 +511,16 @@ impl Engine {
                 }
             };
             let want = u64::from(job.len - within).min(*budget);
-            let moved = self.piece(job, work, near, far, within, want)?;
+            let moved = self.do_some(job, work, near, far, within, want)?;
             job.done += moved as u32; // at most `len - within`
-            *budget = budget.saturating_sub(moved.max(PIECE_COST));
+            *budget = budget.saturating_sub(moved.max(ROW_COST));
         }
         Ok(())
     }
 
-    /// Does the bytes at these distances from the starts of both sides, as far as both reach in one piece; at most
-    /// `want`.
+    /// Does the bytes at these distances from the starts of both sides, as far as both are contiguous; at most `want`.
     #[inline]
-    fn piece<H: HeldMem, F: Format>(
+    fn do_some<H: HeldMem, F: Format>(
         &mut self,
         job: &Job,
         work: &mut Work<'_, H, F>,
@@ -586,10 +585,10 @@ impl Engine {
         if !chained {
             self.skipping = false;
             if let Some(first) = self.first.take() {
-                // Only the wish that is meant: another may have come in the meantime.
-                let wish = 1 << 32 | u64::from(first);
-                if regs.cancel.load(Ordering::Relaxed) == wish {
-                    let _ = regs.cancel.compare_exchange(wish, 0, Ordering::Relaxed, Ordering::Relaxed);
+                // Only this request: another may have come in the meantime.
+                let request = 1 << 32 | u64::from(first);
+                if regs.cancel.load(Ordering::Relaxed) == request {
+                    let _ = regs.cancel.compare_exchange(request, 0, Ordering::Relaxed, Ordering::Relaxed);
                 }
             }
         }
@@ -641,7 +640,7 @@ fn holds_all(job: &Job, memory: &CardMemory) -> Result<(), Failure> {
     }
 }
 
-/// Card memory `offset` bytes behind `at`, as far as it reaches in one piece.
+/// Card memory `offset` bytes behind `at`, as far as it is contiguous.
 #[inline]
 fn card_view<'m, F: Format>(
     tlb: &mut Tlb,

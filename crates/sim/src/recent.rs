@@ -8,7 +8,7 @@ use std::sync::OnceLock;
 
 use dmalane_dma::CopyHint;
 
-/// Bytes of a block: no more than the shortest write that is looked at, or its neighbours would pass for itself.
+/// Bytes of a block: no more than the shortest write that is counted, or neighbours would be taken for one block.
 const BLOCK: u64 = 4 << 10;
 /// This much later a block is no longer in the cache, where nothing else is known; and the most that is believed.
 const RECENT: u64 = 4 << 20;
@@ -38,7 +38,7 @@ fn share_of(size: &str, sharers: &str) -> Option<u64> {
     Some((share.max(1).ilog2()).min(MOST.ilog2()).max(RECENT.ilog2())).map(|log2| 1 << log2)
 }
 
-/// Which memory a destination is in: addresses of different memories are told apart.
+/// Which memory a destination is in: addresses of different memories differ.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Memory {
     Host,

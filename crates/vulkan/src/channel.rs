@@ -1,4 +1,4 @@
-//! Commands on their way to a queue of the GPU, and back.
+//! Submits commands to a queue of the GPU, and collects what has ended.
 //!
 //! `unsafe` because every call of Vulkan is. A [`Recording`] owns every buffer that its commands name, checks that they
 //! stay within them, and becomes a flight, which is given up only when the timeline says that the GPU is done with it,

@@ -49,7 +49,7 @@ pub enum Error {
         /// Their names, with commas between them.
         which: String,
     },
-    /// The GPU or its driver lacks something that is needed.
+    /// The GPU or its driver does not support something that is needed.
     #[error("{name} cannot be used: {missing}")]
     Unsuitable {
         /// The GPU's name.

@@ -24,4 +24,4 @@ mod tests;
 
 pub use device::{VulkanDevice, VulkanOptions, gpus};
 pub use error::{CallError, Error};
-pub use library::{GpuInfo, Heap, Messages};
+pub use library::{GpuInfo, MemoryHeap, Messages};

@@ -174,7 +174,7 @@ impl Library {
         };
         let text = |c: Result<&CStr, _>| c.unwrap_or_default().to_string_lossy().into_owned();
         let sparse = features.sparse_binding == vk::TRUE && features.sparse_residency_buffer == vk::TRUE;
-        let heap = |h: &vk::MemoryHeap| Heap {
+        let heap = |h: &vk::MemoryHeap| MemoryHeap {
             bytes: h.size,
             device_local: h.flags.contains(vk::MemoryHeapFlags::DEVICE_LOCAL),
         };
@@ -288,7 +288,7 @@ fn kind(of: vk::PhysicalDeviceType) -> &'static str {
 
 /// A memory of a GPU.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub struct Heap {
+pub struct MemoryHeap {
     /// Bytes.
     pub bytes: u64,
     /// True for memory of the GPU, false for host memory that it uses.
@@ -330,7 +330,7 @@ pub struct GpuInfo {
     /// Bytes of one buffer at most.
     pub max_buffer: u64,
     /// Its memories.
-    pub heaps: Vec<Heap>,
+    pub heaps: Vec<MemoryHeap>,
     /// Queues: what each family can do, and how many it has.
     pub(crate) families: Vec<(vk::QueueFlags, u32)>,
     pub(crate) memory_types: Vec<MemoryType>,

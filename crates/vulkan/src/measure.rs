@@ -179,8 +179,8 @@ fn measure_binds() {
     // The driver's call alone, in batches of the same binds.
     let (buffer, _) = Granule::of(&gpu).unwrap().into_buffer();
     let timeline = Timeline::new(&gpu).unwrap();
-    let piece = device.buffer_at(table.segments().next().unwrap().addr).unwrap();
-    let backing = piece.memory().unwrap();
+    let chunk = device.buffer_at(table.segments().next().unwrap().addr).unwrap();
+    let backing = chunk.memory().unwrap();
     let mut value = 0;
     println!("pages of {pages}; microseconds a bind, medians of {ROUNDS} (until the driver has done it)");
     for batch in [1u64, 16, 256, 4096] {

@@ -1,4 +1,4 @@
-//! Memory of the GPU by card address: the driver allocates it, in as many pieces as its limits ask for.
+//! Memory of the GPU by card address: the driver allocates it, in as many chunks as its limits ask for.
 
 use std::collections::BTreeMap;
 use std::error::Error as StdError;
@@ -18,8 +18,8 @@ const HEAP: u64 = 1 << 43;
 pub(crate) struct GpuMemory {
     gpu: Arc<Gpu>,
     regions: Vec<(Region, u32)>,
-    /// Bytes of a piece at most, a multiple of the granule.
-    piece: u64,
+    /// Bytes of a chunk at most, a multiple of the granule.
+    chunk: u64,
     areas: Mutex<Areas>,
 }
 
@@ -31,20 +31,20 @@ pub(crate) struct Areas(BTreeMap<u64, Arc<Area>>);
 pub(crate) struct Area {
     first: u64,
     len: u64,
-    piece: u64,
-    pieces: Vec<Arc<Buffer>>,
+    chunk: u64,
+    chunks: Vec<Arc<Buffer>>,
 }
 
 impl Area {
-    /// The pieces of the range from `at` on, `len` bytes that lie in the area: each with the offset in its buffer, its
+    /// The chunks of the range from `at` on, `len` bytes that lie in the area: each with the offset in its buffer, its
     /// address and its bytes.
-    fn pieces(&self, at: u64, len: u64, mut each: impl FnMut(&Arc<Buffer>, u64, u64, u64)) {
+    fn chunks(&self, at: u64, len: u64, mut each: impl FnMut(&Arc<Buffer>, u64, u64, u64)) {
         let (mut at, mut left) = (at, len);
         while left > 0 {
             let within = at - self.first;
-            let (index, offset) = (within / self.piece, within % self.piece);
-            let here = left.min(self.piece - offset);
-            each(&self.pieces[index as usize], offset, at, here);
+            let (index, offset) = (within / self.chunk, within % self.chunk);
+            let here = left.min(self.chunk - offset);
+            each(&self.chunks[index as usize], offset, at, here);
             (at, left) = (at + here, left - here);
         }
     }
@@ -71,7 +71,7 @@ impl Areas {
         while left > 0 {
             let area = self.at(at).ok_or(CardAddr::new(at))?;
             let here = left.min(area.first + area.len - at);
-            area.pieces(at, here, |buffer, offset, at, len| each(area, buffer, offset, at, len));
+            area.chunks(at, here, |buffer, offset, at, len| each(area, buffer, offset, at, len));
             // No overflow: areas lie below 2^62.
             (at, left) = (at + here, left - here);
         }
@@ -96,9 +96,9 @@ impl GpuMemory {
             regions.push((region, index));
         }
         let whole = granule.bytes().max(PageSize::SIZE_2M.bytes());
-        let piece = info.max_allocation.min(info.max_buffer).min(HEAP) / whole * whole;
-        let piece = if piece == 0 { granule.bytes() } else { piece };
-        Arc::new(Self { gpu: gpu.clone(), regions, piece, areas: Mutex::default() })
+        let chunk = info.max_allocation.min(info.max_buffer).min(HEAP) / whole * whole;
+        let chunk = if chunk == 0 { granule.bytes() } else { chunk };
+        Arc::new(Self { gpu: gpu.clone(), regions, chunk, areas: Mutex::default() })
     }
 
     pub fn regions(&self) -> Vec<Region> {
@@ -130,11 +130,11 @@ impl GpuMemory {
             return Err(refused);
         }
         // Without the lock: a driver may take long.
-        let mut pieces = Vec::new();
+        let mut chunks = Vec::new();
         let mut left = range.len();
         while left > 0 {
-            let len = left.min(self.piece);
-            pieces.push(self.gpu.device_buffer(len, *heap)?);
+            let len = left.min(self.chunk);
+            chunks.push(self.gpu.device_buffer(len, *heap)?);
             left -= len;
         }
         let (first, len) = (range.first().bits(), range.len());
@@ -142,7 +142,7 @@ impl GpuMemory {
         if taken(&areas) {
             return Err(refused);
         }
-        areas.0.insert(first, Arc::new(Area { first, len, piece: self.piece, pieces }));
+        areas.0.insert(first, Arc::new(Area { first, len, chunk: self.chunk, chunks }));
         Ok(())
     }
 

@@ -42,8 +42,8 @@ pub(crate) struct GpuQueue {
     regions: Regions,
     scratch: Scratch,
     /// The runs of the operation that is being written down.
-    near: Vec<Run>,
-    far: Vec<Run>,
+    host_runs: Vec<Run>,
+    device_runs: Vec<Run>,
     waiting: VecDeque<(Ticket, Operation)>,
     /// Ended without the GPU, after everything in flight.
     late: VecDeque<Completion>,
@@ -216,12 +216,12 @@ impl Parts {
     /// The runs behind device memory.
     fn device(&self, at: DeviceAddr, len: u64, writes: bool, into: &mut Vec<Run>) -> Result<(), OpError> {
         let mut card = |at: CardAddr, len, seen: Option<(&Arc<Buffer>, u64)>| {
-            self.memory.areas().resolve(at, len, |_, piece, offset, address, len| {
+            self.memory.areas().resolve(at, len, |_, chunk, offset, address, len| {
                 into.push(match seen {
-                    None => Run { buffer: piece.clone(), offset, address, len, behind: None },
+                    None => Run { buffer: chunk.clone(), offset, address, len, behind: None },
                     Some((buffer, first)) => {
                         let offset = first + (address - at.bits());
-                        Run { buffer: buffer.clone(), offset, address, len, behind: Some(piece.clone()) }
+                        Run { buffer: buffer.clone(), offset, address, len, behind: Some(chunk.clone()) }
                     }
                 });
             })
@@ -263,11 +263,11 @@ fn write(
     operation: &Operation,
     parts: &Parts,
     writer: &mut Writer<'_>,
-    (near, far): (&mut Vec<Run>, &mut Vec<Run>),
+    (host_runs, device_runs): (&mut Vec<Run>, &mut Vec<Run>),
     scratch: &mut Scratch,
 ) -> (u64, Result<(), OpError>) {
-    near.clear();
-    far.clear();
+    host_runs.clear();
+    device_runs.clear();
     let shape = operation.shape.as_deref();
     let advance = |at: DeviceAddr, by: u64| at.advance(by).expect("checked when it was submitted");
     let all = |done: Result<(), OpError>| (if done.is_ok() { operation.bytes() } else { 0 }, done);
@@ -280,48 +280,48 @@ fn write(
             let writes = *direction == Direction::FromHost;
             all(rows(shape, host.slice.len() as u64)
                 .try_for_each(|(in_host, in_device, len)| {
-                    parts.host(host, in_host, len, near)?;
-                    parts.device(advance(*at, in_device), len, writes, far)
+                    parts.host(host, in_host, len, host_runs)?;
+                    parts.device(advance(*at, in_device), len, writes, device_runs)
                 })
-                .map(|()| copies(*direction, writer, near, far)))
+                .map(|()| copies(*direction, writer, host_runs, device_runs)))
         }
         Work::Gather(g) => {
             for host in &g.host {
-                if let Err(e) = parts.host(host, 0, host.slice.len() as u64, near) {
+                if let Err(e) = parts.host(host, 0, host.slice.len() as u64, host_runs) {
                     return (0, Err(e));
                 }
             }
             let (mut bytes, mut done) = (0, Ok(()));
             for (at, len) in &g.device {
-                let before = far.len();
-                if let Err(e) = parts.device(*at, *len, g.direction == Direction::FromHost, far) {
-                    far.truncate(before);
+                let before = device_runs.len();
+                if let Err(e) = parts.device(*at, *len, g.direction == Direction::FromHost, device_runs) {
+                    device_runs.truncate(before);
                     done = Err(e);
                     break;
                 }
                 bytes += len;
             }
-            copies(g.direction, writer, near, far);
+            copies(g.direction, writer, host_runs, device_runs);
             (bytes, done)
         }
         Work::Within { from, to, len } => all(rows(shape, *len)
             .try_for_each(|(in_source, in_target, len)| {
-                parts.device(advance(*from, in_source), len, false, near)?;
-                parts.device(advance(*to, in_target), len, true, far)
+                parts.device(advance(*from, in_source), len, false, host_runs)?;
+                parts.device(advance(*to, in_target), len, true, device_runs)
             })
-            .map(|()| writer.copy_all((near, Side::Card), (far, Side::Card)))),
+            .map(|()| writer.copy_all((host_runs, Side::Card), (device_runs, Side::Card)))),
         Work::Fill { at, len, pattern } => {
             let mut each = Vec::new();
             let found = rows(shape, *len).try_for_each(|(_, in_device, len)| {
-                let before = far.len();
-                parts.device(advance(*at, in_device), len, true, far)?;
+                let before = device_runs.len();
+                parts.device(advance(*at, in_device), len, true, device_runs)?;
                 each.push(before);
                 Ok(())
             });
             all(found.map(|()| {
                 let mut phase = 0;
                 let mut starts = each.into_iter().peekable();
-                for (i, run) in far.iter().enumerate() {
+                for (i, run) in device_runs.iter().enumerate() {
                     // Every row begins with the first byte of the pattern.
                     if starts.next_if_eq(&i).is_some() {
                         phase = 0;
@@ -351,8 +351,8 @@ impl GpuQueue {
             hazards: Hazards::default(),
             regions: Regions::default(),
             scratch,
-            near: Vec::new(),
-            far: Vec::new(),
+            host_runs: Vec::new(),
+            device_runs: Vec::new(),
             waiting: VecDeque::new(),
             late: VecDeque::new(),
             in_flight: 0,
@@ -394,15 +394,20 @@ impl GpuQueue {
             && moved < BATCH_BYTES
             && let Some((ticket, operation)) = self.waiting.pop_front()
         {
-            let (bytes, result) =
-                write(&operation, &self.parts, &mut writer, (&mut self.near, &mut self.far), &mut self.scratch);
+            let (bytes, result) = write(
+                &operation,
+                &self.parts,
+                &mut writer,
+                (&mut self.host_runs, &mut self.device_runs),
+                &mut self.scratch,
+            );
             moved = moved.saturating_add(bytes);
             load.push(Completion { ticket, operation, result, bytes });
         }
         writer.emit();
         // They would keep buffers that nothing uses any more.
-        self.near.clear();
-        self.far.clear();
+        self.host_runs.clear();
+        self.device_runs.clear();
         if writer.to_host {
             self.channel.show_host(&recording);
         }

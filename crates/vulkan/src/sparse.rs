@@ -75,7 +75,7 @@ impl State {
 }
 
 /// Something to bind: where in the buffer, how much, and to which part of which memory.
-struct Piece {
+struct Binding {
     at: u64,
     len: u64,
     area: Arc<Area>,
@@ -97,15 +97,15 @@ impl Granule {
         // Twice the memory, so that there is room between buffers. This is the only sparse buffer of the device.
         let most = info.sparse.unwrap_or(0).min(info.max_buffer).min(LONGEST);
         let len = memory.saturating_mul(2).min(most) / LARGE.bytes() * LARGE.bytes();
-        let lacks = |missing: &str| Error::Unsuitable { name: info.name.clone(), missing: missing.to_owned() };
+        let unsuitable = |missing: &str| Error::Unsuitable { name: info.name.clone(), missing: missing.to_owned() };
         if len == 0 {
-            return Err(lacks("no address space for sparse buffers"));
+            return Err(unsuitable("no address space for sparse buffers"));
         }
         let (buffer, granule) = gpu.sparse_buffer(len)?;
         let size = [PageSize::SIZE_4K, PageSize::SIZE_16K, PageSize::SIZE_64K]
             .into_iter()
             .find(|size| size.bytes() >= granule)
-            .ok_or_else(|| lacks("it binds in pages of more than 64 KiB"))?;
+            .ok_or_else(|| unsuitable("it binds in pages of more than 64 KiB"))?;
         Ok(Self { buffer, size })
     }
 }
@@ -119,17 +119,17 @@ impl Granule {
 
 impl SparseMap {
     pub fn new(gpu: &Arc<Gpu>, Granule { buffer, size }: Granule) -> Result<Arc<Self>, Error> {
-        let lacks = |missing: String| Error::Unsuitable { name: gpu.info().name.clone(), missing };
+        let unsuitable = |missing: String| Error::Unsuitable { name: gpu.info().name.clone(), missing };
         let base = buffer.device_address().unwrap_or_default();
         let range = Span::new(DeviceVa::new(base), buffer.len()).filter(|range| range.is_aligned(size) && base > 0);
-        let range = range.ok_or_else(|| lacks(format!("its sparse buffer lies at {base:#x}")))?;
+        let range = range.ok_or_else(|| unsuitable(format!("its sparse buffer lies at {base:#x}")))?;
         let tables = HeapTables::new(CardAddr::new(0));
         let vm: Result<Box<dyn AnyVm + Send>, _> = match size {
             PageSize::SIZE_4K => Vm::<X86_64_4Level, _>::new(range, tables).map(|vm| Box::new(vm) as Box<_>),
             PageSize::SIZE_16K => Vm::<Arm64S1<14>, _>::new(range, tables).map(|vm| Box::new(vm) as Box<_>),
             _ => Vm::<Arm64S1<16>, _>::new(range, tables).map(|vm| Box::new(vm) as Box<_>),
         };
-        let vm = vm.map_err(|e| lacks(e.to_string()))?;
+        let vm = vm.map_err(|e| unsuitable(e.to_string()))?;
         let limit = if gpu.info().kind == "software GPU" { maps_left() } else { u64::MAX };
         let state = State { vm, last: 0, bound: BTreeMap::new(), retired: VecDeque::new(), limit };
         let timeline = Arc::new(Timeline::new(gpu)?);
@@ -341,7 +341,7 @@ fn mirror(
     touched: &[Span<DeviceVa>],
 ) -> Result<(), SpaceError> {
     let base = map.range.first().bits();
-    let (mut pieces, mut holes, mut missing): (Vec<Piece>, Vec<(u64, u64)>, _) = (Vec::new(), Vec::new(), None);
+    let (mut bindings, mut holes, mut missing): (Vec<Binding>, Vec<(u64, u64)>, _) = (Vec::new(), Vec::new(), None);
     let areas = memory.areas();
     for span in touched {
         let (mut next, end) = (span.first().bits() - base, span.last().bits() - base + 1);
@@ -353,7 +353,7 @@ fn mirror(
             next = at + len;
             let found = areas.resolve(mapped.to, len, |area, buffer, offset, address, len| {
                 let (area, buffer) = (area.clone(), buffer.clone());
-                pieces.push(Piece { at: at + (address - mapped.to.bits()), len, area, buffer, offset });
+                bindings.push(Binding { at: at + (address - mapped.to.bits()), len, area, buffer, offset });
             });
             missing = missing.or(found.err());
             ControlFlow::Continue(())
@@ -373,13 +373,13 @@ fn mirror(
         before.is_some_and(|(first, (bound, _))| first + bound > at)
     };
     holes.retain(|(at, len)| was_bound(state, *at, *len));
-    let replaced = pieces.iter().any(|p| was_bound(state, p.at, p.len));
-    let wanted = state.bound.len() as u64 + pieces.len() as u64;
+    let replaced = bindings.iter().any(|p| was_bound(state, p.at, p.len));
+    let wanted = state.bound.len() as u64 + bindings.len() as u64;
     if wanted > state.limit {
         return Err(driver(Error::TooManyBinds { wanted, limit: state.limit }));
     }
-    let bind = |p: &Piece| (p.at, p.len, p.buffer.memory().expect("device memory has memory").clone(), p.offset);
-    let backed: Vec<_> = pieces.iter().map(bind).collect();
+    let bind = |p: &Binding| (p.at, p.len, p.buffer.memory().expect("device memory has memory").clone(), p.offset);
+    let backed: Vec<_> = bindings.iter().map(bind).collect();
     let binds = backed.iter().map(|(at, len, memory, offset)| SparseBind {
         at: *at,
         len: *len,
@@ -397,17 +397,17 @@ fn mirror(
     let done = sent.map_err(Error::from).and_then(|()| if takes_away { map.wait(value) } else { Ok(()) });
     if let Err(e) = done {
         // The old memory stays in `bound`: it may be seen for ever. So may the new.
-        state.retired.push_back((u64::MAX, pieces.into_iter().map(|p| p.area).collect()));
+        state.retired.push_back((u64::MAX, bindings.into_iter().map(|p| p.area).collect()));
         return Err(match takes_away {
             true => SpaceError::Invalidate(Box::new(e)),
             false => driver(e),
         });
     }
-    for (at, len) in holes.iter().copied().chain(pieces.iter().map(|p| (p.at, p.len))) {
+    for (at, len) in holes.iter().copied().chain(bindings.iter().map(|p| (p.at, p.len))) {
         state.forget(at, at + len, &mut gone);
     }
     state.retired.push_back((value, gone));
-    state.bound.extend(pieces.into_iter().map(|p| (p.at, (p.len, p.area))));
+    state.bound.extend(bindings.into_iter().map(|p| (p.at, (p.len, p.area))));
     if takes_away {
         state.release(value);
     }

@@ -4,7 +4,7 @@
 //! zones of 64 MiB, added as they are needed. A new zone is first strewn with frames that "somebody else" holds; what
 //! is left between them are runs whose lengths depend on the fragmentation:
 //!
-//! * 0: no holes. Buffers come out in one piece.
+//! * 0: no holes. Buffers are contiguous.
 //! * 0.5: runs of 1 to 512 frames, uniform in their logarithm, as on a machine that has been up for a week.
 //! * 1: every other frame is taken. No two frames of a buffer are neighbours.
 //!
@@ -220,7 +220,7 @@ mod tests {
             let table = Frames::new(1 << 20, f, 1).allocate(4096).unwrap();
             4096 / table.segment_count()
         };
-        assert_eq!(mean(0.0), 4096, "one piece");
+        assert_eq!(mean(0.0), 4096, "contiguous");
         assert_eq!(mean(1.0), 1, "single frames");
         let (quarter, half, most) = (mean(0.25), mean(0.5), mean(0.75));
         assert!(quarter > half && half > most && most >= 1, "{quarter} {half} {most}");

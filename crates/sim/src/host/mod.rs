@@ -36,7 +36,7 @@ use self::iotlb::Iotlb;
 pub struct HostConfig {
     /// Physical memory in bytes, at most 16 TiB; rounded down to whole 64 MiB. Only what is pinned costs anything.
     pub memory: u64,
-    /// 0 (every buffer in one piece) to 1 (every frame on its own).
+    /// 0 (every buffer contiguous) to 1 (every frame on its own).
     pub fragmentation: f64,
     /// Same seed, same frames.
     pub seed: u64,
@@ -56,7 +56,7 @@ const IOVA_FIRST: u64 = 1 << 20;
 const IOVA_LAST: u64 = (1 << 39) - 1;
 const MSI_WINDOW: u64 = 0xfee0_0000;
 const MSI_LEN: u64 = 1 << 20;
-/// Faults kept; older ones are only counted.
+/// Faults in the log; older ones are only counted.
 const FAULT_LOG: usize = 256;
 
 /// State that the device side reads and the driver side changes.
@@ -305,7 +305,7 @@ impl<F: Format> Inner<F> {
             let (mut leaf, mut offset) = (PageSize::SIZE_64K, 0_u64);
             align = PageSize::SIZE_2M;
             for Segment { addr, len } in segments {
-                // Short segments, of which there may be many, need no look.
+                // Short segments, of which there may be many, need no check.
                 if len > leaf.bytes()
                     && let Some(fits) = F::PAGE_SIZES.largest_within(addr.bits(), len).filter(|fits| *fits > leaf)
                 {
@@ -426,7 +426,7 @@ impl<F: Format> HeldPort<'_, F> {
         at: Iova,
         len: u64,
         wanted: Access,
-        piece: &mut dyn FnMut(usize, VolatileSlice<'_>) -> bool,
+        each: &mut dyn FnMut(usize, VolatileSlice<'_>) -> bool,
     ) -> Result<(), DmaFault> {
         let mut done = 0;
         let mut pending: Option<Stretch> = None;
@@ -437,7 +437,7 @@ impl<F: Format> HeldPort<'_, F> {
                         None => Some(next),
                         Some((_, Some(joined))) => Some(joined),
                         Some((before, None)) => {
-                            if !piece((done - before.len()) as usize, self.view(before)) {
+                            if !each((done - before.len()) as usize, self.view(before)) {
                                 return Ok(());
                             }
                             Some(next)
@@ -447,7 +447,7 @@ impl<F: Format> HeldPort<'_, F> {
                 }
                 Err(reason) => {
                     if let Some(last) = pending
-                        && !piece((done - last.len()) as usize, self.view(last))
+                        && !each((done - last.len()) as usize, self.view(last))
                     {
                         return Ok(());
                     }
@@ -457,7 +457,7 @@ impl<F: Format> HeldPort<'_, F> {
             }
         }
         if let Some(last) = pending {
-            piece((done - last.len()) as usize, self.view(last));
+            each((done - last.len()) as usize, self.view(last));
         }
         Ok(())
     }
@@ -491,11 +491,11 @@ impl<F: Format> HeldPort<'_, F> {
 }
 
 impl<F: Format> HeldMem for HeldPort<'_, F> {
-    /// Translates `len` bytes from `at` and hands each contiguous piece of a buffer to `piece` with its offset, until
+    /// Translates `len` bytes from `at` and hands each contiguous stretch of a buffer to `each` with its offset, until
     /// that says false.
     ///
     /// Every page has been translated and checked, now or since the last invalidation. What is contiguous in the
-    /// buffer, as it is wherever IOVAs are, is copied in one piece all the same: many small copies cost more than the
+    /// buffer, as it is wherever IOVAs are, is copied at once all the same: many small copies cost more than the
     /// translations.
     #[inline]
     fn access(
@@ -503,23 +503,23 @@ impl<F: Format> HeldMem for HeldPort<'_, F> {
         at: Iova,
         len: usize,
         wanted: Access,
-        mut piece: impl FnMut(usize, VolatileSlice<'_>) -> bool,
+        mut each: impl FnMut(usize, VolatileSlice<'_>) -> bool,
     ) -> Result<(), DmaFault> {
         // Nearly always all of it lies behind one entry, and often behind the one before.
         if let Some(all) = self.translation.last(at, len, wanted) {
             *self.hits += 1;
-            piece(0, all);
+            each(0, all);
             return Ok(());
         }
         if let Some(entry) = self.tlb.find(at) {
             self.translation.keep(entry.first(), entry.access(), entry.bytes());
             if let Some(all) = self.translation.last(at, len, wanted) {
                 *self.hits += 1;
-                piece(0, all);
+                each(0, all);
                 return Ok(());
             }
         }
-        self.access_slowly(at, len as u64, wanted, &mut piece)
+        self.access_slowly(at, len as u64, wanted, &mut each)
     }
 
     #[inline]
@@ -528,7 +528,7 @@ impl<F: Format> HeldMem for HeldPort<'_, F> {
             let fault = DmaFault { at: into, wanted: Access::WRITE, reason: FaultReason::Misaligned, done: 0 };
             return Err(self.host.record(fault));
         }
-        // Aligned, so it lies in one page and in one piece.
+        // Aligned, so it lies in one page and one stretch.
         self.access(into, 8, Access::WRITE, |_, bytes| {
             bytes.store_u64(0, value).expect("an aligned word of 8 bytes");
             true
@@ -540,10 +540,10 @@ impl<F: Format> HeldMem for HeldPort<'_, F> {
             return self.write_word(into, 0);
         }
         self.access(into, 8 * words.len(), Access::WRITE, |done, bytes| {
-            // Pieces end at pages, so they are whole words.
+            // Stretches end at pages, so they are whole words.
             for (i, word) in words[done / 8..][..bytes.len() / 8].iter().enumerate() {
                 if let Some(word) = word {
-                    bytes.store_u64(8 * i, *word).expect("an aligned word of the piece");
+                    bytes.store_u64(8 * i, *word).expect("an aligned word of the stretch");
                 }
             }
             true

@@ -8,7 +8,7 @@ use dmalane_dma::{AnonHeap, Heap};
 use dmalane_iopt::{Arm64S1_4k, Format, PageTable, X86_64_4Level};
 use dmalane_queue::conformance::{Fixture, suite};
 use dmalane_queue::{
-    AddressPolicy, BalancePolicy, Class, DeviceAddr, DeviceQueue, Fenced, HostSlice, Queue, Registered, SharedHandle,
+    AddressPolicy, BalancePolicy, Class, DeviceAddr, DeviceQueue, HostSlice, Queue, Registered, SharedHandle,
     SharedOptions, SharedQueue, Split,
 };
 use dmalane_sim::{CardConfig, HostConfig, SoftBus, SoftHost, Workers};
@@ -80,7 +80,6 @@ trait Kind<F: Format> {
 struct One;
 struct Both;
 struct Balanced;
-struct Signalling;
 struct Shared;
 struct Boxed;
 
@@ -95,13 +94,6 @@ impl<F: Format> Kind<F> for Both {
     type Queue = Split<CardQueue<Bus<F>>, AddressPolicy>;
     fn queue(card: &Card<Bus<F>>) -> Self::Queue {
         Split::new(vec![card.queue(0).unwrap(), card.queue(1).unwrap()], AddressPolicy::new(card.areas()))
-    }
-}
-
-impl<F: Format> Kind<F> for Signalling {
-    type Queue = Fenced<CardQueue<Bus<F>>>;
-    fn queue(card: &Card<Bus<F>>) -> Self::Queue {
-        Fenced::new(card.queue(0).unwrap())
     }
 }
 
@@ -197,7 +189,6 @@ conformance! {
     by_va_one_worker: Arm64S1_4k, One, One, virtual true;
     by_va_workers_x86: X86_64_4Level, One, PerChannel, virtual true;
     boxed: Arm64S1_4k, Boxed, Inline, virtual false;
-    fenced: Arm64S1_4k, Signalling, Inline, virtual false;
     shared: Arm64S1_4k, Shared, Inline, virtual false;
     shared_workers: Arm64S1_4k, Shared, PerChannel, virtual false;
     split: Arm64S1_4k, Both, Inline, virtual false;
