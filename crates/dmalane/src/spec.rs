@@ -133,11 +133,11 @@ mod tests {
             ("vfio:", "vfio:BDF"),
             ("vfio:1", "vfio:BDF"),
             ("vfio-user", "vfio-user:SOCKET: a socket is missing"),
-            ("file", "file:PATH[,h2c=PATH,c2h=PATH]"),
+            ("file", "file:PATH[,c2h=PATH]"),
             ("ram", "ram:SIZE"),
             ("ram:0", "at least 1 byte"),
             ("ram:1M", "could mean"),
-            ("cuda", "cuda:NUMBER|UUID[,vmm]: "),
+            ("cuda", "cuda:NUMBER|UUID[,vmm][,lib=PATH]: "),
             ("cuda:x", "neither the number of a GPU nor its UUID"),
         ] {
             let error = bad.parse::<DeviceSpec>().unwrap_err().to_string();

@@ -121,7 +121,7 @@ fn text(devices: &[Listed]) -> String {
     }
     text += "\nEvery kind, as -d names it:\n";
     for Kind { syntax, description } in kinds() {
-        text += &format!("    {syntax:<32}{description}\n");
+        text += &format!("    {syntax:<36}{description}\n");
     }
     text
 }

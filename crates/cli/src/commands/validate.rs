@@ -58,8 +58,8 @@ Exit status: 0 all data was equal, 1 data differed or the device could not be me
 #[derive(Args)]
 #[command(after_help = EXAMPLES)]
 pub struct Validate {
-    /// The device, such as soft, daemon, vfio:BDF, file:PATH[,h2c=PATH,c2h=PATH], vulkan:N or cuda:N; `dmalane
-    /// devices` lists all kinds
+    /// The device, such as soft, daemon, vfio:BDF, file:PATH[,c2h=PATH], vulkan:N or cuda:N; `dmalane devices` lists
+    /// all kinds
     #[arg(short, long, value_name = "DEVICE", default_value = "soft", value_parser = device::Name, hide_possible_values = true)]
     device: DeviceSpec,
 
@@ -464,7 +464,7 @@ impl Validate {
             },
             Some(FileDeviceError::InUse(_)) => "unmount it first; validating writes to it",
             Some(FileDeviceError::ProbeAt { .. }) => "for example --probe-at 1MiB",
-            Some(FileDeviceError::NotMemory { .. }) => "name the file of each direction: file:PATH,h2c=PATH,c2h=PATH",
+            Some(FileDeviceError::NotMemory { .. }) => "name the file of each direction: file:PATH,c2h=PATH",
             Some(FileDeviceError::NoDirect { .. }) => "without --direct it is used through the page cache",
             _ => return failure,
         };

@@ -311,7 +311,7 @@ fn a_bad_command_line_is_explained() {
         (&["--registered", "--unregistered"], "cannot be used with"),
         (&["--json", "--csv"], "cannot be used with"),
         (&["--emulate", "wire"], "the links are half-egress-14"),
-        (&["-d", "gpu0"], "vfio:BDF, vfio-user:SOCKET, file:PATH[,h2c=PATH,c2h=PATH], ram:SIZE"),
+        (&["-d", "gpu0"], "vfio:BDF, vfio-user:SOCKET, file:PATH[,c2h=PATH], ram:SIZE"),
         (&["-d", "file:"], "a path is empty"),
         (&["-d", "file:x,c2h="], "a path is empty"),
         (&["-d", "file:x", "--fit"], "--fit is for a card"),

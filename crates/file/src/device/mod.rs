@@ -41,7 +41,7 @@ use crate::source::{self, FUSE};
 use backend::Mover;
 use probe::Count;
 
-/// Which files a device consists of: `PATH[,h2c=PATH,c2h=PATH]`.
+/// Which files a device consists of: `PATH[,c2h=PATH]`.
 ///
 /// ```
 /// use dmalane_file::FileDevicePaths;
@@ -61,7 +61,7 @@ pub struct FileDevicePaths {
 
 /// A text that names no files.
 #[derive(Clone, PartialEq, Eq, Debug, Error)]
-#[error("{0:?} is not PATH[,h2c=PATH,c2h=PATH]: {1}")]
+#[error("{0:?} is not PATH[,c2h=PATH]: {1}")]
 pub struct BadFileDevicePaths(String, &'static str);
 
 impl FromStr for FileDevicePaths {
