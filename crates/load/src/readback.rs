@@ -99,12 +99,12 @@ impl OpenDevice {
     /// the same order for a safetensors file, the bytes for a raw one. The file appears whole or not at all.
     ///
     /// # Errors
-    /// [`Error::File`] names the path, as of [`Output::check`], and for a GGUF file, of which the device has the
+    /// [`Error::File`] names the path, as of [`Output::check`], and for a GGUF or `.npy` file, of which the device has the
     /// tensors alone; [`Error::Transfer`].
     pub fn save(&mut self, file: &LoadedFile, to: &Output) -> Result<(), Error> {
         let error = |what, source| Error::File { path: to.path().to_owned(), what, source };
-        if file.model.container == Container::Gguf {
-            return Err(error("save a GGUF file to it", io::ErrorKind::Unsupported.into()));
+        if matches!(file.model.container, Container::Gguf | Container::Npy) {
+            return Err(error("save a GGUF or .npy file to it", io::ErrorKind::Unsupported.into()));
         }
         let mut saving = to.begin()?;
         let mut out = BufWriter::with_capacity(1 << 20, saving.file());

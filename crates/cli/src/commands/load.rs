@@ -499,7 +499,7 @@ fn fraction(text: &str) -> Result<f64, String> {
 /// Refuses files of which the device gets too little to write them again.
 fn can_be_saved(input: &Input<FileQueue>) -> Result<(), Failure> {
     match input.container().map_err(|e| Failure::because("cannot save", &e))? {
-        Container::Gguf => {
+        Container::Gguf | Container::Npy => {
             let why = format!("--save cannot write {} again: the device gets its tensors alone", input.path.display());
             Err(Failure::new(why).hint("safetensors and raw files can be saved"))
         }

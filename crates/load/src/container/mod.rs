@@ -5,6 +5,7 @@
 
 pub mod gguf;
 mod lfs;
+pub mod npy;
 pub mod raw;
 pub mod safetensors;
 mod set;
@@ -64,6 +65,8 @@ containers! {
     Safetensors in safetensors,
     /// Tensors behind a binary header, as llama.cpp has them.
     Gguf in gguf,
+    /// One array, as NumPy saves it.
+    Npy in npy,
     /// One run of bytes.
     Raw in raw,
 }
@@ -179,6 +182,12 @@ pub enum FormatError {
     #[error("bad GGUF header: {reason}")]
     Gguf {
         /// What is wrong, and where.
+        reason: String,
+    },
+    /// The header of an `.npy` file does not parse.
+    #[error("bad .npy header: {reason}")]
+    Npy {
+        /// What is wrong.
         reason: String,
     },
     /// An index of shards does not parse.
