@@ -246,8 +246,8 @@ exported! {
         // SAFETY: the contract of the function: `count` segments are there.
         let bytes = unsafe { bytes(segments.cast(), len)? };
         let number = |b: &[u8]| b.try_into().map_or(0, u64::from_ne_bytes); // 8 bytes each, by the chunks
-        let each = bytes.chunks_exact(size_of::<DmlSegment>()).map(|piece| {
-            let (pa, len) = piece.split_at(8);
+        let each = bytes.chunks_exact(size_of::<DmlSegment>()).map(|segment| {
+            let (pa, len) = segment.split_at(8);
             Segment { addr: CardAddr::new(number(pa)), len: number(len) }
         });
         let made = objects::create_bo(device, each)?;

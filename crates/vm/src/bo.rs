@@ -86,7 +86,7 @@ impl Bo {
         Self { owner: Some(Box::new(owner)), ..self }
     }
 
-    /// In how many VMs it is bound. One counts until it was told that its device has forgotten the last binding
+    /// In how many VMs it is bound. A VM counts until its device has forgotten the last binding
     /// ([`Vm::invalidated`](crate::Vm::invalidated)), and once more for each page size in which it repeats the buffer.
     pub fn bound_vms(&self) -> usize {
         self.bound.load(Ordering::Relaxed)

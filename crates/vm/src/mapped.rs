@@ -1,4 +1,4 @@
-//! What a VM maps, told as runs: bindings joined with the leaves behind them.
+//! Runs of what a VM maps: bindings joined with the leaves behind them.
 
 use alloc::sync::Arc;
 use core::ops::ControlFlow;

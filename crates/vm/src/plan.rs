@@ -27,8 +27,8 @@ pub(crate) enum Step {
         end: u64,
         at: usize,
     },
-    /// The step can go on until page `end`: in the same chunk, and without all of it. Then no other nodes are needed, and
-    /// no other tables detached.
+    /// The step can go on until page `end`: in the same chunk, and without all of it. Then no other nodes are needed,
+    /// and no other tables detached.
     Unbind {
         first: u64,
         last: u64,
@@ -51,11 +51,11 @@ pub(crate) struct Scratch<A> {
     pub(crate) touched: Vec<u64>,
     pub(crate) lists: Lists<A>,
     /// Room for the lists of one commit.
-    pub(crate) parcel: Vec<Lists<A>>,
+    pub(crate) room_for_lists: Vec<Lists<A>>,
 }
 
-/// What a bind must be to continue the last step, one of a single page or of several such: then all that must be checked
-/// or prepared for it was so for them.
+/// What a bind must be to continue the last step, one of a single page or of several such: then all that must be
+/// checked or prepared for it was so for them.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct BindRun {
     /// Its page; [`NO_PAGE`] where none can continue.
@@ -81,7 +81,7 @@ pub(crate) struct Lists<A> {
     /// Detached tables.
     pub(crate) tables: Vec<A>,
     /// Bytes of buffers to be unbound that stay bound in the reserved part.
-    pub(crate) kept: u64,
+    pub(crate) still_bound: u64,
 }
 
 impl<A> Scratch<A> {
@@ -92,7 +92,7 @@ impl<A> Scratch<A> {
             run: BindRun::NONE,
             touched: Vec::new(),
             lists: Lists::new(),
-            parcel: Vec::new(),
+            room_for_lists: Vec::new(),
         }
     }
 
@@ -185,12 +185,12 @@ impl<F: Format, T: Tables> Vm<F, T> {
         self.scratch.clear_steps();
         let released = self.slots.end_plan();
         let lists = &mut self.scratch.lists;
-        let mut parcel = Vec::new();
+        let mut room_for_lists = Vec::new();
         if !lists.is_empty() {
-            parcel = core::mem::take(&mut self.scratch.parcel);
-            parcel.push(core::mem::replace(lists, Lists::new())); // there is room: `Vm::reserve`
+            room_for_lists = core::mem::take(&mut self.scratch.room_for_lists);
+            room_for_lists.push(core::mem::replace(lists, Lists::new())); // there is room: `Vm::reserve`
         }
-        Committed { first: None, lists: parcel, unmapped: unmapped << F::GRANULE.log2(), released }
+        Committed { first: None, lists: room_for_lists, unmapped: unmapped << F::GRANULE.log2(), released }
     }
 
     /// Undoes what planning did: nothing that can be seen.
@@ -230,7 +230,8 @@ impl<F: Format, T: Tables> Vm<F, T> {
         (first..=last).zip(at..).map(|(page, at)| self.bind_pages(page, page, self.scratch.records[at])).sum()
     }
 
-    /// Binds pages of one slot from `first` on, which have been touched and lie in one chunk, if nothing is bound there.
+    /// Binds pages of one slot from `first` on, which have been touched and lie in one chunk, if nothing is bound
+    /// there.
     #[inline]
     fn bind_vacant(
         records: &mut Records<F>,
@@ -281,7 +282,7 @@ impl<F: Format, T: Tables> Vm<F, T> {
             slot = self.slots.next_of(slot);
         }
         if !reserved {
-            self.scratch.lists.kept += self.slots.all_pages(first_slot) << F::GRANULE.log2();
+            self.scratch.lists.still_bound += self.slots.all_pages(first_slot) << F::GRANULE.log2();
         }
         unmapped
     }
@@ -289,15 +290,15 @@ impl<F: Format, T: Tables> Vm<F, T> {
     /// What of these pages is in the reserved part, or elsewhere: at most two parts.
     fn parts(&self, (first, last): (u64, u64), reserved: bool) -> [Option<(u64, u64)>; 2] {
         let some = |first: u64, last: u64| (first <= last).then_some((first, last));
-        let (kept_first, kept_last) = self.kept;
+        let (reserved_first, reserved_last) = self.reserved_pages;
         if reserved {
-            return [some(first.max(kept_first), last.min(kept_last)), None];
+            return [some(first.max(reserved_first), last.min(reserved_last)), None];
         }
-        if kept_first > kept_last {
+        if reserved_first > reserved_last {
             return [some(first, last), None];
         }
-        let below = kept_first.checked_sub(1).and_then(|end| some(first, last.min(end)));
-        [below, some(first.max(kept_last + 1), last)]
+        let below = reserved_first.checked_sub(1).and_then(|end| some(first, last.min(end)));
+        [below, some(first.max(reserved_last + 1), last)]
     }
 
     fn unbind_slot(&mut self, slot: u32, pages: (u64, u64)) -> u64 {
@@ -400,7 +401,7 @@ impl<A: Address> Committed<A> {
     /// Bytes that an [`UnbindBo`](crate::BindRequest::UnbindBo) of the batch has left bound, because they are in the
     /// reserved part of the VM, which only [`Vm::plan_reserved`] changes.
     pub fn kept_bytes(&self) -> u64 {
-        self.lists.iter().map(|lists| lists.kept).sum()
+        self.lists.iter().map(|lists| lists.still_bound).sum()
     }
 
     /// Bytes that were unmapped, including those that the same batch bound anew.
@@ -416,12 +417,12 @@ impl<A: Address> Committed<A> {
 
 impl<A> Lists<A> {
     pub(crate) const fn new() -> Self {
-        Self { spans: Vec::new(), prefetches: Vec::new(), tables: Vec::new(), kept: 0 }
+        Self { spans: Vec::new(), prefetches: Vec::new(), tables: Vec::new(), still_bound: 0 }
     }
 
     #[inline]
     pub(crate) fn is_empty(&self) -> bool {
-        self.spans.is_empty() && self.tables.is_empty() && self.prefetches.is_empty() && self.kept == 0
+        self.spans.is_empty() && self.tables.is_empty() && self.prefetches.is_empty() && self.still_bound == 0
     }
 
     /// Adds a span, joined to the last one where they touch, or where there is no room for another.

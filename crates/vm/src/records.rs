@@ -226,8 +226,8 @@ pub(crate) struct Records<F> {
     whole: Vec<u32>,
     /// Nodes that it takes to make records of single pages of all records.
     splits: u64,
-    /// The chunk of an empty node that stays with its table until a plan touches it: what unbinds a page alone and binds
-    /// one there again need not make them each time.
+    /// The chunk of an empty node that stays with its table until a plan touches it: what unbinds a page alone and
+    /// binds one there again need not make them each time.
     idle: u64,
     cursor: Cursor,
     /// The chunk that the plan touched last, if all of its nodes are as that left them.
@@ -399,8 +399,8 @@ impl<F: Format> Records<F> {
         Ok(id)
     }
 
-    /// Nodes with memory for all entries that are kept for unbinding parts of large bindings, which takes none beside: all
-    /// that can ever be needed, or as many as two spans need at worst.
+    /// Nodes with memory for all entries that are kept for unbinding parts of large bindings, which takes none beside:
+    /// all that can ever be needed, or as many as two spans need at worst.
     fn kept(&self) -> usize {
         self.splits.min(usize::max(4 * Self::LAST as usize, (1 << 13) >> F::INDEX_BITS) as u64) as usize
     }
@@ -720,8 +720,8 @@ impl<F: Format> Records<F> {
         Some(())
     }
 
-    /// Binds pages of one slot from `first` on, which have been touched and lie in one chunk, if nothing is bound there.
-    /// False where something is; nothing has changed then.
+    /// Binds pages of one slot from `first` on, which have been touched and lie in one chunk, if nothing is bound
+    /// there. False where something is; nothing has changed then.
     pub(crate) fn put_each(&mut self, slots: &mut Slots, first: u64, new: &[Record]) -> bool {
         let Some(node) = self.seek(first) else { return false };
         let i = Self::index(first, Self::LAST);

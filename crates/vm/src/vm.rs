@@ -17,8 +17,8 @@ use crate::{BindRequest, Binding, BindingTarget, Bo, Committed, Error, Plan, Pla
 /// Bindings and page table say the same at all times: every byte of a binding is mapped to the card memory of its
 /// buffer object with the binding's access, and nothing else is mapped.
 ///
-/// What a bind costs does not depend on how much is bound. Bindings are kept page by page (`records.rs` says how), 8
-/// bytes for each page of a chunk that is partly bound, and next to nothing for the middle of large ones.
+/// What a bind costs does not depend on how much is bound. Bindings are recorded page by page (`records.rs` says how),
+/// 8 bytes for each page of a chunk that is partly bound, and next to nothing for the middle of large ones.
 #[derive(Debug)]
 pub struct Vm<F, T: Tables> {
     id: VmId,
@@ -27,7 +27,7 @@ pub struct Vm<F, T: Tables> {
     /// First and last page of the range.
     pages: (u64, u64),
     /// First and last page of the reserved part; the first is above the last where there is none.
-    pub(crate) kept: (u64, u64),
+    pub(crate) reserved_pages: (u64, u64),
     pub(crate) null: Option<Segment<CardAddr>>,
     pub(crate) records: Records<F>,
     pub(crate) slots: Slots,
@@ -69,8 +69,8 @@ impl<F: Format, T: Tables> Vm<F, T> {
         Self::build(range, None, tables)
     }
 
-    /// The same, with a part of it kept for the driver itself: requests of [`plan`](Self::plan) that reach into it are
-    /// refused, those of [`plan_reserved`](Self::plan_reserved) must lie within.
+    /// The same, with a part of it reserved for the driver itself: requests of [`plan`](Self::plan) that reach into it
+    /// are refused, those of [`plan_reserved`](Self::plan_reserved) must lie within.
     ///
     /// # Errors
     /// As [`new`](Self::new); [`Error::OutsideVm`] when the reserved part is not within the range.
@@ -93,15 +93,15 @@ impl<F: Format, T: Tables> Vm<F, T> {
             let source = dmalane_iopt::Error::InputRange { at: Place::of(range.first()), len: range.len(), bits };
             return Err(Error::New { vm: range, source });
         }
-        let kept = reserved.map_or((u64::MAX, 0), pages_of::<F>);
+        let reserved_pages = reserved.map_or((u64::MAX, 0), pages_of::<F>);
         // The driver's bindings and those of others are never one, so that each can be taken away without the other.
-        let fences = reserved.map_or([0; 2], |_| [kept.0, kept.1 + 1]);
+        let fences = reserved.map_or([0; 2], |_| [reserved_pages.0, reserved_pages.1 + 1]);
         Ok(Self {
             id: VmId::new(),
             range,
             reserved,
             pages: pages_of::<F>(range),
-            kept,
+            reserved_pages,
             null: None,
             records: Records::new(fences).map_err(|Full| Error::NoMemory { vm: range })?,
             slots: Slots::new(F::INDEX_BITS),
@@ -229,8 +229,8 @@ impl<F: Format, T: Tables> Vm<F, T> {
     /// True for pages within the VM, none of which is reserved.
     #[inline(always)]
     fn is_open(&self, first: u64, last: u64) -> bool {
-        let (kept_first, kept_last) = self.kept;
-        first >= self.pages.0 && last <= self.pages.1 && (first > kept_last || last < kept_first)
+        let (reserved_first, reserved_last) = self.reserved_pages;
+        first >= self.pages.0 && last <= self.pages.1 && (first > reserved_last || last < reserved_first)
     }
 
     /// Unbinds one page, if it is bound, and neither the last one of its chunk nor of its buffer.
@@ -430,7 +430,7 @@ impl<F: Format, T: Tables> Vm<F, T> {
         if page != self.scratch.run.page {
             return false;
         }
-        let (pages, kept) = (self.pages, self.kept);
+        let (pages, reserved) = (self.pages, self.reserved_pages);
         let Scratch { run, steps, records, .. } = &mut self.scratch;
         let aligned = (va.bits() | offset) & (granule.bytes() - 1) == 0 && len == granule.bytes();
         let same = key(bo) == run.bo && access == run.record.access();
@@ -440,7 +440,7 @@ impl<F: Format, T: Tables> Vm<F, T> {
         match steps.last_mut() {
             Some(Step::BindEach { last, end, .. }) if page <= *end => *last = page,
             Some(step @ &mut Step::Bind { first, record, .. }) => {
-                let end = self.records.prepared_to(first).min(open_to(first, pages, kept));
+                let end = self.records.prepared_to(first).min(open_to(first, pages, reserved));
                 if page > end {
                     return false;
                 }
@@ -493,8 +493,11 @@ impl<F: Format, T: Tables> Vm<F, T> {
         self.check_span(span, batch)?;
         self.touch(first, last, cuts, batch)?;
         let (chunk_first, chunk_last) = Records::<F>::chunk_pages(Records::<F>::chunk(last));
-        let end =
-            open_to(last, self.pages, self.kept).min(if first <= chunk_first { chunk_last - 1 } else { chunk_last });
+        let end = open_to(last, self.pages, self.reserved_pages).min(if first <= chunk_first {
+            chunk_last - 1
+        } else {
+            chunk_last
+        });
         self.add_step(Step::Unbind { first, last, end })
     }
 
@@ -659,7 +662,7 @@ impl<F: Format, T: Tables> Vm<F, T> {
         if self.records.keep_nodes(batch.chunks).is_err() && batch.binds {
             return Err(self.no_memory());
         }
-        let Scratch { steps, touched, lists, parcel, .. } = &mut self.scratch;
+        let Scratch { steps, touched, lists, room_for_lists, .. } = &mut self.scratch;
         // At least as much as an unbind of one span needs, so that it finds that later.
         let spans = (steps.len() + touched.len()).max(3);
         // Chunks that were touched may turn out empty. Whatever the batch makes it may detach again.
@@ -668,7 +671,7 @@ impl<F: Format, T: Tables> Vm<F, T> {
         let detached = detached.max(4 * F::LEVELS as usize);
         let room = lists.spans.try_reserve(spans).is_ok() && lists.tables.try_reserve(detached).is_ok();
         let room = room && (!batch.binds || touched.try_reserve(2).is_ok());
-        if !room || parcel.try_reserve(1).is_err() {
+        if !room || room_for_lists.try_reserve(1).is_err() {
             return Err(self.no_memory());
         }
         Ok(())
@@ -692,19 +695,19 @@ impl<F: Format, T: Tables> Vm<F, T> {
     }
 
     #[inline(never)]
-    fn take_back(&mut self, mut parcel: Vec<Lists<T::Addr>>, released: u32) {
+    fn take_back(&mut self, mut room_for_lists: Vec<Lists<T::Addr>>, released: u32) {
         if released != NONE {
             self.slots.release(released);
         }
-        let Some(mut lists) = parcel.pop() else { return };
+        let Some(mut lists) = room_for_lists.pop() else { return };
         if !lists.tables.is_empty() {
             self.table.free_detached(lists.tables.drain(..));
         }
         // The room is for the next plan.
         lists.spans.clear();
         lists.prefetches.clear();
-        lists.kept = 0;
-        (self.scratch.lists, self.scratch.parcel) = (lists, parcel);
+        lists.still_bound = 0;
+        (self.scratch.lists, self.scratch.room_for_lists) = (lists, room_for_lists);
     }
 
     /// Makes larger leaves within the span where what is bound, by many requests perhaps, continues in the buffer
@@ -762,7 +765,7 @@ impl<F: Format, T: Tables> Vm<F, T> {
         self.range
     }
 
-    /// The part that is kept for the driver itself.
+    /// The part that is reserved for the driver itself.
     pub fn reserved(&self) -> Option<Span<DeviceVa>> {
         self.reserved
     }
@@ -863,10 +866,10 @@ fn pages_of<F: Format>(span: Span<DeviceVa>) -> (u64, u64) {
 
 /// The last page up to which all are as a page is that a batch may change: one of the VM, and reserved or not.
 #[inline]
-fn open_to(page: u64, (_, last): (u64, u64), (kept_first, kept_last): (u64, u64)) -> u64 {
-    match kept_first <= kept_last {
-        true if page < kept_first => last.min(kept_first - 1),
-        true if page <= kept_last => kept_last,
+fn open_to(page: u64, (_, last): (u64, u64), (reserved_first, reserved_last): (u64, u64)) -> u64 {
+    match reserved_first <= reserved_last {
+        true if page < reserved_first => last.min(reserved_first - 1),
+        true if page <= reserved_last => reserved_last,
         _ => last,
     }
 }

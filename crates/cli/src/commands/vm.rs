@@ -96,7 +96,8 @@ impl Replay {
         let shorter = |format: FormatId| {
             let bits = with_format!(format, F => <F as Format>::INPUT_BITS);
             format!(
-                "{format} translates addresses of {bits} bits; `dmalane load --record` chooses such with --va-bits {bits}"
+            let load = format!("`dmalane load --record` chooses such with --va-bits {bits}");
+            format!("{format} translates addresses of {bits} bits; {load}")
             )
         };
         let mut lines = Lines::new(from);

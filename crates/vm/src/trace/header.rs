@@ -66,11 +66,21 @@ impl RawSpan {
     }
 }
 
-#[derive(Serialize, Deserialize)]
+#[derive(Clone, Copy, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
-struct RawSegment {
+pub(super) struct RawSegment {
     pa: Number,
     len: Number,
+}
+
+impl RawSegment {
+    pub(super) fn of(segment: &Segment<CardAddr>) -> Self {
+        Self { pa: Number(segment.addr.bits()), len: Number(segment.len) }
+    }
+
+    pub(super) fn segment(self) -> Segment<CardAddr> {
+        Segment { addr: CardAddr::new(self.pa.0), len: self.len.0 }
+    }
 }
 
 impl TraceHeader {
@@ -106,7 +116,7 @@ impl TraceHeader {
             format,
             range: range.map(RawSpan::span).transpose()?,
             reserved: reserved.map(RawSpan::span).transpose()?,
-            null_page: null_page.map(|p| Segment { addr: CardAddr::new(p.pa.0), len: p.len.0 }),
+            null_page: null_page.map(RawSegment::segment),
         })
     }
 
@@ -118,7 +128,7 @@ impl TraceHeader {
             format: self.format.clone(),
             range: self.range.map(RawSpan::of),
             reserved: self.reserved.map(RawSpan::of),
-            null_page: self.null_page.map(|p| RawSegment { pa: Number(p.addr.bits()), len: Number(p.len) }),
+            null_page: self.null_page.as_ref().map(RawSegment::of),
         })
     }
 

@@ -53,12 +53,12 @@ impl<R: BufRead> Lines<R> {
             }
             any = true;
             let end = got.iter().position(|b| *b == b'\n');
-            let piece = &got[..end.unwrap_or(got.len())];
-            too_long |= self.line.len() + piece.len() > MAX_LINE;
+            let fragment = &got[..end.unwrap_or(got.len())];
+            too_long |= self.line.len() + fragment.len() > MAX_LINE;
             if !too_long {
-                self.line.extend_from_slice(piece);
+                self.line.extend_from_slice(fragment);
             }
-            let used = piece.len() + usize::from(end.is_some());
+            let used = fragment.len() + usize::from(end.is_some());
             self.from.consume(used);
             if end.is_some() {
                 break;

@@ -8,6 +8,7 @@ use serde::de::{IgnoredAny, SeqAccess, Visitor};
 use serde::{Deserialize, Deserializer, Serialize, Serializer};
 
 use super::error::plain;
+use super::header::RawSegment;
 use super::number::{Number, decimal};
 use super::{Line, TraceRefusal};
 
@@ -136,7 +137,7 @@ struct Fields {
     #[serde(default, skip_serializing_if = "Option::is_none")]
     access: Option<Letters>,
     #[serde(default, skip_serializing_if = "Option::is_none")]
-    segments: Option<Vec<Piece>>,
+    segments: Option<Vec<RawSegment>>,
     #[serde(default, skip_serializing_if = "Option::is_none")]
     more: Option<bool>,
     #[serde(default, skip_serializing_if = "Option::is_none")]
@@ -179,13 +180,6 @@ impl<'de> Deserialize<'de> for Ops {
         }
         d.deserialize_seq(Read)
     }
-}
-
-#[derive(Clone, Copy, Serialize, Deserialize)]
-#[serde(deny_unknown_fields)]
-struct Piece {
-    pa: Number,
-    len: Number,
 }
 
 #[derive(Clone, Copy)]
@@ -240,9 +234,8 @@ impl Fields {
         Ok(match self.op {
             Op::Bo => {
                 let id = need(self.id, "id")?;
-                let pieces = self.segments.ok_or(missing("segments"))?;
-                let segment = |p: Piece| Segment { addr: CardAddr::new(p.pa.0), len: p.len.0 };
-                let segments = pieces.into_iter().map(segment).collect();
+                let raw = self.segments.ok_or(missing("segments"))?;
+                let segments = raw.into_iter().map(RawSegment::segment).collect();
                 TraceOperation::Bo { id, segments, more: self.more.unwrap_or(false) }
             }
             Op::Destroy => TraceOperation::Destroy { id: need(self.id, "id")? },
@@ -285,8 +278,7 @@ impl Fields {
         match operation {
             TraceOperation::Bo { id, segments, more } => {
                 fields.id = number(*id);
-                let piece = |s: &Segment<CardAddr>| Piece { pa: Number(s.addr.bits()), len: Number(s.len) };
-                fields.segments = Some(segments.iter().map(piece).collect());
+                fields.segments = Some(segments.iter().map(RawSegment::of).collect());
                 fields.more = more.then_some(true);
             }
             TraceOperation::Destroy { id } => fields.id = number(*id),

@@ -74,10 +74,10 @@ impl<W: Write> Recorder<W> {
         let segments: Vec<_> = bo.sg().segments().collect();
         let mut rest = segments.as_slice();
         loop {
-            let (piece, behind) = rest.split_at(rest.len().min(SEGMENTS_PER_LINE));
-            let line = TraceOperation::Bo { id, segments: piece.to_vec(), more: !behind.is_empty() };
+            let (head, tail) = rest.split_at(rest.len().min(SEGMENTS_PER_LINE));
+            let line = TraceOperation::Bo { id, segments: head.to_vec(), more: !tail.is_empty() };
             writeln!(self.out, "{}", line.line())?;
-            rest = behind;
+            rest = tail;
             if rest.is_empty() {
                 break;
             }
