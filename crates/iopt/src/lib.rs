@@ -1,4 +1,4 @@
-//! IO page tables: shared walkers, one file per format, table memory behind a trait.
+//! IO page tables: shared walkers, one file per family of formats, table memory behind a trait.
 //!
 //! A [`Format`] says what the bits of an entry mean, [`Tables`] says where tables live, and [`PageTable`] walks: it
 //! maps a whole scatter list in one call, unmaps into a [`FlushList`], and strides over what is mapped by leaf.

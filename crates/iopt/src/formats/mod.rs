@@ -1,4 +1,4 @@
-//! The formats, one file each, and the list of them.
+//! The formats, one file per family, and the list of them.
 
 mod agx_uat;
 mod amd_v1;
