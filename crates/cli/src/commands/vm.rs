@@ -95,10 +95,8 @@ impl Replay {
         let wrong = |e: TraceError| Failure::because(format!("{name} cannot be replayed"), &e);
         let shorter = |format: FormatId| {
             let bits = with_format!(format, F => <F as Format>::INPUT_BITS);
-            format!(
             let load = format!("`dmalane load --record` chooses such with --va-bits {bits}");
             format!("{format} translates addresses of {bits} bits; {load}")
-            )
         };
         let mut lines = Lines::new(from);
         let header = TraceHeader::read(&mut lines).map_err(wrong)?;
