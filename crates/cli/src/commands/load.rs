@@ -50,7 +50,7 @@ Examples:
     tensor           dtype  shape      bytes   device VA
     encoder.0.bias   F32    [384]       1536   0x100000000..0x100000600
 
-Files named *.safetensors and GGUF files are parsed; any other file is loaded as one run of bytes.
+Safetensors, GGUF and NumPy files are parsed; any other file is loaded as one run of bytes.
 A directory, or a *.safetensors.index.json, stands for the files of the model.
 Addresses are START..END, without END. Rates are in GB/s (10^9 bytes), sizes in GiB (2^30).
 
@@ -58,8 +58,8 @@ Exit status: 0 loaded (and verified), 1 bad file or mismatch, 2 usage error.";
 
 /// Load files into device memory.
 ///
-/// Parses files named *.safetensors and binds each tensor at its own device address. Loads any other file as one run of
-/// bytes.
+/// Parses safetensors, GGUF and NumPy files and binds each tensor at its own device address. Loads any other file as one
+/// run of bytes.
 #[derive(Args)]
 #[command(
     after_help = EXAMPLES,
