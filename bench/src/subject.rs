@@ -1,7 +1,6 @@
 //! One way to do a job: what every variant offers, ours, and the floor.
 
 use std::hint::black_box;
-use std::sync::OnceLock;
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use dmalane::addr::{Access, Iova, PhysAddr, Span};
@@ -95,8 +94,8 @@ pub struct Ours<F: Format, T: Tables = HeapTables<PhysAddr>> {
     table: Option<PageTable<F, Iova, PhysAddr, T>>,
 }
 
-/// Table memory that a device walks.
-pub type Pool = &'static TablePool<'static, PhysAddr>;
+/// Table memory that a device walks, with one owner.
+pub type Pool = &'static mut TablePool<'static, PhysAddr>;
 
 /// Where our tables claim to be.
 pub const TABLES_AT: PhysAddr = PhysAddr::new(0x1000_0000);
@@ -111,12 +110,9 @@ impl Ours<Arm64S1_4k, Pool> {
     /// With tables in a pool, which stays for as long as the program runs.
     pub fn in_pool(name: &str, shape: Shape) -> Self {
         const TABLES: usize = 4096;
-        static POOL: OnceLock<TablePool<'static, PhysAddr>> = OnceLock::new();
-        let pool = POOL.get_or_init(|| {
-            let words = Vec::leak((0..TABLES * 512).map(|_| AtomicU64::new(0)).collect());
-            TablePool::new::<Arm64S1_4k>(TABLES_AT, words)
-        });
-        Self::in_memory(name, shape, pool)
+        let words = Vec::leak((0..TABLES * 512).map(|_| AtomicU64::new(0)).collect());
+        let pool = Box::new(TablePool::new::<Arm64S1_4k>(TABLES_AT, words));
+        Self::in_memory(name, shape, Box::leak(pool))
     }
 }
 

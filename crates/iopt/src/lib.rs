@@ -36,6 +36,7 @@ extern crate alloc;
 #[cfg(target_has_atomic = "64")]
 use core::sync::atomic;
 
+mod any;
 mod cut;
 mod dirty;
 mod error;
@@ -43,6 +44,7 @@ mod estimate;
 mod flush;
 mod format;
 mod formats;
+mod gather;
 mod map;
 #[cfg(target_has_atomic = "64")]
 mod pieces;
@@ -55,11 +57,13 @@ mod through;
 mod unmap;
 mod walk;
 
+pub use any::AnyTable;
 pub use error::{Error, Place};
 pub use estimate::TableEstimate;
 pub use flush::FlushList;
 pub use format::{Entry, Format, MAX_LEVELS, Register};
 pub use formats::*;
+pub use gather::Gather;
 #[cfg(target_has_atomic = "64")]
 pub use pool::{Stock, TablePool};
 pub use runs::{Run, Runs};

@@ -383,7 +383,7 @@ impl<F: Format, I: Address, O: Address, T: Tables> PageTable<F, I, O, T> {
         }
         if count == 1 {
             // A leaf in a list of such, or a call for each.
-            if F::decode(level, self.load(table, first)) != Entry::Invalid {
+            if !blank && F::decode(level, self.load(table, first)) != Entry::Invalid {
                 return (0, Some(Stop::Taken(first)));
             }
             self.store(table, first, F::encode_leaf(level, now.out, access));
@@ -460,11 +460,11 @@ impl<F: Format, I: Address, O: Address, T: Tables> PageTable<F, I, O, T> {
                     if self.made.try_reserve(1).is_err() {
                         return Err(Error::NoTables { at: Place::of(I::new(at)) });
                     }
-                    let next = self.allocate(at)?;
                     if l + 1 == level {
                         blank = true;
-                        next
+                        self.allocate_unzeroed(at)?
                     } else {
+                        let next = self.allocate(at)?;
                         (self.cursor.level, self.cursor.at) = (l, at);
                         match self.install_table(at, l, next)? {
                             None => next,
@@ -513,10 +513,13 @@ impl<F: Format, I: Address, O: Address, T: Tables> PageTable<F, I, O, T> {
             self.tables.free(next);
             return Ok(());
         }
+        let first = index::<F>(at, level);
+        let range = first..first + written;
+        if F::ENTRY_BYTES == 8 {
+            self.tables.zero_but(next, range.clone());
+        }
         if let Some(other) = self.install_table(at, level - 1, next)? {
             // What was written goes to the table of the handle that was first.
-            let first = index::<F>(at, level);
-            let range = first..first + written;
             if let Some(taken) = self.first_taken(other, level, range.clone()) {
                 self.tables.free(next);
                 let at = at + (taken - first) as u64 * page_size::<F>(level).bytes();

@@ -11,11 +11,11 @@ use crate::{Format, TableShape, Tables};
 
 /// Tables in a slice of words: a guest's memory, a region set aside at boot, or a `Vec` of the worst case.
 ///
-/// `&TablePool` is the [`Tables`]. Copies of it serve threads at the same time
-/// ([`PageTable::attach`](crate::PageTable::attach)), without a lock: tables that were never used are counted off,
-/// freed ones are a stack linked through their first words. Threads that free and take tables all the time each want a
-/// [`Stock`] of their own in front of that. Entries are stored in the machine's byte order, which is the devices' on
-/// little-endian ones.
+/// `&TablePool` is the [`Tables`], and `&mut TablePool` those of one owner, which are faster. Copies of the former
+/// serve threads at the same time ([`PageTable::attach`](crate::PageTable::attach)), without a lock: tables that were
+/// never used are counted off, freed ones are a stack linked through their first words. Threads that free and take
+/// tables all the time each want a [`Stock`] of their own in front of that. Entries are stored in the machine's byte
+/// order, which is the devices' on little-endian ones.
 ///
 /// ```
 /// # use std::sync::atomic::AtomicU64;
@@ -111,11 +111,24 @@ impl<'m, A: Address> TablePool<'m, A> {
         self.address(slot, 1)
     }
 
-    /// Zeroes tables from the one with this first word on.
-    fn zero(&self, first: usize, tables: usize) {
-        for word in &self.words[first..][..tables * self.table_words()] {
+    /// Zeroes words.
+    fn zero(&self, words: Range<usize>) {
+        for word in &self.words[words] {
             word.store(0, Ordering::Relaxed); // seen with the link to the table, which is a release
         }
+    }
+
+    /// The words of so many tables from this one on.
+    fn words_of(&self, table: A, tables: usize) -> Range<usize> {
+        let first = self.first(table);
+        first..first + tables * self.table_words()
+    }
+
+    /// [`Tables::zero_but`].
+    fn zero_words_but(&self, table: A, written: Range<usize>) {
+        let all = self.words_of(table, 1);
+        self.zero(all.start..all.start + written.start);
+        self.zero(all.start + written.end..all.end);
     }
 
     /// Takes slots that were never used.
@@ -184,7 +197,7 @@ impl<A: Address> Tables for &TablePool<'_, A> {
             return self.allocate();
         }
         let root = self.address(self.take_fresh(count)?, count)?;
-        self.zero(self.first(root), count);
+        self.zero(self.words_of(root, count));
         Some(root)
     }
 
@@ -194,8 +207,16 @@ impl<A: Address> Tables for &TablePool<'_, A> {
 
     fn allocate(&mut self) -> Option<A> {
         let table = self.take()?;
-        self.zero(self.first(table), 1);
+        self.zero(self.words_of(table, 1));
         Some(table)
+    }
+
+    fn allocate_unzeroed(&mut self) -> Option<A> {
+        self.take()
+    }
+
+    fn zero_but(&mut self, table: A, written: Range<usize>) {
+        self.zero_words_but(table, written);
     }
 
     /// # Panics
@@ -298,6 +319,100 @@ impl<A: Address> Tables for &TablePool<'_, A> {
     }
 }
 
+/// What [`Tables`] do with words, done by a pool.
+macro_rules! words_of_pool {
+    (|$tables:ident| $pool:expr) => {
+        fn zero_but(&mut self, table: A, written: Range<usize>) {
+            let $tables = self;
+            let pool: &TablePool<'_, A> = $pool;
+            pool.zero_words_but(table, written);
+        }
+
+        #[inline]
+        fn load(&self, table: A, index: usize) -> u64 {
+            let $tables = self;
+            let pool: &TablePool<'_, A> = $pool;
+            pool.load(table, index)
+        }
+
+        #[inline]
+        fn store(&mut self, table: A, index: usize, entry: u64) {
+            let $tables = self;
+            let mut pool: &TablePool<'_, A> = $pool;
+            pool.store(table, index, entry);
+        }
+
+        fn clear_bits(&mut self, table: A, index: usize, bits: u64) -> u64 {
+            let $tables = self;
+            let mut pool: &TablePool<'_, A> = $pool;
+            pool.clear_bits(table, index, bits)
+        }
+
+        #[inline]
+        fn update(&mut self, table: A, range: Range<usize>, each: impl FnMut(u64) -> Option<u64>) -> usize {
+            let $tables = self;
+            let mut pool: &TablePool<'_, A> = $pool;
+            pool.update(table, range, each)
+        }
+
+        #[inline]
+        fn edit(&mut self, table: A, range: Range<usize>, each: impl FnMut(&mut [u64]) -> usize) -> usize {
+            let $tables = self;
+            let mut pool: &TablePool<'_, A> = $pool;
+            pool.edit(table, range, each)
+        }
+
+        #[inline]
+        fn fill(&mut self, table: A, range: Range<usize>, each: impl FnMut(&mut [u64]) -> usize) -> usize {
+            let $tables = self;
+            let mut pool: &TablePool<'_, A> = $pool;
+            pool.fill(table, range, each)
+        }
+
+        fn is_zero(&self, table: A, range: Range<usize>) -> bool {
+            let $tables = self;
+            let pool: &TablePool<'_, A> = $pool;
+            pool.is_zero(table, range)
+        }
+    };
+}
+
+/// The same for one owner: nobody else changes the tables, so a page table remembers where it was from call to call. A
+/// device may walk them, and every entry of a linked table is still one atomic store.
+impl<A: Address> Tables for &mut TablePool<'_, A> {
+    type Addr = A;
+
+    words_of_pool!(|pool| &**pool);
+
+    fn prepare(&mut self, shape: TableShape) -> bool {
+        (&**self).prepare(shape)
+    }
+
+    fn allocate_root(&mut self) -> Option<A> {
+        (&**self).allocate_root()
+    }
+
+    fn free_root(&mut self, root: A) {
+        (&**self).free_root(root);
+    }
+
+    fn allocate(&mut self) -> Option<A> {
+        (&**self).allocate()
+    }
+
+    fn allocate_unzeroed(&mut self) -> Option<A> {
+        self.take()
+    }
+
+    fn free(&mut self, table: A) {
+        (&**self).free(table);
+    }
+
+    fn reserve(&mut self, tables: usize) -> bool {
+        (&**self).reserve(tables)
+    }
+}
+
 /// One handle's stock of tables, in front of a [`TablePool`]: made by [`TablePool::stock`] for
 /// [`PageTable::attach`](crate::PageTable::attach), one for each thread.
 ///
@@ -361,13 +476,17 @@ impl<A: Address> Tables for Stock<'_, A> {
     }
 
     fn allocate(&mut self) -> Option<A> {
+        let table = self.allocate_unzeroed()?;
+        self.pool.zero(self.pool.words_of(table, 1));
+        Some(table)
+    }
+
+    fn allocate_unzeroed(&mut self) -> Option<A> {
         self.reserved = self.reserved.saturating_sub(1);
         if self.tables.is_empty() {
             self.take_neighbours();
         }
-        let Some(table) = self.tables.pop() else { return self.pool.allocate() };
-        self.pool.zero(self.pool.first(table), 1);
-        Some(table)
+        self.tables.pop().or_else(|| self.pool.take())
     }
 
     fn free(&mut self, table: A) {
@@ -378,41 +497,10 @@ impl<A: Address> Tables for Stock<'_, A> {
         }
     }
 
-    #[inline]
-    fn load(&self, table: A, index: usize) -> u64 {
-        self.pool.load(table, index)
-    }
-
-    #[inline]
-    fn store(&mut self, table: A, index: usize, entry: u64) {
-        self.pool.store(table, index, entry);
-    }
+    words_of_pool!(|stock| stock.pool);
 
     fn install(&mut self, table: A, index: usize, entry: u64) -> Result<(), u64> {
         self.pool.install(table, index, entry)
-    }
-
-    fn clear_bits(&mut self, table: A, index: usize, bits: u64) -> u64 {
-        self.pool.clear_bits(table, index, bits)
-    }
-
-    #[inline]
-    fn update(&mut self, table: A, range: Range<usize>, each: impl FnMut(u64) -> Option<u64>) -> usize {
-        self.pool.update(table, range, each)
-    }
-
-    #[inline]
-    fn edit(&mut self, table: A, range: Range<usize>, each: impl FnMut(&mut [u64]) -> usize) -> usize {
-        self.pool.edit(table, range, each)
-    }
-
-    #[inline]
-    fn fill(&mut self, table: A, range: Range<usize>, each: impl FnMut(&mut [u64]) -> usize) -> usize {
-        self.pool.fill(table, range, each)
-    }
-
-    fn is_zero(&self, table: A, range: Range<usize>) -> bool {
-        self.pool.is_zero(table, range)
     }
 
     fn reserve(&mut self, tables: usize) -> bool {

@@ -29,6 +29,8 @@ pub struct PageTable<F, I, O, T: Tables> {
     pub(crate) cursor: Cursor<T::Addr>,
     /// The tables that the present map call has linked: an address that each translates, its level in the low bits.
     pub(crate) made: Vec<u64>,
+    /// By address of a table of the last level, an entry that was valid when it was last looked at.
+    pub(crate) witnesses: [u16; 64],
     kinds: PhantomData<fn(I) -> (F, O)>,
 }
 
@@ -91,7 +93,7 @@ impl<F: Format, I: Address, O: Address, T: Tables> PageTable<F, I, O, T> {
 
     fn at_root(tables: T, root: T::Addr) -> Self {
         let (cursor, made) = (Cursor::new(root), Vec::new());
-        Self { tables, root, leaves: [0; Kind::COUNT], cursor, made, kinds: PhantomData }
+        Self { tables, root, leaves: [0; Kind::COUNT], cursor, made, witnesses: [0; 64], kinds: PhantomData }
     }
 
     /// The address of the root table, to be programmed into the device. It never changes.
@@ -221,7 +223,18 @@ impl<F: Format, I: Address, O: Address, T: Tables> PageTable<F, I, O, T> {
 
     /// A table whose address fits into an entry. `at` is for the message.
     pub(crate) fn allocate(&mut self, at: u64) -> Result<T::Addr, Error> {
-        let table = self.tables.allocate().ok_or(Error::NoTables { at: Place::of(I::new(at)) })?;
+        let table = self.tables.allocate();
+        self.fitting(table, at)
+    }
+
+    /// The same for a table that is filled before it is linked: see [`Tables::allocate_unzeroed`].
+    pub(crate) fn allocate_unzeroed(&mut self, at: u64) -> Result<T::Addr, Error> {
+        let table = if F::ENTRY_BYTES == 8 { self.tables.allocate_unzeroed() } else { self.tables.allocate() };
+        self.fitting(table, at)
+    }
+
+    fn fitting(&mut self, table: Option<T::Addr>, at: u64) -> Result<T::Addr, Error> {
+        let table = table.ok_or(Error::NoTables { at: Place::of(I::new(at)) })?;
         if !fits::<F, T>(table, TableShape::of::<F>().table) {
             self.tables.free(table);
             return Err(Error::TableAddress { at: Place::of(table) });

@@ -72,6 +72,19 @@ pub trait Tables {
     /// hold. `None` when there is no memory for it.
     fn allocate(&mut self) -> Option<Self::Addr>;
 
+    /// As [`allocate`](Self::allocate), but the words may be anything: the table will be written, and the rest of it
+    /// [zeroed](Self::zero_but), before it is linked. An implementation that zeroes tables overrides both.
+    #[inline]
+    fn allocate_unzeroed(&mut self) -> Option<Self::Addr> {
+        self.allocate()
+    }
+
+    /// Zeroes the words of a table from [`allocate_unzeroed`](Self::allocate_unzeroed) beside those of `written`.
+    #[inline]
+    fn zero_but(&mut self, table: Self::Addr, written: Range<usize>) {
+        let _ = (table, written);
+    }
+
     /// Takes a table back. Nothing points to it any more, and no device remembers it.
     fn free(&mut self, table: Self::Addr);
 
@@ -147,7 +160,7 @@ pub trait Tables {
     }
 
     /// As [`edit`](Self::edit), in a table that nothing points to yet: no device and no other handle sees it before it
-    /// is linked, which orders these stores before it. The words of `range` are 0; what `each` is given need not be.
+    /// is linked, which orders these stores before it. What `each` is given may be anything.
     ///
     /// An implementation overrides it to store plainly, many words at a time, without reading them.
     #[inline]
@@ -318,15 +331,28 @@ impl<A: Address> Tables for HeapTables<A> {
     }
 
     fn allocate(&mut self) -> Option<A> {
+        let used_before = !self.free.is_empty();
+        let table = self.allocate_unzeroed()?;
+        if used_before {
+            self.zero_but(table, 0..0);
+        }
+        Some(table)
+    }
+
+    fn allocate_unzeroed(&mut self) -> Option<A> {
         if self.in_use() >= self.limit {
             return None;
         }
-        if let Some(slot) = self.free.pop() {
-            let (slot, words) = (slot as usize, self.table_words());
-            self.words[slot * words..][..words].fill(0);
-            return self.addr(slot);
+        match self.free.pop() {
+            Some(slot) => self.addr(slot as usize),
+            None => self.push(),
         }
-        self.push()
+    }
+
+    fn zero_but(&mut self, table: A, written: Range<usize>) {
+        let (first, words) = (self.first(table), self.table_words());
+        self.words[first..first + written.start].fill(0);
+        self.words[first + written.end..first + words].fill(0);
     }
 
     /// # Panics

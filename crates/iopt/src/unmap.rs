@@ -274,13 +274,36 @@ impl<F: Format, I: Address, O: Address, T: Tables> PageTable<F, I, O, T> {
         }
         if detach == Detach::Emptied && !T::SHARED {
             let beside = i + 1 < end && !self.is_invalid(table, level, i + 1);
-            if !beside && self.is_empty_but(table, level, i, i) {
+            if !beside && !self.has_another(table, i) {
                 return false;
             }
         }
         self.store(table, i, 0);
         self.uncount(level, 1, 0);
         true
+    }
+
+    /// True when a table of the last level has a valid entry other than the one at `i`. An entry that answered this for
+    /// one of the last tables is asked first, or pages that go in random order would search their table each time.
+    fn has_another(&mut self, table: T::Addr, i: usize) -> bool {
+        const CHUNK: usize = 16;
+        let level = F::LEVELS - 1;
+        let slot = (table.bits() >> (F::INDEX_BITS + F::ENTRY_BYTES.trailing_zeros())) as usize % self.witnesses.len();
+        let known = usize::from(self.witnesses[slot]);
+        if known != i && !self.is_invalid(table, level, known) {
+            return true;
+        }
+        let another = |k: usize| k != i && !self.is_invalid(table, level, k);
+        let end = entries::<F>(level);
+        let found = (0..end.div_ceil(CHUNK)).find_map(|chunk| {
+            let range = chunk * CHUNK..((chunk + 1) * CHUNK).min(end);
+            let some = !slots::is_zero::<F, T>(&self.tables, table, range.clone());
+            if some { range.clone().find(|&k| another(k)) } else { None }
+        });
+        if let Some(found) = found {
+            self.witnesses[slot] = found as u16; // below 2^13
+        }
+        found.is_some()
     }
 
     #[inline(never)]

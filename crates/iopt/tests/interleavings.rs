@@ -17,7 +17,7 @@ use std::sync::Arc;
 use std::sync::atomic::AtomicUsize;
 
 use dmalane_addr::{Access, Iova, PageSize, PageSizes, PhysAddr, Span};
-use dmalane_iopt::{Entry, Error, FaultKind, Format, PageTable, Register, TableShape, Tables, walk};
+use dmalane_iopt::{Entry, Error, FaultKind, Format, Gather, PageTable, Register, TableShape, Tables, walk};
 use loom::sync::atomic;
 use loom::sync::atomic::{AtomicU64, Ordering};
 use loom::thread;
@@ -278,6 +278,51 @@ fn watched<T: Tables<Addr = PhysAddr> + Copy + Send + 'static>(of: impl Fn(Share
 #[test]
 fn a_device_walks_meanwhile() {
     explore("a_device_walks_meanwhile", None, || watched(|pool, _| pool));
+}
+
+/// A device walks while pages are unmapped, gathered, flushed, and their table serves other pages. The invalidation
+/// waits for the walk that is under way, as those of an IOMMU do: so the device finds a page where it was, or nothing,
+/// and never what the table maps after the flush. `early` frees the table before.
+fn gathered(early: bool) {
+    type F = Tiny<2>;
+    let (pool, _) = pool::<F>(2); // the root, and the one table that serves twice
+    let mut table = Table::<F, _>::new(pool).unwrap();
+    (0..2).for_each(|n| map(&mut table, n));
+    let root = table.root().bits();
+    let walking = loom::sync::Arc::new(loom::sync::Mutex::new(()));
+    let device = thread::spawn({
+        let walking = walking.clone();
+        move || {
+            let _walk = walking.lock().unwrap();
+            let seen = walk::<F>(root, 0, |word| pool.read(word)).map(|walked| walked.to).map_err(|fault| fault.kind);
+            assert!([Ok(place(0).bits()), Err(FaultKind::NotPresent)].contains(&seen), "the device saw {seen:?}");
+        }
+    });
+    let mut gather = Gather::new();
+    let pair = Span::new(Iova::new(0), 2 * PAGE).unwrap();
+    gather.add(table.unmap(pair).unwrap()).unwrap();
+    assert_eq!((gather.tables(), gather.ranges()), (1, &[pair][..]));
+    if early {
+        table.flush(&mut gather, |_| ());
+        map(&mut table, 2);
+        drop(walking.lock().unwrap());
+    } else {
+        table.flush(&mut gather, |_| drop(walking.lock().unwrap()));
+        map(&mut table, 2);
+    }
+    device.join().unwrap();
+    assert_eq!([0, 2].map(|n| found(&table, n)), [None, Some(place(2))]);
+}
+
+#[test]
+fn gathered_tables_serve_again_after_the_flush() {
+    explore("gathered_tables_serve_again_after_the_flush", None, || gathered(false));
+}
+
+#[test]
+#[should_panic(expected = "the device saw Ok(1056768)")] // where page 2 is
+fn caught_tables_freed_before_the_flush() {
+    explore("caught_tables_freed_before_the_flush", None, || gathered(true));
 }
 
 /// The stack of freed tables: one thread is about to take the top when another takes two and puts the first one back.

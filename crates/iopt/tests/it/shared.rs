@@ -5,8 +5,8 @@ use std::thread;
 
 use dmalane_addr::{Access, Iova, PhysAddr, Segment, Span};
 use dmalane_iopt::{
-    Arm64S1, Arm64S1_4k, Arm64S2_16k, Error, Format, PageTable, Stock, TablePool, TableShape, Tables, X86_64_4Level,
-    walk,
+    Arm64S1, Arm64S1_4k, Arm64S2_16k, Armv7, Error, Format, HeapTables, PageTable, Stock, TablePool, TableShape,
+    Tables, X86_64_4Level, walk,
 };
 
 type Table<'p, F> = PageTable<F, Iova, PhysAddr, &'p TablePool<'p, PhysAddr>>;
@@ -145,6 +145,62 @@ fn stripes_with_groups() {
 #[test]
 fn stripes_with_a_large_root() {
     stripes::<Arm64S2_16k>(200);
+}
+
+/// The same calls on a heap, a pool that is shared and a pool with one owner give the same leaves, and a device that
+/// walks finds nothing of what the memory held before.
+fn one_owner<F: Format>() {
+    let page = F::GRANULE.bytes();
+    let block = page << F::INDEX_BITS;
+    let (one, two) = (memory::<F>(60), memory::<F>(60));
+    let base = PhysAddr::new(1 << 20);
+    let (mut owned, shared) = (TablePool::new::<F>(base, &one), TablePool::new::<F>(base, &two));
+    let mut heap = PageTable::<F, Iova, PhysAddr, _>::new(HeapTables::new(base)).unwrap();
+    let mut owned = PageTable::<F, Iova, PhysAddr, _>::new(&mut owned).unwrap();
+    let mut shared = PageTable::<F, Iova, PhysAddr, _>::new(&shared).unwrap();
+    // A pool counts a large root as several tables.
+    let root = owned.tables().in_use() - heap.tables().in_use();
+    let mut random = Random(7);
+    let all = Span::new(Iova::new(0), 1 << F::INPUT_BITS).unwrap();
+    for _ in 0..2000 {
+        let at = Iova::new(random.below(4) * block + random.below(1 << F::INDEX_BITS) * page);
+        let pages = [1, 1, 3, 1 + random.below(2 << F::INDEX_BITS)][random.below(4) as usize];
+        if random.below(2) == 0 {
+            let to = random.below(1 << 9) * page;
+            let list: Vec<_> = match random.below(2) {
+                0 => vec![Segment { addr: PhysAddr::new(to), len: pages * page }],
+                _ => (0..pages).map(|n| Segment { addr: PhysAddr::new(to + 2 * n * page), len: page }).collect(),
+            };
+            let map = heap.map_sg(at, list.iter().copied(), Access::READ);
+            assert_eq!(owned.map_sg(at, list.iter().copied(), Access::READ), map);
+            assert_eq!(shared.map_sg(at, list, Access::READ), map);
+        } else {
+            let span = Span::new(at, pages * page).unwrap();
+            let list = heap.unmap(span).unwrap();
+            let flush = owned.unmap(span).unwrap();
+            assert_eq!((flush.bytes(), flush.tables().len()), (list.bytes(), list.tables().len()));
+            heap.free_tables(list);
+            owned.free_tables(flush);
+            let flush = shared.unmap(span).unwrap();
+            shared.free_tables(flush);
+        }
+        assert_eq!(owned.tables().in_use(), root + heap.tables().in_use());
+        let walked = walk::<F>(owned.root().bits(), at.bits(), |word| owned.tables().read(word));
+        assert_eq!(walked.map(|w| w.to).ok(), heap.lookup(at).and_then(|leaf| leaf.translate(at)).map(|to| to.bits()));
+    }
+    // Where an empty table was left behind, the leaves of the pool that is shared are smaller.
+    assert!(owned.runs(all).eq(heap.runs(all)));
+    assert_eq!(shared.mapped_bytes(), heap.mapped_bytes());
+    let tables = owned.into_tables();
+    assert_eq!(tables.in_use(), 0);
+}
+
+#[test]
+fn a_pool_with_one_owner() {
+    one_owner::<X86_64_4Level>();
+    one_owner::<Arm64S1<12, 48, true>>();
+    one_owner::<Arm64S2_16k>();
+    one_owner::<Armv7>();
 }
 
 /// One handle unmaps, splits and maps again what another has mapped: each counts its own doing, and the sum is right.

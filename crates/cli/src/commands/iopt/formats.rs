@@ -4,9 +4,7 @@ use std::fmt;
 use std::path::Path;
 
 use dmalane::addr::{Access, Iova, PageSize, PhysAddr};
-use dmalane::iopt::{
-    self, Error, FaultKind, Format, FormatId, PageTable, Register, TableShape, WalkFault, Walked, with_format,
-};
+use dmalane::iopt::{self, Error, FaultKind, Format, FormatId, Register, WalkFault, Walked, with_format};
 
 use super::image::{Image, ImageTables};
 use super::spec::{Mapping, wrong};
@@ -65,7 +63,26 @@ impl Refused {
 
 /// Builds tables from `base` on.
 pub fn build(format: FormatId, mappings: &[Mapping], base: u64) -> Result<Built, Refused> {
-    with_format!(format, F => build_as::<F>(mappings, base))
+    let tables = ImageTables::new(base);
+    let table = format.table::<Iova, PhysAddr, _>(tables);
+    let mut table = table.map_err(|e| Refused::Base(e, format.table_shape().root))?;
+    let granule = table.granule();
+    for (i, m) in mappings.iter().enumerate() {
+        for (field, value) in [("va", m.va), ("pa", m.pa), ("len", m.len)] {
+            if !value.is_multiple_of(granule.bytes()) {
+                return Err(Refused::Misaligned { mapping: i, field, value, granule });
+            }
+        }
+        let mapped = table.map(Iova::new(m.va), PhysAddr::new(m.pa), m.len, m.access);
+        mapped.map_err(|e| Refused::Mapping(i, e))?;
+    }
+    Ok(Built {
+        root: table.root().bits(),
+        tables: table.tables().count(),
+        leaves: table.leaf_counts(),
+        registers: table.registers(),
+        bytes: table.tables_mut().take(),
+    })
 }
 
 /// Translates one address by the tables below `root`, for an unprivileged access if `user`.
@@ -76,29 +93,6 @@ pub fn walk(format: FormatId, image: &Image, root: u64, user: bool, at: u64) -> 
 /// Everything that the tables below `root` map, for unprivileged accesses if `user`.
 pub fn dump(format: FormatId, image: &Image, root: u64, user: bool) -> Result<Vec<Run>, Endless> {
     with_format!(format, F => dump_as::<F>(image, root, user))
-}
-
-fn build_as<F: Format>(mappings: &[Mapping], base: u64) -> Result<Built, Refused> {
-    let tables = ImageTables::new(base);
-    let mut table =
-        PageTable::<F, Iova, PhysAddr, _>::new(tables).map_err(|e| Refused::Base(e, TableShape::of::<F>().root))?;
-    for (i, m) in mappings.iter().enumerate() {
-        for (field, value) in [("va", m.va), ("pa", m.pa), ("len", m.len)] {
-            if !value.is_multiple_of(F::GRANULE.bytes()) {
-                return Err(Refused::Misaligned { mapping: i, field, value, granule: F::GRANULE });
-            }
-        }
-        let mapped = table.map(Iova::new(m.va), PhysAddr::new(m.pa), m.len, m.access);
-        mapped.map_err(|e| Refused::Mapping(i, e))?;
-    }
-    let root = table.root().bits();
-    Ok(Built {
-        root,
-        tables: table.tables().count(),
-        leaves: table.leaf_counts().collect(),
-        registers: F::registers(root),
-        bytes: table.tables_mut().take(),
-    })
 }
 
 fn walk_as<F: Format>(image: &Image, root: u64, user: bool, at: u64) -> Result<Walked, WalkFault> {
