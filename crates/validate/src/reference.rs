@@ -34,7 +34,8 @@ impl Reference {
 }
 
 impl Target {
-    /// The best rate possible for the work that `workers` (with the walks up and down) have just done (bytes per second).
+    /// The best rate possible for the work that `workers` (with the walks up and down) have just done, in bytes per
+    /// second.
     pub(crate) fn reference(
         &self,
         workers: &[Worker],

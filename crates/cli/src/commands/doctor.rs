@@ -15,6 +15,7 @@ use clap::Args;
 use serde::Serialize;
 
 use crate::failure::Failure;
+use crate::layout::{bad, good};
 use crate::output::{self, plain};
 use crate::probe::Probe;
 
@@ -182,11 +183,11 @@ fn text(report: &Report) -> String {
             text += "\nfor hardware (not needed by the software card):\n";
         }
         let status = match check.status {
-            Status::Ok => "ok",
-            Status::Missing => "MISSING",
-            Status::Note => "note",
+            Status::Ok => good("ok     "),
+            Status::Missing => bad("MISSING"),
+            Status::Note => "note   ".to_owned(),
         };
-        text += &format!("{status:<7}  {:width$}  {}\n", check.name, check.found);
+        text += &format!("{status}  {:width$}  {}\n", check.name, check.found);
         // The reason matters only where something is not ok.
         if check.status != Status::Ok {
             text += &format!("         why: {}\n", check.why);

@@ -75,7 +75,8 @@ fn folder() -> tempfile::TempDir {
     let make = "\
         dmalane load -q --sample 4MiB --save model.safetensors --record binds.jsonl
         cp model.safetensors shard-1.safetensors; cp model.safetensors shard-2.safetensors
-        cp model.safetensors weights.bin; cp model.safetensors model.bin; gzip -k model.bin model.safetensors; cp model.bin 4711
+        cp model.safetensors weights.bin; cp model.safetensors model.bin; cp model.bin 4711
+        gzip -k model.bin model.safetensors
         mkdir -p models/minilm; cp model.safetensors models/minilm/model.safetensors
         printf 'GGUF\\003\\000\\000\\000%s' > model.gguf; head -c 16 /dev/zero >> model.gguf
         mkdir -p .local/share/bash-completion/completions .config/fish/completions
