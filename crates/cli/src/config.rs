@@ -4,6 +4,7 @@
 //! file. What contradicts the command line is left out.
 
 use std::ffi::{OsStr, OsString};
+use std::io::ErrorKind::{NotADirectory, NotFound, PermissionDenied};
 use std::path::PathBuf;
 
 use clap::{Arg, ArgAction, ArgMatches, Command, parser::ValueSource};
@@ -45,7 +46,8 @@ impl File {
         }
         match std::fs::read_to_string(&path) {
             Ok(text) => Ok(Some(Self { path, text })),
-            Err(e) if named.is_none() && e.kind() == std::io::ErrorKind::NotFound => Ok(None),
+            // HOME may be another user's, as under some ways to change the user.
+            Err(e) if named.is_none() && matches!(e.kind(), NotFound | NotADirectory | PermissionDenied) => Ok(None),
             Err(e) => Err(Failure::because(format!("cannot read {}", path.display()), &e)),
         }
     }
