@@ -58,8 +58,8 @@ Exit status: 0 loaded (and verified), 1 bad file or mismatch, 2 usage error.";
 
 /// Load files into device memory.
 ///
-/// Parses safetensors, GGUF and NumPy files and binds each tensor at its own device address. Loads any other file as one
-/// run of bytes.
+/// Parses safetensors, GGUF and NumPy files and binds each tensor at its own device address. Loads any other file as
+/// one run of bytes.
 #[derive(Args)]
 #[command(
     after_help = EXAMPLES,
