@@ -172,7 +172,7 @@ impl<F: Format, I: Address, O: Address, T: Tables> PageTable<F, I, O, T> {
     }
 
     /// Maps one page if nothing is in the way: no table to be made, no error. False leaves all as it was.
-    #[inline(always)] // a call costs as much as half of it
+    #[inline]
     fn map_page(&mut self, at: I, to: O, access: Access) -> bool {
         let level = F::LEVELS - 1;
         let (at, out) = (at.bits(), to.bits());

@@ -2,13 +2,13 @@
 
 use alloc::vec::Vec;
 
-use dmalane_addr::{Access, Address, CardAddr, DeviceVa, Span};
-use dmalane_iopt::{Format, PageTable, Tables};
+use dmalane_addr::{Access, Address, DeviceVa, Span};
+use dmalane_iopt::{Format, Tables};
 
 use crate::record::Record;
 use crate::records::{Gone, Join, Records};
 use crate::segments::segments;
-use crate::slots::{NONE, Slots};
+use crate::slots::NONE;
 use crate::{Error, Vm};
 
 /// A request that has been checked, in pages.
@@ -208,8 +208,15 @@ impl<F: Format, T: Tables> Vm<F, T> {
     /// Binds pages and gives the number of those that were unmapped for it.
     #[inline]
     fn bind_pages(&mut self, first: u64, last: u64, record: Record) -> u64 {
-        let Self { records, slots, table, .. } = self;
-        if first == last && !record.is_fixed() && Self::bind_vacant(records, slots, table, first, &[record]) {
+        if first == last
+            && !record.is_fixed()
+            && let Some(vacant) = self.records.vacant(first)
+            && let Some(bo) = self.slots.count_page(record.slot(), first, |slot| vacant.has(slot))
+        {
+            // As of `Vm::bind`.
+            let to = bo.sg().page_at(record.page() << F::GRANULE.log2(), F::GRANULE).expect("checked by plan");
+            vacant.put(record);
+            self.table.map(Self::va(first), to, F::GRANULE.bytes(), record.access()).expect(RESERVED);
             return 0;
         }
         let had = self.records.put(&mut self.slots, first, last, Some(record));
@@ -223,34 +230,22 @@ impl<F: Format, T: Tables> Vm<F, T> {
     /// Binds single pages one after another, and gives the number of those that were unmapped for it.
     fn bind_each(&mut self, first: u64, last: u64, at: usize) -> u64 {
         let Self { records, slots, table, scratch, .. } = self;
-        if Self::bind_vacant(records, slots, table, first, &scratch.records[at..][..(last - first + 1) as usize]) {
-            return 0;
-        }
-        // Some are replaced.
-        (first..=last).zip(at..).map(|(page, at)| self.bind_pages(page, page, self.scratch.records[at])).sum()
-    }
-
-    /// Binds pages of one slot from `first` on, which have been touched and lie in one chunk, if nothing is bound
-    /// there.
-    #[inline]
-    fn bind_vacant(
-        records: &mut Records<F>,
-        slots: &mut Slots,
-        table: &mut PageTable<F, DeviceVa, CardAddr, T>,
-        first: u64,
-        new: &[Record],
-    ) -> bool {
+        let new = &scratch.records[at..][..(last - first + 1) as usize];
         if !records.put_each(slots, first, new) {
-            return false;
+            // Some are replaced.
+            return (first..=last)
+                .zip(at..)
+                .map(|(page, at)| self.bind_pages(page, page, self.scratch.records[at]))
+                .sum();
         }
-        let Some(bo) = &slots.get(new[0].slot()).bo else { return false };
+        let Some(bo) = &slots.get(new[0].slot()).bo else { return 0 };
         let to = |i: usize| bo.sg().page_at(new[i].page() << F::GRANULE.log2(), F::GRANULE);
         let done = table.map_each(Self::va(first), new.len(), new[0].access(), to);
         for (i, record) in new.iter().enumerate().skip(done) {
             let to = to(i).expect("checked by plan");
             table.map(Self::va(first + i as u64), to, F::GRANULE.bytes(), record.access()).expect(RESERVED);
         }
-        true
+        0
     }
 
     #[inline(never)]

@@ -152,11 +152,24 @@ impl Slots {
     pub(crate) fn bound_page(&mut self, bo: &Arc<Bo>, page: u64, noted: impl FnOnce(u32) -> bool) -> Option<u32> {
         let number = self.first_of(bo);
         let slot = self.slots.get_mut(number as usize).filter(|slot| slot.mappable && slot.repeat_mask == 0)?;
-        if (slot.exact || !noted(number)) && !slot.adds(Place { first: page, end: page + 1 }, self.chunk) {
+        let known = slot.goes_on(page) || !slot.exact && noted(number);
+        if !known && !slot.adds(Place { first: page, end: page + 1 }, self.chunk) {
             return None;
         }
         slot.pages += 1;
         Some(number)
+    }
+
+    /// The same for a slot of the plan, which has room for it. Gives the buffer.
+    #[inline(always)]
+    pub(crate) fn count_page(&mut self, slot: u32, page: u64, noted: impl FnOnce(u32) -> bool) -> Option<&Arc<Bo>> {
+        let it = &mut self.slots[slot as usize];
+        it.bo.as_ref()?;
+        let known = it.goes_on(page) || !it.exact && noted(slot);
+        let added = known || it.adds(Place { first: page, end: page + 1 }, self.chunk);
+        debug_assert!(added, "there is room: `hold`");
+        it.pages += 1;
+        it.bo.as_deref()
     }
 
     /// Counts one page that is bound no more, unless it is the last one of its slot.
@@ -358,8 +371,20 @@ impl Slot {
         }
     }
 
+    /// Makes the last place one page longer, if that is exact and ends there.
+    #[inline(always)]
+    fn goes_on(&mut self, page: u64) -> bool {
+        match self.places.last_mut() {
+            Some(last) if self.exact && last.end == page => {
+                last.end += 1;
+                true
+            }
+            _ => false,
+        }
+    }
+
     /// Adds a place if there is room for it.
-    #[inline]
+    #[inline(never)]
     fn adds(&mut self, place: Place, chunk: u32) -> bool {
         let place = if self.exact { place } else { place.whole(chunk) };
         self.places.last_mut().is_some_and(|last| last.join(place)) || self.has_room_for(place)
