@@ -210,7 +210,8 @@ def stage2(name):
     return Machine(name, arm64_stage2, machine_bits=44, root_align=1 << 18, flips=ARM64_S2)
 
 
-# Bits of entries that other software may write otherwise than dmalane does: valid, rights, memory types, limits of tables.
+# Bits of entries that other software may write otherwise than dmalane does: valid, rights, memory types, limits of
+# tables.
 ARM64_S1 = (0, 1, 2, 3, 6, 7, 8, 9, 10, 11, 51, 53, 54, 55, 59, 60, 61, 62)
 ARM64_S2 = (0, 1, 2, 3, 4, 6, 7, 8, 9, 10, 53, 54, 55)
 X86 = (0, 1, 2, 3, 4, 5, 6, 7, 8, 63)

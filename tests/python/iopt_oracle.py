@@ -72,8 +72,8 @@ def compare_image(dmalane, machine, rng, count, name, directory):
 
 
 def compare_foreign(dmalane, machine, seed, directory, images=4, count=500):
-    """Compares `iopt walk` with the MMU on images in which bits of random entries were flipped, so that tables limit what
-    is below them and pages are for privileged accesses. Gives what was counted."""
+    """Compares `iopt walk` with the MMU on images in which bits of random entries were flipped, so that tables limit
+    what is below them and pages are for privileged accesses. Gives what was counted."""
     tally = Counter()
     for image in range(images):
         rng = np.random.default_rng([seed, image, zlib.crc32(machine.format.encode())])

@@ -99,8 +99,8 @@ impl OpenDevice {
     /// the same order for a safetensors file, the bytes for a raw one. The file appears whole or not at all.
     ///
     /// # Errors
-    /// [`Error::File`] names the path, as of [`Output::check`], and for a GGUF or `.npy` file, of which the device has the
-    /// tensors alone; [`Error::Transfer`].
+    /// [`Error::File`] names the path, as of [`Output::check`], and for a GGUF or `.npy` file, of which the device has
+    /// the tensors alone; [`Error::Transfer`].
     pub fn save(&mut self, file: &LoadedFile, to: &Output) -> Result<(), Error> {
         let error = |what, source| Error::File { path: to.path().to_owned(), what, source };
         if matches!(file.model.container, Container::Gguf | Container::Npy) {
