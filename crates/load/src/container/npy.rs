@@ -1,7 +1,7 @@
 //! NumPy's `.npy` files: one array behind a short header.
 //!
-//! Format: <https://numpy.org/doc/stable/reference/generated/numpy.lib.format.html>, versions 1 to 3: a magic number, the
-//! length of the header, and a Python dictionary with the type, the order and the shape, then the array's bytes.
+//! Format: <https://numpy.org/doc/stable/reference/generated/numpy.lib.format.html>, versions 1 to 3: a magic number,
+//! the length of the header, and a Python dictionary with the type, the order and the shape, then the array's bytes.
 
 use std::path::Path;
 use std::sync::Arc;
