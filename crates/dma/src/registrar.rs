@@ -1,7 +1,7 @@
 //! The port that makes host memory reachable for a device.
 
 use std::ops::Range;
-use std::sync::Arc;
+use std::sync::{Arc, Mutex, PoisonError};
 
 use dmalane_addr::{Access, Iova, Lease, PhysAddr, SgTable, Span};
 
@@ -142,11 +142,13 @@ impl Pinned {
     }
 }
 
+/// Memory that devices may access until this process ends.
+static KEPT: Mutex<Vec<BufferRef>> = Mutex::new(Vec::new());
+
 impl Drop for Pinned {
     fn drop(&mut self) {
         if self.kept {
-            // A reference that nobody drops.
-            return std::mem::forget(self.buffer.clone());
+            return KEPT.lock().unwrap_or_else(PoisonError::into_inner).push(self.buffer.clone());
         }
         if let Some(pages) = &self.pages {
             self.owner.unpin(pages);
